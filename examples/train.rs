@@ -163,7 +163,7 @@ impl Training<'_> {
             best: arguments.early_stopping()?,
             done: Done::default(),
         };
-        let mut log = RunLog::begin(arguments, &plan, precision, group, model)?;
+        let mut log = RunLog::begin(arguments, &plan, precision, group, model, &self.parameters)?;
         let interrupt = Interrupt::install()?;
 
         if let (Some(snapshots), Some(snapshot)) = (&snapshots, &resumed) {
@@ -231,9 +231,12 @@ impl Training<'_> {
             let (done, mut metrics) = log.end_step(step, &totals, &loader)?;
             state.done = done;
             metrics.learning_rate = learning_rate.unwrap_or_default();
-            metrics.grad_norm = stepped.grad_norm()?;
-            let scale = state.scaler.as_ref().map(GradScaler::get_scale);
-            metrics.loss_scale = scale.transpose()?;
+            // Values on the device are read when a line is due, so that the host does not wait for every step.
+            let mut read_due = plan.log_due(step);
+            if read_due {
+                let scale = state.scaler.as_ref().map(GradScaler::get_scale);
+                metrics.loss_scale = scale.transpose()?;
+            }
 
             let (mut metric, mut improved) = (None, false);
             if plan.eval_due(step) {
@@ -243,11 +246,15 @@ impl Training<'_> {
                 metric = arguments.best_model_metric(&found)?;
                 improved = metric.is_some_and(|value| state.best.observe(step, value).improved);
             }
-            log.log(&metrics)?;
-
             let ends = totals.stop || state.best.should_stop();
+            let save_due = plan.save_due(step, improved, ends);
+            read_due |= ends || save_due || plan.eval_due(step);
+            log.record(metrics, totals, stepped);
+            if read_due {
+                log.flush(group)?;
+            }
             if let Some(snapshots) = &mut snapshots {
-                if plan.save_due(step, improved, ends) {
+                if save_due {
                     let registered = self.registered(&mut state, &mut loader);
                     snapshots.save_state(step, metric, registered)?;
                 }

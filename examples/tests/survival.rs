@@ -134,6 +134,8 @@ impl Workshop {
             validation_fraction: 0.2,
             max_steps: 12,
             save_steps: 3.0,
+            // The tests watch metrics.jsonl while a run writes it.
+            logging_steps: 1.0,
             learning_rate: 1e-2,
             max_eval_batches: Some(3),
             per_device_train_batch_size: 2,

@@ -6,6 +6,7 @@ use overdrive_sys::engine;
 use crate::Result;
 
 pub use overdrive_sys::engine::{is_grad_enabled, is_inference, is_inference_mode_enabled};
+pub use overdrive_sys::saved_tensors::{BackwardOnThisThread, backward_stays_on_this_thread};
 
 /// A guard that disables gradient recording on this thread while it lives (`torch.no_grad`).
 ///

@@ -11,6 +11,7 @@
 //!   gradients during backward;
 //! * [`NoGradGuard`], [`EnableGradGuard`], [`InferenceModeGuard`] – modes of the current thread that
 //!   end with a scope, also by a panic;
+//! * [`BackwardOnThisThread`] – a guard that keeps backward passes on the thread that starts them, on a GPU too;
 //! * [`random`] – saving, restoring and forking the states of the devices' random generators;
 //! * [`gradcheck`], [`gradgradcheck`] – comparisons of a function's gradients with numerical ones;
 //! * [`op`] – any operator of libtorch by its schema name, with typed arguments.
@@ -69,8 +70,9 @@ pub use function::{BackwardContext, ForwardContext, Function, FunctionError, Fun
 pub use gradcheck::{GradcheckOptions, gradcheck, gradgradcheck};
 pub use gradients::{BackwardOptions, GradOptions, backward, grad};
 pub use guards::{
-    EnableGradGuard, InferenceModeGuard, NoGradGuard, is_grad_enabled, is_inference,
-    is_inference_mode_enabled, no_grad,
+    BackwardOnThisThread, EnableGradGuard, InferenceModeGuard, NoGradGuard,
+    backward_stays_on_this_thread, is_grad_enabled, is_inference, is_inference_mode_enabled,
+    no_grad,
 };
 pub use hooks::{HookHandle, register_hook, register_post_accumulate_grad_hook};
 pub use overdrive_sys::op;

@@ -4,9 +4,8 @@
 use std::rc::Rc;
 use std::sync::Arc;
 
-use overdrive_autograd::{BackwardOptions, backward, is_grad_enabled};
+use overdrive_autograd::{BackwardOnThisThread, BackwardOptions, backward, is_grad_enabled};
 use overdrive_sys::CallbackResult;
-use overdrive_sys::saved_tensors::BackwardOnThisThread;
 use overdrive_sys::scoped_closure;
 use parking_lot::ReentrantMutex;
 use tch::Tensor;
@@ -95,8 +94,11 @@ pub struct Scope<'scope, 'env: 'scope> {
 /// layers behind `&self`, without clones or locks. Backward must run inside `body` too; afterwards the
 /// checkpoints of the graph return an error.
 ///
-/// On a GPU libtorch runs backward on its own threads, which must not use the borrowed values:
-/// [`Scope::backward`] keeps the pass on this thread. On a CPU it runs on the calling thread anyway.
+/// On a GPU libtorch runs backward on its own threads, which must not use the borrowed values. While `body`
+/// runs, every backward pass that this thread starts therefore stays on it ([`BackwardOnThisThread`]): that of
+/// [`Scope::backward`], of a gradient accumulator, of data parallel training or `Tensor::backward` alike. On a
+/// CPU it runs on the calling thread anyway. The devices of a model that is spread over several GPUs then
+/// receive their backward work from one thread.
 ///
 /// ```
 /// use overdrive_checkpointing::{CheckpointOptions, scope};
@@ -122,6 +124,8 @@ pub struct Scope<'scope, 'env: 'scope> {
 /// # }
 /// ```
 pub fn scope<'env, T>(body: impl for<'scope> FnOnce(Scope<'scope, 'env>) -> T) -> T {
+    // For the whole body: a backward pass inside it need not know that the graph holds a checkpoint.
+    let _on_this_thread = BackwardOnThisThread::new();
     scoped_closure::scope(|closures| body(Scope { closures }))
 }
 
@@ -152,7 +156,7 @@ impl<'scope> Scope<'scope, '_> {
         first_pass(&frame, || region(&inputs))
     }
 
-    /// Accumulates the gradients of `outputs` into the leaves of the graph, on this thread only.
+    /// Accumulates the gradients of `outputs` into the leaves of the graph.
     ///
     /// # Errors
     /// As [`overdrive_autograd::backward`].
@@ -165,7 +169,6 @@ impl<'scope> Scope<'scope, '_> {
     /// # Errors
     /// As [`overdrive_autograd::backward`].
     pub fn backward_with(self, outputs: &[&Tensor], options: &BackwardOptions<'_>) -> Result<()> {
-        let _on_this_thread = BackwardOnThisThread::new();
         Ok(backward(outputs, options)?)
     }
 }

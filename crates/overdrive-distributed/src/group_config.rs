@@ -13,14 +13,10 @@ pub enum Backend {
 }
 
 impl Backend {
-    /// Returns [`Nccl`](Self::Nccl) if it is built in and there is a CUDA device, else [`Gloo`](Self::Gloo).
+    /// Returns `true` if the feature `nccl` is on.
     #[must_use]
-    pub fn for_this_machine() -> Self {
-        if cfg!(feature = "nccl") && tch::Cuda::is_available() {
-            Self::Nccl
-        } else {
-            Self::Gloo
-        }
+    pub fn nccl_is_built_in() -> bool {
+        cfg!(feature = "nccl")
     }
 }
 

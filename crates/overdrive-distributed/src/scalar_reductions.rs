@@ -29,10 +29,18 @@ impl ProcessGroup {
     /// # Ok::<(), overdrive_distributed::Error>(())
     /// ```
     pub fn sums<const N: usize>(&self, values: [f64; N]) -> Result<[f64; N]> {
-        let sums = self.reduce_scalars(&values, ReduceOp::Sum)?;
         let mut out = values;
-        out.copy_from_slice(&sums);
+        out.copy_from_slice(&self.sums_of(&values)?);
         Ok(out)
+    }
+
+    /// Returns the sums of any number of values over the ranks, in one collective, such as the losses of the steps
+    /// since the last log line. All ranks pass the same number of values.
+    ///
+    /// # Errors
+    /// As [`sum`](Self::sum).
+    pub fn sums_of(&self, values: &[f64]) -> Result<Vec<f64>> {
+        self.reduce_scalars(values, ReduceOp::Sum)
     }
 
     /// Returns `world_size / tokens of all ranks`, the factor for the **sum** of this rank's losses. With it,

@@ -4,6 +4,7 @@
 use std::num::NonZeroUsize;
 
 use overdrive_sys::gemm::mm_into;
+use overdrive_sys::raw::host_value;
 use tch::{Device, Kind, Tensor};
 
 use crate::cross_entropy::{scalar, sum};
@@ -50,7 +51,7 @@ impl Gradients {
     pub(crate) fn scaled(self, upstream: &Tensor) -> Result<Vec<Option<Tensor>>> {
         // `loss.backward()` starts from 1, and a pass over gradients as large as the weight is saved.
         // On a GPU reading the value would wait for the device.
-        let one = upstream.device() == Device::Cpu && upstream.f_double_value(&[])? == 1.0;
+        let one = host_value(upstream) == Some(1.0);
         let mut scaled = Vec::from(self.0);
         if !one {
             for gradient in scaled.iter_mut().flatten() {
@@ -77,7 +78,9 @@ pub(crate) fn run_chunks(
         Some(gathered) => (&gathered.hidden, &gathered.labels),
         None => (&all, &labels.flat),
     };
-    let scale = match labels.tokens {
+    // Where the host does not know the number, the caller has asked for the sum, whose scale it does not change.
+    let tokens = labels.known.unwrap_or(rows);
+    let scale = match tokens {
         // The mean over no rows is NaN; its gradient is zero, as in PyTorch.
         0 => 0.0,
         tokens => options.scale(tokens),
@@ -113,7 +116,7 @@ pub(crate) fn run_chunks(
     // Before `finish` allocates, so that the peak does not hold the logits as well.
     drop(buffer);
     let total = total_of(&sums, &weight)?;
-    let loss = total.f_mul_scalar(options.scale(labels.tokens))?;
+    let loss = total.f_mul_scalar(options.scale(tokens))?;
     Ok((loss, chunks.finish(gathered, rows)?))
 }
 
@@ -127,18 +130,39 @@ struct Gathered {
 impl Gathered {
     fn new(all: &Tensor, labels: &Labels, options: &CrossEntropyOptions) -> Result<Option<Self>> {
         let rows = all.size()[0];
-        let ignored = rows - labels.tokens;
-        if ignored == 0 || (ignored as f64) < rows as f64 * GATHER_FROM {
+        // Without a known number their number would have to be read from the device.
+        let tokens = labels.known.unwrap_or(rows);
+        let ignored = rows - tokens;
+        if ignored <= 0 || (ignored as f64) < rows as f64 * GATHER_FROM {
             return Ok(None);
         }
-        let counts = labels.flat.f_ne(options.ignore_index)?;
-        let index = counts.f_nonzero()?.f_reshape([-1])?;
+        let index = counted_rows(&labels.flat, tokens, options.ignore_index)?;
         Ok(Some(Self {
             hidden: all.f_index_select(0, &index)?,
             labels: labels.flat.f_index_select(0, &index)?,
             index,
         }))
     }
+}
+
+/// Returns the indices of the `tokens` labels that are not ignored, in their order, without reading a device.
+fn counted_rows(labels: &Tensor, tokens: i64, ignore_index: i64) -> Result<Tensor> {
+    if labels.device() == Device::Cpu {
+        let values: &[i64] = elements(labels)?;
+        let rows = (0_i64..).zip(values);
+        let rows = rows.filter(|(_, label)| **label != ignore_index);
+        return Ok(Tensor::f_from_slice(
+            &rows.map(|(row, _)| row).collect::<Vec<_>>(),
+        )?);
+    }
+    counted_rows_on_device(labels, tokens, ignore_index)
+}
+
+fn counted_rows_on_device(labels: &Tensor, tokens: i64, ignore_index: i64) -> Result<Tensor> {
+    // A stable sort instead of `nonzero`, whose result has a size that the host would wait for.
+    let ignored = labels.f_eq(ignore_index)?.f_to_kind(Kind::Uint8)?;
+    let (_, order) = ignored.f_sort_stable(true, 0, false)?;
+    Ok(order.f_narrow(0, 0, tokens)?)
 }
 
 struct Chunks<'a> {
@@ -304,4 +328,21 @@ fn accumulate_product(sum: &mut Option<Tensor>, a: &Tensor, b: &Tensor) -> Resul
         }
     });
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_rows_that_count_are_found_alike_on_the_host_and_on_a_device() {
+        let labels = Tensor::from_slice(&[-100_i64, 3, -100, 0, 7, -100]);
+        let expected = Tensor::from_slice(&[1_i64, 3, 4]);
+        assert_eq!(
+            counted_rows(&labels, 3, -100).expect("on the host"),
+            expected
+        );
+        let found = counted_rows_on_device(&labels, 3, -100).expect("by a sort");
+        assert_eq!(found, expected);
+    }
 }

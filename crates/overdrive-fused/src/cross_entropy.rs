@@ -3,13 +3,14 @@
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use overdrive_sys::raw::host_value;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{check_device, check_floating, wrong_shape};
 use crate::kernel::cross_entropy::{gradient, loss};
 use crate::loss_options::Labels;
 use crate::tensors::{Fresh, Replaceable, copy_of, elements, has_kernel, with_element};
-use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Result, composed};
+use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Reduction, Result, composed};
 
 /// Returns the cross-entropy of `logits (…, V)` under `labels (…)` (i64): `torch.nn.functional.cross_entropy`,
 /// without the tensor of log-probabilities.
@@ -21,8 +22,9 @@ use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Result, composed};
 /// The result does not depend on the number of threads.
 ///
 /// # Errors
-/// [`Error::Label`] with the row and the value if a label is not a class, [`Error::Common`] if the tensors do
-/// not fit each other or an option is out of its range.
+/// [`Error::Label`] with the row and the value if a label on a CPU is not a class, [`Error::Common`] if the tensors
+/// do not fit each other or an option is out of its range. Labels on a GPU are not read, because the host would
+/// wait for the device: there a label that is not a class ends in an error of the device, as in PyTorch.
 ///
 /// ```
 /// use overdrive_fused::{CrossEntropyOptions, cross_entropy};
@@ -31,7 +33,7 @@ use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Result, composed};
 /// let logits = Tensor::zeros([3, 8], (Kind::Float, Device::Cpu));
 /// let labels = Tensor::from_slice(&[1_i64, 7, -100]);
 /// let output = cross_entropy(&logits, &labels, &CrossEntropyOptions::default())?;
-/// assert_eq!(output.tokens, 2);
+/// assert_eq!(output.tokens()?, 2);
 /// assert!((output.loss.double_value(&[]) - 8.0_f64.ln()).abs() < 1e-6);
 /// # Ok::<(), overdrive_fused::Error>(())
 /// ```
@@ -56,28 +58,28 @@ pub fn cross_entropy(
         ("labels", labels.device()),
         ("logits", logits.device()),
     )?;
-    let labels = Labels::new(
-        "cross_entropy",
-        labels,
-        leading,
-        classes,
-        options.ignore_index,
-    )?;
-    let tokens = labels.tokens;
+    let labels = Labels::new("cross_entropy", labels, leading, classes, options)?;
+    let count = labels.count.shallow_clone();
     let rows = logits.f_reshape([-1, classes])?;
-    let loss = if has_kernel(&rows) && rows.numel() > 0 {
-        let function = CrossEntropy {
-            options: *options,
-            labels: labels.flat,
-            tokens,
-            used_up: AtomicBool::new(false),
-        };
-        apply(function, &[&rows])?.remove(0)
-    } else {
-        let sum = composed::loss(&rows, &labels.flat, options)?;
-        sum.f_mul_scalar(options.scale(tokens))?
+    let loss = match labels.known {
+        Some(tokens) if has_kernel(&rows) && rows.numel() > 0 => {
+            let function = CrossEntropy {
+                options: *options,
+                labels: labels.flat,
+                tokens,
+                used_up: AtomicBool::new(false),
+            };
+            apply(function, &[&rows])?.remove(0)
+        }
+        known => {
+            let sum = composed::loss(&rows, &labels.flat, options)?;
+            match (known, options.reduction) {
+                (None, Reduction::Mean) => labels.mean_of(&sum)?,
+                (known, _) => sum.f_mul_scalar(options.scale(known.unwrap_or_default()))?,
+            }
+        }
     };
-    Ok(CrossEntropyOutput { loss, tokens })
+    Ok(CrossEntropyOutput { loss, count })
 }
 
 struct CrossEntropy {
@@ -133,7 +135,13 @@ impl Function for CrossEntropy {
         let scale = match self.tokens {
             // As in PyTorch: the mean of nothing is NaN, its gradient is zero.
             0 => 0.0,
-            tokens => self.options.scale(tokens) * upstream.f_double_value(&[])?,
+            tokens => {
+                let upstream = match host_value(upstream) {
+                    Some(value) => value,
+                    None => upstream.f_double_value(&[])?,
+                };
+                self.options.scale(tokens) * upstream
+            }
         };
         // SAFETY: either a copy of our own, or logits that the caller said nobody reads any more.
         let mut replaceable = unsafe { Replaceable::new(&mut target) };

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 use crate::chunk::{Gradients, auto_rows, run_chunks};
 use crate::error::{check_device, check_floating, wrong_shape};
 use crate::loss_options::Labels;
-use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Result};
+use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Reduction, Result};
 
 const NAME: &str = "linear_cross_entropy";
 
@@ -45,8 +45,9 @@ pub struct LinearCrossEntropyOptions<'a> {
 /// It can be differentiated once.
 ///
 /// # Errors
-/// [`Error::Label`] with the row and the value if a label is not a class, [`Error::Common`] if the tensors do
-/// not fit each other or an option is out of its range.
+/// [`Error::Label`] with the row and the value if a label on a CPU is not a class, [`Error::Common`] if the tensors
+/// do not fit each other or an option is out of its range. Labels on a GPU are not read, because the host would
+/// wait for the device: there a label that is not a class ends in an error of the device, as in PyTorch.
 ///
 /// ```
 /// use overdrive_fused::{LinearCrossEntropyOptions, linear_cross_entropy};
@@ -57,7 +58,7 @@ pub struct LinearCrossEntropyOptions<'a> {
 /// let labels = Tensor::randint(100, [2, 5], (Kind::Int64, Device::Cpu));
 /// let output = linear_cross_entropy(&hidden, &head, &labels, &LinearCrossEntropyOptions::default())?;
 /// output.loss.f_backward()?;
-/// assert_eq!((output.tokens, head.grad().size()), (10, vec![100, 16]));
+/// assert_eq!((output.tokens()?, head.grad().size()), (10, vec![100, 16]));
 /// # Ok::<(), overdrive_fused::Error>(())
 /// ```
 pub fn linear_cross_entropy(
@@ -71,22 +72,30 @@ pub fn linear_cross_entropy(
     let (classes, width) = (weight.size()[0], weight.size()[1]);
     let size = hidden.size();
     let leading = &size[..size.len() - 1];
-    let labels = Labels::new(NAME, labels, leading, classes, options.loss.ignore_index)?;
-    let tokens = labels.tokens;
+    let labels = Labels::new(NAME, labels, leading, classes, &options.loss)?;
+    let mut loss_options = options.loss;
+    // The mean over a number that the host does not know is taken of the sum, below.
+    let counted =
+        (labels.known.is_none() && options.loss.reduction == Reduction::Mean).then(|| {
+            loss_options.reduction = Reduction::Sum;
+            labels.shallow_clone()
+        });
+    let count = labels.count.shallow_clone();
 
     let kind = logits_kind(hidden, weight)?;
     let hidden = hidden.f_reshape([-1, width])?.f_to_kind(kind)?;
     let weight = weight.f_to_kind(kind)?;
     let bias = options.bias.map(|bias| bias.f_to_kind(kind)).transpose()?;
     // No chunk needs to be longer than the rows that count.
-    let rows = NonZeroUsize::new(tokens as usize).unwrap_or(NonZeroUsize::MIN);
+    let rows = labels.known.unwrap_or(hidden.size()[0]) as usize;
+    let rows = NonZeroUsize::new(rows).unwrap_or(NonZeroUsize::MIN);
     let chunk_rows = options
         .chunk_rows
         .unwrap_or_else(|| auto_rows(classes as usize, kind))
         .min(rows);
 
     let function = LinearCrossEntropy {
-        options: options.loss,
+        options: loss_options,
         retain: options.retain_graph,
         labels,
         chunk_rows: chunk_rows.get() as i64,
@@ -96,7 +105,11 @@ pub fn linear_cross_entropy(
     let mut inputs = vec![&hidden, &weight];
     inputs.extend(&bias);
     let loss = apply(function, &inputs)?.remove(0);
-    Ok(CrossEntropyOutput { loss, tokens })
+    let loss = match counted {
+        Some(labels) => labels.mean_of(&loss)?,
+        None => loss,
+    };
+    Ok(CrossEntropyOutput { loss, count })
 }
 
 fn check(hidden: &Tensor, weight: &Tensor, labels: &Tensor, bias: Option<&Tensor>) -> Result<()> {

@@ -34,6 +34,11 @@ pub struct CrossEntropyOptions {
     pub z_loss: f64,
     /// The cap `c` of the logits, which become `c·tanh(x/c)` first, as in Gemma 2 with 30 (default: none).
     pub softcap: Option<f64>,
+    /// The number of labels that are not ignored, if it is known, as from a data loader (default: unknown). On a
+    /// CPU it is checked. On a GPU it is trusted: ignored rows are left out of the products of
+    /// [`linear_cross_entropy`](crate::linear_cross_entropy) only if it is known, because counting them there
+    /// would wait for the device.
+    pub label_count: Option<i64>,
     /// If `true`, the backward pass of [`cross_entropy`](crate::cross_entropy) overwrites the logits with the
     /// gradient instead of allocating a second tensor of their size. For logits that nobody reads after
     /// backward; a second backward pass is refused (default: false).
@@ -48,6 +53,7 @@ impl Default for CrossEntropyOptions {
             label_smoothing: 0.0,
             z_loss: 0.0,
             softcap: None,
+            label_count: None,
             reuse_logits: false,
         }
     }
@@ -99,27 +105,41 @@ impl CrossEntropyOptions {
 pub struct CrossEntropyOutput {
     /// The sum or mean in nats: a scalar, f64 for f64 logits and f32 otherwise.
     pub loss: Tensor,
-    /// The number of rows whose label is not the ignored one.
-    pub tokens: i64,
+    /// The number of rows whose label is not the ignored one: an i64 scalar on the device of the labels.
+    pub count: Tensor,
 }
 
-/// Checked labels: one dimension, contiguous, each a class or the ignored one.
+impl CrossEntropyOutput {
+    /// Returns the number of rows whose label is not the ignored one. Synchronizes with the device.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn tokens(&self) -> Result<i64> {
+        Ok(self.count.f_int64_value(&[])?)
+    }
+}
+
+/// Labels of one dimension, contiguous. On a CPU each is a class or the ignored one; on a device that is the
+/// caller's promise, and a kernel of libtorch that meets another one fails there, as in PyTorch.
 #[derive(Debug)]
 pub(crate) struct Labels {
     pub(crate) flat: Tensor,
-    /// The number of labels that are not ignored.
-    pub(crate) tokens: i64,
+    /// The number of labels that are not ignored, if the host knows it.
+    pub(crate) known: Option<i64>,
+    /// The same number as a scalar on the device of the labels.
+    pub(crate) count: Tensor,
 }
 
 impl Labels {
-    /// Checks labels for logits of the `leading` dimensions and `classes` classes.
+    /// Checks labels for logits of the `leading` dimensions and `classes` classes. Reads nothing from a device.
     pub(crate) fn new(
         function: &'static str,
         labels: &Tensor,
         leading: &[i64],
         classes: i64,
-        ignore_index: i64,
+        options: &CrossEntropyOptions,
     ) -> Result<Self> {
+        let ignore_index = options.ignore_index;
         if labels.kind() != Kind::Int64 {
             return Err(wrong_dtype(function, "labels", labels.kind(), "Int64"));
         }
@@ -131,27 +151,78 @@ impl Labels {
                 format!("{leading:?}, one label for each row"),
             ));
         }
-        // Checked before any kernel runs, because a kernel indexes its row with the label.
         let flat = labels.f_reshape([-1])?.f_contiguous()?;
-        let unfit = |row: usize, label| Error::Label {
-            function,
-            row,
-            label,
-            classes,
-            ignore_index,
-        };
+        if flat.device() != Device::Cpu {
+            return Ok(Self {
+                count: flat.f_ne(ignore_index)?.f_sum(Kind::Int64)?,
+                known: options.label_count,
+                flat,
+            });
+        }
+        // Checked before any kernel runs, because a kernel indexes its row with the label.
         let is_unfit = |label: i64| label != ignore_index && !(0..classes).contains(&label);
-        // Labels on a device are copied to be checked: one device sync, eight bytes a row.
-        let here = match flat.device() {
-            Device::Cpu => flat.shallow_clone(),
-            _ => flat.f_to_device(Device::Cpu)?,
-        };
-        let values: &[i64] = elements(&here)?;
+        let values: &[i64] = elements(&flat)?;
         if let Some(row) = values.iter().position(|&label| is_unfit(label)) {
-            return Err(unfit(row, values[row]));
+            return Err(Error::Label {
+                function,
+                row,
+                label: values[row],
+                classes,
+                ignore_index,
+            });
         }
         let counted = values.iter().filter(|&&label| label != ignore_index);
         let tokens = counted.count() as i64;
-        Ok(Self { flat, tokens })
+        if let Some(given) = options.label_count {
+            let expected = format!("{tokens}, the number of labels other than {ignore_index}");
+            check_option(given == tokens, "label_count", given, expected)?;
+        }
+        Ok(Self {
+            count: Tensor::f_scalar_tensor(tokens, (Kind::Int64, Device::Cpu))?,
+            known: Some(tokens),
+            flat,
+        })
+    }
+
+    pub(crate) fn shallow_clone(&self) -> Self {
+        Self {
+            flat: self.flat.shallow_clone(),
+            known: self.known,
+            count: self.count.shallow_clone(),
+        }
+    }
+
+    /// Returns the mean of a sum over the rows that are not ignored: NaN if all are, with a gradient of 0.
+    pub(crate) fn mean_of(&self, sum: &Tensor) -> Result<Tensor> {
+        let count = self.count.f_to_kind(sum.kind())?;
+        // 0, or NaN for 0 / 0: a division of the sum itself would make its gradient NaN as well.
+        let nothing = count.f_zeros_like()?.f_div(&count)?;
+        Ok(sum.f_div(&count.f_clamp_min(1.0)?)?.f_add(&nothing)?)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_mean_over_a_number_on_the_device_is_that_over_a_known_one() {
+        for (count, loss, gradient) in [(4_i64, 2.5, 0.25), (0, f64::NAN, 1.0)] {
+            let labels = Labels {
+                flat: Tensor::from_slice(&[0_i64]),
+                known: None,
+                count: Tensor::from(count),
+            };
+            let sum = Tensor::from(10.0_f32).set_requires_grad(true);
+            let mean = labels.mean_of(&sum).expect("two scalars");
+            mean.backward();
+            let found = mean.double_value(&[]);
+            assert!(
+                found == loss || (found.is_nan() && loss.is_nan()),
+                "{found}"
+            );
+            // Without a row the mean is NaN, and its gradient is finite: ignored rows multiply it by 0.
+            assert_eq!(sum.grad().double_value(&[]), gradient);
+        }
     }
 }

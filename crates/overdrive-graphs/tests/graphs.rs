@@ -12,7 +12,7 @@ use overdrive_optim::{
 };
 use overdrive_transformer::{
     CausalLm, ForwardInput, IGNORE_INDEX, InitOptions, LabelShift, LlamaConfig, Logits,
-    causal_lm_loss_on_device,
+    causal_lm_loss,
 };
 use tch::{Cuda, Device, Kind, Tensor};
 
@@ -160,8 +160,11 @@ fn train_step(
     let optimizer = AdamW::new(vec![group], capturable()).unwrap();
     let loss: Loss = Box::new(move |inputs| {
         let logits = model.forward(ForwardInput::new(&inputs[0]).with_logits(Logits::All))?;
-        let (sum, count) = causal_lm_loss_on_device(&logits, &inputs[1], LabelShift::Shifted)?;
-        Ok(DeviceLoss { sum, count })
+        let loss = causal_lm_loss(&logits, &inputs[1], LabelShift::Shifted)?;
+        Ok(DeviceLoss {
+            sum: loss.sum,
+            count: loss.count,
+        })
     });
     let example = [tokens(2, 8, device), tokens(2, 8, device)];
     let config = AccumulationConfig {

@@ -5,7 +5,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::checks::check_rates;
+use crate::checks::{check_rates, step_count};
 use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::kernels::{FactoredUpdate, adafactor_step, bump_version};
 
@@ -224,7 +224,7 @@ impl AdafactorRule {
     fn step_one(&self, job: Job<'_, AdafactorState>) -> Result<()> {
         let config = &self.config;
         let _ = job.state.step.f_add_scalar_(1.0)?;
-        let step = job.state.step.f_double_value(&[])?;
+        let step = step_count(&job.state.step)?;
         let rate = if config.relative_step {
             let least = if config.warmup_init {
                 1e-6 * step

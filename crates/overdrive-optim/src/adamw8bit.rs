@@ -3,12 +3,13 @@
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use crate::checks::{bytes, check_adam_options};
+use crate::checks::{bytes, check_adam_options, step_count};
 use crate::code_book::BLOCK;
 use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::kernels::{AdamNumbers, Quantized, adam8, bump_version, with_elements};
 use crate::operators;
 use crate::paging::{Allocated, Pager, Request, Storage};
+use crate::param_group::name_contains;
 use crate::{PagingConfig, Result};
 
 /// The number of elements that the path through operators updates at once, which bounds the size of its
@@ -31,9 +32,9 @@ pub struct AdamW8bitConfig {
     /// The number of elements below which a parameter has a float32 state: norms and biases, for which 8
     /// bits save little. Default: 4096.
     pub min_8bit_size: usize,
-    /// The substrings of names of parameters with a float32 state. Embeddings are the usual ones
-    /// (`embed`, `wte`): most of their rows have no gradient in a step, and transformers' Trainer keeps
-    /// them in 32 bits too. Default: none.
+    /// The substrings of name components of parameters with a float32 state. Embeddings are the usual ones
+    /// ([`EMBEDDING_NAMES`](crate::EMBEDDING_NAMES)): most of their rows have no gradient in a step, and
+    /// transformers' Trainer keeps them in 32 bits too. Default: none, as in bitsandbytes.
     pub full_precision_names: Vec<String>,
     /// If `true`, the objective is maximized. Default: `false`.
     pub maximize: bool,
@@ -63,11 +64,7 @@ impl AdamW8bitConfig {
     }
 
     fn wants_8bit(&self, name: &str, tensor: &Tensor) -> bool {
-        tensor.numel() >= self.min_8bit_size
-            && !self
-                .full_precision_names
-                .iter()
-                .any(|excluded| name.contains(excluded.as_str()))
+        tensor.numel() >= self.min_8bit_size && !name_contains(name, &self.full_precision_names)
     }
 }
 
@@ -200,7 +197,7 @@ impl AdamState {
     /// Increments the number of steps and returns it.
     pub(crate) fn count(&mut self) -> Result<f64> {
         let _ = self.step.f_add_scalar_(1.0)?;
-        Ok(self.step.f_double_value(&[])?)
+        step_count(&self.step)
     }
 }
 

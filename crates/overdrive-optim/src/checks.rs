@@ -3,6 +3,7 @@
 use std::collections::{BTreeSet, HashMap};
 
 use overdrive_core::{check_fraction, check_non_negative};
+use overdrive_sys::raw::host_value;
 use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
@@ -142,6 +143,14 @@ pub(crate) fn same_layout(a: &Tensor, b: &Tensor) -> bool {
             .iter()
             .zip(a.stride().iter().zip(b.stride()))
             .all(|(&length, (&a, b))| length <= 1 || a == b)
+}
+
+/// Returns the value of a step count, which is on the CPU and read without an operator.
+pub(crate) fn step_count(step: &Tensor) -> Result<f64> {
+    match host_value(step) {
+        Some(count) => Ok(count),
+        None => Ok(step.f_double_value(&[])?),
+    }
 }
 
 /// Returns the bytes of a tensor's elements.

@@ -110,7 +110,7 @@ pub use muon::{Muon, MuonConfig, MuonPrecision, MuonRate};
 pub use optimizer::{GradScaling, Optimizer, OptimizerId, OptimizerState};
 pub use paged_adamw::{PagedAdamW, PagedAdamWConfig, StateBits};
 pub use paging::PagingConfig;
-pub use param_group::{DecayRule, ParamGroup, decay_groups};
+pub use param_group::{DecayRule, EMBEDDING_NAMES, ParamGroup, decay_groups};
 pub use schedule::{
     LrScheduler, LrSchedulerState, LrSchedulerType, RampType, Schedule, ScheduleLength,
     ScheduleOptions, Warmup,

@@ -10,6 +10,7 @@ use crate::code_book::BLOCK;
 use crate::engine::{Job, Rule, StateTensors, optimizer};
 use crate::kernels::AdamNumbers;
 use crate::paging::{Pager, PagingConfig, Storage};
+use crate::param_group::name_contains;
 
 /// The bits of a state element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
@@ -42,6 +43,9 @@ pub struct PagedAdamWConfig {
     pub state_bits: StateBits,
     /// With 8 bits, the number of elements below which a parameter has a float32 state. Default: 4096.
     pub min_8bit_size: usize,
+    /// With 8 bits, the substrings of name components of parameters with a float32 state, as
+    /// [`AdamW8bitConfig::full_precision_names`](crate::AdamW8bitConfig::full_precision_names). Default: none.
+    pub full_precision_names: Vec<String>,
     /// The location of the state and the limit of its resident part. They belong to the machine, so
     /// loading a stored state does not change them.
     pub paging: PagingConfig,
@@ -57,6 +61,7 @@ impl Default for PagedAdamWConfig {
             maximize: false,
             state_bits: StateBits::ThirtyTwo,
             min_8bit_size: 4096,
+            full_precision_names: Vec::new(),
             paging: PagingConfig::default(),
         }
     }
@@ -165,12 +170,16 @@ impl Rule for Paged {
     }
 
     fn new_states(&mut self, parameters: &[(&str, &Tensor)]) -> Result<Vec<AdamState>> {
-        let (bits, least) = (self.config.state_bits, self.config.min_8bit_size);
-        let min_paged = self.pager.config().min_paged_elements;
+        let Self { config, pager } = self;
+        let min_paged = pager.config().min_paged_elements;
         AdamState::allocate(
-            &mut self.pager,
+            pager,
             parameters,
-            |_, tensor| bits == StateBits::Eight && tensor.numel() >= least,
+            |name, tensor| {
+                config.state_bits == StateBits::Eight
+                    && tensor.numel() >= config.min_8bit_size
+                    && !name_contains(name, &config.full_precision_names)
+            },
             |tensor| tensor.numel() >= min_paged,
         )
     }

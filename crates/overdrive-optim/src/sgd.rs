@@ -6,7 +6,7 @@ use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::checks::{check_rates, same_layout};
+use crate::checks::{check_rates, same_layout, step_count};
 use crate::engine::{Job, Rule, StateTensors, optimizer};
 
 /// The options of [`Sgd`]. The defaults are those of `torch.optim.SGD`.
@@ -153,7 +153,7 @@ impl Rule for SgdRule {
         let mut batches: Vec<Batch> = Vec::new();
         for mut job in jobs {
             // The first step initializes the momentum with the gradient instead of dampening it.
-            let first = job.state.step.f_double_value(&[])? == 0.0;
+            let first = step_count(&job.state.step)? == 0.0;
             let _ = job.state.step.f_add_scalar_(1.0)?;
             let device = job.parameter.device();
             // Without momentum only the parameter's own layout matters.

@@ -8,8 +8,8 @@ mod common;
 
 use common::{Run, Tensors, cpu, difference, fixture, one_group, with_gradient};
 use overdrive_optim::{
-    AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, Optimizer, PagedAdamW, PagedAdamWConfig,
-    PagingConfig, StateBits,
+    AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, EMBEDDING_NAMES, Optimizer, PagedAdamW,
+    PagedAdamWConfig, PagingConfig, ParamGroup, StateBits,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -152,6 +152,58 @@ fn a_named_parameter_keeps_a_float32_state() {
     assert_eq!(state["embed.weight.exp_avg"].kind(), Kind::Float);
     assert_eq!(state["proj.weight.exp_avg"].kind(), Kind::Uint8);
     assert!(!state.contains_key("embed.weight.absmax1"));
+}
+
+#[test]
+fn a_paged_optimizer_keeps_a_named_parameter_in_32_bits_also_after_a_resume() {
+    let weight = |rows| Tensor::ones([rows, 64], cpu(Kind::Float)).set_requires_grad(true);
+    let (embedding, projection, small) = (weight(128), weight(128), weight(63));
+    let groups = || {
+        let named = [
+            ("embed_tokens.weight", &embedding),
+            ("proj.weight", &projection),
+            ("small.weight", &small),
+        ];
+        let named = named.map(|(name, tensor)| (name.to_owned(), tensor.shallow_clone()));
+        vec![ParamGroup::new("all", named.into())]
+    };
+    let config = |names: &[&str]| PagedAdamWConfig {
+        state_bits: StateBits::Eight,
+        full_precision_names: names.iter().map(ToString::to_string).collect(),
+        paging: paging(1 << 20, 4096),
+        ..PagedAdamWConfig::default()
+    };
+    let step = |optimizer: &mut PagedAdamW, number| {
+        for tensor in [&embedding, &projection, &small] {
+            let gradient = gradients([tensor.size()[0], 64], number);
+            overdrive_sys::grad::set(tensor, &gradient).unwrap();
+        }
+        optimizer.step().unwrap();
+    };
+    let mut optimizer = PagedAdamW::new(groups(), config(&EMBEDDING_NAMES)).unwrap();
+    step(&mut optimizer, 0);
+    let state = optimizer.state_dict().unwrap();
+    let kind = |name: &str| state.tensors[&format!("{name}.exp_avg")].kind();
+    assert_eq!(kind("embed_tokens.weight"), Kind::Float);
+    assert_eq!(kind("proj.weight"), Kind::Uint8);
+    // Below bitsandbytes' `min_8bit_size` of 4096 elements.
+    assert_eq!(kind("small.weight"), Kind::Float);
+
+    // The stored option counts, so a resume without it continues bit for bit.
+    let begun = [&embedding, &projection, &small].map(|tensor| tensor.detach().copy());
+    let mut resumed = PagedAdamW::new(groups(), config(&[])).unwrap();
+    resumed.load_state_dict(&state).unwrap();
+    assert_eq!(resumed.config().full_precision_names, EMBEDDING_NAMES);
+    step(&mut optimizer, 1);
+    let expected = [&embedding, &projection, &small].map(|tensor| tensor.detach().copy());
+    let _no_grad = tch::no_grad_guard();
+    for (tensor, begun) in [&embedding, &projection, &small].into_iter().zip(&begun) {
+        tensor.shallow_clone().copy_(begun);
+    }
+    step(&mut resumed, 1);
+    for (tensor, expected) in [&embedding, &projection, &small].into_iter().zip(&expected) {
+        assert_eq!(&tensor.detach(), expected);
+    }
 }
 
 #[test]

@@ -11,6 +11,7 @@
 //! - [`Throughput`], [`ModelFlops`] and [`PeakFlops`] turn tokens and seconds into tokens a second and
 //!   MFU;
 //! - [`MemoryPlan`] estimates the memory of a run before it starts, and advises what would make it fit;
+//! - [`HostReads`] counts the operators by which the host waits for the device;
 //! - [`Machine`] names the machine that the numbers come from.
 //!
 //! ```
@@ -38,6 +39,7 @@ mod data_loading;
 mod device_timeline;
 mod error;
 mod gpu_monitor;
+mod host_reads;
 mod machine;
 mod memory_estimate;
 mod memory_usage;
@@ -56,6 +58,7 @@ pub use data_loading::{DataLoading, LoaderMetrics, LoaderTotals};
 pub use device_timeline::DevicePhases;
 pub use error::{Error, Result};
 pub use gpu_monitor::{GpuMonitor, GpuSample, NoGpuMonitor};
+pub use host_reads::HostReads;
 pub use machine::Machine;
 pub use memory_estimate::{
     Change, DecoderShape, MemoryAdvice, MemoryAttention, MemoryEstimate, MemoryPlan,

@@ -84,7 +84,7 @@ pub struct StepWork {
 ///
 /// let mut recorder = StepRecorder::new(StepRecorderConfig {
 ///     model: Some(ModelFlops {
-///         parameters: 5_800_000, layers: 6, heads: 4, head_dim: 64, sequence_length: 256,
+///         parameters: 5_800_000, trainable_parameters: 5_800_000, layers: 6, heads: 4, head_dim: 64, sequence_length: 256,
 ///     }),
 ///     peak_flops: Some(PeakFlops::given(100e9)), // or PeakFlops::of(device, kind)
 ///     ..Default::default()
@@ -474,6 +474,7 @@ mod tests {
     fn rates_follow_from_one_another_and_mfu_from_the_model() {
         let model = ModelFlops {
             parameters: 1000,
+            trainable_parameters: 1000,
             layers: 1,
             heads: 1,
             head_dim: 8,
@@ -509,6 +510,7 @@ mod tests {
     fn mfu_is_over_the_peak_of_all_devices_that_share_the_work() {
         let model = ModelFlops {
             parameters: 1000,
+            trainable_parameters: 1000,
             layers: 1,
             heads: 1,
             head_dim: 8,
@@ -530,6 +532,7 @@ mod tests {
     fn a_peak_measured_too_low_is_raised_and_a_given_one_is_not() {
         let model = ModelFlops {
             parameters: 1_000_000,
+            trainable_parameters: 1_000_000,
             layers: 1,
             heads: 1,
             head_dim: 8,

@@ -75,6 +75,24 @@ pub unsafe fn slice_mut<T: Element>(tensor: &Tensor) -> Result<&mut [T]> {
     Ok(unsafe { std::slice::from_raw_parts_mut(pointer, len) })
 }
 
+/// Returns the value of a float CPU tensor of one element, which is read from its memory without an operator;
+/// `None` for any other tensor. Where this returns a value, reading it waits for no device.
+pub fn host_value(tensor: &Tensor) -> Option<f64> {
+    let is_host = tensor.defined() && tensor.device() == Device::Cpu && !tensor.is_sparse();
+    if !is_host || tensor.numel() != 1 {
+        return None;
+    }
+    // SAFETY: the element is copied at once; another thread that writes to it races with libtorch's own
+    // operators as well.
+    unsafe {
+        match tensor.kind() {
+            Kind::Float => slice::<f32>(tensor).ok()?.first().map(|&x| x.into()),
+            Kind::Double => slice::<f64>(tensor).ok()?.first().copied(),
+            _ => None,
+        }
+    }
+}
+
 fn elements<T: Element>(tensor: &Tensor) -> Result<(*mut T, usize)> {
     let (mut data, mut count) = (std::ptr::null_mut(), -1);
     // SAFETY: a valid handle; the shim writes the two results.

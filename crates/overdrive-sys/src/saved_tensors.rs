@@ -215,6 +215,11 @@ pub fn backward_pass() -> Option<u64> {
 
 /// A guard that keeps backward passes on the thread that starts them, on a GPU too, until it is dropped
 /// (`torch.autograd.set_multithreading_enabled(False)`).
+///
+/// On a GPU libtorch otherwise runs backward on a thread of its own for each device. A loop needs the guard if
+/// something in the graph belongs to the thread of the loop: thread-local state that a hook reads, or a dispatch
+/// mode that is to see the operators of backward. Checkpoints that borrow (`overdrive_checkpointing::scope`) set
+/// it themselves. It applies to every backward pass, however it is started.
 #[derive(Debug)]
 #[must_use = "the setting ends when the guard is dropped"]
 pub struct BackwardOnThisThread {
@@ -230,6 +235,17 @@ impl BackwardOnThisThread {
             before: unsafe { ffi::od_backward_threads_set(0) },
             on_this_thread: PhantomData,
         }
+    }
+}
+
+/// Returns `true` if backward passes that this thread starts stay on it ([`BackwardOnThisThread`]).
+#[must_use]
+pub fn backward_stays_on_this_thread() -> bool {
+    // SAFETY: sets a thread-local flag, and sets it back: the setter returns the value before.
+    unsafe {
+        let before = ffi::od_backward_threads_set(0);
+        ffi::od_backward_threads_set(before);
+        before == 0
     }
 }
 

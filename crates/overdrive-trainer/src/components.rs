@@ -4,8 +4,9 @@ use overdrive_accumulation::AccumulationConfig;
 use overdrive_distributed::{ProcessGroup, ZeroRedundancyOptimizer};
 use overdrive_optim::{
     Adafactor, AdafactorConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, CombinedOptimizer,
-    Ema, EmaConfig, Lion, LionConfig, LrScheduler, Muon, MuonConfig, MuonRate, Optimizer,
-    PagedAdamW, PagedAdamWConfig, ParamGroup, Schedule, Sgd, SgdConfig, StateBits, decay_groups,
+    DecayRule, EMBEDDING_NAMES, Ema, EmaConfig, Lion, LionConfig, LrScheduler, Muon, MuonConfig,
+    MuonRate, Optimizer, PagedAdamW, PagedAdamWConfig, ParamGroup, Schedule, Sgd, SgdConfig,
+    StateBits,
 };
 use overdrive_precision::Precision;
 use serde_json::Value;
@@ -56,8 +57,8 @@ impl TrainingArguments {
         }
     }
 
-    /// Returns the optimizer that `optim` names, over these parameters. Norms, biases and embeddings have no
-    /// weight decay.
+    /// Returns the optimizer that `optim` names, over these parameters. Norms and biases have no weight decay,
+    /// and without `decay_embeddings` embeddings have none either.
     ///
     /// # Errors
     /// An error if an option is outside its range, or paged states do not fit into the memory.
@@ -66,7 +67,11 @@ impl TrainingArguments {
         group: &ProcessGroup,
         parameters: Vec<(String, Tensor)>,
     ) -> Result<Box<dyn Optimizer>> {
-        let mut groups = decay_groups(parameters, self.weight_decay);
+        let rule = match self.decay_embeddings {
+            true => DecayRule::default(),
+            false => DecayRule::without_embeddings(),
+        };
+        let mut groups = rule.groups(parameters, self.weight_decay);
         // Before sharding, so that all processes form the same groups.
         if self.optim == OptimizerName::Muon {
             groups = with_muon_group(groups);
@@ -112,12 +117,15 @@ impl TrainingArguments {
             weight_decay,
             ..AdamWConfig::default()
         };
+        // As transformers does through bitsandbytes' `GlobalOptimManager`.
+        let embeddings = || EMBEDDING_NAMES.map(String::from).to_vec();
         let paged = |state_bits| PagedAdamWConfig {
             learning_rate,
             betas,
             eps,
             weight_decay,
             state_bits,
+            full_precision_names: embeddings(),
             ..PagedAdamWConfig::default()
         };
         Ok(match self.optim {
@@ -128,6 +136,7 @@ impl TrainingArguments {
                     betas,
                     eps,
                     weight_decay,
+                    full_precision_names: embeddings(),
                     ..AdamW8bitConfig::default()
                 };
                 Box::new(AdamW8bit::new(groups, config)?)
@@ -204,13 +213,16 @@ impl TrainingArguments {
 }
 
 /// Moves the matrices of the blocks, which Muon trains, into a group of their own before the others.
-/// Embeddings, which have no weight decay, and the head stay in their groups.
+/// Embeddings and the head stay in their groups.
 fn with_muon_group(groups: Vec<ParamGroup>) -> Vec<ParamGroup> {
     let mut all = Vec::new();
     for mut group in groups {
-        let is_matrix =
-            |name: &str, tensor: &Tensor| tensor.dim() == 2 && !name.contains("lm_head");
-        // Norms, biases and embeddings are in the group without decay, so this one has all matrices for Muon.
+        let of_adamw = |name: &str| {
+            let mut tables = EMBEDDING_NAMES.into_iter();
+            name.contains("lm_head") || tables.any(|table| name.contains(table))
+        };
+        let is_matrix = |name: &str, tensor: &Tensor| tensor.dim() == 2 && !of_adamw(name);
+        // Norms and biases are in the group without decay, so this one has all matrices for Muon.
         if group.name == "decay" {
             let (matrices, others): (Vec<_>, Vec<_>) = std::mem::take(&mut group.parameters)
                 .into_iter()
@@ -224,4 +236,94 @@ fn with_muon_group(groups: Vec<ParamGroup>) -> Vec<ParamGroup> {
     }
     all.retain(|group| !group.parameters.is_empty());
     all
+}
+
+#[cfg(test)]
+mod tests {
+    use overdrive_optim::StateDict;
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    const NAMES: [&str; 4] = [
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.norm.weight",
+    ];
+
+    fn parameters() -> Vec<(String, Tensor)> {
+        let named = NAMES.into_iter().map(|name| {
+            let size: &[i64] = match name {
+                "model.norm.weight" => &[64],
+                _ => &[128, 64],
+            };
+            let weight = Tensor::ones(size, (Kind::Float, Device::Cpu)).set_requires_grad(true);
+            (name.to_owned(), weight)
+        });
+        named.collect()
+    }
+
+    fn names(group: &ParamGroup) -> (&str, Option<f64>, Vec<&str>) {
+        let names = group.parameters.iter().map(|(name, _)| name.as_str());
+        (group.name.as_str(), group.weight_decay, names.collect())
+    }
+
+    /// Returns the state after one step.
+    fn state(arguments: &TrainingArguments) -> StateDict {
+        let parameters = parameters();
+        let group = ProcessGroup::single();
+        let shared = parameters
+            .iter()
+            .map(|(n, t)| (n.clone(), t.shallow_clone()));
+        let mut optimizer = arguments.new_optimizer(&group, shared.collect()).unwrap();
+        for (_, weight) in &parameters {
+            weight.sum(Kind::Float).backward();
+        }
+        optimizer.step().unwrap();
+        optimizer.state_dict().unwrap()
+    }
+
+    #[test]
+    fn embeddings_decay_unless_the_key_exempts_them() {
+        for (decay_embeddings, expected) in [(true, [3, 1]), (false, [2, 2])] {
+            let arguments = TrainingArguments {
+                weight_decay: 0.1,
+                decay_embeddings,
+                ..TrainingArguments::default()
+            };
+            let groups = state(&arguments).metadata["groups"].clone();
+            let sizes = [0, 1].map(|i| groups[i]["parameters"].as_array().unwrap().len());
+            assert_eq!(sizes, expected, "{groups}");
+            let decays = [0, 1].map(|i| groups[i]["weight_decay"].as_f64().unwrap());
+            assert_eq!(decays, [0.1, 0.0]);
+        }
+    }
+
+    #[test]
+    fn muon_trains_neither_embeddings_nor_the_head() {
+        let groups = with_muon_group(DecayRule::default().groups(parameters(), 0.1));
+        assert_eq!(
+            groups.iter().map(names).collect::<Vec<_>>(),
+            [
+                (MUON, Some(0.1), vec![NAMES[2]]),
+                ("decay", Some(0.1), vec![NAMES[0], NAMES[1]]),
+                ("no_decay", Some(0.0), vec![NAMES[3]]),
+            ]
+        );
+    }
+
+    #[test]
+    fn optimizers_of_8_bits_keep_the_states_of_embeddings_in_32() {
+        for optim in [OptimizerName::Adamw8bit, OptimizerName::PagedAdamw8bit] {
+            let arguments = TrainingArguments {
+                optim,
+                ..TrainingArguments::default()
+            };
+            let state = state(&arguments);
+            let kinds = NAMES.map(|name| state.tensors[&format!("{name}.exp_avg")].kind());
+            let expected = [Kind::Uint8, Kind::Float, Kind::Uint8, Kind::Float];
+            assert_eq!(kinds, expected, "{optim:?}");
+        }
+    }
 }

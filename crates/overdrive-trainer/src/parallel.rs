@@ -4,11 +4,13 @@ use std::time::Duration;
 
 use overdrive_datasets::{LastShare, Shard};
 use overdrive_distributed::{
-    Backend, DdpConfig, DistributedDataParallel, GroupConfig, ProcessGroup, init_process_group,
+    Backend, DdpConfig, DistributedDataParallel, GroupConfig, ProcessGroup, Rendezvous,
+    init_process_group,
 };
 use serde::{Deserialize, Serialize};
 use tch::{Device, Tensor};
 
+use crate::validate::invalid;
 use crate::{Result, TrainingArguments};
 
 /// The backend that reduces gradients between processes.
@@ -70,12 +72,15 @@ impl TrainingArguments {
     /// [`overdrive_distributed::Launch`] has started; without any of them it is a world of one.
     ///
     /// # Errors
-    /// Errors about invalid variables of the launcher, or processes that do not join within `ddp_timeout`.
+    /// Errors about invalid variables of the launcher, or processes that do not join within `ddp_timeout`; an
+    /// error if the machine has GPUs that several processes could not use.
     pub fn init_process_group(&self) -> Result<ProcessGroup> {
+        // Decided before the processes meet, so that each of them refuses at once.
+        let processes = Rendezvous::from_env()?.world_size;
+        let (backend, _) = self.backend_and_device(processes)?;
         let config = GroupConfig::default()
             .with_timeout(Duration::from_secs_f64(self.ddp_timeout))
-            // GroupConfig's own default is Gloo, which cannot reduce CUDA tensors.
-            .with_backend(self.backend());
+            .with_backend(backend);
         Ok(init_process_group(config)?)
     }
 
@@ -103,24 +108,109 @@ impl TrainingArguments {
         )?)
     }
 
-    /// Returns the device of this process. In a world of one it is the first GPU, or the CPU if there is none
-    /// or `use_cpu` is set. In a larger world it is the GPU of the local rank with NCCL, and the CPU with Gloo.
+    /// Returns the device of this process : the CPU, or the GPU of the local rank.
     pub fn device(&self, group: &ProcessGroup) -> Device {
-        match (group.world_size(), self.backend()) {
-            _ if self.use_cpu => Device::Cpu,
-            (1, _) => Device::cuda_if_available(),
-            // Gloo reduces CPU tensors only, so with it all processes stay on the CPU.
-            (_, Backend::Nccl) => group.device(),
+        match self.backend_and_device(group.world_size()) {
+            Ok((_, OnGpu(true))) => group.device(),
+            // `init_process_group` has returned the error of several processes that cannot use their GPUs.
             _ => Device::Cpu,
         }
     }
 
-    fn backend(&self) -> Backend {
-        match self.ddp_backend {
-            Some(DdpBackend::Gloo) => Backend::Gloo,
-            Some(DdpBackend::Nccl) => Backend::Nccl,
-            None if self.use_cpu => Backend::Gloo,
-            None => Backend::for_this_machine(),
+    fn backend_and_device(&self, processes: usize) -> Result<(Backend, OnGpu)> {
+        let gpus = match tch::Cuda::is_available() {
+            true => usize::try_from(tch::Cuda::device_count()).unwrap_or(0),
+            false => 0,
+        };
+        select_backend(
+            processes,
+            gpus,
+            Backend::nccl_is_built_in(),
+            self.use_cpu,
+            self.ddp_backend,
+        )
+    }
+}
+
+/// If `true`, the processes train on their GPUs, else on the CPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+struct OnGpu(bool);
+
+/// Chooses the backend and the kind of device for `processes` processes on machines with `gpus` GPUs each.
+///
+/// One process uses a GPU if there is one. Several use GPUs over NCCL only: Gloo reduces tensors on the CPU. They
+/// use the CPU if there is no GPU, if `use_cpu` is set, or if `ddp_backend` is `gloo`.
+///
+/// # Errors
+/// An error if there is a GPU and NCCL is not built in, unless `use_cpu` or `ddp_backend: gloo` asks for the CPU.
+fn select_backend(
+    processes: usize,
+    gpus: usize,
+    nccl: bool,
+    use_cpu: bool,
+    ddp_backend: Option<DdpBackend>,
+) -> Result<(Backend, OnGpu)> {
+    let has_gpu = gpus > 0;
+    Ok(match ddp_backend {
+        _ if processes == 1 => (Backend::Gloo, OnGpu(has_gpu && !use_cpu)),
+        Some(DdpBackend::Gloo) => (Backend::Gloo, OnGpu(false)),
+        // Asked for by name: without the feature, or without a GPU, the group's own error says what is missing.
+        Some(DdpBackend::Nccl) => (Backend::Nccl, OnGpu(has_gpu && !use_cpu)),
+        None if use_cpu || !has_gpu => (Backend::Gloo, OnGpu(false)),
+        None if nccl => (Backend::Nccl, OnGpu(true)),
+        None => {
+            return invalid(
+                "ddp_backend",
+                "not set",
+                format!(
+                    "`nccl` to train {processes} processes on this machine's {gpus} GPU(s), which needs a build \
+                     with `--features nccl`; or set `use_cpu: true` or `ddp_backend: gloo` to train on the CPU"
+                ),
+            );
+        }
+    })
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use Backend::{Gloo, Nccl};
+
+    #[test]
+    fn several_processes_use_their_gpus_or_refuse() {
+        let (gloo, nccl) = (Some(DdpBackend::Gloo), Some(DdpBackend::Nccl));
+        // processes, GPUs, NCCL built in, use_cpu, ddp_backend: backend, on a GPU
+        for (processes, gpus, built_in, use_cpu, asked, expected) in [
+            (1, 0, false, false, None, (Gloo, false)),
+            (1, 1, false, false, None, (Gloo, true)),
+            (1, 1, false, true, None, (Gloo, false)),
+            (1, 4, true, false, gloo, (Gloo, true)),
+            (2, 0, false, false, None, (Gloo, false)),
+            (2, 0, true, false, None, (Gloo, false)),
+            (2, 2, true, false, None, (Nccl, true)),
+            (2, 2, true, true, None, (Gloo, false)),
+            (2, 2, false, true, None, (Gloo, false)),
+            (2, 2, true, false, gloo, (Gloo, false)),
+            (2, 2, false, false, gloo, (Gloo, false)),
+            (2, 2, true, false, nccl, (Nccl, true)),
+        ] {
+            let found = select_backend(processes, gpus, built_in, use_cpu, asked);
+            let (backend, OnGpu(on_gpu)) = found.unwrap();
+            assert_eq!(
+                (backend, on_gpu),
+                expected,
+                "{processes} {gpus} {built_in} {use_cpu} {asked:?}"
+            );
+        }
+        let error = select_backend(2, 2, false, false, None).unwrap_err();
+        let error = error.to_string();
+        for part in [
+            "2 GPU(s)",
+            "--features nccl",
+            "use_cpu: true",
+            "ddp_backend: gloo",
+        ] {
+            assert!(error.contains(part), "{part}: {error}");
         }
     }
 }

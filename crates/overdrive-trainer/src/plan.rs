@@ -33,6 +33,13 @@ pub struct TrainingPlan {
 }
 
 impl TrainingPlan {
+    /// Returns `true` if a log line is due after this step (counted from 1): after the first, after the last, and
+    /// at every `logging_steps`. The losses and norms of other steps are read from the device together with those
+    /// of the next such step.
+    pub fn log_due(&self, step: u64) -> bool {
+        step == 1 || step.is_multiple_of(self.logging_steps.max(1)) || step == self.total_steps
+    }
+
     /// Returns `true` if an evaluation follows this step (counted from 1): at every interval and after the
     /// last step.
     pub fn eval_due(&self, step: u64) -> bool {

@@ -97,8 +97,10 @@ pub struct TrainingArguments {
     pub optim: OptimizerName,
     /// The highest learning rate of the schedule. Default 5e-5.
     pub learning_rate: f64,
-    /// The decoupled weight decay of matrices (not of norms, biases and embeddings). Default 0.
+    /// The decoupled weight decay of matrices and embeddings (not of norms and biases). Default 0.
     pub weight_decay: f64,
+    /// If `true`, embeddings and a head that shares their table decay, as in transformers. Default: `true`.
+    pub decay_embeddings: bool,
     /// The β₁ of AdamW. Default 0.9.
     pub adam_beta1: f64,
     /// The β₂ of AdamW. Default 0.999.
@@ -140,8 +142,8 @@ pub struct TrainingArguments {
     pub fp16: bool,
     /// If `true`, CUDA matmuls use TensorFloat-32. Default: libtorch's setting.
     pub tf32: Option<bool>,
-    /// The backend between processes: `gloo` (CPUs) or `nccl` (GPUs). Default: `nccl` if there are GPUs and it
-    /// is built in, else `gloo`.
+    /// The backend between processes: `gloo` (CPUs) or `nccl` (GPUs). Default: `nccl` if there are GPUs, else `gloo`;
+    /// several processes on GPUs without the feature `nccl` are refused.
     pub ddp_backend: Option<DdpBackend>,
     /// The size of a bucket of gradients in MiB. Default 25.
     pub ddp_bucket_cap_mb: Option<f64>,
@@ -237,6 +239,7 @@ impl Default for TrainingArguments {
             optim: OptimizerName::default(),
             learning_rate: 5e-5,
             weight_decay: 0.0,
+            decay_embeddings: true,
             adam_beta1: 0.9,
             adam_beta2: 0.999,
             adam_epsilon: 1e-8,

@@ -265,6 +265,7 @@ impl CausalLm {
             loss: CrossEntropyOptions {
                 ignore_index: IGNORE_INDEX,
                 reduction: Reduction::Sum,
+                label_count: input.label_count,
                 ..CrossEntropyOptions::default()
             },
             ..LinearCrossEntropyOptions::default()
@@ -273,7 +274,7 @@ impl CausalLm {
         let output = linear_cross_entropy(&hidden, head, &targets, &options)?;
         Ok(LossOutput {
             sum: output.loss,
-            tokens: output.tokens,
+            count: output.count,
         })
     }
 

@@ -52,6 +52,10 @@ pub struct ForwardInput<'a> {
     pub cache: Option<&'a mut dyn KvCache>,
     /// The positions whose logits are computed; default: all.
     pub logits: Logits<'a>,
+    /// The number of labels that count in the loss, if it is known, as from a data loader; see
+    /// [`CrossEntropyOptions::label_count`](overdrive_fused::CrossEntropyOptions::label_count). Only
+    /// [`CausalLm::loss_of`](crate::CausalLm::loss_of) uses it; default: unknown.
+    pub label_count: Option<i64>,
 }
 
 impl<'a> ForwardInput<'a> {
@@ -64,6 +68,7 @@ impl<'a> ForwardInput<'a> {
             sequences: None,
             cache: None,
             logits: Logits::All,
+            label_count: None,
         }
     }
 
@@ -94,6 +99,12 @@ impl<'a> ForwardInput<'a> {
     /// Sets the positions whose logits are computed.
     pub fn with_logits(mut self, logits: Logits<'a>) -> Self {
         self.logits = logits;
+        self
+    }
+
+    /// Sets the number of labels that count; see [`ForwardInput::label_count`].
+    pub fn with_label_count(mut self, label_count: usize) -> Self {
+        self.label_count = i64::try_from(label_count).ok();
         self
     }
 

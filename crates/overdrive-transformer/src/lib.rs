@@ -41,7 +41,7 @@
 //!
 //! let tokens = Tensor::f_from_slice(&[5i64, 9, 3, 7])?.f_view([1, 4])?;
 //! let loss = model.loss(&tokens, &tokens, LabelShift::HuggingFace)?;
-//! assert_eq!(loss.tokens, 3); // the last token has nothing to predict
+//! assert_eq!(loss.tokens()?, 3); // the last token has nothing to predict
 //! loss.mean()?.f_backward()?;
 //!
 //! let dir = std::env::temp_dir().join(format!("overdrive-doc-{}", std::process::id()));
@@ -102,7 +102,7 @@ pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};
 pub use init::Init;
 pub use input::{ForwardInput, Logits};
-pub use loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss, causal_lm_loss_on_device};
+pub use loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss};
 pub use overdrive_checkpointing::{CheckpointOptions, SavePolicy, Schedule};
 pub use overdrive_fused::Activation;
 pub use parameters::{ParameterRole, ParameterSpec};

@@ -22,53 +22,45 @@ pub enum LabelShift {
 pub struct LossOutput {
     /// The sum of the negative log-likelihoods (nats) of the counted tokens: a scalar, fp32 or wider.
     pub sum: Tensor,
-    /// The number of counted tokens, whose label is not [`IGNORE_INDEX`].
-    pub tokens: i64,
+    /// The number of counted tokens, whose label is not [`IGNORE_INDEX`]: an i64 scalar on the device of the
+    /// labels.
+    pub count: Tensor,
 }
 
 impl LossOutput {
+    /// Returns the number of counted tokens. Synchronizes with the device; a data loader knows the number too.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn tokens(&self) -> Result<i64> {
+        Ok(self.count.f_int64_value(&[])?)
+    }
+
     /// Returns the mean over the counted tokens, which is transformers' loss; 0 if none was counted (PyTorch's
     /// mean is NaN then, and one empty batch would spoil a run).
     ///
     /// # Errors
     /// An error of libtorch.
     pub fn mean(&self) -> Result<Tensor> {
-        Ok(self.sum.f_div_scalar(self.tokens.max(1))?)
+        Ok(self.sum.f_div(&self.count.f_clamp_min(1i64)?)?)
     }
 }
 
 /// Computes the summed cross-entropy of `logits (B, T, V)` against `labels (B, T)` (i64).
 ///
-/// Low-precision logits are cast to fp32 first, as in transformers. Reading the number of tokens is a device
-/// sync.
+/// Low-precision logits are cast to fp32 first, as in transformers. The host reads nothing, so that a CUDA graph can
+/// capture the loss.
 ///
 /// # Errors
 /// [`Error::Common`](crate::Error::Common) if the shapes do not fit, and libtorch's error if a label is outside
-/// `0..V` and not [`IGNORE_INDEX`].
+/// `0..V` and not [`IGNORE_INDEX`], on a GPU when the device reports it.
 pub fn causal_lm_loss(logits: &Tensor, labels: &Tensor, shift: LabelShift) -> Result<LossOutput> {
-    let (sum, tokens) = causal_lm_loss_on_device(logits, labels, shift)?;
-    Ok(LossOutput {
-        sum,
-        tokens: i64::try_from(tokens)?,
-    })
-}
-
-/// Returns the sum of [`causal_lm_loss`] and the number of counted tokens, an i64 scalar on the device of the
-/// labels. Reads nothing back to the host, so that a CUDA graph can capture it.
-///
-/// # Errors
-/// As for [`causal_lm_loss`].
-pub fn causal_lm_loss_on_device(
-    logits: &Tensor,
-    labels: &Tensor,
-    shift: LabelShift,
-) -> Result<(Tensor, Tensor)> {
     let size = logits.size();
     let &[batch, tokens, classes] = size.as_slice() else {
         return Err(Error::shape("logits", size, "(B, T, V)").into());
     };
     let targets = shifted(labels, &[batch, tokens], shift)?.f_reshape([-1])?;
-    let tokens = targets.f_ne(IGNORE_INDEX)?.f_sum(Kind::Int64)?;
+    let count = targets.f_ne(IGNORE_INDEX)?.f_sum(Kind::Int64)?;
     let flat = logits.f_reshape([-1, classes])?;
     let flat = match flat.kind() {
         Kind::Half | Kind::BFloat16 => flat.f_to_kind(Kind::Float)?,
@@ -76,7 +68,7 @@ pub fn causal_lm_loss_on_device(
     };
     let sum =
         flat.f_cross_entropy_loss(&targets, None::<&Tensor>, Reduction::Sum, IGNORE_INDEX, 0.0)?;
-    Ok((sum, tokens))
+    Ok(LossOutput { sum, count })
 }
 
 /// Returns the target of each position `(B, T)`; `size` is that of the tokens.

@@ -8,7 +8,7 @@ use overdrive::trainer::{TextData, TrainingArguments};
 use overdrive::transformer::{
     CausalLm, ForwardInput, InitOptions, LabelShift, LossOutput, ModelConfig,
 };
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
 /// Returns a new model of the shape in the configuration, for the tokenizer of `data`. Its weights are drawn
 /// from the seed.
@@ -64,7 +64,9 @@ pub fn describe_model(
 /// Padding is on the right, where causal attention does not look, and its labels are ignored. So no mask is
 /// needed, and the fastest attention kernel can be used.
 pub fn batch_loss(model: &CausalLm, batch: &Batch) -> Result<LossOutput> {
-    let mut input = ForwardInput::new(&batch.input_ids);
+    // Checked and counted where the batch was made, so that nothing is read from a device.
+    batch.check_ids(model.config().vocab_size())?;
+    let mut input = ForwardInput::new(&batch.input_ids).with_label_count(batch.label_count);
     if let Some(positions) = &batch.position_ids {
         input = input.with_position_ids(positions);
     }
@@ -87,14 +89,16 @@ pub fn evaluate(
 ) -> Result<f64> {
     let _no_grad = tch::no_grad_guard();
     let device = model.device();
-    let (mut sum, mut tokens) = (0.0, 0);
+    // Summed on the device, so that the host does not wait for it after each batch.
+    let mut sum = Tensor::f_zeros([0i64; 0], (Kind::Double, device))?;
+    let mut tokens = 0;
     for batch in batches {
         let batch = batch?;
         let loss = precision.autocast(device, || batch_loss(model, &batch))??;
-        sum += f64::try_from(loss.sum)?;
-        tokens += loss.tokens;
+        sum = sum.f_add(&loss.sum)?;
+        tokens += batch.label_count;
     }
-    Ok(group.weighted_mean(sum, tokens as f64)?)
+    Ok(group.weighted_mean(f64::try_from(sum)?, tokens as f64)?)
 }
 
 /// Returns the shape of a model, for estimates of its memory. The feed-forward layer of GPT-2 has two matrices,
@@ -120,11 +124,19 @@ pub fn decoder_shape(model: &CausalLm) -> DecoderShape {
     }
 }
 
-/// Returns the FLOPs of a token in `model`.
-pub fn model_flops(model: &CausalLm) -> ModelFlops {
+/// Returns the FLOPs of a token in `model`, of which `trained` are the trainable parameters, adapters included.
+pub fn model_flops(model: &CausalLm, trained: &[(String, Tensor)]) -> ModelFlops {
     let shape = decoder_shape(model);
+    let weights = |parameters: &[(String, Tensor)]| -> u64 {
+        let trained = parameters.iter().filter(|(_, p)| p.requires_grad());
+        trained.map(|(_, p)| p.numel() as u64).sum()
+    };
+    let trainable_parameters = weights(trained);
+    // The model's own parameters do not include adapters.
+    let adapters = trainable_parameters.saturating_sub(weights(&model.named_parameters()));
     ModelFlops {
-        parameters: u64::try_from(model.num_parameters()).unwrap_or(0),
+        parameters: u64::try_from(model.num_parameters()).unwrap_or(0) + adapters,
+        trainable_parameters,
         layers: shape.layers,
         heads: shape.heads,
         head_dim: shape.head_dim,

@@ -2,7 +2,7 @@ use std::fmt;
 use std::time::Instant;
 
 use anyhow::Result;
-use overdrive::accumulation::BatchPlan;
+use overdrive::accumulation::{AccumulatedStep, BatchPlan};
 use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::Optimizer;
@@ -13,6 +13,7 @@ use overdrive::tracking::{StepMetrics, Tracker, Trackers, TrainingProgress};
 use overdrive::trainer::{TrainingArguments, TrainingPlan, loader_totals};
 use overdrive::transformer::CausalLm;
 use serde::{Deserialize, Serialize};
+use tch::{Kind, Tensor};
 
 use super::{StepTotals, Summary, model_flops};
 
@@ -30,6 +31,13 @@ pub struct Done {
     pub batch: Option<BatchPlan>,
 }
 
+/// A step whose values are on the device.
+struct Unread {
+    metrics: StepMetrics,
+    totals: StepTotals,
+    stepped: AccumulatedStep,
+}
+
 /// The log of a run: measures its steps and reports them on the terminal, to trackers, as a trace and in a summary.
 pub struct RunLog {
     recorder: StepRecorder,
@@ -39,18 +47,21 @@ pub struct RunLog {
     batch: BatchPlan,
     before: Done,
     began: Instant,
+    /// The steps whose losses and norms have not been read from the device yet.
+    unread: Vec<Unread>,
     /// The losses, counts and times so far.
     pub summary: Summary,
 }
 
 impl RunLog {
-    /// Starts the log of a run. Lines are printed on rank 0 only.
+    /// Starts the log of a run whose trainable parameters are `trained`. Lines are printed on rank 0 only.
     pub fn begin(
         arguments: &TrainingArguments,
         plan: &TrainingPlan,
         precision: Precision,
         group: &ProcessGroup,
         model: &CausalLm,
+        trained: &[(String, Tensor)],
     ) -> Result<Self> {
         let (device, devices) = (model.device(), group.world_size());
         let progress = match group.is_main() {
@@ -59,7 +70,12 @@ impl RunLog {
             false => TrainingProgress::silent(),
         };
         Ok(Self {
-            recorder: arguments.new_recorder(model_flops(model), precision, device, devices)?,
+            recorder: arguments.new_recorder(
+                model_flops(model, trained),
+                precision,
+                device,
+                devices,
+            )?,
             profiler: arguments.new_profiler()?,
             trackers: Trackers::new(),
             progress,
@@ -70,6 +86,7 @@ impl RunLog {
             )?,
             before: Done::default(),
             began: Instant::now(),
+            unread: Vec::new(),
             summary: Summary::default(),
         })
     }
@@ -116,7 +133,7 @@ impl RunLog {
         self.recorder.phase(phase, work)
     }
 
-    /// Stops the clock of a step and returns the progress of the run and the metrics of the step.
+    /// Stops the clock of a step and returns the progress of the run and the metrics that the host knows.
     pub fn end_step(
         &mut self,
         step: u64,
@@ -147,6 +164,47 @@ impl RunLog {
         totals.apply_to(&mut metrics);
         metrics.apply(&record);
         Ok((done, metrics))
+    }
+
+    /// Takes the metrics of a step. Its loss and its gradient norm stay on the device until [`flush`](Self::flush).
+    pub fn record(&mut self, metrics: StepMetrics, totals: StepTotals, stepped: AccumulatedStep) {
+        self.unread.push(Unread {
+            metrics,
+            totals,
+            stepped,
+        });
+    }
+
+    /// Reads the losses and norms of the steps since the last call, in one copy from the device and one
+    /// collective, and logs these steps. All processes call it after the same step.
+    pub fn flush(&mut self, group: &ProcessGroup) -> Result<()> {
+        let steps = std::mem::take(&mut self.unread);
+        let Some(device) = steps.first().map(|step| step.stepped.mean_loss.device()) else {
+            return Ok(());
+        };
+        let losses = steps.iter().map(|step| Some(&step.stepped.mean_loss));
+        let norms = steps.iter().map(|step| step.stepped.grad_norm.as_ref());
+        let values = losses.chain(norms).flatten();
+        let values = values.map(|value| Ok(value.f_to_kind(Kind::Double)?.f_to_device(device)?));
+        let values = values.collect::<Result<Vec<Tensor>>>()?;
+        let values = Vec::<f64>::try_from(Tensor::f_stack(&values, 0)?)?;
+        let (losses, norms) = values.split_at(steps.len());
+        let own = steps.iter().zip(losses);
+        let own: Vec<f64> = own
+            .map(|(step, loss)| loss * step.stepped.tokens as f64)
+            .collect();
+        let sums = group.sums_of(&own)?;
+        let mut norms = norms.iter();
+        for (step, sum) in steps.into_iter().zip(sums) {
+            let mut metrics = step.metrics;
+            metrics.loss = sum / (step.totals.labels as f64).max(1.0);
+            if step.stepped.grad_norm.is_some() {
+                metrics.grad_norm = norms.next().copied();
+            }
+            self.summary.losses.push(metrics.loss);
+            self.log(&metrics)?;
+        }
+        Ok(())
     }
 
     /// Prints the metrics of a step and sends them to the trackers.

@@ -5,11 +5,12 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::profiling::StepWork;
 use overdrive::tracking::StepMetrics;
 
-/// The totals of one optimizer step over all processes.
+/// The totals of one optimizer step over all processes, from numbers that the host knows: nothing is read from the
+/// device.
 #[derive(Debug, Clone, Copy)]
 pub struct StepTotals {
-    /// The mean loss over the labels, in nats per token.
-    pub loss: f64,
+    /// The number of labels.
+    pub labels: u64,
     /// The number of tokens without padding.
     pub tokens: u64,
     /// The number of tokens with padding.
@@ -29,18 +30,16 @@ impl StepTotals {
         stop: bool,
     ) -> Result<Self> {
         let sum = |count: fn(&Batch) -> usize| window.iter().map(count).sum::<usize>() as f64;
-        let labels = step.tokens as f64;
         // Counts are exact in f64: they are far below 2^53.
-        let [loss, labels, tokens, padded, sequences, stop] = group.sums([
-            step.loss()? * labels,
-            labels,
+        let [labels, tokens, padded, sequences, stop] = group.sums([
+            step.tokens as f64,
             sum(|batch| batch.tokens),
             sum(Batch::padded_tokens),
             sum(|batch| batch.sequences),
             f64::from(u8::from(stop)),
         ])?;
         Ok(Self {
-            loss: loss / labels.max(1.0),
+            labels: labels as u64,
             tokens: tokens as u64,
             padded_tokens: padded as u64,
             sequences: sequences as u64,
@@ -56,9 +55,8 @@ impl StepTotals {
         }
     }
 
-    /// Adds the loss and the padding to the metrics of the step.
+    /// Adds the padding to the metrics of the step.
     pub fn apply_to(&self, metrics: &mut StepMetrics) {
-        metrics.loss = self.loss;
         metrics.padding = (self.padded_tokens > self.tokens)
             .then(|| 1.0 - self.tokens as f64 / self.padded_tokens as f64);
     }

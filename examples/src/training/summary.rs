@@ -46,9 +46,8 @@ impl Summary {
         }
     }
 
-    /// Adds a step of `seconds`.
+    /// Adds a step of `seconds`; its loss follows when it is read.
     pub fn add(&mut self, totals: &StepTotals, seconds: f64) {
-        self.losses.push(totals.loss);
         self.tokens += totals.tokens;
         self.padded_tokens += totals.padded_tokens;
         self.step_seconds += seconds;

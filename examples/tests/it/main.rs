@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 mod adapter;
 mod data_loading;
 mod finetune;
+mod host_reads;
 mod resume;
 mod whole_run;
 

@@ -49,6 +49,29 @@ fn a_scaler_must_be_given_to_all_calls_of_a_window_or_none() {
 }
 
 #[test]
+fn the_default_clips_nothing() {
+    assert_eq!(AccumulationConfig::default().max_grad_norm, None);
+    assert_eq!(
+        serde_json::from_str::<AccumulationConfig>("{}").unwrap(),
+        AccumulationConfig::default()
+    );
+    let model = Model::new();
+    let mut optimizer = model.adamw();
+    let mut accumulator = GradientAccumulator::new(AccumulationConfig::default()).unwrap();
+    let batch = Batch::new(0, 3, 0);
+    accumulator
+        .backward(&(model.loss_sum(&batch) * 1e6), 3, None)
+        .unwrap();
+    assert!(
+        accumulator
+            .step(&mut optimizer, None)
+            .unwrap()
+            .grad_norm
+            .is_none()
+    );
+}
+
+#[test]
 fn misuse_is_an_error_that_names_the_remedy() {
     let model = Model::new();
     let mut optimizer = model.adamw();

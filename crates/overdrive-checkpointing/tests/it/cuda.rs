@@ -71,6 +71,24 @@ fn on_a_gpu_a_scope_runs_backward_on_its_own_thread() {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
+fn on_a_gpu_a_plain_backward_inside_a_scope_runs_on_its_thread() {
+    let _generator = crate::generator();
+    let device = DEVICE;
+    let x = Tensor::randn([N], (Kind::Float, device)).set_requires_grad(true);
+    let options = CheckpointOptions::default();
+    scope(|scope| {
+        let y = scope
+            .checkpoint(&[&x], &options, |inputs| {
+                Ok(inputs[0].f_exp()?.f_mul(&x)?)
+            })
+            .unwrap();
+        y.sum(Kind::Float).f_backward().unwrap();
+    });
+    assert_eq!(x.grad(), x.exp().detach() * (&x.detach() + 1.0));
+}
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
 fn on_a_gpu_offloaded_tensors_leave_its_memory_and_come_back() {
     let _generator = crate::generator();
     let device = DEVICE;

@@ -2,7 +2,9 @@
 
 mod graphs;
 
-use overdrive_autograd::{GradOptions, grad, no_grad};
+use overdrive_autograd::{
+    GradOptions, backward_stays_on_this_thread, grad, no_grad, register_hook,
+};
 use overdrive_checkpointing::{
     CheckpointOptions, DeterminismCheck, RegionResult, SavePolicy, checkpoint, scope,
 };
@@ -352,6 +354,34 @@ fn another_thread_may_run_backward_over_an_owned_checkpoint_and_not_over_a_lent_
     });
     let error = error.unwrap_err().to_string();
     assert!(error.contains("BackwardOnThisThread"), "{error}");
+}
+
+#[test]
+fn backward_of_any_kind_stays_on_the_thread_of_a_scope() {
+    let _generator = crate::generator();
+    let x = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
+    let stays = || {
+        let (send, receive) = std::sync::mpsc::channel();
+        let y = x.exp();
+        // Runs inside the backward pass.
+        register_hook(&y, move |_| {
+            send.send(backward_stays_on_this_thread())?;
+            Ok(None)
+        })
+        .unwrap();
+        // As an accumulator and data parallel training call it, which know no scope.
+        y.sum(Kind::Float).f_backward().unwrap();
+        receive.recv().unwrap()
+    };
+    assert!(!stays());
+    scope(|_| {
+        assert!(stays());
+        scope(|_| assert!(stays()));
+        assert!(stays());
+    });
+    assert!(!stays());
+    let panicked = std::panic::catch_unwind(|| scope(|_| panic!("inside")));
+    assert!(panicked.is_err() && !stays());
 }
 
 #[test]

@@ -1,5 +1,6 @@
 //! A batch of token rows on a device.
 
+use overdrive_core::check_option;
 use tch::{Device, Tensor};
 
 use super::OnDevice;
@@ -33,12 +34,35 @@ pub struct Batch {
     /// The number of labels that enter the loss: those that are not [`crate::IGNORE_INDEX`]. It is counted on
     /// the host, so that no device synchronization is needed.
     pub label_count: usize,
+    /// The least and the largest of the tokens, the labels that count and the padding token.
+    pub(crate) id_range: (i64, i64),
 }
 
 impl Batch {
     /// Returns the number of tokens including padding, `B * T`, which the model computes.
     pub fn padded_tokens(&self) -> usize {
         self.input_ids.numel()
+    }
+
+    /// Checks that all tokens and labels are ids of a vocabulary of `vocab_size` tokens. The ids were compared when
+    /// the batch was made, so that nothing is read from a device, where an id outside of the vocabulary would end
+    /// in an error of the device that names no cause.
+    ///
+    /// # Errors
+    /// [`crate::Error::Common`] with the id and the remedy.
+    pub fn check_ids(&self, vocab_size: i64) -> Result<()> {
+        let (least, largest) = self.id_range;
+        let unfit = if least < 0 { least } else { largest };
+        let expected = format!(
+            "at least 0 and below {vocab_size}, the vocabulary of the model; prepare the data with the tokenizer \
+             of the model"
+        );
+        Ok(check_option(
+            (0..vocab_size).contains(&unfit),
+            "a token or label of a batch",
+            unfit,
+            expected,
+        )?)
     }
 
     fn map_tensors(self, change: impl Fn(Tensor) -> Result<Tensor>) -> Result<Self> {

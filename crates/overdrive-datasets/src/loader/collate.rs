@@ -84,6 +84,9 @@ pub fn collate<R: AsRef<[TokenizedExample]>>(rows: &[R], layout: RowLayout) -> R
                 "RowLayout::EndToEnd for rows of several sequences, which padding cannot separate",
             )?;
             let end = (number + 1) * width;
+            if host.input_ids.len() < end {
+                host.see(i64::from(pad_token));
+            }
             host.input_ids.resize(end, i64::from(pad_token));
             host.labels.resize(end, IGNORE_INDEX);
         }
@@ -98,6 +101,7 @@ struct HostBatch {
     label_count: usize,
     /// The lengths of the sequences that have a token.
     sequence_lengths: Vec<i64>,
+    id_range: (i64, i64),
 }
 
 impl HostBatch {
@@ -107,7 +111,14 @@ impl HostBatch {
             labels: Vec::with_capacity(tokens),
             label_count: 0,
             sequence_lengths: Vec::new(),
+            // 0 is an id of every vocabulary.
+            id_range: (0, 0),
         }
+    }
+
+    fn see(&mut self, id: i64) {
+        let (least, largest) = self.id_range;
+        self.id_range = (least.min(id), largest.max(id));
     }
 
     fn append(&mut self, sequence: &TokenizedExample) -> Result<()> {
@@ -125,8 +136,11 @@ impl HostBatch {
         self.input_ids.extend_from_slice(tokens);
         self.labels.push(IGNORE_INDEX);
         self.labels.extend_from_slice(learned);
-        let counted = learned.iter().filter(|&&label| label != IGNORE_INDEX);
-        self.label_count += counted.count();
+        for &label in learned.iter().filter(|&&label| label != IGNORE_INDEX) {
+            self.label_count += 1;
+            self.see(label);
+        }
+        tokens.iter().for_each(|&token| self.see(token));
         self.sequence_lengths.push(tokens.len() as i64);
         Ok(())
     }
@@ -164,6 +178,7 @@ impl HostBatch {
             tokens,
             sequences: self.sequence_lengths.len(),
             label_count: self.label_count,
+            id_range: self.id_range,
             sequence_lengths: match is_one_row {
                 true => self.sequence_lengths,
                 false => Vec::new(),
@@ -185,6 +200,39 @@ mod tests {
 
     fn numbers(tensor: &Tensor) -> Vec<i64> {
         Vec::try_from(tensor.view([-1])).unwrap()
+    }
+
+    #[test]
+    fn ids_outside_of_the_vocabulary_are_found_without_reading_the_batch() {
+        let row = |tokens: [i64; 3], labels: [i64; 3]| {
+            let mut row = TokenizedExample::from(tokens.to_vec());
+            row.labels = labels.to_vec();
+            [row]
+        };
+        let pad = |pad_token| RowLayout::Padded {
+            pad_token,
+            multiple_of: 4,
+        };
+        // The first label and ignored ones are not used.
+        for (tokens, labels, layout, expected) in [
+            ([1, 2, 9], [99, -100, 9], pad(9), None),
+            ([1, 2, 10], [1, 2, 3], pad(0), Some("10")),
+            ([1, 2, 3], [1, 2, 11], pad(0), Some("11")),
+            ([1, 2, 3], [1, -1, 3], pad(0), Some("-1")),
+            ([1, 2, 3], [1, 2, 3], pad(12), Some("12")),
+            ([1, 2, 3], [1, 2, 3], RowLayout::EndToEnd, None),
+        ] {
+            let checked = collate(&[row(tokens, labels)], layout)
+                .unwrap()
+                .check_ids(10);
+            match expected {
+                None => checked.unwrap(),
+                Some(id) => {
+                    let error = checked.unwrap_err().to_string();
+                    assert!(error.contains(&format!("is {id}")), "{error}");
+                }
+            }
+        }
     }
 
     #[test]

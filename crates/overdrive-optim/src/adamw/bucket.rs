@@ -4,7 +4,7 @@ use overdrive_sys::op::{Value, call};
 use tch::{Device, Kind, Tensor};
 
 use super::config::AdamWConfig;
-use crate::checks::same_layout;
+use crate::checks::{same_layout, step_count};
 use crate::{GradScaling, Result};
 
 /// The running averages of one parameter.
@@ -255,7 +255,7 @@ impl Bucket {
             let mut step = self.steps[i].shallow_clone();
 
             let _ = step.f_add_scalar_(1.0)?;
-            let step = step.f_double_value(&[])?;
+            let step = step_count(&step)?;
             let bias_correction1 = 1.0 - beta1.powf(step);
             let bias_correction2 = 1.0 - beta2.powf(step);
 

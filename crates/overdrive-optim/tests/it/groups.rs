@@ -8,29 +8,35 @@ use tch::nn::{self, OptimizerConfig};
 use tch::{Device, Kind, Tensor};
 
 #[test]
-fn biases_norms_and_embeddings_are_not_decayed() {
-    let rule = DecayRule::default();
+fn biases_and_norms_are_not_decayed_and_embeddings_by_choice() {
+    let (rule, exempting) = (DecayRule::default(), DecayRule::without_embeddings());
+    for name in [
+        "model.embed_tokens.weight",
+        "transformer.wte.weight",
+        "transformer.wpe.weight",
+    ] {
+        assert!(rule.decays(name, 2), "{name}");
+        assert!(!exempting.decays(name, 2), "{name}");
+    }
     for (name, dim) in [
         ("model.layers.0.self_attn.q_proj.weight", 2),
         ("lm_head.weight", 2),
         ("h.0.attn.c_attn.weight", 2),
     ] {
         assert!(rule.decays(name, dim), "{name}");
+        assert!(exempting.decays(name, dim), "{name}");
     }
     for (name, dim) in [
         ("model.layers.0.self_attn.q_proj.bias", 1),
         ("model.layers.0.input_layernorm.weight", 1),
         ("model.layers.0.self_attn.q_norm.weight", 1),
-        ("model.embed_tokens.weight", 2),
-        ("transformer.wte.weight", 2),
-        ("transformer.wpe.weight", 2),
         ("transformer.ln_f.weight", 1),
         ("anything", 1),
         ("experts.bias", 2),
     ] {
         assert!(!rule.decays(name, dim), "{name}");
     }
-    assert!(DecayRule::by_dimension().decays("transformer.wte.weight", 2));
+    assert!(DecayRule::by_dimension().decays("experts.bias", 2));
 }
 
 #[test]

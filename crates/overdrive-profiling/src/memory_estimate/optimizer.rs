@@ -12,7 +12,7 @@ pub enum OptimizerMemory {
     /// Two fp32 moments: 8.
     #[default]
     AdamW,
-    /// Two moments of 8 bits and a scale for every 256: 2.03.
+    /// Two moments of 8 bits and a scale for every 256: 2.03; two fp32 moments for the embedding: 8.
     AdamW8bit,
     /// AdamW with moments in host memory or a file: 0 on the device.
     PagedAdamW,
@@ -37,8 +37,11 @@ impl OptimizerMemory {
         let weights = shape.parameters();
         match self {
             Self::AdamW => 8 * weights,
-            // Two bytes a weight, and two fp32 scales for each block of 256.
-            Self::AdamW8bit => 2 * weights + 2 * 4 * weights.div_ceil(256),
+            // Two bytes a weight, and two fp32 scales for each block of 256; embeddings keep fp32 states.
+            Self::AdamW8bit => {
+                let quantized = weights - shape.embedding();
+                8 * shape.embedding() + 2 * quantized + 2 * 4 * quantized.div_ceil(256)
+            }
             Self::PagedAdamW | Self::Sgd => 0,
             Self::SgdMomentum | Self::Lion => 4 * weights,
             Self::Adafactor => 4 * rows_and_columns(shape),
@@ -80,7 +83,7 @@ mod tests {
         let weights = tiny().parameters() as f64;
         for (optimizer, expected) in [
             (OptimizerMemory::AdamW, 8.0),
-            (OptimizerMemory::AdamW8bit, 2.031),
+            (OptimizerMemory::AdamW8bit, 3.111),
             (OptimizerMemory::PagedAdamW, 0.0),
             (OptimizerMemory::Sgd, 0.0),
             (OptimizerMemory::SgdMomentum, 4.0),

@@ -16,7 +16,7 @@ fn where_every_label_is_ignored_the_mean_is_nan_and_the_gradient_zero_as_in_pyto
         let ours = cross_entropy(&logits, &labels, &CrossEntropyOptions::default()).unwrap();
         ours.loss.backward();
         assert!(ours.loss.double_value(&[]).is_nan());
-        assert_eq!(ours.tokens, 0);
+        assert_eq!(ours.tokens().unwrap(), 0);
         assert_eq!(logits.grad().abs().max().double_value(&[]), 0.0);
 
         let hidden = values(&[5, 4], 1).to_kind(kind).set_requires_grad(true);
@@ -29,6 +29,25 @@ fn where_every_label_is_ignored_the_mean_is_nan_and_the_gradient_zero_as_in_pyto
             assert_eq!(leaf.grad().abs().max().double_value(&[]), 0.0);
         }
     }
+}
+
+#[test]
+fn a_known_number_of_labels_changes_nothing_and_is_checked_on_a_cpu() {
+    let labels = Tensor::from_slice(&[3_i64, -100, 0, -100, -100]);
+    let logits = values(&[5, 8], 1);
+    let with = |label_count| CrossEntropyOptions {
+        label_count,
+        ..CrossEntropyOptions::default()
+    };
+    let unknown = cross_entropy(&logits, &labels, &with(None)).unwrap();
+    let known = cross_entropy(&logits, &labels, &with(Some(2))).unwrap();
+    assert_eq!(known.loss, unknown.loss);
+    let error = cross_entropy(&logits, &labels, &with(Some(3))).unwrap_err();
+    let error = error.to_string();
+    assert!(
+        error.contains("label_count") && error.contains("is 3"),
+        "{error}"
+    );
 }
 
 #[test]

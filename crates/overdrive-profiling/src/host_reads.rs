@@ -1,0 +1,175 @@
+//! The reads of tensors by the host, each of which waits for the device.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use overdrive_sys::CallbackResult;
+use overdrive_sys::dispatch_mode::{DispatchMode, ModeGuard, OperatorCall, Results, push_mode};
+use overdrive_sys::saved_tensors::BackwardOnThisThread;
+use tch::{Device, Kind};
+
+/// The operators whose result, or the size of it, the host reads. `item()`, `double_value` and their like are
+/// `_local_scalar_dense`.
+const READERS: [&str; 12] = [
+    "aten::_local_scalar_dense",
+    "aten::_unique",
+    "aten::_unique2",
+    "aten::bincount",
+    "aten::equal",
+    "aten::is_nonzero",
+    "aten::masked_select",
+    "aten::nonzero",
+    "aten::repeat_interleave",
+    "aten::unique_consecutive",
+    "aten::unique_dim",
+    "aten::unique_dim_consecutive",
+];
+
+/// The operators that take a mask as an index, whose elements they count.
+const INDEXERS: [&str; 3] = ["aten::index", "aten::index_put_", "aten::_index_put_impl_"];
+
+/// Counts, while it lives, the operators of this thread by which the host reads from a device and so waits for
+/// everything that the device was given (`torch.cuda.set_sync_debug_mode`): reads of single values, operators
+/// with results of a size that depends on the values, and copies to the host. A training step without any keeps a
+/// GPU busy while the host prepares the next one.
+///
+/// It sees the operators of backward passes too, which stay on this thread while it lives, but no reads inside of
+/// operators and none of libraries that call CUDA themselves.
+///
+/// ```
+/// use overdrive_profiling::HostReads;
+/// use tch::{Device, Kind, Tensor};
+///
+/// let loss = Tensor::ones([4], (Kind::Float, Device::Cpu)).mean(Kind::Float);
+/// let reads = HostReads::of(Device::Cpu);
+/// let twice = &loss * 2.0;
+/// assert!(reads.names().is_empty());
+/// let _value = twice.double_value(&[]);
+/// assert_eq!(reads.names(), ["aten::_local_scalar_dense"]);
+/// ```
+#[derive(Debug)]
+#[must_use = "reads are counted until the value is dropped"]
+pub struct HostReads {
+    names: Rc<RefCell<Vec<String>>>,
+    _mode: ModeGuard,
+    _backward: BackwardOnThisThread,
+}
+
+impl HostReads {
+    /// Starts to count the reads of tensors on `device`. On a CPU no read waits; counting them there shows, on a
+    /// machine without a GPU, what the same calls would cost on one.
+    pub fn of(device: Device) -> Self {
+        let names = Rc::new(RefCell::new(Vec::new()));
+        Self {
+            names: Rc::clone(&names),
+            _mode: push_mode(Rc::new(Counter {
+                device,
+                names,
+                copies: RefCell::new(false),
+            })),
+            _backward: BackwardOnThisThread::new(),
+        }
+    }
+
+    /// Returns the names of the operators so far, in their order.
+    #[must_use]
+    pub fn names(&self) -> Vec<String> {
+        self.names.borrow().clone()
+    }
+}
+
+struct Counter {
+    device: Device,
+    names: Rc<RefCell<Vec<String>>>,
+    /// If `true`, the current operator is a copy from the device whose target is known when it has run.
+    copies: RefCell<bool>,
+}
+
+impl Counter {
+    fn push(&self, call: &OperatorCall) {
+        self.names.borrow_mut().push(call.full_name());
+    }
+}
+
+impl DispatchMode for Counter {
+    fn before(&self, call: &OperatorCall) -> CallbackResult<Option<Arc<Results>>> {
+        let tensors = call.tensors()?;
+        let here = |index: usize| {
+            let tensor = tensors.get(index);
+            tensor.is_some_and(|tensor| tensor.defined() && tensor.device() == self.device)
+        };
+        let name = call.name();
+        self.copies.replace(name == "aten::_to_copy" && here(0));
+        // The first argument is what is indexed, the others are indices.
+        let masks = || {
+            let mut indices = tensors.iter().skip(1).filter(|index| index.defined());
+            indices.any(|index| matches!(index.kind(), Kind::Bool | Kind::Uint8))
+        };
+        let reads = READERS.contains(&name) && here(0)
+            || INDEXERS.contains(&name) && here(0) && masks()
+            || name == "aten::copy_"
+                && here(1)
+                && self.device != Device::Cpu
+                && tensors[0].device() == Device::Cpu;
+        if reads {
+            self.push(call);
+        }
+        Ok(None)
+    }
+
+    fn after(&self, call: &OperatorCall) -> CallbackResult<()> {
+        let to_host = self.copies.replace(false)
+            && self.device != Device::Cpu
+            && call.tensors()?.iter().any(|t| t.device() == Device::Cpu);
+        if to_host {
+            self.push(call);
+        }
+        Ok(())
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use tch::Tensor;
+
+    #[test]
+    fn reads_of_values_of_sizes_and_of_masks_are_counted_and_arithmetic_is_not() {
+        let x = Tensor::from_slice(&[1.0_f32, 0.0, 2.0]).set_requires_grad(true);
+        let reads = HostReads::of(Device::Cpu);
+        let loss = (&x * &x).sum(Kind::Float);
+        loss.backward();
+        assert!(reads.names().is_empty(), "{:?}", reads.names());
+        let _ = loss.double_value(&[]);
+        let _ = x.nonzero();
+        let _ = x.equal(&x);
+        let mask = x.gt(0.0);
+        let _ = x.index(&[Some(&mask)]);
+        let _ = x.index(&[Some(Tensor::from_slice(&[0_i64]))]);
+        let _ = x.masked_select(&mask);
+        assert_eq!(
+            reads.names(),
+            [
+                "aten::_local_scalar_dense",
+                "aten::nonzero",
+                "aten::equal",
+                "aten::index.Tensor",
+                "aten::masked_select"
+            ]
+        );
+        drop(reads);
+        let _ = loss.double_value(&[]);
+    }
+
+    #[test]
+    fn reads_inside_backward_are_counted() {
+        use tch::Reduction;
+        let x = Tensor::ones([2, 3], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+        let labels = Tensor::from_slice(&[0_i64, 2]);
+        let reads = HostReads::of(Device::Cpu);
+        let loss = x.cross_entropy_loss(&labels, None::<&Tensor>, Reduction::Mean, -100, 0.0);
+        loss.backward();
+        assert!(reads.names().is_empty(), "{:?}", reads.names());
+    }
+}
