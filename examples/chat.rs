@@ -9,6 +9,7 @@
 //! ```
 
 use std::io::{BufRead, stdin};
+use std::ops::ControlFlow;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
@@ -16,8 +17,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 use anyhow::Result;
 use clap::Parser;
 use overdrive::generation::{
-    ChatTemplate, ChatTemplateOptions, Engine, EngineConfig, Event, GenerationConfig, Message,
-    Request, Tokenizer,
+    ChatTemplate, ChatTemplateOptions, Engine, EngineConfig, Event, FinishReason, GenerationConfig,
+    Message, Request, Tokenizer,
 };
 use overdrive::transformer::CausalLm;
 use overdrive_examples::{GenerationFlags, ModelFlags, print_now};
@@ -34,6 +35,13 @@ struct Flags {
     /// System message of the conversation
     #[arg(long)]
     system: Option<String>,
+    /// Number of tokens of the longest conversation, answers included [default: the model's context, or what the
+    /// cache holds]
+    #[arg(long)]
+    max_model_len: Option<usize>,
+    /// MiB for keys and values [default: what the longest conversation takes, from 1024 to 4096]
+    #[arg(long)]
+    cache_mib: Option<u64>,
     #[command(flatten)]
     generation: GenerationFlags,
 }
@@ -43,13 +51,17 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
+    let mut config = flags.generation.config(&flags.model.folder, 1024)?;
     let template = ChatTemplate::from_dir(&flags.model.folder)?;
     let tokenizer = Arc::new(flags.model.tokenizer()?);
     let model = flags.model.load()?;
+    flags.model.add_end_of_text(&model, &mut config);
+    let mut engine = EngineConfig::default();
+    engine.max_model_len = flags.max_model_len;
+    engine.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
     let mut chat = Chat {
-        engine: Engine::new(&model, EngineConfig::default())?
-            .with_tokenizer(Arc::clone(&tokenizer)),
-        config: generation(flags, &template, &tokenizer)?,
+        engine: Engine::new(&model, engine)?.with_tokenizer(Arc::clone(&tokenizer)),
+        config: config.or_end_of_text(&template, &tokenizer),
         tokenizer,
         template,
         interrupted: Arc::new(AtomicBool::new(false)),
@@ -83,6 +95,7 @@ fn run(flags: &Flags) -> Result<()> {
                 match answer {
                     Ok(text) => messages.push(Message::assistant(text)),
                     Err(error) => {
+                        // The next turn begins as this one did.
                         eprintln!("error: {error}");
                         messages.pop();
                     }
@@ -90,21 +103,6 @@ fn run(flags: &Flags) -> Result<()> {
             }
         }
     }
-}
-
-/// Returns the folder's settings with the flags applied, and the template's end-of-turn token if the folder names none.
-fn generation(
-    flags: &Flags,
-    template: &ChatTemplate,
-    tokenizer: &Tokenizer,
-) -> Result<GenerationConfig> {
-    let mut config = flags.generation.config(&flags.model.folder, 1024)?;
-    if config.eos_token_id.is_empty() {
-        let end = template.special_token("eos_token");
-        let id = end.and_then(|end| tokenizer.token_to_id(end));
-        config.eos_token_id.extend(id.map(i64::from));
-    }
-    Ok(config)
 }
 
 struct Chat<'m> {
@@ -120,27 +118,33 @@ impl Chat<'_> {
     fn answer(&mut self, messages: &[Message]) -> Result<String> {
         let options = ChatTemplateOptions::default();
         let prompt = self.template.encode(&self.tokenizer, messages, &options)?;
-        let request = self
-            .engine
-            .submit(Request::new(prompt, self.config.clone()))?;
+        let request = Request::new(prompt, self.config.clone());
         self.interrupted.store(false, Ordering::SeqCst);
-        let mut answer = String::new();
-        while !self.engine.is_idle() {
-            if self.interrupted.swap(false, Ordering::SeqCst) {
-                self.engine.cancel(request)?;
-            }
-            for event in self.engine.step()? {
-                match event {
-                    Event::Token { text, .. } => print_now(&text)?,
-                    Event::Finished { completion, .. } => {
-                        answer = completion.text.unwrap_or_default();
-                    }
-                    Event::Failed { error, .. } => return Err(error.into()),
-                    _ => {}
+        let interrupted = &self.interrupted;
+        let mut printed = Ok(());
+        let completions = self.engine.run_one(request, |events| {
+            for event in events {
+                if let Event::Token { text, .. } = event
+                    && printed.is_ok()
+                {
+                    printed = print_now(text);
                 }
             }
-        }
+            match interrupted.swap(false, Ordering::SeqCst) || printed.is_err() {
+                true => ControlFlow::Break(()),
+                false => ControlFlow::Continue(()),
+            }
+        })?;
+        printed?;
         print_now("\n")?;
-        Ok(answer)
+        let Some(first) = completions.into_iter().next() else {
+            return Ok(String::new());
+        };
+        if first.finish_reason == FinishReason::ContextFull {
+            eprintln!(
+                "the context is full: /reset begins anew, --cache-mib and --max-model-len size it"
+            );
+        }
+        Ok(first.text.unwrap_or_default())
     }
 }

@@ -1,4 +1,5 @@
-//! Answers a file of conversations: JSON Lines in, JSON Lines out, in the same order.
+//! Answers a file of conversations: JSON Lines in, JSON Lines out, in the same order. An answer is written as
+//! soon as it and those before it are there, so that a run that is ended early leaves whole lines.
 //!
 //! Each line is a list of messages, or an object with one under `messages`, whose other fields are copied to
 //! the output. All conversations share the model: a finished one makes room for the next, and common prefixes
@@ -10,7 +11,8 @@
 //! ```
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, BufWriter, Read, Write, stdin, stdout};
+use std::io::{BufRead, BufReader, Read, Write, stdin, stdout};
+use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
@@ -18,7 +20,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use clap::Parser;
 use overdrive::generation::{
-    Answer, ChatBatchOptions, ChatTemplate, chat_batch, conversation_from_json,
+    Answer, ChatBatchOptions, ChatTemplate, chat_batch_with, conversation_from_json,
 };
 use overdrive_examples::{GenerationFlags, ModelFlags};
 use serde_json::{Value, json};
@@ -42,9 +44,13 @@ struct Flags {
     /// Number of conversations in a batch
     #[arg(long, default_value_t = 64)]
     max_num_seqs: usize,
-    /// MiB for keys and values
-    #[arg(long, default_value_t = 1024)]
-    cache_mib: u64,
+    /// Number of tokens of the longest conversation, answer included [default: the model's context, or what the
+    /// cache holds]
+    #[arg(long)]
+    max_model_len: Option<usize>,
+    /// MiB for keys and values [default: what one longest conversation takes, from 1024 to 4096]
+    #[arg(long)]
+    cache_mib: Option<u64>,
     #[command(flatten)]
     generation: GenerationFlags,
 }
@@ -54,7 +60,7 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    let config = flags.generation.config(&flags.model.folder, 256)?;
+    let mut config = flags.generation.config(&flags.model.folder, 256)?;
     let template = ChatTemplate::from_dir(&flags.model.folder)?;
     let tokenizer = Arc::new(flags.model.tokenizer()?);
     // Read completely before the model is loaded, so that a broken line is found at once.
@@ -75,30 +81,42 @@ fn run(flags: &Flags) -> Result<()> {
     }
 
     let model = flags.model.load()?;
+    flags.model.add_end_of_text(&model, &mut config);
     let mut options = ChatBatchOptions::default();
     options.engine.max_num_seqs = flags.max_num_seqs;
-    options.engine.kv_cache_memory_bytes = Some(flags.cache_mib << 20);
+    options.engine.max_model_len = flags.max_model_len;
+    options.engine.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
+    let mut output = open(&flags.output)?;
     let start = std::time::Instant::now();
-    let answers = chat_batch(
+    let (mut answers, mut tokens) = (0, 0);
+    let mut written = Ok(());
+    let mut lines = lines.into_iter();
+    chat_batch_with(
         &model,
         &tokenizer,
         &template,
         &conversations,
         &config,
         &options,
+        |answer| {
+            answers += 1;
+            let completions = answer.iter().flat_map(|answer| &answer.completions);
+            tokens += completions.map(|one| one.tokens.len()).sum::<usize>();
+            let line = lines.next().unwrap_or_default();
+            written = write(&mut output, line, answer);
+            match written {
+                Ok(()) => ControlFlow::Continue(()),
+                Err(_) => ControlFlow::Break(()),
+            }
+        },
     )?;
-    let tokens: usize = answers
-        .iter()
-        .flatten()
-        .map(|a| a.completions[0].tokens.len())
-        .sum();
+    written?;
     let seconds = start.elapsed().as_secs_f64();
     eprintln!(
-        "{} answers, {tokens} tokens, {:.1} tokens/s",
-        answers.len(),
+        "{answers} answers, {tokens} tokens, {:.1} tokens/s",
         tokens as f64 / seconds
     );
-    write(&flags.output, lines, answers)
+    Ok(())
 }
 
 fn read(path: &Path) -> Result<Vec<Value>> {
@@ -117,27 +135,31 @@ fn read(path: &Path) -> Result<Vec<Value>> {
     Ok(lines)
 }
 
-type Answers = Vec<overdrive::generation::Result<Answer>>;
-
-fn write(path: &Path, lines: Vec<Value>, answers: Answers) -> Result<()> {
-    let target: Box<dyn Write> = match path.to_str() {
+fn open(path: &Path) -> Result<Box<dyn Write>> {
+    Ok(match path.to_str() {
         Some("-") => Box::new(stdout()),
         _ => Box::new(File::create(path).with_context(|| path.display().to_string())?),
+    })
+}
+
+/// Writes the line of one conversation.
+fn write(
+    target: &mut dyn Write,
+    line: Value,
+    answer: overdrive::generation::Result<Answer>,
+) -> Result<()> {
+    // A plain list has no other fields to copy.
+    let mut fields = match line {
+        Value::Object(fields) => fields,
+        list => [("messages".to_owned(), list)].into_iter().collect(),
     };
-    // Buffered: each answer is many small writes.
-    let mut target = BufWriter::new(target);
-    for (line, answer) in lines.into_iter().zip(answers) {
-        // A plain list has no other fields to copy.
-        let mut fields = match line {
-            Value::Object(fields) => fields,
-            list => [("messages".to_owned(), list)].into_iter().collect(),
-        };
-        match answer {
-            Ok(answer) => fields.insert("answer".to_owned(), json!(answer.text)),
-            Err(error) => fields.insert("error".to_owned(), json!(error.to_string())),
-        };
-        serde_json::to_writer(&mut target, &fields)?;
-        target.write_all(b"\n")?;
-    }
+    match answer {
+        Ok(answer) => fields.insert("answer".to_owned(), json!(answer.text)),
+        Err(error) => fields.insert("error".to_owned(), json!(error.to_string())),
+    };
+    // In one write: a program that is killed leaves no part of a line.
+    let mut text = serde_json::to_vec(&fields)?;
+    text.push(b'\n');
+    target.write_all(&text)?;
     Ok(target.flush()?)
 }

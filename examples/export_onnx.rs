@@ -15,6 +15,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::{Parser, ValueEnum};
+use overdrive::datasets::copy_tokenizer;
 use overdrive::onnx::{
     Activations, Attention, ExportOptions, ExternalData, Precision, export_pretrained,
 };
@@ -26,7 +27,7 @@ use overdrive_examples::{ModelFlags, OnnxComparison};
 struct Flags {
     #[command(flatten)]
     model: ModelFlags,
-    /// Output folder: model.onnx, config.json, the tokenizer's files
+    /// Output folder: model.onnx, config.json, generation_config.json, the tokenizer's files and chat templates
     #[arg(long)]
     out: PathBuf,
     /// ONNX opset version, 18 to 26 [default: 21, and 23 for --attention standard]
@@ -100,11 +101,12 @@ fn run(flags: &Flags) -> Result<()> {
     }
     let mut model = load(&flags.model)?;
     print!("{}", export_pretrained(&mut model, &flags.out, &options)?);
-    for name in ["tokenizer.json", "tokenizer_config.json"] {
-        let from = flags.model.folder.join(name);
-        if from.is_file() {
-            fs::copy(&from, flags.out.join(name)).with_context(|| from.display().to_string())?;
-        }
+    copy_tokenizer(&flags.model.folder, &flags.out)?;
+    // The export writes the one that came with the model, but a GGUF file has none.
+    let generation = flags.model.folder.join("generation_config.json");
+    if flags.model.gguf.is_some() && generation.is_file() {
+        let bytes = fs::read(&generation).with_context(|| generation.display().to_string())?;
+        fs::write(flags.out.join("generation_config.json"), bytes)?;
     }
     if flags.compare {
         let comparison = OnnxComparison {

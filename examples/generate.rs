@@ -16,6 +16,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Parser;
+use overdrive::datasets::load_tokenizer;
 use overdrive::generation::{GenerateOptions, GenerateOutput, Tokenizer, generate_with_options};
 use overdrive_examples::{CacheFlags, ConstraintFlags, GenerationFlags, ModelFlags, print_now};
 
@@ -43,7 +44,7 @@ struct Flags {
     stream: bool,
     #[command(flatten)]
     cache: CacheFlags,
-    /// Smaller model of the same vocabulary for assisted (speculative) decoding
+    /// Smaller model with the same tokens for assisted (speculative) decoding
     #[arg(long)]
     assistant_model: Option<PathBuf>,
     #[command(flatten)]
@@ -60,7 +61,12 @@ fn run(flags: &Flags) -> Result<()> {
     let mut config = flags.generation.config(&flags.model.folder, 128)?;
     flags.cache.apply(&mut config);
     let model = flags.model.load()?;
+    flags.model.add_end_of_text(&model, &mut config);
     let assistant = flags.assistant_model.as_ref();
+    let assistant_tokenizer = assistant
+        .filter(|folder| folder.join("tokenizer.json").exists())
+        .map(load_tokenizer)
+        .transpose()?;
     let assistant = assistant
         .map(|folder| flags.model.load_from(folder))
         .transpose()?;
@@ -79,6 +85,7 @@ fn run(flags: &Flags) -> Result<()> {
     let options = GenerateOptions {
         tokenizer: tokenizer.as_ref(),
         assistant_model: assistant.as_ref(),
+        assistant_tokenizer: assistant_tokenizer.as_ref(),
         constraints,
         ..GenerateOptions::default()
     };

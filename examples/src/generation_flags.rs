@@ -6,7 +6,7 @@ use anyhow::Result;
 use clap::Args;
 use overdrive::generation::GenerationConfig;
 use serde::Serialize;
-use serde_json::{Map, Value};
+use serde_json::Value;
 
 /// The options of text generation; each flag is the key of generation_config.json with the same name, and
 /// overrides that of the folder.
@@ -86,12 +86,7 @@ impl GenerationFlags {
     /// Returns the folder's configuration with the flags applied. A flag about sampling turns sampling on; without
     /// any limit of the length, there are at most `default_new_tokens`.
     pub fn config(&self, folder: &Path, default_new_tokens: usize) -> Result<GenerationConfig> {
-        let path = folder.join("generation_config.json");
-        let mut keys: Map<String, Value> = if path.exists() {
-            serde_json::from_str(&std::fs::read_to_string(path)?)?
-        } else {
-            Map::new()
-        };
+        let mut keys = GenerationConfig::map_from_dir(folder)?;
         if let Value::Object(given) = serde_json::to_value(self)? {
             keys.extend(given.into_iter().filter(|(_, value)| !value.is_null()));
         }
@@ -101,6 +96,11 @@ impl GenerationFlags {
         }
         if !keys.contains_key("max_new_tokens") && !keys.contains_key("max_length") {
             keys.insert("max_new_tokens".to_owned(), default_new_tokens.into());
+        }
+        if let Some(name) = GenerationConfig::unknown_cache(&keys) {
+            eprintln!(
+                "`cache_implementation` of the model is {name}, which is not known; it is ignored"
+            );
         }
         Ok(GenerationConfig::from_map(&keys)?)
     }

@@ -2,9 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use clap::Args;
-use overdrive::generation::Tokenizer;
+use overdrive::datasets::load_tokenizer;
+use overdrive::generation::{GenerationConfig, Tokenizer};
 use overdrive::lora::{
     LoadAdapterOptions, MergeOptions, load_adapter, merge_and_unload, merge_obstacle,
 };
@@ -93,8 +94,17 @@ impl ModelFlags {
 
     /// Loads `tokenizer.json` of the model's folder.
     pub fn tokenizer(&self) -> Result<Tokenizer> {
-        let path = self.folder.join("tokenizer.json");
-        Tokenizer::from_file(&path).map_err(|error| anyhow!("{}: {error}", path.display()))
+        Ok(load_tokenizer(&self.folder)?)
+    }
+
+    /// Adds the tokens with which the model of a GGUF file ends a text or a turn to those that the folder names.
+    pub fn add_end_of_text(&self, model: &CausalLm, config: &mut GenerationConfig) {
+        if self.gguf.is_some() {
+            let ids = model.config().eos_token_ids().iter();
+            let new = ids.filter(|id| !config.eos_token_id.contains(id));
+            let new: Vec<i64> = new.copied().collect();
+            config.eos_token_id.extend(new);
+        }
     }
 }
 

@@ -5,7 +5,7 @@
 //! cargo run --release -p overdrive-benches --bin cache_perplexity -- runs/tiny-001/model FILE
 //! ```
 
-use overdrive::generation::Tokenizer;
+use overdrive::datasets::load_tokenizer;
 use overdrive::kv_cache::{CacheImplementation, CacheShape, KvCache};
 use overdrive::transformer::{CausalLm, ForwardInput, LoadOptions};
 use tch::{Kind, Tensor};
@@ -23,7 +23,7 @@ fn main() -> Result<(), Failure> {
         return Err("give a model's folder and a text file".into());
     };
     let model = CausalLm::from_pretrained(dir, &LoadOptions::default())?;
-    let tokenizer = Tokenizer::from_file(format!("{dir}/tokenizer.json"))?;
+    let tokenizer = load_tokenizer(dir)?;
     let encoding = tokenizer.encode(std::fs::read_to_string(file)?, false)?;
     let ids: Vec<i64> = encoding.get_ids().iter().map(|&id| id.into()).collect();
     let context = usize::try_from(model.config().max_position_embeddings())?;

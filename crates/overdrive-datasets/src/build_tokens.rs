@@ -13,7 +13,7 @@ use crate::byte_level::ByteLevelEncoder;
 use crate::digest::FieldHasher;
 use crate::documents::{Chunk, for_each_chunk, split_into_chunks};
 use crate::index::{cores, in_order};
-use crate::tokenizer_files::token_id;
+use crate::tokenizer_files::{switch_limits_off, token_id};
 use crate::{
     Corpus, Dataset, Error, Result, Sha256Digest, StoreOptions, TokenStore, TokenStoreWriter,
     TokenWidth, tokenizer_digest,
@@ -316,10 +316,7 @@ pub(crate) enum Encoder {
 impl Encoder {
     pub(crate) fn new(tokenizer: &Tokenizer) -> Result<Self> {
         let mut tokenizer = tokenizer.clone();
-        tokenizer
-            .with_truncation(None)
-            .map_err(Error::tokenizer("switch truncation off"))?;
-        tokenizer.with_padding(None);
+        switch_limits_off(&mut tokenizer)?;
         // A text may contain the name of a special token, which must not become that token.
         tokenizer.set_encode_special_tokens(true);
         Ok(match ByteLevelEncoder::of(&tokenizer)? {

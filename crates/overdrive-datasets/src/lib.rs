@@ -148,7 +148,7 @@ pub use token_store::{Document, RawOptions, TokenStore};
 pub use token_store_writer::{StoreOptions, TokenStoreWriter};
 pub use token_view::{SplitBy, SplitOptions, TokenView};
 pub use tokenized_example::TokenizedExample;
-pub use tokenizer_files::{load_tokenizer, save_tokenizer, tokenizer_digest};
+pub use tokenizer_files::{copy_tokenizer, load_tokenizer, save_tokenizer, tokenizer_digest};
 /// The tokenizer type of Hugging Face's `tokenizers`, which this crate's functions use.
 pub use tokenizers::Tokenizer;
 pub use transform::{

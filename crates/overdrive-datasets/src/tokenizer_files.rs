@@ -1,7 +1,7 @@
 //! Tokenizer files in Hugging Face's format.
 
 use std::io::Write;
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use tokenizers::Tokenizer;
 
@@ -10,7 +10,22 @@ use overdrive_core::Error as CommonError;
 use crate::token_store_writer::{persist, temp_file};
 use crate::{Error, Result, Sha256Digest};
 
-/// Reads a `tokenizer.json`; `path` is the file, or the folder of a model with one.
+/// The files of a tokenizer, beside the templates of `additional_chat_templates`.
+const FILES: [&str; 9] = [
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "merges.txt",
+    "tokenizer.model",
+];
+
+/// Reads a `tokenizer.json`; `path` is the file, or the folder of a model with one. Truncation and padding that
+/// the file asks for are switched off: they are left over from another program's batches, and would cut the end
+/// of a prompt or a document in silence.
 ///
 /// # Errors
 /// Returns an error if the file cannot be read or is not a tokenizer.
@@ -22,10 +37,51 @@ pub fn load_tokenizer(path: impl AsRef<Path>) -> Result<Tokenizer> {
         path.to_owned()
     };
     let bytes = std::fs::read(&file).map_err(CommonError::io("read", &file))?;
-    Tokenizer::from_bytes(bytes).map_err(Error::tokenizer(format!(
+    let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(Error::tokenizer(format!(
         "read the tokenizer {}",
         file.display()
-    )))
+    )))?;
+    switch_limits_off(&mut tokenizer)?;
+    Ok(tokenizer)
+}
+
+/// Switches truncation and padding off.
+pub(crate) fn switch_limits_off(tokenizer: &mut Tokenizer) -> Result<()> {
+    tokenizer
+        .with_truncation(None)
+        .map_err(Error::tokenizer("switch truncation off"))?;
+    tokenizer.with_padding(None);
+    Ok(())
+}
+
+/// Copies the tokenizer's files and the chat templates of one model's folder into another; returns the names of
+/// those that there are.
+///
+/// # Errors
+/// Returns an error if a file cannot be copied.
+pub fn copy_tokenizer(from: impl AsRef<Path>, to: impl AsRef<Path>) -> Result<Vec<PathBuf>> {
+    let (from, to) = (from.as_ref(), to.as_ref());
+    let mut names: Vec<PathBuf> = FILES.iter().map(PathBuf::from).collect();
+    let templates = Path::new("additional_chat_templates");
+    // Most models have no such folder.
+    for entry in std::fs::read_dir(from.join(templates))
+        .into_iter()
+        .flatten()
+    {
+        let entry = entry.map_err(CommonError::io("list", from.join(templates)))?;
+        names.push(templates.join(entry.file_name()));
+    }
+    names.retain(|name| from.join(name).is_file());
+    for name in &names {
+        let (source, target) = (from.join(name), to.join(name));
+        if let Some(folder) = target.parent() {
+            std::fs::create_dir_all(folder).map_err(CommonError::io("create", folder))?;
+        }
+        // Read before it is written: a copy of a file onto itself would empty it.
+        let bytes = std::fs::read(&source).map_err(CommonError::io("read", &source))?;
+        write_file(&target, &bytes)?;
+    }
+    Ok(names)
 }
 
 /// Writes `tokenizer.json` and `tokenizer_config.json` into `folder`, so that transformers'
@@ -71,10 +127,7 @@ pub fn save_tokenizer(
 /// Returns an error if the tokenizer cannot be written as JSON.
 pub fn tokenizer_digest(tokenizer: &Tokenizer) -> Result<Sha256Digest> {
     let mut plain = tokenizer.clone();
-    plain
-        .with_truncation(None)
-        .map_err(Error::tokenizer("switch truncation off"))?;
-    plain.with_padding(None);
+    switch_limits_off(&mut plain)?;
     Ok(Sha256Digest::of(to_json(&plain, false)?.as_bytes()))
 }
 
@@ -110,4 +163,52 @@ pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
     file.write_all(bytes)
         .map_err(CommonError::io("write", path))?;
     persist(file, path)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_tokenizer_is_opened_without_the_limits_of_its_file() {
+        let folder = tempfile::tempdir().unwrap();
+        let json = serde_json::json!({
+            "version": "1.0", "added_tokens": [],
+            "truncation": {"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0},
+            "padding": {"strategy": {"Fixed": 9}, "direction": "Right", "pad_to_multiple_of": null,
+                "pad_id": 0, "pad_type_id": 0, "pad_token": "a"},
+            "pre_tokenizer": {"type": "WhitespaceSplit"},
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
+        });
+        std::fs::write(folder.path().join("tokenizer.json"), json.to_string()).unwrap();
+        let tokenizer = load_tokenizer(folder.path()).unwrap();
+        let encoding = tokenizer.encode("b b b a b", false).unwrap();
+        assert_eq!(encoding.get_ids(), [1, 1, 1, 0, 1]);
+    }
+
+    #[test]
+    fn a_copy_has_every_file_of_the_tokenizer_and_no_other() {
+        let (from, to) = (tempfile::tempdir().unwrap(), tempfile::tempdir().unwrap());
+        std::fs::create_dir(from.path().join("additional_chat_templates")).unwrap();
+        let names = [
+            "tokenizer.json",
+            "tokenizer.model",
+            "chat_template.jinja",
+            "additional_chat_templates/tool_use.jinja",
+        ];
+        for name in names.iter().chain(&["model.safetensors"]) {
+            std::fs::write(from.path().join(name), name).unwrap();
+        }
+        let copied = copy_tokenizer(from.path(), to.path()).unwrap();
+        assert_eq!(copied.len(), names.len());
+        for name in names {
+            let text = std::fs::read_to_string(to.path().join(name)).unwrap();
+            assert_eq!(text, name);
+        }
+        assert!(!to.path().join("model.safetensors").exists());
+        // A folder onto itself stays as it is.
+        copy_tokenizer(to.path(), to.path()).unwrap();
+        let text = std::fs::read_to_string(to.path().join("tokenizer.json")).unwrap();
+        assert_eq!(text, "tokenizer.json");
+    }
 }

@@ -72,9 +72,7 @@ pub(crate) fn build(
 /// guarantees that no two tokens which see each other are further apart.
 pub(crate) fn context(model: &CausalLm, config: &GenerationConfig) -> usize {
     let context = model.config().max_position_embeddings();
-    let slides =
-        config.use_cache && config.cache_implementation.as_deref() == Some("sliding_window");
-    let span = slides
+    let span = slides(config)
         .then(|| SlidingCache::new(sliding(config, model)).ok()?.span())
         .flatten();
     match span {
@@ -82,6 +80,18 @@ pub(crate) fn context(model: &CausalLm, config: &GenerationConfig) -> usize {
         Some(span) if span <= context => usize::MAX >> 1,
         _ => context.unsigned_abs() as usize,
     }
+}
+
+/// Returns `true` if the cache drops old tokens.
+pub(crate) fn slides(config: &GenerationConfig) -> bool {
+    config.use_cache && config.cache_implementation.as_deref() == Some("sliding_window")
+}
+
+/// Returns the largest number of tokens of a proposal over a cache that drops old tokens: it keeps so many more to be able to
+/// take them back.
+pub(crate) fn most_proposed(config: &GenerationConfig) -> usize {
+    let lookup = config.prompt_lookup_num_tokens.unwrap_or(0);
+    lookup.max(config.num_assistant_tokens.saturating_mul(2))
 }
 
 fn sliding(config: &GenerationConfig, model: &CausalLm) -> SlidingCacheConfig {
@@ -93,11 +103,7 @@ fn sliding(config: &GenerationConfig, model: &CausalLm) -> SlidingCacheConfig {
             .map(|window| window.or(settings.window_length))
             .collect(),
         sinks: settings.num_sink_tokens,
-        // A round of speculation may take back so many tokens.
-        slack: config
-            .prompt_lookup_num_tokens
-            .unwrap_or(0)
-            .max(2 * config.num_assistant_tokens) as i64,
+        slack: most_proposed(config) as i64,
         inverse_frequencies: frequencies(model),
         ..SlidingCacheConfig::default()
     }

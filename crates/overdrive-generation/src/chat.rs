@@ -1,11 +1,13 @@
+use std::collections::{BTreeMap, HashMap};
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
 use crate::{
-    ChatTemplate, ChatTemplateOptions, Completion, Engine, EngineConfig, EngineModel, Error,
-    GenerationConfig, Message, Request, Result,
+    ChatTemplate, ChatTemplateOptions, Completion, Engine, EngineConfig, EngineModel, Error, Event,
+    GenerationConfig, Message, Request, RequestId, Result,
 };
 
 /// The options of [`chat_batch`] besides the generation config.
@@ -78,48 +80,119 @@ pub fn chat_batch<M: EngineModel>(
     config: &GenerationConfig,
     options: &ChatBatchOptions,
 ) -> Result<Vec<Result<Answer>>> {
-    let config = with_end_of_text(config, tokenizer, template);
-    let mut engine =
-        Engine::new(model, options.engine.clone())?.with_tokenizer(Arc::clone(tokenizer));
-    let submitted: Vec<_> = conversations
-        .iter()
-        .map(|messages| {
-            // An error of one conversation is kept as its answer, and the loop continues with the next.
-            let prompt = template.encode(tokenizer, messages, &options.template)?;
-            let tokens = prompt.len();
-            let id = engine.submit(Request::new(prompt, config.clone()))?;
-            Ok((id, tokens))
-        })
-        .collect();
-    let mut outcomes: std::collections::HashMap<_, _> = engine.run_to_end()?.into_iter().collect();
-    Ok(submitted
-        .into_iter()
-        .map(|submitted: Result<_>| {
-            let (id, prompt_tokens) = submitted?;
-            let completions = outcomes.remove(&id).unwrap_or(Err(Error::EngineStopped))?;
-            let text = completions.first().and_then(|first| first.text.clone());
-            Ok(Answer {
-                text: text.unwrap_or_default(),
-                prompt_tokens,
-                completions,
-            })
-        })
-        .collect())
+    let mut answers = Vec::with_capacity(conversations.len());
+    chat_batch_with(
+        model,
+        tokenizer,
+        template,
+        conversations,
+        config,
+        options,
+        |answer| {
+            answers.push(answer);
+            ControlFlow::Continue(())
+        },
+    )?;
+    Ok(answers)
 }
 
-/// Returns `config` with the template's end-of-turn token, if it names none itself.
-fn with_end_of_text(
-    config: &GenerationConfig,
-    tokenizer: &Tokenizer,
+/// Works as [`chat_batch`], and hands out each answer as soon as it and those before it are there, in the order
+/// of the conversations: a program that writes them down keeps what it has if it ends early. If `on_answer`
+/// breaks, the rest is not computed.
+///
+/// # Errors
+/// As [`chat_batch`].
+pub fn chat_batch_with<M: EngineModel>(
+    model: M,
+    tokenizer: &Arc<Tokenizer>,
     template: &ChatTemplate,
-) -> GenerationConfig {
-    let mut config = config.clone();
-    if config.eos_token_id.is_empty() {
-        let end = template.special_token("eos_token");
-        let id = end.and_then(|end| tokenizer.token_to_id(end));
-        config.eos_token_id.extend(id.map(i64::from));
+    conversations: &[Vec<Message>],
+    config: &GenerationConfig,
+    options: &ChatBatchOptions,
+    mut on_answer: impl FnMut(Result<Answer>) -> ControlFlow<()>,
+) -> Result<()> {
+    let config = config.clone().or_end_of_text(template, tokenizer);
+    let mut engine =
+        Engine::new(model, options.engine.clone())?.with_tokenizer(Arc::clone(tokenizer));
+    // The conversation of each request, and the answers that wait for those before them.
+    let mut requests = HashMap::new();
+    let mut waiting: BTreeMap<usize, Result<Answer>> = BTreeMap::new();
+    for (index, messages) in conversations.iter().enumerate() {
+        let mut submit = || {
+            let prompt = template.encode(tokenizer, messages, &options.template)?;
+            let tokens = prompt.len();
+            Ok((engine.submit(Request::new(prompt, config.clone()))?, tokens))
+        };
+        match submit() {
+            Ok((id, prompt_tokens)) => {
+                let completions = BTreeMap::new();
+                requests.insert(
+                    id,
+                    Pending {
+                        index,
+                        prompt_tokens,
+                        completions,
+                    },
+                );
+            }
+            // An error of one conversation is its answer, and the others are computed.
+            Err(error) => drop(waiting.insert(index, Err(error))),
+        }
     }
-    config
+    for next in 0..conversations.len() {
+        while !waiting.contains_key(&next) {
+            if engine.is_idle() {
+                return Err(Error::Scheduler("a request has ended without an answer"));
+            }
+            for event in engine.step()? {
+                take(event, &mut requests, &mut waiting);
+            }
+        }
+        if let Some(answer) = waiting.remove(&next)
+            && on_answer(answer).is_break()
+        {
+            break;
+        }
+    }
+    Ok(())
+}
+
+/// The conversation of a request, and its samples that have ended, by their numbers.
+struct Pending {
+    index: usize,
+    prompt_tokens: usize,
+    completions: BTreeMap<usize, Completion>,
+}
+
+/// Moves the answer of a request that has ended to those that wait.
+fn take(
+    event: Event,
+    requests: &mut HashMap<RequestId, Pending>,
+    waiting: &mut BTreeMap<usize, Result<Answer>>,
+) {
+    let (id, is_last) = (event.request(), event.is_last());
+    let failed = match event {
+        Event::Token { .. } => None,
+        Event::Failed { error, .. } => Some(error),
+        Event::Finished {
+            sample, completion, ..
+        } => {
+            if let Some(pending) = requests.get_mut(&id) {
+                pending.completions.insert(sample, completion);
+            }
+            None
+        }
+    };
+    if is_last && let Some(pending) = requests.remove(&id) {
+        let completions: Vec<_> = pending.completions.into_values().collect();
+        let text = completions.first().and_then(|first| first.text.clone());
+        let answer = Answer {
+            text: text.unwrap_or_default(),
+            prompt_tokens: pending.prompt_tokens,
+            completions,
+        };
+        waiting.insert(pending.index, failed.map_or(Ok(answer), Err));
+    }
 }
 
 /// Reads a conversation from JSON: a list of messages, or an object with one under `messages`,

@@ -87,15 +87,27 @@ pub enum Error {
         /// The number of prompts.
         prompts: usize,
     },
-    /// The vocabularies of draft model and model differ.
+    /// The vocabularies of draft model and model differ by more than padding.
     #[error(
-        "the assistant model has a vocabulary of {assistant} and the model one of {model}; they must share a tokenizer"
+        "the assistant model has a vocabulary of {assistant} and the model one of {model}, which is more than padding; they must share a tokenizer: give both as `tokenizer` and `assistant_tokenizer`, which are then compared"
     )]
     AssistantVocabulary {
         /// The vocabulary of the draft model.
         assistant: i64,
         /// The vocabulary of the model.
         model: i64,
+    },
+    /// The same id is another token for the draft model than for the model.
+    #[error(
+        "token {id} is {assistant:?} for the assistant model and {model:?} for the model; choose an assistant with the same tokenizer"
+    )]
+    AssistantToken {
+        /// The token id.
+        id: u32,
+        /// The token of the draft model.
+        assistant: String,
+        /// The token of the model.
+        model: String,
     },
     /// A constraint cannot be built or followed.
     #[error("constraint: {0}")]
@@ -126,7 +138,7 @@ pub enum Error {
     Cache(#[from] overdrive_kv_cache::Error),
     /// A request whose prompt and continuation would not fit the engine's cache even alone.
     #[error(
-        "the request takes {prompt} tokens of prompt and {new} new ones, {blocks} blocks of {block_size} tokens, and the cache has {num_blocks}; lower max_new_tokens, or give the engine more num_blocks or kv_cache_memory_bytes"
+        "the request takes {prompt} tokens of prompt and {new} new ones, {blocks} blocks of {block_size} tokens, and the cache has {num_blocks}; shorten the prompt or max_new_tokens, or give the engine more num_blocks or kv_cache_memory_bytes"
     )]
     RequestTooLarge {
         /// The number of tokens of the prompt.

@@ -19,9 +19,13 @@ use crate::{
 pub struct GenerateOptions<'a> {
     /// The tokenizer that decodes tokens; `stop_strings` need it. Default `None`.
     pub tokenizer: Option<&'a Tokenizer>,
-    /// A smaller model with the same vocabulary, whose proposals the model verifies, several in one
+    /// A smaller model with the same tokens, whose proposals the model verifies, several in one
     /// pass: speculative decoding (Leviathan et al. 2023, arXiv:2211.17192). Default `None`.
     pub assistant_model: Option<&'a CausalLm>,
+    /// The tokenizer of the draft model. If both tokenizers are given, every id that both models have must be
+    /// the same token; without them, vocabularies may differ by the padding of their size, at most 128
+    /// ids. Default `None`.
+    pub assistant_tokenizer: Option<&'a Tokenizer>,
     /// The constraints of the continuations, one for each prompt or none. Default empty.
     pub constraints: Vec<Box<dyn Constraint>>,
     /// The seeds, one for each prompt in place of `seed`, or none: the samples of a prompt then do not

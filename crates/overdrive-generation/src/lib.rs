@@ -70,7 +70,7 @@ mod text_stream;
 mod token_mask;
 mod vector_math;
 
-pub use chat::{Answer, ChatBatchOptions, chat_batch, conversation_from_json};
+pub use chat::{Answer, ChatBatchOptions, chat_batch, chat_batch_with, conversation_from_json};
 pub use chat_template::{ChatTemplate, ChatTemplateOptions, Message};
 pub use config::{
     CacheConfig, EarlyStopping, GenerationConfig, LogprobsMode, NumAssistantTokensSchedule,

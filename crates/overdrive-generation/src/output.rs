@@ -19,7 +19,7 @@ pub enum FinishReason {
     Constraint,
     /// The length limit is reached.
     Length,
-    /// The model's context is full.
+    /// The model's context is full, or the cache of an engine that holds less.
     ContextFull,
     /// `max_time` has passed.
     TimeLimit,

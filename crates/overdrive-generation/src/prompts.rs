@@ -1,4 +1,5 @@
 use tch::{Device, Kind, Tensor};
+use tokenizers::Tokenizer;
 
 use crate::{Error, GenerationConfig, Result};
 
@@ -92,6 +93,23 @@ impl PaddedPrompts {
     }
 }
 
+/// Returns the tokens of a text without further special tokens, whatever truncation and padding the tokenizer's
+/// file asks for: they are meant for batches of training, and would cut the end of a prompt in silence.
+pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<i64>> {
+    let whole;
+    let tokenizer = if tokenizer.get_truncation().is_some() || tokenizer.get_padding().is_some() {
+        let mut copy = tokenizer.clone();
+        copy.with_truncation(None).map_err(Error::Tokenizer)?;
+        copy.with_padding(None);
+        whole = copy;
+        &whole
+    } else {
+        tokenizer
+    };
+    let encoding = tokenizer.encode(text, false).map_err(Error::Tokenizer)?;
+    Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
+}
+
 /// Checks every prompt against the context and the vocabulary of the model.
 pub(crate) fn check(prompts: &[Vec<i64>], context: usize, vocab_size: i64) -> Result<()> {
     if prompts.is_empty() {
@@ -141,11 +159,9 @@ pub(crate) fn check_ids(config: &GenerationConfig, vocab_size: i64) -> Result<()
         .chain(words)
         .chain(biased)
         .flat_map(|(key, ids)| ids.iter().map(move |&id| (key, id)));
-    let alone = [
-        ("pad_token_id", config.pad_token_id),
-        ("forced_bos_token_id", config.forced_bos_token_id),
-    ];
-    let alone = alone.into_iter().filter_map(|(key, id)| Some((key, id?)));
+    let alone = config
+        .forced_bos_token_id
+        .map(|id| ("forced_bos_token_id", id));
     let biases = config.logit_bias.keys().map(|&id| ("logit_bias", id));
     match listed
         .chain(alone)

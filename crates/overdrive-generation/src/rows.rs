@@ -39,7 +39,7 @@ pub(crate) fn limit(
 ) -> (usize, FinishReason) {
     // After the last of n positions the model still gives logits, so that n + 1 tokens are possible.
     let room = cache::context(model, config).saturating_add(1);
-    let length = prompt + config.new_tokens(prompt);
+    let length = prompt.saturating_add(config.new_tokens(prompt));
     if length > room {
         (room, FinishReason::ContextFull)
     } else {
@@ -155,6 +155,8 @@ pub(crate) struct Rows<'a> {
     batch: Vec<usize>,
     /// The logits of a step, on the host.
     scores: Vec<f32>,
+    /// The token that rows which have ended read.
+    pad: i64,
     start: Instant,
 }
 
@@ -214,6 +216,7 @@ impl<'a> Rows<'a> {
             batch: (0..rows.len()).collect(),
             rows,
             scores: Vec::new(),
+            pad: config.pad(model.config().vocab_size()),
             start: Instant::now(),
         })
     }
@@ -232,7 +235,7 @@ impl<'a> Rows<'a> {
 
     /// Returns the input of the next step; padding for rows that have ended.
     pub(crate) fn last_tokens(&self) -> Vec<i64> {
-        let pad = self.config.pad();
+        let pad = self.pad;
         let last = |index: &usize| match &self.rows[*index] {
             row if row.finished.is_some() => pad,
             row => row.ids.last().copied().unwrap_or(pad),

@@ -5,6 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 mod adapter;
 mod data_loading;
+mod end_of_text;
 mod finetune;
 mod host_reads;
 mod resume;

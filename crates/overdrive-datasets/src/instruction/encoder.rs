@@ -8,6 +8,7 @@ use tokenizers::Tokenizer;
 
 use super::chat::{ChatFormat, ChatMessage, PlainChat, answers_by_prefix, prompt_length};
 use super::record::InstructionRecord;
+use crate::tokenizer_files::switch_limits_off;
 use crate::{Error, IGNORE_INDEX, Result, TokenizedExample};
 use overdrive_core::{Error as CommonError, check_at_least, check_option};
 
@@ -87,10 +88,7 @@ impl InstructionEncoder {
             })
             .transpose()?;
         // The encoder truncates and the batch pads; the tokenizer must do neither.
-        tokenizer
-            .with_truncation(None)
-            .map_err(Error::tokenizer("switch truncation off"))?;
-        tokenizer.with_padding(None);
+        switch_limits_off(&mut tokenizer)?;
         Ok(InstructionEncoder {
             tokenizer,
             chat,

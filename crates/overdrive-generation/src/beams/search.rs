@@ -88,8 +88,8 @@ impl<'a> BeamSearch<'a> {
 
     /// Returns the tokens to read next, one a beam; those of a finished search do not matter.
     pub(super) fn last_tokens(&self) -> impl Iterator<Item = i64> {
-        let pad = self.config().pad();
-        let last = move |beam: &Beam| beam.ids.last().copied().unwrap_or(pad);
+        // A beam begins with its prompt, which is not empty.
+        let last = |beam: &Beam| beam.ids.last().copied().unwrap_or(0);
         self.running.iter().map(last)
     }
 

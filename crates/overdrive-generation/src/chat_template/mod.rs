@@ -14,6 +14,7 @@ use tokenizers::Tokenizer;
 
 pub use message::Message;
 
+use crate::prompts::encode;
 use crate::{Error, Result};
 
 /// A chat template: the Jinja template of a model that renders its conversations.
@@ -263,9 +264,7 @@ impl ChatTemplate {
         messages: &[Message],
         options: &ChatTemplateOptions,
     ) -> Result<Vec<i64>> {
-        let text = self.render(messages, options)?;
-        let encoding = tokenizer.encode(text, false).map_err(Error::Tokenizer)?;
-        Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
+        encode(tokenizer, &self.render(messages, options)?)
     }
 
     fn choose(&self, options: &ChatTemplateOptions) -> Result<&Environment<'static>> {

@@ -2,7 +2,8 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use crate::{Error, GenerationConfig, Result};
+use super::validate::CACHES;
+use crate::{CacheConfig, Error, GenerationConfig, Result};
 
 /// The keys of transformers that change the result unless they have this value (or are null).
 const UNSUPPORTED: [(&str, &str); 17] = [
@@ -25,37 +26,74 @@ const UNSUPPORTED: [(&str, &str); 17] = [
     ("max_cache_len", "null"),
 ];
 
+/// The names of transformers for which this crate has no cache of that kind. The windows of layers come from
+/// the model's configuration, and nothing is offloaded, so that the default cache gives the same tokens.
+const HINTS: [&str; 8] = [
+    "dynamic_full",
+    "hybrid",
+    "hybrid_chunked",
+    "mamba",
+    "offloaded",
+    "offloaded_hybrid",
+    "offloaded_hybrid_chunked",
+    "offloaded_static",
+];
+
 impl GenerationConfig {
-    /// Reads `generation_config.json` of a Hugging Face folder; returns the defaults if there is none.
+    /// Reads `generation_config.json` of a Hugging Face folder; returns the defaults if there is none. If it
+    /// names no end-of-text token, those of `config.json` are taken.
     ///
     /// # Errors
-    /// When the file cannot be read or parsed, a value does not fit its key, or a key asks for
+    /// When a file cannot be read or parsed, a value does not fit its key, or a key asks for
     /// something that this crate does not support.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<GenerationConfig> {
-        let path = dir.as_ref().join("generation_config.json");
-        let text = match std::fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => {
-                return Ok(GenerationConfig::default());
+        GenerationConfig::from_map(&GenerationConfig::map_from_dir(dir)?)
+    }
+
+    /// Returns the object that [`from_dir`](GenerationConfig::from_dir) reads, so that a program can replace
+    /// some of its keys before [`from_map`](GenerationConfig::from_map).
+    ///
+    /// # Errors
+    /// When a file cannot be read or parsed.
+    pub fn map_from_dir(dir: impl AsRef<Path>) -> Result<Map<String, Value>> {
+        let dir = dir.as_ref();
+        let mut map = read_object(&dir.join("generation_config.json"))?.unwrap_or_default();
+        if end_of_text(&map).is_none()
+            && let Some(config) = read_object(&dir.join("config.json"))?
+            && let Some(ids) = end_of_text(&config)
+        {
+            map.insert("eos_token_id".to_owned(), ids);
+        }
+        Ok(map)
+    }
+
+    /// Returns the `cache_implementation` of such an object, as JSON, if neither this crate nor transformers knows
+    /// it; [`from_map`](GenerationConfig::from_map) logs and ignores it.
+    pub fn unknown_cache(map: &Map<String, Value>) -> Option<String> {
+        let value = map.get("cache_implementation")?;
+        let known = match value {
+            Value::Null => true,
+            Value::String(name) => {
+                CACHES.contains(&name.as_str()) || HINTS.contains(&name.as_str())
             }
-            Err(error) => return Err(overdrive_core::Error::io("read", &path)(error).into()),
+            _ => false,
         };
-        let map =
-            serde_json::from_str(&text).map_err(overdrive_core::Error::parse("JSON", &path))?;
-        GenerationConfig::from_map(&map)
+        (!known).then(|| value.to_string())
     }
 
     /// Reads the object of a `generation_config.json`. Keys that do not change the generated tokens
-    /// (`transformers_version`, `output_attentions`, …) and null values are ignored.
+    /// (`transformers_version`, `output_attentions`, …) and null values are ignored. The cache is a hint: a
+    /// kind that this crate does not have, or does not know, leaves the default.
     ///
     /// # Errors
     /// As [`GenerationConfig::from_dir`].
     pub fn from_map(map: &Map<String, Value>) -> Result<GenerationConfig> {
-        let given: Map<String, Value> = map
+        let mut given: Map<String, Value> = map
             .iter()
             .filter(|(_, v)| !v.is_null())
             .map(|(k, v)| (k.clone(), v.clone()))
             .collect();
+        take_hints(&mut given);
         for (key, neutral) in UNSUPPORTED {
             let found = given.get(key).map(Value::to_string);
             if let Some(found) = found.filter(|found| !is_neutral(found, neutral)) {
@@ -82,6 +120,74 @@ impl GenerationConfig {
         )?;
         config.validate()?;
         Ok(config)
+    }
+}
+
+/// Reads a JSON file with an object; `None` if there is no such file.
+fn read_object(path: &Path) -> Result<Option<Map<String, Value>>> {
+    let text = match std::fs::read_to_string(path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(overdrive_core::Error::io("read", path)(error).into()),
+    };
+    let object = serde_json::from_str(&text).map_err(overdrive_core::Error::parse("JSON", path))?;
+    Ok(Some(object))
+}
+
+/// Returns the end-of-text tokens that an object names; that of a model of several modalities has them in its
+/// `text_config`.
+fn end_of_text(config: &Map<String, Value>) -> Option<Value> {
+    let text = config.get("text_config").and_then(Value::as_object);
+    [Some(config), text]
+        .into_iter()
+        .flatten()
+        .find_map(|config| {
+            let ids = match config.get("eos_token_id")? {
+                Value::Array(ids) => ids.clone(),
+                id => vec![id.clone()],
+            };
+            // Ids outside the vocabulary can never be generated; some files write -1 for none.
+            let size = config.get("vocab_size").and_then(Value::as_i64);
+            let exists = |id: &i64| *id >= 0 && size.is_none_or(|size| *id < size);
+            let ids: Vec<i64> = ids
+                .iter()
+                .filter_map(Value::as_i64)
+                .filter(exists)
+                .collect();
+            (!ids.is_empty()).then(|| ids.into())
+        })
+}
+
+/// Removes from `given` what is said about a cache that this crate does not have.
+fn take_hints(given: &mut Map<String, Value>) {
+    if let Some(Value::Object(settings)) = given.get_mut("cache_config") {
+        // transformers has further keys for its backends of quantization.
+        let known = serde_json::to_value(CacheConfig {
+            nbits: Some(4),
+            window_length: Some(1),
+            ..CacheConfig::default()
+        });
+        let known = known.unwrap_or_default();
+        settings.retain(|key, value| known.get(key).is_some() && !value.is_null());
+        if let Some(bits) = settings.get("nbits").and_then(Value::as_i64)
+            && bits != 4
+            && bits != 8
+        {
+            tracing::warn!("a cache of {bits} bits is not supported; a quantized cache has 4");
+            settings.remove("nbits");
+        }
+    }
+    let windowed = given
+        .get("cache_config")
+        .is_some_and(|settings| settings.get("window_length").is_some());
+    if let Some(name) = GenerationConfig::unknown_cache(given) {
+        tracing::warn!("`cache_implementation` is {name}, which is not known; it is ignored");
+    }
+    let name = given.get("cache_implementation").and_then(Value::as_str);
+    // Without a length of its own this name stands for the model's windows, as `hybrid` does.
+    let of_model = name == Some("sliding_window") && !windowed;
+    if of_model || name.is_none_or(|name| !CACHES.contains(&name)) {
+        given.remove("cache_implementation");
     }
 }
 

@@ -1,6 +1,9 @@
 use std::collections::BTreeMap;
 
 use serde::{Deserialize, Serialize};
+use tokenizers::Tokenizer;
+
+use crate::ChatTemplate;
 
 mod cache;
 mod json;
@@ -53,7 +56,8 @@ pub struct GenerationConfig {
     pub use_cache: bool,
     /// The kind of cache: `dynamic`, `static`, `sliding_window`, `int8`, `int4` (also called
     /// `quantized`) or `paged`. Default `None`: paged for prompts of different lengths, which then need
-    /// no padding, else dynamic.
+    /// no padding, else dynamic. In a model's folder it is a hint, and other names mean the default. The
+    /// [`Engine`](crate::Engine) has its own cache, whatever this says.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub cache_implementation: Option<String>,
     /// The settings of the cache. Default [`CacheConfig::default`].
@@ -149,7 +153,8 @@ pub struct GenerationConfig {
     /// The ids that end a sequence, one or a list in JSON. Default empty.
     #[serde(with = "one_or_many::ids")]
     pub eos_token_id: Vec<i64>,
-    /// The id that fills rows that finish early. Default `None`: the first of `eos_token_id`, else 0.
+    /// The id that fills rows that finish early; the model never sees it. Default `None`: the first of
+    /// `eos_token_id`, else 0. An id outside the vocabulary, such as -1, counts as `None`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pad_token_id: Option<i64>,
     /// The seed of the sampling. Default `None`: another at each call.
@@ -242,9 +247,22 @@ impl GenerationConfig {
         }
     }
 
-    pub(crate) fn pad(&self) -> i64 {
-        self.pad_token_id
-            .or(self.eos_token_id.first().copied())
+    /// Returns the id that fills rows, always one of the vocabulary: the embedding reads it, although the
+    /// attention masks it.
+    pub(crate) fn pad(&self, vocab_size: i64) -> i64 {
+        let ids = self.pad_token_id.iter().chain(&self.eos_token_id);
+        ids.copied()
+            .find(|id| (0..vocab_size).contains(id))
             .unwrap_or(0)
+    }
+
+    /// Adds the end-of-text token of a chat template, such as `<|im_end|>`, if none is named.
+    pub fn or_end_of_text(mut self, template: &ChatTemplate, tokenizer: &Tokenizer) -> Self {
+        if self.eos_token_id.is_empty() {
+            let end = template.special_token("eos_token");
+            let id = end.and_then(|end| tokenizer.token_to_id(end));
+            self.eos_token_id.extend(id.map(i64::from));
+        }
+        self
     }
 }

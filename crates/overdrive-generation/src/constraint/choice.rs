@@ -4,6 +4,7 @@ use std::sync::Arc;
 use tokenizers::Tokenizer;
 
 use super::Constraint;
+use crate::prompts::encode;
 use crate::{Error, Result, TokenMask};
 
 /// A constraint to one of a list of continuations (vLLM's `choice`).
@@ -74,13 +75,9 @@ impl ChoiceConstraint {
         choices: &[impl AsRef<str>],
         end_of_text: &[i64],
     ) -> Result<ChoiceConstraint> {
-        let encode = |text: &str| -> Result<Vec<i64>> {
-            let encoding = tokenizer.encode(text, false).map_err(Error::Tokenizer)?;
-            Ok(encoding.get_ids().iter().map(|&id| i64::from(id)).collect())
-        };
         let choices = choices
             .iter()
-            .map(|text| encode(text.as_ref()))
+            .map(|text| encode(tokenizer, text.as_ref()))
             .collect::<Result<Vec<_>>>()?;
         ChoiceConstraint::new(&choices, end_of_text)
     }

@@ -29,7 +29,8 @@ impl<'a> Padded<'a> {
         size: DecoderSize,
     ) -> Result<Self> {
         let context = i64::try_from(cache::context(model, config)).unwrap_or(i64::MAX);
-        let prompts = PaddedPrompts::new(prompts, config.pad(), context, model.device())?;
+        let pad = config.pad(model.config().vocab_size());
+        let prompts = PaddedPrompts::new(prompts, pad, context, model.device())?;
         let memory = if config.use_cache {
             Memory::Cache(cache::build(config, model, size)?)
         } else {

@@ -15,14 +15,14 @@ pub struct EngineConfig {
     /// some tenths of a second for them.
     pub max_num_batched_tokens: Option<usize>,
     /// The largest number of tokens of a prompt and its continuation. Default `None`: the model's
-    /// context.
+    /// context, or what the cache holds if that is less.
     pub max_model_len: Option<usize>,
     /// The tokens of one block of the cache. Default 16.
     pub block_size: usize,
     /// The blocks of the cache. Default `None`: as many as fit into `kv_cache_memory_bytes`.
     pub num_blocks: Option<usize>,
-    /// The bytes of the cache if `num_blocks` is `None`. Default 1 GiB, or less if `max_num_seqs`
-    /// sequences of the full context take less.
+    /// The bytes of the cache if `num_blocks` is `None`. Default 1 GiB; more, up to 4 GiB, if one sequence of
+    /// the full context needs it, and less if `max_num_seqs` of them take less.
     pub kv_cache_memory_bytes: Option<u64>,
     /// If `true`, sequences with a common prefix share its blocks. Default `true`.
     pub enable_prefix_caching: bool,
@@ -48,6 +48,8 @@ impl Default for EngineConfig {
 
 // Small enough for a laptop beside the model; a server sets its own number.
 const DEFAULT_CACHE_BYTES: u64 = 1 << 30;
+// The context of Llama-2-7B in fp32; longer contexts would take more than many machines have.
+const LARGEST_DEFAULT_CACHE_BYTES: u64 = 4 << 30;
 
 impl EngineConfig {
     /// Checks every option against its range.
@@ -86,12 +88,13 @@ impl EngineConfig {
         }
         let block_bytes = (token_bytes * self.block_size as u64).max(1);
         // More blocks than that could never be used at once.
-        let useful = self
-            .max_num_seqs
-            .saturating_mul(context.div_ceil(self.block_size));
+        let one = context.div_ceil(self.block_size) as u64;
+        let useful = one.saturating_mul(self.max_num_seqs as u64);
         let blocks = match self.kv_cache_memory_bytes {
             Some(bytes) => bytes / block_bytes,
-            None => (DEFAULT_CACHE_BYTES / block_bytes).min(useful as u64),
+            None => (DEFAULT_CACHE_BYTES / block_bytes)
+                .max(one.min(LARGEST_DEFAULT_CACHE_BYTES / block_bytes))
+                .min(useful),
         };
         check_option(
             blocks > 0,

@@ -1,4 +1,5 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
+use std::ops::ControlFlow;
 use std::sync::Arc;
 use std::time::Instant;
 
@@ -91,8 +92,14 @@ impl<M: EngineModel> Engine<M> {
         let token_bytes = elements * shape.kind.elt_size_in_bytes() as u64;
         // After the last of n positions the model still gives logits, so that n + 1 tokens are
         // possible.
-        let length = config.max_model_len.unwrap_or(usize::MAX).min(context + 1);
-        let num_blocks = config.blocks(token_bytes, length)?;
+        let most = config.max_model_len.unwrap_or(usize::MAX).min(context + 1);
+        let num_blocks = config.blocks(token_bytes, most)?;
+        // A cache that cannot hold the context bounds the sequences unless the caller has set another bound:
+        // `max_length` of a model's folder is mostly its context, and every request would be refused.
+        let held = num_blocks
+            .saturating_mul(config.block_size)
+            .saturating_add(1);
+        let length = config.max_model_len.map_or(most.min(held), |_| most);
         let cache = PagedCache::new(PagedCacheConfig {
             block_size: config.block_size as i64,
             num_blocks,
@@ -113,7 +120,7 @@ impl<M: EngineModel> Engine<M> {
             device: shape.device,
             limits: RequestLimits {
                 vocab_size: model.vocab_size() as i64,
-                context,
+                context: context.min(most),
                 length,
                 block_size: config.block_size,
                 num_blocks,
@@ -149,7 +156,7 @@ impl<M: EngineModel> Engine<M> {
     /// prompt and continuation would not fit the cache even alone.
     pub fn submit(&mut self, request: Request) -> Result<RequestId> {
         self.limits.check(&request)?;
-        let id = RequestId(self.next);
+        let id = self.next_id();
         let limit = self.limits.longest(&request);
         let shared = RequestContext {
             request: id,
@@ -167,7 +174,6 @@ impl<M: EngineModel> Engine<M> {
             .map(|number| Sample::new(number, &shared))
             .collect::<Result<Vec<_>>>()?;
         let prompt = request.prompt;
-        self.next += 1;
         self.live.insert(id, samples.len());
         // Nothing to generate: the request ends without a step.
         if limit.0 <= prompt.len() {
@@ -268,6 +274,71 @@ impl<M: EngineModel> Engine<M> {
             .collect())
     }
 
+    /// Computes one request to its end, and returns its completions in the order of their numbers. `on_step` is
+    /// called after each step with the request's new events, of which there may be none; if it breaks, the
+    /// request is cancelled.
+    ///
+    /// After an error nothing is left of the request: the next one does not see its events. Other requests are
+    /// computed too, and the next [`step`](Engine::step) returns their events.
+    ///
+    /// # Errors
+    /// As [`Engine::submit`] and [`Engine::step`], and the error with which the request failed.
+    pub fn run_one(
+        &mut self,
+        request: Request,
+        mut on_step: impl FnMut(&[Event]) -> ControlFlow<()>,
+    ) -> Result<Vec<Completion>> {
+        let id = self.submit(request)?;
+        let mut others = Vec::new();
+        let outcome = self.run_request(id, &mut others, &mut on_step);
+        if outcome.is_err() {
+            // The first error is the one to report.
+            let _cancelled = self.cancel(id);
+            self.events.retain(|event| event.request() != id);
+        }
+        others.append(&mut self.events);
+        self.events = others;
+        outcome
+    }
+
+    fn run_request(
+        &mut self,
+        id: RequestId,
+        others: &mut Vec<Event>,
+        on_step: &mut dyn FnMut(&[Event]) -> ControlFlow<()>,
+    ) -> Result<Vec<Completion>> {
+        let mut completions: Vec<(usize, Completion)> = Vec::new();
+        loop {
+            let (own, rest): (Vec<_>, Vec<_>) = self
+                .step()?
+                .into_iter()
+                .partition(|event| event.request() == id);
+            others.extend(rest);
+            let stops = on_step(&own).is_break();
+            let mut has_ended = false;
+            for event in own {
+                has_ended |= event.is_last();
+                match event {
+                    Event::Token { .. } => {}
+                    Event::Finished {
+                        sample, completion, ..
+                    } => completions.push((sample, completion)),
+                    Event::Failed { error, .. } => return Err(error),
+                }
+            }
+            if has_ended {
+                completions.sort_by_key(|(sample, _)| *sample);
+                return Ok(completions.into_iter().map(|(_, one)| one).collect());
+            }
+            if stops {
+                self.cancel(id)?;
+            }
+            if self.is_idle() {
+                return Err(Error::Scheduler("a request has ended without an event"));
+            }
+        }
+    }
+
     /// Returns the state and the counters of the engine.
     pub fn statistics(&self) -> EngineStatistics {
         let counts = self.scheduler.counts;
@@ -282,6 +353,13 @@ impl<M: EngineModel> Engine<M> {
             time_to_first_token: self.first_tokens.summary(),
             ..self.counts.clone()
         }
+    }
+
+    /// Returns an id for a request that cannot be submitted.
+    pub(super) fn next_id(&mut self) -> RequestId {
+        let id = RequestId(self.next);
+        self.next += 1;
+        id
     }
 
     /// Returns the model.

@@ -277,11 +277,17 @@ impl<M: EngineModel> Worker<M> {
     }
 
     fn submit(&mut self, ticket: u64, request: Request, events: Sender<Event>) {
-        // The handle has checked the request. An error here is one of memory, and the client sees its
-        // events end.
-        if let Ok(id) = self.engine.submit(request) {
-            self.clients.insert(id, (ticket, events));
-            self.tickets.insert(ticket, id);
+        match self.engine.submit(request) {
+            Ok(id) => {
+                self.clients.insert(id, (ticket, events));
+                self.tickets.insert(ticket, id);
+            }
+            // The handle has checked the request before, so that this is rare.
+            Err(error) => {
+                let request = self.engine.next_id();
+                // A client that has dropped its events has cancelled by that.
+                let _gone = events.send(Event::Failed { request, error });
+            }
         }
     }
 
@@ -309,5 +315,48 @@ impl<M: EngineModel> Worker<M> {
                 self.tickets.remove(&ticket);
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
+
+    use super::*;
+    use crate::{EngineConfig, GenerationConfig};
+
+    #[test]
+    fn an_error_at_submission_reaches_the_client_as_itself() {
+        tch::set_num_threads(1);
+        let config = LlamaConfig {
+            vocab_size: 16,
+            hidden_size: 32,
+            intermediate_size: 32,
+            num_hidden_layers: 1,
+            num_attention_heads: 4,
+            ..LlamaConfig::default()
+        };
+        let model = CausalLm::new(&config.into(), &InitOptions::default()).unwrap();
+        let (_commands, inbox) = channel();
+        let engine = Engine::new(model, EngineConfig::default()).unwrap();
+        let mut worker = Worker {
+            statistics: Arc::new(Mutex::new(engine.statistics())),
+            engine,
+            inbox,
+            clients: HashMap::new(),
+            tickets: HashMap::new(),
+            is_finishing: false,
+        };
+        let (events, receiver) = channel();
+        // The handle would refuse it; here it arrives at the engine.
+        worker.submit(0, Request::new([99], GenerationConfig::default()), events);
+        let events: Vec<Event> = receiver.iter().collect();
+        let [Event::Failed { error, .. }] = &events[..] else {
+            panic!("{events:?}");
+        };
+        assert!(
+            matches!(error, Error::TokenOutOfRange { id: 99, .. }),
+            "{error}"
+        );
     }
 }

@@ -129,7 +129,7 @@ pub type Outcome = (RequestId, Result<Vec<Completion>>);
 #[derive(Debug, Clone, Copy)]
 pub(super) struct RequestLimits {
     pub(super) vocab_size: i64,
-    /// The positions of the model.
+    /// The largest number of tokens of a prompt that the model can read.
     pub(super) context: usize,
     /// The largest number of tokens of a prompt and its continuation.
     pub(super) length: usize,
@@ -155,13 +155,11 @@ impl RequestLimits {
         if prompt.is_empty() {
             return Err(Error::EmptyPrompt { row: 0 });
         }
-        // `length` may be one more than the context, which a prompt must not be.
-        let limit = self.context.min(self.length);
-        if prompt.len() > limit {
+        if prompt.len() > self.context {
             return Err(Error::PromptTooLong {
                 row: 0,
                 tokens: prompt.len(),
-                limit: limit as i64,
+                limit: self.context as i64,
             });
         }
         let known = 0..self.vocab_size;
@@ -174,7 +172,7 @@ impl RequestLimits {
             });
         }
         // The last token is never read, and so takes no slot of the cache.
-        let tokens = self.longest(request).0 - 1;
+        let tokens = (self.longest(request).0 - 1).max(prompt.len());
         let blocks = tokens.div_ceil(self.block_size);
         if blocks > self.num_blocks {
             return Err(Error::RequestTooLarge {
@@ -205,8 +203,10 @@ impl RequestLimits {
     pub(super) fn longest(&self, request: &Request) -> (usize, FinishReason) {
         let prompt = request.prompt.len();
         let asked = prompt.saturating_add(request.config.new_tokens(prompt));
-        if asked > self.length {
-            (self.length, FinishReason::ContextFull)
+        // A prompt that the cache cannot hold is refused.
+        let length = self.length.max(prompt);
+        if asked > length {
+            (length, FinishReason::ContextFull)
         } else {
             (asked, FinishReason::Length)
         }
@@ -224,13 +224,13 @@ fn unsupported(config: &GenerationConfig) -> Result<()> {
         let hint = "its sequences are in the paged cache; use generate to run without a cache";
         return refuse("use_cache", false.to_string(), hint);
     }
-    if let Some(kind) = config
-        .cache_implementation
-        .as_deref()
-        .filter(|&kind| kind != "paged")
+    // The kind of cache is a hint, and the paged one gives the same tokens; a window that the model does not
+    // have gives others.
+    if config.cache_implementation.as_deref() == Some("sliding_window")
+        && let Some(window) = config.cache_config.window_length
     {
-        let hint = "its cache is the paged one; use generate for others";
-        return refuse("cache_implementation", kind.to_owned(), hint);
+        let hint = "its cache keeps every token; use generate for a window";
+        return refuse("cache_config.window_length", window.to_string(), hint);
     }
     if let Some(tokens) = config.prompt_lookup_num_tokens {
         let hint = "it computes many sequences at once instead; use generate to speculate on one";

@@ -1,4 +1,5 @@
 use overdrive_transformer::CausalLm;
+use tch::Tensor;
 
 use super::{Proposal, Proposer};
 use crate::decoder::{Decoder, to_host};
@@ -9,6 +10,8 @@ pub(super) struct DraftModel<'a> {
     model: &'a CausalLm,
     config: GenerationConfig,
     sampler: Sampler,
+    /// The size of the vocabulary of the model that verifies, whose padding may differ.
+    vocabulary: usize,
     /// The decoder, once it has read anything.
     decoder: Option<Decoder<'a>>,
     read: Vec<i64>,
@@ -18,7 +21,12 @@ pub(super) struct DraftModel<'a> {
 }
 
 impl<'a> DraftModel<'a> {
-    pub(super) fn new(model: &'a CausalLm, config: &GenerationConfig, sampler: Sampler) -> Self {
+    pub(super) fn new(
+        model: &'a CausalLm,
+        config: &GenerationConfig,
+        sampler: Sampler,
+        vocabulary: usize,
+    ) -> Self {
         DraftModel {
             model,
             config: GenerationConfig {
@@ -28,6 +36,7 @@ impl<'a> DraftModel<'a> {
                 ..config.clone()
             },
             sampler,
+            vocabulary,
             decoder: None,
             read: Vec::new(),
             tokens: config.num_assistant_tokens,
@@ -53,7 +62,14 @@ impl<'a> DraftModel<'a> {
             }
         };
         self.read = ids.to_vec();
-        to_host(&logits, &mut self.scores)?;
+        self.take_scores(&logits)
+    }
+
+    /// Takes the scores of the next token, one for each id of the model that verifies: ids that only the draft
+    /// has are cut off, and those that it does not have are excluded.
+    fn take_scores(&mut self, logits: &Tensor) -> Result<()> {
+        to_host(logits, &mut self.scores)?;
+        self.scores.resize(self.vocabulary, f32::NEG_INFINITY);
         Ok(())
     }
 }
@@ -65,7 +81,9 @@ impl Proposer for DraftModel<'_> {
             .min(self.tokens)
             .min((context + 1).saturating_sub(ids.len()));
         let mut proposal = Proposal::default();
-        if most == 0 {
+        // Its embedding has no row for ids beyond its own vocabulary.
+        let known = 0..self.model.config().vocab_size();
+        if most == 0 || !ids.iter().all(|id| known.contains(id)) {
             return Ok(proposal);
         }
         self.catch_up(ids)?;
@@ -86,8 +104,8 @@ impl Proposer for DraftModel<'_> {
             }
             if let Some(decoder) = &mut self.decoder {
                 let logits = decoder.step(&[id])?;
-                to_host(&logits, &mut self.scores)?;
                 self.read.push(id);
+                self.take_scores(&logits)?;
             }
         }
     }

@@ -4,6 +4,7 @@ use std::time::Instant;
 
 use overdrive_transformer::CausalLm;
 
+use crate::cache;
 use crate::candidates::Candidates;
 use crate::decoder::{Decoder, to_host};
 use crate::rows::{OnToken, Row, Rows, is_late};
@@ -53,14 +54,9 @@ pub(crate) fn generate(
             let why = "a round of proposals keeps the tokens that it has read";
             return refuse("assistant_model", "use_cache false", why);
         }
-        let (ours, theirs) = (model.config().vocab_size(), assistant.config().vocab_size());
-        if ours != theirs {
-            return Err(Error::AssistantVocabulary {
-                assistant: theirs,
-                model: ours,
-            });
-        }
+        check_vocabularies(model, assistant, options)?;
     }
+    let vocabulary = model.config().vocab_size().unsigned_abs() as usize;
     let mut rows = Rows::new(model, prompts, config, options)?;
     let start = rows.start();
     let mut statistics = SpeculationStatistics::default();
@@ -72,7 +68,10 @@ pub(crate) fn generate(
         // A draft draws from a stream of its own: with the row's stream its draws would decide on their
         // own acceptance.
         let mut proposer: Box<dyn Proposer> = match options.assistant_model {
-            Some(assistant) => Box::new(DraftModel::new(assistant, config, row.sampler.split(1))),
+            Some(assistant) => {
+                let sampler = row.sampler.split(1);
+                Box::new(DraftModel::new(assistant, config, sampler, vocabulary))
+            }
             None => Box::new(PromptLookup::new(config)),
         };
         let mut decoding = SpeculativeDecoding {
@@ -80,7 +79,7 @@ pub(crate) fn generate(
             // One decoder a row: rows accept different numbers of tokens, and would have to be
             // truncated apart.
             decoder: Decoder::new(model, std::slice::from_ref(&row.ids), config, 1)?,
-            context: model.config().max_position_embeddings().unsigned_abs() as usize,
+            context: cache::context(model, config),
             scores: Vec::new(),
             statistics: &mut statistics,
         };
@@ -102,6 +101,43 @@ pub(crate) fn generate(
     let mut output = rows.into_output(timings);
     output.speculation = Some(statistics);
     Ok(output)
+}
+
+/// The largest difference of vocabulary sizes that is taken for padding without a look at the tokens, as in
+/// llama.cpp. Qwen2.5 pads to 151936 or 152064.
+const PADDING: u64 = 128;
+
+/// Checks that the ids of both models are the same tokens.
+fn check_vocabularies(
+    model: &CausalLm,
+    assistant: &CausalLm,
+    options: &GenerateOptions<'_>,
+) -> Result<()> {
+    let (ours, theirs) = (model.config().vocab_size(), assistant.config().vocab_size());
+    let (Some(own), Some(other)) = (options.tokenizer, options.assistant_tokenizer) else {
+        if ours.abs_diff(theirs) > PADDING {
+            return Err(Error::AssistantVocabulary {
+                assistant: theirs,
+                model: ours,
+            });
+        }
+        return Ok(());
+    };
+    // An id that one of them does not have is padding there, or a special token that the other never
+    // proposes.
+    let shared = u32::try_from(ours.min(theirs)).unwrap_or(u32::MAX);
+    for id in 0..shared {
+        if let (Some(model), Some(assistant)) = (own.id_to_token(id), other.id_to_token(id))
+            && model != assistant
+        {
+            return Err(Error::AssistantToken {
+                id,
+                assistant,
+                model,
+            });
+        }
+    }
+    Ok(())
 }
 
 /// The speculative decoding of one row.
@@ -130,7 +166,10 @@ impl SpeculativeDecoding<'_> {
     ) -> Result<()> {
         let have = row.ids.len();
         // The model gives one token more than is proposed.
-        let most = (row.limit.0 - have - 1).min(self.context - have);
+        let mut most = (row.limit.0 - have - 1).min(self.context.saturating_sub(have));
+        if cache::slides(self.config) {
+            most = most.min(cache::most_proposed(self.config));
+        }
         let proposal = proposer.propose(&row.ids, row.new_tokens(), most)?;
         // The last token has been chosen but not read yet.
         let mut read = vec![row.ids[have - 1]];

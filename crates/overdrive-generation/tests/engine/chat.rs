@@ -1,14 +1,17 @@
 //! Tests of answering lists of conversations.
 
+use std::cell::Cell;
+use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use overdrive_generation::{
-    ChatBatchOptions, ChatTemplate, EngineConfig, Error, FinishReason, GenerateOptions,
-    GenerationConfig, Message, Tokenizer, chat_batch, conversation_from_json,
-    generate_with_options,
+    Answer, CacheShape, ChatBatchOptions, ChatTemplate, EngineConfig, EngineModel, Error,
+    FinishReason, GenerateOptions, GenerationConfig, Message, RaggedStep, Tokenizer, chat_batch,
+    chat_batch_with, conversation_from_json, generate_with_options,
 };
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use serde_json::json;
+use tch::Tensor;
 
 fn tokenizer() -> Arc<Tokenizer> {
     Arc::new(crate::support::byte_tokenizer())
@@ -153,5 +156,96 @@ fn conversations_are_read_from_the_usual_shapes_of_json() {
     ] {
         let error = conversation_from_json(&value).unwrap_err().to_string();
         assert!(error.contains(want), "{error}");
+    }
+}
+
+#[test]
+fn an_answer_is_handed_out_before_later_ones_are_computed() {
+    let (model, tokenizer, template) = (model(), tokenizer(), template());
+    let conversations: Vec<Vec<Message>> = (0..5)
+        .map(|n| match n {
+            1 => vec![],
+            n => vec![Message::user(format!("question {n}"))],
+        })
+        .collect();
+    let config = GenerationConfig {
+        max_new_tokens: Some(9),
+        ..GenerationConfig::default()
+    };
+    // One sequence at a time, so that the second answer is far away when the first one is there.
+    let mut options = ChatBatchOptions::default();
+    options.engine.max_num_seqs = 1;
+    let calls = Counting(&model, Cell::new(0));
+    let mut steps = Vec::new();
+    let mut texts = Vec::new();
+    let run =
+        |on_answer: &mut dyn FnMut(overdrive_generation::Result<Answer>) -> ControlFlow<()>| {
+            chat_batch_with(
+                &calls,
+                &tokenizer,
+                &template,
+                &conversations,
+                &config,
+                &options,
+                on_answer,
+            )
+            .unwrap();
+        };
+    run(&mut |answer| {
+        steps.push(calls.1.get());
+        texts.push(
+            answer
+                .map(|answer| answer.text)
+                .map_err(|error| error.to_string()),
+        );
+        ControlFlow::Continue(())
+    });
+    // Nine steps an answer; the empty conversation costs none.
+    assert_eq!(steps, [9, 9, 18, 27, 36]);
+    assert!(texts[1].as_ref().unwrap_err().contains("conversation"));
+    let all = chat_batch(
+        &model,
+        &tokenizer,
+        &template,
+        &conversations,
+        &config,
+        &options,
+    )
+    .unwrap();
+    for (text, answer) in texts.iter().zip(&all) {
+        assert_eq!(
+            text.as_ref().ok(),
+            answer.as_ref().ok().map(|one| &one.text)
+        );
+    }
+    // A break ends the computation.
+    let before = calls.1.get();
+    let mut answers = 0;
+    run(&mut |_| {
+        answers += 1;
+        ControlFlow::Break(())
+    });
+    assert_eq!((answers, calls.1.get() - before), (1, 9));
+}
+
+/// A model that counts its steps.
+struct Counting<'a>(&'a CausalLm, Cell<usize>);
+
+impl EngineModel for Counting<'_> {
+    fn cache_shape(&self) -> overdrive_generation::Result<CacheShape> {
+        EngineModel::cache_shape(self.0)
+    }
+
+    fn vocab_size(&self) -> usize {
+        EngineModel::vocab_size(self.0)
+    }
+
+    fn context(&self) -> usize {
+        self.0.context()
+    }
+
+    fn forward(&self, step: RaggedStep<'_, '_>) -> overdrive_generation::Result<Tensor> {
+        self.1.set(self.1.get() + 1);
+        EngineModel::forward(self.0, step)
     }
 }

@@ -2,6 +2,7 @@
 
 mod failures;
 mod handle;
+mod one_request;
 mod text_and_options;
 
 use std::cell::Cell;
@@ -296,7 +297,11 @@ fn a_prompt_that_was_read_before_is_found_in_the_cache() {
 #[test]
 fn requests_that_cannot_be_served_are_refused_with_the_numbers() {
     let model = tiny(128);
-    let mut engine = Engine::new(&model, config(|c| c.num_blocks = Some(10))).unwrap();
+    let small = |c: &mut EngineConfig| {
+        c.num_blocks = Some(10);
+        c.max_model_len = Some(256);
+    };
+    let mut engine = Engine::new(&model, config(small)).unwrap();
     let mut refused = |prompt: Vec<i64>, change: &dyn Fn(&mut GenerationConfig)| {
         let mut config = greedy(10);
         change(&mut config);
@@ -308,7 +313,8 @@ fn requests_that_cannot_be_served_are_refused_with_the_numbers() {
     assert_eq!(
         refused(vec![1; 32], &|_| {}),
         "the request takes 32 tokens of prompt and 10 new ones, 11 blocks of 4 tokens, and the cache \
-         has 10; lower max_new_tokens, or give the engine more num_blocks or kv_cache_memory_bytes"
+         has 10; shorten the prompt or max_new_tokens, or give the engine more num_blocks or \
+         kv_cache_memory_bytes"
     );
     assert!(refused(vec![], &|_| {}).contains("empty"));
     assert!(refused(vec![1; 300], &|_| {}).contains("the model's context 256"));

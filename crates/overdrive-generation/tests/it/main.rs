@@ -5,6 +5,7 @@ mod beams;
 mod caches;
 mod chat_template;
 mod constraints;
+mod folder_settings;
 mod generate;
 mod options;
 mod quantized_cache;

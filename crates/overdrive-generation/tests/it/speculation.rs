@@ -5,8 +5,8 @@ use std::ops::ControlFlow;
 
 use crate::support::{chi_squared, greedy, load, once_in_a_thousand, random_model, sampled};
 use overdrive_generation::{
-    ChoiceConstraint, GenerateOptions, GenerateOutput, GenerationConfig,
-    NumAssistantTokensSchedule, generate, generate_with_options,
+    CacheConfig, ChoiceConstraint, GenerateOptions, GenerateOutput, GenerationConfig,
+    NumAssistantTokensSchedule, Tokenizer, generate, generate_with_options,
 };
 use overdrive_transformer::CausalLm;
 
@@ -238,20 +238,119 @@ fn speculation_keeps_to_a_constraint_and_reports_the_same_log_probabilities() {
     assert!(choices.iter().any(|choice| choice == plain.new_tokens(0)));
 }
 
+/// Returns a tokenizer whose token `id` is `name(id)`.
+fn words(size: usize, name: impl Fn(usize) -> String) -> Tokenizer {
+    let vocabulary: serde_json::Map<_, _> = (0..size).map(|id| (name(id), id.into())).collect();
+    let json = serde_json::json!({
+        "version": "1.0", "added_tokens": [],
+        "model": {"type": "WordLevel", "vocab": vocabulary, "unk_token": name(0)},
+    });
+    serde_json::from_value(json).unwrap()
+}
+
 #[test]
-fn an_assistant_of_another_vocabulary_is_refused() {
-    let (model, assistant) = (random_model(40, 1, 1), random_model(41, 1, 2));
-    let options = GenerateOptions {
-        assistant_model: Some(&assistant),
-        ..GenerateOptions::default()
+fn a_draft_with_more_or_less_padding_proposes_the_shared_tokens() {
+    let prompts = [vec![5, 9, 3, 7, 5, 9]];
+    let model = random_model(60, 2, 1);
+    let config = GenerationConfig {
+        num_assistant_tokens: 4,
+        assistant_confidence_threshold: 0.0,
+        repetition_penalty: 1.2,
+        // An id that the smaller draft does not have.
+        suppress_tokens: vec![59],
+        ..greedy(30)
     };
-    let error = generate_with_options(&model, &[vec![1]], &greedy(2), &options, |_| {
-        ControlFlow::Continue(())
-    })
-    .unwrap_err()
-    .to_string();
-    assert!(
-        error.contains("vocabulary of 41 and the model one of 40"),
-        "{error}"
+    let sample = GenerationConfig {
+        top_k: 0,
+        ..sampled(30, 4)
+    };
+    let want = generate(&model, &prompts, &config).unwrap();
+    for size in [48, 60, 100] {
+        let draft = random_model(size, 1, 2);
+        let got = with_assistant(&model, &draft, &prompts, &config);
+        assert_eq!(got.sequences, want.sequences, "{size}");
+        assert!(got.speculation.unwrap().proposed > 0, "{size}");
+        let sample = GenerationConfig {
+            do_sample: true,
+            ..sample.clone()
+        };
+        let got = with_assistant(&model, &draft, &prompts, &sample);
+        assert!(got.sequences[0].iter().all(|id| (0..60).contains(id)));
+        // A proposal is never a token that only one of them has: those are accepted by chance only.
+        assert_eq!(got.new_tokens(0).len(), 30, "{size}");
+    }
+    // A token that the draft cannot read: the model goes on alone.
+    let draft = random_model(48, 1, 2);
+    let beyond = [vec![5, 55, 3]];
+    let got = with_assistant(&model, &draft, &beyond, &config);
+    let want = generate(&model, &beyond, &config).unwrap();
+    assert_eq!(got.sequences, want.sequences);
+    assert_eq!(got.speculation.unwrap().proposed, 0);
+}
+
+#[test]
+fn a_draft_is_refused_for_another_token_of_the_same_id_and_not_for_its_size() {
+    let model = random_model(60, 2, 1);
+    let run = |draft: i64, tokenizers: Option<(&Tokenizer, &Tokenizer)>| {
+        let draft = random_model(draft, 1, 2);
+        let options = GenerateOptions {
+            assistant_model: Some(&draft),
+            tokenizer: tokenizers.map(|(own, _)| own),
+            assistant_tokenizer: tokenizers.map(|(_, other)| other),
+            ..GenerateOptions::default()
+        };
+        let go_on = |_: overdrive_generation::GeneratedToken<'_>| ControlFlow::Continue(());
+        generate_with_options(&model, &[vec![1, 2]], &greedy(5), &options, go_on)
+    };
+    let plain = |id: usize| format!("w{id}");
+    let (own, fewer) = (words(50, plain), words(40, plain));
+    // Without tokenizers the sizes alone decide, as in llama.cpp.
+    assert!(run(188, None).is_ok());
+    let error = run(189, None).unwrap_err().to_string();
+    assert!(error.contains("a vocabulary of 189"), "{error}");
+    assert!(run(1000, Some((&own, &fewer))).is_ok());
+    let other = words(40, |id| if id == 17 { "x".to_owned() } else { plain(id) });
+    assert_eq!(
+        run(60, Some((&own, &other))).unwrap_err().to_string(),
+        "token 17 is \"x\" for the assistant model and \"w17\" for the model; choose an assistant \
+         with the same tokenizer"
     );
+    // Beyond the smaller vocabulary there is nothing to share.
+    let late = words(40, |id| if id == 17 { "x".to_owned() } else { plain(id) });
+    assert!(run(17, Some((&own, &late))).is_ok());
+}
+
+#[test]
+fn speculation_continues_beyond_the_context_over_a_window() {
+    let model = load("llama_gqa");
+    let context = model.config().max_position_embeddings() as usize;
+    let prompt = [vec![5, 9, 3, 7, 5, 9, 3]];
+    let windowed = GenerationConfig {
+        cache_implementation: Some("sliding_window".to_owned()),
+        cache_config: CacheConfig {
+            window_length: Some(context as i64 / 2),
+            num_sink_tokens: 0,
+            ..CacheConfig::default()
+        },
+        ..greedy(2 * context)
+    };
+    let want = generate(&model, &prompt, &windowed).unwrap();
+    assert_eq!(want.new_tokens(0).len(), 2 * context);
+    let looked_up = GenerationConfig {
+        max_matching_ngram_size: 1,
+        ..lookup(windowed.clone())
+    };
+    let got = generate(&model, &prompt, &looked_up).unwrap();
+    assert_eq!(got.sequences, want.sequences);
+    assert!(got.speculation.unwrap().proposed > 0);
+    // A draft that is always right proposes ever more; the cache can take back as much as it keeps.
+    let config = GenerationConfig {
+        num_assistant_tokens: 2,
+        num_assistant_tokens_schedule: NumAssistantTokensSchedule::Heuristic,
+        assistant_confidence_threshold: 0.0,
+        ..windowed
+    };
+    let got = with_assistant(&model, &model, &prompt, &config);
+    assert_eq!(got.finish_reasons, want.finish_reasons);
+    assert_eq!(got.new_tokens(0).len(), 2 * context);
 }

@@ -7,7 +7,7 @@ use overdrive_core::Error as CommonError;
 use overdrive_datasets::{
     Batch, ChatFormat, ChatMessage, Dataset, DeduplicateOptions, DeviceLoader, EncodeOptions,
     InstructionDataset, InstructionEncoder, InstructionOptions, InstructionRecord, PackPlan,
-    RenderedChat, RowLayout, Selection, SequenceRows, Tokenizer, load_tokenizer,
+    RenderedChat, RowLayout, Selection, SequenceRows, Tokenizer, copy_tokenizer, load_tokenizer,
 };
 use overdrive_generation::{ChatTemplate, ChatTemplateOptions, Message};
 use serde_json::Value;
@@ -16,19 +16,6 @@ use tch::Device;
 use super::FinetuneArguments;
 use crate::batch_loader::Loading;
 use crate::{DataShard, IntervalStrategy, Result};
-
-/// The files of a tokenizer.
-const TOKENIZER_FILES: [&str; 9] = [
-    "tokenizer.json",
-    "tokenizer_config.json",
-    "special_tokens_map.json",
-    "added_tokens.json",
-    "chat_template.jinja",
-    "chat_template.json",
-    "vocab.json",
-    "merges.txt",
-    "tokenizer.model",
-];
 
 /// A model's chat template as the [`ChatFormat`] of instruction data.
 #[derive(Debug, Clone)]
@@ -206,12 +193,7 @@ impl InstructionData {
     /// # Errors
     /// An error if a file cannot be copied.
     pub fn copy_tokenizer(&self, arguments: &FinetuneArguments, to: &Path) -> Result<()> {
-        for name in TOKENIZER_FILES {
-            let from = arguments.model_name_or_path.join(name);
-            if from.is_file() {
-                std::fs::copy(&from, to.join(name)).map_err(CommonError::io("copy", &from))?;
-            }
-        }
+        copy_tokenizer(&arguments.model_name_or_path, to)?;
         if let Some(path) = &arguments.chat_template_path
             && path.is_file()
         {

@@ -1,6 +1,7 @@
 //! Models from GGUF files: metadata to configuration, llama.cpp's names to those of transformers.
 
 mod config;
+mod end_of_text;
 mod load;
 mod names;
 
@@ -19,6 +20,9 @@ impl CausalLm {
     /// [`LoadOptions::quantization`] they are dequantized and quantized again, one at a time. Everything else
     /// is converted to [`LoadOptions::kind`], by default fp32: files of half precision have norms in fp32, and
     /// a model computes in one dtype.
+    ///
+    /// The configuration's `eos_token_id` has every token that ends a text or a turn in llama.cpp: those that
+    /// the metadata names (`eos`, `eot`, `eom`), and those with a known text such as `<|im_end|>`.
     ///
     /// The tokenizer is not read: a GGUF file describes it in llama.cpp's terms (a vocabulary, merges or
     /// scores, and the name of a pre-tokenizer whose rules are in llama.cpp's source). Use the `tokenizer.json`
