@@ -33,7 +33,7 @@ pub trait FourBit: Floats {
     /// The number of rows of activations whose sums of bytes fit the registers, for each of
     /// [`BYTE_VECTORS`](Self::BYTE_VECTORS).
     const BYTE_ROWS: usize = 4;
-    /// The number of vectors of outputs whose sums of bytes fit the registers: 1 or 2.
+    /// The number of vectors of outputs whose sums of bytes fit the registers: 1, 2 or 4.
     const BYTE_VECTORS: usize = 1;
 
     /// Reads packed codes.

@@ -7,8 +7,9 @@ use crate::{Error, QuantizedWeight, Result, Scheme};
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Activations {
-    /// The dtype of the scheme. A weight of 4 bits takes activations in 8 bits, quantized by group, for the
-    /// few rows of decoding without gradients, and floating-point activations everywhere else.
+    /// The dtype of the scheme. On CPUs with AVX2 a weight of 4 bits takes activations in 8 bits where no gradients are
+    /// recorded, with a scale for each 32 to 128 inputs as the weight has them: their rounding error is a fraction of
+    /// that of the weight. Training and GPUs take floating-point activations.
     #[default]
     Auto,
     /// Floating-point activations.

@@ -1,5 +1,5 @@
 use overdrive_nn::{AdapterHost, Embedding, LinearWeight};
-use overdrive_quantization::{QuantizedWeight, Scheme};
+use overdrive_quantization::{Activations, QuantizedWeight, Scheme};
 use tch::{Kind, Tensor};
 
 use crate::causal_lm::CausalLm;
@@ -165,6 +165,23 @@ impl CausalLm {
             }
             self.put_dense(&format!("{name}.weight"), weight);
         }
+        Ok(())
+    }
+
+    /// Sets the dtype in which activations are multiplied with every quantized weight that has a choice:
+    /// [`Activations::Float`] keeps them as they are, at the cost of speed.
+    ///
+    /// # Errors
+    /// [`Error::Nn`](crate::Error::Nn) where the scheme of a weight does not allow it, and while a graph needs the
+    /// weights.
+    pub fn set_activations(&mut self, activations: Activations) -> Result<()> {
+        self.visit_linears(&mut |_, linear| {
+            if let LinearWeight::Quantized(weight) = linear.weight() {
+                let weight = weight.shallow_clone().with_activations(activations)?;
+                let _same = linear.replace_weight(LinearWeight::Quantized(weight));
+            }
+            Ok(())
+        })?;
         Ok(())
     }
 

@@ -12,7 +12,7 @@ use crate::kernel::int8::{Int8Gemm, MAX_WIDTH, OutlierSplit};
 use crate::kernel::joint_gemm::{Gemm, joint_gemm};
 use crate::tensors::{Fresh, elements, with_float};
 use crate::weight::Storage;
-use crate::{QuantizedWeight, Result};
+use crate::{Activations, QuantizedWeight, Result};
 
 /// The largest number of rows for which codes are dequantized in registers, not in blocks.
 const FEW_ROWS: usize = 32;
@@ -52,13 +52,17 @@ fn joint<T: Element>(
     let few = rows.rows <= FEW_ROWS;
     let plans: Vec<Plan> = weights
         .iter()
-        .map(|weight| plan(weight, few, recording))
+        .map(|weight| plan(weight, true, recording))
         .collect();
     let coded: Vec<Option<CodedWeight<'_>>> = weights
         .iter()
         .zip(&plans)
         .map(|(weight, plan)| match plan {
-            Plan::ByGroup => coded_weight(weight),
+            // For many rows, words are no faster than a dequantized weight.
+            Plan::ByGroup => Ok(coded_weight(weight)?.filter(|coded| {
+                let bytes = coded.bytes && coded.byte_table().is_some();
+                few || bytes || weight.activations == Activations::Int8
+            })),
             _ => Ok(None),
         })
         .collect::<Result<_>>()?;

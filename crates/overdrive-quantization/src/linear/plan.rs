@@ -18,9 +18,9 @@ pub(super) enum Plan {
     Float,
 }
 
-/// Returns the plan for a weight. With `few` rows that are not part of a graph,
-/// activations may be quantized because it is faster.
-pub(super) fn plan(weight: &QuantizedWeight, few: bool, recording: bool) -> Plan {
+/// Returns the plan for a weight. Where kernels `by_group` exist and the rows are not part of a graph, activations of
+/// a weight of 4 bits are quantized because it is faster.
+pub(super) fn plan(weight: &QuantizedWeight, by_group: bool, recording: bool) -> Plan {
     let int8 = match weight.activations {
         Activations::Float => return Plan::Float,
         Activations::Float8 => return Plan::Float8,
@@ -32,7 +32,9 @@ pub(super) fn plan(weight: &QuantizedWeight, few: bool, recording: bool) -> Plan
         (Storage::Int8 { .. }, Scheme::Int8Dynamic) => Plan::Int8,
         (Storage::Int8 { .. }, _) if int8 => Plan::Int8,
         (Storage::Int8 { .. } | Storage::Fp8 { .. }, _) => Plan::Float,
-        (Storage::Grouped { .. } | Storage::Blocks { .. }, _) if int8 || (few && !recording) => {
+        (Storage::Grouped { .. } | Storage::Blocks { .. }, _)
+            if int8 || (by_group && !recording) =>
+        {
             Plan::ByGroup
         }
         (Storage::Grouped { .. } | Storage::Blocks { .. }, _) => Plan::Float,

@@ -1,7 +1,7 @@
 //! The GEMM of codes of 4 bits with many rows of activations in bytes. The lanes are outputs.
 //!
 //! Some rows of the weight are transposed, four bytes in a lane, and unpacked to bytes once for all rows of
-//! activations, to the first cache; the sum of a lane is converted to f32 once for 32 inputs.
+//! activations, to the first cache; the sum of a lane is converted to f32 once for the inputs that share a scale.
 #![allow(unsafe_code)]
 
 use std::cell::Cell;
@@ -10,8 +10,7 @@ use std::ops::Range;
 use overdrive_kernels::{BYTES, Kernel, LANES, Simd};
 
 use super::aligned::AlignedVec;
-use super::byte_panels::{BytePanels, GROUPS};
-use super::byte_rows::GROUP;
+use super::byte_panels::{BytePanel, BytePanels};
 use super::coded_weight::{ByteTable, CodedWeight};
 use super::scale_rows::{Raw, ScaleRows};
 use super::word_gemm::codes;
@@ -21,12 +20,13 @@ use crate::kernel::joint_gemm::Results;
 /// The number of vectors of bytes of a unit of 16 outputs: low and high halves of each lane of codes.
 const HELD: usize = 2 * LANES;
 
-/// The number of vectors of bytes that share a scale of activations.
-const HELD_GROUP: usize = HELD / GROUPS;
-
 /// The number of vectors of outputs that are unpacked at once: activations come from the second cache or
 /// further, and serve this many each time.
 const VECTORS: usize = 4;
+
+/// The number of units that are unpacked at once. The sums of many rows come from the second cache for each block
+/// of units; two units of [`VECTORS`] vectors take half of a first cache of 32 KB.
+const UNITS: usize = 2;
 
 /// The GEMM of some outputs.
 pub(super) struct ByteGemm<'a> {
@@ -44,9 +44,9 @@ struct Scratch {
     scales: AlignedVec<f32>,
     /// The offsets, likewise.
     offsets: AlignedVec<f32>,
-    /// The sums, `(vectors, rows, 16)`.
+    /// The sums, `(rows, vectors, 16)`.
     sums: AlignedVec<f32>,
-    /// The bytes of one unit, `(vectors, 32, 64)`.
+    /// The bytes of some units, `(units, 32, vectors, 64)`.
     bytes: AlignedVec<i8>,
 }
 
@@ -86,12 +86,12 @@ impl ByteGemm<'_> {
         scratch: &mut Scratch,
     ) {
         let (x, weight) = (self.x, self.weight);
-        let shape = ScaleRows::new(weight.inputs, GROUP);
-        let each = (x.units * GROUPS).next_multiple_of(LANES) * LANES;
-        let rows = x.rows * LANES;
-        scratch.sums.grow(vectors * rows);
-        scratch.sums[..vectors * rows].fill(0.0);
-        scratch.bytes.grow(vectors * HELD * BYTES);
+        let shape = ScaleRows::new(weight.inputs, x.group);
+        let each = (x.units * x.groups()).next_multiple_of(LANES) * LANES;
+        let sums = x.rows * VECTORS * LANES;
+        scratch.sums.grow(sums);
+        scratch.sums[..sums].fill(0.0);
+        scratch.bytes.grow(UNITS * HELD * VECTORS * BYTES);
         let offsets = shape.tiles(
             s,
             weight,
@@ -102,161 +102,196 @@ impl ByteGemm<'_> {
             &mut scratch.scales,
             &mut scratch.offsets,
         );
-        for unit in 0..x.units {
+        let blocks = x.rows.div_ceil(S::BYTE_ROWS);
+        for first in (0..x.units).step_by(UNITS) {
+            let units = first..(first + UNITS).min(x.units);
             for vector in 0..vectors {
-                let columns = codes(s, weight, output + vector * LANES, unit);
-                let held = &mut scratch.bytes[vector * HELD * BYTES..(vector + 1) * HELD * BYTES];
-                unpack(s, table, &columns, held);
-            }
-            let mut vector = 0;
-            while vector < vectors {
-                let count = S::BYTE_VECTORS.min(vectors - vector);
-                let mut block = Block {
-                    x,
-                    unit,
-                    row: 0,
-                    each,
-                    // Hidden from the compiler: it unrolls a loop of known length and then loads all operands
-                    // first, for which there are no registers.
-                    steps: std::hint::black_box(HELD_GROUP),
-                    bytes: &scratch.bytes[vector * HELD * BYTES..],
-                    scales: &scratch.scales[vector * each..vectors * each],
-                    offsets: offsets.get(vector * each..).unwrap_or_default(),
-                    sums: &mut scratch.sums[vector * rows..vectors * rows],
-                };
-                match count {
-                    2 => block.all_rows::<S, 2>(s),
-                    _ => block.all_rows::<S, 1>(s),
+                for unit in units.clone() {
+                    let columns = codes(s, weight, output + vector * LANES, unit, vectors);
+                    let held = (unit - first) * HELD * VECTORS + vector;
+                    unpack(s, table, &columns, &mut scratch.bytes[held * BYTES..]);
                 }
-                vector += count;
+            }
+            // The sizes of blocks differ by at most one row.
+            for block in 0..blocks {
+                let of_block = block * x.rows / blocks..(block + 1) * x.rows / blocks;
+                let mut vector = 0;
+                while vector < vectors {
+                    // A power of two.
+                    let count = 1 << S::BYTE_VECTORS.min(vectors - vector).ilog2();
+                    let mut block = Block {
+                        x,
+                        units: units.clone(),
+                        row: of_block.start,
+                        each,
+                        // Hidden from the compiler: it unrolls a loop of known length and then loads all
+                        // operands first, for which there are no registers.
+                        steps: std::hint::black_box(HELD / x.groups()),
+                        bytes: &scratch.bytes[vector * BYTES..],
+                        scales: &scratch.scales[vector * each..vectors * each],
+                        offsets: offsets.get(vector * each..).unwrap_or_default(),
+                        sums: &mut scratch.sums[vector * LANES..sums],
+                    };
+                    match count {
+                        4 => block.rows::<S, 4>(s, of_block.len()),
+                        2 => block.rows::<S, 2>(s, of_block.len()),
+                        _ => block.rows::<S, 1>(s, of_block.len()),
+                    }
+                    vector += count;
+                }
             }
         }
-        for vector in 0..vectors {
-            let first = output + vector * LANES;
-            let count = LANES.min(self.outputs.end - first);
-            for row in 0..x.rows {
-                let sums = &scratch.sums[vector * rows + row * LANES..][..count];
-                self.results.put(row, first, sums);
-            }
+        let count = (vectors * LANES).min(self.outputs.end - output);
+        let of_rows = scratch.sums[..sums].chunks_exact(VECTORS * LANES);
+        for (row, sums) in of_rows.enumerate() {
+            self.results.put(row, output, &sums[..count]);
         }
     }
 }
 
-/// Unpacks the bytes of one unit of 16 outputs, `(16 lanes of codes, low and high halves, 64)`.
+/// Unpacks the bytes of one unit of 16 outputs, `(16 lanes of codes, low and high halves, vectors, 64)`.
 #[inline(always)]
 fn unpack<S: Simd>(s: S, table: &ByteTable, columns: &[S::Packed; LANES], out: &mut [i8]) {
     let numbers = s.byte_table(&table.values);
     let (out, _) = out.as_chunks_mut::<BYTES>();
-    for (packed, out) in columns.iter().zip(out.chunks_exact_mut(2)) {
+    for (packed, out) in columns.iter().zip(out.chunks_mut(2 * VECTORS)) {
         let halves = match table.zero {
             Some(_) => s.unpack_nibbles::<false>(*packed, numbers),
             None => s.unpack_nibbles::<true>(*packed, numbers),
         };
-        for (half, out) in halves.into_iter().zip(out) {
+        for (half, out) in halves.into_iter().zip(out.iter_mut().step_by(VECTORS)) {
             s.store_bytes(half, out);
         }
     }
 }
 
-/// One unit of inputs and one or two vectors of outputs.
+/// Some units of inputs, some rows, and one, two or four vectors of outputs.
 struct Block<'a> {
     x: &'a BytePanels,
-    unit: usize,
+    units: Range<usize>,
     row: usize,
     /// The number of scales of a vector of outputs.
     each: usize,
-    /// [`HELD_GROUP`].
+    /// The number of vectors of bytes that share a scale of activations.
     steps: usize,
+    /// `(units, 32, vectors, 64)`, from the first vector of these on
     bytes: &'a [i8],
     scales: &'a [f32],
     /// Empty if there are none.
     offsets: &'a [f32],
-    /// `(vectors, rows, 16)`
+    /// `(rows, vectors, 16)`, likewise
     sums: &'a mut [f32],
 }
 
 impl Block<'_> {
-    /// Adds all rows, in blocks whose sizes differ by at most one row.
+    /// Adds `count` rows, at most `S::BYTE_ROWS`.
     #[inline(always)]
-    fn all_rows<S: Simd, const V: usize>(&mut self, s: S) {
-        let rows = self.x.rows;
-        let blocks = rows.div_ceil(S::BYTE_ROWS);
-        for block in 0..blocks {
-            self.row = block * rows / blocks;
-            match (block + 1) * rows / blocks - self.row {
-                6 if S::BYTE_ROWS > 5 => self.add::<S, V, 6>(s),
-                5 if S::BYTE_ROWS > 4 => self.add::<S, V, 5>(s),
-                4 => self.add::<S, V, 4>(s),
-                3 => self.add::<S, V, 3>(s),
-                2 => self.add::<S, V, 2>(s),
-                _ => self.add::<S, V, 1>(s),
-            }
+    fn rows<S: Simd, const V: usize>(&mut self, s: S, count: usize) {
+        match count {
+            6 if S::BYTE_ROWS > 5 => self.add::<S, V, 6>(s),
+            5 if S::BYTE_ROWS > 4 => self.add::<S, V, 5>(s),
+            4 => self.add::<S, V, 4>(s),
+            3 => self.add::<S, V, 3>(s),
+            2 => self.add::<S, V, 2>(s),
+            _ => self.add::<S, V, 1>(s),
         }
     }
 
     /// Adds `N` rows with `V` vectors of outputs.
     #[inline(always)]
+    #[allow(
+        clippy::needless_range_loop,
+        reason = "loops over indices are unrolled"
+    )]
     fn add<S: Simd, const V: usize, const N: usize>(&mut self, s: S) {
-        let rows = self.x.rows;
-        let units = &self.x.of_unit(self.unit)[self.row..self.row + N];
-        let group = self.unit * GROUPS;
+        let (rows, groups) = (self.x.rows, self.x.groups());
+        let (units, steps) = (self.units.clone(), self.steps);
         assert!(
-            self.steps <= HELD_GROUP
-                && self.bytes.len() >= V * HELD * BYTES
-                && self.sums.len() >= V * rows * LANES
+            V <= VECTORS
+                && self.row + N <= rows
+                && steps * groups <= HELD
+                && self.bytes.len() >= ((units.len() * HELD - 1) * VECTORS + V) * BYTES
+                && self.sums.len() >= ((rows - 1) * VECTORS + V) * LANES
                 && self.scales.len() >= V * self.each
-                && (group + GROUPS) * LANES <= self.each,
+                && units.end * groups * LANES <= self.each,
             "the sizes that the caller gave"
         );
-        let mut sums = [[s.splat(0.0); V]; N];
-        let (stored, _) = self.sums.as_chunks::<LANES>();
-        for (v, stored) in stored.chunks_exact(rows).take(V).enumerate() {
-            for (sums, stored) in sums.iter_mut().zip(&stored[self.row..]) {
-                sums[v] = s.load_f32(stored);
-            }
-        }
-        for g in 0..GROUPS {
-            let mut totals = [[s.zero_sums(); V]; N];
-            for (totals, unit) in totals.iter_mut().zip(units) {
-                *totals = [s.splat_sums(unit.starts[g]); V];
-            }
-            for step in 0..self.steps {
-                let held = g * HELD_GROUP + step;
-                let mut w = [s.load_bytes(&[0; BYTES]); V];
-                for (v, w) in w.iter_mut().enumerate() {
-                    // SAFETY: asserted: `held < HELD`, of each of `V` vectors.
-                    *w = s.load_bytes(unsafe { at(self.bytes, (v * HELD + held) * BYTES) });
+        for unit in units.clone() {
+            // SAFETY: asserted; a panel of each row.
+            let panels: &[BytePanel; N] = unsafe { at(self.x.of_unit(unit), self.row) };
+            let first = (unit - units.start) * HELD;
+            for g in 0..groups {
+                let mut totals = [[s.zero_sums(); V]; N];
+                for (totals, panel) in totals.iter_mut().zip(panels) {
+                    *totals = [s.splat_sums(panel.starts[g]); V];
                 }
-                for (totals, unit) in totals.iter_mut().zip(units) {
-                    // SAFETY: `held < HELD`, of which there are as many quads.
-                    let x = s.splat_quad(unsafe { unit.quads.get_unchecked(held) });
-                    for (total, w) in totals.iter_mut().zip(w) {
-                        *total = s.dot_bytes(*total, w, x);
+                for step in 0..steps {
+                    let held = g * steps + step;
+                    let mut w = [s.load_bytes(&[0; BYTES]); V];
+                    for (v, w) in w.iter_mut().enumerate() {
+                        let from = ((first + held) * VECTORS + v) * BYTES;
+                        // SAFETY: asserted: `held < HELD`, of each of `units`.
+                        *w = s.load_bytes(unsafe { at(self.bytes, from) });
+                    }
+                    for (totals, panel) in totals.iter_mut().zip(panels) {
+                        // SAFETY: `held < HELD`, of which there are as many quads.
+                        let x = s.splat_quad(unsafe { panel.quads.get_unchecked(held) });
+                        for (total, w) in totals.iter_mut().zip(w) {
+                            *total = s.dot_bytes(*total, w, x);
+                        }
+                    }
+                }
+                let from = (unit * groups + g) * LANES;
+                let mut scales = [s.splat(0.0); V];
+                for (v, scale) in scales.iter_mut().enumerate() {
+                    // SAFETY: asserted.
+                    *scale = s.load_f32(unsafe { at(self.scales, v * self.each + from) });
+                }
+                // The sums stay in memory, so that all registers are there for the totals; and the loop is short, so
+                // that it is unrolled, without which the totals would be in memory too.
+                for n in 0..N {
+                    let of_row = s.splat(panels[n].scales[g]);
+                    for v in 0..V {
+                        // SAFETY: asserted.
+                        let sum = unsafe { self.sum(n, v) };
+                        let total = s.sums_to_f32(totals[n][v]);
+                        let scale = s.mul(scales[v], of_row);
+                        s.store_f32(s.mul_add(total, scale, s.load_f32(sum)), sum);
+                    }
+                }
+                if !self.offsets.is_empty() {
+                    for v in 0..V {
+                        let offset = s.load_f32(&self.offset(v * self.each + from));
+                        for (n, panel) in panels.iter().enumerate() {
+                            // SAFETY: asserted.
+                            let sum = unsafe { self.sum(n, v) };
+                            let of_group = s.splat(panel.sums[g]);
+                            s.store_f32(s.mul_add(offset, of_group, s.load_f32(sum)), sum);
+                        }
                     }
                 }
             }
-            for v in 0..V {
-                let first = v * self.each + (group + g) * LANES;
-                // SAFETY: asserted.
-                let scale = s.load_f32(unsafe { at(self.scales, first) });
-                for (n, unit) in units.iter().enumerate() {
-                    let scale = s.mul(scale, s.splat(unit.scales[g]));
-                    sums[n][v] = s.mul_add(s.sums_to_f32(totals[n][v]), scale, sums[n][v]);
-                }
-                let offsets = self.offsets.get(first..);
-                if let Some(offset) = offsets.and_then(<[f32]>::first_chunk) {
-                    let offset = s.load_f32(offset);
-                    for (n, unit) in units.iter().enumerate() {
-                        sums[n][v] = s.mul_add(offset, s.splat(unit.sums[g]), sums[n][v]);
-                    }
-                }
-            }
         }
-        let (out, _) = self.sums.as_chunks_mut::<LANES>();
-        for (n, sums) in sums.into_iter().enumerate() {
-            for (v, sum) in sums.into_iter().enumerate() {
-                s.store_f32(sum, &mut out[v * rows + self.row + n]);
-            }
-        }
+    }
+
+    #[inline(always)]
+    fn offset(&self, from: usize) -> [f32; LANES] {
+        let offset = self.offsets[from..].first_chunk();
+        offset.copied().unwrap_or_default()
+    }
+
+    /// Returns the sums of one row and one vector of these.
+    ///
+    /// # Safety
+    /// The row and the vector exist.
+    #[inline(always)]
+    unsafe fn sum(&mut self, n: usize, v: usize) -> &mut [f32; LANES] {
+        let first = ((self.row + n) * VECTORS + v) * LANES;
+        debug_assert!(
+            first + LANES <= self.sums.len(),
+            "in the bounds of the slice"
+        );
+        // SAFETY: the caller ensures the bounds; an array has the alignment of its elements.
+        unsafe { &mut *self.sums.as_mut_ptr().add(first).cast() }
     }
 }

@@ -10,7 +10,7 @@ use std::ops::Range;
 use overdrive_kernels::{BYTES, Kernel, LANES, Simd};
 
 use super::aligned::AlignedVec;
-use super::byte_rows::{ByteRows, GROUP, UNIT};
+use super::byte_rows::{ByteRows, UNIT};
 use super::coded_weight::{ByteTable, CodedWeight};
 use super::scale_rows::{Raw, ScaleRows, groups_of};
 use super::scales::Scales;
@@ -30,9 +30,6 @@ const AHEAD: usize = 8192;
 /// The distance of the prefetch of scales in rows of the weight.
 const SCALES_AHEAD: usize = BATCH + TILE;
 
-/// The number of groups of a unit, each with a scale.
-const GROUPS: usize = UNIT / GROUP;
-
 /// The GEMV of some outputs.
 pub(super) struct ByteGemv<'a> {
     pub(super) x: &'a ByteRows,
@@ -50,6 +47,8 @@ struct Scratch {
     products: AlignedVec<f32>,
     /// The contribution of the offsets in 16 partial sums, `(rows of activations, batch, 16)`.
     added: AlignedVec<f32>,
+    /// The results, `(rows of activations, outputs)`.
+    results: AlignedVec<f32>,
 }
 
 thread_local! {
@@ -125,11 +124,14 @@ impl ByteGemv<'_> {
         let (weight, x) = (self.weight, self.x);
         let mut scratch = SCRATCH.take();
         let table = s.byte_table(&table.values);
-        let rows = ScaleRows::new(weight.inputs, GROUP);
+        let rows = ScaleRows::new(weight.inputs, x.group);
         let bytes = weight.row_bytes();
-        let lanes = s.lane_indices(&groups_of(GROUP / 8));
+        let groups = UNIT / x.group;
+        let lanes = s.lane_indices(&groups_of(x.group / 8));
+        let outputs = self.outputs.len();
+        scratch.results.grow(x.rows * outputs);
         assert!(
-            bytes == x.of_row * BYTES && x.stride >= x.of_row * GROUPS,
+            bytes == x.of_row * BYTES && x.stride >= x.of_row * groups,
             "the sizes that `ByteRows` and `CodedWeight::byte_table` ensure"
         );
         // The first codes, which the prefetch of the loops below misses.
@@ -146,7 +148,7 @@ impl ByteGemv<'_> {
             let all = &weight.codes[first * bytes..(first + count) * bytes];
             let (products, added) = (&*scratch.products, &*scratch.added);
             assert!(
-                products.len() >= x.rows * BATCH * x.stride
+                products.len() >= x.rows * BATCH * x.stride + LANES
                     && (!OFFSETS || added.len() >= x.rows * BATCH * LANES),
                 "the sizes that `prepare` gives"
             );
@@ -180,17 +182,24 @@ impl ByteGemv<'_> {
                             // SAFETY: `rows[r] < count` and `index < of_row`: a vector of a row of `all`.
                             let packed = s.load_packed(unsafe { at(all, from) });
                             let total = s.dot_nibbles::<BOOK>(start, packed, table, low, high);
-                            let from = of_row + rows[r] * x.stride + index * GROUPS;
-                            // SAFETY: `rows[r] < BATCH`, and the groups of a unit are whole in `stride`.
+                            let from = of_row + rows[r] * x.stride + index * groups;
+                            // SAFETY: `rows[r] < BATCH`, the groups of a unit are whole in `stride`, and a vector
+                            // follows the last.
                             let scales = s.permute_four(unsafe { at(products, from) }, lanes);
                             *sum = s.mul_add(s.sums_to_f32(total), scales, *sum);
                         }
                     }
                     let totals = s.reduce_add_each(sums);
-                    self.results.put(n, first + index, &totals[..held]);
+                    let to = n * outputs + first + index - self.outputs.start;
+                    scratch.results[to..to + held].copy_from_slice(&totals[..held]);
                 }
             }
             first += count;
+        }
+        // At once, since a call for each tile would take longer than short rows.
+        for n in 0..x.rows {
+            let of_row = &scratch.results[n * outputs..(n + 1) * outputs];
+            self.results.put(n, self.outputs.start, of_row);
         }
         SCRATCH.set(scratch);
     }
@@ -207,7 +216,8 @@ impl ByteGemv<'_> {
         scratch: &mut Scratch,
     ) {
         let (x, weight) = (self.x, self.weight);
-        scratch.products.grow(x.rows * BATCH * x.stride);
+        // The last unit reads more scales than it has.
+        scratch.products.grow(x.rows * BATCH * x.stride + LANES);
         if let Some(offsets) = weight.offsets.as_ref().filter(|_| OFFSETS) {
             scratch.added.grow(x.rows * BATCH * LANES);
             let made = rows.read(s, offsets, first, count, &mut scratch.raw);

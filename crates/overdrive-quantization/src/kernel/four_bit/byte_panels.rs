@@ -1,13 +1,12 @@
-//! Many rows of activations as bytes, quantized as [`ByteRows`] does and packed in panels: one unit of inputs of
-//! all rows together.
+//! Many rows of activations as bytes, packed in panels: one unit of inputs of all rows together.
 
 use overdrive_kernels::threads::parallel_columns;
-use overdrive_kernels::{BYTES, InstructionSet};
+use overdrive_kernels::{BYTES, ColumnsMut, InstructionSet, Kernel, Simd};
 
-use super::byte_rows::{ByteLayout, ByteRows, GROUP, UNIT};
+use super::byte_rows::{ByteLayout, MIN_GROUP, UNIT, quantize_group};
 
-/// The number of groups of a unit, each with a scale.
-pub(super) const GROUPS: usize = UNIT / GROUP;
+/// The largest number of groups of a unit, each with a scale.
+const MAX_GROUPS: usize = UNIT / MIN_GROUP;
 
 /// The number of activations below which one thread quantizes all.
 const PARALLEL: usize = 32 << 10;
@@ -19,20 +18,30 @@ pub(super) struct BytePanel {
     /// The inputs of the low and of the high halves of each lane of codes, alternating.
     pub(super) quads: [[i8; 4]; BYTES / 2],
     /// The scales times the unit of the weight.
-    pub(super) scales: [f32; GROUPS],
+    pub(super) scales: [f32; MAX_GROUPS],
     /// The start of the sums of products, which makes the code of zero add nothing.
-    pub(super) starts: [i32; GROUPS],
-    /// The sums of the quantized activations; zeros unless needed.
-    pub(super) sums: [f32; GROUPS],
+    pub(super) starts: [i32; MAX_GROUPS],
+    /// The sums of the quantized activations, times the scales of the activations.
+    pub(super) sums: [f32; MAX_GROUPS],
 }
 
-/// Rows of activations, quantized symmetrically with a scale for each [`GROUP`] inputs.
+/// A panel of zeros.
+const NONE: BytePanel = BytePanel {
+    quads: [[0; 4]; BYTES / 2],
+    scales: [0.0; MAX_GROUPS],
+    starts: [0; MAX_GROUPS],
+    sums: [0.0; MAX_GROUPS],
+};
+
+/// Rows of activations, quantized symmetrically with a scale for each group of inputs.
 #[derive(Debug)]
 pub(super) struct BytePanels {
     /// `(units, rows)`
     all: Vec<BytePanel>,
     pub(super) rows: usize,
     pub(super) units: usize,
+    /// The number of inputs that share a scale.
+    pub(super) group: usize,
 }
 
 impl BytePanels {
@@ -40,45 +49,94 @@ impl BytePanels {
     pub(super) fn new(set: InstructionSet, x: &[f32], layout: &ByteLayout) -> Self {
         let inputs = layout.inputs();
         let (rows, units) = (x.len() / inputs, inputs / UNIT);
-        // Copied for each panel, since groups that are not wanted must be zero.
-        let none = BytePanel {
-            quads: [[0; 4]; BYTES / 2],
-            scales: [0.0; GROUPS],
-            starts: [0; GROUPS],
-            sums: [0.0; GROUPS],
-        };
-        let mut all = vec![none; rows * units];
+        let mut all = vec![NONE; rows * units];
         parallel_columns(&mut all, rows, 1, x.len() >= PARALLEL, |mut out| {
             for row in out.range() {
-                let of_row = ByteRows::new(set, &x[row * inputs..(row + 1) * inputs], layout);
-                for (at, unit) in of_row.units(0).iter().enumerate() {
-                    let mut made = none;
-                    let (low, _) = unit.low.as_chunks::<4>();
-                    let (high, _) = unit.high.as_chunks::<4>();
-                    let halves = low.iter().zip(high);
-                    for (quads, (low, high)) in made.quads.chunks_exact_mut(2).zip(halves) {
-                        quads.copy_from_slice(&[*low, *high]);
-                    }
-                    let groups = at * GROUPS..(at + 1) * GROUPS;
-                    made.scales.copy_from_slice(&of_row.scales[groups.clone()]);
-                    if !of_row.sums.is_empty() {
-                        made.sums.copy_from_slice(&of_row.sums[groups]);
-                    }
-                    // `ByteRows` has a sum for each lane of 8 inputs.
-                    let lanes = unit.starts.chunks_exact(GROUP / 8);
-                    for (start, lanes) in made.starts.iter_mut().zip(lanes) {
-                        *start = lanes.iter().sum();
-                    }
-                    out.set(at, row, made);
-                }
+                let x = &x[row * inputs..(row + 1) * inputs];
+                let out = &mut out;
+                set.run(Quantize {
+                    x,
+                    layout,
+                    row,
+                    out,
+                });
             }
         });
-        BytePanels { all, rows, units }
+        BytePanels {
+            all,
+            rows,
+            units,
+            group: layout.group,
+        }
+    }
+
+    /// Returns the number of groups of a unit.
+    #[inline(always)]
+    pub(super) fn groups(&self) -> usize {
+        UNIT / self.group
     }
 
     /// Returns one unit of all rows.
     #[inline(always)]
     pub(super) fn of_unit(&self, unit: usize) -> &[BytePanel] {
         &self.all[unit * self.rows..(unit + 1) * self.rows]
+    }
+}
+
+/// The quantization of a row.
+struct Quantize<'a, 'b> {
+    x: &'a [f32],
+    layout: &'a ByteLayout,
+    row: usize,
+    out: &'a mut ColumnsMut<'b, BytePanel>,
+}
+
+impl Kernel for Quantize<'_, '_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        match self.layout.group {
+            32 => self.units::<S, 32>(s),
+            64 => self.units::<S, 64>(s),
+            _ => self.units::<S, UNIT>(s),
+        }
+    }
+}
+
+impl Quantize<'_, '_> {
+    // Plain loops, which the compiler vectorizes for each set.
+    #[inline(always)]
+    fn units<S: Simd, const G: usize>(self, _: S) {
+        let zero = self.layout.zero.map_or(S::BOOK_ZERO, i32::from);
+        let (units, _) = self.x.as_chunks::<UNIT>();
+        for (at, x) in units.iter().enumerate() {
+            let mut panel = NONE;
+            let mut bytes = [0; UNIT];
+            let (groups, _) = x.as_chunks::<G>();
+            let (out, _) = bytes.as_chunks_mut::<G>();
+            for (g, (x, out)) in groups.iter().zip(out).enumerate() {
+                let scale = quantize_group(x, out);
+                let total: i32 = out.iter().map(|byte| i32::from(*byte)).sum();
+                panel.scales[g] = scale * self.layout.unit;
+                panel.starts[g] = -zero * total;
+                #[allow(clippy::cast_precision_loss, reason = "at most 2^14")]
+                {
+                    panel.sums[g] = total as f32 * scale;
+                }
+            }
+            let (eights, _) = bytes.as_chunks::<8>();
+            for (quads, eight) in panel.quads.chunks_exact_mut(2).zip(eights) {
+                let even = [eight[0], eight[2], eight[4], eight[6]];
+                let odd = [eight[1], eight[3], eight[5], eight[7]];
+                let both = if self.layout.high_first {
+                    [odd, even]
+                } else {
+                    [even, odd]
+                };
+                quads.copy_from_slice(&both);
+            }
+            self.out.set(at, self.row, panel);
+        }
     }
 }

@@ -157,7 +157,7 @@ pub(crate) struct CodedWeight<'a> {
     pub(crate) offsets: Option<Scales<'a>>,
     /// The input of each column of the codes, if they are reordered.
     pub(crate) order: Option<&'a [i32]>,
-    /// If `true`, activations may be bytes for any number of rows, not only for a few.
+    /// If `true`, activations are bytes for any number of rows, not only for a few, where the layout allows it.
     pub(crate) bytes: bool,
 }
 

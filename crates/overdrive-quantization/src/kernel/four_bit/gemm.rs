@@ -94,9 +94,10 @@ enum Input<'a> {
     Floats,
 }
 
-/// The GEMM of a coded weight in integers: activations in words of 13 to 16 bits, and weights exactly except
-/// for code books that are not multiples of one number (NF4: words of 14 bits); or both in bytes, for a few
-/// rows and where that is asked for. The packed weight is read once for all rows of activations.
+/// The GEMM of a coded weight in integers. For codes of 4 bits both activations and weights are bytes; where the
+/// layout of the weight does not allow it and for codes of 8 bits, activations are words of 13 to 16 bits, and weights
+/// exact except for code books that are not multiples of one number (NF4: words of 14 bits). The packed weight is
+/// read once for all rows of activations.
 #[derive(Debug)]
 pub(crate) struct CodedGemm<'a> {
     weight: &'a CodedWeight<'a>,

@@ -1,9 +1,8 @@
 //! GEMM and GEMV with weights of 4 bits (NF4, FP4, integers in groups) and of 8 bits in groups.
 //!
-//! Codes become words of 16 bits, activations are quantized on the fly to words of 13 to 16 bits with a scale
-//! for each 64 inputs, and their products are summed exactly in 32 bits over the inputs that share a scale.
-//! That is as fast as memory delivers the codes, and about four times as precise as activations in bf16; 8 bits
-//! would be no faster here, and twenty times as coarse.
+//! Codes of 4 bits become bytes, activations are quantized on the fly to bytes with a scale for each 32 to 128
+//! inputs, and their products are summed exactly in 32 bits over the inputs that share a scale. Where the layout of
+//! the weight does not allow it, and for codes of 8 bits, both become words of 13 to 16 bits.
 //!
 //! | module | content |
 //! |---|---|
@@ -14,7 +13,7 @@
 //! | `word_rows`, `byte_rows`, `byte_panels` | rows of activations as words and as bytes |
 //! | `gemm` | the choice of the kernel |
 //! | `word_gemv`, `word_gemm` | one to three rows of activations in words; more rows |
-//! | `byte_gemv`, `byte_gemm` | codes of 4 bits with one to three rows in bytes; with more rows, on request |
+//! | `byte_gemv`, `byte_gemm` | codes of 4 bits with one to three rows in bytes; with more rows |
 //! | `dequantize` | dequantized rows, and the GEMM in floats |
 //! | `aligned` | memory that is aligned to lines of the cache |
 

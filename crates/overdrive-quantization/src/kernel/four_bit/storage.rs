@@ -2,7 +2,7 @@
 
 use std::sync::OnceLock;
 
-use overdrive_kernels::Table256;
+use overdrive_kernels::{InstructionSet, Table256};
 use tch::{Device, Kind, Tensor};
 
 use super::coded_weight::{CodedWeight, Coding};
@@ -22,7 +22,9 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
     if weight.device() != Device::Cpu {
         return Ok(None);
     }
-    let bytes_wanted = weight.activations == Activations::Int8;
+    // The portable kernel of bytes for more than a few rows is slower than those of words and of floats.
+    let fast = !matches!(InstructionSet::best(), InstructionSet::Portable(_));
+    let any_rows = fast || weight.activations == Activations::Int8;
     let size = |n: i64| usize::try_from(n).unwrap_or(0);
     let (outputs, inputs) = (size(weight.outputs), size(weight.inputs));
     let map = match &weight.storage {
@@ -57,7 +59,7 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
                     Some(order) => Some(elements::<i32>(order)?),
                     None => None,
                 },
-                bytes: bytes_wanted,
+                bytes: any_rows,
             }
         }
         Storage::Blocks { codes, magnitudes } => {
@@ -77,7 +79,7 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
                 },
                 offsets: None,
                 order: None,
-                bytes: bytes_wanted,
+                bytes: any_rows,
             }
         }
     };

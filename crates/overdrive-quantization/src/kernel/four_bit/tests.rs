@@ -226,7 +226,10 @@ impl Owned {
     /// round them.
     fn product(&self, x: &[f32], numbers: Numbers) -> Vec<(f64, f64)> {
         let levels = self.levels(numbers);
-        let group = if numbers == Numbers::Bytes { 32 } else { 64 };
+        let group = match numbers {
+            Numbers::Bytes => self.block.clamp(32, 128),
+            _ => 64,
+        };
         let mut all = Vec::new();
         for row in x.chunks(self.inputs) {
             let mut places: Vec<f64> = (0..self.inputs)

@@ -112,7 +112,7 @@ impl WordGemm<'_> {
             };
             for unit in 0..x.units {
                 block.unit = unit;
-                let columns = codes(s, weight, output, unit);
+                let columns = codes(s, weight, output, unit, 1);
                 block.rows::<S, D, _>(s, x.held, Coded { columns, decode });
             }
         } else {
@@ -120,7 +120,7 @@ impl WordGemm<'_> {
             for unit in 0..x.units {
                 for tile in 0..tiles {
                     let words = &mut scratch.words[tile * unit_words..(tile + 1) * unit_words];
-                    let columns = codes(s, weight, output + tile * LANES, unit);
+                    let columns = codes(s, weight, output + tile * LANES, unit, tiles);
                     unpack(s, decode, &columns, words);
                 }
                 let mut row = 0;
@@ -163,34 +163,42 @@ impl WordGemm<'_> {
 }
 
 /// Reads one unit of 16 outputs and transposes it, so that the lanes are outputs; lanes beyond the last output
-/// repeat it.
+/// repeat it. The same unit is prefetched `ahead` times 16 outputs further.
 #[inline(always)]
 pub(super) fn codes<S: Simd>(
     s: S,
     weight: &CodedWeight<'_>,
     output: usize,
     unit: usize,
+    ahead: usize,
 ) -> [S::Packed; LANES] {
     let bytes = weight.row_bytes();
     let codes = weight.codes;
     let from = unit * BYTES;
-    let count = BYTES.min(bytes - from);
-    let last = weight.outputs - 1;
     let mut packed = [s.load_packed(&[0; BYTES]); LANES];
-    for (lane, packed) in packed.iter_mut().enumerate() {
-        let first = (output + lane).min(last) * bytes + from;
-        // The same columns of the next tile: many short streams at once are more than the hardware
-        // prefetcher follows.
-        s.prefetch(codes.as_ptr().wrapping_add(first + LANES * bytes));
-        let row = &codes[first..first + count];
-        *packed = match row.first_chunk::<BYTES>() {
-            Some(whole) => s.load_packed(whole),
-            None => {
-                let mut last = [0; BYTES];
-                last[..count].copy_from_slice(row);
-                s.load_packed(&last)
-            }
-        };
+    if output + LANES <= weight.outputs && from + BYTES <= bytes {
+        let first = output * bytes + from;
+        // Many short streams at once are more than the hardware prefetcher follows. The first cache would not
+        // keep all units of so many outputs.
+        let next = codes.as_ptr().wrapping_add(first + ahead * LANES * bytes);
+        assert!(
+            first + (LANES - 1) * bytes + BYTES <= codes.len(),
+            "a whole unit of 16 rows"
+        );
+        for (lane, packed) in packed.iter_mut().enumerate() {
+            s.prefetch_near(next.wrapping_add(lane * bytes));
+            // SAFETY: asserted for the last lane.
+            *packed = s.load_packed(unsafe { at(codes, first + lane * bytes) });
+        }
+    } else {
+        let count = BYTES.min(bytes - from);
+        let last = weight.outputs - 1;
+        for (lane, packed) in packed.iter_mut().enumerate() {
+            let first = (output + lane).min(last) * bytes + from;
+            let mut padded = [0; BYTES];
+            padded[..count].copy_from_slice(&codes[first..first + count]);
+            *packed = s.load_packed(&padded);
+        }
     }
     s.transpose_packed(packed)
 }

@@ -21,7 +21,7 @@ impl FourBit for Avx512 {
     const BOOK_ZERO: i32 = 128;
 
     const BYTE_ROWS: usize = 6;
-    const BYTE_VECTORS: usize = 2;
+    const BYTE_VECTORS: usize = 4;
 
     #[inline(always)]
     fn unpack_nibbles<const BOOK: bool>(self, codes: __m512i, table: __m512i) -> [__m512i; 2] {
