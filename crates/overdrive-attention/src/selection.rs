@@ -80,6 +80,13 @@ pub fn explain_varlen(
 
 /// Returns the back end for a call; a forced one that cannot run is an error with its reasons.
 pub(crate) fn select(call: &Call<'_>) -> Result<Backend> {
+    if call.options.backend == Backend::Auto && !tracing::enabled!(tracing::Level::DEBUG) {
+        // Without the reasons against the other back ends: writing them takes longer than the attention of one
+        // token.
+        let mut backends = preference(call).into_iter();
+        let first = backends.find(|backend| refusals(call, *backend).is_empty());
+        return Ok(first.unwrap_or(Backend::Math));
+    }
     let explanation = explanation(call);
     let forced = call.options.backend;
     let Some(backend) = explanation.backend else {

@@ -53,6 +53,7 @@ mod linear_cross_entropy;
 mod loss_options;
 mod rms_norm;
 mod rotary;
+pub mod rows;
 mod tensors;
 
 pub use activation::{Activation, bias_activation, glu, glu_pair, swiglu, swiglu_pair};

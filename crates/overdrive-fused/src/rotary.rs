@@ -5,6 +5,7 @@ use tch::{Kind, Tensor};
 use crate::Result;
 use crate::error::{check_floating, wrong_shape};
 use crate::kernel::rotary::{Angles, HeadCopy, Heads, gather, scatter};
+use crate::rows::check_len;
 use crate::tensors::{Fresh, elements, has_kernel, with_element};
 
 /// The channels of a head that form a pair, which is rotated together.
@@ -360,6 +361,81 @@ struct SplitRotate {
     counts: [i64; 3],
 }
 
+/// Copies the heads of `rows`, one for each of `[batch, length]` tokens, to three new tensors (B, T, H, D), of which
+/// the first two are rotated.
+fn split_rotated<T: Element>(
+    rows: &[T],
+    [batch, length]: [i64; 2],
+    counts: [i64; 3],
+    angles: Angles<'_>,
+) -> Result<[Tensor; 3]> {
+    let tokens = length as usize;
+    let width = rows.len() / (batch * length) as usize;
+    let dim = width / counts.iter().sum::<i64>() as usize;
+    let mut from = 0;
+    let parts = [0, 1, 2].map(|index: usize| {
+        let heads = counts[index] as usize;
+        let copy = HeadCopy {
+            from: Heads {
+                data: &rows[from..],
+                sequence: tokens * width,
+                token: width,
+                head: dim,
+            },
+            heads,
+            offset: 0,
+            // Values have no position.
+            angles: (index < 2).then_some(angles),
+        };
+        from += heads * dim;
+        copy
+    });
+    let fresh = |count| Fresh::<T>::new(&[batch, length, count, dim as i64]);
+    let [mut q, mut k, mut v] = [fresh(counts[0])?, fresh(counts[1])?, fresh(counts[2])?];
+    let to = [q.elements_mut()?, k.elements_mut()?, v.elements_mut()?];
+    scatter(parts, tokens, dim, to);
+    Ok([q.into_tensor(), k.into_tensor(), v.into_tensor()])
+}
+
+/// The cosines and sines of the tokens of one forward pass, prepared once for all layers.
+#[derive(Debug)]
+pub struct RowAngles {
+    tables: Tables,
+    narrow: (Tensor, Tensor),
+    size: [i64; 2],
+}
+
+impl RowAngles {
+    /// Prepares tables as those of [`split_qkv_rotary`] for `[B, T]` tokens and heads of `head_dim` channels.
+    ///
+    /// # Errors
+    /// As [`split_qkv_rotary`].
+    pub fn new(cos: &Tensor, sin: &Tensor, size: [i64; 2], head_dim: i64) -> Result<RowAngles> {
+        let heads = [size[0], size[1], 1, head_dim];
+        let tables = Tables::new("split_qkv_rotary", cos, sin, &heads, Convention::HalfSplit)?;
+        Ok(RowAngles {
+            narrow: tables.narrow()?,
+            tables,
+            size,
+        })
+    }
+
+    /// Returns the rotated queries and keys, and the values, (B, T, H, D), of rows `(B · T, width)`; the same as
+    /// [`split_qkv_rotary`] in the layout of rows.
+    ///
+    /// # Errors
+    /// [`Error::Common`](crate::Error::Common) for rows of another length, and an error of libtorch when memory runs
+    /// out.
+    pub fn split_qkv(&self, rows: &[f32], shape: QkvShape) -> Result<[Tensor; 3]> {
+        let [batch, length] = self.size;
+        let expected = batch * length * shape.width();
+        check_len("rows", rows, expected)?;
+        let angles = self.tables.angles(&self.narrow, length as usize, false)?;
+        let counts = [shape.heads, shape.kv_heads, shape.kv_heads];
+        split_rotated(rows, self.size, counts, angles)
+    }
+}
+
 impl Function for SplitRotate {
     const NAME: &'static str = "split_qkv_rotary";
 
@@ -370,39 +446,11 @@ impl Function for SplitRotate {
     ) -> FunctionResult<Vec<Tensor>> {
         let qkv = inputs[0].f_contiguous()?;
         let size = qkv.size();
-        let (length, width) = (size[1] as usize, size[2] as usize);
-        let dim = width / self.counts.iter().sum::<i64>() as usize;
         let tables = self.tables.narrow()?;
-        let angles = self.tables.angles(&tables, length, false)?;
+        let angles = self.tables.angles(&tables, size[1] as usize, false)?;
         with_element!(qkv.kind(), T => {
             let elements = elements::<T>(&qkv)?;
-            let mut from = 0;
-            let parts = [0, 1, 2].map(|index: usize| {
-                let heads = self.counts[index] as usize;
-                let copy = HeadCopy {
-                    from: Heads {
-                        data: &elements[from..],
-                        sequence: length * width,
-                        token: width,
-                        head: dim,
-                    },
-                    heads,
-                    offset: 0,
-                    // Values have no position.
-                    angles: (index < 2).then_some(angles),
-                };
-                from += heads * dim;
-                copy
-            });
-            let fresh = |count| Fresh::<T>::new(&[size[0], size[1], count, dim as i64]);
-            let [mut q, mut k, mut v] = [
-                fresh(self.counts[0])?,
-                fresh(self.counts[1])?,
-                fresh(self.counts[2])?,
-            ];
-            let rows = [q.elements_mut()?, k.elements_mut()?, v.elements_mut()?];
-            scatter(parts, length, dim, rows);
-            Ok(vec![q.into_tensor(), k.into_tensor(), v.into_tensor()])
+            Ok(split_rotated(elements, [size[0], size[1]], self.counts, angles)?.into())
         })
     }
 

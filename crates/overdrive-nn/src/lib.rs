@@ -32,6 +32,7 @@ mod error;
 mod host;
 mod joint;
 mod linear;
+mod rows;
 mod weight;
 
 pub use adapter::Adapter;
@@ -40,4 +41,5 @@ pub use error::{Error, Result};
 pub use host::{AdapterHost, AdapterState};
 pub use joint::{joint_base, joint_forward};
 pub use linear::Linear;
+pub use rows::joint_forward_into;
 pub use weight::LinearWeight;

@@ -48,8 +48,8 @@ mod weight;
 pub use activations::Activations;
 pub use calibrate::{
     CalibrationOptions, ClipOptions, GptqOptions, InputCollector, InputObserver, InputStatistics,
-    Migration, Moments, fold_into_columns, fold_into_rows, migration_scales, observe_input,
-    observe_inputs, quantize_calibrated,
+    Migration, Moments, fold_into_columns, fold_into_rows, is_observed, migration_scales,
+    observe_input, observe_inputs, quantize_calibrated,
 };
 pub use checkpoint::{
     CheckpointOptions, CheckpointReport, Filter, Progress, TensorReport, quantize_checkpoint,
@@ -61,7 +61,7 @@ pub use format::{
     QuantizationArgs, QuantizationConfig, TensorSource,
 };
 pub use gguf::{GgufArray, GgufFile, GgufTensor, GgufType, GgufValue};
-pub use linear::{joint_linear, linear};
+pub use linear::{joint_linear, joint_linear_into, linear};
 pub use overdrive_kernels::instruction_set;
 pub use report::WeightError;
 pub use scheme::{BlockOptions, GroupOptions, GroupScales, Scheme};

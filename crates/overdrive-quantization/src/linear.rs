@@ -79,6 +79,44 @@ pub fn joint_linear(
     Ok(apply(function, &inputs)?.remove(0))
 }
 
+/// Computes what [`joint_linear`] does for rows of f32 in slices: `y (rows, ΣO)` of `x (rows, I)`, with the weights
+/// and their biases. A decoder that keeps its buffers from step to step calls it. Returns `false`, and leaves `y`
+/// undefined, if a tensor is not on the CPU, a bias is not in f32, or a weight has no kernel for so many rows.
+///
+/// # Errors
+/// [`Error::Common`] for slices that do not fit.
+pub fn joint_linear_into(
+    x: &[f32],
+    layers: &[(&QuantizedWeight, Option<&Tensor>)],
+    y: &mut [f32],
+) -> Result<bool> {
+    let on_cpu = layers.iter().all(|(weight, bias)| {
+        weight.device() == Device::Cpu
+            && bias.is_none_or(|bias| {
+                bias.device() == Device::Cpu && bias.kind() == Kind::Float && bias.is_contiguous()
+            })
+    });
+    let Some((first, _)) = layers.first().filter(|_| on_cpu) else {
+        return Ok(false);
+    };
+    let width = first.inputs.unsigned_abs() as usize;
+    let rows = x.len().checked_div(width).unwrap_or(0);
+    let outputs: i64 = layers.iter().map(|(weight, _)| weight.outputs).sum();
+    let outputs = outputs.unsigned_abs() as usize;
+    let same = layers.iter().all(|(weight, bias)| {
+        let biased = |bias: &&Tensor| bias.size() == [weight.outputs];
+        weight.inputs == first.inputs && bias.as_ref().is_none_or(biased)
+    });
+    if !same || x.len() != rows * width || y.len() != rows * outputs {
+        let expected = format!(
+            "({rows}, {width}) elements for a result of {} elements",
+            y.len()
+        );
+        return Err(Error::shape("x", vec![x.len() as i64], expected));
+    }
+    cpu::forward_into(x, width, layers, y)
+}
+
 /// Returns the result without recording it; `recording` is `true` if it is part of an autograd graph.
 fn forward(
     x: &Tensor,

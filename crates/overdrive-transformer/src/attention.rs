@@ -1,6 +1,7 @@
+use overdrive_fused::rows::{self, RowAngles};
 use overdrive_fused::{Layout, QkvShape, RotaryOptions, rotary, split_qkv_rotary};
 use overdrive_kv_cache::KvCache;
-use overdrive_nn::Linear;
+use overdrive_nn::{Linear, joint_forward_into};
 use tch::Tensor;
 
 use crate::attend::{AttendOptions, attend_with_cache};
@@ -98,15 +99,56 @@ impl RotaryAttention {
             (None, true) => self.heads_in_one_pass(x, step.rotation)?,
             _ => self.heads(x, step.rotation, fused)?,
         };
-        let options = AttendOptions {
+        let options = self.options(&step);
+        let cache = step.cache.map(|cache| (step.layer, cache));
+        let mixed = attend_with_cache(&query, &key, &value, step.mask, &options, cache)?;
+        Ok(self.o.forward_with(&mixed, fused)?)
+    }
+
+    /// Computes attention of rows of f32 in slices, of `[B, T]` tokens, over the cache; `joint` and `scratch` are
+    /// memory to compute in.
+    pub(crate) fn forward_rows(
+        &self,
+        x: &[f32],
+        step: AttentionStep<'_, '_>,
+        angles: &RowAngles,
+        joint: &mut Vec<f32>,
+        scratch: &mut Vec<f32>,
+        y: &mut [f32],
+    ) -> Result<()> {
+        let width = self.shape.width().unsigned_abs() as usize;
+        let inputs = self.qkv.inputs().max(1);
+        joint.resize(x.len() / inputs * width, 0.0);
+        self.qkv.forward_rows(x, joint)?;
+        if let Some((q_norm, k_norm)) = &self.norms {
+            let heads = |count: i64| (count * self.shape.head_dim).unsigned_abs() as usize;
+            let (queries, keys) = (heads(self.shape.heads), heads(self.shape.kv_heads));
+            for row in joint.chunks_exact_mut(width) {
+                let (query, rest) = row.split_at_mut(queries);
+                for (norm, heads) in [(q_norm, query), (k_norm, &mut rest[..keys])] {
+                    scratch.clear();
+                    scratch.extend_from_slice(heads);
+                    norm.forward_rows(scratch, heads)?;
+                }
+            }
+        }
+        let [query, key, value] = angles.split_qkv(joint, self.shape)?;
+        let by_head = |heads: Tensor| heads.f_transpose(1, 2);
+        let (query, key, value) = (by_head(query)?, by_head(key)?, by_head(value)?);
+        let options = self.options(&step);
+        let cache = step.cache.map(|cache| (step.layer, cache));
+        let mixed = attend_with_cache(&query, &key, &value, step.mask, &options, cache)?;
+        let mixed = mixed.f_contiguous()?;
+        Ok(joint_forward_into(rows::elements(&mixed)?, &[&self.o], y)?)
+    }
+
+    fn options(&self, step: &AttentionStep<'_, '_>) -> AttendOptions {
+        AttendOptions {
             implementation: step.execution.attention,
             dropout: step.dropout,
             scale: self.scale,
             softcap: self.softcap,
-        };
-        let cache = step.cache.map(|cache| (step.layer, cache));
-        let mixed = attend_with_cache(&query, &key, &value, step.mask, &options, cache)?;
-        Ok(self.o.forward_with(&mixed, fused)?)
+        }
     }
 
     /// Returns the rotated query and key, and the value, `(B, H, T, D)`, out of one matmul and one pass over

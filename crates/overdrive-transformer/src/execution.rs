@@ -15,6 +15,10 @@ pub struct Execution {
     /// operators one by one. The fused loss never holds all logits. Gradients of gradients need `false`.
     /// Default: `true`.
     pub fused_kernels: bool,
+    /// If `true`, a forward pass of few tokens over a cache, on a CPU in fp32 without gradients, runs on buffers that
+    /// are kept from step to step, without a tensor for each result: small models decode faster. It needs
+    /// `fused_kernels`. Default: `true`.
+    pub fused_decoding: bool,
     /// The implementation of attention. Default: flash.
     pub attention: AttentionImplementation,
     /// The blocks that are recomputed in backward instead of saving their activations; none with a cache.
@@ -28,6 +32,7 @@ impl Default for Execution {
     fn default() -> Self {
         Execution {
             fused_kernels: true,
+            fused_decoding: true,
             attention: AttentionImplementation::default(),
             checkpointing: Schedule::Never,
             checkpoint_options: CheckpointOptions::default(),

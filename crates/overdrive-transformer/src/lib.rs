@@ -77,6 +77,7 @@ mod attention;
 mod causal_lm;
 mod checkpoint;
 mod config;
+mod decode_step;
 mod error;
 mod execution;
 mod gguf;

@@ -1,11 +1,14 @@
+use std::cell::RefCell;
 use std::ops::Range;
 
 use overdrive_checkpointing::{Shared, checkpoint};
+use overdrive_fused::rows::RowAngles;
 use overdrive_kv_cache::KvCache;
 use overdrive_nn::{Embedding, Linear};
 use tch::{Kind, Tensor};
 
 use crate::attention::{AttentionStep, RotaryAttention};
+use crate::decode_step::{self, DecodeBuffers};
 use crate::input::{ForwardInput, Shape};
 use crate::mask::Mask;
 use crate::mlp::GatedMlp;
@@ -28,6 +31,9 @@ pub(crate) struct Llama {
     /// The rotary positions of sliding blocks (Gemma 3).
     local_rotary: Option<Rotary>,
     dropout: f64,
+    head_dim: i64,
+    /// The buffers of decoding steps. The model's tensors are not `Sync`, so one thread at a time is here.
+    buffers: RefCell<DecodeBuffers>,
 }
 
 /// The window and the rotary frequencies of a block.
@@ -201,6 +207,8 @@ impl Llama {
             rotary: rotary(config.rope_theta, &config.rope_scaling)?,
             local_rotary: local.transpose()?,
             dropout: config.attention_dropout,
+            head_dim: config.head_dim(),
+            buffers: RefCell::default(),
         })
     }
 
@@ -225,7 +233,14 @@ impl Llama {
         if let Some(scale) = self.embedding_scale {
             x = x.f_mul_scalar(scale)?;
         }
+        let on_rows = decode_step::applies(input, &x, execution, training);
         let mut stream = Stream { x, delta: None };
+        if let Some(cache) = input.cache.as_deref_mut().filter(|_| on_rows) {
+            stream = self
+                .run_on_rows(&stream.x, &context, cache)?
+                .select(input.logits)?;
+            return Ok(stream.normalised(&self.norm, execution.fused_kernels)?.0);
+        }
         for group in execution.checkpointing.groups(self.blocks.len())? {
             // With a cache a second run would append the tokens twice.
             stream = if group.checkpointed && input.cache.is_none() {
@@ -237,6 +252,38 @@ impl Llama {
         // Before the last norm, so that it is computed for the wanted positions only.
         stream = stream.select(input.logits)?;
         Ok(stream.normalised(&self.norm, execution.fused_kernels)?.0)
+    }
+
+    /// Runs all blocks on slices.
+    fn run_on_rows(
+        &self,
+        x: &Tensor,
+        context: &Context,
+        cache: &mut (dyn KvCache + '_),
+    ) -> Result<Stream> {
+        let size = x.size();
+        let tokens = [size[0], size[1]];
+        let angles = |rotation: &Rotation| {
+            RowAngles::new(&rotation.cos, &rotation.sin, tokens, self.head_dim)
+        };
+        let full = angles(&context.rotation)?;
+        let local = context.local_rotation.as_ref().map(angles).transpose()?;
+        let mut buffers = self.buffers.borrow_mut();
+        buffers.begin(x)?;
+        for (layer, plan) in self.plans.iter().enumerate() {
+            let step = context.step(layer, *plan, Some(&mut *cache));
+            let angles = local
+                .as_ref()
+                .filter(|_| plan.local_rotary)
+                .unwrap_or(&full);
+            self.blocks[layer]
+                .with(|block| block.forward_rows(&mut buffers, layer == 0, step, angles))?;
+        }
+        let (x, delta) = buffers.finish(&size)?;
+        Ok(Stream {
+            x,
+            delta: Some(delta),
+        })
     }
 
     fn run(
@@ -457,6 +504,48 @@ impl Block {
             x,
             delta: Some(delta),
         })
+    }
+}
+
+impl Block {
+    /// Computes the block on slices as [`forward`](Self::forward) does on tensors; the `first` one has no output of
+    /// another one to add.
+    fn forward_rows(
+        &self,
+        buffers: &mut DecodeBuffers,
+        first: bool,
+        step: AttentionStep<'_, '_>,
+        angles: &RowAngles,
+    ) -> Result<()> {
+        let DecodeBuffers {
+            x,
+            sum,
+            delta,
+            normalised,
+            joint,
+            inner,
+        } = buffers;
+        if first {
+            self.input_norm.forward_rows(x, normalised)?;
+        } else {
+            self.input_norm
+                .forward_sum_rows(x, delta, sum, normalised)?;
+            std::mem::swap(x, sum);
+        }
+        self.attention
+            .forward_rows(normalised, step, angles, joint, inner, delta)?;
+        if let Some((after_attention, _)) = &self.output_norms {
+            after_attention.forward_rows(delta, sum)?;
+            std::mem::swap(delta, sum);
+        }
+        self.mlp_norm.forward_sum_rows(x, delta, sum, normalised)?;
+        std::mem::swap(x, sum);
+        self.mlp.forward_rows(normalised, joint, inner, delta)?;
+        if let Some((_, after_mlp)) = &self.output_norms {
+            after_mlp.forward_rows(delta, sum)?;
+            std::mem::swap(delta, sum);
+        }
+        Ok(())
     }
 }
 

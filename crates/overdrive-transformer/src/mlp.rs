@@ -1,5 +1,5 @@
-use overdrive_fused::{Activation, glu};
-use overdrive_nn::Linear;
+use overdrive_fused::{Activation, glu, rows};
+use overdrive_nn::{Linear, joint_forward_into};
 use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
@@ -52,5 +52,22 @@ impl GatedMlp {
             activate(self.activation, &gate)?.f_mul(&up)?
         };
         Ok(self.down.forward_with(&inner, fused)?)
+    }
+
+    /// Computes the block for rows of f32 in slices; `joint` and `inner` are memory to compute in.
+    pub(crate) fn forward_rows(
+        &self,
+        x: &[f32],
+        joint: &mut Vec<f32>,
+        inner: &mut Vec<f32>,
+        y: &mut [f32],
+    ) -> Result<()> {
+        let both = self.gate_up.outputs();
+        let rows = x.len() / self.gate_up.inputs().max(1);
+        joint.resize(rows * both, 0.0);
+        inner.resize(rows * both / 2, 0.0);
+        self.gate_up.forward_rows(x, joint)?;
+        rows::glu(joint, both / 2, self.activation, inner)?;
+        Ok(joint_forward_into(inner, &[&self.down], y)?)
     }
 }

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use overdrive_checkpointing::Shared;
 use overdrive_core::Error;
-use overdrive_nn::{Linear, joint_forward};
+use overdrive_nn::{Linear, joint_forward, joint_forward_into};
 use tch::Tensor;
 
 use crate::Result;
@@ -60,6 +60,24 @@ impl JointLinear {
     pub(crate) fn forward_joint(&self, x: &Tensor) -> Result<Tensor> {
         let layers: Vec<&Linear> = self.0.iter().collect();
         Ok(joint_forward(x, &layers)?)
+    }
+
+    /// Computes what [`forward_joint`](Self::forward_joint) does for rows of f32 in slices.
+    pub(crate) fn forward_rows(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+        let layers: Vec<&Linear> = self.0.iter().collect();
+        Ok(joint_forward_into(x, &layers, y)?)
+    }
+
+    /// Returns the number of inputs.
+    pub(crate) fn inputs(&self) -> usize {
+        let inputs = self.0.first().map_or(0, |linear| linear.weight().size()[1]);
+        inputs.unsigned_abs() as usize
+    }
+
+    /// Returns the number of all outputs.
+    pub(crate) fn outputs(&self) -> usize {
+        let outputs = self.0.iter().map(|linear| linear.weight().size()[0]);
+        outputs.sum::<i64>().unsigned_abs() as usize
     }
 
     /// Computes the outputs one by one, those of dense weights by libtorch's operator.

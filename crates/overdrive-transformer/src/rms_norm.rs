@@ -1,5 +1,6 @@
 use std::cell::RefCell;
 
+use overdrive_fused::rows;
 use tch::{Device, Kind, Tensor};
 
 use crate::parameters::ParameterMap;
@@ -72,6 +73,43 @@ impl RmsNorm {
             }
         };
         Ok(overdrive_fused::add_rms_norm(delta, x, &weight, self.eps)?)
+    }
+}
+
+impl RmsNorm {
+    /// Normalises rows of f32 as [`forward`](Self::forward) does.
+    pub(crate) fn forward_rows(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+        Ok(rows::rms_norm(x, &self.factor()?, self.eps, y)?)
+    }
+
+    /// Normalises rows of `x + delta` as [`forward_sum`](Self::forward_sum) does; the sum goes to `sum`.
+    pub(crate) fn forward_sum_rows(
+        &self,
+        x: &[f32],
+        delta: &[f32],
+        sum: &mut [f32],
+        y: &mut [f32],
+    ) -> Result<()> {
+        Ok(rows::add_rms_norm(
+            delta,
+            x,
+            &self.factor()?,
+            self.eps,
+            sum,
+            y,
+        )?)
+    }
+
+    /// Returns the number by which each channel is multiplied, contiguous in f32.
+    fn factor(&self) -> Result<Tensor> {
+        let factor = match &self.gain {
+            None => self.weight.shallow_clone(),
+            Some(gain) => gain.of(&self.weight)?,
+        };
+        if factor.kind() == Kind::Float && factor.is_contiguous() {
+            return Ok(factor);
+        }
+        Ok(factor.f_to_kind(Kind::Float)?.f_contiguous()?)
     }
 }
 

@@ -22,6 +22,6 @@ mod statistics;
 pub use clip::ClipOptions;
 pub use gptq::GptqOptions;
 pub use migration::{Migration, fold_into_columns, fold_into_rows, migration_scales};
-pub use observer::{InputCollector, InputObserver, observe_input, observe_inputs};
+pub use observer::{InputCollector, InputObserver, is_observed, observe_input, observe_inputs};
 pub use quantize::{CalibrationOptions, quantize_calibrated};
 pub use statistics::{InputStatistics, Moments};

@@ -61,6 +61,11 @@ pub fn observe_inputs<O: InputObserver + 'static, T>(
     (observer.into_inner(), result)
 }
 
+/// Returns `true` if this thread has an observer.
+pub fn is_observed() -> bool {
+    OBSERVER.with(|slot| slot.borrow().is_some())
+}
+
 /// Passes the input of the layer `name` to the observer of this thread, if there is one. Layers that an
 /// observer runs itself are not observed.
 ///

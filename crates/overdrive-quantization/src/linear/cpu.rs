@@ -49,6 +49,50 @@ fn joint<T: Element>(
     size.push(columns);
     let mut y = Fresh::<T>::new(&size)?;
     let rows = InputRows::new(elements::<T>(x)?, width.unsigned_abs() as usize);
+    let slices: Vec<Option<&[T]>> = biases
+        .iter()
+        .map(|bias| bias.as_ref().map(elements::<T>).transpose())
+        .collect::<Result<_>>()?;
+    let others = run_kernels(&rows, weights, &slices, recording, y.elements_mut()?)?;
+    let y = y.into_tensor();
+    if !others.is_empty() {
+        let x = x.f_view([-1, width])?;
+        let all = y.f_view([-1, columns])?;
+        for (first, index) in others {
+            let weight = weights[index];
+            let y = all.f_narrow(1, first, weight.outputs)?;
+            blocks::forward(&x, weight, biases[index].as_ref(), &y)?;
+        }
+    }
+    Ok(y)
+}
+
+/// Writes the results for rows of f32; returns `false` if a weight has no kernel for so many rows.
+pub(super) fn forward_into(
+    x: &[f32],
+    width: usize,
+    layers: &[(&QuantizedWeight, Option<&Tensor>)],
+    y: &mut [f32],
+) -> Result<bool> {
+    let weights: Vec<&QuantizedWeight> = layers.iter().map(|(weight, _)| *weight).collect();
+    let biases: Vec<Option<&[f32]>> = layers
+        .iter()
+        .map(|(_, bias)| bias.map(elements::<f32>).transpose())
+        .collect::<Result<_>>()?;
+    let rows = InputRows::new(x, width);
+    Ok(run_kernels(&rows, &weights, &biases, false, y)?.is_empty())
+}
+
+/// Writes the results of the weights that have a kernel for so many rows; returns the first column and the index of
+/// each of the others.
+fn run_kernels<T: Element>(
+    rows: &InputRows<'_, T>,
+    weights: &[&QuantizedWeight],
+    biases: &[Option<&[T]>],
+    recording: bool,
+    y: &mut [T],
+) -> Result<Vec<(i64, usize)>> {
+    let columns: i64 = weights.iter().map(|weight| weight.outputs).sum();
     let few = rows.rows <= FEW_ROWS;
     let plans: Vec<Plan> = weights
         .iter()
@@ -73,9 +117,9 @@ fn joint<T: Element>(
     };
     let forms = Forms {
         set: InstructionSet::best(),
-        splits: splits(&plans, &rows),
+        splits: splits(&plans, rows),
         quantized: QuantizedInputs::new(InstructionSet::best(), floats, coded.iter().flatten()),
-        rows: &rows,
+        rows,
     };
 
     let mut gemms: Vec<(usize, Box<dyn Gemm + '_>)> = Vec::with_capacity(weights.len());
@@ -83,11 +127,10 @@ fn joint<T: Element>(
     let mut others: Vec<(i64, usize)> = Vec::new();
     let mut first: i64 = 0;
     for (index, weight) in weights.iter().enumerate() {
-        let bias = biases[index].as_ref().map(elements::<T>).transpose()?;
         match gemm(weight, plans[index], coded[index].as_ref(), &forms)? {
             Some(gemm) => {
                 gemms.push((first.unsigned_abs() as usize, gemm));
-                gemm_biases.push(bias);
+                gemm_biases.push(biases[index]);
             }
             None => others.push((first, index)),
         }
@@ -98,23 +141,8 @@ fn joint<T: Element>(
         .zip(gemm_biases)
         .map(|((first, gemm), bias)| (*first, &**gemm, bias))
         .collect();
-    joint_gemm(
-        &borrowed,
-        rows.rows,
-        columns.unsigned_abs() as usize,
-        y.elements_mut()?,
-    );
-    let y = y.into_tensor();
-    if !others.is_empty() {
-        let x = x.f_view([-1, width])?;
-        let all = y.f_view([-1, columns])?;
-        for (first, index) in others {
-            let weight = weights[index];
-            let y = all.f_narrow(1, first, weight.outputs)?;
-            blocks::forward(&x, weight, biases[index].as_ref(), &y)?;
-        }
-    }
-    Ok(y)
+    joint_gemm(&borrowed, rows.rows, columns.unsigned_abs() as usize, y);
+    Ok(others)
 }
 
 /// Splits the outlier columns off the activations, once for each threshold.

@@ -5,6 +5,7 @@ mod adapters_peft;
 mod autocast;
 mod checkpoint;
 mod common;
+mod decode_step;
 mod gguf;
 mod gguf_end_of_text;
 mod long_positions;

@@ -75,7 +75,7 @@ impl<'a> ScalePrefetch<'a> {
             rows,
             scales,
             offsets: weight.offsets.as_ref().unwrap_or(scales),
-            step: of_tile.div_ceil(weight.inputs / UNIT),
+            step: of_tile.div_ceil(weight.inputs.div_ceil(UNIT)),
         }
     }
 
@@ -106,7 +106,7 @@ impl Kernel for ByteGemv<'_> {
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
         // A weight with bytes of activations has a table.
-        let Some((table, _)) = self.weight.byte_table() else {
+        let Some((table, _)) = self.weight.few_rows_byte_table() else {
             return;
         };
         match (table.zero.is_none(), self.weight.offsets) {
@@ -131,7 +131,7 @@ impl ByteGemv<'_> {
         let outputs = self.outputs.len();
         scratch.results.grow(x.rows * outputs);
         assert!(
-            bytes == x.of_row * BYTES && x.stride >= x.of_row * groups,
+            bytes.div_ceil(BYTES) == x.of_row && x.stride >= x.of_row * groups,
             "the sizes that `ByteRows` and `CodedWeight::byte_table` ensure"
         );
         // The first codes, which the prefetch of the loops below misses.
@@ -145,7 +145,10 @@ impl ByteGemv<'_> {
         while first < self.outputs.end {
             let count = BATCH.min(self.outputs.end - first);
             self.prepare::<S, OFFSETS>(s, &rows, first, count, &mut scratch);
-            let all = &weight.codes[first * bytes..(first + count) * bytes];
+            // The last unit of a row may reach into the next row, where it is multiplied with zeros.
+            let all = &weight.codes[first * bytes..];
+            let whole = bytes / BYTES;
+            assert!(all.len() >= count * bytes, "the rows of the outputs");
             let (products, added) = (&*scratch.products, &*scratch.added);
             assert!(
                 products.len() >= x.rows * BATCH * x.stride + LANES
@@ -179,8 +182,12 @@ impl ByteGemv<'_> {
                         for (r, sum) in sums.iter_mut().enumerate() {
                             let from = rows[r] * bytes + index * BYTES;
                             s.prefetch_near(all.as_ptr().wrapping_add(from + AHEAD));
-                            // SAFETY: `rows[r] < count` and `index < of_row`: a vector of a row of `all`.
-                            let packed = s.load_packed(unsafe { at(all, from) });
+                            let packed = if index < whole {
+                                // SAFETY: `rows[r] < count` and `index < whole`: a vector of a row of `all`.
+                                s.load_packed(unsafe { at(all, from) })
+                            } else {
+                                last_unit(s, &all[from..])
+                            };
                             let total = s.dot_nibbles::<BOOK>(start, packed, table, low, high);
                             let from = of_row + rows[r] * x.stride + index * groups;
                             // SAFETY: `rows[r] < BATCH`, the groups of a unit are whole in `stride`, and a vector
@@ -252,7 +259,24 @@ impl ByteGemv<'_> {
                     #[inline(always)]
                     |scale, (out, of_row)| s.store_f32(s.mul(scale, s.load_f32(of_row)), out),
                 );
+                let beyond = weight.inputs / x.group..x.of_row * (UNIT / x.group);
+                // Inputs that do not exist are zeros, which the scale of another row may not make NaN.
+                out.as_flattened_mut()[beyond].fill(0.0);
             }
+        }
+    }
+}
+
+/// Loads the codes of the last unit of a row, of which only a part may belong to the row.
+#[inline(always)]
+fn last_unit<S: Simd>(s: S, rest: &[u8]) -> S::Packed {
+    match rest.first_chunk() {
+        Some(unit) => s.load_packed(unit),
+        // The end of the weight.
+        None => {
+            let mut unit = [0; BYTES];
+            unit[..rest.len()].copy_from_slice(rest);
+            s.load_packed(&unit)
         }
     }
 }

@@ -39,7 +39,13 @@ pub(super) struct ByteLayout {
 impl ByteLayout {
     /// Returns the layout for a weight; `None` if it has no kernel of bytes.
     pub(super) fn of(weight: &CodedWeight<'_>) -> Option<Self> {
-        let (table, high_first) = weight.byte_table()?;
+        weight.byte_table()?;
+        Self::of_few_rows(weight)
+    }
+
+    /// Returns the layout of a few rows for a weight; `None` if it has no kernel of bytes for them.
+    pub(super) fn of_few_rows(weight: &CodedWeight<'_>) -> Option<Self> {
+        let (table, high_first) = weight.few_rows_byte_table()?;
         Some(ByteLayout {
             high_first,
             zero: table.zero,
@@ -89,14 +95,16 @@ impl ByteRows {
     /// Quantizes `x (rows, inputs)`, a few rows.
     pub(super) fn new(set: InstructionSet, x: &[f32], layout: &ByteLayout) -> Self {
         // The system zeroes new pages; an array of units would be copied.
-        let units = Box::new_zeroed_slice(x.len() / UNIT);
+        let rows = x.len() / layout.inputs;
+        // The last unit of a row may have inputs that do not exist: zeros.
+        let of_row = layout.inputs.div_ceil(UNIT);
+        let units = Box::new_zeroed_slice(rows * of_row);
         // SAFETY: a unit of zero bytes is one of zeros.
         let units: Box<[Unit]> = unsafe { units.assume_init() };
-        let rows = x.len() / layout.inputs;
         let stride = (layout.inputs / layout.group).next_multiple_of(LANES);
         let mut all = ByteRows {
             units,
-            of_row: layout.inputs / UNIT,
+            of_row,
             rows,
             group: layout.group,
             scales: AlignedVec::new(rows * stride),
@@ -147,11 +155,10 @@ impl Quantize<'_> {
         let each = G / 8;
         let rows = self.x.chunks_exact(layout.inputs);
         for (row, x) in rows.enumerate() {
-            let (all, _) = x.as_chunks::<UNIT>();
             let units = &mut out.units[row * out.of_row..(row + 1) * out.of_row];
             let scales = &mut out.scales[row * out.stride..(row + 1) * out.stride];
             let of_units = scales.chunks_exact_mut(UNIT / G);
-            for ((x, unit), scales) in all.iter().zip(&mut *units).zip(of_units) {
+            for ((x, unit), scales) in x.chunks(UNIT).zip(&mut *units).zip(of_units) {
                 let mut bytes = [0; UNIT];
                 let (groups, _) = x.as_chunks::<G>();
                 let (of_groups, _) = bytes.as_chunks_mut::<G>();

@@ -177,12 +177,17 @@ impl CodedWeight<'_> {
     /// the high half. `None` if they must be words: for rows that are not whole vectors of codes, blocks that
     /// cross rows or have fewer than 32 elements, and reordered columns.
     pub(crate) fn byte_table(&self) -> Option<(ByteTable, bool)> {
+        let whole = self.inputs.is_multiple_of(128);
+        whole.then(|| self.few_rows_byte_table()).flatten()
+    }
+
+    /// Returns the same for a few rows of activations, for which rows need not be whole vectors of codes.
+    pub(crate) fn few_rows_byte_table(&self) -> Option<(ByteTable, bool)> {
         let Coding::Nibbles { values, high_first } = &self.coding else {
             return None;
         };
         let block = self.scales.block;
         let fits = self.inputs > 0
-            && self.inputs.is_multiple_of(128)
             && self.inputs.is_multiple_of(block)
             && block.is_power_of_two()
             && block >= 32

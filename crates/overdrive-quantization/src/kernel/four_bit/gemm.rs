@@ -42,7 +42,10 @@ impl<'a> QuantizedInputs<'a> {
         };
         for weight in weights {
             let few = x.len() <= MAX_ROWS * weight.inputs;
-            let layout = ByteLayout::of(weight).filter(|_| few || weight.bytes);
+            let layout = match few {
+                true => ByteLayout::of_few_rows(weight),
+                false => ByteLayout::of(weight).filter(|_| weight.bytes),
+            };
             if let Some(layout) = layout {
                 if few && find(&inputs.bytes, &layout).is_none() {
                     let rows = ByteRows::new(set, x, &layout);
@@ -63,7 +66,7 @@ impl<'a> QuantizedInputs<'a> {
 
     /// Returns the form of the activations for `weight`.
     fn of(&self, weight: &CodedWeight<'a>) -> Input<'_> {
-        if let Some(layout) = ByteLayout::of(weight) {
+        if let Some(layout) = ByteLayout::of_few_rows(weight) {
             if let Some(rows) = find(&self.bytes, &layout) {
                 return Input::Bytes(rows);
             }

@@ -201,7 +201,11 @@ impl Owned {
     /// Returns the type in which `rows` of activations are multiplied.
     fn numbers(&self, rows: usize) -> Numbers {
         let map = self.map();
-        if (rows <= 3 || self.bytes) && map.byte_table().is_some() {
+        let table = match rows {
+            ..=3 => map.few_rows_byte_table(),
+            _ => map.byte_table().filter(|_| self.bytes),
+        };
+        if table.is_some() {
             Numbers::Bytes
         } else if map.granule().is_some() {
             Numbers::Words
@@ -361,14 +365,14 @@ proptest! {
     fn products_of_bytes_agree_with_sums_in_f64_of_the_same_integers(
         coding in 0..4_usize,
         outputs in 1..40_usize,
-        units in 1..9_usize,
+        groups in 1..36_usize,
         block in prop::sample::select(vec![32_usize, 64, 128, 256, 512]),
         kept in prop::sample::select(vec![Kept::F32, Kept::F16, Kept::Quantized]),
         offsets in any::<bool>(),
         rows in 1..4_usize,
         seed in any::<u64>(),
     ) {
-        let inputs = (units * 128).next_multiple_of(block);
+        let inputs = (groups * 32).next_multiple_of(block);
         let offsets = offsets && coding < 2;
         let case = Case { coding: codings()[coding], outputs, inputs, block, kept, offsets, order: false, seed };
         prop_assert_eq!(Owned::new(case).numbers(rows), Numbers::Bytes);

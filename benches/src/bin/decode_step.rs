@@ -1,0 +1,115 @@
+//! The tokens per second of decoding one sequence greedily, with and without
+//! [`Execution::fused_decoding`](overdrive::transformer::Execution), in turn in one process: the median of each, and
+//! the median of the ratios of neighbouring rounds.
+//!
+//! `cargo run --release -p overdrive-benches --bin decode_step [-- --gguf FILE]`
+
+use std::path::PathBuf;
+use std::time::Instant;
+
+use clap::Parser;
+use overdrive::kv_cache::DynamicCache;
+use overdrive::quantization::{GroupOptions, Scheme};
+use overdrive::transformer::{
+    CausalLm, Execution, ForwardInput, InitOptions, LlamaConfig, LoadOptions, Logits,
+    QuantizeOptions,
+};
+use tch::Tensor;
+
+/// Times decoding steps
+#[derive(Parser)]
+struct Flags {
+    /// A GGUF file [default: random weights in the shape of SmolLM2-135M, in groups of 32 like `Q4_1` with a head
+    /// like `Q8_0`]
+    #[arg(long)]
+    gguf: Option<PathBuf>,
+    /// Number of tokens before the first step
+    #[arg(long, default_value_t = 32)]
+    past: i64,
+    /// Number of steps of a round
+    #[arg(long, default_value_t = 32)]
+    steps: i64,
+    /// Number of rounds of each kind
+    #[arg(long, default_value_t = 21)]
+    rounds: usize,
+}
+
+type Result<T> = std::result::Result<T, Box<dyn std::error::Error>>;
+
+fn main() -> Result<()> {
+    let flags = Flags::parse();
+    let _no_grad = tch::no_grad_guard();
+    let mut model = match &flags.gguf {
+        Some(file) => CausalLm::from_gguf(file, &LoadOptions::default())?,
+        None => random()?,
+    };
+    let mut speeds = [Vec::new(), Vec::new()];
+    let mut tokens = [Vec::new(), Vec::new()];
+    // The first round of each kind makes the buffers.
+    for _ in 0..=flags.rounds {
+        for (kind, fused) in [false, true].into_iter().enumerate() {
+            let mut execution = Execution::default();
+            execution.fused_decoding = fused;
+            model.set_execution(execution);
+            let (speed, generated) = round(&model, &flags)?;
+            speeds[kind].push(speed);
+            tokens[kind] = generated;
+        }
+    }
+    let ratios = speeds[0].iter().zip(&speeds[1]).map(|(a, b)| b / a);
+    let ratio = median(ratios.skip(1).collect());
+    let [separate, fused] = speeds.map(|speeds| median(speeds[1..].to_vec()));
+    println!("separate operators {separate:6.1} tokens/s");
+    println!("fused decoding     {fused:6.1} tokens/s, {ratio:.2} times");
+    println!("same tokens        {}", tokens[0] == tokens[1]);
+    Ok(())
+}
+
+/// Returns the tokens per second of one round, and the tokens.
+fn round(model: &CausalLm, flags: &Flags) -> Result<(f64, Vec<i64>)> {
+    let mut cache = DynamicCache::with_capacity(model.num_layers(), flags.past + flags.steps);
+    let prompt: Vec<i64> = (0..flags.past).map(|at| 100 + at * 37 % 1000).collect();
+    let mut next = Tensor::f_from_slice(&prompt)?.f_view([1, -1])?;
+    let mut tokens = Vec::new();
+    let mut begin = Instant::now();
+    for step in 0..=flags.steps {
+        let input = ForwardInput::new(&next).with_cache(&mut cache);
+        let logits = model.forward(input.with_logits(Logits::Last))?;
+        next = logits.f_argmax(-1, false)?;
+        tokens.push(next.f_int64_value(&[0, 0])?);
+        if step == 0 {
+            begin = Instant::now();
+        }
+    }
+    Ok((flags.steps as f64 / begin.elapsed().as_secs_f64(), tokens))
+}
+
+fn random() -> Result<CausalLm> {
+    let config = LlamaConfig {
+        vocab_size: 49_152,
+        hidden_size: 576,
+        intermediate_size: 1536,
+        num_hidden_layers: 30,
+        num_attention_heads: 9,
+        num_key_value_heads: Some(3),
+        max_position_embeddings: 8192,
+        rope_theta: 1e5,
+        tie_word_embeddings: true,
+        ..LlamaConfig::default()
+    };
+    let mut model = CausalLm::new(&config.into(), &InitOptions::default())?;
+    let groups = |bits, symmetric| {
+        Scheme::Grouped(GroupOptions {
+            bits,
+            group_size: 32,
+            symmetric,
+        })
+    };
+    model.quantize(&QuantizeOptions::new(groups(4, false)).with_head(groups(8, true)))?;
+    Ok(model)
+}
+
+fn median(mut values: Vec<f64>) -> f64 {
+    values.sort_by(f64::total_cmp);
+    values[values.len() / 2]
+}
