@@ -5,6 +5,7 @@ use overdrive::lora::{
 };
 use overdrive::optim::Ema;
 use overdrive::precision::Precision;
+use overdrive::quantization::Activations;
 use overdrive::trainer::{FinetuneArguments, RunFolder};
 use overdrive::transformer::{CausalLm, LoadOptions, SaveOptions};
 use tch::{Device, Kind, Tensor};
@@ -35,6 +36,10 @@ impl FinetuneModel {
         };
         let mut model = CausalLm::from_pretrained(&arguments.model_name_or_path, &options)?;
         model.set_execution(arguments.training.execution());
+        if arguments.load_in_4bit {
+            // Evaluations record no gradients, and would round activations where training does not.
+            model.set_activations(Activations::Float)?;
+        }
         let trainable = if arguments.use_peft {
             model.set_requires_grad(false)?;
             let options = AddOptions {

@@ -4,8 +4,6 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
-use overdrive_nn::{AdapterHost, LinearWeight};
-use overdrive_quantization::Activations;
 use overdrive_transformer::CausalLm;
 use tch::{Kind, Tensor};
 
@@ -87,16 +85,4 @@ pub(crate) fn max_difference(a: &Tensor, b: &Tensor) -> f64 {
 
 pub(crate) fn max_magnitude(a: &Tensor) -> f64 {
     a.abs().max().double_value(&[])
-}
-
-/// Sets activations to floats, as the kernels for a few rows may round them to 8 bits.
-pub(crate) fn exactly(model: &mut CausalLm) {
-    let visited = model.visit_linears(&mut |_, linear| {
-        if let LinearWeight::Quantized(weight) = linear.weight() {
-            let weight = weight.shallow_clone().with_activations(Activations::Float);
-            linear.replace_weight(LinearWeight::Quantized(weight.unwrap()));
-        }
-        Ok(())
-    });
-    visited.unwrap();
 }

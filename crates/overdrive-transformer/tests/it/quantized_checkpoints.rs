@@ -4,9 +4,8 @@ use std::fmt::Debug;
 use std::path::Path;
 use std::sync::{Arc, Mutex};
 
-use crate::common::{
-    copy_of, edit_config, exactly, expected, fixture, max_difference, max_magnitude,
-};
+use crate::common::{copy_of, edit_config, expected, fixture, max_difference, max_magnitude};
+use overdrive_quantization::Activations;
 use overdrive_transformer::{CausalLm, Error, ForwardInput, LoadOptions};
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
@@ -95,7 +94,7 @@ fn static_scales_of_activations_and_the_cache_are_left_with_a_warning() {
     assert_eq!(warnings, Vec::<String>::new());
     assert_eq!(difference(&again, case), rounded);
 
-    exactly(&mut model);
+    model.set_activations(Activations::Float).unwrap();
     let exact = difference(&model, case);
     assert!(exact < 1e-5, "{exact}");
 }
@@ -104,7 +103,7 @@ fn static_scales_of_activations_and_the_cache_are_left_with_a_warning() {
 fn biases_of_zeros_that_autogptq_adds_are_dropped() {
     let case = "llama_gptq_biases";
     let (mut model, _) = load(&fixture(case));
-    exactly(&mut model);
+    model.set_activations(Activations::Float).unwrap();
     assert!(
         model
             .named_parameters()
@@ -151,7 +150,7 @@ fn a_bias_that_is_not_zero_is_refused_unless_the_configuration_has_it() {
         ..LoadOptions::default()
     };
     let mut model = CausalLm::from_pretrained(dir.path(), &options).unwrap();
-    exactly(&mut model);
+    model.set_activations(Activations::Float).unwrap();
     assert!(model.named_parameters().iter().any(|(own, _)| own == name));
     assert!(difference(&model, case) > 1e-3);
 }
