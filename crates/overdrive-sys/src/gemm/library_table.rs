@@ -191,12 +191,23 @@ fn measure() -> Result<Figures> {
 fn ratio(class: Class) -> Result<Option<f64>> {
     let (inputs, outputs) = (WIDTHS[class.inputs].0, WIDTHS[class.outputs].0);
     let rows = (PRODUCT_FLOPS / (2 * inputs * outputs)).clamp(MIN_ROWS, 2048);
-    // Constants, because a random number would change those of the caller.
-    let matrix = |n, m| Tensor::f_full([n, m], 0.37, (Kind::Float, Device::Cpu));
+    // Constants, because a random number would change those of the caller. In memory of this function, because
+    // libtorch's allocator counts: the first large matmul of a program may lie in a step whose peak is measured.
+    let memory = |n: i64, m: i64| vec![0.37_f32; (n * m).unsigned_abs() as usize];
+    let (mut x, mut w, mut dy) = (
+        memory(rows, inputs),
+        memory(outputs, inputs),
+        memory(rows, outputs),
+    );
+    let matrix = |memory: &mut [f32], n, m| {
+        let start = memory.as_mut_ptr().cast();
+        // SAFETY: the slice has `n * m` elements of f32, and outlives the tensors, which are local.
+        unsafe { Tensor::f_from_blob(start, &[n, m], &[m, 1], Kind::Float, Device::Cpu) }
+    };
     let (x, w, dy) = (
-        matrix(rows, inputs)?,
-        matrix(outputs, inputs)?,
-        matrix(rows, outputs)?,
+        matrix(&mut x, rows, inputs)?,
+        matrix(&mut w, outputs, inputs)?,
+        matrix(&mut dy, rows, outputs)?,
     );
     let (out, left, right) = match class.pass {
         Pass::Forward => (dy, x, w.f_tr()?),
