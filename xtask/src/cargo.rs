@@ -175,7 +175,7 @@ pub(crate) fn run_all(mut commands: Vec<Cargo>) -> Result<()> {
 }
 
 /// Returns the commands of the tests; without arguments, on a machine with a usable GPU, those that need it too.
-/// They are `#[ignore]`d, so that cargo's summary counts them as ignored, not as passed, where there is none.
+/// Elsewhere cargo's summary counts these as ignored, not as passed.
 pub(crate) fn tests(further: &[OsString], gpu: bool) -> Vec<Cargo> {
     let mut commands = vec![test(further)];
     if gpu && further.is_empty() {

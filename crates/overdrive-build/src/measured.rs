@@ -23,7 +23,7 @@ const BEGIN: &str = "figures";
 /// The last line, without which a file is incomplete.
 const END: &str = "end";
 
-/// What a figure depends on: the processor, libtorch's version and its number of threads.
+/// The processor, libtorch's version and its number of threads, on which a figure depends.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Processor {
     identity: String,

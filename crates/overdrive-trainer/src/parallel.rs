@@ -108,7 +108,7 @@ impl TrainingArguments {
         )?)
     }
 
-    /// Returns the device of this process : the CPU, or the GPU of the local rank.
+    /// Returns the device of this process: the CPU, or the GPU of the local rank.
     pub fn device(&self, group: &ProcessGroup) -> Device {
         match self.backend_and_device(group.world_size()) {
             Ok((_, OnGpu(true))) => group.device(),

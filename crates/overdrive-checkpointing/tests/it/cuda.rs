@@ -52,39 +52,29 @@ fn on_a_gpu_gradients_equal_the_plain_run() {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn on_a_gpu_a_scope_runs_backward_on_its_own_thread() {
+fn on_a_gpu_a_scope_runs_every_backward_on_its_own_thread() {
     let _generator = crate::generator();
-    let device = DEVICE;
-    let x = Tensor::randn([N], (Kind::Float, device)).set_requires_grad(true);
-    let options = CheckpointOptions::default();
-    scope(|scope| {
-        let y = scope
-            .checkpoint(&[&x], &options, |inputs| {
-                Ok(inputs[0].f_exp()?.f_mul(&x)?)
-            })
-            .unwrap();
-        let loss = y.sum(Kind::Float);
-        scope.backward(&[&loss]).unwrap();
-    });
-    assert_eq!(x.grad(), x.exp().detach() * (&x.detach() + 1.0));
-}
-
-#[test]
-#[ignore = "needs a CUDA GPU"]
-fn on_a_gpu_a_plain_backward_inside_a_scope_runs_on_its_thread() {
-    let _generator = crate::generator();
-    let device = DEVICE;
-    let x = Tensor::randn([N], (Kind::Float, device)).set_requires_grad(true);
-    let options = CheckpointOptions::default();
-    scope(|scope| {
-        let y = scope
-            .checkpoint(&[&x], &options, |inputs| {
-                Ok(inputs[0].f_exp()?.f_mul(&x)?)
-            })
-            .unwrap();
-        y.sum(Kind::Float).f_backward().unwrap();
-    });
-    assert_eq!(x.grad(), x.exp().detach() * (&x.detach() + 1.0));
+    for plain in [false, true] {
+        let x = Tensor::randn([N], (Kind::Float, DEVICE)).set_requires_grad(true);
+        let options = CheckpointOptions::default();
+        scope(|scope| {
+            let y = scope
+                .checkpoint(&[&x], &options, |inputs| {
+                    Ok(inputs[0].f_exp()?.f_mul(&x)?)
+                })
+                .unwrap();
+            let loss = y.sum(Kind::Float);
+            match plain {
+                true => loss.f_backward().unwrap(),
+                false => scope.backward(&[&loss]).unwrap(),
+            }
+        });
+        assert_eq!(
+            x.grad(),
+            x.exp().detach() * (&x.detach() + 1.0),
+            "plain: {plain}"
+        );
+    }
 }
 
 #[test]
