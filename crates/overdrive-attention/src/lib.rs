@@ -58,6 +58,7 @@ mod merge;
 mod options;
 mod paged;
 mod paged_write;
+pub mod rows;
 mod selection;
 mod varlen;
 

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use crate::Result;
 use crate::error::{check_floating, wrong_shape};
-use crate::kernel::rotary::{Angles, HeadCopy, Heads, gather, scatter};
+use crate::kernel::rotary::{Angles, HeadCopy, Heads, gather, rotate_in_place, scatter};
 use crate::rows::check_len;
 use crate::tensors::{Fresh, elements, has_kernel, with_element};
 
@@ -420,19 +420,23 @@ impl RowAngles {
         })
     }
 
-    /// Returns the rotated queries and keys, and the values, (B, T, H, D), of rows `(B · T, width)`; the same as
-    /// [`split_qkv_rotary`] in the layout of rows.
+    /// Returns the number of tokens, `[B, T]`.
+    pub fn tokens(&self) -> [i64; 2] {
+        self.size
+    }
+
+    /// Rotates the queries and keys of rows `(B · T, width)` in place, as [`split_qkv_rotary`] does.
     ///
     /// # Errors
-    /// [`Error::Common`](crate::Error::Common) for rows of another length, and an error of libtorch when memory runs
-    /// out.
-    pub fn split_qkv(&self, rows: &[f32], shape: QkvShape) -> Result<[Tensor; 3]> {
+    /// [`Error::Common`](crate::Error::Common) for rows of another length.
+    pub fn rotate(&self, rows: &mut [f32], shape: QkvShape) -> Result<()> {
         let [batch, length] = self.size;
-        let expected = batch * length * shape.width();
-        check_len("rows", rows, expected)?;
+        check_len("rows", rows, batch * length * shape.width())?;
         let angles = self.tables.angles(&self.narrow, length as usize, false)?;
-        let counts = [shape.heads, shape.kv_heads, shape.kv_heads];
-        split_rotated(rows, self.size, counts, angles)
+        let heads = (shape.heads + shape.kv_heads) as usize;
+        let dims = (heads, shape.head_dim as usize);
+        rotate_in_place(rows, shape.width() as usize, length as usize, dims, angles);
+        Ok(())
     }
 }
 

@@ -124,9 +124,11 @@ pub fn parallel_columns<T: Copy + Send>(
 /// Runs tasks `0..count`, which threads take in order as they become free, each with the share of `workspace` that
 /// its thread has to itself: an equal one for each of [`workers`] (or of the tasks, where those are fewer).
 ///
-/// The share of a task differs from call to call, so a result must not depend on its content.
+/// The share of a task differs from call to call, so a result must not depend on its content. On this thread alone,
+/// with a share of the same length, unless `parallel`.
 pub fn for_each_task<T: Send>(
     count: usize,
+    parallel: bool,
     workspace: &mut [T],
     run: impl Fn(usize, &mut [T]) + Sync,
 ) {
@@ -136,6 +138,9 @@ pub fn for_each_task<T: Send>(
         return;
     }
     let share = workspace.len() / workers;
+    if !parallel || workers == 1 {
+        return (0..count).for_each(|task| run(task, &mut workspace[..share]));
+    }
     let queue = Queue::new(count);
     let mut rest = workspace;
     let shares = (0..workers).map(move |_| {
@@ -211,7 +216,7 @@ mod tests {
             let runs: Vec<AtomicUsize> = (0..count).map(|_| AtomicUsize::new(0)).collect();
             // Asked outside: within a parallel region libtorch may say 1.
             let workers = workers().min(count);
-            for_each_task(count, &mut workspace, |task, share| {
+            for_each_task(count, true, &mut workspace, |task, share| {
                 assert_eq!(share.len(), len / workers);
                 share.fill(task);
                 runs[task].fetch_add(1, Ordering::Relaxed);

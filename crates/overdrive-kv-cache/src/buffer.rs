@@ -1,10 +1,12 @@
 //! The memory of one layer.
 
-use tch::Tensor;
+use overdrive_attention::rows::{HeadRows, RowsShape, attend};
+use overdrive_attention::{AttentionOptions, Backend, Window};
+use tch::{Device, Kind, Tensor};
 
-use crate::Result;
-use crate::copy::copy_tokens;
+use crate::copy::{copy_tokens, rows_of};
 use crate::key_values::{KeyValues, Spec};
+use crate::{AttendOptions, QkvRows, Result};
 
 /// The keys and values of one layer, `(B, H, capacity, D)`, contiguous. The tokens of a head are
 /// adjacent, so that attention reads one run of memory a head.
@@ -41,6 +43,84 @@ impl Buffer {
     ) -> Result<()> {
         copy_tokens(&self.keys, at, new.keys, (from, count))?;
         copy_tokens(&self.values, at, new.values, (from, count))
+    }
+
+    /// Returns `true` if [`attend_rows`](Self::attend_rows) can take such tokens.
+    pub(crate) fn takes_rows(&self, new: &QkvRows<'_>, options: &AttendOptions<'_>) -> bool {
+        let spec = &self.spec;
+        let equal = |size: i64, other: usize| usize::try_from(size).is_ok_and(|size| size == other);
+        spec.kind == Kind::Float
+            && spec.device == Device::Cpu
+            && equal(spec.batch, new.batch)
+            && equal(spec.heads, new.kv_heads)
+            && equal(spec.key_dim, new.head_dim)
+            && equal(spec.value_dim, new.head_dim)
+            && new.tokens().is_some()
+            && options.mask.is_none()
+            && matches!(options.backend, Backend::Auto | Backend::Blockwise)
+    }
+
+    /// Writes the new keys and values behind `held` tokens, for which there is room, and computes the attention over
+    /// all of them.
+    pub(crate) fn attend_rows(
+        &mut self,
+        held: i64,
+        new: &QkvRows<'_>,
+        options: &AttendOptions<'_>,
+        output: &mut [f32],
+    ) -> Result<()> {
+        let to_usize = |size: i64| usize::try_from(size).unwrap_or(0);
+        let (held, capacity) = (to_usize(held), to_usize(self.capacity));
+        let (width, tokens) = (new.width(), new.tokens().unwrap_or(0));
+        let (keys, values) = rows_of(self)?;
+        let dim = new.head_dim;
+        let queries = new.heads * dim;
+        let head = capacity * dim;
+        let batch = new.kv_heads * head;
+        for (index, row) in new.rows.chunks_exact(width).enumerate() {
+            let at = index / tokens * batch + (held + index % tokens) * dim;
+            let (of_keys, of_values) = row[queries..].split_at(new.kv_heads * dim);
+            for (to, from) in [(&mut *keys, of_keys), (&mut *values, of_values)] {
+                for (number, from) in from.chunks_exact(dim).enumerate() {
+                    let at = at + number * head;
+                    to[at..at + dim].copy_from_slice(from);
+                }
+            }
+        }
+        let heads = |data| HeadRows {
+            data,
+            batch,
+            head,
+            row: dim,
+        };
+        let query = HeadRows {
+            data: new.rows,
+            batch: tokens * width,
+            head: dim,
+            row: width,
+        };
+        let shape = RowsShape {
+            batch: new.batch,
+            heads: new.heads,
+            kv_heads: new.kv_heads,
+            queries: tokens,
+            keys: held + tokens,
+            head_dim: dim,
+        };
+        let window = options.window.map_or_else(Window::default, |window| {
+            Window::sliding(usize::try_from(window).unwrap_or(0))
+        });
+        let options = AttentionOptions {
+            causal: true,
+            window,
+            scale: options.scale,
+            softcap: options.softcap,
+            backend: options.backend,
+            ..AttentionOptions::default()
+        };
+        let done = attend(query, heads(keys), heads(values), shape, &options, output)?;
+        debug_assert!(done, "`takes_rows` admits what the kernel takes");
+        Ok(())
     }
 
     /// Returns a view of the tokens `from..from + len`.

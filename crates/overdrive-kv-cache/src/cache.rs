@@ -84,6 +84,35 @@ impl KvView {
     }
 }
 
+/// The queries, keys and values of new tokens side by side, in f32: rows `(B · T, (H + 2 H_kv) · D)`.
+#[derive(Debug, Clone, Copy)]
+pub struct QkvRows<'a> {
+    /// The rows.
+    pub rows: &'a [f32],
+    /// The number of rows of the batch.
+    pub batch: usize,
+    /// The number of query heads.
+    pub heads: usize,
+    /// The number of key heads, and of value heads.
+    pub kv_heads: usize,
+    /// The number of channels of a head.
+    pub head_dim: usize,
+}
+
+impl QkvRows<'_> {
+    /// Returns the number of elements of a token.
+    pub fn width(&self) -> usize {
+        (self.heads + 2 * self.kv_heads) * self.head_dim
+    }
+
+    /// Returns the number of tokens of a row of the batch; `None` if the rows do not fit.
+    pub fn tokens(&self) -> Option<usize> {
+        let of_batch = self.rows.len().checked_div(self.batch)?;
+        let tokens = of_batch.checked_div(self.width())?;
+        (tokens * self.width() * self.batch == self.rows.len()).then_some(tokens)
+    }
+}
+
 /// The keys and values of a decoder's earlier tokens.
 ///
 /// One step of a model calls [`attend`](KvCache::attend) once a layer, in any order, with the same
@@ -116,6 +145,22 @@ pub trait KvCache: std::fmt::Debug + Send {
         options: &AttendOptions<'_>,
     ) -> Result<Tensor> {
         attend_to_view(query, &self.append(layer, keys, values)?, options)
+    }
+
+    /// Does what [`attend`](KvCache::attend) does for a few tokens in slices, and writes rows `(B · T, H · D)` to
+    /// `output`. Returns `false`, and changes nothing, where a cache cannot; the default is that none can.
+    ///
+    /// # Errors
+    /// As [`attend`](KvCache::attend).
+    fn attend_rows(
+        &mut self,
+        layer: usize,
+        new: &QkvRows<'_>,
+        options: &AttendOptions<'_>,
+        output: &mut [f32],
+    ) -> Result<bool> {
+        let _ = (layer, new, options, output);
+        Ok(false)
     }
 
     /// Returns the number of layers.

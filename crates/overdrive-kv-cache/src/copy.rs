@@ -7,9 +7,11 @@
     reason = "rows are copied between tensors of any strides by address"
 )]
 
+use overdrive_sys::raw;
 use tch::{Device, Tensor};
 
 use crate::Result;
+use crate::buffer::Buffer;
 
 /// The size in bytes above which libtorch's copy is used: it runs on all threads, and its start-up cost
 /// then no longer shows.
@@ -61,6 +63,18 @@ pub(crate) fn copy_tokens(
         .f_narrow(2, at, count)?
         .f_copy_(&source.f_narrow(2, from, count)?)?;
     Ok(())
+}
+
+/// Returns the elements of the keys and values of a buffer in f32 on the CPU, to be written.
+pub(crate) fn rows_of(buffer: &mut Buffer) -> Result<(&mut [f32], &mut [f32])> {
+    // SAFETY: the two tensors of a buffer were made by it and share no memory. It is borrowed for writing, and who
+    // reads a view that a cache has returned while the cache changes races with libtorch's own operators as well.
+    unsafe {
+        Ok((
+            raw::slice_mut(&buffer.keys)?,
+            raw::slice_mut(&buffer.values)?,
+        ))
+    }
 }
 
 /// Returns `true` if the elements of a row are adjacent and no stride is negative.

@@ -3,7 +3,7 @@ use tch::Tensor;
 use crate::buffer::Buffer;
 use crate::key_values::{KeyValues, check_truncation};
 use crate::saved_state::{SavedState, name_of};
-use crate::{Error, KvCache, KvView, Result};
+use crate::{AttendOptions, Error, KvCache, KvView, QkvRows, Result};
 
 /// The options of a [`DynamicCache`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -101,6 +101,27 @@ impl KvCache for DynamicCache {
         held.len += new.tokens;
         let (keys, values) = held.buffer.view(0, held.len)?;
         Ok(KvView::new(keys, values))
+    }
+
+    fn attend_rows(
+        &mut self,
+        layer: usize,
+        new: &QkvRows<'_>,
+        options: &AttendOptions<'_>,
+        output: &mut [f32],
+    ) -> Result<bool> {
+        let Some(Some(held)) = self.layers.get_mut(layer) else {
+            return Ok(false);
+        };
+        if !held.buffer.takes_rows(new, options) {
+            return Ok(false);
+        }
+        let tokens = new.tokens().and_then(|tokens| i64::try_from(tokens).ok());
+        let tokens = tokens.unwrap_or(0);
+        held.reserve(tokens)?;
+        held.buffer.attend_rows(held.len, new, options, output)?;
+        held.len += tokens;
+        Ok(true)
     }
 
     fn layers(&self) -> usize {

@@ -64,7 +64,7 @@ mod sliding;
 mod static_cache;
 
 pub use attend::{AttendOptions, attend_to_view};
-pub use cache::{KvCache, KvView};
+pub use cache::{KvCache, KvView, QkvRows};
 pub use cache_implementation::{CacheImplementation, CacheShape};
 pub use dynamic_cache::{DynamicCache, DynamicCacheConfig};
 pub use error::{Error, Result};

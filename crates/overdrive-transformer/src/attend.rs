@@ -56,6 +56,16 @@ pub(crate) fn attend_with_cache(
     Ok(mixed.f_transpose(1, 2)?.f_flatten(2, 3)?)
 }
 
+/// Returns the options of a cache's attention on rows; `None` if it has to be on tensors.
+pub(crate) fn rows_options<'m>(
+    mask: &'m Mask,
+    options: &AttendOptions,
+) -> Option<overdrive_kv_cache::AttendOptions<'m>> {
+    let flash = options.implementation == AttentionImplementation::Flash && options.dropout == 0.0;
+    let causal = matches!(mask, Mask::Causal { .. });
+    (flash && causal).then(|| cached_options(mask, options, Backend::Auto))
+}
+
 /// Computes attention of `query (B, H, T, D)` over keys and values `(B, H_kv, S, D)`, as `(B, T, H·D)`.
 ///
 /// Kernels write their output as `(B, T, H, D)`, so joining the heads copies nothing.

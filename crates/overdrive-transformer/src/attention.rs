@@ -1,10 +1,11 @@
+use overdrive_core::Error;
 use overdrive_fused::rows::{self, RowAngles};
 use overdrive_fused::{Layout, QkvShape, RotaryOptions, rotary, split_qkv_rotary};
-use overdrive_kv_cache::KvCache;
+use overdrive_kv_cache::{KvCache, QkvRows};
 use overdrive_nn::{Linear, joint_forward_into};
 use tch::Tensor;
 
-use crate::attend::{AttendOptions, attend_with_cache};
+use crate::attend::{AttendOptions, attend_with_cache, rows_options};
 use crate::mask::Mask;
 use crate::parameters::ParameterMap;
 use crate::projections::{JointLinear, LinearVisitor, ParameterVisitor, visit_linear};
@@ -132,14 +133,43 @@ impl RotaryAttention {
                 }
             }
         }
-        let [query, key, value] = angles.split_qkv(joint, self.shape)?;
-        let by_head = |heads: Tensor| heads.f_transpose(1, 2);
-        let (query, key, value) = (by_head(query)?, by_head(key)?, by_head(value)?);
+        angles.rotate(joint, self.shape)?;
+        let [batch, tokens] = angles.tokens();
         let options = self.options(&step);
-        let cache = step.cache.map(|cache| (step.layer, cache));
-        let mixed = attend_with_cache(&query, &key, &value, step.mask, &options, cache)?;
-        let mixed = mixed.f_contiguous()?;
-        Ok(joint_forward_into(rows::elements(&mixed)?, &[&self.o], y)?)
+        scratch.resize(
+            (batch * tokens * self.shape.heads * self.shape.head_dim) as usize,
+            0.0,
+        );
+        let (layer, mask) = (step.layer, step.mask);
+        let Some(cache) = step.cache else {
+            return Err(
+                Error::option("a cache", "none", "one, for rows (please report this)").into(),
+            );
+        };
+        let new = QkvRows {
+            rows: joint,
+            batch: batch as usize,
+            heads: self.shape.heads as usize,
+            kv_heads: self.shape.kv_heads as usize,
+            head_dim: self.shape.head_dim as usize,
+        };
+        let on_rows = match rows_options(mask, &options) {
+            Some(options) => cache.attend_rows(layer, &new, &options, scratch)?,
+            None => false,
+        };
+        if !on_rows {
+            let heads = self.shape.heads + 2 * self.shape.kv_heads;
+            let qkv = Tensor::f_from_slice(joint)?;
+            let qkv = qkv.f_view([batch, tokens, heads, self.shape.head_dim])?;
+            let counts = [self.shape.heads, self.shape.kv_heads, self.shape.kv_heads];
+            let parts = qkv
+                .f_transpose(1, 2)?
+                .f_split_with_sizes(counts.as_slice(), 1)?;
+            let cache = Some((layer, cache));
+            let mixed = attend_with_cache(&parts[0], &parts[1], &parts[2], mask, &options, cache)?;
+            scratch.copy_from_slice(rows::elements(&mixed.f_contiguous()?)?);
+        }
+        Ok(joint_forward_into(scratch, &[&self.o], y)?)
     }
 
     fn options(&self, step: &AttentionStep<'_, '_>) -> AttendOptions {

@@ -115,7 +115,7 @@ pub(crate) fn backward<E: Accumulate>(
 ) {
     let plan = Plan::new(problem);
     if plan.splits == 1 {
-        threads::for_each_task(plan.tasks, workspace, |task, scratch| {
+        threads::for_each_task(plan.tasks, true, workspace, |task, scratch| {
             let (sums, scratch) = scratch.split_at_mut(plan.sums());
             sweep(problem, &plan, (task, 0), inputs, outputs, sums, scratch);
             write_keys(problem, &plan, task, outputs, sums);
@@ -125,21 +125,26 @@ pub(crate) fn backward<E: Accumulate>(
     // Sums of their own for each split, added in order afterwards: so a run repeats bit for bit.
     let (all, workspace) = workspace.split_at_mut(plan.tasks * plan.splits * plan.sums());
     let shared = SharedSlice::new(all);
-    threads::for_each_task(plan.tasks * plan.splits, workspace, |index, scratch| {
-        // SAFETY: sums of its own.
-        let sums = unsafe { shared.range_mut(index * plan.sums()..(index + 1) * plan.sums()) };
-        let task_and_split = (index / plan.splits, index % plan.splits);
-        sweep(
-            problem,
-            &plan,
-            task_and_split,
-            inputs,
-            outputs,
-            sums,
-            scratch,
-        );
-    });
-    threads::for_each_task(plan.tasks, workspace, |task, _| {
+    threads::for_each_task(
+        plan.tasks * plan.splits,
+        true,
+        workspace,
+        |index, scratch| {
+            // SAFETY: sums of its own.
+            let sums = unsafe { shared.range_mut(index * plan.sums()..(index + 1) * plan.sums()) };
+            let task_and_split = (index / plan.splits, index % plan.splits);
+            sweep(
+                problem,
+                &plan,
+                task_and_split,
+                inputs,
+                outputs,
+                sums,
+                scratch,
+            );
+        },
+    );
+    threads::for_each_task(plan.tasks, true, workspace, |task, _| {
         let len = plan.splits * plan.sums();
         // SAFETY: the sums of one task each.
         let splits = unsafe { shared.range_mut(task * len..(task + 1) * len) };

@@ -68,7 +68,7 @@ pub(crate) fn bias_gradient<E: Accumulate>(
     let (division, plan) = (BiasTasks::new(problem, shape), Plan::new(problem));
     let strides = strides(shape);
     let shared = SharedSlice::new(gradient);
-    threads::for_each_task(division.tasks(), workspace, |task, scratch| {
+    threads::for_each_task(division.tasks(), true, workspace, |task, scratch| {
         let (chunk, task) = (task % division.chunks, task / division.chunks);
         let (head, batch) = (task % division.heads, task / division.heads);
         let heads = match division.heads {

@@ -20,6 +20,9 @@ const FEW_LANES: usize = 16;
 // Each split adds a merge of its sums, whose cost several blocks of keys have to carry.
 const SPLIT_KEYS: usize = 512;
 
+/// The number of products below which waking another thread takes longer than it saves: some microseconds of one.
+const MIN_PARALLEL_PRODUCTS: usize = 64 << 10;
+
 /// The outputs of the forward pass.
 #[derive(Debug)]
 pub(crate) struct ForwardOutputs<'a, E: Accumulate> {
@@ -42,15 +45,18 @@ struct Plan {
     tasks: Vec<Task>,
     /// The number of splits of the keys of every block.
     splits: usize,
+    /// The number of products of all queries with all keys and values.
+    products: usize,
 }
 
 impl Plan {
     fn new<E: Accumulate>(problem: &AttentionInputs<'_, E>) -> Plan {
         let mut tasks = Vec::new();
-        let mut most_keys = 0;
+        let (mut most_keys, mut scores) = (0, 0);
         for (index, sequence) in problem.sequences.iter().enumerate() {
             let rows = sequence.queries * problem.group();
             most_keys = most_keys.max(sequence.keys);
+            scores += rows * problem.kv_heads * sequence.keys;
             for kv_head in 0..problem.kv_heads {
                 // From the last: under a causal mask the longest come first and the threads end
                 // together.
@@ -72,7 +78,11 @@ impl Plan {
                 .max(1),
             _ => 1,
         };
-        Plan { tasks, splits }
+        Plan {
+            tasks,
+            splits,
+            products: scores.saturating_mul(problem.key_dim + problem.value_dim),
+        }
     }
 }
 
@@ -132,7 +142,8 @@ pub(crate) fn forward<E: Accumulate>(
     let count = plan.tasks.len();
     let block = |task: &Task| RowBlock::new(problem, task.sequence, task.kv_head, task.first);
     if plan.splits == 1 {
-        threads::for_each_task(count, workspace, |task, scratch| {
+        let parallel = plan.products > MIN_PARALLEL_PRODUCTS;
+        threads::for_each_task(count, parallel, workspace, |task, scratch| {
             let block = block(&plan.tasks[task]);
             let mut work = Workspace::new(&block, &sizes, scratch);
             work.sweep(&block, 0, block.sequence.keys);
@@ -145,7 +156,7 @@ pub(crate) fn forward<E: Accumulate>(
     }
     let (results, workspace) = workspace.split_at_mut(count * plan.splits * sizes.split());
     let shared = SharedSlice::new(results);
-    threads::for_each_task(count * plan.splits, workspace, |index, scratch| {
+    threads::for_each_task(count * plan.splits, true, workspace, |index, scratch| {
         let (task, split) = (index / plan.splits, index % plan.splits);
         let block = block(&plan.tasks[task]);
         let mut work = Workspace::new(&block, &sizes, scratch);
@@ -163,7 +174,7 @@ pub(crate) fn forward<E: Accumulate>(
         sums.copy_from_slice(work.sums);
     });
     // In the order of the splits, so that a run repeats bit for bit.
-    threads::for_each_task(count, workspace, |task, _| {
+    threads::for_each_task(count, true, workspace, |task, _| {
         let block = block(&plan.tasks[task]);
         let len = plan.splits * sizes.split();
         // SAFETY: the splits of one task each.

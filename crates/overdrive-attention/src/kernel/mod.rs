@@ -29,7 +29,9 @@ pub(crate) use backward::{BackwardInputs, BackwardOutputs, backward, backward_wo
 pub(crate) use bias_gradient::{bias_gradient, bias_gradient_workspace};
 pub(crate) use dropout::Dropout;
 pub(crate) use forward::{ForwardOutputs, forward, forward_workspace};
-pub(crate) use inputs::{AttentionInputs, Bias, BiasValues, Pages, Rules, Sequence, Slopes};
+pub(crate) use inputs::{
+    AttentionInputs, Bias, BiasValues, Pages, Rules, Sequence, Slopes, View, ViewMut,
+};
 pub(crate) use pool_rows::write_rows;
 pub(crate) use tensors::{Fresh, Strided};
 

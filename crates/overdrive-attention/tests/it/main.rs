@@ -7,4 +7,5 @@ mod dropout;
 mod flash_attn_semantics;
 mod packed;
 mod paged;
+mod rows;
 mod selection;

@@ -28,6 +28,18 @@ pub(crate) struct Angles<'a> {
     pub(crate) reverse: bool,
 }
 
+impl<'a> Angles<'a> {
+    /// Returns the cosines and sines of a token.
+    #[inline(always)]
+    fn of(&self, sequence: usize, token: usize) -> (&'a [f32], &'a [f32]) {
+        let at = sequence * self.sequence + token * self.pairs;
+        (
+            &self.cos[at..at + self.pairs],
+            &self.sin[at..at + self.pairs],
+        )
+    }
+}
+
 /// Heads to be copied, rotated or not, into some columns of each token's row.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HeadCopy<'a, T> {
@@ -93,6 +105,59 @@ pub(crate) fn scatter<T: Element>(
     });
 }
 
+/// Rotates the first `heads` heads of each token in place, by the halves of their channels; the tokens are rows of
+/// `width` elements, and few.
+pub(crate) fn rotate_in_place(
+    rows: &mut [f32],
+    width: usize,
+    length: usize,
+    (heads, dim): (usize, usize),
+    angles: Angles<'_>,
+) {
+    dispatch(InPlace {
+        rows,
+        width,
+        length,
+        heads,
+        dim,
+        angles,
+    });
+}
+
+struct InPlace<'a> {
+    rows: &'a mut [f32],
+    width: usize,
+    length: usize,
+    heads: usize,
+    dim: usize,
+    angles: Angles<'a>,
+}
+
+impl Kernel for InPlace<'_> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let pairs = self.angles.pairs;
+        for (index, row) in self.rows.chunks_exact_mut(self.width).enumerate() {
+            let (cos, sin) = self.angles.of(index / self.length, index % self.length);
+            for head in row.chunks_exact_mut(self.dim).take(self.heads) {
+                let (x, upper) = head[..2 * pairs].split_at_mut(pairs);
+                each_vector(
+                    pairs,
+                    #[inline(always)]
+                    |span| {
+                        let (a, b) = (load(s, x, span), load(s, upper, span));
+                        let (cos, sin) = (load(s, cos, span), load(s, sin, span));
+                        store(s, s.sub(s.mul(a, cos), s.mul(b, sin)), x, span);
+                        store(s, s.mul_add(b, cos, s.mul(a, sin)), upper, span);
+                    },
+                );
+            }
+        }
+    }
+}
+
 struct Gather<'a, 'p, T> {
     copy: HeadCopy<'p, T>,
     length: usize,
@@ -121,9 +186,8 @@ impl<T: Element> Kernel for Gather<'_, '_, T> {
             let (sequence, token) = (index / self.length, index % self.length);
             let start = sequence * from.sequence + token * from.token;
             let angles = angles.map(|angles| {
-                let at = sequence * angles.sequence + token * angles.pairs;
-                let of = |table| &<[f32]>::as_ref(table)[at..at + angles.pairs];
-                (angles, of(angles.cos), of(angles.sin))
+                let (cos, sin) = angles.of(sequence, token);
+                (angles, cos, sin)
             });
             // Once a token, because all heads of a token share the table.
             if let Some((angles, cos, sin)) = angles

@@ -1,6 +1,6 @@
 //! The dynamic cache against plain concatenation.
 
-use overdrive_kv_cache::{DynamicCache, Error, KvCache};
+use overdrive_kv_cache::{AttendOptions, DynamicCache, Error, KvCache, QkvRows};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
@@ -147,4 +147,58 @@ fn tensors_that_do_not_fit_are_refused_and_leave_the_cache_as_it_was() {
     assert!(message(cache.truncate(-1)).contains("`len` is -1; it must be 0 or positive"));
     assert!(message(cache.reorder(&Tensor::from_slice(&[5i64]))).contains("libtorch"));
     assert_eq!(cache.len(), 1);
+}
+
+#[test]
+fn attention_on_rows_leaves_cache_and_output_as_attention_on_tensors_does() {
+    let (batch, heads, kv_heads, dim) = (2, 4, 2, 8);
+    let width = (heads + 2 * kv_heads) * dim;
+    let random = crate::reference::random;
+    let options = AttendOptions {
+        window: Some(6),
+        ..AttendOptions::default()
+    };
+    let [mut on_rows, mut on_tensors] = [0, 1].map(|_| DynamicCache::with_capacity(1, 2));
+    // The first tokens, which make the buffers, are tensors for both; the buffers grow behind them.
+    for (step, tokens) in [3, 1, 4, 1].into_iter().enumerate() {
+        let qkv = random(&[batch, tokens, width], 7 + step as u64);
+        let by_head = qkv.view([batch, tokens, -1, dim]).transpose(1, 2);
+        let parts = by_head.split_with_sizes([heads, kv_heads, kv_heads], 1);
+        let attend = |cache: &mut DynamicCache| {
+            let mixed = cache.attend(0, &parts[0], &parts[1], &parts[2], &options);
+            mixed.unwrap().transpose(1, 2).contiguous().view(-1)
+        };
+        let expected = attend(&mut on_tensors);
+        let rows = Vec::<f32>::try_from(qkv.view(-1)).unwrap();
+        let new = QkvRows {
+            rows: &rows,
+            batch: 2,
+            heads: 4,
+            kv_heads: 2,
+            head_dim: 8,
+        };
+        let mut output = vec![0.0; (batch * tokens * heads * dim) as usize];
+        let done = on_rows.attend_rows(0, &new, &options, &mut output).unwrap();
+        assert_eq!(done, step > 0);
+        let found = match done {
+            true => Tensor::from_slice(&output),
+            false => attend(&mut on_rows),
+        };
+        assert_eq!(found, expected, "step {step}");
+        assert_eq!(on_rows.state().unwrap(), on_tensors.state().unwrap());
+    }
+    // A batch of another size is left to `attend`, which says what does not fit.
+    let other = QkvRows {
+        rows: &[0.0; 64],
+        batch: 1,
+        heads: 4,
+        kv_heads: 2,
+        head_dim: 8,
+    };
+    assert!(
+        !on_rows
+            .attend_rows(0, &other, &options, &mut [0.0; 32])
+            .unwrap()
+    );
+    assert_eq!(on_rows.len(), 9);
 }
