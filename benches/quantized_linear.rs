@@ -9,6 +9,10 @@
 //!
 //! `benches/pytorch/quantized_linear.py` measures PyTorch's own modules; `fbgemm` here is the operator in
 //! libtorch, with activations and weights quantized per tensor.
+#![allow(
+    unsafe_code,
+    reason = "libtorch does not check all arguments of fbgemm's operators"
+)]
 
 use std::cell::Cell;
 use std::time::Instant;
@@ -77,7 +81,8 @@ fn dense(dense: &Tensor) -> Product {
 
 fn fbgemm(dense: &Tensor) -> Product {
     let call = |name: &str, arguments: &[Value<'_>]| {
-        op::call(name, "", arguments).expect("an operator of libtorch")
+        // SAFETY: the shapes and the order of the calls are those of libtorch's own `linear_int8`.
+        unsafe { op::call_unchecked(name, "", arguments) }.expect("an operator of libtorch")
     };
     let parts = call(
         "aten::fbgemm_linear_quantize_weight",
@@ -114,7 +119,9 @@ fn fbgemm(dense: &Tensor) -> Product {
             Value::Tensor(&bias),
         ];
         let name = "aten::fbgemm_linear_int8_weight_fp32_activation";
-        let mut results = op::call(name, "", &arguments).expect("the shapes fit");
+        // SAFETY: `packed` and its sums were made above from these codes.
+        let mut results =
+            unsafe { op::call_unchecked(name, "", &arguments) }.expect("the shapes fit");
         results.remove(0).into_tensor().expect("one tensor")
     };
     (Box::new(product), bytes)

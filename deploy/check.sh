@@ -54,6 +54,10 @@ lint shellcheck ./*.sh
 lint hadolint Containerfile
 lint kubernetes-validate --strict kubernetes/*.yaml
 
+# Each base image comes from an argument, so that a digest can take its place.
+expect "Containerfile: base images that no digest can replace" \
+    "$(sed -n 's/^FROM \([^ ]*\) AS .*/\1/p' Containerfile | grep -v '_IMAGE}$' | sort -u | tr '\n' ' ')" "system "
+
 # What a schema does not see.
 value() { sed -n "/name: $1\$/{n;s/.*value: //p;}" kubernetes/nodes.yaml | tr -d '"'; }
 field() { sed -n "s/^ *$1: //p" kubernetes/nodes.yaml; }

@@ -12,7 +12,8 @@
 #     RANK, WORLD_SIZE, MASTER_ADDR, MASTER_PORT   this process's place among several nodes, read by the trainer
 #
 # The trainer takes the place of this script, so that signals reach it. It ends with 0 when the run is over, and
-# with 75 when SIGTERM or SIGINT came and everything is saved: start it again later. Anything else is a failure.
+# with 75 when a signal came and everything is saved: start it again later. Anything else is a failure, also 130: a
+# signal came, and the last step could not be saved.
 set -eu
 
 fail() {

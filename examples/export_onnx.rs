@@ -74,7 +74,7 @@ enum ActivationsFlag {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(run(&Flags::parse()))
+    overdrive_examples::exit(|| run(&Flags::parse()))
 }
 
 fn run(flags: &Flags) -> Result<()> {

@@ -20,12 +20,14 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::profiling::MemoryUsage;
 use overdrive::sys::memory;
 use overdrive::tracking::Trackers;
-use overdrive::trainer::{DataShard, Evaluation, FinetuneArgs, FinetuneArguments, InstructionData};
+use overdrive::trainer::{
+    DataShard, Evaluation, FinetuneArgs, FinetuneArguments, InstructionData, Interrupt,
+};
 use overdrive_examples::finetuning::{
     Comparison, FinetuneModel, Finetuned, Method, TrainingMemory,
 };
 use overdrive_examples::training::{evaluate, name_lost_ranks, shared};
-use overdrive_examples::{RunEnd, exit_or_resume};
+use overdrive_examples::{RunEnd, exit_or_resume, print_line};
 use tch::Device;
 
 #[allow(dead_code, reason = "its `main` is another program's")]
@@ -42,15 +44,18 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    exit_or_resume(run(&Flags::parse()))
+    exit_or_resume(|| run(&Flags::parse()))
 }
 
 fn run(flags: &Flags) -> Result<RunEnd> {
-    let say = |line: &str| println!("{line}");
+    let say = |line: &str| print_line(line);
     let arguments = flags.finetune.resolve_with_notes(say)?;
     if flags.compare {
         println!("\n{}", compare(&arguments, say)?);
-        return Ok(RunEnd::Finished);
+        return Ok(match Interrupt::install()?.requested() {
+            true => RunEnd::NotSaved,
+            false => RunEnd::Finished,
+        });
     }
     // The processes that torchrun or the example `launch` has started; usually one.
     let group = arguments.training.init_process_group()?;
@@ -59,19 +64,28 @@ fn run(flags: &Flags) -> Result<RunEnd> {
             say(line);
         }
     })?;
+    finish(tuned, &group)
+}
+
+/// Writes the results on rank 0, unless the run was interrupted, and returns the way in which it ended, on all ranks.
+pub(crate) fn finish(tuned: Finetuned, group: &ProcessGroup) -> Result<RunEnd> {
     let end = tuned.summary.end();
-    if group.is_main() {
+    if group.is_main() && end == RunEnd::Finished {
         let results = tuned.write()?;
-        println!("{results}");
-        println!("written     {}", results.folder.root().display());
+        let root = results.folder.root().display();
+        print_line(format_args!("{results}\nwritten     {root}"));
         if let Some(merged) = &results.merged {
-            println!("merged      {}", merged.display());
+            print_line(format_args!("merged      {}", merged.display()));
         }
+    } else if let (true, RunEnd::Saved, Some(folder)) = (group.is_main(), end, &tuned.folder) {
+        let root = folder.root().display();
+        println!("resume it with `--out {root} --resume-from-checkpoint true`");
     }
     Ok(end)
 }
 
-/// Trains by each method in turn, each time from the stored model, and writes nothing.
+/// Trains by each method in turn, each time from the stored model, and writes nothing. A signal ends it after the
+/// step of the present method.
 pub(crate) fn compare(
     arguments: &FinetuneArguments,
     mut say: impl FnMut(&str),
@@ -81,7 +95,11 @@ pub(crate) fn compare(
         say(&format!("{method}"));
         let arguments = method.of(arguments);
         let tuned = finetune(&arguments, &ProcessGroup::single(), false, |_| {})?;
+        let interrupted = tuned.summary.interrupted;
         rows.push((method, tuned.memory, tuned.summary));
+        if interrupted {
+            break;
+        }
     }
     Ok(Comparison { rows })
 }
@@ -96,6 +114,10 @@ pub(crate) fn finetune(
     arguments.validate()?;
     // The context may be shortened to the model's below.
     let mut arguments = arguments.clone();
+    if !writes {
+        // Without a folder there are no snapshots.
+        arguments.training.resume_from_checkpoint = None;
+    }
     let (device, precision) = (arguments.training.device(group), arguments.apply()?);
     // The peak is measured from here. A GPU without allocations has no statistics yet.
     memory::reset_peak(device).or_else(|error| match device {
@@ -116,6 +138,7 @@ pub(crate) fn finetune(
         arguments.training.context_length = context;
     }
     let data = InstructionData::prepare(&arguments, config.eos_token_ids(), &mut say)?;
+    let fingerprints = data.fingerprints(&arguments, group)?;
     let shard = DataShard::of(group, device);
     let loader = data.train_loader(&arguments, shard)?;
     let (fill, width) = data.fill(&arguments)?;
@@ -141,6 +164,7 @@ pub(crate) fn finetune(
         folder: folder.as_ref(),
         // A snapshot of adapters alone is not a loadable model folder.
         files: Vec::new(),
+        fingerprints,
         parameters: shared(&model.trainable),
         trackers: Trackers::new(),
     };

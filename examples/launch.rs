@@ -7,7 +7,8 @@
 //!
 //! Each line of output has its rank before it. When a process fails, the others are ended and its error is
 //! shown; `--max-restarts N` restarts all processes, so that a run with `--resume-from-checkpoint true`
-//! resumes. On Ctrl-C and SIGTERM all processes save, and the launcher exits with code 75.
+//! resumes. On Ctrl-C, SIGTERM, SIGHUP and SIGQUIT all processes save, and the launcher exits with code 75, or with 130 if
+//! a process could not save. Ctrl-C again, a second later, kills them.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -18,10 +19,9 @@ use std::time::Duration;
 
 use anyhow::Result;
 use clap::Parser;
-use overdrive::distributed::{Launch, LaunchOutcome};
+use overdrive::distributed::{Error, Launch, LaunchOutcome};
+use overdrive::trainer::Interrupt;
 use overdrive_examples::{RunEnd, exit_or_resume};
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::iterator::Signals;
 
 /// Starts a program as several processes that train together
 #[derive(Parser)]
@@ -39,7 +39,7 @@ struct Flags {
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: usize,
 
-    /// Seconds that the processes may use to save after Ctrl-C or SIGTERM
+    /// Seconds that the processes may use to save after a signal
     #[arg(long, value_name = "S", default_value_t = 30)]
     stop_grace: u64,
 
@@ -52,31 +52,29 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    exit_or_resume(run(&Flags::parse()))
+    exit_or_resume(|| run(&Flags::parse()))
 }
 
 fn run(flags: &Flags) -> Result<RunEnd> {
-    // The first signal lets the processes save, the second kills them.
-    let [stop, kill] = [(); 2].map(|()| Arc::new(AtomicBool::new(false)));
-    let raised = [Arc::clone(&stop), Arc::clone(&kill)];
-    let mut signals = Signals::new([SIGTERM, SIGINT])?;
-    std::thread::spawn(move || {
-        // `zip` pairs the first signal with the first flag; further signals have no effect.
-        for (_, flag) in signals.forever().zip(raised) {
-            flag.store(true, Ordering::SeqCst);
-        }
-    });
+    // The first signal lets the processes save, a second Ctrl-C kills them.
+    let kill = Arc::new(AtomicBool::new(false));
+    let raised = Arc::clone(&kill);
+    let interrupt = Interrupt::install_with(move || raised.store(true, Ordering::SeqCst))?;
     let ended = Launch::new(beside_this_one(&flags.program))
         .args(&flags.arguments)
         .nproc(flags.nproc)
         .max_restarts(flags.max_restarts)
         .stop_grace(Duration::from_secs(flags.stop_grace))
-        .stop_when(stop)
-        .kill_when(kill)
-        .run()?;
+        .stop_when(interrupt.flag())
+        .kill_when(Arc::clone(&kill))
+        .run();
     Ok(match ended {
-        LaunchOutcome::Saved => RunEnd::Saved,
-        _ => RunEnd::Finished,
+        Ok(LaunchOutcome::Finished) => RunEnd::Finished,
+        Ok(LaunchOutcome::Saved) => RunEnd::Saved,
+        Ok(LaunchOutcome::NotSaved) => RunEnd::NotSaved,
+        // They did not fail: the second Ctrl-C has killed them.
+        Err(Error::Launched { .. }) if kill.load(Ordering::SeqCst) => RunEnd::NotSaved,
+        Err(error) => return Err(error.into()),
     })
 }
 

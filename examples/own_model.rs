@@ -22,11 +22,11 @@ use overdrive::datasets::{DataLoaderOptions, DeviceLoader};
 use overdrive::distributed::{DdpConfig, DistributedDataParallel, GroupConfig, init_process_group};
 use overdrive::optim::{AdamW, AdamWConfig, Ema, EmaConfig, decay_groups};
 use overdrive::precision::Precision;
-use overdrive::snapshot::{RunState, Snapshot, SnapshotManager, SnapshotOptions};
+use overdrive::snapshot::{RunState, SnapshotManager, SnapshotOptions};
 use overdrive::tracking::{JsonLines, StepMetrics, Tracker, Trackers};
 use overdrive::trainer::Interrupt;
 use overdrive_examples::pictures::{PictureBatch, SHAPES, load_pictures};
-use overdrive_examples::{RunEnd, exit_or_resume};
+use overdrive_examples::{RunEnd, exit_or_resume, print_line};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
@@ -90,7 +90,7 @@ impl Network {
 }
 
 fn main() -> ExitCode {
-    exit_or_resume(run(&Flags::parse()))
+    exit_or_resume(|| run(&Flags::parse()))
 }
 
 fn run(flags: &Flags) -> Result<RunEnd> {
@@ -154,7 +154,7 @@ fn run(flags: &Flags) -> Result<RunEnd> {
     }
     let found = match &flags.resume_from_checkpoint {
         Some(newest) if newest.as_os_str() == "true" => snapshots.latest()?,
-        Some(folder) => Some(Snapshot::open(folder)?),
+        Some(folder) => Some(snapshots.open_snapshot(folder)?),
         None => None,
     };
     if let Some(snapshot) = &found {
@@ -187,13 +187,16 @@ fn run(flags: &Flags) -> Result<RunEnd> {
             group.mean(stepped.loss()?)?,
             group.any(interrupt.requested())?,
         );
-        metrics.log(&StepMetrics {
+        // A full disk does not end the run.
+        if let Some(line) = metrics.log_or_warn(&StepMetrics {
             step,
             loss,
             ..Default::default()
-        })?;
+        }) {
+            eprintln!("{line}");
+        }
         if step % 50 == 0 && group.is_main() {
-            println!("step {step}  loss {loss:.4}");
+            print_line(format_args!("step {step}  loss {loss:.4}"));
         }
         if stop || step % flags.save_steps == 0 || step == flags.steps {
             snapshots.save_state(step, None, state!())?;
@@ -207,14 +210,16 @@ fn run(flags: &Flags) -> Result<RunEnd> {
     for outcome in snapshots.wait()? {
         outcome.result?;
     }
-    metrics.finish()?;
-    if group.is_main() {
+    if let Err(error) = metrics.finish() {
+        eprintln!("warning: the metrics are incomplete: {error}");
+    }
+    if group.is_main() && end == RunEnd::Finished {
         // The averaged weights are more accurate than those of the last step.
         let _averaged = ema.apply()?;
-        println!(
-            "{:.1}% of new images are classified correctly",
-            100.0 * accuracy(&network, flags.seed + 1, device)?
-        );
+        let right = 100.0 * accuracy(&network, flags.seed + 1, device)?;
+        print_line(format_args!(
+            "{right:.1}% of new images are classified correctly"
+        ));
     }
     // Rank 0 evaluates alone; a rank that exits earlier would count as lost.
     group.barrier()?;

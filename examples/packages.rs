@@ -52,7 +52,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(run(&Flags::parse()))
+    overdrive_examples::exit(|| run(&Flags::parse()))
 }
 
 fn run(flags: &Flags) -> Result<()> {

@@ -10,7 +10,7 @@
 //! ```
 //!
 //! The run folder gets snapshots (`--save-steps N`), from which `--resume-from-checkpoint true` resumes bit for
-//! bit after a Ctrl-C, a SIGTERM (both save, and exit with code 75) or a kill; metrics.jsonl, TensorBoard events,
+//! bit after a Ctrl-C, a SIGTERM (both save and end, with exit code 75) or a kill; metrics.jsonl, TensorBoard events,
 //! report.html and a Hugging Face model. The example `own_model` trains another model with the same components.
 
 use std::process::ExitCode;
@@ -26,28 +26,30 @@ use overdrive::profiling::Phase;
 use overdrive::snapshot::RunState;
 use overdrive::tracking::{StepMetrics, Trackers};
 use overdrive::trainer::{
-    DataShard, Evaluation, Interrupt, RunFolder, TextData, TrainArgs, TrainingArguments, load_best,
+    DataShard, Evaluation, Fingerprints, Interrupt, RunFolder, TextData, TrainArgs,
+    TrainingArguments, load_best,
 };
 use overdrive::transformer::CausalLm;
 use overdrive_examples::training::{
     Done, RunLog, StepTotals, Summary, batch_loss, describe_model, evaluate, name_lost_ranks,
     new_model, shared, snapshot_files, write_results,
 };
-use overdrive_examples::{RunEnd, exit_or_resume};
+use overdrive_examples::{RunEnd, exit_or_resume, print_line};
 use tch::Tensor;
 
 /// Trains a small Llama on text
 #[derive(Parser)]
-struct Flags {
+pub(crate) struct Flags {
     #[command(flatten)]
     train: TrainArgs,
 }
 
 fn main() -> ExitCode {
-    exit_or_resume(run(&Flags::parse()))
+    exit_or_resume(|| run(&Flags::parse()))
 }
 
-fn run(flags: &Flags) -> Result<RunEnd> {
+/// Trains, and writes the results unless the run was interrupted.
+pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     // Collected, because only rank 0 prints them, and the rank is known after the arguments are.
     let mut notes = Vec::new();
     let resolved = flags
@@ -58,7 +60,7 @@ fn run(flags: &Flags) -> Result<RunEnd> {
     let group = arguments.init_process_group()?;
     let say = |line: &str| {
         if group.is_main() {
-            println!("{line}");
+            print_line(line);
         }
     };
     notes.iter().for_each(|note: &String| say(note));
@@ -68,6 +70,8 @@ fn run(flags: &Flags) -> Result<RunEnd> {
     }
     let precision = arguments.apply()?;
     let data = TextData::prepare(&arguments, say)?;
+    // The processes compare theirs before one of them writes anything.
+    let fingerprints = data.fingerprints(&arguments, &group)?;
     let mut model = new_model(&arguments, &data, device)?;
     describe_model(&model, &arguments, precision, &group, say)?;
     // Created after all checks of data and model, so that a failed start leaves no empty run.
@@ -80,6 +84,7 @@ fn run(flags: &Flags) -> Result<RunEnd> {
         precision,
         folder: Some(&folder),
         files: snapshot_files(&model, &data, &arguments)?,
+        fingerprints,
         parameters: model.named_parameters(),
         trackers: Trackers::new(),
     };
@@ -91,18 +96,21 @@ fn run(flags: &Flags) -> Result<RunEnd> {
         Ok(Evaluation::new(loss, data.validation.bits_per_byte(loss)))
     });
     let (summary, ema) = trained.map_err(|error| name_lost_ranks(&group, error))?;
-    if group.is_main() {
-        let results = write_results(&folder, &arguments, &data, &model, summary.best, ema)?;
-        println!("{summary}{results}");
-        println!(
-            "report {}\nmodel  {}",
-            folder.report().display(),
-            folder.model().display()
-        );
+    if group.is_main() && summary.interrupted {
+        print_line(format_args!("{}", summary.to_string().trim_end()));
         if summary.end() == RunEnd::Saved {
             let root = folder.root().display();
-            println!("resume it with `--out {root} --resume-from-checkpoint true`");
+            print_line(format_args!(
+                "resume it with `--out {root} --resume-from-checkpoint true`"
+            ));
         }
+    } else if group.is_main() {
+        let results = write_results(&folder, &arguments, &data, &model, summary.best, ema)?;
+        print_line(format_args!("{summary}{results}"));
+        if results.warning.is_none() {
+            print_line(format_args!("report {}", folder.report().display()));
+        }
+        print_line(format_args!("model  {}", folder.model().display()));
     }
     Ok(summary.end())
 }
@@ -116,6 +124,8 @@ pub(crate) struct Training<'a> {
     pub(crate) folder: Option<&'a RunFolder>,
     /// The files that make a snapshot the folder of a model: its configuration, its tokenizer.
     pub(crate) files: Vec<(String, Vec<u8>)>,
+    /// The inputs of the run, which a run that resumes compares with its own.
+    pub(crate) fingerprints: Fingerprints,
     /// The trainable parameters; these handles share storage with the model.
     pub(crate) parameters: Vec<(String, Tensor)>,
     /// Additional destinations of metrics.
@@ -150,7 +160,7 @@ impl Training<'_> {
             None => None,
         };
         let resumed = match &snapshots {
-            Some(snapshots) => arguments.snapshot_to_resume(snapshots)?,
+            Some(snapshots) => arguments.snapshot_to_resume(snapshots, &self.fingerprints)?,
             None => None,
         };
         let plan = arguments.plan_from(&mut loader, resumed.as_ref())?;
@@ -191,7 +201,10 @@ impl Training<'_> {
                 ..StepMetrics::default()
             };
             found.apply_to(&mut metrics);
-            log.log(&metrics)?;
+            // A signal has cut the evaluation short; the run ends after its first step.
+            if !group.any(interrupt.requested())? {
+                log.log(&metrics);
+            }
         }
 
         model.set_training(true)?;
@@ -239,14 +252,21 @@ impl Training<'_> {
             }
 
             let (mut metric, mut improved) = (None, false);
-            if plan.eval_due(step) {
+            // On a stop the run saves and ends: whoever stops it may give it seconds.
+            let mut stop = totals.stop;
+            if plan.eval_due(step) && !stop {
                 let found = measure(model, &mut state.ema)?;
-                found.apply_to(&mut metrics);
-                log.summary.evaluation = Some(found);
-                metric = arguments.best_model_metric(&found)?;
-                improved = metric.is_some_and(|value| state.best.observe(step, value).improved);
+                // A signal has cut the evaluation short.
+                stop = group.any(interrupt.requested())?;
+                if !stop {
+                    found.apply_to(&mut metrics);
+                    log.summary.evaluation = Some(found);
+                    metric = arguments.best_model_metric(&found)?;
+                    improved = metric.is_some_and(|value| state.best.observe(step, value).improved);
+                }
             }
-            let ends = totals.stop || state.best.should_stop();
+            log.summary.interrupted = stop;
+            let ends = stop || state.best.should_stop();
             let save_due = plan.save_due(step, improved, ends);
             read_due |= ends || save_due || plan.eval_due(step);
             log.record(metrics, totals, stepped);
@@ -261,7 +281,7 @@ impl Training<'_> {
                 log.warn_of(snapshots)?;
             }
             if ends {
-                log.say(match totals.stop {
+                log.say(match stop {
                     true => "interrupted: the run ends after this step",
                     false => "no improvement within `early_stopping_patience`: the run ends",
                 });
@@ -273,8 +293,12 @@ impl Training<'_> {
             // Snapshots are written in the background.
             snapshots.settle()?;
             log.warn_of(&mut snapshots)?;
-            // No process leaves before all have written.
-            group.barrier()?;
+            // No process leaves before all have written. A signal that came during the last save leaves the rest of the
+            // work to the run that resumes.
+            let stop = group.any(interrupt.requested())?;
+            if group.all(log.summary.is_saved())? {
+                log.summary.interrupted |= stop;
+            }
             if arguments.load_best_model_at_end && !log.summary.interrupted {
                 let (parameters, ema) = (&self.parameters, state.ema.as_mut());
                 log.summary.best = load_best(arguments, &snapshots, group, parameters, ema)?;
@@ -311,6 +335,7 @@ impl Training<'_> {
             false => registered.register("optimizer", &mut state.optimizer),
         };
         let files = self.files.iter().cloned();
+        let files = files.chain([self.fingerprints.to_file()]);
         files.fold(registered, |state, (name, bytes)| state.file(name, bytes))
     }
 }

@@ -13,7 +13,9 @@ pub mod pictures;
 mod progress;
 mod speed;
 pub mod training;
+mod warnings;
 
+use std::fmt::Display;
 use std::io::{Write, stdout};
 use std::process::ExitCode;
 
@@ -49,24 +51,29 @@ impl RunEnd {
     }
 }
 
-/// Returns the exit code of an example that may be interrupted.
-pub fn exit_or_resume(result: anyhow::Result<RunEnd>) -> ExitCode {
-    match result {
-        Ok(end) => ExitCode::from(end.exit_code()),
-        Err(error) => exit(Err(error)),
-    }
+/// Runs an example that may be interrupted, as [`exit`] does, and returns its exit code.
+pub fn exit_or_resume(program: impl FnOnce() -> anyhow::Result<RunEnd>) -> ExitCode {
+    exit_with(|| Ok(ExitCode::from(program()?.exit_code())))
 }
 
-/// Returns the exit code of an example and prints its error in one line, without a stack backtrace, because the
-/// cause is usually in the arguments.
-pub fn exit(result: anyhow::Result<()>) -> ExitCode {
-    match result {
-        Ok(()) => ExitCode::SUCCESS,
-        Err(error) => {
-            eprintln!("error: {error}");
-            ExitCode::FAILURE
-        }
-    }
+/// Runs an example and returns its exit code. Warnings of the libraries are printed on stderr, and an error in one
+/// line, without a stack backtrace, because the cause is usually in the arguments.
+pub fn exit(program: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
+    exit_with(|| program().map(|()| ExitCode::SUCCESS))
+}
+
+fn exit_with(program: impl FnOnce() -> anyhow::Result<ExitCode>) -> ExitCode {
+    warnings::print_warnings();
+    program().unwrap_or_else(|error| {
+        eprintln!("error: {error}");
+        ExitCode::FAILURE
+    })
+}
+
+/// Prints a line. One that cannot be written, because stdout is a file on a full disk or nobody reads it, does not
+/// end a run as `println!` would.
+pub fn print_line(line: impl Display) {
+    let _ = writeln!(stdout(), "{line}");
 }
 
 /// Writes `text` to stdout and flushes it, so that each token appears as it is generated.

@@ -4,6 +4,7 @@
 
 use std::fs;
 use std::path::{Path, PathBuf};
+use std::process::Command;
 use std::time::{Duration, Instant};
 
 use overdrive::distributed::Launch;
@@ -105,4 +106,61 @@ fn a_run_that_is_killed_and_resumed_is_bit_equal_to_one_that_never_stopped() {
         assert_eq!(losses(&killed), losses(&whole), "{processes} processes");
         equal_snapshots(&killed, &whole, steps);
     }
+}
+
+/// Changes a byte of the weights of a snapshot.
+fn damage(out: &Path, step: usize) {
+    let path = out.join(format!("checkpoint-{step}/model.safetensors"));
+    let mut bytes = fs::read(&path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(&path, bytes).unwrap();
+}
+
+#[test]
+fn a_damaged_snapshot_is_reported_and_without_a_complete_one_the_program_fails() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let run = |steps: usize, selection: &str| {
+        let output = Command::new(program())
+            .args([Path::new("--out"), &out])
+            .args(["--steps", &steps.to_string(), "--save-steps", "2"])
+            .args(["--resume-from-checkpoint", "true"])
+            .env("OMP_NUM_THREADS", "1")
+            .env("RUST_LOG", selection)
+            .output()
+            .unwrap();
+        let said = String::from_utf8(output.stderr).unwrap();
+        (output.status.code(), said)
+    };
+    let (code, said) = run(4, "");
+    assert_eq!((code, said.as_str()), (Some(0), ""));
+    let whole = losses(&out);
+
+    damage(&out, 4);
+    let (code, said) = run(4, "");
+    assert_eq!(code, Some(0), "{said}");
+    for part in [
+        "WARN ",
+        "checkpoint-4 is damaged (model.safetensors: its bytes were changed) and is skipped",
+        "the newest complete snapshot is ",
+        "checkpoint-2\n",
+    ] {
+        assert!(said.contains(part), "{part}: {said}");
+    }
+    assert_eq!(losses(&out), whole);
+
+    damage(&out, 4);
+    let (code, said) = run(4, "error");
+    assert_eq!((code, said.as_str()), (Some(0), ""));
+
+    damage(&out, 2);
+    damage(&out, 4);
+    let metrics = fs::read(out.join("metrics.jsonl")).unwrap();
+    let (code, said) = run(6, "");
+    assert_eq!(code, Some(1), "{said}");
+    assert!(
+        said.starts_with("error: no snapshot in ") && said.contains("checkpoint-2 ("),
+        "{said}"
+    );
+    assert_eq!(fs::read(out.join("metrics.jsonl")).unwrap(), metrics);
 }

@@ -8,12 +8,13 @@ use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
 
 use anyhow::Result;
+use clap::Parser;
 use overdrive::core::random::Generator;
 use overdrive::core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
-use overdrive::distributed::{Launch, ProcessGroup};
+use overdrive::distributed::{Launch, LaunchOutcome, ProcessGroup};
 use overdrive::tracking::{StepMetrics, Trackers, read_metrics};
 use overdrive::trainer::{
-    DataShard, Evaluation, IntervalStrategy, Layers, ModelArguments, OptimizerName,
+    DataShard, Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, OptimizerName,
     ResumeFromCheckpoint, RunFolder, SaveStrategy, TextData, TrainingArguments,
 };
 use overdrive::transformer::CausalLm;
@@ -23,10 +24,13 @@ use overdrive_examples::training::{Summary, evaluate, name_lost_ranks, new_model
 #[allow(dead_code, reason = "its `main` is another program's")]
 #[path = "../finetune.rs"]
 mod finetune_example;
+use finetune_example::train::Flags;
 
 const CONFIG: &str = "OVERDRIVE_TRAINER_TEST_CONFIG";
 /// The rank that has another model than the others.
 const OTHER_MODEL: &str = "OVERDRIVE_TRAINER_TEST_OTHER_MODEL";
+/// The rank whose data lacks a file.
+const OTHER_DATA: &str = "OVERDRIVE_TRAINER_TEST_OTHER_DATA";
 const TRAIN: [&str; 4] = ["--exact", "trains", "--ignored", "--nocapture"];
 
 /// The program that the tests start, stop and kill; it trains as the example `train` does.
@@ -42,6 +46,9 @@ fn trains() {
     {
         return tunes(&config);
     }
+    if config.ends_with("program.json") {
+        return runs_the_example(&config);
+    }
     let mut arguments: TrainingArguments =
         serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
     let group = arguments.init_process_group().unwrap();
@@ -54,9 +61,29 @@ fn trains() {
     if std::env::var(OTHER_MODEL).is_ok_and(|other| other == rank) {
         arguments.model.intermediate_size += 8;
     }
+    if std::env::var(OTHER_DATA).is_ok_and(|other| other == rank) {
+        let files = fs::read_dir(&arguments.data[0]).unwrap();
+        let mut files: Vec<PathBuf> = files.map(|entry| entry.unwrap().path()).collect();
+        files.sort();
+        files.pop();
+        arguments.data = files;
+    }
     // Without the harness, whose words would hide the code.
     std::process::exit(match train(&config, &arguments, &group) {
         Ok(summary) => i32::from(summary.end().exit_code()),
+        Err(error) => {
+            eprintln!("error: {error}");
+            1
+        }
+    });
+}
+
+/// Runs the example `train` as it is.
+fn runs_the_example(config: &Path) {
+    let config = config.to_str().unwrap();
+    let flags = Flags::parse_from(["train", "--config", config]);
+    std::process::exit(match finetune_example::train::run(&flags) {
+        Ok(end) => i32::from(end.exit_code()),
         Err(error) => {
             eprintln!("error: {error}");
             1
@@ -69,6 +96,7 @@ fn train(config: &Path, arguments: &TrainingArguments, group: &ProcessGroup) -> 
     let precision = arguments.apply()?;
     let data = TextData::prepare_in(&config.with_file_name("cache"), arguments, |_| {})?;
     let device = arguments.device(group);
+    let fingerprints = data.fingerprints(arguments, group)?;
     let mut model = new_model(arguments, &data, device)?;
     let folder = RunFolder::open_or_create(group, arguments)?;
     let training = finetune_example::train::Training {
@@ -77,12 +105,17 @@ fn train(config: &Path, arguments: &TrainingArguments, group: &ProcessGroup) -> 
         precision,
         folder: Some(&folder),
         files: snapshot_files(&model, &data, arguments)?,
+        fingerprints,
         parameters: model.named_parameters(),
         trackers: Trackers::new(),
     };
     let shard = DataShard::of(group, device);
     let loader = data.train_loader(arguments, shard)?;
     let trained = training.fit(&mut model, loader, &mut |model| {
+        if config.ends_with("evaluated.json") {
+            // The signal comes at the begin of the evaluation.
+            Interrupt::install()?.request();
+        }
         let batches = data.validation_loader(arguments, shard)?;
         Ok(Evaluation::new(
             evaluate(model, batches, precision, group)?,
@@ -97,11 +130,21 @@ fn train(config: &Path, arguments: &TrainingArguments, group: &ProcessGroup) -> 
 fn tunes(config: &Path) {
     let arguments = Layers::finetune().file(config).unwrap().resolve().unwrap();
     let group = arguments.training.init_process_group().unwrap();
+    let rank = group.rank();
+    fs::write(
+        config.with_file_name(format!("pid-{rank}")),
+        std::process::id().to_string(),
+    )
+    .unwrap();
     let tuned = finetune_example::finetune(&arguments, &group, true, |_| {}).unwrap();
-    if group.is_main() {
-        tuned.write().unwrap();
-    }
-    std::process::exit(0);
+    let end = finetune_example::finish(tuned, &group).unwrap();
+    let code = end.exit_code();
+    fs::write(
+        config.with_file_name(format!("code-{rank}")),
+        code.to_string(),
+    )
+    .unwrap();
+    std::process::exit(i32::from(code));
 }
 
 /// A folder with a text, runs and their configurations.
@@ -486,33 +529,130 @@ fn several_processes_train_as_one_with_the_joint_batch() {
     }
 }
 
+#[cfg(unix)]
+#[test]
+fn a_stopped_run_saves_and_does_nothing_else() {
+    let shop = Workshop::new();
+    let arguments = TrainingArguments {
+        max_steps: 100_000,
+        save_steps: 100_000.0,
+        eval_strategy: IntervalStrategy::Steps,
+        eval_steps: Some(1.0),
+        samples: 2,
+        ..shop.arguments()
+    };
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(TRAIN)
+        .env(CONFIG, shop.configured("program", &arguments))
+        .env("XDG_CACHE_HOME", shop.path("cache"))
+        .stdout(Stdio::null())
+        .stderr(Stdio::inherit())
+        .spawn()
+        .unwrap();
+    while shop.lines_so_far("program") < 5 {
+        assert!(child.try_wait().unwrap().is_none(), "it ended by itself");
+        std::thread::sleep(Duration::from_millis(1));
+    }
+    let pid = rustix::process::Pid::from_child(&child);
+    // A control group and a launcher: twice the same.
+    for _ in 0..2 {
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+    }
+    assert_eq!(wait(&mut child).code(), Some(i32::from(SAVED_EXIT_CODE)));
+    let lines = shop.lines("program");
+    let (last, others) = lines.split_last().unwrap();
+    assert!(others.iter().all(|line| line.3.is_some()));
+    assert_eq!(last.3, None, "the stopped step was evaluated");
+    let folder = shop.path("program");
+    assert!(folder.join(format!("checkpoint-{}", last.0)).is_dir());
+    for result in ["model", "report.html"] {
+        assert!(!folder.join(result).exists(), "{result}");
+    }
+}
+
+#[test]
+fn a_signal_in_an_evaluation_ends_it_and_saves() {
+    let shop = Workshop::new();
+    let arguments = TrainingArguments {
+        max_steps: 100_000,
+        save_steps: 100_000.0,
+        eval_strategy: IntervalStrategy::Steps,
+        eval_steps: Some(4.0),
+        ..shop.arguments()
+    };
+    let mut child = shop.start("evaluated", &arguments);
+    assert_eq!(wait(&mut child).code(), Some(i32::from(SAVED_EXIT_CODE)));
+    let lines = shop.lines("evaluated");
+    assert_eq!(lines.len(), 4);
+    assert_eq!(lines[3].3, None, "the stopped evaluation was logged");
+    assert!(shop.path("evaluated/checkpoint-4").is_dir());
+}
+
+/// Returns the configuration of a fine-tuning run of adapters on the model of the run `base`.
+fn adapters(shop: &Workshop, name: &str, steps: u64, accumulated: u64) -> PathBuf {
+    if !shop.path("base").exists() {
+        assert!(wait(&mut shop.start("base", &shop.arguments())).success());
+        let records = (0..40).map(|number| {
+            let answer = "na".repeat(1 + number % 5);
+            format!("{{\"prompt\": \"Document {number} says\", \"response\": \"{answer}\"}}\n")
+        });
+        fs::write(shop.path("data.jsonl"), records.collect::<String>()).unwrap();
+    }
+    let values = serde_json::json!({
+        "model": shop.path("base/checkpoint-12"),
+        "data": shop.path("data.jsonl"),
+        "output_dir": shop.path(name),
+        "load_in_4bit": true,
+        "lora_r": 4,
+        "lora_dropout": 0.0,
+        "target_modules": "all-linear",
+        "max_steps": steps,
+        "per_device_train_batch_size": 2,
+        "gradient_accumulation_steps": accumulated,
+        "logging_steps": 1,
+        "use_cpu": true,
+        "threads": 1,
+        "samples": 0,
+    });
+    let config = shop.path(&format!("{name}.json"));
+    fs::write(&config, values.to_string()).unwrap();
+    config
+}
+
+#[cfg(unix)]
+#[test]
+fn a_stopped_fine_tuning_ends_with_one_code_on_all_processes_and_writes_no_adapter() {
+    let shop = Workshop::new();
+    let config = adapters(&shop, "tune-stopped", 100_000, 1);
+    let launch = Launch::new(std::env::current_exe().unwrap()).args(TRAIN);
+    let launch = launch.env(CONFIG, &config).nproc(2);
+    std::thread::scope(|scope| {
+        let running = scope.spawn(|| launch.run());
+        while shop.lines_so_far("tune-stopped") < 3 {
+            assert!(!running.is_finished(), "it ended by itself");
+            std::thread::sleep(Duration::from_millis(1));
+        }
+        // A signal to one process stops all of them.
+        let pid = fs::read_to_string(shop.path("pid-1")).unwrap();
+        let pid = rustix::process::Pid::from_raw(pid.parse().unwrap()).unwrap();
+        rustix::process::kill_process(pid, rustix::process::Signal::TERM).unwrap();
+        let ended = running.join().unwrap().unwrap();
+        assert_eq!(ended, LaunchOutcome::Saved);
+    });
+    for rank in 0..2 {
+        let code = fs::read_to_string(shop.path(&format!("code-{rank}"))).unwrap();
+        assert_eq!(code, SAVED_EXIT_CODE.to_string(), "rank {rank}");
+    }
+    let folder = shop.path("tune-stopped");
+    assert!(!folder.join("adapter_model.safetensors").exists());
+    assert!(!folder.join("report.html").exists());
+}
+
 #[test]
 fn adapters_over_four_bits_are_trained_by_two_processes_as_by_one() {
     let shop = Workshop::new();
-    assert!(wait(&mut shop.start("base", &shop.arguments())).success());
-    let records = (0..40).map(|number| {
-        let answer = "na".repeat(1 + number % 5);
-        format!("{{\"prompt\": \"Document {number} says\", \"response\": \"{answer}\"}}\n")
-    });
-    fs::write(shop.path("data.jsonl"), records.collect::<String>()).unwrap();
     for (name, processes, accumulated) in [("tune-1", 1, 4), ("tune-2", 2, 2)] {
-        let values = serde_json::json!({
-            "model": shop.path("base/checkpoint-12"),
-            "data": shop.path("data.jsonl"),
-            "output_dir": shop.path(name),
-            "load_in_4bit": true,
-            "lora_r": 4,
-            "lora_dropout": 0.0,
-            "target_modules": "all-linear",
-            "max_steps": 4,
-            "per_device_train_batch_size": 2,
-            "gradient_accumulation_steps": accumulated,
-            "use_cpu": true,
-            "threads": 1,
-            "samples": 0,
-        });
-        let config = shop.path(&format!("{name}.json"));
-        fs::write(&config, values.to_string()).unwrap();
+        let config = adapters(&shop, name, 4, accumulated);
         let launch = Launch::new(std::env::current_exe().unwrap()).args(TRAIN);
         launch.env(CONFIG, &config).nproc(processes).run().unwrap();
         assert!(shop.path(name).join("adapter_model.safetensors").is_file());
@@ -652,7 +792,11 @@ fn another_effective_batch_is_said_and_an_epoch_stays_a_pass() {
     // Two steps of 12 windows, and the rest in steps of 10: all windows once.
     let windows = last.tokens_seen.unwrap() / 32;
     assert_eq!(last.step, 2 + (windows - 24).div_ceil(10));
-    let data = TextData::prepare_in(&shop.path("cache"), &rest, |_| {}).unwrap();
+    let fresh = TrainingArguments {
+        resume_from_checkpoint: None,
+        ..rest
+    };
+    let data = TextData::prepare_in(&shop.path("cache"), &fresh, |_| {}).unwrap();
     assert_eq!(windows, (data.train.len() as u64 - 1) / 32);
 }
 
@@ -662,10 +806,16 @@ fn errors_that_concern_all_processes_are_found_before_the_first_step() {
     let arguments = shop.arguments();
     let other = shop.launch("other", &arguments, 2).env(OTHER_MODEL, "1");
     let error = other.run().unwrap_err().to_string();
+    let differs = "`model.intermediate_size` is 72 on rank 1 and 64 on rank 0";
+    assert!(error.contains(differs), "{error}");
+
+    let other = shop.launch("other", &arguments, 2).env(OTHER_DATA, "1");
+    let error = other.run().unwrap_err().to_string();
     assert!(
-        error.contains("mlp.up_proj.weight") && error.contains("rank 1"),
+        error.contains("rank 1 has other inputs than rank 0: `data` is "),
         "{error}"
     );
+    assert!(!shop.path("other").exists(), "a run was begun");
 
     // Where the folder cannot be: all ranks end with the words of the one that tried.
     fs::write(shop.path("taken"), "a file").unwrap();

@@ -227,7 +227,65 @@ pub(crate) fn docs(further: &[OsString]) -> Cargo {
     cargo
 }
 
+/// Returns the commands of the fault injection: each test repeats an operation until every system call of it has
+/// failed once, and prints how many there were.
+pub(crate) fn faults() -> Vec<Cargo> {
+    let all = Cargo::new(["test"])
+        .workspace()
+        .and(&["--test", "fault_injection"].map(OsString::from));
+    // The tests that kill a process at every call are ignored, because they take minutes.
+    let all = all.and(&["--", "--include-ignored", "--nocapture"].map(OsString::from));
+    let own = Cargo::new(["test", "-p", "xtask", "a_fault_in_any_call"]);
+    vec![all, own.and(&["--", "--nocapture"].map(OsString::from))]
+}
+
+/// Returns the command that checks the dependencies: advisories, licences, sources, bans, as `deny.toml` says.
+pub(crate) fn deny(further: &[OsString]) -> Cargo {
+    Cargo::new(["deny", "--all-features", "check"]).and(further)
+}
+
+/// Returns the target triple of this machine's compiler.
+pub(crate) fn host() -> Result<String> {
+    let output = Command::new(std::env::var_os("RUSTC").unwrap_or_else(|| "rustc".into()))
+        .arg("-vV")
+        .output()
+        .map_err(|error| Failure::new(format!("could not start rustc: {error}")))?;
+    host_of(&String::from_utf8_lossy(&output.stdout))
+}
+
+/// Returns the target triple in the output of `rustc -vV`.
+fn host_of(version: &str) -> Result<String> {
+    let line = version.lines().find_map(|line| line.strip_prefix("host: "));
+    line.map(str::to_owned)
+        .ok_or_else(|| Failure::new("rustc -vV names no host"))
+}
+
 impl Cargo {
+    /// Builds the fuzzer, with `variables` for the compiler.
+    pub(crate) fn fuzzer(
+        manifest: &Path,
+        target: &Path,
+        host: &str,
+        variables: [(&'static str, &'static str); 2],
+    ) -> Self {
+        let mut cargo = Self::new(["build", "--release", "--manifest-path"])
+            .and(&[manifest.into(), "--target-dir".into(), target.into()])
+            .and(&["--target".into(), host.into()]);
+        cargo.variables.extend(variables);
+        cargo
+    }
+
+    /// Returns `true` if cargo has the subcommand.
+    pub(crate) fn has(subcommand: &str) -> bool {
+        let mut command = Cargo::new(["--list"]).command();
+        let output = command.stderr(Stdio::null()).output();
+        output.is_ok_and(|output| {
+            let list = String::from_utf8_lossy(&output.stdout).into_owned();
+            list.lines()
+                .any(|line| line.split_whitespace().next() == Some(subcommand))
+        })
+    }
+
     fn new<const N: usize>(arguments: [&str; N]) -> Self {
         Self {
             arguments: arguments.map(OsString::from).to_vec(),
@@ -495,6 +553,13 @@ mod tests {
             Some("/opt/lib".into())
         );
         assert_eq!(cut("/w/target/xtask/release/deps"), None);
+    }
+
+    #[test]
+    fn the_host_is_read_from_what_rustc_prints() {
+        let version = "rustc 1.95.0\nbinary: rustc\nhost: x86_64-unknown-linux-gnu\n";
+        assert_eq!(host_of(version).unwrap(), "x86_64-unknown-linux-gnu");
+        assert!(host_of("").is_err());
     }
 
     #[test]

@@ -29,6 +29,13 @@ pub(crate) fn check() -> Result<()> {
     step("format");
     // The cheapest check comes first, before libtorch may have to be fetched.
     cargo::fmt(&["--".into(), "--check".into()]).run()?;
+    step("licences and sources of the dependencies");
+    match deny_is_installed() {
+        // Without advisories, whose database is on the network: an advisory of today must not fail the change of
+        // today. `cargo xtask deny` checks them too.
+        Ok(()) => cargo::deny(&["licenses", "sources", "bans"].map(OsString::from)).run()?,
+        Err(failure) => eprintln!("not checked: {failure}"),
+    }
     step("libtorch");
     let found = setup::setup(Request::Any, false)?;
     found.report();
@@ -41,6 +48,14 @@ pub(crate) fn check() -> Result<()> {
     step("tests");
     let tests = cargo::tests(&[], doctor::has_gpu(&found.libtorch));
     tests.iter().try_for_each(Cargo::run)
+}
+
+/// Returns an error with the remedy where `cargo deny` is not installed.
+pub(crate) fn deny_is_installed() -> Result<()> {
+    if Cargo::has("deny") {
+        return Ok(());
+    }
+    Err(Failure::new("cargo-deny is not installed").remedy("cargo install --locked cargo-deny"))
 }
 
 fn step(what: &str) {

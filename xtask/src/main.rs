@@ -10,6 +10,10 @@ mod check;
 mod dist;
 mod doctor;
 mod failure;
+#[cfg(all(test, target_os = "linux", target_env = "gnu"))]
+#[path = "../../faults/mod.rs"]
+mod faults;
+mod fuzz;
 mod hash;
 mod lock;
 mod progress;
@@ -83,13 +87,27 @@ enum Command {
     },
     /// Report on this machine: libtorch, devices, compiler, memory, and the precision to train in
     Doctor,
+    /// Let every system call of saves, caches, indexes and downloads fail in turn: cargo test --workspace … --test
+    /// fault_injection
+    Faults,
+    /// Fuzz the readers of foreign files, guided by coverage, with AddressSanitizer (x86-64 or Arm Linux)
+    Fuzz {
+        /// The reader [default: all, one after the other]
+        target: Option<String>,
+        /// The time for each reader
+        #[arg(long, default_value_t = 10.0)]
+        minutes: f64,
+    },
+    /// Check the dependencies' advisories, licences and sources by deny.toml: cargo deny check
+    Deny(Further),
     /// Format the sources: cargo fmt --all
     Fmt(Further),
     /// Lint: cargo clippy --workspace --all-targets
     Lint(Further),
     /// Build the documentation: cargo doc --workspace --no-deps
     Docs(Further),
-    /// Run everything that CI runs: format, lints, documentation, a short training run, all tests
+    /// Run everything that CI runs: format, licences and sources of the dependencies, lints, documentation, a
+    /// short training run, all tests
     Check,
 }
 
@@ -141,6 +159,12 @@ fn run(command: Command) -> Result<()> {
         Command::Ablation(_) => after_setup(cargo::ablation(&further(2))),
         Command::Dist { out, features } => dist::dist(out.as_deref(), features.as_deref()),
         Command::Doctor => doctor::doctor(),
+        Command::Faults => all_after_setup(cargo::faults()),
+        Command::Fuzz { target, minutes } => fuzz::fuzz(target.as_deref(), minutes),
+        Command::Deny(_) => {
+            check::deny_is_installed()?;
+            cargo::deny(&further(2)).replace_this_process()
+        }
         Command::Fmt(_) => cargo::fmt(&further(2)).replace_this_process(),
         Command::Lint(_) => after_setup(cargo::lint(&further(2))),
         Command::Docs(_) => after_setup(cargo::docs(&further(2))),

@@ -1,8 +1,9 @@
 //! `.cargo/libtorch.toml`: the record through which Cargo finds libtorch.
 
 use std::fs;
-use std::io;
 use std::path::{Path, PathBuf};
+
+use overdrive_core::{Error, files};
 
 use crate::failure::{Failure, Result};
 
@@ -72,7 +73,10 @@ impl Record {
         if fs::read_to_string(&path).is_ok_and(|old| old == text) {
             return Ok(false);
         }
-        replace(&path, &text).map_err(|error| Failure::io("could not write", &path, &error))?;
+        files::write(&path, text.as_bytes()).map_err(|error| match error {
+            Error::Io { source, .. } => Failure::io("could not write", &path, &source),
+            other => Failure::new(other.to_string()),
+        })?;
         Ok(true)
     }
 
@@ -102,16 +106,6 @@ impl Record {
             quoted(&root),
         )
     }
-}
-
-/// Writes a temporary file beside the target and renames it over the target.
-fn replace(path: &Path, text: &str) -> io::Result<()> {
-    let temporary = path.with_extension(format!("toml.{}", std::process::id()));
-    let written = fs::write(&temporary, text).and_then(|()| fs::rename(&temporary, path));
-    if written.is_err() {
-        let _ = fs::remove_file(&temporary);
-    }
-    written
 }
 
 /// Returns a basic string of TOML.

@@ -2,6 +2,7 @@
 
 use std::ffi::OsString;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -278,14 +279,7 @@ fn fetched(environment: &Environment, variant: Variant, force: bool) -> Result<F
         target.display()
     );
     let archives = fetch_archives(environment, platform, variant, &plan, &downloads)?;
-    let made = unpack::unfinished(&target);
-    // Under a temporary name until it is complete, so that no build sees half of it.
-    let result = assemble(&archives, &made, platform, variant)
-        .and_then(|()| unpack::publish(&made, &target));
-    if result.is_err() {
-        let _ = fs::remove_dir_all(&made);
-    }
-    result?;
+    install(&archives, &target, platform, variant)?;
     // Downloads are kept until now, so that a killed run need not fetch them again.
     for archive in archives {
         let _ = fs::remove_file(archive);
@@ -356,6 +350,22 @@ fn fetch_archives(
     Ok(files)
 }
 
+/// Creates `target` from archives, under a temporary name until it is complete, so that no build sees half of it.
+fn install(
+    archives: &[PathBuf],
+    target: &Path,
+    platform: Platform,
+    variant: Variant,
+) -> Result<()> {
+    let made = unpack::unfinished(target);
+    let result =
+        assemble(archives, &made, platform, variant).and_then(|()| unpack::publish(&made, target));
+    if result.is_err() {
+        let _ = fs::remove_dir_all(&made);
+    }
+    result
+}
+
 /// Creates the folder of a libtorch from archives.
 fn assemble(archives: &[PathBuf], made: &Path, platform: Platform, variant: Variant) -> Result<()> {
     for archive in archives {
@@ -397,6 +407,9 @@ fn assemble(archives: &[PathBuf], made: &Path, platform: Platform, variant: Vari
 
 const MANIFEST: &str = "overdrive-manifest";
 
+#[cfg(all(test, target_os = "linux", target_env = "gnu"))]
+mod fault_injection;
+
 /// Returns one line per library with its size, which detects a truncated or missing library in a millisecond.
 fn manifest(root: &Path) -> Result<String> {
     let lib = root.join("lib");
@@ -412,10 +425,12 @@ fn manifest(root: &Path) -> Result<String> {
     Ok(lines.concat())
 }
 
-/// Compares the libraries with the manifest. A folder without one was unpacked by hand and is trusted.
+/// Compares the libraries with the manifest. A folder without one was unpacked by hand and is trusted; one whose
+/// manifest cannot be read is not.
 fn manifest_holds(root: &Path) -> bool {
-    let Ok(text) = fs::read_to_string(root.join(MANIFEST)) else {
-        return true;
+    let text = match fs::read_to_string(root.join(MANIFEST)) {
+        Ok(text) => text,
+        Err(error) => return error.kind() == ErrorKind::NotFound,
     };
     text.lines().all(|line| {
         let Some((bytes, name)) = line.split_once(' ') else {
@@ -432,7 +447,7 @@ mod tests {
 
     use super::*;
 
-    fn wheel(path: &Path, files: &[(&str, &str)]) {
+    pub(super) fn wheel(path: &Path, files: &[(&str, &str)]) {
         let mut zip = zip::ZipWriter::new(fs::File::create(path).unwrap());
         let options = zip::write::SimpleFileOptions::default()
             .compression_method(zip::CompressionMethod::Stored);
@@ -443,7 +458,7 @@ mod tests {
         zip.finish().unwrap();
     }
 
-    const TORCH: [(&str, &str); 6] = [
+    pub(super) const TORCH: [(&str, &str); 6] = [
         ("torch/lib/libtorch.so", "asks for CUDA"),
         ("torch/lib/libtorch_cpu.so", "cpu"),
         ("torch/lib/libc10.so", "c10"),

@@ -5,6 +5,7 @@ use std::io::{self, BufReader, Read, Write};
 use std::path::{Path, PathBuf};
 
 use zip::ZipArchive;
+use zip::result::ZipError;
 
 use crate::failure::{Failure, Result};
 use crate::progress;
@@ -17,16 +18,15 @@ pub(crate) fn unpack(
     destination: impl Fn(&str) -> Option<PathBuf>,
 ) -> Result<()> {
     let file = File::open(archive).map_err(|e| Failure::io("could not open", archive, &e))?;
-    let mut zip =
-        ZipArchive::new(BufReader::new(file)).map_err(|e| damaged(archive, &e.to_string()))?;
+    let mut zip = ZipArchive::new(BufReader::new(file)).map_err(|e| unreadable(archive, e))?;
     // Two passes: the total is needed for the progress bar before the first file is written.
     let mut wanted = Vec::new();
     let mut total = 0;
     for index in 0..zip.len() {
         let entry = zip
             .by_index_raw(index)
-            .map_err(|e| damaged(archive, &e.to_string()))?;
-        let name = entry.name().map_err(|e| damaged(archive, &e.to_string()))?;
+            .map_err(|e| unreadable(archive, e))?;
+        let name = entry.name().map_err(|e| unreadable(archive, e))?;
         if let Some(to) = destination(&name) {
             total += entry.size();
             wanted.push((index, into.join(to)));
@@ -36,9 +36,7 @@ pub(crate) fn unpack(
     // 256 KiB: the largest library has hundreds of megabytes, and small reads would dominate.
     let mut buffer = vec![0; 1 << 18];
     for (index, to) in wanted {
-        let mut entry = zip
-            .by_index(index)
-            .map_err(|e| damaged(archive, &e.to_string()))?;
+        let mut entry = zip.by_index(index).map_err(|e| unreadable(archive, e))?;
         let fail = |error: io::Error| Failure::io("could not write", &to, &error);
         if let Some(parent) = to.parent() {
             fs::create_dir_all(parent).map_err(fail)?;
@@ -47,7 +45,7 @@ pub(crate) fn unpack(
         loop {
             let read = entry
                 .read(&mut buffer)
-                .map_err(|e| damaged(archive, &e.to_string()))?;
+                .map_err(|e| unreadable(archive, e))?;
             if read == 0 {
                 break;
             }
@@ -59,8 +57,16 @@ pub(crate) fn unpack(
     Ok(())
 }
 
-fn damaged(archive: &Path, reason: &str) -> Failure {
-    // An archive that stays would be taken for complete by the next run.
+/// Returns the error of an archive that could not be read to its end. A damaged one is removed, because the next
+/// run would take it for complete; one that the disk did not give out is kept.
+fn unreadable(archive: &Path, error: impl Into<ZipError>) -> Failure {
+    let reason = match error.into() {
+        // Only errors of the system have a number; those of the decompression and the checksums have none.
+        ZipError::Io(error) if error.raw_os_error().is_some() => {
+            return Failure::io("could not read", archive, &error);
+        }
+        error => error.to_string(),
+    };
     let _ = fs::remove_file(archive);
     Failure::new(format!(
         "{} is damaged ({reason}); it has been removed",
@@ -120,7 +126,11 @@ pub(crate) fn publish(made: &Path, target: &Path) -> Result<()> {
         let _ = fs::remove_dir_all(&aside);
         fs::rename(target, &aside).map_err(|e| Failure::io("could not move aside", target, &e))?;
     }
-    fs::rename(made, target).map_err(|e| Failure::io("could not create", target, &e))?;
+    if let Err(error) = fs::rename(made, target) {
+        // The old folder is better than none until the next run. It is not there for a new target.
+        let _ = fs::rename(&aside, target);
+        return Err(Failure::io("could not create", target, &error));
+    }
     // The rename itself is durable only after the parent folder is flushed.
     if let Some(parent) = target.parent().filter(|_| cfg!(unix)) {
         File::open(parent)

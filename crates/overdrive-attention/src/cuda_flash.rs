@@ -2,9 +2,13 @@
 //!
 //! `_flash_attention_forward` is not differentiable by itself; its backward operator takes output and
 //! log-sum-exp, and is right for sink logits too if it is given those with the sinks counted in.
+#![allow(
+    unsafe_code,
+    reason = "libtorch's kernels check neither cumulative lengths nor all shapes"
+)]
 
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
-use overdrive_sys::op::{Output, Value, call};
+use overdrive_sys::op::{Output, Value, call_unchecked};
 use tch::Tensor;
 
 use crate::{Error, Result};
@@ -98,7 +102,9 @@ impl CudaFlash {
             left,
             right,
         ];
-        Ok(call("aten::_flash_attention_backward", "", &arguments)?)
+        // SAFETY: the inputs are those of the forward call below, the results its own, which autograd has found
+        // unchanged, and the gradient has the shape of the output.
+        Ok(unsafe { call_unchecked("aten::_flash_attention_backward", "", &arguments)? })
     }
 }
 
@@ -120,29 +126,33 @@ impl Function for CudaFlash {
             Some(slopes) => Some(slopes.f_to_kind(tch::Kind::Float)?),
             None => None,
         };
-        let outputs = call(
-            "aten::_flash_attention_forward",
-            "",
-            &[
-                Value::Tensor(inputs[0]),
-                Value::Tensor(inputs[1]),
-                Value::Tensor(inputs[2]),
-                cumulative_q,
-                cumulative_k,
-                Value::Int(self.longest.0),
-                Value::Int(self.longest.1),
-                Value::Float(self.dropout_p),
-                Value::Bool(self.is_causal()),
-                // return_debug_mask
-                Value::Bool(false),
-                Value::Float(self.scale),
-                left,
-                right,
-                Value::None,
-                // After seqused_k, which the cumulative lengths make superfluous.
-                slopes.as_ref().map_or(Value::None, Value::Tensor),
-            ],
-        )?;
+        // SAFETY: `Call` has checked dtypes, devices and that the shapes agree, and `PackedLengths`, which owns its
+        // tensors, that the cumulative lengths stay within them.
+        let outputs = unsafe {
+            call_unchecked(
+                "aten::_flash_attention_forward",
+                "",
+                &[
+                    Value::Tensor(inputs[0]),
+                    Value::Tensor(inputs[1]),
+                    Value::Tensor(inputs[2]),
+                    cumulative_q,
+                    cumulative_k,
+                    Value::Int(self.longest.0),
+                    Value::Int(self.longest.1),
+                    Value::Float(self.dropout_p),
+                    Value::Bool(self.is_causal()),
+                    // return_debug_mask
+                    Value::Bool(false),
+                    Value::Float(self.scale),
+                    left,
+                    right,
+                    Value::None,
+                    // After seqused_k, which the cumulative lengths make superfluous.
+                    slopes.as_ref().map_or(Value::None, Value::Tensor),
+                ],
+            )?
+        };
         let [output, lse, random, unused] = tensors(outputs)?;
         // flash-attn says +inf of a query that sees no key, which its backward wants back.
         let shown = lse.f_masked_fill(&lse.f_eq(f64::INFINITY)?, f64::NEG_INFINITY)?;

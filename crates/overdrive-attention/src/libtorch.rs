@@ -1,6 +1,10 @@
 //! The fused attentions of libtorch, called by their schema names.
+#![allow(
+    unsafe_code,
+    reason = "libtorch's kernels do not check that the shapes of their operands agree"
+)]
 
-use overdrive_sys::op::{Output, Value, call as call_op};
+use overdrive_sys::op::{Output, Value, call_unchecked};
 use tch::{Kind, Tensor};
 
 use crate::call::Call;
@@ -9,20 +13,24 @@ use crate::{Error, Result};
 /// Calls `_scaled_dot_product_flash_attention_for_cpu`: output (B, H, T, D) and log-sum-exp (B, H, T).
 pub(crate) fn cpu_flash(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     let mask = additive(call)?;
-    let outputs = call_op(
-        "aten::_scaled_dot_product_flash_attention_for_cpu",
-        "",
-        &[
-            Value::Tensor(&call.query),
-            Value::Tensor(&call.key),
-            Value::Tensor(&call.value),
-            // dropout_p: the kernel has none on a CPU, and `selection` refuses it.
-            Value::Float(0.0),
-            Value::Bool(call.is_causal()),
-            mask.as_ref().map_or(Value::None, Value::Tensor),
-            Value::Float(call.scale),
-        ],
-    )?;
+    // SAFETY: `Call` has checked dtypes, devices and that the shapes of query, key, value and mask agree; `selection`
+    // admits the other options.
+    let outputs = unsafe {
+        call_unchecked(
+            "aten::_scaled_dot_product_flash_attention_for_cpu",
+            "",
+            &[
+                Value::Tensor(&call.query),
+                Value::Tensor(&call.key),
+                Value::Tensor(&call.value),
+                // dropout_p: the kernel has none on a CPU, and `selection` refuses it.
+                Value::Float(0.0),
+                Value::Bool(call.is_causal()),
+                mask.as_ref().map_or(Value::None, Value::Tensor),
+                Value::Float(call.scale),
+            ],
+        )?
+    };
     first_two(outputs, "_scaled_dot_product_flash_attention_for_cpu")
 }
 
@@ -32,21 +40,25 @@ pub(crate) fn efficient(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
         Some(mask) => Some(aligned(call, &mask)?),
         None => None,
     };
-    let outputs = call_op(
-        "aten::_scaled_dot_product_efficient_attention",
-        "",
-        &[
-            Value::Tensor(&call.query),
-            Value::Tensor(&call.key),
-            Value::Tensor(&call.value),
-            mask.as_ref().map_or(Value::None, Value::Tensor),
-            // compute_log_sumexp: the backward kernel needs it too.
-            Value::Bool(call.needs_grad || call.with_lse),
-            Value::Float(call.options.dropout_p),
-            Value::Bool(call.is_causal()),
-            Value::Float(call.scale),
-        ],
-    )?;
+    // SAFETY: `Call` has checked dtypes, devices and that the shapes of query, key, value and mask agree; `selection`
+    // admits the other options.
+    let outputs = unsafe {
+        call_unchecked(
+            "aten::_scaled_dot_product_efficient_attention",
+            "",
+            &[
+                Value::Tensor(&call.query),
+                Value::Tensor(&call.key),
+                Value::Tensor(&call.value),
+                mask.as_ref().map_or(Value::None, Value::Tensor),
+                // compute_log_sumexp: the backward kernel needs it too.
+                Value::Bool(call.needs_grad || call.with_lse),
+                Value::Float(call.options.dropout_p),
+                Value::Bool(call.is_causal()),
+                Value::Float(call.scale),
+            ],
+        )?
+    };
     let (output, lse) = first_two(outputs, "_scaled_dot_product_efficient_attention")?;
     // The kernel fills the log-sum-exp up to a multiple of 32 queries.
     let lse = match call.with_lse {
@@ -58,22 +70,26 @@ pub(crate) fn efficient(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
 
 /// Calls `_scaled_dot_product_cudnn_attention` on CUDA.
 pub(crate) fn cudnn(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
-    let outputs = call_op(
-        "aten::_scaled_dot_product_cudnn_attention",
-        "",
-        &[
-            Value::Tensor(&call.query),
-            Value::Tensor(&call.key),
-            Value::Tensor(&call.value),
-            Value::None,
-            Value::Bool(call.needs_grad || call.with_lse),
-            Value::Float(call.options.dropout_p),
-            Value::Bool(call.is_causal()),
-            // return_debug_mask
-            Value::Bool(false),
-            Value::Float(call.scale),
-        ],
-    )?;
+    // SAFETY: `Call` has checked dtypes, devices and that the shapes of query, key, value and mask agree; `selection`
+    // admits the other options.
+    let outputs = unsafe {
+        call_unchecked(
+            "aten::_scaled_dot_product_cudnn_attention",
+            "",
+            &[
+                Value::Tensor(&call.query),
+                Value::Tensor(&call.key),
+                Value::Tensor(&call.value),
+                Value::None,
+                Value::Bool(call.needs_grad || call.with_lse),
+                Value::Float(call.options.dropout_p),
+                Value::Bool(call.is_causal()),
+                // return_debug_mask
+                Value::Bool(false),
+                Value::Float(call.scale),
+            ],
+        )?
+    };
     let (output, lse) = first_two(outputs, "_scaled_dot_product_cudnn_attention")?;
     let lse = match lse.dim() {
         // (B, H, T, 1)

@@ -17,7 +17,7 @@ pub(crate) fn math(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
             "None, except on the blockwise back end",
         )));
     }
-    let _full_precision = WithoutAutocast::new(call)?;
+    let _full_precision = without_autocast(call)?;
     let accumulator = accumulator(call.kind);
     let sizes = &call.sizes;
     let group = sizes.heads / sizes.kv_heads;
@@ -123,38 +123,16 @@ fn softmax(call: &Call<'_>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok((weights.f_div(&sum)?, lse.f_squeeze_dim(-1)?))
 }
 
-/// A guard that turns autocast off, which would round the widened operands.
-struct WithoutAutocast {
-    device: tch::Device,
-    before: Option<autocast::State>,
-}
-
-impl WithoutAutocast {
-    fn new(call: &Call<'_>) -> Result<WithoutAutocast> {
-        // A device type without autocast has none that could be on.
-        let before = autocast::state(call.device)
-            .ok()
-            .filter(|state| state.enabled);
-        if let Some(state) = before {
-            let off = autocast::State {
-                enabled: false,
-                ..state
-            };
-            autocast::set_state(call.device, off)?;
-        }
-        Ok(WithoutAutocast {
-            device: call.device,
-            before,
-        })
-    }
-}
-
-impl Drop for WithoutAutocast {
-    fn drop(&mut self) {
-        if let Some(state) = self.before {
-            // What was read from libtorch can be given back to it.
-            let restored = autocast::set_state(self.device, state);
-            debug_assert!(restored.is_ok());
-        }
-    }
+/// Turns autocast off, which would round the widened operands, until the region is dropped.
+fn without_autocast(call: &Call<'_>) -> Result<Option<autocast::Region>> {
+    // A device type without autocast has none that could be on.
+    let Some(state) = autocast::state(call.device).ok().filter(|on| on.enabled) else {
+        return Ok(None);
+    };
+    let off = autocast::State {
+        enabled: false,
+        ..state
+    };
+    let cache = autocast::cache_enabled()?;
+    Ok(Some(autocast::Region::enter(call.device, off, cache)?))
 }

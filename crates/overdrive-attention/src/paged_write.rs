@@ -1,5 +1,6 @@
 use overdrive_core::Error as Common;
 use overdrive_kernels::Accumulate;
+use overdrive_sys::storage::memory_overlaps;
 use tch::{Device, Kind, Tensor};
 
 use crate::blockwise::for_kind;
@@ -63,7 +64,8 @@ impl PagedSlots {
 /// Writes `rows` (T, H_kv, D), the keys or values of T new tokens, to their slots of `pool`
 /// (blocks, H_kv, block_size, D), in place; vLLM's `reshape_and_cache_flash`. No gradient is kept.
 ///
-/// This is a plain copy on a CPU and one `index_put_` elsewhere.
+/// This is a plain copy on a CPU and one `index_put_` elsewhere. `rows` may be a view of the pool: on a CPU it is
+/// copied before the first row is written.
 ///
 /// # Errors
 /// [`Error::Common`] where the tensors do not fit, and
@@ -86,6 +88,15 @@ pub fn paged_write(rows: &Tensor, pool: &mut Tensor, slots: &PagedSlots) -> Resu
     check(rows, pool, slots)?;
     let rows = rows.f_detach()?;
     let Some((blocks, places)) = &slots.indices else {
+        // The kernel reads the rows while it writes the pool.
+        let rows = match memory_overlaps(&rows, pool) {
+            true => {
+                let mut copy = rows.f_empty_like()?;
+                copy.f_copy_(&rows)?;
+                copy
+            }
+            false => rows,
+        };
         let strided = Strided::rows(&rows.f_transpose(0, 1)?.f_unsqueeze(0)?)?;
         return for_kind!(rows.kind(), copy(&strided, pool, slots));
     };
@@ -166,6 +177,16 @@ mod tests {
     use tch::{Device, Kind, Tensor};
 
     use super::{PagedSlots, indices, paged_write};
+
+    #[test]
+    fn rows_of_the_pool_itself_are_read_before_they_are_overwritten() {
+        let mut pool = Tensor::arange(8, (Kind::Float, Device::Cpu)).view([1, 1, 4, 2]);
+        let rows = pool.view([4, 1, 2]).narrow(0, 0, 2);
+        let slots = PagedSlots::new(vec![1, 2], 4, Device::Cpu).unwrap();
+        paged_write(&rows, &mut pool, &slots).unwrap();
+        let found = Vec::<f32>::try_from(pool.view(-1)).unwrap();
+        assert_eq!(found, [0.0, 1.0, 0.0, 1.0, 2.0, 3.0, 6.0, 7.0]);
+    }
 
     #[test]
     fn the_copy_on_a_cpu_and_the_operator_for_other_devices_write_the_same() {

@@ -67,9 +67,9 @@ impl PackedLengths {
             i64::try_from(sequences.iter().map(length).max().unwrap_or(0)).unwrap_or(i64::MAX)
         };
         Ok(PackedLengths {
-            // flash-attn takes cumulative lengths in int32 only.
-            cumulative_q: cumulative_q.f_to_kind(Kind::Int)?,
-            cumulative_k: cumulative_k.f_to_kind(Kind::Int)?,
+            // flash-attn takes cumulative lengths in int32 only. Copies, which nobody changes after the check.
+            cumulative_q: cumulative_q.f_to_dtype(Kind::Int, false, true)?,
+            cumulative_k: cumulative_k.f_to_dtype(Kind::Int, false, true)?,
             longest_q: longest(|sequence| sequence.queries),
             longest_k: longest(|sequence| sequence.keys),
             sequences,

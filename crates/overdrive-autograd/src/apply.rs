@@ -1,6 +1,7 @@
 use std::marker::PhantomData;
 
 use overdrive_sys::function::{Record, record};
+use overdrive_sys::raw::data_address;
 use tch::Tensor;
 
 use crate::guards::{NoGradGuard, is_grad_enabled};
@@ -67,16 +68,15 @@ pub fn apply<F: Function>(mut function: F, inputs: &[&Tensor]) -> Result<Vec<Ten
 fn is_plain(context: &ForwardContext<'_>, inputs: &[&Tensor], outputs: &[Tensor]) -> bool {
     // Saves the foreign call where it would do nothing: a decoder makes hundreds of such calls per step.
     let recorded = !context.dirty.is_empty() || context.needs.contains(&true);
-    // `data_ptr` fails for undefined and sparse tensors.
-    let strided = |tensor: &Tensor| tensor.defined() && !tensor.is_sparse();
-    if recorded || !outputs.iter().all(strided) || !inputs.iter().all(|input| strided(input)) {
+    if recorded {
         return false;
     }
-    let is_input = |output: &Tensor| {
-        let data = output.data_ptr();
-        inputs.iter().any(|input| input.data_ptr() == data)
+    // Undefined, sparse and empty tensors have no address to compare.
+    let inputs: Option<Vec<_>> = inputs.iter().map(|input| data_address(input)).collect();
+    let is_new = |output: &Tensor, inputs: &[_]| {
+        data_address(output).is_some_and(|address| !inputs.contains(&address))
     };
-    !outputs.iter().any(is_input)
+    inputs.is_some_and(|inputs| outputs.iter().all(|output| is_new(output, &inputs)))
 }
 
 fn check_marks<F: Function>(what: &str, marks: &[usize], len: usize) -> Result<()> {

@@ -37,7 +37,8 @@ pub trait Function: Send + 'static {
 
     /// Computes the gradient of each input (or `None`) from the gradients of the outputs.
     ///
-    /// It runs once for each backward pass, on a thread that the engine chooses. Gradients are recorded
+    /// It runs once for each backward pass, on a thread that the engine chooses; a backward pass that it runs
+    /// itself must not reach its own node, and returns an error there. Gradients are recorded
     /// only under `create_graph`, and only for functions that are twice differentiable. Gradients of
     /// inputs for which [`BackwardContext::needs_input_grad`] returns `false` are discarded.
     ///

@@ -23,8 +23,9 @@ impl HookHandle {
 /// that the hook returns replaces the gradient.
 ///
 /// Hooks run in the order of their registration, each on the result of the previous one. The backward
-/// pass returns the error of a hook, and resumes its panic. A hook must not capture its own tensor, or
-/// neither is ever freed.
+/// pass returns the error of a hook, and resumes its panic. A hook may remove itself or another hook, which
+/// takes effect with the next pass. A backward pass that it runs through its own tensor returns an error. A hook
+/// must not capture its own tensor, or neither is ever freed.
 ///
 /// ```
 /// use overdrive_autograd::register_hook;
@@ -48,7 +49,8 @@ where
 
 /// Calls `hook` with the leaf each time a backward pass has accumulated into its `grad`
 /// (`Tensor.register_post_accumulate_grad_hook`). Such a hook can step a parameter and free its gradient
-/// while backward continues, or reduce the gradient over processes.
+/// while backward continues, or reduce the gradient over processes. It may compute gradients of its leaf
+/// by [`grad`](crate::grad); a backward pass that accumulates into the leaf returns an error inside the hook.
 ///
 /// # Errors
 /// [`crate::Error::Sys`] if `tensor` is not a leaf that requires a gradient.

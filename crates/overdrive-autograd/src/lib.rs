@@ -14,7 +14,7 @@
 //! * [`BackwardOnThisThread`] – a guard that keeps backward passes on the thread that starts them, on a GPU too;
 //! * [`random`] – saving, restoring and forking the states of the devices' random generators;
 //! * [`gradcheck`], [`gradgradcheck`] – comparisons of a function's gradients with numerical ones;
-//! * [`op`] – any operator of libtorch by its schema name, with typed arguments.
+//! * [`op`] – operators of libtorch by their schema names, with typed arguments.
 //!
 //! ```
 //! use overdrive_autograd::{apply, grad, BackwardContext, ForwardContext, Function, FunctionResult, GradOptions};

@@ -6,9 +6,9 @@
 
 use std::fmt::Write as _;
 use std::fs;
+use std::hash::{BuildHasher as _, Hasher as _, RandomState};
 use std::io::Write as _;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicU64, Ordering};
 
 use crate::cpu::CpuFeatures;
 use crate::{Environment, cache};
@@ -125,10 +125,11 @@ impl Processor {
         }
         let path = self.file(environment, subject)?;
         fs::create_dir_all(path.parent()?).ok()?;
-        static NUMBER: AtomicU64 = AtomicU64::new(0);
-        let number = NUMBER.fetch_add(1, Ordering::Relaxed);
-        let draft = path.with_extension(format!("{}-{number}.tmp", std::process::id()));
-        let mut file = fs::File::create(&draft).ok()?;
+        // A random name, and exclusive creation: the processes of two containers can have one id. A `RandomState`
+        // is seeded by the operating system.
+        let number = RandomState::new().build_hasher().finish();
+        let draft = path.with_extension(format!("{number:016x}.tmp"));
+        let mut file = fs::File::create_new(&draft).ok()?;
         let stored = measure().and_then(|figures| {
             let mut text = self.header(subject);
             for (name, value) in figures {

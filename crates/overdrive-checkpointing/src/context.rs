@@ -36,15 +36,15 @@ impl Context {
     /// Restores the context until the guard is dropped.
     pub(crate) fn enter(&self) -> Result<ContextGuard> {
         let devices: Vec<Device> = self.random.iter().map(|(device, _)| *device).collect();
+        let [cpu, cuda] = AUTOCAST_DEVICES;
+        // The regions keep the casts of regions inside the closure until the end of the recomputation.
         let guard = ContextGuard {
-            autocast: states()?,
-            cache: autocast::cache_enabled()?,
+            _autocast: [
+                autocast::Region::enter(cpu, self.autocast[0], self.cache)?,
+                autocast::Region::enter(cuda, self.autocast[1], self.cache)?,
+            ],
             random: generators(&devices)?,
         };
-        // Counts as an autocast region, so that regions inside the closure do not clear the cache of casts.
-        autocast::increment_nesting()?;
-        set_states(&self.autocast)?;
-        autocast::set_cache_enabled(self.cache)?;
         set_generators(&self.random)?;
         Ok(guard)
     }
@@ -53,13 +53,6 @@ impl Context {
 fn states() -> Result<[autocast::State; 2]> {
     let [cpu, cuda] = AUTOCAST_DEVICES;
     Ok([autocast::state(cpu)?, autocast::state(cuda)?])
-}
-
-fn set_states(states: &[autocast::State; 2]) -> Result<()> {
-    AUTOCAST_DEVICES
-        .iter()
-        .zip(states)
-        .try_for_each(|(device, state)| autocast::set_state(*device, *state))
 }
 
 fn generators(devices: &[Device]) -> Result<Vec<(Device, Tensor)>> {
@@ -78,29 +71,16 @@ fn set_generators(states: &[(Device, Tensor)]) -> Result<()> {
 /// A guard that restores the previous context when it is dropped, also by a panic.
 #[must_use = "the state is restored when the guard is dropped"]
 pub(crate) struct ContextGuard {
-    autocast: [autocast::State; 2],
-    cache: bool,
+    _autocast: [autocast::Region; 2],
     random: Vec<(Device, Tensor)>,
-}
-
-impl ContextGuard {
-    fn leave(&self) -> Result<()> {
-        // The outermost region clears the cache of cast weights, as autocast's own guards do.
-        if autocast::decrement_nesting()? == 0 {
-            autocast::clear_cache()?;
-        }
-        set_states(&self.autocast)?;
-        autocast::set_cache_enabled(self.cache)?;
-        set_generators(&self.random)
-    }
 }
 
 impl Drop for ContextGuard {
     fn drop(&mut self) {
-        if let Err(error) = self.leave() {
+        if let Err(error) = set_generators(&self.random) {
             // The states were read before, so setting them fails only if libtorch is broken. A destructor
             // can only log an error.
-            tracing::error!(%error, "restoring autocast and random generators after a recomputation");
+            tracing::error!(%error, "restoring the random generators after a recomputation");
         }
     }
 }

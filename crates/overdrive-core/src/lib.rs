@@ -1,5 +1,5 @@
-//! The errors, checks, constants and random numbers that all crates of Overdrive share, [numbers formatted for
-//! people](units), and the [table of GPUs](gpu).
+//! The errors, checks, constants and random numbers that all crates of Overdrive share, [files that are written
+//! atomically](files), [numbers formatted for people](units), and the [table of GPUs](gpu).
 //!
 //! Every crate has an error enum of its own for what only it can get wrong. What all of them can get wrong
 //! (an option out of its range, a tensor of another shape, dtype or device, a file that cannot be read,
@@ -39,7 +39,9 @@
 mod check;
 mod constants;
 mod error;
+pub mod files;
 pub mod gpu;
+mod lock;
 pub mod random;
 pub mod units;
 

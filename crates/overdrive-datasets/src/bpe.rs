@@ -13,9 +13,8 @@ use crate::bpe_sample::{choose_blocks, read_block};
 use crate::byte_level::{ByteAlphabet, Words};
 use crate::cache::{Cached, cached};
 use crate::digest::FieldHasher;
-use crate::tokenizer_files::write_file;
 use crate::{Corpus, Error, Result, load_tokenizer};
-use overdrive_core::{Error as CommonError, check_option};
+use overdrive_core::{Error as CommonError, check_option, files};
 
 /// The options of [`train_bpe`].
 #[derive(Debug, Clone, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
@@ -74,10 +73,14 @@ pub fn train_bpe(corpus: &Corpus, options: &BpeOptions) -> Result<TrainedBpe> {
         options.vocab_size,
         format!("at least {needed}: 256 bytes and {special_tokens} special token(s)"),
     )?;
+    // Each merge joins two neighbours of the text, of which bytes that are no UTF-8 give three. The trainer reserves
+    // memory for all tokens that it is asked for.
+    let merges = usize::try_from(corpus.total_bytes()).unwrap_or(usize::MAX);
+    let most = merges.saturating_mul(3).saturating_add(needed);
     let special = |token: &String| AddedToken::from(token.clone(), true);
     let special: Vec<_> = options.special_tokens.iter().map(special).collect();
     let mut trainer = BpeTrainer::builder()
-        .vocab_size(options.vocab_size)
+        .vocab_size(options.vocab_size.min(most))
         .min_frequency(options.min_frequency)
         .special_tokens(special.clone())
         // All 256 bytes are tokens from the start, so that any text can be encoded.
@@ -150,7 +153,7 @@ pub fn train_bpe_cached(
         let bpe = train_bpe(corpus, options)?;
         let json = bpe.tokenizer.to_string(true);
         let json = json.map_err(Error::tokenizer("write the tokenizer as JSON"))?;
-        write_file(&path, json.as_bytes())?;
+        files::write(&path, json.as_bytes())?;
         Ok(bpe)
     };
     match cached(&path, open, train)? {

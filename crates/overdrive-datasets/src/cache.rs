@@ -1,20 +1,23 @@
 //! The cache of token stores, and the lock under which cached files are built.
 
-use std::fs::File;
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use tokenizers::Tokenizer;
 
 use overdrive_core::Error as CommonError;
+use overdrive_core::files::{self, FileLock};
 
 use crate::build_tokens::{
     BuildOptions, BuildReport, DatasetDocuments, DocumentSource, build_with_source,
 };
 use crate::digest::FieldHasher;
-use crate::token_store_writer::temp_name;
 use crate::{
     Corpus, Dataset, Error, FORMAT_VERSION, Result, Sha256Digest, TokenStore, tokenizer_digest,
 };
+
+/// The age from which an unfinished file is one that a killed build left: no build pauses for so long.
+const LEFTOVER_AGE: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// A token store from the cache.
 #[derive(Debug)]
@@ -224,43 +227,37 @@ fn open_cached(
     }
 }
 
-/// Locks the building of `path` against other processes, until the returned file is dropped.
-fn lock(path: &Path) -> Result<Option<File>> {
+/// Locks the building of `path` against other processes, until the returned lock is dropped.
+fn lock(path: &Path) -> Result<FileLock> {
     let lock_path = path.with_extension("lock");
-    if let Some(folder) = lock_path.parent() {
-        std::fs::create_dir_all(folder).map_err(CommonError::io("create the folder", folder))?;
+    let folder = files::folder_of(path);
+    std::fs::create_dir_all(folder).map_err(CommonError::io("create the folder", folder))?;
+    let lock = FileLock::acquire(&lock_path)?;
+    match lock.unsupported() {
+        None => remove_leftovers(path),
+        // Two builds may then run at once; each writes an unfinished file of its own and renames it, so the
+        // result is the same.
+        Some(error) => tracing::debug!("no lock on {}: {error}", lock_path.display()),
     }
-    let file = File::create(&lock_path).map_err(CommonError::io("create", &lock_path))?;
-    match file.lock() {
-        Ok(()) => {
-            remove_leftovers(path);
-            Ok(Some(file))
-        }
-        // Some network file systems have no locks. Two builds may then run at once; each writes a
-        // temporary file of its own and renames it, so the result is the same.
-        Err(error) => {
-            tracing::debug!("no lock on {}: {error}", lock_path.display());
-            Ok(None)
-        }
-    }
+    Ok(lock)
 }
 
-/// Removes the temporary files that killed builds of `path` left. Only the holder of the lock may call it,
-/// since no other process writes then.
+/// Removes the unfinished files that killed builds of `path` left. Only the holder of the lock may call it.
 fn remove_leftovers(path: &Path) {
-    let (start, end) = temp_name(path);
-    let Some(entries) = path
-        .parent()
-        .and_then(|folder| std::fs::read_dir(folder).ok())
-    else {
+    let Ok(entries) = std::fs::read_dir(files::folder_of(path)) else {
         return;
     };
     for entry in entries.flatten() {
-        let name = entry.file_name();
-        let name = name.to_string_lossy();
-        let ours = name.starts_with(&start) && name.ends_with(end);
+        // On some network file systems a lock excludes only the processes of this machine: a file that was written
+        // to lately may be that of another machine.
+        let written = entry.metadata().and_then(|entry| entry.modified());
+        let age = written.map(|written| written.elapsed().unwrap_or_default());
+        let is_old = age.is_ok_and(|age| age >= LEFTOVER_AGE);
+        if !is_old || !files::is_unfinished(&entry.file_name(), path) {
+            continue;
+        }
         // A leftover that cannot be removed only takes space, so it is not an error.
-        if ours && let Err(error) = std::fs::remove_file(entry.path()) {
+        if let Err(error) = std::fs::remove_file(entry.path()) {
             tracing::debug!("cannot remove {}: {error}", entry.path().display());
         }
     }

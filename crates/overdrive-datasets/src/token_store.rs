@@ -8,6 +8,7 @@ use rayon::prelude::*;
 
 use overdrive_core::Error as CommonError;
 
+use crate::digest::FieldHasher;
 use crate::mmap::map_file;
 use crate::store_format::{ENTRY_BYTES, HEADER_BYTES, Header, TokenWidth, u64_at};
 use crate::{Error, Result, Sha256Digest};
@@ -181,6 +182,7 @@ impl TokenStore {
     /// # Errors
     /// [`Error::OutOfRange`], and [`Error::TokenOutOfVocabulary`] for a token outside the vocabulary.
     pub fn tokens(&self, range: Range<usize>) -> Result<Vec<u32>> {
+        self.check_range(range.start, range.len())?;
         let mut out = vec![0; range.len()];
         self.read(range.start, &mut out, |token| token)?;
         Ok(out)
@@ -270,6 +272,14 @@ impl TokenStore {
             .as_ref()
             .map(|header| header.source)
             .filter(Sha256Digest::is_known)
+    }
+
+    /// Returns a digest of the tokens and the lengths of the documents, whatever files they were made from; `None`
+    /// for files without a header. It is read from the header.
+    pub fn content_digest(&self) -> Option<Sha256Digest> {
+        let header = self.header.as_ref()?;
+        let hasher = FieldHasher::default().field(&header.tokens_digest.0);
+        Some(hasher.field(&header.table_digest.0).finish())
     }
 
     /// Returns the path of the file.
@@ -414,18 +424,21 @@ impl TokenStore {
             })
     }
 
-    fn read<T>(&self, start: usize, out: &mut [T], convert: impl Fn(u32) -> T) -> Result<()> {
-        let end = start
-            .checked_add(out.len())
-            .filter(|&end| end <= self.len());
-        let Some(end) = end else {
-            let end = start.saturating_add(out.len());
-            return Err(Error::OutOfRange {
+    /// Returns the end of `count` tokens from `start` on, if the file has them.
+    fn check_range(&self, start: usize, count: usize) -> Result<usize> {
+        let end = start.saturating_add(count);
+        match end <= self.len() {
+            true => Ok(end),
+            false => Err(Error::OutOfRange {
                 start,
                 end,
                 tokens: self.len(),
-            });
-        };
+            }),
+        }
+    }
+
+    fn read<T>(&self, start: usize, out: &mut [T], convert: impl Fn(u32) -> T) -> Result<()> {
+        let end = self.check_range(start, out.len())?;
         let width = self.width.bytes();
         let bytes = &self.map[self.tokens.clone()][start * width..end * width];
         // The loop tracks the largest token instead of comparing each one: without an early exit the compiler

@@ -1,4 +1,4 @@
-//! The writer of token stores, and atomic writing of files.
+//! The writer of token stores.
 
 use std::fs::File;
 use std::io::{BufWriter, Seek, SeekFrom, Write};
@@ -7,7 +7,7 @@ use std::path::{Path, PathBuf};
 use sha2::{Digest, Sha256};
 use tempfile::NamedTempFile;
 
-use overdrive_core::{Error as CommonError, check_option, check_positive};
+use overdrive_core::{Error as CommonError, check_option, check_positive, files};
 
 use crate::store_format::{ENTRY_BYTES, HEADER_BYTES, Header, TokenWidth};
 use crate::{Error, Result, Sha256Digest, TokenStore};
@@ -93,9 +93,9 @@ impl TokenStoreWriter {
                 width.bytes()
             ),
         )?;
-        let folder = folder_of(path);
+        let folder = files::folder_of(path);
         std::fs::create_dir_all(folder).map_err(CommonError::io("create the folder", folder))?;
-        let file = temp_file(path).map_err(CommonError::io("create a file in", folder))?;
+        let file = files::unfinished(path)?;
         // A large buffer: the tokens of a document are a few kilobytes.
         let mut file = BufWriter::with_capacity(1 << 20, file);
         // Zeros are not a valid header: the file becomes a store only when `finish` writes the real one.
@@ -223,7 +223,7 @@ impl TokenStoreWriter {
             .file
             .into_inner()
             .map_err(|error| CommonError::io("write", &self.path)(error.into_error()))?;
-        persist(file, &self.path)?;
+        files::commit(file, &self.path)?;
         TokenStore::open(&self.path)
     }
 
@@ -242,51 +242,4 @@ impl TokenStoreWriter {
         self.file.write_all(&self.header.encode())?;
         self.file.flush()
     }
-}
-
-/// Returns the folder of `path`.
-pub(crate) fn folder_of(path: &Path) -> &Path {
-    match path.parent() {
-        Some(parent) if !parent.as_os_str().is_empty() => parent,
-        _ => Path::new("."),
-    }
-}
-
-/// Returns the prefix and the suffix of the names of the temporary files for `path`.
-pub(crate) fn temp_name(path: &Path) -> (String, &'static str) {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    (format!(".{name}."), ".tmp")
-}
-
-/// Creates a temporary file in the folder of `path`, with the usual permissions: by default only its owner could
-/// read it, which would make a shared cache useless.
-pub(crate) fn temp_file(path: &Path) -> std::io::Result<NamedTempFile> {
-    let (prefix, suffix) = temp_name(path);
-    let mut builder = tempfile::Builder::new();
-    builder.prefix(&prefix).suffix(suffix);
-    #[cfg(unix)]
-    {
-        use std::os::unix::fs::PermissionsExt;
-        // The umask of the process still applies.
-        builder.permissions(std::fs::Permissions::from_mode(0o666));
-    }
-    builder.tempfile_in(folder_of(path))
-}
-
-/// Syncs a complete temporary file and renames it to `path` atomically.
-pub(crate) fn persist(file: NamedTempFile, path: &Path) -> Result<()> {
-    file.as_file()
-        .sync_all()
-        .map_err(CommonError::io("write", path))?;
-    file.persist(path)
-        .map_err(|error| CommonError::io("rename to", path)(error.error))?;
-    // The name is durable only when the folder is synced, which only Unix supports.
-    #[cfg(unix)]
-    {
-        let folder = folder_of(path);
-        File::open(folder)
-            .and_then(|folder| folder.sync_all())
-            .map_err(CommonError::io("sync the folder", folder))?;
-    }
-    Ok(())
 }

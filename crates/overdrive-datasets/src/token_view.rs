@@ -90,19 +90,24 @@ impl TokenView {
         self.len == 0
     }
 
+    fn check_range(&self, start: usize, count: usize) -> Result<()> {
+        let end = start.saturating_add(count);
+        match end <= self.len {
+            true => Ok(()),
+            false => Err(Error::OutOfRange {
+                start,
+                end,
+                tokens: self.len,
+            }),
+        }
+    }
+
     /// Copies the tokens from `start` on into `out`, across documents and without an allocation.
     ///
     /// # Errors
     /// [`Error::OutOfRange`], and [`Error::TokenOutOfVocabulary`] for a token outside the vocabulary.
     pub fn copy_to(&self, start: usize, mut out: &mut [i64]) -> Result<()> {
-        let end = start.saturating_add(out.len());
-        if end > self.len {
-            return Err(Error::OutOfRange {
-                start,
-                end,
-                tokens: self.len,
-            });
-        }
+        self.check_range(start, out.len())?;
         let mut position = start;
         let mut index = self
             .segments
@@ -126,6 +131,8 @@ impl TokenView {
     /// # Errors
     /// Those of [`TokenView::copy_to`].
     pub fn tokens(&self, range: Range<usize>) -> Result<Vec<i64>> {
+        // Before memory is taken for a range of any length.
+        self.check_range(range.start, range.len())?;
         let mut out = vec![0; range.len()];
         self.copy_to(range.start, &mut out)?;
         Ok(out)

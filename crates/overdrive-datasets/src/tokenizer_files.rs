@@ -1,13 +1,11 @@
 //! Tokenizer files in Hugging Face's format.
 
-use std::io::Write;
 use std::path::{Path, PathBuf};
 
 use tokenizers::Tokenizer;
 
-use overdrive_core::Error as CommonError;
+use overdrive_core::{Error as CommonError, files};
 
-use crate::token_store_writer::{persist, temp_file};
 use crate::{Error, Result, Sha256Digest};
 
 /// The files of a tokenizer, beside the templates of `additional_chat_templates`.
@@ -37,7 +35,14 @@ pub fn load_tokenizer(path: impl AsRef<Path>) -> Result<Tokenizer> {
         path.to_owned()
     };
     let bytes = std::fs::read(&file).map_err(CommonError::io("read", &file))?;
-    let mut tokenizer = Tokenizer::from_bytes(bytes).map_err(Error::tokenizer(format!(
+    // tokenizers 0.23 has an `expect` for each kind of decoder and normalizer, and panics on files that are wrong there.
+    let read = std::panic::catch_unwind(|| Tokenizer::from_bytes(&bytes)).unwrap_or_else(|_| {
+        Err(
+            "it is damaged: the tokenizers crate panicked, with the message on standard error"
+                .into(),
+        )
+    });
+    let mut tokenizer = read.map_err(Error::tokenizer(format!(
         "read the tokenizer {}",
         file.display()
     )))?;
@@ -79,7 +84,7 @@ pub fn copy_tokenizer(from: impl AsRef<Path>, to: impl AsRef<Path>) -> Result<Ve
         }
         // Read before it is written: a copy of a file onto itself would empty it.
         let bytes = std::fs::read(&source).map_err(CommonError::io("read", &source))?;
-        write_file(&target, &bytes)?;
+        files::write(&target, &bytes)?;
     }
     Ok(names)
 }
@@ -113,11 +118,12 @@ pub fn save_tokenizer(
         config["eos_token"] = token.into();
     }
     let config = format!("{config:#}\n");
-    write_file(
-        &folder.join("tokenizer.json"),
+    files::write(
+        folder.join("tokenizer.json"),
         to_json(tokenizer, true)?.as_bytes(),
     )?;
-    write_file(&folder.join("tokenizer_config.json"), config.as_bytes())
+    files::write(folder.join("tokenizer_config.json"), config.as_bytes())?;
+    Ok(())
 }
 
 /// Returns the SHA-256 that identifies a tokenizer in stores: that of its `tokenizer.json` without white space,
@@ -157,14 +163,6 @@ pub(crate) fn token_id(tokenizer: &Tokenizer, token: &str, option: &'static str)
     Err(CommonError::option(option, format!("{token:?}"), expected).into())
 }
 
-/// Writes a small file atomically.
-pub(crate) fn write_file(path: &Path, bytes: &[u8]) -> Result<()> {
-    let mut file = temp_file(path).map_err(CommonError::io("create", path))?;
-    file.write_all(bytes)
-        .map_err(CommonError::io("write", path))?;
-    persist(file, path)
-}
-
 #[cfg(test)]
 mod tests {
     use super::*;
@@ -184,6 +182,22 @@ mod tests {
         let tokenizer = load_tokenizer(folder.path()).unwrap();
         let encoding = tokenizer.encode("b b b a b", false).unwrap();
         assert_eq!(encoding.get_ids(), [1, 1, 1, 0, 1]);
+    }
+
+    /// The first was found by `cargo xtask fuzz tokenizer`.
+    #[test]
+    fn files_on_which_the_tokenizers_crate_panics_are_errors() {
+        let folder = tempfile::tempdir().unwrap();
+        let rest = r#""model": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "a"}"#;
+        let normalizer = r#"{"type": "Precompiled", "precompiled_charsmap": "AAAA"}"#;
+        for text in [
+            format!(r#"{{"decoder": {{"type": "ByteFallback"!: 1}}, {rest}}}"#),
+            format!(r#"{{"normalizer": {normalizer}, {rest}}}"#),
+        ] {
+            std::fs::write(folder.path().join("tokenizer.json"), &text).unwrap();
+            let error = load_tokenizer(folder.path()).unwrap_err().to_string();
+            assert!(error.contains("tokenizer.json"), "{text}: {error}");
+        }
     }
 
     #[test]

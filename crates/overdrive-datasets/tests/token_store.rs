@@ -60,6 +60,10 @@ proptest! {
             let refused = matches!(read, Err(Error::OutOfRange { tokens: 200, .. }));
             prop_assert!(refused);
         }
+        // No memory is taken for a range that is not there.
+        let beyond = store.tokens(start..usize::MAX);
+        let refused = matches!(beyond, Err(Error::OutOfRange { tokens: 200, .. }));
+        prop_assert!(refused);
     }
 
     #[test]

@@ -9,6 +9,7 @@ use std::time::Duration;
 
 use tch::Tensor;
 
+use crate::group_config::MAX_TIMEOUT;
 use crate::{GroupCalls, Pending, ProcessGroup, Result};
 
 /// The reduction of the values of several ranks (`torch.distributed.ReduceOp`).
@@ -34,7 +35,7 @@ macro_rules! collectives {
             /// Returns the collectives of this group with `timeout` in place of the group's own.
             #[must_use]
             pub fn with_timeout(&self, timeout: Duration) -> GroupCalls<'_> {
-                GroupCalls { group: self, timeout: Some(timeout), unchecked: false }
+                GroupCalls { group: self, timeout: Some(timeout.min(MAX_TIMEOUT)), unchecked: false }
             }
 
             fn with_default_timeout(&self) -> GroupCalls<'_> {

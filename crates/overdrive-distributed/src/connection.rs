@@ -16,7 +16,12 @@ pub(crate) fn open_store(
         (
             "open",
             "choose a port that is free on this machine (MASTER_PORT)",
-            StoreRole::Server,
+            // The store has no authentication. Ranks of other machines need it on the network, but no one needs a
+            // store there whose ranks are all on this machine.
+            match rendezvous.is_loopback() {
+                true => StoreRole::LocalServer,
+                false => StoreRole::Server,
+            },
         )
     } else if rendezvous.launcher_hosts_store {
         (

@@ -10,6 +10,8 @@ use tch::Device;
 
 use crate::connection::{connect, open_store, wait_for_all_ranks};
 use crate::failure::Failure;
+use crate::group_config::MAX_TIMEOUT;
+use crate::launcher_watch::STOP_GRACE;
 use crate::monitor::{Monitor, MonitorOptions, StoreHost};
 use crate::{Backend, Error, GroupConfig, Rendezvous, Result};
 
@@ -129,10 +131,15 @@ impl ProcessGroup {
     /// # Errors
     /// [`Error::Store`], [`Error::Incomplete`] with the ranks that did not join,
     /// [`Error::Disagreement`], and errors of libtorch about the connections.
-    pub fn new(rendezvous: Rendezvous, config: GroupConfig) -> Result<Self> {
+    pub fn new(rendezvous: Rendezvous, mut config: GroupConfig) -> Result<Self> {
+        config.timeout = config.timeout.min(MAX_TIMEOUT);
         let (rank, world_size) = (rendezvous.rank, rendezvous.world_size);
         let expected = format!("less than the world size, {world_size}");
         overdrive_core::check_option(rank < world_size, "rank", rank, expected)?;
+        // Every rank has an entry in several lists.
+        let most = 1 << 20;
+        let expected = format!("at most {most}");
+        overdrive_core::check_option(world_size <= most, "world size", world_size, expected)?;
         // A single process needs no store, no port and no threads.
         if world_size == 1 {
             return Ok(Self::alone(rendezvous, config, vec![0]));
@@ -157,6 +164,8 @@ impl ProcessGroup {
                 (false, true) => format!("rank 0 (this process, at {})", rendezvous.master_addr),
                 (false, false) => format!("rank 0 (at {})", rendezvous.master_addr),
             },
+            is_launcher: rendezvous.launcher_hosts_store,
+            address: (rendezvous.master_addr.clone(), rendezvous.master_port),
         };
         let membership = Membership {
             store,
@@ -196,6 +205,8 @@ impl ProcessGroup {
             names: names.collect(),
             interval: config.heartbeat(),
             store_host: store_host.clone(),
+            // The monitor of the group of all processes ends the process, not that of a subgroup.
+            stop_grace: parent.is_none().then(stop_grace).flatten(),
         };
         let monitor = Monitor::start(Arc::clone(&group), store.reconnected()?, options)?;
         let joined = Self {
@@ -352,6 +363,13 @@ impl ProcessGroup {
             (None, error) => error.into(),
         }
     }
+}
+
+/// Returns the time that [`Launch`](crate::Launch) gives this process to end after SIGTERM; `None` if another
+/// launcher has started it.
+fn stop_grace() -> Option<Duration> {
+    let seconds: f64 = std::env::var(STOP_GRACE).ok()?.parse().ok()?;
+    Duration::try_from_secs_f64(seconds).ok()
 }
 
 fn without_operation(error: overdrive_sys::Error) -> String {

@@ -20,13 +20,17 @@ impl Backend {
     }
 }
 
+/// The longest timeout, 24 days: libtorch's store counts milliseconds in 31 bits.
+pub(crate) const MAX_TIMEOUT: Duration = Duration::from_millis(i32::MAX as u64);
+
 /// The options of a process group.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct GroupConfig {
     /// The backend. Default [`Backend::Gloo`].
     pub backend: Backend,
-    /// The timeout of a collective, and of the rendezvous of the group. Default 30 minutes, as in torch.
+    /// The timeout of a collective, and of the rendezvous of the group. More than 24 days count as 24 days, which is
+    /// the longest that libtorch can wait. Default 30 minutes, as in torch.
     pub timeout: Duration,
     /// The interval of heartbeats. Default one second, or an eighth of the timeout if that is shorter. A rank
     /// counts as lost after three intervals and half a second without a heartbeat.

@@ -10,9 +10,11 @@ use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use overdrive_sys::c10d::{Store, StoreRole};
+use overdrive_sys::process::terminate_with_parent;
 
-use overdrive_core::SAVED_EXIT_CODE;
+use overdrive_core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
 
+use crate::launcher_watch::STOP_GRACE;
 use crate::{Error, Result};
 
 /// The number of lines of a failed process's standard error that the error repeats.
@@ -28,13 +30,21 @@ pub enum LaunchOutcome {
     /// At least one process was interrupted and exited with [`SAVED_EXIT_CODE`]: the run resumes when it is
     /// started again.
     Saved,
+    /// At least one process was interrupted and exited with [`INTERRUPTED_EXIT_CODE`]: its last step is in no
+    /// snapshot.
+    NotSaved,
 }
 
 /// Starts `nproc` processes of a program with the variables of torchrun, prefixes their output with the
 /// rank, ends all when one fails, and returns the first error.
 ///
 /// The launcher hosts the store, so the store outlives every process, and a killed rank 0 is reported like
-/// any other rank. `OMP_NUM_THREADS` is set to the number of cores divided by `nproc` unless it is set.
+/// any other rank. It listens on the loopback interface only, because it has no authentication. `OMP_NUM_THREADS` is
+/// set to the number of cores divided by `nproc` unless it is set.
+///
+/// No process outlives a launcher that is killed: on Linux each of them gets SIGTERM at once. On every system those
+/// that have joined their group find out within seconds, send themselves SIGTERM, and SIGKILL after
+/// [`stop_grace`](Self::stop_grace).
 ///
 /// ```no_run
 /// # // Not run: it starts processes of a program that does not exist in a test.
@@ -135,7 +145,8 @@ impl Launch {
         self
     }
 
-    /// Runs until all processes have ended. A process that exits with [`SAVED_EXIT_CODE`] has not failed.
+    /// Runs until all processes have ended. A process that exits with [`SAVED_EXIT_CODE`] or
+    /// [`INTERRUPTED_EXIT_CODE`] has not failed.
     ///
     /// # Errors
     /// [`Error::Launched`] with the first process that failed and its last output; [`Error::Common`] if the
@@ -144,7 +155,7 @@ impl Launch {
         overdrive_core::check_at_least("nproc", self.nproc, 1)?;
         let (_store, port) =
             // Port 0: the system chooses a free one, so that two launches on a machine do not collide.
-            Store::tcp("127.0.0.1", 0, StoreRole::Server, Duration::from_secs(60))?;
+            Store::tcp("127.0.0.1", 0, StoreRole::LocalServer, Duration::from_secs(60))?;
         let mut restart = 0;
         loop {
             match self.run_once(port, restart) {
@@ -193,7 +204,8 @@ impl Launch {
         }
         running.drain_output();
         match first_failure {
-            None if running.0.iter().any(Process::saved) => Ok(LaunchOutcome::Saved),
+            None if running.any_exited_with(INTERRUPTED_EXIT_CODE) => Ok(LaunchOutcome::NotSaved),
+            None if running.any_exited_with(SAVED_EXIT_CODE) => Ok(LaunchOutcome::Saved),
             None => Ok(LaunchOutcome::Finished),
             Some((rank, status, _)) => Err(Error::Launched {
                 rank,
@@ -218,7 +230,7 @@ impl Launch {
                 status.map_err(overdrive_core::Error::io("wait for", &self.program))?;
             if let Some(status) = process
                 .status
-                .filter(|status| !status.success() && !saved(*status))
+                .filter(|status| !status.success() && !interrupted(*status))
                 && first_failure.is_none()
             {
                 *first_failure = Some((rank, status, Instant::now()));
@@ -249,6 +261,7 @@ impl Launch {
             .env("TORCHELASTIC_USE_AGENT_STORE", "True")
             .env("TORCHELASTIC_RESTART_COUNT", restart.to_string())
             .env("TORCHELASTIC_MAX_RESTARTS", self.max_restarts.to_string())
+            .env(STOP_GRACE, self.stop_grace.as_secs_f64().to_string())
             .env(
                 "TORCHELASTIC_RUN_ID",
                 format!("launch-{}", std::process::id()),
@@ -260,6 +273,8 @@ impl Launch {
         // gets it once.
         #[cfg(unix)]
         std::os::unix::process::CommandExt::process_group(&mut command, 0);
+        // This thread waits for the processes, so that it ends before them only if the launcher is lost.
+        terminate_with_parent(&mut command);
         let mut child = command
             .spawn()
             .map_err(overdrive_core::Error::io("start", &self.program))?;
@@ -294,14 +309,10 @@ struct Process {
     last: Arc<Mutex<VecDeque<String>>>,
 }
 
-impl Process {
-    fn saved(&self) -> bool {
-        self.status.is_some_and(saved)
-    }
-}
-
-fn saved(status: ExitStatus) -> bool {
-    status.code() == Some(i32::from(SAVED_EXIT_CODE))
+/// Returns `true` for the exit codes of a process that was interrupted, with or without a snapshot.
+fn interrupted(status: ExitStatus) -> bool {
+    let codes = [SAVED_EXIT_CODE, INTERRUPTED_EXIT_CODE].map(i32::from);
+    status.code().is_some_and(|code| codes.contains(&code))
 }
 
 fn is_set(flag: Option<&Arc<AtomicBool>>) -> bool {
@@ -312,6 +323,11 @@ fn is_set(flag: Option<&Arc<AtomicBool>>) -> bool {
 struct Running(Vec<Process>);
 
 impl Running {
+    fn any_exited_with(&self, code: u8) -> bool {
+        let mut statuses = self.0.iter().filter_map(|process| process.status);
+        statuses.any(|status| status.code() == Some(i32::from(code)))
+    }
+
     fn alive(&mut self) -> impl Iterator<Item = &mut Child> {
         let processes = self.0.iter_mut();
         processes

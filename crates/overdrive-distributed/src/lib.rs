@@ -67,6 +67,7 @@ mod gradient_sync;
 mod group;
 mod group_config;
 mod launch;
+mod launcher_watch;
 mod model_check;
 mod monitor;
 mod objects;
@@ -75,6 +76,7 @@ mod rank_log;
 mod ranks;
 mod rendezvous;
 mod scalar_reductions;
+mod store_thread;
 mod subgroup;
 mod zero;
 

@@ -12,13 +12,15 @@
 
 use std::collections::BTreeMap;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError, mpsc};
+use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::{self, JoinHandle};
 use std::time::{Duration, Instant};
 
 use overdrive_sys::c10d::{Group, Store, WatchState};
 
 use crate::failure::{Evidence, FailedCollective, Failure, Heartbeat, State};
+use crate::launcher_watch::LauncherWatch;
+use crate::store_thread::StoreThread;
 use crate::{Error, Result};
 
 pub(crate) struct Monitor {
@@ -34,6 +36,9 @@ pub(crate) struct MonitorOptions {
     pub(crate) names: Vec<String>,
     pub(crate) interval: Duration,
     pub(crate) store_host: StoreHost,
+    /// The time between SIGTERM and SIGKILL that the launcher has announced for the end of this process; `None` if
+    /// this monitor must not end it.
+    pub(crate) stop_grace: Option<Duration>,
 }
 
 /// The process that hosts the store.
@@ -45,6 +50,10 @@ pub(crate) struct StoreHost {
     pub(crate) is_this_process: bool,
     /// Its name in messages.
     pub(crate) name: String,
+    /// If `true`, it is a launcher, which ends after all ranks.
+    pub(crate) is_launcher: bool,
+    /// The host and port of the store.
+    pub(crate) address: (String, u16),
 }
 
 impl Monitor {
@@ -52,7 +61,7 @@ impl Monitor {
     pub(crate) fn start(group: Arc<Group>, store: Store, options: MonitorOptions) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
         let failure = Arc::new(Mutex::new(None));
-        let store = StoreThread::start(store)?;
+        let store = StoreThread::start(store, options.store_host.address.clone())?;
         let mut watcher = Watcher {
             group: Arc::clone(&group),
             store,
@@ -60,6 +69,7 @@ impl Monitor {
             failure: Arc::clone(&failure),
             options,
             beats_sent: 0,
+            launcher: LauncherWatch::default(),
         };
         // Sent before the thread runs, so that a peer that looks for this rank's heartbeat finds one.
         watcher.send_heartbeat(&idle(), State::Running);
@@ -107,44 +117,6 @@ fn idle() -> WatchState {
     }
 }
 
-/// A thread that runs store requests one after another.
-#[derive(Clone)]
-struct StoreThread(mpsc::Sender<Request>);
-
-type Request = Box<dyn FnOnce(&Store) + Send>;
-
-impl StoreThread {
-    fn start(store: Store) -> Result<Self> {
-        let (sender, receiver) = mpsc::channel::<Request>();
-        thread::Builder::new()
-            .name("od-store".to_owned())
-            .spawn(move || {
-                for request in receiver {
-                    request(&store);
-                }
-            })
-            .map_err(|error| Error::Monitor {
-                problem: error.to_string(),
-            })?;
-        Ok(Self(sender))
-    }
-
-    /// Runs a request and returns its result, or `None` if the store fails or does not answer in time.
-    fn request<T: Send + 'static>(
-        &self,
-        timeout: Duration,
-        request: impl FnOnce(&Store) -> overdrive_sys::Result<T> + Send + 'static,
-    ) -> Option<T> {
-        let (sender, receiver) = mpsc::channel();
-        let request = move |store: &Store| {
-            // The receiver is gone after a timeout.
-            let _ = sender.send(request(store).ok());
-        };
-        self.0.send(Box::new(request)).ok()?;
-        receiver.recv_timeout(timeout).ok().flatten()
-    }
-}
-
 struct Watcher {
     group: Arc<Group>,
     store: StoreThread,
@@ -152,6 +124,7 @@ struct Watcher {
     failure: Arc<Mutex<Option<Failure>>>,
     options: MonitorOptions,
     beats_sent: u64,
+    launcher: LauncherWatch,
 }
 
 const VERDICT: &str = "verdict";
@@ -181,6 +154,11 @@ impl Watcher {
                 self.decide(failure);
                 break;
             }
+            let is_gone = self.store.is_gone();
+            if let Some(failure) = self.launcher.check(is_gone, &self.options) {
+                self.decide(failure);
+                break;
+            }
         }
         let failed = self.failed();
         // The last heartbeat: no rank waits for one that has failed or left.
@@ -198,7 +176,8 @@ impl Watcher {
     /// The time after which a rank without a new heartbeat is taken as lost.
     fn patience(&self) -> Duration {
         // Half a second more than three heartbeats: with short intervals a busy machine may miss three.
-        self.options.interval * 3 + Duration::from_millis(500)
+        let beats = self.options.interval.saturating_mul(3);
+        beats.saturating_add(Duration::from_millis(500))
     }
 
     fn send_heartbeat(&mut self, known: &WatchState, state: State) -> bool {

@@ -6,6 +6,11 @@ use overdrive_snapshot::Ranks;
 
 use crate::ProcessGroup;
 
+/// Returns the key of the store for a value that is posted.
+fn posted_key(key: &str) -> String {
+    format!("posted/{key}")
+}
+
 /// Makes a process group the ranks of a snapshot: each rank writes its own shard into one folder, and all of
 /// them resume from the newest step that is complete on every rank.
 ///
@@ -43,5 +48,31 @@ impl Ranks for ProcessGroup {
                 .collect()
         };
         Ok(all.into_iter().map(numbers).collect())
+    }
+
+    fn post(&self, key: &str, value: &str) -> io::Result<()> {
+        let Some(store) = self.store() else {
+            return Ok(());
+        };
+        let key = posted_key(key);
+        store.set(&key, value.as_bytes()).map_err(io::Error::other)
+    }
+
+    fn posted(&self, key: &str) -> io::Result<Option<String>> {
+        let Some(store) = self.store() else {
+            return Ok(None);
+        };
+        let key = posted_key(key);
+        // `get` of a missing key would wait for it.
+        let value = match store.check(&[&key]).map_err(io::Error::other)? {
+            true => store.get(&key).map_err(io::Error::other)?,
+            false => return Ok(None),
+        };
+        Ok(Some(String::from_utf8_lossy(&value).into_owned()))
+    }
+
+    fn lost(&self) -> Vec<usize> {
+        self.failure()
+            .map_or_else(Vec::new, |failure| failure.ranks)
     }
 }

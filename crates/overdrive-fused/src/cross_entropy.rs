@@ -4,6 +4,7 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
 use overdrive_sys::raw::host_value;
+use overdrive_sys::storage::memory_overlaps;
 use tch::{Device, Kind, Tensor};
 
 use crate::error::{check_device, check_floating, wrong_shape};
@@ -128,7 +129,11 @@ impl Function for CrossEntropy {
                     option: "reuse_logits to false",
                 }));
             }
-            logits.shallow_clone()
+            match memory_overlaps(logits, &self.labels) {
+                // Labels in the memory of the logits are read while the gradient is written.
+                true => copy_of(logits)?,
+                false => logits.shallow_clone(),
+            }
         } else {
             copy_of(logits)?
         };
@@ -143,7 +148,8 @@ impl Function for CrossEntropy {
                 self.options.scale(tokens) * upstream
             }
         };
-        // SAFETY: either a copy of our own, or logits that the caller said nobody reads any more.
+        // SAFETY: either a copy of our own, or logits that the caller said nobody reads any more and that share no
+        // memory with the labels.
         let mut replaceable = unsafe { Replaceable::new(&mut target) };
         with_element!(logits.kind(), T => gradient::<T>(
             self.options.terms(),

@@ -20,7 +20,17 @@ pub trait FourBit: Floats {
     type WordTable: Copy;
     /// 16 sums of 32 bits.
     type Sums: Copy;
-    /// The index of a float for each of 16 lanes.
+    /// The index of a float for each of 16 lanes. Only [`lane_indices`](Self::lane_indices) makes them: from others
+    /// [`permute`](Self::permute) would read beyond its floats.
+    ///
+    /// ```compile_fail
+    /// use overdrive_kernels::{FourBit, arch::Avx2};
+    ///
+    /// fn beyond(set: Avx2, from: &[f32; 16]) {
+    ///     let lanes = set.lane_indices(&[0; 16]);
+    ///     set.permute(from, ([1 << 20; 2], lanes.1));
+    /// }
+    /// ```
     type Lanes: Copy;
     /// [`BYTES`] signed bytes.
     type Bytes: Copy;

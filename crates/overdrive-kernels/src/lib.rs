@@ -13,6 +13,7 @@
 //! | [`math`] | exponentials and what is made of them |
 //! | [`threads`] | work on libtorch's threads |
 //! | [`SharedSlice`], [`ColumnsMut`] | a slice or matrix that several threads write in disjoint parts |
+//! | [`Kept`] | buffers that a thread keeps from call to call, counted and limited |
 //!
 //! # Instruction sets
 //!
@@ -69,6 +70,7 @@ pub mod arch;
 mod dispatch;
 mod element;
 mod four_bit;
+mod kept;
 mod lookup;
 pub mod math;
 mod shared_slice;
@@ -79,6 +81,7 @@ mod vector;
 pub use dispatch::{InstructionSet, Kernel, dispatch, instruction_set};
 pub use element::{Accumulate, Element, Span, convert, each_vector, load, store};
 pub use four_bit::{FourBit, WORDS};
+pub use kept::{Buffers, Kept, MAX_KEPT_BYTES, capacity_bytes};
 pub use lookup::{Nearest256, Table256};
 pub use shared_slice::{ColumnsMut, SharedSlice};
 pub use simd::{BYTES, Floats, Int8, LANES, Simd};

@@ -8,7 +8,7 @@
 )]
 
 use overdrive_sys::raw;
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use crate::Result;
 use crate::buffer::Buffer;
@@ -28,7 +28,6 @@ pub(crate) fn copy_tokens(
     let (sizes, to) = (source.size(), target.size());
     let element = source.kind().elt_size_in_bytes();
     let bytes = sizes[0] * sizes[1] * count * sizes[3] * element as i64;
-    let on_cpu = source.device() == Device::Cpu && target.device() == Device::Cpu;
     let fits = sizes.len() == 4
         && to.len() == 4
         && sizes[0] <= to[0]
@@ -39,18 +38,23 @@ pub(crate) fn copy_tokens(
         && (0..=sizes[2] - from).contains(&count)
         && (0..=to[2]).contains(&at)
         && count <= to[2] - at;
-    if on_cpu && fits && bytes <= LARGE {
+    if fits && bytes <= LARGE {
         let (strides, to_strides) = (source.stride(), target.stride());
-        if dense_rows(&sizes, &strides) && dense_rows(&to, &to_strides) {
-            // SAFETY: both are on the CPU and of one kind; `fits` keeps every row inside both tensors,
-            // whose sizes and strides libtorch keeps inside their memory; nobody else writes to the
+        // Without addresses (on another device, as a negated view) libtorch copies, or says why it cannot.
+        let addresses = raw::address(target).and_then(|to| Ok((to, raw::address(source)?)));
+        if let Ok((to_start, start)) = addresses
+            && dense_rows(&sizes, &strides)
+            && dense_rows(&to, &to_strides)
+        {
+            // SAFETY: both are of one kind and have addresses; `fits` keeps every row inside both tensors,
+            // whose elements `raw::address` found in their storages; nobody else writes to the
             // buffer of a cache that is borrowed for writing, and who writes to the caller's tensor
             // while it is read races with libtorch's own operators as well. `ptr::copy` allows the
             // two to overlap, should the caller hand in a view of this very cache.
             unsafe {
                 copy_rows(
-                    Rows::new(target, &to_strides, element, at),
-                    Rows::new(source, &strides, element, from),
+                    Rows::new(to_start, &to_strides, element, at),
+                    Rows::new(start, &strides, element, from),
                     [sizes[0], sizes[1], count].map(to_usize),
                     to_usize(sizes[3]) * element,
                 );
@@ -97,13 +101,10 @@ struct Rows {
 }
 
 impl Rows {
-    fn new(tensor: &Tensor, strides: &[i64], element: usize, from: i64) -> Rows {
+    fn new(address: *mut u8, strides: &[i64], element: usize, from: i64) -> Rows {
         let token = to_usize(strides[2]) * element;
         Rows {
-            start: tensor
-                .data_ptr()
-                .cast::<u8>()
-                .wrapping_add(to_usize(from) * token),
+            start: address.wrapping_add(to_usize(from) * token),
             batch: to_usize(strides[0]) * element,
             head: to_usize(strides[1]) * element,
             token,

@@ -32,9 +32,6 @@ pub enum Error {
         /// The name in a Hugging Face checkpoint.
         name: String,
     },
-    /// An error of the files beside the graph.
-    #[error(transparent)]
-    File(#[from] overdrive_safetensors::Error),
     /// An error of the model.
     #[error(transparent)]
     Transformer(#[from] overdrive_transformer::Error),

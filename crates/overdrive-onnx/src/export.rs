@@ -134,7 +134,7 @@ pub fn export_pretrained(
 
 fn write_json(dir: &Path, name: &str, object: Map<String, Json>) -> Result<()> {
     let text = format!("{:#}\n", Json::Object(object));
-    Ok(overdrive_safetensors::write_bytes(
+    Ok(overdrive_core::files::write(
         dir.join(name),
         text.as_bytes(),
     )?)

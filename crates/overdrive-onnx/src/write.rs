@@ -4,12 +4,11 @@
 //! any weight is converted, so the file is written from front to back with one weight in memory at a time.
 
 use std::ffi::OsString;
-use std::fs::{self, File, OpenOptions};
+use std::fs::{self, File};
 use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
-use std::sync::atomic::{AtomicU64, Ordering};
 
-use overdrive_core::Error;
+use overdrive_core::{Error, files};
 use prost::Message;
 use prost::encoding::{encode_varint, encoded_len_varint};
 use tch::Tensor;
@@ -57,21 +56,26 @@ pub(crate) fn write(
     let data_path = with_suffix(path, "_data")?;
     let graph = model.graph.take().unwrap_or_default();
     if !separate {
-        let mut file = Temporary::beside(path)?;
-        let bytes = file.fill(|out| put_model(out, path, &model, &graph, initializers, None))?;
-        file.rename(path)?;
-        flush_folder(path)?;
+        let file = files::unfinished(path)?;
+        let bytes = fill(file.as_file(), path, |out| {
+            put_model(out, path, &model, &graph, initializers, None)
+        })?;
+        files::commit(file, path)?;
         return Ok(Written { bytes, data: None });
     }
     let name = data_path.file_name().unwrap_or_default();
     let name = name.to_string_lossy();
     let offsets = offsets(initializers);
     // The weights are complete before the graph that refers to them exists.
-    let mut data = Temporary::beside(&data_path)?;
-    let data_bytes = data.fill(|out| put_data(out, &data_path, initializers, &offsets))?;
-    let mut file = Temporary::beside(path)?;
+    let data = files::unfinished(&data_path)?;
+    let data_bytes = fill(data.as_file(), &data_path, |out| {
+        put_data(out, &data_path, initializers, &offsets)
+    })?;
+    let file = files::unfinished(path)?;
     let locations = Some((&*name, offsets.as_slice()));
-    let bytes = file.fill(|out| put_model(out, path, &model, &graph, initializers, locations))?;
+    let bytes = fill(file.as_file(), path, |out| {
+        put_model(out, path, &model, &graph, initializers, locations)
+    })?;
     // An older graph must not be found beside newer weights, should the machine stop here.
     match fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
@@ -79,9 +83,8 @@ pub(crate) fn write(
         }
         _ => {}
     }
-    data.rename(&data_path)?;
-    file.rename(path)?;
-    flush_folder(path)?;
+    files::commit(data, &data_path)?;
+    files::commit(file, path)?;
     Ok(Written {
         bytes,
         data: Some((data_path, data_bytes)),
@@ -208,57 +211,21 @@ impl Counter<'_> {
     }
 }
 
-/// A temporary file, which is removed when it is dropped before it is renamed.
-struct Temporary {
-    path: PathBuf,
-    file: File,
-    renamed: bool,
-}
-
-impl Temporary {
-    /// Creates a file in the folder of `path`: a rename is atomic only within a file system.
-    fn beside(path: &Path) -> Result<Temporary> {
-        // Two exports of one process must not share a temporary file.
-        static COUNT: AtomicU64 = AtomicU64::new(0);
-        let count = COUNT.fetch_add(1, Ordering::Relaxed);
-        let hidden = with_suffix(path, &format!(".{}-{count}.tmp", std::process::id()))?;
-        let mut options = OpenOptions::new();
-        let options = options.write(true).create(true).truncate(true);
-        let file = options.open(&hidden).map_err(Error::io("create", path))?;
-        Ok(Temporary {
-            path: hidden,
-            file,
-            renamed: false,
-        })
-    }
-
-    /// Writes and syncs the contents, and returns the number of bytes.
-    fn fill(&mut self, fill: impl FnOnce(&mut Counter<'_>) -> Result<()>) -> Result<u64> {
-        let mut out = Counter {
-            file: BufWriter::new(&self.file),
-            bytes: 0,
-        };
-        fill(&mut out)?;
-        let failed = Error::io("write", &self.path);
-        let flushed = out.file.flush().and_then(|()| self.file.sync_all());
-        flushed.map_err(failed)?;
-        Ok(out.bytes)
-    }
-
-    fn rename(&mut self, path: &Path) -> Result<()> {
-        fs::rename(&self.path, path).map_err(Error::io("write", path))?;
-        self.renamed = true;
-        Ok(())
-    }
-}
-
-impl Drop for Temporary {
-    fn drop(&mut self) {
-        if !self.renamed {
-            // The error that kept the file from being renamed is the one to report.
-            let _ = fs::remove_file(&self.path);
-        }
-    }
+/// Fills the unfinished file for `path`, and returns the number of bytes.
+fn fill(
+    file: &File,
+    path: &Path,
+    fill: impl FnOnce(&mut Counter<'_>) -> Result<()>,
+) -> Result<u64> {
+    let mut out = Counter {
+        file: BufWriter::new(file),
+        bytes: 0,
+    };
+    fill(&mut out)?;
+    // Synced here already: an error must not come after the old graph was removed.
+    let flushed = out.file.flush().and_then(|()| file.sync_all());
+    flushed.map_err(Error::io("write", path))?;
+    Ok(out.bytes)
 }
 
 /// Appends `suffix` to the name of the file `path`.
@@ -269,16 +236,4 @@ fn with_suffix(path: &Path, suffix: &str) -> Result<PathBuf> {
     let mut name = OsString::from(name);
     name.push(suffix);
     Ok(path.with_file_name(name))
-}
-
-/// Syncs the folder, so that the renames survive a crash of the machine.
-fn flush_folder(path: &Path) -> Result<()> {
-    // Windows cannot open a folder as a file, and journals renames itself.
-    if !cfg!(unix) {
-        return Ok(());
-    }
-    let parent = path.parent();
-    let folder = parent.filter(|folder| !folder.as_os_str().is_empty());
-    let flushed = File::open(folder.unwrap_or(Path::new("."))).and_then(|file| file.sync_all());
-    Ok(flushed.map_err(Error::io("flush the folder of", path))?)
 }

@@ -137,7 +137,7 @@ impl AdamState {
     pub(crate) fn paged_bytes(&self) -> u64 {
         [&self.exp_avg, &self.exp_avg_sq]
             .into_iter()
-            .filter(|average| matches!(average.storage, Storage::File | Storage::Host))
+            .filter(|average| matches!(average.storage, Storage::File(_) | Storage::Host))
             .map(|average| bytes(&average.tensor))
             .sum()
     }

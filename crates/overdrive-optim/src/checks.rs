@@ -4,6 +4,7 @@ use std::collections::{BTreeSet, HashMap};
 
 use overdrive_core::{check_fraction, check_non_negative};
 use overdrive_sys::raw::host_value;
+use overdrive_sys::storage::memory_overlaps;
 use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
@@ -132,6 +133,29 @@ pub(crate) fn check_distinct<'a>(
         }
     }
     Ok(())
+}
+
+/// Checks that a step does not write the same memory as two tensors, and returns the gradient: a copy if it shares
+/// memory with what the step writes. Kernels hold slices of all of them at the same time.
+pub(crate) fn disjoint(
+    name: &str,
+    parameter: &Tensor,
+    gradient: Tensor,
+    state: &[(&'static str, &Tensor)],
+) -> Result<Tensor> {
+    let shared = |with: &Tensor| state.iter().find(|(_, part)| memory_overlaps(part, with));
+    if let Some(&(part, _)) = shared(parameter) {
+        return Err(Error::SharedState {
+            name: name.to_owned(),
+            part,
+        });
+    }
+    // A parameter may be its own gradient, on any device.
+    let same = gradient.data_ptr() == parameter.data_ptr();
+    if same || memory_overlaps(&gradient, parameter) || shared(&gradient).is_some() {
+        return Ok(gradient.f_add_scalar(0.0)?);
+    }
+    Ok(gradient)
 }
 
 /// Returns `true` if equal memory offsets mean equal indices. The strides of dimensions of size 1 are

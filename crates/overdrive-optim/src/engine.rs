@@ -9,7 +9,9 @@ use overdrive_sys::grad;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tch::Tensor;
 
-use crate::checks::{TensorSpec, bytes, check_distinct, check_leaf, check_rates, gradient_of};
+use crate::checks::{
+    TensorSpec, bytes, check_distinct, check_leaf, check_rates, disjoint, gradient_of,
+};
 use crate::state_metadata::{GroupMetadata, check_empty, check_groups, key, mismatch};
 use crate::{Error, OptimizerId, ParamGroup, Result, StateDict};
 
@@ -224,16 +226,12 @@ impl<R: Rule> Engine<R> {
                 continue;
             };
             let group = &self.groups[entry.group];
-            // A parameter may be its own gradient; kernels read the one while they write the other.
-            let gradient = if gradient.data_ptr() == entry.tensor.data_ptr() {
-                gradient.f_add_scalar(0.0)?
-            } else {
-                gradient
-            };
+            let parameter = entry.tensor.f_detach()?;
+            let gradient = disjoint(&entry.name, &parameter, gradient, &R::state_tensors(state))?;
             jobs.push(Job {
                 learning_rate: group.learning_rate,
                 weight_decay: group.weight_decay,
-                parameter: entry.tensor.f_detach()?,
+                parameter,
                 gradient,
                 state,
             });
@@ -317,7 +315,8 @@ impl<R: Rule> Engine<R> {
                 continue;
             };
             for (name, tensor) in R::state_tensors(state) {
-                tensors.insert(key(&entry.name, name), tensor.shallow_clone());
+                // Detached: giving the handle other memory (`set_data`) does not give it to this optimizer.
+                tensors.insert(key(&entry.name, name), tensor.f_detach()?);
             }
         }
         let metadata = Metadata {

@@ -51,6 +51,18 @@ pub enum Error {
         second: String,
     },
 
+    /// A parameter shares memory with a tensor of its own state, such as after `set_data` with a tensor of a
+    /// `state_dict`.
+    #[error(
+        "parameter `{name}` shares its memory with `{part}` of its optimizer state, and a step writes both; give the parameter a copy"
+    )]
+    SharedState {
+        /// The name of the parameter.
+        name: String,
+        /// The tensor of the state.
+        part: &'static str,
+    },
+
     /// A parameter is the result of an operation.
     #[error(
         "parameter `{name}` is not a leaf of the autograd graph, so it gets no gradient; pass the tensor from which it was computed"

@@ -145,7 +145,7 @@ fn flat_range(tensor: &Tensor, range: &Range<usize>) -> Result<Tensor> {
 /// Returns elements `range` of a state on the device of the parameter: a view of the state, or a copy.
 fn fetch(state: &Allocated, range: &Range<usize>, device: Device) -> Result<Tensor> {
     let stored = flat_range(&state.tensor, range)?;
-    if state.storage != Storage::Host {
+    if !matches!(state.storage, Storage::Host) {
         return Ok(stored);
     }
     let copy = Tensor::f_empty(range.len() as i64, (stored.kind(), device))?;
@@ -155,7 +155,7 @@ fn fetch(state: &Allocated, range: &Range<usize>, device: Device) -> Result<Tens
 
 /// Copies fetched elements back to a state in host memory.
 fn put_back(state: &Allocated, range: &Range<usize>, fetched: &Tensor) -> Result<()> {
-    if state.storage == Storage::Host {
+    if matches!(state.storage, Storage::Host) {
         copy_async(&flat_range(&state.tensor, range)?, fetched)?;
     }
     Ok(())

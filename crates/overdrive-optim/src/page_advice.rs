@@ -20,68 +20,83 @@ pub(crate) fn page_bytes() -> u64 {
     4096
 }
 
-/// Removes the pages of `bytes` from the memory of the process. They stay in the file, and in the
-/// system's cache as long as it has room.
-pub(crate) fn release(tensor: &Tensor, bytes: Range<u64>) -> Result<()> {
-    #[cfg(unix)]
-    advise(tensor, inner_pages(tensor, bytes), libc::MADV_DONTNEED)?;
-    #[cfg(not(unix))]
-    let _ = (tensor, bytes);
-    Ok(())
+/// The part of a mapped file in which a state tensor lies.
+///
+/// It keeps a handle of its own of the file, so that the addresses do not depend on the state tensor.
+#[derive(Debug)]
+pub(crate) struct MappedPages {
+    file: Tensor,
+    /// Where the state tensor lies in the file; it starts at a page.
+    bytes: Range<u64>,
 }
 
-/// Loads the pages of `bytes` for writing, in one call instead of a page fault for each. Has no effect on
-/// systems without such a call, where page faults load them.
-pub(crate) fn populate(tensor: &Tensor, bytes: Range<u64>) -> Result<()> {
-    #[cfg(target_os = "linux")]
-    match advise(
-        tensor,
-        inner_pages(tensor, bytes),
-        libc::MADV_POPULATE_WRITE,
-    ) {
-        // Kernels before 5.14 do not know MADV_POPULATE_WRITE.
-        Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
-        result => result?,
+impl MappedPages {
+    /// Returns the part `bytes` of `file`, which begins at a page.
+    pub(crate) fn new(file: &Tensor, bytes: Range<u64>) -> Self {
+        Self {
+            file: file.shallow_clone(),
+            bytes,
+        }
     }
-    #[cfg(not(target_os = "linux"))]
-    let _ = (tensor, bytes);
-    Ok(())
-}
 
-/// Returns the addresses of the pages that lie completely in `bytes` of a tensor: the others may still be
-/// in use. The last page of a tensor counts as complete, because no other tensor shares it.
-#[cfg(unix)]
-fn inner_pages(tensor: &Tensor, bytes: Range<u64>) -> Range<usize> {
-    let page = page_bytes() as usize;
-    let base = tensor.data_ptr() as usize;
-    let size = crate::checks::bytes(tensor);
-    let start = (base + bytes.start as usize).next_multiple_of(page);
-    let end = base + bytes.end as usize;
-    // Beyond the last element only padding follows, up to the end of the page.
-    let end = if bytes.end == size {
-        end.next_multiple_of(page)
-    } else {
-        end / page * page
-    };
-    start..end.max(start)
-}
-
-#[cfg(unix)]
-fn advise(tensor: &Tensor, pages: Range<usize>, advice: libc::c_int) -> io::Result<()> {
-    if pages.is_empty() {
-        return Ok(());
-    }
-    let offset = pages.start - tensor.data_ptr() as usize;
-    // SAFETY: the pages belong to the mapped file that the tensor keeps alive: complete ones within it,
-    // and its last page, which no other tensor shares. Shared pages of a file lose no data by either
-    // advice.
-    let result = unsafe {
-        let start = tensor.data_ptr().cast::<u8>().add(offset);
-        libc::madvise(start.cast(), pages.len(), advice)
-    };
-    if result == 0 {
+    /// Removes the pages of `bytes` of the state from the memory of the process. They stay in the file, and in
+    /// the system's cache as long as it has room.
+    pub(crate) fn release(&self, bytes: Range<u64>) -> Result<()> {
+        #[cfg(unix)]
+        self.advise(bytes, libc::MADV_DONTNEED)?;
+        #[cfg(not(unix))]
+        let _ = bytes;
         Ok(())
-    } else {
-        Err(io::Error::last_os_error())
+    }
+
+    /// Loads the pages of `bytes` of the state for writing, in one call instead of a page fault for each. Has no
+    /// effect on systems without such a call, where page faults load them.
+    pub(crate) fn populate(&self, bytes: Range<u64>) -> Result<()> {
+        #[cfg(target_os = "linux")]
+        match self.advise(bytes, libc::MADV_POPULATE_WRITE) {
+            // Kernels before 5.14 do not know MADV_POPULATE_WRITE.
+            Err(error) if error.raw_os_error() == Some(libc::EINVAL) => {}
+            result => result?,
+        }
+        #[cfg(not(target_os = "linux"))]
+        let _ = bytes;
+        Ok(())
+    }
+
+    /// Returns the pages of the file that lie completely in `bytes` of the state: the others may still be in use.
+    /// The last page of the state counts as complete, because no other state shares it.
+    #[cfg(unix)]
+    fn inner_pages(&self, bytes: Range<u64>) -> Range<u64> {
+        let page = page_bytes();
+        let start = (self.bytes.start + bytes.start).next_multiple_of(page);
+        let end = self.bytes.start + bytes.end;
+        // Beyond the last element only padding follows, up to the end of the page.
+        let end = if end >= self.bytes.end {
+            self.bytes.end.next_multiple_of(page)
+        } else {
+            end / page * page
+        };
+        let end = end.min(crate::checks::bytes(&self.file));
+        start.min(end)..end
+    }
+
+    #[cfg(unix)]
+    fn advise(&self, bytes: Range<u64>, advice: libc::c_int) -> io::Result<()> {
+        let pages = self.inner_pages(bytes);
+        if pages.is_empty() {
+            return Ok(());
+        }
+        // SAFETY: whole pages within the mapped file, which starts at one and which `file` keeps mapped: its storage
+        // cannot be resized, and this crate gives the handle to nobody who could replace it. Shared pages of a file
+        // lose no data by either advice.
+        let result = unsafe {
+            let start = self.file.data_ptr().cast::<u8>().add(pages.start as usize);
+            libc::madvise(start.cast(), (pages.end - pages.start) as usize, advice)
+        };
+        if result == 0 {
+            Ok(())
+        } else {
+            Err(io::Error::last_os_error())
+        }
     }
 }

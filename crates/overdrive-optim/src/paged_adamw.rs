@@ -205,16 +205,16 @@ impl Rule for Paged {
                 self.config.maximize,
             );
             let first = &job.state.exp_avg;
-            let window = match first.storage {
+            let window = match &first.storage {
                 // Nothing to load or release, so the whole parameter is one window.
                 Storage::Memory | Storage::Kept => usize::MAX,
-                Storage::File | Storage::Host => {
+                Storage::File(_) | Storage::Host => {
                     // Two averages, in whole blocks, because a block is quantized as a whole.
                     let both = 2 * first.tensor.kind().elt_size_in_bytes();
                     (window_bytes / both / BLOCK).max(1) * BLOCK
                 }
             };
-            if let (Storage::Host, Device::Cuda(index)) = (first.storage, job.parameter.device())
+            if let (Storage::Host, Device::Cuda(index)) = (&first.storage, job.parameter.device())
                 && !copied_from.contains(&index)
             {
                 copied_from.push(index);

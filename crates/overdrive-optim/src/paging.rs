@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::checks::bytes;
-use crate::page_advice::{self, page_bytes};
+use crate::page_advice::{MappedPages, page_bytes};
 
 const MIB: u64 = 1 << 20;
 /// The bytes of zeros per write when disk space is allocated.
@@ -85,14 +85,14 @@ pub(crate) struct Allocated {
 }
 
 /// The storage of a state tensor.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug)]
 pub(crate) enum Storage {
     /// The memory of the parameter's device.
     Memory,
     /// A mapped file, within the budget: it stays in memory once it is loaded.
     Kept,
     /// A mapped file, released after use.
-    File,
+    File(MappedPages),
     /// Pinned host memory, for a parameter on a GPU.
     Host,
 }
@@ -136,15 +136,18 @@ impl Pager {
             let (tensor, storage) = match &file {
                 Some(file) if on_disk(request) => {
                     let tensor = view_of(file, offset, request)?;
-                    let bytes = page_aligned_bytes(request);
-                    offset += bytes;
-                    let storage = match keep.checked_sub(bytes) {
+                    let aligned = page_aligned_bytes(request);
+                    let storage = match keep.checked_sub(aligned) {
                         Some(rest) => {
                             keep = rest;
                             Storage::Kept
                         }
-                        None => Storage::File,
+                        None => {
+                            let of_state = offset..offset + bytes(&tensor);
+                            Storage::File(MappedPages::new(file, of_state))
+                        }
                     };
+                    offset += aligned;
                     (tensor, storage)
                 }
                 _ if request.paged && matches!(request.device, Device::Cuda(_)) => {
@@ -159,7 +162,7 @@ impl Pager {
         self.keep = keep;
         // Allocating the disk space has loaded all pages, of which none is needed yet.
         if let Some(file) = &file {
-            page_advice::release(file, 0..total)?;
+            MappedPages::new(file, 0..total).release(0..total)?;
         }
         Ok(allocated)
     }
@@ -167,17 +170,17 @@ impl Pager {
 
 impl Storage {
     /// Loads the pages of elements `range`, before they are read.
-    pub(crate) fn fetch(self, tensor: &Tensor, range: &std::ops::Range<usize>) -> Result<()> {
+    pub(crate) fn fetch(&self, tensor: &Tensor, range: &std::ops::Range<usize>) -> Result<()> {
         match self {
-            Self::File => page_advice::populate(tensor, byte_range(tensor, range)),
+            Self::File(pages) => pages.populate(byte_range(tensor, range)),
             _ => Ok(()),
         }
     }
 
     /// Releases the pages of elements `range`, after they were written.
-    pub(crate) fn release(self, tensor: &Tensor, range: &std::ops::Range<usize>) -> Result<()> {
+    pub(crate) fn release(&self, tensor: &Tensor, range: &std::ops::Range<usize>) -> Result<()> {
         match self {
-            Self::File => page_advice::release(tensor, byte_range(tensor, range)),
+            Self::File(pages) => pages.release(byte_range(tensor, range)),
             _ => Ok(()),
         }
     }

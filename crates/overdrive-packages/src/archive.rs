@@ -13,6 +13,10 @@ use crate::{Error, Manifest, Result};
 /// The newest version of the archive that libtorch 2.11 writes and reads.
 const ARCHIVE_VERSION: &str = "0";
 
+/// The most bytes of all metadata of a package; that of a model has some kilobytes. An entry of a zip archive may
+/// unpack to a thousand times its bytes.
+const MAX_TEXT_BYTES: u64 = 16 << 20;
+
 /// The models of a package (`.pt2`).
 ///
 /// ```no_run
@@ -61,8 +65,8 @@ impl PackageInfo {
     /// does not verify them, and would load damaged code.
     ///
     /// # Errors
-    /// [`overdrive_core::Error::Io`] if the file cannot be read, [`Error::Damaged`] if it is not a package or not an
-    /// intact one, [`Error::InvalidManifest`] for metadata of a later version.
+    /// [`overdrive_core::Error::Io`] if the file cannot be read, [`Error::Damaged`] if it is not a package, not an
+    /// intact one, or has more than 16 MiB of metadata, [`Error::InvalidManifest`] for metadata of a later version.
     pub fn read(path: impl AsRef<Path>) -> Result<PackageInfo> {
         let path = path.as_ref();
         let damaged = |problem: String| Error::Damaged {
@@ -77,6 +81,7 @@ impl PackageInfo {
         }
         let mut archive = ZipArchive::new(file).map_err(|error| damaged(error.to_string()))?;
         let mut contents = Contents::default();
+        let mut text_left = MAX_TEXT_BYTES;
         for index in 0..archive.len() {
             let mut entry = archive
                 .by_index(index)
@@ -92,14 +97,29 @@ impl PackageInfo {
                 )));
             }
             let is_text = contents.is_text(&name);
+            let too_long = || {
+                damaged(format!(
+                    "its entry {name:?} brings its metadata to more than {MAX_TEXT_BYTES} bytes"
+                ))
+            };
+            // The declared size, and below the real one: either may be wrong.
+            if is_text && entry.size() > text_left {
+                return Err(too_long());
+            }
             let mut text = Vec::new();
             // Libraries and weights may be gigabytes: they are read for their checksum only, which the reader
             // compares at the end of the entry.
             let read = match is_text {
-                true => entry.read_to_end(&mut text).map(|_| ()),
+                true => {
+                    let mut entry = entry.take(text_left + 1);
+                    entry.read_to_end(&mut text).map(|_| ())
+                }
                 false => std::io::copy(&mut entry, &mut std::io::sink()).map(|_| ()),
             };
             read.map_err(|error| damaged(format!("its entry {name:?}: {error}")))?;
+            text_left = text_left
+                .checked_sub(text.len() as u64)
+                .ok_or_else(too_long)?;
             contents
                 .add(&name, is_text.then_some(text))
                 .map_err(damaged)?;

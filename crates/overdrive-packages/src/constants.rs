@@ -3,7 +3,7 @@
 use std::path::Path;
 
 use overdrive_core::Error as CommonError;
-use overdrive_safetensors::MappedFile;
+use overdrive_safetensors::{MappedFile, file_in};
 use overdrive_sys::compiled::Constant;
 use tch::{Device, Tensor};
 
@@ -178,7 +178,8 @@ fn weight_files(path: &Path) -> Result<Vec<std::path::PathBuf>> {
     if !path.is_dir() {
         return Ok(vec![path.to_owned()]);
     }
-    let index = path.join("model.safetensors.index.json");
+    const INDEX: &str = "model.safetensors.index.json";
+    let index = path.join(INDEX);
     if !index.is_file() {
         return Ok(vec![path.join("model.safetensors")]);
     }
@@ -191,5 +192,31 @@ fn weight_files(path: &Path) -> Result<Vec<std::path::PathBuf>> {
         serde_json::from_slice(&text).map_err(CommonError::parse("JSON", &index))?;
     // Many tensors name the same shard.
     let names: std::collections::BTreeSet<String> = parsed.weight_map.into_values().collect();
-    Ok(names.into_iter().map(|name| path.join(name)).collect())
+    let key = format!("weight_map of {INDEX}");
+    let in_folder = |name: &String| -> Result<_> { Ok(file_in(path, name, &key)?) };
+    names.iter().map(in_folder).collect()
+}
+
+#[cfg(test)]
+#[allow(clippy::unwrap_used, reason = "a test may panic")]
+mod tests {
+    use super::weight_files;
+
+    #[test]
+    fn an_index_names_files_of_its_own_folder_only() {
+        let folder = tempfile::tempdir().unwrap();
+        let index = |file: &str| {
+            let text = serde_json::json!({"weight_map": {"w": "a.safetensors", "v": file}});
+            let path = folder.path().join("model.safetensors.index.json");
+            std::fs::write(path, text.to_string()).unwrap();
+            weight_files(folder.path())
+        };
+        let own = ["a.safetensors", "b.safetensors"].map(|name| folder.path().join(name));
+        assert_eq!(index("b.safetensors").unwrap(), own);
+        for outside in ["../b.safetensors", "/etc/passwd", "sub/b.safetensors", ".."] {
+            let error = index(outside).unwrap_err().to_string();
+            let names = error.contains("weight_map") && error.contains(&format!("{outside:?}"));
+            assert!(names, "{error}");
+        }
+    }
 }

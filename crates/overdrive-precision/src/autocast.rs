@@ -1,7 +1,5 @@
 //! Autocast: regions in which operators choose their precision.
 
-use std::marker::PhantomData;
-
 use overdrive_sys::autocast as raw;
 use tch::{Device, Kind};
 
@@ -92,8 +90,8 @@ impl Autocast {
         self
     }
 
-    /// Enters the region, which ends when the guard is dropped. Guards must be dropped in the reverse order of their
-    /// creation, as Rust does.
+    /// Enters the region, which ends when the guard is dropped. Guards may be dropped in any order: the last one that is
+    /// left applies.
     ///
     /// # Errors
     /// [`Error::UnsupportedDtype`]; nothing is changed then.
@@ -107,23 +105,14 @@ impl Autocast {
                 dtype,
             });
         }
-        // The guard comes first: if a later call fails, dropping it undoes the earlier ones.
-        raw::increment_nesting()?;
-        let guard = AutocastGuard {
-            device: self.device,
-            before,
-            cache_before,
-            not_send: PhantomData,
+        let state = raw::State {
+            enabled: self.enabled,
+            dtype,
         };
-        raw::set_state(
-            self.device,
-            raw::State {
-                enabled: self.enabled,
-                dtype,
-            },
-        )?;
-        raw::set_cache_enabled(self.cache_enabled.unwrap_or(cache_before))?;
-        Ok(guard)
+        let cache = self.cache_enabled.unwrap_or(cache_before);
+        Ok(AutocastGuard {
+            _region: raw::Region::enter(self.device, state, cache)?,
+        })
     }
 
     /// Runs `body` in the region.
@@ -147,21 +136,5 @@ impl Autocast {
 #[derive(Debug)]
 #[must_use = "the region ends when the guard is dropped; bind it to a name such as `_region`"]
 pub struct AutocastGuard {
-    device: Device,
-    before: raw::State,
-    cache_before: bool,
-    not_send: PhantomData<*const ()>,
-}
-
-impl Drop for AutocastGuard {
-    fn drop(&mut self) {
-        // A destructor cannot return an error, and none of these calls fails for a state that was read
-        // from libtorch itself.
-        // The cached copies would be stale once an optimizer changes the weights.
-        if raw::decrement_nesting().is_ok_and(|depth| depth == 0) {
-            let _ = raw::clear_cache();
-        }
-        let _ = raw::set_state(self.device, self.before);
-        let _ = raw::set_cache_enabled(self.cache_before);
-    }
+    _region: raw::Region,
 }

@@ -6,11 +6,12 @@ mod key_averages;
 pub use key_averages::{GroupBy, KeyAverages, OperatorStats, SortBy};
 
 use std::fs::{self, File};
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use overdrive_core::Error as CommonError;
+use overdrive_core::{Error as CommonError, files};
 use overdrive_sys::profiler::Profile;
 pub use overdrive_sys::profiler::ProfileEvent as TraceEvent;
+use tempfile::NamedTempFile;
 
 use crate::{Error, Result};
 
@@ -61,21 +62,15 @@ impl Trace {
         if let Some(folder) = path.parent() {
             fs::create_dir_all(folder).map_err(CommonError::io("create the folder", folder))?;
         }
-        let partial = partial_name(path)?;
-        // Created before Kineto writes it, which does not report when it cannot.
-        File::create(&partial).map_err(CommonError::io("create", &partial))?;
-        let written = self.write_to(&partial);
-        let moved = written.and_then(|()| {
-            File::open(&partial)
-                .and_then(|file| file.sync_all())
-                .map_err(CommonError::io("sync", &partial))?;
-            Ok(fs::rename(&partial, path).map_err(CommonError::io("rename the trace to", path))?)
-        });
-        if moved.is_err() {
-            // The first error is the one to return.
-            let _ = fs::remove_file(&partial);
-        }
-        moved
+        // Created before Kineto writes it by its name; Kineto does not report when it cannot.
+        let partial = files::unfinished(path)?.into_temp_path();
+        self.write_to(&partial)?;
+        // Opened again, in case that Kineto has replaced the file.
+        let file = File::open(&partial).map_err(CommonError::io("read", &partial))?;
+        Ok(files::commit(
+            NamedTempFile::from_parts(file, partial),
+            path,
+        )?)
     }
 
     fn write_to(&mut self, partial: &Path) -> Result<()> {
@@ -93,16 +88,4 @@ impl Trace {
         let json = chrome::json(&self.events, self.start_ns);
         Ok(fs::write(partial, json).map_err(CommonError::io("write", partial))?)
     }
-}
-
-/// Returns a name beside `path` that no other process uses.
-fn partial_name(path: &Path) -> Result<PathBuf> {
-    let name = path.file_name().ok_or_else(|| Error::Trace {
-        path: path.to_owned(),
-        message: "the path has no file name".to_owned(),
-    })?;
-    let mut partial = std::ffi::OsString::from(".");
-    partial.push(name);
-    partial.push(format!(".{}.partial", std::process::id()));
-    Ok(path.with_file_name(partial))
 }

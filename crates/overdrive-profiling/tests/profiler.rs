@@ -8,8 +8,7 @@ use std::fs;
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use overdrive_profiling::{
-    Error, GroupBy, Phase, Profiler, ProfilerConfig, Schedule, SortBy, StepTimer, profile,
-    record_function,
+    GroupBy, Phase, Profiler, ProfilerConfig, Schedule, SortBy, StepTimer, profile, record_function,
 };
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
@@ -152,7 +151,10 @@ fn a_trace_that_cannot_be_written_is_an_error_with_its_path() {
         "{error}"
     );
     let error = trace.save_chrome_trace("/").unwrap_err();
-    assert!(matches!(error, Error::Trace { .. }), "{error}");
+    assert!(
+        error.to_string().contains("the path names no file"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -57,6 +57,9 @@ pub enum Error {
         /// The reason.
         reason: &'static str,
     },
+    /// An error of libtorch through overdrive-sys.
+    #[error(transparent)]
+    Sys(#[from] overdrive_sys::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),

@@ -36,12 +36,12 @@
 #![deny(missing_docs)]
 
 mod error;
+mod folder;
 mod kinds;
 mod mapped;
-mod replace;
 mod write;
 
 pub use error::{Error, Result};
+pub use folder::file_in;
 pub use mapped::{MappedFile, StoredTensor};
-pub use replace::write_bytes;
 pub use write::write;

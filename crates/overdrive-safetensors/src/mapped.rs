@@ -6,6 +6,7 @@ use std::fs::File;
 use std::path::{Path, PathBuf};
 
 use memmap2::Mmap;
+use overdrive_sys::transfer::copy_bytes;
 use safetensors::tensor::{Metadata, TensorInfo};
 use safetensors::{Dtype, SafeTensors};
 use tch::{Device, Kind, Tensor};
@@ -52,6 +53,16 @@ impl MappedFile {
                     false => error.to_string(),
                 },
             })?;
+        // The header's own check bounds the product of the dimensions by the file, which says nothing about the
+        // others beside a 0.
+        for (name, info) in header.tensors() {
+            if info.shape.iter().any(|&n| i64::try_from(n).is_err()) {
+                return Err(Error::BadFile {
+                    path: path.to_path_buf(),
+                    reason: format!("`{name}` has the impossible shape {:?}", info.shape),
+                });
+            }
+        }
         let metadata = header.metadata().iter().flatten();
         Ok(MappedFile {
             path: path.to_path_buf(),
@@ -98,7 +109,7 @@ impl MappedFile {
         StoredTensor {
             name,
             dtype: info.dtype,
-            // No dimension exceeds i64: the check of the header bounded the data by the file's length.
+            // `open` has checked that every dimension fits.
             shape: info.shape.iter().map(|&n| n as i64).collect(),
             data: &self.map[self.start + from..self.start + to],
         }
@@ -179,17 +190,8 @@ impl<'a> StoredTensor<'a> {
             target.f_copy_(&Tensor::f_from_data_size(self.data, &self.shape, from)?)?;
             return Ok(());
         }
-        let mut strides = vec![1i64; self.shape.len()];
-        for axis in (0..self.shape.len().saturating_sub(1)).rev() {
-            strides[axis] = strides[axis + 1] * self.shape[axis + 1];
-        }
-        let (data, shape) = (self.data.as_ptr(), &self.shape);
-        // SAFETY: the pointer is aligned and `data` holds all elements of the contiguous shape, as the
-        // check of the header made sure. The borrowed tensor is only read, and is dropped before this
-        // function returns, while `data` is alive.
-        let borrowed = unsafe { Tensor::f_from_blob(data, shape, &strides, from, Device::Cpu) }?;
-        target.f_copy_(&borrowed)?;
-        Ok(())
+        // A tensor of the mapped bytes would be seen by dispatch modes, which may keep it for longer than the map.
+        Ok(copy_bytes(self.data, from, &target)?)
     }
 
     fn readable_kind(&self) -> Result<Kind> {

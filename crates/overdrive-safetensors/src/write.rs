@@ -8,9 +8,8 @@ use serde_json::{Map, Value, json};
 use tch::{Device, Tensor};
 
 use crate::kinds::dtype_of;
-use crate::replace::replace;
 use crate::{Error, Result};
-use overdrive_core::Error as CommonError;
+use overdrive_core::{Error as CommonError, files};
 
 /// The header key that the format reserves for the metadata.
 const METADATA: &str = "__metadata__";
@@ -40,19 +39,19 @@ pub fn write(
     let path = path.as_ref();
     let entries = file_order(tensors)?;
     let header = header(&entries, metadata)?;
-    replace(path, |file| {
-        let mut put = |bytes: &[u8]| {
-            file.write_all(bytes)
-                .map_err(CommonError::io("write", path))
-        };
-        put(&(header.len() as u64).to_le_bytes())?;
-        put(&header)?;
-        let mut buffer = Vec::new();
-        for (_, tensor, _) in &entries {
-            write_elements(tensor, &mut buffer, file, path)?;
-        }
-        Ok(())
-    })
+    let mut unfinished = files::unfinished(path)?;
+    let file = unfinished.as_file_mut();
+    let mut put = |bytes: &[u8]| {
+        file.write_all(bytes)
+            .map_err(CommonError::io("write", path))
+    };
+    put(&(header.len() as u64).to_le_bytes())?;
+    put(&header)?;
+    let mut buffer = Vec::new();
+    for (_, tensor, _) in &entries {
+        write_elements(tensor, &mut buffer, file, path)?;
+    }
+    Ok(files::commit(unfinished, path)?)
 }
 
 /// Returns the tensors with their dtypes, in the order of the file.

@@ -1,11 +1,16 @@
 //! Files out and in, and what is refused.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+use std::cell::RefCell;
 use std::collections::BTreeMap;
 use std::fs;
 use std::path::Path;
+use std::rc::Rc;
 
-use overdrive_safetensors::{Error, MappedFile, write, write_bytes};
+use overdrive_sys::CallbackResult;
+use overdrive_sys::dispatch_mode::{DispatchMode, OperatorCall, Results, push_mode};
+
+use overdrive_safetensors::{Error, MappedFile, file_in, write};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
@@ -138,6 +143,43 @@ fn a_tensor_is_converted_and_copied_into_an_existing_one() {
     );
 }
 
+/// Keeps every tensor that an operator is called with.
+#[derive(Default)]
+struct Keeper(RefCell<Vec<Tensor>>);
+
+impl DispatchMode for Keeper {
+    fn before(&self, call: &OperatorCall) -> CallbackResult<Option<std::sync::Arc<Results>>> {
+        self.0.borrow_mut().extend(call.tensors()?);
+        Ok(None)
+    }
+}
+
+#[test]
+fn no_tensor_of_the_mapped_memory_escapes_through_a_dispatch_mode() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("mapped.safetensors");
+    let values = Tensor::arange(12, CPU);
+    write(&path, &[named("values", values.shallow_clone())], &NONE).unwrap();
+    let file = MappedFile::open(&path).unwrap();
+    let stored = file.tensor("values").unwrap();
+    // Aligned, so that it is read without a copy.
+    assert_eq!(stored.data().as_ptr().align_offset(4), 0);
+    let mapped = stored.data().as_ptr_range();
+
+    let keeper = Rc::new(Keeper::default());
+    let mode = push_mode(keeper.clone());
+    let copied = stored.copy_to_tensor(None, Device::Cpu).unwrap();
+    let half = stored
+        .copy_to_tensor(Some(Kind::Half), Device::Cpu)
+        .unwrap();
+    drop(mode);
+    assert_eq!(copied, values);
+    assert_eq!(half, values.to_kind(Kind::Half));
+    for kept in keeper.0.borrow().iter() {
+        assert!(!mapped.contains(&kept.data_ptr().cast_const().cast()));
+    }
+}
+
 #[test]
 fn files_of_other_writers_may_be_unaligned_and_have_invalid_bools() {
     let folder = tempfile::tempdir().unwrap();
@@ -227,6 +269,45 @@ fn truncated_files_and_false_headers_are_refused() {
 }
 
 #[test]
+fn a_dimension_beyond_64_bits_with_a_sign_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("wide.safetensors");
+    // The product is 0, so that the data is as long as it should be.
+    let header = br#"{"x":{"dtype":"F32","shape":[0,9223372036854775808],"data_offsets":[0,0]}}"#;
+    let mut bytes = (header.len() as u64).to_le_bytes().to_vec();
+    bytes.extend_from_slice(header);
+    fs::write(&path, bytes).unwrap();
+    let error = MappedFile::open(&path).unwrap_err().to_string();
+    assert!(
+        error.contains("impossible shape [0, 9223372036854775808]"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_name_from_a_file_stays_in_the_folder() {
+    let in_folder = |name| file_in("dir".as_ref(), name, "weight_map");
+    for name in ["a.safetensors", "..a", "a b"] {
+        assert_eq!(in_folder(name).unwrap(), Path::new("dir").join(name));
+    }
+    for name in [
+        "",
+        ".",
+        "..",
+        "../a",
+        "a/b",
+        "/etc/passwd",
+        "a/",
+        "./a",
+        "a/.",
+    ] {
+        let error = in_folder(name).unwrap_err().to_string();
+        let expected = "it must be the name of a file in the same folder";
+        assert_eq!(error, format!("`weight_map` is {name:?}; {expected}"));
+    }
+}
+
+#[test]
 fn unsupported_tensors_are_refused_and_the_old_file_is_kept() {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("x.safetensors");
@@ -265,7 +346,6 @@ fn a_write_that_fails_leaves_nothing_behind() {
     fs::create_dir(&taken).unwrap();
     let message = write(&taken, &tensors, &NONE).unwrap_err().to_string();
     assert!(message.starts_with("cannot write "), "{message}");
-    assert!(write_bytes(&taken, b"{}").is_err());
     assert_eq!(names_in(folder.path()), ["taken"]);
     // The first step fails.
     let nowhere = folder.path().join("no/such/folder/x.safetensors");
@@ -279,6 +359,24 @@ fn a_write_that_fails_leaves_nothing_behind() {
     let path = folder.path().join("x.safetensors");
     assert!(write(&path, &broken, &NONE).is_err());
     assert_eq!(names_in(folder.path()), ["taken"]);
+}
+
+#[test]
+fn a_file_of_another_process_with_the_same_id_is_left_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.safetensors");
+    // The processes of two containers can have one id, and both begin to count at 0.
+    let theirs = |number: u32| {
+        let name = format!(".x.safetensors.{}-{number}.tmp", std::process::id());
+        folder.path().join(name)
+    };
+    for number in 0..100 {
+        fs::write(theirs(number), "half").unwrap();
+    }
+    write(&path, &[named("w", Tensor::ones([3], CPU))], &NONE).unwrap();
+    for number in 0..100 {
+        assert_eq!(fs::read(theirs(number)).unwrap(), b"half");
+    }
 }
 
 /// A child process of [`a_full_disk_is_an_error_and_leaves_the_old_file`], whose file size is limited.

@@ -29,6 +29,19 @@ pub enum Error {
         /// The reason.
         reason: String,
     },
+    /// A folder has snapshots, but a run can resume from none of them.
+    #[error(
+        "no snapshot in {} can be resumed from: {}. Nothing was changed; restore a snapshot from a copy, or start \
+        a new run in another folder",
+        folder.display(),
+        problems.join("; ")
+    )]
+    NoneComplete {
+        /// The folder of the run.
+        folder: PathBuf,
+        /// The damaged snapshots with the reasons, and with several ranks the steps that each of them has.
+        problems: Vec<String>,
+    },
     /// A snapshot does not have a requested entry.
     #[error(
         "the snapshot {} has no entry `{entry}`; it has {}",

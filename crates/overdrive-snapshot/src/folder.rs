@@ -5,11 +5,13 @@ use std::io;
 use std::path::{Path, PathBuf};
 
 use crate::options::Best;
-use crate::{Result, Snapshot};
-use overdrive_core::Error as CommonError;
+use crate::{Error, Result, Snapshot};
+use overdrive_core::{Error as CommonError, files};
 
 /// The prefix of a snapshot's folder: `checkpoint-120`, as transformers' Trainer names its checkpoints.
 const PREFIX: &str = "checkpoint-";
+/// The prefix of a folder with the snapshots of an abandoned branch: `abandoned-1`.
+const ABANDONED: &str = "abandoned-";
 /// The suffix of a complete snapshot that is being replaced by another one of the same step.
 const REPLACED: &str = ".replaced";
 
@@ -22,24 +24,122 @@ pub(crate) fn unfinished(folder: &Path, step: u64, run: u64) -> PathBuf {
     folder.join(format!(".{PREFIX}{step}.{run:016x}.tmp"))
 }
 
-/// Returns the snapshots whose manifests and file lengths are right, the newest first. Others are skipped with
-/// a warning.
+/// Returns the step in the name of a snapshot's folder; `None` for every name that [`path_of`] does not give.
+fn step_of(path: &Path) -> Option<u64> {
+    let name = path.file_name()?.to_str()?;
+    let step: u64 = name.strip_prefix(PREFIX)?.parse().ok()?;
+    // Numbers also parse with a sign or leading zeros.
+    (name == format!("{PREFIX}{step}")).then_some(step)
+}
+
+/// The snapshots of a folder.
+#[derive(Debug, Default)]
+pub(crate) struct Listing {
+    /// The snapshots whose manifests and file lengths are right, the newest first.
+    pub(crate) snapshots: Vec<Snapshot>,
+    /// The folders with the name of a snapshot that are damaged, each with the reason.
+    pub(crate) damaged: Vec<(PathBuf, String)>,
+}
+
+/// Returns the snapshots whose manifests and file lengths are right, the newest first. Copies that a user has made
+/// under other names are left out: they may be of an abandoned branch, and rotation must not delete them.
 pub(crate) fn list(folder: &Path) -> Result<Vec<Snapshot>> {
+    Ok(scan(folder)?.snapshots)
+}
+
+/// Returns the snapshots of a folder, and those that are damaged.
+pub(crate) fn scan(folder: &Path) -> Result<Listing> {
     let mut found: Vec<Snapshot> = Vec::new();
+    let mut damaged = Vec::new();
     for path in folders(folder)? {
-        let name = path.file_name().unwrap_or_default().to_string_lossy();
-        if !name.starts_with(PREFIX) {
+        let Some(step) = step_of(&path) else {
             continue;
-        }
+        };
         match Snapshot::open_unverified(&path) {
+            Ok(snapshot) if snapshot.step() != step => tracing::warn!(
+                "snapshot skipped: {} is one of step {}",
+                path.display(),
+                snapshot.step()
+            ),
             Ok(snapshot) => found.push(snapshot),
-            Err(error) => tracing::warn!("snapshot skipped: {error}"),
+            Err(Error::Damaged { path, .. }) if is_gone(&path) => {}
+            Err(Error::Damaged { path, reason }) => damaged.push((path, reason)),
+            // A file that cannot be read at the moment may be whole.
+            Err(error) => return Err(error),
         }
     }
-    // A user may have copied a snapshot to another name: the one with the right name comes first.
-    let copied = |snapshot: &Snapshot| snapshot.path() != path_of(folder, snapshot.step());
-    found.sort_by_key(|snapshot| (std::cmp::Reverse(snapshot.step()), copied(snapshot)));
-    Ok(found)
+    found.sort_by_key(|snapshot| std::cmp::Reverse(snapshot.step()));
+    Ok(Listing {
+        snapshots: found,
+        damaged,
+    })
+}
+
+/// Returns `true` if a snapshot was deleted after its folder had been listed, as another rank does in rotation.
+pub(crate) fn is_gone(path: &Path) -> bool {
+    let found = fs::symlink_metadata(path);
+    found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
+}
+
+/// Moves the snapshots of `folder` that a run from `snapshot` abandons to a new folder `abandoned-<n>`: those of
+/// later steps, or all of them if `snapshot` lies in another folder.
+pub(crate) fn abandon_after(folder: &Path, snapshot: &Snapshot) -> Result<()> {
+    let parent = fs::canonicalize(files::folder_of(snapshot.path()));
+    // Two paths of one folder: one of them may be relative, or lead through a link.
+    let is_own = parent.is_ok_and(|parent| fs::canonicalize(folder).is_ok_and(|own| own == parent));
+    abandon(folder, |step| !is_own || step > snapshot.step())
+}
+
+/// Moves the snapshots that are of another branch than one of `step` that is being saved. Steps only grow within a
+/// run: where there is a later one, the run has begun anew without these snapshots.
+pub(crate) fn abandon_for(folder: &Path, step: u64) -> Result<()> {
+    let has_later = folders(folder)?
+        .iter()
+        .any(|path| step_of(path).is_some_and(|other| other > step));
+    match has_later {
+        true => abandon(folder, |other| other >= step),
+        false => Ok(()),
+    }
+}
+
+fn abandon(folder: &Path, is_abandoned: impl Fn(u64) -> bool) -> Result<()> {
+    let found = folders(folder)?.into_iter();
+    let mut abandoned: Vec<(u64, PathBuf)> = found
+        .filter_map(|path| Some((step_of(&path)?, path)))
+        .filter(|(step, _)| is_abandoned(*step))
+        .collect();
+    if abandoned.is_empty() {
+        return Ok(());
+    }
+    let aside = new_abandoned(folder)?;
+    // The newest first: a process that is killed here leaves an earlier state of the same branch.
+    abandoned.sort_by_key(|(step, _)| std::cmp::Reverse(*step));
+    for (step, path) in &abandoned {
+        fs::rename(path, path_of(&aside, *step)).map_err(CommonError::io("move", path))?;
+    }
+    files::sync_folder(&aside)?;
+    files::sync_folder(folder)?;
+    let steps = abandoned.iter().rev().map(|(step, _)| step.to_string());
+    tracing::warn!(
+        "the run continues without the snapshots of the steps {}: they were moved to {}, where nothing deletes \
+         them",
+        steps.collect::<Vec<_>>().join(", "),
+        aside.display()
+    );
+    Ok(())
+}
+
+/// Creates a folder `abandoned-<n>` with the next free number.
+fn new_abandoned(folder: &Path) -> Result<PathBuf> {
+    let mut number = 1u64;
+    loop {
+        let path = folder.join(format!("{ABANDONED}{number}"));
+        match fs::create_dir(&path) {
+            Ok(()) => return Ok(path),
+            Err(error) if error.kind() == io::ErrorKind::AlreadyExists => number += 1,
+            Err(source) => return Err(CommonError::io("create", path)(source).into()),
+        }
+    }
 }
 
 /// Returns the snapshot with the best metric, the earliest of equals.
@@ -99,9 +199,16 @@ pub(crate) fn clean(folder: &Path) -> Result<()> {
         if let Some(original) = name.strip_suffix(REPLACED) {
             let original = folder.join(original);
             // A killed process may have moved the old snapshot away and not yet renamed the new one.
-            if !original.exists() && Snapshot::open(&path).is_ok() {
-                fs::rename(&path, &original).map_err(CommonError::io("rename", &path))?;
-                continue;
+            if !original.exists() {
+                match Snapshot::open(&path) {
+                    Ok(_) => {
+                        fs::rename(&path, &original).map_err(CommonError::io("rename", &path))?;
+                        continue;
+                    }
+                    Err(Error::Damaged { .. }) => {}
+                    // It may be whole, so it is not deleted.
+                    Err(error) => return Err(error),
+                }
             }
         }
         if name.ends_with(".tmp") || name.ends_with(".deleted") || name.ends_with(REPLACED) {
@@ -128,22 +235,11 @@ pub(crate) fn publish(unfinished: &Path, path: &Path) -> Result<()> {
         }
         return Err(CommonError::io("rename", unfinished)(source).into());
     }
-    let parent = path.parent().unwrap_or(Path::new("."));
-    flush(parent)?;
+    files::sync_folder(files::folder_of(path))?;
     if exists {
         fs::remove_dir_all(&replaced).map_err(CommonError::io("delete", &replaced))?;
     }
     Ok(())
-}
-
-/// Flushes a folder, so that the names in it survive a crash of the machine.
-pub(crate) fn flush(folder: &Path) -> Result<()> {
-    // Only Unix can open and sync a folder.
-    if !cfg!(unix) {
-        return Ok(());
-    }
-    let flushed = fs::File::open(folder).and_then(|folder| folder.sync_all());
-    Ok(flushed.map_err(CommonError::io("flush", folder))?)
 }
 
 /// Returns the folders in `folder`, which need not exist.
@@ -155,8 +251,12 @@ fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
     let mut found = Vec::new();
     for entry in entries {
         let path = entry.map_err(CommonError::io("list", folder))?.path();
-        if path.is_dir() {
-            found.push(path);
+        match fs::metadata(&path) {
+            Ok(metadata) if metadata.is_dir() => found.push(path),
+            Ok(_) => {}
+            // A link without a target, or a file that was removed in the meantime.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => {}
+            Err(error) => return Err(CommonError::io("read", path)(error).into()),
         }
     }
     found.sort();

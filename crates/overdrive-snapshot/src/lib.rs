@@ -9,6 +9,8 @@
 //! * keeps the newest snapshots and the best one ([`SnapshotOptions`]);
 //! * finds the [`latest`](SnapshotManager::latest) complete snapshot by its checksums: damaged and incomplete
 //!   ones are skipped with a warning;
+//! * moves the snapshots of a branch that the run has abandoned, by resuming from an earlier one, to the folder
+//!   `abandoned-<n>`, and deletes only snapshots under the names that it gives: not `checkpoint-10-keep`;
 //! * writes one folder from many ranks, and lets them agree on the snapshot to resume from ([`Ranks`]).
 //!
 //! A full disk or a folder that cannot be written does not end a run:
@@ -54,6 +56,7 @@
 mod contents;
 mod error;
 mod folder;
+mod folder_lock;
 mod manager;
 mod manifest;
 mod options;
@@ -66,6 +69,7 @@ mod writer;
 
 pub use contents::{Contents, Scope};
 pub use error::{Error, Result};
+pub use folder_lock::FolderLock;
 pub use manager::SnapshotManager;
 pub use options::{Best, SnapshotOptions};
 pub use ranks::{Ranks, SingleProcess};

@@ -1,20 +1,17 @@
 use std::collections::hash_map::RandomState;
-use std::fs::{self, File, TryLockError};
 use std::hash::{BuildHasher, Hasher};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::Instant;
 
-use crate::folder;
+use crate::folder::{self, Listing};
 use crate::options::SnapshotOptions;
 use crate::ranks::{Ranks, SingleProcess};
-use crate::save_job::SaveJob;
+use crate::save_job::{Peers, SaveJob};
 use crate::staging::Staging;
 use crate::writer::{Rotation, SaveOutcome, Writer, save};
-use crate::{Contents, Error, Result, RunState, Snapshot};
+use crate::{Contents, Error, FolderLock, Result, RunState, Scope, Snapshot};
 use overdrive_core::Error as CommonError;
-
-/// The name of the file that a running process keeps locked.
-const LOCK_FILE: &str = ".lock";
 
 /// A manager that writes, finds and rotates the snapshots of one run.
 ///
@@ -23,10 +20,11 @@ const LOCK_FILE: &str = ".lock";
 pub struct SnapshotManager {
     folder: PathBuf,
     options: SnapshotOptions,
-    ranks: Box<dyn Ranks>,
+    ranks: Arc<dyn Ranks>,
     run: u64,
-    /// The lock on the folder. The operating system releases it however the process ends.
-    _lock: Option<File>,
+    /// The number of saves so far, the same on all ranks.
+    saves: u64,
+    _lock: Option<FolderLock>,
     staging: Staging,
     writer: Option<Writer>,
     /// The outcomes since the last call of [`SnapshotManager::outcomes`].
@@ -55,7 +53,7 @@ impl SnapshotManager {
         let folder = folder.as_ref().to_path_buf();
         let owns_folder = ranks.rank() == 0 || !options.shared_folder;
         let prepared = if owns_folder {
-            prepare(&folder)
+            prepare(&folder, options.lock.clone())
         } else {
             Ok(None)
         };
@@ -81,13 +79,19 @@ impl SnapshotManager {
         Ok(SnapshotManager {
             folder,
             options,
-            ranks,
+            ranks: ranks.into(),
             run: run.unwrap_or(0),
+            saves: 0,
             _lock: lock,
             staging: Staging::default(),
             writer: None,
             outcomes: Vec::new(),
         })
+    }
+
+    /// Returns `true` on rank 0.
+    pub fn is_main(&self) -> bool {
+        self.ranks.rank() == 0
     }
 
     /// Returns the folder of the snapshots.
@@ -96,7 +100,8 @@ impl SnapshotManager {
     }
 
     /// Saves a snapshot: copies the tensors to the host, and returns while they are written
-    /// ([`SnapshotOptions::background`]). If the previous snapshot is still being written, it waits for it first.
+    /// ([`SnapshotOptions::background`]). If the previous snapshot is still being written, it waits for it first. Every
+    /// rank calls it. In a shared folder only rank 0 copies and writes the entries of all ranks ([`Scope::Run`]).
     ///
     /// A full disk or a folder that cannot be written is not an error of this call: training continues, and
     /// [`outcomes`](SnapshotManager::outcomes) returns the error.
@@ -104,16 +109,43 @@ impl SnapshotManager {
     /// # Errors
     /// An error of libtorch while copying, and [`Error::WriterEnded`].
     pub fn save(&mut self, contents: Contents) -> Result<()> {
+        let peers = self.peers(contents.step);
+        self.save_with(contents, &peers)
+            .inspect_err(|error| peers.post_failure(error))
+    }
+
+    /// Returns the other ranks of the next save.
+    fn peers(&mut self, step: u64) -> Peers {
+        self.saves += 1;
+        let ranks: Arc<dyn Ranks> = match self.options.shared_folder {
+            true => Arc::clone(&self.ranks),
+            // A snapshot in a folder of its own does not depend on those of the others.
+            false => Arc::new(SingleProcess),
+        };
+        Peers {
+            ranks,
+            key: format!("snapshot/{:016x}/{}", self.run, self.saves),
+            step,
+        }
+    }
+
+    /// Returns the rank of this process and the number of processes that write into its folder.
+    fn writers(&self) -> (usize, usize) {
+        match self.options.shared_folder {
+            true => (self.ranks.rank(), self.ranks.world_size()),
+            // A process that has a folder of its own is rank 0 of it.
+            false => (0, 1),
+        }
+    }
+
+    fn save_with(&mut self, contents: Contents, peers: &Peers) -> Result<()> {
         let began = Instant::now();
         // One snapshot at a time: its copies are reused for the next, and memory holds one set.
         self.settle()?;
-        let rank = self.ranks.rank();
-        let entries = self.staging.copy(contents.entries)?;
-        // A process that has a folder of its own is rank 0 of it.
-        let (rank, world_size) = match self.options.shared_folder {
-            true => (rank, self.ranks.world_size()),
-            false => (0, 1),
-        };
+        let (rank, world_size) = self.writers();
+        let own = contents.entries.into_iter();
+        let own = own.filter(|entry| rank == 0 || entry.scope == Scope::Rank);
+        let entries = self.staging.copy(own.collect())?;
         let job = SaveJob {
             folder: self.folder.clone(),
             step: contents.step,
@@ -123,6 +155,7 @@ impl SnapshotManager {
             world_size,
             run: self.run,
             peer_timeout: self.options.peer_timeout,
+            peers: peers.clone(),
         };
         // Only one rank may delete old snapshots of a shared folder.
         let limit = self.options.total_limit.filter(|_| rank == 0);
@@ -154,17 +187,27 @@ impl SnapshotManager {
     /// data, selects the best snapshot.
     ///
     /// # Errors
-    /// Those of [`save`](SnapshotManager::save), and [`Error::NotSaved`], [`Error::BadName`].
+    /// Those of [`save`](SnapshotManager::save), and [`Error::NotSaved`], [`Error::BadName`]. The other ranks learn of
+    /// it: their save ends with [`Error::Peer`].
     pub fn save_state(
         &mut self,
         step: u64,
         metric: Option<f64>,
         state: RunState<'_>,
     ) -> Result<()> {
-        self.save(state.contents(step, metric)?)
+        let peers = self.peers(step);
+        let rank = self.writers().0;
+        state
+            .contents(step, metric, rank)
+            .and_then(|contents| self.save_with(contents, &peers))
+            .inspect_err(|error| peers.post_failure(error))
     }
 
-    /// Restores everything that `state` registers from a snapshot of this run. Every rank calls it.
+    /// Restores everything that `state` registers from a snapshot. Every rank calls it.
+    ///
+    /// The run continues from this snapshot. Snapshots of later steps belong to a branch that it abandons, and are
+    /// moved to a new folder `abandoned-<n>` in the run's folder; so are all snapshots of the folder if this one
+    /// lies in another folder. A warning names the new folder.
     ///
     /// The snapshot may be one of another number of processes ([`Snapshot::world_size`]): sharded optimizer states
     /// are divided anew by the names of the parameters, and the random states are derived anew from that of
@@ -173,13 +216,20 @@ impl SnapshotManager {
     ///
     /// # Errors
     /// [`Error::EntryMismatch`] before anything is changed; [`Error::NotRestored`] or [`Error::Differs`] for the
-    /// first entry that does not fit: the entries before it have been restored.
+    /// first entry that does not fit: the entries before it have been restored. [`Error::Common`] if abandoned
+    /// snapshots cannot be moved.
     pub fn load_state(&self, snapshot: &Snapshot, state: RunState<'_>) -> Result<()> {
-        let (rank, now) = match self.options.shared_folder {
-            true => (self.ranks.rank(), self.ranks.world_size()),
-            false => (0, 1),
-        };
-        state.restore(snapshot, rank, now)
+        let (rank, now) = self.writers();
+        state.restore(snapshot, rank, now)?;
+        match self.owns_folder() {
+            true => folder::abandon_after(&self.folder, snapshot),
+            false => Ok(()),
+        }
+    }
+
+    /// Returns `true` on the rank that moves and deletes snapshots in the folder.
+    fn owns_folder(&self) -> bool {
+        self.ranks.rank() == 0 || !self.options.shared_folder
     }
 
     /// Returns the outcomes of the snapshots that were finished since the last call, without waiting.
@@ -243,51 +293,137 @@ impl SnapshotManager {
         self.outcomes.push(outcome);
     }
 
-    /// Returns the snapshots whose files all exist with their lengths, the newest first. Others are skipped with
-    /// a warning.
+    /// Returns the snapshots whose files all exist with their lengths, the newest first. Only folders that are named
+    /// as the manager names them count: a copy under the name `checkpoint-10-keep` is the user's.
     ///
     /// # Errors
-    /// [`Error::Common`] if the folder cannot be read.
+    /// [`Error::Common`] if the folder or a manifest cannot be read.
     pub fn list(&self) -> Result<Vec<Snapshot>> {
         folder::list(&self.folder)
     }
 
-    /// Returns the newest snapshot whose checksums are right and which every rank has; `None` if there is none.
-    /// Damaged ones are skipped with a warning. It is collective: all ranks call it.
+    /// Returns the newest snapshot whose checksums are right and which every rank has; `None` if there is no
+    /// `checkpoint-*` on any rank. Damaged ones are skipped with a warning. It is collective: all ranks call it. Of a
+    /// shared folder only rank 0 reads the files, and only until it has found the snapshot.
     ///
     /// # Errors
-    /// [`Error::Common`] if the folder cannot be read or a rank is lost.
+    /// [`Error::NoneComplete`] if there are snapshots and none of them is complete on every rank, or another rank
+    /// cannot read its own; [`Error::Common`] if a file cannot be read, which does not mean that it is damaged, or a
+    /// rank is lost.
     pub fn latest(&self) -> Result<Option<Snapshot>> {
-        let is_complete = |snapshot: &Snapshot| {
-            let verified = snapshot.verify();
-            if let Err(error) = &verified {
-                tracing::warn!("snapshot skipped: {error}");
+        let listed = folder::scan(&self.folder);
+        // A rank that fails sends that it did, so that the others do not wait for it.
+        let own: Vec<u64> = match &listed {
+            Ok(found) => {
+                let steps = found.snapshots.iter().map(Snapshot::step);
+                [0, found.damaged.len() as u64]
+                    .into_iter()
+                    .chain(steps)
+                    .collect()
             }
-            verified.is_ok()
+            Err(_) => vec![1],
         };
-        if self.ranks.world_size() == 1 {
-            return Ok(self.list()?.into_iter().find(is_complete));
+        let all = self.gather(&own)?;
+        let Listing {
+            snapshots,
+            mut damaged,
+        } = listed?;
+        if let Some(rank) = all.iter().position(|sent| sent.first() != Some(&0)) {
+            return Err(self.none_complete(vec![unread(rank)]));
         }
-        // A rank that fails sends an empty list, so that the others do not wait for it.
-        let listed = self.list();
-        let own: Vec<Snapshot> = match &listed {
-            Ok(snapshots) => snapshots
-                .iter()
-                .filter(|one| is_complete(one))
-                .cloned()
-                .collect(),
-            Err(_) => Vec::new(),
-        };
-        let steps: Vec<u64> = own.iter().map(Snapshot::step).collect();
-        let all = self
-            .ranks
-            .all_gather(&steps)
-            .map_err(CommonError::io("agree on the snapshot in", &self.folder))?;
-        listed?;
-        let everywhere = |step: &u64| all.iter().all(|steps| steps.contains(step));
-        // The newest step that all ranks have: a rank killed while writing may lack the last one.
-        let step = steps.iter().copied().find(everywhere);
-        Ok(own.into_iter().find(|one| Some(one.step()) == step))
+        let steps_of = |sent: &[u64]| sent.get(2..).unwrap_or_default().to_vec();
+        // The steps that all ranks have: a rank killed while writing may lack the last one.
+        let mut common = steps_of(&all[0]);
+        common.retain(|step| all.iter().all(|sent| steps_of(sent).contains(step)));
+        common.dedup();
+        for step in common {
+            let found = snapshots.iter().find(|one| one.step() == step);
+            let verified = self.verify(found);
+            let code = match &verified {
+                Ok(()) => 0,
+                Err(Error::Damaged { .. }) => 1,
+                Err(_) => 2,
+            };
+            let codes = self.gather(&[code])?;
+            match verified {
+                Ok(()) => {}
+                Err(Error::Damaged { path, .. }) if folder::is_gone(&path) => {}
+                Err(Error::Damaged { path, reason }) => damaged.push((path, reason)),
+                // It may be whole, and a run that falls back past it would lose its steps.
+                Err(error) => return Err(error),
+            }
+            if let Some(rank) = codes.iter().position(|code| *code == [2]) {
+                return Err(self.none_complete(vec![unread(rank)]));
+            }
+            if let Some(newest) = found.filter(|_| codes.iter().all(|code| *code == [0])) {
+                // Of a shared folder one rank warns.
+                if self.owns_folder() {
+                    for (path, reason) in damaged {
+                        tracing::warn!(
+                            "{} is damaged ({reason}) and is skipped; the newest complete snapshot is {}",
+                            path.display(),
+                            newest.path().display()
+                        );
+                    }
+                }
+                return Ok(Some(newest.clone()));
+            }
+        }
+        let has_any = |sent: &Vec<u64>| sent.len() > 2 || sent.get(1) != Some(&0);
+        if !all.iter().any(has_any) {
+            return Ok(None);
+        }
+        // A restart at step 0 would overwrite snapshots that can perhaps be repaired.
+        let damaged = damaged.iter();
+        let damaged = damaged.map(|(path, reason)| format!("{} ({reason})", path.display()));
+        let mut problems: Vec<String> = damaged.collect();
+        if all.len() > 1 {
+            let ranks = all.iter().enumerate();
+            problems.extend(ranks.map(|(rank, sent)| {
+                let steps = steps_of(sent);
+                format!("rank {rank} has snapshots of the steps {steps:?}")
+            }));
+        }
+        Err(self.none_complete(problems))
+    }
+
+    fn none_complete(&self, problems: Vec<String>) -> Error {
+        Error::NoneComplete {
+            folder: self.folder.clone(),
+            problems,
+        }
+    }
+
+    /// Opens the snapshot in any folder, as [`Snapshot::open`] does. It is collective: all ranks call it. Of a shared
+    /// folder only rank 0 reads the files.
+    ///
+    /// # Errors
+    /// Those of [`Snapshot::open`]; [`Error::Damaged`] if another rank cannot open it.
+    pub fn open_snapshot(&self, folder: impl AsRef<Path>) -> Result<Snapshot> {
+        let opened = Snapshot::open_unverified(folder.as_ref())
+            .and_then(|snapshot| self.verify(Some(&snapshot)).map(|()| snapshot));
+        let all = self.gather(&[u64::from(opened.is_ok())])?;
+        let snapshot = opened?;
+        match all.iter().position(|whole| *whole != [1]) {
+            Some(rank) => Err(Error::damaged(
+                snapshot.path(),
+                format!("rank {rank} could not open it; its own output has the error"),
+            )),
+            None => Ok(snapshot),
+        }
+    }
+
+    /// Verifies the checksums of a snapshot on rank 0, or on every rank if each has a folder of its own.
+    fn verify(&self, snapshot: Option<&Snapshot>) -> Result<()> {
+        match snapshot.filter(|_| self.writers().0 == 0) {
+            Some(snapshot) => snapshot.verify(),
+            None => Ok(()),
+        }
+    }
+
+    fn gather(&self, own: &[u64]) -> Result<Vec<Vec<u64>>> {
+        let all = self.ranks.all_gather(own);
+        Ok(all.map_err(CommonError::io("agree on the snapshot in", &self.folder))?)
     }
 
     /// Returns the snapshot with the best metric ([`SnapshotOptions::best`]); `None` if none has a metric. Its
@@ -308,23 +444,12 @@ impl SnapshotManager {
     }
 }
 
-/// Creates the folder if it does not exist, locks it and removes incomplete snapshots. Returns the lock.
-fn prepare(folder: &Path) -> Result<Option<File>> {
-    fs::create_dir_all(folder).map_err(CommonError::io("create the folder", folder))?;
-    let path = folder.join(LOCK_FILE);
-    let lock = File::options().create(true).append(true).open(&path);
-    let lock = lock.map_err(CommonError::io("lock", &path))?;
-    match lock.try_lock() {
-        Ok(()) => {}
-        Err(TryLockError::WouldBlock) => {
-            return Err(Error::Locked {
-                folder: folder.to_path_buf(),
-            });
-        }
-        // Some network file systems have no locks.
-        Err(TryLockError::Error(error)) if error.kind() == std::io::ErrorKind::Unsupported => {}
-        Err(TryLockError::Error(error)) => return Err(CommonError::io("lock", &path)(error).into()),
-    }
+/// Locks the folder, unless `lock` is the lock on it, and removes incomplete snapshots. Returns the lock.
+fn prepare(folder: &Path, lock: Option<FolderLock>) -> Result<Option<FolderLock>> {
+    let lock = match lock.filter(|lock| lock.folder() == folder) {
+        Some(lock) => lock,
+        None => FolderLock::acquire(folder)?,
+    };
     folder::clean(folder)?;
     Ok(Some(lock))
 }
@@ -337,4 +462,9 @@ impl std::fmt::Debug for SnapshotManager {
             .field("rank", &self.ranks.rank())
             .finish_non_exhaustive()
     }
+}
+
+/// The message that a rank could not read its snapshots.
+fn unread(rank: usize) -> String {
+    format!("rank {rank} could not read its snapshots; its own output has the error")
 }

@@ -4,6 +4,7 @@ use std::fs::File;
 use std::io::{self, Read};
 use std::path::Path;
 
+use overdrive_safetensors::file_in;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 
@@ -107,12 +108,16 @@ impl Manifest {
             return Err(Error::damaged(folder, "its manifest.json was changed"));
         }
         for file in &manifest.files {
-            let reason = match folder.join(&file.name).metadata() {
+            let path = file_in(folder, &file.name, "files of manifest.json")
+                .map_err(|error| Error::damaged(folder, error.to_string()))?;
+            let reason = match path.metadata() {
                 Ok(metadata) if metadata.len() == file.bytes => continue,
                 Ok(metadata) => {
                     format!("it has {} bytes instead of {}", metadata.len(), file.bytes)
                 }
-                Err(error) => error.to_string(),
+                Err(error) if error.kind() == io::ErrorKind::NotFound => error.to_string(),
+                // The file may be whole: only the system could not look at it.
+                Err(error) => return Err(CommonError::io("read", path)(error).into()),
             };
             return Err(Error::damaged(folder, format!("{}: {reason}", file.name)));
         }
@@ -121,17 +126,28 @@ impl Manifest {
 
     /// Reads all files and compares their checksums.
     pub(crate) fn verify(&self, folder: &Path) -> Result<()> {
-        for file in &self.files {
-            if FileEntry::of(folder, &file.name)?.sha256 != file.sha256 {
-                let reason = format!("{}: its bytes were changed", file.name);
-                return Err(Error::damaged(folder, reason));
-            }
-        }
-        Ok(())
+        let mut files = self.files.iter();
+        files.try_for_each(|file| file.verify(folder))
     }
 }
 
 impl FileEntry {
+    /// Reads the file and compares its checksum.
+    pub(crate) fn verify(&self, folder: &Path) -> Result<()> {
+        let problem = match FileEntry::of(folder, &self.name) {
+            Ok(found) if found.sha256 == self.sha256 => return Ok(()),
+            Ok(_) => "its bytes were changed".to_owned(),
+            Err(Error::Common(CommonError::Io { source, .. }))
+                if source.kind() == io::ErrorKind::NotFound =>
+            {
+                source.to_string()
+            }
+            Err(error) => return Err(error),
+        };
+        let reason = format!("{}: {problem}", self.name);
+        Err(Error::damaged(folder, reason))
+    }
+
     /// Reads the file `name` and returns its entry.
     pub(crate) fn of(folder: &Path, name: &str) -> Result<FileEntry> {
         let path = folder.join(name);

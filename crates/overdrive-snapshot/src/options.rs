@@ -1,5 +1,7 @@
 use std::time::Duration;
 
+use crate::FolderLock;
+
 /// The direction in which a metric is better.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Best {
@@ -24,8 +26,11 @@ pub struct SnapshotOptions {
     /// If `true`, all ranks write into the same folder. If the nodes do not share a disk, give each process a
     /// folder of its own and `false` here (`save_on_each_node`). Default: `true`.
     pub shared_folder: bool,
-    /// The time that rank 0 waits for the entries of the other ranks, and they for rank 0. Default: 30 minutes.
+    /// The time that rank 0 waits for the entries of the other ranks, and they for rank 0. Default: 30 minutes. A rank
+    /// that fails tells the others at once, and for a rank that is lost they wait a sixtieth of this time.
     pub peer_timeout: Duration,
+    /// The lock on the folder, if the program has taken it already. Default: `None`, the manager takes it.
+    pub lock: Option<FolderLock>,
 }
 
 impl Default for SnapshotOptions {
@@ -36,6 +41,7 @@ impl Default for SnapshotOptions {
             background: true,
             shared_folder: true,
             peer_timeout: Duration::from_secs(30 * 60),
+            lock: None,
         }
     }
 }

@@ -2,7 +2,8 @@ use std::io;
 
 /// The processes of a run, as far as snapshots need them.
 ///
-/// While training continues, the ranks communicate through the shared folder; only opening a folder
+/// While training continues, the ranks communicate through the shared folder, and a rank that fails posts why, so that
+/// the others do not wait for it; only opening a folder
 /// ([`SnapshotManager::with_ranks`](crate::SnapshotManager::with_ranks)) and finding the snapshot to resume from
 /// ([`SnapshotManager::latest`](crate::SnapshotManager::latest)) are collective.
 pub trait Ranks: Send + Sync {
@@ -18,6 +19,28 @@ pub trait Ranks: Send + Sync {
     /// # Errors
     /// An error if a rank is lost.
     fn all_gather(&self, own: &[u64]) -> io::Result<Vec<Vec<u64>>>;
+
+    /// Makes a value readable for all ranks under a key, without waiting for them. Any thread may call it. Ranks
+    /// without this method (the default does nothing) learn of a failure in the middle of a save by the timeout.
+    ///
+    /// # Errors
+    /// An error if the value could not be sent.
+    fn post(&self, _key: &str, _value: &str) -> io::Result<()> {
+        Ok(())
+    }
+
+    /// Returns the value that a rank has posted under the key; `None` if there is none. It does not wait for one.
+    ///
+    /// # Errors
+    /// An error if it could not be asked for.
+    fn posted(&self, _key: &str) -> io::Result<Option<String>> {
+        Ok(None)
+    }
+
+    /// Returns the ranks that are known to be lost or stuck. Default: none.
+    fn lost(&self) -> Vec<usize> {
+        Vec::new()
+    }
 }
 
 /// The [`Ranks`] of a run of one process.

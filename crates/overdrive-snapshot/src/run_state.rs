@@ -151,7 +151,7 @@ impl<'a> RunState<'a> {
     }
 
     /// Registers a value with a state dict that is the same on all ranks: an optimizer, a schedule, an
-    /// average of weights, a scaler, early stopping.
+    /// average of weights, a scaler, early stopping. Only rank 0 takes its state dict, so that must not be collective.
     pub fn register(self, name: &str, value: &'a mut dyn Stateful) -> Self {
         self.entry(name, Scope::Run, Value::Stateful(value))
     }
@@ -225,14 +225,18 @@ impl<'a> RunState<'a> {
         }
     }
 
-    /// Returns the contents of a snapshot after `step` steps.
-    pub(crate) fn contents(self, step: u64, metric: Option<f64>) -> Result<Contents> {
+    /// Returns the contents of a snapshot after `step` steps, without the entries that another rank writes.
+    pub(crate) fn contents(self, step: u64, metric: Option<f64>, rank: usize) -> Result<Contents> {
         let mut contents = Contents::at(step);
         if let Some(metric) = metric {
             contents.metric(metric);
         }
         contents.document(REGISTRY, Scope::Run, &self.registry())?;
         for Entry { name, scope, value } in self.entries {
+            // A state dict may be a copy, and only rank 0 would write this one.
+            if rank != 0 && scope == Scope::Run {
+                continue;
+            }
             let state = match value {
                 Value::Tensors(tensors) => {
                     contents.tensors(&name, scope, tensors)?;

@@ -1,33 +1,87 @@
 //! The writing of one snapshot.
 
 use std::collections::BTreeMap;
-use std::fs::{self, File};
+use std::fs;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::thread;
 use std::time::{Duration, Instant};
 
-use crate::contents::{Content, Entry, Scope};
-use crate::folder::{flush, path_of, publish, unfinished};
+use serde::{Deserialize, Serialize};
+
+use crate::contents::{Content, Entry};
+use crate::folder::{abandon_for, path_of, publish, unfinished};
 use crate::manifest::{FileEntry, MANIFEST, Manifest};
-use crate::{Error, Result};
-use overdrive_core::Error as CommonError;
+use crate::{Error, Ranks, Result};
+use overdrive_core::{Error as CommonError, files};
 
 /// The interval at which a rank checks for the files of another: short beside the time that writing takes, and
 /// long enough not to load a network file system.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
+/// The interval at which a rank that waits asks whether another has failed: one process answers all ranks.
+const ASK_INTERVAL: Duration = Duration::from_millis(500);
+/// The part of `peer_timeout` that a rank which is lost has for the rest of its entries: one whose training has failed
+/// may still be writing.
+const LOST_RANK_PART: u32 = 60;
 
 /// The inputs of writing one snapshot.
-#[derive(Debug)]
 pub(crate) struct SaveJob {
     pub(crate) folder: PathBuf,
     pub(crate) step: u64,
     pub(crate) metric: Option<f64>,
+    /// The entries that this rank writes.
     pub(crate) entries: Vec<Entry>,
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
     /// The id of the run, which tells its unfinished folders from those that a killed run has left.
     pub(crate) run: u64,
     pub(crate) peer_timeout: Duration,
+    pub(crate) peers: Peers,
+}
+
+/// The other ranks that write the same snapshot.
+#[derive(Clone)]
+pub(crate) struct Peers {
+    pub(crate) ranks: Arc<dyn Ranks>,
+    /// The key under which a rank posts that it has failed; no two saves have the same.
+    pub(crate) key: String,
+    pub(crate) step: u64,
+}
+
+/// The failure that a rank posts.
+#[derive(Serialize, Deserialize)]
+struct PeerFailure {
+    rank: usize,
+    reason: String,
+}
+
+impl Peers {
+    /// Tells the other ranks that this one has failed, so that they do not wait for it.
+    pub(crate) fn post_failure(&self, error: &Error) {
+        let failure = PeerFailure {
+            rank: self.ranks.rank(),
+            reason: error.to_string(),
+        };
+        if let Ok(text) = serde_json::to_string(&failure) {
+            // Ranks that cannot be reached wait for the timeout; the error of the save is the one to return.
+            let _ = self.ranks.post(&self.key, &text);
+        }
+    }
+
+    /// Returns an error if another rank has posted that it failed.
+    fn check(&self) -> Result<()> {
+        // Ranks that cannot be asked may all be writing: the files tell.
+        let posted = self.ranks.posted(&self.key).ok().flatten();
+        let failure = posted.and_then(|text| serde_json::from_str::<PeerFailure>(&text).ok());
+        match failure {
+            Some(PeerFailure { rank, reason }) => Err(Error::Peer {
+                rank,
+                step: self.step,
+                reason,
+            }),
+            None => Ok(()),
+        }
+    }
 }
 
 impl SaveJob {
@@ -36,23 +90,28 @@ impl SaveJob {
     pub(crate) fn write(&self) -> Result<(PathBuf, u64)> {
         let temporary = unfinished(&self.folder, self.step, self.run);
         let written = self.write_in(&temporary);
-        if written.is_err() {
-            if self.rank == 0 {
-                // The error of the write is returned, so one of the clean-up is dropped.
-                let _ = fs::remove_dir_all(&temporary);
-            } else {
-                // Rank 0 sees this file and need not wait for the timeout.
-                let _ = File::create(temporary.join(failed_file(self.rank)));
-            }
+        let Err(error) = written else {
+            return written;
+        };
+        // The failure of another rank is the cause.
+        let cause = self.peers.check().err();
+        if cause.is_none() {
+            self.peers.post_failure(&error);
         }
-        written
+        // Rank 0 removes the files of all ranks, unless it has done so before this rank wrote.
+        if self.rank == 0 || matches!(cause, Some(Error::Peer { rank: 0, .. })) {
+            // The error of the write is returned, so one of the clean-up is dropped.
+            let _ = fs::remove_dir_all(&temporary);
+        }
+        Err(cause.unwrap_or(error))
     }
 
     fn write_in(&self, temporary: &Path) -> Result<(PathBuf, u64)> {
+        self.peers.check()?;
         fs::create_dir_all(temporary).map_err(CommonError::io("create the folder", temporary))?;
         let mut files = Vec::new();
-        let own = |entry: &&Entry| entry.scope == Scope::Rank || self.rank == 0;
-        for entry in self.entries.iter().filter(own) {
+        for entry in &self.entries {
+            self.peers.check()?;
             let name = entry.file_name(self.rank);
             write_entry(entry, &temporary.join(&name))?;
             // Hashed from the disk and not from memory, so that the checksum covers what was written.
@@ -72,7 +131,8 @@ impl SaveJob {
         let manifest = Manifest::new(self.step, self.world_size, self.metric, files);
         write_json(&temporary.join(MANIFEST), &manifest)?;
         // The files' names must be on the disk before the folder gets the name of a snapshot.
-        flush(temporary)?;
+        files::sync_folder(temporary)?;
+        abandon_for(&self.folder, self.step)?;
         publish(temporary, &path)?;
         Ok((path, bytes))
     }
@@ -80,61 +140,64 @@ impl SaveJob {
     /// Waits until another rank has written its entries, and returns its files.
     fn wait_for_rank(&self, temporary: &Path, rank: usize) -> Result<Vec<FileEntry>> {
         let list = temporary.join(done_file(rank));
-        let lost = |reason: String| Error::Peer {
-            rank,
-            step: self.step,
-            reason,
-        };
-        let deadline = Instant::now() + self.peer_timeout;
-        while !list.exists() {
-            if temporary.join(failed_file(rank)).exists() {
-                return Err(lost("it failed; its own output has the error".into()));
-            }
-            if Instant::now() >= deadline {
-                return Err(lost(self.timeout_reason()));
-            }
-            thread::sleep(POLL_INTERVAL);
-        }
+        self.wait_until(rank, || list.exists())?;
         let bytes = fs::read(&list).map_err(CommonError::io("read", &list))?;
-        let files: Vec<FileEntry> =
-            serde_json::from_slice(&bytes).map_err(|error| lost(error.to_string()))?;
+        let files: Vec<FileEntry> = serde_json::from_slice(&bytes)
+            .map_err(|error| self.peer_error(rank, error.to_string()))?;
         // The lists of the other ranks must not be part of the snapshot.
         fs::remove_file(&list).map_err(CommonError::io("delete", &list))?;
         Ok(files)
     }
 
     fn wait_for_rank_0(&self, temporary: &Path, path: &Path) -> Result<()> {
-        let lost = |reason: String| Error::Peer {
-            rank: 0,
-            step: self.step,
-            reason,
-        };
-        let deadline = Instant::now() + self.peer_timeout;
         // Rank 0 renames the folder when it has succeeded, and removes it when it has failed.
-        while temporary.exists() {
-            if Instant::now() >= deadline {
-                return Err(lost(self.timeout_reason()));
-            }
-            thread::sleep(POLL_INTERVAL);
-        }
+        self.wait_until(0, || !temporary.exists())?;
+        // A snapshot of the same step may be an earlier one.
+        self.peers.check()?;
         match path.join(MANIFEST).exists() {
             true => Ok(()),
-            false => Err(lost("it failed; its own output has the error".into())),
+            false => Err(self.peer_error(0, "it failed; its own output has the error".into())),
         }
     }
 
-    fn timeout_reason(&self) -> String {
-        let seconds = self.peer_timeout.as_secs_f64();
-        format!("it did not finish within `peer_timeout`, {seconds} s")
+    /// Waits until `rank` is done, or until it is known that it will not be.
+    fn wait_until(&self, rank: usize, is_done: impl Fn() -> bool) -> Result<()> {
+        let begun = Instant::now();
+        let (mut asked, mut lost_since) = (begun, None);
+        self.peers.check()?;
+        while !is_done() {
+            if asked.elapsed() >= ASK_INTERVAL {
+                asked = Instant::now();
+                self.peers.check()?;
+                if self.peers.ranks.lost().contains(&rank) {
+                    lost_since.get_or_insert(asked);
+                }
+            }
+            let patience = self.peer_timeout / LOST_RANK_PART;
+            if lost_since.is_some_and(|since| since.elapsed() >= patience) {
+                return Err(self.peer_error(rank, "it is lost".into()));
+            }
+            if begun.elapsed() >= self.peer_timeout {
+                let seconds = self.peer_timeout.as_secs_f64();
+                let reason = format!("it did not finish within `peer_timeout`, {seconds} s");
+                return Err(self.peer_error(rank, reason));
+            }
+            thread::sleep(POLL_INTERVAL);
+        }
+        Ok(())
+    }
+
+    fn peer_error(&self, rank: usize, reason: String) -> Error {
+        Error::Peer {
+            rank,
+            step: self.step,
+            reason,
+        }
     }
 }
 
 fn done_file(rank: usize) -> String {
     format!(".rank-{rank}.done")
-}
-
-fn failed_file(rank: usize) -> String {
-    format!(".rank-{rank}.failed")
 }
 
 fn write_entry(entry: &Entry, path: &Path) -> Result<()> {
@@ -146,7 +209,7 @@ fn write_entry(entry: &Entry, path: &Path) -> Result<()> {
         }
         Content::State(state) => state.save(path)?,
         Content::Document(bytes) | Content::File(bytes) => {
-            overdrive_safetensors::write_bytes(path, bytes)?;
+            files::write(path, bytes)?;
         }
     }
     Ok(())
@@ -155,5 +218,5 @@ fn write_entry(entry: &Entry, path: &Path) -> Result<()> {
 fn write_json(path: &Path, value: &impl serde::Serialize) -> Result<()> {
     let bytes = serde_json::to_vec_pretty(value)
         .map_err(|error| CommonError::io("write", path)(std::io::Error::other(error)))?;
-    Ok(overdrive_safetensors::write_bytes(path, &bytes)?)
+    Ok(files::write(path, &bytes)?)
 }

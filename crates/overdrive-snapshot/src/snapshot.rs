@@ -27,13 +27,26 @@ impl Snapshot {
     /// # Errors
     /// [`Error::Damaged`] with the reason, [`Error::Common`].
     pub fn open(folder: impl AsRef<Path>) -> Result<Snapshot> {
-        let snapshot = Snapshot::open_unverified(folder.as_ref())?;
+        let snapshot = Snapshot::open_unverified(folder)?;
         snapshot.manifest.verify(&snapshot.path)?;
         Ok(snapshot)
     }
 
+    /// Returns the snapshots in the folder of a run whose files all exist with their lengths, the newest first.
+    /// Nothing is locked or changed, so a run may be writing there.
+    ///
+    /// # Errors
+    /// [`Error::Common`] if a file cannot be read.
+    pub fn list(folder: impl AsRef<Path>) -> Result<Vec<Snapshot>> {
+        crate::folder::list(folder.as_ref())
+    }
+
     /// Opens a snapshot by its manifest: the files exist and have their lengths, but are not read.
-    pub(crate) fn open_unverified(folder: &Path) -> Result<Snapshot> {
+    ///
+    /// # Errors
+    /// [`Error::Damaged`] with the reason, [`Error::Common`].
+    pub fn open_unverified(folder: impl AsRef<Path>) -> Result<Snapshot> {
+        let folder = folder.as_ref();
         Ok(Snapshot {
             path: folder.to_path_buf(),
             manifest: Manifest::read(folder)?,
@@ -73,6 +86,20 @@ impl Snapshot {
     /// Returns the names of the files.
     pub fn files(&self) -> impl Iterator<Item = &str> {
         self.manifest.files.iter().map(|file| file.name.as_str())
+    }
+
+    /// Returns the path of a file of the snapshot, such as `tokenizer.json`, and verifies its checksum; `None` if
+    /// the snapshot does not have it.
+    ///
+    /// # Errors
+    /// [`Error::Damaged`], [`Error::Common`].
+    pub fn file(&self, name: &str) -> Result<Option<PathBuf>> {
+        let mut files = self.manifest.files.iter();
+        let Some(file) = files.find(|file| file.name == name) else {
+            return Ok(None);
+        };
+        file.verify(&self.path)?;
+        Ok(Some(self.path.join(name)))
     }
 
     /// Returns `true` if the snapshot has this entry.

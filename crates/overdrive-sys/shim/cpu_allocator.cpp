@@ -7,6 +7,9 @@
 // kernel and unmaps them every time, and the kernel zeroes every page again, which is a large part of a
 // step's time on a CPU. Here a freed block stays in a free list of its size class for the next step.
 //
+// Gives back: what is reserved stays below a quarter more than the recent peak of what was in use. The peak
+// decays, so the memory of a phase that is over returns to the system.
+//
 // A block is a header of 64 bytes followed by the data, so that the data has the alignment that libtorch
 // requires (64) and `data == context` holds, which `raw_allocate` checks.
 #include "guard.h"
@@ -16,6 +19,7 @@
 
 #include <algorithm>
 #include <array>
+#include <cstdint>
 #include <cstdlib>
 #include <cstring>
 #include <limits>
@@ -38,6 +42,12 @@ constexpr size_t CLASS_COUNT = CLASSES_PER_DOUBLING * (48 - SMALLEST_SHIFT);
 constexpr size_t CLASSES_TO_SEARCH = 3;
 // Idle memory that is retained even in a program that never allocated much.
 constexpr uint64_t IDLE_FLOOR = uint64_t{64} << 20;
+// After so many allocations the peak decays. A step of training, or one of its micro-batches, has fewer, so a
+// loop that repeats its peak keeps all of its blocks.
+constexpr uint64_t DECAY_ALLOCATIONS = uint64_t{1} << 16;
+// Blocks of this size are mapped from the kernel. malloc would keep them: it raises the size from which it maps
+// to that of the largest block that was freed, up to 32 MiB.
+constexpr uint64_t MAPPED_FROM = uint64_t{1} << 20;
 
 struct alignas(HEADER) Block {
   Block* next;         // in the free list of its class
@@ -64,15 +74,41 @@ uint64_t class_bytes(size_t index) {
   return base + base / CLASSES_PER_DOUBLING * (index % CLASSES_PER_DOUBLING);
 }
 
-void* system_allocate(uint64_t bytes) {
+#ifdef __linux__
+void* map_pages(uint64_t bytes) {
   // Large blocks start on a huge page and ask for huge pages: fewer faults, fewer TLB misses.
   const bool huge = bytes >= 2 * HUGE_PAGE;
-  void* memory = nullptr;
-  if (posix_memalign(&memory, huge ? HUGE_PAGE : HEADER, bytes) != 0) return nullptr;
-#if defined(__linux__) && defined(MADV_HUGEPAGE)
-  if (huge) madvise(memory, bytes, MADV_HUGEPAGE);  // A hint: a failure has no effect.
+  const uint64_t room = huge ? bytes + HUGE_PAGE : bytes;
+  void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+  if (mapped == MAP_FAILED) return nullptr;
+  if (!huge) return mapped;
+  const uint64_t before = -reinterpret_cast<uintptr_t>(mapped) % HUGE_PAGE;
+  char* start = static_cast<char*>(mapped) + before;
+  if (before > 0) munmap(mapped, before);
+  munmap(start + bytes, HUGE_PAGE - before);
+#ifdef MADV_HUGEPAGE
+  madvise(start, bytes, MADV_HUGEPAGE);  // A hint: a failure has no effect.
 #endif
-  return memory;
+  return start;
+}
+#endif
+
+void* system_allocate(uint64_t bytes) {
+#ifdef __linux__
+  if (bytes >= MAPPED_FROM) return map_pages(bytes);
+#endif
+  void* memory = nullptr;
+  return posix_memalign(&memory, HEADER, bytes) == 0 ? memory : nullptr;
+}
+
+void system_release(void* memory, uint64_t bytes) {
+#ifdef __linux__
+  if (bytes >= MAPPED_FROM) {
+    munmap(memory, bytes);
+    return;
+  }
+#endif
+  std::free(memory);
 }
 
 class CpuAllocator final : public c10::Allocator {
@@ -106,6 +142,7 @@ class CpuAllocator final : public c10::Allocator {
   void set_limit(uint64_t bytes) {
     std::lock_guard<std::mutex> lock(mutex_);
     limit_ = bytes;
+    shrink_idle_to(room_below_limit(0));
   }
 
   void set_caching(bool enabled) {
@@ -119,6 +156,14 @@ class CpuAllocator final : public c10::Allocator {
     shrink_idle_to(0);
   }
 
+  // Counts memory that a kernel keeps outside of this allocator.
+  void count_scratch(int64_t change) {
+    std::lock_guard<std::mutex> lock(mutex_);
+    stats_.scratch += static_cast<uint64_t>(change);
+    count_reserved(change);
+    shrink_idle_to(room_below_limit(0));
+  }
+
  private:
   static void release(void* data);
 
@@ -127,34 +172,36 @@ class CpuAllocator final : public c10::Allocator {
                      bytes, " bytes");
     const size_t size_class = class_of(bytes + HEADER);
     std::lock_guard<std::mutex> lock(mutex_);
-    TORCH_CHECK_WITH(OutOfMemoryError, limit_ >= stats_.allocated && bytes <= limit_ - stats_.allocated,
+    const uint64_t held = stats_.allocated + stats_.scratch;
+    TORCH_CHECK_WITH(OutOfMemoryError, limit_ >= held && bytes <= limit_ - held,
                      "CPU out of memory: tried to allocate ", bytes, " bytes with ", stats_.allocated,
-                     " bytes allocated and a limit of ", limit_,
-                     " bytes set by overdrive_sys::memory::set_limit");
+                     " bytes allocated, ", stats_.scratch, " bytes in the scratch of kernels and a limit of ",
+                     limit_, " bytes set by overdrive_sys::memory::set_limit");
     Block* block = take_cached(size_class);
     if (!block) block = make(size_class);
     block->requested = bytes;
+    in_use_ += block->capacity;
     stats_.allocated += bytes;
     stats_.allocations += 1;
     stats_.peak_allocated = std::max(stats_.peak_allocated, stats_.allocated);
-    highest_allocated_ = std::max(highest_allocated_, stats_.allocated);
+    recent_peak_ = std::max(recent_peak_, in_use_);
+    latest_peak_ = std::max(latest_peak_, in_use_);
+    if (stats_.allocations % DECAY_ALLOCATIONS == 0) decay();
     return block;
   }
 
   Block* take_cached(size_t size_class) {
     const size_t end = std::min(size_class + CLASSES_TO_SEARCH, CLASS_COUNT);
     for (size_t index = size_class; index < end; ++index) {
-      if (Block* block = idle_[index]) {
-        idle_[index] = block->next;
-        idle_bytes_ -= block->capacity;
-        return block;
-      }
+      if (idle_[index]) return pop_idle(index);
     }
     return nullptr;
   }
 
   Block* make(size_t size_class) {
     const uint64_t capacity = class_bytes(size_class);
+    // Before the system is asked, so that the bound and the limit hold at every moment.
+    shrink_idle_to(std::min(most_idle(in_use_ + capacity), room_below_limit(capacity)));
     void* memory = system_allocate(capacity);
     if (!memory) {
       shrink_idle_to(0);
@@ -162,33 +209,70 @@ class CpuAllocator final : public c10::Allocator {
     }
     TORCH_CHECK_WITH(OutOfMemoryError, memory != nullptr, "CPU out of memory: the system refused ", capacity,
                      " bytes with ", stats_.allocated, " bytes allocated");
-    stats_.reserved += capacity;
-    stats_.peak_reserved = std::max(stats_.peak_reserved, stats_.reserved);
+    stats_.system_allocations += 1;
+    count_reserved(static_cast<int64_t>(capacity));
     return new (memory) Block{nullptr, 0, capacity, size_class};
   }
 
   void give_back(Block* block) {
     std::lock_guard<std::mutex> lock(mutex_);
     stats_.allocated -= block->requested;
+    in_use_ -= block->capacity;
     block->next = idle_[block->size_class];
     idle_[block->size_class] = block;
     idle_bytes_ += block->capacity;
-    // Between two steps all blocks are idle, so the cache may grow to the maximum that was ever allocated.
-    const uint64_t most = caching_ ? std::max(highest_allocated_ + highest_allocated_ / 8, IDLE_FLOOR) : 0;
-    if (idle_bytes_ > most) shrink_idle_to(most);
+    shrink_idle_to(std::min(most_idle(in_use_), room_below_limit(0)));
   }
 
-  // Returns idle blocks to the system, largest first, until no more than `bytes` are idle.
+  // Returns how many bytes may be idle while `in_use` are in use: between two steps all blocks are idle, so as
+  // many as the recent peak, and a quarter of it for blocks of sizes that are not in use at the same time.
+  uint64_t most_idle(uint64_t in_use) const {
+    if (!caching_) return 0;
+    const uint64_t peak = std::max(recent_peak_, in_use);
+    return std::max(peak + peak / 4 - in_use, IDLE_FLOOR);
+  }
+
+  // Returns how many bytes may be idle below the limit beside what is in use and `more`.
+  uint64_t room_below_limit(uint64_t more) const {
+    const uint64_t held = in_use_ + stats_.scratch + more;
+    return limit_ > held ? limit_ - held : 0;
+  }
+
+  void decay() {
+    recent_peak_ = std::max(latest_peak_, recent_peak_ - recent_peak_ / 4);
+    latest_peak_ = in_use_;
+    shrink_idle_to(most_idle(in_use_));
+  }
+
+  // Returns idle blocks to the system until no more than `bytes` are idle: the smallest that is enough, so that
+  // as little as possible has to be taken again, else the largest.
   void shrink_idle_to(uint64_t bytes) {
-    for (size_t index = CLASS_COUNT; index-- > 0 && idle_bytes_ > bytes;) {
-      while (idle_[index] && idle_bytes_ > bytes) {
-        Block* block = idle_[index];
-        idle_[index] = block->next;
-        idle_bytes_ -= block->capacity;
-        stats_.reserved -= block->capacity;
-        std::free(block);
+    while (idle_bytes_ > bytes) {
+      const size_t wanted = std::min(class_of(idle_bytes_ - bytes), CLASS_COUNT);
+      size_t index = wanted;
+      while (index < CLASS_COUNT && !idle_[index]) ++index;
+      if (index == CLASS_COUNT) {
+        index = wanted - 1;
+        while (!idle_[index]) --index;
       }
+      Block* block = pop_idle(index);
+      const uint64_t capacity = block->capacity;
+      stats_.system_releases += 1;
+      count_reserved(-static_cast<int64_t>(capacity));
+      system_release(block, capacity);
     }
+  }
+
+  Block* pop_idle(size_t index) {
+    Block* block = idle_[index];
+    idle_[index] = block->next;
+    idle_bytes_ -= block->capacity;
+    return block;
+  }
+
+  void count_reserved(int64_t change) {
+    stats_.reserved += static_cast<uint64_t>(change);
+    stats_.peak_reserved = std::max(stats_.peak_reserved, stats_.reserved);
   }
 
   // Reports an allocation or a release to libtorch's profiler while it runs.
@@ -202,7 +286,10 @@ class CpuAllocator final : public c10::Allocator {
   std::mutex mutex_;
   std::array<Block*, CLASS_COUNT> idle_{};
   uint64_t idle_bytes_ = 0;
-  uint64_t highest_allocated_ = 0;
+  // The bytes of the blocks of live tensors, their highest value as it decays, and the highest since it last did.
+  uint64_t in_use_ = 0;
+  uint64_t recent_peak_ = 0;
+  uint64_t latest_peak_ = 0;
   uint64_t limit_ = std::numeric_limits<uint64_t>::max();
   bool caching_ = true;
   od_memory_stats stats_{};
@@ -249,6 +336,10 @@ extern "C" od_status* od_cpu_memory_empty_cache(void) noexcept {
 
 extern "C" od_status* od_cpu_memory_set_limit(uint64_t bytes) noexcept {
   return overdrive::guard([&] { allocator().set_limit(bytes); });
+}
+
+extern "C" void od_cpu_memory_count_scratch(int64_t change) noexcept {
+  allocator().count_scratch(change);
 }
 
 extern "C" od_status* od_cpu_memory_set_caching(int32_t enabled) noexcept {

@@ -27,6 +27,9 @@ extern "C" od_status* od_device_memory_stats(int32_t device_type, int32_t index,
         static_cast<uint64_t>(stats.reserved_bytes[all].current),
         static_cast<uint64_t>(stats.reserved_bytes[all].peak),
         static_cast<uint64_t>(stats.allocation[all].allocated),
+        static_cast<uint64_t>(stats.num_device_alloc),
+        static_cast<uint64_t>(stats.num_device_free),
+        0,
     };
   });
 }

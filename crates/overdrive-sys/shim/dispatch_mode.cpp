@@ -12,6 +12,7 @@
 #include <torch/library.h>
 
 #include <atomic>
+#include <utility>
 
 using c10::DispatchKey;
 using c10::DispatchKeySet;
@@ -104,9 +105,10 @@ extern "C" void od_dispatch_mode_install(const od_dispatch_callbacks* to) noexce
   dispatch_callbacks.store(to, std::memory_order_release);
 }
 
-extern "C" void od_dispatch_mode_listen(int32_t enabled) noexcept {
-  listening = enabled != 0;
+extern "C" int32_t od_dispatch_mode_listen(int32_t enabled) noexcept {
+  const bool before = std::exchange(listening, enabled != 0);
   c10::impl::tls_set_dispatch_key_included(DispatchKey::Fake, listening);
+  return before;
 }
 
 extern "C" const char* od_dispatched_name(const od_dispatched* call, size_t* len) noexcept {

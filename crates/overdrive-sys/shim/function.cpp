@@ -23,30 +23,34 @@ struct RustNode : torch::autograd::Node {
   bool materialize_ = true;
   bool twice_differentiable_ = false;
   std::vector<VariableInfo> output_info_;
-  std::vector<SavedVariable> saved_;
-  bool released_ = false;
-  std::mutex lock_;
+  // Null once they were released. Shared, because two backward passes over one graph may run at once, and no
+  // lock is held while Rust code runs: unpacking, the backward function and dropping a packed value may run any.
+  std::shared_ptr<std::vector<SavedVariable>> saved_ = std::make_shared<std::vector<SavedVariable>>();
+  std::mutex lock_;  // of `saved_`
 
   std::string name() const override { return name_; }
 
   void release_variables() override {
+    decltype(saved_) released;  // destroyed after the lock is released
     std::lock_guard<std::mutex> held(lock_);
-    saved_.clear();
-    released_ = true;
+    released.swap(saved_);
   }
 
   variable_list saved() {
-    TORCH_CHECK(!released_, torch::autograd::ERR_BACKWARD_TWICE);
+    decltype(saved_) variables;
+    {
+      std::lock_guard<std::mutex> held(lock_);
+      variables = saved_;
+    }
+    TORCH_CHECK(variables, torch::autograd::ERR_BACKWARD_TWICE);
     auto self = shared_from_this();
     variable_list out;
-    out.reserve(saved_.size());
-    for (const auto& variable : saved_) out.push_back(variable.unpack(self));
+    out.reserve(variables->size());
+    for (const auto& variable : *variables) out.push_back(variable.unpack(self));
     return out;
   }
 
   variable_list apply(variable_list&& gradients) override {
-    // Two backward passes over one graph may run at once.
-    std::lock_guard<std::mutex> held(lock_);
     variable_list saved = this->saved();
     at::OptionalDeviceGuard device;
     if (materialize_) {
@@ -146,7 +150,7 @@ extern "C" od_status* od_function_record(const od_function* f, od_closure closur
       for (const auto& output : wrapped) node->output_info_.emplace_back(output.value());
       for (size_t k = 0; k < f->n_saved; ++k) {
         const at::Tensor& tensor = as_tensor(f->saved[k]);
-        node->saved_.emplace_back(tensor, tensor.grad_fn() == node);
+        node->saved_->emplace_back(tensor, tensor.grad_fn() == node);
       }
     }
     std::vector<std::unique_ptr<at::Tensor>> handles;

@@ -8,6 +8,7 @@
 #include <ATen/core/jit_type.h>
 #include <ATen/core/stack.h>
 
+#include <limits>
 #include <sstream>
 
 struct od_outputs {
@@ -32,6 +33,30 @@ const char* tag_name(int32_t tag) {
                                 "a bool", "a list of integers", "a list of floats", "a string",
                                 "a list of bools", "a device"};
   return tag >= 0 && tag <= OD_DEVICE ? names[tag] : "an unknown value";
+}
+
+// Throws if the argument is an enumeration, which schemas call an integer, and `code` is none of its values:
+// libtorch looks values up in tables without a check.
+void check_code(int64_t code, const c10::FunctionSchema& schema, const c10::Argument& argument) {
+  c10::TypePtr type = argument.real_type();
+  if (auto optional = type->cast<c10::OptionalType>()) type = optional->getElementType();
+  int64_t values = 0;
+  switch (type->kind()) {
+    case c10::TypeKind::ScalarTypeType:
+      values = static_cast<int64_t>(at::ScalarType::Undefined);
+      break;
+    case c10::TypeKind::LayoutType:
+      values = static_cast<int64_t>(at::Layout::NumOptions);
+      break;
+    case c10::TypeKind::MemoryFormatType:
+      values = static_cast<int64_t>(at::MemoryFormat::NumOptions);
+      break;
+    default:
+      return;
+  }
+  if (code < 0 || code >= values) {
+    throw BadArgument(where(schema, argument) + ", and has no value " + std::to_string(code));
+  }
 }
 
 // Converts the value to the type in the schema: integers widen to floats, a list of tensors may become a
@@ -70,6 +95,7 @@ IValue convert(const od_value& v, const c10::FunctionSchema& schema, const c10::
       break;
     }
     case OD_INT:
+      check_code(v.i, schema, argument);
       if (kind == c10::TypeKind::FloatType) return static_cast<double>(v.i);
       if (kind == c10::TypeKind::IntType || kind == c10::TypeKind::SymIntType ||
           kind == c10::TypeKind::NumberType) {
@@ -107,7 +133,8 @@ IValue convert(const od_value& v, const c10::FunctionSchema& schema, const c10::
       break;
     }
     case OD_DEVICE:
-      if (kind == c10::TypeKind::DeviceObjType) {
+      if (kind == c10::TypeKind::DeviceObjType &&
+          v.len <= static_cast<size_t>(std::numeric_limits<c10::DeviceIndex>::max())) {
         return c10::Device(static_cast<c10::DeviceType>(v.i), static_cast<c10::DeviceIndex>(v.len));
       }
       break;
@@ -118,6 +145,64 @@ IValue convert(const od_value& v, const c10::FunctionSchema& schema, const c10::
       break;
   }
   throw BadArgument(where(schema, argument) + ", got " + tag_name(v.tag));
+}
+
+// Returns true if equal offsets in memory mean equal indices, and all elements lie in the storages.
+bool same_memory_layout(const at::Tensor& tensor, const at::Tensor& like) {
+  if (!tensor.defined() || tensor.layout() != at::kStrided || !tensor.has_storage() || tensor.is_neg() ||
+      tensor.is_conj() || !tensor.is_non_overlapping_and_dense() || tensor.sizes() != like.sizes() ||
+      tensor.scalar_type() != like.scalar_type() || tensor.device() != like.device()) {
+    return false;
+  }
+  for (int64_t k = 0; k < tensor.dim(); ++k) {
+    if (tensor.size(k) > 1 && tensor.stride(k) != like.stride(k)) return false;
+  }
+  const auto end = static_cast<size_t>(tensor.storage_offset() + tensor.numel());
+  return end * tensor.itemsize() <= tensor.storage().nbytes();
+}
+
+// Checks the arguments of a fused optimizer, whose kernels walk all lists by the offsets of the first one.
+void check_fused(const c10::FunctionSchema& schema, const torch::jit::Stack& stack) {
+  const auto& arguments = schema.arguments();
+  const auto require = [&](bool fits, size_t k, const char* expected) {
+    if (fits) return;
+    throw BadArgument("argument `" + arguments[k].name() + "` of " + schema.name() + " must be " + expected);
+  };
+  const auto is_number = [](const at::Tensor& tensor, const at::Tensor& like) {
+    return tensor.defined() && tensor.layout() == at::kStrided && tensor.numel() == 1 &&
+           tensor.scalar_type() == at::kFloat && tensor.device() == like.device();
+  };
+  const auto first = stack.at(0).toTensorVector();
+  require(!first.empty(), 0, "at least one tensor");
+  // Lists that may be absent otherwise.
+  bool amsgrad = false, momentum = false;
+  for (size_t k = 0; k < stack.size(); ++k) {
+    if (arguments[k].name() == "amsgrad") amsgrad = stack[k].toBool();
+    if (arguments[k].name() == "momentum") momentum = stack[k].toDouble() != 0.0;
+  }
+  for (size_t k = 0; k < stack.size(); ++k) {
+    const auto& name = arguments[k].name();
+    if (stack[k].isTensor()) {
+      const auto& tensor = stack[k].toTensor();
+      require(name == "lr" ? tensor.defined() && tensor.numel() == 1 : is_number(tensor, first[0]), k,
+              "one float on the device of the parameters");
+    }
+    if (!stack[k].isTensorList()) continue;
+    const auto list = stack[k].toTensorVector();
+    const bool unused =
+        (name == "max_exp_avg_sqs" && !amsgrad) || (name == "momentum_buffer_list" && !momentum);
+    if (unused && list.empty()) continue;
+    require(list.size() == first.size(), k, "as long as the list of parameters");
+    for (size_t n = 0; n < list.size(); ++n) {
+      if (name == "state_steps") {
+        require(is_number(list[n], first[n]), k, "one float for each parameter, on its device");
+      } else {
+        require(same_memory_layout(list[n], first[n]), k,
+                "tensors with the shapes, strides, dtypes and devices of the parameters, without gaps, in "
+                "their storage");
+      }
+    }
+  }
 }
 
 c10::OperatorHandle find(const char* name, const char* overload) {
@@ -141,7 +226,7 @@ const IValue& output_at(const od_outputs* outputs, size_t index) {
 }  // namespace
 
 extern "C" od_status* od_op_call(const char* name, const char* overload, const od_value* args,
-                                 size_t n_args, od_outputs** out) noexcept {
+                                 size_t n_args, int32_t fused, od_outputs** out) noexcept {
   return overdrive::guard([&] {
     auto op = find(name, overload);
     const auto& schema = op.schema();
@@ -162,6 +247,7 @@ extern "C" od_status* od_op_call(const char* name, const char* overload, const o
         throw BadArgument(where(schema, arguments[k]) + " and has no default: it must be given");
       }
     }
+    if (fused) check_fused(schema, stack);
     op.callBoxed(stack);
     *out = new od_outputs{std::move(stack)};
   });

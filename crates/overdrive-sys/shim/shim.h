@@ -50,8 +50,9 @@ typedef struct od_value {
 } od_value;
 typedef struct od_outputs od_outputs;
 
+// With `fused`, the operator is a fused optimizer, whose kernels check nothing: the lists are checked here.
 od_status* od_op_call(const char* name, const char* overload, const od_value* args, size_t n_args,
-                      od_outputs** out) OD_NOEXCEPT;
+                      int32_t fused, od_outputs** out) OD_NOEXCEPT;
 od_status* od_op_schema(const char* name, const char* overload, char** out) OD_NOEXCEPT;
 size_t od_outputs_len(const od_outputs* outputs) OD_NOEXCEPT;
 // Reads output `index`: scalars are stored in `out->i` or `out->f`; for lists `out->len` is the length.
@@ -133,7 +134,7 @@ od_status* od_grad(const od_tensor* outputs, const od_tensor* gradients, size_t 
                    int32_t create_graph, int32_t allow_unused, od_tensor* out) OD_NOEXCEPT;
 int32_t od_grad_mode_get(void) OD_NOEXCEPT;
 void od_grad_mode_set(int32_t enabled) OD_NOEXCEPT;
-// Guards must be left on the thread that entered them, in reverse order.
+// Modes must be left on the thread that entered them, in reverse order (`mode_stack.rs`).
 od_status* od_inference_mode_enter(int32_t enabled, void** out) OD_NOEXCEPT;
 void od_inference_mode_exit(void* guard) OD_NOEXCEPT;
 int32_t od_inference_mode_get(void) OD_NOEXCEPT;
@@ -184,7 +185,8 @@ typedef struct od_dispatch_callbacks {
 } od_dispatch_callbacks;
 enum od_operator_flags { OD_MUTATES = 1, OD_ALIASES = 2, OD_RANDOM = 4 };
 void od_dispatch_mode_install(const od_dispatch_callbacks* callbacks) OD_NOEXCEPT;
-void od_dispatch_mode_listen(int32_t enabled) OD_NOEXCEPT;  // on this thread
+// Sets whether the callbacks are called on this thread; returns the previous setting.
+int32_t od_dispatch_mode_listen(int32_t enabled) OD_NOEXCEPT;
 const char* od_dispatched_name(const od_dispatched* call, size_t* len) OD_NOEXCEPT;
 const char* od_dispatched_overload(const od_dispatched* call, size_t* len) OD_NOEXCEPT;
 od_status* od_dispatched_flags(const od_dispatched* call, int32_t* out) OD_NOEXCEPT;
@@ -219,9 +221,14 @@ od_status* od_named_call(const char* name, const od_tensor* inputs, size_t n_inp
                          void (*push)(void* into, od_tensor owned)) OD_NOEXCEPT;
 
 // --- elements.cpp --------------------------------------------------------------------------------
-// Returns the elements of a contiguous CPU tensor of `dtype` (at::ScalarType). `count` is -1 for any other
-// tensor, and -2 for one without strides (sparse).
-od_status* od_cpu_elements(od_tensor tensor, int64_t dtype, void** data, int64_t* count) OD_NOEXCEPT;
+// The reasons why a tensor has no elements that can be read by address.
+enum od_no_elements { OD_OTHER_KIND = -1, OD_SPARSE = -2, OD_LAZY = -3, OD_NO_MEMORY = -4 };
+// Returns the address of the first element, and the number of elements, of a CPU tensor of `dtype`
+// (at::ScalarType), all of whose elements lie in its storage; or a reason in `count`.
+od_status* od_cpu_elements(od_tensor tensor, int64_t dtype, int32_t contiguous, void** data,
+                           int64_t* count) OD_NOEXCEPT;
+// Returns the address of the data on any device; null for a tensor without a storage.
+const void* od_data_address(od_tensor tensor) OD_NOEXCEPT;
 
 // --- gemm.cpp -----------------------------------------------------------------------------------
 int32_t od_onednn_available(void) OD_NOEXCEPT;
@@ -242,15 +249,25 @@ od_status* od_autocast_nesting(int32_t delta, int32_t* depth) OD_NOEXCEPT;
 typedef struct od_memory_stats {
   uint64_t allocated;       // bytes in live allocations
   uint64_t peak_allocated;  // the maximum since the last reset
-  uint64_t reserved;        // bytes taken from the system: live and cached
+  uint64_t reserved;        // bytes taken from the system: live, cached and scratch
   uint64_t peak_reserved;
   uint64_t allocations;     // allocations since the start
+  uint64_t system_allocations;  // blocks taken from the system since the start
+  uint64_t system_releases;     // blocks returned to it
+  uint64_t scratch;             // bytes that `od_cpu_memory_count_scratch` counted
 } od_memory_stats;
 od_status* od_cpu_memory_stats(od_memory_stats* out) OD_NOEXCEPT;
 od_status* od_cpu_memory_reset_peak(void) OD_NOEXCEPT;
 od_status* od_cpu_memory_empty_cache(void) OD_NOEXCEPT;
 od_status* od_cpu_memory_set_limit(uint64_t bytes) OD_NOEXCEPT;  // UINT64_MAX: none
 od_status* od_cpu_memory_set_caching(int32_t enabled) OD_NOEXCEPT;
+// Counts memory that a kernel keeps outside of the allocator.
+void od_cpu_memory_count_scratch(int64_t change) OD_NOEXCEPT;
+
+// --- transfer.cpp -----------------------------------------------------------------------------
+// Copies `data`, contiguous elements of an `at::ScalarType` in the shape of `to`, into `to`, without gradients.
+// `data` must have `len` bytes. Modes do not see the call, so no handle to the borrowed memory outlives it.
+od_status* od_copy_elements(const void* data, size_t len, int64_t dtype, od_tensor to) OD_NOEXCEPT;
 
 // --- device_memory.cpp ------------------------------------------------------------------------
 od_status* od_device_memory_stats(int32_t device_type, int32_t index, od_memory_stats* out) OD_NOEXCEPT;

@@ -1,13 +1,14 @@
 //! The raw autocast state of the current thread.
 //!
-//! These functions change the state until it is changed again. The guards of overdrive-precision restore it
-//! and are meant for general use.
+//! A [`Region`] restores the state; the other functions change it until it is changed again. The guards of
+//! overdrive-precision are meant for general use.
 
 use tch::{Device, Kind};
 
 use crate::device::{device_type, kind, scalar_type};
 use crate::error::{Error, Result, check};
 use crate::ffi;
+use crate::mode_stack::{Entered, ThreadMode, keep};
 
 /// The autocast state of a device type.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -109,4 +110,66 @@ fn nesting(delta: i32) -> Result<i32> {
     let status = unsafe { ffi::od_autocast_nesting(delta, &raw mut depth) };
     check(status, "counting autocast regions")?;
     Ok(depth)
+}
+
+/// An autocast region of this thread, which ends when it is dropped, also by a panic. Regions may be dropped in any
+/// order: the last one that is left applies.
+#[derive(Debug)]
+#[must_use = "the region ends when it is dropped"]
+pub struct Region {
+    _entered: Entered,
+}
+
+impl Region {
+    /// Enters a region with the state `state` for the type of `device`. It keeps cast weights for its end if
+    /// `cache_enabled`.
+    ///
+    /// # Errors
+    /// As [`state()`] and [`set_state`]; nothing is changed then.
+    pub fn enter(device: Device, state: State, cache_enabled: bool) -> Result<Self> {
+        let mut mode = Casting {
+            device,
+            state,
+            cache: cache_enabled,
+            before: (state, cache_enabled),
+        };
+        mode.try_enter()?;
+        Ok(Self {
+            _entered: keep(mode),
+        })
+    }
+}
+
+struct Casting {
+    device: Device,
+    state: State,
+    cache: bool,
+    before: (State, bool),
+}
+
+impl Casting {
+    fn try_enter(&mut self) -> Result<()> {
+        self.before = (state(self.device)?, cache_enabled()?);
+        set_state(self.device, self.state)?;
+        set_cache_enabled(self.cache)?;
+        increment_nesting().map(drop)
+    }
+}
+
+impl ThreadMode for Casting {
+    fn enter(&mut self) {
+        // These states were set before, so setting them again does not fail; a destructor could not report it.
+        let entered = self.try_enter();
+        debug_assert!(entered.is_ok());
+    }
+
+    fn leave(&mut self) {
+        // As in `enter`: the states were read from libtorch itself.
+        // The cached copies would be stale once an optimizer changes the weights.
+        if decrement_nesting().is_ok_and(|depth| depth == 0) {
+            let _ = clear_cache();
+        }
+        let _ = set_state(self.device, self.before.0);
+        let _ = set_cache_enabled(self.before.1);
+    }
 }

@@ -6,7 +6,6 @@
 
 use std::cell::RefCell;
 use std::ffi::c_void;
-use std::marker::PhantomData;
 use std::ptr;
 use std::rc::Rc;
 use std::sync::{Arc, Once};
@@ -16,6 +15,7 @@ use tch::Tensor;
 use crate::callback::{self, CallbackResult};
 use crate::error::{Result, check, take_string};
 use crate::ffi::{self, RawTensor};
+use crate::mode_stack::{Entered, ThreadMode, keep};
 
 /// An observer of the operators of a thread.
 pub trait DispatchMode {
@@ -187,13 +187,12 @@ thread_local! {
     static MODES: RefCell<Vec<(u64, Rc<dyn DispatchMode>)>> = const { RefCell::new(Vec::new()) };
 }
 
-/// A guard that keeps a mode on this thread's stack until it is dropped.
+/// A guard that keeps a mode on this thread's stack until it is dropped. Guards may be dropped in any order.
 #[derive(Debug)]
 #[must_use = "the mode ends when the guard is dropped"]
 pub struct ModeGuard {
     id: u64,
-    /// Makes the guard `!Send`: the stack is thread-local.
-    on_this_thread: PhantomData<*const ()>,
+    _entered: Entered,
 }
 
 /// Pushes `mode` on this thread's stack until the guard is dropped. The mode that was pushed last is called
@@ -212,45 +211,51 @@ pub fn push_mode(mode: Rc<dyn DispatchMode>) -> ModeGuard {
         modes.push((id, mode));
         id
     });
-    // SAFETY: sets thread-local flags.
-    unsafe { ffi::od_dispatch_mode_listen(1) };
     ModeGuard {
         id,
-        on_this_thread: PhantomData,
+        _entered: listen(true),
     }
 }
 
 impl Drop for ModeGuard {
     fn drop(&mut self) {
-        let removed = MODES.with_borrow_mut(|modes| {
+        let removed = MODES.try_with(|modes| {
+            let mut modes = modes.borrow_mut();
             let at = modes.iter().position(|(id, _)| *id == self.id)?;
-            let mode = modes.remove(at);
-            if modes.is_empty() {
-                // SAFETY: sets thread-local flags.
-                unsafe { ffi::od_dispatch_mode_listen(0) };
-            }
-            Some(mode)
+            Some(modes.remove(at))
         });
         // Dropped outside of the borrow: the mode's destructor may push or drop other modes.
         drop(removed);
     }
 }
 
+/// Sets whether this thread's modes are called, until the guard is dropped.
+fn listen(enabled: bool) -> Entered {
+    let mut mode = Listening { enabled, before: 0 };
+    mode.enter();
+    keep(mode)
+}
+
+struct Listening {
+    enabled: bool,
+    before: i32,
+}
+
+impl ThreadMode for Listening {
+    fn enter(&mut self) {
+        // SAFETY: sets thread-local flags.
+        self.before = unsafe { ffi::od_dispatch_mode_listen(i32::from(self.enabled)) };
+    }
+
+    fn leave(&mut self) {
+        // SAFETY: sets thread-local flags.
+        unsafe { ffi::od_dispatch_mode_listen(self.before) };
+    }
+}
+
 /// Runs `body` without this thread's modes.
 pub(crate) fn without_modes<T>(body: impl FnOnce() -> T) -> T {
-    struct Resume;
-    impl Drop for Resume {
-        fn drop(&mut self) {
-            // SAFETY: sets thread-local flags.
-            unsafe { ffi::od_dispatch_mode_listen(1) };
-        }
-    }
-    if MODES.with_borrow(Vec::is_empty) {
-        return body();
-    }
-    // SAFETY: sets thread-local flags.
-    unsafe { ffi::od_dispatch_mode_listen(0) };
-    let _resume = Resume;
+    let _without = has_modes().then(|| listen(false));
     body()
 }
 
@@ -312,17 +317,16 @@ unsafe extern "C" fn call_after(raw: *mut ffi::RawDispatched) -> ffi::RawFailure
 #[derive(Debug)]
 #[must_use = "the names are recorded until the guard is dropped"]
 pub struct OperatorNames {
-    before: i32,
-    on_this_thread: PhantomData<*const ()>,
+    _entered: Entered,
 }
 
 impl OperatorNames {
     /// Starts to record the names.
     pub fn new() -> Self {
+        let mut mode = Named { before: 0 };
+        mode.enter();
         Self {
-            // SAFETY: sets a thread-local flag.
-            before: unsafe { ffi::od_operator_names_set(1) },
-            on_this_thread: PhantomData,
+            _entered: keep(mode),
         }
     }
 }
@@ -333,8 +337,17 @@ impl Default for OperatorNames {
     }
 }
 
-impl Drop for OperatorNames {
-    fn drop(&mut self) {
+struct Named {
+    before: i32,
+}
+
+impl ThreadMode for Named {
+    fn enter(&mut self) {
+        // SAFETY: sets a thread-local flag.
+        self.before = unsafe { ffi::od_operator_names_set(1) };
+    }
+
+    fn leave(&mut self) {
         // SAFETY: sets a thread-local flag.
         unsafe { ffi::od_operator_names_set(self.before) };
     }

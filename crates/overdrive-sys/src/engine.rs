@@ -1,7 +1,6 @@
 //! The autograd engine with all its options, and the grad and inference modes of a thread.
 
 use std::ffi::c_void;
-use std::marker::PhantomData;
 use std::ptr;
 
 use tch::Tensor;
@@ -9,6 +8,7 @@ use tch::Tensor;
 use crate::error::{Result, check};
 use crate::ffi::{self, RawTensor};
 use crate::function::handle;
+use crate::mode_stack::{Entered, ThreadMode, keep};
 
 fn handles(tensors: &[&Tensor]) -> Vec<RawTensor> {
     tensors.iter().map(|tensor| handle(tensor)).collect()
@@ -100,41 +100,52 @@ pub fn is_grad_enabled() -> bool {
     unsafe { ffi::od_grad_mode_get() != 0 }
 }
 
-/// A guard that enables or disables gradient recording on this thread until it is dropped, also by a panic.
+/// A guard that enables or disables gradient recording on this thread until it is dropped, also by a panic. Guards may
+/// be dropped in any order: the last one that is left applies.
 #[derive(Debug)]
 #[must_use = "the mode ends when the guard is dropped"]
 pub struct GradMode {
-    before: bool,
-    /// Makes the guard `!Send`: the flag is thread-local.
-    on_this_thread: PhantomData<*const ()>,
+    _entered: Entered,
 }
 
 impl GradMode {
     /// Enables (`true`) or disables (`false`) recording.
     pub fn new(enabled: bool) -> Self {
-        let before = is_grad_enabled();
-        // SAFETY: sets a thread-local flag.
-        unsafe { ffi::od_grad_mode_set(i32::from(enabled)) };
+        let mut mode = Recording {
+            enabled,
+            before: false,
+        };
+        mode.enter();
         Self {
-            before,
-            on_this_thread: PhantomData,
+            _entered: keep(mode),
         }
     }
 }
 
-impl Drop for GradMode {
-    fn drop(&mut self) {
-        // SAFETY: as in `new`.
+struct Recording {
+    enabled: bool,
+    before: bool,
+}
+
+impl ThreadMode for Recording {
+    fn enter(&mut self) {
+        self.before = is_grad_enabled();
+        // SAFETY: sets a thread-local flag.
+        unsafe { ffi::od_grad_mode_set(i32::from(self.enabled)) };
+    }
+
+    fn leave(&mut self) {
+        // SAFETY: as in `enter`.
         unsafe { ffi::od_grad_mode_set(i32::from(self.before)) };
     }
 }
 
 /// A guard that keeps this thread in libtorch's inference mode until it is dropped: operators are not
-/// recorded, and new tensors have no version counter.
+/// recorded, and new tensors have no version counter. Guards may be dropped in any order.
 #[derive(Debug)]
 #[must_use = "the mode ends when the guard is dropped"]
 pub struct InferenceMode {
-    raw: *mut c_void,
+    _entered: Entered,
 }
 
 impl InferenceMode {
@@ -143,19 +154,43 @@ impl InferenceMode {
     /// # Errors
     /// [`crate::Error::OutOfMemory`].
     pub fn new(enabled: bool) -> Result<Self> {
-        let mut raw = ptr::null_mut();
-        // SAFETY: `raw` is written only on success; the pointer makes this type `!Send`, so the guard
-        // is left on the thread that entered it, and Rust drops guards in reverse order.
-        let status = unsafe { ffi::od_inference_mode_enter(i32::from(enabled), &raw mut raw) };
-        check(status, "entering inference mode")?;
-        Ok(Self { raw })
+        let mut mode = Inference {
+            enabled,
+            raw: ptr::null_mut(),
+        };
+        mode.try_enter()?;
+        Ok(Self {
+            _entered: keep(mode),
+        })
     }
 }
 
-impl Drop for InferenceMode {
-    fn drop(&mut self) {
-        // SAFETY: made by `new`, left once.
-        unsafe { ffi::od_inference_mode_exit(self.raw) }
+struct Inference {
+    enabled: bool,
+    /// The state to restore; null outside of the mode.
+    raw: *mut c_void,
+}
+
+impl Inference {
+    fn try_enter(&mut self) -> Result<()> {
+        // SAFETY: `raw` is written only on success. The stack of modes is thread-local, and leaves its modes in
+        // reverse order.
+        let status =
+            unsafe { ffi::od_inference_mode_enter(i32::from(self.enabled), &raw mut self.raw) };
+        check(status, "entering inference mode")
+    }
+}
+
+impl ThreadMode for Inference {
+    fn enter(&mut self) {
+        // A second entry fails only if a few bytes cannot be allocated; a destructor cannot report it.
+        let entered = self.try_enter();
+        debug_assert!(entered.is_ok());
+    }
+
+    fn leave(&mut self) {
+        // SAFETY: null, which has no effect, or made by `enter` and left once.
+        unsafe { ffi::od_inference_mode_exit(std::mem::replace(&mut self.raw, ptr::null_mut())) }
     }
 }
 

@@ -56,6 +56,9 @@ pub(crate) struct RawMemoryStats {
     pub(crate) reserved: u64,
     pub(crate) peak_reserved: u64,
     pub(crate) allocations: u64,
+    pub(crate) system_allocations: u64,
+    pub(crate) system_releases: u64,
+    pub(crate) scratch: u64,
 }
 
 #[repr(C)]
@@ -220,6 +223,11 @@ pub(crate) struct RawDispatchCallbacks {
     pub(crate) after: unsafe extern "C" fn(*mut RawDispatched) -> RawFailure,
 }
 
+// od_no_elements.
+pub(crate) const OTHER_KIND: i64 = -1;
+pub(crate) const SPARSE: i64 = -2;
+pub(crate) const LAZY: i64 = -3;
+
 // od_operator_flags, a bit set.
 pub(crate) const MUTATES: i32 = 1;
 pub(crate) const ALIASES: i32 = 2;
@@ -253,6 +261,7 @@ unsafe extern "C" {
         overload: *const c_char,
         args: *const RawValue,
         n_args: usize,
+        fused: i32,
         out: *mut *mut Outputs,
     ) -> *mut Status;
     pub(crate) fn od_op_schema(
@@ -369,7 +378,7 @@ unsafe extern "C" {
     pub(crate) fn od_copy_event_free(event: *mut RawCopyEvent);
 
     pub(crate) fn od_dispatch_mode_install(callbacks: *const RawDispatchCallbacks);
-    pub(crate) fn od_dispatch_mode_listen(enabled: i32);
+    pub(crate) fn od_dispatch_mode_listen(enabled: i32) -> i32;
     pub(crate) fn od_dispatched_name(call: *const RawDispatched, len: *mut usize) -> *const c_char;
     pub(crate) fn od_dispatched_overload(
         call: *const RawDispatched,
@@ -408,9 +417,12 @@ unsafe extern "C" {
     pub(crate) fn od_cpu_elements(
         tensor: RawTensor,
         dtype: i64,
+        contiguous: i32,
         data: *mut *mut c_void,
         count: *mut i64,
     ) -> *mut Status;
+
+    pub(crate) fn od_data_address(tensor: RawTensor) -> *const c_void;
 
     pub(crate) fn od_onednn_available() -> i32;
     pub(crate) fn od_onednn_matmul(
@@ -437,6 +449,14 @@ unsafe extern "C" {
     pub(crate) fn od_cpu_memory_empty_cache() -> *mut Status;
     pub(crate) fn od_cpu_memory_set_limit(bytes: u64) -> *mut Status;
     pub(crate) fn od_cpu_memory_set_caching(enabled: i32) -> *mut Status;
+    pub(crate) fn od_cpu_memory_count_scratch(change: i64);
+
+    pub(crate) fn od_copy_elements(
+        data: *const c_void,
+        len: usize,
+        dtype: i64,
+        to: RawTensor,
+    ) -> *mut Status;
 
     pub(crate) fn od_device_memory_stats(
         device_type: i32,

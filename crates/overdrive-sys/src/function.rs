@@ -9,6 +9,7 @@ use tch::Tensor;
 
 use crate::callback::{self, CallbackError, CallbackResult};
 use crate::error::{Result, check};
+use crate::exclusive::Exclusive;
 use crate::ffi::{self, RawTensor};
 
 /// A function whose forward has run, to be recorded in the graph.
@@ -43,12 +44,16 @@ pub struct BackwardCall {
     pub needs_input_grad: Vec<bool>,
 }
 
-type Backward = dyn Fn(BackwardCall) -> CallbackResult<Vec<Option<Tensor>>> + Send;
+// Exclusive, because two backward passes may call one at the same time, and it need not be `Sync`.
+type Backward = Exclusive<dyn Fn(BackwardCall) -> CallbackResult<Vec<Option<Tensor>>> + Send>;
+
+const RECURSION: &str = "the backward of a function ran a backward pass that reaches the function's own node: compute \
+                         the gradient from detached tensors";
 
 /// Records the function in the graph and returns its outputs, attached to the graph.
 ///
 /// `backward` returns one gradient (or `None`) for each input. It runs once for each backward pass, on the
-/// thread that runs the pass.
+/// thread that runs the pass. It must not run a backward pass through its own node, which is an error there.
 ///
 /// # Errors
 /// [`crate::Error::Torch`] if a view was changed in place or an index is out of range.
@@ -76,7 +81,7 @@ where
         twice_differentiable: i32::from(record.twice_differentiable),
     };
     // Boxed again by `into_raw_closure`: a pointer to a trait object is two words, and C passes one.
-    let boxed: Box<Backward> = Box::new(backward);
+    let boxed: Box<Backward> = Box::new(Exclusive::new(backward));
     let mut out: Vec<RawTensor> = vec![ptr::null_mut(); outputs.len()];
     // SAFETY: all pointers borrow from locals that outlive the call; the closure is owned by the shim
     // from here on; `out` has room for one handle per output.
@@ -138,7 +143,7 @@ unsafe extern "C" fn call_backward(
                     .collect(),
             }
         };
-        let gradients = backward(arguments)?;
+        let gradients = backward.with(RECURSION, |backward| backward(arguments))?;
         // `out` has `n_out` elements, so more gradients would be written out of bounds.
         if gradients.len() != call.n_out {
             return Err(CallbackError::from(format!(

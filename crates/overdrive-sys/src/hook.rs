@@ -2,17 +2,20 @@
 
 use std::ffi::c_void;
 use std::ptr;
-use std::sync::{Mutex, PoisonError};
 
 use tch::Tensor;
 
 use crate::callback::{self, CallbackResult};
 use crate::error::{Result, check};
+use crate::exclusive::Exclusive;
 use crate::ffi::{self, RawTensor};
 use crate::function::{handle, into_handle};
 
-// A mutex, because hooks are `FnMut` and two backward passes may call one at the same time.
-type TensorHook = Mutex<dyn FnMut(&Tensor) -> CallbackResult<Option<Tensor>> + Send>;
+// Exclusive, because hooks are `FnMut` and two backward passes may call one at the same time.
+type TensorHook = Exclusive<dyn FnMut(&Tensor) -> CallbackResult<Option<Tensor>> + Send>;
+
+const RECURSION: &str = "a hook ran a backward pass that calls the hook again: run it on a detached copy of the \
+                         tensor, or after the hook";
 
 /// A registered hook. Dropping this handle leaves the hook in place; [`remove`](Self::remove) removes it.
 #[derive(Debug)]
@@ -20,11 +23,11 @@ pub struct Hook {
     raw: *mut ffi::RawHook,
 }
 
-// SAFETY: the handle is a weak pointer and two numbers; removing a hook locks the list that it changes.
+// SAFETY: the handle is a weak pointer and a number; removing a hook locks the list that it changes.
 unsafe impl Send for Hook {}
 
 impl Hook {
-    /// Removes the hook. Has no effect if its tensor has been freed.
+    /// Removes the hook, which may be running. Has no effect if its tensor has been freed.
     ///
     /// # Errors
     /// [`crate::Error::Torch`] if libtorch throws.
@@ -53,7 +56,7 @@ pub fn register<F>(tensor: &Tensor, hook: F) -> Result<Hook>
 where
     F: FnMut(&Tensor) -> CallbackResult<Option<Tensor>> + Send + 'static,
 {
-    let boxed: Box<TensorHook> = Box::new(Mutex::new(hook));
+    let boxed: Box<TensorHook> = Box::new(Exclusive::new(hook));
     let mut raw = ptr::null_mut();
     // SAFETY: the tensor is alive during the call; the closure is the shim's from here on.
     let status = unsafe {
@@ -76,7 +79,7 @@ pub fn register_post_accumulate<F>(tensor: &Tensor, mut hook: F) -> Result<Hook>
 where
     F: FnMut(&Tensor) -> CallbackResult<()> + Send + 'static,
 {
-    let boxed: Box<TensorHook> = Box::new(Mutex::new(move |leaf: &Tensor| {
+    let boxed: Box<TensorHook> = Box::new(Exclusive::new(move |leaf: &Tensor| {
         hook(leaf)?;
         Ok(None)
     }));
@@ -101,16 +104,15 @@ unsafe extern "C" fn call_hook(
     replacement: *mut RawTensor,
 ) -> ffi::RawFailure {
     callback::catch_failure(|| {
-        // SAFETY: the closure that one of the functions above made, alive as long as its hook; the
-        // tensor is borrowed for the call and cloned shallowly.
+        // SAFETY: the closure that one of the functions above made, which the shim keeps alive during the call, also
+        // if the hook is removed; the tensor is borrowed for the call and cloned shallowly.
         let (hook, tensor) = unsafe {
             (
                 &*closure.cast::<Box<TensorHook>>(),
                 Tensor::clone_from_ptr(tensor.cast()),
             )
         };
-        let mut hook = hook.lock().unwrap_or_else(PoisonError::into_inner);
-        if let Some(gradient) = hook(&tensor)? {
+        if let Some(gradient) = hook.with(RECURSION, |hook| hook(&tensor))? {
             // SAFETY: `replacement` points to one handle, which the shim owns from here on.
             unsafe { *replacement = into_handle(gradient) };
         }

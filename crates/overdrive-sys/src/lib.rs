@@ -4,7 +4,7 @@
 //! has a C interface in which every C++ exception becomes an error value with its message; the wrappers
 //! here turn those into [`Error`]. The other crates are built on these modules:
 //!
-//! * [`op`] – any operator of libtorch by its schema name, also the ones tch does not generate;
+//! * [`op`] – operators of libtorch by their schema names, also the ones tch does not generate;
 //! * [`memory`] – the current and the peak memory of tensors on every device, and a limit for the CPU;
 //! * [`autocast`] – the raw autocast state of any device type ([overdrive-precision] has the guards);
 //! * [`amp`] – the non-finite check and the scale update of gradient scaling;
@@ -22,6 +22,7 @@
 //!   [overdrive-distributed];
 //! * `compiled`, with the feature of that name – packages of AOTInductor and CUDA graphs, under
 //!   [overdrive-packages] and [overdrive-graphs];
+//! * [`process`] – what the standard library has no safe call for: the signal of a lost parent, ignored signals;
 //! * [`build_info`] – libtorch's version and CPU capability.
 //!
 //! Three things happen when a program that uses this crate starts, before `main`:
@@ -66,6 +67,7 @@ mod device;
 pub mod dispatch_mode;
 pub mod engine;
 mod error;
+mod exclusive;
 mod ffi;
 pub mod function;
 pub mod gemm;
@@ -73,8 +75,10 @@ pub mod grad;
 pub mod hook;
 pub mod matmul;
 pub mod memory;
+mod mode_stack;
 pub mod named_operator;
 pub mod op;
+pub mod process;
 pub mod profiler;
 pub mod random;
 pub mod raw;

@@ -3,7 +3,9 @@
 //! On accelerators these are the statistics of libtorch's caching allocator
 //! (`torch.cuda.memory_allocated` and its relatives). On a CPU they are those of Overdrive's allocator, which
 //! replaces libtorch's at start-up: it counts the bytes of every tensor, keeps freed blocks for later tensors
-//! of their size, and accepts a limit.
+//! of their size, and accepts a limit. The blocks of live tensors and the kept ones together are at most a
+//! quarter more than the recent peak of the former (or 64 MiB more than the live ones); the others return to the
+//! system. The recent peak decays by a quarter after each 65,536 allocations that did not reach it.
 //!
 //! All values are for the process, not for the thread.
 
@@ -21,12 +23,18 @@ pub struct MemoryStats {
     pub allocated_bytes: u64,
     /// The maximum of `allocated_bytes` since the start or the last [`reset_peak`].
     pub peak_allocated_bytes: u64,
-    /// The bytes taken from the system: live and cached blocks.
+    /// The bytes taken from the system: live blocks, cached blocks and the scratch of kernels.
     pub reserved_bytes: u64,
     /// The maximum of `reserved_bytes` since the start or the last [`reset_peak`].
     pub peak_reserved_bytes: u64,
     /// The number of allocations since the start.
     pub allocations: u64,
+    /// The number of blocks taken from the system since the start. A loop that has found its memory takes none.
+    pub system_allocations: u64,
+    /// The number of blocks returned to the system since the start.
+    pub system_releases: u64,
+    /// The bytes of the buffers that kernels keep for each thread ([`Scratch`]). 0 on accelerators.
+    pub scratch_bytes: u64,
 }
 
 /// Returns the statistics of `device`.
@@ -52,6 +60,9 @@ pub fn stats(device: Device) -> Result<MemoryStats> {
         reserved_bytes: raw.reserved,
         peak_reserved_bytes: raw.peak_reserved,
         allocations: raw.allocations,
+        system_allocations: raw.system_allocations,
+        system_releases: raw.system_releases,
+        scratch_bytes: raw.scratch,
     })
 }
 
@@ -85,10 +96,11 @@ pub fn empty_cache(device: Device) -> Result<()> {
     check(status, "emptying the memory cache")
 }
 
-/// Limits the bytes of all tensors on the CPU together. An allocation over the limit fails with
-/// [`crate::Error::OutOfMemory`] (through tch, with an error whose text contains `out of memory`) and leaves
-/// the other tensors unchanged. `None` removes the limit. It serves to test on a large machine the behaviour
-/// of a small one.
+/// Limits the bytes of all tensors on the CPU and of the scratch of kernels together. An allocation over the
+/// limit fails with [`crate::Error::OutOfMemory`] (through tch, with an error whose text contains `out of
+/// memory`) and leaves the other tensors unchanged. Cached blocks count too: as many as necessary return to the
+/// system, now and before an allocation is refused. `None` removes the limit. It serves to test on a large
+/// machine the behaviour of a small one.
 ///
 /// # Errors
 /// [`crate::Error::Common`] for a device other than the CPU.
@@ -117,4 +129,43 @@ pub fn set_cpu_caching(enabled: bool) -> Result<()> {
     // SAFETY: a plain value.
     let status = unsafe { ffi::od_cpu_memory_set_caching(i32::from(enabled)) };
     check(status, "switching the CPU cache")
+}
+
+/// The bytes of a buffer that a kernel keeps for its thread outside of the allocator. They are counted as
+/// [`MemoryStats::scratch_bytes`] until this is dropped.
+#[derive(Debug, Default)]
+pub struct Scratch {
+    bytes: u64,
+}
+
+impl Scratch {
+    /// Returns a count of 0 bytes.
+    #[must_use]
+    pub const fn new() -> Self {
+        Self { bytes: 0 }
+    }
+
+    /// Returns the bytes that it counts.
+    #[must_use]
+    pub fn bytes(&self) -> u64 {
+        self.bytes
+    }
+
+    /// Counts `bytes` from here on.
+    pub fn set(&mut self, bytes: u64) {
+        if bytes == self.bytes {
+            return;
+        }
+        // Sizes of memory are below 2^63, so neither conversion loses a bit.
+        let change = bytes.wrapping_sub(self.bytes).cast_signed();
+        // SAFETY: a plain value. Each change is undone by a later one, at the latest in `drop`.
+        unsafe { ffi::od_cpu_memory_count_scratch(change) };
+        self.bytes = bytes;
+    }
+}
+
+impl Drop for Scratch {
+    fn drop(&mut self) {
+        self.set(0);
+    }
 }

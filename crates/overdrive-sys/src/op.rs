@@ -1,4 +1,4 @@
-//! Calls of any libtorch operator by its schema name.
+//! Calls of libtorch's operators by their schema names.
 //!
 //! The call is boxed: arguments are checked against the operator's schema (an error names the wrong one),
 //! trailing arguments that have a default may be left out, and autograd, autocast and every other dispatch
@@ -101,13 +101,90 @@ impl Output {
     }
 }
 
+/// The operators beside `aten::_foreach_*` that check shapes, dtypes and indices before their kernels run, so that
+/// any arguments that fit their schemas are safe. An operator joins the list only after a look at its checks in
+/// libtorch's source.
+const CHECKED: [&str; 18] = [
+    "aten::_amp_foreach_non_finite_check_and_unscale_",
+    "aten::_amp_update_scale_",
+    "aten::add",
+    "aten::addcdiv_",
+    "aten::addcmul_",
+    "aten::addmm",
+    "aten::clone",
+    "aten::copy_",
+    "aten::empty",
+    "aten::index",
+    "aten::linalg_vector_norm",
+    "aten::max",
+    "aten::mm",
+    "aten::mul",
+    "aten::neg",
+    "aten::pin_memory",
+    "aten::silu",
+    "aten::split",
+];
+
+/// The fused optimizers. Their kernels check neither shapes nor strides, so the shim does.
+const FUSED: [&str; 3] = [
+    "aten::_fused_adam_",
+    "aten::_fused_adamw_",
+    "aten::_fused_sgd_",
+];
+
 /// Calls the operator `name` (such as `aten::_foreach_norm`) in its overload (such as `Scalar`, or empty)
 /// with the leading arguments of its schema; the others take their defaults.
 ///
+/// The operator must be one whose arguments are checked: `aten::_foreach_*`, the fused optimizers, and some that tch
+/// binds too. A schema only has types. Many operators read beyond a tensor if a size or an index is wrong
+/// (`aten::native_group_norm`), and some reinterpret an address (`inductor::_reinterpret_tensor`), so every other
+/// operator needs [`call_unchecked`].
+///
 /// # Errors
-/// [`Error::NotFound`] if there is no such operator, [`Error::BadArgument`] if an argument does not fit the
-/// schema or one without a default is missing, [`Error::OutOfMemory`] and [`Error::Torch`] from the operator.
+/// [`Error::NotFound`] if there is no such operator, [`Error::BadArgument`] if it is not one of these, if an argument
+/// does not fit the schema or if one without a default is missing, [`Error::OutOfMemory`] and [`Error::Torch`] from
+/// the operator.
 pub fn call(name: &str, overload: &str, args: &[Value<'_>]) -> Result<Vec<Output>> {
+    let fused = FUSED.contains(&name);
+    if !fused && !name.starts_with("aten::_foreach_") && CHECKED.binary_search(&name).is_err() {
+        // An unknown operator is the more helpful error.
+        schema(name, overload)?;
+        return Err(Error::BadArgument {
+            operation: name.to_owned(),
+            message: "libtorch may not check the arguments of this operator, so it is not among those that \
+                      `op::call` calls; use tch's method of that name, or `op::call_unchecked`, which is unsafe"
+                .to_owned(),
+        });
+    }
+    // SAFETY: the operator is one of those that check their arguments, or a fused one, which the shim checks.
+    unsafe { call_any(name, overload, args, fused) }
+}
+
+/// As [`call()`], for any operator of libtorch. Only the types of the arguments are checked, against the schema.
+///
+/// # Errors
+/// As [`call()`], but for any operator.
+///
+/// # Safety
+/// The operator reads and writes no memory outside of its tensors with these arguments, whose shapes, dtypes,
+/// devices, strides and values it may not check, and its results refer to no memory that is freed before them.
+pub unsafe fn call_unchecked(
+    name: &str,
+    overload: &str,
+    args: &[Value<'_>],
+) -> Result<Vec<Output>> {
+    // SAFETY: the caller's promise.
+    unsafe { call_any(name, overload, args, false) }
+}
+
+/// # Safety
+/// As [`call_unchecked`], unless `fused`.
+unsafe fn call_any(
+    name: &str,
+    overload: &str,
+    args: &[Value<'_>],
+    fused: bool,
+) -> Result<Vec<Output>> {
     let (c_name, c_overload) = names(name, overload)?;
     // `raw` points into these vectors, so they must live until the call returns.
     let handles: Vec<Vec<*const std::ffi::c_void>> = args
@@ -124,13 +201,14 @@ pub fn call(name: &str, overload: &str, args: &[Value<'_>]) -> Result<Vec<Output
         .collect();
     let mut outputs = ptr::null_mut();
     // SAFETY: the names are C strings and the arguments borrow from `args` and `handles`, all alive
-    // until the call returns; `outputs` is written only on success.
+    // until the call returns; `outputs` is written only on success. The caller vouches for the operator.
     let status = unsafe {
         ffi::od_op_call(
             c_name.as_ptr(),
             c_overload.as_ptr(),
             raw.as_ptr(),
             raw.len(),
+            i32::from(fused),
             &raw mut outputs,
         )
     };

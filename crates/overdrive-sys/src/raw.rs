@@ -1,5 +1,8 @@
 //! The elements of CPU tensors as slices, for kernels that are written in Rust.
 
+use std::ffi::c_void;
+use std::num::NonZeroUsize;
+
 use half::{bf16, f16};
 use tch::{Device, Kind, Tensor};
 
@@ -32,17 +35,39 @@ macro_rules! elements {
 
 elements! {
     f32 => Float, f64 => Double, f16 => Half, bf16 => BFloat16,
-    u8 => Uint8, i8 => Int8, i16 => Int16, i32 => Int, i64 => Int64, bool => Bool,
+    u8 => Uint8, i8 => Int8, i16 => Int16, i32 => Int, i64 => Int64, BoolByte => Bool,
+}
+
+/// An element of a mask. libtorch writes 0 or 1, but a mask may be a view of other bytes, which Rust's `bool` must not
+/// hold.
+#[derive(Debug, Clone, Copy)]
+#[repr(transparent)]
+pub struct BoolByte(u8);
+
+impl BoolByte {
+    /// Returns `true` for every byte but 0, as libtorch does.
+    #[inline(always)]
+    pub const fn get(self) -> bool {
+        self.0 != 0
+    }
+}
+
+impl From<bool> for BoolByte {
+    fn from(value: bool) -> Self {
+        Self(value.into())
+    }
 }
 
 /// Returns the elements of a contiguous CPU tensor.
 ///
 /// # Errors
-/// [`Error::BadArgument`] if the tensor has another dtype, is not on the CPU or is not contiguous.
+/// [`Error::BadArgument`] if the tensor has another dtype, is not on the CPU or is not contiguous, if its memory holds
+/// other values than it has (a lazily negated or conjugated view), or if it does not lie in its storage, which another
+/// tensor may have shrunk.
 ///
 /// # Safety
-/// Nobody writes to the tensor's memory, through this or any other tensor that shares it, while the
-/// slice lives.
+/// Nobody writes to the tensor's memory or resizes its storage, through this or any other tensor that shares it, while
+/// the slice lives.
 pub unsafe fn slice<T: Element>(tensor: &Tensor) -> Result<&[T]> {
     let (pointer, len) = elements::<T>(tensor)?;
     // An empty tensor may have a null pointer, which no slice may have.
@@ -60,8 +85,8 @@ pub unsafe fn slice<T: Element>(tensor: &Tensor) -> Result<&[T]> {
 /// As [`slice()`].
 ///
 /// # Safety
-/// Nobody else reads or writes the tensor's memory, through this or any other tensor that shares it,
-/// while the slice lives.
+/// Nobody else reads or writes the tensor's memory or resizes its storage, through this or any other tensor that
+/// shares it, while the slice lives.
 #[allow(
     clippy::mut_from_ref,
     reason = "a tensor is a handle: its elements are shared memory, for which the caller vouches"
@@ -93,37 +118,59 @@ pub fn host_value(tensor: &Tensor) -> Option<f64> {
     }
 }
 
+/// Returns the address of the first element of a CPU tensor of any strides and dtype. All its elements lie in its
+/// storage, with strides that are not negative, until the storage is resized.
+///
+/// # Errors
+/// As [`slice()`], but for dtype and strides.
+pub fn address(tensor: &Tensor) -> Result<*mut u8> {
+    let (data, _) = checked_elements(tensor, tensor.f_kind()?, false)?;
+    Ok(data.cast())
+}
+
+/// Returns the address at which the data of a tensor on any device begins, to compare it with others; `None` for an
+/// empty tensor and for one without a storage (a sparse one).
+pub fn data_address(tensor: &Tensor) -> Option<NonZeroUsize> {
+    // SAFETY: a valid handle.
+    NonZeroUsize::new(unsafe { ffi::od_data_address(handle(tensor)) } as usize)
+}
+
 fn elements<T: Element>(tensor: &Tensor) -> Result<(*mut T, usize)> {
-    let (mut data, mut count) = (std::ptr::null_mut(), -1);
+    let (data, count) = checked_elements(tensor, T::KIND, true)?;
+    Ok((data.cast(), count))
+}
+
+fn checked_elements(tensor: &Tensor, kind: Kind, contiguous: bool) -> Result<(*mut c_void, usize)> {
+    let (mut data, mut count) = (std::ptr::null_mut(), ffi::OTHER_KIND);
     // SAFETY: a valid handle; the shim writes the two results.
     let status = unsafe {
         ffi::od_cpu_elements(
             handle(tensor),
-            scalar_code(T::KIND),
+            scalar_code(kind),
+            i32::from(contiguous),
             &raw mut data,
             &raw mut count,
         )
     };
     check(status, OPERATION)?;
-    // -1 and -2 are errors. The reasons are looked up here and not by the shim, so that the common case
-    // is one foreign call.
+    // Negative counts are reasons. They are explained here and not by the shim, so that the common case is one
+    // foreign call.
     if let Ok(count) = usize::try_from(count) {
-        return Ok((data.cast(), count));
+        return Ok((data, count));
     }
-    let problem = if tensor.device() != Device::Cpu {
-        format!("it is on {:?}", tensor.device())
-    } else if tensor.kind() != T::KIND {
-        format!("its dtype is {:?}", tensor.kind())
-    } else if count == -1 {
-        format!("it has strides {:?}", tensor.stride())
-    } else {
-        "it is sparse".to_owned()
+    let problem = match count {
+        _ if tensor.device() != Device::Cpu => format!("it is on {:?}", tensor.device()),
+        ffi::SPARSE => "it is sparse".to_owned(),
+        _ if tensor.f_kind()? != kind => format!("its dtype is {:?}", tensor.f_kind()?),
+        ffi::OTHER_KIND => format!("it has strides {:?}", tensor.stride()),
+        ffi::LAZY => "it is a negated or conjugated view (`resolve_neg` copies it)".to_owned(),
+        _ => "its elements do not lie in its storage, which was shrunk, or it has none".to_owned(),
     };
+    let layout = if contiguous { "a contiguous" } else { "a" };
     Err(Error::BadArgument {
         operation: OPERATION.to_owned(),
         message: format!(
-            "expected a contiguous {:?} tensor on the CPU; {problem}, its shape is {:?}",
-            T::KIND,
+            "expected {layout} {kind:?} tensor on the CPU; {problem}, its shape is {:?}",
             tensor.size()
         ),
     })

@@ -21,6 +21,7 @@ use crate::dispatch_mode;
 use crate::error::{Result, check};
 use crate::ffi::{self, RawTensor};
 use crate::function::{handle, into_handle};
+use crate::mode_stack::{Entered, ThreadMode, keep};
 
 /// A tensor that the graph is about to save.
 #[derive(Debug)]
@@ -223,18 +224,39 @@ pub fn backward_pass() -> Option<u64> {
 #[derive(Debug)]
 #[must_use = "the setting ends when the guard is dropped"]
 pub struct BackwardOnThisThread {
-    before: i32,
-    on_this_thread: PhantomData<*const ()>,
+    _entered: Entered,
 }
 
 impl BackwardOnThisThread {
     /// Keeps the backward passes that this thread starts on this thread.
     pub fn new() -> Self {
+        let mut mode = OnThisThread { before: 0 };
+        mode.enter();
         Self {
-            // SAFETY: sets a thread-local flag.
-            before: unsafe { ffi::od_backward_threads_set(0) },
-            on_this_thread: PhantomData,
+            _entered: keep(mode),
         }
+    }
+}
+
+impl Default for BackwardOnThisThread {
+    fn default() -> Self {
+        Self::new()
+    }
+}
+
+struct OnThisThread {
+    before: i32,
+}
+
+impl ThreadMode for OnThisThread {
+    fn enter(&mut self) {
+        // SAFETY: sets a thread-local flag.
+        self.before = unsafe { ffi::od_backward_threads_set(0) };
+    }
+
+    fn leave(&mut self) {
+        // SAFETY: sets a thread-local flag.
+        unsafe { ffi::od_backward_threads_set(self.before) };
     }
 }
 
@@ -246,18 +268,5 @@ pub fn backward_stays_on_this_thread() -> bool {
         let before = ffi::od_backward_threads_set(0);
         ffi::od_backward_threads_set(before);
         before == 0
-    }
-}
-
-impl Default for BackwardOnThisThread {
-    fn default() -> Self {
-        Self::new()
-    }
-}
-
-impl Drop for BackwardOnThisThread {
-    fn drop(&mut self) {
-        // SAFETY: sets a thread-local flag.
-        unsafe { ffi::od_backward_threads_set(self.before) };
     }
 }

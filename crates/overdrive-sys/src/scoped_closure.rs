@@ -4,8 +4,9 @@
 //! [`scope`] makes borrowing closures safe there as `std::thread::scope` does for threads: all of them
 //! are dropped before the borrowed values can be.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::marker::PhantomData;
+use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::rc::Rc;
 use std::sync::Arc;
 use std::thread::{self, ThreadId};
@@ -70,31 +71,44 @@ impl ScopedClosure {
     }
 }
 
+/// The closures of a scope.
+#[derive(Debug, Default)]
+struct Registered {
+    closures: RefCell<Vec<ScopedClosure>>,
+    ended: Cell<bool>,
+}
+
 /// A scope that registers closures; see [`scope`].
 #[derive(Debug)]
 pub struct Scope<'scope, 'env: 'scope> {
-    closures: Rc<RefCell<Vec<ScopedClosure>>>,
+    registered: Rc<Registered>,
     /// Invariant, as in `std::thread::Scope`: the compiler can neither lengthen nor shorten the lifetime.
     scope: PhantomData<&'scope mut &'scope ()>,
     env: PhantomData<&'env mut &'env ()>,
 }
 
 impl<'scope> Scope<'scope, '_> {
-    /// Registers a closure until the scope ends.
+    /// Registers a closure until the scope ends. While it ends, a destructor of a captured value may still
+    /// register one; that closure is dropped at once.
     pub fn register(
         &self,
         closure: impl Fn(&[Tensor]) -> CallbackResult<()> + 'scope,
     ) -> ScopedClosure {
         let closure: Rc<Borrowing<'scope>> = Rc::new(closure);
-        // SAFETY: only the lifetime changes. `scope` takes the closure out of the state before 'scope ends,
-        // however its body ends, and on the thread that all calls are made on; a call holds its own
-        // reference only while it runs, on the stack above that body.
-        let closure: Rc<Borrowing<'static>> = unsafe { std::mem::transmute(closure) };
+        let call = match self.registered.ended.get() {
+            true => None,
+            // SAFETY: only the lifetime changes. `scope` takes the closure out of the state before 'scope ends,
+            // however its body ends, and on the thread that all calls are made on; a call holds its own
+            // reference only while it runs, on the stack above that body.
+            false => Some(unsafe {
+                std::mem::transmute::<Rc<Borrowing<'scope>>, Rc<Borrowing<'static>>>(closure)
+            }),
+        };
         let scoped = ScopedClosure(Arc::new(State {
             owner: thread::current().id(),
-            call: RefCell::new(Some(closure)),
+            call: RefCell::new(call),
         }));
-        let mut closures = self.closures.borrow_mut();
+        let mut closures = self.registered.closures.borrow_mut();
         // Removes the closures that ended early, so that a long scope does not grow without bound; only
         // when the vector is full, so that the cost per closure stays constant.
         if closures.len() == closures.capacity() {
@@ -106,7 +120,7 @@ impl<'scope> Scope<'scope, '_> {
 }
 
 /// Runs `body` with a scope. Every closure that was registered has been dropped when this returns;
-/// calling one later is an error.
+/// calling one later is an error. A panic of a captured value's destructor resumes here, once all are dropped.
 ///
 /// Closures may borrow values that live outside of `body`:
 ///
@@ -131,21 +145,35 @@ impl<'scope> Scope<'scope, '_> {
 /// });
 /// ```
 pub fn scope<'env, T>(body: impl for<'scope> FnOnce(&'scope Scope<'scope, 'env>) -> T) -> T {
-    struct End(Rc<RefCell<Vec<ScopedClosure>>>);
+    struct End(Rc<Registered>);
     impl Drop for End {
         fn drop(&mut self) {
-            for scoped in self.0.take() {
-                let closure = scoped.0.call.take();
-                drop(closure);
+            // All closures are out of reach before the first is dropped: the destructor of a captured value may
+            // call another closure, register one or panic.
+            self.0.ended.set(true);
+            let registered = self.0.closures.take();
+            let revoked: Vec<_> = registered
+                .iter()
+                .filter_map(|scoped| scoped.0.call.take())
+                .collect();
+            let mut panic = None;
+            for closure in revoked {
+                if let Err(payload) = catch_unwind(AssertUnwindSafe(|| drop(closure))) {
+                    panic.get_or_insert(payload);
+                }
+            }
+            // A second panic during an unwinding would abort.
+            if let Some(payload) = panic.filter(|_| !thread::panicking()) {
+                resume_unwind(payload);
             }
         }
     }
     let scope = Scope {
-        closures: Rc::default(),
+        registered: Rc::default(),
         scope: PhantomData,
         env: PhantomData,
     };
     // Declared after the scope, so dropped before it: the closures may hold references to the scope.
-    let _end = End(Rc::clone(&scope.closures));
+    let _end = End(Rc::clone(&scope.registered));
     body(&scope)
 }

@@ -1,8 +1,9 @@
-//! The identity of a tensor's memory.
+//! The identity and the extent of a tensor's memory.
 
+use std::ops::Range;
 use std::ptr;
 
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use crate::error::{Result, check};
 use crate::ffi;
@@ -46,4 +47,31 @@ impl Drop for StorageId {
         // SAFETY: owned by `self`, freed once.
         unsafe { ffi::od_storage_free(self.raw) }
     }
+}
+
+/// Returns `true` if the memory of two tensors on the CPU may overlap: if the addresses from the first to the last
+/// element of one meet those of the other. Other devices and layouts have no such addresses, nor have tensors
+/// without elements.
+pub fn memory_overlaps(a: &Tensor, b: &Tensor) -> bool {
+    match (addresses(a), addresses(b)) {
+        (Some(a), Some(b)) => a.start < b.end && b.start < a.end,
+        _ => false,
+    }
+}
+
+/// Returns the addresses from the first to the last element.
+fn addresses(tensor: &Tensor) -> Option<Range<usize>> {
+    let addressed = tensor.defined()
+        && tensor.device() == Device::Cpu
+        && !tensor.is_sparse()
+        && !tensor.is_mkldnn();
+    if !addressed || tensor.numel() == 0 {
+        return None;
+    }
+    let element = tensor.kind().elt_size_in_bytes();
+    let dimensions = tensor.size().into_iter().zip(tensor.stride());
+    // Strides are not negative in libtorch.
+    let last: i64 = dimensions.map(|(size, stride)| (size - 1) * stride).sum();
+    let start = tensor.data_ptr() as usize;
+    Some(start..start + (usize::try_from(last).unwrap_or(0) + 1) * element)
 }

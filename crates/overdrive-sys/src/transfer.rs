@@ -1,10 +1,10 @@
-//! Asynchronous copies between host and device.
+//! Copies between host and device, and from memory that no tensor owns.
 
 use std::ptr;
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use crate::device::{device_index, device_type};
+use crate::device::{device_index, device_type, scalar_code};
 use crate::error::{Result, check};
 use crate::ffi;
 use crate::function::handle;
@@ -58,4 +58,36 @@ pub fn copy_async(from: &Tensor, to: &Tensor) -> Result<CopyEvent> {
     let status = unsafe { ffi::od_copy_async(handle(from), handle(to), &raw mut raw) };
     check(status, "copying between host and device")?;
     Ok(CopyEvent { raw })
+}
+
+/// Copies the elements of `kind` in `bytes`, in the order of a contiguous tensor of `to`'s shape, into `to`, which
+/// may have another dtype, another device and any strides. Gradients are not recorded. No dispatch mode sees the
+/// copy, so no tensor of the borrowed bytes outlives this call.
+///
+/// # Errors
+/// [`crate::Error::BadArgument`] if `bytes` has another number of elements than `to` or is not aligned for them,
+/// or for `Bool`, because a byte other than 0 and 1 is no bool; libtorch's errors.
+pub fn copy_bytes(bytes: &[u8], kind: Kind, to: &Tensor) -> Result<()> {
+    let operation = "copying elements";
+    let bad = |message: String| crate::Error::BadArgument {
+        operation: operation.to_owned(),
+        message,
+    };
+    if kind == Kind::Bool {
+        return Err(bad("copy bytes of bools as Uint8".to_owned()));
+    }
+    if bytes.as_ptr().align_offset(kind.elt_size_in_bytes()) != 0 {
+        return Err(bad(format!("the bytes are not aligned for {kind:?}")));
+    }
+    // SAFETY: the shim checks that `bytes` has as many elements as `to`, and only reads them; every bit pattern of
+    // a kind other than `Bool` is a value.
+    let status = unsafe {
+        ffi::od_copy_elements(
+            bytes.as_ptr().cast(),
+            bytes.len(),
+            scalar_code(kind),
+            handle(to),
+        )
+    };
+    check(status, operation)
 }

@@ -22,6 +22,10 @@ fn the_cpu_allocator_counts_caches_and_limits() {
     counts_live_and_peak_bytes();
     a_freed_block_serves_the_next_tensor_of_its_size();
     a_limit_is_an_out_of_memory_error_and_nothing_is_lost();
+    a_limit_counts_cached_blocks_and_returns_them_before_it_refuses();
+    a_steady_loop_takes_no_block_from_the_system();
+    phases_of_other_sizes_reserve_at_most_a_quarter_more_than_the_peak();
+    the_memory_of_a_phase_that_is_over_returns_to_the_system();
     survives_many_threads();
     sizes_of_every_magnitude_are_aligned_and_do_not_overlap();
 }
@@ -91,6 +95,137 @@ fn a_limit_is_an_out_of_memory_error_and_nothing_is_lost() {
         .unwrap_err()
         .to_string();
     assert!(cuda.contains("it must be Cpu"), "{cuda}");
+}
+
+fn stats() -> memory::MemoryStats {
+    memory::stats(Device::Cpu).unwrap()
+}
+
+/// A tensor whose block has exactly `bytes`, the size of a class: the block begins with 64 bytes of its own.
+fn block(bytes: u64) -> Tensor {
+    let floats = i64::try_from((bytes - 64) / 4).unwrap();
+    Tensor::empty([floats], (Kind::Float, Device::Cpu))
+}
+
+fn a_limit_counts_cached_blocks_and_returns_them_before_it_refuses() {
+    memory::empty_cache(Device::Cpu).unwrap();
+    let start = stats();
+    drop(block(32 * MIB));
+    assert_eq!(stats().reserved_bytes, start.reserved_bytes + 32 * MIB);
+    // A lower limit returns what is cached at once, as far as necessary.
+    let limit = start.reserved_bytes + 24 * MIB;
+    memory::set_limit(Device::Cpu, Some(limit)).unwrap();
+    assert_eq!(stats().reserved_bytes, start.reserved_bytes);
+    // A block of another size takes the place of a cached one.
+    drop(block(16 * MIB));
+    assert_eq!(stats().reserved_bytes, start.reserved_bytes + 16 * MIB);
+    let kept = block(10 * MIB);
+    assert_eq!(stats().reserved_bytes, start.reserved_bytes + 10 * MIB);
+    assert!(stats().peak_reserved_bytes >= start.reserved_bytes + 32 * MIB);
+    // A refusal returns nothing that a smaller tensor could use.
+    drop(block(8 * MIB));
+    let refused = Tensor::f_empty([5 << 20], (Kind::Float, Device::Cpu)).unwrap_err();
+    assert!(is_out_of_memory(&refused), "{refused}");
+    assert_eq!(stats().reserved_bytes, start.reserved_bytes + 18 * MIB);
+    // The scratch of kernels counts as tensors do.
+    let mut scratch = memory::Scratch::new();
+    scratch.set(13 * MIB);
+    assert_eq!(stats().scratch_bytes, start.scratch_bytes + 13 * MIB);
+    assert_eq!(stats().reserved_bytes, start.reserved_bytes + 23 * MIB);
+    let refused = Tensor::f_empty([1 << 20], (Kind::Float, Device::Cpu)).unwrap_err();
+    assert!(refused.to_string().contains("scratch"), "{refused}");
+    drop(scratch);
+    assert_eq!(stats().scratch_bytes, start.scratch_bytes);
+    drop(block(8 * MIB));
+    memory::set_limit(Device::Cpu, None).unwrap();
+    drop(kept);
+}
+
+/// The tensors of a training step: those of the forward pass live until the backward pass has used them, whose own
+/// have the same sizes and a few others.
+fn step() {
+    let sizes = [3, 1, 7, 2, 5, 4].map(|size| size * MIB);
+    let mut saved = Vec::new();
+    for _layer in 0..4 {
+        for size in sizes {
+            saved.push(block(size));
+            drop(block(size / 2));
+        }
+    }
+    while let Some(activation) = saved.pop() {
+        let gradient = block(6 * MIB);
+        drop(activation);
+        drop((gradient, block(MIB)));
+    }
+}
+
+fn a_steady_loop_takes_no_block_from_the_system() {
+    memory::empty_cache(Device::Cpu).unwrap();
+    (0..2).for_each(|_| step());
+    let warm = stats();
+    // Enough steps for several decays of the peak.
+    let mut steps = 0;
+    while stats().allocations < warm.allocations + 5 * (1 << 16) {
+        step();
+        steps += 1;
+    }
+    let after = stats();
+    assert!(steps > 1000);
+    assert_eq!(after.system_allocations, warm.system_allocations);
+    assert_eq!(after.system_releases, warm.system_releases);
+    assert_eq!(after.reserved_bytes, warm.reserved_bytes);
+}
+
+fn phases_of_other_sizes_reserve_at_most_a_quarter_more_than_the_peak() {
+    memory::empty_cache(Device::Cpu).unwrap();
+    let start = stats().reserved_bytes;
+    memory::reset_peak(Device::Cpu).unwrap();
+    let peak = 320 * MIB;
+    for size in [10, 20, 40, 80, 16, 32] {
+        let phase: Vec<Tensor> = (0..peak / (size * MIB))
+            .map(|_| block(size * MIB))
+            .collect();
+        drop(phase);
+    }
+    // At every moment, of which this is the highest.
+    let reserved = stats().peak_reserved_bytes;
+    assert!(
+        reserved <= (start + peak) * 5 / 4,
+        "{reserved} of a peak of {peak}"
+    );
+}
+
+fn the_memory_of_a_phase_that_is_over_returns_to_the_system() {
+    memory::empty_cache(Device::Cpu).unwrap();
+    let start = stats();
+    let resident = resident_bytes();
+    let phase: Vec<Tensor> = (0..32).map(|_| block(10 * MIB).fill_(1.0)).collect();
+    drop(phase);
+    assert_eq!(stats().reserved_bytes, start.reserved_bytes + 320 * MIB);
+    // What comes after needs little.
+    while stats().allocations < start.allocations + 10 * (1 << 16) {
+        drop(block(4096));
+    }
+    let after = stats();
+    assert!(
+        after.reserved_bytes <= start.reserved_bytes + 64 * MIB,
+        "{after:?}"
+    );
+    assert!(after.system_releases >= start.system_releases + 25);
+    if let (Some(before), Some(now)) = (resident, resident_bytes()) {
+        // The kernel counts pages of a thread in batches, and other memory of the process changes too.
+        assert!(
+            now < before + 96 * MIB,
+            "{before} bytes were resident, {now} are"
+        );
+    }
+}
+
+/// Returns the bytes of the process in memory.
+fn resident_bytes() -> Option<u64> {
+    let pages = std::fs::read_to_string("/proc/self/statm").ok()?;
+    let pages: u64 = pages.split(' ').nth(1)?.parse().ok()?;
+    Some(pages * 4096)
 }
 
 fn survives_many_threads() {

@@ -4,18 +4,20 @@ use std::fs::{self, File, OpenOptions};
 use std::io::{Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use overdrive_core::Error as CommonError;
+use overdrive_core::{Error as CommonError, files};
 
+use crate::append_file::AppendFile;
 use crate::{Result, StepMetrics, Tracker};
 
 /// A tracker that appends each record to a file as one line of JSON.
 ///
 /// Every line reaches the operating system in one write before [`Tracker::log`] returns, so a
 /// program that is killed leaves complete lines. Only a power failure can truncate one: the
-/// file is synced to the disk by [`Tracker::finish`], not after each line.
+/// file is synced to the disk by [`Tracker::finish`], not after each line. Lines that found no room on a
+/// full disk are written by the next call that finds some.
 #[derive(Debug)]
 pub struct JsonLines {
-    file: File,
+    file: AppendFile,
     path: PathBuf,
 }
 
@@ -48,20 +50,26 @@ impl JsonLines {
     /// [`overdrive_core::Error::Io`]; the file is unchanged then.
     pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
         let path = path.as_ref();
-        let text = match fs::read_to_string(path) {
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => String::new(),
+        // Bytes and not a string: a truncated line may end within a character.
+        let text = match fs::read(path) {
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
             read => read.map_err(CommonError::io("read", path))?,
         };
-        let is_kept = |line: &&str| {
-            let metrics = serde_json::from_str::<StepMetrics>(line);
+        let is_kept = |line: &&[u8]| {
+            let metrics = serde_json::from_slice::<StepMetrics>(line);
             metrics.is_ok_and(|metrics| metrics.step <= step)
         };
-        let kept: String = text.split_inclusive('\n').filter(is_kept).collect();
-        if kept != text {
-            // To another file first: a kill during the write must not lose the lines that are kept.
-            let temporary = path.with_extension("jsonl.tmp");
-            fs::write(&temporary, &kept).map_err(CommonError::io("write", &temporary))?;
-            fs::rename(&temporary, path).map_err(CommonError::io("write", path))?;
+        let lines = text.split_inclusive(|&byte| byte == b'\n');
+        let kept: Vec<u8> = lines.filter(is_kept).flatten().copied().collect();
+        if !text.starts_with(&kept) {
+            files::write(path, &kept)?;
+        } else if kept.len() < text.len() {
+            // Only lines at the end are removed, which needs no room on a full disk.
+            File::options()
+                .write(true)
+                .open(path)
+                .and_then(|file| file.set_len(kept.len() as u64))
+                .map_err(CommonError::io("truncate", path))?;
         }
         Self::append(path)
     }
@@ -81,15 +89,16 @@ impl JsonLines {
             .open(path)
             .map_err(CommonError::io("open", path))?;
         Ok(Self {
-            file,
+            file: AppendFile::new(file),
             path: path.to_owned(),
         })
     }
 
     fn repair_last_line(&mut self) -> std::io::Result<()> {
         let mut bytes = Vec::new();
-        self.file.seek(SeekFrom::Start(0))?;
-        self.file.read_to_end(&mut bytes)?;
+        let file = self.file.file();
+        file.seek(SeekFrom::Start(0))?;
+        file.read_to_end(&mut bytes)?;
         let complete = bytes
             .iter()
             .rposition(|&byte| byte == b'\n')
@@ -100,9 +109,9 @@ impl JsonLines {
         }
         if serde_json::from_slice::<StepMetrics>(rest).is_ok() {
             // Only its line break was lost.
-            return self.file.write_all(b"\n");
+            return file.write_all(b"\n");
         }
-        self.file.set_len(complete as u64)
+        file.set_len(complete as u64)
     }
 }
 
@@ -112,14 +121,14 @@ impl Tracker for JsonLines {
         line.push('\n');
         Ok(self
             .file
-            .write_all(line.as_bytes())
+            .append(line.as_bytes())
             .map_err(CommonError::io("append to", &self.path))?)
     }
 
     fn finish(&mut self) -> Result<()> {
         Ok(self
             .file
-            .sync_data()
+            .sync()
             .map_err(CommonError::io("sync", &self.path))?)
     }
 }

@@ -60,6 +60,7 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod append_file;
 mod error;
 mod json_lines;
 mod progress;

@@ -5,10 +5,9 @@ mod curves;
 mod page;
 mod summary;
 
-use std::fs;
 use std::path::Path;
 
-use overdrive_core::Error as CommonError;
+use overdrive_core::files;
 use overdrive_profiling::Machine;
 use serde_json::Value;
 
@@ -105,5 +104,5 @@ impl Report {
 }
 
 fn write(path: &Path, text: &str) -> Result<()> {
-    Ok(fs::write(path, text).map_err(CommonError::io("write", path))?)
+    Ok(files::write(path, text.as_bytes())?)
 }

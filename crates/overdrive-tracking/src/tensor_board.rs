@@ -6,7 +6,7 @@
 //! full or need the protobuf compiler on the user's machine.
 
 use std::fs::{self, File};
-use std::io::{BufWriter, Write};
+use std::io::{ErrorKind, Write};
 use std::path::{Path, PathBuf};
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -14,6 +14,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use overdrive_core::Error as CommonError;
 use prost::Message;
 
+use crate::append_file::AppendFile;
 use crate::{Result, StepMetrics, Tracker};
 
 /// A tracker that writes scalars and texts as TensorBoard events.
@@ -21,10 +22,11 @@ use crate::{Result, StepMetrics, Tracker};
 /// The tags are those of Hugging Face's trainer (`train/loss`, `train/learning_rate`, `eval/loss`;
 /// see [`StepMetrics::scalars`]). `tensorboard --logdir DIR` shows them. Values are stored as
 /// fp32, the precision of TensorBoard's scalar plugin. The events of each call reach the
-/// operating system before it returns.
+/// operating system before it returns; those that found no room on a full disk are written by the next
+/// call that finds some.
 #[derive(Debug)]
 pub struct TensorBoard {
-    file: BufWriter<File>,
+    file: AppendFile,
     path: PathBuf,
 }
 
@@ -40,17 +42,9 @@ impl TensorBoard {
     pub fn create(folder: impl AsRef<Path>) -> Result<Self> {
         let folder = folder.as_ref();
         fs::create_dir_all(folder).map_err(CommonError::io("create the folder", folder))?;
-        let serial = WRITERS.fetch_add(1, Ordering::Relaxed);
-        // TensorBoard looks for `tfevents` in the name and orders the files by the time after it.
-        let name = format!(
-            "events.out.tfevents.{:010}.overdrive.{}.{serial}",
-            wall_time() as u64,
-            std::process::id(),
-        );
-        let path = folder.join(name);
-        let file = File::create_new(&path).map_err(CommonError::io("create", &path))?;
+        let (file, path) = new_file(folder, wall_time() as u64)?;
         let mut writer = Self {
-            file: BufWriter::new(file),
+            file: AppendFile::new(file),
             path,
         };
         // TensorBoard rejects files that do not begin with this version.
@@ -76,8 +70,9 @@ impl TensorBoard {
             file_version,
             summary,
         };
-        write_record(&mut self.file, &event.encode_to_vec())
-            .and_then(|()| self.file.flush())
+        let mut record = Vec::new();
+        write_record(&mut record, &event.encode_to_vec())
+            .and_then(|()| self.file.append(&record))
             .map_err(CommonError::io("append to", &self.path))?;
         Ok(())
     }
@@ -120,10 +115,26 @@ impl Tracker for TensorBoard {
 
     fn finish(&mut self) -> Result<()> {
         self.file
-            .flush()
-            .and_then(|()| self.file.get_ref().sync_data())
+            .sync()
             .map_err(CommonError::io("sync", &self.path))?;
         Ok(())
+    }
+}
+
+/// Creates an event file for the time `seconds`.
+fn new_file(folder: &Path, seconds: u64) -> Result<(File, PathBuf)> {
+    let process = std::process::id();
+    loop {
+        let serial = WRITERS.fetch_add(1, Ordering::Relaxed);
+        // TensorBoard looks for `tfevents` in the name and orders the files by the time after it.
+        let name = format!("events.out.tfevents.{seconds:010}.overdrive.{process}.{serial}");
+        let path = folder.join(name);
+        match File::create_new(&path) {
+            Ok(file) => return Ok((file, path)),
+            // A container that restarts within the second has the same process id.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            Err(source) => return Err(CommonError::io("create", path)(source).into()),
+        }
     }
 }
 
@@ -288,6 +299,21 @@ mod tests {
         let first = TensorBoard::create(folder.path()).expect("first");
         let second = TensorBoard::create(folder.path()).expect("second");
         assert_ne!(first.path(), second.path());
+    }
+
+    #[test]
+    fn a_file_of_another_process_with_the_same_id_is_kept() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let next = WRITERS.load(Ordering::Relaxed);
+        let process = std::process::id();
+        for serial in next..next + 50 {
+            let name = format!("events.out.tfevents.0000000007.overdrive.{process}.{serial}");
+            fs::write(folder.path().join(name), "theirs").expect("writes");
+        }
+        let (_file, path) = new_file(folder.path(), 7).expect("a free name");
+        assert_eq!(fs::read(path).expect("reads"), b"");
+        let files = fs::read_dir(folder.path()).expect("a folder");
+        assert_eq!(files.count(), 51);
     }
 
     #[test]

@@ -48,6 +48,8 @@ pub trait Tracker {
 #[derive(Default)]
 pub struct Trackers {
     trackers: Vec<Box<dyn Tracker + Send>>,
+    /// If `true`, the last record of [`log_or_warn`](Self::log_or_warn) was not stored by every tracker.
+    failing: bool,
 }
 
 impl Trackers {
@@ -71,6 +73,26 @@ impl Trackers {
     /// Returns `true` if there are no trackers.
     pub fn is_empty(&self) -> bool {
         self.trackers.is_empty()
+    }
+
+    /// Records one step as [`Tracker::log`] does, for a loop that must go on also when the disk is full. Returns a
+    /// line for the user when a tracker fails and when all work again, and `None` in between. The files of this
+    /// crate then get the records that they lack.
+    #[must_use = "the line tells the user that metrics are missing"]
+    pub fn log_or_warn(&mut self, metrics: &StepMetrics) -> Option<String> {
+        let step = metrics.step;
+        let outcome = self.log(metrics);
+        let failed_before = std::mem::replace(&mut self.failing, outcome.is_err());
+        match outcome {
+            Err(error) if !failed_before => Some(format!(
+                "warning: the metrics of step {step} were not recorded: {error}; training continues, and the next \
+                 steps try again"
+            )),
+            Ok(()) if failed_before => {
+                Some(format!("metrics are recorded again since step {step}"))
+            }
+            _ => None,
+        }
     }
 
     fn each(&mut self, mut send: impl FnMut(&mut dyn Tracker) -> Result<()>) -> Result<()> {

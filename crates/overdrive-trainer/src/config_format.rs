@@ -5,7 +5,7 @@ use std::path::Path;
 
 use serde_json::Value;
 
-use overdrive_core::Error as CommonError;
+use overdrive_core::{Error as CommonError, files};
 
 use crate::{Error, Layers, Result, TrainingArguments};
 
@@ -106,7 +106,7 @@ impl TrainingArguments {
         Ok(text)
     }
 
-    /// Writes the configuration to a file, in the format of its extension. Reading it with
+    /// Writes the configuration to a file atomically, in the format of its extension. Reading it with
     /// [`Layers::file`](crate::Layers::file) returns an equal configuration.
     ///
     /// # Errors
@@ -114,6 +114,6 @@ impl TrainingArguments {
     pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
         let path = path.as_ref();
         let text = self.to_text(ConfigFormat::of(path)?)?;
-        Ok(fs::write(path, text).map_err(CommonError::io("write", path))?)
+        Ok(files::write(path, text.as_bytes())?)
     }
 }

@@ -221,6 +221,32 @@ pub enum Error {
         missing: &'static str,
     },
 
+    /// The data, the tokenizer or an argument is not the one that a snapshot was saved with.
+    #[error(
+        "{} was saved with other inputs: {}; give the same ones again, start a new run with another `--out DIR`, or \
+         resume nevertheless with `--resume-with-changes`",
+        snapshot.display(),
+        differences.join(", ")
+    )]
+    InputsDiffer {
+        /// The folder of the snapshot.
+        snapshot: PathBuf,
+        /// The inputs that differ, each with both values.
+        differences: Vec<String>,
+    },
+
+    /// The data, the tokenizer or an argument of a process is not that of rank 0.
+    #[error(
+        "rank {rank} has other inputs than rank 0: {}; give all processes the same data, tokenizer and arguments",
+        differences.join(", ")
+    )]
+    RankDiffers {
+        /// The first rank that differs.
+        rank: usize,
+        /// The inputs that differ, each with both values.
+        differences: Vec<String>,
+    },
+
     /// A run cannot resume from a snapshot, or save one.
     #[error(transparent)]
     Snapshot(#[from] overdrive_snapshot::Error),
@@ -229,8 +255,8 @@ pub enum Error {
     #[error(transparent)]
     Distributed(#[from] overdrive_distributed::Error),
 
-    /// The handlers of Ctrl-C and SIGTERM could not be installed.
-    #[error("cannot install the handlers of Ctrl-C and SIGTERM: {source}")]
+    /// The handlers of Ctrl-C, SIGTERM, SIGHUP and SIGQUIT could not be installed.
+    #[error("cannot install the handlers of Ctrl-C, SIGTERM, SIGHUP and SIGQUIT: {source}")]
     Signals {
         /// The error of the operating system.
         source: std::io::Error,

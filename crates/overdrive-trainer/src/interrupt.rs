@@ -1,18 +1,29 @@
-//! Handling of Ctrl-C and SIGTERM.
+//! Handling of the signals that end a run.
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread;
+use std::time::{Duration, Instant};
 
 use overdrive_core::INTERRUPTED_EXIT_CODE;
-use signal_hook::consts::{SIGINT, SIGTERM};
-use signal_hook::flag;
+use overdrive_sys::process::ignores_signal;
+use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::iterator::Signals;
 
 use crate::{Error, Result};
 
-/// A flag that the first Ctrl-C (or SIGTERM, which schedulers and containers send) sets. The training loop
-/// checks it after each step, saves and returns. The second signal ends the program at once with
-/// [`overdrive_core::INTERRUPTED_EXIT_CODE`], 130.
+/// The time after the first signal in which Ctrl-C is the same request: a launcher, a container and a terminal may
+/// all send it to the same process.
+const SAME_REQUEST: Duration = Duration::from_secs(1);
+
+/// A flag that the first Ctrl-C sets, or SIGTERM, SIGHUP or SIGQUIT, which schedulers, containers and closed terminals
+/// send. The training loop checks it after each step, saves and returns.
+///
+/// Ctrl-C again, at least one second after the first signal, ends the program at once with
+/// [`overdrive_core::INTERRUPTED_EXIT_CODE`], 130: it comes from a person who waits. Other signals never do, however
+/// often they come, because a control group sends SIGTERM to a process to which its launcher sends it too; SIGKILL
+/// remains for those who insist. SIGHUP stays ignored in a program that `nohup` has started.
 ///
 /// ```no_run
 /// // Not run: it would change how the test program reacts to signals.
@@ -37,20 +48,30 @@ pub struct Interrupt {
 static INSTALLED: Mutex<Option<Interrupt>> = Mutex::new(None);
 
 impl Interrupt {
-    /// Installs handlers for both signals. Further calls return the same flag. A program that saved its state
+    /// Installs handlers for the signals. Further calls return the same flag. A program that saved its state
     /// after a signal exits with [`overdrive_core::SAVED_EXIT_CODE`], so that schedulers can distinguish it
     /// from success and from failure, and one that saved nothing with [`overdrive_core::INTERRUPTED_EXIT_CODE`].
     ///
     /// # Errors
     /// [`Error::Signals`] if the system refuses.
     pub fn install() -> Result<Self> {
+        // Without destructors: they may wait for the threads that are to be stopped.
+        Self::install_with(|| signal_hook::low_level::exit(INTERRUPTED_EXIT_CODE.into()))
+    }
+
+    /// Installs the handlers as [`install`](Self::install) does, for a program that has to end others first: the second
+    /// Ctrl-C calls `at_once` instead of ending the program. The first call of either decides.
+    ///
+    /// # Errors
+    /// [`Error::Signals`] if the system refuses.
+    pub fn install_with(at_once: impl Fn() + Send + 'static) -> Result<Self> {
         let mut installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(interrupt) = installed.as_ref() {
             return Ok(interrupt.clone());
         }
         let interrupt = Self::manual();
         interrupt
-            .register()
+            .watch_signals(at_once)
             .map_err(|source| Error::Signals { source })?;
         Ok(installed.insert(interrupt).clone())
     }
@@ -64,8 +85,15 @@ impl Interrupt {
 
     /// Returns `true` if the loop should save and return.
     pub fn requested(&self) -> bool {
-        // The ordering that signal-hook stores with; once a step its cost does not matter.
+        // Once a step the cost of this ordering does not matter.
         self.raised.load(Ordering::SeqCst)
+    }
+
+    /// Returns `true` if this process has installed the handlers and a signal has come: for work deep inside a loop,
+    /// such as an evaluation, that need not be finished.
+    pub fn is_requested() -> bool {
+        let installed = INSTALLED.lock().unwrap_or_else(PoisonError::into_inner);
+        installed.as_ref().is_some_and(Self::requested)
     }
 
     /// Sets the flag, as a signal does.
@@ -73,15 +101,37 @@ impl Interrupt {
         self.raised.store(true, Ordering::SeqCst);
     }
 
-    fn register(&self) -> io::Result<()> {
-        for signal in [SIGINT, SIGTERM] {
-            // The order matters: the shutdown handler must see the flag as it was before this signal.
-            let raised = Arc::clone(&self.raised);
-            flag::register_conditional_shutdown(signal, INTERRUPTED_EXIT_CODE.into(), raised)?;
-            flag::register(signal, Arc::clone(&self.raised))?;
+    /// Returns the flag itself, such as for [`Launch::stop_when`](overdrive_distributed::Launch::stop_when).
+    pub fn flag(&self) -> Arc<AtomicBool> {
+        Arc::clone(&self.raised)
+    }
+
+    fn watch_signals(&self, at_once: impl Fn() + Send + 'static) -> io::Result<()> {
+        let mut handled = vec![SIGINT, SIGTERM, SIGQUIT];
+        if !ignores_signal(SIGHUP) {
+            handled.push(SIGHUP);
         }
+        let mut signals = Signals::new(handled)?;
+        let interrupt = self.clone();
+        thread::Builder::new()
+            .name("od-signals".to_owned())
+            .spawn(move || {
+                let mut first = None;
+                for signal in signals.forever() {
+                    interrupt.request();
+                    let since_first = first.get_or_insert_with(Instant::now).elapsed();
+                    if ends_at_once(signal, since_first) {
+                        at_once();
+                    }
+                }
+            })?;
         Ok(())
     }
+}
+
+/// Returns `true` if a signal is the second request of a person; `since_first` is the time since the first signal.
+fn ends_at_once(signal: i32, since_first: Duration) -> bool {
+    signal == SIGINT && since_first >= SAME_REQUEST
 }
 
 #[cfg(test)]
@@ -95,5 +145,22 @@ mod tests {
         assert!(!clone.requested());
         interrupt.request();
         assert!(clone.requested());
+    }
+
+    #[test]
+    fn only_ctrl_c_after_a_second_ends_at_once() {
+        let (soon, later) = (Duration::from_millis(999), Duration::from_secs(1));
+        for (signal, since_first, expected) in [
+            (SIGINT, Duration::ZERO, false),
+            (SIGINT, soon, false),
+            (SIGINT, later, true),
+            (SIGTERM, Duration::from_millis(20), false),
+            (SIGTERM, later, false),
+            (SIGHUP, later, false),
+            (SIGQUIT, later, false),
+        ] {
+            let found = ends_at_once(signal, since_first);
+            assert_eq!(found, expected, "{signal} after {since_first:?}");
+        }
     }
 }

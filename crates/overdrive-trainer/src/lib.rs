@@ -63,6 +63,7 @@ mod estimates;
 mod evaluation;
 mod execution_arguments;
 mod finetune;
+mod fingerprints;
 mod interrupt;
 mod keys;
 mod model_arguments;
@@ -89,6 +90,7 @@ pub use finetune::{
     ComputeDtype, FinetuneArguments, InstructionData, Quant4Type, TargetModulesArgument,
     TemplateFormat,
 };
+pub use fingerprints::Fingerprints;
 pub use interrupt::Interrupt;
 pub use keys::ConfigArgs;
 pub use model_arguments::ModelArguments;

@@ -88,24 +88,35 @@ impl ModelArguments {
     /// assert_eq!(untied.parameters(4096), 5_795_072 + 4096 * 256);
     /// ```
     pub fn parameters(&self, vocab_size: u64) -> u64 {
+        // In 128 bits, and saturating: `validate` refuses what does not fit.
+        let product = |factors: &[u64]| {
+            let factors = factors.iter().map(|&factor| u128::from(factor));
+            factors.fold(1, u128::saturating_mul)
+        };
         let hidden = self.hidden_size;
-        let queries = self.num_attention_heads * self.head_features();
-        let keys = self.key_value_heads() * self.head_features();
-        // The projections of query and output, and of key and value.
-        let attention = hidden * (2 * queries + 2 * keys);
-        let attention_bias = queries + 2 * keys + hidden;
-        // Gate, up and down.
-        let mlp = 3 * hidden * self.intermediate_size;
-        let mlp_bias = 2 * self.intermediate_size + hidden;
-        let norms = 2 * hidden;
-        let layer = attention
-            + u64::from(self.attention_bias) * attention_bias
-            + mlp
-            + u64::from(self.mlp_bias) * mlp_bias
-            + norms;
+        let queries = product(&[self.num_attention_heads, self.head_features()]);
+        let keys = product(&[self.key_value_heads(), self.head_features()]);
+        let both = queries.saturating_add(keys).saturating_mul(2);
+        let biased = |bias: bool| u128::from(bias);
+        let inner = u128::from(self.intermediate_size);
+        let width = u128::from(hidden);
+        let layer = [
+            // The projections of query and output, and of key and value.
+            both.saturating_mul(width),
+            biased(self.attention_bias) * both.saturating_sub(queries).saturating_add(width),
+            // Gate, up and down.
+            product(&[3, hidden, self.intermediate_size]),
+            biased(self.mlp_bias) * (2 * inner + width),
+            // Norms.
+            2 * width,
+        ];
+        let layer = layer.into_iter().fold(0, u128::saturating_add);
         // Tied weights are stored once.
-        let embeddings = vocab_size * hidden * if self.tie_word_embeddings { 1 } else { 2 };
-        embeddings + self.num_hidden_layers * layer + hidden
+        let tables = if self.tie_word_embeddings { 1 } else { 2 };
+        let all = product(&[vocab_size, hidden, tables])
+            .saturating_add(layer.saturating_mul(self.num_hidden_layers.into()))
+            .saturating_add(width);
+        u64::try_from(all).unwrap_or(u64::MAX)
     }
 
     /// Returns the `config.json` of this model in Hugging Face's format.
@@ -138,7 +149,7 @@ impl ModelArguments {
     ///
     /// # Errors
     /// [`Error::Common`](crate::Error::Common) with the key.
-    pub(crate) fn validate(&self, context_length: u64) -> Result<()> {
+    pub(crate) fn validate(&self, vocab_size: u64, context_length: u64) -> Result<()> {
         if self.model_type != "llama" {
             let expected = "`llama`, the only architecture that can be trained from scratch";
             return invalid("model.model_type", &self.model_type, expected);
@@ -164,6 +175,19 @@ impl ModelArguments {
                 self.key_value_heads(),
                 expected,
             );
+        }
+        const MAX_LAYERS: u64 = 1 << 16;
+        if self.num_hidden_layers > MAX_LAYERS {
+            let expected = format!("at most {MAX_LAYERS}");
+            return invalid("model.num_hidden_layers", self.num_hidden_layers, expected);
+        }
+        // libtorch counts bytes in 63 bits, and a parameter has up to eight.
+        let (parameters, most) = (self.parameters(vocab_size), i64::MAX.unsigned_abs() / 8);
+        if parameters > most {
+            let expected = format!(
+                "of at most {most} parameters; make `hidden_size` or `intermediate_size` smaller"
+            );
+            return invalid("model", format!("of {parameters} parameters"), expected);
         }
         let positions = self.max_position_embeddings.unwrap_or(context_length);
         if positions < context_length {

@@ -78,13 +78,17 @@ impl TrainingPlan {
         let left = position.batches.saturating_sub(position.next_batch);
         let left_in_epoch = left.div_ceil(self.micro_batches.max(1)) as u64;
         // The steps that lead to this position if all have the size of this plan.
-        let done = ((position.epoch + 1) * self.steps_per_epoch).saturating_sub(left_in_epoch);
+        // Saturating: the position stands in a file.
+        let epochs = position.epoch.saturating_add(1);
+        let done = epochs
+            .saturating_mul(self.steps_per_epoch)
+            .saturating_sub(left_in_epoch);
         Self {
             total_steps: match self.ends_by_epochs {
-                true => steps + self.total_steps.saturating_sub(done),
+                true => steps.saturating_add(self.total_steps.saturating_sub(done)),
                 false => self.total_steps,
             },
-            first_epoch_end: steps + left_in_epoch,
+            first_epoch_end: steps.saturating_add(left_in_epoch),
             ..self
         }
     }

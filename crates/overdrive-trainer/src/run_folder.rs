@@ -3,9 +3,11 @@
 use std::fs;
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
 
-use overdrive_core::Error as CommonError;
+use overdrive_core::{Error as CommonError, files};
 use overdrive_distributed::ProcessGroup;
+use overdrive_snapshot::FolderLock;
 use serde::{Deserialize, Serialize};
 
 use crate::validate::invalid;
@@ -21,6 +23,9 @@ const LOSS: &str = "loss.svg";
 const TENSORBOARD: &str = "tensorboard";
 const MODEL: &str = "model";
 const AVERAGED_MODEL: &str = "model_ema";
+/// The prefixes of the folders that overdrive-snapshot makes.
+const CHECKPOINT: &str = "checkpoint-";
+const ABANDONED: &str = "abandoned-";
 
 /// The folder of a run and its files:
 ///
@@ -33,7 +38,12 @@ const AVERAGED_MODEL: &str = "model_ema";
 ///     loss.svg             the loss curve of the report
 ///     model/               config.json, model.safetensors, tokenizer.json
 ///     model_ema/           the same with averaged weights, if `ema_decay` is set
+///     checkpoint-120/      a snapshot
+///     abandoned-1/         snapshots of a branch that the run has left by resuming from an earlier one
 /// ```
+///
+/// A run locks its folder before it writes or removes anything there, and holds the lock until this value and its
+/// clones are dropped.
 ///
 /// ```
 /// use overdrive_trainer::{Preset, RunFolder};
@@ -49,20 +59,33 @@ const AVERAGED_MODEL: &str = "model_ema";
 /// assert!(RunFolder::create(&arguments).is_err());
 /// # Ok::<(), Box<dyn std::error::Error>>(())
 /// ```
-#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[derive(Debug, Clone, Serialize, Deserialize)]
 pub struct RunFolder {
     root: PathBuf,
+    /// Taken when something is written for the first time, and shared by all clones.
+    #[serde(skip)]
+    lock: Arc<Mutex<Option<FolderLock>>>,
 }
+
+impl PartialEq for RunFolder {
+    fn eq(&self, other: &Self) -> bool {
+        self.root == other.root
+    }
+}
+
+impl Eq for RunFolder {}
 
 impl RunFolder {
     /// Creates the folder of a run and writes the configuration into it.
     ///
     /// Without `output_dir` it is `runs/<preset>-<number>` in the working directory, with the next free
     /// number; two programs that start at the same time get two folders. A given folder may hold anything
-    /// but a run; with `overwrite_output_dir` the files of that run (and no others) are removed.
+    /// but a run; with `overwrite_output_dir` the files of that run (and no others) are removed, unless it is still
+    /// running.
     ///
     /// # Errors
-    /// [`Error::RunExists`], [`Error::InTheWay`], [`Error::NotWritable`].
+    /// [`Error::RunExists`], [`Error::InTheWay`], [`Error::NotWritable`], and
+    /// [`overdrive_snapshot::Error::Locked`] while another run writes there.
     pub fn create(arguments: &TrainingArguments) -> Result<Self> {
         let run = Self::make(arguments, arguments.preset.name())?;
         run.write_arguments(arguments)?;
@@ -95,6 +118,7 @@ impl RunFolder {
             let Some(run) = Self::to_resume(arguments)? else {
                 return Self::create(arguments);
             };
+            run.lock()?;
             run.write_arguments(arguments)?;
             Ok(run)
         })
@@ -113,7 +137,15 @@ impl RunFolder {
                 }
             },
             Some(ResumeFromCheckpoint::Folder(snapshot)) => {
-                let parent = || snapshot.parent().map(Path::to_path_buf);
+                let parent = || {
+                    let parent = snapshot.parent()?;
+                    // A snapshot of an abandoned branch lies one folder deeper.
+                    let run = match is_numbered(parent, &[ABANDONED]) {
+                        true => parent.parent()?,
+                        false => parent,
+                    };
+                    Some(run.to_path_buf())
+                };
                 arguments.output_dir.clone().or_else(parent)
             }
         };
@@ -134,7 +166,7 @@ impl RunFolder {
     /// # Errors
     /// [`Error::NoRun`].
     pub fn open(root: impl Into<PathBuf>) -> Result<Self> {
-        let run = Self { root: root.into() };
+        let run = Self::at(root);
         if run.arguments().is_file() {
             Ok(run)
         } else {
@@ -143,6 +175,28 @@ impl RunFolder {
                 missing: ARGUMENTS,
             })
         }
+    }
+
+    fn at(root: impl Into<PathBuf>) -> Self {
+        Self {
+            root: root.into(),
+            lock: Arc::default(),
+        }
+    }
+
+    /// Locks the folder against other runs, unless it is locked by this value already, and returns the lock.
+    pub(crate) fn lock(&self) -> Result<FolderLock> {
+        let mut held = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        if let Some(lock) = held.as_ref() {
+            return Ok(lock.clone());
+        }
+        let lock = FolderLock::acquire(&self.root).map_err(|error| match error {
+            overdrive_snapshot::Error::Common(CommonError::Io { source, .. }) => {
+                not_writable(&self.root, source)
+            }
+            other => other.into(),
+        })?;
+        Ok(held.insert(lock).clone())
     }
 
     /// Returns the path of the folder.
@@ -186,44 +240,63 @@ impl RunFolder {
     }
 
     fn given(root: &Path, overwrite: bool) -> Result<Self> {
-        let run = Self {
-            root: root.to_owned(),
-        };
+        let run = Self::at(root);
         if root.exists() && !root.is_dir() {
             return Err(Error::InTheWay {
                 path: root.to_owned(),
             });
         }
         fs::create_dir_all(root).map_err(|source| not_writable(root, source))?;
+        // Before the lock too, so that a refused folder does not get a lock file.
+        run.check_free(overwrite)?;
+        let lock = run.lock()?;
+        run.check_free(overwrite)?;
         if run.arguments().exists() {
-            if !overwrite {
-                return Err(Error::RunExists { path: run.root });
+            if !lock.is_exclusive() {
+                let expected = "false on a file system without locks, where that run may still be running; \
+                                remove the folder yourself, or choose another one with `--out DIR`";
+                return invalid("overwrite_output_dir", true, expected);
             }
             run.clear()?;
         }
-        // Without a configuration beside it, a file of this name was not written by a run.
-        let names = [
-            run.metrics(),
-            run.report(),
-            run.loss(),
-            run.tensorboard(),
-            run.model(),
-            run.averaged_model(),
-        ];
-        match names.into_iter().find(|path| path.exists()) {
-            Some(path) => Err(Error::InTheWay { path }),
-            None => Ok(run),
-        }
+        Ok(run)
     }
 
-    /// Removes the files of a run. The configuration is the last, so that an interrupted removal leaves a folder
-    /// that is still recognized as a run.
-    fn clear(&self) -> Result<()> {
-        for folder in self.snapshot_folders()?.into_iter().chain([
+    /// Checks that the folder holds no run, or one that may be overwritten, and no file of others that a run would
+    /// overwrite.
+    fn check_free(&self, overwrite: bool) -> Result<()> {
+        if self.arguments().exists() {
+            return match overwrite {
+                true => Ok(()),
+                false => Err(Error::RunExists {
+                    path: self.root.clone(),
+                }),
+            };
+        }
+        // Without a configuration beside it, a file of this name was not written by a run.
+        let names = [
+            self.metrics(),
+            self.report(),
+            self.loss(),
             self.tensorboard(),
             self.model(),
             self.averaged_model(),
-        ]) {
+        ];
+        match names.into_iter().find(|path| path.exists()) {
+            Some(path) => Err(Error::InTheWay { path }),
+            None => Ok(()),
+        }
+    }
+
+    /// Removes the files of a run, which must be locked. The configuration is the last, so that an interrupted removal leaves a folder
+    /// that is still recognized as a run.
+    fn clear(&self) -> Result<()> {
+        let snapshots = self.numbered_folders(&[CHECKPOINT, ABANDONED])?;
+        for folder in
+            snapshots
+                .into_iter()
+                .chain([self.tensorboard(), self.model(), self.averaged_model()])
+        {
             ignore_missing(fs::remove_dir_all(&folder))
                 .map_err(CommonError::io("remove", folder))?;
         }
@@ -233,16 +306,27 @@ impl RunFolder {
         Ok(())
     }
 
-    /// Returns the folders of the snapshots, complete or not.
-    fn snapshot_folders(&self) -> Result<Vec<PathBuf>> {
+    /// Returns the folders in the run's folder whose names are one of `prefixes` and a number: those of snapshots,
+    /// complete or not, and those of abandoned snapshots.
+    fn numbered_folders(&self, prefixes: &[&str]) -> Result<Vec<PathBuf>> {
         let entries = fs::read_dir(&self.root).map_err(CommonError::io("list", &self.root))?;
         let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-        let is_snapshot = |path: &PathBuf| {
-            let name = path.file_name().unwrap_or_default().to_string_lossy();
-            let number = name.strip_prefix("checkpoint-").map(str::parse::<u64>);
-            path.is_dir() && matches!(number, Some(Ok(_)))
-        };
-        Ok(paths.filter(is_snapshot).collect())
+        let is_listed = |path: &PathBuf| path.is_dir() && is_numbered(path, prefixes);
+        Ok(paths.filter(is_listed).collect())
+    }
+
+    /// Copies the metrics into new folders of abandoned snapshots, before the lines of the abandoned branch are
+    /// removed.
+    pub(crate) fn keep_abandoned_metrics(&self) -> Result<()> {
+        let metrics = self.metrics();
+        for folder in self.numbered_folders(&[ABANDONED])? {
+            let copy = folder.join(METRICS);
+            if metrics.exists() && !copy.exists() {
+                let bytes = fs::read(&metrics).map_err(CommonError::io("read", &metrics))?;
+                files::write(copy, &bytes)?;
+            }
+        }
+        Ok(())
     }
 
     fn numbered(parent: &Path, name: &str) -> Result<Self> {
@@ -252,7 +336,11 @@ impl RunFolder {
         loop {
             let root = parent.join(format!("{name}-{number:03}"));
             match fs::create_dir(&root) {
-                Ok(()) => return Ok(Self { root }),
+                Ok(()) => {
+                    let run = Self::at(root);
+                    run.lock()?;
+                    return Ok(run);
+                }
                 // `create_dir` fails if the folder exists, so two programs cannot get the same number.
                 // Another program has created it in the meantime.
                 Err(error) if error.kind() == ErrorKind::AlreadyExists => number += 1,
@@ -270,7 +358,14 @@ pub(crate) fn on_main(
     match group.world_size() {
         1 => open(),
         // In a larger world the error travels as text, because not every error can be serialized.
-        _ => Ok(group.on_main("open the run's folder", open)?),
+        _ => {
+            let mut own = None;
+            let opened = group.on_main("open the run's folder", || {
+                open().inspect(|run| own = Some(run.clone()))
+            })?;
+            // What travels is the path. Rank 0 keeps the folder that it has locked.
+            Ok(own.unwrap_or(opened))
+        }
     }
 }
 
@@ -279,6 +374,13 @@ fn not_writable(path: &Path, source: std::io::Error) -> Error {
         path: path.to_owned(),
         source,
     }
+}
+
+/// Returns `true` if the name is one of `prefixes` and a number.
+fn is_numbered(path: &Path, prefixes: &[&str]) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let number = prefixes.iter().find_map(|prefix| name.strip_prefix(prefix));
+    matches!(number.map(str::parse::<u64>), Some(Ok(_)))
 }
 
 /// Treats a missing file as removed.

@@ -4,14 +4,17 @@ use overdrive_datasets::{DeviceLoader, OnDevice};
 use overdrive_distributed::ProcessGroup;
 use overdrive_optim::Ema;
 use overdrive_profiling::LoaderTotals;
-use overdrive_snapshot::{Scope, Snapshot, SnapshotManager};
+use overdrive_snapshot::{Scope, Snapshot, SnapshotManager, SnapshotOptions};
 use overdrive_tracking::{JsonLines, TensorBoard, Trackers};
 use tch::Tensor;
 
 use serde::{Deserialize, Serialize};
 
 use crate::evaluation::Metric;
-use crate::{ReportTo, Result, ResumeFromCheckpoint, RunFolder, TrainingArguments, TrainingPlan};
+use crate::{
+    Fingerprints, ReportTo, Result, ResumeFromCheckpoint, RunFolder, TrainingArguments,
+    TrainingPlan,
+};
 
 impl RunFolder {
     /// Opens the snapshots of the folder, `checkpoint-<step>`. Each process of `group` calls it.
@@ -23,7 +26,13 @@ impl RunFolder {
         group: &ProcessGroup,
         arguments: &TrainingArguments,
     ) -> Result<SnapshotManager> {
-        let (ranks, options) = (Box::new(group.clone()), arguments.snapshot_options());
+        // A rank that returned an error here would leave the others waiting: the manager fails on all of them.
+        let lock = group.is_main().then(|| self.lock().ok()).flatten();
+        let options = SnapshotOptions {
+            lock,
+            ..arguments.snapshot_options()
+        };
+        let ranks = Box::new(group.clone());
         Ok(SnapshotManager::with_ranks(self.root(), options, ranks)?)
     }
 
@@ -31,7 +40,7 @@ impl RunFolder {
     /// run that resumes from `resumed_step` keeps the lines up to it; a new run (0) truncates the file.
     ///
     /// # Errors
-    /// An error if a file cannot be created.
+    /// An error if a file cannot be created, and [`overdrive_snapshot::Error::Locked`] if another run writes there.
     pub fn trackers(
         &self,
         group: &ProcessGroup,
@@ -41,6 +50,12 @@ impl RunFolder {
         // Metrics are sums over all processes, so one file is enough.
         if !group.is_main() {
             return Ok(Trackers::new());
+        }
+        self.lock()?;
+        if resumed_step > 0
+            && let Err(error) = self.keep_abandoned_metrics()
+        {
+            tracing::warn!("the metrics of the abandoned branch are not kept: {error}");
         }
         // Whatever `report_to` says, because a resumed run continues this file.
         let mut trackers = Trackers::new().with(JsonLines::resume(self.metrics(), resumed_step)?);
@@ -53,15 +68,40 @@ impl RunFolder {
 
 impl TrainingArguments {
     /// Returns the snapshot that `resume_from_checkpoint` selects; `None` for a new run, and if there is no
-    /// snapshot yet. Each process of the run calls it.
+    /// snapshot yet. Each process of the run calls it, with the fingerprints of its inputs.
     ///
     /// # Errors
-    /// An error if the named snapshot is damaged, or the folder cannot be read.
-    pub fn snapshot_to_resume(&self, snapshots: &SnapshotManager) -> Result<Option<Snapshot>> {
-        Ok(match &self.resume_from_checkpoint {
+    /// An error if the named snapshot is damaged, if there are snapshots and all of them are, or if a file cannot be
+    /// read; [`Error::InputsDiffer`](crate::Error::InputsDiffer) if the snapshot was saved with other inputs and
+    /// `resume_with_changes` is not set.
+    pub fn snapshot_to_resume(
+        &self,
+        snapshots: &SnapshotManager,
+        fingerprints: &Fingerprints,
+    ) -> Result<Option<Snapshot>> {
+        let found = match &self.resume_from_checkpoint {
             None | Some(ResumeFromCheckpoint::Latest(false)) => None,
             Some(ResumeFromCheckpoint::Latest(true)) => snapshots.latest()?,
-            Some(ResumeFromCheckpoint::Folder(folder)) => Some(Snapshot::open(folder)?),
+            Some(ResumeFromCheckpoint::Folder(folder)) => Some(snapshots.open_snapshot(folder)?),
+        };
+        if let Some(snapshot) = &found
+            && let Some(warning) = fingerprints.check(snapshot, self)?
+            && snapshots.is_main()
+        {
+            tracing::warn!("{warning}");
+        }
+        Ok(found)
+    }
+
+    /// Returns the snapshots from which the run may resume, the first choice first. Their files have their lengths and
+    /// were not read.
+    pub(crate) fn listed_snapshots(&self) -> Result<Vec<Snapshot>> {
+        if let Some(ResumeFromCheckpoint::Folder(folder)) = &self.resume_from_checkpoint {
+            return Ok(vec![Snapshot::open_unverified(folder)?]);
+        }
+        Ok(match RunFolder::to_resume(self)? {
+            Some(run) => Snapshot::list(run.root())?,
+            None => Vec::new(),
         })
     }
 

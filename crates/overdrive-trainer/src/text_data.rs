@@ -1,6 +1,6 @@
 //! The data of a training run: text, tokenizer, token store, split.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use overdrive_datasets::{
     Batch, Dataset, DeviceLoader, LastWindow, RowLayout, SequentialWindows, SplitBy, SplitOptions,
@@ -16,9 +16,9 @@ use crate::{DataShard, Result, SequenceMode, TrainingArguments};
 
 /// The text of a run: tokenized, cached, and split by document.
 ///
-/// Without `data` it is the Rust source code that Cargo keeps on this machine. Without `tokenizer` a
-/// byte-level BPE of `vocab_size` tokens is trained on the text. Both are cached
-/// (`overdrive_datasets::default_cache_dir`), so the next run on the same text reuses them.
+/// Without `data` it is the Rust source code that Cargo keeps on this machine. Without `tokenizer` a run that
+/// resumes uses that of its snapshot, and for a new run a byte-level BPE of `vocab_size` tokens is trained on the
+/// text. Both are cached (`overdrive_datasets::default_cache_dir`), so the next run on the same text reuses them.
 #[derive(Debug)]
 pub struct TextData {
     /// The tokenizer.
@@ -52,9 +52,19 @@ impl TextData {
     ) -> Result<Self> {
         let source = TextSource::open(arguments)?;
         source.describe(arguments, &mut say);
-        let tokenizer = match &arguments.tokenizer {
-            Some(path) => load_tokenizer(path)?,
-            None => {
+        let of_snapshot = match &arguments.tokenizer {
+            Some(_) => None,
+            None => tokenizer_of_snapshot(arguments)?,
+        };
+        let tokenizer = match (&arguments.tokenizer, of_snapshot) {
+            (Some(path), _) => load_tokenizer(path)?,
+            (None, Some((snapshot, tokenizer))) => {
+                let tokens = tokenizer.get_vocab_size(true);
+                let snapshot = snapshot.display();
+                say(&format!("tokenizer   that of {snapshot}, {tokens} tokens"));
+                tokenizer
+            }
+            (None, None) => {
                 let vocab_size = usize::try_from(arguments.vocab_size).unwrap_or(usize::MAX);
                 let bpe = source.train_tokenizer(vocab_size, cache)?;
                 say(&format!(
@@ -196,6 +206,22 @@ impl TextData {
         let windows = windows(&self.train, arguments).map_or(0, |windows| windows.len());
         arguments.micro_batches_of(windows)
     }
+}
+
+/// Returns the tokenizer of the snapshot from which the run resumes, and the folder of the snapshot. The weights
+/// belong to the ids of that tokenizer, and one trained on changed data has other ids.
+fn tokenizer_of_snapshot(arguments: &TrainingArguments) -> Result<Option<(PathBuf, Tokenizer)>> {
+    for snapshot in arguments.listed_snapshots()? {
+        match snapshot.file("tokenizer.json") {
+            Ok(Some(path)) => {
+                return Ok(Some((snapshot.path().to_owned(), load_tokenizer(path)?)));
+            }
+            // The run does not resume from a damaged snapshot either.
+            Ok(None) | Err(overdrive_snapshot::Error::Damaged { .. }) => {}
+            Err(error) => return Err(error.into()),
+        }
+    }
+    Ok(None)
 }
 
 fn windows(view: &TokenView, arguments: &TrainingArguments) -> Result<SequentialWindows> {

@@ -44,7 +44,8 @@ pub struct TrainingArguments {
     pub sample_by: SampleBy,
     /// If `true`, documents that are equal to an earlier one are removed before tokenization. Default `false`.
     pub remove_duplicates: bool,
-    /// The path of a `tokenizer.json`. Default: a byte-level BPE of `vocab_size` tokens is trained on the data.
+    /// The path of a `tokenizer.json`. Default: a byte-level BPE of `vocab_size` tokens is trained on the data; a
+    /// resumed run uses that of its snapshot.
     pub tokenizer: Option<PathBuf>,
     /// The vocabulary size of the tokenizer that is trained if none is given. Default 4096.
     pub vocab_size: u64,
@@ -181,6 +182,9 @@ pub struct TrainingArguments {
     /// The snapshot to resume from: `true` for the newest complete one in `output_dir` (a new run if there is
     /// none), or its folder. Default: a new run.
     pub resume_from_checkpoint: Option<ResumeFromCheckpoint>,
+    /// If `true`, a run resumes although its data, its tokenizer or an argument that the snapshot depends on has
+    /// changed. Default `false`: the differences are an error.
+    pub resume_with_changes: bool,
     /// If `true`, the weights of the best snapshot are loaded at the end. Default `false`.
     pub load_best_model_at_end: bool,
     /// The metric that determines the best snapshot: `loss` or `bits_per_byte` of the evaluations, also with
@@ -273,6 +277,7 @@ impl Default for TrainingArguments {
             save_steps: 500.0,
             save_total_limit: None,
             resume_from_checkpoint: None,
+            resume_with_changes: false,
             load_best_model_at_end: false,
             metric_for_best_model: None,
             greater_is_better: None,

@@ -64,6 +64,6 @@ impl TrainingArguments {
         }
         self.validate_loading()?;
         self.validate_saving()?;
-        self.model.validate(self.context_length)
+        self.model.validate(self.vocab_size, self.context_length)
     }
 }

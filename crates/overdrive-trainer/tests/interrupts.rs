@@ -1,7 +1,7 @@
 //! Real signals to a child process, which is this test program started again.
 #![cfg(unix)]
 
-use std::io::{BufRead, BufReader};
+use std::io::{BufRead, BufReader, Write};
 use std::os::unix::process::ExitStatusExt;
 use std::process::{Child, Command, ExitStatus, Stdio};
 use std::time::{Duration, Instant};
@@ -30,9 +30,16 @@ fn child() {
             println!("\nsaved");
             return;
         }
-        if again.requested() {
+        if again.requested() && role == "stay" {
             println!("\nbusy");
             std::thread::sleep(PATIENCE);
+        }
+        if role == "answer" {
+            // Each line is a question.
+            let mut line = String::new();
+            std::io::stdin().read_line(&mut line).expect("reads");
+            println!("\nrequested {}", again.requested());
+            continue;
         }
         std::thread::sleep(Duration::from_millis(5));
     }
@@ -44,9 +51,17 @@ struct Running {
 }
 
 fn start(role: &str) -> Running {
-    let mut child = Command::new(std::env::current_exe().expect("this program"))
+    start_by(
+        Command::new(std::env::current_exe().expect("this program")),
+        role,
+    )
+}
+
+fn start_by(mut program: Command, role: &str) -> Running {
+    let mut child = program
         .args(["--exact", "child", "--nocapture"])
         .env(ROLE, role)
+        .stdin(Stdio::piped())
         .stdout(Stdio::piped())
         .spawn()
         .expect("starts");
@@ -75,6 +90,11 @@ impl Running {
         assert!(sent.success());
     }
 
+    fn ask(&mut self) {
+        let mut stdin = self.child.stdin.as_ref().expect("piped");
+        stdin.write_all(b"?\n").expect("writes");
+    }
+
     fn end(mut self) -> ExitStatus {
         self.child.wait().expect("ends")
     }
@@ -82,7 +102,10 @@ impl Running {
 
 #[test]
 fn the_first_signal_lets_the_loop_save_and_leave() {
-    for signal in ["-INT", "-TERM"] {
+    for signal in ["-INT", "-TERM", "-HUP", "-QUIT"] {
+        if signal == "-HUP" && overdrive_sys::process::ignores_signal(1) {
+            continue;
+        }
         let mut running = start("leave");
         running.signal(signal);
         running.wait_for("saved");
@@ -91,11 +114,55 @@ fn the_first_signal_lets_the_loop_save_and_leave() {
 }
 
 #[test]
-fn the_second_signal_ends_the_program_at_once_with_code_130() {
+fn the_same_request_in_several_signals_ends_nothing() {
+    // A control group sends SIGTERM to a process to which its launcher sends it too.
+    let mut running = start("answer");
+    for signal in ["-TERM", "-TERM", "-QUIT", "-TERM"] {
+        running.signal(signal);
+    }
+    loop {
+        running.ask();
+        let mut line = String::new();
+        while !line.starts_with("requested") {
+            line.clear();
+            let read = running.lines.read_line(&mut line).expect("reads");
+            assert!(read > 0, "the child ended");
+        }
+        if line.trim() == "requested true" {
+            break;
+        }
+    }
+    // And when the flag has long been seen.
+    for signal in ["-TERM", "-QUIT"] {
+        running.signal(signal);
+        running.ask();
+        running.wait_for("requested true");
+    }
+    running.signal("-KILL");
+    assert_eq!(running.end().signal(), Some(9));
+}
+
+#[test]
+fn a_program_under_nohup_goes_on_after_its_terminal() {
+    let mut nohup = Command::new("sh");
+    nohup.args(["-c", "trap '' HUP; exec \"$@\"", "sh"]);
+    nohup.arg(std::env::current_exe().expect("this program"));
+    let mut running = start_by(nohup, "answer");
+    running.signal("-HUP");
+    running.ask();
+    running.wait_for("requested false");
+    running.signal("-KILL");
+    assert_eq!(running.end().signal(), Some(9));
+}
+
+#[test]
+fn ctrl_c_after_a_second_ends_the_program_at_once_with_code_130() {
     for (first, second) in [("-INT", "-INT"), ("-TERM", "-INT")] {
         let mut running = start("stay");
         running.signal(first);
         running.wait_for("busy");
+        // The time that makes it another request.
+        std::thread::sleep(Duration::from_secs(1));
         running.signal(second);
         let status = running.end();
         assert_eq!(

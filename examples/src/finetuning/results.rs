@@ -52,6 +52,8 @@ pub struct FinetuneResults {
     pub fill: f64,
     /// Answers of the trained model to held-out questions, or to training questions if none are held out.
     pub samples: Vec<Sample>,
+    /// The warning that the report was not written, if it was not.
+    pub warning: Option<String>,
 }
 
 impl Finetuned {
@@ -68,7 +70,7 @@ impl Finetuned {
         };
         self.data.copy_tokenizer(arguments, &beside)?;
         let samples = answers(arguments, &self.model.model, &self.data)?;
-        write_report(arguments, &folder, &self.model, &samples)?;
+        let warning = write_report(arguments, &folder, &self.model, &samples)?;
         let merged = arguments.merge.then(|| folder.root().join("merged"));
         if let Some(path) = &merged {
             FinetuneModel::save_merged(arguments, &folder, path)?;
@@ -81,6 +83,7 @@ impl Finetuned {
             memory: self.memory,
             fill: self.fill,
             samples,
+            warning,
         })
     }
 }
@@ -132,21 +135,23 @@ fn write_report(
     folder: &RunFolder,
     model: &FinetuneModel,
     samples: &[Sample],
-) -> Result<()> {
+) -> Result<Option<String>> {
+    let (metrics, unread) = match read_metrics(folder.metrics()) {
+        Ok(file) => (file.records, None),
+        Err(error) => (Vec::new(), Some(error)),
+    };
     let name = arguments.model_name_or_path.file_name();
     let name = name.map(|name| name.to_string_lossy().into_owned());
     let report = Report {
         title: format!("Fine-tuning of {}", name.unwrap_or_default()),
-        metrics: read_metrics(folder.metrics())?.records,
+        metrics,
         parameters: Some(model.all_parameters()),
         configuration: arguments.to_values()?,
         samples: samples.to_vec(),
         machine: Some(Machine::detect()),
         ..Report::default()
     };
-    report.write_html(folder.report())?;
-    report.write_loss_svg(folder.loss())?;
-    Ok(())
+    Ok(crate::training::write_report(folder, &report, unread))
 }
 
 impl fmt::Display for FinetuneResults {
@@ -173,6 +178,10 @@ impl fmt::Display for FinetuneResults {
         if let Some(loading) = self.summary.data_loading {
             writeln!(f, "            {loading}")?;
         }
-        write!(f, "{}", self.memory)
+        write!(f, "{}", self.memory)?;
+        if let Some(warning) = &self.warning {
+            write!(f, "\n{warning}")?;
+        }
+        Ok(())
     }
 }

@@ -4,7 +4,7 @@ use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::profiling::{DecoderShape, ModelFlops};
-use overdrive::trainer::{TextData, TrainingArguments};
+use overdrive::trainer::{Interrupt, TextData, TrainingArguments};
 use overdrive::transformer::{
     CausalLm, ForwardInput, InitOptions, LabelShift, LossOutput, ModelConfig,
 };
@@ -80,7 +80,7 @@ pub fn batch_loss(model: &CausalLm, batch: &Batch) -> Result<LossOutput> {
 }
 
 /// Returns the mean negative log-likelihood in nats per token over all labels of `batches` of all processes,
-/// without gradients.
+/// without gradients. A signal that stops the run ends it early; the result is then one to discard.
 pub fn evaluate(
     model: &CausalLm,
     batches: DeviceLoader<Batch>,
@@ -93,6 +93,9 @@ pub fn evaluate(
     let mut sum = Tensor::f_zeros([0i64; 0], (Kind::Double, device))?;
     let mut tokens = 0;
     for batch in batches {
+        if Interrupt::is_requested() {
+            break;
+        }
         let batch = batch?;
         let loss = precision.autocast(device, || batch_loss(model, &batch))??;
         sum = sum.f_add(&loss.sum)?;

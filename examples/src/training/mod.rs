@@ -18,6 +18,7 @@ use tch::Tensor;
 pub use language_model::{
     batch_loss, decoder_shape, describe_model, evaluate, model_flops, new_model,
 };
+pub(crate) use results::write_report;
 pub use results::{Results, write_results};
 pub use run_log::{Done, RunLog};
 pub use step_totals::StepTotals;

@@ -25,6 +25,8 @@ pub struct Results {
     pub is_best: bool,
     /// The number of steps.
     pub steps: u64,
+    /// The warning that the report was not written, if it was not.
+    pub warning: Option<String>,
 }
 
 /// Writes the model and its tokenizer as a Hugging Face folder, and the model with averaged weights if there are
@@ -32,8 +34,8 @@ pub struct Results {
 /// has, if they are not those of the last step.
 ///
 /// # Errors
-/// An error if a file cannot be written, the metrics cannot be read, or generation fails. The model is written
-/// first.
+/// An error if the model cannot be written, or generation fails. A report that cannot be written is a warning in the
+/// results.
 pub fn write_results(
     run: &RunFolder,
     arguments: &TrainingArguments,
@@ -50,17 +52,21 @@ pub fn write_results(
         data.save_tokenizer(run.averaged_model(), arguments)?;
     }
     let samples = write_samples(model, data, arguments)?;
-    let metrics = read_metrics(run.metrics())?.records;
+    let (metrics, unread) = match read_metrics(run.metrics()) {
+        Ok(file) => (file.records, None),
+        Err(error) => (Vec::new(), Some(error)),
+    };
     let evaluated = metrics
         .iter()
         .rfind(|step| step.eval_loss.is_some() && best.is_none_or(|best| best.step == step.step));
-    let results = Results {
+    let mut results = Results {
         samples: samples.clone(),
         eval_loss: evaluated.and_then(|step| step.eval_loss),
         eval_bits_per_byte: evaluated.and_then(|step| step.eval_bits_per_byte),
         eval_step: evaluated.map_or(0, |step| step.step),
         is_best: best.is_some(),
         steps: metrics.last().map_or(0, |step| step.step),
+        warning: None,
     };
     let report = Report {
         title: format!("Llama, preset {}", arguments.preset),
@@ -71,9 +77,26 @@ pub fn write_results(
         machine: Some(Machine::detect()),
         ..Report::default()
     };
-    report.write_html(run.report())?;
-    report.write_loss_svg(run.loss())?;
+    results.warning = write_report(run, &report, unread);
     Ok(results)
+}
+
+/// Writes the report and its loss curve, unless its metrics could not be read (`unread`). Returns the warning if that
+/// fails: the model is written, and the report can be made from the metrics later.
+pub(crate) fn write_report(
+    run: &RunFolder,
+    report: &Report,
+    unread: Option<overdrive::tracking::Error>,
+) -> Option<String> {
+    let written = unread.map_or(Ok(()), Err).and_then(|()| {
+        report.write_html(run.report())?;
+        report.write_loss_svg(run.loss())
+    });
+    let error = written.err()?;
+    Some(format!(
+        "warning: the report was not written: {error}; write it with the example `report`, from {}",
+        run.metrics().display()
+    ))
 }
 
 impl fmt::Display for Results {
@@ -94,6 +117,9 @@ impl fmt::Display for Results {
                 )?,
                 false => write!(f, ", after {} steps", self.steps)?,
             }
+        }
+        if let Some(warning) = &self.warning {
+            write!(f, "\n{warning}")?;
         }
         Ok(())
     }

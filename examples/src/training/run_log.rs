@@ -144,8 +144,10 @@ impl RunLog {
         self.recorder.loader(loader_totals(loader));
         let record = self.recorder.end_step(totals.work())?;
         self.summary.add(totals, record.seconds);
-        if let Some(profiler) = &mut self.profiler {
-            profiler.step()?;
+        if let Some(Err(error)) = self.profiler.as_mut().map(Profiler::step) {
+            self.say(&format!(
+                "warning: the trace was not written: {error}; training continues"
+            ));
         }
         let done = Done {
             steps: step,
@@ -202,16 +204,18 @@ impl RunLog {
                 metrics.grad_norm = norms.next().copied();
             }
             self.summary.losses.push(metrics.loss);
-            self.log(&metrics)?;
+            self.log(&metrics);
         }
         Ok(())
     }
 
-    /// Prints the metrics of a step and sends them to the trackers.
-    pub fn log(&mut self, metrics: &StepMetrics) -> Result<()> {
-        self.trackers.log(metrics)?;
+    /// Prints the metrics of a step and sends them to the trackers. A tracker that fails, as on a full disk, does not
+    /// end the run.
+    pub fn log(&mut self, metrics: &StepMetrics) {
+        if let Some(line) = self.trackers.log_or_warn(metrics) {
+            self.say(&line);
+        }
         self.progress.update(metrics);
-        Ok(())
     }
 
     /// Notes the snapshots that were finished since the last call, and warns about those that failed.
@@ -227,10 +231,14 @@ impl RunLog {
 
     /// Closes the trackers and returns the summary of the run.
     pub fn finish(mut self, optimizer: &dyn Optimizer) -> Result<Summary> {
-        self.trackers.finish()?;
+        let trackers = self.trackers.finish();
         self.progress.finish();
-        if let Some(profiler) = self.profiler {
-            profiler.finish()?;
+        // The results of the run are still to be written, so neither is a reason to end here.
+        if let Err(error) = trackers {
+            self.say(&format!("warning: the metrics are incomplete: {error}"));
+        }
+        if let Some(Err(error)) = self.profiler.take().map(Profiler::finish) {
+            self.say(&format!("warning: the trace was not written: {error}"));
         }
         self.summary.finish(&self.recorder, optimizer);
         Ok(self.summary)

@@ -51,7 +51,6 @@ impl Summary {
         self.tokens += totals.tokens;
         self.padded_tokens += totals.padded_tokens;
         self.step_seconds += seconds;
-        self.interrupted = totals.stop;
     }
 
     /// Sets the values that are known at the end of the run.
@@ -67,12 +66,16 @@ impl Summary {
 
     /// Returns the way in which the run ended. A snapshot of an earlier step does not make it one that was saved.
     pub fn end(&self) -> RunEnd {
-        let last_step = self.resumed_step + self.losses.len() as u64;
-        match (self.interrupted, self.saved_step) {
+        match (self.interrupted, self.is_saved()) {
             (false, _) => RunEnd::Finished,
-            (true, Some(step)) if step == last_step => RunEnd::Saved,
-            _ => RunEnd::NotSaved,
+            (true, true) => RunEnd::Saved,
+            (true, false) => RunEnd::NotSaved,
         }
+    }
+
+    /// Returns `true` if this process has saved a snapshot of the last step.
+    pub fn is_saved(&self) -> bool {
+        self.saved_step == Some(self.resumed_step + self.losses.len() as u64)
     }
 
     /// Returns the tokens per second over all steps.

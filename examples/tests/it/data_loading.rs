@@ -95,6 +95,7 @@ fn train(folder: &Path, arguments: &TrainingArguments) -> Summary {
         precision: Precision::Fp32,
         folder: None,
         files: Vec::new(),
+        fingerprints: data.fingerprints(arguments, &group).unwrap(),
         parameters: model.named_parameters(),
         trackers: Trackers::new().with(JsonLines::create(folder.join("metrics.jsonl")).unwrap()),
     };

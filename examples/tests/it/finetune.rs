@@ -8,7 +8,8 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::lora::{LoadAdapterOptions, load_adapter};
 use overdrive::tracking::read_metrics;
 use overdrive::trainer::{
-    FinetuneArguments, InstructionData, IntervalStrategy, Layers, Quant4Type, TargetModulesArgument,
+    FinetuneArguments, InstructionData, IntervalStrategy, Layers, Quant4Type, ResumeFromCheckpoint,
+    TargetModulesArgument,
 };
 use overdrive::transformer::{
     CausalLm, ForwardInput, InitOptions, LabelShift, LlamaConfig, LoadOptions, ModelConfig,
@@ -197,6 +198,51 @@ fn a_run_leaves_an_adapter_that_gives_the_trained_model_again() {
     assert_eq!(again, expected);
     let error = finetune(&arguments, quiet).unwrap_err().to_string();
     assert!(error.contains("already holds a run"), "{error}");
+}
+
+#[test]
+fn fine_tuning_resumes_with_its_own_records_template_and_model_only() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = prepare(folder.path(), 30);
+    arguments.training.max_steps = 2;
+    arguments.training.samples = 0;
+    finetune(&arguments, quiet).unwrap();
+    arguments.training.max_steps = 3;
+    arguments.training.resume_from_checkpoint = Some(ResumeFromCheckpoint::Latest(true));
+    let error = |change: &dyn Fn(&mut FinetuneArguments)| {
+        let mut arguments = arguments.clone();
+        change(&mut arguments);
+        finetune(&arguments, quiet).unwrap_err().to_string()
+    };
+    let more = prepare(folder.path(), 31).training.data;
+    type Change<'c> = &'c dyn Fn(&mut FinetuneArguments);
+    let changes: [(&str, Change<'_>); 5] = [
+        ("`data` was ", &|a| a.training.data = more.clone()),
+        ("`data` was ", &|a| a.max_train_samples = Some(29)),
+        ("`chat_template` was ", &|a| {
+            a.prompt_template = "Q: {prompt} A:".to_owned();
+        }),
+        // The tensors of the adapter have the same shapes with any scale.
+        ("`lora_alpha` was 16 and is 32", &|a| a.lora_alpha = 32.0),
+        ("`seed` was 42 and is 1", &|a| a.training.seed = 1),
+    ];
+    for (expected, change) in changes {
+        let error = error(change);
+        assert!(error.contains(expected), "{expected}: {error}");
+    }
+    let weights = arguments.model_name_or_path.join("model.safetensors");
+    let stored = std::fs::read(&weights).unwrap();
+    let mut bytes = stored.clone();
+    *bytes.last_mut().unwrap() ^= 1;
+    std::fs::write(&weights, bytes).unwrap();
+    let error = error(&|_| {});
+    assert!(error.contains("`model_name_or_path` was "), "{error}");
+
+    std::fs::write(&weights, stored).unwrap();
+    arguments.training.learning_rate = 1e-3;
+    let results = finetune(&arguments, quiet).unwrap();
+    assert_eq!(results.summary.resumed_step, 2);
 }
 
 #[test]

@@ -4,9 +4,12 @@
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
 mod adapter;
+mod changed_inputs;
 mod data_loading;
 mod end_of_text;
 mod finetune;
+mod full_disk;
+mod going_back;
 mod host_reads;
 mod resume;
 mod whole_run;

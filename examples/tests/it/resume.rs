@@ -1,9 +1,10 @@
 //! Runs that stop at any step and resume from a snapshot.
 
 use std::fs;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::Path;
 
-use anyhow::Result;
+use anyhow::{Result, anyhow};
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::Ema;
 use overdrive::snapshot::{Scope, Snapshot};
@@ -19,7 +20,7 @@ use tch::Device;
 use crate::alone;
 use crate::finetune_example::train::Training;
 
-fn arguments(folder: &Path) -> TrainingArguments {
+pub(crate) fn arguments(folder: &Path) -> TrainingArguments {
     let text = folder.join("text");
     if !text.exists() {
         fs::create_dir_all(&text).unwrap();
@@ -57,19 +58,14 @@ fn arguments(folder: &Path) -> TrainingArguments {
     }
 }
 
-/// A tracker that ends the run with an error in the step after `left` steps, before its snapshot, as a kill does.
+/// A tracker that panics in the step after `left` steps, before its snapshot, and so ends the run as a kill does.
 struct Killed {
     left: u64,
 }
 
 impl Tracker for Killed {
     fn log(&mut self, _metrics: &StepMetrics) -> overdrive::tracking::Result<()> {
-        if self.left == 0 {
-            return Err(overdrive::tracking::Error::Tracker {
-                tracker: "killed".to_owned(),
-                source: "the run was killed".into(),
-            });
-        }
+        assert!(self.left > 0, "the run is killed");
         self.left -= 1;
         Ok(())
     }
@@ -81,7 +77,7 @@ impl Tracker for Killed {
 
 /// Trains in `run` as the example does, and is killed after `steps` steps. `evaluation` returns the result of
 /// the evaluation after a number of steps.
-fn train(
+pub(crate) fn train(
     folder: &Path,
     arguments: &TrainingArguments,
     run: &str,
@@ -114,10 +110,21 @@ fn fit_on(
     steps: u64,
     evaluation: &dyn Fn(u64) -> f64,
 ) -> (Result<(Summary, Option<Ema>)>, CausalLm) {
+    let trackers = Trackers::new().with(Killed { left: steps });
+    fit_with(data, arguments, trackers, evaluation)
+}
+
+pub(crate) fn fit_with(
+    data: &TextData,
+    arguments: &TrainingArguments,
+    trackers: Trackers,
+    evaluation: &dyn Fn(u64) -> f64,
+) -> (Result<(Summary, Option<Ema>)>, CausalLm) {
     let precision = arguments.apply().unwrap();
     let mut model = new_model(arguments, data, Device::Cpu).unwrap();
     let group = ProcessGroup::single();
-    let run_once = |model: &mut CausalLm| -> Result<(Summary, Option<Ema>)> {
+    let run_once = move |model: &mut CausalLm| -> Result<(Summary, Option<Ema>)> {
+        let fingerprints = data.fingerprints(arguments, &group)?;
         let folder = RunFolder::open_or_create(&group, arguments)?;
         let training = Training {
             arguments,
@@ -125,8 +132,9 @@ fn fit_on(
             precision,
             folder: Some(&folder),
             files: snapshot_files(model, data, arguments)?,
+            fingerprints,
             parameters: model.named_parameters(),
-            trackers: Trackers::new().with(Killed { left: steps }),
+            trackers,
         };
         let loader = data.train_loader(arguments, Device::Cpu)?;
         let mut evaluations = 0;
@@ -135,16 +143,18 @@ fn fit_on(
             Ok(Evaluation::new(evaluation(evaluations), None))
         })
     };
-    (run_once(&mut model), model)
+    let run = AssertUnwindSafe(|| run_once(&mut model));
+    let ended = catch_unwind(run).unwrap_or_else(|_| Err(anyhow!("the run was killed")));
+    (ended, model)
 }
 
-fn losses(folder: &Path, run: &str) -> Vec<(u64, f64, f64)> {
+pub(crate) fn losses(folder: &Path, run: &str) -> Vec<(u64, f64, f64)> {
     let metrics = read_metrics(folder.join(run).join("metrics.jsonl")).unwrap();
     let numbers = |step: &StepMetrics| (step.step, step.loss, step.learning_rate);
     metrics.records.iter().map(numbers).collect()
 }
 
-fn latest() -> Option<ResumeFromCheckpoint> {
+pub(crate) fn latest() -> Option<ResumeFromCheckpoint> {
     Some(ResumeFromCheckpoint::Latest(true))
 }
 
@@ -228,7 +238,11 @@ fn the_last_step_of_an_epoch_has_the_rest_of_it_and_a_run_resumes_at_any_step() 
         resume_from_checkpoint: latest(),
         ..arguments(dir.path())
     };
-    let mut data = TextData::prepare_in(&dir.path().join("cache"), &epochs, |_| {}).unwrap();
+    let fresh = TrainingArguments {
+        resume_from_checkpoint: None,
+        ..epochs.clone()
+    };
+    let mut data = TextData::prepare_in(&dir.path().join("cache"), &fresh, |_| {}).unwrap();
     // 25 windows of 32 tokens.
     data.train = data.train.slice(0..25 * 32 + 1).unwrap();
     let run = |name: &str, steps| {
@@ -330,14 +344,20 @@ fn a_snapshot_of_another_model_is_refused_with_the_differences_named() {
         .unwrap();
     other.model.intermediate_size = 48;
     other.resume_from_checkpoint = latest();
-    let error = train(dir.path(), &other, "run", u64::MAX / 8, &|_| 0.0)
-        .0
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.contains("mlp.up_proj.weight` is [64, 32] in the snapshot and [48, 32] here"),
-        "{error}"
-    );
+    for (resume_with_changes, expected) in [
+        (false, "`model.intermediate_size` was 64 and is 48"),
+        (
+            true,
+            "mlp.up_proj.weight` is [64, 32] in the snapshot and [48, 32] here",
+        ),
+    ] {
+        other.resume_with_changes = resume_with_changes;
+        let error = train(dir.path(), &other, "run", u64::MAX / 8, &|_| 0.0)
+            .0
+            .unwrap_err()
+            .to_string();
+        assert!(error.contains(expected), "{error}");
+    }
 }
 
 #[test]

@@ -4,11 +4,10 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
-use std::process::Command;
 
 use serde_json::Value;
 
-use super::{copy, failed, output_of};
+use super::{copy, failed};
 use crate::cargo;
 use crate::failure::{Failure, Result};
 
@@ -55,17 +54,9 @@ pub(crate) fn gather(folder: &Path, libtorch: &Path, features: Option<&str>) -> 
 }
 
 fn metadata(features: Option<&str>) -> Result<Value> {
-    let host = host(&output_of(Command::new("rustc").arg("-vV"))?)?;
-    let text = cargo::metadata(&host, features).output()?;
+    let text = cargo::metadata(&cargo::host()?, features).output()?;
     serde_json::from_str(&text)
         .map_err(|error| Failure::new(format!("cargo metadata printed no JSON: {error}")))
-}
-
-/// Returns the target triple in the output of `rustc -vV`.
-fn host(version: &str) -> Result<String> {
-    let line = version.lines().find_map(|line| line.strip_prefix("host: "));
-    line.map(str::to_owned)
-        .ok_or_else(|| Failure::new("rustc -vV names no host"))
 }
 
 /// Returns the external crates that the examples are linked with, by name: their dependencies, without those
@@ -297,12 +288,5 @@ mod tests {
             fs::write(folder.path().join(name), text).unwrap();
         }
         assert_eq!(texts_in(folder.path()).unwrap(), ["mit\nline", "own"]);
-    }
-
-    #[test]
-    fn the_host_is_read_from_what_rustc_prints() {
-        let version = "rustc 1.95.0\nbinary: rustc\nhost: x86_64-unknown-linux-gnu\n";
-        assert_eq!(host(version).unwrap(), "x86_64-unknown-linux-gnu");
-        assert!(host("").is_err());
     }
 }

@@ -1,6 +1,7 @@
 //! The inputs of the kernels.
 
 use overdrive_kernels::{Accumulate, InstructionSet, SharedSlice};
+use overdrive_sys::raw::BoolByte;
 
 use super::dropout::Dropout;
 
@@ -95,7 +96,7 @@ pub(crate) struct Slopes<'a, R> {
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum BiasValues<'a, R> {
     /// `true` where a key is seen.
-    Keep(&'a [bool]),
+    Keep(&'a [BoolByte]),
     /// The addends of the scores.
     Add(&'a [R]),
 }

@@ -18,7 +18,7 @@ pub(crate) fn write_rows<E: raw::Element>(
     slots: &[usize],
 ) -> Result<()> {
     // SAFETY: as for any operator that writes in place, its caller sees to it that nobody uses the
-    // tensor meanwhile; `rows` is other memory.
+    // tensor meanwhile; `paged_write` has found that `rows` is other memory.
     let pool = unsafe { raw::slice_mut::<E>(pool)? };
     for (token, slot) in slots.iter().enumerate() {
         let (block, row) = (slot / block_size, slot % block_size);

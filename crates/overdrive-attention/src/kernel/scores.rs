@@ -101,7 +101,7 @@ impl<E: Accumulate> Adjustment<'_, E> {
             let column = tile[row..].iter_mut().step_by(self.lanes).enumerate();
             match bias.values {
                 BiasValues::Keep(keep) => column
-                    .filter(|(key, _)| !keep[base + key * by_key])
+                    .filter(|(key, _)| !keep[base + key * by_key].get())
                     .for_each(|(_, score)| *score = -E::Acc::INFINITY),
                 BiasValues::Add(add) => {
                     column.for_each(|(key, score)| *score += add[base + key * by_key] * log2_e)

@@ -252,6 +252,36 @@ impl Function for MaxOfRows {
 }
 
 #[test]
+fn a_tensor_without_a_storage_is_an_input_like_any_other() {
+    let x = Tensor::ones([2, 2], (Kind::Float, Device::Cpu)).to_mkldnn();
+    let outputs = no_grad(|| apply(Doubles, &[&x]).unwrap());
+    assert!(outputs[0].is_mkldnn() && !outputs[0].requires_grad());
+}
+
+/// The double of its input, of whatever layout.
+struct Doubles;
+
+impl Function for Doubles {
+    const NAME: &'static str = "Doubles";
+
+    fn forward(
+        &mut self,
+        _: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        Ok(vec![inputs[0].f_add(inputs[0])?])
+    }
+
+    fn backward(
+        &self,
+        _: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        Ok(gradients.iter().map(|_| None).collect())
+    }
+}
+
+#[test]
 fn an_output_marked_non_differentiable_has_no_gradient() {
     let x = leaf(&[3, 4]);
     let outputs = apply(MaxOfRows, &[&x]).unwrap();

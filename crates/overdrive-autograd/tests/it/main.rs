@@ -3,4 +3,6 @@
 
 mod functions;
 mod gradients;
+mod guards;
+mod hooks;
 mod threads;

@@ -385,16 +385,22 @@ fn zstandard_frame(data: &[u8]) -> std::result::Result<Block, String> {
     })
 }
 
-/// Unpacks into a file without a name, which is removed with its last handle.
+/// Unpacks into a file without a name, which is removed with its last handle. It is an error if there
+/// are more than the `expected` bytes that the headers of the blocks give, before they fill the disk.
 pub(crate) fn unpack_to_temporary_file(
     compression: Compression,
     path: &Path,
     data: &[u8],
+    expected: u64,
 ) -> Result<File> {
     let folder = std::env::temp_dir();
     let mut file = tempfile::tempfile().map_err(CommonError::io("create a file in", &folder))?;
-    compression
-        .unpack(data, &mut file)
-        .map_err(CommonError::io("unpack", path))?;
+    let mut reader = compression.reader(data).take(expected.saturating_add(1));
+    let unpacked =
+        std::io::copy(&mut reader, &mut file).map_err(CommonError::io("unpack", path))?;
+    if unpacked > expected {
+        let problem = format!("it unpacks to more than the {expected} bytes of its headers");
+        return Err(Error::invalid_file(path, problem));
+    }
     Ok(file)
 }

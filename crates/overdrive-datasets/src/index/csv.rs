@@ -6,7 +6,7 @@ use std::path::Path;
 use memchr::{memchr, memchr_iter, memchr2};
 
 use super::scan::{CHUNK_BYTES, Scan, in_order, text_start};
-use crate::Result;
+use crate::{Error, RecordNumber, Result};
 
 /// The scan for rows of CSV or TSV; empty lines are not rows.
 ///
@@ -18,6 +18,8 @@ pub(crate) struct CsvScan {
     pub(crate) delimiter: u8,
     /// The quote; `None` makes quotes ordinary characters.
     pub(crate) quote: Option<u8>,
+    /// The most bytes of a row, with the line ends after it.
+    pub(crate) max_row_bytes: u64,
 }
 
 /// The state of the parser before a byte.
@@ -42,12 +44,14 @@ struct ChunkRows {
 impl Scan for CsvScan {
     fn scan(
         &self,
-        _path: &Path,
+        path: &Path,
         data: &[u8],
         threads: usize,
         sink: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<u64> {
         let first = text_start(data);
+        // The start of the row that has not ended yet.
+        let mut row_start = first;
         let is_row = |start: usize| {
             start < data.len() && data[start] != b'\n' && !data[start..].starts_with(b"\r\n")
         };
@@ -79,23 +83,54 @@ impl Scan for CsvScan {
                 false => self.find(data, first, range.clone(), state),
             };
             state = found.end;
-            found
+            let rows = found
                 .feeds
                 .iter()
                 .map(|&feed| range.start + feed as usize + 1)
-                .filter(|&row| is_row(row))
-                .try_for_each(|row| sink(row as u64))
+                .filter(|&row| is_row(row));
+            for row in rows {
+                self.check_row(path, data, row_start..row)?;
+                row_start = row;
+                sink(row as u64)?;
+            }
+            // At once, and not at the end of a file of which a quote makes one row.
+            self.check_row(path, data, row_start..range.end)
         })?;
         Ok(data.len() as u64)
     }
 
     fn key(&self) -> Vec<u8> {
-        let Self { delimiter, quote } = self;
-        format!("csv 1, delimiter {delimiter}, quote {quote:?}").into_bytes()
+        let Self {
+            delimiter,
+            quote,
+            max_row_bytes,
+        } = self;
+        // The limit is part of the key: an index with longer rows must not be used under a lower one.
+        format!("csv 1, delimiter {delimiter}, quote {quote:?}, rows up to {max_row_bytes}")
+            .into_bytes()
     }
 }
 
 impl CsvScan {
+    /// Checks the length of a row, or of its part up to here.
+    fn check_row(&self, path: &Path, data: &[u8], row: Range<usize>) -> Result<()> {
+        if row.len() as u64 <= self.max_row_bytes {
+            return Ok(());
+        }
+        let line = memchr_iter(b'\n', &data[..row.start]).count() as u64 + 1;
+        Err(Error::InvalidRecord {
+            path: path.to_owned(),
+            number: RecordNumber::Line(line),
+            offset: row.start as u64,
+            problem: format!(
+                "the row that begins here has more than {} bytes: a quoted field in it probably does not end. \
+                 Close the quote, or set CsvOptions::quote to None if quotes are ordinary characters, or \
+                 CsvOptions::max_row_bytes to a larger number",
+                self.max_row_bytes
+            ),
+        })
+    }
+
     /// Returns the state in which a chunk probably begins: a quote after a delimiter or line end, but not before
     /// one, opens a field; a quote before one, but not after one, closes it.
     fn guess(&self, data: &[u8], first: usize, range: Range<usize>) -> State {

@@ -9,7 +9,7 @@ use std::time::{Duration, Instant};
 
 use memmap2::Mmap;
 
-use overdrive_core::Error as CommonError;
+use overdrive_core::{Error as CommonError, files};
 
 use super::compressed::{Blocks, Compression, unpack_to_temporary_file};
 use super::format::{HEADER_BYTES, Header, Identity, damaged_index};
@@ -17,7 +17,6 @@ use super::scan::cores;
 use super::{OffsetTable, OffsetsWriter, Scan};
 use crate::cache::{Cached, cache_folder, cached};
 use crate::mmap::{map_file, map_opened};
-use crate::token_store_writer::{folder_of, persist, temp_file};
 use crate::{Error, RecordNumber, Result, Sha256Digest};
 
 /// The smallest file that gets an index file: smaller ones are searched faster than an index is opened.
@@ -296,12 +295,11 @@ fn unpacked(
     let unpacked = cache_folder("unpacked")?.join(name);
     let open = || Ok(unpacked.exists().then_some(()));
     let build = || {
-        let folder = folder_of(&unpacked);
-        let mut file = temp_file(&unpacked).map_err(CommonError::io("create a file in", folder))?;
+        let mut file = files::unfinished(&unpacked)?;
         compression
             .unpack(data, &mut file)
             .map_err(CommonError::io("unpack", path))?;
-        persist(file, &unpacked)
+        Ok(files::commit(file, &unpacked)?)
     };
     match cached(&unpacked, open, build)? {
         Cached::Hit(()) | Cached::Built(()) => Ok(unpacked),
@@ -389,8 +387,7 @@ impl Builder<'_> {
     /// Writes the index under a temporary name and renames it. It is not synced: an index that a power cut has
     /// damaged fails its checksums and is built again.
     fn build_file(&self, index_path: &Path) -> Result<Mmap> {
-        let folder = folder_of(index_path);
-        let file = temp_file(index_path).map_err(CommonError::io("create a file in", folder))?;
+        let file = files::unfinished(index_path)?;
         // The parts of a large index are written through one buffer, and the header last.
         let mut out = BufWriter::with_capacity(1 << 18, file);
         out.write_all(&[0; HEADER_BYTES])
@@ -422,7 +419,9 @@ impl Builder<'_> {
             Data::Mapped(map) => scan(map, &mut push),
             // The search needs all bytes at once: they are unpacked to a temporary file and mapped.
             Data::Blocks(map, blocks) => {
-                let file = unpack_to_temporary_file(blocks.compression(), self.path, map)?;
+                let expected = blocks.unpacked_bytes();
+                let file =
+                    unpack_to_temporary_file(blocks.compression(), self.path, map, expected)?;
                 scan(&map_opened(&file, self.path)?, &mut push)
             }
             Data::OnDemand => scan(&map_file(self.path)?, &mut push),

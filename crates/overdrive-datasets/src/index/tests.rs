@@ -16,6 +16,12 @@ fn cases(count: u32) -> ProptestConfig {
     }
 }
 
+const CSV: CsvScan = CsvScan {
+    delimiter: b',',
+    quote: Some(b'"'),
+    max_row_bytes: u64::MAX,
+};
+
 /// Pieces, directory and count of `values`.
 fn encode(values: &[u64]) -> (Vec<u8>, Vec<u8>, usize) {
     let mut writer = OffsetsWriter::new(Vec::new());
@@ -202,7 +208,7 @@ proptest! {
     #[test]
     fn csv_rows_are_those_of_a_state_machine_over_single_bytes(data in "[a,\"\n\r;]{0,60}", mark in any::<bool>()) {
         let data = if mark { format!("\u{feff}{data}") } else { data };
-        let found = scan(&CsvScan { delimiter: b',', quote: Some(b'"') }, data.as_bytes(), 2);
+        let found = scan(&CSV, data.as_bytes(), 2);
         prop_assert_eq!(found.unwrap(), csv_reference(data.as_bytes(), b',', b'"'));
     }
 
@@ -230,7 +236,7 @@ proptest! {
             data[0] = b'"';
         }
         let lines = LineScan { skip_blank: true };
-        let csv = CsvScan { delimiter: b',', quote: Some(b'"') };
+        let csv = CSV;
         let expected = csv_reference(&data, b',', b'"');
         let all_lines: Vec<u64> = scan(&lines, &data, 1).unwrap();
         for threads in [1, 2, 5] {

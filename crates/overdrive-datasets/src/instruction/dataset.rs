@@ -11,8 +11,9 @@ use overdrive_core::Error as CommonError;
 use super::encoder::InstructionEncoder;
 use super::record::InstructionRecord;
 use super::record_file::RecordFile;
+use crate::digest::FieldHasher;
 use crate::transform::{SortedIndices, SortedIndicesWriter};
-use crate::{Dataset, Error, Result, TokenizedExample};
+use crate::{Dataset, Error, Result, Sha256Digest, TokenizedExample};
 use overdrive_core::check_fraction;
 use overdrive_core::random::uniform_below;
 
@@ -105,6 +106,7 @@ pub struct InstructionDataset {
     record_indices: RecordIndices,
     lengths: Vec<u32>,
     report: InstructionReport,
+    content: Sha256Digest,
 }
 
 /// A list of record numbers.
@@ -180,6 +182,7 @@ impl InstructionDataset {
             record_indices: RecordIndices::Listed(Vec::new()),
             lengths: Vec::new(),
             report: InstructionReport::default(),
+            content: Sha256Digest::UNKNOWN,
         };
         dataset.scan(options)?;
         if dataset.is_empty() {
@@ -194,6 +197,7 @@ impl InstructionDataset {
     fn scan(&mut self, options: InstructionOptions) -> Result<()> {
         let mut left = options.max_records.unwrap_or(usize::MAX);
         let mut record_indices = SortedIndicesWriter::default();
+        let mut content = FieldHasher::default();
         for number in 0..self.files.len() {
             let records = self.files[number].len().min(left);
             left -= records;
@@ -202,8 +206,10 @@ impl InstructionDataset {
                 0..records,
                 options.on_bad_record,
                 &mut record_indices,
+                &mut content,
             )?;
         }
+        self.content = content.finish();
         self.record_indices = RecordIndices::SortedIndices(record_indices.finish());
         Ok(())
     }
@@ -214,6 +220,7 @@ impl InstructionDataset {
         records: Range<usize>,
         on_bad: OnBadRecord,
         record_indices: &mut SortedIndicesWriter,
+        content: &mut FieldHasher,
     ) -> Result<()> {
         // In blocks, so that an early error in a long file is returned early.
         const BLOCK_RECORDS: usize = 1 << 14;
@@ -222,11 +229,12 @@ impl InstructionDataset {
         let before = self.ends[number] - file.len();
         for start in records.clone().step_by(BLOCK_RECORDS) {
             let end = (start + BLOCK_RECORDS).min(records.end);
-            let found: Vec<Outcome> = (start..end)
+            let found: Vec<(Sha256Digest, Outcome)> = (start..end)
                 .into_par_iter()
                 .map(|record| examine(file, record, &encoder))
                 .collect();
-            for (record, found) in (start..).zip(found) {
+            for (record, (digest, found)) in (start..).zip(found) {
+                content.add(&digest.0);
                 self.report.records += 1;
                 match found {
                     Outcome::Broken(problem) => {
@@ -266,6 +274,12 @@ impl InstructionDataset {
     /// Returns the report on the files, before splits.
     pub fn report(&self) -> &InstructionReport {
         &self.report
+    }
+
+    /// Returns a digest of the records that were read, before splits: of their bytes in their order, whatever the
+    /// names and the times of the files are.
+    pub fn content_digest(&self) -> Sha256Digest {
+        self.content
     }
 
     /// Returns the encoder of the records.
@@ -334,6 +348,7 @@ impl InstructionDataset {
             // `number` made sure that each index is valid.
             lengths: indices.iter().map(|&index| self.lengths[index]).collect(),
             report: self.report.clone(),
+            content: self.content,
         })
     }
 
@@ -372,13 +387,18 @@ impl Dataset for InstructionDataset {
     }
 }
 
-fn examine(file: &RecordFile, record: usize, encoder: &InstructionEncoder) -> Outcome {
-    let example = file
-        .record(record)
-        .map_err(|error| error.to_string())
-        .and_then(|bytes| InstructionRecord::from_json(&bytes))
-        .and_then(|record| encoder.encode(&record));
-    match example {
+/// Returns the digest of a record's bytes, and the result of encoding it.
+fn examine(
+    file: &RecordFile,
+    record: usize,
+    encoder: &InstructionEncoder,
+) -> (Sha256Digest, Outcome) {
+    let bytes = match file.record(record) {
+        Ok(bytes) => bytes,
+        Err(error) => return (Sha256Digest::UNKNOWN, Outcome::Broken(error.to_string())),
+    };
+    let example = InstructionRecord::from_json(&bytes).and_then(|record| encoder.encode(&record));
+    let outcome = match example {
         Err(problem) => Outcome::Broken(problem),
         Ok(example) if example.learned_tokens() == 0 => Outcome::WithoutAnswer,
         Ok(example) => Outcome::Example {
@@ -387,7 +407,8 @@ fn examine(file: &RecordFile, record: usize, encoder: &InstructionEncoder) -> Ou
             learned: example.learned_tokens() as u64,
             truncated: example.truncated,
         },
-    }
+    };
+    (Sha256Digest::of(&bytes), outcome)
 }
 
 fn files_of(path: PathBuf) -> Result<Vec<PathBuf>> {

@@ -76,7 +76,7 @@ impl LoaderState {
     pub(crate) fn after(self, epoch_ends: bool) -> Self {
         match epoch_ends {
             true => Self {
-                epoch: self.epoch + 1,
+                epoch: self.epoch.saturating_add(1),
                 next_batch: 0,
                 ..self
             },

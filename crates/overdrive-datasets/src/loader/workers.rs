@@ -119,7 +119,8 @@ impl<T: Send + 'static> Workers<T> {
         // If a thread cannot be started, dropping this stops the ones that have been.
         let mut workers = Self {
             shared,
-            threads: Vec::with_capacity(count),
+            // Without a capacity: any number may be asked for, and the first thread that cannot be started ends it.
+            threads: Vec::new(),
         };
         for number in 0..count {
             let shared = Arc::clone(&workers.shared);

@@ -9,7 +9,7 @@ use super::record_files::{utf8, without_line_ends};
 use super::{RecordFiles, find_files};
 use crate::index::CsvScan;
 use crate::{Dataset, Error, IndexOptions, RecordNumber, Result};
-use overdrive_core::{Error as CommonError, check_option};
+use overdrive_core::{Error as CommonError, check_at_least, check_option};
 
 /// The options of [`CsvRecords`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -26,6 +26,9 @@ pub struct CsvOptions {
     /// If `true`, rows may have more or fewer fields than there are columns; otherwise such a row is an error.
     /// Default: `false`.
     pub flexible: bool,
+    /// The most bytes of a row, at least 1. A quote that is not closed makes the rest of a file one row; beyond this
+    /// limit opening the file fails with the line of the quote. Default: 64 MiB.
+    pub max_row_bytes: u64,
     /// The options of the files' indexes.
     pub index: IndexOptions,
 }
@@ -37,6 +40,7 @@ impl Default for CsvOptions {
             quote: Some('"'),
             has_header: true,
             flexible: false,
+            max_row_bytes: 64 << 20,
             index: IndexOptions::default(),
         }
     }
@@ -61,7 +65,9 @@ impl CsvOptions {
         let scan = CsvScan {
             delimiter: byte("delimiter", delimiter)?,
             quote: self.quote.map(|quote| byte("quote", quote)).transpose()?,
+            max_row_bytes: self.max_row_bytes,
         };
+        check_at_least("max_row_bytes", self.max_row_bytes, 1)?;
         check_option(
             scan.quote != Some(scan.delimiter),
             "quote",
@@ -119,8 +125,8 @@ impl CsvRecords {
     /// Opens files, folders (of `.csv`, `.tsv` and `.tab` files) and patterns (see [`find_files`]).
     ///
     /// # Errors
-    /// Returns an error if no file is found, a file cannot be read, the columns of two files differ, or an option is
-    /// outside its range.
+    /// Returns an error if no file is found, a file cannot be read, the columns of two files differ, a row is longer
+    /// than `max_row_bytes`, or an option is outside its range.
     pub fn open<P: AsRef<Path>>(
         paths: impl IntoIterator<Item = P>,
         options: &CsvOptions,

@@ -7,11 +7,10 @@ use rayon::prelude::*;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
 
-use overdrive_core::Error as CommonError;
+use overdrive_core::{Error as CommonError, files};
 
 use crate::cache::{Cached, cache_folder, cached};
 use crate::digest::FieldHasher;
-use crate::token_store_writer::{folder_of, temp_file};
 use crate::{
     Dataset, Error, IndexOptions, JsonLayout, JsonOptions, JsonRecords, RecordNumber, Result,
     Sha256Digest,
@@ -136,8 +135,7 @@ fn write<D: Dataset + ?Sized, T: Serialize + Send>(
             threads: "the threads that map records",
             problem: error.to_string(),
         })?;
-    let folder = folder_of(path);
-    let file = temp_file(path).map_err(CommonError::io("create a file in", folder))?;
+    let file = files::unfinished(path)?;
     let mut out = BufWriter::with_capacity(1 << 20, file);
     let line = |index: usize| -> Result<Vec<u8>> {
         let result = function(dataset.get(index)?)?;
@@ -163,5 +161,5 @@ fn write<D: Dataset + ?Sized, T: Serialize + Send>(
     let file = out
         .into_inner()
         .map_err(|error| CommonError::io("write", path)(error.into_error()))?;
-    crate::token_store_writer::persist(file, path)
+    Ok(files::commit(file, path)?)
 }

@@ -1,5 +1,6 @@
 //! Mutation fuzzing of everything in this crate that reads bytes from outside (Parquet and Arrow are left to their
-//! crates). The bounded run of the tests and the unbounded one (`examples/fuzz_parsers.rs`) share it.
+//! crates). The bounded run of the tests, the unbounded one (`examples/fuzz_parsers.rs`) and the coverage-guided
+//! one (`fuzz/` at the root of the repository) share it.
 //!
 //! An input is made from a valid one by a few changes, drawn from a seed and the number of the case, so that a case
 //! can be repeated. For any input, reading gives records or errors: no panic, and no more memory than the input
@@ -16,21 +17,28 @@ use overdrive_datasets::{
 };
 use serde_json::Value;
 
-use self::inputs::{bgzip, fixture, token_store, zstd_raw};
+use self::inputs::{bgzip, token_store, zstd_raw};
 
 #[path = "fuzz_inputs.rs"]
 mod inputs;
+
+/// The bytes of a fixture of this crate. The folder is relative to this file, which `fuzz/` compiles too.
+macro_rules! fixture {
+    ($name:literal) => {
+        include_bytes!(concat!("../fixtures/", $name)).to_vec()
+    };
+}
 
 /// One reader of bytes from outside.
 pub(crate) struct Target {
     pub(crate) name: &'static str,
     /// The valid inputs.
-    seeds: Vec<Vec<u8>>,
+    pub(crate) seeds: Vec<Vec<u8>>,
     /// The elements of the format, which mutations insert.
     words: &'static [&'static str],
     /// Reads the file at this path; the number is of the case, for options.
-    read: fn(&Path, u64) -> Result<()>,
-    extension: &'static str,
+    pub(crate) read: fn(&Path, u64) -> Result<()>,
+    pub(crate) extension: &'static str,
 }
 
 /// The outcome of a number of cases.
@@ -96,9 +104,11 @@ pub(crate) fn targets() -> Vec<Target> {
         },
         Target {
             name: "tar",
-            seeds: ["shard_ustar.tar", "shard_pax.tar", "shard_gnu.tar"]
-                .map(fixture)
-                .to_vec(),
+            seeds: vec![
+                fixture!("shard_ustar.tar"),
+                fixture!("shard_pax.tar"),
+                fixture!("shard_gnu.tar"),
+            ],
             words: &[
                 "ustar\0",
                 "0000000",
@@ -136,7 +146,7 @@ pub(crate) fn targets() -> Vec<Target> {
         },
         Target {
             name: "raw_tokens",
-            seeds: vec![fixture("nanogpt_u16.bin"), fixture("raw_u32.bin")],
+            seeds: vec![fixture!("nanogpt_u16.bin"), fixture!("raw_u32.bin")],
             words: &["\0\0"],
             read: read_raw_tokens,
             extension: "bin",
@@ -174,9 +184,12 @@ pub(crate) fn targets() -> Vec<Target> {
     #[cfg(feature = "speech")]
     targets.push(Target {
         name: "sound",
-        seeds: ["pcm16.wav", "clip.flac", "clip.ogg", "clip.mp3"]
-            .map(|name| fixture(&format!("speech/{name}")))
-            .to_vec(),
+        seeds: vec![
+            fixture!("speech/pcm16.wav"),
+            fixture!("speech/clip.flac"),
+            fixture!("speech/clip.ogg"),
+            fixture!("speech/clip.mp3"),
+        ],
         words: &[
             "RIFF",
             "data",
@@ -341,6 +354,11 @@ fn read_csv(path: &Path, number: u64) -> Result<()> {
         quote: [Some('"'), Some('"'), None, Some('\'')][number as usize % 4],
         has_header: !number.is_multiple_of(5),
         flexible: number.is_multiple_of(7),
+        max_row_bytes: if number.is_multiple_of(3) {
+            64
+        } else {
+            64 << 20
+        },
         index: index(number),
     };
     read_all(&CsvRecords::open([path], &options)?)

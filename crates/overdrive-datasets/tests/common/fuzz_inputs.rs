@@ -1,16 +1,8 @@
 //! The valid inputs of the fuzz targets, from fixtures or built in memory.
 
 use std::io::Write;
-use std::path::Path;
 
 use overdrive_datasets::{StoreOptions, TokenStoreWriter};
-
-pub(super) fn fixture(name: &str) -> Vec<u8> {
-    let path = Path::new(env!("CARGO_MANIFEST_DIR"))
-        .join("tests/fixtures")
-        .join(name);
-    std::fs::read(path).expect("a fixture, made by the gen_*.py beside it")
-}
 
 pub(super) fn token_store() -> Vec<u8> {
     let dir = tempfile::tempdir().expect("a folder for temporary files");

@@ -348,6 +348,13 @@ fn builds_at_the_same_time_agree_and_leave_no_temporary_file() {
         let name = path.file_name().unwrap().to_string_lossy().into_owned();
         let stale = path.with_file_name(format!(".{name}.x8s.tmp"));
         std::fs::write(&stale, "half a store").unwrap();
+        let file = std::fs::File::options().write(true).open(&stale).unwrap();
+        let two_days = std::time::Duration::from_secs(2 * 24 * 60 * 60);
+        file.set_modified(std::time::SystemTime::now() - two_days)
+            .unwrap();
+        // What another machine, which this one's lock does not exclude, is writing.
+        let fresh = path.with_file_name(format!(".{name}.x9s.tmp"));
+        std::fs::write(fresh, "half a store").unwrap();
         stale
     };
     let built: Vec<_> = std::thread::scope(|scope| {
@@ -371,5 +378,9 @@ fn builds_at_the_same_time_agree_and_leave_no_temporary_file() {
         .unwrap()
         .map(|e| e.unwrap().file_name())
         .collect();
-    assert_eq!(names.len(), 2, "a store and its lock: {names:?}");
+    assert_eq!(
+        names.len(),
+        3,
+        "a store, its lock and another machine's file: {names:?}"
+    );
 }

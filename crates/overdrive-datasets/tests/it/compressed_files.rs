@@ -96,6 +96,23 @@ fn damage_is_detected_on_opening_the_file_or_reading_the_record() {
 }
 
 #[test]
+fn a_block_that_unpacks_to_more_than_its_header_says_is_refused_before_it_fills_the_disk() {
+    let bytes = std::fs::read(fixture("compressed/blocks.txt.gz")).unwrap();
+    // The size of the first block, minus one, in its header; the unpacked size in its last four bytes.
+    let size = usize::from(u16::from_le_bytes([bytes[16], bytes[17]])) + 1;
+    let mut block = bytes[..size].to_vec();
+    block[size - 4..].copy_from_slice(&1_u32.to_le_bytes());
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("block.txt.gz");
+    std::fs::write(&path, block).unwrap();
+    let error = open(&path, false).unwrap_err().to_string();
+    assert!(
+        error.contains("it unpacks to more than the 1 bytes of its headers"),
+        "{error}"
+    );
+}
+
+#[test]
 fn compressed_json_arrays_are_recognized_by_their_content() {
     use std::io::Write;
     let dir = tempfile::tempdir().unwrap();

@@ -109,6 +109,37 @@ fn a_row_with_a_missing_field_is_an_error_with_its_position() {
 }
 
 #[test]
+fn a_quote_that_does_not_end_is_an_error_of_its_line_and_not_a_row_of_the_whole_file() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("stray.csv");
+    let open = |rows: &str, max_row_bytes: u64| {
+        std::fs::write(&path, rows).unwrap();
+        let options = CsvOptions {
+            max_row_bytes,
+            ..CsvOptions::default()
+        };
+        CsvRecords::open([&path], &options)
+    };
+    // Lines 1 to 3 are whole; the quote of line 4 takes all others with it, more than a chunk of the search.
+    let stray = format!("a,b\n1,2\n3,4\n5,\"6\n{}", "7,8\n".repeat(1 << 19));
+    let error = open(&stray, 1 << 20).unwrap_err().to_string();
+    let line = error.contains("stray.csv, line 4 (byte 12): the row that begins here");
+    assert!(line && error.contains("more than 1048576 bytes"), "{error}");
+    // The same quotes, closed: every row is short.
+    let closed = stray.replace("\"6", "\"6\"");
+    assert_eq!(open(&closed, 1 << 20).unwrap().len(), 3 + (1 << 19));
+    // The limit is exact, and counts the end of the line.
+    assert_eq!(open("a,b\n12,34\n", 6).unwrap().len(), 1);
+    let error = open("a,b\n12,345\n", 6).unwrap_err().to_string();
+    assert!(error.contains("line 2 (byte 4)"), "{error}");
+    let error = open("a\n", 0).unwrap_err().to_string();
+    assert!(
+        error.contains("`max_row_bytes` is 0; it must be at least 1"),
+        "{error}"
+    );
+}
+
+#[test]
 fn files_with_other_columns_are_refused() {
     let dir = tempfile::tempdir().unwrap();
     write_files(

@@ -13,6 +13,10 @@ fn worker() {
         let config = GroupConfig::default().with_timeout(Duration::from_secs(60));
         return differ(&init_process_group(config.with_check_tensors(true)).unwrap());
     }
+    if scenario == "unlimited" {
+        let config = GroupConfig::default().with_timeout(Duration::MAX);
+        return unlimited(&init_process_group(config).unwrap());
+    }
     let group = group(60.0);
     match scenario.as_str() {
         "reduce" => reduce(&group),
@@ -21,6 +25,19 @@ fn worker() {
         "refuse" => refuse(&group),
         other => panic!("no scenario {other}"),
     }
+}
+
+fn unlimited(group: &ProcessGroup) {
+    let tensor = own(group);
+    group.all_reduce(&tensor, ReduceOp::Sum).unwrap();
+    group.with_timeout(Duration::MAX).barrier().unwrap();
+    write_numbers(group, &values(&tensor));
+}
+
+#[test]
+fn the_longest_timeout_does_not_end_a_collective_at_once() {
+    let outcome = launch(module_path!(), "unlimited", 2);
+    assert_eq!(outcome.numbers(0), [3.0, 6.0, 9.0]);
 }
 
 fn values(tensor: &Tensor) -> Vec<f64> {
@@ -213,6 +230,53 @@ fn invalid_arguments_are_refused_before_anything_is_sent() {
         "`tensor` has shape [3]; it must be a shape whose first dimension is a multiple of the 2 ranks"
     );
     assert!(lines[3].starts_with("`tensors` is a list of 0 at rank 1; it must be a list of 2"));
+}
+
+#[test]
+fn a_tensor_with_gaps_or_overlaps_is_refused_by_every_collective_before_it_starts() {
+    use overdrive_sys::Error;
+    use overdrive_sys::c10d::{Collective, Group, NetworkDevice, ReduceOp::Sum, Store, StoreRole};
+    let wait = Duration::from_secs(20);
+    let (store, _) = Store::tcp("127.0.0.1", 0, StoreRole::Server, wait).unwrap();
+    let address = NetworkDevice::Address("127.0.0.1");
+    let group = Group::gloo(&store, 0, 1, wait, address).unwrap();
+    let dense = Tensor::zeros([1000], (Kind::Float, Device::Cpu));
+    let of_one = Tensor::zeros([1], (Kind::Float, Device::Cpu)).expand([1000], false);
+    let column = Tensor::zeros([1000, 2], (Kind::Float, Device::Cpu)).select(1, 0);
+    for (wrong, strides) in [(&of_one, "strides [0]"), (&column, "strides [2]")] {
+        let list = std::slice::from_ref(wrong);
+        let calls = [
+            Collective::AllReduce(wrong, Sum),
+            Collective::Broadcast(wrong, 0),
+            Collective::Reduce(wrong, Sum, 0),
+            Collective::AllGather(wrong, std::slice::from_ref(&dense)),
+            Collective::AllGather(&dense, list),
+            Collective::AllGatherInto(&dense, wrong),
+            Collective::ReduceScatter(list, &dense, Sum),
+            Collective::ReduceScatterInto(&dense, wrong, Sum),
+            Collective::Gather(&dense, list, 0),
+            Collective::Scatter(list, &dense, 0),
+            Collective::AllToAll(&dense, wrong),
+            Collective::Send(wrong, 0, 0),
+            Collective::Recv(wrong, 0, 0),
+        ];
+        for call in calls {
+            let error = group.start(&call, None).unwrap_err();
+            assert!(
+                matches!(error, Error::BadArgument { .. }),
+                "{call:?}: {error}"
+            );
+            assert!(error.to_string().contains(strides), "{call:?}: {error}");
+        }
+    }
+    let undefined = Tensor::new();
+    let error = group.start(&Collective::AllReduce(&undefined, Sum), None);
+    assert!(error.unwrap_err().to_string().contains("undefined"));
+    // Nothing was sent: the group works.
+    let work = group
+        .start(&Collective::AllReduce(&dense, Sum), None)
+        .unwrap();
+    work.wait(Some(wait)).unwrap();
 }
 
 #[test]

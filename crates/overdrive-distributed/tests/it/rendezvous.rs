@@ -1,6 +1,6 @@
 //! The variables of launchers, and the errors about invalid ones.
 
-use overdrive_distributed::{Launcher, Rendezvous};
+use overdrive_distributed::{GroupConfig, Launcher, ProcessGroup, Rendezvous};
 
 fn read(variables: &[(&str, &str)]) -> Result<Rendezvous, String> {
     let lookup = |name: &str| {
@@ -178,4 +178,17 @@ fn each_wrong_or_contradictory_variable_is_named_with_its_value() {
     );
     assert!(with(&[("LOCAL_WORLD_SIZE", "4")]).contains("LOCAL_WORLD_SIZE=4"));
     assert!(with(&[("TORCHELASTIC_USE_AGENT_STORE", "perhaps")]).contains("True or False"));
+}
+
+#[test]
+fn a_world_that_no_list_holds_is_refused_before_anything_is_opened() {
+    let rendezvous = Rendezvous {
+        world_size: 1 << 62,
+        ..Rendezvous::default()
+    };
+    let error = ProcessGroup::new(rendezvous, GroupConfig::default()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "`world size` is 4611686018427387904; it must be at most 1048576"
+    );
 }

@@ -311,6 +311,25 @@ fn a_second_derivative_is_refused() {
 }
 
 #[test]
+fn labels_in_the_memory_of_the_logits_are_read_before_the_gradient_is_written_there() {
+    let gradient = |reuse_logits: bool| {
+        // The zeros of the first row are four labels of 64 bits.
+        let logits = values(&[4, 8], 1);
+        let _zeros = logits.get(0).zero_();
+        let labels = logits.view(-1).view_dtype(Kind::Int64).narrow(0, 0, 4);
+        let logits = logits.set_requires_grad(true);
+        let options = CrossEntropyOptions {
+            reuse_logits,
+            ..CrossEntropyOptions::default()
+        };
+        let loss = cross_entropy(&logits, &labels, &options).unwrap().loss;
+        loss.backward();
+        logits.grad()
+    };
+    assert_eq!(gradient(true), gradient(false));
+}
+
+#[test]
 fn reusing_the_logits_puts_the_gradient_into_their_memory() {
     let leaf = values(&[4, 20], 1).set_requires_grad(true);
     let logits = &leaf * 1.0;

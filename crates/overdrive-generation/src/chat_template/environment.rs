@@ -3,6 +3,7 @@
 use minijinja::syntax::SyntaxConfig;
 use minijinja::{Environment, Error, ErrorKind, State};
 
+use super::limits::set_limits;
 use super::python_json::tojson;
 
 /// The variable that makes `{% generation %}` leave marks in the text.
@@ -24,7 +25,7 @@ pub(super) fn environment(source: &str) -> Result<Environment<'static>, Error> {
         .trim_blocks(true)
         .lstrip_blocks(true)
         .build()?;
-    environment.set_syntax(syntax);
+    environment.set_syntax(syntax.clone());
     // A prompt is not HTML.
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     // Templates call methods of Python's str, list and dict: `strip`, `items`, `startswith`.
@@ -35,7 +36,9 @@ pub(super) fn environment(source: &str) -> Result<Environment<'static>, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
     environment.add_function("strftime_now", strftime_now);
-    environment.add_template_owned(NAME, with_filters_for_generation_tags(source))?;
+    let source = with_filters_for_generation_tags(source);
+    let source = set_limits(&mut environment, &source, syntax)?;
+    environment.add_template_owned(NAME, source)?;
     Ok(environment)
 }
 
@@ -66,10 +69,12 @@ fn with_filters_for_generation_tags(source: &str) -> String {
         let (before, tag) = rest.split_at(open);
         out.push_str(before);
         // An unclosed tag is left to the parser, which reports its line.
-        let Some(close) = tag.find("%}") else {
+        // Searched behind the opening, which shares its `%` with the closing in `{%}`.
+        let Some(length) = tag[2..].find("%}") else {
             rest = tag;
             break;
         };
+        let close = 2 + length;
         let inner = &tag[2..close];
         let word = inner.trim_matches(|c: char| c.is_whitespace() || c == '-' || c == '+');
         let plain = match word {
@@ -98,5 +103,13 @@ mod tests {
         let source = "a{%- if x == '%' %}b{% generation -%} c {%- endgeneration %}{% set generation = 1 %}{%";
         let want = "a{%- if x == '%' %}b{% filter overdrive_marks_generation -%} c {%- endfilter %}{% set generation = 1 %}{%";
         assert_eq!(with_filters_for_generation_tags(source), want);
+    }
+
+    /// Found by `cargo xtask fuzz chat_template`.
+    #[test]
+    fn a_tag_whose_opening_and_closing_share_a_character_is_left_to_the_parser() {
+        for source in ["{%}", "a{%}b{% generation", "{%}{% x %}"] {
+            assert_eq!(with_filters_for_generation_tags(source), source);
+        }
     }
 }

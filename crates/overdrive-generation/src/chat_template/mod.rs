@@ -1,4 +1,5 @@
 mod environment;
+mod limits;
 mod message;
 mod python_json;
 
@@ -14,6 +15,8 @@ use tokenizers::Tokenizer;
 
 pub use message::Message;
 
+use limits::{LimitedText, MAX_OUTPUT_BYTES, on_large_stack};
+
 use crate::prompts::encode;
 use crate::{Error, Result};
 
@@ -22,6 +25,10 @@ use crate::{Error, Result};
 /// Renders the same text as transformers' `apply_chat_template`, with its settings of Jinja and its
 /// additions (`raise_exception`, `strftime_now`, `tojson` in Python's format, `break` and `continue`,
 /// the `generation` tag).
+///
+/// A template is a program that comes with a model, and so it has limits: 256 KiB of source, ten million
+/// instructions and 64 MiB of text in one rendering, and 100 levels of nesting in a value. Beyond them
+/// rendering fails. They do not bound the memory of a single expression, such as a very long repetition.
 ///
 /// ```
 /// use overdrive_generation::{ChatTemplate, ChatTemplateOptions, Message};
@@ -158,6 +165,20 @@ impl ChatTemplate {
         self.templates.keys().map(String::as_str)
     }
 
+    /// Returns the source of the template of this name, as it is rendered: `{% generation %}` tags are replaced.
+    ///
+    /// ```
+    /// # use overdrive_generation::ChatTemplate;
+    /// let template = ChatTemplate::new("{{ messages[0].content }}")?;
+    /// assert_eq!(template.source("default").as_deref(), Some("{{ messages[0].content }}"));
+    /// assert_eq!(template.source("tool_use"), None);
+    /// # Ok::<(), overdrive_generation::Error>(())
+    /// ```
+    pub fn source(&self, name: &str) -> Option<String> {
+        let template = self.templates.get(name)?.get_template(environment::NAME);
+        Some(template.ok()?.source().to_owned())
+    }
+
     /// Renders a conversation.
     ///
     /// # Errors
@@ -242,11 +263,7 @@ impl ChatTemplate {
         variables.insert("tools".to_owned(), list(&options.tools));
         variables.insert("documents".to_owned(), list(&options.documents));
         variables.insert("add_generation_prompt".to_owned(), prompt.into());
-        let rendered = self
-            .choose(options)?
-            .get_template(environment::NAME)
-            .and_then(|template| template.render(minijinja::Value::from(Serde(&variables))))
-            .map_err(refused)?;
+        let rendered = rendered(self.choose(options)?, &variables)?;
         match last {
             Some(last) => cut_at_open_end(&rendered, &last),
             None => Ok(rendered),
@@ -285,7 +302,31 @@ impl ChatTemplate {
 }
 
 fn parse(source: &str) -> Result<Environment<'static>> {
-    environment::environment(source).map_err(refused)
+    on_large_stack(source.len(), || {
+        environment::environment(source).map_err(refused)
+    })
+}
+
+/// Renders the template of an environment, within the limits of templates.
+fn rendered(environment: &Environment<'static>, variables: &Map<String, Value>) -> Result<String> {
+    let template = environment
+        .get_template(environment::NAME)
+        .map_err(refused)?;
+    on_large_stack(template.source().len(), || {
+        let mut text = LimitedText::default();
+        let result = template
+            .render_captured_to(minijinja::Value::from(Serde(variables)), &mut text)
+            // Dropped here, on the large stack, as the values are that an error may hold.
+            .map(drop)
+            .map_err(refused);
+        match result {
+            Ok(()) => Ok(text.into_string()),
+            Err(_) if text.is_cut => Err(Error::ChatTemplate(format!(
+                "its text has more than {MAX_OUTPUT_BYTES} bytes, the limit of one rendering"
+            ))),
+            Err(error) => Err(error),
+        }
+    })
 }
 
 /// The message of `raise_exception` is returned alone; other errors come with their line.
@@ -293,6 +334,9 @@ fn refused(error: minijinja::Error) -> Error {
     let detail = error.detail().unwrap_or_default();
     let text = match (error.kind(), error.line()) {
         (ErrorKind::InvalidOperation, _) if !detail.is_empty() => detail.to_owned(),
+        (ErrorKind::OutOfFuel, Some(line)) => format!(
+            "line {line}: it has taken the most steps of one rendering; it probably loops without an end"
+        ),
         (kind, Some(line)) => format!("line {line}: {kind}: {detail}"),
         (kind, None) => format!("{kind}: {detail}"),
     };

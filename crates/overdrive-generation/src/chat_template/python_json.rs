@@ -6,6 +6,8 @@ use std::fmt::Write;
 use minijinja::value::{Kwargs, Value, ValueKind};
 use minijinja::{Error, ErrorKind};
 
+use super::limits::{MAX_DEPTH, MAX_OUTPUT_BYTES};
+
 /// Implements the filter `tojson` of transformers' templates: `json.dumps(x, ensure_ascii=False,
 /// indent=None, separators=None, sort_keys=False)`, the last by name only.
 pub(super) fn tojson(
@@ -24,7 +26,7 @@ pub(super) fn tojson(
     let sorted = is_true(option(None, "sort_keys")?);
     let indent = option(indent, "indent")?.map(|value| match value.as_str() {
         Some(text) => text.to_owned(),
-        None => " ".repeat(usize::try_from(value).unwrap_or(0)),
+        None => " ".repeat(usize::try_from(value).unwrap_or(0).min(MAX_INDENT)),
     });
     let (item, key) = match option(separators, "separators")? {
         // With an indent Python leaves no space before the end of a line.
@@ -57,6 +59,9 @@ pub(super) fn tojson(
     Ok(Value::from_safe_string(writer.out))
 }
 
+/// The largest indent in spaces; each line repeats it by its depth.
+const MAX_INDENT: usize = 64;
+
 struct Writer {
     out: String,
     ascii: bool,
@@ -68,6 +73,13 @@ struct Writer {
 
 impl Writer {
     fn value(&mut self, value: &Value, depth: usize) -> Result<(), Error> {
+        if depth > MAX_DEPTH || self.out.len() > MAX_OUTPUT_BYTES {
+            let message = format!(
+                "tojson: a value is nested more than {MAX_DEPTH} levels deep, or longer than {MAX_OUTPUT_BYTES} \
+                 bytes"
+            );
+            return Err(Error::new(ErrorKind::InvalidOperation, message));
+        }
         match value.kind() {
             ValueKind::None => self.out.push_str("null"),
             ValueKind::Bool => self

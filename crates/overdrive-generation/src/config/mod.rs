@@ -22,7 +22,8 @@ pub use modes::{EarlyStopping, LogprobsMode, NumAssistantTokensSchedule};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct GenerationConfig {
-    /// The largest number of new tokens. Default `None`: as `max_length` says, else 20.
+    /// The largest number of new tokens; the model's context ends a sequence before that. Default `None`: as
+    /// `max_length` says, else 20.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_new_tokens: Option<usize>,
     /// The largest number of tokens of prompt and continuation together, if `max_new_tokens` is `None`.
@@ -49,7 +50,7 @@ pub struct GenerationConfig {
 
     /// If `true`, tokens are sampled; if `false`, the likeliest token is taken. Default `false`.
     pub do_sample: bool,
-    /// The number of beams. Default 1: no beam search.
+    /// The number of beams, at most 16,384. Default 1: no beam search.
     pub num_beams: usize,
     /// If `true`, keys and values of earlier tokens are cached; if `false`, every step computes the
     /// whole sequence again, as a reference. Default `true`.
@@ -140,7 +141,7 @@ pub struct GenerationConfig {
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub begin_suppress_tokens: Vec<i64>,
 
-    /// The number of continuations of each prompt, sampled or the best of a beam search. Default 1.
+    /// The number of continuations of each prompt, sampled or the best of a beam search, at most 16,384. Default 1.
     pub num_return_sequences: usize,
     /// The number of likeliest tokens whose log-probabilities are returned beside that of each chosen
     /// token. Default `None`: no log-probabilities.

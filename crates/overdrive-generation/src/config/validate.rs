@@ -13,6 +13,13 @@ pub(crate) const CACHES: [&str; 7] = [
     "paged",
 ];
 
+/// The largest number of rows that one prompt may become: vLLM's bound of `n`. Each row has a sampler and a copy
+/// of the prompt before anything is computed, so that one request could otherwise take all memory.
+const MAX_ROWS: usize = 16_384;
+
+/// The largest number of tokens of a cache's window or of a proposal: these are added to one another and to lengths.
+const MAX_CACHE_TOKENS: i64 = i32::MAX as i64;
+
 impl GenerationConfig {
     /// Checks every option against its range, and that none excludes another.
     ///
@@ -77,17 +84,27 @@ impl GenerationConfig {
         }
         for (key, value) in [
             ("max_new_tokens", self.max_new_tokens.unwrap_or(1)),
+            ("prefill_chunk_size", self.prefill_chunk_size.unwrap_or(1)),
+            ("max_matching_ngram_size", self.max_matching_ngram_size),
+        ] {
+            check_at_least(key, value, 1)?;
+        }
+        for (key, rows) in [
             ("num_beams", self.num_beams),
             ("num_return_sequences", self.num_return_sequences),
-            ("prefill_chunk_size", self.prefill_chunk_size.unwrap_or(1)),
+        ] {
+            let valid = (1..=MAX_ROWS).contains(&rows);
+            check(valid, key, rows, format!("from 1 to {MAX_ROWS}"))?;
+        }
+        for (key, tokens) in [
             ("num_assistant_tokens", self.num_assistant_tokens),
             (
                 "prompt_lookup_num_tokens",
                 self.prompt_lookup_num_tokens.unwrap_or(1),
             ),
-            ("max_matching_ngram_size", self.max_matching_ngram_size),
         ] {
-            check_at_least(key, value, 1)?;
+            let valid = tokens > 0 && i64::try_from(tokens).is_ok_and(|n| n <= MAX_CACHE_TOKENS);
+            check(valid, key, tokens, format!("from 1 to {MAX_CACHE_TOKENS}"))?;
         }
         Ok(())
     }
@@ -139,7 +156,13 @@ impl GenerationConfig {
             ("cache_config.residual_length", settings.residual_length, 0),
             ("cache_config.q_group_size", settings.q_group_size, 1),
         ] {
-            check_at_least(key, value, least)?;
+            let valid = (least..=MAX_CACHE_TOKENS).contains(&value);
+            check(
+                valid,
+                key,
+                value,
+                format!("from {least} to {MAX_CACHE_TOKENS}"),
+            )?;
         }
         if let Some(name) = &self.cache_implementation {
             let known = CACHES.contains(&name.as_str());

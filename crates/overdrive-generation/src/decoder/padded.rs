@@ -50,7 +50,7 @@ impl<'a> Padded<'a> {
         let tokens = ids.size()[1];
         // Without a cache every pass reads the whole sequence anyway.
         let chunk = match (&self.memory, self.chunk) {
-            (Memory::Cache(_), Some(chunk)) => chunk as i64,
+            (Memory::Cache(_), Some(chunk)) => i64::try_from(chunk).unwrap_or(i64::MAX),
             _ => tokens,
         };
         let mut start = 0;

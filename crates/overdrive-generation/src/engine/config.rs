@@ -86,7 +86,7 @@ impl EngineConfig {
         if let Some(blocks) = self.num_blocks {
             return Ok(blocks);
         }
-        let block_bytes = (token_bytes * self.block_size as u64).max(1);
+        let block_bytes = token_bytes.saturating_mul(self.block_size as u64).max(1);
         // More blocks than that could never be used at once.
         let one = context.div_ceil(self.block_size) as u64;
         let useful = one.saturating_mul(self.max_num_seqs as u64);

@@ -92,7 +92,10 @@ impl<M: EngineModel> Engine<M> {
         let token_bytes = elements * shape.kind.elt_size_in_bytes() as u64;
         // After the last of n positions the model still gives logits, so that n + 1 tokens are
         // possible.
-        let most = config.max_model_len.unwrap_or(usize::MAX).min(context + 1);
+        let most = config
+            .max_model_len
+            .unwrap_or(usize::MAX)
+            .min(context.saturating_add(1));
         let num_blocks = config.blocks(token_bytes, most)?;
         // A cache that cannot hold the context bounds the sequences unless the caller has set another bound:
         // `max_length` of a model's folder is mostly its context, and every request would be refused.

@@ -79,7 +79,7 @@ impl Proposer for DraftModel<'_> {
         let context = self.model.config().max_position_embeddings().unsigned_abs() as usize;
         let most = most
             .min(self.tokens)
-            .min((context + 1).saturating_sub(ids.len()));
+            .min(context.saturating_add(1).saturating_sub(ids.len()));
         let mut proposal = Proposal::default();
         // Its embedding has no row for ids beyond its own vocabulary.
         let known = 0..self.model.config().vocab_size();
@@ -113,7 +113,7 @@ impl Proposer for DraftModel<'_> {
     fn update(&mut self, proposed: usize, accepted: usize) {
         if self.config.num_assistant_tokens_schedule == NumAssistantTokensSchedule::Heuristic {
             self.tokens = if accepted == proposed {
-                self.tokens + 2
+                self.tokens.saturating_add(2)
             } else {
                 // The heuristic of transformers' assisted generation.
                 (self.tokens - 1).max(1)

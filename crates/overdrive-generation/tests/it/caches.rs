@@ -1,7 +1,9 @@
 //! Tests that every exact cache gives the tokens of the run without a cache.
 
+use std::ops::ControlFlow;
+
 use crate::support::{greedy, load};
-use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate};
+use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate, generate_with};
 use overdrive_transformer::{AttentionImplementation, Execution};
 
 const CASES: [&str; 7] = [
@@ -131,6 +133,64 @@ fn a_batch_ends_where_the_context_does_in_every_cache() {
         assert_eq!(got.sequences, want.sequences, "{name}");
         assert_eq!(got.finish_reasons, want.finish_reasons, "{name}");
     }
+}
+
+#[test]
+fn the_largest_number_of_new_tokens_ends_with_the_context() {
+    let model = load("llama_gqa");
+    let context = model.config().max_position_embeddings() as usize;
+    let all = GenerationConfig {
+        prefill_chunk_size: Some(usize::MAX),
+        ..greedy(usize::MAX)
+    };
+    for prompts in [vec![vec![5, 9, 3]], vec![vec![5, 9, 3], vec![100]]] {
+        let want = generate(&model, &prompts, &greedy(context + 1)).unwrap();
+        for name in ["dynamic", "static", "paged", "int8"] {
+            let got = generate(&model, &prompts, &with_cache(name, all.clone())).unwrap();
+            if name != "int8" {
+                assert_eq!(got.sequences, want.sequences, "{name}");
+            }
+            for (sequence, reason) in got.sequences.iter().zip(&got.finish_reasons) {
+                assert_eq!(
+                    (sequence.len(), *reason),
+                    (context + 1, FinishReason::ContextFull)
+                );
+            }
+        }
+        let lengths = GenerationConfig {
+            max_new_tokens: None,
+            max_length: Some(usize::MAX),
+            ..all.clone()
+        };
+        let got = generate(&model, &prompts, &lengths).unwrap();
+        assert_eq!(got.sequences, want.sequences);
+        let proposed = GenerationConfig {
+            prompt_lookup_num_tokens: Some(4),
+            max_matching_ngram_size: usize::MAX,
+            ..all.clone()
+        };
+        let got = generate(&model, &prompts, &proposed).unwrap();
+        assert_eq!(got.sequences, want.sequences);
+    }
+    // Where nothing but the end of text would end it, a callback can.
+    let endless = GenerationConfig {
+        cache_config: CacheConfig {
+            window_length: Some(context as i64 / 2),
+            num_sink_tokens: 4,
+            ..CacheConfig::default()
+        },
+        ..with_cache("sliding_window", all)
+    };
+    let mut tokens = 0;
+    let got = generate_with(&model, &[vec![5, 9, 3]], &endless, |_| {
+        tokens += 1;
+        match tokens < 2 * context {
+            true => ControlFlow::Continue(()),
+            false => ControlFlow::Break(()),
+        }
+    })
+    .unwrap();
+    assert_eq!(got.new_tokens(0).len(), 2 * context);
 }
 
 #[test]

@@ -187,3 +187,109 @@ fn the_byte_ranges_between_generation_tags_are_returned() {
     let forged = [Message::assistant("a\u{fdd0}b")];
     assert!(template.render_with_answers(&forged, &options).is_err());
 }
+
+/// Returns the error of a template, or of its rendering.
+fn refusal(source: &str) -> String {
+    let rendered = ChatTemplate::new(source)
+        .and_then(|template| template.render(&hello(), &Default::default()));
+    rendered.unwrap_err().to_string()
+}
+
+#[test]
+fn an_endless_loop_ends_with_an_error_that_names_its_line() {
+    let source =
+        "a\n{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}";
+    let error = refusal(source);
+    let expected = "chat template: line 2: it has taken the most steps of one rendering";
+    assert!(error.starts_with(expected), "{error}");
+    // Through macros, which call one another.
+    let error = refusal("{% macro m(x) %}{{ m(x) }}{{ m(x) }}{% endmacro %}{{ m(1) }}");
+    assert!(error.contains("recursion"), "{error}");
+}
+
+#[test]
+fn values_that_a_loop_nests_or_doubles_are_refused() {
+    let in_loop = |assigned: &str, printed: &str| {
+        format!(
+            "{{% set ns = namespace(x=[1], s='ab', n=none) %}}{{% for i in range(99999) %}}{{% set ns.x = {assigned} %}}\
+             {{% endfor %}}{{{{ {printed} }}}}"
+        )
+    };
+    let nested = "nested more than 100 levels deep";
+    let elements = "more than 16777216 elements together";
+    for (assigned, reason) in [
+        ("[ns.x]", nested),
+        ("{'a': ns.x}", nested),
+        ("[ns.x, 1][:1]", nested),
+        ("[[ns.x] | reverse]", nested),
+        ("namespace(x=ns.x)", "a namespace is assigned"),
+        ("[ns]", "a namespace is assigned"),
+        ("ns", "a namespace is assigned"),
+        ("[ns.x, ns.x]", elements),
+        ("ns.x + ns.x", elements),
+        ("ns.x ~ ns.x", elements),
+    ] {
+        // The assignment is refused, so that what is done with the value does not matter; each would overflow.
+        let uses = ["ns.x", "ns.x | string", "ns.x == ns.x", "ns.x | tojson"];
+        let uses = if reason == elements {
+            &uses[..1]
+        } else {
+            &uses[..]
+        };
+        for printed in uses {
+            let error = refusal(&in_loop(assigned, printed));
+            assert!(error.contains(reason), "{assigned}, {printed}: {error}");
+        }
+    }
+    // A slice of a slice is evaluated when it is assigned, and so has no depth.
+    let sliced = in_loop("ns.x[:1]", "ns.x");
+    let template = ChatTemplate::new(&sliced).unwrap();
+    assert_eq!(render(&template), "[1]");
+    // Variables outside of namespaces, too.
+    let doubled = "{% set x = [x, x] %}".repeat(40);
+    let error = refusal(&format!("{{% set x = [1] %}}{doubled}"));
+    assert!(error.contains(elements), "{error}");
+}
+
+#[test]
+fn a_long_text_is_refused_and_a_short_one_beside_it_is_not() {
+    let text = "x".repeat(1 << 10);
+    let times = |loops: usize| {
+        format!(
+            "{{% for i in range({loops}) %}}{{% for j in range(1024) %}}{text}{{% endfor %}}{{% endfor %}}"
+        )
+    };
+    let error = refusal(&times(65));
+    assert!(error.contains("more than 67108864 bytes"), "{error}");
+    let template = ChatTemplate::new(&times(2)).unwrap();
+    assert_eq!(render(&template).len(), 2 << 20);
+}
+
+#[test]
+fn a_source_that_nests_without_end_is_refused_or_rendered_but_never_overflows_the_stack() {
+    let deep = 60_000;
+    for source in [
+        format!("{{{{ {}1{} }}}}", "[".repeat(deep), "]".repeat(deep)),
+        format!("{{% set {}x{} = 1 %}}", "(".repeat(deep), ")".repeat(deep)),
+        format!("{{{{ {}1 }}}}", "not ".repeat(deep)),
+        format!("{{{{ {}1 }}}}", "-".repeat(deep)),
+        format!("{{{{ 1{} }}}}", "+1".repeat(deep)),
+        format!("{{{{ 2{} }}}}", "**1".repeat(deep)),
+        format!("{{{{ [1]{} }}}}", "|list".repeat(deep / 2)),
+        format!(
+            "{{{{ ([1]{})|string|length }}}}",
+            "|batch(1)|list".repeat(deep / 5)
+        ),
+        "{% if 1 %}".repeat(deep / 5),
+        format!(
+            "{{% set x = [1] %}}{}",
+            "{% set x = [x] %}".repeat(deep / 10)
+        ),
+    ] {
+        // Either is right; an overflow would end the process.
+        let _ = ChatTemplate::new(&source)
+            .and_then(|template| template.render(&hello(), &Default::default()));
+    }
+    let error = refusal(&"x".repeat((256 << 10) + 1));
+    assert!(error.contains("it has 262145 bytes"), "{error}");
+}

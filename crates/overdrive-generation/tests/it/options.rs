@@ -5,8 +5,8 @@ use std::ops::ControlFlow;
 
 use crate::support::{byte_tokenizer, encode, greedy, load, random_model, sampled};
 use overdrive_generation::{
-    FinishReason, GenerateOptions, GenerateOutput, GeneratedToken, GenerationConfig, LogprobsMode,
-    generate, generate_text, generate_with_options,
+    CacheConfig, FinishReason, GenerateOptions, GenerateOutput, GeneratedToken, GenerationConfig,
+    LogprobsMode, generate, generate_text, generate_with_options,
 };
 use overdrive_transformer::{CausalLm, ForwardInput};
 use tch::Tensor;
@@ -331,6 +331,37 @@ fn options_that_exclude_one_another_or_are_out_of_range_are_refused_by_name() {
     };
     let base = || greedy(4);
     for (config, part) in [
+        (
+            GenerationConfig {
+                num_return_sequences: 100_000_000_000,
+                ..sampled(4, 1)
+            },
+            "`num_return_sequences` is 100000000000; it must be from 1 to 16384",
+        ),
+        (
+            GenerationConfig {
+                num_beams: usize::MAX,
+                ..base()
+            },
+            "`num_beams` is 18446744073709551615; it must be from 1 to 16384",
+        ),
+        (
+            GenerationConfig {
+                num_assistant_tokens: usize::MAX,
+                ..base()
+            },
+            "`num_assistant_tokens` is 18446744073709551615; it must be from 1 to 2147483647",
+        ),
+        (
+            GenerationConfig {
+                cache_config: CacheConfig {
+                    window_length: Some(i64::MAX),
+                    ..CacheConfig::default()
+                },
+                ..base()
+            },
+            "`cache_config.window_length` is 9223372036854775807; it must be from 1 to 2147483647",
+        ),
         (
             GenerationConfig {
                 typical_p: 0.0,

@@ -7,6 +7,7 @@
 use overdrive_kernels::math::exp;
 use overdrive_kernels::threads::{chunk_len, run_jobs, workers};
 use overdrive_kernels::{InstructionSet, LANES, Simd, each_vector, load, store, vectorized};
+use overdrive_sys::raw::BoolByte;
 
 use super::codec::Format;
 
@@ -53,7 +54,7 @@ pub(super) struct AttendInputs<'a> {
     /// The number of tokens that a query sees, its own included.
     pub(super) window: Option<usize>,
     /// `true` where a key is seen, `(B, T, S)`, in place of causality and window.
-    pub(super) mask: Option<&'a [bool]>,
+    pub(super) mask: Option<&'a [BoolByte]>,
 }
 
 impl AttendInputs<'_> {
@@ -295,7 +296,11 @@ fn hide(
         Some(mask) => {
             let row = (batch * inputs.queries + query) * inputs.tokens() + start;
             for (score, seen) in scores.iter_mut().zip(&mask[row..]) {
-                *score = if *seen { *score } else { f32::NEG_INFINITY };
+                *score = if seen.get() {
+                    *score
+                } else {
+                    f32::NEG_INFINITY
+                };
             }
         }
         None => {

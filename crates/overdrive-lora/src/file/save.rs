@@ -45,7 +45,7 @@ pub fn save_adapter<H: AdapterHost + ?Sized>(
         ..config
     };
     let text = config.to_json();
-    overdrive_safetensors::write_bytes(dir.join(CONFIG), text.as_bytes())?;
+    overdrive_core::files::write(dir.join(CONFIG), text.as_bytes())?;
     Ok(())
 }
 

@@ -380,5 +380,5 @@ fn a_failed_export_leaves_the_older_one_and_nothing_else() {
     );
     let nowhere = dir.path().join("missing/model.onnx");
     let error = export(&mut model(), &nowhere, &ExportOptions::default()).unwrap_err();
-    assert!(error.to_string().starts_with("cannot create "), "{error}");
+    assert!(error.to_string().starts_with("cannot write "), "{error}");
 }

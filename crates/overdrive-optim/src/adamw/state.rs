@@ -43,17 +43,19 @@ impl AdamW {
                 without_state.insert(parameter.name.clone());
                 continue;
             };
-            let mut insert = |part: &str, tensor: &Tensor| {
-                tensors.insert(key(&parameter.name, part), tensor.shallow_clone());
+            let mut insert = |part: &str, tensor: &Tensor| -> Result<()> {
+                // Detached: giving the handle other memory (`set_data`) does not give it to this optimizer.
+                tensors.insert(key(&parameter.name, part), tensor.f_detach()?);
+                Ok(())
             };
-            insert(STEP, &moments.step);
-            insert(EXP_AVG, &moments.exp_avg);
-            insert(EXP_AVG_SQ, &moments.exp_avg_sq);
+            insert(STEP, &moments.step)?;
+            insert(EXP_AVG, &moments.exp_avg)?;
+            insert(EXP_AVG_SQ, &moments.exp_avg_sq)?;
             if let Some(largest) = &moments.max_exp_avg_sq {
-                insert(MAX_EXP_AVG_SQ, largest);
+                insert(MAX_EXP_AVG_SQ, largest)?;
             }
             if let Some(master) = &moments.master {
-                insert(MASTER, master);
+                insert(MASTER, master)?;
             }
         }
         let metadata = Metadata {

@@ -40,9 +40,8 @@ pub(super) unsafe fn read<T: Element>(tensor: &Tensor) -> Result<&[T]> {
 /// Returns the elements of a tensor that a step writes: a parameter or a state tensor.
 ///
 /// # Safety
-/// As for [`read`], and no other slice of the same memory lives. States are the optimizer's own
-/// (`state_dict` hands out handles and says that they change with the next step), no two parameters
-/// share memory, and a parameter's gradient is other memory than both.
+/// As for [`read`], and no other slice of the same memory lives. The engine has found before the step that
+/// parameter, gradient and state of a job share no memory, and one job runs at a time.
 #[allow(
     clippy::mut_from_ref,
     reason = "a tensor is a handle: its elements are shared memory, for which the caller vouches"

@@ -1,10 +1,13 @@
 //! Files that are refused before any code of them is loaded. No Python is needed.
 
+use std::io::Write;
 use std::path::PathBuf;
 
 use crate::common::{Entries, manifest, package_with, write_archive};
 use overdrive_packages::{CompiledModel, Error, LoadOptions, PackageInfo};
 use serde_json::{Value, json};
+use zip::write::SimpleFileOptions;
+use zip::{CompressionMethod, ZipWriter};
 
 struct File {
     _folder: tempfile::TempDir,
@@ -181,6 +184,45 @@ fn a_model_has_one_library_and_one_metadata_file() {
     let mut spoilt = whole;
     spoilt[1].1 = b"{".to_vec();
     assert!(refused(&spoilt).to_string().contains("metadata of model"));
+}
+
+#[test]
+fn metadata_that_unpack_to_more_than_their_limit_are_refused_by_declared_and_by_real_size() {
+    let bomb = |declared: Option<u32>| {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("bomb.pt2");
+        let mut writer = ZipWriter::new(std::fs::File::create(&path).unwrap());
+        let packed = SimpleFileOptions::default().compression_method(CompressionMethod::Deflated);
+        let name = "p/data/aotinductor/model/a.wrapper_metadata.json";
+        writer.start_file(name, packed).unwrap();
+        let spaces = vec![b' '; 1 << 20];
+        (0..40).for_each(|_| writer.write_all(&spaces).unwrap());
+        writer.finish().unwrap();
+        let mut bytes = std::fs::read(&path).unwrap();
+        assert!(
+            bytes.len() < 1 << 20,
+            "{} bytes of zip for 40 MiB",
+            bytes.len()
+        );
+        if let Some(declared) = declared {
+            // The unpacked size, in the header of the entry and in the directory at the end.
+            for at in 0..bytes.len() - 4 {
+                if bytes[at..at + 4] == (40_u32 << 20).to_le_bytes() {
+                    bytes[at..at + 4].copy_from_slice(&declared.to_le_bytes());
+                }
+            }
+            std::fs::write(&path, bytes).unwrap();
+        }
+        PackageInfo::read(&path).unwrap_err().to_string()
+    };
+    let error = bomb(None);
+    assert!(
+        error.contains("metadata to more than 16777216 bytes"),
+        "{error}"
+    );
+    // Declared as one byte: what is read counts, or the reader itself finds the difference.
+    let error = bomb(Some(1));
+    assert!(error.contains("a.wrapper_metadata.json"), "{error}");
 }
 
 #[test]

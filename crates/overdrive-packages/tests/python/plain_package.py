@@ -3,7 +3,8 @@
     python3 plain_package.py OUTPUT.pt2
 
 Neither says for which libtorch it was made. `model` takes a positional tensor and a keyword `offset`
-and returns a dictionary; `model2` is another function of a fixed size. Written for torch 2.11.
+and returns a dictionary; `model2` is another function of a fixed size; `model3` has a weight that the
+compiler does not write into the code. Written for torch 2.11.
 """
 
 import sys
@@ -26,6 +27,16 @@ class Square(torch.nn.Module):
         return x * x
 
 
+class Scaled(torch.nn.Module):
+    def __init__(self):
+        super().__init__()
+        # The compiler writes up to eight elements into the code.
+        self.scale = torch.nn.Parameter(2 + torch.arange(16.0))
+
+    def forward(self, x):
+        return x * self.scale
+
+
 def compiled(module, args, kwargs, dynamic):
     program = torch.export.export(module, args, kwargs, dynamic_shapes=dynamic)
     options = {"aot_inductor.package": True}
@@ -41,5 +52,6 @@ with torch.no_grad():
                 Affine(), (torch.ones(4, 3),), {"offset": torch.ones(3)}, {"x": {0: rows}, "offset": None}
             ),
             "model2": compiled(Square(), (torch.ones(3),), {}, None),
+            "model3": compiled(Scaled(), (torch.ones(16),), {}, None),
         },
     )

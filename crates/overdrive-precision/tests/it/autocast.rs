@@ -72,6 +72,24 @@ fn a_panic_leaves_no_trace() {
 }
 
 #[test]
+fn guards_dropped_out_of_order_leave_the_settings_of_the_last_one() {
+    let before = raw::state(CPU).unwrap();
+    let outer = Autocast::new(CPU).dtype(Kind::Half).enter().unwrap();
+    let inner = Autocast::new(CPU)
+        .enabled(false)
+        .cache_enabled(false)
+        .enter()
+        .unwrap();
+    drop(outer);
+    assert!(!is_autocast_enabled(CPU).unwrap() && !raw::cache_enabled().unwrap());
+    drop(inner);
+    assert_eq!(raw::state(CPU).unwrap(), before);
+    assert!(raw::cache_enabled().unwrap());
+    assert_eq!(raw::increment_nesting().unwrap(), 1);
+    assert_eq!(raw::decrement_nesting().unwrap(), 0);
+}
+
+#[test]
 fn a_dtype_that_cannot_be_cast_to_is_refused_and_changes_nothing() {
     let before = raw::state(CPU).unwrap();
     for dtype in [Kind::Int64, Kind::Float, Kind::Double] {

@@ -1,9 +1,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use overdrive_core::Error as CoreError;
+use overdrive_core::{Error as CoreError, files};
 use overdrive_safetensors::StoredTensor;
 use tch::{Device, Kind, Tensor};
+use tempfile::TempDir;
 
 use super::migrate::Migrations;
 use super::options::CheckpointOptions;
@@ -43,7 +44,7 @@ pub fn quantize_checkpoint(
     let source = Source::open(dir)?;
     let work = WorkFolder::beside(out)?;
     let job = Job::new(&source, scheme, options)?;
-    let mut writer = ShardWriter::new(&work.path, options.max_shard_bytes)?;
+    let mut writer = ShardWriter::new(work.path(), options.max_shard_bytes)?;
     let stored = source.tensors();
     let total: u64 = stored.iter().map(|stored| stored.data().len() as u64).sum();
     let mut done = 0;
@@ -84,8 +85,8 @@ pub fn quantize_checkpoint(
         report(stored.data().len() as u64);
     }
     let file_bytes = writer.finish()?;
-    source.copy_rest(&work.path)?;
-    write_json(&work.path.join("config.json"), &job.config(kept)?)?;
+    source.copy_rest(work.path())?;
+    write_json(&work.path().join("config.json"), &job.config(kept)?)?;
     // The last step, so that `out` is either absent or complete.
     work.rename()?;
     Ok(CheckpointReport {
@@ -245,11 +246,10 @@ fn errors(weight: &Tensor, packed: &QuantizedWeight) -> Result<(f64, f64)> {
     Ok((squared_error, norm.f_double_value(&[])?.powi(2)))
 }
 
-/// A temporary folder that is removed unless it was renamed, also after a panic.
+/// An unfinished folder that is removed unless it was renamed, also after a panic.
 struct WorkFolder {
-    path: PathBuf,
+    folder: TempDir,
     target: PathBuf,
-    renamed: bool,
 }
 
 impl WorkFolder {
@@ -261,42 +261,30 @@ impl WorkFolder {
                 return Err(bad(target, reason));
             }
         }
-        let Some(name) = target.file_name() else {
+        if target.file_name().is_none() {
             return Err(bad(target, "it is not the name of a folder"));
-        };
-        let mut hidden = std::ffi::OsString::from(".");
-        hidden.push(name);
-        // The id of the process: two runs beside each other do not share a folder.
-        hidden.push(format!(".{}.tmp", std::process::id()));
-        let path = target.with_file_name(hidden);
-        if path.exists() {
-            // Left by a killed process that had the same id.
-            fs::remove_dir_all(&path).map_err(CoreError::io("remove", &path))?;
         }
-        fs::create_dir_all(&path).map_err(CoreError::io("create", &path))?;
+        let parent = files::folder_of(target);
+        fs::create_dir_all(parent).map_err(CoreError::io("create", parent))?;
         Ok(WorkFolder {
-            path,
+            folder: files::unfinished_folder(target)?,
             target: target.to_path_buf(),
-            renamed: false,
         })
     }
 
-    fn rename(mut self) -> Result<()> {
+    fn path(&self) -> &Path {
+        self.folder.path()
+    }
+
+    fn rename(self) -> Result<()> {
         if self.target.exists() {
             // This fails unless the folder is empty.
             fs::remove_dir(&self.target).map_err(CoreError::io("replace", &self.target))?;
         }
-        fs::rename(&self.path, &self.target).map_err(CoreError::io("rename", &self.path))?;
-        self.renamed = true;
-        Ok(())
-    }
-}
-
-impl Drop for WorkFolder {
-    fn drop(&mut self) {
-        if !self.renamed {
-            // An error here would hide the one that came first.
-            let _ = fs::remove_dir_all(&self.path);
-        }
+        let path = self.path();
+        fs::rename(path, &self.target).map_err(CoreError::io("rename", path))?;
+        // The folder has its name now, and is not to be removed.
+        let _ = self.folder.keep();
+        Ok(files::sync_folder(files::folder_of(&self.target))?)
     }
 }

@@ -5,7 +5,7 @@ use std::fs::{self, File};
 use std::io::{self, Seek, Write};
 use std::path::{Path, PathBuf};
 
-use overdrive_core::Error as CoreError;
+use overdrive_core::{Error as CoreError, files};
 use serde_json::{Map, Value, json};
 use tch::{Device, Kind, Tensor};
 
@@ -40,7 +40,8 @@ struct Entry {
 
 impl ShardWriter {
     pub(super) fn new(dir: &Path, max_shard_bytes: u64) -> Result<ShardWriter> {
-        let file = || unnamed(dir);
+        // Files without a name disappear when they are closed, also after a crash.
+        let file = || tempfile::tempfile_in(dir).map_err(CoreError::io("create a file in", dir));
         Ok(ShardWriter {
             files: [file()?, file()?, file()?, file()?],
             dir: dir.to_path_buf(),
@@ -163,29 +164,10 @@ fn temporary_name(index: usize) -> String {
     format!("shard-{index}.tmp")
 }
 
-/// Creates a file in `dir` and removes its name, so that it disappears when it is closed, also after a crash.
-fn unnamed(dir: &Path) -> Result<File> {
-    // A writer has one file for each element size, and each needs a name.
-    static COUNT: std::sync::atomic::AtomicU64 = std::sync::atomic::AtomicU64::new(0);
-    let number = COUNT.fetch_add(1, std::sync::atomic::Ordering::Relaxed);
-    let path = dir.join(format!(".part-{}-{number}.tmp", std::process::id()));
-    let file = File::options()
-        .read(true)
-        .write(true)
-        .create_new(true)
-        .open(&path)
-        .map_err(CoreError::io("create", &path))?;
-    // Windows cannot remove open files.
-    if cfg!(unix) {
-        fs::remove_file(&path).map_err(CoreError::io("remove", &path))?;
-    }
-    Ok(file)
-}
-
 pub(super) fn write_json(path: &Path, value: &Value) -> Result<()> {
     let mut text = format!("{value:#}").into_bytes();
     text.push(b'\n');
-    Ok(overdrive_safetensors::write_bytes(path, &text)?)
+    Ok(files::write(path, &text)?)
 }
 
 /// Returns the name of the dtype in safetensors, and the index of its size in [`SIZES`].

@@ -1,10 +1,9 @@
 //! The GEMM of a few rows of activations in f32 with a weight of 8 bits, which is dequantized in registers.
 #![allow(unsafe_code)]
 
-use std::cell::Cell;
 use std::ops::Range;
 
-use overdrive_kernels::{InstructionSet, Kernel, LANES, Simd};
+use overdrive_kernels::{Buffers, InstructionSet, Kept, Kernel, LANES, Simd, capacity_bytes};
 
 use super::at;
 use super::joint_gemm::{Gemm, Results};
@@ -49,9 +48,18 @@ pub(crate) struct DequantizingGemm<'a, C> {
     pub(crate) set: InstructionSet,
 }
 
+/// The sums of a chunk.
+#[derive(Default)]
+struct Sums(Vec<f32>);
+
+impl Buffers for Sums {
+    fn bytes(&self) -> usize {
+        capacity_bytes(&self.0)
+    }
+}
+
 thread_local! {
-    /// The sums of a chunk, kept from call to call.
-    static SUMS: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
+    static SUMS: Kept<Sums> = const { Kept::new() };
 }
 
 impl<C: Code> Gemm for DequantizingGemm<'_, C> {
@@ -66,12 +74,13 @@ impl<C: Code> Gemm for DequantizingGemm<'_, C> {
     fn run(&self, outputs: Range<usize>, results: &mut dyn Results) {
         let count = outputs.len();
         let rows = self.x.len().checked_div(self.width).unwrap_or(0);
-        let mut sums = SUMS.take();
+        let mut kept = Kept::take(&SUMS);
+        let sums = &mut kept.0;
         sums.resize(rows * count, 0.0);
         self.set.run(Tiles {
             gemm: *self,
             outputs: outputs.clone(),
-            sums: &mut sums,
+            sums,
         });
         for (row, sums) in sums.chunks_exact_mut(count.max(1)).enumerate() {
             // Scaled here and not in the tiles: a row at a time becomes vectors.
@@ -80,7 +89,7 @@ impl<C: Code> Gemm for DequantizingGemm<'_, C> {
             }
             results.put(row, outputs.start, sums);
         }
-        SUMS.set(sums);
+        Kept::put(&SUMS, kept);
     }
 }
 

@@ -1,24 +1,32 @@
 //! Rows of activations in 8 bits.
 
-use std::cell::Cell;
 use std::ops::Range;
 use std::sync::{Mutex, OnceLock, PoisonError};
 
 use overdrive_kernels::threads::{run_jobs, workers};
-use overdrive_kernels::{Element, InstructionSet, vectorized};
+use overdrive_kernels::{Buffers, Element, InstructionSet, Kept, capacity_bytes, vectorized};
 
 use crate::codec::floats::{Float, max_magnitude_of, round_bits};
 
 /// Rows are padded with zeros to a multiple of this.
 pub(crate) const PAD: usize = 64;
 
-/// The largest buffer in bytes that a thread keeps for its next GEMM.
-const MAX_KEPT_BYTES: usize = 8 << 20;
+/// The buffers of earlier GEMMs. The system clears new memory page by page, which took a tenth of the time of a
+/// GEMM of 64 rows.
+#[derive(Default)]
+struct RowBuffers {
+    codes: Vec<i8>,
+    lines: Vec<Line>,
+}
+
+impl Buffers for RowBuffers {
+    fn bytes(&self) -> usize {
+        capacity_bytes(&self.codes) + capacity_bytes(&self.lines)
+    }
+}
 
 thread_local! {
-    /// The buffers of earlier GEMMs. The system clears new memory page by page, which took a tenth of the time
-    /// of a GEMM of 64 rows.
-    static BUFFERS: Cell<(Vec<i8>, Vec<Line>)> = const { Cell::new((Vec::new(), Vec::new())) };
+    static BUFFERS: Kept<RowBuffers> = const { Kept::new() };
 }
 
 /// Rows of activations, each quantized symmetrically to `-127..=127` with a scale of its own:
@@ -47,12 +55,7 @@ impl Drop for Int8Rows {
         let spare = self.spare.get_mut().unwrap_or_else(PoisonError::into_inner);
         let lines = groups.unwrap_or_else(|| std::mem::take(spare));
         let codes = std::mem::take(&mut self.codes);
-        if codes.capacity() <= MAX_KEPT_BYTES
-            && lines.capacity() * size_of::<Line>() <= MAX_KEPT_BYTES
-        {
-            // `try_with` fails in a thread that ends: it keeps nothing.
-            let _ = BUFFERS.try_with(|buffers| buffers.set((codes, lines)));
-        }
+        Kept::put(&BUFFERS, RowBuffers { codes, lines });
     }
 }
 
@@ -63,7 +66,10 @@ impl Int8Rows {
         // An odd multiple: at a distance of 4 KiB all rows, and those of the weight, would fall into the same
         // set of the first cache.
         let padded = (width.div_ceil(PAD) | 1) * PAD;
-        let (mut codes, spare) = BUFFERS.take();
+        let RowBuffers {
+            mut codes,
+            lines: spare,
+        } = Kept::take(&BUFFERS);
         codes.clear();
         // Zeros beyond the width add nothing to the sums.
         codes.resize(rows * padded, 0);

@@ -425,7 +425,10 @@ fn invalid_folders_and_schemes_are_refused_and_leave_no_files() {
         Scheme::Int8Dynamic,
         &options(),
     ));
-    assert!(found.contains("its index names the file"), "{found}");
+    assert!(
+        found.contains("the name of a file in the same folder"),
+        "{found}"
+    );
     let found = text(quantize_checkpoint(
         &dir,
         &dir,

@@ -3,6 +3,7 @@
 
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+mod branches;
 #[path = "../common/mod.rs"]
 mod common;
 mod ranks;

@@ -1,6 +1,7 @@
 //! Writing, finding, rotating and refusing snapshots.
 
 use std::fs;
+use std::path::Path;
 
 use crate::common::{check, failures, litter, open, state, steps, weights};
 use overdrive_optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
@@ -229,7 +230,11 @@ fn leftovers_of_killed_runs_are_removed_and_other_folders_kept() {
     let mut left = litter(dir.path());
     left.sort();
     assert_eq!(left, [".git", "logs"]);
-    assert!(manager.latest().unwrap().is_none());
+    let error = manager.latest().unwrap_err().to_string();
+    assert!(
+        error.contains("checkpoint-9 (its manifest.json is missing)"),
+        "{error}"
+    );
     assert!(
         dir.path().join("checkpoint-9").exists(),
         "a name is no proof of whose it is"
@@ -264,6 +269,101 @@ fn a_folder_that_cannot_be_written_is_an_outcome_and_the_last_good_snapshot_stay
     manager.save(state(3, 8)).unwrap();
     assert!(failures(manager.wait().unwrap()).is_empty());
     assert_eq!(steps(&manager), [3]);
+}
+
+/// Saves the steps 1 and 2.
+fn two_steps(folder: &Path) -> SnapshotManager {
+    let mut manager = open(folder, None, None);
+    for step in [1, 2] {
+        manager.save(state(step, 8)).unwrap();
+    }
+    assert!(failures(manager.wait().unwrap()).is_empty());
+    manager
+}
+
+/// Changes a byte of a file.
+fn flip(path: &Path) {
+    let mut bytes = fs::read(path).unwrap();
+    *bytes.last_mut().unwrap() ^= 1;
+    fs::write(path, bytes).unwrap();
+}
+
+#[test]
+fn snapshots_that_are_all_damaged_are_an_error_that_names_them() {
+    let dir = tempfile::tempdir().unwrap();
+    let manager = two_steps(dir.path());
+    flip(&dir.path().join("checkpoint-2/model.safetensors"));
+    assert_eq!(manager.latest().unwrap().unwrap().step(), 1);
+    flip(&dir.path().join("checkpoint-1/manifest.json"));
+    let error = manager.latest().unwrap_err();
+    assert!(matches!(error, Error::NoneComplete { .. }), "{error}");
+    let error = error.to_string();
+    for part in [
+        "checkpoint-1 (its manifest.json: ",
+        "checkpoint-2 (model.safetensors: its bytes were changed)",
+    ] {
+        assert!(error.contains(part), "{error}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn a_file_that_cannot_be_read_is_not_taken_for_a_damaged_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let manager = two_steps(dir.path());
+    let newest = dir.path().join("checkpoint-2");
+    for name in ["manifest.json", "model.safetensors"] {
+        let path = newest.join(name);
+        fs::rename(&path, dir.path().join("aside")).unwrap();
+        // A circle of links is an error of the system (ELOOP) for every user, and not a missing file.
+        std::os::unix::fs::symlink(&path, &path).unwrap();
+        let error = manager.latest().unwrap_err();
+        assert!(
+            matches!(&error, Error::Common(overdrive_core::Error::Io { .. })),
+            "{error}"
+        );
+        assert!(error.to_string().contains(name), "{error}");
+        fs::remove_file(&path).unwrap();
+        fs::rename(dir.path().join("aside"), &path).unwrap();
+        assert_eq!(manager.latest().unwrap().unwrap().step(), 2);
+    }
+    drop(manager);
+
+    // The old snapshot of a step that is replaced is kept as well.
+    let replaced = dir.path().join(".checkpoint-2.replaced");
+    fs::rename(&newest, &replaced).unwrap();
+    let manifest = replaced.join("manifest.json");
+    fs::rename(&manifest, dir.path().join("aside")).unwrap();
+    std::os::unix::fs::symlink(&manifest, &manifest).unwrap();
+    SnapshotManager::open(dir.path(), SnapshotOptions::default()).unwrap_err();
+    assert!(replaced.join("model.safetensors").exists());
+    fs::remove_file(&manifest).unwrap();
+    fs::rename(dir.path().join("aside"), &manifest).unwrap();
+    let manager = open(dir.path(), None, None);
+    assert_eq!(manager.latest().unwrap().unwrap().step(), 2);
+}
+
+#[test]
+fn a_file_of_a_snapshot_is_found_without_a_lock_and_verified() {
+    let dir = tempfile::tempdir().unwrap();
+    let mut manager = open(dir.path(), None, None);
+    for step in [1, 2] {
+        let mut saved = state(step, 8);
+        saved.file("tokenizer.json", b"{}".to_vec()).unwrap();
+        manager.save(saved).unwrap();
+    }
+    manager.wait().unwrap();
+    let listed = Snapshot::list(dir.path()).unwrap();
+    assert_eq!(
+        listed.iter().map(Snapshot::step).collect::<Vec<_>>(),
+        [2, 1]
+    );
+    let path = listed[0].file("tokenizer.json").unwrap().unwrap();
+    assert_eq!(fs::read(&path).unwrap(), b"{}");
+    assert_eq!(listed[0].file("config.json").unwrap(), None);
+    flip(&path);
+    let error = listed[0].file("tokenizer.json").unwrap_err();
+    assert!(matches!(error, Error::Damaged { .. }), "{error}");
 }
 
 proptest! {

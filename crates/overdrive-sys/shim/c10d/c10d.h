@@ -9,9 +9,10 @@ extern "C" {
 
 // --- store.cpp ------------------------------------------------------------------------------------
 typedef struct od_store od_store;
-// A server listens on `port` (0: a free one) and is a client of itself; a client connects within the timeout.
-od_status* od_store_tcp(const char* host, uint16_t port, int32_t is_server, int64_t timeout_ms,
-                        od_store** out, uint16_t* out_port) OD_NOEXCEPT;
+// A server listens on `port` (0: a free one) of all interfaces and is a client of itself; a client connects within
+// the timeout. A server takes over `listener`, a socket that listens on `port`, unless it is negative.
+od_status* od_store_tcp(const char* host, uint16_t port, int32_t is_server, int32_t listener,
+                        int64_t timeout_ms, od_store** out, uint16_t* out_port) OD_NOEXCEPT;
 // Returns a handle to the same store that puts `prefix` before every key.
 od_status* od_store_prefix(const od_store* store, const char* prefix, od_store** out) OD_NOEXCEPT;
 // Opens a second connection to the same server: a wait on one does not block the other.

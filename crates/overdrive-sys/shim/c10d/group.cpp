@@ -7,6 +7,8 @@
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
+#include <mutex>
+
 using overdrive::guard;
 using overdrive::Watch;
 using overdrive::WatchedBackend;
@@ -225,6 +227,87 @@ c10::intrusive_ptr<c10::ivalue::Future> WatchedWork::getFuture() {
 
 namespace {
 
+// Gloo and NCCL compute addresses from the number of elements: they would write 1000 elements into the single one
+// of an expanded tensor. One place for all collectives and both backends.
+void check_tensors(const std::vector<at::Tensor>& tensors, const char* role) {
+  for (const auto& tensor : tensors) {
+    const auto problem = overdrive::unfit_for_addresses(tensor);
+    if (!problem.empty()) {
+      throw overdrive::BadArgument(std::string("an ") + role + " of a collective " + problem);
+    }
+  }
+}
+
+#ifdef OVERDRIVE_NCCL
+// libtorch's backend has no lock: two threads could create its communicator at once, and the order of their calls
+// would differ between the ranks. The reducer calls it from the threads of backward. The lock is recursive, because
+// some collectives of the backend call others.
+class Nccl : public c10d::ProcessGroupNCCL {
+ public:
+  using c10d::ProcessGroupNCCL::ProcessGroupNCCL;
+
+  using Tensors = std::vector<at::Tensor>;
+  using Lists = std::vector<std::vector<at::Tensor>>;
+  using Pointer = c10::intrusive_ptr<c10d::Work>;
+
+  Pointer broadcast(Tensors& tensors, const c10d::BroadcastOptions& opts) override {
+    return locked([&] { return ProcessGroupNCCL::broadcast(tensors, opts); });
+  }
+  Pointer allreduce(Tensors& tensors, const c10d::AllreduceOptions& opts) override {
+    return locked([&] { return ProcessGroupNCCL::allreduce(tensors, opts); });
+  }
+  Pointer allreduce_coalesced(Tensors& tensors, const c10d::AllreduceCoalescedOptions& opts) override {
+    return locked([&] { return ProcessGroupNCCL::allreduce_coalesced(tensors, opts); });
+  }
+  Pointer reduce(Tensors& tensors, const c10d::ReduceOptions& opts) override {
+    return locked([&] { return ProcessGroupNCCL::reduce(tensors, opts); });
+  }
+  Pointer allgather(Lists& outputs, Tensors& inputs, const c10d::AllgatherOptions& opts) override {
+    return locked([&] { return ProcessGroupNCCL::allgather(outputs, inputs, opts); });
+  }
+  Pointer _allgather_base(at::Tensor& output, at::Tensor& input, const c10d::AllgatherOptions& opts) override {
+    return locked([&] { return ProcessGroupNCCL::_allgather_base(output, input, opts); });
+  }
+  Pointer reduce_scatter(Tensors& outputs, Lists& inputs, const c10d::ReduceScatterOptions& opts) override {
+    return locked([&] { return ProcessGroupNCCL::reduce_scatter(outputs, inputs, opts); });
+  }
+  Pointer _reduce_scatter_base(at::Tensor& output, at::Tensor& input,
+                               const c10d::ReduceScatterOptions& opts) override {
+    return locked([&] { return ProcessGroupNCCL::_reduce_scatter_base(output, input, opts); });
+  }
+  Pointer gather(Lists& outputs, Tensors& inputs, const c10d::GatherOptions& opts) override {
+    return locked([&] { return ProcessGroupNCCL::gather(outputs, inputs, opts); });
+  }
+  Pointer scatter(Tensors& outputs, Lists& inputs, const c10d::ScatterOptions& opts) override {
+    return locked([&] { return ProcessGroupNCCL::scatter(outputs, inputs, opts); });
+  }
+  Pointer alltoall_base(at::Tensor& output, at::Tensor& input, std::vector<int64_t>& output_counts,
+                        std::vector<int64_t>& input_counts, const c10d::AllToAllOptions& opts) override {
+    return locked([&] {
+      return ProcessGroupNCCL::alltoall_base(output, input, output_counts, input_counts, opts);
+    });
+  }
+  Pointer send(Tensors& tensors, int peer, int tag) override {
+    return locked([&] { return ProcessGroupNCCL::send(tensors, peer, tag); });
+  }
+  Pointer recv(Tensors& tensors, int peer, int tag) override {
+    return locked([&] { return ProcessGroupNCCL::recv(tensors, peer, tag); });
+  }
+  Pointer barrier(const c10d::BarrierOptions& opts) override {
+    return locked([&] { return ProcessGroupNCCL::barrier(opts); });
+  }
+
+ private:
+  template <class Call>
+  Pointer locked(Call&& call) {
+    std::lock_guard<std::recursive_mutex> held(order_);
+    return call();
+  }
+
+  std::recursive_mutex order_;
+};
+#endif
+
 // Gives access to the connections, which are protected, in order to close them.
 class Gloo : public c10d::ProcessGroupGloo {
  public:
@@ -271,11 +354,11 @@ extern "C" od_status* od_group_nccl(const od_store* store, int32_t rank, int32_t
 #ifdef OVERDRIVE_NCCL
     auto options = c10d::ProcessGroupNCCL::Options::create();
     options->timeout = std::chrono::milliseconds(timeout_ms);
-    auto nccl = c10::make_intrusive<c10d::ProcessGroupNCCL>(store->store, rank, size, options);
+    auto nccl = c10::make_intrusive<Nccl>(store->store, rank, size, options);
     nccl->setBoundDeviceId(at::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
     auto group = c10::make_intrusive<c10d::ProcessGroup>(store->store, rank, size);
     group->setDefaultBackend(c10d::ProcessGroup::BackendType::NCCL);
-    // Not wrapped: its works are events on streams, which a thread of libtorch's NCCL backend watches.
+    // Not watched: its works are events on streams, which a thread of libtorch's NCCL backend watches.
     group->setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, std::move(nccl));
     *out = new od_group{std::move(group), std::make_shared<Watch>(rank, size), [] {}};
 #else
@@ -297,6 +380,8 @@ extern "C" od_status* od_group_start(od_group* group, const od_collective* call,
     auto& on = *group->group;
     auto inputs = overdrive::as_tensors(call->inputs, call->n_inputs);
     auto outputs = overdrive::as_tensors(call->outputs, call->n_outputs);
+    check_tensors(inputs, "input");
+    check_tensors(outputs, "output");
     const ReduceOp reduce(static_cast<ReduceOp::RedOpType>(call->reduce_op));
     const auto timeout = call->timeout_ms;
     const auto root = static_cast<int>(call->root);

@@ -25,12 +25,15 @@ std::vector<std::string> list(const char* const* keys, size_t n) {
 }  // namespace
 
 extern "C" od_status* od_store_tcp(const char* host, uint16_t port, int32_t is_server,
-                                   int64_t timeout_ms, od_store** out,
+                                   int32_t listener, int64_t timeout_ms, od_store** out,
                                    uint16_t* out_port) noexcept {
   return guard([&] {
     c10d::TCPStoreOptions options;
     options.port = port;
     options.isServer = is_server != 0;
+    if (listener >= 0) {
+      options.masterListenFd = listener;
+    }
     options.waitWorkers = false;
     options.timeout = std::chrono::milliseconds(timeout_ms);
     auto store = c10::make_intrusive<c10d::TCPStore>(host, options);

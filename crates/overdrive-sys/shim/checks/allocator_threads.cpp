@@ -20,7 +20,9 @@ int main() {
     threads.emplace_back([&, seed] {
       std::vector<std::pair<c10::DataPtr, size_t>> kept;
       for (int step = 0; step < 5000; ++step) {
-        const size_t bytes = 1 + (static_cast<size_t>(seed) * 7919 + step * 104729u) % 300000;
+        // Every fiftieth is mapped from the kernel.
+        const size_t most = step % 50 == 0 ? 6000000 : 300000;
+        const size_t bytes = 1 + (static_cast<size_t>(seed) * 7919 + step * 104729u) % most;
         auto data = allocator->allocate(bytes);
         std::memset(data.get(), seed, bytes);
         kept.emplace_back(std::move(data), bytes);
@@ -32,6 +34,9 @@ int main() {
           kept.pop_back();
         }
         if (step % 1000 == 500) od_cpu_memory_empty_cache();
+        if (step % 100 == 50) od_cpu_memory_count_scratch(1000);
+        if (step % 100 == 60) od_cpu_memory_count_scratch(-1000);
+        if (step % 700 == 0) od_cpu_memory_set_limit(uint64_t{1} << (step % 1400 == 0 ? 30 : 40));
         if (step % 100 == 0) {
           od_memory_stats stats;
           if (od_cpu_memory_stats(&stats) || stats.allocated > stats.reserved) wrong = 1;
@@ -44,5 +49,5 @@ int main() {
   handed_over.clear();
   od_memory_stats stats;
   od_cpu_memory_stats(&stats);
-  return wrong || stats.allocated != 0;
+  return wrong || stats.allocated != 0 || stats.scratch != 0;
 }

@@ -18,11 +18,14 @@ od_status* od_package_open(const char* path, const char* model, int32_t single_t
 void od_package_free(od_package* package) OD_NOEXCEPT;
 // Returns the tree specs of inputs and outputs as JSON; freed with `od_string_free`.
 od_status* od_package_call_spec(od_package* package, char** inputs, char** outputs) OD_NOEXCEPT;
-// `push` receives each output as an owned handle. As many threads as there are runners may run at a time.
+// `push` receives each output as an owned handle. As many threads as there are runners may run at a time. Fails
+// for another number of inputs than the code takes, for inputs that are not contiguous, and if the storage of a
+// shared constant was resized.
 od_status* od_package_run(od_package* package, const od_tensor* inputs, size_t n, void* into,
                           void (*push)(void*, od_tensor)) OD_NOEXCEPT;
-// Calls `take` with the name of each constant and its borrowed tensor, whose memory the next swap may free.
-od_status* od_package_constants(od_package* package, void* into,
+// Calls `take` with the name of each constant and its borrowed tensor, whose memory the next swap may free. The
+// elements may be read only if `readable` was set, for which it fails if a shared constant's storage was resized.
+od_status* od_package_constants(od_package* package, int32_t readable, void* into,
                                 void (*take)(void*, const char*, const void*)) OD_NOEXCEPT;
 // Creates a second set of constants from the first with these replaced. With `share` the package uses the
 // memory of the given tensors and keeps it alive; else it copies. May run concurrently with

@@ -1,7 +1,9 @@
 // A model of a package that torch.export and AOTInductor created.
 #include "../guard.h"
+#include "../tensors.h"
 #include "compiled.h"
 
+#include <ATen/DynamicLibrary.h>
 #include <ATen/ops/empty_strided.h>
 #include <torch/csrc/inductor/aoti_package/model_package_loader.h>
 
@@ -35,17 +37,68 @@ at::Tensor as_constant(const at::Tensor& from, const at::Tensor& like) {
   return fresh;
 }
 
+// The runner has no function for the number of inputs, although the library that it loaded has.
+struct Runner : torch::inductor::AOTIModelContainerRunner {
+  static size_t inputs(AOTIModelContainerRunner& runner) {
+    auto& library = runner.*(&Runner::model_so_);
+    const auto container = runner.*(&Runner::container_handle_);
+    const auto get = reinterpret_cast<decltype(&AOTInductorModelContainerGetNumInputs)>(
+        library->sym("AOTInductorModelContainerGetNumInputs"));
+    size_t inputs = 0;
+    TORCH_CHECK(get(container, &inputs) == 0, "the model does not tell its number of inputs");
+    return inputs;
+  }
+};
+
 bool lies_alike(const at::Tensor& tensor, const at::Tensor& like) {
   return tensor.strides() == like.strides() && tensor.device() == like.device();
 }
 
 }  // namespace
 
+namespace overdrive {
+
+// Tensors whose memory the code uses by its address.
+class Shared {
+ public:
+  Shared() = default;
+  // The container points to the nodes of the map, which stay in place when it is moved.
+  explicit Shared(std::unordered_map<std::string, at::Tensor> tensors) : tensors_(std::move(tensors)) {
+    for (const auto& [name, tensor] : tensors_) addresses_.push_back({&name, &tensor, tensor.storage().data()});
+  }
+
+  size_t count(const std::string& name) const { return tensors_.count(name); }
+
+  // Resizing a storage frees the memory that the code would go on to use. The tensors here are detached, so a
+  // caller cannot give them another storage.
+  void check() const {
+    for (const auto& [name, tensor, address] : addresses_) {
+      if (tensor->storage().data() == address && holds_elements(*tensor)) continue;
+      throw BadArgument("the storage of constant " + *name +
+                        " was resized after it was given to share: replace the constant again");
+    }
+  }
+
+ private:
+  struct Address {
+    const std::string* name;
+    const at::Tensor* tensor;
+    const void* data;
+  };
+  std::unordered_map<std::string, at::Tensor> tensors_;
+  std::vector<Address> addresses_;
+};
+
+}  // namespace overdrive
+
+using overdrive::Shared;
+
 struct od_package {
   torch::inductor::AOTIModelPackageLoader loader;
-  // The tensors whose memory the active and the prepared constants use.
-  Tensors active;
-  Tensors prepared;
+  size_t inputs = 0;
+  // Those of the active and of the prepared constants.
+  Shared active;
+  Shared prepared;
 };
 
 // The dynamic linker uses a loaded library for a dependency if their names agree. A file libtorch.so that it
@@ -70,10 +123,10 @@ extern "C" od_status* od_package_open(const char* path, const char* model, int32
                                       size_t runners, int32_t device_index,
                                       od_package** out) noexcept {
   return overdrive::guard([&] {
-    *out = new od_package{{path, model, single_threaded != 0, runners,
-                           static_cast<c10::DeviceIndex>(device_index)},
-                          {},
-                          {}};
+    std::unique_ptr<od_package> package(new od_package{
+        {path, model, single_threaded != 0, runners, static_cast<c10::DeviceIndex>(device_index)}, 0, {}, {}});
+    package->inputs = Runner::inputs(*package->loader.get_runner());
+    *out = package.release();
   });
 }
 
@@ -98,19 +151,29 @@ extern "C" od_status* od_package_call_spec(od_package* package, char** inputs,
 extern "C" od_status* od_package_run(od_package* package, const od_tensor* inputs, size_t n,
                                      void* into, void (*push)(void*, od_tensor)) noexcept {
   return overdrive::guard([&] {
-    std::vector<at::Tensor> list;
-    list.reserve(n);
-    for (size_t k = 0; k < n; ++k) list.push_back(*static_cast<const at::Tensor*>(inputs[k]));
+    // The code takes as many handles from the list as it has inputs, whatever its length.
+    if (n != package->inputs) {
+      throw overdrive::BadArgument("the model takes " + std::to_string(package->inputs) + " inputs, and " +
+                                   std::to_string(n) + " were given");
+    }
+    auto list = overdrive::as_tensors(inputs, n);
+    for (size_t k = 0; k < n; ++k) {
+      // The code checks dtypes, sizes and static strides itself, but reads by the strides of its example.
+      const auto problem = overdrive::unfit_for_addresses(list[k]);
+      if (!problem.empty()) throw overdrive::BadArgument("input " + std::to_string(k) + " " + problem);
+    }
+    package->active.check();
     for (auto& tensor : package->loader.boxed_run(std::move(list))) {
       push(into, new at::Tensor(std::move(tensor)));
     }
   });
 }
 
-extern "C" od_status* od_package_constants(od_package* package, void* into,
+extern "C" od_status* od_package_constants(od_package* package, int32_t readable, void* into,
                                            void (*take)(void*, const char*,
                                                         const void*)) noexcept {
   return overdrive::guard([&] {
+    if (readable) package->active.check();
     for (const auto& [name, tensor] : package->loader.get_runner()->extract_constants_map(false)) {
       take(into, name.c_str(), &tensor);
     }
@@ -136,6 +199,10 @@ extern "C" od_status* od_package_prepare(od_package* package, const char* const*
       if (old == held.end()) continue;  // computed from others in the first run
       const auto fresh = given.find(name);
       const auto from = (fresh == given.end() ? old->second : *fresh->second).detach();
+      // Its elements are copied, or the code uses them.
+      if (!overdrive::holds_elements(from)) {
+        throw overdrive::BadArgument("the storage of constant " + name + " was resized: give it anew");
+      }
       if (from.sizes() != old->second.sizes() || from.scalar_type() != old->second.scalar_type()) {
         throw overdrive::BadArgument("constant " + name + " has another dtype or shape");
       }
@@ -148,10 +215,9 @@ extern "C" od_status* od_package_prepare(od_package* package, const char* const*
     runner->update_constant_buffer(all, /*use_inactive=*/true, /*validate_full_updates=*/false,
                                    /*user_managed=*/share != 0);
     if (share) {
-      // The container points to the nodes of the map, which stay in place when the map is moved.
-      package->prepared = std::move(all);
+      package->prepared = Shared(std::move(all));
     } else {
-      package->prepared.clear();
+      package->prepared = Shared();
     }
   });
 }
@@ -160,8 +226,8 @@ extern "C" od_status* od_package_commit(od_package* package) noexcept {
   return overdrive::guard([&] {
     auto* runner = package->loader.get_runner();
     runner->swap_constant_buffer();
-    package->active.swap(package->prepared);
+    std::swap(package->active, package->prepared);
     runner->free_inactive_constant_buffer();
-    package->prepared.clear();
+    package->prepared = Shared();
   });
 }

@@ -64,6 +64,7 @@ unsafe extern "C" {
         host: *const c_char,
         port: u16,
         is_server: i32,
+        listener: i32,
         timeout_ms: i64,
         out: *mut *mut RawStore,
         out_port: *mut u16,

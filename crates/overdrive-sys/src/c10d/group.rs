@@ -47,7 +47,8 @@ pub enum NetworkDevice<'a> {
     Address(&'a str),
 }
 
-/// A collective with its tensors, which must be contiguous and on one device.
+/// A collective with its tensors, which must be on one device. [`Group::start`] refuses those that are not
+/// contiguous.
 #[derive(Debug, Clone, Copy)]
 pub enum Collective<'a> {
     /// Reduces the tensors of all ranks and stores the result in all of them, in place.
@@ -86,7 +87,7 @@ pub struct Group {
     pub(super) raw: *mut ffi::RawGroup,
 }
 
-// SAFETY: the shim starts collectives under a lock, and the watch has its own lock.
+// SAFETY: the backends of the shim start collectives under a lock, and the watch has its own lock.
 unsafe impl Send for Group {}
 // SAFETY: as above; the handle itself is never changed after construction.
 unsafe impl Sync for Group {}
@@ -158,6 +159,7 @@ impl Group {
     /// must not be written to, and the contents of its outputs are undefined.
     ///
     /// # Errors
+    /// [`crate::Error::BadArgument`] for a tensor that is not contiguous or whose storage was resized;
     /// [`crate::Error::Torch`] for tensors that do not fit, and after the group has failed.
     pub fn start(&self, collective: &Collective<'_>, timeout: Option<Duration>) -> Result<Work> {
         let one = |tensor: &Tensor| handles(std::slice::from_ref(tensor));

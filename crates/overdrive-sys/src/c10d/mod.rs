@@ -20,9 +20,13 @@ use std::time::Duration;
 use crate::error::{Error, Result};
 use crate::ffi::RawTensor;
 
-/// Returns milliseconds for the shim; at least 1, because 0 means "no limit" there.
+/// Returns milliseconds for the shim; at least 1, because 0 means "no limit" there, and at most `i32::MAX` (24 days):
+/// libtorch adds them to the current time in nanoseconds and passes them to `poll` as an `int`.
 fn millis(time: Duration) -> i64 {
-    i64::try_from(time.as_millis()).unwrap_or(i64::MAX).max(1)
+    i32::try_from(time.as_millis())
+        .unwrap_or(i32::MAX)
+        .max(1)
+        .into()
 }
 
 fn c_string(text: &str, operation: &str) -> Result<CString> {

@@ -1,17 +1,22 @@
 //! The key-value store of a process group, served by one of the machines over TCP.
 
 use std::ffi::c_char;
+use std::net::TcpListener;
 use std::ptr;
 use std::time::Duration;
 
 use super::{c_string, c_strings, ffi, millis, pointers};
-use crate::error::{Result, check};
+use crate::error::{Error, Result, check};
 
 /// The role of a process in a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum StoreRole {
-    /// The process listens, holds the values, and is a client of itself.
+    /// The process listens on all network interfaces, holds the values, and is a client of itself. libtorch's
+    /// store has no authentication: whoever reaches the port can read and change the values.
     Server,
+    /// Like [`Server`](Self::Server), but the process listens on the address of the host only: with a loopback
+    /// address, nothing outside of the machine can connect.
+    LocalServer,
     /// The process connects to the server.
     Client,
 }
@@ -39,14 +44,25 @@ impl Store {
     /// [`crate::Error::Torch`] if the port is in use or the server does not answer in time.
     pub fn tcp(host: &str, port: u16, role: StoreRole, timeout: Duration) -> Result<(Self, u16)> {
         let operation = "opening a TCP store";
+        // libtorch binds to all interfaces, so that the socket of one interface is made here.
+        let listener = match role {
+            StoreRole::LocalServer => Some(listen(host, port, operation)?),
+            StoreRole::Server | StoreRole::Client => None,
+        };
+        let (listener, port) = match listener {
+            Some((listener, port)) => (into_descriptor(listener), port),
+            None => (-1, port),
+        };
         let host = c_string(host, operation)?;
         let (mut raw, mut bound) = (ptr::null_mut(), 0);
-        // SAFETY: the host is a C string that outlives the call; the out-parameters are locals.
+        // SAFETY: the host is a C string that outlives the call; the out-parameters are locals; the listener is an
+        // open socket that nothing else owns, or -1.
         let status = unsafe {
             ffi::od_store_tcp(
                 host.as_ptr(),
                 port,
-                i32::from(role == StoreRole::Server),
+                i32::from(role != StoreRole::Client),
+                listener,
                 millis(timeout),
                 &raw mut raw,
                 &raw mut bound,
@@ -207,6 +223,31 @@ impl Store {
         check(status, &operation)?;
         Ok(out != 0)
     }
+}
+
+/// Returns a socket that listens on one address, and its port.
+fn listen(host: &str, port: u16, operation: &str) -> Result<(TcpListener, u16)> {
+    let opened = TcpListener::bind((host, port))
+        .and_then(|listener| Ok((listener.local_addr()?.port(), listener)));
+    match opened {
+        Ok((port, listener)) => Ok((listener, port)),
+        Err(error) => Err(Error::Torch {
+            operation: operation.to_owned(),
+            message: format!("cannot listen at {host}:{port}: {error}"),
+        }),
+    }
+}
+
+/// Returns the descriptor of a socket, which the caller then owns.
+#[cfg(unix)]
+fn into_descriptor(listener: TcpListener) -> i32 {
+    std::os::fd::IntoRawFd::into_raw_fd(listener)
+}
+
+/// Returns no descriptor: sockets have none here, so that libtorch opens its own.
+#[cfg(not(unix))]
+fn into_descriptor(_: TcpListener) -> i32 {
+    -1
 }
 
 impl Drop for Store {

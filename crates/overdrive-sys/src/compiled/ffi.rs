@@ -42,6 +42,7 @@ unsafe extern "C" {
     ) -> *mut Status;
     pub(super) fn od_package_constants(
         package: *mut RawPackage,
+        readable: i32,
         into: *mut c_void,
         take: RawTakeConstant,
     ) -> *mut Status;

@@ -150,11 +150,12 @@ impl Package {
     /// [`replace_constants`](Package::replace_constants) needs, so more threads could deadlock.
     /// overdrive-packages enforces this.
     ///
-    /// The compiled code does not check the number of inputs: with too few it reads invalid memory.
-    /// [`call_spec`](Package::call_spec) describes the inputs.
+    /// [`call_spec`](Package::call_spec) describes the inputs. Their number is checked here, their dtypes and
+    /// sizes by the code, unless `AOTI_RUNTIME_CHECK_INPUTS=0` is in the environment.
     ///
     /// # Errors
-    /// [`Error::Torch`] if the code fails (it writes the reason to standard error) or libtorch throws.
+    /// [`Error::BadArgument`] for another number of inputs than the code takes, for an input that is not
+    /// contiguous, and if the storage of a constant that was given to share was resized since; [`Error::Torch`] if the code fails (it writes the reason to standard error) or libtorch throws.
     pub fn run(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         let handles: Vec<RawTensor> = inputs.iter().map(|tensor| handle(tensor)).collect();
         let mut outputs: Vec<Tensor> = Vec::new();
@@ -190,7 +191,7 @@ impl Package {
     /// [`Error::Torch`] if the code cannot list them.
     pub fn constants(&self) -> Result<Vec<Constant>> {
         let mut found: Vec<Constant> = Vec::new();
-        self.each_constant(|name, tensor| {
+        self.each_constant(false, |name, tensor| {
             found.push(Constant {
                 name,
                 kind: tensor.f_kind()?,
@@ -207,10 +208,11 @@ impl Package {
     /// Returns a copy of a constant; `None` if there is no constant of this name.
     ///
     /// # Errors
-    /// [`Error::Tch`] if memory runs out.
+    /// [`Error::BadArgument`] if the storage of a shared constant was resized; [`Error::Tch`] if memory runs
+    /// out.
     pub fn constant(&self, name: &str) -> Result<Option<Tensor>> {
         let mut found = None;
-        self.each_constant(|this, tensor| {
+        self.each_constant(true, |this, tensor| {
             if this == name {
                 // A copy: the memory is the package's, and is freed by the next swap of constants.
                 let mut copy = tensor.f_empty_like()?;
@@ -222,7 +224,12 @@ impl Package {
         Ok(found)
     }
 
-    fn each_constant(&self, visit: impl FnMut(String, &Tensor) -> Result<()>) -> Result<()> {
+    /// Calls `visit` with each constant, whose elements it may read if `readable`.
+    fn each_constant(
+        &self,
+        readable: bool,
+        visit: impl FnMut(String, &Tensor) -> Result<()>,
+    ) -> Result<()> {
         let _guard = self.lock_constants();
         let mut visitor = ConstantVisitor {
             visit,
@@ -230,8 +237,10 @@ impl Package {
         };
         let take = callback_of(&visitor);
         // SAFETY: `take` has the type of `visitor`, which outlives the call.
-        let status =
-            unsafe { ffi::od_package_constants(self.raw, (&raw mut visitor).cast(), take) };
+        let status = unsafe {
+            let visitor = (&raw mut visitor).cast();
+            ffi::od_package_constants(self.raw, i32::from(readable), visitor, take)
+        };
         check(status, "listing the constants of a compiled model")?;
         visitor.result
     }
@@ -240,7 +249,8 @@ impl Package {
     /// model may run while the new set is prepared.
     ///
     /// With `share` the package uses the memory of the tensors that have the right strides and device, and
-    /// keeps it alive: writing to them changes the model. Otherwise it copies them.
+    /// keeps it alive: writing to them changes the model, and after resizing one in place
+    /// [`run`](Package::run) refuses until the constant is replaced. Otherwise it copies them.
     ///
     /// # Errors
     /// [`Error::NotFound`] for an unknown name and [`Error::BadArgument`] for a dtype or a shape that

@@ -4,3 +4,4 @@
 mod operators;
 mod parallel;
 mod saved_tensors;
+mod scopes;

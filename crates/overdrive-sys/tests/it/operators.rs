@@ -1,6 +1,6 @@
 //! Operators by name, setting and clearing gradients, and the errors of both.
 
-use overdrive_sys::op::{Output, Value, call, schema};
+use overdrive_sys::op::{Output, Value, call, call_unchecked, schema};
 use overdrive_sys::{Error, amp, grad};
 use tch::{Device, Kind, Tensor};
 
@@ -215,4 +215,97 @@ fn tensors_and_lists_come_back_with_one_owner_each() {
         after < before + (4 << 20),
         "{before} bytes before, {after} after"
     );
+}
+
+#[test]
+#[allow(unsafe_code, reason = "a function under test is unsafe")]
+fn operators_that_do_not_check_their_arguments_need_the_unsafe_call() {
+    let x = Tensor::from_slice(&[1.0f32, 2.0]);
+    // It reads N · C · HxW elements, whatever the size of its input.
+    let normalize = [
+        Value::Tensor(&x),
+        Value::None,
+        Value::None,
+        Value::Int(1),
+        Value::Int(2),
+        Value::Int(1),
+        Value::Int(1),
+        Value::Float(1e-5),
+    ];
+    let address = [
+        Value::Tensor(&x),
+        Value::Ints(&[1]),
+        Value::Ints(&[1]),
+        Value::Int(1),
+    ];
+    for (name, arguments) in [
+        ("aten::native_group_norm", &normalize[..]),
+        ("inductor::_reinterpret_tensor", &address),
+    ] {
+        let error = call(name, "", arguments).unwrap_err();
+        assert!(matches!(error, Error::BadArgument { .. }), "{error}");
+        assert!(error.to_string().contains("call_unchecked"), "{error}");
+    }
+    // SAFETY: one element, the second of two.
+    let mut second =
+        unsafe { call_unchecked("inductor::_reinterpret_tensor", "", &address) }.unwrap();
+    let second = second.remove(0).into_tensor().unwrap();
+    assert_eq!(second.double_value(&[0]), 2.0);
+}
+
+#[test]
+fn a_fused_optimizer_takes_only_lists_of_one_layout() {
+    let tensors = |size: i64| [Tensor::zeros([size, 2], F32)];
+    let fused = |lists: [&[Tensor]; 5], steps: &[Tensor], amsgrad: bool| {
+        let [parameters, gradients, averages, squares, largest] = lists.map(Value::Tensors);
+        let arguments = [
+            parameters,
+            gradients,
+            averages,
+            squares,
+            largest,
+            Value::Tensors(steps),
+            Value::Float(0.1),
+            Value::Float(0.9),
+            Value::Float(0.99),
+            Value::Float(0.0),
+            Value::Float(1e-8),
+            Value::Bool(amsgrad),
+            Value::Bool(false),
+        ];
+        call("aten::_fused_adamw_", "", &arguments).map(drop)
+    };
+    let steps = [Tensor::from(1f32)];
+    let [a, b, c, d] = [(); 4].map(|()| tensors(64));
+    let short = tensors(1);
+    fused([&a, &b, &c, &d, &[]], &steps, false).unwrap();
+    let refused = |lists: [&[Tensor]; 5], steps: &[Tensor], amsgrad, name: &str| {
+        let error = fused(lists, steps, amsgrad).unwrap_err();
+        assert!(matches!(error, Error::BadArgument { .. }), "{error}");
+        assert!(error.to_string().contains(name), "{error}");
+    };
+    refused([&a, &short, &c, &d, &[]], &steps, false, "`grads`");
+    refused([&a, &b, &[], &d, &[]], &steps, false, "`exp_avgs`");
+    refused([&a, &b, &c, &d, &[]], &[], false, "`state_steps`");
+    refused([&a, &b, &c, &d, &[]], &steps, true, "`max_exp_avg_sqs`");
+    // One element in memory under a shape of 128.
+    let expanded = [Tensor::zeros([1, 1], F32).expand([64, 2], false)];
+    refused([&expanded, &b, &c, &d, &[]], &steps, false, "`self`");
+    let transposed = [Tensor::zeros([2, 64], F32).tr()];
+    refused([&a, &transposed, &c, &d, &[]], &steps, false, "`grads`");
+}
+
+#[test]
+fn a_dtype_that_does_not_exist_is_refused() {
+    let size = Value::Ints(&[2]);
+    for code in [-1, 300] {
+        let error = call("aten::empty", "memory_format", &[size, Value::Int(code)]).unwrap_err();
+        assert!(error.to_string().contains("`dtype`"), "{error}");
+    }
+    call(
+        "aten::empty",
+        "memory_format",
+        &[size, Value::Kind(Kind::Half)],
+    )
+    .unwrap();
 }

@@ -6,7 +6,7 @@ use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use overdrive_sys::threads::{intra_op, parallel_for};
-use overdrive_sys::{panic_text, raw};
+use overdrive_sys::{op, panic_text, raw};
 use tch::{Device, Kind, Tensor};
 
 #[test]
@@ -87,4 +87,56 @@ fn slices_are_the_elements_of_contiguous_cpu_tensors_only() {
         let undefined = raw::slice::<f32>(&Tensor::new()).unwrap_err().to_string();
         assert!(undefined.contains("reading the elements"), "{undefined}");
     }
+}
+
+#[test]
+#[allow(unsafe_code, reason = "the functions under test are unsafe")]
+fn slices_are_only_of_memory_that_holds_the_elements() {
+    let x = Tensor::arange(6, (Kind::Float, Device::Cpu));
+    // A tensor of 1000 elements over a storage of 6, as after the storage has shrunk.
+    let arguments = [
+        op::Value::Tensor(&x),
+        op::Value::Ints(&[1000]),
+        op::Value::Ints(&[1]),
+        op::Value::Int(0),
+    ];
+    // SAFETY: the elements of the result are never read.
+    let mut shrunk =
+        unsafe { op::call_unchecked("inductor::_reinterpret_tensor", "", &arguments) }.unwrap();
+    let shrunk = shrunk.remove(0).into_tensor().unwrap();
+    let negated = x.internal_neg_view();
+    let zeros = Tensor::internal_efficientzerotensor([3], (Kind::Float, Device::Cpu));
+    let opaque = x.view([2, 3]).to_mkldnn();
+    for (tensor, expected) in [
+        (&shrunk, "do not lie in its storage"),
+        (&negated, "negated or conjugated"),
+        (&zeros, "do not lie in its storage"),
+        (&opaque, "it is sparse"),
+    ] {
+        // SAFETY: this thread alone has the tensor.
+        let slice = unsafe { raw::slice::<f32>(tensor) };
+        let text = slice.unwrap_err().to_string();
+        assert!(text.contains(expected), "{text}");
+        let text = raw::address(tensor).unwrap_err().to_string();
+        assert!(text.contains(expected), "{text}");
+    }
+    assert!(raw::data_address(&opaque).is_none() && raw::data_address(&Tensor::new()).is_none());
+    let last = x.narrow(0, 5, 1);
+    assert_eq!(
+        raw::data_address(&last).unwrap().get() - raw::data_address(&x).unwrap().get(),
+        20
+    );
+    // SAFETY: as above.
+    assert_eq!(unsafe { raw::slice::<f32>(&last) }.unwrap(), [5.0]);
+    assert!(raw::address(&x.view([2, 3]).tr()).is_ok());
+}
+
+#[test]
+#[allow(unsafe_code, reason = "the functions under test are unsafe")]
+fn the_elements_of_a_mask_may_be_any_byte() {
+    let mask = Tensor::from_slice(&[0u8, 1, 2, 255]).view_dtype(Kind::Bool);
+    // SAFETY: this thread alone has the tensor.
+    let elements = unsafe { raw::slice::<raw::BoolByte>(&mask) }.unwrap();
+    let seen: Vec<bool> = elements.iter().map(|element| element.get()).collect();
+    assert_eq!(seen, [false, true, true, true]);
 }

@@ -428,3 +428,76 @@ fn a_record_fills_the_metrics_of_its_step_and_leaves_the_rest() {
         "a CPU has no GPU to miss"
     );
 }
+
+/// A tracker that fails for the steps in a range.
+struct FailsFor(std::ops::Range<u64>);
+
+impl Tracker for FailsFor {
+    fn log(&mut self, metrics: &StepMetrics) -> overdrive_tracking::Result<()> {
+        match self.0.contains(&metrics.step) {
+            true => Err(Error::Tracker {
+                tracker: "service".to_owned(),
+                source: "it is down".into(),
+            }),
+            false => Ok(()),
+        }
+    }
+
+    fn finish(&mut self) -> overdrive_tracking::Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn a_failing_tracker_is_told_once_and_once_more_when_it_works_again() {
+    let (_folder, path) = file();
+    let mut trackers = Trackers::new()
+        .with(FailsFor(3..6))
+        .with(JsonLines::create(&path).expect("create"));
+    let lines: Vec<_> = (1..=8)
+        .map(|number| trackers.log_or_warn(&step(number)))
+        .collect();
+    let told: Vec<_> = lines.iter().flatten().collect();
+    assert_eq!(told.len(), 2, "{told:?}");
+    let first = lines[2].as_ref().expect("step 3 fails first");
+    assert!(
+        first.contains("step 3") && first.contains("it is down") && first.contains("continues"),
+        "{first}"
+    );
+    let again = lines[5].as_ref().expect("step 6 works again");
+    assert!(again.contains("again since step 6"), "{again}");
+    // The other trackers get every step.
+    assert_eq!(read_metrics(&path).expect("read").records.len(), 8);
+}
+
+#[test]
+fn a_line_that_was_cut_within_a_character_does_not_keep_a_run_from_resuming() {
+    let (_folder, path) = file();
+    let mut tracker = JsonLines::create(&path).expect("create");
+    for number in 1..=3 {
+        tracker.log(&step(number)).expect("log");
+    }
+    drop(tracker);
+    let whole = fs::read(&path).expect("read");
+    // The first byte of "ä", whose second one found no room.
+    fs::write(&path, [&whole[..], b"{\"step\":4,\"name\":\"\xc3"].concat()).expect("write");
+    let mut tracker = JsonLines::resume(&path, 2).expect("resumes");
+    tracker.log(&step(3)).expect("log");
+    assert_eq!(fs::read(&path).expect("read"), whole);
+}
+
+#[cfg(unix)]
+#[test]
+fn lines_at_the_end_are_removed_in_place_which_needs_no_room() {
+    use std::os::unix::fs::MetadataExt;
+    let (_folder, path) = file();
+    let mut tracker = JsonLines::create(&path).expect("create");
+    for number in 1..=3 {
+        tracker.log(&step(number)).expect("log");
+    }
+    let inode = || fs::metadata(&path).expect("there").ino();
+    let before = inode();
+    JsonLines::resume(&path, 1).expect("resumes");
+    assert_eq!(inode(), before);
+    assert_eq!(read_metrics(&path).expect("read").records, [step(1)]);
+}

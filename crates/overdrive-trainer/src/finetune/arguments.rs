@@ -275,11 +275,12 @@ impl FinetuneArguments {
     }
 
     fn write_into(&self, run: RunFolder) -> Result<RunFolder> {
+        run.lock()?;
         let mut stored = self.clone();
         stored.training.output_dir = Some(run.root().to_owned());
         let text = format!("{:#}\n", stored.to_values()?);
         let path = run.arguments();
-        std::fs::write(&path, text).map_err(overdrive_core::Error::io("write", path))?;
+        overdrive_core::files::write(&path, text.as_bytes())?;
         Ok(run)
     }
 

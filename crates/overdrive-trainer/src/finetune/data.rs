@@ -51,6 +51,8 @@ pub struct InstructionData {
     pub validation: Option<Arc<InstructionDataset>>,
     tokenizer: Tokenizer,
     pad_token: u32,
+    /// The source of the chat template, if records are formatted with one.
+    chat_template: Option<String>,
 }
 
 impl InstructionData {
@@ -67,6 +69,11 @@ impl InstructionData {
         let folder = &arguments.model_name_or_path;
         let tokenizer = load_tokenizer(folder)?;
         let chat = chat_template(arguments)?;
+        let sources = chat.as_ref().map(|chat| {
+            let sources = chat.names().filter_map(|name| chat.source(name));
+            sources.collect::<String>()
+        });
+        let chat = chat.map(|template| Arc::new(TemplateFormat(template)) as Arc<dyn ChatFormat>);
         // The tokenizer's own end token comes first: a model may list several ids, of which one ends a turn.
         let named = named_token(folder, "eos_token")?.and_then(|text| tokenizer.token_to_id(&text));
         let end = named.or_else(|| eos_token_ids.first().and_then(|&id| u32::try_from(id).ok()));
@@ -117,12 +124,18 @@ impl InstructionData {
             // Many tokenizers have no padding token; padded positions have no label, so any token will do.
             pad_token: pad.or(end).unwrap_or(0),
             tokenizer,
+            chat_template: sources,
         })
     }
 
     /// Returns the tokenizer of the model.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
+    }
+
+    /// Returns the source of the chat template, if records are formatted with one.
+    pub(crate) fn chat_template(&self) -> Option<&str> {
+        self.chat_template.as_deref()
     }
 
     /// Returns an endless loader of the training batches, prepared by `dataloader_num_workers` threads.
@@ -197,8 +210,8 @@ impl InstructionData {
         if let Some(path) = &arguments.chat_template_path
             && path.is_file()
         {
-            let copy = std::fs::copy(path, to.join("chat_template.jinja"));
-            copy.map_err(CommonError::io("copy", path))?;
+            let template = std::fs::read(path).map_err(CommonError::io("read", path))?;
+            overdrive_core::files::write(to.join("chat_template.jinja"), &template)?;
         }
         Ok(())
     }
@@ -257,7 +270,7 @@ fn without_duplicates(
     Ok(all.subset(&kept)?)
 }
 
-fn chat_template(arguments: &FinetuneArguments) -> Result<Option<Arc<dyn ChatFormat>>> {
+fn chat_template(arguments: &FinetuneArguments) -> Result<Option<ChatTemplate>> {
     let folder = &arguments.model_name_or_path;
     let template = match &arguments.chat_template_path {
         Some(path) if path.is_dir() => ChatTemplate::from_dir(path)?,
@@ -277,7 +290,7 @@ fn chat_template(arguments: &FinetuneArguments) -> Result<Option<Arc<dyn ChatFor
             template => template?,
         },
     };
-    Ok(Some(Arc::new(TemplateFormat(template))))
+    Ok(Some(template))
 }
 
 /// Returns a special token that `tokenizer_config.json` names.

@@ -63,7 +63,7 @@ pub(super) static KEYS: &[Key] = &[
     foreign("save_only_model", Only("false"), "a snapshot must hold all state to resume a run; the model alone is in `model/` at the end"),
     foreign("save_on_each_node", Any, ""),
     foreign("save_safetensors", Only("true"), "weights are always saved as safetensors"),
-    foreign("enable_jit_checkpoint", Only("false"), "Ctrl-C and SIGTERM save a snapshot and the current model"),
+    foreign("enable_jit_checkpoint", Only("false"), "Ctrl-C, SIGTERM, SIGHUP and SIGQUIT save a snapshot and end the run"),
     foreign("restore_callback_states_from_checkpoint", Any, ""),
     foreign("full_determinism", Only("false"), "on a CPU the same seed always gives the same losses"),
     // Several devices.

@@ -224,7 +224,7 @@ fn at<'v>(values: &'v Value, name: &str) -> &'v Value {
 }
 
 /// Returns a value as it is written in a sentence: strings without quotes.
-fn plain(value: &Value) -> String {
+pub(crate) fn plain(value: &Value) -> String {
     match value {
         Value::String(text) => text.clone(),
         // JSON writes 100.0; people write 100.

@@ -19,10 +19,12 @@ pub(super) enum Range {
     Between,
     /// From 0 to 1.
     Fraction,
-    /// At least this integer.
+    /// At least this integer, and at most 2^31 - 1, as sizes in libtorch are.
     AtLeast(u32),
     /// At most this integer.
     AtMost(u32),
+    /// A time in seconds above 0, and at most 10^9: clocks can be advanced by it.
+    Seconds,
     /// An integer number of steps from 1, or a fraction of the run below 1.
     Steps,
     /// As `Steps`, or 0 for none.
@@ -41,9 +43,16 @@ impl Range {
             Self::Between => unless(number > 0.0 && number < 1.0, "above 0 and below 1"),
             Self::Fraction => unless((0.0..=1.0).contains(&number), "a fraction from 0 to 1"),
             Self::AtMost(most) => unless(number <= f64::from(most), &format!("at most {most}")),
+            Self::AtLeast(_) if number > f64::from(i32::MAX) => {
+                Some(format!("at most {}", i32::MAX))
+            }
             Self::AtLeast(least) => {
                 unless(number >= f64::from(least), &format!("at least {least}"))
             }
+            Self::Seconds => unless(
+                number > 0.0 && number <= 1e9,
+                "positive, and at most 1000000000 seconds (31 years)",
+            ),
             Self::StepsOrZero if number == 0.0 => None,
             Self::Steps | Self::StepsOrZero if number >= 1.0 => unless(
                 number.fract() == 0.0,

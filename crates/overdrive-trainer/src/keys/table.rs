@@ -3,7 +3,8 @@
 use super::Harmless::{Any, Only};
 use super::Reader::{Both, Finetune, Train};
 use super::range::Range::{
-    self, AtLeast, AtMost, BelowOne, Between, Fraction, NotNegative, Positive, Steps, StepsOrZero,
+    self, AtLeast, AtMost, BelowOne, Between, Fraction, NotNegative, Positive, Seconds, Steps,
+    StepsOrZero,
 };
 use super::{Key, key};
 
@@ -25,7 +26,7 @@ pub(super) static KEYS: &[(&str, &[Key])] = &[
             .flag("model").also(&["model", "base_model", "model_name"])
             .instead("`train` creates a model from scratch, see `model`"),
         key(Both, "output_dir", "DIR", FREE, "Folder of the run [default: a new one under runs/]").flag("out").also(&["out_dir", "checkpoint_dir"]),
-        key(Both, "overwrite_output_dir", "", FREE, "Replace an existing run in the folder").flag("overwrite"),
+        key(Both, "overwrite_output_dir", "", FREE, "Replace an existing run in the folder, unless it is running").flag("overwrite"),
         key(Both, "seed", "N", FREE, "Seed of the weights, the order of the data and the samples"),
     ]),
     ("Data", &[
@@ -55,7 +56,7 @@ pub(super) static KEYS: &[(&str, &[Key])] = &[
         key(Both, "group_by_length", "", FREE, "Batch documents of similar lengths").excludes("packing"),
         key(Train, "length_column_name", "NAME", FREE, "Column of lengths for --group-by-length instead of token counts")
             .harmless(Only("\"length\"")).instead("the tokens are counted when the file is opened: drop the key, `group_by_length` needs no column"),
-        key(Both, "dataloader_num_workers", "N", FREE, "Number of threads that prepare batches; it does not change the batches").also(&["num_workers"]),
+        key(Both, "dataloader_num_workers", "N", AtMost(1024), "Number of threads that prepare batches; it does not change the batches").also(&["num_workers"]),
         key(Both, "dataloader_prefetch_factor", "N", AtLeast(1), "Number of batches that each worker prepares ahead [default: 2]").also(&["prefetch_factor"]),
         key(Both, "dataloader_pin_memory", "", FREE, "Copy batches to a GPU from page-locked memory").also(&["pin_memory"]),
         key(Both, "dataloader_drop_last", "", FREE, "Drop the last batch of an epoch if it has fewer rows").also(&["drop_last"]),
@@ -117,6 +118,7 @@ pub(super) static KEYS: &[(&str, &[Key])] = &[
         key(Both, "save_total_limit", "N", AtLeast(1), "Number of snapshots to keep; the newest is always kept [default: all]").also(&["keep_last", "max_checkpoints"])
             .instead("give 1 or more, or `save_strategy: \"no\"` for no snapshots"),
         key(Both, "resume_from_checkpoint", "true|DIR", FREE, "Resume from the newest snapshot in `--out` (true), or from the one in this folder").also(&["resume", "auto_resume"]),
+        key(Both, "resume_with_changes", "", FREE, "Resume although the data, the tokenizer or an argument that the snapshot depends on has changed"),
         key(Both, "load_best_model_at_end", "", FREE, "Load the weights of the best snapshot at the end"),
         key(Both, "metric_for_best_model", "NAME", FREE, "Metric that determines the best snapshot: loss or bits_per_byte [default: loss]"),
         key(Both, "greater_is_better", "", FREE, "Treat greater values of that metric as better"),
@@ -169,6 +171,6 @@ pub(super) static KEYS: &[(&str, &[Key])] = &[
         key(Both, "ddp_bucket_cap_mb", "N", Positive, "Size of a bucket of gradients in MiB [default: 25]"),
         key(Both, "ddp_find_unused_parameters", "", FREE, "Search for parameters that a backward pass does not reach"),
         key(Both, "ddp_broadcast_buffers", "", FREE, "Copy the buffers of rank 0 to all processes before each forward pass"),
-        key(Both, "ddp_timeout", "S", Positive, "Timeout of a collective in seconds"),
+        key(Both, "ddp_timeout", "S", Seconds, "Timeout of a collective in seconds"),
     ]),
 ];

@@ -3,7 +3,10 @@
 use std::fs;
 use std::path::Path;
 
-use overdrive_trainer::{Error, Layers, Preset, RunFolder, TrainingArguments};
+use overdrive_distributed::ProcessGroup;
+use overdrive_trainer::{
+    Error, FinetuneArguments, Layers, Preset, ResumeFromCheckpoint, RunFolder, TrainingArguments,
+};
 
 fn arguments(root: &Path) -> TrainingArguments {
     TrainingArguments {
@@ -54,6 +57,8 @@ fn a_folder_that_holds_a_run_is_kept_unless_told_otherwise() {
     );
     assert!(text.contains("`--overwrite`"), "{text}");
     assert!(run.metrics().exists(), "nothing was touched");
+    // That run has ended.
+    drop(run);
 
     let overwriting = TrainingArguments {
         overwrite_output_dir: true,
@@ -117,4 +122,121 @@ fn a_folder_without_a_run_cannot_be_opened_as_one() {
         text.ends_with("holds no run: training_args.json is missing"),
         "{text}"
     );
+}
+
+/// Returns the names and contents of all files in the folder.
+fn contents(folder: &Path) -> Vec<(String, Vec<u8>)> {
+    let entries = fs::read_dir(folder).expect("a folder");
+    let mut found: Vec<_> = entries
+        .map(|entry| {
+            let path = entry.expect("an entry").path();
+            let name = path.file_name().expect("a name").to_string_lossy();
+            (name.into_owned(), fs::read(&path).unwrap_or_default())
+        })
+        .collect();
+    found.sort();
+    found
+}
+
+#[test]
+fn a_run_that_is_still_running_is_neither_overwritten_nor_resumed() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let root = folder.path().join("mine");
+    let live = RunFolder::create(&arguments(&root)).expect("made");
+    fs::write(live.metrics(), "{}\n").expect("writes");
+    fs::create_dir(root.join("checkpoint-5")).expect("made");
+    let before = contents(&root);
+
+    let group = ProcessGroup::single();
+    let overwriting = TrainingArguments {
+        overwrite_output_dir: true,
+        seed: 7,
+        ..arguments(&root)
+    };
+    let resuming = TrainingArguments {
+        resume_from_checkpoint: Some(ResumeFromCheckpoint::Latest(true)),
+        seed: 7,
+        ..arguments(&root)
+    };
+    let tuning = FinetuneArguments {
+        training: overwriting.clone(),
+        ..FinetuneArguments::default()
+    };
+    // The copy of another process: it does not hold the lock.
+    let opened = RunFolder::open(&root).expect("a run");
+    let refused = [
+        RunFolder::create(&overwriting).map(drop),
+        RunFolder::open_or_create(&group, &resuming).map(drop),
+        tuning.create_folder().map(drop),
+        opened.snapshots(&group, &resuming).map(drop),
+        opened.trackers(&group, &resuming, 0).map(drop),
+    ];
+    for (number, outcome) in refused.into_iter().enumerate() {
+        let error = outcome.expect_err("it is still running");
+        assert!(
+            matches!(
+                error,
+                Error::Snapshot(overdrive_snapshot::Error::Locked { .. })
+            ),
+            "{number}: {error}"
+        );
+        assert_eq!(contents(&root), before, "{number}: nothing was touched");
+    }
+
+    // A clone, and the snapshots of the run itself, share its lock.
+    let snapshots = live.clone().snapshots(&group, &resuming).expect("its own");
+    drop(live);
+    assert!(RunFolder::create(&overwriting).is_err());
+    drop(snapshots);
+    RunFolder::create(&overwriting).expect("it has ended");
+    assert!(!root.join("checkpoint-5").exists());
+}
+
+#[test]
+fn a_snapshot_of_an_abandoned_branch_belongs_to_its_run() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let root = folder.path().join("mine");
+    drop(RunFolder::create(&arguments(&root)).expect("made"));
+    for snapshot in ["checkpoint-5", "abandoned-1/checkpoint-9"] {
+        let resuming = TrainingArguments {
+            output_dir: None,
+            resume_from_checkpoint: Some(ResumeFromCheckpoint::Folder(root.join(snapshot))),
+            ..arguments(&root)
+        };
+        let run = RunFolder::open_or_create(&ProcessGroup::single(), &resuming);
+        assert_eq!(run.expect("resumed").root(), root, "{snapshot}");
+    }
+}
+
+#[test]
+fn the_configuration_is_replaced_and_not_written_in_place() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let root = folder.path().join("mine");
+    let group = ProcessGroup::single();
+    let resuming = TrainingArguments {
+        resume_from_checkpoint: Some(ResumeFromCheckpoint::Latest(true)),
+        ..arguments(&root)
+    };
+    let written = |run: RunFolder| fs::read(run.arguments()).expect("there");
+    let first = written(RunFolder::open_or_create(&group, &resuming).expect("made"));
+    // A second name of the first file: its bytes stay, because the new ones are in another file.
+    let old = folder.path().join("old");
+    fs::hard_link(root.join("training_args.json"), &old).expect("links");
+    let other = TrainingArguments {
+        seed: 7,
+        ..resuming
+    };
+    let second = written(RunFolder::open_or_create(&group, &other).expect("resumed"));
+    assert_ne!(first, second);
+    assert_eq!(fs::read(&old).expect("there"), first);
+
+    let tuning = FinetuneArguments {
+        training: other,
+        ..FinetuneArguments::default()
+    };
+    fs::remove_file(&old).expect("removed");
+    fs::hard_link(root.join("training_args.json"), &old).expect("links");
+    let third = written(tuning.open_or_create_folder(&group).expect("resumed"));
+    assert_ne!(second, third);
+    assert_eq!(fs::read(&old).expect("there"), second);
 }

@@ -1,6 +1,7 @@
-//! Text in Parquet files, which only a build with the feature `parquet` reads.
+//! Text in Parquet files, which only a build with the feature `parquet` reads, and the fingerprint of text.
 
-use overdrive_trainer::{TextData, TrainingArguments};
+use overdrive_distributed::ProcessGroup;
+use overdrive_trainer::{Fingerprints, TextData, TrainingArguments};
 
 #[test]
 fn a_parquet_file_that_cannot_be_read_is_named_with_the_remedy() {
@@ -18,4 +19,37 @@ fn a_parquet_file_that_cannot_be_read_is_named_with_the_remedy() {
         false => "`--features parquet`",
     };
     assert!(error.contains(expected), "{error}");
+}
+
+#[test]
+fn the_fingerprint_of_data_is_that_of_its_content_whatever_the_names_and_times_of_the_files_are() {
+    let folder = tempfile::tempdir().unwrap();
+    let fingerprints = |name: &str, text: &str| -> Fingerprints {
+        let file = folder.path().join(name);
+        std::fs::create_dir_all(file.parent().unwrap()).unwrap();
+        std::fs::write(&file, text).unwrap();
+        let long_ago = std::time::SystemTime::UNIX_EPOCH + std::time::Duration::from_secs(1);
+        if name.starts_with("old") {
+            let file = std::fs::File::options().append(true).open(&file).unwrap();
+            file.set_modified(long_ago).unwrap();
+        }
+        let arguments = TrainingArguments {
+            data: vec![file],
+            vocab_size: 270,
+            context_length: 8,
+            validation_fraction: 0.2,
+            ..TrainingArguments::default()
+        };
+        let cache = folder.path().join("cache");
+        let data = TextData::prepare_in(&cache, &arguments, |_| {}).unwrap();
+        data.fingerprints(&arguments, &ProcessGroup::single())
+            .unwrap()
+    };
+    let records = "{\"text\": \"two and two is four\"}\n".repeat(40);
+    for ending in ["jsonl", "txt"] {
+        let first = fingerprints(&format!("new/a.{ending}"), &records);
+        assert_eq!(fingerprints(&format!("old/b.{ending}"), &records), first);
+        let changed = records.replacen("four", "five", 1);
+        assert_ne!(fingerprints(&format!("new/a.{ending}"), &changed), first);
+    }
 }

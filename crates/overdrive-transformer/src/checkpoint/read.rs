@@ -12,6 +12,7 @@ use super::problems::{CheckpointProblems, Misshapen};
 use super::progress::LoadProgress;
 use super::quantized::{self, Views, layout};
 use super::shards::weight_files;
+use crate::config::check_layers_of_files;
 use crate::parameters::{ModelTensors, ParameterSpec, allocate};
 use crate::quantize::quantize_parameter;
 use crate::{Error, ModelConfig, QuantizeOptions, Result};
@@ -65,6 +66,8 @@ pub(crate) fn read(
     }
     let mut views = with_prefix(views, config);
     let total = views.values().map(|stored| stored.data().len() as u64);
+    // Before the parameters are listed layer by layer.
+    check_layers_of_files(config.layers(), views.len())?;
     let progress = Progress::new(options, total.sum());
     let mut specs = config.parameters();
     let mut problems = CheckpointProblems::default();

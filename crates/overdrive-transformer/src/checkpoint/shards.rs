@@ -2,6 +2,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use overdrive_core::Error as Common;
+use overdrive_safetensors::file_in;
 use serde::{Deserialize, Serialize};
 
 use super::{INDEX, SINGLE};
@@ -58,16 +59,7 @@ pub(super) fn weight_files(dir: &Path) -> Result<WeightFiles> {
     let names: BTreeSet<&String> = index.weight_map.values().collect();
     let mut paths = Vec::with_capacity(names.len());
     for name in names {
-        // A name comes from the file: it must not lead out of the folder.
-        let plain = Path::new(name)
-            .file_name()
-            .is_some_and(|last| last == name.as_str());
-        if !plain {
-            let key = format!("weight_map of {INDEX}");
-            let expected = "the name of a file in the same folder";
-            return Err(Common::option(key, format!("{name:?}"), expected).into());
-        }
-        let path = dir.join(name);
+        let path = file_in(dir, name, &format!("weight_map of {INDEX}"))?;
         if !path.is_file() {
             let tensors = index.weight_map.values().filter(|file| *file == name);
             let tensors = tensors.count();

@@ -2,7 +2,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::Path;
 
-use overdrive_core::Error as Common;
+use overdrive_core::{Error as Common, files};
 use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
@@ -139,7 +139,7 @@ fn write_json(dir: &Path, name: &str, value: &Value) -> Result<()> {
     let mut text = serde_json::to_string_pretty(value).map_err(Common::parse("JSON", &path))?;
     // As transformers ends its JSON files.
     text.push('\n');
-    Ok(overdrive_safetensors::write_bytes(path, text.as_bytes())?)
+    Ok(files::write(path, text.as_bytes())?)
 }
 
 /// Returns transformers' name of a dtype.

@@ -1,5 +1,6 @@
 use serde_json::{Map, Value};
 
+use super::sizes::{MAX_SIZE, too_large};
 use crate::{Error, Result};
 
 /// A JSON object whose keys are taken one by one, each with the type it must have; the unknown ones remain. A
@@ -34,6 +35,12 @@ impl Fields {
             *slot = value;
         }
         Ok(())
+    }
+
+    /// Sets `slot` to the number of layers of `key`, if it is given.
+    pub(crate) fn layers(&mut self, key: &str, slot: &mut i64) -> Result<()> {
+        self.positive(key, slot)?;
+        super::sizes::check_layers(key, *slot)
     }
 
     pub(crate) fn optional_positive(&mut self, key: &str) -> Result<Option<i64>> {
@@ -122,10 +129,13 @@ pub(crate) fn bad(key: &str, value: &Value, expected: &str) -> Error {
 }
 
 pub(crate) fn positive(key: &str, value: &Value) -> Result<i64> {
-    value
-        .as_i64()
-        .filter(|&n| n > 0)
-        .ok_or_else(|| bad(key, value, "a positive integer"))
+    match value.as_i64() {
+        Some(number) if (1..=MAX_SIZE).contains(&number) => Ok(number),
+        Some(number) if number > MAX_SIZE => Err(too_large(key, number)),
+        // Between 2^63 and 2^64: an integer that is no `i64`.
+        None if value.is_u64() => Err(too_large(key, value.clone())),
+        _ => Err(bad(key, value, "a positive integer")),
+    }
 }
 
 pub(crate) fn number(key: &str, value: &Value) -> Result<f64> {

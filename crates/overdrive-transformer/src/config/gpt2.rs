@@ -1,6 +1,7 @@
 use serde_json::{Map, Value, json};
 
 use super::fields::{Fields, bad, ids_to_json};
+use super::sizes::{self, check_layers, check_size};
 use crate::activation::activation_named;
 use crate::{Error, Result};
 
@@ -78,7 +79,7 @@ impl Default for Gpt2Config {
 impl Gpt2Config {
     /// Returns the inner width of the feed-forward block.
     pub fn inner(&self) -> i64 {
-        self.n_inner.unwrap_or(4 * self.n_embd)
+        self.n_inner.unwrap_or(self.n_embd.saturating_mul(4))
     }
 
     pub(super) fn read(mut fields: Fields) -> Result<Gpt2Config> {
@@ -86,7 +87,7 @@ impl Gpt2Config {
         fields.positive("vocab_size", &mut config.vocab_size)?;
         fields.positive("n_positions", &mut config.n_positions)?;
         fields.positive("n_embd", &mut config.n_embd)?;
-        fields.positive("n_layer", &mut config.n_layer)?;
+        fields.layers("n_layer", &mut config.n_layer)?;
         fields.positive("n_head", &mut config.n_head)?;
         config.n_inner = fields.optional_positive("n_inner")?;
         if let Some(name) = fields.string("activation_function")? {
@@ -154,14 +155,22 @@ impl Gpt2Config {
             ("vocab_size", self.vocab_size),
             ("n_positions", self.n_positions),
             ("n_embd", self.n_embd),
-            ("n_layer", self.n_layer),
             ("n_head", self.n_head),
             ("n_inner", self.inner()),
         ] {
-            if value <= 0 {
-                return Err(bad(key, &value.into(), "a positive integer"));
-            }
+            check_size(key, value)?;
         }
+        check_layers("n_layer", self.n_layer)?;
+        let [hidden, inner, rows, layers] = [
+            self.n_embd,
+            self.inner(),
+            2 * self.vocab_size + self.n_positions,
+            self.n_layer,
+        ]
+        .map(i128::from);
+        // Norms and biases are left out: they are far smaller.
+        let parameters = hidden * (rows + layers * (4 * hidden + 2 * inner));
+        sizes::check_parameters(parameters, "vocab_size, n_positions, n_embd or n_inner")?;
         if self.n_embd % self.n_head != 0 {
             let expected = format!("a multiple of n_head ({})", self.n_head);
             return Err(bad("n_embd", &self.n_embd.into(), &expected));

@@ -3,6 +3,7 @@ use serde_json::{Map, Value, json};
 use super::family::{LayerType, LlamaFamily, layer_types};
 use super::fields::{Fields, bad, ids_to_json};
 use super::rope_scaling::RopeScaling;
+use super::sizes::{self, check_layers, check_size};
 use crate::activation::activation_named;
 use crate::{Error, Result};
 
@@ -291,7 +292,7 @@ impl LlamaConfig {
         fields.positive("vocab_size", &mut config.vocab_size)?;
         fields.positive("hidden_size", &mut config.hidden_size)?;
         fields.positive("intermediate_size", &mut config.intermediate_size)?;
-        fields.positive("num_hidden_layers", &mut config.num_hidden_layers)?;
+        fields.layers("num_hidden_layers", &mut config.num_hidden_layers)?;
         fields.positive("num_attention_heads", &mut config.num_attention_heads)?;
         // In transformers an absent key is the family's default, and null is "as many as queries".
         if let Some(value) = fields.take_nullable("num_key_value_heads") {
@@ -490,17 +491,16 @@ impl LlamaConfig {
             ("vocab_size", self.vocab_size),
             ("hidden_size", self.hidden_size),
             ("intermediate_size", self.intermediate_size),
-            ("num_hidden_layers", self.num_hidden_layers),
             ("num_attention_heads", self.num_attention_heads),
             ("num_key_value_heads", self.kv_heads()),
             ("max_position_embeddings", self.max_position_embeddings),
             ("head_dim", self.head_dim()),
             ("sliding_window", self.sliding_window.unwrap_or(1)),
         ] {
-            if value <= 0 {
-                return Err(bad(key, &value.into(), "a positive integer"));
-            }
+            check_size(key, value)?;
         }
+        check_layers("num_hidden_layers", self.num_hidden_layers)?;
+        self.check_parameters()?;
         let heads = self.num_attention_heads;
         if self.head_dim.is_none() && self.hidden_size % heads != 0 {
             let expected =
@@ -556,6 +556,25 @@ impl LlamaConfig {
         let local = "rope_parameters.sliding_attention";
         self.rope_local_scaling.validate(local, head_dim)?;
         activation_named(self.activation_key(), &self.hidden_act).map(drop)
+    }
+}
+
+impl LlamaConfig {
+    /// Checks that the weights of these checked sizes can be counted. Norms and biases are left out: they are far
+    /// smaller.
+    fn check_parameters(&self) -> Result<()> {
+        let [hidden, inner, vocabulary, layers] = [
+            self.hidden_size,
+            self.intermediate_size,
+            self.vocab_size,
+            self.num_hidden_layers,
+        ]
+        .map(i128::from);
+        let heads = i128::from(self.num_attention_heads) + i128::from(self.kv_heads());
+        let attention = 2 * heads * i128::from(self.head_dim());
+        let parameters = hidden * (2 * vocabulary + layers * (attention + 3 * inner));
+        let keys = "vocab_size, hidden_size, intermediate_size, num_attention_heads or head_dim";
+        sizes::check_parameters(parameters, keys)
     }
 }
 

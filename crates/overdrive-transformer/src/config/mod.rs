@@ -5,6 +5,7 @@ mod fields;
 mod gpt2;
 mod llama;
 mod rope_scaling;
+mod sizes;
 
 use std::path::Path;
 
@@ -20,6 +21,7 @@ pub(crate) use fields::Fields;
 pub use gpt2::Gpt2Config;
 pub use llama::LlamaConfig;
 pub use rope_scaling::{LongRope, RopeScaling, Yarn};
+pub(crate) use sizes::{check_layers, check_layers_of_files};
 
 /// The architecture and sizes of a model, as in `config.json`.
 ///
@@ -212,6 +214,14 @@ impl ModelConfig {
         match self {
             ModelConfig::Llama(config) => &config.eos_token_id,
             ModelConfig::Gpt2(config) => &config.eos_token_id,
+        }
+    }
+
+    /// Returns the key of the number of layers, and the number.
+    pub(crate) fn layers(&self) -> (&'static str, i64) {
+        match self {
+            ModelConfig::Llama(config) => ("num_hidden_layers", config.num_hidden_layers),
+            ModelConfig::Gpt2(config) => ("n_layer", config.n_layer),
         }
     }
 

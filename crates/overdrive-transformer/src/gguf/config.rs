@@ -3,7 +3,7 @@ use overdrive_quantization::{GgufFile, GgufValue};
 use tch::{Device, Kind};
 
 use crate::config::{
-    LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
+    LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn, check_layers,
 };
 use crate::{Error, Result};
 
@@ -84,6 +84,7 @@ impl Keys<'_> {
         same("attention.value_length")?;
         same("rope.dimension_count")?;
         let layers = self.required("block_count")?;
+        check_layers(&self.key("block_count"), layers)?;
         let has = |name: &str| self.file.tensor(name).is_some();
         let mut config = LlamaConfig {
             vocab_size: self.vocabulary()?,

@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 
 use super::names::{gguf_name, row_order};
 use crate::checkpoint::{CheckpointProblems, Misshapen};
-use crate::config::LlamaConfig;
+use crate::config::{LlamaConfig, check_layers_of_files};
 use crate::parameters::{ModelTensors, ParameterRole, ParameterSpec, allocate};
 use crate::quantize::quantize_parameter;
 use crate::{Error, LoadOptions, ModelConfig, Result};
@@ -113,6 +113,12 @@ fn sources<'a>(
     config: &ModelConfig,
     llama: &LlamaConfig,
 ) -> Result<Vec<Source<'a>>> {
+    // By name, as a file may have very many, and before the parameters are listed layer by layer.
+    let stored: HashMap<&str, GgufTensor<'a>> = file
+        .tensors()
+        .map(|tensor| (tensor.name(), tensor))
+        .collect();
+    check_layers_of_files(config.layers(), stored.len())?;
     let mut problems = CheckpointProblems::default();
     // These tensors are read into the configuration's rope scaling.
     let mut used: BTreeSet<String> = ["rope_freqs", "rope_factors_long", "rope_factors_short"]
@@ -121,7 +127,7 @@ fn sources<'a>(
     let mut sources = Vec::new();
     for spec in config.parameters() {
         let name = gguf_name(&spec.name, llama.family);
-        let found = name.as_deref().and_then(|name| file.tensor(name));
+        let found = name.as_deref().and_then(|name| stored.get(name).copied());
         let Some(tensor) = found else {
             problems.missing.push(name.unwrap_or(spec.name));
             continue;

@@ -385,6 +385,47 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
     );
     check("gpt2", "model_type", json!(null), "`model_type` is missing");
     check("gpt2", "n_head", json!(5), "a multiple of n_head (5)");
+    // Sizes that no memory holds: each is refused before anything is reserved or counted to.
+    let huge = || json!(4_611_686_018_427_387_904_i64);
+    for (case, layers) in [("gpt2", "n_layer"), ("llama_gqa", "num_hidden_layers")] {
+        let message =
+            format!("`{layers}` is 4611686018427387904; it must be a positive integer, at most");
+        check(case, layers, huge(), &message);
+        check(
+            case,
+            layers,
+            json!(u64::MAX),
+            "is 18446744073709551615; it must be",
+        );
+        check(case, layers, json!(65_537), "at most 65536");
+        check(
+            case,
+            layers,
+            json!(60_000),
+            "the number of tensors in the weight files",
+        );
+    }
+    for key in [
+        "vocab_size",
+        "hidden_size",
+        "head_dim",
+        "max_position_embeddings",
+    ] {
+        check(
+            "llama_gqa",
+            key,
+            huge(),
+            &format!("`{key}` is 4611686018427387904; it must be"),
+        );
+    }
+    check("gpt2", "n_embd", huge(), "`n_embd` is 4611686018427387904");
+    check("gpt2", "n_inner", json!(i32::MAX), "of another shape");
+    check(
+        "qwen2_sliding",
+        "sliding_window",
+        huge(),
+        "`sliding_window` is 46",
+    );
     check(
         "gpt2",
         "n_layer",
@@ -454,6 +495,61 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
         "layer_types",
         json!(["chunked_attention", "x"]),
         "sliding_attention",
+    );
+}
+
+#[test]
+fn sizes_whose_products_do_not_fit_are_refused_for_a_new_model_too() {
+    let large = i64::from(i32::MAX) - 1;
+    let llama = LlamaConfig {
+        hidden_size: large,
+        intermediate_size: large,
+        vocab_size: large,
+        num_attention_heads: large,
+        head_dim: Some(large),
+        ..LlamaConfig::default()
+    };
+    let gpt2 = Gpt2Config {
+        n_embd: large,
+        n_inner: Some(large),
+        n_head: 1,
+        ..Gpt2Config::default()
+    };
+    let deep = LlamaConfig {
+        num_hidden_layers: 1 << 62,
+        ..LlamaConfig::default()
+    };
+    let wide = Gpt2Config {
+        n_embd: i64::MAX,
+        ..Gpt2Config::default()
+    };
+    for (config, part) in [
+        (
+            ModelConfig::from(llama),
+            "at most 1152921504606846975 parameters",
+        ),
+        (gpt2.into(), "at most 1152921504606846975 parameters"),
+        (
+            deep.into(),
+            "`num_hidden_layers` is 4611686018427387904; it must be a positive integer, at most 65536",
+        ),
+        (
+            wide.into(),
+            "`n_embd` is 9223372036854775807; it must be a positive integer, at most 2147483647",
+        ),
+    ] {
+        let error = CausalLm::new(&config, &InitOptions::default()).unwrap_err();
+        assert!(error.to_string().contains(part), "{error}");
+    }
+}
+
+#[test]
+fn a_pattern_of_sliding_layers_is_not_listed_for_more_layers_than_there_may_be() {
+    let json = r#"{"model_type": "gemma3_text", "sliding_window_pattern": 6, "num_hidden_layers": 4611686018427387904}"#;
+    let error = ModelConfig::from_json(json).unwrap_err().to_string();
+    assert!(
+        error.contains("`num_hidden_layers` is 4611686018427387904"),
+        "{error}"
     );
 }
 

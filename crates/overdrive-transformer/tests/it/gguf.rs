@@ -219,6 +219,23 @@ fn missing_metadata_and_tensors_are_named() {
         error.to_string(),
         "`llama.block_count` is missing; it must be a positive integer"
     );
+    // The number of layers is a u32 after the key and the type; more layers than tensors are not listed one by one.
+    for (layers, part) in [
+        (
+            u32::MAX,
+            "`llama.block_count` is 4294967295; it must be a positive integer, at most 65536",
+        ),
+        (60_000, "`num_hidden_layers` is 60000; it must be at most"),
+    ] {
+        let key = b"llama.block_count";
+        let mut windows = bytes.windows(key.len());
+        let at = windows.position(|part| part == key).unwrap() + key.len() + 4;
+        let mut bytes = bytes.clone();
+        bytes[at..at + 4].copy_from_slice(&layers.to_le_bytes());
+        std::fs::write(&path, bytes).unwrap();
+        let error = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap_err();
+        assert!(error.to_string().contains(part), "{error}");
+    }
     // The architecture's name is the first string of that length.
     let error = replaced("llama", "lamma").to_string();
     assert_eq!(

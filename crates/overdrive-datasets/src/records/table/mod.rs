@@ -86,7 +86,7 @@ impl<T> TableRecords<T> {
         let paths = find_files(paths, &["parquet", "arrow", "feather", "ipc"])?;
         let mut fingerprint = FieldHasher::default().field(b"table 1");
         let (mut files, mut blocks, mut ends) = (Vec::new(), Vec::new(), Vec::new());
-        let mut rows = 0;
+        let mut rows = 0_usize;
         for (number, path) in paths.into_iter().enumerate() {
             let file = open_file(&path)?;
             // The blocks have the lengths and offsets of all row groups or batches; an edit that keeps all of
@@ -96,7 +96,11 @@ impl<T> TableRecords<T> {
             fingerprint.add(format!("{:?}", metadata.modified().ok()).as_bytes());
             for (at, block) in file.blocks().iter().enumerate() {
                 fingerprint.add(format!("{block:?}").as_bytes());
-                rows += block.rows;
+                rows = rows.checked_add(block.rows).ok_or_else(|| {
+                    let problem =
+                        "the rows of its batches cannot be counted: its metadata are damaged";
+                    Error::invalid_file(&path, problem)
+                })?;
                 blocks.push((number as u32, at as u32));
                 ends.push(rows);
             }

@@ -14,6 +14,10 @@ use super::{Block, TableFile};
 /// The largest number of rows that are decoded for one of them.
 const BLOCK_ROWS: usize = 4096;
 
+/// The largest number of rows of a file, of which each block has an entry: 2^36 rows have 2^24. The number stands in
+/// the file, and need not be that of its bytes.
+const MAX_ROWS: usize = 1 << 36;
+
 #[derive(Debug)]
 pub(super) struct ParquetFile {
     path: PathBuf,
@@ -28,10 +32,17 @@ impl ParquetFile {
         let options = ArrowReaderOptions::new().with_offset_index_policy(PageIndexPolicy::Optional);
         let metadata =
             ArrowReaderMetadata::load(&file, options).map_err(|error| error.to_string())?;
-        let mut blocks = Vec::new();
+        let (mut blocks, mut all_rows) = (Vec::new(), 0_usize);
         for (index, group) in metadata.metadata().row_groups().iter().enumerate() {
             let rows = usize::try_from(group.num_rows())
                 .map_err(|_| format!("row group {index} has {} rows", group.num_rows()))?;
+            all_rows = all_rows.saturating_add(rows);
+            if all_rows > MAX_ROWS {
+                return Err(format!(
+                    "its first {} row groups have {all_rows} rows by its metadata, and at most {MAX_ROWS} are read",
+                    index + 1
+                ));
+            }
             let offset = group
                 .columns()
                 .first()

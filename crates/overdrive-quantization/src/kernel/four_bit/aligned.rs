@@ -3,6 +3,8 @@
 
 use std::ops::{Deref, DerefMut};
 
+use overdrive_kernels::capacity_bytes;
+
 /// The number of bytes of a line of the cache, and of a vector.
 const LINE: usize = 64;
 
@@ -41,6 +43,11 @@ impl<T: Number> AlignedVec<T> {
         let mut all = AlignedVec::default();
         all.grow(len);
         all
+    }
+
+    /// Returns the bytes of the vector's memory.
+    pub(super) fn bytes(&self) -> usize {
+        capacity_bytes(&self.lines)
     }
 
     /// Grows the vector to `len` numbers, if it has fewer; new ones are zero.

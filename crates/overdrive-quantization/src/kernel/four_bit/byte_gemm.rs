@@ -4,10 +4,9 @@
 //! activations, to the first cache; the sum of a lane is converted to f32 once for the inputs that share a scale.
 #![allow(unsafe_code)]
 
-use std::cell::Cell;
 use std::ops::Range;
 
-use overdrive_kernels::{BYTES, Kernel, LANES, Simd};
+use overdrive_kernels::{BYTES, Buffers, Kept, Kernel, LANES, Simd};
 
 use super::aligned::AlignedVec;
 use super::byte_panels::{BytePanel, BytePanels};
@@ -50,8 +49,15 @@ struct Scratch {
     bytes: AlignedVec<i8>,
 }
 
+impl Buffers for Scratch {
+    fn bytes(&self) -> usize {
+        let aligned = [&self.scales, &self.offsets, &self.sums].map(AlignedVec::bytes);
+        self.raw.bytes() + aligned.iter().sum::<usize>() + self.bytes.bytes()
+    }
+}
+
 thread_local! {
-    static SCRATCH: Cell<Scratch> = Cell::default();
+    static SCRATCH: Kept<Scratch> = const { Kept::new() };
 }
 
 impl Kernel for ByteGemm<'_> {
@@ -63,14 +69,14 @@ impl Kernel for ByteGemm<'_> {
         let Some((table, _)) = self.weight.byte_table() else {
             return;
         };
-        let mut scratch = SCRATCH.take();
+        let mut scratch = Kept::take(&SCRATCH);
         let mut output = self.outputs.start;
         while output < self.outputs.end {
             let vectors = (self.outputs.end - output).div_ceil(LANES).min(VECTORS);
             self.vectors(s, &table, output, vectors, &mut scratch);
             output += vectors * LANES;
         }
-        SCRATCH.set(scratch);
+        Kept::put(&SCRATCH, scratch);
     }
 }
 

@@ -4,10 +4,9 @@
 //! of activations, its high halves with another, and a lane sums the products of 8 inputs.
 #![allow(unsafe_code)]
 
-use std::cell::Cell;
 use std::ops::Range;
 
-use overdrive_kernels::{BYTES, Kernel, LANES, Simd};
+use overdrive_kernels::{BYTES, Buffers, Kept, Kernel, LANES, Simd};
 
 use super::aligned::AlignedVec;
 use super::byte_rows::{ByteRows, UNIT};
@@ -51,8 +50,14 @@ struct Scratch {
     results: AlignedVec<f32>,
 }
 
+impl Buffers for Scratch {
+    fn bytes(&self) -> usize {
+        self.raw.bytes() + self.products.bytes() + self.added.bytes() + self.results.bytes()
+    }
+}
+
 thread_local! {
-    static SCRATCH: Cell<Scratch> = Cell::default();
+    static SCRATCH: Kept<Scratch> = const { Kept::new() };
 }
 
 /// The prefetch of scales and offsets, spread evenly over the codes: many requests at once would delay those
@@ -122,7 +127,7 @@ impl ByteGemv<'_> {
     #[inline(always)]
     fn outputs<S: Simd, const BOOK: bool, const OFFSETS: bool>(&mut self, s: S, table: &ByteTable) {
         let (weight, x) = (self.weight, self.x);
-        let mut scratch = SCRATCH.take();
+        let mut scratch = Kept::take(&SCRATCH);
         let table = s.byte_table(&table.values);
         let rows = ScaleRows::new(weight.inputs, x.group);
         let bytes = weight.row_bytes();
@@ -208,7 +213,7 @@ impl ByteGemv<'_> {
             let of_row = &scratch.results[n * outputs..(n + 1) * outputs];
             self.results.put(n, self.outputs.start, of_row);
         }
-        SCRATCH.set(scratch);
+        Kept::put(&SCRATCH, scratch);
     }
 
     /// Computes the scales of `count` rows of the weight times those of the activations, and the contribution of

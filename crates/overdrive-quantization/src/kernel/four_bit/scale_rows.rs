@@ -1,7 +1,7 @@
 //! The scales of several rows of a weight at once, one number for each granule.
 
 use half::f16;
-use overdrive_kernels::{LANES, Simd};
+use overdrive_kernels::{LANES, Simd, capacity_bytes};
 
 use super::aligned::AlignedVec;
 use super::coded_weight::CodedWeight;
@@ -171,6 +171,13 @@ impl ScaleRows {
 pub(super) struct Raw {
     bits: Vec<u32>,
     floats: Vec<f32>,
+}
+
+impl Raw {
+    /// Returns the bytes of the buffers' memory.
+    pub(super) fn bytes(&self) -> usize {
+        capacity_bytes(&self.bits) + capacity_bytes(&self.floats)
+    }
 }
 
 /// The scales of some rows.

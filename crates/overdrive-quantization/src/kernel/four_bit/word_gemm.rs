@@ -5,10 +5,9 @@
 //! cache, for a group of tiles that is then multiplied with all rows.
 #![allow(unsafe_code)]
 
-use std::cell::Cell;
 use std::ops::Range;
 
-use overdrive_kernels::{BYTES, Kernel, LANES, Simd, WORDS};
+use overdrive_kernels::{BYTES, Buffers, Kept, Kernel, LANES, Simd, WORDS};
 
 use super::aligned::AlignedVec;
 use super::coded_weight::CodedWeight;
@@ -45,8 +44,15 @@ struct Scratch {
     words: AlignedVec<i16>,
 }
 
+impl Buffers for Scratch {
+    fn bytes(&self) -> usize {
+        let aligned = [&self.scales, &self.offsets, &self.sums].map(AlignedVec::bytes);
+        self.raw.bytes() + aligned.iter().sum::<usize>() + self.words.bytes()
+    }
+}
+
 thread_local! {
-    static SCRATCH: Cell<Scratch> = Cell::default();
+    static SCRATCH: Kept<Scratch> = const { Kept::new() };
 }
 
 impl Kernel for WordGemm<'_> {
@@ -61,7 +67,7 @@ impl Kernel for WordGemm<'_> {
 impl ByCoding for &mut WordGemm<'_> {
     #[inline(always)]
     fn run<S: Simd, D: Decode<S>>(self, s: S, decode: D) {
-        let mut scratch = SCRATCH.take();
+        let mut scratch = Kept::take(&SCRATCH);
         // For a few rows, words stay in registers and one tile at a time is enough.
         let most = if self.x.held > S::WORD_ROWS { GROUP } else { 1 };
         let mut output = self.outputs.start;
@@ -70,7 +76,7 @@ impl ByCoding for &mut WordGemm<'_> {
             self.group(s, decode, output, tiles, &mut scratch);
             output += tiles * LANES;
         }
-        SCRATCH.set(scratch);
+        Kept::put(&SCRATCH, scratch);
     }
 }
 

@@ -2,10 +2,9 @@
 //! weight, whose codes are unpacked in registers.
 #![allow(unsafe_code)]
 
-use std::cell::Cell;
 use std::ops::Range;
 
-use overdrive_kernels::{BYTES, Kernel, LANES, Simd, WORDS};
+use overdrive_kernels::{BYTES, Buffers, Kept, Kernel, LANES, Simd, WORDS, capacity_bytes};
 
 use super::aligned::AlignedVec;
 use super::coded_weight::CodedWeight;
@@ -43,8 +42,14 @@ struct Scratch {
     added: Vec<f32>,
 }
 
+impl Buffers for Scratch {
+    fn bytes(&self) -> usize {
+        self.raw.bytes() + self.products.bytes() + capacity_bytes(&self.added)
+    }
+}
+
 thread_local! {
-    static SCRATCH: Cell<Scratch> = Cell::default();
+    static SCRATCH: Kept<Scratch> = const { Kept::new() };
 }
 
 impl Kernel for WordGemv<'_> {
@@ -73,7 +78,7 @@ impl WordGemv<'_> {
     /// Computes all outputs; `F` if a unit has at most four scales.
     #[inline(always)]
     fn rows<S: Simd, D: Decode<S>, const F: bool>(&mut self, s: S, decode: D) {
-        let mut scratch = SCRATCH.take();
+        let mut scratch = Kept::take(&SCRATCH);
         let rows = ScaleRows::new(self.weight.inputs, self.x.granule);
         let lanes_granule = self.x.granule / D::PER_LANE;
         let shape = Shape {
@@ -96,7 +101,7 @@ impl WordGemv<'_> {
             }
             output += count;
         }
-        SCRATCH.set(scratch);
+        Kept::put(&SCRATCH, scratch);
     }
 
     /// Computes the scales of `count` rows of the weight times those of the activations, and the contribution of

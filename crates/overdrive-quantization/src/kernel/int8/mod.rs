@@ -12,10 +12,9 @@ mod transpose;
 #[cfg(target_arch = "x86_64")]
 mod vnni_gemm;
 
-use std::cell::Cell;
 use std::ops::Range;
 
-use overdrive_kernels::{InstructionSet, vectorized};
+use overdrive_kernels::{Buffers, InstructionSet, Kept, capacity_bytes, vectorized};
 
 pub(crate) use outliers::OutlierSplit;
 
@@ -57,8 +56,14 @@ struct Scratch {
     results: Vec<f32>,
 }
 
+impl Buffers for Scratch {
+    fn bytes(&self) -> usize {
+        capacity_bytes(&self.sums) + capacity_bytes(&self.rows) + capacity_bytes(&self.results)
+    }
+}
+
 thread_local! {
-    static SCRATCH: Cell<Scratch> = Cell::default();
+    static SCRATCH: Kept<Scratch> = const { Kept::new() };
 }
 
 impl Gemm for Int8Gemm<'_> {
@@ -79,7 +84,7 @@ impl Gemm for Int8Gemm<'_> {
             outputs,
             outliers,
         };
-        let mut scratch = SCRATCH.take();
+        let mut scratch = Kept::take(&SCRATCH);
         match self.set {
             #[cfg(target_arch = "x86_64")]
             InstructionSet::Avx512(simd) if self.x.rows > 1 && self.x.width > 0 => {
@@ -99,7 +104,7 @@ impl Gemm for Int8Gemm<'_> {
                 }
             }
         }
-        SCRATCH.set(scratch);
+        Kept::put(&SCRATCH, scratch);
     }
 }
 

@@ -129,6 +129,30 @@ fn invalid_values_are_refused_with_the_allowed_ones() {
             "`max_steps` is 0; it must be at least 1, or -1 to train for `num_train_epochs`",
         ),
         (
+            "per_device_train_batch_size: 4294967296",
+            "`per_device_train_batch_size` is 4294967296; it must be at most 2147483647",
+        ),
+        (
+            "ddp_timeout: 1e20",
+            "`ddp_timeout` is 100000000000000000000; it must be positive, and at most 1000000000 seconds (31 years)",
+        ),
+        (
+            "dataloader_num_workers: 4611686018427387904",
+            "`dataloader_num_workers` is 4611686018427387904; it must be at most 1024",
+        ),
+        (
+            "model: {num_hidden_layers: 4611686018427387904}",
+            "`model.num_hidden_layers` is 4611686018427387904; it must be at most 2147483647",
+        ),
+        (
+            "model: {num_hidden_layers: 65537}",
+            "`model.num_hidden_layers` is 65537; it must be at most 65536",
+        ),
+        (
+            "model: {hidden_size: 2147483646, num_attention_heads: 1, num_hidden_layers: 65536}",
+            "`model` is of 18446744073709551615 parameters; it must be of at most 1152921504606846975 parameters; make `hidden_size` or `intermediate_size` smaller",
+        ),
+        (
             "learning_rate: -1",
             "`learning_rate` is -1; it must be positive",
         ),

@@ -9,24 +9,32 @@ use crate::{BYTES, FourBit, LANES, WORDS};
 
 type Pair = [__m256i; 2];
 
+/// The indices of floats of 16 lanes. Only `lane_indices` makes them, which keeps every read within 16 floats.
+#[derive(Debug, Clone, Copy)]
+pub struct Lanes {
+    /// For each half of the lanes: the index of the first of the 8 floats that it is taken from, at most 8.
+    starts: [usize; 2],
+    /// The index among those 8 of each lane.
+    within: Pair,
+}
+
 /// Reads 64 bytes.
 #[inline(always)]
-fn load(from: *const u8) -> Pair {
-    intrinsics!([
-        _mm256_loadu_si256(from.cast()),
-        _mm256_loadu_si256(from.add(32).cast())
-    ])
+fn load<T: Copy, const N: usize>(_: Avx2, from: &[T; N]) -> Pair {
+    const { assert!(size_of::<[T; N]>() == BYTES, "two registers") };
+    let from: *const __m256i = from.as_ptr().cast();
+    intrinsics!([_mm256_loadu_si256(from), _mm256_loadu_si256(from.add(1))])
 }
 
 /// Returns a vector of two registers.
 #[inline(always)]
-fn pair(low: __m256, high: __m256) -> Double<F32x8> {
+fn pair(_: Avx2, low: __m256, high: __m256) -> Double<F32x8> {
     Double(F32x8(low), F32x8(high))
 }
 
 /// Transposes 8 vectors of 8 lanes.
 #[inline(always)]
-fn transpose8(r: [__m256i; 8]) -> [__m256i; 8] {
+fn transpose8(_: Avx2, r: [__m256i; 8]) -> [__m256i; 8] {
     intrinsics!({
         let mut a = r;
         let mut b = r;
@@ -55,8 +63,7 @@ impl FourBit for Avx2 {
     /// Lower bytes and higher bytes of the words, in both halves.
     type WordTable = Pair;
     type Sums = Pair;
-    /// For each half of the lanes: where its floats begin, and which of the 8 from there.
-    type Lanes = ([usize; 2], Pair);
+    type Lanes = Lanes;
 
     type Bytes = Pair;
 
@@ -115,12 +122,12 @@ impl FourBit for Avx2 {
 
     #[inline(always)]
     fn load_bytes(self, from: &[i8; BYTES]) -> Pair {
-        load(from.as_ptr().cast())
+        load(self, from)
     }
 
     #[inline(always)]
     fn load_sums(self, from: &[i32; LANES]) -> Pair {
-        load(from.as_ptr().cast())
+        load(self, from)
     }
 
     #[inline(always)]
@@ -172,7 +179,7 @@ impl FourBit for Avx2 {
 
     #[inline(always)]
     fn load_packed(self, from: &[u8; BYTES]) -> Pair {
-        load(from.as_ptr())
+        load(self, from)
     }
 
     #[inline(always)]
@@ -241,7 +248,7 @@ impl FourBit for Avx2 {
                 for i in 0..8 {
                     block[i] = rows[8 * to + i][from];
                 }
-                for (i, row) in transpose8(block).into_iter().enumerate() {
+                for (i, row) in transpose8(self, block).into_iter().enumerate() {
                     out[8 * from + i][to] = row;
                 }
             }
@@ -257,14 +264,14 @@ impl FourBit for Avx2 {
         }
         let mut out = rows;
         for (out, [a, b]) in out.iter_mut().zip(self.transpose_packed(bits)) {
-            *out = intrinsics!(pair(_mm256_castsi256_ps(a), _mm256_castsi256_ps(b)));
+            *out = intrinsics!(pair(self, _mm256_castsi256_ps(a), _mm256_castsi256_ps(b)));
         }
         out
     }
 
     #[inline(always)]
     fn load_words(self, from: &[i16; WORDS]) -> Pair {
-        load(from.as_ptr().cast())
+        load(self, from)
     }
 
     #[inline(always)]
@@ -302,13 +309,14 @@ impl FourBit for Avx2 {
     #[inline(always)]
     fn sums_to_f32(self, sums: Pair) -> Self::F {
         intrinsics!(pair(
+            self,
             _mm256_cvtepi32_ps(sums[0]),
             _mm256_cvtepi32_ps(sums[1])
         ))
     }
 
     #[inline(always)]
-    fn lane_indices(self, lanes: &[u32; LANES]) -> ([usize; 2], Pair) {
+    fn lane_indices(self, lanes: &[u32; LANES]) -> Lanes {
         let starts = [0, (lanes[8] as usize).min(8)];
         let mut from = *lanes;
         for lane in &mut from[8..] {
@@ -317,22 +325,32 @@ impl FourBit for Avx2 {
                 *lane -= starts[1] as u32;
             }
         }
-        (starts, load(from.as_ptr().cast()))
+        Lanes {
+            starts,
+            within: load(self, &from),
+        }
     }
 
     #[inline(always)]
-    fn permute(self, from: &[f32; LANES], lanes: ([usize; 2], Pair)) -> Self::F {
-        let ([low, high], lanes) = lanes;
+    fn permute(self, from: &[f32; LANES], lanes: Lanes) -> Self::F {
+        let Lanes {
+            starts: [low, high],
+            within: lanes,
+        } = lanes;
         // Both begin at 0..=8, so that 8 floats are there.
         intrinsics!(pair(
+            self,
             _mm256_permutevar8x32_ps(_mm256_loadu_ps(from.as_ptr().add(low)), lanes[0]),
             _mm256_permutevar8x32_ps(_mm256_loadu_ps(from.as_ptr().add(high)), lanes[1]),
         ))
     }
 
     #[inline(always)]
-    fn permute_four(self, from: &[f32; 4], lanes: ([usize; 2], Pair)) -> Self::F {
-        let ([_, high], lanes) = lanes;
+    fn permute_four(self, from: &[f32; 4], lanes: Lanes) -> Self::F {
+        let Lanes {
+            starts: [_, high],
+            within: lanes,
+        } = lanes;
         intrinsics!({
             let from = _mm256_castps128_ps256(_mm_loadu_ps(from.as_ptr()));
             // The second half begins at `high`, of which the first half of its lanes knows nothing.
@@ -343,6 +361,7 @@ impl FourBit for Avx2 {
             )]
             let second = _mm256_add_epi32(lanes[1], _mm256_set1_epi32(high as i32));
             pair(
+                self,
                 _mm256_permutevar8x32_ps(from, lanes[0]),
                 _mm256_permutevar8x32_ps(from, second),
             )
@@ -376,7 +395,7 @@ impl FourBit for Avx2 {
                     )
                 },
             );
-            pair(low, high)
+            pair(self, low, high)
         })
     }
 }

@@ -1,0 +1,365 @@
+//! Fingerprints of the inputs of a run, which its snapshots store.
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::io::{Read, Seek, SeekFrom};
+use std::path::{Path, PathBuf};
+
+use overdrive_core::Error as CommonError;
+use overdrive_datasets::{Sha256Digest, tokenizer_digest};
+use overdrive_distributed::ProcessGroup;
+use overdrive_snapshot::{Scope, Snapshot};
+use serde::{Deserialize, Serialize};
+use serde_json::{Map, Value};
+
+use crate::config_errors::as_value;
+use crate::keys::plain;
+use crate::{
+    Error, FinetuneArguments, InstructionData, IntervalStrategy, Result, SequenceMode, TextData,
+    TrainingArguments,
+};
+
+/// The name of the entry in a snapshot.
+const ENTRY: &str = "fingerprints";
+/// The number of hexadecimal digits of a digest in errors, as in the line `corpus` of a run's output.
+const SHOWN_DIGITS: usize = 12;
+/// The keys that decide which example has which number, besides the data itself. A run may resume with other values
+/// of all other keys of training: steps, batch sizes, learning rate, logging, evaluation, precision, devices.
+const KEYS: [&str; 5] = [
+    "context_length",
+    "group_by_length",
+    "packing",
+    "seed",
+    "validation_fraction",
+];
+/// The keys of `config.json` that the weights do not depend on, or only through the tokenizer.
+const FREE_MODEL_KEYS: [&str; 7] = [
+    "architectures",
+    "attention_dropout",
+    "bos_token_id",
+    "eos_token_id",
+    "initializer_range",
+    "max_position_embeddings",
+    "vocab_size",
+];
+/// The keys of fine-tuning that decide what the weights of an adapter mean.
+const ADAPTER_KEYS: [&str; 3] = ["lora_alpha", "lora_r", "use_rslora"];
+/// The number of blocks of a weight file that are read: training changes all of them.
+const SAMPLED_BLOCKS: u64 = 64;
+const SAMPLED_BYTES: u64 = 4096;
+
+/// The inputs that decide what the state of a run means: the contents of its data, its tokenizer, the shape of its
+/// model, and the arguments on which the order of the data depends. Snapshots store them, so that a run does not
+/// resume with other inputs by accident, and the processes of a run compare theirs.
+///
+/// [`TextData::fingerprints`] and [`InstructionData::fingerprints`] return them.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(transparent)]
+pub struct Fingerprints(BTreeMap<String, String>);
+
+impl Fingerprints {
+    fn of_keys(arguments: &Map<String, Value>, keys: &[&str]) -> Self {
+        let values = keys.iter().filter_map(|&key| {
+            let value = arguments.get(key)?;
+            Some((key.to_owned(), plain(value)))
+        });
+        Self(values.collect())
+    }
+
+    fn set(&mut self, name: impl Into<String>, value: impl ToString) {
+        self.0.insert(name.into(), value.to_string());
+    }
+
+    /// Returns the name and the content of the file that stores them in a snapshot.
+    pub fn to_file(&self) -> (String, Vec<u8>) {
+        let values = self.0.iter();
+        let values: Map<String, Value> = values
+            .map(|(name, value)| (name.clone(), value.as_str().into()))
+            .collect();
+        let text = format!("{:#}\n", Value::Object(values));
+        (file_name(), text.into_bytes())
+    }
+
+    /// Compares them with those of the other processes, each of which calls it, and with those of the run that is
+    /// resumed.
+    fn compared(self, group: &ProcessGroup, arguments: &TrainingArguments) -> Result<Self> {
+        let all = group.all_gather_object(&self)?;
+        for (rank, other) in all.iter().enumerate().skip(1) {
+            let describe = |name: &str, main: &str, other: &str| {
+                format!("`{name}` is {other} on rank {rank} and {main} on rank 0")
+            };
+            let differences = all[0].differences(other, describe);
+            if !differences.is_empty() {
+                return Err(Error::RankDiffers { rank, differences });
+            }
+        }
+        // The snapshot is chosen and verified later, when the run's folder is open and has the arguments of this
+        // start; a run that is refused keeps its own.
+        for snapshot in arguments.listed_snapshots()? {
+            match snapshot.file(&file_name()) {
+                Ok(_) => {
+                    self.check(&snapshot, arguments)?;
+                    break;
+                }
+                // The run falls back past a damaged snapshot.
+                Err(overdrive_snapshot::Error::Damaged { .. }) => {}
+                Err(error) => return Err(error.into()),
+            }
+        }
+        Ok(self)
+    }
+
+    /// Checks that `snapshot` was saved with these inputs. Returns a warning if they could not be compared, or if
+    /// they differ and `resume_with_changes` is set.
+    ///
+    /// # Errors
+    /// [`Error::InputsDiffer`].
+    pub(crate) fn check(
+        &self,
+        snapshot: &Snapshot,
+        arguments: &TrainingArguments,
+    ) -> Result<Option<String>> {
+        if !snapshot.has(ENTRY, Scope::Run, 0) {
+            return Ok(Some(format!(
+                "{} has no fingerprints, because an earlier version saved it: data, tokenizer and arguments are \
+                 not compared with those of this run",
+                snapshot.path().display()
+            )));
+        }
+        let saved: Self = snapshot.document(ENTRY, Scope::Run, 0)?;
+        let describe = |name: &str, was: &str, is: &str| format!("`{name}` was {was} and is {is}");
+        let differences = saved.differences(self, describe);
+        let snapshot = snapshot.path();
+        match differences.is_empty() {
+            true => Ok(None),
+            false if arguments.resume_with_changes => Ok(Some(format!(
+                "the run resumes with other inputs than those of {}: {}",
+                snapshot.display(),
+                differences.join(", ")
+            ))),
+            false => Err(Error::InputsDiffer {
+                snapshot: snapshot.to_owned(),
+                differences,
+            }),
+        }
+    }
+
+    /// Describes each value that both have and that differs. A value that one of them lacks was not stored by the
+    /// version that saved the snapshot, or belongs to a method that the other does not use.
+    fn differences(
+        &self,
+        other: &Self,
+        describe: impl Fn(&str, &str, &str) -> String,
+    ) -> Vec<String> {
+        let common = self.0.iter().filter_map(|(name, own)| {
+            let other = other.0.get(name)?;
+            (own != other).then(|| describe(name, shown(own), shown(other)))
+        });
+        common.collect()
+    }
+}
+
+/// Returns the name of the file in a snapshot.
+fn file_name() -> String {
+    format!("{ENTRY}.json")
+}
+
+/// Returns a value as errors show it: the beginning of a digest, or the whole value.
+fn shown(value: &str) -> &str {
+    let is_digest = value.len() == 64 && value.bytes().all(|byte| byte.is_ascii_hexdigit());
+    match is_digest {
+        true => &value[..SHOWN_DIGITS],
+        false => value,
+    }
+}
+
+fn keys_of(arguments: &impl Serialize) -> Result<Map<String, Value>> {
+    Ok(match as_value(arguments)? {
+        Value::Object(values) => values,
+        _ => Map::new(),
+    })
+}
+
+impl TrainingArguments {
+    /// Returns the values of the keys that decide which example has which number.
+    fn order_fingerprints(&self) -> Result<Fingerprints> {
+        let values = keys_of(self)?;
+        let mut all = Fingerprints::of_keys(&values, &KEYS);
+        // Options of a method that is off have no effect.
+        let strategy = self.packing.then_some("packing_strategy");
+        let column = self.group_by_length.then_some("length_column_name");
+        let options: Vec<&str> = strategy.into_iter().chain(column).collect();
+        all.0.extend(Fingerprints::of_keys(&values, &options).0);
+        Ok(all)
+    }
+}
+
+impl TextData {
+    /// Returns the fingerprints of a run on this data, and compares them with those of the other processes and of
+    /// the run that is resumed: each process of `group` calls it before the folder of the run is opened.
+    ///
+    /// The data is identified by its tokens, whatever the names and the times of the files are; another tokenizer
+    /// therefore changes that fingerprint as well.
+    ///
+    /// # Errors
+    /// [`Error::RankDiffers`] on every process if those of a process differ, [`Error::InputsDiffer`] if those of the
+    /// run do and `resume_with_changes` is not set; an error if a process is lost.
+    pub fn fingerprints(
+        &self,
+        arguments: &TrainingArguments,
+        group: &ProcessGroup,
+    ) -> Result<Fingerprints> {
+        let mut all = arguments.order_fingerprints()?;
+        if let Some(data) = self.train.store().content_digest() {
+            all.set("data", data);
+        }
+        all.set("tokenizer", tokenizer_digest(&self.tokenizer)?);
+        if arguments.tokenizer.is_none() {
+            all.set("vocab_size", arguments.vocab_size);
+        }
+        all.set(
+            "sequences",
+            match arguments.sequence_mode() {
+                SequenceMode::Windows => "windows",
+                SequenceMode::Documents => "documents",
+            },
+        );
+        for (key, value) in keys_of(&arguments.model_config(self))? {
+            if !FREE_MODEL_KEYS.contains(&key.as_str()) {
+                all.set(format!("model.{key}"), plain(&value));
+            }
+        }
+        all.compared(group, arguments)
+    }
+}
+
+impl InstructionData {
+    /// Returns the fingerprints of a fine-tuning run on this data, and compares them as [`TextData::fingerprints`]
+    /// does. The model that is fine-tuned is identified by its configuration and a sample of its weights.
+    ///
+    /// # Errors
+    /// Those of [`TextData::fingerprints`], and an error if a file of the model cannot be read.
+    pub fn fingerprints(
+        &self,
+        arguments: &FinetuneArguments,
+        group: &ProcessGroup,
+    ) -> Result<Fingerprints> {
+        let training = &arguments.training;
+        let mut all = training.order_fingerprints()?;
+        all.set("data", self.train.content_digest());
+        all.set("remove_duplicates", training.remove_duplicates);
+        if training.eval_strategy == IntervalStrategy::No {
+            // Without evaluation nothing is held out.
+            all.set("validation_fraction", 0);
+        }
+        all.set("tokenizer", tokenizer_digest(self.tokenizer())?);
+        let template = self.chat_template().unwrap_or(&arguments.prompt_template);
+        all.set("chat_template", Sha256Digest::of(template.as_bytes()));
+        let model = &arguments.model_name_or_path;
+        all.set("model_name_or_path", model_digest(model)?);
+        all.set("use_peft", arguments.use_peft);
+        if arguments.use_peft {
+            let values = keys_of(arguments)?;
+            all.0
+                .extend(Fingerprints::of_keys(&values, &ADAPTER_KEYS).0);
+        }
+        all.compared(group, training)
+    }
+}
+
+/// Returns a digest of the configuration of a model and of evenly spaced blocks of its weight files.
+fn model_digest(folder: &Path) -> Result<Sha256Digest> {
+    let entries = std::fs::read_dir(folder).and_then(Iterator::collect::<std::io::Result<Vec<_>>>);
+    let entries = entries.map_err(CommonError::io("list", folder))?;
+    let paths = entries.into_iter().map(|entry| entry.path());
+    let is_read = |path: &PathBuf| {
+        let is_weights = path.extension().is_some_and(|end| end == "safetensors");
+        is_weights || path.file_name().is_some_and(|name| name == "config.json")
+    };
+    let mut paths: Vec<PathBuf> = paths.filter(is_read).collect();
+    // `read_dir` returns them in another order on another machine.
+    paths.sort();
+    let mut sample = Vec::new();
+    for path in paths {
+        read_sample(&path, &mut sample).map_err(CommonError::io("read", path))?;
+    }
+    Ok(Sha256Digest::of(&sample))
+}
+
+/// Appends the length of a file and evenly spaced blocks of it, the first and the last among them.
+fn read_sample(path: &Path, into: &mut Vec<u8>) -> std::io::Result<()> {
+    let mut file = File::open(path)?;
+    let bytes = file.metadata()?.len();
+    into.extend(bytes.to_le_bytes());
+    let last = bytes.saturating_sub(SAMPLED_BYTES);
+    for block in 0..SAMPLED_BLOCKS {
+        let start = u128::from(last) * u128::from(block) / u128::from(SAMPLED_BLOCKS - 1);
+        file.seek(SeekFrom::Start(u64::try_from(start).unwrap_or(last)))?;
+        Read::by_ref(&mut file)
+            .take(SAMPLED_BYTES)
+            .read_to_end(into)?;
+    }
+    Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn of(values: &[(&str, &str)]) -> Fingerprints {
+        let values = values.iter();
+        Fingerprints(
+            values
+                .map(|&(name, value)| (name.to_owned(), value.to_owned()))
+                .collect(),
+        )
+    }
+
+    #[test]
+    fn values_that_both_have_are_compared_and_digests_are_shortened() {
+        let digests = ["a", "b"].map(|text| Sha256Digest::of(text.as_bytes()).to_string());
+        let one = of(&[("data", &digests[0]), ("seed", "1"), ("removed", "x")]);
+        let other = of(&[("data", &digests[1]), ("seed", "1"), ("added", "y")]);
+        let found = one.differences(&other, |name, was, is| format!("{name} {was} {is}"));
+        assert_eq!(found, ["data ca978112ca1b 3e23e8160039"]);
+        let (name, bytes) = one.to_file();
+        assert_eq!(name, "fingerprints.json");
+        assert_eq!(serde_json::from_slice::<Fingerprints>(&bytes).unwrap(), one);
+    }
+
+    #[test]
+    fn options_of_methods_that_are_off_are_not_compared() {
+        let of = |packing, group_by_length| {
+            let arguments = TrainingArguments {
+                packing,
+                group_by_length,
+                ..TrainingArguments::default()
+            };
+            arguments.order_fingerprints().unwrap().0
+        };
+        let names: Vec<String> = of(false, false).into_keys().collect();
+        assert_eq!(names, KEYS);
+        assert_eq!(of(true, false)["packing_strategy"], "bfd");
+        assert_eq!(of(false, true)["length_column_name"], "length");
+    }
+
+    #[test]
+    fn a_model_of_other_weights_or_another_configuration_has_another_digest() {
+        let folder = tempfile::tempdir().unwrap();
+        let weights = folder.path().join("model.safetensors");
+        let digest = || model_digest(folder.path()).unwrap();
+        // Larger than all of the blocks together, and smaller than one.
+        for len in [1 << 20, 100] {
+            std::fs::write(folder.path().join("config.json"), "{}").unwrap();
+            std::fs::write(&weights, vec![7; len]).unwrap();
+            let first = digest();
+            std::fs::write(folder.path().join("notes.txt"), "not read").unwrap();
+            assert_eq!(digest(), first);
+            std::fs::write(&weights, vec![8; len]).unwrap();
+            let second = digest();
+            assert_ne!(second, first);
+            std::fs::write(folder.path().join("config.json"), "[]").unwrap();
+            assert_ne!(digest(), second);
+        }
+    }
+}

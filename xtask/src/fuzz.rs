@@ -1,0 +1,188 @@
+//! `cargo xtask fuzz`: coverage-guided fuzzing of the readers of foreign bytes, which are in `fuzz/`.
+//!
+//! It uses libFuzzer and AddressSanitizer through the workspace's own toolchain; neither cargo-fuzz nor a nightly
+//! compiler is needed. A search goes on from the corpus of the last one.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use crate::cargo::{self, Cargo};
+use crate::failure::{Failure, Result};
+use crate::setup::{self, Request};
+
+/// The flags of the compiler: what `cargo fuzz build` passes. The first lets a stable compiler take the second's
+/// options that begin with -Z.
+const BUILD: [(&str, &str); 2] = [
+    ("RUSTC_BOOTSTRAP", "1"),
+    (
+        "RUSTFLAGS",
+        "--cfg fuzzing -Zsanitizer=address -Cpasses=sancov-module \
+         -Cllvm-args=-sanitizer-coverage-level=4 -Cllvm-args=-sanitizer-coverage-inline-8bit-counters \
+         -Cllvm-args=-sanitizer-coverage-pc-table -Cllvm-args=-sanitizer-coverage-trace-compares",
+    ),
+];
+
+/// The limits of one input: an endless loop and a size that is believed are defects.
+const LIMITS: [&str; 4] = [
+    "-timeout=20",
+    "-rss_limit_mb=3072",
+    "-malloc_limit_mb=1024",
+    "-max_len=65536",
+];
+
+/// Runs `target`, or all targets one after the other, for `minutes` each. Fails if one of them found something.
+pub(crate) fn fuzz(target: Option<&str>, minutes: f64) -> Result<()> {
+    if !(minutes.is_finite() && minutes > 0.0) {
+        return Err(Failure::new(format!(
+            "--minutes is {minutes}; it must be positive"
+        )));
+    }
+    setup::setup(Request::Any, false)?;
+    let program = build()?;
+    let scratch = std::env::temp_dir().join(format!("overdrive-fuzz-{}", std::process::id()));
+    let names = names(&program, &scratch)?;
+    let chosen: Vec<&str> = match target {
+        None => names.lines().collect(),
+        Some(name) if names.lines().any(|known| known == name) => vec![name],
+        Some(name) => {
+            let known = names.lines().collect::<Vec<_>>().join(", ");
+            return Err(Failure::new(format!(
+                "there is no target {name:?}; the targets are {known}"
+            )));
+        }
+    };
+    // A search of less than a second would be one of unlimited time.
+    let seconds = (minutes * 60.0).ceil() as u64;
+    let folder = cargo::workspace().join("target/fuzz");
+    let mut found = Vec::new();
+    println!("{:<22} {:>12} {:>9}", "target", "executions", "seconds");
+    for name in chosen {
+        let searched = search(&program, name, seconds, &folder, &scratch);
+        let _ = fs::remove_dir_all(&scratch);
+        let log = searched?;
+        println!("{name:<22} {:>12} {seconds:>9}", log.executions);
+        if !log.succeeded {
+            println!("  found something: {}", log.path.display());
+            found.push(name);
+        }
+    }
+    match found.is_empty() {
+        true => Ok(()),
+        false => Err(Failure::new(format!(
+            "the readers {} failed; their logs name the input",
+            found.join(", ")
+        ))
+        .remedy(
+            "The log repeats the case: run the program with that file as its only argument. Mend the reader, and \
+             add the input, made small by `-minimize_crash=1`, to its tests.",
+        )),
+    }
+}
+
+fn build() -> Result<PathBuf> {
+    let (workspace, host) = (cargo::workspace(), cargo::host()?);
+    let manifest = workspace.join("fuzz/Cargo.toml");
+    let lock = manifest.with_file_name("Cargo.lock");
+    // The versions of the workspace; cargo adds those of the fuzzer.
+    fs::copy(workspace.join("Cargo.lock"), &lock)
+        .map_err(|error| Failure::io("could not write", &lock, &error))?;
+    // A named target, so that build scripts and procedural macros are compiled without the flags.
+    let target = workspace.join("target/fuzz/build");
+    Cargo::fuzzer(&manifest, &target, &host, BUILD).run()?;
+    Ok(target.join(host).join("release/readers"))
+}
+
+fn readers(program: &Path, name: &str, scratch: &Path) -> Command {
+    let mut command = Command::new(program);
+    command
+        .env("OVERDRIVE_FUZZ_TARGET", name)
+        .env("OVERDRIVE_FUZZ_SCRATCH", scratch)
+        // libtorch keeps what it allocates once until the end of the process.
+        .env("ASAN_OPTIONS", "detect_leaks=0")
+        .env("OMP_NUM_THREADS", "1")
+        .env("RAYON_NUM_THREADS", "1")
+        .stdin(Stdio::null());
+    command
+}
+
+fn names(program: &Path, scratch: &Path) -> Result<String> {
+    let output = readers(program, "list", scratch)
+        .output()
+        .map_err(|error| Failure::io("could not start", program, &error))?;
+    if !output.status.success() {
+        let said = String::from_utf8_lossy(&output.stderr).into_owned();
+        return Err(Failure::new(format!("the fuzzer does not start: {said}")));
+    }
+    Ok(String::from_utf8_lossy(&output.stdout).into_owned())
+}
+
+/// The end of a search.
+struct Log {
+    path: PathBuf,
+    executions: u64,
+    succeeded: bool,
+}
+
+fn search(program: &Path, name: &str, seconds: u64, folder: &Path, scratch: &Path) -> Result<Log> {
+    let corpus = folder.join("corpus").join(name);
+    let artifacts = folder.join("artifacts").join(name);
+    for needed in [&corpus, &artifacts] {
+        fs::create_dir_all(needed)
+            .map_err(|error| Failure::io("could not create", needed, &error))?;
+    }
+    let path = folder.join(format!("{name}.log"));
+    let fail = |error: std::io::Error| Failure::io("could not write", &path, &error);
+    let log = fs::File::create(&path).map_err(fail)?;
+    let copy = log.try_clone().map_err(fail)?;
+    let status = readers(program, name, scratch)
+        .env("OVERDRIVE_FUZZ_CORPUS", &corpus)
+        .args(LIMITS)
+        .arg(format!("-max_total_time={seconds}"))
+        // With a separator at its end it is a folder.
+        .arg(format!("-artifact_prefix={}/", artifacts.display()))
+        .arg("-print_final_stats=1")
+        .arg(&corpus)
+        .stdout(log)
+        .stderr(copy)
+        .status()
+        .map_err(|error| Failure::io("could not start", program, &error))?;
+    let text = fs::read(&path).map_err(fail)?;
+    Ok(Log {
+        executions: executions(&String::from_utf8_lossy(&text)),
+        path,
+        succeeded: status.success(),
+    })
+}
+
+/// Returns the number of inputs that were tried: libFuzzer's final count, or that of its last line before an end
+/// that gives no statistics.
+fn executions(log: &str) -> u64 {
+    let last = |line: &str| -> Option<u64> {
+        match line.strip_prefix("stat::number_of_executed_units:") {
+            Some(count) => count.trim().parse().ok(),
+            None => line
+                .strip_prefix('#')?
+                .split_whitespace()
+                .next()?
+                .parse()
+                .ok(),
+        }
+    };
+    log.lines().rev().find_map(last).unwrap_or(0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn executions_are_read_from_the_statistics_or_the_last_line() {
+        let lines = "#2\tINITED cov: 12 ft: 13\n#4096\tpulse  cov: 40 exec/s: 2048\n";
+        assert_eq!(executions(lines), 4096);
+        let done =
+            format!("{lines}Done 5000 runs\nstat::number_of_executed_units: 5000\nstat::x: 1\n");
+        assert_eq!(executions(&done), 5000);
+        assert_eq!(executions("ERROR: no seeds\n"), 0);
+    }
+}
