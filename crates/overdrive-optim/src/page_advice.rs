@@ -26,7 +26,7 @@ pub(crate) fn page_bytes() -> u64 {
 #[derive(Debug)]
 pub(crate) struct MappedPages {
     file: Tensor,
-    /// Where the state tensor lies in the file; it starts at a page.
+    /// The bytes of the state tensor in the file; they start at a page.
     bytes: Range<u64>,
 }
 
