@@ -1,6 +1,6 @@
 //! Files that exist as a whole or not at all, and locks between processes.
 //!
-//! [`write`] replaces a small file atomically. A large one is written to an [`unfinished`] file, which [`commit`]
+//! [`write()`] replaces a small file atomically. A large one is written to an [`unfinished`] file, which [`commit`]
 //! gives its name. Unfinished files lie in the folder of the file that they become, because a rename is atomic only
 //! within a file system. They are created exclusively and with random names: the processes of two containers can
 //! have the same id and share a folder.
