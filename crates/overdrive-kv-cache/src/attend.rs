@@ -19,6 +19,22 @@ pub struct AttendOptions<'a> {
     pub backend: Backend,
 }
 
+impl AttendOptions<'_> {
+    /// Returns the options of a causal kernel over all tokens, without the mask.
+    pub(crate) fn causal(&self) -> AttentionOptions<'static> {
+        let window = self.window.map_or_else(Window::default, |window| {
+            Window::sliding(usize::try_from(window).unwrap_or(0))
+        });
+        AttentionOptions {
+            window,
+            scale: self.scale,
+            softcap: self.softcap,
+            backend: self.backend,
+            ..AttentionOptions::causal()
+        }
+    }
+}
+
 /// Returns the attention `(B, H, T, D_v)` of `query (B, H, T, D)`, the last `T` tokens of `view`, over
 /// `view`.
 ///

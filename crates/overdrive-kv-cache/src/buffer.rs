@@ -1,7 +1,7 @@
 //! The memory of one layer.
 
+use overdrive_attention::Backend;
 use overdrive_attention::rows::{HeadRows, RowsShape, attend};
-use overdrive_attention::{AttentionOptions, Backend, Window};
 use tch::{Device, Kind, Tensor};
 
 use crate::copy::{copy_tokens, rows_of};
@@ -107,18 +107,14 @@ impl Buffer {
             keys: held + tokens,
             head_dim: dim,
         };
-        let window = options.window.map_or_else(Window::default, |window| {
-            Window::sliding(usize::try_from(window).unwrap_or(0))
-        });
-        let options = AttentionOptions {
-            causal: true,
-            window,
-            scale: options.scale,
-            softcap: options.softcap,
-            backend: options.backend,
-            ..AttentionOptions::default()
-        };
-        let done = attend(query, heads(keys), heads(values), shape, &options, output)?;
+        let done = attend(
+            query,
+            heads(keys),
+            heads(values),
+            shape,
+            &options.causal(),
+            output,
+        )?;
         debug_assert!(done, "`takes_rows` admits what the kernel takes");
         Ok(())
     }

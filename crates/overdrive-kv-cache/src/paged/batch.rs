@@ -1,6 +1,4 @@
-use overdrive_attention::{
-    AttentionOptions, PagedLayout, PagedSlots, Window, attention_paged, paged_write,
-};
+use overdrive_attention::{PagedLayout, PagedSlots, attention_paged, paged_write};
 use tch::Tensor;
 
 use super::block_tables::{PreparedSequence, SequenceId};
@@ -176,18 +174,7 @@ impl KvCache for PagedBatch<'_> {
                 hint: "its sequences are kept apart without one; give the model no attention mask",
             });
         }
-        let window = match options.window {
-            Some(size) => Window::sliding(usize::try_from(size).unwrap_or(0)),
-            None => Window::default(),
-        };
-        let options = AttentionOptions {
-            causal: true,
-            window,
-            scale: options.scale,
-            softcap: options.softcap,
-            backend: options.backend,
-            ..AttentionOptions::default()
-        };
+        let options = options.causal();
         self.write(layer, keys, values)?;
         let pool = &self.cache.pools()[layer];
         let layout = PagedLayout {
