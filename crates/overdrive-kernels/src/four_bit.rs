@@ -77,6 +77,15 @@ pub trait FourBit: Floats {
         codes: Self::Packed,
         table: Self::Bytes,
     ) -> [Self::Bytes; 2];
+    /// Returns the high bytes of `number · factor + start`, in words of 16 bits, for numbers that
+    /// [`unpack_nibbles`](Self::unpack_nibbles) returned. Each lane has its factor, and its start, in both of its
+    /// words.
+    fn rescale_bytes(
+        self,
+        numbers: Self::Bytes,
+        factors: Self::Sums,
+        starts: Self::Sums,
+    ) -> Self::Bytes;
     /// Reads bytes.
     fn load_bytes(self, from: &[i8; BYTES]) -> Self::Bytes;
     /// Writes bytes.

@@ -45,6 +45,23 @@ impl FourBit for Portable {
     }
 
     #[inline(always)]
+    fn rescale_bytes(
+        self,
+        numbers: [i8; BYTES],
+        factors: [i32; LANES],
+        starts: [i32; LANES],
+    ) -> [i8; BYTES] {
+        let mut out = numbers;
+        for (at, number) in out.iter_mut().enumerate() {
+            // The low words of the lane's.
+            let [factor, start] = [factors, starts].map(|lanes| lanes[at / 4] as i16);
+            let word = i16::from(*number).wrapping_mul(factor).wrapping_add(start);
+            *number = word.to_be_bytes()[0].cast_signed();
+        }
+        out
+    }
+
+    #[inline(always)]
     fn dot_bytes(
         self,
         sums: [i32; LANES],

@@ -2,6 +2,7 @@
 //!
 //! Some rows of the weight are transposed, four bytes in a lane, and unpacked to bytes once for all rows of
 //! activations, to the first cache; the sum of a lane is converted to f32 once for the inputs that share a scale.
+//! With many rows, groups of fewer inputs than a unit are scaled to bytes that share one.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -10,9 +11,11 @@ use overdrive_kernels::{BYTES, Buffers, Kept, Kernel, LANES, Simd};
 
 use super::aligned::AlignedVec;
 use super::byte_panels::{BytePanel, BytePanels};
+use super::byte_rows::{MIN_GROUP, UNIT};
 use super::coded_weight::{ByteTable, CodedWeight};
 use super::scale_rows::{Raw, ScaleRows};
-use super::word_gemm::codes;
+use super::word_gemm::{codes, next_output, prefetch_first};
+use crate::codec::floats::round_bits;
 use crate::kernel::at;
 use crate::kernel::joint_gemm::Results;
 
@@ -71,6 +74,8 @@ impl Kernel for ByteGemm<'_> {
         };
         let mut scratch = Kept::take(&SCRATCH);
         let mut output = self.outputs.start;
+        let first = output..(output + VECTORS * LANES).min(self.outputs.end);
+        prefetch_first(s, self.weight, first);
         while output < self.outputs.end {
             let vectors = (self.outputs.end - output).div_ceil(LANES).min(VECTORS);
             self.vectors(s, &table, output, vectors, &mut scratch);
@@ -92,8 +97,11 @@ impl ByteGemm<'_> {
         scratch: &mut Scratch,
     ) {
         let (x, weight) = (self.x, self.weight);
-        let shape = ScaleRows::new(weight.inputs, x.group);
-        let each = (x.units * x.groups()).next_multiple_of(LANES) * LANES;
+        let granule = weight.scales.block.min(x.group);
+        // The groups of the weight in a unit, and whether they get one scale.
+        let (groups, rescaled) = (UNIT / granule, granule < x.group);
+        let shape = ScaleRows::new(weight.inputs, granule);
+        let each = (x.units * groups).next_multiple_of(LANES) * LANES;
         let sums = x.rows * VECTORS * LANES;
         scratch.sums.grow(sums);
         scratch.sums[..sums].fill(0.0);
@@ -113,9 +121,34 @@ impl ByteGemm<'_> {
             let units = first..(first + UNITS).min(x.units);
             for vector in 0..vectors {
                 for unit in units.clone() {
-                    let columns = codes(s, weight, output + vector * LANES, unit, vectors);
+                    let output = output + vector * LANES;
+                    let next = next_output(output, vectors, self.outputs.end);
+                    let columns = codes(s, weight, output, unit, next);
                     let held = (unit - first) * HELD * VECTORS + vector;
-                    unpack(s, table, &columns, &mut scratch.bytes[held * BYTES..]);
+                    let out = &mut scratch.bytes[held * BYTES..];
+                    if !rescaled {
+                        unpack(s, table, &columns, out, |_, bytes| bytes);
+                        continue;
+                    }
+                    let first = vector * each;
+                    let of_groups =
+                        first + unit * groups * LANES..first + (unit + 1) * groups * LANES;
+                    let of_groups_offsets = offsets.get(of_groups.clone()).unwrap_or_default();
+                    let scales = &scratch.scales[of_groups];
+                    let (made, of_unit) = Rescaled::new(s, table, scales, of_groups_offsets);
+                    unpack(
+                        s,
+                        table,
+                        &columns,
+                        out,
+                        #[inline(always)]
+                        |column, bytes| {
+                            let group = column * groups / LANES;
+                            s.rescale_bytes(bytes, made.factors[group], made.starts[group])
+                        },
+                    );
+                    // Over the scales of groups, which are no longer needed: units are unpacked in their order.
+                    scratch.scales[first + unit * LANES..][..LANES].copy_from_slice(&of_unit);
                 }
             }
             // The sizes of blocks differ by at most one row.
@@ -135,7 +168,10 @@ impl ByteGemm<'_> {
                         steps: std::hint::black_box(HELD / x.groups()),
                         bytes: &scratch.bytes[vector * BYTES..],
                         scales: &scratch.scales[vector * each..vectors * each],
-                        offsets: offsets.get(vector * each..).unwrap_or_default(),
+                        offsets: match rescaled {
+                            true => &[],
+                            false => offsets.get(vector * each..).unwrap_or_default(),
+                        },
                         sums: &mut scratch.sums[vector * LANES..sums],
                     };
                     match count {
@@ -155,19 +191,106 @@ impl ByteGemm<'_> {
     }
 }
 
-/// Unpacks the bytes of one unit of 16 outputs, `(16 lanes of codes, low and high halves, vectors, 64)`.
+/// Unpacks the bytes of one unit of 16 outputs, `(16 lanes of codes, low and high halves, vectors, 64)`; `scaled`
+/// changes those of a lane of codes.
 #[inline(always)]
-fn unpack<S: Simd>(s: S, table: &ByteTable, columns: &[S::Packed; LANES], out: &mut [i8]) {
+fn unpack<S: Simd>(
+    s: S,
+    table: &ByteTable,
+    columns: &[S::Packed; LANES],
+    out: &mut [i8],
+    scaled: impl Fn(usize, S::Bytes) -> S::Bytes,
+) {
     let numbers = s.byte_table(&table.values);
     let (out, _) = out.as_chunks_mut::<BYTES>();
-    for (packed, out) in columns.iter().zip(out.chunks_mut(2 * VECTORS)) {
+    for ((column, packed), out) in columns.iter().enumerate().zip(out.chunks_mut(2 * VECTORS)) {
         let halves = match table.zero {
             Some(_) => s.unpack_nibbles::<false>(*packed, numbers),
             None => s.unpack_nibbles::<true>(*packed, numbers),
         };
         for (half, out) in halves.into_iter().zip(out.iter_mut().step_by(VECTORS)) {
-            s.store_bytes(half, out);
+            s.store_bytes(scaled(column, half), out);
         }
+    }
+}
+
+/// What makes the numbers of the groups of a unit bytes that share one scale: a factor and a start for each group
+/// and output, as [`rescale_bytes`](overdrive_kernels::FourBit::rescale_bytes) takes them.
+///
+/// A byte is off by half of 1/127 of the largest number of the unit: where the scales of the groups are the same, by
+/// 1/16 of a step of integer codes.
+struct Rescaled<S: Simd> {
+    factors: [S::Sums; MAX_GROUPS],
+    starts: [S::Sums; MAX_GROUPS],
+}
+
+/// The largest number of groups of a unit.
+const MAX_GROUPS: usize = UNIT / MIN_GROUP;
+
+/// The largest byte, as the high one of a word.
+const MOST: f32 = 127.0 * 256.0;
+
+impl<S: Simd> Rescaled<S> {
+    /// Makes those of some groups from their scales and offsets `(groups, 16)`; returns the scale of the unit for
+    /// each output, too.
+    #[inline(always)]
+    fn new(s: S, table: &ByteTable, scales: &[f32], offsets: &[f32]) -> (Self, [f32; LANES]) {
+        let (scales, _) = scales.as_chunks::<LANES>();
+        let (offsets, _) = offsets.as_chunks::<LANES>();
+        // Numbers of integer codes are `code · step + low`, with codes of 0 to 15.
+        let zero = table.zero.map(f32::from);
+        let mut lows = [[0.0; LANES]; MAX_GROUPS];
+        let mut most = [0.0_f32; LANES];
+        let mut bad = [0.0; LANES];
+        for (g, (steps, lows)) in scales.iter().zip(&mut lows).enumerate() {
+            let offsets = offsets.get(g).unwrap_or(&[0.0; LANES]);
+            for lane in 0..LANES {
+                let step = steps[lane];
+                let magnitude = match zero {
+                    Some(zero) => {
+                        lows[lane] = offsets[lane] - zero * step;
+                        lows[lane].abs().max((lows[lane] + 15.0 * step).abs())
+                    }
+                    None => 127.0 * step.abs(),
+                };
+                most[lane] = most[lane].max(magnitude);
+                // NaN if a scale is infinite or NaN, which a maximum passes over.
+                bad[lane] += magnitude * 0.0;
+            }
+        }
+        let mut made = Rescaled {
+            factors: [s.zero_sums(); MAX_GROUPS],
+            starts: [s.zero_sums(); MAX_GROUPS],
+        };
+        let inverses = most.map(
+            #[inline(always)]
+            |most| {
+                let inverse = MOST / most;
+                // The quotient by a subnormal number may overflow: such units are zero.
+                if inverse.is_finite() { inverse } else { 0.0 }
+            },
+        );
+        // Both words of a lane.
+        let twice = |word: i32| (word & 0xffff).wrapping_mul(0x1_0001);
+        for (g, steps) in scales.iter().enumerate() {
+            let (mut factors, mut starts) = ([0; LANES], [0; LANES]);
+            for lane in 0..LANES {
+                let factor = round_bits(steps[lane] * inverses[lane]) as i32;
+                let low = round_bits(lows[g][lane] * inverses[lane]) as i32;
+                // A book's numbers come with `BOOK_ZERO`; half a byte rounds the high one.
+                let known = if zero.is_none() { S::BOOK_ZERO } else { 0 };
+                let start = low.wrapping_sub(factor.wrapping_mul(known));
+                factors[lane] = twice(factor);
+                starts[lane] = twice(start.wrapping_add((S::BOOK_ZERO << 8) + 128));
+            }
+            made.factors[g] = s.load_sums(&factors);
+            made.starts[g] = s.load_sums(&starts);
+        }
+        let mut of_unit = bad;
+        for (scale, most) in of_unit.iter_mut().zip(most) {
+            *scale += most / 127.0;
+        }
+        (made, of_unit)
     }
 }
 

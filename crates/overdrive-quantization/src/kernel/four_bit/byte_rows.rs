@@ -37,10 +37,20 @@ pub(super) struct ByteLayout {
 }
 
 impl ByteLayout {
-    /// Returns the layout for a weight; `None` if it has no kernel of bytes.
-    pub(super) fn of(weight: &CodedWeight<'_>) -> Option<Self> {
+    /// Returns the layout of `rows` rows for a weight, more than a few; `None` if it has no kernel of bytes.
+    pub(super) fn of_more_rows(weight: &CodedWeight<'_>, rows: usize) -> Option<Self> {
         weight.byte_table()?;
-        Self::of_few_rows(weight)
+        let exact = Self::of_few_rows(weight)?;
+        if exact.group == UNIT || !is_rescaled(exact.group, rows) {
+            return Some(exact);
+        }
+        // The numbers of a unit get one scale, and the offsets are in the numbers.
+        Some(ByteLayout {
+            group: UNIT,
+            zero: None,
+            sums: false,
+            ..exact
+        })
     }
 
     /// Returns the layout of a few rows for a weight; `None` if it has no kernel of bytes for them.
@@ -60,6 +70,13 @@ impl ByteLayout {
     pub(super) fn inputs(&self) -> usize {
         self.inputs
     }
+}
+
+/// Returns `true` if the numbers of groups of `group` inputs, fewer than a unit, are scaled to bytes with one scale
+/// for a unit. Fewer rows take less time with a scale for each group than the numbers take to be scaled.
+pub(super) fn is_rescaled(group: usize, rows: usize) -> bool {
+    // Measured: from 12 rows on for groups of 32, from 24 for groups of 64.
+    rows >= group * 3 / 8
 }
 
 /// The 128 inputs of a vector of codes. Lane `l` has inputs `8 l ..`, four in each of `low` and `high`.

@@ -41,10 +41,11 @@ impl<'a> QuantizedInputs<'a> {
             panels: Vec::new(),
         };
         for weight in weights {
-            let few = x.len() <= MAX_ROWS * weight.inputs;
+            let rows = x.len().checked_div(weight.inputs).unwrap_or(0);
+            let few = rows <= MAX_ROWS;
             let layout = match few {
                 true => ByteLayout::of_few_rows(weight),
-                false => ByteLayout::of(weight).filter(|_| weight.bytes),
+                false => ByteLayout::of_more_rows(weight, rows).filter(|_| weight.bytes),
             };
             if let Some(layout) = layout {
                 if few && find(&inputs.bytes, &layout).is_none() {
@@ -64,16 +65,16 @@ impl<'a> QuantizedInputs<'a> {
         inputs
     }
 
-    /// Returns the form of the activations for `weight`.
-    fn of(&self, weight: &CodedWeight<'a>) -> Input<'_> {
-        if let Some(layout) = ByteLayout::of_few_rows(weight) {
-            if let Some(rows) = find(&self.bytes, &layout) {
-                return Input::Bytes(rows);
-            }
-            // Panels of this layout may be those of another weight, while this one takes words.
-            if let Some(panels) = find(&self.panels, &layout).filter(|_| weight.bytes) {
-                return Input::Panels(panels);
-            }
+    /// Returns the form of `rows` rows of activations for `weight`.
+    fn of(&self, weight: &CodedWeight<'a>, rows: usize) -> Input<'_> {
+        let few = ByteLayout::of_few_rows(weight);
+        if let Some(rows) = few.and_then(|layout| find(&self.bytes, &layout)) {
+            return Input::Bytes(rows);
+        }
+        // Panels of this layout may be those of another weight, while this one takes words.
+        let more = ByteLayout::of_more_rows(weight, rows).filter(|_| weight.bytes);
+        if let Some(panels) = more.and_then(|layout| find(&self.panels, &layout)) {
+            return Input::Panels(panels);
         }
         let words = Layout::of(weight).and_then(|layout| find(&self.words, &layout));
         words.map_or(Input::Floats, Input::Words)
@@ -118,10 +119,11 @@ impl<'a> CodedGemm<'a> {
         inputs: &'a QuantizedInputs<'_>,
         weight: &'a CodedWeight<'a>,
     ) -> Self {
+        let rows = x.len().checked_div(weight.inputs).unwrap_or(0);
         CodedGemm {
             weight,
             x,
-            input: inputs.of(weight),
+            input: inputs.of(weight, rows),
             set,
         }
     }

@@ -71,6 +71,8 @@ impl ByCoding for &mut WordGemm<'_> {
         // For a few rows, words stay in registers and one tile at a time is enough.
         let most = if self.x.held > S::WORD_ROWS { GROUP } else { 1 };
         let mut output = self.outputs.start;
+        let first = output..(output + most * LANES).min(self.outputs.end);
+        prefetch_first(s, self.weight, first);
         while output < self.outputs.end {
             let tiles = (self.outputs.end - output).div_ceil(LANES).min(most);
             self.group(s, decode, output, tiles, &mut scratch);
@@ -118,7 +120,13 @@ impl WordGemm<'_> {
             };
             for unit in 0..x.units {
                 block.unit = unit;
-                let columns = codes(s, weight, output, unit, 1);
+                let columns = codes(
+                    s,
+                    weight,
+                    output,
+                    unit,
+                    next_output(output, 1, self.outputs.end),
+                );
                 block.rows::<S, D, _>(s, x.held, Coded { columns, decode });
             }
         } else {
@@ -126,7 +134,14 @@ impl WordGemm<'_> {
             for unit in 0..x.units {
                 for tile in 0..tiles {
                     let words = &mut scratch.words[tile * unit_words..(tile + 1) * unit_words];
-                    let columns = codes(s, weight, output + tile * LANES, unit, tiles);
+                    let output = output + tile * LANES;
+                    let columns = codes(
+                        s,
+                        weight,
+                        output,
+                        unit,
+                        next_output(output, tiles, self.outputs.end),
+                    );
                     unpack(s, decode, &columns, words);
                 }
                 let mut row = 0;
@@ -168,15 +183,37 @@ impl WordGemm<'_> {
     }
 }
 
+/// Returns the output `tiles` tiles further, or `output` if that is not before `end`.
+#[inline(always)]
+pub(super) fn next_output(output: usize, tiles: usize, end: usize) -> usize {
+    let next = output + tiles * LANES;
+    if next < end { next } else { output }
+}
+
+/// The distance of the prefetch in units of the same outputs.
+const AHEAD: usize = 4;
+
+/// Prefetches the first units of `outputs`, which [`codes`] does not for the first outputs of a job.
+#[inline(always)]
+pub(super) fn prefetch_first<S: Simd>(s: S, weight: &CodedWeight<'_>, outputs: Range<usize>) {
+    let bytes = weight.row_bytes();
+    for output in outputs {
+        for unit in 0..AHEAD.min(bytes / BYTES) {
+            let at = output * bytes + unit * BYTES;
+            s.prefetch_near(weight.codes.as_ptr().wrapping_add(at));
+        }
+    }
+}
+
 /// Reads one unit of 16 outputs and transposes it, so that the lanes are outputs; lanes beyond the last output
-/// repeat it. The same unit is prefetched `ahead` times 16 outputs further.
+/// repeat it. A later unit is prefetched: of the same outputs, or after their last of those from `next` on.
 #[inline(always)]
 pub(super) fn codes<S: Simd>(
     s: S,
     weight: &CodedWeight<'_>,
     output: usize,
     unit: usize,
-    ahead: usize,
+    next: usize,
 ) -> [S::Packed; LANES] {
     let bytes = weight.row_bytes();
     let codes = weight.codes;
@@ -184,9 +221,13 @@ pub(super) fn codes<S: Simd>(
     let mut packed = [s.load_packed(&[0; BYTES]); LANES];
     if output + LANES <= weight.outputs && from + BYTES <= bytes {
         let first = output * bytes + from;
-        // Many short streams at once are more than the hardware prefetcher follows. The first cache would not
-        // keep all units of so many outputs.
-        let next = codes.as_ptr().wrapping_add(first + ahead * LANES * bytes);
+        // Many short streams at once are more than the hardware prefetcher follows.
+        let ahead = from + AHEAD * BYTES;
+        let next = match ahead < bytes {
+            true => output * bytes + ahead,
+            false => next * bytes + ahead - bytes,
+        };
+        let next = codes.as_ptr().wrapping_add(next);
         assert!(
             first + (LANES - 1) * bytes + BYTES <= codes.len(),
             "a whole unit of 16 rows"

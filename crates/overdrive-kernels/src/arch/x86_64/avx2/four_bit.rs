@@ -86,6 +86,26 @@ impl FourBit for Avx2 {
         out
     }
 
+    #[inline(always)]
+    fn rescale_bytes(self, numbers: Pair, factors: Pair, starts: Pair) -> Pair {
+        let mut out = numbers;
+        intrinsics!({
+            for (half, out) in out.iter_mut().enumerate() {
+                let even = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(*out));
+                let [even, odd] = [even, _mm256_srai_epi16::<8>(*out)].map(
+                    #[inline(always)]
+                    |number| {
+                        let product = _mm256_mullo_epi16(number, factors[half]);
+                        _mm256_add_epi16(product, starts[half])
+                    },
+                );
+                let odd = _mm256_and_si256(odd, _mm256_set1_epi16(-256));
+                *out = _mm256_or_si256(_mm256_srli_epi16::<8>(even), odd);
+            }
+        });
+        out
+    }
+
     // The signs of numbers go to the bytes, as in `dot_nibbles`.
     #[inline(always)]
     fn dot_bytes(self, sums: Pair, numbers: Pair, bytes: Pair) -> Pair {

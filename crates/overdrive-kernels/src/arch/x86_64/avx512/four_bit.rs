@@ -41,6 +41,19 @@ impl FourBit for Avx512 {
     }
 
     #[inline(always)]
+    fn rescale_bytes(self, numbers: __m512i, factors: __m512i, starts: __m512i) -> __m512i {
+        intrinsics!({
+            let even = _mm512_and_si512(numbers, _mm512_set1_epi16(0xff));
+            let [even, odd] = [even, _mm512_srli_epi16::<8>(numbers)].map(
+                #[inline(always)]
+                |number| _mm512_add_epi16(_mm512_mullo_epi16(number, factors), starts),
+            );
+            let odd = _mm512_and_si512(odd, _mm512_set1_epi16(-256));
+            _mm512_or_si512(_mm512_srli_epi16::<8>(even), odd)
+        })
+    }
+
+    #[inline(always)]
     fn dot_bytes(self, sums: __m512i, numbers: __m512i, bytes: __m512i) -> __m512i {
         intrinsics!(_mm512_dpbusd_epi32(sums, numbers, bytes))
     }
