@@ -71,10 +71,9 @@ fn a_decode_step_reads_nothing_back() {
     let text = tokens(2, 9, Device::Cpu);
     // On slices, as a CPU decodes, and by operators, as a GPU does.
     for fused_decoding in [true, false] {
-        model.set_execution(Execution {
-            fused_decoding,
-            ..Execution::default()
-        });
+        let mut execution = Execution::default();
+        execution.fused_decoding = fused_decoding;
+        model.set_execution(execution);
         let mut step = DecodeStep::new(static_cache_of(&model, 2, 12).unwrap(), 2).unwrap();
         let _logits = step.prefill(&model, &text.narrow(1, 0, 5)).unwrap();
         let reads = HostReads::of(Device::Cpu);

@@ -2,6 +2,7 @@
 //! registers a device.
 #![cfg(all(feature = "compiled", target_os = "linux"))]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
+#![allow(unsafe_code, reason = "the stand-in is a library in C++")]
 
 use std::ffi::{CStr, CString, c_int, c_void};
 use std::path::{Path, PathBuf};

@@ -44,14 +44,16 @@ fn without_cuda_no_gpu_is_visible_and_the_library_is_not_used() {
 #[test]
 fn a_cuda_library_that_does_not_load_is_reported_when_the_program_starts() {
     let folder = tempfile::tempdir().unwrap();
-    let libtorch = overdrive_build::libtorch().unwrap().lib_dir;
-    for entry in fs::read_dir(libtorch).unwrap() {
+    let libtorch = overdrive_build::libtorch().unwrap();
+    if libtorch.cuda {
+        // A program that is linked against the library does not start without it: the loader reports it.
+        return;
+    }
+    for entry in fs::read_dir(libtorch.lib_dir).unwrap() {
         let entry = entry.unwrap();
         symlink(entry.path(), folder.path().join(entry.file_name())).unwrap();
     }
     let broken = folder.path().join("libtorch_cuda.so");
-    // A link where libtorch is one with CUDA.
-    let _ = fs::remove_file(&broken);
     fs::write(&broken, "no library").unwrap();
     let path = folder.path().to_str().unwrap();
     let name = "a_cuda_library_that_does_not_load_is_reported_when_the_program_starts";

@@ -194,11 +194,11 @@ impl<'a> ForwardInput<'a> {
             (None, _) => Ok(past + tokens),
             (Some(_), Some(bound)) => Ok(bound),
             // On a GPU a negative index is a device-side assert, after which CUDA is unusable.
-            (Some(positions), None) if i64::try_from(positions.f_min()?)? < 0 => {
+            (Some(positions), None) if positions.f_min()?.f_int64_value(&[])? < 0 => {
                 Err(Error::option("position_ids", "negative", "0 or more").into())
             }
             // With padding there are more tokens than positions.
-            (Some(positions), None) => Ok(i64::try_from(positions.f_max()?)? + 1),
+            (Some(positions), None) => Ok(positions.f_max()?.f_int64_value(&[])? + 1),
         }
     }
 

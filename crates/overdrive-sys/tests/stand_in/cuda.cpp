@@ -177,7 +177,7 @@ void CUDAPluggableAllocator::releasePool(c10::DeviceIndex, Pool) {}
 
 // The functions that the test calls.
 extern "C" void stand_in_install() {
-  c10::impl::registerDeviceGuardImpl(c10::kCUDA, &guard);
+  c10::impl::registerDeviceGuard(c10::kCUDA, &guard);
   c10::SetAllocator(c10::kCUDA, &caching);
   at::setHostAllocator(c10::kCUDA, &host);
 }

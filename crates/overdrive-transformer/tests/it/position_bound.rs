@@ -40,10 +40,9 @@ fn models() -> [CausalLm; 3] {
     configs.map(|config| {
         let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
         // By operators, as on a GPU.
-        model.set_execution(Execution {
-            fused_decoding: false,
-            ..Execution::default()
-        });
+        let mut execution = Execution::default();
+        execution.fused_decoding = false;
+        model.set_execution(execution);
         model
     })
 }
