@@ -5,6 +5,7 @@ use std::collections::HashMap;
 use std::rc::Rc;
 use std::time::{Duration, Instant};
 
+use overdrive_sys::ScalarType;
 use overdrive_sys::saved_tensors::{PackedTensor, SavedTensor, push_hooks};
 use overdrive_sys::storage::StorageId;
 use serde::{Deserialize, Serialize};
@@ -93,7 +94,7 @@ fn saved_by(
             let tensor = saved.tensor.f_detach()?;
             let is_input = StorageId::of(&tensor)?.address() == input_storage.address();
             if is_input || !saved.is_parameter {
-                let (start, bytes) = extent(&tensor)?;
+                let (start, bytes) = extent(&tensor);
                 let mut found = found.borrow_mut();
                 let known = found.entry(start).or_insert(0);
                 *known = bytes.max(*known);
@@ -107,20 +108,20 @@ fn saved_by(
 }
 
 /// Returns the start of a tensor's memory and the number of bytes that it spans.
-fn extent(tensor: &Tensor) -> Result<(usize, u64)> {
+fn extent(tensor: &Tensor) -> (usize, u64) {
     let reach: i64 = tensor
         .size()
         .iter()
         .zip(tensor.stride())
         .map(|(size, stride)| (size - 1).max(0) * stride)
         .sum();
-    let element = tensor.f_kind()?.elt_size_in_bytes() as u64;
+    let element = ScalarType::of(tensor).bytes() as u64;
     let elements = if tensor.numel() == 0 {
         0
     } else {
         reach.unsigned_abs() + 1
     };
-    Ok((tensor.data_ptr() as usize, elements * element))
+    (tensor.data_ptr() as usize, elements * element)
 }
 
 /// Returns the number of bytes in the union of memory ranges.
@@ -140,5 +141,5 @@ fn union(ranges: &HashMap<usize, u64>) -> u64 {
 }
 
 fn bytes_of(tensor: &Tensor) -> u64 {
-    (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
+    (tensor.numel() * ScalarType::of(tensor).bytes()) as u64
 }

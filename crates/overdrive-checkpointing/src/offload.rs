@@ -8,9 +8,9 @@ use overdrive_sys::op::{Value, call};
 use overdrive_sys::saved_tensors::{HooksGuard, PackedTensor, SavedTensor, push_hooks};
 use overdrive_sys::storage::StorageId;
 use overdrive_sys::transfer::{CopyEvent, copy_async};
-use overdrive_sys::{CallbackError, CallbackResult};
+use overdrive_sys::{CallbackError, CallbackResult, ScalarType};
 use serde::{Deserialize, Serialize};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 use crate::Result;
 use crate::spill_file::{FileBlock, SpillFile};
@@ -181,7 +181,7 @@ struct TensorKey {
     start: usize,
     size: Vec<i64>,
     stride: Vec<i64>,
-    kind: i32,
+    dtype: ScalarType,
     version: i64,
 }
 
@@ -192,7 +192,7 @@ impl Store {
 
     fn pack(self: &Arc<Self>, saved: SavedTensor) -> Result<Box<dyn PackedTensor>> {
         let tensor = saved.tensor.f_detach()?;
-        if saved.is_parameter || !self.is_offloaded(&tensor)? {
+        if saved.is_parameter || !self.is_offloaded(&tensor) {
             self.lock().stats.kept += 1;
             return Ok(Box::new(Versioned::new(&tensor)?));
         }
@@ -207,7 +207,7 @@ impl Store {
             start: tensor.data_ptr() as usize,
             size: tensor.size(),
             stride: tensor.stride(),
-            kind: tensor.f_kind()? as i32,
+            dtype: ScalarType::of(&tensor),
             version: tensor.f_internal_version()?,
         };
         let known = {
@@ -228,19 +228,19 @@ impl Store {
     }
 
     /// Returns `true` if tensors of this size and device are offloaded.
-    fn is_offloaded(&self, tensor: &Tensor) -> Result<bool> {
-        let bytes = tensor.numel() * tensor.f_kind()?.elt_size_in_bytes();
+    fn is_offloaded(&self, tensor: &Tensor) -> bool {
+        let bytes = bytes_of(tensor);
         let to_file = matches!(self.destination, Destination::File(_));
         let moves = to_file || tensor.device() != Device::Cpu;
-        Ok(moves && bytes > 0 && bytes as u64 >= self.min_bytes && !tensor.is_sparse())
+        moves && bytes > 0 && bytes >= self.min_bytes && !tensor.is_sparse()
     }
 
     fn offload(&self, tensor: &Tensor, storage: StorageId, key: TensorKey) -> Result<Arc<Entry>> {
-        let kind = tensor.f_kind()?;
+        let dtype = ScalarType::of(tensor);
         let data = match &self.destination {
             Destination::File(file) => OffloadedData::File(file.write(tensor)?),
             Destination::Host { pinned } => {
-                let host = empty(&tensor.size(), kind, Device::Cpu, *pinned)?;
+                let host = empty(&tensor.size(), dtype, Device::Cpu, *pinned)?;
                 let copied = copy_async(&tensor.f_contiguous()?, &host)?;
                 OffloadedData::Host { host, copied }
             }
@@ -249,14 +249,14 @@ impl Store {
         let entry = Arc::new(Entry {
             size: tensor.size(),
             stride: tensor.stride(),
-            kind,
+            dtype,
             device: tensor.device(),
             position: state.stats.tensors,
             data: Mutex::new(data),
             fetched: Mutex::new(None),
         });
         state.stats.tensors += 1;
-        state.stats.bytes += (tensor.numel() * kind.elt_size_in_bytes()) as u64;
+        state.stats.bytes += bytes_of(tensor);
         // Only at each doubling, so that the cost per tensor stays constant.
         if state.order.len() >= state.clear_at {
             state.known.retain(|_, (_, entry)| entry.strong_count() > 0);
@@ -293,14 +293,19 @@ impl Store {
     }
 }
 
-/// Returns an uninitialized contiguous tensor. tch's `empty` has no option for pinned memory.
-fn empty(size: &[i64], kind: Kind, device: Device, pinned: bool) -> Result<Tensor> {
+/// Returns the bytes of a tensor's elements.
+fn bytes_of(tensor: &Tensor) -> u64 {
+    (tensor.numel() * ScalarType::of(tensor).bytes()) as u64
+}
+
+/// Returns an uninitialized contiguous tensor. tch's `empty` has no option for pinned memory, and not every dtype.
+fn empty(size: &[i64], dtype: ScalarType, device: Device, pinned: bool) -> Result<Tensor> {
     let made = call(
         "aten::empty",
         "memory_format",
         &[
             Value::Ints(size),
-            Value::Kind(kind),
+            Value::Int(dtype.code()),
             Value::None,
             Value::Device(device),
             Value::Bool(pinned),
@@ -325,7 +330,7 @@ fn lock<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
 struct Entry {
     size: Vec<i64>,
     stride: Vec<i64>,
-    kind: Kind,
+    dtype: ScalarType,
     device: Device,
     position: u64,
     data: Mutex<OffloadedData>,
@@ -351,7 +356,7 @@ impl Entry {
         match &*lock(&self.data) {
             OffloadedData::Host { host, copied } => {
                 copied.wait_on(self.device)?;
-                let tensor = empty(&self.size, self.kind, self.device, false)?;
+                let tensor = empty(&self.size, self.dtype, self.device, false)?;
                 let copied = copy_async(host, &tensor)?;
                 Ok(Fetched {
                     tensor,
@@ -359,7 +364,7 @@ impl Entry {
                 })
             }
             OffloadedData::File(block) => {
-                let host = empty(&self.size, self.kind, Device::Cpu, false)?;
+                let host = empty(&self.size, self.dtype, Device::Cpu, false)?;
                 block.read(&host)?;
                 Ok(Fetched {
                     tensor: host.f_to_device(self.device)?,

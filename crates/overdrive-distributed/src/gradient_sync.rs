@@ -21,7 +21,7 @@ use crate::{DistributedDataParallel, Error, Pending, ReduceOp, Result};
 ///     DdpConfig, DistributedDataParallel, GroupConfig, init_process_group,
 /// };
 /// use overdrive_optim::{AdamW, AdamWConfig, decay_groups};
-/// use tch::{Device, Kind, Tensor, nn};
+/// use tch::{Kind, Tensor, nn};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let group = init_process_group(GroupConfig::default())?;
@@ -34,7 +34,7 @@ use crate::{DistributedDataParallel, Error, Pending, ReduceOp, Result};
 /// let mut accumulator = GradientAccumulator::with_sync(config, &ddp)?;
 /// accumulator.open(Window::new([3, 1]))?; // this rank's tokens in each micro-batch
 /// for tokens in [3, 1] {
-///     let losses = &weight * Tensor::ones([tokens], (Kind::Float, Device::Cpu));
+///     let losses = &weight * Tensor::ones([tokens], (Kind::Float, group.device()));
 ///     accumulator.backward(&losses.sum(Kind::Float), tokens as u64, None)?;
 /// }
 /// let step = accumulator.step(&mut optimizer, None)?;

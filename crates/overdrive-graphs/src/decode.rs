@@ -103,7 +103,7 @@ impl DecodeStep {
     /// As for [`prefill`](DecodeStep::prefill).
     pub fn step(&mut self, model: &CausalLm, tokens: &Tensor) -> Result<Tensor> {
         self.load(tokens)?;
-        let logits = self.run(model)?;
+        let logits = self.run(model, self.cache.len() + 1)?;
         self.cache.advance(1)?;
         Ok(logits)
     }
@@ -138,14 +138,16 @@ impl DecodeStep {
         Ok(())
     }
 
-    /// Runs the step as it is captured: it depends on nothing that the host decides.
-    fn run(&mut self, model: &CausalLm) -> Result<Tensor> {
+    /// Runs the step as it is captured, at a position below `position_bound`, the only number of the host that it
+    /// depends on.
+    fn run(&mut self, model: &CausalLm, position_bound: i64) -> Result<Tensor> {
         let _no_grad = tch::no_grad_guard();
         let position_ids = self.positions.f_unsqueeze(0)?;
         // By a tensor on the device: a number would become a constant of the graph.
         let mut cache = self.cache.at(&self.positions)?;
         let input = ForwardInput::new(&self.tokens)
             .with_position_ids(&position_ids)
+            .with_position_bound(position_bound)
             .with_logits(Logits::Last);
         Ok(model.forward(input.with_cache(&mut cache))?)
     }
@@ -158,11 +160,17 @@ pub struct DecodeGraph<'m> {
     graph: CudaGraph<'static, Tensor>,
     step: DecodeStep,
     model: &'m CausalLm,
+    /// The number of positions that the graph was captured for.
+    positions: i64,
 }
 
 impl<'m> DecodeGraph<'m> {
     /// Captures the step of `model`, whose parameters must keep their memory (their values may
     /// change). The cache must have room for one token, whose slot the warm-ups write to.
+    ///
+    /// The graph serves every position of the cache, but for a model with dynamic or LongRoPE scaling only those
+    /// within its original context ([`ModelConfig::ragged_context`](overdrive_transformer::ModelConfig::ragged_context)):
+    /// beyond it the frequencies depend on the length, and the captured ones are constants.
     ///
     /// # Errors
     /// [`Error::NeedsCuda`](crate::Error::NeedsCuda) if the model is not on a CUDA device; else as for
@@ -174,9 +182,21 @@ impl<'m> DecodeGraph<'m> {
     ) -> Result<DecodeGraph<'m>> {
         cuda_index(model.device())?;
         step.check_room()?;
+        let positions = positions_of(model, &step);
+        check_position(step.position(), positions)?;
         let _same = step.positions.f_fill_(step.cache.len())?;
-        let graph = CudaGraph::capture_borrowed(model.device(), options, || step.run(model))?;
-        Ok(DecodeGraph { graph, step, model })
+        // The first run makes the tables of rotary positions for all of them, which a capture cannot.
+        let options = CaptureOptions {
+            warm_ups: options.warm_ups.max(1),
+        };
+        let run = || step.run(model, positions);
+        let graph = CudaGraph::capture_borrowed(model.device(), options, run)?;
+        Ok(DecodeGraph {
+            graph,
+            step,
+            model,
+            positions,
+        })
     }
 
     /// Appends one token for each row, `(B, 1)`. Returns its logits, `(B, 1, V)`, which the next step overwrites.
@@ -184,6 +204,7 @@ impl<'m> DecodeGraph<'m> {
     /// # Errors
     /// When the tokens do not fit or the cache is full.
     pub fn step(&mut self, tokens: &Tensor) -> Result<&Tensor> {
+        check_position(self.step.position(), self.positions)?;
         self.step.load(tokens)?;
         let logits = self.graph.replay()?;
         self.step.cache.advance(1)?;
@@ -208,4 +229,23 @@ impl<'m> DecodeGraph<'m> {
     pub fn pool_bytes(&self) -> u64 {
         self.graph.pool_bytes()
     }
+}
+
+/// Returns the number of positions that one graph of the step serves.
+fn positions_of(model: &CausalLm, step: &DecodeStep) -> i64 {
+    let held = step.cache.config().max_len;
+    held.min(model.config().ragged_context())
+}
+
+fn check_position(position: i64, positions: i64) -> Result<()> {
+    let expected = format!(
+        "below {positions}, the positions of the graph: those of the cache within the model's context, with dynamic \
+         or LongRoPE scaling within its original one; `DecodeStep` has no such bound"
+    );
+    Ok(check_option(
+        position < positions,
+        "position",
+        position,
+        expected,
+    )?)
 }

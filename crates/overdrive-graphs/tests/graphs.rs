@@ -10,8 +10,10 @@ use overdrive_kv_cache::KvCache;
 use overdrive_optim::{
     AdamW, AdamWConfig, ClipOptions, Implementation, Optimizer, ParamGroup, clip_grad_norm,
 };
+use overdrive_profiling::HostReads;
+use overdrive_sys::cuda::{self, CudaLibrary};
 use overdrive_transformer::{
-    CausalLm, ForwardInput, IGNORE_INDEX, InitOptions, LabelShift, LlamaConfig, Logits,
+    CausalLm, Execution, ForwardInput, IGNORE_INDEX, InitOptions, LabelShift, LlamaConfig, Logits,
     causal_lm_loss,
 };
 use tch::{Cuda, Device, Kind, Tensor};
@@ -64,6 +66,37 @@ fn decode_steps_at_positions_on_the_device_give_the_logits_of_the_whole_sequence
 }
 
 #[test]
+fn a_decode_step_reads_nothing_back() {
+    let mut model = model(Device::Cpu);
+    let text = tokens(2, 9, Device::Cpu);
+    // On slices, as a CPU decodes, and by operators, as a GPU does.
+    for fused_decoding in [true, false] {
+        let mut execution = Execution::default();
+        execution.fused_decoding = fused_decoding;
+        model.set_execution(execution);
+        let mut step = DecodeStep::new(static_cache_of(&model, 2, 12).unwrap(), 2).unwrap();
+        let _logits = step.prefill(&model, &text.narrow(1, 0, 5)).unwrap();
+        let reads = HostReads::of(Device::Cpu);
+        for place in 5..9 {
+            let _logits = step.step(&model, &text.narrow(1, place, 1)).unwrap();
+        }
+        assert!(reads.names().is_empty(), "{:?}", reads.names());
+    }
+}
+
+#[test]
+fn a_training_step_for_a_graph_reads_nothing_back() {
+    let (mut step, _parameters) = train_step(Device::Cpu, 2, Some(0.2));
+    for micro in 0..2 {
+        step.load(micro as usize, &batch(0, micro, Device::Cpu))
+            .unwrap();
+    }
+    let reads = HostReads::of(Device::Cpu);
+    let _output = step.run().unwrap();
+    assert!(reads.names().is_empty(), "{:?}", reads.names());
+}
+
+#[test]
 fn a_decode_step_refuses_what_does_not_fit() {
     let model = model(Device::Cpu);
     let error = DecodeStep::new(static_cache_of(&model, 1, 4).unwrap(), 2).unwrap_err();
@@ -109,6 +142,10 @@ fn graphs_on_a_cpu_say_that_they_need_cuda() {
         "{error}"
     );
 
+    // Needs no GPU: libtorch's CUDA library has every function that a graph calls.
+    if let CudaLibrary::Loaded { .. } = cuda::library().unwrap() {
+        overdrive_sys::compiled::graph_functions().unwrap();
+    }
     if !Cuda::is_available() {
         let error = CudaGraph::capture(Device::Cuda(0), CaptureOptions::default(), work);
         assert!(error.unwrap_err().to_string().contains("cuda:0"));
@@ -430,5 +467,24 @@ fn on_a_gpu_replays_give_what_the_steps_give() {
     assert!(
         error.to_string().contains("reads nothing back to the host"),
         "{error}"
+    );
+    // The process goes on: allocations, random numbers, and other captures.
+    let noise = Tensor::rand([1 << 20], (Kind::Float, device));
+    assert!(noise.max().double_value(&[]) <= 1.0);
+    drop(noise);
+    let reserved = overdrive_sys::memory::stats(device)
+        .unwrap()
+        .allocated_bytes;
+    // Each of four elements is dropped or doubled twice.
+    let dropped = || Ok::<Tensor, Error>((&input * 2.0).f_dropout(0.5, true)?);
+    let graph = CudaGraph::capture(device, CaptureOptions::default(), dropped).unwrap();
+    let sum = graph.replay().unwrap().sum(Kind::Float).double_value(&[]);
+    assert_eq!(sum % 4.0, 0.0, "{sum}");
+    drop(graph);
+    assert!(
+        overdrive_sys::memory::stats(device)
+            .unwrap()
+            .allocated_bytes
+            <= reserved
     );
 }

@@ -40,11 +40,25 @@ impl ProfilerConfig {
     fn session(&self) -> Result<ProfilerSession> {
         Ok(ProfilerSession::start(ProfilerOptions {
             cpu: self.cpu,
-            cuda: self.cuda.unwrap_or_else(Cuda::is_available),
+            cuda: self.records_gpus(),
             record_shapes: self.record_shapes,
             profile_memory: self.profile_memory,
             with_flops: self.with_flops,
         })?)
+    }
+
+    fn records_gpus(&self) -> bool {
+        self.cuda.unwrap_or_else(Cuda::is_available)
+    }
+
+    /// Ends the session and returns its trace.
+    fn trace_of(&self, session: ProfilerSession) -> Result<Trace> {
+        let cupti_error = session.cupti_error().map(str::to_owned);
+        let trace = Trace::new(session.stop()?, self.records_gpus(), cupti_error)?;
+        if let Some(warning) = trace.gpu_warning() {
+            tracing::warn!("{warning}");
+        }
+        Ok(trace)
     }
 }
 
@@ -75,7 +89,7 @@ impl ProfilerConfig {
 pub fn profile<T>(config: ProfilerConfig, work: impl FnOnce() -> T) -> Result<(T, Trace)> {
     let session = config.session()?;
     let value = work();
-    Ok((value, Trace::new(session.stop()?)?))
+    Ok((value, config.trace_of(session)?))
 }
 
 /// Opens a named range of this thread's time in the trace, until the guard is dropped
@@ -197,7 +211,7 @@ impl<'a> Profiler<'a> {
 
     fn deliver_trace(&mut self) -> Result<()> {
         match self.session.take() {
-            Some(session) => (self.on_trace)(Trace::new(session.stop()?)?),
+            Some(session) => (self.on_trace)(self.config.trace_of(session)?),
             None => Ok(()),
         }
     }

@@ -25,16 +25,37 @@ pub struct Trace {
     events: Vec<TraceEvent>,
     start_ns: u64,
     written_by_kineto: bool,
+    gpu_warning: Option<String>,
 }
 
+/// `c10::DeviceType::CUDA`.
+const CUDA: i32 = 1;
+
 impl Trace {
-    pub(crate) fn new(profile: Profile) -> Result<Self> {
+    /// `cupti_error` is the error of CUPTI when the profiler was started.
+    pub(crate) fn new(
+        profile: Profile,
+        records_gpus: bool,
+        cupti_error: Option<String>,
+    ) -> Result<Self> {
+        let events = profile.events()?;
+        // Allocations are seen without CUPTI.
+        let is_gpu_work =
+            |event: &TraceEvent| event.device_type == CUDA && event.name != "[memory]";
+        let lacks_gpus = records_gpus && !events.iter().any(is_gpu_work);
         Ok(Self {
-            events: profile.events()?,
+            gpu_warning: lacks_gpus.then(|| gpu_warning(cupti_error.as_deref())),
+            events,
             start_ns: profile.start_ns()?,
             profile,
             written_by_kineto: false,
         })
+    }
+
+    /// Returns why the trace has no work of a GPU, although it was to be recorded; `None` if it has some, or none
+    /// was to be recorded. The profiler logs it as a warning too.
+    pub fn gpu_warning(&self) -> Option<&str> {
+        self.gpu_warning.as_deref()
     }
 
     /// Returns all events.
@@ -87,5 +108,39 @@ impl Trace {
         }
         let json = chrome::json(&self.events, self.start_ns);
         Ok(fs::write(partial, json).map_err(CommonError::io("write", partial))?)
+    }
+}
+
+fn gpu_warning(cupti_error: Option<&str>) -> String {
+    const REMEDY: &str = "the driver lets only administrators profile: run as root (in a container with the \
+                          capability SYS_ADMIN), or load the driver with NVreg_RestrictProfilingToAdminUsers=0";
+    let cause = match cupti_error {
+        Some(error) if error.contains("PRIVILEGES") => {
+            format!("CUPTI reported {error}; {REMEDY}")
+        }
+        Some(error) => format!("CUPTI reported {error}"),
+        None => format!("either no kernel ran while it was recorded, or {REMEDY}"),
+    };
+    format!(
+        "the trace has no work of a GPU: {cause}. `KINETO_LOG_LEVEL=0` shows the log of libtorch's profiler"
+    )
+}
+
+#[cfg(test)]
+mod tests {
+    use super::gpu_warning;
+
+    #[test]
+    fn a_missing_permission_is_named_with_its_remedy() {
+        let warning = gpu_warning(Some("CUPTI_ERROR_INSUFFICIENT_PRIVILEGES"));
+        for part in [
+            "CUPTI reported CUPTI_ERROR_INSUFFICIENT_PRIVILEGES",
+            "NVreg_RestrictProfilingToAdminUsers=0",
+            "SYS_ADMIN",
+        ] {
+            assert!(warning.contains(part), "{part}: {warning}");
+        }
+        let other = gpu_warning(Some("CUPTI_ERROR_NOT_INITIALIZED"));
+        assert!(!other.contains("NVreg"), "{other}");
     }
 }

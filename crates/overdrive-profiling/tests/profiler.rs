@@ -38,6 +38,27 @@ fn step(timer: &StepTimer) {
 }
 
 #[test]
+fn a_trace_without_the_work_of_a_gpu_that_was_asked_for_says_so() {
+    let _alone = alone();
+    let of = |cuda| {
+        let config = ProfilerConfig {
+            cuda: Some(cuda),
+            profile_memory: true,
+            ..ProfilerConfig::default()
+        };
+        let (_, trace) = profile(config, || step(&StepTimer::new())).unwrap();
+        trace.gpu_warning().map(str::to_owned)
+    };
+    assert_eq!(of(false), None);
+    let warning = of(true).unwrap();
+    assert!(
+        warning.starts_with("the trace has no work of a GPU: ")
+            && warning.contains("`KINETO_LOG_LEVEL=0`"),
+        "{warning}"
+    );
+}
+
+#[test]
 fn operators_are_counted_with_shapes_memory_and_flops() {
     let _alone = alone();
     let (_, trace) = profile(everything(), || step(&StepTimer::new())).unwrap();

@@ -51,3 +51,13 @@ extern "C" const void* od_data_address(od_tensor tensor) noexcept {
   if (!self.defined() || !self.has_storage() || !self.storage().data()) return nullptr;
   return static_cast<const char*>(self.storage().data()) + self.storage_offset() * self.itemsize();
 }
+
+extern "C" int32_t od_scalar_type(od_tensor tensor, size_t* bytes) noexcept {
+  const auto& self = *static_cast<const at::Tensor*>(tensor);
+  *bytes = self.defined() ? self.itemsize() : 0;
+  return static_cast<int32_t>(self.scalar_type());
+}
+
+extern "C" const char* od_scalar_type_name(int32_t type) noexcept {
+  return c10::toString(static_cast<at::ScalarType>(type));
+}

@@ -53,6 +53,18 @@ std::set<profiler::ActivityType> activities_of(const od_profiler_options& option
   return activities;
 }
 
+// Returns the name of the last error of CUPTI on this thread and forgets it; empty without an error and without
+// CUPTI. Kineto only logs such an error, and goes on without the GPU.
+std::string take_cupti_error() {
+  const auto last = reinterpret_cast<int (*)()>(dlsym(RTLD_DEFAULT, "cuptiGetLastError"));
+  const auto name = reinterpret_cast<int (*)(int, const char**)>(dlsym(RTLD_DEFAULT, "cuptiGetResultString"));
+  const int code = last ? last() : 0;
+  if (code == 0) return {};
+  const char* text = nullptr;
+  if (name && name(code, &text) == 0 && text) return text;
+  return "error " + std::to_string(code);
+}
+
 }  // namespace
 
 struct od_event {
@@ -120,7 +132,7 @@ extern "C" void od_range_end(od_range* range) noexcept {
   delete range;
 }
 
-extern "C" od_status* od_profiler_start(const od_profiler_options* options) noexcept {
+extern "C" od_status* od_profiler_start(const od_profiler_options* options, char** cupti) noexcept {
   return overdrive::guard([&] {
     if (profiling.exchange(true)) {
       throw overdrive::BadArgument(
@@ -131,8 +143,10 @@ extern "C" od_status* od_profiler_start(const od_profiler_options* options) noex
                                             options->profile_memory, /*with_stack=*/false,
                                             options->with_flops);
       const auto activities = activities_of(*options);
+      take_cupti_error();  // of earlier calls
       kineto::prepareProfiler(config, activities);
       kineto::enableProfiler(config, activities);
+      *cupti = overdrive::copy_string(take_cupti_error());
     } catch (...) {
       profiling = false;
       throw;

@@ -229,6 +229,10 @@ od_status* od_cpu_elements(od_tensor tensor, int64_t dtype, int32_t contiguous, 
                            int64_t* count) OD_NOEXCEPT;
 // Returns the address of the data on any device; null for a tensor without a storage.
 const void* od_data_address(od_tensor tensor) OD_NOEXCEPT;
+// Returns the `at::ScalarType` and the bytes of an element, 0 for an undefined tensor.
+int32_t od_scalar_type(od_tensor tensor, size_t* bytes) OD_NOEXCEPT;
+// Returns libtorch's name of a scalar type, which lives forever.
+const char* od_scalar_type_name(int32_t type) OD_NOEXCEPT;
 
 // --- gemm.cpp -----------------------------------------------------------------------------------
 int32_t od_onednn_available(void) OD_NOEXCEPT;
@@ -283,7 +287,7 @@ od_status* od_cpu_capability(char** out) OD_NOEXCEPT;
 od_status* od_libtorch_version(char** out) OD_NOEXCEPT;
 
 // --- startup.cpp --------------------------------------------------------------------------------
-// `state` 0: no CUDA library beside libtorch_cpu, 1: loaded (or linked), 2: it failed to load.
+// `state` 0: no CUDA library beside libtorch_cpu, or it is disabled, 1: loaded (or linked), 2: it failed to load.
 od_status* od_cuda_library(int32_t* state, char** detail) OD_NOEXCEPT;
 od_status* od_cuda_compute_capability(int32_t device, int32_t* major, int32_t* minor) OD_NOEXCEPT;
 
@@ -328,7 +332,8 @@ typedef struct od_profile_entry {
   int32_t is_async;
   int32_t is_hidden;
 } od_profile_entry;
-od_status* od_profiler_start(const od_profiler_options* options) OD_NOEXCEPT;
+// `cupti` is the error of NVIDIA's profiling library on the way, empty without one; freed with `od_string_free`.
+od_status* od_profiler_start(const od_profiler_options* options, char** cupti) OD_NOEXCEPT;
 od_status* od_profiler_stop(od_profile** out) OD_NOEXCEPT;
 size_t od_profile_len(const od_profile* profile) OD_NOEXCEPT;
 od_status* od_profile_event(const od_profile* profile, size_t index, od_profile_entry* out) OD_NOEXCEPT;

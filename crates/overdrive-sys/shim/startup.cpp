@@ -1,6 +1,7 @@
 // Start-up before `main`: loads the CUDA back end if its library lies beside libtorch_cpu, so that one
 // binary, which is linked only against the CPU libraries, uses a GPU if there is one.
-// `OVERDRIVE_NO_CUDA=1` in the environment disables this.
+// `OVERDRIVE_NO_CUDA=1` in the environment disables this, and hides the GPUs from a binary that is linked against
+// the CUDA libraries, which nothing can keep from being loaded.
 #include "guard.h"
 #include "startup.h"
 
@@ -8,6 +9,7 @@
 
 #include <dlfcn.h>
 
+#include <cstdio>
 #include <cstdlib>
 #include <string>
 
@@ -29,11 +31,15 @@ std::string folder_of_libtorch() {
   return slash == std::string::npos ? std::string(".") : path.substr(0, slash);
 }
 
+bool is_disabled() {
+  const char* off = std::getenv("OVERDRIVE_NO_CUDA");
+  return off && *off && std::string(off) != "0";
+}
+
 CudaLibrary load_cuda() {
   CudaLibrary result;
-  const char* off = std::getenv("OVERDRIVE_NO_CUDA");
-  if (off && *off && std::string(off) != "0") {
-    result.detail = "not loaded because OVERDRIVE_NO_CUDA is set";
+  if (is_disabled()) {
+    result.detail = "not used because OVERDRIVE_NO_CUDA is set";
     return result;
   }
 #ifdef __linux__
@@ -72,8 +78,17 @@ struct Startup {
     // there is one thread, because changing the environment later is a data race. A value that the user
     // set is kept.
     setenv("KINETO_LOG_LEVEL", "99", 0);
+    // Before the CUDA runtime reads it, for a binary that is linked against it. An empty list has no GPU.
+    if (is_disabled()) setenv("CUDA_VISIBLE_DEVICES", "", 1);
     try {
-      cuda_library();
+      const auto& library = cuda_library();
+      // Else the program would run on the CPU in silence. On standard error, because no log exists before `main`.
+      if (library.state == FAILED) {
+        std::fprintf(stderr,
+                     "overdrive: no GPU is used, because libtorch's CUDA library could not be loaded: %s "
+                     "(OVERDRIVE_NO_CUDA=1 leaves it out)\n",
+                     library.detail.c_str());
+      }
     } catch (...) {
       // od_cuda_library tries again and reports the error.
     }

@@ -423,6 +423,8 @@ unsafe extern "C" {
     ) -> *mut Status;
 
     pub(crate) fn od_data_address(tensor: RawTensor) -> *const c_void;
+    pub(crate) fn od_scalar_type(tensor: RawTensor, bytes: *mut usize) -> i32;
+    pub(crate) fn od_scalar_type_name(scalar_type: i32) -> *const c_char;
 
     pub(crate) fn od_onednn_available() -> i32;
     pub(crate) fn od_onednn_matmul(
@@ -496,7 +498,10 @@ unsafe extern "C" {
         out: *mut *mut Range,
     ) -> *mut Status;
     pub(crate) fn od_range_end(range: *mut Range);
-    pub(crate) fn od_profiler_start(options: *const RawProfilerOptions) -> *mut Status;
+    pub(crate) fn od_profiler_start(
+        options: *const RawProfilerOptions,
+        cupti: *mut *mut c_char,
+    ) -> *mut Status;
     pub(crate) fn od_profiler_stop(out: *mut *mut Profile) -> *mut Status;
     pub(crate) fn od_profile_len(profile: *const Profile) -> usize;
     pub(crate) fn od_profile_event(

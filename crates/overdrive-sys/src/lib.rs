@@ -27,7 +27,7 @@
 //!
 //! Three things happen when a program that uses this crate starts, before `main`:
 //! the CUDA back end is loaded if its library lies beside `libtorch_cpu` (`OVERDRIVE_NO_CUDA=1`
-//! leaves it out), the log of libtorch's profiler is silenced unless `KINETO_LOG_LEVEL` is set, and
+//! leaves it out, and hides the GPUs if it is linked), the log of libtorch's profiler is silenced unless `KINETO_LOG_LEVEL` is set, and
 //! libtorch's CPU allocator is replaced by one that counts and caches
 //! (`OVERDRIVE_CPU_ALLOCATOR=uncached` counts only, `=libtorch` leaves libtorch's own).
 //!
@@ -83,6 +83,7 @@ pub mod profiler;
 pub mod random;
 pub mod raw;
 pub mod saved_tensors;
+mod scalar_type;
 pub mod scoped_closure;
 pub mod storage;
 pub mod threads;
@@ -90,3 +91,4 @@ pub mod transfer;
 
 pub use callback::{CallbackError, CallbackResult, panic_text};
 pub use error::{Error, Result, is_out_of_memory};
+pub use scalar_type::ScalarType;

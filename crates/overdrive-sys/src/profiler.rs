@@ -157,6 +157,7 @@ pub struct ProfilerOptions {
 #[must_use = "the profile is discarded when this is dropped; call `stop`"]
 pub struct ProfilerSession {
     running: bool,
+    cupti_error: Option<String>,
     not_send: PhantomData<*const ()>,
 }
 
@@ -175,13 +176,26 @@ impl ProfilerSession {
             profile_memory: options.profile_memory.into(),
             with_flops: options.with_flops.into(),
         };
-        // SAFETY: `raw` is read before the call returns.
-        let status = unsafe { ffi::od_profiler_start(&raw const raw) };
-        check(status, "starting the profiler")?;
+        let mut cupti = ptr::null_mut();
+        // SAFETY: `raw` is read before the call returns; the text is written only on success, and taken once.
+        let cupti_error = unsafe {
+            check(
+                ffi::od_profiler_start(&raw const raw, &raw mut cupti),
+                "starting the profiler",
+            )?;
+            take_string(cupti)
+        };
         Ok(Self {
             running: true,
+            cupti_error: Some(cupti_error).filter(|text| !text.is_empty()),
             not_send: PhantomData,
         })
+    }
+
+    /// Returns the error that CUPTI, NVIDIA's profiling library, had when the profiler was started, such as
+    /// `CUPTI_ERROR_INSUFFICIENT_PRIVILEGES`. libtorch's profiler only logs it, and records no work of a GPU.
+    pub fn cupti_error(&self) -> Option<&str> {
+        self.cupti_error.as_deref()
     }
 
     /// Stops the profiler and returns the profile.

@@ -6,7 +6,7 @@ use std::num::NonZeroUsize;
 use half::{bf16, f16};
 use tch::{Device, Kind, Tensor};
 
-use crate::device::scalar_code;
+use crate::ScalarType;
 use crate::error::{Error, Result, check};
 use crate::ffi;
 use crate::function::handle;
@@ -110,9 +110,9 @@ pub fn host_value(tensor: &Tensor) -> Option<f64> {
     // SAFETY: the element is copied at once; another thread that writes to it races with libtorch's own
     // operators as well.
     unsafe {
-        match tensor.kind() {
-            Kind::Float => slice::<f32>(tensor).ok()?.first().map(|&x| x.into()),
-            Kind::Double => slice::<f64>(tensor).ok()?.first().copied(),
+        match tensor.f_kind() {
+            Ok(Kind::Float) => slice::<f32>(tensor).ok()?.first().map(|&x| x.into()),
+            Ok(Kind::Double) => slice::<f64>(tensor).ok()?.first().copied(),
             _ => None,
         }
     }
@@ -124,7 +124,7 @@ pub fn host_value(tensor: &Tensor) -> Option<f64> {
 /// # Errors
 /// As [`slice()`], but for dtype and strides.
 pub fn address(tensor: &Tensor) -> Result<*mut u8> {
-    let (data, _) = checked_elements(tensor, tensor.f_kind()?, false)?;
+    let (data, _) = checked_elements(tensor, ScalarType::of(tensor), false)?;
     Ok(data.cast())
 }
 
@@ -136,17 +136,21 @@ pub fn data_address(tensor: &Tensor) -> Option<NonZeroUsize> {
 }
 
 fn elements<T: Element>(tensor: &Tensor) -> Result<(*mut T, usize)> {
-    let (data, count) = checked_elements(tensor, T::KIND, true)?;
+    let (data, count) = checked_elements(tensor, ScalarType::from(T::KIND), true)?;
     Ok((data.cast(), count))
 }
 
-fn checked_elements(tensor: &Tensor, kind: Kind, contiguous: bool) -> Result<(*mut c_void, usize)> {
+fn checked_elements(
+    tensor: &Tensor,
+    dtype: ScalarType,
+    contiguous: bool,
+) -> Result<(*mut c_void, usize)> {
     let (mut data, mut count) = (std::ptr::null_mut(), ffi::OTHER_KIND);
     // SAFETY: a valid handle; the shim writes the two results.
     let status = unsafe {
         ffi::od_cpu_elements(
             handle(tensor),
-            scalar_code(kind),
+            dtype.code(),
             i32::from(contiguous),
             &raw mut data,
             &raw mut count,
@@ -161,7 +165,9 @@ fn checked_elements(tensor: &Tensor, kind: Kind, contiguous: bool) -> Result<(*m
     let problem = match count {
         _ if tensor.device() != Device::Cpu => format!("it is on {:?}", tensor.device()),
         ffi::SPARSE => "it is sparse".to_owned(),
-        _ if tensor.f_kind()? != kind => format!("its dtype is {:?}", tensor.f_kind()?),
+        _ if ScalarType::of(tensor) != dtype => {
+            format!("its dtype is {}", ScalarType::of(tensor))
+        }
         ffi::OTHER_KIND => format!("it has strides {:?}", tensor.stride()),
         ffi::LAZY => "it is a negated or conjugated view (`resolve_neg` copies it)".to_owned(),
         _ => "its elements do not lie in its storage, which was shrunk, or it has none".to_owned(),
@@ -170,7 +176,7 @@ fn checked_elements(tensor: &Tensor, kind: Kind, contiguous: bool) -> Result<(*m
     Err(Error::BadArgument {
         operation: OPERATION.to_owned(),
         message: format!(
-            "expected {layout} {kind:?} tensor on the CPU; {problem}, its shape is {:?}",
+            "expected {layout} {dtype} tensor on the CPU; {problem}, its shape is {:?}",
             tensor.size()
         ),
     })

@@ -5,6 +5,7 @@ use std::ptr;
 
 use tch::{Device, Tensor};
 
+use crate::ScalarType;
 use crate::error::{Result, check};
 use crate::ffi;
 use crate::function::handle;
@@ -68,7 +69,7 @@ fn addresses(tensor: &Tensor) -> Option<Range<usize>> {
     if !addressed || tensor.numel() == 0 {
         return None;
     }
-    let element = tensor.kind().elt_size_in_bytes();
+    let element = ScalarType::of(tensor).bytes();
     let dimensions = tensor.size().into_iter().zip(tensor.stride());
     // Strides are not negative in libtorch.
     let last: i64 = dimensions.map(|(size, stride)| (size - 1) * stride).sum();

@@ -1,5 +1,6 @@
 use std::path::Path;
 
+use overdrive_attention::PackedLengths;
 use overdrive_fused::{
     CrossEntropyOptions, LinearCrossEntropyOptions, Reduction, linear_cross_entropy,
 };
@@ -185,6 +186,7 @@ impl CausalLm {
             // `shape` has refused packed sequences with a cache.
             return self.hidden_states(ForwardInput {
                 position_ids: Some(&positions),
+                position_bound: input.sequences.map(PackedLengths::longest_queries),
                 cache: None,
                 ..input
             });
@@ -486,18 +488,7 @@ impl CausalLm {
                 model: self.num_layers(),
             });
         }
-        let positions = match input.position_ids {
-            None => shape.past + shape.tokens,
-            // On a GPU a negative index is a device-side assert, after which CUDA is unusable.
-            Some(ids) if i64::try_from(ids.f_min()?)? < 0 => {
-                let expected = format!("in 0..{limit}");
-                return Err(
-                    overdrive_core::Error::option("position_ids", "negative", expected).into(),
-                );
-            }
-            // With padding there are more tokens than positions.
-            Some(ids) => i64::try_from(ids.f_max()?)? + 1,
-        };
+        let positions = shape.end;
         let rotary = matches!(self.backbone, Backbone::Llama(_));
         let span = input.cache.as_ref().and_then(|cache| cache.span());
         if rotary && span.is_some_and(|span| span <= limit) {

@@ -41,6 +41,11 @@ pub struct ForwardInput<'a> {
     /// padding on the left, pass the positions that `transformers.generate` uses: the running count of unmasked
     /// tokens, minus one.
     pub position_ids: Option<&'a Tensor>,
+    /// A number that all of `position_ids` are below, where the host knows one without reading them; they must not
+    /// be negative then. Without it the forward pass reads the smallest and the largest position, which waits for
+    /// the device, and which a CUDA graph cannot capture. The model prepares for every position below it, and
+    /// refuses a bound beyond its context; default: unknown.
+    pub position_bound: Option<i64>,
     /// The mask `(B, S)` of any dtype, 1 for a token and 0 for padding, past tokens included; default: no
     /// padding.
     pub attention_mask: Option<&'a Tensor>,
@@ -64,6 +69,7 @@ impl<'a> ForwardInput<'a> {
         ForwardInput {
             input_ids,
             position_ids: None,
+            position_bound: None,
             attention_mask: None,
             sequences: None,
             cache: None,
@@ -90,6 +96,12 @@ impl<'a> ForwardInput<'a> {
         self
     }
 
+    /// Sets a bound of the positions; see [`ForwardInput::position_bound`].
+    pub fn with_position_bound(mut self, bound: i64) -> Self {
+        self.position_bound = Some(bound);
+        self
+    }
+
     /// Sets the lengths of the packed sequences; see [`ForwardInput::sequences`].
     pub fn with_sequences(mut self, sequences: &'a PackedLengths) -> Self {
         self.sequences = Some(sequences);
@@ -108,7 +120,8 @@ impl<'a> ForwardInput<'a> {
         self
     }
 
-    /// Checks all shapes, and returns the numbers of new and past tokens.
+    /// Checks all shapes, and returns the numbers of new and past tokens. It reads `position_ids` if they are given
+    /// without a bound, so it is called once for a forward pass.
     pub(crate) fn shape(&self) -> Result<Shape> {
         let &[batch, tokens] = self.input_ids.size().as_slice() else {
             return Err(Error::shape("input_ids", self.input_ids.size(), "(B, T)").into());
@@ -141,7 +154,11 @@ impl<'a> ForwardInput<'a> {
         if let Some(sequences) = self.sequences {
             self.check_sequences(sequences, batch, tokens)?;
         }
-        Ok(Shape { tokens, past })
+        Ok(Shape {
+            tokens,
+            past,
+            end: self.position_end(past, tokens)?,
+        })
     }
 
     fn check_sequences(&self, sequences: &PackedLengths, batch: i64, tokens: i64) -> Result<()> {
@@ -170,12 +187,27 @@ impl<'a> ForwardInput<'a> {
         Ok(())
     }
 
+    /// Returns the number after the largest position, and checks that none is negative. It reads the positions
+    /// only if the host knows no bound of them.
+    fn position_end(&self, past: i64, tokens: i64) -> Result<i64> {
+        match (self.position_ids, self.position_bound) {
+            (None, _) => Ok(past + tokens),
+            (Some(_), Some(bound)) => Ok(bound),
+            // On a GPU a negative index is a device-side assert, after which CUDA is unusable.
+            (Some(positions), None) if positions.f_min()?.f_int64_value(&[])? < 0 => {
+                Err(Error::option("position_ids", "negative", "0 or more").into())
+            }
+            // With padding there are more tokens than positions.
+            (Some(positions), None) => Ok(positions.f_max()?.f_int64_value(&[])? + 1),
+        }
+    }
+
     /// Returns positions that count from 0 in each packed sequence, `(1, T)`, unless some are given.
     pub(crate) fn restarting_positions(&self) -> Result<Option<Tensor>> {
         let (Some(sequences), None) = (self.sequences, self.position_ids) else {
             return Ok(None);
         };
-        // On the CPU and copied once: the lengths are there already.
+        // Made on the CPU and copied once, because the lengths are there already.
         let positions: Vec<i64> = sequences.query_lengths().flat_map(|len| 0..len).collect();
         let positions = Tensor::f_from_slice(&positions)?.f_unsqueeze(0)?;
         Ok(Some(positions.f_to_device(self.input_ids.device())?))
@@ -187,4 +219,6 @@ impl<'a> ForwardInput<'a> {
 pub(crate) struct Shape {
     pub(crate) tokens: i64,
     pub(crate) past: i64,
+    /// A number that all positions are below.
+    pub(crate) end: i64,
 }

@@ -33,13 +33,16 @@ impl Mask {
                 window: window.filter(|&window| window < sequences.longest_queries()),
             });
         }
-        let Shape { tokens, past, .. } = shape;
+        let Shape { tokens, past, end } = shape;
         let keys = past + tokens;
-        let window = match window {
-            // A window that reaches back to the first key changes nothing either.
-            Some(window) if window < keys || window < last_position(input)? + 1 => Some(window),
-            _ => None,
+        // A cache of several sequences does not report the length of the longest one as past tokens.
+        let longest = if input.cache.is_some() {
+            keys.max(end)
+        } else {
+            keys
         };
+        // A window that reaches back to the first key changes nothing either.
+        let window = window.filter(|&window| window < longest);
         let Some(padding) = input.attention_mask else {
             return Ok(Mask::Causal { window });
         };
@@ -60,15 +63,6 @@ impl Mask {
                 window: *window,
             },
         }
-    }
-}
-
-/// Returns the largest of the given positions over a cache, or -1 if none are given. A cache of several
-/// sequences does not report the length of the longest one as past tokens.
-fn last_position(input: &ForwardInput<'_>) -> Result<i64> {
-    match (input.position_ids, &input.cache) {
-        (Some(positions), Some(_)) => Ok(i64::try_from(positions.f_max()?)?),
-        _ => Ok(-1),
     }
 }
 

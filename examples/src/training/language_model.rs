@@ -69,6 +69,10 @@ pub fn batch_loss(model: &CausalLm, batch: &Batch) -> Result<LossOutput> {
     let mut input = ForwardInput::new(&batch.input_ids).with_label_count(batch.label_count);
     if let Some(positions) = &batch.position_ids {
         input = input.with_position_ids(positions);
+        // They count from 0 in each sequence of the row.
+        if let Some(&longest) = batch.sequence_lengths.iter().max() {
+            input = input.with_position_bound(longest);
+        }
     }
     let packed = (!batch.sequence_lengths.is_empty())
         .then(|| PackedLengths::from_lengths(&batch.sequence_lengths, batch.input_ids.device()))

@@ -9,6 +9,7 @@ mod gradients;
 mod offload;
 mod random_programs;
 mod schedules_and_plans;
+mod unsigned;
 
 /// Locks libtorch's generator, which is a global state. All tests here lock it, because every checkpoint saves and
 /// restores its state.

@@ -129,6 +129,7 @@ impl<'a> Ragged<'a> {
         };
         let input = ForwardInput::new(&ids)
             .with_position_ids(&positions)
+            .with_position_bound(batch.longest())
             .with_cache(&mut batch)
             .with_logits(wanted);
         let logits = self.model.forward(input)?;

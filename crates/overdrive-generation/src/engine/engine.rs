@@ -441,6 +441,7 @@ impl<M: EngineModel> Engine<M> {
         let logits = self.model.forward(RaggedStep {
             input_ids: &ids,
             position_ids: &positions,
+            position_bound: batch.longest(),
             cache: &mut batch,
             logits_indices: &logits_indices,
         })?;

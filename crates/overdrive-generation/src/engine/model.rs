@@ -49,6 +49,8 @@ pub struct RaggedStep<'a, 'c> {
     pub input_ids: &'a Tensor,
     /// The position of each token in its own sequence, `(1, T)`, i64.
     pub position_ids: &'a Tensor,
+    /// A number that all positions are below.
+    pub position_bound: i64,
     /// The keys and values of the sequences.
     pub cache: &'a mut (dyn KvCache + 'c),
     /// The indices of the `N` tokens of the row whose logits are wanted, i64 `(N,)`.
@@ -79,6 +81,7 @@ impl EngineModel for CausalLm {
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         let input = ForwardInput::new(step.input_ids)
             .with_position_ids(step.position_ids)
+            .with_position_bound(step.position_bound)
             .with_cache(step.cache)
             .with_logits(Logits::At(step.logits_indices));
         Ok(CausalLm::forward(self, input)?.f_squeeze_dim(0)?)

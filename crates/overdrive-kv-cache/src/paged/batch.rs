@@ -93,6 +93,11 @@ impl<'a> PagedBatch<'a> {
         self.row(positions.map(to_i64).collect())
     }
 
+    /// Returns the number of tokens of the longest sequence, its new ones included: all positions are below it.
+    pub fn longest(&self) -> i64 {
+        to_i64(self.key_lengths.iter().copied().max().unwrap_or(0))
+    }
+
     /// Returns the index in the row of the last new token of each sequence; a sequence without new
     /// tokens has none.
     pub fn last_indices(&self) -> Vec<i64> {

@@ -4,6 +4,7 @@
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
 #ifdef OVERDRIVE_NCCL
+#include <c10/core/impl/VirtualGuardImpl.h>
 #include <torch/csrc/distributed/c10d/ProcessGroupNCCL.hpp>
 #endif
 
@@ -47,6 +48,11 @@ uint64_t Watch::start(const std::string& what, std::string tensors) {
 void Watch::check() const {
   std::lock_guard<std::mutex> held(lock_);
   if (aborted_) throw std::runtime_error("the group has failed: " + message_);
+}
+
+bool Watch::is_aborted() const {
+  std::lock_guard<std::mutex> held(lock_);
+  return aborted_;
 }
 
 void Watch::enlist(uint64_t number, const c10::intrusive_ptr<WatchedWork>& work) {
@@ -352,15 +358,24 @@ extern "C" od_status* od_group_nccl(const od_store* store, int32_t rank, int32_t
                                     int64_t timeout_ms, int32_t device, od_group** out) noexcept {
   return guard([&] {
 #ifdef OVERDRIVE_NCCL
+    const at::Device bound(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device));
+    // As `torch.cuda.set_device`: what names no device, a library's handle for one, would go to the first one.
+    c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).setDevice(bound);
     auto options = c10d::ProcessGroupNCCL::Options::create();
     options->timeout = std::chrono::milliseconds(timeout_ms);
     auto nccl = c10::make_intrusive<Nccl>(store->store, rank, size, options);
-    nccl->setBoundDeviceId(at::Device(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device)));
+    nccl->setBoundDeviceId(bound);
     auto group = c10::make_intrusive<c10d::ProcessGroup>(store->store, rank, size);
     group->setDefaultBackend(c10d::ProcessGroup::BackendType::NCCL);
-    // Not watched: its works are events on streams, which a thread of libtorch's NCCL backend watches.
-    group->setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, std::move(nccl));
-    *out = new od_group{std::move(group), std::make_shared<Watch>(rank, size), [] {}};
+    // Not watched: its works are events on streams, which a thread of libtorch's NCCL backend watches. It ends the
+    // process at a timeout; a lost peer is noticed by the heartbeats, after which the communicators are aborted, so
+    // that the kernels that wait for the peer end.
+    group->setBackend(c10::DeviceType::CUDA, c10d::ProcessGroup::BackendType::NCCL, nccl);
+    auto abort = [nccl] { overdrive::discard([&] { nccl->abort(); }); };
+    // The destructor aborts what still runs, as if the process were ending.
+    auto leave = [nccl] { overdrive::discard([&] { nccl->shutdown(); }); };
+    *out = new od_group{std::move(group), std::make_shared<Watch>(rank, size), std::move(abort), std::move(leave),
+                        /*asks_watch=*/true};
 #else
     throw overdrive::BadArgument(
         "this build has no NCCL: build with the feature `nccl` where nccl.h, the CUDA headers and "
@@ -370,7 +385,10 @@ extern "C" od_status* od_group_nccl(const od_store* store, int32_t rank, int32_t
 }
 
 extern "C" void od_group_free(od_group* group) noexcept {
-  overdrive::discard([&] { delete group; });
+  overdrive::discard([&] {
+    if (!group->watch->is_aborted()) group->leave();
+    delete group;
+  });
 }
 
 extern "C" od_status* od_group_start(od_group* group, const od_collective* call,
@@ -378,6 +396,7 @@ extern "C" od_status* od_group_start(od_group* group, const od_collective* call,
   return guard([&] {
     using namespace c10d;
     auto& on = *group->group;
+    if (group->asks_watch) group->watch->check();
     auto inputs = overdrive::as_tensors(call->inputs, call->n_inputs);
     auto outputs = overdrive::as_tensors(call->outputs, call->n_outputs);
     check_tensors(inputs, "input");
@@ -459,12 +478,16 @@ extern "C" od_status* od_group_start(od_group* group, const od_collective* call,
       default:
         throw overdrive::BadArgument("an unknown collective");
     }
-    *out = new od_work{std::move(work)};
+    *out = new od_work{std::move(work), group->asks_watch ? group->watch : nullptr};
   });
 }
 
 extern "C" od_status* od_work_wait(od_work* work, int64_t timeout_ms) noexcept {
-  return guard([&] { work->work->wait(std::chrono::milliseconds(timeout_ms)); });
+  return guard([&] {
+    work->work->wait(std::chrono::milliseconds(timeout_ms));
+    // An abort ends the kernels of a collective without a result.
+    if (work->watch) work->watch->check();
+  });
 }
 
 extern "C" int32_t od_work_is_completed(od_work* work) noexcept {

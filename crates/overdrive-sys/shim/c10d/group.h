@@ -10,8 +10,14 @@ struct od_group {
   std::shared_ptr<overdrive::Watch> watch;
   // Here, not in the watch, which a thread of the backend may be the last to let go of.
   std::function<void()> close_connections;
+  // Ends a group that has not failed, after the collectives that run.
+  std::function<void()> leave = [] {};
+  // Set if the backend does not report to the watch: its collectives ask the watch whether the group has failed.
+  bool asks_watch = false;
 };
 
 struct od_work {
   c10::intrusive_ptr<c10d::Work> work;
+  // Asked after waiting; null if the work reports failures itself.
+  std::shared_ptr<overdrive::Watch> watch;
 };

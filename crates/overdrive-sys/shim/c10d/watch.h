@@ -33,8 +33,9 @@ class Watch {
   void enlist(uint64_t number, const c10::intrusive_ptr<WatchedWork>& work);
   void finish(uint64_t number);
   // Throws if the group has been aborted. For point-to-point calls, which have no number, because only
-  // two ranks take part in them.
+  // two ranks take part in them, and for backends that do not report to the watch.
   void check() const;
+  bool is_aborted() const;
   // Records a failed collective. Aborts the group at once if nobody watches it.
   void fail(uint64_t number, const std::string& what, const std::string& text);
   // Blocks until the group is aborted.

@@ -50,7 +50,8 @@ od_status* od_graph_leave(od_graph* graph) OD_NOEXCEPT;
 od_status* od_graph_begin(od_graph* graph, const od_graph* pool_of) OD_NOEXCEPT;
 // Ends the capture and instantiates the graph; `pool_bytes` is the memory that its pool took from the device.
 od_status* od_graph_end(od_graph* graph, uint64_t* pool_bytes) OD_NOEXCEPT;
-// Ends a capture that failed. It reports no error, because the caller already has one.
+// Ends a capture that failed: libtorch's allocators and random generator are as before it, and the graph is empty. It
+// reports no error, because the caller already has one.
 void od_graph_abort(od_graph* graph) OD_NOEXCEPT;
 od_status* od_graph_replay(od_graph* graph) OD_NOEXCEPT;
 od_status* od_graph_synchronize(od_graph* graph) OD_NOEXCEPT;

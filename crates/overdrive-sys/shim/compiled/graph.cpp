@@ -7,6 +7,7 @@
 #include "compiled.h"
 #include "graph_abi.h"
 
+#include <ATen/core/CachingHostAllocator.h>
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
@@ -18,7 +19,9 @@
 namespace {
 
 using overdrive::GraphStorage;
-using Pool = std::pair<unsigned long long, unsigned long long>;
+using Pool = c10::MempoolId_t;
+// A virtual function of `c10::cuda::CUDACachingAllocator::CUDAAllocator`.
+using PoolFunction = void (*)(c10::DeviceAllocator*, c10::DeviceIndex, Pool);
 
 struct Functions {
   void (*construct)(void*, bool);
@@ -28,6 +31,10 @@ struct Functions {
   void (*replay)(void*);
   void (*reset)(void*);
   Pool (*pool)(void*);
+  Pool (*new_pool)();
+  // The indices of two virtual functions of libtorch's CUDA allocators.
+  size_t end_allocate_to_pool;
+  size_t release_pool;
 };
 
 template <class F>
@@ -35,6 +42,20 @@ void look_up(F& into, const char* name) {
   into = reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name));
   TORCH_CHECK(into, "the loaded libtorch_cuda has no ", name,
               ": it is not the 2.11 that this program was built for");
+}
+
+// Returns the index of a virtual function. libtorch does not export its caching allocator's functions, but those of
+// another subclass of the same interface, with the table in which they are found.
+size_t virtual_index(const char* name) {
+  void* const* table = nullptr;
+  void* function = nullptr;
+  look_up(table, overdrive::graph_names::allocator_table);
+  look_up(function, name);
+  table += overdrive::TABLE_HEAD;
+  for (size_t index = 0; index < overdrive::MOST_VIRTUAL_FUNCTIONS; ++index) {
+    if (table[index] == function) return index;
+  }
+  TORCH_CHECK(false, "the loaded libtorch_cuda has ", name, " in no table");
 }
 
 Functions find_functions() {
@@ -46,6 +67,9 @@ Functions find_functions() {
   look_up(found.replay, overdrive::graph_names::replay);
   look_up(found.reset, overdrive::graph_names::reset);
   look_up(found.pool, overdrive::graph_names::pool);
+  look_up(found.new_pool, overdrive::graph_names::new_pool);
+  found.end_allocate_to_pool = virtual_index(overdrive::graph_names::end_allocate_to_pool);
+  found.release_pool = virtual_index(overdrive::graph_names::release_pool);
   return found;
 }
 
@@ -60,6 +84,63 @@ uint64_t reserved_bytes(c10::DeviceIndex index) {
   return static_cast<uint64_t>(stats.reserved_bytes[all].current);
 }
 
+// Returns true if `body` threw nothing.
+template <class Body>
+bool succeeds(Body&& body) noexcept {
+  try {
+    body();
+    return true;
+  } catch (...) {
+    return false;
+  }
+}
+
+void call_allocator(size_t index, c10::DeviceIndex device, Pool pool) {
+  auto* allocator = c10::getDeviceAllocator(c10::kCUDA);
+  auto* const* table = *reinterpret_cast<void* const* const*>(allocator);
+  reinterpret_cast<PoolFunction>(table[index])(allocator, device, pool);
+}
+
+// Ends what `capture_begin` has begun and `capture_end` has not ended: where CUDA has given up the capture,
+// `capture_end` throws before it tells the allocators, which would go on calling the filter of the graph and hold
+// back every block that a second stream has used. libtorch's destructor then frees neither pool.
+void end_pools(GraphStorage& storage, c10::DeviceIndex device, Pool pool) noexcept {
+  // The pool of a graph whose capture has ended belongs to libtorch's destructor.
+  if (succeeds([&] { functions().pool(&storage); })) return;
+  // Released only if it was in use: the pool may be that of another graph, which a second release would free.
+  if (succeeds([&] { call_allocator(functions().end_allocate_to_pool, device, pool); })) {
+    succeeds([&] { call_allocator(functions().release_pool, device, pool); });
+  }
+  // Pinned memory has pools of its own.
+  succeeds([&] {
+    auto* host = at::getHostAllocator(c10::kCUDA);
+    host->end_allocate_to_pool(pool);
+    host->release_pool(pool);
+  });
+}
+
+struct Silent final : c10::WarningHandler {
+  void process(const c10::Warning&) override {}
+};
+
+// Captures an empty graph. The random generator of the device counts as captured until a capture ends without an
+// error, and every random operator fails until then.
+void end_generator(c10::DeviceIndex device) noexcept {
+  succeeds([&] {
+    Silent silent;  // libtorch warns that the graph is empty
+    const c10::WarningUtils::WarningHandlerGuard guard(&silent);
+    GraphStorage storage;
+    functions().construct(&storage, false);
+    const auto pool = functions().new_pool();
+    const bool captured = succeeds([&] {
+      functions().capture_begin(&storage, pool, overdrive::CAPTURE_MODE_GLOBAL);
+      functions().capture_end(&storage);
+    });
+    if (!captured) end_pools(storage, device, pool);
+    functions().destroy(&storage);
+  });
+}
+
 }  // namespace
 
 struct od_graph {
@@ -72,11 +153,21 @@ struct od_graph {
   od_graph(const od_graph&) = delete;
   od_graph& operator=(const od_graph&) = delete;
 
+  // Makes the process usable again after a capture that failed, on the stream of the capture.
+  void recover() noexcept {
+    const bool ended = succeeds([&] { functions().pool(&storage); });
+    end_pools(storage, device.index(), pool);
+    if (!ended) end_generator(device.index());
+    succeeds([&] { functions().reset(&storage); });
+    ready = false;
+  }
+
   GraphStorage storage;
   c10::Device device;
   c10::Stream side;
   std::optional<c10::Stream> before;
   std::optional<c10::Device> device_before;
+  Pool pool{0, 0};
   bool capturing = false;
   bool ready = false;
   uint64_t reserved_at_begin = 0;
@@ -144,9 +235,15 @@ extern "C" od_status* od_graph_begin(od_graph* graph, const od_graph* pool_of) n
     // Returns unused cached blocks to the device: the graph's pool cannot use them, and needs the memory.
     c10::getDeviceAllocator(c10::kCUDA)->emptyCache();
     graph->reserved_at_begin = reserved_bytes(graph->device.index());
-    Pool pool{0, 0};
-    if (pool_of) pool = functions().pool(const_cast<GraphStorage*>(&pool_of->storage));
-    functions().capture_begin(&graph->storage, pool, overdrive::CAPTURE_MODE_GLOBAL);
+    // Chosen here, because libtorch does not tell the pool of a capture that failed.
+    graph->pool = pool_of ? functions().pool(const_cast<GraphStorage*>(&pool_of->storage))
+                          : functions().new_pool();
+    try {
+      functions().capture_begin(&graph->storage, graph->pool, overdrive::CAPTURE_MODE_GLOBAL);
+    } catch (...) {
+      graph->recover();
+      throw;
+    }
     graph->capturing = true;
   });
 }
@@ -154,7 +251,12 @@ extern "C" od_status* od_graph_begin(od_graph* graph, const od_graph* pool_of) n
 extern "C" od_status* od_graph_end(od_graph* graph, uint64_t* pool_bytes) noexcept {
   return overdrive::guard([&] {
     graph->capturing = false;
-    functions().capture_end(&graph->storage);
+    try {
+      functions().capture_end(&graph->storage);
+    } catch (...) {
+      graph->recover();
+      throw;
+    }
     const auto now = reserved_bytes(graph->device.index());
     *pool_bytes = now > graph->reserved_at_begin ? now - graph->reserved_at_begin : 0;
     graph->ready = true;
@@ -164,15 +266,9 @@ extern "C" od_status* od_graph_end(od_graph* graph, uint64_t* pool_bytes) noexce
 extern "C" void od_graph_abort(od_graph* graph) noexcept {
   if (!graph->capturing) return;
   graph->capturing = false;
-  try {
-    functions().capture_end(&graph->storage);
-  } catch (...) {
-    // An operation that cannot be captured has already ended the capture; this only clears libtorch's state.
-  }
-  try {
-    functions().reset(&graph->storage);
-  } catch (...) {
-  }
+  // It throws if an operation that cannot be captured has ended the capture already.
+  succeeds([&] { functions().capture_end(&graph->storage); });
+  graph->recover();
 }
 
 extern "C" od_status* od_graph_replay(od_graph* graph) noexcept {

@@ -11,17 +11,18 @@ use crate::input::{ForwardInput, Shape};
 use crate::{Result, RopeScaling};
 use frequencies::Frequencies;
 
-/// The most positions that the tables hold; beyond it the rows that a forward pass needs are computed. With 64
-/// frequencies the tables are then 16 MiB.
+/// The most positions that the tables hold for a forward pass that states no bound of its positions; beyond it the
+/// rows that it needs are computed. With 64 frequencies the tables are then 16 MiB.
 const MOST_POSITIONS: i64 = 1 << 15;
 
 /// The frequencies of a model, and the tables of their cosines and sines.
 #[derive(Debug)]
 pub(crate) struct Rotary {
     frequencies: Frequencies,
-    /// The tables, made by the first forward pass for the length that it needs, and made again for a longer
-    /// one.
-    tables: RefCell<Option<Tables>>,
+    /// The tables, made by the first forward pass for the length that it needs; a longer one makes longer ones
+    /// beside them. None is freed before the model, because a captured CUDA graph reads the addresses of those that
+    /// it found.
+    tables: RefCell<Vec<Tables>>,
 }
 
 #[derive(Debug)]
@@ -48,7 +49,7 @@ impl Rotary {
     pub(crate) fn new(dim: i64, theta: f64, scaling: &RopeScaling, context: i64) -> Result<Rotary> {
         Ok(Rotary {
             frequencies: Frequencies::new(dim, theta, scaling, context)?,
-            tables: RefCell::new(None),
+            tables: RefCell::default(),
         })
     }
 
@@ -65,40 +66,39 @@ impl Rotary {
         kind: Kind,
     ) -> Result<Rotation> {
         let device = input.input_ids.device();
-        let needed = match input.position_ids {
-            None => shape.past + shape.tokens,
-            // A device sync, but the tables must be long enough before rows are selected.
-            Some(positions) => i64::try_from(positions.f_max()?)? + 1,
-        };
+        let needed = shape.end;
         // Cosines in 16 bits would be too coarse at large positions.
         let kind = match kind {
             Kind::Double => Kind::Double,
             _ => Kind::Float,
         };
+        // Computing them copies the frequencies to the device, which a captured step cannot. Who states a bound comes
+        // again, so that long tables pay.
+        let too_long = needed > MOST_POSITIONS && input.position_bound.is_none();
         // Frequencies beyond the original context may depend on the length, so tables of them would not be reused.
-        if needed > MOST_POSITIONS || !self.frequencies.is_short(needed) {
+        if too_long || !self.frequencies.is_short(needed) {
             return self.computed(input, shape, needed, kind);
         }
         // tch's tensors are `Send` but not `Sync`, so only one thread at a time is here.
         let mut tables = self.tables.borrow_mut();
-        let fits = tables
-            .as_ref()
-            .is_some_and(|t| t.len >= needed && t.device == device);
-        if !fits {
-            // A power of two, so that a growing sequence makes few tables.
-            let len = needed.max(64).unsigned_abs().next_power_of_two() as i64;
-            let positions = Tensor::f_arange(len, (Kind::Float, device))?;
-            let (cos, sin) = self.cos_sin(&positions, self.frequencies.short())?;
-            *tables = Some(Tables {
-                len,
-                device,
-                cos,
-                sin,
-            });
-        }
-        let Some(tables) = tables.as_ref() else {
-            unreachable!("filled above")
+        let fits = |t: &Tables| t.len >= needed && t.device == device;
+        let index = match tables.iter().position(fits) {
+            Some(index) => index,
+            None => {
+                // A power of two, so that a growing sequence makes few tables.
+                let len = needed.max(64).unsigned_abs().next_power_of_two() as i64;
+                let positions = Tensor::f_arange(len, (Kind::Float, device))?;
+                let (cos, sin) = self.cos_sin(&positions, self.frequencies.short())?;
+                tables.push(Tables {
+                    len,
+                    device,
+                    cos,
+                    sin,
+                });
+                tables.len() - 1
+            }
         };
+        let tables = &tables[index];
         let select = |table: &Tensor| -> Result<Tensor> {
             let rows = match input.position_ids {
                 None => table.f_narrow(0, shape.past, shape.tokens)?,

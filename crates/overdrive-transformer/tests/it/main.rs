@@ -13,5 +13,6 @@ mod model;
 mod packed_sequences;
 mod paged;
 mod parity;
+mod position_bound;
 mod quantized;
 mod quantized_checkpoints;

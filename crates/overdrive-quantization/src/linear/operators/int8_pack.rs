@@ -9,9 +9,10 @@ use crate::Result;
 /// has tensor cores.
 const MOST_ROWS: i64 = 8;
 
-/// Returns `true` if the operator takes these: every GPU has it.
+/// Returns `true` if the operator takes these on a GPU: in libtorch 2.11 its CUDA kernel takes activations and
+/// scales in f32 only and fails for bf16 and f16, whose weights are dequantized instead.
 pub(super) fn applies(x: &Tensor, capability: Capability) -> bool {
-    capability.is_some() && fits(x)
+    capability.is_some() && fits(x) && x.kind() == Kind::Float
 }
 
 /// Returns `true` if shape and dtype suit the operator, for `x (rows, I)`.

@@ -3,7 +3,7 @@
 //! | module | operator | weights | activations |
 //! |---|---|---|---|
 //! | `int_mm` | `_int_mm` | 8 bits by row | in 8 bits by row |
-//! | `int8_pack` | `_weight_int8pack_mm` | 8 bits by row | a few rows of floats |
+//! | `int8_pack` | `_weight_int8pack_mm` | 8 bits by row | a few rows of f32 |
 //! | `int4_pack` | `_weight_int4pack_mm` | 4 bits in groups | a few rows of bf16 |
 //! | `scaled_mm` | `_scaled_mm` | 8-bit floats | in 8-bit floats by row |
 //!

@@ -44,6 +44,12 @@ fn rows_of_floats_times_bytes() {
             assert!(found < tolerance, "{rows} {kind:?}: {found}");
         }
     }
+    // A GPU's kernel is for f32 alone.
+    let hopper = Some((9, 0));
+    let applies = |kind, capability| int8_pack::applies(&numbers(2, [4, 192], kind), capability);
+    assert!(applies(Kind::Float, hopper));
+    assert!(!applies(Kind::Float, None));
+    assert!(!applies(Kind::BFloat16, hopper) && !applies(Kind::Half, hopper));
     assert!(!int8_pack::fits(&numbers(2, [9, 192], Kind::Float)));
     assert!(!int8_pack::fits(&numbers(2, [1, 192], Kind::Double)));
 }

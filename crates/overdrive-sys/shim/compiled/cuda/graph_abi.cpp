@@ -4,6 +4,7 @@
 #include "../graph_abi.h"
 
 #include <ATen/cuda/CUDAGraph.h>
+#include <torch/csrc/cuda/CUDAPluggableAllocator.h>
 
 #include <type_traits>
 #include <utility>
@@ -26,5 +27,22 @@ static_assert(std::is_same_v<decltype(&Graph::capture_end), void (Graph::*)()>);
 static_assert(std::is_same_v<decltype(&Graph::replay), void (Graph::*)()>);
 static_assert(std::is_same_v<decltype(&Graph::reset), void (Graph::*)()>);
 static_assert(std::is_same_v<decltype(&Graph::pool), Pool (Graph::*)()>);
+static_assert(std::is_same_v<decltype(&at::cuda::graph_pool_handle), Pool (*)()>);
+
+using Allocator = c10::cuda::CUDACachingAllocator::CUDAAllocator;
+using Pluggable = torch::cuda::CUDAPluggableAllocator::CUDAPluggableAllocator;
+
+// The index of a function in the table of one subclass is its index in that of the other, if both begin with the
+// table of the interface.
+static_assert(std::is_base_of_v<c10::DeviceAllocator, Allocator>);
+static_assert(std::is_base_of_v<Allocator, Pluggable>);
+static_assert(std::is_same_v<decltype(&Allocator::endAllocateToPool),
+                             void (Allocator::*)(c10::DeviceIndex, Pool)>);
+static_assert(std::is_same_v<decltype(&Allocator::releasePool),
+                             void (Allocator::*)(c10::DeviceIndex, Pool)>);
+static_assert(std::is_same_v<decltype(&Pluggable::endAllocateToPool),
+                             void (Pluggable::*)(c10::DeviceIndex, Pool)>);
+static_assert(std::is_same_v<decltype(&Pluggable::releasePool),
+                             void (Pluggable::*)(c10::DeviceIndex, Pool)>);
 
 }  // namespace
