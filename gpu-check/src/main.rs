@@ -107,7 +107,10 @@ fn run(flags: Flags) -> Result<ExitCode> {
     };
     let chosen: Vec<&'static Section> = match flags.section.as_slice() {
         [] => SECTIONS.iter().collect(),
-        names => names.iter().map(|name| section(name)).collect::<Result<_>>()?,
+        names => names
+            .iter()
+            .map(|name| section(name))
+            .collect::<Result<_>>()?,
     };
     let report = runner::run(&Options {
         target,

@@ -182,7 +182,10 @@ fn compared(
     let verdict = Finding::judged(right, reason);
     Ok(Finding {
         outcome: verdict.outcome,
-        ..finding.noting(reason).noting(found.remark).with("tolerance", allowed)
+        ..finding
+            .noting(reason)
+            .noting(found.remark)
+            .with("tolerance", allowed)
     })
 }
 
@@ -223,7 +226,9 @@ fn run(
     let mut loss: Option<Tensor> = None;
     for (output, direction) in outputs.iter().zip(directions.iter()) {
         if output.requires_grad() {
-            let direction = direction.f_to_kind(output.f_kind()?)?.f_to_device(run.device)?;
+            let direction = direction
+                .f_to_kind(output.f_kind()?)?
+                .f_to_device(run.device)?;
             let sum = (output.f_mul(&direction)?).f_sum(Kind::Double)?;
             loss = Some(match loss {
                 Some(other) => other.f_add(&sum)?,
@@ -251,6 +256,13 @@ fn run(
         gradients,
         remark: run.remark.take(),
     })
+}
+
+/// Returns a copy of a tensor in memory of its own.
+pub(crate) fn copied(tensor: &Tensor) -> Result<Tensor> {
+    let mut copy = tensor.f_empty_like()?;
+    copy.f_copy_(tensor)?;
+    Ok(copy)
 }
 
 fn to_host(tensor: &Tensor) -> Result<Tensor> {
@@ -295,7 +307,17 @@ pub fn distance(found: &Tensor, reference: &Tensor) -> Result<f64> {
     let zero = Tensor::f_zeros([1], (Kind::Double, Device::Cpu))?;
     let difference = zero.f_where_self(&same, &found.f_sub(&reference)?)?;
     let base = zero.f_where_self(&reference.f_isinf()?, &reference)?;
-    let norm = |tensor: &Tensor| tensor.f_square()?.f_sum(Kind::Double)?.f_sqrt()?.f_double_value(&[]);
+    let norm = |tensor: &Tensor| {
+        tensor
+            .f_square()?
+            .f_sum(Kind::Double)?
+            .f_sqrt()?
+            .f_double_value(&[])
+    };
     let (difference, base) = (norm(&difference)?, norm(&base)?);
-    Ok(if base > 0.0 { difference / base } else { difference })
+    Ok(if base > 0.0 {
+        difference / base
+    } else {
+        difference
+    })
 }

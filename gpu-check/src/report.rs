@@ -96,7 +96,10 @@ impl Report {
     /// # Errors
     /// An error if a file cannot be written.
     pub fn write(&self, path: &Path) -> Result<()> {
-        files::write(path, format!("{}\n", serde_json::to_string_pretty(self)?).as_bytes())?;
+        files::write(
+            path,
+            format!("{}\n", serde_json::to_string_pretty(self)?).as_bytes(),
+        )?;
         files::write(markdown_path(path), self.markdown().as_bytes())?;
         Ok(())
     }
@@ -132,14 +135,21 @@ impl Report {
             .flat_map(|section| {
                 let failed = section.checks.iter();
                 let failed = failed.filter(|check| check.outcome == Outcome::Failed);
-                failed.map(|check| format!("- {}: {}: {}\n", section.name, check.name, check.detail))
+                failed
+                    .map(|check| format!("- {}: {}: {}\n", section.name, check.name, check.detail))
             })
             .collect();
         if !failures.is_empty() {
             let _ = write!(text, "\n## Failures\n\n{}", failures.concat());
         }
         for section in &self.sections {
-            let _ = write!(text, "\n## {}\n\n{}\n\n{}", section.name, section.about, table(section));
+            let _ = write!(
+                text,
+                "\n## {}\n\n{}\n\n{}",
+                section.name,
+                section.about,
+                table(section)
+            );
         }
         text
     }

@@ -238,7 +238,11 @@ fn run_process(
     let mut group = Group(child);
     let (sender, receiver) = channel();
     let output = group.0.stdout.take().map(|pipe| forward(pipe, sender));
-    let errors = group.0.stderr.take().map(|pipe| thread::spawn(|| keep_last(pipe)));
+    let errors = group
+        .0
+        .stderr
+        .take()
+        .map(|pipe| thread::spawn(|| keep_last(pipe)));
     let stop = Instant::now() + limit + GRACE;
     let (mut is_late, mut was_lost) = (false, false);
     loop {

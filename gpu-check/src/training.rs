@@ -49,21 +49,15 @@ impl Trainer {
         match &mut self.scaler {
             None => {
                 loss.f_backward()?;
-                let _norm = clip_grad_norm(
-                    &self.optimizer.parameters(),
-                    1.0,
-                    ClipOptions::default(),
-                )?;
+                let _norm =
+                    clip_grad_norm(&self.optimizer.parameters(), 1.0, ClipOptions::default())?;
                 self.optimizer.step()?;
             }
             Some(scaler) => {
                 scaler.scale(&loss)?.f_backward()?;
                 scaler.unscale_(&self.optimizer)?;
-                let _norm = clip_grad_norm(
-                    &self.optimizer.parameters(),
-                    1.0,
-                    ClipOptions::default(),
-                )?;
+                let _norm =
+                    clip_grad_norm(&self.optimizer.parameters(), 1.0, ClipOptions::default())?;
                 scaler.step(&mut self.optimizer)?;
                 scaler.update()?;
             }
@@ -84,7 +78,9 @@ impl Trainer {
             losses.push(self.step(model, ids)?);
         }
         let read = |loss: Option<&Tensor>| -> Result<f64> {
-            Ok(loss.ok_or_else(|| anyhow!("no step"))?.f_double_value(&[])?)
+            Ok(loss
+                .ok_or_else(|| anyhow!("no step"))?
+                .f_double_value(&[])?)
         };
         Ok((read(losses.first())?, read(losses.last())?))
     }

@@ -204,7 +204,13 @@ pub(crate) fn ablation(further: &[OsString]) -> Cargo {
 }
 
 /// The program of the GPU check.
-const GPU_CHECK: [&str; 5] = ["--release", "-p", "overdrive-gpu-check", "--bin", "gpu-check"];
+const GPU_CHECK: [&str; 5] = [
+    "--release",
+    "-p",
+    "overdrive-gpu-check",
+    "--bin",
+    "gpu-check",
+];
 
 /// Runs the GPU check.
 pub(crate) fn gpu_check(further: &[OsString]) -> Cargo {

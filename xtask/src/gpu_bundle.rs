@@ -164,7 +164,11 @@ mod tests {
         ] {
             fs::create_dir_all(site.path().join(folder)).unwrap();
         }
-        fs::write(site.path().join("torch/__init__.py"), "raise SystemExit('imported')").unwrap();
+        fs::write(
+            site.path().join("torch/__init__.py"),
+            "raise SystemExit('imported')",
+        )
+        .unwrap();
         fs::write(site.path().join("torch/lib/libtorch_cpu.so"), "").unwrap();
         let metadata = format!("Metadata-Version: 2.1\nName: torch\nVersion: {version}\n");
         let path = format!("torch-{version}.dist-info/METADATA");
@@ -204,9 +208,8 @@ mod tests {
         let lines: Vec<&str> = text.lines().collect();
         let root = fs::canonicalize(site.path()).unwrap();
         let root = root.display();
-        let expected = format!(
-            "{root}/torch/lib:{root}/nvidia/cu13/lib:{root}/nvidia/cudnn/lib:/driver/lib"
-        );
+        let expected =
+            format!("{root}/torch/lib:{root}/nvidia/cu13/lib:{root}/nvidia/cudnn/lib:/driver/lib");
         assert_eq!(
             lines,
             ["--section doctor", &expected, "/driver/lib", "abc+"],
@@ -240,7 +243,10 @@ mod tests {
     fn the_scripts_of_the_comparison_are_in_the_repository() {
         for script in SCRIPTS {
             assert!(
-                cargo::workspace().join("benches/pytorch").join(script).exists(),
+                cargo::workspace()
+                    .join("benches/pytorch")
+                    .join(script)
+                    .exists(),
                 "{script}"
             );
         }

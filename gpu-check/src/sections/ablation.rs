@@ -57,7 +57,10 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             Ok(Finding::judged(finite, "the loss is not finite")
                 .with("ms", row.measurement.step_seconds * 1e3)
                 .with("speed", row.speed)
-                .with("peak GiB", measurement.peak_memory_bytes as f64 / f64::from(1 << 30))
+                .with(
+                    "peak GiB",
+                    measurement.peak_memory_bytes as f64 / f64::from(1 << 30),
+                )
                 .with("of default", row.memory)
                 .with("loss", measurement.eval_loss))
         })?;

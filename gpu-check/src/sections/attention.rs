@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::parity::{Input, KINDS, Run, constant, leaf};
+use crate::parity::{Input, KINDS, Run, constant, copied, leaf};
 
 /// The sizes of the dense cases.
 #[derive(Clone, Copy)]
@@ -74,28 +74,71 @@ fn dense(context: &mut Context, sizes: Sizes) -> Result<()> {
     let cases = [
         ("full", full),
         ("causal", causal),
-        ("scale", AttentionOptions { scale: Some(0.3), ..causal }),
-        ("sliding window", AttentionOptions { window: Window::sliding(9), ..causal }),
+        (
+            "scale",
+            AttentionOptions {
+                scale: Some(0.3),
+                ..causal
+            },
+        ),
+        (
+            "sliding window",
+            AttentionOptions {
+                window: Window::sliding(9),
+                ..causal
+            },
+        ),
         ("window to both sides", AttentionOptions { window, ..full }),
-        ("window with sink tokens", AttentionOptions { window: Window::sliding(9), sink_tokens: 4, ..causal }),
-        ("softcap", AttentionOptions { softcap: Some(2.0), ..causal }),
+        (
+            "window with sink tokens",
+            AttentionOptions {
+                window: Window::sliding(9),
+                sink_tokens: 4,
+                ..causal
+            },
+        ),
+        (
+            "softcap",
+            AttentionOptions {
+                softcap: Some(2.0),
+                ..causal
+            },
+        ),
     ];
     for (name, options) in cases {
         context.parity(name, &KINDS, 1.0, &inputs(sizes, sizes.heads), |run, x| {
             noted(run, x, &options)
         })?;
     }
-    context.parity("grouped heads, causal", &KINDS, 1.0, &inputs(sizes, 2), |run, x| {
-        noted(run, x, &causal)
-    })?;
-    let wide = Sizes { dim: context.sized(128, 24), ..sizes };
-    context.parity("larger heads, causal", &KINDS, 1.0, &inputs(wide, 2), |run, x| {
-        noted(run, x, &causal)
-    })?;
-    let odd = Sizes { dim: context.sized(72, 10), ..sizes };
-    context.parity("heads of an odd size", &KINDS, 1.0, &inputs(odd, odd.heads), |run, x| {
-        noted(run, x, &full)
-    })?;
+    context.parity(
+        "grouped heads, causal",
+        &KINDS,
+        1.0,
+        &inputs(sizes, 2),
+        |run, x| noted(run, x, &causal),
+    )?;
+    let wide = Sizes {
+        dim: context.sized(128, 24),
+        ..sizes
+    };
+    context.parity(
+        "larger heads, causal",
+        &KINDS,
+        1.0,
+        &inputs(wide, 2),
+        |run, x| noted(run, x, &causal),
+    )?;
+    let odd = Sizes {
+        dim: context.sized(72, 10),
+        ..sizes
+    };
+    context.parity(
+        "heads of an odd size",
+        &KINDS,
+        1.0,
+        &inputs(odd, odd.heads),
+        |run, x| noted(run, x, &full),
+    )?;
     let [query, key, value] = inputs(sizes, 2);
     let short = Sizes { tokens: 5, ..sizes };
     let [few, ..] = inputs(short, 2);
@@ -104,7 +147,10 @@ fn dense(context: &mut Context, sizes: Sizes) -> Result<()> {
         noted(run, x, &causal)
     })?;
     context.parity("few queries, top left", &KINDS, 1.0, &few, |run, x| {
-        let options = AttentionOptions { alignment: Alignment::TopLeft, ..causal };
+        let options = AttentionOptions {
+            alignment: Alignment::TopLeft,
+            ..causal
+        };
         noted(run, x, &options)
     })?;
     let grouped = [query, key, value];
@@ -114,11 +160,24 @@ fn dense(context: &mut Context, sizes: Sizes) -> Result<()> {
         Ok(vec![output, lse.f_detach()?])
     })?;
     context.parity("layout of flash-attn", &KINDS, 1.0, &grouped, |run, x| {
-        let options = AttentionOptions { layout: Layout::Bthd, ..on(run, causal) };
-        let turned: Vec<Tensor> = x.iter().map(|x| x.f_transpose(1, 2)).collect::<Result<_, _>>()?;
-        Ok(vec![attention(&turned[0], &turned[1], &turned[2], &options)?])
+        let options = AttentionOptions {
+            layout: Layout::Bthd,
+            ..on(run, causal)
+        };
+        let turned: Vec<Tensor> = x
+            .iter()
+            .map(|x| x.f_transpose(1, 2))
+            .collect::<Result<_, _>>()?;
+        Ok(vec![attention(
+            &turned[0], &turned[1], &turned[2], &options,
+        )?])
     })?;
-    for backend in [Backend::Flash, Backend::Efficient, Backend::CuDnn, Backend::Blockwise] {
+    for backend in [
+        Backend::Flash,
+        Backend::Efficient,
+        Backend::CuDnn,
+        Backend::Blockwise,
+    ] {
         let kinds = [Kind::BFloat16, Kind::Half];
         let there = matches!(backend, Backend::Blockwise) == (context.device() == Device::Cpu);
         if !there {
@@ -135,42 +194,84 @@ fn dense(context: &mut Context, sizes: Sizes) -> Result<()> {
         let kind = Kind::BFloat16;
         let x = Tensor::f_randn(shape, (Kind::Float, device))?.f_to_kind(kind)?;
         let ones = x.f_ones_like()?;
-        let options = AttentionOptions { dropout_p: 0.25, ..full };
+        let options = AttentionOptions {
+            dropout_p: 0.25,
+            ..full
+        };
         let output = attention(&x, &x, &ones, &options)?;
         let mean = output.f_mean(Kind::Double)?.f_double_value(&[])?;
-        Ok(Finding::judged((mean - 1.0).abs() < 0.02, format!("the mean is {mean}")))
+        Ok(Finding::judged(
+            (mean - 1.0).abs() < 0.02,
+            format!("the mean is {mean}"),
+        ))
     })
 }
 
 fn masked(context: &mut Context, sizes: Sizes) -> Result<()> {
-    let Sizes { batch, heads, tokens, .. } = sizes;
+    let Sizes {
+        batch,
+        heads,
+        tokens,
+        ..
+    } = sizes;
     let padding = move || -> Result<Tensor> {
         let at = Tensor::f_arange(tokens, (Kind::Int64, Device::Cpu))?;
         let lengths = Tensor::f_from_slice(&[tokens, tokens / 2])?;
         let seen = at.f_unsqueeze(0)?.f_lt_tensor(&lengths.f_unsqueeze(1)?)?;
         Ok(seen.f_view([batch, 1, 1, tokens])?)
     };
-    for (name, kv_heads) in [("mask of padding", heads), ("mask of padding, grouped heads", 2)] {
+    for (name, kv_heads) in [
+        ("mask of padding", heads),
+        ("mask of padding, grouped heads", 2),
+    ] {
         context.parity(name, &KINDS, 1.0, &inputs(sizes, kv_heads), |run, x| {
             let mask = padding()?.f_to_device(run.device)?;
-            noted(run, x, &AttentionOptions { mask: Some(&mask), ..Default::default() })
+            noted(
+                run,
+                x,
+                &AttentionOptions {
+                    mask: Some(&mask),
+                    ..Default::default()
+                },
+            )
         })?;
     }
     let [query, key, value] = inputs(sizes, heads);
     let biased = [query, key, value, leaf(&[1, heads, tokens, tokens])];
     context.parity("bias with a gradient", &KINDS, 1.0, &biased, |run, x| {
-        noted(run, x, &AttentionOptions { mask: Some(&x[3]), ..Default::default() })
+        noted(
+            run,
+            x,
+            &AttentionOptions {
+                mask: Some(&x[3]),
+                ..Default::default()
+            },
+        )
     })?;
     let causal = AttentionOptions::causal();
     context.parity("ALiBi", &KINDS, 1.0, &inputs(sizes, heads), |run, x| {
         let slopes: Vec<f32> = (1..=heads).map(|head| 0.5_f32.powi(head as i32)).collect();
         let slopes = Tensor::f_from_slice(&slopes)?.f_to_device(run.device)?;
-        noted(run, x, &AttentionOptions { alibi_slopes: Some(&slopes), ..causal })
+        noted(
+            run,
+            x,
+            &AttentionOptions {
+                alibi_slopes: Some(&slopes),
+                ..causal
+            },
+        )
     })?;
     let [query, key, value] = inputs(sizes, 2);
     let sinks = [query, key, value, leaf(&[heads])];
     context.parity("attention sinks", &KINDS, 1.0, &sinks, |run, x| {
-        noted(run, x, &AttentionOptions { sinks: Some(&x[3]), ..causal })
+        noted(
+            run,
+            x,
+            &AttentionOptions {
+                sinks: Some(&x[3]),
+                ..causal
+            },
+        )
     })
 }
 
@@ -183,8 +284,14 @@ fn packed(context: &mut Context, sizes: Sizes) -> Result<()> {
         [leaf(&[total, heads, dim]), keys.clone(), keys]
     };
     let causal = AttentionOptions::causal();
-    let window = AttentionOptions { window: Window::sliding(5), ..causal };
-    let softcap = AttentionOptions { softcap: Some(2.0), ..causal };
+    let window = AttentionOptions {
+        window: Window::sliding(5),
+        ..causal
+    };
+    let softcap = AttentionOptions {
+        softcap: Some(2.0),
+        ..causal
+    };
     let cases = [
         ("packed, full", AttentionOptions::default(), heads),
         ("packed, causal", causal, heads),
@@ -208,11 +315,17 @@ fn packed(context: &mut Context, sizes: Sizes) -> Result<()> {
 }
 
 fn inference(context: &mut Context, sizes: Sizes) -> Result<()> {
-    let Sizes { heads, tokens, dim, .. } = sizes;
+    let Sizes {
+        heads, tokens, dim, ..
+    } = sizes;
     let causal = AttentionOptions::causal();
     let keys = constant(&[3, 2, tokens, dim]);
     for queries in [1, 4] {
-        let given = [constant(&[3, heads, queries, dim]), keys.clone(), keys.clone()];
+        let given = [
+            constant(&[3, heads, queries, dim]),
+            keys.clone(),
+            keys.clone(),
+        ];
         let name = format!("decode {queries} at a time with lengths");
         context.parity(&name, &KINDS, 1.0, &given, |run, x| {
             let longest = usize::try_from(tokens)?;
@@ -224,7 +337,10 @@ fn inference(context: &mut Context, sizes: Sizes) -> Result<()> {
     }
     let blocks = constant(&[12, 2, 16, dim]);
     let given = [constant(&[7, heads, dim]), blocks.clone(), blocks.clone()];
-    let windowed = AttentionOptions { window: Window::sliding(9), ..causal };
+    let windowed = AttentionOptions {
+        window: Window::sliding(9),
+        ..causal
+    };
     for (name, options) in [("paged", causal), ("paged, sliding window", windowed)] {
         context.parity(name, &KINDS, 1.0, &given, |run, x| {
             let layout = PagedLayout {
@@ -239,22 +355,31 @@ fn inference(context: &mut Context, sizes: Sizes) -> Result<()> {
     let written = [constant(&[5, 2, dim]), blocks];
     context.parity("write to a paged pool", &KINDS, 1.0, &written, |run, x| {
         let slots = PagedSlots::new(vec![3, 16, 17, 95, 40], 16, run.device)?;
-        let mut pool = x[1].f_copy()?;
+        let mut pool = copied(&x[1])?;
         paged_write(&x[0], &mut pool, &slots)?;
         Ok(vec![pool])
     })?;
-    let halves = [constant(&[2, heads, 5, dim]), constant(&[2, 2, tokens, dim])];
-    context.parity("merge of two splits of the keys", &KINDS, 1.0, &halves, |run, x| {
-        let options = on(run, AttentionOptions::default());
-        let half = tokens / 2;
-        let (mut outputs, mut lses) = (Vec::new(), Vec::new());
-        for (start, len) in [(0, half), (half, tokens - half)] {
-            let keys = x[1].f_narrow(2, start, len)?;
-            let (output, lse) = attention_with_lse(&x[0], &keys, &keys, &options)?;
-            outputs.push(output);
-            lses.push(lse);
-        }
-        let (output, lse) = merge(&outputs, &lses, Layout::Bhtd)?;
-        Ok(vec![output, lse])
-    })
+    let halves = [
+        constant(&[2, heads, 5, dim]),
+        constant(&[2, 2, tokens, dim]),
+    ];
+    context.parity(
+        "merge of two splits of the keys",
+        &KINDS,
+        1.0,
+        &halves,
+        |run, x| {
+            let options = on(run, AttentionOptions::default());
+            let half = tokens / 2;
+            let (mut outputs, mut lses) = (Vec::new(), Vec::new());
+            for (start, len) in [(0, half), (half, tokens - half)] {
+                let keys = x[1].f_narrow(2, start, len)?;
+                let (output, lse) = attention_with_lse(&x[0], &keys, &keys, &options)?;
+                outputs.push(output);
+                lses.push(lse);
+            }
+            let (output, lse) = merge(&outputs, &lses, Layout::Bhtd)?;
+            Ok(vec![output, lse])
+        },
+    )
 }

@@ -19,7 +19,13 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     let tokens = context.sized(32_768, 256);
     let backends: &[Backend] = match device {
         Device::Cpu => &[Backend::Auto, Backend::Blockwise, Backend::Math],
-        _ => &[Backend::Auto, Backend::Flash, Backend::CuDnn, Backend::Efficient, Backend::Math],
+        _ => &[
+            Backend::Auto,
+            Backend::Flash,
+            Backend::CuDnn,
+            Backend::Efficient,
+            Backend::Math,
+        ],
     };
     for &length in lengths {
         for &backend in backends {
@@ -34,7 +40,10 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
                     Ok(values.f_set_requires_grad(true)?)
                 };
                 let (query, key, value) = (of(heads)?, of(kv_heads)?, of(kv_heads)?);
-                let options = AttentionOptions { backend, ..AttentionOptions::causal() };
+                let options = AttentionOptions {
+                    backend,
+                    ..AttentionOptions::causal()
+                };
                 let explanation = explain(&query, &key, &value, &options)?;
                 let Some(runs) = explanation.backend else {
                     // A back end may lack a shape; that is an answer.

@@ -33,9 +33,11 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
                     _ => 4.0,
                 };
                 let allowed = factor * tolerance(kind).max(1e-4);
-                Ok(Finding::judged(far <= allowed, "other logits than on the CPU")
-                    .with("output error", far)
-                    .with("tolerance", allowed))
+                Ok(
+                    Finding::judged(far <= allowed, "other logits than on the CPU")
+                        .with("output error", far)
+                        .with("tolerance", allowed),
+                )
             })?;
         }
     }
@@ -48,9 +50,12 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             let here = alone(&config)?;
             let far = distance(&there, &here)?;
             let allowed = 4.0 * tolerance(kind).max(1e-4);
-            Ok(Finding::judged(far <= allowed, "other logits than of each sequence alone on the CPU")
-                .with("output error", far)
-                .with("tolerance", allowed))
+            Ok(Finding::judged(
+                far <= allowed,
+                "other logits than of each sequence alone on the CPU",
+            )
+            .with("output error", far)
+            .with("tolerance", allowed))
         })?;
     }
     for cache in [CacheImplementation::Dynamic, CacheImplementation::Int8] {
@@ -82,7 +87,9 @@ fn build(
 }
 
 fn forward(model: &CausalLm, ids: &Tensor, cache: &mut dyn KvCache) -> Result<Tensor> {
-    let input = ForwardInput::new(ids).with_logits(Logits::All).with_cache(cache);
+    let input = ForwardInput::new(ids)
+        .with_logits(Logits::All)
+        .with_cache(cache);
     Ok(model.forward(input)?)
 }
 
@@ -97,7 +104,11 @@ fn decoded(
     let model = model(config, device, kind)?;
     let mut cache = build(&model, cache, device, kind)?;
     let ids = tokens(2, PROMPT + NEW, device)?;
-    let mut logits = vec![forward(&model, &ids.f_narrow(1, 0, PROMPT)?, cache.as_mut())?];
+    let mut logits = vec![forward(
+        &model,
+        &ids.f_narrow(1, 0, PROMPT)?,
+        cache.as_mut(),
+    )?];
     for at in PROMPT..PROMPT + NEW {
         logits.push(forward(&model, &ids.f_narrow(1, at, 1)?, cache.as_mut())?);
     }
@@ -123,9 +134,11 @@ fn changed(config: &LlamaConfig, kind: CacheImplementation, device: Device) -> R
     cache.truncate(PROMPT)?;
     let second = distance(&forward(&model, &next, cache.as_mut())?, &expected)?;
     let far = first.max(second);
-    Ok(Finding::judged(far < 1e-4, "other logits than of the untouched cache")
-        .with("output error", far)
-        .with("tolerance", 1e-4))
+    Ok(
+        Finding::judged(far < 1e-4, "other logits than of the untouched cache")
+            .with("output error", far)
+            .with("tolerance", 1e-4),
+    )
 }
 
 /// Returns the last logits of sequences that share one row over a paged cache.

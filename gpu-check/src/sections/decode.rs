@@ -87,7 +87,9 @@ fn prefilled(model: &CausalLm, streams: usize, new: usize) -> Result<(DecodeStep
     memory::reset_peak(device)?;
     let rows = i64::try_from(streams)?;
     let ids: Vec<i64> = prompts(model, streams).concat();
-    let ids = Tensor::f_from_slice(&ids)?.f_view([rows, -1])?.f_to_device(device)?;
+    let ids = Tensor::f_from_slice(&ids)?
+        .f_view([rows, -1])?
+        .f_to_device(device)?;
     let room = i64::try_from(PROMPT + new + 8)?;
     let mut step = DecodeStep::new(static_cache_of(model, rows, room)?, rows)?;
     let logits = step.prefill(model, &ids)?;

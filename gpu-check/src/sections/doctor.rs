@@ -40,7 +40,9 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         Ok(match library()? {
             CudaLibrary::Loaded { path } => Finding::passed().noting(path),
             CudaLibrary::Failed { reason } => Finding::failed(reason),
-            CudaLibrary::Absent { detail } if device == Device::Cpu => Finding::passed().noting(format!("absent: {detail}")),
+            CudaLibrary::Absent { detail } if device == Device::Cpu => {
+                Finding::passed().noting(format!("absent: {detail}"))
+            }
             CudaLibrary::Absent { detail } => Finding::failed(format!("absent: {detail}")),
             other => Finding::failed(format!("{other:?}")),
         })
@@ -67,7 +69,9 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     context.check("memory statistics", || {
         let before = memory::stats(device)?.allocated_bytes;
         let held = Tensor::f_zeros([1 << 20], (Kind::Float, device))?;
-        let grown = memory::stats(device)?.allocated_bytes.saturating_sub(before);
+        let grown = memory::stats(device)?
+            .allocated_bytes
+            .saturating_sub(before);
         drop(held);
         let reason = format!("4 MiB of a tensor are counted as {grown} bytes");
         Ok(Finding::judged(grown == 4 << 20, reason).with("allocated bytes", grown as f64))
@@ -83,17 +87,20 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             continue;
         }
         let width = context.sized(8192, 512);
-        context.check(format!("matmul of {width} in {}", crate::parity::name_of(kind)), || {
-            let x = Tensor::f_randn([width, width], (Kind::Float, device))?.f_to_kind(kind)?;
-            let time = seconds(device, 3, 2, || Ok(drop(x.f_matmul(&x)?)))?;
-            let rate = 2.0 * (width as f64).powi(3) / time;
-            let finding = Finding::passed().with("TFLOP/s", rate / 1e12);
-            if device == Device::Cpu {
-                return Ok(finding);
-            }
-            let peak = PeakFlops::of(device, kind)?.flops_per_second;
-            Ok(finding.with("of the data sheet", rate / peak))
-        })?;
+        context.check(
+            format!("matmul of {width} in {}", crate::parity::name_of(kind)),
+            || {
+                let x = Tensor::f_randn([width, width], (Kind::Float, device))?.f_to_kind(kind)?;
+                let time = seconds(device, 3, 2, || Ok(drop(x.f_matmul(&x)?)))?;
+                let rate = 2.0 * (width as f64).powi(3) / time;
+                let finding = Finding::passed().with("TFLOP/s", rate / 1e12);
+                if device == Device::Cpu {
+                    return Ok(finding);
+                }
+                let peak = PeakFlops::of(device, kind)?.flops_per_second;
+                Ok(finding.with("of the data sheet", rate / peak))
+            },
+        )?;
     }
     let bytes = context.sized(4_i64 << 30, 64 << 20);
     context.check("copy in memory", || {

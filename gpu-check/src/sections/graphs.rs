@@ -1,7 +1,9 @@
 use anyhow::{Result, anyhow, ensure};
 use overdrive::optim::{AdamW, AdamWConfig, Optimizer, ParamGroup};
 use overdrive::sys::memory;
-use overdrive::transformer::{CausalLm, ForwardInput, LabelShift, LlamaConfig, Logits, causal_lm_loss};
+use overdrive::transformer::{
+    CausalLm, ForwardInput, LabelShift, LlamaConfig, Logits, causal_lm_loss,
+};
 use overdrive_graphs::{
     AccumulationConfig, CaptureOptions, CudaGraph, DecodeGraph, DecodeStep, DeviceLoss, Error,
     TrainGraph, TrainStep, WorkError, static_cache_of,
@@ -11,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 use crate::context::Context;
 use crate::finding::Finding;
 use crate::models::{config, model, tokens};
-use crate::parity::{distance, name_of, tolerance};
+use crate::parity::{copied, distance, name_of, tolerance};
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let config = config(context);
@@ -21,9 +23,10 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         _ => &[Kind::Float, Kind::BFloat16],
     };
     for &kind in kinds {
-        context.check(format!("decode steps on the device in {}", name_of(kind)), || {
-            stepwise(&config, device, kind)
-        })?;
+        context.check(
+            format!("decode steps on the device in {}", name_of(kind)),
+            || stepwise(&config, device, kind),
+        )?;
     }
     if device == Device::Cpu {
         return context.check("a capture on a CPU is refused", || {
@@ -56,9 +59,11 @@ fn replayed(device: Device) -> Result<Finding> {
     let other = Tensor::f_randn([256, 256], (Kind::Float, device))?;
     input.f_copy_(&other)?;
     let far = distance(graph.replay()?, &other.f_matmul(&other)?.f_tanh()?)?;
-    Ok(Finding::judged(far < 1e-5, "another result than without the graph")
-        .with("output error", far)
-        .with("pool bytes", graph.pool_bytes() as f64))
+    Ok(
+        Finding::judged(far < 1e-5, "another result than without the graph")
+            .with("output error", far)
+            .with("pool bytes", graph.pool_bytes() as f64),
+    )
 }
 
 /// Compares the logits of single decode steps at positions on the device with those of the whole sequence.
@@ -74,9 +79,11 @@ fn stepwise(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding>
     }
     let far = distance(&Tensor::f_cat(&found, 1)?, &whole.f_narrow(1, 16, 8)?)?;
     let allowed = 4.0 * tolerance(kind);
-    Ok(Finding::judged(far <= allowed, "other logits than of the whole sequence")
-        .with("output error", far)
-        .with("tolerance", allowed))
+    Ok(
+        Finding::judged(far <= allowed, "other logits than of the whole sequence")
+            .with("output error", far)
+            .with("tolerance", allowed),
+    )
 }
 
 fn decoded(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> {
@@ -97,10 +104,12 @@ fn decoded(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> 
         most = if far.is_nan() { far } else { most.max(far) };
     }
     let allowed = 4.0 * tolerance(kind);
-    Ok(Finding::judged(most <= allowed, "other logits than without the graph")
-        .with("output error", most)
-        .with("tolerance", allowed)
-        .with("pool bytes", graph.pool_bytes() as f64))
+    Ok(
+        Finding::judged(most <= allowed, "other logits than without the graph")
+            .with("output error", most)
+            .with("tolerance", allowed)
+            .with("pool bytes", graph.pool_bytes() as f64),
+    )
 }
 
 type Loss = Box<dyn FnMut(&[Tensor]) -> Result<DeviceLoss, WorkError>>;
@@ -127,7 +136,12 @@ fn train_step(config: &LlamaConfig, ids: &Tensor) -> Result<TrainStep<Loss>> {
         gradient_accumulation_steps: 1,
         max_grad_norm: Some(1.0),
     };
-    Ok(TrainStep::new(&[ids.f_copy()?], loss, optimizer, accumulation)?)
+    Ok(TrainStep::new(
+        &[copied(ids)?],
+        loss,
+        optimizer,
+        accumulation,
+    )?)
 }
 
 fn trained(config: &LlamaConfig, device: Device) -> Result<Finding> {
@@ -144,10 +158,12 @@ fn trained(config: &LlamaConfig, device: Device) -> Result<Finding> {
         found = graph.step()?.mean_loss.f_double_value(&[])?;
     }
     let far = (found - expected).abs() / expected;
-    Ok(Finding::judged(far < 1e-3, "another loss than without the graph")
-        .with("output error", far)
-        .with("tolerance", 1e-3)
-        .with("last loss", found))
+    Ok(
+        Finding::judged(far < 1e-3, "another loss than without the graph")
+            .with("output error", far)
+            .with("tolerance", 1e-3)
+            .with("last loss", found),
+    )
 }
 
 /// Captures work that reads the device, which must fail, and uses the device's memory afterwards.
@@ -173,7 +189,9 @@ fn after_failure(device: Device) -> Result<Finding> {
         ensure!(sum == size as f64, "the sum of {size} ones is {sum}");
     }
     let far = distance(&input.f_square()?, &expected)?;
-    Ok(Finding::judged(far < 1e-6, "another result than on the CPU")
-        .noting(error.to_string())
-        .with("output error", far))
+    Ok(
+        Finding::judged(far < 1e-6, "another result than on the CPU")
+            .noting(error.to_string())
+            .with("output error", far),
+    )
 }

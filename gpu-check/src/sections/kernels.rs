@@ -52,7 +52,8 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     };
     // A new kernel is one more entry here, or a function like these with its cases. The cases of a group are dropped
     // before those of the next one are made.
-    let groups: [fn(Sizes) -> Result<Vec<Case>>; 4] = [norms_and_gates, losses, products, optimizers];
+    let groups: [fn(Sizes) -> Result<Vec<Case>>; 4] =
+        [norms_and_gates, losses, products, optimizers];
     for group in groups {
         for mut case in group(sizes)? {
             context.check(case.name.clone(), || {
@@ -127,7 +128,9 @@ fn both(
 }
 
 fn norms_and_gates(sizes: Sizes) -> Result<Vec<Case>> {
-    let Sizes { rows, width, gates, .. } = sizes;
+    let Sizes {
+        rows, width, gates, ..
+    } = sizes;
     let x = sizes.random(&[rows, width])?;
     let weight = sizes.random(&[width])?;
     let row = sizes.bytes(rows * width);
@@ -153,7 +156,11 @@ fn norms_and_gates(sizes: Sizes) -> Result<Vec<Case>> {
         vec![sizes.random(&[rows, 2 * gates])?],
         |x| Ok(vec![swiglu(&x[0])?]),
     )?);
-    let shape = QkvShape { heads: width / 32, kv_heads: width / 128, head_dim: 32 };
+    let shape = QkvShape {
+        heads: width / 32,
+        kv_heads: width / 128,
+        head_dim: 32,
+    };
     let options = (Kind::Float, sizes.device);
     let angles = Tensor::f_randn([rows, 16], options)?;
     let (cos, sin) = (angles.f_cos()?, angles.f_sin()?);
@@ -172,7 +179,13 @@ fn norms_and_gates(sizes: Sizes) -> Result<Vec<Case>> {
 }
 
 fn losses(sizes: Sizes) -> Result<Vec<Case>> {
-    let Sizes { rows, width, classes, device, .. } = sizes;
+    let Sizes {
+        rows,
+        width,
+        classes,
+        device,
+        ..
+    } = sizes;
     let labels = Tensor::f_randint(classes, [rows], (Kind::Int64, device))?;
     let options = CrossEntropyOptions {
         label_count: Some(rows),
@@ -191,20 +204,31 @@ fn losses(sizes: Sizes) -> Result<Vec<Case>> {
     cases.extend(both(
         "linear cross-entropy",
         [weight, 3.0 * weight],
-        vec![sizes.random(&[rows, width])?, sizes.random(&[classes, width])?],
+        vec![
+            sizes.random(&[rows, width])?,
+            sizes.random(&[classes, width])?,
+        ],
         move |x| {
             let options = LinearCrossEntropyOptions {
                 loss: options,
                 ..LinearCrossEntropyOptions::default()
             };
-            Ok(vec![linear_cross_entropy(&x[0], &x[1], &labels, &options)?.loss])
+            Ok(vec![
+                linear_cross_entropy(&x[0], &x[1], &labels, &options)?.loss,
+            ])
         },
     )?);
     Ok(cases)
 }
 
 fn products(sizes: Sizes) -> Result<Vec<Case>> {
-    let Sizes { width, gates, device, kind, .. } = sizes;
+    let Sizes {
+        width,
+        gates,
+        device,
+        kind,
+        ..
+    } = sizes;
     let dense = Tensor::f_randn([gates, width], (Kind::Float, device))?;
     let mut cases = Vec::new();
     for scheme in ["int8-weight", "int8", "int4-g128", "nf4", "fp8"] {
@@ -238,7 +262,12 @@ fn products(sizes: Sizes) -> Result<Vec<Case>> {
 }
 
 fn optimizers(sizes: Sizes) -> Result<Vec<Case>> {
-    let Sizes { width, gates, device, .. } = sizes;
+    let Sizes {
+        width,
+        gates,
+        device,
+        ..
+    } = sizes;
     let elements = (width * gates) as f64;
     let parameter = || -> Result<Vec<ParamGroup>> {
         let options = (Kind::Float, device);
@@ -263,7 +292,9 @@ fn optimizers(sizes: Sizes) -> Result<Vec<Case>> {
         Case {
             name: "clipping".to_owned(),
             bytes: elements * 12.0,
-            work: Box::new(move || Ok(drop(clip_grad_norm(&clipped, 1.0, ClipOptions::default())?))),
+            work: Box::new(move || {
+                Ok(drop(clip_grad_norm(&clipped, 1.0, ClipOptions::default())?))
+            }),
         },
     ])
 }

@@ -25,29 +25,38 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         refused(Tensor::f_empty([size], (Kind::Float, device)))?;
         works(device)?;
         let after = memory::stats(device)?.allocated_bytes;
-        Ok(Finding::judged(after == before, format!("{before} bytes before and {after} after")))
+        Ok(Finding::judged(
+            after == before,
+            format!("{before} bytes before and {after} after"),
+        ))
     })?;
-    context.check("memory that is filled to the end, and work after it", || {
-        let before = memory::stats(device)?.allocated_bytes;
-        let block = context_block(device);
-        let _limit = Limit::on(device, before + 64 * block.unsigned_abs())?;
-        let mut held = Vec::new();
-        let error = loop {
-            match Tensor::f_empty([block], (Kind::Uint8, device)) {
-                Ok(tensor) => held.push(tensor),
-                Err(error) => break error,
-            }
-            ensure!(held.len() < 4096, "4096 blocks fit");
-        };
-        let filled = held.len() as f64 * block as f64;
-        drop(held);
-        refused(Err(error))?;
-        memory::empty_cache(device)?;
-        works(device)?;
-        let after = memory::stats(device)?.allocated_bytes;
-        Ok(Finding::judged(after == before, format!("{before} bytes before and {after} after"))
+    context.check(
+        "memory that is filled to the end, and work after it",
+        || {
+            let before = memory::stats(device)?.allocated_bytes;
+            let block = context_block(device);
+            let _limit = Limit::on(device, before + 64 * block.unsigned_abs())?;
+            let mut held = Vec::new();
+            let error = loop {
+                match Tensor::f_empty([block], (Kind::Uint8, device)) {
+                    Ok(tensor) => held.push(tensor),
+                    Err(error) => break error,
+                }
+                ensure!(held.len() < 4096, "4096 blocks fit");
+            };
+            let filled = held.len() as f64 * block as f64;
+            drop(held);
+            refused(Err(error))?;
+            memory::empty_cache(device)?;
+            works(device)?;
+            let after = memory::stats(device)?.allocated_bytes;
+            Ok(Finding::judged(
+                after == before,
+                format!("{before} bytes before and {after} after"),
+            )
             .with("filled bytes", filled))
-    })?;
+        },
+    )?;
     context.check("a step that does not fit, and a smaller one", || {
         let model = model(&config, device, Kind::Float)?;
         model.set_requires_grad(true)?;
@@ -59,10 +68,14 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         // The rest of the device is taken, so that a batch of this size does not fit.
         let taken = take_all_but(device, 32 << 20)?;
         let large = tokens(64, 500, Device::Cpu)?.f_to_device(device);
-        let failed = large
-            .map_err(anyhow::Error::from)
-            .and_then(|ids| loss(&model, &ids, Precision::Fp32)?.f_backward().map_err(Into::into));
-        let error = failed.err().ok_or_else(|| anyhow!("the large batch fits"))?;
+        let failed = large.map_err(anyhow::Error::from).and_then(|ids| {
+            loss(&model, &ids, Precision::Fp32)?
+                .f_backward()
+                .map_err(Into::into)
+        });
+        let error = failed
+            .err()
+            .ok_or_else(|| anyhow!("the large batch fits"))?;
         ensure!(is_out_of_memory(error.as_ref()), "another error: {error:#}");
         drop(taken);
         memory::empty_cache(device)?;
@@ -80,16 +93,19 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             _ => TOO_MUCH / 4,
         };
         let mut tried = Vec::new();
-        let found = find_executable_batch_size(16, |rows| -> std::result::Result<usize, tch::TchError> {
-            tried.push(rows);
-            // Up to two rows fit.
-            let rows_of_memory = if rows > 2 { row * rows as i64 } else { 1024 };
-            let _taken = Tensor::f_empty([rows_of_memory], (Kind::Uint8, device))?;
-            Ok(rows)
-        })?;
+        let found =
+            find_executable_batch_size(16, |rows| -> std::result::Result<usize, tch::TchError> {
+                tried.push(rows);
+                // Up to two rows fit.
+                let rows_of_memory = if rows > 2 { row * rows as i64 } else { 1024 };
+                let _taken = Tensor::f_empty([rows_of_memory], (Kind::Uint8, device))?;
+                Ok(rows)
+            })?;
         works(device)?;
-        Ok(Finding::judged(found.batch == 2, format!("the size is {}", found.batch))
-            .noting(format!("tried {tried:?}")))
+        Ok(
+            Finding::judged(found.batch == 2, format!("the size is {}", found.batch))
+                .noting(format!("tried {tried:?}")),
+        )
     })
 }
 

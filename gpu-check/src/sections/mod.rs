@@ -100,29 +100,119 @@ impl Section {
 
 /// All sections in the order in which they run.
 pub const SECTIONS: &[Section] = &[
-    Section::new("doctor", 45, doctor::run, "the machine, its libraries and devices"),
-    Section::new("tiny", 75, tiny::run, "a small model: train, adapt, quantize, generate, save, resume"),
-    Section::new("graphs", 30, graphs::run, "CUDA graphs: capture, replay, work after a failed capture"),
-    Section::new("attention", 40, attention::run, "attention beside f64 on the CPU, forward and backward"),
-    Section::new("fused", 30, fused::run, "fused operators beside f64 on the CPU, forward and backward"),
-    Section::new("quantized", 40, quantized::run, "quantized linear layers beside their dequantized weights in f64"),
-    Section::new("reads", 25, reads::run, "reads of the device by the host in a step"),
-    Section::new("train_step", 150, train_step::run, "a training step of a 1B Llama beside PyTorch"),
-    Section::new("decode", 90, decode::run, "decoding of a 1B Llama with 1 and 64 streams"),
-    Section::new("ablation", 75, ablation::run, "the effect of each technique on a training step"),
-    Section::new("caches", 25, caches::run, "logits over each kind of cache beside the CPU"),
-    Section::new("optimizers", 25, optimizers::run, "steps of each optimizer beside the CPU"),
-    Section::new("memory", 25, memory::run, "out of memory, and work after it"),
+    Section::new(
+        "doctor",
+        45,
+        doctor::run,
+        "the machine, its libraries and devices",
+    ),
+    Section::new(
+        "tiny",
+        75,
+        tiny::run,
+        "a small model: train, adapt, quantize, generate, save, resume",
+    ),
+    Section::new(
+        "graphs",
+        30,
+        graphs::run,
+        "CUDA graphs: capture, replay, work after a failed capture",
+    ),
+    Section::new(
+        "attention",
+        40,
+        attention::run,
+        "attention beside f64 on the CPU, forward and backward",
+    ),
+    Section::new(
+        "fused",
+        30,
+        fused::run,
+        "fused operators beside f64 on the CPU, forward and backward",
+    ),
+    Section::new(
+        "quantized",
+        40,
+        quantized::run,
+        "quantized linear layers beside their dequantized weights in f64",
+    ),
+    Section::new(
+        "reads",
+        25,
+        reads::run,
+        "reads of the device by the host in a step",
+    ),
+    Section::new(
+        "train_step",
+        150,
+        train_step::run,
+        "a training step of a 1B Llama beside PyTorch",
+    ),
+    Section::new(
+        "decode",
+        90,
+        decode::run,
+        "decoding of a 1B Llama with 1 and 64 streams",
+    ),
+    Section::new(
+        "ablation",
+        75,
+        ablation::run,
+        "the effect of each technique on a training step",
+    ),
+    Section::new(
+        "caches",
+        25,
+        caches::run,
+        "logits over each kind of cache beside the CPU",
+    ),
+    Section::new(
+        "optimizers",
+        25,
+        optimizers::run,
+        "steps of each optimizer beside the CPU",
+    ),
+    Section::new(
+        "memory",
+        25,
+        memory::run,
+        "out of memory, and work after it",
+    ),
     Section::new("profiler", 20, profiler::run, "traces of a step"),
-    Section::new("distributed", 40, distributed::run, "two processes: NCCL on GPUs, Gloo on a CPU"),
-    Section::new("backends", 40, backends::run, "the back ends of attention by length"),
-    Section::new("kernels", 40, kernels::run, "launches and GB/s of single operations"),
+    Section::new(
+        "distributed",
+        40,
+        distributed::run,
+        "two processes: NCCL on GPUs, Gloo on a CPU",
+    ),
+    Section::new(
+        "backends",
+        40,
+        backends::run,
+        "the back ends of attention by length",
+    ),
+    Section::new(
+        "kernels",
+        40,
+        kernels::run,
+        "launches and GB/s of single operations",
+    ),
 ];
 
 /// Sections that fail in every way, for the tests of the [runner](crate::runner); they run only when they are named.
 pub const MACHINERY: &[Section] = &[
-    Section::new("machinery", 60, machinery::failures, "checks that fail in every way"),
-    Section::new("machinery-hang", 60, machinery::hang, "a check that never ends"),
+    Section::new(
+        "machinery",
+        60,
+        machinery::failures,
+        "checks that fail in every way",
+    ),
+    Section::new(
+        "machinery-hang",
+        60,
+        machinery::hang,
+        "a check that never ends",
+    ),
 ];
 
 /// Runs a section in this process and writes its events to standard output.

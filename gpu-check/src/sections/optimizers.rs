@@ -10,7 +10,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::parity::{distance, name_of, tolerance};
+use crate::parity::{copied, distance, name_of, tolerance};
 
 type Build = fn(Vec<ParamGroup>) -> Result<Box<dyn Optimizer>>;
 
@@ -18,35 +18,70 @@ const STEPS: i64 = 6;
 
 /// The optimizers, and the factor of the tolerance: states of 8 bits may be rounded to the next code.
 const ALL: [(&str, f64, Build); 12] = [
-    ("AdamW", 1.0, |groups| Ok(Box::new(AdamW::new(groups, AdamWConfig::default())?))),
+    ("AdamW", 1.0, |groups| {
+        Ok(Box::new(AdamW::new(groups, AdamWConfig::default())?))
+    }),
     ("AdamW, plain", 1.0, |groups| {
-        let config = AdamWConfig { implementation: Implementation::Plain, ..AdamWConfig::default() };
+        let config = AdamWConfig {
+            implementation: Implementation::Plain,
+            ..AdamWConfig::default()
+        };
         Ok(Box::new(AdamW::new(groups, config)?))
     }),
     ("AdamW, amsgrad", 1.0, |groups| {
-        let config = AdamWConfig { amsgrad: true, ..AdamWConfig::default() };
+        let config = AdamWConfig {
+            amsgrad: true,
+            ..AdamWConfig::default()
+        };
         Ok(Box::new(AdamW::new(groups, config)?))
     }),
     ("AdamW, capturable", 1.0, |groups| {
-        let config = AdamWConfig { capturable: true, ..AdamWConfig::default() };
+        let config = AdamWConfig {
+            capturable: true,
+            ..AdamWConfig::default()
+        };
         Ok(Box::new(AdamW::new(groups, config)?))
     }),
     ("AdamW, master weights", 1.0, |groups| {
-        let config = AdamWConfig { master_weights: true, ..AdamWConfig::default() };
+        let config = AdamWConfig {
+            master_weights: true,
+            ..AdamWConfig::default()
+        };
         Ok(Box::new(AdamW::new(groups, config)?))
     }),
     ("AdamW8bit", 30.0, |groups| {
-        Ok(Box::new(AdamW8bit::new(groups, AdamW8bitConfig::default())?))
+        Ok(Box::new(AdamW8bit::new(
+            groups,
+            AdamW8bitConfig::default(),
+        )?))
     }),
-    ("PagedAdamW, 32 bits", 1.0, |groups| Ok(Box::new(PagedAdamW::new(groups, paged(StateBits::ThirtyTwo))?))),
-    ("PagedAdamW, 8 bits", 30.0, |groups| Ok(Box::new(PagedAdamW::new(groups, paged(StateBits::Eight))?))),
-    ("Lion", 30.0, |groups| Ok(Box::new(Lion::new(groups, LionConfig::default())?))),
+    ("PagedAdamW, 32 bits", 1.0, |groups| {
+        Ok(Box::new(PagedAdamW::new(
+            groups,
+            paged(StateBits::ThirtyTwo),
+        )?))
+    }),
+    ("PagedAdamW, 8 bits", 30.0, |groups| {
+        Ok(Box::new(PagedAdamW::new(groups, paged(StateBits::Eight))?))
+    }),
+    ("Lion", 30.0, |groups| {
+        Ok(Box::new(Lion::new(groups, LionConfig::default())?))
+    }),
     ("Adafactor", 1.0, |groups| {
-        Ok(Box::new(Adafactor::new(groups, AdafactorConfig::with_learning_rate(1e-2))?))
+        Ok(Box::new(Adafactor::new(
+            groups,
+            AdafactorConfig::with_learning_rate(1e-2),
+        )?))
     }),
-    ("Muon", 30.0, |groups| Ok(Box::new(Muon::new(groups, MuonConfig::default())?))),
+    ("Muon", 30.0, |groups| {
+        Ok(Box::new(Muon::new(groups, MuonConfig::default())?))
+    }),
     ("SGD", 1.0, |groups| {
-        let config = SgdConfig { momentum: 0.9, nesterov: true, ..SgdConfig::default() };
+        let config = SgdConfig {
+            momentum: 0.9,
+            nesterov: true,
+            ..SgdConfig::default()
+        };
         Ok(Box::new(Sgd::new(groups, config)?))
     }),
 ];
@@ -77,9 +112,11 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
                 }
                 // Of the updates, which are far smaller than the parameters; in bf16 a parameter is rounded in each step.
                 let allowed = factor * 10.0 * tolerance(kind);
-                Ok(Finding::judged(most <= allowed, "other updates than on the CPU")
-                    .with("output error", most)
-                    .with("tolerance", allowed))
+                Ok(
+                    Finding::judged(most <= allowed, "other updates than on the CPU")
+                        .with("output error", most)
+                        .with("tolerance", allowed),
+                )
             })?;
         }
     }
@@ -126,7 +163,7 @@ fn parameters(device: Device, kind: Kind) -> Result<Vec<(String, Tensor)>> {
         .map(|(name, size)| {
             let values = Tensor::f_arange(size[0] * size[1], (Kind::Float, Device::Cpu))?;
             let values = (values * 0.37).f_sin()?.f_view(size)?;
-            let tensor = values.f_to_kind(kind)?.f_to_device(device)?.f_copy()?;
+            let tensor = copied(&values.f_to_kind(kind)?.f_to_device(device)?)?;
             Ok((name.to_owned(), tensor.f_set_requires_grad(true)?))
         })
         .collect()
@@ -148,8 +185,8 @@ fn updates(build: Build, device: Device, kind: Kind) -> Result<Vec<Tensor>> {
     let parameters = parameters(device, kind)?;
     let before: Vec<Tensor> = parameters
         .iter()
-        .map(|(_, tensor)| tensor.f_detach()?.f_copy())
-        .collect::<Result<_, _>>()?;
+        .map(|(_, tensor)| copied(&tensor.f_detach()?))
+        .collect::<Result<_>>()?;
     let shared = parameters.iter();
     let shared = shared.map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
     let group = ParamGroup::new("all", shared.collect()).with_weight_decay(0.1);

@@ -33,10 +33,17 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         loss?;
         let on_host = trace.events().iter().filter(|event| event.device_type == 0);
         let on_host = on_host.count();
-        let on_device: Vec<_> = trace.events().iter().filter(|event| event.device_type != 0).collect();
+        let on_device: Vec<_> = trace
+            .events()
+            .iter()
+            .filter(|event| event.device_type != 0)
+            .collect();
         let (launches, nanoseconds) = (
             on_device.len(),
-            on_device.iter().map(|event| event.end_ns - event.start_ns).sum::<u64>(),
+            on_device
+                .iter()
+                .map(|event| event.end_ns - event.start_ns)
+                .sum::<u64>(),
         );
         let averages = trace.key_averages(GroupBy::Name);
         let has_range = averages.get("a step of the check").is_some();

@@ -8,7 +8,9 @@ use crate::parity::{KINDS, distance, name_of, tolerance};
 
 /// The formats: the named schemes and groups of 8 bits.
 fn schemes() -> Result<Vec<Scheme>> {
-    let names = Scheme::NAMES.into_iter().chain(["int8-g32", "int4-g32-asym"]);
+    let names = Scheme::NAMES
+        .into_iter()
+        .chain(["int8-g32", "int4-g32-asym"]);
     Ok(names.map(str::parse).collect::<Result<_, _>>()?)
 }
 

@@ -36,10 +36,26 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     let mut every_block = Execution::default();
     every_block.checkpointing = Schedule::EveryBlock;
     let cases = [
-        ("a training step in f32", Precision::Fp32, Execution::default()),
-        ("a training step in bf16", Precision::Bf16, Execution::default()),
-        ("a training step in fp16 with a scaler", Precision::Fp16, Execution::default()),
-        ("a training step with checkpoints", Precision::Bf16, every_block),
+        (
+            "a training step in f32",
+            Precision::Fp32,
+            Execution::default(),
+        ),
+        (
+            "a training step in bf16",
+            Precision::Bf16,
+            Execution::default(),
+        ),
+        (
+            "a training step in fp16 with a scaler",
+            Precision::Fp16,
+            Execution::default(),
+        ),
+        (
+            "a training step with checkpoints",
+            Precision::Bf16,
+            every_block,
+        ),
     ];
     for (name, precision, execution) in cases {
         // Half precision of a processor without the instructions takes minutes; the reads are those of bf16.

@@ -15,8 +15,8 @@ use overdrive::precision::Precision;
 use overdrive::quantization::Scheme;
 use overdrive::snapshot::{RunState, SnapshotManager, SnapshotOptions};
 use overdrive::transformer::{
-    CausalLm, CheckpointOptions, Execution, ForwardInput, LlamaConfig, LoadOptions, QuantizeOptions,
-    SaveOptions, Schedule,
+    CausalLm, CheckpointOptions, Execution, ForwardInput, LlamaConfig, LoadOptions,
+    QuantizeOptions, SaveOptions, Schedule,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -49,7 +49,12 @@ fn learned((first, last): (f64, f64)) -> Finding {
 fn train(context: &mut Context, config: &LlamaConfig) -> Result<()> {
     let device = context.device();
     let steps = context.sized(30, 12);
-    for precision in [Precision::Fp32, Precision::Tf32, Precision::Bf16, Precision::Fp16] {
+    for precision in [
+        Precision::Fp32,
+        Precision::Tf32,
+        Precision::Bf16,
+        Precision::Fp16,
+    ] {
         if device == Device::Cpu && matches!(precision, Precision::Tf32 | Precision::Fp16) {
             continue;
         }
@@ -207,13 +212,20 @@ fn adapt(context: &mut Context, config: &LlamaConfig) -> Result<()> {
         let folder = tempfile::tempdir()?;
         save_adapter(&mut trained, "default", folder.path())?;
         let mut other = model(config, device, Kind::Float)?;
-        load_adapter(&mut other, folder.path(), "default", &LoadAdapterOptions::default())?;
+        load_adapter(
+            &mut other,
+            folder.path(),
+            "default",
+            &LoadAdapterOptions::default(),
+        )?;
         let loaded = distance(&logits(&other, &ids)?, &expected)?;
         merge_and_unload(&mut other, &MergeOptions::default())?;
         let merged = distance(&logits(&other, &ids)?, &expected)?;
-        Ok(Finding::judged(loaded < 1e-5 && merged < 1e-4, "the logits differ")
-            .with("output error", loaded.max(merged))
-            .with("tolerance", 1e-4))
+        Ok(
+            Finding::judged(loaded < 1e-5 && merged < 1e-4, "the logits differ")
+                .with("output error", loaded.max(merged))
+                .with("tolerance", 1e-4),
+        )
     })
 }
 
@@ -250,10 +262,16 @@ fn quantize(context: &mut Context, config: &LlamaConfig) -> Result<()> {
                 ..GenerationConfig::default()
             };
             let output = generate(&quantized, &prompts(2), &greedy)?;
-            ensure!(output.new_tokens(0).len() == 4, "four tokens were asked for");
-            Ok(Finding::judged(far < lossy(scheme), "the logits are far from the dense ones")
-                .with("output error", far)
-                .with("tolerance", lossy(scheme)))
+            ensure!(
+                output.new_tokens(0).len() == 4,
+                "four tokens were asked for"
+            );
+            Ok(Finding::judged(
+                far < lossy(scheme),
+                "the logits are far from the dense ones",
+            )
+            .with("output error", far)
+            .with("tolerance", lossy(scheme)))
         })?;
     }
     Ok(())
@@ -384,9 +402,11 @@ fn save(context: &mut Context, config: &LlamaConfig) -> Result<()> {
             _ => 1e-2 * expected,
         };
         let right = (resumed - expected).abs() <= allowed;
-        Ok(Finding::judged(right, "another loss than without the pause")
-            .with("last loss", resumed)
-            .with("loss without the pause", expected))
+        Ok(
+            Finding::judged(right, "another loss than without the pause")
+                .with("last loss", resumed)
+                .with("loss without the pause", expected),
+        )
     })?;
     context.check("a saved model is loaded to the device", || {
         let folder = tempfile::tempdir()?;

@@ -43,10 +43,20 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     unfused.fused_kernels = false;
     let cases = [
         ("Overdrive", Precision::Bf16, Execution::default()),
-        ("Overdrive, every block recomputed", Precision::Bf16, every_block),
+        (
+            "Overdrive, every block recomputed",
+            Precision::Bf16,
+            every_block,
+        ),
         ("Overdrive, operators of libtorch", Precision::Bf16, unfused),
     ];
-    let precision_of = |low| if device == Device::Cpu { Precision::Fp32 } else { low };
+    let precision_of = |low| {
+        if device == Device::Cpu {
+            Precision::Fp32
+        } else {
+            low
+        }
+    };
     for (name, precision, execution) in cases {
         let precision = precision_of(precision);
         step = step.with_precision(precision).with_execution(execution);
@@ -62,7 +72,14 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
                 Ok(())
             })?;
             let peak = memory::stats(device)?.peak_allocated_bytes;
-            figures(shape, measured.parameters(), device, time, peak as f64, loss)
+            figures(
+                shape,
+                measured.parameters(),
+                device,
+                time,
+                peak as f64,
+                loss,
+            )
         })?;
     }
     // Its memory is for the other side now.
@@ -146,7 +163,10 @@ fn pytorch(context: &mut Context, shape: Shape) -> Result<()> {
             command
                 .arg(scripts().join("gpu_step.py"))
                 .args(["--variant", variant])
-                .args(["--device", if device == Device::Cpu { "cpu" } else { "cuda" }])
+                .args([
+                    "--device",
+                    if device == Device::Cpu { "cpu" } else { "cuda" },
+                ])
                 .args(["--seconds", &left.to_string()])
                 .args(shape_arguments(shape));
             let output = command.output()?;
@@ -192,5 +212,7 @@ fn shape_arguments(shape: Shape) -> Vec<String> {
         ("--batch", shape.batch),
     ];
     let words = values.into_iter();
-    words.flat_map(|(name, value)| [name.to_owned(), value.to_string()]).collect()
+    words
+        .flat_map(|(name, value)| [name.to_owned(), value.to_string()])
+        .collect()
 }

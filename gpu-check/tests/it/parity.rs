@@ -70,7 +70,10 @@ fn a_gradient_that_is_wrong_fails_though_the_output_is_right() {
     });
     assert_eq!(outcomes(&checks), [Outcome::Failed; 2], "{checks:?}");
     let [output, gradient] = [0, 1].map(|index| checks[0].figures[index].value.unwrap());
-    assert!(output < 1e-5 && (gradient - 0.5).abs() < 1e-3, "{output} {gradient}");
+    assert!(
+        output < 1e-5 && (gradient - 0.5).abs() < 1e-3,
+        "{output} {gradient}"
+    );
 }
 
 #[test]
@@ -83,7 +86,11 @@ fn a_nan_and_another_shape_fail() {
     assert_eq!(nan[0].figures[0].value, None);
     let shape = checks(|run, x| {
         let y = product(x)?;
-        Ok(vec![if run.is_reference { y } else { y.f_narrow(0, 0, 8)? }])
+        Ok(vec![if run.is_reference {
+            y
+        } else {
+            y.f_narrow(0, 0, 8)?
+        }])
     });
     assert_eq!(outcomes(&shape), [Outcome::Failed; 2], "{shape:?}");
 }

@@ -11,7 +11,10 @@ fn report() -> Report {
         about: "Numbers.".to_owned(),
         seconds: 1.0,
         checks: vec![
-            check("right", Finding::passed().with("error", 1e-4).with("ms", 12.0)),
+            check(
+                "right",
+                Finding::passed().with("error", 1e-4).with("ms", 12.0),
+            ),
             check("wrong", Finding::failed("a | b").with("error", f64::NAN)),
             check("left out", Finding::skipped("needs two GPUs")),
         ],
@@ -32,7 +35,10 @@ fn the_markdown_has_a_column_for_each_figure_and_lists_the_failures_first() {
 ";
     assert!(text.contains(expected), "{text}");
     assert!(text.contains("1 passed, 1 failed, 1 skipped"), "{text}");
-    assert!(text.contains("## Failures\n\n- numbers: wrong: a | b\n"), "{text}");
+    assert!(
+        text.contains("## Failures\n\n- numbers: wrong: a | b\n"),
+        "{text}"
+    );
     assert!(text.contains("not complete"), "{text}");
 }
 
@@ -50,7 +56,8 @@ fn what_is_written_is_read_again() {
 
 #[test]
 fn a_skip_is_a_failure_where_a_gpu_is_required_unless_it_is_allowed() {
-    let required = |finding: Finding| -> Check { finding.into_check("x".to_owned(), 0.0).required() };
+    let required =
+        |finding: Finding| -> Check { finding.into_check("x".to_owned(), 0.0).required() };
     let skipped = required(Finding::skipped("needs more"));
     assert_eq!(skipped.outcome, Outcome::Failed);
     assert!(skipped.detail.contains("needs more"), "{}", skipped.detail);

@@ -30,7 +30,10 @@ fn a_check_that_ends_its_process_fails_and_the_next_ones_run() {
     assert!(!output.status.success());
     assert!(report.complete);
     let checks = &report.sections[0].checks;
-    let found: Vec<(&str, Outcome)> = checks.iter().map(|c| (c.name.as_str(), c.outcome)).collect();
+    let found: Vec<(&str, Outcome)> = checks
+        .iter()
+        .map(|c| (c.name.as_str(), c.outcome))
+        .collect();
     use Outcome::{Failed, Passed, Skipped};
     assert_eq!(
         found,
@@ -51,7 +54,10 @@ fn a_check_that_ends_its_process_fails_and_the_next_ones_run() {
     assert!(detail("panics").contains("out of the blue"));
     let words = detail("ends the process");
     // Signal 6 is SIGABRT.
-    assert!(words.contains("signal 6") && words.contains("the last words"), "{words}");
+    assert!(
+        words.contains("signal 6") && words.contains("the last words"),
+        "{words}"
+    );
     assert_eq!((report.passed, report.failed, report.skipped), (3, 4, 2));
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(printed.contains("FAILED panics"), "{printed}");
@@ -61,7 +67,13 @@ fn a_check_that_ends_its_process_fails_and_the_next_ones_run() {
 #[test]
 fn a_check_that_hangs_is_stopped_and_sections_without_time_say_so() {
     let folder = tempfile::tempdir().unwrap();
-    let arguments = ["--minutes", "0.1", "--section", "machinery-hang", "machinery"];
+    let arguments = [
+        "--minutes",
+        "0.1",
+        "--section",
+        "machinery-hang",
+        "machinery",
+    ];
     let (output, report) = gpu_check(folder.path(), &arguments);
     assert!(!output.status.success());
     let [hung, left_out] = &report.sections[..] else {
@@ -88,7 +100,10 @@ fn options_that_contradict_each_other_and_unknown_sections_are_named() {
     let error = of(&["--device", "cpu"], "1");
     assert!(error.contains("OVERDRIVE_REQUIRE_GPU"), "{error}");
     let error = of(&["--device", "cpu", "--section", "nothing"], "0");
-    assert!(error.contains("nothing") && error.contains("attention"), "{error}");
+    assert!(
+        error.contains("nothing") && error.contains("attention"),
+        "{error}"
+    );
     let error = of(&["--device", "cpu", "--minutes", "-1"], "0");
     assert!(error.contains("--minutes"), "{error}");
 }
