@@ -53,7 +53,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
                 memory::reset_peak(device)?;
                 let forward = seconds(device, 3, 2, || {
                     let _no_grad = tch::no_grad_guard();
-                    attention(&query, &key, &value, &options)?;
+                    let _output = attention(&query, &key, &value, &options)?;
                     Ok(())
                 })?;
                 let both = seconds(device, 3, 2, || {

@@ -73,13 +73,16 @@ fn build(
     kind: Kind,
 ) -> Result<Box<dyn KvCache>> {
     let config = model.config();
-    let mut shape = CacheShape::default();
-    shape.windows = model.layer_windows();
-    shape.batch = 2;
-    shape.max_len = Some(PROMPT + NEW);
-    shape.kv_heads = config.num_key_value_heads();
-    shape.head_dim = config.head_dim();
-    (shape.kind, shape.device) = (kind, device);
+    let mut shape = CacheShape {
+        windows: model.layer_windows(),
+        batch: 2,
+        max_len: Some(PROMPT + NEW),
+        kv_heads: config.num_key_value_heads(),
+        head_dim: config.head_dim(),
+        kind,
+        device,
+        ..CacheShape::default()
+    };
     if cache == CacheImplementation::Sliding {
         (shape.window, shape.sinks) = (Some(16), 0);
     }
@@ -122,7 +125,7 @@ fn changed(config: &LlamaConfig, kind: CacheImplementation, device: Device) -> R
     let mut cache = build(&model, kind, device, Kind::Float)?;
     let ids = tokens(2, PROMPT + NEW, device)?;
     let (prompt, next) = (ids.f_narrow(1, 0, PROMPT)?, ids.f_narrow(1, PROMPT, 1)?);
-    forward(&model, &prompt, cache.as_mut())?;
+    let _logits = forward(&model, &prompt, cache.as_mut())?;
     let mut fork = cache.fork()?;
     let expected = forward(&model, &next, cache.as_mut())?;
     let turned = Tensor::f_from_slice(&[1_i64, 0])?.f_to_device(device)?;
@@ -176,7 +179,7 @@ fn paged(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Tensor> {
         batch.commit()?;
         Ok(logits.f_squeeze_dim(0)?)
     };
-    step(false)?;
+    let _logits = step(false)?;
     step(true)
 }
 

@@ -1,5 +1,7 @@
-use anyhow::Result;
-use overdrive::generation::{Engine, EngineConfig, GenerationConfig, Request, generate};
+use std::time::Instant;
+
+use anyhow::{Result, anyhow};
+use overdrive::generation::{Engine, EngineConfig, Event, GenerationConfig, Request, generate};
 use overdrive::quantization::Scheme;
 use overdrive::sys::memory;
 use overdrive::transformer::{CausalLm, InitOptions, QuantizeOptions};
@@ -65,12 +67,12 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     Ok(())
 }
 
-/// Returns the figures of `steps` decode steps of `streams`, which took `seconds`.
-fn figures(model: &CausalLm, streams: usize, steps: usize, seconds: f64) -> Result<Finding> {
+/// Returns the figures of `steps` decode steps with `tokens` together, which took `seconds`.
+fn figures(model: &CausalLm, tokens: usize, steps: usize, seconds: f64) -> Result<Finding> {
     let bytes = model.memory_footprint() as f64 * steps as f64;
     let peak = memory::stats(model.device())?.peak_allocated_bytes as f64;
     Ok(Finding::passed()
-        .with("tokens/s", (streams * steps) as f64 / seconds)
+        .with("tokens/s", tokens as f64 / seconds)
         .with("ms a step", seconds * 1e3 / steps as f64)
         // As if each step read every weight once.
         .with("GB/s of weights", bytes / seconds / 1e9)
@@ -109,12 +111,12 @@ fn plain(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
         token = most_likely(&step.step(model, &token)?)?;
     }
     synchronize(model.device());
-    let began = std::time::Instant::now();
+    let began = Instant::now();
     for _ in 0..new {
         token = most_likely(&step.step(model, &token)?)?;
     }
     synchronize(model.device());
-    figures(model, streams, new, began.elapsed().as_secs_f64())
+    figures(model, streams * new, new, began.elapsed().as_secs_f64())
 }
 
 fn captured(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
@@ -125,14 +127,14 @@ fn captured(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
         token = most_likely(graph.step(&token)?)?;
     }
     synchronize(model.device());
-    let began = std::time::Instant::now();
+    let began = Instant::now();
     for _ in 0..new {
         token = most_likely(graph.step(&token)?)?;
     }
     synchronize(model.device());
     let seconds = began.elapsed().as_secs_f64();
     let pool = graph.pool_bytes() as f64 / f64::from(1 << 30);
-    Ok(figures(model, streams, new, seconds)?.with("pool GiB", pool))
+    Ok(figures(model, streams * new, new, seconds)?.with("pool GiB", pool))
 }
 
 fn greedy(new: usize) -> GenerationConfig {
@@ -148,12 +150,12 @@ fn generated(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
     generate(model, &prompts, &greedy(2))?;
     let output = generate(model, &prompts, &greedy(new))?;
     let seconds = output.timings.decode.as_secs_f64();
-    let steps = output.timings.decode_tokens / streams;
+    let tokens = output.timings.decode_tokens;
     let prefill = output.timings.prefill_tokens_per_second();
-    Ok(figures(model, streams, steps, seconds)?.with("prefill tokens/s", prefill))
+    Ok(figures(model, tokens, tokens / streams, seconds)?.with("prefill tokens/s", prefill))
 }
 
-/// Times the engine with sampling, from the first submission to the last token.
+/// Times the steps of the engine with sampling, once it has read every prompt.
 fn served(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
     memory::reset_peak(model.device())?;
     let mut settings = EngineConfig::default();
@@ -170,21 +172,22 @@ fn served(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
     for prompt in prompts(model, streams) {
         engine.submit(Request::new(prompt, sampled.clone()))?;
     }
-    // Until every prompt is read.
-    let mut steps = 0;
-    let mut began = std::time::Instant::now();
-    let mut tokens = 0;
+    let (mut steps, mut tokens) = (0, 0);
+    let mut began: Option<Instant> = None;
     while !engine.is_idle() {
         let events = engine.step()?;
-        if tokens > 0 {
+        let events = events.iter();
+        let new = events
+            .filter(|event| matches!(event, Event::Token { .. }))
+            .count();
+        if began.is_some() {
             steps += 1;
-            tokens += events.len();
-        } else if events.len() >= streams {
-            tokens = 1;
-            began = std::time::Instant::now();
+            tokens += new;
+        } else if new == streams {
+            began = Some(Instant::now());
         }
     }
     synchronize(model.device());
-    let seconds = began.elapsed().as_secs_f64();
-    Ok(figures(model, streams, steps, seconds)?.with("tokens/s, counted", tokens as f64 / seconds))
+    let began = began.ok_or_else(|| anyhow!("no step had a token of every stream"))?;
+    figures(model, tokens, steps, began.elapsed().as_secs_f64())
 }

@@ -72,7 +72,7 @@ fn stepwise(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding>
     let ids = tokens(2, 24, device)?;
     let whole = tch::no_grad(|| model.forward(ForwardInput::new(&ids)))?;
     let mut step = DecodeStep::new(static_cache_of(&model, 2, 32)?, 2)?;
-    step.prefill(&model, &ids.f_narrow(1, 0, 16)?)?;
+    let _logits = step.prefill(&model, &ids.f_narrow(1, 0, 16)?)?;
     let mut found = Vec::new();
     for at in 16..24 {
         found.push(step.step(&model, &ids.f_narrow(1, at, 1)?)?);
@@ -91,7 +91,7 @@ fn decoded(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> 
     let ids = tokens(2, 24, device)?;
     let new_step = || -> Result<DecodeStep> {
         let mut step = DecodeStep::new(static_cache_of(&model, 2, 32)?, 2)?;
-        step.prefill(&model, &ids.f_narrow(1, 0, 16)?)?;
+        let _logits = step.prefill(&model, &ids.f_narrow(1, 0, 16)?)?;
         Ok(step)
     };
     let mut plain = new_step()?;

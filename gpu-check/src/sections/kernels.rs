@@ -30,6 +30,9 @@ struct Case {
     work: Box<dyn FnMut() -> Result<()>>,
 }
 
+/// Makes cases that belong together.
+type Group = fn(Sizes) -> Result<Vec<Case>>;
+
 /// The sizes of the cases: rows of tokens, their width, the width of gates, classes.
 #[derive(Clone, Copy)]
 struct Sizes {
@@ -52,8 +55,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     };
     // A new kernel is one more entry here, or a function like these with its cases. The cases of a group are dropped
     // before those of the next one are made.
-    let groups: [fn(Sizes) -> Result<Vec<Case>>; 4] =
-        [norms_and_gates, losses, products, optimizers];
+    let groups: [Group; 4] = [norms_and_gates, losses, products, optimizers];
     for group in groups {
         for mut case in group(sizes)? {
             context.check(case.name.clone(), || {
@@ -121,7 +123,8 @@ fn both(
                     gradients: &directions,
                     ..GradOptions::default()
                 };
-                Ok(drop(grad_of(&outputs, &leaves, &options)?))
+                let _gradients = grad_of(&outputs, &leaves, &options)?;
+                Ok(())
             }),
         },
     ])
@@ -241,7 +244,8 @@ fn products(sizes: Sizes) -> Result<Vec<Case>> {
                 bytes: weight.bytes() as f64 + sizes.bytes(rows * (width + gates)),
                 work: Box::new(move || {
                     let _no_grad = tch::no_grad_guard();
-                    Ok(drop(linear(&x, &weight, None)?))
+                    let _product = linear(&x, &weight, None)?;
+                    Ok(())
                 }),
             });
         }
@@ -254,7 +258,8 @@ fn products(sizes: Sizes) -> Result<Vec<Case>> {
             bytes: sizes.bytes(width * gates + rows * (width + gates)),
             work: Box::new(move || {
                 let _no_grad = tch::no_grad_guard();
-                Ok(drop(overdrive::fused::linear(&x, &weight, None)?))
+                let _product = overdrive::fused::linear(&x, &weight, None)?;
+                Ok(())
             }),
         });
     }
@@ -293,7 +298,8 @@ fn optimizers(sizes: Sizes) -> Result<Vec<Case>> {
             name: "clipping".to_owned(),
             bytes: elements * 12.0,
             work: Box::new(move || {
-                Ok(drop(clip_grad_norm(&clipped, 1.0, ClipOptions::default())?))
+                let _norm = clip_grad_norm(&clipped, 1.0, ClipOptions::default())?;
+                Ok(())
             }),
         },
     ])

@@ -89,7 +89,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         let before = memory::stats(device)?.allocated_bytes;
         let _limit = Limit::on(device, before + (64 << 20))?;
         let row = match device {
-            Device::Cpu => 16 << 20,
+            Device::Cpu => 32 << 20,
             _ => TOO_MUCH / 4,
         };
         let mut tried = Vec::new();

@@ -143,7 +143,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             let parameters = parameters(device, Kind::Float)?;
             let first = parameters[0].1.shallow_clone();
             let mut ema = Ema::new(parameters, EmaConfig::default())?;
-            tch::no_grad(|| first.shallow_clone().f_mul_scalar_(2.0))?;
+            let _same = tch::no_grad(|| first.shallow_clone().f_mul_scalar_(2.0))?;
             ema.update()?;
             ema.copy_to_model()?;
             Ok(first.f_detach()?)

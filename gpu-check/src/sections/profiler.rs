@@ -30,7 +30,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             synchronize(device);
             loss
         })?;
-        loss?;
+        let _loss = loss?;
         let on_host = trace.events().iter().filter(|event| event.device_type == 0);
         let on_host = on_host.count();
         let on_device: Vec<_> = trace

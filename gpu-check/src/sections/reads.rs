@@ -72,7 +72,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             trainer.fit(&model, &ids, 2)?;
             let reads = HostReads::of(device);
             for _ in 0..3 {
-                trainer.step(&model, &ids)?;
+                let _loss = trainer.step(&model, &ids)?;
             }
             Ok(judge(&reads.names(), 3, 0.0))
         })?;
@@ -90,7 +90,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         trainer.fit(&base, &ids, 2)?;
         let reads = HostReads::of(device);
         for _ in 0..3 {
-            trainer.step(&base, &ids)?;
+            let _loss = trainer.step(&base, &ids)?;
         }
         Ok(judge(&reads.names(), 3, 0.0))
     })?;
@@ -98,12 +98,12 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         let model = model(&config, device, Kind::Float)?;
         let ids = tokens(2, 8, device)?;
         let mut step = DecodeStep::new(static_cache_of(&model, 2, 16)?, 2)?;
-        step.prefill(&model, &ids.f_narrow(1, 0, 4)?)?;
+        let _logits = step.prefill(&model, &ids.f_narrow(1, 0, 4)?)?;
         let token = ids.f_narrow(1, 4, 1)?;
-        step.step(&model, &token)?;
+        let _logits = step.step(&model, &token)?;
         let reads = HostReads::of(device);
         for _ in 0..3 {
-            step.step(&model, &token)?;
+            let _logits = step.step(&model, &token)?;
         }
         let names = reads.names();
         drop(reads);

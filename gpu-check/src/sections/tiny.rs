@@ -412,8 +412,10 @@ fn save(context: &mut Context, config: &LlamaConfig) -> Result<()> {
         let folder = tempfile::tempdir()?;
         let saved = model(config, device, Kind::BFloat16)?;
         saved.save_pretrained(folder.path(), &SaveOptions::default())?;
-        let mut options = LoadOptions::default();
-        options.device = device;
+        let options = LoadOptions {
+            device,
+            ..LoadOptions::default()
+        };
         let loaded = CausalLm::from_pretrained(folder.path(), &options)?;
         let same = saved
             .named_parameters()
