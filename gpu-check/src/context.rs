@@ -18,6 +18,8 @@ pub struct Context {
     /// The checks before this one were reported by an earlier process.
     first: usize,
     next: usize,
+    /// If `true`, a device that refuses everything ends the section.
+    is_watched: bool,
     emit: Box<dyn FnMut(&Line)>,
 }
 
@@ -56,8 +58,22 @@ impl Context {
             deadline,
             first,
             next: 0,
+            is_watched: true,
             emit: Box::new(emit),
         }
+    }
+
+    /// Lets the section continue on a device that refuses everything, to find out why it does.
+    pub fn examine_the_device(&mut self) {
+        self.is_watched = false;
+    }
+
+    /// Returns the error of the device if it cannot compute.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn check_device(&self) -> Result<()> {
+        works(self.device)
     }
 
     /// Returns the device that is checked.
@@ -120,7 +136,10 @@ impl Context {
                 first_lines(panic_text(panic.as_ref()))
             )),
         };
-        let works = works(self.device);
+        let works = match self.is_watched {
+            true => works(self.device),
+            false => Ok(()),
+        };
         if let Err(error) = &works {
             let outcome = Finding::failed(format!("{Lost}: {}", first_lines(&error.to_string())));
             finding = Finding {

@@ -12,6 +12,7 @@ use crate::timing::seconds;
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let device = context.device();
+    context.examine_the_device();
     context.check("machine", || {
         let machine = Machine::detect();
         let gib = machine.memory_bytes.unwrap_or(0) as f64 / f64::from(1 << 30);

@@ -219,6 +219,12 @@ pub const MACHINERY: &[Section] = &[
 pub fn run_here(section: &Section, target: Target, first: usize, limit: Duration) {
     let emit = |line: &Line| println!("{}", line.to_text());
     let mut context = Context::new(target.device(), first, Instant::now() + limit, emit);
+    let examines = section.name == SECTIONS[0].name;
+    if !examines && let Err(error) = context.check_device() {
+        // One line a section, not one a check.
+        context.fail("device", &format!("{error:#}"));
+        return emit(&Line::End);
+    }
     match (section.run)(&mut context) {
         Ok(()) => emit(&Line::End),
         Err(error) if error.is::<Lost>() => emit(&Line::Lost),
