@@ -100,6 +100,9 @@ impl Run {
     }
 }
 
+/// An operation on the tensors of a run.
+type Operation<'a> = dyn Fn(&Run, &[Tensor]) -> Result<Vec<Tensor>> + 'a;
+
 /// The outputs and the gradients of a run, on the CPU in float64.
 struct Outcomes {
     outputs: Vec<Tensor>,
@@ -137,7 +140,7 @@ fn compared(
     kind: Kind,
     factor: f64,
     inputs: &[Input],
-    operation: &dyn Fn(&Run, &[Tensor]) -> Result<Vec<Tensor>>,
+    operation: &Operation,
 ) -> Result<Finding> {
     let seed = name.bytes().fold(7, |hash: i64, byte| {
         (hash * 31 + i64::from(byte)) % 1_000_003
@@ -204,7 +207,7 @@ fn run(
     drawn: &[Tensor],
     inputs: &[Input],
     directions: &mut Vec<Tensor>,
-    operation: &dyn Fn(&Run, &[Tensor]) -> Result<Vec<Tensor>>,
+    operation: &Operation,
 ) -> Result<Outcomes> {
     let tensors: Vec<Tensor> = drawn
         .iter()
