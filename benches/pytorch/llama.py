@@ -21,6 +21,8 @@ class Shape:
     context: int = 256
     batch: int = 8
     tied: bool = True
+    # The number of key/value heads; 0 for as many as heads.
+    kv_heads: int = 0
 
 
 PRESETS = {
@@ -54,21 +56,29 @@ class Block(nn.Module):
     def __init__(self, s: Shape):
         super().__init__()
         self.heads, self.head_dim = s.heads, s.dim // s.heads
+        self.kv_heads = s.kv_heads or s.heads
         self.attention_norm, self.mlp_norm = Norm(s.dim), Norm(s.dim)
-        self.q, self.k, self.v, self.o = (nn.Linear(s.dim, s.dim, bias=False) for _ in range(4))
+        self.q, self.o = (nn.Linear(s.dim, s.dim, bias=False) for _ in range(2))
+        self.k, self.v = (nn.Linear(s.dim, self.kv_heads * self.head_dim, bias=False) for _ in range(2))
         self.gate, self.up = (nn.Linear(s.dim, s.hidden, bias=False) for _ in range(2))
         self.down = nn.Linear(s.hidden, s.dim, bias=False)
+
+    def attention(self, q, k, v):
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, enable_gqa=self.kv_heads != self.heads)
+
+    def activation(self, gate, up):
+        return F.silu(gate) * up
 
     def forward(self, x, cos, sin):
         batch, time, dim = x.shape
         h = self.attention_norm(x)
-        split = lambda t: t.view(batch, time, self.heads, self.head_dim).transpose(1, 2)
+        split = lambda t: t.view(batch, time, -1, self.head_dim).transpose(1, 2)
         q, k, v = split(self.q(h)), split(self.k(h)), split(self.v(h))
         q, k = rotate(q, cos, sin), rotate(k, cos, sin)
-        a = F.scaled_dot_product_attention(q, k, v, is_causal=True)
+        a = self.attention(q, k, v)
         x = x + self.o(a.transpose(1, 2).reshape(batch, time, dim))
         h = self.mlp_norm(x)
-        return x + self.down(F.silu(self.gate(h)) * self.up(h))
+        return x + self.down(self.activation(self.gate(h), self.up(h)))
 
 
 class Llama(nn.Module):
@@ -91,7 +101,10 @@ class Llama(nn.Module):
         x = self.embed(ids)
         for block in self.blocks:
             x = block(x, self.cos, self.sin)
-        logits = self.head(self.norm(x))
+        return self.loss(self.norm(x), labels)
+
+    def loss(self, hidden, labels):
+        logits = self.head(hidden)
         return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.reshape(-1))
 
 

@@ -3,7 +3,10 @@
 use std::error::Error;
 
 use overdrive::optim::{AdamW, AdamWConfig, ClipOptions, Optimizer, clip_grad_norm, decay_groups};
-use overdrive::transformer::{CausalLm, Execution, InitOptions, LabelShift, LlamaConfig};
+use overdrive::precision::Precision;
+use overdrive::transformer::{
+    CausalLm, Execution, ForwardInput, InitOptions, LabelShift, LlamaConfig,
+};
 use tch::{Device, Kind, Tensor};
 
 /// The shape of a model and of its batches.
@@ -17,6 +20,8 @@ pub struct Shape {
     pub layers: i64,
     /// The number of attention heads.
     pub heads: i64,
+    /// The number of key/value heads.
+    pub kv_heads: i64,
     /// The size of the feed-forward layers.
     pub hidden: i64,
     /// The number of tokens in a sequence.
@@ -32,6 +37,7 @@ impl Shape {
         dim: 256,
         layers: 6,
         heads: 4,
+        kv_heads: 4,
         hidden: 688,
         context: 256,
         batch: 8,
@@ -42,14 +48,41 @@ impl Shape {
         dim: 384,
         layers: 6,
         heads: 6,
+        kv_heads: 6,
         hidden: 1024,
         context: 256,
+        batch: 8,
+    };
+    /// The shape of Llama 3.2 1B, with 1.24B parameters, at 2048 tokens.
+    pub const LLAMA_1B: Self = Self {
+        vocab: 128_256,
+        dim: 2048,
+        layers: 16,
+        heads: 32,
+        kv_heads: 8,
+        hidden: 8192,
+        context: 2048,
         batch: 8,
     };
 
     /// Returns the number of tokens in a batch.
     pub fn tokens(&self) -> i64 {
         self.batch * self.context
+    }
+
+    /// Returns the configuration of a Llama of this shape.
+    pub fn config(&self) -> LlamaConfig {
+        LlamaConfig {
+            vocab_size: self.vocab,
+            hidden_size: self.dim,
+            intermediate_size: self.hidden,
+            num_hidden_layers: self.layers,
+            num_attention_heads: self.heads,
+            num_key_value_heads: Some(self.kv_heads),
+            max_position_embeddings: self.context,
+            tie_word_embeddings: true,
+            ..LlamaConfig::default()
+        }
     }
 }
 
@@ -59,6 +92,7 @@ pub struct Step {
     model: CausalLm,
     optimizer: AdamW,
     shape: Shape,
+    precision: Precision,
 }
 
 /// The result of the benchmark's functions.
@@ -70,21 +104,11 @@ impl Step {
     /// # Errors
     /// An error if a Llama cannot have this shape.
     pub fn new(shape: Shape, device: Device) -> StepResult<Self> {
-        let config = LlamaConfig {
-            vocab_size: shape.vocab,
-            hidden_size: shape.dim,
-            intermediate_size: shape.hidden,
-            num_hidden_layers: shape.layers,
-            num_attention_heads: shape.heads,
-            max_position_embeddings: shape.context,
-            tie_word_embeddings: true,
-            ..LlamaConfig::default()
-        };
         let init = InitOptions {
             device,
             ..InitOptions::default()
         };
-        let model = CausalLm::new(&config.into(), &init)?;
+        let model = CausalLm::new(&shape.config().into(), &init)?;
         model.set_requires_grad(true)?;
         let config = AdamWConfig {
             learning_rate: 2e-3,
@@ -96,16 +120,35 @@ impl Step {
             model,
             optimizer,
             shape,
+            precision: Precision::Fp32,
         })
+    }
+
+    /// Returns the same step in another precision. fp16 is not scaled.
+    #[must_use]
+    pub fn with_precision(mut self, precision: Precision) -> Self {
+        self.precision = precision;
+        self
+    }
+
+    /// Returns the same step with other implementations.
+    #[must_use]
+    pub fn with_execution(mut self, execution: Execution) -> Self {
+        self.model.set_execution(execution);
+        self
     }
 
     /// Returns the same step without fused kernels, joint matmuls and the chunked loss.
     #[must_use]
-    pub fn unfused(mut self) -> Self {
+    pub fn unfused(self) -> Self {
         let mut execution = Execution::default();
         execution.fused_kernels = false;
-        self.model.set_execution(execution);
-        self
+        self.with_execution(execution)
+    }
+
+    /// Returns the model.
+    pub fn model(&self) -> &CausalLm {
+        &self.model
     }
 
     /// Returns the number of parameters.
@@ -136,19 +179,37 @@ impl Step {
         ))
     }
 
-    /// Runs forward, backward, clipping and optimizer, and returns the loss.
+    /// Returns the loss of a batch, a scalar on the device.
     ///
     /// # Errors
     /// An error if memory runs out.
-    pub fn run(&mut self, (inputs, labels): &(Tensor, Tensor)) -> StepResult<f64> {
-        let loss = self
-            .model
-            .loss(inputs, labels, LabelShift::Shifted)?
-            .mean()?;
+    pub fn loss(&self, (inputs, labels): &(Tensor, Tensor)) -> StepResult<Tensor> {
+        let count = usize::try_from(self.shape.tokens())?;
+        let loss = self.precision.autocast(inputs.device(), || {
+            let input = ForwardInput::new(inputs).with_label_count(count);
+            self.model.loss_of(input, labels, LabelShift::Shifted)
+        })??;
+        Ok(loss.mean()?)
+    }
+
+    /// Runs forward, backward, clipping and optimizer, and returns the loss as a scalar on the device.
+    ///
+    /// # Errors
+    /// An error if memory runs out.
+    pub fn run_on_device(&mut self, batch: &(Tensor, Tensor)) -> StepResult<Tensor> {
+        let loss = self.loss(batch)?;
         loss.f_backward()?;
         let _norm = clip_grad_norm(&self.optimizer.parameters(), 1.0, ClipOptions::default())?;
         self.optimizer.step()?;
         self.optimizer.zero_grad()?;
-        Ok(loss.f_double_value(&[])?)
+        Ok(loss.f_detach()?)
+    }
+
+    /// Runs a step as [`run_on_device`](Self::run_on_device) does, and reads the loss.
+    ///
+    /// # Errors
+    /// An error if memory runs out.
+    pub fn run(&mut self, batch: &(Tensor, Tensor)) -> StepResult<f64> {
+        Ok(self.run_on_device(batch)?.f_double_value(&[])?)
     }
 }

@@ -203,6 +203,27 @@ pub(crate) fn ablation(further: &[OsString]) -> Cargo {
     .and(further)
 }
 
+/// The program of the GPU check.
+const GPU_CHECK: [&str; 5] = [
+    "--release",
+    "-p",
+    "overdrive-gpu-check",
+    "--bin",
+    "gpu-check",
+];
+
+/// Runs the GPU check.
+pub(crate) fn gpu_check(further: &[OsString]) -> Cargo {
+    let run = Cargo::new(["run"]).and(&GPU_CHECK.map(OsString::from));
+    run.and(&["--".into()]).and(further)
+}
+
+/// Builds the GPU check; the output is Cargo's messages about the artifacts.
+pub(crate) fn gpu_check_program() -> Cargo {
+    let build = Cargo::new(["build"]).and(&GPU_CHECK.map(OsString::from));
+    build.and(&["--message-format=json-render-diagnostics".into()])
+}
+
 pub(crate) fn fmt(further: &[OsString]) -> Cargo {
     Cargo::new(["fmt", "--all"]).and(further)
 }

@@ -195,7 +195,7 @@ mod tests {
         let root = cargo::workspace();
         let folders = fs::read_dir(root.join("crates")).unwrap();
         let mut packages: Vec<PathBuf> = folders.map(|entry| entry.unwrap().path()).collect();
-        packages.extend(["examples", "benches", "xtask"].map(|name| root.join(name)));
+        packages.extend(["examples", "benches", "gpu-check", "xtask"].map(|name| root.join(name)));
         let mut off = 0;
         for package in packages {
             let manifest = fs::read_to_string(package.join("Cargo.toml")).unwrap();

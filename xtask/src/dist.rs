@@ -3,7 +3,7 @@
 
 mod libraries;
 mod licences;
-mod manifest;
+pub(crate) mod manifest;
 pub(crate) mod program;
 
 use std::fs;
@@ -24,11 +24,7 @@ pub(crate) const MANIFEST: &str = "manifest.json";
 
 /// Builds, collects and checks the files; the output folder is created by one rename.
 pub(crate) fn dist(out: Option<&Path>, features: Option<&str>) -> Result<()> {
-    let target = match out {
-        Some(out) => std::path::absolute(out)
-            .map_err(|error| Failure::new(format!("{}: {error}", out.display())))?,
-        None => cargo::workspace().join("target/dist/overdrive"),
-    };
+    let target = target_of(out, "target/dist/overdrive")?;
     // Before the build, which takes minutes.
     replaceable(&target)?;
     let found = setup::setup(Request::Any, false)?;
@@ -72,8 +68,17 @@ pub(crate) fn dist(out: Option<&Path>, features: Option<&str>) -> Result<()> {
     Ok(())
 }
 
+/// Returns the output folder: the given one, or `default` in the workspace.
+pub(crate) fn target_of(out: Option<&Path>, default: &str) -> Result<PathBuf> {
+    match out {
+        Some(out) => std::path::absolute(out)
+            .map_err(|error| Failure::new(format!("{}: {error}", out.display()))),
+        None => Ok(cargo::workspace().join(default)),
+    }
+}
+
 /// The folder under construction; it is removed if the construction fails. After the rename nothing is left.
-struct Made(PathBuf);
+pub(crate) struct Made(pub(crate) PathBuf);
 
 impl Drop for Made {
     fn drop(&mut self) {
@@ -84,6 +89,11 @@ impl Drop for Made {
 /// Refuses to replace a folder that this command has not created: `--out ~` means a folder in `~`, not in its
 /// place.
 fn replaceable(target: &Path) -> Result<()> {
+    replaceable_by("dist", Manifest::is_in, target)
+}
+
+/// As [`replaceable`], for the command `cargo xtask <name>` that recognizes its folders by `is_own`.
+pub(crate) fn replaceable_by(name: &str, is_own: fn(&Path) -> bool, target: &Path) -> Result<()> {
     let refuse = |what: &str| {
         Err(Failure::new(format!("{} {what}", target.display()))
             .remedy("Name a folder that is not there yet: `--out DIR/overdrive`."))
@@ -93,9 +103,9 @@ fn replaceable(target: &Path) -> Result<()> {
         Err(error) if error.kind() == io::ErrorKind::NotADirectory => refuse("is no folder"),
         Err(error) => Err(failed("could not read", target, &error)),
         Ok(mut entries) => match entries.next() {
-            Some(_) if !Manifest::is_in(target) => {
-                refuse("was not created by `cargo xtask dist`; it is left unchanged")
-            }
+            Some(_) if !is_own(target) => refuse(&format!(
+                "was not created by `cargo xtask {name}`; it is left unchanged"
+            )),
             _ => Ok(()),
         },
     }
@@ -141,18 +151,18 @@ fn room(parent: &Path, programs: &[Program], libraries: &[PathBuf]) -> Result<()
 
 const OTHER_DISK: &str = "Make room, or name a folder on another disk: `--out DIR`.";
 
-fn copy(from: &Path, to: &Path) -> Result<()> {
+pub(crate) fn copy(from: &Path, to: &Path) -> Result<()> {
     let copied = fs::copy(from, to);
     copied
         .map(drop)
         .map_err(|error| failed("could not copy to", to, &error))
 }
 
-fn failed(what: &str, path: &Path, error: &io::Error) -> Failure {
+pub(crate) fn failed(what: &str, path: &Path, error: &io::Error) -> Failure {
     Failure::new(format!("{what} {}: {error}", path.display())).remedy(OTHER_DISK)
 }
 
-fn name(target: &Path) -> String {
+pub(crate) fn name(target: &Path) -> String {
     let name = target.file_name().unwrap_or_default();
     name.to_string_lossy().into_owned()
 }

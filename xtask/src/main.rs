@@ -14,6 +14,7 @@ mod failure;
 #[path = "../../faults/mod.rs"]
 mod faults;
 mod fuzz;
+mod gpu_bundle;
 mod hash;
 mod lock;
 mod progress;
@@ -84,6 +85,17 @@ enum Command {
         /// Features of the examples, as in `--features parquet`
         #[arg(long, value_name = "FEATURES")]
         features: Option<String>,
+    },
+    /// Check and measure everything that runs on a GPU, and write a report: cargo run --release -p
+    /// overdrive-gpu-check; `--device cpu` tests the program itself
+    GpuCheck(Further),
+    /// Make a folder with `gpu-check` that runs on a machine with the PyTorch 2.11 of its Python, without Rust and
+    /// without a network
+    GpuBundle {
+        /// The output folder; one that this command created before is replaced [default:
+        /// target/dist/gpu-check]
+        #[arg(long, value_name = "DIR")]
+        out: Option<PathBuf>,
     },
     /// Report on this machine: libtorch, devices, compiler, memory, and the precision to train in
     Doctor,
@@ -158,6 +170,8 @@ fn run(command: Command) -> Result<()> {
         Command::Bench(_) => after_setup(cargo::bench(&further(2))),
         Command::Ablation(_) => after_setup(cargo::ablation(&further(2))),
         Command::Dist { out, features } => dist::dist(out.as_deref(), features.as_deref()),
+        Command::GpuCheck(_) => after_setup(cargo::gpu_check(&further(2))),
+        Command::GpuBundle { out } => gpu_bundle::gpu_bundle(out.as_deref()),
         Command::Doctor => doctor::doctor(),
         Command::Faults => all_after_setup(cargo::faults()),
         Command::Fuzz { target, minutes } => fuzz::fuzz(target.as_deref(), minutes),

@@ -85,9 +85,7 @@ impl CausalLm {
         // Projections that one matmul computes share one block of memory.
         let groups = config.adjacent();
         let parameters = allocate(specs.clone(), &kinds, options.device, &groups)?;
-        for ((_, parameter), spec) in parameters.iter().zip(&specs) {
-            initialise(parameter, spec, options.seed)?;
-        }
+        initialise(&parameters, &specs, options.seed)?;
         let parts = ModelTensors {
             parameters,
             ..ModelTensors::default()

@@ -1,3 +1,8 @@
+use std::cmp::Reverse;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::sync::mpsc::sync_channel;
+use std::thread;
+
 use overdrive_core::random::Generator;
 use tch::Tensor;
 
@@ -21,32 +26,80 @@ pub enum Init {
 /// The number of values that are drawn at a time: a large embedding is not held twice.
 const CHUNK: i64 = 1 << 20;
 
-/// Sets `parameter`, which is that of `spec`, to its initial value.
+/// Sets `parameters`, which are those of `specs`, to their initial values.
 ///
 /// Random values depend on the seed and the parameter's name alone: they are the same on every device, and
-/// neither use nor disturb libtorch's global generator.
-pub(crate) fn initialise(parameter: &Tensor, spec: &ParameterSpec, seed: u64) -> Result<()> {
-    // Detached: libtorch forbids writes in place to a leaf that requires a gradient.
-    let mut flat = parameter.f_detach()?.f_view([-1])?;
-    let std = match spec.init {
-        Init::Zeros | Init::Ones => {
-            let _same = flat.f_fill_(i64::from(spec.init == Init::Ones))?;
-            return Ok(());
+/// neither use nor disturb libtorch's global generator. They are drawn on all cores, a parameter on each, because the
+/// start of a large model would otherwise wait for one core; only the calling thread calls libtorch.
+pub(crate) fn initialise(
+    parameters: &[(String, Tensor)],
+    specs: &[ParameterSpec],
+    seed: u64,
+) -> Result<()> {
+    let mut random = Vec::new();
+    for ((_, parameter), spec) in parameters.iter().zip(specs) {
+        // Detached: libtorch forbids writes in place to a leaf that requires a gradient.
+        let mut flat = parameter.f_detach()?.f_view([-1])?;
+        match spec.init {
+            Init::Zeros | Init::Ones => {
+                let _same = flat.f_fill_(i64::from(spec.init == Init::Ones))?;
+            }
+            Init::Normal { std } => random.push((flat, spec, std)),
         }
-        Init::Normal { std } => std,
+    }
+    // The largest first, so that no core is left with it alone at the end.
+    random.sort_by_key(|(_, spec, _)| Reverse(spec.numel()));
+    let jobs: Vec<_> = random.iter().map(|(_, spec, std)| (*spec, *std)).collect();
+    let values: i64 = jobs.iter().map(|(spec, _)| spec.numel()).sum();
+    let workers = match values <= CHUNK {
+        // Not worth more threads.
+        true => 1,
+        false => thread::available_parallelism().map_or(1, Into::into),
     };
+    let next = AtomicUsize::new(0);
+    thread::scope(|scope| {
+        // Bounded, so that the values that wait for their copy stay few.
+        let (sender, receiver) = sync_channel(workers);
+        for _ in 0..workers.min(jobs.len()) {
+            let (sender, jobs, next) = (sender.clone(), &jobs, &next);
+            scope.spawn(move || {
+                loop {
+                    let index = next.fetch_add(1, Ordering::Relaxed);
+                    let send = |part: Part| sender.send((index, part)).is_ok();
+                    match jobs.get(index) {
+                        Some((spec, std)) if draw(spec, *std, seed, send) => {}
+                        _ => return,
+                    }
+                }
+            });
+        }
+        drop(sender);
+        for (index, (start, values)) in receiver {
+            let (flat, ..) = &random[index];
+            let count = i64::try_from(values.len()).unwrap_or(i64::MAX);
+            let mut chunk = flat.f_narrow(0, start, count)?;
+            chunk.f_copy_(&Tensor::f_from_slice(&values)?)?;
+        }
+        Ok(())
+    })
+}
+
+/// A part of a parameter: the index of its first value, and the values.
+type Part = (i64, Vec<f32>);
+
+/// Sends the values of a parameter in order. Returns `false` once nobody receives them.
+fn draw(spec: &ParameterSpec, std: f64, seed: u64, send: impl Fn(Part) -> bool) -> bool {
     let mut generator = Generator::named(seed, &spec.name);
     let mut start = 0;
     while start < spec.numel() {
         let count = (spec.numel() - start).min(CHUNK);
-        let values: Vec<f32> = (0..count)
-            .map(|_| (std * generator.normal()) as f32)
-            .collect();
-        let mut chunk = flat.f_narrow(0, start, count)?;
-        chunk.f_copy_(&Tensor::f_from_slice(&values)?)?;
+        let values = (0..count).map(|_| (std * generator.normal()) as f32);
+        if !send((start, values.collect())) {
+            return false;
+        }
         start += count;
     }
-    Ok(())
+    true
 }
 
 #[cfg(test)]
@@ -64,7 +117,8 @@ mod tests {
             let init = Init::Normal { std: 0.02 };
             let spec = ParameterSpec::new(name.to_owned(), &[200_000], init, ParameterRole::Other);
             let parameter = Tensor::zeros([200_000], (Kind::Float, Device::Cpu));
-            initialise(&parameter, &spec, seed).unwrap();
+            let named = [(name.to_owned(), parameter.shallow_clone())];
+            initialise(&named, &[spec], seed).unwrap();
             Vec::<f64>::try_from(parameter.to_kind(Kind::Double)).unwrap()
         };
         let values = draw(1, "a");

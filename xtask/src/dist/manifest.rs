@@ -37,7 +37,7 @@ struct Entry {
 
 /// The newest symbol versions of the system's libraries that a file needs.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
-struct Needs {
+pub(crate) struct Needs {
     /// glibc 2.`n`.
     glibc: Option<u32>,
     /// `GLIBCXX_3.4.n` of libstdc++.
@@ -158,7 +158,7 @@ export LD_LIBRARY_PATH=$(python3 -c 'import os, torch; print(os.path.join(os.pat
 
 impl Needs {
     /// Returns the versions that `bytes` of a binary name.
-    fn of(bytes: &[u8]) -> Self {
+    pub(crate) fn of(bytes: &[u8]) -> Self {
         Self {
             glibc: newest(bytes, b"GLIBC_2."),
             libstdcxx: newest(bytes, b"GLIBCXX_3.4."),
@@ -172,11 +172,11 @@ impl Needs {
         }
     }
 
-    fn glibc(self) -> Option<String> {
+    pub(crate) fn glibc(self) -> Option<String> {
         self.glibc.map(|minor| format!("2.{minor}"))
     }
 
-    fn libstdcxx(self) -> Option<String> {
+    pub(crate) fn libstdcxx(self) -> Option<String> {
         self.libstdcxx.map(|patch| format!("GLIBCXX_3.4.{patch}"))
     }
 }
@@ -221,7 +221,7 @@ fn entries(folder: &Path, prefix: &str, files: &mut Vec<Entry>, needs: &mut Need
 }
 
 /// Returns the commit that is checked out, with a `+` if files differ from it; `None` without git.
-fn commit() -> Option<String> {
+pub(crate) fn commit() -> Option<String> {
     let git = |arguments: &[&str]| {
         let mut command = Command::new("git");
         command.args(arguments).current_dir(cargo::workspace());

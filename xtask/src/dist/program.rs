@@ -22,18 +22,24 @@ pub(crate) struct Program {
 
 /// Returns the examples in Cargo's messages (`--message-format=json`), by name.
 pub(crate) fn of_messages(messages: &str) -> Result<Vec<Program>> {
-    let mut programs: Vec<Program> = messages.lines().filter_map(of_message).collect();
+    of_kind(messages, "example")
+}
+
+/// Returns the programs of the kind `example` or `bin` in Cargo's messages, by name.
+pub(crate) fn of_kind(messages: &str, kind: &str) -> Result<Vec<Program>> {
+    let lines = messages.lines();
+    let mut programs: Vec<Program> = lines.filter_map(|line| of_message(line, kind)).collect();
     programs.sort_by(|a, b| a.file.cmp(&b.file));
     if programs.is_empty() {
-        return Err(Failure::new("cargo has built no example"));
+        return Err(Failure::new(format!("cargo has built no {kind}")));
     }
     Ok(programs)
 }
 
-fn of_message(line: &str) -> Option<Program> {
+fn of_message(line: &str, wanted: &str) -> Option<Program> {
     let message: Value = serde_json::from_str(line).ok()?;
     let kinds = message["target"]["kind"].as_array()?;
-    if message["reason"] != "compiler-artifact" || !kinds.iter().any(|kind| kind == "example") {
+    if message["reason"] != "compiler-artifact" || !kinds.iter().any(|kind| kind == wanted) {
         return None;
     }
     let built = PathBuf::from(message["executable"].as_str()?);

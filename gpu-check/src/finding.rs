@@ -1,0 +1,149 @@
+//! The result of a check.
+
+use serde::{Deserialize, Serialize};
+
+/// The detail of a check for which no time was left.
+pub const NO_TIME: &str = "no time left";
+
+/// The outcome of a check.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Outcome {
+    /// The result is right, or the figure was measured.
+    Passed,
+    /// The result is wrong, the work failed, or it did not end in time.
+    Failed,
+    /// The work did not run; the detail says why.
+    Skipped,
+}
+
+/// A measured value.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Figure {
+    /// The name with the unit, such as `tokens/s`.
+    pub name: String,
+    /// The value; `None` if it is not finite.
+    pub value: Option<f64>,
+}
+
+/// What a check returns: its outcome, a remark and figures.
+#[derive(Debug, Clone, PartialEq)]
+pub struct Finding {
+    /// The outcome.
+    pub outcome: Outcome,
+    /// `true` for a skip that is no failure where a GPU is required.
+    pub allowed: bool,
+    /// A remark, or the reason of a failure or a skip.
+    pub detail: String,
+    /// The figures.
+    pub figures: Vec<Figure>,
+}
+
+impl Finding {
+    fn new(outcome: Outcome, detail: impl Into<String>) -> Self {
+        Self {
+            outcome,
+            allowed: false,
+            detail: detail.into(),
+            figures: Vec::new(),
+        }
+    }
+
+    /// Returns a finding that passed.
+    pub fn passed() -> Self {
+        Self::new(Outcome::Passed, "")
+    }
+
+    /// Returns a finding that failed for `reason`.
+    pub fn failed(reason: impl Into<String>) -> Self {
+        Self::new(Outcome::Failed, reason)
+    }
+
+    /// Returns a skip. Where a GPU is required it counts as a failure.
+    pub fn skipped(reason: impl Into<String>) -> Self {
+        Self::new(Outcome::Skipped, reason)
+    }
+
+    /// Returns a skip that is no failure even where a GPU is required: the machine lacks a second GPU or a Python
+    /// package to compare with.
+    pub fn skipped_allowed(reason: impl Into<String>) -> Self {
+        Self {
+            allowed: true,
+            ..Self::new(Outcome::Skipped, reason)
+        }
+    }
+
+    /// Returns a finding that passed if `right`, and otherwise failed for `reason`.
+    pub fn judged(right: bool, reason: impl Into<String>) -> Self {
+        if right {
+            Self::passed()
+        } else {
+            Self::failed(reason)
+        }
+    }
+
+    /// Adds a figure.
+    #[must_use]
+    pub fn with(mut self, name: &str, value: f64) -> Self {
+        self.figures.push(Figure {
+            name: name.to_owned(),
+            value: value.is_finite().then_some(value),
+        });
+        self
+    }
+
+    /// Adds a remark.
+    #[must_use]
+    pub fn noting(mut self, remark: impl AsRef<str>) -> Self {
+        let remark = remark.as_ref();
+        if !remark.is_empty() {
+            let separator = if self.detail.is_empty() { "" } else { "; " };
+            self.detail = format!("{}{separator}{remark}", self.detail);
+        }
+        self
+    }
+
+    /// Returns the check with this finding.
+    pub fn into_check(self, name: String, seconds: f64) -> Check {
+        Check {
+            name,
+            outcome: self.outcome,
+            allowed: self.allowed,
+            detail: self.detail,
+            figures: self.figures,
+            seconds,
+        }
+    }
+}
+
+/// A check and its result, as they are in the report.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Check {
+    /// The name, unique in its section.
+    pub name: String,
+    /// The outcome.
+    pub outcome: Outcome,
+    /// `true` for a skip that is no failure where a GPU is required.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
+    pub allowed: bool,
+    /// A remark, or the reason of a failure or a skip.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
+    pub detail: String,
+    /// The figures.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
+    pub figures: Vec<Figure>,
+    /// The time of the check in seconds.
+    pub seconds: f64,
+}
+
+impl Check {
+    /// Returns the check as a failure if it is a skip that a required GPU does not allow.
+    #[must_use]
+    pub fn required(mut self) -> Self {
+        if self.outcome == Outcome::Skipped && !self.allowed {
+            self.outcome = Outcome::Failed;
+            self.detail = format!("skipped, although a GPU is required: {}", self.detail);
+        }
+        self
+    }
+}

@@ -1,0 +1,18 @@
+//! Checks and measurements of everything that Overdrive does on a GPU, in one program: `cargo xtask gpu-check`.
+//!
+//! A [section](sections) is one file in `sections/`. The [runner](runner) starts each of them in a process of its own,
+//! with a time limit, so that a crash, a hang or exhausted memory ends one section and not the others. Every result is
+//! written to the [report](report) as soon as it is there.
+
+#![forbid(unsafe_code)]
+
+pub mod context;
+pub mod finding;
+pub mod line;
+mod models;
+pub mod parity;
+pub mod report;
+pub mod runner;
+pub mod sections;
+mod timing;
+mod training;

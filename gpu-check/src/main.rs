@@ -1,0 +1,147 @@
+//! Checks and measures everything that Overdrive does on a GPU, and writes a report. On a CPU it runs the same
+//! code with small sizes, as a test of itself.
+//!
+//! ```text
+//! cargo xtask gpu-check                                   # on the GPU, if there is one
+//! cargo xtask gpu-check --device cpu --section doctor tiny
+//! ```
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+use clap::{Parser, Subcommand};
+use overdrive_gpu_check::runner::{self, Options};
+use overdrive_gpu_check::sections::{self, MACHINERY, SECTIONS, Section, Target};
+
+/// Checks and measures everything that Overdrive does on a GPU
+#[derive(Parser)]
+#[command(name = "gpu-check", args_conflicts_with_subcommands = true)]
+struct Flags {
+    /// Device [default: cuda if libtorch can use one or OVERDRIVE_REQUIRE_GPU=1 is set, else cpu]
+    #[arg(long, value_enum)]
+    device: Option<Target>,
+    /// File of the report as JSON; the report as Markdown is written beside it
+    #[arg(long, value_name = "FILE", default_value = "gpu-check.json")]
+    report: PathBuf,
+    /// Sections to run, in this order [default: all]
+    #[arg(long, value_name = "NAME", num_args = 1..)]
+    section: Vec<String>,
+    /// Time for all sections together; those for which none is left are reported as skipped
+    #[arg(long, default_value_t = 9.0)]
+    minutes: f64,
+    /// Print the names of the sections
+    #[arg(long)]
+    list: bool,
+    #[command(subcommand)]
+    command: Option<Command>,
+}
+
+#[derive(Subcommand)]
+enum Command {
+    /// Runs a section in this process
+    #[command(hide = true)]
+    RunSection {
+        name: String,
+        #[arg(long, value_enum)]
+        device: Target,
+        #[arg(long)]
+        first: usize,
+        #[arg(long)]
+        seconds: f64,
+    },
+    /// Runs one process of the section `distributed`
+    #[command(hide = true)]
+    RunRank {
+        #[arg(long, value_enum)]
+        device: Target,
+    },
+}
+
+fn main() -> ExitCode {
+    match run(Flags::parse()) {
+        Ok(code) => code,
+        Err(error) => {
+            eprintln!("error: {error:#}");
+            ExitCode::FAILURE
+        }
+    }
+}
+
+fn run(flags: Flags) -> Result<ExitCode> {
+    match flags.command {
+        Some(Command::RunSection {
+            name,
+            device,
+            first,
+            seconds,
+        }) => {
+            let limit = Duration::try_from_secs_f64(seconds)?;
+            sections::run_here(section(&name)?, device, first, limit);
+            return Ok(ExitCode::SUCCESS);
+        }
+        Some(Command::RunRank { device }) => {
+            sections::run_rank(device)?;
+            return Ok(ExitCode::SUCCESS);
+        }
+        None => {}
+    }
+    if flags.list {
+        for section in SECTIONS {
+            println!("{:12} {}", section.name, section.about);
+        }
+        return Ok(ExitCode::SUCCESS);
+    }
+    if !flags.minutes.is_finite() || flags.minutes <= 0.0 {
+        bail!("`--minutes` is {}; it must be positive", flags.minutes);
+    }
+    let is_wished = std::env::var("OVERDRIVE_REQUIRE_GPU").is_ok_and(|value| value == "1");
+    if is_wished && flags.device == Some(Target::Cpu) {
+        bail!("`--device` is cpu, but OVERDRIVE_REQUIRE_GPU=1 requires a GPU; unset one of them");
+    }
+    let target = match flags.device {
+        Some(target) => target,
+        None if is_wished || tch::Cuda::is_available() => Target::Cuda,
+        None => Target::Cpu,
+    };
+    let chosen: Vec<&'static Section> = match flags.section.as_slice() {
+        [] => SECTIONS.iter().collect(),
+        names => names
+            .iter()
+            .map(|name| section(name))
+            .collect::<Result<_>>()?,
+    };
+    let report = runner::run(&Options {
+        target,
+        sections: chosen,
+        report: flags.report.clone(),
+        budget: Duration::try_from_secs_f64(flags.minutes * 60.0)?,
+        is_gpu_required: target == Target::Cuda,
+    })?;
+    println!(
+        "{} passed, {} failed, {} skipped in {:.0} s; report: {}",
+        report.passed,
+        report.failed,
+        report.skipped,
+        report.seconds,
+        flags.report.display()
+    );
+    Ok(match report.failed {
+        0 => ExitCode::SUCCESS,
+        _ => ExitCode::FAILURE,
+    })
+}
+
+fn section(name: &str) -> Result<&'static Section> {
+    let mut all = SECTIONS.iter().chain(MACHINERY);
+    let found = all.find(|section| section.name == name);
+    let names: Vec<&str> = SECTIONS.iter().map(|section| section.name).collect();
+    match found {
+        Some(section) => Ok(section),
+        None => bail!(
+            "`--section` is {name}; it must be one of {}",
+            names.join(", ")
+        ),
+    }
+}

@@ -1,0 +1,326 @@
+//! Results and gradients of an operation on the device beside those of float64 on the CPU.
+
+use std::cell::RefCell;
+
+use anyhow::{Context as _, Result, ensure};
+use tch::{Device, Kind, Tensor};
+
+use crate::context::Context;
+use crate::finding::Finding;
+
+/// The dtypes in which operations are compared.
+pub const KINDS: [Kind; 3] = [Kind::Float, Kind::BFloat16, Kind::Half];
+
+/// Returns the tolerance of ‖out − ref‖ / ‖ref‖: four times the unit roundoff of bf16 (2⁻⁸) and f16 (2⁻¹¹), for the
+/// rounding of intermediate results; in f32 1e-5, for sums of thousands of products in another order.
+pub fn tolerance(kind: Kind) -> f64 {
+    match kind {
+        Kind::BFloat16 => 4.0 / 256.0,
+        Kind::Half => 4.0 / 2048.0,
+        _ => 1e-5,
+    }
+}
+
+/// Returns the name of a dtype as it is in the report.
+pub fn name_of(kind: Kind) -> &'static str {
+    match kind {
+        Kind::Float => "f32",
+        Kind::BFloat16 => "bf16",
+        Kind::Half => "f16",
+        Kind::Double => "f64",
+        _ => "other",
+    }
+}
+
+/// A random input of an operation.
+#[derive(Debug, Clone)]
+pub struct Input {
+    shape: Vec<i64>,
+    scale: f64,
+    shift: f64,
+    has_gradient: bool,
+}
+
+/// Returns an input of normally distributed values that requires a gradient.
+pub fn leaf(shape: &[i64]) -> Input {
+    Input {
+        shape: shape.to_vec(),
+        scale: 1.0,
+        shift: 0.0,
+        has_gradient: true,
+    }
+}
+
+/// Returns an input of normally distributed values without a gradient.
+pub fn constant(shape: &[i64]) -> Input {
+    Input {
+        has_gradient: false,
+        ..leaf(shape)
+    }
+}
+
+impl Input {
+    /// Multiplies the values.
+    #[must_use]
+    pub fn times(self, scale: f64) -> Self {
+        Self { scale, ..self }
+    }
+
+    /// Adds to the values.
+    #[must_use]
+    pub fn plus(self, shift: f64) -> Self {
+        Self { shift, ..self }
+    }
+}
+
+/// The run of an operation: on the device in the dtype that is compared, or on the CPU in float64.
+#[derive(Debug)]
+pub struct Run {
+    /// The device of the inputs.
+    pub device: Device,
+    /// The dtype of the inputs.
+    pub kind: Kind,
+    /// `true` for the reference.
+    pub is_reference: bool,
+    remark: RefCell<String>,
+}
+
+impl Run {
+    /// Adds a remark to the check, such as the implementation that ran.
+    pub fn note(&self, remark: &str) {
+        remark.clone_into(&mut self.remark.borrow_mut());
+    }
+
+    /// Returns constants on the device and in the dtype of the run.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn tensor(&self, values: &Tensor) -> Result<Tensor> {
+        Ok(values.f_to_kind(self.kind)?.f_to_device(self.device)?)
+    }
+}
+
+/// An operation on the tensors of a run.
+type Operation<'a> = dyn Fn(&Run, &[Tensor]) -> Result<Vec<Tensor>> + 'a;
+
+/// The outputs and the gradients of a run, on the CPU in float64.
+struct Outcomes {
+    outputs: Vec<Tensor>,
+    gradients: Vec<Tensor>,
+    remark: String,
+}
+
+impl Context {
+    /// Checks an operation in each of `kinds`: its outputs, and the gradients of the inputs that have one. `factor`
+    /// multiplies the [`tolerance`].
+    ///
+    /// # Errors
+    /// As [`Context::check`].
+    pub fn parity(
+        &mut self,
+        name: &str,
+        kinds: &[Kind],
+        factor: f64,
+        inputs: &[Input],
+        operation: impl Fn(&Run, &[Tensor]) -> Result<Vec<Tensor>>,
+    ) -> Result<()> {
+        let device = self.device();
+        for &kind in kinds {
+            self.check(format!("{name} {}", name_of(kind)), || {
+                compared(name, device, kind, factor, inputs, &operation)
+            })?;
+        }
+        Ok(())
+    }
+}
+
+fn compared(
+    name: &str,
+    device: Device,
+    kind: Kind,
+    factor: f64,
+    inputs: &[Input],
+    operation: &Operation,
+) -> Result<Finding> {
+    let seed = name.bytes().fold(7, |hash: i64, byte| {
+        (hash * 31 + i64::from(byte)) % 1_000_003
+    });
+    tch::manual_seed(seed);
+    let cpu = (Kind::Double, Device::Cpu);
+    // Rounded first: the rounding of the inputs is no error of the operation.
+    let drawn: Vec<Tensor> = inputs
+        .iter()
+        .map(|input| {
+            let values = Tensor::f_randn(&input.shape, cpu)? * input.scale + input.shift;
+            values.f_to_kind(kind)?.f_to_kind(Kind::Double)
+        })
+        .collect::<Result<_, _>>()?;
+    let mut directions = Vec::new();
+    let reference = run(
+        &new_run(Device::Cpu, Kind::Double, true),
+        &drawn,
+        inputs,
+        &mut directions,
+        operation,
+    )
+    .context("the reference in f64 on the CPU")?;
+    // The reference has drawn them in f64; both sides take the rounded ones.
+    let found = run(
+        &new_run(device, kind, false),
+        &drawn,
+        inputs,
+        &mut directions,
+        operation,
+    )?;
+    let outputs = furthest(&found.outputs, &reference.outputs)?;
+    let allowed = tolerance(kind) * factor;
+    let mut right = outputs <= allowed;
+    let mut finding = Finding::passed().with("output error", outputs);
+    if !reference.gradients.is_empty() {
+        let gradients = furthest(&found.gradients, &reference.gradients)?;
+        right &= gradients <= allowed;
+        finding = finding.with("gradient error", gradients);
+    }
+    let reason = if right { "" } else { "beyond the tolerance" };
+    let verdict = Finding::judged(right, reason);
+    Ok(Finding {
+        outcome: verdict.outcome,
+        ..finding
+            .noting(reason)
+            .noting(found.remark)
+            .with("tolerance", allowed)
+    })
+}
+
+fn new_run(device: Device, kind: Kind, is_reference: bool) -> Run {
+    Run {
+        device,
+        kind,
+        is_reference,
+        remark: RefCell::default(),
+    }
+}
+
+/// Runs the operation and its backward with `directions` as the gradients of the outputs, which the first run draws.
+fn run(
+    run: &Run,
+    drawn: &[Tensor],
+    inputs: &[Input],
+    directions: &mut Vec<Tensor>,
+    operation: &Operation,
+) -> Result<Outcomes> {
+    let tensors: Vec<Tensor> = drawn
+        .iter()
+        .zip(inputs)
+        .map(|(values, input)| {
+            let tensor = run.tensor(values)?.f_detach()?;
+            Ok(tensor.f_set_requires_grad(input.has_gradient)?)
+        })
+        .collect::<Result<_>>()?;
+    let outputs = operation(run, &tensors)?;
+    ensure!(!outputs.is_empty(), "the operation returned nothing");
+    if directions.is_empty() {
+        for output in &outputs {
+            let values = Tensor::f_randn(output.size(), (Kind::Double, Device::Cpu))?;
+            // bf16 has the fewest digits, so that every run takes the same values.
+            directions.push(values.f_to_kind(Kind::BFloat16)?.f_to_kind(Kind::Double)?);
+        }
+    }
+    let mut loss: Option<Tensor> = None;
+    for (output, direction) in outputs.iter().zip(directions.iter()) {
+        if output.requires_grad() {
+            let direction = direction
+                .f_to_kind(output.f_kind()?)?
+                .f_to_device(run.device)?;
+            let sum = (output.f_mul(&direction)?).f_sum(Kind::Double)?;
+            loss = Some(match loss {
+                Some(other) => other.f_add(&sum)?,
+                None => sum,
+            });
+        }
+    }
+    if let Some(loss) = loss {
+        loss.f_backward()?;
+    }
+    let mut gradients = Vec::new();
+    for (tensor, input) in tensors.iter().zip(inputs) {
+        if input.has_gradient {
+            let gradient = tensor.f_grad()?;
+            ensure!(
+                gradient.defined(),
+                "input {} has no gradient",
+                gradients.len()
+            );
+            gradients.push(to_host(&gradient)?);
+        }
+    }
+    Ok(Outcomes {
+        outputs: outputs.iter().map(to_host).collect::<Result<_>>()?,
+        gradients,
+        remark: run.remark.take(),
+    })
+}
+
+/// Returns a copy of a tensor in memory of its own.
+pub(crate) fn copied(tensor: &Tensor) -> Result<Tensor> {
+    let mut copy = tensor.f_empty_like()?;
+    copy.f_copy_(tensor)?;
+    Ok(copy)
+}
+
+fn to_host(tensor: &Tensor) -> Result<Tensor> {
+    let _no_grad = tch::no_grad_guard();
+    let detached = tensor.f_detach()?.f_to_device(Device::Cpu)?;
+    Ok(detached.f_to_kind(Kind::Double)?)
+}
+
+/// Returns the largest of the distances of the pairs.
+fn furthest(found: &[Tensor], reference: &[Tensor]) -> Result<f64> {
+    ensure!(
+        found.len() == reference.len(),
+        "{} results, and {} of the reference",
+        found.len(),
+        reference.len()
+    );
+    let mut most = 0.0_f64;
+    for (found, reference) in found.iter().zip(reference) {
+        let far = distance(found, reference)?;
+        // `max` would drop a NaN.
+        most = if far.is_nan() { far } else { most.max(far) };
+        if most.is_nan() {
+            break;
+        }
+    }
+    Ok(most)
+}
+
+/// Returns ‖found − reference‖ / ‖reference‖ in float64 on the CPU. Values that are infinite in both count as equal.
+///
+/// # Errors
+/// An error if the shapes differ.
+pub fn distance(found: &Tensor, reference: &Tensor) -> Result<f64> {
+    ensure!(
+        found.size() == reference.size(),
+        "the shape is {:?}, that of the reference {:?}",
+        found.size(),
+        reference.size()
+    );
+    let (found, reference) = (to_host(found)?, to_host(reference)?);
+    let same = found.f_eq_tensor(&reference)?;
+    let zero = Tensor::f_zeros([1], (Kind::Double, Device::Cpu))?;
+    let difference = zero.f_where_self(&same, &found.f_sub(&reference)?)?;
+    let base = zero.f_where_self(&reference.f_isinf()?, &reference)?;
+    let norm = |tensor: &Tensor| {
+        tensor
+            .f_square()?
+            .f_sum(Kind::Double)?
+            .f_sqrt()?
+            .f_double_value(&[])
+    };
+    let (difference, base) = (norm(&difference)?, norm(&base)?);
+    Ok(if base > 0.0 {
+        difference / base
+    } else {
+        difference
+    })
+}

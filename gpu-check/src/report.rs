@@ -1,0 +1,208 @@
+//! The report: JSON for programs, Markdown for people.
+
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+use overdrive::core::files;
+use serde::{Deserialize, Serialize};
+
+use crate::finding::{Check, Outcome};
+
+const FORMAT: &str = "overdrive-gpu-check";
+const FORMAT_VERSION: u64 = 1;
+
+/// The results of a run.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Report {
+    /// The name of the format.
+    pub format: String,
+    /// The version of the format.
+    pub format_version: u64,
+    /// The commit from which the program was built, if it is known.
+    pub commit: Option<String>,
+    /// The device: `cpu` or `cuda`.
+    pub device: String,
+    /// The time at which the run began.
+    pub began: String,
+    /// The time of the run so far in seconds.
+    pub seconds: f64,
+    /// `true` once every section has ended or was left out.
+    pub complete: bool,
+    /// The number of checks that passed.
+    pub passed: usize,
+    /// The number of checks that failed.
+    pub failed: usize,
+    /// The number of checks that were skipped.
+    pub skipped: usize,
+    /// The sections in the order in which they ran.
+    pub sections: Vec<SectionReport>,
+}
+
+/// The results of a section.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct SectionReport {
+    /// The name.
+    pub name: String,
+    /// A description.
+    pub about: String,
+    /// The time of the section in seconds.
+    pub seconds: f64,
+    /// The checks.
+    pub checks: Vec<Check>,
+}
+
+impl SectionReport {
+    fn count(&self, outcome: Outcome) -> usize {
+        self.checks
+            .iter()
+            .filter(|check| check.outcome == outcome)
+            .count()
+    }
+}
+
+impl Report {
+    /// Returns an empty report.
+    pub fn new(device: &str, commit: Option<String>) -> Self {
+        Self {
+            format: FORMAT.to_owned(),
+            format_version: FORMAT_VERSION,
+            commit,
+            device: device.to_owned(),
+            began: jiff::Timestamp::now().strftime("%F %T UTC").to_string(),
+            seconds: 0.0,
+            complete: false,
+            passed: 0,
+            failed: 0,
+            skipped: 0,
+            sections: Vec::new(),
+        }
+    }
+
+    /// Counts the outcomes anew after `elapsed`.
+    pub fn update(&mut self, elapsed: std::time::Duration) {
+        self.seconds = elapsed.as_secs_f64();
+        let of = |outcome| self.sections.iter().map(|s| s.count(outcome)).sum();
+        (self.passed, self.failed, self.skipped) = (
+            of(Outcome::Passed),
+            of(Outcome::Failed),
+            of(Outcome::Skipped),
+        );
+    }
+
+    /// Writes the report to `path` and, as Markdown, beside it. A file is replaced as a whole, so that a run that is
+    /// cut short leaves a readable one.
+    ///
+    /// # Errors
+    /// An error if a file cannot be written.
+    pub fn write(&self, path: &Path) -> Result<()> {
+        files::write(
+            path,
+            format!("{}\n", serde_json::to_string_pretty(self)?).as_bytes(),
+        )?;
+        files::write(markdown_path(path), self.markdown().as_bytes())?;
+        Ok(())
+    }
+
+    /// Returns the report as Markdown.
+    pub fn markdown(&self) -> String {
+        let mut text = format!(
+            "# GPU check on {}\n\n{}, commit {}, {:.0} s{}.\n\n{} passed, {} failed, {} skipped.\n\n",
+            self.device,
+            self.began,
+            self.commit.as_deref().unwrap_or("unknown"),
+            self.seconds,
+            if self.complete { "" } else { ", not complete" },
+            self.passed,
+            self.failed,
+            self.skipped
+        );
+        text += "| section | passed | failed | skipped | s |\n|---|---|---|---|---|\n";
+        for section in &self.sections {
+            let _ = writeln!(
+                text,
+                "| {} | {} | {} | {} | {:.0} |",
+                section.name,
+                section.count(Outcome::Passed),
+                section.count(Outcome::Failed),
+                section.count(Outcome::Skipped),
+                section.seconds
+            );
+        }
+        let failures: Vec<String> = self
+            .sections
+            .iter()
+            .flat_map(|section| {
+                let failed = section.checks.iter();
+                let failed = failed.filter(|check| check.outcome == Outcome::Failed);
+                failed
+                    .map(|check| format!("- {}: {}: {}\n", section.name, check.name, check.detail))
+            })
+            .collect();
+        if !failures.is_empty() {
+            let _ = write!(text, "\n## Failures\n\n{}", failures.concat());
+        }
+        for section in &self.sections {
+            let _ = write!(
+                text,
+                "\n## {}\n\n{}\n\n{}",
+                section.name,
+                section.about,
+                table(section)
+            );
+        }
+        text
+    }
+}
+
+/// Returns the path of the Markdown beside the JSON.
+pub fn markdown_path(path: &Path) -> PathBuf {
+    path.with_extension("md")
+}
+
+/// Returns the checks of a section as a table with a column for each name of a figure.
+fn table(section: &SectionReport) -> String {
+    let mut columns: Vec<&str> = Vec::new();
+    for figure in section.checks.iter().flat_map(|check| &check.figures) {
+        if !columns.contains(&figure.name.as_str()) {
+            columns.push(&figure.name);
+        }
+    }
+    let mut text = String::from("| check | outcome |");
+    for column in &columns {
+        let _ = write!(text, " {column} |");
+    }
+    text += " remark | s |\n|---|---|";
+    text += &"---|".repeat(columns.len() + 2);
+    text.push('\n');
+    for check in &section.checks {
+        let outcome = match check.outcome {
+            Outcome::Passed => "passed",
+            Outcome::Failed => "**failed**",
+            Outcome::Skipped => "skipped",
+        };
+        let _ = write!(text, "| {} | {outcome} |", check.name);
+        for column in &columns {
+            let figure = check.figures.iter().find(|figure| figure.name == *column);
+            let cell = figure.map_or_else(String::new, |figure| value_text(figure.value));
+            let _ = write!(text, " {cell} |");
+        }
+        // A bar would end the cell.
+        let detail = check.detail.replace('|', "\\|").replace('\n', " ");
+        let _ = writeln!(text, " {detail} | {:.1} |", check.seconds);
+    }
+    text
+}
+
+/// Returns a figure with four digits.
+pub fn value_text(value: Option<f64>) -> String {
+    match value {
+        None => "not finite".to_owned(),
+        Some(0.0) => "0".to_owned(),
+        Some(value) if value.fract() == 0.0 && value.abs() < 1e15 => format!("{value:.0}"),
+        Some(value) if value.abs() < 1e-2 => format!("{value:.1e}"),
+        Some(value) if value.abs() < 10.0 => format!("{value:.3}"),
+        Some(value) if value.abs() < 1000.0 => format!("{value:.1}"),
+        Some(value) => format!("{value:.0}"),
+    }
+}

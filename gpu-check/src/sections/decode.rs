@@ -1,0 +1,193 @@
+use std::time::Instant;
+
+use anyhow::{Result, anyhow};
+use overdrive::generation::{Engine, EngineConfig, Event, GenerationConfig, Request, generate};
+use overdrive::quantization::Scheme;
+use overdrive::sys::memory;
+use overdrive::transformer::{CausalLm, InitOptions, QuantizeOptions};
+use overdrive_benches::generation;
+use overdrive_graphs::{CaptureOptions, DecodeGraph, DecodeStep, static_cache_of};
+use tch::{Device, Kind, Tensor};
+
+use crate::context::Context;
+use crate::finding::Finding;
+use crate::timing::synchronize;
+
+const PROMPT: usize = 128;
+
+/// The weights; none is bf16 (f32 on a CPU).
+const SCHEMES: [Option<&str>; 4] = [None, Some("int8-weight"), Some("nf4"), Some("int4-g128")];
+
+pub(super) fn run(context: &mut Context) -> Result<()> {
+    let device = context.device();
+    let shape = super::train_step::shape(context);
+    let mut config = shape.config();
+    config.max_position_embeddings = 1024;
+    config.eos_token_id = Vec::new();
+    let kind = context.sized(Kind::BFloat16, Kind::Float);
+    let new = context.sized(64, 4);
+    let many = context.sized(64, 4);
+    // The model of a gigabyte of weights is made once; quantized weights are made dense again for the next scheme.
+    let options = InitOptions {
+        device,
+        kind,
+        ..InitOptions::default()
+    };
+    let mut model = CausalLm::new(&config.into(), &options)?;
+    for scheme in SCHEMES {
+        let name = scheme.unwrap_or("dense");
+        if let Some(scheme) = scheme {
+            let quantized = &mut model;
+            context.check(format!("quantize to {scheme}"), || {
+                if quantized.is_quantized() {
+                    quantized.dequantize()?;
+                }
+                quantized.quantize(&QuantizeOptions::new(scheme.parse::<Scheme>()?))?;
+                let gib = quantized.memory_footprint() as f64 / f64::from(1 << 30);
+                Ok(Finding::passed().with("weights GiB", gib))
+            })?;
+        }
+        for streams in [1, many] {
+            context.check(format!("{name}, {streams} streams, steps"), || {
+                plain(&model, streams, new)
+            })?;
+            if device != Device::Cpu {
+                context.check(format!("{name}, {streams} streams, graph"), || {
+                    captured(&model, streams, new)
+                })?;
+            }
+            context.check(format!("{name}, {streams} streams, generate"), || {
+                generated(&model, streams, new)
+            })?;
+        }
+        context.check(format!("{name}, {many} streams, engine"), || {
+            served(&model, many, new)
+        })?;
+    }
+    Ok(())
+}
+
+/// Returns the figures of `steps` decode steps with `tokens` together, which took `seconds`.
+fn figures(model: &CausalLm, tokens: usize, steps: usize, seconds: f64) -> Result<Finding> {
+    let bytes = model.memory_footprint() as f64 * steps as f64;
+    let peak = memory::stats(model.device())?.peak_allocated_bytes as f64;
+    Ok(Finding::passed()
+        .with("tokens/s", tokens as f64 / seconds)
+        .with("ms a step", seconds * 1e3 / steps as f64)
+        // As if each step read every weight once.
+        .with("GB/s of weights", bytes / seconds / 1e9)
+        .with("peak GiB", peak / f64::from(1 << 30)))
+}
+
+fn prompts(model: &CausalLm, streams: usize) -> Vec<Vec<i64>> {
+    generation::prompts(streams, PROMPT, model.config().vocab_size())
+}
+
+/// Reads the prompts and returns a step with room for `new` tokens and those of the warm-up.
+fn prefilled(model: &CausalLm, streams: usize, new: usize) -> Result<(DecodeStep, Tensor)> {
+    let device = model.device();
+    memory::reset_peak(device)?;
+    let rows = i64::try_from(streams)?;
+    let ids: Vec<i64> = prompts(model, streams).concat();
+    let ids = Tensor::f_from_slice(&ids)?
+        .f_view([rows, -1])?
+        .f_to_device(device)?;
+    let room = i64::try_from(PROMPT + new + 8)?;
+    let mut step = DecodeStep::new(static_cache_of(model, rows, room)?, rows)?;
+    let logits = step.prefill(model, &ids)?;
+    Ok((step, most_likely(&logits)?))
+}
+
+/// Returns the most likely token of each row, on the device.
+fn most_likely(logits: &Tensor) -> Result<Tensor> {
+    Ok(logits.f_argmax(-1, false)?.f_reshape([-1, 1])?)
+}
+
+/// Times single steps, whose tokens stay on the device.
+fn plain(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
+    let _no_grad = tch::no_grad_guard();
+    let (mut step, mut token) = prefilled(model, streams, new)?;
+    for _ in 0..3 {
+        token = most_likely(&step.step(model, &token)?)?;
+    }
+    synchronize(model.device());
+    let began = Instant::now();
+    for _ in 0..new {
+        token = most_likely(&step.step(model, &token)?)?;
+    }
+    synchronize(model.device());
+    figures(model, streams * new, new, began.elapsed().as_secs_f64())
+}
+
+fn captured(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
+    let _no_grad = tch::no_grad_guard();
+    let (step, mut token) = prefilled(model, streams, new)?;
+    let mut graph = DecodeGraph::capture(model, step, CaptureOptions::default())?;
+    for _ in 0..3 {
+        token = most_likely(graph.step(&token)?)?;
+    }
+    synchronize(model.device());
+    let began = Instant::now();
+    for _ in 0..new {
+        token = most_likely(graph.step(&token)?)?;
+    }
+    synchronize(model.device());
+    let seconds = began.elapsed().as_secs_f64();
+    let pool = graph.pool_bytes() as f64 / f64::from(1 << 30);
+    Ok(figures(model, streams * new, new, seconds)?.with("pool GiB", pool))
+}
+
+fn greedy(new: usize) -> GenerationConfig {
+    GenerationConfig {
+        max_new_tokens: Some(new),
+        ..GenerationConfig::default()
+    }
+}
+
+fn generated(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
+    memory::reset_peak(model.device())?;
+    let prompts = prompts(model, streams);
+    generate(model, &prompts, &greedy(2))?;
+    let output = generate(model, &prompts, &greedy(new))?;
+    let seconds = output.timings.decode.as_secs_f64();
+    let tokens = output.timings.decode_tokens;
+    let prefill = output.timings.prefill_tokens_per_second();
+    Ok(figures(model, tokens, tokens / streams, seconds)?.with("prefill tokens/s", prefill))
+}
+
+/// Times the steps of the engine with sampling, once it has read every prompt.
+fn served(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
+    memory::reset_peak(model.device())?;
+    let mut settings = EngineConfig::default();
+    settings.max_num_seqs = streams;
+    settings.num_blocks = Some(streams * (PROMPT + new + 32) / 16);
+    let mut engine = Engine::new(model, settings)?;
+    let sampled = GenerationConfig {
+        do_sample: true,
+        temperature: 0.8,
+        top_p: 0.95,
+        seed: Some(1),
+        ..greedy(new)
+    };
+    for prompt in prompts(model, streams) {
+        engine.submit(Request::new(prompt, sampled.clone()))?;
+    }
+    let (mut steps, mut tokens) = (0, 0);
+    let mut began: Option<Instant> = None;
+    while !engine.is_idle() {
+        let events = engine.step()?;
+        let events = events.iter();
+        let new = events
+            .filter(|event| matches!(event, Event::Token { .. }))
+            .count();
+        if began.is_some() {
+            steps += 1;
+            tokens += new;
+        } else if new == streams {
+            began = Some(Instant::now());
+        }
+    }
+    synchronize(model.device());
+    let began = began.ok_or_else(|| anyhow!("no step had a token of every stream"))?;
+    figures(model, tokens, steps, began.elapsed().as_secs_f64())
+}

@@ -1,0 +1,265 @@
+use std::num::NonZeroUsize;
+
+use anyhow::Result;
+use overdrive::fused::{
+    Activation, Convention, CrossEntropyOptions, Layout, LinearCrossEntropyOptions, QkvShape,
+    Reduction, RotaryOptions, add_rms_norm, bias_activation, cross_entropy, glu, glu_pair,
+    joint_linear, linear, linear_cross_entropy, rms_norm, rotary, split_qkv_rotary, swiglu,
+    swiglu_pair,
+};
+use tch::{Device, Kind, Tensor};
+
+use crate::context::Context;
+use crate::parity::{KINDS, Run, constant, leaf};
+
+pub(super) fn run(context: &mut Context) -> Result<()> {
+    norms(context)?;
+    rotations(context)?;
+    activations(context)?;
+    linears(context)?;
+    losses(context)
+}
+
+fn norms(context: &mut Context) -> Result<()> {
+    // 100 is no multiple of a vector, 4096 takes a block of threads more than one pass.
+    for width in [100, context.sized(4096, 256)] {
+        let rows = [leaf(&[3, 17, width]), leaf(&[width]).times(0.1).plus(1.0)];
+        context.parity(
+            &format!("RMSNorm of {width}"),
+            &KINDS,
+            1.0,
+            &rows,
+            |_, x| Ok(vec![rms_norm(&x[0], &x[1], 1e-6)?]),
+        )?;
+        let x = leaf(&[3, 17, width]);
+        let rows = [x.clone(), x, leaf(&[width]).times(0.1).plus(1.0)];
+        context.parity(
+            &format!("add and RMSNorm of {width}"),
+            &KINDS,
+            1.0,
+            &rows,
+            |_, x| {
+                let (normalised, sum) = add_rms_norm(&x[0], &x[1], &x[2], 1e-6)?;
+                Ok(vec![normalised, sum])
+            },
+        )?;
+    }
+    Ok(())
+}
+
+/// Returns cosines and sines `(tokens, rotated / 2)` on the device of the run, in f32 or in f64 for the reference.
+fn tables(run: &Run, tokens: i64, rotated: i64) -> Result<(Tensor, Tensor)> {
+    let cpu = (Kind::Double, Device::Cpu);
+    let frequencies = (Tensor::f_arange(rotated / 2, cpu)? * -0.3).f_exp()?;
+    let angles = Tensor::f_arange(tokens, cpu)?.f_outer(&frequencies)?;
+    // Rounded for both, since the tables are given.
+    let given = |table: Tensor| -> Result<Tensor> {
+        let table = table.f_to_kind(Kind::Float)?;
+        let kind = if run.is_reference {
+            Kind::Double
+        } else {
+            Kind::Float
+        };
+        Ok(table.f_to_kind(kind)?.f_to_device(run.device)?)
+    };
+    Ok((given(angles.f_cos()?)?, given(angles.f_sin()?)?))
+}
+
+fn rotations(context: &mut Context) -> Result<()> {
+    let (tokens, dim) = (context.sized(65, 9), context.sized(64, 16));
+    let given = [leaf(&[2, 8, tokens, dim]), leaf(&[2, 2, tokens, dim])];
+    let cases = [
+        ("rotary", Convention::HalfSplit, dim),
+        ("rotary, interleaved", Convention::Interleaved, dim),
+        (
+            "rotary of half the channels",
+            Convention::HalfSplit,
+            dim / 2,
+        ),
+    ];
+    for (name, convention, rotated) in cases {
+        context.parity(name, &KINDS, 1.0, &given, |run, x| {
+            let (cos, sin) = tables(run, tokens, rotated)?;
+            let options = RotaryOptions {
+                convention,
+                layout: Layout::Bhtd,
+            };
+            let (query, key) = rotary(&x[0], &x[1], &cos, &sin, &options)?;
+            Ok(vec![query, key])
+        })?;
+    }
+    let shape = QkvShape {
+        heads: 8,
+        kv_heads: 2,
+        head_dim: dim,
+    };
+    let joint = [leaf(&[2, tokens, shape.width()])];
+    for (name, layout) in [
+        ("split and rotary", Layout::Bhtd),
+        ("split and rotary, (B, T, H, D)", Layout::Bthd),
+    ] {
+        context.parity(name, &KINDS, 1.0, &joint, |run, x| {
+            let (cos, sin) = tables(run, tokens, dim)?;
+            let options = RotaryOptions {
+                convention: Convention::HalfSplit,
+                layout,
+            };
+            let (query, key, value) = split_qkv_rotary(&x[0], &cos, &sin, shape, &options)?;
+            Ok(vec![query, key, value])
+        })?;
+    }
+    Ok(())
+}
+
+fn activations(context: &mut Context) -> Result<()> {
+    let width = context.sized(1408, 100);
+    let (joint, half) = (leaf(&[3, 17, 2 * width]), leaf(&[3, 17, width]));
+    let joint = [joint];
+    let pair = [half.clone(), half.clone()];
+    context.parity("SwiGLU", &KINDS, 1.0, &joint, |_, x| {
+        Ok(vec![swiglu(&x[0])?])
+    })?;
+    context.parity("SwiGLU of a pair", &KINDS, 1.0, &pair, |_, x| {
+        Ok(vec![swiglu_pair(&x[0], &x[1])?])
+    })?;
+    let biased = [half, leaf(&[width])];
+    let all = [
+        ("SiLU", Activation::Silu),
+        ("GELU", Activation::Gelu),
+        ("GELU by tanh", Activation::GeluTanh),
+        ("ReLU", Activation::Relu),
+    ];
+    for (name, activation) in all {
+        context.parity(&format!("gate of {name}"), &KINDS, 1.0, &joint, |_, x| {
+            Ok(vec![glu(&x[0], activation)?])
+        })?;
+        context.parity(
+            &format!("gate of {name} of a pair"),
+            &KINDS,
+            1.0,
+            &pair,
+            |_, x| Ok(vec![glu_pair(&x[0], &x[1], activation)?]),
+        )?;
+        context.parity(&format!("bias and {name}"), &KINDS, 1.0, &biased, |_, x| {
+            Ok(vec![bias_activation(&x[0], &x[1], activation)?])
+        })?;
+    }
+    Ok(())
+}
+
+fn linears(context: &mut Context) -> Result<()> {
+    let (inputs, outputs) = (context.sized(256, 48), context.sized(384, 40));
+    let weight = leaf(&[outputs, inputs]).times(0.1);
+    for rows in [1, 7, context.sized(200, 40)] {
+        let given = [leaf(&[rows, inputs]), weight.clone(), leaf(&[outputs])];
+        context.parity(
+            &format!("linear with bias, {rows} rows"),
+            &KINDS,
+            1.0,
+            &given,
+            |_, x| Ok(vec![linear(&x[0], &x[1], Some(&x[2]))?]),
+        )?;
+    }
+    let given = [leaf(&[2, 9, inputs]), weight.clone(), weight];
+    context.parity("joint linear", &KINDS, 1.0, &given, |_, x| {
+        Ok(vec![joint_linear(&x[0], &[&x[1], &x[2]], None)?])
+    })
+}
+
+fn losses(context: &mut Context) -> Result<()> {
+    let (rows, classes) = (context.sized(300, 40), context.sized(5003, 203));
+    let width = context.sized(128, 24);
+    let plain = CrossEntropyOptions::default();
+    let cases = [
+        ("plain", plain),
+        (
+            "as a sum",
+            CrossEntropyOptions {
+                reduction: Reduction::Sum,
+                ..plain
+            },
+        ),
+        (
+            "label smoothing",
+            CrossEntropyOptions {
+                label_smoothing: 0.1,
+                ..plain
+            },
+        ),
+        (
+            "z-loss",
+            CrossEntropyOptions {
+                z_loss: 1e-2,
+                ..plain
+            },
+        ),
+        (
+            "softcap",
+            CrossEntropyOptions {
+                softcap: Some(3.0),
+                ..plain
+            },
+        ),
+    ];
+    let labels = move |run: &Run| -> Result<Tensor> {
+        let ids = Tensor::f_arange(rows, (Kind::Int64, Device::Cpu))?;
+        let ids = (ids * 37).f_remainder(classes)?;
+        // Every ninth row is ignored.
+        let ignored = Tensor::f_arange(rows, (Kind::Int64, Device::Cpu))?
+            .f_remainder(9_i64)?
+            .f_eq(0_i64)?;
+        Ok(ids
+            .f_masked_fill(&ignored, -100_i64)?
+            .f_to_device(run.device)?)
+    };
+    for (name, options) in cases {
+        let logits = [leaf(&[rows, classes]).times(2.0)];
+        context.parity(
+            &format!("cross-entropy, {name}"),
+            &KINDS,
+            1.0,
+            &logits,
+            |run, x| Ok(vec![cross_entropy(&x[0], &labels(run)?, &options)?.loss]),
+        )?;
+        let given = [leaf(&[rows, width]), leaf(&[classes, width]).times(0.2)];
+        context.parity(
+            &format!("linear cross-entropy, {name}"),
+            &KINDS,
+            1.0,
+            &given,
+            |run, x| {
+                let options = LinearCrossEntropyOptions {
+                    loss: options,
+                    chunk_rows: NonZeroUsize::new(64),
+                    ..LinearCrossEntropyOptions::default()
+                };
+                let output = linear_cross_entropy(&x[0], &x[1], &labels(run)?, &options)?;
+                Ok(vec![output.loss])
+            },
+        )?;
+    }
+    let given = [
+        leaf(&[rows, width]),
+        leaf(&[classes, width]).times(0.2),
+        leaf(&[classes]),
+    ];
+    context.parity(
+        "linear cross-entropy, bias, chunks of its own",
+        &KINDS,
+        1.0,
+        &given,
+        |run, x| {
+            let options = LinearCrossEntropyOptions {
+                bias: Some(&x[2]),
+                ..LinearCrossEntropyOptions::default()
+            };
+            let output = linear_cross_entropy(&x[0], &x[1], &labels(run)?, &options)?;
+            Ok(vec![output.loss])
+        },
+    )?;
+    let logits = [constant(&[rows, classes])];
+    context.parity("count of labels", &KINDS, 1.0, &logits, |run, x| {
+        let output = cross_entropy(&x[0], &labels(run)?, &plain)?;
+        Ok(vec![output.count.f_to_kind(Kind::Double)?])
+    })
+}

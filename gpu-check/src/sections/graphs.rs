@@ -1,0 +1,197 @@
+use anyhow::{Result, anyhow, ensure};
+use overdrive::optim::{AdamW, AdamWConfig, Optimizer, ParamGroup};
+use overdrive::sys::memory;
+use overdrive::transformer::{
+    CausalLm, ForwardInput, LabelShift, LlamaConfig, Logits, causal_lm_loss,
+};
+use overdrive_graphs::{
+    AccumulationConfig, CaptureOptions, CudaGraph, DecodeGraph, DecodeStep, DeviceLoss, Error,
+    TrainGraph, TrainStep, WorkError, static_cache_of,
+};
+use tch::{Device, Kind, Tensor};
+
+use crate::context::Context;
+use crate::finding::Finding;
+use crate::models::{config, model, tokens};
+use crate::parity::{copied, distance, name_of, tolerance};
+
+pub(super) fn run(context: &mut Context) -> Result<()> {
+    let config = config(context);
+    let device = context.device();
+    let kinds: &[Kind] = match device {
+        Device::Cpu => &[Kind::Float],
+        _ => &[Kind::Float, Kind::BFloat16],
+    };
+    for &kind in kinds {
+        context.check(
+            format!("decode steps on the device in {}", name_of(kind)),
+            || stepwise(&config, device, kind),
+        )?;
+    }
+    if device == Device::Cpu {
+        return context.check("a capture on a CPU is refused", || {
+            let work = || Ok::<_, Error>(Tensor::ones([1], (Kind::Float, Device::Cpu)));
+            let error = CudaGraph::capture(device, CaptureOptions::default(), work).err();
+            let right = matches!(error, Some(Error::NeedsCuda { .. }));
+            Ok(Finding::judged(right, format!("{error:?}")))
+        });
+    }
+    context.check("replay", || replayed(device))?;
+    for &kind in kinds {
+        context.check(format!("decode by replays in {}", name_of(kind)), || {
+            decoded(&config, device, kind)
+        })?;
+    }
+    context.check("train by replays", || trained(&config, device))?;
+    context.check("work after a failed capture", || after_failure(device))?;
+    context.check("a capture after a failed one", || {
+        after_failure(device)?;
+        replayed(device)
+    })
+}
+
+/// Runs `work` captured and plain on another input.
+fn replayed(device: Device) -> Result<Finding> {
+    let mut input = Tensor::f_randn([256, 256], (Kind::Float, device))?;
+    let seen = input.shallow_clone();
+    let work = move || seen.f_matmul(&seen)?.f_tanh();
+    let graph = CudaGraph::capture(device, CaptureOptions::default(), work)?;
+    let other = Tensor::f_randn([256, 256], (Kind::Float, device))?;
+    input.f_copy_(&other)?;
+    let far = distance(graph.replay()?, &other.f_matmul(&other)?.f_tanh()?)?;
+    Ok(
+        Finding::judged(far < 1e-5, "another result than without the graph")
+            .with("output error", far)
+            .with("pool bytes", graph.pool_bytes() as f64),
+    )
+}
+
+/// Compares the logits of single decode steps at positions on the device with those of the whole sequence.
+fn stepwise(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> {
+    let model = model(config, device, kind)?;
+    let ids = tokens(2, 24, device)?;
+    let whole = tch::no_grad(|| model.forward(ForwardInput::new(&ids)))?;
+    let mut step = DecodeStep::new(static_cache_of(&model, 2, 32)?, 2)?;
+    let _logits = step.prefill(&model, &ids.f_narrow(1, 0, 16)?)?;
+    let mut found = Vec::new();
+    for at in 16..24 {
+        found.push(step.step(&model, &ids.f_narrow(1, at, 1)?)?);
+    }
+    let far = distance(&Tensor::f_cat(&found, 1)?, &whole.f_narrow(1, 16, 8)?)?;
+    let allowed = 4.0 * tolerance(kind);
+    Ok(
+        Finding::judged(far <= allowed, "other logits than of the whole sequence")
+            .with("output error", far)
+            .with("tolerance", allowed),
+    )
+}
+
+fn decoded(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> {
+    let model = model(config, device, kind)?;
+    let ids = tokens(2, 24, device)?;
+    let new_step = || -> Result<DecodeStep> {
+        let mut step = DecodeStep::new(static_cache_of(&model, 2, 32)?, 2)?;
+        let _logits = step.prefill(&model, &ids.f_narrow(1, 0, 16)?)?;
+        Ok(step)
+    };
+    let mut plain = new_step()?;
+    let mut graph = DecodeGraph::capture(&model, new_step()?, CaptureOptions::default())?;
+    let mut most = 0.0_f64;
+    for at in 16..24 {
+        let token = ids.f_narrow(1, at, 1)?;
+        let expected = plain.step(&model, &token)?;
+        let far = distance(graph.step(&token)?, &expected)?;
+        most = if far.is_nan() { far } else { most.max(far) };
+    }
+    let allowed = 4.0 * tolerance(kind);
+    Ok(
+        Finding::judged(most <= allowed, "other logits than without the graph")
+            .with("output error", most)
+            .with("tolerance", allowed)
+            .with("pool bytes", graph.pool_bytes() as f64),
+    )
+}
+
+type Loss = Box<dyn FnMut(&[Tensor]) -> Result<DeviceLoss, WorkError>>;
+
+/// Returns a step over a new model, the same each time.
+fn train_step(config: &LlamaConfig, ids: &Tensor) -> Result<TrainStep<Loss>> {
+    let model: CausalLm = model(config, ids.device(), Kind::Float)?;
+    model.set_requires_grad(true)?;
+    let capturable = AdamWConfig {
+        capturable: true,
+        ..AdamWConfig::default()
+    };
+    let group = ParamGroup::new("all", model.named_parameters());
+    let optimizer = AdamW::new(vec![group], capturable)?;
+    let loss: Loss = Box::new(move |inputs| {
+        let logits = model.forward(ForwardInput::new(&inputs[0]).with_logits(Logits::All))?;
+        let loss = causal_lm_loss(&logits, &inputs[0], LabelShift::HuggingFace)?;
+        Ok(DeviceLoss {
+            sum: loss.sum,
+            count: loss.count,
+        })
+    });
+    let accumulation = AccumulationConfig {
+        gradient_accumulation_steps: 1,
+        max_grad_norm: Some(1.0),
+    };
+    Ok(TrainStep::new(
+        &[copied(ids)?],
+        loss,
+        optimizer,
+        accumulation,
+    )?)
+}
+
+fn trained(config: &LlamaConfig, device: Device) -> Result<Finding> {
+    let ids = tokens(4, 32, device)?;
+    let mut plain = train_step(config, &ids)?;
+    let mut graph = TrainGraph::capture(train_step(config, &ids)?, CaptureOptions::default())?;
+    let (mut expected, mut found) = (0.0, 0.0);
+    for _ in 0..5 {
+        plain.load(0, &[ids.shallow_clone()])?;
+        graph.load(0, &[ids.shallow_clone()])?;
+        plain.optimizer().set_learning_rate(1e-3)?;
+        graph.optimizer().set_learning_rate(1e-3)?;
+        expected = plain.run()?.mean_loss.f_double_value(&[])?;
+        found = graph.step()?.mean_loss.f_double_value(&[])?;
+    }
+    let far = (found - expected).abs() / expected;
+    Ok(
+        Finding::judged(far < 1e-3, "another loss than without the graph")
+            .with("output error", far)
+            .with("tolerance", 1e-3)
+            .with("last loss", found),
+    )
+}
+
+/// Captures work that reads the device, which must fail, and uses the device's memory afterwards.
+fn after_failure(device: Device) -> Result<Finding> {
+    let input = Tensor::f_randn([1 << 20], (Kind::Float, device))?;
+    let reads = || -> Result<f64, tch::TchError> {
+        let held = input.f_mul(&input)?;
+        held.f_sum(Kind::Float)?.f_double_value(&[])
+    };
+    let options = CaptureOptions { warm_ups: 1 };
+    let error = CudaGraph::capture(device, options, reads).err();
+    let error = error.ok_or_else(|| anyhow!("work that reads the device was captured"))?;
+    ensure!(
+        matches!(error, Error::CannotCapture { .. }),
+        "another error: {error}"
+    );
+    memory::empty_cache(device)?;
+    let expected = input.f_to_device(Device::Cpu)?.f_square()?;
+    // Blocks of many sizes: one that the failed graph still holds would be overwritten or fail.
+    for size in [1_i64, 100, 10_000, 1 << 20, 1 << 24] {
+        let fresh = Tensor::f_ones([size], (Kind::Float, device))?;
+        let sum = fresh.f_sum(Kind::Double)?.f_double_value(&[])?;
+        ensure!(sum == size as f64, "the sum of {size} ones is {sum}");
+    }
+    let far = distance(&input.f_square()?, &expected)?;
+    Ok(
+        Finding::judged(far < 1e-6, "another result than on the CPU")
+            .noting(error.to_string())
+            .with("output error", far),
+    )
+}

@@ -1,0 +1,34 @@
+use std::thread;
+use std::time::Duration;
+
+use anyhow::{Result, bail};
+
+use crate::context::Context;
+use crate::finding::Finding;
+
+pub(super) fn failures(context: &mut Context) -> Result<()> {
+    context.check("passes", || Ok(Finding::passed().with("figure", 1.5)))?;
+    context.check("is not a number", || {
+        Ok(Finding::passed().with("figure", f64::NAN))
+    })?;
+    context.check("is wrong", || Ok(Finding::judged(false, "it is wrong")))?;
+    context.check("returns an error", || bail!("the cause"))?;
+    context.check("panics", || panic!("out of the blue"))?;
+    context.check("is skipped", || Ok(Finding::skipped("needs more")))?;
+    context.check("may be skipped", || {
+        Ok(Finding::skipped_allowed("needs two"))
+    })?;
+    context.check("ends the process", || {
+        eprintln!("the last words");
+        std::process::abort()
+    })?;
+    context.check("runs after it", || Ok(Finding::passed()))
+}
+
+pub(super) fn hang(context: &mut Context) -> Result<()> {
+    context.check("hangs", || {
+        loop {
+            thread::sleep(Duration::from_secs(60));
+        }
+    })
+}

@@ -1,0 +1,122 @@
+use anyhow::{Result, ensure};
+use overdrive::quantization::{Activations, QuantizedWeight, Scheme, linear};
+use tch::{Device, Kind, Tensor};
+
+use crate::context::Context;
+use crate::finding::Finding;
+use crate::parity::{KINDS, distance, name_of, tolerance};
+
+/// The formats: the named schemes and groups of 8 bits.
+fn schemes() -> Result<Vec<Scheme>> {
+    let names = Scheme::NAMES
+        .into_iter()
+        .chain(["int8-g32", "int4-g32-asym"]);
+    Ok(names.map(str::parse).collect::<Result<_, _>>()?)
+}
+
+pub(super) fn run(context: &mut Context) -> Result<()> {
+    let device = context.device();
+    let size = context.sized([768, 1024], [40, 128]);
+    tch::manual_seed(5);
+    let dense = Tensor::f_randn(size, (Kind::Float, Device::Cpu))? * 0.1;
+    for scheme in schemes()? {
+        context.check(format!("{scheme}: codes equal those of the CPU"), || {
+            let here = QuantizedWeight::quantize(&dense, scheme)?;
+            let there = QuantizedWeight::quantize(&dense.f_to_device(device)?, scheme)?;
+            let there = there.dequantize(Kind::Float)?.f_to_device(Device::Cpu)?;
+            let far = distance(&there, &here.dequantize(Kind::Float)?)?;
+            // A quotient on the border of two codes may be rounded otherwise there.
+            Ok(Finding::judged(far < 1e-3, "other codes")
+                .with("output error", far)
+                .with("tolerance", 1e-3))
+        })?;
+        for kind in KINDS {
+            for rows in [1, 8, context.sized(200, 33)] {
+                let name = format!("{scheme}: {rows} rows in {}", name_of(kind));
+                context.check(name, || product(&dense, scheme, kind, rows, device))?;
+            }
+        }
+        context.check(format!("{scheme}: gradient of the inputs in bf16"), || {
+            gradient(&dense, scheme, device)
+        })?;
+    }
+    context.check("fp8 with activations in fp8, bf16", || {
+        let weight = QuantizedWeight::quantize(&dense.f_to_device(device)?, Scheme::Fp8)?;
+        let weight = weight.with_activations(Activations::Float8)?;
+        let x = input(64, size[1], Kind::BFloat16, device)?;
+        let far = beside_dense(&x, &weight)?;
+        // E4M3 has four significant bits: half a unit in the last place is a 16th at most.
+        Ok(Finding::judged(far < 1.0 / 16.0, "beyond the tolerance")
+            .with("output error", far)
+            .with("tolerance", 1.0 / 16.0))
+    })
+}
+
+fn input(rows: i64, width: i64, kind: Kind, device: Device) -> Result<Tensor> {
+    tch::manual_seed(rows);
+    let values = Tensor::f_randn([rows, width], (Kind::Float, Device::Cpu))?;
+    Ok(values.f_to_kind(kind)?.f_to_device(device)?)
+}
+
+/// Returns the distance of the layer's outputs from those of the dequantized weight in f64.
+fn beside_dense(x: &Tensor, weight: &QuantizedWeight) -> Result<f64> {
+    let y = linear(x, weight, None)?;
+    ensure!(
+        y.f_kind()? == x.f_kind()? && y.device() == x.device(),
+        "the output is {:?} on {:?}",
+        y.kind(),
+        y.device()
+    );
+    let dense = weight.to_device(Device::Cpu)?.dequantize(Kind::Double)?;
+    let exact = x
+        .f_to_device(Device::Cpu)?
+        .f_to_kind(Kind::Double)?
+        .f_matmul(&dense.f_tr()?)?;
+    distance(&y, &exact)
+}
+
+fn product(
+    dense: &Tensor,
+    scheme: Scheme,
+    kind: Kind,
+    rows: i64,
+    device: Device,
+) -> Result<Finding> {
+    let mut weight = QuantizedWeight::quantize(&dense.f_to_device(device)?, scheme)?;
+    let is_rounded = matches!(scheme, Scheme::Int8Dynamic | Scheme::LlmInt8 { .. });
+    if !is_rounded {
+        // A CPU would round activations to 8 bits for weights of 4.
+        weight = weight.with_activations(Activations::Float)?;
+    }
+    let far = beside_dense(&input(rows, dense.size()[1], kind, device)?, &weight)?;
+    let allowed = match scheme {
+        _ if is_rounded => tolerance(kind) + 2e-2,
+        // libtorch's kernel for 4 bits takes bf16 alone.
+        Scheme::Grouped(_) => tolerance(kind).max(match kind {
+            Kind::Half => tolerance(Kind::BFloat16),
+            _ => 0.0,
+        }),
+        _ => tolerance(kind),
+    };
+    Ok(Finding::judged(far <= allowed, "beyond the tolerance")
+        .with("output error", far)
+        .with("tolerance", allowed))
+}
+
+fn gradient(dense: &Tensor, scheme: Scheme, device: Device) -> Result<Finding> {
+    let weight = QuantizedWeight::quantize(&dense.f_to_device(device)?, scheme)?;
+    let size = dense.size();
+    let x = input(9, size[1], Kind::BFloat16, device)?.f_set_requires_grad(true)?;
+    let direction = input(9, size[0], Kind::BFloat16, device)?;
+    let y = linear(&x, &weight, None)?;
+    y.f_mul(&direction)?.f_sum(Kind::Float)?.f_backward()?;
+    let exact = direction
+        .f_to_device(Device::Cpu)?
+        .f_to_kind(Kind::Double)?
+        .f_matmul(&weight.to_device(Device::Cpu)?.dequantize(Kind::Double)?)?;
+    let far = distance(&x.f_grad()?, &exact)?;
+    let allowed = tolerance(Kind::BFloat16);
+    Ok(Finding::judged(far <= allowed, "beyond the tolerance")
+        .with("gradient error", far)
+        .with("tolerance", allowed))
+}

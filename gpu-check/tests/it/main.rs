@@ -1,0 +1,8 @@
+//! The program on a CPU: its sections, its report, and what it does with checks that fail in every way.
+
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod parity;
+mod report;
+mod runner;
+mod sections;

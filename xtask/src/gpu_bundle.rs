@@ -1,0 +1,254 @@
+//! `cargo xtask gpu-bundle`: the GPU check in a folder that runs on another machine, with the libtorch of that machine's
+//! Python.
+
+use std::fs;
+use std::os::unix::fs::PermissionsExt as _;
+use std::path::Path;
+
+use serde_json::{Value, json};
+
+use crate::dist::manifest::{Needs, commit};
+use crate::dist::program::{self, Program};
+use crate::dist::{Made, copy, failed, name, replaceable_by, target_of};
+use crate::failure::{Failure, Result};
+use crate::lock::Lock;
+use crate::setup::{self, Request};
+use crate::{cargo, hash, space, unpack};
+
+const FORMAT: &str = "overdrive-gpu-bundle";
+const FORMAT_VERSION: u64 = 1;
+const MANIFEST: &str = "manifest.json";
+/// Machines with a GPU are often reached over links that refuse more than 64 MiB.
+const MOST_BYTES: u64 = 60 << 20;
+/// The comparison with PyTorch.
+const SCRIPTS: [&str; 2] = ["gpu_step.py", "llama.py"];
+const RUN: &str = include_str!("gpu_bundle/run.sh");
+
+/// Builds and collects the files; the output folder is created by one rename.
+pub(crate) fn gpu_bundle(out: Option<&Path>) -> Result<()> {
+    let target = target_of(out, "target/dist/gpu-check")?;
+    // Before the build, which takes minutes.
+    replaceable_by("gpu-bundle", is_bundle, &target)?;
+    setup::setup(Request::Any, false)?;
+    let built = program::of_kind(&cargo::gpu_check_program().output()?, "bin")?;
+    let built = built.iter().find(|program| program.file == "gpu-check");
+    let built = built.ok_or_else(|| Failure::new("cargo did not build `gpu-check`"))?;
+
+    let parent = target.parent().unwrap_or(&target);
+    fs::create_dir_all(parent).map_err(|error| failed("could not create", parent, &error))?;
+    let lock = parent.join(format!(".{}.lock", name(&target)));
+    let _lock = Lock::take(&lock, "making the same folder", |text| eprintln!("{text}"))?;
+    for left in unpack::sweep(&target) {
+        eprintln!("removed leftovers of an earlier run: {left}");
+    }
+    let made = Made(unpack::unfinished(&target));
+    let needs = gather(&made.0, built)?;
+    let bytes = size(&made.0)?;
+    if bytes > MOST_BYTES {
+        return Err(Failure::new(format!(
+            "the folder has {}; it must be at most {}",
+            space::megabytes(bytes),
+            space::megabytes(MOST_BYTES)
+        )));
+    }
+    unpack::sync(&made.0)?;
+    unpack::publish(&made.0, &target)?;
+    println!(
+        "{}, {}; it needs {}",
+        target.display(),
+        space::megabytes(bytes),
+        system(needs)
+    );
+    println!(
+        "copy the folder to the machine with the GPU, and run {}/run.sh",
+        name(&target)
+    );
+    Ok(())
+}
+
+/// Returns `true` if this command has created `folder`.
+fn is_bundle(folder: &Path) -> bool {
+    fs::read_to_string(folder.join(MANIFEST))
+        .ok()
+        .and_then(|text| serde_json::from_str::<Value>(&text).ok())
+        .is_some_and(|manifest| manifest["format"] == FORMAT)
+}
+
+/// Writes the files and returns what the program needs of the system.
+fn gather(made: &Path, built: &Program) -> Result<Needs> {
+    let scripts = made.join("python");
+    fs::create_dir_all(&scripts).map_err(|error| failed("could not create", &scripts, &error))?;
+    let program = made.join(&built.file);
+    built.copy_stripped(&program)?;
+    let workspace = cargo::workspace();
+    for script in SCRIPTS {
+        copy(
+            &workspace.join("benches/pytorch").join(script),
+            &scripts.join(script),
+        )?;
+    }
+    for licence in ["LICENSE", "LICENSE-APACHE", "LICENSE-MIT"] {
+        copy(&workspace.join(licence), &made.join(licence))?;
+    }
+    let run = made.join("run.sh");
+    write(&run, RUN)?;
+    fs::set_permissions(&run, fs::Permissions::from_mode(0o755))
+        .map_err(|error| failed("could not make executable", &run, &error))?;
+    let bytes = fs::read(&program).map_err(|error| failed("could not read", &program, &error))?;
+    let needs = Needs::of(&bytes);
+    write(&made.join("README.md"), &readme(needs))?;
+    let commit = commit();
+    write(&made.join("commit"), commit.as_deref().unwrap_or("unknown"))?;
+    let manifest = json!({
+        "format": FORMAT,
+        "format_version": FORMAT_VERSION,
+        "commit": commit,
+        "needs": {"glibc": needs.glibc(), "libstdcxx": needs.libstdcxx()},
+        "program": {"bytes": bytes.len(), "sha256": hash::of_bytes(&bytes)},
+    });
+    write(&made.join(MANIFEST), &format!("{manifest:#}\n"))?;
+    Ok(needs)
+}
+
+fn write(path: &Path, text: &str) -> Result<()> {
+    fs::write(path, text).map_err(|error| failed("could not write", path, &error))
+}
+
+fn system(needs: Needs) -> String {
+    format!(
+        "glibc {} and libstdc++ {} or newer, and a Python with torch 2.11",
+        needs.glibc().as_deref().unwrap_or("of any version"),
+        needs.libstdcxx().as_deref().unwrap_or("of any version")
+    )
+}
+
+fn readme(needs: Needs) -> String {
+    format!(
+        "# Overdrive's GPU check\n\n`./run.sh` checks and measures everything that Overdrive does on this machine's \
+         GPU, in at most nine minutes, and writes `gpu-check.json` and `gpu-check.md` to the current folder. `./run.sh \
+         --list` prints the sections, `./run.sh --section doctor tiny` runs some of them, `./run.sh --help` prints all \
+         options.\n\nNeeds: {}. No Rust, no compiler, no network. `OVERDRIVE_PYTHON` names the Python, by default \
+         `python3`.\n",
+        system(needs)
+    )
+}
+
+fn size(folder: &Path) -> Result<u64> {
+    let fail = |error: std::io::Error| failed("could not read", folder, &error);
+    let mut bytes = 0;
+    for entry in fs::read_dir(folder).map_err(fail)? {
+        let entry = entry.map_err(fail)?;
+        let metadata = entry.metadata().map_err(fail)?;
+        bytes += match metadata.is_dir() {
+            true => size(&entry.path())?,
+            false => metadata.len(),
+        };
+    }
+    Ok(bytes)
+}
+
+#[cfg(test)]
+mod tests {
+    use std::process::{Command, Output};
+
+    use super::*;
+
+    /// Returns a Python's site-packages with a torch of `version`, as pip leaves it.
+    fn site(version: &str) -> tempfile::TempDir {
+        let site = tempfile::tempdir().unwrap();
+        for folder in [
+            "torch/lib",
+            "nvidia/cu13/lib",
+            "nvidia/cudnn/lib",
+            &format!("torch-{version}.dist-info"),
+        ] {
+            fs::create_dir_all(site.path().join(folder)).unwrap();
+        }
+        fs::write(
+            site.path().join("torch/__init__.py"),
+            "raise SystemExit('imported')",
+        )
+        .unwrap();
+        fs::write(site.path().join("torch/lib/libtorch_cpu.so"), "").unwrap();
+        let metadata = format!("Metadata-Version: 2.1\nName: torch\nVersion: {version}\n");
+        let path = format!("torch-{version}.dist-info/METADATA");
+        fs::write(site.path().join(path), metadata).unwrap();
+        site
+    }
+
+    /// Runs `run.sh` beside a program that prints its arguments and variables.
+    fn run(site: &Path) -> Output {
+        let bundle = tempfile::tempdir().unwrap();
+        let executable = |name: &str, text: &str| {
+            let path = bundle.path().join(name);
+            fs::write(&path, text).unwrap();
+            fs::set_permissions(&path, fs::Permissions::from_mode(0o755)).unwrap();
+        };
+        executable("run.sh", RUN);
+        executable(
+            "gpu-check",
+            "#!/bin/sh\necho \"$@\"\necho \"$LD_LIBRARY_PATH\"\necho \"$OVERDRIVE_OUTER_LIBRARY_PATH\"\n\
+             echo \"$OVERDRIVE_COMMIT\"\n",
+        );
+        fs::write(bundle.path().join("commit"), "abc+").unwrap();
+        Command::new(bundle.path().join("run.sh"))
+            .args(["--section", "doctor"])
+            .env("PYTHONPATH", site)
+            .env("LD_LIBRARY_PATH", "/driver/lib")
+            .env_remove("OVERDRIVE_PYTHON")
+            .output()
+            .unwrap()
+    }
+
+    #[test]
+    fn the_script_finds_the_libraries_of_that_machines_torch_without_importing_it() {
+        let site = site("2.11.0+cu130");
+        let output = run(site.path());
+        let text = String::from_utf8_lossy(&output.stdout).into_owned();
+        let lines: Vec<&str> = text.lines().collect();
+        let root = fs::canonicalize(site.path()).unwrap();
+        let root = root.display();
+        let expected =
+            format!("{root}/torch/lib:{root}/nvidia/cu13/lib:{root}/nvidia/cudnn/lib:/driver/lib");
+        assert_eq!(
+            lines,
+            ["--section doctor", &expected, "/driver/lib", "abc+"],
+            "{}",
+            String::from_utf8_lossy(&output.stderr)
+        );
+    }
+
+    #[test]
+    fn another_version_of_torch_is_refused_by_its_name() {
+        let site = site("2.10.1");
+        let output = run(site.path());
+        let text = String::from_utf8_lossy(&output.stderr).into_owned();
+        assert!(
+            !output.status.success() && text.contains("2.10.1") && text.contains("2.11"),
+            "{text}"
+        );
+    }
+
+    #[test]
+    fn only_a_bundle_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(MANIFEST);
+        fs::write(&path, r#"{"format": "overdrive-dist"}"#).unwrap();
+        assert!(!is_bundle(folder.path()));
+        fs::write(&path, format!(r#"{{"format": "{FORMAT}"}}"#)).unwrap();
+        assert!(is_bundle(folder.path()));
+    }
+
+    #[test]
+    fn the_scripts_of_the_comparison_are_in_the_repository() {
+        for script in SCRIPTS {
+            assert!(
+                cargo::workspace()
+                    .join("benches/pytorch")
+                    .join(script)
+                    .exists(),
+                "{script}"
+            );
+        }
+    }
+}
