@@ -7,7 +7,7 @@ use crate::cuda_flash::{CudaFlash, cuda_flash};
 use crate::kernel::{Dropout, Sequence};
 use crate::math::math;
 use crate::selection::select;
-use crate::{Alignment, AttentionOptions, Backend, Result, libtorch};
+use crate::{Alignment, AttentionOptions, Backend, Result, gpu_preference, libtorch};
 
 /// Returns `softmax(query · keyᵀ · scale) · value` with the options of [`AttentionOptions`].
 ///
@@ -65,7 +65,10 @@ pub(crate) fn run(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
         Backend::Flash if call.device.is_cuda() => on_cuda(call),
         Backend::Flash => libtorch::cpu_flash(call),
         Backend::Efficient => libtorch::efficient(call),
-        Backend::CuDnn => libtorch::cudnn(call),
+        Backend::CuDnn => {
+            gpu_preference::note(call);
+            libtorch::cudnn(call)
+        }
         Backend::Blockwise => {
             let whole = dense_sequences(call, None);
             in_blocks(call, whole)

@@ -51,6 +51,7 @@ mod call;
 mod cuda_flash;
 mod decode;
 mod error;
+mod gpu_preference;
 mod kernel;
 mod libtorch;
 mod math;

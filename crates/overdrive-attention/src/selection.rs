@@ -7,6 +7,7 @@ use std::sync::{Mutex, OnceLock, PoisonError};
 use tch::{Device, Kind, Tensor};
 
 use crate::call::Call;
+use crate::gpu_preference;
 use crate::{Alignment, AttentionOptions, Backend, Error, PackedLengths, Result};
 
 /// The back end that an attention would run on, and the reasons against the others.
@@ -157,6 +158,13 @@ fn preference(call: &Call<'_>) -> [Backend; 5] {
             Backend::Efficient,
             Backend::CuDnn,
         ],
+        _ if gpu_preference::of(call) => [
+            Backend::CuDnn,
+            Backend::Flash,
+            Backend::Efficient,
+            Backend::Math,
+            Backend::Blockwise,
+        ],
         _ => [
             Backend::Flash,
             Backend::Efficient,
@@ -173,6 +181,9 @@ fn preferred_because(call: &Call<'_>, backend: Backend) -> String {
             "on a CPU it has every option and is the fastest".to_owned()
         }
         (_, Backend::Math) => "no fused back end has all of these options".to_owned(),
+        (_, Backend::CuDnn) if gpu_preference::of(call) => {
+            "it is the fastest on this GPU for training in few shapes".to_owned()
+        }
         _ => "it is the fastest that has all of these options".to_owned(),
     }
 }
@@ -333,6 +344,12 @@ fn of_cudnn(call: &Call<'_>, reasons: &mut Vec<String>) {
     head_size(call, 128, reasons);
     if call.mask.is_some() {
         reasons.push("it takes no mask here".to_owned());
+    }
+    if call.sizes.keys == 1 {
+        reasons.push("it takes no single key".to_owned());
+    }
+    if call.sizes.queries == 1 && call.options.dropout_p > 0.0 {
+        reasons.push("it has no dropout for a single query".to_owned());
     }
 }
 

@@ -171,6 +171,11 @@ pub enum Error {
     #[cfg(feature = "tch")]
     #[error("libtorch could not make a batch: {0}")]
     Torch(#[from] tch::TchError),
+
+    /// A batch could not be copied to a device.
+    #[cfg(feature = "tch")]
+    #[error(transparent)]
+    Sys(#[from] overdrive_sys::Error),
 }
 
 /// The number of a record in its file.

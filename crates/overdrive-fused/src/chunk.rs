@@ -23,15 +23,58 @@ const CHUNK_BYTES: usize = 32 << 20;
 /// The least rows of a chunk, for large vocabularies, where a chunk of 128 rows took 10 % longer than one of 256.
 const MIN_CHUNK_ROWS: usize = 256;
 
+/// The most rows of a chunk on a GPU. From there on a chunk's matmuls take so long that reading and writing the
+/// gradient of the weight, once for each chunk, is less than a twentieth of it.
+const MAX_GPU_CHUNK_ROWS: usize = 4096;
+
+/// The part of a GPU's free memory that a chunk may take.
+const GPU_MEMORY_PART: u64 = 4;
+
+/// The device of the chunks, as far as their size depends on it.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum ChunkDevice {
+    /// The last cache holds a chunk.
+    Cpu,
+    /// Large matmuls keep it busy.
+    Gpu {
+        /// The bytes that new tensors can take.
+        free_bytes: u64,
+    },
+}
+
+impl ChunkDevice {
+    pub(crate) fn of(device: Device) -> Self {
+        match device {
+            Device::Cuda(_) => Self::Gpu {
+                // Unknown is as good as none: the least rows.
+                free_bytes: overdrive_sys::memory::free_bytes(device).unwrap_or(0),
+            },
+            _ => Self::Cpu,
+        }
+    }
+}
+
 /// The share of ignored rows from which on the others are gathered: copying them is cheaper than
 /// their products.
 const GATHER_FROM: f64 = 1.0 / 16.0;
 
-/// Returns the rows of a chunk for so many classes.
-pub(crate) fn auto_rows(classes: usize, kind: Kind) -> NonZeroUsize {
-    let row = classes.max(1) * kind.elt_size_in_bytes();
-    let rows = (CHUNK_BYTES / row).next_multiple_of(64);
-    NonZeroUsize::new(rows.max(MIN_CHUNK_ROWS)).unwrap_or(NonZeroUsize::MIN)
+/// Returns the rows of a chunk for so many classes. On a GPU a chunk, with what its loss takes, is at most a quarter
+/// of the free memory, from 256 to 4096 rows in steps of 256.
+pub(crate) fn auto_rows(classes: usize, kind: Kind, device: ChunkDevice) -> NonZeroUsize {
+    let classes = classes.max(1);
+    let element = kind.elt_size_in_bytes();
+    let rows = match device {
+        ChunkDevice::Cpu => (CHUNK_BYTES / (classes * element))
+            .next_multiple_of(64)
+            .max(MIN_CHUNK_ROWS),
+        ChunkDevice::Gpu { free_bytes } => {
+            let row = classes as u64 * (element + composed::BYTES_PER_LOGIT) as u64;
+            let most = MAX_GPU_CHUNK_ROWS as u64;
+            let rows = (free_bytes / GPU_MEMORY_PART / row).min(most) as usize;
+            (rows / MIN_CHUNK_ROWS * MIN_CHUNK_ROWS).max(MIN_CHUNK_ROWS)
+        }
+    };
+    NonZeroUsize::new(rows).unwrap_or(NonZeroUsize::MIN)
 }
 
 /// The gradients of hidden states, weight and bias; those that are wanted.
@@ -95,6 +138,7 @@ pub(crate) fn run_chunks(
         d_weight: None,
         d_bias: None,
         wanted,
+        sums: ProductSums::of(&weight, hidden.size()[0] > chunk_rows),
     };
     let total = hidden.size()[0];
     let width = chunk_rows.min(total).max(1);
@@ -175,6 +219,7 @@ struct Chunks<'a> {
     d_weight: Option<Tensor>,
     d_bias: Option<Tensor>,
     wanted: [bool; 3],
+    sums: ProductSums,
 }
 
 impl Chunks<'_> {
@@ -199,7 +244,8 @@ impl Chunks<'_> {
             mm_into(&rows, logits, self.weight, false)?;
         }
         if self.wanted[1] {
-            accumulate_product(&mut self.d_weight, &logits.f_tr()?, hidden)?;
+            let sum = self.d_weight.take();
+            self.d_weight = Some(self.sums.add(sum, &logits.f_tr()?, hidden)?);
         }
         if self.wanted[2] {
             let gradient = logits.f_sum_dim_intlist([0i64].as_slice(), false, wide(logits))?;
@@ -307,27 +353,56 @@ fn softmax(
     Ok(ChunkLoss::OnCpu(sum(&losses)))
 }
 
-/// Computes `sum += a · b`, in f32 where `a` and `b` are narrower and there is more than one chunk.
-fn accumulate_product(sum: &mut Option<Tensor>, a: &Tensor, b: &Tensor) -> Result<()> {
-    let product = || -> Result<Tensor> {
-        let product = Tensor::f_empty([a.size()[0], b.size()[1]], (a.kind(), a.device()))?;
-        mm_into(&product, a, b, false)?;
-        Ok(product)
-    };
-    *sum = Some(match sum.take() {
-        None => product()?,
-        Some(sum) if a.kind() == wide(a) => {
-            mm_into(&sum, a, b, true)?;
-            sum
+/// The sum of the matrix products of several chunks.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum ProductSums {
+    /// In the dtype of the operands.
+    Narrow,
+    /// In f32, because a sum of many chunks in bf16 would lose the small ones; each product is rounded first.
+    Rounded,
+    /// In f32 by the matmul itself (`mm.dtype`, `addmm.dtype`), which libtorch has on CUDA.
+    Wide,
+}
+
+impl ProductSums {
+    fn of(operand: &Tensor, several: bool) -> Self {
+        Self::on(operand.device(), operand.kind(), several)
+    }
+
+    fn on(device: Device, kind: Kind, several: bool) -> Self {
+        match (kind, device) {
+            (Kind::Half | Kind::BFloat16, Device::Cuda(_)) if several => Self::Wide,
+            (Kind::Half | Kind::BFloat16, _) if several => Self::Rounded,
+            _ => Self::Narrow,
         }
-        // A sum of many chunks in bf16 would lose the small ones.
-        Some(sum) => {
-            let mut wide_sum = sum.f_to_kind(Kind::Float)?;
-            let _same = wide_sum.f_add_(&product()?)?;
-            wide_sum
-        }
-    });
-    Ok(())
+    }
+
+    /// Returns `sum + a · b`.
+    fn add(self, sum: Option<Tensor>, a: &Tensor, b: &Tensor) -> Result<Tensor> {
+        let product = || -> Result<Tensor> {
+            let product = Tensor::f_empty([a.size()[0], b.size()[1]], (a.kind(), a.device()))?;
+            mm_into(&product, a, b, false)?;
+            Ok(product)
+        };
+        Ok(match (self, sum) {
+            (Self::Narrow, None) => product()?,
+            (Self::Narrow, Some(sum)) => {
+                mm_into(&sum, a, b, true)?;
+                sum
+            }
+            (Self::Rounded, None) => product()?.f_to_kind(Kind::Float)?,
+            (Self::Rounded, Some(mut sum)) => {
+                let _same = sum.f_add_(&product()?)?;
+                sum
+            }
+            (Self::Wide, None) => a.f_mm_dtype(b, Kind::Float)?,
+            (Self::Wide, Some(sum)) => {
+                // In place: the operator writes over the sum that it adds to.
+                let _same = sum.f_addmm_dtype_out(&sum, a, b, Kind::Float)?;
+                sum
+            }
+        })
+    }
 }
 
 #[cfg(test)]
@@ -344,5 +419,65 @@ mod tests {
         );
         let found = counted_rows_on_device(&labels, 3, -100).expect("by a sort");
         assert_eq!(found, expected);
+    }
+
+    #[test]
+    fn chunks_on_a_gpu_take_a_quarter_of_its_free_memory_at_most() {
+        let rows = |classes, gib: f64| {
+            let free_bytes = (gib * f64::from(1 << 30)) as u64;
+            auto_rows(classes, Kind::BFloat16, ChunkDevice::Gpu { free_bytes }).get()
+        };
+        // Llama 3's vocabulary: 1.28 MB a row.
+        assert_eq!(rows(128_256, 100.0), 4096);
+        assert_eq!(rows(128_256, 10.0), 2048);
+        assert_eq!(rows(128_256, 2.0), 256);
+        assert_eq!(rows(128_256, 0.0), 256);
+        assert_eq!(rows(32_000, 2.0), 1536);
+        assert_eq!(rows(1, 100.0), 4096);
+        let on_cpu = auto_rows(128_256, Kind::BFloat16, ChunkDevice::Cpu);
+        assert_eq!(on_cpu.get(), 256);
+        assert_eq!(ChunkDevice::of(Device::Cpu), ChunkDevice::Cpu);
+    }
+
+    #[test]
+    fn sums_of_chunks_are_in_f32_and_by_one_operator_on_cuda() {
+        let cuda = Device::Cuda(0);
+        for (device, kind, several, expected) in [
+            (cuda, Kind::BFloat16, true, ProductSums::Wide),
+            (cuda, Kind::Half, true, ProductSums::Wide),
+            (cuda, Kind::Float, true, ProductSums::Narrow),
+            (cuda, Kind::BFloat16, false, ProductSums::Narrow),
+            (Device::Cpu, Kind::BFloat16, true, ProductSums::Rounded),
+            (Device::Mps, Kind::Half, true, ProductSums::Rounded),
+            (Device::Cpu, Kind::Double, true, ProductSums::Narrow),
+        ] {
+            assert_eq!(ProductSums::on(device, kind, several), expected);
+        }
+        // The first chunk is not rounded to bf16 and then widened: all of them are summed alike.
+        let tiny = Tensor::full([1, 1], 1.0 / 512.0, (Kind::BFloat16, Device::Cpu));
+        let one = tiny.ones_like();
+        let mut sum = None;
+        for _ in 0..512 {
+            sum = Some(ProductSums::Rounded.add(sum, &tiny, &one).expect("1x1"));
+        }
+        assert_eq!(sum.expect("512 chunks").double_value(&[]), 1.0);
+    }
+
+    #[test]
+    fn the_operators_of_wide_sums_have_the_arguments_that_they_are_called_with() {
+        // Their kernels are on CUDA only: on a CPU the call ends at the dispatcher, after its arguments were taken.
+        let a = Tensor::ones([2, 3], (Kind::BFloat16, Device::Cpu));
+        let b = Tensor::ones([3, 4], (Kind::BFloat16, Device::Cpu));
+        let sum = Tensor::zeros([2, 4], (Kind::Float, Device::Cpu));
+        for (sum, operator) in [
+            (None, "aten::mm.dtype"),
+            (Some(sum), "aten::addmm.dtype_out"),
+        ] {
+            let error = ProductSums::Wide
+                .add(sum, &a, &b)
+                .expect_err("no CPU kernel");
+            let text = error.to_string();
+            assert!(text.contains(operator) && text.contains("CPU"), "{text}");
+        }
     }
 }

@@ -3,7 +3,7 @@ use overdrive_kernels::Element;
 use overdrive_sys::gemm::mm_into;
 use overdrive_sys::named_operator::{self, NamedOperator};
 use overdrive_sys::{autocast, engine};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::error::{check_floating, wrong_shape};
@@ -15,8 +15,8 @@ use crate::tensors::{Fresh, elements, has_kernel, with_element};
 ///
 /// `x (…, I)`, `weight (O, I)`, `bias (O,)`; the result `(…, O)`. Under autocast the operands are cast
 /// as autocast casts them, and backward keeps `x` in the low precision and the weight as
-/// it is, not a cast copy of it. A second derivative is refused, except in f64, which is left to
-/// libtorch's own operator.
+/// it is, not a cast copy of it. A second derivative is refused. f64 and GPUs are left to libtorch's own operator, which
+/// has second derivatives, adds the bias in the matmul's own kernel, and keeps the copies that autocast makes.
 ///
 /// # Errors
 /// [`Error::Common`](crate::Error::Common) if the shapes do not fit or the dtype of `x` is not a floating-point one.
@@ -40,22 +40,25 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 ///
 /// Weights that are adjacent in memory (see [`adjacent`]) are used where they are;
 /// others are copied together first, in each pass. Backward is one matmul for `x` and one for all
-/// weights, whose gradients are views of one tensor.
+/// weights, whose gradients are views of one tensor. On a GPU each of the three is libtorch's own operator.
 ///
 /// # Errors
 /// As [`linear`]; [`Error::Common`](crate::Error::Common) for no weight at all.
 pub fn joint_linear(x: &Tensor, weights: &[&Tensor], biases: Option<&[&Tensor]>) -> Result<Tensor> {
     let biases = biases.unwrap_or_default();
     check(x, weights, biases)?;
-    let Some(compute) = compute_kind(x, weights, biases) else {
-        let weight = joined(weights)?;
-        let bias = (!biases.is_empty()).then(|| joined(biases)).transpose()?;
-        return Ok(x.f_linear(&weight, bias.as_ref())?);
-    };
     let inputs: Vec<&Tensor> = std::iter::once(x)
         .chain(weights.iter().copied())
         .chain(biases.iter().copied())
         .collect();
+    let recording = engine::is_grad_enabled() && inputs.iter().any(|tensor| tensor.requires_grad());
+    let by_libtorch = is_left_to_libtorch(x.device(), weights.len(), recording);
+    let compute = compute_kind(x, weights, biases).filter(|_| !by_libtorch);
+    let Some(compute) = compute else {
+        let weight = joined(weights)?;
+        let bias = (!biases.is_empty()).then(|| joined(biases)).transpose()?;
+        return Ok(x.f_linear(&weight, bias.as_ref())?);
+    };
     // No gradient will be asked for, so this makes no node of the graph.
     if is_decoding(&inputs, compute) {
         return decode(x, weights, biases);
@@ -65,8 +68,15 @@ pub fn joint_linear(x: &Tensor, weights: &[&Tensor], biases: Option<&[&Tensor]>)
         biased: !biases.is_empty(),
         compute,
         weight_kind: weights[0].kind(),
+        has_epilogue: x.device() != Device::Cpu,
     };
     Ok(apply(function, &inputs)?.remove(0))
+}
+
+/// Returns `true` if a layer is libtorch's own operator as a whole. On a GPU that is every one but those of several
+/// weights whose gradients are asked for: recorded, a joint weight would be a copy of them in each pass.
+fn is_left_to_libtorch(device: Device, weights: usize, recording: bool) -> bool {
+    device != Device::Cpu && (weights == 1 || !recording)
 }
 
 /// Copies tensors into one buffer and returns them as views of it, in their order: the way in which the
@@ -212,6 +222,8 @@ struct Linear {
     biased: bool,
     compute: Kind,
     weight_kind: Kind,
+    /// If `true`, libtorch's matmul adds the bias in its own kernel.
+    has_epilogue: bool,
 }
 
 impl Function for Linear {
@@ -232,6 +244,12 @@ impl Function for Linear {
             *last = width;
         }
         let product = || {
+            if self.has_epilogue {
+                let bias = self.biased.then(|| joined(biases)).transpose()?;
+                let bias = bias.map(|bias| bias.f_to_kind(self.compute)).transpose()?;
+                let y = rows.f_linear(&weight, bias.as_ref())?;
+                return Ok(vec![y.f_view(size.as_slice())?]);
+            }
             let y = Tensor::f_empty(&size, (x.kind(), x.device()))?;
             let y_rows = y.f_view([-1, width])?;
             if self.biased {
@@ -310,4 +328,70 @@ impl Linear {
 fn rows_of(x: &Tensor) -> Result<Tensor> {
     let width = x.size().last().copied().unwrap_or(1);
     Ok(x.f_view([-1, width])?)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+    use overdrive_profiling::OperatorCounts;
+
+    use super::*;
+
+    #[test]
+    fn on_a_gpu_all_but_joint_layers_in_training_are_left_to_libtorch() {
+        for (device, weights, recording, expected) in [
+            (Device::Cuda(0), 1, true, true),
+            (Device::Cuda(0), 1, false, true),
+            (Device::Cuda(0), 3, false, true),
+            (Device::Cuda(0), 3, true, false),
+            (Device::Mps, 1, true, true),
+            (Device::Cpu, 1, true, false),
+            (Device::Cpu, 3, false, false),
+        ] {
+            let found = is_left_to_libtorch(device, weights, recording);
+            assert_eq!(found, expected, "{device:?} {weights} {recording}");
+        }
+    }
+
+    #[test]
+    fn the_joint_layer_of_a_gpu_gives_the_same_results_and_gradients() {
+        let kind = (Kind::Float, Device::Cpu);
+        let leaf = |size: &[i64]| (Tensor::randn(size, kind) * 0.5).set_requires_grad(true);
+        let x = leaf(&[2, 5, 16]);
+        let (w, b) = ([leaf(&[8, 16]), leaf(&[4, 16])], [leaf(&[8]), leaf(&[4])]);
+        let inputs = [&x, &w[0], &w[1], &b[0], &b[1]];
+        let results = [false, true].map(|has_epilogue| {
+            let function = Linear {
+                outputs: vec![8, 4],
+                biased: true,
+                compute: Kind::Float,
+                weight_kind: Kind::Float,
+                has_epilogue,
+            };
+            let y = apply(function, &inputs).unwrap().remove(0);
+            let gradients =
+                Tensor::run_backward(&[y.square().sum(Kind::Float)], &inputs, false, false);
+            (y.detach(), gradients)
+        });
+        let [(own, own_gradients), (other, gradients)] = results;
+        assert!(own.allclose(&other, 1e-5, 1e-6, false));
+        for (own, other) in own_gradients.iter().zip(&gradients) {
+            assert!(own.allclose(other, 1e-5, 1e-5, false));
+        }
+    }
+
+    #[test]
+    fn a_layer_of_libtorch_is_one_launch_with_its_bias() {
+        let kind = (Kind::Double, Device::Cpu);
+        let (x, weight, bias) = (
+            Tensor::ones([6, 16], kind),
+            Tensor::ones([8, 16], kind),
+            Tensor::ones([8], kind),
+        );
+        // f64 is left to libtorch on a CPU, as every dtype is on a GPU.
+        let counts = OperatorCounts::new();
+        let _ = linear(&x, &weight, Some(&bias)).unwrap();
+        assert_eq!(counts.launches(), 1, "{:?}", counts.by_name());
+    }
 }

@@ -5,7 +5,7 @@ use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResu
 use overdrive_sys::autocast;
 use tch::{Device, Kind, Tensor};
 
-use crate::chunk::{Gradients, auto_rows, run_chunks};
+use crate::chunk::{ChunkDevice, Gradients, auto_rows, run_chunks};
 use crate::error::{check_device, check_floating, wrong_shape};
 use crate::loss_options::Labels;
 use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Reduction, Result};
@@ -19,7 +19,9 @@ pub struct LinearCrossEntropyOptions<'a> {
     pub loss: CrossEntropyOptions,
     /// The head's bias `(V,)` (default: none).
     pub bias: Option<&'a Tensor>,
-    /// The number of rows whose logits are held at a time (default: as many as make 32 MiB, at least 256).
+    /// The number of rows whose logits are held at a time. Default: on a CPU as many as make 32 MiB, at least 256; on a
+    /// GPU as many as take a quarter of its free memory, from 256 to 4096 in steps of 256. Another number rounds the
+    /// sums over chunks otherwise: give one for results that are the same bit for bit whatever else is in memory.
     pub chunk_rows: Option<NonZeroUsize>,
     /// Keeps the gradients for further backward passes through the same graph, at the price of a copy
     /// of them in each. Without it the first pass takes them, and a second is refused (default: false).
@@ -91,7 +93,7 @@ pub fn linear_cross_entropy(
     let rows = NonZeroUsize::new(rows).unwrap_or(NonZeroUsize::MIN);
     let chunk_rows = options
         .chunk_rows
-        .unwrap_or_else(|| auto_rows(classes as usize, kind))
+        .unwrap_or_else(|| auto_rows(classes as usize, kind, ChunkDevice::of(hidden.device())))
         .min(rows);
 
     let function = LinearCrossEntropy {

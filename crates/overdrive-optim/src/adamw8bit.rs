@@ -6,15 +6,12 @@ use tch::{Device, Kind, Tensor};
 use crate::checks::{bytes, check_adam_options, step_count};
 use crate::code_book::BLOCK;
 use crate::engine::{Job, Rule, StateTensors, optimizer};
+use crate::joint_update::{JointUpdate, WINDOW, flat_range, scales_of};
 use crate::kernels::{AdamNumbers, Quantized, adam8, bump_version, with_elements};
-use crate::operators;
+use crate::operators::{self, Piece};
 use crate::paging::{Allocated, Pager, Request, Storage};
 use crate::param_group::name_contains;
 use crate::{PagingConfig, Result};
-
-/// The number of elements that the path through operators updates at once, which bounds the size of its
-/// temporaries.
-const OPERATOR_CHUNK: usize = 1 << 22;
 
 /// The options of [`AdamW8bit`]. The defaults are those of bitsandbytes' `AdamW8bit`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
@@ -80,7 +77,7 @@ optimizer! {
     /// `eps` alone.
     ///
     /// On a CPU a kernel of this crate does this; on other devices libtorch's operators do the same
-    /// arithmetic, a few million elements at a time.
+    /// arithmetic for 8 million elements of any number of parameters at a time.
     ///
     /// In the [`StateDict`](crate::StateDict) `exp_avg` and `exp_avg_sq` contain codes if the scales
     /// `absmax1` and `absmax2` exist, and floats otherwise.
@@ -235,6 +232,7 @@ impl Rule for Adam8 {
     }
 
     fn step(&mut self, jobs: Vec<Job<'_, AdamState>>) -> Result<()> {
+        let mut joint = JointUpdate::default();
         for job in jobs {
             let numbers = AdamNumbers::new(
                 job.state.count()?,
@@ -244,19 +242,25 @@ impl Rule for Adam8 {
                 self.config.eps,
                 self.config.maximize,
             );
-            step_one(
-                &numbers,
-                &job.parameter,
-                &job.gradient,
-                job.state,
-                usize::MAX,
-            )?;
+            let (parameter, gradient) = (&job.parameter, &job.gradient);
+            if has_kernel(parameter, job.state) {
+                step_one(&numbers, parameter, gradient, job.state, usize::MAX)?;
+            } else {
+                joint.push(numbers, parameter, gradient, job.state)?;
+            }
         }
-        Ok(())
+        joint.run()
     }
 }
 
-/// Updates one parameter, `window` elements of its state at a time (a multiple of the block size, or all).
+/// Returns `true` if the kernels of this crate update the parameter; the others are updated by libtorch's operators.
+pub(crate) fn has_kernel(parameter: &Tensor, state: &AdamState) -> bool {
+    let slices = parameter.device() == Device::Cpu && parameter.kind() != Kind::Double;
+    slices && state.scales.is_some()
+}
+
+/// Updates one parameter, `window` elements of its state at a time (a multiple of the block size, or all). States
+/// outside of the memory of the parameter's device are loaded window by window.
 pub(crate) fn step_one(
     numbers: &AdamNumbers,
     parameter: &Tensor,
@@ -268,23 +272,17 @@ pub(crate) fn step_one(
     let dense = parameter.f_contiguous()?;
     let gradient = gradient.f_contiguous()?;
     let len = parameter.numel();
-    let eight_bit = state.scales.is_some();
-    let on_slices = parameter.device() == Device::Cpu && parameter.kind() != Kind::Double;
-    // The path through operators has temporaries of the length of a chunk, unless libtorch's fused kernel
+    let on_slices = has_kernel(parameter, state);
+    // The path through operators has temporaries of the length of a window, unless libtorch's fused kernel
     // updates parameter and state in place.
-    let in_place = if eight_bit {
-        on_slices
-    } else {
-        parameter.kind() == state.exp_avg.tensor.kind()
+    let in_place = match state.scales {
+        Some(_) => on_slices,
+        None => parameter.kind() == state.exp_avg.tensor.kind(),
     };
-    let chunk = if in_place {
-        window
-    } else {
-        window.min(OPERATOR_CHUNK)
-    };
+    let window = if in_place { window } else { window.min(WINDOW) };
     let mut start = 0;
     while start < len {
-        let range = start..start.saturating_add(chunk).min(len);
+        let range = start..start.saturating_add(window).min(len);
         let averages = [&state.exp_avg, &state.exp_avg_sq];
         for average in averages {
             average.storage.fetch(&average.tensor, &range)?;
@@ -302,10 +300,25 @@ pub(crate) fn step_one(
                 })
                 .transpose()?;
             }
-            Some(scales) => {
-                operators::adam8(numbers, &dense, &gradient, state, scales, &range)?;
+            scales => {
+                let device = parameter.device();
+                let piece = [Piece {
+                    parameter: flat_range(&dense, &range)?,
+                    gradient: flat_range(&gradient, &range)?,
+                    averages: [
+                        state.exp_avg.to_device_of(&range, device)?,
+                        state.exp_avg_sq.to_device_of(&range, device)?,
+                    ],
+                    scales: scales_of(state, &range)?,
+                }];
+                match scales {
+                    Some(_) => operators::adam8(numbers, &piece)?,
+                    None => operators::adam32(numbers, &piece)?,
+                }
+                let [exp_avg, exp_avg_sq] = &piece[0].averages;
+                state.exp_avg.put_back(&range, exp_avg)?;
+                state.exp_avg_sq.put_back(&range, exp_avg_sq)?;
             }
-            None => operators::adam32(numbers, &dense, &gradient, state, &range)?,
         }
         for average in averages {
             average.storage.release(&average.tensor, &range)?;

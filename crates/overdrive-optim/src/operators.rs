@@ -1,120 +1,286 @@
 //! Adam's update through libtorch's operators: for devices and dtypes that the kernels of this crate do
 //! not support, and for float32 states, where libtorch's fused kernel is already limited by memory
 //! bandwidth.
-
-use std::ops::Range;
+//!
+//! On a GPU an operator costs microseconds however few elements it has. Each operator here therefore works on the
+//! pieces of many parameters at once: `cat` and `_foreach_copy_` gather and scatter them.
 
 use overdrive_sys::op::{Value, call};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::adamw8bit::AdamState;
-use crate::code_book::{BLOCK, CODES, CodeBook};
+use crate::code_book::BLOCK;
+use crate::device_books::DeviceBooks;
 use crate::kernels::AdamNumbers;
-use crate::paging::{Allocated, Storage};
 
-/// Updates elements `range` by AdamW with averages in float32 (float64 for float64 parameters).
-pub(crate) fn adam32(
-    numbers: &AdamNumbers,
-    parameter: &Tensor,
-    gradient: &Tensor,
-    state: &AdamState,
-    range: &Range<usize>,
-) -> Result<()> {
-    let mut target = flat_range(parameter, range)?;
-    let kind = state.exp_avg.tensor.kind();
-    let exp_avg = fetch(&state.exp_avg, range, parameter.device())?;
-    let exp_avg_sq = fetch(&state.exp_avg_sq, range, parameter.device())?;
-    // `to_kind` returns the same tensor if the dtypes agree, so the update is then in place.
-    let wide = target.f_to_kind(kind)?;
-    let gradient = flat_range(gradient, range)?.f_to_kind(kind)?;
-    adamw(numbers, &wide, &gradient, &exp_avg, &exp_avg_sq)?;
-    if target.kind() != kind {
-        target.f_copy_(&wide)?;
-    }
-    put_back(&state.exp_avg, range, &exp_avg)?;
-    put_back(&state.exp_avg_sq, range, &exp_avg_sq)
+/// A part of a parameter and what its update needs, all flat and on one device.
+#[derive(Debug)]
+pub(crate) struct Piece {
+    pub(crate) parameter: Tensor,
+    pub(crate) gradient: Tensor,
+    /// The average and the average of squares: floats, or codes if there are scales.
+    pub(crate) averages: [Tensor; 2],
+    /// The scales of the blocks of both averages. A piece begins where a block does.
+    pub(crate) scales: Option<[Tensor; 2]>,
 }
 
-/// Updates elements `range`, which are whole blocks, by AdamW with averages in 8 bits.
-pub(crate) fn adam8(
-    numbers: &AdamNumbers,
-    parameter: &Tensor,
-    gradient: &Tensor,
-    state: &AdamState,
-    scales: &(Tensor, Tensor),
-    range: &Range<usize>,
-) -> Result<()> {
-    let device = parameter.device();
-    let blocks = range.start / BLOCK..range.end.div_ceil(BLOCK);
-    let books = [
-        BookTensors::new(CodeBook::signed(), device)?,
-        BookTensors::new(CodeBook::unsigned(), device)?,
-    ];
-    // Scales are on the device already; only codes may be in host memory.
-    let codes1 = fetch(&state.exp_avg, range, device)?;
-    let codes2 = fetch(&state.exp_avg_sq, range, device)?;
-    let mut scales1 = flat_range(&scales.0, &blocks)?;
-    let mut scales2 = flat_range(&scales.1, &blocks)?;
-    let exp_avg = books[0].dequantize(&codes1, &scales1)?;
-    let exp_avg_sq = books[1].dequantize(&codes2, &scales2)?;
+impl Piece {
+    fn len(&self) -> i64 {
+        self.parameter.numel() as i64
+    }
+}
 
-    let mut target = flat_range(parameter, range)?;
-    let wide = target.f_to_kind(Kind::Float)?;
-    let gradient = flat_range(gradient, range)?.f_to_kind(Kind::Float)?;
-    adamw(numbers, &wide, &gradient, &exp_avg, &exp_avg_sq)?;
-    if target.kind() != Kind::Float {
-        target.f_copy_(&wide)?;
+/// Updates the pieces by AdamW with averages in float32 (float64 for float64 parameters). All have the same dtypes.
+pub(crate) fn adam32(numbers: &AdamNumbers, pieces: &[Piece]) -> Result<()> {
+    let Some(first) = pieces.first() else {
+        return Ok(());
+    };
+    let kind = first.averages[0].kind();
+    let wide = Wide::new(pieces, kind)?;
+    let averages = [0, 1].map(|average| {
+        let of_piece = |piece: &Piece| piece.averages[average].shallow_clone();
+        pieces.iter().map(of_piece).collect::<Vec<_>>()
+    });
+    adamw(numbers, &wide, &averages)?;
+    wide.narrow_to(pieces)
+}
+
+/// Updates the pieces by AdamW with averages in 8 bits. All parameters have the same dtype.
+pub(crate) fn adam8(numbers: &AdamNumbers, pieces: &[Piece]) -> Result<()> {
+    let Some(first) = pieces.first() else {
+        return Ok(());
+    };
+    let device = first.parameter.device();
+    let books = DeviceBooks::of(device)?;
+    let gathered = Gathered::new(pieces, &books)?;
+    // The codes of the squares choose among the second half of the numbers.
+    let index = gathered.codes.f_add(&books.first_codes)?.f_view([-1])?;
+    let values = books.numbers.f_index_select(0, &index)?;
+    drop(index);
+    let mut blocks = values.f_view([-1, BLOCK as i64])?;
+    let _ = blocks.f_mul_(&gathered.scales.f_unsqueeze(1)?)?;
+
+    let values = values.f_view([2, -1])?;
+    let averages = [gathered.parts(&values, 0)?, gathered.parts(&values, 1)?];
+    let wide = Wide::new(pieces, Kind::Float)?;
+    adamw(numbers, &wide, &averages)?;
+    wide.narrow_to(pieces)?;
+
+    let scales = largest(&blocks)?;
+    // The reciprocal of a subnormal scale is infinite; such blocks are quantized to 0.
+    let least = f64::from(f32::MIN_POSITIVE);
+    let inverse = scales.f_clamp_min(least)?.f_reciprocal()?;
+    let inverse = inverse.f_mul(&scales.f_ge(least)?)?;
+    let _ = blocks.f_mul_(&inverse.f_unsqueeze(1)?)?;
+    let codes = values.f_empty_like()?.f_view_dtype(Kind::Int)?;
+    for (average, bounds) in (0..).zip(&books.bounds) {
+        let target = codes.f_get(average)?;
+        let _ = values
+            .f_get(average)?
+            .f_bucketize_tensor_out(&target, bounds, true, false)?;
+    }
+    gathered.scatter(pieces, &codes, &scales)
+}
+
+/// Returns the largest magnitude of each row.
+fn largest(rows: &Tensor) -> Result<Tensor> {
+    // One pass, where `abs` and `amax` are two.
+    let arguments = [
+        Value::Tensor(rows),
+        Value::Float(f64::INFINITY),
+        Value::Ints(&[1]),
+        Value::Bool(false),
+        Value::None,
+    ];
+    let mut norms = call("aten::linalg_vector_norm", "", &arguments)?;
+    Ok(norms.remove(0).into_tensor()?)
+}
+
+/// The codes and scales of pieces, one after another.
+struct Gathered {
+    /// u8 `(2, blocks · BLOCK)`: those of the averages, and those of the squares. The last block of a piece is filled
+    /// up with codes of 0.
+    codes: Tensor,
+    /// f32 `(2 · blocks,)`.
+    scales: Tensor,
+    /// The first element and the number of elements of each piece.
+    ranges: Vec<(i64, i64)>,
+}
+
+impl Gathered {
+    fn new(pieces: &[Piece], books: &DeviceBooks) -> Result<Self> {
+        let (mut codes, mut scales) = (Vec::new(), Vec::new());
+        for (average, zeros) in books.zeros.iter().enumerate() {
+            for piece in pieces {
+                codes.push(piece.averages[average].shallow_clone());
+                let missing = padded(piece.len()) - piece.len();
+                if missing > 0 {
+                    codes.push(zeros.f_narrow(0, 0, missing)?);
+                }
+                scales.extend(piece.scales.as_ref().map(|s| s[average].shallow_clone()));
+            }
+        }
+        let mut ranges = Vec::with_capacity(pieces.len());
+        let mut first = 0;
+        for piece in pieces {
+            ranges.push((first, piece.len()));
+            first += padded(piece.len());
+        }
+        Ok(Self {
+            codes: Tensor::f_cat(&codes, 0)?.f_view([2, first])?,
+            scales: Tensor::f_cat(&scales, 0)?,
+            ranges,
+        })
     }
 
-    let (new_codes, new_scales) = books[0].quantize(&exp_avg)?;
-    codes1.shallow_clone().f_copy_(&new_codes)?;
-    scales1.f_copy_(&new_scales)?;
-    let (new_codes, new_scales) = books[1].quantize(&exp_avg_sq)?;
-    codes2.shallow_clone().f_copy_(&new_codes)?;
-    scales2.f_copy_(&new_scales)?;
-    put_back(&state.exp_avg, range, &codes1)?;
-    put_back(&state.exp_avg_sq, range, &codes2)
+    /// Returns the views of the pieces in row `average` of `values (2, blocks · BLOCK)`.
+    fn parts(&self, values: &Tensor, average: i64) -> Result<Vec<Tensor>> {
+        let row = values.f_get(average)?;
+        let ranges = self.ranges.iter();
+        let parts = ranges.map(|&(first, len)| row.f_narrow(0, first, len));
+        Ok(parts.collect::<std::result::Result<_, _>>()?)
+    }
+
+    /// Copies new codes and scales to the states of the pieces.
+    fn scatter(&self, pieces: &[Piece], codes: &Tensor, scales: &Tensor) -> Result<()> {
+        let mut targets = [Vec::new(), Vec::new()];
+        let mut sources = [Vec::new(), Vec::new()];
+        let scales = scales.f_view([2, -1])?;
+        let block = BLOCK as i64;
+        for average in [0, 1] {
+            sources[0].extend(self.parts(codes, average)?);
+            let row = scales.f_get(average)?;
+            for (piece, &(first, len)) in pieces.iter().zip(&self.ranges) {
+                let index = usize::from(average == 1);
+                targets[0].push(piece.averages[index].shallow_clone());
+                let Some(of_piece) = &piece.scales else {
+                    continue;
+                };
+                targets[1].push(of_piece[index].shallow_clone());
+                sources[1].push(row.f_narrow(0, first / block, padded(len) / block)?);
+            }
+        }
+        copy_each(&targets[0], &sources[0])?;
+        copy_each(&targets[1], &sources[1])
+    }
+}
+
+fn padded(len: i64) -> i64 {
+    len.unsigned_abs().next_multiple_of(BLOCK as u64) as i64
+}
+
+/// The parameters and gradients of pieces in the dtype of the update: copies, or themselves if they have it.
+struct Wide {
+    parameters: Vec<Tensor>,
+    gradients: Vec<Tensor>,
+    /// If `true`, these are copies.
+    copied: bool,
+}
+
+impl Wide {
+    fn new(pieces: &[Piece], kind: Kind) -> Result<Self> {
+        let parameters = pieces.iter().map(|piece| piece.parameter.shallow_clone());
+        let parameters: Vec<Tensor> = parameters.collect();
+        let gradients = pieces.iter().map(|piece| piece.gradient.shallow_clone());
+        let gradients: Vec<Tensor> = gradients.collect();
+        let all_are = |list: &[Tensor]| list.iter().all(|tensor| tensor.kind() == kind);
+        let copied = !all_are(&parameters) || !all_are(&gradients);
+        if !copied {
+            return Ok(Self {
+                parameters,
+                gradients,
+                copied,
+            });
+        }
+        let total: i64 = pieces.iter().map(Piece::len).sum();
+        let device = parameters[0].device();
+        let buffer = Tensor::f_empty([2, total], (kind, device))?;
+        let parts = |row: i64| -> Result<Vec<Tensor>> {
+            let (row, mut first) = (buffer.f_get(row)?, 0);
+            let mut parts = Vec::with_capacity(pieces.len());
+            for piece in pieces {
+                parts.push(row.f_narrow(0, first, piece.len())?);
+                first += piece.len();
+            }
+            Ok(parts)
+        };
+        let wide = Self {
+            parameters: parts(0)?,
+            gradients: parts(1)?,
+            copied,
+        };
+        copy_each(&wide.parameters, &parameters)?;
+        copy_each(&wide.gradients, &gradients)?;
+        Ok(wide)
+    }
+
+    /// Rounds the updated parameters to those of the pieces.
+    fn narrow_to(&self, pieces: &[Piece]) -> Result<()> {
+        if !self.copied {
+            return Ok(());
+        }
+        let parameters = pieces.iter().map(|piece| piece.parameter.shallow_clone());
+        copy_each(&parameters.collect::<Vec<_>>(), &self.parameters)
+    }
+}
+
+/// Copies each tensor to its target, which may have another dtype.
+fn copy_each(targets: &[Tensor], sources: &[Tensor]) -> Result<()> {
+    let arguments = [Value::Tensors(targets), Value::Tensors(sources)];
+    call("aten::_foreach_copy_", "", &arguments)?;
+    Ok(())
 }
 
 /// Updates in place. All tensors are flat and of one dtype.
-fn adamw(
+fn adamw(numbers: &AdamNumbers, wide: &Wide, averages: &[Vec<Tensor>; 2]) -> Result<()> {
+    let Some(first) = wide.parameters.first() else {
+        return Ok(());
+    };
+    let device = first.device();
+    if !matches!(device, Device::Cpu | Device::Cuda(_)) {
+        // Other devices (MPS) have no fused kernel.
+        let of_pieces = wide.parameters.iter().zip(&wide.gradients);
+        for ((parameter, gradient), (exp_avg, exp_avg_sq)) in
+            of_pieces.zip(averages[0].iter().zip(&averages[1]))
+        {
+            adamw_of_one(numbers, parameter, gradient, exp_avg, exp_avg_sq)?;
+        }
+        return Ok(());
+    }
+    // The kernel reads the step count on the parameter's device, and writes none.
+    let step = Tensor::f_full([0i64; 0], numbers.step, (Kind::Float, device))?;
+    let steps: Vec<Tensor> = averages[0].iter().map(|_| step.shallow_clone()).collect();
+    call(
+        "aten::_fused_adamw_",
+        "",
+        &[
+            Value::Tensors(&wide.parameters),
+            Value::Tensors(&wide.gradients),
+            Value::Tensors(&averages[0]),
+            Value::Tensors(&averages[1]),
+            Value::Tensors(&[]),
+            Value::Tensors(&steps),
+            Value::Float(numbers.learning_rate),
+            Value::Float(numbers.betas.0),
+            Value::Float(numbers.betas.1),
+            Value::Float(numbers.weight_decay),
+            Value::Float(numbers.eps),
+            Value::Bool(false),
+            Value::Bool(numbers.maximize),
+            Value::None,
+            Value::None,
+        ],
+    )?;
+    Ok(())
+}
+
+fn adamw_of_one(
     numbers: &AdamNumbers,
     parameter: &Tensor,
     gradient: &Tensor,
     exp_avg: &Tensor,
     exp_avg_sq: &Tensor,
 ) -> Result<()> {
-    let device = parameter.device();
-    if matches!(device, Device::Cpu | Device::Cuda(_)) {
-        // The kernel reads the step count on the parameter's device.
-        let step = Tensor::f_full([0i64; 0], numbers.step, (Kind::Float, device))?;
-        let list = |tensor: &Tensor| [tensor.shallow_clone()];
-        let lists = [parameter, gradient, exp_avg, exp_avg_sq].map(list);
-        call(
-            "aten::_fused_adamw_",
-            "",
-            &[
-                Value::Tensors(&lists[0]),
-                Value::Tensors(&lists[1]),
-                Value::Tensors(&lists[2]),
-                Value::Tensors(&lists[3]),
-                Value::Tensors(&[]),
-                Value::Tensors(&[step]),
-                Value::Float(numbers.learning_rate),
-                Value::Float(numbers.betas.0),
-                Value::Float(numbers.betas.1),
-                Value::Float(numbers.weight_decay),
-                Value::Float(numbers.eps),
-                Value::Bool(false),
-                Value::Bool(numbers.maximize),
-                Value::None,
-                Value::None,
-            ],
-        )?;
-        return Ok(());
-    }
-    // Other devices (MPS) have no fused kernel.
     let gradient = if numbers.maximize {
         gradient.f_neg()?
     } else {
@@ -136,144 +302,83 @@ fn adamw(
     Ok(())
 }
 
-/// Returns elements `range` of a dense tensor as a flat view.
-fn flat_range(tensor: &Tensor, range: &Range<usize>) -> Result<Tensor> {
-    let flat = tensor.f_view(-1i64)?;
-    Ok(flat.f_narrow(0, range.start as i64, range.len() as i64)?)
-}
-
-/// Returns elements `range` of a state on the device of the parameter: a view of the state, or a copy.
-fn fetch(state: &Allocated, range: &Range<usize>, device: Device) -> Result<Tensor> {
-    let stored = flat_range(&state.tensor, range)?;
-    if !matches!(state.storage, Storage::Host) {
-        return Ok(stored);
-    }
-    let copy = Tensor::f_empty(range.len() as i64, (stored.kind(), device))?;
-    copy_async(&copy, &stored)?;
-    Ok(copy)
-}
-
-/// Copies fetched elements back to a state in host memory.
-fn put_back(state: &Allocated, range: &Range<usize>, fetched: &Tensor) -> Result<()> {
-    if matches!(state.storage, Storage::Host) {
-        copy_async(&flat_range(&state.tensor, range)?, fetched)?;
-    }
-    Ok(())
-}
-
-/// Copies on the device's current stream, in order with its kernels, without blocking the host.
-fn copy_async(to: &Tensor, from: &Tensor) -> Result<()> {
-    let arguments = [Value::Tensor(to), Value::Tensor(from), Value::Bool(true)];
-    call("aten::copy_", "", &arguments)?;
-    Ok(())
-}
-
-/// A code book as tensors on a device.
-struct BookTensors {
-    codes: Tensor,
-    /// The bounds between codes, one fewer than codes.
-    bounds: Tensor,
-}
-
-impl BookTensors {
-    fn new(book: &CodeBook, device: Device) -> Result<Self> {
-        // The last bound is infinity, which `bucketize` does not need.
-        let (codes, bounds) = (&book.codes, &book.nearest.bounds()[..CODES - 1]);
-        Ok(Self {
-            codes: Tensor::f_from_slice(codes)?.f_to_device(device)?,
-            bounds: Tensor::f_from_slice(bounds)?.f_to_device(device)?,
-        })
-    }
-
-    fn dequantize(&self, codes: &Tensor, scales: &Tensor) -> Result<Tensor> {
-        let len = codes.numel() as i64;
-        let mut values = in_blocks(&self.codes.f_index_select(0, &codes.f_to_kind(Kind::Int)?)?)?;
-        let _ = values.f_mul_(&scales.f_unsqueeze(1)?)?;
-        Ok(values.f_view(-1i64)?.f_narrow(0, 0, len)?)
-    }
-
-    fn quantize(&self, values: &Tensor) -> Result<(Tensor, Tensor)> {
-        let len = values.numel() as i64;
-        let blocks = in_blocks(values)?;
-        let scales = blocks.f_abs()?.f_amax([1i64].as_slice(), false)?;
-        // The reciprocal of a subnormal scale is infinite; such blocks are quantized to 0.
-        let least = f64::from(f32::MIN_POSITIVE);
-        let used = scales.f_ge(least)?;
-        let inverse = scales.f_clamp_min(least)?.f_reciprocal()?;
-        let inverse = inverse.f_mul(&used.f_to_kind(Kind::Float)?)?;
-        let scaled = blocks.f_mul(&inverse.f_unsqueeze(1)?)?;
-        let codes = scaled.f_bucketize(&self.bounds, true, false)?;
-        let codes = codes.f_to_kind(Kind::Uint8)?;
-        Ok((codes.f_view(-1i64)?.f_narrow(0, 0, len)?, scales))
-    }
-}
-
-/// Returns flat values as rows of one block each; the last row is padded with zeros.
-fn in_blocks(values: &Tensor) -> Result<Tensor> {
-    let missing = values.numel().next_multiple_of(BLOCK) - values.numel();
-    let filled = if missing == 0 {
-        values.shallow_clone()
-    } else {
-        values.f_constant_pad_nd([0, missing as i64].as_slice())?
-    };
-    Ok(filled.f_view([-1, BLOCK as i64])?)
-}
-
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
     use super::*;
-    use crate::paging::Allocated;
+    use crate::kernels::{Quantized, adam8 as adam8_on_slices};
 
-    fn state(len: i64) -> AdamState {
+    /// Returns a piece of `len` elements with states of zeros.
+    fn piece(len: i64, kind: Kind) -> Piece {
         let zeros = |kind, len| Tensor::zeros([len], (kind, Device::Cpu));
-        let codes = || Allocated {
-            tensor: zeros(Kind::Uint8, len),
-            storage: Storage::Memory,
-        };
-        let scales = || zeros(Kind::Float, (len as usize).div_ceil(BLOCK) as i64);
-        AdamState {
-            step: Tensor::from(0f32),
-            exp_avg: codes(),
-            exp_avg_sq: codes(),
-            scales: Some((scales(), scales())),
+        let scales = || zeros(Kind::Float, padded(len) / BLOCK as i64);
+        let start = (Tensor::arange(len, (Kind::Float, Device::Cpu)) * 0.37 + len).sin();
+        Piece {
+            gradient: start.zeros_like().to_kind(kind),
+            parameter: start.to_kind(kind),
+            averages: [zeros(Kind::Uint8, len), zeros(Kind::Uint8, len)],
+            scales: Some([scales(), scales()]),
         }
+    }
+
+    fn numbers(step: i32) -> AdamNumbers {
+        AdamNumbers::new(f64::from(step), 1e-2, 0.1, (0.9, 0.99), 1e-8, false)
+    }
+
+    fn set_gradient(piece: &Piece, step: i32) {
+        let phase = Tensor::arange(piece.len(), (Kind::Float, Device::Cpu));
+        let phase = phase * (0.011 * f64::from(step));
+        let gradient = phase.sin() * phase.cos().pow_tensor_scalar(9.0);
+        piece.gradient.shallow_clone().copy_(&gradient);
     }
 
     #[test]
     fn operators_and_slices_give_the_same_codes_and_parameters() {
-        let len = 5000;
-        let kind = (Kind::Float, Device::Cpu);
-        let start = (Tensor::arange(len, kind) * 0.37).sin();
-        let (by_operators, by_slices) = (start.copy(), start.copy());
-        let (state1, state2) = (state(len), state(len));
+        // The second and the third piece end within a block.
+        let by_operators = [5120, 5000, 300].map(|len| piece(len, Kind::Float));
+        let by_slices = [5120, 5000, 300].map(|len| piece(len, Kind::Float));
         for step in 1..=5 {
-            let phase = Tensor::arange(len, kind) * (0.011 * f64::from(step));
-            let gradient = phase.sin() * phase.cos().pow_tensor_scalar(9.0);
-            let numbers = AdamNumbers::new(f64::from(step), 1e-2, 0.1, (0.9, 0.99), 1e-8, false);
-            let whole = 0..len as usize;
-            let scales = state1.scales.as_ref().unwrap();
-            adam8(&numbers, &by_operators, &gradient, &state1, scales, &whole).unwrap();
-            let scales = state2.scales.as_ref().unwrap();
-            let quantized = crate::kernels::Quantized {
-                exp_avg: &state2.exp_avg.tensor,
-                absmax1: &scales.0,
-                exp_avg_sq: &state2.exp_avg_sq.tensor,
-                absmax2: &scales.1,
-            };
-            crate::kernels::adam8::<f32>(&numbers, &by_slices, &gradient, &quantized, whole)
-                .unwrap();
+            by_operators
+                .iter()
+                .for_each(|piece| set_gradient(piece, step));
+            adam8(&numbers(step), &by_operators).unwrap();
+            for piece in &by_slices {
+                set_gradient(piece, step);
+                let [scales1, scales2] = piece.scales.as_ref().unwrap();
+                let quantized = Quantized {
+                    exp_avg: &piece.averages[0],
+                    absmax1: scales1,
+                    exp_avg_sq: &piece.averages[1],
+                    absmax2: scales2,
+                };
+                let (parameter, gradient) = (&piece.parameter, &piece.gradient);
+                let whole = 0..parameter.numel();
+                adam8_on_slices::<f32>(&numbers(step), parameter, gradient, &quantized, whole)
+                    .unwrap();
+            }
         }
-        // Rounding differs by one ulp, which moves a value next to a bound to the next code.
-        let moved = |a: &Allocated, b: &Allocated| {
-            let apart = (a.tensor.to_kind(Kind::Int) - b.tensor.to_kind(Kind::Int)).abs();
-            assert!(apart.max().int64_value(&[]) <= 1);
-            apart.sum(Kind::Int64).int64_value(&[])
-        };
-        assert!(moved(&state1.exp_avg, &state2.exp_avg) <= 3);
-        assert!(moved(&state1.exp_avg_sq, &state2.exp_avg_sq) <= 3);
-        let difference = (by_operators - by_slices).abs().max().double_value(&[]);
-        assert!(difference < 1e-4, "{difference}");
+        for (a, b) in by_operators.iter().zip(&by_slices) {
+            for average in [0, 1] {
+                // Rounding differs by one ulp, which moves a value next to a bound to the next code.
+                let [a, b] = [a, b].map(|piece| piece.averages[average].to_kind(Kind::Int));
+                let apart = (a - b).abs();
+                assert!(apart.max().int64_value(&[]) <= 1);
+                assert!(apart.sum(Kind::Int64).int64_value(&[]) <= 3);
+            }
+            let difference = (&a.parameter - &b.parameter).abs().max().double_value(&[]);
+            assert!(difference < 1e-4, "{difference}");
+        }
+    }
+
+    #[test]
+    fn a_stored_state_that_ends_within_a_block_keeps_its_scale() {
+        // What fills up a block must not take part in it, whatever scale was loaded.
+        let piece = piece(300, Kind::Float);
+        let _ = piece.averages[0].shallow_clone().fill_(127);
+        let [scales, _] = piece.scales.as_ref().unwrap();
+        let _ = scales.shallow_clone().fill_(5.0);
+        adam8(&numbers(2), std::slice::from_ref(&piece)).unwrap();
+        assert_eq!(scales.abs().max().double_value(&[]), 0.0);
     }
 }

@@ -4,10 +4,11 @@ use serde::{Deserialize, Serialize};
 use tch::{Cuda, Device, Tensor};
 
 use crate::Result;
-use crate::adamw8bit::{AdamState, step_one};
+use crate::adamw8bit::{AdamState, has_kernel, step_one};
 use crate::checks::check_adam_options;
 use crate::code_book::BLOCK;
 use crate::engine::{Job, Rule, StateTensors, optimizer};
+use crate::joint_update::JointUpdate;
 use crate::kernels::AdamNumbers;
 use crate::paging::{Pager, PagingConfig, Storage};
 use crate::param_group::name_contains;
@@ -195,6 +196,7 @@ impl Rule for Paged {
     fn step(&mut self, jobs: Vec<Job<'_, AdamState>>) -> Result<()> {
         let window_bytes = self.pager.config().window_bytes() as usize;
         let mut copied_from = Vec::new();
+        let mut joint = JointUpdate::default();
         for job in jobs {
             let numbers = AdamNumbers::new(
                 job.state.count()?,
@@ -205,6 +207,10 @@ impl Rule for Paged {
                 self.config.maximize,
             );
             let first = &job.state.exp_avg;
+            if matches!(first.storage, Storage::Memory) && !has_kernel(&job.parameter, job.state) {
+                joint.push(numbers, &job.parameter, &job.gradient, job.state)?;
+                continue;
+            }
             let window = match &first.storage {
                 // Nothing to load or release, so the whole parameter is one window.
                 Storage::Memory | Storage::Kept => usize::MAX,
@@ -221,6 +227,7 @@ impl Rule for Paged {
             }
             step_one(&numbers, &job.parameter, &job.gradient, job.state, window)?;
         }
+        joint.run()?;
         // The copies to host memory are asynchronous; afterwards the host may read the states.
         for index in copied_from {
             Cuda::synchronize(index as i64);

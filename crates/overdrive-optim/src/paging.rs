@@ -2,14 +2,17 @@
 
 use std::fs;
 use std::io::{self, Write};
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 
 use overdrive_core::{Error, check_option};
+use overdrive_sys::op::{Value, call};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::checks::bytes;
+use crate::joint_update::flat_range;
 use crate::page_advice::{MappedPages, page_bytes};
 
 const MIB: u64 = 1 << 20;
@@ -82,6 +85,35 @@ pub(crate) struct Request {
 pub(crate) struct Allocated {
     pub(crate) tensor: Tensor,
     pub(crate) storage: Storage,
+}
+
+impl Allocated {
+    /// Returns elements `range` on the device of the parameter: a view of the state, or a copy if it is in host
+    /// memory.
+    pub(crate) fn to_device_of(&self, range: &Range<usize>, device: Device) -> Result<Tensor> {
+        let stored = flat_range(&self.tensor, range)?;
+        if !matches!(self.storage, Storage::Host) {
+            return Ok(stored);
+        }
+        let copy = Tensor::f_empty(range.len() as i64, (stored.kind(), device))?;
+        copy_async(&copy, &stored)?;
+        Ok(copy)
+    }
+
+    /// Copies elements that [`to_device_of`](Self::to_device_of) returned back to a state in host memory.
+    pub(crate) fn put_back(&self, range: &Range<usize>, fetched: &Tensor) -> Result<()> {
+        if matches!(self.storage, Storage::Host) {
+            copy_async(&flat_range(&self.tensor, range)?, fetched)?;
+        }
+        Ok(())
+    }
+}
+
+/// Copies on the device's current stream, in order with its kernels, without blocking the host.
+fn copy_async(to: &Tensor, from: &Tensor) -> Result<()> {
+    let arguments = [Value::Tensor(to), Value::Tensor(from), Value::Bool(true)];
+    call("aten::copy_", "", &arguments)?;
+    Ok(())
 }
 
 /// The storage of a state tensor.
@@ -170,7 +202,7 @@ impl Pager {
 
 impl Storage {
     /// Loads the pages of elements `range`, before they are read.
-    pub(crate) fn fetch(&self, tensor: &Tensor, range: &std::ops::Range<usize>) -> Result<()> {
+    pub(crate) fn fetch(&self, tensor: &Tensor, range: &Range<usize>) -> Result<()> {
         match self {
             Self::File(pages) => pages.populate(byte_range(tensor, range)),
             _ => Ok(()),
@@ -178,7 +210,7 @@ impl Storage {
     }
 
     /// Releases the pages of elements `range`, after they were written.
-    pub(crate) fn release(&self, tensor: &Tensor, range: &std::ops::Range<usize>) -> Result<()> {
+    pub(crate) fn release(&self, tensor: &Tensor, range: &Range<usize>) -> Result<()> {
         match self {
             Self::File(pages) => pages.release(byte_range(tensor, range)),
             _ => Ok(()),
@@ -186,7 +218,7 @@ impl Storage {
     }
 }
 
-fn byte_range(tensor: &Tensor, range: &std::ops::Range<usize>) -> std::ops::Range<u64> {
+fn byte_range(tensor: &Tensor, range: &Range<usize>) -> Range<u64> {
     let size = tensor.kind().elt_size_in_bytes() as u64;
     range.start as u64 * size..range.end as u64 * size
 }

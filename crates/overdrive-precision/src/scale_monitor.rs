@@ -4,6 +4,7 @@ use std::collections::VecDeque;
 
 use overdrive_sys::op::{self, Value};
 use overdrive_sys::profiler::DeviceEvent;
+use overdrive_sys::raw::host_value;
 use tch::{Device, Kind, Tensor};
 
 use crate::{CollapseThresholds, Result, ScaleWarning, ScalerStatistics};
@@ -67,10 +68,9 @@ impl ScaleMonitor {
     /// Records a step's flag and the scale after it, tensors of one element, and counts the previous steps whose
     /// samples have arrived.
     pub(crate) fn observe(&mut self, found_inf: &Tensor, scale: &Tensor) -> Result<()> {
-        // On a CPU a value can be read without waiting.
-        if scale.device() == Device::Cpu {
-            let overflowed = found_inf.f_double_value(&[])? != 0.0;
-            self.count(overflowed, scale.f_double_value(&[])?);
+        // On a CPU a value can be read without waiting, and without an operator.
+        if let (Some(found_inf), Some(scale)) = (host_value(found_inf), host_value(scale)) {
+            self.count(found_inf != 0.0, scale);
             return Ok(());
         }
         // The scale changes in place in the next step: the stack is a copy.

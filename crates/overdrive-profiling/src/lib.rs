@@ -11,7 +11,8 @@
 //! - [`Throughput`], [`ModelFlops`] and [`PeakFlops`] turn tokens and seconds into tokens a second and
 //!   MFU;
 //! - [`MemoryPlan`] estimates the memory of a run before it starts, and advises what would make it fit;
-//! - [`HostReads`] counts the operators by which the host waits for the device;
+//! - [`HostReads`] counts the operators by which the host waits for the device, [`OperatorCounts`] their launches
+//!   and bytes;
 //! - [`Machine`] names the machine that the numbers come from.
 //!
 //! ```
@@ -44,6 +45,7 @@ mod machine;
 mod memory_estimate;
 mod memory_usage;
 mod model_flops;
+mod operator_counts;
 mod peak_flops;
 mod phase;
 mod profiler;
@@ -66,6 +68,7 @@ pub use memory_estimate::{
 };
 pub use memory_usage::MemoryUsage;
 pub use model_flops::ModelFlops;
+pub use operator_counts::OperatorCounts;
 pub use peak_flops::{PeakFlops, PeakSource};
 pub use phase::{Phase, PhaseSeconds};
 pub use profiler::{Profiler, ProfilerConfig, profile, record_function};

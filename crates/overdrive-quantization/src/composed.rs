@@ -1,5 +1,5 @@
-//! Quantization and dequantization composed of libtorch's operators, for devices that the codecs do not run
-//! on. On the CPU they give the same codes as the codecs, which the tests check.
+//! Quantization composed of libtorch's operators, for devices that the codecs do not run on. On the CPU they give the
+//! same codes as the codecs, which the tests check.
 
 use tch::{Kind, Tensor};
 
@@ -8,7 +8,7 @@ use crate::codec::grouped::{HALF_DIGITS, HALF_STEP, LEAST_DIGITS};
 use crate::codec::{LEAST_SCALE, fp8};
 use crate::quantize::{double_quantized, in_half, not_finite};
 use crate::weight::{Magnitudes, Storage};
-use crate::{BlockOptions, GroupOptions, GroupScales, QuantizedWeight, Result, Scheme};
+use crate::{BlockOptions, GroupOptions, GroupScales, Result, Scheme};
 
 /// Quantizes a contiguous weight `(O, I)`.
 pub(crate) fn quantize(weight: &Tensor, scheme: Scheme, scales: GroupScales) -> Result<Storage> {
@@ -194,7 +194,7 @@ fn blocks(weight: &Tensor, book: Book, options: BlockOptions) -> Result<Storage>
 }
 
 /// Packs codes of 4 bits `(…, n)` into bytes `(…, n/2)`.
-fn packed(codes: &Tensor, first_high: bool) -> Result<Tensor> {
+pub(crate) fn packed(codes: &Tensor, first_high: bool) -> Result<Tensor> {
     let pairs = codes.f_unflatten(-1, [-1, 2])?;
     let (first, second) = (pairs.f_select(-1, 0)?, pairs.f_select(-1, 1)?);
     let (high, low) = if first_high {
@@ -213,138 +213,13 @@ pub(crate) fn unpacked(bytes: &Tensor, first_high: bool) -> Result<Tensor> {
     Ok(Tensor::f_stack(&pair, -1)?.f_flatten(-2, -1)?)
 }
 
-/// Dequantizes the whole weight.
-pub(crate) fn dequantize(weight: &QuantizedWeight, kind: Kind) -> Result<Tensor> {
-    let numbers = match &weight.storage {
-        Storage::Blocks { codes, magnitudes } => {
-            let (book, block) = book_of(weight.scheme);
-            let table = Tensor::f_from_slice(book.numbers())?.f_to_device(codes.device())?;
-            let len = weight.outputs * weight.inputs;
-            let codes = unpacked(codes, true)?.f_narrow(0, 0, len)?;
-            let numbers = table.f_index_select(0, &codes.f_to_kind(Kind::Int)?)?;
-            let magnitudes = magnitudes
-                .tensor()?
-                .f_repeat_interleave_self_int(block, 0, None)?;
-            let numbers = numbers.f_mul(&magnitudes.f_narrow(0, 0, len)?)?;
-            numbers.f_view([weight.outputs, weight.inputs])?
-        }
-        _ => by_row(weight, None)?,
-    };
-    Ok(numbers.f_to_kind(kind)?)
-}
-
-/// Dequantizes the rows `ids (n,)`.
-pub(crate) fn rows(weight: &QuantizedWeight, ids: &Tensor, kind: Kind) -> Result<Tensor> {
-    match &weight.storage {
-        Storage::Blocks { codes, magnitudes } if weight.inputs % 2 == 0 => {
-            let (book, block) = book_of(weight.scheme);
-            let device = codes.device();
-            let table = Tensor::f_from_slice(book.numbers())?.f_to_device(device)?;
-            let codes = codes.f_view([weight.outputs, -1])?.f_index_select(0, ids)?;
-            let codes = unpacked(&codes, true)?;
-            let numbers =
-                table.f_index_select(0, &codes.f_flatten(0, -1)?.f_to_kind(Kind::Int)?)?;
-            let columns = Tensor::f_arange(weight.inputs, (Kind::Int64, device))?;
-            let indices = ids
-                .f_unsqueeze(1)?
-                .f_mul_scalar(weight.inputs)?
-                .f_add(&columns)?;
-            let blocks = indices
-                .f_flatten(0, -1)?
-                .f_div_scalar_mode(block, "floor")?;
-            let numbers = numbers.f_mul(&magnitudes.tensor()?.f_index_select(0, &blocks)?)?;
-            Ok(numbers.f_view([-1, weight.inputs])?.f_to_kind(kind)?)
-        }
-        Storage::Blocks { .. } => Ok(dequantize(weight, kind)?.f_index_select(0, ids)?),
-        _ => Ok(by_row(weight, Some(ids))?.f_to_kind(kind)?),
-    }
-}
-
-fn book_of(scheme: Scheme) -> (Book, i64) {
-    match scheme {
-        Scheme::Fp4(options) => (Book::Fp4, options.block_size as i64),
-        Scheme::Nf4(options) => (Book::Nf4, options.block_size as i64),
-        _ => (Book::Nf4, 64),
-    }
-}
-
-/// Dequantizes all rows or those of `ids`, of storages whose rows do not share blocks.
-fn by_row(weight: &QuantizedWeight, ids: Option<&Tensor>) -> Result<Tensor> {
-    let of = |tensor: &Tensor| match ids {
-        Some(ids) => tensor.f_index_select(0, ids),
-        None => Ok(tensor.shallow_clone()),
-    };
-    Ok(match &weight.storage {
-        Storage::Int8 { codes, scales } => of(codes)?
-            .f_to_kind(Kind::Float)?
-            .f_mul(&of(scales)?.f_unsqueeze(1)?)?,
-        Storage::Fp8 { codes, scales } => {
-            let codes = of(codes)?.f_view_dtype(Kind::Float8e4m3fn)?;
-            codes
-                .f_to_kind(Kind::Float)?
-                .f_mul(&of(scales)?.f_unsqueeze(1)?)?
-        }
-        Storage::Grouped {
-            codes,
-            scales,
-            offsets,
-            order,
-        } => {
-            let four = codes.size()[1] != weight.inputs;
-            let codes = of(codes)?;
-            let codes = if four {
-                unpacked(&codes, false)?
-            } else {
-                codes
-            };
-            let groups = scales.size()[1];
-            let mut numbers = codes.f_to_kind(Kind::Float)?.f_unflatten(1, [groups, -1])?;
-            if four && offsets.is_none() {
-                numbers = numbers.f_add_scalar(-8.0)?;
-            }
-            let each = |tensor: &Tensor| of(tensor)?.f_to_kind(Kind::Float)?.f_unsqueeze(-1);
-            numbers = numbers.f_mul(&each(scales)?)?;
-            if let Some(offsets) = offsets {
-                numbers = numbers.f_add(&each(offsets)?)?;
-            }
-            let numbers = numbers.f_flatten(1, 2)?;
-            match order {
-                None => numbers,
-                // The inverse permutation: the column of each input.
-                Some(order) => numbers.f_index_select(1, &order.f_argsort(0, false)?)?,
-            }
-        }
-        // Blocks may cross rows; `dequantize` and `rows` handle them.
-        Storage::Blocks { .. } => dequantize(weight, Kind::Float)?,
-    })
-}
-
-impl Magnitudes {
-    /// Returns the magnitudes as f32 `(blocks,)`, on any device.
-    pub(crate) fn tensor(&self) -> Result<Tensor> {
-        Ok(match self {
-            Magnitudes::Full(magnitudes) => magnitudes.shallow_clone(),
-            Magnitudes::Quantized {
-                codes,
-                code_book,
-                scales,
-                offset,
-            } => {
-                let numbers = code_book.f_index_select(0, &codes.f_to_kind(Kind::Int)?)?;
-                let block = crate::codec::dynamic::BLOCK as i64;
-                let scales = scales.f_repeat_interleave_self_int(block, 0, None)?;
-                let numbers = numbers.f_mul(&scales.f_narrow(0, 0, codes.numel() as i64)?)?;
-                numbers.f_add_scalar(f64::from(*offset))?
-            }
-        })
-    }
-}
-
 #[cfg(test)]
 mod tests {
     use tch::Device;
 
     use super::*;
+    use crate::QuantizedWeight;
+    use crate::device_dequantize::{dequantize, rows};
 
     /// Compares them on the CPU, where both exist.
     #[test]

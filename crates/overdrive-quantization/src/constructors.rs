@@ -162,7 +162,7 @@ impl QuantizedWeight {
             order: contiguous(order)?,
         };
         let scheme = Scheme::Grouped(options);
-        Ok(QuantizedWeight::of(scheme, [outputs, inputs], storage))
+        QuantizedWeight::of(scheme, [outputs, inputs], storage).laid_out()
     }
 
     /// Returns a weight `(O, I)` of blocks of a 4-bit code book, as bitsandbytes packs them: `codes` u8, two

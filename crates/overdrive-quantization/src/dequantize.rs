@@ -10,7 +10,7 @@ use crate::codec::{blocks, fp8, grouped, int8, units_of_job};
 use crate::kernel::four_bit::{Magnitudes, floats, of_blocks};
 use crate::tensors::{Fresh, bytes, elements, with_float};
 use crate::weight::Storage;
-use crate::{Error, QuantizedWeight, Result, Scheme, composed};
+use crate::{Error, QuantizedWeight, Result, Scheme, device_dequantize};
 
 impl QuantizedWeight {
     /// Returns the dense weight `(O, I)` of `kind`, on the device of the codes. Elements are computed in f32
@@ -20,8 +20,8 @@ impl QuantizedWeight {
     /// [`Error::Common`] for a kind that is not floating-point; an error of libtorch if memory runs out.
     pub fn dequantize(&self, kind: Kind) -> Result<Tensor> {
         check_kind(kind)?;
-        if self.device() != Device::Cpu {
-            return composed::dequantize(self, kind);
+        if !self.has_codec() {
+            return device_dequantize::dequantize(self, kind);
         }
         let decoder = Decoder::new(self)?;
         let (width, rows) = (decoder.width, units_of_job(decoder.width));
@@ -56,8 +56,8 @@ impl QuantizedWeight {
         }
         let mut shape = ids.size();
         shape.push(self.inputs);
-        if self.device() != Device::Cpu {
-            let rows = composed::rows(self, &ids.f_flatten(0, -1)?, kind)?;
+        if !self.has_codec() {
+            let rows = device_dequantize::rows(self, &ids.f_flatten(0, -1)?, kind)?;
             return Ok(rows.f_view(&shape[..])?);
         }
         // On a GPU the check would wait for the device; there libtorch checks the index itself.
@@ -80,6 +80,13 @@ impl QuantizedWeight {
             });
             Ok(target.into_tensor().f_to_kind(kind)?)
         })
+    }
+}
+
+impl QuantizedWeight {
+    /// Returns `true` if the codecs read the weight where it lies.
+    fn has_codec(&self) -> bool {
+        self.device() == Device::Cpu && !matches!(self.storage, Storage::Tiled(_))
     }
 }
 
@@ -178,6 +185,10 @@ impl<'a> Decoder<'a> {
                 },
                 order: order.as_ref().map(elements).transpose()?,
             },
+            Storage::Tiled(_) => {
+                let expected = "with its codes in rows";
+                return Err(Error::option("weight", weight.scheme, expected));
+            }
             Storage::Blocks { codes, magnitudes } => {
                 let (book, options) = match weight.scheme {
                     Scheme::Fp4(options) => (Book::Fp4, options),

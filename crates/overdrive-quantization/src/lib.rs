@@ -34,6 +34,7 @@ mod codec;
 mod composed;
 mod constructors;
 mod dequantize;
+mod device_dequantize;
 mod error;
 mod format;
 mod gguf;
@@ -43,6 +44,7 @@ mod quantize;
 mod report;
 mod scheme;
 mod tensors;
+mod tiles;
 mod weight;
 
 pub use activations::Activations;

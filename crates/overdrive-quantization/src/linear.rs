@@ -15,8 +15,6 @@ use tch::{Device, Kind, Tensor};
 use crate::{Error, QuantizedWeight, Result};
 use overdrive_core::Error as CoreError;
 
-pub(crate) use operators::Tiles;
-
 /// Returns `x · weightᵀ + bias` for a quantized weight.
 ///
 /// `x (…, I)`, `bias (O,)`; the result is `(…, O)` in the dtype of `x`, or under autocast in its

@@ -27,7 +27,7 @@ impl QuantizedWeight {
     /// [`Error::Common`] for other shapes and dtypes, for elements that are not finite, for groups that do not
     /// divide the inputs, and for block sizes that bitsandbytes does not have.
     pub fn quantize(weight: &Tensor, scheme: Scheme) -> Result<QuantizedWeight> {
-        quantize(weight, scheme, None, GroupScales::default())
+        quantize(weight, scheme, None, GroupScales::default())?.laid_out()
     }
 
     /// Quantizes `weight` in groups as [`quantize`](QuantizedWeight::quantize) does, with scales in the dtype
@@ -53,7 +53,7 @@ impl QuantizedWeight {
         options: GroupOptions,
         scales: GroupScales,
     ) -> Result<QuantizedWeight> {
-        quantize(weight, Scheme::Grouped(options), None, scales)
+        quantize(weight, Scheme::Grouped(options), None, scales)?.laid_out()
     }
 
     /// Quantizes `weight` as [`quantize`](QuantizedWeight::quantize) does, with codes that cover a chosen range
@@ -88,7 +88,7 @@ impl QuantizedWeight {
             let expected = "one with scales that can be chosen: 8 bits by row, groups, or fp8";
             return Err(Error::option("scheme", scheme, expected));
         }
-        quantize(weight, scheme, Some(range_of), GroupScales::default())
+        quantize(weight, scheme, Some(range_of), GroupScales::default())?.laid_out()
     }
 }
 

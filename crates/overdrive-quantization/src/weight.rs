@@ -1,8 +1,8 @@
 use std::convert::Infallible;
 
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use crate::linear::Tiles;
+use crate::tiles::{self, Tiled};
 use crate::{Activations, Result, Scheme};
 
 /// The quantized weight `(O, I)` of a linear layer.
@@ -13,8 +13,6 @@ pub struct QuantizedWeight {
     pub(crate) inputs: i64,
     pub(crate) storage: Storage,
     pub(crate) activations: Activations,
-    /// The codes in the order of a GPU's tensor cores; empty until the first GEMM there makes them.
-    pub(crate) tiles: Tiles,
 }
 
 /// The tensors of a quantized weight. All are contiguous and on one device.
@@ -41,6 +39,8 @@ pub(crate) enum Storage {
         /// i32 `(I,)`: the input of each column of the codes, if they were reordered (GPTQ's `desc_act`).
         order: Option<Tensor>,
     },
+    /// The same in 4 bits, with the codes in the order of a GPU's tensor cores, and nowhere else.
+    Tiled(Tiled),
     /// Codes of a book of 16 numbers, with a magnitude for each block of the flattened weight: [`Scheme::Nf4`], [`Scheme::Fp4`].
     Blocks {
         /// u8 `(⌈O·I/2⌉,)`, weight `2j` in the high half of byte `j`, as in bitsandbytes.
@@ -84,7 +84,6 @@ impl QuantizedWeight {
             inputs,
             storage,
             activations: Activations::Auto,
-            tiles: Tiles::default(),
         }
     }
 
@@ -92,7 +91,6 @@ impl QuantizedWeight {
     pub fn shallow_clone(&self) -> QuantizedWeight {
         QuantizedWeight {
             storage: self.storage.shallow_clone(),
-            tiles: self.tiles.clone(),
             ..*self
         }
     }
@@ -124,14 +122,53 @@ impl QuantizedWeight {
 
     /// Returns the weight on `device`: a copy, or another handle if it is there already.
     ///
+    /// A weight of 4 bits in groups gets the order of the tensor cores on a GPU that has them, from Ampere on, and
+    /// loses it where it leaves the GPU.
+    ///
     /// # Errors
     /// An error of libtorch if memory runs out or there is no such device.
     pub fn to_device(&self, device: Device) -> Result<QuantizedWeight> {
-        Ok(QuantizedWeight {
-            storage: self.storage.to_device(device)?,
-            // Those of the other device are of no use here.
-            tiles: Tiles::default(),
-            ..*self
+        if device == self.device() {
+            return self.shallow_clone().laid_out();
+        }
+        let rows = self.in_rows()?;
+        QuantizedWeight {
+            storage: rows.storage.to_device(device)?,
+            ..rows
+        }
+        .laid_out()
+    }
+
+    /// Returns the weight in the order that its device multiplies fastest. The codes in their old order are freed
+    /// with their last handle.
+    pub(crate) fn laid_out(self) -> Result<QuantizedWeight> {
+        let Device::Cuda(index) = self.device() else {
+            return Ok(self);
+        };
+        let capability = overdrive_sys::cuda::compute_capability(index).ok();
+        if !tiles::apply(capability, self.scheme, self.size()) {
+            return Ok(self);
+        }
+        let convert = |codes: &Tensor, adjacent| -> Result<Tensor> {
+            Ok(codes.f_internal_convert_weight_to_int4pack(adjacent)?)
+        };
+        Ok(match Tiled::new(&self, convert)? {
+            Some(tiled) => QuantizedWeight {
+                storage: Storage::Tiled(tiled),
+                ..self
+            },
+            None => self,
+        })
+    }
+
+    /// Returns the weight with its codes in rows, as files and codecs have them.
+    pub(crate) fn in_rows(&self) -> Result<QuantizedWeight> {
+        Ok(match &self.storage {
+            Storage::Tiled(tiled) => QuantizedWeight {
+                storage: tiled.rows(self.inputs)?,
+                ..*self
+            },
+            _ => self.shallow_clone(),
         })
     }
 
@@ -141,10 +178,10 @@ impl QuantizedWeight {
     }
 
     /// Returns the number of bytes of all tensors of the weight. On a GPU a weight of 4 bits in groups has
-    /// its codes twice from the first bf16 GEMM on: also in the order of the tensor cores.
+    /// its scales twice: also in bf16, as the operator takes them.
     pub fn bytes(&self) -> usize {
         let bytes = |tensor: &&Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
-        self.storage.tensors().iter().map(bytes).sum::<usize>() + self.tiles.bytes()
+        self.storage.tensors().iter().map(bytes).sum()
     }
 }
 
@@ -158,6 +195,24 @@ impl Storage {
 
     pub(crate) fn to_device(&self, device: Device) -> Result<Storage> {
         self.map(|tensor| Ok(tensor.f_to_device(device)?))
+    }
+
+    /// Returns `count` outputs from the `first` on, as views. Blocks of codes and tiles may span outputs: they have
+    /// none.
+    pub(crate) fn narrowed(&self, first: i64, count: i64) -> Result<Storage> {
+        self.by_row(|tensor| tensor.f_narrow(0, first, count))
+    }
+
+    /// Returns a storage of the rows that `of` takes from each tensor.
+    pub(crate) fn by_row(
+        &self,
+        of: impl Fn(&Tensor) -> std::result::Result<Tensor, tch::TchError>,
+    ) -> Result<Storage> {
+        self.map(|tensor| match tensor.kind() {
+            // The order of the inputs; all other tensors have a row for each output.
+            Kind::Int => Ok(tensor.shallow_clone()),
+            _ => Ok(of(tensor)?),
+        })
     }
 
     /// Returns a storage of the same form, with each tensor replaced by `of` of it.
@@ -185,6 +240,13 @@ impl Storage {
                 offsets: offsets.as_ref().map(&of).transpose()?,
                 order: order.as_ref().map(&of).transpose()?,
             },
+            Storage::Tiled(tiled) => Storage::Tiled(Tiled {
+                codes: of(&tiled.codes)?,
+                scales_and_zeros: of(&tiled.scales_and_zeros)?,
+                scales: of(&tiled.scales)?,
+                offsets: tiled.offsets.as_ref().map(&of).transpose()?,
+                order: tiled.order.as_ref().map(&of).transpose()?,
+            }),
             Storage::Blocks { codes, magnitudes } => Storage::Blocks {
                 codes: of(codes)?,
                 magnitudes: match magnitudes {
@@ -218,6 +280,16 @@ impl Storage {
                 .into_iter()
                 .flatten()
                 .collect(),
+            Storage::Tiled(tiled) => [
+                Some(&tiled.codes),
+                Some(&tiled.scales_and_zeros),
+                Some(&tiled.scales),
+                tiled.offsets.as_ref(),
+                tiled.order.as_ref(),
+            ]
+            .into_iter()
+            .flatten()
+            .collect(),
             Storage::Blocks { codes, magnitudes } => match magnitudes {
                 Magnitudes::Full(magnitudes) => vec![codes, magnitudes],
                 Magnitudes::Quantized {

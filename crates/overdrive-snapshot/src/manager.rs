@@ -51,6 +51,7 @@ impl SnapshotManager {
         ranks: Box<dyn Ranks>,
     ) -> Result<SnapshotManager> {
         let folder = folder.as_ref().to_path_buf();
+        let max_pinned_bytes = options.max_pinned_bytes;
         let owns_folder = ranks.rank() == 0 || !options.shared_folder;
         let prepared = if owns_folder {
             prepare(&folder, options.lock.clone())
@@ -83,7 +84,7 @@ impl SnapshotManager {
             run: run.unwrap_or(0),
             saves: 0,
             _lock: lock,
-            staging: Staging::default(),
+            staging: Staging::new(max_pinned_bytes),
             writer: None,
             outcomes: Vec::new(),
         })
@@ -102,6 +103,10 @@ impl SnapshotManager {
     /// Saves a snapshot: copies the tensors to the host, and returns while they are written
     /// ([`SnapshotOptions::background`]). If the previous snapshot is still being written, it waits for it first. Every
     /// rank calls it. In a shared folder only rank 0 copies and writes the entries of all ranks ([`Scope::Run`]).
+    ///
+    /// Tensors on a GPU are copied to page-locked memory by a stream of its own
+    /// ([`SnapshotOptions::max_pinned_bytes`]): this call does not wait for them. Work that the GPU is given afterwards
+    /// does, so that it cannot change a tensor before it is copied.
     ///
     /// A full disk or a folder that cannot be written is not an error of this call: training continues, and
     /// [`outcomes`](SnapshotManager::outcomes) returns the error.
@@ -145,12 +150,13 @@ impl SnapshotManager {
         let (rank, world_size) = self.writers();
         let own = contents.entries.into_iter();
         let own = own.filter(|entry| rank == 0 || entry.scope == Scope::Rank);
-        let entries = self.staging.copy(own.collect())?;
+        let (entries, copies) = self.staging.copy(own.collect())?;
         let job = SaveJob {
             folder: self.folder.clone(),
             step: contents.step,
             metric: contents.metric,
             entries,
+            copies,
             rank,
             world_size,
             run: self.run,

@@ -23,6 +23,11 @@ pub struct SnapshotOptions {
     /// If `true`, snapshots are written by a background thread while training continues; otherwise `save`
     /// returns when the snapshot is on the disk. Default: `true`.
     pub background: bool,
+    /// The most bytes of page-locked (pinned) host memory for the copies of tensors on a GPU, which it writes while
+    /// the host goes on; tensors beyond it are copied to ordinary memory, and each such copy is waited for. What is
+    /// copied stays allocated for the next snapshot. A tensor counts with its bytes rounded up to a power of two,
+    /// as libtorch allocates them. Default: 16 GiB.
+    pub max_pinned_bytes: u64,
     /// If `true`, all ranks write into the same folder. If the nodes do not share a disk, give each process a
     /// folder of its own and `false` here (`save_on_each_node`). Default: `true`.
     pub shared_folder: bool,
@@ -39,6 +44,7 @@ impl Default for SnapshotOptions {
             total_limit: None,
             best: None,
             background: true,
+            max_pinned_bytes: 16 << 30,
             shared_folder: true,
             peer_timeout: Duration::from_secs(30 * 60),
             lock: None,

@@ -14,6 +14,7 @@ use crate::folder::{abandon_for, path_of, publish, unfinished};
 use crate::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::{Error, Ranks, Result};
 use overdrive_core::{Error as CommonError, files};
+use overdrive_sys::transfer::CopyEvent;
 
 /// The interval at which a rank checks for the files of another: short beside the time that writing takes, and
 /// long enough not to load a network file system.
@@ -31,6 +32,8 @@ pub(crate) struct SaveJob {
     pub(crate) metric: Option<f64>,
     /// The entries that this rank writes.
     pub(crate) entries: Vec<Entry>,
+    /// The ends of the copies of these entries.
+    pub(crate) copies: Vec<CopyEvent>,
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
     /// The id of the run, which tells its unfinished folders from those that a killed run has left.
@@ -108,6 +111,9 @@ impl SaveJob {
 
     fn write_in(&self, temporary: &Path) -> Result<(PathBuf, u64)> {
         self.peers.check()?;
+        for copy in &self.copies {
+            copy.wait()?;
+        }
         fs::create_dir_all(temporary).map_err(CommonError::io("create the folder", temporary))?;
         let mut files = Vec::new();
         for entry in &self.entries {

@@ -3,67 +3,167 @@
 use std::collections::HashMap;
 
 use overdrive_optim::StateDict;
-use tch::{Device, Tensor};
+use overdrive_sys::transfer::{CopyEvent, copy_async, empty_pinned};
+use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::contents::{Content, Entry};
 
 /// The host tensors of the last snapshot, which are reused: allocating new memory costs more than the copy.
-#[derive(Debug, Default)]
+#[derive(Debug)]
 pub(crate) struct Staging {
     /// The free tensors by the names of their entry and tensor.
-    free: HashMap<(String, String), Tensor>,
+    free: HashMap<(String, String), Staged>,
+    budget: PinnedBudget,
+    /// The tensors in page-locked memory that are being written, by the same names.
+    pinned: HashMap<(String, String), u64>,
 }
 
-impl Staging {
-    /// Copies all tensors of the entries to the host.
-    pub(crate) fn copy(&mut self, entries: Vec<Entry>) -> Result<Vec<Entry>> {
-        let _no_grad = tch::no_grad_guard();
-        entries
-            .into_iter()
-            .map(|entry| {
-                let copy = |(name, tensor): (String, Tensor)| -> Result<(String, Tensor)> {
-                    let copy = self.copy_tensor(&entry.name, &name, &tensor)?;
-                    Ok((name, copy))
-                };
-                let content = match entry.content {
-                    Content::Tensors(tensors) => {
-                        Content::Tensors(tensors.into_iter().map(copy).collect::<Result<_>>()?)
-                    }
-                    Content::State(StateDict { tensors, metadata }) => Content::State(StateDict {
-                        tensors: tensors.into_iter().map(copy).collect::<Result<_>>()?,
-                        metadata,
-                    }),
-                    bytes => bytes,
-                };
-                Ok(Entry { content, ..entry })
-            })
-            .collect()
+#[derive(Debug)]
+struct Staged {
+    tensor: Tensor,
+    /// The bytes of page-locked memory that it takes; 0 in ordinary memory.
+    pinned_bytes: u64,
+}
+
+/// The page-locked memory that may still be taken.
+#[derive(Debug)]
+struct PinnedBudget {
+    left: u64,
+}
+
+impl PinnedBudget {
+    /// Takes the memory of a tensor of `bytes`, and returns what it takes; 0 if it is too much.
+    fn take(&mut self, bytes: u64) -> u64 {
+        // libtorch's allocator rounds them up so.
+        let taken = bytes.checked_next_power_of_two().unwrap_or(u64::MAX);
+        if bytes == 0 || taken > self.left {
+            return 0;
+        }
+        self.left -= taken;
+        taken
     }
 
-    fn copy_tensor(&mut self, entry: &str, name: &str, tensor: &Tensor) -> Result<Tensor> {
+    fn give_back(&mut self, taken: u64) {
+        self.left += taken;
+    }
+}
+
+/// The ends of the copies, the last one on each device: copies of one device are in order.
+type Ends = Vec<(Device, CopyEvent)>;
+
+impl Staging {
+    /// Returns a staging area with at most so many bytes of page-locked memory.
+    pub(crate) fn new(max_pinned_bytes: u64) -> Self {
+        Self {
+            free: HashMap::new(),
+            budget: PinnedBudget {
+                left: max_pinned_bytes,
+            },
+            pinned: HashMap::new(),
+        }
+    }
+
+    /// Copies all tensors of the entries to the host. Those on a GPU may be read when the events have been reached;
+    /// later work of the GPU's current stream waits for them, and the host does not.
+    pub(crate) fn copy(&mut self, entries: Vec<Entry>) -> Result<(Vec<Entry>, Vec<CopyEvent>)> {
+        let _no_grad = tch::no_grad_guard();
+        let mut ends = Ends::new();
+        let mut copied = Vec::with_capacity(entries.len());
+        for entry in entries {
+            let mut copy = |(name, tensor): (String, Tensor)| -> Result<(String, Tensor)> {
+                let copy = self.copy_tensor(&entry.name, &name, &tensor, &mut ends)?;
+                Ok((name, copy))
+            };
+            let content = match entry.content {
+                Content::Tensors(tensors) => {
+                    Content::Tensors(tensors.into_iter().map(copy).collect::<Result<_>>()?)
+                }
+                Content::State(StateDict { tensors, metadata }) => Content::State(StateDict {
+                    tensors: tensors.into_iter().map(&mut copy).collect::<Result<_>>()?,
+                    metadata,
+                }),
+                bytes => bytes,
+            };
+            copied.push(Entry { content, ..entry });
+        }
+        for (device, end) in &ends {
+            end.wait_on(*device)?;
+        }
+        Ok((copied, ends.into_iter().map(|(_, end)| end).collect()))
+    }
+
+    fn copy_tensor(
+        &mut self,
+        entry: &str,
+        name: &str,
+        tensor: &Tensor,
+        ends: &mut Ends,
+    ) -> Result<Tensor> {
         // The handle without its autograd history: a copy must not keep a graph alive.
         let tensor = tensor.f_detach()?;
         let key = (entry.to_owned(), name.to_owned());
-        // A parameter may have another shape or kind than at the last snapshot.
-        if let Some(mut free) = self.free.remove(&key)
-            && free.size() == tensor.size()
-            && free.f_kind()? == tensor.f_kind()?
-        {
-            free.f_copy_(&tensor)?;
-            return Ok(free);
+        let (size, kind, device) = (tensor.size(), tensor.f_kind()?, tensor.device());
+        let Staged {
+            tensor: copy,
+            pinned_bytes,
+        } = self.host_tensor(&key, &size, kind, device)?;
+        if pinned_bytes > 0 {
+            self.pinned.insert(key, pinned_bytes);
         }
-        let options = (tensor.f_kind()?, Device::Cpu);
-        let mut copy = Tensor::f_empty(tensor.size(), options)?;
-        copy.f_copy_(&tensor)?;
+        let end = copy_async(&tensor, &copy)?;
+        ends.retain(|(other, _)| *other != device);
+        ends.push((device, end));
         Ok(copy)
+    }
+
+    /// Returns the free tensor of this name, or a new one.
+    fn host_tensor(
+        &mut self,
+        key: &(String, String),
+        size: &[i64],
+        kind: Kind,
+        device: Device,
+    ) -> Result<Staged> {
+        if let Some(free) = self.free.remove(key) {
+            // A parameter may have another shape or kind than at the last snapshot.
+            if free.tensor.size() == size && free.tensor.f_kind()? == kind {
+                return Ok(free);
+            }
+            self.budget.give_back(free.pinned_bytes);
+        }
+        if device.is_cuda() {
+            let elements: i64 = size.iter().product();
+            let bytes = elements.unsigned_abs() * kind.elt_size_in_bytes() as u64;
+            let pinned_bytes = self.budget.take(bytes);
+            if pinned_bytes > 0 {
+                if let Ok(tensor) = empty_pinned(size, kind) {
+                    return Ok(Staged {
+                        tensor,
+                        pinned_bytes,
+                    });
+                }
+                // The system locks no more pages: the rest of the snapshot goes to ordinary memory.
+                self.budget.left = 0;
+            }
+        }
+        Ok(Staged {
+            tensor: Tensor::f_empty(size, (kind, Device::Cpu))?,
+            pinned_bytes: 0,
+        })
     }
 
     /// Takes the copies back when they have been written.
     pub(crate) fn reuse(&mut self, entries: Vec<Entry>) {
         for entry in entries {
             let mut keep = |name: String, tensor: Tensor| {
-                self.free.insert((entry.name.clone(), name), tensor);
+                let key = (entry.name.clone(), name);
+                let pinned_bytes = self.pinned.remove(&key).unwrap_or(0);
+                let staged = Staged {
+                    tensor,
+                    pinned_bytes,
+                };
+                self.free.insert(key, staged);
             };
             match entry.content {
                 Content::Tensors(tensors) => tensors.into_iter().for_each(|(n, t)| keep(n, t)),
@@ -71,5 +171,24 @@ impl Staging {
                 Content::Document(_) | Content::File(_) => {}
             }
         }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pinned_memory_is_bounded_and_counted_as_it_is_allocated() {
+        let mut budget = PinnedBudget { left: 100 };
+        assert_eq!(budget.take(33), 64);
+        // Rounded up, it would be 64 again.
+        assert_eq!(budget.take(36), 0);
+        assert_eq!(budget.take(32), 32);
+        assert_eq!(budget.take(0), 0);
+        assert_eq!(budget.take(u64::MAX), 0);
+        budget.give_back(64);
+        assert_eq!(budget.take(36), 64);
+        assert_eq!(budget.left, 4);
     }
 }

@@ -3,6 +3,7 @@
 
 #include <ATen/Context.h>
 #include <ATen/Version.h>
+#include <ATen/detail/CUDAHooksInterface.h>
 #include <torch/csrc/api/include/torch/version.h>
 
 extern "C" od_status* od_matmul_precision_set(const char* precision) noexcept {
@@ -32,6 +33,10 @@ extern "C" od_status* od_tf32_set(int32_t matmul, int32_t cudnn) noexcept {
 
 extern "C" od_status* od_cpu_capability(char** out) noexcept {
   return overdrive::guard([&] { *out = overdrive::copy_string(at::get_cpu_capability()); });
+}
+
+extern "C" od_status* od_cudnn_version(int64_t* out) noexcept {
+  return overdrive::guard([&] { *out = at::detail::getCUDAHooks().versionRuntimeCuDNN(); });
 }
 
 extern "C" od_status* od_libtorch_version(char** out) noexcept {

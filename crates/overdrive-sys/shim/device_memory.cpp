@@ -3,6 +3,8 @@
 
 #include <c10/core/CachingDeviceAllocator.h>
 
+#include <algorithm>
+
 namespace {
 
 at::DeviceAllocator* allocator(int32_t device_type) {
@@ -42,4 +44,15 @@ extern "C" od_status* od_device_memory_reset_peak(int32_t device_type, int32_t i
 
 extern "C" od_status* od_device_memory_empty_cache(int32_t device_type) noexcept {
   return overdrive::guard([&] { allocator(device_type)->emptyCache(); });
+}
+
+extern "C" od_status* od_device_memory_free(int32_t device_type, int32_t index, uint64_t* bytes) noexcept {
+  return overdrive::guard([&] {
+    const auto device = static_cast<c10::DeviceIndex>(index);
+    auto* of_type = allocator(device_type);
+    const auto stats = of_type->getDeviceStats(device);
+    const auto all = static_cast<size_t>(c10::CachingAllocator::StatType::AGGREGATE);
+    const auto unused = stats.reserved_bytes[all].current - stats.allocated_bytes[all].current;
+    *bytes = of_type->getMemoryInfo(device).first + static_cast<uint64_t>(std::max<int64_t>(unused, 0));
+  });
 }

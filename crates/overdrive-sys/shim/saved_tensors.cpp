@@ -200,4 +200,44 @@ extern "C" od_status* od_copy_event_wait(od_copy_event* event, int32_t device_ty
   });
 }
 
+extern "C" od_status* od_copy_event_synchronize(od_copy_event* event) noexcept {
+  return overdrive::guard([&] { event->event.synchronize(); });
+}
+
+extern "C" od_status* od_side_stream_enter(int32_t device_type, int32_t index, int64_t* previous) noexcept {
+  return overdrive::guard([&] {
+    const c10::Device device(static_cast<c10::DeviceType>(device_type),
+                             static_cast<c10::DeviceIndex>(index));
+    const c10::impl::VirtualGuardImpl impl(device.type());
+    const auto side = side_stream(device);
+    c10::Event ready(device.type());
+    ready.record(impl.getStream(device));
+    ready.block(side);
+    *previous = impl.exchangeStream(side).id();
+  });
+}
+
+extern "C" od_status* od_side_stream_leave(int32_t device_type, int32_t index, int64_t previous,
+                                           od_copy_event** done) noexcept {
+  return overdrive::guard([&] {
+    const c10::Device device(static_cast<c10::DeviceType>(device_type),
+                             static_cast<c10::DeviceIndex>(index));
+    const c10::impl::VirtualGuardImpl impl(device.type());
+    // First of all: whatever fails below, the thread must not stay on the side stream.
+    impl.exchangeStream(c10::Stream(c10::Stream::UNSAFE, device, previous));
+    auto work = std::make_unique<od_copy_event>(od_copy_event{c10::Event(device.type())});
+    work->event.record(side_stream(device));
+    *done = work.release();
+  });
+}
+
+extern "C" od_status* od_record_stream(od_tensor tensor) noexcept {
+  return overdrive::guard([&] {
+    const auto& used = *static_cast<const at::Tensor*>(tensor);
+    if (used.is_cpu()) return;
+    const c10::impl::VirtualGuardImpl impl(used.device().type());
+    used.record_stream(impl.getStream(used.device()));
+  });
+}
+
 extern "C" void od_copy_event_free(od_copy_event* event) noexcept { delete event; }

@@ -174,7 +174,15 @@ typedef struct od_copy_event od_copy_event;
 od_status* od_copy_async(od_tensor from, od_tensor to, od_copy_event** done) OD_NOEXCEPT;
 // Makes later work on the device's current stream wait for the event. Does not block the caller.
 od_status* od_copy_event_wait(od_copy_event* event, int32_t device_type, int32_t index) OD_NOEXCEPT;
+od_status* od_copy_event_synchronize(od_copy_event* event) OD_NOEXCEPT;  // blocks the caller
 void od_copy_event_free(od_copy_event* event) OD_NOEXCEPT;
+// Makes the stream of those copies this thread's current one, behind the work that is queued on the current stream.
+od_status* od_side_stream_enter(int32_t device_type, int32_t index, int64_t* previous) OD_NOEXCEPT;
+// Returns to the previous stream; the event is at the end of the side stream's work.
+od_status* od_side_stream_leave(int32_t device_type, int32_t index, int64_t previous,
+                                od_copy_event** done) OD_NOEXCEPT;
+// Keeps the memory of a tensor, when it is freed, until its device's current stream has done its work so far.
+od_status* od_record_stream(od_tensor tensor) OD_NOEXCEPT;
 
 // --- dispatch_mode.cpp: every operator that a thread calls --------------------------------------
 typedef struct od_dispatched od_dispatched;  // a call in progress
@@ -277,6 +285,8 @@ od_status* od_copy_elements(const void* data, size_t len, int64_t dtype, od_tens
 od_status* od_device_memory_stats(int32_t device_type, int32_t index, od_memory_stats* out) OD_NOEXCEPT;
 od_status* od_device_memory_reset_peak(int32_t device_type, int32_t index) OD_NOEXCEPT;
 od_status* od_device_memory_empty_cache(int32_t device_type) OD_NOEXCEPT;
+// The bytes that new tensors can take: those free on the device, and those that the allocator keeps unused.
+od_status* od_device_memory_free(int32_t device_type, int32_t index, uint64_t* bytes) OD_NOEXCEPT;
 
 // --- context.cpp ------------------------------------------------------------------------------
 od_status* od_matmul_precision_set(const char* precision) OD_NOEXCEPT;  // highest, high, medium
@@ -284,6 +294,7 @@ od_status* od_matmul_precision_get(int32_t* precision) OD_NOEXCEPT;     // 0, 1,
 od_status* od_tf32_get(int32_t* matmul, int32_t* cudnn) OD_NOEXCEPT;
 od_status* od_tf32_set(int32_t matmul, int32_t cudnn) OD_NOEXCEPT;
 od_status* od_cpu_capability(char** out) OD_NOEXCEPT;
+od_status* od_cudnn_version(int64_t* out) OD_NOEXCEPT;
 od_status* od_libtorch_version(char** out) OD_NOEXCEPT;
 
 // --- startup.cpp --------------------------------------------------------------------------------

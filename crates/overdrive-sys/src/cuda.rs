@@ -1,4 +1,4 @@
-//! The CUDA back end: whether it was loaded, and the compute capability of its devices.
+//! The CUDA back end: whether it was loaded, its cuDNN, and the compute capability of its devices.
 
 use std::ptr;
 
@@ -45,6 +45,18 @@ pub fn library() -> Result<CudaLibrary> {
         1 => CudaLibrary::Loaded { path: detail },
         _ => CudaLibrary::Failed { reason: detail },
     })
+}
+
+/// Returns the version of the cuDNN that libtorch has loaded, such as 91900 for 9.19.
+///
+/// # Errors
+/// [`crate::Error::Torch`] if the CUDA back end is not loaded or has no cuDNN.
+pub fn cudnn_version() -> Result<i64> {
+    let mut version = 0;
+    // SAFETY: written only on success.
+    let status = unsafe { ffi::od_cudnn_version(&raw mut version) };
+    check(status, "reading the version of cuDNN")?;
+    Ok(version)
 }
 
 /// Returns the compute capability of a GPU, such as `(9, 0)` for Hopper.

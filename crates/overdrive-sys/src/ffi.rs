@@ -375,7 +375,20 @@ unsafe extern "C" {
         device_type: i32,
         index: i32,
     ) -> *mut Status;
+    pub(crate) fn od_copy_event_synchronize(event: *mut RawCopyEvent) -> *mut Status;
     pub(crate) fn od_copy_event_free(event: *mut RawCopyEvent);
+    pub(crate) fn od_side_stream_enter(
+        device_type: i32,
+        index: i32,
+        previous: *mut i64,
+    ) -> *mut Status;
+    pub(crate) fn od_side_stream_leave(
+        device_type: i32,
+        index: i32,
+        previous: i64,
+        done: *mut *mut RawCopyEvent,
+    ) -> *mut Status;
+    pub(crate) fn od_record_stream(tensor: RawTensor) -> *mut Status;
 
     pub(crate) fn od_dispatch_mode_install(callbacks: *const RawDispatchCallbacks);
     pub(crate) fn od_dispatch_mode_listen(enabled: i32) -> i32;
@@ -467,12 +480,18 @@ unsafe extern "C" {
     ) -> *mut Status;
     pub(crate) fn od_device_memory_reset_peak(device_type: i32, index: i32) -> *mut Status;
     pub(crate) fn od_device_memory_empty_cache(device_type: i32) -> *mut Status;
+    pub(crate) fn od_device_memory_free(
+        device_type: i32,
+        index: i32,
+        bytes: *mut u64,
+    ) -> *mut Status;
 
     pub(crate) fn od_matmul_precision_set(precision: *const c_char) -> *mut Status;
     pub(crate) fn od_matmul_precision_get(precision: *mut i32) -> *mut Status;
     pub(crate) fn od_tf32_get(matmul: *mut i32, cudnn: *mut i32) -> *mut Status;
     pub(crate) fn od_tf32_set(matmul: i32, cudnn: i32) -> *mut Status;
     pub(crate) fn od_cpu_capability(out: *mut *mut c_char) -> *mut Status;
+    pub(crate) fn od_cudnn_version(out: *mut i64) -> *mut Status;
     pub(crate) fn od_libtorch_version(out: *mut *mut c_char) -> *mut Status;
 
     pub(crate) fn od_cuda_compute_capability(

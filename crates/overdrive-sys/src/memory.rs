@@ -66,6 +66,21 @@ pub fn stats(device: Device) -> Result<MemoryStats> {
     })
 }
 
+/// Returns the bytes that new tensors can take on an accelerator: those that are free on the device
+/// (`torch.cuda.mem_get_info`), and those that the allocator keeps unused.
+///
+/// # Errors
+/// As [`stats`]; [`crate::Error::Torch`] for the CPU, whose memory other programs share.
+pub fn free_bytes(device: Device) -> Result<u64> {
+    let mut bytes = 0;
+    // SAFETY: written only on success.
+    let status = unsafe {
+        ffi::od_device_memory_free(device_type(device), device_index(device), &raw mut bytes)
+    };
+    check(status, "reading the free memory of a device")?;
+    Ok(bytes)
+}
+
 /// Resets the peaks to the current values.
 ///
 /// # Errors

@@ -8,6 +8,7 @@ use crate::device::{device_index, device_type, scalar_code};
 use crate::error::{Result, check};
 use crate::ffi;
 use crate::function::handle;
+use crate::op::{Value, call};
 
 /// The event at the end of an asynchronous copy.
 #[derive(Debug)]
@@ -32,6 +33,26 @@ impl CopyEvent {
         let status =
             unsafe { ffi::od_copy_event_wait(self.raw, device_type(device), device_index(device)) };
         check(status, "waiting for a copy")
+    }
+
+    /// Blocks until the copy is done.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] with the error of the device.
+    pub fn wait(&self) -> Result<()> {
+        if self.raw.is_null() {
+            return Ok(());
+        }
+        // SAFETY: alive with `self`.
+        let status = unsafe { ffi::od_copy_event_synchronize(self.raw) };
+        check(status, "waiting for a copy")
+    }
+
+    /// Returns the event of work that has finished.
+    fn done() -> Self {
+        Self {
+            raw: ptr::null_mut(),
+        }
     }
 }
 
@@ -58,6 +79,88 @@ pub fn copy_async(from: &Tensor, to: &Tensor) -> Result<CopyEvent> {
     let status = unsafe { ffi::od_copy_async(handle(from), handle(to), &raw mut raw) };
     check(status, "copying between host and device")?;
     Ok(CopyEvent { raw })
+}
+
+/// Returns an uninitialised tensor in page-locked host memory, which a GPU copies from and to while the host goes on.
+/// libtorch rounds such memory up to a power of two bytes and keeps it for later tensors.
+///
+/// # Errors
+/// [`crate::Error::Torch`] if there is no GPU or no more such memory.
+pub fn empty_pinned(size: &[i64], kind: Kind) -> Result<Tensor> {
+    let arguments = [
+        Value::Ints(size),
+        Value::Kind(kind),
+        Value::None,
+        Value::Device(Device::Cpu),
+        Value::Bool(true),
+    ];
+    call("aten::empty", "memory_format", &arguments)?
+        .remove(0)
+        .into_tensor()
+}
+
+/// Runs `body` with the stream of [`copy_async`] as the current stream of `device`, after the work that the current
+/// stream has been given so far, and returns its result with the event at the end of its work. Work that reads the
+/// result waits for the event. Tensors that `body` makes belong to that stream: each stream that uses one is
+/// [recorded](record_stream). For a CPU `body` runs as it is.
+///
+/// # Errors
+/// [`crate::Error::Torch`] with libtorch's error.
+pub fn on_side_stream<T>(device: Device, body: impl FnOnce() -> T) -> Result<(T, CopyEvent)> {
+    if device == Device::Cpu {
+        return Ok((body(), CopyEvent::done()));
+    }
+    let mut previous = 0;
+    // SAFETY: written only on success.
+    let status = unsafe {
+        ffi::od_side_stream_enter(device_type(device), device_index(device), &raw mut previous)
+    };
+    check(status, "entering the stream for copies")?;
+    let entered = Entered { device, previous };
+    let result = body();
+    Ok((result, entered.leave()?))
+}
+
+/// The side stream as the current one of this thread; dropping it returns to the previous one, also after a panic.
+struct Entered {
+    device: Device,
+    previous: i64,
+}
+
+impl Entered {
+    fn leave(self) -> Result<CopyEvent> {
+        let event = self.restore();
+        std::mem::forget(self);
+        event
+    }
+
+    fn restore(&self) -> Result<CopyEvent> {
+        let (kind, index) = (device_type(self.device), device_index(self.device));
+        let mut raw = ptr::null_mut();
+        // SAFETY: `previous` is the id that entering returned; `raw` is written only on success.
+        let status = unsafe { ffi::od_side_stream_leave(kind, index, self.previous, &raw mut raw) };
+        check(status, "leaving the stream for copies")?;
+        Ok(CopyEvent { raw })
+    }
+}
+
+impl Drop for Entered {
+    fn drop(&mut self) {
+        // A destructor cannot report an error.
+        let _ = self.restore();
+    }
+}
+
+/// Keeps the memory of `tensor`, when its last handle is dropped, until the current stream of its device has done the
+/// work that it has been given by then (`torch.Tensor.record_stream`). Needed for a tensor of another stream. Nothing
+/// happens for a tensor on the CPU.
+///
+/// # Errors
+/// [`crate::Error::Torch`] with libtorch's error.
+pub fn record_stream(tensor: &Tensor) -> Result<()> {
+    // SAFETY: the handle is valid while borrowed.
+    let status = unsafe { ffi::od_record_stream(handle(tensor)) };
+    check(status, "recording a stream")
 }
 
 /// Copies the elements of `kind` in `bytes`, in the order of a contiguous tensor of `to`'s shape, into `to`, which

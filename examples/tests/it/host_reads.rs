@@ -32,6 +32,7 @@ fn reads(arguments: &TrainingArguments, precision: Precision, layout: RowLayout)
         .unwrap();
     let mut scheduler = arguments.new_scheduler(&plan, &mut optimizer).unwrap();
     let mut ema = arguments.new_ema(shared(&parameters)).unwrap();
+    let mut scaler = precision.new_scaler().unwrap();
     let rows = [7, 12, 12, 5].map(|length| {
         // Half of the labels are ignored, so that the loss leaves rows out.
         let tokens = (0..length).map(|token| token % 64).collect::<Vec<i64>>();
@@ -52,9 +53,11 @@ fn reads(arguments: &TrainingArguments, precision: Precision, layout: RowLayout)
                 .unwrap()
                 .unwrap();
             let labels = batch.label_count as u64;
-            accumulator.backward(&loss.sum, labels, None).unwrap();
+            accumulator
+                .backward(&loss.sum, labels, scaler.as_mut())
+                .unwrap();
         }
-        let stepped = accumulator.step(&mut optimizer, None).unwrap();
+        let stepped = accumulator.step(&mut optimizer, scaler.as_mut()).unwrap();
         scheduler.step(&mut optimizer).unwrap();
         if let Some(ema) = &mut ema {
             ema.update().unwrap();
@@ -119,5 +122,23 @@ fn a_step_that_does_not_log_reads_nothing() {
         };
         let found = reads(&arguments, Precision::Fp32, RowLayout::default());
         assert!(found.is_empty(), "{optim:?}: {found:?}");
+    }
+}
+
+#[test]
+fn a_step_with_a_loss_scaler_reads_one_flag() {
+    let _alone = alone();
+    for optim in [
+        OptimizerName::AdamwTorchFused,
+        OptimizerName::Adamw8bit,
+        OptimizerName::Lion32bit,
+    ] {
+        let arguments = TrainingArguments {
+            optim,
+            ..arguments()
+        };
+        let found = reads(&arguments, Precision::Fp16, RowLayout::default());
+        // A skipped step must not move the schedule, which is on the host.
+        assert_eq!(found, ["aten::_local_scalar_dense"], "{optim:?}");
     }
 }

@@ -1,5 +1,6 @@
 //! A loader of batches on a device, which are copied while the previous one is used.
 
+use overdrive_sys::transfer::{self, CopyEvent};
 use tch::{Device, Tensor};
 
 use super::{DataLoader, LoaderState, LoaderStats};
@@ -16,6 +17,9 @@ pub trait OnDevice: Sized + Send + 'static {
     /// Copies the batch to `device`. With `non_blocking`, the copy from page-locked memory may still be running
     /// on return; kernels that are launched on the device's current stream afterwards run after it.
     ///
+    /// A batch that is there already stays there. It may belong to another stream, that of the copies; from this
+    /// call on its memory is not used for anything else before the current stream has read it.
+    ///
     /// # Errors
     /// Returns an error if the device has no memory for it.
     fn on_device(self, device: Device, non_blocking: bool) -> Result<Self>;
@@ -29,7 +33,9 @@ impl OnDevice for Tensor {
 
     fn on_device(self, device: Device, non_blocking: bool) -> Result<Self> {
         let kind = self.f_kind()?;
-        Ok(self.f_to_device_(device, kind, non_blocking, false)?)
+        let there = self.f_to_device_(device, kind, non_blocking, false)?;
+        transfer::record_stream(&there)?;
+        Ok(there)
     }
 }
 
@@ -46,8 +52,9 @@ impl<T: OnDevice> OnDevice for Vec<T> {
 
 /// A loader whose batches are on a device.
 ///
-/// On a GPU, the copy of the next batch from page-locked memory (`pin_memory` of PyTorch) is queued before the
-/// current one is returned, so that it overlaps with the training step. On the CPU nothing is copied.
+/// On a GPU, the copy of the next batch from page-locked memory (`pin_memory` of PyTorch) is queued on a stream of its
+/// own before the current batch is returned, so that it runs while the GPU computes the training step. The step of
+/// the next batch waits for its copy on the device, not on the host. On the CPU nothing is copied.
 /// [`DeviceLoader::state_dict`] counts the returned batches only: a batch whose copy is running is returned again
 /// after a restart.
 ///
@@ -88,9 +95,20 @@ pub struct DeviceLoader<T> {
     device: Device,
     pin_memory: bool,
     endless: bool,
+    /// If `true`, the copy of the next batch starts before the current one is returned. Without a copy, being one
+    /// batch ahead would gain nothing and take its memory.
+    ahead: bool,
     /// The next batch, whose copy has started, or the end of the epoch, and the state after it.
-    next: Option<(Option<Result<T>>, LoaderState)>,
+    next: Option<(Option<Result<Copying<T>>>, LoaderState)>,
     state: LoaderState,
+}
+
+/// A batch whose copy to the device has started.
+#[derive(Debug)]
+struct Copying<T> {
+    batch: T,
+    /// The end of the copy on the stream of the copies; `None` for a copy on the current stream.
+    end: Option<CopyEvent>,
 }
 
 impl<T: OnDevice> DeviceLoader<T> {
@@ -102,6 +120,7 @@ impl<T: OnDevice> DeviceLoader<T> {
             device,
             pin_memory: true,
             endless: false,
+            ahead: device.is_cuda(),
             next: None,
         }
     }
@@ -148,21 +167,40 @@ impl<T: OnDevice> DeviceLoader<T> {
             None => self.start_copy(),
         };
         self.state = state;
-        // Without a copy, being one batch ahead would gain nothing and take its memory.
-        if self.device.is_cuda() {
+        // Before the next copy starts: its stream waits for the work of the current one.
+        let batch = batch.map(|batch| self.finish_copy(batch?));
+        if self.ahead {
             self.next = Some(self.start_copy());
         }
         batch
     }
 
-    fn start_copy(&mut self) -> (Option<Result<T>>, LoaderState) {
+    fn start_copy(&mut self) -> (Option<Result<Copying<T>>>, LoaderState) {
         let batch = self.loader.next_batch();
         let device = self.device;
-        let batch = batch.map(|batch| match device.is_cuda() && self.pin_memory {
-            true => batch?.pinned()?.on_device(device, true),
-            false => batch?.on_device(device, false),
-        });
+        let copy = |batch: T| -> Result<Copying<T>> {
+            if !self.ahead || !self.pin_memory {
+                let batch = batch.on_device(device, false)?;
+                return Ok(Copying { batch, end: None });
+            }
+            let pinned = batch.pinned()?;
+            let (batch, end) = transfer::on_side_stream(device, || pinned.on_device(device, true))?;
+            Ok(Copying {
+                batch: batch?,
+                end: Some(end),
+            })
+        };
+        let batch = batch.map(|batch| copy(batch?));
         (batch, self.loader.state_dict())
+    }
+
+    /// Lets the current stream of the device wait for the copy.
+    fn finish_copy(&self, copying: Copying<T>) -> Result<T> {
+        let Some(end) = copying.end else {
+            return Ok(copying.batch);
+        };
+        end.wait_on(self.device)?;
+        copying.batch.on_device(self.device, true)
     }
 
     /// Returns the position in the data: only batches that were handed out count.
@@ -206,6 +244,97 @@ impl<T: OnDevice> Iterator for DeviceLoader<T> {
             // The first batch of the next pass; `None` again if a pass has no batches.
             None if self.endless => self.next_batch(),
             batch => batch,
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use std::sync::{Arc, Mutex};
+
+    use super::*;
+    use crate::{DataLoaderOptions, Dataset};
+
+    struct Numbers;
+
+    impl Dataset for Numbers {
+        type Item = usize;
+
+        fn len(&self) -> usize {
+            3
+        }
+
+        fn get(&self, index: usize) -> Result<usize> {
+            Ok(index)
+        }
+    }
+
+    type Calls = Arc<Mutex<Vec<(usize, &'static str)>>>;
+
+    /// A batch that writes down what is done with it.
+    #[derive(Debug)]
+    struct Noted {
+        number: usize,
+        calls: Calls,
+    }
+
+    impl Noted {
+        fn note(self, call: &'static str) -> Self {
+            let mut calls = self.calls.lock().expect("no other thread");
+            calls.push((self.number, call));
+            drop(calls);
+            self
+        }
+    }
+
+    impl OnDevice for Noted {
+        fn pinned(self) -> Result<Self> {
+            Ok(self.note("pinned"))
+        }
+
+        fn on_device(self, _: Device, non_blocking: bool) -> Result<Self> {
+            Ok(self.note(if non_blocking { "queued" } else { "copied" }))
+        }
+    }
+
+    #[test]
+    fn the_next_batch_is_queued_while_the_current_one_is_used() {
+        for (pin_memory, own) in [
+            (true, &["pinned", "queued", "queued"][..]),
+            (false, &["copied"][..]),
+        ] {
+            let calls = Calls::default();
+            let options = DataLoaderOptions {
+                batch_size: 1,
+                ..Default::default()
+            };
+            let batches = options.batches(3).expect("three");
+            let of_batch = Arc::clone(&calls);
+            let noted = move |rows: Vec<usize>| {
+                Ok(Noted {
+                    number: rows[0],
+                    calls: Arc::clone(&of_batch),
+                })
+            };
+            let loader = DataLoader::with(Numbers, batches, noted, options).expect("three");
+            let loader = DeviceLoader::new(loader, Device::Cpu);
+            // As on a GPU, with a stream of the CPU, which does the work at once.
+            let mut loader = DeviceLoader {
+                ahead: true,
+                ..loader.with_pin_memory(pin_memory)
+            };
+            let first = loader.next_batch().expect("a batch").expect("no error");
+            assert_eq!((first.number, loader.state_dict().next_batch), (0, 1));
+            let found = calls.lock().expect("no other thread").clone();
+            let of = |number| {
+                let calls = found.iter().filter(move |(other, _)| *other == number);
+                calls.map(|(_, call)| *call).collect::<Vec<_>>()
+            };
+            // The second one was copied and not yet handed out, and the third not even begun.
+            assert_eq!(of(0), own);
+            assert_eq!(of(1), &own[..own.len().min(2)]);
+            assert!(of(2).is_empty());
+            assert_eq!(loader.by_ref().count(), 2);
         }
     }
 }

@@ -342,3 +342,35 @@ fn reusing_the_logits_puts_the_gradient_into_their_memory() {
     loss.backward();
     assert_eq!(logits.detach(), leaf.grad());
 }
+
+#[test]
+#[ignore = "needs a CUDA GPU"]
+fn chunks_on_a_gpu_are_summed_in_f32() {
+    let device = Device::Cuda(0);
+    let (hidden, weight) = (values(&[1024, 64], 31), values(&[500, 64], 32));
+    let labels = labels(&[1024], 500, 7, 33);
+    let run = |kind: Kind, device: Device, chunk_rows| {
+        let [hidden, weight] = [&hidden, &weight].map(|tensor| {
+            let tensor = tensor.to_kind(kind).to_device(device);
+            tensor.set_requires_grad(true)
+        });
+        let options = LinearCrossEntropyOptions {
+            chunk_rows: NonZeroUsize::new(chunk_rows),
+            ..LinearCrossEntropyOptions::default()
+        };
+        let labels = labels.to_device(device);
+        let output = linear_cross_entropy(&hidden, &weight, &labels, &options).unwrap();
+        output.loss.backward();
+        let gradients = [hidden.grad(), weight.grad()];
+        gradients.map(|gradient| gradient.to_device(Device::Cpu).to_kind(Kind::Double))
+    };
+    let exact = run(Kind::Double, Device::Cpu, 1024);
+    for chunk_rows in [64, 1024] {
+        let found = run(Kind::BFloat16, device, chunk_rows);
+        for (found, exact) in found.iter().zip(&exact) {
+            let error = (found - exact).abs().max() / exact.abs().max();
+            let error = error.double_value(&[]);
+            assert!(error < 1.6e-2, "{chunk_rows} rows: {error}");
+        }
+    }
+}

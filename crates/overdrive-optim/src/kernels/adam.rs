@@ -3,7 +3,7 @@
 use overdrive_kernels::Simd;
 
 /// The coefficients of one update, ready for the loop.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct AdamNumbers {
     /// The number of this step, counted from 1.
     pub(crate) step: f64,

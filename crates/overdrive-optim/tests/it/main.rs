@@ -7,6 +7,7 @@ mod combined;
 mod common;
 mod early_stopping;
 mod groups;
+mod launches;
 mod memory;
 mod optimizers;
 mod schedules;

@@ -5,6 +5,7 @@ use tch::{Device, Kind, Tensor};
 use crate::codec::code_book::Book;
 use crate::codec::grouped::{HALF_DIGITS, half_scale, rounded_up};
 use crate::codec::{dynamic, fp8};
+use crate::tiles::Tiled;
 use crate::weight::{Magnitudes, Storage};
 use crate::{Error, QuantizedWeight, Result, Scheme};
 
@@ -46,6 +47,7 @@ impl Grid {
                     zero: 0.0,
                 },
             }),
+            Storage::Tiled(_) => Grid::of(&weight.in_rows()?),
             Storage::Grouped { order: Some(_), .. } => {
                 let found = "of reordered inputs (GPTQ's `desc_act`)";
                 Err(Error::option(
@@ -143,6 +145,8 @@ impl Grid {
     pub(super) fn set_steps(&mut self, weight: &mut QuantizedWeight) -> Result<()> {
         let device = weight.device();
         match &mut weight.storage {
+            // A grid is made of weights in rows.
+            Storage::Tiled(_) => {}
             Storage::Int8 { scales, .. } | Storage::Fp8 { scales, .. } => {
                 *scales = like(&self.steps, scales)?;
             }
@@ -210,7 +214,9 @@ impl Grid {
         let (slot, high_first) = match &mut weight.storage {
             Storage::Int8 { codes, .. }
             | Storage::Fp8 { codes, .. }
-            | Storage::Grouped { codes, .. } => (codes, false),
+            | Storage::Grouped { codes, .. }
+            // A grid is made of weights in rows.
+            | Storage::Tiled(Tiled { codes, .. }) => (codes, false),
             Storage::Blocks { codes, .. } => (codes, true),
         };
         // Two codes in a byte: the tensor has half as many elements.

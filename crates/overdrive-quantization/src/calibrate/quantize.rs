@@ -62,7 +62,7 @@ pub fn quantize_calibrated(
 ) -> Result<QuantizedWeight> {
     let mut packed = quantize(weight, scheme, None, options.scales)?;
     if options.clip.is_none() && options.gptq.is_none() {
-        return Ok(packed);
+        return packed.laid_out();
     }
     let [_, inputs] = packed.size();
     if let Some(statistics) = statistics.filter(|statistics| statistics.inputs() != inputs) {
@@ -101,5 +101,5 @@ pub fn quantize_calibrated(
         }
     };
     Grid::set_codes(&codes, &mut packed)?;
-    Ok(packed)
+    packed.laid_out()
 }

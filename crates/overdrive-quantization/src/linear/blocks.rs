@@ -109,16 +109,12 @@ fn each_block(
     Ok(())
 }
 
-/// Returns a view of some outputs of a weight; `None` if its blocks of codes may span outputs.
+/// Returns a view of some outputs of a weight; `None` if its blocks of codes or its tiles may span outputs.
 fn outputs(weight: &QuantizedWeight, first: i64, count: i64) -> Result<Option<QuantizedWeight>> {
-    if matches!(weight.storage, Storage::Blocks { .. }) {
+    if matches!(weight.storage, Storage::Blocks { .. } | Storage::Tiled(_)) {
         return Ok(None);
     }
-    let storage = weight.storage.map(|tensor| match tensor.kind() {
-        // The order of the inputs; all other tensors have a row for each output.
-        Kind::Int => Ok(tensor.shallow_clone()),
-        _ => tensor.f_narrow(0, first, count),
-    })?;
+    let storage = weight.storage.narrowed(first, count)?;
     let size = [count, weight.inputs];
     Ok(Some(QuantizedWeight::of(weight.scheme, size, storage)))
 }

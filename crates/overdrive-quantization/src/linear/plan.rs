@@ -37,6 +37,6 @@ pub(super) fn plan(weight: &QuantizedWeight, by_group: bool, recording: bool) ->
         {
             Plan::ByGroup
         }
-        (Storage::Grouped { .. } | Storage::Blocks { .. }, _) => Plan::Float,
+        (Storage::Grouped { .. } | Storage::Tiled(_) | Storage::Blocks { .. }, _) => Plan::Float,
     }
 }

@@ -6,6 +6,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 mod branches;
 #[path = "../common/mod.rs"]
 mod common;
+mod gpu;
 mod ranks;
 mod snapshots;
 

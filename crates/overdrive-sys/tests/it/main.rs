@@ -5,3 +5,4 @@ mod operators;
 mod parallel;
 mod saved_tensors;
 mod scopes;
+mod transfer;

@@ -17,6 +17,7 @@ impl CompressedTensorsConfig {
     ) -> Result<Vec<(String, Tensor)>> {
         let named = |part: &str, tensor: Tensor| (format!("{module}.{part}"), tensor);
         let shape = || Tensor::f_from_slice(&weight.size());
+        let weight = &weight.in_rows()?;
         match &weight.storage {
             Storage::Int8 { codes, scales } => {
                 let scale = named("weight_scale", scales.f_unsqueeze(1)?);

@@ -28,7 +28,7 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
     let size = |n: i64| usize::try_from(n).unwrap_or(0);
     let (outputs, inputs) = (size(weight.outputs), size(weight.inputs));
     let map = match &weight.storage {
-        Storage::Int8 { .. } | Storage::Fp8 { .. } => return Ok(None),
+        Storage::Int8 { .. } | Storage::Fp8 { .. } | Storage::Tiled(_) => return Ok(None),
         Storage::Grouped {
             codes,
             scales,

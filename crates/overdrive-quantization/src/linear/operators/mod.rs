@@ -4,7 +4,7 @@
 //! |---|---|---|---|
 //! | `int_mm` | `_int_mm` | 8 bits by row | in 8 bits by row |
 //! | `int8_pack` | `_weight_int8pack_mm` | 8 bits by row | a few rows of f32 |
-//! | `int4_pack` | `_weight_int4pack_mm` | 4 bits in groups | a few rows of bf16 |
+//! | `int4_pack` | `_weight_int4pack_mm` | 4 bits in groups, in tiles | a few rows of bf16 or f16 |
 //! | `scaled_mm` | `_scaled_mm` | 8-bit floats | in 8-bit floats by row |
 //!
 //! Weights that none of them takes are dequantized and multiplied.
@@ -17,10 +17,9 @@ mod scaled_mm;
 use tch::{Device, Tensor};
 
 use super::plan::{Plan, plan};
+use crate::tiles::Capability;
 use crate::weight::Storage;
 use crate::{QuantizedWeight, Result};
-
-pub(crate) use int4_pack::Tiles;
 
 /// Returns the results of all weights side by side, computed one weight after another.
 pub(super) fn forward(
@@ -78,10 +77,8 @@ fn packed(x: &Tensor, weight: &QuantizedWeight, recording: bool) -> Result<Optio
             int8_pack::product(x, codes, scales)?
         }
         // Its scales are rounded to bf16, but backward would multiply with the exact ones.
-        (Storage::Grouped { .. }, Plan::Float)
-            if !recording && int4_pack::applies(x, weight, capability) =>
-        {
-            int4_pack::product(x, weight)?
+        (Storage::Tiled(tiled), Plan::Float) if !recording && int4_pack::fits(x) => {
+            int4_pack::product(x, tiled)?
         }
         (Storage::Fp8 { codes, scales }, Plan::Float8)
             if scaled_mm::applies(x, weight, capability) =>
@@ -91,9 +88,6 @@ fn packed(x: &Tensor, weight: &QuantizedWeight, recording: bool) -> Result<Optio
         _ => return Ok(None),
     }))
 }
-
-/// The compute capability of a GPU: major and minor.
-type Capability = Option<(u32, u32)>;
 
 /// Returns the compute capability; `None` on a CPU, and if the driver does not report it (weights are then
 /// dequantized).

@@ -4,6 +4,7 @@
 
 use super::scaled_mm::Scaling;
 use super::*;
+use crate::tiles::Tiled;
 use crate::{Activations, GroupOptions, GroupScales, GroupedParts, Scheme};
 use tch::Kind;
 
@@ -54,8 +55,17 @@ fn rows_of_floats_times_bytes() {
     assert!(!int8_pack::fits(&numbers(2, [1, 192], Kind::Double)));
 }
 
+/// Returns the weight in the tiles of the CPU's operator.
+fn tiled(weight: &QuantizedWeight) -> Tiled {
+    let convert = |codes: &Tensor, adjacent| -> Result<Tensor> {
+        let codes = crate::composed::unpacked(codes, true)?.f_to_kind(Kind::Int)?;
+        Ok(codes.f_internal_convert_weight_to_int4pack_for_cpu(adjacent)?)
+    };
+    Tiled::new(weight, convert).unwrap().unwrap()
+}
+
 #[test]
-fn rows_of_bf16_times_four_bits_in_groups() {
+fn rows_of_bf16_and_f16_times_four_bits_in_groups() {
     for group_size in [32, 64, 128] {
         for symmetric in [true, false] {
             for scales in [GroupScales::Half, GroupScales::Float] {
@@ -66,21 +76,18 @@ fn rows_of_bf16_times_four_bits_in_groups() {
                 };
                 let dense = numbers(3, [64, 384], Kind::Float) + 0.2;
                 let weight = QuantizedWeight::quantize_groups(&dense, options, scales).unwrap();
-                let plain = weight.bytes();
-                for rows in [1, 5, 64] {
-                    let x = numbers(4, [rows, 384], Kind::BFloat16);
-                    assert!(int4_pack::fits(&x, &weight));
-                    let y = int4_pack::product(&x, &weight).unwrap();
-                    // Scales, offsets and results in bf16: half of 2⁻⁸ each, the first two averaged.
+                let tiled = tiled(&weight);
+                for (rows, kind) in [(1, Kind::BFloat16), (5, Kind::Half), (64, Kind::BFloat16)] {
+                    let x = numbers(4, [rows, 384], kind);
+                    assert!(int4_pack::fits(&x));
+                    let y = int4_pack::product(&x, &tiled).unwrap();
+                    // Activations, scales, offsets and results in bf16: half of 2⁻⁸ each, all but the last averaged.
                     let found = error(&y, &x, &weight);
-                    assert!(found < 8e-3, "{options:?}, {rows} rows: {found}");
+                    assert!(
+                        found < 8e-3,
+                        "{options:?}, {rows} rows of {kind:?}: {found}"
+                    );
                 }
-                // Made once, for all handles.
-                let tiles = weight.bytes() - plain;
-                assert_eq!(tiles, 64 * 384 / 2 + 64 * (384 / group_size) * 4);
-                assert_eq!(weight.shallow_clone().bytes(), plain + tiles);
-                // Another device has its own.
-                assert_eq!(weight.to_device(Device::Cpu).unwrap().bytes(), plain);
             }
         }
     }
@@ -102,24 +109,46 @@ fn reordered_groups_take_activations_in_their_order() {
         order: Some(Tensor::from_slice(&order)),
     });
     let (weight, x) = (weight.unwrap(), numbers(6, [3, 64], Kind::BFloat16));
-    let y = int4_pack::product(&x, &weight).unwrap();
+    let y = int4_pack::product(&x, &tiled(&weight)).unwrap();
     assert!(error(&y, &x, &weight) < 8e-3);
 }
 
 #[test]
-fn what_four_bits_do_not_take_is_known_before() {
-    let fits = |scheme: &str, [outputs, inputs]: [i64; 2], rows, kind| {
-        let dense = numbers(7, [outputs, inputs], Kind::Float);
-        let weight = QuantizedWeight::quantize(&dense, scheme.parse().unwrap()).unwrap();
-        int4_pack::fits(&numbers(8, [rows, inputs], kind), &weight)
+fn activations_that_four_bits_do_not_take_are_known_before() {
+    assert!(int4_pack::fits(&numbers(8, [1, 96], Kind::BFloat16)));
+    assert!(int4_pack::fits(&numbers(8, [64, 96], Kind::Half)));
+    assert!(!int4_pack::fits(&numbers(8, [1, 96], Kind::Float)));
+    assert!(!int4_pack::fits(&numbers(8, [65, 96], Kind::BFloat16)));
+}
+
+#[test]
+fn more_rows_than_the_operator_takes_are_multiplied_with_the_dense_weight() {
+    let dense = numbers(14, [16, 128], Kind::Float);
+    let weight = QuantizedWeight::quantize(&dense, "int4-g32".parse().unwrap()).unwrap();
+    let x = numbers(15, [70, 128], Kind::Float);
+    let expected = forward(&x, &[&weight], &[None], Kind::Float, false).unwrap();
+    let on_a_gpu = Tiled::new(&weight, crate::tiles::tests::as_on_a_gpu)
+        .unwrap()
+        .unwrap();
+    let weight = QuantizedWeight {
+        storage: Storage::Tiled(on_a_gpu),
+        ..weight
     };
-    assert!(fits("int4-g32", [8, 96], 1, Kind::BFloat16));
-    assert!(!fits("int4-g32", [8, 96], 1, Kind::Float));
-    assert!(!fits("int4-g32", [8, 96], 65, Kind::BFloat16));
-    assert!(!fits("int4-g32", [12, 96], 1, Kind::BFloat16));
-    assert!(!fits("int4-g16", [8, 48], 1, Kind::BFloat16));
-    assert!(!fits("int8-g32", [8, 96], 1, Kind::BFloat16));
-    assert!(!fits("nf4", [8, 128], 1, Kind::BFloat16));
+    for recording in [false, true] {
+        let y = forward(&x, &[&weight], &[None], Kind::Float, recording).unwrap();
+        assert_eq!(y, expected);
+    }
+    // The gradient too.
+    let x = x.set_requires_grad(true);
+    let y = crate::linear(&x, &weight, None).unwrap();
+    y.sum(Kind::Float).backward();
+    let exact = weight.dequantize(Kind::Float).unwrap().sum_dim_intlist(
+        [0i64].as_slice(),
+        false,
+        Kind::Float,
+    );
+    let difference = (x.grad() - exact).abs().max().double_value(&[]);
+    assert!(difference < 1e-4, "{difference}");
 }
 
 #[test]
@@ -165,18 +194,17 @@ fn operators_wait_for_the_device_that_has_them() {
         QuantizedWeight::quantize(&dense, name.parse().unwrap()).unwrap()
     };
     let x = numbers(13, [1, 128], Kind::BFloat16);
-    let (four, float8) = (weight("int4-g32"), weight("fp8"));
+    let float8 = weight("fp8");
     for (capability, expected) in [
-        (None, [false, false, false]),
-        (Some((7, 5)), [true, false, false]),
-        (Some((8, 0)), [true, true, false]),
-        (Some((8, 9)), [true, true, true]),
-        (Some((9, 0)), [true, true, true]),
-        (Some((12, 0)), [true, true, true]),
+        (None, [false, false]),
+        (Some((7, 5)), [true, false]),
+        (Some((8, 0)), [true, false]),
+        (Some((8, 9)), [true, true]),
+        (Some((9, 0)), [true, true]),
+        (Some((12, 0)), [true, true]),
     ] {
         let found = [
             int8_pack::applies(&x, capability),
-            int4_pack::applies(&x, &four, capability),
             scaled_mm::applies(&x, &float8, capability),
         ];
         assert_eq!(found, expected, "{capability:?}");
