@@ -4,6 +4,7 @@
 
 use std::ops::Range;
 
+use overdrive_gpu::{Adam8, AdamFactors, CodedAverage};
 use overdrive_sys::op::{Value, call};
 use tch::{Device, Kind, Tensor};
 
@@ -56,12 +57,26 @@ pub(crate) fn adam8(
     let codes2 = fetch(&state.exp_avg_sq, range, device)?;
     let mut scales1 = flat_range(&scales.0, &blocks)?;
     let mut scales2 = flat_range(&scales.1, &blocks)?;
+    let mut target = flat_range(parameter, range)?;
+    let gradient = flat_range(gradient, range)?;
+    if let Some(kernel) = gpu_kernel(&[&target, &gradient, &codes1, &codes2, &scales1, &scales2])? {
+        let coded = |index: usize, codes, scales| CodedAverage {
+            codes,
+            scales,
+            book: &books[index].codes,
+            bounds: &books[index].bounds,
+        };
+        let average = coded(0, &codes1, &scales1);
+        let squares = coded(1, &codes2, &scales2);
+        kernel.step(&target, &gradient, average, squares, &factors(numbers))?;
+        put_back(&state.exp_avg, range, &codes1)?;
+        return put_back(&state.exp_avg_sq, range, &codes2);
+    }
     let exp_avg = books[0].dequantize(&codes1, &scales1)?;
     let exp_avg_sq = books[1].dequantize(&codes2, &scales2)?;
 
-    let mut target = flat_range(parameter, range)?;
     let wide = target.f_to_kind(Kind::Float)?;
-    let gradient = flat_range(gradient, range)?.f_to_kind(Kind::Float)?;
+    let gradient = gradient.f_to_kind(Kind::Float)?;
     adamw(numbers, &wide, &gradient, &exp_avg, &exp_avg_sq)?;
     if target.kind() != Kind::Float {
         target.f_copy_(&wide)?;
@@ -75,6 +90,32 @@ pub(crate) fn adam8(
     scales2.f_copy_(&new_scales)?;
     put_back(&state.exp_avg, range, &codes1)?;
     put_back(&state.exp_avg_sq, range, &codes2)
+}
+
+/// Returns the GPU kernel, if it takes these tensors: the parameter, the gradient and the state.
+fn gpu_kernel(tensors: &[&Tensor; 6]) -> Result<Option<Adam8>> {
+    let [parameter, gradient, ..] = tensors;
+    let Some(kernels) = overdrive_gpu::kernels(parameter.device())? else {
+        return Ok(None);
+    };
+    if gradient.kind() != parameter.kind() || !Adam8::takes(tensors) {
+        return Ok(None);
+    }
+    let count = parameter.numel() as i64;
+    Ok(kernels.adam8(parameter.kind(), count)?)
+}
+
+/// Returns the coefficients as the GPU kernel takes them.
+fn factors(numbers: &AdamNumbers) -> AdamFactors {
+    let sign = if numbers.maximize { -1.0 } else { 1.0 };
+    AdamFactors {
+        betas: numbers.betas,
+        rests: (sign * (1.0 - numbers.betas.0), 1.0 - numbers.betas.1),
+        decay: numbers.decay,
+        step_size: numbers.step_size,
+        correction2: 1.0 / numbers.correction2,
+        eps: numbers.eps,
+    }
 }
 
 /// Updates in place. All tensors are flat and of one dtype.
@@ -241,20 +282,51 @@ mod tests {
         }
     }
 
+    /// Makes launches for tensors on the CPU run plain loops in C.
+    fn install_stand_in() {
+        let folder = tempfile::tempdir().unwrap().keep();
+        let library = folder.join("libcuda.so.1");
+        let sources = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../overdrive-gpu/tests/stand_in"
+        );
+        let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
+        let status = std::process::Command::new(compiler)
+            .args([
+                "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o",
+            ])
+            .arg(&library)
+            .arg(format!("{sources}/driver.c"))
+            .args(["-DCOMPUTE", "-DCAPABILITY=103"])
+            .arg(format!("-DLOG=\"{}\"", folder.join("log").display()))
+            .arg("-lm")
+            .status()
+            .unwrap();
+        assert!(status.success());
+        overdrive_gpu::serve_cpu_with(&library).unwrap();
+    }
+
+    // The only test of this function, because the stand-in serves the whole process from its installation on.
     #[test]
-    fn operators_and_slices_give_the_same_codes_and_parameters() {
+    fn operators_slices_and_the_gpu_kernel_give_the_same_codes_and_parameters() {
         let len = 5000;
         let kind = (Kind::Float, Device::Cpu);
         let start = (Tensor::arange(len, kind) * 0.37).sin();
-        let (by_operators, by_slices) = (start.copy(), start.copy());
-        let (state1, state2) = (state(len), state(len));
-        for step in 1..=5 {
-            let phase = Tensor::arange(len, kind) * (0.011 * f64::from(step));
-            let gradient = phase.sin() * phase.cos().pow_tensor_scalar(9.0);
-            let numbers = AdamNumbers::new(f64::from(step), 1e-2, 0.1, (0.9, 0.99), 1e-8, false);
-            let whole = 0..len as usize;
+        let (by_operators, by_slices, by_kernel) = (start.copy(), start.copy(), start.copy());
+        let (state1, state2, state3) = (state(len), state(len), state(len));
+        let every_step = |work: &dyn Fn(&AdamNumbers, &Tensor)| {
+            for step in 1..=5 {
+                let phase = Tensor::arange(len, kind) * (0.011 * f64::from(step));
+                let gradient = phase.sin() * phase.cos().pow_tensor_scalar(9.0);
+                let numbers =
+                    AdamNumbers::new(f64::from(step), 1e-2, 0.1, (0.9, 0.99), 1e-8, false);
+                work(&numbers, &gradient);
+            }
+        };
+        let whole = || 0..len as usize;
+        every_step(&|numbers, gradient| {
             let scales = state1.scales.as_ref().unwrap();
-            adam8(&numbers, &by_operators, &gradient, &state1, scales, &whole).unwrap();
+            adam8(numbers, &by_operators, gradient, &state1, scales, &whole()).unwrap();
             let scales = state2.scales.as_ref().unwrap();
             let quantized = crate::kernels::Quantized {
                 exp_avg: &state2.exp_avg.tensor,
@@ -262,18 +334,25 @@ mod tests {
                 exp_avg_sq: &state2.exp_avg_sq.tensor,
                 absmax2: &scales.1,
             };
-            crate::kernels::adam8::<f32>(&numbers, &by_slices, &gradient, &quantized, whole)
+            crate::kernels::adam8::<f32>(numbers, &by_slices, gradient, &quantized, whole())
                 .unwrap();
-        }
+        });
+        install_stand_in();
+        every_step(&|numbers, gradient| {
+            let scales = state3.scales.as_ref().unwrap();
+            adam8(numbers, &by_kernel, gradient, &state3, scales, &whole()).unwrap();
+        });
         // Rounding differs by one ulp, which moves a value next to a bound to the next code.
         let moved = |a: &Allocated, b: &Allocated| {
             let apart = (a.tensor.to_kind(Kind::Int) - b.tensor.to_kind(Kind::Int)).abs();
             assert!(apart.max().int64_value(&[]) <= 1);
             apart.sum(Kind::Int64).int64_value(&[])
         };
-        assert!(moved(&state1.exp_avg, &state2.exp_avg) <= 3);
-        assert!(moved(&state1.exp_avg_sq, &state2.exp_avg_sq) <= 3);
-        let difference = (by_operators - by_slices).abs().max().double_value(&[]);
-        assert!(difference < 1e-4, "{difference}");
+        for (state, parameter) in [(&state1, &by_operators), (&state3, &by_kernel)] {
+            assert!(moved(&state.exp_avg, &state2.exp_avg) <= 3);
+            assert!(moved(&state.exp_avg_sq, &state2.exp_avg_sq) <= 3);
+            let difference = (parameter - &by_slices).abs().max().double_value(&[]);
+            assert!(difference < 1e-4, "{difference}");
+        }
     }
 }

@@ -8,7 +8,7 @@ use crate::codec::grouped::{HALF_DIGITS, HALF_STEP, LEAST_DIGITS};
 use crate::codec::{LEAST_SCALE, fp8};
 use crate::quantize::{double_quantized, in_half, not_finite};
 use crate::weight::{Magnitudes, Storage};
-use crate::{BlockOptions, GroupOptions, GroupScales, QuantizedWeight, Result, Scheme};
+use crate::{BlockOptions, GroupOptions, GroupScales, QuantizedWeight, Result, Scheme, gpu};
 
 /// Quantizes a contiguous weight `(O, I)`.
 pub(crate) fn quantize(weight: &Tensor, scheme: Scheme, scales: GroupScales) -> Result<Storage> {
@@ -215,6 +215,9 @@ pub(crate) fn unpacked(bytes: &Tensor, first_high: bool) -> Result<Tensor> {
 
 /// Dequantizes the whole weight.
 pub(crate) fn dequantize(weight: &QuantizedWeight, kind: Kind) -> Result<Tensor> {
+    if let Some(dense) = gpu::dequantize(weight, kind)? {
+        return Ok(dense);
+    }
     let numbers = match &weight.storage {
         Storage::Blocks { codes, magnitudes } => {
             let (book, block) = book_of(weight.scheme);
@@ -260,7 +263,7 @@ pub(crate) fn rows(weight: &QuantizedWeight, ids: &Tensor, kind: Kind) -> Result
     }
 }
 
-fn book_of(scheme: Scheme) -> (Book, i64) {
+pub(crate) fn book_of(scheme: Scheme) -> (Book, i64) {
     match scheme {
         Scheme::Fp4(options) => (Book::Fp4, options.block_size as i64),
         Scheme::Nf4(options) => (Book::Nf4, options.block_size as i64),

@@ -37,6 +37,7 @@ mod dequantize;
 mod error;
 mod format;
 mod gguf;
+mod gpu;
 mod kernel;
 mod linear;
 mod quantize;
