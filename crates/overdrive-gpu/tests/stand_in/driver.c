@@ -74,8 +74,8 @@ int cuModuleLoadData(void** module, const void* image) {
   const char* text = image;
   if (current != &context) return 201;
   if (memcmp(text, "\177ELF", 4) == 0) {
-    // The architecture is in the second byte of the flags of the header, at offset 48.
-    say("cubin for %d", (unsigned char)text[49]);
+    // The architecture is in the flags of the header, at offset 48; with the ABI 65 in their second byte.
+    say("cubin for %d", (unsigned char)text[text[7] == 65 ? 49 : 48]);
     function->count = -1;
   } else {
     const char* entry = strstr(text, ".visible .entry ");
