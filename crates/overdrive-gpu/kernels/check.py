@@ -25,7 +25,7 @@ from build import HERE, signature, variants
 TOLERANCE = {"f32": 2e-6, "f16": 1e-3, "bf16": 8e-3}
 # Elements around each buffer.
 MARGIN = 64
-STORAGE = {"*fp32": np.float32, "*fp16": np.float16, "*bf16": np.uint16, "*i64": np.int64, "*u8": np.uint8}
+STORAGE = {"*fp32": np.float32, "*fp16": np.float16, "*bf16": np.uint16, "*i64": np.int64, "*u8": np.uint8, "*i8": np.int8}
 SCALARS = {"i32": (np.int32, tl.int32), "i64": (np.int64, tl.int64), "fp32": (np.float32, tl.float32)}
 
 
@@ -42,7 +42,7 @@ def rounded(values, kind):
 def widened(stored, kind):
     if kind == "*bf16":
         return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return stored if kind in ("*i64", "*u8") else stored.astype(np.float64)
+    return stored if kind in ("*i64", "*u8", "*i8") else stored.astype(np.float64)
 
 
 class Buffer:
@@ -433,6 +433,28 @@ def dequantize_4bit(launch):
     count, group = launch.scalars["count"], launch.entry["constants"]["GROUP"]
     numbers = four_bit(launch, count, group)
     launch.output("y", count, group)
+    launch.run()
+    return launch.close("y", numbers)
+
+
+def eight_bit(launch, outputs, inputs):
+    codes = launch.given("codes", launch.random.integers(-128, 128, (outputs, inputs)))
+    return codes * launch.given("scales", launch.random.uniform(1e-3, 1e-2, (outputs, 1)))
+
+
+def few_rows_8bit(launch):
+    rows, outputs, inputs = (launch.scalars[n] for n in ("rows", "outputs", "inputs"))
+    weight = eight_bit(launch, outputs, inputs)
+    x = launch.values("x", rows, inputs)
+    launch.output("y", rows, outputs)
+    launch.run()
+    return launch.close("y", x @ weight.T)
+
+
+def dequantize_8bit(launch):
+    outputs, inputs = launch.entry["blocks"][0], launch.scalars["inputs"]
+    numbers = eight_bit(launch, outputs, inputs)
+    launch.output("y", outputs, inputs)
     launch.run()
     return launch.close("y", numbers)
 

@@ -116,3 +116,54 @@ def dequantize_4bit(codes, scales, offsets, book, y, count, HIGH_FIRST: tl.const
     numbers = tl.reshape(tl.join(first, second), [GROUPS, GROUP])
     to = y + group[:, None] * GROUP + tl.arange(0, GROUP)[None, :]
     tl.store(to, numbers.to(y.dtype.element_ty), mask=used[:, None])
+
+
+@triton.jit
+def store_scaled(y, sums, scale, output, outputs):
+    total = tl.sum(sums, axis=1) * scale
+    tl.store(y + output, total.to(y.dtype.element_ty), mask=output < outputs)
+
+
+@triton.jit
+def few_rows_8bit(x, codes, scales, y, rows, outputs, inputs, ROWS: tl.constexpr, OUTPUTS: tl.constexpr,
+                  BLOCK: tl.constexpr):
+    """As few_rows_4bit with codes of 8 bits and one scale for each output."""
+    row_blocks = tl.cdiv(rows, ROWS)
+    row = tl.program_id(0) % row_blocks * ROWS
+    output = tl.program_id(0) // row_blocks * OUTPUTS + tl.arange(0, OUTPUTS)
+    x += row.to(tl.int64) * inputs
+    begin = output.to(tl.int64)[:, None] * inputs
+    sums0 = tl.zeros([OUTPUTS, BLOCK], dtype=tl.float32)
+    if ROWS > 1:
+        sums1 = tl.zeros([OUTPUTS, BLOCK], dtype=tl.float32)
+        sums2 = tl.zeros([OUTPUTS, BLOCK], dtype=tl.float32)
+        sums3 = tl.zeros([OUTPUTS, BLOCK], dtype=tl.float32)
+    for start in range(0, inputs, BLOCK):
+        column = start + tl.arange(0, BLOCK)[None, :]
+        inside = column < inputs
+        code = tl.load(codes + begin + column, mask=inside & (output < outputs)[:, None], other=0).to(tl.float32)
+        sums0 += code * tl.load(x + column, mask=inside, other=0.0).to(tl.float32)
+        if ROWS > 1:
+            sums1 += code * tl.load(x + inputs + column, mask=inside & (row + 1 < rows), other=0.0).to(tl.float32)
+            sums2 += code * tl.load(x + 2 * inputs + column, mask=inside & (row + 2 < rows), other=0.0).to(tl.float32)
+            sums3 += code * tl.load(x + 3 * inputs + column, mask=inside & (row + 3 < rows), other=0.0).to(tl.float32)
+    scale = tl.load(scales + output, mask=output < outputs, other=0.0)
+    y += row.to(tl.int64) * outputs
+    store_scaled(y, sums0, scale, output, outputs)
+    if ROWS > 1:
+        if row + 1 < rows:
+            store_scaled(y + outputs, sums1, scale, output, outputs)
+        if row + 2 < rows:
+            store_scaled(y + 2 * outputs, sums2, scale, output, outputs)
+        if row + 3 < rows:
+            store_scaled(y + 3 * outputs, sums3, scale, output, outputs)
+
+
+@triton.jit
+def dequantize_8bit(codes, scales, y, inputs, BLOCK: tl.constexpr):
+    """Writes a block of the numbers of an output."""
+    output = tl.program_id(0).to(tl.int64)
+    column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    code = tl.load(codes + output * inputs + column, mask=column < inputs, other=0).to(tl.float32)
+    numbers = code * tl.load(scales + output)
+    tl.store(y + output * inputs + column, numbers.to(y.dtype.element_ty), mask=column < inputs)

@@ -16,6 +16,7 @@
 //! | [`Rotary`] | [`Kernels::rotary`] | rotary embedding, with the split of a joint projection, and its gradient |
 //! | [`CrossEntropy`] | [`Kernels::cross_entropy`] | the loss of logits, and their gradient in place |
 //! | [`FourBit`] | [`Kernels::four_bit`] | products of a few rows with 4-bit weights, and their dequantization |
+//! | [`EightBit`] | [`Kernels::eight_bit`] | the same with 8-bit weights that have a scale for each output |
 //! | [`Adam8`] | [`Kernels::adam8`] | a step of AdamW with averages of 8 bits |
 //!
 //! Dtypes are f32, bf16 and f16; sums are in f32 and results are rounded once.
@@ -63,6 +64,7 @@
 
 mod adam;
 mod driver;
+mod eight_bit;
 mod embedded;
 mod error;
 mod gate;
@@ -73,6 +75,7 @@ mod quantized;
 mod rotary;
 
 pub use adam::{Adam8, AdamFactors, CodedAverage};
+pub use eight_bit::{EightBit, EightBitWeight};
 pub use error::{Error, Result};
 pub use gate::{Gate, GateActivation};
 pub use kernels::{Kernels, dense, kernels, serve_cpu_with, set_enabled};

@@ -10,7 +10,7 @@ use crate::kernels::{Argument, Kernels, Loaded, Request, dense, dtype, is_aligne
 pub const MOST_ROWS: i64 = 8;
 
 /// The rows that share the decoded numbers.
-const ROWS_TOGETHER: i64 = 4;
+pub(crate) const ROWS_TOGETHER: i64 = 4;
 
 /// A weight `(O, I)` of 4-bit codes. Each group of inputs of an output has a scale; all tensors are contiguous.
 #[derive(Debug, Clone, Copy)]

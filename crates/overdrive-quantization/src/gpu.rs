@@ -1,6 +1,6 @@
-//! The GPU kernels of overdrive-gpu for weights of 4 bits; `None` where libtorch's operators are used.
+//! The GPU kernels of overdrive-gpu for weights of 4 bits, and of 8 bits by row; `None` where libtorch's operators are used.
 
-use overdrive_gpu::{FourBitNumbers, FourBitWeight, MOST_ROWS};
+use overdrive_gpu::{EightBitWeight, FourBitNumbers, FourBitWeight, MOST_ROWS};
 use tch::{Kind, Tensor};
 
 use crate::composed::book_of;
@@ -15,6 +15,12 @@ pub(crate) fn few_rows(x: &Tensor, weight: &QuantizedWeight) -> Result<Option<Te
     let Some(kernels) = overdrive_gpu::kernels(x.device())? else {
         return Ok(None);
     };
+    if let Some(coded) = eight_bit(weight) {
+        let kernels = kernels.eight_bit(x.kind(), &coded)?;
+        return Ok(kernels
+            .map(|kernels| kernels.product(x, &coded))
+            .transpose()?);
+    }
     with_weight(weight, |coded| {
         let Some(kernels) = kernels.four_bit(x.kind(), coded)? else {
             return Ok(None);
@@ -35,10 +41,24 @@ pub(crate) fn dequantize(weight: &QuantizedWeight, kind: Kind) -> Result<Option<
     let Some(kernels) = overdrive_gpu::kernels(weight.device())?.filter(|_| !reordered) else {
         return Ok(None);
     };
+    if let Some(coded) = eight_bit(weight) {
+        let kernels = kernels.eight_bit(kind, &coded)?;
+        return Ok(kernels
+            .map(|kernels| kernels.dequantize(&coded))
+            .transpose()?);
+    }
     with_weight(weight, |coded| match kernels.four_bit(kind, coded)? {
         Some(kernels) => Ok(Some(kernels.dequantize(coded)?)),
         None => Ok(None),
     })
+}
+
+/// Returns a weight with 8-bit codes and a scale for each output as the kernels take it.
+fn eight_bit(weight: &QuantizedWeight) -> Option<EightBitWeight<'_>> {
+    match &weight.storage {
+        Storage::Int8 { codes, scales } => Some(EightBitWeight { codes, scales }),
+        _ => None,
+    }
 }
 
 /// Calls `body` with a weight of 4 bits as the kernels take it, and returns `None` for any other.
@@ -143,6 +163,15 @@ mod tests {
         }
         for scheme in [Scheme::Int8WeightOnly, Scheme::Fp8] {
             let weight = QuantizedWeight::quantize(&dense, scheme).expect("finite numbers");
+            match eight_bit(&weight) {
+                Some(given) => {
+                    let numbers = given.codes * given.scales.unsqueeze(1);
+                    let stored = weight.dequantize(Kind::Float).expect("memory");
+                    let apart = (numbers - stored).abs().max().double_value(&[]);
+                    assert!(apart < 1e-6, "{scheme}: {apart}");
+                }
+                None => assert_eq!(scheme, Scheme::Fp8),
+            }
             let none = with_weight(&weight, |_| unreachable!("it has 8 bits"));
             assert!(none.expect("no kernel is asked").is_none());
         }

@@ -10,8 +10,8 @@ use super::source;
 use super::stand_in::StandIn;
 use crate::embedded::{PTX, Variant, images, table};
 use crate::{
-    AdamFactors, CodedAverage, FourBitNumbers, FourBitWeight, GateActivation, LossTerms,
-    RotaryTables,
+    AdamFactors, CodedAverage, EightBitWeight, FourBitNumbers, FourBitWeight, GateActivation,
+    LossTerms, RotaryTables,
 };
 
 const KINDS: [Kind; 3] = [Kind::Float, Kind::Half, Kind::BFloat16];
@@ -239,6 +239,36 @@ fn four_bit(stand_in: &StandIn, kind: Kind) {
     }
 }
 
+fn eight_bit(stand_in: &StandIn, kind: Kind) {
+    for (outputs, inputs) in [(6, 528), (5, 2049)] {
+        let (codes, scales) = (
+            empty(&[outputs, inputs], Kind::Int8),
+            empty(&[outputs], Kind::Float),
+        );
+        let weight = EightBitWeight {
+            codes: &codes,
+            scales: &scales,
+        };
+        let kernels = stand_in.kernels.eight_bit(kind, &weight).unwrap().unwrap();
+        for rows in [1, 3, 8] {
+            let x = empty(&[rows, inputs], kind);
+            assert_eq!(
+                kernels.product(&x, &weight).unwrap().size(),
+                [rows, outputs]
+            );
+        }
+        assert_eq!(
+            kernels.dequantize(&weight).unwrap().size(),
+            [outputs, inputs]
+        );
+        let other = EightBitWeight {
+            scales: &codes,
+            ..weight
+        };
+        assert!(kernels.dequantize(&other).is_err(), "the scales are no row");
+    }
+}
+
 /// Returns the variants by the hash that the stand-in has for their PTX.
 fn by_hash() -> BTreeMap<String, &'static Variant> {
     let ptx = images(PTX).unwrap();
@@ -294,6 +324,7 @@ fn every_variant_is_launched_as_the_interpreter_proves_it() {
         losses(&stand_in, kind);
         adam(&stand_in, kind);
         four_bit(&stand_in, kind);
+        eight_bit(&stand_in, kind);
     }
     let variants = by_hash();
     let log = stand_in.take();

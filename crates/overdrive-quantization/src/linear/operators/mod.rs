@@ -8,7 +8,7 @@
 //! | `scaled_mm` | `_scaled_mm` | 8-bit floats | in 8-bit floats by row |
 //!
 //! Weights that none of them takes are dequantized and multiplied. The kernels of overdrive-gpu, where they are on, come
-//! first for a few rows and 4 bits.
+//! first for a few rows.
 
 mod int4_pack;
 mod int8_pack;
