@@ -308,6 +308,10 @@ impl Kernels {
             }
             values.push(value);
         }
+        // The driver refuses an empty grid.
+        if blocks.contains(&0) {
+            return Ok(());
+        }
         let grid = Grid {
             blocks: [
                 checked(kernel, "x", blocks[0], i32::MAX as usize)?,
