@@ -260,6 +260,19 @@ pub(crate) fn faults() -> Vec<Cargo> {
     vec![all, own.and(&["--", "--nocapture"].map(OsString::from))]
 }
 
+/// Returns the command that writes the launches which prove the GPU kernels.
+pub(crate) fn kernel_launches() -> Cargo {
+    let mut cargo = Cargo::new([
+        "test",
+        "-p",
+        "overdrive-gpu",
+        "--lib",
+        "every_variant_is_launched",
+    ]);
+    cargo.variables.push(("OVERDRIVE_WRITE_LAUNCHES", "1"));
+    cargo
+}
+
 /// Returns the command that checks the dependencies: advisories, licences, sources, bans, as `deny.toml` says.
 pub(crate) fn deny(further: &[OsString]) -> Cargo {
     Cargo::new(["deny", "--all-features", "check"]).and(further)

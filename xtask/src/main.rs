@@ -16,6 +16,7 @@ mod faults;
 mod fuzz;
 mod gpu_bundle;
 mod hash;
+mod kernels;
 mod lock;
 mod progress;
 mod record;
@@ -110,6 +111,12 @@ enum Command {
         #[arg(long, default_value_t = 10.0)]
         minutes: f64,
     },
+    /// Compile the GPU kernels by Triton, and run each by its interpreter (Python 3.11; neither GPU nor toolkit)
+    Kernels {
+        /// Only compare them with those of the repository
+        #[arg(long)]
+        check: bool,
+    },
     /// Check the dependencies' advisories, licences and sources by deny.toml: cargo deny check
     Deny(Further),
     /// Format the sources: cargo fmt --all
@@ -175,6 +182,7 @@ fn run(command: Command) -> Result<()> {
         Command::Doctor => doctor::doctor(),
         Command::Faults => all_after_setup(cargo::faults()),
         Command::Fuzz { target, minutes } => fuzz::fuzz(target.as_deref(), minutes),
+        Command::Kernels { check } => kernels::kernels(check),
         Command::Deny(_) => {
             check::deny_is_installed()?;
             cargo::deny(&further(2)).replace_this_process()

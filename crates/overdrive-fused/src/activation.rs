@@ -1,10 +1,10 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
 use tch::Tensor;
 
-use crate::Result;
 use crate::error::{check_floating, wrong_shape};
 use crate::kernel::activation::{Gated, GatedMut, biased, biased_backward, gated, gated_backward};
 use crate::tensors::{Fresh, elements, has_kernel, promoted, with_element};
+use crate::{Result, gpu};
 
 /// A non-linearity, applied element by element.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -76,10 +76,11 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
             "(…, 2·I): as many gates as gated values",
         ));
     }
-    if has_kernel(gate_up) && gate_up.numel() > 0 {
-        return Ok(apply(JointGlu { activation }, &[gate_up])?.remove(0));
-    }
     let half = width / 2;
+    let gpu = gpu::gate(gate_up, half, activation)?;
+    if gpu.is_some() || (has_kernel(gate_up) && gate_up.numel() > 0) {
+        return Ok(apply(JointGlu { activation, gpu }, &[gate_up])?.remove(0));
+    }
     let gate = activation.composed(&gate_up.f_narrow(-1, 0, half)?)?;
     Ok(gate.f_mul(&gate_up.f_narrow(-1, half, half)?)?)
 }
@@ -101,8 +102,10 @@ pub fn glu_pair(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Te
     }
     let kind = promoted(gate.kind(), up.kind());
     let (gate, up) = (gate.f_to_kind(kind)?, up.f_to_kind(kind)?);
-    if has_kernel(&gate) && has_kernel(&up) && gate.numel() > 0 {
-        return Ok(apply(PairGlu { activation }, &[&gate, &up])?.remove(0));
+    let width = gate.size().last().copied().unwrap_or(1);
+    let gpu = gpu::gate(&gate, width, activation)?;
+    if gpu.is_some() || (has_kernel(&gate) && has_kernel(&up) && gate.numel() > 0) {
+        return Ok(apply(PairGlu { activation, gpu }, &[&gate, &up])?.remove(0));
     }
     Ok(activation.composed(&gate)?.f_mul(&up)?)
 }
@@ -139,6 +142,7 @@ pub fn bias_activation(x: &Tensor, bias: &Tensor, activation: Activation) -> Res
 
 struct JointGlu {
     activation: Activation,
+    gpu: Option<overdrive_gpu::Gate>,
 }
 
 impl Function for JointGlu {
@@ -152,6 +156,9 @@ impl Function for JointGlu {
         let x = inputs[0].f_contiguous()?;
         // Backward computes the activation again, so no tensor of the size of the result is kept.
         context.save_for_backward(&[&x]);
+        if let Some(kernels) = &self.gpu {
+            return Ok(vec![kernels.joint(&x)?]);
+        }
         let mut size = x.size();
         let width = half_width(&mut size);
         with_element!(x.kind(), T => {
@@ -169,6 +176,9 @@ impl Function for JointGlu {
         let ([x], Some(dy)) = (context.saved(), &gradients[0]) else {
             return Ok(vec![None]);
         };
+        if let Some(kernels) = &self.gpu {
+            return Ok(vec![Some(kernels.joint_backward(x, dy)?)]);
+        }
         let dy = dy.f_contiguous()?;
         let width = half_width(&mut x.size());
         with_element!(x.kind(), T => {
@@ -197,6 +207,7 @@ fn half_width(size: &mut [i64]) -> usize {
 
 struct PairGlu {
     activation: Activation,
+    gpu: Option<overdrive_gpu::Gate>,
 }
 
 impl Function for PairGlu {
@@ -209,6 +220,9 @@ impl Function for PairGlu {
     ) -> FunctionResult<Vec<Tensor>> {
         let (gate, up) = (inputs[0].f_contiguous()?, inputs[1].f_contiguous()?);
         context.save_for_backward(&[&gate, &up]);
+        if let Some(kernels) = &self.gpu {
+            return Ok(vec![kernels.pair(&gate, &up)?]);
+        }
         with_element!(gate.kind(), T => {
             let mut y = Fresh::<T>::new(&gate.size())?;
             let x = Gated::Pair(elements(&gate)?, elements(&up)?);
@@ -225,6 +239,10 @@ impl Function for PairGlu {
         let ([gate, up], Some(dy)) = (context.saved(), &gradients[0]) else {
             return Ok(vec![None, None]);
         };
+        if let Some(kernels) = &self.gpu {
+            let (d_gate, d_up) = kernels.pair_backward(gate, up, dy)?;
+            return Ok(vec![Some(d_gate), Some(d_up)]);
+        }
         let dy = dy.f_contiguous()?;
         with_element!(gate.kind(), T => {
             let mut d_gate = Fresh::<T>::new(&gate.size())?;

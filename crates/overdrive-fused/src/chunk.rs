@@ -11,7 +11,7 @@ use crate::cross_entropy::{scalar, sum};
 use crate::kernel::cross_entropy::{loss, loss_and_gradient};
 use crate::loss_options::Labels;
 use crate::tensors::{Replaceable, elements, has_kernel, with_element};
-use crate::{CrossEntropyOptions, Result, composed};
+use crate::{CrossEntropyOptions, Result, composed, gpu};
 
 /// The bytes of logits in a chunk.
 //
@@ -328,6 +328,13 @@ fn softmax(
     options: &CrossEntropyOptions,
     scale: Option<f64>,
 ) -> Result<ChunkLoss> {
+    if let Some(kernels) = gpu::cross_entropy(logits, options)? {
+        let losses = match scale {
+            None => kernels.losses(logits, labels)?.0,
+            Some(scale) => kernels.losses_and_gradient(logits, labels, scale)?,
+        };
+        return Ok(ChunkLoss::OnDevice(losses.f_sum(Kind::Float)?));
+    }
     if !has_kernel(logits) {
         return Ok(ChunkLoss::OnDevice(match scale {
             None => composed::loss(logits, labels, options)?,

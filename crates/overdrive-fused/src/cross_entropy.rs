@@ -11,7 +11,7 @@ use crate::error::{check_device, check_floating, wrong_shape};
 use crate::kernel::cross_entropy::{gradient, loss};
 use crate::loss_options::Labels;
 use crate::tensors::{Fresh, Replaceable, copy_of, elements, has_kernel, with_element};
-use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Reduction, Result, composed};
+use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Reduction, Result, composed, gpu};
 
 /// Returns the cross-entropy of `logits (…, V)` under `labels (…)` (i64): `torch.nn.functional.cross_entropy`,
 /// without the tensor of log-probabilities.
@@ -25,7 +25,8 @@ use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Reduction, Result, c
 /// # Errors
 /// [`Error::Label`] with the row and the value if a label on a CPU is not a class, [`Error::Common`] if the tensors
 /// do not fit each other or an option is out of its range. Labels on a GPU are not read, because the host would
-/// wait for the device: there a label that is not a class ends in an error of the device, as in PyTorch.
+/// wait for the device: there a label that is not a class ends in an error of the device, as in PyTorch, and with the
+/// kernels of overdrive-gpu in a loss of NaN.
 ///
 /// ```
 /// use overdrive_fused::{CrossEntropyOptions, cross_entropy};
@@ -62,18 +63,29 @@ pub fn cross_entropy(
     let labels = Labels::new("cross_entropy", labels, leading, classes, options)?;
     let count = labels.count.shallow_clone();
     let rows = logits.f_reshape([-1, classes])?;
+    let gpu = gpu::cross_entropy(&rows, options)?;
     let loss = match labels.known {
-        Some(tokens) if has_kernel(&rows) && rows.numel() > 0 => {
+        Some(tokens) if gpu.is_none() && has_kernel(&rows) && rows.numel() > 0 => {
             let function = CrossEntropy {
                 options: *options,
                 labels: labels.flat,
                 tokens,
-                used_up: AtomicBool::new(false),
+                logits: Logits::new(options),
             };
             apply(function, &[&rows])?.remove(0)
         }
         known => {
-            let sum = composed::loss(&rows, &labels.flat, options)?;
+            let sum = match gpu {
+                Some(kernels) => {
+                    let function = OnGpu {
+                        kernels,
+                        labels: labels.flat.shallow_clone(),
+                        logits: Logits::new(options),
+                    };
+                    apply(function, &[&rows])?.remove(0)
+                }
+                None => composed::loss(&rows, &labels.flat, options)?,
+            };
             match (known, options.reduction) {
                 (None, Reduction::Mean) => labels.mean_of(&sum)?,
                 (known, _) => sum.f_mul_scalar(options.scale(known.unwrap_or_default()))?,
@@ -87,8 +99,41 @@ struct CrossEntropy {
     options: CrossEntropyOptions,
     labels: Tensor,
     tokens: i64,
-    /// If `true`, backward has put the gradient into the logits.
+    logits: Logits,
+}
+
+/// The memory of the logits, which backward may use for their gradient.
+struct Logits {
+    reuse: bool,
+    /// If `true`, backward has put the gradient there.
     used_up: AtomicBool,
+}
+
+impl Logits {
+    fn new(options: &CrossEntropyOptions) -> Self {
+        Self {
+            reuse: options.reuse_logits,
+            used_up: AtomicBool::new(false),
+        }
+    }
+
+    /// Returns the logits or a copy of them, which the gradient replaces.
+    fn target(&self, logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
+        if !self.reuse {
+            return copy_of(logits);
+        }
+        if self.used_up.swap(true, Ordering::Relaxed) {
+            return Err(Error::BackwardAgain {
+                function: CrossEntropy::NAME,
+                option: "reuse_logits to false",
+            });
+        }
+        match memory_overlaps(logits, labels) {
+            // Labels in the memory of the logits are read while the gradient is written.
+            true => copy_of(logits),
+            false => Ok(logits.shallow_clone()),
+        }
+    }
 }
 
 impl Function for CrossEntropy {
@@ -122,21 +167,7 @@ impl Function for CrossEntropy {
         let ([logits, lse], Some(upstream)) = (context.saved(), &gradients[0]) else {
             return Ok(vec![None]);
         };
-        let mut target = if self.options.reuse_logits {
-            if self.used_up.swap(true, Ordering::Relaxed) {
-                return Err(Box::new(Error::BackwardAgain {
-                    function: Self::NAME,
-                    option: "reuse_logits to false",
-                }));
-            }
-            match memory_overlaps(logits, &self.labels) {
-                // Labels in the memory of the logits are read while the gradient is written.
-                true => copy_of(logits)?,
-                false => logits.shallow_clone(),
-            }
-        } else {
-            copy_of(logits)?
-        };
+        let mut target = self.logits.target(logits, &self.labels)?;
         let scale = match self.tokens {
             // As in PyTorch: the mean of nothing is NaN, its gradient is zero.
             0 => 0.0,
@@ -158,6 +189,43 @@ impl Function for CrossEntropy {
             elements(lse)?,
             scale as f32,
         ));
+        Ok(vec![Some(target)])
+    }
+}
+
+/// The sum of the losses by the GPU kernels.
+struct OnGpu {
+    kernels: overdrive_gpu::CrossEntropy,
+    labels: Tensor,
+    logits: Logits,
+}
+
+impl Function for OnGpu {
+    const NAME: &'static str = CrossEntropy::NAME;
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        let logits = overdrive_gpu::dense(inputs[0])?;
+        let (losses, lse) = self.kernels.losses(&logits, &self.labels)?;
+        context.save_for_backward(&[&logits, &lse]);
+        Ok(vec![losses.f_sum(Kind::Float)?])
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let ([logits, lse], Some(upstream)) = (context.saved(), &gradients[0]) else {
+            return Ok(vec![None]);
+        };
+        let mut target = self.logits.target(logits, &self.labels)?;
+        let factor = upstream.f_to_kind(Kind::Float)?;
+        self.kernels
+            .gradient(&mut target, &self.labels, lse, &factor, 1.0)?;
         Ok(vec![Some(target)])
     }
 }

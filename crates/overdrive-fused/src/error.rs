@@ -38,6 +38,9 @@ pub enum Error {
     /// An error of the graph, or of a function in it.
     #[error(transparent)]
     Autograd(#[from] overdrive_autograd::Error),
+    /// An error of the GPU kernels.
+    #[error(transparent)]
+    Gpu(#[from] overdrive_gpu::Error),
     /// An error of libtorch through overdrive-sys.
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),

@@ -49,7 +49,8 @@ pub struct LinearCrossEntropyOptions<'a> {
 /// # Errors
 /// [`Error::Label`] with the row and the value if a label on a CPU is not a class, [`Error::Common`] if the tensors
 /// do not fit each other or an option is out of its range. Labels on a GPU are not read, because the host would
-/// wait for the device: there a label that is not a class ends in an error of the device, as in PyTorch.
+/// wait for the device: there a label that is not a class ends in an error of the device, as in PyTorch, and with the
+/// kernels of overdrive-gpu in a loss of NaN.
 ///
 /// ```
 /// use overdrive_fused::{LinearCrossEntropyOptions, linear_cross_entropy};

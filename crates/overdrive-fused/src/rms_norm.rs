@@ -2,10 +2,10 @@ use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResu
 use overdrive_kernels::Element;
 use tch::Tensor;
 
-use crate::Result;
 use crate::error::{check_floating, wrong_shape};
 use crate::kernel::rms_norm::{Saved, backward, forward};
 use crate::tensors::{Fresh, elements, has_kernel, promoted, with_element};
+use crate::{Result, gpu};
 
 /// Returns `weight · x / sqrt(mean(x²) + eps)` over the last dimension: `torch.nn.functional.rms_norm`
 /// (Zhang & Sennrich 2019, arXiv:1910.07467).
@@ -29,10 +29,12 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     check("rms_norm", x, weight)?;
     let kind = promoted(x.kind(), weight.kind());
     let (x, weight) = (x.f_to_kind(kind)?, weight.f_to_kind(kind)?);
-    if !has_kernel(&x) || !has_kernel(&weight) || x.numel() == 0 {
+    let gpu = gpu::rms_norm(&x, false)?;
+    let on_cpu = has_kernel(&x) && has_kernel(&weight) && x.numel() > 0;
+    if gpu.is_none() && !on_cpu {
         return Ok(x.f_rms_norm(weight.size(), Some(&weight), eps)?);
     }
-    Ok(apply(RmsNorm { eps }, &[&x, &weight])?.remove(0))
+    Ok(apply(RmsNorm { eps, gpu }, &[&x, &weight])?.remove(0))
 }
 
 /// Returns `sum = x + residual` and `normalised = rms_norm(sum)`, as `(normalised, sum)`: the step from one
@@ -63,13 +65,14 @@ pub fn add_rms_norm(
     let kind = promoted(promoted(x.kind(), residual.kind()), weight.kind());
     let (x, weight) = (x.f_to_kind(kind)?, weight.f_to_kind(kind)?);
     let residual = residual.f_to_kind(kind)?;
+    let gpu = gpu::rms_norm(&x, true)?;
     let all_have = [&x, &residual, &weight].into_iter().all(has_kernel);
-    if !all_have || x.numel() == 0 {
+    if gpu.is_none() && (!all_have || x.numel() == 0) {
         let sum = x.f_add(&residual)?;
         let normalised = sum.f_rms_norm(weight.size(), Some(&weight), eps)?;
         return Ok((normalised, sum));
     }
-    let mut both = apply(AddRmsNorm { eps }, &[&x, &residual, &weight])?;
+    let mut both = apply(AddRmsNorm { eps, gpu }, &[&x, &residual, &weight])?;
     let sum = both.remove(1);
     Ok((both.remove(0), sum))
 }
@@ -95,6 +98,7 @@ fn check(function: &'static str, x: &Tensor, weight: &Tensor) -> Result<()> {
 
 struct RmsNorm {
     eps: f64,
+    gpu: Option<overdrive_gpu::RmsNorm>,
 }
 
 impl Function for RmsNorm {
@@ -105,6 +109,11 @@ impl Function for RmsNorm {
         context: &mut ForwardContext<'_>,
         inputs: &[&Tensor],
     ) -> FunctionResult<Vec<Tensor>> {
+        if let Some(kernels) = &self.gpu {
+            let out = kernels.forward(inputs[0], None, inputs[1], self.eps)?;
+            context.save_for_backward(&[&out.x, inputs[1], &out.inverse]);
+            return Ok(vec![out.y]);
+        }
         let (x, weight) = (inputs[0].f_contiguous()?, inputs[1].f_contiguous()?);
         let (y, inverse) = with_element!(x.kind(), T => run::<T>(&x, None, &weight, self.eps)?);
         context.save_for_backward(&[&x, &weight, &inverse]);
@@ -119,13 +128,14 @@ impl Function for RmsNorm {
         let Some(dy) = &gradients[0] else {
             return Ok(vec![None, None]);
         };
-        let (dx, dw) = run_backward(context.saved(), dy, None)?;
+        let (dx, dw) = run_backward(self.gpu.as_ref(), context.saved(), dy, None)?;
         Ok(vec![Some(dx), Some(dw)])
     }
 }
 
 struct AddRmsNorm {
     eps: f64,
+    gpu: Option<overdrive_gpu::RmsNorm>,
 }
 
 impl Function for AddRmsNorm {
@@ -138,6 +148,11 @@ impl Function for AddRmsNorm {
     ) -> FunctionResult<Vec<Tensor>> {
         // An unused result stays `None` and is not added as a tensor of zeros.
         context.set_materialize_grads(false);
+        if let Some(kernels) = &self.gpu {
+            let out = kernels.forward(inputs[0], Some(inputs[1]), inputs[2], self.eps)?;
+            context.save_for_backward(&[&out.x, inputs[2], &out.inverse]);
+            return Ok(vec![out.y, out.x]);
+        }
         let (x, residual) = (inputs[0].f_contiguous()?, inputs[1].f_contiguous()?);
         let weight = inputs[2].f_contiguous()?;
         let (y, inverse, sum) = with_element!(x.kind(), T => {
@@ -159,7 +174,8 @@ impl Function for AddRmsNorm {
             (None, None) => return Ok(vec![None, None, None]),
             (None, Some(d_sum)) => (d_sum.shallow_clone(), None),
             (Some(dy), d_sum) => {
-                let (dx, dw) = run_backward(context.saved(), dy, d_sum.as_ref())?;
+                let (dx, dw) =
+                    run_backward(self.gpu.as_ref(), context.saved(), dy, d_sum.as_ref())?;
                 (dx, Some(dw))
             }
         };
@@ -191,6 +207,7 @@ fn run<T: Element>(
 
 /// Returns the gradients of the rows and of the weight.
 fn run_backward(
+    gpu: Option<&overdrive_gpu::RmsNorm>,
     saved: &[Tensor],
     dy: &Tensor,
     extra: Option<&Tensor>,
@@ -198,6 +215,10 @@ fn run_backward(
     let [x, weight, inverse] = saved else {
         unreachable!("forward saves three tensors")
     };
+    if let Some(kernels) = gpu {
+        let (dx, dw) = kernels.backward(x, weight, inverse, dy, extra)?;
+        return Ok((dx, dw.f_to_kind(weight.kind())?));
+    }
     let dy = dy.f_contiguous()?;
     let extra = extra.map(Tensor::f_contiguous).transpose()?;
     with_element!(x.kind(), T => {

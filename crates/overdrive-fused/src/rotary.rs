@@ -2,11 +2,11 @@ use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResu
 use overdrive_kernels::Element;
 use tch::{Kind, Tensor};
 
-use crate::Result;
 use crate::error::{check_floating, wrong_shape};
 use crate::kernel::rotary::{Angles, HeadCopy, Heads, gather, rotate_in_place, scatter};
 use crate::rows::check_len;
 use crate::tensors::{Fresh, elements, has_kernel, with_element};
+use crate::{Result, gpu};
 
 /// The channels of a head that form a pair, which is rotated together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
@@ -78,8 +78,9 @@ pub fn rotary(
         let x = by_length(x, name, options.layout)?;
         let size = x.size();
         let tables = Tables::new("rotary", cos, sin, &size, options.convention)?;
-        let rotated = if has_kernel(&x) && x.numel() > 0 {
-            apply(Rotate { tables }, &[&x])?.remove(0)
+        let gpu = tables.gpu(&x, size[3])?;
+        let rotated = if gpu.is_some() || (has_kernel(&x) && x.numel() > 0) {
+            apply(Rotate { tables, gpu }, &[&x])?.remove(0)
         } else {
             tables.rotate(&x)?
         };
@@ -142,8 +143,14 @@ pub fn split_qkv_rotary(
     check_floating("split_qkv_rotary", "qkv", qkv)?;
     let one = [size[0], size[1], 1, shape.head_dim];
     let tables = Tables::new("split_qkv_rotary", cos, sin, &one, options.convention)?;
-    let parts = if has_kernel(qkv) && qkv.numel() > 0 {
-        apply(SplitRotate { tables, counts }, &[qkv])?
+    let gpu = tables.gpu(qkv, shape.head_dim)?;
+    let parts = if gpu.is_some() || (has_kernel(qkv) && qkv.numel() > 0) {
+        let function = SplitRotate {
+            tables,
+            counts,
+            gpu,
+        };
+        apply(function, &[qkv])?
     } else {
         let heads = qkv.f_unflatten(2, [-1, shape.head_dim])?;
         let mut parts = heads.f_split_with_sizes(counts.as_slice(), 2)?;
@@ -233,6 +240,12 @@ impl Tables {
         })
     }
 
+    /// Returns the GPU kernels for heads of `dim` channels of `x`.
+    fn gpu(&self, x: &Tensor, dim: i64) -> Result<Option<overdrive_gpu::Rotary>> {
+        let pairs = self.cos.size().last().copied().unwrap_or(0);
+        gpu::rotary(x, dim, pairs, self.convention == Convention::Interleaved)
+    }
+
     /// Returns the tables in f32, as the kernel takes them.
     fn narrow(&self) -> Result<(Tensor, Tensor)> {
         Ok((
@@ -308,16 +321,25 @@ fn heads<'a, T: Element>((x, strides): &'a (Tensor, [usize; 3])) -> Result<Heads
     })
 }
 
+/// Returns the tables as the GPU kernels take them.
+fn on_gpu((cos, sin): &(Tensor, Tensor)) -> overdrive_gpu::RotaryTables<'_> {
+    overdrive_gpu::RotaryTables { cos, sin }
+}
+
 struct Rotate {
     tables: Tables,
+    gpu: Option<overdrive_gpu::Rotary>,
 }
 
 impl Rotate {
     fn run(&self, x: &Tensor, reverse: bool) -> FunctionResult<Vec<Tensor>> {
+        let tables = self.tables.narrow()?;
+        if let Some(kernels) = &self.gpu {
+            return Ok(vec![kernels.rotate(x, on_gpu(&tables), reverse)?]);
+        }
         let size = x.size();
         let (length, count, dim) = (size[1] as usize, size[2] as usize, size[3] as usize);
         let x = dense(x)?;
-        let tables = self.tables.narrow()?;
         let angles = self.tables.angles(&tables, length, reverse)?;
         with_element!(x.0.kind(), T => {
             let mut rotated = Fresh::<T>::new(&size)?;
@@ -359,6 +381,7 @@ impl Function for Rotate {
 struct SplitRotate {
     tables: Tables,
     counts: [i64; 3],
+    gpu: Option<overdrive_gpu::Rotary>,
 }
 
 /// Copies the heads of `rows`, one for each of `[batch, length]` tokens, to three new tensors (B, T, H, D), of which
@@ -448,9 +471,13 @@ impl Function for SplitRotate {
         _: &mut ForwardContext<'_>,
         inputs: &[&Tensor],
     ) -> FunctionResult<Vec<Tensor>> {
+        let tables = self.tables.narrow()?;
+        if let Some(kernels) = &self.gpu {
+            let counts = [self.counts[0], self.counts[1]];
+            return Ok(kernels.split(inputs[0], counts, on_gpu(&tables))?.into());
+        }
         let qkv = inputs[0].f_contiguous()?;
         let size = qkv.size();
-        let tables = self.tables.narrow()?;
         let angles = self.tables.angles(&tables, size[1] as usize, false)?;
         with_element!(qkv.kind(), T => {
             let elements = elements::<T>(&qkv)?;
@@ -469,19 +496,24 @@ impl Function for SplitRotate {
         let (size, kind) = (first.size(), first.kind());
         let (length, dim) = (size[1] as usize, size[3] as usize);
         let width = self.counts.iter().sum::<i64>() as usize * dim;
-        let sources = gradients
+        let tables = self.tables.narrow()?;
+        let gradients = gradients
             .iter()
             .zip(self.counts)
             .map(|(gradient, count)| match gradient {
-                Some(gradient) => dense(gradient),
+                Some(gradient) => Ok(gradient.shallow_clone()),
+                // An output that nobody used still has its columns in the joint gradient.
                 None => {
-                    // An output that nobody used still has its columns in the joint gradient.
                     let zeros = [size[0], size[1], count, size[3]];
-                    dense(&Tensor::f_zeros(zeros, (kind, first.device()))?)
+                    Ok(Tensor::f_zeros(zeros, (kind, first.device()))?)
                 }
             })
             .collect::<Result<Vec<_>>>()?;
-        let tables = self.tables.narrow()?;
+        if let (Some(kernels), [q, k, v]) = (&self.gpu, gradients.as_slice()) {
+            let joint = kernels.split_backward([q, k, v], on_gpu(&tables))?;
+            return Ok(vec![Some(joint)]);
+        }
+        let sources = gradients.iter().map(dense).collect::<Result<Vec<_>>>()?;
         // A rotation is orthogonal: its gradient is the rotation back, which needs the tables only.
         let angles = self.tables.angles(&tables, length, true)?;
         with_element!(kind, T => {

@@ -15,6 +15,10 @@ pub enum Error {
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),
 
+    /// An error of the GPU kernels.
+    #[error(transparent)]
+    Gpu(#[from] overdrive_gpu::Error),
+
     /// An option out of its range, a parameter of an unsupported dtype, or a state file that cannot be
     /// read or written.
     #[error(transparent)]

@@ -5,11 +5,12 @@
 //! On a GPU an operator costs microseconds however few elements it has. Each operator here therefore works on the
 //! pieces of many parameters at once: `cat` and `_foreach_copy_` gather and scatter them.
 
+use overdrive_gpu::{Adam8, AdamFactors, CodedAverage};
 use overdrive_sys::op::{Value, call};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
-use crate::code_book::BLOCK;
+use crate::code_book::{BLOCK, CODES};
 use crate::device_books::DeviceBooks;
 use crate::kernels::AdamNumbers;
 
@@ -52,6 +53,9 @@ pub(crate) fn adam8(numbers: &AdamNumbers, pieces: &[Piece]) -> Result<()> {
     };
     let device = first.parameter.device();
     let books = DeviceBooks::of(device)?;
+    if adam8_by_kernel(numbers, pieces, &books)? {
+        return Ok(());
+    }
     let gathered = Gathered::new(pieces, &books)?;
     // The codes of the squares choose among the second half of the numbers.
     let index = gathered.codes.f_add(&books.first_codes)?.f_view([-1])?;
@@ -80,6 +84,70 @@ pub(crate) fn adam8(numbers: &AdamNumbers, pieces: &[Piece]) -> Result<()> {
             .f_bucketize_tensor_out(&target, bounds, true, false)?;
     }
     gathered.scatter(pieces, &codes, &scales)
+}
+
+/// Updates the pieces with the GPU kernel, a launch for each; returns `false` if it does not take all of them.
+fn adam8_by_kernel(numbers: &AdamNumbers, pieces: &[Piece], books: &DeviceBooks) -> Result<bool> {
+    let mut launches = Vec::with_capacity(pieces.len());
+    for piece in pieces {
+        let Some(kernel) = gpu_kernel(piece)? else {
+            return Ok(false);
+        };
+        launches.push((kernel, piece));
+    }
+    let codes = CODES as i64;
+    let halves = [0, codes].map(|first| books.numbers.f_narrow(0, first, codes));
+    let [signed, unsigned] = halves;
+    let numbers_of = [signed?, unsigned?];
+    for (kernel, piece) in launches {
+        let Some(scales) = &piece.scales else {
+            continue;
+        };
+        let [average, squares] = [0, 1].map(|index| CodedAverage {
+            codes: &piece.averages[index],
+            scales: &scales[index],
+            book: &numbers_of[index],
+            bounds: &books.bounds[index],
+        });
+        let (parameter, gradient) = (&piece.parameter, &piece.gradient);
+        kernel.step(parameter, gradient, average, squares, &factors(numbers))?;
+    }
+    Ok(true)
+}
+
+/// Returns the GPU kernel, if it takes the tensors of a piece with averages in 8 bits.
+fn gpu_kernel(piece: &Piece) -> Result<Option<Adam8>> {
+    let (parameter, gradient) = (&piece.parameter, &piece.gradient);
+    let (Some(kernels), Some(scales)) =
+        (overdrive_gpu::kernels(parameter.device())?, &piece.scales)
+    else {
+        return Ok(None);
+    };
+    let tensors = [
+        parameter,
+        gradient,
+        &piece.averages[0],
+        &piece.averages[1],
+        &scales[0],
+        &scales[1],
+    ];
+    if gradient.kind() != parameter.kind() || !Adam8::takes(&tensors) {
+        return Ok(None);
+    }
+    Ok(kernels.adam8(parameter.kind(), piece.len())?)
+}
+
+/// Returns the coefficients as the GPU kernel takes them.
+fn factors(numbers: &AdamNumbers) -> AdamFactors {
+    let sign = if numbers.maximize { -1.0 } else { 1.0 };
+    AdamFactors {
+        betas: numbers.betas,
+        rests: (sign * (1.0 - numbers.betas.0), 1.0 - numbers.betas.1),
+        decay: numbers.decay,
+        step_size: numbers.step_size,
+        correction2: 1.0 / numbers.correction2,
+        eps: numbers.eps,
+    }
 }
 
 /// Returns the largest magnitude of each row.

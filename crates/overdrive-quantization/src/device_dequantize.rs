@@ -12,7 +12,7 @@ use crate::codec::code_book::Book;
 use crate::codec::dynamic;
 use crate::tiles::{self, Tiled};
 use crate::weight::{Magnitudes, Storage};
-use crate::{QuantizedWeight, Result, Scheme};
+use crate::{QuantizedWeight, Result, Scheme, gpu};
 
 /// The elements that are dequantized at once, a multiple of every block size. Their temporaries take at most 8 bytes
 /// an element (128 MiB). Each slice is two or three launches, of microseconds each, so that smaller ones would make a
@@ -69,6 +69,9 @@ fn slices(of: i64, size: i64) -> impl Iterator<Item = (i64, i64)> {
 
 /// Dequantizes the whole weight.
 pub(crate) fn dequantize(weight: &QuantizedWeight, kind: Kind) -> Result<Tensor> {
+    if let Some(dense) = gpu::dequantize(weight, kind)? {
+        return Ok(dense);
+    }
     let target = Tensor::f_empty(weight.size(), (kind, weight.device()))?;
     match &weight.storage {
         Storage::Blocks { codes, magnitudes } => of_blocks(weight, codes, magnitudes, &target)?,
@@ -112,7 +115,8 @@ pub(crate) fn rows(weight: &QuantizedWeight, ids: &Tensor, kind: Kind) -> Result
     let target = || Tensor::f_empty([ids.numel() as i64, weight.inputs], (kind, device));
     match &weight.storage {
         Storage::Blocks { codes, magnitudes } if weight.inputs % 2 == 0 => {
-            let (pairs, block) = book_of(weight.scheme);
+            let (book, block) = book_of(weight.scheme);
+    let pairs = Pairs::Book(book);
             let codes = codes.f_view([weight.outputs, -1])?.f_index_select(0, ids)?;
             let numbers = pairs.numbers(&codes)?.f_view([-1, weight.inputs])?;
             let columns = Tensor::f_arange(weight.inputs, (Kind::Int64, device))?;
@@ -153,14 +157,13 @@ pub(crate) fn rows(weight: &QuantizedWeight, ids: &Tensor, kind: Kind) -> Result
     }
 }
 
-/// Returns the numbers of a code book, and the size of its blocks.
-fn book_of(scheme: Scheme) -> (Pairs, i64) {
-    let (book, block) = match scheme {
+/// Returns the code book of a scheme, and the size of its blocks.
+pub(crate) fn book_of(scheme: Scheme) -> (Book, i64) {
+    match scheme {
         Scheme::Fp4(options) => (Book::Fp4, options.block_size as i64),
         Scheme::Nf4(options) => (Book::Nf4, options.block_size as i64),
         _ => (Book::Nf4, 64),
-    };
-    (Pairs::Book(book), block)
+    }
 }
 
 fn of_blocks(
@@ -169,7 +172,8 @@ fn of_blocks(
     magnitudes: &Magnitudes,
     target: &Tensor,
 ) -> Result<()> {
-    let (pairs, block) = book_of(weight.scheme);
+    let (book, block) = book_of(weight.scheme);
+    let pairs = Pairs::Book(book);
     let target = target.f_view([-1])?;
     let magnitudes = magnitudes.tensor()?;
     for (first, count) in slices(weight.outputs * weight.inputs, 1) {

@@ -7,6 +7,9 @@ pub enum Error {
     /// An error that all crates share: of an option, of the shape, dtype or device of a tensor, or of a file.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
+    /// An error of the GPU kernels.
+    #[error(transparent)]
+    Gpu(#[from] overdrive_gpu::Error),
     /// A tensor of the right shape and dtype has values that cannot be used.
     #[error("`{tensor}` holds {found}; it must hold {expected}")]
     Values {

@@ -38,6 +38,7 @@ mod device_dequantize;
 mod error;
 mod format;
 mod gguf;
+mod gpu;
 mod kernel;
 mod linear;
 mod quantize;

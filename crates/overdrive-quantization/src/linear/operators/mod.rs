@@ -7,7 +7,8 @@
 //! | `int4_pack` | `_weight_int4pack_mm` | 4 bits in groups, in tiles | a few rows of bf16 or f16 |
 //! | `scaled_mm` | `_scaled_mm` | 8-bit floats | in 8-bit floats by row |
 //!
-//! Weights that none of them takes are dequantized and multiplied.
+//! Weights that none of them takes are dequantized and multiplied. The kernels of overdrive-gpu, where they are on, come
+//! first for a few rows.
 
 mod int4_pack;
 mod int8_pack;
@@ -19,7 +20,7 @@ use tch::{Device, Tensor};
 use super::plan::{Plan, plan};
 use crate::tiles::Capability;
 use crate::weight::Storage;
-use crate::{QuantizedWeight, Result};
+use crate::{QuantizedWeight, Result, gpu};
 
 /// Returns the results of all weights side by side, computed one weight after another.
 pub(super) fn forward(
@@ -66,6 +67,11 @@ fn one(
 fn packed(x: &Tensor, weight: &QuantizedWeight, recording: bool) -> Result<Option<Tensor>> {
     let capability = capability(x.device());
     let plan = plan(weight, false, recording);
+    if plan == Plan::Float
+        && let Some(y) = gpu::few_rows(x, weight)?
+    {
+        return Ok(Some(y));
+    }
     Ok(Some(match (&weight.storage, plan) {
         (Storage::Int8 { codes, scales }, Plan::Int8) if int_mm::applies(x, weight) => {
             int_mm::product(x, codes, scales)?

@@ -1,0 +1,67 @@
+//! The choice of the GPU kernels of overdrive-gpu: `None` where a function runs libtorch's operators, or those for CPUs.
+
+use overdrive_gpu::{CrossEntropy, Gate, GateActivation, Kernels, LossTerms, RmsNorm, Rotary};
+use tch::Tensor;
+
+use crate::{Activation, CrossEntropyOptions, Result};
+
+/// Returns the kernels for the device of a tensor that is not empty.
+fn kernels(tensor: &Tensor) -> Result<Option<&'static Kernels>> {
+    match tensor.numel() {
+        0 => Ok(None),
+        _ => Ok(overdrive_gpu::kernels(tensor.device())?),
+    }
+}
+
+pub(crate) fn rms_norm(x: &Tensor, add: bool) -> Result<Option<RmsNorm>> {
+    let width = x.size().last().copied().unwrap_or(1);
+    match kernels(x)? {
+        Some(kernels) => Ok(kernels.rms_norm(x.kind(), width, add)?),
+        None => Ok(None),
+    }
+}
+
+/// Returns the kernels for `width` gates a row.
+pub(crate) fn gate(x: &Tensor, width: i64, activation: Activation) -> Result<Option<Gate>> {
+    let activation = match activation {
+        Activation::Silu => GateActivation::Silu,
+        Activation::Gelu => GateActivation::Gelu,
+        Activation::GeluTanh => GateActivation::GeluTanh,
+        Activation::Relu => GateActivation::Relu,
+    };
+    match kernels(x)? {
+        Some(kernels) => Ok(kernels.gate(x.kind(), width, activation)?),
+        None => Ok(None),
+    }
+}
+
+/// Returns the kernels for heads of `dim` channels.
+pub(crate) fn rotary(
+    x: &Tensor,
+    dim: i64,
+    pairs: i64,
+    interleaved: bool,
+) -> Result<Option<Rotary>> {
+    match kernels(x)? {
+        Some(kernels) => Ok(kernels.rotary(x.kind(), dim, pairs, interleaved)?),
+        None => Ok(None),
+    }
+}
+
+/// Returns the kernels for rows of logits.
+pub(crate) fn cross_entropy(
+    logits: &Tensor,
+    options: &CrossEntropyOptions,
+) -> Result<Option<CrossEntropy>> {
+    let classes = logits.size().last().copied().unwrap_or(1);
+    let terms = LossTerms {
+        ignore_index: options.ignore_index,
+        label_smoothing: options.label_smoothing,
+        z_loss: options.z_loss,
+        softcap: options.softcap,
+    };
+    match kernels(logits)? {
+        Some(kernels) => Ok(kernels.cross_entropy(logits.kind(), classes, terms)?),
+        None => Ok(None),
+    }
+}

@@ -1,0 +1,5 @@
+//! Makes tests of this crate find libtorch when they start.
+
+fn main() {
+    overdrive_build::link();
+}

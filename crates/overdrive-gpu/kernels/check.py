@@ -1,0 +1,491 @@
+"""Runs every variant of every kernel by Triton's interpreter and compares it with numpy in f64. Needs no GPU.
+
+The launches are those of launches.json: grids, scalars and strides as the launcher in Rust gave them to a stand-in for
+the driver (`src/tests/launches.rs`). Inputs are made here. Around each output lies memory that nothing may write to.
+"""
+
+import importlib
+import json
+import math
+import os
+import sys
+import tomllib
+from pathlib import Path
+
+# Before Triton is imported.
+os.environ["TRITON_INTERPRET"] = "1"
+
+import numpy as np
+import triton.language as tl
+from triton.runtime.interpreter import GridExecutor, TensorHandle
+
+from build import HERE, signature, variants
+
+# The largest error of an element, relative to one plus the largest element: as in the tests of overdrive-fused.
+TOLERANCE = {"f32": 2e-6, "f16": 1e-3, "bf16": 8e-3}
+# Elements around each buffer.
+MARGIN = 64
+STORAGE = {"*fp32": np.float32, "*fp16": np.float16, "*bf16": np.uint16, "*i64": np.int64, "*u8": np.uint8, "*i8": np.int8}
+SCALARS = {"i32": (np.int32, tl.int32), "i64": (np.int64, tl.int64), "fp32": (np.float32, tl.float32)}
+
+
+def rounded(values, kind):
+    """Returns values in the storage of a pointer's type: bf16 as the upper half of f32, rounded to nearest even."""
+    with np.errstate(over="ignore"):
+        if kind != "*bf16":
+            return np.asarray(values).astype(STORAGE[kind])
+        bits = np.asarray(values, dtype=np.float32).view(np.uint32)
+        upper = ((bits + 0x7FFF + ((bits >> 16) & 1)) >> 16).astype(np.uint16)
+        return np.where(np.isnan(values), np.uint16(0x7FC0), upper)
+
+
+def widened(stored, kind):
+    if kind == "*bf16":
+        return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
+    return stored if kind in ("*i64", "*u8", "*i8") else stored.astype(np.float64)
+
+
+class Buffer:
+    """Memory for a kernel, aligned as the launcher promises, between margins."""
+
+    def __init__(self, kind, values=None, shape=None):
+        self.kind = kind
+        self.shape = np.shape(values) if shape is None else shape
+        count = math.prod(self.shape)
+        raw = np.full(count + 2 * MARGIN + 64, 7, dtype=STORAGE[kind])
+        # The margin is a multiple of 16 bytes for every size of element.
+        skip = (-raw.ctypes.data % 64) // raw.itemsize
+        self.whole = raw[skip:skip + count + 2 * MARGIN]
+        self.inner = self.whole[MARGIN:MARGIN + count]
+        if values is not None:
+            self.inner[:] = rounded(values, kind).reshape(-1)
+        self.raw = raw
+
+    def get(self):
+        return widened(self.inner, self.kind).reshape(self.shape)
+
+    def address(self, offset=0):
+        return self.inner.ctypes.data + offset * self.inner.itemsize
+
+    def intact(self):
+        return (self.whole[:MARGIN] == 7).all() and (self.whole[len(self.whole) - MARGIN:] == 7).all()
+
+
+class Executor(GridExecutor):
+    """Takes arguments that are on the host already."""
+
+    def _init_args_hst(self, args_dev, kwargs):
+        return list(args_dev), kwargs
+
+    def _restore_args_dev(self, args_dev, args_hst, kwargs, kwargs_hst):
+        pass
+
+
+def pointer(address, kind):
+    element = tl.str_to_ty(kind, None)
+    return tl.tensor(TensorHandle(np.array([address], dtype=np.uint64), element), element)
+
+
+class Launch:
+    """A launch of launches.json with the buffers that it is given."""
+
+    def __init__(self, kernels, entry):
+        self.entry = entry
+        kernel = kernels[entry["kernel"]]
+        self.kind = entry["dtype"]
+        self.scalars = entry["scalars"]
+        self.types = {name: type for name, type in entry["arguments"]}
+        self.function = getattr(importlib.import_module(kernel["file"].removesuffix(".py")), kernel["name"])
+        self.buffers = {}
+        self.offsets = {}
+        # The same numbers in every run, and others for each launch.
+        self.random = np.random.default_rng(list(json.dumps(entry, sort_keys=True).encode()))
+
+    def values(self, name, *shape, scale=1.0):
+        """Makes an input of normal numbers and returns it as the kernel sees it."""
+        return self.given(name, self.random.standard_normal(shape) * scale)
+
+    def given(self, name, values):
+        self.buffers[name] = Buffer(self.types[name], values)
+        return self.buffers[name].get()
+
+    def output(self, name, *shape):
+        self.buffers[name] = Buffer(self.types[name], shape=shape)
+
+    def within(self, name, other, offset):
+        """Makes an argument an element of another one's buffer."""
+        self.buffers[name] = self.buffers[other]
+        self.offsets[name] = offset
+
+    def run(self):
+        arguments = dict(self.entry["constants"])
+        for name in self.function.arg_names:
+            kind = self.types.get(name)
+            if name in arguments:
+                continue
+            if kind is None:
+                arguments[name] = None
+            elif kind.startswith("*"):
+                arguments[name] = pointer(self.buffers[name].address(self.offsets.get(name, 0)), kind)
+            else:
+                storage, type = SCALARS[kind]
+                arguments[name] = tl.tensor(TensorHandle(np.array([self.scalars[name]], dtype=storage), type), type)
+        with np.errstate(all="ignore"):
+            Executor(self.function.rewrite(), self.function.arg_names, tuple(self.entry["blocks"]))(**arguments)
+        for name, buffer in self.buffers.items():
+            assert buffer.intact(), f"{self.describe()}: memory around {name} was written"
+
+    def close(self, name, expected, factor=1.0, kind=None, found=None):
+        found = self.buffers[name].get() if found is None else found
+        kind = kind or {"*fp32": "f32", "*fp16": "f16", "*bf16": "bf16"}[self.types[name]]
+        assert np.array_equal(np.isnan(found), np.isnan(expected)), f"{self.describe()}: NaN in {name}"
+        finite = np.isfinite(expected)
+        assert np.array_equal(found[~finite], expected[~finite], equal_nan=True), f"{self.describe()}: {name}"
+        scale = 1.0 + np.abs(expected[finite]).max(initial=0.0)
+        worst = np.abs(found[finite] - expected[finite]).max(initial=0.0) / scale
+        assert worst <= TOLERANCE[kind] * factor, f"{self.describe()}: {name} is off by {worst:.2e}"
+        return worst
+
+    def describe(self):
+        entry = self.entry
+        return f"{entry['kernel']} {entry['dtype']} {entry['constants']} {entry['blocks']} {entry['scalars']}"
+
+
+def rms_norm_forward(launch):
+    rows, width, eps = (launch.scalars[n] for n in ("rows", "width", "eps"))
+    x, weight = launch.values("x", rows, width), launch.values("weight", width)
+    launch.output("y", rows, width)
+    launch.output("inverse", rows)
+    if launch.entry["constants"]["ADD"]:
+        total = x + launch.values("residual", rows, width)
+        launch.output("total", rows, width)
+    launch.run()
+    if launch.entry["constants"]["ADD"]:
+        launch.close("total", total)
+        x = launch.buffers["total"].get()
+        # Rounded to nearest as the GPU does, except in bf16, which the interpreter cuts off.
+        assert launch.kind == "bf16" or np.array_equal(x, widened(rounded(total, launch.types["y"]), launch.types["y"]))
+    inverse = 1.0 / np.sqrt((x * x).mean(axis=1) + eps)
+    worst = launch.close("y", x * inverse[:, None] * weight)
+    return max(worst, launch.close("inverse", inverse))
+
+
+def rms_norm_backward(launch):
+    rows, width = (launch.scalars[n] for n in ("rows", "width"))
+    x, weight = launch.values("x", rows, width), launch.values("weight", width)
+    dy = launch.values("dy", rows, width)
+    inverse = launch.given("inverse", 1.0 / np.sqrt((x * x).mean(axis=1) + 1e-6))
+    extra = launch.values("extra", rows, width) if launch.entry["constants"]["ADD"] else 0.0
+    launch.output("dx", rows, width)
+    programs = launch.entry["blocks"][0]
+    launch.output("partial", programs, width)
+    launch.run()
+    normalised = x * inverse[:, None]
+    gradient = dy * weight
+    mean = (gradient * normalised).mean(axis=1, keepdims=True)
+    worst = launch.close("dx", (gradient - normalised * mean) * inverse[:, None] + extra)
+    partial = launch.buffers["partial"].get().sum(axis=0)
+    # Sums over rows in another order.
+    return max(worst, launch.close("partial", (dy * normalised).sum(axis=0), factor=4, found=partial))
+
+
+def activation(x, which):
+    share = 1.0 / (1.0 + np.exp(-x))
+    if which == 0:
+        return x * share, share * (1.0 + x * (1.0 - share))
+    if which == 1:
+        normal = 0.5 * (1.0 + np.vectorize(math.erf)(x / math.sqrt(2)))
+        return x * normal, normal + x * np.exp(-x * x / 2) / math.sqrt(2 * math.pi)
+    if which == 2:
+        inner = math.sqrt(2 / math.pi) * (x + 0.044715 * x**3)
+        slope = math.sqrt(2 / math.pi) * (1 + 3 * 0.044715 * x**2)
+        tanh = np.tanh(inner)
+        return 0.5 * x * (1 + tanh), 0.5 * (1 + tanh) + 0.5 * x * (1 - tanh**2) * slope
+    return np.maximum(x, 0.0), (x > 0).astype(np.float64)
+
+
+def gate_inputs(launch, joint_name, pair_name):
+    """Makes gate and up, in one buffer where the stride says so."""
+    rows, width, stride = launch.entry["blocks"][0], launch.scalars["width"], launch.scalars["stride"]
+    # Also numbers where the exponentials overflow.
+    special = np.array([0.0, -0.0, 30.0, -30.0, 100.0, -100.0])
+    values = launch.random.standard_normal((rows, stride)) * 3.0
+    values[0, :len(special)] = special
+    joint = launch.given(joint_name, values)
+    if stride == width:
+        return joint, launch.values(pair_name, rows, width)
+    assert stride == 2 * width
+    launch.within(pair_name, joint_name, width)
+    return joint[:, :width], joint[:, width:]
+
+
+def glu_forward(launch):
+    gate, up = gate_inputs(launch, "gate", "up")
+    launch.output("y", *gate.shape)
+    launch.run()
+    return launch.close("y", activation(gate, launch.entry["constants"]["ACTIVATION"])[0] * up)
+
+
+def glu_backward(launch):
+    gate, up = gate_inputs(launch, "gate", "up")
+    dy = launch.values("dy", *gate.shape)
+    rows, width, stride = *gate.shape, launch.scalars["stride"]
+    launch.output("d_gate", rows, stride)
+    if stride == width:
+        launch.output("d_up", rows, width)
+    else:
+        launch.within("d_up", "d_gate", width)
+    launch.run()
+    value, slope = activation(gate, launch.entry["constants"]["ACTIVATION"])
+    expected = [dy * up * slope, dy * value]
+    if stride == width:
+        return max(launch.close("d_gate", expected[0]), launch.close("d_up", expected[1]))
+    return launch.close("d_gate", np.concatenate(expected, axis=1))
+
+
+def tables(launch, tokens):
+    """Makes the angles of each token; returns (tokens, 1, pairs)."""
+    length, pairs, stride = (launch.scalars[n] for n in ("length", "pairs", "table_stride"))
+    sequences = tokens // length
+    angle = launch.random.uniform(-4, 4, (sequences if stride else 1, length, pairs))
+    cos, sin = launch.given("cos", np.cos(angle)), launch.given("sin", np.sin(angle))
+    shape = (sequences, length, pairs)
+    return [np.broadcast_to(t, shape).reshape(tokens, 1, pairs) for t in (cos, sin)]
+
+
+def turned(x, cos, sin, pairs, interleaved):
+    """Rotates heads (tokens, heads, dim)."""
+    result = x.copy()
+    first = slice(0, 2 * pairs, 2) if interleaved else slice(0, pairs)
+    second = slice(1, 2 * pairs, 2) if interleaved else slice(pairs, 2 * pairs)
+    result[..., first] = x[..., first] * cos - x[..., second] * sin
+    result[..., second] = x[..., second] * cos + x[..., first] * sin
+    return result
+
+
+def rotary_split(launch):
+    tokens = launch.entry["blocks"][0]
+    q_heads, kv_heads, dim, pairs = (launch.scalars[n] for n in ("q_heads", "kv_heads", "dim", "pairs"))
+    x = launch.random.standard_normal((tokens, q_heads + 2 * kv_heads, dim))
+    # Values are copied as they are.
+    x[0, -1, :2] = [np.inf, -np.inf]
+    x = launch.given("x", x)
+    cos, sin = tables(launch, tokens)
+    launch.output("q", tokens, q_heads, dim)
+    launch.output("k", tokens, kv_heads, dim)
+    launch.output("v", tokens, kv_heads, dim)
+    launch.run()
+    rotated = turned(x[:, :q_heads + kv_heads], cos, sin, pairs, launch.entry["constants"]["INTERLEAVED"])
+    assert np.array_equal(launch.buffers["v"].get(), x[:, q_heads + kv_heads:]), launch.describe()
+    return max(launch.close("q", rotated[:, :q_heads]), launch.close("k", rotated[:, q_heads:]))
+
+
+def rotary_join(launch):
+    tokens = launch.entry["blocks"][0]
+    s = launch.scalars
+    length, dim, pairs = s["length"], s["dim"], s["pairs"]
+    counts = {"q": s["q_heads"], "k": s["kv_heads"], "v": s["v_heads"]}
+    parts = []
+    for name, heads in counts.items():
+        strides = [s[f"{name}_{axis}"] for axis in ("sequence", "token", "head")]
+        shape = (tokens // length, length, heads, dim)
+        if heads == 0:
+            launch.buffers[name] = launch.buffers["q"]
+            continue
+        # An array that holds the heads at these strides.
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides + [1]))
+        flat = launch.given(name, launch.random.standard_normal(extent))
+        view = np.lib.stride_tricks.as_strided(flat, shape, [8 * stride for stride in strides + [1]])
+        parts.append(view.reshape(tokens, heads, dim))
+    cos, sin = tables(launch, tokens)
+    launch.output("y", tokens, sum(counts.values()), dim)
+    launch.run()
+    joined = np.concatenate(parts, axis=1)
+    rotated = counts["q"] + counts["k"]
+    interleaved = launch.entry["constants"]["INTERLEAVED"]
+    expected = joined.copy()
+    expected[:, :rotated] = turned(joined[:, :rotated], cos, s["sign"] * sin, pairs, interleaved)
+    found = launch.buffers["y"].get()
+    assert np.array_equal(found[:, rotated:], joined[:, rotated:]), launch.describe()
+    return launch.close("y", expected)
+
+
+def cross_entropy(launch):
+    s, constants = launch.scalars, launch.entry["constants"]
+    rows, classes = launch.entry["blocks"][0], s["classes"]
+    logits = launch.random.standard_normal((rows, classes)) * 4.0
+    labels = launch.random.integers(0, classes, rows)
+    # A row that does not count, with NaN; one with -inf in whole blocks; one of large numbers; one with a label that is
+    # no class.
+    labels[1] = s["ignore_index"]
+    logits[1] = np.nan
+    # The mean of a row with -inf, which smoothing asks for, is -inf.
+    logits[2, :max(1, classes - 3)] = -np.inf
+    labels[2] = classes - 1
+    logits[3] *= 1000.0 if launch.kind != "f16" else 100.0
+    if rows > 4:
+        labels[4] = classes
+    logits = launch.given("logits", logits)
+    launch.given("labels", labels)
+    counts = labels != s["ignore_index"]
+    is_class = (labels >= 0) & (labels < classes)
+    smoothing, z_loss, cap = s["smoothing"], s["z_loss"], s["softcap"]
+    with np.errstate(all="ignore"):
+        x = cap * np.tanh(logits / cap) if constants["CAP"] else logits
+        highest = x.max(axis=1, keepdims=True)
+        lse = (highest + np.log(np.exp(x - highest).sum(axis=1, keepdims=True)))[:, 0]
+        target = np.where(is_class, labels, 0)
+        losses = lse - (1 - smoothing) * x[np.arange(rows), target] + z_loss * lse**2
+        if smoothing > 0:
+            losses -= smoothing * x.mean(axis=1)
+        losses = np.where(is_class, losses, np.nan)
+        gradient = np.exp(x - lse[:, None]) * (1 + 2 * z_loss * lse[:, None]) - smoothing / classes
+        gradient[np.arange(rows), target] -= 1 - smoothing
+        if constants["CAP"]:
+            gradient *= 1 - (x / cap) ** 2
+    lse, losses = np.where(counts, lse, 0.0), np.where(counts, losses, 0.0)
+    scale = s["scale"]
+    worst = 0.0
+    if constants["FIND"]:
+        launch.output("losses", rows)
+        if not constants["WRITE"]:
+            launch.output("lse", rows)
+    else:
+        launch.given("lse", lse)
+        scale *= launch.given("factor", np.array([-0.75]))[0]
+    launch.run()
+    if constants["FIND"]:
+        worst = launch.close("losses", losses, factor=4)
+        if not constants["WRITE"]:
+            worst = max(worst, launch.close("lse", lse))
+    expected = logits
+    if constants["WRITE"]:
+        expected = np.where(counts[:, None], np.where(is_class[:, None], gradient * scale, np.nan), 0.0)
+    return max(worst, launch.close("logits", expected, factor=4 if launch.kind == "f32" else 1))
+
+
+def adam8(launch):
+    s = launch.scalars
+    count = s["count"]
+    blocks = -(-count // 256)
+    p, g = launch.values("parameter", count), launch.values("gradient", count, scale=1e-3)
+    # A block of no gradient and an empty state stays empty.
+    g[:256] = 0
+    g = launch.given("gradient", g)
+    state = []
+    for index, lowest in ((1, -1.0), (2, 0.0)):
+        book = np.sort(launch.random.uniform(lowest, 1.0, 256))
+        book[[0, 255]] = max(lowest, -0.99), 1.0
+        book[np.abs(book).argmin()] = 0.0
+        book = launch.given(f"book{index}", book)
+        bounds = launch.given(f"bounds{index}", (book[1:] + book[:-1]) / 2)
+        codes = launch.given(f"codes{index}", launch.random.integers(0, 256, count))
+        scales = launch.random.uniform(1e-4, 1e-2, blocks) ** index
+        scales[0] = 0.0
+        scales = launch.given(f"scales{index}", scales)
+        state.append((book, bounds, book[codes] * np.repeat(scales, 256)[:count]))
+    launch.run()
+    m = state[0][2] * s["beta1"] + s["rest1"] * g
+    v = state[1][2] * s["beta2"] + s["rest2"] * g * g
+    expected = p * s["decay"] - s["step_size"] * m / (np.sqrt(v) * s["correction2"] + s["eps"])
+    worst = launch.close("parameter", expected)
+    for index, values in ((1, m), (2, v)):
+        book, bounds, _ = state[index - 1]
+        padded = np.pad(np.abs(values), (0, blocks * 256 - count)).reshape(blocks, 256)
+        largest = padded.max(axis=1)
+        launch.close(f"scales{index}", largest, kind="f32")
+        inverse = np.divide(1.0, largest, out=np.zeros(blocks), where=largest > 0)
+        scaled = values * np.repeat(inverse, 256)[:count]
+        found = launch.buffers[f"codes{index}"].get()
+        expected = np.searchsorted(bounds, scaled, side="left")
+        # Only a value at a bound may have the code beside it.
+        apart = np.abs(found.astype(np.int64) - expected)
+        near = np.abs(bounds[np.minimum(np.minimum(found, expected), 254)] - scaled) < 1e-6
+        assert (apart <= near).all(), f"{launch.describe()}: codes{index} {apart.max()}"
+    return worst
+
+
+def four_bit(launch, count, group):
+    """Makes `count` groups of codes; returns their numbers."""
+    constants = launch.entry["constants"]
+    codes = launch.given("codes", launch.random.integers(0, 256, (count, group // 2)))
+    scales = launch.given("scales", launch.random.uniform(0.01, 0.1, (count, 1)))
+    pair = [codes >> 4, codes & 15] if constants["HIGH_FIRST"] else [codes & 15, codes >> 4]
+    numbers = np.stack(pair, axis=-1).reshape(count, group)
+    if constants["BOOK"]:
+        return launch.given("book", np.linspace(-1, 1, 16) ** 3)[numbers] * scales
+    if constants["OFFSET"]:
+        return numbers * scales + launch.given("offsets", launch.random.uniform(-0.8, 0.0, (count, 1)))
+    return (numbers - 8.0) * scales
+
+
+def few_rows_4bit(launch):
+    rows, outputs, groups = (launch.scalars[n] for n in ("rows", "outputs", "groups"))
+    group = launch.entry["constants"]["GROUP"]
+    weight = four_bit(launch, outputs * groups, group).reshape(outputs, groups * group)
+    x = launch.values("x", rows, groups * group)
+    launch.output("y", rows, outputs)
+    launch.run()
+    return launch.close("y", x @ weight.T)
+
+
+def dequantize_4bit(launch):
+    count, group = launch.scalars["count"], launch.entry["constants"]["GROUP"]
+    numbers = four_bit(launch, count, group)
+    launch.output("y", count, group)
+    launch.run()
+    return launch.close("y", numbers)
+
+
+def eight_bit(launch, outputs, inputs):
+    codes = launch.given("codes", launch.random.integers(-128, 128, (outputs, inputs)))
+    return codes * launch.given("scales", launch.random.uniform(1e-3, 1e-2, (outputs, 1)))
+
+
+def few_rows_8bit(launch):
+    rows, outputs, inputs = (launch.scalars[n] for n in ("rows", "outputs", "inputs"))
+    weight = eight_bit(launch, outputs, inputs)
+    x = launch.values("x", rows, inputs)
+    launch.output("y", rows, outputs)
+    launch.run()
+    return launch.close("y", x @ weight.T)
+
+
+def dequantize_8bit(launch):
+    outputs, inputs = launch.entry["blocks"][0], launch.scalars["inputs"]
+    numbers = eight_bit(launch, outputs, inputs)
+    launch.output("y", outputs, inputs)
+    launch.run()
+    return launch.close("y", numbers)
+
+
+def main():
+    manifest = tomllib.loads((HERE / "manifest.toml").read_text())
+    kernels = {kernel["name"]: kernel for kernel in manifest["kernel"]}
+    missing = set()
+    for kernel in manifest["kernel"]:
+        for v in variants(kernel):
+            missing.add(key(v))
+    worst = {}
+    launches = json.loads((HERE / "launches.json").read_text())
+    for entry in launches:
+        kernel = kernels[entry["kernel"]]
+        missing.discard(key(entry))
+        variant = next(v for v in variants(kernel) if key(v) == key(entry))
+        entry["arguments"] = list(signature(kernel, variant).items())
+        error = globals()[entry["kernel"]](Launch(kernels, entry))
+        slot = (entry["kernel"], entry["dtype"])
+        worst[slot] = max(worst.get(slot, 0.0), error)
+    assert not missing, f"no launch of {sorted(missing)}"
+    for (kernel, dtype), error in worst.items():
+        print(f"{kernel:18} {dtype:5} {error:.1e}")
+    print(f"{len(launches)} launches of {sum(1 for k in kernels.values() for _ in variants(k))} variants agree with f64")
+
+
+def key(variant):
+    return (variant["kernel"], variant["dtype"], variant["aligned"], tuple(sorted(variant["constants"].items())))
+
+
+if __name__ == "__main__":
+    sys.path.insert(0, str(HERE))
+    main()

@@ -1,0 +1,452 @@
+//! The kernels of one GPU: looked up in the table, loaded once, launched with arguments that are checked by name.
+
+use std::collections::{BTreeMap, HashMap};
+use std::ffi::OsStr;
+use std::fmt::Debug;
+use std::path::Path;
+use std::sync::OnceLock;
+use std::sync::atomic::{AtomicU8, Ordering};
+
+use overdrive_core::Error as Common;
+use overdrive_sys::raw::data_address;
+use parking_lot::Mutex;
+use tch::{Device, Kind, Tensor};
+use tracing::{debug, info, warn};
+
+use crate::driver::{Context, Driver, Function, Grid, Value};
+use crate::embedded::{Image, Variant, images, table, target_for};
+use crate::error::{Error, Result, embedded};
+
+const VARIABLE: &str = "OVERDRIVE_GPU_KERNELS";
+const DRIVER: &str = "libcuda.so.1";
+/// Loads of 16 bytes need addresses that are multiples of it, and the variants are compiled for such addresses.
+const ALIGNMENT: usize = 16;
+
+/// The targets on which a report of `docs/benchmarks` shows that the kernels are right. There they are on by default.
+const VERIFIED: &[&str] = &[];
+
+/// The kernels of one GPU.
+pub struct Kernels {
+    context: Context,
+    device: Device,
+    target: &'static str,
+    images: Vec<u8>,
+    loaded: Mutex<HashMap<Request, Option<Loaded>>>,
+    books: Mutex<Vec<(&'static [f32; 16], Tensor)>>,
+}
+
+impl Debug for Kernels {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.debug_struct("Kernels")
+            .field("device", &self.device)
+            .field("target", &self.target)
+            .finish_non_exhaustive()
+    }
+}
+
+/// The variant of a kernel that is wanted.
+#[derive(Debug, Clone, PartialEq, Eq, Hash)]
+pub(crate) struct Request {
+    pub(crate) kernel: &'static str,
+    pub(crate) dtype: &'static str,
+    /// Constants that must be as they are here.
+    pub(crate) constants: Vec<(&'static str, i64)>,
+    /// A constant that must be at least as large; the variant with the smallest one is taken.
+    pub(crate) least: (&'static str, i64),
+    /// If `true`, integers that the manifest names are multiples of 16.
+    pub(crate) aligned: bool,
+}
+
+impl Request {
+    fn fits(&self, variant: &Variant) -> bool {
+        let has = |name: &str| variant.constants.get(name).copied();
+        variant.kernel == self.kernel
+            && variant.dtype == self.dtype
+            && variant.aligned == self.aligned
+            && self
+                .constants
+                .iter()
+                .all(|&(name, value)| has(name) == Some(value))
+            && has(self.least.0).is_some_and(|value| value >= self.least.1)
+    }
+
+    /// Returns the variant, if there is one.
+    pub(crate) fn variant<'a>(&self, variants: &'a [Variant]) -> Option<&'a Variant> {
+        let fitting = variants.iter().filter(|variant| self.fits(variant));
+        fitting.min_by_key(|variant| variant.constants.get(self.least.0).copied())
+    }
+}
+
+/// A variant that is ready to be launched.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Loaded {
+    function: Function,
+    pub(crate) variant: &'static Variant,
+}
+
+/// An argument of a launch.
+#[derive(Debug, Clone, Copy)]
+pub(crate) enum Argument<'a> {
+    /// The first element of a tensor.
+    Tensor(&'a Tensor),
+    /// A later element of a tensor.
+    Element(&'a Tensor, usize),
+    I32(i64),
+    I64(i64),
+    F32(f64),
+}
+
+/// Returns the kernels for tensors on a device; `None` where libtorch's operators are to be used.
+///
+/// The kernels of an architecture are used by default once a report shows that they are right there. Until then
+/// `OVERDRIVE_GPU_KERNELS=1` uses them; `=0` never does. The variable is read once; [`set_enabled`] overrides it.
+///
+/// # Errors
+/// [`Error::Common`] if `OVERDRIVE_GPU_KERNELS` has another value, [`Error::Library`] and [`Error::Driver`] if the CUDA
+/// driver cannot be used.
+pub fn kernels(device: Device) -> Result<Option<&'static Kernels>> {
+    match device {
+        Device::Cuda(index) => match (OVERRIDE.load(Ordering::Relaxed), switch()?) {
+            (OFF, _) | (UNSET, Some(false)) => Ok(None),
+            (UNSET, None) => of_gpu(index, false),
+            _ => of_gpu(index, true),
+        },
+        Device::Cpu => Ok(STAND_IN.get().copied()),
+        _ => Ok(None),
+    }
+}
+
+const UNSET: u8 = 0;
+const OFF: u8 = 1;
+const ON: u8 = 2;
+static OVERRIDE: AtomicU8 = AtomicU8::new(UNSET);
+
+/// Turns the kernels on or off for all threads, whatever `OVERDRIVE_GPU_KERNELS` says: to compare both in one process.
+/// A function that has run forward runs backward on the same path.
+pub fn set_enabled(enabled: bool) {
+    let value = if enabled { ON } else { OFF };
+    OVERRIDE.store(value, Ordering::Relaxed);
+}
+
+fn of_gpu(index: usize, asked: bool) -> Result<Option<&'static Kernels>> {
+    static GPUS: Mutex<BTreeMap<usize, Option<&'static Kernels>>> = Mutex::new(BTreeMap::new());
+    if !asked && VERIFIED.is_empty() {
+        return Ok(None);
+    }
+    let mut gpus = GPUS.lock();
+    let known = match gpus.get(&index) {
+        Some(known) => *known,
+        None => {
+            let opened = open(index)?;
+            gpus.insert(index, opened);
+            opened
+        }
+    };
+    Ok(known.filter(|kernels| asked || kernels.verified()))
+}
+
+/// Opens the driver for a GPU; `None` if nothing that is embedded runs there.
+fn open(index: usize) -> Result<Option<&'static Kernels>> {
+    let (major, minor) = overdrive_sys::cuda::compute_capability(index)?;
+    let Some(target) = target_for((major, minor)) else {
+        info!(
+            "no kernel of Overdrive runs on GPU {index} of compute capability {major}.{minor}: libtorch's are used"
+        );
+        return Ok(None);
+    };
+    let (label, used) = match VERIFIED.contains(&target) {
+        true => ("verified", format!("unless {VARIABLE} is 0")),
+        false => ("unverified", format!("because {VARIABLE} is 1")),
+    };
+    info!("GPU {index} uses the kernels of Overdrive for {target}, which are {label}, {used}");
+    let ordinal = i32::try_from(index).unwrap_or(i32::MAX);
+    let context = Context::new(Driver::open(OsStr::new(DRIVER), None)?, ordinal)?;
+    // One for each GPU of the process, for its whole life.
+    let kernels = Box::leak(Box::new(Kernels::new(context, Device::Cuda(index))?));
+    Ok(Some(kernels))
+}
+
+/// Returns what `OVERDRIVE_GPU_KERNELS` says.
+fn switch() -> Result<Option<bool>> {
+    static READ: OnceLock<std::result::Result<Option<bool>, String>> = OnceLock::new();
+    let read = READ.get_or_init(|| parse(std::env::var_os(VARIABLE).as_deref()));
+    let expected = "0 (libtorch's operators) or 1 (the kernels of Overdrive)";
+    read.clone()
+        .map_err(|value| Common::option(VARIABLE, value, expected).into())
+}
+
+fn parse(value: Option<&OsStr>) -> std::result::Result<Option<bool>, String> {
+    match value.map(OsStr::to_string_lossy).as_deref() {
+        None | Some("") => Ok(None),
+        Some("0") => Ok(Some(false)),
+        Some("1") => Ok(Some(true)),
+        Some(other) => Err(other.to_owned()),
+    }
+}
+
+static STAND_IN: OnceLock<&'static Kernels> = OnceLock::new();
+
+/// For tests: makes [`kernels`] serve tensors on the CPU with a library that stands in for the CUDA driver and for
+/// libtorch's current stream. What it does with launches is its own affair.
+///
+/// # Errors
+/// As [`kernels`].
+#[doc(hidden)]
+pub fn serve_cpu_with(library: &Path) -> Result<&'static Kernels> {
+    let driver = Driver::open(library.as_os_str(), Some(library.as_os_str()))?;
+    let made = Kernels::new(Context::new(driver, 0)?, Device::Cpu)?;
+    Ok(STAND_IN.get_or_init(|| Box::leak(Box::new(made))))
+}
+
+impl Kernels {
+    pub(crate) fn new(context: Context, device: Device) -> Result<Self> {
+        let (major, minor) = context.capability;
+        let target = target_for(context.capability)
+            .ok_or_else(|| embedded(format!("there are no images for {major}.{minor}")))?;
+        Ok(Self {
+            context,
+            device,
+            target,
+            images: images(target)?,
+            loaded: Mutex::default(),
+            books: Mutex::default(),
+        })
+    }
+
+    /// Returns the name of the images that are used: `sm_90a`, or `ptx` where the driver compiles them.
+    pub fn target(&self) -> &'static str {
+        self.target
+    }
+
+    /// Returns `true` if a report shows that these kernels are right on this architecture.
+    pub fn verified(&self) -> bool {
+        VERIFIED.contains(&self.target)
+    }
+
+    /// Returns a book of numbers on the GPU, where it is kept: an upload waits for the device.
+    pub(crate) fn book(&self, numbers: &'static [f32; 16]) -> Result<Tensor> {
+        let mut books = self.books.lock();
+        if let Some((_, book)) = books.iter().find(|(known, _)| *known == numbers) {
+            return Ok(book.shallow_clone());
+        }
+        let book = Tensor::f_from_slice(numbers)?.f_to_device(self.device)?;
+        books.push((numbers, book.shallow_clone()));
+        Ok(book)
+    }
+
+    /// Returns the number of multiprocessors of the GPU.
+    pub(crate) fn multiprocessors(&self) -> usize {
+        self.context.multiprocessors as usize
+    }
+
+    /// Returns a variant, which is loaded at its first use; `None` if there is none, or if it would have to be loaded
+    /// inside a capture.
+    pub(crate) fn find(&self, request: &Request) -> Result<Option<Loaded>> {
+        let mut loaded = self.loaded.lock();
+        if let Some(known) = loaded.get(request) {
+            return Ok(*known);
+        }
+        let Some(variant) = request.variant(&table()?.variants) else {
+            debug!("no kernel for {request:?}: libtorch's operators are used");
+            loaded.insert(request.clone(), None);
+            return Ok(None);
+        };
+        // Loading may synchronise the device, which ends a capture. A step outside of it loads them.
+        if self.context.is_capturing()? {
+            warn!(
+                "{} was not used before this capture: libtorch's operators are captured",
+                variant.kernel
+            );
+            return Ok(None);
+        }
+        let (image, bytes) = self.image(variant)?;
+        let function = self.context.load(bytes, &variant.symbol, image.shared)?;
+        debug!(
+            "loaded {} for {} ({request:?})",
+            variant.kernel, self.target
+        );
+        let found = Loaded { function, variant };
+        loaded.insert(request.clone(), Some(found));
+        Ok(Some(found))
+    }
+
+    fn image(&self, variant: &'static Variant) -> Result<(&'static Image, &[u8])> {
+        let missing = || {
+            embedded(format!(
+                "{} has no image for {}",
+                variant.kernel, self.target
+            ))
+        };
+        let image = variant.images.get(self.target).ok_or_else(missing)?;
+        let bytes = self.images.get(image.offset..image.offset + image.length);
+        Ok((image, bytes.ok_or_else(missing)?))
+    }
+
+    /// Launches a variant on libtorch's current stream. The arguments are those of the kernel's source, in its order.
+    pub(crate) fn launch(
+        &self,
+        loaded: &Loaded,
+        blocks: [usize; 2],
+        arguments: &[(&'static str, Argument<'_>)],
+    ) -> Result<()> {
+        let variant = loaded.variant;
+        let kernel = &variant.kernel;
+        if arguments.len() != variant.arguments.len() {
+            let given = arguments.len();
+            return Err(embedded(format!(
+                "{kernel} takes {}, not {given}",
+                variant.arguments.len()
+            )));
+        }
+        let mut values = Vec::with_capacity(arguments.len());
+        for (&(name, argument), (expected, kind)) in arguments.iter().zip(&variant.arguments) {
+            let value = self.value(kernel, name, argument, kind)?;
+            if name != expected || !value.fits(kind) {
+                return Err(embedded(format!(
+                    "{kernel} takes {expected} of {kind}, not {name}"
+                )));
+            }
+            values.push(value);
+        }
+        // The driver refuses an empty grid.
+        if blocks.contains(&0) {
+            return Ok(());
+        }
+        let grid = Grid {
+            blocks: [
+                checked(kernel, "x", blocks[0], i32::MAX as usize)?,
+                checked(kernel, "y", blocks[1], usize::from(u16::MAX))?,
+            ],
+            warps: variant.warps,
+        };
+        let hidden = table()?.hidden_pointers;
+        self.context
+            .launch(loaded.function, &variant.symbol, grid, &values, hidden)
+    }
+
+    fn value(
+        &self,
+        kernel: &str,
+        name: &'static str,
+        argument: Argument<'_>,
+        kind: &str,
+    ) -> Result<Value> {
+        let (tensor, offset) = match argument {
+            Argument::Tensor(tensor) => (tensor, 0),
+            Argument::Element(tensor, offset) => (tensor, offset),
+            Argument::I32(value) => {
+                let narrow = i32::try_from(value);
+                return narrow
+                    .map(Value::I32)
+                    .map_err(|_| too_large(kernel, name, value));
+            }
+            Argument::I64(value) => return Ok(Value::I64(value)),
+            Argument::F32(value) => return Ok(Value::F32(value as f32)),
+        };
+        if tensor.device() != self.device {
+            let expected = format!("on {:?}, as the other tensors are", self.device);
+            return Err(Common::device(name, tensor.device(), expected).into());
+        }
+        if element_type(tensor.kind()).is_none_or(|element| kind.strip_prefix('*') != Some(element))
+        {
+            return Err(Common::dtype(name, tensor.kind(), format!("elements of {kind}")).into());
+        }
+        let address = data_address(tensor).map_or(0, |address| address.get());
+        let address = address + offset * tensor.kind().elt_size_in_bytes();
+        if !address.is_multiple_of(ALIGNMENT) {
+            return Err(embedded(format!(
+                "{name} of {kernel} is not aligned to {ALIGNMENT} bytes"
+            )));
+        }
+        Ok(Value::Pointer(address))
+    }
+}
+
+fn too_large(kernel: &str, name: &str, value: i64) -> Error {
+    Common::option(
+        format!("{name} of {kernel}"),
+        value,
+        "less than 2³¹; split the batch",
+    )
+    .into()
+}
+
+fn checked(kernel: &str, axis: &str, blocks: usize, most: usize) -> Result<u32> {
+    let fits = u32::try_from(blocks).ok().filter(|_| blocks <= most);
+    fits.ok_or_else(|| {
+        let option = format!("the grid of {kernel} along {axis}");
+        Common::option(option, blocks, format!("at most {most}; split the batch")).into()
+    })
+}
+
+/// Returns Triton's name of a dtype.
+fn element_type(kind: Kind) -> Option<&'static str> {
+    match kind {
+        Kind::Float => Some("fp32"),
+        Kind::Half => Some("fp16"),
+        Kind::BFloat16 => Some("bf16"),
+        Kind::Int64 => Some("i64"),
+        Kind::Uint8 => Some("u8"),
+        Kind::Int8 => Some("i8"),
+        _ => None,
+    }
+}
+
+/// Returns the manifest's name of a dtype that kernels compute with.
+pub(crate) fn dtype(kind: Kind) -> Option<&'static str> {
+    match kind {
+        Kind::Float => Some("f32"),
+        Kind::Half => Some("f16"),
+        Kind::BFloat16 => Some("bf16"),
+        _ => None,
+    }
+}
+
+/// Returns the tensor, or a copy of it, contiguous and at an address that kernels take: a multiple of 16 bytes.
+///
+/// # Errors
+/// [`Error::Tch`] if memory for the copy runs out.
+pub fn dense(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.is_contiguous() && is_aligned(tensor) {
+        return Ok(tensor.shallow_clone());
+    }
+    copy(tensor)
+}
+
+/// Returns the tensor with its strides, if the last is 1 and the address is one that kernels take; else a copy.
+pub(crate) fn strided(tensor: &Tensor) -> Result<Tensor> {
+    if tensor.stride().last() == Some(&1) && is_aligned(tensor) {
+        return Ok(tensor.shallow_clone());
+    }
+    copy(tensor)
+}
+
+pub(crate) fn is_aligned(tensor: &Tensor) -> bool {
+    data_address(tensor).is_none_or(|address| address.get().is_multiple_of(ALIGNMENT))
+}
+
+fn copy(tensor: &Tensor) -> Result<Tensor> {
+    let mut copy = Tensor::f_empty(tensor.size(), (tensor.kind(), tensor.device()))?;
+    copy.f_copy_(tensor)?;
+    Ok(copy)
+}
+
+/// Returns `true` if variants for multiples of 16 take these numbers.
+pub(crate) fn multiples_of_16(numbers: &[i64]) -> bool {
+    numbers.iter().all(|number| number % 16 == 0)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_switch_has_two_values() {
+        let of = |text: &str| parse(Some(OsStr::new(text)));
+        assert_eq!(parse(None), Ok(None));
+        assert_eq!(of(""), Ok(None));
+        assert_eq!(of("0"), Ok(Some(false)));
+        assert_eq!(of("1"), Ok(Some(true)));
+        assert_eq!(of("yes"), Err("yes".to_owned()));
+    }
+}

@@ -1,0 +1,88 @@
+//! Kernels for NVIDIA GPUs, compiled ahead of time and embedded in the program.
+//!
+//! The kernels are written in Triton (`kernels/*.py`). `cargo xtask kernels` compiles them for each architecture and
+//! writes `kernels/kernels.bin.zst` and `kernels/kernels.json`, which are part of the repository: who builds or runs
+//! Overdrive needs neither Python nor a CUDA toolkit. At run time this crate opens the CUDA driver, loads the code for
+//! the GPU at hand, and launches it on libtorch's current stream, with results from libtorch's allocator. Launches can
+//! therefore be captured in a CUDA graph, and tensors can be used on several streams as any other.
+//!
+//! [overdrive-fused], [overdrive-quantization] and [overdrive-optim] are the crates to use: they call these kernels where
+//! they can and libtorch's operators elsewhere.
+//!
+//! | type | from | operations |
+//! |---|---|---|
+//! | [`RmsNorm`] | [`Kernels::rms_norm`] | RMSNorm, also of a sum with a residual, and its gradients |
+//! | [`Gate`] | [`Kernels::gate`] | gated activations, from one projection or two, and their gradients |
+//! | [`Rotary`] | [`Kernels::rotary`] | rotary embedding, with the split of a joint projection, and its gradient |
+//! | [`CrossEntropy`] | [`Kernels::cross_entropy`] | the loss of logits, and their gradient in place |
+//! | [`FourBit`] | [`Kernels::four_bit`] | products of a few rows with 4-bit weights, and their dequantization |
+//! | [`EightBit`] | [`Kernels::eight_bit`] | the same with 8-bit weights that have a scale for each output |
+//! | [`Adam8`] | [`Kernels::adam8`] | a step of AdamW with averages of 8 bits |
+//!
+//! Dtypes are f32, bf16 and f16; sums are in f32 and results are rounded once.
+//!
+//! # Which GPUs
+//!
+//! | compute capability | code |
+//! |---|---|
+//! | 8.0, 8.6, 8.9 | a cubin for 8.0 |
+//! | 9.0, 10.0, 12.0 | a cubin for each |
+//! | any other above | PTX, which the driver compiles at its first use |
+//! | below 8.0 | none: libtorch's operators |
+//!
+//! **The kernels have not run on a GPU yet.** Their numbers are proved by Triton's interpreter, and their launches
+//! against a stand-in for the driver. Until a report shows that they are right on an architecture, they are off there
+//! unless `OVERDRIVE_GPU_KERNELS=1` is set. `OVERDRIVE_GPU_KERNELS=0` turns them off everywhere. A line of `tracing`
+//! says which are used, and why.
+//!
+//! A kernel is loaded when an operation needs it for the first time. Inside a capture nothing can be loaded: an
+//! operation that was not run before the capture is captured as libtorch's operators, with a warning.
+//!
+//! ```
+//! use overdrive_gpu::kernels;
+//! use tch::{Cuda, Device, Kind, Tensor};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! // There are none for the CPU.
+//! assert!(kernels(Device::Cpu)?.is_none());
+//! if Cuda::is_available()
+//!     && let Some(kernels) = kernels(Device::Cuda(0))?
+//!     && let Some(norm) = kernels.rms_norm(Kind::BFloat16, 4096, false)?
+//! {
+//!     let on_gpu = (Kind::BFloat16, Device::Cuda(0));
+//!     let (x, weight) = (Tensor::randn([8, 4096], on_gpu), Tensor::ones([4096], on_gpu));
+//!     assert_eq!(norm.forward(&x, None, &weight, 1e-6)?.y.size(), [8, 4096]);
+//! }
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! [overdrive-fused]: ../overdrive_fused/index.html
+//! [overdrive-optim]: ../overdrive_optim/index.html
+//! [overdrive-quantization]: ../overdrive_quantization/index.html
+#![deny(missing_docs)]
+
+mod adam;
+mod driver;
+mod eight_bit;
+mod embedded;
+mod error;
+mod gate;
+mod kernels;
+mod loss;
+mod norm;
+mod quantized;
+mod rotary;
+
+pub use adam::{Adam8, AdamFactors, CodedAverage};
+pub use eight_bit::{EightBit, EightBitWeight};
+pub use error::{Error, Result};
+pub use gate::{Gate, GateActivation};
+pub use kernels::{Kernels, dense, kernels, serve_cpu_with, set_enabled};
+pub use loss::{CrossEntropy, LossTerms};
+pub use norm::{Normalized, RmsNorm};
+pub use quantized::{FourBit, FourBitNumbers, FourBitWeight, MOST_ROWS};
+pub use rotary::{Rotary, RotaryTables};
+
+#[cfg(test)]
+mod tests;

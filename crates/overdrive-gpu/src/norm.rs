@@ -1,0 +1,158 @@
+use tch::{Kind, Tensor};
+
+use crate::Result;
+use crate::kernels::Argument::{F32, I32, Tensor as Elements};
+use crate::kernels::{Kernels, Loaded, Request, dense, dtype, multiples_of_16};
+
+/// RMSNorm of rows of one width and dtype, forward and backward.
+#[derive(Debug, Clone, Copy)]
+pub struct RmsNorm {
+    kernels: &'static Kernels,
+    forward: Loaded,
+    backward: Loaded,
+    /// Backward with a further gradient that is added.
+    backward_add: Loaded,
+}
+
+/// The results of [`RmsNorm::forward`].
+#[derive(Debug)]
+pub struct Normalized {
+    /// The normalised rows.
+    pub y: Tensor,
+    /// The rows that were normalised: `x`, or the sum with the residual.
+    pub x: Tensor,
+    /// The reciprocal root mean square of each row, in f32.
+    pub inverse: Tensor,
+}
+
+impl Kernels {
+    /// Returns the kernels for rows of `width` elements; `None` if there are none. With `add` a residual is added first.
+    ///
+    /// # Errors
+    /// [`Error::Driver`](crate::Error::Driver) if a kernel cannot be loaded.
+    pub fn rms_norm(&'static self, kind: Kind, width: i64, add: bool) -> Result<Option<RmsNorm>> {
+        let Some(dtype) = dtype(kind) else {
+            return Ok(None);
+        };
+        let find = |kernel, add| {
+            self.find(&Request {
+                kernel,
+                dtype,
+                constants: vec![("ADD", i64::from(add))],
+                least: ("BLOCK", width),
+                aligned: multiples_of_16(&[width]),
+            })
+        };
+        let forward = find("rms_norm_forward", add)?;
+        let backward = find("rms_norm_backward", false)?;
+        let backward_add = find("rms_norm_backward", true)?;
+        Ok(match (forward, backward, backward_add) {
+            (Some(forward), Some(backward), Some(backward_add)) => Some(RmsNorm {
+                kernels: self,
+                forward,
+                backward,
+                backward_add,
+            }),
+            _ => None,
+        })
+    }
+}
+
+impl RmsNorm {
+    /// Normalises the rows of `x`, or of `x + residual`, in one launch.
+    ///
+    /// # Errors
+    /// [`Error::Common`](crate::Error::Common) for tensors on another device or of another dtype,
+    /// [`Error::Driver`](crate::Error::Driver) if the launch fails.
+    pub fn forward(
+        &self,
+        x: &Tensor,
+        residual: Option<&Tensor>,
+        weight: &Tensor,
+        eps: f64,
+    ) -> Result<Normalized> {
+        let (x, weight) = (dense(x)?, dense(weight)?);
+        let residual = residual.map(dense).transpose()?;
+        let size = x.size();
+        let (rows, width) = rows_of(&x, &weight);
+        let y = Tensor::f_empty(&size, (x.kind(), x.device()))?;
+        let inverse = Tensor::f_empty(&size[..size.len() - 1], (Kind::Float, x.device()))?;
+        let total = match &residual {
+            Some(_) => Some(Tensor::f_empty(&size, (x.kind(), x.device()))?),
+            None => None,
+        };
+        let mut arguments = vec![("x", Elements(&x))];
+        arguments.extend(
+            residual
+                .as_ref()
+                .map(|tensor| ("residual", Elements(tensor))),
+        );
+        arguments.extend([("weight", Elements(&weight)), ("y", Elements(&y))]);
+        arguments.extend(total.as_ref().map(|tensor| ("total", Elements(tensor))));
+        arguments.extend([
+            ("inverse", Elements(&inverse)),
+            ("rows", I32(rows)),
+            ("width", I32(width)),
+            ("eps", F32(eps)),
+        ]);
+        let blocks = (rows as usize).div_ceil(self.forward.variant.size("ROWS")?);
+        self.kernels
+            .launch(&self.forward, [blocks, 1], &arguments)?;
+        Ok(Normalized {
+            y,
+            x: total.unwrap_or(x),
+            inverse,
+        })
+    }
+
+    /// Returns the gradients of the rows, to which `extra` is added, and of the weight, in f32.
+    ///
+    /// The gradient of the weight is summed in an order that depends on the number of multiprocessors only.
+    ///
+    /// # Errors
+    /// As [`RmsNorm::forward`].
+    pub fn backward(
+        &self,
+        x: &Tensor,
+        weight: &Tensor,
+        inverse: &Tensor,
+        dy: &Tensor,
+        extra: Option<&Tensor>,
+    ) -> Result<(Tensor, Tensor)> {
+        let (x, weight, dy) = (dense(x)?, dense(weight)?, dense(dy)?);
+        let inverse = dense(inverse)?;
+        let extra = extra.map(dense).transpose()?;
+        let (rows, width) = rows_of(&x, &weight);
+        let loaded = match extra {
+            Some(_) => &self.backward_add,
+            None => &self.backward,
+        };
+        // Enough programs that each multiprocessor has 16 warps to switch between while rows are on their way.
+        let each = (16 / loaded.variant.warps as usize).max(1);
+        let blocks = (rows as usize).div_ceil(loaded.variant.size("ROWS")?);
+        let programs = blocks.min(each * self.kernels.multiprocessors());
+        let dx = Tensor::f_empty(x.size(), (x.kind(), x.device()))?;
+        let partial = Tensor::f_empty([programs as i64, width], (Kind::Float, x.device()))?;
+        let mut arguments = vec![
+            ("x", Elements(&x)),
+            ("weight", Elements(&weight)),
+            ("inverse", Elements(&inverse)),
+            ("dy", Elements(&dy)),
+        ];
+        arguments.extend(extra.as_ref().map(|tensor| ("extra", Elements(tensor))));
+        arguments.extend([
+            ("dx", Elements(&dx)),
+            ("partial", Elements(&partial)),
+            ("rows", I32(rows)),
+            ("width", I32(width)),
+        ]);
+        self.kernels.launch(loaded, [programs, 1], &arguments)?;
+        let dw = partial.f_sum_dim_intlist([0_i64].as_slice(), false, Kind::Float)?;
+        Ok((dx, dw))
+    }
+}
+
+fn rows_of(x: &Tensor, weight: &Tensor) -> (i64, i64) {
+    let width = weight.numel().max(1) as i64;
+    (x.numel() as i64 / width, width)
+}

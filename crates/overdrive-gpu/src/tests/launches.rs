@@ -1,0 +1,351 @@
+//! The launches of every variant, as `kernels/check.py` repeats them with Triton's interpreter.
+
+use std::collections::BTreeMap;
+use std::fs;
+
+use serde_json::{Value, json};
+use tch::{Device, Kind, Tensor};
+
+use super::source;
+use super::stand_in::StandIn;
+use crate::embedded::{PTX, Variant, images, table};
+use crate::{
+    AdamFactors, CodedAverage, EightBitWeight, FourBitNumbers, FourBitWeight, GateActivation,
+    LossTerms, RotaryTables,
+};
+
+const KINDS: [Kind; 3] = [Kind::Float, Kind::Half, Kind::BFloat16];
+
+static BOOK: [f32; 16] = [0.5; 16];
+
+fn empty(shape: &[i64], kind: Kind) -> Tensor {
+    Tensor::empty(shape, (kind, Device::Cpu))
+}
+
+fn norms(stand_in: &StandIn, kind: Kind) {
+    // A width for each bucket, and of each kind more than one block of rows, the last one not full.
+    for (rows, width) in [
+        (19, 48),
+        (9, 128),
+        (7, 400),
+        (5, 1024),
+        (5, 1040),
+        (3, 4096),
+        (7, 5120),
+        (3, 16384),
+    ] {
+        let (x, weight) = (empty(&[rows, width], kind), empty(&[width], kind));
+        for add in [false, true] {
+            let norm = stand_in
+                .kernels
+                .rms_norm(kind, width, add)
+                .unwrap()
+                .unwrap();
+            let extra = add.then(|| empty(&[rows, width], kind));
+            let out = norm.forward(&x, extra.as_ref(), &weight, 1e-5).unwrap();
+            assert_eq!(out.x.data_ptr() == x.data_ptr(), !add);
+            let gradients = norm.backward(&out.x, &weight, &out.inverse, &x, extra.as_ref());
+            let (dx, dw) = gradients.unwrap();
+            assert_eq!(
+                (dx.size(), dw.size(), dw.kind()),
+                (vec![rows, width], vec![width], Kind::Float)
+            );
+        }
+    }
+}
+
+fn gates(stand_in: &StandIn, kind: Kind) {
+    use GateActivation::{Gelu, GeluTanh, Relu, Silu};
+    for activation in [Silu, Gelu, GeluTanh, Relu] {
+        for (rows, width) in [(3, 48), (2, 1040)] {
+            let gate = stand_in
+                .kernels
+                .gate(kind, width, activation)
+                .unwrap()
+                .unwrap();
+            let (joint, y) = (empty(&[rows, 2 * width], kind), empty(&[rows, width], kind));
+            assert_eq!(gate.joint(&joint).unwrap().size(), [rows, width]);
+            assert_eq!(
+                gate.joint_backward(&joint, &y).unwrap().size(),
+                [rows, 2 * width]
+            );
+            assert_eq!(gate.pair(&y, &y).unwrap().size(), [rows, width]);
+            let _ = gate.pair_backward(&y, &y, &y).unwrap();
+        }
+    }
+}
+
+fn rotations(stand_in: &StandIn, kind: Kind) {
+    // The dimension of a head, its pairs, and for each bucket one whose numbers are multiples of 16 and one whose are not.
+    for (dim, pairs) in [
+        (64, 32),
+        (80, 16),
+        (12, 5),
+        (128, 64),
+        (160, 48),
+        (96, 48),
+        (100, 50),
+        (256, 128),
+        (202, 101),
+    ] {
+        for interleaved in [false, true] {
+            let rotary = stand_in
+                .kernels
+                .rotary(kind, dim, pairs, interleaved)
+                .unwrap()
+                .unwrap();
+            let (batch, length, heads, kv_heads) = (2, 3, 5, 2);
+            let shared = empty(&[length, pairs], Kind::Float);
+            let own = empty(&[batch, length, pairs], Kind::Float);
+            for table in [&shared, &own] {
+                let tables = RotaryTables {
+                    cos: table,
+                    sin: table,
+                };
+                let qkv = empty(&[batch, length, (heads + 2 * kv_heads) * dim], kind);
+                let [q, k, v] = rotary.split(&qkv, [heads, kv_heads], tables).unwrap();
+                assert_eq!(q.size(), [batch, length, heads, dim]);
+                assert_eq!(
+                    (k.size(), v.size()),
+                    (vec![batch, length, kv_heads, dim], k.size())
+                );
+                // Gradients as attention leaves them: one as (B, H, T, D), one with room between its heads.
+                let dq = empty(&[batch, heads, length, dim], kind).transpose(1, 2);
+                let dk = empty(&[batch, length, kv_heads, dim + 16], kind).narrow(3, 0, dim);
+                let joint = rotary.split_backward([&dq, &dk, &v], tables).unwrap();
+                assert_eq!(joint.size(), qkv.size());
+                assert_eq!(rotary.rotate(&dq, tables, false).unwrap().size(), q.size());
+            }
+        }
+    }
+}
+
+fn losses(stand_in: &StandIn, kind: Kind) {
+    for classes in [4112, 96, 5003, 33] {
+        for (softcap, label_smoothing, z_loss) in
+            [(None, 0.0, 0.0), (None, 0.1, 1e-3), (Some(20.0), 0.0, 1e-2)]
+        {
+            let terms = LossTerms {
+                ignore_index: -100,
+                label_smoothing,
+                z_loss,
+                softcap,
+            };
+            let loss = stand_in
+                .kernels
+                .cross_entropy(kind, classes, terms)
+                .unwrap()
+                .unwrap();
+            let labels = empty(&[6], Kind::Int64);
+            let mut logits = empty(&[6, classes], kind);
+            let (losses, lse) = loss.losses(&logits, &labels).unwrap();
+            assert_eq!((losses.kind(), lse.size()), (Kind::Float, vec![6]));
+            let factor = empty(&[1], Kind::Float);
+            loss.gradient(&mut logits, &labels, &lse, &factor, 0.5)
+                .unwrap();
+            let _ = loss
+                .losses_and_gradient(&mut logits, &labels, 0.25)
+                .unwrap();
+        }
+    }
+}
+
+fn adam(stand_in: &StandIn, kind: Kind) {
+    for count in [2 * 1024, 1303] {
+        let step = stand_in.kernels.adam8(kind, count).unwrap().unwrap();
+        let (parameter, gradient) = (empty(&[count], kind), empty(&[count], kind));
+        let new = || {
+            let blocks = (count + 255) / 256;
+            [
+                empty(&[count], Kind::Uint8),
+                empty(&[blocks], Kind::Float),
+                empty(&[256], Kind::Float),
+                empty(&[255], Kind::Float),
+            ]
+        };
+        let (a, s) = (new(), new());
+        let factors = AdamFactors {
+            betas: (0.9, 0.999),
+            rests: (0.1, 0.001),
+            decay: 0.99,
+            step_size: 0.02,
+            correction2: 1.5,
+            eps: 1e-8,
+        };
+        let average = CodedAverage {
+            codes: &a[0],
+            scales: &a[1],
+            book: &a[2],
+            bounds: &a[3],
+        };
+        let squares = CodedAverage {
+            codes: &s[0],
+            scales: &s[1],
+            book: &s[2],
+            bounds: &s[3],
+        };
+        step.step(&parameter, &gradient, average, squares, &factors)
+            .unwrap();
+        let short = gradient.narrow(0, 1, count - 1);
+        let refused = step.step(&parameter, &short, average, squares, &factors);
+        assert!(
+            refused
+                .unwrap_err()
+                .to_string()
+                .contains("`gradient` has shape")
+        );
+    }
+}
+
+fn four_bit(stand_in: &StandIn, kind: Kind) {
+    for (outputs, inputs, group) in [(9, 96, 32), (6, 1152, 64), (7, 1280, 128)] {
+        let groups = outputs * inputs / group;
+        let codes = empty(&[outputs * inputs / 2], Kind::Uint8);
+        for half in [Kind::Float, Kind::Half] {
+            let (scales, offsets) = (empty(&[groups], half), empty(&[groups], half));
+            let mut all = vec![FourBitNumbers::Centered, FourBitNumbers::Offset(&offsets)];
+            if half == Kind::Float {
+                all.push(FourBitNumbers::Book(&BOOK));
+            }
+            for numbers in all {
+                let (codes, scales) = (&codes, &scales);
+                let weight = FourBitWeight {
+                    codes,
+                    scales,
+                    numbers,
+                    outputs,
+                    inputs,
+                    group,
+                };
+                let kernels = stand_in.kernels.four_bit(kind, &weight).unwrap().unwrap();
+                for rows in [1, 2, 7] {
+                    let x = empty(&[rows, inputs], kind);
+                    assert_eq!(
+                        kernels.product(&x, &weight).unwrap().size(),
+                        [rows, outputs]
+                    );
+                }
+                assert_eq!(
+                    kernels.dequantize(&weight).unwrap().size(),
+                    [outputs, inputs]
+                );
+                let short = FourBitWeight {
+                    outputs: outputs + 1,
+                    ..weight
+                };
+                assert!(kernels.dequantize(&short).is_err(), "the codes are too few");
+            }
+        }
+    }
+}
+
+fn eight_bit(stand_in: &StandIn, kind: Kind) {
+    for (outputs, inputs) in [(6, 528), (5, 2049)] {
+        let (codes, scales) = (
+            empty(&[outputs, inputs], Kind::Int8),
+            empty(&[outputs], Kind::Float),
+        );
+        let weight = EightBitWeight {
+            codes: &codes,
+            scales: &scales,
+        };
+        let kernels = stand_in.kernels.eight_bit(kind, &weight).unwrap().unwrap();
+        for rows in [1, 3, 8] {
+            let x = empty(&[rows, inputs], kind);
+            assert_eq!(
+                kernels.product(&x, &weight).unwrap().size(),
+                [rows, outputs]
+            );
+        }
+        assert_eq!(
+            kernels.dequantize(&weight).unwrap().size(),
+            [outputs, inputs]
+        );
+        let other = EightBitWeight {
+            scales: &codes,
+            ..weight
+        };
+        assert!(kernels.dequantize(&other).is_err(), "the scales are no row");
+    }
+}
+
+/// Returns the variants by the hash that the stand-in has for their PTX.
+fn by_hash() -> BTreeMap<String, &'static Variant> {
+    let ptx = images(PTX).unwrap();
+    let hash = |variant: &Variant| {
+        let image = &variant.images[PTX];
+        let text = &ptx[image.offset..image.offset + image.length - 1];
+        let hash = text.iter().fold(0xcbf2_9ce4_8422_2325_u64, |hash, &byte| {
+            (hash ^ u64::from(byte)).wrapping_mul(0x100_0000_01b3)
+        });
+        format!("{hash:016x}")
+    };
+    let variants = &table().unwrap().variants;
+    variants
+        .iter()
+        .map(|variant| (hash(variant), variant))
+        .collect()
+}
+
+/// Returns what `check.py` needs of a launch, after a check of the rest.
+fn described(line: &str, variants: &BTreeMap<String, &'static Variant>) -> Value {
+    let fields: Vec<&str> = line.split(' ').collect();
+    let variant = variants[fields[1]];
+    let number = |text: &str| text.parse::<i64>().unwrap();
+    assert_eq!(fields[2], variant.symbol);
+    assert_eq!(number(fields[5]), 32 * i64::from(variant.warps));
+    assert_eq!(number(fields[6]), i64::from(variant.images[PTX].shared));
+    let (values, hidden) = fields[7..].split_at(variant.arguments.len());
+    assert_eq!(hidden, ["0", "0"], "the scratch memory that no kernel uses");
+    let mut scalars = serde_json::Map::new();
+    for (text, (name, kind)) in values.iter().zip(&variant.arguments) {
+        match kind.as_str() {
+            "fp32" => drop(scalars.insert(name.clone(), json!(text.parse::<f64>().unwrap()))),
+            "i32" | "i64" => drop(scalars.insert(name.clone(), json!(number(text)))),
+            _ => assert!(
+                number(text) != 0 && number(text) % 16 == 0,
+                "{name}: {line}"
+            ),
+        }
+    }
+    json!({
+        "kernel": variant.kernel, "dtype": variant.dtype, "aligned": variant.aligned,
+        "constants": variant.constants, "blocks": [number(fields[3]), number(fields[4])], "scalars": scalars,
+    })
+}
+
+#[test]
+fn every_variant_is_launched_as_the_interpreter_proves_it() {
+    let stand_in = StandIn::new(103);
+    for kind in KINDS {
+        norms(&stand_in, kind);
+        gates(&stand_in, kind);
+        rotations(&stand_in, kind);
+        losses(&stand_in, kind);
+        adam(&stand_in, kind);
+        four_bit(&stand_in, kind);
+        eight_bit(&stand_in, kind);
+    }
+    let variants = by_hash();
+    let log = stand_in.take();
+    let launches = log.iter().filter(|line| line.starts_with("launch"));
+    let mut launches: Vec<String> = launches
+        .map(|line| described(line, &variants).to_string())
+        .collect();
+    launches.dedup();
+    let text = format!("[\n{}\n]\n", launches.join(",\n"));
+    let path = source("launches.json");
+    if std::env::var_os("OVERDRIVE_WRITE_LAUNCHES").is_some() {
+        fs::write(&path, &text).unwrap();
+    }
+    let committed = fs::read_to_string(&path).unwrap();
+    let (new, old): (Vec<_>, Vec<_>) = (text.lines().collect(), committed.lines().collect());
+    for (new, old) in new.iter().zip(&old) {
+        assert_eq!(new, old, "after a change, run `cargo xtask kernels`");
+    }
+    assert_eq!(
+        new.len(),
+        old.len(),
+        "after a change, run `cargo xtask kernels`"
+    );
+}

@@ -1,0 +1,177 @@
+// What the kernels compute, for f32 on the CPU, in plain loops: SiLU for gates, pairs of halves for rotations.
+#include <math.h>
+
+#define FLOATS(i) (*(float**)p[i])
+#define INTEGER(i) (*(int32_t*)p[i])
+#define LONG(i) (*(long long*)p[i])
+#define NUMBER(i) (*(float*)p[i])
+
+static void norm_forward(int add, void** p) {
+  const float *x = FLOATS(0), *residual = add ? FLOATS(1) : NULL, *weight = FLOATS(1 + add);
+  float *y = FLOATS(2 + add), *total = add ? FLOATS(4) : NULL, *inverse = FLOATS(3 + 2 * add);
+  int rows = INTEGER(4 + 2 * add), width = INTEGER(5 + 2 * add);
+  double eps = NUMBER(6 + 2 * add);
+  for (int r = 0; r < rows; ++r) {
+    const float* row = x + (long)r * width;
+    if (add) {
+      for (int c = 0; c < width; ++c) total[(long)r * width + c] = row[c] + residual[(long)r * width + c];
+      row = total + (long)r * width;
+    }
+    double squares = 0;
+    for (int c = 0; c < width; ++c) squares += (double)row[c] * row[c];
+    inverse[r] = (float)(1 / sqrt(squares / width + eps));
+    for (int c = 0; c < width; ++c) y[(long)r * width + c] = row[c] * inverse[r] * weight[c];
+  }
+}
+
+static void norm_backward(int add, unsigned programs, void** p) {
+  const float *x = FLOATS(0), *weight = FLOATS(1), *inverse = FLOATS(2), *dy = FLOATS(3);
+  const float* extra = add ? FLOATS(4) : NULL;
+  float *dx = FLOATS(4 + add), *partial = FLOATS(5 + add);
+  int rows = INTEGER(6 + add), width = INTEGER(7 + add);
+  memset(partial, 0, sizeof(float) * programs * (size_t)width);
+  for (int r = 0; r < rows; ++r) {
+    long at = (long)r * width;
+    double mean = 0;
+    for (int c = 0; c < width; ++c) mean += (double)dy[at + c] * weight[c] * x[at + c] * inverse[r] / width;
+    for (int c = 0; c < width; ++c) {
+      float normalised = x[at + c] * inverse[r];
+      dx[at + c] = (float)((dy[at + c] * weight[c] - normalised * mean) * inverse[r]) + (add ? extra[at + c] : 0);
+      partial[(long)(r % (int)programs) * width + c] += dy[at + c] * normalised;
+    }
+  }
+}
+
+static void glu(int backward, unsigned rows, void** p) {
+  const float *gate = FLOATS(0), *up = FLOATS(1);
+  int width = INTEGER(backward ? 5 : 3), stride = INTEGER(backward ? 6 : 4);
+  for (unsigned r = 0; r < rows; ++r) {
+    for (int c = 0; c < width; ++c) {
+      long at = (long)r * stride + c, dense = (long)r * width + c;
+      double share = 1 / (1 + exp(-gate[at])), a = gate[at];
+      if (!backward) {
+        FLOATS(2)[dense] = (float)(a * share * up[at]);
+      } else {
+        float dy = FLOATS(2)[dense];
+        FLOATS(3)[at] = (float)(dy * up[at] * share * (1 + a * (1 - share)));
+        FLOATS(4)[at] = (float)(dy * a * share);
+      }
+    }
+  }
+}
+
+// Copies a head and turns its pairs.
+static void turn(const float* x, float* y, const float* cos, const float* sin, float sign, int pairs, int dim) {
+  memcpy(y, x, sizeof(float) * (size_t)dim);
+  for (int i = 0; i < pairs && cos; ++i) {
+    y[i] = x[i] * cos[i] - x[pairs + i] * sign * sin[i];
+    y[pairs + i] = x[pairs + i] * cos[i] + x[i] * sign * sin[i];
+  }
+}
+
+static void split(unsigned tokens, void** p) {
+  int length = INTEGER(6), q_heads = INTEGER(7), kv_heads = INTEGER(8), dim = INTEGER(9), pairs = INTEGER(10);
+  for (unsigned t = 0; t < tokens; ++t) {
+    long table = (t / (unsigned)length) * LONG(11) + (long)(t % (unsigned)length) * pairs;
+    const float* x = FLOATS(0) + (long)t * (q_heads + 2 * kv_heads) * dim;
+    for (int part = 0; part < 3; ++part) {
+      int heads = part == 0 ? q_heads : kv_heads;
+      for (int h = 0; h < heads; ++h, x += dim) {
+        float* y = FLOATS(1 + part) + ((long)t * heads + h) * dim;
+        turn(x, y, part < 2 ? FLOATS(4) + table : NULL, FLOATS(5) + table, 1, pairs, dim);
+      }
+    }
+  }
+}
+
+static void join(unsigned tokens, void** p) {
+  int length = INTEGER(6), dim = INTEGER(10), pairs = INTEGER(11);
+  float* y = FLOATS(3);
+  for (unsigned t = 0; t < tokens; ++t) {
+    long sequence = t / (unsigned)length, position = t % (unsigned)length;
+    long table = sequence * LONG(12) + position * pairs;
+    for (int part = 0; part < 3; ++part) {
+      for (int h = 0; h < INTEGER(7 + part); ++h, y += dim) {
+        int strides = 13 + 3 * part;
+        const float* x = FLOATS(part) + sequence * LONG(strides) + position * LONG(strides + 1) + h * LONG(strides + 2);
+        turn(x, y, part < 2 ? FLOATS(4) + table : NULL, FLOATS(5) + table, NUMBER(22), pairs, dim);
+      }
+    }
+  }
+}
+
+static void entropy(int both, unsigned rows, void** p) {
+  int base = both ? 3 : 4, classes = INTEGER(base);
+  float smoothing = NUMBER(base + 2), z_loss = NUMBER(base + 3), cap = NUMBER(base + 4), scale = NUMBER(base + 5);
+  // The launcher scales by 0 where only the losses are wanted.
+  int find = both || scale == 0, write = both || !find;
+  if (!find) scale *= FLOATS(3)[0];
+  for (unsigned r = 0; r < rows; ++r) {
+    float* row = FLOATS(0) + (long)r * classes;
+    long long label = (*(long long**)p[1])[r];
+    int counts = label != LONG(base + 1);
+    double sum = 0, mean = 0;
+    for (int c = 0; c < classes; ++c) {
+      double x = cap != 0 ? cap * tanh(row[c] / cap) : row[c];
+      sum += exp(x);
+      mean += x / classes;
+    }
+    double lse = find ? log(sum) : FLOATS(2)[r];
+    if (find) {
+      double x = !counts ? 0 : cap != 0 ? cap * tanh(row[label] / cap) : row[label];
+      FLOATS(2)[r] = counts ? (float)(lse - (1 - smoothing) * x + z_loss * lse * lse - smoothing * mean) : 0;
+      if (!both) FLOATS(3)[r] = counts ? (float)lse : 0;
+    }
+    for (int c = 0; c < classes && write; ++c) {
+      double x = cap != 0 ? cap * tanh(row[c] / cap) : row[c];
+      double gradient = exp(x - lse) * (1 + 2 * z_loss * lse) - smoothing / classes - (c == label ? 1 - smoothing : 0);
+      if (cap != 0) gradient *= 1 - x / cap * (x / cap);
+      row[c] = counts ? (float)(gradient * scale) : 0;
+    }
+  }
+}
+
+static int nearest(float value, const float* bounds) {
+  int code = 0;
+  while (code < 255 && bounds[code] < value) ++code;
+  return code;
+}
+
+static void adam(void** p) {
+  float *parameter = FLOATS(0), *gradient = FLOATS(1);
+  long long count = LONG(10);
+  for (long long start = 0; start < count; start += 256) {
+    int n = count - start < 256 ? (int)(count - start) : 256;
+    float average[2][256], largest[2] = {0, 0};
+    for (int which = 0; which < 2; ++which) {
+      unsigned char* codes = *(unsigned char**)p[2 + which] + start;
+      float *scale = FLOATS(4 + which) + start / 256, *book = FLOATS(6 + 2 * which);
+      for (int i = 0; i < n; ++i) {
+        float g = gradient[start + i];
+        float value = book[codes[i]] * *scale * NUMBER(11 + which) + NUMBER(13 + which) * (which ? g * g : g);
+        average[which][i] = value;
+        largest[which] = fmaxf(largest[which], fabsf(value));
+      }
+      *scale = largest[which];
+      float inverse = largest[which] > 1.2e-38f ? 1 / largest[which] : 0;
+      for (int i = 0; i < n; ++i) codes[i] = (unsigned char)nearest(average[which][i] * inverse, FLOATS(7 + 2 * which));
+    }
+    for (int i = 0; i < n; ++i) {
+      float update = average[0][i] / (sqrtf(average[1][i]) * NUMBER(17) + NUMBER(18));
+      parameter[start + i] = parameter[start + i] * NUMBER(15) - NUMBER(16) * update;
+    }
+  }
+}
+
+static int compute(const char* name, int count, unsigned blocks, void** p) {
+  if (strcmp(name, "rms_norm_forward") == 0) norm_forward(count == 11, p);
+  else if (strcmp(name, "rms_norm_backward") == 0) norm_backward(count == 11, blocks, p);
+  else if (strcmp(name, "glu_forward") == 0) glu(0, blocks, p);
+  else if (strcmp(name, "glu_backward") == 0) glu(1, blocks, p);
+  else if (strcmp(name, "rotary_split") == 0) split(blocks, p);
+  else if (strcmp(name, "rotary_join") == 0) join(blocks, p);
+  else if (strcmp(name, "cross_entropy") == 0) entropy(count == 11, blocks, p);
+  else if (strcmp(name, "adam8") == 0) adam(p);
+  else return 98;
+  return 0;
+}
