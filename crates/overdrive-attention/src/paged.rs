@@ -96,7 +96,7 @@ pub(crate) struct Sizes {
 }
 
 impl<'a> PagedCall<'a> {
-    fn new(
+    pub(crate) fn new(
         query: &'a Tensor,
         keys: &'a Tensor,
         values: &'a Tensor,

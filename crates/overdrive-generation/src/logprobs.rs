@@ -108,7 +108,12 @@ mod tests {
         let best = [(1, 3.0), (3, 3.0), (0, 1.0), (4, 0.5)].into_iter();
         let total = sum / 3f64.exp();
         let best = BestScores::new(best, 5, Some(total));
-        assert_eq!(Logprobs::of(&best, 3).of_token(0), Some(got));
+        let same = Logprobs::of(&best, 3).of_token(0).unwrap();
+        assert_eq!(same.rank, got.rank);
+        assert!((same.logprob - got.logprob).abs() < 1e-6);
+        for (a, b) in same.top.iter().zip(&got.top) {
+            assert!(a.0 == b.0 && (a.1 - b.1).abs() < 1e-6);
+        }
         // A token with the score of the last one may lie outside.
         assert_eq!(Logprobs::of(&best, 4).of_token(0), None);
         assert_eq!(Logprobs::of(&best, 1).of_token(2), None);

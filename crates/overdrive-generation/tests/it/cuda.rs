@@ -75,7 +75,7 @@ fn a_step_on_a_gpu_reads_one_tensor() {
     let mut engine = Engine::new(&model, EngineConfig::default()).unwrap();
     for (length, config) in [3, 20, 7, 5].into_iter().zip(configs()) {
         engine
-            .submit(Request::new((0..length).collect(), config))
+            .submit(Request::new((0..length).collect::<Vec<i64>>(), config))
             .unwrap();
     }
     engine.step().unwrap();
