@@ -20,7 +20,8 @@ use crate::{Alignment, AttentionOptions, Backend, Error, Result};
 pub struct DeviceLengths {
     /// i32 `(B,)`.
     counts: Tensor,
-    query_starts: Tensor,
+    /// The numbers `0..=B`, which are where single queries begin.
+    rows: Tensor,
     key_starts: Tensor,
     /// The rows of one sequence's keys, in steps of the stride of a key.
     step: i64,
@@ -42,11 +43,11 @@ impl DeviceLengths {
             return Err(shape_error("counts", counts, expected));
         }
         let options = (Kind::Int, keys.device());
-        let query_starts = Tensor::f_arange(batch + 1, options)?;
+        let rows = Tensor::f_arange(batch + 1, options)?;
         Ok(DeviceLengths {
             counts: counts.f_to_kind(Kind::Int)?.f_contiguous()?,
-            key_starts: query_starts.f_mul_scalar(step)?,
-            query_starts,
+            key_starts: rows.f_mul_scalar(step)?,
+            rows,
             step,
         })
     }
@@ -65,10 +66,10 @@ fn row_step(keys: &Tensor) -> Option<[i64; 2]> {
     (step.checked_mul(batch)? < i64::from(i32::MAX)).then_some([batch, step])
 }
 
-/// Returns the attention of one new query a row over the first keys of each row, as many as `lengths` says:
-/// query (B, H, 1, D), keys and values (B, H_kv, S, D), output (B, H, 1, D). The query is the last of its keys. No
-/// gradient is recorded, and the host waits for nothing; the keys are read where they lie, and only those that are
-/// filled.
+/// Returns the attention of the new queries of each row over its first keys, as many as `lengths` says: query
+/// (B, H, T, D), keys and values (B, H_kv, S, D), output (B, H, T, D) and log-sum-exp (B, H, T). The queries are the
+/// last of their keys, of which there are at least T. No gradient is recorded, and the host waits for nothing; the keys
+/// are read where they lie, and only those that are filled.
 ///
 /// It runs libtorch's flash attention on CUDA. `None` if that has not all options, or the device is another one: a mask
 /// does the same there. No GPU has run this yet.
@@ -81,7 +82,7 @@ pub fn attention_at_lengths(
     values: &Tensor,
     lengths: &DeviceLengths,
     options: &AttentionOptions<'_>,
-) -> Result<Option<Tensor>> {
+) -> Result<Option<(Tensor, Tensor)>> {
     let kind = query.f_kind()?;
     let dim = query.size().last().copied().unwrap_or(0);
     let (left, right) = unresolved_limits(options);
@@ -104,13 +105,13 @@ pub fn attention_at_lengths(
     let batch = q[0];
     let fits = q.len() == 4
         && k.len() == 4
-        && q[2] == 1
+        && q[2] > 0
         && (k[0], k[3]) == (batch, dim)
         && k[1] > 0
         && q[1] % k[1] == 0
         && lengths.counts.size() == [batch];
     if !fits {
-        let expected = format!("[{}, {}, 1, {}] of one query a row", k[0], q[1], k[3]);
+        let expected = "(B, heads, queries, dim) with the rows and channels of the keys".to_owned();
         return Err(shape_error("query", query, expected));
     }
     if values.size() != k || (values.f_kind()?, keys.f_kind()?) != (kind, kind) {
@@ -132,7 +133,17 @@ pub fn attention_at_lengths(
         let all = (size[0] - 1) * lengths.step + size[2];
         tensor.f_as_strided([all, size[1], size[3]], [stride[2], stride[1], 1], None)
     };
-    let one = query.f_detach()?.f_select(2, 0)?;
+    let queries = q[2];
+    let (one, query_starts) = match queries {
+        1 => (
+            query.f_detach()?.f_select(2, 0)?,
+            lengths.rows.shallow_clone(),
+        ),
+        _ => (
+            query.f_detach()?.f_transpose(1, 2)?.f_flatten(0, 1)?,
+            lengths.rows.f_mul_scalar(queries)?,
+        ),
+    };
     let one = match one.stride().last() {
         Some(1) => one,
         _ => one.f_contiguous()?,
@@ -143,9 +154,9 @@ pub fn attention_at_lengths(
         Value::Tensor(&one),
         Value::Tensor(&flat_keys),
         Value::Tensor(&flat_values),
-        Value::Tensor(&lengths.query_starts),
+        Value::Tensor(&query_starts),
         Value::Tensor(&lengths.key_starts),
-        Value::Int(1),
+        Value::Int(queries),
         Value::Int(k[2]),
         Value::Float(0.0),
         Value::Bool(right == Some(0)),
@@ -159,8 +170,10 @@ pub fn attention_at_lengths(
     ];
     // SAFETY: shapes, dtypes and strides are checked above, and every row begins inside of the keys; the counts are
     // the caller's promise, as for `index_copy_` on a device.
-    let (output, _) = unsafe { run("aten::_flash_attention_forward", &arguments)? };
-    Ok(Some(output.f_unsqueeze(2)?))
+    let (output, lse) = unsafe { run("aten::_flash_attention_forward", &arguments)? };
+    let output = output.f_view([batch, queries, q[1], dim])?;
+    let lse = lse.f_view([q[1], batch, queries])?;
+    Ok(Some((output.f_transpose(1, 2)?, lse.f_transpose(0, 1)?)))
 }
 
 #[cfg(test)]
@@ -186,25 +199,38 @@ mod tests {
             scale: Some(0.3),
             ..causal
         };
-        for (batch, options) in [(1, causal), (3, causal), (3, windowed)] {
-            let filled = &[7_usize, 20, 1][..batch];
+        for (batch, queries, options) in [
+            (1, 1, causal),
+            (3, 1, causal),
+            (3, 1, windowed),
+            (3, 4, causal),
+            (2, 4, windowed),
+        ] {
+            let filled = &[7_usize, 20, 4][..batch];
             let counts: Vec<i64> = filled.iter().map(|count| *count as i64).collect();
             let batch = batch as i64;
             for kind in [Kind::Half, Kind::BFloat16] {
                 // The first rows of a larger cache.
-                let cache = || random([4, 2, 20, 16]).to_kind(kind).narrow(0, 0, batch);
-                let (keys, values) = (cache(), cache() * 0.7);
-                let query = random([batch, 6, 1, 16]).to_kind(kind);
+                let whole = || random([4, 2, 20, 16]).to_kind(kind);
+                let keys = whole().narrow(0, 0, batch);
+                let values = whole().flip([2_i64]).contiguous().narrow(0, 0, batch);
+                let query = random([batch, 6, queries, 16]).to_kind(kind);
                 let lengths = DeviceLengths::new(&Tensor::from_slice(&counts), &keys).unwrap();
-                let got = with(StandIn::Computes, || {
-                    attention_at_lengths(&query, &keys, &values, &lengths, &options).unwrap()
-                });
-                let (expected, _) =
+                let expected =
                     attention_decode(&query, &keys, &values, Some(filled), &options).unwrap();
-                assert_close(&got.unwrap(), &expected, 4e-2, &format!("{batch} {kind:?}"));
-                // A CPU has no such kernel, and flash no f32.
-                let none = attention_at_lengths(&query, &keys, &values, &lengths, &options);
-                assert!(none.unwrap().is_none());
+                let of = || attention_at_lengths(&query, &keys, &values, &lengths, &options);
+                // A CPU has no such kernel.
+                assert!(of().unwrap().is_none());
+                let found = with(StandIn::Computes, || of().unwrap().unwrap());
+                // The lengths of the host go the same way, in one call for all rows.
+                let from_host = with(StandIn::Computes, || {
+                    attention_decode(&query, &keys, &values, Some(filled), &options).unwrap()
+                });
+                for (output, lse) in [found, from_host] {
+                    let name = format!("{batch} {queries} {kind:?}");
+                    assert_close(&output, &expected.0, 4e-2, &name);
+                    assert_close(&lse, &expected.1, 4e-2, &name);
+                }
             }
         }
         let keys = random([2, 1, 4, 8]);

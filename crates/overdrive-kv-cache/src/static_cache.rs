@@ -472,7 +472,7 @@ impl StaticStep<'_> {
         let (keys, values) = (&view.keys, &view.values);
         let output = attention_at_lengths(query, keys, values, &lengths, &options.causal())?;
         self.lengths = Some(lengths);
-        Ok(output)
+        Ok(output.map(|(output, _)| output))
     }
 }
 

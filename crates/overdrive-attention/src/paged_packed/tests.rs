@@ -406,7 +406,7 @@ fn the_launches_of_a_layer_do_not_grow_with_the_sequences() {
         with(StandIn::Counts, || {
             let counter = Rc::new(Counter::default());
             let mode = push_mode(Rc::clone(&counter) as Rc<dyn DispatchMode>);
-            pool.run(&layout, &options);
+            let _results = pool.run(&layout, &options);
             drop(mode);
             counter.0.take()
         })

@@ -333,7 +333,7 @@ fn a_nucleus_is_that_of_the_whole_distribution() {
             kept[index] = weight(row[index]);
             mass += kept[index];
         }
-        let [[host, device]] = both(&[row], &[config.clone()], &[1], 0, &[None])
+        let [[host, device]] = both(&[row], std::slice::from_ref(&config), &[1], 0, &[None])
             .try_into()
             .unwrap();
         for choice in [host, device] {
@@ -361,7 +361,8 @@ fn a_flat_distribution_whose_nucleus_is_not_among_the_candidates_is_read_whole()
         },
     ];
     for config in configs {
-        let found = both(&[row.clone()], &[config.clone()], &[1], 0, &[None]);
+        let (rows, configs) = (std::slice::from_ref(&row), std::slice::from_ref(&config));
+        let found = both(rows, configs, &[1], 0, &[None]);
         for found in found {
             assert_same(found, &config);
         }

@@ -176,8 +176,10 @@ fn ops_continue() -> std::ops::ControlFlow<()> {
 fn an_engine_step_reads_one_tensor_and_gives_the_tokens_of_the_host() {
     let model = model();
     let run = |counted: bool| {
-        let mut config = EngineConfig::default();
-        config.num_blocks = Some(64);
+        let config = EngineConfig {
+            num_blocks: Some(64),
+            ..EngineConfig::default()
+        };
         let mut engine = Engine::new(&model, config).unwrap();
         for (length, config) in [3, 20, 7, 5, 2].into_iter().zip(requests()) {
             engine
