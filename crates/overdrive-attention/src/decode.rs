@@ -1,12 +1,16 @@
 use overdrive_autograd::NoGradGuard;
 use overdrive_core::Error as Common;
+use overdrive_sys::transfer::to_device;
 use tch::Tensor;
 
 use crate::attention::{dense_sequences, function, run};
 use crate::blockwise::blockwise;
 use crate::call::{Call, slopes_of, unresolved_limits};
+use crate::paged_packed::takes_packs;
 use crate::selection::select;
-use crate::{AttentionOptions, Backend, Error, Layout, Result};
+use crate::{
+    AttentionOptions, Backend, DeviceLengths, Error, Layout, Result, attention_at_lengths,
+};
 
 /// Returns the attention of one or a few new queries over a long cache, without a gradient: output and
 /// log-sum-exp.
@@ -68,7 +72,7 @@ pub fn attention_decode(
         )));
     }
     let (output, lse) = match select(&call)? {
-        Backend::Blockwise => {
+        Backend::Blockwise if !takes_packs(call.device) => {
             // The limits for all keys are not those for some.
             (call.left, call.right) = unresolved_limits(options);
             let sequences = dense_sequences(&call, Some(lengths));
@@ -78,9 +82,31 @@ pub fn attention_decode(
             let (output, lse) = blockwise(function, query, key, value, mask, options.sinks)?;
             (output.f_transpose(1, 2)?, lse)
         }
-        _ => row_by_row(&call, lengths)?,
+        _ => match at_host_lengths(&call, lengths)? {
+            Some(results) => results,
+            None => row_by_row(&call, lengths)?,
+        },
     };
     Ok((call.in_layout(output)?, lse))
+}
+
+/// Runs all rows by one call on a GPU; `None` if its kernel has not all options, or a row has fewer keys than queries.
+fn at_host_lengths(call: &Call<'_>, lengths: &[usize]) -> Result<Option<(Tensor, Tensor)>> {
+    let enough = |length: &usize| i64::try_from(*length).is_ok_and(|n| n >= call.sizes.queries);
+    if !takes_packs(call.device) || !lengths.iter().all(enough) {
+        return Ok(None);
+    }
+    let counts: Vec<i64> = lengths.iter().map(|length| *length as i64).collect();
+    let counts = to_device(Tensor::f_from_slice(&counts)?, call.device)?;
+    let Ok(lengths) = DeviceLengths::new(&counts, &call.key) else {
+        // Keys that do not lie row after row.
+        return Ok(None);
+    };
+    let options = AttentionOptions {
+        layout: Layout::Bhtd,
+        ..*call.options
+    };
+    attention_at_lengths(&call.query, &call.key, &call.value, &lengths, &options)
 }
 
 /// Runs each row of the batch by itself, for kernels that take no lengths.

@@ -6,24 +6,12 @@ use tch::{Device, Kind, Tensor};
 use crate::attention::attention_with_lse;
 use crate::blockwise::{accumulator, for_kind, workspace};
 use crate::call::{check_kinds, check_options, scale, shape_error, slopes_of, unresolved_limits};
+use crate::error::other_device;
 use crate::kernel::{
     self, AttentionInputs, ForwardOutputs, Fresh, Pages, Rules, Sequence, Slopes, Strided,
 };
-use crate::{Alignment, AttentionOptions, Backend, Error, Layout, Result};
-
-/// The queries of each sequence, and the blocks of its keys.
-///
-/// All three slices have one entry for each sequence.
-#[derive(Debug, Clone, Copy)]
-pub struct PagedLayout<'a> {
-    /// The blocks of the pool that hold the keys of each sequence, in order: key `k` is row
-    /// `k % block_size` of block `table[k / block_size]`. A table may be longer than its keys need.
-    pub block_tables: &'a [Vec<u32>],
-    /// The queries of each sequence; they are concatenated.
-    pub query_lengths: &'a [usize],
-    /// The keys of each sequence, those of its new queries included.
-    pub key_lengths: &'a [usize],
-}
+use crate::paged_packed::{packed, packed_kernel, takes_packs};
+use crate::{Alignment, AttentionOptions, Backend, Error, Layout, PagedLayout, Result};
 
 /// Returns the attention of several sequences whose keys and values are in blocks of one pool, without a gradient:
 /// output (N, H, D_v) and log-sum-exp (H, N).
@@ -34,9 +22,11 @@ pub struct PagedLayout<'a> {
 /// count inside the sequence, and queries are at the end of its keys. Sequences of one query and of many may
 /// be mixed. `alibi_slopes` may be (H) or (sequences, H); `layout` does not matter.
 ///
-/// On a CPU the blockwise kernel reads keys and values in their blocks: nothing is gathered. On other
-/// devices, and for another back end that is asked for, the blocks of one sequence after another are
-/// gathered: correct, but slower than a kernel that follows the table.
+/// On a CPU the blockwise kernel reads keys and values in their blocks: nothing is gathered. On CUDA the blocks of
+/// all sequences are gathered into one pack, and one call of a kernel of libtorch computes it: flash in half precision,
+/// else the efficient one. With options that neither has (a softcap, sink logits, sink tokens under a window), and for
+/// another back end that is asked for, one sequence after another is computed, which is correct but slow. No GPU has
+/// run this yet.
 ///
 /// It equals `flash_attn_varlen_func` with a `block_table`; the idea is PagedAttention's (Kwon et al. 2023,
 /// [arXiv:2309.06180](https://arxiv.org/abs/2309.06180)).
@@ -54,11 +44,8 @@ pub struct PagedLayout<'a> {
 /// let random = |shape: [i64; 4]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
 /// let (keys, values) = (random([6, 2, 4, 8]), random([6, 2, 4, 8])); // 6 blocks of 4 tokens
 /// let query = random([1, 3, 4, 8]).squeeze_dim(0); // 1 query of the first sequence, 2 of the second
-/// let layout = PagedLayout {
-///     block_tables: &[vec![5, 0, 2], vec![3]],
-///     query_lengths: &[1, 2],
-///     key_lengths: &[10, 2],
-/// };
+/// let tables = vec![vec![5, 0, 2], vec![3]];
+/// let layout = PagedLayout::new(tables, vec![1, 2], vec![10, 2], 4, Device::Cpu)?;
 /// let (output, _) = attention_paged(&query, &keys, &values, &layout, &AttentionOptions::causal())?;
 /// assert_eq!(output.size(), [3, 4, 8]);
 /// # Ok(())
@@ -68,54 +55,61 @@ pub fn attention_paged(
     query: &Tensor,
     key_blocks: &Tensor,
     value_blocks: &Tensor,
-    layout: &PagedLayout<'_>,
+    layout: &PagedLayout,
     options: &AttentionOptions<'_>,
 ) -> Result<(Tensor, Tensor)> {
     let call = PagedCall::new(query, key_blocks, value_blocks, layout, options)?;
     let _no_grad = NoGradGuard::new();
     match (call.query.device(), options.backend) {
-        (Device::Cpu, Backend::Auto | Backend::Blockwise) => {
+        (Device::Cpu, Backend::Auto | Backend::Blockwise) if !takes_packs(Device::Cpu) => {
             for_kind!(call.query.kind(), in_place(&call))
         }
+        (device, _) if takes_packs(device) => match (packed_kernel(&call), &layout.on_device) {
+            (Some(kernel), Some(tables)) => packed(&call, tables, kernel),
+            _ => gathered(&call),
+        },
         _ => gathered(&call),
     }
 }
 
 /// The checked arguments.
-struct PagedCall<'a> {
-    query: &'a Tensor,
-    keys: &'a Tensor,
-    values: &'a Tensor,
-    layout: &'a PagedLayout<'a>,
-    options: &'a AttentionOptions<'a>,
-    scale: f64,
-    sizes: Sizes,
+pub(crate) struct PagedCall<'a> {
+    pub(crate) query: &'a Tensor,
+    pub(crate) keys: &'a Tensor,
+    pub(crate) values: &'a Tensor,
+    pub(crate) layout: &'a PagedLayout,
+    pub(crate) options: &'a AttentionOptions<'a>,
+    pub(crate) scale: f64,
+    pub(crate) sizes: Sizes,
 }
 
 /// The sizes of the tensors.
 #[derive(Clone, Copy)]
-struct Sizes {
-    queries: i64,
-    heads: i64,
-    blocks: i64,
-    kv_heads: i64,
-    block_size: usize,
-    key_dim: i64,
-    value_dim: i64,
+pub(crate) struct Sizes {
+    pub(crate) queries: i64,
+    pub(crate) heads: i64,
+    pub(crate) blocks: i64,
+    pub(crate) kv_heads: i64,
+    pub(crate) block_size: usize,
+    pub(crate) key_dim: i64,
+    pub(crate) value_dim: i64,
 }
 
 impl<'a> PagedCall<'a> {
-    fn new(
+    pub(crate) fn new(
         query: &'a Tensor,
         keys: &'a Tensor,
         values: &'a Tensor,
-        layout: &'a PagedLayout<'a>,
+        layout: &'a PagedLayout,
         options: &'a AttentionOptions<'a>,
     ) -> Result<PagedCall<'a>> {
         let sizes = sizes(query, keys, values)?;
         check_kinds(query, keys, values)?;
-        check_layout(layout, &sizes)?;
-        let texts = i64::try_from(layout.block_tables.len()).unwrap_or(i64::MAX);
+        layout.check(sizes.queries, sizes.blocks, sizes.block_size)?;
+        if query.device() != layout.device {
+            return Err(other_device("query", query.device(), layout.device));
+        }
+        let texts = i64::try_from(layout.len()).unwrap_or(i64::MAX);
         check_options(options, query.device(), sizes.heads, texts)?;
         refuse(query, options)?;
         Ok(PagedCall {
@@ -134,7 +128,7 @@ impl<'a> PagedCall<'a> {
         let mut start = 0;
         let lengths = self.layout.query_lengths.iter();
         lengths
-            .zip(self.layout.key_lengths)
+            .zip(&self.layout.key_lengths)
             .map(|(queries, keys)| {
                 let sequence = Sequence {
                     batch: 0,
@@ -175,7 +169,7 @@ fn in_place<E: Accumulate>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
         key: keys.view()?,
         value: values.view()?,
         pages: Some(Pages {
-            tables: call.layout.block_tables,
+            tables: &call.layout.block_tables,
             block_size: sizes.block_size,
         }),
         rules: Rules {
@@ -223,6 +217,15 @@ fn in_place<E: Accumulate>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
 /// Runs one sequence after another over a dense copy of its blocks.
 fn gathered(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
     let (mut outputs, mut lses) = (Vec::new(), Vec::new());
+    let made;
+    let tables = match &call.layout.on_device {
+        Some(tables) => tables,
+        // A CPU that is asked for another back end.
+        None => {
+            made = call.layout.tables(call.query.device())?;
+            &made
+        }
+    };
     for (text, sequence) in call.sequences().iter().enumerate() {
         let (start, count) = (sequence.query_start as i64, sequence.queries as i64);
         let query = call.query.f_narrow(0, start, count)?;
@@ -234,12 +237,8 @@ fn gathered(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
             ..*call.options
         };
         // A table may reserve blocks for tokens to come, which are not copied.
-        let used = sequence.keys.div_ceil(call.sizes.block_size);
-        let table: Vec<i64> = call.layout.block_tables[text][..used]
-            .iter()
-            .map(|block| i64::from(*block))
-            .collect();
-        let table = Tensor::f_from_slice(&table)?.f_to_device(call.query.device())?;
+        let used = call.layout.used_blocks(text) as i64;
+        let table = tables.blocks.f_narrow(0, tables.block_starts[text], used)?;
         let dense = |blocks: &Tensor| -> Result<Tensor> {
             let blocks = blocks.f_index_select(0, &table)?;
             let rows = blocks.f_transpose(0, 1)?.f_flatten(1, 2)?;
@@ -315,57 +314,6 @@ fn sizes(query: &Tensor, keys: &Tensor, values: &Tensor) -> Result<Sizes> {
         key_dim: q[2],
         value_dim: v[3],
     })
-}
-
-fn check_layout(layout: &PagedLayout<'_>, sizes: &Sizes) -> Result<()> {
-    let error = |argument, problem: String| Err(Error::PagedLayout { argument, problem });
-    let texts = layout.block_tables.len();
-    for (name, lengths) in [
-        ("query_lengths", layout.query_lengths),
-        ("key_lengths", layout.key_lengths),
-    ] {
-        if lengths.len() != texts {
-            let count = lengths.len();
-            return error(name, format!("{count} of them for {texts} block tables"));
-        }
-    }
-    let queries =
-        // Saturating, so that absurd lengths end in the error below and not in an overflow.
-        (layout.query_lengths.iter()).fold(0_usize, |sum, length| sum.saturating_add(*length));
-    if i64::try_from(queries) != Ok(sizes.queries) {
-        let problem = format!(
-            "add up to {queries}, but there are {} queries",
-            sizes.queries
-        );
-        return error("query_lengths", problem);
-    }
-    for (text, (table, keys)) in layout
-        .block_tables
-        .iter()
-        .zip(layout.key_lengths)
-        .enumerate()
-    {
-        let used = keys.div_ceil(sizes.block_size);
-        let Some(blocks) = table.get(..used) else {
-            let problem = format!(
-                "sequence {text} has {keys} keys, which need {used} blocks of {}, but its table has {}",
-                sizes.block_size,
-                table.len()
-            );
-            return error("block_tables", problem);
-        };
-        if let Some(block) = blocks
-            .iter()
-            .find(|block| i64::from(**block) >= sizes.blocks)
-        {
-            let problem = format!(
-                "sequence {text} names block {block} of a pool of {}",
-                sizes.blocks
-            );
-            return error("block_tables", problem);
-        }
-    }
-    Ok(())
 }
 
 fn usize_of(size: i64) -> usize {

@@ -1,6 +1,7 @@
 use overdrive_core::Error as Common;
 use overdrive_kernels::Accumulate;
 use overdrive_sys::storage::memory_overlaps;
+use overdrive_sys::transfer::to_device;
 use tch::{Device, Kind, Tensor};
 
 use crate::blockwise::for_kind;
@@ -117,7 +118,7 @@ fn indices(slots: &[usize], block_size: usize, device: Device) -> Result<(Tensor
             .iter()
             .map(|slot| i64::try_from(of(*slot, block_size)).unwrap_or(i64::MAX))
             .collect();
-        Ok(Tensor::f_from_slice(&numbers)?.f_to_device(device)?)
+        Ok(to_device(Tensor::f_from_slice(&numbers)?, device)?)
     };
     Ok((
         tensor(|slot, size| slot / size)?,

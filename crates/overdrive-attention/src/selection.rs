@@ -326,12 +326,6 @@ fn of_efficient(call: &Call<'_>, reasons: &mut Vec<String>) {
     of_libtorch(call, reasons);
     of_sdpa(call, reasons);
     dtype(call, &[Kind::Float, Kind::Half, Kind::BFloat16], reasons);
-    if call.sizes.heads != call.sizes.kv_heads {
-        reasons.push(format!(
-            "it has no grouped heads ({} over {})",
-            call.sizes.heads, call.sizes.kv_heads
-        ));
-    }
     if call.mask.is_some() && call.is_causal() {
         reasons.push("it takes a mask or causality, not both".to_owned());
     }

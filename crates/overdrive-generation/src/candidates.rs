@@ -1,7 +1,8 @@
 //! The tokens from which one is sampled, and the cuts that leave them.
 
 use crate::GenerationConfig;
-use crate::vector_math::{exp, for_each_from, kth_best, maximum, sum_exp};
+use crate::row_scores::RowScores;
+use crate::vector_math::exp;
 
 /// A token that may be sampled.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -27,36 +28,52 @@ pub(crate) struct Candidates {
     order: Vec<u32>,
 }
 
+/// The reason for which there are no candidates.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum NoCandidates {
+    /// The scores are not finite, or exclude everything.
+    Unusable,
+    /// Tokens may be left by the cuts whose scores are not known.
+    Incomplete,
+}
+
+/// The number of likeliest tokens that transformers' `TopHLogitsWarper` looks at.
+pub(crate) const TOP_H_TOKENS: usize = 100;
+
 impl Candidates {
-    /// Fills the list from processed scores, with at least `keep` tokens if there are so many; returns
-    /// `None` if the scores are not finite or exclude everything.
-    pub(crate) fn select(
+    /// Fills the list from processed scores, with at least `keep` tokens if there are so many.
+    pub(crate) fn select<S: RowScores + ?Sized>(
         &mut self,
-        scores: &[f32],
+        scores: &S,
         config: &GenerationConfig,
         keep: usize,
-    ) -> Option<()> {
-        let max = maximum(scores)?;
+    ) -> Result<(), NoCandidates> {
+        let max = scores.maximum().ok_or(NoCandidates::Unusable)?;
+        let vocabulary = scores.vocabulary();
         let temperature = config.temperature as f32;
         // transformers applies top-h before top-k, so no other cut may come first.
         let first_cut = config.top_h.is_none();
         let mut top_p = config.top_p < 1.0;
-        if config.top_k > 0 && config.top_k.max(keep) < scores.len() && first_cut {
+        if config.top_k > 0 && config.top_k.max(keep) < vocabulary && first_cut {
             let k = config.top_k.max(keep);
-            let kth = kth_best(scores, k, &mut self.numbers);
-            self.take_from(scores, kth.max(f32::MIN), temperature);
+            let kth = scores.kth_best(k, &mut self.numbers);
+            self.take_from(scores, kth.max(f32::MIN), temperature)?;
         } else if top_p && first_cut {
-            self.nucleus(scores, max, config, keep);
+            self.nucleus(scores, max, config, keep)?;
             top_p = false;
         } else if let Some(p) = config.min_p.filter(|&p| p > 0.0 && first_cut && keep == 1) {
             // p·e^(max/T) <= e^(score/T), with a small margin, because the exact cut follows in `cut`.
             let least = max + temperature * (p as f32).ln() * 1.001 - 1e-3;
-            self.take_from(scores, least, temperature);
+            self.take_from(scores, least, temperature)?;
+        } else if config.top_h.is_some() {
+            // `top_h` looks at these alone.
+            let kth = scores.kth_best(TOP_H_TOKENS, &mut self.numbers);
+            self.take_from(scores, kth.max(f32::MIN), temperature)?;
         } else {
-            self.take_from(scores, f32::MIN, temperature);
+            self.take_from(scores, f32::MIN, temperature)?;
         }
         self.cut(config, keep, top_p);
-        Some(())
+        Ok(())
     }
 
     /// Excludes from `scores` all tokens that the cuts remove, and divides the others by the
@@ -67,7 +84,7 @@ impl Candidates {
         config: &GenerationConfig,
         keep: usize,
     ) -> Option<()> {
-        self.select(scores, config, keep)?;
+        self.select(&*scores, config, keep).ok()?;
         scores.fill(f32::NEG_INFINITY);
         for candidate in &self.list {
             scores[candidate.id as usize] = candidate.score;
@@ -141,36 +158,48 @@ impl Candidates {
         }
     }
 
-    fn take_from(&mut self, scores: &[f32], least: f32, temperature: f32) {
+    fn take_from<S: RowScores + ?Sized>(
+        &mut self,
+        scores: &S,
+        least: f32,
+        temperature: f32,
+    ) -> Result<(), NoCandidates> {
         self.list.clear();
         let list = &mut self.list;
-        for_each_from(scores, least, |id, score| {
+        let complete = scores.for_each_from(least, |id, score| {
             list.push(Candidate {
                 id: id as u32,
                 score: score / temperature,
                 weight: 0.0,
             });
         });
+        complete.then_some(()).ok_or(NoCandidates::Incomplete)
     }
 
     /// Applies top-p over the whole vocabulary: the sum of all exponentials in one pass, and a sort of
     /// ever more of the best until they reach `p`.
-    fn nucleus(&mut self, scores: &[f32], max: f32, config: &GenerationConfig, keep: usize) {
-        let temperature = config.temperature as f32;
-        let total = sum_exp(scores, max, temperature);
+    fn nucleus<S: RowScores + ?Sized>(
+        &mut self,
+        scores: &S,
+        max: f32,
+        config: &GenerationConfig,
+        keep: usize,
+    ) -> Result<(), NoCandidates> {
+        let (temperature, vocabulary) = (config.temperature as f32, scores.vocabulary());
+        let total = scores.sum_exp(max, temperature);
         // The nucleus of a trained model is mostly a few dozen tokens; a flat distribution takes a few
         // rounds of eight times as many.
         let mut wanted = 64.max(keep);
         loop {
-            let kth = if wanted < scores.len() {
-                kth_best(scores, wanted, &mut self.numbers).max(f32::MIN)
+            let kth = if wanted < vocabulary {
+                scores.kth_best(wanted, &mut self.numbers).max(f32::MIN)
             } else {
                 f32::MIN
             };
-            self.take_from(scores, kth, temperature);
+            self.take_from(scores, kth, temperature)?;
             self.weigh();
-            if self.keep_mass(config.top_p, total, keep) || wanted >= scores.len() {
-                return;
+            if self.keep_mass(config.top_p, total, keep) || wanted >= vocabulary {
+                return Ok(());
             }
             wanted *= 8;
         }
@@ -289,8 +318,7 @@ impl Candidates {
     /// exceed `h` times the entropy.
     fn top_h(&mut self, h: f64) {
         self.sort();
-        // transformers' `TopHLogitsWarper` looks at the 100 likeliest tokens only.
-        self.keep_first(100);
+        self.keep_first(TOP_H_TOKENS);
         self.weigh();
         self.sort();
         let (total, budget) = (self.total(), h * self.entropy());

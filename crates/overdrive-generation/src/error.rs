@@ -194,6 +194,9 @@ pub enum Error {
     /// An error of the model.
     #[error(transparent)]
     Model(#[from] overdrive_transformer::Error),
+    /// An error of overdrive-sys.
+    #[error(transparent)]
+    Sys(#[from] overdrive_sys::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),

@@ -8,6 +8,7 @@ use tch::Tensor;
 use crate::cache;
 use crate::candidates::Candidates;
 use crate::decoder::to_host;
+use crate::device_sampling::{DeviceStep, RowLogits, RowPlan, stays_on_device};
 use crate::row_text::RowText;
 use crate::{
     Choice, Constraint, Error, FinishReason, GenerateOptions, GenerateOutput, GenerateTimings,
@@ -53,11 +54,24 @@ impl Row<'_> {
         self.ids.len() - self.prompt
     }
 
-    /// Chooses the next token from its logits `(V,)`, which are changed.
-    pub(crate) fn choose(&mut self, scores: &mut [f32]) -> Result<Choice> {
+    /// Chooses the next token from its logits.
+    pub(crate) fn choose(&mut self, logits: RowLogits<'_>) -> Result<Choice> {
+        let new = self.new_tokens();
+        match logits {
+            RowLogits::Host(scores) => {
+                let allowed = allowed(&mut self.constraint)?;
+                self.sampler.choose(scores, &self.ids, new, allowed)
+            }
+            RowLogits::Device(step, row) => self.sampler.choose_on(step, row, (&self.ids, new)),
+        }
+    }
+
+    /// Returns the plan to choose the next token on a device, from row `source` of the logits.
+    fn plan(&mut self, source: usize, vocabulary: usize) -> Result<RowPlan> {
         let new = self.new_tokens();
         let allowed = allowed(&mut self.constraint)?;
-        self.sampler.choose(scores, &self.ids, new, allowed)
+        let history = (self.ids.as_slice(), new);
+        Ok(self.sampler.plan(source, vocabulary, history, allowed))
     }
 
     /// Verifies a proposed token against its logits, which are changed; returns the token to take, and
@@ -254,14 +268,37 @@ impl<'a> Rows<'a> {
 
     /// Chooses the next token of every unfinished row. `logits (B, 1, V)`.
     pub(crate) fn choose(&mut self, logits: &Tensor, on_token: &mut OnToken<'_>) -> Result<()> {
+        if stays_on_device(logits) {
+            return self.choose_on_device(logits, on_token);
+        }
         let vocabulary = to_host(logits, &mut self.scores)?;
         let chunks = self.scores.chunks_exact_mut(vocabulary);
         for (&index, scores) in self.batch.iter().zip(chunks) {
             let row = &mut self.rows[index];
             if row.finished.is_none() {
-                let choice = row.choose(scores)?;
+                let choice = row.choose(RowLogits::Host(scores))?;
                 row.push(choice, self.config, on_token)?;
             }
+        }
+        Ok(())
+    }
+
+    fn choose_on_device(&mut self, logits: &Tensor, on_token: &mut OnToken<'_>) -> Result<()> {
+        let vocabulary = logits.size().last().copied().unwrap_or(0);
+        let vocabulary = vocabulary.unsigned_abs() as usize;
+        let rows = self.batch.iter().copied().enumerate();
+        let live: Vec<(usize, usize)> = rows
+            .filter(|(_, index)| self.rows[*index].finished.is_none())
+            .collect();
+        let mut plans = Vec::with_capacity(live.len());
+        for &(source, index) in &live {
+            plans.push(Ok(self.rows[index].plan(source, vocabulary)?));
+        }
+        let step = DeviceStep::new(logits, vocabulary, plans)?;
+        for (planned, (_, index)) in live.into_iter().enumerate() {
+            let row = &mut self.rows[index];
+            let choice = row.choose(RowLogits::Device(&step, planned))?;
+            row.push(choice, self.config, on_token)?;
         }
         Ok(())
     }

@@ -3,8 +3,11 @@ use overdrive_core::random::Generator;
 use crate::candidates::Candidates;
 use crate::logprobs::{Logprobs, TokenLogprobs};
 use crate::processors::{History, TokenCounts, changes, process};
+use crate::row_scores::BestScores;
 use crate::vector_math::{arg_max, sum_exp};
 use crate::{Error, GenerationConfig, LogprobsMode, Result, TokenMask};
+
+mod device;
 
 /// A sampler that chooses the next token of one row from its logits.
 ///
@@ -140,10 +143,10 @@ impl Sampler {
 
     /// Returns the distribution over prepared `logits` from which tokens are drawn.
     pub(crate) fn select(&mut self, logits: &[f32], new: usize) -> Result<&Candidates> {
-        if self.candidates.select(logits, &self.config, 1).is_none() {
-            return Err(self.no_token_error(logits, new));
+        match self.candidates.select(logits, &self.config, 1) {
+            Ok(()) => Ok(&self.candidates),
+            Err(_) => Err(self.no_token_error(logits, new)),
         }
-        Ok(&self.candidates)
     }
 
     /// Verifies a proposed `token`, drawn from `proposal` (or certain without one). Returns the token
@@ -183,19 +186,27 @@ impl Sampler {
     pub(crate) fn logprobs_of(&mut self, logits: &[f32], id: i64) -> Option<TokenLogprobs> {
         let top = self.config.logprobs?;
         match self.config.logprobs_mode {
-            LogprobsMode::RawLogprobs => Logprobs::of(&self.raw, top).of_token(id),
+            LogprobsMode::RawLogprobs => Logprobs::of(&self.raw[..], top).of_token(id),
             LogprobsMode::ProcessedLogprobs if self.config.is_greedy() => {
                 Logprobs::of(logits, top).of_token(id)
             }
-            LogprobsMode::ProcessedLogprobs => {
-                // The cuts are in the candidates, not in the logits.
-                let mut scores = vec![f32::NEG_INFINITY; logits.len()];
-                for candidate in &self.candidates.list {
-                    scores[candidate.id as usize] = candidate.score;
-                }
-                Logprobs::of(&scores, top).of_token(id)
-            }
+            LogprobsMode::ProcessedLogprobs => self.logprobs_of_candidates(id, top),
         }
+    }
+
+    /// Returns the log-probabilities in the distribution from which the token was drawn.
+    fn logprobs_of_candidates(&self, id: i64, top: usize) -> Option<TokenLogprobs> {
+        let mut entries: Vec<(u32, f32)> = self
+            .candidates
+            .list
+            .iter()
+            .map(|c| (c.id, c.score))
+            .collect();
+        entries.sort_by(|a, b| b.1.total_cmp(&a.1));
+        // The cuts have excluded all others.
+        let count = entries.len();
+        let left = BestScores::new(entries.into_iter(), count, None);
+        Logprobs::of(&left, top).of_token(id)
     }
 
     /// Returns the sampler with another row in its errors.
@@ -215,8 +226,12 @@ impl Sampler {
 
     /// Returns the reason for which no token can be chosen.
     fn no_token_error(&self, logits: &[f32], new: usize) -> Error {
-        let row = self.row;
         let damaged = logits.iter().any(|x| x.is_nan() || *x == f32::INFINITY);
+        self.no_token(damaged, new)
+    }
+
+    fn no_token(&self, damaged: bool, new: usize) -> Error {
+        let row = self.row;
         if damaged || !self.changed {
             Error::BadLogits { row }
         } else {

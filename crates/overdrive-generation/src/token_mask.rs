@@ -55,6 +55,11 @@ impl TokenMask {
             .is_some_and(|id| self.words[id / 32] >> (id % 32) & 1 == 1)
     }
 
+    /// Returns the bits, 32 a word, lowest first.
+    pub(crate) fn words(&self) -> &[u32] {
+        &self.words
+    }
+
     /// Returns the number of ids in the set.
     pub fn count(&self) -> usize {
         self.words.iter().map(|w| w.count_ones() as usize).sum()

@@ -1,3 +1,4 @@
+use overdrive_attention::{DeviceLengths, attention_at_lengths};
 use overdrive_core::{check_at_least, check_non_negative};
 use tch::{Device, Kind, Tensor};
 
@@ -212,6 +213,7 @@ impl StaticCache {
         Ok(StaticStep {
             positions: positions.shallow_clone(),
             masks: Vec::new(),
+            lengths: None,
             cache: self,
         })
     }
@@ -435,13 +437,43 @@ impl KvCache for StaticCache {
 /// A [`StaticCache`] for one step at the positions of a tensor; see [`StaticCache::at`].
 ///
 /// [`attend`](KvCache::attend) reads the whole length under a mask; a mask of the caller's own has
-/// `max_len` columns. [`len`](KvCache::len) is that of the cache before the step.
+/// `max_len` columns. On CUDA, in half precision, a single token a row reads only the filled part, without a mask. [`len`](KvCache::len) is that of the cache before the step.
 #[derive(Debug)]
 pub struct StaticStep<'a> {
     cache: &'a mut StaticCache,
     positions: Tensor,
     /// The mask of each window that a layer had; most models have one or two windows.
     masks: Vec<(Option<i64>, Tensor)>,
+    /// The numbers of tokens of the rows, for a kernel that takes them in place of a mask.
+    lengths: Option<DeviceLengths>,
+}
+
+impl StaticStep<'_> {
+    /// Returns the attention of one new token a row by a kernel that reads only the filled tokens; `None` if there is
+    /// none for this device and these options.
+    fn attend_at_lengths(
+        &mut self,
+        query: &Tensor,
+        view: &KvView,
+        options: &AttendOptions<'_>,
+    ) -> Result<Option<Tensor>> {
+        // Several positions of a row need not be consecutive.
+        if query.device() == Device::Cpu || query.size().get(2) != Some(&1) {
+            return Ok(None);
+        }
+        let lengths = match self.lengths.take() {
+            Some(lengths) => lengths,
+            None => {
+                let rows = [view.keys.size()[0]];
+                let positions = self.positions.f_reshape([-1])?.f_expand(rows, false)?;
+                DeviceLengths::new(&positions.f_add_scalar(1)?, &view.keys)?
+            }
+        };
+        let (keys, values) = (&view.keys, &view.values);
+        let output = attention_at_lengths(query, keys, values, &lengths, &options.causal())?;
+        self.lengths = Some(lengths);
+        Ok(output.map(|(output, _)| output))
+    }
 }
 
 impl KvCache for StaticStep<'_> {
@@ -460,6 +492,9 @@ impl KvCache for StaticStep<'_> {
         let view = self.append(layer, keys, values)?;
         if options.mask.is_some() {
             return attend_to_view(query, &view, options);
+        }
+        if let Some(output) = self.attend_at_lengths(query, &view, options)? {
+            return Ok(output);
         }
         // The layers of a window share its mask, which costs three kernels.
         let known = self

@@ -7,6 +7,7 @@ use std::sync::Arc;
 use overdrive_sys::CallbackResult;
 use overdrive_sys::dispatch_mode::{DispatchMode, ModeGuard, OperatorCall, Results, push_mode};
 use overdrive_sys::saved_tensors::BackwardOnThisThread;
+use overdrive_sys::transfer::is_copying_to_host;
 use tch::{Device, Kind};
 
 /// The operators whose result, or the size of it, the host reads. `item()`, `double_value` and their like are
@@ -35,7 +36,8 @@ const INDEXERS: [&str; 3] = ["aten::index", "aten::index_put_", "aten::_index_pu
 /// GPU busy while the host prepares the next one.
 ///
 /// It sees the operators of backward passes too, which stay on this thread while it lives, but no reads inside of
-/// operators and none of libraries that call CUDA themselves.
+/// operators and none of libraries that call CUDA themselves. On a CPU a copy to the host is not an operator; the
+/// reads that Overdrive makes through [`overdrive_sys::transfer::to_host`] are counted there as well.
 ///
 /// ```
 /// use overdrive_profiling::HostReads;
@@ -110,8 +112,8 @@ impl DispatchMode for Counter {
             || INDEXERS.contains(&name) && here(0) && masks()
             || name == "aten::copy_"
                 && here(1)
-                && self.device != Device::Cpu
-                && tensors[0].device() == Device::Cpu;
+                && (is_copying_to_host()
+                    || self.device != Device::Cpu && tensors[0].device() == Device::Cpu);
         if reads {
             self.push(call);
         }
@@ -160,6 +162,19 @@ mod tests {
         );
         drop(reads);
         let _ = loss.double_value(&[]);
+    }
+
+    #[test]
+    fn copies_to_the_host_are_counted_on_a_cpu_too() {
+        let x = Tensor::from_slice(&[1.0_f32, 2.0]);
+        let reads = HostReads::of(Device::Cpu);
+        let mut other = x.empty_like();
+        other.copy_(&x);
+        assert!(reads.names().is_empty(), "{:?}", reads.names());
+        let host = overdrive_sys::transfer::to_host(&x).unwrap();
+        assert_eq!(reads.names(), ["aten::copy_"]);
+        drop(reads);
+        assert_eq!((&host, &other), (&x, &x));
     }
 
     #[test]

@@ -1,11 +1,12 @@
 //! Copies between host and device, and from memory that no tensor owns.
 
+use std::cell::Cell;
 use std::ptr;
 
 use tch::{Device, Kind, Tensor};
 
 use crate::device::{device_index, device_type, scalar_code};
-use crate::error::{Result, check};
+use crate::error::{Error, Result, check};
 use crate::ffi;
 use crate::function::handle;
 use crate::op::{Value, call};
@@ -172,7 +173,7 @@ pub fn record_stream(tensor: &Tensor) -> Result<()> {
 /// or for `Bool`, because a byte other than 0 and 1 is no bool; libtorch's errors.
 pub fn copy_bytes(bytes: &[u8], kind: Kind, to: &Tensor) -> Result<()> {
     let operation = "copying elements";
-    let bad = |message: String| crate::Error::BadArgument {
+    let bad = |message: String| Error::BadArgument {
         operation: operation.to_owned(),
         message,
     };
@@ -193,4 +194,65 @@ pub fn copy_bytes(bytes: &[u8], kind: Kind, to: &Tensor) -> Result<()> {
         )
     };
     check(status, operation)
+}
+
+thread_local! {
+    static COPYING_TO_HOST: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Returns a contiguous copy of `tensor` in the memory of the host, which is pinned if the tensor is on a GPU. It
+/// waits for everything that the device was given. The copy is one `aten::copy_`.
+///
+/// A tensor on the CPU is copied too, so that a dispatch mode sees the same reads in a test on a CPU as it would on a
+/// GPU ([`is_copying_to_host`]).
+///
+/// # Errors
+/// [`Error::Torch`] and [`Error::OutOfMemory`] from libtorch.
+pub fn to_host(tensor: &Tensor) -> Result<Tensor> {
+    let arguments = [
+        Value::Ints(&tensor.size()),
+        Value::Kind(tensor.f_kind()?),
+        Value::None,
+        Value::Device(Device::Cpu),
+        Value::Bool(tensor.device().is_cuda()),
+    ];
+    let mut host = one("aten::empty", "memory_format", &arguments)?;
+    COPYING_TO_HOST.set(true);
+    let copied = host.f_copy_(tensor);
+    COPYING_TO_HOST.set(false);
+    copied?;
+    Ok(host)
+}
+
+/// Returns `true` while [`to_host`] copies on this thread.
+pub fn is_copying_to_host() -> bool {
+    COPYING_TO_HOST.get()
+}
+
+/// Returns the elements of a CPU tensor on `device`, without waiting for the work that the device was given: a GPU
+/// reads them from pinned memory, in the order of its current stream. A tensor for the CPU is returned as it is.
+///
+/// # Errors
+/// [`Error::Torch`] and [`Error::OutOfMemory`] from libtorch.
+pub fn to_device(host: Tensor, device: Device) -> Result<Tensor> {
+    match device {
+        Device::Cpu => Ok(host),
+        // libtorch keeps the pinned block until the stream has read it.
+        Device::Cuda(_) => {
+            let kind = host.f_kind()?;
+            let pinned = one("aten::pin_memory", "", &[Value::Tensor(&host)])?;
+            Ok(pinned.f_to_device_(device, kind, true, false)?)
+        }
+        _ => Ok(host.f_to_device(device)?),
+    }
+}
+
+/// Calls an operator that returns one tensor.
+fn one(name: &str, overload: &str, arguments: &[Value<'_>]) -> Result<Tensor> {
+    let made = call(name, overload, arguments)?.into_iter().next();
+    let made = made.ok_or_else(|| Error::Torch {
+        operation: name.to_owned(),
+        message: "it returned no tensor".to_owned(),
+    })?;
+    made.into_tensor()
 }

@@ -3,6 +3,7 @@
 
 mod against_math;
 mod autocast;
+mod cuda;
 mod dropout;
 mod flash_attn_semantics;
 mod packed;

@@ -95,6 +95,12 @@ impl Pool {
         }
     }
 
+    fn layout(&self, query_lengths: &[usize], key_lengths: &[usize]) -> PagedLayout {
+        let (queries, keys) = (query_lengths.to_vec(), key_lengths.to_vec());
+        let block_size = self.keys.size()[2] as usize;
+        PagedLayout::new(self.tables.clone(), queries, keys, block_size, CPU).unwrap()
+    }
+
     /// Each text alone over its dense keys.
     fn expected(
         &self,
@@ -159,11 +165,7 @@ proptest! {
             backend: if gathered { Backend::Math } else { Backend::Auto },
             ..AttentionOptions::default()
         };
-        let layout = PagedLayout {
-            block_tables: &pool.tables,
-            query_lengths: &query_lengths,
-            key_lengths: &key_lengths,
-        };
+        let layout = pool.layout(&query_lengths, &key_lengths);
         let (output, lse) =
             attention_paged(&query, &pool.keys, &pool.values, &layout, &options).unwrap();
         let (expected, expected_lse) = pool.expected(&query, &query_lengths, &options);
@@ -180,11 +182,7 @@ fn decode(key_lengths: &[usize], sizes: Sizes, options: &AttentionOptions<'_>, t
     let heads = sizes.kv_heads * sizes.group;
     let shape = [key_lengths.len() as i64, heads, sizes.key_dim];
     let query = numbers(&shape, 1, Kind::Float);
-    let layout = PagedLayout {
-        block_tables: &pool.tables,
-        query_lengths: &queries,
-        key_lengths,
-    };
+    let layout = pool.layout(&queries, key_lengths);
     let (output, lse) =
         attention_paged(&query, &pool.keys, &pool.values, &layout, options).unwrap();
     let (expected, expected_lse) = pool.expected(&query, &queries, options);
@@ -228,11 +226,7 @@ fn halves_are_read_from_blocks_too() {
         let (query_lengths, key_lengths) = ([1, 40], [70, 55]);
         let pool = Pool::new(sizes, 8, &key_lengths, kind);
         let query = numbers(&[41, 4, 20], 1, kind);
-        let layout = PagedLayout {
-            block_tables: &pool.tables,
-            query_lengths: &query_lengths,
-            key_lengths: &key_lengths,
-        };
+        let layout = pool.layout(&query_lengths, &key_lengths);
         let options = AttentionOptions::causal();
         let (output, _) =
             attention_paged(&query, &pool.keys, &pool.values, &layout, &options).unwrap();
@@ -247,11 +241,7 @@ fn no_text_gives_an_empty_result() {
     for backend in [Backend::Auto, Backend::Math] {
         let blocks = Tensor::zeros([2, 1, 4, 8], (Kind::Float, CPU));
         let query = Tensor::zeros([0, 2, 8], (Kind::Float, CPU));
-        let layout = PagedLayout {
-            block_tables: &[],
-            query_lengths: &[],
-            key_lengths: &[],
-        };
+        let layout = PagedLayout::new(vec![], vec![], vec![], 4, CPU).unwrap();
         let options = AttentionOptions {
             backend,
             ..AttentionOptions::causal()
@@ -268,12 +258,11 @@ fn refusal(
     options: &AttentionOptions<'_>,
 ) -> Error {
     let blocks = Tensor::zeros([4, 2, 4, 8], (Kind::Float, CPU));
-    let layout = PagedLayout {
-        block_tables: tables,
-        query_lengths: lengths.0,
-        key_lengths: lengths.1,
-    };
-    attention_paged(query, &blocks, &blocks, &layout, options).unwrap_err()
+    let (queries, keys) = (lengths.0.to_vec(), lengths.1.to_vec());
+    match PagedLayout::new(tables.to_vec(), queries, keys, 4, CPU) {
+        Ok(layout) => attention_paged(query, &blocks, &blocks, &layout, options).unwrap_err(),
+        Err(error) => error,
+    }
 }
 
 #[test]
@@ -301,13 +290,17 @@ fn tables_and_lengths_that_do_not_fit_are_named() {
     );
     // What lies behind the keys that are asked for is not looked at.
     let blocks = Tensor::zeros([4, 2, 4, 8], (Kind::Float, CPU));
-    let layout = PagedLayout {
-        block_tables: &[vec![0, 9], vec![3]],
-        query_lengths: &[1, 1],
-        key_lengths: &[3, 1],
-    };
+    let tables = || vec![vec![0, 9], vec![3]];
+    let layout = PagedLayout::new(tables(), vec![1, 1], vec![3, 1], 4, CPU).unwrap();
     let (output, _) = attention_paged(&query, &blocks, &blocks, &layout, &options).unwrap();
     assert_eq!(output.abs().max().double_value(&[]), 0.0);
+    let other = PagedLayout::new(tables(), vec![1, 1], vec![3, 1], 8, CPU).unwrap();
+    let error = attention_paged(&query, &blocks, &blocks, &other, &options).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "block_size: is 8, but the blocks of the pool have 4 rows"
+    );
+    assert!(PagedLayout::new(vec![], vec![], vec![], 0, CPU).is_err());
 }
 
 #[test]

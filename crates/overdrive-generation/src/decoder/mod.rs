@@ -1,8 +1,9 @@
 //! A model with its cache of the rows of a batch.
 
 use overdrive_transformer::CausalLm;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
+use crate::device_sampling::stays_on_device;
 use crate::{Error, GenerationConfig, Result, cache};
 
 mod padded;
@@ -133,10 +134,12 @@ impl<'a> Decoder<'a> {
 /// returns the size of the vocabulary.
 pub(crate) fn to_host(logits: &Tensor, scores: &mut Vec<f32>) -> Result<usize> {
     let vocabulary = logits.size().last().copied().unwrap_or(0);
-    let host = logits
-        .f_to_device(Device::Cpu)?
-        .f_to_kind(Kind::Float)?
-        .f_contiguous()?;
+    let host = match stays_on_device(logits) {
+        // Through pinned memory, and in the dtype of the logits.
+        true => overdrive_sys::transfer::to_host(logits)?,
+        false => logits.shallow_clone(),
+    };
+    let host = host.f_to_kind(Kind::Float)?.f_contiguous()?;
     scores.resize(host.numel(), 0.0);
     host.f_copy_data(scores, host.numel())?;
     Ok(vocabulary.unsigned_abs() as usize)

@@ -1,4 +1,5 @@
 use overdrive_kv_cache::KvCache;
+use overdrive_sys::transfer::to_device;
 use overdrive_transformer::{CausalLm, ForwardInput, Logits};
 use tch::Tensor;
 
@@ -65,9 +66,8 @@ impl<'a> Padded<'a> {
 
     /// Reads one more token a row; returns the logits after it, `(B, 1, V)`.
     pub(super) fn step(&mut self, tokens: &[i64]) -> Result<Tensor> {
-        let tokens = Tensor::f_from_slice(tokens)?
-            .f_unsqueeze(1)?
-            .f_to_device(self.model.device())?;
+        let tokens = Tensor::f_from_slice(tokens)?.f_unsqueeze(1)?;
+        let tokens = to_device(tokens, self.model.device())?;
         let ids = match &mut self.memory {
             Memory::Cache(_) => tokens,
             Memory::Tokens(all) => {
@@ -80,9 +80,8 @@ impl<'a> Padded<'a> {
 
     /// Reads more tokens of the only row; returns the logits after each, `(1, T, V)`.
     pub(super) fn extend(&mut self, tokens: &[i64]) -> Result<Tensor> {
-        let ids = Tensor::f_from_slice(tokens)?
-            .f_unsqueeze(0)?
-            .f_to_device(self.model.device())?;
+        let ids = Tensor::f_from_slice(tokens)?.f_unsqueeze(0)?;
+        let ids = to_device(ids, self.model.device())?;
         self.forward(&ids, Logits::All)
     }
 
@@ -98,7 +97,7 @@ impl<'a> Padded<'a> {
     /// Reorders the rows: row `i` becomes the old row `rows[i]`.
     pub(super) fn reorder(&mut self, rows: &[usize]) -> Result<()> {
         let rows: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
-        let rows = Tensor::f_from_slice(&rows)?.f_to_device(self.model.device())?;
+        let rows = to_device(Tensor::f_from_slice(&rows)?, self.model.device())?;
         self.prompts.reorder(&rows)?;
         match &mut self.memory {
             Memory::Cache(cache) => cache.reorder(&rows)?,

@@ -1,4 +1,5 @@
 use overdrive_kv_cache::{PagedCache, PagedCacheConfig, SequenceId};
+use overdrive_sys::transfer::to_device;
 use overdrive_transformer::{CausalLm, ForwardInput, Logits};
 use tch::Tensor;
 
@@ -121,7 +122,8 @@ impl<'a> Ragged<'a> {
     fn forward(&mut self, new_tokens: &[(SequenceId, &[i64])], all: bool) -> Result<Tensor> {
         let mut batch = self.cache.batch(new_tokens)?;
         let (ids, positions) = (batch.input_ids()?, batch.position_ids()?);
-        let indices = Tensor::f_from_slice(&batch.last_indices())?.f_to_device(ids.device())?;
+        let indices = Tensor::f_from_slice(&batch.last_indices())?;
+        let indices = to_device(indices, ids.device())?;
         let wanted = if all {
             Logits::All
         } else {

@@ -5,6 +5,7 @@ use std::time::Instant;
 
 use overdrive_core::random::entropy;
 use overdrive_kv_cache::{PagedCache, PagedCacheConfig, SequenceId};
+use overdrive_sys::transfer::to_device;
 use tch::{Device, Tensor};
 use tokenizers::Tokenizer;
 
@@ -13,7 +14,7 @@ use super::request::{Completion, Event, Outcome, Request, RequestId, RequestLimi
 use super::sample::{RequestContext, Sample, SampledToken};
 use super::scheduler::{Arrival, Chunk, Limits, ScheduledSequence, Scheduler};
 use super::statistics::{EngineStatistics, LatencyWindow};
-use crate::decoder::to_host;
+use super::step_logits::{SequenceLogits, StepLogits};
 use crate::{EngineConfig, Error, FinishReason, Result};
 
 /// An inference engine that continues many prompts at once and keeps the batch full: requests join and
@@ -76,8 +77,8 @@ pub struct Engine<M> {
     events: Vec<Event>,
     counts: EngineStatistics,
     first_tokens: LatencyWindow,
-    /// The logits of a step, on the host.
-    scores: Vec<f32>,
+    /// The logits of a step.
+    logits: StepLogits,
 }
 
 impl<M: EngineModel> Engine<M> {
@@ -138,7 +139,7 @@ impl<M: EngineModel> Engine<M> {
             events: Vec::new(),
             counts: EngineStatistics::default(),
             first_tokens: LatencyWindow::default(),
-            scores: Vec::new(),
+            logits: StepLogits::default(),
         })
     }
 
@@ -415,7 +416,7 @@ impl<M: EngineModel> Engine<M> {
     }
 
     /// Runs the model over `chunks`. The logits of the sequences whose last token is among them are in
-    /// `scores` afterwards, a row each; returns the indices of those sequences.
+    /// `logits` afterwards; returns the indices of those sequences.
     fn forward(&mut self, chunks: &[Chunk]) -> Result<Vec<usize>> {
         let running = self.scheduler.running();
         let new_tokens = |chunk: &Chunk| {
@@ -437,7 +438,7 @@ impl<M: EngineModel> Engine<M> {
         if logits_indices.is_empty() {
             logits_indices.push(ids.size()[1] - 1);
         }
-        let logits_indices = Tensor::f_from_slice(&logits_indices)?.f_to_device(self.device)?;
+        let logits_indices = to_device(Tensor::f_from_slice(&logits_indices)?, self.device)?;
         let logits = self.model.forward(RaggedStep {
             input_ids: &ids,
             position_ids: &positions,
@@ -448,7 +449,9 @@ impl<M: EngineModel> Engine<M> {
         self.limits
             .check_logits(&logits.size(), logits_indices.size()[0])?;
         if !ends.is_empty() {
-            to_host(&logits, &mut self.scores)?;
+            let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
+            let last = std::mem::take(&mut self.logits);
+            self.logits = last.read(&logits, vocabulary, &ends, &mut self.scheduler)?;
         }
         // Committed last: an error above leaves the cache as before the step, which is then computed
         // again.
@@ -456,13 +459,16 @@ impl<M: EngineModel> Engine<M> {
         Ok(ends)
     }
 
-    /// Chooses the next token of the running sequences `ends`, whose logits are in `scores`.
+    /// Chooses the next token of the running sequences `ends`, whose logits are in `logits`.
     fn choose(&mut self, ends: &[usize]) -> Result<()> {
         let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
-        let mut scores = std::mem::take(&mut self.scores);
+        let mut logits = std::mem::take(&mut self.logits);
         let mut ended: HashSet<Arrival> = HashSet::new();
-        for (&index, scores) in ends.iter().zip(scores.chunks_exact_mut(vocabulary)) {
-            match self.choose_one(index, scores) {
+        for (number, &index) in ends.iter().enumerate() {
+            let Some(logits) = logits.of(number, vocabulary) else {
+                return Err(Error::Scheduler("a sequence of the step has no logits"));
+            };
+            match self.choose_one(index, logits) {
                 Ok(false) => {}
                 Ok(true) => {
                     ended.insert(self.scheduler.running()[index].arrival);
@@ -476,7 +482,7 @@ impl<M: EngineModel> Engine<M> {
                 }
             }
         }
-        self.scores = scores;
+        self.logits = logits.reusable();
         // `remove_where` borrows the whole engine, and so the map leaves it for the call.
         let live = std::mem::take(&mut self.live);
         let settled = self.remove_where(|sequence| {
@@ -489,7 +495,7 @@ impl<M: EngineModel> Engine<M> {
     /// Chooses the next token of the running sequence `index`; returns `true` if it has ended. Before
     /// the first token of a prompt, the other samples of the request choose theirs, and run or wait on
     /// their own from then on.
-    fn choose_one(&mut self, index: usize, scores: &mut [f32]) -> Result<bool> {
+    fn choose_one(&mut self, index: usize, mut logits: SequenceLogits<'_>) -> Result<bool> {
         let Some(sequence) = self.scheduler.sequence(index) else {
             return Err(Error::Scheduler("a sequence of the step is gone"));
         };
@@ -502,8 +508,7 @@ impl<M: EngineModel> Engine<M> {
                 break;
             };
             let tokens = sequence.tokens.clone();
-            // Choosing changes the scores, and each sample needs its own.
-            let chosen = sibling.choose(&mut scores.to_vec(), &tokens)?;
+            let chosen = logits.choose(&mut sibling, &tokens, false)?;
             let (number, id) = (sibling.number, chosen.id);
             let finished = chosen.finished;
             self.push_token((request, number), chosen);
@@ -521,7 +526,7 @@ impl<M: EngineModel> Engine<M> {
             return Err(Error::Scheduler("a sequence of the step is gone"));
         };
         let is_first = sequence.data.first_token().is_none();
-        let chosen = sequence.data.choose(scores, &sequence.tokens)?;
+        let chosen = logits.choose(&mut sequence.data, &sequence.tokens, true)?;
         sequence.tokens.push(chosen.id);
         // Not once per sample: forks choose their first token in the same step.
         if is_first && let Some(time) = sequence.data.first_token() {

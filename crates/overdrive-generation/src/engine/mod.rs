@@ -13,6 +13,7 @@ mod request;
 mod sample;
 mod scheduler;
 mod statistics;
+mod step_logits;
 
 pub use config::EngineConfig;
 pub use engine::Engine;

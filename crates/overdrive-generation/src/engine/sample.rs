@@ -4,6 +4,7 @@ use std::time::{Duration, Instant};
 use tokenizers::Tokenizer;
 
 use super::request::RequestId;
+use crate::device_sampling::{RowLogits, RowPlan};
 use crate::row_text::RowText;
 use crate::rows::{MaskedConstraint, allowed, end_after};
 use crate::{
@@ -75,11 +76,28 @@ impl Sample {
         })
     }
 
-    /// Chooses the token after `tokens`, prompt included. `scores (V,)` are changed.
-    pub(super) fn choose(&mut self, scores: &mut [f32], tokens: &[i64]) -> Result<SampledToken> {
+    /// Returns the plan to choose the token after `tokens` on a device, from row `source` of the logits.
+    pub(super) fn plan(
+        &mut self,
+        source: usize,
+        vocabulary: usize,
+        tokens: &[i64],
+    ) -> Result<RowPlan> {
         let allowed = allowed(&mut self.constraint)?;
+        let history = (tokens, tokens.len() - self.prompt);
+        Ok(self.sampler.plan(source, vocabulary, history, allowed))
+    }
+
+    /// Chooses the token after `tokens`, prompt included.
+    pub(super) fn choose(&mut self, logits: RowLogits<'_>, tokens: &[i64]) -> Result<SampledToken> {
         let new = tokens.len() - self.prompt;
-        let choice = self.sampler.choose(scores, tokens, new, allowed)?;
+        let choice = match logits {
+            RowLogits::Host(scores) => {
+                let allowed = allowed(&mut self.constraint)?;
+                self.sampler.choose(scores, tokens, new, allowed)?
+            }
+            RowLogits::Device(step, row) => self.sampler.choose_on(step, row, (tokens, new))?,
+        };
         let (submitted, id) = (self.submitted, choice.id);
         self.first_token.get_or_insert_with(|| submitted.elapsed());
         // Kept for the completion, although each token's event has them too: a client may ignore the

@@ -1,4 +1,4 @@
-use super::{History, exclude, score};
+use super::{History, Scores};
 use crate::GenerationConfig;
 
 pub(super) fn applies(config: &GenerationConfig, _history: History<'_>) -> bool {
@@ -10,27 +10,31 @@ pub(super) fn applies(config: &GenerationConfig, _history: History<'_>) -> bool 
 }
 
 /// Adds the bias of each sequence whose beginning ends the row to the score of its last token.
-pub(super) fn bias(scores: &mut [f32], history: History<'_>, config: &GenerationConfig) {
+pub(super) fn bias<S: Scores + ?Sized>(
+    scores: &mut S,
+    history: History<'_>,
+    config: &GenerationConfig,
+) {
     for (sequence, bias) in &config.sequence_bias {
-        if let Some(last) = completed_by(sequence, history.ids)
-            && let Some(score) = score(scores, last)
-        {
-            *score += *bias as f32;
+        if let Some(last) = completed_by(sequence, history.ids) {
+            scores.add(last, *bias as f32);
         }
     }
     for (&id, &bias) in &config.logit_bias {
-        if let Some(score) = score(scores, id) {
-            *score += bias as f32;
-        }
+        scores.add(id, bias as f32);
     }
 }
 
 /// Excludes the last token of each bad word whose beginning ends the row.
-pub(super) fn bad_words(scores: &mut [f32], history: History<'_>, config: &GenerationConfig) {
+pub(super) fn bad_words<S: Scores + ?Sized>(
+    scores: &mut S,
+    history: History<'_>,
+    config: &GenerationConfig,
+) {
     for word in &config.bad_words_ids {
         let is_end = word.len() == 1 && config.eos_token_id.contains(&word[0]);
         if !is_end && let Some(last) = completed_by(word, history.ids) {
-            exclude(scores, &[last]);
+            scores.exclude(&[last]);
         }
     }
 }

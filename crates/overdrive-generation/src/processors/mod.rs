@@ -4,6 +4,7 @@
 use crate::{GenerationConfig, TokenMask};
 
 mod biases;
+mod dense;
 mod lengths;
 mod penalties;
 
@@ -33,10 +34,43 @@ pub(crate) fn changes(config: &GenerationConfig, history: History<'_>) -> bool {
         || config.remove_invalid_values
 }
 
+/// The scores of a row on which [`process`] makes its changes. Ids outside of the vocabulary are ignored.
+///
+/// The order of the changes is decided by [`process`] alone; the host makes them at once (`[f32]`), a device
+/// records them for all rows of a step (`RowChanges`).
+pub(crate) trait Scores {
+    /// Returns the size of the vocabulary.
+    fn vocabulary(&self) -> usize;
+
+    /// Adds `value` to the score of `id`.
+    fn add(&mut self, id: i64, value: f32);
+
+    /// Divides the score of `id` by `penalty` if it is positive, and multiplies it if it is negative.
+    fn penalize_repetition(&mut self, id: usize, penalty: f32);
+
+    /// Subtracts `frequency`, and then `presence`, from the score of `id`.
+    fn subtract(&mut self, id: usize, frequency: f32, presence: f32);
+
+    /// Excludes `ids`.
+    fn exclude(&mut self, ids: &[i64]);
+
+    /// Excludes all tokens but those of `allowed`.
+    fn keep_only(&mut self, allowed: &TokenMask);
+
+    /// Excludes all tokens but `ids`, whose scores become 0.
+    fn force(&mut self, ids: &[i64]);
+
+    /// Replaces NaN by 0 and infinities by the largest numbers.
+    fn make_valid(&mut self);
+
+    /// Adds `gain` times the absolute value to the scores of `ids`, unless they are excluded.
+    fn decay(&mut self, ids: &[i64], gain: f64);
+}
+
 /// Applies everything that `config` asks for up to the temperature; tokens that are not in `allowed`
 /// are excluded.
-pub(crate) fn process(
-    scores: &mut [f32],
+pub(crate) fn process<S: Scores + ?Sized>(
+    scores: &mut S,
     history: History<'_>,
     allowed: Option<&TokenMask>,
     config: &GenerationConfig,
@@ -47,39 +81,18 @@ pub(crate) fn process(
     biases::bad_words(scores, history, config);
     lengths::minimum(scores, history, config);
     if let Some(allowed) = allowed {
-        allowed.exclude_others(scores);
+        scores.keep_only(allowed);
     }
     // After the constraint, which cannot exclude a forced token.
     lengths::forced(scores, history, config);
     if config.remove_invalid_values {
-        scores.iter_mut().for_each(valid);
+        scores.make_valid();
     }
     lengths::decay(scores, history, config);
-    exclude(scores, &config.suppress_tokens);
+    scores.exclude(&config.suppress_tokens);
     let forced_first = history.prompt() == 1 && config.forced_bos_token_id.is_some();
     if history.new == usize::from(forced_first) {
-        exclude(scores, &config.begin_suppress_tokens);
-    }
-}
-
-fn valid(score: &mut f32) {
-    *score = if score.is_nan() {
-        0.0
-    } else {
-        score.clamp(f32::MIN, f32::MAX)
-    };
-}
-
-/// Returns the score of token `id`, if the vocabulary has it.
-fn score(scores: &mut [f32], id: i64) -> Option<&mut f32> {
-    usize::try_from(id).ok().and_then(|id| scores.get_mut(id))
-}
-
-fn exclude(scores: &mut [f32], ids: &[i64]) {
-    for &id in ids {
-        if let Some(score) = score(scores, id) {
-            *score = f32::NEG_INFINITY;
-        }
+        scores.exclude(&config.begin_suppress_tokens);
     }
 }
 

@@ -1,4 +1,4 @@
-use super::{History, exclude};
+use super::{History, Scores};
 use crate::GenerationConfig;
 
 pub(super) fn applies(config: &GenerationConfig) -> bool {
@@ -8,22 +8,17 @@ pub(super) fn applies(config: &GenerationConfig) -> bool {
         || config.no_repeat_ngram_size > 0
 }
 
-pub(super) fn penalize(
-    scores: &mut [f32],
+pub(super) fn penalize<S: Scores + ?Sized>(
+    scores: &mut S,
     history: History<'_>,
     config: &GenerationConfig,
     counts: &mut TokenCounts,
 ) {
-    let vocabulary = scores.len();
+    let vocabulary = scores.vocabulary();
     if config.repetition_penalty != 1.0 {
         let penalty = config.repetition_penalty as f32;
         for (id, _) in counts.counted(history.ids, vocabulary) {
-            let score = &mut scores[*id];
-            *score = if *score < 0.0 {
-                *score * penalty
-            } else {
-                *score / penalty
-            };
+            scores.penalize_repetition(*id, penalty);
         }
     }
     if config.presence_penalty != 0.0 || config.frequency_penalty != 0.0 {
@@ -33,9 +28,7 @@ pub(super) fn penalize(
         );
         let generated = &history.ids[history.prompt()..];
         for (id, count) in counts.counted(generated, vocabulary) {
-            // In two subtractions, as in vLLM: their sum would round differently.
-            scores[*id] -= frequency * *count as f32;
-            scores[*id] -= presence;
+            scores.subtract(*id, frequency * *count as f32, presence);
         }
     }
     if config.no_repeat_ngram_size > 0 {
@@ -44,14 +37,14 @@ pub(super) fn penalize(
 }
 
 /// Excludes every token that would complete an n-gram for the second time.
-fn no_repeated_ngram(scores: &mut [f32], ids: &[i64], size: usize) {
+fn no_repeated_ngram<S: Scores + ?Sized>(scores: &mut S, ids: &[i64], size: usize) {
     if ids.len() < size {
         return;
     }
     let prefix = &ids[ids.len() + 1 - size..];
     for ngram in ids.windows(size) {
         if ngram[..size - 1] == *prefix {
-            exclude(scores, &ngram[size - 1..]);
+            scores.exclude(&ngram[size - 1..]);
         }
     }
 }

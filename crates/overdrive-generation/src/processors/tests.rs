@@ -8,7 +8,7 @@ use crate::candidates::Candidates;
 fn processed(mut scores: Vec<f32>, ids: &[i64], new: usize, config: &GenerationConfig) -> Vec<f32> {
     let history = History { ids, new };
     process(
-        &mut scores,
+        scores.as_mut_slice(),
         history,
         None,
         config,

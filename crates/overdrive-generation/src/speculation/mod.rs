@@ -7,6 +7,7 @@ use overdrive_transformer::CausalLm;
 use crate::cache;
 use crate::candidates::Candidates;
 use crate::decoder::{Decoder, to_host};
+use crate::device_sampling::RowLogits;
 use crate::rows::{OnToken, Row, Rows, is_late};
 use crate::{
     Error, FinishReason, GenerateOptions, GenerateOutput, GenerateTimings, GenerationConfig,
@@ -153,7 +154,7 @@ impl SpeculativeDecoding<'_> {
     fn prefill(&mut self, row: &mut Row<'_>, on_token: &mut OnToken<'_>) -> Result<()> {
         let logits = self.decoder.prefill()?;
         to_host(&logits, &mut self.scores)?;
-        let choice = row.choose(&mut self.scores)?;
+        let choice = row.choose(RowLogits::Host(&mut self.scores))?;
         row.push(choice, self.config, on_token)
     }
 
@@ -179,7 +180,7 @@ impl SpeculativeDecoding<'_> {
         let mut accepted = 0;
         for (index, scores) in self.scores.chunks_exact_mut(vocabulary).enumerate() {
             let (choice, accept_next) = match proposal.tokens.get(index) {
-                None => (row.choose(scores)?, false),
+                None => (row.choose(RowLogits::Host(scores))?, false),
                 Some(&token) => row.verify(scores, token, proposal.distributions.get(index))?,
             };
             row.push(choice, self.config, on_token)?;

@@ -5,6 +5,7 @@ mod beams;
 mod caches;
 mod chat_template;
 mod constraints;
+mod cuda;
 mod folder_settings;
 mod generate;
 mod options;

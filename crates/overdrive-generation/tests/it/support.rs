@@ -42,6 +42,15 @@ pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Vec<i64> {
 
 /// Returns a random model whose distributions are uneven enough to have preferences.
 pub(crate) fn random_model(vocab_size: i64, layers: i64, seed: u64) -> CausalLm {
+    let options = InitOptions {
+        seed,
+        ..InitOptions::default()
+    };
+    random_model_on(vocab_size, layers, &options)
+}
+
+/// Returns [`random_model`] on a device.
+pub(crate) fn random_model_on(vocab_size: i64, layers: i64, options: &InitOptions) -> CausalLm {
     let config = LlamaConfig {
         vocab_size,
         hidden_size: 32,
@@ -53,11 +62,7 @@ pub(crate) fn random_model(vocab_size: i64, layers: i64, seed: u64) -> CausalLm 
         initializer_range: 0.2,
         ..LlamaConfig::default()
     };
-    let options = InitOptions {
-        seed,
-        ..InitOptions::default()
-    };
-    CausalLm::new(&config.into(), &options).unwrap()
+    CausalLm::new(&config.into(), options).unwrap()
 }
 
 /// Returns a checkpoint of overdrive-transformer's fixtures.

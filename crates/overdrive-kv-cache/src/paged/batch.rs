@@ -1,4 +1,5 @@
 use overdrive_attention::{PagedLayout, PagedSlots, attention_paged, paged_write};
+use overdrive_sys::transfer::to_device;
 use tch::Tensor;
 
 use super::block_tables::{PreparedSequence, SequenceId};
@@ -24,9 +25,7 @@ pub struct PagedBatch<'a> {
     cache: &'a mut PagedCache,
     prepared: Vec<PreparedSequence>,
     slots: PagedSlots,
-    tables: Vec<Vec<u32>>,
-    query_lengths: Vec<usize>,
-    key_lengths: Vec<usize>,
+    layout: PagedLayout,
     /// `true` for each layer that has been given the new tokens.
     written: Vec<bool>,
 }
@@ -36,12 +35,10 @@ impl<'a> PagedBatch<'a> {
         cache: &'a mut PagedCache,
         prepared: Vec<PreparedSequence>,
         slots: PagedSlots,
+        layout: PagedLayout,
     ) -> PagedBatch<'a> {
-        let lengths = |of: fn(&PreparedSequence) -> usize| prepared.iter().map(of).collect();
         PagedBatch {
-            tables: prepared.iter().map(|new| new.table.clone()).collect(),
-            query_lengths: lengths(|new| new.tokens.len()),
-            key_lengths: lengths(|new| new.past + new.tokens.len()),
+            layout,
             written: vec![false; cache.layers()],
             cache,
             prepared,
@@ -101,9 +98,10 @@ impl<'a> PagedBatch<'a> {
     /// Returns the index in the row of the last new token of each sequence; a sequence without new
     /// tokens has none.
     pub fn last_indices(&self) -> Vec<i64> {
-        let ends = self.query_lengths.iter().scan(0, |end, length| {
-            *end += *length;
-            Some((*length, *end))
+        let ends = self.prepared.iter().scan(0, |end, new| {
+            let length = new.tokens.len();
+            *end += length;
+            Some((length, *end))
         });
         ends.filter(|(length, _)| *length > 0)
             .map(|(_, end)| to_i64(end - 1))
@@ -112,7 +110,7 @@ impl<'a> PagedBatch<'a> {
 
     fn row(&self, numbers: Vec<i64>) -> Result<Tensor> {
         let row = Tensor::f_from_slice(&numbers)?.f_unsqueeze(0)?;
-        Ok(row.f_to_device(self.cache.device())?)
+        Ok(to_device(row, self.cache.device())?)
     }
 
     /// Writes the new keys and values `(1, H_kv, N, D)` of a layer to their blocks.
@@ -182,14 +180,9 @@ impl KvCache for PagedBatch<'_> {
         let options = options.causal();
         self.write(layer, keys, values)?;
         let pool = &self.cache.pools()[layer];
-        let layout = PagedLayout {
-            block_tables: &self.tables,
-            query_lengths: &self.query_lengths,
-            key_lengths: &self.key_lengths,
-        };
         // The paged kernel reads tokens as rows, `(N, H, D)`.
         let rows = query.f_squeeze_dim(0)?.f_transpose(0, 1)?;
-        let (output, _) = attention_paged(&rows, &pool.keys, &pool.values, &layout, &options)?;
+        let (output, _) = attention_paged(&rows, &pool.keys, &pool.values, &self.layout, &options)?;
         Ok(output.f_transpose(0, 1)?.f_unsqueeze(0)?)
     }
 

@@ -1,4 +1,4 @@
-use overdrive_attention::PagedSlots;
+use overdrive_attention::{PagedLayout, PagedSlots};
 use tch::{Device, Tensor};
 
 use super::batch::PagedBatch;
@@ -168,7 +168,7 @@ impl PagedCache {
     pub fn batch<'a>(&'a mut self, new_tokens: &[(SequenceId, &[i64])]) -> Result<PagedBatch<'a>> {
         let prepared = self.tables.prepare(new_tokens)?;
         match self.open(&prepared) {
-            Ok(slots) => Ok(PagedBatch::new(self, prepared, slots)),
+            Ok((slots, layout)) => Ok(PagedBatch::new(self, prepared, slots, layout)),
             Err(error) => {
                 self.tables.cancel(prepared);
                 Err(error)
@@ -176,8 +176,8 @@ impl PagedCache {
         }
     }
 
-    /// Copies shared blocks and returns the slot of each new token.
-    fn open(&self, prepared: &[PreparedSequence]) -> Result<PagedSlots> {
+    /// Copies shared blocks; returns the slot of each new token, and the blocks of all tokens.
+    fn open(&self, prepared: &[PreparedSequence]) -> Result<(PagedSlots, PagedLayout)> {
         // Whole blocks are copied although only the first tokens of one are filled: one copy a layer is
         // cheaper than two narrow ones.
         for (from, to) in prepared.iter().filter_map(|new| new.copy) {
@@ -196,7 +196,16 @@ impl PagedCache {
             }));
         }
         let device = self.config.device;
-        Ok(PagedSlots::new(slots, self.block_size, device)?)
+        let lengths = |of: fn(&PreparedSequence) -> usize| prepared.iter().map(of).collect();
+        let layout = PagedLayout::new(
+            prepared.iter().map(|new| new.table.clone()).collect(),
+            lengths(|new| new.tokens.len()),
+            lengths(|new| new.past + new.tokens.len()),
+            self.block_size,
+            device,
+        )?;
+        let slots = PagedSlots::new(slots, self.block_size, device)?;
+        Ok((slots, layout))
     }
 
     /// Returns a dense copy of the tokens of a sequence in a layer, for any other attention: keys and

@@ -149,8 +149,7 @@ impl Store {
     /// fastest for contiguous f32 on a CPU.
     pub(super) fn dequantize_into(&self, tokens: i64, to: &Tensor) -> Result<()> {
         if to.device() != Device::Cpu || to.kind() != Kind::Float || !to.is_contiguous() {
-            let mut to = to.f_narrow(2, 0, tokens)?;
-            return Ok(to.f_copy_(&self.dequantize_by_operators(0, tokens)?)?);
+            return self.dequantize_to(0, &to.f_narrow(2, 0, tokens)?);
         }
         let (format, capacity, room) = (self.format, size(self.capacity), size(to.size()[2]));
         // SAFETY: `to` is a scratch of the caller's own, the rest is read only.
@@ -192,29 +191,62 @@ impl Store {
         ])
     }
 
+    /// Dequantizes the tokens from `from` on, the beginning of a block, to `to (B, H, n, D)` through libtorch's
+    /// operators: one launch for 8 bits and four for 4 bits, which read the codes and write values of `to`'s dtype.
+    fn dequantize_to(&self, from: i64, to: &Tensor) -> Result<()> {
+        let (format, tokens) = (&self.format, to.size()[2]);
+        if tokens == 0 {
+            return Ok(());
+        }
+        let per_line = format.rows_per_line() as i64;
+        let (half_line, group) = (format.line_len() as i64 / 2, format.group as i64);
+        let codes = self.codes.f_narrow(2, from, tokens)?;
+        let lines = self.lines.f_narrow(2, from / per_line, tokens / per_line)?;
+        // The parts of a row that have one code a byte: all of it, or the low and the high bits of each byte.
+        let nibbles = match format.bits {
+            QuantizationBits::Eight => vec![codes],
+            QuantizationBits::Four => vec![
+                codes.f_bitwise_and(15i64)?,
+                codes.f_bitwise_right_shift_tensor_scalar(4i64)?,
+            ],
+        };
+        let parts = nibbles.len() as i64;
+        // A byte holds value `i` in its low and value `i + group/2` in its high bits; see `Format`.
+        let of_part = |tensor: &Tensor, part: i64| {
+            let split = [-1, parts, group / parts];
+            tensor.f_unflatten(-1, split.as_slice())?.f_select(-2, part)
+        };
+        for (part, codes) in (0..).zip(&nibbles) {
+            let codes = codes.f_unflatten(-1, [-1, group / parts].as_slice())?;
+            let to = of_part(to, part)?;
+            let line = |start: i64| -> Result<Tensor> {
+                let values = lines.f_narrow(-1, start, half_line)?;
+                Ok(match format.axis {
+                    // A value for each group of a row.
+                    QuantizationAxis::Token => values.f_unsqueeze(-1)?,
+                    // A value for each channel of a block of rows.
+                    QuantizationAxis::Channel => of_part(&values, part)?.f_unsqueeze(3)?,
+                })
+            };
+            let rows = |tensor: &Tensor| match format.axis {
+                QuantizationAxis::Token => Ok(tensor.shallow_clone()),
+                QuantizationAxis::Channel => {
+                    tensor.f_unflatten(2, [-1, format.block as i64].as_slice())
+                }
+            };
+            let (scales, least) = (line(0)?, line(half_line)?);
+            let _same = least.f_addcmul_out(&rows(&to)?, &rows(&codes)?, &scales)?;
+        }
+        Ok(())
+    }
+
     /// Dequantizes the tokens `from..from + tokens` to f32 through libtorch's operators; `from` is the
     /// beginning of a block.
     pub(super) fn dequantize_by_operators(&self, from: i64, tokens: i64) -> Result<Tensor> {
-        let per_line = self.format.rows_per_line() as i64;
-        let codes = self.codes.f_narrow(2, from, tokens)?;
-        let lines = self.lines.f_narrow(2, from / per_line, tokens / per_line)?;
-        let [scales, least] = self.lines_by_row(&lines, tokens)?;
-        let codes = match self.format.bits {
-            QuantizationBits::Eight => codes.shallow_clone(),
-            QuantizationBits::Four => {
-                // A byte holds value `i` in its low and value `i + group/2` in its high bits; see
-                // `Format`.
-                let half = self.format.group as i64 / 2;
-                let codes = codes.f_unflatten(-1, [-1, 1, half].as_slice())?;
-                let high = codes.f_bitwise_right_shift_tensor_scalar(4i64)?;
-                let both = Tensor::f_cat(&[codes.f_bitwise_and(15i64)?, high], -2)?;
-                both.f_flatten(-3, -1)?
-            }
-        };
-        Ok(codes
-            .f_to_kind(Kind::Float)?
-            .f_mul(&scales)?
-            .f_add(&least)?)
+        let size = [self.batch, self.heads, tokens, self.format.dim as i64];
+        let to = Tensor::f_empty(size, (Kind::Float, self.codes.device()))?;
+        self.dequantize_to(from, &to)?;
+        Ok(to)
     }
 
     fn quantize_by_operators(&mut self, at: i64, rows: &Tensor) -> Result<()> {
@@ -332,5 +364,78 @@ mod tests {
                 }
             }
         }
+    }
+
+    /// The operators that are not views.
+    #[derive(Default)]
+    struct Counter(std::cell::RefCell<Vec<String>>);
+
+    impl overdrive_sys::dispatch_mode::DispatchMode for Counter {
+        fn after(
+            &self,
+            call: &overdrive_sys::dispatch_mode::OperatorCall,
+        ) -> overdrive_sys::CallbackResult<()> {
+            if !call.aliases()? || call.mutates()? {
+                self.0.borrow_mut().push(call.full_name());
+            }
+            Ok(())
+        }
+    }
+
+    #[test]
+    fn half_precision_is_dequantized_by_one_operator_a_part_of_a_byte() -> Result<()> {
+        let device = Device::Cpu;
+        let spec = Spec {
+            batch: 2,
+            heads: 2,
+            key_dim: 16,
+            value_dim: 16,
+            kind: Kind::BFloat16,
+            device,
+        };
+        let rows = Tensor::f_arange(2 * 2 * 16 * 16, (Kind::Float, device))?
+            .f_view([2, 2, 16, 16])?
+            .f_mul_scalar(0.37)?
+            .f_sin()?;
+        for (bits, expected) in [
+            (QuantizationBits::Eight, vec!["aten::addcmul.out"]),
+            (
+                QuantizationBits::Four,
+                vec![
+                    "aten::bitwise_and.Scalar",
+                    "aten::bitwise_right_shift.Tensor_Scalar",
+                    "aten::addcmul.out",
+                    "aten::addcmul.out",
+                ],
+            ),
+        ] {
+            for axis in [QuantizationAxis::Token, QuantizationAxis::Channel] {
+                let format = Format {
+                    bits,
+                    axis,
+                    dim: 16,
+                    group: 8,
+                    block: 4,
+                };
+                let mut store = Store::new(&spec, format, 24)?;
+                store.quantize(0, &rows)?;
+                let to = Tensor::f_zeros([2, 2, 20, 16], (Kind::BFloat16, device))?;
+                let counter = std::rc::Rc::new(Counter::default());
+                let mode = overdrive_sys::dispatch_mode::push_mode(std::rc::Rc::clone(&counter)
+                    as std::rc::Rc<dyn overdrive_sys::dispatch_mode::DispatchMode>);
+                store.dequantize_into(16, &to)?;
+                drop(mode);
+                assert_eq!(counter.0.take(), expected, "{format:?}");
+                let exact = Tensor::f_empty([2, 2, 16, 16], (Kind::Float, device))?;
+                store.dequantize_into(16, &exact)?;
+                let read = to.f_narrow(2, 0, 16)?.f_to_kind(Kind::Float)?;
+                // Half a step of bf16 for values up to 1, beside the rounding of f32.
+                let off = (&read - &exact).abs().max().double_value(&[]);
+                assert!(off <= 2f64.powi(-9) + 1e-6, "{format:?} is off by {off}");
+                let rest = to.f_narrow(2, 16, 4)?.f_abs()?.f_max()?;
+                assert_eq!(rest.double_value(&[]), 0.0);
+            }
+        }
+        Ok(())
     }
 }

@@ -1,0 +1,209 @@
+use overdrive_sys::transfer;
+use tch::{Device, Tensor};
+
+use crate::{Error, Result};
+
+/// The queries of each sequence of a step, and the blocks of its keys.
+///
+/// It is made once for all layers of a step: tables and lengths are checked, and copied to the device, only here.
+#[derive(Debug)]
+pub struct PagedLayout {
+    pub(crate) block_tables: Vec<Vec<u32>>,
+    pub(crate) query_lengths: Vec<usize>,
+    pub(crate) key_lengths: Vec<usize>,
+    pub(crate) block_size: usize,
+    pub(crate) queries: usize,
+    pub(crate) device: Device,
+    /// The largest block that a sequence uses, and that sequence.
+    largest: Option<(u32, usize)>,
+    /// The tables and lengths on the device; `None` for a CPU, whose kernel reads the ones above.
+    pub(crate) on_device: Option<DeviceTables>,
+}
+
+/// The tables and lengths of the sequences that have queries, as tensors. The blocks of all sequences are taken to
+/// lie one after another, so that sequence `n` begins at key `key_starts[n]`.
+#[derive(Debug)]
+pub(crate) struct DeviceTables {
+    /// The blocks that hold keys of a sequence, of one sequence after another, i32.
+    pub(crate) blocks: Tensor,
+    /// The cumulative numbers of queries, i32 `(N + 1,)`.
+    pub(crate) query_starts: Tensor,
+    /// The first key of each sequence among those of all blocks, and their number, i32 `(N + 1,)`.
+    pub(crate) key_starts: Tensor,
+    /// The number of keys of each sequence, i32 `(N,)`.
+    pub(crate) key_counts: Tensor,
+    pub(crate) longest_queries: i64,
+    pub(crate) longest_keys: i64,
+    /// `true` if every query has a key at its own position.
+    pub(crate) every_query_has_a_key: bool,
+    /// The offset of the blocks of each sequence, those without queries included.
+    pub(crate) block_starts: Vec<i64>,
+}
+
+impl PagedLayout {
+    /// Checks the layout of sequences over a pool on `device` whose blocks have `block_size` rows. All three lists have
+    /// one entry for each sequence:
+    ///
+    /// - `block_tables`: the blocks that hold its keys, in order: key `k` is row `k % block_size` of block
+    ///   `table[k / block_size]`. A table may be longer than its keys need;
+    /// - `query_lengths`: its queries; those of all sequences are concatenated;
+    /// - `key_lengths`: its keys, those of its new queries included.
+    ///
+    /// # Errors
+    /// [`Error::PagedLayout`] for a block size of 0, lists of different lengths, and a table that is too short;
+    /// [`Error::Torch`] if the device is not there.
+    pub fn new(
+        block_tables: Vec<Vec<u32>>,
+        query_lengths: Vec<usize>,
+        key_lengths: Vec<usize>,
+        block_size: usize,
+        device: Device,
+    ) -> Result<PagedLayout> {
+        let error = |argument, problem: String| Err(Error::PagedLayout { argument, problem });
+        if block_size == 0 {
+            return error("block_size", "is 0, expected at least 1".to_owned());
+        }
+        let sequences = block_tables.len();
+        for (name, lengths) in [
+            ("query_lengths", &query_lengths),
+            ("key_lengths", &key_lengths),
+        ] {
+            if lengths.len() != sequences {
+                let count = lengths.len();
+                return error(
+                    name,
+                    format!("{count} of them for {sequences} block tables"),
+                );
+            }
+        }
+        let mut largest: Option<(u32, usize)> = None;
+        for (sequence, (table, keys)) in block_tables.iter().zip(&key_lengths).enumerate() {
+            let used = keys.div_ceil(block_size);
+            let Some(blocks) = table.get(..used) else {
+                let problem = format!(
+                    "sequence {sequence} has {keys} keys, which need {used} blocks of {block_size}, but its table has {}",
+                    table.len()
+                );
+                return error("block_tables", problem);
+            };
+            if let Some(block) = blocks.iter().max()
+                && largest.is_none_or(|(largest, _)| *block > largest)
+            {
+                largest = Some((*block, sequence));
+            }
+        }
+        let mut layout = PagedLayout {
+            // Saturating, so that absurd lengths do not fit the queries instead of an overflow.
+            queries: (query_lengths.iter()).fold(0, |sum: usize, n| sum.saturating_add(*n)),
+            block_tables,
+            query_lengths,
+            key_lengths,
+            block_size,
+            device,
+            largest,
+            on_device: None,
+        };
+        if device != Device::Cpu {
+            layout.on_device = Some(layout.tables(device)?);
+        }
+        Ok(layout)
+    }
+
+    /// Returns the number of sequences.
+    pub fn len(&self) -> usize {
+        self.block_tables.len()
+    }
+
+    /// Returns `true` if there is no sequence.
+    pub fn is_empty(&self) -> bool {
+        self.block_tables.is_empty()
+    }
+
+    /// Checks the layout against the number of queries and the blocks of a pool.
+    pub(crate) fn check(&self, queries: i64, blocks: i64, block_size: usize) -> Result<()> {
+        let error = |argument, problem: String| Err(Error::PagedLayout { argument, problem });
+        if block_size != self.block_size {
+            let problem = format!(
+                "is {}, but the blocks of the pool have {block_size} rows",
+                self.block_size
+            );
+            return error("block_size", problem);
+        }
+        if i64::try_from(self.queries) != Ok(queries) {
+            let problem = format!(
+                "add up to {}, but there are {queries} queries",
+                self.queries
+            );
+            return error("query_lengths", problem);
+        }
+        match self.largest {
+            Some((block, sequence)) if i64::from(block) >= blocks => error(
+                "block_tables",
+                format!("sequence {sequence} names block {block} of a pool of {blocks}"),
+            ),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the number of blocks that hold keys of sequence `index`.
+    pub(crate) fn used_blocks(&self, index: usize) -> usize {
+        self.key_lengths[index].div_ceil(self.block_size)
+    }
+
+    /// Copies tables and lengths to `device`.
+    pub(crate) fn tables(&self, device: Device) -> Result<DeviceTables> {
+        let int = |n: usize| i32::try_from(n).unwrap_or(i32::MAX);
+        let with_queries: Vec<usize> = (0..self.len())
+            .filter(|index| self.query_lengths[*index] > 0)
+            .collect();
+        let (mut blocks, mut block_starts) = (Vec::new(), Vec::with_capacity(self.len()));
+        for (index, table) in self.block_tables.iter().enumerate() {
+            block_starts.push(blocks.len());
+            let used = &table[..self.used_blocks(index)];
+            blocks.extend(used.iter().map(|block| block.cast_signed()));
+        }
+        let mut query_starts = vec![0];
+        let mut queries = 0;
+        for &index in &with_queries {
+            queries += self.query_lengths[index];
+            query_starts.push(int(queries));
+        }
+        let starts = with_queries.iter().map(|index| block_starts[*index]);
+        let mut key_starts: Vec<i32> = starts.map(|start| int(start * self.block_size)).collect();
+        key_starts.push(int(blocks.len() * self.block_size));
+        let counts = with_queries.iter().map(|index| self.key_lengths[*index]);
+        let key_counts: Vec<i32> = counts.map(int).collect();
+        // One copy for all of them.
+        let parts = [&blocks, &query_starts, &key_starts, &key_counts];
+        let all = Tensor::f_from_slice(&parts.map(Vec::as_slice).concat())?;
+        let all = transfer::to_device(all, device)?;
+        let mut start = 0;
+        let mut next = |part: &Vec<i32>| {
+            let count = part.len() as i64;
+            start += count;
+            all.f_narrow(0, start - count, count)
+        };
+        let [block_table, query_starts, key_starts, key_counts] = [
+            next(parts[0])?,
+            next(parts[1])?,
+            next(parts[2])?,
+            next(parts[3])?,
+        ];
+        let longest = |lengths: &[usize]| {
+            let used = with_queries.iter().map(|index| lengths[*index]);
+            used.max().unwrap_or(0) as i64
+        };
+        Ok(DeviceTables {
+            blocks: block_table,
+            query_starts,
+            key_starts,
+            key_counts,
+            longest_queries: longest(&self.query_lengths),
+            longest_keys: longest(&self.key_lengths),
+            every_query_has_a_key: with_queries
+                .iter()
+                .all(|index| self.key_lengths[*index] >= self.query_lengths[*index]),
+            block_starts: block_starts.into_iter().map(|start| start as i64).collect(),
+        })
+    }
+}

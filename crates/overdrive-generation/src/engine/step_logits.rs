@@ -1,0 +1,115 @@
+//! The logits of a step of the engine, on the host or on a device.
+
+use overdrive_kv_cache::SequenceId;
+use tch::Tensor;
+
+use super::sample::{Sample, SampledToken};
+use super::scheduler::Scheduler;
+use crate::Result;
+use crate::decoder::to_host;
+use crate::device_sampling::{DeviceStep, RowLogits, stays_on_device};
+
+/// The logits of the sequences that get a token in a step.
+#[derive(Debug, Default)]
+pub(super) enum StepLogits {
+    /// No sequence gets one.
+    #[default]
+    None,
+    /// The scores of each sequence, one after another.
+    Host(Vec<f32>),
+    /// The results of a device, and the row of the first sample of each sequence among them.
+    Device(Box<DeviceStep>, Vec<usize>),
+}
+
+/// The logits of one sequence, from which its samples choose one after another.
+pub(super) enum SequenceLogits<'a> {
+    Host(&'a mut [f32]),
+    /// The step, and the row of the next sample.
+    Device(&'a mut DeviceStep, usize),
+}
+
+impl StepLogits {
+    /// Returns the logits `(N, V)` of the running sequences `ends`; the buffer of the last step is reused.
+    pub(super) fn read(
+        self,
+        logits: &Tensor,
+        vocabulary: usize,
+        ends: &[usize],
+        scheduler: &mut Scheduler<SequenceId, Sample>,
+    ) -> Result<StepLogits> {
+        if !stays_on_device(logits) {
+            let mut scores = match self {
+                StepLogits::Host(scores) => scores,
+                _ => Vec::new(),
+            };
+            to_host(logits, &mut scores)?;
+            return Ok(StepLogits::Host(scores));
+        }
+        let (mut plans, mut first) = (Vec::new(), Vec::new());
+        for (source, &index) in ends.iter().enumerate() {
+            first.push(plans.len());
+            let Some(sequence) = scheduler.sequence(index) else {
+                continue;
+            };
+            let (data, tokens) = (&mut sequence.data, sequence.tokens.as_slice());
+            // In the order in which the samples choose. An error ends the request alone.
+            for sibling in &mut data.siblings {
+                plans.push(sibling.plan(source, vocabulary, tokens));
+            }
+            plans.push(data.plan(source, vocabulary, tokens));
+        }
+        let step = DeviceStep::new(logits, vocabulary, plans)?;
+        Ok(StepLogits::Device(Box::new(step), first))
+    }
+
+    /// Returns the buffer for the next step, without memory of a device.
+    pub(super) fn reusable(self) -> StepLogits {
+        match self {
+            StepLogits::Host(scores) => StepLogits::Host(scores),
+            _ => StepLogits::None,
+        }
+    }
+
+    /// Returns the logits of sequence `number` of the step.
+    pub(super) fn of(&mut self, number: usize, vocabulary: usize) -> Option<SequenceLogits<'_>> {
+        match self {
+            StepLogits::None => None,
+            StepLogits::Host(scores) => {
+                let start = number * vocabulary;
+                let scores = scores.get_mut(start..start + vocabulary)?;
+                Some(SequenceLogits::Host(scores))
+            }
+            StepLogits::Device(step, first) => {
+                Some(SequenceLogits::Device(step.as_mut(), *first.get(number)?))
+            }
+        }
+    }
+}
+
+impl SequenceLogits<'_> {
+    /// Chooses the token of the next sample after `tokens`; `is_last` says that no other sample follows.
+    pub(super) fn choose(
+        &mut self,
+        sample: &mut Sample,
+        tokens: &[i64],
+        is_last: bool,
+    ) -> Result<SampledToken> {
+        match self {
+            SequenceLogits::Host(scores) if is_last => {
+                sample.choose(RowLogits::Host(scores), tokens)
+            }
+            // Choosing changes the scores, and each sample needs its own.
+            SequenceLogits::Host(scores) => {
+                sample.choose(RowLogits::Host(&mut scores.to_vec()), tokens)
+            }
+            SequenceLogits::Device(step, row) => {
+                let own = *row;
+                *row += 1;
+                match step.take_error(own) {
+                    Some(error) => Err(error),
+                    None => sample.choose(RowLogits::Device(step, own), tokens),
+                }
+            }
+        }
+    }
+}
