@@ -66,6 +66,11 @@ impl PaddedPrompts {
         ))
     }
 
+    /// Returns a number that all of [`positions`](Self::positions) are below.
+    pub(crate) fn position_bound(&self, past: i64, tokens: i64) -> i64 {
+        (past + tokens).min(self.context)
+    }
+
     /// Reorders the rows: row `i` becomes the old row `rows[i]`.
     pub(crate) fn reorder(&mut self, rows: &Tensor) -> Result<()> {
         let ids = self.ids.f_index_select(0, rows)?;

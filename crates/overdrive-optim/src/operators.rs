@@ -401,16 +401,47 @@ mod tests {
         piece.gradient.shallow_clone().copy_(&gradient);
     }
 
+    /// Makes launches for tensors on the CPU run plain loops in C.
+    fn install_stand_in() {
+        let folder = tempfile::tempdir().unwrap().keep();
+        let library = folder.join("libcuda.so.1");
+        let sources = concat!(
+            env!("CARGO_MANIFEST_DIR"),
+            "/../overdrive-gpu/tests/stand_in"
+        );
+        let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
+        let status = std::process::Command::new(compiler)
+            .args([
+                "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o",
+            ])
+            .arg(&library)
+            .arg(format!("{sources}/driver.c"))
+            .args(["-DCOMPUTE", "-DCAPABILITY=103"])
+            .arg(format!("-DLOG=\"{}\"", folder.join("log").display()))
+            .arg("-lm")
+            .status()
+            .unwrap();
+        assert!(status.success());
+        overdrive_gpu::serve_cpu_with(&library).unwrap();
+    }
+
+    // The other test of these functions holds with the stand-in too, which serves the whole process from its
+    // installation on.
     #[test]
-    fn operators_and_slices_give_the_same_codes_and_parameters() {
+    fn operators_slices_and_the_gpu_kernel_give_the_same_codes_and_parameters() {
         // The second and the third piece end within a block.
-        let by_operators = [5120, 5000, 300].map(|len| piece(len, Kind::Float));
-        let by_slices = [5120, 5000, 300].map(|len| piece(len, Kind::Float));
+        let [by_operators, by_kernel, by_slices] =
+            [(); 3].map(|()| [5120, 5000, 300].map(|len| piece(len, Kind::Float)));
+        let every_step = |pieces: &[Piece]| {
+            for step in 1..=5 {
+                pieces.iter().for_each(|piece| set_gradient(piece, step));
+                adam8(&numbers(step), pieces).unwrap();
+            }
+        };
+        every_step(&by_operators);
+        install_stand_in();
+        every_step(&by_kernel);
         for step in 1..=5 {
-            by_operators
-                .iter()
-                .for_each(|piece| set_gradient(piece, step));
-            adam8(&numbers(step), &by_operators).unwrap();
             for piece in &by_slices {
                 set_gradient(piece, step);
                 let [scales1, scales2] = piece.scales.as_ref().unwrap();
@@ -426,7 +457,8 @@ mod tests {
                     .unwrap();
             }
         }
-        for (a, b) in by_operators.iter().zip(&by_slices) {
+        let by_others = by_operators.iter().chain(&by_kernel);
+        for (a, b) in by_others.zip(by_slices.iter().cycle()) {
             for average in [0, 1] {
                 // Rounding differs by one ulp, which moves a value next to a bound to the next code.
                 let [a, b] = [a, b].map(|piece| piece.averages[average].to_kind(Kind::Int));

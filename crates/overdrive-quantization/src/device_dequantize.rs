@@ -116,7 +116,7 @@ pub(crate) fn rows(weight: &QuantizedWeight, ids: &Tensor, kind: Kind) -> Result
     match &weight.storage {
         Storage::Blocks { codes, magnitudes } if weight.inputs % 2 == 0 => {
             let (book, block) = book_of(weight.scheme);
-    let pairs = Pairs::Book(book);
+            let pairs = Pairs::Book(book);
             let codes = codes.f_view([weight.outputs, -1])?.f_index_select(0, ids)?;
             let numbers = pairs.numbers(&codes)?.f_view([-1, weight.inputs])?;
             let columns = Tensor::f_arange(weight.inputs, (Kind::Int64, device))?;

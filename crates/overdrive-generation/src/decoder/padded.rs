@@ -132,7 +132,10 @@ impl<'a> Padded<'a> {
         let positions = self.prompts.positions(past, tokens)?;
         let mask = self.prompts.mask(past + tokens)?;
         let mut input = ForwardInput::new(ids).with_logits(logits);
-        input.position_ids = positions.as_ref();
+        if let Some(positions) = &positions {
+            input.position_ids = Some(positions);
+            input.position_bound = Some(self.prompts.position_bound(past, tokens));
+        }
         input.attention_mask = mask.as_ref();
         if let Memory::Cache(cache) = &mut self.memory {
             input.cache = Some(cache.as_mut());
