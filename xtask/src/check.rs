@@ -11,7 +11,6 @@ use crate::cargo::{self, Cargo};
 use crate::dist::program;
 use crate::doctor;
 use crate::failure::{Failure, Result};
-use crate::kernels;
 use crate::setup::{self, Request};
 
 /// Long enough for a large fall of the loss of a fresh model, short enough to run for every change: one or two
@@ -40,8 +39,6 @@ pub(crate) fn check() -> Result<()> {
     step("libtorch");
     let found = setup::setup(Request::Any, false)?;
     found.report();
-    step("GPU kernels");
-    kernels::check_if_possible()?;
     step("lints");
     cargo::lint(&[]).run()?;
     step("documentation");

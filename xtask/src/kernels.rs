@@ -21,28 +21,13 @@ const TABLE: &str = "kernels.json";
 /// variant by the interpreter.
 pub(crate) fn kernels(check: bool) -> Result<()> {
     let python = environment()?;
-    proved(&python, check)
-}
-
-/// As [`kernels`] with `check`; only reports that the environment cannot be made, which needs a network the first time.
-pub(crate) fn check_if_possible() -> Result<()> {
-    match environment() {
-        Ok(python) => proved(&python, true),
-        Err(failure) => {
-            eprintln!("not checked: {failure}");
-            Ok(())
-        }
-    }
-}
-
-fn proved(python: &Path, check: bool) -> Result<()> {
     let sources = cargo::workspace().join("crates/overdrive-gpu/kernels");
     let out = match check {
         true => cargo::workspace().join("target/xtask/kernels"),
         false => sources.clone(),
     };
     let script = |name: &str| sources.join(name).into_os_string();
-    run(Command::new(python).arg(script("build.py")).arg(&out))?;
+    run(Command::new(&python).arg(script("build.py")).arg(&out))?;
     if check {
         compare(&read(&sources.join(TABLE))?, &read(&out.join(TABLE))?)?;
     } else {
@@ -50,7 +35,7 @@ fn proved(python: &Path, check: bool) -> Result<()> {
         setup::setup(Request::Any, false)?;
         cargo::kernel_launches().run()?;
     }
-    run(Command::new(python).arg(script("check.py")))
+    run(Command::new(&python).arg(script("check.py")))
 }
 
 /// Compares what two tables say of sources and code. The compressed file may differ: its bytes depend on the version of zstd.
