@@ -28,7 +28,7 @@ pub(crate) struct Gpu {
     pub(crate) deprioritized: bool,
 }
 
-/// What cuDNN makes a plan for.
+/// The sizes and dtype that cuDNN makes a plan for.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Shape {
     pub(crate) sizes: Sizes,

@@ -15,7 +15,7 @@ const PACKED: &[u8] = include_bytes!("../kernels/kernels.bin.zst");
 /// The name of the target that the driver compiles for any GPU.
 pub(crate) const PTX: &str = "ptx";
 
-/// What is embedded.
+/// The table of the embedded kernels.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Table {
     /// The number of pointers to scratch memory that each kernel takes behind its arguments and does not use.

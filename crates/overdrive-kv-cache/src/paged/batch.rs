@@ -92,7 +92,8 @@ impl<'a> PagedBatch<'a> {
 
     /// Returns the number of tokens of the longest sequence, its new ones included: all positions are below it.
     pub fn longest(&self) -> i64 {
-        to_i64(self.key_lengths.iter().copied().max().unwrap_or(0))
+        let lengths = self.prepared.iter().map(|new| new.past + new.tokens.len());
+        to_i64(lengths.max().unwrap_or(0))
     }
 
     /// Returns the index in the row of the last new token of each sequence; a sequence without new

@@ -214,8 +214,8 @@ fn unpack<S: Simd>(
     }
 }
 
-/// What makes the numbers of the groups of a unit bytes that share one scale: a factor and a start for each group
-/// and output, as [`rescale_bytes`](overdrive_kernels::FourBit::rescale_bytes) takes them.
+/// The factors and starts, one of each for a group and output, that make the numbers of the groups of a unit bytes
+/// with one scale, as [`rescale_bytes`](overdrive_kernels::FourBit::rescale_bytes) takes them.
 ///
 /// A byte is off by half of 1/127 of the largest number of the unit: where the scales of the groups are the same, by
 /// 1/16 of a step of integer codes.
