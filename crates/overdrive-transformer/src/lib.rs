@@ -100,6 +100,7 @@ pub use config::{
     Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
 };
 pub use error::{Error, Result};
+pub use gguf::{end_of_text_tokens, generation_config_from_gguf};
 pub use execution::{AttentionImplementation, Execution};
 pub use init::Init;
 pub use input::{ForwardInput, Logits};
