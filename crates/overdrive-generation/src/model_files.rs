@@ -132,10 +132,20 @@ fn token_of_folder(folder: &Path, name: &str) -> Result<Option<String>> {
 /// Writes the tokenizer of a GGUF file as transformers reads it.
 fn save_gguf_tokenizer(file: &GgufFile, to: &Path) -> Result<()> {
     let tokenizer = tokenizer_from_gguf(file)?;
-    let architecture = file.value("general.architecture").and_then(GgufValue::as_str);
+    let architecture = file
+        .value("general.architecture")
+        .and_then(GgufValue::as_str);
     let key = format!("{}.context_length", architecture.unwrap_or_default());
-    let context = file.value(&key).and_then(GgufValue::as_i64).unwrap_or(i64::MAX);
-    save_tokenizer(to, &tokenizer, None, usize::try_from(context).unwrap_or(usize::MAX))?;
+    let context = file
+        .value(&key)
+        .and_then(GgufValue::as_i64)
+        .unwrap_or(i64::MAX);
+    save_tokenizer(
+        to,
+        &tokenizer,
+        None,
+        usize::try_from(context).unwrap_or(usize::MAX),
+    )?;
     let path = to.join("tokenizer_config.json");
     let text = std::fs::read_to_string(&path).map_err(Common::io("read", &path))?;
     let mut config: Map<String, Value> =

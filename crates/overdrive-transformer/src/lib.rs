@@ -100,8 +100,8 @@ pub use config::{
     Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
 };
 pub use error::{Error, Result};
-pub use gguf::{end_of_text_tokens, generation_config_from_gguf};
 pub use execution::{AttentionImplementation, Execution};
+pub use gguf::{end_of_text_tokens, generation_config_from_gguf};
 pub use init::Init;
 pub use input::{ForwardInput, Logits};
 pub use loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss};

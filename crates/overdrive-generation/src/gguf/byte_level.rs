@@ -34,7 +34,9 @@ pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<(Tokenizer, Ends)
         let expected = "the merges of byte-level BPE";
         overdrive_core::Error::option("tokenizer.ggml.merges", "missing", expected)
     })?;
-    let ids = vocabulary.tokens().map(|(id, text, _)| (text.to_owned(), id));
+    let ids = vocabulary
+        .tokens()
+        .map(|(id, text, _)| (text.to_owned(), id));
     let model = BPE::builder()
         .vocab_and_merges(ids.collect::<AHashMap<_, _>>(), merges)
         .ignore_merges(ignore_merges)
@@ -49,7 +51,9 @@ pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<(Tokenizer, Ends)
     if vocabulary.flag("add_space_prefix", false)? {
         let prefix = json!({"type": "Prepend", "prepend": " "});
         let normalizer = super::part::<tokenizers::NormalizerWrapper>(prefix)?;
-        tokenizer.with_normalizer(Some(normalizer)).map_err(Error::Tokenizer)?;
+        tokenizer
+            .with_normalizer(Some(normalizer))
+            .map_err(Error::Tokenizer)?;
     }
     Ok((tokenizer, Ends::read(vocabulary, add_bos, false)?))
 }

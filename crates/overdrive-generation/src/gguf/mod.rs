@@ -109,7 +109,12 @@ fn add_ends(tokenizer: &mut Tokenizer, vocabulary: &Vocabulary<'_>, ends: Ends) 
     let around = |sequences: &[&str]| -> Vec<Value> {
         let sequences = sequences.iter();
         let sequences = sequences.map(|id| json!({"Sequence": {"id": id, "type_id": 0}}));
-        before.iter().cloned().chain(sequences).chain(after.clone()).collect()
+        before
+            .iter()
+            .cloned()
+            .chain(sequences)
+            .chain(after.clone())
+            .collect()
     };
     let (single, pair) = (around(&["A"]), around(&["A", "B"]));
     let processor: tokenizers::PostProcessorWrapper = part(json!({

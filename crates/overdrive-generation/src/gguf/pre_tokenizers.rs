@@ -30,7 +30,10 @@ macro_rules! contractions {
 macro_rules! words {
     ($words:expr, $digits:expr) => {
         concat!(
-            $words, r"|", $digits, r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            $words,
+            r"|",
+            $digits,
+            r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         )
     };
 }
@@ -39,9 +42,13 @@ macro_rules! words {
 macro_rules! cased {
     ($end:expr, $digits:expr) => {
         concat!(
-            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+", $end,
-            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*", $end,
-            r"|", $digits, r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
+            r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+",
+            $end,
+            r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*",
+            $end,
+            r"|",
+            $digits,
+            r"| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+"
         )
     };
 }
@@ -62,8 +69,7 @@ macro_rules! letters {
     };
 }
 
-const GPT2: &str =
-    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 const LLAMA3: &str = words!(letters!(), r"\p{N}{1,3}");
 const QWEN2: &str = words!(letters!(), r"\p{N}");
 const DIGIT: &str = r"\p{N}";
@@ -102,12 +108,8 @@ const KIMI: &str = concat!(
 );
 
 /// llama.cpp's rule for files without a name, which were made before there were names.
-pub(super) const DEFAULT: WordRule = plain(&[
-    r"[\p{P}\$\+<=>\^~\|]+",
-    GPT2,
-    r"\p{N}+",
-    r"[0-9][0-9][0-9]",
-]);
+pub(super) const DEFAULT: WordRule =
+    plain(&[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"]);
 
 const fn plain(patterns: &'static [&'static str]) -> WordRule {
     WordRule {

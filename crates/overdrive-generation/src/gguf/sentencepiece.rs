@@ -19,7 +19,12 @@ pub(super) fn by_scores(vocabulary: &Vocabulary<'_>) -> Result<(Tokenizer, Ends)
         (None, Some(scores)) => merges_of_scores(vocabulary, &scores),
         (None, None) => {
             let expected = "the scores of the tokens";
-            return Err(overdrive_core::Error::option("tokenizer.ggml.scores", "missing", expected).into());
+            return Err(overdrive_core::Error::option(
+                "tokenizer.ggml.scores",
+                "missing",
+                expected,
+            )
+            .into());
         }
     };
     let prefix = vocabulary.flag("add_space_prefix", true)?;
@@ -36,14 +41,24 @@ pub(super) fn by_merges(vocabulary: &Vocabulary<'_>) -> Result<(Tokenizer, Ends)
     })?;
     // llama.cpp looks several newlines up as a whole.
     let mut tokenizer = Tokenizer::new(model(vocabulary, merges, true)?);
-    set_spaces(&mut tokenizer, vocabulary.flag("add_space_prefix", false)?, Vec::new())?;
+    set_spaces(
+        &mut tokenizer,
+        vocabulary.flag("add_space_prefix", false)?,
+        Vec::new(),
+    )?;
     set_pre_tokenizer(&mut tokenizer, vec![split(r"[^\n]+|[\n]+")])?;
     let gemma = vocabulary.model()? == "gemma4" || vocabulary.pre() == Some("gemma4");
     Ok((tokenizer, Ends::read(vocabulary, gemma, false)?))
 }
 
-fn model(vocabulary: &Vocabulary<'_>, merges: Vec<(String, String)>, ignore_merges: bool) -> Result<BPE> {
-    let ids = vocabulary.tokens().map(|(id, text, _)| (text.to_owned(), id));
+fn model(
+    vocabulary: &Vocabulary<'_>,
+    merges: Vec<(String, String)>,
+    ignore_merges: bool,
+) -> Result<BPE> {
+    let ids = vocabulary
+        .tokens()
+        .map(|(id, text, _)| (text.to_owned(), id));
     let mut builder = BPE::builder()
         .vocab_and_merges(ids.collect::<AHashMap<_, _>>(), merges)
         .ignore_merges(ignore_merges)
@@ -57,7 +72,10 @@ fn model(vocabulary: &Vocabulary<'_>, merges: Vec<(String, String)>, ignore_merg
 
 /// Sets the normalizer after `first`, and the decoder: spaces are written as [`SPACE`], with one before each text
 /// if `prefix` is set.
-pub(super) fn set_spaces(tokenizer: &mut Tokenizer, prefix: bool, first: Vec<NormalizerWrapper>,
+pub(super) fn set_spaces(
+    tokenizer: &mut Tokenizer,
+    prefix: bool,
+    first: Vec<NormalizerWrapper>,
 ) -> Result<()> {
     let mut steps = first;
     if prefix {

@@ -1,7 +1,7 @@
 use overdrive_core::Error as Common;
+use tokenizers::models::unigram::Unigram;
 use tokenizers::normalizers::Precompiled;
 use tokenizers::{NormalizerWrapper, Tokenizer};
-use tokenizers::models::unigram::Unigram;
 
 use super::vocabulary::{TokenType, Vocabulary};
 use super::{Ends, charsmap, part, replace, sentencepiece};
@@ -19,21 +19,30 @@ pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<(Tokenizer, Ends)
         .tokens()
         .zip(&scores)
         .filter(|((_, _, kind), _)| *kind == TokenType::Normal);
-    let lowest = normal.map(|(_, &score)| score).reduce(f32::min).unwrap_or(0.0);
-    let pieces = vocabulary.tokens().zip(&scores).map(|((_, text, kind), &score)| {
-        let score = match kind {
-            TokenType::Normal => score,
-            _ => lowest,
-        };
-        (text.to_owned(), f64::from(score))
-    });
+    let lowest = normal
+        .map(|(_, &score)| score)
+        .reduce(f32::min)
+        .unwrap_or(0.0);
+    let pieces = vocabulary
+        .tokens()
+        .zip(&scores)
+        .map(|((_, text, kind), &score)| {
+            let score = match kind {
+                TokenType::Normal => score,
+                _ => lowest,
+            };
+            (text.to_owned(), f64::from(score))
+        });
     let unknown = vocabulary.special("unknown_token_id")?;
     let unknown = unknown.map(|id| id as usize);
     let model = Unigram::from(pieces.collect(), unknown, vocabulary.has_bytes())
         .map_err(|error| vocabulary.refused(error))?;
     let mut tokenizer = Tokenizer::new(model);
     let mut steps = Vec::new();
-    if let Some(map) = vocabulary.bytes("precompiled_charsmap")?.filter(|map| !map.is_empty()) {
+    if let Some(map) = vocabulary
+        .bytes("precompiled_charsmap")?
+        .filter(|map| !map.is_empty())
+    {
         let damaged = |reason: String| {
             Common::option("tokenizer.ggml.precompiled_charsmap", "damaged", reason)
         };

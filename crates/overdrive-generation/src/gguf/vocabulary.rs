@@ -35,7 +35,9 @@ impl<'a> Vocabulary<'a> {
         // An id is a `u32`, as in llama.cpp.
         if tokens.is_empty() || u32::try_from(tokens.len()).is_err() {
             let expected = "from one token to 2^32";
-            return Err(Common::option(key, format!("a list of {}", tokens.len()), expected).into());
+            return Err(
+                Common::option(key, format!("a list of {}", tokens.len()), expected).into(),
+            );
         }
         let mut texts = Vec::with_capacity(tokens.len());
         let mut seen = HashSet::with_capacity(tokens.len());
@@ -111,8 +113,12 @@ impl<'a> Vocabulary<'a> {
                 .as_i64s()
                 .map(|scores| scores.iter().map(|&score| score as f32).collect()),
         };
-        let scores = scores.filter(|all| all.len() >= self.len() && all.iter().all(|s| !s.is_nan()));
-        let expected = format!("a list of at least {} numbers, one for each token", self.len());
+        let scores =
+            scores.filter(|all| all.len() >= self.len() && all.iter().all(|s| !s.is_nan()));
+        let expected = format!(
+            "a list of at least {} numbers, one for each token",
+            self.len()
+        );
         let scores = scores.ok_or_else(|| missing(self.file, key, &expected))?;
         Ok(Some(scores))
     }
@@ -144,9 +150,9 @@ impl<'a> Vocabulary<'a> {
         match self.file.value(&key) {
             None => Ok(None),
             Some(GgufValue::Array(GgufArray::U8(bytes))) => Ok(Some(bytes.clone())),
-            Some(GgufValue::Array(GgufArray::I8(bytes))) => {
-                Ok(Some(bytes.iter().map(|byte| byte.cast_unsigned()).collect()))
-            }
+            Some(GgufValue::Array(GgufArray::I8(bytes))) => Ok(Some(
+                bytes.iter().map(|byte| byte.cast_unsigned()).collect(),
+            )),
             Some(_) => Err(missing(self.file, &key, "a list of bytes")),
         }
     }
@@ -187,7 +193,8 @@ impl<'a> Vocabulary<'a> {
 
     /// Returns the error that the crate for tokenizers has refused the vocabulary.
     pub(super) fn refused(&self, error: impl std::fmt::Display) -> Error {
-        Common::parse("GGUF", self.file.path())(format!("its tokenizer is inconsistent: {error}")).into()
+        Common::parse("GGUF", self.file.path())(format!("its tokenizer is inconsistent: {error}"))
+            .into()
     }
 }
 

@@ -39,7 +39,9 @@ pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<(Tokenizer, Ends)
         "type": "BertNormalizer", "clean_text": true, "handle_chinese_chars": true,
         "strip_accents": strip_accents, "lowercase": lowercase,
     }))?;
-    tokenizer.with_normalizer(Some(normalizer)).map_err(Error::Tokenizer)?;
+    tokenizer
+        .with_normalizer(Some(normalizer))
+        .map_err(Error::Tokenizer)?;
     let words = json!({"type": "BertPreTokenizer"});
     tokenizer.with_pre_tokenizer(Some(part::<tokenizers::PreTokenizerWrapper>(words)?));
     let decoder = json!({"type": "WordPiece", "prefix": "##", "cleanup": true});

@@ -24,7 +24,10 @@ const NUMBERS: [(&str, &str); 5] = [
 /// [`Error::Common`](crate::Error::Common) for a value of another type.
 pub fn generation_config_from_gguf(file: &GgufFile) -> Result<Map<String, Value>> {
     let mut map = Map::new();
-    for (key, name) in [("bos_token_id", "bos_token_id"), ("padding_token_id", "pad_token_id")] {
+    for (key, name) in [
+        ("bos_token_id", "bos_token_id"),
+        ("padding_token_id", "pad_token_id"),
+    ] {
         let id = file.value(&format!("tokenizer.ggml.{key}"));
         // Some converters write -1, or its 32 bits without a sign, for a token that there is not.
         let exists = |id: &i64| *id >= 0 && *id < i64::from(u32::MAX);
@@ -58,7 +61,10 @@ pub fn generation_config_from_gguf(file: &GgufFile) -> Result<Map<String, Value>
     }
     for name in ["xtc_probability", "mirostat"] {
         let value = file.value(&format!("general.sampling.{name}"));
-        if value.and_then(GgufValue::as_f64).is_some_and(|number| number > 0.0) {
+        if value
+            .and_then(GgufValue::as_f64)
+            .is_some_and(|number| number > 0.0)
+        {
             tracing::warn!("`general.sampling.{name}` of the file is not supported; it is ignored");
         }
     }

@@ -97,7 +97,11 @@ fn kind_of_matrices(sources: &[Source<'_>]) -> Kind {
         .filter(|source| !matches!(source.spec.role, ParameterRole::Other));
     let mut kinds = matrices.map(|source| source.tensor.tensor_type().kind());
     match kinds.next() {
-        Some(Some(first @ (Kind::Half | Kind::BFloat16))) if kinds.all(|kind| kind == Some(first)) => first,
+        Some(Some(first @ (Kind::Half | Kind::BFloat16)))
+            if kinds.all(|kind| kind == Some(first)) =>
+        {
+            first
+        }
         _ => Kind::Float,
     }
 }
