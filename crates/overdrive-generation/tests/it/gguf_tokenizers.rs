@@ -64,10 +64,10 @@ fn words_are_found_by_the_rule_that_the_file_names() {
         let file = changed("words.gguf", &[("tokenizer.ggml.pre", Some(string(name)))]);
         let tokenizer = tokenizer_from_gguf(&file).unwrap();
         for (index, text) in texts.iter().enumerate() {
-            // transformers has the model's own expression, llama.cpp one that its engine can compute.
-            let ids = expected["transformers"]
-                .get(text)
-                .unwrap_or(&expected["ids"][index]);
+            // The model's own expression is right, llama.cpp has one that its engine can compute.
+            let own = expected["own"].get(text);
+            let ids = own.or_else(|| expected["transformers"].get(text));
+            let ids = ids.unwrap_or(&expected["ids"][index]);
             assert_eq!(
                 encode(&tokenizer, text, false),
                 list(ids),
@@ -99,7 +99,9 @@ fn decoding_returns_the_text() {
         let tokenizer = tokenizer_from_gguf(&file).unwrap();
         for text in texts(&json) {
             // SentencePiece writes a space as `▁`, and one before each text between control tokens.
-            if name != "byte_level" && (text.contains('▁') || text.contains('<')) {
+            // One before a token of three spaces is not there, and is cut nevertheless, as in llama.cpp.
+            let spaces = name == "sentencepiece" && text.starts_with("   ");
+            if name != "byte_level" && (text.contains('▁') || text.contains('<')) || spaces {
                 continue;
             }
             let ids = encode(&tokenizer, &text, true);
