@@ -97,6 +97,8 @@ fn run(flags: &Flags) -> Result<()> {
     if flags.external_data {
         options.external_data = ExternalData::Always;
     }
+    // Groups of a GGUF file that ONNX has no operator for are written as dense weights.
+    options.dense_fallback = flags.model.path.is_file();
     let mut model = load(&flags.model)?;
     print!("{}", export_pretrained(&mut model, &flags.out, &options)?);
     flags.model.copy_tokenizer(&flags.out)?;
@@ -120,6 +122,10 @@ fn load(flags: &ModelFlags) -> Result<CausalLm> {
     (dense.quantize, dense.quantize_head) = (None, None);
     let mut model = dense.load()?;
     if let Some(scheme) = flags.quantize {
+        if model.is_quantized() {
+            // The weights of a GGUF file; those that are quantized stay as they are otherwise.
+            model.dequantize()?;
+        }
         let options = QuantizeOptions::new(scheme);
         model.quantize(&match flags.quantize_head {
             Some(head) => options.with_head(head),
