@@ -9,7 +9,7 @@ pub(super) fn check(map: &[u8]) -> Result<(), String> {
         .split_first_chunk::<4>()
         .ok_or("a map of at least 4 bytes")?;
     let length = u32::from_le_bytes(*length) as usize;
-    if length > rest.len() || length % 4 != 0 {
+    if length > rest.len() || !length.is_multiple_of(4) {
         return Err(format!("a map whose trie of {length} bytes is whole"));
     }
     let (trie, texts) = rest.split_at(length);

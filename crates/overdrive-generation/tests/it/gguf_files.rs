@@ -5,23 +5,23 @@ use std::path::{Path, PathBuf};
 
 use overdrive_quantization::{GgufArray, GgufFile, GgufValue};
 
-pub fn fixture(name: &str) -> PathBuf {
+pub(crate) fn fixture(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf");
     folder.join(name)
 }
 
-pub fn string(text: &str) -> GgufValue {
+pub(crate) fn string(text: &str) -> GgufValue {
     GgufValue::String(text.to_owned())
 }
 
-pub fn strings(texts: &[&str]) -> GgufValue {
+pub(crate) fn strings(texts: &[&str]) -> GgufValue {
     GgufValue::Array(GgufArray::String(
         texts.iter().map(|&text| text.to_owned()).collect(),
     ))
 }
 
 /// Returns the fixture `name` with `changes` in its metadata; `None` removes a key.
-pub fn changed(name: &str, changes: &[(&str, Option<GgufValue>)]) -> GgufFile {
+pub(crate) fn changed(name: &str, changes: &[(&str, Option<GgufValue>)]) -> GgufFile {
     let mut metadata = GgufFile::open(fixture(name)).unwrap().metadata().clone();
     for (key, value) in changes {
         match value {
@@ -34,7 +34,7 @@ pub fn changed(name: &str, changes: &[(&str, Option<GgufValue>)]) -> GgufFile {
 }
 
 /// Writes a file without tensors, and opens it.
-pub fn write(metadata: &BTreeMap<String, GgufValue>, path: &Path) -> GgufFile {
+pub(crate) fn write(metadata: &BTreeMap<String, GgufValue>, path: &Path) -> GgufFile {
     let mut bytes = b"GGUF\x03\0\0\0".to_vec();
     bytes.extend(0u64.to_le_bytes());
     bytes.extend((metadata.len() as u64).to_le_bytes());
