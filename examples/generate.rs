@@ -63,15 +63,7 @@ fn main() -> ExitCode {
 fn run(flags: &Flags) -> Result<()> {
     let mut config = flags.generation.config(&flags.model.files()?, 128)?;
     flags.cache.apply(&mut config);
-    let model = flags.model.load()?;
-    let assistant = flags.assistant_model.as_ref();
-    let assistant_tokenizer = assistant
-        .filter(|path| path.is_file() || path.join("tokenizer.json").exists())
-        .map(|path| ModelFiles::open(path)?.tokenizer())
-        .transpose()?;
-    let assistant = assistant
-        .map(|path| flags.model.load_from(path))
-        .transpose()?;
+    // Before the weights: what is wrong with the tokenizer or the prompts is found at once.
     let by_ids = flags.prompt_ids.is_some() && flags.print_ids;
     let hint = |error| {
         anyhow!(
@@ -82,6 +74,15 @@ fn run(flags: &Flags) -> Result<()> {
         .then(|| flags.model.tokenizer().map_err(hint))
         .transpose()?;
     let prompts = prompts(flags, tokenizer.as_ref())?;
+    let model = flags.model.load()?;
+    let assistant = flags.assistant_model.as_ref();
+    let assistant_tokenizer = assistant
+        .filter(|path| path.is_file() || path.join("tokenizer.json").exists())
+        .map(|path| ModelFiles::open(path)?.tokenizer())
+        .transpose()?;
+    let assistant = assistant
+        .map(|path| flags.model.load_from(path))
+        .transpose()?;
     let mut constraints = Vec::new();
     if let Some(tokenizer) = &tokenizer
         && let Some(constraint) = flags.constraint.build(tokenizer, &model, &config)?
