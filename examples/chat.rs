@@ -5,7 +5,7 @@
 //! conversation, so each turn processes only the new tokens.
 //!
 //! ```text
-//! cargo run --release -p overdrive-examples --example chat -- --model DIR --system "Be brief."
+//! cargo run --release -p overdrive-examples --example chat -- --model PATH --system "Be brief."
 //! ```
 
 use std::io::{BufRead, stdin};
@@ -27,7 +27,7 @@ use signal_hook::flag;
 
 /// A conversation with a model, in the terminal
 ///
-/// Options without a flag are taken from the folder's generation_config.json.
+/// Options without a flag are taken from the folder's generation_config.json or the sampling defaults of a GGUF file.
 #[derive(Parser)]
 struct Flags {
     #[command(flatten)]
@@ -51,11 +51,11 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    let mut config = flags.generation.config(&flags.model.folder, 1024)?;
-    let template = ChatTemplate::from_dir(&flags.model.folder)?;
+    let files = flags.model.files()?;
+    let config = flags.generation.config(&files, 1024)?;
+    let template = files.chat_template()?;
     let tokenizer = Arc::new(flags.model.tokenizer()?);
     let model = flags.model.load()?;
-    flags.model.add_end_of_text(&model, &mut config);
     let mut engine = EngineConfig::default();
     engine.max_model_len = flags.max_model_len;
     engine.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);

@@ -19,15 +19,13 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use overdrive::generation::{
-    Answer, ChatBatchOptions, ChatTemplate, chat_batch_with, conversation_from_json,
-};
+use overdrive::generation::{Answer, ChatBatchOptions, chat_batch_with, conversation_from_json};
 use overdrive_examples::{GenerationFlags, ModelFlags};
 use serde_json::{Value, json};
 
 /// Answers a file of conversations
 ///
-/// Options without a flag are taken from the folder's generation_config.json; without it, decoding is greedy.
+/// Options without a flag are taken from the folder's generation_config.json or the sampling defaults of a GGUF file; without it, decoding is greedy.
 #[derive(Parser)]
 struct Flags {
     #[command(flatten)]
@@ -60,8 +58,9 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    let mut config = flags.generation.config(&flags.model.folder, 256)?;
-    let template = ChatTemplate::from_dir(&flags.model.folder)?;
+    let files = flags.model.files()?;
+    let config = flags.generation.config(&files, 256)?;
+    let template = files.chat_template()?;
     let tokenizer = Arc::new(flags.model.tokenizer()?);
     // Read completely before the model is loaded, so that a broken line is found at once.
     let lines = read(&flags.input)?;
@@ -81,7 +80,6 @@ fn run(flags: &Flags) -> Result<()> {
     }
 
     let model = flags.model.load()?;
-    flags.model.add_end_of_text(&model, &mut config);
     let mut options = ChatBatchOptions::default();
     options.engine.max_num_seqs = flags.max_num_seqs;
     options.engine.max_model_len = flags.max_model_len;

@@ -1,4 +1,4 @@
-//! Exports a model's folder to ONNX, with a merged adapter and quantized weights, and compares the speed of ONNX
+//! Exports a model's folder or GGUF file to ONNX, with a merged adapter and quantized weights, and compares the speed of ONNX
 //! Runtime with that of Overdrive.
 //!
 //! ```text
@@ -9,20 +9,18 @@
 //!
 //! `--compare` needs Python with onnxruntime: `python3`, or the interpreter in OVERDRIVE_PYTHON.
 
-use std::fs;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::{Parser, ValueEnum};
-use overdrive::datasets::copy_tokenizer;
 use overdrive::onnx::{
     Activations, Attention, ExportOptions, ExternalData, Precision, export_pretrained,
 };
 use overdrive::transformer::{CausalLm, QuantizeOptions};
 use overdrive_examples::{ModelFlags, OnnxComparison};
 
-/// Exports a model's folder to ONNX
+/// Exports a model's folder or GGUF file to ONNX
 #[derive(Parser)]
 struct Flags {
     #[command(flatten)]
@@ -99,15 +97,11 @@ fn run(flags: &Flags) -> Result<()> {
     if flags.external_data {
         options.external_data = ExternalData::Always;
     }
+    // Groups of a GGUF file that ONNX has no operator for are written as dense weights.
+    options.dense_fallback = flags.model.path.is_file();
     let mut model = load(&flags.model)?;
     print!("{}", export_pretrained(&mut model, &flags.out, &options)?);
-    copy_tokenizer(&flags.model.folder, &flags.out)?;
-    // The export writes the one that came with the model, but a GGUF file has none.
-    let generation = flags.model.folder.join("generation_config.json");
-    if flags.model.gguf.is_some() && generation.is_file() {
-        let bytes = fs::read(&generation).with_context(|| generation.display().to_string())?;
-        fs::write(flags.out.join("generation_config.json"), bytes)?;
-    }
+    flags.model.copy_tokenizer(&flags.out)?;
     if flags.compare {
         let comparison = OnnxComparison {
             prompt: flags.prompt,
@@ -128,6 +122,10 @@ fn load(flags: &ModelFlags) -> Result<CausalLm> {
     (dense.quantize, dense.quantize_head) = (None, None);
     let mut model = dense.load()?;
     if let Some(scheme) = flags.quantize {
+        if model.is_quantized() {
+            // The weights of a GGUF file; those that are quantized stay as they are otherwise.
+            model.dequantize()?;
+        }
         let options = QuantizeOptions::new(scheme);
         model.quantize(&match flags.quantize_head {
             Some(head) => options.with_head(head),

@@ -1,9 +1,10 @@
-//! Continues prompts with a model from a Hugging Face folder, such as the one that `train` writes.
+//! Continues prompts with a model from a GGUF file or a Hugging Face folder, such as the one that `train` writes.
 //! The text goes to stdout, the speed to stderr.
 //!
 //! ```text
 //! cargo xtask example generate --model runs/tiny/model --stream \
 //!     --prompt "fn main() {" --max-new-tokens 200 --temperature 0.8 --top-p 0.95 --seed 1
+//! cargo xtask example generate --model SmolLM2-135M-Instruct.Q4_1.gguf --prompt "The capital of France is"
 //! cargo xtask example generate --model DIR --prompt-ids 1,2,3 --print-ids --temperature 0
 //! cargo xtask example generate --model DIR --prompt "Once" --quantize nf4 --quantize-head int8
 //! cargo xtask example generate --model DIR --batch-file prompts.txt --cache paged
@@ -16,13 +17,15 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Parser;
-use overdrive::datasets::load_tokenizer;
-use overdrive::generation::{GenerateOptions, GenerateOutput, Tokenizer, generate_with_options};
+use overdrive::generation::{
+    GenerateOptions, GenerateOutput, ModelFiles, Tokenizer, generate_with_options,
+};
 use overdrive_examples::{CacheFlags, ConstraintFlags, GenerationFlags, ModelFlags, print_now};
 
-/// Continues prompts with a model from a Hugging Face folder
+/// Continues prompts with a model from a GGUF file or a Hugging Face folder
 ///
-/// Options without a flag are taken from the folder's generation_config.json; without it, decoding is greedy.
+/// Options without a flag are taken from the folder's generation_config.json or the sampling defaults of the file;
+/// without them, decoding is greedy.
 #[derive(Parser)]
 struct Flags {
     #[command(flatten)]
@@ -58,24 +61,28 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    let mut config = flags.generation.config(&flags.model.folder, 128)?;
+    let mut config = flags.generation.config(&flags.model.files()?, 128)?;
     flags.cache.apply(&mut config);
-    let model = flags.model.load()?;
-    flags.model.add_end_of_text(&model, &mut config);
-    let assistant = flags.assistant_model.as_ref();
-    let assistant_tokenizer = assistant
-        .filter(|folder| folder.join("tokenizer.json").exists())
-        .map(load_tokenizer)
-        .transpose()?;
-    let assistant = assistant
-        .map(|folder| flags.model.load_from(folder))
-        .transpose()?;
+    // Before the weights: what is wrong with the tokenizer or the prompts is found at once.
     let by_ids = flags.prompt_ids.is_some() && flags.print_ids;
-    let hint = |error| anyhow!("{error}; without a tokenizer use --prompt-ids and --print-ids");
+    let hint = |error| {
+        anyhow!(
+            "{error}; --tokenizer names another one, and without one use --prompt-ids and --print-ids"
+        )
+    };
     let tokenizer = (!by_ids)
         .then(|| flags.model.tokenizer().map_err(hint))
         .transpose()?;
     let prompts = prompts(flags, tokenizer.as_ref())?;
+    let model = flags.model.load()?;
+    let assistant = flags.assistant_model.as_ref();
+    let assistant_tokenizer = assistant
+        .filter(|path| path.is_file() || path.join("tokenizer.json").exists())
+        .map(|path| ModelFiles::open(path)?.tokenizer())
+        .transpose()?;
+    let assistant = assistant
+        .map(|path| flags.model.load_from(path))
+        .transpose()?;
     let mut constraints = Vec::new();
     if let Some(tokenizer) = &tokenizer
         && let Some(constraint) = flags.constraint.build(tokenizer, &model, &config)?

@@ -1,4 +1,4 @@
-//! Quantizes a model's folder into another and reports the cost: size and error of each weight, perplexity
+//! Quantizes a model's folder, or a GGUF file, into a folder and reports the cost: size and error of each weight, perplexity
 //! and decoding speed before and after.
 //!
 //! ```text
@@ -7,7 +7,7 @@
 //!     --data book.txt --out OUT
 //! ```
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::rc::Rc;
 
@@ -17,12 +17,14 @@ use overdrive::quantization::{
     CheckpointOptions, ClipOptions, GptqOptions, Migration, Progress, Scheme, quantize_checkpoint,
 };
 use overdrive::transformer::LoadOptions;
-use overdrive_examples::{ByteProgress, ModelText, decode_tokens_per_second, load_model};
+use overdrive_examples::{
+    ByteProgress, ModelText, decode_tokens_per_second, load_model, unpack_gguf,
+};
 
-/// Quantizes a model's folder into another
+/// Quantizes a model's folder, or a GGUF file, into a folder
 #[derive(Parser)]
 struct Flags {
-    /// Folder with config.json, model.safetensors and tokenizer.json
+    /// Folder with config.json, model.safetensors and tokenizer.json, or a GGUF file, which is dequantized first
     #[arg(long)]
     model: PathBuf,
     /// int8, int8-weight, llm-int8, int4, int4-asym, nf4, nf4-single, fp4, fp8
@@ -102,10 +104,24 @@ fn run(flags: &Flags) -> Result<()> {
         _ => None,
     };
 
+    // The weights of a file are in llama.cpp's order and types: they are written as a folder first.
+    let unpacked = match flags.model.is_file() {
+        true => {
+            let parent = flags
+                .out
+                .parent()
+                .filter(|parent| !parent.as_os_str().is_empty());
+            Some(unpack_gguf(&flags.model, parent.unwrap_or(Path::new(".")))?)
+        }
+        false => None,
+    };
+    let folder = unpacked
+        .as_ref()
+        .map_or(flags.model.as_path(), |unpacked| unpacked.path());
     let (mut text, mut before) = (None, None);
     if !flags.no_eval || !flags.calibrate.is_empty() {
-        let model = load_model(&flags.model, LoadOptions::default())?;
-        let data = ModelText::prepare(&flags.model, &model, &flags.data)?;
+        let model = load_model(folder, LoadOptions::default())?;
+        let data = ModelText::prepare(folder, &model, &flags.data)?;
         if !flags.calibrate.is_empty() {
             options.statistics = Some(Rc::new(data.inputs_of(&model, flags.calibration_windows)?));
         }
@@ -118,7 +134,7 @@ fn run(flags: &Flags) -> Result<()> {
     let bar = ByteProgress::new("quantizing")?;
     let shown = bar.clone();
     options.progress = Some(Progress::new(move |done, all| shown.set(done, all)));
-    let report = quantize_checkpoint(&flags.model, &flags.out, scheme, &options);
+    let report = quantize_checkpoint(folder, &flags.out, scheme, &options);
     bar.clear();
     println!("{}\n", report?);
 

@@ -1,15 +1,13 @@
 //! The flags for text generation.
 
-use std::path::Path;
-
 use anyhow::Result;
 use clap::Args;
-use overdrive::generation::GenerationConfig;
+use overdrive::generation::{GenerationConfig, ModelFiles};
 use serde::Serialize;
 use serde_json::Value;
 
 /// The options of text generation; each flag is the key of generation_config.json with the same name, and
-/// overrides that of the folder.
+/// overrides that of the model.
 #[derive(Debug, Clone, Default, Args, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub struct GenerationFlags {
@@ -83,10 +81,14 @@ fn json(text: &str) -> Result<Value, serde_json::Error> {
 }
 
 impl GenerationFlags {
-    /// Returns the folder's configuration with the flags applied. A flag about sampling turns sampling on; without
+    /// Returns the model's configuration with the flags applied. A flag about sampling turns sampling on; without
     /// any limit of the length, there are at most `default_new_tokens`.
-    pub fn config(&self, folder: &Path, default_new_tokens: usize) -> Result<GenerationConfig> {
-        let mut keys = GenerationConfig::map_from_dir(folder)?;
+    pub fn config(
+        &self,
+        files: &ModelFiles,
+        default_new_tokens: usize,
+    ) -> Result<GenerationConfig> {
+        let mut keys = files.generation_config()?;
         if let Value::Object(given) = serde_json::to_value(self)? {
             keys.extend(given.into_iter().filter(|(_, value)| !value.is_null()));
         }

@@ -23,7 +23,7 @@ pub use cache_flags::{Cache, CacheFlags};
 #[cfg(feature = "constraints")]
 pub use constraint_flags::ConstraintFlags;
 pub use generation_flags::GenerationFlags;
-pub use model_flags::{ModelFlags, load_model};
+pub use model_flags::{ModelFlags, load_model, unpack_gguf};
 pub use model_text::ModelText;
 pub use onnx_comparison::OnnxComparison;
 pub use progress::ByteProgress;

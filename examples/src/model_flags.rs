@@ -2,28 +2,29 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::Result;
+use anyhow::{Context, Result};
 use clap::Args;
-use overdrive::datasets::load_tokenizer;
-use overdrive::generation::{GenerationConfig, Tokenizer};
+use overdrive::datasets::{copy_tokenizer, load_tokenizer};
+use overdrive::generation::{ModelFiles, Tokenizer};
 use overdrive::lora::{
     LoadAdapterOptions, MergeOptions, load_adapter, merge_and_unload, merge_obstacle,
 };
 use overdrive::quantization::Scheme;
-use overdrive::transformer::{CausalLm, LoadOptions, LoadProgress, QuantizeOptions};
+use overdrive::transformer::{CausalLm, LoadOptions, LoadProgress, QuantizeOptions, SaveOptions};
 use tch::{Device, Kind};
+use tempfile::TempDir;
 
 use crate::ByteProgress;
 
 /// The model and the form in which it is loaded.
 #[derive(Debug, Clone, Args)]
 pub struct ModelFlags {
-    /// Folder with config.json, model.safetensors and tokenizer.json
-    #[arg(long = "model", value_name = "DIR")]
-    pub folder: PathBuf,
-    /// GGUF file of the model; the folder then only needs tokenizer.json
-    #[arg(long, value_name = "FILE")]
-    pub gguf: Option<PathBuf>,
+    /// GGUF file, or folder with config.json, model.safetensors and tokenizer.json
+    #[arg(long = "model", value_name = "PATH")]
+    pub path: PathBuf,
+    /// tokenizer.json, or a folder with one, in place of the model's tokenizer
+    #[arg(long, value_name = "PATH")]
+    pub tokenizer: Option<PathBuf>,
     /// Folder with an adapter in PEFT's format; it is merged into dense weights where it can be
     #[arg(long, value_name = "DIR")]
     pub adapter: Option<PathBuf>,
@@ -44,10 +45,7 @@ pub struct ModelFlags {
 impl ModelFlags {
     /// Returns the model with its adapter, on a GPU if there is one.
     pub fn load(&self) -> Result<CausalLm> {
-        let mut model = match &self.gguf {
-            Some(file) => CausalLm::from_gguf(file, &self.options())?,
-            None => self.load_from(&self.folder)?,
-        };
+        let mut model = self.load_from(&self.path)?;
         let Some(adapter) = &self.adapter else {
             return Ok(model);
         };
@@ -72,8 +70,8 @@ impl ModelFlags {
     }
 
     /// Loads another model in the same form.
-    pub fn load_from(&self, folder: &Path) -> Result<CausalLm> {
-        load_model(folder, self.options())
+    pub fn load_from(&self, path: &Path) -> Result<CausalLm> {
+        load_model(path, self.options())
     }
 
     fn options(&self) -> LoadOptions {
@@ -92,31 +90,58 @@ impl ModelFlags {
         }
     }
 
-    /// Loads `tokenizer.json` of the model's folder.
-    pub fn tokenizer(&self) -> Result<Tokenizer> {
-        Ok(load_tokenizer(&self.folder)?)
+    /// Opens what comes with the model beside its weights.
+    pub fn files(&self) -> Result<ModelFiles> {
+        Ok(ModelFiles::open(&self.path)?)
     }
 
-    /// Adds the tokens with which the model of a GGUF file ends a text or a turn to those that the folder names.
-    pub fn add_end_of_text(&self, model: &CausalLm, config: &mut GenerationConfig) {
-        if self.gguf.is_some() {
-            let ids = model.config().eos_token_ids().iter();
-            let new = ids.filter(|id| !config.eos_token_id.contains(id));
-            let new: Vec<i64> = new.copied().collect();
-            config.eos_token_id.extend(new);
+    /// Returns the tokenizer of `--tokenizer`, else that of the model.
+    pub fn tokenizer(&self) -> Result<Tokenizer> {
+        Ok(match &self.tokenizer {
+            Some(path) => load_tokenizer(path)?,
+            None => self.files()?.tokenizer()?,
+        })
+    }
+
+    /// Copies the tokenizer of `--tokenizer`, else that of the model, into the folder `to`.
+    pub fn copy_tokenizer(&self, to: &Path) -> Result<()> {
+        match &self.tokenizer {
+            Some(path) if path.is_dir() => {
+                copy_tokenizer(path, to)?;
+            }
+            Some(path) => {
+                std::fs::copy(path, to.join("tokenizer.json"))
+                    .with_context(|| path.display().to_string())?;
+            }
+            None => self.files()?.copy_tokenizer(to)?,
         }
+        Ok(())
     }
 }
 
-/// Loads the model in `folder`, with a progress bar if stderr is a terminal.
-pub fn load_model(folder: &Path, options: LoadOptions) -> Result<CausalLm> {
+/// Writes the model of the GGUF file `path` as a folder with dense weights, under `parent`, which is deleted when the
+/// returned handle is dropped.
+pub fn unpack_gguf(path: &Path, parent: &Path) -> Result<TempDir> {
+    let folder = tempfile::Builder::new()
+        .prefix(".unpacked-")
+        .tempdir_in(parent)
+        .with_context(|| parent.display().to_string())?;
+    let mut model = load_model(path, LoadOptions::default())?;
+    model.dequantize()?;
+    model.save_pretrained(folder.path(), &SaveOptions::default())?;
+    ModelFiles::open(path)?.copy_tokenizer(folder.path())?;
+    Ok(folder)
+}
+
+/// Loads the model of a folder or a GGUF file, with a progress bar if stderr is a terminal.
+pub fn load_model(path: &Path, options: LoadOptions) -> Result<CausalLm> {
     let bar = ByteProgress::new("loading")?;
     let shown = bar.clone();
     let options = LoadOptions {
         progress: Some(LoadProgress::new(move |done, all| shown.set(done, all))),
         ..options
     };
-    let model = CausalLm::from_pretrained(folder, &options);
+    let model = CausalLm::from_pretrained(path, &options);
     bar.clear();
     Ok(model?)
 }

@@ -179,12 +179,32 @@ pub enum Error {
     Scheduler(&'static str),
     /// A model has no chat template.
     #[error(
-        "{} holds no chat template, in chat_template.jinja or under chat_template of tokenizer_config.json: it may be a base model; give the template of its family to ChatTemplate::new", dir.display()
+        "{} holds no chat template, in chat_template.jinja, under chat_template of tokenizer_config.json or under tokenizer.chat_template of a GGUF file: it may be a base model; give the template of its family to ChatTemplate::new", dir.display()
     )]
     NoChatTemplate {
-        /// The model's folder.
+        /// The model's folder or file.
         dir: PathBuf,
     },
+    /// A GGUF file has a tokenizer that this crate does not build.
+    #[error(
+        "`{key}` of {} is {found:?}, and the kinds that are read are {known}; give the tokenizer.json of the model that the file was made of (`--tokenizer` in the examples)", path.display()
+    )]
+    UnknownTokenizer {
+        /// The file.
+        path: PathBuf,
+        /// The key of its metadata.
+        key: &'static str,
+        /// The value of the key.
+        found: String,
+        /// The values that are read.
+        known: &'static str,
+    },
+    /// An error of reading or writing a folder's tokenizer.
+    #[error(transparent)]
+    Data(#[from] overdrive_datasets::Error),
+    /// An error of reading a GGUF file.
+    #[error(transparent)]
+    Quantization(#[from] overdrive_quantization::Error),
     /// A chat template cannot be parsed, or refuses the conversation.
     #[error("chat template: {0}")]
     ChatTemplate(String),

@@ -11,6 +11,9 @@
 //! ([`EngineHandle`] from other threads). [`ChatTemplate`] renders conversations as transformers does,
 //! and [`chat_batch`] answers a list of them.
 //!
+//! [`ModelFiles`] has what comes with a model beside its weights: tokenizer, chat template and generation
+//! settings, from a Hugging Face folder or from a GGUF file alone.
+//!
 //! Greedy output, processed scores and beams equal those of transformers on the fixtures in `tests/`;
 //! speculation changes neither greedy tokens nor distributions.
 //!
@@ -58,7 +61,9 @@ mod device_sampling;
 mod engine;
 mod error;
 mod generate;
+mod gguf;
 mod logprobs;
+mod model_files;
 mod output;
 mod processors;
 mod prompts;
@@ -84,7 +89,9 @@ pub use engine::{
 };
 pub use error::{Error, Result};
 pub use generate::{GenerateOptions, generate, generate_with, generate_with_options};
+pub use gguf::tokenizer_from_gguf;
 pub use logprobs::TokenLogprobs;
+pub use model_files::ModelFiles;
 pub use output::{
     FinishReason, GenerateOutput, GenerateTimings, GeneratedToken, SpeculationStatistics,
 };

@@ -267,8 +267,14 @@ impl InstructionData {
     }
 }
 
-/// Returns a digest of the configuration of a model and of evenly spaced blocks of its weight files.
+/// Returns a digest of the configuration of a model and of evenly spaced blocks of its weight files, or of those of
+/// a GGUF file.
 fn model_digest(folder: &Path) -> Result<Sha256Digest> {
+    if folder.is_file() {
+        let mut sample = Vec::new();
+        read_sample(folder, &mut sample).map_err(CommonError::io("read", folder))?;
+        return Ok(Sha256Digest::of(&sample));
+    }
     let entries = std::fs::read_dir(folder).and_then(Iterator::collect::<std::io::Result<Vec<_>>>);
     let entries = entries.map_err(CommonError::io("list", folder))?;
     let paths = entries.into_iter().map(|entry| entry.path());

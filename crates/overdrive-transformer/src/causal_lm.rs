@@ -93,7 +93,9 @@ impl CausalLm {
         CausalLm::from_tensors(config, parts)
     }
 
-    /// Reads a Hugging Face folder: `config.json`, `model.safetensors` (or shards with
+    /// Reads a model from a Hugging Face folder, or from a GGUF file as [`CausalLm::from_gguf`] does.
+    ///
+    /// Of a folder it reads `config.json`, `model.safetensors` (or shards with
     /// `model.safetensors.index.json`) and, if it exists, `generation_config.json`.
     ///
     /// Files are memory-mapped, and each tensor is converted straight to its device and dtype: loading takes
@@ -103,8 +105,11 @@ impl CausalLm {
     /// [`Error::Unsupported`] for an architecture or option that this crate does not implement;
     /// [`Error::Checkpoint`] with every tensor that is missing, unexpected or of another shape;
     /// [`Error::BadWeightFile`] for a damaged file; [`Error::Common`] for a file that cannot be read.
-    pub fn from_pretrained(dir: impl AsRef<Path>, options: &LoadOptions) -> Result<CausalLm> {
-        let dir = dir.as_ref();
+    pub fn from_pretrained(path: impl AsRef<Path>, options: &LoadOptions) -> Result<CausalLm> {
+        let dir = path.as_ref();
+        if dir.is_file() {
+            return CausalLm::from_gguf(dir, options);
+        }
         let config = ModelConfig::from_dir(dir)?;
         let parts = checkpoint::read(dir, &config, options)?;
         let mut model = CausalLm::from_tensors(&config, parts)?;
@@ -469,6 +474,10 @@ impl CausalLm {
     /// Returns the dtype of the dense parameters.
     pub fn kind(&self) -> Kind {
         self.embedding().kind()
+    }
+
+    pub(crate) fn set_generation_config(&mut self, map: Map<String, Value>) {
+        self.generation_config = Some(map);
     }
 
     /// Returns the contents of `generation_config.json`, or `None` if the checkpoint had none.

@@ -101,6 +101,7 @@ pub use config::{
 };
 pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};
+pub use gguf::{end_of_text_tokens, generation_config_from_gguf};
 pub use init::Init;
 pub use input::{ForwardInput, Logits};
 pub use loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss};

@@ -36,7 +36,11 @@ impl FinetuneModel {
         };
         let mut model = CausalLm::from_pretrained(&arguments.model_name_or_path, &options)?;
         model.set_execution(arguments.training.execution());
-        if arguments.load_in_4bit {
+        if !arguments.use_peft && model.is_quantized() {
+            // Those of a GGUF file stay quantized as they are loaded, and quantized weights cannot be trained.
+            model.dequantize()?;
+        }
+        if model.is_quantized() {
             // Evaluations record no gradients, and would round activations where training does not.
             model.set_activations(Activations::Float)?;
         }
@@ -141,6 +145,10 @@ impl FinetuneModel {
     ) -> Result<()> {
         let mut model =
             CausalLm::from_pretrained(&arguments.model_name_or_path, &LoadOptions::default())?;
+        if arguments.model_name_or_path.is_file() {
+            // A GGUF file holds quantized weights only.
+            model.dequantize()?;
+        }
         let options = LoadAdapterOptions::default();
         load_adapter(&mut model, run.root(), ADAPTER, &options)?;
         merge_and_unload(&mut model, &MergeOptions::default())?;

@@ -91,8 +91,8 @@ fn an_adapter_is_merged_where_it_can_be_and_kept_elsewhere() {
     ] {
         let want = write_adapter(&config, &path(name));
         let flags = ModelFlags {
-            folder: path("model"),
-            gguf: None,
+            path: path("model"),
+            tokenizer: None,
             adapter: Some(path(name)),
             keep_adapter: keep,
             bf16: false,

@@ -1,6 +1,8 @@
-//! Tests of the flags of text generation: the end of a text, the hints of a folder, and its tokenizer.
+//! Tests of the flags of text generation with a GGUF file alone, and with a folder: the end of a text, hints, and the
+//! tokenizer.
 
 use std::fs;
+use std::path::Path;
 
 use clap::Parser;
 use overdrive::generation::{FinishReason, generate};
@@ -19,48 +21,54 @@ struct Flags {
     generation: GenerationFlags,
 }
 
+fn parse(model: &Path, flags: &[&str]) -> Flags {
+    let model = model.to_str().unwrap();
+    Flags::parse_from(["test", "--model", model].iter().chain(flags))
+}
+
 #[test]
-fn a_gguf_file_in_a_folder_without_settings_ends_its_texts() {
+fn a_gguf_file_alone_ends_its_texts() {
     let _alone = alone();
-    let fixtures = concat!(
+    let file = concat!(
         env!("CARGO_MANIFEST_DIR"),
         "/../crates/overdrive-transformer/tests/fixtures/gguf/llama.gguf"
     );
-    let folder = tempfile::tempdir().unwrap();
-    let path = folder.path().to_str().unwrap();
-    let parse = |flags: &[&str]| {
-        let all = [
-            "test",
-            "--model",
-            path,
-            "--gguf",
-            fixtures,
-            "--logit-bias",
-            "{\"2\": 1000}",
-        ];
-        Flags::parse_from(all.iter().chain(flags))
-    };
-    let flags = parse(&[]);
+    let flags = parse(file.as_ref(), &["--logit-bias", "{\"2\": 1000}"]);
     let model = flags.model.load().unwrap();
-    let mut config = flags.generation.config(folder.path(), 9).unwrap();
+    let files = flags.model.files().unwrap();
+    let config = flags.generation.config(&files, 9).unwrap();
     assert_eq!(config.max_new_tokens, Some(9));
-    assert!(config.eos_token_id.is_empty(), "the folder names none");
-    flags.model.add_end_of_text(&model, &mut config);
     assert_eq!(config.eos_token_id, [2]);
     let output = generate(&model, &[vec![5, 6]], &config).unwrap();
     assert_eq!(output.finish_reasons, [FinishReason::EndOfText]);
-    // The folder's own tokens stay, and its cache gives way to a flag.
+    // This fixture has no vocabulary; another tokenizer may be given.
+    let error = flags.model.tokenizer().unwrap_err().to_string();
+    assert!(error.contains("tokenizer.ggml.tokens"), "{error}");
+}
+
+#[test]
+fn a_file_or_a_folder_gives_the_tokenizer_unless_another_is_named() {
+    let file = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/../crates/overdrive-generation/tests/fixtures/gguf/byte_level.gguf"
+    );
+    let flags = parse(file.as_ref(), &[]);
+    let tokenizer = flags.model.tokenizer().unwrap();
+    assert_eq!(tokenizer.token_to_id("<|im_end|>"), Some(2));
+
+    let folder = tempfile::tempdir().unwrap();
     let settings = json!({"eos_token_id": 7, "cache_implementation": "hybrid"});
     fs::write(
         folder.path().join("generation_config.json"),
         settings.to_string(),
     )
     .unwrap();
-    let flags = parse(&["--cache", "static"]);
-    let mut config = flags.generation.config(folder.path(), 9).unwrap();
-    flags.model.add_end_of_text(&model, &mut config);
+    let flags = parse(folder.path(), &["--cache", "static"]);
+    let files = flags.model.files().unwrap();
+    let mut config = flags.generation.config(&files, 9).unwrap();
+    // The folder's cache gives way to a flag.
     flags.cache.apply(&mut config);
-    assert_eq!(config.eos_token_id, [7, 2]);
+    assert_eq!(config.eos_token_id, [7]);
     assert_eq!(config.cache_implementation.as_deref(), Some("static"));
     // The tokenizer cuts no prompt.
     let tokenizer = json!({
@@ -69,7 +77,17 @@ fn a_gguf_file_in_a_folder_without_settings_ends_its_texts() {
         "pre_tokenizer": {"type": "WhitespaceSplit"},
         "model": {"type": "WordLevel", "vocab": {"a": 0, "b": 1}, "unk_token": "a"},
     });
-    fs::write(folder.path().join("tokenizer.json"), tokenizer.to_string()).unwrap();
+    let path = folder.path().join("tokenizer.json");
+    fs::write(&path, tokenizer.to_string()).unwrap();
     let tokenizer = flags.model.tokenizer().unwrap();
     assert_eq!(tokenizer.encode("b b a", true).unwrap().len(), 3);
+    // A file with a tokenizer that is not wanted.
+    for given in [path.as_path(), folder.path()] {
+        let flags = parse(file.as_ref(), &["--tokenizer", given.to_str().unwrap()]);
+        let tokenizer = flags.model.tokenizer().unwrap();
+        assert_eq!(tokenizer.get_vocab_size(true), 2);
+        let out = tempfile::tempdir().unwrap();
+        flags.model.copy_tokenizer(out.path()).unwrap();
+        assert!(out.path().join("tokenizer.json").is_file());
+    }
 }

@@ -1,4 +1,5 @@
 mod environment;
+mod gguf;
 mod limits;
 mod message;
 mod python_json;
@@ -13,6 +14,7 @@ use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
+pub(crate) use gguf::{SPECIAL_TOKENS, special_token, templates_of_gguf};
 pub use message::Message;
 
 use limits::{LimitedText, MAX_OUTPUT_BYTES, on_large_stack};
@@ -139,6 +141,13 @@ impl ChatTemplate {
         take_special_tokens(&legacy, &mut special_tokens);
         // Later entries replace earlier ones: `tokenizer_config.json` wins over the legacy file.
         take_special_tokens(&config, &mut special_tokens);
+        ChatTemplate::from_sources(sources, special_tokens)
+    }
+
+    fn from_sources(
+        sources: BTreeMap<String, String>,
+        special_tokens: Map<String, Value>,
+    ) -> Result<ChatTemplate> {
         let templates = sources
             .into_iter()
             .map(|(name, source)| Ok((name, parse(&source)?)))

@@ -36,7 +36,7 @@ use crate::{Result, RunFolder, TrainingArguments};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct FinetuneArguments {
-    /// The folder of the model (also `model`, `base_model`). Required.
+    /// The folder or the GGUF file of the model (also `model`, `base_model`). Required.
     pub model_name_or_path: PathBuf,
     /// If `true`, adapters are trained and the model's weights are frozen; if `false`, all weights are trained.
     /// Default `true`.
@@ -189,7 +189,8 @@ impl FinetuneArguments {
         self.training.validate()?;
         check_ranges(&as_value(self)?, &as_value(&Self::default())?)?;
         if self.model_name_or_path.as_os_str().is_empty() {
-            let expected = "the folder of the model to fine-tune; give it with `--model DIR`";
+            let expected =
+                "the folder or GGUF file of the model to fine-tune; give it with `--model PATH`";
             return invalid("model_name_or_path", "not set", expected);
         }
         if self.training.data.is_empty() {

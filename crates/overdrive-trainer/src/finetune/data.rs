@@ -7,9 +7,9 @@ use overdrive_core::Error as CommonError;
 use overdrive_datasets::{
     Batch, ChatFormat, ChatMessage, Dataset, DeduplicateOptions, DeviceLoader, EncodeOptions,
     InstructionDataset, InstructionEncoder, InstructionOptions, InstructionRecord, PackPlan,
-    RenderedChat, RowLayout, Selection, SequenceRows, Tokenizer, copy_tokenizer, load_tokenizer,
+    RenderedChat, RowLayout, Selection, SequenceRows, Tokenizer,
 };
-use overdrive_generation::{ChatTemplate, ChatTemplateOptions, Message};
+use overdrive_generation::{ChatTemplate, ChatTemplateOptions, Message, ModelFiles};
 use serde_json::Value;
 use tch::Device;
 
@@ -56,7 +56,7 @@ pub struct InstructionData {
 }
 
 impl InstructionData {
-    /// Reads the files that `data` names with the tokenizer of the model's folder, and passes log lines to
+    /// Reads the files that `data` names with the tokenizer of the model's folder or GGUF file, and passes log lines to
     /// `say`. `eos_token_ids` are those of the model's configuration, for a tokenizer without one.
     ///
     /// # Errors
@@ -66,18 +66,20 @@ impl InstructionData {
         eos_token_ids: &[i64],
         mut say: impl FnMut(&str),
     ) -> Result<Self> {
-        let folder = &arguments.model_name_or_path;
-        let tokenizer = load_tokenizer(folder)?;
-        let chat = chat_template(arguments)?;
+        let files = ModelFiles::open(&arguments.model_name_or_path)?;
+        let tokenizer = files.tokenizer()?;
+        let chat = chat_template(arguments, &files)?;
         let sources = chat.as_ref().map(|chat| {
             let sources = chat.names().filter_map(|name| chat.source(name));
             sources.collect::<String>()
         });
         let chat = chat.map(|template| Arc::new(TemplateFormat(template)) as Arc<dyn ChatFormat>);
         // The tokenizer's own end token comes first: a model may list several ids, of which one ends a turn.
-        let named = named_token(folder, "eos_token")?.and_then(|text| tokenizer.token_to_id(&text));
+        let named = files.special_token("eos_token")?;
+        let named = named.and_then(|text| tokenizer.token_to_id(&text));
         let end = named.or_else(|| eos_token_ids.first().and_then(|&id| u32::try_from(id).ok()));
-        let pad = named_token(folder, "pad_token")?.and_then(|text| tokenizer.token_to_id(&text));
+        let pad = files.special_token("pad_token")?;
+        let pad = pad.and_then(|text| tokenizer.token_to_id(&text));
         say(match &chat {
             Some(_) => "records     formatted with the model's chat template",
             None => "records     formatted plainly: the model has no chat template",
@@ -206,7 +208,7 @@ impl InstructionData {
     /// # Errors
     /// An error if a file cannot be copied.
     pub fn copy_tokenizer(&self, arguments: &FinetuneArguments, to: &Path) -> Result<()> {
-        copy_tokenizer(&arguments.model_name_or_path, to)?;
+        ModelFiles::open(&arguments.model_name_or_path)?.copy_tokenizer(to)?;
         if let Some(path) = &arguments.chat_template_path
             && path.is_file()
         {
@@ -270,40 +272,27 @@ fn without_duplicates(
     Ok(all.subset(&kept)?)
 }
 
-fn chat_template(arguments: &FinetuneArguments) -> Result<Option<ChatTemplate>> {
-    let folder = &arguments.model_name_or_path;
+fn chat_template(
+    arguments: &FinetuneArguments,
+    files: &ModelFiles,
+) -> Result<Option<ChatTemplate>> {
     let template = match &arguments.chat_template_path {
         Some(path) if path.is_dir() => ChatTemplate::from_dir(path)?,
         Some(path) => {
             let source = std::fs::read_to_string(path).map_err(CommonError::io("read", path))?;
             let mut template = ChatTemplate::new(&source)?;
             for name in ["bos_token", "eos_token", "pad_token", "unk_token"] {
-                if let Some(token) = named_token(folder, name)? {
+                if let Some(token) = files.special_token(name)? {
                     template = template.with_special_token(name, &token);
                 }
             }
             template
         }
         None if !arguments.apply_chat_template => return Ok(None),
-        None => match ChatTemplate::from_dir(folder) {
+        None => match files.chat_template() {
             Err(overdrive_generation::Error::NoChatTemplate { .. }) => return Ok(None),
             template => template?,
         },
     };
     Ok(Some(template))
-}
-
-/// Returns a special token that `tokenizer_config.json` names.
-fn named_token(folder: &Path, name: &str) -> Result<Option<String>> {
-    let path = folder.join("tokenizer_config.json");
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(CommonError::io("read", path)(error).into()),
-    };
-    let config: Value = serde_json::from_str(&text).map_err(CommonError::parse("JSON", path))?;
-    // Older files hold an object with the text in `content`.
-    let token = &config[name];
-    let text = token.as_str().or_else(|| token["content"].as_str());
-    Ok(text.map(str::to_owned))
 }

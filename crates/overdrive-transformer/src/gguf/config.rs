@@ -109,7 +109,7 @@ impl Keys<'_> {
             // llama.cpp does not implement Qwen's windows, and files have no key for them.
             use_sliding_window: false,
             bos_token_id: self.token("bos_token_id")?,
-            eos_token_id: super::end_of_text::end_of_text(self.file)?,
+            eos_token_id: super::end_of_text::end_of_text_tokens(self.file)?,
             pad_token_id: self.token("padding_token_id")?,
             ..defaults
         };

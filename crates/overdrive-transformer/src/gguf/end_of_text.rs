@@ -19,7 +19,7 @@ const KEYS: [&str; 6] = [
 /// The texts of tokens that end a turn in any model, as in llama.cpp's list of end-of-generation tokens
 /// (`special_eog_ids` in llama-vocab.cpp): converters often write the end of the text only. Its `</s>` is left
 /// out: models that end with it name it as `eos_token_id`, and in Gemma it is a tag of HTML.
-const TEXTS: [&str; 27] = [
+const TEXTS: [&str; 29] = [
     "<|eot_id|>",
     "<|im_end|>",
     "<|end|>",
@@ -47,11 +47,16 @@ const TEXTS: [&str; 27] = [
     "<fim-repo>",
     "<reponame>",
     "<|file_sep|>",
+    "<｜end▁of▁sentence｜>",
+    "[e~[",
 ];
 
 /// Returns the ids of all tokens after which llama.cpp ends a generation: those of the metadata first, then
 /// those with a known text.
-pub(super) fn end_of_text(file: &GgufFile) -> Result<Vec<i64>> {
+///
+/// # Errors
+/// [`Error::Common`](crate::Error::Common) for an id of another type.
+pub fn end_of_text_tokens(file: &GgufFile) -> Result<Vec<i64>> {
     let texts = file
         .value("tokenizer.ggml.tokens")
         .and_then(GgufValue::as_strings)

@@ -31,8 +31,7 @@ pub(super) fn tensors(
         });
     };
     let sources = sources(file, config, llama)?;
-    // Not the file's dtype, which differs from tensor to tensor.
-    let kind = options.kind.unwrap_or(Kind::Float);
+    let kind = options.kind.unwrap_or_else(|| kind_of_matrices(&sources));
     let (dense, quantized): (Vec<Source<'_>>, Vec<Source<'_>>) =
         sources.into_iter().partition(|source| {
             // Norms and biases are dense; a matrix is, unless the file or the options quantize it.
@@ -89,6 +88,22 @@ pub(super) fn tensors(
         parameters,
         quantized: quantized_weights,
     })
+}
+
+/// Returns F16 or BF16 if every matrix of the file has that type, else fp32.
+fn kind_of_matrices(sources: &[Source<'_>]) -> Kind {
+    let matrices = sources
+        .iter()
+        .filter(|source| !matches!(source.spec.role, ParameterRole::Other));
+    let mut kinds = matrices.map(|source| source.tensor.tensor_type().kind());
+    match kinds.next() {
+        Some(Some(first @ (Kind::Half | Kind::BFloat16)))
+            if kinds.all(|kind| kind == Some(first)) =>
+        {
+            first
+        }
+        _ => Kind::Float,
+    }
 }
 
 /// Returns the scheme by which the options quantize the parameter.

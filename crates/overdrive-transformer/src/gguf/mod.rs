@@ -2,8 +2,12 @@
 
 mod config;
 mod end_of_text;
+mod generation_config;
 mod load;
 mod names;
+
+pub use end_of_text::end_of_text_tokens;
+pub use generation_config::generation_config_from_gguf;
 
 use std::path::Path;
 
@@ -18,15 +22,15 @@ impl CausalLm {
     /// Matrices in groups (`Q8_0`, `Q4_0`, `Q4_K`, `Q6_K`, … see
     /// [`GgufFile`](overdrive_quantization::GgufFile)) stay quantized as they are; with
     /// [`LoadOptions::quantization`] they are dequantized and quantized again, one at a time. Everything else
-    /// is converted to [`LoadOptions::kind`], by default fp32: files of half precision have norms in fp32, and
-    /// a model computes in one dtype.
+    /// is converted to [`LoadOptions::kind`]. By default a file whose matrices are all F16, or all BF16, keeps
+    /// them, and its norms, which llama.cpp stores in fp32, are converted to the same dtype: a model computes in
+    /// one dtype. That of any other file is fp32.
     ///
     /// The configuration's `eos_token_id` has every token that ends a text or a turn in llama.cpp: those that
     /// the metadata names (`eos`, `eot`, `eom`), and those with a known text such as `<|im_end|>`.
     ///
-    /// The tokenizer is not read: a GGUF file describes it in llama.cpp's terms (a vocabulary, merges or
-    /// scores, and the name of a pre-tokenizer whose rules are in llama.cpp's source). Use the `tokenizer.json`
-    /// of the model that the file was made from.
+    /// [`CausalLm::generation_config`] has those tokens and the sampling defaults of `general.sampling`. The
+    /// tokenizer and the chat template are read by `ModelFiles` of overdrive-generation.
     ///
     /// # Errors
     /// [`Error::Unsupported`](crate::Error::Unsupported) for other architectures and for mixtures of experts,
@@ -37,6 +41,8 @@ impl CausalLm {
         let file = GgufFile::open(path)?;
         let config = ModelConfig::from_gguf(&file)?;
         let parts = load::tensors(&file, &config, options)?;
-        CausalLm::from_tensors(&config, parts)
+        let mut model = CausalLm::from_tensors(&config, parts)?;
+        model.set_generation_config(generation_config_from_gguf(&file)?);
+        Ok(model)
     }
 }

@@ -47,10 +47,44 @@ fn difference(model: &CausalLm, name: &str) -> f64 {
 fn logits_of_every_architecture_equal_those_of_transformers() {
     for name in ["qwen3", "gemma2"] {
         let path = fixture(&format!("{name}.gguf"));
-        let model = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap();
+        let options = LoadOptions {
+            kind: Some(Kind::Float),
+            ..LoadOptions::default()
+        };
+        let model = CausalLm::from_pretrained(path, &options).unwrap();
         let difference = difference(&model, name);
         assert!(difference < 1e-4, "{name}: {difference:.1e}");
     }
+}
+
+#[test]
+fn half_precision_weights_stay_as_they_are() {
+    let kinds = [
+        ("qwen3", Kind::BFloat16, 0.05),
+        ("gemma2", Kind::Half, 0.01),
+    ];
+    for (name, kind, most) in kinds {
+        let file = GgufFile::open(fixture(&format!("{name}.gguf"))).unwrap();
+        let model = CausalLm::from_gguf(file.path(), &LoadOptions::default()).unwrap();
+        // The norms, which are fp32 in the file, too.
+        let all = model.named_parameters();
+        assert!(
+            all.iter().all(|(_, tensor)| tensor.kind() == kind),
+            "{name}"
+        );
+        let (_, weight) = all
+            .iter()
+            .find(|(name, _)| name.ends_with("layers.1.mlp.up_proj.weight"))
+            .unwrap();
+        let stored = file.tensor("blk.1.ffn_up.weight").unwrap();
+        let stored = stored.dequantize(None, kind, Device::Cpu).unwrap();
+        assert_eq!(*weight, stored, "{name}");
+        let difference = difference(&model, name);
+        assert!(difference < most, "{name}: {difference:.1e}");
+    }
+    // A file with matrices of several types has no dtype of its own.
+    let model = CausalLm::from_gguf(fixture("llama.gguf"), &LoadOptions::default()).unwrap();
+    assert_eq!(model.kind(), Kind::Float);
 }
 
 #[test]

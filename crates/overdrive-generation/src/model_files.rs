@@ -1,0 +1,177 @@
+use std::path::{Path, PathBuf};
+
+use overdrive_core::{Error as Common, files};
+use overdrive_datasets::{copy_tokenizer, load_tokenizer, save_tokenizer};
+use overdrive_quantization::{GgufFile, GgufValue};
+use overdrive_transformer::generation_config_from_gguf;
+use serde_json::{Map, Value};
+use tokenizers::Tokenizer;
+
+use crate::chat_template::{SPECIAL_TOKENS, special_token, templates_of_gguf};
+use crate::{ChatTemplate, GenerationConfig, Result, tokenizer_from_gguf};
+
+/// The tokenizer, chat template and generation settings that come with a model: the files of a Hugging Face folder,
+/// or the metadata of a GGUF file.
+///
+/// `CausalLm::from_pretrained` reads the weights of both.
+///
+/// ```no_run
+/// use overdrive_generation::{Message, ModelFiles};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let files = ModelFiles::open("SmolLM2-135M-Instruct.Q4_1.gguf")?;
+/// let tokenizer = files.tokenizer()?;
+/// let messages = [Message::user("What is Rust?")];
+/// let prompt = files.chat_template()?.encode(&tokenizer, &messages, &Default::default())?;
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct ModelFiles {
+    source: Source,
+}
+
+#[derive(Debug)]
+enum Source {
+    Folder(PathBuf),
+    Gguf(Box<GgufFile>),
+}
+
+impl ModelFiles {
+    /// Opens a folder, or a GGUF file (of a split model, any of its files).
+    ///
+    /// # Errors
+    /// An error if there is no such folder or file, or if a file is not in the GGUF format.
+    pub fn open(path: impl AsRef<Path>) -> Result<ModelFiles> {
+        let path = path.as_ref();
+        let metadata = std::fs::metadata(path).map_err(Common::io("open", path))?;
+        let source = match metadata.is_dir() {
+            true => Source::Folder(path.to_owned()),
+            false => Source::Gguf(Box::new(GgufFile::open(path)?)),
+        };
+        Ok(ModelFiles { source })
+    }
+
+    /// Returns the tokenizer: that of `tokenizer.json`, or the one that a GGUF file describes
+    /// ([`tokenizer_from_gguf`]).
+    ///
+    /// # Errors
+    /// An error if there is none, or if it cannot be read.
+    pub fn tokenizer(&self) -> Result<Tokenizer> {
+        match &self.source {
+            Source::Folder(folder) => Ok(load_tokenizer(folder)?),
+            Source::Gguf(file) => tokenizer_from_gguf(file),
+        }
+    }
+
+    /// Returns the chat template.
+    ///
+    /// # Errors
+    /// As [`ChatTemplate::from_dir`] and [`ChatTemplate::from_gguf`].
+    pub fn chat_template(&self) -> Result<ChatTemplate> {
+        match &self.source {
+            Source::Folder(folder) => ChatTemplate::from_dir(folder),
+            Source::Gguf(file) => ChatTemplate::from_gguf(file),
+        }
+    }
+
+    /// Returns the generation settings, as an object for [`GenerationConfig::from_map`]: those of
+    /// `generation_config.json`, or the end-of-text tokens and the sampling defaults (`general.sampling.*`) of a GGUF
+    /// file.
+    ///
+    /// # Errors
+    /// As [`GenerationConfig::map_from_dir`], and for a value of another type.
+    pub fn generation_config(&self) -> Result<Map<String, Value>> {
+        match &self.source {
+            Source::Folder(folder) => GenerationConfig::map_from_dir(folder),
+            Source::Gguf(file) => Ok(generation_config_from_gguf(file)?),
+        }
+    }
+
+    /// Returns the text of a special token, such as `eos_token`, as `tokenizer_config.json` or a GGUF file names it.
+    ///
+    /// # Errors
+    /// An error if a file cannot be read, or a value is of another type.
+    pub fn special_token(&self, name: &str) -> Result<Option<String>> {
+        match &self.source {
+            Source::Folder(folder) => token_of_folder(folder, name),
+            Source::Gguf(file) => special_token(file, name),
+        }
+    }
+
+    /// Copies the tokenizer and the chat templates into the folder `to`, in Hugging Face's format.
+    ///
+    /// # Errors
+    /// An error if they cannot be read, or the folder cannot be written.
+    pub fn copy_tokenizer(&self, to: impl AsRef<Path>) -> Result<()> {
+        let to = to.as_ref();
+        match &self.source {
+            Source::Folder(folder) => {
+                copy_tokenizer(folder, to)?;
+            }
+            Source::Gguf(file) => save_gguf_tokenizer(file, to)?,
+        }
+        Ok(())
+    }
+}
+
+fn token_of_folder(folder: &Path, name: &str) -> Result<Option<String>> {
+    let path = folder.join("tokenizer_config.json");
+    let text = match std::fs::read_to_string(&path) {
+        Ok(text) => text,
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
+        Err(error) => return Err(Common::io("read", path)(error).into()),
+    };
+    let config: Value = serde_json::from_str(&text).map_err(Common::parse("JSON", path))?;
+    // Older files hold an object with the text in `content`.
+    let token = &config[name];
+    let text = token.as_str().or_else(|| token["content"].as_str());
+    Ok(text.map(str::to_owned))
+}
+
+/// Writes the tokenizer of a GGUF file as transformers reads it.
+fn save_gguf_tokenizer(file: &GgufFile, to: &Path) -> Result<()> {
+    let tokenizer = tokenizer_from_gguf(file)?;
+    let architecture = file
+        .value("general.architecture")
+        .and_then(GgufValue::as_str);
+    let key = format!("{}.context_length", architecture.unwrap_or_default());
+    let context = file
+        .value(&key)
+        .and_then(GgufValue::as_i64)
+        .unwrap_or(i64::MAX);
+    save_tokenizer(
+        to,
+        &tokenizer,
+        None,
+        usize::try_from(context).unwrap_or(usize::MAX),
+    )?;
+    let path = to.join("tokenizer_config.json");
+    let text = std::fs::read_to_string(&path).map_err(Common::io("read", &path))?;
+    let mut config: Map<String, Value> =
+        serde_json::from_str(&text).map_err(Common::parse("JSON", &path))?;
+    for (name, _) in SPECIAL_TOKENS {
+        if let Some(token) = special_token(file, name)? {
+            config.insert(name.to_owned(), token.into());
+        }
+    }
+    let config = format!("{:#}\n", Value::Object(config));
+    files::write(&path, config.as_bytes())?;
+    for (name, source) in templates_of_gguf(file)? {
+        let path = match name.as_str() {
+            "default" => to.join("chat_template.jinja"),
+            name => {
+                let folder = to.join("additional_chat_templates");
+                std::fs::create_dir_all(&folder).map_err(Common::io("create", &folder))?;
+                // The name comes from the file: only one that is a plain name becomes a path.
+                let plain = |letter: char| letter.is_ascii_alphanumeric() || "_-".contains(letter);
+                if !name.chars().all(plain) {
+                    continue;
+                }
+                folder.join(format!("{name}.jinja"))
+            }
+        };
+        files::write(&path, source.as_bytes())?;
+    }
+    Ok(())
+}
