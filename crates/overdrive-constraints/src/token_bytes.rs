@@ -18,10 +18,7 @@ struct Decoding {
 ///
 /// # Errors
 /// [`Error::Constraint`] if the tokenizer's decoder gives no bytes to single tokens.
-pub fn token_bytes(
-    tokenizer: &Tokenizer,
-    vocabulary: usize,
-) -> Result<Vec<Option<Vec<u8>>>> {
+pub fn token_bytes(tokenizer: &Tokenizer, vocabulary: usize) -> Result<Vec<Option<Vec<u8>>>> {
     let decoding = decoding(tokenizer)?;
     let added = tokenizer.get_added_tokens_decoder();
     let table = byte_table();

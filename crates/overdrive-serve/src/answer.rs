@@ -22,7 +22,13 @@ pub(crate) trait Answer: Send + 'static {
     fn begin(&mut self, choices: usize) -> Vec<Value>;
 
     /// Returns the choice of the chunk of a token; `None` if there is nothing to say yet.
-    fn token(&mut self, choice: usize, id: i64, text: &str, logprobs: Option<TokenLogprobs>) -> Option<Value>;
+    fn token(
+        &mut self,
+        choice: usize,
+        id: i64,
+        text: &str,
+        logprobs: Option<TokenLogprobs>,
+    ) -> Option<Value>;
 
     /// Returns the choices of the last chunks of a choice.
     fn end(&mut self, choice: usize, completion: Completion) -> Vec<Value>;
@@ -80,12 +86,18 @@ pub(crate) async fn stream(
             };
             if !goes_on || !events.text.is_empty() {
                 let text = std::mem::take(&mut events.text);
-                return Some((Ok::<_, std::convert::Infallible>(text), goes_on.then_some((job, events))));
+                return Some((
+                    Ok::<_, std::convert::Infallible>(text),
+                    goes_on.then_some((job, events)),
+                ));
             }
         }
     });
     let headers = [
-        (header::CONTENT_TYPE, HeaderValue::from_static("text/event-stream; charset=utf-8")),
+        (
+            header::CONTENT_TYPE,
+            HeaderValue::from_static("text/event-stream; charset=utf-8"),
+        ),
         (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
     ];
     Ok((headers, Body::from_stream(body)).into_response())

@@ -37,7 +37,10 @@ impl ApiError {
 
     /// A field whose value is out of its range.
     pub(crate) fn range(param: &str, value: impl std::fmt::Display, expected: &str) -> Self {
-        ApiError::field(param, format!("`{param}` is {value}; it must be {expected}"))
+        ApiError::field(
+            param,
+            format!("`{param}` is {value}; it must be {expected}"),
+        )
     }
 
     /// A request that does not fit the context.

@@ -26,10 +26,17 @@ pub(crate) async fn chat_completions(
     let mut fields = Fields::read(request, &shared.options).await?;
     shared.check_model(fields.take("model")?)?;
     let Some(template) = &shared.model.template else {
-        let message = "this model has no chat template; it may be a base model: use /v1/completions";
+        let message =
+            "this model has no chat template; it may be a base model: use /v1/completions";
         return Err(ApiError::field("messages", message));
     };
-    fields.refuse(&["functions", "function_call", "audio", "chat_template", "echo"])?;
+    fields.refuse(&[
+        "functions",
+        "function_call",
+        "audio",
+        "chat_template",
+        "echo",
+    ])?;
     let mut sampling = Sampling::take(&mut fields, &shared)?;
     let newer: Option<usize> = fields.take("max_completion_tokens")?;
     let older: Option<usize> = fields.take("max_tokens")?;
@@ -51,7 +58,8 @@ pub(crate) async fn chat_completions(
     let format = response_format(&mut fields)?;
     let (tools, forced) = Tools::take(&mut fields, template)?;
     if format.is_some() && forced.is_some() {
-        let message = "`response_format` and a `tool_choice` that requires a call exclude each other";
+        let message =
+            "`response_format` and a `tool_choice` that requires a call exclude each other";
         return Err(ApiError::field("tool_choice", message));
     }
     let options = template_options(&mut fields, tools.as_ref())?;
@@ -63,7 +71,9 @@ pub(crate) async fn chat_completions(
     let request = blocking(move || {
         let shared = &preparing;
         let Some(template) = &shared.model.template else {
-            return Err(ApiError::internal("the chat template is gone; this is a bug"));
+            return Err(ApiError::internal(
+                "the chat template is gone; this is a bug",
+            ));
         };
         let prompt = template.encode(&shared.model.tokenizer, &messages, &options)?;
         let default = shared.model.config.max_new_tokens;
@@ -101,7 +111,8 @@ fn template_options(fields: &mut Fields, tools: Option<&Tools>) -> ApiResult<Cha
     let is_open = fields.take("continue_final_message")?.unwrap_or(false);
     let prompt: Option<bool> = fields.take("add_generation_prompt")?;
     if is_open && prompt == Some(true) {
-        let message = "`continue_final_message` and `add_generation_prompt` exclude each other; set one";
+        let message =
+            "`continue_final_message` and `add_generation_prompt` exclude each other; set one";
         return Err(ApiError::field("continue_final_message", message));
     }
     Ok(ChatTemplateOptions {
@@ -140,7 +151,13 @@ impl Chat {
         calls.into_iter().map(call).collect()
     }
 
-    fn chunk(&self, choice: usize, delta: Value, logprobs: Vec<Value>, reason: Option<&str>) -> Value {
+    fn chunk(
+        &self,
+        choice: usize,
+        delta: Value,
+        logprobs: Vec<Value>,
+        reason: Option<&str>,
+    ) -> Value {
         let logprobs = match self.has_logprobs && !logprobs.is_empty() {
             true => json!({"content": logprobs, "refusal": null}),
             false => Value::Null,
@@ -222,7 +239,11 @@ impl Answer for Chat {
             return Vec::new();
         };
         let mut logprobs = std::mem::take(&mut own.pending);
-        let (rest, calls) = own.reader.take().map(ToolReader::finish).unwrap_or_default();
+        let (rest, calls) = own
+            .reader
+            .take()
+            .map(ToolReader::finish)
+            .unwrap_or_default();
         let mut chunks = Vec::new();
         if !rest.is_empty() {
             let delta = json!({"content": rest});

@@ -39,7 +39,8 @@ impl Prompts {
     pub(crate) fn take(fields: &mut Fields, name: &str) -> ApiResult<Prompts> {
         let value: Value = fields.require(name)?;
         serde_json::from_value(value).map_err(|_| {
-            let expected = "a string, a list of strings, a list of token ids, or a list of such lists";
+            let expected =
+                "a string, a list of strings, a list of token ids, or a list of such lists";
             ApiError::field(name, format!("`{name}` must be {expected}"))
         })
     }
@@ -115,7 +116,11 @@ pub(crate) async fn completions(
         let mut echoes = Vec::new();
         for (text, ids) in prompts.encode(shared, special)? {
             let config = sampling.for_prompt("prompt", ids.len(), Some(DEFAULT_TOKENS), shared)?;
-            echoes.push(if echo { Some(echoed(shared, text, &ids)?) } else { None });
+            echoes.push(if echo {
+                Some(echoed(shared, text, &ids)?)
+            } else {
+                None
+            });
             let mut request = Request::new(ids, config);
             if let Some(constraint) = &constraint {
                 request = request.with_constraint(constraint.fork());
@@ -148,7 +153,10 @@ fn echoed(shared: &Shared, text: Option<String>, ids: &[i64]) -> ApiResult<Strin
         Some(text) => Ok(text),
         None => {
             // Ids outside of this range are refused when the request is submitted.
-            let ids: Vec<u32> = ids.iter().filter_map(|&id| u32::try_from(id).ok()).collect();
+            let ids: Vec<u32> = ids
+                .iter()
+                .filter_map(|&id| u32::try_from(id).ok())
+                .collect();
             let text = shared.model.tokenizer.decode(&ids, true);
             Ok(text.map_err(overdrive_generation::Error::Tokenizer)?)
         }

@@ -13,11 +13,11 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tokio::sync::oneshot;
 
+use crate::Pooling;
 use crate::api_error::{ApiError, ApiResult, json_response};
 use crate::completions::Prompts;
 use crate::fields::{Fields, shorten};
 use crate::shared::{Shared, blocking};
-use crate::Pooling;
 
 pub(crate) async fn embeddings(
     State(shared): State<Arc<Shared>>,
@@ -125,20 +125,31 @@ fn pooled(
 ) -> overdrive_generation::Result<Vec<f32>> {
     let _no_grad = tch::no_grad_guard();
     let device = model.cache_shape()?.device;
-    let ids = Tensor::f_from_slice(ids)?.f_unsqueeze(0)?.f_to_device(device)?;
+    let ids = Tensor::f_from_slice(ids)?
+        .f_unsqueeze(0)?
+        .f_to_device(device)?;
     let hidden = model.hidden_states(&ids)?.f_to_kind(Kind::Float)?;
     let state = match pooling {
         Pooling::Last => hidden.f_select(1, -1)?,
         Pooling::Mean => hidden.f_mean_dim(&[1i64][..], false, Kind::Float)?,
     };
-    let state = state.f_squeeze_dim(0)?.f_to_device(Device::Cpu)?.f_contiguous()?;
+    let state = state
+        .f_squeeze_dim(0)?
+        .f_to_device(Device::Cpu)?
+        .f_contiguous()?;
     let mut values = Vec::<f32>::try_from(&state)?;
-    let norm = values.iter().map(|x| f64::from(*x).powi(2)).sum::<f64>().sqrt();
+    let norm = values
+        .iter()
+        .map(|x| f64::from(*x).powi(2))
+        .sum::<f64>()
+        .sqrt();
     if !norm.is_finite() {
         return Err(overdrive_generation::Error::BadLogits { row: 0 });
     }
     if norm > 0.0 {
-        values.iter_mut().for_each(|x| *x = (f64::from(*x) / norm) as f32);
+        values
+            .iter_mut()
+            .for_each(|x| *x = (f64::from(*x) / norm) as f32);
     }
     Ok(values)
 }

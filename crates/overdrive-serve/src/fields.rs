@@ -64,16 +64,17 @@ impl Fields {
             None | Some(Value::Null) => Ok(None),
             Some(value) => {
                 let shown = shorten(&value.to_string());
-                serde_json::from_value(value).map(Some).map_err(|error| {
-                    ApiError::field(name, format!("`{name}` is {shown}: {error}"))
-                })
+                serde_json::from_value(value)
+                    .map(Some)
+                    .map_err(|error| ApiError::field(name, format!("`{name}` is {shown}: {error}")))
             }
         }
     }
 
     /// Takes a field that must be there.
     pub(crate) fn require<T: DeserializeOwned>(&mut self, name: &str) -> ApiResult<T> {
-        let missing = || ApiError::field(name, format!("`{name}` is missing; the request needs it"));
+        let missing =
+            || ApiError::field(name, format!("`{name}` is missing; the request needs it"));
         self.take(name)?.ok_or_else(missing)
     }
 
@@ -135,7 +136,8 @@ mod tests {
 
     #[test]
     fn a_wrong_field_is_named_with_its_value() {
-        let mut fields = Fields::parse(br#"{"n": "two", "seed": null, "m": 3, "best_of": 2}"#).unwrap();
+        let mut fields =
+            Fields::parse(br#"{"n": "two", "seed": null, "m": 3, "best_of": 2}"#).unwrap();
         let error = fields.take::<usize>("n").unwrap_err().body();
         assert_eq!(error["error"]["param"], "n");
         let message = error["error"]["message"].as_str().unwrap();

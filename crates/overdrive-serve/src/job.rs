@@ -61,7 +61,9 @@ impl Job {
         started: Instant,
     ) -> ApiResult<Job> {
         let (sender, events) = unbounded_channel();
-        let n = requests.first().map_or(1, |one| one.config.num_return_sequences);
+        let n = requests
+            .first()
+            .map_or(1, |one| one.config.num_return_sequences);
         let prompt_tokens = requests.iter().map(|one| one.prompt.len()).sum();
         let mut tickets = Vec::with_capacity(requests.len());
         for (prompt, request) in requests.into_iter().enumerate() {

@@ -50,7 +50,9 @@ pub(crate) fn completion_object<'a>(
         // The chosen token is always among them; equal texts of several tokens have the likeliest's value.
         let mut object = Map::new();
         for (id, logprob) in top.chain([(id, logprobs.logprob)]) {
-            object.entry(token(shared, id).0).or_insert_with(|| value(logprob));
+            object
+                .entry(token(shared, id).0)
+                .or_insert_with(|| value(logprob));
         }
         offsets.push(*offset);
         *offset += text.chars().count();

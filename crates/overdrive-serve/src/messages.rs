@@ -14,7 +14,11 @@ use crate::fields::Fields;
 pub(crate) fn take(fields: &mut Fields, template: &ChatTemplate) -> ApiResult<Vec<Message>> {
     let messages: Vec<Map<String, Value>> = fields.require("messages")?;
     if messages.is_empty() {
-        return Err(ApiError::range("messages", "[]", "a list with at least one message"));
+        return Err(ApiError::range(
+            "messages",
+            "[]",
+            "a list with at least one message",
+        ));
     }
     let knows_developer = template.names().any(|name| {
         let source = template.source(name);
@@ -55,7 +59,10 @@ fn flatten(content: &mut Value, param: &str) -> ApiResult<()> {
                     part => part.get("text").and_then(Value::as_str),
                 };
                 let missing = || {
-                    let kind = part.get("type").and_then(Value::as_str).unwrap_or("unknown");
+                    let kind = part
+                        .get("type")
+                        .and_then(Value::as_str)
+                        .unwrap_or("unknown");
                     let message = format!(
                         "`{param}.content` has a part of the type {kind:?}; this model reads text only"
                     );

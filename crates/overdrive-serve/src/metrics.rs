@@ -9,14 +9,14 @@ use overdrive_generation::EngineStatistics;
 
 /// The upper bounds of the buckets of a time to the first token, in seconds; vLLM's.
 const FIRST_TOKEN: &[f64] = &[
-    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0, 20.0, 40.0, 80.0,
-    160.0, 640.0,
+    0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
+    20.0, 40.0, 80.0, 160.0, 640.0,
 ];
 
 /// The upper bounds of the buckets of the time of a whole request, in seconds; vLLM's.
 const WHOLE_REQUEST: &[f64] = &[
-    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0, 480.0, 960.0,
-    1920.0,
+    0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
+    480.0, 960.0, 1920.0,
 ];
 
 #[derive(Debug)]
@@ -46,7 +46,11 @@ impl Metrics {
     }
 
     pub(crate) fn responded(&self, route: &'static str, status: u16) {
-        *self.counters().responses.entry((route, status)).or_default() += 1;
+        *self
+            .counters()
+            .responses
+            .entry((route, status))
+            .or_default() += 1;
     }
 
     pub(crate) fn prompt(&self, tokens: usize) {
@@ -66,38 +70,102 @@ impl Metrics {
         let counters = self.counters();
         let mut text = Text(String::new());
         let gauges: [(&str, &str, f64); 6] = [
-            ("sequences_running", "Sequences that the engine computes", engine.running as f64),
-            ("sequences_waiting", "Sequences that wait in the engine", engine.waiting as f64),
-            ("sequences_in_flight", "Continuations and embeddings of requests that have not ended", in_flight as f64),
-            ("sequences_limit", "Largest number of those (max_queue)", limit as f64),
-            ("kv_cache_blocks", "Blocks of the key/value cache", engine.blocks as f64),
-            ("kv_cache_blocks_used", "Blocks that sequences hold", engine.blocks_used as f64),
+            (
+                "sequences_running",
+                "Sequences that the engine computes",
+                engine.running as f64,
+            ),
+            (
+                "sequences_waiting",
+                "Sequences that wait in the engine",
+                engine.waiting as f64,
+            ),
+            (
+                "sequences_in_flight",
+                "Continuations and embeddings of requests that have not ended",
+                in_flight as f64,
+            ),
+            (
+                "sequences_limit",
+                "Largest number of those (max_queue)",
+                limit as f64,
+            ),
+            (
+                "kv_cache_blocks",
+                "Blocks of the key/value cache",
+                engine.blocks as f64,
+            ),
+            (
+                "kv_cache_blocks_used",
+                "Blocks that sequences hold",
+                engine.blocks_used as f64,
+            ),
         ];
         for (name, help, value) in gauges {
             text.metric(name, "gauge", help);
             text.sample(name, "", value);
         }
         let totals: [(&str, &str, u64); 8] = [
-            ("prompt_tokens_total", "Tokens of prompts", counters.prompt_tokens),
-            ("reused_tokens_total", "Tokens of prompts found in the cache", engine.reused_tokens),
-            ("generation_tokens_total", "Tokens generated", engine.generated_tokens),
-            ("preemptions_total", "Sequences whose blocks were taken back", engine.preemptions),
+            (
+                "prompt_tokens_total",
+                "Tokens of prompts",
+                counters.prompt_tokens,
+            ),
+            (
+                "reused_tokens_total",
+                "Tokens of prompts found in the cache",
+                engine.reused_tokens,
+            ),
+            (
+                "generation_tokens_total",
+                "Tokens generated",
+                engine.generated_tokens,
+            ),
+            (
+                "preemptions_total",
+                "Sequences whose blocks were taken back",
+                engine.preemptions,
+            ),
             ("engine_steps_total", "Steps of the engine", engine.steps),
-            ("requests_finished_total", "Requests of the engine that ended", engine.finished),
-            ("requests_cancelled_total", "Requests whose client disconnected, or that ran out of time", engine.cancelled),
-            ("requests_failed_total", "Requests that failed after they were accepted", engine.failed),
+            (
+                "requests_finished_total",
+                "Requests of the engine that ended",
+                engine.finished,
+            ),
+            (
+                "requests_cancelled_total",
+                "Requests whose client disconnected, or that ran out of time",
+                engine.cancelled,
+            ),
+            (
+                "requests_failed_total",
+                "Requests that failed after they were accepted",
+                engine.failed,
+            ),
         ];
         for (name, help, value) in totals {
             text.metric(name, "counter", help);
             text.sample(name, "", value);
         }
-        text.metric("http_responses_total", "counter", "Answers by route and status");
+        text.metric(
+            "http_responses_total",
+            "counter",
+            "Answers by route and status",
+        );
         for ((route, status), count) in &counters.responses {
             let labels = format!("{{route=\"{route}\",status=\"{status}\"}}");
             text.sample("http_responses_total", labels, count);
         }
-        text.histogram("time_to_first_token_seconds", "Time from a request to its first token", &counters.first_token);
-        text.histogram("request_seconds", "Time of a whole request", &counters.whole_request);
+        text.histogram(
+            "time_to_first_token_seconds",
+            "Time from a request to its first token",
+            &counters.first_token,
+        );
+        text.histogram(
+            "request_seconds",
+            "Time of a whole request",
+            &counters.whole_request,
+        );
         text.0
     }
 }
@@ -107,7 +175,10 @@ struct Text(String);
 
 impl Text {
     fn metric(&mut self, name: &str, kind: &str, help: &str) {
-        let _ = writeln!(self.0, "# HELP overdrive_{name} {help}.\n# TYPE overdrive_{name} {kind}");
+        let _ = writeln!(
+            self.0,
+            "# HELP overdrive_{name} {help}.\n# TYPE overdrive_{name} {kind}"
+        );
     }
 
     fn sample(&mut self, name: &str, labels: impl Display, value: impl Display) {

@@ -112,5 +112,9 @@ async fn wrong_method(request: Request) -> ApiError {
         _ => "GET",
     };
     let message = format!("{path} does not support {method}; use {right}");
-    ApiError::new(StatusCode::METHOD_NOT_ALLOWED, "method_not_allowed", message)
+    ApiError::new(
+        StatusCode::METHOD_NOT_ALLOWED,
+        "method_not_allowed",
+        message,
+    )
 }

@@ -144,7 +144,10 @@ impl Sampling {
         default: Option<usize>,
         shared: &Shared,
     ) -> ApiResult<GenerationConfig> {
-        let (longest, context) = (shared.engine.max_prompt_len(), shared.engine.max_model_len());
+        let (longest, context) = (
+            shared.engine.max_prompt_len(),
+            shared.engine.max_model_len(),
+        );
         if prompt == 0 {
             let message = format!("`{param}` has no tokens; give at least one");
             return Err(ApiError::field(param, message));
@@ -207,8 +210,7 @@ fn stop_strings(stop: OneOrMany) -> ApiResult<Vec<String>> {
     let valid = |string: &String| (1..=MAX_STOP_BYTES).contains(&string.len());
     if strings.len() > MAX_STOPS || !strings.iter().all(valid) {
         let found = format!("a list of {}", strings.len());
-        let expected =
-            format!("at most {MAX_STOPS} strings of 1 to {MAX_STOP_BYTES} bytes each");
+        let expected = format!("at most {MAX_STOPS} strings of 1 to {MAX_STOP_BYTES} bytes each");
         return Err(ApiError::range("stop", found, &expected));
     }
     Ok(strings)

@@ -38,7 +38,12 @@ impl Server {
     pub fn new(engine: EngineHandle, model: ServedModel, options: ServerOptions) -> Result<Server> {
         options.validate()?;
         let expected = "the name that clients give; at least one character";
-        check_option(!model.name.is_empty(), "served_model_name", "\"\"", expected)?;
+        check_option(
+            !model.name.is_empty(),
+            "served_model_name",
+            "\"\"",
+            expected,
+        )?;
         let shared = Arc::new(Shared::new(engine, model, options));
         shared.model.config.validate()?;
         Ok(Server { shared })

@@ -174,6 +174,8 @@ pub(crate) async fn blocking<T: Send + 'static>(
     match tokio::task::spawn_blocking(work).await {
         Ok(result) => result,
         // Its message is on stderr.
-        Err(_) => Err(ApiError::internal("the request could not be prepared; this is a bug")),
+        Err(_) => Err(ApiError::internal(
+            "the request could not be prepared; this is a bug",
+        )),
     }
 }

@@ -34,7 +34,9 @@ pub(crate) fn response_format(fields: &mut Fields) -> ApiResult<Option<Schema>> 
         Some("text") => Ok(None),
         Some("json_object") => Ok(Some(Schema(json!({"type": "object"})))),
         Some("json_schema") => {
-            let schema = format.get("json_schema").and_then(|given| given.get("schema"));
+            let schema = format
+                .get("json_schema")
+                .and_then(|given| given.get("schema"));
             let missing = || {
                 let message = "`response_format.json_schema.schema` is missing; it is the schema of the answer";
                 ApiError::field("response_format", message)
@@ -78,7 +80,8 @@ impl Tools {
             };
         }
         if !has_tools(template) {
-            let message = "`tools` are given, and the chat template of this model has none; leave them out";
+            let message =
+                "`tools` are given, and the chat template of this model has none; leave them out";
             return Err(ApiError::field("tools", message));
         }
         let functions = list.iter().map(function).collect::<ApiResult<Vec<_>>>()?;
@@ -134,7 +137,9 @@ impl Tools {
     /// Reads the calls in a JSON value: one, or a list of some.
     fn calls(&self, value: &Value) -> Option<Vec<ToolCall>> {
         match value {
-            Value::Array(list) if !list.is_empty() => list.iter().map(|one| self.call(one)).collect(),
+            Value::Array(list) if !list.is_empty() => {
+                list.iter().map(|one| self.call(one)).collect()
+            }
             one => Some(vec![self.call(one)?]),
         }
     }
@@ -169,11 +174,19 @@ fn has_tools(template: &ChatTemplate) -> bool {
 
 fn function(tool: &Value) -> ApiResult<(String, Value)> {
     let wrong = || {
-        let expected = "a list of {\"type\": \"function\", \"function\": {\"name\": …, \"parameters\": …}}";
-        ApiError::range("tools", format!("a list with {}", shorten(&tool.to_string())), expected)
+        let expected =
+            "a list of {\"type\": \"function\", \"function\": {\"name\": …, \"parameters\": …}}";
+        ApiError::range(
+            "tools",
+            format!("a list with {}", shorten(&tool.to_string())),
+            expected,
+        )
     };
     let function = tool.get("function").ok_or_else(wrong)?;
-    let name = function.get("name").and_then(Value::as_str).ok_or_else(wrong)?;
+    let name = function
+        .get("name")
+        .and_then(Value::as_str)
+        .ok_or_else(wrong)?;
     let parameters = match function.get("parameters") {
         None | Some(Value::Null) => json!({"type": "object"}),
         Some(schema @ Value::Object(_)) => schema.clone(),
@@ -250,7 +263,9 @@ impl ToolReader {
     /// Returns the number of bytes that belong neither to a mark nor to the white space before one.
     fn certain(&self) -> usize {
         let pending = &self.pending;
-        let mark = (1..BEGIN.len()).rev().find(|&n| pending.ends_with(&BEGIN[..n]));
+        let mark = (1..BEGIN.len())
+            .rev()
+            .find(|&n| pending.ends_with(&BEGIN[..n]));
         let end = pending.len() - mark.unwrap_or(0);
         pending[..end].trim_end().len()
     }

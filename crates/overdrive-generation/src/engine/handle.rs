@@ -342,9 +342,7 @@ impl<M: EngineModel> Worker<M> {
                 self.inbox.try_recv()
             };
             match command {
-                Ok(Command::Submit(ticket, request, sink)) => {
-                    self.submit(ticket, *request, sink)
-                }
+                Ok(Command::Submit(ticket, request, sink)) => self.submit(ticket, *request, sink),
                 Ok(Command::Run(job)) => (job.0)(self.engine.model()),
                 Ok(Command::Cancel(ticket)) => self.cancel(ticket),
                 Ok(Command::Finish) => self.is_finishing = true,

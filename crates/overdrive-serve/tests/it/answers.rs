@@ -85,10 +85,14 @@ fn several_prompts_and_choices_are_numbered_one_after_the_other() {
     // Ids are the same prompt as their text.
     let by_ids = json!({"prompt": [encode("first"), encode("second")], "n": 3, "max_tokens": 9, "seed": 5,
         "temperature": 1.2, "echo": true});
-    assert_eq!(post(server.address, "/v1/completions", &by_ids).json()["choices"], answer["choices"]);
+    assert_eq!(
+        post(server.address, "/v1/completions", &by_ids).json()["choices"],
+        answer["choices"]
+    );
     let one = json!({"prompt": encode("first"), "max_tokens": 4, "temperature": 0});
     let text = json!({"prompt": "first", "max_tokens": 4, "temperature": 0});
-    let ask = |body: &Value| post(server.address, "/v1/completions", body).json()["choices"].clone();
+    let ask =
+        |body: &Value| post(server.address, "/v1/completions", body).json()["choices"].clone();
     assert_eq!(ask(&one), ask(&text));
 }
 
@@ -103,7 +107,10 @@ fn a_stream_has_the_text_and_the_log_probabilities_of_the_whole_answer() {
     body["stream_options"] = json!({"include_usage": true});
     let mut events = post(server.address, "/v1/completions", &body).events();
     let last = events.pop().unwrap();
-    assert_eq!((&last["choices"], &last["usage"]), (&json!([]), &whole["usage"]));
+    assert_eq!(
+        (&last["choices"], &last["usage"]),
+        (&json!([]), &whole["usage"])
+    );
     let mut choices = vec![json!({"text": "", "logprobs": {}}); 4];
     for event in &events {
         assert_eq!(event["usage"], Value::Null);
@@ -112,12 +119,18 @@ fn a_stream_has_the_text_and_the_log_probabilities_of_the_whole_answer() {
             panic!("{event}");
         };
         let own = &mut choices[choice["index"].as_u64().unwrap() as usize];
-        assert!(own.get("finish_reason").is_none(), "a chunk after the last: {event}");
+        assert!(
+            own.get("finish_reason").is_none(),
+            "a chunk after the last: {event}"
+        );
         let text = own["text"].as_str().unwrap().to_owned() + choice["text"].as_str().unwrap();
         own["text"] = text.into();
         if let Some(logprobs) = choice["logprobs"].as_object() {
             for (name, values) in logprobs {
-                let mut all = own["logprobs"][name].as_array().cloned().unwrap_or_default();
+                let mut all = own["logprobs"][name]
+                    .as_array()
+                    .cloned()
+                    .unwrap_or_default();
                 all.extend(values.as_array().unwrap().iter().cloned());
                 own["logprobs"][name] = all.into();
             }
@@ -128,7 +141,10 @@ fn a_stream_has_the_text_and_the_log_probabilities_of_the_whole_answer() {
     }
     for (index, choice) in choices.iter().enumerate() {
         for name in ["text", "logprobs", "finish_reason"] {
-            assert_eq!(choice[name], whole["choices"][index][name], "{name} of {index}");
+            assert_eq!(
+                choice[name], whole["choices"][index][name],
+                "{name} of {index}"
+            );
         }
     }
 }
@@ -187,11 +203,19 @@ fn text_ends_before_a_stop_string_and_at_a_stop_token() {
     assert_eq!(answer["choices"][0]["finish_reason"], "stop");
     body["stream"] = true.into();
     let streamed = post(server.address, "/v1/completions", &body).events();
-    let text: String = streamed.iter().map(|event| event["choices"][0]["text"].as_str().unwrap()).collect();
+    let text: String = streamed
+        .iter()
+        .map(|event| event["choices"][0]["text"].as_str().unwrap())
+        .collect();
     assert_eq!(text, want);
     let third = free.new_tokens(0)[2];
-    let first = free.new_tokens(0).iter().position(|id| *id == third).unwrap();
-    let body = json!({"prompt": "stop", "max_tokens": 24, "temperature": 0, "stop_token_ids": [third]});
+    let first = free
+        .new_tokens(0)
+        .iter()
+        .position(|id| *id == third)
+        .unwrap();
+    let body =
+        json!({"prompt": "stop", "max_tokens": 24, "temperature": 0, "stop_token_ids": [third]});
     let answer = post(server.address, "/v1/completions", &body).json();
     assert_eq!(answer["usage"]["completion_tokens"], first + 1);
     assert_eq!(answer["choices"][0]["finish_reason"], "stop");

@@ -17,7 +17,9 @@ fn user(text: &str) -> Value {
 /// Biases against white space, of which JSON allows any amount; a random model may generate it without end.
 fn no_space() -> Value {
     let ids = encode(" \n\r\t").into_iter();
-    ids.map(|id| (id.to_string(), json!(-100))).collect::<serde_json::Map<_, _>>().into()
+    ids.map(|id| (id.to_string(), json!(-100)))
+        .collect::<serde_json::Map<_, _>>()
+        .into()
 }
 
 /// Returns the deltas of the first choice, joined, and its last reason.
@@ -28,7 +30,12 @@ fn joined(events: &[Value]) -> (String, Vec<Value>, Value) {
         assert_eq!(event["object"], "chat.completion.chunk");
         let choice = &event["choices"][0];
         text.push_str(choice["delta"]["content"].as_str().unwrap_or_default());
-        calls.extend(choice["delta"]["tool_calls"].as_array().cloned().unwrap_or_default());
+        calls.extend(
+            choice["delta"]["tool_calls"]
+                .as_array()
+                .cloned()
+                .unwrap_or_default(),
+        );
         assert_eq!(reason, Value::Null, "a chunk after the last: {event}");
         reason = choice["finish_reason"].clone();
     }
@@ -74,7 +81,13 @@ fn an_answer_is_that_of_the_rendered_conversation_alone() {
     body["stream"] = true.into();
     let events = ask(&server, &body).events();
     let (text, _, reason) = joined(&events);
-    assert_eq!((json!(text), &reason), (choice["message"]["content"].clone(), &choice["finish_reason"]));
+    assert_eq!(
+        (json!(text), &reason),
+        (
+            choice["message"]["content"].clone(),
+            &choice["finish_reason"]
+        )
+    );
     let streamed: Vec<Value> = events
         .iter()
         .filter_map(|event| event["choices"][0]["logprobs"]["content"].as_array())
@@ -84,9 +97,12 @@ fn an_answer_is_that_of_the_rendered_conversation_alone() {
     assert_eq!(&streamed, entries);
 
     // Without a limit an answer ends with the context, and `n` answers differ by their streams.
-    let body = json!({"messages": user("hello"), "n": 3, "max_tokens": 12, "seed": 1, "temperature": 1.5});
+    let body =
+        json!({"messages": user("hello"), "n": 3, "max_tokens": 12, "seed": 1, "temperature": 1.5});
     let answer = ask(&server, &body).json();
-    let texts: Vec<&Value> = (0..3).map(|n| &answer["choices"][n]["message"]["content"]).collect();
+    let texts: Vec<&Value> = (0..3)
+        .map(|n| &answer["choices"][n]["message"]["content"])
+        .collect();
     assert!(texts[0] != texts[1] && texts[1] != texts[2], "{texts:?}");
     server.check_empty();
 }
@@ -106,10 +122,22 @@ fn content_in_parts_and_developers_are_what_the_template_knows() {
     for (messages, text) in [
         (json!([]), "at least one"),
         (json!([{"content": "x"}]), "messages[0].role"),
-        (json!([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]), "image_url"),
-        (json!([{"role": "user", "content": 3}]), "messages[0].content"),
-        (json!([{"role": "nobody", "content": "x"}]), "who is nobody?"),
-        (json!([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]), "not JSON"),
+        (
+            json!([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}]),
+            "image_url",
+        ),
+        (
+            json!([{"role": "user", "content": 3}]),
+            "messages[0].content",
+        ),
+        (
+            json!([{"role": "nobody", "content": "x"}]),
+            "who is nobody?",
+        ),
+        (
+            json!([{"role": "assistant", "tool_calls": [{"function": {"arguments": "{"}}]}]),
+            "not JSON",
+        ),
     ] {
         let body = json!({"messages": messages, "max_tokens": 1});
         let error = ask(&server, &body).error(400);
@@ -131,14 +159,23 @@ fn an_open_message_is_continued() {
         ..defaults()
     };
     let want = alone(&encode("user: hi<end>\nassistant: I am"), config);
-    assert_eq!(ask(&server, &body).json()["choices"][0]["message"]["content"], want.texts[0]);
+    assert_eq!(
+        ask(&server, &body).json()["choices"][0]["message"]["content"],
+        want.texts[0]
+    );
 }
 
 #[test]
 fn a_model_without_a_template_says_so() {
     let server = TestServer::with(|_| {}, |_| {}, None);
     let error = ask(&server, &json!({"messages": user("x")})).error(400);
-    assert!(error["message"].as_str().unwrap().contains("/v1/completions"), "{error}");
+    assert!(
+        error["message"]
+            .as_str()
+            .unwrap()
+            .contains("/v1/completions"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -149,13 +186,15 @@ fn answers_fit_the_schema_of_the_response_format() {
         "properties": {"name": {"type": "string", "maxLength": 6}, "age": {"type": "integer", "minimum": 0, "maximum": 99}},
         "required": ["name", "age"], "additionalProperties": false,
     });
-    let format = json!({"type": "json_schema", "json_schema": {"name": "person", "schema": schema}});
+    let format =
+        json!({"type": "json_schema", "json_schema": {"name": "person", "schema": schema}});
     let body = json!({"messages": user("who?"), "response_format": format, "max_tokens": 200, "n": 4, "seed": 2,
         "logit_bias": no_space()});
     let answer = ask(&server, &body).json();
     for choice in answer["choices"].as_array().unwrap() {
         let text = choice["message"]["content"].as_str().unwrap();
-        let value: Value = serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text:?}"));
+        let value: Value =
+            serde_json::from_str(text).unwrap_or_else(|error| panic!("{error}: {text:?}"));
         assert!(value["name"].as_str().unwrap().chars().count() <= 6);
         assert!((0..=99).contains(&value["age"].as_i64().unwrap()));
         assert_eq!(choice["finish_reason"], "stop");
@@ -192,13 +231,17 @@ fn a_required_call_is_made_whole_and_streamed() {
             "seed": 6, "logit_bias": no_space()});
         let answer = ask(&server, &body).json();
         let message = &answer["choices"][0]["message"];
-        assert_eq!(answer["choices"][0]["finish_reason"], "tool_calls", "{answer}");
+        assert_eq!(
+            answer["choices"][0]["finish_reason"], "tool_calls",
+            "{answer}"
+        );
         assert_eq!(message["content"], Value::Null);
         let [call] = message["tool_calls"].as_array().unwrap().as_slice() else {
             panic!("{message}");
         };
         assert_eq!(call["type"], "function");
-        let arguments: Value = serde_json::from_str(call["function"]["arguments"].as_str().unwrap()).unwrap();
+        let arguments: Value =
+            serde_json::from_str(call["function"]["arguments"].as_str().unwrap()).unwrap();
         match call["function"]["name"].as_str().unwrap() {
             "weather" => assert!(["Rome", "Oslo"].contains(&arguments["city"].as_str().unwrap())),
             "time" => assert!(choice == "required" && arguments == json!({})),
@@ -227,7 +270,10 @@ fn tools_change_the_prompt_unless_none_may_be_called() {
     assert_eq!(ask(&server, &body).json()["choices"], plain["choices"]);
     for (choice, text) in [
         (json!("perhaps"), "required"),
-        (json!({"type": "function", "function": {"name": "other"}}), "name of a tool"),
+        (
+            json!({"type": "function", "function": {"name": "other"}}),
+            "name of a tool",
+        ),
     ] {
         body["tool_choice"] = choice;
         let error = ask(&server, &body).error(400);

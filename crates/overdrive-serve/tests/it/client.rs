@@ -24,7 +24,8 @@ impl Answer {
         assert_eq!(self.status, 200, "{self:?}");
         assert!(self.headers["content-type"].starts_with("text/event-stream"));
         let events = self.body.strip_suffix("data: [DONE]\n\n").unwrap();
-        let event = |event: &str| serde_json::from_str(event.strip_prefix("data: ").unwrap()).unwrap();
+        let event =
+            |event: &str| serde_json::from_str(event.strip_prefix("data: ").unwrap()).unwrap();
         let whole = events.split("\n\n").filter(|event| !event.is_empty());
         whole.map(event).collect()
     }
@@ -33,7 +34,10 @@ impl Answer {
     pub(crate) fn error(&self, status: u16) -> Value {
         assert_eq!(self.status, status, "{self:?}");
         let error = self.json()["error"].clone();
-        assert!(error["message"].is_string() && error["type"].is_string(), "{error}");
+        assert!(
+            error["message"].is_string() && error["type"].is_string(),
+            "{error}"
+        );
         let keys: Vec<&String> = error.as_object().unwrap().keys().collect();
         assert_eq!(keys, ["message", "type", "param", "code"]);
         error
@@ -53,7 +57,11 @@ pub(crate) fn send(
     for (name, value) in headers {
         head.push_str(&format!("{name}: {value}\r\n"));
     }
-    let has = |name: &str| headers.iter().any(|(own, _)| own.eq_ignore_ascii_case(name));
+    let has = |name: &str| {
+        headers
+            .iter()
+            .any(|(own, _)| own.eq_ignore_ascii_case(name))
+    };
     if !body.is_empty() && !has("content-type") {
         head.push_str("Content-Type: application/json\r\n");
     }
@@ -113,12 +121,23 @@ pub(crate) fn get(address: SocketAddr, path: &str) -> Answer {
 }
 
 pub(crate) fn post(address: SocketAddr, path: &str, body: &Value) -> Answer {
-    receive(send(address, "POST", path, &[], body.to_string().as_bytes()))
+    receive(send(
+        address,
+        "POST",
+        path,
+        &[],
+        body.to_string().as_bytes(),
+    ))
 }
 
 /// Returns the value of a sample of `/metrics`.
 pub(crate) fn metric(address: SocketAddr, name: &str) -> f64 {
     let answer = get(address, "/metrics");
-    let line = answer.body.lines().find_map(|line| line.strip_prefix(&format!("overdrive_{name} ")));
-    line.unwrap_or_else(|| panic!("no {name} in {}", answer.body)).parse().unwrap()
+    let line = answer
+        .body
+        .lines()
+        .find_map(|line| line.strip_prefix(&format!("overdrive_{name} ")));
+    line.unwrap_or_else(|| panic!("no {name} in {}", answer.body))
+        .parse()
+        .unwrap()
 }

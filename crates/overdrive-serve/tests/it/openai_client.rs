@@ -28,6 +28,9 @@ fn openai_client_agrees() {
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{printed}{errors}");
     println!("{printed}");
-    assert!(printed.contains("all of it agrees with openai"), "{printed}");
+    assert!(
+        printed.contains("all of it agrees with openai"),
+        "{printed}"
+    );
     server.check_empty();
 }

@@ -12,11 +12,20 @@ fn the_model_is_listed_and_found_by_its_name() {
     let list = get(server.address, "/v1/models").json();
     assert_eq!(list["object"], "list");
     let card = &list["data"][0];
-    assert_eq!((&card["id"], &card["object"]), (&json!(NAME), &json!("model")));
+    assert_eq!(
+        (&card["id"], &card["object"]),
+        (&json!(NAME), &json!("model"))
+    );
     assert_eq!(card["max_model_len"], CONTEXT);
-    assert_eq!(get(server.address, &format!("/v1/models/{NAME}")).json(), *card);
+    assert_eq!(
+        get(server.address, &format!("/v1/models/{NAME}")).json(),
+        *card
+    );
     let error = get(server.address, "/v1/models/other").error(404);
-    assert_eq!((&error["code"], &error["param"]), (&json!("model_not_found"), &json!("model")));
+    assert_eq!(
+        (&error["code"], &error["param"]),
+        (&json!("model_not_found"), &json!("model"))
+    );
     let body = json!({"model": "other", "prompt": "a"});
     let error = post(server.address, "/v1/completions", &body).error(404);
     assert!(error["message"].as_str().unwrap().contains(NAME), "{error}");
@@ -26,9 +35,18 @@ fn the_model_is_listed_and_found_by_its_name() {
 fn paths_and_methods_that_do_not_exist_are_answered_with_those_that_do() {
     let server = TestServer::start(|_| {});
     let error = get(server.address, "/v1/nothing").error(404);
-    assert!(error["message"].as_str().unwrap().contains("/v1/chat/completions"), "{error}");
+    assert!(
+        error["message"]
+            .as_str()
+            .unwrap()
+            .contains("/v1/chat/completions"),
+        "{error}"
+    );
     let error = get(server.address, "/v1/completions").error(405);
-    assert!(error["message"].as_str().unwrap().contains("use POST"), "{error}");
+    assert!(
+        error["message"].as_str().unwrap().contains("use POST"),
+        "{error}"
+    );
 }
 
 #[test]
@@ -36,11 +54,20 @@ fn health_and_metrics_are_counted_and_need_no_key() {
     let server = TestServer::start(|options| {
         options.api_key = Some(ApiKey::new("sk-1").unwrap());
     });
-    assert_eq!(get(server.address, "/health").json(), json!({"status": "ok"}));
+    assert_eq!(
+        get(server.address, "/health").json(),
+        json!({"status": "ok"})
+    );
     let body = json!({"prompt": "ab", "max_tokens": 3, "ignore_eos": true});
     let text = body.to_string();
     let ask = |headers: &[(&str, &str)]| {
-        receive(send(server.address, "POST", "/v1/completions", headers, text.as_bytes()))
+        receive(send(
+            server.address,
+            "POST",
+            "/v1/completions",
+            headers,
+            text.as_bytes(),
+        ))
     };
     let error = ask(&[]).error(401);
     assert_eq!(error["code"], "invalid_api_key");
@@ -53,7 +80,10 @@ fn health_and_metrics_are_counted_and_need_no_key() {
     assert_eq!(metric(server.address, "prompt_tokens_total"), 2.0);
     assert_eq!(metric(server.address, "generation_tokens_total"), 3.0);
     assert_eq!(metric(server.address, "requests_finished_total"), 1.0);
-    assert_eq!(metric(server.address, "time_to_first_token_seconds_count"), 1.0);
+    assert_eq!(
+        metric(server.address, "time_to_first_token_seconds_count"),
+        1.0
+    );
     assert_eq!(metric(server.address, "request_seconds_count"), 1.0);
     let labels = "http_responses_total{route=\"/v1/completions\",status=\"401\"}";
     assert_eq!(metric(server.address, labels), 3.0);
@@ -65,14 +95,29 @@ fn health_and_metrics_are_counted_and_need_no_key() {
 fn a_body_that_is_no_json_object_is_refused() {
     let server = TestServer::start(|_| {});
     let ask = |headers: &[(&str, &str)], body: &str| {
-        receive(send(server.address, "POST", "/v1/completions", headers, body.as_bytes()))
+        receive(send(
+            server.address,
+            "POST",
+            "/v1/completions",
+            headers,
+            body.as_bytes(),
+        ))
     };
     assert_eq!(ask(&[], "{\"prompt\": ").error(400)["code"], "invalid_json");
     assert_eq!(ask(&[], "[]").error(400)["code"], "invalid_json");
     let error = ask(&[("Content-Type", "text/plain")], "{\"prompt\": \"a\"}").error(415);
-    assert!(error["message"].as_str().unwrap().contains("application/json"), "{error}");
+    assert!(
+        error["message"]
+            .as_str()
+            .unwrap()
+            .contains("application/json"),
+        "{error}"
+    );
     let kind = ("Content-Type", "application/json; charset=utf-8");
-    assert_eq!(ask(&[kind], "{\"prompt\": \"a\", \"max_tokens\": 1}").status, 200);
+    assert_eq!(
+        ask(&[kind], "{\"prompt\": \"a\", \"max_tokens\": 1}").status,
+        200
+    );
 }
 
 #[test]
@@ -88,10 +133,18 @@ fn wrong_fields_are_named_with_their_value_and_range() {
         (json!({"temperature": -1}), "temperature", "-1"),
         (json!({"top_p": 0}), "top_p", "`top_p` is 0"),
         (json!({"top_k": -2}), "top_k", "-2"),
-        (json!({"presence_penalty": 2.5}), "presence_penalty", "from -2 to 2"),
+        (
+            json!({"presence_penalty": 2.5}),
+            "presence_penalty",
+            "from -2 to 2",
+        ),
         (json!({"logit_bias": {"260": 1}}), "logit_bias", "0..260"),
         (json!({"logit_bias": {"a": 1}}), "logit_bias", "0..260"),
-        (json!({"logit_bias": {"1": 101}}), "logit_bias", "from -100 to 100"),
+        (
+            json!({"logit_bias": {"1": 101}}),
+            "logit_bias",
+            "from -100 to 100",
+        ),
         (json!({"stop": [long]}), "stop", "1024 bytes"),
         (json!({"stop": ""}), "stop", "1 to 1024"),
         (json!({"n": 0}), "n", "from 1 to 128"),
@@ -99,12 +152,28 @@ fn wrong_fields_are_named_with_their_value_and_range() {
         (json!({"max_tokens": 0}), "max_tokens", "at least 1"),
         (json!({"max_tokens": -1}), "max_tokens", "-1"),
         (json!({"logprobs": 21}), "logprobs", "from 0 to 20"),
-        (json!({"echo": true, "logprobs": 1}), "echo", "leave one out"),
+        (
+            json!({"echo": true, "logprobs": 1}),
+            "echo",
+            "leave one out",
+        ),
         (json!({"best_of": 2}), "best_of", "equal to n"),
         (json!({"suffix": "x"}), "suffix", "does not support"),
-        (json!({"stream_options": {"include_usage": true}}), "stream_options", "stream"),
-        (json!({"response_format": {"type": "xml"}}), "response_format", "json_schema"),
-        (json!({"response_format": {"type": "json_schema"}}), "response_format", "schema"),
+        (
+            json!({"stream_options": {"include_usage": true}}),
+            "stream_options",
+            "stream",
+        ),
+        (
+            json!({"response_format": {"type": "xml"}}),
+            "response_format",
+            "json_schema",
+        ),
+        (
+            json!({"response_format": {"type": "json_schema"}}),
+            "response_format",
+            "schema",
+        ),
     ] {
         let mut body = json!({"prompt": "a", "max_tokens": 1});
         for (name, value) in fields.as_object().unwrap() {
@@ -113,7 +182,10 @@ fn wrong_fields_are_named_with_their_value_and_range() {
         let error = post(server.address, "/v1/completions", &body).error(400);
         assert_eq!(error["param"], param, "{body}: {error}");
         assert_eq!(error["type"], "invalid_request_error");
-        assert!(error["message"].as_str().unwrap().contains(message), "{body}: {error}");
+        assert!(
+            error["message"].as_str().unwrap().contains(message),
+            "{body}: {error}"
+        );
     }
     // Neutral values, and fields that only OpenAI's service reads, change nothing.
     let body = json!({"prompt": "a", "max_tokens": 1, "suffix": null, "user": "me", "bad_words": [], "best_of": 1});

@@ -17,13 +17,26 @@ fn a_draining_server_answers_what_has_begun_and_takes_no_more() {
     let address = server.address;
     server.gate.set(false);
     let body = json!({"prompt": "a", "max_tokens": 30, "stream": true, "ignore_eos": true});
-    let begun = send(address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
-    wait("the request", || metric(address, "sequences_in_flight") == 1.0);
+    let begun = send(
+        address,
+        "POST",
+        "/v1/completions",
+        &[],
+        body.to_string().as_bytes(),
+    );
+    wait("the request", || {
+        metric(address, "sequences_in_flight") == 1.0
+    });
     server.shut_down();
-    wait("the listener to close", || TcpStream::connect(address).is_err());
+    wait("the listener to close", || {
+        TcpStream::connect(address).is_err()
+    });
     server.gate.set(true);
     let events = receive(begun).events();
-    assert_eq!(events.last().unwrap()["choices"][0]["finish_reason"], "length");
+    assert_eq!(
+        events.last().unwrap()["choices"][0]["finish_reason"],
+        "length"
+    );
     server.join().unwrap();
 }
 
@@ -33,8 +46,16 @@ fn requests_that_do_not_end_in_time_are_cut_off_and_counted() {
     let address = server.address;
     server.gate.set(false);
     let body = json!({"prompt": "a", "max_tokens": 30});
-    let mut begun = send(address, "POST", "/v1/completions", &[], body.to_string().as_bytes());
-    wait("the request", || metric(address, "sequences_in_flight") == 1.0);
+    let mut begun = send(
+        address,
+        "POST",
+        "/v1/completions",
+        &[],
+        body.to_string().as_bytes(),
+    );
+    wait("the request", || {
+        metric(address, "sequences_in_flight") == 1.0
+    });
     server.shut_down();
     let mut rest = Vec::new();
     // The connection ends without an answer, by an end or by a reset.
@@ -43,7 +64,10 @@ fn requests_that_do_not_end_in_time_are_cut_off_and_counted() {
     server.gate.set(true);
     let error = server.join().unwrap_err();
     assert!(matches!(error, Error::Cut { sequences: 1, .. }), "{error}");
-    assert!(error.to_string().contains("0 seconds after the signal"), "{error}");
+    assert!(
+        error.to_string().contains("0 seconds after the signal"),
+        "{error}"
+    );
 }
 
 #[test]

@@ -30,7 +30,8 @@ pub(crate) fn tokenizer() -> Tokenizer {
         b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff => char::from(byte),
         // GPT-2's characters for the others follow from U+0100 on.
         _ => {
-            let before = (0..byte).filter(|b| !matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff));
+            let before =
+                (0..byte).filter(|b| !matches!(b, b'!'..=b'~' | 0xa1..=0xac | 0xae..=0xff));
             char::from_u32(0x100 + before.count() as u32).unwrap()
         }
     });
@@ -223,7 +224,9 @@ impl TestServer {
         wait("the requests to end", || {
             metric("sequences_in_flight") == 0.0 && metric("sequences_running") == 0.0
         });
-        wait("the blocks to be free", || metric("kv_cache_blocks_used") == 0.0);
+        wait("the blocks to be free", || {
+            metric("kv_cache_blocks_used") == 0.0
+        });
         assert_eq!(metric("sequences_waiting"), 0.0);
     }
 }
@@ -276,7 +279,10 @@ pub(crate) fn open_gate() -> Gate {
 pub(crate) fn wait(what: &str, mut is_true: impl FnMut() -> bool) {
     let start = Instant::now();
     while !is_true() {
-        assert!(start.elapsed() < Duration::from_secs(120), "waited in vain for {what}");
+        assert!(
+            start.elapsed() < Duration::from_secs(120),
+            "waited in vain for {what}"
+        );
         std::thread::sleep(Duration::from_millis(2));
     }
 }
