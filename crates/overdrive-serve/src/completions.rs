@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use axum::extract::{Request as HttpRequest, State};
 use axum::response::Response;
-use overdrive_generation::{Completion, Constraint, Request, TokenLogprobs};
+use overdrive_generation::{Completion, Request, TokenLogprobs};
 use serde::Deserialize;
 use serde_json::{Value, json};
 

@@ -53,7 +53,7 @@ fn flatten(content: &mut Value, param: &str) -> ApiResult<()> {
         Value::String(_) | Value::Null => Ok(()),
         Value::Array(parts) => {
             let mut texts = Vec::with_capacity(parts.len());
-            for part in parts {
+            for part in parts.iter() {
                 let text = match part {
                     Value::String(text) => Some(text.as_str()),
                     part => part.get("text").and_then(Value::as_str),
