@@ -50,9 +50,12 @@ def check_chat():
     for chunk in client.chat.completions.create(**options, stream=True):
         text += chunk.choices[0].delta.content or ""
     assert text == choice.message.content
-    with client.chat.completions.stream(model=model, messages=messages, max_completion_tokens=12, seed=3) as stream:
+    # The client's own collector of streams refuses an answer that ends by its length.
+    stop = text[4]
+    with client.chat.completions.stream(
+            model=model, messages=messages, max_completion_tokens=12, seed=3, stop=[stop]) as stream:
         final = stream.get_final_completion()
-    assert final.choices[0].message.content == choice.message.content
+    assert final.choices[0].message.content == text[:text.index(stop)]
 
 
 def check_schema():

@@ -99,7 +99,7 @@ fn soak(requests: u64) {
         |_| {},
         |engine| {
             // Too few for all, so that sequences wait and are preempted.
-            engine.num_blocks = Some(160);
+            engine.num_blocks = Some(72);
             engine.max_num_seqs = 8;
         },
         Some(template()),
@@ -195,7 +195,7 @@ fn mixed_requests_of_clients_that_vanish_lose_nothing() {
 }
 
 #[test]
-#[ignore = "takes minutes: cargo test -p overdrive-serve --test it -- --ignored ten_thousand"]
+#[ignore = "takes half a minute: cargo test -p overdrive-serve --test it -- --ignored ten_thousand"]
 fn ten_thousand_mixed_requests_lose_nothing() {
     soak(10_000);
 }
