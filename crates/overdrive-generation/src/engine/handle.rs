@@ -60,7 +60,9 @@ pub struct EngineHandle {
 struct Sink(Box<dyn FnMut(Event) + Send>);
 
 /// A computation over the model, called on the engine's thread.
-struct Job(Box<dyn FnOnce(&dyn EngineModel) + Send>);
+struct Job(Box<ModelFn>);
+
+type ModelFn = dyn FnOnce(&dyn EngineModel) + Send;
 
 impl std::fmt::Debug for Sink {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
