@@ -351,7 +351,7 @@ mod tests {
                       <tool_call>{\"name\": \"time\"}";
         let both = vec![paris.clone(), call("time", "{}")];
         assert_eq!(read(hermes, true), ("Let me see.".to_owned(), both.clone()));
-        assert_eq!(read(hermes, false).1, [paris.clone()]);
+        assert_eq!(read(hermes, false).1, std::slice::from_ref(&paris));
         let llama = " {\"name\": \"weather\", \"parameters\": {\"city\": \"Paris\"}}";
         assert_eq!(read(llama, true), (String::new(), vec![paris.clone()]));
         let mistral = r#"[{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": "{}"}]"#;
