@@ -26,3 +26,4 @@ mod grammar;
 mod token_bytes;
 
 pub use grammar::{GrammarConstraint, GrammarVocabulary};
+pub use token_bytes::token_bytes;

@@ -13,11 +13,12 @@ struct Decoding {
     space: Option<String>,
 }
 
-/// Returns the bytes of each id in `0..vocabulary`; special tokens, which leave no text, are `None`.
-pub(crate) fn token_bytes(
-    tokenizer: &Tokenizer,
-    vocabulary: usize,
-) -> Result<Vec<Option<Vec<u8>>>> {
+/// Returns the bytes of each id in `0..vocabulary`; special tokens, which leave no text, and ids that the
+/// tokenizer does not have are `None`.
+///
+/// # Errors
+/// [`Error::Constraint`] if the tokenizer's decoder gives no bytes to single tokens.
+pub fn token_bytes(tokenizer: &Tokenizer, vocabulary: usize) -> Result<Vec<Option<Vec<u8>>>> {
     let decoding = decoding(tokenizer)?;
     let added = tokenizer.get_added_tokens_decoder();
     let table = byte_table();

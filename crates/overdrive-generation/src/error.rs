@@ -162,6 +162,9 @@ pub enum Error {
         /// The remedy.
         hint: &'static str,
     },
+    /// The model of the engine gives logits only.
+    #[error("the model gives no hidden states; implement `EngineModel::hidden_states` for it")]
+    NoHiddenStates,
     /// The engine's thread has ended.
     #[error("the engine has stopped; requests can no longer be submitted or answered")]
     EngineStopped,

@@ -44,6 +44,7 @@ pages! {
     profiling = "crates/profiling.md";
     quantization = "crates/quantization.md";
     safetensors = "crates/safetensors.md";
+    serve = "crates/serve.md";
     snapshot = "crates/snapshot.md";
     sys = "crates/sys.md";
     tracking = "crates/tracking.md";

@@ -28,6 +28,7 @@
 //! | [`snapshot`] | `snapshot` | the state of a run in folders that appear whole or not at all |
 //! | [`trainer`] | `trainer` | training arguments in Hugging Face's words, presets, run folders |
 //! | `packages` | `packages` (off) | packages of AOTInductor |
+//! | `serve` | `serve` (off) | an HTTP server with OpenAI's API over the engine |
 //! | `graphs` | `graphs` (off) | CUDA graphs of decoding and training steps |
 //! | [`datasets`] with | `image`, `parquet`, `speech` (off) | images with captions, Parquet and Arrow files, speech |
 //! | [`core`] | always | the errors, checks and random numbers that all crates share |
@@ -108,6 +109,8 @@ pub use overdrive_profiling as profiling;
 pub use overdrive_quantization as quantization;
 #[cfg(feature = "safetensors")]
 pub use overdrive_safetensors as safetensors;
+#[cfg(feature = "serve")]
+pub use overdrive_serve as serve;
 #[cfg(feature = "snapshot")]
 pub use overdrive_snapshot as snapshot;
 #[cfg(feature = "tracking")]

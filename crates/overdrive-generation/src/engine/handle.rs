@@ -56,10 +56,31 @@ pub struct EngineHandle {
     thread: Option<JoinHandle<()>>,
 }
 
+/// The receiver of a request's events, called on the engine's thread.
+struct Sink(Box<dyn FnMut(Event) + Send>);
+
+/// A computation over the model, called on the engine's thread.
+struct Job(Box<ModelFn>);
+
+type ModelFn = dyn FnOnce(&dyn EngineModel) + Send;
+
+impl std::fmt::Debug for Sink {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Sink")
+    }
+}
+
+impl std::fmt::Debug for Job {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str("Job")
+    }
+}
+
 #[derive(Debug)]
 enum Command {
-    Submit(u64, Box<Request>, Sender<Event>),
+    Submit(u64, Box<Request>, Sink),
     Cancel(u64),
+    Run(Job),
     /// Ends the thread once all requests have ended.
     Finish,
     /// Ends the thread now.
@@ -101,17 +122,62 @@ impl EngineHandle {
     /// # Errors
     /// As [`Engine::submit`]; [`Error::EngineStopped`] if the thread has ended.
     pub fn submit(&self, request: Request) -> Result<Events> {
-        self.limits.check(&request)?;
-        let ticket = self.next.fetch_add(1, Ordering::Relaxed);
         let (events, receiver) = channel();
+        let ticket = self.submit_with(request, move |event| {
+            // A client that has dropped its events has cancelled by that.
+            let _gone = events.send(event);
+        })?;
+        Ok(Events { receiver, ticket })
+    }
+
+    /// Submits a request whose events are passed to `on_event` as they occur, for a caller that cannot wait on a
+    /// thread, such as an asynchronous server. Dropping the ticket cancels the request.
+    ///
+    /// `on_event` is called on the engine's thread, which computes nothing in the meantime, and is dropped after
+    /// the last event of the request or when the engine stops.
+    ///
+    /// # Errors
+    /// As [`EngineHandle::submit`].
+    pub fn submit_with(
+        &self,
+        request: Request,
+        on_event: impl FnMut(Event) + Send + 'static,
+    ) -> Result<Ticket> {
+        self.limits.check(&request)?;
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        let sink = Sink(Box::new(on_event));
         self.commands
-            .send(Command::Submit(ticket, Box::new(request), events))
+            .send(Command::Submit(number, Box::new(request), sink))
             .map_err(|_| Error::EngineStopped)?;
-        Ok(Events {
-            receiver,
-            cancel: self.commands.clone(),
-            ticket,
+        Ok(Ticket {
+            commands: self.commands.clone(),
+            number,
         })
+    }
+
+    /// Calls `job` with the model on the engine's thread, between two steps, for a computation beside the
+    /// requests, such as an embedding. If the engine stops before, `job` is dropped.
+    ///
+    /// # Errors
+    /// [`Error::EngineStopped`] if the thread has ended.
+    pub fn run(&self, job: impl FnOnce(&dyn EngineModel) + Send + 'static) -> Result<()> {
+        let sent = self.commands.send(Command::Run(Job(Box::new(job))));
+        sent.map_err(|_| Error::EngineStopped)
+    }
+
+    /// Returns the largest number of tokens of a prompt and its continuation.
+    pub fn max_model_len(&self) -> usize {
+        self.limits.length
+    }
+
+    /// Returns the largest number of tokens of a prompt.
+    pub fn max_prompt_len(&self) -> usize {
+        self.limits.context
+    }
+
+    /// Returns the size of the model's vocabulary.
+    pub fn vocab_size(&self) -> usize {
+        self.limits.vocab_size.unsigned_abs() as usize
     }
 
     /// Returns the statistics of the engine after its last step.
@@ -149,21 +215,40 @@ impl Drop for EngineHandle {
     }
 }
 
+/// A submitted request. Dropping the ticket cancels the request, if it has not ended.
+#[derive(Debug)]
+pub struct Ticket {
+    commands: Sender<Command>,
+    number: u64,
+}
+
+impl Ticket {
+    /// Cancels the request; the events that report its end still arrive.
+    pub fn cancel(&self) {
+        // If the engine has stopped, nothing is left to cancel.
+        let _stopped = self.commands.send(Command::Cancel(self.number));
+    }
+}
+
+impl Drop for Ticket {
+    fn drop(&mut self) {
+        self.cancel();
+    }
+}
+
 /// The events of one request, as they occur. Dropping them cancels the request.
 ///
 /// The iteration ends after the last event of the request, or when the engine stops.
 #[derive(Debug)]
 pub struct Events {
     receiver: Receiver<Event>,
-    cancel: Sender<Command>,
-    ticket: u64,
+    ticket: Ticket,
 }
 
 impl Events {
     /// Cancels the request; the events that report its end still arrive.
     pub fn cancel(&self) {
-        // If the engine has stopped, nothing is left to cancel.
-        let _stopped = self.cancel.send(Command::Cancel(self.ticket));
+        self.ticket.cancel();
     }
 
     /// Waits for the end of the request, and returns the completions in the order of their numbers.
@@ -205,18 +290,12 @@ impl Iterator for Events {
     }
 }
 
-impl Drop for Events {
-    fn drop(&mut self) {
-        self.cancel();
-    }
-}
-
 /// The state of the thread.
 struct Worker<M> {
     engine: Engine<M>,
     inbox: Receiver<Command>,
     statistics: Arc<Mutex<EngineStatistics>>,
-    clients: HashMap<RequestId, (u64, Sender<Event>)>,
+    clients: HashMap<RequestId, (u64, Sink)>,
     tickets: HashMap<u64, RequestId>,
     is_finishing: bool,
 }
@@ -265,9 +344,8 @@ impl<M: EngineModel> Worker<M> {
                 self.inbox.try_recv()
             };
             match command {
-                Ok(Command::Submit(ticket, request, events)) => {
-                    self.submit(ticket, *request, events)
-                }
+                Ok(Command::Submit(ticket, request, sink)) => self.submit(ticket, *request, sink),
+                Ok(Command::Run(job)) => (job.0)(self.engine.model()),
                 Ok(Command::Cancel(ticket)) => self.cancel(ticket),
                 Ok(Command::Finish) => self.is_finishing = true,
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return false,
@@ -276,17 +354,16 @@ impl<M: EngineModel> Worker<M> {
         }
     }
 
-    fn submit(&mut self, ticket: u64, request: Request, events: Sender<Event>) {
+    fn submit(&mut self, ticket: u64, request: Request, mut sink: Sink) {
         match self.engine.submit(request) {
             Ok(id) => {
-                self.clients.insert(id, (ticket, events));
+                self.clients.insert(id, (ticket, sink));
                 self.tickets.insert(ticket, id);
             }
             // The handle has checked the request before, so that this is rare.
             Err(error) => {
                 let request = self.engine.next_id();
-                // A client that has dropped its events has cancelled by that.
-                let _gone = events.send(Event::Failed { request, error });
+                (sink.0)(Event::Failed { request, error });
             }
         }
     }
@@ -304,12 +381,11 @@ impl<M: EngineModel> Worker<M> {
         for event in events {
             let id = event.request();
             let is_last = event.is_last();
-            let Some((ticket, client)) = self.clients.get(&id) else {
+            let Some((ticket, sink)) = self.clients.get_mut(&id) else {
                 continue;
             };
             let ticket = *ticket;
-            // A client that has dropped its events has cancelled by that.
-            let _gone = client.send(event);
+            (sink.0)(event);
             if is_last {
                 self.clients.remove(&id);
                 self.tickets.remove(&ticket);
@@ -348,8 +424,9 @@ mod tests {
             is_finishing: false,
         };
         let (events, receiver) = channel();
+        let sink = Sink(Box::new(move |event| events.send(event).unwrap()));
         // The handle would refuse it; here it arrives at the engine.
-        worker.submit(0, Request::new([99], GenerationConfig::default()), events);
+        worker.submit(0, Request::new([99], GenerationConfig::default()), sink);
         let events: Vec<Event> = receiver.iter().collect();
         let [Event::Failed { error, .. }] = &events[..] else {
             panic!("{events:?}");

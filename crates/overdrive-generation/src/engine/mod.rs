@@ -17,7 +17,7 @@ mod step_logits;
 
 pub use config::EngineConfig;
 pub use engine::Engine;
-pub use handle::{EngineHandle, Events};
+pub use handle::{EngineHandle, Events, Ticket};
 pub use model::{CacheShape, EngineModel, RaggedStep};
 pub use request::{Completion, Event, Outcome, Request, RequestId};
 pub use statistics::{EngineStatistics, Latency};

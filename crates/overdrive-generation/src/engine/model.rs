@@ -2,7 +2,7 @@ use overdrive_kv_cache::KvCache;
 use overdrive_transformer::{CausalLm, ForwardInput, Logits};
 use tch::{Device, Kind, Tensor};
 
-use crate::Result;
+use crate::{Error, Result};
 
 /// The model of an [`Engine`](crate::Engine): [`CausalLm`], or any decoder whose attention goes through
 /// [`KvCache::attend`].
@@ -24,6 +24,15 @@ pub trait EngineModel {
     /// # Errors
     /// Any error of the model. The engine undoes the step.
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor>;
+
+    /// Returns the normalised hidden states `(B, T, C)` before the head, for embeddings of text.
+    ///
+    /// # Errors
+    /// Any error of the model; [`Error::NoHiddenStates`] by default, for a model that does not give them.
+    fn hidden_states(&self, input_ids: &Tensor) -> Result<Tensor> {
+        let _ids = input_ids;
+        Err(Error::NoHiddenStates)
+    }
 }
 
 /// The shape of a model's cache.
@@ -86,6 +95,10 @@ impl EngineModel for CausalLm {
             .with_logits(Logits::At(step.logits_indices));
         Ok(CausalLm::forward(self, input)?.f_squeeze_dim(0)?)
     }
+
+    fn hidden_states(&self, input_ids: &Tensor) -> Result<Tensor> {
+        Ok(CausalLm::hidden_states(self, ForwardInput::new(input_ids))?)
+    }
 }
 
 impl<M: EngineModel + ?Sized> EngineModel for &M {
@@ -103,5 +116,9 @@ impl<M: EngineModel + ?Sized> EngineModel for &M {
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         (**self).forward(step)
+    }
+
+    fn hidden_states(&self, input_ids: &Tensor) -> Result<Tensor> {
+        (**self).hidden_states(input_ids)
     }
 }

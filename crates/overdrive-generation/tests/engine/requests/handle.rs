@@ -80,3 +80,70 @@ fn a_dropped_handle_ends_its_requests() {
     drop(engine);
     assert!(matches!(events.wait(), Err(Error::EngineStopped)));
 }
+
+#[test]
+fn events_reach_a_function_and_a_dropped_ticket_cancels() {
+    let model = tiny(128);
+    let want = generate(&model, &[vec![7, 5, 9]], &greedy(10)).unwrap();
+    let engine = EngineHandle::spawn(Engine::new(model, config(|_| {})).unwrap()).unwrap();
+    let (sender, events) = std::sync::mpsc::channel();
+    let ticket = engine
+        .submit_with(Request::new([7, 5, 9], greedy(10)), move |event| {
+            sender.send(event).unwrap();
+        })
+        .unwrap();
+    // The function is dropped after the last event, which ends the iteration.
+    let events: Vec<Event> = events.iter().collect();
+    assert_eq!(events.len(), 11);
+    let Some(Event::Finished { completion, .. }) = events.last() else {
+        panic!("{events:?}");
+    };
+    assert_eq!(completion.tokens, want.new_tokens(0));
+    // Of a request that has ended nothing is left to cancel.
+    drop(ticket);
+
+    let (sender, events) = std::sync::mpsc::channel();
+    let ticket = engine
+        .submit_with(Request::new([1], greedy(200)), move |event| {
+            sender.send(event).unwrap();
+        })
+        .unwrap();
+    assert!(matches!(events.recv().unwrap(), Event::Token { .. }));
+    drop(ticket);
+    let Some(Event::Finished { completion, .. }) = events.iter().last() else {
+        panic!("no end");
+    };
+    assert_eq!(completion.finish_reason, FinishReason::Stopped);
+    let statistics = engine.finish().unwrap();
+    assert_eq!(
+        (
+            statistics.finished,
+            statistics.cancelled,
+            statistics.blocks_used
+        ),
+        (1, 1, 0)
+    );
+}
+
+#[test]
+fn a_job_gets_the_model_between_two_steps() {
+    let model = tiny(64);
+    let ids = Tensor::from_slice(&[3i64, 4, 5]).unsqueeze(0);
+    let want = EngineModel::hidden_states(&model, &ids).unwrap();
+    let engine = EngineHandle::spawn(Engine::new(model, config(|_| {})).unwrap()).unwrap();
+    let events = engine.submit(Request::new([1, 2], greedy(20))).unwrap();
+    let (sender, receiver) = std::sync::mpsc::channel();
+    engine
+        .run(move |model| {
+            let _no_grad = tch::no_grad_guard();
+            sender.send(model.hidden_states(&ids).unwrap()).unwrap();
+        })
+        .unwrap();
+    assert!(receiver.recv().unwrap().allclose(&want, 1e-6, 1e-6, false));
+    assert_eq!(events.wait().unwrap()[0].tokens.len(), 20);
+    assert_eq!(engine.vocab_size(), 64);
+    assert_eq!(
+        (engine.max_prompt_len(), engine.max_model_len()),
+        (256, 257)
+    );
+}

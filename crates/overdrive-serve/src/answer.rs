@@ -1,0 +1,164 @@
+//! The answer to a request, whole or as server-sent events.
+
+use axum::body::Body;
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use futures_util::stream::unfold;
+use overdrive_generation::{Completion, TokenLogprobs};
+use serde_json::{Value, json};
+
+use crate::api_error::{ApiError, ApiResult, json_response};
+use crate::job::{Job, Step};
+
+/// The form of the answers of one route.
+pub(crate) trait Answer: Send + 'static {
+    /// Returns the fields that an answer and each of its chunks begin with: id, object, time and model.
+    fn head(&self, is_chunk: bool) -> Value;
+
+    /// Returns the choice of a whole answer.
+    fn choice(&self, choice: usize, completion: Completion) -> Value;
+
+    /// Returns the choices of the chunks before the first token.
+    fn begin(&mut self, choices: usize) -> Vec<Value>;
+
+    /// Returns the choice of the chunk of a token; `None` if there is nothing to say yet.
+    fn token(
+        &mut self,
+        choice: usize,
+        id: i64,
+        text: &str,
+        logprobs: Option<TokenLogprobs>,
+    ) -> Option<Value>;
+
+    /// Returns the choices of the last chunks of a choice.
+    fn end(&mut self, choice: usize, completion: Completion) -> Vec<Value>;
+}
+
+/// Waits for all choices and returns them in one answer.
+pub(crate) async fn whole(mut job: Job, answer: impl Answer) -> ApiResult<Response> {
+    let mut choices = vec![Value::Null; job.choices()];
+    while let Some(step) = job.next().await {
+        if let Step::Finished { choice, completion } = step?
+            && let Some(place) = choices.get_mut(choice)
+        {
+            *place = answer.choice(choice, completion);
+        }
+    }
+    let mut value = answer.head(false);
+    value["choices"] = choices.into();
+    value["usage"] = job.usage();
+    Ok(json_response(StatusCode::OK, &value))
+}
+
+/// Returns the answer as server-sent events, which begin with the first token.
+pub(crate) async fn stream(
+    mut job: Job,
+    answer: impl Answer,
+    include_usage: bool,
+) -> ApiResult<Response> {
+    job.begin().await?;
+    let mut events = Events {
+        head: answer.head(true),
+        answer,
+        include_usage,
+        text: String::new(),
+    };
+    let choices = events.answer.begin(job.choices());
+    events.push_all(choices);
+    let state = Some((job, events));
+    // The body owns the job: when the client disconnects it is dropped, and the job with it.
+    let body = unfold(state, |state| async move {
+        let (mut job, mut events) = state?;
+        loop {
+            let goes_on = match job.next().await {
+                Some(Ok(step)) => {
+                    events.step(step);
+                    true
+                }
+                Some(Err(error)) => {
+                    events.fail(&error);
+                    false
+                }
+                None => {
+                    events.finish(&job);
+                    false
+                }
+            };
+            if !goes_on || !events.text.is_empty() {
+                let text = std::mem::take(&mut events.text);
+                return Some((
+                    Ok::<_, std::convert::Infallible>(text),
+                    goes_on.then_some((job, events)),
+                ));
+            }
+        }
+    });
+    let headers = [
+        (
+            header::CONTENT_TYPE,
+            HeaderValue::from_static("text/event-stream; charset=utf-8"),
+        ),
+        (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
+    ];
+    Ok((headers, Body::from_stream(body)).into_response())
+}
+
+/// The events of a stream that have not been sent.
+struct Events<A> {
+    answer: A,
+    head: Value,
+    include_usage: bool,
+    text: String,
+}
+
+impl<A: Answer> Events<A> {
+    fn step(&mut self, step: Step) {
+        match step {
+            Step::Token {
+                choice,
+                id,
+                text,
+                logprobs,
+            } => {
+                let chunk = self.answer.token(choice, id, &text, logprobs);
+                self.push_all(chunk.into_iter().collect());
+            }
+            Step::Finished { choice, completion } => {
+                let chunks = self.answer.end(choice, completion);
+                self.push_all(chunks);
+            }
+        }
+    }
+
+    fn push_all(&mut self, choices: Vec<Value>) {
+        for choice in choices {
+            let mut chunk = self.head.clone();
+            chunk["choices"] = json!([choice]);
+            if self.include_usage {
+                chunk["usage"] = Value::Null;
+            }
+            self.push(&chunk);
+        }
+    }
+
+    fn finish(&mut self, job: &Job) {
+        if self.include_usage {
+            let mut chunk = self.head.clone();
+            chunk["choices"] = json!([]);
+            chunk["usage"] = job.usage();
+            self.push(&chunk);
+        }
+        self.text.push_str("data: [DONE]\n\n");
+    }
+
+    /// The status has been sent, and so the error is an event.
+    fn fail(&mut self, error: &ApiError) {
+        self.push(&error.body());
+        self.text.push_str("data: [DONE]\n\n");
+    }
+
+    fn push(&mut self, value: &Value) {
+        // JSON has no line break outside a string, and escapes those inside.
+        self.text.push_str(&format!("data: {value}\n\n"));
+    }
+}

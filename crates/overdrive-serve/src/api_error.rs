@@ -1,0 +1,144 @@
+//! The errors of single requests, with OpenAI's body.
+
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::response::{IntoResponse, Response};
+use serde_json::{Value, json};
+
+/// An error that is answered to a client.
+#[derive(Debug)]
+pub(crate) struct ApiError {
+    status: StatusCode,
+    code: Option<&'static str>,
+    param: Option<String>,
+    message: String,
+}
+
+pub(crate) type ApiResult<T> = Result<T, ApiError>;
+
+impl ApiError {
+    pub(crate) fn new(status: StatusCode, code: &'static str, message: impl Into<String>) -> Self {
+        ApiError {
+            status,
+            code: Some(code),
+            param: None,
+            message: message.into(),
+        }
+    }
+
+    /// A field of the request that is wrong.
+    pub(crate) fn field(param: impl Into<String>, message: impl Into<String>) -> Self {
+        ApiError {
+            status: StatusCode::BAD_REQUEST,
+            code: None,
+            param: Some(param.into()),
+            message: message.into(),
+        }
+    }
+
+    /// A field whose value is out of its range.
+    pub(crate) fn range(param: &str, value: impl std::fmt::Display, expected: &str) -> Self {
+        ApiError::field(
+            param,
+            format!("`{param}` is {value}; it must be {expected}"),
+        )
+    }
+
+    /// A request that does not fit the context.
+    pub(crate) fn context(param: &str, message: String) -> Self {
+        ApiError {
+            code: Some("context_length_exceeded"),
+            ..ApiError::field(param, message)
+        }
+    }
+
+    pub(crate) fn with_param(mut self, param: &str) -> Self {
+        self.param = Some(param.to_owned());
+        self
+    }
+
+    /// A failure of the server; the client cannot do better.
+    pub(crate) fn internal(message: impl Into<String>) -> Self {
+        ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message)
+    }
+
+    /// The body: OpenAI's object of an error.
+    pub(crate) fn body(&self) -> Value {
+        let kind = match self.status.as_u16() {
+            401 => "authentication_error",
+            429 => "rate_limit_error",
+            408 => "timeout_error",
+            status if status >= 500 => "server_error",
+            _ => "invalid_request_error",
+        };
+        json!({"error": {
+            "message": self.message, "type": kind, "param": self.param, "code": self.code,
+        }})
+    }
+}
+
+impl IntoResponse for ApiError {
+    fn into_response(self) -> Response {
+        let mut response = json_response(self.status, &self.body());
+        let headers = response.headers_mut();
+        match self.status {
+            StatusCode::UNAUTHORIZED => {
+                headers.insert(header::WWW_AUTHENTICATE, HeaderValue::from_static("Bearer"));
+            }
+            StatusCode::TOO_MANY_REQUESTS => {
+                headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
+            }
+            // OpenAI's clients repeat a 408 by themselves, and this one would take as long again.
+            StatusCode::REQUEST_TIMEOUT => {
+                headers.insert("x-should-retry", HeaderValue::from_static("false"));
+            }
+            _ => {}
+        }
+        response
+    }
+}
+
+pub(crate) fn json_response(status: StatusCode, value: &Value) -> Response {
+    let json = HeaderValue::from_static("application/json");
+    (status, [(header::CONTENT_TYPE, json)], value.to_string()).into_response()
+}
+
+impl From<overdrive_generation::Error> for ApiError {
+    fn from(error: overdrive_generation::Error) -> Self {
+        use overdrive_generation::Error as E;
+        let message = error.to_string();
+        let field = |param: &str| ApiError::field(param, message.clone());
+        match error {
+            E::Common(overdrive_core::Error::InvalidOption { option, .. }) => {
+                field(name_in_requests(&option))
+            }
+            E::PromptTooLong { .. } | E::RequestTooLarge { .. } => {
+                ApiError::context("max_tokens", message)
+            }
+            E::EmptyPrompt { .. } | E::TokenOutOfRange { .. } | E::Tokenizer(_) => field("prompt"),
+            E::NotInEngine { key, .. } => field(name_in_requests(key)),
+            E::Incompatible { .. } | E::NothingAllowed { .. } => ApiError {
+                param: None,
+                ..field("")
+            },
+            E::Constraint(_) => field("response_format"),
+            E::ChatTemplate(_) | E::Conversation(_) => field("messages"),
+            E::EngineStopped => ApiError::new(
+                StatusCode::SERVICE_UNAVAILABLE,
+                "engine_stopped",
+                message.clone(),
+            ),
+            _ => ApiError::internal(message),
+        }
+    }
+}
+
+/// Returns the name that OpenAI's API has for an option of the generation config.
+fn name_in_requests(option: &str) -> &str {
+    match option {
+        "max_new_tokens" => "max_tokens",
+        "min_new_tokens" => "min_tokens",
+        "num_return_sequences" => "n",
+        "stop_strings" => "stop",
+        other => other,
+    }
+}

@@ -1,0 +1,265 @@
+//! `/v1/chat/completions`.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::extract::{Request as HttpRequest, State};
+use axum::response::Response;
+use overdrive_generation::{ChatTemplateOptions, Completion, Request, TokenLogprobs};
+use serde_json::{Value, json};
+
+use crate::answer::{Answer, stream, whole};
+use crate::api_error::{ApiError, ApiResult};
+use crate::fields::Fields;
+use crate::job::{Job, finish_reason};
+use crate::logprobs::chat_entry;
+use crate::messages;
+use crate::sampling::{MAX_LOGPROBS, Sampling};
+use crate::shared::{Shared, blocking, now};
+use crate::tools::{ToolCall, ToolReader, Tools, response_format};
+
+pub(crate) async fn chat_completions(
+    State(shared): State<Arc<Shared>>,
+    request: HttpRequest,
+) -> ApiResult<Response> {
+    let started = Instant::now();
+    let mut fields = Fields::read(request, &shared.options).await?;
+    shared.check_model(fields.take("model")?)?;
+    let Some(template) = &shared.model.template else {
+        let message =
+            "this model has no chat template; it may be a base model: use /v1/completions";
+        return Err(ApiError::field("messages", message));
+    };
+    fields.refuse(&[
+        "functions",
+        "function_call",
+        "audio",
+        "chat_template",
+        "echo",
+    ])?;
+    let mut sampling = Sampling::take(&mut fields, &shared)?;
+    let newer: Option<usize> = fields.take("max_completion_tokens")?;
+    let older: Option<usize> = fields.take("max_tokens")?;
+    sampling.max_tokens = newer.or(older);
+    let has_logprobs = fields.take("logprobs")?.unwrap_or(false);
+    sampling.config.logprobs = match (has_logprobs, fields.take::<usize>("top_logprobs")?) {
+        (false, Some(count)) if count > 0 => {
+            let message = "`top_logprobs` is set and `logprobs` is not; set both or none";
+            return Err(ApiError::field("top_logprobs", message));
+        }
+        (false, _) => None,
+        (true, Some(count)) if count > MAX_LOGPROBS => {
+            let expected = format!("from 0 to {MAX_LOGPROBS}");
+            return Err(ApiError::range("top_logprobs", count, &expected));
+        }
+        (true, count) => Some(count.unwrap_or(0)),
+    };
+    let messages = messages::take(&mut fields, template)?;
+    let format = response_format(&mut fields)?;
+    let (tools, forced) = Tools::take(&mut fields, template)?;
+    if format.is_some() && forced.is_some() {
+        let message =
+            "`response_format` and a `tool_choice` that requires a call exclude each other";
+        return Err(ApiError::field("tool_choice", message));
+    }
+    let options = template_options(&mut fields, tools.as_ref())?;
+    let n = sampling.config.num_return_sequences;
+    let seats = shared.seats("n", n)?;
+
+    let (include_usage, is_stream) = (sampling.include_usage, sampling.stream);
+    let preparing = Arc::clone(&shared);
+    let request = blocking(move || {
+        let shared = &preparing;
+        let Some(template) = &shared.model.template else {
+            return Err(ApiError::internal(
+                "the chat template is gone; this is a bug",
+            ));
+        };
+        let prompt = template.encode(&shared.model.tokenizer, &messages, &options)?;
+        let default = shared.model.config.max_new_tokens;
+        let config = sampling.for_prompt("messages", prompt.len(), default, shared)?;
+        let request = Request::new(prompt, config);
+        Ok(match forced.or(format) {
+            Some(schema) => request.with_constraint(schema.constraint(shared)?),
+            None => request,
+        })
+    })
+    .await?;
+    let choice = || Choice {
+        reader: tools.clone().map(ToolReader::new),
+        pending: Vec::new(),
+    };
+    let answer = Chat {
+        id: shared.id("chatcmpl"),
+        created: now(),
+        has_logprobs,
+        choices: (0..n).map(|_| choice()).collect(),
+        tools: tools.clone(),
+        shared: Arc::clone(&shared),
+    };
+    let job = Job::submit(&shared, vec![request], seats, started)?;
+    match is_stream {
+        true => stream(job, answer, include_usage).await,
+        false => whole(job, answer).await,
+    }
+}
+
+/// Takes the options of the template, in vLLM's words.
+fn template_options(fields: &mut Fields, tools: Option<&Tools>) -> ApiResult<ChatTemplateOptions> {
+    let documents = fields.take("documents")?;
+    let variables = fields.take("chat_template_kwargs")?.unwrap_or_default();
+    let is_open = fields.take("continue_final_message")?.unwrap_or(false);
+    let prompt: Option<bool> = fields.take("add_generation_prompt")?;
+    if is_open && prompt == Some(true) {
+        let message =
+            "`continue_final_message` and `add_generation_prompt` exclude each other; set one";
+        return Err(ApiError::field("continue_final_message", message));
+    }
+    Ok(ChatTemplateOptions {
+        add_generation_prompt: prompt.unwrap_or(!is_open),
+        continue_final_message: is_open,
+        tools: tools.map(|tools| tools.list.clone()),
+        documents,
+        variables,
+        template: None,
+    })
+}
+
+/// The answers of `/v1/chat/completions`.
+struct Chat {
+    id: String,
+    created: u64,
+    has_logprobs: bool,
+    tools: Option<Tools>,
+    choices: Vec<Choice>,
+    shared: Arc<Shared>,
+}
+
+/// A choice of a stream.
+struct Choice {
+    reader: Option<ToolReader>,
+    /// The log-probabilities of the tokens whose text is not certain yet.
+    pending: Vec<Value>,
+}
+
+impl Chat {
+    fn calls(&self, calls: Vec<ToolCall>) -> Vec<Value> {
+        let call = |call: ToolCall| {
+            let function = json!({"name": call.name, "arguments": call.arguments});
+            json!({"id": self.shared.id("call"), "type": "function", "function": function})
+        };
+        calls.into_iter().map(call).collect()
+    }
+
+    fn chunk(
+        &self,
+        choice: usize,
+        delta: Value,
+        logprobs: Vec<Value>,
+        reason: Option<&str>,
+    ) -> Value {
+        let logprobs = match self.has_logprobs && !logprobs.is_empty() {
+            true => json!({"content": logprobs, "refusal": null}),
+            false => Value::Null,
+        };
+        json!({"index": choice, "delta": delta, "logprobs": logprobs, "finish_reason": reason})
+    }
+}
+
+impl Answer for Chat {
+    fn head(&self, is_chunk: bool) -> Value {
+        let object = match is_chunk {
+            true => "chat.completion.chunk",
+            false => "chat.completion",
+        };
+        json!({"id": self.id, "object": object, "created": self.created, "model": self.shared.model.name})
+    }
+
+    fn choice(&self, choice: usize, completion: Completion) -> Value {
+        let text = completion.text.unwrap_or_default();
+        let (text, calls) = match &self.tools {
+            None => (text, Vec::new()),
+            Some(tools) => {
+                let mut reader = ToolReader::new(tools.clone());
+                let shown = reader.push(&text);
+                let (rest, calls) = reader.finish();
+                (shown + &rest, calls)
+            }
+        };
+        let has_calls = !calls.is_empty();
+        let mut message = json!({"role": "assistant", "content": text, "refusal": null});
+        let mut reason = finish_reason(completion.finish_reason);
+        if has_calls {
+            reason = "tool_calls";
+            message["tool_calls"] = self.calls(calls).into();
+            if text.is_empty() {
+                message["content"] = Value::Null;
+            }
+        }
+        let logprobs = completion.logprobs.as_ref().map(|all| {
+            let tokens = completion.tokens.iter().zip(all);
+            let entries: Vec<Value> = tokens
+                .map(|(id, one)| chat_entry(&self.shared, *id, one))
+                .collect();
+            json!({"content": entries, "refusal": null})
+        });
+        json!({"index": choice, "message": message, "logprobs": logprobs, "finish_reason": reason})
+    }
+
+    fn begin(&mut self, choices: usize) -> Vec<Value> {
+        let delta = || json!({"role": "assistant", "content": ""});
+        (0..choices)
+            .map(|choice| self.chunk(choice, delta(), Vec::new(), None))
+            .collect()
+    }
+
+    fn token(
+        &mut self,
+        choice: usize,
+        id: i64,
+        text: &str,
+        logprobs: Option<TokenLogprobs>,
+    ) -> Option<Value> {
+        let entry = logprobs.map(|one| chat_entry(&self.shared, id, &one));
+        let own = self.choices.get_mut(choice)?;
+        own.pending.extend(entry);
+        let text = match &mut own.reader {
+            Some(reader) => reader.push(text),
+            None => text.to_owned(),
+        };
+        if text.is_empty() {
+            return None;
+        }
+        let logprobs = std::mem::take(&mut own.pending);
+        Some(self.chunk(choice, json!({"content": text}), logprobs, None))
+    }
+
+    fn end(&mut self, choice: usize, completion: Completion) -> Vec<Value> {
+        let Some(own) = self.choices.get_mut(choice) else {
+            return Vec::new();
+        };
+        let mut logprobs = std::mem::take(&mut own.pending);
+        let (rest, calls) = own
+            .reader
+            .take()
+            .map(ToolReader::finish)
+            .unwrap_or_default();
+        let mut chunks = Vec::new();
+        if !rest.is_empty() {
+            let delta = json!({"content": rest});
+            chunks.push(self.chunk(choice, delta, std::mem::take(&mut logprobs), None));
+        }
+        let mut reason = finish_reason(completion.finish_reason);
+        if !calls.is_empty() {
+            reason = "tool_calls";
+            let mut calls = self.calls(calls);
+            for (index, call) in calls.iter_mut().enumerate() {
+                call["index"] = index.into();
+            }
+            let delta = json!({"tool_calls": calls});
+            chunks.push(self.chunk(choice, delta, std::mem::take(&mut logprobs), None));
+        }
+        chunks.push(self.chunk(choice, json!({}), logprobs, Some(reason)));
+        chunks
+    }
+}

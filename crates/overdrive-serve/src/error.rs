@@ -1,0 +1,30 @@
+/// The errors of a server. Those of single requests are answered to the client instead.
+#[derive(Debug, thiserror::Error)]
+#[non_exhaustive]
+pub enum Error {
+    /// An option out of its range.
+    #[error(transparent)]
+    Common(#[from] overdrive_core::Error),
+    /// An error of the engine.
+    #[error(transparent)]
+    Generation(#[from] overdrive_generation::Error),
+    /// The runtime or the listener failed.
+    #[error("cannot {action}: {source}")]
+    Listen {
+        /// The operation that failed, as a verb.
+        action: &'static str,
+        /// The error of the system.
+        source: std::io::Error,
+    },
+    /// The server had to end before all requests had ended.
+    #[error("{sequences} continuations had not ended {reason}, and were cancelled")]
+    Cut {
+        /// The number of continuations.
+        sequences: usize,
+        /// The reason for not waiting longer.
+        reason: String,
+    },
+}
+
+/// The result of this crate's functions.
+pub type Result<T> = std::result::Result<T, Error>;

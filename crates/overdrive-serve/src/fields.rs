@@ -1,0 +1,151 @@
+//! The body of a request as an object whose fields are taken one by one.
+
+use axum::body::Body;
+use axum::extract::Request;
+use axum::http::{StatusCode, header};
+use futures_util::StreamExt;
+use serde::de::DeserializeOwned;
+use serde_json::{Map, Value};
+
+use crate::ServerOptions;
+use crate::api_error::{ApiError, ApiResult};
+
+/// The fields of a request. Those that are never taken are ignored, as vLLM does: clients send many that only
+/// OpenAI's own service reads.
+#[derive(Debug)]
+pub(crate) struct Fields(Map<String, Value>);
+
+impl Fields {
+    /// Reads the body of a request within the server's limits.
+    pub(crate) async fn read(request: Request, options: &ServerOptions) -> ApiResult<Fields> {
+        let kind = request.headers().get(header::CONTENT_TYPE);
+        let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
+        // A page of a browser can send any other type to this machine without asking (CORS).
+        let essence = kind.split(';').next().unwrap_or_default().trim();
+        if !essence.eq_ignore_ascii_case("application/json") {
+            let message = format!("`Content-Type` is {kind:?}; it must be application/json");
+            let status = StatusCode::UNSUPPORTED_MEDIA_TYPE;
+            return Err(ApiError::new(status, "unsupported_media_type", message));
+        }
+        let length = request.headers().get(header::CONTENT_LENGTH);
+        let length = length.and_then(|length| length.to_str().ok()?.parse::<u64>().ok());
+        let most = options.max_body_bytes;
+        if length.is_some_and(|length| length > most as u64) {
+            return Err(too_large(most));
+        }
+        let body = collect(request.into_body(), most);
+        let bytes = tokio::time::timeout(options.body_timeout, body)
+            .await
+            .map_err(|_| {
+                let limit = options.body_timeout.as_secs_f64();
+                let message = format!(
+                    "the body did not arrive within `body_timeout`, {limit} seconds; send it faster"
+                );
+                ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_timeout", message)
+            })??;
+        Fields::parse(&bytes)
+    }
+
+    fn parse(bytes: &[u8]) -> ApiResult<Fields> {
+        let invalid = |what: String| {
+            let message = format!("the body is not a JSON object: {what}");
+            ApiError::new(StatusCode::BAD_REQUEST, "invalid_json", message)
+        };
+        match serde_json::from_slice(bytes) {
+            Ok(Value::Object(fields)) => Ok(Fields(fields)),
+            Ok(_) => Err(invalid("it is another value".to_owned())),
+            Err(error) => Err(invalid(error.to_string())),
+        }
+    }
+
+    /// Takes a field; `None` if it is absent or null.
+    pub(crate) fn take<T: DeserializeOwned>(&mut self, name: &str) -> ApiResult<Option<T>> {
+        match self.0.remove(name) {
+            None | Some(Value::Null) => Ok(None),
+            Some(value) => {
+                let shown = shorten(&value.to_string());
+                serde_json::from_value(value)
+                    .map(Some)
+                    .map_err(|error| ApiError::field(name, format!("`{name}` is {shown}: {error}")))
+            }
+        }
+    }
+
+    /// Takes a field that must be there.
+    pub(crate) fn require<T: DeserializeOwned>(&mut self, name: &str) -> ApiResult<T> {
+        let missing =
+            || ApiError::field(name, format!("`{name}` is missing; the request needs it"));
+        self.take(name)?.ok_or_else(missing)
+    }
+
+    /// Refuses fields that would change the answer and are not supported, unless they have a neutral value.
+    pub(crate) fn refuse(&mut self, names: &[&str]) -> ApiResult<()> {
+        for name in names {
+            if let Some(value) = self.take::<Value>(name)? {
+                let neutral = matches!(&value, Value::Bool(false))
+                    || value.as_array().is_some_and(Vec::is_empty)
+                    || value.as_str().is_some_and(str::is_empty);
+                if !neutral {
+                    let value = shorten(&value.to_string());
+                    let message = format!(
+                        "`{name}` is {value}, and this server does not support it; leave it out"
+                    );
+                    return Err(ApiError::field(*name, message));
+                }
+            }
+        }
+        Ok(())
+    }
+}
+
+/// Returns the beginning of a value, so that an error does not repeat a whole prompt.
+pub(crate) fn shorten(text: &str) -> String {
+    const SHOWN: usize = 60;
+    match text.char_indices().nth(SHOWN) {
+        Some((end, _)) => format!("{}…", &text[..end]),
+        None => text.to_owned(),
+    }
+}
+
+async fn collect(body: Body, most: usize) -> ApiResult<Vec<u8>> {
+    let mut bytes = Vec::new();
+    let mut chunks = body.into_data_stream();
+    while let Some(chunk) = chunks.next().await {
+        let chunk = chunk.map_err(|error| {
+            let message = format!("the body ended early: {error}");
+            ApiError::new(StatusCode::BAD_REQUEST, "invalid_body", message)
+        })?;
+        if bytes.len() + chunk.len() > most {
+            return Err(too_large(most));
+        }
+        bytes.extend_from_slice(&chunk);
+    }
+    Ok(bytes)
+}
+
+fn too_large(most: usize) -> ApiError {
+    let message = format!(
+        "the body is larger than `max_body_bytes`, {most}; shorten it, or start the server with a larger limit"
+    );
+    ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_wrong_field_is_named_with_its_value() {
+        let mut fields =
+            Fields::parse(br#"{"n": "two", "seed": null, "m": 3, "best_of": 2}"#).unwrap();
+        let error = fields.take::<usize>("n").unwrap_err().body();
+        assert_eq!(error["error"]["param"], "n");
+        let message = error["error"]["message"].as_str().unwrap();
+        assert!(message.contains("`n` is \"two\""), "{message}");
+        assert_eq!(fields.take::<u64>("seed").unwrap(), None);
+        assert_eq!(fields.require::<u64>("m").unwrap(), 3);
+        assert!(fields.require::<u64>("m").is_err());
+        assert!(fields.refuse(&["echo", "best_of"]).is_err());
+        assert!(Fields::parse(b"[1]").is_err() && Fields::parse(b"{").is_err());
+    }
+}

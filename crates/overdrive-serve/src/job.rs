@@ -1,0 +1,194 @@
+//! The generation of the answers to one HTTP request.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::http::StatusCode;
+use overdrive_generation::{
+    Completion, Error, Event, FinishReason, Request, Ticket, TokenLogprobs,
+};
+use tokio::sync::OwnedSemaphorePermit;
+use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
+
+use crate::api_error::{ApiError, ApiResult};
+use crate::shared::Shared;
+
+/// The requests of the engine that answer one HTTP request: one for each prompt. Dropping it, as happens when the
+/// client disconnects, cancels them.
+#[derive(Debug)]
+pub(crate) struct Job {
+    // Declared before the seats, and so dropped before them: a seat that is free has no request.
+    tickets: Vec<Ticket>,
+    // The engine never waits for a client: what it has generated is at most `max_tokens` events for each sequence.
+    events: UnboundedReceiver<(usize, Event)>,
+    /// The first step, if it was awaited before the answer began.
+    first: Option<ApiResult<Step>>,
+    /// The number of requests that have not ended.
+    open: usize,
+    /// The continuations of each prompt.
+    n: usize,
+    prompt_tokens: usize,
+    completion_tokens: usize,
+    started: Instant,
+    has_token: bool,
+    shared: Arc<Shared>,
+    _seats: OwnedSemaphorePermit,
+}
+
+/// One event of a job.
+#[derive(Debug)]
+pub(crate) enum Step {
+    /// Choice `choice` has one more token.
+    Token {
+        choice: usize,
+        id: i64,
+        text: String,
+        logprobs: Option<TokenLogprobs>,
+    },
+    /// Choice `choice` has ended.
+    Finished {
+        choice: usize,
+        completion: Completion,
+    },
+}
+
+impl Job {
+    /// Submits a request for each prompt, all with the same `n`.
+    pub(crate) fn submit(
+        shared: &Arc<Shared>,
+        requests: Vec<Request>,
+        seats: OwnedSemaphorePermit,
+        started: Instant,
+    ) -> ApiResult<Job> {
+        let (sender, events) = unbounded_channel();
+        let n = requests
+            .first()
+            .map_or(1, |one| one.config.num_return_sequences);
+        let prompt_tokens = requests.iter().map(|one| one.prompt.len()).sum();
+        let mut tickets = Vec::with_capacity(requests.len());
+        for (prompt, request) in requests.into_iter().enumerate() {
+            let sender = sender.clone();
+            let ticket = shared.engine.submit_with(request, move |event| {
+                // A receiver that is gone has cancelled the request by its ticket.
+                let _gone = sender.send((prompt, event));
+            })?;
+            tickets.push(ticket);
+        }
+        shared.metrics.prompt(prompt_tokens);
+        Ok(Job {
+            open: tickets.len(),
+            tickets,
+            events,
+            first: None,
+            n,
+            prompt_tokens,
+            completion_tokens: 0,
+            started,
+            has_token: false,
+            shared: Arc::clone(shared),
+            _seats: seats,
+        })
+    }
+
+    /// Waits for the first step, so that an error before it has its own status instead of a stream.
+    pub(crate) async fn begin(&mut self) -> ApiResult<()> {
+        match self.next().await {
+            Some(Err(error)) => Err(error),
+            first => {
+                self.first = first;
+                Ok(())
+            }
+        }
+    }
+
+    /// Returns the next step; `None` after the last. After an error there is nothing more.
+    pub(crate) async fn next(&mut self) -> Option<ApiResult<Step>> {
+        if let Some(first) = self.first.take() {
+            return Some(first);
+        }
+        if self.open == 0 {
+            return None;
+        }
+        let Some((prompt, event)) = self.events.recv().await else {
+            // The engine has dropped its side before the last event.
+            self.open = 0;
+            return Some(Err(Error::EngineStopped.into()));
+        };
+        let step = self.step(prompt, event);
+        if step.is_err() {
+            self.open = 0;
+            self.tickets.clear();
+        }
+        Some(step)
+    }
+
+    fn step(&mut self, prompt: usize, event: Event) -> ApiResult<Step> {
+        if event.is_last() {
+            self.open -= 1;
+            if self.open == 0 {
+                self.shared.metrics.whole_request(self.started.elapsed());
+            }
+        }
+        match event {
+            Event::Token {
+                sample,
+                id,
+                text,
+                logprobs,
+                ..
+            } => {
+                self.completion_tokens += 1;
+                if !std::mem::replace(&mut self.has_token, true) {
+                    self.shared.metrics.first_token(self.started.elapsed());
+                }
+                Ok(Step::Token {
+                    choice: prompt * self.n + sample,
+                    id,
+                    text,
+                    logprobs,
+                })
+            }
+            Event::Finished {
+                sample, completion, ..
+            } => match completion.finish_reason {
+                FinishReason::TimeLimit => Err(self.late()),
+                _ => Ok(Step::Finished {
+                    choice: prompt * self.n + sample,
+                    completion,
+                }),
+            },
+            Event::Failed { error, .. } => Err(error.into()),
+            other => Err(ApiError::internal(format!("an unknown event: {other:?}"))),
+        }
+    }
+
+    fn late(&self) -> ApiError {
+        let limit = self.shared.options.max_time.as_secs_f64();
+        let message = format!(
+            "the request was not answered within `max_time`, {limit} seconds; lower max_tokens, or try again later"
+        );
+        ApiError::new(StatusCode::REQUEST_TIMEOUT, "max_time", message)
+    }
+
+    /// Returns the number of choices.
+    pub(crate) fn choices(&self) -> usize {
+        self.n * self.tickets.len()
+    }
+
+    /// Returns the tokens so far, as OpenAI's `usage`.
+    pub(crate) fn usage(&self) -> serde_json::Value {
+        serde_json::json!({
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+        })
+    }
+}
+
+/// Returns OpenAI's name for the reason of an end.
+pub(crate) fn finish_reason(reason: FinishReason) -> &'static str {
+    match reason {
+        FinishReason::Length | FinishReason::ContextFull => "length",
+        _ => "stop",
+    }
+}

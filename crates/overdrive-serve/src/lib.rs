@@ -1,0 +1,55 @@
+//! An HTTP server with OpenAI's API over an [`EngineHandle`](overdrive_generation::EngineHandle).
+//!
+//! `/v1/models`, `/v1/completions`, `/v1/chat/completions` and `/v1/embeddings` take and give the JSON of OpenAI's
+//! API, with the further sampling options of vLLM; `/health` and `/metrics` (Prometheus) are for the operator. All
+//! requests share the engine's batch and cache. A request is cancelled when its client disconnects.
+//!
+//! ```no_run
+//! use std::sync::Arc;
+//!
+//! use overdrive_generation::{ChatTemplate, Engine, EngineConfig, EngineHandle, GenerationConfig, Tokenizer};
+//! use overdrive_serve::{ServedModel, Server, ServerOptions};
+//! use overdrive_transformer::CausalLm;
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+//! let folder = "models/SmolLM2-135M-Instruct";
+//! let model = CausalLm::from_pretrained(folder, &Default::default())?;
+//! let tokenizer = Arc::new(Tokenizer::from_file(format!("{folder}/tokenizer.json"))?);
+//! let engine = Engine::new(model, EngineConfig::default())?.with_tokenizer(Arc::clone(&tokenizer));
+//! let served = ServedModel::new("smollm2", tokenizer, GenerationConfig::from_dir(folder)?)
+//!     .with_template(ChatTemplate::from_dir(folder)?);
+//! let server = Server::new(EngineHandle::spawn(engine)?, served, ServerOptions::default())?;
+//! // Until SIGTERM or SIGINT; requests that have begun are answered.
+//! server.run(std::net::TcpListener::bind("127.0.0.1:8000")?)?;
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! A request is refused with OpenAI's error body, whose message names the field, its value and what is allowed.
+#![forbid(unsafe_code)]
+#![deny(missing_docs)]
+
+mod answer;
+mod api_error;
+mod chat;
+mod completions;
+mod embeddings;
+mod error;
+mod fields;
+mod job;
+mod key;
+mod logprobs;
+mod messages;
+mod metrics;
+mod options;
+mod routes;
+mod sampling;
+mod server;
+mod shared;
+mod tools;
+
+pub use error::{Error, Result};
+pub use key::ApiKey;
+pub use options::{Pooling, ServerOptions};
+pub use server::Server;
+pub use shared::ServedModel;

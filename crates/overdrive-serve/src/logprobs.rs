@@ -1,0 +1,64 @@
+//! Log-probabilities in OpenAI's two forms.
+
+use overdrive_generation::TokenLogprobs;
+use serde_json::{Map, Value, json};
+
+use crate::shared::Shared;
+
+/// vLLM's value for a log-probability of minus infinity, which JSON does not have.
+const LEAST: f32 = -9999.0;
+
+/// Returns the text and the bytes of a token. The text of a part of a character has U+FFFD.
+fn token(shared: &Shared, id: i64) -> (String, Vec<u8>) {
+    let known = usize::try_from(id).ok();
+    if let Some(Some(bytes)) = known.and_then(|id| shared.token_bytes.get(id)) {
+        return (String::from_utf8_lossy(bytes).into_owned(), bytes.clone());
+    }
+    let tokenizer = &shared.model.tokenizer;
+    let number = u32::try_from(id).unwrap_or(u32::MAX);
+    let text = tokenizer.id_to_token(number).unwrap_or_default();
+    let bytes = text.clone().into_bytes();
+    (text, bytes)
+}
+
+fn value(logprob: f32) -> Value {
+    json!(logprob.max(LEAST))
+}
+
+/// Returns the entry of a token in the `logprobs.content` of a chat.
+pub(crate) fn chat_entry(shared: &Shared, id: i64, logprobs: &TokenLogprobs) -> Value {
+    let entry = |id: i64, logprob: f32| {
+        let (text, bytes) = token(shared, id);
+        json!({"token": text, "logprob": value(logprob), "bytes": bytes})
+    };
+    let mut own = entry(id, logprobs.logprob);
+    let top = logprobs.top.iter().map(|&(id, logprob)| entry(id, logprob));
+    own["top_logprobs"] = top.collect();
+    own
+}
+
+/// Returns the `logprobs` of a completion for some tokens; `offset`, the number of characters before them, is advanced.
+pub(crate) fn completion_object<'a>(
+    shared: &Shared,
+    tokens: impl Iterator<Item = (i64, &'a TokenLogprobs)>,
+    offset: &mut usize,
+) -> Value {
+    let (mut texts, mut values, mut tops, mut offsets) = (vec![], vec![], vec![], vec![]);
+    for (id, logprobs) in tokens {
+        let (text, _) = token(shared, id);
+        let top = logprobs.top.iter().copied();
+        // The chosen token is always among them; equal texts of several tokens have the likeliest's value.
+        let mut object = Map::new();
+        for (id, logprob) in top.chain([(id, logprobs.logprob)]) {
+            object
+                .entry(token(shared, id).0)
+                .or_insert_with(|| value(logprob));
+        }
+        offsets.push(*offset);
+        *offset += text.chars().count();
+        texts.push(text);
+        values.push(value(logprobs.logprob));
+        tops.push(object);
+    }
+    json!({"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets})
+}

@@ -1,0 +1,104 @@
+//! The messages of a chat, as the model's template reads them.
+
+use overdrive_generation::{ChatTemplate, Message};
+use serde_json::{Map, Value};
+
+use crate::api_error::{ApiError, ApiResult};
+use crate::fields::Fields;
+
+/// Takes `messages`.
+///
+/// Templates are written for a `content` that is a string and for `arguments` that are an object; OpenAI's API also has
+/// a list of parts and JSON text, which are converted. A message of a developer becomes one of the system, which is
+/// its older name, unless the template knows it.
+pub(crate) fn take(fields: &mut Fields, template: &ChatTemplate) -> ApiResult<Vec<Message>> {
+    let messages: Vec<Map<String, Value>> = fields.require("messages")?;
+    if messages.is_empty() {
+        return Err(ApiError::range(
+            "messages",
+            "[]",
+            "a list with at least one message",
+        ));
+    }
+    let knows_developer = template.names().any(|name| {
+        let source = template.source(name);
+        source.is_some_and(|source| source.contains("developer"))
+    });
+    let message = |(index, mut fields): (usize, Map<String, Value>)| {
+        let param = format!("messages[{index}]");
+        match fields.get("role").and_then(Value::as_str) {
+            None => {
+                let message = format!("`{param}.role` must be a string, such as \"user\"");
+                return Err(ApiError::field("messages", message));
+            }
+            Some("developer") if !knows_developer => {
+                fields.insert("role".to_owned(), "system".into());
+            }
+            Some(_) => {}
+        }
+        if let Some(content) = fields.get_mut("content") {
+            flatten(content, &param)?;
+        }
+        if let Some(calls) = fields.get_mut("tool_calls") {
+            parse_arguments(calls, &param)?;
+        }
+        Ok(Message::from(fields))
+    };
+    messages.into_iter().enumerate().map(message).collect()
+}
+
+/// Joins the texts of a list of parts by line breaks, as vLLM does.
+fn flatten(content: &mut Value, param: &str) -> ApiResult<()> {
+    match content {
+        Value::String(_) | Value::Null => Ok(()),
+        Value::Array(parts) => {
+            let mut texts = Vec::with_capacity(parts.len());
+            for part in parts.iter() {
+                let text = match part {
+                    Value::String(text) => Some(text.as_str()),
+                    part => part.get("text").and_then(Value::as_str),
+                };
+                let missing = || {
+                    let kind = part
+                        .get("type")
+                        .and_then(Value::as_str)
+                        .unwrap_or("unknown");
+                    let message = format!(
+                        "`{param}.content` has a part of the type {kind:?}; this model reads text only"
+                    );
+                    ApiError::field("messages", message)
+                };
+                texts.push(text.ok_or_else(missing)?);
+            }
+            let joined = texts.join("\n");
+            *content = joined.into();
+            Ok(())
+        }
+        _ => {
+            let message = format!("`{param}.content` must be a string or a list of parts");
+            Err(ApiError::field("messages", message))
+        }
+    }
+}
+
+/// Parses the arguments of the calls in an earlier answer.
+fn parse_arguments(calls: &mut Value, param: &str) -> ApiResult<()> {
+    let Value::Array(calls) = calls else {
+        return Ok(());
+    };
+    for call in calls {
+        if let Some(arguments) = call.pointer_mut("/function/arguments")
+            && let Value::String(text) = arguments
+        {
+            // Some clients send an empty text for none.
+            let text = if text.trim().is_empty() { "{}" } else { text };
+            let parsed = serde_json::from_str::<Value>(text).map_err(|error| {
+                let name = format!("{param}.tool_calls");
+                let message = format!("`{name}` has arguments that are not JSON: {error}");
+                ApiError::field("messages", message)
+            })?;
+            *arguments = parsed;
+        }
+    }
+    Ok(())
+}

@@ -1,0 +1,92 @@
+use std::time::Duration;
+
+use overdrive_core::{check_at_least, check_option};
+
+use crate::{ApiKey, Result};
+
+/// The pooling of the hidden states of a text into its embedding.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
+pub enum Pooling {
+    /// The hidden state of the last token, as decoders are trained for embeddings.
+    #[default]
+    Last,
+    /// The mean of the hidden states of all tokens.
+    Mean,
+}
+
+impl std::str::FromStr for Pooling {
+    type Err = overdrive_core::Error;
+
+    fn from_str(name: &str) -> std::result::Result<Pooling, overdrive_core::Error> {
+        match name {
+            "last" => Ok(Pooling::Last),
+            "mean" => Ok(Pooling::Mean),
+            _ => Err(overdrive_core::Error::option(
+                "pooling",
+                format!("{name:?}"),
+                "last or mean",
+            )),
+        }
+    }
+}
+
+/// The options of a [`Server`](crate::Server): its key and its limits.
+#[derive(Debug, Clone)]
+#[non_exhaustive]
+pub struct ServerOptions {
+    /// The key that requests to `/v1` must carry. Default `None`: none.
+    pub api_key: Option<ApiKey>,
+    /// The largest body of a request in bytes; a larger one is answered by 413. Default 4 MiB.
+    pub max_body_bytes: usize,
+    /// The largest `max_tokens` of a request, and the default of one that names none; a larger one is answered by
+    /// 400. Default `None`: what the context holds.
+    pub max_tokens: Option<usize>,
+    /// The largest `n`; a larger one is answered by 400. Default 128, as OpenAI's.
+    pub max_choices: usize,
+    /// The largest number of continuations (prompts times `n`) and embeddings that are computed or wait at once;
+    /// further ones are answered by 429. Default 256.
+    pub max_queue: usize,
+    /// The time that a request may take, waiting included; one that takes longer is answered by 408. Default ten
+    /// minutes.
+    pub max_time: Duration,
+    /// The time in which the body of a request must arrive; a slower one is answered by 408. Default 30 seconds.
+    pub body_timeout: Duration,
+    /// The time that the requests which have begun get to end after a signal. Default 25 seconds, of the 30 after
+    /// which Kubernetes kills a container.
+    pub drain_timeout: Duration,
+    /// The pooling of embeddings. Default [`Pooling::Last`].
+    pub pooling: Pooling,
+}
+
+impl Default for ServerOptions {
+    fn default() -> Self {
+        ServerOptions {
+            api_key: None,
+            max_body_bytes: 4 << 20,
+            max_tokens: None,
+            max_choices: 128,
+            max_queue: 256,
+            max_time: Duration::from_secs(600),
+            body_timeout: Duration::from_secs(30),
+            drain_timeout: Duration::from_secs(25),
+            pooling: Pooling::Last,
+        }
+    }
+}
+
+impl ServerOptions {
+    /// Checks every option against its range.
+    ///
+    /// # Errors
+    /// An [option](overdrive_core::Error::InvalidOption) out of its range.
+    pub fn validate(&self) -> Result<()> {
+        check_at_least("max_body_bytes", self.max_body_bytes, 1)?;
+        check_at_least("max_tokens", self.max_tokens.unwrap_or(1), 1)?;
+        check_at_least("max_choices", self.max_choices, 1)?;
+        // Tokio's semaphore holds an eighth of the integers; no engine serves a millionth of them.
+        let most = 1 << 20;
+        let valid = (1..=most).contains(&self.max_queue);
+        let expected = format!("from 1 to {most}");
+        Ok(check_option(valid, "max_queue", self.max_queue, expected)?)
+    }
+}

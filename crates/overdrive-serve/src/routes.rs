@@ -1,0 +1,120 @@
+//! The routes of the server, and what every request passes.
+
+use std::sync::Arc;
+
+use axum::Router;
+use axum::extract::{Path, Request, State};
+use axum::http::{HeaderValue, StatusCode, header};
+use axum::middleware::{Next, from_fn_with_state};
+use axum::response::{IntoResponse, Response};
+use axum::routing::{get, post};
+use serde_json::{Value, json};
+
+use crate::api_error::{ApiError, ApiResult, json_response};
+use crate::chat::chat_completions;
+use crate::completions::completions;
+use crate::embeddings::embeddings;
+use crate::shared::Shared;
+
+const MODELS: &str = "/v1/models";
+const COMPLETIONS: &str = "/v1/completions";
+const CHAT: &str = "/v1/chat/completions";
+const EMBEDDINGS: &str = "/v1/embeddings";
+const HEALTH: &str = "/health";
+const METRICS: &str = "/metrics";
+
+pub(crate) fn router(shared: Arc<Shared>) -> Router {
+    Router::new()
+        .route(HEALTH, get(health))
+        .route(METRICS, get(metrics))
+        .route(MODELS, get(models))
+        // The names of models contain slashes.
+        .route("/v1/models/{*name}", get(model))
+        .route(COMPLETIONS, post(completions))
+        .route(CHAT, post(chat_completions))
+        .route(EMBEDDINGS, post(embeddings))
+        .fallback(unknown_path)
+        .method_not_allowed_fallback(wrong_method)
+        .layer(from_fn_with_state(Arc::clone(&shared), guard))
+        .with_state(shared)
+}
+
+/// Checks the key of requests to `/v1`, and counts the answers.
+async fn guard(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
+    let path = request.uri().path();
+    let route = [MODELS, COMPLETIONS, CHAT, EMBEDDINGS, HEALTH, METRICS]
+        .into_iter()
+        // Paths come from clients, and each would otherwise be a counter for ever.
+        .find(|route| path == *route || (*route == MODELS && path.starts_with("/v1/models/")))
+        .unwrap_or("other");
+    let needs_key = !matches!(route, HEALTH | METRICS);
+    let given = request.headers().get(header::AUTHORIZATION);
+    let response = match &shared.options.api_key {
+        Some(key) if needs_key && !key.admits(given.map(HeaderValue::as_bytes)) => {
+            let message = match given {
+                None => "the request has no API key; send it as `Authorization: Bearer KEY`",
+                Some(_) => "the API key is wrong; it is that of OVERDRIVE_API_KEY of the server",
+            };
+            let status = StatusCode::UNAUTHORIZED;
+            ApiError::new(status, "invalid_api_key", message).into_response()
+        }
+        _ => next.run(request).await,
+    };
+    shared.metrics.responded(route, response.status().as_u16());
+    response
+}
+
+async fn health(State(shared): State<Arc<Shared>>) -> ApiResult<Response> {
+    // An engine whose thread has ended does not take the job.
+    shared.engine.run(|_| {})?;
+    Ok(json_response(StatusCode::OK, &json!({"status": "ok"})))
+}
+
+async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
+    let (statistics, limit) = (shared.engine.statistics(), shared.options.max_queue);
+    let text = shared.metrics.text(&statistics, shared.in_flight(), limit);
+    let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
+    ([(header::CONTENT_TYPE, kind)], text).into_response()
+}
+
+fn card(shared: &Shared) -> Value {
+    json!({
+        "id": shared.model.name,
+        "object": "model",
+        "created": shared.created,
+        "owned_by": "overdrive",
+        "max_model_len": shared.engine.max_model_len(),
+    })
+}
+
+async fn models(State(shared): State<Arc<Shared>>) -> Response {
+    let list = json!({"object": "list", "data": [card(&shared)]});
+    json_response(StatusCode::OK, &list)
+}
+
+async fn model(State(shared): State<Arc<Shared>>, Path(name): Path<String>) -> ApiResult<Response> {
+    shared.check_model(Some(name))?;
+    Ok(json_response(StatusCode::OK, &card(&shared)))
+}
+
+async fn unknown_path(request: Request) -> ApiError {
+    let path = crate::fields::shorten(request.uri().path());
+    let message = format!(
+        "there is no {path}; this server has {MODELS}, {COMPLETIONS}, {CHAT}, {EMBEDDINGS}, {HEALTH} and {METRICS}"
+    );
+    ApiError::new(StatusCode::NOT_FOUND, "unknown_url", message)
+}
+
+async fn wrong_method(request: Request) -> ApiError {
+    let (method, path) = (request.method(), request.uri().path());
+    let right = match path {
+        COMPLETIONS | CHAT | EMBEDDINGS => "POST",
+        _ => "GET",
+    };
+    let message = format!("{path} does not support {method}; use {right}");
+    ApiError::new(
+        StatusCode::METHOD_NOT_ALLOWED,
+        "method_not_allowed",
+        message,
+    )
+}

@@ -1,0 +1,183 @@
+use std::future::{Future, IntoFuture, pending};
+use std::net::TcpListener;
+use std::sync::Arc;
+use std::time::Duration;
+
+use axum::Router;
+use axum::serve::ListenerExt;
+use overdrive_core::check_option;
+use overdrive_generation::EngineHandle;
+use tokio::runtime::{Builder, Runtime};
+use tokio::signal::unix::{Signal, SignalKind, signal};
+use tokio::sync::oneshot;
+
+use crate::routes::router;
+use crate::shared::Shared;
+use crate::{Error, Result, ServedModel, ServerOptions};
+
+/// The threads that read requests and write answers. They do little; the processor's cores are the engine's.
+const IO_THREADS: usize = 2;
+
+/// The threads that tokenize prompts and compile grammars.
+const PREPARING_THREADS: usize = 4;
+
+/// The time that the threads get to end when the server does.
+const END: Duration = Duration::from_secs(5);
+
+/// An HTTP server with OpenAI's API over an engine.
+#[derive(Debug)]
+pub struct Server {
+    shared: Arc<Shared>,
+}
+
+impl Server {
+    /// Returns a server for `engine`, whose tokenizer is that of `model`.
+    ///
+    /// # Errors
+    /// An [option](overdrive_core::Error::InvalidOption) out of its range.
+    pub fn new(engine: EngineHandle, model: ServedModel, options: ServerOptions) -> Result<Server> {
+        options.validate()?;
+        let expected = "the name that clients give; at least one character";
+        check_option(
+            !model.name.is_empty(),
+            "served_model_name",
+            "\"\"",
+            expected,
+        )?;
+        let shared = Arc::new(Shared::new(engine, model, options));
+        shared.model.config.validate()?;
+        Ok(Server { shared })
+    }
+
+    /// Returns the routes, for a program with a runtime and routes of its own. It runs in tokio's runtime with the
+    /// timer on.
+    pub fn router(&self) -> Router {
+        router(Arc::clone(&self.shared))
+    }
+
+    /// Serves until SIGTERM or SIGINT. The server then takes no further connection, and requests that have begun get
+    /// `drain_timeout` to end; a second signal ends them at once.
+    ///
+    /// # Errors
+    /// When the system gives no threads, signals or connections; [`Error::Cut`] if requests had to be cancelled.
+    pub fn run(self, listener: TcpListener) -> Result<()> {
+        let runtime = runtime()?;
+        let failed = |source| Error::Listen {
+            action: "wait for signals",
+            source,
+        };
+        // Registered before the first request, so that no signal ends the program without draining.
+        let context = runtime.enter();
+        let mut first = Signals::new().map_err(failed)?;
+        let mut second = Signals::new().map_err(failed)?;
+        drop(context);
+        let shutdown = async move { first.next().await };
+        let hurry = async move {
+            second.next().await;
+            second.next().await;
+        };
+        self.serve(runtime, listener, shutdown, hurry)
+    }
+
+    /// Serves until `shutdown` is ready, and then ends as [`Server::run`] does after a signal.
+    ///
+    /// # Errors
+    /// As [`Server::run`].
+    pub fn run_until(
+        self,
+        listener: TcpListener,
+        shutdown: impl Future<Output = ()> + Send + 'static,
+    ) -> Result<()> {
+        self.serve(runtime()?, listener, shutdown, pending())
+    }
+
+    fn serve(
+        self,
+        runtime: Runtime,
+        listener: TcpListener,
+        shutdown: impl Future<Output = ()> + Send + 'static,
+        hurry: impl Future<Output = ()>,
+    ) -> Result<()> {
+        let limit = self.shared.options.drain_timeout;
+        let (begin, begun) = oneshot::channel();
+        let drain = async move {
+            shutdown.await;
+            let _ended = begin.send(());
+        };
+        let late = async move {
+            match begun.await {
+                Ok(()) => tokio::time::sleep(limit).await,
+                Err(_) => pending().await,
+            }
+        };
+        let routes = self.router();
+        let failed = |source| Error::Listen {
+            action: "listen",
+            source,
+        };
+        let result = runtime.block_on(async {
+            listener.set_nonblocking(true).map_err(failed)?;
+            let listener = tokio::net::TcpListener::from_std(listener).map_err(failed)?;
+            let listener = listener.tap_io(|connection| {
+                // A token is a small packet, which should not wait for the next one. Without it the server is only
+                // slower.
+                let _ = connection.set_nodelay(true);
+            });
+            let serving = axum::serve(listener, routes).with_graceful_shutdown(drain);
+            tokio::select! {
+                result = serving.into_future() => result.map_err(failed),
+                () = late => Err(self.cut(format!("{} seconds after the signal", limit.as_secs_f64()))),
+                () = hurry => Err(self.cut("when the second signal came".to_owned())),
+            }
+        });
+        // Drops the connections that are left, and cancels their requests.
+        runtime.shutdown_timeout(END);
+        match result {
+            // Only connections without a request were open.
+            Err(Error::Cut { sequences: 0, .. }) => Ok(()),
+            result => result,
+        }
+    }
+
+    fn cut(&self, reason: String) -> Error {
+        Error::Cut {
+            sequences: self.shared.in_flight(),
+            reason,
+        }
+    }
+}
+
+fn runtime() -> Result<Runtime> {
+    let runtime = Builder::new_multi_thread()
+        .worker_threads(IO_THREADS)
+        .max_blocking_threads(PREPARING_THREADS)
+        .thread_name("overdrive-serve")
+        .enable_all()
+        .build();
+    runtime.map_err(|source| Error::Listen {
+        action: "start the server's threads",
+        source,
+    })
+}
+
+/// SIGTERM and SIGINT.
+struct Signals {
+    terminate: Signal,
+    interrupt: Signal,
+}
+
+impl Signals {
+    fn new() -> std::io::Result<Signals> {
+        Ok(Signals {
+            terminate: signal(SignalKind::terminate())?,
+            interrupt: signal(SignalKind::interrupt())?,
+        })
+    }
+
+    async fn next(&mut self) {
+        tokio::select! {
+            _ = self.terminate.recv() => {}
+            _ = self.interrupt.recv() => {}
+        }
+    }
+}

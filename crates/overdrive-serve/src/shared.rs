@@ -1,0 +1,181 @@
+//! The state that all requests share.
+
+use std::sync::atomic::{AtomicU64, Ordering};
+use std::sync::{Arc, OnceLock};
+use std::time::{SystemTime, UNIX_EPOCH};
+
+use axum::http::StatusCode;
+use overdrive_constraints::{GrammarVocabulary, token_bytes};
+use overdrive_core::random::entropy;
+use overdrive_generation::{ChatTemplate, EngineHandle, GenerationConfig, Tokenizer};
+use tokio::sync::{OwnedSemaphorePermit, Semaphore};
+
+use crate::ServerOptions;
+use crate::api_error::{ApiError, ApiResult};
+use crate::metrics::Metrics;
+
+/// The model as clients see it.
+#[derive(Debug)]
+pub struct ServedModel {
+    pub(crate) name: String,
+    pub(crate) tokenizer: Arc<Tokenizer>,
+    pub(crate) template: Option<ChatTemplate>,
+    pub(crate) config: GenerationConfig,
+}
+
+impl ServedModel {
+    /// Returns a model of this name. `tokenizer` is the engine's; `config` has the end-of-text tokens and the
+    /// sampling options of requests that name none. As OpenAI's and vLLM's servers do, this one samples unless the
+    /// temperature is 0, whatever `do_sample` says.
+    pub fn new(
+        name: impl Into<String>,
+        tokenizer: Arc<Tokenizer>,
+        config: GenerationConfig,
+    ) -> ServedModel {
+        ServedModel {
+            name: name.into(),
+            tokenizer,
+            template: None,
+            config,
+        }
+    }
+
+    /// Returns the model with a chat template, without which it has no `/v1/chat/completions`. If the
+    /// configuration names no end-of-text token, it becomes the template's `eos_token`.
+    #[must_use]
+    pub fn with_template(mut self, template: ChatTemplate) -> ServedModel {
+        self.config = self.config.or_end_of_text(&template, &self.tokenizer);
+        self.template = Some(template);
+        self
+    }
+}
+
+/// The state that all requests share.
+#[derive(Debug)]
+pub(crate) struct Shared {
+    pub(crate) engine: EngineHandle,
+    pub(crate) model: ServedModel,
+    pub(crate) options: ServerOptions,
+    pub(crate) metrics: Metrics,
+    /// The bytes of each token; empty if the tokenizer's tokens have none of their own.
+    pub(crate) token_bytes: Vec<Option<Vec<u8>>>,
+    /// The time at which the server was made, in seconds since 1970.
+    pub(crate) created: u64,
+    // Made with the first request that needs it, because most servers get none.
+    grammar: OnceLock<Result<GrammarVocabulary, String>>,
+    seats: Arc<Semaphore>,
+    run: u64,
+    next: AtomicU64,
+}
+
+impl Shared {
+    pub(crate) fn new(
+        engine: EngineHandle,
+        mut model: ServedModel,
+        options: ServerOptions,
+    ) -> Shared {
+        let config = &mut model.config;
+        // Options of a model's folder that the engine does not support, or that requests set.
+        config.do_sample = true;
+        config.num_beams = 1;
+        config.num_return_sequences = 1;
+        config.use_cache = true;
+        config.cache_implementation = None;
+        config.prompt_lookup_num_tokens = None;
+        config.logprobs = None;
+        let bytes = token_bytes(&model.tokenizer, engine.vocab_size()).unwrap_or_default();
+        Shared {
+            seats: Arc::new(Semaphore::new(options.max_queue)),
+            engine,
+            model,
+            options,
+            metrics: Metrics::new(),
+            token_bytes: bytes,
+            created: now(),
+            grammar: OnceLock::new(),
+            run: entropy(),
+            next: AtomicU64::new(0),
+        }
+    }
+
+    /// Takes the seats of a request, which are given back when the result is dropped.
+    pub(crate) fn seats(&self, param: &str, sequences: usize) -> ApiResult<OwnedSemaphorePermit> {
+        let most = self.options.max_queue;
+        if sequences > most {
+            let message = format!(
+                "the request asks for {sequences} sequences, and the limit `max_queue` is {most}; split it"
+            );
+            return Err(ApiError::field(param, message));
+        }
+        let sequences = u32::try_from(sequences).unwrap_or(u32::MAX);
+        Arc::clone(&self.seats)
+            .try_acquire_many_owned(sequences)
+            .map_err(|_| {
+                let message = format!(
+                    "the server is full: `max_queue`, {most} sequences, are computed or wait; try again later"
+                );
+                ApiError::new(StatusCode::TOO_MANY_REQUESTS, "queue_full", message)
+            })
+    }
+
+    /// Returns the number of seats that are taken.
+    pub(crate) fn in_flight(&self) -> usize {
+        let free = self.seats.available_permits();
+        self.options.max_queue.saturating_sub(free)
+    }
+
+    /// Returns an id for an answer or a call.
+    pub(crate) fn id(&self, prefix: &str) -> String {
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        format!("{prefix}-{:016x}{number:08x}", self.run)
+    }
+
+    /// Returns the vocabulary of grammars.
+    pub(crate) fn grammar(&self) -> ApiResult<&GrammarVocabulary> {
+        let made = self.grammar.get_or_init(|| {
+            let (tokenizer, config) = (&self.model.tokenizer, &self.model.config);
+            let size = self.engine.vocab_size();
+            GrammarVocabulary::new(tokenizer, size, &config.eos_token_id)
+                .map_err(|error| error.to_string())
+        });
+        made.as_ref().map_err(|error| {
+            let message = format!("this model cannot follow a grammar: {error}");
+            ApiError::field("response_format", message)
+        })
+    }
+
+    /// Checks the `model` of a request; without one it is the only model.
+    pub(crate) fn check_model(&self, name: Option<String>) -> ApiResult<()> {
+        match name {
+            Some(name) if name != self.model.name => {
+                let message = format!(
+                    "the model {name:?} does not exist; this server has {:?}",
+                    self.model.name
+                );
+                let error = ApiError::new(StatusCode::NOT_FOUND, "model_not_found", message);
+                Err(error.with_param("model"))
+            }
+            _ => Ok(()),
+        }
+    }
+}
+
+/// Returns the seconds since 1970.
+pub(crate) fn now() -> u64 {
+    let since = SystemTime::now().duration_since(UNIX_EPOCH);
+    since.map_or(0, |since| since.as_secs())
+}
+
+/// Runs a computation that takes longer than a thread of the runtime should be held: the tokenization of a prompt, or
+/// the compilation of a grammar.
+pub(crate) async fn blocking<T: Send + 'static>(
+    work: impl FnOnce() -> ApiResult<T> + Send + 'static,
+) -> ApiResult<T> {
+    match tokio::task::spawn_blocking(work).await {
+        Ok(result) => result,
+        // Its message is on stderr.
+        Err(_) => Err(ApiError::internal(
+            "the request could not be prepared; this is a bug",
+        )),
+    }
+}

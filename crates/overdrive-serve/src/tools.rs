@@ -1,0 +1,382 @@
+//! The schema of an answer, and the tools that it may call.
+
+use overdrive_constraints::GrammarConstraint;
+use overdrive_generation::{ChatTemplate, Constraint};
+use serde_json::{Map, Value, json};
+
+use crate::api_error::{ApiError, ApiResult};
+use crate::fields::{Fields, shorten};
+use crate::shared::Shared;
+
+/// The mark with which models of the Hermes and Qwen families begin a call.
+const BEGIN: &str = "<tool_call>";
+const END: &str = "</tool_call>";
+
+/// The JSON schema that an answer must fit.
+#[derive(Debug)]
+pub(crate) struct Schema(Value);
+
+impl Schema {
+    /// Compiles the schema.
+    pub(crate) fn constraint(self, shared: &Shared) -> ApiResult<Box<dyn Constraint>> {
+        let constraint = GrammarConstraint::json_schema(shared.grammar()?, &self.0)?;
+        Ok(Box::new(constraint))
+    }
+}
+
+/// Takes `response_format`.
+pub(crate) fn response_format(fields: &mut Fields) -> ApiResult<Option<Schema>> {
+    let Some(format) = fields.take::<Map<String, Value>>("response_format")? else {
+        return Ok(None);
+    };
+    let kind = format.get("type").and_then(Value::as_str);
+    match kind {
+        Some("text") => Ok(None),
+        Some("json_object") => Ok(Some(Schema(json!({"type": "object"})))),
+        Some("json_schema") => {
+            let schema = format
+                .get("json_schema")
+                .and_then(|given| given.get("schema"));
+            let missing = || {
+                let message = "`response_format.json_schema.schema` is missing; it is the schema of the answer";
+                ApiError::field("response_format", message)
+            };
+            Ok(Some(Schema(schema.cloned().ok_or_else(missing)?)))
+        }
+        _ => {
+            let found = shorten(&Value::Object(format).to_string());
+            let expected = "an object whose `type` is text, json_object or json_schema";
+            Err(ApiError::range("response_format", found, expected))
+        }
+    }
+}
+
+/// The tools of a request.
+#[derive(Debug, Clone)]
+pub(crate) struct Tools {
+    /// The tools as the template gets them.
+    pub(crate) list: Vec<Value>,
+    /// The names and the schemas of their parameters.
+    functions: Vec<(String, Value)>,
+    is_parallel: bool,
+}
+
+/// The tools of a request that may call some, and the schema of the answer if it must.
+pub(crate) type ToolChoice = (Option<Tools>, Option<Schema>);
+
+impl Tools {
+    /// Takes `tools`, `tool_choice` and `parallel_tool_calls`.
+    pub(crate) fn take(fields: &mut Fields, template: &ChatTemplate) -> ApiResult<ToolChoice> {
+        let list: Vec<Value> = fields.take("tools")?.unwrap_or_default();
+        let choice: Option<Value> = fields.take("tool_choice")?;
+        let is_parallel = fields.take("parallel_tool_calls")?.unwrap_or(true);
+        if list.is_empty() {
+            return match choice.as_ref().map(|choice| choice.as_str()) {
+                None | Some(Some("none" | "auto")) => Ok((None, None)),
+                _ => {
+                    let message = "`tool_choice` is set and there are no `tools`; give some";
+                    Err(ApiError::field("tool_choice", message))
+                }
+            };
+        }
+        if !has_tools(template) {
+            let message =
+                "`tools` are given, and the chat template of this model has none; leave them out";
+            return Err(ApiError::field("tools", message));
+        }
+        let functions = list.iter().map(function).collect::<ApiResult<Vec<_>>>()?;
+        let tools = Tools {
+            list,
+            functions,
+            is_parallel,
+        };
+        let invalid = |choice: &Value| {
+            let expected = "none, auto, required, or {\"type\": \"function\", \"function\": {\"name\": …}} with the name of a tool";
+            ApiError::range("tool_choice", shorten(&choice.to_string()), expected)
+        };
+        match &choice {
+            None => Ok((Some(tools), None)),
+            Some(Value::String(name)) => match name.as_str() {
+                "none" => Ok((None, None)),
+                "auto" => Ok((Some(tools), None)),
+                "required" => {
+                    let schema = tools.schema(|_| true);
+                    Ok((Some(tools), Some(schema)))
+                }
+                _ => Err(invalid(&Value::String(name.clone()))),
+            },
+            Some(choice) => {
+                let name = choice.pointer("/function/name").and_then(Value::as_str);
+                let known = name.filter(|name| tools.functions.iter().any(|(own, _)| own == name));
+                let name = known.ok_or_else(|| invalid(choice))?;
+                let schema = tools.schema(|own| own == name);
+                Ok((Some(tools), Some(schema)))
+            }
+        }
+    }
+
+    /// Returns the schema of one call of one of the chosen functions.
+    fn schema(&self, is_chosen: impl Fn(&str) -> bool) -> Schema {
+        let chosen = self.functions.iter().filter(|(name, _)| is_chosen(name));
+        let mut calls: Vec<Value> = chosen
+            .map(|(name, parameters)| {
+                json!({
+                    "type": "object",
+                    "properties": {"name": {"const": name}, "arguments": parameters},
+                    "required": ["name", "arguments"],
+                    "additionalProperties": false,
+                })
+            })
+            .collect();
+        match calls.len() {
+            1 => Schema(calls.remove(0)),
+            _ => Schema(json!({"anyOf": calls})),
+        }
+    }
+
+    /// Reads the calls in a JSON value: one, or a list of some.
+    fn calls(&self, value: &Value) -> Option<Vec<ToolCall>> {
+        match value {
+            Value::Array(list) if !list.is_empty() => {
+                list.iter().map(|one| self.call(one)).collect()
+            }
+            one => Some(vec![self.call(one)?]),
+        }
+    }
+
+    /// Reads a call: an object with a known `name`, and `arguments` or, as Llama writes it, `parameters`.
+    fn call(&self, value: &Value) -> Option<ToolCall> {
+        let name = value.get("name")?.as_str()?;
+        if !self.functions.iter().any(|(own, _)| own == name) {
+            return None;
+        }
+        let arguments = value.get("arguments").or_else(|| value.get("parameters"));
+        let arguments = match arguments {
+            Some(Value::Object(object)) => Value::Object(object.clone()).to_string(),
+            Some(Value::String(text)) => text.clone(),
+            None => "{}".to_owned(),
+            Some(_) => return None,
+        };
+        Some(ToolCall {
+            name: name.to_owned(),
+            arguments,
+        })
+    }
+}
+
+/// Returns `true` if a template of the model writes tools.
+fn has_tools(template: &ChatTemplate) -> bool {
+    template.names().any(|name| {
+        let source = template.source(name);
+        name == "tool_use" || source.is_some_and(|source| source.contains("tools"))
+    })
+}
+
+fn function(tool: &Value) -> ApiResult<(String, Value)> {
+    let wrong = || {
+        let expected =
+            "a list of {\"type\": \"function\", \"function\": {\"name\": …, \"parameters\": …}}";
+        ApiError::range(
+            "tools",
+            format!("a list with {}", shorten(&tool.to_string())),
+            expected,
+        )
+    };
+    let function = tool.get("function").ok_or_else(wrong)?;
+    let name = function
+        .get("name")
+        .and_then(Value::as_str)
+        .ok_or_else(wrong)?;
+    let parameters = match function.get("parameters") {
+        None | Some(Value::Null) => json!({"type": "object"}),
+        Some(schema @ Value::Object(_)) => schema.clone(),
+        Some(_) => return Err(wrong()),
+    };
+    Ok((name.to_owned(), parameters))
+}
+
+/// A call of a tool.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) struct ToolCall {
+    pub(crate) name: String,
+    /// The arguments as JSON text.
+    pub(crate) arguments: String,
+}
+
+/// The reader of an answer that may call tools: it separates the text from the calls.
+///
+/// It knows two forms: `<tool_call>{"name": …, "arguments": …}</tool_call>`, any number of them after a text (Hermes,
+/// Qwen), and an answer that is a JSON object with a `name`, or a list of them (Llama, Mistral, and every model whose
+/// answer a schema constrains). Text that may be a call is held back until that is decided; a call that cannot be
+/// read, or of an unknown tool, is text.
+#[derive(Debug)]
+pub(crate) struct ToolReader {
+    tools: Tools,
+    pending: String,
+    state: State,
+}
+
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum State {
+    /// Only white space so far.
+    Start,
+    /// Text; its end may be the beginning of a mark.
+    Text,
+    /// All the rest may be calls.
+    Held,
+}
+
+impl ToolReader {
+    pub(crate) fn new(tools: Tools) -> ToolReader {
+        ToolReader {
+            tools,
+            pending: String::new(),
+            state: State::Start,
+        }
+    }
+
+    /// Appends a piece of the answer, and returns the text that is certainly no call.
+    pub(crate) fn push(&mut self, piece: &str) -> String {
+        self.pending.push_str(piece);
+        if self.state == State::Start {
+            self.state = match self.pending.trim_start().chars().next() {
+                None => return String::new(),
+                Some('{' | '[') => State::Held,
+                Some(_) => State::Text,
+            };
+        }
+        if self.state == State::Held {
+            return String::new();
+        }
+        let end = match self.pending.find(BEGIN) {
+            Some(start) => {
+                self.state = State::Held;
+                // The line break before a call belongs to it.
+                self.pending[..start].trim_end().len()
+            }
+            None => self.certain(),
+        };
+        let rest = self.pending.split_off(end);
+        std::mem::replace(&mut self.pending, rest)
+    }
+
+    /// Returns the number of bytes that belong neither to a mark nor to the white space before one.
+    fn certain(&self) -> usize {
+        let pending = &self.pending;
+        let mark = (1..BEGIN.len())
+            .rev()
+            .find(|&n| pending.ends_with(&BEGIN[..n]));
+        let end = pending.len() - mark.unwrap_or(0);
+        pending[..end].trim_end().len()
+    }
+
+    /// Returns the rest of the text, and the calls.
+    pub(crate) fn finish(self) -> (String, Vec<ToolCall>) {
+        let calls = match self.state {
+            State::Held => self.read(),
+            _ => None,
+        };
+        match calls {
+            Some(mut calls) => {
+                if !self.tools.is_parallel {
+                    calls.truncate(1);
+                }
+                (String::new(), calls)
+            }
+            None => (self.pending, Vec::new()),
+        }
+    }
+
+    fn read(&self) -> Option<Vec<ToolCall>> {
+        let parse = |text: &str| {
+            let value = serde_json::from_str(text.trim()).ok()?;
+            self.tools.calls(&value)
+        };
+        let Some(blocks) = self.pending.trim_start().strip_prefix(BEGIN) else {
+            return parse(&self.pending);
+        };
+        let mut calls = Vec::new();
+        for block in blocks.split(BEGIN) {
+            // The last mark of an end may be missing, when the model's end of text stands for it.
+            let call = block.split_once(END).map_or(block, |(call, _)| call);
+            calls.extend(parse(call)?);
+        }
+        Some(calls)
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn tools(is_parallel: bool) -> Tools {
+        let list = vec![
+            json!({"type": "function", "function": {"name": "weather"}}),
+            json!({"type": "function", "function": {"name": "time"}}),
+        ];
+        let functions = list.iter().map(|tool| function(tool).unwrap()).collect();
+        Tools {
+            list,
+            functions,
+            is_parallel,
+        }
+    }
+
+    /// Reads an answer in one piece, and character by character, which must not matter.
+    fn read(text: &str, is_parallel: bool) -> (String, Vec<ToolCall>) {
+        let by = |pieces: Vec<String>| {
+            let mut reader = ToolReader::new(tools(is_parallel));
+            let mut shown: String = pieces.iter().map(|piece| reader.push(piece)).collect();
+            let (rest, calls) = reader.finish();
+            shown.push_str(&rest);
+            (shown, calls)
+        };
+        let whole = by(vec![text.to_owned()]);
+        let letters = by(text.chars().map(String::from).collect());
+        assert_eq!(whole, letters, "{text:?}");
+        whole
+    }
+
+    fn call(name: &str, arguments: &str) -> ToolCall {
+        ToolCall {
+            name: name.to_owned(),
+            arguments: arguments.to_owned(),
+        }
+    }
+
+    #[test]
+    fn calls_are_read_in_each_form_and_the_rest_is_text() {
+        let paris = call("weather", r#"{"city":"Paris"}"#);
+        let hermes = "Let me see.\n<tool_call>\n{\"name\": \"weather\", \"arguments\": {\"city\": \"Paris\"}}\n</tool_call>\n\
+                      <tool_call>{\"name\": \"time\"}";
+        let both = vec![paris.clone(), call("time", "{}")];
+        assert_eq!(read(hermes, true), ("Let me see.".to_owned(), both.clone()));
+        assert_eq!(read(hermes, false).1, std::slice::from_ref(&paris));
+        let llama = " {\"name\": \"weather\", \"parameters\": {\"city\": \"Paris\"}}";
+        assert_eq!(read(llama, true), (String::new(), vec![paris.clone()]));
+        let mistral = r#"[{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": "{}"}]"#;
+        assert_eq!(read(mistral, true), (String::new(), both));
+        for text in [
+            "No tools < here <tool.  ",
+            "{\"name\": \"unknown\", \"arguments\": {}}",
+            "{\"a\": 1}",
+            "[]",
+            "{\"name\": \"weather\", \"argum",
+            "<tool_call>{\"name\": \"time\"}</tool_call><tool_call>oh</tool_call>",
+            "  ",
+            "",
+        ] {
+            assert_eq!(read(text, true), (text.to_owned(), vec![]));
+        }
+    }
+
+    #[test]
+    fn text_is_shown_as_soon_as_it_is_certain() {
+        let mut reader = ToolReader::new(tools(true));
+        assert_eq!(reader.push("Hello <to"), "Hello");
+        assert_eq!(reader.push("ast> a"), " <toast> a");
+        assert_eq!(reader.push("  <tool_call>{"), "");
+        assert_eq!(reader.push("\"name\": \"time\"}"), "");
+        assert_eq!(reader.finish(), (String::new(), vec![call("time", "{}")]));
+    }
+}

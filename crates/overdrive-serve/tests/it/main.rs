@@ -1,0 +1,14 @@
+//! Tests of the server behind a real socket, with a tiny random model.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod answers;
+mod cancellation;
+mod chat;
+mod client;
+mod embeddings;
+mod limits;
+mod openai_client;
+mod routes;
+mod shutdown;
+mod soak;
+mod support;

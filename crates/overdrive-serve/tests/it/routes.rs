@@ -1,0 +1,194 @@
+//! Tests of what every request passes: routes, keys, the form of bodies.
+
+use overdrive_serve::ApiKey;
+use serde_json::json;
+
+use crate::client::{get, metric, post, receive, send};
+use crate::support::{CONTEXT, NAME, TestServer};
+
+#[test]
+fn the_model_is_listed_and_found_by_its_name() {
+    let server = TestServer::start(|_| {});
+    let list = get(server.address, "/v1/models").json();
+    assert_eq!(list["object"], "list");
+    let card = &list["data"][0];
+    assert_eq!(
+        (&card["id"], &card["object"]),
+        (&json!(NAME), &json!("model"))
+    );
+    assert_eq!(card["max_model_len"], CONTEXT);
+    assert_eq!(
+        get(server.address, &format!("/v1/models/{NAME}")).json(),
+        *card
+    );
+    let error = get(server.address, "/v1/models/other").error(404);
+    assert_eq!(
+        (&error["code"], &error["param"]),
+        (&json!("model_not_found"), &json!("model"))
+    );
+    let body = json!({"model": "other", "prompt": "a"});
+    let error = post(server.address, "/v1/completions", &body).error(404);
+    assert!(error["message"].as_str().unwrap().contains(NAME), "{error}");
+}
+
+#[test]
+fn paths_and_methods_that_do_not_exist_are_answered_with_those_that_do() {
+    let server = TestServer::start(|_| {});
+    let error = get(server.address, "/v1/nothing").error(404);
+    assert!(
+        error["message"]
+            .as_str()
+            .unwrap()
+            .contains("/v1/chat/completions"),
+        "{error}"
+    );
+    let error = get(server.address, "/v1/completions").error(405);
+    assert!(
+        error["message"].as_str().unwrap().contains("use POST"),
+        "{error}"
+    );
+}
+
+#[test]
+fn health_and_metrics_are_counted_and_need_no_key() {
+    let server = TestServer::start(|options| {
+        options.api_key = Some(ApiKey::new("sk-1").unwrap());
+    });
+    assert_eq!(
+        get(server.address, "/health").json(),
+        json!({"status": "ok"})
+    );
+    let body = json!({"prompt": "ab", "max_tokens": 3, "ignore_eos": true});
+    let text = body.to_string();
+    let ask = |headers: &[(&str, &str)]| {
+        receive(send(
+            server.address,
+            "POST",
+            "/v1/completions",
+            headers,
+            text.as_bytes(),
+        ))
+    };
+    let error = ask(&[]).error(401);
+    assert_eq!(error["code"], "invalid_api_key");
+    assert_eq!(ask(&[]).headers["www-authenticate"], "Bearer");
+    ask(&[("Authorization", "Bearer sk-2")]).error(401);
+    assert_eq!(ask(&[("Authorization", "Bearer sk-1")]).status, 200);
+    get(server.address, "/v1/nothing").error(401);
+    get(server.address, "/v1/models").error(401);
+
+    assert_eq!(metric(server.address, "prompt_tokens_total"), 2.0);
+    assert_eq!(metric(server.address, "generation_tokens_total"), 3.0);
+    assert_eq!(metric(server.address, "requests_finished_total"), 1.0);
+    assert_eq!(
+        metric(server.address, "time_to_first_token_seconds_count"),
+        1.0
+    );
+    assert_eq!(metric(server.address, "request_seconds_count"), 1.0);
+    let labels = "http_responses_total{route=\"/v1/completions\",status=\"401\"}";
+    assert_eq!(metric(server.address, labels), 3.0);
+    let kind = &get(server.address, "/metrics").headers["content-type"];
+    assert_eq!(kind, "text/plain; version=0.0.4; charset=utf-8");
+}
+
+#[test]
+fn a_body_that_is_no_json_object_is_refused() {
+    let server = TestServer::start(|_| {});
+    let ask = |headers: &[(&str, &str)], body: &str| {
+        receive(send(
+            server.address,
+            "POST",
+            "/v1/completions",
+            headers,
+            body.as_bytes(),
+        ))
+    };
+    assert_eq!(ask(&[], "{\"prompt\": ").error(400)["code"], "invalid_json");
+    assert_eq!(ask(&[], "[]").error(400)["code"], "invalid_json");
+    let error = ask(&[("Content-Type", "text/plain")], "{\"prompt\": \"a\"}").error(415);
+    assert!(
+        error["message"]
+            .as_str()
+            .unwrap()
+            .contains("application/json"),
+        "{error}"
+    );
+    let kind = ("Content-Type", "application/json; charset=utf-8");
+    assert_eq!(
+        ask(&[kind], "{\"prompt\": \"a\", \"max_tokens\": 1}").status,
+        200
+    );
+}
+
+#[test]
+fn wrong_fields_are_named_with_their_value_and_range() {
+    let server = TestServer::start(|_| {});
+    let long = "x".repeat(2000);
+    for (fields, param, message) in [
+        (json!({"prompt": null}), "prompt", "missing"),
+        (json!({"prompt": 3}), "prompt", "list of token ids"),
+        (json!({"prompt": []}), "prompt", "at least one"),
+        (json!({"prompt": [999]}), "prompt", "999"),
+        (json!({"temperature": "hot"}), "temperature", "\"hot\""),
+        (json!({"temperature": -1}), "temperature", "-1"),
+        (json!({"top_p": 0}), "top_p", "`top_p` is 0"),
+        (json!({"top_k": -2}), "top_k", "-2"),
+        (
+            json!({"presence_penalty": 2.5}),
+            "presence_penalty",
+            "from -2 to 2",
+        ),
+        (json!({"logit_bias": {"260": 1}}), "logit_bias", "0..260"),
+        (json!({"logit_bias": {"a": 1}}), "logit_bias", "0..260"),
+        (
+            json!({"logit_bias": {"1": 101}}),
+            "logit_bias",
+            "from -100 to 100",
+        ),
+        (json!({"stop": [long]}), "stop", "1024 bytes"),
+        (json!({"stop": ""}), "stop", "1 to 1024"),
+        (json!({"n": 0}), "n", "from 1 to 128"),
+        (json!({"n": 2, "temperature": 0}), "n", "temperature"),
+        (json!({"max_tokens": 0}), "max_tokens", "at least 1"),
+        (json!({"max_tokens": -1}), "max_tokens", "-1"),
+        (json!({"logprobs": 21}), "logprobs", "from 0 to 20"),
+        (
+            json!({"echo": true, "logprobs": 1}),
+            "echo",
+            "leave one out",
+        ),
+        (json!({"best_of": 2}), "best_of", "equal to n"),
+        (json!({"suffix": "x"}), "suffix", "does not support"),
+        (
+            json!({"stream_options": {"include_usage": true}}),
+            "stream_options",
+            "stream",
+        ),
+        (
+            json!({"response_format": {"type": "xml"}}),
+            "response_format",
+            "json_schema",
+        ),
+        (
+            json!({"response_format": {"type": "json_schema"}}),
+            "response_format",
+            "schema",
+        ),
+    ] {
+        let mut body = json!({"prompt": "a", "max_tokens": 1});
+        for (name, value) in fields.as_object().unwrap() {
+            body[name] = value.clone();
+        }
+        let error = post(server.address, "/v1/completions", &body).error(400);
+        assert_eq!(error["param"], param, "{body}: {error}");
+        assert_eq!(error["type"], "invalid_request_error");
+        assert!(
+            error["message"].as_str().unwrap().contains(message),
+            "{body}: {error}"
+        );
+    }
+    // Neutral values, and fields that only OpenAI's service reads, change nothing.
+    let body = json!({"prompt": "a", "max_tokens": 1, "suffix": null, "user": "me", "bad_words": [], "best_of": 1});
+    assert_eq!(post(server.address, "/v1/completions", &body).status, 200);
+    server.check_empty();
+}

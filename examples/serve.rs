@@ -1,0 +1,140 @@
+//! An HTTP server with OpenAI's API: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/v1/embeddings`,
+//! `/health` and `/metrics`. All requests share one batch and one cache.
+//!
+//! SIGTERM and Ctrl-C let the requests that have begun end; a second one ends them at once. Clients need no key
+//! unless OVERDRIVE_API_KEY is set.
+//!
+//! ```text
+//! cargo xtask example serve --model DIR --port 8000
+//! curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \
+//!     -d '{"messages": [{"role": "user", "content": "What is Rust?"}], "stream": true}'
+//! ```
+
+use std::net::{IpAddr, TcpListener};
+use std::process::ExitCode;
+use std::sync::Arc;
+use std::time::Duration;
+
+use anyhow::{Context, Result};
+use clap::Parser;
+use overdrive::generation::{
+    ChatTemplate, Engine, EngineConfig, EngineHandle, Error, GenerationConfig,
+};
+use overdrive::serve::{ApiKey, Pooling, ServedModel, Server, ServerOptions};
+use overdrive_examples::{ModelFlags, print_line};
+use serde_json::Value;
+
+/// An HTTP server with OpenAI's API
+///
+/// Sampling options that a request does not name are taken from the folder's generation_config.json.
+#[derive(Parser)]
+struct Flags {
+    #[command(flatten)]
+    model: ModelFlags,
+    /// Address to listen on; 0.0.0.0 is every one of this machine
+    #[arg(long, default_value = "127.0.0.1")]
+    host: IpAddr,
+    /// Port to listen on; 0 is any free one
+    #[arg(long, default_value_t = 8000)]
+    port: u16,
+    /// Name under which clients know the model [default: the folder's]
+    #[arg(long)]
+    served_model_name: Option<String>,
+    /// Number of sequences that are computed at once
+    #[arg(long, default_value_t = 256)]
+    max_num_seqs: usize,
+    /// Number of tokens of the longest prompt with its answer [default: the model's context, or what the cache holds]
+    #[arg(long)]
+    max_model_len: Option<usize>,
+    /// MiB for keys and values [default: from 1024 to 4096, by the model's context]
+    #[arg(long)]
+    cache_mib: Option<u64>,
+    /// Number of sequences that are computed or wait; more are answered by 429
+    #[arg(long, default_value_t = 256)]
+    max_queue: usize,
+    /// Largest max_tokens of a request [default: what the context holds]
+    #[arg(long)]
+    max_tokens: Option<usize>,
+    /// Largest body of a request in bytes
+    #[arg(long, default_value_t = 4 << 20)]
+    max_body_bytes: usize,
+    /// Seconds that a request may take, waiting included
+    #[arg(long, default_value_t = 600)]
+    max_time: u64,
+    /// Seconds that requests get to end after a signal
+    #[arg(long, default_value_t = 25)]
+    drain_timeout: u64,
+    /// Pooling of embeddings: last or mean
+    #[arg(long, default_value = "last")]
+    pooling: Pooling,
+}
+
+fn main() -> ExitCode {
+    overdrive_examples::exit(|| run(&Flags::parse()))
+}
+
+fn run(flags: &Flags) -> Result<()> {
+    let mut options = ServerOptions::default();
+    options.api_key = ApiKey::from_env()?;
+    options.max_queue = flags.max_queue;
+    options.max_tokens = flags.max_tokens;
+    options.max_body_bytes = flags.max_body_bytes;
+    options.max_time = Duration::from_secs(flags.max_time);
+    options.drain_timeout = Duration::from_secs(flags.drain_timeout);
+    options.pooling = flags.pooling;
+    options.validate()?;
+    if !flags.host.is_loopback() && options.api_key.is_none() {
+        eprintln!(
+            "warning: every machine that reaches {} can use this server; OVERDRIVE_API_KEY sets a key",
+            flags.host
+        );
+    }
+    // Before the model is loaded, so that a port in use is found at once.
+    let listener = TcpListener::bind((flags.host, flags.port))
+        .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
+
+    let folder = &flags.model.folder;
+    let mut config = generation_config(flags)?;
+    let template = match ChatTemplate::from_dir(folder) {
+        Ok(template) => Some(template),
+        Err(error @ Error::NoChatTemplate { .. }) => {
+            eprintln!("there is no /v1/chat/completions: {error}");
+            None
+        }
+        Err(error) => return Err(error.into()),
+    };
+    let tokenizer = Arc::new(flags.model.tokenizer()?);
+    let model = flags.model.load()?;
+    flags.model.add_end_of_text(&model, &mut config);
+
+    let mut engine = EngineConfig::default();
+    engine.max_num_seqs = flags.max_num_seqs;
+    engine.max_model_len = flags.max_model_len;
+    engine.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
+    let engine = Engine::new(model, engine)?.with_tokenizer(Arc::clone(&tokenizer));
+    let name = match &flags.served_model_name {
+        Some(name) => name.clone(),
+        None => {
+            let folder = folder.canonicalize().unwrap_or_else(|_| folder.clone());
+            let last = folder.file_name().unwrap_or(folder.as_os_str());
+            last.to_string_lossy().into_owned()
+        }
+    };
+    let mut served = ServedModel::new(name.as_str(), tokenizer, config);
+    if let Some(template) = template {
+        served = served.with_template(template);
+    }
+    let server = Server::new(EngineHandle::spawn(engine)?, served, options)?;
+    print_line(format!("{name} on http://{}/v1", listener.local_addr()?));
+    server.run(listener)?;
+    print_line("ended");
+    Ok(())
+}
+
+/// Returns the folder's configuration. Without a `top_k` of its own a request samples among all tokens, as in OpenAI's
+/// and vLLM's servers, and not among the 50 of transformers.
+fn generation_config(flags: &Flags) -> Result<GenerationConfig> {
+    let mut keys = GenerationConfig::map_from_dir(&flags.model.folder)?;
+    keys.entry("top_k").or_insert(Value::from(0));
+    Ok(GenerationConfig::from_map(&keys)?)
+}
