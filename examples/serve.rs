@@ -5,7 +5,7 @@
 //! unless OVERDRIVE_API_KEY is set.
 //!
 //! ```text
-//! cargo xtask example serve --model DIR --port 8000
+//! cargo xtask example serve --model PATH --port 8000
 //! curl http://127.0.0.1:8000/v1/chat/completions -H 'Content-Type: application/json' \
 //!     -d '{"messages": [{"role": "user", "content": "What is Rust?"}], "stream": true}'
 //! ```
@@ -18,7 +18,7 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::Parser;
 use overdrive::generation::{
-    ChatTemplate, Engine, EngineConfig, EngineHandle, Error, GenerationConfig,
+    Engine, EngineConfig, EngineHandle, Error, GenerationConfig, ModelFiles,
 };
 use overdrive::serve::{ApiKey, Pooling, ServedModel, Server, ServerOptions};
 use overdrive_examples::{ModelFlags, print_line};
@@ -26,7 +26,8 @@ use serde_json::Value;
 
 /// An HTTP server with OpenAI's API
 ///
-/// Sampling options that a request does not name are taken from the folder's generation_config.json.
+/// Sampling options that a request does not name are taken from the folder's generation_config.json or the sampling
+/// defaults of a GGUF file.
 #[derive(Parser)]
 struct Flags {
     #[command(flatten)]
@@ -37,7 +38,7 @@ struct Flags {
     /// Port to listen on; 0 is any free one
     #[arg(long, default_value_t = 8000)]
     port: u16,
-    /// Name under which clients know the model [default: the folder's]
+    /// Name under which clients know the model [default: the file's or folder's]
     #[arg(long)]
     served_model_name: Option<String>,
     /// Number of sequences that are computed at once
@@ -93,9 +94,9 @@ fn run(flags: &Flags) -> Result<()> {
     let listener = TcpListener::bind((flags.host, flags.port))
         .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
 
-    let folder = &flags.model.folder;
-    let mut config = generation_config(flags)?;
-    let template = match ChatTemplate::from_dir(folder) {
+    let files = flags.model.files()?;
+    let config = generation_config(&files)?;
+    let template = match files.chat_template() {
         Ok(template) => Some(template),
         Err(error @ Error::NoChatTemplate { .. }) => {
             eprintln!("there is no /v1/chat/completions: {error}");
@@ -105,7 +106,6 @@ fn run(flags: &Flags) -> Result<()> {
     };
     let tokenizer = Arc::new(flags.model.tokenizer()?);
     let model = flags.model.load()?;
-    flags.model.add_end_of_text(&model, &mut config);
 
     let mut engine = EngineConfig::default();
     engine.max_num_seqs = flags.max_num_seqs;
@@ -115,8 +115,9 @@ fn run(flags: &Flags) -> Result<()> {
     let name = match &flags.served_model_name {
         Some(name) => name.clone(),
         None => {
-            let folder = folder.canonicalize().unwrap_or_else(|_| folder.clone());
-            let last = folder.file_name().unwrap_or(folder.as_os_str());
+            let path = &flags.model.path;
+            let path = path.canonicalize().unwrap_or_else(|_| path.clone());
+            let last = path.file_name().unwrap_or(path.as_os_str());
             last.to_string_lossy().into_owned()
         }
     };
@@ -131,10 +132,10 @@ fn run(flags: &Flags) -> Result<()> {
     Ok(())
 }
 
-/// Returns the folder's configuration. Without a `top_k` of its own a request samples among all tokens, as in OpenAI's
+/// Returns the model's configuration. Without a `top_k` of its own a request samples among all tokens, as in OpenAI's
 /// and vLLM's servers, and not among the 50 of transformers.
-fn generation_config(flags: &Flags) -> Result<GenerationConfig> {
-    let mut keys = GenerationConfig::map_from_dir(&flags.model.folder)?;
+fn generation_config(files: &ModelFiles) -> Result<GenerationConfig> {
+    let mut keys = files.generation_config()?;
     keys.entry("top_k").or_insert(Value::from(0));
     Ok(GenerationConfig::from_map(&keys)?)
 }
