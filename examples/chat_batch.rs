@@ -6,7 +6,7 @@
 //! are computed once. A conversation that cannot be answered gets an `error`.
 //!
 //! ```text
-//! cargo run --release -p overdrive-examples --example chat_batch -- --model DIR \
+//! cargo run --release -p overdrive-examples --example chat_batch -- --model PATH \
 //!     --input questions.jsonl --output answers.jsonl --max-new-tokens 200
 //! ```
 

@@ -5,9 +5,9 @@
 //! cargo xtask example generate --model runs/tiny/model --stream \
 //!     --prompt "fn main() {" --max-new-tokens 200 --temperature 0.8 --top-p 0.95 --seed 1
 //! cargo xtask example generate --model SmolLM2-135M-Instruct.Q4_1.gguf --prompt "The capital of France is"
-//! cargo xtask example generate --model DIR --prompt-ids 1,2,3 --print-ids --temperature 0
-//! cargo xtask example generate --model DIR --prompt "Once" --quantize nf4 --quantize-head int8
-//! cargo xtask example generate --model DIR --batch-file prompts.txt --cache paged
+//! cargo xtask example generate --model PATH --prompt-ids 1,2,3 --print-ids --temperature 0
+//! cargo xtask example generate --model PATH --prompt "Once" --quantize nf4 --quantize-head int8
+//! cargo xtask example generate --model PATH --batch-file prompts.txt --cache paged
 //! ```
 
 use std::fs::read_to_string;

@@ -3,7 +3,7 @@
 //!
 //! ```text
 //! cargo xtask example quantize --model runs/tiny-001/model --scheme nf4 --head nf4 --out runs/tiny-nf4
-//! cargo xtask example quantize --model DIR --scheme int4 --group-size 32 --calibrate clip,gptq \
+//! cargo xtask example quantize --model PATH --scheme int4 --group-size 32 --calibrate clip,gptq \
 //!     --data book.txt --out OUT
 //! ```
 

@@ -343,11 +343,13 @@ fn inference(context: &mut Context, sizes: Sizes) -> Result<()> {
     };
     for (name, options) in [("paged", causal), ("paged, sliding window", windowed)] {
         context.parity(name, &KINDS, 1.0, &given, |run, x| {
-            let layout = PagedLayout {
-                block_tables: &[vec![5, 0, 2], vec![3], vec![7, 11]],
-                query_lengths: &[1, 2, 4],
-                key_lengths: &[40, 2, 20],
-            };
+            let layout = PagedLayout::new(
+                vec![vec![5, 0, 2], vec![3], vec![7, 11]],
+                vec![1, 2, 4],
+                vec![40, 2, 20],
+                16,
+                run.device,
+            )?;
             let (output, _) = attention_paged(&x[0], &x[1], &x[2], &layout, &on(run, options))?;
             Ok(vec![output])
         })?;
