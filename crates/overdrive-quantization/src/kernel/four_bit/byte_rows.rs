@@ -41,7 +41,7 @@ impl ByteLayout {
     pub(super) fn of_more_rows(weight: &CodedWeight<'_>, rows: usize) -> Option<Self> {
         weight.byte_table()?;
         let exact = Self::of_few_rows(weight)?;
-        if exact.group == UNIT || !is_rescaled(exact.group, rows) {
+        if exact.group == UNIT || rows < MIN_RESCALED {
             return Some(exact);
         }
         // The numbers of a unit get one scale, and the offsets are in the numbers.
@@ -72,12 +72,10 @@ impl ByteLayout {
     }
 }
 
-/// Returns `true` if the numbers of groups of `group` inputs, fewer than a unit, are scaled to bytes with one scale
-/// for a unit. Fewer rows take less time with a scale for each group than the numbers take to be scaled.
-pub(super) fn is_rescaled(group: usize, rows: usize) -> bool {
-    // Measured: from 12 rows on for groups of 32, from 24 for groups of 64.
-    rows >= group * 3 / 8
-}
+/// The number of rows from which on the numbers of groups of fewer inputs than a unit are scaled to bytes with one
+/// scale for the unit. It takes less time from 12 rows on for groups of 32, and from 24 for groups of 64; but the batch of a
+/// few dozen texts must not change what is computed for one of them.
+pub(super) const MIN_RESCALED: usize = 64;
 
 /// The 128 inputs of a vector of codes. Lane `l` has inputs `8 l ..`, four in each of `low` and `high`.
 #[derive(Debug, Clone, Copy)]

@@ -5,7 +5,7 @@ use half::{bf16, f16};
 use overdrive_kernels::{Element, InstructionSet, Table256};
 use proptest::prelude::*;
 
-use super::byte_rows::is_rescaled;
+use super::byte_rows::MIN_RESCALED;
 use super::coded_weight::{ByteTable, CodedWeight, Coding, WordTable, levels};
 use super::dequantize::dequantize_on;
 use super::gemm::{CodedGemm, QuantizedInputs};
@@ -243,7 +243,7 @@ impl Owned {
             ..=3 => map.few_rows_byte_table(),
             _ => map.byte_table().filter(|_| self.bytes),
         };
-        let many = self.block < 128 && is_rescaled(self.block, rows);
+        let many = self.block < 128 && rows >= MIN_RESCALED;
         if table.is_some() && many {
             Numbers::Rescaled
         } else if table.is_some() {
@@ -432,7 +432,7 @@ proptest! {
         block in prop::sample::select(vec![32_usize, 64, 128, 256, 512]),
         kept in prop::sample::select(vec![Kept::F32, Kept::F16, Kept::Quantized]),
         offsets in any::<bool>(),
-        rows in 4..30_usize,
+        rows in prop_oneof![4..30_usize, 64..70_usize],
         seed in any::<u64>(),
     ) {
         let inputs = (units * 128).next_multiple_of(block);
@@ -623,7 +623,7 @@ fn activations_in_bytes_are_much_finer_than_weights_of_four_bits() {
             .map(|_| (0..12).map(|_| random.number()).sum::<f32>() / 2.0)
             .collect()
     };
-    for (coding, rows) in [(2, 1), (0, 1), (2, 32), (0, 32)] {
+    for (coding, rows) in [(2, 1), (0, 1), (2, 64), (0, 64)] {
         let case = Case {
             coding: codings()[coding],
             outputs: 64,
