@@ -26,7 +26,7 @@ pub struct Figure {
     pub value: Option<f64>,
 }
 
-/// What a check returns: its outcome, a remark and figures.
+/// The result of a check: its outcome, a remark and figures.
 #[derive(Debug, Clone, PartialEq)]
 pub struct Finding {
     /// The outcome.

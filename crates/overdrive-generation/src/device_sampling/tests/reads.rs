@@ -1,4 +1,4 @@
-//! What a step launches and reads back, counted by dispatch modes.
+//! The launches and reads of a step, counted by dispatch modes.
 
 use std::cell::RefCell;
 use std::rc::Rc;
