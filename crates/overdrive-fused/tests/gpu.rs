@@ -8,7 +8,6 @@ mod common;
 
 use std::fs;
 use std::path::PathBuf;
-use std::process::Command;
 use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
 
 use common::{assert_close, compare, labels, run, values};
@@ -18,6 +17,9 @@ use overdrive_fused::{
     split_qkv_rotary, swiglu, swiglu_pair,
 };
 use tch::{Kind, Tensor};
+
+#[path = "../../overdrive-gpu/tests/stand_in/mod.rs"]
+mod stand_in;
 
 /// Installs the stand-in, and lets one test at a time count its launches.
 struct StandIn {
@@ -30,30 +32,7 @@ impl StandIn {
         static ALONE: Mutex<()> = Mutex::new(());
         static LOG: OnceLock<PathBuf> = OnceLock::new();
         let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let log = LOG.get_or_init(|| {
-            // Kept until the process ends, because the library in it writes there.
-            let folder = tempfile::tempdir().unwrap().keep();
-            let (log, library) = (folder.join("log"), folder.join("libcuda.so.1"));
-            let sources = concat!(
-                env!("CARGO_MANIFEST_DIR"),
-                "/../overdrive-gpu/tests/stand_in"
-            );
-            let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
-            let status = Command::new(compiler)
-                .args([
-                    "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o",
-                ])
-                .arg(&library)
-                .arg(format!("{sources}/driver.c"))
-                .args(["-DCOMPUTE", "-DCAPABILITY=103"])
-                .arg(format!("-DLOG=\"{}\"", log.display()))
-                .arg("-lm")
-                .status()
-                .unwrap();
-            assert!(status.success());
-            overdrive_gpu::serve_cpu_with(&library).unwrap();
-            log
-        });
+        let log = LOG.get_or_init(stand_in::install);
         let stand_in = Self {
             log: log.clone(),
             _alone: alone,

@@ -189,10 +189,14 @@ static STAND_IN: OnceLock<&'static Kernels> = OnceLock::new();
 /// For tests: makes [`kernels`] serve tensors on the CPU with a library that stands in for the CUDA driver and for
 /// libtorch's current stream. What it does with launches is its own affair.
 ///
+/// # Safety
+/// The library has the functions of the driver, with their types.
+///
 /// # Errors
 /// As [`kernels`].
 #[doc(hidden)]
-pub fn serve_cpu_with(library: &Path) -> Result<&'static Kernels> {
+#[allow(unsafe_code, reason = "code of the caller's choice is run")]
+pub unsafe fn serve_cpu_with(library: &Path) -> Result<&'static Kernels> {
     let driver = Driver::open(library.as_os_str(), Some(library.as_os_str()))?;
     let made = Kernels::new(Context::new(driver, 0)?, Device::Cpu)?;
     Ok(STAND_IN.get_or_init(|| Box::leak(Box::new(made))))

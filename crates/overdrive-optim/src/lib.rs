@@ -88,6 +88,9 @@ mod paging;
 mod param_group;
 mod schedule;
 mod sgd;
+#[cfg(test)]
+#[path = "../../overdrive-gpu/tests/stand_in/mod.rs"]
+mod stand_in;
 mod state_dict;
 mod state_file;
 mod state_metadata;

@@ -401,30 +401,6 @@ mod tests {
         piece.gradient.shallow_clone().copy_(&gradient);
     }
 
-    /// Makes launches for tensors on the CPU run plain loops in C.
-    fn install_stand_in() {
-        let folder = tempfile::tempdir().unwrap().keep();
-        let library = folder.join("libcuda.so.1");
-        let sources = concat!(
-            env!("CARGO_MANIFEST_DIR"),
-            "/../overdrive-gpu/tests/stand_in"
-        );
-        let compiler = std::env::var("CC").unwrap_or_else(|_| "cc".to_owned());
-        let status = std::process::Command::new(compiler)
-            .args([
-                "-shared", "-fPIC", "-O1", "-Wall", "-Wextra", "-Werror", "-o",
-            ])
-            .arg(&library)
-            .arg(format!("{sources}/driver.c"))
-            .args(["-DCOMPUTE", "-DCAPABILITY=103"])
-            .arg(format!("-DLOG=\"{}\"", folder.join("log").display()))
-            .arg("-lm")
-            .status()
-            .unwrap();
-        assert!(status.success());
-        overdrive_gpu::serve_cpu_with(&library).unwrap();
-    }
-
     // The other test of these functions holds with the stand-in too, which serves the whole process from its
     // installation on.
     #[test]
@@ -439,7 +415,7 @@ mod tests {
             }
         };
         every_step(&by_operators);
-        install_stand_in();
+        let _log = crate::stand_in::install();
         every_step(&by_kernel);
         for step in 1..=5 {
             for piece in &by_slices {
