@@ -6,7 +6,9 @@ use std::path::{Path, PathBuf};
 use overdrive_datasets::{
     Dataset, IndexLocation, IndexOptions, TextLines, TextOptions, load_tokenizer,
 };
-use overdrive_generation::{ChatTemplate, ChatTemplateOptions, GenerationConfig, Message};
+use overdrive_generation::{
+    ChatTemplate, ChatTemplateOptions, GenerationConfig, Message, Tokenizer, tokenizer_from_gguf,
+};
 use overdrive_lora::LoraConfig;
 use overdrive_optim::StateDict;
 use overdrive_packages::PackageInfo;
@@ -67,6 +69,12 @@ pub(crate) fn readers(folder: &Path) -> Vec<Reader> {
             state_dict,
         ),
         of_file("gguf", file("a.gguf"), seeds::gguf(), gguf),
+        of_file(
+            "gguf_tokenizer",
+            file("tokenizer.gguf"),
+            seeds::gguf_tokenizer(),
+            gguf_tokenizer,
+        ),
         reader("config", seeds::config(), config),
         reader("adapter_config", seeds::adapter_config(), adapter_config),
         reader(
@@ -132,6 +140,13 @@ fn gguf(path: &Path) {
     }
 }
 
+fn gguf_tokenizer(path: &Path) {
+    if let Ok(file) = GgufFile::open(path) {
+        drop(ChatTemplate::from_gguf(&file));
+        encode(tokenizer_from_gguf(&file).ok());
+    }
+}
+
 fn config(bytes: &[u8]) {
     let Ok(text) = std::str::from_utf8(bytes) else {
         return;
@@ -162,7 +177,12 @@ fn quantization_config(bytes: &[u8]) {
 }
 
 fn tokenizer(path: &Path) {
-    if let Ok(tokenizer) = load_tokenizer(path)
+    encode(load_tokenizer(path).ok());
+}
+
+/// Encodes a text by a tokenizer that was read, and decodes the tokens.
+fn encode(tokenizer: Option<Tokenizer>) {
+    if let Some(tokenizer) = tokenizer
         && let Ok(encoding) = tokenizer.encode("fn main() { let x = \"\u{e4}\u{1f600}\"; }", true)
     {
         drop(tokenizer.decode(encoding.get_ids(), false));

@@ -54,6 +54,27 @@ pub(crate) fn gguf() -> Vec<Vec<u8>> {
     vec![types.to_vec()]
 }
 
+/// A file for each kind of tokenizer.
+pub(crate) fn gguf_tokenizer() -> Vec<Vec<u8>> {
+    macro_rules! file {
+        ($name:literal) => {
+            include_bytes!(concat!(
+                "../../crates/overdrive-generation/tests/fixtures/gguf/",
+                $name
+            ))
+            .to_vec()
+        };
+    }
+    vec![
+        file!("byte_level.gguf"),
+        file!("sentencepiece.gguf"),
+        file!("sentencepiece_no_prefix.gguf"),
+        file!("unigram.gguf"),
+        file!("word_piece.gguf"),
+        file!("words.gguf"),
+    ]
+}
+
 pub(crate) fn config() -> Vec<Vec<u8>> {
     texts([
         json!({"model_type": "llama", "architectures": ["LlamaForCausalLM"], "vocab_size": 32,
