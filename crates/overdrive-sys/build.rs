@@ -3,6 +3,9 @@
 use std::path::PathBuf;
 
 fn main() {
+    if cfg!(feature = "doc-only") {
+        return;
+    }
     overdrive_build::link();
     println!("cargo:rerun-if-changed=shim");
     let libtorch = overdrive_build::libtorch().unwrap_or_else(|error| panic!("{error}"));

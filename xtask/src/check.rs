@@ -11,6 +11,7 @@ use crate::cargo::{self, Cargo};
 use crate::dist::program;
 use crate::doctor;
 use crate::failure::{Failure, Result};
+use crate::readmes;
 use crate::setup::{self, Request};
 
 /// Long enough for a large fall of the loss of a fresh model, short enough to run for every change: one or two
@@ -29,6 +30,8 @@ pub(crate) fn check() -> Result<()> {
     step("format");
     // The cheapest check comes first, before libtorch may have to be fetched.
     cargo::fmt(&["--".into(), "--check".into()]).run()?;
+    step("READMEs of the crates");
+    readmes::readmes(true)?;
     step("licences and sources of the dependencies");
     match deny_is_installed() {
         // Without advisories, whose database is on the network: an advisory of today must not fail the change of

@@ -19,6 +19,7 @@ mod hash;
 mod kernels;
 mod lock;
 mod progress;
+mod readmes;
 mod record;
 mod setup;
 mod sources;
@@ -119,6 +120,12 @@ enum Command {
     },
     /// Check the dependencies' advisories, licences and sources by deny.toml: cargo deny check
     Deny(Further),
+    /// Write the README of each crate from the documentation of its lib.rs
+    Readmes {
+        /// Only compare them
+        #[arg(long)]
+        check: bool,
+    },
     /// Format the sources: cargo fmt --all
     Fmt(Further),
     /// Lint: cargo clippy --workspace --all-targets
@@ -187,6 +194,7 @@ fn run(command: Command) -> Result<()> {
             check::deny_is_installed()?;
             cargo::deny(&further(2)).replace_this_process()
         }
+        Command::Readmes { check } => readmes::readmes(check),
         Command::Fmt(_) => cargo::fmt(&further(2)).replace_this_process(),
         Command::Lint(_) => after_setup(cargo::lint(&further(2))),
         Command::Docs(_) => after_setup(cargo::docs(&further(2))),
