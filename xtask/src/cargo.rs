@@ -248,6 +248,56 @@ pub(crate) fn docs(further: &[OsString]) -> Cargo {
     cargo
 }
 
+/// Builds the documentation as docs.rs does it: without a libtorch.
+pub(crate) fn docs_without_libtorch() -> Cargo {
+    let mut cargo = Cargo::new([
+        "doc",
+        "--no-deps",
+        "-p",
+        "overdrive*",
+        "--exclude",
+        "overdrive-benches",
+        "--exclude",
+        "overdrive-examples",
+        "--exclude",
+        "overdrive-gpu-check",
+        "--features",
+        "overdrive/doc-only",
+    ]);
+    cargo.variables = vec![
+        ("RUSTDOCFLAGS", "-D warnings"),
+        ("LIBTORCH", "/no/libtorch"),
+    ];
+    cargo
+}
+
+/// Compiles one crate without its default features, and with one feature or none.
+pub(crate) fn check_alone(name: &str, feature: Option<&str>) -> Cargo {
+    Cargo::new(["check", "--no-default-features", "-p"])
+        .and(&[name.into()])
+        .features(feature)
+}
+
+/// Runs the tests of one crate with nothing but its own features.
+pub(crate) fn test_alone(name: &str) -> Cargo {
+    test(&["-p".into(), name.into()])
+}
+
+/// Lists the packages of the workspace.
+pub(crate) fn own_metadata() -> Cargo {
+    Cargo::new(["metadata", "--format-version=1", "--no-deps"])
+}
+
+/// Packages every crate in the order of their dependencies, as `cargo publish` does it; with `verify`, builds each
+/// from its package.
+pub(crate) fn publish_dry_run(verify: bool) -> Cargo {
+    let cargo = Cargo::new(["publish", "--workspace", "--dry-run"]);
+    match verify {
+        true => cargo,
+        false => cargo.and(&["--no-verify".into()]),
+    }
+}
+
 /// Returns the commands of the fault injection: each test repeats an operation until every system call of it has
 /// failed once, and prints how many there were.
 pub(crate) fn faults() -> Vec<Cargo> {
@@ -346,7 +396,7 @@ impl Cargo {
     }
 
     /// Returns the command as it is typed in a shell.
-    fn line(&self) -> String {
+    pub(crate) fn line(&self) -> String {
         let variables = self
             .variables
             .iter()

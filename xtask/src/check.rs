@@ -11,6 +11,7 @@ use crate::cargo::{self, Cargo};
 use crate::dist::program;
 use crate::doctor;
 use crate::failure::{Failure, Result};
+use crate::matrix;
 use crate::readmes;
 use crate::setup::{self, Request};
 
@@ -44,6 +45,8 @@ pub(crate) fn check() -> Result<()> {
     found.report();
     step("lints");
     cargo::lint(&[]).run()?;
+    step("crates alone");
+    matrix::matrix(&matrix::CHECKED.map(str::to_owned), false)?;
     step("documentation");
     cargo::docs(&[]).run()?;
     step("a short training run, whose loss must fall");

@@ -18,6 +18,7 @@ mod gpu_bundle;
 mod hash;
 mod kernels;
 mod lock;
+mod matrix;
 mod progress;
 mod readmes;
 mod record;
@@ -120,6 +121,20 @@ enum Command {
     },
     /// Check the dependencies' advisories, licences and sources by deny.toml: cargo deny check
     Deny(Further),
+    /// Compile each crate alone: without features, and with each feature by itself
+    Matrix {
+        /// The crates [default: all]
+        crates: Vec<String>,
+        /// Also run the tests of each crate alone
+        #[arg(long)]
+        tests: bool,
+    },
+    /// Try what publishing does: the documentation without libtorch, then cargo publish --workspace --dry-run
+    PublishCheck {
+        /// Only make the packages, without building each from its package
+        #[arg(long)]
+        no_verify: bool,
+    },
     /// Write the README of each crate from the documentation of its lib.rs
     Readmes {
         /// Only compare them
@@ -193,6 +208,16 @@ fn run(command: Command) -> Result<()> {
         Command::Deny(_) => {
             check::deny_is_installed()?;
             cargo::deny(&further(2)).replace_this_process()
+        }
+        Command::Matrix { crates, tests } => {
+            setup::setup(Request::Any, false)?;
+            matrix::matrix(&crates, tests)
+        }
+        Command::PublishCheck { no_verify } => {
+            setup::setup(Request::Any, false)?;
+            readmes::readmes(true)?;
+            cargo::docs_without_libtorch().run()?;
+            cargo::publish_dry_run(!no_verify).run()
         }
         Command::Readmes { check } => readmes::readmes(check),
         Command::Fmt(_) => cargo::fmt(&further(2)).replace_this_process(),

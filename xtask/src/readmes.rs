@@ -91,7 +91,15 @@ fn readme(name: &str, source: &str) -> String {
 fn is_rust(kind: &str) -> bool {
     let mut words = kind.split(',').map(str::trim);
     words.all(|word| {
-        ["", "rust", "no_run", "ignore", "should_panic", "compile_fail"].contains(&word)
+        [
+            "",
+            "rust",
+            "no_run",
+            "ignore",
+            "should_panic",
+            "compile_fail",
+        ]
+        .contains(&word)
             || word.starts_with("edition")
     })
 }
