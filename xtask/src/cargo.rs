@@ -253,8 +253,9 @@ pub(crate) fn docs_without_libtorch() -> Cargo {
     let mut cargo = Cargo::new([
         "doc",
         "--no-deps",
-        "-p",
-        "overdrive*",
+        "--workspace",
+        "--exclude",
+        "xtask",
         "--exclude",
         "overdrive-benches",
         "--exclude",

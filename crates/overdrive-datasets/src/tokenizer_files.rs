@@ -35,8 +35,16 @@ pub fn load_tokenizer(path: impl AsRef<Path>) -> Result<Tokenizer> {
         path.to_owned()
     };
     let bytes = std::fs::read(&file).map_err(CommonError::io("read", &file))?;
-    // tokenizers 0.23 has an `expect` for each kind of decoder and normalizer, and panics on files that are wrong there.
-    let read = std::panic::catch_unwind(|| Tokenizer::from_bytes(&bytes)).unwrap_or_else(|_| {
+    // tokenizers 0.23 has an `expect` for each kind of decoder and normalizer, and panics on files that are wrong
+    // there; a template that names a special token it does not define panics at the first text.
+    let read = std::panic::catch_unwind(|| {
+        let tokenizer = Tokenizer::from_bytes(&bytes)?;
+        // Whether these texts can be encoded does not matter.
+        drop(tokenizer.encode("", true));
+        drop(tokenizer.encode(("", ""), true));
+        Ok(tokenizer)
+    });
+    let read = read.unwrap_or_else(|_| {
         Err(
             "it is damaged: the tokenizers crate panicked, with the message on standard error"
                 .into(),

@@ -3,16 +3,31 @@
 use std::fs;
 use std::path::Path;
 
+use jsonc_parser::ParseOptions;
 use serde_json::Value;
 
 use overdrive_core::{Error as CommonError, files};
 
 use crate::{Error, Layers, Result, TrainingArguments};
 
+/// The syntax of JSON files: that of RFC 8259 with comments and trailing commas, as people write configurations.
+const JSON: ParseOptions = ParseOptions {
+    allow_comments: true,
+    allow_trailing_commas: true,
+    allow_loose_object_property_names: false,
+    allow_missing_commas: false,
+    allow_single_quoted_strings: false,
+    allow_hexadecimal_numbers: false,
+    allow_unary_plus_numbers: false,
+    allow_bare_decimal_point_numbers: false,
+    allow_non_finite_numbers: false,
+    allow_extended_string_escapes: false,
+};
+
 /// The format of a configuration file.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum ConfigFormat {
-    /// `.json`
+    /// `.json`, which may hold comments and trailing commas
     Json,
     /// `.yaml`, `.yml`
     Yaml,
@@ -49,7 +64,9 @@ impl ConfigFormat {
     /// Parses text of this format into JSON values.
     fn parse(self, text: &str) -> std::result::Result<Value, String> {
         match self {
-            Self::Json => serde_json::from_str(text).map_err(|error| error.to_string()),
+            Self::Json => {
+                jsonc_parser::parse_to_serde_value(text, &JSON).map_err(|error| error.to_string())
+            }
             Self::Yaml => serde_saphyr::from_str(text).map_err(|error| error.to_string()),
             Self::Toml => toml::from_str(text).map_err(|error| error.to_string()),
         }

@@ -207,6 +207,28 @@ fn a_saved_tokenizer_is_loaded_from_its_folder_or_file() {
     );
 }
 
+/// A file that is read without an error and panics in the tokenizers crate at the first text; a fuzzer found it.
+#[test]
+fn a_template_with_an_undefined_special_token_is_an_error() {
+    let dir = tempfile::tempdir().unwrap();
+    let special = |name: &str| {
+        serde_json::json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": [], "normalizer": null,
+            "pre_tokenizer": null, "decoder": null,
+            "post_processor": {"type": "TemplateProcessing",
+                "single": [{"SpecialToken": {"id": name, "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+                "pair": [], "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}}},
+            "model": {"type": "WordLevel", "vocab": {"a": 0, "<s>": 1}, "unk_token": "a"},
+        })
+    };
+    let path = dir.path().join("tokenizer.json");
+    std::fs::write(&path, special("<s>").to_string()).unwrap();
+    load_tokenizer(&path).unwrap();
+    std::fs::write(&path, special("<t>").to_string()).unwrap();
+    let error = load_tokenizer(&path).unwrap_err().to_string();
+    assert!(error.contains("damaged"), "{error}");
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(256))]
 

@@ -188,3 +188,30 @@ fn an_empty_file_changes_nothing() {
         );
     }
 }
+
+#[test]
+fn json_may_hold_comments_and_trailing_commas_and_nothing_else() {
+    let text = r#"{
+        // the preset below
+        "preset": "small", /* its size */
+        "data": ["a.txt", "folder", ],
+        "learning_rate": 1e-3,
+    }"#;
+    let (_folder, path) = file("run.json", text);
+    let arguments = resolve(&["--config", &path]).unwrap();
+    assert_eq!(arguments.preset, Preset::Small);
+    assert_eq!(arguments.data, [PathBuf::from("a.txt"), "folder".into()]);
+    assert_eq!(arguments.learning_rate, 1e-3);
+
+    for (wrong, place) in [
+        ("{\n\"preset\": 'small'}", "line 2"),
+        ("{\n\"bf16\": true\n\"fp16\": false}", "line 3"),
+        ("{preset: \"small\"}", "line 1"),
+        ("{\"learning_rate\": NaN}", "line 1"),
+        (&"[".repeat(100_000), "line 1"),
+    ] {
+        let (_folder, path) = file("run.json", wrong);
+        let error = resolve(&["--config", &path]).unwrap_err().to_string();
+        assert!(error.contains(place) && error.contains("JSON"), "{error}");
+    }
+}
