@@ -43,7 +43,7 @@ const MODEL_WEIGHTS: [&str; 4] = [
     "pytorch_model.bin",
     "pytorch_model.bin.index.json",
 ];
-const ADAPTER_WEIGHTS: [&str; 2] = ["adapter_model.safetensors", "adapter_model.bin"];
+const ADAPTER_WEIGHTS: [&str; 1] = ["adapter_model.safetensors"];
 
 /// The quantization that llama.cpp takes where a name has none.
 const DEFAULT_QUANTIZATION: &str = "Q4_K_M";
@@ -316,7 +316,7 @@ mod tests {
         let split = chosen(&names, "a/b:Q8_0", Wanted::Model).expect("a model");
         assert_eq!(split.files, names[5..]);
         assert_eq!(split.entry.as_deref(), Some(names[5]));
-        for missing in ["a/b:Q4_K", "a/b:XS", "a/b/other.gguf"] {
+        for missing in ["a/b:Q4_K", "a/b:Q4", "a/b/other.gguf"] {
             let error = chosen(&names, missing, Wanted::Model)
                 .expect_err(missing)
                 .to_string();
