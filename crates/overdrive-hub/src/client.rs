@@ -1,6 +1,7 @@
 //! Requests in the hub's protocol.
 
 use std::io::ErrorKind;
+use std::sync::Arc;
 use std::time::Duration;
 
 use percent_encoding::{AsciiSet, NON_ALPHANUMERIC, utf8_percent_encode};
@@ -91,7 +92,11 @@ impl Remote {
 
 impl<'a> Client<'a> {
     pub(crate) fn new(options: &'a HubOptions, name: &'a HubName) -> Client<'a> {
-        let tls = TlsConfig::builder().root_certs(RootCerts::PlatformVerifier);
+        // Named here, so that ureq does not bring a list of certificates with it.
+        let provider = Arc::new(rustls::crypto::ring::default_provider());
+        let tls = TlsConfig::builder()
+            .unversioned_rustls_crypto_provider(provider)
+            .root_certs(RootCerts::PlatformVerifier);
         let mut config = Agent::config_builder()
             .http_status_as_error(false)
             // Redirects are followed here, where it is known which of them may have the token.

@@ -119,7 +119,8 @@ impl Download<'_> {
             .write(true)
             .open(partial);
         let mut file = file.map_err(Common::io("write", partial))?;
-        let mut have = length(partial);
+        let metadata = file.metadata().map_err(Common::io("read", partial))?;
+        let mut have = metadata.len();
         if remote.size.is_some_and(|size| have > size) {
             have = restart(&mut file, partial)?;
         }

@@ -74,15 +74,17 @@ impl PickledFile {
 
     /// Returns all tensors, in the order of their names.
     pub fn tensors(&self) -> Vec<StoredTensor<'_>> {
-        let stored = |named: &Named| {
-            let data = match &named.data {
-                Data::Mapped(range) => &self.map[range.clone()],
-                Data::Copied(bytes) => bytes,
-            };
-            // `named` has checked that kind, shape and data belong together.
-            StoredTensor::new(&named.name, named.kind, &named.shape, data).ok()
+        let stored = self.tensors.iter().filter_map(|named| self.stored(named));
+        stored.collect()
+    }
+
+    fn stored<'a>(&'a self, named: &'a Named) -> Option<StoredTensor<'a>> {
+        let data = match &named.data {
+            Data::Mapped(range) => &self.map[range.clone()],
+            Data::Copied(bytes) => bytes,
         };
-        self.tensors.iter().filter_map(stored).collect()
+        // `named` has checked that kind, shape and data belong together.
+        StoredTensor::new(&named.name, named.kind, &named.shape, data).ok()
     }
 }
 

@@ -1,5 +1,5 @@
 //! Tests against a local server that speaks the hub's protocol, well and badly.
-#![allow(missing_docs, reason = "these are tests")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod broken_answers;
 mod cache;

@@ -1,5 +1,5 @@
 //! Files of `torch.save`, intact, damaged and hostile.
-#![allow(missing_docs, reason = "these are tests")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod hostile;
 mod originals;
