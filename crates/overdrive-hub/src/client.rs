@@ -309,10 +309,13 @@ impl<'a> Client<'a> {
 pub(crate) fn unreachable(url: &str, error: &ureq::Error) -> Failure {
     use ureq::Timeout::{Connect, Resolve};
     let transient = match error {
-        // Nobody is there: a pause changes nothing.
+        // Nobody is there, or somebody with a wrong certificate: a pause changes nothing.
         ureq::Error::Timeout(Connect | Resolve) => false,
         ureq::Error::Timeout(_) | ureq::Error::Protocol(_) => true,
-        ureq::Error::Io(error) => error.kind() != ErrorKind::ConnectionRefused,
+        ureq::Error::Io(error) => !matches!(
+            error.kind(),
+            ErrorKind::ConnectionRefused | ErrorKind::InvalidData
+        ),
         _ => false,
     };
     Failure {

@@ -23,7 +23,7 @@ fn open(pickle: &[u8], method: CompressionMethod) -> Result<(), Error> {
     writer.finish().unwrap();
     let file = PickledFile::open(path)?;
     for stored in file.tensors() {
-        stored.copy_to_tensor(None, tch::Device::Cpu)?;
+        drop(stored.copy_to_tensor(None, tch::Device::Cpu)?);
     }
     Ok(())
 }
@@ -91,7 +91,15 @@ fn tensors_stay_in_their_storages() {
         .is_ok()
     );
     let max = i128::from(i64::MAX);
-    let cases: [(&str, i128, i128, &[i128], &[i128], &str); 15] = [
+    type Case = (
+        &'static str,
+        i128,
+        i128,
+        &'static [i128],
+        &'static [i128],
+        &'static str,
+    );
+    let cases: [Case; 15] = [
         ("0", 2, 0, &[3], &[1], "leaves its storage"),
         ("0", 2, 1, &[2], &[1], "leaves its storage"),
         ("0", 2, 0, &[2], &[2], "leaves its storage"),
@@ -210,7 +218,7 @@ proptest! {
         file.write_all(&bytes).unwrap();
         if let Ok(file) = PickledFile::open(file.path()) {
             for stored in file.tensors() {
-                stored.copy_to_tensor(None, tch::Device::Cpu).unwrap();
+                drop(stored.copy_to_tensor(None, tch::Device::Cpu).unwrap());
             }
         }
     }
