@@ -51,11 +51,12 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    let files = flags.model.files()?;
+    let source = flags.model.local()?;
+    let files = source.files()?;
     let config = flags.generation.config(&files, 1024)?;
     let template = files.chat_template()?;
-    let tokenizer = Arc::new(flags.model.tokenizer()?);
-    let model = flags.model.load()?;
+    let tokenizer = Arc::new(source.tokenizer()?);
+    let model = source.load()?;
     let mut engine = EngineConfig::default();
     engine.max_model_len = flags.max_model_len;
     engine.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);

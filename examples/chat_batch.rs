@@ -58,10 +58,11 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    let files = flags.model.files()?;
+    let source = flags.model.local()?;
+    let files = source.files()?;
     let config = flags.generation.config(&files, 256)?;
     let template = files.chat_template()?;
-    let tokenizer = Arc::new(flags.model.tokenizer()?);
+    let tokenizer = Arc::new(source.tokenizer()?);
     // Read completely before the model is loaded, so that a broken line is found at once.
     let lines = read(&flags.input)?;
     let mut conversations = Vec::with_capacity(lines.len());
@@ -79,7 +80,7 @@ fn run(flags: &Flags) -> Result<()> {
         conversations.push(messages);
     }
 
-    let model = flags.model.load()?;
+    let model = source.load()?;
     let mut options = ChatBatchOptions::default();
     options.engine.max_num_seqs = flags.max_num_seqs;
     options.engine.max_model_len = flags.max_model_len;

@@ -98,10 +98,11 @@ fn run(flags: &Flags) -> Result<()> {
         options.external_data = ExternalData::Always;
     }
     // Groups of a GGUF file that ONNX has no operator for are written as dense weights.
-    options.dense_fallback = flags.model.path.is_file();
-    let mut model = load(&flags.model)?;
+    let source = flags.model.local()?;
+    options.dense_fallback = source.path.is_file();
+    let mut model = load(&source)?;
     print!("{}", export_pretrained(&mut model, &flags.out, &options)?);
-    flags.model.copy_tokenizer(&flags.out)?;
+    source.copy_tokenizer(&flags.out)?;
     if flags.compare {
         let comparison = OnnxComparison {
             prompt: flags.prompt,

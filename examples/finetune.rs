@@ -27,7 +27,7 @@ use overdrive_examples::finetuning::{
     Comparison, FinetuneModel, Finetuned, Method, TrainingMemory,
 };
 use overdrive_examples::training::{evaluate, name_lost_ranks, shared};
-use overdrive_examples::{RunEnd, exit_or_resume, print_line};
+use overdrive_examples::{RunEnd, exit_or_resume, local_model, print_line};
 use tch::Device;
 
 #[allow(dead_code, reason = "its `main` is another program's")]
@@ -127,6 +127,7 @@ pub(crate) fn finetune(
     // `--compare` trains several times in one process: earlier allocations do not count.
     let before = MemoryUsage::of(device).allocated_bytes.unwrap_or(0);
 
+    arguments.model_name_or_path = local_model(&arguments.model_name_or_path)?;
     let mut model = FinetuneModel::load(&arguments, device)?;
     let config = model.model.config();
     let context = u64::try_from(config.max_position_embeddings())?;

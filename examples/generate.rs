@@ -20,7 +20,9 @@ use clap::Parser;
 use overdrive::generation::{
     GenerateOptions, GenerateOutput, ModelFiles, Tokenizer, generate_with_options,
 };
-use overdrive_examples::{CacheFlags, ConstraintFlags, GenerationFlags, ModelFlags, print_now};
+use overdrive_examples::{
+    CacheFlags, ConstraintFlags, GenerationFlags, ModelFlags, local_model, print_now,
+};
 
 /// Continues prompts with a model from a GGUF file or a Hugging Face folder
 ///
@@ -47,7 +49,7 @@ struct Flags {
     stream: bool,
     #[command(flatten)]
     cache: CacheFlags,
-    /// Smaller model with the same tokens for assisted (speculative) decoding
+    /// Smaller model with the same tokens, by path or name, for assisted (speculative) decoding
     #[arg(long)]
     assistant_model: Option<PathBuf>,
     #[command(flatten)]
@@ -61,7 +63,8 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    let mut config = flags.generation.config(&flags.model.files()?, 128)?;
+    let source = flags.model.local()?;
+    let mut config = flags.generation.config(&source.files()?, 128)?;
     flags.cache.apply(&mut config);
     // Before the weights: what is wrong with the tokenizer or the prompts is found at once.
     let by_ids = flags.prompt_ids.is_some() && flags.print_ids;
@@ -71,18 +74,18 @@ fn run(flags: &Flags) -> Result<()> {
         )
     };
     let tokenizer = (!by_ids)
-        .then(|| flags.model.tokenizer().map_err(hint))
+        .then(|| source.tokenizer().map_err(hint))
         .transpose()?;
     let prompts = prompts(flags, tokenizer.as_ref())?;
-    let model = flags.model.load()?;
-    let assistant = flags.assistant_model.as_ref();
+    let model = source.load()?;
+    let assistant = flags.assistant_model.as_deref();
+    let assistant = assistant.map(local_model).transpose()?;
+    let assistant = assistant.as_ref();
     let assistant_tokenizer = assistant
         .filter(|path| path.is_file() || path.join("tokenizer.json").exists())
         .map(|path| ModelFiles::open(path)?.tokenizer())
         .transpose()?;
-    let assistant = assistant
-        .map(|path| flags.model.load_from(path))
-        .transpose()?;
+    let assistant = assistant.map(|path| source.load_from(path)).transpose()?;
     let mut constraints = Vec::new();
     if let Some(tokenizer) = &tokenizer
         && let Some(constraint) = flags.constraint.build(tokenizer, &model, &config)?

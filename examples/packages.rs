@@ -29,7 +29,7 @@ struct Flags {
     /// Package with the models prefill and decode
     #[arg(long)]
     package: PathBuf,
-    /// Hugging Face folder that it was compiled from
+    /// Hugging Face folder that it was compiled from, or its name on the hub
     #[arg(long)]
     model: PathBuf,
     /// Number of threads inside one operator [default: libtorch's choice]
@@ -60,7 +60,10 @@ fn run(flags: &Flags) -> Result<()> {
         threads::set_intra_op(count)?;
     }
     let _no_grad = tch::no_grad_guard();
-    let mut model = CausalLm::from_pretrained(&flags.model, &ModelOptions::default())?;
+    let mut model = CausalLm::from_pretrained(
+        overdrive_examples::local_model(&flags.model)?,
+        &ModelOptions::default(),
+    )?;
     let count = Tensor::f_arange(flags.batch * flags.prompt, (Kind::Int64, Device::Cpu))?;
     let vocabulary = model.config().vocab_size();
     let prompt = (count * 104_729 + 13).f_remainder(vocabulary)?;

@@ -18,13 +18,14 @@ use overdrive::quantization::{
 };
 use overdrive::transformer::LoadOptions;
 use overdrive_examples::{
-    ByteProgress, ModelText, decode_tokens_per_second, load_model, unpack_gguf,
+    ByteProgress, ModelText, decode_tokens_per_second, load_model, local_model, unpack_model,
 };
 
 /// Quantizes a model's folder, or a GGUF file, into a folder
 #[derive(Parser)]
 struct Flags {
-    /// Folder with config.json, model.safetensors and tokenizer.json, or a GGUF file, which is dequantized first
+    /// Folder with config.json, weights and tokenizer.json, a GGUF file, which is dequantized first, or a name on the
+    /// Hugging Face hub
     #[arg(long)]
     model: PathBuf,
     /// int8, int8-weight, llm-int8, int4, int4-asym, nf4, nf4-single, fp4, fp8
@@ -104,20 +105,28 @@ fn run(flags: &Flags) -> Result<()> {
         _ => None,
     };
 
-    // The weights of a file are in llama.cpp's order and types: they are written as a folder first.
-    let unpacked = match flags.model.is_file() {
+    // The weights of a GGUF file are in llama.cpp's order and types, those of a pickle in storages: both are written as
+    // safetensors first.
+    let source = local_model(&flags.model)?;
+    let is_pickle = ["pytorch_model.bin", "pytorch_model.bin.index.json"]
+        .iter()
+        .any(|name| source.join(name).exists());
+    let has_safetensors = ["model.safetensors", "model.safetensors.index.json"]
+        .iter()
+        .any(|name| source.join(name).exists());
+    let unpacked = match source.is_file() || (is_pickle && !has_safetensors) {
         true => {
             let parent = flags
                 .out
                 .parent()
                 .filter(|parent| !parent.as_os_str().is_empty());
-            Some(unpack_gguf(&flags.model, parent.unwrap_or(Path::new(".")))?)
+            Some(unpack_model(&source, parent.unwrap_or(Path::new(".")))?)
         }
         false => None,
     };
     let folder = unpacked
         .as_ref()
-        .map_or(flags.model.as_path(), |unpacked| unpacked.path());
+        .map_or(source.as_path(), |unpacked| unpacked.path());
     let (mut text, mut before) = (None, None);
     if !flags.no_eval || !flags.calibrate.is_empty() {
         let model = load_model(folder, LoadOptions::default())?;

@@ -21,7 +21,7 @@ use overdrive::generation::{
     Engine, EngineConfig, EngineHandle, Error, GenerationConfig, ModelFiles,
 };
 use overdrive::serve::{ApiKey, Pooling, ServedModel, Server, ServerOptions};
-use overdrive_examples::{ModelFlags, print_line};
+use overdrive_examples::{ModelFlags, model_name, print_line};
 use serde_json::Value;
 
 /// An HTTP server with OpenAI's API
@@ -94,7 +94,8 @@ fn run(flags: &Flags) -> Result<()> {
     let listener = TcpListener::bind((flags.host, flags.port))
         .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
 
-    let files = flags.model.files()?;
+    let source = flags.model.local()?;
+    let files = source.files()?;
     let config = generation_config(&files)?;
     let template = match files.chat_template() {
         Ok(template) => Some(template),
@@ -104,8 +105,8 @@ fn run(flags: &Flags) -> Result<()> {
         }
         Err(error) => return Err(error.into()),
     };
-    let tokenizer = Arc::new(flags.model.tokenizer()?);
-    let model = flags.model.load()?;
+    let tokenizer = Arc::new(source.tokenizer()?);
+    let model = source.load()?;
 
     let mut engine = EngineConfig::default();
     engine.max_num_seqs = flags.max_num_seqs;
@@ -114,12 +115,7 @@ fn run(flags: &Flags) -> Result<()> {
     let engine = Engine::new(model, engine)?.with_tokenizer(Arc::clone(&tokenizer));
     let name = match &flags.served_model_name {
         Some(name) => name.clone(),
-        None => {
-            let path = &flags.model.path;
-            let path = path.canonicalize().unwrap_or_else(|_| path.clone());
-            let last = path.file_name().unwrap_or(path.as_os_str());
-            last.to_string_lossy().into_owned()
-        }
+        None => model_name(&source.path),
     };
     let mut served = ServedModel::new(name.as_str(), tokenizer, config);
     if let Some(template) = template {

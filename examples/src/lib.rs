@@ -6,6 +6,7 @@ mod cache_flags;
 mod constraint_flags;
 pub mod finetuning;
 mod generation_flags;
+mod local_model;
 mod model_flags;
 mod model_text;
 mod onnx_comparison;
@@ -23,7 +24,8 @@ pub use cache_flags::{Cache, CacheFlags};
 #[cfg(feature = "constraints")]
 pub use constraint_flags::ConstraintFlags;
 pub use generation_flags::GenerationFlags;
-pub use model_flags::{ModelFlags, load_model, unpack_gguf};
+pub use local_model::{local_adapter, local_model, model_name, repository};
+pub use model_flags::{ModelFlags, load_model, unpack_model};
 pub use model_text::ModelText;
 pub use onnx_comparison::OnnxComparison;
 pub use progress::ByteProgress;

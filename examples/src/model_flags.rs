@@ -14,19 +14,20 @@ use overdrive::transformer::{CausalLm, LoadOptions, LoadProgress, QuantizeOption
 use tch::{Device, Kind};
 use tempfile::TempDir;
 
-use crate::ByteProgress;
+use crate::{ByteProgress, local_adapter, local_model};
 
 /// The model and the form in which it is loaded.
 #[derive(Debug, Clone, Args)]
 pub struct ModelFlags {
-    /// GGUF file, or folder with config.json, model.safetensors and tokenizer.json
-    #[arg(long = "model", value_name = "PATH")]
+    /// GGUF file, folder with config.json, weights and tokenizer.json, or name on the Hugging Face hub, such as
+    /// ORG/NAME, ORG/NAME@REVISION or ORG/NAME:Q4_K_M
+    #[arg(long = "model", value_name = "MODEL")]
     pub path: PathBuf,
     /// tokenizer.json, or a folder with one, in place of the model's tokenizer
     #[arg(long, value_name = "PATH")]
     pub tokenizer: Option<PathBuf>,
-    /// Folder with an adapter in PEFT's format; it is merged into dense weights where it can be
-    #[arg(long, value_name = "DIR")]
+    /// Folder with an adapter in PEFT's format, or its name on the hub; it is merged into dense weights where it can be
+    #[arg(long, value_name = "ADAPTER")]
     pub adapter: Option<PathBuf>,
     /// Keep the adapter beside the weights instead of merging it
     #[arg(long, requires = "adapter")]
@@ -43,6 +44,15 @@ pub struct ModelFlags {
 }
 
 impl ModelFlags {
+    /// Returns the flags with paths on this machine in place of names on the hub, whose files are downloaded.
+    pub fn local(&self) -> Result<ModelFlags> {
+        Ok(ModelFlags {
+            path: local_model(&self.path)?,
+            adapter: self.adapter.as_deref().map(local_adapter).transpose()?,
+            ..self.clone()
+        })
+    }
+
     /// Returns the model with its adapter, on a GPU if there is one.
     pub fn load(&self) -> Result<CausalLm> {
         let mut model = self.load_from(&self.path)?;
@@ -119,9 +129,9 @@ impl ModelFlags {
     }
 }
 
-/// Writes the model of the GGUF file `path` as a folder with dense weights, under `parent`, which is deleted when the
-/// returned handle is dropped.
-pub fn unpack_gguf(path: &Path, parent: &Path) -> Result<TempDir> {
+/// Writes the model of the GGUF file or folder `path` as a folder with dense weights in safetensors, under `parent`,
+/// which is deleted when the returned handle is dropped.
+pub fn unpack_model(path: &Path, parent: &Path) -> Result<TempDir> {
     let folder = tempfile::Builder::new()
         .prefix(".unpacked-")
         .tempdir_in(parent)

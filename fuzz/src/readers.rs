@@ -12,6 +12,7 @@ use overdrive_generation::{
 use overdrive_lora::LoraConfig;
 use overdrive_optim::StateDict;
 use overdrive_packages::PackageInfo;
+use overdrive_pickle::PickledFile;
 use overdrive_quantization::{GgufFile, QuantizationConfig};
 use overdrive_safetensors::MappedFile;
 use overdrive_snapshot::{Scope, Snapshot};
@@ -68,6 +69,7 @@ pub(crate) fn readers(folder: &Path) -> Vec<Reader> {
             seeds::state_dict(folder),
             state_dict,
         ),
+        of_file("pickle", file("a.bin"), seeds::pickle(), pickle),
         of_file("gguf", file("a.gguf"), seeds::gguf(), gguf),
         of_file(
             "gguf_tokenizer",
@@ -122,6 +124,15 @@ fn safetensors(path: &Path) {
     for stored in file.tensors() {
         drop(stored.copy_to_tensor(None, Device::Cpu));
         drop(stored.copy_to_tensor(Some(Kind::Float), Device::Cpu));
+    }
+}
+
+fn pickle(path: &Path) {
+    let Ok(file) = PickledFile::open(path) else {
+        return;
+    };
+    for stored in file.tensors() {
+        drop(stored.copy_to_tensor(None, Device::Cpu));
     }
 }
 

@@ -48,6 +48,13 @@ pub(crate) fn state_dict(folder: &Path) -> Vec<Vec<u8>> {
     vec![std::fs::read(path).expect("the file")]
 }
 
+/// Only Python writes these files: the fixtures of both formats.
+pub(crate) fn pickle() -> Vec<Vec<u8>> {
+    let now = include_bytes!("../../crates/overdrive-pickle/tests/fixtures/tensors.bin");
+    let old = include_bytes!("../../crates/overdrive-pickle/tests/fixtures/tensors_old.bin");
+    vec![now.to_vec(), old.to_vec()]
+}
+
 /// There is no writer of GGUF files: the fixture is the `gguf` package's.
 pub(crate) fn gguf() -> Vec<Vec<u8>> {
     let types = include_bytes!("../../crates/overdrive-quantization/tests/fixtures/types.gguf");

@@ -11,7 +11,7 @@ use safetensors::tensor::{Metadata, TensorInfo};
 use safetensors::{Dtype, SafeTensors};
 use tch::{Device, Kind, Tensor};
 
-use crate::kinds::kind_of;
+use crate::kinds::{dtype_of, kind_of};
 use crate::{Error, Result};
 use overdrive_core::Error as CommonError;
 
@@ -116,7 +116,7 @@ impl MappedFile {
     }
 }
 
-/// A tensor in a [`MappedFile`]; its elements have not been read yet.
+/// A tensor in a [`MappedFile`], or in a mapped file of another format; its elements have not been read yet.
 #[derive(Debug, Clone)]
 pub struct StoredTensor<'a> {
     name: String,
@@ -126,6 +126,33 @@ pub struct StoredTensor<'a> {
 }
 
 impl<'a> StoredTensor<'a> {
+    /// Returns a tensor over `data`, for readers of other formats: its elements, one after the other and little-endian.
+    ///
+    /// # Errors
+    /// [`Error::UnwritableKind`] for a kind that safetensors files cannot hold, [`Error::Common`] if `shape` is not that
+    /// of `data`.
+    pub fn new(name: &str, kind: Kind, shape: &[i64], data: &'a [u8]) -> Result<StoredTensor<'a>> {
+        let dtype = dtype_of(kind).ok_or_else(|| Error::UnwritableKind {
+            name: name.to_owned(),
+            kind,
+        })?;
+        let bytes = shape
+            .iter()
+            .try_fold(kind.elt_size_in_bytes(), |bytes, &n| {
+                bytes.checked_mul(usize::try_from(n).ok()?)
+            });
+        if bytes != Some(data.len()) {
+            let expected = format!("that of {} bytes", data.len());
+            return Err(CommonError::shape(name.to_owned(), shape, expected).into());
+        }
+        Ok(StoredTensor {
+            name: name.to_owned(),
+            dtype,
+            shape: shape.to_vec(),
+            data,
+        })
+    }
+
     /// Returns the name of the tensor.
     pub fn name(&self) -> &str {
         &self.name

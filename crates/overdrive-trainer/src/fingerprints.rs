@@ -279,7 +279,9 @@ fn model_digest(folder: &Path) -> Result<Sha256Digest> {
     let entries = entries.map_err(CommonError::io("list", folder))?;
     let paths = entries.into_iter().map(|entry| entry.path());
     let is_read = |path: &PathBuf| {
-        let is_weights = path.extension().is_some_and(|end| end == "safetensors");
+        let is_weights = path
+            .extension()
+            .is_some_and(|end| end == "safetensors" || end == "bin");
         is_weights || path.file_name().is_some_and(|name| name == "config.json")
     };
     let mut paths: Vec<PathBuf> = paths.filter(is_read).collect();

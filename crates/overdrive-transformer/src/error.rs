@@ -38,7 +38,7 @@ pub enum Error {
     },
     /// The folder holds no weights.
     #[error(
-        "{} holds neither model.safetensors nor model.safetensors.index.json; a checkpoint in another format can be converted by `save_pretrained` of transformers",
+        "{} holds neither model.safetensors nor pytorch_model.bin, nor an index of either (model.safetensors.index.json); a checkpoint in another format can be converted by `save_pretrained` of transformers",
         path.display()
     )]
     NoWeights {
@@ -47,15 +47,20 @@ pub enum Error {
     },
     /// A file that the index names does not exist.
     #[error(
-        "{} is missing, in which model.safetensors.index.json has {tensors} tensors; fetch it again",
+        "{} is missing, in which {index} has {tensors} tensors; fetch it again",
         path.display()
     )]
     MissingShard {
         /// The file.
         path: PathBuf,
+        /// The name of the index.
+        index: String,
         /// The number of tensors that the index assigns to it.
         tensors: usize,
     },
+    /// A weight file in PyTorch's own format is damaged, or asks for code.
+    #[error(transparent)]
+    Pickle(#[from] overdrive_pickle::Error),
     /// Another error of a weight file.
     #[error(transparent)]
     WeightFile(overdrive_safetensors::Error),

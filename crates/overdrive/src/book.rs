@@ -33,6 +33,7 @@ pages! {
     fused = "crates/fused.md";
     generation = "crates/generation.md";
     graphs = "crates/graphs.md";
+    hub = "crates/hub.md";
     kernels = "crates/kernels.md";
     kv_cache = "crates/kv-cache.md";
     lora = "crates/lora.md";
@@ -40,6 +41,7 @@ pages! {
     onnx = "crates/onnx.md";
     optim = "crates/optim.md";
     packages = "crates/packages.md";
+    pickle = "crates/pickle.md";
     precision = "crates/precision.md";
     profiling = "crates/profiling.md";
     quantization = "crates/quantization.md";

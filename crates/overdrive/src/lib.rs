@@ -19,12 +19,14 @@
 //! | [`quantization`] | `quantization` | INT8, INT4, NF4, FP4, FP8 weights and their products; GGUF, GPTQ, AWQ |
 //! | [`lora`] | `lora` | LoRA, DoRA and QLoRA adapters in PEFT's format |
 //! | [`generation`] | `generation` | sampling, beams, speculation, constraints; continuous batching; chat |
+//! | [`hub`] | `hub` | models by name: the Hugging Face hub and its cache |
 //! | [`onnx`] | `onnx` | models written as ONNX, with a key/value cache and quantized weights |
 //! | [`constraints`] | `constraints` | regular expressions and JSON schemas as constraints of generated text |
 //! | [`datasets`] | `datasets` | records of files of any size, loaders, samplers, packing, token stores |
 //! | [`profiling`] | `profiling` | step breakdown, traces, MFU, memory estimate |
 //! | [`tracking`] | `tracking` | metrics as JSON Lines and TensorBoard events, progress, reports |
 //! | [`safetensors`] | `safetensors` | tensors in files: mapped reads, writes whole or not at all |
+//! | [`pickle`] | `pickle` | weights that `torch.save` wrote, read without running anything |
 //! | [`snapshot`] | `snapshot` | the state of a run in folders that appear whole or not at all |
 //! | [`trainer`] | `trainer` | training arguments in Hugging Face's words, presets, run folders |
 //! | `packages` | `packages` (off) | packages of AOTInductor |
@@ -89,6 +91,8 @@ pub use overdrive_fused as fused;
 pub use overdrive_generation as generation;
 #[cfg(feature = "graphs")]
 pub use overdrive_graphs as graphs;
+#[cfg(feature = "hub")]
+pub use overdrive_hub as hub;
 #[cfg(feature = "kv-cache")]
 pub use overdrive_kv_cache as kv_cache;
 #[cfg(feature = "lora")]
@@ -101,6 +105,8 @@ pub use overdrive_onnx as onnx;
 pub use overdrive_optim as optim;
 #[cfg(feature = "packages")]
 pub use overdrive_packages as packages;
+#[cfg(feature = "pickle")]
+pub use overdrive_pickle as pickle;
 #[cfg(feature = "precision")]
 pub use overdrive_precision as precision;
 #[cfg(feature = "profiling")]

@@ -10,6 +10,8 @@ use overdrive::trainer::{FinetuneArguments, RunFolder};
 use overdrive::transformer::{CausalLm, LoadOptions, SaveOptions};
 use tch::{Device, Kind, Tensor};
 
+use crate::repository;
+
 /// The name of the adapter, PEFT's own.
 const ADAPTER: &str = "default";
 
@@ -50,7 +52,12 @@ impl FinetuneModel {
                 seed: arguments.training.seed,
                 ..AddOptions::default()
             };
-            add_adapter(&mut model, ADAPTER, &arguments.lora_config(), &options)?;
+            let mut config = arguments.lora_config();
+            if let Some(name) = repository(&arguments.model_name_or_path) {
+                // PEFT finds the base model by its name on any machine.
+                config.base_model_name_or_path = Some(name);
+            }
+            add_adapter(&mut model, ADAPTER, &config, &options)?;
             trainable_parameters(&mut model)?
         } else {
             model.set_requires_grad(true)?;

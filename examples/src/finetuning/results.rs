@@ -11,6 +11,7 @@ use overdrive::trainer::{FinetuneArguments, InstructionData, RunFolder};
 use overdrive::transformer::CausalLm;
 
 use super::{FinetuneModel, TrainingMemory};
+use crate::model_name;
 use crate::training::Summary;
 
 /// The maximum number of tokens of an answer that is shown at the end.
@@ -140,10 +141,11 @@ fn write_report(
         Ok(file) => (file.records, None),
         Err(error) => (Vec::new(), Some(error)),
     };
-    let name = arguments.model_name_or_path.file_name();
-    let name = name.map(|name| name.to_string_lossy().into_owned());
     let report = Report {
-        title: format!("Fine-tuning of {}", name.unwrap_or_default()),
+        title: format!(
+            "Fine-tuning of {}",
+            model_name(&arguments.model_name_or_path)
+        ),
         metrics,
         parameters: Some(model.all_parameters()),
         configuration: arguments.to_values()?,

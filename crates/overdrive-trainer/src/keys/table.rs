@@ -22,7 +22,7 @@ pub(super) static KEYS: &[(&str, &[Key])] = &[
     ("Configuration", &[
         key(Train, "preset", "PRESET", FREE, "Configuration to start from [default: the file's, else tiny]")
             .instead("leave it out: the model determines its shape"),
-        key(Finetune, "model_name_or_path", "PATH", FREE, "GGUF file of the model to fine-tune, or folder with config.json, model.safetensors, tokenizer.json")
+        key(Finetune, "model_name_or_path", "PATH", FREE, "Model to fine-tune: GGUF file, folder with config.json, weights, tokenizer.json, or name on the Hugging Face hub")
             .flag("model").also(&["model", "base_model", "model_name"])
             .instead("`train` creates a model from scratch, see `model`"),
         key(Both, "output_dir", "DIR", FREE, "Folder of the run [default: a new one under runs/]").flag("out").also(&["out_dir", "checkpoint_dir"]),

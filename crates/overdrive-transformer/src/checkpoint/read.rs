@@ -4,14 +4,14 @@ use std::path::Path;
 
 use overdrive_core::Error as Common;
 use overdrive_quantization::Scheme;
-use overdrive_safetensors::{MappedFile, StoredTensor};
+use overdrive_safetensors::StoredTensor;
 use serde_json::{Map, Value};
 use tch::{Device, Kind};
 
 use super::problems::{CheckpointProblems, Misshapen};
 use super::progress::LoadProgress;
 use super::quantized::{self, Views, layout};
-use super::shards::weight_files;
+use super::shards::{WeightFile, weight_files};
 use crate::config::check_layers_of_files;
 use crate::parameters::{ModelTensors, ParameterSpec, allocate};
 use crate::quantize::quantize_parameter;
@@ -52,8 +52,8 @@ pub(crate) fn read(
     options: &LoadOptions,
 ) -> Result<ModelTensors> {
     let weights = weight_files(dir)?;
-    let files = weights.paths.iter().map(MappedFile::open);
-    let files = files.collect::<overdrive_safetensors::Result<Vec<_>>>()?;
+    let files = weights.paths.iter().map(WeightFile::open);
+    let files = files.collect::<Result<Vec<_>>>()?;
     let mut views = HashMap::new();
     for (file, path) in files.iter().zip(&weights.paths) {
         for stored in file.tensors() {

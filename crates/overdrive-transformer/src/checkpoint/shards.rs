@@ -2,10 +2,11 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
 use overdrive_core::Error as Common;
-use overdrive_safetensors::file_in;
+use overdrive_pickle::PickledFile;
+use overdrive_safetensors::{MappedFile, StoredTensor, file_in};
 use serde::{Deserialize, Serialize};
 
-use super::{INDEX, SINGLE};
+use super::{INDEX, INDEX_PICKLE, SINGLE, SINGLE_PICKLE};
 use crate::{Error, Result};
 
 /// `model.safetensors.index.json`.
@@ -39,31 +40,67 @@ impl WeightFiles {
     }
 }
 
-/// Finds the weight files of a folder. The single file is preferred, as in transformers.
+/// A weight file of either format.
+#[derive(Debug)]
+pub(super) enum WeightFile {
+    Safetensors(MappedFile),
+    Pickle(PickledFile),
+}
+
+impl WeightFile {
+    /// Maps a file, whose format its name tells.
+    pub(super) fn open(path: &PathBuf) -> Result<WeightFile> {
+        Ok(match path.extension() {
+            Some(end) if end == "bin" => WeightFile::Pickle(PickledFile::open(path)?),
+            _ => WeightFile::Safetensors(MappedFile::open(path)?),
+        })
+    }
+
+    pub(super) fn tensors(&self) -> Vec<StoredTensor<'_>> {
+        match self {
+            WeightFile::Safetensors(file) => file.tensors(),
+            WeightFile::Pickle(file) => file.tensors(),
+        }
+    }
+}
+
+/// Finds the weight files of a folder. The single file is preferred, and safetensors to pickles, as in transformers.
 pub(super) fn weight_files(dir: &Path) -> Result<WeightFiles> {
-    let single = dir.join(SINGLE);
-    if single.is_file() {
-        return Ok(WeightFiles {
-            paths: vec![single],
-            index: None,
-        });
+    for (single, index) in [(SINGLE, INDEX), (SINGLE_PICKLE, INDEX_PICKLE)] {
+        let single = dir.join(single);
+        if single.is_file() {
+            return Ok(WeightFiles {
+                paths: vec![single],
+                index: None,
+            });
+        }
+        if dir.join(index).is_file() {
+            return shards(dir, index);
+        }
     }
-    let path = dir.join(INDEX);
-    if !path.is_file() {
-        return Err(Error::NoWeights {
-            path: dir.to_path_buf(),
-        });
-    }
+    Err(Error::NoWeights {
+        path: dir.to_path_buf(),
+    })
+}
+
+/// Returns the files that the index names.
+fn shards(dir: &Path, index_name: &str) -> Result<WeightFiles> {
+    let path = dir.join(index_name);
     let text = std::fs::read_to_string(&path).map_err(Common::io("read", &path))?;
     let index: ShardIndex = serde_json::from_str(&text).map_err(Common::parse("JSON", &path))?;
     let names: BTreeSet<&String> = index.weight_map.values().collect();
     let mut paths = Vec::with_capacity(names.len());
     for name in names {
-        let path = file_in(dir, name, &format!("weight_map of {INDEX}"))?;
+        let path = file_in(dir, name, &format!("weight_map of {index_name}"))?;
         if !path.is_file() {
             let tensors = index.weight_map.values().filter(|file| *file == name);
             let tensors = tensors.count();
-            return Err(Error::MissingShard { path, tensors });
+            let index = index_name.to_owned();
+            return Err(Error::MissingShard {
+                path,
+                index,
+                tensors,
+            });
         }
         paths.push(path);
     }

@@ -13,6 +13,7 @@ mod model;
 mod packed_sequences;
 mod paged;
 mod parity;
+mod pickled;
 mod position_bound;
 mod quantized;
 mod quantized_checkpoints;

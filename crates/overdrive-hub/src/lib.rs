@@ -1,0 +1,47 @@
+//! Models by name: files of the [Hugging Face hub](https://huggingface.co), downloaded once into the cache that
+//! Python's `huggingface_hub` uses, and found there again.
+//!
+//! [`model_path`] takes what a user writes after `--model` and returns a path on this machine: the path itself where
+//! there is a file or folder, else that of the downloaded files. Everything that loads a model takes such a path.
+//!
+//! ```no_run
+//! use overdrive_hub::{HubOptions, model_path};
+//!
+//! # fn main() -> Result<(), Box<dyn std::error::Error>> {
+//! let folder = model_path("HuggingFaceTB/SmolLM2-135M-Instruct@main", &HubOptions::from_env()?)?;
+//! println!("{}", folder.join("model.safetensors").display());
+//! # Ok(())
+//! # }
+//! ```
+//!
+//! | name | result |
+//! |---|---|
+//! | `org/name`, or `name` for a few old models | the folder of the snapshot |
+//! | `org/name@REVISION` | the same at a branch, a tag or a commit |
+//! | `org/name:Q4_K_M` | the GGUF file of this quantization, as in llama.cpp |
+//! | `org/name/file.gguf` | this file (of a split model, its first file) |
+//!
+//! Only the files that a model needs are downloaded: configurations, tokenizer and chat templates, and one kind of
+//! weights, of which safetensors are preferred. A download is verified by its length and by the checksum that the hub
+//! names, resumed where it was interrupted, and renamed when it is complete; processes that want the same file wait for
+//! each other.
+//!
+//! The layout of the cache: <https://huggingface.co/docs/huggingface_hub/guides/manage-cache>.
+#![forbid(unsafe_code)]
+#![deny(missing_docs)]
+
+mod cache;
+mod client;
+mod download;
+mod error;
+mod hash;
+mod name;
+mod options;
+mod progress;
+mod resolve;
+mod select;
+
+pub use error::{Error, Result};
+pub use options::HubOptions;
+pub use progress::DownloadProgress;
+pub use resolve::{adapter_path, model_path, name_of_snapshot};

@@ -1,0 +1,181 @@
+use std::path::{Path, PathBuf};
+
+use crate::cache::RepositoryCache;
+use crate::client::{Client, Listing, Remote};
+use crate::download::{Download, Meter, entry};
+use crate::name::{HubName, is_commit};
+use crate::select::{Selection, Wanted, select, shards};
+use crate::{Error, HubOptions, Result};
+
+/// Returns the path of a model on this machine: `name` itself if it is a file or folder, else that of the model with
+/// this name on the hub, which is downloaded unless the cache has it.
+///
+/// Without a revision, or with that of a branch or tag, the hub is asked for its newest commit. If it does not answer
+/// and the cache has the model of the last time, that is returned, with a warning in the log.
+///
+/// # Errors
+/// An error that says what is missing and what to do, such as [`Error::NoSuchPath`], [`Error::NoRepository`],
+/// [`Error::NoAccess`], [`Error::Offline`], [`Error::Unreachable`] and [`Error::Damaged`].
+pub fn model_path(name: impl AsRef<Path>, options: &HubOptions) -> Result<PathBuf> {
+    find(name.as_ref(), options, Wanted::Model)
+}
+
+/// Returns the path of an adapter in PEFT's format, as [`model_path`] does for a model.
+///
+/// # Errors
+/// As [`model_path`].
+pub fn adapter_path(name: impl AsRef<Path>, options: &HubOptions) -> Result<PathBuf> {
+    find(name.as_ref(), options, Wanted::Adapter)
+}
+
+/// Returns the repository of a path that [`model_path`] returned from the cache; `None` for any other path.
+///
+/// ```
+/// use overdrive_hub::name_of_snapshot;
+/// let path = "/cache/models--org--name/snapshots/ce013625030ba8dba906f756967f9e9ca394464a/a.gguf";
+/// assert_eq!(name_of_snapshot(path).as_deref(), Some("org/name"));
+/// assert_eq!(name_of_snapshot("runs/tiny/model"), None);
+/// ```
+pub fn name_of_snapshot(path: impl AsRef<Path>) -> Option<String> {
+    let mut folder = path.as_ref();
+    loop {
+        let (commit, parent) = (folder.file_name()?.to_str()?, folder.parent()?);
+        if is_commit(commit) && parent.ends_with("snapshots") {
+            let repository = parent.parent()?.file_name()?.to_str()?;
+            return Some(repository.strip_prefix("models--")?.replace("--", "/"));
+        }
+        folder = parent;
+    }
+}
+
+fn find(path: &Path, options: &HubOptions, wanted: Wanted) -> Result<PathBuf> {
+    if path.exists() {
+        return Ok(path.to_owned());
+    }
+    let text = path.to_string_lossy().into_owned();
+    let Some(name) = HubName::parse(&text) else {
+        return Err(Error::NoSuchPath { name: text });
+    };
+    let cache = RepositoryCache::new(&options.cache, &name.repository);
+    let cached = in_cache(&cache, &name, wanted);
+    if options.offline {
+        return cached.map_err(|missing| Error::Offline {
+            name: text,
+            missing,
+            cache: options.cache.clone(),
+        });
+    }
+    // A commit does not change.
+    if let (true, Ok(path)) = (is_commit(name.revision()), &cached) {
+        return Ok(path.clone());
+    }
+    let client = Client::new(options, &name);
+    let listing = match &cached {
+        // With a copy at hand, nobody waits for a hub that does not answer.
+        Ok(_) => client.listing().map_err(|failure| failure.error),
+        Err(_) => client.repeat(|| client.listing()),
+    };
+    match (listing, cached) {
+        (Ok(listing), _) => download(&name, &listing, &cache, options, wanted),
+        (Err(error @ (Error::Unreachable { .. } | Error::Status { .. })), Ok(path)) => {
+            tracing::warn!("{error}. The copy in the cache is used: {}", path.display());
+            Ok(path)
+        }
+        (Err(error), _) => Err(error),
+    }
+}
+
+/// Returns the path of a complete model in the cache, or a clause about what is missing.
+fn in_cache(
+    cache: &RepositoryCache,
+    name: &HubName,
+    wanted: Wanted,
+) -> std::result::Result<PathBuf, String> {
+    let Some(commit) = cache.commit(name.revision()) else {
+        return Err(format!("`{}` is not", name.repository));
+    };
+    let (snapshot, files) = (cache.snapshot(&commit), cache.files(&commit));
+    if files.is_empty() {
+        return Err(format!("`{}` is not", name.repository));
+    }
+    let missing = |error: Error| format!("it is incomplete ({error})");
+    let selection = select(&files, name, wanted).map_err(missing)?;
+    if let Some(index) = &selection.index {
+        for shard in shards(&snapshot.join(index)).map_err(missing)? {
+            if !files.contains(&shard) {
+                return Err(format!("{shard} is not"));
+            }
+        }
+    }
+    if let Some(absent) = absent_split(&selection) {
+        return Err(format!("{absent} is not"));
+    }
+    Ok(entry(snapshot, selection.entry.as_deref()))
+}
+
+/// Returns the first file of a split model that a selection lacks.
+fn absent_split(selection: &Selection) -> Option<String> {
+    let entry = selection.entry.as_deref()?;
+    let (stem, count) = entry.strip_suffix(".gguf")?.split_once("-00001-of-")?;
+    let files: usize = count.parse().ok()?;
+    (1..=files)
+        .map(|number| format!("{stem}-{number:05}-of-{count}.gguf"))
+        .find(|name| !selection.files.contains(name))
+}
+
+fn download(
+    name: &HubName,
+    listing: &Listing,
+    cache: &RepositoryCache,
+    options: &HubOptions,
+    wanted: Wanted,
+) -> Result<PathBuf> {
+    let selection = select(&listing.files, name, wanted)?;
+    if let Some(absent) = absent_split(&selection) {
+        return Err(no_file(name, &absent));
+    }
+    let client = &Client::new(options, name);
+    let (commit, repository) = (listing.commit.as_str(), name.repository.as_str());
+    let snapshot = cache.snapshot(commit);
+    // The hub describes a file; the files that the snapshot has are not asked for.
+    let describe = |files: &[String]| -> Result<Vec<Remote>> {
+        let missing = files.iter().filter(|file| !snapshot.join(file).exists());
+        let remotes = missing.map(|file| client.repeat(|| client.remote(commit, file)));
+        remotes.collect()
+    };
+    let bytes = |remotes: &[Remote]| remotes.iter().filter_map(|remote| remote.size).sum();
+    let remotes = describe(&selection.files)?;
+    let mut meter = Meter::new(options.progress.as_ref(), bytes(&remotes));
+    let download = Download {
+        client,
+        cache,
+        repository,
+        commit,
+    };
+    for remote in &remotes {
+        download.fetch(remote, &mut meter)?;
+    }
+    if let Some(index) = &selection.index {
+        let shards = shards(&snapshot.join(index))?;
+        if let Some(absent) = shards.iter().find(|shard| !listing.files.contains(shard)) {
+            return Err(no_file(name, absent));
+        }
+        let remotes = describe(&shards)?;
+        meter.extend(bytes(&remotes));
+        for remote in &remotes {
+            download.fetch(remote, &mut meter)?;
+        }
+    }
+    if name.revision() != commit {
+        cache.set_commit(name.revision(), commit)?;
+    }
+    Ok(entry(snapshot, selection.entry.as_deref()))
+}
+
+fn no_file(name: &HubName, file: &str) -> Error {
+    Error::NoFile {
+        repository: name.repository.clone(),
+        file: format!("file `{file}`"),
+        found: "other parts of the model, so the upload is incomplete".to_owned(),
+    }
+}

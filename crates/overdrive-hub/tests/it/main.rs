@@ -1,0 +1,8 @@
+//! Tests against a local server that speaks the hub's protocol, well and badly.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod broken_answers;
+mod cache;
+mod names;
+mod python;
+mod server;

@@ -1,0 +1,162 @@
+//! Files of `torch.save` mapped into memory. This module has the only unsafe code of the crate.
+#![allow(unsafe_code)]
+
+use std::collections::BTreeMap;
+use std::fs::File;
+use std::ops::Range;
+use std::path::{Path, PathBuf};
+
+use memmap2::Mmap;
+use overdrive_core::Error as Common;
+use overdrive_safetensors::StoredTensor;
+use tch::Kind;
+
+use crate::error::{Checked, Fault, bad};
+use crate::machine::Value;
+use crate::storages::{Contents, contents};
+use crate::tensor::TensorRef;
+use crate::{Error, Result};
+
+/// A file of weights by `torch.save`, mapped into memory.
+///
+/// The file must not be truncated while it is mapped: accessing the lost pages would end the process.
+#[derive(Debug)]
+pub struct PickledFile {
+    path: PathBuf,
+    map: Mmap,
+    tensors: Vec<Named>,
+}
+
+#[derive(Debug)]
+struct Named {
+    name: String,
+    kind: Kind,
+    shape: Vec<i64>,
+    data: Data,
+}
+
+#[derive(Debug)]
+enum Data {
+    /// A part of the map.
+    Mapped(Range<usize>),
+    /// The elements of a tensor that is stored with gaps or transposed.
+    Copied(Vec<u8>),
+}
+
+impl PickledFile {
+    /// Maps the file and reads the names, shapes and places of its tensors: those of a dictionary, as
+    /// `torch.save(model.state_dict(), path)` writes it. Other values of the dictionary are left out. Tensors that share
+    /// a storage share its part of the map.
+    ///
+    /// # Errors
+    /// [`Error::Common`] if the file cannot be opened or mapped, [`Error::Refused`] if it names a function or class that
+    /// weights do not need, [`Error::BadFile`] if it is truncated, damaged or of another format, or if a tensor leaves
+    /// its storage.
+    pub fn open(path: impl AsRef<Path>) -> Result<PickledFile> {
+        let path = path.as_ref();
+        let file = File::open(path).map_err(Common::io("read", path))?;
+        // SAFETY: the map is read-only and private. If another process cuts the file short while it is mapped, touching
+        // the lost pages ends this process with SIGBUS, as with a mapped safetensors file.
+        let map = unsafe { Mmap::map(&file) }.map_err(Common::io("map", path))?;
+        let tensors = contents(&map).and_then(|contents| named(&contents, &map));
+        let path = path.to_owned();
+        match tensors {
+            Ok(tensors) => Ok(PickledFile { path, map, tensors }),
+            Err(Fault::Bad(reason)) => Err(Error::BadFile { path, reason }),
+            Err(Fault::Refused(global)) => Err(Error::Refused { path, global }),
+        }
+    }
+
+    /// Returns the path of the file, as it was given.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+
+    /// Returns all tensors, in the order of their names.
+    pub fn tensors(&self) -> Vec<StoredTensor<'_>> {
+        let stored = self.tensors.iter().filter_map(|named| self.stored(named));
+        stored.collect()
+    }
+
+    fn stored<'a>(&'a self, named: &'a Named) -> Option<StoredTensor<'a>> {
+        let data = match &named.data {
+            Data::Mapped(range) => &self.map[range.clone()],
+            Data::Copied(bytes) => bytes,
+        };
+        // `named` has checked that kind, shape and data belong together.
+        StoredTensor::new(&named.name, named.kind, &named.shape, data).ok()
+    }
+}
+
+/// Returns the tensors of the dictionary that a file holds.
+fn named(contents: &Contents, bytes: &[u8]) -> Checked<Vec<Named>> {
+    let Value::Dict(items) = contents.values.get(contents.values.result) else {
+        return bad("it holds no dictionary; save `model.state_dict()`");
+    };
+    let mut tensors = BTreeMap::new();
+    let mut others = Vec::new();
+    for &(key, value) in items {
+        match (contents.values.get(key), contents.values.get(value)) {
+            (Value::Text(name), Value::Tensor(tensor)) => drop(tensors.insert(name, tensor)),
+            (Value::Text(name), _) if others.len() < 8 => others.push(name.as_str()),
+            _ => {}
+        }
+    }
+    if tensors.is_empty() && !others.is_empty() {
+        let keys = others.join(", ");
+        return bad(format!(
+            "it has no tensors by name but {keys}; save `model.state_dict()` alone"
+        ));
+    }
+    // The copies of tensors with gaps; a hostile file could name one storage many times.
+    let mut copies = bytes.len();
+    let named = tensors.into_iter().map(|(name, tensor)| {
+        let data = data(contents, tensor, bytes, &mut copies);
+        Ok(Named {
+            name: name.clone(),
+            kind: tensor.kind,
+            // `TensorRef` has checked that they fit.
+            shape: tensor.shape.iter().map(|&n| n as i64).collect(),
+            data: data.map_err(|fault| match fault {
+                Fault::Bad(reason) => Fault::Bad(format!("`{name}`: {reason}")),
+                refused => refused,
+            })?,
+        })
+    });
+    named.collect()
+}
+
+fn data(
+    contents: &Contents,
+    tensor: &TensorRef,
+    bytes: &[u8],
+    copies: &mut usize,
+) -> Checked<Data> {
+    if tensor.elements() == 0 {
+        return Ok(Data::Mapped(0..0));
+    }
+    let storage = &tensor.storage;
+    let Some(range) = contents.storages.get(&storage.key) else {
+        return bad(format!("the storage {} is not in the file", storage.key));
+    };
+    if storage.bytes().is_none_or(|length| length > range.len()) {
+        let (elements, length) = (storage.elements, range.len());
+        return bad(format!(
+            "a storage of {elements} elements has {length} bytes"
+        ));
+    }
+    let size = tensor.kind.elt_size_in_bytes();
+    if tensor.is_contiguous() {
+        let start = range.start + tensor.offset * size;
+        return Ok(Data::Mapped(start..start + tensor.elements() * size));
+    }
+    let copied = tensor
+        .elements()
+        .checked_mul(size)
+        .and_then(|length| copies.checked_sub(length));
+    let Some(left) = copied else {
+        return bad("tensors with gaps are larger than the file");
+    };
+    *copies = left;
+    Ok(Data::Copied(tensor.gather(&bytes[range.clone()])))
+}

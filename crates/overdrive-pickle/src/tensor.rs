@@ -1,0 +1,196 @@
+//! Tensors as a pickle describes them: a storage, an offset, a shape and strides.
+
+use tch::Kind;
+
+use crate::error::{Checked, bad};
+use crate::globals::Global;
+use crate::machine::{Id, Machine, Value};
+
+/// The largest number of dimensions, which is libtorch's.
+const MAX_RANK: usize = 64;
+
+/// A storage: a block of elements, which several tensors may share.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct StorageRef {
+    /// The name of the block in the file.
+    pub(crate) key: String,
+    /// `None` for bytes.
+    pub(crate) kind: Option<Kind>,
+    /// The number of elements.
+    pub(crate) elements: usize,
+}
+
+/// A tensor in a storage.
+#[derive(Debug, Clone, PartialEq)]
+pub(crate) struct TensorRef {
+    pub(crate) storage: StorageRef,
+    pub(crate) kind: Kind,
+    /// The index of the first element.
+    pub(crate) offset: usize,
+    pub(crate) shape: Vec<usize>,
+    pub(crate) strides: Vec<usize>,
+}
+
+/// Returns the storage that a persistent id describes: `("storage", class, key, location, elements)`, and in older
+/// files a view, which is None.
+pub(crate) fn storage(machine: &Machine, id: Id) -> Checked<StorageRef> {
+    let Value::Tuple(items) = machine.value(id) else {
+        return bad("a storage is no tuple");
+    };
+    let values: Vec<&Value> = items.iter().take(6).map(|&id| machine.value(id)).collect();
+    match values[..] {
+        [
+            Value::Text(word),
+            Value::Global(Global::Storage(kind)),
+            Value::Text(key),
+            _,
+            Value::Int(elements),
+            ref view @ ..,
+        ] if word == "storage" && matches!(view, [] | [Value::None]) => Ok(StorageRef {
+            key: key.clone(),
+            kind: *kind,
+            elements: size(*elements)?,
+        }),
+        _ => bad("a storage is not described by its class, key and length"),
+    }
+}
+
+/// Returns the tensor that the arguments of `_rebuild_tensor_v2` (storage, offset, size, stride, …) or `_v3` (with a
+/// dtype as the seventh) describe, after it is checked against its storage.
+pub(crate) fn rebuild(machine: &Machine, arguments: &[Id], typed: bool) -> Checked<TensorRef> {
+    let values: Vec<&Value> = arguments
+        .iter()
+        .take(8)
+        .map(|&id| machine.value(id))
+        .collect();
+    let [
+        Value::Storage(storage),
+        Value::Int(offset),
+        Value::Tuple(shape),
+        Value::Tuple(strides),
+        ref rest @ ..,
+    ] = values[..]
+    else {
+        return bad("a tensor is not described by its storage, offset, shape and strides");
+    };
+    let kind = match (typed, rest.get(2)) {
+        (true, Some(Value::Global(Global::Kind(kind)))) => Some(*kind),
+        (true, _) => None,
+        (false, _) => storage.kind,
+    };
+    let Some(kind) = kind else {
+        return bad("a tensor has no dtype");
+    };
+    let tensor = TensorRef {
+        storage: storage.clone(),
+        kind,
+        offset: size(*offset)?,
+        shape: sizes(machine, shape)?,
+        strides: sizes(machine, strides)?,
+    };
+    tensor.check()?;
+    Ok(tensor)
+}
+
+fn sizes(machine: &Machine, ids: &[Id]) -> Checked<Vec<usize>> {
+    if ids.len() > MAX_RANK {
+        return bad(format!("a tensor has {} dimensions", ids.len()));
+    }
+    let number = |&id: &Id| match machine.value(id) {
+        Value::Int(value) => size(*value),
+        _ => bad("a dimension is no integer"),
+    };
+    ids.iter().map(number).collect()
+}
+
+/// Returns a size that libtorch can hold.
+fn size(value: i128) -> Checked<usize> {
+    match i64::try_from(value)
+        .ok()
+        .and_then(|value| usize::try_from(value).ok())
+    {
+        Some(value) => Ok(value),
+        None => bad(format!("a size is {value}")),
+    }
+}
+
+impl TensorRef {
+    /// Checks that the elements lie in the storage.
+    fn check(&self) -> Checked<()> {
+        let wrong = |what: &str| bad(format!("a tensor of shape {:?} {what}", self.shape));
+        if self.shape.len() != self.strides.len() {
+            return wrong("has another number of strides");
+        }
+        // Also without the zeros: libtorch multiplies in any order.
+        let product = self
+            .shape
+            .iter()
+            .try_fold(1_usize, |all, &n| all.checked_mul(n.max(1)));
+        if product.is_none_or(|product| i64::try_from(product).is_err()) {
+            return wrong("has more elements than memory");
+        }
+        if self.elements() == 0 {
+            return Ok(());
+        }
+        let dimensions = self.shape.iter().zip(&self.strides);
+        let last = dimensions.fold(self.offset as u128, |last, (&n, &stride)| {
+            last + (n as u128 - 1) * stride as u128
+        });
+        let bytes = self.storage.bytes_per_element();
+        // The elements of an untyped storage are bytes, those of the tensor are not.
+        let end = (last + 1).saturating_mul(self.kind.elt_size_in_bytes() as u128);
+        if end > self.storage.elements as u128 * bytes as u128 {
+            return wrong("leaves its storage");
+        }
+        Ok(())
+    }
+
+    /// Returns the number of elements.
+    pub(crate) fn elements(&self) -> usize {
+        self.shape.iter().product()
+    }
+
+    /// Returns `true` if the elements lie one after the other.
+    pub(crate) fn is_contiguous(&self) -> bool {
+        let mut expected = 1;
+        for (&n, &stride) in self.shape.iter().zip(&self.strides).rev() {
+            if n != 1 && stride != expected {
+                return false;
+            }
+            expected *= n;
+        }
+        true
+    }
+
+    /// Copies the elements out of the bytes of the storage, one after the other.
+    pub(crate) fn gather(&self, storage: &[u8]) -> Vec<u8> {
+        let bytes = self.kind.elt_size_in_bytes();
+        let mut copied = Vec::with_capacity(self.elements() * bytes);
+        let mut index = vec![0; self.shape.len()];
+        let mut at = self.offset;
+        for _ in 0..self.elements() {
+            copied.extend_from_slice(&storage[at * bytes..(at + 1) * bytes]);
+            for dimension in (0..index.len()).rev() {
+                index[dimension] += 1;
+                at += self.strides[dimension];
+                if index[dimension] < self.shape[dimension] {
+                    break;
+                }
+                at -= self.strides[dimension] * self.shape[dimension];
+                index[dimension] = 0;
+            }
+        }
+        copied
+    }
+}
+
+impl StorageRef {
+    fn bytes_per_element(&self) -> usize {
+        self.kind.map_or(1, |kind| kind.elt_size_in_bytes())
+    }
+
+    /// Returns the number of bytes; `None` if they exceed memory.
+    pub(crate) fn bytes(&self) -> Option<usize> {
+        self.elements.checked_mul(self.bytes_per_element())
+    }
+}

@@ -1,0 +1,59 @@
+//! Models by name.
+
+use std::path::{Path, PathBuf};
+
+use anyhow::Result;
+
+/// Returns the path of a model on this machine: `name` itself if it is a file or folder, else that of the model with
+/// this name on the Hugging Face hub, which is downloaded if the cache does not have it. Without the feature `hub` every
+/// name is a path.
+pub fn local_model(name: &Path) -> Result<PathBuf> {
+    #[cfg(feature = "hub")]
+    return with_progress(|options| overdrive::hub::model_path(name, options));
+    #[cfg(not(feature = "hub"))]
+    Ok(name.to_owned())
+}
+
+/// Returns the path of an adapter, as [`local_model`] does.
+pub fn local_adapter(name: &Path) -> Result<PathBuf> {
+    #[cfg(feature = "hub")]
+    return with_progress(|options| overdrive::hub::adapter_path(name, options));
+    #[cfg(not(feature = "hub"))]
+    Ok(name.to_owned())
+}
+
+/// Returns a name for the model at `path`: that of the repository that it was downloaded from, or else of the file or
+/// folder.
+pub fn model_name(path: &Path) -> String {
+    if let Some(name) = repository(path) {
+        return name;
+    }
+    let path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
+    let last = path.file_name().unwrap_or(path.as_os_str());
+    last.to_string_lossy().into_owned()
+}
+
+/// Returns the name of the repository that `path` was downloaded from.
+pub fn repository(path: &Path) -> Option<String> {
+    #[cfg(feature = "hub")]
+    return overdrive::hub::name_of_snapshot(path);
+    #[cfg(not(feature = "hub"))]
+    {
+        let _ = path;
+        None
+    }
+}
+
+#[cfg(feature = "hub")]
+fn with_progress(
+    find: impl FnOnce(&overdrive::hub::HubOptions) -> overdrive::hub::Result<PathBuf>,
+) -> Result<PathBuf> {
+    use overdrive::hub::{DownloadProgress, HubOptions};
+    let bar = crate::ByteProgress::new("downloading")?;
+    let shown = bar.clone();
+    let mut options = HubOptions::from_env()?;
+    options.progress = Some(DownloadProgress::new(move |done, all| shown.set(done, all)));
+    let path = find(&options);
+    bar.clear();
+    Ok(path?)
+}
