@@ -84,6 +84,7 @@ mod gguf;
 mod gpt2;
 mod init;
 mod input;
+mod layer_norm;
 mod llama;
 mod loss;
 mod mask;
