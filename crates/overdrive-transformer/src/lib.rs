@@ -78,6 +78,7 @@ mod causal_lm;
 mod checkpoint;
 mod config;
 mod decode_step;
+mod encoder;
 mod error;
 mod execution;
 mod gguf;
@@ -99,6 +100,11 @@ pub use causal_lm::{CausalLm, InitOptions};
 pub use checkpoint::{CheckpointProblems, LoadOptions, LoadProgress, Misshapen, SaveOptions};
 pub use config::{
     Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
+};
+pub use encoder::{
+    BaseHead, ClassifierHead, ClassifierPooling, Encoder, EncoderConfig, EncoderFamily,
+    EncoderHead, EncoderInput, EncoderModel, HeadKind, LoadReport, MaskedLm, MaskedLmHead, Pooling,
+    PoolingMode, ProblemType, SequenceClassifier,
 };
 pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};

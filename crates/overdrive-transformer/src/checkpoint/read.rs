@@ -187,10 +187,19 @@ pub(crate) fn read_generation_config(dir: &Path) -> Result<Option<Map<String, Va
 fn renamed<'a>(views: Views<'a>, config: &dyn CheckpointConfig) -> Views<'a> {
     let prefix = config.prefix();
     let prefixed = views.keys().any(|name| name.starts_with(prefix));
-    views
-        .into_iter()
-        .filter_map(|(name, view)| Some((config.parameter_name(&name, prefixed)?, view)))
-        .collect()
+    let mut own = HashMap::new();
+    for (name, view) in views {
+        let Some(wanted) = config.parameter_name(&name, prefixed) else {
+            continue;
+        };
+        // Of two tensors for one parameter, the one with its very name counts, whatever the order of the map.
+        if wanted == name {
+            own.insert(wanted, view);
+        } else {
+            own.entry(wanted).or_insert(view);
+        }
+    }
+    own
 }
 
 /// Returns the stored tensor and dtype of each parameter after a check of all names, shapes and formats.
