@@ -281,6 +281,12 @@ impl<H: EncoderHead> Encoder<H> {
         &self.report
     }
 
+    /// Returns the module of the output layer, such as `classifier`: with LoRA it is trained as a whole
+    /// (`modules_to_save`). A model without a head has none.
+    pub fn output_module(&self) -> Option<&'static str> {
+        head_names(self.config.family, H::KIND).output
+    }
+
     /// Returns the device of the parameters.
     pub fn device(&self) -> Device {
         self.backbone.embedding.device()
@@ -321,6 +327,6 @@ impl<H: EncoderHead> AdapterHost for Encoder<H> {
     }
 
     fn head(&self) -> Option<&str> {
-        head_names(self.config.family, H::KIND).output
+        self.output_module()
     }
 }
