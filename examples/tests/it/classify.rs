@@ -5,7 +5,14 @@ use std::path::Path;
 use std::process::Command;
 
 use clap::Parser;
-use overdrive::transformer::{EncoderConfig, SequenceClassifier};
+use overdrive::datasets::{
+    DataLoader, DataLoaderOptions, Dataset, RowLayout, TokenMasking, TokenMaskingOptions,
+    collate_masked,
+};
+use overdrive::optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
+use overdrive::transformer::{
+    EncoderConfig, EncoderFamily, EncoderInput, InitOptions, MaskedLm, SequenceClassifier,
+};
 
 use crate::alone;
 use crate::classify_example::{Flags, run};
@@ -126,4 +133,86 @@ fn a_file_that_does_not_fit_is_refused() {
         error.contains("`column` is text; it must be one of title, label"),
         "{error}"
     );
+}
+
+/// Sequences `[CLS] n n+1 … [SEP]`, of which every masked token follows from the others.
+struct Rising;
+
+impl Dataset for Rising {
+    type Item = Vec<i64>;
+
+    fn len(&self) -> usize {
+        64
+    }
+
+    fn get(&self, index: usize) -> overdrive::datasets::Result<Vec<i64>> {
+        let start = 5 + (index % 16) as i64;
+        let length = 6 + (index % 3) as i64;
+        Ok([2]
+            .into_iter()
+            .chain(start..start + length)
+            .chain([3])
+            .collect())
+    }
+}
+
+#[test]
+fn masked_tokens_from_a_loader_are_learned() {
+    let _alone = alone();
+    // Many masked tokens: two of twelve would make many steps necessary.
+    let options = TokenMaskingOptions {
+        mlm_probability: 0.3,
+        ..TokenMaskingOptions::default()
+    };
+    let masking = TokenMasking::new(4, 30, 0..5, options).unwrap();
+    let options = DataLoaderOptions {
+        batch_size: 32,
+        shuffle: true,
+        num_workers: 1,
+        ..DataLoaderOptions::default()
+    };
+    let batches = options.batches(Rising.len()).unwrap();
+    let collate = move |epoch: u64, rows: Vec<(usize, Vec<i64>)>| {
+        collate_masked(&masking, epoch, &rows, RowLayout::default())
+    };
+    let mut loader = DataLoader::with_indices(Rising, batches, collate, options).unwrap();
+    for family in EncoderFamily::ALL {
+        let mut config = EncoderConfig::new(family);
+        (
+            config.vocab_size,
+            config.hidden_size,
+            config.intermediate_size,
+        ) = (30, 32, 64);
+        (config.num_hidden_layers, config.num_attention_heads) = (2, 2);
+        config.pad_token_id = Some(0);
+        (config.hidden_dropout, config.attention_dropout) = (0.0, 0.0);
+        let model = MaskedLm::new(&config, &InitOptions::default()).unwrap();
+        model.set_requires_grad(true).unwrap();
+        let config = AdamWConfig {
+            learning_rate: 3e-3,
+            ..AdamWConfig::default()
+        };
+        let groups = decay_groups(model.named_parameters(), 0.01);
+        let mut optimizer = AdamW::new(groups, config).unwrap();
+        let mut losses = Vec::new();
+        for _ in 0..60 {
+            let (mut sum, mut count) = (0.0, 0);
+            for batch in loader.epoch() {
+                let batch = batch.unwrap();
+                let mut input = EncoderInput::new(&batch.input_ids);
+                input.attention_mask = batch.attention_mask.as_ref();
+                let loss = model.loss(input, &batch.labels).unwrap();
+                assert_eq!(loss.tokens().unwrap(), batch.label_count as i64);
+                sum += loss.sum.double_value(&[]);
+                count += batch.label_count;
+                loss.mean().unwrap().backward();
+                optimizer.step().unwrap();
+                optimizer.zero_grad().unwrap();
+            }
+            losses.push(sum / count as f64);
+        }
+        let (first, last) = (losses[0], losses[59]);
+        println!("{family:?}: {first:.2} to {last:.2}");
+        assert!(first > 2.5 && last < 1.0, "{family:?}: {losses:?}");
+    }
 }

@@ -1,7 +1,7 @@
 //! Encoders against transformers, on the random checkpoints that `fixtures/gen_encoders.py` makes.
 //!
 //! Tolerances: 1e-5 for hidden states, logits and losses (fp32 sums of up to 64 terms in another order), 1e-4 of
-//! each gradient's largest element.
+//! each gradient's largest element, or of 1e-3 where it is smaller (the bias of keys has a gradient of zero).
 
 mod checkpoints;
 mod parity;

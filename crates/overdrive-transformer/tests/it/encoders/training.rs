@@ -1,11 +1,12 @@
 use overdrive_lora::{
     AddOptions, LoraConfig, TargetModules, add_adapter, merge_adapters, trainable_parameters,
 };
+use overdrive_precision::autocast;
 use overdrive_transformer::{
     EncoderConfig, EncoderFamily, EncoderInput, Execution, InitOptions, LoadOptions, MaskedLm,
     QuantizeOptions, Schedule, SequenceClassifier,
 };
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use super::{CLASSIFIERS, MASKED, batch, classifier, masked};
 use crate::common::{expected, fixture, max_difference, max_magnitude};
@@ -259,7 +260,7 @@ fn labels_choose_the_loss_and_wrong_ones_are_refused() {
 fn inputs_that_do_not_fit_are_refused_with_what_is_allowed() {
     let model = masked("roberta_mlm");
     let error = |input: EncoderInput<'_>| model.hidden_states(input).unwrap_err().to_string();
-    let ids = Tensor::ones([1, 19], (Kind::Int64, tch::Device::Cpu)) * 5;
+    let ids = Tensor::ones([1, 19], (Kind::Int64, Device::Cpu)) * 5;
     // Positions 0 and 1 are RoBERTa's own.
     let long = error(EncoderInput::new(&ids));
     assert!(
@@ -267,7 +268,7 @@ fn inputs_that_do_not_fit_are_refused_with_what_is_allowed() {
         "{long}"
     );
     let ids = ids.narrow(1, 0, 6);
-    let mask = Tensor::zeros([1, 6], (Kind::Int64, tch::Device::Cpu));
+    let mask = Tensor::zeros([1, 6], (Kind::Int64, Device::Cpu));
     let empty = error(EncoderInput::new(&ids).with_attention_mask(&mask));
     assert!(
         empty.contains("`attention_mask` is 0 in all of row 0"),
@@ -297,4 +298,33 @@ fn inputs_that_do_not_fit_are_refused_with_what_is_allowed() {
     let mean = loss.mean().unwrap();
     mean.backward();
     assert_eq!(mean.double_value(&[]), 0.0);
+}
+
+#[test]
+fn autocast_computes_matmuls_in_bf16_and_the_loss_and_gradients_in_fp32() {
+    for case in MASKED {
+        let (mut model, want) = (masked(case), expected(case));
+        model.set_requires_grad(true).unwrap();
+        for fused in [true, false] {
+            let mut execution = Execution::default();
+            execution.fused_kernels = fused;
+            model.set_execution(execution);
+            let loss = autocast(Device::Cpu, Kind::BFloat16, || {
+                model.loss(batch(&want), &want["labels"]).unwrap()
+            });
+            let mean = loss.unwrap().mean().unwrap();
+            assert_eq!(mean.kind(), Kind::Float, "{case}");
+            assert!(max_difference(&mean, &want["loss"]) < 0.03, "{case}");
+            mean.backward();
+            for (name, mut parameter) in model.named_parameters() {
+                let (gradient, want) = (parameter.grad(), &want[&format!("grad.{name}")]);
+                assert_eq!(gradient.kind(), Kind::Float, "{case} {name}");
+                // bf16 has 8 bits; the bias of the keys has a gradient of zero but for rounding.
+                let scale = max_magnitude(want).max(0.01);
+                let relative = max_difference(&gradient, want) / scale;
+                assert!(relative < 0.1, "{case} {name}: {relative}");
+                parameter.zero_grad();
+            }
+        }
+    }
 }
