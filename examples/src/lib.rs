@@ -2,6 +2,7 @@
 //! `src`, run with `cargo xtask example NAME`; `README.md` recommends an order for reading them.
 
 mod cache_flags;
+mod classification;
 #[cfg(feature = "constraints")]
 mod constraint_flags;
 pub mod finetuning;
@@ -21,6 +22,7 @@ use std::io::{Write, stdout};
 use std::process::ExitCode;
 
 pub use cache_flags::{Cache, CacheFlags};
+pub use classification::Classification;
 #[cfg(feature = "constraints")]
 pub use constraint_flags::ConstraintFlags;
 pub use generation_flags::GenerationFlags;

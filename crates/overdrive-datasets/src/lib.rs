@@ -92,6 +92,7 @@ mod error;
 mod error_policy;
 mod index;
 mod instruction;
+mod labeled_text;
 mod loader;
 mod mmap;
 mod modalities;
@@ -100,6 +101,7 @@ mod records;
 mod sampling;
 pub mod store_format;
 mod token_documents;
+mod token_masking;
 mod token_store;
 mod token_store_writer;
 mod token_view;
@@ -107,6 +109,7 @@ mod tokenized_example;
 mod tokenizer_files;
 mod transform;
 mod windows;
+mod word_piece;
 
 pub use bpe::{BpeOptions, TrainedBpe, train_bpe, train_bpe_cached};
 pub use build_tokens::{BuildOptions, BuildReport, build_dataset_tokens_to, build_tokens_to};
@@ -121,8 +124,9 @@ pub use instruction::{
     ChatFormat, ChatMessage, EncodeOptions, InstructionDataset, InstructionEncoder,
     InstructionOptions, InstructionRecord, InstructionReport, OnBadRecord, PlainChat, RenderedChat,
 };
+pub use labeled_text::LabeledTexts;
 #[cfg(feature = "tch")]
-pub use loader::{Batch, DeviceLoader, OnDevice, RowLayout, collate};
+pub use loader::{Batch, DeviceLoader, OnDevice, RowLayout, collate, collate_masked};
 pub use loader::{DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, SequenceRows};
 #[cfg(feature = "image")]
 pub use modalities::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};
@@ -144,6 +148,7 @@ pub use sampling::{
 };
 pub use store_format::{FORMAT_VERSION, MAGIC, TokenWidth};
 pub use token_documents::TokenDocuments;
+pub use token_masking::{TokenMasking, TokenMaskingOptions};
 pub use token_store::{Document, RawOptions, TokenStore};
 pub use token_store_writer::{StoreOptions, TokenStoreWriter};
 pub use token_view::{SplitBy, SplitOptions, TokenView};
@@ -156,3 +161,4 @@ pub use transform::{
     Interleave, Map, MapCache, Selection, Split,
 };
 pub use windows::{LastWindow, RandomWindows, SequentialWindows};
+pub use word_piece::{encode_sequences, save_word_piece, train_word_piece};

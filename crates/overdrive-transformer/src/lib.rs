@@ -14,6 +14,14 @@
 //! | `gemma3_text` | Gemma 3 (text) | as Gemma 2, with normalised queries and keys instead of the bounds, and rotary frequencies by layer type |
 //! | `gpt2` | GPT-2 | learned positions, LayerNorm |
 //!
+//! [`MaskedLm`], [`SequenceClassifier`] and [`EncoderModel`] are bidirectional encoders ([`EncoderFamily`]):
+//!
+//! | `model_type` | models | features |
+//! |---|---|---|
+//! | `bert` | BERT, and models saved in its format | learned positions, types of tokens, norms after each block |
+//! | `roberta` | RoBERTa, and models saved in its format | positions that skip padding |
+//! | `modernbert` | ModernBERT | rotary positions, a window in two of three layers, gated blocks, no biases |
+//!
 //! Rotary positions are scaled by any [`RopeScaling`]: linear, dynamic, YaRN, LongRoPE, Llama 3. Dynamic
 //! scaling and LongRoPE choose their frequencies by the largest position of a forward pass, as in
 //! `transformers`: the sequences of a batch then influence one another, and keys in a cache keep the
@@ -67,7 +75,8 @@
 //! Touvron et al. 2023 (LLaMA, arXiv:2302.13971); Su et al. 2021 (rotary positions,
 //! arXiv:2104.09864); Ainslie et al. 2023 (grouped queries, arXiv:2305.13245); Shazeer 2020 (SwiGLU,
 //! arXiv:2002.05202); Radford et al. 2019 (GPT-2); Gemma Team 2024 and 2025 (arXiv:2408.00118,
-//! arXiv:2503.19786); file formats and names: `transformers`.
+//! arXiv:2503.19786); Devlin et al. 2018 (BERT, arXiv:1810.04805); Liu et al. 2019 (RoBERTa, arXiv:1907.11692);
+//! Warner et al. 2024 (ModernBERT, arXiv:2412.13663); file formats and names: `transformers`.
 #![deny(missing_docs)]
 
 mod activation;
@@ -78,12 +87,14 @@ mod causal_lm;
 mod checkpoint;
 mod config;
 mod decode_step;
+mod encoder;
 mod error;
 mod execution;
 mod gguf;
 mod gpt2;
 mod init;
 mod input;
+mod layer_norm;
 mod llama;
 mod loss;
 mod mask;
@@ -98,6 +109,11 @@ pub use causal_lm::{CausalLm, InitOptions};
 pub use checkpoint::{CheckpointProblems, LoadOptions, LoadProgress, Misshapen, SaveOptions};
 pub use config::{
     Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
+};
+pub use encoder::{
+    BaseHead, ClassifierHead, ClassifierPooling, Encoder, EncoderConfig, EncoderFamily,
+    EncoderHead, EncoderInput, EncoderModel, HeadKind, LoadReport, MaskedLm, MaskedLmHead, Pooling,
+    PoolingMode, ProblemType, SequenceClassifier,
 };
 pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};

@@ -5,6 +5,7 @@ use std::sync::{Mutex, MutexGuard, PoisonError};
 
 mod adapter;
 mod changed_inputs;
+mod classify;
 mod data_loading;
 mod end_of_text;
 mod finetune;
@@ -18,6 +19,10 @@ mod whole_run;
 #[allow(dead_code, reason = "its `main` is another program's")]
 #[path = "../../finetune.rs"]
 mod finetune_example;
+
+/// The example `classify`.
+#[path = "../../classify.rs"]
+mod classify_example;
 
 /// A lock: libtorch's generator, memory statistics and threads are global, so one test uses them at a time.
 fn alone() -> MutexGuard<'static, ()> {

@@ -2,7 +2,7 @@
 
 use tch::Tensor;
 
-use crate::{Batch, IGNORE_INDEX, Result, TokenizedExample};
+use crate::{Batch, IGNORE_INDEX, Result, TokenMasking, TokenizedExample};
 use overdrive_core::{check_option, check_positive};
 
 /// The layout of rows in a batch.
@@ -56,6 +56,55 @@ impl Default for RowLayout {
 /// have one label for each token, or `multiple_of` is 0; an error of libtorch if there is no memory for the
 /// tensors.
 pub fn collate<R: AsRef<[TokenizedExample]>>(rows: &[R], layout: RowLayout) -> Result<Batch> {
+    collate_rows(rows, layout, FirstLabel::Ignored)
+}
+
+/// Masks the tokens of records with their indices, and collates them as [`collate`] does. The first label of a
+/// sequence counts like every other: an encoder sees the tokens after it.
+///
+/// [`DataLoader::with_indices`](crate::DataLoader::with_indices) passes the epoch and the indices:
+///
+/// ```
+/// use overdrive_datasets::{RowLayout, TokenMasking, TokenMaskingOptions, collate_masked};
+///
+/// let all = TokenMaskingOptions { mlm_probability: 1.0, mask_replace_prob: 1.0, random_replace_prob: 0.0, seed: 0 };
+/// let masking = TokenMasking::new(4, 100, [1, 2], all)?;
+/// let rows = [(0, vec![8_i64, 9]), (1, vec![1, 7, 2])];
+/// let batch = collate_masked(&masking, 0, &rows, RowLayout::default())?;
+/// assert_eq!(batch.input_ids, tch::Tensor::from_slice2(&[[4_i64, 4, 0], [1, 4, 2]]));
+/// assert_eq!(batch.labels, tch::Tensor::from_slice2(&[[8_i64, 9, -100], [-100, 7, -100]]));
+/// assert_eq!(batch.label_count, 3);
+/// # Ok::<(), overdrive_datasets::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`collate`].
+pub fn collate_masked<T: AsRef<[i64]>>(
+    masking: &TokenMasking,
+    epoch: u64,
+    records: &[(usize, T)],
+    layout: RowLayout,
+) -> Result<Batch> {
+    let rows: Vec<TokenizedExample> = records
+        .iter()
+        .map(|(index, tokens)| masking.mask(epoch, *index as u64, tokens.as_ref()))
+        .collect();
+    collate_rows(&rows, layout, FirstLabel::Counted)
+}
+
+/// The use of the first label of a sequence.
+#[derive(Clone, Copy, PartialEq, Eq)]
+enum FirstLabel {
+    /// No token precedes it, so a causal model cannot predict it.
+    Ignored,
+    Counted,
+}
+
+fn collate_rows<R: AsRef<[TokenizedExample]>>(
+    rows: &[R],
+    layout: RowLayout,
+    first: FirstLabel,
+) -> Result<Batch> {
     let tokens = |row: &R| {
         row.as_ref()
             .iter()
@@ -75,7 +124,8 @@ pub fn collate<R: AsRef<[TokenizedExample]>>(rows: &[R], layout: RowLayout) -> R
     let mut host = HostBatch::with_capacity(count * width);
     for (number, row) in rows.iter().enumerate() {
         let row = row.as_ref();
-        row.iter().try_for_each(|sequence| host.append(sequence))?;
+        row.iter()
+            .try_for_each(|sequence| host.append(sequence, first))?;
         if let RowLayout::Padded { pad_token, .. } = layout {
             check_option(
                 row.len() <= 1,
@@ -121,7 +171,7 @@ impl HostBatch {
         self.id_range = (least.min(id), largest.max(id));
     }
 
-    fn append(&mut self, sequence: &TokenizedExample) -> Result<()> {
+    fn append(&mut self, sequence: &TokenizedExample, first: FirstLabel) -> Result<()> {
         let (tokens, labels) = (&sequence.input_ids, &sequence.labels);
         check_option(
             tokens.len() == labels.len(),
@@ -130,11 +180,15 @@ impl HostBatch {
             "one label for each token, IGNORE_INDEX for tokens that do not enter the loss",
         )?;
         // An empty sequence has no first label to ignore.
-        let Some((_, learned)) = labels.split_first() else {
-            return Ok(());
+        let learned = match (labels.split_first(), first) {
+            (None, _) => return Ok(()),
+            (Some((_, learned)), FirstLabel::Ignored) => learned,
+            (Some(_), FirstLabel::Counted) => labels,
         };
         self.input_ids.extend_from_slice(tokens);
-        self.labels.push(IGNORE_INDEX);
+        if first == FirstLabel::Ignored {
+            self.labels.push(IGNORE_INDEX);
+        }
         self.labels.extend_from_slice(learned);
         for &label in learned.iter().filter(|&&label| label != IGNORE_INDEX) {
             self.label_count += 1;

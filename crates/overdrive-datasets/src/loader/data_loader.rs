@@ -147,19 +147,47 @@ impl<T: Send + 'static> DataLoader<T> {
         B: BatchSampler + 'static,
         C: Fn(Vec<D::Item>) -> Result<T> + Send + Sync + 'static,
     {
+        let items =
+            |records: Vec<(usize, D::Item)>| records.into_iter().map(|(_, item)| item).collect();
+        Self::with_indices(
+            dataset,
+            batches,
+            move |_, records| collate(items(records)),
+            options,
+        )
+    }
+
+    /// Returns the loader of [`DataLoader::with`] whose `collate` receives the epoch, counted from 0, and each
+    /// record with its index in the dataset: for random changes that are a function of both, such as
+    /// [`collate_masked`](crate::collate_masked).
+    ///
+    /// # Errors
+    /// As [`DataLoader::with`].
+    pub fn with_indices<D, B, C>(
+        dataset: D,
+        batches: B,
+        collate: C,
+        options: DataLoaderOptions,
+    ) -> Result<Self>
+    where
+        D: Dataset + 'static,
+        B: BatchSampler + 'static,
+        C: Fn(u64, Vec<(usize, D::Item)>) -> Result<T> + Send + Sync + 'static,
+    {
         if options.num_workers > 0 {
             check_positive("prefetch_factor", options.prefetch_factor)?;
         }
         let log = Arc::new(ErrorLog::default());
         let errors = Arc::clone(&log);
-        let make = move |records: &[usize]| {
+        let make = move |epoch: u64, records: &[usize]| {
             let mut items = Vec::with_capacity(records.len());
             for &record in records {
-                items.extend(options.on_error.get(&dataset, record, &errors)?);
+                let item = options.on_error.get(&dataset, record, &errors)?;
+                items.extend(item.map(|item| (record, item)));
             }
             match items.is_empty() {
                 true => Ok(None),
-                false => collate(items).map(Some),
+                false => collate(epoch, items).map(Some),
             }
         };
         let source = Source {

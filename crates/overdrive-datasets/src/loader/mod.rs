@@ -14,7 +14,7 @@ mod workers;
 #[cfg(feature = "tch")]
 pub use batch::Batch;
 #[cfg(feature = "tch")]
-pub use collate::{RowLayout, collate};
+pub use collate::{RowLayout, collate, collate_masked};
 pub use data_loader::{DataLoader, Epoch, LoaderState, LoaderStats};
 #[cfg(feature = "tch")]
 pub use device_loader::{DeviceLoader, OnDevice};

@@ -20,9 +20,10 @@ const CHEAP: Duration = Duration::from_micros(100);
 /// The source of a loader's batches.
 pub(crate) struct Source<T> {
     pub(crate) batches: Box<dyn BatchSampler>,
-    /// The function that makes the batch of these records; it returns `None` if all of them were skipped.
+    /// The function that makes the batch of these records in an epoch; it returns `None` if all of them were
+    /// skipped.
     #[allow(clippy::type_complexity, reason = "one function, named by its field")]
-    pub(crate) make: Box<dyn Fn(&[usize]) -> Result<Option<T>> + Send + Sync>,
+    pub(crate) make: Box<dyn Fn(u64, &[usize]) -> Result<Option<T>> + Send + Sync>,
 }
 
 /// The next item in the stream of a loader.
@@ -41,7 +42,7 @@ impl<T> Source<T> {
                 return Next::EndOfEpoch;
             }
             let records = self.batches.batch(state.epoch, state.next_batch);
-            match (self.make)(&records) {
+            match (self.make)(state.epoch, &records) {
                 Ok(Some(batch)) => Next::Batch(Ok(batch)),
                 Ok(None) => Next::Nothing,
                 Err(error) => Next::Batch(Err(error)),

@@ -420,3 +420,38 @@ fn options_are_checked_and_unknown_names_refused() {
     );
     assert!(serde_json::from_str::<DataLoaderOptions>(r#"{"workers": 4}"#).is_err());
 }
+
+#[test]
+fn a_collate_function_may_depend_on_the_epoch_and_the_index_with_any_number_of_workers() {
+    let batches_of = |num_workers| {
+        let numbers = Numbers {
+            broken: vec![3],
+            ..Numbers::new(10)
+        };
+        let options = DataLoaderOptions {
+            shuffle: true,
+            on_error: ErrorPolicy::Skip,
+            ..options(4, num_workers)
+        };
+        let batches = options.batches(10).unwrap();
+        let collate = |epoch: u64, records: Vec<(usize, usize)>| {
+            assert!(records.iter().all(|(index, item)| index == item));
+            Ok((epoch, records))
+        };
+        let mut loader = DataLoader::with_indices(numbers, batches, collate, options).unwrap();
+        let mut all = Vec::new();
+        for epoch in 0..3 {
+            for batch in loader.epoch() {
+                let (own, records) = batch.unwrap();
+                assert_eq!(own, epoch);
+                all.push(records);
+            }
+        }
+        all
+    };
+    let alone = batches_of(0);
+    assert_eq!(alone, batches_of(3));
+    let records: Vec<usize> = alone.concat().into_iter().map(|(index, _)| index).collect();
+    assert_eq!(records.len(), 27);
+    assert!(!records.contains(&3));
+}

@@ -79,7 +79,7 @@ pub enum LayerType {
 }
 
 impl LayerType {
-    pub(super) fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             LayerType::Full => "full_attention",
             LayerType::Sliding => "sliding_attention",
@@ -88,7 +88,7 @@ impl LayerType {
 }
 
 /// Reads `layer_types`.
-pub(super) fn layer_types(value: &Value) -> Result<Vec<LayerType>> {
+pub(crate) fn layer_types(value: &Value) -> Result<Vec<LayerType>> {
     let names = value
         .as_array()
         .ok_or_else(|| bad("layer_types", value, "a list of names"))?;

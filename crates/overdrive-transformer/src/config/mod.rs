@@ -16,12 +16,13 @@ use serde_json::{Map, Value};
 use crate::parameters::ParameterSpec;
 use crate::{Error, Result};
 
+pub(crate) use family::layer_types;
 pub use family::{LayerType, LlamaFamily};
-pub(crate) use fields::Fields;
+pub(crate) use fields::{Fields, bad};
 pub use gpt2::Gpt2Config;
 pub use llama::LlamaConfig;
 pub use rope_scaling::{LongRope, RopeScaling, Yarn};
-pub(crate) use sizes::{check_layers, check_layers_of_files};
+pub(crate) use sizes::{check_layers, check_layers_of_files, check_parameters, check_size};
 
 /// The architecture and sizes of a model, as in `config.json`.
 ///
@@ -291,7 +292,7 @@ impl From<Gpt2Config> for ModelConfig {
 }
 
 /// Removes the keys that every save sets itself from the unknown ones.
-fn without_written_keys(mut map: Map<String, Value>) -> Map<String, Value> {
+pub(crate) fn without_written_keys(mut map: Map<String, Value>) -> Map<String, Value> {
     // A value of an older save would contradict the one that is written.
     for key in [
         "architectures",

@@ -18,7 +18,7 @@ const MAX_PARAMETERS: i128 = i64::MAX as i128 / 8;
 const LISTED_LAYERS: i64 = 128;
 
 /// Checks that a size is positive and at most [`MAX_SIZE`].
-pub(super) fn check_size(key: &str, size: i64) -> Result<()> {
+pub(crate) fn check_size(key: &str, size: i64) -> Result<()> {
     if size <= 0 {
         return Err(bad(key, &size.into(), "a positive integer"));
     }
@@ -54,7 +54,7 @@ pub(crate) fn check_layers_of_files((key, layers): (&str, i64), tensors: usize) 
 }
 
 /// Checks that the parameters of checked sizes can be counted in bytes.
-pub(super) fn check_parameters(parameters: i128, keys: &str) -> Result<()> {
+pub(crate) fn check_parameters(parameters: i128, keys: &str) -> Result<()> {
     if parameters <= MAX_PARAMETERS {
         return Ok(());
     }

@@ -1,0 +1,237 @@
+//! Texts with the classes that they belong to.
+
+use std::path::Path;
+
+use overdrive_core::{Error as CommonError, check_option};
+use serde_json::{Map, Value};
+
+use crate::{CsvOptions, CsvRecords, Dataset, JsonOptions, JsonRecords, Permutation, Result};
+
+/// The texts of a file with the class of each, in memory: the data of a sequence classifier.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct LabeledTexts {
+    /// The texts.
+    pub texts: Vec<String>,
+    /// The class of each text, an index into `labels`.
+    pub classes: Vec<i64>,
+    /// The names of the classes: numbers in their order, other names in that of the alphabet.
+    pub labels: Vec<String>,
+}
+
+impl LabeledTexts {
+    /// Reads the columns `text` and `label` of a CSV, TSV, JSON or JSON Lines file; the name's ending says which. A
+    /// label is a string, a number or a boolean. `labels` are the classes of a model that is given; `None` takes
+    /// those of the file.
+    ///
+    /// ```
+    /// use overdrive_datasets::LabeledTexts;
+    /// # let dir = tempfile::tempdir().unwrap();
+    /// # let path = dir.path().join("rows.csv");
+    /// std::fs::write(&path, "text,label\n\"Well, hello\",greeting\nSee you,farewell\n").unwrap();
+    /// let data = LabeledTexts::open(&path, "text", "label", None)?;
+    /// assert_eq!(data.labels, ["farewell", "greeting"]);
+    /// assert_eq!((&*data.texts[0], data.classes[0]), ("Well, hello", 1));
+    /// # Ok::<(), overdrive_datasets::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// Returns an error if the file cannot be read, a row lacks a column, or a label is not one of `labels`.
+    pub fn open(
+        path: impl AsRef<Path>,
+        text: &str,
+        label: &str,
+        labels: Option<&[String]>,
+    ) -> Result<Self> {
+        let path = path.as_ref();
+        let is = |ending: &str| {
+            path.extension()
+                .is_some_and(|own| own.eq_ignore_ascii_case(ending))
+        };
+        let rows = match ["csv", "tsv", "tab"].into_iter().any(is) {
+            true => csv_rows(path, text, label)?,
+            false => json_rows(path, text, label)?,
+        };
+        let expected = "a file with at least one row";
+        check_option(!rows.is_empty(), "data", path.display(), expected)?;
+        let labels = match labels {
+            Some(labels) => labels.to_vec(),
+            None => names(rows.iter().map(|(_, label)| label.as_str())),
+        };
+        let (mut texts, mut classes) = (Vec::new(), Vec::new());
+        for (text, own) in rows {
+            let class = labels
+                .iter()
+                .position(|label| *label == own)
+                .ok_or_else(|| {
+                    let expected = format!("one of {}", labels.join(", "));
+                    CommonError::option(label.to_owned(), own, expected)
+                })?;
+            texts.push(text);
+            classes.push(class as i64);
+        }
+        Ok(Self {
+            texts,
+            classes,
+            labels,
+        })
+    }
+
+    /// Returns the number of texts.
+    pub fn len(&self) -> usize {
+        self.texts.len()
+    }
+
+    /// Returns `true` if there is no text.
+    pub fn is_empty(&self) -> bool {
+        self.texts.is_empty()
+    }
+
+    /// Returns the indices of the texts to train on, and of the share `held_out` (in 0..1) of all texts to test
+    /// with, at least one of each. They are a function of the seed and the number of texts.
+    ///
+    /// # Errors
+    /// Returns an error for a share out of its range, or fewer than two texts.
+    pub fn split(&self, held_out: f64, seed: u64) -> Result<(Vec<usize>, Vec<usize>)> {
+        check_option(
+            (0.0..1.0).contains(&held_out),
+            "held_out",
+            held_out,
+            "in 0..1",
+        )?;
+        let len = self.len();
+        check_option(
+            len >= 2,
+            "data",
+            format!("{len} rows"),
+            "at least two, to train and to test",
+        )?;
+        let tested = ((len as f64 * held_out).round() as usize).clamp(1, len - 1);
+        let order = Permutation::new(len, seed, 0);
+        let mut order: Vec<usize> = (0..len).map(|position| order.apply(position)).collect();
+        let train = order.split_off(tested);
+        Ok((train, order))
+    }
+}
+
+/// Returns the different names in their order.
+fn names<'a>(all: impl Iterator<Item = &'a str>) -> Vec<String> {
+    let mut names: Vec<&str> = all.collect();
+    names.sort_unstable();
+    names.dedup();
+    let number = |name: &&str| name.parse::<i64>().ok();
+    if names.iter().all(|name| number(name).is_some()) {
+        names.sort_by_key(number);
+    }
+    names.into_iter().map(str::to_owned).collect()
+}
+
+fn csv_rows(path: &Path, text: &str, label: &str) -> Result<Vec<(String, String)>> {
+    let records = CsvRecords::open([path], &CsvOptions::default())?;
+    let columns = records.columns();
+    for column in [text, label] {
+        check_option(
+            columns.position(column).is_some(),
+            "column",
+            column,
+            format!(
+                "one of {}, the columns of {}",
+                columns.names().join(", "),
+                path.display()
+            ),
+        )?;
+    }
+    (0..records.len())
+        .map(|index| {
+            let row = records.get(index)?;
+            let field = |column| row.get(column).unwrap_or_default().to_owned();
+            Ok((field(text), field(label).trim().to_owned()))
+        })
+        .collect()
+}
+
+fn json_rows(path: &Path, text: &str, label: &str) -> Result<Vec<(String, String)>> {
+    let records = JsonRecords::<Map<String, Value>>::open([path], &JsonOptions::default())?;
+    (0..records.len())
+        .map(|index| {
+            let row = records.get(index)?;
+            let field = |column: &str| match row.get(column) {
+                Some(Value::String(text)) => Ok(text.clone()),
+                Some(value @ (Value::Number(_) | Value::Bool(_))) => Ok(value.to_string()),
+                other => {
+                    let found = other.map_or("missing".to_owned(), Value::to_string);
+                    let expected = format!("a string, a number or a boolean in row {}", index + 1);
+                    Err(CommonError::option(column.to_owned(), found, expected))
+                }
+            };
+            Ok((field(text)?, field(label)?))
+        })
+        .collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn open(name: &str, content: &str, labels: Option<&[String]>) -> Result<LabeledTexts> {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        std::fs::write(&path, content).unwrap();
+        LabeledTexts::open(&path, "text", "label", labels)
+    }
+
+    #[test]
+    fn labels_are_the_names_of_the_file_in_order_or_those_of_a_model() {
+        let json = "{\"text\": \"a\", \"label\": 10}\n{\"text\": \"b\", \"label\": 9}\n";
+        let data = open("rows.jsonl", json, None).unwrap();
+        assert_eq!(data.labels, ["9", "10"]);
+        assert_eq!(data.classes, [1, 0]);
+        let words = open("rows.tsv", "label\ttext\nspam\tx\nham\ty\nspam\tz\n", None).unwrap();
+        assert_eq!(
+            (words.labels.join(" "), words.classes),
+            ("ham spam".to_owned(), vec![1, 0, 1])
+        );
+        let own = ["yes".to_owned(), "no".to_owned()];
+        let data = open("rows.csv", "text,label\nx,no\n", Some(&own)).unwrap();
+        assert_eq!((data.labels, data.classes), (own.to_vec(), vec![1]));
+    }
+
+    #[test]
+    fn rows_that_do_not_fit_are_refused_with_what_is_allowed() {
+        let message =
+            |name, content: &str, labels| open(name, content, labels).unwrap_err().to_string();
+        let column = message("rows.csv", "title,label\nx,1\n", None);
+        assert!(
+            column.starts_with("`column` is text; it must be one of title, label"),
+            "{column}"
+        );
+        let own = ["yes".to_owned()];
+        let label = message("rows.csv", "text,label\nx,no\n", Some(&own));
+        assert_eq!(label, "`label` is no; it must be one of yes");
+        let missing = message("rows.jsonl", "{\"text\": \"x\"}\n", None);
+        assert_eq!(
+            missing,
+            "`label` is missing; it must be a string, a number or a boolean in row 1"
+        );
+        assert!(message("rows.csv", "text,label\n", None).contains("at least one row"));
+    }
+
+    #[test]
+    fn a_split_keeps_every_text_once_and_is_a_function_of_its_seed() {
+        let content: String = (0..10).map(|row| format!("{row},{}\n", row % 2)).collect();
+        let data = open("rows.csv", &format!("text,label\n{content}"), None).unwrap();
+        let (train, test) = data.split(0.3, 1).unwrap();
+        assert_eq!((train.len(), test.len()), (7, 3));
+        let mut all = [train.clone(), test.clone()].concat();
+        all.sort_unstable();
+        assert_eq!(all, (0..10).collect::<Vec<_>>());
+        assert_eq!(data.split(0.3, 1).unwrap(), (train.clone(), test));
+        assert_ne!(data.split(0.3, 2).unwrap().0, train);
+        assert_eq!(data.split(0.0, 1).unwrap().1.len(), 1);
+        assert!(
+            data.split(1.0, 1)
+                .unwrap_err()
+                .to_string()
+                .starts_with("`held_out` is 1")
+        );
+    }
+}

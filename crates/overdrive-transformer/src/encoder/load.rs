@@ -1,0 +1,106 @@
+//! The tensors of a model: initial ones, and those of a checkpoint.
+
+use std::collections::HashMap;
+use std::path::Path;
+
+use tch::{Kind, Tensor};
+
+use super::layout::Layout;
+use super::parameters::parameters;
+use super::{EncoderConfig, EncoderFamily, HeadKind, LoadReport};
+use crate::checkpoint::{self, CheckpointConfig};
+use crate::init::initialise;
+use crate::parameters::{ModelTensors, ParameterRole, allocate};
+use crate::{InitOptions, LoadOptions, ParameterSpec, Result};
+
+/// Returns the parameters of a new model.
+pub(super) fn initial(
+    config: &EncoderConfig,
+    kind: HeadKind,
+    options: &InitOptions,
+) -> Result<ModelTensors> {
+    let (specs, layout) = (parameters(config, kind), Layout::new(config, kind));
+    let kinds = vec![options.kind; specs.len()];
+    let dense = allocate(specs.clone(), &kinds, options.device, &layout.adjacent())?;
+    initialise(&dense, &specs, options.seed)?;
+    for ((_, tensor), spec) in dense.iter().zip(&specs) {
+        clear_padding(config, spec, tensor)?;
+    }
+    Ok(ModelTensors {
+        parameters: dense,
+        ..ModelTensors::default()
+    })
+}
+
+/// Sets the vector of padding to zeros, as in transformers: it never gets a gradient.
+fn clear_padding(config: &EncoderConfig, spec: &ParameterSpec, tensor: &Tensor) -> Result<()> {
+    let positions = spec.name.ends_with(".position_embeddings.weight");
+    let padded = spec.role == ParameterRole::Embedding
+        || (positions && config.family == EncoderFamily::Roberta);
+    if let (Some(pad), true) = (config.pad_token_id, padded) {
+        let _same = tensor.f_detach()?.f_select(0, pad)?.f_zero_()?;
+    }
+    Ok(())
+}
+
+/// Reads the parameters from a folder, and initializes those of the head that it lacks.
+pub(super) fn read(
+    dir: &Path,
+    config: &EncoderConfig,
+    kind: HeadKind,
+    options: &LoadOptions,
+    seed: u64,
+) -> Result<(ModelTensors, LoadReport)> {
+    let layout = Layout::new(config, kind);
+    let mut parts = checkpoint::read(dir, &layout, options)?;
+    let mut held: HashMap<String, Tensor> = parts.parameters.drain(..).collect();
+    let specs = parameters(config, kind);
+    let quantized = |spec: &ParameterSpec| {
+        // The bias of a quantized layer is a dense parameter.
+        !spec.is_bias() && parts.quantized.contains_key(spec.module())
+    };
+    let missing = |spec: &&ParameterSpec| !held.contains_key(&spec.name) && !quantized(spec);
+    let missing: Vec<ParameterSpec> = specs.iter().filter(missing).cloned().collect();
+    let first = specs.iter().find_map(|spec| held.get(&spec.name));
+    let dtype = options
+        .kind
+        .or(first.map(Tensor::kind))
+        .unwrap_or(Kind::Float);
+    let made = allocate(
+        missing.clone(),
+        &vec![dtype; missing.len()],
+        options.device,
+        &[],
+    )?;
+    initialise(&made, &missing, seed)?;
+    held.extend(made);
+    let report = LoadReport {
+        initialized: missing.into_iter().map(|spec| spec.name).collect(),
+        unused: layout.into_unused(),
+    };
+    log(dir, &report);
+    parts.parameters = specs
+        .iter()
+        .filter_map(|spec| held.remove_entry(&spec.name))
+        .collect();
+    Ok((parts, report))
+}
+
+fn log(dir: &Path, report: &LoadReport) {
+    if !report.initialized.is_empty() {
+        tracing::warn!(
+            "{} parameters are not in {} and have initial values; train the model before you use it: {}",
+            report.initialized.len(),
+            dir.display(),
+            report.initialized.join(", ")
+        );
+    }
+    if !report.unused.is_empty() {
+        tracing::info!(
+            "{} tensors of {} are not used by this head: {}",
+            report.unused.len(),
+            dir.display(),
+            report.unused.join(", ")
+        );
+    }
+}

@@ -1,0 +1,69 @@
+//! Bidirectional encoders: BERT, RoBERTa and ModernBERT with their heads.
+
+mod attend;
+mod backbone;
+mod config;
+mod config_json;
+mod head;
+mod input;
+mod layout;
+mod load;
+mod model;
+mod parameters;
+mod pooling;
+mod quantize;
+
+pub use config::{ClassifierPooling, EncoderConfig, EncoderFamily, ProblemType};
+pub use head::{EncoderModel, MaskedLm, SequenceClassifier};
+pub use input::EncoderInput;
+pub use model::{Encoder, LoadReport};
+pub use pooling::{Pooling, PoolingMode};
+
+/// The head of an encoder.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub enum HeadKind {
+    /// No head but BERT's and RoBERTa's pooler: `BertModel`.
+    Base,
+    /// Logits of the vocabulary: `BertForMaskedLM`.
+    MaskedLm,
+    /// Logits of classes: `BertForSequenceClassification`.
+    Classifier,
+}
+
+/// The type of a head, by which the compiler tells [`MaskedLm`], [`SequenceClassifier`] and [`EncoderModel`] apart.
+pub trait EncoderHead: sealed::Sealed + std::fmt::Debug {
+    /// The head.
+    const KIND: HeadKind;
+}
+
+/// The type of [`HeadKind::Base`].
+#[derive(Debug)]
+pub enum BaseHead {}
+
+/// The type of [`HeadKind::MaskedLm`].
+#[derive(Debug)]
+pub enum MaskedLmHead {}
+
+/// The type of [`HeadKind::Classifier`].
+#[derive(Debug)]
+pub enum ClassifierHead {}
+
+impl EncoderHead for BaseHead {
+    const KIND: HeadKind = HeadKind::Base;
+}
+
+impl EncoderHead for MaskedLmHead {
+    const KIND: HeadKind = HeadKind::MaskedLm;
+}
+
+impl EncoderHead for ClassifierHead {
+    const KIND: HeadKind = HeadKind::Classifier;
+}
+
+mod sealed {
+    pub trait Sealed {}
+    impl Sealed for super::BaseHead {}
+    impl Sealed for super::MaskedLmHead {}
+    impl Sealed for super::ClassifierHead {}
+}

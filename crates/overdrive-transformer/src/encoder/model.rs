@@ -1,0 +1,332 @@
+use std::marker::PhantomData;
+use std::path::Path;
+
+use overdrive_nn::{AdapterHost, AdapterState, Linear, LinearWeight};
+use overdrive_quantization::QuantizedWeight;
+use tch::{Device, Kind, Tensor};
+
+use super::backbone::Backbone;
+use super::head::Head;
+use super::input::Rows;
+use super::layout::Layout;
+use super::parameters::{head_names, own_prefix, parameters};
+use super::{EncoderConfig, EncoderHead, EncoderInput, load};
+use crate::checkpoint::{self, CheckpointConfig, Contents};
+use crate::parameters::{ModelTensors, ParameterMap, ParameterRole};
+use crate::projections::visit_linear;
+use crate::{Execution, InitOptions, LoadOptions, ParameterSpec, Result, SaveOptions};
+
+/// The differences between a checkpoint and the model that was read from it.
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+#[non_exhaustive]
+pub struct LoadReport {
+    /// The parameters of the head that no file holds; they have initial values and should be trained.
+    pub initialized: Vec<String>,
+    /// The tensors of the files that the model has no use for, such as another head.
+    pub unused: Vec<String>,
+}
+
+/// A bidirectional encoder with a head: [`MaskedLm`](crate::MaskedLm),
+/// [`SequenceClassifier`](crate::SequenceClassifier) or [`EncoderModel`](crate::EncoderModel).
+///
+/// Parameters keep the names, shapes and order that they have in transformers. The three types share everything but
+/// their outputs, and a checkpoint of one can be read as another: parameters that it lacks get initial values, which
+/// [`Encoder::load_report`] lists.
+#[derive(Debug)]
+pub struct Encoder<H: EncoderHead> {
+    config: EncoderConfig,
+    /// The dense parameters.
+    parameters: Vec<(String, Tensor)>,
+    pub(super) backbone: Backbone,
+    pub(super) head: Head,
+    pub(super) execution: Execution,
+    training: bool,
+    adapter_state: AdapterState,
+    report: LoadReport,
+    kind: PhantomData<fn() -> H>,
+}
+
+impl<H: EncoderHead> Encoder<H> {
+    /// Makes a model with random parameters, initialized as in transformers: normal with the configuration's
+    /// `initializer_range` (ModernBERT: truncated, and scaled by depth where a layer writes to the residual stream),
+    /// norms 1, biases and the vector of padding 0. No parameter requires a gradient yet.
+    ///
+    /// # Errors
+    /// [`Error::Common`](crate::Error::Common) or [`Error::Unsupported`](crate::Error::Unsupported) for an
+    /// inconsistent configuration; an error of libtorch when memory runs out.
+    pub fn new(config: &EncoderConfig, options: &InitOptions) -> Result<Self> {
+        config.validate()?;
+        let parts = load::initial(config, H::KIND, options)?;
+        Encoder::from_tensors(config, parts, LoadReport::default())
+    }
+
+    /// Reads a model from a Hugging Face folder: `config.json` and `model.safetensors` (or shards).
+    ///
+    /// It reads checkpoints of any of transformers' classes of the family, with and without the prefix of a model
+    /// with a head, and with the names `gamma` and `beta` of old ones. Parameters of the head that the checkpoint
+    /// lacks are initialized (with the seed 0) and logged, and so are tensors without a use.
+    ///
+    /// # Errors
+    /// As [`CausalLm::from_pretrained`](crate::CausalLm::from_pretrained).
+    pub fn from_pretrained(dir: impl AsRef<Path>, options: &LoadOptions) -> Result<Self> {
+        let config = EncoderConfig::from_dir(dir.as_ref())?;
+        Encoder::from_pretrained_with(dir, &config, options, 0)
+    }
+
+    /// Reads a model with another configuration than the folder's, for example with the classes of a task:
+    ///
+    /// ```no_run
+    /// // A folder of the Hub is needed.
+    /// use overdrive_transformer::{EncoderConfig, SequenceClassifier};
+    /// # fn main() -> Result<(), overdrive_transformer::Error> {
+    /// let config = EncoderConfig::from_dir("bert-base-uncased")?.with_labels(&["ham", "spam"]);
+    /// let seed = 1; // of the parameters that the checkpoint lacks
+    /// let model = SequenceClassifier::from_pretrained_with(
+    ///     "bert-base-uncased", &config, &Default::default(), seed,
+    /// )?;
+    /// assert!(model.load_report().initialized.contains(&"classifier.weight".to_owned()));
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// As [`Encoder::from_pretrained`].
+    pub fn from_pretrained_with(
+        dir: impl AsRef<Path>,
+        config: &EncoderConfig,
+        options: &LoadOptions,
+        seed: u64,
+    ) -> Result<Self> {
+        config.validate()?;
+        let (parts, report) = load::read(dir.as_ref(), config, H::KIND, options, seed)?;
+        Encoder::from_tensors(config, parts, report)
+    }
+
+    /// Writes a folder that transformers' `from_pretrained` loads: `config.json` and `model.safetensors` (or
+    /// shards). Copy the tokenizer's files beside them.
+    ///
+    /// # Errors
+    /// As [`CausalLm::save_pretrained`](crate::CausalLm::save_pretrained).
+    pub fn save_pretrained(&self, dir: impl AsRef<Path>, options: &SaveOptions) -> Result<()> {
+        let layout = Layout::new(&self.config, H::KIND);
+        let mut contents = Contents {
+            config: &layout,
+            dense: self.named_parameters(),
+            quantized: Default::default(),
+            kind: self.kind(),
+            generation: None,
+        };
+        self.for_each_quantized(&mut |name, weight| {
+            contents
+                .quantized
+                .insert(name.to_owned(), weight.shallow_clone());
+        });
+        checkpoint::write(dir.as_ref(), &contents, options)
+    }
+
+    fn from_tensors(
+        config: &EncoderConfig,
+        parts: ModelTensors,
+        report: LoadReport,
+    ) -> Result<Self> {
+        // A shallow clone is the same tensor: its gradient and its flags are shared.
+        let share = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
+        let dense = parts.parameters.iter().map(share).collect();
+        let mut map = ParameterMap::new(parts);
+        let backbone = Backbone::take(&mut map, config, own_prefix(config, H::KIND))?;
+        let head = Head::take(&mut map, config, H::KIND, &backbone.embedding)?;
+        Ok(Encoder {
+            config: config.clone(),
+            parameters: dense,
+            backbone,
+            head,
+            execution: Execution::default(),
+            training: false,
+            adapter_state: AdapterState::default(),
+            report,
+            kind: PhantomData,
+        })
+    }
+
+    /// Computes the hidden states `(B, T, C)` of the last layer, in the dtype of the parameters (under autocast in
+    /// its dtype). Those of padding are zeros.
+    ///
+    /// # Errors
+    /// [`Error::Common`](crate::Error::Common) for shapes that do not fit,
+    /// [`Error::ContextExceeded`](crate::Error::ContextExceeded), and errors of libtorch.
+    pub fn hidden_states(&self, input: EncoderInput<'_>) -> Result<Tensor> {
+        let (rows, hidden) = self.computed(input)?;
+        rows.padded(hidden)
+    }
+
+    /// Computes the hidden states of the tokens that are not padding, and returns them with their arrangement.
+    pub(super) fn computed(&self, input: EncoderInput<'_>) -> Result<(Rows, Tensor)> {
+        if self.config.is_modern() && input.token_type_ids.is_some() {
+            let expected = "unset: ModernBERT has no types of tokens";
+            return Err(overdrive_core::Error::option("token_type_ids", "set", expected).into());
+        }
+        let rows = input.rows(&self.config)?;
+        let hidden = self
+            .backbone
+            .forward(&rows, &self.execution, self.training)?;
+        Ok((rows, hidden))
+    }
+
+    /// Returns the dropout before the classifier, 0 outside of training.
+    pub(super) fn classifier_dropout(&self) -> f64 {
+        match self.training {
+            true => self.config.dropout_of_classifier(),
+            false => 0.0,
+        }
+    }
+
+    /// Returns all dense parameters with their Hugging Face names, in the order of transformers'
+    /// `named_parameters`, without quantized weights and adapters. A tied output layer is not listed. The tensors
+    /// share the model's storage, gradients and flags.
+    pub fn named_parameters(&self) -> Vec<(String, Tensor)> {
+        let share = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
+        self.parameters.iter().map(share).collect()
+    }
+
+    /// Removes a dense parameter from the list.
+    pub(super) fn take_dense(&mut self, name: &str) -> Option<Tensor> {
+        let index = self.parameters.iter().position(|(own, _)| own == name)?;
+        Some(self.parameters.remove(index).1)
+    }
+
+    /// Returns every parameter of the configuration.
+    pub(super) fn specs(&self) -> Vec<ParameterSpec> {
+        parameters(&self.config, H::KIND)
+    }
+
+    /// Returns the module of the output layer that shares the weight of the embedding, if one does.
+    pub(super) fn tied_head(&self) -> Option<&'static str> {
+        Layout::new(&self.config, H::KIND).tied_head()
+    }
+
+    /// Returns the number of elements of all parameters, quantized ones included and adapters not.
+    pub fn num_parameters(&self) -> i64 {
+        self.specs().iter().map(ParameterSpec::numel).sum()
+    }
+
+    /// Returns `true` if any weight is quantized.
+    pub fn is_quantized(&self) -> bool {
+        let mut any = false;
+        self.for_each_quantized(&mut |_, _| any = true);
+        any
+    }
+
+    /// Lends each quantized weight with the name of its module; a table that the output layer shares comes once.
+    pub(super) fn for_each_quantized(&self, see: &mut dyn FnMut(&str, &QuantizedWeight)) {
+        let table = self.backbone.embedding.quantized_table();
+        if let Some(table) = table {
+            let specs = self.specs();
+            let embedding = specs
+                .iter()
+                .find(|spec| spec.role == ParameterRole::Embedding);
+            see(embedding.map_or("", ParameterSpec::module), table);
+        }
+        let mut see = |linear: &Linear| {
+            if let LinearWeight::Quantized(weight) = linear.weight()
+                && !table.is_some_and(|table| table.shares_storage_with(weight))
+            {
+                see(linear.name(), weight);
+            }
+        };
+        self.backbone.for_each_linear(&mut see);
+        self.head.linears().for_each(see);
+    }
+
+    /// Makes every dense parameter require a gradient, or not.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn set_requires_grad(&self, requires_grad: bool) -> Result<()> {
+        for (_, tensor) in &self.parameters {
+            // The flag belongs to the tensor that all shallow clones share.
+            let _same = tensor.f_set_requires_grad(requires_grad)?;
+        }
+        Ok(())
+    }
+
+    /// Switches training mode, in which the dropouts of the configuration and of adapters apply, on or off. It is
+    /// off at first. Dropout draws from libtorch's generator: [`tch::manual_seed`] repeats it.
+    ///
+    /// # Errors
+    /// [`overdrive_nn::Error::InUse`] while a checkpointed graph holds the blocks.
+    pub fn set_training(&mut self, training: bool) -> Result<()> {
+        // The visit fails while a graph holds the blocks; a call that changes nothing must not.
+        if training != self.training {
+            self.visit_linears(&mut |_, linear| {
+                linear.set_training(training);
+                Ok(())
+            })?;
+            self.training = training;
+        }
+        Ok(())
+    }
+
+    /// Selects the implementations that compute the model.
+    pub fn set_execution(&mut self, execution: Execution) {
+        self.execution = execution;
+    }
+
+    /// Returns the configuration.
+    pub fn config(&self) -> &EncoderConfig {
+        &self.config
+    }
+
+    /// Returns the parameters that the checkpoint lacked, and its tensors without a use.
+    pub fn load_report(&self) -> &LoadReport {
+        &self.report
+    }
+
+    /// Returns the module of the output layer, such as `classifier`: with LoRA it is trained as a whole
+    /// (`modules_to_save`). A model without a head has none.
+    pub fn output_module(&self) -> Option<&'static str> {
+        head_names(self.config.family, H::KIND).output
+    }
+
+    /// Returns the device of the parameters.
+    pub fn device(&self) -> Device {
+        self.backbone.embedding.device()
+    }
+
+    /// Returns the dtype of the dense parameters.
+    pub fn kind(&self) -> Kind {
+        self.backbone.embedding.kind()
+    }
+}
+
+/// Lends every linear layer under the name of its module in transformers, those of the head last.
+impl<H: EncoderHead> AdapterHost for Encoder<H> {
+    fn visit_linears(
+        &mut self,
+        visit: &mut dyn FnMut(&str, &mut Linear) -> overdrive_nn::Result<()>,
+    ) -> overdrive_nn::Result<()> {
+        self.backbone.visit(visit)?;
+        self.head
+            .linears_mut()
+            .try_for_each(|linear| visit_linear(linear, visit))
+    }
+
+    fn visit_parameters(
+        &mut self,
+        visit: &mut dyn FnMut(&str, &mut Tensor) -> overdrive_nn::Result<()>,
+    ) -> overdrive_nn::Result<()> {
+        self.backbone.visit_parameters(visit)?;
+        let names = head_names(self.config.family, H::KIND);
+        match (self.head.norm_mut(), names.norm) {
+            (Some(norm), Some(name)) => norm.visit_parameters(name, visit),
+            _ => Ok(()),
+        }
+    }
+
+    fn adapter_state(&mut self) -> Option<&mut AdapterState> {
+        Some(&mut self.adapter_state)
+    }
+
+    fn head(&self) -> Option<&str> {
+        self.output_module()
+    }
+}

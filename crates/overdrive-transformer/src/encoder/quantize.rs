@@ -1,0 +1,51 @@
+use overdrive_nn::{AdapterHost, Embedding, LinearWeight};
+
+use super::EncoderHead;
+use super::model::Encoder;
+use crate::parameters::ParameterRole;
+use crate::quantize::quantize_parameter;
+use crate::{QuantizeOptions, Result};
+
+impl<H: EncoderHead> Encoder<H> {
+    /// Quantizes the model in place, layer by layer: each dense weight is freed when its quantized form exists. The
+    /// classifier, or the output layer of a masked language model with the embedding that it shares, is quantized
+    /// by [`QuantizeOptions::head`] only. To load a checkpoint without ever having all of it in memory, see
+    /// [`LoadOptions::quantization`](crate::LoadOptions::quantization).
+    ///
+    /// # Errors
+    /// [`Error::Quantization`](crate::Error::Quantization) for a weight that does not fit the scheme or is not
+    /// finite; [`overdrive_nn::Error::InUse`] while a graph needs the weights.
+    pub fn quantize(&mut self, options: &QuantizeOptions) -> Result<()> {
+        let tied = self.tied_head();
+        for spec in self.specs() {
+            let Some(scheme) = options.scheme_of(&spec, tied.is_some()) else {
+                continue;
+            };
+            let Some(dense) = self.take_dense(&spec.name) else {
+                // The weight is quantized already.
+                continue;
+            };
+            let weight = quantize_parameter(&dense, &spec, scheme)?;
+            drop(dense);
+            let wanted = match (spec.role, tied) {
+                (ParameterRole::Embedding, Some(head)) => {
+                    let kind = self.kind();
+                    let table = Embedding::quantized(weight.shallow_clone(), kind)?;
+                    self.backbone.embedding = table;
+                    head
+                }
+                _ => spec.module(),
+            };
+            let mut weight = Some(weight);
+            self.visit_linears(&mut |name, linear| {
+                if name == wanted
+                    && let Some(weight) = weight.take()
+                {
+                    let _dense = linear.replace_weight(LinearWeight::Quantized(weight));
+                }
+                Ok(())
+            })?;
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,218 @@
+//! The example `classify` learns from a file, from scratch and from a folder, and writes one that transformers loads.
+
+use std::fs;
+use std::path::Path;
+use std::process::Command;
+
+use clap::Parser;
+use overdrive::datasets::{
+    DataLoader, DataLoaderOptions, Dataset, RowLayout, TokenMasking, TokenMaskingOptions,
+    collate_masked,
+};
+use overdrive::optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
+use overdrive::transformer::{
+    EncoderConfig, EncoderFamily, EncoderInput, InitOptions, MaskedLm, SequenceClassifier,
+};
+
+use crate::alone;
+use crate::classify_example::{Flags, run};
+
+/// Writes 240 sentences whose verb decides the label.
+fn write_data(path: &Path) {
+    let good = ["loved", "enjoyed", "praised", "admired"];
+    let bad = ["hated", "disliked", "mocked", "left"];
+    let things = [
+        "the film",
+        "this book",
+        "that song",
+        "our meal",
+        "the play",
+        "her talk",
+    ];
+    let people = ["We", "They", "My friends", "Most people", "The critics"];
+    let mut text = "text,label\n".to_owned();
+    for (verbs, label) in [(good, "good"), (bad, "bad")] {
+        for verb in verbs {
+            for thing in things {
+                for who in people {
+                    text += &format!("\"{who} {verb} {thing}, as you know.\",{label}\n");
+                }
+            }
+        }
+    }
+    fs::write(path, text).unwrap();
+}
+
+fn flags(data: &Path, out: &Path, more: &[&str]) -> Flags {
+    let paths = [
+        "--data",
+        data.to_str().unwrap(),
+        "--out",
+        out.to_str().unwrap(),
+    ];
+    Flags::parse_from(["classify"].iter().chain(&paths).chain(more))
+}
+
+#[test]
+fn a_classifier_learns_from_scratch_and_by_lora_and_transformers_agrees() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let (data, first) = (dir.path().join("rows.csv"), dir.path().join("first"));
+    write_data(&data);
+    let accuracy = run(&flags(&data, &first, &["--epochs", "6"])).unwrap();
+    assert!(accuracy > 0.95, "{accuracy}");
+    // The same flags give the same weights.
+    let again = dir.path().join("again");
+    assert_eq!(
+        run(&flags(&data, &again, &["--epochs", "6"])).unwrap(),
+        accuracy
+    );
+    let weights = |out: &Path| fs::read(out.join("model.safetensors")).unwrap();
+    assert!(weights(&first) == weights(&again));
+    let config = EncoderConfig::from_dir(&first).unwrap();
+    assert_eq!(config.id2label, ["bad", "good"]);
+
+    // The folder is a model that LoRA starts from, and what it writes is a plain model again.
+    let second = dir.path().join("second");
+    let more = [
+        "--model",
+        first.to_str().unwrap(),
+        "--lora",
+        "4",
+        "--epochs",
+        "1",
+    ];
+    let accuracy = run(&flags(&data, &second, &more)).unwrap();
+    assert!(accuracy > 0.95, "{accuracy}");
+    let merged = SequenceClassifier::from_pretrained(&second, &Default::default()).unwrap();
+    assert_eq!(merged.load_report(), &Default::default());
+    assert!(weights(&second) != weights(&first));
+    transformers_agrees(&[&first, &second]);
+}
+
+/// Checks that transformers' pipeline names the classes of two sentences.
+fn transformers_agrees(folders: &[&Path]) {
+    let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    let probe = Command::new(&python)
+        .args(["-c", "import transformers, torch"])
+        .output();
+    if !probe.is_ok_and(|output| output.status.success()) {
+        eprintln!(
+            "SKIPPED: {python} cannot import transformers and torch; set OVERDRIVE_PYTHON to one that can"
+        );
+        return;
+    }
+    let script = r#"
+import sys, transformers
+for folder in sys.argv[1:]:
+    pipe = transformers.pipeline("text-classification", model=folder)
+    names = [result["label"] for result in pipe(["They praised the film, as you know.", "We hated it."], batch_size=2)]
+    assert names == ["good", "bad"], names
+"#;
+    let output = Command::new(&python)
+        .arg("-c")
+        .arg(script)
+        .args(folders)
+        .output()
+        .unwrap();
+    assert!(
+        output.status.success(),
+        "{}",
+        String::from_utf8_lossy(&output.stderr)
+    );
+}
+
+#[test]
+fn a_file_that_does_not_fit_is_refused() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let data = dir.path().join("rows.csv");
+    fs::write(&data, "title,label\nx,1\n").unwrap();
+    let error = run(&flags(&data, dir.path(), &[])).unwrap_err().to_string();
+    assert!(
+        error.contains("`column` is text; it must be one of title, label"),
+        "{error}"
+    );
+}
+
+/// Sequences `[CLS] n n+1 … [SEP]`, of which every masked token follows from the others.
+struct Rising;
+
+impl Dataset for Rising {
+    type Item = Vec<i64>;
+
+    fn len(&self) -> usize {
+        64
+    }
+
+    fn get(&self, index: usize) -> overdrive::datasets::Result<Vec<i64>> {
+        let start = 5 + (index % 16) as i64;
+        let length = 6 + (index % 3) as i64;
+        Ok([2]
+            .into_iter()
+            .chain(start..start + length)
+            .chain([3])
+            .collect())
+    }
+}
+
+#[test]
+fn masked_tokens_from_a_loader_are_learned() {
+    let _alone = alone();
+    // Many masked tokens: two of twelve would make many steps necessary.
+    let options = TokenMaskingOptions {
+        mlm_probability: 0.3,
+        ..TokenMaskingOptions::default()
+    };
+    let masking = TokenMasking::new(4, 30, 0..5, options).unwrap();
+    let options = DataLoaderOptions {
+        batch_size: 32,
+        shuffle: true,
+        num_workers: 1,
+        ..DataLoaderOptions::default()
+    };
+    let batches = options.batches(Rising.len()).unwrap();
+    let collate = move |epoch: u64, rows: Vec<(usize, Vec<i64>)>| {
+        collate_masked(&masking, epoch, &rows, RowLayout::default())
+    };
+    let mut loader = DataLoader::with_indices(Rising, batches, collate, options).unwrap();
+    for family in EncoderFamily::ALL {
+        let mut config = EncoderConfig::new(family);
+        (
+            config.vocab_size,
+            config.hidden_size,
+            config.intermediate_size,
+        ) = (30, 32, 64);
+        (config.num_hidden_layers, config.num_attention_heads) = (2, 2);
+        config.pad_token_id = Some(0);
+        (config.hidden_dropout, config.attention_dropout) = (0.0, 0.0);
+        let model = MaskedLm::new(&config, &InitOptions::default()).unwrap();
+        model.set_requires_grad(true).unwrap();
+        let config = AdamWConfig {
+            learning_rate: 3e-3,
+            ..AdamWConfig::default()
+        };
+        let groups = decay_groups(model.named_parameters(), 0.01);
+        let mut optimizer = AdamW::new(groups, config).unwrap();
+        let mut losses = Vec::new();
+        for _ in 0..60 {
+            let (mut sum, mut count) = (0.0, 0);
+            for batch in loader.epoch() {
+                let batch = batch.unwrap();
+                let mut input = EncoderInput::new(&batch.input_ids);
+                input.attention_mask = batch.attention_mask.as_ref();
+                let loss = model.loss(input, &batch.labels).unwrap();
+                assert_eq!(loss.tokens().unwrap(), batch.label_count as i64);
+                sum += loss.sum.double_value(&[]);
+                count += batch.label_count;
+                loss.mean().unwrap().backward();
+                optimizer.step().unwrap();
+                optimizer.zero_grad().unwrap();
+            }
+            losses.push(sum / count as f64);
+        }
+        let (first, last) = (losses[0], losses[59]);
+        println!("{family:?}: {first:.2} to {last:.2}");
+        assert!(first > 2.5 && last < 1.0, "{family:?}: {losses:?}");
+    }
+}
