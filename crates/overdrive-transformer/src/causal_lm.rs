@@ -128,7 +128,7 @@ impl CausalLm {
     /// [`Error::Common`] if the folder cannot be written; an error of libtorch if memory for the copy of one
     /// tensor runs out.
     pub fn save_pretrained(&self, dir: impl AsRef<Path>, options: &SaveOptions) -> Result<()> {
-        checkpoint::write(dir.as_ref(), self, options)
+        checkpoint::write(dir.as_ref(), &checkpoint::Contents::of(self), options)
     }
 
     pub(crate) fn from_tensors(config: &ModelConfig, parts: ModelTensors) -> Result<CausalLm> {

@@ -6,6 +6,7 @@ use tch::Tensor;
 use crate::activation::{activate, activation_named};
 use crate::attend::{AttendOptions, CachedLayer, attend_with_cache};
 use crate::input::{ForwardInput, Shape};
+use crate::layer_norm::LayerNorm;
 use crate::mask::Mask;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_linear, visit_shared};
@@ -32,13 +33,6 @@ struct Block {
     activation: Activation,
     /// The factor of the scores; `None` is 1/sqrt(D).
     scale: Option<f64>,
-}
-
-#[derive(Debug)]
-struct LayerNorm {
-    weight: Tensor,
-    bias: Tensor,
-    eps: f64,
 }
 
 /// Returns the parameters of a GPT-2 in the order of transformers' `named_parameters`.
@@ -114,7 +108,12 @@ impl Gpt2 {
         let blocks = (0..config.n_layer)
             .map(|layer| Block::take(parameters, layer, config).map(Shared::new))
             .collect::<Result<_>>()?;
-        let norm = LayerNorm::take(parameters, "transformer.ln_f", config.layer_norm_epsilon)?;
+        let norm = LayerNorm::take(
+            parameters,
+            "transformer.ln_f",
+            true,
+            config.layer_norm_epsilon,
+        )?;
         Ok(Gpt2 {
             embedding,
             positions,
@@ -246,7 +245,7 @@ impl Context {
     }
 }
 
-fn dropped(x: Tensor, p: f64) -> Result<Tensor> {
+pub(crate) fn dropped(x: Tensor, p: f64) -> Result<Tensor> {
     Ok(if p > 0.0 { x.f_dropout(p, true)? } else { x })
 }
 
@@ -267,10 +266,10 @@ impl Block {
         };
         let default_scale = config.scale_attn_weights && !config.scale_attn_by_inverse_layer_idx;
         Ok(Block {
-            attention_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_1"), eps)?,
+            attention_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_1"), true, eps)?,
             qkv: parameters.take_conv1d(&format!("{prefix}.attn.c_attn"))?,
             attention_output: parameters.take_conv1d(&format!("{prefix}.attn.c_proj"))?,
-            mlp_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_2"), eps)?,
+            mlp_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_2"), true, eps)?,
             mlp_input: parameters.take_conv1d(&format!("{prefix}.mlp.c_fc"))?,
             mlp_output: parameters.take_conv1d(&format!("{prefix}.mlp.c_proj"))?,
             activation: activation_named("activation_function", &config.activation_function)?,
@@ -323,36 +322,5 @@ impl Block {
         let inner = self.mlp_input.forward_with(&normalised, false)?;
         let activated = activate(self.activation, &inner)?;
         Ok(self.mlp_output.forward_with(&activated, false)?)
-    }
-}
-
-impl LayerNorm {
-    fn visit_parameters(
-        &mut self,
-        name: &str,
-        visit: ParameterVisitor<'_>,
-    ) -> overdrive_nn::Result<()> {
-        visit(&format!("{name}.weight"), &mut self.weight)?;
-        visit(&format!("{name}.bias"), &mut self.bias)
-    }
-
-    fn take(parameters: &mut ParameterMap, name: &str, eps: f64) -> Result<LayerNorm> {
-        Ok(LayerNorm {
-            weight: parameters.take(&format!("{name}.weight"))?,
-            bias: parameters.take(&format!("{name}.bias"))?,
-            eps,
-        })
-    }
-
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let width = self.weight.size()[0];
-        Ok(x.f_layer_norm(
-            [width],
-            Some(&self.weight),
-            Some(&self.bias),
-            self.eps,
-            // `cudnn_enable`, which libtorch ignores.
-            true,
-        )?)
     }
 }

@@ -84,6 +84,7 @@ mod gguf;
 mod gpt2;
 mod init;
 mod input;
+mod layer_norm;
 mod llama;
 mod loss;
 mod mask;
@@ -93,11 +94,13 @@ mod projections;
 mod quantize;
 mod rms_norm;
 mod rope;
+mod seq2seq;
 
 pub use causal_lm::{CausalLm, InitOptions};
 pub use checkpoint::{CheckpointProblems, LoadOptions, LoadProgress, Misshapen, SaveOptions};
 pub use config::{
-    Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
+    BartConfig, Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig,
+    RopeScaling, Seq2SeqConfig, T5Config, Yarn,
 };
 pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};
@@ -109,3 +112,4 @@ pub use overdrive_checkpointing::{CheckpointOptions, SavePolicy, Schedule};
 pub use overdrive_fused::Activation;
 pub use parameters::{ParameterRole, ParameterSpec};
 pub use quantize::QuantizeOptions;
+pub use seq2seq::{CrossAttentionCache, DecoderInput, Encoded, Seq2SeqLm, Source};

@@ -1,5 +1,6 @@
 //! Hugging Face folders: reading and writing.
 
+mod contents;
 mod problems;
 mod progress;
 mod quantized;
@@ -12,6 +13,7 @@ pub use progress::LoadProgress;
 pub use read::LoadOptions;
 pub use write::SaveOptions;
 
+pub(crate) use contents::{CheckpointConfig, Contents};
 pub(crate) use read::{read, read_generation_config};
 pub(crate) use write::write;
 

@@ -7,9 +7,10 @@ use overdrive_safetensors::StoredTensor;
 use serde_json::Value;
 use tch::{Device, Tensor};
 
+use super::contents::{CheckpointConfig, Contents};
 use super::problems::{CheckpointProblems, Misshapen};
 use crate::parameters::{ParameterRole, ParameterSpec};
-use crate::{CausalLm, Error, ModelConfig, Result};
+use crate::{Error, Result};
 
 /// The tensors of the files by name.
 pub(super) type Views<'a> = HashMap<String, StoredTensor<'a>>;
@@ -26,7 +27,7 @@ impl TensorSource for Source<'_, '_> {
 ///
 /// # Errors
 /// [`Error::Quantization`] for an unknown method or keys that do not fit.
-pub(crate) fn layout(config: &ModelConfig) -> Result<Option<QuantizationConfig>> {
+pub(crate) fn layout(config: &dyn CheckpointConfig) -> Result<Option<QuantizationConfig>> {
     match config.extra().get("quantization_config") {
         None | Some(Value::Null) => Ok(None),
         Some(value) => Ok(Some(QuantizationConfig::from_json(value)?)),
@@ -140,15 +141,15 @@ pub(super) struct Written {
     pub(super) layout: Option<QuantizationConfig>,
 }
 
-/// Returns the tensors of `model` in the layout of a file.
-pub(super) fn written(model: &CausalLm) -> Result<Written> {
-    let specs = model.config().parameters();
-    let mut quantized = HashMap::new();
-    model.for_each_quantized(&mut |name, weight| {
-        quantized.insert(name.to_owned(), weight.shallow_clone());
-    });
-    let mut dense: HashMap<String, Tensor> = model.named_parameters().into_iter().collect();
-    let layout = layout_of(model, &specs, &quantized)?;
+/// Returns the tensors of `contents` in the layout of a file.
+pub(super) fn written(contents: &Contents<'_>) -> Result<Written> {
+    let specs = contents.config.parameters();
+    let handle =
+        |(name, weight): (&String, &QuantizedWeight)| (name.clone(), weight.shallow_clone());
+    let mut quantized: HashMap<_, _> = contents.quantized.iter().map(handle).collect();
+    let handle = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
+    let mut dense: HashMap<String, Tensor> = contents.dense.iter().map(handle).collect();
+    let layout = layout_of(contents.config, &specs, &quantized)?;
     let mut tensors = Vec::new();
     for spec in &specs {
         if let Some(tensor) = dense.remove(&spec.name) {
@@ -169,7 +170,7 @@ pub(super) fn written(model: &CausalLm) -> Result<Written> {
 /// Returns the layout that the model was read in, if it can be written, else that of the one scheme of its
 /// weights.
 fn layout_of(
-    model: &CausalLm,
+    config: &dyn CheckpointConfig,
     specs: &[ParameterSpec],
     quantized: &HashMap<String, QuantizedWeight>,
 ) -> Result<Option<QuantizationConfig>> {
@@ -177,7 +178,7 @@ fn layout_of(
         return Ok(None);
     }
     // Of the layouts that can be read, these two can be written.
-    let read = layout(model.config())?;
+    let read = layout(config)?;
     if let Some(
         layout @ (QuantizationConfig::BitsAndBytes(_) | QuantizationConfig::CompressedTensors(_)),
     ) = read
@@ -208,8 +209,11 @@ fn layout_of(
         .map(|spec| spec.module().to_owned())
         .filter(|name| !quantized.contains_key(name))
         .collect();
-    if model.config().tie_word_embeddings() && !quantized.contains_key("lm_head") {
-        kept.push("lm_head".to_owned());
+    if let Some(head) = config
+        .tied_head()
+        .filter(|&head| !quantized.contains_key(head))
+    {
+        kept.push(head.to_owned());
     }
     Ok(Some(QuantizationConfig::for_scheme(*scheme, kept)))
 }

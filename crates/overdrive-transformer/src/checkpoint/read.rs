@@ -8,6 +8,7 @@ use overdrive_safetensors::{MappedFile, StoredTensor};
 use serde_json::{Map, Value};
 use tch::{Device, Kind};
 
+use super::contents::CheckpointConfig;
 use super::problems::{CheckpointProblems, Misshapen};
 use super::progress::LoadProgress;
 use super::quantized::{self, Views, layout};
@@ -15,7 +16,7 @@ use super::shards::weight_files;
 use crate::config::check_layers_of_files;
 use crate::parameters::{ModelTensors, ParameterSpec, allocate};
 use crate::quantize::quantize_parameter;
-use crate::{Error, ModelConfig, QuantizeOptions, Result};
+use crate::{Error, QuantizeOptions, Result};
 
 /// The options of loading a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
@@ -48,7 +49,7 @@ impl Default for LoadOptions {
 /// copy of it on the CPU, and a copy of at most one tensor with another device.
 pub(crate) fn read(
     dir: &Path,
-    config: &ModelConfig,
+    config: &dyn CheckpointConfig,
     options: &LoadOptions,
 ) -> Result<ModelTensors> {
     let weights = weight_files(dir)?;
@@ -64,7 +65,7 @@ pub(crate) fn read(
             views.insert(stored.name().to_owned(), stored);
         }
     }
-    let mut views = with_prefix(views, config);
+    let mut views = renamed(views, config);
     let total = views.values().map(|stored| stored.data().len() as u64);
     // Before the parameters are listed layer by layer.
     check_layers_of_files(config.layers(), views.len())?;
@@ -90,8 +91,10 @@ pub(crate) fn read(
     };
     // A quantized layer has no dense weight, but its bias is a dense parameter.
     specs.retain(|spec| !quantized_weights.contains_key(spec.module()) || spec.is_bias());
+    let held = |spec: &ParameterSpec| views.contains_key(&spec.name);
+    specs.retain(|spec| held(spec) || !config.may_be_missing(spec));
     let sources = check(dir, config, &specs, &mut views, problems)?;
-    let tied = config.tie_word_embeddings();
+    let tied = config.tied_head().is_some();
     let schemes: Vec<Option<Scheme>> = specs
         .iter()
         .map(|spec| options.quantization.as_ref()?.scheme_of(spec, tied))
@@ -100,7 +103,7 @@ pub(crate) fn read(
     for ((spec, (_, from)), scheme) in specs.iter().zip(&sources).zip(&schemes) {
         if scheme.is_none() {
             dense.push(spec.clone());
-            kinds.push(options.kind.unwrap_or(*from));
+            kinds.push(config.kind_of(spec, options.kind.unwrap_or(*from)));
         }
     }
     let mut parts = ModelTensors {
@@ -180,41 +183,28 @@ pub(crate) fn read_generation_config(dir: &Path) -> Result<Option<Map<String, Va
     Ok(Some(object))
 }
 
-/// Adds the decoder's prefix to the names of a checkpoint of the bare decoder; transformers reads both.
-fn with_prefix<'a>(views: Views<'a>, config: &ModelConfig) -> Views<'a> {
-    let prefix = match config {
-        ModelConfig::Llama(_) => "model.",
-        ModelConfig::Gpt2(_) => "transformer.",
-    };
-    if views.keys().any(|name| name.starts_with(prefix)) {
-        return views;
-    }
-    let renamed = |name: String| {
-        // The head lies beside the decoder, not in it.
-        if name.starts_with("lm_head.") {
-            name
-        } else {
-            format!("{prefix}{name}")
-        }
-    };
+/// Gives the tensors the names of the parameters that they hold, and leaves out those without a use.
+fn renamed<'a>(views: Views<'a>, config: &dyn CheckpointConfig) -> Views<'a> {
+    let prefix = config.prefix();
+    let prefixed = views.keys().any(|name| name.starts_with(prefix));
     views
         .into_iter()
-        .map(|(name, view)| (renamed(name), view))
+        .filter_map(|(name, view)| Some((config.parameter_name(&name, prefixed)?, view)))
         .collect()
 }
 
 /// Returns the stored tensor and dtype of each parameter after a check of all names, shapes and formats.
 fn check<'a>(
     dir: &Path,
-    config: &ModelConfig,
+    config: &dyn CheckpointConfig,
     specs: &[ParameterSpec],
     views: &mut Views<'a>,
     mut problems: CheckpointProblems,
 ) -> Result<Vec<(StoredTensor<'a>, Kind)>> {
-    if config.tie_word_embeddings() {
+    if let Some(head) = config.tied_head() {
         // A tied head may have been written beside the embedding or in place of it: the two are one
         // tensor under either name.
-        let head = views.remove("lm_head.weight");
+        let head = views.remove(&format!("{head}.weight"));
         if let (Some(head), Some(embedding)) = (head, specs.first()) {
             views.entry(embedding.name.clone()).or_insert(head);
         }

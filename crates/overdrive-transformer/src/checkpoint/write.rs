@@ -6,10 +6,11 @@ use overdrive_core::{Error as Common, files};
 use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
+use super::contents::Contents;
 use super::quantized::{self, Written};
 use super::shards::{IndexMetadata, ShardIndex, shard_name};
 use super::{INDEX, SINGLE};
-use crate::{CausalLm, Error, Result};
+use crate::{Error, Result};
 
 /// The options of writing a checkpoint.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -38,29 +39,30 @@ impl SaveOptions {
 
 /// Writes weights, then `generation_config.json`, then `config.json`: a reader that finds a configuration finds
 /// its weights.
-pub(crate) fn write(dir: &Path, model: &CausalLm, options: &SaveOptions) -> Result<()> {
+pub(crate) fn write(dir: &Path, contents: &Contents<'_>, options: &SaveOptions) -> Result<()> {
     if !matches!(
-        model.kind(),
+        contents.kind,
         Kind::Half | Kind::BFloat16 | Kind::Float | Kind::Double
     ) {
         return Err(Error::Unsupported {
             key: "torch_dtype".to_owned(),
-            found: format!("{:?}", model.kind()),
+            found: format!("{:?}", contents.kind),
             supported: "Double, Float, Half, BFloat16".to_owned(),
         });
     }
     fs::create_dir_all(dir).map_err(Common::io("create", dir))?;
-    let Written { tensors, layout } = quantized::written(model)?;
+    let Written { tensors, layout } = quantized::written(contents)?;
     let written = write_weights(dir, tensors, options)?;
     // After the new weights are complete: until then a reader can use the old ones.
     remove_stale(dir, &written)?;
 
-    let generation = model.generation_config().cloned();
-    let generation = generation.unwrap_or_else(|| model.config().generation_defaults());
-    write_json(dir, "generation_config.json", &Value::Object(generation))?;
-    let mut config: Map<String, Value> = model.config().to_json();
+    if let Some(generation) = &contents.generation {
+        let generation = Value::Object(generation.clone());
+        write_json(dir, "generation_config.json", &generation)?;
+    }
+    let mut config: Map<String, Value> = contents.config.to_json();
     // transformers 4 reads `torch_dtype`; 5 accepts it as an older name of `dtype`.
-    config.insert("torch_dtype".to_owned(), kind_name(model.kind()).into());
+    config.insert("torch_dtype".to_owned(), kind_name(contents.kind).into());
     // The model may have been dequantized, or quantized by another scheme, since it was read.
     config.remove("quantization_config");
     if let Some(layout) = layout {

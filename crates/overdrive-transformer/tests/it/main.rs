@@ -16,3 +16,4 @@ mod parity;
 mod position_bound;
 mod quantized;
 mod quantized_checkpoints;
+mod seq2seq;

@@ -1,0 +1,120 @@
+use std::collections::HashMap;
+
+use overdrive_quantization::QuantizedWeight;
+use serde_json::{Map, Value};
+use tch::{Kind, Tensor};
+
+use crate::parameters::ParameterSpec;
+use crate::{CausalLm, ModelConfig};
+
+/// The properties of a configuration that reading and writing its checkpoints needs.
+pub(crate) trait CheckpointConfig {
+    /// Returns every parameter in the order of transformers' `named_parameters`, without tied ones.
+    fn parameters(&self) -> Vec<ParameterSpec>;
+
+    /// Returns the key of the number of layers, and the number.
+    fn layers(&self) -> (&'static str, i64);
+
+    /// Returns the keys of `config.json` that this crate does not know.
+    fn extra(&self) -> &Map<String, Value>;
+
+    /// Returns the object of `config.json`.
+    fn to_json(&self) -> Map<String, Value>;
+
+    /// Returns the groups of parameters that should lie next to one another in memory.
+    fn adjacent(&self) -> Vec<Vec<String>>;
+
+    /// Returns the module of the output layer that shares the weight of the embedding, if one does.
+    fn tied_head(&self) -> Option<&'static str>;
+
+    /// Returns the prefix of the backbone's names in a checkpoint of a model with a head.
+    fn prefix(&self) -> &'static str;
+
+    /// Returns the name of the parameter that the tensor `name` holds in a file where some names begin with the
+    /// [prefix](Self::prefix) if `prefixed`; `None` if the model has no use for it.
+    fn parameter_name(&self, name: &str, prefixed: bool) -> Option<String>;
+
+    /// Returns the dtype of a parameter in a model of the dtype `kind`.
+    fn kind_of(&self, parameter: &ParameterSpec, kind: Kind) -> Kind {
+        let _ = parameter;
+        kind
+    }
+
+    /// Returns `true` if a checkpoint without the parameter is complete: the model initializes it.
+    fn may_be_missing(&self, parameter: &ParameterSpec) -> bool {
+        let _ = parameter;
+        false
+    }
+}
+
+impl CheckpointConfig for ModelConfig {
+    fn parameters(&self) -> Vec<ParameterSpec> {
+        ModelConfig::parameters(self)
+    }
+
+    fn layers(&self) -> (&'static str, i64) {
+        ModelConfig::layers(self)
+    }
+
+    fn extra(&self) -> &Map<String, Value> {
+        ModelConfig::extra(self)
+    }
+
+    fn to_json(&self) -> Map<String, Value> {
+        ModelConfig::to_json(self)
+    }
+
+    fn adjacent(&self) -> Vec<Vec<String>> {
+        ModelConfig::adjacent(self)
+    }
+
+    fn tied_head(&self) -> Option<&'static str> {
+        self.tie_word_embeddings().then_some("lm_head")
+    }
+
+    fn prefix(&self) -> &'static str {
+        match self {
+            ModelConfig::Llama(_) => "model.",
+            ModelConfig::Gpt2(_) => "transformer.",
+        }
+    }
+
+    /// Adds the decoder's prefix to the names of a checkpoint of the bare decoder; transformers reads both.
+    fn parameter_name(&self, name: &str, prefixed: bool) -> Option<String> {
+        // The head lies beside the decoder, not in it.
+        Some(match prefixed || name.starts_with("lm_head.") {
+            true => name.to_owned(),
+            false => format!("{}{name}", self.prefix()),
+        })
+    }
+}
+
+/// The contents of a checkpoint that is written.
+pub(crate) struct Contents<'m> {
+    pub(crate) config: &'m dyn CheckpointConfig,
+    /// The dense parameters by name.
+    pub(crate) dense: Vec<(String, Tensor)>,
+    /// The quantized weights by the names of their layers.
+    pub(crate) quantized: HashMap<String, QuantizedWeight>,
+    /// The dtype of the dense parameters.
+    pub(crate) kind: Kind,
+    /// The object of `generation_config.json`, for a model that generates.
+    pub(crate) generation: Option<Map<String, Value>>,
+}
+
+impl<'m> Contents<'m> {
+    pub(crate) fn of(model: &'m CausalLm) -> Contents<'m> {
+        let mut quantized = HashMap::new();
+        model.for_each_quantized(&mut |name, weight| {
+            quantized.insert(name.to_owned(), weight.shallow_clone());
+        });
+        let generation = model.generation_config().cloned();
+        Contents {
+            config: model.config(),
+            dense: model.named_parameters(),
+            quantized,
+            kind: model.kind(),
+            generation: Some(generation.unwrap_or_else(|| model.config().generation_defaults())),
+        }
+    }
+}
