@@ -9,6 +9,7 @@ mod generation_flags;
 mod model_flags;
 mod model_text;
 mod onnx_comparison;
+pub mod pairs;
 pub mod pictures;
 mod progress;
 mod speed;

@@ -122,7 +122,10 @@ pub use instruction::{
     InstructionOptions, InstructionRecord, InstructionReport, OnBadRecord, PlainChat, RenderedChat,
 };
 #[cfg(feature = "tch")]
-pub use loader::{Batch, DeviceLoader, OnDevice, RowLayout, collate};
+pub use loader::{
+    Batch, DeviceLoader, OnDevice, RowLayout, Seq2SeqBatch, Seq2SeqExample, Seq2SeqPadding,
+    collate, collate_seq2seq,
+};
 pub use loader::{DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, SequenceRows};
 #[cfg(feature = "image")]
 pub use modalities::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};
