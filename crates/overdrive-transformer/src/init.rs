@@ -17,6 +17,14 @@ pub enum Init {
         /// The standard deviation.
         std: f64,
     },
+    /// Random values of the normal distribution with mean 0, those beyond the bound drawn again
+    /// (`torch.nn.init.trunc_normal_`).
+    TruncatedNormal {
+        /// The standard deviation of the distribution before it is cut off.
+        std: f64,
+        /// The bound of the absolute values, in standard deviations; positive.
+        cutoff: f64,
+    },
     /// Zeros.
     Zeros,
     /// Ones.
@@ -44,7 +52,8 @@ pub(crate) fn initialise(
             Init::Zeros | Init::Ones => {
                 let _same = flat.f_fill_(i64::from(spec.init == Init::Ones))?;
             }
-            Init::Normal { std } => random.push((flat, spec, std)),
+            Init::Normal { std } => random.push((flat, spec, (std, f64::INFINITY))),
+            Init::TruncatedNormal { std, cutoff } => random.push((flat, spec, (std, cutoff))),
         }
     }
     // The largest first, so that no core is left with it alone at the end.
@@ -87,13 +96,25 @@ pub(crate) fn initialise(
 /// A part of a parameter: the index of its first value, and the values.
 type Part = (i64, Vec<f32>);
 
-/// Sends the values of a parameter in order. Returns `false` once nobody receives them.
-fn draw(spec: &ParameterSpec, std: f64, seed: u64, send: impl Fn(Part) -> bool) -> bool {
+/// Sends the values of a parameter in order, with a standard deviation and a cutoff. Returns `false` once nobody
+/// receives them.
+fn draw(
+    spec: &ParameterSpec,
+    (std, cutoff): (f64, f64),
+    seed: u64,
+    send: impl Fn(Part) -> bool,
+) -> bool {
     let mut generator = Generator::named(seed, &spec.name);
+    let mut normal = || loop {
+        let value = generator.normal();
+        if value.abs() <= cutoff {
+            return value;
+        }
+    };
     let mut start = 0;
     while start < spec.numel() {
         let count = (spec.numel() - start).min(CHUNK);
-        let values = (0..count).map(|_| (std * generator.normal()) as f32);
+        let values = (0..count).map(|_| (std * normal()) as f32);
         if !send((start, values.collect())) {
             return false;
         }
