@@ -15,15 +15,14 @@ use clap::Parser;
 use overdrive::datasets::{
     DataLoaderOptions, DeviceLoader, Seq2SeqExample, copy_tokenizer, load_tokenizer, save_tokenizer,
 };
-use overdrive::generation::{GenerationConfig, generate};
 use overdrive::optim::{
     AdamW, AdamWConfig, ClipOptions, LrScheduler, LrSchedulerType, Optimizer, ParamGroup, Schedule,
     ScheduleLength, clip_grad_norm,
 };
-use overdrive::transformer::{
-    InitOptions, LoadOptions, SaveOptions, Seq2SeqConfig, Seq2SeqLm, T5Config,
+use overdrive::transformer::{InitOptions, LoadOptions, SaveOptions, Seq2SeqLm};
+use overdrive_examples::pairs::{
+    END, exact_matches, letters, load_pairs, read_pairs, small_config, words_to_reverse,
 };
-use overdrive_examples::pairs::{END, letters, load_pairs, read_pairs, words_to_reverse};
 use overdrive_examples::print_line;
 use tch::Device;
 
@@ -181,48 +180,4 @@ fn train(
         }
     }
     Ok(model.set_training(false)?)
-}
-
-/// Returns the number of targets that the model writes exactly, greedily.
-fn exact_matches(model: &Seq2SeqLm, examples: &[Seq2SeqExample]) -> Result<usize> {
-    let longest = examples
-        .iter()
-        .map(|example| example.labels.len())
-        .max()
-        .unwrap_or(0);
-    let config = GenerationConfig {
-        max_new_tokens: Some(longest),
-        eos_token_id: model.config().eos_token_ids().to_vec(),
-        pad_token_id: model.config().pad_token_id(),
-        ..GenerationConfig::default()
-    };
-    let mut exact = 0;
-    for batch in examples.chunks(64) {
-        let sources: Vec<_> = batch
-            .iter()
-            .map(|example| example.input_ids.clone())
-            .collect();
-        let output = generate(model, &sources, &config)?;
-        exact += (0..batch.len())
-            .filter(|&row| output.new_tokens(row) == batch[row].labels)
-            .count();
-    }
-    Ok(exact)
-}
-
-fn small_config() -> Seq2SeqConfig {
-    T5Config {
-        vocab_size: 30,
-        d_model: 64,
-        d_kv: 16,
-        d_ff: 128,
-        num_layers: 2,
-        num_heads: 4,
-        relative_attention_num_buckets: 16,
-        relative_attention_max_distance: 20,
-        dropout_rate: 0.0,
-        decoder_start_token_id: Some(0),
-        ..T5Config::default()
-    }
-    .into()
 }

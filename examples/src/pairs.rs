@@ -8,7 +8,8 @@ use overdrive::datasets::{
     CsvOptions, CsvRecords, DataLoader, DataLoaderOptions, Dataset, JsonOptions, JsonRecords,
     Seq2SeqBatch, Seq2SeqExample, Seq2SeqPadding, collate_seq2seq,
 };
-use overdrive::generation::Tokenizer;
+use overdrive::generation::{GenerationConfig, Tokenizer, generate};
+use overdrive::transformer::{Seq2SeqConfig, Seq2SeqLm, T5Config};
 use serde::Deserialize;
 use serde_json::{Map, json};
 
@@ -132,4 +133,49 @@ pub fn letters() -> Result<Tokenizer> {
         "decoder": {"type": "Fuse"},
         "model": {"type": "WordLevel", "vocab": vocab, "unk_token": "<unk>"},
     }))?)
+}
+
+/// Returns the configuration of a T5 of 0.2 million parameters for [`letters`].
+pub fn small_config() -> Seq2SeqConfig {
+    T5Config {
+        vocab_size: 30,
+        d_model: 64,
+        d_kv: 16,
+        d_ff: 128,
+        num_layers: 2,
+        num_heads: 4,
+        relative_attention_num_buckets: 16,
+        relative_attention_max_distance: 20,
+        dropout_rate: 0.0,
+        decoder_start_token_id: Some(0),
+        ..T5Config::default()
+    }
+    .into()
+}
+
+/// Returns the number of targets that the model writes exactly, greedily.
+pub fn exact_matches(model: &Seq2SeqLm, examples: &[Seq2SeqExample]) -> Result<usize> {
+    let longest = examples
+        .iter()
+        .map(|example| example.labels.len())
+        .max()
+        .unwrap_or(0);
+    let config = GenerationConfig {
+        max_new_tokens: Some(longest),
+        eos_token_id: model.config().eos_token_ids().to_vec(),
+        pad_token_id: model.config().pad_token_id(),
+        ..GenerationConfig::default()
+    };
+    let mut exact = 0;
+    for batch in examples.chunks(64) {
+        let sources: Vec<_> = batch
+            .iter()
+            .map(|example| example.input_ids.clone())
+            .collect();
+        let output = generate(model, &sources, &config)?;
+        exact += (0..batch.len())
+            .filter(|&row| output.new_tokens(row) == batch[row].labels)
+            .count();
+    }
+    Ok(exact)
 }

@@ -108,7 +108,12 @@ impl Gpt2 {
         let blocks = (0..config.n_layer)
             .map(|layer| Block::take(parameters, layer, config).map(Shared::new))
             .collect::<Result<_>>()?;
-        let norm = LayerNorm::take(parameters, "transformer.ln_f", true, config.layer_norm_epsilon)?;
+        let norm = LayerNorm::take(
+            parameters,
+            "transformer.ln_f",
+            true,
+            config.layer_norm_epsilon,
+        )?;
         Ok(Gpt2 {
             embedding,
             positions,

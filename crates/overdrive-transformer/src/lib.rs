@@ -14,6 +14,9 @@
 //! | `gemma3_text` | Gemma 3 (text) | as Gemma 2, with normalised queries and keys instead of the bounds, and rotary frequencies by layer type |
 //! | `gpt2` | GPT-2 | learned positions, LayerNorm |
 //!
+//! [`Seq2SeqLm`] is an encoder-decoder model, read and written in the same way: T5, T5 v1.1 and Flan-T5 (`t5`) and BART
+//! (`bart`), with cross-attention whose keys and values are computed once.
+//!
 //! Rotary positions are scaled by any [`RopeScaling`]: linear, dynamic, YaRN, LongRoPE, Llama 3. Dynamic
 //! scaling and LongRoPE choose their frequencies by the largest position of a forward pass, as in
 //! `transformers`: the sequences of a batch then influence one another, and keys in a cache keep the
@@ -67,7 +70,7 @@
 //! Touvron et al. 2023 (LLaMA, arXiv:2302.13971); Su et al. 2021 (rotary positions,
 //! arXiv:2104.09864); Ainslie et al. 2023 (grouped queries, arXiv:2305.13245); Shazeer 2020 (SwiGLU,
 //! arXiv:2002.05202); Radford et al. 2019 (GPT-2); Gemma Team 2024 and 2025 (arXiv:2408.00118,
-//! arXiv:2503.19786); file formats and names: `transformers`.
+//! arXiv:2503.19786); Raffel et al. 2020 (T5, arXiv:1910.10683); Lewis et al. 2020 (BART, arXiv:1910.13461); file formats and names: `transformers`.
 #![deny(missing_docs)]
 
 mod activation;

@@ -144,7 +144,8 @@ pub(super) struct Written {
 /// Returns the tensors of `contents` in the layout of a file.
 pub(super) fn written(contents: &Contents<'_>) -> Result<Written> {
     let specs = contents.config.parameters();
-    let handle = |(name, weight): (&String, &QuantizedWeight)| (name.clone(), weight.shallow_clone());
+    let handle =
+        |(name, weight): (&String, &QuantizedWeight)| (name.clone(), weight.shallow_clone());
     let mut quantized: HashMap<_, _> = contents.quantized.iter().map(handle).collect();
     let handle = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
     let mut dense: HashMap<String, Tensor> = contents.dense.iter().map(handle).collect();
@@ -208,7 +209,10 @@ fn layout_of(
         .map(|spec| spec.module().to_owned())
         .filter(|name| !quantized.contains_key(name))
         .collect();
-    if let Some(head) = config.tied_head().filter(|&head| !quantized.contains_key(head)) {
+    if let Some(head) = config
+        .tied_head()
+        .filter(|&head| !quantized.contains_key(head))
+    {
         kept.push(head.to_owned());
     }
     Ok(Some(QuantizationConfig::for_scheme(*scheme, kept)))
