@@ -70,7 +70,8 @@
 //! Touvron et al. 2023 (LLaMA, arXiv:2302.13971); Su et al. 2021 (rotary positions,
 //! arXiv:2104.09864); Ainslie et al. 2023 (grouped queries, arXiv:2305.13245); Shazeer 2020 (SwiGLU,
 //! arXiv:2002.05202); Radford et al. 2019 (GPT-2); Gemma Team 2024 and 2025 (arXiv:2408.00118,
-//! arXiv:2503.19786); Raffel et al. 2020 (T5, arXiv:1910.10683); Lewis et al. 2020 (BART, arXiv:1910.13461); file formats and names: `transformers`.
+//! arXiv:2503.19786); Raffel et al. 2020 (T5, arXiv:1910.10683); Lewis et al. 2020 (BART,
+//! arXiv:1910.13461); file formats and names: `transformers`.
 #![deny(missing_docs)]
 
 mod activation;

@@ -202,12 +202,12 @@ mod tests {
     fn ignored_labels_do_not_count_and_ids_outside_of_the_vocabulary_are_found() {
         let mut row = pair(2, 3);
         row.labels[1] = IGNORE_INDEX;
-        let batch = collate_seq2seq(&[row.clone()], Seq2SeqPadding::default()).unwrap();
+        let batch = collate_seq2seq(std::slice::from_ref(&row), Seq2SeqPadding::default()).unwrap();
         assert_eq!(batch.label_count, 2);
         batch.check_ids(7).unwrap();
         assert!(batch.check_ids(6).unwrap_err().to_string().contains("is 6"));
         row.labels[0] = -1;
-        let batch = collate_seq2seq(&[row], Seq2SeqPadding::default()).unwrap();
+        let batch = collate_seq2seq(std::slice::from_ref(&row), Seq2SeqPadding::default()).unwrap();
         assert!(
             batch
                 .check_ids(7)

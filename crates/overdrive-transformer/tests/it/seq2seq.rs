@@ -5,6 +5,10 @@ use std::process::Command;
 
 use crate::common::{copy_of, edit_config, expected, fixture, max_difference, max_magnitude};
 use overdrive_kv_cache::{DynamicCache, KvCache};
+use overdrive_lora::{
+    AddOptions, LoadAdapterOptions, LoraConfig, MergeOptions, TargetModules, add_adapter,
+    load_adapter, merge_and_unload, save_adapter, trainable_parameters,
+};
 use overdrive_nn::AdapterHost;
 use overdrive_quantization::Scheme;
 use overdrive_transformer::{
@@ -411,6 +415,62 @@ fn every_linear_layer_is_lent_under_its_name() {
     assert_eq!(bart.len(), 3 * 6 + 2 * 10 + 1);
     assert!(bart.contains(&"model.decoder.layers.1.encoder_attn.out_proj".to_owned()));
     assert_eq!(bart.last().unwrap(), "lm_head");
+}
+
+#[test]
+fn lora_trains_is_saved_and_merges() {
+    for case in ["t5_v1_1", "bart"] {
+        let (mut model, want) = (load(case), expected(case));
+        let config = LoraConfig {
+            r: 4,
+            target_modules: Some(TargetModules::AllLinear),
+            ..LoraConfig::default()
+        };
+        add_adapter(&mut model, "default", &config, &AddOptions::default()).unwrap();
+        let (ids, mask) = (&want["input_ids"], Some(&want["attention_mask"]));
+        let loss = |model: &Seq2SeqLm| {
+            model
+                .loss(ids, mask, &want["labels"])
+                .unwrap()
+                .mean()
+                .unwrap()
+        };
+        let before = loss(&model).double_value(&[]);
+        assert!(
+            (before - want["loss"].double_value(&[])).abs() < 1e-5,
+            "{case}"
+        );
+        for _ in 0..5 {
+            loss(&model).backward();
+            for (_, parameter) in trainable_parameters(&mut model).unwrap() {
+                let step = parameter.grad() * -0.05;
+                let _same = tch::no_grad(|| parameter.shallow_clone().f_add_(&step)).unwrap();
+                let _same = parameter.grad().f_zero_().unwrap();
+            }
+        }
+        let trained = loss(&model).double_value(&[]);
+        println!("{case}: loss {before:.3} -> {trained:.3}");
+        assert!(trained < 0.9 * before, "{case}: {before} {trained}");
+        let dir = tempfile::tempdir().unwrap();
+        save_adapter(&mut model, "default", dir.path()).unwrap();
+        let mut other = load(case);
+        load_adapter(
+            &mut other,
+            dir.path(),
+            "default",
+            &LoadAdapterOptions::default(),
+        )
+        .unwrap();
+        assert!(
+            (loss(&other).double_value(&[]) - trained).abs() < 1e-5,
+            "{case}"
+        );
+        merge_and_unload(&mut other, &MergeOptions::default()).unwrap();
+        assert!(
+            (loss(&other).double_value(&[]) - trained).abs() < 1e-4,
+            "{case}"
+        );
+    }
 }
 
 #[test]
