@@ -1,4 +1,5 @@
-//! Continues prompts with a model from a GGUF file or a Hugging Face folder, such as the one that `train` writes.
+//! Continues prompts with a model from a GGUF file or a Hugging Face folder, such as the one that `train` writes. The
+//! encoder of an encoder-decoder model (T5, BART) reads the prompts, and its decoder answers.
 //! The text goes to stdout, the speed to stderr.
 //!
 //! ```text
@@ -18,7 +19,8 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, anyhow};
 use clap::Parser;
 use overdrive::generation::{
-    GenerateOptions, GenerateOutput, ModelFiles, Tokenizer, generate_with_options,
+    GenerateOptions, GenerateOutput, GenerationConfig, GenerationModel, ModelFiles, Tokenizer,
+    generate_with_options,
 };
 use overdrive_examples::{
     CacheFlags, ConstraintFlags, GenerationFlags, ModelFlags, local_model, print_now,
@@ -77,7 +79,22 @@ fn run(flags: &Flags) -> Result<()> {
         .then(|| source.tokenizer().map_err(hint))
         .transpose()?;
     let prompts = prompts(flags, tokenizer.as_ref())?;
+    if source.files()?.is_seq2seq()? {
+        let model = source.load_seq2seq()?;
+        return answer(flags, &model, &prompts, &config, tokenizer.as_ref());
+    }
     let model = source.load()?;
+    answer(flags, &model, &prompts, &config, tokenizer.as_ref())
+}
+
+/// Continues the prompts, and prints the results.
+fn answer(
+    flags: &Flags,
+    model: &dyn GenerationModel,
+    prompts: &[Vec<i64>],
+    config: &GenerationConfig,
+    tokenizer: Option<&Tokenizer>,
+) -> Result<()> {
     let assistant = flags.assistant_model.as_deref();
     let assistant = assistant.map(local_model).transpose()?;
     let assistant = assistant.as_ref();
@@ -85,24 +102,28 @@ fn run(flags: &Flags) -> Result<()> {
         .filter(|path| path.is_file() || path.join("tokenizer.json").exists())
         .map(|path| ModelFiles::open(path)?.tokenizer())
         .transpose()?;
-    let assistant = assistant.map(|path| source.load_from(path)).transpose()?;
+    let assistant = assistant
+        .map(|path| flags.model.load_from(path))
+        .transpose()?;
     let mut constraints = Vec::new();
-    if let Some(tokenizer) = &tokenizer
-        && let Some(constraint) = flags.constraint.build(tokenizer, &model, &config)?
+    if let Some(tokenizer) = tokenizer
+        && let Some(constraint) = flags
+            .constraint
+            .build(tokenizer, model.num_logits(), config)?
     {
         constraints.extend(prompts.iter().map(|_| constraint.fork()));
     }
     let options = GenerateOptions {
-        tokenizer: tokenizer.as_ref(),
+        tokenizer,
         assistant_model: assistant.as_ref(),
         assistant_tokenizer: assistant_tokenizer.as_ref(),
         constraints,
         ..GenerateOptions::default()
     };
-    if flags.stream {
+    if flags.stream && model.as_causal_lm().is_some() {
         print_now(flags.prompt.as_deref().unwrap_or_default())?;
     }
-    let output = generate_with_options(&model, &prompts, &config, &options, |token| {
+    let output = generate_with_options(model, prompts, config, &options, |token| {
         match flags.stream.then(|| print_now(token.text)) {
             Some(Err(_)) => ControlFlow::Break(()), // the pipe is closed
             _ => ControlFlow::Continue(()),

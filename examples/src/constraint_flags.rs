@@ -7,7 +7,6 @@ use anyhow::{Context, Result};
 use clap::Args;
 use overdrive::constraints::{GrammarConstraint, GrammarVocabulary};
 use overdrive::generation::{ChoiceConstraint, Constraint, GenerationConfig, Tokenizer};
-use overdrive::transformer::CausalLm;
 
 /// The constraint of an answer; at most one flag is given.
 #[derive(Debug, Clone, Args)]
@@ -24,17 +23,17 @@ pub struct ConstraintFlags {
 }
 
 impl ConstraintFlags {
-    /// Returns the constraint of an answer; `None` without a flag. The answers to several prompts each need a
+    /// Returns the constraint of an answer of a model with `num_logits` logits; `None` without a flag. The answers to several prompts each need a
     /// [`fork`](Constraint::fork).
     pub fn build(
         &self,
         tokenizer: &Tokenizer,
-        model: &CausalLm,
+        num_logits: i64,
         config: &GenerationConfig,
     ) -> Result<Option<Box<dyn Constraint>>> {
         let ends = &config.eos_token_id;
         let vocabulary = || {
-            let size = usize::try_from(model.config().vocab_size())?;
+            let size = usize::try_from(num_logits)?;
             anyhow::Ok(GrammarVocabulary::new(tokenizer, size, ends)?)
         };
         Ok(if !self.choice.is_empty() {

@@ -11,6 +11,7 @@ mod local_model;
 mod model_flags;
 mod model_text;
 mod onnx_comparison;
+pub mod pairs;
 pub mod pictures;
 mod progress;
 mod speed;

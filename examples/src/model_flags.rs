@@ -9,8 +9,11 @@ use overdrive::generation::{ModelFiles, Tokenizer};
 use overdrive::lora::{
     LoadAdapterOptions, MergeOptions, load_adapter, merge_and_unload, merge_obstacle,
 };
+use overdrive::nn::AdapterHost;
 use overdrive::quantization::Scheme;
-use overdrive::transformer::{CausalLm, LoadOptions, LoadProgress, QuantizeOptions, SaveOptions};
+use overdrive::transformer::{
+    CausalLm, LoadOptions, LoadProgress, QuantizeOptions, SaveOptions, Seq2SeqLm,
+};
 use tch::{Device, Kind};
 use tempfile::TempDir;
 
@@ -56,27 +59,42 @@ impl ModelFlags {
     /// Returns the model with its adapter, on a GPU if there is one.
     pub fn load(&self) -> Result<CausalLm> {
         let mut model = self.load_from(&self.path)?;
+        let quantized = model.is_quantized();
+        self.add_adapter(&mut model, quantized)?;
+        Ok(model)
+    }
+
+    /// Returns the encoder-decoder model with its adapter, on a GPU if there is one.
+    pub fn load_seq2seq(&self) -> Result<Seq2SeqLm> {
+        let mut model = Seq2SeqLm::from_pretrained(&self.path, &self.options())?;
+        let quantized = model.is_quantized();
+        self.add_adapter(&mut model, quantized)?;
+        Ok(model)
+    }
+
+    /// Adds the adapter of `--adapter`, if it is given, to a model whose weights are quantized or not.
+    fn add_adapter(&self, model: &mut dyn AdapterHost, quantized: bool) -> Result<()> {
         let Some(adapter) = &self.adapter else {
-            return Ok(model);
+            return Ok(());
         };
         let options = LoadAdapterOptions::default();
-        load_adapter(&mut model, adapter, "default", &options)?;
+        load_adapter(model, adapter, "default", &options)?;
         // Merged into quantized weights, the sum would be rounded again.
         let obstacle = if self.keep_adapter {
             Some("--keep-adapter".to_owned())
-        } else if model.is_quantized() {
+        } else if quantized {
             Some("the weights are quantized".to_owned())
         } else {
-            merge_obstacle(&mut model)?.map(|error| error.to_string())
+            merge_obstacle(model)?.map(|error| error.to_string())
         };
         match obstacle {
             Some(reason) => eprintln!("adapter: kept beside the weights ({reason})"),
             None => {
-                merge_and_unload(&mut model, &MergeOptions::default())?;
+                merge_and_unload(model, &MergeOptions::default())?;
                 eprintln!("adapter: merged into the weights");
             }
         }
-        Ok(model)
+        Ok(())
     }
 
     /// Loads another model in the same form.

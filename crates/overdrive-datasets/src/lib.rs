@@ -126,7 +126,10 @@ pub use instruction::{
 };
 pub use labeled_text::LabeledTexts;
 #[cfg(feature = "tch")]
-pub use loader::{Batch, DeviceLoader, OnDevice, RowLayout, collate, collate_masked};
+pub use loader::{
+    Batch, DeviceLoader, OnDevice, RowLayout, Seq2SeqBatch, Seq2SeqExample, Seq2SeqPadding,
+    collate, collate_masked, collate_seq2seq,
+};
 pub use loader::{DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, SequenceRows};
 #[cfg(feature = "image")]
 pub use modalities::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};

@@ -7,7 +7,7 @@ use overdrive_kv_cache::{
 use overdrive_transformer::{CausalLm, ModelConfig, RopeScaling};
 
 use crate::decoder::DecoderSize;
-use crate::engine::EngineModel;
+use crate::engine::{CacheShape, EngineModel};
 use crate::{GenerationConfig, Result};
 
 /// Builds the cache that `config` asks for, with one tensor for all rows.
@@ -16,38 +16,42 @@ pub(crate) fn build(
     model: &CausalLm,
     size: DecoderSize,
 ) -> Result<Box<dyn KvCache>> {
-    let layers = model.num_layers();
+    if config.cache_implementation.as_deref() != Some("sliding_window") {
+        return plain(config, &model.cache_shape()?, size);
+    }
+    let sliding = sliding(config, model);
+    if sliding.windows.iter().all(Option::is_none) {
+        let expected = "another cache, or have a `cache_config` with a window_length: no layer of this model has a \
+                        window of its own";
+        let (key, found) = ("cache_implementation", "\"sliding_window\"");
+        return Err(overdrive_core::Error::option(key, found, expected).into());
+    }
+    Ok(Box::new(SlidingCache::new(SlidingCacheConfig {
+        initial_capacity: size.positions as i64,
+        ..sliding
+    })?))
+}
+
+/// Builds a cache that keeps all tokens.
+pub(crate) fn plain(
+    config: &GenerationConfig,
+    shape: &CacheShape,
+    size: DecoderSize,
+) -> Result<Box<dyn KvCache>> {
+    let layers = shape.layers;
     let (rows, positions) = (size.rows as i64, size.positions as i64);
     let name = config.cache_implementation.as_deref().unwrap_or("dynamic");
     Ok(match name {
-        "static" => {
-            let shape = model.cache_shape()?;
-            Box::new(StaticCache::new(StaticCacheConfig {
-                layers,
-                batch: rows,
-                max_len: positions,
-                kv_heads: shape.kv_heads,
-                head_dim: shape.head_dim,
-                value_dim: None,
-                kind: model.kind(),
-                device: model.device(),
-            })?)
-        }
-        "sliding_window" => {
-            let sliding = sliding(config, model);
-            if sliding.windows.iter().all(Option::is_none) {
-                let expected = "another cache, or have a `cache_config` with a window_length: no layer \
-                                of this model has a window of its own";
-                let found = format!("{name:?}");
-                return Err(
-                    overdrive_core::Error::option("cache_implementation", found, expected).into(),
-                );
-            }
-            Box::new(SlidingCache::new(SlidingCacheConfig {
-                initial_capacity: positions,
-                ..sliding
-            })?)
-        }
+        "static" => Box::new(StaticCache::new(StaticCacheConfig {
+            layers,
+            batch: rows,
+            max_len: positions,
+            kv_heads: shape.kv_heads,
+            head_dim: shape.head_dim,
+            value_dim: None,
+            kind: shape.kind,
+            device: shape.device,
+        })?),
         "quantized" | "int8" | "int4" => {
             let four = config
                 .cache_config

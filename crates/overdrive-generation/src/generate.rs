@@ -5,13 +5,11 @@ use overdrive_transformer::CausalLm;
 use tch::Tensor;
 use tokenizers::Tokenizer;
 
-use crate::cache;
-use crate::decoder::Decoder;
-use crate::prompts::{check, check_ids};
+use crate::prompts::check_ids;
 use crate::rows::{OnToken, Rows, check_options};
 use crate::{
-    Constraint, GenerateOutput, GenerateTimings, GeneratedToken, GenerationConfig, Result, beams,
-    speculation,
+    Constraint, Error, GenerateOutput, GenerateTimings, GeneratedToken, GenerationConfig,
+    GenerationModel, Result, beams, speculation,
 };
 
 /// The options of a generation that no configuration file holds.
@@ -38,12 +36,15 @@ pub struct GenerateOptions<'a> {
 /// Rows of different lengths are padded on the left. Each row gets the tokens that it would get alone,
 /// up to the rounding of a wider batch, with a random stream of its own. No gradient is recorded.
 ///
+/// The encoder of a [`Seq2SeqLm`](overdrive_transformer::Seq2SeqLm) reads the prompts once, padded on the right; the
+/// sequences of the output then begin with `decoder_start_token_id` in place of the prompt.
+///
 /// # Errors
 /// Before anything is computed: when there is no prompt, or one is empty, longer than the model's
 /// context or has an id outside the vocabulary, or when an option is out of its range. Later: when the
 /// model fails, or its logits are not finite.
-pub fn generate(
-    model: &CausalLm,
+pub fn generate<M: GenerationModel + ?Sized>(
+    model: &M,
     prompts: &[Vec<i64>],
     config: &GenerationConfig,
 ) -> Result<GenerateOutput> {
@@ -55,8 +56,8 @@ pub fn generate(
 ///
 /// # Errors
 /// As [`generate`].
-pub fn generate_with(
-    model: &CausalLm,
+pub fn generate_with<M: GenerationModel + ?Sized>(
+    model: &M,
     prompts: &[Vec<i64>],
     config: &GenerationConfig,
     on_token: impl FnMut(GeneratedToken<'_>) -> ControlFlow<()>,
@@ -70,45 +71,60 @@ pub fn generate_with(
 /// # Errors
 /// As [`generate`]; also when `options` do not fit the prompts or the configuration, the tokenizer
 /// cannot decode, or a constraint cannot be followed.
-pub fn generate_with_options(
-    model: &CausalLm,
+pub fn generate_with_options<M: GenerationModel + ?Sized>(
+    model: &M,
     prompts: &[Vec<i64>],
     config: &GenerationConfig,
     options: &GenerateOptions<'_>,
     mut on_token: impl FnMut(GeneratedToken<'_>) -> ControlFlow<()>,
 ) -> Result<GenerateOutput> {
     config.validate()?;
-    check(
-        prompts,
-        cache::context(model, config),
-        model.config().vocab_size(),
-    )?;
-    check_ids(config, model.config().vocab_size())?;
+    let beginnings = model.beginnings(prompts, config)?;
+    check_ids(config, model.num_logits())?;
     check_options(prompts.len(), config, options)?;
     // Caches refuse tensors that require a gradient, and a graph over all steps would fill the memory.
     let _no_grad = tch::no_grad_guard();
+    let speculates = options.assistant_model.is_some() || config.prompt_lookup_num_tokens.is_some();
     if config.num_beams > 1 {
-        beams::search(model, prompts, config, options, &mut on_token)
-    } else if options.assistant_model.is_some() || config.prompt_lookup_num_tokens.is_some() {
+        beams::search(
+            model,
+            (prompts, &beginnings),
+            config,
+            options,
+            &mut on_token,
+        )
+    } else if !speculates {
+        token_by_token(
+            model,
+            (prompts, &beginnings),
+            config,
+            options,
+            &mut on_token,
+        )
+    } else if let Some(model) = model.as_causal_lm() {
         speculation::generate(model, prompts, config, options, &mut on_token)
     } else {
-        token_by_token(model, prompts, config, options, &mut on_token)
+        Err(Error::Incompatible {
+            first: "assistant_model or prompt_lookup_num_tokens",
+            second: "an encoder-decoder model",
+            why: "proposals are verified by a decoder alone",
+        })
     }
 }
 
-fn token_by_token(
-    model: &CausalLm,
-    prompts: &[Vec<i64>],
+fn token_by_token<M: GenerationModel + ?Sized>(
+    model: &M,
+    (prompts, beginnings): (&[Vec<i64>], &[Vec<i64>]),
     config: &GenerationConfig,
     options: &GenerateOptions<'_>,
     on_token: &mut OnToken<'_>,
 ) -> Result<GenerateOutput> {
     let start = Instant::now();
-    let mut rows = Rows::new(model, prompts, config, options)?;
+    let mut rows = Rows::new(model, beginnings, config, options)?;
     let mut prefill = start.elapsed();
     let mut first_tokens = 0;
     if !rows.all_finished() {
-        let mut decoder = Decoder::new(model, prompts, config, config.num_return_sequences)?;
+        let mut decoder = model.row_decoder(prompts, config, config.num_return_sequences)?;
         let mut logits = decoder.prefill()?;
         if config.num_return_sequences > 1 {
             // A prompt is read once, however many samples continue it.

@@ -61,6 +61,7 @@ mod device_sampling;
 mod engine;
 mod error;
 mod generate;
+mod generation_model;
 mod gguf;
 mod logprobs;
 mod model_files;
@@ -89,6 +90,7 @@ pub use engine::{
 };
 pub use error::{Error, Result};
 pub use generate::{GenerateOptions, generate, generate_with, generate_with_options};
+pub use generation_model::{GenerationModel, RowDecoder};
 pub use gguf::tokenizer_from_gguf;
 pub use logprobs::TokenLogprobs;
 pub use model_files::ModelFiles;

@@ -3,7 +3,7 @@ use std::path::{Path, PathBuf};
 use overdrive_core::{Error as Common, files};
 use overdrive_datasets::{copy_tokenizer, load_tokenizer, save_tokenizer};
 use overdrive_quantization::{GgufFile, GgufValue};
-use overdrive_transformer::generation_config_from_gguf;
+use overdrive_transformer::{Seq2SeqConfig, generation_config_from_gguf};
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
@@ -62,6 +62,26 @@ impl ModelFiles {
             Source::Folder(folder) => Ok(load_tokenizer(folder)?),
             Source::Gguf(file) => tokenizer_from_gguf(file),
         }
+    }
+
+    /// Returns `true` if `config.json` names an encoder-decoder model, which
+    /// [`Seq2SeqLm`](overdrive_transformer::Seq2SeqLm) loads; `false` without the file.
+    ///
+    /// # Errors
+    /// An error if the file cannot be read or parsed.
+    pub fn is_seq2seq(&self) -> Result<bool> {
+        let Source::Folder(folder) = &self.source else {
+            return Ok(false);
+        };
+        let path = folder.join("config.json");
+        let text = match std::fs::read_to_string(&path) {
+            Ok(text) => text,
+            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+            Err(error) => return Err(Common::io("read", path)(error).into()),
+        };
+        let config: Value = serde_json::from_str(&text).map_err(Common::parse("JSON", path))?;
+        let name = config["model_type"].as_str().unwrap_or_default();
+        Ok(Seq2SeqConfig::is_model_type(name))
     }
 
     /// Returns the chat template.

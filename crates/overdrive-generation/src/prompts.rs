@@ -98,6 +98,28 @@ impl PaddedPrompts {
     }
 }
 
+/// Pads prompts on the right to one width; returns the token ids `(B, S)`, and the mask `(B, S)` with 1 for a token if
+/// a row is padded.
+pub(crate) fn padded_on_the_right(
+    prompts: &[Vec<i64>],
+    pad: i64,
+    device: Device,
+) -> Result<(Tensor, Option<Tensor>)> {
+    let width = prompts.iter().map(Vec::len).max().unwrap_or(0);
+    let shape = [prompts.len() as i64, width as i64];
+    let rows = |of: &dyn Fn(&Vec<i64>, usize) -> i64| -> Result<Tensor> {
+        let values = prompts.iter();
+        let values = values.flat_map(|prompt| (0..width).map(|column| of(prompt, column)));
+        let values: Vec<i64> = values.collect();
+        let tensor = Tensor::f_from_slice(&values)?.f_view(shape)?;
+        Ok(tensor.f_to_device(device)?)
+    };
+    let ids = rows(&|prompt, column| prompt.get(column).copied().unwrap_or(pad))?;
+    let padded = prompts.iter().any(|prompt| prompt.len() < width);
+    let mask = padded.then(|| rows(&|prompt, column| i64::from(column < prompt.len())));
+    Ok((ids, mask.transpose()?))
+}
+
 /// Returns the tokens of a text without further special tokens, whatever truncation and padding the tokenizer's
 /// file asks for: they are meant for batches of training, and would cut the end of a prompt in silence.
 pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<i64>> {

@@ -2,17 +2,15 @@ use std::ops::ControlFlow;
 use std::time::Instant;
 
 use overdrive_core::random::entropy;
-use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-use crate::cache;
 use crate::candidates::Candidates;
 use crate::decoder::to_host;
 use crate::device_sampling::{DeviceStep, RowLogits, RowPlan, stays_on_device};
 use crate::row_text::RowText;
 use crate::{
     Choice, Constraint, Error, FinishReason, GenerateOptions, GenerateOutput, GenerateTimings,
-    GeneratedToken, GenerationConfig, Result, Sampler, TokenLogprobs, TokenMask,
+    GeneratedToken, GenerationConfig, GenerationModel, Result, Sampler, TokenLogprobs, TokenMask,
 };
 
 /// The callback of each new token.
@@ -33,13 +31,13 @@ pub(crate) struct Row<'a> {
 }
 
 /// Returns the length at which a row of a prompt of `prompt` tokens ends, and the reason.
-pub(crate) fn limit(
-    model: &CausalLm,
+pub(crate) fn limit<M: GenerationModel + ?Sized>(
+    model: &M,
     config: &GenerationConfig,
     prompt: usize,
 ) -> (usize, FinishReason) {
     // After the last of n positions the model still gives logits, so that n + 1 tokens are possible.
-    let room = cache::context(model, config).saturating_add(1);
+    let room = model.max_positions(config).saturating_add(1);
     let length = prompt.saturating_add(config.new_tokens(prompt));
     if length > room {
         (room, FinishReason::ContextFull)
@@ -183,8 +181,8 @@ pub(crate) fn is_late(config: &GenerationConfig, start: Instant) -> bool {
 
 impl<'a> Rows<'a> {
     /// Returns `num_return_sequences` rows for each prompt.
-    pub(crate) fn new(
-        model: &CausalLm,
+    pub(crate) fn new<M: GenerationModel + ?Sized>(
+        model: &M,
         prompts: &[Vec<i64>],
         config: &'a GenerationConfig,
         options: &GenerateOptions<'a>,
@@ -192,7 +190,7 @@ impl<'a> Rows<'a> {
         // All rows of one call share a seed, and differ by their random streams.
         let seed = entropy();
         let copies = config.num_return_sequences;
-        let vocabulary = model.config().vocab_size().unsigned_abs() as usize;
+        let vocabulary = model.num_logits().unsigned_abs() as usize;
         let mut rows = Vec::with_capacity(prompts.len() * copies);
         for (index, prompt) in prompts.iter().enumerate() {
             for copy in 0..copies {
@@ -230,7 +228,7 @@ impl<'a> Rows<'a> {
             batch: (0..rows.len()).collect(),
             rows,
             scores: Vec::new(),
-            pad: config.pad(model.config().vocab_size()),
+            pad: config.pad(model.num_logits()),
             start: Instant::now(),
         })
     }

@@ -99,6 +99,8 @@ fn cached_options<'m>(
 ) -> overdrive_kv_cache::AttendOptions<'m> {
     let (window, mask) = match mask {
         Mask::Causal { window } => (*window, None),
+        // An encoder has no cache, and a decoder's cache is of its own tokens.
+        Mask::All => (None, None),
         // The marks include the window.
         Mask::Marked(marked) => (None, Some(marked)),
         // `ForwardInput::shape` refuses sequences together with a cache.
@@ -142,6 +144,7 @@ fn with_backend(
             };
             return packed(query, key, value, sequences, &options);
         }
+        Mask::All => options,
         Mask::Marked(marked) => AttentionOptions {
             mask: Some(marked),
             ..options
@@ -197,6 +200,7 @@ fn sdpa(
     // A window of one query is a slice of the keys, which needs no mask.
     let last = |tensor: &Tensor, n: i64| tensor.f_narrow(2, keys - n, n);
     Ok(match mask {
+        Mask::All => run(key, value, None, false)?,
         Mask::Marked(marked) => run(key, value, Some(marked), false)?,
         // libtorch's operator has no packed sequences.
         Mask::Packed { .. } => with_backend(Backend::Auto, query, key, value, mask, options)?,

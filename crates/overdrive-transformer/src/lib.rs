@@ -22,6 +22,9 @@
 //! | `roberta` | RoBERTa, and models saved in its format | positions that skip padding |
 //! | `modernbert` | ModernBERT | rotary positions, a window in two of three layers, gated blocks, no biases |
 //!
+//! [`Seq2SeqLm`] is an encoder-decoder model, read and written in the same way: T5, T5 v1.1 and Flan-T5 (`t5`) and BART
+//! (`bart`), with cross-attention whose keys and values are computed once.
+//!
 //! Rotary positions are scaled by any [`RopeScaling`]: linear, dynamic, YaRN, LongRoPE, Llama 3. Dynamic
 //! scaling and LongRoPE choose their frequencies by the largest position of a forward pass, as in
 //! `transformers`: the sequences of a batch then influence one another, and keys in a cache keep the
@@ -76,7 +79,8 @@
 //! arXiv:2104.09864); Ainslie et al. 2023 (grouped queries, arXiv:2305.13245); Shazeer 2020 (SwiGLU,
 //! arXiv:2002.05202); Radford et al. 2019 (GPT-2); Gemma Team 2024 and 2025 (arXiv:2408.00118,
 //! arXiv:2503.19786); Devlin et al. 2018 (BERT, arXiv:1810.04805); Liu et al. 2019 (RoBERTa, arXiv:1907.11692);
-//! Warner et al. 2024 (ModernBERT, arXiv:2412.13663); file formats and names: `transformers`.
+//! Warner et al. 2024 (ModernBERT, arXiv:2412.13663); Raffel et al. 2020 (T5, arXiv:1910.10683); Lewis et al. 2020
+//! (BART, arXiv:1910.13461); file formats and names: `transformers`.
 #![deny(missing_docs)]
 
 mod activation;
@@ -104,11 +108,13 @@ mod projections;
 mod quantize;
 mod rms_norm;
 mod rope;
+mod seq2seq;
 
 pub use causal_lm::{CausalLm, InitOptions};
 pub use checkpoint::{CheckpointProblems, LoadOptions, LoadProgress, Misshapen, SaveOptions};
 pub use config::{
-    Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
+    BartConfig, Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig,
+    RopeScaling, Seq2SeqConfig, T5Config, Yarn,
 };
 pub use encoder::{
     BaseHead, ClassifierHead, ClassifierPooling, Encoder, EncoderConfig, EncoderFamily,
@@ -125,3 +131,4 @@ pub use overdrive_checkpointing::{CheckpointOptions, SavePolicy, Schedule};
 pub use overdrive_fused::Activation;
 pub use parameters::{ParameterRole, ParameterSpec};
 pub use quantize::QuantizeOptions;
+pub use seq2seq::{CrossAttentionCache, DecoderInput, Encoded, Seq2SeqLm, Source};

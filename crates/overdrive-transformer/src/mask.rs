@@ -10,7 +10,9 @@ pub(crate) enum Mask {
     /// The keys up to the query's own position, the last query being the last key's; with a window the query's
     /// own key and the `window - 1` before it.
     Causal { window: Option<i64> },
-    /// The keys marked true: `(T, S)` or `(B, 1, T, S)`.
+    /// All keys, those after the query too: an encoder's, or an encoder's states seen by a decoder.
+    All,
+    /// The keys marked true, `(T, S)` or `(B, 1, T, S)`; or a number that is added to each score, `(B, H, T, S)`.
     Marked(Tensor),
     /// The keys of the query's own sequence up to its own position; the window as in `Causal`.
     Packed {
@@ -57,6 +59,7 @@ impl Mask {
     pub(crate) fn share(&self) -> Mask {
         match self {
             Mask::Causal { window } => Mask::Causal { window: *window },
+            Mask::All => Mask::All,
             Mask::Marked(marked) => Mask::Marked(marked.shallow_clone()),
             Mask::Packed { sequences, window } => Mask::Packed {
                 sequences: sequences.clone(),

@@ -29,6 +29,24 @@ impl RmsNorm {
         })
     }
 
+    /// Takes the norm of `{name}.weight` whose gain is the weight.
+    pub(crate) fn take_plain(
+        parameters: &mut ParameterMap,
+        name: &str,
+        eps: f64,
+    ) -> Result<RmsNorm> {
+        Ok(RmsNorm {
+            weight: parameters.take(&format!("{name}.weight"))?,
+            eps,
+            gain: None,
+        })
+    }
+
+    /// Returns the dtype of the weight.
+    pub(crate) fn kind(&self) -> Kind {
+        self.weight.kind()
+    }
+
     /// Lends the weight `{name}.weight`, which the visitor may replace.
     pub(crate) fn visit_parameters(
         &mut self,

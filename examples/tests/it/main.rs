@@ -13,6 +13,7 @@ mod full_disk;
 mod going_back;
 mod host_reads;
 mod resume;
+mod seq2seq;
 mod whole_run;
 
 /// The example `finetune`, and in it the example `train`.
@@ -23,6 +24,10 @@ mod finetune_example;
 /// The example `classify`.
 #[path = "../../classify.rs"]
 mod classify_example;
+/// The example `seq2seq`.
+#[allow(dead_code, reason = "its `main` is another program's")]
+#[path = "../../seq2seq.rs"]
+mod seq2seq_example;
 
 /// A lock: libtorch's generator, memory statistics and threads are global, so one test uses them at a time.
 fn alone() -> MutexGuard<'static, ()> {

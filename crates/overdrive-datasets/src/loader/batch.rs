@@ -51,18 +51,7 @@ impl Batch {
     /// # Errors
     /// [`crate::Error::Common`] with the id and the remedy.
     pub fn check_ids(&self, vocab_size: i64) -> Result<()> {
-        let (least, largest) = self.id_range;
-        let unfit = if least < 0 { least } else { largest };
-        let expected = format!(
-            "at least 0 and below {vocab_size}, the vocabulary of the model; prepare the data with the tokenizer \
-             of the model"
-        );
-        Ok(check_option(
-            (0..vocab_size).contains(&unfit),
-            "a token or label of a batch",
-            unfit,
-            expected,
-        )?)
+        check_id_range(self.id_range, vocab_size)
     }
 
     fn map_tensors(self, change: impl Fn(Tensor) -> Result<Tensor>) -> Result<Self> {
@@ -74,6 +63,21 @@ impl Batch {
             ..self
         })
     }
+}
+
+/// Checks the least and the largest id of a batch.
+pub(super) fn check_id_range((least, largest): (i64, i64), vocab_size: i64) -> Result<()> {
+    let unfit = if least < 0 { least } else { largest };
+    let expected = format!(
+        "at least 0 and below {vocab_size}, the vocabulary of the model; prepare the data with the tokenizer of the \
+         model"
+    );
+    Ok(check_option(
+        (0..vocab_size).contains(&unfit),
+        "a token or label of a batch",
+        unfit,
+        expected,
+    )?)
 }
 
 impl OnDevice for Batch {

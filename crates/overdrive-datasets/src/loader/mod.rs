@@ -8,6 +8,8 @@ mod data_loader;
 #[cfg(feature = "tch")]
 mod device_loader;
 mod options;
+#[cfg(feature = "tch")]
+mod seq2seq;
 mod sequence_rows;
 mod workers;
 
@@ -19,4 +21,6 @@ pub use data_loader::{DataLoader, Epoch, LoaderState, LoaderStats};
 #[cfg(feature = "tch")]
 pub use device_loader::{DeviceLoader, OnDevice};
 pub use options::DataLoaderOptions;
+#[cfg(feature = "tch")]
+pub use seq2seq::{Seq2SeqBatch, Seq2SeqExample, Seq2SeqPadding, collate_seq2seq};
 pub use sequence_rows::SequenceRows;

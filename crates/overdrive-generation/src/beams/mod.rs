@@ -3,15 +3,14 @@
 use std::time::Instant;
 
 use overdrive_core::random::{Generator, entropy};
-use overdrive_transformer::CausalLm;
 
-use crate::decoder::{Decoder, to_host};
+use crate::decoder::to_host;
 use crate::generate::repeated;
 use crate::row_text::RowText;
 use crate::rows::{OnToken, is_late, limit};
 use crate::{
     FinishReason, GenerateOptions, GenerateOutput, GenerateTimings, GeneratedToken,
-    GenerationConfig, Result,
+    GenerationConfig, GenerationModel, Result,
 };
 
 mod scorer;
@@ -19,19 +18,20 @@ mod search;
 
 use search::{BeamSearch, FinishedBeam};
 
-/// Returns the best `num_return_sequences` of `num_beams` continuations of each prompt.
-pub(crate) fn search(
-    model: &CausalLm,
-    prompts: &[Vec<i64>],
+/// Returns the best `num_return_sequences` of `num_beams` continuations of each prompt, with the beginnings of their
+/// sequences.
+pub(crate) fn search<M: GenerationModel + ?Sized>(
+    model: &M,
+    (prompts, beginnings): (&[Vec<i64>], &[Vec<i64>]),
     config: &GenerationConfig,
     options: &GenerateOptions<'_>,
     on_token: &mut OnToken<'_>,
 ) -> Result<GenerateOutput> {
     let start = Instant::now();
     let beams = config.num_beams;
-    let vocabulary = model.config().vocab_size().unsigned_abs() as usize;
+    let vocabulary = model.num_logits().unsigned_abs() as usize;
     let seed = config.seed.unwrap_or_else(entropy);
-    let mut searches: Vec<BeamSearch<'_>> = prompts
+    let mut searches: Vec<BeamSearch<'_>> = beginnings
         .iter()
         .enumerate()
         .map(|(number, prompt)| {
@@ -57,7 +57,7 @@ pub(crate) fn search(
         ..GenerateTimings::default()
     };
     if searches.iter().any(|search| !search.is_done()) {
-        let mut decoder = Decoder::new(model, prompts, config, beams)?;
+        let mut decoder = model.row_decoder(prompts, config, beams)?;
         // A prompt is read once, and its row of the cache then copied for each beam.
         let copies: Vec<usize> = (0..prompts.len() * beams).map(|row| row / beams).collect();
         let mut logits = repeated(&decoder.prefill()?, beams)?;

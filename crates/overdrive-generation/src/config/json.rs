@@ -39,9 +39,18 @@ const HINTS: [&str; 8] = [
     "offloaded_static",
 ];
 
+/// The tokens of an encoder-decoder model that older folders have in `config.json` alone.
+const SEQ2SEQ_TOKENS: [&str; 4] = [
+    "decoder_start_token_id",
+    "forced_bos_token_id",
+    "forced_eos_token_id",
+    "pad_token_id",
+];
+
 impl GenerationConfig {
     /// Reads `generation_config.json` of a Hugging Face folder; returns the defaults if there is none. If it
-    /// names no end-of-text token, those of `config.json` are taken.
+    /// names no end-of-text token, those of `config.json` are taken; if there is none for an encoder-decoder model,
+    /// also the start, forced and padding tokens of `config.json`.
     ///
     /// # Errors
     /// When a file cannot be read or parsed, a value does not fit its key, or a key asks for
@@ -57,12 +66,20 @@ impl GenerationConfig {
     /// When a file cannot be read or parsed.
     pub fn map_from_dir(dir: impl AsRef<Path>) -> Result<Map<String, Value>> {
         let dir = dir.as_ref();
-        let mut map = read_object(&dir.join("generation_config.json"))?.unwrap_or_default();
-        if end_of_text(&map).is_none()
+        let given = read_object(&dir.join("generation_config.json"))?;
+        let (alone, mut map) = (given.is_none(), given.unwrap_or_default());
+        if (alone || end_of_text(&map).is_none())
             && let Some(config) = read_object(&dir.join("config.json"))?
-            && let Some(ids) = end_of_text(&config)
         {
-            map.insert("eos_token_id".to_owned(), ids);
+            if let Some(ids) = end_of_text(&config) {
+                map.insert("eos_token_id".to_owned(), ids);
+            }
+            let seq2seq = config.get("is_encoder_decoder") == Some(&Value::Bool(true));
+            for key in SEQ2SEQ_TOKENS {
+                if let Some(id) = config.get(key).filter(|_| alone && seq2seq) {
+                    map.insert(key.to_owned(), id.clone());
+                }
+            }
         }
         Ok(map)
     }

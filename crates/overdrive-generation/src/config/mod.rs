@@ -121,7 +121,11 @@ pub struct GenerationConfig {
     /// If `true`, a log-softmax follows the last change of the scores, which only affects a beam
     /// search. Default `false`.
     pub renormalize_logits: bool,
-    /// The first new token after a prompt of one token. Default `None`.
+    /// The token that an encoder-decoder model begins its sequences with. Default `None`: that of the model's
+    /// configuration.
+    #[serde(skip_serializing_if = "Option::is_none")]
+    pub decoder_start_token_id: Option<i64>,
+    /// The first new token after a prompt of one token, or of an encoder-decoder model. Default `None`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub forced_bos_token_id: Option<i64>,
     /// The tokens of which one must be the last at the length limit. Default empty.
@@ -210,6 +214,7 @@ impl Default for GenerationConfig {
             sequence_bias: Vec::new(),
             logit_bias: BTreeMap::new(),
             renormalize_logits: false,
+            decoder_start_token_id: None,
             forced_bos_token_id: None,
             forced_eos_token_id: Vec::new(),
             remove_invalid_values: false,

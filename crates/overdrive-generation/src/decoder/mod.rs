@@ -1,14 +1,18 @@
 //! A model with its cache of the rows of a batch.
 
+use overdrive_sys::transfer::to_device;
 use overdrive_transformer::CausalLm;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::device_sampling::stays_on_device;
+use crate::generation_model::RowDecoder;
 use crate::{Error, GenerationConfig, Result, cache};
 
+mod encoder_decoder;
 mod padded;
 mod ragged;
 
+pub(crate) use encoder_decoder::EncoderDecoder;
 use padded::Padded;
 use ragged::Ragged;
 
@@ -72,8 +76,26 @@ impl<'a> Decoder<'a> {
         Ok(Decoder { layout, fallback })
     }
 
+    /// Reads more tokens of the only row; returns the logits after each, `(1, T, V)`.
+    pub(crate) fn extend(&mut self, tokens: &[i64]) -> Result<Tensor> {
+        match &mut self.layout {
+            Layout::Padded(rows) => rows.extend(tokens),
+            Layout::Ragged(rows) => rows.extend(tokens),
+        }
+    }
+
+    /// Drops all but the first `len` tokens of the only row.
+    pub(crate) fn truncate(&mut self, len: usize) -> Result<()> {
+        match &mut self.layout {
+            Layout::Padded(rows) => rows.truncate(len),
+            Layout::Ragged(rows) => rows.truncate(len),
+        }
+    }
+}
+
+impl RowDecoder for Decoder<'_> {
     /// Reads the prompts in chunks; returns the logits after them, `(B, 1, V)`.
-    pub(crate) fn prefill(&mut self) -> Result<Tensor> {
+    fn prefill(&mut self) -> Result<Tensor> {
         let mut fallback = self.fallback.take();
         let logits = match &mut self.layout {
             Layout::Padded(rows) => rows.prefill(),
@@ -93,31 +115,15 @@ impl<'a> Decoder<'a> {
     }
 
     /// Reads one more token a row; returns the logits after it, `(B, 1, V)`.
-    pub(crate) fn step(&mut self, tokens: &[i64]) -> Result<Tensor> {
+    fn step(&mut self, tokens: &[i64]) -> Result<Tensor> {
         match &mut self.layout {
             Layout::Padded(rows) => rows.step(tokens),
             Layout::Ragged(rows) => rows.step(tokens),
         }
     }
 
-    /// Reads more tokens of the only row; returns the logits after each, `(1, T, V)`.
-    pub(crate) fn extend(&mut self, tokens: &[i64]) -> Result<Tensor> {
-        match &mut self.layout {
-            Layout::Padded(rows) => rows.extend(tokens),
-            Layout::Ragged(rows) => rows.extend(tokens),
-        }
-    }
-
-    /// Drops all but the first `len` tokens of the only row.
-    pub(crate) fn truncate(&mut self, len: usize) -> Result<()> {
-        match &mut self.layout {
-            Layout::Padded(rows) => rows.truncate(len),
-            Layout::Ragged(rows) => rows.truncate(len),
-        }
-    }
-
     /// Reorders the rows: row `i` becomes the old row `rows[i]`.
-    pub(crate) fn reorder(&mut self, order: &[usize]) -> Result<()> {
+    fn reorder(&mut self, order: &[usize]) -> Result<()> {
         match &mut self.layout {
             Layout::Padded(rows) => rows.reorder(order),
             Layout::Ragged(rows) => rows.reorder(order),
@@ -125,9 +131,15 @@ impl<'a> Decoder<'a> {
     }
 
     /// Returns `true` if dropping a row copies nothing.
-    pub(crate) fn drops_rows_for_free(&self) -> bool {
+    fn drops_rows_for_free(&self) -> bool {
         matches!(self.layout, Layout::Ragged(_))
     }
+}
+
+/// Returns indices of rows as a tensor on the device of a cache.
+fn row_indices(rows: &[usize], device: Device) -> Result<Tensor> {
+    let rows: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
+    Ok(to_device(Tensor::f_from_slice(&rows)?, device)?)
 }
 
 /// Copies logits of any device and dtype into `scores`, whose memory is reused from step to step;

@@ -3,7 +3,7 @@ use overdrive_sys::transfer::to_device;
 use overdrive_transformer::{CausalLm, ForwardInput, Logits};
 use tch::Tensor;
 
-use super::DecoderSize;
+use super::{DecoderSize, row_indices};
 use crate::prompts::PaddedPrompts;
 use crate::{GenerationConfig, Result, cache};
 
@@ -16,10 +16,21 @@ pub(super) struct Padded<'a> {
 }
 
 /// The memory of earlier tokens.
-enum Memory {
+pub(super) enum Memory {
     Cache(Box<dyn KvCache>),
     /// The ids so far, `(B, S)`, which are read again at each step.
     Tokens(Tensor),
+}
+
+impl Memory {
+    /// Reorders the rows by `rows (B_new,)`, i64.
+    pub(super) fn reorder(&mut self, rows: &Tensor) -> Result<()> {
+        match self {
+            Memory::Cache(cache) => cache.reorder(rows)?,
+            Memory::Tokens(all) => *all = all.f_index_select(0, rows)?,
+        }
+        Ok(())
+    }
 }
 
 impl<'a> Padded<'a> {
@@ -96,14 +107,9 @@ impl<'a> Padded<'a> {
 
     /// Reorders the rows: row `i` becomes the old row `rows[i]`.
     pub(super) fn reorder(&mut self, rows: &[usize]) -> Result<()> {
-        let rows: Vec<i64> = rows.iter().map(|&row| row as i64).collect();
-        let rows = to_device(Tensor::f_from_slice(&rows)?, self.model.device())?;
+        let rows = row_indices(rows, self.model.device())?;
         self.prompts.reorder(&rows)?;
-        match &mut self.memory {
-            Memory::Cache(cache) => cache.reorder(&rows)?,
-            Memory::Tokens(all) => *all = all.f_index_select(0, &rows)?,
-        }
-        Ok(())
+        self.memory.reorder(&rows)
     }
 
     /// Reads tokens without computing logits.

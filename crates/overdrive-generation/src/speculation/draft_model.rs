@@ -3,6 +3,7 @@ use tch::Tensor;
 
 use super::{Proposal, Proposer};
 use crate::decoder::{Decoder, to_host};
+use crate::generation_model::RowDecoder;
 use crate::{GenerationConfig, NumAssistantTokensSchedule, Result, Sampler};
 
 /// A smaller model that proposes tokens, with the configuration of the model that verifies them.

@@ -8,6 +8,7 @@ use crate::cache;
 use crate::candidates::Candidates;
 use crate::decoder::{Decoder, to_host};
 use crate::device_sampling::RowLogits;
+use crate::generation_model::RowDecoder;
 use crate::rows::{OnToken, Row, Rows, is_late};
 use crate::{
     Error, FinishReason, GenerateOptions, GenerateOutput, GenerateTimings, GenerationConfig,

@@ -13,6 +13,7 @@ mod gguf_settings;
 mod gguf_tokenizers;
 mod options;
 mod quantized_cache;
+mod seq2seq;
 mod speculation;
 mod support;
 mod text_stream;

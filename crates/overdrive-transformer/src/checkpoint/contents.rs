@@ -34,6 +34,12 @@ pub(crate) trait CheckpointConfig {
     /// [prefix](Self::prefix) if `prefixed`; `None` if the model has no use for it.
     fn parameter_name(&self, name: &str, prefixed: bool) -> Option<String>;
 
+    /// Returns the dtype of a parameter in a model of the dtype `kind`.
+    fn kind_of(&self, parameter: &ParameterSpec, kind: Kind) -> Kind {
+        let _ = parameter;
+        kind
+    }
+
     /// Returns `true` if a checkpoint without the parameter is complete: the model initializes it.
     fn may_be_missing(&self, parameter: &ParameterSpec) -> bool {
         let _ = parameter;

@@ -103,7 +103,7 @@ pub(crate) fn read(
     for ((spec, (_, from)), scheme) in specs.iter().zip(&sources).zip(&schemes) {
         if scheme.is_none() {
             dense.push(spec.clone());
-            kinds.push(options.kind.unwrap_or(*from));
+            kinds.push(config.kind_of(spec, options.kind.unwrap_or(*from)));
         }
     }
     let mut parts = ModelTensors {

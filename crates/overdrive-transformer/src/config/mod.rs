@@ -1,11 +1,14 @@
 //! Configurations: the keys of Hugging Face's `config.json`.
 
+mod bart;
 mod family;
 mod fields;
 mod gpt2;
 mod llama;
 mod rope_scaling;
+mod seq2seq;
 mod sizes;
+mod t5;
 
 use std::path::Path;
 
@@ -16,13 +19,16 @@ use serde_json::{Map, Value};
 use crate::parameters::ParameterSpec;
 use crate::{Error, Result};
 
+pub use bart::BartConfig;
 pub(crate) use family::layer_types;
 pub use family::{LayerType, LlamaFamily};
 pub(crate) use fields::{Fields, bad};
 pub use gpt2::Gpt2Config;
 pub use llama::LlamaConfig;
 pub use rope_scaling::{LongRope, RopeScaling, Yarn};
+pub use seq2seq::Seq2SeqConfig;
 pub(crate) use sizes::{check_layers, check_layers_of_files, check_parameters, check_size};
+pub use t5::T5Config;
 
 /// The architecture and sizes of a model, as in `config.json`.
 ///

@@ -18,3 +18,4 @@ mod pickled;
 mod position_bound;
 mod quantized;
 mod quantized_checkpoints;
+mod seq2seq;
