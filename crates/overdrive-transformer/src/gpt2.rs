@@ -6,6 +6,7 @@ use tch::Tensor;
 use crate::activation::{activate, activation_named};
 use crate::attend::{AttendOptions, CachedLayer, attend_with_cache};
 use crate::input::{ForwardInput, Shape};
+use crate::layer_norm::{LayerNorm, dropped};
 use crate::mask::Mask;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_linear, visit_shared};
@@ -32,13 +33,6 @@ struct Block {
     activation: Activation,
     /// The factor of the scores; `None` is 1/sqrt(D).
     scale: Option<f64>,
-}
-
-#[derive(Debug)]
-struct LayerNorm {
-    weight: Tensor,
-    bias: Tensor,
-    eps: f64,
 }
 
 /// Returns the parameters of a GPT-2 in the order of transformers' `named_parameters`.
@@ -246,10 +240,6 @@ impl Context {
     }
 }
 
-fn dropped(x: Tensor, p: f64) -> Result<Tensor> {
-    Ok(if p > 0.0 { x.f_dropout(p, true)? } else { x })
-}
-
 impl Block {
     fn take(parameters: &mut ParameterMap, layer: i64, config: &Gpt2Config) -> Result<Block> {
         let prefix = format!("transformer.h.{layer}");
@@ -323,36 +313,5 @@ impl Block {
         let inner = self.mlp_input.forward_with(&normalised, false)?;
         let activated = activate(self.activation, &inner)?;
         Ok(self.mlp_output.forward_with(&activated, false)?)
-    }
-}
-
-impl LayerNorm {
-    fn visit_parameters(
-        &mut self,
-        name: &str,
-        visit: ParameterVisitor<'_>,
-    ) -> overdrive_nn::Result<()> {
-        visit(&format!("{name}.weight"), &mut self.weight)?;
-        visit(&format!("{name}.bias"), &mut self.bias)
-    }
-
-    fn take(parameters: &mut ParameterMap, name: &str, eps: f64) -> Result<LayerNorm> {
-        Ok(LayerNorm {
-            weight: parameters.take(&format!("{name}.weight"))?,
-            bias: parameters.take(&format!("{name}.bias"))?,
-            eps,
-        })
-    }
-
-    fn forward(&self, x: &Tensor) -> Result<Tensor> {
-        let width = self.weight.size()[0];
-        Ok(x.f_layer_norm(
-            [width],
-            Some(&self.weight),
-            Some(&self.bias),
-            self.eps,
-            // `cudnn_enable`, which libtorch ignores.
-            true,
-        )?)
     }
 }

@@ -1,5 +1,6 @@
 //! Hugging Face folders: reading and writing.
 
+mod multimodal;
 mod problems;
 mod progress;
 mod quantized;

@@ -8,6 +8,7 @@ use overdrive_safetensors::{MappedFile, StoredTensor};
 use serde_json::{Map, Value};
 use tch::{Device, Kind};
 
+use super::multimodal;
 use super::problems::{CheckpointProblems, Misshapen};
 use super::progress::LoadProgress;
 use super::quantized::{self, Views, layout};
@@ -15,7 +16,7 @@ use super::shards::weight_files;
 use crate::config::check_layers_of_files;
 use crate::parameters::{ModelTensors, ParameterSpec, allocate};
 use crate::quantize::quantize_parameter;
-use crate::{Error, ModelConfig, QuantizeOptions, Result};
+use crate::{Error, LlamaFamily, ModelConfig, QuantizeOptions, Result};
 
 /// The options of loading a checkpoint.
 #[derive(Debug, Clone, PartialEq)]
@@ -64,7 +65,7 @@ pub(crate) fn read(
             views.insert(stored.name().to_owned(), stored);
         }
     }
-    let mut views = with_prefix(views, config);
+    let mut views = with_prefix(text_alone(views, config), config);
     let total = views.values().map(|stored| stored.data().len() as u64);
     // Before the parameters are listed layer by layer.
     check_layers_of_files(config.layers(), views.len())?;
@@ -178,6 +179,16 @@ pub(crate) fn read_generation_config(dir: &Path) -> Result<Option<Map<String, Va
     };
     let object = serde_json::from_str(&text).map_err(Common::parse("JSON", path))?;
     Ok(Some(object))
+}
+
+/// Renames the tensors of a multimodal checkpoint of the families that have some.
+fn text_alone<'a>(views: Views<'a>, config: &ModelConfig) -> Views<'a> {
+    match config {
+        ModelConfig::Llama(config) if config.family == LlamaFamily::Gemma3 => {
+            multimodal::text(views)
+        }
+        _ => views,
+    }
 }
 
 /// Adds the decoder's prefix to the names of a checkpoint of the bare decoder; transformers reads both.

@@ -4,6 +4,7 @@ mod family;
 mod fields;
 mod gpt2;
 mod llama;
+mod multimodal;
 mod rope_scaling;
 mod sizes;
 
@@ -47,14 +48,15 @@ pub(crate) use sizes::{check_layers, check_layers_of_files};
     reason = "there is one a model; a box would only be in its users' way"
 )]
 pub enum ModelConfig {
-    /// Llama, Mistral, Qwen2, Qwen3, Gemma 2 or Gemma 3.
+    /// Llama, Mistral, Qwen2, Qwen3, Phi-2, Phi-3, Gemma 1, Gemma 2 or Gemma 3.
     Llama(LlamaConfig),
     /// GPT-2.
     Gpt2(Gpt2Config),
 }
 
 /// The supported values of `model_type`, for messages.
-const SUPPORTED: &str = "llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gpt2";
+const SUPPORTED: &str =
+    "llama, mistral, qwen2, qwen3, phi, phi3, gemma, gemma2, gemma3, gemma3_text, gpt2";
 
 impl ModelConfig {
     /// Reads `config.json` of a Hugging Face folder.
@@ -86,6 +88,7 @@ impl ModelConfig {
         let model_type = fields.string("model_type")?;
         let config = match model_type.as_deref() {
             Some("gpt2") => ModelConfig::Gpt2(Gpt2Config::read(fields)?),
+            Some("gemma3") => ModelConfig::Llama(multimodal::text(fields)?),
             Some(name) if LlamaFamily::from_name(name).is_some() => {
                 let family = LlamaFamily::from_name(name).unwrap_or_default();
                 ModelConfig::Llama(LlamaConfig::read(family, fields)?)
@@ -230,6 +233,14 @@ impl ModelConfig {
         match self {
             ModelConfig::Llama(config) => (config.context(), "max_position_embeddings"),
             ModelConfig::Gpt2(config) => (config.n_positions, "n_positions"),
+        }
+    }
+
+    /// Returns `true` if the head has a bias.
+    pub(crate) fn head_bias(&self) -> bool {
+        match self {
+            ModelConfig::Llama(config) => config.head_bias(),
+            ModelConfig::Gpt2(_) => false,
         }
     }
 
