@@ -148,7 +148,9 @@ impl CausalLm {
                 (Backbone::Gpt2(Box::new(model)), tied)
             }
         };
-        let bias = config.head_bias().then(|| parameter_map.take("lm_head.bias"));
+        let bias = config
+            .head_bias()
+            .then(|| parameter_map.take("lm_head.bias"));
         let bias = bias.transpose()?;
         let head = match parameter_map.take_quantized("lm_head") {
             // A quantized head has a weight of its own even where the dense one is tied.

@@ -6,7 +6,7 @@ use tch::Tensor;
 use crate::activation::{activate, activation_named};
 use crate::attend::{AttendOptions, CachedLayer, attend_with_cache};
 use crate::input::{ForwardInput, Shape};
-use crate::layer_norm::{LayerNorm, dropped};
+use crate::layer_norm::LayerNorm;
 use crate::mask::Mask;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_linear, visit_shared};
@@ -108,7 +108,12 @@ impl Gpt2 {
         let blocks = (0..config.n_layer)
             .map(|layer| Block::take(parameters, layer, config).map(Shared::new))
             .collect::<Result<_>>()?;
-        let norm = LayerNorm::take(parameters, "transformer.ln_f", config.layer_norm_epsilon)?;
+        let norm = LayerNorm::take(
+            parameters,
+            "transformer.ln_f",
+            true,
+            config.layer_norm_epsilon,
+        )?;
         Ok(Gpt2 {
             embedding,
             positions,
@@ -240,6 +245,10 @@ impl Context {
     }
 }
 
+pub(crate) fn dropped(x: Tensor, p: f64) -> Result<Tensor> {
+    Ok(if p > 0.0 { x.f_dropout(p, true)? } else { x })
+}
+
 impl Block {
     fn take(parameters: &mut ParameterMap, layer: i64, config: &Gpt2Config) -> Result<Block> {
         let prefix = format!("transformer.h.{layer}");
@@ -257,10 +266,10 @@ impl Block {
         };
         let default_scale = config.scale_attn_weights && !config.scale_attn_by_inverse_layer_idx;
         Ok(Block {
-            attention_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_1"), eps)?,
+            attention_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_1"), true, eps)?,
             qkv: parameters.take_conv1d(&format!("{prefix}.attn.c_attn"))?,
             attention_output: parameters.take_conv1d(&format!("{prefix}.attn.c_proj"))?,
-            mlp_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_2"), eps)?,
+            mlp_norm: LayerNorm::take(parameters, &format!("{prefix}.ln_2"), true, eps)?,
             mlp_input: parameters.take_conv1d(&format!("{prefix}.mlp.c_fc"))?,
             mlp_output: parameters.take_conv1d(&format!("{prefix}.mlp.c_proj"))?,
             activation: activation_named("activation_function", &config.activation_function)?,

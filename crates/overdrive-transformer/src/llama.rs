@@ -9,8 +9,8 @@ use tch::{Kind, Tensor};
 
 use crate::attention::{AttentionStep, RotaryAttention};
 use crate::decode_step::{self, DecodeBuffers};
+use crate::gpt2::dropped;
 use crate::input::{ForwardInput, Shape};
-use crate::layer_norm::dropped;
 use crate::mask::Mask;
 use crate::mlp::GatedMlp;
 use crate::norm::Norm;

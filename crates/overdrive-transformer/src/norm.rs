@@ -21,7 +21,12 @@ impl Norm {
         config: &LlamaConfig,
     ) -> Result<Norm> {
         Ok(match config.family {
-            LlamaFamily::Phi => Norm::Layer(LayerNorm::take(parameters, name, config.rms_norm_eps)?),
+            LlamaFamily::Phi => Norm::Layer(LayerNorm::take(
+                parameters,
+                name,
+                true,
+                config.rms_norm_eps,
+            )?),
             _ => Norm::Rms(RmsNorm::take(parameters, name, config)?),
         })
     }

@@ -6,7 +6,8 @@ use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
 use crate::attention::{AttentionStep, RotaryAttention};
-use crate::layer_norm::{LayerNorm, dropped};
+use crate::gpt2::dropped;
+use crate::layer_norm::LayerNorm;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_linear};
 use crate::{Init, LlamaConfig, Result};
@@ -38,7 +39,12 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         Embedding,
     )];
     let mut pair = |name: String, weight: &[i64], init, role| {
-        all.push(ParameterSpec::new(format!("{name}.weight"), weight, init, role));
+        all.push(ParameterSpec::new(
+            format!("{name}.weight"),
+            weight,
+            init,
+            role,
+        ));
         let bias = format!("{name}.bias");
         all.push(ParameterSpec::new(bias, &weight[..1], Init::Zeros, Other));
     };
@@ -60,7 +66,12 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         pair(name("mlp.fc2"), &[hidden, inner], normal, Linear);
         pair(name("input_layernorm"), &[hidden], Init::Ones, Other);
     }
-    pair("model.final_layernorm".to_owned(), &[hidden], Init::Ones, Other);
+    pair(
+        "model.final_layernorm".to_owned(),
+        &[hidden],
+        Init::Ones,
+        Other,
+    );
     pair("lm_head".to_owned(), &table, normal, Head);
     // A tied head has a bias of its own.
     all.retain(|spec| !config.tie_word_embeddings || spec.name != "lm_head.weight");
@@ -75,7 +86,7 @@ impl ParallelBlock {
     ) -> Result<ParallelBlock> {
         let norm = format!("{prefix}.input_layernorm");
         Ok(ParallelBlock {
-            norm: LayerNorm::take(parameters, &norm, config.rms_norm_eps)?,
+            norm: LayerNorm::take(parameters, &norm, true, config.rms_norm_eps)?,
             attention: RotaryAttention::take(parameters, prefix, config)?,
             inner: parameters.take_linear(&format!("{prefix}.mlp.fc1"), true)?,
             output: parameters.take_linear(&format!("{prefix}.mlp.fc2"), true)?,

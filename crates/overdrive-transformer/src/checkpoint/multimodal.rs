@@ -46,8 +46,14 @@ mod tests {
     #[test]
     fn tensors_of_the_text_have_the_names_of_a_model_without_images() {
         for (name, expected) in [
-            ("language_model.model.norm.weight", Some("model.norm.weight")),
-            ("model.language_model.norm.weight", Some("model.norm.weight")),
+            (
+                "language_model.model.norm.weight",
+                Some("model.norm.weight"),
+            ),
+            (
+                "model.language_model.norm.weight",
+                Some("model.norm.weight"),
+            ),
             ("language_model.norm.weight", Some("model.norm.weight")),
             ("language_model.lm_head.weight", Some("lm_head.weight")),
             ("lm_head.weight", Some("lm_head.weight")),

@@ -263,6 +263,16 @@ impl LlamaConfig {
         self.context().min(fixed(&self.rope_scaling)).min(local)
     }
 
+    /// Returns the number of positions beyond which a generation starts its cache again.
+    pub(crate) fn cache_restart(&self) -> Option<i64> {
+        match (self.family, &self.rope_scaling) {
+            (LlamaFamily::Phi3, RopeScaling::LongRope(long)) => {
+                Some(long.original_max_position_embeddings)
+            }
+            _ => None,
+        }
+    }
+
     /// Returns `true` if query, key and value projections have biases.
     pub(crate) fn qkv_bias(&self) -> bool {
         match self.family {
@@ -431,7 +441,13 @@ impl LlamaConfig {
         let name = given.or(fields.string("hidden_act")?);
         // The first files say `gelu` where the model was trained with the approximation.
         let approximation = || "gelu_pytorch_tanh".to_owned();
-        Ok(name.map(|name| if name == "gelu" { approximation() } else { name }))
+        Ok(name.map(|name| {
+            if name == "gelu" {
+                approximation()
+            } else {
+                name
+            }
+        }))
     }
 
     fn read_rope(&mut self, fields: &mut Fields) -> Result<()> {
@@ -608,7 +624,8 @@ impl LlamaConfig {
             let theta = self.rope_local_base_freq.into();
             map.insert("rope_local_base_freq".to_owned(), theta);
         }
-        if let (LlamaFamily::Phi3, RopeScaling::LongRope(long)) = (self.family, &self.rope_scaling) {
+        if let (LlamaFamily::Phi3, RopeScaling::LongRope(long)) = (self.family, &self.rope_scaling)
+        {
             // Phi-3 has it beside the scaling, and reads 4096 if it is not there.
             let original = long.original_max_position_embeddings.into();
             map.insert("original_max_position_embeddings".to_owned(), original);

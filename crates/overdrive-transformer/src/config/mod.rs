@@ -172,6 +172,16 @@ impl ModelConfig {
         }
     }
 
+    /// Returns the number of positions beyond which a generation starts its cache again, with all tokens in one
+    /// pass, so that all keys have the frequencies of long sequences: the original context of Phi-3 with LongRoPE.
+    /// transformers does so for this family alone; in others keys keep the frequencies that they were written with.
+    pub fn cache_restart(&self) -> Option<i64> {
+        match self {
+            ModelConfig::Llama(config) => config.cache_restart(),
+            ModelConfig::Gpt2(_) => None,
+        }
+    }
+
     /// Returns the width of the hidden states.
     pub fn hidden_size(&self) -> i64 {
         match self {

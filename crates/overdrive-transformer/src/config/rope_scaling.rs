@@ -343,8 +343,10 @@ impl RopeScaling {
                 ];
                 for (name, list) in lists {
                     if list.len() as i64 != rotated / 2 {
-                        let expected =
-                            format!("{} numbers, one for each pair of rotated channels", rotated / 2);
+                        let expected = format!(
+                            "{} numbers, one for each pair of rotated channels",
+                            rotated / 2
+                        );
                         let found = format!("{} numbers", list.len());
                         return wrong(name, found.into(), &expected);
                     }

@@ -164,11 +164,7 @@ fn sources<'a>(
             });
             continue;
         }
-        sources.push(Source {
-            rows,
-            spec,
-            tensor,
-        });
+        sources.push(Source { rows, spec, tensor });
     }
     let names = file.tensors().map(|tensor| tensor.name().to_owned());
     problems.unexpected = names.filter(|name| !used.contains(name)).collect();
