@@ -10,8 +10,12 @@
 //! | `mistral` | Mistral | a sliding window in every layer |
 //! | `qwen2` | Qwen 1.5 to 2.5 | biases on query, key and value; windows from a layer on |
 //! | `qwen3` | Qwen 3 | normalised queries and keys |
+//! | `phi` | Phi-1, 1.5 and 2 | attention and the feed-forward block read one LayerNorm and are added together; biases, rotation of the first channels of a head |
+//! | `phi3` | Phi-3, Phi-3.5, Phi-4 | query, key and value in one layer, gate and up in another one; LongRoPE |
+//! | `gemma` | Gemma 1 | norms with the gain `1 + weight`, a scaled embedding |
 //! | `gemma2` | Gemma 2 | norms with the gain `1 + weight` before and after attention and the feed-forward block, bounded scores and logits, a window in every other layer |
 //! | `gemma3_text` | Gemma 3 (text) | as Gemma 2, with normalised queries and keys instead of the bounds, and rotary frequencies by layer type |
+//! | `gemma3` | the text of Gemma 3 with images | as `gemma3_text`, as which it is saved |
 //! | `gpt2` | GPT-2 | learned positions, LayerNorm |
 //!
 //! Rotary positions are scaled by any [`RopeScaling`]: linear, dynamic, YaRN, LongRoPE, Llama 3. Dynamic
@@ -66,8 +70,8 @@
 //! # Sources
 //! Touvron et al. 2023 (LLaMA, arXiv:2302.13971); Su et al. 2021 (rotary positions,
 //! arXiv:2104.09864); Ainslie et al. 2023 (grouped queries, arXiv:2305.13245); Shazeer 2020 (SwiGLU,
-//! arXiv:2002.05202); Radford et al. 2019 (GPT-2); Gemma Team 2024 and 2025 (arXiv:2408.00118,
-//! arXiv:2503.19786); file formats and names: `transformers`.
+//! arXiv:2002.05202); Radford et al. 2019 (GPT-2); Gemma Team 2024 and 2025 (arXiv:2403.08295, arXiv:2408.00118,
+//! arXiv:2503.19786); Gunasekar et al. 2023 and Abdin et al. 2024 (Phi, arXiv:2306.11644 and 2404.14219); file formats and names: `transformers`.
 #![deny(missing_docs)]
 
 mod activation;

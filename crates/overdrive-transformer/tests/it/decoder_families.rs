@@ -369,7 +369,7 @@ fn fused_projections_are_quantized_and_adapted_under_their_own_names() {
     assert!(max_difference(&adapted, &dense) > 1e-3);
     let loss = model.loss(ids, ids, LabelShift::HuggingFace).unwrap();
     loss.mean().unwrap().backward();
-    merge_adapters(&mut model, &MergeOptions::default()).unwrap();
+    merge_adapters(&mut model, None, &MergeOptions::default()).unwrap();
     assert!(max_difference(&logits(&model, ids), &adapted) < 1e-5);
 
     for scheme in ["int8", "nf4"] {
