@@ -307,6 +307,7 @@ fn architectures() -> BTreeMap<String, BTreeSet<String>> {
     let all = supported(&read("nobody", &[]).unwrap_err().to_string());
     assert!(all.len() > 5, "{all:?}");
     // Architectures of several families differ by a key.
+    let plain: &[(&str, u32)] = &[];
     let windows: &[(&str, u32)] = &[("attention.sliding_window", 8)];
     let experts: &[(&str, u32)] = &[
         ("expert_count", 4),
@@ -316,7 +317,7 @@ fn architectures() -> BTreeMap<String, BTreeSet<String>> {
     let mut found: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
     for architecture in &all {
         let before = found.len();
-        let read_as = [&[], windows, experts].map(|extra| read(architecture, extra));
+        let read_as = [plain, windows, experts].map(|extra| read(architecture, extra));
         assert!(
             read_as.iter().any(Result::is_ok),
             "{architecture}: {read_as:?}"

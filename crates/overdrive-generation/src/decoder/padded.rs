@@ -122,7 +122,24 @@ impl<'a> Padded<'a> {
     pub(super) fn extend(&mut self, tokens: &[i64]) -> Result<Tensor> {
         let ids = Tensor::f_from_slice(tokens)?.f_unsqueeze(0)?;
         let ids = to_device(ids, self.model.device())?;
-        self.forward(&ids, Logits::All)
+        // Tokens up to the length at which the cache starts again get the logits of a short sequence, as they do
+        // one by one.
+        let (tokens, short) = (ids.size()[1], self.tokens_before_restart());
+        if !(1..tokens).contains(&short) {
+            return self.forward(&ids, Logits::All);
+        }
+        let first = self.forward(&ids.f_narrow(1, 0, short)?, Logits::All)?;
+        let rest = ids.f_narrow(1, short, tokens - short)?;
+        let rest = self.forward(&rest, Logits::All)?;
+        Ok(Tensor::f_cat(&[first, rest], 1)?)
+    }
+
+    /// Returns the number of tokens that fit before the cache starts again, 0 if it never does.
+    fn tokens_before_restart(&self) -> i64 {
+        match (&self.restart, &self.memory) {
+            (Some(restart), Memory::Cache(cache)) => (restart.length - cache.len()).max(0),
+            _ => 0,
+        }
     }
 
     /// Drops all but the first `len` tokens.
