@@ -1,5 +1,6 @@
 //! The table of models in the guide (`docs/src/models.md`): each of its cells is the outcome of an attempt with a
 //! tiny model.
+#![cfg(feature = "full")]
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::collections::{BTreeMap, BTreeSet};
