@@ -68,10 +68,17 @@ fn default_targets(names: &[String]) -> Option<TargetModules> {
         let suffix = format!(".{wanted}");
         names.iter().any(|name| name.ends_with(&suffix))
     };
-    // From PEFT's table: Llama and its relatives; GPT-2; BLOOM, Falcon and GPT-NeoX.
-    let choices: [&[&str]; 3] = [&["q_proj", "v_proj"], &["c_attn"], &["query_key_value"]];
-    let choice = choices.iter().find(|choice| choice.iter().all(has))?;
-    Some(TargetModules::names(choice.iter().copied()))
+    // From PEFT's table: Phi-2; Llama and its relatives; GPT-2; BLOOM, Falcon and GPT-NeoX. First the layers that
+    // an architecture is known by, since others have layers of the same names.
+    let choices: [(&[&str], &[&str]); 4] = [
+        (&["v_proj", "mlp.fc1"], &["q_proj", "v_proj", "fc1", "fc2"]),
+        (&["q_proj", "v_proj"], &["q_proj", "v_proj"]),
+        (&["c_attn"], &["c_attn"]),
+        (&["query_key_value"], &["query_key_value"]),
+    ];
+    let choice = choices.iter().find(|(known, _)| known.iter().all(has));
+    let (_, targets) = choice?;
+    Some(TargetModules::names(targets.iter().copied()))
 }
 
 /// Describes the rule for an error message.

@@ -67,7 +67,7 @@ pub fn export(
                     .to_json()
                     .get("model_type")
                     .map_or("missing".to_owned(), Json::to_string),
-                "llama, mistral, qwen2, qwen3, gemma2, gemma3_text and gpt2 can be",
+                llama::EXPORTED,
             ));
         }
     };

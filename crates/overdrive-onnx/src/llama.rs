@@ -11,10 +11,16 @@ use crate::rope::{Frequencies, Rotation, rotation};
 use crate::source::Source;
 use crate::{Attention, Error, ExportOptions, Result};
 
+/// The values of `model_type` that can be exported, for messages.
+pub(crate) const EXPORTED: &str =
+    "llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text and gpt2 can be";
+
 /// The differences between members of the family that their parameters do not show.
 #[derive(Debug)]
 struct Traits {
     gemma: bool,
+    /// If `true`, `query_pre_attn_scalar` scales the scores (Gemma 2 and 3).
+    query_scale: bool,
     /// The bound of scores (Gemma 2).
     softcap: Option<f64>,
     /// If `true`, sliding layers have rotary frequencies of their own (Gemma 3).
@@ -27,18 +33,20 @@ impl Traits {
             LlamaFamily::Llama | LlamaFamily::Mistral | LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
                 (false, None, false)
             }
+            LlamaFamily::Gemma => (true, None, false),
             LlamaFamily::Gemma2 => (true, config.attn_logit_softcapping, false),
             LlamaFamily::Gemma3 => (true, None, true),
             other => {
                 return Err(Error::unsupported(
                     "config key `model_type`",
                     format!("{:?}", other.model_type()),
-                    "llama, mistral, qwen2, qwen3, gemma2, gemma3_text and gpt2 can be",
+                    EXPORTED,
                 ));
             }
         };
         Ok(Traits {
             gemma,
+            query_scale: gemma && config.family != LlamaFamily::Gemma,
             softcap,
             local_rotary,
         })
@@ -214,7 +222,7 @@ impl Builder<'_> {
     ) -> Result<Value> {
         let module = self.enter(number, "self_attn");
         let heads = self.heads;
-        let scale = match self.traits.gemma {
+        let scale = match self.traits.query_scale {
             true => self.config.query_pre_attn_scalar.sqrt().recip(),
             false => (heads.dim as f64).sqrt().recip(),
         };

@@ -7,11 +7,19 @@ use tch::Tensor;
 
 use crate::attend::{AttendOptions, attend_with_cache, rows_options};
 use crate::mask::Mask;
+use crate::norm::Norm;
 use crate::parameters::ParameterMap;
 use crate::projections::{JointLinear, LinearVisitor, ParameterVisitor, visit_linear};
-use crate::rms_norm::RmsNorm;
 use crate::rope::Rotation;
-use crate::{Execution, LlamaConfig, Result};
+use crate::{Execution, LlamaConfig, LlamaFamily, Result};
+
+/// Returns the names of the norms of queries and keys; those of Phi-2 are LayerNorms.
+fn norm_names(of_phi: bool) -> [&'static str; 2] {
+    match of_phi {
+        true => ["q_layernorm", "k_layernorm"],
+        false => ["q_norm", "k_norm"],
+    }
+}
 
 /// The inputs that a forward pass gives to each attention layer.
 pub(crate) struct AttentionStep<'a, 'c> {
@@ -20,6 +28,8 @@ pub(crate) struct AttentionStep<'a, 'c> {
     pub(crate) mask: &'a Mask,
     pub(crate) cache: Option<&'a mut (dyn KvCache + 'c)>,
     pub(crate) dropout: f64,
+    /// The dropout of what a layer adds to the residual stream (Phi).
+    pub(crate) residual_dropout: f64,
     pub(crate) execution: &'a Execution,
 }
 
@@ -28,8 +38,8 @@ pub(crate) struct AttentionStep<'a, 'c> {
 pub(crate) struct RotaryAttention {
     qkv: JointLinear,
     o: Linear,
-    /// The norms of queries and keys, head by head (Qwen3 and Gemma 3).
-    norms: Option<(RmsNorm, RmsNorm)>,
+    /// The norms of queries and keys, head by head (Qwen3, Gemma 3 and some of Phi).
+    norms: Option<(Norm, Norm)>,
     shape: QkvShape,
     /// The factor of the scores; `None` is 1/sqrt(D).
     scale: Option<f64>,
@@ -39,8 +49,11 @@ pub(crate) struct RotaryAttention {
 
 impl RotaryAttention {
     /// Returns the names of the layers whose weights lie together, without `.weight`.
-    pub(crate) fn joint_names(prefix: &str) -> Vec<String> {
+    pub(crate) fn joint_names(prefix: &str, config: &LlamaConfig) -> Vec<String> {
         let name = |part: &str| format!("{prefix}.self_attn.{part}_proj");
+        if config.fused_projections() {
+            return vec![name("qkv")];
+        }
         ["q", "k", "v"].map(name).to_vec()
     }
 
@@ -49,14 +62,19 @@ impl RotaryAttention {
         prefix: &str,
         config: &LlamaConfig,
     ) -> Result<RotaryAttention> {
-        let qkv = JointLinear::take(parameters, &Self::joint_names(prefix), config.qkv_bias())?;
+        let names = Self::joint_names(prefix, config);
+        let qkv = JointLinear::take(parameters, &names, config.qkv_bias())?;
         let prefix = format!("{prefix}.self_attn");
-        let o = parameters.take_linear(&format!("{prefix}.o_proj"), config.output_bias())?;
-        let mut norm =
-            |name: &str| RmsNorm::take(parameters, &format!("{prefix}.{name}_norm"), config);
+        let output = match config.family {
+            LlamaFamily::Phi => "dense",
+            _ => "o_proj",
+        };
+        let o = parameters.take_linear(&format!("{prefix}.{output}"), config.output_bias())?;
+        let mut norm = |name: &str| Norm::take(parameters, &format!("{prefix}.{name}"), config);
+        let [q_norm, k_norm] = norm_names(config.family == LlamaFamily::Phi);
         let norms = config
             .qk_norm()
-            .then(|| Ok::<_, crate::Error>((norm("q")?, norm("k")?)));
+            .then(|| Ok::<_, crate::Error>((norm(q_norm)?, norm(k_norm)?)));
         Ok(RotaryAttention {
             qkv,
             o,
@@ -81,8 +99,9 @@ impl RotaryAttention {
         visit: ParameterVisitor<'_>,
     ) -> overdrive_nn::Result<()> {
         if let Some((q, k)) = &mut self.norms {
-            q.visit_parameters(&format!("{prefix}.self_attn.q_norm"), visit)?;
-            k.visit_parameters(&format!("{prefix}.self_attn.k_norm"), visit)?;
+            let [q_name, k_name] = norm_names(matches!(q, Norm::Layer(_)));
+            q.visit_parameters(&format!("{prefix}.self_attn.{q_name}"), visit)?;
+            k.visit_parameters(&format!("{prefix}.self_attn.{k_name}"), visit)?;
         }
         Ok(())
     }
@@ -193,16 +212,16 @@ impl RotaryAttention {
 
     /// Computes the same step by step, with the norms of heads if the model has them.
     fn heads(&self, x: &Tensor, rotation: &Rotation, fused: bool) -> Result<[Tensor; 3]> {
+        let (d, kv_heads) = (self.shape.head_dim, self.shape.kv_heads);
+        let widths = [self.shape.heads * d, kv_heads * d, kv_heads * d];
         let [query, key, value] = if fused {
-            let (d, kv_heads) = (self.shape.head_dim, self.shape.kv_heads);
-            let widths = [self.shape.heads * d, kv_heads * d, kv_heads * d];
             // One split instead of three slices: its backward is one concatenation.
             let parts = self.qkv.forward_joint(x)?;
             let parts = parts.f_split_with_sizes(widths.as_slice(), -1)?;
             <[Tensor; 3]>::try_from(parts)
                 .unwrap_or_else(|_| unreachable!("three sizes give three parts"))
         } else {
-            self.qkv.forward_each(x)?
+            self.qkv.forward_each(x, widths)?
         };
         let by_head = |part: &Tensor| part.f_unflatten(-1, [-1, self.shape.head_dim]);
         let (mut query, mut key, value) = (by_head(&query)?, by_head(&key)?, by_head(&value)?);

@@ -148,12 +148,17 @@ impl CausalLm {
                 (Backbone::Gpt2(Box::new(model)), tied)
             }
         };
+        let bias = config
+            .head_bias()
+            .then(|| parameter_map.take("lm_head.bias"));
+        let bias = bias.transpose()?;
         let head = match parameter_map.take_quantized("lm_head") {
             // A quantized head has a weight of its own even where the dense one is tied.
-            Some(quantized) => Linear::quantized(quantized, None)?.with_name("lm_head"),
-            None if config.tie_word_embeddings() => Linear::new(tied, None)?.with_name("lm_head"),
-            None => parameter_map.take_linear("lm_head", false)?,
+            Some(quantized) => Linear::quantized(quantized, bias)?,
+            None if config.tie_word_embeddings() => Linear::new(tied, bias)?,
+            None => Linear::dense(parameter_map.take("lm_head.weight")?, bias)?,
         };
+        let head = head.with_name("lm_head");
         Ok(CausalLm {
             config: config.clone(),
             parameters,

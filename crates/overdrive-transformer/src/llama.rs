@@ -9,14 +9,17 @@ use tch::{Kind, Tensor};
 
 use crate::attention::{AttentionStep, RotaryAttention};
 use crate::decode_step::{self, DecodeBuffers};
+use crate::gpt2::dropped;
 use crate::input::{ForwardInput, Shape};
 use crate::mask::Mask;
 use crate::mlp::GatedMlp;
+use crate::norm::Norm;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
+use crate::phi::{self, ParallelBlock};
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_shared};
 use crate::rms_norm::RmsNorm;
 use crate::rope::{Rotary, Rotation};
-use crate::{Execution, Init, LlamaConfig, Logits, Result};
+use crate::{Execution, Init, LlamaConfig, LlamaFamily, Logits, Result};
 
 /// A decoder of the Llama family without its head.
 #[derive(Debug)]
@@ -24,13 +27,15 @@ pub(crate) struct Llama {
     pub(crate) embedding: Embedding,
     /// The factor of the embeddings (Gemma).
     embedding_scale: Option<f64>,
-    blocks: Vec<Shared<Block>>,
+    blocks: Vec<Shared<Layer>>,
     plans: Vec<Plan>,
-    norm: RmsNorm,
+    norm: Norm,
     rotary: Rotary,
     /// The rotary positions of sliding blocks (Gemma 3).
     local_rotary: Option<Rotary>,
     dropout: f64,
+    residual_dropout: f64,
+    embedding_dropout: f64,
     head_dim: i64,
     /// The buffers of decoding steps. The model's tensors are not `Sync`, so one thread at a time is here.
     buffers: RefCell<DecodeBuffers>,
@@ -41,6 +46,18 @@ pub(crate) struct Llama {
 struct Plan {
     window: Option<i64>,
     local_rotary: bool,
+}
+
+/// A layer of the model. All layers of a model are of one kind.
+#[derive(Debug)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "a model has few layers, and a box would only be in the way"
+)]
+enum Layer {
+    Serial(Block),
+    /// Phi-2.
+    Parallel(ParallelBlock),
 }
 
 #[derive(Debug)]
@@ -56,6 +73,9 @@ struct Block {
 
 /// Returns the parameters of a Llama in the order of transformers' `named_parameters`.
 pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
+    if config.family == LlamaFamily::Phi {
+        return phi::parameters(config);
+    }
     let (hidden, inner, head) = (
         config.hidden_size,
         config.intermediate_size,
@@ -89,10 +109,15 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
                 add(format!("{name}.bias"), &[output], Init::Zeros, Other);
             }
         };
-        linear("self_attn.q_proj", queries, hidden, config.qkv_bias());
-        linear("self_attn.k_proj", keys, hidden, config.qkv_bias());
-        linear("self_attn.v_proj", keys, hidden, config.qkv_bias());
-        linear("self_attn.o_proj", hidden, queries, config.output_bias());
+        if config.fused_projections() {
+            linear("self_attn.o_proj", hidden, queries, false);
+            linear("self_attn.qkv_proj", queries + 2 * keys, hidden, false);
+        } else {
+            linear("self_attn.q_proj", queries, hidden, config.qkv_bias());
+            linear("self_attn.k_proj", keys, hidden, config.qkv_bias());
+            linear("self_attn.v_proj", keys, hidden, config.qkv_bias());
+            linear("self_attn.o_proj", hidden, queries, config.output_bias());
+        }
         if config.qk_norm() {
             for name in ["q_norm", "k_norm"] {
                 let name = format!("model.layers.{layer}.self_attn.{name}.weight");
@@ -106,8 +131,12 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
                 add(format!("{name}.bias"), &[output], Init::Zeros, Other);
             }
         };
-        linear("gate_proj", inner, hidden);
-        linear("up_proj", inner, hidden);
+        if config.fused_projections() {
+            linear("gate_up_proj", 2 * inner, hidden);
+        } else {
+            linear("gate_proj", inner, hidden);
+            linear("up_proj", inner, hidden);
+        }
         linear("down_proj", hidden, inner);
         let outputs = match config.output_norms() {
             true => ["pre_feedforward_layernorm", "post_feedforward_layernorm"].as_slice(),
@@ -144,8 +173,8 @@ impl Llama {
         let mut groups = Vec::new();
         for layer in 0..config.num_hidden_layers {
             let prefix = format!("model.layers.{layer}");
-            let qkv = RotaryAttention::joint_names(&prefix);
-            let gate_up = GatedMlp::joint_names(&prefix);
+            let qkv = RotaryAttention::joint_names(&prefix, config);
+            let gate_up = GatedMlp::joint_names(&prefix, config);
             for (names, bias) in [(qkv, config.qkv_bias()), (gate_up, config.mlp_bias)] {
                 groups.push(names.iter().map(|name| format!("{name}.weight")).collect());
                 if bias {
@@ -165,6 +194,10 @@ impl Llama {
             .transpose()?;
         let block = |layer| {
             let prefix = format!("model.layers.{layer}");
+            if config.family == LlamaFamily::Phi {
+                let block = ParallelBlock::take(parameters, &prefix, config)?;
+                return Ok(Shared::new(Layer::Parallel(block)));
+            }
             let mut norm =
                 |name: &str| RmsNorm::take(parameters, &format!("{prefix}.{name}"), config);
             let input_norm = norm("input_layernorm")?;
@@ -176,13 +209,13 @@ impl Llama {
             } else {
                 (after_attention, None)
             };
-            Ok(Shared::new(Block {
+            Ok(Shared::new(Layer::Serial(Block {
                 input_norm,
                 mlp_norm,
                 output_norms,
                 attention: RotaryAttention::take(parameters, &prefix, config)?,
                 mlp: GatedMlp::take(parameters, &prefix, config)?,
-            }))
+            })))
         };
         let layers = 0..config.num_hidden_layers;
         let plans: Vec<Plan> = layers
@@ -194,7 +227,7 @@ impl Llama {
             .collect();
         let rotary = |theta, scaling| {
             let context = config.max_position_embeddings;
-            Rotary::new(config.head_dim(), theta, scaling, context)
+            Rotary::new(config.rotary_dim(), theta, scaling, context)
         };
         let local = plans.iter().any(|plan| plan.local_rotary);
         let local = local.then(|| rotary(config.rope_local_base_freq, &config.rope_local_scaling));
@@ -203,10 +236,16 @@ impl Llama {
             embedding_scale,
             plans,
             blocks: layers.map(block).collect::<Result<_>>()?,
-            norm: RmsNorm::take(parameters, "model.norm", config)?,
+            norm: Norm::take(parameters, final_norm(config.family), config)?,
             rotary: rotary(config.rope_theta, &config.rope_scaling)?,
             local_rotary: local.transpose()?,
             dropout: config.attention_dropout,
+            residual_dropout: config.resid_pdrop,
+            // Phi-3 has the key, and transformers does not use it.
+            embedding_dropout: match config.family {
+                LlamaFamily::Phi => config.embd_pdrop,
+                _ => 0.0,
+            },
             head_dim: config.head_dim(),
             buffers: RefCell::default(),
         })
@@ -227,19 +266,25 @@ impl Llama {
             local_rotation: self.local_rotary.as_ref().map(rotation).transpose()?,
             masks: self.masks(input, shape)?,
             dropout: if training { self.dropout } else { 0.0 },
+            residual_dropout: if training { self.residual_dropout } else { 0.0 },
             execution: execution.clone(),
         };
         let mut x = self.embedding.forward(input.input_ids)?;
         if let Some(scale) = self.embedding_scale {
             x = x.f_mul_scalar(scale)?;
         }
-        let on_rows = decode_step::applies(input, &x, execution, training);
+        if training {
+            x = dropped(x, self.embedding_dropout)?;
+        }
+        // A LayerNorm has no kernel on slices.
+        let on_rows = matches!(self.norm, Norm::Rms(_))
+            && decode_step::applies(input, &x, execution, training);
         let mut stream = Stream { x, delta: None };
         if let Some(cache) = input.cache.as_deref_mut().filter(|_| on_rows) {
             stream = self
                 .run_on_rows(&stream.x, &context, cache)?
                 .select(input.logits)?;
-            return Ok(stream.normalised(&self.norm, execution.fused_kernels)?.0);
+            return stream.finished(&self.norm, execution.fused_kernels);
         }
         for group in execution.checkpointing.groups(self.blocks.len())? {
             // With a cache a second run would append the tokens twice.
@@ -251,7 +296,7 @@ impl Llama {
         }
         // Before the last norm, so that it is computed for the wanted positions only.
         stream = stream.select(input.logits)?;
-        Ok(stream.normalised(&self.norm, execution.fused_kernels)?.0)
+        stream.finished(&self.norm, execution.fused_kernels)
     }
 
     /// Runs all blocks on slices.
@@ -330,21 +375,24 @@ impl Llama {
     /// Lends each linear layer of the blocks.
     pub(crate) fn for_each_linear(&self, see: &mut dyn FnMut(&Linear)) {
         for block in &self.blocks {
-            block.with(|block| {
-                block
-                    .attention
-                    .layers()
-                    .chain(block.mlp.layers())
-                    .for_each(&mut *see)
+            block.with(|layer| match layer {
+                Layer::Serial(block) => {
+                    let layers = block.attention.layers().chain(block.mlp.layers());
+                    layers.for_each(&mut *see)
+                }
+                Layer::Parallel(block) => block.layers().for_each(&mut *see),
             });
         }
     }
 
     /// Lends each linear layer of the blocks with its name, to change it.
     pub(crate) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
-        visit_shared(&mut self.blocks, |block| {
-            block.attention.visit(visit)?;
-            block.mlp.visit(visit)
+        visit_shared(&mut self.blocks, |layer| match layer {
+            Layer::Serial(block) => {
+                block.attention.visit(visit)?;
+                block.mlp.visit(visit)
+            }
+            Layer::Parallel(block) => block.visit(visit),
         })
     }
 
@@ -360,6 +408,10 @@ impl Llama {
         visit_shared(&mut self.blocks, |block| {
             let prefix = format!("model.layers.{layer}");
             layer += 1;
+            let block = match block {
+                Layer::Serial(block) => block,
+                Layer::Parallel(block) => return block.visit_parameters(&prefix, visit),
+            };
             block.attention.visit_parameters(&prefix, visit)?;
             let name = |name: &str| format!("{prefix}.{name}_layernorm");
             let (input, mlp) = (&mut block.input_norm, &mut block.mlp_norm);
@@ -373,7 +425,11 @@ impl Llama {
                 }
             }
         })?;
-        self.norm.visit_parameters("model.norm", visit)
+        let name = match self.norm {
+            Norm::Rms(_) => final_norm(LlamaFamily::Llama),
+            Norm::Layer(_) => final_norm(LlamaFamily::Phi),
+        };
+        self.norm.visit_parameters(name, visit)
     }
 
     pub(crate) fn num_layers(&self) -> usize {
@@ -406,6 +462,14 @@ impl Llama {
     }
 }
 
+/// Returns the name of the norm after the last layer.
+fn final_norm(family: LlamaFamily) -> &'static str {
+    match family {
+        LlamaFamily::Phi => "model.final_layernorm",
+        _ => "model.norm",
+    }
+}
+
 /// Rounds `number` to the precision of `kind`.
 fn rounded(number: f64, kind: Kind) -> Result<f64> {
     // Rounded by libtorch, since Rust has no bf16 or f16 of its own.
@@ -419,6 +483,7 @@ struct Context {
     local_rotation: Option<Rotation>,
     masks: Masks,
     dropout: f64,
+    residual_dropout: f64,
     execution: Execution,
 }
 
@@ -436,6 +501,7 @@ impl Context {
             mask: self.masks.of(plan.window),
             cache,
             dropout: self.dropout,
+            residual_dropout: self.residual_dropout,
             execution: &self.execution,
         }
     }
@@ -449,6 +515,7 @@ impl Context {
                 sliding: self.masks.sliding.as_ref().map(Mask::share),
             },
             dropout: self.dropout,
+            residual_dropout: self.residual_dropout,
             execution: self.execution.clone(),
         }
     }
@@ -470,6 +537,14 @@ impl Stream {
         }
     }
 
+    /// Returns the normalised sum after the last layer.
+    fn finished(self, norm: &Norm, fused: bool) -> Result<Tensor> {
+        match norm {
+            Norm::Rms(norm) => Ok(self.normalised(norm, fused)?.0),
+            Norm::Layer(norm) => norm.forward(&self.sum()?),
+        }
+    }
+
     fn sum(&self) -> Result<Tensor> {
         match &self.delta {
             None => Ok(self.x.shallow_clone()),
@@ -486,14 +561,44 @@ impl Stream {
     }
 }
 
+impl Layer {
+    fn forward(&self, stream: Stream, step: AttentionStep<'_, '_>) -> Result<Stream> {
+        match self {
+            Layer::Serial(block) => block.forward(stream, step),
+            Layer::Parallel(block) => {
+                let x = stream.sum()?;
+                let delta = Some(block.forward(&x, step)?);
+                Ok(Stream { x, delta })
+            }
+        }
+    }
+
+    fn forward_rows(
+        &self,
+        buffers: &mut DecodeBuffers,
+        first: bool,
+        step: AttentionStep<'_, '_>,
+        angles: &RowAngles,
+    ) -> Result<()> {
+        match self {
+            Layer::Serial(block) => block.forward_rows(buffers, first, step, angles),
+            Layer::Parallel(_) => {
+                let expected = "one after another, on slices (please report this)";
+                Err(overdrive_core::Error::option("layers", "parallel", expected).into())
+            }
+        }
+    }
+}
+
 impl Block {
     fn forward(&self, stream: Stream, step: AttentionStep<'_, '_>) -> Result<Stream> {
-        let fused = step.execution.fused_kernels;
+        let (fused, dropout) = (step.execution.fused_kernels, step.residual_dropout);
         let (normalised, x) = stream.normalised(&self.input_norm, fused)?;
         let mut mixed = self.attention.forward(&normalised, step)?;
         if let Some((after_attention, _)) = &self.output_norms {
             mixed = after_attention.forward(&mixed, fused)?;
         }
+        mixed = dropped(mixed, dropout)?;
         // The sum and its norm are one pass over the stream.
         let (normalised, x) = self.mlp_norm.forward_sum(&x, &mixed, fused)?;
         let mut delta = self.mlp.forward(&normalised, fused)?;
@@ -502,7 +607,7 @@ impl Block {
         }
         Ok(Stream {
             x,
-            delta: Some(delta),
+            delta: Some(dropped(delta, dropout)?),
         })
     }
 }

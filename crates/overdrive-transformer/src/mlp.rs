@@ -17,8 +17,11 @@ pub(crate) struct GatedMlp {
 
 impl GatedMlp {
     /// Returns the names of the layers whose weights lie together, without `.weight`.
-    pub(crate) fn joint_names(prefix: &str) -> Vec<String> {
+    pub(crate) fn joint_names(prefix: &str, config: &LlamaConfig) -> Vec<String> {
         let name = |part: &str| format!("{prefix}.mlp.{part}_proj");
+        if config.fused_projections() {
+            return vec![name("gate_up")];
+        }
         vec![name("gate"), name("up")]
     }
 
@@ -27,7 +30,7 @@ impl GatedMlp {
         prefix: &str,
         config: &LlamaConfig,
     ) -> Result<GatedMlp> {
-        let (joint, bias) = (Self::joint_names(prefix), config.mlp_bias);
+        let (joint, bias) = (Self::joint_names(prefix, config), config.mlp_bias);
         Ok(GatedMlp {
             gate_up: JointLinear::take(parameters, &joint, bias)?,
             down: parameters.take_linear(&format!("{prefix}.mlp.down_proj"), bias)?,
@@ -48,7 +51,8 @@ impl GatedMlp {
         let inner = if fused {
             glu(&self.gate_up.forward_joint(x)?, self.activation)?
         } else {
-            let [gate, up] = self.gate_up.forward_each(x)?;
+            let inner = self.gate_up.outputs() as i64 / 2;
+            let [gate, up] = self.gate_up.forward_each(x, [inner, inner])?;
             activate(self.activation, &gate)?.f_mul(&up)?
         };
         Ok(self.down.forward_with(&inner, fused)?)

@@ -42,7 +42,8 @@ pub(crate) fn visit_shared<B>(
     Ok(())
 }
 
-/// Several linear layers of one input: query, key and value, or gate and up.
+/// Several linear layers of one input, or the one that a model has in place of them: query, key and value, or gate
+/// and up.
 #[derive(Debug)]
 pub(crate) struct JointLinear(Vec<Linear>);
 
@@ -80,10 +81,18 @@ impl JointLinear {
         outputs.sum::<i64>().unsigned_abs() as usize
     }
 
-    /// Computes the outputs one by one, those of dense weights by libtorch's operator.
-    pub(crate) fn forward_each<const N: usize>(&self, x: &Tensor) -> Result<[Tensor; N]> {
+    /// Computes the outputs of these `widths` one by one, those of dense weights by libtorch's operator. A model
+    /// with one layer in place of several has them side by side in its output.
+    pub(crate) fn forward_each<const N: usize>(
+        &self,
+        x: &Tensor,
+        widths: [i64; N],
+    ) -> Result<[Tensor; N]> {
         let each = self.0.iter().map(|linear| linear.forward_with(x, false));
-        let each: Vec<Tensor> = each.collect::<overdrive_nn::Result<_>>()?;
+        let mut each: Vec<Tensor> = each.collect::<overdrive_nn::Result<_>>()?;
+        if let [joint] = each.as_slice() {
+            each = joint.f_split_with_sizes(widths.as_slice(), -1)?;
+        }
         each.try_into().map_err(|each: Vec<_>| {
             let expected = format!("{N} (please report this)");
             Error::option("the number of joint layers", each.len(), expected).into()

@@ -63,7 +63,9 @@ impl<'a> Decoder<'a> {
         let name = config.cache_implementation.as_deref();
         let paged = name == Some("paged");
         let mut fallback = None;
-        let ragged = config.use_cache && (paged || (name.is_none() && uneven));
+        // A cache that has to be started again needs the tokens, which padded rows keep.
+        let ragged = config.use_cache
+            && (paged || (name.is_none() && uneven && model.config().cache_restart().is_none()));
         let layout = if ragged {
             // Made here and not on demand, because `prefill` no longer has the prompts.
             if !paged {

@@ -13,6 +13,35 @@ pub(super) struct Padded<'a> {
     prompts: PaddedPrompts,
     memory: Memory,
     chunk: Option<usize>,
+    restart: Option<Restart>,
+}
+
+/// The tokens of a cache that is started again when a sequence grows beyond a length, as transformers does for
+/// Phi-3 (see [`cache_restart`](overdrive_transformer::ModelConfig::cache_restart)).
+struct Restart {
+    length: i64,
+    /// The ids in the cache, `(B, S)`.
+    tokens: Tensor,
+    /// `true` if the keys in the cache are those of a sequence beyond the length.
+    beyond: bool,
+}
+
+impl Restart {
+    /// Takes the tokens `ids` after `past` ones, and returns those that the model has to read: all of them if the
+    /// cache has to be started again, which is emptied then.
+    fn tokens(&mut self, cache: &mut dyn KvCache, ids: &Tensor) -> Result<Tensor> {
+        let past = cache.len();
+        // Speculation takes tokens back.
+        let before = self.tokens.f_narrow(1, 0, past)?;
+        self.tokens = Tensor::f_cat(&[&before, ids], 1)?;
+        let was_beyond = self.beyond;
+        self.beyond = past + ids.size()[1] > self.length;
+        if past == 0 || was_beyond == self.beyond {
+            return Ok(ids.shallow_clone());
+        }
+        cache.reset();
+        Ok(self.tokens.shallow_clone())
+    }
 }
 
 /// The memory of earlier tokens.
@@ -48,11 +77,22 @@ impl<'a> Padded<'a> {
         } else {
             Memory::Tokens(prompts.ids.shallow_clone())
         };
+        let restart = model.config().cache_restart().filter(|_| config.use_cache);
+        let restart = restart
+            .map(|length| -> Result<Restart> {
+                Ok(Restart {
+                    length,
+                    tokens: prompts.ids.f_narrow(1, 0, 0)?,
+                    beyond: false,
+                })
+            })
+            .transpose()?;
         Ok(Padded {
             model,
             prompts,
             memory,
             chunk: config.prefill_chunk_size,
+            restart,
         })
     }
 
@@ -93,7 +133,24 @@ impl<'a> Padded<'a> {
     pub(super) fn extend(&mut self, tokens: &[i64]) -> Result<Tensor> {
         let ids = Tensor::f_from_slice(tokens)?.f_unsqueeze(0)?;
         let ids = to_device(ids, self.model.device())?;
-        self.forward(&ids, Logits::All)
+        // Tokens up to the length at which the cache starts again get the logits of a short sequence, as they do
+        // one by one.
+        let (tokens, short) = (ids.size()[1], self.tokens_before_restart());
+        if !(1..tokens).contains(&short) {
+            return self.forward(&ids, Logits::All);
+        }
+        let first = self.forward(&ids.f_narrow(1, 0, short)?, Logits::All)?;
+        let rest = ids.f_narrow(1, short, tokens - short)?;
+        let rest = self.forward(&rest, Logits::All)?;
+        Ok(Tensor::f_cat(&[first, rest], 1)?)
+    }
+
+    /// Returns the number of tokens that fit before the cache starts again, 0 if it never does.
+    fn tokens_before_restart(&self) -> i64 {
+        match (&self.restart, &self.memory) {
+            (Some(restart), Memory::Cache(cache)) => (restart.length - cache.len()).max(0),
+            _ => 0,
+        }
     }
 
     /// Drops all but the first `len` tokens.
@@ -109,11 +166,15 @@ impl<'a> Padded<'a> {
     pub(super) fn reorder(&mut self, rows: &[usize]) -> Result<()> {
         let rows = row_indices(rows, self.model.device())?;
         self.prompts.reorder(&rows)?;
+        if let Some(restart) = &mut self.restart {
+            restart.tokens = restart.tokens.f_index_select(0, &rows)?;
+        }
         self.memory.reorder(&rows)
     }
 
     /// Reads tokens without computing logits.
     fn read(&mut self, ids: &Tensor) -> Result<()> {
+        let ids = &self.unread(ids)?;
         self.with_input(ids, Logits::Last, |model, input| {
             // The projection to the vocabulary, the widest matrix of the model, is left out.
             model.hidden_states(input).map(drop)
@@ -121,7 +182,20 @@ impl<'a> Padded<'a> {
     }
 
     fn forward(&mut self, ids: &Tensor, logits: Logits<'_>) -> Result<Tensor> {
-        self.with_input(ids, logits, CausalLm::forward)
+        let wanted = ids.size()[1];
+        let ids = self.unread(ids)?;
+        let logits = self.with_input(&ids, logits, CausalLm::forward)?;
+        // A cache that was started again has given the logits of all tokens.
+        let (given, wanted) = (logits.size()[1], wanted.min(logits.size()[1]));
+        Ok(logits.f_narrow(1, given - wanted, wanted)?)
+    }
+
+    /// Returns the tokens that the model has to read so that its cache ends with `ids`.
+    fn unread(&mut self, ids: &Tensor) -> Result<Tensor> {
+        match (&mut self.restart, &mut self.memory) {
+            (Some(restart), Memory::Cache(cache)) => restart.tokens(cache.as_mut(), ids),
+            _ => Ok(ids.shallow_clone()),
+        }
     }
 
     fn with_input<T>(

@@ -9,13 +9,18 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 8] = [
+const CASES: [&str; 13] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
     "mistral",
     "qwen2_sliding",
     "qwen3",
+    "phi",
+    "phi_qk_norm",
+    "phi3",
+    "phi3_longrope",
+    "gemma",
     "gpt2",
     "gpt2_scaled",
 ];
@@ -68,6 +73,72 @@ fn greedy_equals_transformers_token_for_token_with_and_without_a_cache() {
             assert_eq!(output.timings.decode_tokens, 23);
         }
     }
+}
+
+/// The fixture's original context is 40 tokens; transformers computes the cache of a Phi-3 again beyond it.
+#[test]
+fn phi3_crosses_its_original_context_as_in_transformers() {
+    let model = load("phi3_longrope");
+    let tensors =
+        Tensor::read_safetensors(fixture("phi3_longrope").join("expected.safetensors")).unwrap();
+    let (_, want) = tensors
+        .iter()
+        .find(|(name, _)| name == "greedy_beyond")
+        .unwrap();
+    let want = Vec::<i64>::try_from(want.view([-1])).unwrap();
+    assert_eq!(want.len(), 64);
+    let config = GenerationConfig {
+        eos_token_id: vec![127],
+        min_new_tokens: 56,
+        ..greedy(56)
+    };
+    let without = GenerationConfig {
+        use_cache: false,
+        ..config.clone()
+    };
+    let chunks = GenerationConfig {
+        prefill_chunk_size: Some(3),
+        ..config.clone()
+    };
+    let lookup = GenerationConfig {
+        prompt_lookup_num_tokens: Some(4),
+        ..config.clone()
+    };
+    let named = GenerationConfig {
+        cache_implementation: Some("dynamic".to_owned()),
+        ..config.clone()
+    };
+    for config in [&config, &without, &chunks, &lookup, &named] {
+        let output = generate(&model, &[want[..8].to_vec()], config).unwrap();
+        assert_eq!(output.sequences[0], want, "{config:?}");
+    }
+    // A prompt that reaches it, or is beyond it from the start.
+    for count in [39, 40, 41, 50] {
+        let prompt = want[..count].to_vec();
+        let config = GenerationConfig {
+            max_new_tokens: Some(64 - count),
+            min_new_tokens: 64 - count,
+            ..config.clone()
+        };
+        let output = generate(&model, std::slice::from_ref(&prompt), &config).unwrap();
+        let expected = generate(
+            &model,
+            std::slice::from_ref(&prompt),
+            &GenerationConfig {
+                use_cache: false,
+                ..config.clone()
+            },
+        );
+        assert_eq!(output.sequences, expected.unwrap().sequences, "{count}");
+    }
+    // Up to it nothing is computed again.
+    let kept = GenerationConfig {
+        max_new_tokens: Some(30),
+        min_new_tokens: 30,
+        ..config
+    };
+    let output = generate(&model, &[want[..8].to_vec()], &kept).unwrap();
+    assert_eq!(output.sequences[0], want[..38]);
 }
 
 #[test]

@@ -12,7 +12,8 @@ use tch::{Kind, Tensor};
 
 /// Every checkpoint that the fixtures of overdrive-transformer have, each of its architectures and
 /// scalings of positions.
-pub(crate) const CASES: [&str; 16] = [
+pub(crate) const CASES: [&str; 17] = [
+    "gemma",
     "gemma2",
     "gemma3",
     "gpt2",

@@ -39,6 +39,52 @@ impl Change {
     }
 }
 
+/// The name of a norm or of a layer, and those of all the layers that read its output.
+type Group = (&'static str, &'static [&'static str]);
+
+/// Returns the groups of a layer. `doubled` is `true` if norms follow attention and the feed-forward block, too.
+fn groups(model_type: &str, doubled: bool) -> &'static [Group] {
+    const QKV: Group = (
+        "input_layernorm",
+        &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
+    );
+    // The gate is elementwise: dividing the rows of `up_proj` divides the input of `down_proj`.
+    const DOWN: Group = ("mlp.up_proj", &["mlp.down_proj"]);
+    match (model_type, doubled) {
+        // One norm for attention and the feed-forward block. The activation between its layers is not linear.
+        ("phi", _) => &[(
+            "input_layernorm",
+            &[
+                "self_attn.q_proj",
+                "self_attn.k_proj",
+                "self_attn.v_proj",
+                "mlp.fc1",
+            ],
+        )],
+        // The rows of `up` are a part of a layer, so none are divided.
+        ("phi3", _) => &[
+            ("input_layernorm", &["self_attn.qkv_proj"]),
+            ("post_attention_layernorm", &["mlp.gate_up_proj"]),
+        ],
+        (_, true) => &[
+            QKV,
+            (
+                "pre_feedforward_layernorm",
+                &["mlp.gate_proj", "mlp.up_proj"],
+            ),
+            DOWN,
+        ],
+        (_, false) => &[
+            QKV,
+            (
+                "post_attention_layernorm",
+                &["mlp.gate_proj", "mlp.up_proj"],
+            ),
+            DOWN,
+        ],
+    }
+}
+
 impl Migrations {
     /// Computes the migrations of every norm and every gated feed-forward block of a model of the Llama family
     /// of which all linear layers are quantized and were observed.
@@ -52,27 +98,15 @@ impl Migrations {
         let mut found = Migrations::default();
         let model_type = source.model_type();
         let adds_one = model_type.starts_with("gemma");
-        // Gemma 2 has a norm on both sides of each block; the one before the MLP has another name.
-        let before_mlp = match adds_one {
-            true => "pre_feedforward_layernorm",
-            false => "post_attention_layernorm",
-        };
         // The number of layers is found by their names, since `config.json` has it under several keys.
         for layer in 0.. {
             let prefix = format!("model.layers.{layer}");
             if !source.has(&format!("{prefix}.input_layernorm.weight")) {
                 break;
             }
-            let groups: [(&str, &[&str]); 3] = [
-                (
-                    "input_layernorm",
-                    &["self_attn.q_proj", "self_attn.k_proj", "self_attn.v_proj"],
-                ),
-                (before_mlp, &["mlp.gate_proj", "mlp.up_proj"]),
-                // The gate is elementwise: dividing the rows of `up_proj` divides the input of `down_proj`.
-                ("mlp.up_proj", &["mlp.down_proj"]),
-            ];
-            for (before, layers) in groups {
+            // Gemma 2 and 3 have a norm on both sides of each block; the one before the MLP has another name.
+            let doubled = source.has(&format!("{prefix}.pre_feedforward_layernorm.weight"));
+            for &(before, layers) in groups(model_type, doubled) {
                 let layers: Vec<String> = layers
                     .iter()
                     .map(|name| format!("{prefix}.{name}"))

@@ -28,6 +28,10 @@ pub(super) fn role(stored: &StoredTensor<'_>, model_type: &str) -> Role {
     if !float || stored.shape().len() != 2 || stored.shape().contains(&0) {
         return Role::Other;
     }
+    // The text is quantized, and the tower that reads images stays as it is, as in other tools.
+    if module.contains("vision_tower.") || module.contains("multi_modal_projector.") {
+        return Role::Other;
+    }
     match module.rsplit('.').next().unwrap_or(module) {
         "lm_head" => Role::Head,
         "embed_tokens" | "wte" => Role::Embedding,

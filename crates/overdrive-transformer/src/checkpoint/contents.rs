@@ -4,8 +4,10 @@ use overdrive_quantization::QuantizedWeight;
 use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
+use super::multimodal;
+use super::quantized::Views;
 use crate::parameters::ParameterSpec;
-use crate::{CausalLm, ModelConfig};
+use crate::{CausalLm, LlamaFamily, ModelConfig};
 
 /// The properties of a configuration that reading and writing its checkpoints needs.
 pub(crate) trait CheckpointConfig {
@@ -29,6 +31,12 @@ pub(crate) trait CheckpointConfig {
 
     /// Returns the prefix of the backbone's names in a checkpoint of a model with a head.
     fn prefix(&self) -> &'static str;
+
+    /// Returns the tensors of a checkpoint that are of this model, under the names that a checkpoint of this model
+    /// alone has: a checkpoint may hold a larger model.
+    fn own_tensors<'a>(&self, views: Views<'a>) -> Views<'a> {
+        views
+    }
 
     /// Returns the name of the parameter that the tensor `name` holds in a file where some names begin with the
     /// [prefix](Self::prefix) if `prefixed`; `None` if the model has no use for it.
@@ -76,6 +84,15 @@ impl CheckpointConfig for ModelConfig {
         match self {
             ModelConfig::Llama(_) => "model.",
             ModelConfig::Gpt2(_) => "transformer.",
+        }
+    }
+
+    fn own_tensors<'a>(&self, views: Views<'a>) -> Views<'a> {
+        match self {
+            ModelConfig::Llama(config) if config.family == LlamaFamily::Gemma3 => {
+                multimodal::text(views)
+            }
+            _ => views,
         }
     }
 

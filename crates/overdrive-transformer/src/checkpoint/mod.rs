@@ -1,6 +1,7 @@
 //! Hugging Face folders: reading and writing.
 
 mod contents;
+mod multimodal;
 mod problems;
 mod progress;
 mod quantized;

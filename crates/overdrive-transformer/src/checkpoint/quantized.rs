@@ -13,7 +13,7 @@ use crate::parameters::{ParameterRole, ParameterSpec};
 use crate::{Error, Result};
 
 /// The tensors of the files by name.
-pub(super) type Views<'a> = HashMap<String, StoredTensor<'a>>;
+pub(crate) type Views<'a> = HashMap<String, StoredTensor<'a>>;
 
 struct Source<'v, 'a>(&'v Views<'a>);
 

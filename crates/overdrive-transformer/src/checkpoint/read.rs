@@ -65,7 +65,7 @@ pub(crate) fn read(
             views.insert(stored.name().to_owned(), stored);
         }
     }
-    let mut views = renamed(views, config);
+    let mut views = renamed(config.own_tensors(views), config);
     let total = views.values().map(|stored| stored.data().len() as u64);
     // Before the parameters are listed layer by layer.
     check_layers_of_files(config.layers(), views.len())?;

@@ -17,6 +17,13 @@ pub enum LlamaFamily {
     Qwen2,
     /// Qwen3: queries and keys are normalised head by head.
     Qwen3,
+    /// Phi-1, 1.5 and 2: attention and the feed-forward block read one LayerNorm and are added together, all
+    /// layers and the head have biases, and the first channels of a head are rotated.
+    Phi,
+    /// Phi-3, Phi-3.5 and Phi-4: query, key and value are one layer, and gate and up another one.
+    Phi3,
+    /// Gemma 1: norms multiply by `1 + weight`, and the embedding is scaled.
+    Gemma,
     /// Gemma 2: norms multiply by `1 + weight` and follow attention and the feed-forward block, too; the
     /// embedding is scaled, scores and logits are bounded, and every other layer has a sliding window.
     Gemma2,
@@ -33,6 +40,9 @@ impl LlamaFamily {
             LlamaFamily::Mistral => "mistral",
             LlamaFamily::Qwen2 => "qwen2",
             LlamaFamily::Qwen3 => "qwen3",
+            LlamaFamily::Phi => "phi",
+            LlamaFamily::Phi3 => "phi3",
+            LlamaFamily::Gemma => "gemma",
             LlamaFamily::Gemma2 => "gemma2",
             LlamaFamily::Gemma3 => "gemma3_text",
         }
@@ -45,6 +55,9 @@ impl LlamaFamily {
             LlamaFamily::Mistral => "MistralForCausalLM",
             LlamaFamily::Qwen2 => "Qwen2ForCausalLM",
             LlamaFamily::Qwen3 => "Qwen3ForCausalLM",
+            LlamaFamily::Phi => "PhiForCausalLM",
+            LlamaFamily::Phi3 => "Phi3ForCausalLM",
+            LlamaFamily::Gemma => "GemmaForCausalLM",
             LlamaFamily::Gemma2 => "Gemma2ForCausalLM",
             LlamaFamily::Gemma3 => "Gemma3ForCausalLM",
         }
@@ -52,7 +65,18 @@ impl LlamaFamily {
 
     /// Returns `true` for Gemma.
     pub(crate) fn is_gemma(self) -> bool {
+        self == LlamaFamily::Gemma || self.is_later_gemma()
+    }
+
+    /// Returns `true` for Gemma 2 and 3.
+    pub(crate) fn is_later_gemma(self) -> bool {
         matches!(self, LlamaFamily::Gemma2 | LlamaFamily::Gemma3)
+    }
+
+    /// Returns `true` for the families that may rotate the first channels of a head only, and have dropouts of
+    /// the residual stream.
+    pub(crate) fn is_phi(self) -> bool {
+        matches!(self, LlamaFamily::Phi | LlamaFamily::Phi3)
     }
 
     pub(super) fn from_name(model_type: &str) -> Option<LlamaFamily> {
@@ -61,6 +85,9 @@ impl LlamaFamily {
             LlamaFamily::Mistral,
             LlamaFamily::Qwen2,
             LlamaFamily::Qwen3,
+            LlamaFamily::Phi,
+            LlamaFamily::Phi3,
+            LlamaFamily::Gemma,
             LlamaFamily::Gemma2,
             LlamaFamily::Gemma3,
         ]

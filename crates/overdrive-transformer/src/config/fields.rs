@@ -5,7 +5,7 @@ use crate::{Error, Result};
 
 /// A JSON object whose keys are taken one by one, each with the type it must have; the unknown ones remain. A
 /// key with the value `null` counts as absent, as in transformers.
-#[derive(Debug)]
+#[derive(Debug, Default)]
 pub(crate) struct Fields(Map<String, Value>);
 
 impl Fields {
@@ -20,6 +20,11 @@ impl Fields {
     /// Returns the value that [`Fields::take`] would take.
     pub(crate) fn peek(&self, key: &str) -> Option<&Value> {
         self.0.get(key).filter(|value| !value.is_null())
+    }
+
+    /// Sets a key to a value of another object.
+    pub(crate) fn put(&mut self, key: &str, value: Value) {
+        self.0.insert(key.to_owned(), value);
     }
 
     /// Takes a key where `null` has another meaning than absence.

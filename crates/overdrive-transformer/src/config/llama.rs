@@ -27,18 +27,21 @@ pub struct LlamaConfig {
     pub num_key_value_heads: Option<i64>,
     /// The number of channels of a head; default `None`, `hidden_size / num_attention_heads`.
     pub head_dim: Option<i64>,
-    /// The activation of the feed-forward block; default `"silu"`. Gemma calls it `hidden_activation`.
+    /// The activation of the feed-forward block; default `"silu"`. Gemma calls it `hidden_activation`; in
+    /// Gemma 1 `"gelu"` means the tanh approximation under either key.
     pub hidden_act: String,
     /// The context length in tokens; default 2048.
     pub max_position_embeddings: i64,
     /// The standard deviation of random weights; default 0.02.
     pub initializer_range: f64,
-    /// The number that norms add to the mean square; default 1e-6.
+    /// The number that norms add to the mean square; default 1e-6. Phi-2 calls it `layer_norm_eps`.
     pub rms_norm_eps: f64,
     /// If `true`, the head is the embedding; default `false`.
     pub tie_word_embeddings: bool,
     /// The base of the rotary frequencies; default 10000.
     pub rope_theta: f64,
+    /// The part of a head's channels, from the first one on, that is rotated (Phi-2 and Phi-3); default 1.
+    pub partial_rotary_factor: f64,
     /// The rope scaling; default none.
     pub rope_scaling: RopeScaling,
     /// The base of the rotary frequencies of Gemma 3's sliding layers; default 10000.
@@ -52,6 +55,14 @@ pub struct LlamaConfig {
     pub mlp_bias: bool,
     /// The dropout of attention weights in training; default 0.
     pub attention_dropout: f64,
+    /// The dropout of what attention and the feed-forward block add to the residual stream, in training (Phi-2
+    /// and Phi-3); default 0.
+    pub resid_pdrop: f64,
+    /// The dropout of embeddings in training (Phi-2); default 0. Phi-3 has the key and no such dropout, as in
+    /// transformers.
+    pub embd_pdrop: f64,
+    /// If `true`, queries and keys are normalised head by head (Phi-2); default `false`.
+    pub qk_layernorm: bool,
     /// The number of tokens that a sliding layer attends to, its own included (all but Llama); default `None`.
     pub sliding_window: Option<i64>,
     /// If `true`, Qwen's windows are in effect; default `false`.
@@ -94,12 +105,16 @@ impl Default for LlamaConfig {
             rms_norm_eps: 1e-6,
             tie_word_embeddings: false,
             rope_theta: 10000.0,
+            partial_rotary_factor: 1.0,
             rope_scaling: RopeScaling::Default,
             rope_local_base_freq: 10000.0,
             rope_local_scaling: RopeScaling::Default,
             attention_bias: false,
             mlp_bias: false,
             attention_dropout: 0.0,
+            resid_pdrop: 0.0,
+            embd_pdrop: 0.0,
+            qk_layernorm: false,
             sliding_window: None,
             use_sliding_window: false,
             max_window_layers: 28,
@@ -143,6 +158,42 @@ impl LlamaConfig {
                 eos_token_id: Vec::new(),
                 ..llama
             },
+            LlamaFamily::Phi => LlamaConfig {
+                vocab_size: 51200,
+                hidden_size: 2048,
+                intermediate_size: 8192,
+                num_hidden_layers: 24,
+                hidden_act: "gelu_new".to_owned(),
+                rms_norm_eps: 1e-5,
+                partial_rotary_factor: 0.5,
+                ..llama
+            },
+            LlamaFamily::Phi3 => LlamaConfig {
+                vocab_size: 32064,
+                hidden_size: 3072,
+                intermediate_size: 8192,
+                max_position_embeddings: 4096,
+                rms_norm_eps: 1e-5,
+                eos_token_id: vec![32000],
+                pad_token_id: Some(32000),
+                ..llama
+            },
+            LlamaFamily::Gemma => LlamaConfig {
+                vocab_size: 256_000,
+                hidden_size: 3072,
+                intermediate_size: 24576,
+                num_hidden_layers: 28,
+                num_attention_heads: 16,
+                num_key_value_heads: Some(16),
+                head_dim: Some(256),
+                hidden_act: "gelu_pytorch_tanh".to_owned(),
+                max_position_embeddings: 8192,
+                tie_word_embeddings: true,
+                bos_token_id: Some(2),
+                eos_token_id: vec![1],
+                pad_token_id: Some(0),
+                ..llama
+            },
             LlamaFamily::Gemma2 | LlamaFamily::Gemma3 => {
                 let second = family == LlamaFamily::Gemma2;
                 LlamaConfig {
@@ -176,6 +227,12 @@ impl LlamaConfig {
             .unwrap_or(self.hidden_size / self.num_attention_heads.max(1))
     }
 
+    /// Returns the number of a head's channels that are rotated.
+    pub(crate) fn rotary_dim(&self) -> i64 {
+        // Rounded down, as in transformers.
+        (self.head_dim() as f64 * self.partial_rotary_factor) as i64
+    }
+
     /// Returns the number of key/value heads.
     pub fn kv_heads(&self) -> i64 {
         self.num_key_value_heads.unwrap_or(self.num_attention_heads)
@@ -206,12 +263,22 @@ impl LlamaConfig {
         self.context().min(fixed(&self.rope_scaling)).min(local)
     }
 
+    /// Returns the number of positions beyond which a generation starts its cache again.
+    pub(crate) fn cache_restart(&self) -> Option<i64> {
+        match (self.family, &self.rope_scaling) {
+            (LlamaFamily::Phi3, RopeScaling::LongRope(long)) => {
+                Some(long.original_max_position_embeddings)
+            }
+            _ => None,
+        }
+    }
+
     /// Returns `true` if query, key and value projections have biases.
     pub(crate) fn qkv_bias(&self) -> bool {
         match self.family {
             // transformers hard-codes both; their files have no key for it.
-            LlamaFamily::Qwen2 => true,
-            LlamaFamily::Mistral => false,
+            LlamaFamily::Qwen2 | LlamaFamily::Phi => true,
+            LlamaFamily::Mistral | LlamaFamily::Phi3 => false,
             _ => self.attention_bias,
         }
     }
@@ -222,7 +289,21 @@ impl LlamaConfig {
     }
 
     pub(crate) fn qk_norm(&self) -> bool {
-        matches!(self.family, LlamaFamily::Qwen3 | LlamaFamily::Gemma3)
+        match self.family {
+            LlamaFamily::Qwen3 | LlamaFamily::Gemma3 => true,
+            LlamaFamily::Phi => self.qk_layernorm,
+            _ => false,
+        }
+    }
+
+    /// Returns `true` if query, key and value are one layer, and gate and up another one.
+    pub(crate) fn fused_projections(&self) -> bool {
+        self.family == LlamaFamily::Phi3
+    }
+
+    /// Returns `true` if the head has a bias.
+    pub(crate) fn head_bias(&self) -> bool {
+        self.family == LlamaFamily::Phi
     }
 
     /// Returns `true` if norms multiply by `1 + weight`.
@@ -232,7 +313,7 @@ impl LlamaConfig {
 
     /// Returns `true` if norms follow attention and the feed-forward block, too.
     pub(crate) fn output_norms(&self) -> bool {
-        self.family.is_gemma()
+        self.family.is_later_gemma()
     }
 
     /// Returns the factor of the embedding.
@@ -245,7 +326,7 @@ impl LlamaConfig {
     /// Returns the factor of the scores; `None` is one over the root of the head's width.
     pub(crate) fn attention_scale(&self) -> Option<f64> {
         let scale = 1.0 / self.query_pre_attn_scalar.sqrt();
-        self.family.is_gemma().then_some(scale)
+        self.family.is_later_gemma().then_some(scale)
     }
 
     /// Returns the bound of scores. transformers reads it for Gemma 3 as well, and does not use it there.
@@ -256,7 +337,7 @@ impl LlamaConfig {
 
     /// Returns the bound of logits.
     pub(crate) fn logit_softcap(&self) -> Option<f64> {
-        let gemma = self.family.is_gemma();
+        let gemma = self.family.is_later_gemma();
         self.final_logit_softcapping.filter(|_| gemma)
     }
 
@@ -277,8 +358,8 @@ impl LlamaConfig {
             Some(types.get(layer.unsigned_abs() as usize) == Some(&LayerType::Sliding))
         };
         match self.family {
-            LlamaFamily::Llama => false,
-            LlamaFamily::Mistral => true,
+            LlamaFamily::Llama | LlamaFamily::Phi | LlamaFamily::Gemma => false,
+            LlamaFamily::Mistral | LlamaFamily::Phi3 => true,
             LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
                 self.use_sliding_window && listed().unwrap_or(layer >= self.max_window_layers)
             }
@@ -302,7 +383,7 @@ impl LlamaConfig {
                 .transpose()?;
         }
         config.head_dim = fields.optional_positive("head_dim")?.or(config.head_dim);
-        if let Some(name) = fields.string(config.activation_key())? {
+        if let Some(name) = config.read_activation(&mut fields)? {
             config.hidden_act = name;
         }
         fields.positive(
@@ -310,12 +391,19 @@ impl LlamaConfig {
             &mut config.max_position_embeddings,
         )?;
         fields.number("initializer_range", &mut config.initializer_range)?;
-        fields.number("rms_norm_eps", &mut config.rms_norm_eps)?;
+        fields.number(config.norm_eps_key(), &mut config.rms_norm_eps)?;
         fields.boolean("tie_word_embeddings", &mut config.tie_word_embeddings)?;
         config.read_rope(&mut fields)?;
         fields.boolean("attention_bias", &mut config.attention_bias)?;
         fields.boolean("mlp_bias", &mut config.mlp_bias)?;
         fields.number("attention_dropout", &mut config.attention_dropout)?;
+        if family.is_phi() {
+            fields.number("resid_pdrop", &mut config.resid_pdrop)?;
+            fields.number("embd_pdrop", &mut config.embd_pdrop)?;
+        }
+        if family == LlamaFamily::Phi {
+            fields.boolean("qk_layernorm", &mut config.qk_layernorm)?;
+        }
         // An absent key is the family's default, and null is no window.
         if let Some(value) = fields.take_nullable("sliding_window") {
             let key = "sliding_window";
@@ -344,16 +432,52 @@ impl LlamaConfig {
         Ok(config)
     }
 
+    fn read_activation(&self, fields: &mut Fields) -> Result<Option<String>> {
+        let given = fields.string(self.activation_key())?;
+        if self.family != LlamaFamily::Gemma {
+            return Ok(given);
+        }
+        // transformers 4 has both keys and prefers `hidden_activation`; transformers 5 has `hidden_act` alone.
+        let name = given.or(fields.string("hidden_act")?);
+        // The first files say `gelu` where the model was trained with the approximation.
+        let approximation = || "gelu_pytorch_tanh".to_owned();
+        Ok(name.map(|name| {
+            if name == "gelu" {
+                approximation()
+            } else {
+                name
+            }
+        }))
+    }
+
     fn read_rope(&mut self, fields: &mut Fields) -> Result<()> {
         let (context, theta) = (self.max_position_embeddings, &mut self.rope_theta);
+        let part = &mut self.partial_rotary_factor;
         if self.family == LlamaFamily::Gemma3 {
             let thetas = [theta, &mut self.rope_local_base_freq];
             [self.rope_scaling, self.rope_local_scaling] =
-                RopeScaling::read_by_layer(fields, context, thetas)?;
+                RopeScaling::read_by_layer(fields, context, thetas, part)?;
         } else {
-            self.rope_scaling = RopeScaling::read(fields, context, theta)?;
+            let of_phi3 = self.family == LlamaFamily::Phi3;
+            self.rope_scaling = RopeScaling::read(fields, context, theta, part, of_phi3)?;
+        }
+        // transformers cannot compute it for the others either.
+        if self.partial_rotary_factor != 1.0 && !self.family.is_phi() {
+            return Err(Error::Unsupported {
+                key: "partial_rotary_factor".to_owned(),
+                found: self.partial_rotary_factor.to_string(),
+                supported: "1.0, the rotation of whole heads".to_owned(),
+            });
         }
         Ok(())
+    }
+
+    /// Returns the key of [`LlamaConfig::rms_norm_eps`].
+    fn norm_eps_key(&self) -> &'static str {
+        match self.family {
+            LlamaFamily::Phi => "layer_norm_eps",
+            _ => "rms_norm_eps",
+        }
     }
 
     fn read_gemma(&mut self, fields: &mut Fields) -> Result<()> {
@@ -415,7 +539,6 @@ impl LlamaConfig {
             "head_dim": self.head_dim(),
             "max_position_embeddings": self.max_position_embeddings,
             "initializer_range": self.initializer_range,
-            "rms_norm_eps": self.rms_norm_eps,
             "tie_word_embeddings": self.tie_word_embeddings,
             "attention_dropout": self.attention_dropout,
             "bos_token_id": self.bos_token_id,
@@ -437,6 +560,23 @@ impl LlamaConfig {
                 map.insert("attention_bias".to_owned(), self.attention_bias.into());
                 windows
             }
+            LlamaFamily::Phi => json!({
+                "resid_pdrop": self.resid_pdrop,
+                "embd_pdrop": self.embd_pdrop,
+                "partial_rotary_factor": self.partial_rotary_factor,
+                "qk_layernorm": self.qk_layernorm,
+            }),
+            LlamaFamily::Phi3 => json!({
+                "resid_pdrop": self.resid_pdrop,
+                "embd_pdrop": self.embd_pdrop,
+                "partial_rotary_factor": self.partial_rotary_factor,
+                "sliding_window": self.sliding_window,
+            }),
+            LlamaFamily::Gemma => json!({
+                "attention_bias": self.attention_bias,
+                // The key of transformers 5; 4 prefers the other one.
+                "hidden_act": self.hidden_act,
+            }),
             LlamaFamily::Gemma2 | LlamaFamily::Gemma3 => json!({
                 "attention_bias": self.attention_bias,
                 "sliding_window": self.sliding_window,
@@ -456,6 +596,7 @@ impl LlamaConfig {
         }
         let activation = self.hidden_act.as_str().into();
         map.insert(self.activation_key().to_owned(), activation);
+        map.insert(self.norm_eps_key().to_owned(), self.rms_norm_eps.into());
         self.write_rope(&mut map);
         map
     }
@@ -482,6 +623,12 @@ impl LlamaConfig {
             }
             let theta = self.rope_local_base_freq.into();
             map.insert("rope_local_base_freq".to_owned(), theta);
+        }
+        if let (LlamaFamily::Phi3, RopeScaling::LongRope(long)) = (self.family, &self.rope_scaling)
+        {
+            // Phi-3 has it beside the scaling, and reads 4096 if it is not there.
+            let original = long.original_max_position_embeddings.into();
+            map.insert("original_max_position_embeddings".to_owned(), original);
         }
         self.rope_scaling.write(self.rope_theta, map);
     }
@@ -519,13 +666,16 @@ impl LlamaConfig {
             let expected = "even, as rotary positions rotate pairs of channels";
             return Err(bad("head_dim", &self.head_dim().into(), expected));
         }
-        // Below 1: dropout divides the kept elements by `1 - p`.
-        if !(0.0..1.0).contains(&self.attention_dropout) {
-            return Err(bad(
-                "attention_dropout",
-                &self.attention_dropout.into(),
-                "in 0..1",
-            ));
+        self.check_rotary_dim()?;
+        for (key, dropout) in [
+            ("attention_dropout", self.attention_dropout),
+            ("resid_pdrop", self.resid_pdrop),
+            ("embd_pdrop", self.embd_pdrop),
+        ] {
+            // Below 1: dropout divides the kept elements by `1 - p`.
+            if !(0.0..1.0).contains(&dropout) {
+                return Err(bad(key, &dropout.into(), "in 0..1"));
+            }
         }
         if let Some(types) = &self.layer_types
             && types.len() as i64 != self.num_hidden_layers
@@ -551,15 +701,27 @@ impl LlamaConfig {
                 return Err(bad(key, &value.into(), "a positive number"));
             }
         }
-        let head_dim = self.head_dim();
-        self.rope_scaling.validate("rope_scaling", head_dim)?;
+        let rotated = self.rotary_dim();
+        self.rope_scaling.validate("rope_scaling", rotated)?;
         let local = "rope_parameters.sliding_attention";
-        self.rope_local_scaling.validate(local, head_dim)?;
+        self.rope_local_scaling.validate(local, rotated)?;
         activation_named(self.activation_key(), &self.hidden_act).map(drop)
     }
 }
 
 impl LlamaConfig {
+    fn check_rotary_dim(&self) -> Result<()> {
+        let (part, rotated) = (self.partial_rotary_factor, self.rotary_dim());
+        if part > 0.0 && part <= 1.0 && rotated >= 2 && rotated % 2 == 0 {
+            return Ok(());
+        }
+        let expected = format!(
+            "above 0 and at most 1, with an even number of rotated channels of the head's {}",
+            self.head_dim()
+        );
+        Err(bad("partial_rotary_factor", &part.into(), &expected))
+    }
+
     /// Checks that the weights of these checked sizes can be counted. Norms and biases are left out: they are far
     /// smaller.
     fn check_parameters(&self) -> Result<()> {

@@ -5,6 +5,7 @@ mod family;
 mod fields;
 mod gpt2;
 mod llama;
+mod multimodal;
 mod rope_scaling;
 mod seq2seq;
 mod sizes;
@@ -54,14 +55,15 @@ pub use t5::T5Config;
     reason = "there is one a model; a box would only be in its users' way"
 )]
 pub enum ModelConfig {
-    /// Llama, Mistral, Qwen2, Qwen3, Gemma 2 or Gemma 3.
+    /// Llama, Mistral, Qwen2, Qwen3, Phi-2, Phi-3, Gemma 1, Gemma 2 or Gemma 3.
     Llama(LlamaConfig),
     /// GPT-2.
     Gpt2(Gpt2Config),
 }
 
 /// The supported values of `model_type`, for messages.
-const SUPPORTED: &str = "llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gpt2";
+const SUPPORTED: &str =
+    "llama, mistral, qwen2, qwen3, phi, phi3, gemma, gemma2, gemma3, gemma3_text, gpt2";
 
 impl ModelConfig {
     /// Reads `config.json` of a Hugging Face folder.
@@ -93,6 +95,7 @@ impl ModelConfig {
         let model_type = fields.string("model_type")?;
         let config = match model_type.as_deref() {
             Some("gpt2") => ModelConfig::Gpt2(Gpt2Config::read(fields)?),
+            Some("gemma3") => ModelConfig::Llama(multimodal::text(fields)?),
             Some(name) if LlamaFamily::from_name(name).is_some() => {
                 let family = LlamaFamily::from_name(name).unwrap_or_default();
                 ModelConfig::Llama(LlamaConfig::read(family, fields)?)
@@ -176,6 +179,16 @@ impl ModelConfig {
         }
     }
 
+    /// Returns the number of positions beyond which a generation starts its cache again, with all tokens in one
+    /// pass, so that all keys have the frequencies of long sequences: the original context of Phi-3 with LongRoPE.
+    /// transformers does so for this family alone; in others keys keep the frequencies that they were written with.
+    pub fn cache_restart(&self) -> Option<i64> {
+        match self {
+            ModelConfig::Llama(config) => config.cache_restart(),
+            ModelConfig::Gpt2(_) => None,
+        }
+    }
+
     /// Returns the width of the hidden states.
     pub fn hidden_size(&self) -> i64 {
         match self {
@@ -237,6 +250,14 @@ impl ModelConfig {
         match self {
             ModelConfig::Llama(config) => (config.context(), "max_position_embeddings"),
             ModelConfig::Gpt2(config) => (config.n_positions, "n_positions"),
+        }
+    }
+
+    /// Returns `true` if the head has a bias.
+    pub(crate) fn head_bias(&self) -> bool {
+        match self {
+            ModelConfig::Llama(config) => config.head_bias(),
+            ModelConfig::Gpt2(_) => false,
         }
     }
 

@@ -131,35 +131,44 @@ struct Given {
     max_position_embeddings: i64,
     /// The key beside the parameters; it is preferred to the one in them, as in transformers.
     original_max_position_embeddings: Option<i64>,
+    of_phi3: bool,
 }
 
 impl Given {
-    fn read(fields: &mut Fields, max_position_embeddings: i64) -> Result<Given> {
-        refuse_partial(fields)?;
+    fn read(fields: &mut Fields, max_position_embeddings: i64, of_phi3: bool) -> Result<Given> {
+        let original = fields
+            .peek("original_max_position_embeddings")
+            .map(|value| positive("original_max_position_embeddings", value))
+            .transpose()?;
         Ok(Given {
             max_position_embeddings,
-            original_max_position_embeddings: fields
-                .peek("original_max_position_embeddings")
-                .map(|value| positive("original_max_position_embeddings", value))
-                .transpose()?,
+            // transformers' default of Phi-3, where the key is never read from the scaling.
+            original_max_position_embeddings: original.or(of_phi3.then_some(4096)),
+            of_phi3,
         })
     }
 }
 
 impl RopeScaling {
-    /// Reads `rope_theta` and `rope_scaling` (transformers 4), or `rope_parameters` (5).
+    /// Reads `rope_theta`, `partial_rotary_factor` (to `part`) and `rope_scaling` (transformers 4), or
+    /// `rope_parameters` (5), which has all of them.
     pub(super) fn read(
         fields: &mut Fields,
         max_position_embeddings: i64,
         theta: &mut f64,
+        part: &mut f64,
+        of_phi3: bool,
     ) -> Result<RopeScaling> {
         fields.number("rope_theta", theta)?;
-        let given = Given::read(fields, max_position_embeddings)?;
+        fields.number("partial_rotary_factor", part)?;
+        let given = Given::read(fields, max_position_embeddings, of_phi3)?;
         let scaling = fields.object("rope_scaling")?;
         let parameters = fields.object("rope_parameters")?;
         match (scaling, parameters) {
-            (Some(scaling), _) => Self::parse("rope_scaling", scaling, given, theta),
-            (None, Some(parameters)) => Self::parse("rope_parameters", parameters, given, theta),
+            (Some(scaling), _) => Self::parse("rope_scaling", scaling, given, theta, part),
+            (None, Some(parameters)) => {
+                Self::parse("rope_parameters", parameters, given, theta, part)
+            }
             (None, None) => Ok(RopeScaling::Default),
         }
     }
@@ -171,10 +180,12 @@ impl RopeScaling {
         fields: &mut Fields,
         max_position_embeddings: i64,
         [theta, local_theta]: [&mut f64; 2],
+        part: &mut f64,
     ) -> Result<[RopeScaling; 2]> {
         fields.number("rope_theta", theta)?;
         fields.number("rope_local_base_freq", local_theta)?;
-        let given = Given::read(fields, max_position_embeddings)?;
+        fields.number("partial_rotary_factor", part)?;
+        let given = Given::read(fields, max_position_embeddings, false)?;
         let scaling = fields.object("rope_scaling")?;
         let mut scalings = [RopeScaling::Default, RopeScaling::Default];
         if let Some(mut parameters) = fields.object("rope_parameters")? {
@@ -185,7 +196,7 @@ impl RopeScaling {
             for ((name, theta), slot) in layers.into_iter().zip(&mut scalings) {
                 if let Some(object) = parameters.object(name)? {
                     let key = format!("rope_parameters.{name}");
-                    *slot = Self::parse(&key, object, given, theta)?;
+                    *slot = Self::parse(&key, object, given, theta, part)?;
                 }
             }
             if let Some(key) = parameters.into_rest().keys().next() {
@@ -197,14 +208,20 @@ impl RopeScaling {
             }
         }
         if let Some(scaling) = scaling {
-            scalings[0] = Self::parse("rope_scaling", scaling, given, theta)?;
+            scalings[0] = Self::parse("rope_scaling", scaling, given, theta, part)?;
         }
         Ok(scalings)
     }
 
-    fn parse(key: &str, mut fields: Fields, given: Given, theta: &mut f64) -> Result<RopeScaling> {
+    fn parse(
+        key: &str,
+        mut fields: Fields,
+        given: Given,
+        theta: &mut f64,
+        part: &mut f64,
+    ) -> Result<RopeScaling> {
         fields.number("rope_theta", theta)?;
-        refuse_partial(&mut fields)?;
+        fields.number("partial_rotary_factor", part)?;
         // `rope_type` was called `type` in older versions; a file may hold both.
         let old = fields.string("type")?;
         let kind = fields
@@ -219,6 +236,13 @@ impl RopeScaling {
         };
         match kind.as_str() {
             "default" => Ok(RopeScaling::Default),
+            // Older files of Phi-3 call it `yarn`.
+            "longrope" | "su" | "yarn" if given.of_phi3 => reader.long_rope(),
+            other if given.of_phi3 => Err(Error::Unsupported {
+                key: format!("{key}.rope_type"),
+                found: format!("{other:?}"),
+                supported: "default, longrope".to_owned(),
+            }),
             "linear" => Ok(RopeScaling::Linear {
                 factor: reader.required("factor")?,
             }),
@@ -293,15 +317,15 @@ impl RopeScaling {
         value
     }
 
-    /// Checks the numbers against `head_dim`; `key` is their prefix in an error.
-    pub(super) fn validate(&self, key: &str, head_dim: i64) -> Result<()> {
+    /// Checks the numbers against the `rotated` channels of a head; `key` is their prefix in an error.
+    pub(super) fn validate(&self, key: &str, rotated: i64) -> Result<()> {
         let wrong = |name: &str, found: Value, expected: &str| {
             Err(bad(&format!("{key}.{name}"), &found, expected))
         };
         let factor = match self {
             RopeScaling::Default => return Ok(()),
             // The exponent of the base is D / (D - 2).
-            RopeScaling::Dynamic { .. } if head_dim == 2 => {
+            RopeScaling::Dynamic { .. } if rotated == 2 => {
                 let expected = "another type: the base of a single pair cannot grow";
                 return wrong("rope_type", "dynamic".into(), expected);
             }
@@ -318,8 +342,11 @@ impl RopeScaling {
                     ("long_factor", &long.long_factor),
                 ];
                 for (name, list) in lists {
-                    if list.len() as i64 != head_dim / 2 {
-                        let expected = format!("head_dim / 2 = {} numbers", head_dim / 2);
+                    if list.len() as i64 != rotated / 2 {
+                        let expected = format!(
+                            "{} numbers, one for each pair of rotated channels",
+                            rotated / 2
+                        );
                         let found = format!("{} numbers", list.len());
                         return wrong(name, found.into(), &expected);
                     }
@@ -414,19 +441,4 @@ impl Reader<'_> {
         let expected = format!("{what}, which rope_type {:?} needs", self.kind);
         overdrive_core::Error::option(key, "missing or not positive", expected).into()
     }
-}
-
-/// Refuses a rotation of some channels only: none of these families has it, and transformers cannot compute it
-/// for them either.
-fn refuse_partial(fields: &mut Fields) -> Result<()> {
-    let mut part = 1.0;
-    fields.number("partial_rotary_factor", &mut part)?;
-    if part == 1.0 {
-        return Ok(());
-    }
-    Err(Error::Unsupported {
-        key: "partial_rotary_factor".to_owned(),
-        found: part.to_string(),
-        supported: "1.0, the rotation of whole heads".to_owned(),
-    })
 }

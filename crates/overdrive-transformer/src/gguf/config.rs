@@ -8,7 +8,7 @@ use crate::config::{
 use crate::{Error, Result};
 
 /// The supported values of `general.architecture`, for messages.
-const SUPPORTED: &str = "llama, qwen2, qwen3, gemma2, gemma3";
+const SUPPORTED: &str = "llama, qwen2, qwen3, phi2, phi3, gemma, gemma2, gemma3";
 /// The number of layers of the one Gemma 2 and the one Gemma 3 whose queries are not scaled by the width
 /// of a head but by hidden_size / num_attention_heads, which no key says.
 const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
@@ -28,6 +28,9 @@ impl ModelConfig {
             Some("llama") => LlamaFamily::Llama,
             Some("qwen2") => LlamaFamily::Qwen2,
             Some("qwen3") => LlamaFamily::Qwen3,
+            Some("phi2") => LlamaFamily::Phi,
+            Some("phi3") => LlamaFamily::Phi3,
+            Some("gemma") => LlamaFamily::Gemma,
             Some("gemma2") => LlamaFamily::Gemma2,
             Some("gemma3") => LlamaFamily::Gemma3,
             other => {
@@ -80,9 +83,19 @@ impl Keys<'_> {
                 _ => Ok(()),
             }
         };
-        // Attention has one width for keys and values, and rotates whole heads.
+        // Attention has one width for keys and values, and rotates whole heads, except in Phi.
         same("attention.value_length")?;
-        same("rope.dimension_count")?;
+        let mut partial_rotary_factor = 1.0;
+        if family.is_phi() {
+            let rotated = self.integer("rope.dimension_count")?.unwrap_or(head_dim);
+            partial_rotary_factor = rotated as f64 / head_dim as f64;
+        } else {
+            same("rope.dimension_count")?;
+        }
+        let (norm_eps, own_biases) = match family {
+            LlamaFamily::Phi => ("attention.layer_norm_epsilon", true),
+            _ => ("attention.layer_norm_rms_epsilon", false),
+        };
         let layers = self.required("block_count")?;
         check_layers(&self.key("block_count"), layers)?;
         let has = |name: &str| self.file.tensor(name).is_some();
@@ -95,17 +108,22 @@ impl Keys<'_> {
             num_key_value_heads: self.integer("attention.head_count_kv")?.or(Some(heads)),
             head_dim: Some(head_dim),
             max_position_embeddings: self.required("context_length")?,
-            rms_norm_eps: self.required_number("attention.layer_norm_rms_epsilon")?,
+            rms_norm_eps: self.required_number(norm_eps)?,
             // A GGUF file has no key for it: a tied head is one that is not stored.
             tie_word_embeddings: !has("output.weight"),
             rope_theta: self
                 .number("rope.freq_base")?
                 .unwrap_or(defaults.rope_theta),
+            partial_rotary_factor,
             // Qwen2 always has a bias of queries, which does not stand for this key.
-            attention_bias: has("blk.0.attn_output.bias")
-                || family != LlamaFamily::Qwen2 && has("blk.0.attn_q.bias"),
-            mlp_bias: has("blk.0.ffn_down.bias"),
-            sliding_window: self.integer("attention.sliding_window")?,
+            attention_bias: !own_biases
+                && (has("blk.0.attn_output.bias")
+                    || family != LlamaFamily::Qwen2 && has("blk.0.attn_q.bias")),
+            mlp_bias: !own_biases && has("blk.0.ffn_down.bias"),
+            // Files of Phi-4 have 0 for no window.
+            sliding_window: self
+                .integer("attention.sliding_window")?
+                .filter(|&window| window != 0),
             // llama.cpp does not implement Qwen's windows, and files have no key for them.
             use_sliding_window: false,
             bos_token_id: self.token("bos_token_id")?,
@@ -118,7 +136,7 @@ impl Keys<'_> {
             config.family = LlamaFamily::Mistral;
         }
         config.rope_scaling = self.rope_scaling(&config)?;
-        if config.family.is_gemma() {
+        if config.family.is_later_gemma() {
             self.gemma(&mut config)?;
         }
         Ok(config)
@@ -183,6 +201,8 @@ impl Keys<'_> {
             Ok(given.unwrap_or(config.max_position_embeddings))
         };
         let kind = match self.value(key) {
+            // Files of Phi-3 have the divisors and no type.
+            None if self.file.tensor("rope_factors_long.weight").is_some() => "longrope",
             // llama.cpp's default: a factor alone is one of linear scaling.
             None => "linear",
             Some(value) => value.as_str().ok_or_else(|| self.wrong(key, "a string"))?,

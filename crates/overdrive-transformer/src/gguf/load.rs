@@ -3,7 +3,7 @@ use std::collections::{BTreeSet, HashMap};
 use overdrive_quantization::{GgufFile, GgufTensor};
 use tch::{Kind, Tensor};
 
-use super::names::{gguf_name, row_order};
+use super::names::{fused_rows, gguf_name, row_order};
 use crate::checkpoint::{CheckpointProblems, Misshapen};
 use crate::config::{LlamaConfig, check_layers_of_files};
 use crate::parameters::{ModelTensors, ParameterRole, ParameterSpec, allocate};
@@ -143,24 +143,28 @@ fn sources<'a>(
     for spec in config.parameters() {
         let name = gguf_name(&spec.name, llama.family);
         let found = name.as_deref().and_then(|name| stored.get(name).copied());
-        let Some(tensor) = found else {
+        let (mut shape, mut rows) = (spec.shape.clone(), row_order(&spec.name, llama));
+        let fused = || {
+            let (name, height, part) = fused_rows(&spec.name, llama)?;
+            let tensor = stored.get(name.as_str()).copied()?;
+            shape[0] = height;
+            rows = Some(part);
+            Some(tensor)
+        };
+        let Some(tensor) = found.or_else(fused) else {
             problems.missing.push(name.unwrap_or(spec.name));
             continue;
         };
         used.insert(tensor.name().to_owned());
-        if tensor.shape() != spec.shape {
+        if tensor.shape() != shape {
             problems.misshapen.push(Misshapen {
                 name: tensor.name().to_owned(),
                 found: tensor.shape().to_vec(),
-                expected: spec.shape,
+                expected: shape,
             });
             continue;
         }
-        sources.push(Source {
-            rows: row_order(&spec.name, llama),
-            spec,
-            tensor,
-        });
+        sources.push(Source { rows, spec, tensor });
     }
     let names = file.tensors().map(|tensor| tensor.name().to_owned());
     problems.unexpected = names.filter(|name| !used.contains(name)).collect();

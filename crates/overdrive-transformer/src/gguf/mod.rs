@@ -16,8 +16,8 @@ use overdrive_quantization::GgufFile;
 use crate::{CausalLm, LoadOptions, ModelConfig, Result};
 
 impl CausalLm {
-    /// Reads a GGUF file of the architectures `llama` (Mistral too), `qwen2`, `qwen3`, `gemma2` and
-    /// `gemma3`. A model in several files (`NAME-00001-of-00003.gguf`) is opened by any of them.
+    /// Reads a GGUF file of the architectures `llama` (Mistral too), `qwen2`, `qwen3`, `phi2`, `phi3`, `gemma`,
+    /// `gemma2` and `gemma3`. A model in several files (`NAME-00001-of-00003.gguf`) is opened by any of them.
     ///
     /// Matrices in groups (`Q8_0`, `Q4_0`, `Q4_K`, `Q6_K`, … see
     /// [`GgufFile`](overdrive_quantization::GgufFile)) stay quantized as they are; with

@@ -1,16 +1,21 @@
 use crate::config::{LlamaConfig, LlamaFamily};
 
 /// The names of the modules of a block in transformers and in llama.cpp.
-const MODULES: [(&str, &str); 9] = [
+const MODULES: [(&str, &str); 14] = [
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
     ("self_attn.v_proj", "attn_v"),
     ("self_attn.o_proj", "attn_output"),
+    ("self_attn.qkv_proj", "attn_qkv"),
+    ("self_attn.dense", "attn_output"),
     ("self_attn.q_norm", "attn_q_norm"),
     ("self_attn.k_norm", "attn_k_norm"),
     ("mlp.gate_proj", "ffn_gate"),
     ("mlp.up_proj", "ffn_up"),
     ("mlp.down_proj", "ffn_down"),
+    ("mlp.gate_up_proj", "ffn_up"),
+    ("mlp.fc1", "ffn_up"),
+    ("mlp.fc2", "ffn_down"),
 ];
 
 /// Returns llama.cpp's name of the parameter that transformers calls `name`.
@@ -18,13 +23,13 @@ pub(super) fn gguf_name(name: &str, family: LlamaFamily) -> Option<String> {
     let (module, end) = name.rsplit_once('.')?;
     let own = match module {
         "model.embed_tokens" => "token_embd".to_owned(),
-        "model.norm" => "output_norm".to_owned(),
+        "model.norm" | "model.final_layernorm" => "output_norm".to_owned(),
         "lm_head" => "output".to_owned(),
         _ => {
             let (layer, part) = module.strip_prefix("model.layers.")?.split_once('.')?;
             let part = match part {
                 "input_layernorm" => "attn_norm",
-                "post_attention_layernorm" if family.is_gemma() => "post_attention_norm",
+                "post_attention_layernorm" if family.is_later_gemma() => "post_attention_norm",
                 "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
                 "post_feedforward_layernorm" => "post_ffw_norm",
                 other => MODULES.iter().find(|(part, _)| *part == other)?.1,
@@ -33,6 +38,26 @@ pub(super) fn gguf_name(name: &str, family: LlamaFamily) -> Option<String> {
         }
     };
     Some(format!("{own}.{end}"))
+}
+
+/// Returns the tensor that holds query, key and value of a layer of Phi-2 in older files, if `name` is one of
+/// them: its name, the number of its rows, and the rows of `name`.
+pub(super) fn fused_rows(name: &str, config: &LlamaConfig) -> Option<(String, i64, Vec<i64>)> {
+    if config.family != LlamaFamily::Phi {
+        return None;
+    }
+    let (module, end) = name.rsplit_once('.')?;
+    let (layer, part) = module.strip_prefix("model.layers.")?.split_once('.')?;
+    let queries = config.num_attention_heads * config.head_dim();
+    let keys = config.kv_heads() * config.head_dim();
+    let rows = match part {
+        "self_attn.q_proj" => 0..queries,
+        "self_attn.k_proj" => queries..queries + keys,
+        "self_attn.v_proj" => queries + keys..queries + 2 * keys,
+        _ => return None,
+    };
+    let fused = format!("blk.{layer}.attn_qkv.{end}");
+    Some((fused, queries + 2 * keys, rows.collect()))
 }
 
 /// Returns the index of the stored row for each row of the parameter `name`, if the orders differ.
@@ -70,6 +95,9 @@ mod tests {
             F::Mistral,
             F::Qwen2,
             F::Qwen3,
+            F::Phi,
+            F::Phi3,
+            F::Gemma,
             F::Gemma2,
             F::Gemma3,
         ] {

@@ -1,5 +1,5 @@
-//! Rotary position embeddings. A head of `D` channels is `D/2` pairs `(i, i + D/2)`; the pair `i` of the token
-//! at position `p` is rotated by the angle `p · inv_freq[i]`.
+//! Rotary position embeddings. The `D` rotated channels of a head, which are all of them except in Phi, are `D/2`
+//! pairs `(i, i + D/2)`; the pair `i` of the token at position `p` is rotated by the angle `p · inv_freq[i]`.
 
 mod frequencies;
 
@@ -171,9 +171,16 @@ fn of_rows(rows: &Tensor, positions: &Tensor) -> Result<Tensor> {
 }
 
 impl Rotation {
-    /// Rotates the heads of `x (B, T, H, D)` by libtorch's operators. The result has the dtype of `x`; the
-    /// arithmetic is in that of the tables.
+    /// Rotates the heads of `x (B, T, H, D)` by libtorch's operators, or their first channels if the tables are
+    /// of fewer. The result has the dtype of `x`; the arithmetic is in that of the tables.
     pub(crate) fn apply(&self, x: &Tensor) -> Result<Tensor> {
+        let width = |tensor: &Tensor| tensor.size().last().copied().unwrap_or(0);
+        let (channels, rotated) = (width(x), 2 * width(&self.cos));
+        if rotated < channels {
+            let first = self.apply(&x.f_narrow(-1, 0, rotated)?)?;
+            let rest = x.f_narrow(-1, rotated, channels - rotated)?;
+            return Ok(Tensor::f_cat(&[first, rest], -1)?);
+        }
         let heads = |halves: [&Tensor; 2]| Tensor::f_cat(&halves, -1)?.f_unsqueeze(-2);
         let cos = heads([&self.cos, &self.cos])?;
         // The sign that goes with a roll by half a head.

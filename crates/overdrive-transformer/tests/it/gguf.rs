@@ -89,7 +89,16 @@ fn half_precision_weights_stay_as_they_are() {
 
 #[test]
 fn quantized_models_compute_with_the_values_of_their_file() {
-    for name in ["llama", "qwen2", "yarn_attn_factor", "gemma3"] {
+    for name in [
+        "llama",
+        "qwen2",
+        "yarn_attn_factor",
+        "gemma3",
+        "phi2",
+        "phi2_fused",
+        "phi3",
+        "gemma",
+    ] {
         let path = fixture(&format!("{name}.gguf"));
         let mut model = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap();
         // The kernels round activations to 8 bits otherwise.
@@ -275,6 +284,6 @@ fn missing_metadata_and_tensors_are_named() {
     assert_eq!(
         error,
         "`general.architecture` is \"lamma\", which is not supported; supported: llama, qwen2, \
-         qwen3, gemma2, gemma3"
+         qwen3, phi2, phi3, gemma, gemma2, gemma3"
     );
 }

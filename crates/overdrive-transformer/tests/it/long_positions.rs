@@ -206,7 +206,7 @@ fn scalings_that_cannot_be_computed_are_refused_with_the_way_out() {
         ),
         (
             r#"{"rope_type": "longrope", "long_factor": [1], "short_factor": [1, 1, 1, 1]}"#,
-            "`rope_scaling.long_factor` is \"1 numbers\"; it must be head_dim / 2 = 4 numbers",
+            "`rope_scaling.long_factor` is \"1 numbers\"; it must be 4 numbers, one for each pair of rotated channels",
         ),
         (
             r#"{"rope_type": "longrope", "long_factor": [1, 0, 1, 1], "short_factor": [1, 1, 1, 1]}"#,

@@ -3,8 +3,8 @@
 use overdrive_nn::AdapterHost;
 use overdrive_quantization::{CheckpointOptions, Scheme, quantize_checkpoint};
 use overdrive_transformer::{
-    CausalLm, ForwardInput, Gpt2Config, InitOptions, LabelShift, LlamaConfig, LoadOptions,
-    ModelConfig, QuantizeOptions,
+    CausalLm, ForwardInput, Gpt2Config, InitOptions, LabelShift, LlamaConfig, LlamaFamily,
+    LoadOptions, ModelConfig, QuantizeOptions,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -18,6 +18,21 @@ fn llama(tied: bool) -> ModelConfig {
         num_key_value_heads: Some(2),
         tie_word_embeddings: tied,
         ..LlamaConfig::default()
+    }
+    .into()
+}
+
+/// A small model of a family whose layers differ from Llama's.
+fn small(family: LlamaFamily) -> ModelConfig {
+    LlamaConfig {
+        vocab_size: 128,
+        hidden_size: 64,
+        intermediate_size: 128,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        head_dim: Some(16),
+        ..LlamaConfig::of(family)
     }
     .into()
 }
@@ -38,6 +53,9 @@ fn models() -> Vec<(&'static str, ModelConfig)> {
     vec![
         ("llama", llama(false)),
         ("tied llama", llama(true)),
+        ("phi", small(LlamaFamily::Phi)),
+        ("phi3", small(LlamaFamily::Phi3)),
+        ("gemma", small(LlamaFamily::Gemma)),
         ("gpt2", gpt2()),
     ]
 }

@@ -1,0 +1,69 @@
+//! The tensors of the text in a folder of a model that also reads images.
+
+use super::quantized::Views;
+
+/// The modules of a multimodal Gemma 3 that are not of its text.
+const OF_IMAGES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
+
+/// Renames the tensors of the text as those of a model without images, and drops the others of a multimodal model.
+pub(super) fn text<'a>(views: Views<'a>) -> Views<'a> {
+    let mut dropped = 0usize;
+    let kept = views.into_iter().filter_map(|(name, view)| {
+        let own = text_name(&name);
+        dropped += usize::from(own.is_none());
+        Some((own?, view))
+    });
+    let kept = kept.collect();
+    if dropped > 0 {
+        tracing::warn!(
+            "{dropped} tensors of the vision tower and its projector are not read: the model takes text only"
+        );
+    }
+    kept
+}
+
+/// Returns the name in a model without images, or `None` for a tensor that is not of the text.
+fn text_name(name: &str) -> Option<String> {
+    // transformers 5 has the parts of the model below `model`, and the head beside it; older files have the
+    // whole text model below `language_model`.
+    let part = name.strip_prefix("model.").unwrap_or(name);
+    if OF_IMAGES.iter().any(|prefix| part.starts_with(prefix)) {
+        return None;
+    }
+    let Some(text) = part.strip_prefix("language_model.") else {
+        return Some(name.to_owned());
+    };
+    if text.starts_with("model.") || text.starts_with("lm_head.") {
+        return Some(text.to_owned());
+    }
+    Some(format!("model.{text}"))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn tensors_of_the_text_have_the_names_of_a_model_without_images() {
+        for (name, expected) in [
+            (
+                "language_model.model.norm.weight",
+                Some("model.norm.weight"),
+            ),
+            (
+                "model.language_model.norm.weight",
+                Some("model.norm.weight"),
+            ),
+            ("language_model.norm.weight", Some("model.norm.weight")),
+            ("language_model.lm_head.weight", Some("lm_head.weight")),
+            ("lm_head.weight", Some("lm_head.weight")),
+            ("model.norm.weight", Some("model.norm.weight")),
+            ("vision_tower.vision_model.head.weight", None),
+            ("model.vision_tower.vision_model.head.weight", None),
+            ("model.multi_modal_projector.mm_soft_emb_norm.weight", None),
+            ("audio_tower.weight", Some("audio_tower.weight")),
+        ] {
+            assert_eq!(text_name(name).as_deref(), expected, "{name}");
+        }
+    }
+}

@@ -1,0 +1,62 @@
+use tch::Tensor;
+
+use crate::layer_norm::LayerNorm;
+use crate::parameters::ParameterMap;
+use crate::projections::ParameterVisitor;
+use crate::rms_norm::RmsNorm;
+use crate::{LlamaConfig, LlamaFamily, Result};
+
+/// The norm of a family where its kind depends on the family: after the last layer, and of heads.
+#[derive(Debug)]
+pub(crate) enum Norm {
+    Rms(RmsNorm),
+    /// Phi-2.
+    Layer(LayerNorm),
+}
+
+impl Norm {
+    pub(crate) fn take(
+        parameters: &mut ParameterMap,
+        name: &str,
+        config: &LlamaConfig,
+    ) -> Result<Norm> {
+        Ok(match config.family {
+            LlamaFamily::Phi => Norm::Layer(LayerNorm::take(
+                parameters,
+                name,
+                true,
+                config.rms_norm_eps,
+            )?),
+            _ => Norm::Rms(RmsNorm::take(parameters, name, config)?),
+        })
+    }
+
+    pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
+        match self {
+            Norm::Rms(norm) => norm.forward(x, fused),
+            Norm::Layer(norm) => norm.forward(x),
+        }
+    }
+
+    /// Normalises rows of f32 as [`forward`](Self::forward) does.
+    pub(crate) fn forward_rows(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+        match self {
+            Norm::Rms(norm) => norm.forward_rows(x, y),
+            Norm::Layer(_) => {
+                let expected = "an RMSNorm, on slices (please report this)";
+                Err(overdrive_core::Error::option("norm", "a LayerNorm", expected).into())
+            }
+        }
+    }
+
+    pub(crate) fn visit_parameters(
+        &mut self,
+        name: &str,
+        visit: ParameterVisitor<'_>,
+    ) -> overdrive_nn::Result<()> {
+        match self {
+            Norm::Rms(norm) => norm.visit_parameters(name, visit),
+            Norm::Layer(norm) => norm.visit_parameters(name, visit),
+        }
+    }
+}

@@ -1,0 +1,384 @@
+//! The table of models in the guide (`docs/src/models.md`): each of its cells is the outcome of an attempt with a
+//! tiny model.
+#![cfg(feature = "full")]
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::path::Path;
+
+use overdrive::generation::{Engine, EngineConfig, GenerationConfig, Request, generate};
+use overdrive::lora::{AddOptions, LoraConfig, TargetModules, add_adapter, trainable_parameters};
+use overdrive::onnx::{ExportOptions, export};
+use overdrive::quantization::GgufFile;
+use overdrive::transformer::{
+    CausalLm, ForwardInput, InitOptions, LabelShift, ModelConfig, QuantizeOptions,
+};
+use serde_json::json;
+use tch::Tensor;
+
+const PAGE: &str = include_str!("../../../docs/src/models.md");
+
+/// The columns of the table after `model_type` and the names of the models.
+const COLUMNS: [&str; 8] = [
+    "safetensors",
+    "GGUF",
+    "trains",
+    "quantizes",
+    "LoRA",
+    "generates",
+    "engine",
+    "ONNX",
+];
+
+type Outcome = Result<(), String>;
+
+/// Returns the rows of the table: the `model_type`, and the cells of [`COLUMNS`].
+fn table() -> Vec<(String, Vec<String>)> {
+    let cells = |line: &str| -> Vec<String> {
+        let inner = line.trim().trim_start_matches('|').trim_end_matches('|');
+        inner
+            .split('|')
+            .map(|cell| cell.trim().to_owned())
+            .collect()
+    };
+    let mut lines = PAGE
+        .lines()
+        .skip_while(|line| !line.starts_with("| `model_type`"));
+    let header = cells(lines.next().unwrap());
+    assert_eq!(header[2..], COLUMNS);
+    let rows = lines.skip(1).take_while(|line| line.starts_with('|'));
+    rows.map(|line| {
+        let mut cells = cells(line);
+        let own = cells.split_off(2);
+        (cells[0].trim_matches('`').to_owned(), own)
+    })
+    .collect()
+}
+
+/// Returns the values that an error lists after `supported: `.
+fn supported(message: &str) -> Vec<String> {
+    let (_, list) = message.rsplit_once("supported: ").unwrap();
+    list.split(", ").map(str::to_owned).collect()
+}
+
+/// Returns the `config.json` of a tiny model: keys that a family does not know change nothing.
+fn tiny(model_type: &str) -> serde_json::Value {
+    let sizes = json!({
+        "model_type": model_type, "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64,
+        "num_hidden_layers": 2, "num_attention_heads": 2, "num_key_value_heads": 2, "head_dim": 16,
+        "max_position_embeddings": 64, "initializer_range": 0.2, "eos_token_id": null, "pad_token_id": 0,
+        // GPT-2's names.
+        "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64,
+        // Mixtures of experts.
+        "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+    });
+    match model_type {
+        "gemma3" => {
+            let mut text = sizes;
+            text["model_type"] = "gemma3_text".into();
+            json!({"model_type": model_type, "text_config": text, "vision_config": {}})
+        }
+        _ => sizes,
+    }
+}
+
+fn ids() -> Tensor {
+    Tensor::from_slice(&[3i64, 9, 27, 17, 51, 25, 11, 33]).view([1, 8])
+}
+
+fn logits(model: &CausalLm) -> Tensor {
+    let _no_grad = tch::no_grad_guard();
+    model.forward(ForwardInput::new(&ids())).unwrap()
+}
+
+fn fresh(config: &ModelConfig) -> CausalLm {
+    let options = InitOptions {
+        seed: 1,
+        ..InitOptions::default()
+    };
+    CausalLm::new(config, &options).unwrap()
+}
+
+fn text(error: impl std::fmt::Display) -> String {
+    error.to_string()
+}
+
+fn check(holds: bool, what: &str) -> Outcome {
+    if holds { Ok(()) } else { Err(what.to_owned()) }
+}
+
+/// Makes the folder of a model without images one with images.
+fn add_images(dir: &Path) {
+    let path = dir.join("model.safetensors");
+    let mut tensors = Tensor::read_safetensors(&path).unwrap();
+    for (name, _) in &mut tensors {
+        *name = format!("language_model.{name}");
+    }
+    tensors.push(("vision_tower.patch.weight".to_owned(), Tensor::from(1f32)));
+    Tensor::write_safetensors(&tensors, &path).unwrap();
+    std::fs::write(dir.join("config.json"), tiny("gemma3").to_string()).unwrap();
+}
+
+fn saves_and_loads(model_type: &str, config: &ModelConfig) -> Outcome {
+    let (dir, model) = (tempfile::tempdir().unwrap(), fresh(config));
+    model
+        .save_pretrained(dir.path(), &Default::default())
+        .map_err(text)?;
+    if model_type == "gemma3" {
+        add_images(dir.path());
+    }
+    let again = CausalLm::from_pretrained(dir.path(), &Default::default()).map_err(text)?;
+    check(logits(&again) == logits(&model), "other logits")
+}
+
+fn trains(config: &ModelConfig) -> Outcome {
+    let model = fresh(config);
+    model.set_requires_grad(true).map_err(text)?;
+    let loss = || -> Result<Tensor, String> {
+        let loss = model.loss(&ids(), &ids(), LabelShift::HuggingFace);
+        loss.and_then(|loss| loss.mean()).map_err(text)
+    };
+    let first = loss()?;
+    first.f_backward().map_err(text)?;
+    let _no_grad = tch::no_grad_guard();
+    for (name, mut parameter) in model.named_parameters() {
+        let gradient = parameter.grad();
+        check(gradient.defined(), &format!("{name} has no gradient"))?;
+        let step = gradient * -0.01;
+        let _same = parameter.f_add_(&step).map_err(text)?;
+    }
+    let fell = loss()?.double_value(&[]) < first.double_value(&[]);
+    check(fell, "the loss did not fall")
+}
+
+fn quantizes(config: &ModelConfig) -> Outcome {
+    let mut model = fresh(config);
+    let dense = logits(&model);
+    let options = QuantizeOptions::new("int8".parse().unwrap());
+    model.quantize(&options).map_err(text)?;
+    check(model.is_quantized(), "no weight is quantized")?;
+    let error = (logits(&model) - &dense).norm().double_value(&[]);
+    let error = error / dense.norm().double_value(&[]);
+    check(
+        error > 0.0 && error < 0.1,
+        &format!("a relative error of {error}"),
+    )
+}
+
+fn takes_adapters(config: &ModelConfig) -> Outcome {
+    let mut model = fresh(config);
+    let lora = LoraConfig {
+        target_modules: Some(TargetModules::AllLinear),
+        ..LoraConfig::default()
+    };
+    add_adapter(&mut model, "tiny", &lora, &AddOptions::default()).map_err(text)?;
+    let loss = model.loss(&ids(), &ids(), LabelShift::HuggingFace);
+    let loss = loss.and_then(|loss| loss.mean()).map_err(text)?;
+    loss.f_backward().map_err(text)?;
+    for (name, tensor) in trainable_parameters(&mut model).map_err(text)? {
+        check(tensor.grad().defined(), &format!("{name} has no gradient"))?;
+    }
+    Ok(())
+}
+
+fn greedy(use_cache: bool) -> GenerationConfig {
+    GenerationConfig {
+        max_new_tokens: Some(8),
+        use_cache,
+        ..GenerationConfig::default()
+    }
+}
+
+fn generates(config: &ModelConfig) -> Result<Vec<i64>, String> {
+    let model = fresh(config);
+    let prompt = [vec![5, 9, 3]];
+    let cached = generate(&model, &prompt, &greedy(true)).map_err(text)?;
+    let whole = generate(&model, &prompt, &greedy(false)).map_err(text)?;
+    check(
+        cached.sequences == whole.sequences,
+        "other tokens over a cache",
+    )?;
+    Ok(cached.new_tokens(0).to_vec())
+}
+
+fn is_served(config: &ModelConfig, expected: &[i64]) -> Outcome {
+    let model = fresh(config);
+    let mut engine = Engine::new(&model, EngineConfig::default()).map_err(text)?;
+    for _ in 0..2 {
+        let request = Request::new(vec![5, 9, 3], greedy(true));
+        engine.submit(request).map_err(text)?;
+    }
+    for (_, completions) in engine.run_to_end().map_err(text)? {
+        let completions = completions.map_err(text)?;
+        check(completions[0].tokens == expected, "other tokens")?;
+    }
+    Ok(())
+}
+
+fn exports(config: &ModelConfig) -> Outcome {
+    let (dir, mut model) = (tempfile::tempdir().unwrap(), fresh(config));
+    let path = dir.path().join("model.onnx");
+    export(&mut model, &path, &ExportOptions::default()).map_err(text)?;
+    check(path.is_file(), "no file")
+}
+
+/// Returns the cells of a decoder, and why some of them say no; `None` if it is not a decoder that is read.
+fn decoder(
+    model_type: &str,
+    architectures: &BTreeMap<String, BTreeSet<String>>,
+) -> Option<(Vec<String>, Vec<String>)> {
+    let config = ModelConfig::from_json(&tiny(model_type).to_string()).ok()?;
+    let read_as = config.to_json()["model_type"].as_str().unwrap().to_owned();
+    let gguf = architectures
+        .get(&read_as)
+        .map_or("no".to_owned(), |names| {
+            let names: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
+            names.join(", ")
+        });
+    let tokens = generates(&config);
+    let served = tokens
+        .clone()
+        .and_then(|tokens| is_served(&config, &tokens));
+    let outcomes = [
+        saves_and_loads(model_type, &config),
+        trains(&config),
+        quantizes(&config),
+        takes_adapters(&config),
+        tokens.map(drop),
+        served,
+        exports(&config),
+    ];
+    let mut cells: Vec<String> = outcomes
+        .iter()
+        .map(|outcome| if outcome.is_ok() { "yes" } else { "no" }.to_owned())
+        .collect();
+    cells.insert(1, gguf);
+    let reasons = outcomes.into_iter().filter_map(Result::err);
+    Some((cells, reasons.collect()))
+}
+
+/// Returns the bytes of a GGUF file without tensors.
+fn gguf(architecture: &str, extra: &[(&str, u32)]) -> Vec<u8> {
+    let (mut count, mut pairs) = (0u64, Vec::new());
+    let string = |bytes: &mut Vec<u8>, text: &str| {
+        bytes.extend((text.len() as u64).to_le_bytes());
+        bytes.extend(text.as_bytes());
+    };
+    let mut put = |key: &str, kind: u32, value: &dyn Fn(&mut Vec<u8>)| {
+        string(&mut pairs, key);
+        pairs.extend(kind.to_le_bytes());
+        value(&mut pairs);
+        count += 1;
+    };
+    put("general.architecture", 8, &|bytes| {
+        string(bytes, architecture)
+    });
+    let sizes = [
+        ("context_length", 64),
+        ("embedding_length", 32),
+        ("block_count", 2),
+        ("feed_forward_length", 64),
+        ("attention.head_count", 2),
+        ("vocab_size", 64),
+    ];
+    for (key, number) in sizes.iter().chain(extra) {
+        let key = format!("{architecture}.{key}");
+        put(&key, 4, &|bytes| bytes.extend(number.to_le_bytes()));
+    }
+    for key in ["layer_norm_rms_epsilon", "layer_norm_epsilon"] {
+        let key = format!("{architecture}.attention.{key}");
+        put(&key, 6, &|bytes| bytes.extend(1e-5f32.to_le_bytes()));
+    }
+    let mut file = b"GGUF".to_vec();
+    file.extend(3u32.to_le_bytes());
+    file.extend(0u64.to_le_bytes());
+    file.extend(count.to_le_bytes());
+    file.extend(pairs);
+    file
+}
+
+/// Returns the architectures of GGUF files by the `model_type` that they are read as.
+fn architectures() -> BTreeMap<String, BTreeSet<String>> {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    let read = |architecture: &str, extra: &[(&str, u32)]| {
+        std::fs::write(&path, gguf(architecture, extra)).unwrap();
+        ModelConfig::from_gguf(&GgufFile::open(&path).unwrap())
+    };
+    let all = supported(&read("nobody", &[]).unwrap_err().to_string());
+    assert!(all.len() > 5, "{all:?}");
+    // Architectures of several families differ by a key.
+    let plain: &[(&str, u32)] = &[];
+    let windows: &[(&str, u32)] = &[("attention.sliding_window", 8)];
+    let experts: &[(&str, u32)] = &[
+        ("expert_count", 4),
+        ("expert_used_count", 2),
+        ("expert_feed_forward_length", 32),
+    ];
+    let mut found: BTreeMap<String, BTreeSet<String>> = BTreeMap::new();
+    for architecture in &all {
+        let before = found.len();
+        let read_as = [plain, windows, experts].map(|extra| read(architecture, extra));
+        assert!(
+            read_as.iter().any(Result::is_ok),
+            "{architecture}: {read_as:?}"
+        );
+        for config in read_as.into_iter().flatten() {
+            let model_type = config.to_json()["model_type"].as_str().unwrap().to_owned();
+            found
+                .entry(model_type)
+                .or_default()
+                .insert(architecture.clone());
+        }
+        assert!(
+            found.len() > before,
+            "{architecture} is no family of its own"
+        );
+    }
+    found
+}
+
+/// The outcome of every attempt is in the message, so that a cell that is out of date can be copied from it.
+#[test]
+fn the_table_of_models_says_what_the_crates_do() {
+    tch::manual_seed(1);
+    let (rows, architectures) = (table(), architectures());
+    let mut wrong = Vec::new();
+    for (model_type, cells) in &rows {
+        // Models of another kind than decoders, which `ModelConfig` does not read, get their attempts here.
+        let nothing = || (vec!["no".to_owned(); COLUMNS.len()], Vec::new());
+        let (found, reasons) = decoder(model_type, &architectures).unwrap_or_else(nothing);
+        if found != *cells {
+            wrong.push(format!(
+                "`{model_type}` | {} |\n    {reasons:?}",
+                found.join(" | ")
+            ));
+        }
+    }
+    assert!(
+        wrong.is_empty(),
+        "docs/src/models.md should say:\n{}",
+        wrong.join("\n")
+    );
+}
+
+#[test]
+fn every_model_type_and_architecture_that_is_read_has_a_row() {
+    let rows = table();
+    let unknown = ModelConfig::from_json(r#"{"model_type": "nobody"}"#).unwrap_err();
+    let all = supported(&unknown.to_string());
+    assert!(all.len() > 5, "{all:?}");
+    for model_type in all {
+        let own = rows.iter().filter(|(name, _)| *name == model_type).count();
+        assert_eq!(own, 1, "rows of `{model_type}` in docs/src/models.md");
+    }
+    for names in architectures().into_values() {
+        for name in names {
+            let cell = format!("`{name}`");
+            assert!(
+                rows.iter().any(|(_, cells)| cells[1] == cell),
+                "{cell} has no row"
+            );
+        }
+    }
+}
