@@ -88,6 +88,7 @@ mod llama;
 mod loss;
 mod mask;
 mod mlp;
+mod moe;
 mod parameters;
 mod projections;
 mod quantize;
@@ -97,7 +98,7 @@ mod rope;
 pub use causal_lm::{CausalLm, InitOptions};
 pub use checkpoint::{CheckpointProblems, LoadOptions, LoadProgress, Misshapen, SaveOptions};
 pub use config::{
-    Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
+    ExpertsConfig, Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
 };
 pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};

@@ -8,7 +8,7 @@ use crate::{ParameterSpec, Result};
 
 /// The weights of a model that are quantized, and their schemes.
 ///
-/// Norms, biases and tables of positions are never quantized.
+/// Norms, biases, tables of positions and the routers of experts are never quantized.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct QuantizeOptions {
@@ -59,7 +59,7 @@ impl QuantizeOptions {
             ParameterRole::Linear | ParameterRole::Conv1d => Some(self.scheme),
             ParameterRole::Head => self.head,
             ParameterRole::Embedding if tied => self.head,
-            ParameterRole::Embedding | ParameterRole::Other => None,
+            ParameterRole::Embedding | ParameterRole::Router | ParameterRole::Other => None,
         }
     }
 }

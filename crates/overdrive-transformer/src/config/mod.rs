@@ -1,5 +1,6 @@
 //! Configurations: the keys of Hugging Face's `config.json`.
 
+mod experts;
 mod family;
 mod fields;
 mod gpt2;
@@ -16,6 +17,7 @@ use serde_json::{Map, Value};
 use crate::parameters::ParameterSpec;
 use crate::{Error, Result};
 
+pub use experts::ExpertsConfig;
 pub use family::{LayerType, LlamaFamily};
 pub(crate) use fields::Fields;
 pub use gpt2::Gpt2Config;
@@ -47,14 +49,14 @@ pub(crate) use sizes::{check_layers, check_layers_of_files};
     reason = "there is one a model; a box would only be in its users' way"
 )]
 pub enum ModelConfig {
-    /// Llama, Mistral, Qwen2, Qwen3, Gemma 2 or Gemma 3.
+    /// Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Gemma 2 or Gemma 3.
     Llama(LlamaConfig),
     /// GPT-2.
     Gpt2(Gpt2Config),
 }
 
 /// The supported values of `model_type`, for messages.
-const SUPPORTED: &str = "llama, mistral, qwen2, qwen3, gemma2, gemma3_text, gpt2";
+const SUPPORTED: &str = "llama, mistral, qwen2, qwen3, gemma2, gemma3_text, mixtral, qwen3_moe, gpt2";
 
 impl ModelConfig {
     /// Reads `config.json` of a Hugging Face folder.
@@ -239,6 +241,17 @@ impl ModelConfig {
             ModelConfig::Llama(config) => config.logit_softcap(),
             ModelConfig::Gpt2(_) => None,
         }
+    }
+
+    /// Returns the factor of the load-balancing loss of experts, if the loss has that term.
+    pub(crate) fn aux_loss_coefficient(&self) -> Option<f64> {
+        let experts = match self {
+            ModelConfig::Llama(config) => config.experts.as_ref()?,
+            ModelConfig::Gpt2(_) => return None,
+        };
+        experts
+            .output_router_logits
+            .then_some(experts.router_aux_loss_coef)
     }
 
     /// Returns the object of a new `generation_config.json`.

@@ -1,3 +1,4 @@
+use crate::moe;
 use crate::config::{LlamaConfig, LlamaFamily};
 
 /// The names of the modules of a block in transformers and in llama.cpp.
@@ -13,9 +14,15 @@ const MODULES: [(&str, &str); 9] = [
     ("mlp.down_proj", "ffn_down"),
 ];
 
+/// The stacks of the matrices of all experts, in the order gate, up, down.
+const STACKS: [&str; 3] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
+
 /// Returns llama.cpp's name of the parameter that transformers calls `name`.
 pub(super) fn gguf_name(name: &str, family: LlamaFamily) -> Option<String> {
     let (module, end) = name.rsplit_once('.')?;
+    if let Some((layer, _, part)) = moe::expert_of(module) {
+        return Some(format!("blk.{layer}.{}.{end}", STACKS[part]));
+    }
     let own = match module {
         "model.embed_tokens" => "token_embd".to_owned(),
         "model.norm" => "output_norm".to_owned(),
@@ -24,6 +31,7 @@ pub(super) fn gguf_name(name: &str, family: LlamaFamily) -> Option<String> {
             let (layer, part) = module.strip_prefix("model.layers.")?.split_once('.')?;
             let part = match part {
                 "input_layernorm" => "attn_norm",
+                "mlp.gate" | "block_sparse_moe.gate" => "ffn_gate_inp",
                 "post_attention_layernorm" if family.is_gemma() => "post_attention_norm",
                 "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
                 "post_feedforward_layernorm" => "post_ffw_norm",
@@ -40,7 +48,8 @@ pub(super) fn gguf_name(name: &str, family: LlamaFamily) -> Option<String> {
 /// llama.cpp rotates neighbouring channels of a head together, transformers channels that are half a head
 /// apart; in the architecture `llama` the rows of queries and keys are stored in llama.cpp's order.
 pub(super) fn row_order(name: &str, config: &LlamaConfig) -> Option<Vec<i64>> {
-    if !matches!(config.family, LlamaFamily::Llama | LlamaFamily::Mistral) {
+    use LlamaFamily::{Llama, Mistral, Mixtral};
+    if !matches!(config.family, Llama | Mistral | Mixtral) {
         return None;
     }
     let heads = if name.contains(".q_proj.") {
@@ -72,6 +81,8 @@ mod tests {
             F::Qwen3,
             F::Gemma2,
             F::Gemma3,
+            F::Mixtral,
+            F::Qwen3Moe,
         ] {
             let config = LlamaConfig {
                 num_hidden_layers: 2,
@@ -83,7 +94,11 @@ mod tests {
                 .iter()
                 .map(|spec| gguf_name(&spec.name, family).unwrap());
             let names: std::collections::BTreeSet<String> = names.collect();
-            assert_eq!(names.len(), parameters.len(), "{family:?}");
+            // The matrices of all experts lie in one tensor for each of the three parts.
+            let of_experts = |spec: &&crate::ParameterSpec| moe::expert_of(spec.module()).is_some();
+            let in_experts = parameters.iter().filter(of_experts).count();
+            let stacks = if in_experts > 0 { 2 * STACKS.len() } else { 0 };
+            assert_eq!(names.len(), parameters.len() - in_experts + stacks, "{family:?}");
         }
         assert_eq!(gguf_name("model.layers.0.unknown.weight", F::Llama), None);
     }

@@ -8,7 +8,7 @@ use overdrive_transformer::CausalLm;
 use tch::{Kind, Tensor};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 17] = [
+pub(crate) const CASES: [&str; 20] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -26,6 +26,9 @@ pub(crate) const CASES: [&str; 17] = [
     "llama_longrope",
     "gemma2",
     "gemma3",
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_moe_step",
 ];
 
 /// A copy of a fixture in a temporary folder, for tests that change it.
