@@ -13,8 +13,8 @@ use crate::gpt2::Gpt2;
 use crate::init::initialise;
 use crate::input::Shape;
 use crate::llama::Llama;
-use crate::moe::{ExpertLoad, LoadBalance};
 use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss, shifted};
+use crate::moe::{ExpertLoad, LoadBalance};
 use crate::parameters::{ModelTensors, ParameterMap, ParameterRole, allocate};
 use crate::{
     Error, Execution, ForwardInput, LoadOptions, ModelConfig, ParameterSpec, Result, SaveOptions,
@@ -210,13 +210,7 @@ impl CausalLm {
         let hidden = match &self.backbone {
             Backbone::Llama(model) => {
                 let balance = self.balance(&input, shape, is_wanted)?;
-                model.forward(
-                    &mut input,
-                    shape,
-                    &self.execution,
-                    self.training,
-                    balance,
-                )
+                model.forward(&mut input, shape, &self.execution, self.training, balance)
             }
             Backbone::Gpt2(model) => {
                 let hidden = model.forward(&mut input, shape, &self.execution, self.training);

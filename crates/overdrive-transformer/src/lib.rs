@@ -98,7 +98,8 @@ mod rope;
 pub use causal_lm::{CausalLm, InitOptions};
 pub use checkpoint::{CheckpointProblems, LoadOptions, LoadProgress, Misshapen, SaveOptions};
 pub use config::{
-    ExpertsConfig, Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig, RopeScaling, Yarn,
+    ExpertsConfig, Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig,
+    RopeScaling, Yarn,
 };
 pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};

@@ -33,14 +33,10 @@ impl FeedForward {
             return gated(mlp_modules(&prefix), config.intermediate_size).into();
         };
         let router = router_module(config.family, &prefix);
-        let router = (
-            router,
-            [experts.num_experts, hidden],
-            ParameterRole::Router,
-        );
+        let router = (router, [experts.num_experts, hidden], ParameterRole::Router);
         let of_expert = |expert| {
             let names = expert_modules(config.family, &prefix, expert);
-            let [gate, up, down] = gated(names, config.expert_width());
+            let [gate, up, down] = gated(names, config.expert_intermediate_size());
             match config.family {
                 // w1, w2, w3.
                 LlamaFamily::Mixtral => [gate, down, up],

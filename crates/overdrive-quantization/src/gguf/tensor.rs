@@ -184,8 +184,7 @@ impl<'a> GgufTensor<'a> {
     /// Returns the number of elements along the last dimension.
     fn width(&self) -> usize {
         // Never negative: the header has unsigned numbers.
-        self.shape.last()
-            .map_or(1, |&n| n.unsigned_abs() as usize)
+        self.shape.last().map_or(1, |&n| n.unsigned_abs() as usize)
     }
 
     /// Returns the number of rows of the last dimension in one of the first.

@@ -120,8 +120,7 @@ impl ExpertsConfig {
     /// Returns `true` if layer `layer` has experts.
     pub(crate) fn is_sparse(&self, layer: i64) -> bool {
         // `max(1)`: this runs before the configuration is known to be valid, too.
-        !self.mlp_only_layers.contains(&layer)
-            && (layer + 1) % self.decoder_sparse_step.max(1) == 0
+        !self.mlp_only_layers.contains(&layer) && (layer + 1) % self.decoder_sparse_step.max(1) == 0
     }
 
     pub(super) fn validate(&self, family: LlamaFamily, layers: i64) -> Result<()> {

@@ -606,8 +606,8 @@ impl LlamaConfig {
             .filter(|experts| experts.is_sparse(layer))
     }
 
-    /// Returns the inner width of an expert.
-    pub(crate) fn expert_width(&self) -> i64 {
+    /// Returns the inner width of an expert, or of the feed-forward block of a family without experts.
+    pub fn expert_intermediate_size(&self) -> i64 {
         match &self.experts {
             Some(experts) if self.family == LlamaFamily::Qwen3Moe => experts.moe_intermediate_size,
             _ => self.intermediate_size,
@@ -650,7 +650,7 @@ impl LlamaConfig {
         let attention = 2 * heads * i128::from(self.head_dim());
         // At least as many as there are: a layer has experts or one block.
         let experts = self.experts.as_ref().map_or(0, |experts| {
-            i128::from(experts.num_experts) * i128::from(self.expert_width())
+            i128::from(experts.num_experts) * i128::from(self.expert_intermediate_size())
         });
         let inner = inner.max(experts);
         let parameters = hidden * (2 * vocabulary + layers * (attention + 3 * inner));

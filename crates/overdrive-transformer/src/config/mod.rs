@@ -56,7 +56,8 @@ pub enum ModelConfig {
 }
 
 /// The supported values of `model_type`, for messages.
-const SUPPORTED: &str = "llama, mistral, qwen2, qwen3, gemma2, gemma3_text, mixtral, qwen3_moe, gpt2";
+const SUPPORTED: &str =
+    "llama, mistral, qwen2, qwen3, gemma2, gemma3_text, mixtral, qwen3_moe, gpt2";
 
 impl ModelConfig {
     /// Reads `config.json` of a Hugging Face folder.

@@ -4,9 +4,9 @@ use overdrive_quantization::{GgufFile, GgufTensor};
 use tch::{Kind, Tensor};
 
 use super::names::{gguf_name, row_order};
-use crate::moe;
 use crate::checkpoint::{CheckpointProblems, Misshapen};
 use crate::config::{LlamaConfig, check_layers_of_files};
+use crate::moe;
 use crate::parameters::{ModelTensors, ParameterRole, ParameterSpec, allocate};
 use crate::quantize::quantize_parameter;
 use crate::{Error, LoadOptions, ModelConfig, Result};
@@ -98,9 +98,7 @@ fn is_matrix(spec: &ParameterSpec) -> bool {
 
 /// Returns F16 or BF16 if every matrix of the file has that type, else fp32.
 fn kind_of_matrices(sources: &[Source<'_>]) -> Kind {
-    let matrices = sources
-        .iter()
-        .filter(|source| is_matrix(&source.spec));
+    let matrices = sources.iter().filter(|source| is_matrix(&source.spec));
     let mut kinds = matrices.map(|source| source.tensor.tensor_type().kind());
     match kinds.next() {
         Some(Some(first @ (Kind::Half | Kind::BFloat16)))

@@ -1,5 +1,5 @@
-use crate::moe;
 use crate::config::{LlamaConfig, LlamaFamily};
+use crate::moe;
 
 /// The names of the modules of a block in transformers and in llama.cpp.
 const MODULES: [(&str, &str); 9] = [
@@ -98,7 +98,11 @@ mod tests {
             let of_experts = |spec: &&crate::ParameterSpec| moe::expert_of(spec.module()).is_some();
             let in_experts = parameters.iter().filter(of_experts).count();
             let stacks = if in_experts > 0 { 2 * STACKS.len() } else { 0 };
-            assert_eq!(names.len(), parameters.len() - in_experts + stacks, "{family:?}");
+            assert_eq!(
+                names.len(),
+                parameters.len() - in_experts + stacks,
+                "{family:?}"
+            );
         }
         assert_eq!(gguf_name("model.layers.0.unknown.weight", F::Llama), None);
     }

@@ -24,10 +24,11 @@ impl ExpertLoad {
         // A sum of rows of ones and zeros: `scatter_add_` of a GPU is not deterministic, and `bincount` reads on the
         // host.
         let ones = Tensor::f_ones([rows, per_token], (kind, device))?;
-        let chosen = probabilities
-            .f_detach()?
-            .f_zeros_like()?
-            .f_scatter(1, &routing.experts, &ones)?;
+        let chosen =
+            probabilities
+                .f_detach()?
+                .f_zeros_like()?
+                .f_scatter(1, &routing.experts, &ones)?;
         let (chosen, weighted, rows) = match mask {
             None => {
                 let rows = Tensor::f_full([0i64; 0], rows as f64, (kind, device))?;

@@ -40,7 +40,10 @@ pub(super) fn feed_forward(
         outer.push(down);
     }
     let count = experts.len() as i64;
-    let stacks = (stack(&inner, count, x.kind())?, stack(&outer, count, x.kind())?);
+    let stacks = (
+        stack(&inner, count, x.kind())?,
+        stack(&outer, count, x.kind())?,
+    );
     let ((Some(inner_stack), Some(outer_stack)), Some(expert)) = (stacks, experts.first()) else {
         return Ok(None);
     };
@@ -72,7 +75,10 @@ fn stack(weights: &[&Tensor], count: i64, kind: Kind) -> Result<Option<Tensor>> 
         return Ok(None);
     }
     let _no_grad = engine::GradMode::new(false);
-    let (size, strides) = ([count, rows / count, width], [rows / count * width, width, 1]);
+    let (size, strides) = (
+        [count, rows / count, width],
+        [rows / count * width, width, 1],
+    );
     // libtorch refuses a view beyond the storage: neighbours of separate allocations are not one tensor.
     let whole = first.f_detach()?.f_as_strided(size, strides, None);
     Ok(whole.ok())

@@ -92,7 +92,12 @@ impl MixtureOfExperts {
     }
 
     /// Computes each expert for its `counts` rows of `sorted`.
-    pub(super) fn one_by_one(&self, sorted: &Tensor, counts: &[i64], fused: bool) -> Result<Tensor> {
+    pub(super) fn one_by_one(
+        &self,
+        sorted: &Tensor,
+        counts: &[i64],
+        fused: bool,
+    ) -> Result<Tensor> {
         // One operator, whose backward writes each gradient once; that of a slice adds a tensor of zeros as large as
         // all rows.
         let parts = sorted.f_split_with_sizes(counts, 0)?;

@@ -4,6 +4,7 @@
 //! and value and one for its output. Shazeer et al. 2017 (arXiv:1701.06538); Fedus et al. 2021 (Switch Transformer,
 //! arXiv:2101.03961); Jiang et al. 2024 (Mixtral, arXiv:2401.04088).
 
+mod active;
 mod balance;
 mod dispatch;
 mod grouped;

@@ -2,10 +2,10 @@ use overdrive_nn::Linear;
 use tch::{Kind, Tensor};
 
 use super::names::router_module;
+use crate::Result;
 use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, visit_linear};
-use crate::Result;
 
 /// The choice of experts for `N` tokens.
 #[derive(Debug)]

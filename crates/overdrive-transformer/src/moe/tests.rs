@@ -2,7 +2,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_core::random::Generator;
-use tch::{Device, Kind, Tensor};
+use tch::{Kind, Tensor};
 
 use super::dispatch::Dispatch;
 use super::{LoadBalance, MixtureOfExperts, Routing, expert_modules, grouped, router_module};
@@ -12,9 +12,17 @@ use crate::parameters::{ModelTensors, ParameterMap};
 const HIDDEN: i64 = 16;
 const INNER: i64 = 24;
 
+/// Returns normal numbers that depend on `seed` alone: libtorch's generator is shared by all tests.
+fn normal(seed: u64, rows: i64, columns: i64) -> Tensor {
+    let mut generator = Generator::new(seed, 0);
+    let numbers: Vec<f32> = (0..rows * columns)
+        .map(|_| generator.normal() as f32)
+        .collect();
+    Tensor::from_slice(&numbers).view([rows, columns])
+}
+
 /// Returns a layer of `count` experts of which a token has `per_token`, and its parameters.
 fn layer(count: i64, per_token: i64, kind: Kind) -> (MixtureOfExperts, Vec<(String, Tensor)>) {
-    tch::manual_seed(7);
     let config = LlamaConfig {
         hidden_size: HIDDEN,
         intermediate_size: INNER,
@@ -25,15 +33,12 @@ fn layer(count: i64, per_token: i64, kind: Kind) -> (MixtureOfExperts, Vec<(Stri
         num_experts_per_tok: per_token,
         ..config.experts.clone().unwrap()
     };
-    let random = |rows: i64, columns: i64| {
-        let weight = Tensor::randn([rows, columns], (Kind::Float, Device::Cpu)) * 0.3;
-        weight.to_kind(kind)
-    };
+    let random = |seed, rows, columns| (normal(seed, rows, columns) * 0.3).to_kind(kind);
     // Adjacent, as a model allocates them.
-    let inner = random(2 * count * INNER, HIDDEN);
-    let outer = random(count * HIDDEN, INNER);
+    let inner = random(1, 2 * count * INNER, HIDDEN);
+    let outer = random(2, count * HIDDEN, INNER);
     let router = router_module(LlamaFamily::Mixtral, "p");
-    let mut parameters = vec![(format!("{router}.weight"), random(count, HIDDEN))];
+    let mut parameters = vec![(format!("{router}.weight"), random(3, count, HIDDEN))];
     for expert in 0..count {
         let [gate, up, down] = expert_modules(LlamaFamily::Mixtral, "p", expert);
         let start = 2 * expert * INNER;
@@ -74,7 +79,7 @@ fn naive(layer: &MixtureOfExperts, x: &Tensor, routing: &Routing) -> Tensor {
 
 /// Returns the choices of `tokens` tokens: random ones, all the same, or those of a few experts only.
 fn routing(case: u64, tokens: i64, count: i64, per_token: i64) -> Routing {
-    let mut random = Generator::new(case);
+    let mut random = Generator::new(case, 1);
     let mut experts = Vec::new();
     for _ in 0..tokens {
         let usable = match case % 3 {
@@ -87,11 +92,15 @@ fn routing(case: u64, tokens: i64, count: i64, per_token: i64) -> Routing {
         for index in (1..all.len()).rev() {
             all.swap(index, random.below(index as u64 + 1) as usize);
         }
-        experts.extend(all.into_iter().take(per_token as usize).map(|e| count - 1 - e));
+        experts.extend(
+            all.into_iter()
+                .take(per_token as usize)
+                .map(|e| count - 1 - e),
+        );
     }
     let experts = Tensor::from_slice(&experts).view([tokens, per_token]);
-    let weights = Tensor::rand([tokens, per_token], (Kind::Float, Device::Cpu));
-    let probabilities = Tensor::rand([tokens, count], (Kind::Float, Device::Cpu));
+    let weights = normal(case, tokens, per_token).sigmoid();
+    let probabilities = normal(case, tokens, count).softmax(-1, Kind::Float);
     Routing {
         experts,
         weights: weights.set_requires_grad(true),
@@ -113,8 +122,8 @@ fn sorted_by_expert_equals_the_sum_over_experts_for_random_routings() {
         let tokens = [1, 2, 7, 40][case as usize / 4 % 4];
         let (layer, parameters) = layer(count, per_token, Kind::Float);
         let routing = routing(case, tokens, count, per_token);
-        let x = Tensor::randn([tokens, HIDDEN], (Kind::Float, Device::Cpu)).set_requires_grad(true);
-        let upstream = Tensor::randn([tokens, HIDDEN], (Kind::Float, Device::Cpu));
+        let x = normal(case + 100, tokens, HIDDEN).set_requires_grad(true);
+        let upstream = normal(case + 200, tokens, HIDDEN);
         let leaves = || {
             let mut all = vec![x.shallow_clone(), routing.weights.shallow_clone()];
             all.extend(parameters[1..].iter().map(|(_, p)| p.shallow_clone()));
@@ -165,7 +174,7 @@ fn grouped_matmuls_equal_one_matmul_for_each_expert() {
         let (layer, parameters) = layer(6, 2, kind);
         let routing = routing(case, 30, 6, 2);
         let dispatch = Dispatch::new(&routing, 6).unwrap();
-        let x = Tensor::randn([60, HIDDEN], (Kind::Float, Device::Cpu)).to_kind(kind);
+        let x = normal(case, 60, HIDDEN).to_kind(kind);
         let x = x.set_requires_grad(true);
         let gradients = |y: &Tensor| {
             (y * y).sum(Kind::Float).backward();
@@ -198,7 +207,7 @@ fn rows_in_slices_equal_tensors_and_read_the_chosen_experts_alone() {
     let _no_grad = tch::no_grad_guard();
     let (layer, parameters) = layer(5, 2, Kind::Float);
     for tokens in [1, 3, 16] {
-        let x = Tensor::randn([tokens, HIDDEN], (Kind::Float, Device::Cpu));
+        let x = normal(4, tokens, HIDDEN);
         let balance = LoadBalance::default();
         let (expected, _) = layer.forward(&x, true, &balance).unwrap();
         let rows = Vec::<f32>::try_from(x.view([-1])).unwrap();
@@ -210,7 +219,7 @@ fn rows_in_slices_equal_tensors_and_read_the_chosen_experts_alone() {
         assert!(difference(&y, &expected) < 1e-5, "{tokens}");
     }
     // One token: the weights of all other experts may be anything.
-    let x = Tensor::randn([1, HIDDEN], (Kind::Float, Device::Cpu));
+    let x = normal(5, 1, HIDDEN);
     let (expected, _) = layer.forward(&x, true, &LoadBalance::default()).unwrap();
     let routing = layer.router.route(&x, true).unwrap();
     let chosen = Vec::<i64>::try_from(routing.experts.view([-1])).unwrap();

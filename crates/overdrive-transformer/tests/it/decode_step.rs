@@ -8,8 +8,8 @@ use overdrive_quantization::{GroupOptions, Scheme};
 use overdrive_sys::CallbackResult;
 use overdrive_sys::dispatch_mode::{DispatchMode, OperatorCall, push_mode};
 use overdrive_transformer::{
-    CausalLm, Execution, ExpertsConfig, ForwardInput, InitOptions, LlamaConfig, LlamaFamily, Logits,
-    QuantizeOptions,
+    CausalLm, Execution, ExpertsConfig, ForwardInput, InitOptions, LlamaConfig, LlamaFamily,
+    Logits, QuantizeOptions,
 };
 use tch::Tensor;
 

@@ -6,6 +6,7 @@ mod autocast;
 mod checkpoint;
 mod common;
 mod decode_step;
+mod experts;
 mod gguf;
 mod gguf_end_of_text;
 mod long_positions;

@@ -3,8 +3,8 @@
 use overdrive_nn::AdapterHost;
 use overdrive_quantization::{CheckpointOptions, Scheme, quantize_checkpoint};
 use overdrive_transformer::{
-    CausalLm, ForwardInput, Gpt2Config, InitOptions, LabelShift, LlamaConfig, LoadOptions,
-    ModelConfig, QuantizeOptions,
+    CausalLm, ExpertsConfig, ForwardInput, Gpt2Config, InitOptions, LabelShift, LlamaConfig,
+    LlamaFamily, LoadOptions, ModelConfig, QuantizeOptions,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -18,6 +18,24 @@ fn llama(tied: bool) -> ModelConfig {
         num_key_value_heads: Some(2),
         tie_word_embeddings: tied,
         ..LlamaConfig::default()
+    }
+    .into()
+}
+
+fn mixtral() -> ModelConfig {
+    let defaults = LlamaConfig::of(LlamaFamily::Mixtral);
+    LlamaConfig {
+        vocab_size: 128,
+        hidden_size: 64,
+        intermediate_size: 64,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        experts: defaults.experts.clone().map(|experts| ExpertsConfig {
+            num_experts: 3,
+            ..experts
+        }),
+        ..defaults
     }
     .into()
 }
@@ -38,6 +56,7 @@ fn models() -> Vec<(&'static str, ModelConfig)> {
     vec![
         ("llama", llama(false)),
         ("tied llama", llama(true)),
+        ("mixtral", mixtral()),
         ("gpt2", gpt2()),
     ]
 }
