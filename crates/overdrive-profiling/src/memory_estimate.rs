@@ -472,6 +472,17 @@ mod tests {
             experts: None,
         };
         assert_eq!(llama.parameters(), 8_030_261_248);
+        // Mixtral 8x7B: the weights are those of all experts, the activations those of two.
+        let mixtral = DecoderShape {
+            vocabulary: 32_000,
+            experts: Some(ExpertShape {
+                count: 8,
+                per_token: 2,
+            }),
+            ..llama
+        };
+        assert_eq!(mixtral.parameters(), 46_702_792_704);
+        assert_eq!(mixtral.active_intermediate(), 2 * 14336);
     }
 
     #[test]

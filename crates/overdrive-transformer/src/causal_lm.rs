@@ -1,3 +1,4 @@
+use std::collections::HashMap;
 use std::path::Path;
 
 use overdrive_attention::PackedLengths;
@@ -435,18 +436,16 @@ impl CausalLm {
         }
     }
 
-    /// Inserts a dense parameter into the list, in the order of the configuration.
-    pub(crate) fn put_dense(&mut self, name: &str, tensor: Tensor) {
+    /// Inserts dense parameters into the list, in the order of the configuration.
+    pub(crate) fn put_dense(&mut self, tensors: Vec<(String, Tensor)>) {
         let specs = self.config.parameters();
-        let order = |name: &str| specs.iter().position(|spec| spec.name == name);
-        // `named_parameters` has transformers' order, so appending would not do.
-        let rank = order(name);
-        let index = self
-            .parameters
-            .iter()
-            .position(|(other, _)| order(other) > rank);
-        let index = index.unwrap_or(self.parameters.len());
-        self.parameters.insert(index, (name.to_owned(), tensor));
+        // One map for all of them: a model with experts has tens of thousands.
+        let names = specs.iter().map(|spec| spec.name.as_str());
+        let order: HashMap<&str, usize> = names.zip(0..).collect();
+        self.parameters.extend(tensors);
+        // `named_parameters` has transformers' order, so appending alone would not do.
+        self.parameters
+            .sort_by_key(|(name, _)| order.get(name.as_str()).copied());
     }
 
     /// Makes every dense parameter require a gradient, or not.

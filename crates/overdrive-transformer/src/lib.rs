@@ -8,8 +8,10 @@
 //! |---|---|---|
 //! | `llama` | Llama 1 to 3, and models saved in its format | RMSNorm, rotary positions, grouped queries, SwiGLU; biases where `attention_bias`, `mlp_bias` |
 //! | `mistral` | Mistral | a sliding window in every layer |
+//! | `mixtral` | Mixtral | Mistral with a mixture of experts in every layer |
 //! | `qwen2` | Qwen 1.5 to 2.5 | biases on query, key and value; windows from a layer on |
 //! | `qwen3` | Qwen 3 | normalised queries and keys |
+//! | `qwen3_moe` | Qwen 3 with experts (30B-A3B, 235B-A22B) | Qwen3 with a mixture of experts in some or all layers |
 //! | `gemma2` | Gemma 2 | norms with the gain `1 + weight` before and after attention and the feed-forward block, bounded scores and logits, a window in every other layer |
 //! | `gemma3_text` | Gemma 3 (text) | as Gemma 2, with normalised queries and keys instead of the bounds, and rotary frequencies by layer type |
 //! | `gpt2` | GPT-2 | learned positions, LayerNorm |
@@ -67,7 +69,7 @@
 //! Touvron et al. 2023 (LLaMA, arXiv:2302.13971); Su et al. 2021 (rotary positions,
 //! arXiv:2104.09864); Ainslie et al. 2023 (grouped queries, arXiv:2305.13245); Shazeer 2020 (SwiGLU,
 //! arXiv:2002.05202); Radford et al. 2019 (GPT-2); Gemma Team 2024 and 2025 (arXiv:2408.00118,
-//! arXiv:2503.19786); file formats and names: `transformers`.
+//! arXiv:2503.19786); Jiang et al. 2024 (Mixtral, arXiv:2401.04088); file formats and names: `transformers`.
 #![deny(missing_docs)]
 
 mod activation;
