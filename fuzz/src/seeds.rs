@@ -100,6 +100,12 @@ pub(crate) fn config() -> Vec<Vec<u8>> {
         json!({"model_type": "qwen2", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
             "num_hidden_layers": 2, "num_attention_heads": 4, "use_sliding_window": true,
             "max_window_layers": 1, "rope_scaling": {"type": "yarn", "factor": 4.0}}),
+        json!({"model_type": "mixtral", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "num_local_experts": 4,
+            "num_experts_per_tok": 2, "output_router_logits": true, "router_jitter_noise": 0.1}),
+        json!({"model_type": "qwen3_moe", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
     ])
 }
 

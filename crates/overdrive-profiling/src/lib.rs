@@ -63,7 +63,7 @@ pub use gpu_monitor::{GpuMonitor, GpuSample, NoGpuMonitor};
 pub use host_reads::HostReads;
 pub use machine::Machine;
 pub use memory_estimate::{
-    Change, DecoderShape, MemoryAdvice, MemoryAttention, MemoryEstimate, MemoryPlan,
+    Change, DecoderShape, ExpertShape, MemoryAdvice, MemoryAttention, MemoryEstimate, MemoryPlan,
     MemoryPrecision, OptimizerMemory, PeakPoint, Recomputation,
 };
 pub use memory_usage::MemoryUsage;

@@ -41,7 +41,7 @@ pub struct DecoderShape {
     pub layers: u64,
     /// The hidden size: features of a token between the blocks (C).
     pub hidden: u64,
-    /// The intermediate size: features inside the feed-forward layer (I).
+    /// The intermediate size: features inside the feed-forward layer, or inside one expert of it (I).
     pub intermediate: u64,
     /// The number of query heads (H).
     pub heads: u64,
@@ -53,6 +53,19 @@ pub struct DecoderShape {
     pub vocabulary: u64,
     /// If `true`, the head uses the weights of the embeddings.
     pub tied_embeddings: bool,
+    /// The experts of every feed-forward layer; default: none, one layer for all tokens.
+    #[serde(default)]
+    pub experts: Option<ExpertShape>,
+}
+
+/// The experts of a feed-forward layer.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(deny_unknown_fields)]
+pub struct ExpertShape {
+    /// The number of experts (E).
+    pub count: u64,
+    /// The number of experts that compute a token (K).
+    pub per_token: u64,
 }
 
 impl DecoderShape {
@@ -74,7 +87,18 @@ impl DecoderShape {
     /// Returns the number of weights of the linear layers of a block.
     fn block_weights(&self) -> u64 {
         let (queries, keys) = (self.queries(), self.keys());
-        self.hidden * (2 * queries + 2 * keys + 3 * self.intermediate)
+        let router = self.experts.map_or(0, |experts| experts.count);
+        let feed_forward = 3 * self.intermediate * self.expert_count() + router;
+        self.hidden * (2 * queries + 2 * keys + feed_forward)
+    }
+
+    fn expert_count(&self) -> u64 {
+        self.experts.map_or(1, |experts| experts.count)
+    }
+
+    /// Returns the number of features inside the feed-forward layer that compute a token.
+    fn active_intermediate(&self) -> u64 {
+        self.intermediate * self.experts.map_or(1, |experts| experts.per_token)
     }
 
     fn queries(&self) -> u64 {
@@ -251,7 +275,7 @@ impl MemoryPlan {
     ///
     /// let shape = DecoderShape {
     ///     layers: 6, hidden: 256, intermediate: 688, heads: 4, kv_heads: 4, head_dim: 64,
-    ///     vocabulary: 4096, tied_embeddings: true,
+    ///     vocabulary: 4096, tied_embeddings: true, experts: None,
     /// };
     /// let plan = MemoryPlan::new(shape, 8, 256);
     /// let whole = plan.estimate()?;
@@ -424,6 +448,7 @@ mod tests {
             head_dim: 64,
             vocabulary: 4096,
             tied_embeddings: true,
+            experts: None,
         }
     }
 
@@ -444,8 +469,20 @@ mod tests {
             head_dim: 128,
             vocabulary: 128_256,
             tied_embeddings: false,
+            experts: None,
         };
         assert_eq!(llama.parameters(), 8_030_261_248);
+        // Mixtral 8x7B: the weights are those of all experts, the activations those of two.
+        let mixtral = DecoderShape {
+            vocabulary: 32_000,
+            experts: Some(ExpertShape {
+                count: 8,
+                per_token: 2,
+            }),
+            ..llama
+        };
+        assert_eq!(mixtral.parameters(), 46_702_792_704);
+        assert_eq!(mixtral.active_intermediate(), 2 * 14336);
     }
 
     #[test]
@@ -529,7 +566,7 @@ mod tests {
         ) {
             let shape = DecoderShape {
                 layers, hidden: 64 * hidden, intermediate: 128 * hidden, heads, kv_heads: heads,
-                head_dim: 64, vocabulary: 1000, tied_embeddings: true,
+                head_dim: 64, vocabulary: 1000, tied_embeddings: true, experts: None,
             };
             let plan = MemoryPlan {
                 fused_kernels: fused, accumulates, ..MemoryPlan::new(shape, batch, length)

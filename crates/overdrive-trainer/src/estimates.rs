@@ -27,6 +27,7 @@ impl TrainingArguments {
             head_dim: self.model.head_features(),
             vocabulary: vocab_size,
             tied_embeddings: self.model.tie_word_embeddings,
+            experts: None,
         };
         self.memory_plan_of(shape, precision)
     }

@@ -71,6 +71,7 @@ fn the_estimate_is_within_15_percent_of_the_measured_peak_of_the_default_model()
         head_dim: shape.head_features(),
         vocabulary: arguments.vocab_size,
         tied_embeddings: shape.tie_word_embeddings,
+        experts: None,
     };
     let batch = arguments.per_device_train_batch_size;
     let length = arguments.context_length;

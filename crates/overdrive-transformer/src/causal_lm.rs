@@ -1,3 +1,4 @@
+use std::collections::HashMap;
 use std::path::Path;
 
 use overdrive_attention::PackedLengths;
@@ -14,6 +15,7 @@ use crate::init::initialise;
 use crate::input::Shape;
 use crate::llama::Llama;
 use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss, shifted};
+use crate::moe::{ExpertLoad, LoadBalance};
 use crate::parameters::{ModelTensors, ParameterMap, ParameterRole, allocate};
 use crate::{
     Error, Execution, ForwardInput, LoadOptions, ModelConfig, ParameterSpec, Result, SaveOptions,
@@ -188,25 +190,37 @@ impl CausalLm {
     ///
     /// # Errors
     /// As [`CausalLm::forward`].
-    pub fn hidden_states(&self, mut input: ForwardInput<'_>) -> Result<Tensor> {
+    pub fn hidden_states(&self, input: ForwardInput<'_>) -> Result<Tensor> {
+        Ok(self.hidden_states_and_load(input, false)?.0)
+    }
+
+    /// Computes the hidden states, and the load of the experts if it `is_wanted`.
+    fn hidden_states_and_load(
+        &self,
+        mut input: ForwardInput<'_>,
+        is_wanted: bool,
+    ) -> Result<(Tensor, Option<ExpertLoad>)> {
         let shape = input.shape()?;
         if let Some(positions) = input.restarting_positions()? {
             // `shape` has refused packed sequences with a cache.
-            return self.hidden_states(ForwardInput {
+            let input = ForwardInput {
                 position_ids: Some(&positions),
                 position_bound: input.sequences.map(PackedLengths::longest_queries),
                 cache: None,
                 ..input
-            });
+            };
+            return self.hidden_states_and_load(input, is_wanted);
         }
         // Before any layer appends to the cache.
         self.check_context(&input, shape)?;
         let hidden = match &self.backbone {
             Backbone::Llama(model) => {
-                model.forward(&mut input, shape, &self.execution, self.training)
+                let balance = self.balance(&input, shape, is_wanted)?;
+                model.forward(&mut input, shape, &self.execution, self.training, balance)
             }
             Backbone::Gpt2(model) => {
-                model.forward(&mut input, shape, &self.execution, self.training)
+                let hidden = model.forward(&mut input, shape, &self.execution, self.training);
+                hidden.map(|hidden| (hidden, None))
             }
         };
         if hidden.is_err()
@@ -216,6 +230,27 @@ impl CausalLm {
             let _ = cache.truncate(shape.past.min(cache.len()));
         }
         hidden
+    }
+
+    /// Returns what a forward pass asks the routers of experts for.
+    fn balance(
+        &self,
+        input: &ForwardInput<'_>,
+        shape: Shape,
+        is_wanted: bool,
+    ) -> Result<LoadBalance> {
+        let new = |mask: &Tensor| {
+            let mask = mask.f_narrow(1, shape.past, shape.tokens)?;
+            mask.f_to_kind(Kind::Float)?.f_reshape([-1])
+        };
+        Ok(LoadBalance {
+            is_wanted,
+            mask: match input.attention_mask {
+                Some(mask) if is_wanted => Some(new(mask)?),
+                _ => None,
+            },
+            training: self.training,
+        })
     }
 
     /// Applies the head: hidden states `(…, C)` to logits `(…, V)`.
@@ -264,27 +299,44 @@ impl CausalLm {
         labels: &Tensor,
         shift: LabelShift,
     ) -> Result<LossOutput> {
+        // Checked before the forward pass, which a wrong label should not cost.
+        let targets = shifted(labels, &input.input_ids.size(), shift)?;
+        let coefficient = self.config.aux_loss_coefficient();
+        let label_count = input.label_count;
+        let (hidden, load) = self.hidden_states_and_load(input, coefficient.is_some())?;
+        let loss = self.token_loss(&hidden, &targets, label_count)?;
+        match (load, coefficient) {
+            (Some(load), Some(coefficient)) => loss.with_aux_loss(load.loss()?, coefficient),
+            _ => Ok(loss),
+        }
+    }
+
+    /// Computes the summed cross-entropy of hidden states against the target of each.
+    fn token_loss(
+        &self,
+        hidden: &Tensor,
+        targets: &Tensor,
+        label_count: Option<i64>,
+    ) -> Result<LossOutput> {
         // The fused loss computes the logits itself, from a dense head and without a bound.
         let head = match self.head.dense_weight() {
             Some(head) if self.execution.fused_kernels && self.softcap.is_none() => head,
-            _ => return causal_lm_loss(&self.forward(input)?, labels, shift),
+            _ => return causal_lm_loss(&self.logits(hidden)?, targets, LabelShift::Shifted),
         };
-        // Checked before the forward pass, which a wrong label should not cost.
-        let targets = shifted(labels, &input.input_ids.size(), shift)?;
         let options = LinearCrossEntropyOptions {
             loss: CrossEntropyOptions {
                 ignore_index: IGNORE_INDEX,
                 reduction: Reduction::Sum,
-                label_count: input.label_count,
+                label_count,
                 ..CrossEntropyOptions::default()
             },
             ..LinearCrossEntropyOptions::default()
         };
-        let hidden = self.hidden_states(input)?;
-        let output = linear_cross_entropy(&hidden, head, &targets, &options)?;
+        let output = linear_cross_entropy(hidden, head, targets, &options)?;
         Ok(LossOutput {
             sum: output.loss,
             count: output.count,
+            aux_loss: None,
         })
     }
 
@@ -389,18 +441,16 @@ impl CausalLm {
         }
     }
 
-    /// Inserts a dense parameter into the list, in the order of the configuration.
-    pub(crate) fn put_dense(&mut self, name: &str, tensor: Tensor) {
+    /// Inserts dense parameters into the list, in the order of the configuration.
+    pub(crate) fn put_dense(&mut self, tensors: Vec<(String, Tensor)>) {
         let specs = self.config.parameters();
-        let order = |name: &str| specs.iter().position(|spec| spec.name == name);
-        // `named_parameters` has transformers' order, so appending would not do.
-        let rank = order(name);
-        let index = self
-            .parameters
-            .iter()
-            .position(|(other, _)| order(other) > rank);
-        let index = index.unwrap_or(self.parameters.len());
-        self.parameters.insert(index, (name.to_owned(), tensor));
+        // One map for all of them: a model with experts has tens of thousands.
+        let names = specs.iter().map(|spec| spec.name.as_str());
+        let order: HashMap<&str, usize> = names.zip(0..).collect();
+        self.parameters.extend(tensors);
+        // `named_parameters` has transformers' order, so appending alone would not do.
+        self.parameters
+            .sort_by_key(|(name, _)| order.get(name.as_str()).copied());
     }
 
     /// Makes every dense parameter require a gradient, or not.

@@ -8,8 +8,10 @@
 //! |---|---|---|
 //! | `llama` | Llama 1 to 3, and models saved in its format | RMSNorm, rotary positions, grouped queries, SwiGLU; biases where `attention_bias`, `mlp_bias` |
 //! | `mistral` | Mistral | a sliding window in every layer |
+//! | `mixtral` | Mixtral | Mistral with a mixture of experts in every layer |
 //! | `qwen2` | Qwen 1.5 to 2.5 | biases on query, key and value; windows from a layer on |
 //! | `qwen3` | Qwen 3 | normalised queries and keys |
+//! | `qwen3_moe` | Qwen 3 with experts (30B-A3B, 235B-A22B) | Qwen3 with a mixture of experts in some or all layers |
 //! | `phi` | Phi-1, 1.5 and 2 | attention and the feed-forward block read one LayerNorm and are added together; biases, rotation of the first channels of a head |
 //! | `phi3` | Phi-3, Phi-3.5, Phi-4 | query, key and value in one layer, gate and up in another one; LongRoPE |
 //! | `gemma` | Gemma 1 | norms with the gain `1 + weight`, a scaled embedding |
@@ -82,10 +84,10 @@
 //! Touvron et al. 2023 (LLaMA, arXiv:2302.13971); Su et al. 2021 (rotary positions,
 //! arXiv:2104.09864); Ainslie et al. 2023 (grouped queries, arXiv:2305.13245); Shazeer 2020 (SwiGLU,
 //! arXiv:2002.05202); Radford et al. 2019 (GPT-2); Gemma Team 2024 and 2025 (arXiv:2403.08295, arXiv:2408.00118,
-//! arXiv:2503.19786); Gunasekar et al. 2023 and Abdin et al. 2024 (Phi, arXiv:2306.11644 and 2404.14219); Devlin et
-//! al. 2018 (BERT, arXiv:1810.04805); Liu et al. 2019 (RoBERTa, arXiv:1907.11692); Warner et al. 2024 (ModernBERT,
-//! arXiv:2412.13663); Raffel et al. 2020 (T5, arXiv:1910.10683); Lewis et al. 2020 (BART, arXiv:1910.13461); file
-//! formats and names: `transformers`.
+//! arXiv:2503.19786); Gunasekar et al. 2023 and Abdin et al. 2024 (Phi, arXiv:2306.11644 and 2404.14219); Jiang et
+//! al. 2024 (Mixtral, arXiv:2401.04088); Devlin et al. 2018 (BERT, arXiv:1810.04805); Liu et al. 2019 (RoBERTa,
+//! arXiv:1907.11692); Warner et al. 2024 (ModernBERT, arXiv:2412.13663); Raffel et al. 2020 (T5, arXiv:1910.10683);
+//! Lewis et al. 2020 (BART, arXiv:1910.13461); file formats and names: `transformers`.
 #![deny(missing_docs)]
 
 mod activation;
@@ -108,6 +110,7 @@ mod llama;
 mod loss;
 mod mask;
 mod mlp;
+mod moe;
 mod norm;
 mod parameters;
 mod phi;
@@ -120,7 +123,7 @@ mod seq2seq;
 pub use causal_lm::{CausalLm, InitOptions};
 pub use checkpoint::{CheckpointProblems, LoadOptions, LoadProgress, Misshapen, SaveOptions};
 pub use config::{
-    BartConfig, Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig,
+    BartConfig, ExpertsConfig, Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig,
     RopeScaling, Seq2SeqConfig, T5Config, Yarn,
 };
 pub use encoder::{

@@ -12,7 +12,8 @@ use crate::decode_step::{self, DecodeBuffers};
 use crate::gpt2::dropped;
 use crate::input::{ForwardInput, Shape};
 use crate::mask::Mask;
-use crate::mlp::GatedMlp;
+use crate::mlp::FeedForward;
+use crate::moe::{ExpertLoad, LoadBalance};
 use crate::norm::Norm;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
 use crate::phi::{self, ParallelBlock};
@@ -66,7 +67,7 @@ struct Block {
     attention: RotaryAttention,
     /// The norm before the feed-forward block.
     mlp_norm: RmsNorm,
-    mlp: GatedMlp,
+    mlp: FeedForward,
     /// The norms of the outputs of attention and of the feed-forward block (Gemma).
     output_norms: Option<(RmsNorm, RmsNorm)>,
 }
@@ -76,11 +77,7 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
     if config.family == LlamaFamily::Phi {
         return phi::parameters(config);
     }
-    let (hidden, inner, head) = (
-        config.hidden_size,
-        config.intermediate_size,
-        config.head_dim(),
-    );
+    let (hidden, head) = (config.hidden_size, config.head_dim());
     let (queries, keys) = (config.num_attention_heads * head, config.kv_heads() * head);
     let normal = Init::Normal {
         std: config.initializer_range,
@@ -124,20 +121,12 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
                 add(name, &[head], one, Other);
             }
         }
-        let mut linear = |name: &str, output, input| {
-            let name = format!("model.layers.{layer}.mlp.{name}");
-            add(format!("{name}.weight"), &[output, input], normal, Linear);
+        for (name, shape, role) in FeedForward::weights(config, layer) {
+            add(format!("{name}.weight"), &shape, normal, role);
             if config.mlp_bias {
-                add(format!("{name}.bias"), &[output], Init::Zeros, Other);
+                add(format!("{name}.bias"), &shape[..1], Init::Zeros, Other);
             }
-        };
-        if config.fused_projections() {
-            linear("gate_up_proj", 2 * inner, hidden);
-        } else {
-            linear("gate_proj", inner, hidden);
-            linear("up_proj", inner, hidden);
         }
-        linear("down_proj", hidden, inner);
         let outputs = match config.output_norms() {
             true => ["pre_feedforward_layernorm", "post_feedforward_layernorm"].as_slice(),
             false => &[],
@@ -174,8 +163,9 @@ impl Llama {
         for layer in 0..config.num_hidden_layers {
             let prefix = format!("model.layers.{layer}");
             let qkv = RotaryAttention::joint_names(&prefix, config);
-            let gate_up = GatedMlp::joint_names(&prefix, config);
-            for (names, bias) in [(qkv, config.qkv_bias()), (gate_up, config.mlp_bias)] {
+            let mlp = FeedForward::adjacent(config, layer);
+            let mlp = mlp.into_iter().map(|names| (names, config.mlp_bias));
+            for (names, bias) in [(qkv, config.qkv_bias())].into_iter().chain(mlp) {
                 groups.push(names.iter().map(|name| format!("{name}.weight")).collect());
                 if bias {
                     groups.push(names.iter().map(|name| format!("{name}.bias")).collect());
@@ -214,7 +204,7 @@ impl Llama {
                 mlp_norm,
                 output_norms,
                 attention: RotaryAttention::take(parameters, &prefix, config)?,
-                mlp: GatedMlp::take(parameters, &prefix, config)?,
+                mlp: FeedForward::take(parameters, layer, config)?,
             })))
         };
         let layers = 0..config.num_hidden_layers;
@@ -251,14 +241,15 @@ impl Llama {
         })
     }
 
-    /// Computes the normalised hidden states `(B, T, C)`.
+    /// Computes the normalised hidden states `(B, T, C)`, and the load of the experts if `balance` wants it.
     pub(crate) fn forward(
         &self,
         input: &mut ForwardInput<'_>,
         shape: Shape,
         execution: &Execution,
         training: bool,
-    ) -> Result<Tensor> {
+        balance: LoadBalance,
+    ) -> Result<(Tensor, Option<ExpertLoad>)> {
         let rotation = |rotary: &Rotary| rotary.rotation(input, shape, self.embedding.kind());
         // Rotations and masks are computed once for all layers.
         let context = Context {
@@ -268,6 +259,7 @@ impl Llama {
             dropout: if training { self.dropout } else { 0.0 },
             residual_dropout: if training { self.residual_dropout } else { 0.0 },
             execution: execution.clone(),
+            balance,
         };
         let mut x = self.embedding.forward(input.input_ids)?;
         if let Some(scale) = self.embedding_scale {
@@ -279,24 +271,27 @@ impl Llama {
         // A LayerNorm has no kernel on slices.
         let on_rows = matches!(self.norm, Norm::Rms(_))
             && decode_step::applies(input, &x, execution, training);
-        let mut stream = Stream { x, delta: None };
+        let mut stream = Stream::new(x);
         if let Some(cache) = input.cache.as_deref_mut().filter(|_| on_rows) {
             stream = self
                 .run_on_rows(&stream.x, &context, cache)?
                 .select(input.logits)?;
-            return stream.finished(&self.norm, execution.fused_kernels);
+            let hidden = stream.finished(&self.norm, execution.fused_kernels)?;
+            return Ok((hidden, None));
         }
         for group in execution.checkpointing.groups(self.blocks.len())? {
             // With a cache a second run would append the tokens twice.
             stream = if group.checkpointed && input.cache.is_none() {
-                self.recomputed(group.blocks, &stream, &context)?
+                self.recomputed(group.blocks, stream, &context)?
             } else {
                 self.run(group.blocks, stream, &context, input.cache.as_deref_mut())?
             };
         }
         // Before the last norm, so that it is computed for the wanted positions only.
         stream = stream.select(input.logits)?;
-        stream.finished(&self.norm, execution.fused_kernels)
+        let load = stream.load.take();
+        let hidden = stream.finished(&self.norm, execution.fused_kernels)?;
+        Ok((hidden, load))
     }
 
     /// Runs all blocks on slices.
@@ -328,6 +323,7 @@ impl Llama {
         Ok(Stream {
             x,
             delta: Some(delta),
+            load: None,
         })
     }
 
@@ -340,7 +336,8 @@ impl Llama {
     ) -> Result<Stream> {
         for layer in blocks {
             let step = context.step(layer, self.plans[layer], cache.as_deref_mut());
-            stream = self.blocks[layer].with(|block| block.forward(stream, step))?;
+            let balance = &context.balance;
+            stream = self.blocks[layer].with(|block| block.forward(stream, step, balance))?;
         }
         Ok(stream)
     }
@@ -349,27 +346,29 @@ impl Llama {
     fn recomputed(
         &self,
         blocks: Range<usize>,
-        stream: &Stream,
+        mut stream: Stream,
         context: &Context,
     ) -> Result<Stream> {
+        let before = stream.load.take();
         // Handles, as backward runs the closure again after this call.
         let members: Vec<_> = blocks
             .map(|layer| (layer, self.plans[layer], self.blocks[layer].clone()))
             .collect();
         let (options, context) = (&context.execution.checkpoint_options, context.share());
         // The sum is passed, not its two addends: the checkpoint then saves one tensor.
-        let x = checkpoint(&[&stream.sum()?], options, move |inputs| {
-            let mut stream = Stream {
-                x: inputs[0].shallow_clone(),
-                delta: None,
-            };
+        let (x, load) = checkpoint(&[&stream.sum()?], options, move |inputs| {
+            let mut stream = Stream::new(inputs[0].shallow_clone());
             for (layer, plan, block) in &members {
                 let step = context.step(*layer, *plan, None);
-                stream = block.with(|block| block.forward(stream, step))?;
+                stream = block.with(|block| block.forward(stream, step, &context.balance))?;
             }
-            Ok(stream.sum()?)
+            Ok((stream.sum()?, stream.load))
         })?;
-        Ok(Stream { x, delta: None })
+        Ok(Stream {
+            x,
+            delta: None,
+            load: ExpertLoad::sum(before, load)?,
+        })
     }
 
     /// Lends each linear layer of the blocks.
@@ -485,6 +484,7 @@ struct Context {
     dropout: f64,
     residual_dropout: f64,
     execution: Execution,
+    balance: LoadBalance,
 }
 
 impl Context {
@@ -517,6 +517,7 @@ impl Context {
             dropout: self.dropout,
             residual_dropout: self.residual_dropout,
             execution: self.execution.clone(),
+            balance: self.balance.share(),
         }
     }
 }
@@ -526,9 +527,19 @@ impl Context {
 struct Stream {
     x: Tensor,
     delta: Option<Tensor>,
+    /// The load of the experts of the blocks so far.
+    load: Option<ExpertLoad>,
 }
 
 impl Stream {
+    fn new(x: Tensor) -> Stream {
+        Stream {
+            x,
+            delta: None,
+            load: None,
+        }
+    }
+
     /// Returns the normalised sum, and the sum.
     fn normalised(self, norm: &RmsNorm, fused: bool) -> Result<(Tensor, Tensor)> {
         match self.delta {
@@ -557,18 +568,28 @@ impl Stream {
         Ok(Stream {
             x: logits.select(&self.x)?,
             delta: self.delta.map(|delta| logits.select(&delta)).transpose()?,
+            load: self.load,
         })
     }
 }
 
 impl Layer {
-    fn forward(&self, stream: Stream, step: AttentionStep<'_, '_>) -> Result<Stream> {
+    fn forward(
+        &self,
+        stream: Stream,
+        step: AttentionStep<'_, '_>,
+        balance: &LoadBalance,
+    ) -> Result<Stream> {
         match self {
-            Layer::Serial(block) => block.forward(stream, step),
+            Layer::Serial(block) => block.forward(stream, step, balance),
             Layer::Parallel(block) => {
                 let x = stream.sum()?;
                 let delta = Some(block.forward(&x, step)?);
-                Ok(Stream { x, delta })
+                Ok(Stream {
+                    x,
+                    delta,
+                    load: stream.load,
+                })
             }
         }
     }
@@ -591,8 +612,14 @@ impl Layer {
 }
 
 impl Block {
-    fn forward(&self, stream: Stream, step: AttentionStep<'_, '_>) -> Result<Stream> {
+    fn forward(
+        &self,
+        mut stream: Stream,
+        step: AttentionStep<'_, '_>,
+        balance: &LoadBalance,
+    ) -> Result<Stream> {
         let (fused, dropout) = (step.execution.fused_kernels, step.residual_dropout);
+        let before = stream.load.take();
         let (normalised, x) = stream.normalised(&self.input_norm, fused)?;
         let mut mixed = self.attention.forward(&normalised, step)?;
         if let Some((after_attention, _)) = &self.output_norms {
@@ -601,13 +628,14 @@ impl Block {
         mixed = dropped(mixed, dropout)?;
         // The sum and its norm are one pass over the stream.
         let (normalised, x) = self.mlp_norm.forward_sum(&x, &mixed, fused)?;
-        let mut delta = self.mlp.forward(&normalised, fused)?;
+        let (mut delta, load) = self.mlp.forward(&normalised, fused, balance)?;
         if let Some((_, after_mlp)) = &self.output_norms {
             delta = after_mlp.forward(&delta, fused)?;
         }
         Ok(Stream {
             x,
             delta: Some(dropped(delta, dropout)?),
+            load: ExpertLoad::sum(before, load)?,
         })
     }
 }

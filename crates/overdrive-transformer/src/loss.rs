@@ -25,6 +25,9 @@ pub struct LossOutput {
     /// The number of counted tokens, whose label is not [`IGNORE_INDEX`]: an i64 scalar on the device of the
     /// labels.
     pub count: Tensor,
+    /// The load-balancing loss of a mixture of experts, transformers' `aux_loss`, if the configuration has
+    /// `output_router_logits`: a scalar. `sum` contains it already, times `router_aux_loss_coef` and the count.
+    pub aux_loss: Option<Tensor>,
 }
 
 impl LossOutput {
@@ -34,6 +37,16 @@ impl LossOutput {
     /// An error of libtorch.
     pub fn tokens(&self) -> Result<i64> {
         Ok(self.count.f_int64_value(&[])?)
+    }
+
+    /// Adds the balancing loss, so that the mean is that of the tokens plus `coefficient` times it.
+    pub(crate) fn with_aux_loss(self, aux_loss: Tensor, coefficient: f64) -> Result<LossOutput> {
+        let weighted = aux_loss.f_mul_scalar(coefficient)?.f_mul(&self.count)?;
+        Ok(LossOutput {
+            sum: self.sum.f_add(&weighted)?,
+            count: self.count,
+            aux_loss: Some(aux_loss),
+        })
     }
 
     /// Returns the mean over the counted tokens, which is transformers' loss; 0 if none was counted (PyTorch's
@@ -68,7 +81,11 @@ pub fn causal_lm_loss(logits: &Tensor, labels: &Tensor, shift: LabelShift) -> Re
     };
     let sum =
         flat.f_cross_entropy_loss(&targets, None::<&Tensor>, Reduction::Sum, IGNORE_INDEX, 0.0)?;
-    Ok(LossOutput { sum, count })
+    Ok(LossOutput {
+        sum,
+        count,
+        aux_loss: None,
+    })
 }
 
 /// Returns the target of each position `(B, T)`; `size` is that of the tokens.

@@ -1,11 +1,148 @@
 use overdrive_fused::{Activation, glu, rows};
-use overdrive_nn::{Linear, joint_forward_into};
+use overdrive_nn::{Adapter, Linear, LinearWeight, joint_forward_into};
 use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
-use crate::parameters::ParameterMap;
+use crate::moe::{ExpertLoad, LoadBalance, MixtureOfExperts, expert_modules, router_module};
+use crate::parameters::{ParameterMap, ParameterRole};
 use crate::projections::{JointLinear, LinearVisitor, visit_linear};
-use crate::{LlamaConfig, Result};
+use crate::{LlamaConfig, LlamaFamily, Result};
+
+/// The feed-forward block of a decoder layer.
+#[derive(Debug)]
+pub(crate) enum FeedForward {
+    Gated(GatedMlp),
+    Experts(MixtureOfExperts),
+}
+
+/// A weight of a feed-forward block: its name without `.weight`, its outputs and inputs, and its role.
+pub(crate) type WeightSpec = (String, [i64; 2], ParameterRole);
+
+impl FeedForward {
+    /// Returns the weights of layer `layer`, in the order of transformers' modules.
+    pub(crate) fn weights(config: &LlamaConfig, layer: i64) -> Vec<WeightSpec> {
+        let (prefix, hidden) = (prefix_of(layer), config.hidden_size);
+        let Some(experts) = config.experts_of(layer) else {
+            let inner = config.intermediate_size;
+            let (joint, down) = mlp_modules(&prefix, config);
+            let outputs = 2 * inner / joint.len() as i64;
+            let joint = joint
+                .into_iter()
+                .map(|name| (name, [outputs, hidden], ParameterRole::Linear));
+            let down = (down, [hidden, inner], ParameterRole::Linear);
+            return joint.chain([down]).collect();
+        };
+        let inner = config.expert_intermediate_size();
+        let router = router_module(config.family, &prefix);
+        let router = (router, [experts.num_experts, hidden], ParameterRole::Router);
+        let of_expert = |expert| {
+            let [gate, up, down] = expert_modules(config.family, &prefix, expert);
+            let gate = (gate, [inner, hidden], ParameterRole::Linear);
+            let up = (up, [inner, hidden], ParameterRole::Linear);
+            let down = (down, [hidden, inner], ParameterRole::Linear);
+            match config.family {
+                // w1, w2, w3.
+                LlamaFamily::Mixtral => [gate, down, up],
+                _ => [gate, up, down],
+            }
+        };
+        let mut weights: Vec<WeightSpec> = (0..experts.num_experts).flat_map(of_expert).collect();
+        // transformers has the router first in Mixtral, and last in Qwen3-MoE.
+        match config.family {
+            LlamaFamily::Mixtral => weights.insert(0, router),
+            _ => weights.push(router),
+        }
+        weights
+    }
+
+    /// Returns the groups of modules whose weights lie together, without `.weight`.
+    pub(crate) fn adjacent(config: &LlamaConfig, layer: i64) -> Vec<Vec<String>> {
+        let prefix = prefix_of(layer);
+        let Some(experts) = config.experts_of(layer) else {
+            return vec![mlp_modules(&prefix, config).0];
+        };
+        // All experts one behind the other, as a grouped matmul of all of them needs it.
+        let (mut inner, mut outer) = (Vec::new(), Vec::new());
+        for expert in 0..experts.num_experts {
+            let [gate, up, down] = expert_modules(config.family, &prefix, expert);
+            inner.extend([gate, up]);
+            outer.push(down);
+        }
+        vec![inner, outer]
+    }
+
+    pub(crate) fn take(
+        parameters: &mut ParameterMap,
+        layer: i64,
+        config: &LlamaConfig,
+    ) -> Result<FeedForward> {
+        let prefix = prefix_of(layer);
+        Ok(match config.experts_of(layer) {
+            Some(experts) => FeedForward::Experts(MixtureOfExperts::take(
+                parameters, &prefix, config, experts,
+            )?),
+            None => {
+                let (joint, down) = mlp_modules(&prefix, config);
+                FeedForward::Gated(GatedMlp::take(parameters, &joint, &down, config)?)
+            }
+        })
+    }
+
+    pub(crate) fn layers(&self) -> Box<dyn Iterator<Item = &Linear> + '_> {
+        match self {
+            FeedForward::Gated(mlp) => Box::new(mlp.layers()),
+            FeedForward::Experts(experts) => Box::new(experts.layers()),
+        }
+    }
+
+    pub(crate) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
+        match self {
+            FeedForward::Gated(mlp) => mlp.visit(visit),
+            FeedForward::Experts(experts) => experts.visit(visit),
+        }
+    }
+
+    /// Computes the block, and the load of its experts if `balance` wants it.
+    pub(crate) fn forward(
+        &self,
+        x: &Tensor,
+        fused: bool,
+        balance: &LoadBalance,
+    ) -> Result<(Tensor, Option<ExpertLoad>)> {
+        match self {
+            FeedForward::Gated(mlp) => Ok((mlp.forward(x, fused)?, None)),
+            FeedForward::Experts(experts) => experts.forward(x, fused, balance),
+        }
+    }
+
+    /// Computes the block for rows of f32 in slices; `joint` and `inner` are memory to compute in.
+    pub(crate) fn forward_rows(
+        &self,
+        x: &[f32],
+        joint: &mut Vec<f32>,
+        inner: &mut Vec<f32>,
+        y: &mut [f32],
+    ) -> Result<()> {
+        match self {
+            FeedForward::Gated(mlp) => mlp.forward_rows(x, joint, inner, y),
+            FeedForward::Experts(experts) => experts.forward_rows(x, joint, inner, y),
+        }
+    }
+}
+
+fn prefix_of(layer: i64) -> String {
+    format!("model.layers.{layer}")
+}
+
+/// Returns the names of gate and up, in one or two layers, and of down, without `.weight`.
+fn mlp_modules(prefix: &str, config: &LlamaConfig) -> (Vec<String>, String) {
+    let name = |part: &str| format!("{prefix}.mlp.{part}_proj");
+    let joint = match config.fused_projections() {
+        true => vec![name("gate_up")],
+        false => vec![name("gate"), name("up")],
+    };
+    (joint, name("down"))
+}
 
 /// The gated feed-forward block: `down(act(gate(x)) · up(x))`.
 #[derive(Debug)]
@@ -16,24 +153,17 @@ pub(crate) struct GatedMlp {
 }
 
 impl GatedMlp {
-    /// Returns the names of the layers whose weights lie together, without `.weight`.
-    pub(crate) fn joint_names(prefix: &str, config: &LlamaConfig) -> Vec<String> {
-        let name = |part: &str| format!("{prefix}.mlp.{part}_proj");
-        if config.fused_projections() {
-            return vec![name("gate_up")];
-        }
-        vec![name("gate"), name("up")]
-    }
-
+    /// Takes the block of the modules `joint`, gate and up in one or two layers, and `down`.
     pub(crate) fn take(
         parameters: &mut ParameterMap,
-        prefix: &str,
+        joint: &[String],
+        down: &str,
         config: &LlamaConfig,
     ) -> Result<GatedMlp> {
-        let (joint, bias) = (Self::joint_names(prefix, config), config.mlp_bias);
+        let bias = config.mlp_bias;
         Ok(GatedMlp {
-            gate_up: JointLinear::take(parameters, &joint, bias)?,
-            down: parameters.take_linear(&format!("{prefix}.mlp.down_proj"), bias)?,
+            gate_up: JointLinear::take(parameters, joint, bias)?,
+            down: parameters.take_linear(down, bias)?,
             activation: activation_named("hidden_act", &config.hidden_act)?,
         })
     }
@@ -45,6 +175,18 @@ impl GatedMlp {
     pub(crate) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
         self.gate_up.visit(visit)?;
         visit_linear(&mut self.down, visit)
+    }
+
+    pub(crate) fn activation(&self) -> Activation {
+        self.activation
+    }
+
+    /// Returns `true` if backward computes a gradient for a weight or an adapter of the block.
+    pub(crate) fn is_trained(&self) -> bool {
+        self.layers().any(|layer| {
+            layer.adapter().is_some_and(Adapter::is_active)
+                || matches!(layer.in_use(), (LinearWeight::Dense { weight, .. }, _) if weight.requires_grad())
+        })
     }
 
     pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {

@@ -33,6 +33,9 @@ pub enum ParameterRole {
     Conv1d,
     /// The weight `(V, C)` of an untied head.
     Head,
+    /// The weight `(E, I)` of the router of a mixture of experts. It is never quantized here, but read if a file
+    /// holds it quantized.
+    Router,
     /// A norm, a bias, a table of positions.
     Other,
 }

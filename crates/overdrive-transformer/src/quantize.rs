@@ -1,3 +1,5 @@
+use std::collections::HashSet;
+
 use overdrive_nn::{AdapterHost, Embedding, LinearWeight};
 use overdrive_quantization::{Activations, QuantizedWeight, Scheme};
 use tch::{Kind, Tensor};
@@ -8,7 +10,7 @@ use crate::{ParameterSpec, Result};
 
 /// The weights of a model that are quantized, and their schemes.
 ///
-/// Norms, biases and tables of positions are never quantized.
+/// Norms, biases, tables of positions and the routers of experts are never quantized.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct QuantizeOptions {
@@ -59,7 +61,7 @@ impl QuantizeOptions {
             ParameterRole::Linear | ParameterRole::Conv1d => Some(self.scheme),
             ParameterRole::Head => self.head,
             ParameterRole::Embedding if tied => self.head,
-            ParameterRole::Embedding | ParameterRole::Other => None,
+            ParameterRole::Embedding | ParameterRole::Router | ParameterRole::Other => None,
         }
     }
 }
@@ -129,6 +131,10 @@ impl CausalLm {
         let packed = self
             .quantized_embedding()
             .map(QuantizedWeight::shallow_clone);
+        let conv1d = specs
+            .iter()
+            .filter(|spec| spec.role == ParameterRole::Conv1d);
+        let conv1d: HashSet<&str> = conv1d.map(ParameterSpec::module).collect();
         let (mut dense, mut shared) = (Vec::new(), None);
         self.visit_linears(&mut |name, linear| {
             let LinearWeight::Quantized(weight) = linear.weight() else {
@@ -137,7 +143,7 @@ impl CausalLm {
             let is_table = packed
                 .as_ref()
                 .is_some_and(|table| table.shares_storage_with(weight));
-            let (weight, transposed) = (weight.dequantize(kind)?, is_conv1d(&specs, name));
+            let (weight, transposed) = (weight.dequantize(kind)?, conv1d.contains(name));
             let weight = match transposed {
                 // `Conv1D` has its weight as `(I, O)`, and a file takes contiguous tensors only.
                 true => weight.f_tr()?.f_contiguous()?,
@@ -145,7 +151,7 @@ impl CausalLm {
             };
             match is_table {
                 true => shared = Some(weight.shallow_clone()),
-                false => dense.push((name.to_owned(), weight.shallow_clone())),
+                false => dense.push((format!("{name}.weight"), weight.shallow_clone())),
             }
             let _quantized = linear.replace_weight(LinearWeight::Dense { weight, transposed });
             Ok(())
@@ -156,15 +162,13 @@ impl CausalLm {
                 None => packed.dequantize(kind)?,
             };
             *self.embedding_mut() = Embedding::dense(weight.shallow_clone());
-            self.put_dense(&spec.name, weight);
+            dense.push((spec.name.clone(), weight));
         }
-        for (name, weight) in dense {
-            if name == "lm_head" {
-                // The head is dense now and no longer the embedding, if it ever was.
-                self.untie();
-            }
-            self.put_dense(&format!("{name}.weight"), weight);
+        if dense.iter().any(|(name, _)| name == "lm_head.weight") {
+            // The head is dense now and no longer the embedding, if it ever was.
+            self.untie();
         }
+        self.put_dense(dense);
         Ok(())
     }
 
@@ -206,11 +210,6 @@ impl CausalLm {
         })?;
         Ok(())
     }
-}
-
-fn is_conv1d(specs: &[ParameterSpec], module: &str) -> bool {
-    let own = specs.iter().find(|spec| spec.module() == module);
-    own.is_some_and(|spec| spec.role == ParameterRole::Conv1d)
 }
 
 /// Quantizes the dense weight of `spec` with a row for each output, whatever its layout.

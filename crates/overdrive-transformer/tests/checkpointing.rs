@@ -7,8 +7,8 @@ use std::sync::Mutex;
 
 use overdrive_precision::autocast;
 use overdrive_transformer::{
-    AttentionImplementation, CausalLm, CheckpointOptions, Execution, Gpt2Config, InitOptions,
-    LabelShift, LlamaConfig, ModelConfig, SavePolicy, Schedule,
+    AttentionImplementation, CausalLm, CheckpointOptions, Execution, ExpertsConfig, Gpt2Config,
+    InitOptions, LabelShift, LlamaConfig, LlamaFamily, ModelConfig, SavePolicy, Schedule,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -26,6 +26,29 @@ fn llama() -> ModelConfig {
         max_position_embeddings: 32,
         attention_dropout: 0.2,
         ..LlamaConfig::default()
+    }
+    .into()
+}
+
+/// A mixture of experts whose routers see noise, and whose loss balances them.
+fn mixtral() -> ModelConfig {
+    let defaults = LlamaConfig::of(LlamaFamily::Mixtral);
+    LlamaConfig {
+        vocab_size: 64,
+        hidden_size: 32,
+        intermediate_size: 16,
+        num_hidden_layers: 5,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        attention_dropout: 0.2,
+        experts: defaults.experts.clone().map(|experts| ExpertsConfig {
+            num_experts: 5,
+            output_router_logits: true,
+            router_aux_loss_coef: 0.1,
+            router_jitter_noise: 0.3,
+            ..experts
+        }),
+        ..defaults
     }
     .into()
 }
@@ -69,7 +92,7 @@ fn step(model: &CausalLm, low: bool) -> (f64, Vec<(String, Tensor)>) {
 #[test]
 fn gradients_of_a_checkpointed_model_with_dropout_are_those_of_the_plain_one_bit_for_bit() {
     let _alone = GENERATOR.lock().unwrap();
-    for config in [llama(), gpt2()] {
+    for config in [llama(), gpt2(), mixtral()] {
         let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
         model.set_requires_grad(true).unwrap();
         model.set_training(true).unwrap();
@@ -110,6 +133,28 @@ fn dropout_makes_a_difference_in_these_tests() {
     let without = step(&model, false).0;
     model.set_training(true).unwrap();
     assert_ne!(step(&model, false).0, without);
+}
+
+#[test]
+fn the_noise_of_routers_applies_in_training_alone() {
+    let _alone = GENERATOR.lock().unwrap();
+    let ModelConfig::Llama(mut config) = mixtral() else {
+        panic!("a Mixtral");
+    };
+    config.attention_dropout = 0.0;
+    let mut losses = Vec::new();
+    for (noise, training) in [(0.0, true), (0.3, false), (0.3, true)] {
+        for experts in config.experts.iter_mut() {
+            experts.router_jitter_noise = noise;
+        }
+        let config = config.clone().into();
+        let mut model = CausalLm::new(&config, &InitOptions::default()).unwrap();
+        model.set_requires_grad(true).unwrap();
+        model.set_training(training).unwrap();
+        losses.push(step(&model, false).0);
+    }
+    assert_eq!(losses[0], losses[1]);
+    assert_ne!(losses[0], losses[2]);
 }
 
 #[test]

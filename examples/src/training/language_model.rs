@@ -3,7 +3,7 @@ use overdrive::attention::PackedLengths;
 use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
-use overdrive::profiling::{DecoderShape, ModelFlops};
+use overdrive::profiling::{DecoderShape, ExpertShape, ModelFlops};
 use overdrive::trainer::{Interrupt, TextData, TrainingArguments};
 use overdrive::transformer::{
     CausalLm, ForwardInput, InitOptions, LabelShift, LossOutput, ModelConfig,
@@ -109,15 +109,20 @@ pub fn evaluate(
 }
 
 /// Returns the shape of a model, for estimates of its memory. The feed-forward layer of GPT-2 has two matrices,
-/// that of Llama three: its width is scaled so that the number of weights is the same.
+/// that of Llama three: its width is scaled so that the number of weights is the same. A model of which some layers
+/// have experts is taken for one of which all have.
 pub fn decoder_shape(model: &CausalLm) -> DecoderShape {
     let count = |number: i64| u64::try_from(number).unwrap_or(0);
     let config = model.config();
     let intermediate = match config {
-        ModelConfig::Llama(llama) => llama.intermediate_size,
+        ModelConfig::Llama(llama) => llama.expert_intermediate_size(),
         ModelConfig::Gpt2(gpt2) => gpt2.inner() * 2 / 3,
         // An unknown family: the usual ratio.
         _ => config.hidden_size() * 8 / 3,
+    };
+    let experts = match config {
+        ModelConfig::Llama(llama) => llama.experts.as_ref(),
+        _ => None,
     };
     DecoderShape {
         layers: model.num_layers() as u64,
@@ -128,21 +133,27 @@ pub fn decoder_shape(model: &CausalLm) -> DecoderShape {
         head_dim: count(config.head_dim()),
         vocabulary: count(config.vocab_size()),
         tied_embeddings: config.tie_word_embeddings(),
+        experts: experts.map(|experts| ExpertShape {
+            count: count(experts.num_experts),
+            per_token: count(experts.num_experts_per_tok),
+        }),
     }
 }
 
-/// Returns the FLOPs of a token in `model`, of which `trained` are the trainable parameters, adapters included.
+/// Returns the FLOPs of a token in `model`, of which `trained` are the trainable parameters, adapters included. Of the
+/// experts those count that compute a token.
 pub fn model_flops(model: &CausalLm, trained: &[(String, Tensor)]) -> ModelFlops {
     let shape = decoder_shape(model);
     let weights = |parameters: &[(String, Tensor)]| -> u64 {
         let trained = parameters.iter().filter(|(_, p)| p.requires_grad());
-        trained.map(|(_, p)| p.numel() as u64).sum()
+        let active = trained.map(|(name, p)| p.numel() as f64 * model.active_share(name));
+        active.sum::<f64>() as u64
     };
     let trainable_parameters = weights(trained);
     // The model's own parameters do not include adapters.
     let adapters = trainable_parameters.saturating_sub(weights(&model.named_parameters()));
     ModelFlops {
-        parameters: u64::try_from(model.num_parameters()).unwrap_or(0) + adapters,
+        parameters: u64::try_from(model.num_active_parameters()).unwrap_or(0) + adapters,
         trainable_parameters,
         layers: shape.layers,
         heads: shape.heads,

@@ -20,12 +20,14 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
-const CASES: [&str; 7] = [
+const CASES: [&str; 9] = [
     "llama_gqa",
     "llama3_rope",
     "mistral",
     "qwen2_sliding",
     "qwen3",
+    "mixtral",
+    "qwen3_moe",
     "gpt2",
     "gpt2_scaled",
 ];

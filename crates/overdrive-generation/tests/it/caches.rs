@@ -6,13 +6,15 @@ use crate::support::{greedy, load};
 use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate, generate_with};
 use overdrive_transformer::{AttentionImplementation, Execution};
 
-const CASES: [&str; 7] = [
+const CASES: [&str; 9] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
     "mistral",
     "qwen2_sliding",
     "qwen3",
+    "mixtral",
+    "qwen3_moe",
     "gpt2",
 ];
 

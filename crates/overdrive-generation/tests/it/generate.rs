@@ -9,13 +9,15 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 13] = [
+const CASES: [&str; 15] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
     "mistral",
     "qwen2_sliding",
     "qwen3",
+    "mixtral",
+    "qwen3_moe",
     "phi",
     "phi_qk_norm",
     "phi3",

@@ -39,7 +39,11 @@ fn attention(plan: &MemoryPlan) -> u64 {
 fn feed_forward(plan: &MemoryPlan) -> u64 {
     // The fused gate computes the activation again in backward.
     let tensors = if plan.fused_kernels { 3 } else { 4 };
-    plan.tokens() * plan.inner_bytes() * tensors * plan.shape.intermediate
+    let shape = &plan.shape;
+    // The hidden states sorted by expert, and the outputs before they are weighted and added.
+    let sorted = shape.experts.map_or(0, |experts| 2 * experts.per_token);
+    let width = tensors * shape.active_intermediate() + sorted * shape.hidden;
+    plan.tokens() * plan.inner_bytes() * width
 }
 
 /// Returns the bytes that a block keeps for its backward.
@@ -58,7 +62,7 @@ fn checkpointed(plan: &MemoryPlan) -> u64 {
     let results = match plan.recomputation {
         // Of the matrix products: query, key, value, output projection, gate, up, down; and attention's.
         Recomputation::Selective => {
-            let width = 2 * shape.queries() + 2 * shape.keys() + 2 * shape.intermediate;
+            let width = 2 * shape.queries() + 2 * shape.keys() + 2 * shape.active_intermediate();
             plan.tokens() * plan.inner_bytes() * (width + 2 * shape.hidden)
         }
         _ => 0,
@@ -75,7 +79,7 @@ pub(super) fn tail(plan: &MemoryPlan) -> u64 {
 /// feed-forward layer's intermediate features, and of the residual stream.
 pub(super) fn one_block_backward(plan: &MemoryPlan) -> u64 {
     let shape = &plan.shape;
-    let inner = plan.inner_bytes() * 2 * shape.intermediate.max(shape.queries());
+    let inner = plan.inner_bytes() * 2 * shape.active_intermediate().max(shape.queries());
     plan.tokens() * inner + 2 * stream(plan)
 }
 

@@ -68,7 +68,7 @@ impl OptimizerMemory {
 fn rows_and_columns(shape: &DecoderShape) -> u64 {
     let (hidden, queries, keys) = (shape.hidden, shape.queries(), shape.keys());
     let attention = 2 * (queries + hidden) + 2 * (keys + hidden);
-    let feed_forward = 3 * (shape.intermediate + hidden);
+    let feed_forward = 3 * (shape.intermediate + hidden) * shape.expert_count();
     let heads = if shape.tied_embeddings { 1 } else { 2 };
     shape.layers * (attention + feed_forward) + heads * (shape.vocabulary + hidden) + shape.norms()
 }

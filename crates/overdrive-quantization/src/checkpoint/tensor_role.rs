@@ -39,6 +39,8 @@ pub(super) fn role(stored: &StoredTensor<'_>, model_type: &str) -> Role {
         "wpe" => Role::Other,
         // `Conv1D` has its weight transposed; other models with these names use `Linear`.
         "c_attn" | "c_proj" | "c_fc" if model_type == "gpt2" => Role::Linear { transposed: true },
+        // The router of a mixture of experts: small, and an error of its scores changes the choice.
+        "gate" => Role::Other,
         // A norm with a two-dimensional weight is not a linear layer.
         last if last.contains("norm") => Role::Other,
         _ => Role::Linear { transposed: false },

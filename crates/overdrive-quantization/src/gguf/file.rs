@@ -61,6 +61,7 @@ impl Shard {
         GgufTensor {
             path: &self.path,
             info,
+            shape: &info.shape,
             data: &self.map[info.start..info.end],
         }
     }

@@ -29,6 +29,8 @@ pub(super) struct Info {
 pub struct GgufTensor<'a> {
     pub(super) path: &'a Path,
     pub(super) info: &'a Info,
+    /// The shape: that of `info`, or of a [slice](GgufTensor::slice) of it.
+    pub(super) shape: &'a [i64],
     pub(super) data: &'a [u8],
 }
 
@@ -40,7 +42,24 @@ impl<'a> GgufTensor<'a> {
 
     /// Returns the shape in libtorch's order: `(O, I)` for a linear layer.
     pub fn shape(&self) -> &'a [i64] {
-        &self.info.shape
+        self.shape
+    }
+
+    /// Returns the slice `index` of the first dimension, in place: an expert's matrix `(O, I)` of a stack
+    /// `(E, O, I)`, for example. It has the name of the whole tensor. The result is `None` if there is no such slice,
+    /// or if it would not be a matrix or of more dimensions.
+    pub fn slice(&self, index: usize) -> Option<GgufTensor<'a>> {
+        let &[count, _, _, ..] = self.shape else {
+            return None;
+        };
+        let count = usize::try_from(count).ok()?;
+        let bytes = self.data.len() / count.max(1);
+        let start = index.checked_mul(bytes).filter(|_| index < count)?;
+        Some(GgufTensor {
+            shape: self.shape.get(1..)?,
+            data: self.data.get(start..start.checked_add(bytes)?)?,
+            ..*self
+        })
     }
 
     /// Returns the type in which the tensor is stored.
@@ -63,7 +82,7 @@ impl<'a> GgufTensor<'a> {
     /// exist, and errors of libtorch.
     pub fn dequantize(&self, rows: Option<&[i64]>, kind: Kind, device: Device) -> Result<Tensor> {
         if let Some(stored) = self.info.kind.kind() {
-            let whole = Tensor::f_from_data_size(self.data, &self.info.shape, stored)?;
+            let whole = Tensor::f_from_data_size(self.data, self.shape, stored)?;
             let chosen = match rows {
                 Some(rows) => {
                     self.check_rows(rows)?;
@@ -75,7 +94,7 @@ impl<'a> GgufTensor<'a> {
         }
         if self.data.is_empty() {
             // The number of rows of an empty tensor cannot be computed from its bytes.
-            return Ok(Tensor::f_empty(&self.info.shape, (kind, device))?);
+            return Ok(Tensor::f_empty(self.shape, (kind, device))?);
         }
         let order = self.order(rows)?;
         let Some(groups) = self.info.kind.groups() else {
@@ -102,8 +121,8 @@ impl<'a> GgufTensor<'a> {
                 }
             }
         });
-        let mut shape = self.info.shape.clone();
-        if let Some(first) = shape.first_mut().filter(|_| self.info.shape.len() > 1) {
+        let mut shape = self.shape.to_vec();
+        if let Some(first) = shape.first_mut().filter(|_| self.shape.len() > 1) {
             *first = (order.len() / self.rows_of_one()) as i64;
         }
         let tensor = Tensor::f_from_slice(&numbers)?.f_view(&shape[..])?;
@@ -120,7 +139,7 @@ impl<'a> GgufTensor<'a> {
         rows: Option<&[i64]>,
         device: Device,
     ) -> Result<Option<QuantizedWeight>> {
-        let (Some(groups), &[_, inputs]) = (self.info.kind.groups(), &self.info.shape[..]) else {
+        let (Some(groups), &[_, inputs]) = (self.info.kind.groups(), self.shape) else {
             return Ok(None);
         };
         if self.data.is_empty() {
@@ -165,15 +184,12 @@ impl<'a> GgufTensor<'a> {
     /// Returns the number of elements along the last dimension.
     fn width(&self) -> usize {
         // Never negative: the header has unsigned numbers.
-        self.info
-            .shape
-            .last()
-            .map_or(1, |&n| n.unsigned_abs() as usize)
+        self.shape.last().map_or(1, |&n| n.unsigned_abs() as usize)
     }
 
     /// Returns the number of rows of the last dimension in one of the first.
     fn rows_of_one(&self) -> usize {
-        let inner = self.info.shape.iter().skip(1).rev().skip(1);
+        let inner = self.shape.iter().skip(1).rev().skip(1);
         inner
             .map(|&n| n.unsigned_abs() as usize)
             .product::<usize>()
@@ -196,8 +212,8 @@ impl<'a> GgufTensor<'a> {
 
     fn check_rows(&self, rows: &[i64]) -> Result<()> {
         // Blocks lie along the only dimension of a vector: it has no rows to select.
-        let vector = self.info.kind.groups().is_some() && self.info.shape.len() < 2;
-        let count = match self.info.shape.first() {
+        let vector = self.info.kind.groups().is_some() && self.shape.len() < 2;
+        let count = match self.shape.first() {
             Some(&first) if !vector => first,
             _ => 0,
         };

@@ -202,7 +202,10 @@ fn layout_of(
     let layers = specs.iter().filter(|spec| {
         matches!(
             spec.role,
-            ParameterRole::Linear | ParameterRole::Conv1d | ParameterRole::Head
+            ParameterRole::Linear
+                | ParameterRole::Conv1d
+                | ParameterRole::Head
+                | ParameterRole::Router
         )
     });
     let mut kept: Vec<String> = layers

@@ -30,6 +30,10 @@ pub enum LlamaFamily {
     /// Gemma 3 (text): as Gemma 2, with normalised queries and keys instead of the bounds, and with other
     /// rotary frequencies for sliding layers, which are five of six.
     Gemma3,
+    /// Mixtral: a Mistral whose feed-forward blocks are mixtures of experts.
+    Mixtral,
+    /// Qwen3-MoE: a Qwen3 with mixtures of experts in some or all layers.
+    Qwen3Moe,
 }
 
 impl LlamaFamily {
@@ -45,6 +49,8 @@ impl LlamaFamily {
             LlamaFamily::Gemma => "gemma",
             LlamaFamily::Gemma2 => "gemma2",
             LlamaFamily::Gemma3 => "gemma3_text",
+            LlamaFamily::Mixtral => "mixtral",
+            LlamaFamily::Qwen3Moe => "qwen3_moe",
         }
     }
 
@@ -60,6 +66,8 @@ impl LlamaFamily {
             LlamaFamily::Gemma => "GemmaForCausalLM",
             LlamaFamily::Gemma2 => "Gemma2ForCausalLM",
             LlamaFamily::Gemma3 => "Gemma3ForCausalLM",
+            LlamaFamily::Mixtral => "MixtralForCausalLM",
+            LlamaFamily::Qwen3Moe => "Qwen3MoeForCausalLM",
         }
     }
 
@@ -90,6 +98,8 @@ impl LlamaFamily {
             LlamaFamily::Gemma,
             LlamaFamily::Gemma2,
             LlamaFamily::Gemma3,
+            LlamaFamily::Mixtral,
+            LlamaFamily::Qwen3Moe,
         ]
         .into_iter()
         .find(|family| family.model_type() == model_type)

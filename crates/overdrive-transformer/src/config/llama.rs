@@ -1,5 +1,6 @@
 use serde_json::{Map, Value, json};
 
+use super::experts::ExpertsConfig;
 use super::family::{LayerType, LlamaFamily, layer_types};
 use super::fields::{Fields, bad, ids_to_json};
 use super::rope_scaling::RopeScaling;
@@ -78,6 +79,8 @@ pub struct LlamaConfig {
     pub attn_logit_softcapping: Option<f64>,
     /// The bound of Gemma's logits, likewise; default `None`.
     pub final_logit_softcapping: Option<f64>,
+    /// The mixture of experts, which Mixtral and Qwen3-MoE must have and no other family may; default `None`.
+    pub experts: Option<ExpertsConfig>,
     /// The id of the beginning-of-sequence token; default 1.
     pub bos_token_id: Option<i64>,
     /// The ids of the end-of-sequence tokens; default 2.
@@ -122,6 +125,7 @@ impl Default for LlamaConfig {
             query_pre_attn_scalar: 256.0,
             attn_logit_softcapping: None,
             final_logit_softcapping: None,
+            experts: None,
             bos_token_id: Some(1),
             eos_token_id: vec![2],
             pad_token_id: None,
@@ -135,6 +139,7 @@ impl LlamaConfig {
     pub fn of(family: LlamaFamily) -> LlamaConfig {
         let llama = LlamaConfig {
             family,
+            experts: ExpertsConfig::of(family),
             ..LlamaConfig::default()
         };
         match family {
@@ -144,6 +149,26 @@ impl LlamaConfig {
                 num_key_value_heads: Some(8),
                 max_position_embeddings: 4096 * 32,
                 sliding_window: Some(4096),
+                ..llama
+            },
+            LlamaFamily::Mixtral => LlamaConfig {
+                intermediate_size: 14336,
+                num_key_value_heads: Some(8),
+                max_position_embeddings: 4096 * 32,
+                rms_norm_eps: 1e-5,
+                rope_theta: 1e6,
+                ..llama
+            },
+            LlamaFamily::Qwen3Moe => LlamaConfig {
+                vocab_size: 151_936,
+                hidden_size: 2048,
+                intermediate_size: 6144,
+                num_hidden_layers: 24,
+                num_key_value_heads: Some(4),
+                max_position_embeddings: 32768,
+                sliding_window: Some(4096),
+                bos_token_id: None,
+                eos_token_id: Vec::new(),
                 ..llama
             },
             LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => LlamaConfig {
@@ -278,7 +303,7 @@ impl LlamaConfig {
         match self.family {
             // transformers hard-codes both; their files have no key for it.
             LlamaFamily::Qwen2 | LlamaFamily::Phi => true,
-            LlamaFamily::Mistral | LlamaFamily::Phi3 => false,
+            LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::Phi3 => false,
             _ => self.attention_bias,
         }
     }
@@ -290,7 +315,7 @@ impl LlamaConfig {
 
     pub(crate) fn qk_norm(&self) -> bool {
         match self.family {
-            LlamaFamily::Qwen3 | LlamaFamily::Gemma3 => true,
+            LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe | LlamaFamily::Gemma3 => true,
             LlamaFamily::Phi => self.qk_layernorm,
             _ => false,
         }
@@ -359,7 +384,9 @@ impl LlamaConfig {
         };
         match self.family {
             LlamaFamily::Llama | LlamaFamily::Phi | LlamaFamily::Gemma => false,
-            LlamaFamily::Mistral | LlamaFamily::Phi3 => true,
+            LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::Phi3 => true,
+            // All of its layers or none, whatever the file lists.
+            LlamaFamily::Qwen3Moe => self.use_sliding_window,
             LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
                 self.use_sliding_window && listed().unwrap_or(layer >= self.max_window_layers)
             }
@@ -422,6 +449,9 @@ impl LlamaConfig {
             .take("layer_types")
             .map(|value| layer_types(&value))
             .transpose()?;
+        if let Some(experts) = &mut config.experts {
+            experts.read(family, &mut fields)?;
+        }
         if family.is_gemma() {
             config.read_gemma(&mut fields)?;
         }
@@ -554,9 +584,11 @@ impl LlamaConfig {
             LlamaFamily::Llama => {
                 json!({"attention_bias": self.attention_bias, "mlp_bias": self.mlp_bias})
             }
-            LlamaFamily::Mistral => json!({"sliding_window": self.sliding_window}),
+            LlamaFamily::Mistral | LlamaFamily::Mixtral => {
+                json!({"sliding_window": self.sliding_window})
+            }
             LlamaFamily::Qwen2 => windows,
-            LlamaFamily::Qwen3 => {
+            LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe => {
                 map.insert("attention_bias".to_owned(), self.attention_bias.into());
                 windows
             }
@@ -589,6 +621,9 @@ impl LlamaConfig {
             if let Value::Object(entries) = object {
                 map.extend(entries);
             }
+        }
+        if let Some(experts) = &self.experts {
+            experts.write(self.family, &mut map);
         }
         if let Some(types) = &self.layer_types {
             let names: Vec<_> = types.iter().map(|kind| kind.name()).collect();
@@ -647,6 +682,7 @@ impl LlamaConfig {
             check_size(key, value)?;
         }
         check_layers("num_hidden_layers", self.num_hidden_layers)?;
+        self.check_experts()?;
         self.check_parameters()?;
         let heads = self.num_attention_heads;
         if self.head_dim.is_none() && self.hidden_size % heads != 0 {
@@ -722,6 +758,43 @@ impl LlamaConfig {
         Err(bad("partial_rotary_factor", &part.into(), &expected))
     }
 
+    /// Returns the mixture of experts of layer `layer`, or `None` if the layer has one feed-forward block.
+    pub(crate) fn experts_of(&self, layer: i64) -> Option<&ExpertsConfig> {
+        self.experts
+            .as_ref()
+            .filter(|experts| experts.is_sparse(layer))
+    }
+
+    /// Returns the inner width of an expert, or of the feed-forward block of a family without experts.
+    pub fn expert_intermediate_size(&self) -> i64 {
+        match &self.experts {
+            Some(experts) if self.family == LlamaFamily::Qwen3Moe => experts.moe_intermediate_size,
+            _ => self.intermediate_size,
+        }
+    }
+
+    fn check_experts(&self) -> Result<()> {
+        let needed = ExpertsConfig::of(self.family).is_some();
+        let Some(experts) = self.experts.as_ref().filter(|_| needed) else {
+            if needed == self.experts.is_some() {
+                return Ok(());
+            }
+            let found = if needed { "missing" } else { "given" };
+            let expected = format!(
+                "{} for the family {}; start from `LlamaConfig::of`",
+                if needed { "given" } else { "`None`" },
+                self.family.model_type()
+            );
+            return Err(bad("experts", &found.into(), &expected));
+        };
+        experts.validate(self.family, self.num_hidden_layers)?;
+        if self.mlp_bias {
+            let expected = "false for a mixture of experts";
+            return Err(bad("mlp_bias", &true.into(), expected));
+        }
+        Ok(())
+    }
+
     /// Checks that the weights of these checked sizes can be counted. Norms and biases are left out: they are far
     /// smaller.
     fn check_parameters(&self) -> Result<()> {
@@ -734,6 +807,11 @@ impl LlamaConfig {
         .map(i128::from);
         let heads = i128::from(self.num_attention_heads) + i128::from(self.kv_heads());
         let attention = 2 * heads * i128::from(self.head_dim());
+        // At least as many as there are: a layer has experts or one block.
+        let experts = self.experts.as_ref().map_or(0, |experts| {
+            i128::from(experts.num_experts) * i128::from(self.expert_intermediate_size())
+        });
+        let inner = inner.max(experts);
         let parameters = hidden * (2 * vocabulary + layers * (attention + 3 * inner));
         let keys = "vocab_size, hidden_size, intermediate_size, num_attention_heads or head_dim";
         sizes::check_parameters(parameters, keys)

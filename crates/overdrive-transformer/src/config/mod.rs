@@ -1,6 +1,7 @@
 //! Configurations: the keys of Hugging Face's `config.json`.
 
 mod bart;
+mod experts;
 mod family;
 mod fields;
 mod gpt2;
@@ -21,6 +22,7 @@ use crate::parameters::ParameterSpec;
 use crate::{Error, Result};
 
 pub use bart::BartConfig;
+pub use experts::ExpertsConfig;
 pub(crate) use family::layer_types;
 pub use family::{LayerType, LlamaFamily};
 pub(crate) use fields::{Fields, bad};
@@ -55,7 +57,7 @@ pub use t5::T5Config;
     reason = "there is one a model; a box would only be in its users' way"
 )]
 pub enum ModelConfig {
-    /// Llama, Mistral, Qwen2, Qwen3, Phi-2, Phi-3, Gemma 1, Gemma 2 or Gemma 3.
+    /// Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Phi-2, Phi-3, Gemma 1, Gemma 2 or Gemma 3.
     Llama(LlamaConfig),
     /// GPT-2.
     Gpt2(Gpt2Config),
@@ -63,7 +65,7 @@ pub enum ModelConfig {
 
 /// The supported values of `model_type`, for messages.
 const SUPPORTED: &str =
-    "llama, mistral, qwen2, qwen3, phi, phi3, gemma, gemma2, gemma3, gemma3_text, gpt2";
+    "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, gpt2";
 
 impl ModelConfig {
     /// Reads `config.json` of a Hugging Face folder.
@@ -267,6 +269,17 @@ impl ModelConfig {
             ModelConfig::Llama(config) => config.logit_softcap(),
             ModelConfig::Gpt2(_) => None,
         }
+    }
+
+    /// Returns the factor of the load-balancing loss of experts, if the loss has that term.
+    pub(crate) fn aux_loss_coefficient(&self) -> Option<f64> {
+        let experts = match self {
+            ModelConfig::Llama(config) => config.experts.as_ref()?,
+            ModelConfig::Gpt2(_) => return None,
+        };
+        experts
+            .output_router_logits
+            .then_some(experts.router_aux_loss_coef)
     }
 
     /// Returns the object of a new `generation_config.json`.

@@ -8,7 +8,7 @@ use crate::config::{
 use crate::{Error, Result};
 
 /// The supported values of `general.architecture`, for messages.
-const SUPPORTED: &str = "llama, qwen2, qwen3, phi2, phi3, gemma, gemma2, gemma3";
+const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3";
 /// The number of layers of the one Gemma 2 and the one Gemma 3 whose queries are not scaled by the width
 /// of a head but by hidden_size / num_attention_heads, which no key says.
 const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
@@ -33,6 +33,7 @@ impl ModelConfig {
             Some("gemma") => LlamaFamily::Gemma,
             Some("gemma2") => LlamaFamily::Gemma2,
             Some("gemma3") => LlamaFamily::Gemma3,
+            Some("qwen3moe") => LlamaFamily::Qwen3Moe,
             other => {
                 return Err(Error::Unsupported {
                     key: "general.architecture".to_owned(),
@@ -59,13 +60,7 @@ struct Keys<'a> {
 
 impl Keys<'_> {
     fn config(&self, family: LlamaFamily) -> Result<LlamaConfig> {
-        if self.integer("expert_count")?.is_some_and(|count| count > 0) {
-            return Err(Error::Unsupported {
-                key: self.key("expert_count"),
-                found: "above 0".to_owned(),
-                supported: "models without experts".to_owned(),
-            });
-        }
+        let family = self.family_with_experts(family)?;
         let defaults = LlamaConfig::of(family);
         let heads = self.required("attention.head_count")?;
         let hidden_size = self.required("embedding_length")?;
@@ -136,10 +131,40 @@ impl Keys<'_> {
             config.family = LlamaFamily::Mistral;
         }
         config.rope_scaling = self.rope_scaling(&config)?;
+        self.experts(&mut config)?;
         if config.family.is_later_gemma() {
             self.gemma(&mut config)?;
         }
         Ok(config)
+    }
+
+    /// Returns the family, which is Mixtral for a Llama with experts.
+    fn family_with_experts(&self, family: LlamaFamily) -> Result<LlamaFamily> {
+        let experts = self.integer("expert_count")?.unwrap_or(0);
+        match family {
+            LlamaFamily::Qwen3Moe => Ok(family),
+            LlamaFamily::Llama if experts > 0 => Ok(LlamaFamily::Mixtral),
+            _ if experts > 0 => Err(Error::Unsupported {
+                key: self.key("expert_count"),
+                found: experts.to_string(),
+                supported: "0; experts are read in the architectures llama and qwen3moe".to_owned(),
+            }),
+            _ => Ok(family),
+        }
+    }
+
+    fn experts(&self, config: &mut LlamaConfig) -> Result<()> {
+        let Some(experts) = &mut config.experts else {
+            return Ok(());
+        };
+        experts.num_experts = self.required("expert_count")?;
+        experts.num_experts_per_tok = self.required("expert_used_count")?;
+        // llama.cpp divides the weights by their sum in both architectures; its files have no key for it.
+        experts.norm_topk_prob = true;
+        if config.family == LlamaFamily::Qwen3Moe {
+            experts.moe_intermediate_size = self.required("expert_feed_forward_length")?;
+        }
+        Ok(())
     }
 
     fn gemma(&self, config: &mut LlamaConfig) -> Result<()> {

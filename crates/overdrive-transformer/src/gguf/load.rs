@@ -6,6 +6,7 @@ use tch::{Kind, Tensor};
 use super::names::{fused_rows, gguf_name, row_order};
 use crate::checkpoint::{CheckpointProblems, Misshapen};
 use crate::config::{LlamaConfig, check_layers_of_files};
+use crate::moe;
 use crate::parameters::{ModelTensors, ParameterRole, ParameterSpec, allocate};
 use crate::quantize::quantize_parameter;
 use crate::{Error, LoadOptions, ModelConfig, Result};
@@ -34,8 +35,8 @@ pub(super) fn tensors(
     let kind = options.kind.unwrap_or_else(|| kind_of_matrices(&sources));
     let (dense, quantized): (Vec<Source<'_>>, Vec<Source<'_>>) =
         sources.into_iter().partition(|source| {
-            // Norms and biases are dense; a matrix is, unless the file or the options quantize it.
-            let matrix = !matches!(source.spec.role, ParameterRole::Other);
+            // Norms, biases and routers are dense; a matrix is, unless the file or the options quantize it.
+            let matrix = is_matrix(&source.spec);
             !matrix
                 || source.tensor.tensor_type().groups().is_none()
                     && scheme(source, config, options).is_none()
@@ -90,11 +91,14 @@ pub(super) fn tensors(
     })
 }
 
+/// Returns `true` for weights that files keep in half precision or quantized.
+fn is_matrix(spec: &ParameterSpec) -> bool {
+    !matches!(spec.role, ParameterRole::Other | ParameterRole::Router)
+}
+
 /// Returns F16 or BF16 if every matrix of the file has that type, else fp32.
 fn kind_of_matrices(sources: &[Source<'_>]) -> Kind {
-    let matrices = sources
-        .iter()
-        .filter(|source| !matches!(source.spec.role, ParameterRole::Other));
+    let matrices = sources.iter().filter(|source| is_matrix(&source.spec));
     let mut kinds = matrices.map(|source| source.tensor.tensor_type().kind());
     match kinds.next() {
         Some(Some(first @ (Kind::Half | Kind::BFloat16)))
@@ -156,6 +160,27 @@ fn sources<'a>(
             continue;
         };
         used.insert(tensor.name().to_owned());
+        // The matrix of an expert is a slice of a stack, read in place.
+        let expert = moe::expert_of(spec.module());
+        let count = llama.experts.as_ref().map(|experts| experts.num_experts);
+        let matrix = match expert {
+            None => Some(tensor),
+            Some((_, expert, _)) => {
+                let whole = tensor.shape().first().copied() == count;
+                tensor.slice(expert).filter(|_| whole)
+            }
+        };
+        let Some(tensor) = matrix else {
+            // Once for the stack, which is one tensor.
+            if expert.is_some_and(|(_, expert, _)| expert == 0) {
+                problems.misshapen.push(Misshapen {
+                    name: tensor.name().to_owned(),
+                    found: tensor.shape().to_vec(),
+                    expected: count.into_iter().chain(spec.shape).collect(),
+                });
+            }
+            continue;
+        };
         if tensor.shape() != shape {
             problems.misshapen.push(Misshapen {
                 name: tensor.name().to_owned(),

@@ -16,7 +16,8 @@ use overdrive_quantization::GgufFile;
 use crate::{CausalLm, LoadOptions, ModelConfig, Result};
 
 impl CausalLm {
-    /// Reads a GGUF file of the architectures `llama` (Mistral too), `qwen2`, `qwen3`, `phi2`, `phi3`, `gemma`,
+    /// Reads a GGUF file of the architectures `llama` (Mistral and Mixtral too), `qwen2`, `qwen3`, `qwen3moe`, `phi2`,
+    /// `phi3`, `gemma`,
     /// `gemma2` and `gemma3`. A model in several files (`NAME-00001-of-00003.gguf`) is opened by any of them.
     ///
     /// Matrices in groups (`Q8_0`, `Q4_0`, `Q4_K`, `Q6_K`, … see
@@ -33,7 +34,7 @@ impl CausalLm {
     /// tokenizer and the chat template are read by `ModelFiles` of overdrive-generation.
     ///
     /// # Errors
-    /// [`Error::Unsupported`](crate::Error::Unsupported) for other architectures and for mixtures of experts,
+    /// [`Error::Unsupported`](crate::Error::Unsupported) for other architectures,
     /// [`Error::Common`](crate::Error::Common) for metadata that is missing or wrong,
     /// [`Error::Checkpoint`](crate::Error::Checkpoint) with every tensor that is missing, unexpected or of
     /// another shape, [`Error::Quantization`](crate::Error::Quantization) for a damaged file.

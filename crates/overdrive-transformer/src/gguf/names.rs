@@ -1,4 +1,5 @@
 use crate::config::{LlamaConfig, LlamaFamily};
+use crate::moe;
 
 /// The names of the modules of a block in transformers and in llama.cpp.
 const MODULES: [(&str, &str); 14] = [
@@ -18,9 +19,15 @@ const MODULES: [(&str, &str); 14] = [
     ("mlp.fc2", "ffn_down"),
 ];
 
+/// The stacks of the matrices of all experts, in the order gate, up, down.
+const STACKS: [&str; 3] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
+
 /// Returns llama.cpp's name of the parameter that transformers calls `name`.
 pub(super) fn gguf_name(name: &str, family: LlamaFamily) -> Option<String> {
     let (module, end) = name.rsplit_once('.')?;
+    if let Some((layer, _, part)) = moe::expert_of(module) {
+        return Some(format!("blk.{layer}.{}.{end}", STACKS[part]));
+    }
     let own = match module {
         "model.embed_tokens" => "token_embd".to_owned(),
         "model.norm" | "model.final_layernorm" => "output_norm".to_owned(),
@@ -29,6 +36,7 @@ pub(super) fn gguf_name(name: &str, family: LlamaFamily) -> Option<String> {
             let (layer, part) = module.strip_prefix("model.layers.")?.split_once('.')?;
             let part = match part {
                 "input_layernorm" => "attn_norm",
+                "mlp.gate" | "block_sparse_moe.gate" => "ffn_gate_inp",
                 "post_attention_layernorm" if family.is_later_gemma() => "post_attention_norm",
                 "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
                 "post_feedforward_layernorm" => "post_ffw_norm",
@@ -65,7 +73,8 @@ pub(super) fn fused_rows(name: &str, config: &LlamaConfig) -> Option<(String, i6
 /// llama.cpp rotates neighbouring channels of a head together, transformers channels that are half a head
 /// apart; in the architecture `llama` the rows of queries and keys are stored in llama.cpp's order.
 pub(super) fn row_order(name: &str, config: &LlamaConfig) -> Option<Vec<i64>> {
-    if !matches!(config.family, LlamaFamily::Llama | LlamaFamily::Mistral) {
+    use LlamaFamily::{Llama, Mistral, Mixtral};
+    if !matches!(config.family, Llama | Mistral | Mixtral) {
         return None;
     }
     let heads = if name.contains(".q_proj.") {
@@ -100,6 +109,8 @@ mod tests {
             F::Gemma,
             F::Gemma2,
             F::Gemma3,
+            F::Mixtral,
+            F::Qwen3Moe,
         ] {
             let config = LlamaConfig {
                 num_hidden_layers: 2,
@@ -111,7 +122,15 @@ mod tests {
                 .iter()
                 .map(|spec| gguf_name(&spec.name, family).unwrap());
             let names: std::collections::BTreeSet<String> = names.collect();
-            assert_eq!(names.len(), parameters.len(), "{family:?}");
+            // The matrices of all experts lie in one tensor for each of the three parts.
+            let of_experts = |spec: &&crate::ParameterSpec| moe::expert_of(spec.module()).is_some();
+            let in_experts = parameters.iter().filter(of_experts).count();
+            let stacks = if in_experts > 0 { 2 * STACKS.len() } else { 0 };
+            assert_eq!(
+                names.len(),
+                parameters.len() - in_experts + stacks,
+                "{family:?}"
+            );
         }
         assert_eq!(gguf_name("model.layers.0.unknown.weight", F::Llama), None);
     }

@@ -236,6 +236,7 @@ fn fresh_configs() -> Vec<(&'static str, ModelConfig)> {
         ("fresh_mistral", small(LlamaFamily::Mistral).into()),
         ("fresh_qwen2", small(LlamaFamily::Qwen2).into()),
         ("fresh_qwen3", windowed.into()),
+        ("fresh_mixtral", small(LlamaFamily::Mixtral).into()),
         ("fresh_gpt2", gpt2.into()),
     ]
 }

@@ -8,7 +8,7 @@ use overdrive_transformer::CausalLm;
 use tch::{Kind, Tensor};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 22] = [
+pub(crate) const CASES: [&str; 25] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -31,6 +31,9 @@ pub(crate) const CASES: [&str; 22] = [
     "phi3",
     "phi3_longrope",
     "gemma",
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_moe_step",
 ];
 
 /// A copy of a fixture in a temporary folder, for tests that change it.

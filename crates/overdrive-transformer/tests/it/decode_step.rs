@@ -8,8 +8,8 @@ use overdrive_quantization::{GroupOptions, Scheme};
 use overdrive_sys::CallbackResult;
 use overdrive_sys::dispatch_mode::{DispatchMode, OperatorCall, push_mode};
 use overdrive_transformer::{
-    CausalLm, Execution, ForwardInput, InitOptions, LlamaConfig, LlamaFamily, Logits,
-    QuantizeOptions,
+    CausalLm, Execution, ExpertsConfig, ForwardInput, InitOptions, LlamaConfig, LlamaFamily,
+    Logits, QuantizeOptions,
 };
 use tch::Tensor;
 
@@ -33,6 +33,14 @@ fn tiny(family: LlamaFamily) -> CausalLm {
             _ => 1.0,
         },
         tie_word_embeddings: true,
+        experts: LlamaConfig::of(family)
+            .experts
+            .map(|experts| ExpertsConfig {
+                num_experts: 5,
+                num_experts_per_tok: 2,
+                moe_intermediate_size: 64,
+                ..experts
+            }),
         ..LlamaConfig::of(family)
     };
     CausalLm::new(&config.into(), &InitOptions::default()).unwrap()
@@ -109,6 +117,8 @@ fn decoding_on_slices_equals_decoding_on_tensors_in_every_family_and_cache() {
         LlamaFamily::Gemma,
         LlamaFamily::Gemma2,
         LlamaFamily::Gemma3,
+        LlamaFamily::Mixtral,
+        LlamaFamily::Qwen3Moe,
     ] {
         check(&mut tiny(family), &format!("{family:?}"));
     }
@@ -132,7 +142,11 @@ fn decoding_on_slices_equals_decoding_on_tensors_with_every_layout_of_weights() 
         "fp8".parse().unwrap(),
     ];
     for scheme in schemes {
-        for family in [LlamaFamily::Llama, LlamaFamily::Gemma3] {
+        for family in [
+            LlamaFamily::Llama,
+            LlamaFamily::Gemma3,
+            LlamaFamily::Mixtral,
+        ] {
             let mut model = tiny(family);
             let options = QuantizeOptions::new(scheme).with_head(groups(8, true));
             model.quantize(&options).unwrap();

@@ -45,7 +45,7 @@ fn difference(model: &CausalLm, name: &str) -> f64 {
 
 #[test]
 fn logits_of_every_architecture_equal_those_of_transformers() {
-    for name in ["qwen3", "gemma2"] {
+    for name in ["qwen3", "gemma2", "qwen3moe"] {
         let path = fixture(&format!("{name}.gguf"));
         let options = LoadOptions {
             kind: Some(Kind::Float),
@@ -98,14 +98,18 @@ fn quantized_models_compute_with_the_values_of_their_file() {
         "phi2_fused",
         "phi3",
         "gemma",
+        "mixtral",
     ] {
         let path = fixture(&format!("{name}.gguf"));
         let mut model = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap();
         // The kernels round activations to 8 bits otherwise.
         model.set_activations(Activations::Float).unwrap();
-        // Norms and biases are all that is dense.
+        // Norms, biases and routers are all that is dense.
         let dense = model.named_parameters();
-        assert!(dense.iter().all(|(_, tensor)| tensor.dim() == 1), "{name}");
+        let small = |(name, tensor): &(String, Tensor)| {
+            tensor.dim() == 1 || name.ends_with("block_sparse_moe.gate.weight")
+        };
+        assert!(dense.iter().all(small), "{name}");
         let difference = difference(&model, name);
         assert!(difference < 1e-4, "{name}: {difference:.1e}");
     }
@@ -284,6 +288,64 @@ fn missing_metadata_and_tensors_are_named() {
     assert_eq!(
         error,
         "`general.architecture` is \"lamma\", which is not supported; supported: llama, qwen2, \
-         qwen3, phi2, phi3, gemma, gemma2, gemma3"
+         qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3"
+    );
+}
+
+/// Returns the position after `key` in the bytes of a file.
+fn after(bytes: &[u8], key: &str) -> usize {
+    let mut windows = bytes.windows(key.len());
+    let start = windows.position(|part| part == key.as_bytes());
+    start.unwrap() + key.len()
+}
+
+#[test]
+fn experts_of_a_file_are_those_of_its_metadata() {
+    let ModelConfig::Llama(mixtral) = config("mixtral") else {
+        panic!("a Mixtral");
+    };
+    assert_eq!(mixtral.family, LlamaFamily::Mixtral);
+    let experts = mixtral.experts.unwrap();
+    assert_eq!((experts.num_experts, experts.num_experts_per_tok), (4, 2));
+    let ModelConfig::Llama(qwen) = config("qwen3moe") else {
+        panic!("a Qwen");
+    };
+    let experts = qwen.experts.unwrap();
+    assert_eq!((experts.num_experts, experts.num_experts_per_tok), (6, 3));
+    assert_eq!(
+        (experts.moe_intermediate_size, experts.norm_topk_prob),
+        (32, true)
+    );
+
+    // Another number than the stacks have: each stack and router is named once.
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("model.gguf");
+    let mut bytes = std::fs::read(fixture("mixtral.gguf")).unwrap();
+    let at = after(&bytes, "llama.expert_count") + 4;
+    bytes[at] = 3;
+    std::fs::write(&path, &bytes).unwrap();
+    let error = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap_err();
+    let Error::Checkpoint { problems, .. } = &error else {
+        panic!("{error}");
+    };
+    assert_eq!(problems.misshapen.len(), 2 * 4, "{error}");
+    let gate = problems
+        .misshapen
+        .iter()
+        .find(|m| m.name == "blk.0.ffn_gate_exps.weight");
+    let gate = gate.unwrap();
+    assert_eq!(
+        (&*gate.found, &*gate.expected),
+        (&[4, 64, 32][..], &[3, 64, 32][..])
+    );
+    // More of them for a token than there are.
+    let mut bytes = std::fs::read(fixture("qwen3moe.gguf")).unwrap();
+    let at = after(&bytes, "qwen3moe.expert_used_count") + 4;
+    bytes[at] = 7;
+    std::fs::write(&path, &bytes).unwrap();
+    let error = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap_err();
+    assert_eq!(
+        error.to_string(),
+        "`num_experts_per_tok` is 7; it must be at most num_experts (6)"
     );
 }

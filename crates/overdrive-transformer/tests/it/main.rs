@@ -8,6 +8,7 @@ mod common;
 mod decode_step;
 mod decoder_families;
 mod encoders;
+mod experts;
 mod gguf;
 mod gguf_end_of_text;
 mod long_positions;

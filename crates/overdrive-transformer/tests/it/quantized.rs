@@ -3,8 +3,8 @@
 use overdrive_nn::AdapterHost;
 use overdrive_quantization::{CheckpointOptions, Scheme, quantize_checkpoint};
 use overdrive_transformer::{
-    CausalLm, ForwardInput, Gpt2Config, InitOptions, LabelShift, LlamaConfig, LlamaFamily,
-    LoadOptions, ModelConfig, QuantizeOptions,
+    CausalLm, ExpertsConfig, ForwardInput, Gpt2Config, InitOptions, LabelShift, LlamaConfig,
+    LlamaFamily, LoadOptions, ModelConfig, QuantizeOptions,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -37,6 +37,24 @@ fn small(family: LlamaFamily) -> ModelConfig {
     .into()
 }
 
+fn mixtral() -> ModelConfig {
+    let defaults = LlamaConfig::of(LlamaFamily::Mixtral);
+    LlamaConfig {
+        vocab_size: 128,
+        hidden_size: 64,
+        intermediate_size: 64,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        experts: defaults.experts.clone().map(|experts| ExpertsConfig {
+            num_experts: 3,
+            ..experts
+        }),
+        ..defaults
+    }
+    .into()
+}
+
 fn gpt2() -> ModelConfig {
     Gpt2Config {
         vocab_size: 128,
@@ -56,6 +74,7 @@ fn models() -> Vec<(&'static str, ModelConfig)> {
         ("phi", small(LlamaFamily::Phi)),
         ("phi3", small(LlamaFamily::Phi3)),
         ("gemma", small(LlamaFamily::Gemma)),
+        ("mixtral", mixtral()),
         ("gpt2", gpt2()),
     ]
 }

@@ -1,0 +1,166 @@
+use serde_json::{Map, Value, json};
+
+use super::family::LlamaFamily;
+use super::fields::{Fields, bad};
+use super::sizes::check_size;
+use crate::Result;
+
+/// The largest number of experts of all layers: a hostile file must not make the list of parameters long. The
+/// largest published model (Kimi K2) has 23,040.
+const MAX_EXPERTS: i64 = 1 << 17;
+
+/// The mixture of experts of a [`LlamaConfig`](crate::LlamaConfig), with the keys and defaults of transformers'
+/// `MixtralConfig` and `Qwen3MoeConfig`; [`LlamaConfig::of`](crate::LlamaConfig::of) returns those of each.
+#[derive(Debug, Clone, PartialEq)]
+pub struct ExpertsConfig {
+    /// The number of experts of a layer (`num_local_experts` of Mixtral, `num_experts` of Qwen3-MoE; either key is
+    /// read); default 8 (Qwen3-MoE: 128).
+    pub num_experts: i64,
+    /// The number of experts that compute a token; default 2 (Qwen3-MoE: 8).
+    pub num_experts_per_tok: i64,
+    /// The inner width of an expert of Qwen3-MoE; default 768. Mixtral's experts have `intermediate_size`.
+    pub moe_intermediate_size: i64,
+    /// If `true`, the weights of a token's experts are divided by their sum; default `false` for Qwen3-MoE. Mixtral
+    /// always divides.
+    pub norm_topk_prob: bool,
+    /// Every layer whose number, from 1 on, is a multiple of it has experts (Qwen3-MoE); default 1.
+    pub decoder_sparse_step: i64,
+    /// The layers that have no experts nevertheless, from 0 on (Qwen3-MoE); default none.
+    pub mlp_only_layers: Vec<i64>,
+    /// If `true`, the loss has the term that balances the load of the experts; default `false`.
+    pub output_router_logits: bool,
+    /// The factor of that term; default 0.001.
+    pub router_aux_loss_coef: f64,
+    /// The relative noise of the block's input in training, uniform in `1 ± noise` (Mixtral); default 0.
+    pub router_jitter_noise: f64,
+}
+
+impl ExpertsConfig {
+    /// Returns the defaults of transformers, or `None` for a family without experts.
+    pub(super) fn of(family: LlamaFamily) -> Option<ExpertsConfig> {
+        let mixtral = ExpertsConfig {
+            num_experts: 8,
+            num_experts_per_tok: 2,
+            moe_intermediate_size: 768,
+            norm_topk_prob: true,
+            decoder_sparse_step: 1,
+            mlp_only_layers: Vec::new(),
+            output_router_logits: false,
+            router_aux_loss_coef: 0.001,
+            router_jitter_noise: 0.0,
+        };
+        match family {
+            LlamaFamily::Mixtral => Some(mixtral),
+            LlamaFamily::Qwen3Moe => Some(ExpertsConfig {
+                num_experts: 128,
+                num_experts_per_tok: 8,
+                norm_topk_prob: false,
+                ..mixtral
+            }),
+            _ => None,
+        }
+    }
+
+    pub(super) fn read(&mut self, family: LlamaFamily, fields: &mut Fields) -> Result<()> {
+        // transformers 4 and 5 write the number under different keys.
+        for key in ["num_local_experts", "num_experts"] {
+            fields.positive(key, &mut self.num_experts)?;
+        }
+        fields.positive("num_experts_per_tok", &mut self.num_experts_per_tok)?;
+        fields.boolean("output_router_logits", &mut self.output_router_logits)?;
+        fields.number("router_aux_loss_coef", &mut self.router_aux_loss_coef)?;
+        if family == LlamaFamily::Mixtral {
+            return fields.number("router_jitter_noise", &mut self.router_jitter_noise);
+        }
+        fields.positive("moe_intermediate_size", &mut self.moe_intermediate_size)?;
+        fields.boolean("norm_topk_prob", &mut self.norm_topk_prob)?;
+        fields.positive("decoder_sparse_step", &mut self.decoder_sparse_step)?;
+        if let Some(value) = fields.take("mlp_only_layers") {
+            let expected = "a list of indices of layers";
+            let listed = value.as_array().into_iter().flatten().map(Value::as_i64);
+            let listed: Option<Vec<i64>> = listed.collect();
+            self.mlp_only_layers = listed
+                .filter(|_| value.is_array())
+                .ok_or_else(|| bad("mlp_only_layers", &value, expected))?;
+        }
+        Ok(())
+    }
+
+    pub(super) fn write(&self, family: LlamaFamily, map: &mut Map<String, Value>) {
+        let common = json!({
+            Self::count_key(family): self.num_experts,
+            "num_experts_per_tok": self.num_experts_per_tok,
+            "output_router_logits": self.output_router_logits,
+            "router_aux_loss_coef": self.router_aux_loss_coef,
+        });
+        let own = match family {
+            LlamaFamily::Mixtral => json!({"router_jitter_noise": self.router_jitter_noise}),
+            _ => json!({
+                "moe_intermediate_size": self.moe_intermediate_size,
+                "norm_topk_prob": self.norm_topk_prob,
+                "decoder_sparse_step": self.decoder_sparse_step,
+                "mlp_only_layers": self.mlp_only_layers,
+            }),
+        };
+        for object in [common, own] {
+            if let Value::Object(entries) = object {
+                map.extend(entries);
+            }
+        }
+    }
+
+    /// Returns the key of the number of experts in the files of the hub.
+    pub(super) fn count_key(family: LlamaFamily) -> &'static str {
+        match family {
+            LlamaFamily::Mixtral => "num_local_experts",
+            _ => "num_experts",
+        }
+    }
+
+    /// Returns `true` if layer `layer` has experts.
+    pub(crate) fn is_sparse(&self, layer: i64) -> bool {
+        // `max(1)`: this runs before the configuration is known to be valid, too.
+        !self.mlp_only_layers.contains(&layer) && (layer + 1) % self.decoder_sparse_step.max(1) == 0
+    }
+
+    pub(super) fn validate(&self, family: LlamaFamily, layers: i64) -> Result<()> {
+        let key = Self::count_key(family);
+        for (key, value) in [
+            (key, self.num_experts),
+            ("num_experts_per_tok", self.num_experts_per_tok),
+            ("moe_intermediate_size", self.moe_intermediate_size),
+            ("decoder_sparse_step", self.decoder_sparse_step),
+        ] {
+            check_size(key, value)?;
+        }
+        // The sizes are below 2^31 and the layers below 2^17.
+        if self.num_experts * layers > MAX_EXPERTS {
+            let most = MAX_EXPERTS / layers;
+            let expected = format!("at most {most} for {layers} layers");
+            return Err(bad(key, &self.num_experts.into(), &expected));
+        }
+        if self.num_experts_per_tok > self.num_experts {
+            let expected = format!("at most {key} ({})", self.num_experts);
+            let found = self.num_experts_per_tok.into();
+            return Err(bad("num_experts_per_tok", &found, &expected));
+        }
+        if let Some(layer) = self
+            .mlp_only_layers
+            .iter()
+            .find(|layer| !(0..layers).contains(*layer))
+        {
+            let expected = format!("a list of indices in 0..{layers}, those of the layers");
+            return Err(bad("mlp_only_layers", &(*layer).into(), &expected));
+        }
+        if !(self.router_aux_loss_coef >= 0.0 && self.router_aux_loss_coef.is_finite()) {
+            let found = self.router_aux_loss_coef.into();
+            return Err(bad("router_aux_loss_coef", &found, "0 or positive"));
+        }
+        // Below 1, so that the factors of the noise are positive.
+        if !(0.0..1.0).contains(&self.router_jitter_noise) {
+            let found = self.router_jitter_noise.into();
+            return Err(bad("router_jitter_noise", &found, "in 0..1"));
+        }
+        Ok(())
+    }
+}

@@ -1,0 +1,115 @@
+use overdrive_nn::Linear;
+use overdrive_sys::engine;
+use tch::{Device, Tensor};
+
+use super::balance::{ExpertLoad, LoadBalance};
+use super::dispatch::Dispatch;
+use super::grouped;
+use super::names::expert_modules;
+use super::router::{Router, Routing};
+use crate::Result;
+use crate::config::{ExpertsConfig, LlamaConfig};
+use crate::mlp::GatedMlp;
+use crate::parameters::ParameterMap;
+use crate::projections::LinearVisitor;
+
+/// A router and the feed-forward blocks that it chooses from: `Σ wₖ · expertₖ(x)` over the chosen ones of each token.
+#[derive(Debug)]
+pub(crate) struct MixtureOfExperts {
+    pub(super) router: Router,
+    pub(super) experts: Vec<GatedMlp>,
+    /// The relative noise of the input in training.
+    noise: f64,
+}
+
+impl MixtureOfExperts {
+    pub(crate) fn take(
+        parameters: &mut ParameterMap,
+        prefix: &str,
+        config: &LlamaConfig,
+        experts: &ExpertsConfig,
+    ) -> Result<MixtureOfExperts> {
+        let expert = |index| {
+            let [gate, up, down] = expert_modules(config.family, prefix, index);
+            GatedMlp::take(parameters, &[gate, up], &down, config)
+        };
+        Ok(MixtureOfExperts {
+            experts: (0..experts.num_experts)
+                .map(expert)
+                .collect::<Result<_>>()?,
+            router: Router::take(parameters, prefix, config, experts)?,
+            noise: experts.router_jitter_noise,
+        })
+    }
+
+    pub(crate) fn layers(&self) -> impl Iterator<Item = &Linear> {
+        let experts = self.experts.iter().flat_map(GatedMlp::layers);
+        std::iter::once(self.router.layer()).chain(experts)
+    }
+
+    pub(crate) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
+        self.router.visit(visit)?;
+        self.experts
+            .iter_mut()
+            .try_for_each(|expert| expert.visit(visit))
+    }
+
+    /// Computes the block for `x (…, C)`, and the load of its experts if `balance` wants it.
+    pub(crate) fn forward(
+        &self,
+        x: &Tensor,
+        fused: bool,
+        balance: &LoadBalance,
+    ) -> Result<(Tensor, Option<ExpertLoad>)> {
+        let size = x.size();
+        let mut rows = x.f_reshape([-1, size.last().copied().unwrap_or(1)])?;
+        if balance.training && self.noise > 0.0 {
+            let factors = rows.f_empty_like()?;
+            let factors = factors.f_uniform(1.0 - self.noise, 1.0 + self.noise)?;
+            rows = rows.f_mul(&factors)?;
+        }
+        let routing = self.router.route(&rows, fused)?;
+        let load = balance
+            .is_wanted
+            .then(|| ExpertLoad::of(&routing, balance.mask.as_ref()));
+        let y = self.compute(&rows, &routing, fused)?;
+        let y = y.f_to_kind(x.kind())?.f_view(size.as_slice())?;
+        Ok((y, load.transpose()?))
+    }
+
+    /// Computes the chosen experts of the rows `x (N, C)` and adds them up.
+    pub(super) fn compute(&self, x: &Tensor, routing: &Routing, fused: bool) -> Result<Tensor> {
+        let dispatch = Dispatch::new(routing, self.experts.len() as i64)?;
+        let sorted = dispatch.sort(x, fused)?;
+        let on_gpu = fused && x.device() != Device::Cpu;
+        let at_once = on_gpu && grouped::has_kernel(&sorted);
+        let y = at_once.then(|| grouped::feed_forward(&self.experts, &sorted, &dispatch.ends));
+        let y = match y.transpose()?.flatten() {
+            Some(y) => y,
+            None => self.one_by_one(&sorted, &dispatch.counts()?, fused)?,
+        };
+        dispatch.combine(&y, &routing.weights, fused)
+    }
+
+    /// Computes each expert for its `counts` rows of `sorted`.
+    pub(super) fn one_by_one(
+        &self,
+        sorted: &Tensor,
+        counts: &[i64],
+        fused: bool,
+    ) -> Result<Tensor> {
+        // One operator, whose backward writes each gradient once; that of a slice adds a tensor of zeros as large as
+        // all rows.
+        let parts = sorted.f_split_with_sizes(counts, 0)?;
+        let recording = engine::is_grad_enabled();
+        let mut outputs = Vec::with_capacity(parts.len());
+        for ((expert, part), count) in self.experts.iter().zip(&parts).zip(counts) {
+            // A trained expert without tokens has a gradient of zeros, as in transformers, where all experts are one
+            // parameter: an optimizer's averages decay, and processes agree on which gradients there are.
+            if *count > 0 || recording && expert.is_trained() {
+                outputs.push(expert.forward(part, fused)?);
+            }
+        }
+        Ok(Tensor::f_cat(&outputs, 0)?)
+    }
+}

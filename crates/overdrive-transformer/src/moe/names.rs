@@ -1,0 +1,56 @@
+//! The names of experts and routers in checkpoints.
+
+use crate::LlamaFamily;
+
+/// The names of gate, up and down of an expert: of Mixtral, and of Qwen3-MoE.
+const PARTS: [[&str; 3]; 2] = [["w1", "w3", "w2"], ["gate_proj", "up_proj", "down_proj"]];
+
+/// Returns the name of the module of the experts in the block `prefix`, and those of the parts of an expert.
+fn modules(family: LlamaFamily, prefix: &str) -> (String, [&'static str; 3]) {
+    match family {
+        LlamaFamily::Mixtral => (format!("{prefix}.block_sparse_moe"), PARTS[0]),
+        _ => (format!("{prefix}.mlp"), PARTS[1]),
+    }
+}
+
+/// Returns the names of gate, up and down of an expert, without `.weight`.
+pub(crate) fn expert_modules(family: LlamaFamily, prefix: &str, expert: i64) -> [String; 3] {
+    let (block, parts) = modules(family, prefix);
+    parts.map(|part| format!("{block}.experts.{expert}.{part}"))
+}
+
+/// Returns the name of the router, without `.weight`.
+pub(crate) fn router_module(family: LlamaFamily, prefix: &str) -> String {
+    format!("{}.gate", modules(family, prefix).0)
+}
+
+/// Returns the layer, the expert and the part (0 gate, 1 up, 2 down) that `module` names, if it is a part of an
+/// expert.
+pub(crate) fn expert_of(module: &str) -> Option<(&str, usize, usize)> {
+    let (layer, rest) = module.strip_prefix("model.layers.")?.split_once('.')?;
+    let rest = rest
+        .strip_prefix("block_sparse_moe.experts.")
+        .or_else(|| rest.strip_prefix("mlp.experts."))?;
+    let (expert, part) = rest.split_once('.')?;
+    let mut parts = PARTS.iter().flat_map(|parts| parts.iter().enumerate());
+    let (part, _) = parts.find(|(_, name)| **name == part)?;
+    Some((layer, expert.parse().ok()?, part))
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_of_experts_are_read_as_they_are_written() {
+        for family in [LlamaFamily::Mixtral, LlamaFamily::Qwen3Moe] {
+            let names = expert_modules(family, "model.layers.7", 12);
+            for (part, name) in names.iter().enumerate() {
+                assert_eq!(expert_of(name), Some(("7", 12, part)), "{name}");
+            }
+            let router = router_module(family, "model.layers.7");
+            assert_eq!(expert_of(&router), None);
+        }
+        assert_eq!(expert_of("model.layers.0.mlp.gate_proj"), None);
+    }
+}

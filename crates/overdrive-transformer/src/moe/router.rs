@@ -1,0 +1,105 @@
+use overdrive_nn::Linear;
+use tch::{Kind, Tensor};
+
+use super::names::router_module;
+use crate::Result;
+use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
+use crate::parameters::ParameterMap;
+use crate::projections::{LinearVisitor, visit_linear};
+
+/// The choice of experts for `N` tokens.
+#[derive(Debug)]
+pub(crate) struct Routing {
+    /// The experts of each token `(N, K)`, i64, the most probable one first.
+    pub(crate) experts: Tensor,
+    /// The factors of their outputs `(N, K)`.
+    pub(crate) weights: Tensor,
+    /// The probabilities of all experts `(N, E)`, fp32 or wider.
+    pub(crate) probabilities: Tensor,
+}
+
+/// The linear layer that scores the experts, and the choice by its scores.
+#[derive(Debug)]
+pub(crate) struct Router {
+    gate: Linear,
+    per_token: i64,
+    /// If `true`, the weights of a token sum to one.
+    normalises: bool,
+    /// If `true`, the weights are rounded to the dtype of the scores, as Qwen3-MoE's are and Mixtral's are not.
+    rounds: bool,
+}
+
+impl Router {
+    pub(super) fn take(
+        parameters: &mut ParameterMap,
+        prefix: &str,
+        config: &LlamaConfig,
+        experts: &ExpertsConfig,
+    ) -> Result<Router> {
+        let mixtral = config.family == LlamaFamily::Mixtral;
+        Ok(Router {
+            gate: parameters.take_linear(&router_module(config.family, prefix), false)?,
+            per_token: experts.num_experts_per_tok,
+            normalises: mixtral || experts.norm_topk_prob,
+            rounds: !mixtral,
+        })
+    }
+
+    pub(super) fn layer(&self) -> &Linear {
+        &self.gate
+    }
+
+    pub(super) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
+        visit_linear(&mut self.gate, visit)
+    }
+
+    /// Chooses the experts of the rows `x (N, C)`.
+    pub(super) fn route(&self, x: &Tensor, fused: bool) -> Result<Routing> {
+        let scores = self.gate.forward_with(x, fused)?;
+        let kind = match scores.kind() {
+            Kind::Double => Kind::Double,
+            _ => Kind::Float,
+        };
+        let probabilities = scores.f_softmax(-1, kind)?;
+        let (mut weights, experts) = probabilities.f_topk(self.per_token, -1, true, true)?;
+        if self.normalises {
+            let sum = weights.f_sum_dim_intlist([-1i64].as_slice(), true, kind)?;
+            weights = weights.f_div(&sum)?;
+        }
+        if self.rounds {
+            weights = weights.f_to_kind(scores.kind())?;
+        }
+        Ok(Routing {
+            experts,
+            weights,
+            probabilities,
+        })
+    }
+
+    /// Chooses the experts of rows of fp32 in slices by their `scores`, `experts` for each row. `choose` receives the
+    /// row, the expert and the weight, `K` times a row.
+    pub(super) fn choose(
+        &self,
+        scores: &[f32],
+        experts: usize,
+        mut choose: impl FnMut(usize, usize, f32),
+    ) {
+        let mut best: Vec<(f32, usize)> = Vec::with_capacity(experts);
+        for (row, scores) in scores.chunks_exact(experts).enumerate() {
+            best.clear();
+            best.extend(scores.iter().copied().zip(0..));
+            // By index where scores are equal, so that the choice does not depend on the sort.
+            best.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
+            let Some(&(largest, _)) = best.first() else {
+                continue;
+            };
+            let sum: f32 = scores.iter().map(|score| (score - largest).exp()).sum();
+            best.truncate(self.per_token.unsigned_abs() as usize);
+            let chosen: f32 = best.iter().map(|(score, _)| (score - largest).exp()).sum();
+            let total = if self.normalises { chosen } else { sum };
+            for &(score, expert) in &best {
+                choose(row, expert, (score - largest).exp() / total);
+            }
+        }
+    }
+}

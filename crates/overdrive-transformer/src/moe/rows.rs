@@ -1,0 +1,56 @@
+//! A mixture of experts on rows of f32 in slices, for decoding steps.
+
+use overdrive_nn::joint_forward_into;
+
+use super::MixtureOfExperts;
+use crate::Result;
+
+/// An expert of a row, and the factor of its output.
+struct Choice {
+    expert: usize,
+    row: usize,
+    weight: f32,
+}
+
+impl MixtureOfExperts {
+    /// Computes the block for rows of f32 in slices; `joint` and `inner` are memory to compute in. Only the weights of
+    /// the chosen experts are read, each once.
+    pub(crate) fn forward_rows(
+        &self,
+        x: &[f32],
+        joint: &mut Vec<f32>,
+        inner: &mut Vec<f32>,
+        y: &mut [f32],
+    ) -> Result<()> {
+        let [count, width] = self.router.layer().weight().size();
+        let [count, width] = [count, width].map(|size| size.unsigned_abs() as usize);
+        let mut scores = vec![0.0; x.len() / width.max(1) * count];
+        joint_forward_into(x, &[self.router.layer()], &mut scores)?;
+        let mut choices = Vec::new();
+        self.router.choose(&scores, count, |row, expert, weight| {
+            choices.push(Choice {
+                expert,
+                row,
+                weight,
+            });
+        });
+        choices.sort_unstable_by_key(|choice| (choice.expert, choice.row));
+        y.fill(0.0);
+        let (mut rows, mut outputs) = (Vec::new(), Vec::new());
+        for choices in choices.chunk_by(|a, b| a.expert == b.expert) {
+            rows.clear();
+            for choice in choices {
+                rows.extend_from_slice(&x[choice.row * width..][..width]);
+            }
+            outputs.resize(rows.len(), 0.0);
+            self.experts[choices[0].expert].forward_rows(&rows, joint, inner, &mut outputs)?;
+            for (choice, output) in choices.iter().zip(outputs.chunks_exact(width)) {
+                let y = &mut y[choice.row * width..][..width];
+                for (y, output) in y.iter_mut().zip(output) {
+                    *y += choice.weight * output;
+                }
+            }
+        }
+        Ok(())
+    }
+}
