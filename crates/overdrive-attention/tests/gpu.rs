@@ -53,7 +53,8 @@ fn values(shape: &[i64], seed: f64) -> Tensor {
 
 fn assert_close(found: &Tensor, expected: &Tensor, name: &str) {
     assert_eq!(found.size(), expected.size(), "{name}");
-    let close = found.allclose(expected, 1e-5, 1e-5, true);
+    // Scores reach 20, of which f32 rounds 2e-6 away, and weights are their exponentials.
+    let close = found.allclose(expected, 1e-5, 5e-5, true);
     let off = (found - expected).abs().max().double_value(&[]);
     assert!(close, "{name} is off by {off}");
 }

@@ -215,7 +215,7 @@ fn launched(device: Device) -> Result<Finding> {
     let keys = Tensor::f_randn([20, 2, BLOCK as i64, 64], given)?;
     let options = AttentionOptions::causal();
     let rows = query.f_unsqueeze(2)?;
-    let by_row = keys.f_flatten(0, 0)?.f_narrow(0, 0, 2)?;
+    let by_row = keys.f_narrow(0, 0, 2)?;
     let of_rows = kernels_of(device, || {
         at_lengths(&[rows, by_row.shallow_clone(), by_row], &[5, 16], &options).map(drop)
     })?;
@@ -292,8 +292,10 @@ fn speed(context: &mut Context) -> Result<()> {
     let device = context.device();
     let kind = context.sized(Kind::BFloat16, Kind::Float);
     let (heads, kv_heads, dim) = (32, 8, 128);
-    let shapes: [(usize, usize); 3] =
-        context.sized([(1, 32_768), (8, 8192), (64, 4096)], [(1, 64), (1, 128), (2, 64)]);
+    let shapes: [(usize, usize); 3] = context.sized(
+        [(1, 32_768), (8, 8192), (64, 4096)],
+        [(1, 64), (1, 128), (2, 64)],
+    );
     for (batch, length) in shapes {
         let random = |shape: &[i64]| -> Result<Tensor> {
             Ok(Tensor::f_randn(shape, (Kind::Float, device))?.f_to_kind(kind)?)
@@ -304,14 +306,17 @@ fn speed(context: &mut Context) -> Result<()> {
         let options = AttentionOptions::causal();
         compared(context, format!("rows, {batch} × {length}"), wide, || {
             let shape = [rows, kv_heads, tokens, dim];
-            let x = [random(&[rows, heads, 1, dim])?, random(&shape)?, random(&shape)?];
+            let x = [
+                random(&[rows, heads, 1, dim])?,
+                random(&shape)?,
+                random(&shape)?,
+            ];
             let lengths = vec![length; batch];
             let counts = Tensor::f_full([rows], tokens, (Kind::Int64, device))?;
             let on_device = DeviceLengths::new(&counts, &x[1])?;
             Ok(Box::new(move || {
                 if attention_at_lengths(&x[0], &x[1], &x[2], &on_device, &options)?.is_none() {
-                    let _results =
-                        attention_decode(&x[0], &x[1], &x[2], Some(&lengths), &options)?;
+                    let _results = attention_decode(&x[0], &x[1], &x[2], Some(&lengths), &options)?;
                 }
                 Ok(())
             }))
@@ -319,7 +324,11 @@ fn speed(context: &mut Context) -> Result<()> {
         compared(context, format!("paged, {batch} × {length}"), wide, || {
             let (layout, blocks) = layout(&vec![1; batch], &vec![length; batch], device)?;
             let shape = [blocks, kv_heads, BLOCK as i64, dim];
-            let x = [random(&[rows, heads, dim])?, random(&shape)?, random(&shape)?];
+            let x = [
+                random(&[rows, heads, dim])?,
+                random(&shape)?,
+                random(&shape)?,
+            ];
             Ok(Box::new(move || {
                 let _results = attention_paged(&x[0], &x[1], &x[2], &layout, &options)?;
                 Ok(())
@@ -327,18 +336,26 @@ fn speed(context: &mut Context) -> Result<()> {
         })?;
         // A scale and a least number for 64 codes.
         let narrow = bytes * (1.0 + 8.0 / 64.0);
-        compared(context, format!("INT8, {batch} × {length}"), narrow, || {
-            let mut cache = QuantizedCache::new(QuantizedCacheConfig::int8(1))?;
-            let prompt = random(&[rows, kv_heads, tokens, dim])?;
-            let _view = cache.append(0, &prompt, &prompt)?;
-            let (query, new) = (random(&[rows, heads, 1, dim])?, random(&[rows, kv_heads, 1, dim])?);
-            let held = cache.len();
-            Ok(Box::new(move || {
-                let options = AttendOptions::default();
-                let _output = cache.attend(0, &query, &new, &new, &options)?;
-                Ok(cache.truncate(held)?)
-            }))
-        })?;
+        compared(
+            context,
+            format!("INT8, {batch} × {length}"),
+            narrow,
+            || {
+                let mut cache = QuantizedCache::new(QuantizedCacheConfig::int8(1))?;
+                let prompt = random(&[rows, kv_heads, tokens, dim])?;
+                let _view = cache.append(0, &prompt, &prompt)?;
+                let (query, new) = (
+                    random(&[rows, heads, 1, dim])?,
+                    random(&[rows, kv_heads, 1, dim])?,
+                );
+                let held = cache.len();
+                Ok(Box::new(move || {
+                    let options = AttendOptions::default();
+                    let _output = cache.attend(0, &query, &new, &new, &options)?;
+                    Ok(cache.truncate(held)?)
+                }))
+            },
+        )?;
     }
     Ok(())
 }

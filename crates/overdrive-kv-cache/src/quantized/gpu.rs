@@ -26,10 +26,6 @@ pub(super) fn attend_on_gpu(
         report_fallback("attention over a quantized cache", reason);
         return Ok(None);
     }
-    let heads = |store: &'_ Store| CodedHeads {
-        codes: &store.codes,
-        lines: &store.lines,
-    };
     let causal = options.causal();
     let results = kernels.decode(&Decode {
         query,
@@ -49,6 +45,13 @@ pub(super) fn attend_on_gpu(
         sinks: None,
     })?;
     Ok(results.map(|(output, _)| output))
+}
+
+fn heads(store: &Store) -> CodedHeads<'_> {
+    CodedHeads {
+        codes: &store.codes,
+        lines: &store.lines,
+    }
 }
 
 /// Returns why the kernel cannot compute an attention.
