@@ -434,8 +434,10 @@ fn the_number_of_splits_depends_on_the_capacity_and_not_on_the_lengths() {
             let call = decode_call(&query, &keys, &keys, rows);
             let _ = stand_in.kernels.decode(&call).unwrap().unwrap();
             let log = stand_in.take();
-            let launch = log.iter().find(|line| line.contains("decode_attention"));
-            let fields: Vec<&str> = launch.unwrap().split(' ').collect();
+            let mut launches = log.iter().filter(|line| line.starts_with("launch"));
+            let split = launches.next().unwrap();
+            assert!(split.contains("decode_attention"), "{split}");
+            let fields: Vec<&str> = split.split(' ').collect();
             grids.push([fields[3].to_owned(), fields[4].to_owned()]);
         }
         grids.dedup();
