@@ -10,6 +10,7 @@ use overdrive_sys::op::Value;
 use tch::{Kind, Tensor};
 
 use crate::call::{shape_error, unresolved_limits};
+use crate::gpu;
 use crate::paged_packed::{limit, run, takes_packs};
 use crate::{Alignment, AttentionOptions, Backend, Error, Result};
 
@@ -71,8 +72,9 @@ fn row_step(keys: &Tensor) -> Option<[i64; 2]> {
 /// last of their keys, of which there are at least T. No gradient is recorded, and the host waits for nothing; the keys
 /// are read where they lie, and only those that are filled.
 ///
-/// It runs libtorch's flash attention on CUDA. `None` if that has not all options, or the device is another one: a mask
-/// does the same there. No GPU has run this yet.
+/// It runs libtorch's flash attention on CUDA, or with `OVERDRIVE_GPU_KERNELS=1` a kernel of overdrive-gpu, for up to 16
+/// queries, which also has f32, a softcap and sink logits. `None` if neither has all options, or the device is another
+/// one: a mask does the same there. No GPU has run this yet.
 ///
 /// # Errors
 /// [`Error::Common`] for tensors that do not fit.
@@ -83,6 +85,10 @@ pub fn attention_at_lengths(
     lengths: &DeviceLengths,
     options: &AttentionOptions<'_>,
 ) -> Result<Option<(Tensor, Tensor)>> {
+    let _no_grad = NoGradGuard::new();
+    if let Some(results) = gpu::at_lengths([query, keys, values], &lengths.counts, options)? {
+        return Ok(Some(results));
+    }
     let kind = query.f_kind()?;
     let dim = query.size().last().copied().unwrap_or(0);
     let (left, right) = unresolved_limits(options);
@@ -126,7 +132,6 @@ pub fn attention_at_lengths(
     if step(keys) != Some(lengths.step) || step(values) != Some(lengths.step) {
         return Ok(None);
     }
-    let _no_grad = NoGradGuard::new();
     // Keys in the order of their addresses, whatever row they belong to; the kernel is told where each row begins.
     let flat = |tensor: &Tensor| {
         let (size, stride) = (tensor.size(), tensor.stride());

@@ -23,6 +23,10 @@ pub enum Error {
     #[error(transparent)]
     Autograd(#[from] overdrive_autograd::Error),
 
+    /// A GPU kernel or the CUDA driver failed.
+    #[error(transparent)]
+    Gpu(#[from] overdrive_gpu::Error),
+
     /// An option is outside its range or does not go with another, or a tensor has the wrong shape, dtype or device.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),

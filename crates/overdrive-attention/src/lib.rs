@@ -52,6 +52,7 @@ mod cuda_flash;
 mod decode;
 mod device_lengths;
 mod error;
+mod gpu;
 mod gpu_preference;
 mod kernel;
 mod libtorch;

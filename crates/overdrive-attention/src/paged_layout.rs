@@ -173,15 +173,19 @@ impl PagedLayout {
         key_starts.push(int(blocks.len() * self.block_size));
         let counts = with_queries.iter().map(|index| self.key_lengths[*index]);
         let key_counts: Vec<i32> = counts.map(int).collect();
-        // One copy for all of them.
+        // One copy for all of them, each from an address that is a multiple of 16 bytes.
         let parts = [&blocks, &query_starts, &key_starts, &key_counts];
-        let all = Tensor::f_from_slice(&parts.map(Vec::as_slice).concat())?;
-        let all = transfer::to_device(all, device)?;
+        let mut all = Vec::new();
+        for part in parts {
+            all.extend_from_slice(part);
+            all.resize(all.len().next_multiple_of(4), 0);
+        }
+        let all = transfer::to_device(Tensor::f_from_slice(&all)?, device)?;
         let mut start = 0;
         let mut next = |part: &Vec<i32>| {
-            let count = part.len() as i64;
-            start += count;
-            all.f_narrow(0, start - count, count)
+            let (from, count) = (start, part.len());
+            start += count.next_multiple_of(4);
+            all.f_narrow(0, from as i64, count as i64)
         };
         let [block_table, query_starts, key_starts, key_counts] = [
             next(parts[0])?,

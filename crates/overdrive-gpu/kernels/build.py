@@ -32,7 +32,7 @@ def variants(kernel):
         for bucket in kernel["buckets"]:
             constants = mode["constants"] | {k: v for k, v in bucket.items() if k.isupper()}
             for aligned in alignments:
-                for dtype in kernel["dtypes"]:
+                for dtype in bucket.get("dtypes", kernel["dtypes"]):
                     yield {
                         "kernel": kernel["name"],
                         "dtype": dtype,

@@ -25,7 +25,7 @@ from build import HERE, signature, variants
 TOLERANCE = {"f32": 2e-6, "f16": 1e-3, "bf16": 8e-3}
 # Elements around each buffer.
 MARGIN = 64
-STORAGE = {"*fp32": np.float32, "*fp16": np.float16, "*bf16": np.uint16, "*i64": np.int64, "*u8": np.uint8, "*i8": np.int8}
+STORAGE = {"*fp32": np.float32, "*fp16": np.float16, "*bf16": np.uint16, "*i64": np.int64, "*i32": np.int32, "*u8": np.uint8, "*i8": np.int8}
 SCALARS = {"i32": (np.int32, tl.int32), "i64": (np.int64, tl.int64), "fp32": (np.float32, tl.float32)}
 
 
@@ -42,7 +42,7 @@ def rounded(values, kind):
 def widened(stored, kind):
     if kind == "*bf16":
         return (stored.astype(np.uint32) << 16).view(np.float32).astype(np.float64)
-    return stored if kind in ("*i64", "*u8", "*i8") else stored.astype(np.float64)
+    return stored if kind in ("*i64", "*i32", "*u8", "*i8") else stored.astype(np.float64)
 
 
 class Buffer:
@@ -457,6 +457,160 @@ def dequantize_8bit(launch):
     launch.output("y", outputs, inputs)
     launch.run()
     return launch.close("y", numbers)
+
+
+def decode_lengths(launch, sequences):
+    """Makes the numbers of queries and of keys of each sequence; returns them."""
+    s, constants = launch.scalars, launch.entry["constants"]
+    queries = np.full(sequences, s["queries"])
+    if constants["PAGED"]:
+        # As many as there are rows: the longest of all, none, and some. The launcher has left out those without queries.
+        queries = np.maximum(np.arange(s["queries"], s["queries"] - sequences, -1), 1)
+        assert queries.sum() == s["total"], launch.describe()
+        launch.given("query_starts", np.concatenate([[0], np.cumsum(queries)]))
+    if constants["CODED"]:
+        return queries, np.full(sequences, s["room"])
+    # No key, fewer keys than queries, a block and one more or less, all.
+    block = constants["BLOCK"]
+    keys = np.minimum([s["room"], 1, block, block + 1, block - 1, 0, 7][:sequences], s["room"])
+    launch.given("counts", keys)
+    return queries, keys
+
+
+def decode_keys(launch, sequences, keys):
+    """Makes the memory of keys and values; returns those of each sequence, (heads, keys, dim)."""
+    s, constants = launch.scalars, launch.entry["constants"]
+    heads, dim = s["kv_heads"], s["dim"]
+    if constants["PAGED"]:
+        size = s["block_size"]
+        used = -(-keys // size)
+        starts = np.concatenate([[0], np.cumsum(used)])
+        launch.given("key_starts", starts * size)
+        # The blocks of the pool lie in another order, and one of them is of no sequence.
+        table = launch.given("table", launch.random.permutation(starts[-1] + 1)[:starts[-1]])
+        shape = (starts[-1] + 1, heads, size, dim)
+    else:
+        tail = s["room"] - s.get("coded", 0)
+        shape = (sequences, heads, tail, dim)
+    both = []
+    for name in ("keys", "values"):
+        strides = [s[f"{name[0]}_{axis}"] for axis in ("sequence", "head", "token")] + [1]
+        extent = 1 + sum((n - 1) * stride for n, stride in zip(shape, strides))
+        # Memory that no key was written to holds anything.
+        whole = np.full(extent, np.nan)
+        view = np.lib.stride_tricks.as_strided(whole, shape, [8 * stride for stride in strides])
+        values = rounded(launch.random.standard_normal(shape), launch.types["keys"])
+        values = widened(values, launch.types["keys"])
+        if constants["PAGED"]:
+            parts = []
+            for sequence, count in enumerate(keys):
+                blocks = table[starts[sequence]:starts[sequence + 1]]
+                for number, block in enumerate(blocks):
+                    rows = min(count - number * size, size)
+                    view[block, :, :rows] = values[block, :, :rows]
+                parts.append(values[blocks].transpose(1, 0, 2, 3).reshape(heads, -1, dim)[:, :count])
+        else:
+            parts = []
+            for sequence, count in enumerate(keys - s.get("coded", 0)):
+                view[sequence, :, :count] = values[sequence, :, :count]
+                parts.append(values[sequence, :, :count])
+        launch.given(name, whole)
+        both.append(parts)
+    if constants["CODED"]:
+        both = [decode_codes(launch, name, sequences, parts) for name, parts in zip(("key", "value"), both)]
+    return both
+
+
+def decode_codes(launch, name, sequences, tails):
+    """Makes the codes of keys or values; returns what they stand for, and the tails behind them."""
+    s, group = launch.scalars, launch.entry["constants"]["GROUP"]
+    heads, dim, capacity, coded = s["kv_heads"], s["dim"], s["capacity"], s["coded"]
+    codes = launch.random.integers(0, 256, (sequences, heads, capacity, dim))
+    # Keys have a line of scales and least numbers for a block of tokens, values one for each token.
+    lines, width = (capacity // group, dim) if name == "key" else (capacity, dim // group)
+    scales = launch.random.uniform(1e-3, 2e-2, (sequences, heads, lines, 2 * width))
+    scales[..., width:] *= -100.0
+    scales[:, :, -(-coded // (capacity // lines)):] = np.nan
+    codes = launch.given(f"{name}_codes", codes)
+    scales = launch.given(f"{name}_lines", scales)
+    wide = [np.repeat(np.repeat(part, capacity // lines, axis=2), dim // width, axis=3)
+            for part in (scales[..., :width], scales[..., width:])]
+    numbers = (codes * wide[0] + wide[1])[:, :, :coded]
+    numbers = widened(rounded(numbers, launch.types["keys"]), launch.types["keys"])
+    return [np.concatenate([numbers[n], tail], axis=1) for n, tail in enumerate(tails)]
+
+
+def decode_attention(launch):
+    s, constants = launch.scalars, launch.entry["constants"]
+    (programs, splits), rows = launch.entry["blocks"], constants["ROWS"]
+    heads, group, dim, total = s["kv_heads"], s["group"], s["dim"], s["total"]
+    sequences = programs // heads // -(-s["queries"] * group // rows)
+    queries, counts = decode_lengths(launch, sequences)
+    keys, values = decode_keys(launch, sequences, counts)
+    extent = 1 + (total - 1) * s["q_row"] + (heads * group - 1) * s["q_head"] + dim - 1
+    flat = launch.given("query", launch.random.standard_normal(extent))
+    steps = [8 * s["q_row"], 8 * s["q_head"], 8]
+    query = np.lib.stride_tricks.as_strided(flat, (total, heads * group, dim), steps)
+    launch.output("partial", splits, total, heads * group, dim)
+    launch.output("lse", splits, total, heads * group)
+    launch.run()
+    means, lse = launch.buffers["partial"].get(), launch.buffers["lse"].get()
+    assert not np.isnan(means).any() and not np.isnan(lse).any(), launch.describe()
+    # Without the second kernel: the splits by their weights.
+    highest = lse.max(axis=0)
+    base = np.where(np.isinf(highest), 0.0, highest)
+    weights = np.exp(lse - base)
+    whole = weights.sum(axis=0)
+    mean = (means * weights[..., None]).sum(axis=0) / np.where(whole == 0, 1, whole)[..., None]
+    found = np.where(whole == 0, -np.inf, base + np.log(np.where(whole == 0, 1, whole)))
+    expected, expected_lse = np.zeros_like(mean), np.full_like(found, -np.inf)
+    first = 0
+    for n in range(sequences):
+        for t in range(queries[n]):
+            position = counts[n] - queries[n] + t
+            at = np.arange(counts[n])
+            seen = (at >= position - s["left"]) & (at <= position + s["right"])
+            for head in range(heads * group if seen.any() else 0):
+                k, v = keys[n][head // group][seen], values[n][head // group][seen]
+                scores = k @ query[first + t, head] * s["scale"]
+                if s["softcap"] > 0:
+                    scores = s["softcap"] * np.tanh(scores / s["softcap"])
+                exponentials = np.exp(scores - scores.max())
+                expected[first + t, head] = exponentials @ v / exponentials.sum()
+                expected_lse[first + t, head] = scores.max() + np.log(exponentials.sum())
+        first += queries[n]
+    # Weights are rounded to f16 for the tensor cores. What codes stand for is rounded to the dtype of the cache, where the
+    # interpreter cuts bf16 off: keys and values lose up to twice the error of rounding.
+    kind = "f16" if launch.kind == "bf16" and not constants["CODED"] else launch.kind
+    factor = 2 if constants["CODED"] and kind == "bf16" else 1
+    worst = launch.close("lse", expected_lse, factor=factor, found=found, kind=kind)
+    return max(worst, launch.close("partial", expected, factor=factor, found=mean, kind=kind))
+
+
+def decode_combine(launch):
+    s = launch.scalars
+    total, heads = launch.entry["blocks"]
+    splits, dim = s["splits"], s["dim"]
+    each = launch.random.standard_normal((splits, total, heads)) * 8.0
+    # A split that saw no key, and a row of which no split did.
+    each[0, 0, :] = -np.inf
+    each[:, total - 1, heads - 1] = -np.inf
+    each = launch.given("partial_lse", each)
+    means = launch.values("partial", splits, total, heads, dim)
+    if launch.entry["constants"]["SINKS"]:
+        sinks = launch.values("sinks", heads)
+    else:
+        sinks = np.full(heads, -np.inf)
+    launch.output("y", total, heads, dim)
+    launch.output("lse", heads, total)
+    launch.run()
+    highest = np.maximum(each.max(axis=0), sinks)
+    base = np.where(np.isinf(highest), 0.0, highest)
+    weights = np.exp(each - base)
+    whole = weights.sum(axis=0) + np.exp(sinks - base)
+    mean = (means * weights[..., None]).sum(axis=0) / np.where(whole == 0, 1, whole)[..., None]
+    lse = np.where(whole == 0, -np.inf, base + np.log(np.where(whole == 0, 1, whole)))
+    return max(launch.close("y", mean), launch.close("lse", lse.T))
 
 
 def main():

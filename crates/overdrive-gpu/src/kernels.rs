@@ -390,6 +390,7 @@ fn element_type(kind: Kind) -> Option<&'static str> {
         Kind::Half => Some("fp16"),
         Kind::BFloat16 => Some("bf16"),
         Kind::Int64 => Some("i64"),
+        Kind::Int => Some("i32"),
         Kind::Uint8 => Some("u8"),
         Kind::Int8 => Some("i8"),
         _ => None,

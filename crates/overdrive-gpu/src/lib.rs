@@ -6,8 +6,8 @@
 //! the GPU at hand, and launches it on libtorch's current stream, with results from libtorch's allocator. Launches can
 //! therefore be captured in a CUDA graph, and tensors can be used on several streams as any other.
 //!
-//! [overdrive-fused], [overdrive-quantization] and [overdrive-optim] are the crates to use: they call these kernels where
-//! they can and libtorch's operators elsewhere.
+//! [overdrive-fused], [overdrive-attention], [overdrive-kv-cache], [overdrive-quantization] and [overdrive-optim] are the
+//! crates to use: they call these kernels where they can and libtorch's operators elsewhere.
 //!
 //! | type | from | operations |
 //! |---|---|---|
@@ -18,6 +18,7 @@
 //! | [`FourBit`] | [`Kernels::four_bit`] | products of a few rows with 4-bit weights, and their dequantization |
 //! | [`EightBit`] | [`Kernels::eight_bit`] | the same with 8-bit weights that have a scale for each output |
 //! | [`Adam8`] | [`Kernels::adam8`] | a step of AdamW with averages of 8 bits |
+//! | [`Decode`] | [`Kernels::decode`] | attention of a few queries over dense, paged or 8-bit keys and values |
 //!
 //! Dtypes are f32, bf16 and f16; sums are in f32 and results are rounded once.
 //!
@@ -57,12 +58,15 @@
 //! # }
 //! ```
 //!
+//! [overdrive-attention]: ../overdrive_attention/index.html
 //! [overdrive-fused]: ../overdrive_fused/index.html
+//! [overdrive-kv-cache]: ../overdrive_kv_cache/index.html
 //! [overdrive-optim]: ../overdrive_optim/index.html
 //! [overdrive-quantization]: ../overdrive_quantization/index.html
 #![deny(missing_docs)]
 
 mod adam;
+mod decode;
 mod driver;
 mod eight_bit;
 mod embedded;
@@ -75,6 +79,7 @@ mod quantized;
 mod rotary;
 
 pub use adam::{Adam8, AdamFactors, CodedAverage};
+pub use decode::{CodedHeads, Decode, DecodeLayout, MOST_QUERIES, report_fallback};
 pub use eight_bit::{EightBit, EightBitWeight};
 pub use error::{Error, Result};
 pub use gate::{Gate, GateActivation};

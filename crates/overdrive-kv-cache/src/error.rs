@@ -5,6 +5,9 @@ pub enum Error {
     /// An option out of its range, or a tensor of another shape, dtype or device than the cache needs.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
+    /// A GPU kernel or the CUDA driver failed.
+    #[error(transparent)]
+    Gpu(#[from] overdrive_gpu::Error),
     /// A layer outside `0..layers` was named.
     #[error(
         "layer {layer} does not exist in a cache of {layers} layers; make the cache with the model's number of layers"

@@ -16,6 +16,7 @@ mod attention;
 mod backends;
 mod caches;
 mod decode;
+mod decode_kernel;
 mod distributed;
 mod doctor;
 mod fused;
@@ -190,6 +191,12 @@ pub const SECTIONS: &[Section] = &[
         40,
         backends::run,
         "the back ends of attention by length",
+    ),
+    Section::new(
+        "decode_kernel",
+        60,
+        decode_kernel::run,
+        "the decode kernel of Overdrive beside f64, captured, and its GB/s",
     ),
     Section::new(
         "kernels",

@@ -39,6 +39,11 @@ fn fused_operators_are_those_of_f64() {
 }
 
 #[test]
+fn the_decode_kernel_has_checks_that_run_without_it() {
+    assert!(passes("decode_kernel").len() > 100);
+}
+
+#[test]
 fn quantized_layers_are_those_of_their_weights() {
     assert!(passes("quantized").len() > 100);
 }

@@ -120,6 +120,11 @@ fn every_dtype_and_mode_has_every_bucket() {
             "{} {} {:?}",
             variant.kernel, variant.aligned, variant.constants
         );
+        // The largest heads in f32 do not fit into registers.
+        let is_wide = variant.kernel == "decode_attention" && variant.constants["DIM"] == 256;
+        if is_wide && variant.dtype != "f32" {
+            continue;
+        }
         *dtypes
             .entry(what)
             .or_default()

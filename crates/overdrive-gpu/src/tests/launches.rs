@@ -6,6 +6,7 @@ use std::fs;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
+use super::decode::decode;
 use super::source;
 use super::stand_in::StandIn;
 use crate::embedded::{PTX, Variant, images, table};
@@ -18,7 +19,7 @@ const KINDS: [Kind; 3] = [Kind::Float, Kind::Half, Kind::BFloat16];
 
 static BOOK: [f32; 16] = [0.5; 16];
 
-fn empty(shape: &[i64], kind: Kind) -> Tensor {
+pub(super) fn empty(shape: &[i64], kind: Kind) -> Tensor {
     Tensor::empty(shape, (kind, Device::Cpu))
 }
 
@@ -325,6 +326,7 @@ fn every_variant_is_launched_as_the_interpreter_proves_it() {
         adam(&stand_in, kind);
         four_bit(&stand_in, kind);
         eight_bit(&stand_in, kind);
+        decode(&stand_in, kind);
     }
     let variants = by_hash();
     let log = stand_in.take();

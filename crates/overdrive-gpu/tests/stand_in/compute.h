@@ -163,7 +163,104 @@ static void adam(void** p) {
   }
 }
 
-static int compute(const char* name, int count, unsigned blocks, void** p) {
+#define INTEGERS(i) (*(int32_t**)p[i])
+#define BYTES(i) (*(unsigned char**)p[i])
+
+// The tensors and numbers of a decode attention.
+typedef struct {
+  const float *key_lines, *value_lines, *keys, *values;
+  const unsigned char *key_codes, *value_codes;
+  const int32_t *table, *key_starts;
+  int coded, capacity, kv_heads, dim, block_size;
+  long long strides[2][3];
+} Decode;
+
+// Returns channel `c` of a key, or of a value, with codes of 64 tokens or 64 channels.
+static float decode_number(const Decode* d, int value, int sequence, int head, int token, int c) {
+  long long line = (long long)sequence * d->kv_heads + head;
+  if (token < d->coded) {
+    int code = (value ? d->value_codes : d->key_codes)[(line * d->capacity + token) * d->dim + c];
+    int n = value ? d->dim / 64 : d->dim;
+    const float* numbers = value ? d->value_lines + (line * d->capacity + token) * 2 * n + c / 64
+                                 : d->key_lines + (line * d->capacity + token) / 64 * 2 * n + c;
+    return (float)code * numbers[0] + numbers[n];
+  }
+  const long long* stride = d->strides[value];
+  long long first = sequence, row = token - d->coded;
+  if (d->table) {
+    int slot = d->key_starts[sequence] + token;
+    first = d->table[slot / d->block_size];
+    row = slot % d->block_size;
+  }
+  return (value ? d->values : d->keys)[first * stride[0] + head * stride[1] + row * stride[2] + c];
+}
+
+// Key `j` goes to split `j % splits`.
+static void decode(int count, unsigned programs, unsigned splits, void** p) {
+  int paged = count == 30, coded = count == 31, i = 5;
+  Decode d = {.keys = FLOATS(1), .values = FLOATS(2)};
+  const int32_t *counts = coded ? NULL : INTEGERS(i++), *query_starts = NULL;
+  if (paged) d.table = INTEGERS(i++), d.key_starts = INTEGERS(i++), query_starts = INTEGERS(i++);
+  if (coded) d.key_codes = BYTES(i++), d.value_codes = BYTES(i++), d.key_lines = FLOATS(i++), d.value_lines = FLOATS(i++);
+  int queries = INTEGER(i++), total = INTEGER(i++), room = INTEGER(i++);
+  if (coded) d.coded = INTEGER(i++), d.capacity = INTEGER(i++);
+  d.kv_heads = INTEGER(i++);
+  int group = INTEGER(i++), dim = d.dim = INTEGER(i++), heads = d.kv_heads * group;
+  if (paged) d.block_size = INTEGER(i++);
+  long long q_row = LONG(i++), q_head = LONG(i++);
+  for (int at = 0; at < 6; ++at) d.strides[at / 3][at % 3] = LONG(i++);
+  int left = INTEGER(i++), right = INTEGER(i++);
+  double scale = NUMBER(i++), softcap = NUMBER(i++);
+  int sequences = (int)programs / d.kv_heads / ((queries * group + 15) / 16);
+  for (int s = 0; s < sequences; ++s) {
+    int first = paged ? query_starts[s] : s * queries, here = paged ? query_starts[s + 1] - first : queries;
+    int keys = counts && counts[s] < room ? counts[s] : room;
+    for (int at = 0; at < here * heads * (int)splits; ++at) {
+      int t = at / heads / (int)splits, h = at / (int)splits % heads, split = at % (int)splits;
+      const float* q = FLOATS(0) + (first + t) * q_row + h * q_head;
+      long long row = ((long long)split * total + first + t) * heads + h;
+      double weight = 0, highest = -INFINITY, *sums = calloc((size_t)dim, sizeof(double));
+      for (int j = split; j < keys; j += (int)splits) {
+        int position = keys - here + t;
+        if (j < position - left || j > position + right) continue;
+        double score = 0;
+        for (int c = 0; c < dim; ++c) score += (double)q[c] * decode_number(&d, 0, s, h / group, j, c);
+        score *= scale;
+        if (softcap > 0) score = softcap * tanh(score / softcap);
+        double now = score > highest ? score : highest, factor = exp(highest - now), share = exp(score - now);
+        for (int c = 0; c < dim; ++c) sums[c] = sums[c] * factor + share * decode_number(&d, 1, s, h / group, j, c);
+        weight = weight * factor + share;
+        highest = now;
+      }
+      FLOATS(4)[row] = (float)(weight > 0 ? highest + log(weight) : -INFINITY);
+      for (int c = 0; c < dim; ++c) FLOATS(3)[row * dim + c] = weight > 0 ? (float)(sums[c] / weight) : 0;
+      free(sums);
+    }
+  }
+}
+
+static void combine(int sinks, unsigned total, unsigned heads, void** p) {
+  int splits = INTEGER(4 + sinks), dim = INTEGER(5 + sinks);
+  for (unsigned row = 0; row < total * heads; ++row) {
+    unsigned head = row % heads;
+    double highest = sinks ? FLOATS(2)[head] : -INFINITY, weight;
+    for (int s = 0; s < splits; ++s) highest = fmax(highest, FLOATS(1)[(long)s * total * heads + row]);
+    double base = isinf(highest) ? 0 : highest;
+    weight = sinks ? exp(FLOATS(2)[head] - base) : 0;
+    for (int s = 0; s < splits; ++s) weight += exp(FLOATS(1)[(long)s * total * heads + row] - base);
+    FLOATS(3 + sinks)[head * total + row / heads] = (float)(weight > 0 ? base + log(weight) : -INFINITY);
+    for (int c = 0; c < dim; ++c) {
+      double sum = 0;
+      for (int s = 0; s < splits; ++s) {
+        long at = (long)s * total * heads + row;
+        sum += exp(FLOATS(1)[at] - base) * FLOATS(0)[at * dim + c];
+      }
+      FLOATS(2 + sinks)[(long)row * dim + c] = weight > 0 ? (float)(sum / weight) : 0;
+    }
+  }
+}
+
+static int compute(const char* name, int count, unsigned blocks, unsigned blocks_y, void** p) {
   if (strcmp(name, "rms_norm_forward") == 0) norm_forward(count == 11, p);
   else if (strcmp(name, "rms_norm_backward") == 0) norm_backward(count == 11, blocks, p);
   else if (strcmp(name, "glu_forward") == 0) glu(0, blocks, p);
@@ -172,6 +269,8 @@ static int compute(const char* name, int count, unsigned blocks, void** p) {
   else if (strcmp(name, "rotary_join") == 0) join(blocks, p);
   else if (strcmp(name, "cross_entropy") == 0) entropy(count == 11, blocks, p);
   else if (strcmp(name, "adam8") == 0) adam(p);
+  else if (strcmp(name, "decode_attention") == 0) decode(count, blocks, blocks_y, p);
+  else if (strcmp(name, "decode_combine") == 0) combine(count == 9, blocks, blocks_y, p);
   else return 98;
   return 0;
 }

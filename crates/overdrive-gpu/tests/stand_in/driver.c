@@ -131,7 +131,7 @@ int cuLaunchKernel(void* handle, unsigned x, unsigned y, unsigned z, unsigned th
   say("launch %016llx %s %u %u %u %u%s", (unsigned long long)function->hash, function->name, x, y, threads, shared,
       line);
 #ifdef COMPUTE
-  return compute(function->name, function->count, x, parameters);
+  return compute(function->name, function->count, x, y, parameters);
 #else
   return 0;
 #endif

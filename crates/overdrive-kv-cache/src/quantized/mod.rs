@@ -3,6 +3,7 @@
 mod attend;
 mod codec;
 mod config;
+mod gpu;
 mod kernel;
 mod layer;
 mod store;
@@ -18,6 +19,7 @@ use crate::{AttendOptions, Error, KvCache, KvView, Result};
 use attend::{attend_to_codes, fits_kernel};
 pub use codec::{QuantizationAxis, QuantizationBits};
 pub use config::QuantizedCacheConfig;
+use gpu::attend_on_gpu;
 use layer::{Layer, Recent};
 use store::Store;
 
@@ -38,7 +40,9 @@ use store::Store;
 /// [`attend`](KvCache::attend) of few queries on a CPU reads the codes themselves, a block at a time.
 /// For many queries, or on other devices, it dequantizes one layer into memory that all layers share,
 /// and so does [`append`](KvCache::append), whose view is of that memory. A GPU does this in each step: one operator
-/// for INT8 and four for INT4 read the codes and write keys, or values, in the dtype of the cache.
+/// for INT8 and four for INT4 read the codes and write keys, or values, in the dtype of the cache. With
+/// `OVERDRIVE_GPU_KERNELS=1` a kernel of overdrive-gpu reads the codes of INT8 themselves, for up to 16 queries, heads of
+/// 64, 128 or 256 channels (f32: 64 or 128) and the default groups and axes. No GPU has run it yet.
 ///
 /// # Error bound
 ///
@@ -208,11 +212,18 @@ impl KvCache for QuantizedCache {
         if recent.quantized == 0 {
             return attend_to_view(query, &KvView::new(recent.keys, recent.values), options);
         }
+        // The kernels take the queries to be the last tokens; other shapes take the general path.
+        let are_last = query.size().get(2) == Some(&new.tokens);
+        if let Some(held) = &self.layers[layer]
+            && are_last
+            && let Some(output) = attend_on_gpu(query, held, &recent, options)?
+        {
+            return Ok(output);
+        }
         let tokens = recent.quantized + recent.keys.size()[2];
         if let Some(held) = &self.layers[layer]
             && fits_kernel(query, held, options, tokens)
-            // The kernel takes the queries to be the last tokens; other shapes take the general path.
-            && query.size()[2] == new.tokens
+            && are_last
         {
             return attend_to_codes(query, held, &recent, options);
         }
