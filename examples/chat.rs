@@ -21,7 +21,7 @@ use overdrive::generation::{
     Message, Request, Tokenizer,
 };
 use overdrive::transformer::CausalLm;
-use overdrive_examples::{GenerationFlags, ModelFlags, print_now};
+use overdrive_examples::{GenerationFlags, ModelFlags, TemplateFlags, print_now};
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 
@@ -32,6 +32,8 @@ use signal_hook::flag;
 struct Flags {
     #[command(flatten)]
     model: ModelFlags,
+    #[command(flatten)]
+    template: TemplateFlags,
     /// System message of the conversation
     #[arg(long)]
     system: Option<String>,
@@ -54,7 +56,7 @@ fn run(flags: &Flags) -> Result<()> {
     let source = flags.model.local()?;
     let files = source.files()?;
     let config = flags.generation.config(&files, 1024)?;
-    let template = files.chat_template()?;
+    let template = flags.template.load(&files)?;
     let tokenizer = Arc::new(source.tokenizer()?);
     let model = source.load()?;
     let mut engine = EngineConfig::default();

@@ -20,7 +20,7 @@ use std::sync::Arc;
 use anyhow::{Context, Result};
 use clap::Parser;
 use overdrive::generation::{Answer, ChatBatchOptions, chat_batch_with, conversation_from_json};
-use overdrive_examples::{GenerationFlags, ModelFlags};
+use overdrive_examples::{GenerationFlags, ModelFlags, TemplateFlags};
 use serde_json::{Value, json};
 
 /// Answers a file of conversations
@@ -30,6 +30,8 @@ use serde_json::{Value, json};
 struct Flags {
     #[command(flatten)]
     model: ModelFlags,
+    #[command(flatten)]
+    template: TemplateFlags,
     /// JSON Lines with one conversation each; - is stdin
     #[arg(long, default_value = "-")]
     input: PathBuf,
@@ -61,7 +63,7 @@ fn run(flags: &Flags) -> Result<()> {
     let source = flags.model.local()?;
     let files = source.files()?;
     let config = flags.generation.config(&files, 256)?;
-    let template = files.chat_template()?;
+    let template = flags.template.load(&files)?;
     let tokenizer = Arc::new(source.tokenizer()?);
     // Read completely before the model is loaded, so that a broken line is found at once.
     let lines = read(&flags.input)?;

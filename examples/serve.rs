@@ -11,6 +11,7 @@
 //! ```
 
 use std::net::{IpAddr, TcpListener};
+use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::time::Duration;
@@ -20,8 +21,9 @@ use clap::Parser;
 use overdrive::generation::{
     Engine, EngineConfig, EngineHandle, Error, GenerationConfig, ModelFiles,
 };
+use overdrive::lora::{LoadAdapterOptions, load_adapter_for_rows};
 use overdrive::serve::{ApiKey, Pooling, ServedModel, Server, ServerOptions};
-use overdrive_examples::{ModelFlags, model_name, print_line};
+use overdrive_examples::{ModelFlags, TemplateFlags, local_adapter, model_name, print_line};
 use serde_json::Value;
 
 /// An HTTP server with OpenAI's API
@@ -32,6 +34,11 @@ use serde_json::Value;
 struct Flags {
     #[command(flatten)]
     model: ModelFlags,
+    #[command(flatten)]
+    template: TemplateFlags,
+    /// Adapter in PEFT's format that requests choose by giving NAME as their model; may be repeated
+    #[arg(long, value_name = "NAME=DIR", value_parser = adapter, conflicts_with = "adapter")]
+    lora: Vec<(String, PathBuf)>,
     /// Address to listen on; 0.0.0.0 is every one of this machine
     #[arg(long, default_value = "127.0.0.1")]
     host: IpAddr,
@@ -50,6 +57,12 @@ struct Flags {
     /// MiB for keys and values [default: from 1024 to 4096, by the model's context]
     #[arg(long)]
     cache_mib: Option<u64>,
+    /// Number of open connections; requests on more are answered by 503
+    #[arg(long, default_value_t = 512)]
+    max_connections: usize,
+    /// Seconds in which the head of a request must arrive, and for which an idle connection is kept
+    #[arg(long, default_value_t = 30)]
+    header_timeout: u64,
     /// Number of sequences that are computed or wait; more are answered by 429
     #[arg(long, default_value_t = 256)]
     max_queue: usize,
@@ -77,6 +90,8 @@ fn main() -> ExitCode {
 fn run(flags: &Flags) -> Result<()> {
     let mut options = ServerOptions::default();
     options.api_key = ApiKey::from_env()?;
+    options.max_connections = flags.max_connections;
+    options.header_timeout = Duration::from_secs(flags.header_timeout);
     options.max_queue = flags.max_queue;
     options.max_tokens = flags.max_tokens;
     options.max_body_bytes = flags.max_body_bytes;
@@ -97,16 +112,21 @@ fn run(flags: &Flags) -> Result<()> {
     let source = flags.model.local()?;
     let files = source.files()?;
     let config = generation_config(&files)?;
-    let template = match files.chat_template() {
+    let template = match flags.template.load(&files) {
         Ok(template) => Some(template),
-        Err(error @ Error::NoChatTemplate { .. }) => {
+        Err(error) if matches!(error.downcast_ref(), Some(Error::NoChatTemplate { .. })) => {
             eprintln!("there is no /v1/chat/completions: {error}");
             None
         }
-        Err(error) => return Err(error.into()),
+        Err(error) => return Err(error),
     };
     let tokenizer = Arc::new(source.tokenizer()?);
-    let model = source.load()?;
+    let mut model = source.load()?;
+    for (name, adapter) in &flags.lora {
+        let folder = local_adapter(adapter)?;
+        load_adapter_for_rows(&mut model, &folder, name, &LoadAdapterOptions::default())
+            .with_context(|| format!("--lora {name}={}", folder.display()))?;
+    }
 
     let mut engine = EngineConfig::default();
     engine.max_num_seqs = flags.max_num_seqs;
@@ -126,6 +146,16 @@ fn run(flags: &Flags) -> Result<()> {
     server.run(listener)?;
     print_line("ended");
     Ok(())
+}
+
+/// Parses `NAME=DIR`.
+fn adapter(flag: &str) -> Result<(String, PathBuf), String> {
+    match flag.split_once('=') {
+        Some((name, folder)) if !name.is_empty() && !folder.is_empty() => {
+            Ok((name.to_owned(), PathBuf::from(folder)))
+        }
+        _ => Err("it must be NAME=DIR, such as french=runs/french".to_owned()),
+    }
 }
 
 /// Returns the model's configuration. Without a `top_k` of its own a request samples among all tokens, as in OpenAI's

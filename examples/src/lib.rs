@@ -15,6 +15,7 @@ pub mod pairs;
 pub mod pictures;
 mod progress;
 mod speed;
+mod template_flags;
 pub mod training;
 mod warnings;
 
@@ -33,6 +34,7 @@ pub use model_text::ModelText;
 pub use onnx_comparison::OnnxComparison;
 pub use progress::ByteProgress;
 pub use speed::{GreedySpeed, decode_tokens_per_second};
+pub use template_flags::TemplateFlags;
 
 /// The way in which a run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -70,7 +72,14 @@ pub fn exit(program: impl FnOnce() -> anyhow::Result<()>) -> ExitCode {
 fn exit_with(program: impl FnOnce() -> anyhow::Result<ExitCode>) -> ExitCode {
     warnings::print_warnings();
     program().unwrap_or_else(|error| {
-        eprintln!("error: {error}");
+        let mut text = error.to_string();
+        // A context hides its cause, and many errors already end with theirs.
+        for cause in error.chain().skip(1).map(ToString::to_string) {
+            if !text.contains(&cause) {
+                text = format!("{text}: {cause}");
+            }
+        }
+        eprintln!("error: {text}");
         ExitCode::FAILURE
     })
 }

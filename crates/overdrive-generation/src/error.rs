@@ -162,6 +162,17 @@ pub enum Error {
         /// The remedy.
         hint: &'static str,
     },
+    /// A request names an adapter that the model of the engine does not have.
+    #[error(
+        "there is no adapter `{name}`; the engine's model has {}. Adapters are loaded before the engine is made",
+        if available.is_empty() { "none".to_owned() } else { available.join(", ") }
+    )]
+    UnknownAdapter {
+        /// The name of the request.
+        name: String,
+        /// The adapters of the model.
+        available: Vec<String>,
+    },
     /// The model of the engine gives logits only.
     #[error("the model gives no hidden states; implement `EngineModel::hidden_states` for it")]
     NoHiddenStates,

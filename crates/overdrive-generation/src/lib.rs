@@ -86,7 +86,7 @@ pub use config::{
 pub use constraint::{ChoiceConstraint, Constraint};
 pub use engine::{
     CacheShape, Completion, Engine, EngineConfig, EngineHandle, EngineModel, EngineStatistics,
-    Event, Events, Latency, Outcome, RaggedStep, Request, RequestId, Ticket,
+    Event, Events, Latency, Outcome, RaggedStep, Request, RequestId, StepAdapters, Ticket,
 };
 pub use error::{Error, Result};
 pub use generate::{GenerateOptions, generate, generate_with, generate_with_options};

@@ -95,6 +95,26 @@ impl ModelFiles {
         }
     }
 
+    /// Returns the chat template of `path`, a file with Jinja's syntax or a folder, in place of the model's. That of a
+    /// file gets the model's special tokens.
+    ///
+    /// # Errors
+    /// [`Error::ChatTemplate`](crate::Error::ChatTemplate) if it cannot be parsed; an error if a file cannot be read.
+    pub fn chat_template_from(&self, path: impl AsRef<Path>) -> Result<ChatTemplate> {
+        let path = path.as_ref();
+        if path.is_dir() {
+            return ChatTemplate::from_dir(path);
+        }
+        let source = std::fs::read_to_string(path).map_err(Common::io("read", path))?;
+        let mut template = ChatTemplate::new(&source)?;
+        for (name, _) in SPECIAL_TOKENS {
+            if let Some(token) = self.special_token(name)? {
+                template = template.with_special_token(name, &token);
+            }
+        }
+        Ok(template)
+    }
+
     /// Returns the generation settings, as an object for [`GenerationConfig::from_map`]: those of
     /// `generation_config.json`, or the end-of-text tokens and the sampling defaults (`general.sampling.*`) of a GGUF
     /// file.

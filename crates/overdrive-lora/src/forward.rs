@@ -1,16 +1,25 @@
 //! The output of a layer with adapters: the matmul of its weight, and the addend of each active adapter.
 
-use overdrive_nn::{Adapter, Linear, LinearWeight, joint_base};
+use overdrive_nn::{Adapter, AdapterRows, Linear, LinearWeight, joint_base};
 use overdrive_sys::autocast;
 use tch::{Kind, Tensor};
 
+use crate::by_row::joint_rows;
 use crate::layer_adapters::{LayerAdapters, adapters_of};
 use crate::low_rank::{Addend, add_low_rank};
 use crate::{LoraAdapter, Result, dora};
 
 impl Adapter for LayerAdapters {
     fn is_active(&self) -> bool {
-        !self.working().is_empty()
+        match AdapterRows::current() {
+            Some(rows) => self.is_active_for(&rows),
+            None => !self.working().is_empty(),
+        }
+    }
+
+    fn names(&self) -> Vec<&str> {
+        let adapters = self.adapters.iter().map(|(name, _)| name.as_str());
+        adapters.collect()
     }
 
     fn active_names(&self) -> Vec<&str> {
@@ -28,7 +37,15 @@ impl Adapter for LayerAdapters {
     /// Computes adapters in their own dtype (under autocast in its dtype); the result has the weight's.
     fn forward(&self, layer: &Linear, x: &Tensor, fused: bool) -> overdrive_nn::Result<Tensor> {
         let shared = shared_input(x)?;
-        Ok(self.adapted(layer, shared.as_ref().unwrap_or(x), fused)?)
+        let x = shared.as_ref().unwrap_or(x);
+        Ok(match AdapterRows::current() {
+            Some(rows) => self.forward_rows(layer, x, &rows, fused)?,
+            None => {
+                let adapter = |index: &usize| &self.adapters[*index].1;
+                let working: Vec<_> = self.working().iter().map(adapter).collect();
+                self.adapted(layer, x, &working, fused)?
+            }
+        })
     }
 
     fn forward_joint(
@@ -36,6 +53,10 @@ impl Adapter for LayerAdapters {
         layers: &[&Linear],
         x: &Tensor,
     ) -> overdrive_nn::Result<Option<Tensor>> {
+        if let Some(rows) = AdapterRows::current() {
+            let shared = shared_input(x)?;
+            return Ok(joint_rows(layers, shared.as_ref().unwrap_or(x), &rows)?);
+        }
         // One autograd function for all layers: x is saved once, and the A's are one matmul.
         let Some(addends) = joint_addends(layers) else {
             return Ok(None);
@@ -59,7 +80,7 @@ impl Adapter for LayerAdapters {
 
 impl LayerAdapters {
     /// Returns the indices of the adapters that are computed beside the weight now.
-    fn working(&self) -> &[usize] {
+    pub(crate) fn working(&self) -> &[usize] {
         if self.enabled && self.merged.is_empty() && self.active_copy.is_none() {
             &self.active
         } else {
@@ -67,13 +88,18 @@ impl LayerAdapters {
         }
     }
 
-    /// Computes the weight and the adapters one after another, in PEFT's order: DoRA scales the sum that it
-    /// finds.
-    fn adapted(&self, layer: &Linear, x: &Tensor, fused: bool) -> Result<Tensor> {
+    /// Computes the weight and the adapters `working`, of which there is at least one, one after another, in PEFT's
+    /// order: DoRA scales the sum that it finds.
+    pub(crate) fn adapted(
+        &self,
+        layer: &Linear,
+        x: &Tensor,
+        working: &[&LoraAdapter],
+        fused: bool,
+    ) -> Result<Tensor> {
         let (weight, bias) = (layer.weight(), layer.bias());
-        let working = self.working();
         // Not empty: a layer calls its adapter only if `is_active`.
-        let first = &self.adapters[working[0]].1;
+        let first = working[0];
         // DoRA needs the output without the bias. Where it is the first adapter, the bias is added after it
         // instead of being added and subtracted.
         let mut postponed = match (bias, &first.magnitude) {
@@ -83,8 +109,7 @@ impl LayerAdapters {
         let mut y = weight.forward(x, bias.filter(|_| postponed.is_none()), fused)?;
         let kind = y.kind();
         let mut pending = Vec::new();
-        for index in working {
-            let adapter = &self.adapters[*index].1;
+        for adapter in working {
             let addend = Addend {
                 start: 0,
                 adapter,

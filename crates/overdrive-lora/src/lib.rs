@@ -9,6 +9,7 @@
 //! | [`LoraConfig`] | PEFT's `LoraConfig`, in `adapter_config.json` |
 //! | [`add_adapter`], [`set_adapter`], [`disable_adapters`], [`delete_adapter`] | `get_peft_model`, `set_adapter`, … |
 //! | [`save_adapter`], [`load_adapter`] | `save_pretrained`, `PeftModel.from_pretrained`, file by file |
+//! | [`load_adapter_for_rows`] | a batch whose rows choose their adapters (`adapter_names`) |
 //! | [`merge_adapters`], [`unmerge_adapters`], [`merge_and_unload`], [`unload`] | the same, also for quantized weights |
 //! | [`add_weighted_adapter`] | `add_weighted_adapter` |
 //! | [`trainable_parameters`], [`parameter_counts`] | `named_parameters`, `print_trainable_parameters` |
@@ -88,6 +89,7 @@
 
 mod adapter;
 mod adapters;
+mod by_row;
 mod config;
 mod copies;
 mod dora;
@@ -110,6 +112,7 @@ pub use adapters::{
     active_adapters, adapter_names, add_adapter, delete_adapter, disable_adapters, enable_adapters,
     set_adapter, set_requires_grad, set_training,
 };
+pub use by_row::load_adapter_for_rows;
 pub use config::{
     BiasMode, InitLoraWeights, LayerIndices, LoftqConfig, LoraConfig, Names, TargetModules,
 };

@@ -9,7 +9,8 @@ use crate::{Linear, LinearWeight, Result};
 ///
 /// A layer has one adapter, which may stand for several: overdrive-lora keeps all LoRA adapters of a layer
 /// in one. The layer asks [`is_active`](Adapter::is_active) in every forward pass and computes its weight
-/// alone, by the same path as without an adapter, where that is false.
+/// alone, by the same path as without an adapter, where that is false. Where rows of a batch have adapters of their
+/// own, [`AdapterRows`](crate::AdapterRows) names them.
 ///
 /// ```
 /// use overdrive_nn::{Adapter, Linear, Result};
@@ -65,6 +66,11 @@ pub trait Adapter: Any + Debug + Send {
     fn forward_joint(&self, layers: &[&Linear], x: &Tensor) -> Result<Option<Tensor>> {
         let _ = (layers, x);
         Ok(None)
+    }
+
+    /// Returns the names of all adapters that the layer has, active or not. Default: the active ones.
+    fn names(&self) -> Vec<&str> {
+        self.active_names()
     }
 
     /// Returns the weight and bias that the layer computes with in place of its own, such as a copy that

@@ -27,6 +27,7 @@
 #![deny(missing_docs)]
 
 mod adapter;
+mod adapter_rows;
 mod embedding;
 mod error;
 mod host;
@@ -36,6 +37,7 @@ mod rows;
 mod weight;
 
 pub use adapter::Adapter;
+pub use adapter_rows::{AdapterRows, AdapterRowsScope};
 pub use embedding::Embedding;
 pub use error::{Error, Result};
 pub use host::{AdapterHost, AdapterState};

@@ -24,7 +24,7 @@ pub(crate) async fn chat_completions(
 ) -> ApiResult<Response> {
     let started = Instant::now();
     let mut fields = Fields::read(request, &shared.options).await?;
-    shared.check_model(fields.take("model")?)?;
+    let model = shared.choose_model(fields.take("model")?)?;
     let Some(template) = &shared.model.template else {
         let message =
             "this model has no chat template; it may be a base model: use /v1/completions";
@@ -68,6 +68,7 @@ pub(crate) async fn chat_completions(
 
     let (include_usage, is_stream) = (sampling.include_usage, sampling.stream);
     let preparing = Arc::clone(&shared);
+    let adapter = model.adapter;
     let request = blocking(move || {
         let shared = &preparing;
         let Some(template) = &shared.model.template else {
@@ -78,7 +79,8 @@ pub(crate) async fn chat_completions(
         let prompt = template.encode(&shared.model.tokenizer, &messages, &options)?;
         let default = shared.model.config.max_new_tokens;
         let config = sampling.for_prompt("messages", prompt.len(), default, shared)?;
-        let request = Request::new(prompt, config);
+        let mut request = Request::new(prompt, config);
+        request.adapter = adapter;
         Ok(match forced.or(format) {
             Some(schema) => request.with_constraint(schema.constraint(shared)?),
             None => request,
@@ -92,6 +94,7 @@ pub(crate) async fn chat_completions(
     let answer = Chat {
         id: shared.id("chatcmpl"),
         created: now(),
+        model: model.name,
         has_logprobs,
         choices: (0..n).map(|_| choice()).collect(),
         tools: tools.clone(),
@@ -129,6 +132,7 @@ fn template_options(fields: &mut Fields, tools: Option<&Tools>) -> ApiResult<Cha
 struct Chat {
     id: String,
     created: u64,
+    model: Arc<str>,
     has_logprobs: bool,
     tools: Option<Tools>,
     choices: Vec<Choice>,
@@ -172,7 +176,7 @@ impl Answer for Chat {
             true => "chat.completion.chunk",
             false => "chat.completion",
         };
-        json!({"id": self.id, "object": object, "created": self.created, "model": self.shared.model.name})
+        json!({"id": self.id, "object": object, "created": self.created, "model": *self.model})
     }
 
     fn choice(&self, choice: usize, completion: Completion) -> Value {

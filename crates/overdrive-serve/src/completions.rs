@@ -76,7 +76,7 @@ pub(crate) async fn completions(
 ) -> ApiResult<Response> {
     let started = Instant::now();
     let mut fields = Fields::read(request, &shared.options).await?;
-    shared.check_model(fields.take("model")?)?;
+    let model = shared.choose_model(fields.take("model")?)?;
     fields.refuse(&["suffix"])?;
     let mut sampling = Sampling::take(&mut fields, &shared)?;
     sampling.max_tokens = fields.take("max_tokens")?;
@@ -109,6 +109,7 @@ pub(crate) async fn completions(
 
     let (include_usage, is_stream) = (sampling.include_usage, sampling.stream);
     let preparing = Arc::clone(&shared);
+    let adapter = model.adapter;
     let (requests, echoes) = blocking(move || {
         let shared = &preparing;
         let constraint = schema.map(|schema| schema.constraint(shared)).transpose()?;
@@ -122,6 +123,7 @@ pub(crate) async fn completions(
                 None
             });
             let mut request = Request::new(ids, config);
+            request.adapter = adapter.clone();
             if let Some(constraint) = &constraint {
                 request = request.with_constraint(constraint.fork());
             }
@@ -138,6 +140,7 @@ pub(crate) async fn completions(
         pending: vec![Vec::new(); echoes.len() * n],
         echoes,
         n,
+        model: model.name,
         shared: Arc::clone(&shared),
     };
     let job = Job::submit(&shared, requests, seats, started)?;
@@ -167,6 +170,7 @@ fn echoed(shared: &Shared, text: Option<String>, ids: &[i64]) -> ApiResult<Strin
 struct Text {
     id: String,
     created: u64,
+    model: Arc<str>,
     n: usize,
     /// The text that the choices of each prompt begin with.
     echoes: Vec<Option<String>>,
@@ -192,8 +196,7 @@ impl Text {
 
 impl Answer for Text {
     fn head(&self, _is_chunk: bool) -> Value {
-        let model = &self.shared.model.name;
-        json!({"id": self.id, "object": "text_completion", "created": self.created, "model": model})
+        json!({"id": self.id, "object": "text_completion", "created": self.created, "model": *self.model})
     }
 
     fn choice(&self, choice: usize, completion: Completion) -> Value {

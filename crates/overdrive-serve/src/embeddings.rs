@@ -9,6 +9,7 @@ use axum::response::Response;
 use base64::Engine;
 use base64::engine::general_purpose::STANDARD;
 use overdrive_generation::{EngineModel, Error};
+use overdrive_nn::AdapterRows;
 use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 use tokio::sync::oneshot;
@@ -25,7 +26,7 @@ pub(crate) async fn embeddings(
 ) -> ApiResult<Response> {
     let started = Instant::now();
     let mut fields = Fields::read(request, &shared.options).await?;
-    shared.check_model(fields.take("model")?)?;
+    let model = shared.choose_model(fields.take("model")?)?;
     fields.refuse(&["dimensions", "truncate_prompt_tokens"])?;
     let format: Option<String> = fields.take("encoding_format")?;
     let is_base64 = match format.as_deref() {
@@ -51,7 +52,7 @@ pub(crate) async fn embeddings(
     let compute = async {
         let mut data = Vec::with_capacity(inputs.len());
         for (index, ids) in inputs.into_iter().enumerate() {
-            let embedding = embed(&shared, ids, pooling).await?;
+            let embedding = embed(&shared, ids, pooling, model.adapter.clone()).await?;
             let value = match is_base64 {
                 true => {
                     let bytes: Vec<u8> = embedding.iter().flat_map(|x| x.to_le_bytes()).collect();
@@ -73,8 +74,7 @@ pub(crate) async fn embeddings(
     })??;
     shared.metrics.whole_request(started.elapsed());
     let usage = json!({"prompt_tokens": tokens, "total_tokens": tokens});
-    let model = &shared.model.name;
-    let answer = json!({"object": "list", "data": data, "model": model, "usage": usage});
+    let answer = json!({"object": "list", "data": data, "model": *model.name, "usage": usage});
     Ok(json_response(StatusCode::OK, &answer))
 }
 
@@ -105,11 +105,18 @@ fn check(inputs: Vec<crate::completions::Prompt>, shared: &Shared) -> ApiResult<
 }
 
 /// Computes an embedding on the engine's thread, which owns the model.
-async fn embed(shared: &Shared, ids: Vec<i64>, pooling: Pooling) -> ApiResult<Vec<f32>> {
+async fn embed(
+    shared: &Shared,
+    ids: Vec<i64>,
+    pooling: Pooling,
+    adapter: Option<Arc<str>>,
+) -> ApiResult<Vec<f32>> {
     let (sender, receiver) = oneshot::channel();
     shared.engine.run(move |model| {
         // A client that has disconnected costs nothing.
         if !sender.is_closed() {
+            let rows = adapter.map(|name| AdapterRows::new([(ids.len(), Some(name))]));
+            let _scope = rows.map(AdapterRows::scope);
             let _gone = sender.send(pooled(model, &ids, pooling));
         }
     })?;

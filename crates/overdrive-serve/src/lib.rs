@@ -33,6 +33,7 @@ mod answer;
 mod api_error;
 mod chat;
 mod completions;
+mod connections;
 mod embeddings;
 mod error;
 mod fields;

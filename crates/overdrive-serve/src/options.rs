@@ -36,6 +36,12 @@ impl std::str::FromStr for Pooling {
 pub struct ServerOptions {
     /// The key that requests to `/v1` must carry. Default `None`: none.
     pub api_key: Option<ApiKey>,
+    /// The largest number of open connections; a request on a further one is answered by 503, and the connection is
+    /// closed. Default 512.
+    pub max_connections: usize,
+    /// The time in which the head of a request must arrive, from the connection or the end of the last answer on;
+    /// the connection is then closed. It is also the time for which an idle connection is kept. Default 30 seconds.
+    pub header_timeout: Duration,
     /// The largest body of a request in bytes; a larger one is answered by 413. Default 4 MiB.
     pub max_body_bytes: usize,
     /// The largest `max_tokens` of a request, and the default of one that names none; a larger one is answered by
@@ -62,6 +68,8 @@ impl Default for ServerOptions {
     fn default() -> Self {
         ServerOptions {
             api_key: None,
+            max_connections: 512,
+            header_timeout: Duration::from_secs(30),
             max_body_bytes: 4 << 20,
             max_tokens: None,
             max_choices: 128,
@@ -80,11 +88,16 @@ impl ServerOptions {
     /// # Errors
     /// An [option](overdrive_core::Error::InvalidOption) out of its range.
     pub fn validate(&self) -> Result<()> {
+        // Tokio's semaphores hold an eighth of the integers; no server needs a millionth of them.
+        let most = 1 << 20;
+        let valid = (1..=most).contains(&self.max_connections);
+        let expected = format!("from 1 to {most}");
+        check_option(valid, "max_connections", self.max_connections, expected)?;
+        let seconds = self.header_timeout.as_secs_f64();
+        check_option(seconds > 0.0, "header_timeout", seconds, "positive")?;
         check_at_least("max_body_bytes", self.max_body_bytes, 1)?;
         check_at_least("max_tokens", self.max_tokens.unwrap_or(1), 1)?;
         check_at_least("max_choices", self.max_choices, 1)?;
-        // Tokio's semaphore holds an eighth of the integers; no engine serves a millionth of them.
-        let most = 1 << 20;
         let valid = (1..=most).contains(&self.max_queue);
         let expected = format!("from 1 to {most}");
         Ok(check_option(valid, "max_queue", self.max_queue, expected)?)

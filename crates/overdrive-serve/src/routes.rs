@@ -39,6 +39,25 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .with_state(shared)
 }
 
+/// The routes of a connection beyond `max_connections`: those of the operator, whose probes would otherwise end a
+/// server because it is full.
+pub(crate) fn router_when_full(shared: Arc<Shared>) -> Router {
+    Router::new()
+        .route(HEALTH, get(health))
+        .route(METRICS, get(metrics))
+        .fallback(full)
+        .layer(from_fn_with_state(Arc::clone(&shared), guard))
+        .with_state(shared)
+}
+
+async fn full(State(shared): State<Arc<Shared>>) -> ApiError {
+    let message = format!(
+        "the server is full: `max_connections`, {}, are open; try again later",
+        shared.options.max_connections
+    );
+    ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "max_connections", message)
+}
+
 /// Checks the key of requests to `/v1`, and counts the answers.
 async fn guard(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
     let path = request.uri().path();
@@ -77,24 +96,28 @@ async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
     ([(header::CONTENT_TYPE, kind)], text).into_response()
 }
 
-fn card(shared: &Shared) -> Value {
+/// Returns the description of the model, or of the adapter `name`.
+fn card(shared: &Shared, name: &str) -> Value {
+    let model = &*shared.model.name;
     json!({
-        "id": shared.model.name,
+        "id": name,
         "object": "model",
         "created": shared.created,
         "owned_by": "overdrive",
+        "parent": (name != model).then_some(model),
         "max_model_len": shared.engine.max_model_len(),
     })
 }
 
 async fn models(State(shared): State<Arc<Shared>>) -> Response {
-    let list = json!({"object": "list", "data": [card(&shared)]});
-    json_response(StatusCode::OK, &list)
+    let names = std::iter::once(&shared.model.name).chain(shared.engine.adapters());
+    let cards: Vec<Value> = names.map(|name| card(&shared, name)).collect();
+    json_response(StatusCode::OK, &json!({"object": "list", "data": cards}))
 }
 
 async fn model(State(shared): State<Arc<Shared>>, Path(name): Path<String>) -> ApiResult<Response> {
-    shared.check_model(Some(name))?;
-    Ok(json_response(StatusCode::OK, &card(&shared)))
+    let chosen = shared.choose_model(Some(name))?;
+    Ok(json_response(StatusCode::OK, &card(&shared, &chosen.name)))
 }
 
 async fn unknown_path(request: Request) -> ApiError {

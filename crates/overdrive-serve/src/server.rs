@@ -1,16 +1,16 @@
-use std::future::{Future, IntoFuture, pending};
+use std::future::{Future, pending};
 use std::net::TcpListener;
 use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
-use axum::serve::ListenerExt;
 use overdrive_core::check_option;
 use overdrive_generation::EngineHandle;
 use tokio::runtime::{Builder, Runtime};
 use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
+use crate::connections::serve;
 use crate::routes::router;
 use crate::shared::Shared;
 use crate::{Error, Result, ServedModel, ServerOptions};
@@ -44,13 +44,21 @@ impl Server {
             "\"\"",
             expected,
         )?;
+        let clash = engine.adapters().iter().find(|own| **own == model.name);
+        let expected = "another name than those of the adapters";
+        check_option(
+            clash.is_none(),
+            "served_model_name",
+            format!("{:?}", model.name),
+            expected,
+        )?;
         let shared = Arc::new(Shared::new(engine, model, options));
         shared.model.config.validate()?;
         Ok(Server { shared })
     }
 
     /// Returns the routes, for a program with a runtime and routes of its own. It runs in tokio's runtime with the
-    /// timer on.
+    /// timer on. The limits of connections (`max_connections`, `header_timeout`) are that program's.
     pub fn router(&self) -> Router {
         router(Arc::clone(&self.shared))
     }
@@ -110,7 +118,6 @@ impl Server {
                 Err(_) => pending().await,
             }
         };
-        let routes = self.router();
         let failed = |source| Error::Listen {
             action: "listen",
             source,
@@ -118,14 +125,8 @@ impl Server {
         let result = runtime.block_on(async {
             listener.set_nonblocking(true).map_err(failed)?;
             let listener = tokio::net::TcpListener::from_std(listener).map_err(failed)?;
-            let listener = listener.tap_io(|connection| {
-                // A token is a small packet, which should not wait for the next one. Without it the server is only
-                // slower.
-                let _ = connection.set_nodelay(true);
-            });
-            let serving = axum::serve(listener, routes).with_graceful_shutdown(drain);
             tokio::select! {
-                result = serving.into_future() => result.map_err(failed),
+                () = serve(listener, &self.shared, drain) => Ok(()),
                 () = late => Err(self.cut(format!("{} seconds after the signal", limit.as_secs_f64()))),
                 () = hurry => Err(self.cut("when the second signal came".to_owned())),
             }

@@ -12,23 +12,25 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
 use crate::ServerOptions;
 use crate::api_error::{ApiError, ApiResult};
+use crate::fields::shorten;
 use crate::metrics::Metrics;
 
 /// The model as clients see it.
 #[derive(Debug)]
 pub struct ServedModel {
-    pub(crate) name: String,
+    pub(crate) name: Arc<str>,
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) template: Option<ChatTemplate>,
     pub(crate) config: GenerationConfig,
 }
 
 impl ServedModel {
-    /// Returns a model of this name. `tokenizer` is the engine's; `config` has the end-of-text tokens and the
+    /// Returns a model of this name. The [adapters](EngineHandle::adapters) of the engine are further names that
+    /// requests can give; all share the tokenizer, the template and the configuration. `tokenizer` is the engine's; `config` has the end-of-text tokens and the
     /// sampling options of requests that name none. As OpenAI's and vLLM's servers do, this one samples unless the
     /// temperature is 0, whatever `do_sample` says.
     pub fn new(
-        name: impl Into<String>,
+        name: impl Into<Arc<str>>,
         tokenizer: Arc<Tokenizer>,
         config: GenerationConfig,
     ) -> ServedModel {
@@ -48,6 +50,15 @@ impl ServedModel {
         self.template = Some(template);
         self
     }
+}
+
+/// The model that a request is answered by.
+#[derive(Debug, Clone)]
+pub(crate) struct ChosenModel {
+    /// The name that the request gave, or that of the model.
+    pub(crate) name: Arc<str>,
+    /// The adapter, if the name is one's.
+    pub(crate) adapter: Option<Arc<str>>,
 }
 
 /// The state that all requests share.
@@ -144,19 +155,30 @@ impl Shared {
         })
     }
 
-    /// Checks the `model` of a request; without one it is the only model.
-    pub(crate) fn check_model(&self, name: Option<String>) -> ApiResult<()> {
-        match name {
-            Some(name) if name != self.model.name => {
-                let message = format!(
-                    "the model {name:?} does not exist; this server has {:?}",
-                    self.model.name
-                );
-                let error = ApiError::new(StatusCode::NOT_FOUND, "model_not_found", message);
-                Err(error.with_param("model"))
-            }
-            _ => Ok(()),
+    /// Returns the model or the adapter that the `model` of a request names; without a name it is the model.
+    pub(crate) fn choose_model(&self, name: Option<String>) -> ApiResult<ChosenModel> {
+        let Some(name) = name.filter(|name| *name != *self.model.name) else {
+            return Ok(ChosenModel {
+                name: Arc::clone(&self.model.name),
+                adapter: None,
+            });
+        };
+        let adapters = self.engine.adapters();
+        if let Some(adapter) = adapters.iter().find(|own| ***own == *name) {
+            return Ok(ChosenModel {
+                name: Arc::clone(adapter),
+                adapter: Some(Arc::clone(adapter)),
+            });
         }
+        let names = std::iter::once(&self.model.name).chain(adapters);
+        let names: Vec<String> = names.map(|own| format!("{own:?}")).collect();
+        let message = format!(
+            "the model {:?} does not exist; this server has {}",
+            shorten(&name),
+            names.join(", ")
+        );
+        let error = ApiError::new(StatusCode::NOT_FOUND, "model_not_found", message);
+        Err(error.with_param("model"))
     }
 }
 

@@ -408,6 +408,24 @@ impl CausalLm {
         see(&self.head);
     }
 
+    /// Returns the names of the adapters of all layers, active or not, in the order of their first layer.
+    pub fn adapter_names(&self) -> Vec<String> {
+        let mut names: Vec<String> = Vec::new();
+        let mut see = |linear: &Linear| {
+            for name in linear.adapter().map_or(Vec::new(), |own| own.names()) {
+                if !names.iter().any(|own| own == name) {
+                    names.push(name.to_owned());
+                }
+            }
+        };
+        match &self.backbone {
+            Backbone::Llama(model) => model.for_each_linear(&mut see),
+            Backbone::Gpt2(model) => model.for_each_linear(&mut see),
+        }
+        see(&self.head);
+        names
+    }
+
     /// Returns the table of token embeddings `(V, C)` if it is quantized; `AdapterHost::visit_parameters` lends
     /// a dense one.
     pub fn quantized_embedding(&self) -> Option<&QuantizedWeight> {

@@ -1,3 +1,5 @@
+use std::path::Path;
+
 use anyhow::Result;
 use overdrive::lora::{
     AddOptions, LoadAdapterOptions, MergeOptions, add_adapter, load_adapter, merge_and_unload,
@@ -143,21 +145,15 @@ impl FinetuneModel {
         Ok(())
     }
 
-    /// Merges the adapter into the model and writes the result into `folder`. A quantized model is first loaded
-    /// again without quantization, so that the merge is exact.
-    pub fn save_merged(
-        arguments: &FinetuneArguments,
-        run: &RunFolder,
-        folder: &std::path::Path,
-    ) -> Result<()> {
-        let mut model =
-            CausalLm::from_pretrained(&arguments.model_name_or_path, &LoadOptions::default())?;
-        if arguments.model_name_or_path.is_file() {
-            // A GGUF file holds quantized weights only.
+    /// Merges the adapter of the folder `adapter` into a model and writes the result into `folder`. The weights of a
+    /// quantized model are dequantized, so that the sum is not rounded.
+    pub fn save_merged(model: &Path, adapter: &Path, folder: &Path) -> Result<()> {
+        let mut model = CausalLm::from_pretrained(model, &LoadOptions::default())?;
+        if model.is_quantized() {
             model.dequantize()?;
         }
         let options = LoadAdapterOptions::default();
-        load_adapter(&mut model, run.root(), ADAPTER, &options)?;
+        load_adapter(&mut model, adapter, ADAPTER, &options)?;
         merge_and_unload(&mut model, &MergeOptions::default())?;
         Ok(model.save_pretrained(folder, &SaveOptions::default())?)
     }

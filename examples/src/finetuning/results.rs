@@ -74,7 +74,7 @@ impl Finetuned {
         let warning = write_report(arguments, &folder, &self.model, &samples)?;
         let merged = arguments.merge.then(|| folder.root().join("merged"));
         if let Some(path) = &merged {
-            FinetuneModel::save_merged(arguments, &folder, path)?;
+            FinetuneModel::save_merged(&arguments.model_name_or_path, folder.root(), path)?;
             self.data.copy_tokenizer(arguments, path)?;
         }
         Ok(FinetuneResults {

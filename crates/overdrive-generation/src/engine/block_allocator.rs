@@ -9,9 +9,9 @@ pub(super) trait BlockAllocator {
     /// The id of a sequence.
     type Id: Copy + std::fmt::Debug;
 
-    /// Adds a sequence of `tokens`; returns its id and the number of tokens that are cached already,
-    /// which is less than all.
-    fn add(&mut self, tokens: &[i64]) -> Result<(Self::Id, usize)>;
+    /// Adds a sequence of `tokens` that shares blocks with sequences of its namespace; returns its id and
+    /// the number of tokens that are cached already, which is less than all.
+    fn add(&mut self, namespace: u64, tokens: &[i64]) -> Result<(Self::Id, usize)>;
 
     /// Forks a sequence; the copy shares all blocks.
     fn fork(&mut self, id: Self::Id) -> Result<Self::Id>;
@@ -29,8 +29,8 @@ pub(super) trait BlockAllocator {
 impl BlockAllocator for PagedCache {
     type Id = SequenceId;
 
-    fn add(&mut self, tokens: &[i64]) -> Result<(SequenceId, usize)> {
-        Ok(PagedCache::add(self, tokens)?)
+    fn add(&mut self, namespace: u64, tokens: &[i64]) -> Result<(SequenceId, usize)> {
+        Ok(PagedCache::add_in(self, namespace, tokens)?)
     }
 
     fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {

@@ -9,7 +9,7 @@ use overdrive_sys::transfer::to_device;
 use tch::{Device, Tensor};
 use tokenizers::Tokenizer;
 
-use super::model::{EngineModel, RaggedStep};
+use super::model::{EngineModel, RaggedStep, StepAdapters};
 use super::request::{Completion, Event, Outcome, Request, RequestId, RequestLimits};
 use super::sample::{RequestContext, Sample, SampledToken};
 use super::scheduler::{Arrival, Chunk, Limits, ScheduledSequence, Scheduler};
@@ -129,6 +129,7 @@ impl<M: EngineModel> Engine<M> {
                 block_size: config.block_size,
                 num_blocks,
                 has_text: false,
+                adapters: model.adapters().into_iter().map(Arc::from).collect(),
             },
             tokenizer: None,
             model,
@@ -162,6 +163,7 @@ impl<M: EngineModel> Engine<M> {
         self.limits.check(&request)?;
         let id = self.next_id();
         let limit = self.limits.longest(&request);
+        let adapter = self.limits.adapter(&request)?;
         let shared = RequestContext {
             request: id,
             config: Arc::new(request.config),
@@ -171,6 +173,7 @@ impl<M: EngineModel> Engine<M> {
             // differ by their streams.
             seed: entropy(),
             constraint: request.constraint,
+            adapter,
             tokenizer: self.tokenizer.as_ref(),
             vocabulary: self.limits.vocab_size.unsigned_abs() as usize,
         };
@@ -190,7 +193,9 @@ impl<M: EngineModel> Engine<M> {
         let siblings = samples.split_off(1);
         if let Some(mut first) = samples.pop() {
             first.siblings = siblings;
-            self.scheduler.submit((id.0, 0), prompt, first);
+            // Keys and values depend on the adapter, so that only requests of one share blocks.
+            let namespace = adapter.map_or(0, |index| index as u64 + 1);
+            self.scheduler.submit((id.0, 0), namespace, prompt, first);
         }
         Ok(id)
     }
@@ -226,7 +231,10 @@ impl<M: EngineModel> Engine<M> {
             // the thread.
             let _no_grad = tch::no_grad_guard();
             self.end_late()?;
-            let chunks = self.scheduler.schedule(&mut self.cache)?;
+            let mut chunks = self.scheduler.schedule(&mut self.cache)?;
+            // The rows of each adapter lie side by side, so that it is one matmul for all of them.
+            let running = self.scheduler.running();
+            chunks.sort_by_key(|chunk| running[chunk.sequence].data.adapter);
             if !chunks.is_empty() {
                 let ends = self.forward(&chunks)?;
                 self.scheduler.computed(&chunks);
@@ -378,7 +386,7 @@ impl<M: EngineModel> Engine<M> {
 
     /// Returns the limits of a request.
     pub(super) fn limits(&self) -> RequestLimits {
-        self.limits
+        self.limits.clone()
     }
 
     /// Ends all requests with an error.
@@ -438,6 +446,11 @@ impl<M: EngineModel> Engine<M> {
         if logits_indices.is_empty() {
             logits_indices.push(ids.size()[1] - 1);
         }
+        let adapter = |sequence: usize| {
+            let index = running[sequence].data.adapter?;
+            self.limits.adapters.get(index).cloned()
+        };
+        let adapters = StepAdapters::of(chunks, &ends, adapter);
         let logits_indices = to_device(Tensor::f_from_slice(&logits_indices)?, self.device)?;
         let logits = self.model.forward(RaggedStep {
             input_ids: &ids,
@@ -445,6 +458,7 @@ impl<M: EngineModel> Engine<M> {
             position_bound: batch.longest(),
             cache: &mut batch,
             logits_indices: &logits_indices,
+            adapters: adapters.as_ref(),
         })?;
         self.limits
             .check_logits(&logits.size(), logits_indices.size()[0])?;

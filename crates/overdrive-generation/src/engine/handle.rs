@@ -175,6 +175,11 @@ impl EngineHandle {
         self.limits.context
     }
 
+    /// Returns the names of the adapters that requests can choose.
+    pub fn adapters(&self) -> &[Arc<str>] {
+        &self.limits.adapters
+    }
+
     /// Returns the size of the model's vocabulary.
     pub fn vocab_size(&self) -> usize {
         self.limits.vocab_size.unsigned_abs() as usize

@@ -18,6 +18,6 @@ mod step_logits;
 pub use config::EngineConfig;
 pub use engine::Engine;
 pub use handle::{EngineHandle, Events, Ticket};
-pub use model::{CacheShape, EngineModel, RaggedStep};
+pub use model::{CacheShape, EngineModel, RaggedStep, StepAdapters};
 pub use request::{Completion, Event, Outcome, Request, RequestId};
 pub use statistics::{EngineStatistics, Latency};

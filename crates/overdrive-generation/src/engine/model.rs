@@ -1,7 +1,11 @@
+use std::sync::Arc;
+
 use overdrive_kv_cache::KvCache;
+use overdrive_nn::AdapterRows;
 use overdrive_transformer::{CausalLm, ForwardInput, Logits};
 use tch::{Device, Kind, Tensor};
 
+use super::scheduler::Chunk;
 use crate::{Error, Result};
 
 /// The model of an [`Engine`](crate::Engine): [`CausalLm`], or any decoder whose attention goes through
@@ -18,6 +22,11 @@ pub trait EngineModel {
 
     /// Returns the largest number of positions of a sequence in a batch with others.
     fn context(&self) -> usize;
+
+    /// Returns the names of the adapters that requests can choose. Default: none.
+    fn adapters(&self) -> Vec<String> {
+        Vec::new()
+    }
 
     /// Returns the logits `(N, V)` of one step.
     ///
@@ -64,6 +73,43 @@ pub struct RaggedStep<'a, 'c> {
     pub cache: &'a mut (dyn KvCache + 'c),
     /// The indices of the `N` tokens of the row whose logits are wanted, i64 `(N,)`.
     pub logits_indices: &'a Tensor,
+    /// The adapters of the tokens, if a sequence of the step has one. A model without
+    /// [`adapters`](EngineModel::adapters) never gets any.
+    pub adapters: Option<&'a StepAdapters>,
+}
+
+/// The adapters of a step.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct StepAdapters {
+    /// The adapter of each of the `T` tokens.
+    pub tokens: AdapterRows,
+    /// The adapter of each of the `N` tokens whose logits are wanted.
+    pub logits: AdapterRows,
+}
+
+impl StepAdapters {
+    /// Returns the adapters of a step whose sequences `ends` get a token, if any of its sequences has one.
+    pub(super) fn of(
+        chunks: &[Chunk],
+        ends: &[usize],
+        adapter: impl Fn(usize) -> Option<Arc<str>>,
+    ) -> Option<StepAdapters> {
+        // Most steps have none.
+        chunks.iter().find_map(|chunk| adapter(chunk.sequence))?;
+        let tokens = chunks.iter();
+        let tokens = tokens.map(|chunk| (chunk.end - chunk.start, adapter(chunk.sequence)));
+        // Without a sequence that gets a token, the logits of the last one are computed and not used.
+        let last = chunks.last().map(|chunk| chunk.sequence);
+        let ends = if ends.is_empty() {
+            last.as_slice()
+        } else {
+            ends
+        };
+        Some(StepAdapters {
+            tokens: AdapterRows::new(tokens),
+            logits: AdapterRows::new(ends.iter().map(|sequence| (1, adapter(*sequence)))),
+        })
+    }
 }
 
 impl EngineModel for CausalLm {
@@ -87,13 +133,26 @@ impl EngineModel for CausalLm {
         context.unsigned_abs() as usize
     }
 
+    fn adapters(&self) -> Vec<String> {
+        self.adapter_names()
+    }
+
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         let input = ForwardInput::new(step.input_ids)
             .with_position_ids(step.position_ids)
             .with_position_bound(step.position_bound)
             .with_cache(step.cache)
             .with_logits(Logits::At(step.logits_indices));
-        Ok(CausalLm::forward(self, input)?.f_squeeze_dim(0)?)
+        let scope = |rows: fn(&StepAdapters) -> &AdapterRows| {
+            let rows = step.adapters.map(|adapters| rows(adapters).clone());
+            rows.map(AdapterRows::scope)
+        };
+        let tokens = scope(|adapters| &adapters.tokens);
+        let hidden = CausalLm::hidden_states(self, input)?;
+        drop(tokens);
+        // The head sees fewer rows than the blocks.
+        let _logits = scope(|adapters| &adapters.logits);
+        Ok(self.logits(&hidden)?.f_squeeze_dim(0)?)
     }
 
     fn hidden_states(&self, input_ids: &Tensor) -> Result<Tensor> {
@@ -112,6 +171,10 @@ impl<M: EngineModel + ?Sized> EngineModel for &M {
 
     fn context(&self) -> usize {
         (**self).context()
+    }
+
+    fn adapters(&self) -> Vec<String> {
+        (**self).adapters()
     }
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {

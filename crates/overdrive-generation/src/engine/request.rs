@@ -1,3 +1,4 @@
+use std::sync::Arc;
 use std::time::Duration;
 
 use crate::prompts::check_ids;
@@ -24,6 +25,10 @@ pub struct Request {
     pub config: GenerationConfig,
     /// A constraint on the continuations. Default `None`.
     pub constraint: Option<Box<dyn Constraint>>,
+    /// The name of the adapter that the request is computed with; one of
+    /// [`EngineModel::adapters`](crate::EngineModel::adapters). Requests of several adapters share a batch.
+    /// Default `None`: the model as it is.
+    pub adapter: Option<Arc<str>>,
 }
 
 impl Request {
@@ -34,6 +39,7 @@ impl Request {
             prompt: prompt.into(),
             config,
             constraint: None,
+            adapter: None,
         }
     }
 
@@ -41,6 +47,13 @@ impl Request {
     #[must_use]
     pub fn with_constraint(mut self, constraint: Box<dyn Constraint>) -> Request {
         self.constraint = Some(constraint);
+        self
+    }
+
+    /// Returns the request with an adapter.
+    #[must_use]
+    pub fn with_adapter(mut self, name: impl Into<Arc<str>>) -> Request {
+        self.adapter = Some(name.into());
         self
     }
 }
@@ -126,7 +139,7 @@ pub struct Completion {
 pub type Outcome = (RequestId, Result<Vec<Completion>>);
 
 /// The limits of a request.
-#[derive(Debug, Clone, Copy)]
+#[derive(Debug, Clone)]
 pub(super) struct RequestLimits {
     pub(super) vocab_size: i64,
     /// The largest number of tokens of a prompt that the model can read.
@@ -137,6 +150,8 @@ pub(super) struct RequestLimits {
     pub(super) num_blocks: usize,
     /// `true` if the engine has a tokenizer.
     pub(super) has_text: bool,
+    /// The names of the adapters of the model.
+    pub(super) adapters: Arc<[Arc<str>]>,
 }
 
 impl RequestLimits {
@@ -144,6 +159,7 @@ impl RequestLimits {
     pub(super) fn check(&self, request: &Request) -> Result<()> {
         let (prompt, config) = (&request.prompt, &request.config);
         config.validate()?;
+        self.adapter(request)?;
         // Refused rather than ignored: the result would silently differ from that of `generate`.
         unsupported(config)?;
         check_ids(config, self.vocab_size)?;
@@ -184,6 +200,20 @@ impl RequestLimits {
             });
         }
         Ok(())
+    }
+
+    /// Returns the index of the adapter of `request`.
+    pub(super) fn adapter(&self, request: &Request) -> Result<Option<usize>> {
+        let Some(name) = &request.adapter else {
+            return Ok(None);
+        };
+        match self.adapters.iter().position(|own| own == name) {
+            Some(index) => Ok(Some(index)),
+            None => Err(Error::UnknownAdapter {
+                name: name.to_string(),
+                available: self.adapters.iter().map(ToString::to_string).collect(),
+            }),
+        }
     }
 
     /// Checks the shape of a model's logits.

@@ -24,6 +24,8 @@ pub(super) struct Sample {
     limit: (usize, FinishReason),
     sampler: Sampler,
     constraint: Option<MaskedConstraint>,
+    /// The index of its adapter among those of the engine.
+    pub(super) adapter: Option<usize>,
     text: Option<RowText<'static>>,
     logprobs: Vec<TokenLogprobs>,
     submitted: Instant,
@@ -41,6 +43,7 @@ pub(super) struct RequestContext<'a> {
     pub(super) limit: (usize, FinishReason),
     pub(super) seed: u64,
     pub(super) constraint: Option<Box<dyn Constraint>>,
+    pub(super) adapter: Option<usize>,
     pub(super) tokenizer: Option<&'a Arc<Tokenizer>>,
     pub(super) vocabulary: usize,
 }
@@ -66,6 +69,7 @@ impl Sample {
             limit: shared.limit,
             sampler: Sampler::new(config, shared.seed, number)?,
             constraint: constraint.map(|c| (c.fork(), TokenMask::new(shared.vocabulary))),
+            adapter: shared.adapter,
             text: shared.tokenizer.map(|tokenizer| {
                 RowText::shared(Arc::clone(tokenizer), prompt, &config.stop_strings)
             }),

@@ -28,7 +28,9 @@ pub(super) struct ScheduledSequence<I, T> {
     pub(super) arrival: Arrival,
     /// The tokens of prompt and continuation so far.
     pub(super) tokens: Vec<i64>,
-    /// The number of them that are in the cache.
+    /// The namespace of the cache in which it shares blocks.
+    namespace: u64,
+    /// The number of tokens that are in the cache.
     pub(super) computed: usize,
     /// The id in the cache, while the sequence runs.
     cache_id: Option<I>,
@@ -39,10 +41,11 @@ pub(super) struct ScheduledSequence<I, T> {
 }
 
 impl<I, T> ScheduledSequence<I, T> {
-    fn new(arrival: Arrival, tokens: Vec<i64>, data: T) -> Self {
+    fn new(arrival: Arrival, namespace: u64, tokens: Vec<i64>, data: T) -> Self {
         ScheduledSequence {
             arrival,
             tokens,
+            namespace,
             computed: 0,
             cache_id: None,
             preempted_len: 0,
@@ -109,8 +112,8 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         }
     }
 
-    pub(super) fn submit(&mut self, arrival: Arrival, tokens: Vec<i64>, data: T) {
-        self.wait(ScheduledSequence::new(arrival, tokens, data));
+    pub(super) fn submit(&mut self, arrival: Arrival, namespace: u64, tokens: Vec<i64>, data: T) {
+        self.wait(ScheduledSequence::new(arrival, namespace, tokens, data));
     }
 
     pub(super) fn running(&self) -> &[ScheduledSequence<I, T>] {
@@ -201,7 +204,8 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         let source = &self.running[index];
         let mut tokens = source.tokens.clone();
         tokens.push(next);
-        let mut copy = ScheduledSequence::new((source.arrival.0, sample), tokens, data);
+        let arrival = (source.arrival.0, sample);
+        let mut copy = ScheduledSequence::new(arrival, source.namespace, tokens, data);
         if self.running.len() < self.limits.max_sequences {
             copy.computed = source.computed;
             copy.cache_id = Some(blocks.fork(cache_id)?);
@@ -302,7 +306,7 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
             let Some(mut sequence) = self.waiting.pop_front() else {
                 break;
             };
-            let (cache_id, cached) = match blocks.add(&sequence.tokens) {
+            let (cache_id, cached) = match blocks.add(sequence.namespace, &sequence.tokens) {
                 Ok(added) => added,
                 Err(error) => {
                     self.waiting.push_front(sequence);

@@ -2,6 +2,7 @@
 //! which belongs to the process, to one: their models are too small for more.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod adapters;
 mod chat;
 mod requests;
 mod soak;

@@ -40,6 +40,8 @@ struct Sequence {
     table: Vec<BlockId>,
     /// The tokens whose keys and values are in the blocks.
     tokens: Vec<i64>,
+    /// Only sequences of one namespace share blocks by their tokens.
+    namespace: u64,
 }
 
 /// The new tokens of a sequence and the blocks for them, which count only when committed.
@@ -82,10 +84,10 @@ impl BlockTables {
         }
     }
 
-    /// Adds a sequence that begins with the longest known prefix of `tokens` in whole blocks that
-    /// leaves at least one token. Returns its id and the length of that prefix.
-    pub(super) fn add(&mut self, tokens: &[i64]) -> (SequenceId, usize) {
-        let table = self.cached_blocks(tokens);
+    /// Adds a sequence that begins with the longest known prefix of `tokens` in its namespace, in whole
+    /// blocks that leave at least one token. Returns its id and the length of that prefix.
+    pub(super) fn add(&mut self, namespace: u64, tokens: &[i64]) -> (SequenceId, usize) {
+        let table = self.cached_blocks(namespace, tokens);
         let cached = table.len() * self.block_size;
         for block in &table {
             self.pool.retain(*block);
@@ -95,13 +97,14 @@ impl BlockTables {
         let sequence = Sequence {
             table,
             tokens: tokens[..cached].to_vec(),
+            namespace,
         };
         (self.insert(sequence), cached)
     }
 
     /// Returns the blocks that [`add`](BlockTables::add) would find.
-    pub(super) fn cached_blocks(&self, tokens: &[i64]) -> Vec<BlockId> {
-        let mut before = Prefix::EMPTY;
+    pub(super) fn cached_blocks(&self, namespace: u64, tokens: &[i64]) -> Vec<BlockId> {
+        let mut before = Prefix::Empty(namespace);
         // One token is always left to compute: the logits of the last one are needed.
         let usable = tokens.len().saturating_sub(1);
         let mut table = Vec::new();
@@ -270,7 +273,7 @@ impl BlockTables {
             return;
         };
         let mut before = match first.checked_sub(1) {
-            None => Prefix::EMPTY,
+            None => Prefix::Empty(sequence.namespace),
             Some(last) => match self.index.prefix(sequence.table[last]) {
                 Some(prefix) => prefix,
                 None => return,

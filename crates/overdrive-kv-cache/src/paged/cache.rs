@@ -18,7 +18,8 @@ use crate::{Error, KvView, Result};
 /// prefix.
 ///
 /// Keys that depend on more than the preceding tokens (another adapter, other positions, an image
-/// behind a placeholder) need a cache of their own, or token ids that distinguish them.
+/// behind a placeholder) need a namespace of their own: sequences of different namespaces share no blocks
+/// ([`add_in`](PagedCache::add_in)).
 ///
 /// A step of the model goes through a [`PagedBatch`]. The pool is allocated once, keys and values
 /// `(num_blocks, kv_heads, block_size, head_dim)` a layer. On a CPU its pages count as used memory only
@@ -112,12 +113,21 @@ impl PagedCache {
     /// # Errors
     /// None at present.
     pub fn add(&mut self, tokens: &[i64]) -> Result<(SequenceId, usize)> {
-        Ok(self.tables.add(tokens))
+        self.add_in(0, tokens)
+    }
+
+    /// Adds a sequence, as [`add`](PagedCache::add), which shares blocks only with sequences of the same
+    /// namespace. `add` uses namespace 0.
+    ///
+    /// # Errors
+    /// None at present.
+    pub fn add_in(&mut self, namespace: u64, tokens: &[i64]) -> Result<(SequenceId, usize)> {
+        Ok(self.tables.add(namespace, tokens))
     }
 
     /// Returns the number of `tokens` that [`add`](PagedCache::add) would find in shared blocks.
     pub fn cached_tokens(&self, tokens: &[i64]) -> usize {
-        self.tables.cached_blocks(tokens).len() * self.block_size
+        self.tables.cached_blocks(0, tokens).len() * self.block_size
     }
 
     /// Forks a sequence: the copy shares all blocks. If the last one is not full, it is copied when

@@ -7,14 +7,13 @@ use super::block_pool::BlockId;
 
 /// Identifies all tokens from the beginning of a sequence to the end of a block.
 ///
-/// Each number is given out once, for exactly one sequence of tokens. It is used like a hash of the
-/// whole prefix, but unlike a hash it is never the same for two prefixes.
+/// It is used like a hash of the whole prefix, but unlike a hash it is never the same for two prefixes.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
-pub(super) struct Prefix(u64);
-
-impl Prefix {
-    /// The prefix without tokens.
-    pub(super) const EMPTY: Prefix = Prefix(0);
+pub(super) enum Prefix {
+    /// The prefix without tokens, of a namespace.
+    Empty(u64),
+    /// A number that is given out once, for exactly one sequence of tokens of one namespace.
+    Tokens(u64),
 }
 
 /// The tokens of a block and the prefix before them. Equality compares the tokens themselves; their
@@ -66,7 +65,7 @@ impl PrefixIndex {
     /// Adds a block whose content no other block has; returns the prefix that ends with it.
     pub(super) fn insert(&mut self, before: Prefix, tokens: &[i64], block: BlockId) -> Prefix {
         self.last += 1;
-        let prefix = Prefix(self.last);
+        let prefix = Prefix::Tokens(self.last);
         let tokens = tokens.into();
         let content = Content { before, tokens };
         let other = self.blocks.insert(content.clone(), (block, prefix));

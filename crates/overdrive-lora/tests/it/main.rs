@@ -1,6 +1,7 @@
 //! Adapters: against PEFT, gradients, merging, files, training.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod by_row;
 mod common;
 mod config;
 mod files;

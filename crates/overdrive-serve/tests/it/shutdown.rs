@@ -9,7 +9,7 @@ use rustix::process::{Signal, getpid, kill_process};
 use serde_json::json;
 
 use crate::client::{get, metric, receive, send};
-use crate::support::{TestServer, open_gate, server, template, wait};
+use crate::support::{TestServer, model, open_gate, server, template, wait};
 
 #[test]
 fn a_draining_server_answers_what_has_begun_and_takes_no_more() {
@@ -72,7 +72,7 @@ fn requests_that_do_not_end_in_time_are_cut_off_and_counted() {
 
 #[test]
 fn a_signal_ends_the_server() {
-    let server = server(open_gate(), |_| {}, |_| {}, Some(template()));
+    let server = server(model(), open_gate(), |_| {}, |_| {}, Some(template()));
     let listener = TcpListener::bind("127.0.0.1:0").unwrap();
     let address = listener.local_addr().unwrap();
     let thread = std::thread::spawn(move || server.run(listener));

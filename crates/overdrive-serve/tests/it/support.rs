@@ -100,6 +100,15 @@ pub(crate) fn defaults() -> GenerationConfig {
 
 /// Returns what `generate` gives for a prompt alone, with the options of the server.
 pub(crate) fn alone(prompt: &[i64], config: GenerationConfig) -> GenerateOutput {
+    alone_with(&model(), prompt, config)
+}
+
+/// Returns what `generate` gives with another model.
+pub(crate) fn alone_with(
+    model: &CausalLm,
+    prompt: &[i64],
+    config: GenerationConfig,
+) -> GenerateOutput {
     let config = GenerationConfig {
         do_sample: true,
         eos_token_id: vec![END],
@@ -110,7 +119,7 @@ pub(crate) fn alone(prompt: &[i64], config: GenerationConfig) -> GenerateOutput 
         tokenizer: Some(&tokenizer),
         ..GenerateOptions::default()
     };
-    generate_with_options(&model(), &[prompt.to_vec()], &config, &options, |_| {
+    generate_with_options(model, &[prompt.to_vec()], &config, &options, |_| {
         ControlFlow::Continue(())
     })
     .unwrap()
@@ -159,6 +168,10 @@ impl EngineModel for Gated {
         self.0.context()
     }
 
+    fn adapters(&self) -> Vec<String> {
+        self.0.adapters()
+    }
+
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         self.1.pass();
         EngineModel::forward(&self.0, step)
@@ -189,7 +202,18 @@ impl TestServer {
         template: Option<ChatTemplate>,
     ) -> TestServer {
         let gate = Gate::new(true);
-        let server = server(gate.clone(), change, engine, template);
+        let server = server(model(), gate.clone(), change, engine, template);
+        TestServer::of(server, gate)
+    }
+
+    /// Starts a server over another model.
+    pub(crate) fn over(model: CausalLm) -> TestServer {
+        let gate = Gate::new(true);
+        let server = server(model, gate.clone(), |_| {}, |_| {}, Some(template()));
+        TestServer::of(server, gate)
+    }
+
+    fn of(server: Server, gate: Gate) -> TestServer {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
         let (shutdown, told) = oneshot::channel();
@@ -242,8 +266,9 @@ impl Drop for TestServer {
     }
 }
 
-/// Returns a server over the tiny model.
+/// Returns a server over a tiny model.
 pub(crate) fn server(
+    model: CausalLm,
     gate: Gate,
     change: impl FnOnce(&mut ServerOptions),
     engine: impl FnOnce(&mut EngineConfig),
@@ -256,7 +281,7 @@ pub(crate) fn server(
     config.max_num_seqs = 16;
     config.max_num_batched_tokens = Some(64);
     engine(&mut config);
-    let engine = Engine::new(Gated(model(), gate), config).unwrap();
+    let engine = Engine::new(Gated(model, gate), config).unwrap();
     let engine = engine.with_tokenizer(Arc::clone(&tokenizer));
     let base = GenerationConfig {
         eos_token_id: vec![END],

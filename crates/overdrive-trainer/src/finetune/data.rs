@@ -277,17 +277,7 @@ fn chat_template(
     files: &ModelFiles,
 ) -> Result<Option<ChatTemplate>> {
     let template = match &arguments.chat_template_path {
-        Some(path) if path.is_dir() => ChatTemplate::from_dir(path)?,
-        Some(path) => {
-            let source = std::fs::read_to_string(path).map_err(CommonError::io("read", path))?;
-            let mut template = ChatTemplate::new(&source)?;
-            for name in ["bos_token", "eos_token", "pad_token", "unk_token"] {
-                if let Some(token) = files.special_token(name)? {
-                    template = template.with_special_token(name, &token);
-                }
-            }
-            template
-        }
+        Some(path) => files.chat_template_from(path)?,
         None if !arguments.apply_chat_template => return Ok(None),
         None => match files.chat_template() {
             Err(overdrive_generation::Error::NoChatTemplate { .. }) => return Ok(None),

@@ -36,7 +36,7 @@ impl Model {
     }
 
     fn add(&mut self, tokens: &[i64]) -> usize {
-        let (id, cached) = self.tables.add(tokens);
+        let (id, cached) = self.tables.add(0, tokens);
         assert!(cached < tokens.len().max(1) && cached % self.block_size == 0);
         self.sequences.push((id, tokens[..cached].to_vec()));
         cached
@@ -224,7 +224,7 @@ fn the_block_released_first_is_evicted_first_and_the_end_of_a_sequence_before_it
     }
     let known = |model: &Model, sequence: &[i64; 4]| {
         let longer: Vec<i64> = sequence.iter().copied().chain([0]).collect();
-        model.tables.cached_blocks(&longer).len()
+        model.tables.cached_blocks(0, &longer).len()
     };
     assert_eq!((known(&model, &old), known(&model, &new)), (2, 2));
     model.add(&[9]);
@@ -254,8 +254,8 @@ fn a_prefix_that_is_found_again_counts_as_recent() {
     model.tables.release(id).unwrap();
     model.add(&[7]);
     model.step(&[(0, vec![7])], true).unwrap();
-    assert_eq!(model.tables.cached_blocks(&[1, 2, 0]).len(), 1);
-    assert_eq!(model.tables.cached_blocks(&[3, 4, 0]).len(), 0);
+    assert_eq!(model.tables.cached_blocks(0, &[1, 2, 0]).len(), 1);
+    assert_eq!(model.tables.cached_blocks(0, &[3, 4, 0]).len(), 0);
 }
 
 #[test]
@@ -290,5 +290,26 @@ fn the_whole_pool_can_be_refilled_after_a_cut_in_the_middle_of_a_full_block() {
     assert_eq!(model.tables.available(), 0);
     // The old middle cannot be found any more, its beginning can.
     let old: Vec<i64> = (0..13).collect();
-    assert_eq!(model.tables.cached_blocks(&old).len(), 1);
+    assert_eq!(model.tables.cached_blocks(0, &old).len(), 1);
+}
+
+#[test]
+fn namespaces_share_no_blocks() {
+    const TOKENS: [i64; 5] = [1, 2, 3, 4, 5];
+    let mut tables = BlockTables::new(8, 2, true);
+    let (first, cached) = tables.add(1, &TOKENS);
+    assert_eq!(cached, 0);
+    let prepared = tables.prepare(&[(first, &TOKENS)]).unwrap();
+    tables.commit(prepared);
+    assert_eq!(tables.cached_blocks(0, &TOKENS).len(), 0);
+    assert_eq!(tables.cached_blocks(2, &TOKENS).len(), 0);
+    assert_eq!(tables.cached_blocks(1, &TOKENS).len(), 2);
+    // Equal tokens of another namespace are not merged into its blocks when they become full.
+    let (other, _) = tables.add(2, &TOKENS);
+    let prepared = tables.prepare(&[(other, &TOKENS)]).unwrap();
+    tables.commit(prepared);
+    assert_eq!(tables.statistics().merged, 0);
+    let fork = tables.fork(other).unwrap();
+    assert_ne!(tables.table(fork).unwrap(), tables.table(first).unwrap());
+    tables.audit().unwrap();
 }

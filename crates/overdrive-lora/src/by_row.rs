@@ -1,0 +1,177 @@
+//! Adapters that the rows of a batch choose: the matmul of the weight for all rows, and the low-rank change of each
+//! adapter for its own.
+
+use std::path::Path;
+
+use overdrive_nn::{AdapterHost, AdapterRows, Linear, joint_base};
+use tch::Tensor;
+
+use crate::layer_adapters::{LayerAdapters, adapters_of};
+use crate::low_rank::{Addend, add_low_rank};
+use crate::{
+    BiasMode, Error, LoadAdapterOptions, LoadedAdapter, LoraAdapter, Result, active_adapters,
+    load_adapter, read_config, set_adapter,
+};
+
+/// Loads an adapter as [`load_adapter`] does, for batches whose rows choose their adapters by
+/// [`AdapterRows`]. It is not active outside of those, and does not change the results of the model and of its
+/// other adapters.
+///
+/// # Errors
+/// [`Error::Common`] for an adapter that replaces parameters of the model: one with trained
+/// biases (`bias`), with full copies (`modules_to_save`), or whose initialisation changes the weights (PiSSA, OLoRA,
+/// LoftQ, CorDA). Otherwise as [`load_adapter`].
+pub fn load_adapter_for_rows<H: AdapterHost + ?Sized>(
+    host: &mut H,
+    dir: impl AsRef<Path>,
+    name: &str,
+    options: &LoadAdapterOptions,
+) -> Result<LoadedAdapter> {
+    let config = read_config(&dir)?;
+    let refuse = |option: &'static str, value: String, expected: &'static str| {
+        Err(overdrive_core::Error::option(option, value, expected).into())
+    };
+    if config.bias != BiasMode::None {
+        let expected = "none, because rows share the model's biases; merge this adapter instead";
+        return refuse("bias", format!("{:?}", config.bias), expected);
+    }
+    if config.modules_to_save.is_some() {
+        let expected = "unset, because rows share the model's modules; merge this adapter instead";
+        return refuse("modules_to_save", "set".to_owned(), expected);
+    }
+    if config.init_lora_weights.changes_base() && !options.residual_base {
+        let expected = "one that leaves the model's weights as they are, because rows share them; merge this \
+                        adapter instead, or let PEFT convert it";
+        let value = format!("{:?}", config.init_lora_weights);
+        return refuse("init_lora_weights", value, expected);
+    }
+    let active = active_adapters(host)?;
+    let loaded = load_adapter(host, dir, name, options)?;
+    // The first adapter of a model would be active at once.
+    let active: Vec<&str> = active.iter().map(String::as_str).collect();
+    set_adapter(host, &active)?;
+    Ok(loaded)
+}
+
+impl LayerAdapters {
+    /// Returns the index of the adapter `name`.
+    fn index(&self, name: &str) -> Option<usize> {
+        self.adapters.iter().position(|(own, _)| own == name)
+    }
+
+    /// Returns the adapters that the rows of a run are computed with.
+    fn of_run(&self, name: Option<&str>) -> Result<Vec<&LoraAdapter>> {
+        let adapter = |index: &usize| &self.adapters[*index].1;
+        let Some(name) = name else {
+            return Ok(self.working().iter().map(adapter).collect());
+        };
+        let index = self.index(name);
+        if index.is_some() {
+            self.refuse_merged("choosing an adapter by row")?;
+            if let Some(copy) = self.active_copy() {
+                return Err(Error::NotCombinable {
+                    adapters: format!("`{copy}` and `{name}`"),
+                    reason: format!(
+                        "`{copy}` is active and replaces the weight (`modules_to_save`) for all rows; deactivate it"
+                    ),
+                });
+            }
+        }
+        Ok(index.iter().map(adapter).collect())
+    }
+
+    /// Returns `true` if any of the rows has an adapter here.
+    pub(crate) fn is_active_for(&self, rows: &AdapterRows) -> bool {
+        !self.working().is_empty() || rows.names().any(|name| self.index(name).is_some())
+    }
+
+    /// Computes the outputs of `x (…, I)`, each row with its adapter.
+    pub(crate) fn forward_rows(
+        &self,
+        layer: &Linear,
+        x: &Tensor,
+        rows: &AdapterRows,
+        fused: bool,
+    ) -> Result<Tensor> {
+        check(layer, x, rows)?;
+        let (weight, bias) = layer.in_use();
+        let y = weight.forward(x, bias, fused)?;
+        let (inputs, outputs) = (matrix(x)?, matrix(&y)?);
+        for (start, count, name) in rows.runs() {
+            let adapters = self.of_run(name)?;
+            let (start, count) = (start as i64, count as i64);
+            let x = inputs.f_narrow(0, start, count)?;
+            let mut y = outputs.f_narrow(0, start, count)?;
+            if adapters.iter().any(|adapter| adapter.magnitude.is_some()) {
+                // DoRA scales the weight's output, whose bias would have to be taken off first.
+                y.f_copy_(&self.adapted(layer, &x, &adapters, fused)?)?;
+            } else {
+                let addends: Vec<_> = adapters.iter().map(|one| addend(0, one)).collect();
+                let _same = add_low_rank(y, &x, &addends)?;
+            }
+        }
+        Ok(y)
+    }
+}
+
+/// Computes the outputs of several layers of the same `x` side by side, each row with its adapter, or returns `None`
+/// if one of the adapters is more than an addend.
+pub(crate) fn joint_rows(
+    layers: &[&Linear],
+    x: &Tensor,
+    rows: &AdapterRows,
+) -> Result<Option<Tensor>> {
+    let mut runs = Vec::new();
+    for (first, count, name) in rows.runs() {
+        let (mut addends, mut start) = (Vec::new(), 0);
+        for layer in layers {
+            let own = adapters_of(layer);
+            if own.is_none() && layer.adapter().is_some_and(|other| other.is_active()) {
+                return Ok(None);
+            }
+            for adapter in own.map_or(Ok(Vec::new()), |own| own.of_run(name))? {
+                if adapter.magnitude.is_some() {
+                    return Ok(None);
+                }
+                addends.push(addend(start, adapter));
+            }
+            start += layer.weight().size()[0];
+        }
+        if !addends.is_empty() {
+            runs.push((first as i64, count as i64, addends));
+        }
+    }
+    for layer in layers {
+        check(layer, x, rows)?;
+    }
+    let y = joint_base(x, layers)?;
+    let (inputs, outputs) = (matrix(x)?, matrix(&y)?);
+    for (start, count, addends) in runs {
+        let x = inputs.f_narrow(0, start, count)?;
+        let _same = add_low_rank(outputs.f_narrow(0, start, count)?, &x, &addends)?;
+    }
+    Ok(Some(y))
+}
+
+fn addend(start: i64, adapter: &LoraAdapter) -> Addend<'_> {
+    Addend {
+        start,
+        adapter,
+        dropout: 0.0,
+    }
+}
+
+/// Checks that the layer has the rows of the batch, and is not trained: the change of each run is added in place.
+fn check(layer: &Linear, x: &Tensor, rows: &AdapterRows) -> Result<()> {
+    if layer.is_training() {
+        let expected = "false: adapters are chosen by row for inference only, as in PEFT";
+        return Err(overdrive_core::Error::option("training", true, expected).into());
+    }
+    Ok(rows.check(layer.name(), x)?)
+}
+
+/// Views `(…, C)` as a matrix.
+fn matrix(tensor: &Tensor) -> Result<Tensor> {
+    let columns = tensor.size().last().copied().unwrap_or(1);
+    Ok(tensor.f_view([-1, columns])?)
+}

@@ -1,0 +1,120 @@
+//! The adapter of each row of a batch.
+
+use std::cell::RefCell;
+use std::rc::Rc;
+use std::sync::Arc;
+
+use tch::Tensor;
+
+use crate::Result;
+
+thread_local! {
+    static CURRENT: RefCell<Option<Rc<AdapterRows>>> = const { RefCell::new(None) };
+}
+
+/// The adapter of each row of a batch whose rows belong to different adapters (PEFT's `adapter_names`, vLLM's
+/// LoRA requests).
+///
+/// While it is [in scope](AdapterRows::scope) on a thread, the layers of a model compute their weights once for all
+/// rows, and the adapter of a row for that row alone. A layer that does not have the adapter computes its weight
+/// alone. A row without a name is computed with the adapters that are active in the model, as without a scope.
+///
+/// A row is one input vector of a layer: an input `(…, I)` has as many rows as its other dimensions have elements.
+///
+/// ```
+/// use std::sync::Arc;
+/// use overdrive_nn::AdapterRows;
+///
+/// let french: Arc<str> = "french".into();
+/// let rows = AdapterRows::new([(3, None), (2, Some(Arc::clone(&french))), (1, Some(french))]);
+/// assert_eq!(rows.len(), 6);
+/// assert_eq!(rows.runs().collect::<Vec<_>>(), [(0, 3, None), (3, 3, Some("french"))]);
+/// let _scope = rows.scope(); // until it is dropped, models on this thread compute these rows
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq, Default)]
+pub struct AdapterRows {
+    /// The number of rows and the adapter of each run of rows.
+    runs: Vec<(usize, Option<Arc<str>>)>,
+}
+
+impl AdapterRows {
+    /// Returns the rows in order: numbers of consecutive rows with the adapter of each, `None` for the model alone.
+    pub fn new(rows: impl IntoIterator<Item = (usize, Option<Arc<str>>)>) -> AdapterRows {
+        let mut runs: Vec<(usize, Option<Arc<str>>)> = Vec::new();
+        for (count, name) in rows.into_iter().filter(|(count, _)| *count > 0) {
+            match runs.last_mut() {
+                Some((len, last)) if *last == name => *len += count,
+                _ => runs.push((count, name)),
+            }
+        }
+        AdapterRows { runs }
+    }
+
+    /// Returns the number of rows.
+    pub fn len(&self) -> usize {
+        self.runs.iter().map(|(count, _)| count).sum()
+    }
+
+    /// Returns `true` if there is no row.
+    pub fn is_empty(&self) -> bool {
+        self.runs.is_empty()
+    }
+
+    /// Returns the first row, the number of rows and the adapter of each run.
+    pub fn runs(&self) -> impl Iterator<Item = (usize, usize, Option<&str>)> {
+        let mut next = 0;
+        self.runs.iter().map(move |(count, name)| {
+            let start = next;
+            next += count;
+            (start, *count, name.as_deref())
+        })
+    }
+
+    /// Returns the names of the adapters.
+    pub fn names(&self) -> impl Iterator<Item = &str> {
+        self.runs.iter().filter_map(|(_, name)| name.as_deref())
+    }
+
+    /// Puts the rows in scope on this thread until the result is dropped.
+    #[must_use = "the rows are in scope until the value is dropped"]
+    pub fn scope(self) -> AdapterRowsScope {
+        let before = CURRENT.with(|current| current.replace(Some(Rc::new(self))));
+        AdapterRowsScope { before }
+    }
+
+    /// Returns the rows that are in scope on this thread.
+    pub fn current() -> Option<Rc<AdapterRows>> {
+        CURRENT.with(|current| current.borrow().clone())
+    }
+
+    /// Checks that `x (…, I)`, the input of `layer`, has these rows.
+    ///
+    /// # Errors
+    /// [A shape](overdrive_core::Error::WrongShape) that does not fit.
+    pub fn check(&self, layer: &str, x: &Tensor) -> Result<()> {
+        let size = x.size();
+        let rows: i64 = size[..size.len().saturating_sub(1)].iter().product();
+        if usize::try_from(rows).is_ok_and(|rows| rows == self.len()) {
+            return Ok(());
+        }
+        let expected = format!(
+            "{} rows, as many as `AdapterRows` has: this layer sees other rows than the batch, so its adapter cannot \
+             be chosen by row",
+            self.len()
+        );
+        Err(overdrive_core::Error::shape(format!("the input of `{layer}`"), size, expected).into())
+    }
+}
+
+/// Keeps [`AdapterRows`] in scope; the rows that were in scope before return when it is dropped.
+#[derive(Debug)]
+pub struct AdapterRowsScope {
+    // The `Rc` also keeps the scope on its thread.
+    before: Option<Rc<AdapterRows>>,
+}
+
+impl Drop for AdapterRowsScope {
+    fn drop(&mut self) {
+        CURRENT.with(|current| current.replace(self.before.take()));
+    }
+}

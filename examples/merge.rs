@@ -1,0 +1,47 @@
+//! Merges an adapter into its model and writes the result as a folder, which quantizes, chats and serves as any other.
+//!
+//! ```text
+//! cargo xtask example merge --model PATH --adapter runs/mine --out runs/mine-merged
+//! ```
+//!
+//! The weights of a GGUF file or of a quantized folder are dequantized first, so that the sum is rounded by nothing.
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Result, bail};
+use clap::Parser;
+use overdrive::generation::ModelFiles;
+use overdrive_examples::finetuning::FinetuneModel;
+use overdrive_examples::print_line;
+
+/// Merges an adapter into its model
+#[derive(Parser)]
+struct Flags {
+    /// GGUF file, or folder with config.json, model.safetensors and tokenizer.json
+    #[arg(long)]
+    model: PathBuf,
+    /// Folder with the adapter in PEFT's format
+    #[arg(long)]
+    adapter: PathBuf,
+    /// Output folder
+    #[arg(long)]
+    out: PathBuf,
+}
+
+fn main() -> ExitCode {
+    overdrive_examples::exit(|| run(&Flags::parse()))
+}
+
+fn run(flags: &Flags) -> Result<()> {
+    if flags.out.join("config.json").exists() {
+        bail!(
+            "{} holds a model; give another --out, or remove it",
+            flags.out.display()
+        );
+    }
+    FinetuneModel::save_merged(&flags.model, &flags.adapter, &flags.out)?;
+    ModelFiles::open(&flags.model)?.copy_tokenizer(&flags.out)?;
+    print_line(format!("merged      {}", flags.out.display()));
+    Ok(())
+}
