@@ -90,7 +90,7 @@ fn tensors_stay_in_their_storages() {
         )
         .is_ok()
     );
-    let max = i128::from(i64::MAX);
+    const MAX: i128 = i64::MAX as i128;
     type Case = (
         &'static str,
         i128,
@@ -103,22 +103,22 @@ fn tensors_stay_in_their_storages() {
         ("0", 2, 0, &[3], &[1], "leaves its storage"),
         ("0", 2, 1, &[2], &[1], "leaves its storage"),
         ("0", 2, 0, &[2], &[2], "leaves its storage"),
-        ("0", 2, max, &[1], &[1], "leaves its storage"),
-        ("0", 2, 0, &[2], &[max], "leaves its storage"),
+        ("0", 2, MAX, &[1], &[1], "leaves its storage"),
+        ("0", 2, 0, &[2], &[MAX], "leaves its storage"),
         ("0", 3, 0, &[3], &[1], "has 8 bytes"),
-        ("0", max, max - 1, &[1], &[1], "has 8 bytes"),
+        ("0", MAX, MAX - 1, &[1], &[1], "has 8 bytes"),
         ("1", 2, 0, &[2], &[1], "is not in the file"),
         ("../0", 2, 0, &[2], &[1], "is not in the file"),
         ("0", 2, -1, &[2], &[1], "a size is -1"),
         ("0", 2, 0, &[-2], &[1], "a size is -2"),
         ("0", 2, 0, &[2], &[-1], "a size is -1"),
         ("0", 2, 0, &[2, 1], &[1], "number of strides"),
-        ("0", 2, 0, &[max, max], &[0, 0], "more elements than memory"),
+        ("0", 2, 0, &[MAX, MAX], &[0, 0], "more elements than memory"),
         (
             "0",
             2,
             0,
-            &[0, max, max],
+            &[0, MAX, MAX],
             &[1, 1, 1],
             "more elements than memory",
         ),
