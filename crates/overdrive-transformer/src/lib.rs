@@ -123,8 +123,8 @@ mod seq2seq;
 pub use causal_lm::{CausalLm, InitOptions};
 pub use checkpoint::{CheckpointProblems, LoadOptions, LoadProgress, Misshapen, SaveOptions};
 pub use config::{
-    BartConfig, ExpertsConfig, Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope, ModelConfig,
-    RopeScaling, Seq2SeqConfig, T5Config, Yarn,
+    BartConfig, ExpertsConfig, Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope,
+    ModelConfig, RopeScaling, Seq2SeqConfig, T5Config, Yarn,
 };
 pub use encoder::{
     BaseHead, ClassifierHead, ClassifierPooling, Encoder, EncoderConfig, EncoderFamily,

@@ -1,5 +1,4 @@
 use overdrive_core::Error as Common;
-use overdrive_kv_cache::KvCache;
 use overdrive_sys::transfer::to_device;
 use overdrive_transformer::{CrossAttentionCache, DecoderInput, Logits, Seq2SeqLm};
 use tch::Tensor;

@@ -64,8 +64,7 @@ pub enum ModelConfig {
 }
 
 /// The supported values of `model_type`, for messages.
-const SUPPORTED: &str =
-    "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, gpt2";
+const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, gpt2";
 
 impl ModelConfig {
     /// Reads `config.json` of a Hugging Face folder.

@@ -187,7 +187,11 @@ impl MaskedLm {
             // A sum that depends on the model, so that a backward pass works and gives zeros.
             let sum = hidden.f_sum(Kind::Float)?.f_mul_scalar(0.0)?;
             let count = Tensor::f_zeros([], (Kind::Int64, labels.device()))?;
-            return Ok(LossOutput { sum, count });
+            return Ok(LossOutput {
+                sum,
+                count,
+                aux_loss: None,
+            });
         }
         let hidden = hidden.f_flatten(0, 1)?.f_index_select(0, &counted)?;
         let logits = self.logits(&hidden)?.f_unsqueeze(0)?;
@@ -292,7 +296,11 @@ impl SequenceClassifier {
             _ => logits.f_mse_loss(&labels, Reduction::Sum)?,
         };
         let count = Tensor::f_full([], labels.numel() as i64, (Kind::Int64, labels.device()))?;
-        Ok(LossOutput { sum, count })
+        Ok(LossOutput {
+            sum,
+            count,
+            aux_loss: None,
+        })
     }
 }
 

@@ -370,6 +370,7 @@ impl Seq2SeqLm {
         Ok(LossOutput {
             sum: output.loss,
             count: output.count,
+            aux_loss: None,
         })
     }
 
