@@ -38,6 +38,7 @@ fn a_fault_in_any_call_of_a_download_is_an_error_or_harmless() {
         for fault in Fault::ALL {
             let calls = faults.every_call(fault, |case: &Case| {
                 let cache = case.folder.join("hub");
+                fs::create_dir(&cache).unwrap();
                 let (first, call) =
                     faults.during(case, || model_path(NAME, &hub.options(&cache)).map(drop));
                 let place = format!("{case:?}, {call:?}");
