@@ -428,7 +428,7 @@ impl EncoderConfig {
         }
         let cutoff = self.initializer_cutoff_factor;
         // Values beyond the bound are drawn again: below 0.1, of a hundred draws less than eight are kept.
-        if !(cutoff >= 0.1) {
+        if cutoff.is_nan() || cutoff < 0.1 {
             return Err(bad(
                 "initializer_cutoff_factor",
                 &cutoff.into(),
