@@ -42,7 +42,7 @@ impl Pair {
 pub fn read_pairs(path: &Path) -> Result<Vec<Pair>> {
     if path.extension().is_some_and(|extension| extension == "csv") {
         let rows = CsvRecords::open([path], &CsvOptions::default())?;
-        let pair = |number| {
+        let pair = |number| -> Result<Pair> {
             let row = rows.get(number)?;
             let field = |name: &str| row.get(name).map(str::to_owned);
             let pair = field("source").zip(field("target"));

@@ -13,7 +13,7 @@ fn flags(out: std::path::PathBuf) -> Flags {
         out,
         model: None,
         data: None,
-        steps: 300,
+        steps: 400,
         batch_size: 32,
         learning_rate: 2e-3,
         held_out: 100,
@@ -27,8 +27,8 @@ fn a_model_from_scratch_learns_to_reverse_words_and_goes_on_from_its_folder() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("reverse");
     let exact = run(&flags(folder.clone())).unwrap();
-    // A guess of one of the 8 letters at each position is right once in 8^2 words at best.
-    assert!(exact > 0.5, "{exact}");
+    // Half of the words have two or three letters, and may be among those that were trained; the others are new.
+    assert!(exact > 0.7, "{exact}");
 
     let files = ModelFiles::open(&folder).unwrap();
     let tokenizer = files.tokenizer().unwrap();
