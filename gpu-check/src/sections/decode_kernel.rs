@@ -31,7 +31,10 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     })?;
     for (name, dim) in [("64", 64), ("80", 80), ("128", 128), ("256", 256)] {
         // f32 is for heads of up to 128.
-        let kinds = if dim > 128 { &KINDS[1..] } else { &KINDS };
+        let kinds: &[Kind] = match dim {
+            256 => &[Kind::BFloat16, Kind::Half],
+            _ => &KINDS,
+        };
         rows(context, name, dim, kinds)?;
         paged(context, name, dim, kinds)?;
     }
