@@ -28,31 +28,31 @@ use tch::Device;
 
 /// Trains an encoder-decoder model (T5, BART) on pairs of a source and a target
 #[derive(Debug, Parser)]
-pub struct Flags {
+pub(crate) struct Flags {
     /// Folder that the trained model is written to
     #[arg(long)]
-    pub out: PathBuf,
+    pub(crate) out: PathBuf,
     /// Folder of a T5 or BART to start from, with its tokenizer [default: a small T5 from scratch]
     #[arg(long, requires = "data")]
-    pub model: Option<PathBuf>,
+    pub(crate) model: Option<PathBuf>,
     /// File of pairs: JSON Lines or CSV with `source` and `target` [default: words to reverse]
     #[arg(long, requires = "model")]
-    pub data: Option<PathBuf>,
+    pub(crate) data: Option<PathBuf>,
     /// Number of optimizer steps
     #[arg(long, default_value_t = 500)]
-    pub steps: usize,
+    pub(crate) steps: usize,
     /// Number of pairs in a batch
     #[arg(long, default_value_t = 32)]
-    pub batch_size: usize,
+    pub(crate) batch_size: usize,
     /// Learning rate, which falls linearly to 0
     #[arg(long, default_value_t = 2e-3)]
-    pub learning_rate: f64,
+    pub(crate) learning_rate: f64,
     /// Number of pairs that are held out
     #[arg(long, default_value_t = 200)]
-    pub held_out: usize,
+    pub(crate) held_out: usize,
     /// Seed of the weights, the words and their order
     #[arg(long, default_value_t = 42)]
-    pub seed: u64,
+    pub(crate) seed: u64,
 }
 
 #[allow(dead_code, reason = "a test runs the rest in its own process")]
@@ -61,7 +61,7 @@ fn main() -> ExitCode {
 }
 
 /// Trains, saves, and returns the share of held-out targets that the model writes exactly.
-pub fn run(flags: &Flags) -> Result<f64> {
+pub(crate) fn run(flags: &Flags) -> Result<f64> {
     let device = Device::cuda_if_available();
     let (mut model, tokenizer) = match &flags.model {
         Some(folder) => {
