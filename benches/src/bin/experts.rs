@@ -189,7 +189,7 @@ fn time(training: bool, mut forward: impl FnMut() -> Result<Tensor>) -> Result<f
         forward()?.f_sum(Kind::Float)?.f_backward()?;
     } else {
         let _no_grad = tch::no_grad_guard();
-        forward()?;
+        drop(forward()?);
     }
     Ok(begin.elapsed().as_secs_f64())
 }
