@@ -41,7 +41,7 @@ impl BlockAllocator for Pool {
     }
 
     fn fork(&mut self, id: u32) -> Result<u32> {
-        let (copy, _) = self.add(&[])?;
+        let (copy, _) = self.add(0, &[])?;
         let tokens = self.sequences[&id];
         self.take(copy, tokens);
         Ok(copy)
