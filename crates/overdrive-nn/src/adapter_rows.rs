@@ -90,7 +90,7 @@ impl AdapterRows {
     /// Checks that `x (…, I)`, the input of `layer`, has these rows.
     ///
     /// # Errors
-    /// [A shape](overdrive_core::Error::WrongShape) that does not fit.
+    /// [A shape](overdrive_core::Error::Shape) that does not fit.
     pub fn check(&self, layer: &str, x: &Tensor) -> Result<()> {
         let size = x.size();
         let rows: i64 = size[..size.len().saturating_sub(1)].iter().product();
