@@ -1,5 +1,6 @@
 //! The training of WordPiece tokenizers.
 
+use std::collections::BTreeSet;
 use std::path::Path;
 use tokenizers::decoders::wordpiece::WordPiece as WordPieceDecoder;
 use tokenizers::models::wordpiece::{WordPiece, WordPieceTrainer};
@@ -38,14 +39,8 @@ pub fn train_word_piece<S: AsRef<str> + Sync>(texts: &[S], vocab_size: usize) ->
         expected,
     )?;
     let special = SPECIAL.map(|token| AddedToken::from(token, true));
-    let mut trainer = WordPieceTrainer::builder()
-        .vocab_size(vocab_size)
-        .min_frequency(2)
-        .special_tokens(special.to_vec())
-        .show_progress(false)
-        .build();
     let normalizer = BertNormalizer::default();
-    let words = |text: &str| {
+    let words = |text: &str| -> tokenizers::Result<Vec<String>> {
         let mut text = tokenizers::NormalizedString::from(text);
         tokenizers::Normalizer::normalize(&normalizer, &mut text)?;
         let mut text = tokenizers::PreTokenizedString::from(text);
@@ -59,6 +54,23 @@ pub fn train_word_piece<S: AsRef<str> + Sync>(texts: &[S], vocab_size: usize) ->
             .map(|(word, ..)| word.to_owned())
             .collect())
     };
+    // The trainer numbers these in the order of a hash map, which differs from run to run, and merges follow the numbers;
+    // tokens that it is given keep their order.
+    let mut letters = BTreeSet::new();
+    for text in texts {
+        let words = words(text.as_ref()).map_err(Error::tokenizer("read the texts"))?;
+        letters.extend(words.iter().flat_map(|word| word.chars().skip(1)));
+    }
+    let inner = letters
+        .into_iter()
+        .map(|letter| AddedToken::from(format!("##{letter}"), false));
+    let first: Vec<AddedToken> = special.iter().cloned().chain(inner).collect();
+    let mut trainer = WordPieceTrainer::builder()
+        .vocab_size(vocab_size)
+        .min_frequency(2)
+        .special_tokens(first)
+        .show_progress(false)
+        .build();
     trainer
         .feed(texts.iter(), words)
         .map_err(Error::tokenizer("read the texts"))?;
