@@ -94,11 +94,7 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
             let (logits, classes) = task.forward(batch)?;
             let loss = task.model.loss_of_logits(&logits, &classes)?.mean()?;
             loss.f_backward()?;
-            drop(clip_grad_norm(
-                &optimizer.parameters(),
-                1.0,
-                ClipOptions::default(),
-            )?);
+            let _norm = clip_grad_norm(&optimizer.parameters(), 1.0, ClipOptions::default())?;
             optimizer.step()?;
             optimizer.zero_grad()?;
             total += loss.f_double_value(&[])? * batch.len() as f64;
