@@ -630,6 +630,8 @@ def main():
         error = globals()[entry["kernel"]](Launch(kernels, entry))
         slot = (entry["kernel"], entry["dtype"])
         worst[slot] = max(worst.get(slot, 0.0), error)
+    # There is no attention of f32 with heads of 256, so that nothing launches the combination of its splits.
+    missing = {key for key in missing if key[:2] != ("decode_combine", "f32") or ("DIM", 256) not in key[3]}
     assert not missing, f"no launch of {sorted(missing)}"
     for (kernel, dtype), error in worst.items():
         print(f"{kernel:18} {dtype:5} {error:.1e}")

@@ -25,7 +25,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     let device = context.device();
     context.check("the kernels for this GPU", || {
         Ok(match overdrive_gpu::kernels(device)? {
-            Some(kernels) => Finding::passed().noting(kernels.target().to_owned()),
+            Some(kernels) => Finding::passed().noting(kernels.target()),
             None => Finding::judged(device == Device::Cpu, "there are none"),
         })
     })?;
