@@ -6,12 +6,16 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::Path;
 
-use overdrive::generation::{Engine, EngineConfig, GenerationConfig, Request, generate};
+use overdrive::generation::{
+    Engine, EngineConfig, GenerationConfig, GenerationModel, Request, generate,
+};
 use overdrive::lora::{AddOptions, LoraConfig, TargetModules, add_adapter, trainable_parameters};
+use overdrive::nn::AdapterHost;
 use overdrive::onnx::{ExportOptions, export};
 use overdrive::quantization::GgufFile;
 use overdrive::transformer::{
-    CausalLm, ForwardInput, InitOptions, LabelShift, ModelConfig, QuantizeOptions,
+    CausalLm, EncoderConfig, EncoderInput, ForwardInput, InitOptions, LabelShift, LoadOptions,
+    MaskedLm, ModelConfig, QuantizeOptions, Seq2SeqConfig, Seq2SeqLm,
 };
 use serde_json::json;
 use tch::Tensor;
@@ -69,6 +73,10 @@ fn tiny(model_type: &str) -> serde_json::Value {
         "max_position_embeddings": 64, "initializer_range": 0.2, "eos_token_id": null, "pad_token_id": 0,
         // GPT-2's names.
         "n_embd": 32, "n_layer": 2, "n_head": 2, "n_positions": 64,
+        // T5's and BART's.
+        "d_model": 32, "d_kv": 16, "d_ff": 64, "num_layers": 2, "num_heads": 2, "decoder_start_token_id": 0,
+        "encoder_layers": 2, "decoder_layers": 2, "encoder_attention_heads": 2, "decoder_attention_heads": 2,
+        "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "init_std": 0.2,
         // Mixtures of experts.
         "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
     });
@@ -86,10 +94,68 @@ fn ids() -> Tensor {
     Tensor::from_slice(&[3i64, 9, 27, 17, 51, 25, 11, 33]).view([1, 8])
 }
 
-fn logits(model: &CausalLm) -> Tensor {
-    let _no_grad = tch::no_grad_guard();
-    model.forward(ForwardInput::new(&ids())).unwrap()
+/// A model that the columns are tried with.
+trait Model: AdapterHost + Sized {
+    fn save(&self, dir: &Path) -> Outcome;
+    fn load(dir: &Path, options: &LoadOptions) -> Result<Self, String>;
+    fn outputs(&self) -> Tensor;
+    fn mean_loss(&self) -> Result<Tensor, String>;
+    fn parameters(&self) -> Vec<(String, Tensor)>;
+    fn train_all(&self) -> Outcome;
+    fn has_quantized_weights(&self) -> bool;
 }
+
+/// Implements [`Model`] for a type by its outputs and its loss.
+macro_rules! model {
+    ($model:ty, $outputs:expr, $loss:expr) => {
+        impl Model for $model {
+            fn save(&self, dir: &Path) -> Outcome {
+                self.save_pretrained(dir, &Default::default()).map_err(text)
+            }
+
+            fn load(dir: &Path, options: &LoadOptions) -> Result<Self, String> {
+                <$model>::from_pretrained(dir, options).map_err(text)
+            }
+
+            fn outputs(&self) -> Tensor {
+                let _no_grad = tch::no_grad_guard();
+                $outputs(self).unwrap()
+            }
+
+            fn mean_loss(&self) -> Result<Tensor, String> {
+                $loss(self).and_then(|loss| loss.mean()).map_err(text)
+            }
+
+            fn parameters(&self) -> Vec<(String, Tensor)> {
+                self.named_parameters()
+            }
+
+            fn train_all(&self) -> Outcome {
+                self.set_requires_grad(true).map_err(text)
+            }
+
+            fn has_quantized_weights(&self) -> bool {
+                self.is_quantized()
+            }
+        }
+    };
+}
+
+model!(
+    CausalLm,
+    |model: &CausalLm| model.forward(ForwardInput::new(&ids())),
+    |model: &CausalLm| model.loss(&ids(), &ids(), LabelShift::HuggingFace)
+);
+model!(
+    MaskedLm,
+    |model: &MaskedLm| model.forward(EncoderInput::new(&ids())),
+    |model: &MaskedLm| model.loss(EncoderInput::new(&ids()), &ids())
+);
+model!(
+    Seq2SeqLm,
+    |model: &Seq2SeqLm| model.forward(&ids(), None, &ids()),
+    |model: &Seq2SeqLm| model.loss(&ids(), None, &ids())
+);
 
 fn fresh(config: &ModelConfig) -> CausalLm {
     let options = InitOptions {
@@ -119,45 +185,42 @@ fn add_images(dir: &Path) {
     std::fs::write(dir.join("config.json"), tiny("gemma3").to_string()).unwrap();
 }
 
-fn saves_and_loads(model_type: &str, config: &ModelConfig) -> Outcome {
-    let (dir, model) = (tempfile::tempdir().unwrap(), fresh(config));
-    model
-        .save_pretrained(dir.path(), &Default::default())
-        .map_err(text)?;
+fn saves_and_loads<M: Model>(model_type: &str, model: &M) -> Outcome {
+    let dir = tempfile::tempdir().unwrap();
+    model.save(dir.path())?;
     if model_type == "gemma3" {
         add_images(dir.path());
     }
-    let again = CausalLm::from_pretrained(dir.path(), &Default::default()).map_err(text)?;
-    check(logits(&again) == logits(&model), "other logits")
+    let again = M::load(dir.path(), &LoadOptions::default())?;
+    check(again.outputs() == model.outputs(), "other outputs")
 }
 
-fn trains(config: &ModelConfig) -> Outcome {
-    let model = fresh(config);
-    model.set_requires_grad(true).map_err(text)?;
-    let loss = || -> Result<Tensor, String> {
-        let loss = model.loss(&ids(), &ids(), LabelShift::HuggingFace);
-        loss.and_then(|loss| loss.mean()).map_err(text)
-    };
-    let first = loss()?;
+fn trains(model: &impl Model) -> Outcome {
+    model.train_all()?;
+    let first = model.mean_loss()?;
     first.f_backward().map_err(text)?;
     let _no_grad = tch::no_grad_guard();
-    for (name, mut parameter) in model.named_parameters() {
+    for (name, mut parameter) in model.parameters() {
         let gradient = parameter.grad();
         check(gradient.defined(), &format!("{name} has no gradient"))?;
         let step = gradient * -0.01;
         let _same = parameter.f_add_(&step).map_err(text)?;
     }
-    let fell = loss()?.double_value(&[]) < first.double_value(&[]);
+    let fell = model.mean_loss()?.double_value(&[]) < first.double_value(&[]);
     check(fell, "the loss did not fall")
 }
 
-fn quantizes(config: &ModelConfig) -> Outcome {
-    let mut model = fresh(config);
-    let dense = logits(&model);
-    let options = QuantizeOptions::new("int8".parse().unwrap());
-    model.quantize(&options).map_err(text)?;
-    check(model.is_quantized(), "no weight is quantized")?;
-    let error = (logits(&model) - &dense).norm().double_value(&[]);
+fn quantizes<M: Model>(model: &M) -> Outcome {
+    let dir = tempfile::tempdir().unwrap();
+    model.save(dir.path())?;
+    let options = LoadOptions {
+        quantization: Some(QuantizeOptions::new("int8".parse().unwrap())),
+        ..LoadOptions::default()
+    };
+    let quantized = M::load(dir.path(), &options)?;
+    check(quantized.has_quantized_weights(), "no weight is quantized")?;
+    let dense = model.outputs();
+    let error = (quantized.outputs() - &dense).norm().double_value(&[]);
     let error = error / dense.norm().double_value(&[]);
     check(
         error > 0.0 && error < 0.1,
@@ -165,16 +228,13 @@ fn quantizes(config: &ModelConfig) -> Outcome {
     )
 }
 
-fn takes_adapters(config: &ModelConfig) -> Outcome {
-    let mut model = fresh(config);
+fn takes_adapters(mut model: impl Model) -> Outcome {
     let lora = LoraConfig {
         target_modules: Some(TargetModules::AllLinear),
         ..LoraConfig::default()
     };
     add_adapter(&mut model, "tiny", &lora, &AddOptions::default()).map_err(text)?;
-    let loss = model.loss(&ids(), &ids(), LabelShift::HuggingFace);
-    let loss = loss.and_then(|loss| loss.mean()).map_err(text)?;
-    loss.f_backward().map_err(text)?;
+    model.mean_loss()?.f_backward().map_err(text)?;
     for (name, tensor) in trainable_parameters(&mut model).map_err(text)? {
         check(tensor.grad().defined(), &format!("{name} has no gradient"))?;
     }
@@ -189,11 +249,10 @@ fn greedy(use_cache: bool) -> GenerationConfig {
     }
 }
 
-fn generates(config: &ModelConfig) -> Result<Vec<i64>, String> {
-    let model = fresh(config);
+fn generates(model: &impl GenerationModel) -> Result<Vec<i64>, String> {
     let prompt = [vec![5, 9, 3]];
-    let cached = generate(&model, &prompt, &greedy(true)).map_err(text)?;
-    let whole = generate(&model, &prompt, &greedy(false)).map_err(text)?;
+    let cached = generate(model, &prompt, &greedy(true)).map_err(text)?;
+    let whole = generate(model, &prompt, &greedy(false)).map_err(text)?;
     check(
         cached.sequences == whole.sequences,
         "other tokens over a cache",
@@ -235,26 +294,68 @@ fn decoder(
             let names: Vec<String> = names.iter().map(|name| format!("`{name}`")).collect();
             names.join(", ")
         });
-    let tokens = generates(&config);
+    let tokens = generates(&fresh(&config));
     let served = tokens
         .clone()
         .and_then(|tokens| is_served(&config, &tokens));
     let outcomes = [
-        saves_and_loads(model_type, &config),
-        trains(&config),
-        quantizes(&config),
-        takes_adapters(&config),
+        saves_and_loads(model_type, &fresh(&config)),
+        trains(&fresh(&config)),
+        quantizes(&fresh(&config)),
+        takes_adapters(fresh(&config)),
         tokens.map(drop),
         served,
         exports(&config),
     ];
+    Some(cells(outcomes, gguf))
+}
+
+/// Returns the cells of outcomes and of the column of GGUF files, and the reasons of those that say no.
+fn cells(outcomes: [Outcome; 7], gguf: String) -> (Vec<String>, Vec<String>) {
     let mut cells: Vec<String> = outcomes
         .iter()
         .map(|outcome| if outcome.is_ok() { "yes" } else { "no" }.to_owned())
         .collect();
     cells.insert(1, gguf);
     let reasons = outcomes.into_iter().filter_map(Result::err);
-    Some((cells, reasons.collect()))
+    (cells, reasons.collect())
+}
+
+/// Returns the outcome of a column that a kind of model has no interface for.
+fn not_offered() -> Outcome {
+    Err("there is no call for it".to_owned())
+}
+
+/// Returns the cells of an encoder; `None` for another type.
+fn encoder(model_type: &str) -> Option<(Vec<String>, Vec<String>)> {
+    let config = EncoderConfig::from_json(&tiny(model_type).to_string()).ok()?;
+    let fresh = || MaskedLm::new(&config, &InitOptions::default()).unwrap();
+    let outcomes = [
+        saves_and_loads(model_type, &fresh()),
+        trains(&fresh()),
+        quantizes(&fresh()),
+        takes_adapters(fresh()),
+        not_offered(),
+        not_offered(),
+        not_offered(),
+    ];
+    Some(cells(outcomes, "no".to_owned()))
+}
+
+/// Returns the cells of an encoder-decoder model; `None` for another type.
+fn encoder_decoder(model_type: &str) -> Option<(Vec<String>, Vec<String>)> {
+    let config = Seq2SeqConfig::from_json(&tiny(model_type).to_string()).ok()?;
+    let fresh = || Seq2SeqLm::new(&config, &InitOptions::default()).unwrap();
+    let outcomes = [
+        saves_and_loads(model_type, &fresh()),
+        trains(&fresh()),
+        quantizes(&fresh()),
+        takes_adapters(fresh()),
+        generates(&fresh()).map(drop),
+        not_offered(),
+        not_offered(),
+    ];
+    Some(cells(outcomes, "no".to_owned()))
 }
 
 /// Returns the bytes of a GGUF file without tensors.
@@ -345,9 +446,10 @@ fn the_table_of_models_says_what_the_crates_do() {
     let (rows, architectures) = (table(), architectures());
     let mut wrong = Vec::new();
     for (model_type, cells) in &rows {
-        // Models of another kind than decoders, which `ModelConfig` does not read, get their attempts here.
-        let nothing = || (vec!["no".to_owned(); COLUMNS.len()], Vec::new());
-        let (found, reasons) = decoder(model_type, &architectures).unwrap_or_else(nothing);
+        let (found, reasons) = decoder(model_type, &architectures)
+            .or_else(|| encoder(model_type))
+            .or_else(|| encoder_decoder(model_type))
+            .unwrap_or_else(|| panic!("`{model_type}` is read by no configuration"));
         if found != *cells {
             wrong.push(format!(
                 "`{model_type}` | {} |\n    {reasons:?}",
