@@ -121,7 +121,7 @@ fn rows_that_do_not_fit_are_refused() {
     drop(scope);
     // A layer without any of the adapters does not look at the rows.
     let scope = rows(&[(3, Some("b"))]).scope();
-    let _ = host.layers[1].1.forward(&x).unwrap();
+    let _plain = host.layers[1].1.forward(&x).unwrap();
     drop(scope);
     set_training(&mut host, true).unwrap();
     let _scope = rows(&[(4, Some("a"))]).scope();
