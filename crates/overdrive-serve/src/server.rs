@@ -127,8 +127,14 @@ impl Server {
             let listener = tokio::net::TcpListener::from_std(listener).map_err(failed)?;
             tokio::select! {
                 () = serve(listener, &self.shared, drain) => Ok(()),
-                () = late => Err(self.cut(format!("{} seconds after the signal", limit.as_secs_f64()))),
-                () = hurry => Err(self.cut("when the second signal came".to_owned())),
+                sequences = self.counted(late) => Err(Error::Cut {
+                    sequences,
+                    reason: format!("{} seconds after the signal", limit.as_secs_f64()),
+                }),
+                sequences = self.counted(hurry) => Err(Error::Cut {
+                    sequences,
+                    reason: "when the second signal came".to_owned(),
+                }),
             }
         });
         // Drops the connections that are left, and cancels their requests.
@@ -140,11 +146,11 @@ impl Server {
         }
     }
 
-    fn cut(&self, reason: String) -> Error {
-        Error::Cut {
-            sequences: self.shared.in_flight(),
-            reason,
-        }
+    /// Waits for `end`, and returns the number of sequences that are then in flight. A handler of `select!` would be
+    /// too late to count them: by then the connections are being dropped, and with them their requests.
+    async fn counted(&self, end: impl Future<Output = ()>) -> usize {
+        end.await;
+        self.shared.in_flight()
     }
 }
 

@@ -382,7 +382,7 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
         "gpt2",
         "model_type",
         json!("mamba"),
-        "supported: llama, mistral, qwen2, qwen3, phi, phi3, gemma, gemma2, gemma3, gemma3_text, gpt2",
+        "supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, gpt2",
     );
     check("gpt2", "model_type", json!(null), "`model_type` is missing");
     check("gpt2", "n_head", json!(5), "a multiple of n_head (5)");

@@ -92,8 +92,11 @@ fn check(model: &mut CausalLm, what: &str) {
         let (expected, expected_ids) = run(model, cache, false);
         let (found, ids) = run(model, cache, true);
         for (step, (found, expected)) in found.iter().zip(&expected).enumerate() {
-            // The same kernels in the same order; libtorch may sum in another order where it takes part.
-            let tolerance = 1e-5 * max_magnitude(expected).max(1.0);
+            // The same kernels in the same order; libtorch may sum in another order where it takes part. It does so
+            // for the sum over experts, after which the 8 bits of an activation may be rounded the other way.
+            let is_rounded = what.starts_with("Mixtral in");
+            let relative = if is_rounded { 5e-3 } else { 1e-5 };
+            let tolerance = relative * max_magnitude(expected).max(1.0);
             let difference = max_difference(found, expected);
             assert!(
                 difference <= tolerance,

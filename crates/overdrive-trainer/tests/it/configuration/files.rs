@@ -205,7 +205,7 @@ fn json_may_hold_comments_and_trailing_commas_and_nothing_else() {
 
     for (wrong, place) in [
         ("{\n\"preset\": 'small'}", "line 2"),
-        ("{\n\"bf16\": true\n\"fp16\": false}", "line 3"),
+        ("{\n\"bf16\": true\n\"fp16\": false}", "line 2"),
         ("{preset: \"small\"}", "line 1"),
         ("{\"learning_rate\": NaN}", "line 1"),
         (&"[".repeat(100_000), "line 1"),

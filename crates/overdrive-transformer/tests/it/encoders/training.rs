@@ -319,10 +319,11 @@ fn autocast_computes_matmuls_in_bf16_and_the_loss_and_gradients_in_fp32() {
             for (name, mut parameter) in model.named_parameters() {
                 let (gradient, want) = (parameter.grad(), &want[&format!("grad.{name}")]);
                 assert_eq!(gradient.kind(), Kind::Float, "{case} {name}");
-                // bf16 has 8 bits; the bias of the keys has a gradient of zero but for rounding.
+                // bf16 has 8 bits; the bias of the keys has a gradient of zero but for rounding. PyTorch's autocast is
+                // off by 0.013 on these fixtures, and by 0.16 on the one whose ReLU changes its side.
                 let scale = max_magnitude(want).max(0.01);
                 let relative = max_difference(&gradient, want) / scale;
-                assert!(relative < 0.1, "{case} {name}: {relative}");
+                assert!(relative < 0.2, "{case} {name}: {relative}");
                 parameter.zero_grad();
             }
         }
