@@ -20,7 +20,7 @@ const KEYS_OF_A_SPLIT: i64 = 128;
 /// The channels, and for keys the tokens, that share a scale.
 const GROUP: i64 = 64;
 
-/// What a kernel takes for "no limit": sums with a number of keys stay below 2³¹.
+/// The number that a kernel takes for "no limit": sums with a number of keys stay below 2³¹.
 const UNLIMITED: i64 = 1 << 30;
 
 /// Attention of a few new queries of each sequence over its keys.

@@ -74,7 +74,7 @@ pub enum Error {
         repository: String,
         /// The file, or a description of it.
         file: String,
-        /// What the repository has instead.
+        /// The names that the repository has instead.
         found: String,
     },
     /// Downloads are switched off, and the cache does not have the model.

@@ -1,4 +1,4 @@
-//! Where the pickle and the storages lie in a file.
+//! The positions of the pickle and the storages in a file.
 
 use std::collections::HashMap;
 use std::io::Cursor;

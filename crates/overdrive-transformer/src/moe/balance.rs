@@ -77,7 +77,7 @@ impl ExpertLoad {
     }
 }
 
-/// What a forward pass asks the routers for.
+/// The values that a forward pass asks the routers for.
 #[derive(Debug, Default)]
 pub(crate) struct LoadBalance {
     /// If `true`, each layer returns the load of its experts.

@@ -1,4 +1,4 @@
-//! What is special in Phi-2, Phi-3, Gemma 1 and the text of multimodal Gemma 3; the tests of all families have
+//! The special parts of Phi-2, Phi-3, Gemma 1 and the text of multimodal Gemma 3; the tests of all families have
 //! their fixtures, too.
 
 use std::collections::HashMap;
