@@ -365,39 +365,39 @@ fn a_head_of_t5_that_no_file_holds_is_the_embedding() {
 
 #[test]
 fn quantized_models_run_and_are_saved() {
-    for case in ["t5_v1_1", "bart"] {
-        for scheme in ["int8", "nf4"] {
-            let scheme: Scheme = scheme.parse().unwrap();
-            let options = LoadOptions {
-                quantization: Some(QuantizeOptions::new(scheme)),
-                ..LoadOptions::default()
-            };
-            let model = Seq2SeqLm::from_pretrained(fixture(case), &options).unwrap();
-            assert!(model.is_quantized());
-            let (bytes, dense) = (model.memory_footprint(), load(case).memory_footprint());
-            // The scales and the code book of NF4 are as large as one of these tiny matrices.
-            if case == "t5_v1_1" {
-                assert!(bytes < dense, "{case} {scheme}: {bytes} {dense}");
-            }
-            let want = expected(case);
-            let mask = Some(&want["attention_mask"]);
-            let got = model
-                .forward(&want["input_ids"], mask, &want["decoder_input_ids"])
-                .unwrap();
-            let relative = (&got - &want["logits"]).norm() / want["logits"].norm();
-            let relative = relative.double_value(&[]);
-            println!("{case} {scheme}: {relative:.3}");
-            assert!(relative < 0.7, "{case} {scheme}: {relative}");
-            let dir = tempfile::tempdir().unwrap();
+    // Not BART in NF4: the steps of 4 bits are as large as the differences between its random weights' outputs.
+    for (case, scheme, bound) in [
+        ("t5_v1_1", "int8", 0.1),
+        ("t5_v1_1", "nf4", 0.5),
+        ("bart", "int8", 0.2),
+    ] {
+        let scheme: Scheme = scheme.parse().unwrap();
+        let options = LoadOptions {
+            quantization: Some(QuantizeOptions::new(scheme)),
+            ..LoadOptions::default()
+        };
+        let model = Seq2SeqLm::from_pretrained(fixture(case), &options).unwrap();
+        assert!(model.is_quantized());
+        assert!(model.memory_footprint() < load(case).memory_footprint());
+        let want = expected(case);
+        let mask = Some(&want["attention_mask"]);
+        let forward = |model: &Seq2SeqLm| {
             model
-                .save_pretrained(dir.path(), &Default::default())
-                .unwrap();
-            let again = Seq2SeqLm::from_pretrained(dir.path(), &LoadOptions::default()).unwrap();
-            let same = again
                 .forward(&want["input_ids"], mask, &want["decoder_input_ids"])
-                .unwrap();
-            assert!(max_difference(&same, &got) < TOLERANCE, "{case} {scheme}");
-        }
+                .unwrap()
+        };
+        let got = forward(&model);
+        let relative = (&got - &want["logits"]).norm() / want["logits"].norm();
+        let relative = relative.double_value(&[]);
+        println!("{case} {scheme}: {relative:.3}");
+        assert!(relative < bound, "{case} {scheme}: {relative}");
+        let dir = tempfile::tempdir().unwrap();
+        model
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        let again = Seq2SeqLm::from_pretrained(dir.path(), &LoadOptions::default()).unwrap();
+        let difference = max_difference(&forward(&again), &got);
+        assert!(difference < TOLERANCE, "{case} {scheme}: {difference}");
     }
 }
 
