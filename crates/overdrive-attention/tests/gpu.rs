@@ -3,45 +3,15 @@
 //! tensors on the CPU of the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use std::fs;
-use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-
+use counted::StandIn;
 use overdrive_attention::{
     AttentionOptions, Backend, DeviceLengths, PagedLayout, Window, attention_at_lengths,
     attention_decode, attention_paged,
 };
 use tch::{Device, Kind, Tensor};
 
-#[path = "../../overdrive-gpu/tests/stand_in/mod.rs"]
-mod stand_in;
-
-/// Installs the stand-in, and lets one test at a time count its launches.
-struct StandIn {
-    log: PathBuf,
-    _alone: MutexGuard<'static, ()>,
-}
-
-impl StandIn {
-    fn new() -> Self {
-        static ALONE: Mutex<()> = Mutex::new(());
-        static LOG: OnceLock<PathBuf> = OnceLock::new();
-        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let log = LOG.get_or_init(stand_in::install).clone();
-        let stand_in = Self { log, _alone: alone };
-        stand_in.launches();
-        stand_in
-    }
-
-    /// Returns the number of launches since the last call.
-    fn launches(&self) -> usize {
-        let text = fs::read_to_string(&self.log).unwrap_or_default();
-        let _ = fs::remove_file(&self.log);
-        text.lines()
-            .filter(|line| line.starts_with("launch "))
-            .count()
-    }
-}
+#[path = "../../overdrive-gpu/tests/stand_in/counted.rs"]
+mod counted;
 
 fn values(shape: &[i64], seed: f64) -> Tensor {
     let count: i64 = shape.iter().product();
@@ -127,9 +97,9 @@ fn a_ragged_batch_over_a_pool_takes_two_launches_and_equals_the_cpu_kernel() {
             let name = format!("{name}, heads of {dim}");
             let of = |options| attention_paged(&query, &keys, &pool, &layout, &options).unwrap();
             let expected = of(on_cpu(options));
-            assert_eq!(stand_in.launches(), 0, "{name}");
+            assert_eq!(stand_in.launches().len(), 0, "{name}");
             let found = of(options);
-            assert_eq!(stand_in.launches(), 2, "{name}");
+            assert_eq!(stand_in.launches().len(), 2, "{name}");
             assert_close(&found.0, &expected.0, &name);
             assert_close(&found.1, &expected.1, &name);
         }
@@ -154,7 +124,7 @@ fn rows_of_lengths_that_the_device_knows_equal_the_cpu_kernel() {
                 attention_decode(&query, &keys, &held, Some(&lengths), &on_cpu(options)).unwrap();
             let found = attention_at_lengths(&query, &keys, &held, &on_device, &options);
             let (output, lse) = found.unwrap().unwrap();
-            assert_eq!(stand_in.launches(), 2, "{name}");
+            assert_eq!(stand_in.launches().len(), 2, "{name}");
             assert_close(&output, &expected.0, &name);
             assert_close(&lse, &expected.1, &name);
         }
@@ -197,7 +167,7 @@ fn what_the_kernel_does_not_have_runs_as_without_it() {
         let layout = PagedLayout::new(tables, vec![queries], vec![40], 16, Device::Cpu).unwrap();
         let of = |options| attention_paged(&query, &pool, &pool, &layout, &options).unwrap();
         let (found, expected) = (of(options), of(on_cpu(options)));
-        assert_eq!(stand_in.launches(), 0, "{dim} {queries} {options:?}");
+        assert_eq!(stand_in.launches().len(), 0, "{dim} {queries} {options:?}");
         assert_close(&found.0, &expected.0, "left to the CPU");
     }
 }

@@ -6,11 +6,8 @@
 #[path = "it/common.rs"]
 mod common;
 
-use std::fs;
-use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-
 use common::{assert_close, compare, labels, run, values};
+use counted::StandIn;
 use overdrive_fused::{
     Convention, CrossEntropyOptions, Layout, LinearCrossEntropyOptions, QkvShape, Reduction,
     RotaryOptions, add_rms_norm, cross_entropy, linear_cross_entropy, rms_norm, rotary,
@@ -18,39 +15,8 @@ use overdrive_fused::{
 };
 use tch::{Kind, Tensor};
 
-#[path = "../../overdrive-gpu/tests/stand_in/mod.rs"]
-mod stand_in;
-
-/// Installs the stand-in, and lets one test at a time count its launches.
-struct StandIn {
-    log: PathBuf,
-    _alone: MutexGuard<'static, ()>,
-}
-
-impl StandIn {
-    fn new() -> Self {
-        static ALONE: Mutex<()> = Mutex::new(());
-        static LOG: OnceLock<PathBuf> = OnceLock::new();
-        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let log = LOG.get_or_init(stand_in::install);
-        let stand_in = Self {
-            log: log.clone(),
-            _alone: alone,
-        };
-        stand_in.launches();
-        stand_in
-    }
-
-    /// Returns the names of the kernels that were launched since the last call.
-    fn launches(&self) -> Vec<String> {
-        let text = fs::read_to_string(&self.log).unwrap_or_default();
-        let _ = fs::remove_file(&self.log);
-        let launches = text.lines().filter_map(|line| line.strip_prefix("launch "));
-        launches
-            .map(|line| line.split(' ').nth(1).unwrap().to_owned())
-            .collect()
-    }
-}
+#[path = "../../overdrive-gpu/tests/stand_in/counted.rs"]
+mod counted;
 
 fn norm(x: &Tensor, weight: &Tensor) -> Tensor {
     let mean = x.square().mean_dim([-1i64].as_slice(), true, None::<Kind>);

@@ -3,10 +3,7 @@
 //! the CPU of the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
-use std::fs;
-use std::path::PathBuf;
-use std::sync::{Mutex, MutexGuard, OnceLock, PoisonError};
-
+use counted::StandIn;
 use overdrive_attention::Backend;
 use overdrive_kv_cache::{
     AttendOptions, KvCache, PagedCache, PagedCacheConfig, QuantizedCache, QuantizedCacheConfig,
@@ -14,35 +11,8 @@ use overdrive_kv_cache::{
 };
 use tch::{Device, Kind, Tensor};
 
-#[path = "../../overdrive-gpu/tests/stand_in/mod.rs"]
-mod stand_in;
-
-/// Installs the stand-in, and lets one test at a time count its launches.
-struct StandIn {
-    log: PathBuf,
-    _alone: MutexGuard<'static, ()>,
-}
-
-impl StandIn {
-    fn new() -> Self {
-        static ALONE: Mutex<()> = Mutex::new(());
-        static LOG: OnceLock<PathBuf> = OnceLock::new();
-        let alone = ALONE.lock().unwrap_or_else(PoisonError::into_inner);
-        let log = LOG.get_or_init(stand_in::install).clone();
-        let stand_in = Self { log, _alone: alone };
-        stand_in.launches();
-        stand_in
-    }
-
-    /// Returns the number of launches since the last call.
-    fn launches(&self) -> usize {
-        let text = fs::read_to_string(&self.log).unwrap_or_default();
-        let _ = fs::remove_file(&self.log);
-        text.lines()
-            .filter(|line| line.starts_with("launch "))
-            .count()
-    }
-}
+#[path = "../../overdrive-gpu/tests/stand_in/counted.rs"]
+mod counted;
 
 fn values(shape: &[i64], seed: f64) -> Tensor {
     let count: i64 = shape.iter().product();
@@ -111,7 +81,7 @@ fn a_captured_step_of_a_static_cache_reads_the_filled_tokens_by_the_kernel() {
                 [(0, options, 2), (1, without, 0)].map(|(at, options, count)| {
                     let mut step = caches[at].at(&positions).unwrap();
                     let output = step.attend(0, &query, &keys, &held, &options).unwrap();
-                    assert_eq!(stand_in.launches(), count);
+                    assert_eq!(stand_in.launches().len(), count);
                     output
                 });
             assert_close(&found, &expected, &format!("{options:?}"));
@@ -136,9 +106,9 @@ fn the_kernel_reads_the_codes_of_an_int8_cache() {
                 let (query, keys, held) = (new(4, 0.2), new(2, 0.3), new(2, 0.4));
                 stand_in.launches();
                 let found = cache.attend(0, &query, &keys, &held, &options).unwrap();
-                assert_eq!(stand_in.launches(), launches, "step {step}");
+                assert_eq!(stand_in.launches().len(), launches, "step {step}");
                 let expected = other.attend(0, &query, &keys, &held, &without).unwrap();
-                assert_eq!(stand_in.launches(), 0, "step {step}");
+                assert_eq!(stand_in.launches().len(), 0, "step {step}");
                 assert_close(
                     &found,
                     &expected,
@@ -174,7 +144,7 @@ fn caches_of_other_formats_are_read_as_without_the_kernel() {
             });
             assert_close(&found, &expected, "left to the CPU");
         }
-        assert_eq!(stand_in.launches(), 0, "{config:?}");
+        assert_eq!(stand_in.launches().len(), 0, "{config:?}");
     }
 }
 
@@ -210,7 +180,7 @@ fn a_decode_step_of_a_paged_cache_runs_the_kernel_and_a_prompt_does_not() {
             let mut batch = caches[at].batch(&[of(0), of(1), of(2)]).unwrap();
             let output = batch.attend(0, &query, &keys, &held, &options).unwrap();
             batch.commit().unwrap();
-            assert_eq!(stand_in.launches(), launches, "step {step}");
+            assert_eq!(stand_in.launches().len(), launches, "step {step}");
             output
         });
         assert_close(&found, &expected, &format!("step {step}"));

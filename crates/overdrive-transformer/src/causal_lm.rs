@@ -5,7 +5,7 @@ use overdrive_attention::PackedLengths;
 use overdrive_fused::{
     CrossEntropyOptions, LinearCrossEntropyOptions, Reduction, linear_cross_entropy,
 };
-use overdrive_nn::{AdapterHost, AdapterState, Embedding, Linear, LinearWeight};
+use overdrive_nn::{AdapterState, Embedding, Linear, LinearWeight};
 use overdrive_quantization::QuantizedWeight;
 use serde_json::{Map, Value};
 use tch::{Device, Kind, Tensor};
@@ -16,7 +16,9 @@ use crate::input::Shape;
 use crate::llama::Llama;
 use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss, shifted};
 use crate::moe::{ExpertLoad, LoadBalance};
-use crate::parameters::{ModelTensors, ParameterMap, ParameterRole, allocate};
+use crate::parameters::{
+    ModelTensors, ParameterMap, ParameterRole, allocate, set_requires_grad, set_training_of_layers,
+};
 use crate::{
     Error, Execution, ForwardInput, LoadOptions, ModelConfig, ParameterSpec, Result, SaveOptions,
     checkpoint,
@@ -476,11 +478,7 @@ impl CausalLm {
     /// # Errors
     /// An error of libtorch.
     pub fn set_requires_grad(&self, requires_grad: bool) -> Result<()> {
-        for (_, tensor) in &self.parameters {
-            // The flag belongs to the tensor that all shallow clones share.
-            let _same = tensor.f_set_requires_grad(requires_grad)?;
-        }
-        Ok(())
+        set_requires_grad(&self.parameters, requires_grad)
     }
 
     /// Switches training mode, in which the dropouts of the configuration and of adapters apply, on or off. It
@@ -491,10 +489,7 @@ impl CausalLm {
     pub fn set_training(&mut self, training: bool) -> Result<()> {
         // The visit fails while a graph holds the blocks; a call that changes nothing must not.
         if training != self.training {
-            self.visit_linears(&mut |_, linear| {
-                linear.set_training(training);
-                Ok(())
-            })?;
+            set_training_of_layers(self, training)?;
             self.training = training;
         }
         Ok(())

@@ -1,6 +1,6 @@
 use std::collections::HashMap;
 
-use overdrive_nn::{Embedding, Linear, LinearWeight};
+use overdrive_nn::{AdapterHost, Embedding, Linear, LinearWeight};
 use overdrive_quantization::QuantizedWeight;
 use overdrive_sys::engine;
 use tch::{Device, Kind, Tensor};
@@ -38,6 +38,26 @@ pub enum ParameterRole {
     Router,
     /// A norm, a bias, a table of positions.
     Other,
+}
+
+/// Makes each parameter require a gradient, or not.
+pub(crate) fn set_requires_grad(
+    parameters: &[(String, Tensor)],
+    requires_grad: bool,
+) -> Result<()> {
+    for (_, tensor) in parameters {
+        // The flag belongs to the tensor that all shallow clones share.
+        let _same = tensor.f_set_requires_grad(requires_grad)?;
+    }
+    Ok(())
+}
+
+/// Switches the training mode of every linear layer, and so of its adapters, on or off.
+pub(crate) fn set_training_of_layers(model: &mut dyn AdapterHost, training: bool) -> Result<()> {
+    Ok(model.visit_linears(&mut |_, linear| {
+        linear.set_training(training);
+        Ok(())
+    })?)
 }
 
 impl ParameterSpec {

@@ -210,7 +210,8 @@ fn trains(model: &impl Model) -> Outcome {
     check(fell, "the loss did not fall")
 }
 
-fn quantizes<M: Model>(model: &M) -> Outcome {
+/// Quantizes the weights as they are read; the outputs may differ by `bound`.
+fn quantizes<M: Model>(model: &M, bound: f64) -> Outcome {
     let dir = tempfile::tempdir().unwrap();
     model.save(dir.path())?;
     let options = LoadOptions {
@@ -222,9 +223,8 @@ fn quantizes<M: Model>(model: &M) -> Outcome {
     let dense = model.outputs();
     let error = (quantized.outputs() - &dense).norm().double_value(&[]);
     let error = error / dense.norm().double_value(&[]);
-    // Of a mixture of experts a router may choose another expert, which changes a token by much.
     check(
-        error > 0.0 && error < 0.25,
+        error > 0.0 && error < bound,
         &format!("a relative error of {error}"),
     )
 }
@@ -299,10 +299,15 @@ fn decoder(
     let served = tokens
         .clone()
         .and_then(|tokens| is_served(&config, &tokens));
+    // A router may choose another expert, which changes a token by much.
+    let bound = match model_type {
+        "mixtral" | "qwen3_moe" => 0.25,
+        _ => 0.1,
+    };
     let outcomes = [
         saves_and_loads(model_type, &fresh(&config)),
         trains(&fresh(&config)),
-        quantizes(&fresh(&config)),
+        quantizes(&fresh(&config), bound),
         takes_adapters(fresh(&config)),
         tokens.map(drop),
         served,
@@ -334,7 +339,7 @@ fn encoder(model_type: &str) -> Option<(Vec<String>, Vec<String>)> {
     let outcomes = [
         saves_and_loads(model_type, &fresh()),
         trains(&fresh()),
-        quantizes(&fresh()),
+        quantizes(&fresh(), 0.1),
         takes_adapters(fresh()),
         not_offered(),
         not_offered(),
@@ -350,7 +355,7 @@ fn encoder_decoder(model_type: &str) -> Option<(Vec<String>, Vec<String>)> {
     let outcomes = [
         saves_and_loads(model_type, &fresh()),
         trains(&fresh()),
-        quantizes(&fresh()),
+        quantizes(&fresh(), 0.1),
         takes_adapters(fresh()),
         generates(&fresh()).map(drop),
         not_offered(),

@@ -12,7 +12,9 @@ use super::layout::Layout;
 use super::parameters::{head_names, own_prefix, parameters};
 use super::{EncoderConfig, EncoderHead, EncoderInput, load};
 use crate::checkpoint::{self, CheckpointConfig, Contents};
-use crate::parameters::{ModelTensors, ParameterMap, ParameterRole};
+use crate::parameters::{
+    ModelTensors, ParameterMap, ParameterRole, set_requires_grad, set_training_of_layers,
+};
 use crate::projections::visit_linear;
 use crate::{Execution, InitOptions, LoadOptions, ParameterSpec, Result, SaveOptions};
 
@@ -242,11 +244,7 @@ impl<H: EncoderHead> Encoder<H> {
     /// # Errors
     /// An error of libtorch.
     pub fn set_requires_grad(&self, requires_grad: bool) -> Result<()> {
-        for (_, tensor) in &self.parameters {
-            // The flag belongs to the tensor that all shallow clones share.
-            let _same = tensor.f_set_requires_grad(requires_grad)?;
-        }
-        Ok(())
+        set_requires_grad(&self.parameters, requires_grad)
     }
 
     /// Switches training mode, in which the dropouts of the configuration and of adapters apply, on or off. It is
@@ -257,10 +255,7 @@ impl<H: EncoderHead> Encoder<H> {
     pub fn set_training(&mut self, training: bool) -> Result<()> {
         // The visit fails while a graph holds the blocks; a call that changes nothing must not.
         if training != self.training {
-            self.visit_linears(&mut |_, linear| {
-                linear.set_training(training);
-                Ok(())
-            })?;
+            set_training_of_layers(self, training)?;
             self.training = training;
         }
         Ok(())

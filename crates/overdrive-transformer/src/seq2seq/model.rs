@@ -18,7 +18,9 @@ use super::t5::{self, Side};
 use crate::checkpoint::{self, CheckpointConfig, Contents};
 use crate::init::initialise;
 use crate::loss::{LabelShift, LossOutput, causal_lm_loss, shifted};
-use crate::parameters::{ModelTensors, ParameterMap, ParameterSpec, allocate};
+use crate::parameters::{
+    ModelTensors, ParameterMap, ParameterSpec, allocate, set_requires_grad, set_training_of_layers,
+};
 use crate::projections::{ParameterVisitor, visit_linear};
 use crate::{
     Error, Execution, IGNORE_INDEX, InitOptions, LoadOptions, Result, SaveOptions, Seq2SeqConfig,
@@ -455,11 +457,7 @@ impl Seq2SeqLm {
     /// # Errors
     /// An error of libtorch.
     pub fn set_requires_grad(&self, requires_grad: bool) -> Result<()> {
-        for (_, tensor) in self.named_parameters() {
-            // The flag belongs to the tensor that all shallow clones share.
-            let _same = tensor.f_set_requires_grad(requires_grad)?;
-        }
-        Ok(())
+        set_requires_grad(&self.named_parameters(), requires_grad)
     }
 
     /// Switches training mode, in which the dropouts of the configuration and of adapters apply, on or off. It is
@@ -468,11 +466,9 @@ impl Seq2SeqLm {
     /// # Errors
     /// [`overdrive_nn::Error::InUse`] while a checkpointed graph holds the blocks.
     pub fn set_training(&mut self, training: bool) -> Result<()> {
+        // The visit fails while a graph holds the blocks; a call that changes nothing must not.
         if training != self.training {
-            self.visit_linears(&mut |_, linear| {
-                linear.set_training(training);
-                Ok(())
-            })?;
+            set_training_of_layers(self, training)?;
             self.training = training;
         }
         Ok(())
