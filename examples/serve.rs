@@ -19,10 +19,11 @@ use std::time::Duration;
 use anyhow::{Context, Result};
 use clap::Parser;
 use overdrive::generation::{
-    Engine, EngineConfig, EngineHandle, Error, GenerationConfig, ModelFiles,
+    Engine, EngineConfig, EngineHandle, Error, GenerationConfig, ModelFiles, Tokenizer,
 };
 use overdrive::lora::{LoadAdapterOptions, load_adapter_for_rows};
 use overdrive::serve::{ApiKey, Pooling, ServedModel, Server, ServerOptions};
+use overdrive::transformer::CausalLm;
 use overdrive_examples::{ModelFlags, TemplateFlags, local_adapter, model_name, print_line};
 use serde_json::Value;
 
@@ -30,7 +31,7 @@ use serde_json::Value;
 ///
 /// Sampling options that a request does not name are taken from the folder's generation_config.json or the sampling
 /// defaults of a GGUF file.
-#[derive(Parser)]
+#[derive(Debug, Clone, Parser)]
 struct Flags {
     #[command(flatten)]
     model: ModelFlags,
@@ -121,31 +122,40 @@ fn run(flags: &Flags) -> Result<()> {
         Err(error) => return Err(error),
     };
     let tokenizer = Arc::new(source.tokenizer()?);
+    let name = match &flags.served_model_name {
+        Some(name) => name.clone(),
+        None => model_name(&source.path),
+    };
+    let (own, texts) = (flags.clone(), Arc::clone(&tokenizer));
+    let engine = EngineHandle::spawn_with(move || engine(&own, &source, texts))?;
+    let mut served = ServedModel::new(name.as_str(), tokenizer, config);
+    if let Some(template) = template {
+        served = served.with_template(template);
+    }
+    let server = Server::new(engine, served, options)?;
+    print_line(format!("{name} on http://{}/v1", listener.local_addr()?));
+    server.run(listener)?;
+    print_line("ended");
+    Ok(())
+}
+
+/// Returns the engine over the model in `source`.
+fn engine(
+    flags: &Flags,
+    source: &ModelFlags,
+    tokenizer: Arc<Tokenizer>,
+) -> Result<Engine<CausalLm>> {
     let mut model = source.load()?;
     for (name, adapter) in &flags.lora {
         let folder = local_adapter(adapter)?;
         load_adapter_for_rows(&mut model, &folder, name, &LoadAdapterOptions::default())
             .with_context(|| format!("--lora {name}={}", folder.display()))?;
     }
-
-    let mut engine = EngineConfig::default();
-    engine.max_num_seqs = flags.max_num_seqs;
-    engine.max_model_len = flags.max_model_len;
-    engine.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
-    let engine = Engine::new(model, engine)?.with_tokenizer(Arc::clone(&tokenizer));
-    let name = match &flags.served_model_name {
-        Some(name) => name.clone(),
-        None => model_name(&source.path),
-    };
-    let mut served = ServedModel::new(name.as_str(), tokenizer, config);
-    if let Some(template) = template {
-        served = served.with_template(template);
-    }
-    let server = Server::new(EngineHandle::spawn(engine)?, served, options)?;
-    print_line(format!("{name} on http://{}/v1", listener.local_addr()?));
-    server.run(listener)?;
-    print_line("ended");
-    Ok(())
+    let mut config = EngineConfig::default();
+    config.max_num_seqs = flags.max_num_seqs;
+    config.max_model_len = flags.max_model_len;
+    config.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
+    Ok(Engine::new(model, config)?.with_tokenizer(tokenizer))
 }
 
 /// Parses `NAME=DIR`.

@@ -88,26 +88,74 @@ enum Command {
 }
 
 impl EngineHandle {
-    /// Starts the thread.
+    /// Starts the thread with an engine that exists.
+    ///
+    /// On a CPU prefer [`spawn_with`](EngineHandle::spawn_with), unless the model was loaded on another thread than
+    /// one that goes on to live.
     ///
     /// # Errors
     /// When the system cannot start a thread.
     pub fn spawn<M: EngineModel + Send + 'static>(engine: Engine<M>) -> Result<EngineHandle> {
+        EngineHandle::spawn_with(|| Ok::<_, Error>(engine))
+    }
+
+    /// Starts the thread, makes the engine on it, and waits until it is made.
+    ///
+    /// A model is best loaded by `make`. OpenMP keeps a set of threads for each thread that has computed something.
+    /// Once all of them together are more than the cores, its threads sleep between two operators instead of waiting
+    /// for the next one, and small models decode at half the speed. Loading on the engine's own thread leaves one set.
+    ///
+    /// ```
+    /// use overdrive_generation::{Engine, EngineConfig, EngineHandle, Error};
+    /// use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
+    ///
+    /// # fn main() -> Result<(), Error> {
+    /// # let config = LlamaConfig { vocab_size: 100, hidden_size: 32, intermediate_size: 64,
+    /// #     num_hidden_layers: 2, num_attention_heads: 4, ..LlamaConfig::default() };
+    /// let engine = EngineHandle::spawn_with(move || {
+    ///     let model = CausalLm::new(&config.into(), &InitOptions::default())?;
+    ///     Engine::new(model, EngineConfig::default())
+    /// })?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    ///
+    /// # Errors
+    /// The error of `make`; when the system cannot start a thread; [`Error::EngineStopped`] if `make` panics.
+    pub fn spawn_with<M, E>(
+        make: impl FnOnce() -> std::result::Result<Engine<M>, E> + Send + 'static,
+    ) -> std::result::Result<EngineHandle, E>
+    where
+        M: EngineModel + 'static,
+        E: From<Error> + Send + 'static,
+    {
         let (commands, inbox) = channel();
-        let limits = engine.limits();
-        let statistics = Arc::new(Mutex::new(engine.statistics()));
-        let mut worker = Worker {
-            engine,
-            inbox,
-            statistics: Arc::clone(&statistics),
-            clients: HashMap::new(),
-            tickets: HashMap::new(),
-            is_finishing: false,
-        };
+        let (ready, made) = channel();
         let thread = std::thread::Builder::new()
             .name("overdrive-engine".to_owned())
-            .spawn(move || worker.run())
+            .spawn(move || {
+                let engine = match make() {
+                    Ok(engine) => engine,
+                    Err(error) => {
+                        // The receiver waits for this.
+                        let _sent = ready.send(Err(error));
+                        return;
+                    }
+                };
+                let statistics = Arc::new(Mutex::new(engine.statistics()));
+                let _sent = ready.send(Ok((engine.limits(), Arc::clone(&statistics))));
+                let mut worker = Worker {
+                    engine,
+                    inbox,
+                    statistics,
+                    clients: HashMap::new(),
+                    tickets: HashMap::new(),
+                    is_finishing: false,
+                };
+                worker.run();
+            })
             .map_err(Error::Thread)?;
+        let (limits, statistics) = made.recv().map_err(|_| Error::EngineStopped)??;
         Ok(EngineHandle {
             commands,
             limits,
