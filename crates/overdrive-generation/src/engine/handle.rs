@@ -88,10 +88,8 @@ enum Command {
 }
 
 impl EngineHandle {
-    /// Starts the thread with an engine that exists.
-    ///
-    /// On a CPU prefer [`spawn_with`](EngineHandle::spawn_with), unless the model was loaded on another thread than
-    /// one that goes on to live.
+    /// Starts the thread with an engine that exists. On a CPU [`spawn_with`](EngineHandle::spawn_with) computes
+    /// faster, if the thread that has loaded the model lives on.
     ///
     /// # Errors
     /// When the system cannot start a thread.
@@ -101,9 +99,9 @@ impl EngineHandle {
 
     /// Starts the thread, makes the engine on it, and waits until it is made.
     ///
-    /// A model is best loaded by `make`. OpenMP keeps a set of threads for each thread that has computed something.
-    /// Once all of them together are more than the cores, its threads sleep between two operators instead of waiting
-    /// for the next one, and small models decode at half the speed. Loading on the engine's own thread leaves one set.
+    /// `make` should load the model. OpenMP keeps a set of threads for each thread that has computed something. Once
+    /// these are together more than the cores, GNU's OpenMP lets them sleep between two operators in place of
+    /// waiting, and a small model decodes at two thirds of its speed. Loading on the engine's thread leaves one set.
     ///
     /// ```
     /// use overdrive_generation::{Engine, EngineConfig, EngineHandle, Error};

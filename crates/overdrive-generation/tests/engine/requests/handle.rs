@@ -74,6 +74,31 @@ fn a_handle_fails_requests_that_cannot_be_computed_and_serves_later_ones() {
 }
 
 #[test]
+fn an_engine_is_made_on_the_thread_of_its_handle() {
+    let here = std::thread::current().id();
+    let engine = EngineHandle::spawn_with(move || {
+        assert_ne!(std::thread::current().id(), here);
+        Engine::new(tiny(128), config(|_| {}))
+    })
+    .unwrap();
+    let completions = engine
+        .submit(Request::new([1, 2], greedy(8)))
+        .unwrap()
+        .wait()
+        .unwrap();
+    let alone = generate(&tiny(128), &[vec![1, 2]], &greedy(8)).unwrap();
+    assert_eq!(completions[0].tokens, alone.new_tokens(0));
+
+    let refused = EngineHandle::spawn_with(|| {
+        Engine::new(tiny(128), config(|config| config.max_num_seqs = 0))
+    });
+    assert!(refused.unwrap_err().to_string().contains("max_num_seqs"));
+    let panicked =
+        EngineHandle::spawn_with(|| -> Result<Engine<CausalLm>, Error> { panic!("on purpose") });
+    assert!(matches!(panicked, Err(Error::EngineStopped)));
+}
+
+#[test]
 fn a_dropped_handle_ends_its_requests() {
     let engine = EngineHandle::spawn(Engine::new(tiny(128), config(|_| {})).unwrap()).unwrap();
     let events = engine.submit(Request::new([1], greedy(250))).unwrap();
