@@ -50,7 +50,7 @@ lint() { # PROGRAM ARGUMENTS…
     fi
 }
 cd "$deploy" || exit 2
-lint shellcheck ./*.sh
+lint shellcheck ./*.sh slurm/train.sbatch
 lint hadolint Containerfile
 lint kubernetes-validate --strict kubernetes/*.yaml
 
@@ -66,6 +66,32 @@ expect "nodes.yaml: completions, parallelism" "$(field completions) $(field para
 expect "nodes.yaml: MASTER_ADDR" "$(value MASTER_ADDR)" \
     "$(sed -n '/^kind: Job/,/name:/s/^  name: //p' kubernetes/nodes.yaml)-0.$(field subdomain)"
 expect "nodes.yaml: MASTER_PORT" "$(value MASTER_PORT)" "$(field containerPort)"
+
+echo "the Slurm job, with stand-ins for Slurm's commands"
+mkdir -p "$work/slurm"
+cat >"$work/slurm/srun" <<'END'
+#!/bin/sh
+echo "$MASTER_ADDR:$MASTER_PORT $OMP_NUM_THREADS" >"$SLURM_STANDIN/met"
+exit "$SRUN_CODE"
+END
+cat >"$work/slurm/scontrol" <<'END'
+#!/bin/sh
+case $1 in
+    show) echo "node-a" && echo "node-b" ;;
+    requeue) echo "$2" >"$SLURM_STANDIN/requeued" ;;
+esac
+END
+chmod +x "$work/slurm/srun" "$work/slurm/scontrol"
+slurm() { # CODE OF SRUN; prints the job's exit code, and the job that it puts back into the queue
+    rm -f "$work/slurm/requeued"
+    PATH="$work/slurm:$PATH" SLURM_STANDIN="$work/slurm" SRUN_CODE=$1 SLURM_JOB_ID=12345 \
+        SLURM_JOB_NODELIST='node-[a-b]' SLURM_CPUS_PER_TASK=6 bash slurm/train.sbatch
+    echo "$? $(cat "$work/slurm/requeued" 2>/dev/null)"
+}
+expect "a run that ends" "$(slurm 0)" "0 "
+expect "one that fails" "$(slurm 1)" "1 "
+expect "one that a signal ends after it has saved: it goes back into the queue" "$(slurm 75)" "0 12345"
+expect "its meeting point and threads" "$(cat "$work/slurm/met")" "node-a:22345 6"
 
 echo "the skeleton that the image's dependencies are compiled of"
 # For this system: what only others need may never have been fetched here.

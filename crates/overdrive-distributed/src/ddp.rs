@@ -167,7 +167,7 @@ impl DistributedDataParallel {
     }
 
     /// Prepares the backward pass. `outputs` are the tensors that backward will start from; they matter only
-    /// with `find_unused_parameters`. [`forward`](Self::forward) calls it.
+    /// with `find_unused_parameters` and `static_graph`. [`forward`](Self::forward) calls it.
     ///
     /// # Errors
     /// As [`before_forward`](Self::before_forward).
@@ -185,12 +185,6 @@ impl DistributedDataParallel {
     }
 
     fn prepare_for_backward(&self, reducer: &Reducer, outputs: &[Tensor]) -> Result<()> {
-        // As in torch: without the search for unused parameters the reducer gets no outputs.
-        let outputs = if self.config.find_unused_parameters {
-            outputs
-        } else {
-            &[]
-        };
         self.map_error(reducer.prepare_for_backward(outputs))
     }
 

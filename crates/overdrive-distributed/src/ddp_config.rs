@@ -33,9 +33,12 @@ pub struct DdpConfig {
     /// `false`, a parameter without a gradient is an error in the next forward. Default `false`, because the
     /// search walks the whole graph.
     pub find_unused_parameters: bool,
+    /// If `true`, every backward pass uses the same parameters, as often as the first one does. The first pass then
+    /// counts them and reduces at its end, so that later ones need no search for parameters that are not reached,
+    /// and a parameter that receives its gradient in several parts is reduced after the last. Default `false`.
+    pub static_graph: bool,
     /// If `true`, gradients are views of the buckets, without a second copy. Default `true` (torch: `false`,
     /// because Python code may detach gradients in place).
-    /// Python code may detach gradients in place).
     pub gradient_as_bucket_view: bool,
     /// If `true`, the buffers of rank 0 are broadcast before each forward. Default `true`.
     pub broadcast_buffers: bool,
@@ -48,6 +51,7 @@ impl Default for DdpConfig {
         Self {
             bucket_cap_mb: 25.0,
             find_unused_parameters: false,
+            static_graph: false,
             gradient_as_bucket_view: true,
             broadcast_buffers: true,
             compression: GradientCompression::None,
@@ -77,6 +81,7 @@ impl DdpConfig {
             // torch caps the first bucket for its default size only; a smaller first bucket never hurts.
             first_bucket_bytes: bucket_bytes.min(1024 * 1024),
             find_unused_parameters: self.find_unused_parameters,
+            static_graph: self.static_graph,
             gradient_as_bucket_view: self.gradient_as_bucket_view,
             compression: match self.compression {
                 GradientCompression::None => None,

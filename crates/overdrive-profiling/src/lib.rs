@@ -7,7 +7,8 @@
 //!   stream, without waiting), tokens, samples and steps a second, MFU, memory, the GPU through NVML, the data
 //!   loader ([`DataLoading`]), and the [`Bottleneck`] in a sentence; [`StepTimer`] is its clock alone;
 //! - [`profile`] and [`Profiler`] run libtorch's own profiler, over a closure or by a [`Schedule`]; the
-//!   [`Trace`] is a table of operators ([`KeyAverages`]) and a file for Chrome and Perfetto;
+//!   [`Trace`] is a table of operators ([`KeyAverages`]) and a file for Chrome and Perfetto; [`emit_nvtx`] marks
+//!   operators for Nsight Systems;
 //! - [`Throughput`], [`ModelFlops`] and [`PeakFlops`] turn tokens and seconds into tokens a second and
 //!   MFU;
 //! - [`MemoryPlan`] estimates the memory of a run before it starts, and advises what would make it fit;
@@ -71,7 +72,8 @@ pub use model_flops::ModelFlops;
 pub use operator_counts::OperatorCounts;
 pub use peak_flops::{PeakFlops, PeakSource};
 pub use phase::{Phase, PhaseSeconds};
-pub use profiler::{Profiler, ProfilerConfig, profile, record_function};
+pub use overdrive_sys::profiler::NvtxRanges;
+pub use profiler::{Profiler, ProfilerConfig, emit_nvtx, profile, record_function};
 pub use schedule::{Schedule, ScheduledAction};
 pub use step_recorder::{StepRecord, StepRecorder, StepRecorderConfig, StepWork, Timing};
 pub use step_timer::{PhaseGuard, StepTimer};

@@ -2,7 +2,7 @@
 
 use std::fmt;
 
-use overdrive_sys::profiler::{ProfilerOptions, ProfilerSession, Range};
+use overdrive_sys::profiler::{NvtxRanges, ProfilerOptions, ProfilerSession, Range};
 use tch::Cuda;
 
 use crate::trace::Trace;
@@ -99,6 +99,18 @@ pub fn profile<T>(config: ProfilerConfig, work: impl FnOnce() -> T) -> Result<(T
 pub fn record_function(name: &str) -> Option<Range> {
     // It fails only when memory is exhausted; a trace without a label is better than a step that fails.
     Range::begin(name).ok()
+}
+
+/// Marks operators, phases and [`record_function`]'s ranges as NVTX ranges until the guard is dropped, for NVIDIA's Nsight
+/// Systems (`torch.autograd.profiler.emit_nvtx`): `nsys profile -t cuda,nvtx PROGRAM`. With `record_shapes` the marks of
+/// operators have the shapes of their inputs.
+///
+/// Marks are those of the thread that calls this, and of the threads that autograd starts for it.
+///
+/// # Errors
+/// Without libtorch's CUDA libraries; while a profile is being taken.
+pub fn emit_nvtx(record_shapes: bool) -> Result<NvtxRanges> {
+    Ok(NvtxRanges::start(record_shapes)?)
 }
 
 type OnTrace<'a> = Box<dyn FnMut(Trace) -> Result<()> + 'a>;

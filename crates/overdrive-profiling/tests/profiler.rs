@@ -284,3 +284,18 @@ fn an_error_of_the_closure_is_the_error_of_the_step() {
     drop(profiler);
     assert!(profile(ProfilerConfig::default(), || ()).is_ok());
 }
+
+#[test]
+fn marks_for_nsight_systems_need_cuda() {
+    let _alone = alone();
+    // The error of a CPU libtorch leaves the profiler free for others.
+    if !tch::Cuda::is_available() {
+        let error = overdrive_profiling::emit_nvtx(false).unwrap_err();
+        assert!(error.to_string().contains("NVTX"), "{error}");
+    } else {
+        let _nvtx = overdrive_profiling::emit_nvtx(true).unwrap();
+        let _one = Tensor::ones([2, 2], (Kind::Float, Device::Cpu)) + 1;
+    }
+    let (_, trace) = profile(ProfilerConfig::default(), || ()).unwrap();
+    drop(trace);
+}

@@ -172,6 +172,31 @@ extern "C" od_status* od_profiler_stop(od_profile** out) noexcept {
   });
 }
 
+extern "C" od_status* od_nvtx_start(int32_t record_shapes) noexcept {
+  return overdrive::guard([&] {
+    if (profiling.exchange(true)) {
+      throw overdrive::BadArgument(
+          "another profile is being taken in this process; stop it first");
+    }
+    try {
+      const profiler::ProfilerConfig config(profiler::ProfilerState::NVTX, record_shapes != 0);
+      kineto::enableProfiler(config, {});
+    } catch (...) {
+      profiling = false;
+      throw;
+    }
+  });
+}
+
+extern "C" void od_nvtx_stop() noexcept {
+  profiling = false;
+  try {
+    kineto::disableProfiler();
+  } catch (...) {
+    // The caller is a destructor, which has nobody to tell.
+  }
+}
+
 extern "C" size_t od_profile_len(const od_profile* profile) noexcept { return profile->names.size(); }
 
 extern "C" od_status* od_profile_event(const od_profile* profile, size_t index,

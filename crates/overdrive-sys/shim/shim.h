@@ -346,6 +346,9 @@ typedef struct od_profile_entry {
 // `cupti` is the error of NVIDIA's profiling library on the way, empty without one; freed with `od_string_free`.
 od_status* od_profiler_start(const od_profiler_options* options, char** cupti) OD_NOEXCEPT;
 od_status* od_profiler_stop(od_profile** out) OD_NOEXCEPT;
+// Marks operators and ranges of this thread for NVIDIA's tools; ended by `od_nvtx_stop` on the same thread.
+od_status* od_nvtx_start(int32_t record_shapes) OD_NOEXCEPT;
+void od_nvtx_stop(void) OD_NOEXCEPT;
 size_t od_profile_len(const od_profile* profile) OD_NOEXCEPT;
 od_status* od_profile_event(const od_profile* profile, size_t index, od_profile_entry* out) OD_NOEXCEPT;
 od_status* od_profile_start_ns(const od_profile* profile, uint64_t* out) OD_NOEXCEPT;

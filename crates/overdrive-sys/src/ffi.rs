@@ -522,6 +522,8 @@ unsafe extern "C" {
         cupti: *mut *mut c_char,
     ) -> *mut Status;
     pub(crate) fn od_profiler_stop(out: *mut *mut Profile) -> *mut Status;
+    pub(crate) fn od_nvtx_start(record_shapes: i32) -> *mut Status;
+    pub(crate) fn od_nvtx_stop();
     pub(crate) fn od_profile_len(profile: *const Profile) -> usize;
     pub(crate) fn od_profile_event(
         profile: *const Profile,

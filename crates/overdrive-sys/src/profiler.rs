@@ -135,6 +135,37 @@ impl Drop for Range {
     }
 }
 
+/// Marks operators and [`Range`]s as NVTX ranges until it is dropped, for Nsight Systems
+/// (`torch.autograd.profiler.emit_nvtx`): those of the thread that started it, and of the threads that autograd
+/// starts for that thread.
+#[derive(Debug)]
+#[must_use = "the marks end when this is dropped; bind it to a name such as `_nvtx`"]
+pub struct NvtxRanges {
+    not_send: PhantomData<*const ()>,
+}
+
+impl NvtxRanges {
+    /// Starts marking. With `record_shapes` the marks of operators have the shapes of their inputs.
+    ///
+    /// # Errors
+    /// [`Error::BadArgument`] while a profile is taken; [`Error::Torch`] if libtorch's CUDA libraries are not loaded.
+    pub fn start(record_shapes: bool) -> Result<Self> {
+        // SAFETY: takes no memory of ours.
+        let status = unsafe { ffi::od_nvtx_start(record_shapes.into()) };
+        check(status, "marking operators for NVTX")?;
+        Ok(Self {
+            not_send: PhantomData,
+        })
+    }
+}
+
+impl Drop for NvtxRanges {
+    fn drop(&mut self) {
+        // SAFETY: started on this thread (`!Send`), stopped here, once.
+        unsafe { ffi::od_nvtx_stop() }
+    }
+}
+
 /// The contents of a profile.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ProfilerOptions {

@@ -98,6 +98,7 @@ impl TrainingArguments {
         let config = DdpConfig {
             bucket_cap_mb: self.ddp_bucket_cap_mb.unwrap_or(defaults.bucket_cap_mb),
             find_unused_parameters: self.ddp_find_unused_parameters.unwrap_or(false),
+            static_graph: self.ddp_static_graph.unwrap_or(false),
             broadcast_buffers: self.ddp_broadcast_buffers.unwrap_or(true),
             ..defaults
         };

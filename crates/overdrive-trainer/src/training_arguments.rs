@@ -150,6 +150,9 @@ pub struct TrainingArguments {
     pub ddp_bucket_cap_mb: Option<f64>,
     /// If `true`, each backward pass is searched for parameters that it does not reach. Default `false`.
     pub ddp_find_unused_parameters: Option<bool>,
+    /// If `true`, every backward pass uses the same parameters as the first one, which saves the search for
+    /// parameters that it does not reach. Default `false`.
+    pub ddp_static_graph: Option<bool>,
     /// If `true`, the buffers of rank 0 are copied to all processes before each forward pass. Default `true`.
     pub ddp_broadcast_buffers: Option<bool>,
     /// The timeout of a collective in seconds. Default 1800.
@@ -204,6 +207,8 @@ pub struct TrainingArguments {
     /// The path of a Chrome trace (chrome://tracing, Perfetto) of the sixth to eighth step, recorded by
     /// libtorch's profiler. Default: no trace.
     pub trace: Option<PathBuf>,
+    /// If `true`, operators and phases are marked as NVTX ranges for `nsys profile -t cuda,nvtx`. Default `false`.
+    pub emit_nvtx: bool,
     /// The number of samples that the trained model generates at the end. Default 3.
     pub samples: u64,
 }
@@ -264,6 +269,7 @@ impl Default for TrainingArguments {
             ddp_backend: None,
             ddp_bucket_cap_mb: None,
             ddp_find_unused_parameters: None,
+            ddp_static_graph: None,
             ddp_broadcast_buffers: None,
             ddp_timeout: 1800.0,
             zero_stage: 0,
@@ -286,6 +292,7 @@ impl Default for TrainingArguments {
             logging_steps: 500.0,
             report_to: Vec::new(),
             trace: None,
+            emit_nvtx: false,
             samples: 3,
         }
     }

@@ -52,6 +52,10 @@ impl TrainingArguments {
             );
             return invalid("max_steps", self.max_steps, expected);
         }
+        if self.emit_nvtx && self.trace.is_some() {
+            let expected = "left out with `trace`: libtorch has one profiler; give one of the two";
+            return invalid("emit_nvtx", true, expected);
+        }
         if self.tokenizer.is_none() && self.vocab_size < 257 {
             let expected = "at least 257, because a byte-level tokenizer has a token for each of the 256 bytes \
                             and one for the end of a document; give 257 or more, or a `tokenizer`";

@@ -7,7 +7,7 @@ use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::Optimizer;
 use overdrive::precision::Precision;
-use overdrive::profiling::{Phase, Profiler, StepRecorder};
+use overdrive::profiling::{NvtxRanges, Phase, Profiler, StepRecorder, emit_nvtx};
 use overdrive::snapshot::SnapshotManager;
 use overdrive::tracking::{StepMetrics, Tracker, Trackers, TrainingProgress};
 use overdrive::trainer::{TrainingArguments, TrainingPlan, loader_totals};
@@ -42,6 +42,8 @@ struct Unread {
 pub struct RunLog {
     recorder: StepRecorder,
     profiler: Option<Profiler<'static>>,
+    /// The marks for Nsight Systems, until the log is dropped.
+    _nvtx: Option<NvtxRanges>,
     trackers: Trackers,
     progress: TrainingProgress,
     batch: BatchPlan,
@@ -77,6 +79,7 @@ impl RunLog {
                 devices,
             )?,
             profiler: arguments.new_profiler()?,
+            _nvtx: arguments.emit_nvtx.then(|| emit_nvtx(false)).transpose()?,
             trackers: Trackers::new(),
             progress,
             batch: BatchPlan::new(

@@ -78,12 +78,20 @@ impl Model {
     }
 }
 
+/// The steps that use the branch of the model.
+#[derive(Clone, Copy, PartialEq)]
+enum Branch {
+    Always,
+    OddSteps,
+    Never,
+}
+
 #[derive(Clone, Copy)]
 struct Case {
     name: &'static str,
     micro_batches: i64,
-    /// Even steps do not use the branch.
-    unused: bool,
+    branch: Branch,
+    static_graph: bool,
     compression: GradientCompression,
     views: bool,
     tiny_buckets: bool,
@@ -92,12 +100,13 @@ struct Case {
 const PLAIN: Case = Case {
     name: "plain",
     micro_batches: 1,
-    unused: false,
+    branch: Branch::Always,
+    static_graph: false,
     compression: GradientCompression::None,
     views: true,
     tiny_buckets: false,
 };
-const CASES: [Case; 6] = [
+const CASES: [Case; 8] = [
     PLAIN,
     Case {
         name: "copies",
@@ -116,7 +125,20 @@ const CASES: [Case; 6] = [
     },
     Case {
         name: "unused",
-        unused: true,
+        branch: Branch::OddSteps,
+        ..PLAIN
+    },
+    Case {
+        name: "static_graph",
+        branch: Branch::Never,
+        static_graph: true,
+        ..PLAIN
+    },
+    Case {
+        name: "static_accumulation",
+        micro_batches: 3,
+        static_graph: true,
+        tiny_buckets: true,
         ..PLAIN
     },
     Case {
@@ -130,7 +152,8 @@ const CASES: [Case; 6] = [
 fn train(case: Case, group: &ProcessGroup, other: f64) -> Vec<f64> {
     let model = Model::new(other);
     let config = DdpConfig {
-        find_unused_parameters: case.unused,
+        find_unused_parameters: case.branch == Branch::OddSteps,
+        static_graph: case.static_graph,
         compression: case.compression,
         gradient_as_bucket_view: case.views,
         bucket_cap_mb: if case.tiny_buckets { 0.0005 } else { 25.0 },
@@ -166,7 +189,12 @@ fn train(case: Case, group: &ProcessGroup, other: f64) -> Vec<f64> {
             let (x, y) = (input.narrow(0, start, part), target.narrow(0, start, part));
             let loss = ddp
                 .forward(|| {
-                    let output = model.forward(&x, !case.unused || step % 2 == 1);
+                    let used = match case.branch {
+                        Branch::Always => true,
+                        Branch::OddSteps => step % 2 == 1,
+                        Branch::Never => false,
+                    };
+                    let output = model.forward(&x, used);
                     Ok::<_, Error>((output - &y).square().mean(Kind::Float) / case.micro_batches)
                 })
                 .unwrap();

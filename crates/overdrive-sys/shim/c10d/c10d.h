@@ -108,6 +108,7 @@ typedef struct od_reducer_options {
   int64_t bucket_bytes;
   int64_t first_bucket_bytes;
   int32_t find_unused_parameters;
+  int32_t static_graph;
   int32_t gradient_as_bucket_view;
   int32_t compression;  // 0: none, else the `at::ScalarType` in which gradients are sent
 } od_reducer_options;

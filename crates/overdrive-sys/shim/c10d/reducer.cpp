@@ -1,10 +1,13 @@
 // c10d::Reducer, which reduces gradients bucket by bucket while backward runs.
 #include "group.h"
 
+#include <torch/csrc/autograd/engine.h>
+#include <torch/csrc/autograd/variable.h>
 #include <torch/csrc/distributed/c10d/logger.hpp>
 #include <torch/csrc/distributed/c10d/reducer.hpp>
 
 #include <algorithm>
+#include <atomic>
 #include <limits>
 
 using overdrive::guard;
@@ -41,6 +44,9 @@ struct od_reducer {
   std::shared_ptr<c10d::Reducer> reducer;
   // The reducer logs a change of the unused parameters there without checking for null.
   std::shared_ptr<c10d::Logger> logger;
+  bool find_unused;
+  // If the graph is static: whether a backward pass has run that reduces.
+  std::shared_ptr<std::atomic<bool>> first_pass_due;
 };
 
 extern "C" od_status* od_reducer_new(od_group* group, const od_tensor* parameters,
@@ -58,7 +64,7 @@ extern "C" od_status* od_reducer_new(od_group* group, const od_tensor* parameter
     // As in PyTorch: if every parameter is used, the first backward pass, which has one bucket, records
     // the order of the gradients, and the final buckets are built after it.
     std::vector<size_t> limits{std::numeric_limits<size_t>::max() / 2};
-    if (options->find_unused_parameters) {
+    if (options->find_unused_parameters && !options->static_graph) {
       limits = {static_cast<size_t>(options->first_bucket_bytes),
                 static_cast<size_t>(options->bucket_bytes)};
     }
@@ -77,7 +83,13 @@ extern "C" od_status* od_reducer_new(od_group* group, const od_tensor* parameter
     }
     auto logger = std::make_shared<c10d::Logger>(reducer);
     reducer->set_logger(logger);
-    *out = new od_reducer{group->group, std::move(reducer), std::move(logger)};
+    std::shared_ptr<std::atomic<bool>> first_pass_due;
+    if (options->static_graph) {
+      reducer->set_static_graph();
+      first_pass_due = std::make_shared<std::atomic<bool>>(true);
+    }
+    *out = new od_reducer{group->group, std::move(reducer), std::move(logger),
+                          options->find_unused_parameters != 0, std::move(first_pass_due)};
   });
 }
 
@@ -95,6 +107,21 @@ extern "C" od_status* od_reducer_prepare_for_backward(od_reducer* reducer, const
   return guard([&] {
     std::vector<at::Tensor> list;
     for (size_t i = 0; i < n; ++i) list.push_back(*static_cast<at::Tensor*>(outputs[i]));
+    if (reducer->first_pass_due && *reducer->first_pass_due) {
+      // The first pass counts how often each parameter is used and reduces at its end, as in PyTorch's _DDPSink.
+      for (const auto& output : list) {
+        if (!output.requires_grad()) continue;
+        std::weak_ptr<c10d::Reducer> weak = reducer->reducer;
+        output.register_hook([weak, due = reducer->first_pass_due](const at::Tensor&) {
+          if (!due->exchange(false)) return;
+          torch::autograd::Engine::get_default_engine().queue_callback([weak] {
+            if (const auto alive = weak.lock()) alive->delay_all_reduce();
+          });
+        });
+      }
+    }
+    // As in PyTorch: without the search for unused parameters the reducer gets no outputs.
+    if (!reducer->find_unused) list.clear();
     reducer->reducer->prepare_for_backward(list);
   });
 }

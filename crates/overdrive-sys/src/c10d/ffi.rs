@@ -55,6 +55,7 @@ pub(super) struct RawReducerOptions {
     pub(super) bucket_bytes: i64,
     pub(super) first_bucket_bytes: i64,
     pub(super) find_unused_parameters: i32,
+    pub(super) static_graph: i32,
     pub(super) gradient_as_bucket_view: i32,
     pub(super) compression: i32,
 }

@@ -18,6 +18,8 @@ pub struct ReducerOptions {
     pub first_bucket_bytes: usize,
     /// If `true`, the reducer searches the graph for parameters that a backward pass will not reach.
     pub find_unused_parameters: bool,
+    /// If `true`, every backward pass uses the same parameters as often as the first one.
+    pub static_graph: bool,
     /// If `true`, gradients share memory with the buckets.
     pub gradient_as_bucket_view: bool,
     /// The dtype in which gradients are sent; `None` for their own.
@@ -65,6 +67,7 @@ impl Reducer {
             bucket_bytes: bytes(options.bucket_bytes),
             first_bucket_bytes: bytes(options.first_bucket_bytes),
             find_unused_parameters: i32::from(options.find_unused_parameters),
+            static_graph: i32::from(options.static_graph),
             gradient_as_bucket_view: i32::from(options.gradient_as_bucket_view),
             compression: match options.compression {
                 None => 0,
@@ -119,7 +122,8 @@ impl Reducer {
     }
 
     /// Must be called after a forward pass whose gradients will be reduced. `outputs` are the tensors
-    /// from which backward starts; they are used only with `find_unused_parameters`.
+    /// from which backward starts; they are used only with `find_unused_parameters` and
+    /// `static_graph`.
     ///
     /// # Errors
     /// [`Error::Torch`] if the last backward pass did not reduce all parameters; its message names them.

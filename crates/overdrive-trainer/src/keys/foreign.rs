@@ -67,7 +67,6 @@ pub(super) static KEYS: &[Key] = &[
     foreign("restore_callback_states_from_checkpoint", Any, ""),
     foreign("full_determinism", Only("false"), "on a CPU the same seed always gives the same losses"),
     // Several devices.
-    foreign("ddp_static_graph", Any, ""),
     foreign("fsdp", Only("\"\""), "start several processes with `--nproc N` or torchrun; `zero_stage: 1` shards the optimizer states over them, but weights are not sharded"),
     foreign("fsdp_config", Any, ""),
     foreign("deepspeed", Null, PROCESSES),

@@ -130,7 +130,8 @@ pub(super) static KEYS: &[(&str, &[Key])] = &[
     ("Reports", &[
         key(Both, "logging_steps", "N", Steps, "Number of steps between log lines").also(&["log_interval", "log_every"]),
         key(Both, "report_to", "NAME", FREE, "Destination of the metrics besides metrics.jsonl").names(),
-        key(Both, "trace", "FILE", FREE, "Write a Chrome trace of the sixth to eighth step to this file"),
+        key(Both, "trace", "FILE", FREE, "Write a Chrome trace of the sixth to eighth step to this file").excludes("emit_nvtx"),
+        key(Both, "emit_nvtx", "", FREE, "Mark operators and phases for `nsys profile -t cuda,nvtx`"),
     ]),
     ("Adapters", &[
         key(Finetune, "use_peft", "", FREE, "Train adapters beside the model's weights; if off, all weights are trained").also(&["use_lora"]).harmless(Only("false")),
@@ -170,6 +171,7 @@ pub(super) static KEYS: &[(&str, &[Key])] = &[
         key(Both, "ddp_backend", "NAME", FREE, "Communication backend between processes [default: nccl on GPUs, gloo without any]"),
         key(Both, "ddp_bucket_cap_mb", "N", Positive, "Size of a bucket of gradients in MiB [default: 25]"),
         key(Both, "ddp_find_unused_parameters", "", FREE, "Search for parameters that a backward pass does not reach"),
+        key(Both, "ddp_static_graph", "", FREE, "Expect each backward pass to use the same parameters as the first"),
         key(Both, "ddp_broadcast_buffers", "", FREE, "Copy the buffers of rank 0 to all processes before each forward pass"),
         key(Both, "ddp_timeout", "S", Seconds, "Timeout of a collective in seconds"),
     ]),

@@ -1,0 +1,3 @@
+fn main() {
+    overdrive_build::link();
+}
