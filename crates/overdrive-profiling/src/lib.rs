@@ -70,9 +70,9 @@ pub use memory_estimate::{
 pub use memory_usage::MemoryUsage;
 pub use model_flops::ModelFlops;
 pub use operator_counts::OperatorCounts;
+pub use overdrive_sys::profiler::NvtxRanges;
 pub use peak_flops::{PeakFlops, PeakSource};
 pub use phase::{Phase, PhaseSeconds};
-pub use overdrive_sys::profiler::NvtxRanges;
 pub use profiler::{Profiler, ProfilerConfig, emit_nvtx, profile, record_function};
 pub use schedule::{Schedule, ScheduledAction};
 pub use step_recorder::{StepRecord, StepRecorder, StepRecorderConfig, StepWork, Timing};

@@ -15,12 +15,20 @@ use crate::mask::Mask;
 use crate::mlp::FeedForward;
 use crate::moe::{ExpertLoad, LoadBalance};
 use crate::norm::Norm;
-use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
-use crate::phi::{self, ParallelBlock};
+use crate::parameters::ParameterMap;
+use crate::phi::ParallelBlock;
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_shared};
 use crate::rms_norm::RmsNorm;
 use crate::rope::{Rotary, Rotation};
-use crate::{Execution, Init, LlamaConfig, LlamaFamily, Logits, Result};
+use crate::{Execution, LlamaConfig, LlamaFamily, Result};
+
+mod layer;
+mod parameters;
+mod stream;
+
+use layer::{Block, Layer};
+pub(crate) use parameters::parameters;
+use stream::Stream;
 
 /// A decoder of the Llama family without its head.
 #[derive(Debug)]
@@ -47,112 +55,6 @@ pub(crate) struct Llama {
 struct Plan {
     window: Option<i64>,
     local_rotary: bool,
-}
-
-/// A layer of the model. All layers of a model are of one kind.
-#[derive(Debug)]
-#[allow(
-    clippy::large_enum_variant,
-    reason = "a model has few layers, and a box would only be in the way"
-)]
-enum Layer {
-    Serial(Block),
-    /// Phi-2.
-    Parallel(ParallelBlock),
-}
-
-#[derive(Debug)]
-struct Block {
-    input_norm: RmsNorm,
-    attention: RotaryAttention,
-    /// The norm before the feed-forward block.
-    mlp_norm: RmsNorm,
-    mlp: FeedForward,
-    /// The norms of the outputs of attention and of the feed-forward block (Gemma).
-    output_norms: Option<(RmsNorm, RmsNorm)>,
-}
-
-/// Returns the parameters of a Llama in the order of transformers' `named_parameters`.
-pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
-    if config.family == LlamaFamily::Phi {
-        return phi::parameters(config);
-    }
-    let (hidden, head) = (config.hidden_size, config.head_dim());
-    let (queries, keys) = (config.num_attention_heads * head, config.kv_heads() * head);
-    let normal = Init::Normal {
-        std: config.initializer_range,
-    };
-    // Gemma's norms multiply by `1 + weight`, so zeros are its gain of 1.
-    let one = match config.norm_adds_one() {
-        true => Init::Zeros,
-        false => Init::Ones,
-    };
-    let mut all = Vec::new();
-    let mut add = |name: String, shape: &[i64], init, role| {
-        all.push(ParameterSpec::new(name, shape, init, role));
-    };
-    use ParameterRole::{Embedding, Head, Linear, Other};
-    add(
-        "model.embed_tokens.weight".to_owned(),
-        &[config.vocab_size, hidden],
-        normal,
-        Embedding,
-    );
-    for layer in 0..config.num_hidden_layers {
-        let mut linear = |name: &str, output, input, bias| {
-            let name = format!("model.layers.{layer}.{name}");
-            add(format!("{name}.weight"), &[output, input], normal, Linear);
-            if bias {
-                add(format!("{name}.bias"), &[output], Init::Zeros, Other);
-            }
-        };
-        if config.fused_projections() {
-            linear("self_attn.o_proj", hidden, queries, false);
-            linear("self_attn.qkv_proj", queries + 2 * keys, hidden, false);
-        } else {
-            linear("self_attn.q_proj", queries, hidden, config.qkv_bias());
-            linear("self_attn.k_proj", keys, hidden, config.qkv_bias());
-            linear("self_attn.v_proj", keys, hidden, config.qkv_bias());
-            linear("self_attn.o_proj", hidden, queries, config.output_bias());
-        }
-        if config.qk_norm() {
-            for name in ["q_norm", "k_norm"] {
-                let name = format!("model.layers.{layer}.self_attn.{name}.weight");
-                add(name, &[head], one, Other);
-            }
-        }
-        for (name, shape, role) in FeedForward::weights(config, layer) {
-            add(format!("{name}.weight"), &shape, normal, role);
-            if config.mlp_bias {
-                add(format!("{name}.bias"), &shape[..1], Init::Zeros, Other);
-            }
-        }
-        let outputs = match config.output_norms() {
-            true => ["pre_feedforward_layernorm", "post_feedforward_layernorm"].as_slice(),
-            false => &[],
-        };
-        for name in ["input_layernorm", "post_attention_layernorm"]
-            .iter()
-            .chain(outputs)
-        {
-            add(
-                format!("model.layers.{layer}.{name}.weight"),
-                &[hidden],
-                one,
-                Other,
-            );
-        }
-    }
-    add("model.norm.weight".to_owned(), &[hidden], one, Other);
-    if !config.tie_word_embeddings {
-        add(
-            "lm_head.weight".to_owned(),
-            &[config.vocab_size, hidden],
-            normal,
-            Head,
-        );
-    }
-    all
 }
 
 impl Llama {
@@ -519,166 +421,6 @@ impl Context {
             execution: self.execution.clone(),
             balance: self.balance.share(),
         }
-    }
-}
-
-/// The residual stream, and the output of the last block, which is added by the next norm in the same pass.
-#[derive(Debug)]
-struct Stream {
-    x: Tensor,
-    delta: Option<Tensor>,
-    /// The load of the experts of the blocks so far.
-    load: Option<ExpertLoad>,
-}
-
-impl Stream {
-    fn new(x: Tensor) -> Stream {
-        Stream {
-            x,
-            delta: None,
-            load: None,
-        }
-    }
-
-    /// Returns the normalised sum, and the sum.
-    fn normalised(self, norm: &RmsNorm, fused: bool) -> Result<(Tensor, Tensor)> {
-        match self.delta {
-            None => Ok((norm.forward(&self.x, fused)?, self.x)),
-            Some(delta) => norm.forward_sum(&self.x, &delta, fused),
-        }
-    }
-
-    /// Returns the normalised sum after the last layer.
-    fn finished(self, norm: &Norm, fused: bool) -> Result<Tensor> {
-        match norm {
-            Norm::Rms(norm) => Ok(self.normalised(norm, fused)?.0),
-            Norm::Layer(norm) => norm.forward(&self.sum()?),
-        }
-    }
-
-    fn sum(&self) -> Result<Tensor> {
-        match &self.delta {
-            None => Ok(self.x.shallow_clone()),
-            Some(delta) => Ok(self.x.f_add(delta)?),
-        }
-    }
-
-    /// Selects the positions whose logits are computed.
-    fn select(self, logits: Logits<'_>) -> Result<Stream> {
-        Ok(Stream {
-            x: logits.select(&self.x)?,
-            delta: self.delta.map(|delta| logits.select(&delta)).transpose()?,
-            load: self.load,
-        })
-    }
-}
-
-impl Layer {
-    fn forward(
-        &self,
-        stream: Stream,
-        step: AttentionStep<'_, '_>,
-        balance: &LoadBalance,
-    ) -> Result<Stream> {
-        match self {
-            Layer::Serial(block) => block.forward(stream, step, balance),
-            Layer::Parallel(block) => {
-                let x = stream.sum()?;
-                let delta = Some(block.forward(&x, step)?);
-                Ok(Stream {
-                    x,
-                    delta,
-                    load: stream.load,
-                })
-            }
-        }
-    }
-
-    fn forward_rows(
-        &self,
-        buffers: &mut DecodeBuffers,
-        first: bool,
-        step: AttentionStep<'_, '_>,
-        angles: &RowAngles,
-    ) -> Result<()> {
-        match self {
-            Layer::Serial(block) => block.forward_rows(buffers, first, step, angles),
-            Layer::Parallel(_) => {
-                let expected = "one after another, on slices (please report this)";
-                Err(overdrive_core::Error::option("layers", "parallel", expected).into())
-            }
-        }
-    }
-}
-
-impl Block {
-    fn forward(
-        &self,
-        mut stream: Stream,
-        step: AttentionStep<'_, '_>,
-        balance: &LoadBalance,
-    ) -> Result<Stream> {
-        let (fused, dropout) = (step.execution.fused_kernels, step.residual_dropout);
-        let before = stream.load.take();
-        let (normalised, x) = stream.normalised(&self.input_norm, fused)?;
-        let mut mixed = self.attention.forward(&normalised, step)?;
-        if let Some((after_attention, _)) = &self.output_norms {
-            mixed = after_attention.forward(&mixed, fused)?;
-        }
-        mixed = dropped(mixed, dropout)?;
-        // The sum and its norm are one pass over the stream.
-        let (normalised, x) = self.mlp_norm.forward_sum(&x, &mixed, fused)?;
-        let (mut delta, load) = self.mlp.forward(&normalised, fused, balance)?;
-        if let Some((_, after_mlp)) = &self.output_norms {
-            delta = after_mlp.forward(&delta, fused)?;
-        }
-        Ok(Stream {
-            x,
-            delta: Some(dropped(delta, dropout)?),
-            load: ExpertLoad::sum(before, load)?,
-        })
-    }
-}
-
-impl Block {
-    /// Computes the block on slices as [`forward`](Self::forward) does on tensors; the `first` one has no output of
-    /// another one to add.
-    fn forward_rows(
-        &self,
-        buffers: &mut DecodeBuffers,
-        first: bool,
-        step: AttentionStep<'_, '_>,
-        angles: &RowAngles,
-    ) -> Result<()> {
-        let DecodeBuffers {
-            x,
-            sum,
-            delta,
-            normalised,
-            joint,
-            inner,
-        } = buffers;
-        if first {
-            self.input_norm.forward_rows(x, normalised)?;
-        } else {
-            self.input_norm
-                .forward_sum_rows(x, delta, sum, normalised)?;
-            std::mem::swap(x, sum);
-        }
-        self.attention
-            .forward_rows(normalised, step, angles, joint, inner, delta)?;
-        if let Some((after_attention, _)) = &self.output_norms {
-            after_attention.forward_rows(delta, sum)?;
-            std::mem::swap(delta, sum);
-        }
-        self.mlp_norm.forward_sum_rows(x, delta, sum, normalised)?;
-        std::mem::swap(x, sum);
-        self.mlp.forward_rows(normalised, joint, inner, delta)?;
-        if let Some((_, after_mlp)) = &self.output_norms {
-            after_mlp.forward_rows(delta, sum)?;
-            std::mem::swap(delta, sum);
-        }
-        Ok(())
     }
 }
 

@@ -1,0 +1,291 @@
+//! Reading a Llama's configuration from config.json, and writing it.
+
+use super::LlamaConfig;
+use crate::config::family::{LayerType, LlamaFamily, layer_types};
+use crate::config::fields::{self, Fields, bad, ids_to_json};
+use crate::config::rope_scaling::RopeScaling;
+use crate::config::without_written_keys;
+use crate::{Error, Result};
+use serde_json::{Map, Value, json};
+
+impl LlamaConfig {
+    pub(in crate::config) fn read(family: LlamaFamily, mut fields: Fields) -> Result<LlamaConfig> {
+        let mut config = LlamaConfig::of(family);
+        fields.positive("vocab_size", &mut config.vocab_size)?;
+        fields.positive("hidden_size", &mut config.hidden_size)?;
+        fields.positive("intermediate_size", &mut config.intermediate_size)?;
+        fields.layers("num_hidden_layers", &mut config.num_hidden_layers)?;
+        fields.positive("num_attention_heads", &mut config.num_attention_heads)?;
+        // In transformers an absent key is the family's default, and null is "as many as queries".
+        if let Some(value) = fields.take_nullable("num_key_value_heads") {
+            let key = "num_key_value_heads";
+            config.num_key_value_heads = value
+                .map(|value| fields::positive(key, &value))
+                .transpose()?;
+        }
+        config.head_dim = fields.optional_positive("head_dim")?.or(config.head_dim);
+        if let Some(name) = config.read_activation(&mut fields)? {
+            config.hidden_act = name;
+        }
+        fields.positive(
+            "max_position_embeddings",
+            &mut config.max_position_embeddings,
+        )?;
+        fields.number("initializer_range", &mut config.initializer_range)?;
+        fields.number(config.norm_eps_key(), &mut config.rms_norm_eps)?;
+        fields.boolean("tie_word_embeddings", &mut config.tie_word_embeddings)?;
+        config.read_rope(&mut fields)?;
+        fields.boolean("attention_bias", &mut config.attention_bias)?;
+        fields.boolean("mlp_bias", &mut config.mlp_bias)?;
+        fields.number("attention_dropout", &mut config.attention_dropout)?;
+        if family.is_phi() {
+            fields.number("resid_pdrop", &mut config.resid_pdrop)?;
+            fields.number("embd_pdrop", &mut config.embd_pdrop)?;
+        }
+        if family == LlamaFamily::Phi {
+            fields.boolean("qk_layernorm", &mut config.qk_layernorm)?;
+        }
+        // An absent key is the family's default, and null is no window.
+        if let Some(value) = fields.take_nullable("sliding_window") {
+            let key = "sliding_window";
+            config.sliding_window = value
+                .map(|value| fields::positive(key, &value))
+                .transpose()?;
+        }
+        fields.boolean("use_sliding_window", &mut config.use_sliding_window)?;
+        if let Some(value) = fields.take("max_window_layers") {
+            config.max_window_layers = value
+                .as_i64()
+                .filter(|&n| n >= 0)
+                .ok_or_else(|| bad("max_window_layers", &value, "an integer of at least 0"))?;
+        }
+        config.layer_types = fields
+            .take("layer_types")
+            .map(|value| layer_types(&value))
+            .transpose()?;
+        if let Some(experts) = &mut config.experts {
+            experts.read(family, &mut fields)?;
+        }
+        if family.is_gemma() {
+            config.read_gemma(&mut fields)?;
+        }
+        fields.token_id("bos_token_id", &mut config.bos_token_id)?;
+        fields.token_ids("eos_token_id", &mut config.eos_token_id)?;
+        fields.token_id("pad_token_id", &mut config.pad_token_id)?;
+        config.extra = without_written_keys(fields.into_rest());
+        Ok(config)
+    }
+
+    fn read_activation(&self, fields: &mut Fields) -> Result<Option<String>> {
+        let given = fields.string(self.activation_key())?;
+        if self.family != LlamaFamily::Gemma {
+            return Ok(given);
+        }
+        // transformers 4 has both keys and prefers `hidden_activation`; transformers 5 has `hidden_act` alone.
+        let name = given.or(fields.string("hidden_act")?);
+        // The first files say `gelu` where the model was trained with the approximation.
+        let approximation = || "gelu_pytorch_tanh".to_owned();
+        Ok(name.map(|name| {
+            if name == "gelu" {
+                approximation()
+            } else {
+                name
+            }
+        }))
+    }
+
+    fn read_rope(&mut self, fields: &mut Fields) -> Result<()> {
+        let (context, theta) = (self.max_position_embeddings, &mut self.rope_theta);
+        let part = &mut self.partial_rotary_factor;
+        if self.family == LlamaFamily::Gemma3 {
+            let thetas = [theta, &mut self.rope_local_base_freq];
+            [self.rope_scaling, self.rope_local_scaling] =
+                RopeScaling::read_by_layer(fields, context, thetas, part)?;
+        } else {
+            let of_phi3 = self.family == LlamaFamily::Phi3;
+            self.rope_scaling = RopeScaling::read(fields, context, theta, part, of_phi3)?;
+        }
+        // transformers cannot compute it for the others either.
+        if self.partial_rotary_factor != 1.0 && !self.family.is_phi() {
+            return Err(Error::Unsupported {
+                key: "partial_rotary_factor".to_owned(),
+                found: self.partial_rotary_factor.to_string(),
+                supported: "1.0, the rotation of whole heads".to_owned(),
+            });
+        }
+        Ok(())
+    }
+
+    /// Returns the key of [`LlamaConfig::rms_norm_eps`].
+    fn norm_eps_key(&self) -> &'static str {
+        match self.family {
+            LlamaFamily::Phi => "layer_norm_eps",
+            _ => "rms_norm_eps",
+        }
+    }
+
+    fn read_gemma(&mut self, fields: &mut Fields) -> Result<()> {
+        fields.number("query_pre_attn_scalar", &mut self.query_pre_attn_scalar)?;
+        // An absent key is the family's default, and null is no bound.
+        for (key, slot) in [
+            ("attn_logit_softcapping", &mut self.attn_logit_softcapping),
+            ("final_logit_softcapping", &mut self.final_logit_softcapping),
+        ] {
+            if let Some(value) = fields.take_nullable(key) {
+                *slot = value.map(|value| fields::number(key, &value)).transpose()?;
+            }
+        }
+        let mut both_ways = false;
+        fields.boolean("use_bidirectional_attention", &mut both_ways)?;
+        if both_ways {
+            return Err(Error::Unsupported {
+                key: "use_bidirectional_attention".to_owned(),
+                found: "true".to_owned(),
+                supported: "false, a model that predicts the next token".to_owned(),
+            });
+        }
+        // Files that are older than `layer_types` have a period instead.
+        if let Some(pattern) = fields.optional_positive("sliding_window_pattern")?
+            && self.family == LlamaFamily::Gemma3
+            && self.layer_types.is_none()
+        {
+            let of_layer = |layer| match (layer + 1) % pattern {
+                0 => LayerType::Full,
+                _ => LayerType::Sliding,
+            };
+            self.layer_types = Some((0..self.num_hidden_layers).map(of_layer).collect());
+        }
+        Ok(())
+    }
+
+    /// Returns the key of [`LlamaConfig::hidden_act`].
+    pub(super) fn activation_key(&self) -> &'static str {
+        match self.family.is_gemma() {
+            true => "hidden_activation",
+            false => "hidden_act",
+        }
+    }
+
+    pub(in crate::config) fn write(&self) -> Map<String, Value> {
+        let mut map = self.extra.clone();
+        // Implied sizes are written out, as another reader may have other defaults for them.
+        let own = json!({
+            "architectures": [self.family.architecture()],
+            "model_type": self.family.model_type(),
+            "vocab_size": self.vocab_size,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_hidden_layers": self.num_hidden_layers,
+            "num_attention_heads": self.num_attention_heads,
+            "num_key_value_heads": self.kv_heads(),
+            "head_dim": self.head_dim(),
+            "max_position_embeddings": self.max_position_embeddings,
+            "initializer_range": self.initializer_range,
+            "tie_word_embeddings": self.tie_word_embeddings,
+            "attention_dropout": self.attention_dropout,
+            "bos_token_id": self.bos_token_id,
+            "eos_token_id": ids_to_json(&self.eos_token_id),
+            "pad_token_id": self.pad_token_id,
+        });
+        let windows = json!({
+            "sliding_window": self.sliding_window,
+            "use_sliding_window": self.use_sliding_window,
+            "max_window_layers": self.max_window_layers,
+        });
+        let member = match self.family {
+            LlamaFamily::Llama => {
+                json!({"attention_bias": self.attention_bias, "mlp_bias": self.mlp_bias})
+            }
+            LlamaFamily::Mistral | LlamaFamily::Mixtral => {
+                json!({"sliding_window": self.sliding_window})
+            }
+            LlamaFamily::Qwen2 => windows,
+            LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe => {
+                map.insert("attention_bias".to_owned(), self.attention_bias.into());
+                windows
+            }
+            LlamaFamily::Phi => json!({
+                "resid_pdrop": self.resid_pdrop,
+                "embd_pdrop": self.embd_pdrop,
+                "partial_rotary_factor": self.partial_rotary_factor,
+                "qk_layernorm": self.qk_layernorm,
+            }),
+            LlamaFamily::Phi3 => json!({
+                "resid_pdrop": self.resid_pdrop,
+                "embd_pdrop": self.embd_pdrop,
+                "partial_rotary_factor": self.partial_rotary_factor,
+                "sliding_window": self.sliding_window,
+            }),
+            LlamaFamily::Gemma => json!({
+                "attention_bias": self.attention_bias,
+                // The key of transformers 5; 4 prefers the other one.
+                "hidden_act": self.hidden_act,
+            }),
+            LlamaFamily::Gemma2 | LlamaFamily::Gemma3 => json!({
+                "attention_bias": self.attention_bias,
+                "sliding_window": self.sliding_window,
+                "query_pre_attn_scalar": whole(self.query_pre_attn_scalar),
+                "attn_logit_softcapping": self.attn_logit_softcapping,
+                "final_logit_softcapping": self.final_logit_softcapping,
+            }),
+        };
+        for object in [own, member] {
+            if let Value::Object(entries) = object {
+                map.extend(entries);
+            }
+        }
+        if let Some(experts) = &self.experts {
+            experts.write(self.family, &mut map);
+        }
+        if let Some(types) = &self.layer_types {
+            let names: Vec<_> = types.iter().map(|kind| kind.name()).collect();
+            map.insert("layer_types".to_owned(), names.into());
+        }
+        let activation = self.hidden_act.as_str().into();
+        map.insert(self.activation_key().to_owned(), activation);
+        map.insert(self.norm_eps_key().to_owned(), self.rms_norm_eps.into());
+        self.write_rope(&mut map);
+        map
+    }
+
+    fn write_rope(&self, map: &mut Map<String, Value>) {
+        if self.family == LlamaFamily::Gemma3 {
+            if self.rope_local_scaling != RopeScaling::Default {
+                // transformers 4 has no key for it; this is the form of transformers 5.
+                let object = |scaling: &RopeScaling, theta: f64| {
+                    let mut value = match scaling {
+                        RopeScaling::Default => json!({"rope_type": "default"}),
+                        scaled => scaled.to_json(),
+                    };
+                    value["rope_theta"] = theta.into();
+                    value
+                };
+                let both = json!({
+                    "full_attention": object(&self.rope_scaling, self.rope_theta),
+                    "sliding_attention":
+                        object(&self.rope_local_scaling, self.rope_local_base_freq),
+                });
+                map.insert("rope_parameters".to_owned(), both);
+                return;
+            }
+            let theta = self.rope_local_base_freq.into();
+            map.insert("rope_local_base_freq".to_owned(), theta);
+        }
+        if let (LlamaFamily::Phi3, RopeScaling::LongRope(long)) = (self.family, &self.rope_scaling)
+        {
+            // Phi-3 has it beside the scaling, and reads 4096 if it is not there.
+            let original = long.original_max_position_embeddings.into();
+            map.insert("original_max_position_embeddings".to_owned(), original);
+        }
+        self.rope_scaling.write(self.rope_theta, map);
+    }
+}
+
+/// Writes a whole number as an integer, which transformers requires.
+fn whole(number: f64) -> Value {
+    // Below 2^53 every whole f64 is an exact integer.
+    if number.fract() == 0.0 && number.abs() < 1e15 {
+        return (number as i64).into();
+    }
+    number.into()
+}

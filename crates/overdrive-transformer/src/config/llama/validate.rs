@@ -1,0 +1,142 @@
+//! The checks of a Llama's configuration.
+
+use super::LlamaConfig;
+use crate::Result;
+use crate::activation::activation_named;
+use crate::config::experts::ExpertsConfig;
+use crate::config::fields::bad;
+use crate::config::sizes::{self, check_layers, check_size};
+
+impl LlamaConfig {
+    pub(in crate::config) fn validate(&self) -> Result<()> {
+        for (key, value) in [
+            ("vocab_size", self.vocab_size),
+            ("hidden_size", self.hidden_size),
+            ("intermediate_size", self.intermediate_size),
+            ("num_attention_heads", self.num_attention_heads),
+            ("num_key_value_heads", self.kv_heads()),
+            ("max_position_embeddings", self.max_position_embeddings),
+            ("head_dim", self.head_dim()),
+            ("sliding_window", self.sliding_window.unwrap_or(1)),
+        ] {
+            check_size(key, value)?;
+        }
+        check_layers("num_hidden_layers", self.num_hidden_layers)?;
+        self.check_experts()?;
+        self.check_parameters()?;
+        let heads = self.num_attention_heads;
+        if self.head_dim.is_none() && self.hidden_size % heads != 0 {
+            let expected =
+                format!("a multiple of num_attention_heads ({heads}), or head_dim given");
+            return Err(bad("hidden_size", &self.hidden_size.into(), &expected));
+        }
+        if heads % self.kv_heads() != 0 {
+            let expected = format!("a divisor of num_attention_heads ({heads})");
+            return Err(bad(
+                "num_key_value_heads",
+                &self.kv_heads().into(),
+                &expected,
+            ));
+        }
+        if self.head_dim() % 2 != 0 {
+            let expected = "even, as rotary positions rotate pairs of channels";
+            return Err(bad("head_dim", &self.head_dim().into(), expected));
+        }
+        self.check_rotary_dim()?;
+        for (key, dropout) in [
+            ("attention_dropout", self.attention_dropout),
+            ("resid_pdrop", self.resid_pdrop),
+            ("embd_pdrop", self.embd_pdrop),
+        ] {
+            // Below 1: dropout divides the kept elements by `1 - p`.
+            if !(0.0..1.0).contains(&dropout) {
+                return Err(bad(key, &dropout.into(), "in 0..1"));
+            }
+        }
+        if let Some(types) = &self.layer_types
+            && types.len() as i64 != self.num_hidden_layers
+        {
+            let expected = format!(
+                "a list of num_hidden_layers ({}) names",
+                self.num_hidden_layers
+            );
+            return Err(bad(
+                "layer_types",
+                &format!("{} names", types.len()).into(),
+                &expected,
+            ));
+        }
+        for (key, value) in [
+            ("query_pre_attn_scalar", Some(self.query_pre_attn_scalar)),
+            ("attn_logit_softcapping", self.attn_logit_softcapping),
+            ("final_logit_softcapping", self.final_logit_softcapping),
+            ("rope_theta", Some(self.rope_theta)),
+            ("rope_local_base_freq", Some(self.rope_local_base_freq)),
+        ] {
+            if value.is_some_and(|value| value <= 0.0) {
+                return Err(bad(key, &value.into(), "a positive number"));
+            }
+        }
+        let rotated = self.rotary_dim();
+        self.rope_scaling.validate("rope_scaling", rotated)?;
+        let local = "rope_parameters.sliding_attention";
+        self.rope_local_scaling.validate(local, rotated)?;
+        activation_named(self.activation_key(), &self.hidden_act).map(drop)
+    }
+
+    fn check_rotary_dim(&self) -> Result<()> {
+        let (part, rotated) = (self.partial_rotary_factor, self.rotary_dim());
+        if part > 0.0 && part <= 1.0 && rotated >= 2 && rotated % 2 == 0 {
+            return Ok(());
+        }
+        let expected = format!(
+            "above 0 and at most 1, with an even number of rotated channels of the head's {}",
+            self.head_dim()
+        );
+        Err(bad("partial_rotary_factor", &part.into(), &expected))
+    }
+
+    fn check_experts(&self) -> Result<()> {
+        let needed = ExpertsConfig::of(self.family).is_some();
+        let Some(experts) = self.experts.as_ref().filter(|_| needed) else {
+            if needed == self.experts.is_some() {
+                return Ok(());
+            }
+            let found = if needed { "missing" } else { "given" };
+            let expected = format!(
+                "{} for the family {}; start from `LlamaConfig::of`",
+                if needed { "given" } else { "`None`" },
+                self.family.model_type()
+            );
+            return Err(bad("experts", &found.into(), &expected));
+        };
+        experts.validate(self.family, self.num_hidden_layers)?;
+        if self.mlp_bias {
+            let expected = "false for a mixture of experts";
+            return Err(bad("mlp_bias", &true.into(), expected));
+        }
+        Ok(())
+    }
+
+    /// Checks that the weights of these checked sizes can be counted. Norms and biases are left out: they are far
+    /// smaller.
+    fn check_parameters(&self) -> Result<()> {
+        let [hidden, inner, vocabulary, layers] = [
+            self.hidden_size,
+            self.intermediate_size,
+            self.vocab_size,
+            self.num_hidden_layers,
+        ]
+        .map(i128::from);
+        let heads = i128::from(self.num_attention_heads) + i128::from(self.kv_heads());
+        let attention = 2 * heads * i128::from(self.head_dim());
+        // At least as many as there are: a layer has experts or one block.
+        let experts = self.experts.as_ref().map_or(0, |experts| {
+            i128::from(experts.num_experts) * i128::from(self.expert_intermediate_size())
+        });
+        let inner = inner.max(experts);
+        let parameters = hidden * (2 * vocabulary + layers * (attention + 3 * inner));
+        let keys = "vocab_size, hidden_size, intermediate_size, num_attention_heads or head_dim";
+        sizes::check_parameters(parameters, keys)
+    }
+}

@@ -1,0 +1,86 @@
+use crate::mlp::FeedForward;
+use crate::parameters::{ParameterRole, ParameterSpec};
+use crate::{Init, LlamaConfig, LlamaFamily, phi};
+
+/// Returns the parameters of a Llama in the order of transformers' `named_parameters`.
+pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
+    if config.family == LlamaFamily::Phi {
+        return phi::parameters(config);
+    }
+    let (hidden, head) = (config.hidden_size, config.head_dim());
+    let (queries, keys) = (config.num_attention_heads * head, config.kv_heads() * head);
+    let normal = Init::Normal {
+        std: config.initializer_range,
+    };
+    // Gemma's norms multiply by `1 + weight`, so zeros are its gain of 1.
+    let one = match config.norm_adds_one() {
+        true => Init::Zeros,
+        false => Init::Ones,
+    };
+    let mut all = Vec::new();
+    let mut add = |name: String, shape: &[i64], init, role| {
+        all.push(ParameterSpec::new(name, shape, init, role));
+    };
+    use ParameterRole::{Embedding, Head, Linear, Other};
+    add(
+        "model.embed_tokens.weight".to_owned(),
+        &[config.vocab_size, hidden],
+        normal,
+        Embedding,
+    );
+    for layer in 0..config.num_hidden_layers {
+        let mut linear = |name: &str, output, input, bias| {
+            let name = format!("model.layers.{layer}.{name}");
+            add(format!("{name}.weight"), &[output, input], normal, Linear);
+            if bias {
+                add(format!("{name}.bias"), &[output], Init::Zeros, Other);
+            }
+        };
+        if config.fused_projections() {
+            linear("self_attn.o_proj", hidden, queries, false);
+            linear("self_attn.qkv_proj", queries + 2 * keys, hidden, false);
+        } else {
+            linear("self_attn.q_proj", queries, hidden, config.qkv_bias());
+            linear("self_attn.k_proj", keys, hidden, config.qkv_bias());
+            linear("self_attn.v_proj", keys, hidden, config.qkv_bias());
+            linear("self_attn.o_proj", hidden, queries, config.output_bias());
+        }
+        if config.qk_norm() {
+            for name in ["q_norm", "k_norm"] {
+                let name = format!("model.layers.{layer}.self_attn.{name}.weight");
+                add(name, &[head], one, Other);
+            }
+        }
+        for (name, shape, role) in FeedForward::weights(config, layer) {
+            add(format!("{name}.weight"), &shape, normal, role);
+            if config.mlp_bias {
+                add(format!("{name}.bias"), &shape[..1], Init::Zeros, Other);
+            }
+        }
+        let outputs = match config.output_norms() {
+            true => ["pre_feedforward_layernorm", "post_feedforward_layernorm"].as_slice(),
+            false => &[],
+        };
+        for name in ["input_layernorm", "post_attention_layernorm"]
+            .iter()
+            .chain(outputs)
+        {
+            add(
+                format!("model.layers.{layer}.{name}.weight"),
+                &[hidden],
+                one,
+                Other,
+            );
+        }
+    }
+    add("model.norm.weight".to_owned(), &[hidden], one, Other);
+    if !config.tie_word_embeddings {
+        add(
+            "lm_head.weight".to_owned(),
+            &[config.vocab_size, hidden],
+            normal,
+            Head,
+        );
+    }
+    all
+}

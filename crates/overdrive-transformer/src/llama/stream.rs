@@ -1,0 +1,57 @@
+use tch::Tensor;
+
+use crate::moe::ExpertLoad;
+use crate::norm::Norm;
+use crate::rms_norm::RmsNorm;
+use crate::{Logits, Result};
+
+/// The residual stream, and the output of the last block, which is added by the next norm in the same pass.
+#[derive(Debug)]
+pub(super) struct Stream {
+    pub(super) x: Tensor,
+    pub(super) delta: Option<Tensor>,
+    /// The load of the experts of the blocks so far.
+    pub(super) load: Option<ExpertLoad>,
+}
+
+impl Stream {
+    pub(super) fn new(x: Tensor) -> Stream {
+        Stream {
+            x,
+            delta: None,
+            load: None,
+        }
+    }
+
+    /// Returns the normalised sum, and the sum.
+    pub(super) fn normalised(self, norm: &RmsNorm, fused: bool) -> Result<(Tensor, Tensor)> {
+        match self.delta {
+            None => Ok((norm.forward(&self.x, fused)?, self.x)),
+            Some(delta) => norm.forward_sum(&self.x, &delta, fused),
+        }
+    }
+
+    /// Returns the normalised sum after the last layer.
+    pub(super) fn finished(self, norm: &Norm, fused: bool) -> Result<Tensor> {
+        match norm {
+            Norm::Rms(norm) => Ok(self.normalised(norm, fused)?.0),
+            Norm::Layer(norm) => norm.forward(&self.sum()?),
+        }
+    }
+
+    pub(super) fn sum(&self) -> Result<Tensor> {
+        match &self.delta {
+            None => Ok(self.x.shallow_clone()),
+            Some(delta) => Ok(self.x.f_add(delta)?),
+        }
+    }
+
+    /// Selects the positions whose logits are computed.
+    pub(super) fn select(self, logits: Logits<'_>) -> Result<Stream> {
+        Ok(Stream {
+            x: logits.select(&self.x)?,
+            delta: self.delta.map(|delta| logits.select(&delta)).transpose()?,
+            load: self.load,
+        })
+    }
+}
