@@ -12,6 +12,8 @@
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
 
+#include <torch/csrc/api/include/torch/version.h>
+
 #include <dlfcn.h>
 
 #include <optional>
@@ -41,7 +43,7 @@ template <class F>
 void look_up(F& into, const char* name) {
   into = reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name));
   TORCH_CHECK(into, "the loaded libtorch_cuda has no ", name,
-              ": it is not the 2.11 that this program was built for");
+              ": it is not the " TORCH_VERSION " that this program was built for");
 }
 
 // Returns the index of a virtual function. libtorch does not export its caching allocator's functions, but those of
