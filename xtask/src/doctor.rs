@@ -217,7 +217,15 @@ fn memory(findings: &mut Findings) {
 
 fn libtorch(findings: &mut Findings, environment: &Environment) -> Option<Libtorch> {
     // The environment of a plain cargo in this folder, with the record of setup.
-    let recorded = Record::read(&cargo::workspace());
+    let recorded = match torch::other() {
+        None => Record::read(&cargo::workspace()),
+        // `--torch` builds with the one in the cache, and without the record.
+        Some(release) => [Variant::Cuda13, Variant::Cpu]
+            .into_iter()
+            .filter_map(|variant| cache::libtorch_dir(environment, release, variant))
+            .find(|root| root.is_dir())
+            .map(Record::of_cache),
+    };
     let by_record = environment.path("LIBTORCH").is_none()
         && !environment.is_set("LIBTORCH_USE_PYTORCH")
         && recorded.is_some();
@@ -229,7 +237,9 @@ fn libtorch(findings: &mut Findings, environment: &Environment) -> Option<Libtor
         Ok(torch) => {
             let version = torch.version.as_deref().unwrap_or("of unknown version");
             let kind = if torch.cuda { "CUDA" } else { "CPU" };
-            let how = if by_record {
+            let how = if by_record && torch::other().is_some() {
+                "in the cache".to_owned()
+            } else if by_record {
                 "by .cargo/libtorch.toml".to_owned()
             } else {
                 format!("by {}", torch.source)
@@ -284,6 +294,9 @@ fn matching(findings: &mut Findings, version: &str) {
         return;
     }
     let mut remedy = "unset LIBTORCH and LIBTORCH_USE_PYTORCH, then cargo xtask setup".to_owned();
+    if let Some(other) = torch::other() {
+        remedy += &format!(" --torch {}", other.series());
+    }
     if let Some(other) = Release::of_libtorch(version) {
         remedy += &format!(
             "; or choose the tch of this libtorch: cargo update tch --precise {}",

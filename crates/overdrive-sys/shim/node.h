@@ -2,13 +2,12 @@
 // and in the node itself since.
 #pragma once
 
-#include <torch/csrc/api/include/torch/version.h>
+#include "version.h"
+
 #include <torch/csrc/autograd/function.h>
 
 #include <utility>
 
-#define OVERDRIVE_TORCH_AT_LEAST(major, minor) \
-  (TORCH_VERSION_MAJOR > (major) || (TORCH_VERSION_MAJOR == (major) && TORCH_VERSION_MINOR >= (minor)))
 #define OVERDRIVE_INTRUSIVE_NODES OVERDRIVE_TORCH_AT_LEAST(2, 13)
 
 namespace overdrive {

@@ -4,6 +4,7 @@
 // the loaded library by their names in the Itanium ABI; streams use the device-generic guard.
 // `cuda/graph_abi.cpp`, which the feature `cuda` compiles, checks this against libtorch's headers.
 #include "../guard.h"
+#include "../version.h"
 #include "compiled.h"
 #include "graph_abi.h"
 
@@ -11,8 +12,6 @@
 #include <c10/core/CachingDeviceAllocator.h>
 #include <c10/core/DeviceGuard.h>
 #include <c10/core/impl/VirtualGuardImpl.h>
-
-#include <torch/csrc/api/include/torch/version.h>
 
 #include <dlfcn.h>
 
