@@ -11,7 +11,11 @@ fn main() {
     }
     overdrive_build::link();
     println!("cargo:rerun-if-changed=shim");
+    println!("cargo:rerun-if-env-changed=LIBTORCH_BYPASS_VERSION_CHECK");
     let libtorch = overdrive_build::libtorch().unwrap_or_else(|error| panic!("{error}"));
+    libtorch
+        .require_release(&overdrive_build::Environment::process())
+        .unwrap_or_else(|error| panic!("{error}"));
 
     let mut build = cc::Build::new();
     build

@@ -6,6 +6,7 @@ use std::process::{Command, ExitStatus, Stdio};
 
 use crate::failure::{Failure, Result};
 use crate::record::Record;
+use crate::torch;
 
 /// Returns the root of this workspace.
 pub(crate) fn workspace() -> PathBuf {
@@ -132,7 +133,8 @@ pub(crate) fn training_for_check() -> Cargo {
 
 /// Returns the packages that the examples depend on for the system `host`.
 pub(crate) fn metadata(host: &str, features: Option<&str>) -> Cargo {
-    let examples = workspace().join("examples/Cargo.toml");
+    let root = torch::manifest().and_then(|manifest| Some(manifest.parent()?.to_path_buf()));
+    let examples = root.unwrap_or_else(workspace).join("examples/Cargo.toml");
     Cargo::new([
         "metadata",
         "--format-version=1",
@@ -289,14 +291,29 @@ pub(crate) fn own_metadata() -> Cargo {
     Cargo::new(["metadata", "--format-version=1", "--no-deps"])
 }
 
-/// Packages every crate in the order of their dependencies, as `cargo publish` does it; with `verify`, builds each
-/// from its package.
-pub(crate) fn publish_dry_run(verify: bool) -> Cargo {
-    let cargo = Cargo::new(["publish", "--workspace", "--dry-run"]);
+/// Packages `crates` (every crate if it is empty) in the order of their dependencies, as `cargo publish` does it;
+/// with `verify`, builds each from its package.
+pub(crate) fn publish_dry_run(crates: &[String], verify: bool) -> Cargo {
+    let cargo = Cargo::new(["publish", "--dry-run"]);
+    let cargo = match crates {
+        [] => cargo.and(&["--workspace".into()]),
+        chosen => cargo.packages(chosen),
+    };
     match verify {
         true => cargo,
         false => cargo.and(&["--no-verify".into()]),
     }
+}
+
+/// Compares the public interface of `crates` with that of the revision `base`. The feature `doc-only`, which it turns
+/// on with the others, makes it work without libtorch.
+pub(crate) fn semver_checks(base: &str, crates: &[String]) -> Cargo {
+    Cargo::new(["semver-checks", "--baseline-rev", base]).packages(crates)
+}
+
+/// Writes `tch` and its `torch-sys` of this version into the lock file beside `manifest`.
+pub(crate) fn choose_tch(manifest: &Path, version: &str) -> Cargo {
+    Cargo::new(["update", "tch", "--precise", version, "--manifest-path"]).and(&[manifest.into()])
 }
 
 /// Returns the commands of the fault injection: each test repeats an operation until every system call of it has
@@ -383,6 +400,12 @@ impl Cargo {
         self
     }
 
+    fn packages(self, names: &[String]) -> Self {
+        let flags = names.iter().flat_map(|name| ["-p".into(), name.into()]);
+        let flags: Vec<OsString> = flags.collect();
+        self.and(&flags)
+    }
+
     fn features(self, features: Option<&str>) -> Self {
         match features {
             Some(features) => self.and(&["--features".into(), features.into()]),
@@ -396,13 +419,42 @@ impl Cargo {
         self.and(&["--workspace".into(), flag.into(), features.into()])
     }
 
-    /// Returns the command as it is typed in a shell.
-    pub(crate) fn line(&self) -> String {
-        let variables = self
+    /// Returns the arguments, of a command that builds with the manifest of another release of libtorch.
+    fn arguments(&self) -> Vec<OsString> {
+        let mut arguments = self.arguments.clone();
+        let builds = [
+            "bench", "build", "check", "clippy", "doc", "metadata", "run", "test",
+        ];
+        let first = arguments.first().and_then(|word| word.to_str());
+        if let Some(manifest) = torch::manifest()
+            && first.is_some_and(|first| builds.contains(&first))
+            && !arguments.iter().any(|word| word == "--manifest-path")
+        {
+            arguments.splice(1..1, ["--manifest-path".into(), manifest.into_os_string()]);
+        }
+        arguments
+    }
+
+    /// Returns the variables; those of this command come last.
+    fn variables(&self) -> Vec<(&'static str, OsString)> {
+        let own = self
             .variables
             .iter()
-            .map(|(name, value)| format!("{name}={}", quoted(value)));
-        let arguments = self.arguments.iter().map(|a| quoted(&a.to_string_lossy()));
+            .map(|(name, value)| (*name, value.into()));
+        let mut variables = torch::variables();
+        variables.retain(|(name, _)| self.variables.iter().all(|(own, _)| own != name));
+        variables.extend(own);
+        variables
+    }
+
+    /// Returns the command as it is typed in a shell.
+    pub(crate) fn line(&self) -> String {
+        let variables = self.variables();
+        let variables = variables
+            .iter()
+            .map(|(name, value)| format!("{name}={}", quoted(&value.to_string_lossy())));
+        let arguments = self.arguments();
+        let arguments = arguments.iter().map(|a| quoted(&a.to_string_lossy()));
         let words: Vec<String> = variables
             .chain(["cargo".to_owned()])
             .chain(arguments)
@@ -415,12 +467,12 @@ impl Cargo {
         // The cargo that runs this program, so that the toolchain of the workspace is used.
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut command = Command::new(cargo);
-        command
-            .args(&self.arguments)
-            .envs(self.variables.iter().copied());
+        command.args(self.arguments());
         for name in inherited_from_cargo_run(&workspace) {
             command.env_remove(name);
         }
+        torch::apply(&mut command);
+        command.envs(self.variables());
         if let Some(paths) = std::env::var_os("LD_LIBRARY_PATH") {
             match without_own_folders(&paths, &workspace) {
                 Some(rest) => command.env("LD_LIBRARY_PATH", rest),
@@ -626,6 +678,23 @@ mod tests {
             lint(&words(&["--", "-W", "clippy::pedantic"]))
                 .line()
                 .ends_with("speech -- -W clippy::pedantic -D warnings")
+        );
+    }
+
+    #[test]
+    fn crates_are_published_by_name_or_all_of_them() {
+        let names = ["overdrive-core".to_owned(), "overdrive-pickle".to_owned()];
+        assert_eq!(
+            publish_dry_run(&names, true).line(),
+            "cargo publish --dry-run -p overdrive-core -p overdrive-pickle"
+        );
+        assert_eq!(
+            publish_dry_run(&[], false).line(),
+            "cargo publish --dry-run --workspace --no-verify"
+        );
+        assert_eq!(
+            semver_checks("v0.1.0", &names[..1]).line(),
+            "cargo semver-checks --baseline-rev v0.1.0 -p overdrive-core"
         );
     }
 

@@ -10,11 +10,11 @@ use std::fmt::Display;
 use overdrive_build::cache::{self, Variant};
 use overdrive_build::cpu::CpuFeatures;
 use overdrive_build::measured::Processor;
-use overdrive_build::{Environment, Libtorch, MatmulSpeed, TORCH_VERSION, locate};
+use overdrive_build::{Environment, Libtorch, MatmulSpeed, Release, locate};
 
 use crate::failure::{Failure, Result};
 use crate::record::Record;
-use crate::{cargo, setup, space};
+use crate::{cargo, setup, space, torch};
 
 /// The findings, in the order in which they are printed.
 #[derive(Debug, Default)]
@@ -217,7 +217,15 @@ fn memory(findings: &mut Findings) {
 
 fn libtorch(findings: &mut Findings, environment: &Environment) -> Option<Libtorch> {
     // The environment of a plain cargo in this folder, with the record of setup.
-    let recorded = Record::read(&cargo::workspace());
+    let recorded = match torch::other() {
+        None => Record::read(&cargo::workspace()),
+        // `--torch` builds with the one in the cache, and without the record.
+        Some(release) => [Variant::Cuda13, Variant::Cpu]
+            .into_iter()
+            .filter_map(|variant| cache::libtorch_dir(environment, release, variant))
+            .find(|root| root.is_dir())
+            .map(Record::of_cache),
+    };
     let by_record = environment.path("LIBTORCH").is_none()
         && !environment.is_set("LIBTORCH_USE_PYTORCH")
         && recorded.is_some();
@@ -229,7 +237,9 @@ fn libtorch(findings: &mut Findings, environment: &Environment) -> Option<Libtor
         Ok(torch) => {
             let version = torch.version.as_deref().unwrap_or("of unknown version");
             let kind = if torch.cuda { "CUDA" } else { "CPU" };
-            let how = if by_record {
+            let how = if by_record && torch::other().is_some() {
+                "in the cache".to_owned()
+            } else if by_record {
                 "by .cargo/libtorch.toml".to_owned()
             } else {
                 format!("by {}", torch.source)
@@ -241,15 +251,8 @@ fn libtorch(findings: &mut Findings, environment: &Environment) -> Option<Libtor
                     torch.lib_dir.display()
                 ),
             );
-            if torch
-                .version
-                .as_deref()
-                .is_some_and(|version| version != TORCH_VERSION)
-            {
-                findings.fatal(
-                    format!("tch 0.24 needs libtorch {TORCH_VERSION}, but this is {version}"),
-                    "unset LIBTORCH and LIBTORCH_USE_PYTORCH, then cargo xtask setup",
-                );
+            if torch.version.is_some() {
+                matching(findings, version);
             }
             if recorded.is_none() {
                 findings.warn(
@@ -275,6 +278,38 @@ fn libtorch(findings: &mut Findings, environment: &Environment) -> Option<Libtor
             None
         }
     }
+}
+
+/// Compares the version of libtorch with what the tch of `Cargo.lock` needs.
+fn matching(findings: &mut Findings, version: &str) {
+    let release = match torch::release() {
+        Ok(release) => release,
+        Err(failure) => return findings.fatal(failure.to_string(), "see above"),
+    };
+    findings.say(
+        "tch",
+        format!("{}, which needs libtorch {}", release.tch, release.libtorch),
+    );
+    if release.accepts(version) {
+        return;
+    }
+    let mut remedy = "unset LIBTORCH and LIBTORCH_USE_PYTORCH, then cargo xtask setup".to_owned();
+    if let Some(other) = torch::other() {
+        remedy += &format!(" --torch {}", other.series());
+    }
+    if let Some(other) = Release::of_libtorch(version) {
+        remedy += &format!(
+            "; or choose the tch of this libtorch: cargo update tch --precise {}",
+            other.tch
+        );
+    }
+    findings.fatal(
+        format!(
+            "tch {} needs libtorch {}, but this is {version}",
+            release.tch, release.libtorch
+        ),
+        remedy,
+    );
 }
 
 fn tools(findings: &mut Findings, environment: &Environment, have_libtorch: bool) {
@@ -373,4 +408,32 @@ fn verdict(findings: &Findings) -> Result<()> {
         return Err(Failure::silent(1));
     }
     Ok(())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_libtorch_of_another_release_is_a_problem_with_the_tch_that_would_go_with_it() {
+        let release = torch::release().unwrap();
+        let mut findings = Findings::default();
+        matching(&mut findings, &format!("{}+cpu", release.libtorch));
+        assert!(findings.problems.is_empty());
+
+        let other = Release::ALL.into_iter().find(|other| *other != release);
+        let other = other.unwrap();
+        matching(&mut findings, other.libtorch);
+        matching(&mut findings, "2.9.0");
+        let [known, unknown] = &findings.problems[..] else {
+            panic!("{findings:?}")
+        };
+        assert!(known.fatal && unknown.fatal);
+        for part in [release.tch, release.libtorch, other.libtorch] {
+            assert!(known.what.contains(part), "{known:?}");
+        }
+        let choice = format!("cargo update tch --precise {}", other.tch);
+        assert!(known.remedy.ends_with(&choice), "{known:?}");
+        assert!(!unknown.remedy.contains("precise"), "{unknown:?}");
+    }
 }

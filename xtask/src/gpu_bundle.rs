@@ -13,7 +13,7 @@ use crate::dist::{Made, copy, failed, name, replaceable_by, target_of};
 use crate::failure::{Failure, Result};
 use crate::lock::Lock;
 use crate::setup::{self, Request};
-use crate::{cargo, hash, space, unpack};
+use crate::{cargo, hash, space, torch, unpack};
 
 const FORMAT: &str = "overdrive-gpu-bundle";
 const FORMAT_VERSION: u64 = 1;
@@ -22,11 +22,20 @@ const MANIFEST: &str = "manifest.json";
 const MOST_BYTES: u64 = 60 << 20;
 /// The comparison with PyTorch.
 const SCRIPTS: [&str; 2] = ["gpu_step.py", "llama.py"];
+/// The PyTorch of the machines that the bundle is for; run.sh refuses another.
+const BUILT_FOR: &str = "2.11";
 const RUN: &str = include_str!("gpu_bundle/run.sh");
 
 /// Builds and collects the files; the output folder is created by one rename.
 pub(crate) fn gpu_bundle(out: Option<&Path>) -> Result<()> {
     let target = target_of(out, "target/dist/gpu-check")?;
+    let series = torch::release()?.series();
+    if series != BUILT_FOR {
+        return Err(Failure::new(format!(
+            "the bundle is for machines with PyTorch {BUILT_FOR}, and this build is for {series}"
+        ))
+        .remedy(format!("cargo xtask gpu-bundle --torch {BUILT_FOR}")));
+    }
     // Before the build, which takes minutes.
     replaceable_by("gpu-bundle", is_bundle, &target)?;
     setup::setup(Request::Any, false)?;

@@ -22,9 +22,11 @@ mod matrix;
 mod progress;
 mod readmes;
 mod record;
+mod semver;
 mod setup;
 mod sources;
 mod space;
+mod torch;
 mod unpack;
 
 use std::ffi::OsString;
@@ -43,6 +45,10 @@ use crate::setup::Request;
     about = "Sets up Overdrive and runs its common commands."
 )]
 struct Cli {
+    /// The libtorch to build with, 2.11 or 2.13 [default: the one of the tch in Cargo.lock]
+    // `torch::take_from_arguments` takes it before this parser sees it, because many commands pass their arguments on.
+    #[arg(long = "torch", global = true, value_name = "VERSION")]
+    _torch: Option<String>,
     #[command(subcommand)]
     command: Command,
 }
@@ -131,9 +137,18 @@ enum Command {
     },
     /// Try what publishing does: the documentation without libtorch, then cargo publish --workspace --dry-run
     PublishCheck {
+        /// Only these crates and those that they depend on
+        crates: Vec<String>,
         /// Only make the packages, without building each from its package
         #[arg(long)]
         no_verify: bool,
+    },
+    /// Compare the public interface of each crate with that of a revision: cargo semver-checks
+    Semver {
+        /// The revision to compare with, such as the tag of the last release
+        base: String,
+        /// The crates [default: all that are published]
+        crates: Vec<String>,
     },
     /// Write the README of each crate from the documentation of its lib.rs
     Readmes {
@@ -169,7 +184,8 @@ struct Further {
 fn main() -> ExitCode {
     // Read before anything is written: the record as it was when Cargo created this environment.
     setup::libtorch_at_start();
-    match run(Cli::parse().command) {
+    let parsed = torch::take_from_arguments().map(|words| Cli::parse_from(words).command);
+    match parsed.and_then(run) {
         Ok(()) => ExitCode::SUCCESS,
         Err(failure) => {
             if !failure.is_silent() {
@@ -198,12 +214,18 @@ fn run(command: Command) -> Result<()> {
         }
         Command::Bench(_) => after_setup(cargo::bench(&further(2))),
         Command::Ablation(_) => after_setup(cargo::ablation(&further(2))),
-        Command::Dist { out, features } => dist::dist(out.as_deref(), features.as_deref()),
+        Command::Dist { out, features } => {
+            torch::refuse_other("dist")?;
+            dist::dist(out.as_deref(), features.as_deref())
+        }
         Command::GpuCheck(_) => after_setup(cargo::gpu_check(&further(2))),
         Command::GpuBundle { out } => gpu_bundle::gpu_bundle(out.as_deref()),
         Command::Doctor => doctor::doctor(),
         Command::Faults => all_after_setup(cargo::faults()),
-        Command::Fuzz { target, minutes } => fuzz::fuzz(target.as_deref(), minutes),
+        Command::Fuzz { target, minutes } => {
+            torch::refuse_other("fuzz")?;
+            fuzz::fuzz(target.as_deref(), minutes)
+        }
         Command::Kernels { check } => kernels::kernels(check),
         Command::Deny(_) => {
             check::deny_is_installed()?;
@@ -213,11 +235,17 @@ fn run(command: Command) -> Result<()> {
             setup::setup(Request::Any, false)?;
             matrix::matrix(&crates, tests)
         }
-        Command::PublishCheck { no_verify } => {
+        Command::Semver { base, crates } => semver::semver(&base, &crates),
+        Command::PublishCheck { crates, no_verify } => {
+            torch::refuse_other("publish-check")?;
             setup::setup(Request::Any, false)?;
             readmes::readmes(true)?;
-            cargo::docs_without_libtorch().run()?;
-            cargo::publish_dry_run(!no_verify).run()
+            if crates.is_empty() {
+                cargo::docs_without_libtorch().run()?;
+                return cargo::publish_dry_run(&[], !no_verify).run();
+            }
+            let crates = matrix::with_dependencies(&crates)?;
+            cargo::publish_dry_run(&crates, !no_verify).run()
         }
         Command::Readmes { check } => readmes::readmes(check),
         Command::Fmt(_) => cargo::fmt(&further(2)).replace_this_process(),
@@ -230,7 +258,7 @@ fn run(command: Command) -> Result<()> {
 /// Returns the arguments after the first `words`, as they were typed. clap is not used, because it consumes a
 /// first `--`, which in `cargo xtask test -- --nocapture` is meant for cargo.
 fn further(words: usize) -> Vec<OsString> {
-    std::env::args_os().skip(words).collect()
+    torch::arguments().into_iter().skip(words).collect()
 }
 
 /// Makes sure that libtorch is there, then replaces this process by `cargo`.

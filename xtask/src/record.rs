@@ -42,6 +42,14 @@ const HEAD: &str = "\
 ";
 
 impl Record {
+    /// Returns the record of a libtorch in the cache, which is not written.
+    pub(crate) fn of_cache(libtorch: PathBuf) -> Self {
+        Self {
+            libtorch,
+            choice: Choice::Cpu,
+        }
+    }
+
     pub(crate) fn path(workspace: &Path) -> PathBuf {
         workspace.join(".cargo/libtorch.toml")
     }

@@ -7,13 +7,13 @@ use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
 use overdrive_build::cache::{self, Variant};
-use overdrive_build::{Environment, Libtorch, Source, TORCH_VERSION, locate};
+use overdrive_build::{Environment, Libtorch, Release, Source, locate};
 
 use crate::failure::{Failure, Result};
 use crate::lock::Lock;
 use crate::record::{Choice, Record};
 use crate::sources::{Platform, SourceError, archive, destination, wheels};
-use crate::{cargo, space, unpack};
+use crate::{cargo, space, torch, unpack};
 
 /// The build that the user requested.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -48,6 +48,16 @@ impl Found {
             self.root.display(),
             self.how
         );
+        if let Some(release) = torch::other() {
+            println!(
+                "`cargo xtask … --torch {}` builds with it, in target/torch-{}; plain cargo builds with the \
+                 tch of Cargo.lock, which `cargo update tch --precise {}` changes",
+                release.series(),
+                release.series(),
+                release.tch
+            );
+            return;
+        }
         let done = if self.recorded {
             "now records"
         } else {
@@ -86,13 +96,20 @@ pub(crate) fn setup(wish: Request, force: bool) -> Result<Found> {
     let workspace = cargo::workspace();
     let environment = users_environment();
     let recorded = Record::read(&workspace);
-    let mut found = match look(&environment, recorded.as_ref(), wish, force)? {
+    let release = torch::release()?;
+    let mut found = match look(&environment, release, recorded.as_ref(), wish, force)? {
         Some(found) => found,
         None => {
             let variant = variant(wish, recorded.as_ref());
-            fetched(&environment, variant, force)?
+            fetched(&environment, release, variant, force)?
         }
     };
+    if torch::other().is_some() {
+        // The record is for plain cargo, which builds with the tch of Cargo.lock.
+        torch::use_libtorch(&found.root);
+        torch::prepare()?;
+        return Ok(found);
+    }
     let record = Record {
         libtorch: found.root.clone(),
         choice: found.choice,
@@ -111,20 +128,22 @@ fn variant(wish: Request, recorded: Option<&Record>) -> Variant {
 /// Returns an existing libtorch: that of a variable, an earlier choice of the user, or the cache.
 fn look(
     environment: &Environment,
+    release: Release,
     recorded: Option<&Record>,
     wish: Request,
     force: bool,
 ) -> Result<Option<Found>> {
-    if let Some(found) = named(environment)? {
+    if let Some(found) = named(environment, release)? {
         return suits(found, wish).map(Some);
     }
     // An explicit `--cpu` or `--cuda` replaces an earlier choice of a folder.
     if wish == Request::Any
         && !force
+        && torch::other().is_none()
         && let Some(record) = recorded.filter(|record| record.choice == Choice::Own)
     {
         let libtorch = Libtorch::at(&record.libtorch, Source::Variable);
-        if libtorch.missing().is_empty() && version_fits(environment, &libtorch) {
+        if libtorch.missing().is_empty() && version_fits(environment, release, &libtorch) {
             let how = "chosen earlier; `cargo xtask setup --cpu` goes back to Overdrive's own";
             return Ok(Some(Found {
                 how: how.to_owned(),
@@ -140,12 +159,12 @@ fn look(
     if force {
         return Ok(None);
     }
-    Ok(cached(environment, variant(wish, recorded)))
+    Ok(cached(environment, release, variant(wish, recorded)))
 }
 
 /// Returns the libtorch of the user's variables. torch-sys always follows them, so an invalid value is an
 /// error.
-fn named(environment: &Environment) -> Result<Option<Found>> {
+fn named(environment: &Environment, release: Release) -> Result<Option<Found>> {
     let python = environment.is_set("LIBTORCH_USE_PYTORCH");
     if !python && environment.path("LIBTORCH").is_none() {
         return Ok(None);
@@ -158,17 +177,25 @@ fn named(environment: &Environment) -> Result<Option<Found>> {
     // That variable would only be set for a build script of torch-sys's dependents.
     let libtorch = locate(&environment.clone().without("DEP_TCH_LIBTORCH_LIB"))
         .map_err(|error| Failure::new(error.to_string()))?;
-    if !version_fits(environment, &libtorch) {
+    if !version_fits(environment, release, &libtorch) {
+        let version = libtorch.version.as_deref().unwrap_or_default();
+        let choose = Release::of_libtorch(version).map_or(String::new(), |other| {
+            format!(
+                " or choose its tch (`cargo update tch --precise {}`);",
+                other.tch
+            )
+        });
         return Err(Failure::new(format!(
-            "{} names libtorch {} at {}, but tch 0.24 needs {TORCH_VERSION}",
+            "{} names libtorch {version} at {}, but tch {} needs {}",
             libtorch.source,
-            libtorch.version.as_deref().unwrap_or("of unknown version"),
             libtorch.lib_dir.display(),
+            release.tch,
+            release.libtorch,
         ))
-        .remedy(
-            "Unset the variable and let `cargo xtask setup` fetch the right one; or set \
+        .remedy(format!(
+            "Unset the variable and let `cargo xtask setup` fetch the right one;{choose} or set \
              LIBTORCH_BYPASS_VERSION_CHECK=1 if you know that it fits.",
-        ));
+        )));
     }
     Ok(Some(found(libtorch, Choice::Own)))
 }
@@ -185,13 +212,13 @@ fn suits(found: Found, wish: Request) -> Result<Found> {
     Ok(found)
 }
 
-fn version_fits(environment: &Environment, libtorch: &Libtorch) -> bool {
+fn version_fits(environment: &Environment, release: Release, libtorch: &Libtorch) -> bool {
     environment.is_set("LIBTORCH_BYPASS_VERSION_CHECK")
         || libtorch
             .version
             .as_deref()
             // Source builds may have no version file; torch-sys accepts them too.
-            .is_none_or(|version| version == TORCH_VERSION)
+            .is_none_or(|version| release.accepts(version))
 }
 
 fn found(libtorch: Libtorch, choice: Choice) -> Found {
@@ -211,12 +238,12 @@ fn found(libtorch: Libtorch, choice: Choice) -> Found {
 }
 
 /// Returns the libtorch in the cache, if it is complete.
-fn cached(environment: &Environment, variant: Variant) -> Option<Found> {
-    let root = cache::libtorch_dir(environment, variant)?;
+fn cached(environment: &Environment, release: Release, variant: Variant) -> Option<Found> {
+    let root = cache::libtorch_dir(environment, release, variant)?;
     let libtorch = Libtorch::at(&root, Source::Cache);
     let whole = libtorch.missing().is_empty()
         // The folder's name contains the version, but the folder may have been filled by hand.
-        && libtorch.version.as_deref() == Some(TORCH_VERSION)
+        && libtorch.version.as_deref() == Some(release.libtorch)
         && manifest_holds(&root);
     whole.then(|| found(libtorch, choice(variant)))
 }
@@ -229,15 +256,20 @@ fn choice(variant: Variant) -> Choice {
 }
 
 /// Fetches libtorch into the cache, one process at a time.
-fn fetched(environment: &Environment, variant: Variant, force: bool) -> Result<Found> {
+fn fetched(
+    environment: &Environment,
+    release: Release,
+    variant: Variant,
+    force: bool,
+) -> Result<Found> {
     let cache = cache::dir(environment).ok_or_else(|| {
         Failure::new("there is no cache folder: neither XDG_CACHE_HOME nor HOME is set")
             .remedy("Set XDG_CACHE_HOME to a folder that you may write.")
     })?;
-    let target = cache::libtorch_dir(environment, variant)
+    let target = cache::libtorch_dir(environment, release, variant)
         .ok_or_else(|| Failure::new("there is no cache folder"))?;
     let platform = Platform::here()?;
-    let plan = wheels::plan(platform, variant)?;
+    let plan = wheels::plan(release, platform, variant)?;
     let downloads = cache.join("downloads");
     // Set by the callback, which the lock calls only if it has to wait.
     let mut waited = false;
@@ -249,7 +281,7 @@ fn fetched(environment: &Environment, variant: Variant, force: bool) -> Result<F
     .map_err(not_writable)?;
     // The process that held the lock may just have created it, even if this run was to create it again.
     if (!force || waited)
-        && let Some(found) = cached(environment, variant)
+        && let Some(found) = cached(environment, release, variant)
     {
         return Ok(found);
     }
@@ -274,17 +306,18 @@ fn fetched(environment: &Environment, variant: Variant, force: bool) -> Result<F
     )?;
 
     eprintln!(
-        "fetching libtorch {TORCH_VERSION} ({}) into {}",
+        "fetching libtorch {} ({}) into {}",
+        release.libtorch,
         variant.suffix(),
         target.display()
     );
-    let archives = fetch_archives(environment, platform, variant, &plan, &downloads)?;
-    install(&archives, &target, platform, variant)?;
+    let archives = fetch_archives(environment, release, platform, variant, &plan, &downloads)?;
+    install(&archives, &target, release, platform, variant)?;
     // Downloads are kept until now, so that a killed run need not fetch them again.
     for archive in archives {
         let _ = fs::remove_file(archive);
     }
-    cached(environment, variant).ok_or_else(|| {
+    cached(environment, release, variant).ok_or_else(|| {
         Failure::new(format!(
             "{} was created but is incomplete",
             target.display()
@@ -301,6 +334,7 @@ fn not_writable(failure: Failure) -> Failure {
 /// Fetches from the first source that is complete: the official archive, else the wheels.
 fn fetch_archives(
     environment: &Environment,
+    release: Release,
     platform: Platform,
     variant: Variant,
     plan: &[wheels::Wheel],
@@ -313,7 +347,7 @@ fn fetch_archives(
     let begun = plan
         .iter()
         .any(|wheel| downloads.join(wheel.file).is_file());
-    let url = archive::url(platform).filter(|_| variant == Variant::Cpu && !begun);
+    let url = archive::url(release, platform).filter(|_| variant == Variant::Cpu && !begun);
     if let Some(url) = url {
         eprintln!("trying {url}");
         match archive::fetch(&url, downloads) {
@@ -338,10 +372,13 @@ fn fetch_archives(
             Err(SourceError::Unavailable(reason)) => {
                 tried.push(format!("pip, {}: {reason}", wheel.file));
                 let list: String = tried.iter().map(|line| format!("\n  - {line}")).collect();
+                let version = release.libtorch;
                 return Err(Failure::new(format!("libtorch could not be fetched:{list}")).remedy(
-                    "Solve one of these problems and run the command again (it resumes where it stopped); \
-                     or set LIBTORCH to a libtorch 2.11.0, or LIBTORCH_USE_PYTORCH=1 where \
-                     Python has PyTorch 2.11.0.",
+                    format!(
+                        "Solve one of these problems and run the command again (it resumes where it \
+                         stopped); or set LIBTORCH to a libtorch {version}, or LIBTORCH_USE_PYTORCH=1 where \
+                         Python has PyTorch {version}.",
+                    ),
                 ));
             }
             Err(SourceError::Fatal(failure)) => return Err(failure),
@@ -354,12 +391,13 @@ fn fetch_archives(
 fn install(
     archives: &[PathBuf],
     target: &Path,
+    release: Release,
     platform: Platform,
     variant: Variant,
 ) -> Result<()> {
     let made = unpack::unfinished(target);
-    let result =
-        assemble(archives, &made, platform, variant).and_then(|()| unpack::publish(&made, target));
+    let result = assemble(archives, &made, release, platform, variant)
+        .and_then(|()| unpack::publish(&made, target));
     if result.is_err() {
         let _ = fs::remove_dir_all(&made);
     }
@@ -367,7 +405,14 @@ fn install(
 }
 
 /// Creates the folder of a libtorch from archives.
-fn assemble(archives: &[PathBuf], made: &Path, platform: Platform, variant: Variant) -> Result<()> {
+fn assemble(
+    archives: &[PathBuf],
+    made: &Path,
+    release: Release,
+    platform: Platform,
+    variant: Variant,
+) -> Result<()> {
+    let version = release.libtorch;
     for archive in archives {
         unpack::unpack(archive, made, |name| destination(name, variant, platform))?;
     }
@@ -377,7 +422,7 @@ fn assemble(archives: &[PathBuf], made: &Path, platform: Platform, variant: Vari
     };
     // Wheels have none; build scripts read the version from it.
     if !made.join("build-version").is_file() {
-        write("build-version", &format!("{TORCH_VERSION}\n"))?;
+        write("build-version", &format!("{version}\n"))?;
     }
     // `-ltorch` finds this linker script; the wheel's own libtorch.so would need CUDA.
     if platform != Platform::MacArm && !made.join("lib/libtorch.so").is_file() {
@@ -385,18 +430,20 @@ fn assemble(archives: &[PathBuf], made: &Path, platform: Platform, variant: Vari
     }
     let libtorch = Libtorch::at(made, Source::Cache);
     let missing = libtorch.missing();
-    if !missing.is_empty() || libtorch.version.as_deref() != Some(TORCH_VERSION) {
+    if !missing.is_empty() || libtorch.version.as_deref() != Some(version) {
         let names: String = missing
             .iter()
             .map(|path| format!("\n  - {}", path.display()))
             .collect();
         return Err(Failure::new(format!(
-            "the fetched files are not a complete libtorch {TORCH_VERSION}: it says version {}, and lacks \
+            "the fetched files are not a complete libtorch {version}: it says version {}, and lacks \
              {} files{names}",
             libtorch.version.as_deref().unwrap_or("unknown"),
             missing.len(),
         ))
-        .remedy("Set LIBTORCH to a libtorch 2.11.0 that you have, and report this."));
+        .remedy(format!(
+            "Set LIBTORCH to a libtorch {version} that you have, and report this."
+        )));
     }
     let manifest = manifest(made)?;
     // Last, because it lists the files of `lib`, including the linker script.
@@ -469,17 +516,30 @@ mod tests {
 
     #[test]
     fn wheels_become_a_libtorch_that_overdrive_build_finds() {
+        for release in Release::ALL {
+            wheels_become(release);
+        }
+    }
+
+    fn wheels_become(release: Release) {
         let folder = tempfile::tempdir().unwrap();
         let (torch, cuda) = (folder.path().join("t.whl"), folder.path().join("c.whl"));
         wheel(&torch, &TORCH);
         wheel(&cuda, &[("nvidia/cu13/lib/libcudart.so.13", "rt")]);
         let environment = Environment::made_up("linux", [("XDG_CACHE_HOME", folder.path())]);
-        let root = cache::libtorch_dir(&environment, Variant::Cpu).unwrap();
-        assert!(cached(&environment, Variant::Cpu).is_none());
+        let root = cache::libtorch_dir(&environment, release, Variant::Cpu).unwrap();
+        assert!(cached(&environment, release, Variant::Cpu).is_none());
 
-        assemble(&[torch, cuda], &root, Platform::LinuxX86, Variant::Cpu).unwrap();
+        assemble(
+            &[torch, cuda],
+            &root,
+            release,
+            Platform::LinuxX86,
+            Variant::Cpu,
+        )
+        .unwrap();
 
-        let found = cached(&environment, Variant::Cpu).unwrap();
+        let found = cached(&environment, release, Variant::Cpu).unwrap();
         assert_eq!(found.root, root);
         assert!(!found.libtorch.cuda);
         let script = fs::read_to_string(root.join("lib/libtorch.so")).unwrap();
@@ -489,7 +549,7 @@ mod tests {
 
         // A truncated or missing library is detected.
         fs::write(root.join("lib/libc10.so"), "c").unwrap();
-        assert!(cached(&environment, Variant::Cpu).is_none());
+        assert!(cached(&environment, release, Variant::Cpu).is_none());
     }
 
     #[test]
@@ -499,7 +559,8 @@ mod tests {
         wheel(&torch, &TORCH[..1]);
         let made = folder.path().join("made");
         fs::create_dir_all(made.join("lib")).unwrap();
-        let text = assemble(&[torch], &made, Platform::LinuxX86, Variant::Cpu)
+        let release = Release::DEFAULT;
+        let text = assemble(&[torch], &made, release, Platform::LinuxX86, Variant::Cpu)
             .unwrap_err()
             .to_string();
         assert!(
@@ -538,18 +599,30 @@ mod tests {
             fs::write(path, text).unwrap();
         }
         let environment = Environment::made_up("linux", [("LIBTORCH", folder.path())]);
-        fs::write(folder.path().join("build-version"), "2.11.0+cpu").unwrap();
-        let found = named(&environment).unwrap().unwrap();
+        let [release, other] = Release::ALL;
+        let version = folder.path().join("build-version");
+        fs::write(&version, format!("{}+cpu", release.libtorch)).unwrap();
+        let found = named(&environment, release).unwrap().unwrap();
         assert_eq!(found.choice, Choice::Own);
         assert!(
             suits(found, Request::Cuda).is_ok(),
             "it holds libtorch_cuda.so"
         );
 
-        fs::write(folder.path().join("build-version"), "2.9.0").unwrap();
-        let text = named(&environment).unwrap_err().to_string();
+        // That of another release is told with its tch.
+        let text = named(&environment, other).unwrap_err().to_string();
+        for part in [
+            release.libtorch,
+            other.libtorch,
+            &format!("--precise {}", release.tch),
+        ] {
+            assert!(text.contains(part), "{part:?} is not in: {text}");
+        }
+
+        fs::write(version, "2.9.0").unwrap();
+        let text = named(&environment, release).unwrap_err().to_string();
         assert!(
-            text.contains("2.9.0") && text.contains(TORCH_VERSION),
+            text.contains("2.9.0") && text.contains(release.libtorch),
             "{text}"
         );
     }

@@ -9,7 +9,7 @@ use overdrive_build::cache::Variant;
 
 use crate::failure::{Failure, Result};
 
-/// The systems that PyTorch 2.11 is built for and that this project supports.
+/// The systems that PyTorch is built for and that this project supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Platform {
     LinuxX86,
@@ -24,8 +24,7 @@ impl Platform {
             ("linux", "aarch64") => Ok(Platform::LinuxArm),
             ("macos", "aarch64") => Ok(Platform::MacArm),
             _ => Err(Failure::new(format!(
-                "there is no build of libtorch {} for {os} on {arch} to fetch",
-                overdrive_build::TORCH_VERSION
+                "there is no build of libtorch for {os} on {arch} to fetch"
             ))
             .remedy("Build PyTorch from source and set LIBTORCH to its folder `torch`.")),
         }

@@ -45,6 +45,7 @@ pub enum SearchError<E> {
 
 /// The result of a search: a batch that fits, and the value of the function for it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct ExecutableBatch<B, T> {
     /// The batch size, or the plan, that fits.
     pub batch: B,

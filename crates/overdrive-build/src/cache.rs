@@ -2,7 +2,7 @@
 
 use std::path::PathBuf;
 
-use crate::{Environment, TORCH_VERSION};
+use crate::{Environment, Release};
 
 /// A build of libtorch.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -47,7 +47,11 @@ pub fn dir(environment: &Environment) -> Option<PathBuf> {
 /// Returns the folder of a libtorch in the cache, for example `…/overdrive/libtorch/2.11.0-cpu`. It holds
 /// `lib/`, `include/` and `build-version`, and is created by one rename, so it is always complete.
 #[must_use]
-pub fn libtorch_dir(environment: &Environment, variant: Variant) -> Option<PathBuf> {
-    let name = format!("{TORCH_VERSION}-{}", variant.suffix());
+pub fn libtorch_dir(
+    environment: &Environment,
+    release: Release,
+    variant: Variant,
+) -> Option<PathBuf> {
+    let name = format!("{}-{}", release.libtorch, variant.suffix());
     Some(dir(environment)?.join("libtorch").join(name))
 }

@@ -3,6 +3,8 @@
 use std::fmt;
 use std::path::PathBuf;
 
+use crate::Release;
+
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
@@ -25,6 +27,15 @@ pub enum Error {
         /// The missing files of libtorch.
         missing: Vec<PathBuf>,
     },
+    /// Overdrive does not work with this version of libtorch.
+    UnknownRelease {
+        /// The source of the path, for example `LIBTORCH`.
+        source: String,
+        /// The folder of its libraries.
+        lib_dir: PathBuf,
+        /// Its version.
+        version: String,
+    },
     /// `LIBTORCH_USE_PYTORCH` is set, but Python did not return the folder of PyTorch.
     Python {
         /// The interpreter.
@@ -45,10 +56,10 @@ impl fmt::Display for Error {
                 write!(
                     f,
                     "\nRun `cargo xtask setup` in a checkout of Overdrive, or set LIBTORCH to the \
-                     folder of a libtorch {} (the one that holds lib/ and include/), or set \
-                     LIBTORCH_USE_PYTORCH=1 if Python has PyTorch {}.",
-                    crate::TORCH_VERSION,
-                    crate::TORCH_VERSION,
+                     folder of a libtorch (the one that holds lib/ and include/), or set \
+                     LIBTORCH_USE_PYTORCH=1 if Python has PyTorch. The version of tch in Cargo.lock decides \
+                     on the version: {}.",
+                    Release::in_words(),
                 )
             }
             Error::Incomplete {
@@ -71,15 +82,26 @@ impl fmt::Display for Error {
                      `cargo xtask setup`."
                 )
             }
+            Error::UnknownRelease {
+                source,
+                lib_dir,
+                version,
+            } => write!(
+                f,
+                "{source} names libtorch {version} in {}, but Overdrive works with {}. Set LIBTORCH to one of \
+                 these, or unset it and run `cargo xtask setup`; `cargo update -p tch --precise VERSION` \
+                 chooses its tch. LIBTORCH_BYPASS_VERSION_CHECK=1 builds with any version.",
+                lib_dir.display(),
+                Release::in_words(),
+            ),
             Error::Python {
                 interpreter,
                 reason,
             } => write!(
                 f,
                 "LIBTORCH_USE_PYTORCH is set, but {} did not return the folder of its PyTorch: {reason}. \
-                 Activate the environment that has PyTorch {}, or unset LIBTORCH_USE_PYTORCH.",
+                 Activate the environment that has PyTorch, or unset LIBTORCH_USE_PYTORCH.",
                 interpreter.display(),
-                crate::TORCH_VERSION,
             ),
         }
     }

@@ -43,6 +43,11 @@
 //! 5. the download of `torch-sys` in the target folder (its feature `download-libtorch`);
 //! 6. Overdrive's cache, which `cargo xtask setup` fills.
 //!
+//! # Versions
+//!
+//! [`Release`] lists the versions of libtorch that Overdrive works with. `torch-sys` accepts exactly one, so the
+//! version of `tch` in a project's `Cargo.lock` decides which; `cargo update -p tch --precise 0.26.0` chooses another.
+//!
 //! The crate has no dependencies: every user builds it before anything else.
 
 #![forbid(unsafe_code)]
@@ -60,11 +65,13 @@ mod locate;
 mod matmul_speed;
 pub mod measured;
 mod python;
+mod release;
 
 pub use environment::Environment;
 pub use error::{Error, Result};
-pub use libtorch::{Libtorch, Source, TORCH_VERSION};
+pub use libtorch::{Libtorch, Source};
 pub use link::{link, link_directives};
 pub use locate::{libtorch, locate};
 pub use matmul_speed::MatmulSpeed;
 pub use python::interpreter as python_interpreter;
+pub use release::Release;

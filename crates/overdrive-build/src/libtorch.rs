@@ -4,8 +4,7 @@ use std::fmt;
 use std::fs;
 use std::path::{Path, PathBuf};
 
-/// The version of libtorch that the workspace's `tch` (0.24) needs. The two are updated together.
-pub const TORCH_VERSION: &str = "2.11.0";
+use crate::{Environment, Error, Release, Result};
 
 /// A libtorch installation.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -108,6 +107,28 @@ impl Libtorch {
             }
         }
         missing
+    }
+
+    /// Checks that Overdrive works with this version. As for `torch-sys`, a libtorch of unknown version passes, and
+    /// so does any one if `LIBTORCH_BYPASS_VERSION_CHECK` is set.
+    ///
+    /// # Errors
+    ///
+    /// [`Error::UnknownRelease`] with the versions that it works with.
+    pub fn require_release(&self, environment: &Environment) -> Result<()> {
+        match &self.version {
+            Some(version)
+                if !environment.is_set("LIBTORCH_BYPASS_VERSION_CHECK")
+                    && Release::of_libtorch(version).is_none() =>
+            {
+                Err(Error::UnknownRelease {
+                    source: self.source.to_string(),
+                    lib_dir: self.lib_dir.clone(),
+                    version: version.clone(),
+                })
+            }
+            _ => Ok(()),
+        }
     }
 }
 

@@ -4,7 +4,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::cache::{self, Variant};
-use crate::{Environment, Error, Libtorch, Result, Source, python};
+use crate::{Environment, Error, Libtorch, Release, Result, Source, python};
 
 /// The variables that determine the result; a change of one runs the build script again.
 pub(crate) const VARIABLES: [&str; 8] = [
@@ -88,9 +88,11 @@ fn search(environment: &Environment) -> Result<Libtorch> {
     if let Some(root) = torch_sys_download(environment) {
         return complete(Libtorch::at(&root, Source::TorchSysDownload), "torch-sys");
     }
-    for variant in [Variant::Cpu, Variant::Cuda13] {
-        let Some(root) = cache::libtorch_dir(environment, variant) else {
-            tried.push("Overdrive's cache: neither XDG_CACHE_HOME nor HOME is set".into());
+    if cache::dir(environment).is_none() {
+        tried.push("Overdrive's cache: neither XDG_CACHE_HOME nor HOME is set".into());
+    }
+    for (release, variant) in cached() {
+        let Some(root) = cache::libtorch_dir(environment, release, variant) else {
             break;
         };
         let torch = Libtorch::at(&root, Source::Cache);
@@ -100,6 +102,17 @@ fn search(environment: &Environment) -> Result<Libtorch> {
         tried.push(format!("{}: missing or incomplete", root.display()));
     }
     Err(Error::NotFound { tried })
+}
+
+/// Returns what may be in the cache, in the order of the search: the default release first.
+fn cached() -> impl Iterator<Item = (Release, Variant)> {
+    let others = Release::ALL
+        .into_iter()
+        .filter(|release| *release != Release::DEFAULT);
+    [Release::DEFAULT]
+        .into_iter()
+        .chain(others)
+        .flat_map(|release| [Variant::Cpu, Variant::Cuda13].map(|variant| (release, variant)))
 }
 
 /// Returns the libtorch in `root`. `LIBTORCH_LIB` and `LIBTORCH_INCLUDE` name roots too: `torch-sys` appends

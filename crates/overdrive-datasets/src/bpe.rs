@@ -45,6 +45,7 @@ impl Default for BpeOptions {
 
 /// A trained tokenizer.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct TrainedBpe {
     /// The tokenizer. It is byte-level: it encodes any text and decodes it unchanged.
     pub tokenizer: Tokenizer,

@@ -4,7 +4,6 @@ use std::path::Path;
 use std::sync::mpsc::{Receiver, sync_channel};
 use std::time::{Duration, Instant};
 
-use indicatif::{ProgressBar, ProgressStyle};
 use overdrive_core::check_at_least;
 use rayon::prelude::*;
 use tokenizers::Tokenizer;
@@ -13,6 +12,7 @@ use crate::byte_level::ByteLevelEncoder;
 use crate::digest::FieldHasher;
 use crate::documents::{Chunk, for_each_chunk, split_into_chunks};
 use crate::index::{cores, in_order};
+use crate::progress_bar::ProgressBar;
 use crate::tokenizer_files::{switch_limits_off, token_id};
 use crate::{
     Corpus, Dataset, Error, Result, Sha256Digest, StoreOptions, TokenStore, TokenStoreWriter,
@@ -40,7 +40,8 @@ pub struct BuildOptions {
     /// The number of threads that tokenize; the tokens do not depend on it. `None` (the default) uses one per
     /// core.
     pub threads: Option<usize>,
-    /// If `true`, a progress bar is drawn on standard error, if that is a terminal. Default: `true`.
+    /// If `true`, a progress bar is drawn on standard error, if that is a terminal and the crate has its feature
+    /// `progress`. Default: `true`.
     pub progress: bool,
 }
 
@@ -73,6 +74,7 @@ impl BuildOptions {
 
 /// A report on a build.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct BuildReport {
     /// The number of documents written.
     pub documents: u64,
@@ -164,15 +166,10 @@ impl DocumentSource for Corpus {
     }
 
     fn progress(&self) -> ProgressBar {
-        // indicatif draws on standard error, and nothing if that is not a terminal.
         let template =
             "tokenizing {wide_bar} {bytes}/{total_bytes} of {msg} · {bytes_per_sec} · {eta} left";
-        let style =
-            ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
         let files = format!("{} files", self.files().len());
-        ProgressBar::new(self.total_bytes())
-            .with_style(style)
-            .with_message(files)
+        ProgressBar::new(self.total_bytes(), template, files)
     }
 }
 
@@ -211,9 +208,7 @@ impl<D: Dataset<Item = String> + ?Sized> DocumentSource for DatasetDocuments<'_,
 
     fn progress(&self) -> ProgressBar {
         let template = "tokenizing {wide_bar} {pos}/{len} records · {eta} left";
-        let style =
-            ProgressStyle::with_template(template).unwrap_or_else(|_| ProgressStyle::default_bar());
-        ProgressBar::new(self.0.len() as u64).with_style(style)
+        ProgressBar::new(self.0.len() as u64, template, String::new())
     }
 }
 
@@ -407,7 +402,7 @@ impl Sink {
             self.text_bytes += self.document_bytes;
             self.document_bytes = 0;
         }
-        self.bar.inc(chunk.file_bytes);
+        self.bar.advance(chunk.file_bytes);
         Ok(())
     }
 }

@@ -3,24 +3,29 @@
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
+#[cfg(feature = "tokenizers")]
 use tokenizers::Tokenizer;
 
 use overdrive_core::Error as CommonError;
 use overdrive_core::files::{self, FileLock};
 
+#[cfg(feature = "tokenizers")]
 use crate::build_tokens::{
     BuildOptions, BuildReport, DatasetDocuments, DocumentSource, build_with_source,
 };
+#[cfg(feature = "tokenizers")]
 use crate::digest::FieldHasher;
-use crate::{
-    Corpus, Dataset, Error, FORMAT_VERSION, Result, Sha256Digest, TokenStore, tokenizer_digest,
-};
+#[cfg(feature = "tokenizers")]
+use crate::{Corpus, Dataset, FORMAT_VERSION, Sha256Digest, TokenStore, tokenizer_digest};
+use crate::{Error, Result};
 
 /// The age from which an unfinished file is one that a killed build left: no build pauses for so long.
 const LEFTOVER_AGE: Duration = Duration::from_secs(24 * 60 * 60);
 
 /// A token store from the cache.
 #[derive(Debug)]
+#[cfg(feature = "tokenizers")]
+#[non_exhaustive]
 pub struct BuiltTokens {
     /// The opened store.
     pub store: TokenStore,
@@ -28,6 +33,7 @@ pub struct BuiltTokens {
     pub report: Option<BuildReport>,
 }
 
+#[cfg(feature = "tokenizers")]
 impl BuiltTokens {
     /// Returns `true` if the store was in the cache.
     pub fn was_cached(&self) -> bool {
@@ -45,6 +51,7 @@ impl BuiltTokens {
 ///
 /// # Errors
 /// Those of [`crate::build_tokens_to`], and an error if the cache folder cannot be written.
+#[cfg(feature = "tokenizers")]
 pub fn build_tokens(
     corpus: &Corpus,
     tokenizer: &Tokenizer,
@@ -88,6 +95,7 @@ pub fn build_tokens(
 ///
 /// # Errors
 /// Those of [`crate::build_dataset_tokens_to`], and an error if the cache folder cannot be written.
+#[cfg(feature = "tokenizers")]
 pub fn build_dataset_tokens<D>(
     dataset: &D,
     fingerprint: Sha256Digest,
@@ -112,6 +120,7 @@ where
     )
 }
 
+#[cfg(feature = "tokenizers")]
 fn build_cached(
     chunks: &impl DocumentSource,
     source: Sha256Digest,
@@ -197,6 +206,7 @@ pub(crate) fn cached<H, B>(
     build().map(Cached::Built)
 }
 
+#[cfg(feature = "tokenizers")]
 fn open_cached(
     path: &Path,
     key: Sha256Digest,

@@ -88,6 +88,7 @@ impl Default for CorpusOptions {
 
 /// The numbers of files that were left out, by reason.
 #[derive(Debug, Clone, Default, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct Skipped {
     /// The number of files that are not valid UTF-8.
     pub not_utf8: usize,

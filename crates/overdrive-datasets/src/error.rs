@@ -233,6 +233,7 @@ impl Error {
     }
 
     /// Returns a function for `map_err` that wraps an error of the `tokenizers` crate.
+    #[cfg(feature = "tokenizers")]
     pub(crate) fn tokenizer(
         action: impl Into<String>,
     ) -> impl FnOnce(Box<dyn std::error::Error + Send + Sync>) -> Error {

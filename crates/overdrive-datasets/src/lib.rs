@@ -67,6 +67,8 @@
 //!
 //! | feature | default | adds |
 //! |---|---|---|
+//! | `tokenizers` | no | [`build_tokens`], [`train_bpe`], [`TextDataset`], [`InstructionDataset`]: text as tokens |
+//! | `progress` | no | a progress bar on the terminal while text is tokenized |
 //! | `tch` | yes | `Batch`, `collate`, `DeviceLoader`: batches as tensors on a device |
 //! | `image` | no | `ImageCaptionDataset`: images decoded and resized on demand |
 //! | `speech` | no | `SpeechDataset`: WAV, FLAC, MP3 and Ogg Vorbis decoded and resampled on demand (symphonia, MPL-2.0) |
@@ -78,25 +80,33 @@
 
 #![deny(missing_docs)]
 
+#[cfg(feature = "tokenizers")]
 mod bpe;
+#[cfg(feature = "tokenizers")]
 mod bpe_sample;
+#[cfg(feature = "tokenizers")]
 mod build_tokens;
+#[cfg(feature = "tokenizers")]
 mod byte_level;
 mod cache;
 mod cargo_registry;
 mod corpus;
 mod dataset;
 mod digest;
+#[cfg(feature = "tokenizers")]
 mod documents;
 mod error;
 mod error_policy;
 mod index;
+#[cfg(feature = "tokenizers")]
 mod instruction;
 mod labeled_text;
 mod loader;
 mod mmap;
 mod modalities;
 mod packing;
+#[cfg(feature = "tokenizers")]
+mod progress_bar;
 mod records;
 mod sampling;
 pub mod store_format;
@@ -106,20 +116,27 @@ mod token_store;
 mod token_store_writer;
 mod token_view;
 mod tokenized_example;
+#[cfg(feature = "tokenizers")]
 mod tokenizer_files;
 mod transform;
 mod windows;
+#[cfg(feature = "tokenizers")]
 mod word_piece;
 
+#[cfg(feature = "tokenizers")]
 pub use bpe::{BpeOptions, TrainedBpe, train_bpe, train_bpe_cached};
+#[cfg(feature = "tokenizers")]
 pub use build_tokens::{BuildOptions, BuildReport, build_dataset_tokens_to, build_tokens_to};
-pub use cache::{BuiltTokens, build_dataset_tokens, build_tokens, default_cache_dir};
+pub use cache::default_cache_dir;
+#[cfg(feature = "tokenizers")]
+pub use cache::{BuiltTokens, build_dataset_tokens, build_tokens};
 pub use corpus::{Corpus, CorpusFile, CorpusOptions, Skipped, TextFormat};
 pub use dataset::Dataset;
 pub use digest::Sha256Digest;
 pub use error::{Error, RecordNumber, Result};
 pub use error_policy::{ErrorLog, ErrorPolicy};
 pub use index::{IndexLocation, IndexOptions, IndexReport};
+#[cfg(feature = "tokenizers")]
 pub use instruction::{
     ChatFormat, ChatMessage, EncodeOptions, InstructionDataset, InstructionEncoder,
     InstructionOptions, InstructionRecord, InstructionReport, OnBadRecord, PlainChat, RenderedChat,
@@ -135,6 +152,7 @@ pub use loader::{DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats,
 pub use modalities::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};
 #[cfg(feature = "speech")]
 pub use modalities::{Resampling, Speech, SpeechDataset, SpeechOptions};
+#[cfg(feature = "tokenizers")]
 pub use modalities::{TextDataset, TextDatasetOptions, TruncationSide};
 pub use overdrive_core::IGNORE_INDEX;
 pub use packing::{PackPlan, PackingStrategy, Segment};
@@ -156,12 +174,15 @@ pub use token_store::{Document, RawOptions, TokenStore};
 pub use token_store_writer::{StoreOptions, TokenStoreWriter};
 pub use token_view::{SplitBy, SplitOptions, TokenView};
 pub use tokenized_example::TokenizedExample;
+#[cfg(feature = "tokenizers")]
 pub use tokenizer_files::{copy_tokenizer, load_tokenizer, save_tokenizer, tokenizer_digest};
 /// The tokenizer type of Hugging Face's `tokenizers`, which this crate's functions use.
+#[cfg(feature = "tokenizers")]
 pub use tokenizers::Tokenizer;
 pub use transform::{
     CacheOptions, Concat, DatasetExt, DatasetIter, DeduplicateOptions, Deduplicated, Exhausted,
     Interleave, Map, MapCache, Selection, Split,
 };
 pub use windows::{LastWindow, RandomWindows, SequentialWindows};
+#[cfg(feature = "tokenizers")]
 pub use word_piece::{encode_sequences, save_word_piece, train_word_piece};

@@ -4,9 +4,12 @@ use std::collections::HashSet;
 
 use overdrive_core::random::Generator;
 use overdrive_core::{Error as CommonError, IGNORE_INDEX, check_option};
+#[cfg(feature = "tokenizers")]
 use tokenizers::Tokenizer;
 
-use crate::{Error, Result, TokenizedExample};
+#[cfg(feature = "tokenizers")]
+use crate::Error;
+use crate::{Result, TokenizedExample};
 
 /// The options of [`TokenMasking`], with the names and defaults of transformers' `DataCollatorForLanguageModeling`.
 #[derive(Debug, Clone, PartialEq)]
@@ -115,6 +118,7 @@ impl TokenMasking {
     ///
     /// # Errors
     /// As [`TokenMasking::new`], and if the tokenizer has no such token.
+    #[cfg(feature = "tokenizers")]
     pub fn for_tokenizer(tokenizer: &Tokenizer, options: TokenMaskingOptions) -> Result<Self> {
         let mask = ["[MASK]", "<mask>"]
             .into_iter()

@@ -68,6 +68,7 @@ pub struct EarlyStoppingState {
 
 /// The result of an evaluation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
 pub struct EvaluationOutcome {
     /// If `true`, the metric is the best so far, and the weights should be kept.
     pub improved: bool,

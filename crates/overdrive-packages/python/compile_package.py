@@ -2,7 +2,7 @@
 
     python3 compile_package.py --model FOLDER --output FILE.pt2 [--models logits,prefill,decode]
 
-Needs torch==2.11.0 (the libtorch that Overdrive is built on: a package runs on no other one),
+Needs the torch of the libtorch that the program runs on (2.11.0 or 2.13.0: a package runs on no other one),
 transformers 5 and a C++ compiler. The folder holds config.json and model.safetensors, as
 `CausalLm::save_pretrained` or the trainer writes them. It compiles through `torch.export` and
 AOTInductor, so neither Python nor a compiler is needed where the package runs.

@@ -10,7 +10,7 @@ use zip::ZipArchive;
 
 use crate::{Error, Manifest, Result};
 
-/// The newest version of the archive that libtorch 2.11 writes and reads.
+/// The newest version of the archive that libtorch 2.11 and 2.13 write and read.
 const ARCHIVE_VERSION: &str = "0";
 
 /// The most bytes of all metadata of a package; that of a model has some kilobytes. An entry of a zip archive may
@@ -227,7 +227,7 @@ impl Contents {
         }
         if let Some(version) = self.version.filter(|version| version != ARCHIVE_VERSION) {
             return Err(damaged(format!(
-                "its archive has version {version}, and libtorch 2.11 reads version {ARCHIVE_VERSION}"
+                "its archive has version {version}, and libtorch reads version {ARCHIVE_VERSION}"
             )));
         }
         if self.models.is_empty() {

@@ -78,7 +78,7 @@ impl CompiledModel {
         let package = PackageInfo::read(path)?;
         let info = package.model(options.model.as_deref())?.clone();
         compatibility::check(path, &info, options.allow_unknown_version)?;
-        // libtorch 2.11 takes every entry whose path *begins* with the name: of `model` and `model2` it
+        // libtorch takes every entry whose path *begins* with the name: of `model` and `model2` it
         // would run one for the other. The slash ends the name.
         let package = Package::open(
             path,

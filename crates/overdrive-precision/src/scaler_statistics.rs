@@ -14,6 +14,7 @@ const CHANGES_KEPT: usize = 256;
 
 /// The loss scale from a step on.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+#[non_exhaustive]
 pub struct ScaleChange {
     /// The step after which the scale had this value, counted from 1; 0 for the initial scale.
     pub step: u64,

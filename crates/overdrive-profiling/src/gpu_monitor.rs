@@ -1,12 +1,18 @@
 //! Utilization, memory, temperature and power of a GPU, through NVIDIA's management library (NVML).
 
+#[cfg(feature = "nvml")]
+#[path = "gpu_monitor/nvml.rs"]
+mod driver;
+#[cfg(not(feature = "nvml"))]
+#[path = "gpu_monitor/no_nvml.rs"]
+mod driver;
+
 use std::fmt;
 use std::time::{Duration, Instant};
 
-use nvml_wrapper::Nvml;
-use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
-use nvml_wrapper::error::NvmlError;
 use serde::{Deserialize, Serialize};
+
+use driver::Driver;
 
 /// The state of a GPU at one moment. Values that the GPU does not report (as many virtual GPUs) are absent.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -38,9 +44,10 @@ pub struct GpuSample {
 }
 
 /// A monitor of one GPU through NVML (`libnvidia-ml`, which comes with the driver). The library is loaded
-/// at run time; without it [`GpuMonitor::open`] returns the reason, and training continues.
+/// at run time; without it, or without the feature `nvml` of this crate, [`GpuMonitor::open`] returns the reason,
+/// and training continues.
 pub struct GpuMonitor {
-    nvml: Nvml,
+    driver: Driver,
     // NVML numbers GPUs by PCI bus, CUDA by speed and `CUDA_VISIBLE_DEVICES`: the bus id is what both know.
     pci_bus_id: String,
     name: String,
@@ -64,12 +71,9 @@ impl GpuMonitor {
         let unavailable = |reason: String| NoGpuMonitor { index, reason };
         let identity = overdrive_sys::profiler::cuda_identity(index)
             .map_err(|error| unavailable(error.to_string()))?;
-        let nvml = Nvml::init().map_err(|error| unavailable(message(&error)))?;
-        // CUDA writes the PCI domain with four digits, NVML with eight; it accepts both.
-        nvml.device_by_pci_bus_id(identity.pci_bus_id.as_str())
-            .map_err(|error| unavailable(message(&error)))?;
+        let driver = Driver::open(&identity.pci_bus_id).map_err(unavailable)?;
         Ok(Self {
-            nvml,
+            driver,
             pci_bus_id: identity.pci_bus_id,
             name: identity.name,
             last: None,
@@ -84,25 +88,7 @@ impl GpuMonitor {
     /// Queries the driver, which takes some tens of microseconds to a millisecond on the host and nothing on the
     /// device.
     pub fn sample(&mut self) -> GpuSample {
-        let Ok(device) = self.nvml.device_by_pci_bus_id(self.pci_bus_id.as_str()) else {
-            // The GPU has failed since `open` found it ("fell off the bus").
-            return GpuSample::default();
-        };
-        let rates = device.utilization_rates().ok();
-        let memory = device.memory_info().ok();
-        let watts = |milliwatts: u32| f64::from(milliwatts) * 1e-3;
-        let sample = GpuSample {
-            utilization: rates.as_ref().map(|rates| f64::from(rates.gpu) / 100.0),
-            memory_utilization: rates.map(|rates| f64::from(rates.memory) / 100.0),
-            memory_used_bytes: memory.as_ref().map(|memory| memory.used),
-            memory_total_bytes: memory.map(|memory| memory.total),
-            temperature_celsius: device
-                .temperature(TemperatureSensor::Gpu)
-                .ok()
-                .map(f64::from),
-            power_watts: device.power_usage().ok().map(watts),
-            power_limit_watts: device.enforced_power_limit().ok().map(watts),
-        };
+        let sample = self.driver.sample(&self.pci_bus_id);
         self.last = Some((Instant::now(), sample));
         sample
     }
@@ -122,17 +108,6 @@ impl fmt::Debug for GpuMonitor {
             .field("name", &self.name)
             .field("pci_bus_id", &self.pci_bus_id)
             .finish_non_exhaustive()
-    }
-}
-
-fn message(error: &NvmlError) -> String {
-    match error {
-        NvmlError::LibloadingError(source) => {
-            format!("NVIDIA's management library cannot be loaded ({source})")
-        }
-        NvmlError::DriverNotLoaded => "no NVIDIA driver is loaded".to_owned(),
-        NvmlError::NotFound => "NVIDIA's management library does not know it".to_owned(),
-        other => other.to_string(),
     }
 }
 

@@ -31,6 +31,10 @@
 //! # Ok::<(), overdrive_profiling::Error>(())
 //! ```
 //!
+//! | feature | default | adds |
+//! |---|---|---|
+//! | `nvml` | no | [`GpuMonitor`] reads NVIDIA's management library; without it, it returns that as the reason why not |
+//!
 //! [overdrive-tracking]: ../overdrive_tracking/index.html
 
 #![deny(missing_docs)]

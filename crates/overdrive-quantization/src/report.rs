@@ -7,6 +7,7 @@ use crate::{Error, QuantizedWeight, Result};
 
 /// The difference between a quantized weight and the original.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
+#[non_exhaustive]
 pub struct WeightError {
     /// The largest absolute difference of an element.
     pub max_abs: f64,

@@ -22,6 +22,7 @@ pub struct SaveOutcome {
 
 /// A report on a snapshot that was written.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct SaveReport {
     /// The folder of the snapshot.
     pub path: PathBuf,

@@ -1,5 +1,6 @@
 // A node of the autograd graph whose backward is a Rust closure, as `torch.autograd.Function` in Python.
 #include "callback.h"
+#include "node.h"
 #include "tensors.h"
 
 #include <torch/csrc/autograd/custom_function.h>
@@ -36,6 +37,16 @@ struct RustNode : torch::autograd::Node {
     released.swap(saved_);
   }
 
+#if OVERDRIVE_INTRUSIVE_NODES
+  // Called when the last strong reference is gone. What is saved may hold weak ones to this node, which would keep
+  // the object, so it is freed here and not by the destructor.
+  void release_resources() override {
+    Node::release_resources();
+    RustNode::release_variables();
+    self_.reset();
+  }
+#endif
+
   variable_list saved() {
     decltype(saved_) variables;
     {
@@ -43,7 +54,7 @@ struct RustNode : torch::autograd::Node {
       variables = saved_;
     }
     TORCH_CHECK(variables, torch::autograd::ERR_BACKWARD_TWICE);
-    auto self = shared_from_this();
+    const auto self = getptr();
     variable_list out;
     out.reserve(variables->size());
     for (const auto& variable : *variables) out.push_back(variable.unpack(self));
@@ -68,7 +79,7 @@ struct RustNode : torch::autograd::Node {
     }
     if (once && (torch::autograd::any_variable_requires_grad(gradients) ||
                  torch::autograd::any_variable_requires_grad(saved))) {
-      auto refuse = std::make_shared<torch::autograd::DelayedError>(
+      auto refuse = overdrive::make_node<torch::autograd::DelayedError>(
           "trying to differentiate the backward of " + name_ +
               ", which is not differentiable: the function does not offer double backward",
           static_cast<int64_t>(result.size()));
@@ -119,8 +130,7 @@ extern "C" od_status* od_function_record(const od_function* f, od_closure closur
     const bool recorded =
         at::GradMode::is_enabled() && torch::autograd::any_variable_requires_grad(inputs);
 
-    // libtorch's deleter frees deep graphs without deep recursion.
-    std::shared_ptr<RustNode> node(new RustNode(), torch::autograd::deleteNode);
+    const auto node = overdrive::make_node<RustNode>();
     node->name_.assign(f->name, f->name_len);
     node->self_ = std::move(self);
     node->backward_ = backward;

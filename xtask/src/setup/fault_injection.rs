@@ -22,7 +22,13 @@ fn environment(folder: &Path) -> Environment {
 fn install_again(archives: &[PathBuf], target: &Path) -> Result<()> {
     fs::create_dir_all(target.parent().unwrap()).map_err(|e| Failure::io("create", target, &e))?;
     unpack::sweep(target);
-    install(archives, target, Platform::LinuxX86, Variant::Cpu)
+    install(
+        archives,
+        target,
+        Release::DEFAULT,
+        Platform::LinuxX86,
+        Variant::Cpu,
+    )
 }
 
 fn check(faults: &Faults, replaces: bool) {
@@ -33,7 +39,7 @@ fn check(faults: &Faults, replaces: bool) {
     for fault in Fault::ALL {
         let calls = faults.every_call(fault, |case: &Case| {
             let environment = environment(&case.folder);
-            let target = cache::libtorch_dir(&environment, Variant::Cpu).unwrap();
+            let target = cache::libtorch_dir(&environment, Release::DEFAULT, Variant::Cpu).unwrap();
             if replaces {
                 install_again(&archives, &target).unwrap();
             }
@@ -50,7 +56,10 @@ fn check(faults: &Faults, replaces: bool) {
             );
             if target.exists() {
                 assert!(contents(&target, &[]) == files, "{place}: half of it");
-                assert!(cached(&environment, Variant::Cpu).is_some(), "{place}");
+                assert!(
+                    cached(&environment, Release::DEFAULT, Variant::Cpu).is_some(),
+                    "{place}"
+                );
             }
             // A disk that fails is no reason to download half a gigabyte again.
             assert!(
@@ -88,10 +97,12 @@ fn a_libtorch_that_is_not_whole_is_not_used_whatever_fails_while_it_is_looked_at
         let archives = archives(faults.folder());
         let calls = faults.every_call(Fault::Error, |case| {
             let environment = environment(&case.folder);
-            let target = cache::libtorch_dir(&environment, Variant::Cpu).unwrap();
+            let target = cache::libtorch_dir(&environment, Release::DEFAULT, Variant::Cpu).unwrap();
             install_again(&archives, &target).unwrap();
             fs::write(target.join("lib/libc10.so"), "c").unwrap();
-            let (found, call) = faults.during(case, || cached(&environment, Variant::Cpu));
+            let (found, call) = faults.during(case, || {
+                cached(&environment, Release::DEFAULT, Variant::Cpu)
+            });
             assert!(found.is_none(), "{case:?}, {call:?}");
         });
         assert!(calls > 5, "only {calls} calls");

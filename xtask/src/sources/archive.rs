@@ -9,7 +9,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 use std::time::Duration;
 
-use overdrive_build::TORCH_VERSION;
+use overdrive_build::Release;
 
 use super::{Platform, SourceError};
 use crate::failure::{DISK_FULL, Failure};
@@ -23,13 +23,14 @@ const SILENCE_S: &str = "60";
 const ATTEMPTS: u32 = 5;
 
 /// Returns the address of the official CPU archive; `None` if there is none (Linux on Arm).
-pub(crate) fn url(platform: Platform) -> Option<String> {
+pub(crate) fn url(release: Release, platform: Platform) -> Option<String> {
+    let version = release.libtorch;
     let base = "https://download.pytorch.org/libtorch/cpu";
     match platform {
         Platform::LinuxX86 => Some(format!(
-            "{base}/libtorch-shared-with-deps-{TORCH_VERSION}%2Bcpu.zip"
+            "{base}/libtorch-shared-with-deps-{version}%2Bcpu.zip"
         )),
-        Platform::MacArm => Some(format!("{base}/libtorch-macos-arm64-{TORCH_VERSION}.zip")),
+        Platform::MacArm => Some(format!("{base}/libtorch-macos-arm64-{version}.zip")),
         Platform::LinuxArm => None,
     }
 }
@@ -323,10 +324,10 @@ mod tests {
     #[test]
     fn the_official_archives_are_pinned_to_the_version() {
         assert_eq!(
-            url(Platform::LinuxX86).unwrap(),
+            url(Release::DEFAULT, Platform::LinuxX86).unwrap(),
             "https://download.pytorch.org/libtorch/cpu/\
              libtorch-shared-with-deps-2.11.0%2Bcpu.zip"
         );
-        assert_eq!(url(Platform::LinuxArm), None);
+        assert_eq!(url(Release::DEFAULT, Platform::LinuxArm), None);
     }
 }

@@ -6,7 +6,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use overdrive_build::cache::{self, Variant};
-use overdrive_build::{Environment, Error, Source, TORCH_VERSION, locate};
+use overdrive_build::{Environment, Error, Release, Source, locate};
 
 /// A folder under the system's temporary one, removed at the end.
 struct Folder(PathBuf);
@@ -38,7 +38,8 @@ fn install(root: &Path) {
     }
     touch(&root.join("include/torch/csrc/autograd/engine.h"));
     touch(&root.join("include/torch/csrc/api/include/torch/torch.h"));
-    fs::write(root.join("build-version"), "2.11.0+cpu\n").unwrap();
+    let version = format!("{}+cpu\n", Release::DEFAULT.libtorch);
+    fs::write(root.join("build-version"), version).unwrap();
 }
 
 fn environment(variables: &[(&str, &Path)]) -> Environment {
@@ -84,7 +85,7 @@ fn the_variable_wins_over_the_cache() {
     let mine = folder.0.join("mine");
     install(&mine);
     let with_cache = environment(&[("XDG_CACHE_HOME", &folder.0)]);
-    install(&cache::libtorch_dir(&with_cache, Variant::Cpu).unwrap());
+    install(&cache::libtorch_dir(&with_cache, Release::DEFAULT, Variant::Cpu).unwrap());
 
     let both = environment(&[("XDG_CACHE_HOME", &folder.0), ("LIBTORCH", &mine)]);
     let torch = locate(&both).unwrap();
@@ -97,7 +98,7 @@ fn the_variable_wins_over_the_cache() {
             mine.join("include/torch/csrc/api/include")
         ]
     );
-    assert_eq!(torch.version.as_deref(), Some(TORCH_VERSION));
+    assert_eq!(torch.version.as_deref(), Some(Release::DEFAULT.libtorch));
     assert!(!torch.cuda);
     assert!(torch.cxx11_abi);
 
@@ -125,7 +126,7 @@ fn libraries_and_headers_may_lie_apart() {
 fn a_variable_that_names_no_libtorch_is_an_error_and_not_skipped() {
     let folder = Folder::new("wrong");
     let with_cache = environment(&[("XDG_CACHE_HOME", &folder.0)]);
-    install(&cache::libtorch_dir(&with_cache, Variant::Cpu).unwrap());
+    install(&cache::libtorch_dir(&with_cache, Release::DEFAULT, Variant::Cpu).unwrap());
     let nowhere = folder.0.join("nowhere");
     let error = locate(&environment(&[
         ("XDG_CACHE_HOME", &folder.0),
@@ -222,9 +223,62 @@ fn nothing_found_says_what_was_tried_and_the_way_out() {
     for part in [
         "LIBTORCH: not set",
         "2.11.0-cpu",
+        "2.13.0-cuda13",
+        "tch 0.24.0",
         "cargo xtask setup",
         "LIBTORCH_USE_PYTORCH=1",
     ] {
         assert!(text.contains(part), "{part:?} is not in: {text}");
     }
+}
+
+#[test]
+fn another_release_in_the_cache_is_found_after_the_default_one() {
+    let folder = Folder::new("releases");
+    let with_cache = environment(&[("XDG_CACHE_HOME", &folder.0)]);
+    for release in Release::ALL.into_iter().rev() {
+        let root = cache::libtorch_dir(&with_cache, release, Variant::Cpu).unwrap();
+        install(&root);
+        fs::write(root.join("build-version"), release.libtorch).unwrap();
+        if release != Release::DEFAULT {
+            assert_eq!(locate(&with_cache).unwrap().lib_dir, root.join("lib"));
+        }
+    }
+    let found = locate(&with_cache).unwrap();
+    assert_eq!(found.version.as_deref(), Some(Release::DEFAULT.libtorch));
+}
+
+#[test]
+fn a_version_that_overdrive_does_not_know_is_refused_with_those_it_knows() {
+    let folder = Folder::new("unknown");
+    install(&folder.0);
+    let variables = environment(&[("LIBTORCH", &folder.0)]);
+    assert!(
+        locate(&variables)
+            .unwrap()
+            .require_release(&variables)
+            .is_ok()
+    );
+
+    fs::write(folder.0.join("build-version"), "2.12.1+cpu").unwrap();
+    let torch = locate(&variables).unwrap();
+    let text = torch.require_release(&variables).unwrap_err().to_string();
+    for part in [
+        "libtorch 2.12.1",
+        "2.11.0 (with tch 0.24.0)",
+        "2.13.0 (with tch 0.26.0)",
+    ] {
+        assert!(text.contains(part), "{part:?} is not in: {text}");
+    }
+    let bypass = variables.clone().with("LIBTORCH_BYPASS_VERSION_CHECK", "1");
+    assert!(torch.require_release(&bypass).is_ok());
+
+    // A build from source may have no version file.
+    fs::remove_file(folder.0.join("build-version")).unwrap();
+    assert!(
+        locate(&variables)
+            .unwrap()
+            .require_release(&variables)
+            .is_ok()
+    );
 }

@@ -21,7 +21,7 @@ edition = "2024"
 
 [dependencies]
 overdrive-precision = { path = "CRATES/overdrive-precision" }
-tch = { version = "=0.24.0", default-features = false }
+tch = { version = ">=0.24, <0.27", default-features = false }
 
 [build-dependencies]
 overdrive-build = { path = "CRATES/overdrive-build" }

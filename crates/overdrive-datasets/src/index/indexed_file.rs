@@ -55,6 +55,7 @@ pub struct IndexOptions {
 
 /// A report on opening one or several files.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[non_exhaustive]
 pub struct IndexReport {
     /// The number of records in all files.
     pub records: u64,

@@ -90,6 +90,7 @@ impl LoaderState {
 
 /// The statistics of a loader.
 #[derive(Debug, Clone, Copy, Default, PartialEq)]
+#[non_exhaustive]
 pub struct LoaderStats {
     /// The number of batches returned, including errors.
     pub batches: u64,

@@ -8,6 +8,7 @@ mod image_caption;
 mod resample;
 #[cfg(feature = "speech")]
 mod speech;
+#[cfg(feature = "tokenizers")]
 mod text;
 
 #[cfg(feature = "image")]
@@ -16,4 +17,5 @@ pub use image_caption::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageRe
 pub use resample::Resampling;
 #[cfg(feature = "speech")]
 pub use speech::{Speech, SpeechDataset, SpeechOptions};
+#[cfg(feature = "tokenizers")]
 pub use text::{TextDataset, TextDatasetOptions, TruncationSide};

@@ -22,6 +22,7 @@ pub struct DeduplicateOptions {
 
 /// A dataset without duplicates.
 #[derive(Debug, Clone)]
+#[non_exhaustive]
 pub struct Deduplicated<D> {
     /// The first of each set of equal records, in their order.
     pub records: Selection<D>,

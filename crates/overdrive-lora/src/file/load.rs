@@ -42,6 +42,7 @@ impl Default for LoadAdapterOptions {
 
 /// The result of loading an adapter.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct LoadedAdapter {
     /// The configuration, with its targets filled in.
     pub config: LoraConfig,

@@ -14,6 +14,7 @@ pub struct MergeOptions {
 
 /// The result of merging.
 #[derive(Debug, Clone, PartialEq, Default)]
+#[non_exhaustive]
 pub struct MergeReport {
     /// The layers with a merged adapter, in the order of the model.
     pub layers: Vec<MergedLayer>,
@@ -21,6 +22,7 @@ pub struct MergeReport {
 
 /// The result of merging into one layer.
 #[derive(Debug, Clone, PartialEq)]
+#[non_exhaustive]
 pub struct MergedLayer {
     /// The layer's name.
     pub name: String,
@@ -32,6 +34,7 @@ pub struct MergedLayer {
 
 /// The error of a quantized weight after merging.
 #[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
 pub struct Requantized {
     /// The scheme that the weight has kept.
     pub scheme: Scheme,

@@ -1,6 +1,6 @@
 //! Packages that Python makes here and now, beside transformers and our own model.
 //!
-//! They need a Python with torch 2.11, transformers 5 and safetensors, and a C++ compiler; where there is
+//! They need a Python with the torch of this libtorch, transformers 5 and safetensors, and a C++ compiler; where there is
 //! none each test says so and passes. `OVERDRIVE_PYTHON` names the interpreter.
 
 mod plain;
@@ -69,17 +69,24 @@ fn fixture() -> Option<&'static Fixture> {
     made
 }
 
-/// Returns the Python interpreter if it can import torch 2.11.0 and `modules`, and there is a C++ compiler.
+/// Returns the version of the libtorch of this process, such as `2.11.0`.
+fn libtorch_version() -> String {
+    let version = overdrive_sys::build_info::libtorch_version().unwrap();
+    version.split('+').next().unwrap().to_owned()
+}
+
+/// Returns the Python interpreter if it can import the torch of this libtorch and `modules`, and there is a C++ compiler.
 fn python(modules: &[&str]) -> Option<String> {
     let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
     let imports = [&["sys", "torch"][..], modules].concat().join(", ");
+    let version = libtorch_version();
     let probe = format!(
-        "import {imports}\nsys.exit(0 if torch.__version__.split('+')[0] == '2.11.0' else 3)"
+        "import {imports}\nsys.exit(0 if torch.__version__.split('+')[0] == '{version}' else 3)"
     );
     let found = Command::new(&python).args(["-c", &probe]).output();
     if !found.is_ok_and(|output| output.status.success()) {
         eprintln!(
-            "SKIPPED: {python} cannot import {imports} with torch 2.11.0; \
+            "SKIPPED: {python} cannot import {imports} with torch {version}; \
              set OVERDRIVE_PYTHON to one that can"
         );
         return None;
@@ -186,7 +193,7 @@ fn a_package_of_a_folder_of_ours_gives_the_logits_of_transformers_and_ours() {
     let manifest = model.info().manifest.as_ref().unwrap();
     assert_eq!(
         (manifest.torch.as_str(), manifest.model_type.as_str()),
-        ("2.11.0", "llama")
+        (libtorch_version().as_str(), "llama")
     );
 
     let found = logits(&model, &fixture.ids());
@@ -333,7 +340,7 @@ fn a_real_package_is_refused_for_another_version_and_after_damage() {
         if name.ends_with("_metadata.json") {
             *bytes = String::from_utf8(bytes.clone())
                 .unwrap()
-                .replace("2.11.0", "2.12.1")
+                .replace(&libtorch_version(), "2.12.1")
                 .into();
         }
     }
@@ -341,7 +348,8 @@ fn a_real_package_is_refused_for_another_version_and_after_damage() {
     let error = CompiledModel::load(&path, &LoadOptions::for_model("logits")).unwrap_err();
     let text = error.to_string();
     assert!(
-        text.contains("libtorch 2.12.1") && text.contains("libtorch 2.11.0"),
+        text.contains("libtorch 2.12.1")
+            && text.contains(&format!("libtorch {}", libtorch_version())),
         "{text}"
     );
 

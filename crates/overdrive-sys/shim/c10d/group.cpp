@@ -1,5 +1,6 @@
 // Process groups: watched collectives over Gloo, and collectives over NCCL if it is built in.
 #include "../tensors.h"
+#include "../version.h"
 #include "group.h"
 
 #include <torch/csrc/distributed/c10d/ProcessGroupGloo.hpp>
@@ -391,6 +392,21 @@ extern "C" void od_group_free(od_group* group) noexcept {
   });
 }
 
+namespace {
+
+// libtorch 2.13 has renamed three functions.
+#if OVERDRIVE_TORCH_AT_LEAST(2, 13)
+constexpr auto all_gather_single = &c10d::ProcessGroup::all_gather_single;
+constexpr auto reduce_scatter_single = &c10d::ProcessGroup::reduce_scatter_single;
+constexpr auto all_to_all_single = &c10d::ProcessGroup::all_to_all_single;
+#else
+constexpr auto all_gather_single = &c10d::ProcessGroup::_allgather_base;
+constexpr auto reduce_scatter_single = &c10d::ProcessGroup::_reduce_scatter_base;
+constexpr auto all_to_all_single = &c10d::ProcessGroup::alltoall_base;
+#endif
+
+}  // namespace
+
 extern "C" od_status* od_group_start(od_group* group, const od_collective* call,
                                      od_work** out) noexcept {
   return guard([&] {
@@ -431,7 +447,7 @@ extern "C" od_status* od_group_start(od_group* group, const od_collective* call,
         work = on.allgather(lists, inputs, timed<AllgatherOptions>(timeout));
         break;
       case OD_ALL_GATHER_INTO:
-        work = on._allgather_base(outputs.at(0), inputs.at(0), timed<AllgatherOptions>(timeout));
+        work = (on.*all_gather_single)(outputs.at(0), inputs.at(0), timed<AllgatherOptions>(timeout));
         break;
       case OD_REDUCE_SCATTER: {
         auto options = timed<ReduceScatterOptions>(timeout);
@@ -443,7 +459,7 @@ extern "C" od_status* od_group_start(od_group* group, const od_collective* call,
       case OD_REDUCE_SCATTER_INTO: {
         auto options = timed<ReduceScatterOptions>(timeout);
         options.reduceOp = reduce;
-        work = on._reduce_scatter_base(outputs.at(0), inputs.at(0), options);
+        work = (on.*reduce_scatter_single)(outputs.at(0), inputs.at(0), options);
         break;
       }
       case OD_GATHER: {
@@ -462,8 +478,8 @@ extern "C" od_status* od_group_start(od_group* group, const od_collective* call,
       }
       case OD_ALL_TO_ALL: {
         std::vector<int64_t> equal_in, equal_out;
-        work = on.alltoall_base(outputs.at(0), inputs.at(0), equal_out, equal_in,
-                                timed<AllToAllOptions>(timeout));
+        work = (on.*all_to_all_single)(outputs.at(0), inputs.at(0), equal_out, equal_in,
+                                       timed<AllToAllOptions>(timeout));
         break;
       }
       case OD_SEND:

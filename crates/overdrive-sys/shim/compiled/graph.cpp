@@ -4,6 +4,7 @@
 // the loaded library by their names in the Itanium ABI; streams use the device-generic guard.
 // `cuda/graph_abi.cpp`, which the feature `cuda` compiles, checks this against libtorch's headers.
 #include "../guard.h"
+#include "../version.h"
 #include "compiled.h"
 #include "graph_abi.h"
 
@@ -41,7 +42,7 @@ template <class F>
 void look_up(F& into, const char* name) {
   into = reinterpret_cast<F>(dlsym(RTLD_DEFAULT, name));
   TORCH_CHECK(into, "the loaded libtorch_cuda has no ", name,
-              ": it is not the 2.11 that this program was built for");
+              ": it is not the " TORCH_VERSION " that this program was built for");
 }
 
 // Returns the index of a virtual function. libtorch does not export its caching allocator's functions, but those of

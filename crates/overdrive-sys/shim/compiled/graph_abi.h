@@ -1,4 +1,4 @@
-// The assumptions of graph.cpp about `at::cuda::CUDAGraph` in libtorch 2.11; cuda/graph_abi.cpp checks
+// The assumptions of graph.cpp about `at::cuda::CUDAGraph` in libtorch 2.11 and 2.13; cuda/graph_abi.cpp checks
 // them against its header.
 #pragma once
 
@@ -6,16 +6,16 @@
 
 namespace overdrive {
 
-// The storage of the object, twice as large as needed.
+// The storage of the object, twice as large as libtorch 2.13 needs.
 struct GraphStorage {
-  alignas(16) std::byte bytes[512];
+  alignas(16) std::byte bytes[1024];
 };
 
 constexpr int CAPTURE_MODE_GLOBAL = 0;  // cudaStreamCaptureModeGlobal, PyTorch's default
 
 // The entries of a table of virtual functions before the first function: the offset to the top and the type.
 constexpr size_t TABLE_HEAD = 2;
-// The bound of the search in a table, which has 50 functions in libtorch 2.11.
+// The bound of the search in a table, which has 50 functions in libtorch 2.11 and 55 in 2.13.
 constexpr size_t MOST_VIRTUAL_FUNCTIONS = 48;
 
 namespace graph_names {
