@@ -4,7 +4,7 @@
 use crate::config_errors::as_value;
 use crate::estimates::STEPS_BEFORE_TRACE;
 use crate::keys::check_ranges;
-use crate::{Result, TrainingArguments};
+use crate::{Result, TrainingArguments, token_files};
 
 /// Returns an [`overdrive_core::Error::InvalidOption`]; `expected` completes "it must be".
 pub(crate) fn invalid<T>(
@@ -52,7 +52,12 @@ impl TrainingArguments {
             );
             return invalid("max_steps", self.max_steps, expected);
         }
-        if self.tokenizer.is_none() && self.vocab_size < 257 {
+        // A tokenizer is trained on text only.
+        let is_text = !self
+            .data
+            .iter()
+            .any(|path| token_files::has_extension(path));
+        if self.tokenizer.is_none() && is_text && self.vocab_size < 257 {
             let expected = "at least 257, because a byte-level tokenizer has a token for each of the 256 bytes \
                             and one for the end of a document; give 257 or more, or a `tokenizer`";
             return invalid("vocab_size", self.vocab_size, expected);
