@@ -93,6 +93,7 @@ mod error_policy;
 mod index;
 mod instruction;
 mod labeled_text;
+mod llm_c;
 mod loader;
 mod mmap;
 mod modalities;
@@ -121,18 +122,24 @@ pub use error::{Error, RecordNumber, Result};
 pub use error_policy::{ErrorLog, ErrorPolicy};
 pub use index::{IndexLocation, IndexOptions, IndexReport};
 pub use instruction::{
-    ChatFormat, ChatMessage, EncodeOptions, InstructionDataset, InstructionEncoder,
+    ChatFormat, ChatMessage, EncodeOptions, ExampleCache, InstructionDataset, InstructionEncoder,
     InstructionOptions, InstructionRecord, InstructionReport, OnBadRecord, PlainChat, RenderedChat,
 };
 pub use labeled_text::LabeledTexts;
 #[cfg(feature = "tch")]
 pub use loader::{
     Batch, DeviceLoader, OnDevice, RowLayout, Seq2SeqBatch, Seq2SeqExample, Seq2SeqPadding,
-    collate, collate_masked, collate_seq2seq,
+    SpeechBatch, SpeechExample, collate, collate_masked, collate_seq2seq, collate_speech,
 };
 pub use loader::{DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, SequenceRows};
+#[cfg(all(feature = "tch", feature = "image"))]
+pub use loader::{ImageBatch, collate_captions, collate_images};
 #[cfg(feature = "image")]
-pub use modalities::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};
+pub use modalities::{
+    ImageAugmentation, ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize,
+};
+#[cfg(feature = "tch")]
+pub use modalities::{LogMel, LogMelOptions};
 #[cfg(feature = "speech")]
 pub use modalities::{Resampling, Speech, SpeechDataset, SpeechOptions};
 pub use modalities::{TextDataset, TextDatasetOptions, TruncationSide};
@@ -160,8 +167,8 @@ pub use tokenizer_files::{copy_tokenizer, load_tokenizer, save_tokenizer, tokeni
 /// The tokenizer type of Hugging Face's `tokenizers`, which this crate's functions use.
 pub use tokenizers::Tokenizer;
 pub use transform::{
-    CacheOptions, Concat, DatasetExt, DatasetIter, DeduplicateOptions, Deduplicated, Exhausted,
-    Interleave, Map, MapCache, Selection, Split,
+    BatchedIter, BatchedMap, CacheOptions, Concat, DatasetExt, DatasetIter, DeduplicateOptions,
+    Deduplicated, Exhausted, Interleave, Map, MapCache, Selection, Split,
 };
 pub use windows::{LastWindow, RandomWindows, SequentialWindows};
 pub use word_piece::{encode_sequences, save_word_piece, train_word_piece};
