@@ -578,6 +578,12 @@ fn the_lines_about_padding_tell_padded_from_packed_batches() {
     let _alone = alone();
     let folder = tempfile::tempdir().unwrap();
     let mut arguments = prepare(folder.path(), 16);
+    let record = |number: usize| {
+        let answer = "1".repeat(1 + number % 7);
+        format!("{{\"prompt\": \"{number}=\", \"response\": \"{answer}\"}}\n")
+    };
+    let text: String = (0..16).map(record).collect();
+    std::fs::write(&arguments.training.data[0], text).unwrap();
     arguments.training.max_steps = 1;
     arguments.training.samples = 0;
     let mut lines = |packing: bool| {

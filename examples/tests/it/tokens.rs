@@ -192,6 +192,7 @@ fn the_files_of_nanogpt_are_trained_on_with_their_own_validation_and_vocabulary(
         data: vec![folder.path().to_owned()],
         ..small.clone()
     };
+    folder_of.validate().unwrap();
     assert_eq!(prepare(&folder_of).unwrap().0.validation.len(), 200);
     fs::remove_file(&val).unwrap();
     let (data, _) = prepare(&small).unwrap();
