@@ -1,6 +1,8 @@
 //! Checks of a configuration before anything is loaded. The ranges of single keys are in the table of keys;
 //! this module checks keys against each other.
 
+use std::path::PathBuf;
+
 use crate::config_errors::as_value;
 use crate::estimates::STEPS_BEFORE_TRACE;
 use crate::keys::check_ranges;
@@ -52,11 +54,10 @@ impl TrainingArguments {
             );
             return invalid("max_steps", self.max_steps, expected);
         }
-        // A tokenizer is trained on text only.
-        let is_text = !self
-            .data
-            .iter()
-            .any(|path| token_files::has_extension(path));
+        // A tokenizer is trained on text only. A folder may hold tokens: there the trainer of the tokenizer checks.
+        let is_named =
+            |path: &PathBuf| path.extension().is_some() && !token_files::has_extension(path);
+        let is_text = self.data.is_empty() || self.data.iter().any(is_named);
         if self.tokenizer.is_none() && is_text && self.vocab_size < 257 {
             let expected = "at least 257, because a byte-level tokenizer has a token for each of the 256 bytes \
                             and one for the end of a document; give 257 or more, or a `tokenizer`";
