@@ -144,10 +144,9 @@ pub(crate) fn finetune(
     let loader = data.train_loader(&arguments, shard)?;
     let (fill, width) = data.fill(&arguments)?;
     say(&format!(
-        "batches     {} of {} rows per epoch, {:.1}% of their tokens are not padding",
+        "batches     {} of {} rows per epoch, {fill}",
         loader.batches_per_epoch(),
         arguments.training.per_device_train_batch_size,
-        100.0 * fill
     ));
     model.describe(&arguments, precision, &mut say);
 

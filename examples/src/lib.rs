@@ -16,6 +16,7 @@ pub mod pictures;
 mod progress;
 mod speed;
 mod template_flags;
+mod text_tokens;
 pub mod training;
 mod warnings;
 
@@ -28,13 +29,14 @@ pub use classification::Classification;
 #[cfg(feature = "constraints")]
 pub use constraint_flags::ConstraintFlags;
 pub use generation_flags::GenerationFlags;
-pub use local_model::{local_adapter, local_model, model_name, repository};
+pub use local_model::{local_adapter, local_model, local_tokenizer, model_name, repository};
 pub use model_flags::{ModelFlags, load_model, unpack_model};
 pub use model_text::ModelText;
 pub use onnx_comparison::OnnxComparison;
 pub use progress::ByteProgress;
 pub use speed::{GreedySpeed, decode_tokens_per_second};
 pub use template_flags::TemplateFlags;
+pub use text_tokens::TextTokens;
 
 /// The way in which a run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -22,6 +22,14 @@ pub fn local_adapter(name: &Path) -> Result<PathBuf> {
     Ok(name.to_owned())
 }
 
+/// Returns the path of a tokenizer: a file, a folder, or a name on the hub, as [`local_model`] does, without the weights.
+pub fn local_tokenizer(name: &Path) -> Result<PathBuf> {
+    #[cfg(feature = "hub")]
+    return with_progress(|options| overdrive::hub::tokenizer_path(name, options));
+    #[cfg(not(feature = "hub"))]
+    Ok(name.to_owned())
+}
+
 /// Returns a name for the model at `path`: that of the repository that it was downloaded from, or else of the file or
 /// folder.
 pub fn model_name(path: &Path) -> String {

@@ -18,7 +18,8 @@ pub(crate) fn workspace() -> PathBuf {
 /// The features that are off by default, because they compile long or have another licence, but are checked.
 const ALL_FEATURES: [&str; 2] = [
     "--features",
-    "overdrive/image,overdrive/parquet,overdrive/speech",
+    "overdrive/image,overdrive/parquet,overdrive/speech,overdrive-examples/image,\
+     overdrive-examples/speech",
 ];
 
 /// Tests run concurrently, each with OpenMP's threads. Threads that spin while they wait take the cores from
@@ -39,16 +40,16 @@ pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
         [first, rest @ ..] if first == "--" => rest,
         all => all,
     };
-    Cargo::new([
-        "run",
-        "--release",
-        "-p",
-        "overdrive-examples",
-        "--example",
-        name,
-        "--",
-    ])
-    .and(further)
+    // The programs whose feature is off by default, because it compiles long or has another licence.
+    let feature = match name {
+        "images" => Some("image"),
+        "speech" => Some("speech"),
+        _ => None,
+    };
+    Cargo::new(["run", "--release", "-p", "overdrive-examples"])
+        .features(feature)
+        .and(&["--example", name, "--"].map(OsString::from))
+        .and(further)
 }
 
 /// Returns the command of the main program; with `--nproc N` among its flags, in N processes. The default

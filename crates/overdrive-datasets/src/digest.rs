@@ -7,7 +7,7 @@ use sha2::{Digest, Sha256};
 /// A SHA-256 digest, displayed in hexadecimal.
 ///
 /// Zeros stand for an unknown digest ([`Sha256Digest::UNKNOWN`]).
-#[derive(Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
+#[derive(Clone, Copy, Default, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct Sha256Digest(pub [u8; 32]);
 
 impl Sha256Digest {

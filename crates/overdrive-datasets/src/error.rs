@@ -86,6 +86,33 @@ pub enum Error {
         problem: String,
     },
 
+    /// A function over a batch of records failed.
+    #[error("records {start}..{end}: {source}")]
+    Batch {
+        /// The index of the first record of the batch.
+        start: usize,
+        /// One past the index of the last record.
+        end: usize,
+        /// The error of the function.
+        source: Box<Error>,
+    },
+
+    /// A function over a batch of records returned another number of results than before.
+    #[error(
+        "records {start}..{end}: the function returned {got} results, and {expected} when they were \
+         counted; it must return the same results for the same records"
+    )]
+    BatchChanged {
+        /// The index of the first record of the batch.
+        start: usize,
+        /// One past the index of the last record.
+        end: usize,
+        /// The number of results when they were counted.
+        expected: usize,
+        /// The number of results now.
+        got: usize,
+    },
+
     /// A token id is outside the vocabulary.
     #[error(
         "token {token} at position {position} of {path} is outside the vocabulary of {vocab_size}: \
@@ -200,12 +227,13 @@ impl Error {
     /// Returns `true` if the error is about one record, so that a policy may continue without the record
     /// (see [`crate::ErrorPolicy`]); `false` if it is about the disk, an index or an option.
     pub fn is_about_record(&self) -> bool {
-        matches!(
-            self,
+        match self {
             Self::InvalidRecord { .. }
-                | Self::InvalidSample { .. }
-                | Self::TokenOutOfVocabulary { .. }
-        )
+            | Self::InvalidSample { .. }
+            | Self::TokenOutOfVocabulary { .. } => true,
+            Self::Batch { source, .. } => source.is_about_record(),
+            _ => false,
+        }
     }
 
     /// Returns the error of a damaged store or index.

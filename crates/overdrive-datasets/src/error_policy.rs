@@ -44,7 +44,7 @@ impl ErrorLog {
         self.lock().clone()
     }
 
-    fn add(&self, error: &Error) {
+    pub(crate) fn add(&self, error: &Error) {
         self.count.fetch_add(1, Ordering::Relaxed);
         let mut first = self.lock();
         if first.len() < Self::KEPT {

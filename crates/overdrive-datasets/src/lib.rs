@@ -101,6 +101,7 @@ mod index;
 #[cfg(feature = "tokenizers")]
 mod instruction;
 mod labeled_text;
+mod llm_c;
 mod loader;
 mod mmap;
 mod modalities;
@@ -138,18 +139,24 @@ pub use error_policy::{ErrorLog, ErrorPolicy};
 pub use index::{IndexLocation, IndexOptions, IndexReport};
 #[cfg(feature = "tokenizers")]
 pub use instruction::{
-    ChatFormat, ChatMessage, EncodeOptions, InstructionDataset, InstructionEncoder,
+    ChatFormat, ChatMessage, EncodeOptions, ExampleCache, InstructionDataset, InstructionEncoder,
     InstructionOptions, InstructionRecord, InstructionReport, OnBadRecord, PlainChat, RenderedChat,
 };
 pub use labeled_text::LabeledTexts;
 #[cfg(feature = "tch")]
 pub use loader::{
     Batch, DeviceLoader, OnDevice, RowLayout, Seq2SeqBatch, Seq2SeqExample, Seq2SeqPadding,
-    collate, collate_masked, collate_seq2seq,
+    SpeechBatch, SpeechExample, collate, collate_masked, collate_seq2seq, collate_speech,
 };
 pub use loader::{DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, SequenceRows};
+#[cfg(all(feature = "tch", feature = "image"))]
+pub use loader::{ImageBatch, collate_captions, collate_images};
 #[cfg(feature = "image")]
-pub use modalities::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};
+pub use modalities::{
+    ImageAugmentation, ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize,
+};
+#[cfg(feature = "tch")]
+pub use modalities::{LogMel, LogMelOptions};
 #[cfg(feature = "speech")]
 pub use modalities::{Resampling, Speech, SpeechDataset, SpeechOptions};
 #[cfg(feature = "tokenizers")]
@@ -180,8 +187,8 @@ pub use tokenizer_files::{copy_tokenizer, load_tokenizer, save_tokenizer, tokeni
 #[cfg(feature = "tokenizers")]
 pub use tokenizers::Tokenizer;
 pub use transform::{
-    CacheOptions, Concat, DatasetExt, DatasetIter, DeduplicateOptions, Deduplicated, Exhausted,
-    Interleave, Map, MapCache, Selection, Split,
+    BatchedIter, BatchedMap, CacheOptions, Concat, DatasetExt, DatasetIter, DeduplicateOptions,
+    Deduplicated, Exhausted, Interleave, Map, MapCache, Selection, Split,
 };
 pub use windows::{LastWindow, RandomWindows, SequentialWindows};
 #[cfg(feature = "tokenizers")]

@@ -9,6 +9,7 @@ use rayon::prelude::*;
 use overdrive_core::Error as CommonError;
 
 use crate::digest::FieldHasher;
+use crate::llm_c::{self, HEADER_BYTES as LLM_C_HEADER_BYTES};
 use crate::mmap::map_file;
 use crate::store_format::{ENTRY_BYTES, HEADER_BYTES, Header, TokenWidth, u64_at};
 use crate::{Error, Result, Sha256Digest};
@@ -57,7 +58,8 @@ enum Documents {
 ///
 /// It reads Overdrive's own format, which has the tokenizer's digest, the vocabulary size and the documents
 /// ([`TokenStore::open`]; written by [`crate::TokenStoreWriter`], specified in [`crate::store_format`]), and
-/// headerless files of `u16` ([`TokenStore::open_nanogpt`]) or `u32` tokens ([`TokenStore::open_raw`]).
+/// headerless files of `u16` ([`TokenStore::open_nanogpt`]) or `u32` tokens ([`TokenStore::open_raw`]), and those of
+/// llm.c ([`TokenStore::open_any`]).
 ///
 /// Opening reads the header and, in Overdrive's own format, validates the document table (16 bytes per document);
 /// tokens are read on demand. The file must not change while it is open: the process would read other tokens, or
@@ -70,8 +72,12 @@ pub struct TokenStore {
     width: TokenWidth,
     vocab_size: Option<u64>,
     documents: Documents,
+    end_of_document: Option<u32>,
     header: Option<Header>,
 }
+
+/// The number of tokens that a thread reads at once when the whole file is read.
+const BLOCK_TOKENS: usize = 1 << 18;
 
 impl TokenStore {
     /// Opens a store in Overdrive's own format.
@@ -102,6 +108,7 @@ impl TokenStore {
             width: header.width,
             vocab_size: Some(header.vocab_size),
             documents: Documents::Table { start, count },
+            end_of_document: header.end_of_document,
             header: Some(header),
             map,
         };
@@ -121,6 +128,23 @@ impl TokenStore {
                 ..RawOptions::default()
             },
         )
+    }
+
+    /// Opens a file of tokens by its content: a store in Overdrive's own format, a `.bin` file of llm.c (its header
+    /// has the width), or tokens without a header. `options` are those of [`TokenStore::open_raw`] for the latter two.
+    ///
+    /// # Errors
+    /// Those of [`TokenStore::open`] and [`TokenStore::open_raw`].
+    pub fn open_any(path: impl AsRef<Path>, options: &RawOptions) -> Result<Self> {
+        let path = path.as_ref();
+        let map = map_file(path)?;
+        if map.starts_with(&crate::MAGIC) {
+            return Self::open(path);
+        }
+        match llm_c::width(path, &map)? {
+            Some(width) => Self::of_raw(path, map, LLM_C_HEADER_BYTES, width, options),
+            None => Self::open_raw(path, options),
+        }
     }
 
     /// Opens a file of tokens without a header.
@@ -149,12 +173,24 @@ impl TokenStore {
                 "it is an Overdrive token store and not raw tokens; open it with TokenStore::open";
             return Err(Error::invalid_file(path, problem));
         }
+        Self::of_raw(path, map, 0, options.width, options)
+    }
+
+    /// Returns the store of the tokens from byte `start` of a file on.
+    fn of_raw(
+        path: &Path,
+        map: Mmap,
+        start: usize,
+        width: TokenWidth,
+        options: &RawOptions,
+    ) -> Result<Self> {
         let mut store = Self {
             path: path.to_owned(),
-            tokens: 0..map.len(),
-            width: options.width,
+            tokens: start..map.len(),
+            width,
             vocab_size: options.vocab_size,
             documents: Documents::Ends(Vec::new()),
+            end_of_document: options.end_of_document,
             header: None,
             map,
         };
@@ -246,11 +282,16 @@ impl TokenStore {
         self.vocab_size
     }
 
-    /// Returns the token that ends each document, if the header has it.
+    /// Returns the token that ends each document: that of the header, or of [`RawOptions::end_of_document`].
     pub fn end_of_document(&self) -> Option<u32> {
-        self.header
-            .as_ref()
-            .and_then(|header| header.end_of_document)
+        self.end_of_document
+    }
+
+    /// Returns the largest token; `None` without tokens. It reads the whole file, on all cores.
+    pub fn largest_token(&self) -> Option<u32> {
+        let block_bytes = BLOCK_TOKENS * self.width.bytes();
+        let blocks = self.map[self.tokens.clone()].par_chunks(block_bytes);
+        blocks.filter_map(|bytes| self.iter(bytes).max()).max()
     }
 
     /// Returns the number of bytes per token.
@@ -382,7 +423,6 @@ impl TokenStore {
         if vocab_size >= self.width.max_vocab_size() {
             return Ok(());
         }
-        const BLOCK_TOKENS: usize = 1 << 18;
         let width = self.width.bytes();
         let outside = self.map[self.tokens.clone()]
             .par_chunks(BLOCK_TOKENS * width)

@@ -433,3 +433,69 @@ fn a_replaced_store_stays_readable_for_those_who_have_it_open() {
     assert_eq!(old.tokens(0..3).unwrap(), [1, 2, 3]);
     assert_eq!(new.tokens(97..100).unwrap(), [4, 4, 4]);
 }
+
+/// Returns a file as llm.c writes it: 256 numbers of 4 bytes, of which the third is the number of tokens.
+fn llm_c(magic: u32, version: u32, count: u32, tokens: &[u8]) -> Vec<u8> {
+    let mut file = vec![0; 1024];
+    for (at, number) in [magic, version, count].into_iter().enumerate() {
+        file[4 * at..4 * at + 4].copy_from_slice(&number.to_le_bytes());
+    }
+    file.extend(tokens);
+    file
+}
+
+#[test]
+fn files_of_tokens_are_opened_by_their_content() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("tokens.bin");
+    let options = RawOptions {
+        vocab_size: Some(50_257),
+        end_of_document: Some(50_256),
+        ..RawOptions::default()
+    };
+    let open = |bytes: Vec<u8>| {
+        std::fs::write(&path, bytes).unwrap();
+        TokenStore::open_any(&path, &options)
+    };
+    let tokens = [7_u16, 8, 50_256, 9, 50_256].map(u16::to_le_bytes).concat();
+    let wide = [7_u32, 8, 50_256, 9, 50_256].map(u32::to_le_bytes).concat();
+    for file in [
+        tokens.clone(),
+        llm_c(20_240_520, 1, 5, &tokens),
+        llm_c(20_240_801, 7, 5, &wide),
+    ] {
+        let store = open(file).unwrap();
+        assert_eq!(store.tokens(0..5).unwrap(), [7, 8, 50_256, 9, 50_256]);
+        assert_eq!((store.len(), store.document_count()), (5, 2));
+        assert_eq!(store.end_of_document(), Some(50_256));
+        assert_eq!(store.largest_token(), Some(50_256));
+        store.verify().unwrap();
+    }
+    let error = open(llm_c(20_240_520, 1, 4, &tokens))
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("should have 1032 bytes, and it has 1034"),
+        "{error}"
+    );
+    // Another format: its header is no text.
+    let error = open(llm_c(20_240_520, 2, 5, &tokens))
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("token 55432 at position 0"), "{error}");
+    let error = open(llm_c(20_240_520, 1, 1, &50_257_u16.to_le_bytes()))
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("token 50257 at position 0"), "{error}");
+
+    let ours = dir.path().join("ours.tokens");
+    let mut writer = TokenStoreWriter::create(&ours, StoreOptions::new(9)).unwrap();
+    writer.push_document(&[1, 8], 3).unwrap();
+    writer.finish().unwrap();
+    let store = TokenStore::open_any(&ours, &options).unwrap();
+    assert_eq!(
+        (store.vocab_size(), store.largest_token()),
+        (Some(9), Some(8))
+    );
+    assert_eq!(store.end_of_document(), None);
+}

@@ -44,4 +44,4 @@ mod select;
 pub use error::{Error, Result};
 pub use options::HubOptions;
 pub use progress::DownloadProgress;
-pub use resolve::{adapter_path, model_path, name_of_snapshot};
+pub use resolve::{adapter_path, model_path, name_of_snapshot, tokenizer_path};

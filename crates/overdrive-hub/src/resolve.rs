@@ -28,6 +28,15 @@ pub fn adapter_path(name: impl AsRef<Path>, options: &HubOptions) -> Result<Path
     find(name.as_ref(), options, Wanted::Adapter)
 }
 
+/// Returns the path of a folder with a tokenizer, as [`model_path`] does for a model, without the weights; that of a GGUF
+/// file or of the whole model if the repository has no `tokenizer.json`.
+///
+/// # Errors
+/// As [`model_path`].
+pub fn tokenizer_path(name: impl AsRef<Path>, options: &HubOptions) -> Result<PathBuf> {
+    find(name.as_ref(), options, Wanted::Tokenizer)
+}
+
 /// Returns the repository of a path that [`model_path`] returned from the cache; `None` for any other path.
 ///
 /// ```

@@ -55,6 +55,8 @@ const MAX_INDEX: u64 = 64 << 20;
 pub(crate) enum Wanted {
     Model,
     Adapter,
+    /// The tokenizer without the weights.
+    Tokenizer,
 }
 
 /// The files that are needed.
@@ -73,21 +75,28 @@ pub(crate) fn select(names: &[String], name: &HubName, wanted: Wanted) -> Result
     if name.file.is_some() || name.quantization.is_some() {
         return gguf(names, name);
     }
-    let weights: &[&str] = match wanted {
-        Wanted::Model => &MODEL_WEIGHTS,
-        Wanted::Adapter => &ADAPTER_WEIGHTS,
-    };
-    let Some(weights) = weights.iter().find(|file| has(file)) else {
-        if wanted == Wanted::Model && names.iter().any(|name| is_model_gguf(name)) {
-            return gguf(names, name);
-        }
-        return Err(no_weights(names, name, wanted));
-    };
     let is_small = |file: &&String| {
         SMALL.contains(&file.as_str())
             || (file.starts_with(TEMPLATES) && file.ends_with(".jinja") && is_relative_file(file))
     };
     let mut files: Vec<String> = names.iter().filter(is_small).cloned().collect();
+    if wanted == Wanted::Tokenizer && has("tokenizer.json") {
+        return Ok(Selection {
+            files,
+            index: None,
+            entry: None,
+        });
+    }
+    let weights: &[&str] = match wanted {
+        Wanted::Model | Wanted::Tokenizer => &MODEL_WEIGHTS,
+        Wanted::Adapter => &ADAPTER_WEIGHTS,
+    };
+    let Some(weights) = weights.iter().find(|file| has(file)) else {
+        if wanted != Wanted::Adapter && names.iter().any(|name| is_model_gguf(name)) {
+            return gguf(names, name);
+        }
+        return Err(no_weights(names, name, wanted));
+    };
     files.push((*weights).to_owned());
     Ok(Selection {
         files,
@@ -208,6 +217,7 @@ fn has_tag(name: &str, tag: &str) -> bool {
 
 fn no_weights(names: &[String], name: &HubName, wanted: Wanted) -> Error {
     let file = match wanted {
+        Wanted::Tokenizer => "tokenizer.json or GGUF file",
         Wanted::Model => {
             "weights that can be read (model.safetensors, pytorch_model.bin or GGUF files)"
         }

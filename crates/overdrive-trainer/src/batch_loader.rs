@@ -1,5 +1,7 @@
 //! Construction of batch loaders from the arguments.
 
+use std::fmt;
+
 use overdrive_datasets::{
     Batch, BatchSampler, DataLoader, DataLoaderOptions, Dataset, DeviceLoader, LastShare,
     LengthGroupedBatches, OnDevice, PackPlan, RowLayout, Shard, ShardedBatches, TokenizedExample,
@@ -123,18 +125,16 @@ impl Loading<'_> {
         })
     }
 
-    /// Returns the fraction of the positions of the first epoch that hold tokens, 0 to 1.
+    /// Returns the shares of tokens in the batches of the first epoch and in its rows.
     pub(crate) fn fill(
         &self,
         plan: &PackPlan,
         layout: RowLayout,
         lengths: Option<Vec<u32>>,
-    ) -> Result<f64> {
+    ) -> Result<BatchFill> {
+        let rows = self.arguments.packing.then(|| plan.fill());
         let RowLayout::Padded { multiple_of, .. } = layout else {
-            return Ok(match self.arguments.packing {
-                true => plan.fill(),
-                false => 1.0,
-            });
+            return Ok(BatchFill { batches: 1.0, rows });
         };
         // The first epoch stands for all: lengths and batch size are the same in every one.
         let batches = self.batches_of_rows(plan.len(), lengths)?;
@@ -146,6 +146,35 @@ impl Loading<'_> {
             tokens += lengths.sum::<usize>();
             positions += rows.len() * longest.next_multiple_of(multiple_of.max(1));
         }
-        Ok(tokens as f64 / positions.max(1) as f64)
+        let batches = tokens as f64 / positions.max(1) as f64;
+        Ok(BatchFill { batches, rows })
+    }
+}
+
+/// The shares of tokens in batches and in packed rows. Displayed as a sentence about padding.
+#[derive(Debug, Clone, Copy, PartialEq)]
+#[non_exhaustive]
+pub struct BatchFill {
+    /// The fraction of the positions of the batches that hold tokens, 0 to 1; the others are padding. Packed rows are
+    /// concatenated without padding, so it is 1 for them.
+    pub batches: f64,
+    /// The tokens of packed rows as a fraction of `context_length` tokens a row, 0 to 1; `None` without packing.
+    pub rows: Option<f64>,
+}
+
+impl fmt::Display for BatchFill {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self.batches < 1.0 {
+            true => write!(
+                f,
+                "{:.1}% of the positions are padding",
+                100.0 * (1.0 - self.batches)
+            )?,
+            false => f.write_str("no padding")?,
+        }
+        match self.rows {
+            Some(rows) => write!(f, ", packed rows {:.1}% full", 100.0 * rows),
+            None => Ok(()),
+        }
     }
 }

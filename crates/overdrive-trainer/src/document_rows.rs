@@ -84,10 +84,9 @@ impl DocumentRows {
     pub(crate) fn describe(&self, how: Loading<'_>, say: &mut dyn FnMut(&str)) -> Result<()> {
         let fill = how.fill(&self.plan, self.layout, self.lengths.clone())?;
         say(&format!(
-            "sequences   {} rows of {} documents, {:.1}% of the positions hold tokens",
+            "sequences   {} rows of {} documents, {fill}",
             self.plan.len(),
             self.documents.len(),
-            100.0 * fill
         ));
         let lengths = self.documents.lengths();
         let all: u64 = lengths.iter().copied().map(u64::from).sum();

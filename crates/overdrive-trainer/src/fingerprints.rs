@@ -210,10 +210,18 @@ impl TextData {
         group: &ProcessGroup,
     ) -> Result<Fingerprints> {
         let mut all = arguments.order_fingerprints()?;
-        if let Some(data) = self.train.store().content_digest() {
-            all.set("data", data);
+        let store = self.train.store();
+        all.set(
+            "data",
+            match store.content_digest() {
+                Some(data) => data,
+                // Files of nanoGPT and llm.c have no checksum, and may be too large to read all of them.
+                None => model_digest(store.path())?,
+            },
+        );
+        if let Some(tokenizer) = &self.tokenizer {
+            all.set("tokenizer", tokenizer_digest(tokenizer)?);
         }
-        all.set("tokenizer", tokenizer_digest(&self.tokenizer)?);
         if arguments.tokenizer.is_none() {
             all.set("vocab_size", arguments.vocab_size);
         }

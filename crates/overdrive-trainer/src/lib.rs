@@ -77,9 +77,12 @@ mod snapshots;
 mod text_data;
 mod text_records;
 mod text_source;
+mod token_files;
+mod tokenize;
 mod training_arguments;
 mod validate;
 
+pub use batch_loader::BatchFill;
 pub use config_format::ConfigFormat;
 pub use config_layers::{Configuration, Layers};
 pub use data_arguments::{SampleBy, SequenceMode};
@@ -101,6 +104,7 @@ pub use run_folder::RunFolder;
 pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};
 pub use snapshots::{BestModel, load_best, loader_totals};
 pub use text_data::TextData;
+pub use tokenize::tokenize;
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};
 
 /// The flags of a training program: `--config` and one for each key of [`TrainingArguments`].

@@ -11,22 +11,26 @@ use tch::Device;
 use crate::batch_loader::Loading;
 use crate::document_rows::DocumentRows;
 use crate::text_source::TextSource;
+use crate::token_files::TokenFiles;
 use crate::validate::invalid;
 use crate::{DataShard, Result, SequenceMode, TrainingArguments};
 
 /// The text of a run: tokenized, cached, and split by document.
+///
+/// `data` may also name files of tokens: a store of Overdrive, or `.bin` files of nanoGPT and llm.c.
 ///
 /// Without `data` it is the Rust source code that Cargo keeps on this machine. Without `tokenizer` a run that
 /// resumes uses that of its snapshot, and for a new run a byte-level BPE of `vocab_size` tokens is trained on the
 /// text. Both are cached (`overdrive_datasets::default_cache_dir`), so the next run on the same text reuses them.
 #[derive(Debug)]
 pub struct TextData {
-    /// The tokenizer.
-    pub tokenizer: Tokenizer,
+    /// The tokenizer; `None` for files of tokens without one.
+    pub tokenizer: Option<Tokenizer>,
     /// The documents to train on.
     pub train: TokenView,
     /// The documents that are held out for validation.
     pub validation: TokenView,
+    vocab_size: u64,
     /// The rows of documents, if a sequence is a document.
     rows: Option<DocumentRows>,
 }
@@ -50,6 +54,9 @@ impl TextData {
         arguments: &TrainingArguments,
         mut say: impl FnMut(&str),
     ) -> Result<Self> {
+        if let Some(files) = TokenFiles::of(&arguments.data)? {
+            return Self::of_tokens(&files, arguments, say);
+        }
         let source = TextSource::open(arguments)?;
         source.describe(arguments, &mut say);
         let of_snapshot = match &arguments.tokenizer {
@@ -78,62 +85,88 @@ impl TextData {
 
         let built = source.build(arguments, &tokenizer, cache)?;
         let cached = if built.was_cached() { " (cached)" } else { "" };
-        let all = TokenView::new(built.store);
-        let split = SplitOptions {
-            validation_fraction: arguments.validation_fraction,
-            seed: arguments.seed,
-            by: match arguments.sequence_mode() {
-                // A single book is split by position, a folder of files by file.
-                SequenceMode::Windows => SplitBy::Auto,
-                SequenceMode::Documents => SplitBy::Document,
-            },
-        };
-        if split.by == SplitBy::Document && all.document_count().is_some_and(|count| count < 2) {
-            let expected = "`windows` for a text of one document, because some documents are held out for \
-                            validation; write `sample_by: line`, give more files or records, or write \
-                            `sequences: windows`";
-            return invalid("sequences", "documents", expected);
-        }
-        let (train, validation) = all.split(&split)?;
-        say(&format!(
-            "tokens      {:.2}M to train on, {:.2}M for validation{cached}",
-            millions(train.len()),
-            millions(validation.len()),
-        ));
+        let (train, validation) = split(&TokenView::new(built.store), arguments)?;
         let lengths = source.column_lengths(arguments)?;
-        let mut data = Self {
-            tokenizer,
+        let data = Self {
+            vocab_size: tokenizer.get_vocab_size(true) as u64,
+            tokenizer: Some(tokenizer),
             train,
             validation,
             rows: None,
         };
+        data.prepared(lengths.as_deref(), cached, arguments, &mut say)
+    }
+
+    /// Opens files of tokens. Their tokenizer is that of `arguments`, of the snapshot from which the run resumes, or of
+    /// the files' folder; without one the vocabulary is that of the files, or `vocab_size`.
+    fn of_tokens(
+        files: &TokenFiles,
+        arguments: &TrainingArguments,
+        mut say: impl FnMut(&str),
+    ) -> Result<Self> {
+        files.check(arguments)?;
+        let tokenizer = match &arguments.tokenizer {
+            Some(path) => Some(load_tokenizer(path)?),
+            None => match tokenizer_of_snapshot(arguments)? {
+                Some((_, tokenizer)) => Some(tokenizer),
+                None => files.tokenizer()?,
+            },
+        };
+        let opened = files.open(tokenizer.as_ref(), arguments)?;
+        opened.describe(tokenizer.is_some(), &mut say);
+        let (train, validation) = match opened.validation {
+            Some(validation) => (TokenView::new(opened.train), TokenView::new(validation)),
+            None => split(&TokenView::new(opened.train), arguments)?,
+        };
+        let data = Self {
+            tokenizer,
+            train,
+            validation,
+            vocab_size: opened.vocab_size,
+            rows: None,
+        };
+        data.prepared(None, "", arguments, &mut say)
+    }
+
+    /// Makes the rows and both loaders, and logs the numbers of tokens.
+    fn prepared(
+        mut self,
+        lengths: Option<&[u32]>,
+        cached: &str,
+        arguments: &TrainingArguments,
+        say: &mut dyn FnMut(&str),
+    ) -> Result<Self> {
+        say(&format!(
+            "tokens      {:.2}M to train on, {:.2}M for validation{cached}",
+            millions(self.train.len()),
+            millions(self.validation.len()),
+        ));
         if arguments.sequence_mode() == SequenceMode::Documents {
             // Padding is never attended to nor labelled, so any token will do.
-            let pad_token = data.end_of_text().unwrap_or(0);
-            let rows =
-                DocumentRows::to_train(&data.train, lengths.as_deref(), pad_token, arguments)?;
-            rows.describe(loading(arguments, Device::Cpu, true), &mut say)?;
+            let pad_token = self.end_of_text().unwrap_or(0);
+            let rows = DocumentRows::to_train(&self.train, lengths, pad_token, arguments)?;
+            rows.describe(loading(arguments, Device::Cpu, true), say)?;
             if lengths.is_some() {
                 say(&format!(
                     "            grouped by the column `{}`",
                     arguments.length_column_name
                 ));
             }
-            data.rows = Some(rows);
+            self.rows = Some(rows);
         }
         // Builds both loaders once, so that a split that is too short is an error now and not at the first
         // evaluation.
-        data.train_loader(arguments, Device::Cpu)?;
-        data.validation_loader(arguments, Device::Cpu)?;
-        Ok(data)
+        self.train_loader(arguments, Device::Cpu)?;
+        self.validation_loader(arguments, Device::Cpu)?;
+        Ok(self)
     }
 
     /// Returns the size of the vocabulary.
     pub fn vocab_size(&self) -> u64 {
-        self.tokenizer.get_vocab_size(true) as u64
+        self.vocab_size
     }
 
-    /// Writes the tokenizer into a Hugging Face folder, for a model with the context of `arguments`.
+    /// Writes the tokenizer, if there is one, into a Hugging Face folder, for a model with the context of `arguments`.
     ///
     /// # Errors
     /// An error if the folder cannot be written.
@@ -142,10 +175,11 @@ impl TextData {
         folder: impl AsRef<Path>,
         arguments: &TrainingArguments,
     ) -> Result<()> {
-        let end = self
-            .end_of_text()
-            .and_then(|id| self.tokenizer.id_to_token(id));
-        save_tokenizer(folder, &self.tokenizer, end.as_deref(), context(arguments))?;
+        let Some(tokenizer) = &self.tokenizer else {
+            return Ok(());
+        };
+        let end = self.end_of_text().and_then(|id| tokenizer.id_to_token(id));
+        save_tokenizer(folder, tokenizer, end.as_deref(), context(arguments))?;
         Ok(())
     }
 
@@ -206,6 +240,26 @@ impl TextData {
         let windows = windows(&self.train, arguments).map_or(0, |windows| windows.len());
         arguments.micro_batches_of(windows)
     }
+}
+
+/// Splits the documents into those to train on and those for validation.
+fn split(all: &TokenView, arguments: &TrainingArguments) -> Result<(TokenView, TokenView)> {
+    let split = SplitOptions {
+        validation_fraction: arguments.validation_fraction,
+        seed: arguments.seed,
+        by: match arguments.sequence_mode() {
+            // A single book is split by position, a folder of files by file.
+            SequenceMode::Windows => SplitBy::Auto,
+            SequenceMode::Documents => SplitBy::Document,
+        },
+    };
+    if split.by == SplitBy::Document && all.document_count().is_some_and(|count| count < 2) {
+        let expected = "`windows` for a text of one document, because some documents are held out for \
+                        validation; write `sample_by: line`, give more files or records, or write \
+                        `sequences: windows`";
+        return invalid("sequences", "documents", expected);
+    }
+    Ok(all.split(&split)?)
 }
 
 /// Returns the tokenizer of the snapshot from which the run resumes, and the folder of the snapshot. The weights

@@ -4,9 +4,10 @@ use std::io::{BufWriter, Write};
 use std::path::{Path, PathBuf};
 
 use overdrive_datasets::{
-    BpeOptions, BuildOptions, BuiltTokens, Corpus, CorpusOptions, Dataset, DeduplicateOptions,
-    Deduplicated, MapCache, Selection, TextFormat, Tokenizer, TrainedBpe, build_dataset_tokens,
-    build_tokens, find_files, train_bpe_cached,
+    BpeOptions, BuildOptions, BuildReport, BuiltTokens, Corpus, CorpusOptions, Dataset,
+    DeduplicateOptions, Deduplicated, MapCache, Selection, TextFormat, TokenStore, Tokenizer,
+    TrainedBpe, build_dataset_tokens, build_dataset_tokens_to, build_tokens, build_tokens_to,
+    find_files, train_bpe_cached,
 };
 
 use overdrive_core::Error as CommonError;
@@ -173,6 +174,22 @@ impl TextSource {
             Self::Unique(unique) => {
                 let key = key(unique.records.dataset(), "different texts");
                 build_dataset_tokens(&unique.records, key, tokenizer, &options, cache)?
+            }
+        })
+    }
+
+    /// Writes the tokens of all documents into a store at `path`.
+    pub(crate) fn build_to(
+        &self,
+        path: &Path,
+        tokenizer: &Tokenizer,
+        options: &BuildOptions,
+    ) -> Result<(TokenStore, BuildReport)> {
+        Ok(match self {
+            Self::Files(corpus) => build_tokens_to(path, corpus, tokenizer, options)?,
+            Self::Records(records) => build_dataset_tokens_to(path, records, tokenizer, options)?,
+            Self::Unique(unique) => {
+                build_dataset_tokens_to(path, &unique.records, tokenizer, options)?
             }
         })
     }

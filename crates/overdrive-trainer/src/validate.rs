@@ -1,10 +1,12 @@
 //! Checks of a configuration before anything is loaded. The ranges of single keys are in the table of keys;
 //! this module checks keys against each other.
 
+use std::path::PathBuf;
+
 use crate::config_errors::as_value;
 use crate::estimates::STEPS_BEFORE_TRACE;
 use crate::keys::check_ranges;
-use crate::{Result, TrainingArguments};
+use crate::{Result, TrainingArguments, token_files};
 
 /// Returns an [`overdrive_core::Error::InvalidOption`]; `expected` completes "it must be".
 pub(crate) fn invalid<T>(
@@ -56,7 +58,11 @@ impl TrainingArguments {
             let expected = "left out with `trace`: libtorch has one profiler; give one of the two";
             return invalid("emit_nvtx", true, expected);
         }
-        if self.tokenizer.is_none() && self.vocab_size < 257 {
+        // A tokenizer is trained on text only. A folder may hold tokens: there the trainer of the tokenizer checks.
+        let is_named =
+            |path: &PathBuf| path.extension().is_some() && !token_files::has_extension(path);
+        let is_text = self.data.is_empty() || self.data.iter().any(is_named);
+        if self.tokenizer.is_none() && is_text && self.vocab_size < 257 {
             let expected = "at least 257, because a byte-level tokenizer has a token for each of the 256 bytes \
                             and one for the end of a document; give 257 or more, or a `tokenizer`";
             return invalid("vocab_size", self.vocab_size, expected);

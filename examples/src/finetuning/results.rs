@@ -7,7 +7,7 @@ use overdrive::generation::{GenerationConfig, generate};
 use overdrive::optim::Ema;
 use overdrive::profiling::Machine;
 use overdrive::tracking::{Report, Sample, read_metrics};
-use overdrive::trainer::{FinetuneArguments, InstructionData, RunFolder};
+use overdrive::trainer::{BatchFill, FinetuneArguments, InstructionData, RunFolder};
 use overdrive::transformer::CausalLm;
 
 use super::{FinetuneModel, TrainingMemory};
@@ -34,8 +34,8 @@ pub struct Finetuned {
     pub ema: Option<Ema>,
     /// The memory of the training.
     pub memory: TrainingMemory,
-    /// The fraction of tokens that were not padding, 0 to 1.
-    pub fill: f64,
+    /// The shares of tokens in the batches and in their rows.
+    pub fill: BatchFill,
 }
 
 /// The results of a fine-tuning run. Displayed as answers, loss, memory and speed.
@@ -49,8 +49,8 @@ pub struct FinetuneResults {
     pub summary: Summary,
     /// The memory of the training.
     pub memory: TrainingMemory,
-    /// The fraction of tokens that were not padding, 0 to 1.
-    pub fill: f64,
+    /// The shares of tokens in the batches and in their rows.
+    pub fill: BatchFill,
     /// Answers of the trained model to held-out questions, or to training questions if none are held out.
     pub samples: Vec<Sample>,
     /// The warning that the report was not written, if it was not.
@@ -171,12 +171,19 @@ impl fmt::Display for FinetuneResults {
         } else if let Some(found) = self.summary.evaluation {
             write!(f, ", {:.3} on held-out data", found.loss)?;
         }
-        writeln!(
+        write!(
             f,
-            "\nspeed       {:.0} tokens/s without padding, which was {:.1}% of all",
-            self.summary.tokens_per_second(),
-            100.0 * self.summary.padding()
+            "\nspeed       {:.0} tokens/s",
+            self.summary.tokens_per_second()
         )?;
+        match self.summary.padding() {
+            padding if padding > 0.0 => writeln!(
+                f,
+                " without padding, which was {:.1}% of all positions",
+                100.0 * padding
+            )?,
+            _ => writeln!(f, ", no padding")?,
+        }
         if let Some(loading) = self.summary.data_loading {
             writeln!(f, "            {loading}")?;
         }

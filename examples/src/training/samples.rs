@@ -1,4 +1,5 @@
 use anyhow::{Result, anyhow};
+use overdrive::datasets::Tokenizer;
 use overdrive::generation::{GenerationConfig, generate};
 use overdrive::tracking::Sample;
 use overdrive::trainer::{TextData, TrainingArguments};
@@ -16,6 +17,10 @@ pub(super) fn write_samples(
     data: &TextData,
     arguments: &TrainingArguments,
 ) -> Result<Vec<Sample>> {
+    // Tokens without a tokenizer have no text.
+    let Some(tokenizer) = &data.tokenizer else {
+        return Ok(Vec::new());
+    };
     let context = model.config().max_position_embeddings();
     let context = usize::try_from(context).unwrap_or(usize::MAX);
     let prompt_tokens = PROMPT_TOKENS.min(context / 2);
@@ -35,8 +40,8 @@ pub(super) fn write_samples(
         .map(|prompt| {
             let output = generate(model, std::slice::from_ref(&prompt), &config)?;
             Ok(Sample {
-                prompt: text(data, &prompt)?,
-                completion: text(data, output.new_tokens(0))?,
+                prompt: text(tokenizer, &prompt)?,
+                completion: text(tokenizer, output.new_tokens(0))?,
             })
         })
         .collect()
@@ -64,12 +69,12 @@ fn prompts(data: &TextData, tokens: usize, wanted: usize) -> Result<Vec<Vec<i64>
         .collect()
 }
 
-fn text(data: &TextData, tokens: &[i64]) -> Result<String> {
+fn text(tokenizer: &Tokenizer, tokens: &[i64]) -> Result<String> {
     let ids: Vec<u32> = tokens
         .iter()
         .filter_map(|&id| u32::try_from(id).ok())
         .collect();
-    data.tokenizer
+    tokenizer
         .decode(&ids, true)
         .map_err(|error| anyhow!("the tokenizer cannot decode the generated tokens: {error}"))
 }

@@ -379,7 +379,8 @@ fn optimizers_compute_types_and_checkpointing_compose_with_quantized_weights() {
             results.summary.losses.iter().all(|loss| loss.is_finite()),
             "{optim}"
         );
-        assert!(results.fill > 0.5);
+        assert!(results.fill.rows.is_some_and(|rows| rows > 0.5), "{optim}");
+        assert_eq!(results.fill.batches, 1.0);
     }
 }
 
@@ -497,4 +498,113 @@ fn sections_and_names_of_other_libraries_are_read() {
         "nf4-single"
     );
     assert_eq!(arguments.precision(), overdrive::precision::Precision::Bf16);
+}
+
+#[test]
+fn a_second_start_reads_the_tokens_from_the_cache_and_gives_the_same_batches() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = prepare(folder.path(), 30);
+    arguments.training.packing = true;
+    let cache = folder.path().join("cache");
+    let start = |arguments: &FinetuneArguments| {
+        let mut said = String::new();
+        let say = |line: &str| said += &format!("{line}\n");
+        let data = InstructionData::prepare_in(&cache, arguments, &[], say).unwrap();
+        let mut batches = data.train_loader(arguments, Device::Cpu).unwrap();
+        let batches: Vec<_> = (0..4).map(|_| batches.next().unwrap().unwrap()).collect();
+        (said, batches)
+    };
+    let (written, first) = start(&arguments);
+    assert!(
+        written.contains("tokens written to the cache, "),
+        "{written}"
+    );
+    let (read, second) = start(&arguments);
+    assert!(read.contains("tokens read from the cache"), "{read}");
+    for (first, second) in first.iter().zip(&second) {
+        assert_eq!(
+            (&first.input_ids, &first.labels),
+            (&second.input_ids, &second.labels)
+        );
+        assert_eq!(first.padded_tokens(), first.tokens);
+    }
+    // What does not change the tokens reads them: the order, the packing, the split.
+    let mut same = arguments.clone();
+    same.training.seed = 7;
+    same.training.packing = false;
+    same.training.validation_fraction = 0.5;
+    same.lora_r = 4;
+    assert!(start(&same).0.contains("read from the cache"));
+
+    let made_again = |change: &dyn Fn(&mut FinetuneArguments)| {
+        let mut changed = arguments.clone();
+        change(&mut changed);
+        for expected in ["written to the cache", "read from the cache"] {
+            let said = start(&changed).0;
+            assert!(said.contains(expected), "{expected}: {said}");
+        }
+    };
+    made_again(&|a| a.training.context_length = 20);
+    made_again(&|a| a.prompt_template = "Q: {prompt} A:".to_owned());
+    made_again(&|a| a.completion_only_loss = false);
+    let template = folder.path().join("chat.jinja");
+    let chat = |extra: &str| {
+        format!(
+            "{{% for m in messages %}}<{{{{ m['role'] }}}}>{{{{ m['content'] }}}}{extra}{{% endfor %}}"
+        )
+    };
+    for text in [chat(""), chat("{{ eos_token }}")] {
+        std::fs::write(&template, text).unwrap();
+        made_again(&|a| a.chat_template_path = Some(template.clone()));
+    }
+    // A special token of the template is part of it.
+    let config = arguments.model_name_or_path.join("tokenizer_config.json");
+    std::fs::write(&config, r#"{"eos_token": "<s>"}"#).unwrap();
+    made_again(&|a| a.chat_template_path = Some(template.clone()));
+    // A template that tells the time is not cached.
+    std::fs::write(&template, chat("{{ strftime_now('%Y') }}")).unwrap();
+    arguments.chat_template_path = Some(template);
+    for _ in 0..2 {
+        let said = start(&arguments).0;
+        assert!(
+            said.contains("not cached: the chat template calls `strftime_now`"),
+            "{said}"
+        );
+    }
+}
+
+#[test]
+fn the_lines_about_padding_tell_padded_from_packed_batches() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = prepare(folder.path(), 16);
+    let record = |number: usize| {
+        let answer = "1".repeat(1 + number % 7);
+        format!("{{\"prompt\": \"{number}=\", \"response\": \"{answer}\"}}\n")
+    };
+    let text: String = (0..16).map(record).collect();
+    std::fs::write(&arguments.training.data[0], text).unwrap();
+    arguments.training.max_steps = 1;
+    arguments.training.samples = 0;
+    let mut lines = |packing: bool| {
+        arguments.training.packing = packing;
+        arguments.training.output_dir = Some(folder.path().join(format!("run{packing}")));
+        let mut said = String::new();
+        let results = finetune(&arguments, |line| said += &format!("{line}\n")).unwrap();
+        (said, results.to_string(), results.fill)
+    };
+    let (start, end, fill) = lines(true);
+    assert!(
+        start.contains(" rows per epoch, no padding, packed rows "),
+        "{start}"
+    );
+    assert!(end.contains(" tokens/s, no padding\n"), "{end}");
+    assert_eq!(fill.batches, 1.0);
+    let (start, end, fill) = lines(false);
+    assert!(
+        start.contains("% of the positions are padding\n"),
+        "{start}"
+    );
+    assert!(end.contains("without padding, which was "), "{end}");
+    assert!(fill.batches < 1.0 && fill.rows.is_none(), "{fill:?}");
 }

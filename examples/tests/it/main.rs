@@ -12,8 +12,11 @@ mod finetune;
 mod full_disk;
 mod going_back;
 mod host_reads;
+#[cfg(any(feature = "image", feature = "speech"))]
+mod pictures_and_sound;
 mod resume;
 mod seq2seq;
+mod tokens;
 mod whole_run;
 
 /// The example `finetune`, and in it the example `train`.
@@ -24,6 +27,21 @@ mod finetune_example;
 /// The example `classify`.
 #[path = "../../classify.rs"]
 mod classify_example;
+/// The example `images`.
+#[cfg(feature = "image")]
+#[allow(dead_code, reason = "its `main` is another program's")]
+#[path = "../../images.rs"]
+mod images_example;
+/// The example `speech`.
+#[cfg(feature = "speech")]
+#[allow(dead_code, reason = "its `main` is another program's")]
+#[path = "../../speech.rs"]
+mod speech_example;
+/// The example `tokenize`.
+#[allow(dead_code, reason = "its `main` is another program's")]
+#[path = "../../tokenize.rs"]
+mod tokenize_example;
+
 /// The example `seq2seq`.
 #[allow(dead_code, reason = "its `main` is another program's")]
 #[path = "../../seq2seq.rs"]

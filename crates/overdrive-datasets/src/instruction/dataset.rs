@@ -9,10 +9,14 @@ use serde::{Deserialize, Serialize};
 use overdrive_core::Error as CommonError;
 
 use super::encoder::InstructionEncoder;
+use super::example_cache::ExampleCache;
+use super::example_file::{ExampleFile, ExampleWriter, ScanReport};
 use super::record::InstructionRecord;
 use super::record_file::RecordFile;
+use super::scan::{Outcome, Scanned, digest_of, examine};
+use crate::cache::{Cached, cached};
 use crate::digest::FieldHasher;
-use crate::transform::{SortedIndices, SortedIndicesWriter};
+use crate::transform::SortedIndices;
 use crate::{Dataset, Error, Result, Sha256Digest, TokenizedExample};
 use overdrive_core::check_fraction;
 use overdrive_core::random::uniform_below;
@@ -107,6 +111,9 @@ pub struct InstructionDataset {
     lengths: Vec<u32>,
     report: InstructionReport,
     content: Sha256Digest,
+    /// The encoded examples, if they are cached.
+    examples: Option<Arc<ExampleFile>>,
+    was_cached: bool,
 }
 
 /// A list of record numbers.
@@ -141,17 +148,6 @@ struct RecordPosition {
     record: usize,
 }
 
-/// The result of examining one record.
-enum Outcome {
-    Example {
-        length: u32,
-        learned: u64,
-        truncated: bool,
-    },
-    WithoutAnswer,
-    Broken(String),
-}
-
 impl InstructionDataset {
     /// Opens files and folders; of a folder, all `.jsonl`, `.ndjson` and `.json` files in the order of their names.
     ///
@@ -163,6 +159,62 @@ impl InstructionDataset {
         encoder: InstructionEncoder,
         options: InstructionOptions,
     ) -> Result<InstructionDataset> {
+        let (mut dataset, names) = InstructionDataset::of_files(paths, encoder)?;
+        let scan = dataset.scan(options, None)?;
+        dataset.record_indices = RecordIndices::SortedIndices(scan.kept.finish());
+        dataset.lengths = scan.lengths;
+        dataset.content = scan.content;
+        dataset.set_report(scan.report);
+        dataset.checked(&names)
+    }
+
+    /// As [`open`](Self::open), with the tokens of all records in a file of `cache`: the first start encodes each record
+    /// once and writes it, and later ones read it. Examples are then read from the file, without tokenizing.
+    ///
+    /// The name of the file is a hash of the bytes of the records, the tokenizer, the format and the options of the
+    /// encoder, and the version of the format: if any of them changes, a new file is made, and no stale one is read. A
+    /// damaged file is replaced. Several processes may call it at once: one writes and the others wait.
+    ///
+    /// # Errors
+    /// Those of [`open`](Self::open), and an error if the file cannot be written.
+    pub fn open_cached<P: Into<PathBuf>>(
+        paths: impl IntoIterator<Item = P>,
+        encoder: InstructionEncoder,
+        options: InstructionOptions,
+        cache: &ExampleCache,
+    ) -> Result<InstructionDataset> {
+        let (mut dataset, names) = InstructionDataset::of_files(paths, encoder)?;
+        dataset.content = dataset.read_content(options);
+        let key = cache.key(dataset.content, &dataset.encoder, options)?;
+        let path = cache.path(key);
+        let build = || {
+            let mut writer = ExampleWriter::create(&path)?;
+            let scan = dataset.scan(options, Some(&mut writer))?;
+            if scan.content != dataset.content {
+                let path = PathBuf::from(names.join(", "));
+                return Err(Error::FileChanged { path });
+            }
+            writer.finish(key, &scan.report)
+        };
+        let (examples, was_cached) = match cached(&path, || ExampleFile::open(&path, key), build)? {
+            Cached::Hit(examples) => (examples, true),
+            Cached::Built(examples) => (examples, false),
+        };
+        dataset.was_cached = was_cached;
+        let count = 0..examples.len();
+        let length = |example| u32::try_from(examples.length(example)).unwrap_or(u32::MAX);
+        dataset.lengths = count.clone().map(length).collect();
+        let records = count.map(|example| examples.record(example));
+        dataset.record_indices = RecordIndices::SortedIndices(SortedIndices::new(records));
+        dataset.set_report(examples.report()?);
+        dataset.examples = Some(Arc::new(examples));
+        dataset.checked(&names)
+    }
+
+    fn of_files<P: Into<PathBuf>>(
+        paths: impl IntoIterator<Item = P>,
+        encoder: InstructionEncoder,
+    ) -> Result<(InstructionDataset, Vec<String>)> {
         let mut files = Vec::new();
         let mut names = Vec::new();
         for path in paths {
@@ -175,7 +227,7 @@ impl InstructionDataset {
             *end += file.len();
             Some(*end)
         });
-        let mut dataset = InstructionDataset {
+        let dataset = InstructionDataset {
             ends: Arc::new(ends.collect()),
             files: Arc::new(files),
             encoder: Arc::new(encoder),
@@ -183,87 +235,91 @@ impl InstructionDataset {
             lengths: Vec::new(),
             report: InstructionReport::default(),
             content: Sha256Digest::UNKNOWN,
+            examples: None,
+            was_cached: false,
         };
-        dataset.scan(options)?;
-        if dataset.is_empty() {
+        Ok((dataset, names))
+    }
+
+    /// Returns the dataset, or an error if it is empty.
+    fn checked(self, names: &[String]) -> Result<InstructionDataset> {
+        if self.is_empty() {
             return Err(Error::NoData {
                 searched: names.join(", "),
-                problem: format!("{}; records with an answer are needed", dataset.report),
+                problem: format!("{}; records with an answer are needed", self.report),
             });
         }
-        Ok(dataset)
+        Ok(self)
     }
 
-    fn scan(&mut self, options: InstructionOptions) -> Result<()> {
+    fn set_report(&mut self, scan: ScanReport) {
+        self.report = scan.report;
+        // The message has the path of the file now, which may be another than in the start that wrote the report.
+        self.report.first_broken = scan.first_broken.map(|(number, problem)| {
+            let position = self.position_of(number);
+            let file = &self.files[position.file];
+            file.bad_record(position.record, problem).to_string()
+        });
+    }
+
+    /// Returns the records of each file that are read, in blocks, so that an early error in a long file is returned
+    /// early.
+    fn blocks(&self, options: InstructionOptions) -> Vec<(usize, Range<usize>)> {
+        const BLOCK_RECORDS: usize = 1 << 12;
         let mut left = options.max_records.unwrap_or(usize::MAX);
-        let mut record_indices = SortedIndicesWriter::default();
-        let mut content = FieldHasher::default();
-        for number in 0..self.files.len() {
-            let records = self.files[number].len().min(left);
+        let mut blocks = Vec::new();
+        for (number, file) in self.files.iter().enumerate() {
+            let records = file.len().min(left);
             left -= records;
-            self.scan_file(
-                number,
-                0..records,
-                options.on_bad_record,
-                &mut record_indices,
-                &mut content,
-            )?;
+            let starts = (0..records).step_by(BLOCK_RECORDS);
+            blocks.extend(starts.map(|start| (number, start..records.min(start + BLOCK_RECORDS))));
         }
-        self.content = content.finish();
-        self.record_indices = RecordIndices::SortedIndices(record_indices.finish());
-        Ok(())
+        blocks
     }
 
-    fn scan_file(
-        &mut self,
-        number: usize,
-        records: Range<usize>,
-        on_bad: OnBadRecord,
-        record_indices: &mut SortedIndicesWriter,
-        content: &mut FieldHasher,
-    ) -> Result<()> {
-        // In blocks, so that an early error in a long file is returned early.
-        const BLOCK_RECORDS: usize = 1 << 14;
-        let (files, encoder) = (Arc::clone(&self.files), Arc::clone(&self.encoder));
-        let file = &files[number];
-        let before = self.ends[number] - file.len();
-        for start in records.clone().step_by(BLOCK_RECORDS) {
-            let end = (start + BLOCK_RECORDS).min(records.end);
-            let found: Vec<(Sha256Digest, Outcome)> = (start..end)
+    /// Returns the digest of the records' bytes, without parsing them.
+    fn read_content(&self, options: InstructionOptions) -> Sha256Digest {
+        let mut content = FieldHasher::default();
+        for (number, records) in self.blocks(options) {
+            let file = &self.files[number];
+            let digest = |record| digest_of(file.record(record).as_deref().ok());
+            let digests: Vec<Sha256Digest> = records.into_par_iter().map(digest).collect();
+            digests.iter().for_each(|digest| content.add(&digest.0));
+        }
+        content.finish()
+    }
+
+    /// Encodes all records, and passes the examples to `writer`.
+    fn scan(
+        &self,
+        options: InstructionOptions,
+        mut writer: Option<&mut ExampleWriter>,
+    ) -> Result<Scanned> {
+        let mut scanned = Scanned::default();
+        let mut content = FieldHasher::default();
+        for (number, records) in self.blocks(options) {
+            let file = &self.files[number];
+            let before = self.ends[number] - file.len();
+            let found: Vec<(Sha256Digest, Outcome)> = records
+                .clone()
                 .into_par_iter()
-                .map(|record| examine(file, record, &encoder))
+                .map(|record| examine(file, record, &self.encoder))
                 .collect();
-            for (record, (digest, found)) in (start..).zip(found) {
+            for (record, (digest, found)) in records.zip(found) {
                 content.add(&digest.0);
-                self.report.records += 1;
-                match found {
-                    Outcome::Broken(problem) => {
-                        let error = file.bad_record(record, problem);
-                        if on_bad == OnBadRecord::Stop {
-                            return Err(error);
-                        }
-                        self.report.broken += 1;
-                        let first = &mut self.report.first_broken;
-                        first.get_or_insert_with(|| error.to_string());
-                    }
-                    Outcome::WithoutAnswer => self.report.without_answer += 1,
-                    Outcome::Example {
-                        length,
-                        learned,
-                        truncated,
-                    } => {
-                        self.report.kept += 1;
-                        self.report.tokens += u64::from(length);
-                        self.report.learned_tokens += learned;
-                        self.report.truncated += u64::from(truncated);
-                        self.report.longest = self.report.longest.max(u64::from(length));
-                        self.lengths.push(length);
-                        record_indices.push(before + record);
-                    }
+                if let (OnBadRecord::Stop, Outcome::Broken(problem)) =
+                    (options.on_bad_record, &found)
+                {
+                    return Err(file.bad_record(record, problem.clone()));
                 }
+                if let (Outcome::Example(example), Some(writer)) = (&found, &mut writer) {
+                    writer.push(before + record, example)?;
+                }
+                scanned.add(before + record, found);
             }
         }
-        Ok(())
+        scanned.content = content.finish();
+        Ok(scanned)
     }
 
     /// Returns the number of tokens of each example, without reading any.
@@ -280,6 +336,16 @@ impl InstructionDataset {
     /// names and the times of the files are.
     pub fn content_digest(&self) -> Sha256Digest {
         self.content
+    }
+
+    /// Returns the size of the file with the encoded examples in bytes; `None` if they are encoded when they are read.
+    pub fn cached_bytes(&self) -> Option<u64> {
+        self.examples.as_ref().map(|examples| examples.bytes())
+    }
+
+    /// Returns `true` if an earlier start has written the file with the encoded examples.
+    pub fn was_cached(&self) -> bool {
+        self.was_cached
     }
 
     /// Returns the encoder of the records.
@@ -349,6 +415,8 @@ impl InstructionDataset {
             lengths: indices.iter().map(|&index| self.lengths[index]).collect(),
             report: self.report.clone(),
             content: self.content,
+            examples: self.examples.clone(),
+            was_cached: self.was_cached,
         })
     }
 
@@ -361,13 +429,17 @@ impl InstructionDataset {
     }
 
     fn position(&self, index: usize) -> Result<RecordPosition> {
-        let number = self.number(index)?;
+        self.number(index).map(|number| self.position_of(number))
+    }
+
+    /// Returns the position of a record, which is counted through all files.
+    fn position_of(&self, number: usize) -> RecordPosition {
         // Only numbers of existing records are listed, so there is a file.
         let file = self.ends.partition_point(|&end| end <= number);
-        Ok(RecordPosition {
+        RecordPosition {
             file,
             record: number - (self.ends[file] - self.files[file].len()),
-        })
+        }
     }
 }
 
@@ -379,36 +451,19 @@ impl Dataset for InstructionDataset {
     }
 
     fn get(&self, index: usize) -> Result<TokenizedExample> {
+        if let Some(examples) = &self.examples {
+            let no_such = || Error::NoSuchRecord {
+                index,
+                len: self.len(),
+            };
+            return examples.of_record(self.number(index)?).ok_or_else(no_such);
+        }
         let record = self.record(index)?;
         let position = self.position(index)?;
         self.encoder
             .encode(&record)
             .map_err(|problem| self.files[position.file].bad_record(position.record, problem))
     }
-}
-
-/// Returns the digest of a record's bytes, and the result of encoding it.
-fn examine(
-    file: &RecordFile,
-    record: usize,
-    encoder: &InstructionEncoder,
-) -> (Sha256Digest, Outcome) {
-    let bytes = match file.record(record) {
-        Ok(bytes) => bytes,
-        Err(error) => return (Sha256Digest::UNKNOWN, Outcome::Broken(error.to_string())),
-    };
-    let example = InstructionRecord::from_json(&bytes).and_then(|record| encoder.encode(&record));
-    let outcome = match example {
-        Err(problem) => Outcome::Broken(problem),
-        Ok(example) if example.learned_tokens() == 0 => Outcome::WithoutAnswer,
-        Ok(example) => Outcome::Example {
-            // The length is at most `max_seq_length`.
-            length: u32::try_from(example.input_ids.len()).unwrap_or(u32::MAX),
-            learned: example.learned_tokens() as u64,
-            truncated: example.truncated,
-        },
-    };
-    (Sha256Digest::of(&bytes), outcome)
 }
 
 fn files_of(path: PathBuf) -> Result<Vec<PathBuf>> {

@@ -107,6 +107,11 @@ impl InstructionEncoder {
         &self.tokenizer
     }
 
+    /// Returns the token that ends an answer without a chat template.
+    pub fn end_of_text(&self) -> Option<u32> {
+        self.end_of_text.as_ref().map(|(id, _)| *id)
+    }
+
     /// Returns `true` if records are written with a chat template.
     pub fn has_chat_template(&self) -> bool {
         self.chat.is_some()

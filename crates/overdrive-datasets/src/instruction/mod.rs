@@ -3,10 +3,14 @@
 mod chat;
 mod dataset;
 mod encoder;
+mod example_cache;
+mod example_file;
 mod record;
 mod record_file;
+mod scan;
 
 pub use chat::{ChatFormat, ChatMessage, PlainChat, RenderedChat};
 pub use dataset::{InstructionDataset, InstructionOptions, InstructionReport, OnBadRecord};
 pub use encoder::{EncodeOptions, InstructionEncoder};
+pub use example_cache::ExampleCache;
 pub use record::InstructionRecord;

@@ -153,7 +153,7 @@ fn width(rows: &[&[i64]], multiple_of: usize) -> usize {
 }
 
 /// Returns the rows as a tensor, padded on the right.
-fn padded_rows(rows: &[&[i64]], pad: i64, multiple_of: usize) -> Result<Tensor> {
+pub(super) fn padded_rows(rows: &[&[i64]], pad: i64, multiple_of: usize) -> Result<Tensor> {
     let width = width(rows, multiple_of);
     let mut values = Vec::with_capacity(rows.len() * width);
     for (number, row) in rows.iter().enumerate() {

@@ -1,11 +1,13 @@
 //! A dataset of images and captions.
 
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use image::imageops::FilterType;
 use image::{DynamicImage, ImageReader, RgbImage};
 use serde_json::Value;
 
+use super::augment::ImageAugmentation;
 use crate::{Dataset, Error, JsonOptions, JsonRecords, RecordNumber, Result};
 use overdrive_core::{check_option, check_positive};
 
@@ -40,6 +42,8 @@ pub struct ImageOptions {
     pub mean: [f32; 3],
     /// The standard deviations by which red, green and blue are divided. Default: ImageNet's.
     pub std: [f32; 3],
+    /// Random crops and flips in place of `resize`, for training. Default: `None`.
+    pub augmentation: Option<ImageAugmentation>,
     /// The options of the files with the records.
     pub json: JsonOptions,
 }
@@ -55,6 +59,7 @@ impl Default for ImageOptions {
             resize: ImageResize::Crop,
             mean: [0.485, 0.456, 0.406],
             std: [0.229, 0.224, 0.225],
+            augmentation: None,
             json: JsonOptions::default(),
         }
     }
@@ -99,9 +104,9 @@ impl ImageCaption {
 /// let loader = DataLoader::new(images, options)?;
 /// # Ok::<(), overdrive_datasets::Error>(())
 /// ```
-#[derive(Debug)]
+#[derive(Debug, Clone)]
 pub struct ImageCaptionDataset {
-    rows: JsonRecords<Value>,
+    rows: Arc<JsonRecords<Value>>,
     options: ImageOptions,
 }
 
@@ -122,10 +127,24 @@ impl ImageCaptionDataset {
             format!("{:?}", options.std),
             "three finite numbers above 0",
         )?;
+        if let Some(augmentation) = &options.augmentation {
+            augmentation.check()?;
+        }
         Ok(Self {
-            rows: JsonRecords::open(paths, &options.json)?,
+            rows: Arc::new(JsonRecords::open(paths, &options.json)?),
             options,
         })
+    }
+
+    /// Returns the same images with the augmentation's crops and flips of another seed, such as the sum of a seed and the
+    /// number of the epoch. Without augmentation nothing changes.
+    #[must_use]
+    pub fn with_seed(&self, seed: u64) -> Self {
+        let mut changed = self.clone();
+        if let Some(augmentation) = &mut changed.options.augmentation {
+            augmentation.seed = seed;
+        }
+        changed
     }
 
     /// Returns the records that name the images.
@@ -133,7 +152,12 @@ impl ImageCaptionDataset {
         &self.rows
     }
 
-    fn read(&self, row: &Value, base: &Path) -> std::result::Result<ImageCaption, String> {
+    fn read(
+        &self,
+        index: usize,
+        row: &Value,
+        base: &Path,
+    ) -> std::result::Result<ImageCaption, String> {
         let text = |field: &str| {
             let value = row.get(field).and_then(Value::as_str);
             value.ok_or_else(|| format!("it has no text in the field {field:?}"))
@@ -147,7 +171,13 @@ impl ImageCaptionDataset {
             .map_err(|error| failed(error.to_string()))?
             .decode()
             .map_err(|error| failed(error.to_string()))?;
-        let image = self.resized(image);
+        let image = match &self.options.augmentation {
+            Some(augmentation) => {
+                let ImageOptions { height, width, .. } = self.options;
+                augmentation.apply(&image.into_rgb8(), index, width, height)
+            }
+            None => self.resized(image),
+        };
         Ok(ImageCaption {
             pixels: self.normalized(&image),
             height: image.height(),
@@ -202,7 +232,7 @@ impl Dataset for ImageCaptionDataset {
             Some(folder) => folder,
             None => location.path.parent().unwrap_or(Path::new("")),
         };
-        self.read(&row, base)
+        self.read(index, &row, base)
             .map_err(|problem| Error::InvalidRecord {
                 number: RecordNumber::Record(location.record),
                 offset: location.offset,

@@ -3,7 +3,11 @@
 #[cfg(feature = "speech")]
 mod audio;
 #[cfg(feature = "image")]
+mod augment;
+#[cfg(feature = "image")]
 mod image_caption;
+#[cfg(feature = "tch")]
+mod log_mel;
 #[cfg(feature = "speech")]
 mod resample;
 #[cfg(feature = "speech")]
@@ -12,7 +16,11 @@ mod speech;
 mod text;
 
 #[cfg(feature = "image")]
+pub use augment::ImageAugmentation;
+#[cfg(feature = "image")]
 pub use image_caption::{ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize};
+#[cfg(feature = "tch")]
+pub use log_mel::{LogMel, LogMelOptions};
 #[cfg(feature = "speech")]
 pub use resample::Resampling;
 #[cfg(feature = "speech")]

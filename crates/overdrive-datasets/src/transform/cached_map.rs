@@ -9,6 +9,7 @@ use serde::de::DeserializeOwned;
 
 use overdrive_core::{Error as CommonError, files};
 
+use super::batched_map::Batches;
 use crate::cache::{Cached, cache_folder, cached};
 use crate::digest::FieldHasher;
 use crate::{
@@ -89,22 +90,9 @@ impl MapCache<'_> {
         D: Dataset + ?Sized,
         T: Serialize + DeserializeOwned + Send,
     {
-        let folder = match &options.folder {
-            Some(folder) => folder.clone(),
-            None => cache_folder("maps")?,
-        };
-        let path = folder.join(format!("{}.jsonl", self.fingerprint().short()));
-        let open = || Ok(path.exists().then_some(()));
-        let build = || write(&path, dataset, function, options.threads);
-        // In both cases the complete file exists now.
-        match cached(&path, open, build)? {
-            Cached::Hit(()) | Cached::Built(()) => {}
-        }
-        let json = JsonOptions {
-            layout: JsonLayout::Lines,
-            index: options.index.clone(),
-        };
-        let results = JsonRecords::open([&path], &json)?;
+        let path = self.path(options)?;
+        let result = |index: usize| Ok(vec![function(dataset.get(index)?)?]);
+        let results = results(&path, dataset.len(), 1, result, options)?;
         if results.len() != dataset.len() {
             return Err(Error::DamagedFile {
                 path,
@@ -118,12 +106,74 @@ impl MapCache<'_> {
         }
         Ok(results)
     }
+
+    /// Applies `function` to batches of `batch_size` records once, on all cores, and returns the results as a dataset:
+    /// `datasets.Dataset.map(batched=True)`. The function may return any number of results for a batch.
+    ///
+    /// The results are stored as those of [`MapCache::map`]. The size of the batches is not part of the key: increase
+    /// the version if the results depend on it.
+    ///
+    /// # Errors
+    /// Those of [`MapCache::map`]; an error of `function` names the range of the batch's records
+    /// ([`Error::Batch`]). Returns an error for a `batch_size` of 0.
+    pub fn map_batched<D, T>(
+        &self,
+        dataset: &D,
+        batch_size: usize,
+        function: impl Fn(Vec<D::Item>) -> Result<Vec<T>> + Sync,
+        options: &CacheOptions,
+    ) -> Result<JsonRecords<T>>
+    where
+        D: Dataset + ?Sized,
+        T: Serialize + DeserializeOwned + Send,
+    {
+        let batches = Batches::new(dataset, batch_size, function)?;
+        let results_of = |batch: usize| batches.results(batch);
+        results(
+            &self.path(options)?,
+            batches.len(),
+            batch_size,
+            results_of,
+            options,
+        )
+    }
+
+    fn path(&self, options: &CacheOptions) -> Result<PathBuf> {
+        let folder = match &options.folder {
+            Some(folder) => folder.clone(),
+            None => cache_folder("maps")?,
+        };
+        Ok(folder.join(format!("{}.jsonl", self.fingerprint().short())))
+    }
 }
 
-fn write<D: Dataset + ?Sized, T: Serialize + Send>(
+/// Returns the results at `path`. If there is no such file, they are computed by `results_of` for `batches` batches of
+/// `batch_size` records.
+fn results<T: Serialize + DeserializeOwned + Send>(
     path: &Path,
-    dataset: &D,
-    function: impl Fn(D::Item) -> Result<T> + Sync,
+    batches: usize,
+    batch_size: usize,
+    results_of: impl Fn(usize) -> Result<Vec<T>> + Sync,
+    options: &CacheOptions,
+) -> Result<JsonRecords<T>> {
+    let open = || Ok(path.exists().then_some(()));
+    let build = || write(path, batches, batch_size, results_of, options.threads);
+    // In both cases the complete file exists now.
+    match cached(path, open, build)? {
+        Cached::Hit(()) | Cached::Built(()) => {}
+    }
+    let json = JsonOptions {
+        layout: JsonLayout::Lines,
+        index: options.index.clone(),
+    };
+    JsonRecords::open([path], &json)
+}
+
+fn write<T: Serialize>(
+    path: &Path,
+    batches: usize,
+    batch_size: usize,
+    results_of: impl Fn(usize) -> Result<Vec<T>> + Sync,
     threads: Option<usize>,
 ) -> Result<()> {
     let pool = rayon::ThreadPoolBuilder::new()
@@ -137,24 +187,27 @@ fn write<D: Dataset + ?Sized, T: Serialize + Send>(
         })?;
     let file = files::unfinished(path)?;
     let mut out = BufWriter::with_capacity(1 << 20, file);
-    let line = |index: usize| -> Result<Vec<u8>> {
-        let result = function(dataset.get(index)?)?;
-        let mut line = serde_json::to_vec(&result).map_err(|error| Error::InvalidRecord {
-            path: path.to_owned(),
-            number: RecordNumber::Record(index),
-            offset: 0,
-            problem: format!("the result cannot be written as JSON: {error}"),
-        })?;
-        line.push(b'\n');
-        Ok(line)
+    let lines = |batch: usize| -> Result<Vec<u8>> {
+        let mut lines = Vec::new();
+        for result in results_of(batch)? {
+            serde_json::to_writer(&mut lines, &result).map_err(|error| Error::InvalidRecord {
+                path: path.to_owned(),
+                number: RecordNumber::Record(batch * batch_size),
+                offset: 0,
+                problem: format!("the result cannot be written as JSON: {error}"),
+            })?;
+            lines.push(b'\n');
+        }
+        Ok(lines)
     };
-    for start in (0..dataset.len()).step_by(BLOCK_RECORDS) {
-        let block = start..dataset.len().min(start + BLOCK_RECORDS);
-        let lines: Result<Vec<Vec<u8>>> =
-            pool.install(|| block.into_par_iter().map(line).collect());
+    let step = BLOCK_RECORDS.div_ceil(batch_size);
+    for start in (0..batches).step_by(step) {
+        let block = start..batches.min(start + step);
+        let block: Vec<Result<Vec<u8>>> =
+            pool.install(|| block.into_par_iter().map(&lines).collect());
         // The results of a block are written in the order of the records, whichever thread computed them.
-        for line in lines? {
-            out.write_all(&line)
+        for lines in block {
+            out.write_all(&lines?)
                 .map_err(CommonError::io("write", path))?;
         }
     }

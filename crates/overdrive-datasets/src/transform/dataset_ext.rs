@@ -1,10 +1,12 @@
 //! The transforms as methods of datasets.
 
-use super::{Concat, DatasetIter, Exhausted, Interleave, Map, Selection, Split};
+use super::{
+    BatchedIter, BatchedMap, Concat, DatasetIter, Exhausted, Interleave, Map, Selection, Split,
+};
 use crate::{Dataset, ErrorPolicy, Result};
 
-/// The transforms of any dataset. They are lazy: only [`DatasetExt::filter`] reads records in advance, to find those
-/// that it keeps.
+/// The transforms of any dataset. They are lazy: only [`DatasetExt::filter`] and [`DatasetExt::map_batched`] read
+/// records in advance, to find those that are kept and to count the results.
 ///
 /// ```
 /// use overdrive_datasets::{Dataset, DatasetExt, TextLines, TextOptions};
@@ -23,6 +25,59 @@ pub trait DatasetExt: Dataset + Sized {
     /// functions.
     fn map<T, F: Fn(Self::Item) -> Result<T> + Send + Sync>(self, function: F) -> Map<Self, F> {
         Map::new(self, function)
+    }
+
+    /// Applies `function` to batches of `batch_size` records (1,000 is the default of `datasets`); it may return
+    /// another number of records. The last batch may be smaller.
+    ///
+    /// It calls the function once per batch, on all cores, to count the results, and keeps none of them: reading a
+    /// result computes its batch again, or takes it from the batches that were read last.
+    /// [`crate::MapCache::map_batched`] computes each batch once and keeps the results on disk, and
+    /// [`DatasetExt::iter_batched`] reads one pass without counting.
+    ///
+    /// ```
+    /// use overdrive_datasets::{Dataset, DatasetExt, TextLines, TextOptions};
+    /// # let dir = tempfile::tempdir().unwrap();
+    /// # let path = dir.path().join("lines.txt");
+    /// # std::fs::write(&path, "one two\nthree\n\nfour five six\n").unwrap();
+    /// let lines = TextLines::open([&path], &TextOptions::default())?;
+    /// let split = |lines: Vec<String>| {
+    ///     Ok(lines.iter().flat_map(|line| line.split_whitespace().map(str::to_owned)).collect())
+    /// };
+    /// let words = lines.map_batched(1000, split)?;
+    /// assert_eq!((words.len(), words.get(3)?.as_str()), (6, "four"));
+    /// # Ok::<(), overdrive_datasets::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`crate::Error::Batch`] with the range of the records if the function fails, and the error of a record that
+    /// cannot be read; an error for a `batch_size` of 0.
+    fn map_batched<T, F>(self, batch_size: usize, function: F) -> Result<BatchedMap<Self, F, T>>
+    where
+        T: Clone + Send + Sync,
+        F: Fn(Vec<Self::Item>) -> Result<Vec<T>> + Send + Sync,
+    {
+        BatchedMap::new(self, batch_size, function)
+    }
+
+    /// Returns an iterator over the results of `function` for batches of `batch_size` records, in their order. It
+    /// reads a batch when its first result is asked for, as `map(batched=True)` of `datasets.IterableDataset`.
+    ///
+    /// Under [`ErrorPolicy::Skip`] a record that cannot be read is missing in its batch, and a batch for which the
+    /// function fails is left out if the error is about a record.
+    ///
+    /// # Errors
+    /// Returns an error for a `batch_size` of 0.
+    fn iter_batched<T, F>(
+        &self,
+        batch_size: usize,
+        function: F,
+        on_error: ErrorPolicy,
+    ) -> Result<BatchedIter<'_, Self, F, T>>
+    where
+        F: Fn(Vec<Self::Item>) -> Result<Vec<T>>,
+    {
+        BatchedIter::new(self, batch_size, function, on_error)
     }
 
     /// Keeps the records for which `keep` returns `true`. It reads all records once, on all cores; a kept record

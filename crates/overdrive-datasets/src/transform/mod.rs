@@ -1,5 +1,6 @@
 //! Transforms: datasets made from other datasets.
 
+mod batched_map;
 mod cached_map;
 mod dataset_ext;
 mod deduplicate;
@@ -8,6 +9,7 @@ mod iter;
 mod map;
 mod selection;
 
+pub use batched_map::{BatchedIter, BatchedMap};
 pub use cached_map::{CacheOptions, MapCache};
 pub use dataset_ext::DatasetExt;
 pub use deduplicate::{DeduplicateOptions, Deduplicated};

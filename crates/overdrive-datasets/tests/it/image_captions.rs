@@ -4,7 +4,8 @@ use std::collections::BTreeMap;
 
 use crate::common::{fixture, write_files};
 use overdrive_datasets::{
-    Dataset, Error, ErrorLog, ErrorPolicy, ImageCaptionDataset, ImageOptions, ImageResize,
+    Dataset, Error, ErrorLog, ErrorPolicy, ImageAugmentation, ImageCaptionDataset, ImageOptions,
+    ImageResize,
 };
 
 fn options(resize: ImageResize) -> ImageOptions {
@@ -138,4 +139,134 @@ fn sizes_and_deviations_are_checked() {
         open(zero),
         Err(Error::Common(overdrive_core::Error::InvalidOption { option, .. })) if option == "std"
     ));
+}
+
+#[test]
+fn augmentation_is_a_function_of_the_seed_and_the_image() {
+    let augmented = |seed| {
+        let options = ImageOptions {
+            augmentation: Some(ImageAugmentation {
+                seed,
+                ..ImageAugmentation::default()
+            }),
+            ..options(ImageResize::Crop)
+        };
+        ImageCaptionDataset::open([fixture("images/captions.jsonl")], options).unwrap()
+    };
+    let all = |images: &ImageCaptionDataset| -> Vec<Vec<f32>> {
+        (0..images.len())
+            .map(|index| images.get(index).unwrap().pixels)
+            .collect()
+    };
+    let (first, second) = (augmented(1), augmented(2));
+    assert_eq!(all(&first), all(&augmented(1)));
+    assert_eq!(all(&first.with_seed(2)), all(&second));
+    for (one, other) in all(&first).iter().zip(&all(&second)) {
+        assert_ne!(one, other);
+    }
+    // In any order.
+    let last = first.get(4).unwrap();
+    assert_eq!(last.pixels, all(&first)[4]);
+    assert_eq!((last.height, last.width), (16, 16));
+
+    let plain = ImageCaptionDataset::open(
+        [fixture("images/captions.jsonl")],
+        options(ImageResize::Crop),
+    )
+    .unwrap();
+    assert_eq!(all(&plain.with_seed(5)), all(&plain));
+    for (augmentation, name) in [
+        (
+            ImageAugmentation {
+                scale: (0.0, 1.0),
+                ..ImageAugmentation::default()
+            },
+            "scale",
+        ),
+        (
+            ImageAugmentation {
+                ratio: (2.0, 1.0),
+                ..ImageAugmentation::default()
+            },
+            "ratio",
+        ),
+        (
+            ImageAugmentation {
+                flip: 1.5,
+                ..ImageAugmentation::default()
+            },
+            "flip",
+        ),
+    ] {
+        let options = ImageOptions {
+            augmentation: Some(augmentation),
+            ..options(ImageResize::Crop)
+        };
+        let error = ImageCaptionDataset::open([fixture("images/captions.jsonl")], options);
+        let error = error.unwrap_err().to_string();
+        assert!(error.contains(&format!("`{name}`")), "{error}");
+    }
+}
+
+#[test]
+fn a_mirrored_image_is_the_image_from_right_to_left() {
+    let augmented = |flip| {
+        let options = ImageOptions {
+            augmentation: Some(ImageAugmentation {
+                flip,
+                ..ImageAugmentation::default()
+            }),
+            ..options(ImageResize::Crop)
+        };
+        ImageCaptionDataset::open([fixture("images/captions.jsonl")], options).unwrap()
+    };
+    let (never, always) = (augmented(0.0), augmented(1.0));
+    for index in 0..5 {
+        let (plain, mirrored) = (never.get(index).unwrap(), always.get(index).unwrap());
+        let reversed: Vec<f32> = plain
+            .pixels
+            .chunks(16)
+            .flat_map(|row| row.iter().rev().copied())
+            .collect();
+        assert_eq!(mirrored.pixels, reversed);
+    }
+}
+
+#[cfg(feature = "tch")]
+#[test]
+fn images_are_stacked_and_captions_padded() {
+    use overdrive_datasets::{collate_captions, collate_images};
+    use tch::Tensor;
+    let images = ImageCaptionDataset::open(
+        [fixture("images/captions.jsonl")],
+        options(ImageResize::Crop),
+    )
+    .unwrap();
+    let pairs = [
+        (images.get(0).unwrap(), vec![5, 6, 7]),
+        (images.get(3).unwrap(), vec![8]),
+    ];
+    let batch = collate_captions(&pairs, 1).unwrap();
+    assert_eq!(batch.pixel_values.size(), [2, 3, 16, 16]);
+    assert_eq!(batch.pixel_values.get(1), pairs[1].0.to_tensor().unwrap());
+    assert_eq!(
+        batch.input_ids,
+        Tensor::from_slice2(&[[5_i64, 6, 7], [8, 1, 1]])
+    );
+    assert_eq!(
+        batch.attention_mask,
+        Some(Tensor::from_slice2(&[[1_i64, 1, 1], [1, 0, 0]]))
+    );
+    let rows: Vec<_> = pairs.iter().map(|(image, _)| image.clone()).collect();
+    assert_eq!(collate_images(&rows).unwrap(), batch.pixel_values);
+    assert!(collate_images(&[]).is_err());
+    let larger = ImageOptions {
+        width: 8,
+        ..options(ImageResize::Crop)
+    };
+    let larger = ImageCaptionDataset::open([fixture("images/captions.jsonl")], larger).unwrap();
+    let error = collate_images(&[rows[0].clone(), larger.get(0).unwrap()])
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("16 x 8 (row 1)"), "{error}");
 }

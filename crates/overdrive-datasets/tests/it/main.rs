@@ -16,12 +16,15 @@ mod data_loader;
 mod dataset_tokens;
 #[cfg(feature = "tch")]
 mod device_loader;
+mod example_cache;
 #[cfg(feature = "image")]
 mod image_captions;
 mod index_files;
 mod instruction;
 #[cfg(feature = "tch")]
 mod instruction_batches;
+#[cfg(feature = "tch")]
+mod log_mel;
 mod packing;
 mod record_files;
 mod sampling;

@@ -296,3 +296,161 @@ fn a_cached_map_that_fails_keeps_nothing_and_one_of_other_data_is_refused() {
         .to_string();
     assert!(error.contains("5 results for 6 records"), "{error}");
 }
+
+/// Leaves out multiples of 3 and returns multiples of 5 twice.
+fn uneven(numbers: Vec<usize>) -> Result<Vec<usize>> {
+    let kept = numbers.into_iter().filter(|number| number % 3 != 0);
+    Ok(kept
+        .flat_map(|number| vec![number; if number.is_multiple_of(5) { 2 } else { 1 }])
+        .collect())
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig::with_cases(64))]
+
+    #[test]
+    fn a_batched_map_has_the_results_of_all_batches_in_order(len in 0_usize..200, batch_size in 1_usize..50) {
+        let expected = uneven((0..len).collect()).unwrap();
+        let mapped = numbers(len).map_batched(batch_size, uneven).unwrap();
+        prop_assert_eq!(all(&mapped), expected.clone());
+        // In any order.
+        for index in (0..mapped.len()).rev() {
+            prop_assert_eq!(mapped.get(index).unwrap(), expected[index]);
+        }
+        let source = numbers(len);
+        let iter = source.iter_batched(batch_size, uneven, ErrorPolicy::Stop).unwrap();
+        prop_assert_eq!(iter.map(Result::unwrap).collect::<Vec<_>>(), expected);
+    }
+}
+
+#[test]
+fn batches_are_computed_when_they_are_read_and_in_order_only_once() {
+    let calls = AtomicUsize::new(0);
+    let sizes = |numbers: Vec<usize>| {
+        calls.fetch_add(1, Ordering::SeqCst);
+        Ok(vec![numbers.len()])
+    };
+    let source = numbers(2_500);
+    let mut iter = source
+        .iter_batched(1_000, sizes, ErrorPolicy::Stop)
+        .unwrap();
+    assert_eq!(calls.load(Ordering::SeqCst), 0);
+    assert_eq!(iter.next().unwrap().unwrap(), 1_000);
+    assert_eq!(calls.load(Ordering::SeqCst), 1);
+    assert_eq!(iter.map(Result::unwrap).collect::<Vec<_>>(), [1_000, 500]);
+
+    calls.store(0, Ordering::SeqCst);
+    let twice = |numbers: Vec<usize>| {
+        calls.fetch_add(1, Ordering::SeqCst);
+        Ok([numbers.clone(), numbers].concat())
+    };
+    let mapped = source.map_batched(1_000, twice).unwrap();
+    // Counted once, read once.
+    assert_eq!((calls.load(Ordering::SeqCst), mapped.len()), (3, 5_000));
+    for index in 0..mapped.len() {
+        mapped.get(index).unwrap();
+    }
+    assert_eq!(calls.load(Ordering::SeqCst), 6);
+}
+
+#[test]
+fn an_error_of_a_batched_function_names_the_records_and_follows_the_policy() {
+    let refuse = |at: usize| {
+        move |numbers: Vec<usize>| match numbers.contains(&at) {
+            true => Err(Error::InvalidSample {
+                key: at.to_string(),
+                extension: "txt".to_owned(),
+                problem: "it is refused".to_owned(),
+            }),
+            false => Ok(numbers),
+        }
+    };
+    let error = numbers(95)
+        .map_batched(10, refuse(91))
+        .map(|_| ())
+        .unwrap_err();
+    let message = error.to_string();
+    assert!(message.starts_with("records 90..95: "), "{message}");
+    assert!(message.contains("it is refused"), "{message}");
+
+    let source = numbers(95);
+    let mut iter = source
+        .iter_batched(10, refuse(33), ErrorPolicy::Skip)
+        .unwrap();
+    let kept: Vec<usize> = iter.by_ref().map(Result::unwrap).collect();
+    assert_eq!(kept, (0..30).chain(40..95).collect::<Vec<_>>());
+    assert!(iter.errors().first()[0].starts_with("records 30..40: "));
+    let mut iter = source
+        .iter_batched(10, refuse(33), ErrorPolicy::Stop)
+        .unwrap();
+    assert_eq!(iter.by_ref().filter(|result| result.is_ok()).count(), 30);
+    assert!(iter.next().is_none());
+
+    // A record that cannot be read is named itself, and is missing in its batch if the policy skips it.
+    let broken = Numbers {
+        first: 1,
+        len: 150,
+        broken: true,
+    };
+    let error = broken
+        .map_batched(10, Ok)
+        .map(|_| ())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("record 99") && !error.contains("records"),
+        "{error}"
+    );
+    let read = broken.iter_batched(10, Ok, ErrorPolicy::Skip).unwrap();
+    assert_eq!(read.map(Result::unwrap).count(), 149);
+
+    let error = numbers(5)
+        .map_batched(0, Ok)
+        .map(|_| ())
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("`batch_size` is 0"), "{error}");
+
+    // A function that changes its mind is found out when a batch is read again.
+    let calls = AtomicUsize::new(0);
+    let fickle = |mut numbers: Vec<usize>| {
+        numbers.truncate(10 - calls.fetch_add(1, Ordering::SeqCst));
+        Ok(numbers)
+    };
+    let mapped = numbers(10).map_batched(10, fickle).unwrap();
+    let error = mapped.get(0).unwrap_err().to_string();
+    assert!(
+        error.contains("9 results, and 10 when they were counted"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_cached_batched_map_computes_each_batch_once_and_has_any_number_of_results() {
+    let dir = tempfile::tempdir().unwrap();
+    let calls = AtomicUsize::new(0);
+    let run = |threads| {
+        let cache = MapCache {
+            input: Sha256Digest::of(b"numbers"),
+            name: "uneven",
+            version: 1,
+        };
+        let options = CacheOptions {
+            folder: Some(dir.path().to_owned()),
+            threads: Some(threads),
+            ..CacheOptions::default()
+        };
+        let function = |numbers: Vec<usize>| {
+            calls.fetch_add(1, Ordering::SeqCst);
+            uneven(numbers)
+        };
+        all(&cache
+            .map_batched(&numbers(10_000), 64, function, &options)
+            .unwrap())
+    };
+    let expected = uneven((0..10_000).collect()).unwrap();
+    assert_eq!(run(3), expected);
+    assert_eq!(calls.load(Ordering::SeqCst), 157);
+    assert_eq!(run(1), expected);
+    assert_eq!(calls.load(Ordering::SeqCst), 157);
+}

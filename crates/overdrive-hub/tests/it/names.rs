@@ -2,7 +2,7 @@
 
 use std::fs;
 
-use overdrive_hub::{Error, adapter_path, model_path};
+use overdrive_hub::{Error, adapter_path, model_path, tokenizer_path};
 
 use crate::server::{COMMIT, Hub, NAME, Reply, git_hash, sha256, weights};
 
@@ -67,6 +67,23 @@ fn a_model_is_downloaded_once_and_only_what_it_needs() {
         path
     );
     assert_eq!(hub.requests().len(), 0);
+}
+
+#[test]
+fn a_tokenizer_is_downloaded_without_weights_and_the_model_is_completed_later() {
+    let weights = weights(1000);
+    let hub = Hub::new(&[
+        ("config.json", CONFIG),
+        ("model.safetensors", &weights),
+        ("tokenizer.json", b"{}"),
+    ]);
+    let folder = tempfile::tempdir().unwrap();
+    let options = hub.options(folder.path());
+    let path = tokenizer_path(NAME, &options).unwrap();
+    assert_eq!(fs::read(path.join("tokenizer.json")).unwrap(), b"{}");
+    assert!(!path.join("model.safetensors").exists());
+    let path = model_path(NAME, &options).unwrap();
+    assert_eq!(fs::read(path.join("model.safetensors")).unwrap(), weights);
 }
 
 #[test]

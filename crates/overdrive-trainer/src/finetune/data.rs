@@ -6,15 +6,16 @@ use std::sync::Arc;
 use overdrive_core::Error as CommonError;
 use overdrive_datasets::{
     Batch, ChatFormat, ChatMessage, Dataset, DeduplicateOptions, DeviceLoader, EncodeOptions,
-    InstructionDataset, InstructionEncoder, InstructionOptions, InstructionRecord, PackPlan,
-    RenderedChat, RowLayout, Selection, SequenceRows, Tokenizer,
+    ExampleCache, InstructionDataset, InstructionEncoder, InstructionOptions, InstructionRecord,
+    PackPlan, RenderedChat, RowLayout, Selection, SequenceRows, Sha256Digest, Tokenizer,
+    default_cache_dir,
 };
 use overdrive_generation::{ChatTemplate, ChatTemplateOptions, Message, ModelFiles};
 use serde_json::Value;
 use tch::Device;
 
 use super::FinetuneArguments;
-use crate::batch_loader::Loading;
+use crate::batch_loader::{BatchFill, Loading};
 use crate::{DataShard, IntervalStrategy, Result};
 
 /// A model's chat template as the [`ChatFormat`] of instruction data.
@@ -59,9 +60,25 @@ impl InstructionData {
     /// Reads the files that `data` names with the tokenizer of the model's folder or GGUF file, and passes log lines to
     /// `say`. `eos_token_ids` are those of the model's configuration, for a tokenizer without one.
     ///
+    /// The tokens of the records are kept in the cache folder ([`default_cache_dir`]), so the next run on the same
+    /// records with the same tokenizer, template and options reads them ([`InstructionDataset::open_cached`]).
+    ///
     /// # Errors
     /// An error if a file cannot be read, a record is invalid, or no example is left to train on.
     pub fn prepare(
+        arguments: &FinetuneArguments,
+        eos_token_ids: &[i64],
+        say: impl FnMut(&str),
+    ) -> Result<Self> {
+        Self::prepare_in(&default_cache_dir()?, arguments, eos_token_ids, say)
+    }
+
+    /// As [`prepare`](Self::prepare), with a cache folder of the caller's choice.
+    ///
+    /// # Errors
+    /// As [`prepare`](Self::prepare).
+    pub fn prepare_in(
+        cache: &Path,
         arguments: &FinetuneArguments,
         eos_token_ids: &[i64],
         mut say: impl FnMut(&str),
@@ -73,6 +90,10 @@ impl InstructionData {
             let sources = chat.names().filter_map(|name| chat.source(name));
             sources.collect::<String>()
         });
+        let cache = ExampleCache {
+            folder: cache.to_owned(),
+            format: format_digest(chat.as_ref()),
+        };
         let chat = chat.map(|template| Arc::new(TemplateFormat(template)) as Arc<dyn ChatFormat>);
         // The tokenizer's own end token comes first: a model may list several ids, of which one ends a turn.
         let named = files.special_token("eos_token")?;
@@ -100,8 +121,23 @@ impl InstructionData {
             on_bad_record: arguments.on_bad_record,
             max_records: arguments.max_train_samples,
         };
-        let all = InstructionDataset::open(&arguments.training.data, encoder, options)?;
+        let data = &arguments.training.data;
+        let tells_time = sources.as_ref().is_some_and(|text| text.contains(CLOCK));
+        let all = match tells_time {
+            true => InstructionDataset::open(data, encoder, options)?,
+            false => InstructionDataset::open_cached(data, encoder, options, &cache)?,
+        };
         say(&format!("            {}", all.report()));
+        say(&match (all.cached_bytes(), all.was_cached()) {
+            (None, _) => format!("            not cached: the chat template calls `{CLOCK}`"),
+            (Some(_), true) => "            tokens read from the cache".to_owned(),
+            (Some(bytes), false) => {
+                format!(
+                    "            tokens written to the cache, {:.1} MB",
+                    bytes as f64 / 1e6
+                )
+            }
+        });
         let all = match arguments.training.remove_duplicates {
             true => without_duplicates(all, &mut say)?,
             false => all,
@@ -154,12 +190,12 @@ impl InstructionData {
         loading(arguments, shard, true).of_rows(rows, layout, lengths)
     }
 
-    /// Returns the fraction of the positions of an epoch that hold tokens, 0 to 1, and the number of tokens in
-    /// the longest row.
+    /// Returns the shares of tokens in the batches of an epoch and in its rows, and the number of tokens in the longest
+    /// row.
     ///
     /// # Errors
     /// An error if an option is outside its range.
-    pub fn fill(&self, arguments: &FinetuneArguments) -> Result<(f64, u64)> {
+    pub fn fill(&self, arguments: &FinetuneArguments) -> Result<(BatchFill, u64)> {
         let (rows, layout, lengths) = self.rows(arguments)?;
         let how = loading(arguments, Device::Cpu, true);
         let plan = rows.plan();
@@ -217,6 +253,24 @@ impl InstructionData {
         }
         Ok(())
     }
+}
+
+/// The function of chat templates that returns the time. The tokens of such a template differ from day to day, so they
+/// are not cached.
+const CLOCK: &str = "strftime_now";
+
+/// Returns the digest of a chat template with its special tokens.
+fn format_digest(template: Option<&ChatTemplate>) -> Sha256Digest {
+    let Some(template) = template else {
+        return Sha256Digest::UNKNOWN;
+    };
+    let sources = template.names().map(|name| (name, template.source(name)));
+    let names =
+        ["bos", "eos", "unk", "sep", "pad", "cls", "mask"].map(|name| format!("{name}_token"));
+    let tokens = names.map(|name| template.special_token(&name).map(str::to_owned));
+    // The Debug format escapes strings, so different templates have different texts.
+    let text = format!("{:?} {tokens:?}", sources.collect::<Vec<_>>());
+    Sha256Digest::of(text.as_bytes())
 }
 
 /// The training rows, their layout in a batch, and the lengths by which they are grouped.

@@ -30,7 +30,7 @@ pub(super) static KEYS: &[(&str, &[Key])] = &[
         key(Both, "seed", "N", FREE, "Seed of the weights, the order of the data and the samples"),
     ]),
     ("Data", &[
-        key(Both, "data", "PATH", FREE, "Text to train on: files or folders of text, JSON Lines, CSV, Parquet [default: the Rust sources that Cargo keeps]")
+        key(Both, "data", "PATH", FREE, "Text to train on: files or folders of text, JSON Lines, CSV, Parquet, or of tokens (`tokenize`, .bin of nanoGPT and llm.c) [default: the Rust sources that Cargo keeps]")
             .paths().also(&["train_file", "dataset_path", "data_path", "dataset"])
             .finetune("Records to train on: JSON Lines (or a JSON array) with `prompt` and `response`, `messages`, `instruction` and `output`, or `text`"),
         key(Train, "dataset_text_field", "NAME", FREE, "Column or field of a record that holds its text")

@@ -1,0 +1,74 @@
+//! The scan of all records at the start.
+
+use super::encoder::InstructionEncoder;
+use super::example_file::{CompactExample, ScanReport};
+use super::record::InstructionRecord;
+use super::record_file::RecordFile;
+use crate::Sha256Digest;
+use crate::transform::SortedIndicesWriter;
+
+/// The result of examining one record.
+pub(super) enum Outcome {
+    Example(CompactExample),
+    WithoutAnswer,
+    Broken(String),
+}
+
+/// The results of encoding all records.
+#[derive(Default)]
+pub(super) struct Scanned {
+    pub(super) report: ScanReport,
+    pub(super) lengths: Vec<u32>,
+    /// The records of the examples.
+    pub(super) kept: SortedIndicesWriter,
+    pub(super) content: Sha256Digest,
+}
+
+impl Scanned {
+    pub(super) fn add(&mut self, record: usize, found: Outcome) {
+        let report = &mut self.report.report;
+        report.records += 1;
+        match found {
+            Outcome::Broken(problem) => {
+                report.broken += 1;
+                self.report.first_broken.get_or_insert((record, problem));
+            }
+            Outcome::WithoutAnswer => report.without_answer += 1,
+            Outcome::Example(example) => {
+                // The length is at most `max_seq_length`.
+                let length = u32::try_from(example.len()).unwrap_or(u32::MAX);
+                report.kept += 1;
+                report.tokens += u64::from(length);
+                report.learned_tokens += example.learned_tokens();
+                report.truncated += u64::from(example.is_truncated());
+                report.longest = report.longest.max(u64::from(length));
+                self.lengths.push(length);
+                self.kept.push(record);
+            }
+        }
+    }
+}
+
+/// Returns the digest of a record's bytes, and that of a record which cannot be read.
+pub(super) fn digest_of(bytes: Option<&[u8]>) -> Sha256Digest {
+    bytes.map_or(Sha256Digest::UNKNOWN, Sha256Digest::of)
+}
+
+/// Returns the digest of a record's bytes, and the result of encoding it.
+pub(super) fn examine(
+    file: &RecordFile,
+    record: usize,
+    encoder: &InstructionEncoder,
+) -> (Sha256Digest, Outcome) {
+    let bytes = match file.record(record) {
+        Ok(bytes) => bytes,
+        Err(error) => return (digest_of(None), Outcome::Broken(error.to_string())),
+    };
+    let example = InstructionRecord::from_json(&bytes).and_then(|record| encoder.encode(&record));
+    let outcome = match example {
+        Err(problem) => Outcome::Broken(problem),
+        Ok(example) if example.learned_tokens() == 0 => Outcome::WithoutAnswer,
+        Ok(example) => Outcome::Example(CompactExample::from(&example)),
+    };
+    (digest_of(Some(&bytes)), outcome)
+}
