@@ -76,8 +76,8 @@ pub fn spiral(device: Device) -> (Tensor, Tensor) {
             Tensor::stack(&[&radius * angle.cos(), &radius * angle.sin()], 1)
         })
         .collect();
-    let classes = Tensor::arange(ARMS, (Kind::Int64, device))
-        .repeat_interleave_self_int(POINTS_PER_ARM, None);
+    let points = Tensor::arange(ARMS * POINTS_PER_ARM, (Kind::Int64, device));
+    let classes = points.floor_divide_scalar(POINTS_PER_ARM);
     let order = Tensor::randperm(ARMS * POINTS_PER_ARM, (Kind::Int64, device));
     (
         Tensor::cat(&arms, 0).index_select(0, &order),
@@ -113,8 +113,8 @@ pub fn train(settings: &Settings, device: Device) -> Result<Summary> {
         accumulator.open(Window::of_means(settings.micro_batches))?;
         let parts = settings.micro_batches as i64;
         for (points, classes) in points.chunk(parts, 0).iter().zip(classes.chunk(parts, 0)) {
-            let forward = || network.forward(points).f_cross_entropy_for_logits(&classes);
-            let loss = settings.precision.autocast(device, forward)??;
+            let forward = || network.forward(points).cross_entropy_for_logits(&classes);
+            let loss = settings.precision.autocast(device, forward)?;
             accumulator.backward_mean(&loss, scaler.as_mut())?;
         }
         let loss = accumulator.step(&mut optimizer, scaler.as_mut())?.loss()?;
