@@ -117,6 +117,6 @@ fn whole(before: &str, block: &str, after: &str) -> String {
         return code;
     }
     format!(
-        "fn main() -> Result<(), Box<dyn std::error::Error + Send + Sync>> {{\n{code}Ok(())\n}}\n"
+        "fn main() -> Result<(), Box<dyn std::error::Error>> {{\n{code}Ok(())\n}}\n"
     )
 }
