@@ -116,7 +116,5 @@ fn whole(before: &str, block: &str, after: &str) -> String {
     if code.contains("fn main()") {
         return code;
     }
-    format!(
-        "fn main() -> Result<(), Box<dyn std::error::Error>> {{\n{code}Ok(())\n}}\n"
-    )
+    format!("fn main() -> Result<(), Box<dyn std::error::Error>> {{\n{code}Ok(())\n}}\n")
 }
