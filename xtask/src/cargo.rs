@@ -15,6 +15,11 @@ pub(crate) fn workspace() -> PathBuf {
     manifest.parent().map(Path::to_path_buf).unwrap_or(manifest)
 }
 
+/// Returns the target folder of this workspace.
+pub(crate) fn target_folder() -> PathBuf {
+    std::env::var_os("CARGO_TARGET_DIR").map_or_else(|| workspace().join("target"), PathBuf::from)
+}
+
 /// The features that are off by default, because they compile long or have another licence, but are checked.
 const ALL_FEATURES: [&str; 2] = [
     "--features",
@@ -32,6 +37,8 @@ const WAIT_POLICY: (&str, &str) = ("OMP_WAIT_POLICY", "passive");
 pub(crate) struct Cargo {
     arguments: Vec<OsString>,
     variables: Vec<(&'static str, &'static str)>,
+    /// The folder that it runs in, if it is not that of this process.
+    folder: Option<PathBuf>,
 }
 
 /// Returns the command of an example in release mode. A `--` before its arguments is optional.
@@ -265,6 +272,10 @@ pub(crate) fn docs_without_libtorch() -> Cargo {
         "overdrive-examples",
         "--exclude",
         "overdrive-gpu-check",
+        "--exclude",
+        "overdrive-guide",
+        "--exclude",
+        "my-model",
         "--features",
         "overdrive/doc-only",
     ]);
@@ -364,6 +375,13 @@ fn host_of(version: &str) -> Result<String> {
 }
 
 impl Cargo {
+    /// Runs `run` or `test` of another project with this workspace's target folder and without a network.
+    pub(crate) fn of_project(project: &Path, command: &str, target: &Path) -> Self {
+        let mut cargo = Self::new([command, "--offline", "--target-dir"]).and(&[target.into()]);
+        cargo.folder = Some(project.to_path_buf());
+        cargo
+    }
+
     /// Builds the fuzzer, with `variables` for the compiler.
     pub(crate) fn fuzzer(
         manifest: &Path,
@@ -393,6 +411,7 @@ impl Cargo {
         Self {
             arguments: arguments.map(OsString::from).to_vec(),
             variables: Vec::new(),
+            folder: None,
         }
     }
 
@@ -456,7 +475,16 @@ impl Cargo {
             .map(|(name, value)| format!("{name}={}", quoted(&value.to_string_lossy())));
         let arguments = self.arguments();
         let arguments = arguments.iter().map(|a| quoted(&a.to_string_lossy()));
-        let words: Vec<String> = variables
+        let folder = self.folder.iter();
+        let words: Vec<String> = folder
+            .flat_map(|folder| {
+                [
+                    "cd".to_owned(),
+                    quoted(&folder.to_string_lossy()),
+                    "&&".to_owned(),
+                ]
+            })
+            .chain(variables)
             .chain(["cargo".to_owned()])
             .chain(arguments)
             .collect();
@@ -469,6 +497,10 @@ impl Cargo {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
         let mut command = Command::new(cargo);
         command.args(self.arguments());
+        if let Some(folder) = &self.folder {
+            // Cargo's configuration is that of the folder.
+            command.current_dir(folder);
+        }
         for name in inherited_from_cargo_run(&workspace) {
             command.env_remove(name);
         }

@@ -11,7 +11,9 @@ use crate::cargo::{self, Cargo};
 use crate::dist::program;
 use crate::doctor;
 use crate::failure::{Failure, Result};
+use crate::guide;
 use crate::matrix;
+use crate::new;
 use crate::readmes;
 use crate::setup::{self, Request};
 
@@ -25,14 +27,16 @@ const MEAN_OF: usize = 5;
 /// first. A model that learns nothing stays within a few hundredths.
 const LEAST_FALL: f64 = 1.0;
 
-/// Runs every check and stops at the first failure. The tests come last, so that the log ends with cargo's own
+/// Runs every check and stops at the first failure. `commands` are the subcommands of `cargo xtask`. The tests come last, so that the log ends with cargo's own
 /// summary of them.
-pub(crate) fn check() -> Result<()> {
+pub(crate) fn check(commands: &[String]) -> Result<()> {
     step("format");
     // The cheapest check comes first, before libtorch may have to be fetched.
     cargo::fmt(&["--".into(), "--check".into()]).run()?;
     step("READMEs of the crates");
     readmes::readmes(true)?;
+    step("links, blocks of code and figures of the Markdown pages");
+    guide::check(commands)?;
     step("licences and sources of the dependencies");
     match deny_is_installed() {
         // Without advisories, whose database is on the network: an advisory of today must not fail the change of
@@ -47,6 +51,8 @@ pub(crate) fn check() -> Result<()> {
     cargo::lint(&[]).run()?;
     step("crates alone");
     matrix::matrix(&matrix::CHECKED.map(str::to_owned), false)?;
+    step("a new project outside of the workspace");
+    new::check()?;
     step("documentation");
     cargo::docs(&[]).run()?;
     step("a short training run, whose loss must fall");

@@ -1,6 +1,7 @@
 //! `cargo xtask dist`: the examples with the libraries that they need, in a folder that runs on another machine
 //! without Rust.
 
+mod archive;
 mod libraries;
 mod licences;
 pub(crate) mod manifest;
@@ -23,7 +24,8 @@ use program::Program;
 pub(crate) const MANIFEST: &str = "manifest.json";
 
 /// Builds, collects and checks the files; the output folder is created by one rename.
-pub(crate) fn dist(out: Option<&Path>, features: Option<&str>) -> Result<()> {
+/// With `archive`, packs the folder into an archive beside it.
+pub(crate) fn dist(out: Option<&Path>, features: Option<&str>, archive: bool) -> Result<()> {
     let target = target_of(out, "target/dist/overdrive")?;
     // Before the build, which takes minutes.
     replaceable(&target)?;
@@ -65,6 +67,12 @@ pub(crate) fn dist(out: Option<&Path>, features: Option<&str>) -> Result<()> {
         "copy the folder anywhere, and run {}/train --help",
         name(&target)
     );
+    if archive {
+        let variant = if found.libtorch.cuda { "cuda" } else { "cpu" };
+        let version = env!("CARGO_PKG_VERSION");
+        let file = format!("overdrive-{version}-{}-{variant}.tar.gz", cargo::host()?);
+        println!("packed in {}", archive::pack(&target, &file)?.display());
+    }
     Ok(())
 }
 

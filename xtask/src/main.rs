@@ -13,12 +13,16 @@ mod failure;
 #[cfg(all(test, target_os = "linux", target_env = "gnu"))]
 #[path = "../../faults/mod.rs"]
 mod faults;
+mod figures;
 mod fuzz;
 mod gpu_bundle;
+mod guide;
 mod hash;
 mod kernels;
 mod lock;
+mod markdown;
 mod matrix;
+mod new;
 mod progress;
 mod readmes;
 mod record;
@@ -33,7 +37,7 @@ use std::ffi::OsString;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use clap::{Args, Parser, Subcommand};
+use clap::{Args, CommandFactory, Parser, Subcommand};
 
 use crate::cargo::Cargo;
 use crate::failure::Result;
@@ -66,7 +70,12 @@ enum Command {
         /// Unpack libtorch again, even if it is already there
         #[arg(long)]
         force: bool,
+        /// Record it in this Cargo project too, so that it finds libtorch without an environment variable
+        #[arg(long, value_name = "DIR")]
+        project: Option<PathBuf>,
     },
+    /// Make a project outside of this workspace that depends on single crates, trains a small model and has tests
+    New(New),
     /// Train a language model on text: cargo run --release … --example train; with `--nproc N` in N
     /// processes
     Train(Further),
@@ -94,6 +103,9 @@ enum Command {
         /// Features of the examples, as in `--features parquet`
         #[arg(long, value_name = "FEATURES")]
         features: Option<String>,
+        /// Also pack the folder into overdrive-VERSION-TARGET-cpu.tar.gz (or -cuda) beside it, with its SHA-256
+        #[arg(long)]
+        archive: bool,
     },
     /// Check and measure everything that runs on a GPU, and write a report: cargo run --release -p
     /// overdrive-gpu-check; `--device cpu` tests the program itself
@@ -162,6 +174,12 @@ enum Command {
     Lint(Further),
     /// Build the documentation: cargo doc --workspace --no-deps
     Docs(Further),
+    /// Build the guide as HTML by mdBook: `target/book/index.html`
+    Book {
+        /// Only check the pages: links, blocks of code, commands, and the figures beside the reports
+        #[arg(long)]
+        check: bool,
+    },
     /// Run everything that CI runs: format, licences and sources of the dependencies, lints, documentation, a
     /// short training run, all tests
     Check,
@@ -181,6 +199,42 @@ struct Further {
     _arguments: Vec<OsString>,
 }
 
+#[derive(Args)]
+struct New {
+    /// The folder of the project, which must not exist
+    #[arg(required_unless_present = "check")]
+    folder: Option<PathBuf>,
+    /// The name of its package [default: that of the folder]
+    #[arg(long)]
+    name: Option<String>,
+    /// Take the crates from this repository instead of this checkout
+    #[arg(long, value_name = "URL", conflicts_with = "published")]
+    git: Option<String>,
+    /// The revision of the repository [default: the head of its default branch]
+    #[arg(long, value_name = "REV", requires = "git")]
+    rev: Option<String>,
+    /// Take the published crates of this version
+    #[arg(long)]
+    published: bool,
+    /// Make a project in a temporary folder, and run its program and its tests
+    #[arg(long, exclusive = true)]
+    check: bool,
+}
+
+impl New {
+    fn run(self) -> Result<()> {
+        let Some(folder) = self.folder else {
+            return new::check();
+        };
+        let source = match self.git {
+            Some(url) => new::Source::Git { url, rev: self.rev },
+            None if self.published => new::Source::Registry,
+            None => new::Source::Path,
+        };
+        new::new(&folder, self.name.as_deref(), &source)
+    }
+}
+
 fn main() -> ExitCode {
     // Read before anything is written: the record as it was when Cargo created this environment.
     setup::libtorch_at_start();
@@ -198,14 +252,22 @@ fn main() -> ExitCode {
 
 fn run(command: Command) -> Result<()> {
     match command {
-        Command::Setup { cuda, cpu, force } => {
+        Command::Setup {
+            cuda,
+            cpu,
+            force,
+            project,
+        } => {
             let wish = match (cuda, cpu) {
                 (true, _) => Request::Cuda,
                 (_, true) => Request::Cpu,
                 _ => Request::Any,
             };
-            setup::setup(wish, force).map(|found| found.report())
+            let found = setup::setup(wish, force)?;
+            found.report();
+            project.map_or(Ok(()), |project| new::connect(&project, &found))
         }
+        Command::New(arguments) => arguments.run(),
         Command::Train(_) => all_after_setup(cargo::train(&further(2))),
         Command::Example { name, .. } => after_setup(cargo::example(&name, &further(3))),
         Command::Test(_) => {
@@ -214,9 +276,13 @@ fn run(command: Command) -> Result<()> {
         }
         Command::Bench(_) => after_setup(cargo::bench(&further(2))),
         Command::Ablation(_) => after_setup(cargo::ablation(&further(2))),
-        Command::Dist { out, features } => {
+        Command::Dist {
+            out,
+            features,
+            archive,
+        } => {
             torch::refuse_other("dist")?;
-            dist::dist(out.as_deref(), features.as_deref())
+            dist::dist(out.as_deref(), features.as_deref(), archive)
         }
         Command::GpuCheck(_) => after_setup(cargo::gpu_check(&further(2))),
         Command::GpuBundle { out } => gpu_bundle::gpu_bundle(out.as_deref()),
@@ -251,8 +317,17 @@ fn run(command: Command) -> Result<()> {
         Command::Fmt(_) => cargo::fmt(&further(2)).replace_this_process(),
         Command::Lint(_) => after_setup(cargo::lint(&further(2))),
         Command::Docs(_) => after_setup(cargo::docs(&further(2))),
-        Command::Check => check::check(),
+        Command::Book { check: true } => guide::check(&subcommands()),
+        Command::Book { check: false } => guide::book(&subcommands()),
+        Command::Check => check::check(&subcommands()),
     }
+}
+
+/// Returns the names of all subcommands.
+fn subcommands() -> Vec<String> {
+    let cli = Cli::command();
+    let names = cli.get_subcommands().map(|command| command.get_name());
+    names.map(str::to_owned).collect()
 }
 
 /// Returns the arguments after the first `words`, as they were typed. clap is not used, because it consumes a

@@ -56,9 +56,14 @@ fn readme(name: &str, source: &str) -> String {
     let mut text = format!("# {name}\n\n");
     // The kind of the code block that the line is in.
     let mut block: Option<bool> = None;
+    // The paragraph that is being read: a link may begin on one line and end on the next.
+    let mut paragraph = String::new();
     let documentation = source.lines().map_while(|line| line.strip_prefix("//!"));
     for line in documentation {
         let line = line.strip_prefix(' ').unwrap_or(line);
+        if line.is_empty() || line.starts_with("```") {
+            text.push_str(&without_item_links(&std::mem::take(&mut paragraph)));
+        }
         if let Some(kind) = line.strip_prefix("```") {
             let is_rust = block.is_none() && is_rust(kind);
             text.push_str(if is_rust { "```rust" } else { line });
@@ -73,13 +78,14 @@ fn readme(name: &str, source: &str) -> String {
             text.push_str(line);
         } else if is_link_definition(line) {
             continue;
-        } else {
+        } else if !line.is_empty() {
             let heading = if line.starts_with('#') { "#" } else { "" };
-            text.push_str(heading);
-            text.push_str(&without_item_links(line));
+            paragraph.push_str(&format!("{heading}{line}\n"));
+            continue;
         }
         text.push('\n');
     }
+    text.push_str(&without_item_links(&paragraph));
     let text = text.trim_end();
     format!(
         "{text}\n\n---\n\nThis crate is a part of Overdrive, which makes libtorch train and serve faster from Rust. \
@@ -110,9 +116,9 @@ fn is_link_definition(line: &str) -> bool {
 }
 
 /// Replaces links whose target is no address, as `` [`Server`](crate::Server) ``, by their text.
-fn without_item_links(line: &str) -> String {
+fn without_item_links(paragraph: &str) -> String {
     let mut out = String::new();
-    let mut rest = line;
+    let mut rest = paragraph;
     while let Some(start) = rest.find('[') {
         let (before, from) = rest.split_at(start);
         let Some(end) = from.find(']') else {
@@ -149,10 +155,10 @@ mod tests {
 
     #[test]
     fn the_documentation_of_a_crate_becomes_its_readme() {
-        let source = "//! Reads [`File`](crate::File)s and [a page](https://example.com) by [`open`], [`x`][y].\n//!\n\
+        let source = "//! Reads [`File`](crate::File)s and [a page](https://example.com) by [`open`], [`x`][y],\n//! [two\n//! lines](crate::z).\n//!\n\
             //! ```no_run\n//! # fn main() {\n//! let a = [1];\n//! #[derive(Debug)]\n//! # }\n//! ```\n//!\n\
             //! # Limits\n//!\n//! | a[0] |\n//!\n//! ```toml\n//! # a comment\n//! ```\n//!\n//! [y]: crate::y\nmod x;\n";
-        let wanted = "# a-crate\n\nReads `File`s and [a page](https://example.com) by `open`, `x`.\n\n\
+        let wanted = "# a-crate\n\nReads `File`s and [a page](https://example.com) by `open`, `x`,\ntwo\nlines.\n\n\
             ```rust\nlet a = [1];\n#[derive(Debug)]\n```\n\n## Limits\n\n| a[0] |\n\n```toml\n# a comment\n```\n\n---";
         let readme = readme("a-crate", source);
         assert!(readme.starts_with(wanted), "{readme}");

@@ -65,9 +65,28 @@ impl Found {
         };
         println!(".cargo/libtorch.toml {done} it: cargo build, test, run and bench now work");
         println!(
-            "in a project of your own, set LIBTORCH={}",
-            self.root.display()
+            "for a project of your own: cargo xtask new DIR, or cargo xtask setup --project DIR"
         );
+    }
+
+    /// Writes the record into the `.cargo` folder of another project.
+    pub(crate) fn record_in(&self, project: &Path) -> Result<()> {
+        let folder = project.join(".cargo");
+        fs::create_dir_all(&folder)
+            .map_err(|error| Failure::io("could not create", &folder, &error))?;
+        self.record().write(project).map(drop)
+    }
+
+    fn record(&self) -> Record {
+        Record {
+            libtorch: self.root.clone(),
+            choice: self.choice,
+        }
+    }
+
+    #[cfg(test)]
+    pub(crate) fn for_test(root: &Path) -> Self {
+        found(Libtorch::at(root, Source::Cache), Choice::Cpu)
     }
 }
 
@@ -110,11 +129,7 @@ pub(crate) fn setup(wish: Request, force: bool) -> Result<Found> {
         torch::prepare()?;
         return Ok(found);
     }
-    let record = Record {
-        libtorch: found.root.clone(),
-        choice: found.choice,
-    };
-    found.recorded = record.write(&workspace)?;
+    found.recorded = found.record().write(&workspace)?;
     Ok(found)
 }
 

@@ -64,8 +64,6 @@
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 
-#[cfg(all(doctest, feature = "full"))]
-mod book;
 pub mod prelude;
 
 pub use overdrive_core as core;

@@ -36,6 +36,7 @@ struct Crate {
 pub(crate) fn gather(folder: &Path, libtorch: &Path, features: Option<&str>) -> Result<()> {
     fs::create_dir_all(folder).map_err(|error| failed("could not create", folder, &error))?;
     let crates = linked(&metadata(features)?)?;
+    every_one_has_a_licence(&crates)?;
     let mut texts = Vec::new();
     for one in &crates {
         texts.push(texts_in(&one.folder)?);
@@ -51,6 +52,20 @@ pub(crate) fn gather(folder: &Path, libtorch: &Path, features: Option<&str>) -> 
         copy_tree(&kept, folder)?;
     }
     Ok(())
+}
+
+/// Returns an error with the names of the crates that state no licence: they must not be passed on.
+fn every_one_has_a_licence(crates: &BTreeSet<Crate>) -> Result<()> {
+    let without = crates.iter().filter(|one| one.licence.is_empty());
+    let names: Vec<&str> = without.map(|one| &*one.name).collect();
+    match names.is_empty() {
+        true => Ok(()),
+        false => Err(Failure::new(format!(
+            "these crates state no licence: {}",
+            names.join(", ")
+        ))
+        .remedy("Leave out the feature that needs them, or ask their authors.")),
+    }
 }
 
 fn metadata(features: Option<&str>) -> Result<Value> {
@@ -117,7 +132,12 @@ impl Crate {
         Self {
             name: text("name"),
             version: text("version"),
-            licence: text("license"),
+            licence: match (text("license"), text("license_file")) {
+                (licence, file) if licence.is_empty() && !file.is_empty() => {
+                    format!("see its file {file}")
+                }
+                (licence, _) => licence,
+            },
             repository: text("repository"),
             folder: manifest.parent().map(Path::to_path_buf).unwrap_or_default(),
         }
@@ -155,14 +175,22 @@ fn texts_in(folder: &Path) -> Result<Vec<String>> {
     paths.iter().map(read).collect()
 }
 
-/// Returns a list of the crates, then each licence text once, with its crates.
+/// Returns the number of crates by licence, a list of the crates, then each licence text once, with its crates.
 fn written(crates: &BTreeSet<Crate>, texts: &[Vec<String>]) -> String {
-    let mut out = String::from("The programs are linked with these crates.\n\n");
+    let mut out = format!("The programs are linked with {} crates.\n\n", crates.len());
+    let mut by_licence: BTreeMap<&str, usize> = BTreeMap::new();
+    for one in crates {
+        *by_licence.entry(&one.licence).or_default() += 1;
+    }
+    for (licence, count) in by_licence {
+        // Writing to a string cannot fail.
+        let _ = writeln!(out, "{count:5}  {licence}");
+    }
+    out.push('\n');
     // In the order of the first crate with the text.
     let mut order: Vec<&String> = Vec::new();
     let mut of: BTreeMap<&String, Vec<String>> = BTreeMap::new();
     for (one, texts) in crates.iter().zip(texts) {
-        // Writing to a string cannot fail.
         let _ = writeln!(
             out,
             "{} {}: {}{}",
@@ -170,7 +198,19 @@ fn written(crates: &BTreeSet<Crate>, texts: &[Vec<String>]) -> String {
             one.version,
             one.licence,
             if texts.is_empty() {
-                format!(" (the crate holds no text; {})", one.repository)
+                let ours = ["MIT", "Apache-2.0"].into_iter();
+                let ours = ours.filter(|name| one.licence.contains(name));
+                let ours = ours.map(|name| match name {
+                    "MIT" => "LICENSE-MIT",
+                    _ => "LICENSE-APACHE",
+                });
+                let text = ours.collect::<Vec<_>>().join(" or ");
+                let text = if text.is_empty() {
+                    "ask its authors".to_owned()
+                } else {
+                    format!("that of the licence is {text}")
+                };
+                format!(" (the crate holds no text; {text}; {})", one.repository)
             } else {
                 String::new()
             }
@@ -272,9 +312,34 @@ mod tests {
         assert_eq!(out.matches("SAME").count(), 1);
         assert!(out.contains("\na 1.0.0, b 1.0.0\n"), "{out}");
         assert!(
-            out.contains("c 1.0.0: MIT (the crate holds no text; https://example.org)"),
+            out.contains(
+                "c 1.0.0: MIT (the crate holds no text; that of the licence is LICENSE-MIT; https://example.org)"
+            ),
             "{out}"
         );
+    }
+
+    #[test]
+    fn licences_are_counted_and_a_crate_without_one_is_refused() {
+        let one = |name: &str, licence: &str| Crate {
+            name: name.to_owned(),
+            version: "1.0.0".to_owned(),
+            licence: licence.to_owned(),
+            repository: String::new(),
+            folder: PathBuf::new(),
+        };
+        let crates = BTreeSet::from([one("a", "MIT"), one("b", "ISC"), one("c", "MIT")]);
+        let out = written(&crates, &[vec![], vec![], vec![]]);
+        assert!(
+            out.starts_with(
+                "The programs are linked with 3 crates.\n\n    1  ISC\n    2  MIT\n\na 1.0.0: MIT"
+            ),
+            "{out}"
+        );
+        assert!(out.contains("b 1.0.0: ISC (the crate holds no text; ask its authors; )"));
+        assert!(every_one_has_a_licence(&crates).is_ok());
+        let text = every_one_has_a_licence(&BTreeSet::from([one("d", "")])).unwrap_err();
+        assert!(text.to_string().contains("no licence: d"), "{text}");
     }
 
     #[test]

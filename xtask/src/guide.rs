@@ -1,0 +1,374 @@
+//! `cargo xtask book`: the guide as HTML, and the checks of its pages.
+//!
+//! The book is built of a copy of `docs/src` into which the reports of `docs/benchmarks` are put, because mdBook
+//! takes no page from outside of its source folder, and the pages link to the reports where they are.
+
+use std::collections::{BTreeMap, BTreeSet};
+use std::fs;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use crate::failure::{Failure, Result};
+use crate::markdown::{self, Block, Kind};
+use crate::{cargo, figures};
+
+/// Checks the pages, then builds the book in `target/book`.
+pub(crate) fn book(commands: &[String]) -> Result<()> {
+    check(commands)?;
+    let staged = cargo::workspace().join("target/book-source");
+    stage(&staged)?;
+    let out = cargo::workspace().join("target/book");
+    let mut mdbook = Command::new("mdbook");
+    mdbook.arg("build").arg(&staged).arg("--dest-dir").arg(&out);
+    eprintln!(
+        "$ mdbook build {} --dest-dir {}",
+        staged.display(),
+        out.display()
+    );
+    let status = mdbook.status().map_err(|error| {
+        Failure::new(format!("mdbook could not be started ({error})"))
+            .remedy("cargo install --locked mdbook")
+    })?;
+    if !status.success() {
+        return Err(Failure::new(format!("mdbook ended with {status}")));
+    }
+    println!("the guide is in {}", out.join("index.html").display());
+    Ok(())
+}
+
+/// Writes the source of the book: `docs/src` with the reports in its folder `benchmarks`.
+fn stage(staged: &Path) -> Result<()> {
+    let docs = cargo::workspace().join("docs");
+    let _ = fs::remove_dir_all(staged);
+    let mut reports = String::new();
+    for path in markdown::files(&docs)? {
+        let below = path.strip_prefix(&docs).unwrap_or(&path);
+        let text = read(&path)?;
+        let (to, text) = if let Ok(report) = below.strip_prefix("benchmarks") {
+            let title = text
+                .lines()
+                .next()
+                .unwrap_or_default()
+                .trim_start_matches("# ");
+            let file = report.display();
+            reports.push_str(&format!("  - [{title}](benchmarks/{file})\n"));
+            (Path::new("src/benchmarks").join(report), text)
+        } else if below.starts_with("src") {
+            // The folder of the reports is one level nearer than in the repository.
+            (
+                below.to_owned(),
+                text.replace("../benchmarks/", "benchmarks/"),
+            )
+        } else {
+            continue;
+        };
+        write(&staged.join(to), text.as_bytes())?;
+    }
+    let summary = staged.join("src/SUMMARY.md");
+    let entry = "(benchmarks.md)\n";
+    write(
+        &summary,
+        read(&summary)?
+            .replace(entry, &format!("{entry}{reports}"))
+            .as_bytes(),
+    )?;
+    write(
+        &staged.join("book.toml"),
+        read(&docs.join("book.toml"))?.as_bytes(),
+    )
+}
+
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).map_err(|error| Failure::io("could not read", path, &error))
+}
+
+fn write(path: &Path, bytes: &[u8]) -> Result<()> {
+    let parent = path.parent().unwrap_or(path);
+    fs::create_dir_all(parent)
+        .and_then(|()| fs::write(path, bytes))
+        .map_err(|error| Failure::io("could not write", path, &error))
+}
+
+/// Checks every Markdown page of the repository: links, anchors, blocks of code, commands; and the figures of the
+/// README and the guide. `commands` are the subcommands of `cargo xtask`.
+pub(crate) fn check(commands: &[String]) -> Result<()> {
+    let root = cargo::workspace();
+    let mut problems = Vec::new();
+    let mut pages = BTreeMap::new();
+    for path in markdown::files(&root)? {
+        match markdown::blocks(&read(&path)?) {
+            Ok(blocks) => drop(pages.insert(path, blocks)),
+            Err(what) => problems.push(format!("{}: {what}", shown(&path))),
+        }
+    }
+    for (path, blocks) in &pages {
+        let mut page = Page {
+            path,
+            problems: &mut problems,
+        };
+        page.links(blocks, &pages);
+        page.commands(blocks, commands, &root);
+        if is_of_guide(path, &root) {
+            page.code(blocks, &root);
+        }
+    }
+    summary(&root, &pages, &mut problems);
+    problems.extend(figures::problems(&root, &pages));
+    match problems.is_empty() {
+        true => Ok(()),
+        false => Err(Failure::new(format!(
+            "{} problems in the Markdown pages:\n  {}",
+            problems.len(),
+            problems.join("\n  ")
+        ))),
+    }
+}
+
+/// Returns `true` for the README and the pages of the guide.
+pub(crate) fn is_of_guide(path: &Path, root: &Path) -> bool {
+    path == root.join("README.md") || path.starts_with(root.join("docs/src"))
+}
+
+/// Returns the path below the workspace.
+pub(crate) fn shown(path: &Path) -> String {
+    let root = cargo::workspace();
+    path.strip_prefix(&root)
+        .unwrap_or(path)
+        .display()
+        .to_string()
+}
+
+struct Page<'a> {
+    path: &'a Path,
+    problems: &'a mut Vec<String>,
+}
+
+impl Page<'_> {
+    fn problem(&mut self, line: usize, what: &str) {
+        self.problems
+            .push(format!("{}:{line}: {what}", shown(self.path)));
+    }
+
+    /// Checks that the files and the headings exist to which relative links lead.
+    fn links(&mut self, blocks: &[Block], pages: &BTreeMap<PathBuf, Vec<Block>>) {
+        let folder = self.path.parent().unwrap_or(self.path);
+        for block in blocks {
+            if !matches!(block.kind, Kind::Paragraph | Kind::Table | Kind::Heading(_)) {
+                continue;
+            }
+            for link in markdown::links(&block.text) {
+                if link.is_empty() || link.contains("://") || link.starts_with("mailto:") {
+                    continue;
+                }
+                let (file, anchor) = link.split_once('#').unwrap_or((&link, ""));
+                let target = match file.is_empty() {
+                    true => self.path.to_owned(),
+                    false => crate::new::normal(&folder.join(file)),
+                };
+                if !target.exists() {
+                    self.problem(block.line, &format!("the link to {link} leads nowhere"));
+                } else if !anchor.is_empty()
+                    && let Some(blocks) = pages.get(&target)
+                    && !anchors(blocks).contains(anchor)
+                {
+                    self.problem(
+                        block.line,
+                        &format!("{} has no heading #{anchor}", shown(&target)),
+                    );
+                }
+            }
+        }
+    }
+
+    /// Checks that the subcommands and the examples exist that the page names.
+    fn commands(&mut self, blocks: &[Block], commands: &[String], root: &Path) {
+        for block in blocks {
+            for (at, _) in block.text.match_indices("cargo xtask ") {
+                let mut words = block.text[at..].split_whitespace().skip(2).map(|word| {
+                    word.trim_matches(|c: char| !c.is_ascii_alphanumeric() && c != '-' && c != '_')
+                });
+                let word = words.next().unwrap_or_default();
+                let is_name = |word: &str| {
+                    word.starts_with(|c: char| c.is_ascii_lowercase())
+                        && word
+                            .chars()
+                            .all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_')
+                };
+                if is_name(word) && !commands.iter().any(|known| known == word) {
+                    self.problem(
+                        block.line,
+                        &format!("there is no command cargo xtask {word}"),
+                    );
+                }
+                let example = words.next().unwrap_or_default();
+                let is_example = word == "example" && is_name(example);
+                if is_example
+                    && !root
+                        .join("examples")
+                        .join(format!("{example}.rs"))
+                        .is_file()
+                {
+                    self.problem(block.line, &format!("there is no example {example}"));
+                }
+            }
+        }
+    }
+
+    /// Checks that blocks of code say what they are, show no line that is there for a test, hold JSON where they
+    /// say so, and are a part of the file that a comment before them names.
+    fn code(&mut self, blocks: &[Block], root: &Path) {
+        let mut file = None;
+        for block in blocks {
+            match &block.kind {
+                Kind::Comment => {
+                    if let Some(name) = block.text.trim().strip_prefix("from ") {
+                        file = Some(name.to_owned());
+                    }
+                    continue;
+                }
+                Kind::Code(kind) => {
+                    if kind.is_empty() {
+                        self.problem(
+                            block.line,
+                            "the block of code names no language, such as `text`",
+                        );
+                    }
+                    let hidden = |line: &str| line == "#" || line.starts_with("# ");
+                    if kind.starts_with("rust")
+                        && block.text.lines().any(|l| hidden(l.trim_start()))
+                    {
+                        let what = "a hidden line shows in viewers of Markdown: put it into a comment `<!-- test`";
+                        self.problem(block.line, what);
+                    }
+                    if kind == "json"
+                        && let Err(error) = serde_json::from_str::<serde_json::Value>(&block.text)
+                    {
+                        self.problem(block.line, &format!("no JSON: {error}"));
+                    }
+                    if let Some(file) = &file {
+                        let there = fs::read_to_string(root.join(file)).unwrap_or_default();
+                        if !there.contains(&block.text) {
+                            self.problem(block.line, &format!("the block is not in {file}"));
+                        }
+                    }
+                }
+                _ => {}
+            }
+            file = None;
+        }
+    }
+}
+
+/// Returns the anchors of a page's headings; GitHub numbers those that repeat.
+fn anchors(blocks: &[Block]) -> BTreeSet<String> {
+    let mut seen: BTreeMap<String, usize> = BTreeMap::new();
+    let headings = blocks
+        .iter()
+        .filter(|block| matches!(block.kind, Kind::Heading(_)));
+    headings
+        .map(|heading| {
+            let anchor = markdown::anchor(&heading.text);
+            let count = seen.entry(anchor.clone()).or_insert(0);
+            *count += 1;
+            match *count {
+                1 => anchor,
+                more => format!("{anchor}-{}", more - 1),
+            }
+        })
+        .collect()
+}
+
+/// Checks that SUMMARY.md has each page of the guide.
+fn summary(root: &Path, pages: &BTreeMap<PathBuf, Vec<Block>>, problems: &mut Vec<String>) {
+    let guide = root.join("docs/src");
+    let summary = guide.join("SUMMARY.md");
+    let blocks = pages.get(&summary).into_iter().flatten();
+    let listed: BTreeSet<PathBuf> = blocks
+        .flat_map(|block| markdown::links(&block.text))
+        .map(|link| guide.join(link))
+        .collect();
+    for page in pages.keys().filter(|page| page.starts_with(&guide)) {
+        if *page != summary && !listed.contains(page) {
+            problems.push(format!("docs/src/SUMMARY.md does not list {}", shown(page)));
+        }
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn problems(text: &str) -> Vec<String> {
+        let folder = tempfile::tempdir().unwrap();
+        let root = folder.path();
+        fs::create_dir(root.join("examples")).unwrap();
+        fs::write(root.join("examples/train.rs"), "fn main() {}\n").unwrap();
+        fs::write(root.join("other.md"), "").unwrap();
+        let path = root.join("page.md");
+        let other = markdown::blocks("# Twice\n\n# Twice\n").unwrap();
+        let blocks = markdown::blocks(text).unwrap();
+        fs::write(&path, text).unwrap();
+        let pages = BTreeMap::from([
+            (path.clone(), blocks.clone()),
+            (root.join("other.md"), other),
+        ]);
+        let mut problems = Vec::new();
+        let mut page = Page {
+            path: &path,
+            problems: &mut problems,
+        };
+        page.links(&blocks, &pages);
+        page.commands(&blocks, &["train".to_owned(), "example".to_owned()], root);
+        page.code(&blocks, root);
+        problems
+            .iter()
+            .map(|problem| problem.split_once("page.md:").unwrap().1.to_owned())
+            .collect()
+    }
+
+    #[test]
+    fn links_lead_to_files_and_headings() {
+        let good =
+            "# A page\n\n[a](other.md#twice-1) [b](#a-page) [c](https://example.com/x) `[d](e)`\n";
+        assert_eq!(problems(good), Vec::<String>::new());
+        let bad = "[a](other.md#thrice)\n\n[b](nowhere.md)\n\n| [c](#d) |\n";
+        let found = problems(bad);
+        assert_eq!(found.len(), 3, "{found:?}");
+        assert!(
+            found[0].starts_with("1: ") && found[0].ends_with("has no heading #thrice"),
+            "{found:?}"
+        );
+        assert_eq!(found[1], "3: the link to nowhere.md leads nowhere");
+    }
+
+    #[test]
+    fn commands_and_examples_exist() {
+        let good = "`cargo xtask train --steps 3`, cargo xtask example train, `cargo xtask …`, cargo xtask example NAME";
+        assert_eq!(problems(good), Vec::<String>::new());
+        assert_eq!(
+            problems("```text\ncargo xtask fly\n```\n"),
+            ["1: there is no command cargo xtask fly"]
+        );
+        assert_eq!(
+            problems("`cargo xtask example fly`"),
+            ["1: there is no example fly"]
+        );
+    }
+
+    #[test]
+    fn blocks_of_code_show_what_they_say_and_nothing_hidden() {
+        let good = "<!-- from examples/train.rs -->\n```rust\nfn main() {}\n```\n```sh\n# a comment\n```\n```json\n{}\n```\n";
+        assert_eq!(problems(good), Vec::<String>::new());
+        let bad = "```\na\n```\n```rust\n# fn main() {\n```\n```json\n{,}\n```\n<!-- from examples/train.rs -->\n```rust\nx\n```\n";
+        let found = problems(bad);
+        assert_eq!(found.len(), 4, "{found:?}");
+        assert!(
+            found[0].contains("names no language") && found[1].contains("<!-- test"),
+            "{found:?}"
+        );
+        assert!(
+            found[2].contains("no JSON") && found[3].contains("not in examples/train.rs"),
+            "{found:?}"
+        );
+    }
+}

@@ -1,0 +1,483 @@
+//! `cargo xtask new`: a project outside of this workspace that depends on single crates, and
+//! `cargo xtask setup --project`: libtorch for a project that exists.
+//!
+//! The project is a copy of `xtask/templates/new`, a member of this workspace, which the checks therefore
+//! compile, lint and test. Only `Cargo.toml` changes: what `workspace = true` stands for is written out.
+
+use std::fs;
+use std::path::{Component, Path, PathBuf};
+
+use crate::cargo::{self, Cargo};
+use crate::dist::Made;
+use crate::failure::{Failure, Result};
+use crate::setup::{self, Found, Request};
+
+/// The files of the template, without its manifest.
+const FILES: [&str; 7] = [
+    ".cargo/config.toml",
+    ".gitignore",
+    "README.md",
+    "build.rs",
+    "src/lib.rs",
+    "src/main.rs",
+    "tests/training.rs",
+];
+/// The name of the template's package, which is replaced in all its files.
+const TEMPLATE: &str = "my-model";
+const CONFIG: &str = ".cargo/config.toml";
+/// The start of the tables of this workspace's manifest that a project shares: without them the CPU kernels would
+/// be compiled without optimization, and the glue of torch-sys with more than a test needs.
+const PROFILES: &str = "[profile.dev";
+/// Names that Cargo refuses for a package, and Rust's strict keywords.
+const RESERVED: [&str; 42] = [
+    "alloc", "as", "async", "await", "break", "build", "const", "continue", "core", "crate",
+    "deps", "dyn", "else", "enum", "examples", "extern", "false", "fn", "for", "if", "impl", "in",
+    "let", "loop", "match", "mod", "move", "mut", "pub", "ref", "return", "self", "static", "std",
+    "struct", "super", "test", "trait", "true", "type", "unsafe", "use",
+];
+
+/// The place that the new project takes the crates of Overdrive from.
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub(crate) enum Source {
+    /// This checkout.
+    Path,
+    /// A repository, at a revision or at the head of its default branch.
+    Git { url: String, rev: Option<String> },
+    /// The registry, once the crates are published.
+    Registry,
+}
+
+/// Makes the project `folder` and records libtorch in it. A folder that exists is left as it is.
+pub(crate) fn new(folder: &Path, name: Option<&str>, source: &Source) -> Result<()> {
+    let folder = target_of(folder)?;
+    let name = name_of(&folder, name)?;
+    let found = setup::setup(Request::Any, false)?;
+    write(&folder, &name, source)?;
+    // A project without libtorch is of no use, and a second attempt would be refused.
+    if let Err(failure) = found.record_in(&folder) {
+        let _ = fs::remove_dir_all(&folder);
+        return Err(failure);
+    }
+    println!(
+        "{} depends on crates of Overdrive ({})",
+        folder.display(),
+        described(source)
+    );
+    println!("libtorch is taken from {} ({CONFIG})", found.root.display());
+    println!(
+        "run it:   cd {} && cargo run && cargo test",
+        folder.display()
+    );
+    Ok(())
+}
+
+/// Makes a project in a temporary folder, and runs its program and its tests there.
+pub(crate) fn check() -> Result<()> {
+    let parent = Made(std::env::temp_dir().join(format!("overdrive-new-{}", std::process::id())));
+    let folder = parent.0.join("new-project");
+    new(&folder, None, &Source::Path)?;
+    // The target folder of this workspace holds torch-sys, which takes minutes to compile.
+    let target = cargo::target_folder();
+    for command in ["run", "test"] {
+        let cargo = Cargo::of_project(&folder, command, &target);
+        cargo.run()?;
+    }
+    let checkpoint = folder.join("runs/spiral/checkpoint-200");
+    if !checkpoint.is_dir() {
+        return Err(Failure::new(format!(
+            "the new project trained, but left no {}",
+            checkpoint.display()
+        )));
+    }
+    Ok(())
+}
+
+/// Records libtorch in a project that exists.
+pub(crate) fn connect(project: &Path, found: &Found) -> Result<()> {
+    if !project.join("Cargo.toml").is_file() {
+        return Err(Failure::new(format!(
+            "`--project` is {}, which holds no Cargo.toml",
+            project.display()
+        ))
+        .remedy("Name the folder of a Cargo project; `cargo xtask new DIR` makes one."));
+    }
+    found.record_in(project)?;
+    println!(
+        "{} now records it",
+        project.join(".cargo/libtorch.toml").display()
+    );
+    let config = project.join(CONFIG);
+    let included = template(CONFIG)?;
+    match fs::read_to_string(&config) {
+        Ok(text) if text.contains("libtorch.toml") => {}
+        Ok(_) => println!("add these lines to {}:\n\n{included}", config.display()),
+        Err(_) => put(&config, &included)?,
+    }
+    let ignored = fs::read_to_string(project.join(".gitignore"));
+    if !ignored.is_ok_and(|text| text.contains("libtorch.toml")) {
+        println!("add this line to .gitignore: /.cargo/libtorch.toml");
+    }
+    println!(
+        "its build.rs must call overdrive_build::link(), so that its programs find libtorch when they start"
+    );
+    Ok(())
+}
+
+fn described(source: &Source) -> String {
+    match source {
+        Source::Path => format!("paths to {}", cargo::workspace().display()),
+        Source::Git {
+            url,
+            rev: Some(rev),
+        } => format!("{url} at {rev}"),
+        Source::Git { url, rev: None } => url.clone(),
+        Source::Registry => format!("version {}", env!("CARGO_PKG_VERSION")),
+    }
+}
+
+/// Returns the absolute path of the project; an error if it exists, or if Cargo would take it for a part of this
+/// workspace.
+fn target_of(folder: &Path) -> Result<PathBuf> {
+    let folder = normal(
+        &std::path::absolute(folder)
+            .map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?,
+    );
+    // A link that leads nowhere is something of the user's, too.
+    if folder.symlink_metadata().is_ok() {
+        return Err(
+            Failure::new(format!("{} exists; it is left unchanged", folder.display()))
+                .remedy("Name a folder that is not there yet."),
+        );
+    }
+    if folder.starts_with(cargo::workspace()) {
+        return Err(Failure::new(format!(
+            "{} is inside of this workspace, and Cargo would take it for a part of it",
+            folder.display()
+        ))
+        .remedy("Name a folder outside, such as ../my-model."));
+    }
+    Ok(folder)
+}
+
+/// Returns `path` without `.` and `..`.
+pub(crate) fn normal(path: &Path) -> PathBuf {
+    let mut out = PathBuf::new();
+    for part in path.components() {
+        match part {
+            Component::ParentDir => {
+                out.pop();
+            }
+            Component::CurDir => {}
+            other => out.push(other),
+        }
+    }
+    out
+}
+
+/// Returns the name of the package: the given one, or that of the folder.
+fn name_of(folder: &Path, name: Option<&str>) -> Result<String> {
+    let of_folder = folder.file_name().unwrap_or_default().to_string_lossy();
+    let name = name.unwrap_or(&of_folder);
+    let mut chars = name.chars();
+    let is_word = chars.next().is_some_and(|c| c.is_ascii_alphabetic())
+        && chars.all(|c| c.is_ascii_alphanumeric() || c == '-' || c == '_');
+    if is_word && !RESERVED.contains(&name) {
+        return Ok(name.to_owned());
+    }
+    Err(Failure::new(format!(
+        "{name:?} is no name of a package; it must begin with a letter, have only letters, digits, `-` and `_`, and \
+         be no word of Rust or Cargo"
+    ))
+    .remedy("Name it with `--name my-model`."))
+}
+
+/// Writes the files of the project.
+fn write(folder: &Path, name: &str, source: &Source) -> Result<()> {
+    let manifest = manifest(folder, name, source)?;
+    let parent = folder.parent().unwrap_or(folder);
+    fs::create_dir_all(parent).map_err(|error| Failure::io("could not create", parent, &error))?;
+    // Not `create_dir_all`, which accepts a folder that another process has made meanwhile.
+    fs::create_dir(folder).map_err(|error| Failure::io("could not create", folder, &error))?;
+    let written = FILES
+        .iter()
+        .try_for_each(|file| put(&folder.join(file), &named(&template(file)?, name)))
+        .and_then(|()| put(&folder.join("Cargo.toml"), &manifest))
+        // The versions with which this checkout was tested; Cargo leaves out what the project does not use.
+        .and_then(|()| put(&folder.join("Cargo.lock"), &workspace_file("Cargo.lock")?));
+    if written.is_err() {
+        let _ = fs::remove_dir_all(folder);
+    }
+    written
+}
+
+fn put(path: &Path, text: &str) -> Result<()> {
+    let parent = path.parent().unwrap_or(path);
+    fs::create_dir_all(parent)
+        .and_then(|()| fs::write(path, text))
+        .map_err(|error| Failure::io("could not write", path, &error))
+}
+
+fn template(file: &str) -> Result<String> {
+    workspace_file(&format!("xtask/templates/new/{file}"))
+}
+
+fn workspace_file(file: &str) -> Result<String> {
+    let path = cargo::workspace().join(file);
+    fs::read_to_string(&path).map_err(|error| Failure::io("could not read", &path, &error))
+}
+
+fn named(text: &str, name: &str) -> String {
+    text.replace(TEMPLATE, name)
+        .replace(&TEMPLATE.replace('-', "_"), &name.replace('-', "_"))
+}
+
+/// Returns the manifest of the project.
+fn manifest(folder: &Path, name: &str, source: &Source) -> Result<String> {
+    let root = workspace_file("Cargo.toml")?;
+    let crates = cargo::workspace().join("crates");
+    // Relative where both lie in one folder of the user's, so that they can be moved together.
+    let crates = match folder.parent() {
+        Some(parent) if cargo::workspace().parent() == Some(parent) => relative(folder, &crates),
+        _ => crates,
+    };
+    let mut text = String::new();
+    for line in named(&template("Cargo.toml")?, name).lines() {
+        match line.strip_suffix(".workspace = true") {
+            Some(dependency) => text.push_str(&requirement(dependency, &root, source, &crates)?),
+            None => text.push_str(line),
+        }
+        text.push('\n');
+    }
+    Ok(text + &profiles(&root))
+}
+
+/// Returns the line of one dependency.
+fn requirement(dependency: &str, root: &str, source: &Source, crates: &Path) -> Result<String> {
+    let start = format!("{dependency} = ");
+    let line = root.lines().find(|line| line.starts_with(&start));
+    let line = line.ok_or_else(|| {
+        Failure::new(format!(
+            "Cargo.toml of this workspace has no dependency {dependency}"
+        ))
+    })?;
+    if !dependency.starts_with("overdrive") {
+        return Ok(line.to_owned());
+    }
+    let value = match source {
+        Source::Path => format!(
+            "path = {}",
+            quoted(&crates.join(dependency).display().to_string())
+        ),
+        Source::Git { url, rev: None } => format!("git = {}", quoted(url)),
+        Source::Git {
+            url,
+            rev: Some(rev),
+        } => format!("git = {}, rev = {}", quoted(url), quoted(rev)),
+        Source::Registry => return Ok(format!("{dependency} = \"{}\"", env!("CARGO_PKG_VERSION"))),
+    };
+    Ok(format!("{dependency} = {{ {value} }}"))
+}
+
+/// Returns a basic string of TOML.
+fn quoted(text: &str) -> String {
+    format!("\"{}\"", text.replace('\\', r"\\").replace('"', "\\\""))
+}
+
+/// Returns the tables [`PROFILES`] of the manifest `root`.
+fn profiles(root: &str) -> String {
+    let mut out = String::from(
+        "\n# Kernels and codecs of the crates run in tests too; the glue of torch-sys need not be fast for that.\n",
+    );
+    let mut inside = false;
+    for line in root.lines() {
+        if line.starts_with('[') {
+            inside = line.starts_with(PROFILES);
+        }
+        if inside && !line.starts_with('#') && !line.is_empty() {
+            if line.starts_with('[') && !out.ends_with("that.\n") {
+                out.push('\n');
+            }
+            out.push_str(line);
+            out.push('\n');
+        }
+    }
+    out
+}
+
+/// Returns the path from the folder `from` to `to`, both absolute.
+fn relative(from: &Path, to: &Path) -> PathBuf {
+    let (mut from, mut to) = (from.components().peekable(), to.components().peekable());
+    while from.peek().is_some() && from.peek() == to.peek() {
+        from.next();
+        to.next();
+    }
+    from.map(|_| Component::ParentDir).chain(to).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_project_has_the_template_under_its_own_name_and_no_word_of_the_workspace() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join("spiral-2");
+        write(&folder, "spiral-2", &Source::Path).unwrap();
+        let read = |file: &str| fs::read_to_string(folder.join(file)).unwrap();
+        let manifest = read("Cargo.toml");
+        assert!(
+            manifest.starts_with("[package]\nname = \"spiral-2\"\n"),
+            "{manifest}"
+        );
+        assert!(!manifest.contains("workspace"), "{manifest}");
+        let optim = cargo::workspace().join("crates/overdrive-optim");
+        assert!(
+            manifest.contains(&format!(
+                "overdrive-optim = {{ path = \"{}\" }}",
+                optim.display()
+            )),
+            "{manifest}"
+        );
+        for table in ["[profile.dev]", "[profile.dev.package.torch-sys]"] {
+            assert!(manifest.contains(table), "{manifest}");
+        }
+        assert!(!manifest.contains("profile.release"), "{manifest}");
+        let tch = manifest.lines().find(|line| line.starts_with("tch = "));
+        assert!(
+            tch.is_some_and(|line| line.contains("default-features = false")),
+            "{manifest}"
+        );
+        assert!(read("src/main.rs").contains("use spiral_2::"));
+        for file in FILES {
+            let text = read(file);
+            assert!(
+                !text.contains("my-model") && !text.contains("my_model"),
+                "{file}: {text}"
+            );
+        }
+        assert!(folder.join("Cargo.lock").is_file());
+    }
+
+    #[test]
+    fn every_file_of_the_template_is_copied() {
+        let root = cargo::workspace().join("xtask/templates/new");
+        let mut found = Vec::new();
+        for folder in ["", "src", "tests", ".cargo"] {
+            for entry in fs::read_dir(root.join(folder)).unwrap() {
+                let path = entry.unwrap().path();
+                if path.is_file() {
+                    let file = path.strip_prefix(&root).unwrap().display().to_string();
+                    found.push(file);
+                }
+            }
+        }
+        found.retain(|file| file != "Cargo.toml" && file != ".cargo/libtorch.toml");
+        found.sort();
+        assert_eq!(found, FILES);
+    }
+
+    #[test]
+    fn dependencies_come_from_paths_a_repository_or_the_registry() {
+        let root =
+            "overdrive-optim = { version = \"0.1.0\", path = \"crates/x\" }\nanyhow = \"1\"\n";
+        let of = |name: &str, source: &Source| {
+            requirement(name, root, source, Path::new("../overdrive/crates"))
+        };
+        let git = |rev: Option<&str>| Source::Git {
+            url: "https://example.com/overdrive".to_owned(),
+            rev: rev.map(str::to_owned),
+        };
+        let line = |source: &Source| of("overdrive-optim", source).unwrap();
+        assert_eq!(
+            line(&Source::Path),
+            "overdrive-optim = { path = \"../overdrive/crates/overdrive-optim\" }"
+        );
+        assert_eq!(
+            line(&git(None)),
+            "overdrive-optim = { git = \"https://example.com/overdrive\" }"
+        );
+        assert_eq!(
+            line(&git(Some("abc"))),
+            "overdrive-optim = { git = \"https://example.com/overdrive\", rev = \"abc\" }"
+        );
+        assert_eq!(
+            line(&Source::Registry),
+            format!("overdrive-optim = \"{}\"", env!("CARGO_PKG_VERSION"))
+        );
+        assert_eq!(of("anyhow", &Source::Path).unwrap(), "anyhow = \"1\"");
+        assert!(of("nothing", &Source::Path).is_err());
+    }
+
+    #[test]
+    fn what_exists_and_what_is_inside_of_the_workspace_is_refused_and_left_alone() {
+        let parent = tempfile::tempdir().unwrap();
+        let folder = parent.path().join("thesis");
+        fs::create_dir(&folder).unwrap();
+        fs::write(folder.join("main.tex"), "years").unwrap();
+        let text = new(&folder, None, &Source::Path).unwrap_err().to_string();
+        assert!(text.contains("exists; it is left unchanged"), "{text}");
+        assert!(write(&folder, "thesis", &Source::Path).is_err());
+        assert_eq!(fs::read_dir(&folder).unwrap().count(), 1);
+        assert!(target_of(&folder.join("main.tex")).is_err(), "a file");
+
+        let inside = cargo::workspace().join("my-model");
+        let text = target_of(&inside).unwrap_err().to_string();
+        assert!(text.contains("inside of this workspace"), "{text}");
+        let out_again = cargo::workspace().join("../not-there-yet");
+        assert!(target_of(&out_again).is_ok(), "outside");
+    }
+
+    #[test]
+    fn a_name_that_cargo_or_rust_would_refuse_is_refused_with_the_flag() {
+        let of = |folder: &str, name| name_of(Path::new(folder), name);
+        assert_eq!(of("/home/a/my-model_2", None).unwrap(), "my-model_2");
+        assert_eq!(of("/home/a/1 model", Some("model")).unwrap(), "model");
+        for folder in [
+            "/home/a/1model",
+            "/home/a/mein modell",
+            "/home/a/modèle",
+            "/a/test",
+            "/",
+        ] {
+            let text = of(folder, None).unwrap_err().to_string();
+            assert!(text.contains("--name"), "{text}");
+        }
+    }
+
+    #[test]
+    fn a_path_between_neighbours_is_relative() {
+        let path = relative(
+            Path::new("/home/a/my-model"),
+            Path::new("/home/a/overdrive/crates"),
+        );
+        assert_eq!(path, Path::new("../overdrive/crates"));
+        assert_eq!(
+            normal(Path::new("/w/main/../my/./model")),
+            Path::new("/w/my/model")
+        );
+    }
+
+    #[test]
+    fn a_project_that_exists_gets_the_record_and_keeps_its_configuration() {
+        let parent = tempfile::tempdir().unwrap();
+        let project = parent.path();
+        let found = Found::for_test(project);
+        let text = connect(project, &found).unwrap_err().to_string();
+        assert!(text.contains("Cargo.toml"), "{text}");
+
+        fs::write(project.join("Cargo.toml"), "[package]\n").unwrap();
+        connect(project, &found).unwrap();
+        let record = fs::read_to_string(project.join(".cargo/libtorch.toml")).unwrap();
+        assert!(record.contains("LIBTORCH = "), "{record}");
+        let config = project.join(CONFIG);
+        assert!(
+            fs::read_to_string(&config)
+                .unwrap()
+                .contains("libtorch.toml")
+        );
+
+        fs::write(&config, "[build]\njobs = 1\n").unwrap();
+        connect(project, &found).unwrap();
+        assert_eq!(fs::read_to_string(&config).unwrap(), "[build]\njobs = 1\n");
+    }
+}
