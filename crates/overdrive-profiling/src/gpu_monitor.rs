@@ -5,6 +5,7 @@ use std::time::{Duration, Instant};
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
+use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 use serde::{Deserialize, Serialize};
 
@@ -35,6 +36,16 @@ pub struct GpuSample {
     /// The power limit, in watts.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub power_limit_watts: Option<f64>,
+}
+
+/// A process that computes on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GpuProcess {
+    /// The process ID.
+    pub pid: u32,
+    /// The bytes of the GPU's memory that it uses; `None` if the driver does not report them.
+    pub memory_bytes: Option<u64>,
 }
 
 /// A monitor of one GPU through NVML (`libnvidia-ml`, which comes with the driver). The library is loaded
@@ -107,6 +118,24 @@ impl GpuMonitor {
         sample
     }
 
+    /// Returns the processes other than this one that compute on the GPU, as far as the driver shows them: those of
+    /// other containers may be hidden.
+    pub fn other_processes(&self) -> Vec<GpuProcess> {
+        let device = self.nvml.device_by_pci_bus_id(self.pci_bus_id.as_str());
+        let processes = device.and_then(|device| device.running_compute_processes());
+        let others = processes.unwrap_or_default().into_iter();
+        others
+            .filter(|process| process.pid != std::process::id())
+            .map(|process| GpuProcess {
+                pid: process.pid,
+                memory_bytes: match process.used_gpu_memory {
+                    UsedGpuMemory::Used(bytes) => Some(bytes),
+                    UsedGpuMemory::Unavailable => None,
+                },
+            })
+            .collect()
+    }
+
     /// Returns the last sample, or a new one if that is older than `age`.
     pub(crate) fn sample_at_most(&mut self, age: Duration) -> GpuSample {
         match self.last {
@@ -163,6 +192,8 @@ mod tests {
                 .is_none_or(|fraction| (0.0..=1.0).contains(&fraction))
         );
         assert_eq!(monitor.sample_at_most(Duration::from_secs(60)), sample);
+        let own = std::process::id();
+        assert!(monitor.other_processes().iter().all(|other| other.pid != own));
     }
 
     #[test]

@@ -51,7 +51,9 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod batch_fit;
 mod batch_loader;
+mod check;
 mod components;
 mod config_errors;
 mod config_format;
@@ -80,6 +82,8 @@ mod text_source;
 mod training_arguments;
 mod validate;
 
+pub use batch_fit::usable_memory;
+pub use check::{Finding, MachineFacts, RunCheck, Severity};
 pub use config_format::ConfigFormat;
 pub use config_layers::{Configuration, Layers};
 pub use data_arguments::{SampleBy, SequenceMode};
