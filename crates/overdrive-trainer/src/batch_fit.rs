@@ -124,7 +124,7 @@ pub fn usable_memory(device: Device) -> Option<u64> {
 }
 
 /// The numbers of a batch plan come from keys, so its errors are those of an option.
-fn accumulation_error(error: overdrive_accumulation::Error) -> Error {
+pub(crate) fn accumulation_error(error: overdrive_accumulation::Error) -> Error {
     match error {
         overdrive_accumulation::Error::Common(common) => common.into(),
         other => overdrive_core::Error::option(

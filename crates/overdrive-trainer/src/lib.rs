@@ -74,6 +74,7 @@ mod parallel;
 mod plan;
 mod precision;
 mod preset;
+mod recommended;
 mod run_folder;
 mod save_arguments;
 mod snapshots;
@@ -103,6 +104,10 @@ pub use model_arguments::ModelArguments;
 pub use parallel::{DataShard, DdpBackend};
 pub use plan::TrainingPlan;
 pub use preset::Preset;
+pub use recommended::{
+    Attention, DEVICES, DeviceFacts, DeviceKind, MODELS, ModelSize, RecommendedSettings, Task,
+    TrainedWeights,
+};
 pub use run_folder::RunFolder;
 pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};
 pub use snapshots::{BestModel, load_best, loader_totals};

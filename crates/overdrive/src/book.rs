@@ -17,6 +17,7 @@ pages! {
     setup = "setup.md";
     training = "training.md";
     finetuning = "finetuning.md";
+    settings = "settings.md";
     symptoms = "symptoms.md";
     migration = "migration.md";
     architecture = "architecture.md";
