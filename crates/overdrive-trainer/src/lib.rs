@@ -82,6 +82,7 @@ mod text_data;
 mod text_records;
 mod text_source;
 mod training_arguments;
+mod tuning;
 mod validate;
 
 pub use batch_fit::usable_memory;
@@ -113,6 +114,7 @@ pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};
 pub use snapshots::{BestModel, load_best, loader_totals};
 pub use text_data::TextData;
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};
+pub use tuning::{Trial, TrialEnd, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning};
 
 /// The flags of a training program: `--config` and one for each key of [`TrainingArguments`].
 pub type TrainArgs = ConfigArgs<TrainingArguments>;
