@@ -17,6 +17,7 @@ mod progress;
 mod speed;
 mod template_flags;
 pub mod training;
+pub mod tuning;
 mod warnings;
 
 use std::fmt::Display;

@@ -64,6 +64,9 @@ enum Command {
     /// Train a language model on text: cargo run --release … --example train; with `--nproc N` in N
     /// processes
     Train(Further),
+    /// Find the fastest micro-batch, accumulation, precision, checkpointing and workers of `train` on this machine, within
+    /// a limit of memory, and write a configuration
+    Tune(Further),
     /// Run an example by name: cargo run --release … --example NAME
     Example {
         /// The name of the file in examples/ without `.rs`
@@ -191,6 +194,7 @@ fn run(command: Command) -> Result<()> {
             setup::setup(wish, force).map(|found| found.report())
         }
         Command::Train(_) => all_after_setup(cargo::train(&further(2))),
+        Command::Tune(_) => all_after_setup(cargo::tune(&further(2))),
         Command::Example { name, .. } => after_setup(cargo::example(&name, &further(3))),
         Command::Test(_) => {
             let found = setup::setup(Request::Any, false)?;

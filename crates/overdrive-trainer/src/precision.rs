@@ -13,7 +13,7 @@ type Choice = ((bool, bool, Option<bool>), String);
 impl TrainingArguments {
     /// Returns the precision that `bf16`, `fp16` and `tf32` select. Fine-tuning may train in another one, so
     /// programs take the precision from `apply`.
-    pub(crate) fn precision(&self) -> Precision {
+    pub fn precision(&self) -> Precision {
         // bf16 and fp16 exclude each other, which `validate` checks.
         if self.bf16 {
             Precision::Bf16

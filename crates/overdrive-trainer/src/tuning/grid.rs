@@ -1,6 +1,6 @@
 //! The rows of a search.
 
-use std::fmt::Write as _;
+use std::fmt::{self, Write as _};
 
 use overdrive_accumulation::BatchPlan;
 use overdrive_core::units;
@@ -38,6 +38,20 @@ impl TuneCandidate {
         changed.set_precision(self.precision);
         changed.set_batch_plan(self.batch);
         changed
+    }
+}
+
+impl fmt::Display for TuneCandidate {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(
+            f,
+            "{} × {} in {}, {}checkpointing, {} workers",
+            self.batch.micro_batch(),
+            self.batch.accumulation_steps(),
+            self.precision,
+            if self.gradient_checkpointing { "" } else { "no " },
+            self.dataloader_num_workers
+        )
     }
 }
 

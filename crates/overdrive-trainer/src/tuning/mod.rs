@@ -7,6 +7,9 @@ mod tests;
 
 pub use grid::{TuneCandidate, TuneOutcome, TuneRow, Tuning};
 
+use std::fmt;
+
+use overdrive_core::units;
 use overdrive_precision::Precision;
 use overdrive_profiling::DecoderShape;
 use serde::{Deserialize, Serialize};
@@ -58,6 +61,20 @@ pub enum TrialEnd {
     Measured(Trial),
     /// Memory ran out, with a message.
     OutOfMemory(String),
+}
+
+impl fmt::Display for TrialEnd {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        match self {
+            Self::Measured(trial) => write!(
+                f,
+                "{} tokens/s, peak {}",
+                units::rounded(trial.tokens_per_second),
+                units::bytes(trial.peak_bytes)
+            ),
+            Self::OutOfMemory(message) => write!(f, "out of memory: {message}"),
+        }
+    }
 }
 
 impl TrainingArguments {
