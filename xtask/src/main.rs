@@ -79,7 +79,8 @@ enum Command {
     /// Run the benchmarks: cargo bench -p overdrive-benches
     Bench(Further),
     /// Measure the effect of each technique on this machine: default, + mixed precision, + flash attention, +
-    /// checkpointing, + fused kernels, all
+    /// checkpointing, + fused kernels, all; with `--of training`, `--of finetuning` or `--of inference`, changes on top of
+    /// each other
     Ablation(Further),
     /// Collect all examples and the libraries that they need in a folder that runs on another machine without
     /// Rust

@@ -15,8 +15,6 @@ const MOST_ACCUMULATION: u64 = 2;
 #[derive(Debug)]
 pub struct Trials {
     program: PathBuf,
-    /// The first arguments of the program, before `--config`.
-    words: Vec<String>,
     /// The number of measured steps of a trial.
     pub steps: u64,
     /// The number of steps before them, in which caches fill.
@@ -39,14 +37,13 @@ impl Trials {
                 program.display()
             );
         }
-        Ok(Self::of(program, Vec::new(), steps, warmup))
+        Ok(Self::of(program, steps, warmup))
     }
 
-    /// Returns the trials of a program that trains with `words` and `--config FILE` as its arguments.
-    pub fn of(program: PathBuf, words: Vec<String>, steps: u64, warmup: u64) -> Self {
+    /// Returns the trials of a program that trains with the arguments `--config FILE`.
+    pub fn of(program: PathBuf, steps: u64, warmup: u64) -> Self {
         Self {
             program,
-            words,
             steps: steps.max(1),
             warmup,
         }
@@ -62,7 +59,6 @@ impl Trials {
         let config = folder.path().join("trial.json");
         short.write(&config)?;
         let output = Command::new(&self.program)
-            .args(&self.words)
             .arg("--config")
             .arg(&config)
             .output()
