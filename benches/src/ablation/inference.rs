@@ -69,7 +69,7 @@ impl Settings {
     fn run(&self, model: &CausalLm, prompts: &[Vec<i64>]) -> StepResult<StageCost> {
         let config = GenerationConfig {
             max_new_tokens: Some(ANSWER),
-            min_new_tokens: Some(ANSWER),
+            min_new_tokens: ANSWER,
             num_beams: self.beams,
             use_cache: self.cache,
             ..GenerationConfig::default()
@@ -112,8 +112,8 @@ pub fn inference_stages(
     let mut stages = Vec::new();
     for settings in STAGES {
         if settings.int8 {
-            let scheme = Scheme::Int8;
-            model_now.quantize(&QuantizeOptions::new(scheme).with_head(scheme))?;
+            let scheme = Scheme::Int8Dynamic;
+            model_now.quantize(&QuantizeOptions::new(scheme.clone()).with_head(scheme))?;
         }
         // The first generation of a kind fills caches; one answer is enough for it.
         settings.run(&model_now, &prompts[..1])?;
