@@ -16,7 +16,7 @@ use clap::Parser;
 use overdrive::accumulation::BatchPlan;
 use overdrive::core::{files, units};
 use overdrive::precision::Precision;
-use overdrive::profiling::Machine;
+use overdrive::profiling::{DecoderShape, Machine};
 use overdrive::trainer::{
     DeviceFacts, RecommendedSettings, Task, TextData, TrainArgs, TrainingArguments, TuneOptions,
     Tuning, usable_memory,
@@ -34,7 +34,7 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "SIZE", help_heading = "Search")]
     memory_limit: Option<MemoryLimit>,
     /// Number of sequences in an optimizer step [default: micro-batch times accumulation of the configuration]
-    #[arg(long, value_name = "N", help_heading = "Search")]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Search")]
     effective_batch: Option<u64>,
     /// Number of measured steps in each trial
     #[arg(long, value_name = "N", default_value_t = 4, help_heading = "Search")]
@@ -46,7 +46,12 @@ pub(crate) struct Flags {
     #[arg(long, value_name = "N", default_value_t = 24, help_heading = "Search")]
     max_trials: usize,
     /// Folder of config.json, tune.md and tune.json
-    #[arg(long, value_name = "DIR", default_value = "runs/tune", help_heading = "Search")]
+    #[arg(
+        long,
+        value_name = "DIR",
+        default_value = "runs/tune",
+        help_heading = "Search"
+    )]
     results: PathBuf,
 }
 
@@ -74,7 +79,9 @@ pub(crate) fn tune(flags: &Flags, trials: &Trials) -> Result<Tuning> {
     arguments.apply()?;
     // The trials reuse the cached tokenizer and tokens.
     let data = TextData::prepare(&arguments, |line| print_line(line))?;
-    let shape = arguments.memory_plan(data.vocab_size(), Precision::Fp32).shape;
+    let shape = arguments
+        .memory_plan(data.vocab_size(), Precision::Fp32)
+        .shape;
     let limit = match flags.memory_limit {
         Some(MemoryLimit(bytes)) => bytes,
         None => usable_memory(device)
@@ -116,7 +123,7 @@ fn describe(
     arguments: &TrainingArguments,
     device: Device,
     limit: u64,
-    shape: overdrive::profiling::DecoderShape,
+    shape: DecoderShape,
 ) -> Result<()> {
     let facts = DeviceFacts::detect(device);
     let recommended =
@@ -138,7 +145,12 @@ fn describe(
 }
 
 /// Prints the grid, and writes it with the configuration of the chosen row.
-fn write(flags: &Flags, arguments: &TrainingArguments, tuning: &Tuning, device: Device) -> Result<()> {
+fn write(
+    flags: &Flags,
+    arguments: &TrainingArguments,
+    tuning: &Tuning,
+    device: Device,
+) -> Result<()> {
     let machine = Machine::detect();
     let text = format!(
         "{}, {} threads, libtorch {} ({}), {device:?}. {} sequences of {} tokens a step, at most {} of tensors; trials of \

@@ -69,11 +69,14 @@ pub fn finetuning_stages(
             measured.push(cost);
         }
     }
-    let stages = settings.iter().zip(&rounds).map(|((name, flags), rounds)| Stage {
-        name: (*name).to_owned(),
-        flags: flags.iter().map(ToString::to_string).collect(),
-        cost: median_cost(rounds),
-    });
+    let stages = settings
+        .iter()
+        .zip(&rounds)
+        .map(|((name, flags), rounds)| Stage {
+            name: (*name).to_owned(),
+            flags: flags.iter().map(ToString::to_string).collect(),
+            cost: median_cost(rounds),
+        });
     Ok(Stages {
         machine,
         work: format!(
@@ -95,7 +98,16 @@ pub fn finetuning_stages(
 /// Trains a model for one step, so that there is one with a tokenizer.
 fn new_model(folder: &Path) -> StepResult<PathBuf> {
     let out = folder.join("base");
-    let flags = ["--preset", "small", "--steps", "1", "--samples", "0", "--save-strategy", "no"];
+    let flags = [
+        "--preset",
+        "small",
+        "--steps",
+        "1",
+        "--samples",
+        "0",
+        "--save-strategy",
+        "no",
+    ];
     Program::build("train")?.run(&flags.map(OsString::from), &out)?;
     Ok(out.join("model"))
 }

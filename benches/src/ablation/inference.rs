@@ -113,7 +113,7 @@ pub fn inference_stages(
     for settings in STAGES {
         if settings.int8 {
             let scheme = Scheme::Int8Dynamic;
-            model_now.quantize(&QuantizeOptions::new(scheme.clone()).with_head(scheme))?;
+            model_now.quantize(&QuantizeOptions::new(scheme).with_head(scheme))?;
         }
         // The first generation of a kind fills caches; one answer is enough for it.
         settings.run(&model_now, &prompts[..1])?;

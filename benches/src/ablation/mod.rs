@@ -52,7 +52,11 @@ impl StageRuns {
 
     /// Returns a description of what is trained: `base`, or the further flags.
     fn described(&self, base: &str) -> String {
-        let further: Vec<_> = self.further.iter().map(|flag| flag.to_string_lossy()).collect();
+        let further: Vec<_> = self
+            .further
+            .iter()
+            .map(|flag| flag.to_string_lossy())
+            .collect();
         match further.is_empty() {
             true => base.to_owned(),
             false => format!("{base} with {}", further.join(" ")),

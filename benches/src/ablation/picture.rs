@@ -55,12 +55,7 @@ pub(super) fn draw(title: &str, rows: &[(String, f64, f64)], path: &Path) -> Ste
         area.draw(&Text::new(name.clone(), (24, y + 12), text(15, INK)))?;
         let bars = [
             (*speed, SPEED, format!("{speed:.2}x"), y),
-            (
-                *memory,
-                MEMORY,
-                format!("{:.0}%", memory * 100.0),
-                y + 21,
-            ),
+            (*memory, MEMORY, format!("{:.0}%", memory * 100.0), y + 21),
         ];
         for (ratio, color, label, y) in bars {
             area.draw(&Rectangle::new(

@@ -50,8 +50,13 @@ impl Stages {
             return Vec::new();
         };
         let ratio = |stage: &Stage| {
-            let memory = stage.cost.peak_memory_bytes as f64 / first.peak_memory_bytes.max(1) as f64;
-            (stage.name.clone(), first.seconds / stage.cost.seconds, memory)
+            let memory =
+                stage.cost.peak_memory_bytes as f64 / first.peak_memory_bytes.max(1) as f64;
+            (
+                stage.name.clone(),
+                first.seconds / stage.cost.seconds,
+                memory,
+            )
         };
         self.stages.iter().map(ratio).collect()
     }
@@ -106,11 +111,21 @@ impl Program {
     /// An error if Cargo cannot build it.
     pub fn build(name: &str) -> StepResult<Self> {
         let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let build = ["build", "--release", "-p", "overdrive-examples", "--example", name];
+        let build = [
+            "build",
+            "--release",
+            "-p",
+            "overdrive-examples",
+            "--example",
+            name,
+        ];
         println!("$ cargo {}", build.join(" "));
         let status = Command::new(cargo).args(build).status()?;
         if !status.success() {
-            return Err(format!("`{name}` did not build; is libtorch there? run `cargo xtask setup`").into());
+            return Err(format!(
+                "`{name}` did not build; is libtorch there? run `cargo xtask setup`"
+            )
+            .into());
         }
         let here = std::env::current_exe()?;
         let folder = here.parent().ok_or("this program is in no folder")?;
@@ -125,7 +140,11 @@ impl Program {
     /// # Errors
     /// An error with the output of the run if it fails.
     pub fn run(&self, flags: &[OsString], out: &Path) -> StepResult<Vec<StepMetrics>> {
-        let output = Command::new(&self.path).args(flags).arg("--out").arg(out).output()?;
+        let output = Command::new(&self.path)
+            .args(flags)
+            .arg("--out")
+            .arg(out)
+            .output()?;
         if !output.status.success() {
             let text = String::from_utf8_lossy(&output.stderr);
             return Err(format!("{} failed:\n{text}", self.path.display()).into());
@@ -139,7 +158,11 @@ impl Program {
 ///
 /// # Errors
 /// An error if there is no step after the warm-up.
-pub fn cost_of_tokens(records: &[StepMetrics], warmup: usize, tokens: f64) -> StepResult<StageCost> {
+pub fn cost_of_tokens(
+    records: &[StepMetrics],
+    warmup: usize,
+    tokens: f64,
+) -> StepResult<StageCost> {
     let mut seconds_per_token: Vec<f64> = records
         .windows(2)
         .skip(warmup.saturating_sub(1))
@@ -222,7 +245,10 @@ mod tests {
         };
         let table = stages.markdown();
         assert!(table.contains("| first | 45s | 1.00x |"), "{table}");
-        assert!(table.contains("| + all | 9.00 s | 5.00x |") && table.contains("| 50% |"), "{table}");
+        assert!(
+            table.contains("| + all | 9.00 s | 5.00x |") && table.contains("| 50% |"),
+            "{table}"
+        );
         let folder = tempfile::tempdir().unwrap();
         stages.write(folder.path(), "table").unwrap();
         let picture = std::fs::read_to_string(folder.path().join("table.svg")).unwrap();

@@ -66,10 +66,17 @@ impl Settings {
     }
 
     fn flags(&self) -> Vec<String> {
-        let attention = if self.flash { "flash_attention_2" } else { "eager" };
+        let attention = if self.flash {
+            "flash_attention_2"
+        } else {
+            "eager"
+        };
         let mut flags: Vec<String> = [
             ("--micro-batch-size", self.micro_batch.to_string()),
-            ("--gradient-accumulation-steps", (BATCH / self.micro_batch).to_string()),
+            (
+                "--gradient-accumulation-steps",
+                (BATCH / self.micro_batch).to_string(),
+            ),
             ("--attn-implementation", attention.to_owned()),
             ("--dataloader-num-workers", self.workers.to_string()),
         ]
@@ -117,11 +124,14 @@ pub fn training_stages(
             measured.push(cost);
         }
     }
-    let stages = settings.iter().zip(&rounds).map(|(settings, rounds)| Stage {
-        name: settings.name.to_owned(),
-        flags: settings.flags(),
-        cost: median_cost(rounds),
-    });
+    let stages = settings
+        .iter()
+        .zip(&rounds)
+        .map(|(settings, rounds)| Stage {
+            name: settings.name.to_owned(),
+            flags: settings.flags(),
+            cost: median_cost(rounds),
+        });
     Ok(Stages {
         machine,
         work: format!(

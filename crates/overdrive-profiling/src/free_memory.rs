@@ -36,11 +36,7 @@ fn free_main_memory() -> Option<u64> {
         group_rest(&read(limit)?, &read(usage)?)
     };
     // Version 2 of control groups, then version 1.
-    let rest = group(
-        "/sys/fs/cgroup/memory.max",
-        "/sys/fs/cgroup/memory.current",
-    )
-    .or_else(|| {
+    let rest = group("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current").or_else(|| {
         group(
             "/sys/fs/cgroup/memory/memory.limit_in_bytes",
             "/sys/fs/cgroup/memory/memory.usage_in_bytes",

@@ -193,7 +193,12 @@ mod tests {
         );
         assert_eq!(monitor.sample_at_most(Duration::from_secs(60)), sample);
         let own = std::process::id();
-        assert!(monitor.other_processes().iter().all(|other| other.pid != own));
+        assert!(
+            monitor
+                .other_processes()
+                .iter()
+                .all(|other| other.pid != own)
+        );
     }
 
     #[test]

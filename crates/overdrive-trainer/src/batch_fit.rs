@@ -1,8 +1,8 @@
 //! The micro-batch that fits into the memory, by the estimate.
 
 use overdrive_accumulation::BatchPlan;
-use overdrive_profiling::{DecoderShape, free_memory};
 use overdrive_precision::Precision;
+use overdrive_profiling::{DecoderShape, free_memory};
 use tch::Device;
 
 use crate::{Error, Result, TrainingArguments};

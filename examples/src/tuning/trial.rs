@@ -53,7 +53,11 @@ impl Trials {
     ///
     /// # Errors
     /// An error with the last lines of the run, if it fails for another reason than memory.
-    pub fn run(&self, arguments: &TrainingArguments, candidate: &TuneCandidate) -> Result<TrialEnd> {
+    pub fn run(
+        &self,
+        arguments: &TrainingArguments,
+        candidate: &TuneCandidate,
+    ) -> Result<TrialEnd> {
         let folder = tempfile::tempdir()?;
         let short = self.shortened(&candidate.of(arguments), &folder.path().join("run"));
         let config = folder.path().join("trial.json");
@@ -118,17 +122,25 @@ fn measure(records: &[StepMetrics], warmup: u64, effective: u64) -> Option<Trial
     // Between the ends of steps lies all that a step takes, also the wait for a device at its end.
     let seconds = last.elapsed_seconds? - before.elapsed_seconds?;
     let tokens = last.tokens_seen?.saturating_sub(before.tokens_seen?) as f64;
-    let phases = measured.iter().map(|step| step.phase_seconds.unwrap_or_default());
+    let phases = measured
+        .iter()
+        .map(|step| step.phase_seconds.unwrap_or_default());
     let (data, optimizer) = phases.fold((0.0, 0.0), |(data, optimizer), phases| {
         (data + phases.data, optimizer + phases.optimizer)
     });
-    let on_device = measured.iter().map(|step| Some(step.device_phase_seconds?.optimizer));
+    let on_device = measured
+        .iter()
+        .map(|step| Some(step.device_phase_seconds?.optimizer));
     let optimizer = on_device.sum::<Option<f64>>().unwrap_or(optimizer);
     let per_token = (seconds - optimizer).max(0.0) / tokens;
     let per_step = per_token * effective as f64 + optimizer / measured.len() as f64;
     let tokens_per_second = effective as f64 / per_step;
     tokens_per_second.is_finite().then(|| Trial {
-        peak_bytes: records.iter().map(|step| step.peak_memory_bytes).max().unwrap_or(0),
+        peak_bytes: records
+            .iter()
+            .map(|step| step.peak_memory_bytes)
+            .max()
+            .unwrap_or(0),
         tokens_per_second,
         data_share: data / seconds,
     })
@@ -156,4 +168,3 @@ fn out_of_memory(output: &Output) -> Option<String> {
     let line: String = line.replace('|', " ").chars().take(120).collect();
     Some(line)
 }
-

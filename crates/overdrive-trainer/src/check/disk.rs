@@ -15,16 +15,24 @@ pub(super) fn finding(
     facts: &MachineFacts,
     sizes: &Sizes,
 ) -> Result<Finding> {
-    let shape = arguments.memory_plan(sizes.vocabulary, facts.precision).shape;
+    let shape = arguments
+        .memory_plan(sizes.vocabulary, facts.precision)
+        .shape;
     let weights = WEIGHT.saturating_mul(shape.parameters());
-    let averages = if arguments.ema_decay.is_some() { weights } else { 0 };
+    let averages = if arguments.ema_decay.is_some() {
+        weights
+    } else {
+        0
+    };
     // The model is written at the end, with its averages, besides what the snapshots take.
     let model = weights.saturating_add(averages);
     let snapshot = model.saturating_add(optimizer_bytes(arguments, &shape));
     let plan = match sizes.micro_batches_per_epoch {
         Some(micro_batches) => Some(arguments.plan(micro_batches)?),
-        // Without data the number of steps is known only if it was given.
-        None if arguments.max_steps > 0 => Some(arguments.plan(1)?),
+        // Without data the number of snapshots is known only if they come by steps, of which the number was given.
+        None if arguments.max_steps > 0 && arguments.save_strategy == SaveStrategy::Steps => {
+            Some(arguments.plan(1)?)
+        }
         None => None,
     };
     let kept = plan.map_or(1, |plan| kept_snapshots(arguments, &plan));

@@ -26,7 +26,10 @@ pub(super) fn finding(
         1 => String::new(),
         count => format!(" in {count} processes"),
     };
-    let what = format!("about {} of tensors{each}, by estimate", units::bytes(needed));
+    let what = format!(
+        "about {} of tensors{each}, by estimate",
+        units::bytes(needed)
+    );
     let Some(free) = facts.free_memory else {
         return Ok(Finding::fine("memory", what));
     };

@@ -51,11 +51,7 @@ impl Finding {
         }
     }
 
-    fn warning(
-        subject: &'static str,
-        what: impl Into<String>,
-        remedy: impl Into<String>,
-    ) -> Self {
+    fn warning(subject: &'static str, what: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self {
             severity: Severity::Warning,
             remedy: remedy.into(),
@@ -63,11 +59,7 @@ impl Finding {
         }
     }
 
-    fn failure(
-        subject: &'static str,
-        what: impl Into<String>,
-        remedy: impl Into<String>,
-    ) -> Self {
+    fn failure(subject: &'static str, what: impl Into<String>, remedy: impl Into<String>) -> Self {
         Self {
             severity: Severity::Failure,
             ..Self::warning(subject, what, remedy)
@@ -156,9 +148,7 @@ impl TrainingArguments {
         let data = data.as_ref();
         let sizes = Sizes {
             vocabulary: data.map_or(self.vocab_size, TextData::vocab_size),
-            micro_batches_per_epoch: data
-                .ok()
-                .map(|data| data.micro_batches_per_epoch(self)),
+            micro_batches_per_epoch: data.ok().map(|data| data.micro_batches_per_epoch(self)),
         };
         let mut findings = data::findings(self, data);
         findings.push(disk::finding(self, facts, &sizes)?);

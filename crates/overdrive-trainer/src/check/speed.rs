@@ -48,7 +48,10 @@ pub(super) fn findings(
         found.extend(on_a_gpu(arguments, &plan, facts)?);
     }
     if found.is_empty() {
-        found.push(Finding::fine("speed", "no key that would slow the run down"));
+        found.push(Finding::fine(
+            "speed",
+            "no key that would slow the run down",
+        ));
     }
     Ok(found)
 }

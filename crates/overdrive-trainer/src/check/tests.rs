@@ -61,7 +61,8 @@ fn found(
     let check = arguments.check_with(facts, data, processes).unwrap();
     let of_subject = |finding: &Finding| finding.subject == subject;
     let findings = check.findings.into_iter();
-    let findings = findings.filter(|finding| of_subject(finding) && finding.severity > Severity::Fine);
+    let findings =
+        findings.filter(|finding| of_subject(finding) && finding.severity > Severity::Fine);
     findings.collect()
 }
 
@@ -81,12 +82,23 @@ fn a_run_with_room_has_no_failure() {
     let folder = tempfile::tempdir().unwrap();
     let arguments = arguments(folder.path());
     let facts = facts(&arguments);
-    for subject in ["data", "tokenizer", "disk", "memory", "precision", "threads"] {
+    for subject in [
+        "data",
+        "tokenizer",
+        "disk",
+        "memory",
+        "precision",
+        "threads",
+    ] {
         assert_eq!(found(&arguments, &facts, subject, 1), [], "{subject}");
     }
     // A test is built without optimization, which is the only finding about speed.
     let speed = found(&arguments, &facts, "speed", 1);
-    assert_eq!(speed.len(), usize::from(cfg!(debug_assertions)), "{speed:?}");
+    assert_eq!(
+        speed.len(),
+        usize::from(cfg!(debug_assertions)),
+        "{speed:?}"
+    );
     let check = arguments.check_run(Device::Cpu, 1).unwrap();
     assert!(check.findings.len() >= 6);
 }
@@ -99,6 +111,7 @@ fn data_that_cannot_be_read_or_is_too_short_fails_as_the_run_would() {
     arguments.context_length = 100_000;
     let short = only(&arguments, &facts, "data", 1);
     assert_eq!(short.severity, Severity::Failure, "{short}");
+    arguments.context_length = 16;
     arguments.data = vec![folder.path().join("absent.txt")];
     let absent = only(&arguments, &facts, "data", 1);
     assert!(absent.what.contains("absent.txt"), "{absent}");
@@ -142,7 +155,11 @@ fn snapshots_are_counted_and_fit_or_fail() {
     arguments.save_total_limit = Some(2);
     assert_eq!(found(&arguments, &facts, "disk", 1), []);
     facts.free_disk = Some(3 * 12 * parameters + 4 * parameters - 1);
-    assert!(only(&arguments, &facts, "disk", 1).what.starts_with("3 snap"));
+    assert!(
+        only(&arguments, &facts, "disk", 1)
+            .what
+            .starts_with("3 snap")
+    );
     arguments.save_strategy = SaveStrategy::No;
     assert_eq!(found(&arguments, &facts, "disk", 1), []);
 }
@@ -161,7 +178,7 @@ fn memory_that_does_not_suffice_fails_and_a_narrow_one_warns() {
     facts.free_memory = Some(peak - 1);
     let short = only(&arguments, &facts, "memory", 1);
     assert_eq!(short.severity, Severity::Failure);
-    assert!(short.remedy.contains("micro-batches of"), "{short}");
+    assert!(short.remedy.contains("auto_find_batch_size"), "{short}");
     facts.free_memory = Some(peak + peak / 10);
     assert_eq!(
         only(&arguments, &facts, "memory", 1).severity,

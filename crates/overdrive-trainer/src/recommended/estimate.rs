@@ -1,7 +1,9 @@
 //! The estimate of the memory with adapters and quantized weights.
 
 use overdrive_precision::Precision;
-use overdrive_profiling::{DecoderShape, MemoryPlan, MemoryPrecision, OptimizerMemory, Recomputation};
+use overdrive_profiling::{
+    DecoderShape, MemoryPlan, MemoryPrecision, OptimizerMemory, Recomputation,
+};
 
 use super::{RecommendedSettings, TrainedWeights};
 use crate::{OptimizerName, Result};
@@ -14,7 +16,11 @@ const TRAINED: u64 = 16;
 const NF4_MILLIBITS: u64 = 4127;
 
 /// Returns the estimated peak of the tensors in bytes.
-pub(super) fn peak(settings: &RecommendedSettings, shape: DecoderShape, length: u64) -> Result<u64> {
+pub(super) fn peak(
+    settings: &RecommendedSettings,
+    shape: DecoderShape,
+    length: u64,
+) -> Result<u64> {
     let half = matches!(settings.precision, Precision::Bf16 | Precision::Fp16);
     let mut plan = MemoryPlan::new(shape, settings.batch.micro_batch(), length);
     plan.precision = match half {
@@ -42,7 +48,7 @@ pub(super) fn peak(settings: &RecommendedSettings, shape: DecoderShape, length: 
         // One matrix at a time is dequantized for a product with many rows.
         TrainedWeights::Qlora => {
             stored * embeddings
-                + blocks * NF4_MILLIBITS / 8000
+                + blocks.div_ceil(8000) * NF4_MILLIBITS
                 + stored * shape.hidden * shape.intermediate
         }
     };

@@ -24,7 +24,11 @@ fn the_names_of_the_models_are_their_sizes() {
         let size = units::short_count(model.shape.parameters());
         let digits = |text: &str| text.trim_end_matches(['M', 'B']).parse::<f64>().unwrap();
         let (named, counted) = (digits(model.name), digits(&size));
-        assert!((named - counted).abs() / counted < 0.03, "{} {size}", model.name);
+        assert!(
+            (named - counted).abs() / counted < 0.03,
+            "{} {size}",
+            model.name
+        );
     }
 }
 
@@ -40,7 +44,11 @@ fn the_precision_follows_from_capability_and_tensor_cores() {
         ("RTX 4090", Precision::Bf16, Attention::Flash),
         ("A100 40GB", Precision::Bf16, Attention::Flash),
         ("H200", Precision::Bf16, Attention::Flash),
-        ("CPU, 8 cores, 16 GiB", Precision::Fp32, Attention::Blockwise),
+        (
+            "CPU, 8 cores, 16 GiB",
+            Precision::Fp32,
+            Attention::Blockwise,
+        ),
     ] {
         let device = device(name);
         assert_eq!(

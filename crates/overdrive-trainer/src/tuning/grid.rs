@@ -49,7 +49,11 @@ impl fmt::Display for TuneCandidate {
             self.batch.micro_batch(),
             self.batch.accumulation_steps(),
             self.precision,
-            if self.gradient_checkpointing { "" } else { "no " },
+            if self.gradient_checkpointing {
+                ""
+            } else {
+                "no "
+            },
             self.dataloader_num_workers
         )
     }
@@ -130,7 +134,8 @@ impl Tuning {
                 false => ("", note),
             };
             let peak = trial.map_or_else(String::new, |trial| units::bytes(trial.peak_bytes));
-            let rate = trial.map_or_else(String::new, |trial| units::rounded(trial.tokens_per_second));
+            let rate =
+                trial.map_or_else(String::new, |trial| units::rounded(trial.tokens_per_second));
             let _ = writeln!(
                 text,
                 "| {strong}{} × {}{strong} | {precision} | {} | {dataloader_num_workers} | {} | {peak} | {rate} | {note} |",

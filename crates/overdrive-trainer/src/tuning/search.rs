@@ -267,7 +267,9 @@ fn best(rows: &[TuneRow]) -> Option<usize> {
         rows.filter_map(|(index, row)| Some((index, *row.measured()?)))
     };
     let rate = |trial: &Trial| trial.tokens_per_second;
-    let most = measured().map(|(_, trial)| rate(&trial)).fold(0.0, f64::max);
+    let most = measured()
+        .map(|(_, trial)| rate(&trial))
+        .fold(0.0, f64::max);
     let as_fast = measured().filter(|(_, trial)| rate(trial) >= AS_FAST * most);
     let lowest = as_fast.min_by(|(_, a), (_, b)| {
         let by_peak = a.peak_bytes.cmp(&b.peak_bytes);

@@ -55,7 +55,11 @@ fn micro(candidate: &TuneCandidate) -> f64 {
 
 /// More is faster, less and less; checkpointing costs two fifths.
 fn rising(candidate: &TuneCandidate) -> f64 {
-    let recomputes = if candidate.gradient_checkpointing { 0.6 } else { 1.0 };
+    let recomputes = if candidate.gradient_checkpointing {
+        0.6
+    } else {
+        1.0
+    };
     recomputes * 4000.0 * micro(candidate) / (micro(candidate) + 8.0)
 }
 
@@ -123,7 +127,10 @@ fn a_row_above_the_limit_is_not_chosen_whatever_the_estimate_says() {
         row.candidate.batch.micro_batch() == 16 && matches!(row.outcome, TuneOutcome::OverLimit(_))
     }));
     let table = tuning.markdown();
-    assert!(table.contains("over the limit") && table.contains("| chosen |"), "{table}");
+    assert!(
+        table.contains("over the limit") && table.contains("| chosen |"),
+        "{table}"
+    );
 }
 
 #[test]
@@ -135,7 +142,10 @@ fn the_slower_precision_is_tried_once_and_left_out_with_a_reason() {
     };
     let (tuning, _) = tune(64, &options, 1.0, law);
     assert_eq!(tuning.best().unwrap().candidate.precision, Precision::Bf16);
-    let fp32 = tuning.rows.iter().filter(|row| row.candidate.precision == Precision::Fp32);
+    let fp32 = tuning
+        .rows
+        .iter()
+        .filter(|row| row.candidate.precision == Precision::Fp32);
     let (tried, left): (Vec<_>, Vec<_>) = fp32.partition(|row| row.measured().is_some());
     assert_eq!(tried.len(), 1);
     let told = |row: &&TuneRow| matches!(&row.outcome, TuneOutcome::LeftOut(why) if why.contains("slower than bf16"));
@@ -164,7 +174,11 @@ fn out_of_memory_is_a_row_and_not_an_error() {
         })
         .unwrap();
     assert_eq!(tuning.best().unwrap().candidate.batch.micro_batch(), 4);
-    assert!(tuning.markdown().contains("out of memory: CUDA out of memory"));
+    assert!(
+        tuning
+            .markdown()
+            .contains("out of memory: CUDA out of memory")
+    );
 }
 
 #[test]
@@ -179,7 +193,12 @@ fn workers_are_tried_only_where_data_loading_takes_time() {
                 data_share,
             }))
         });
-        tuning.unwrap().best().unwrap().candidate.dataloader_num_workers
+        tuning
+            .unwrap()
+            .best()
+            .unwrap()
+            .candidate
+            .dataloader_num_workers
     };
     assert_eq!(search(0.2), 4);
     assert_eq!(search(0.001), arguments.dataloader_num_workers);
