@@ -23,7 +23,7 @@ pub fn free_memory(device: Device) -> Option<u64> {
         Device::Cpu => free_main_memory(),
         _ => {
             // Without a first tensor the allocator of the device does not exist yet.
-            Tensor::f_zeros([1i64], (Kind::Uint8, device)).ok()?;
+            let _first = Tensor::f_zeros([1i64], (Kind::Uint8, device)).ok()?;
             memory::free_bytes(device).ok()
         }
     }

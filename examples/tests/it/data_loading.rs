@@ -155,7 +155,10 @@ fn the_summary_compares_a_run_with_the_target_of_data_loading() {
         panic!("{:?}", summary.targets)
     };
     let line = target.to_string();
-    assert!(line.contains("data loading") && line.contains("at most 5%"), "{line}");
+    assert!(
+        line.contains("data loading") && line.contains("at most 5%"),
+        "{line}"
+    );
     assert!(summary.to_string().contains(&line), "{summary}");
 }
 

@@ -21,7 +21,7 @@ pub(super) fn findings(
     let mut found: Vec<Finding> = [
         (cfg!(debug_assertions)).then(|| {
             slow(
-                "this program was built without optimization, so its kernels are slow",
+                "this is no release build, so its kernels are slow",
                 "build it with `--release`",
             )
         }),

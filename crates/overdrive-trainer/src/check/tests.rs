@@ -92,7 +92,7 @@ fn a_run_with_room_has_no_failure() {
     ] {
         assert_eq!(found(&arguments, &facts, subject, 1), [], "{subject}");
     }
-    // A test is built without optimization, which is the only finding about speed.
+    // A test is no release build, which is the only finding about speed.
     let speed = found(&arguments, &facts, "speed", 1);
     assert_eq!(
         speed.len(),
@@ -248,7 +248,7 @@ fn keys_that_slow_a_run_down_are_named() {
         assert!(told.contains(part), "{part} is missing in {told}");
     }
     let mut tight = facts;
-    tight.free_memory = Some(1 << 20);
+    tight.free_memory = Some(1 << 10);
     let told = found(&arguments, &tight, "speed", 1);
     assert!(!told.iter().any(|finding| finding.what.contains("twice")));
 }

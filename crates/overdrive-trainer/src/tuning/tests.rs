@@ -8,9 +8,10 @@ use crate::Preset;
 type Law = fn(&TuneCandidate) -> f64;
 
 fn arguments(effective: u64) -> TrainingArguments {
+    let micro_batch = if effective.is_multiple_of(8) { 8 } else { 1 };
     TrainingArguments {
-        per_device_train_batch_size: 8.min(effective),
-        gradient_accumulation_steps: effective / 8.min(effective),
+        per_device_train_batch_size: micro_batch,
+        gradient_accumulation_steps: effective / micro_batch,
         ..Preset::Tiny.arguments()
     }
 }
