@@ -37,7 +37,7 @@ pub struct DurationEstimate {
     evaluates: bool,
     /// The first step of this process, and its end.
     first: Option<(u64, Instant)>,
-    is_told: bool,
+    is_reported: bool,
 }
 
 impl DurationEstimate {
@@ -49,14 +49,14 @@ impl DurationEstimate {
             total_steps: plan.total_steps,
             evaluates: plan.eval_steps.is_some(),
             first: None,
-            is_told: false,
+            is_reported: false,
         }
     }
 
     /// Returns the line about the durations after the step (counted from 1) at which it is due: when five steps after
     /// the first of this process, or 20 seconds of them, are measured. A run that is almost over by then has none.
     pub fn after_step(&mut self, step: u64) -> Option<String> {
-        if self.is_told {
+        if self.is_reported {
             return None;
         }
         let Some((first, began)) = self.first else {
@@ -68,7 +68,7 @@ impl DurationEstimate {
         if steps < STEPS && began.elapsed() < SOON {
             return None;
         }
-        self.is_told = true;
+        self.is_reported = true;
         // A run that is almost over needs no estimate.
         if step + STEPS > self.total_steps {
             return None;
@@ -118,7 +118,7 @@ mod tests {
             total_steps: 300,
             evaluates: true,
             first: None,
-            is_told: false,
+            is_reported: false,
         }
     }
 
@@ -132,13 +132,13 @@ mod tests {
     }
 
     #[test]
-    fn it_is_told_once_after_the_first_steps() {
+    fn it_is_reported_once_after_the_first_steps() {
         let mut estimate = estimate();
         // A run that resumes after step 40.
-        let told: Vec<u64> = (41..=300)
+        let reported: Vec<u64> = (41..=300)
             .filter(|&step| estimate.after_step(step).is_some())
             .collect();
-        assert_eq!(told, [46]);
+        assert_eq!(reported, [46]);
     }
 
     #[test]

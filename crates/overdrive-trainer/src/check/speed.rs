@@ -6,9 +6,9 @@ use tch::Device;
 use super::{Finding, MachineFacts, Sizes};
 use crate::{IntervalStrategy, Result, SequenceMode, TrainingArguments};
 
-/// The share of the time above which evaluations are told.
+/// The share of the time above which evaluations are reported.
 const MOST_EVALUATION: f64 = 0.2;
-/// The share of the free memory that a run without checkpointing may take to be told.
+/// The share of the free memory that a run without checkpointing may take to be reported.
 const ROOM: f64 = 0.7;
 
 /// Returns the findings, of which each is a warning; one that is fine if there is none.

@@ -234,7 +234,7 @@ fn keys_that_slow_a_run_down_are_named() {
         ..arguments(folder.path())
     };
     let facts = facts(&arguments);
-    let told: String = found(&arguments, &facts, "speed", 1)
+    let reported: String = found(&arguments, &facts, "speed", 1)
         .iter()
         .map(ToString::to_string)
         .collect();
@@ -245,12 +245,16 @@ fn keys_that_slow_a_run_down_are_named() {
         "`packing: true`",
         "max_eval_batches",
     ] {
-        assert!(told.contains(part), "{part} is missing in {told}");
+        assert!(reported.contains(part), "{part} is missing in {reported}");
     }
     let mut tight = facts;
     tight.free_memory = Some(1 << 10);
-    let told = found(&arguments, &tight, "speed", 1);
-    assert!(!told.iter().any(|finding| finding.what.contains("twice")));
+    let reported = found(&arguments, &tight, "speed", 1);
+    assert!(
+        !reported
+            .iter()
+            .any(|finding| finding.what.contains("twice"))
+    );
 }
 
 #[test]
@@ -258,13 +262,16 @@ fn the_start_of_a_run_tells_only_what_is_to_be_changed() {
     let folder = tempfile::tempdir().unwrap();
     let mut arguments = arguments(folder.path());
     let data = TextData::prepare_in(folder.path(), &arguments, |_| {}).unwrap();
-    let told = arguments.start_warnings(&data, Device::Cpu, 1).unwrap();
+    let reported = arguments.start_warnings(&data, Device::Cpu, 1).unwrap();
     let of = |found: &[Finding], subject: &str| found.iter().any(|one| one.subject == subject);
-    assert!(!of(&told, "memory") && !of(&told, "disk"), "{told:?}");
+    assert!(
+        !of(&reported, "memory") && !of(&reported, "disk"),
+        "{reported:?}"
+    );
     if let Some(free) = free_memory(Device::Cpu) {
         // Sequences of which one does not fit.
         arguments.per_device_train_batch_size = 1 + free / 1024;
-        let told = arguments.start_warnings(&data, Device::Cpu, 1).unwrap();
-        assert!(of(&told, "memory"), "{told:?}");
+        let reported = arguments.start_warnings(&data, Device::Cpu, 1).unwrap();
+        assert!(of(&reported, "memory"), "{reported:?}");
     }
 }

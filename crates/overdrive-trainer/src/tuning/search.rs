@@ -19,7 +19,7 @@ const PATIENCE: usize = 2;
 /// The share of data loading below which other numbers of workers gain nothing.
 const LOADING: f64 = 0.01;
 
-/// A search under way.
+/// The state of a search.
 pub(super) struct Search<'a, F, E> {
     arguments: &'a TrainingArguments,
     shape: DecoderShape,

@@ -149,8 +149,8 @@ fn the_slower_precision_is_tried_once_and_left_out_with_a_reason() {
         .filter(|row| row.candidate.precision == Precision::Fp32);
     let (tried, left): (Vec<_>, Vec<_>) = fp32.partition(|row| row.measured().is_some());
     assert_eq!(tried.len(), 1);
-    let told = |row: &&TuneRow| matches!(&row.outcome, TuneOutcome::LeftOut(why) if why.contains("slower than bf16"));
-    assert!(left.len() > 6 && left.iter().all(told));
+    let reported = |row: &&TuneRow| matches!(&row.outcome, TuneOutcome::LeftOut(why) if why.contains("slower than bf16"));
+    assert!(left.len() > 6 && left.iter().all(reported));
     // The other way round, where the CPU multiplies fp32 faster.
     let (tuning, _) = tune(64, &options, 1.0, |candidate| match candidate.precision {
         Precision::Bf16 => 0.5 * rising(candidate),
