@@ -7,6 +7,7 @@
 //! cargo run --release -p overdrive-examples --example train -- --preset small --data book.txt --bf16
 //! cargo run --release -p overdrive-examples --example train -- --data rows.csv --text-column body --packing
 //! cargo xtask train --nproc 2                                            # or: torchrun --no-python …
+//! cargo xtask train --check                                              # what would fail or be slow
 //! ```
 //!
 //! The run folder gets snapshots (`--save-steps N`), from which `--resume-from-checkpoint true` resumes bit for
@@ -15,7 +16,7 @@
 
 use std::process::ExitCode;
 
-use anyhow::Result;
+use anyhow::{Result, bail};
 use clap::Parser;
 use overdrive::accumulation::{GradientAccumulator, Window};
 use overdrive::datasets::{Batch, DeviceLoader};
@@ -24,10 +25,11 @@ use overdrive::optim::{EarlyStopping, Ema, LrScheduler, Optimizer};
 use overdrive::precision::{GradScaler, Precision};
 use overdrive::profiling::Phase;
 use overdrive::snapshot::RunState;
+use overdrive::sys::{is_out_of_memory, memory};
 use overdrive::tracking::{StepMetrics, Trackers};
 use overdrive::trainer::{
-    DataShard, Evaluation, Fingerprints, Interrupt, RunFolder, TextData, TrainArgs,
-    TrainingArguments, load_best,
+    DataShard, Evaluation, Fingerprints, Interrupt, ResumeFromCheckpoint, RunFolder, Severity,
+    TextData, TrainArgs, TrainingArguments, load_best,
 };
 use overdrive::transformer::CausalLm;
 use overdrive_examples::training::{
@@ -35,13 +37,17 @@ use overdrive_examples::training::{
     new_model, shared, snapshot_files, write_results,
 };
 use overdrive_examples::{RunEnd, exit_or_resume, print_line};
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 /// Trains a small Llama on text
 #[derive(Parser)]
 pub(crate) struct Flags {
     #[command(flatten)]
     train: TrainArgs,
+    /// Check data, disk, memory, precision, processes and threads, print what to change, and train nothing; the exit
+    /// code is 1 if the run would fail
+    #[arg(long)]
+    check: bool,
 }
 
 fn main() -> ExitCode {
@@ -68,34 +74,93 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     if let Some(choice) = arguments.choose_precision(&group, device)? {
         say(&format!("precision   {choice}"));
     }
+    if flags.check {
+        return check(&arguments, &group, device);
+    }
     let precision = arguments.apply()?;
     let data = TextData::prepare(&arguments, say)?;
+    let shape = arguments.memory_plan(data.vocab_size(), precision).shape;
+    if let Some(line) = arguments.fit_batch(shape, precision, device, group.world_size())? {
+        say(&line);
+    }
+    for finding in arguments.start_warnings(&data, device, group.world_size())? {
+        say(&format!("warning     {}; {}", finding.what, finding.remedy));
+    }
+    loop {
+        let ended = train(&mut arguments, &data, precision, &group, say);
+        match ended {
+            Err(error) if is_out_of_memory(&*error) && retry(&mut arguments, &group)? => {
+                let batch = arguments.batch_plan(1)?;
+                say(&format!(
+                    "            memory ran out; again with {batch}, from the last snapshot if there is one"
+                ));
+                memory::empty_cache(device)?;
+            }
+            ended => return ended.map_err(|error| name_lost_ranks(&group, error)),
+        }
+    }
+}
+
+/// Prints the findings about a run; an error if it would fail.
+fn check(arguments: &TrainingArguments, group: &ProcessGroup, device: Device) -> Result<RunEnd> {
+    let found = arguments.check_run(device, group.world_size())?;
+    if group.is_main() {
+        print_line(&found);
+    }
+    match found.count(Severity::Failure) {
+        0 => Ok(RunEnd::Finished),
+        failures => bail!("{failures} of the findings would end the run"),
+    }
+}
+
+/// With `auto_find_batch_size`, prepares another try after memory ran out: micro-batches of at most half the size, which
+/// continue the run in its folder. Returns `false` if there is none.
+fn retry(arguments: &mut TrainingArguments, group: &ProcessGroup) -> Result<bool> {
+    // Memory may have run out on one process only, while the others wait for it.
+    if !arguments.auto_find_batch_size || group.world_size() > 1 || !arguments.halve_batch(1)? {
+        return Ok(false);
+    }
+    arguments.overwrite_output_dir = false;
+    arguments.resume_from_checkpoint = Some(ResumeFromCheckpoint::Latest(true));
+    Ok(true)
+}
+
+/// Trains a new model, or resumes, and writes the results unless the run was interrupted.
+fn train(
+    arguments: &mut TrainingArguments,
+    data: &TextData,
+    precision: Precision,
+    group: &ProcessGroup,
+    say: impl Fn(&str),
+) -> Result<RunEnd> {
+    let device = arguments.device(group);
     // The processes compare theirs before one of them writes anything.
-    let fingerprints = data.fingerprints(&arguments, &group)?;
-    let mut model = new_model(&arguments, &data, device)?;
-    describe_model(&model, &arguments, precision, &group, say)?;
+    let fingerprints = data.fingerprints(arguments, group)?;
+    let mut model = new_model(arguments, data, device)?;
+    describe_model(&model, arguments, precision, group, &say)?;
     // Created after all checks of data and model, so that a failed start leaves no empty run.
-    let folder = RunFolder::open_or_create(&group, &arguments)?;
+    let folder = RunFolder::open_or_create(group, arguments)?;
     say(&format!("run folder  {}", folder.root().display()));
+    arguments.output_dir = Some(folder.root().to_owned());
+    let arguments = &*arguments;
 
     let training = Training {
-        arguments: &arguments,
-        group: &group,
+        arguments,
+        group,
         precision,
         folder: Some(&folder),
-        files: snapshot_files(&model, &data, &arguments)?,
+        files: snapshot_files(&model, data, arguments)?,
         fingerprints,
         parameters: model.named_parameters(),
         trackers: Trackers::new(),
     };
-    let shard = DataShard::of(&group, device);
-    let loader = data.train_loader(&arguments, shard)?;
-    let trained = training.fit(&mut model, loader, &mut |model| {
-        let batches = data.validation_loader(&arguments, shard)?;
-        let loss = evaluate(model, batches, precision, &group)?;
+    let shard = DataShard::of(group, device);
+    let loader = data.train_loader(arguments, shard)?;
+    let (summary, ema) = training.fit(&mut model, loader, &mut |model| {
+        let batches = data.validation_loader(arguments, shard)?;
+        let loss = evaluate(model, batches, precision, group)?;
         Ok(Evaluation::new(loss, data.validation.bits_per_byte(loss)))
-    });
-    let (summary, ema) = trained.map_err(|error| name_lost_ranks(&group, error))?;
+    })?;
     if group.is_main() && summary.interrupted {
         print_line(format_args!("{}", summary.to_string().trim_end()));
         if summary.end() == RunEnd::Saved {
@@ -105,7 +170,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
             ));
         }
     } else if group.is_main() {
-        let results = write_results(&folder, &arguments, &data, &model, summary.best, ema)?;
+        let results = write_results(&folder, arguments, data, &model, summary.best, ema)?;
         print_line(format_args!("{summary}{results}"));
         if results.warning.is_none() {
             print_line(format_args!("report {}", folder.report().display()));

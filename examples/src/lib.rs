@@ -18,6 +18,7 @@ mod speed;
 mod template_flags;
 mod text_tokens;
 pub mod training;
+pub mod tuning;
 mod warnings;
 
 use std::fmt::Display;

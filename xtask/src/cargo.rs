@@ -78,7 +78,19 @@ pub(crate) fn train(further: &[OsString]) -> Vec<Cargo> {
     ]
 }
 
-/// Builds or runs one of the two programs of the main command.
+/// Returns the commands of the search for the fastest settings of the main program, which it starts for its trials.
+pub(crate) fn tune(further: &[OsString]) -> Vec<Cargo> {
+    let further = match further {
+        [first, rest @ ..] if first == "--" => rest,
+        all => all,
+    };
+    vec![
+        of_main_job("build", "train"),
+        of_main_job("run", "tune").and(&["--".into()]).and(further),
+    ]
+}
+
+/// Builds or runs one of the programs of the main command.
 fn of_main_job(command: &str, example: &str) -> Cargo {
     Cargo::new([
         command,
@@ -674,6 +686,21 @@ mod tests {
             lines(&["--steps", "3", "--nproc=2", "--max-restarts", "1"]),
             [build, &restarts]
         );
+    }
+
+    #[test]
+    fn tuning_builds_the_program_of_its_trials_first() {
+        let lines: Vec<String> = tune(&words(&["--effective-batch", "16"]))
+            .iter()
+            .map(Cargo::line)
+            .collect();
+        let of = |command: &str, example: &str| {
+            format!(
+                "cargo {command} --release -p overdrive-examples --no-default-features --example {example}"
+            )
+        };
+        let run = format!("{} -- --effective-batch 16", of("run", "tune"));
+        assert_eq!(lines, [of("build", "train"), run]);
     }
 
     #[test]

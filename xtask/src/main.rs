@@ -79,6 +79,9 @@ enum Command {
     /// Train a language model on text: cargo run --release … --example train; with `--nproc N` in N
     /// processes
     Train(Further),
+    /// Find the fastest micro-batch, accumulation, precision, checkpointing and workers of `train` on this machine, within
+    /// a limit of memory, and write a configuration
+    Tune(Further),
     /// Run an example by name: cargo run --release … --example NAME
     Example {
         /// The name of the file in examples/ without `.rs`
@@ -91,7 +94,8 @@ enum Command {
     /// Run the benchmarks: cargo bench -p overdrive-benches
     Bench(Further),
     /// Measure the effect of each technique on this machine: default, + mixed precision, + flash attention, +
-    /// checkpointing, + fused kernels, all
+    /// checkpointing, + fused kernels, all; with `--of training`, `--of finetuning` or `--of inference`, changes on top of
+    /// each other
     Ablation(Further),
     /// Collect all examples and the libraries that they need in a folder that runs on another machine without
     /// Rust
@@ -269,6 +273,7 @@ fn run(command: Command) -> Result<()> {
         }
         Command::New(arguments) => arguments.run(),
         Command::Train(_) => all_after_setup(cargo::train(&further(2))),
+        Command::Tune(_) => all_after_setup(cargo::tune(&further(2))),
         Command::Example { name, .. } => after_setup(cargo::example(&name, &further(3))),
         Command::Test(_) => {
             let found = setup::setup(Request::Any, false)?;

@@ -19,21 +19,26 @@ const FONT: &str = "system-ui,-apple-system,'Segoe UI',Roboto,'Helvetica Neue',s
 /// # Errors
 /// An error if the file cannot be written.
 pub fn write_picture(table: &Table, path: &Path) -> StepResult<()> {
-    let height = TOP + ROW * i32::try_from(table.rows.len())? + 24;
+    let rows = table.rows.iter();
+    let rows: Vec<_> = rows
+        .map(|row| (row.name.clone(), row.speed, row.memory))
+        .collect();
+    draw("Speed and peak memory, default = 1", &rows, path)
+}
+
+/// Draws the name, the relative speed and the relative memory of each row.
+pub(super) fn draw(title: &str, rows: &[(String, f64, f64)], path: &Path) -> StepResult<()> {
+    let height = TOP + ROW * i32::try_from(rows.len())? + 24;
     let area =
         SVGBackend::new(path, (WIDTH.cast_unsigned(), height.cast_unsigned())).into_drawing_area();
     area.fill(&WHITE)?;
-    let ratios = table.rows.iter().flat_map(|row| [row.speed, row.memory]);
+    let ratios = rows.iter().flat_map(|&(_, speed, memory)| [speed, memory]);
     let most = ratios.fold(1.0, f64::max);
     let scale = f64::from(WIDTH - LEFT - 90) / most;
     let text = |size: i32, color: RGBColor| (FONT, size).into_font().color(&color);
     let at = |ratio: f64| LEFT + (ratio * scale) as i32;
 
-    area.draw(&Text::new(
-        "Speed and peak memory, default = 1",
-        (24, 18),
-        text(18, INK),
-    ))?;
+    area.draw(&Text::new(title, (24, 18), text(18, INK)))?;
     for (x, color, name) in [
         (LEFT + 190, SPEED, "speed: longer is better"),
         (LEFT + 390, MEMORY, "memory: shorter is better"),
@@ -45,17 +50,12 @@ pub fn write_picture(table: &Table, path: &Path) -> StepResult<()> {
         vec![(at(1.0), TOP - 8), (at(1.0), height - 20)],
         INK.mix(0.4).stroke_width(1),
     ))?;
-    for (index, row) in table.rows.iter().enumerate() {
+    for (index, (name, speed, memory)) in rows.iter().enumerate() {
         let y = TOP + ROW * i32::try_from(index)?;
-        area.draw(&Text::new(row.name.clone(), (24, y + 12), text(15, INK)))?;
+        area.draw(&Text::new(name.clone(), (24, y + 12), text(15, INK)))?;
         let bars = [
-            (row.speed, SPEED, format!("{:.2}x", row.speed), y),
-            (
-                row.memory,
-                MEMORY,
-                format!("{:.0}%", row.memory * 100.0),
-                y + 21,
-            ),
+            (*speed, SPEED, format!("{speed:.2}x"), y),
+            (*memory, MEMORY, format!("{:.0}%", memory * 100.0), y + 21),
         ];
         for (ratio, color, label, y) in bars {
             area.draw(&Rectangle::new(

@@ -1,14 +1,16 @@
 //! Trains the same model in each configuration and prints the effect of each technique on this machine:
-//! `cargo xtask ablation`. Writes ablation.md, ablation.json and ablation.svg.
+//! `cargo xtask ablation`. Writes ablation.md, ablation.json and ablation.svg. `--of training`, `--of finetuning` and
+//! `--of inference` are tables of changes on top of each other, with files of these names.
 
 use std::ffi::OsString;
 use std::path::PathBuf;
 
-use clap::Parser;
+use clap::{Parser, ValueEnum};
 use overdrive::profiling::Machine;
 use overdrive_benches::StepResult;
 use overdrive_benches::ablation::{
-    Configuration, Measurement, Precisions, Row, Table, Trainer, write_picture,
+    Configuration, Measurement, Precisions, Row, StageRuns, Table, Trainer, finetuning_stages,
+    inference_stages, training_stages, write_picture,
 };
 use tch::Device;
 
@@ -16,6 +18,12 @@ use tch::Device;
 /// all: speed, peak memory and validation loss
 #[derive(Parser)]
 struct Flags {
+    /// The table
+    #[arg(long, value_enum, default_value_t = Of::Techniques)]
+    of: Of,
+    /// Model of the tables of finetuning and inference [default: a new one]
+    #[arg(long, value_name = "DIR")]
+    model: Option<PathBuf>,
     /// Number of optimizer steps in each run
     #[arg(long, default_value_t = 40)]
     steps: u64,
@@ -33,17 +41,76 @@ struct Flags {
     trainer: Vec<OsString>,
 }
 
+/// The tables.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
+enum Of {
+    /// Each technique by itself beside the default, and all of them
+    Techniques,
+    /// Training from single sequences to batches, flash attention, fused kernels and mixed precision, on top of each other
+    Training,
+    /// Fine-tuning from all weights to 4-bit adapters, packing and mixed precision
+    Finetuning,
+    /// Generation from beams without a cache to greedy search, caches, batches and INT8
+    Inference,
+}
+
 fn main() -> StepResult<()> {
     let flags = Flags::parse();
-    let on_cpu = flags
-        .trainer
-        .iter()
-        .any(|flag| flag == "--cpu" || flag == "--use-cpu");
-    let device = if on_cpu {
-        Device::Cpu
-    } else {
-        Device::cuda_if_available()
+    match flags.of {
+        Of::Techniques => techniques(&flags),
+        of => stages(of, &flags),
+    }
+}
+
+fn device_of(flags: &Flags) -> Device {
+    let on_cpu = |flag: &OsString| flag == "--cpu" || flag == "--use-cpu";
+    match flags.trainer.iter().any(on_cpu) {
+        true => Device::Cpu,
+        false => Device::cuda_if_available(),
+    }
+}
+
+fn described(machine: &Machine, device: Device) -> String {
+    format!(
+        "{}, {} threads, libtorch {} ({}), {device:?}",
+        machine.cpu, machine.threads, machine.libtorch, machine.cpu_capability
+    )
+}
+
+/// Measures a table of changes on top of each other.
+fn stages(of: Of, flags: &Flags) -> StepResult<()> {
+    // Generation is measured on the CPU.
+    let device = match of {
+        Of::Inference => Device::Cpu,
+        _ => device_of(flags),
     };
+    let runs = StageRuns {
+        steps: flags.steps,
+        warmup: flags.warmup,
+        rounds: flags.rounds.max(1),
+        further: flags.trainer.clone(),
+    };
+    let machine = described(&Machine::detect(), device);
+    let model = flags.model.as_deref();
+    let (name, table) = match of {
+        Of::Inference => ("inference", inference_stages(&runs, machine, model)?),
+        Of::Finetuning => {
+            let precisions = Precisions::of(device);
+            let table = finetuning_stages(&runs, machine, &precisions, model)?;
+            ("finetuning", table)
+        }
+        _ => {
+            let precisions = Precisions::of(device);
+            ("training", training_stages(&runs, machine, &precisions)?)
+        }
+    };
+    table.write(&flags.out, name)?;
+    println!("\n{}\nwritten to {}", table.markdown(), flags.out.display());
+    Ok(())
+}
+
+fn techniques(flags: &Flags) -> StepResult<()> {
+    let device = device_of(flags);
     let trainer = Trainer::build(flags.steps, flags.warmup, &flags.trainer)?;
 
     let precisions = Precisions::of(device);
@@ -87,10 +154,7 @@ fn main() -> StepResult<()> {
             )
         });
     let table = Table {
-        machine: format!(
-            "{}, {} threads, libtorch {} ({}), {device:?}",
-            machine.cpu, machine.threads, machine.libtorch, machine.cpu_capability
-        ),
+        machine: described(&machine, device),
         run: format!(
             "{} steps of {shape}, medians of {} runs in turn",
             flags.steps,

@@ -43,6 +43,16 @@ pub struct GpuSample {
     pub power_limit_watts: Option<f64>,
 }
 
+/// A process that computes on a GPU.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[non_exhaustive]
+pub struct GpuProcess {
+    /// The process ID.
+    pub pid: u32,
+    /// The bytes of the GPU's memory that it uses; `None` if the driver does not report them.
+    pub memory_bytes: Option<u64>,
+}
+
 /// A monitor of one GPU through NVML (`libnvidia-ml`, which comes with the driver). The library is loaded
 /// at run time; without it, or without the feature `nvml` of this crate, [`GpuMonitor::open`] returns the reason,
 /// and training continues.
@@ -93,6 +103,14 @@ impl GpuMonitor {
         sample
     }
 
+    /// Returns the processes other than this one that compute on the GPU, as far as the driver shows them: those of
+    /// other containers may be hidden.
+    pub fn other_processes(&self) -> Vec<GpuProcess> {
+        let mut processes = self.driver.processes(&self.pci_bus_id);
+        processes.retain(|process| process.pid != std::process::id());
+        processes
+    }
+
     /// Returns the last sample, or a new one if that is older than `age`.
     pub(crate) fn sample_at_most(&mut self, age: Duration) -> GpuSample {
         match self.last {
@@ -138,6 +156,13 @@ mod tests {
                 .is_none_or(|fraction| (0.0..=1.0).contains(&fraction))
         );
         assert_eq!(monitor.sample_at_most(Duration::from_secs(60)), sample);
+        let own = std::process::id();
+        assert!(
+            monitor
+                .other_processes()
+                .iter()
+                .all(|other| other.pid != own)
+        );
     }
 
     #[test]

@@ -12,6 +12,8 @@
 //! - [`Throughput`], [`ModelFlops`] and [`PeakFlops`] turn tokens and seconds into tokens a second and
 //!   MFU;
 //! - [`MemoryPlan`] estimates the memory of a run before it starts, and advises what would make it fit;
+//!   [`free_memory`] is what it can take;
+//! - [`Targets`] compares a run with the share of data loading and the use of the GPU that it should have;
 //! - [`HostReads`] counts the operators by which the host waits for the device, [`OperatorCounts`] their launches
 //!   and bytes;
 //! - [`Machine`] names the machine that the numbers come from.
@@ -44,6 +46,7 @@ mod bottleneck;
 mod data_loading;
 mod device_timeline;
 mod error;
+mod free_memory;
 mod gpu_monitor;
 mod host_reads;
 mod machine;
@@ -57,6 +60,7 @@ mod profiler;
 mod schedule;
 mod step_recorder;
 mod step_timer;
+mod targets;
 mod throughput;
 mod trace;
 
@@ -64,7 +68,8 @@ pub use bottleneck::{Bottleneck, BottleneckThresholds, StepProfile};
 pub use data_loading::{DataLoading, LoaderMetrics, LoaderTotals};
 pub use device_timeline::DevicePhases;
 pub use error::{Error, Result};
-pub use gpu_monitor::{GpuMonitor, GpuSample, NoGpuMonitor};
+pub use free_memory::free_memory;
+pub use gpu_monitor::{GpuMonitor, GpuProcess, GpuSample, NoGpuMonitor};
 pub use host_reads::HostReads;
 pub use machine::Machine;
 pub use memory_estimate::{
@@ -81,5 +86,6 @@ pub use profiler::{Profiler, ProfilerConfig, emit_nvtx, profile, record_function
 pub use schedule::{Schedule, ScheduledAction};
 pub use step_recorder::{StepRecord, StepRecorder, StepRecorderConfig, StepWork, Timing};
 pub use step_timer::{PhaseGuard, StepTimer};
+pub use targets::{TargetResult, Targets};
 pub use throughput::Throughput;
 pub use trace::{GroupBy, KeyAverages, OperatorStats, SortBy, Trace, TraceEvent};

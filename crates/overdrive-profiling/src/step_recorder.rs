@@ -111,6 +111,8 @@ pub struct StepRecorder {
     latest: Option<DevicePhases>,
     gpu: Option<std::result::Result<GpuMonitor, NoGpuMonitor>>,
     last_gpu: Option<GpuSample>,
+    /// The sum and the number of the utilizations of the GPU at the ends of the steps.
+    utilization: (f64, u64),
     /// The totals of the loader at the end of the last step, and now.
     loader: [Option<LoaderTotals>; 2],
 }
@@ -140,6 +142,7 @@ impl StepRecorder {
             latest: None,
             gpu,
             last_gpu: None,
+            utilization: (0.0, 0),
             loader: [None; 2],
             config,
         })
@@ -202,6 +205,10 @@ impl StepRecorder {
         if let Some(Ok(monitor)) = &mut self.gpu {
             self.last_gpu = Some(monitor.sample_at_most(self.config.gpu_interval));
         }
+        if let Some(busy) = self.last_gpu.and_then(|gpu| gpu.utilization) {
+            let (sum, steps) = self.utilization;
+            self.utilization = (sum + busy, steps + 1);
+        }
         let [before, now] = self.loader;
         let loader = now.map(|now| now.since(&before.unwrap_or_default()));
         self.loader[0] = now;
@@ -247,6 +254,12 @@ impl StepRecorder {
             gpu_utilization: self.last_gpu.and_then(|gpu| gpu.utilization),
         };
         Bottleneck::find(&profile, &self.config.thresholds)
+    }
+
+    /// Returns the mean utilization of the GPU over all steps so far, 0 to 1; `None` without a monitored GPU.
+    pub fn gpu_utilization(&self) -> Option<f64> {
+        let (sum, steps) = self.utilization;
+        (steps > 0).then(|| sum / steps as f64)
     }
 
     /// Returns the reason why the GPU is not monitored; `None` on a CPU, and if it is.

@@ -51,13 +51,16 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
+mod batch_fit;
 mod batch_loader;
+mod check;
 mod components;
 mod config_errors;
 mod config_format;
 mod config_layers;
 mod data_arguments;
 mod document_rows;
+mod duration_estimate;
 mod error;
 mod estimates;
 mod evaluation;
@@ -71,6 +74,7 @@ mod parallel;
 mod plan;
 mod precision;
 mod preset;
+mod recommended;
 mod run_folder;
 mod save_arguments;
 mod snapshots;
@@ -80,12 +84,16 @@ mod text_source;
 mod token_files;
 mod tokenize;
 mod training_arguments;
+mod tuning;
 mod validate;
 
+pub use batch_fit::usable_memory;
 pub use batch_loader::BatchFill;
+pub use check::{Finding, MachineFacts, RunCheck, Severity};
 pub use config_format::ConfigFormat;
 pub use config_layers::{Configuration, Layers};
 pub use data_arguments::{SampleBy, SequenceMode};
+pub use duration_estimate::DurationEstimate;
 pub use error::{Error, Result};
 pub use evaluation::Evaluation;
 pub use execution_arguments::GradientCheckpointingArguments;
@@ -100,12 +108,17 @@ pub use model_arguments::ModelArguments;
 pub use parallel::{DataShard, DdpBackend};
 pub use plan::TrainingPlan;
 pub use preset::Preset;
+pub use recommended::{
+    Attention, DEVICES, DeviceFacts, DeviceKind, MODELS, ModelSize, RecommendedSettings, Task,
+    TrainedWeights,
+};
 pub use run_folder::RunFolder;
 pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};
 pub use snapshots::{BestModel, load_best, loader_totals};
 pub use text_data::TextData;
 pub use tokenize::tokenize;
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};
+pub use tuning::{Trial, TrialEnd, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning};
 
 /// The flags of a training program: `--config` and one for each key of [`TrainingArguments`].
 pub type TrainArgs = ConfigArgs<TrainingArguments>;

@@ -13,7 +13,7 @@ type Choice = ((bool, bool, Option<bool>), String);
 impl TrainingArguments {
     /// Returns the precision that `bf16`, `fp16` and `tf32` select. Fine-tuning may train in another one, so
     /// programs take the precision from `apply`.
-    pub(crate) fn precision(&self) -> Precision {
+    pub fn precision(&self) -> Precision {
         // bf16 and fp16 exclude each other, which `validate` checks.
         if self.bf16 {
             Precision::Bf16
@@ -64,16 +64,16 @@ impl TrainingArguments {
             return Ok((keys, "as in the run that is resumed".to_owned()));
         }
         let recommended = Precision::recommend(device);
-        let keys = match recommended.precision {
-            Precision::Bf16 => (true, false, None),
-            Precision::Fp16 => (false, true, None),
-            Precision::Tf32 => (false, false, Some(true)),
-            Precision::Fp32 => (false, false, None),
-        };
         Ok((
-            keys,
+            keys_of(recommended.precision),
             format!("{}; off: --no-auto-precision", recommended.reason),
         ))
+    }
+
+    /// Sets `bf16`, `fp16` and `tf32` to `precision`, and `auto_precision` to `false`.
+    pub fn set_precision(&mut self, precision: Precision) {
+        (self.bf16, self.fp16, self.tf32) = keys_of(precision);
+        self.auto_precision = false;
     }
 
     /// Sets the number of libtorch's threads if `threads` is set.
@@ -82,5 +82,15 @@ impl TrainingArguments {
             overdrive_sys::threads::set_intra_op(threads)?;
         }
         Ok(())
+    }
+}
+
+/// Returns the values of `bf16`, `fp16` and `tf32` that select a precision.
+fn keys_of(precision: Precision) -> (bool, bool, Option<bool>) {
+    match precision {
+        Precision::Bf16 => (true, false, None),
+        Precision::Fp16 => (false, true, None),
+        Precision::Tf32 => (false, false, Some(true)),
+        Precision::Fp32 => (false, false, None),
     }
 }

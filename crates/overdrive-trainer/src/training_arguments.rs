@@ -89,6 +89,10 @@ pub struct TrainingArguments {
     pub num_train_epochs: f64,
     /// The number of sequences in a micro-batch, per device. Default 8.
     pub per_device_train_batch_size: u64,
+    /// If `true`, `per_device_train_batch_size` is the largest micro-batch to try: the run takes the largest that fits
+    /// into the free memory by the estimate, and at most half of it whenever memory runs out. The effective batch stays
+    /// the same. Default `false`.
+    pub auto_find_batch_size: bool,
     /// The number of sequences in an evaluation batch, per device. Default 8.
     pub per_device_eval_batch_size: u64,
     /// The number of micro-batches in an optimizer step; the last step of an epoch has the rest. Default 1.
@@ -243,6 +247,7 @@ impl Default for TrainingArguments {
             max_steps: -1,
             num_train_epochs: 3.0,
             per_device_train_batch_size: 8,
+            auto_find_batch_size: false,
             per_device_eval_batch_size: 8,
             gradient_accumulation_steps: 1,
             optim: OptimizerName::default(),

@@ -10,7 +10,7 @@ use overdrive::precision::Precision;
 use overdrive::profiling::{NvtxRanges, Phase, Profiler, StepRecorder, emit_nvtx};
 use overdrive::snapshot::SnapshotManager;
 use overdrive::tracking::{StepMetrics, Tracker, Trackers, TrainingProgress};
-use overdrive::trainer::{TrainingArguments, TrainingPlan, loader_totals};
+use overdrive::trainer::{DurationEstimate, TrainingArguments, TrainingPlan, loader_totals};
 use overdrive::transformer::CausalLm;
 use serde::{Deserialize, Serialize};
 use tch::{Kind, Tensor};
@@ -49,6 +49,7 @@ pub struct RunLog {
     batch: BatchPlan,
     before: Done,
     began: Instant,
+    duration: DurationEstimate,
     /// The steps whose losses and norms have not been read from the device yet.
     unread: Vec<Unread>,
     /// The losses, counts and times so far.
@@ -89,6 +90,7 @@ impl RunLog {
             )?,
             before: Done::default(),
             began: Instant::now(),
+            duration: DurationEstimate::new(plan, model.device()),
             unread: Vec::new(),
             summary: Summary::default(),
         })
@@ -159,6 +161,9 @@ impl RunLog {
             seconds: self.before.seconds + self.began.elapsed().as_secs_f64(),
             batch: Some(self.batch),
         };
+        if let Some(line) = self.duration.after_step(step) {
+            self.say(&line);
+        }
         let mut metrics = StepMetrics {
             step,
             epoch: Some(loader.state_dict().epochs()),

@@ -1,7 +1,7 @@
 use std::fmt;
 
 use overdrive::optim::Optimizer;
-use overdrive::profiling::{Bottleneck, DataLoading, StepRecorder};
+use overdrive::profiling::{Bottleneck, DataLoading, StepRecorder, TargetResult, Targets};
 use overdrive::trainer::{BestModel, Evaluation};
 use tch::Tensor;
 
@@ -27,6 +27,8 @@ pub struct Summary {
     pub bottleneck: Option<Bottleneck>,
     /// The time that steps waited for their batches.
     pub data_loading: Option<DataLoading>,
+    /// The targets of a run with its values: data loading, and the use of a monitored GPU.
+    pub targets: Vec<TargetResult>,
     /// The step from which the run resumed; 0 for a new run.
     pub resumed_step: u64,
     /// The step and the metric of the model's weights at the end, if they are those of the best snapshot.
@@ -57,6 +59,8 @@ impl Summary {
     pub fn finish(&mut self, recorder: &StepRecorder, optimizer: &dyn Optimizer) {
         self.bottleneck = recorder.bottleneck();
         self.data_loading = recorder.data_loading();
+        let loading = self.data_loading.map(|loading| loading.share);
+        self.targets = Targets::default().check(loading, recorder.gpu_utilization());
         // 0 if the optimizer has no state to store.
         self.optimizer_bytes = optimizer.state_dict().map_or(0, |state| {
             let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
@@ -89,7 +93,7 @@ impl Summary {
     }
 }
 
-/// Formats one line each for padding, data loading, the bottleneck and the best step.
+/// Formats one line each for padding, data loading, the bottleneck, the targets and the best step.
 impl fmt::Display for Summary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.padding() > 0.0 {
@@ -104,6 +108,9 @@ impl fmt::Display for Summary {
         }
         if let Some(bottleneck) = &self.bottleneck {
             writeln!(f, "{bottleneck}")?;
+        }
+        for target in &self.targets {
+            writeln!(f, "{target}")?;
         }
         if let Some(best) = self.best {
             writeln!(f, "the weights are the best ones: {best}")?;

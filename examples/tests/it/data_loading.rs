@@ -145,6 +145,24 @@ fn losses_are_equal_for_any_number_of_workers() {
 }
 
 #[test]
+fn the_summary_compares_a_run_with_the_target_of_data_loading() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let arguments = arguments(folder.path(), "a.jsonl", &jsonl(40));
+    let summary = train(folder.path(), &arguments);
+    // A CPU has no target of a GPU. Whether this one is met depends on the machine.
+    let [target] = summary.targets[..] else {
+        panic!("{:?}", summary.targets)
+    };
+    let line = target.to_string();
+    assert!(
+        line.contains("data loading") && line.contains("at most 5%"),
+        "{line}"
+    );
+    assert!(summary.to_string().contains(&line), "{summary}");
+}
+
+#[test]
 fn an_epoch_has_each_window_of_a_token_store_once_in_an_order_of_its_own() {
     let folder = tempfile::tempdir().unwrap();
     let arguments = arguments(folder.path(), "a.jsonl", &jsonl(40));

@@ -19,6 +19,7 @@ use overdrive::trainer::{
 };
 use overdrive::transformer::CausalLm;
 use overdrive_examples::training::{Summary, evaluate, name_lost_ranks, new_model, snapshot_files};
+use tch::Device;
 
 /// The example `finetune`, and in it the example `train`.
 #[allow(dead_code, reason = "its `main` is another program's")]
@@ -26,10 +27,18 @@ use overdrive_examples::training::{Summary, evaluate, name_lost_ranks, new_model
 mod finetune_example;
 use finetune_example::train::Flags;
 
+/// The example `tune`.
+#[allow(dead_code, reason = "its `main` is another program's")]
+#[path = "../../tune.rs"]
+mod tune_example;
+
 mod kills;
 mod processes;
 mod signals;
+mod tuning;
 
+/// The bytes that the tensors of the other process may take.
+const MEMORY_LIMIT: &str = "OVERDRIVE_TRAINER_TEST_MEMORY_LIMIT";
 const CONFIG: &str = "OVERDRIVE_TRAINER_TEST_CONFIG";
 /// The rank that has another model than the others.
 const OTHER_MODEL: &str = "OVERDRIVE_TRAINER_TEST_OTHER_MODEL";
@@ -84,6 +93,9 @@ fn trains() {
 
 /// Runs the example `train` as it is.
 fn runs_the_example(config: &Path) {
+    let limit = std::env::var(MEMORY_LIMIT).ok();
+    let limit = limit.map(|bytes| bytes.parse().unwrap());
+    overdrive::sys::memory::set_limit(Device::Cpu, limit).unwrap();
     let config = config.to_str().unwrap();
     let flags = Flags::parse_from(["train", "--config", config]);
     std::process::exit(match finetune_example::train::run(&flags) {

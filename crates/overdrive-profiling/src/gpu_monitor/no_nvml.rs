@@ -1,6 +1,6 @@
 //! Stands for NVIDIA's management library in a build without the feature `nvml`.
 
-use super::GpuSample;
+use super::{GpuProcess, GpuSample};
 
 /// No such value exists.
 pub(super) enum Driver {}
@@ -11,6 +11,10 @@ impl Driver {
     }
 
     pub(super) fn sample(&self, _pci_bus_id: &str) -> GpuSample {
+        match *self {}
+    }
+
+    pub(super) fn processes(&self, _pci_bus_id: &str) -> Vec<GpuProcess> {
         match *self {}
     }
 }

@@ -2,9 +2,10 @@
 
 use nvml_wrapper::Nvml;
 use nvml_wrapper::enum_wrappers::device::TemperatureSensor;
+use nvml_wrapper::enums::device::UsedGpuMemory;
 use nvml_wrapper::error::NvmlError;
 
-use super::GpuSample;
+use super::{GpuProcess, GpuSample};
 
 /// The loaded library.
 pub(super) struct Driver(Nvml);
@@ -39,6 +40,22 @@ impl Driver {
             power_watts: device.power_usage().ok().map(watts),
             power_limit_watts: device.enforced_power_limit().ok().map(watts),
         }
+    }
+
+    /// Returns the processes that compute on the GPU, none if it cannot be asked.
+    pub(super) fn processes(&self, pci_bus_id: &str) -> Vec<GpuProcess> {
+        let device = self.0.device_by_pci_bus_id(pci_bus_id);
+        let processes = device.and_then(|device| device.running_compute_processes());
+        let processes = processes.unwrap_or_default().into_iter();
+        processes
+            .map(|process| GpuProcess {
+                pid: process.pid,
+                memory_bytes: match process.used_gpu_memory {
+                    UsedGpuMemory::Used(bytes) => Some(bytes),
+                    UsedGpuMemory::Unavailable => None,
+                },
+            })
+            .collect()
     }
 }
 

@@ -21,7 +21,6 @@ pub(super) static KEYS: &[Key] = &[
     // The losses are the same; `fused_kernels`, on by default, does what Liger does, on CPUs.
     foreign("use_liger_kernel", Any, ""),
     foreign("liger_kernel_config", Any, ""),
-    foreign("auto_find_batch_size", Only("false"), "set `per_device_train_batch_size`"),
     foreign("bf16_full_eval", Only("false"), SAME_PRECISION),
     foreign("fp16_full_eval", Only("false"), SAME_PRECISION),
     foreign("torch_empty_cache_steps", Null, ""),

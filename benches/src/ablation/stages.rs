@@ -1,0 +1,257 @@
+use std::ffi::OsString;
+use std::fmt::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::Command;
+
+use overdrive::core::units;
+use overdrive::tracking::{StepMetrics, read_metrics};
+use serde::{Deserialize, Serialize};
+
+use super::picture::draw;
+use crate::StepResult;
+
+/// The cost of a stage.
+#[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
+pub struct StageCost {
+    /// The seconds of the work, which is the same in all stages.
+    pub seconds: f64,
+    /// The peak memory of tensors in bytes.
+    pub peak_memory_bytes: u64,
+}
+
+/// A stage: a change on top of those before it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Stage {
+    /// The name; `+ …` for a change.
+    pub name: String,
+    /// The flags of the program, all of them; empty where there is no program.
+    pub flags: Vec<String>,
+    /// The medians.
+    pub cost: StageCost,
+}
+
+/// A table of changes, of which each is on top of those before it.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+pub struct Stages {
+    /// A description of the machine.
+    pub machine: String,
+    /// A description of the work.
+    pub work: String,
+    /// The stages, the first without any change.
+    pub stages: Vec<Stage>,
+    /// Notes under the table.
+    pub notes: Vec<String>,
+}
+
+impl Stages {
+    /// Returns the speed and the memory of each stage relative to the first.
+    fn ratios(&self) -> Vec<(String, f64, f64)> {
+        let Some(first) = self.stages.first().map(|stage| stage.cost) else {
+            return Vec::new();
+        };
+        let ratio = |stage: &Stage| {
+            let memory =
+                stage.cost.peak_memory_bytes as f64 / first.peak_memory_bytes.max(1) as f64;
+            (
+                stage.name.clone(),
+                first.seconds / stage.cost.seconds,
+                memory,
+            )
+        };
+        self.stages.iter().map(ratio).collect()
+    }
+
+    /// Returns the table as Markdown.
+    pub fn markdown(&self) -> String {
+        let mut text = format!("{}. {}.\n\n", self.machine, self.work);
+        text += "| stage | time | speed | peak memory | of the first |\n|---|---|---|---|---|\n";
+        for (stage, (name, speed, memory)) in self.stages.iter().zip(self.ratios()) {
+            let seconds = stage.cost.seconds;
+            let time = match seconds < 10.0 {
+                true => format!("{seconds:.2} s"),
+                false => units::seconds(seconds),
+            };
+            let _ = writeln!(
+                text,
+                "| {name} | {time} | {speed:.2}x | {} | {:.0}% |",
+                units::bytes(stage.cost.peak_memory_bytes),
+                100.0 * memory
+            );
+        }
+        for note in &self.notes {
+            let _ = write!(text, "\n{note}\n");
+        }
+        text
+    }
+
+    /// Writes `<name>.md`, `<name>.json` and `<name>.svg` into `folder`.
+    ///
+    /// # Errors
+    /// An error if a file cannot be written.
+    pub fn write(&self, folder: &Path, name: &str) -> StepResult<()> {
+        std::fs::create_dir_all(folder)?;
+        let file = |extension: &str| folder.join(format!("{name}.{extension}"));
+        std::fs::write(file("md"), self.markdown())?;
+        std::fs::write(file("json"), serde_json::to_string_pretty(self)?)?;
+        let title = "Speed and peak memory, the first stage = 1";
+        draw(title, &self.ratios(), &file("svg"))
+    }
+}
+
+/// A program of the examples that writes `metrics.jsonl`.
+#[derive(Debug)]
+pub struct Program {
+    path: PathBuf,
+}
+
+impl Program {
+    /// Builds the example `name` beside this program.
+    ///
+    /// # Errors
+    /// An error if Cargo cannot build it.
+    pub fn build(name: &str) -> StepResult<Self> {
+        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
+        let build = [
+            "build",
+            "--release",
+            "-p",
+            "overdrive-examples",
+            "--example",
+            name,
+        ];
+        println!("$ cargo {}", build.join(" "));
+        let status = Command::new(cargo).args(build).status()?;
+        if !status.success() {
+            return Err(format!(
+                "`{name}` did not build; is libtorch there? run `cargo xtask setup`"
+            )
+            .into());
+        }
+        let here = std::env::current_exe()?;
+        let folder = here.parent().ok_or("this program is in no folder")?;
+        let file = format!("{name}{}", std::env::consts::EXE_SUFFIX);
+        Ok(Self {
+            path: folder.join("examples").join(file),
+        })
+    }
+
+    /// Runs the program with `flags` in a run folder `out`, and returns the metrics of its steps.
+    ///
+    /// # Errors
+    /// An error with the output of the run if it fails.
+    pub fn run(&self, flags: &[OsString], out: &Path) -> StepResult<Vec<StepMetrics>> {
+        let output = Command::new(&self.path)
+            .args(flags)
+            .arg("--out")
+            .arg(out)
+            .output()?;
+        if !output.status.success() {
+            let text = String::from_utf8_lossy(&output.stderr);
+            return Err(format!("{} failed:\n{text}", self.path.display()).into());
+        }
+        Ok(read_metrics(out.join("metrics.jsonl"))?.records)
+    }
+}
+
+/// Returns the seconds that `tokens` tokens (without padding) take at the rate of the median step after `warmup` steps,
+/// and the peak.
+///
+/// # Errors
+/// An error if there is no step after the warm-up.
+pub fn cost_of_tokens(
+    records: &[StepMetrics],
+    warmup: usize,
+    tokens: f64,
+) -> StepResult<StageCost> {
+    let mut seconds_per_token: Vec<f64> = records
+        .windows(2)
+        .skip(warmup.saturating_sub(1))
+        .filter_map(|pair| {
+            let trained = pair[1].tokens_seen? - pair[0].tokens_seen?;
+            Some(pair[1].phase_seconds?.total() / trained as f64)
+        })
+        .filter(|seconds| seconds.is_finite())
+        .collect();
+    seconds_per_token.sort_by(f64::total_cmp);
+    let median = seconds_per_token.get(seconds_per_token.len() / 2);
+    let median = median.ok_or("the run has no step after the warm-up: give more --steps")?;
+    let peaks = records.iter().map(|step| step.peak_memory_bytes);
+    Ok(StageCost {
+        seconds: tokens * median,
+        peak_memory_bytes: peaks.max().unwrap_or(0),
+    })
+}
+
+/// Returns the medians of the costs of several rounds.
+pub fn median_cost(rounds: &[StageCost]) -> StageCost {
+    let mut seconds: Vec<f64> = rounds.iter().map(|cost| cost.seconds).collect();
+    seconds.sort_by(f64::total_cmp);
+    let mut peaks: Vec<u64> = rounds.iter().map(|cost| cost.peak_memory_bytes).collect();
+    peaks.sort_unstable();
+    StageCost {
+        seconds: seconds.get(seconds.len() / 2).copied().unwrap_or(f64::NAN),
+        peak_memory_bytes: peaks.get(peaks.len() / 2).copied().unwrap_or(0),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use overdrive::profiling::PhaseSeconds;
+
+    fn step(step: u64, tokens_seen: u64, forward: f64) -> StepMetrics {
+        StepMetrics {
+            step,
+            tokens_seen: Some(tokens_seen),
+            peak_memory_bytes: 10 * step,
+            phase_seconds: Some(PhaseSeconds {
+                forward,
+                ..PhaseSeconds::default()
+            }),
+            ..StepMetrics::default()
+        }
+    }
+
+    #[test]
+    fn the_cost_is_that_of_tokens_and_not_of_steps() {
+        // Steps of 100 and of 50 tokens, all with 10 ms a token, and a slow first one.
+        let records = [
+            step(1, 100, 9.0),
+            step(2, 200, 1.0),
+            step(3, 250, 0.5),
+            step(4, 350, 1.0),
+        ];
+        let cost = cost_of_tokens(&records, 1, 1000.0).unwrap();
+        assert!((cost.seconds - 10.0).abs() < 1e-9);
+        assert_eq!(cost.peak_memory_bytes, 40);
+        assert!(cost_of_tokens(&records, 9, 1.0).is_err());
+    }
+
+    #[test]
+    fn the_ratios_are_those_to_the_first_stage() {
+        let stage = |name: &str, seconds, peak_memory_bytes| Stage {
+            name: name.to_owned(),
+            flags: Vec::new(),
+            cost: StageCost {
+                seconds,
+                peak_memory_bytes,
+            },
+        };
+        let stages = Stages {
+            machine: "A machine".to_owned(),
+            work: "Some work".to_owned(),
+            stages: vec![stage("first", 45.0, 1 << 30), stage("+ all", 9.0, 1 << 29)],
+            notes: vec!["A note.".to_owned()],
+        };
+        let table = stages.markdown();
+        assert!(table.contains("| first | 45s | 1.00x |"), "{table}");
+        assert!(
+            table.contains("| + all | 9.00 s | 5.00x |") && table.contains("| 50% |"),
+            "{table}"
+        );
+        let folder = tempfile::tempdir().unwrap();
+        stages.write(folder.path(), "table").unwrap();
+        let picture = std::fs::read_to_string(folder.path().join("table.svg")).unwrap();
+        assert!(picture.contains("+ all") && picture.contains("5.00x"));
+    }
+}

@@ -1,0 +1,206 @@
+//! The micro-batch that fits into the memory, by the estimate.
+
+use overdrive_accumulation::BatchPlan;
+use overdrive_precision::Precision;
+use overdrive_profiling::{DecoderShape, free_memory};
+use tch::Device;
+
+use crate::{Error, Result, TrainingArguments};
+
+/// The fraction of the free memory that an automatic choice uses: the estimate counts tensors only, and is up to 15%
+/// off in either direction.
+const USED_FRACTION: f64 = 0.9;
+
+impl TrainingArguments {
+    /// Returns the division of the effective batch into micro-batches and `world_size` processes.
+    ///
+    /// # Errors
+    /// An error if the product of the three does not fit into 64 bits.
+    pub fn batch_plan(&self, world_size: usize) -> Result<BatchPlan> {
+        let (micro_batch, steps) = (
+            self.per_device_train_batch_size,
+            self.gradient_accumulation_steps,
+        );
+        let plan = BatchPlan::new(micro_batch, steps, world_size as u64);
+        plan.map_err(accumulation_error)
+    }
+
+    /// Sets the micro-batch and the accumulation to those of `plan`.
+    pub fn set_batch_plan(&mut self, plan: BatchPlan) {
+        self.per_device_train_batch_size = plan.micro_batch();
+        self.gradient_accumulation_steps = plan.accumulation_steps();
+    }
+
+    /// Returns the estimated peak of the tensors, in bytes, with the batch of `plan` for a model of any shape.
+    ///
+    /// # Errors
+    /// As [`MemoryPlan::estimate`](overdrive_profiling::MemoryPlan::estimate).
+    pub fn estimated_peak(
+        &self,
+        shape: DecoderShape,
+        precision: Precision,
+        plan: BatchPlan,
+    ) -> Result<u64> {
+        let mut arguments = self.clone();
+        arguments.set_batch_plan(plan);
+        let memory = arguments.memory_plan_of(shape, precision);
+        Ok(memory.estimate()?.peak)
+    }
+
+    /// Returns the batch plans of a search, from `largest` down: each divisor of the effective batch is a micro-batch
+    /// once.
+    pub fn batch_plans(largest: BatchPlan) -> impl Iterator<Item = BatchPlan> {
+        std::iter::successors(Some(largest), |plan| {
+            plan.with_micro_batch_at_most(plan.micro_batch() - 1)
+        })
+    }
+
+    /// Returns the plan of the same effective batch with the largest micro-batch that is not larger than the present
+    /// one and whose estimated peak is at most `limit_bytes`; `None` if not even a micro-batch of 1 fits.
+    ///
+    /// # Errors
+    /// As [`batch_plan`](Self::batch_plan) and [`estimated_peak`](Self::estimated_peak).
+    pub fn batch_that_fits(
+        &self,
+        shape: DecoderShape,
+        precision: Precision,
+        limit_bytes: u64,
+        world_size: usize,
+    ) -> Result<Option<BatchPlan>> {
+        for plan in Self::batch_plans(self.batch_plan(world_size)?) {
+            if self.estimated_peak(shape, precision, plan)? <= limit_bytes {
+                return Ok(Some(plan));
+            }
+        }
+        Ok(None)
+    }
+
+    /// With `auto_find_batch_size`, divides the effective batch into micro-batches that fit into the free memory of
+    /// `device` by the estimate, and returns a line about a change. Nothing changes without the key, where the free
+    /// memory is unknown, or where not even a micro-batch of 1 fits by the estimate, which may be wrong.
+    ///
+    /// # Errors
+    /// As [`batch_that_fits`](Self::batch_that_fits).
+    pub fn fit_batch(
+        &mut self,
+        shape: DecoderShape,
+        precision: Precision,
+        device: Device,
+        world_size: usize,
+    ) -> Result<Option<String>> {
+        if !self.auto_find_batch_size {
+            return Ok(None);
+        }
+        let Some(limit) = usable_memory(device) else {
+            return Ok(None);
+        };
+        let before = self.per_device_train_batch_size;
+        let plan = self.batch_that_fits(shape, precision, limit, world_size)?;
+        Ok(plan
+            .filter(|plan| plan.micro_batch() < before)
+            .map(|plan| {
+                self.set_batch_plan(plan);
+                format!("batch       {plan}, by the estimate of the memory (asked for: micro-batches of {before})")
+            }))
+    }
+
+    /// Sets the next smaller division of the same effective batch, with a micro-batch of at most half, after memory ran
+    /// out. Returns `false` if the micro-batch is 1.
+    ///
+    /// # Errors
+    /// As [`batch_plan`](Self::batch_plan).
+    pub fn halve_batch(&mut self, world_size: usize) -> Result<bool> {
+        let smaller = self.batch_plan(world_size)?.halved();
+        if let Some(plan) = smaller {
+            self.set_batch_plan(plan);
+        }
+        Ok(smaller.is_some())
+    }
+}
+
+/// Returns the bytes of tensors that an automatic choice may plan with: nine tenths of the free memory.
+pub fn usable_memory(device: Device) -> Option<u64> {
+    free_memory(device).map(|bytes| (bytes as f64 * USED_FRACTION) as u64)
+}
+
+/// The numbers of a batch plan come from keys, so its errors are those of an option.
+pub(crate) fn accumulation_error(error: overdrive_accumulation::Error) -> Error {
+    match error {
+        overdrive_accumulation::Error::Common(common) => common.into(),
+        other => overdrive_core::Error::option(
+            "gradient_accumulation_steps",
+            "too large",
+            format!("smaller: {other}"),
+        )
+        .into(),
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::Preset;
+
+    fn arguments() -> (TrainingArguments, DecoderShape) {
+        let arguments = TrainingArguments {
+            per_device_train_batch_size: 48,
+            auto_find_batch_size: true,
+            ..Preset::Tiny.arguments()
+        };
+        let shape = arguments.memory_plan(4096, Precision::Fp32).shape;
+        (arguments, shape)
+    }
+
+    #[test]
+    fn the_largest_divisor_that_fits_is_found_and_the_effective_batch_stays() {
+        let (arguments, shape) = arguments();
+        let peak = |micro: u64| {
+            let plan = arguments.batch_plan(1).unwrap();
+            let plan = plan.with_micro_batch(micro).unwrap();
+            arguments
+                .estimated_peak(shape, Precision::Fp32, plan)
+                .unwrap()
+        };
+        for (micro, larger) in [(24, 48), (16, 24), (12, 16), (1, 2)] {
+            for limit in [peak(micro), peak(larger) - 1] {
+                let found = arguments
+                    .batch_that_fits(shape, Precision::Fp32, limit, 1)
+                    .unwrap()
+                    .unwrap();
+                assert_eq!(found.micro_batch(), micro);
+                assert_eq!(found.effective_batch(), 48);
+            }
+        }
+        let none = arguments.batch_that_fits(shape, Precision::Fp32, peak(1) - 1, 1);
+        assert_eq!(none.unwrap(), None);
+    }
+
+    #[test]
+    fn the_plans_of_a_search_are_all_divisors() {
+        let plan = BatchPlan::new(12, 2, 1).unwrap();
+        let sizes: Vec<u64> = TrainingArguments::batch_plans(plan)
+            .map(BatchPlan::micro_batch)
+            .collect();
+        assert_eq!(sizes, [12, 8, 6, 4, 3, 2, 1]);
+    }
+
+    #[test]
+    fn a_batch_is_halved_down_to_one() {
+        let (mut arguments, _) = arguments();
+        let mut sizes = Vec::new();
+        while arguments.halve_batch(1).unwrap() {
+            assert_eq!(arguments.sequences_per_step(), 48);
+            sizes.push(arguments.per_device_train_batch_size);
+        }
+        assert_eq!(sizes, [24, 12, 6, 3, 1]);
+    }
+
+    #[test]
+    fn without_the_key_nothing_changes() {
+        let (mut arguments, shape) = arguments();
+        arguments.auto_find_batch_size = false;
+        let before = arguments.clone();
+        let line = arguments.fit_batch(shape, Precision::Fp32, Device::Cpu, 1);
+        assert_eq!((line.unwrap(), arguments), (None, before));
+    }
+}

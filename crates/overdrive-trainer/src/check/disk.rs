@@ -1,0 +1,91 @@
+//! The check of the disk: the snapshots and the model against the free space.
+
+use overdrive_core::units;
+use overdrive_profiling::{DecoderShape, OptimizerMemory};
+
+use super::{Finding, MachineFacts, Sizes};
+use crate::{OptimizerName, Result, SaveStrategy, TrainingArguments, TrainingPlan};
+
+/// The bytes of an fp32 weight.
+const WEIGHT: u64 = 4;
+
+/// Returns the finding about the disk.
+pub(super) fn finding(
+    arguments: &TrainingArguments,
+    facts: &MachineFacts,
+    sizes: &Sizes,
+) -> Result<Finding> {
+    let shape = arguments
+        .memory_plan(sizes.vocabulary, facts.precision)
+        .shape;
+    let weights = WEIGHT.saturating_mul(shape.parameters());
+    let averages = if arguments.ema_decay.is_some() {
+        weights
+    } else {
+        0
+    };
+    // The model is written at the end, with its averages, besides what the snapshots take.
+    let model = weights.saturating_add(averages);
+    let snapshot = model.saturating_add(optimizer_bytes(arguments, &shape));
+    let plan = match sizes.micro_batches_per_epoch {
+        Some(micro_batches) => Some(arguments.plan(micro_batches)?),
+        // Without data the number of snapshots is known only if they come by steps, of which the number was given.
+        None if arguments.max_steps > 0 && arguments.save_strategy == SaveStrategy::Steps => {
+            Some(arguments.plan(1)?)
+        }
+        None => None,
+    };
+    let kept = plan.map_or(1, |plan| kept_snapshots(arguments, &plan));
+    let needed = kept.saturating_mul(snapshot).saturating_add(model);
+    let what = format!(
+        "{kept} snapshots of {} and the model of {} take {}",
+        units::bytes(snapshot),
+        units::bytes(model),
+        units::bytes(needed)
+    );
+    let Some(free) = facts.free_disk else {
+        return Ok(Finding::fine("disk", what));
+    };
+    let what = format!("{what}; {} are free", units::bytes(free));
+    if needed > free {
+        return Ok(Finding::failure(
+            "disk",
+            what,
+            "keep fewer snapshots (`save_total_limit: 2`, `save_steps`), or write to another disk (`--out DIR`)",
+        ));
+    }
+    Ok(Finding::fine("disk", what))
+}
+
+/// Returns the bytes of the optimizer's state in a snapshot, where paged states are as large as others.
+fn optimizer_bytes(arguments: &TrainingArguments, shape: &DecoderShape) -> u64 {
+    let memory = match arguments.optim {
+        OptimizerName::AdamwTorchFused | OptimizerName::PagedAdamw32bit => OptimizerMemory::AdamW,
+        OptimizerName::Adamw8bit | OptimizerName::PagedAdamw8bit => OptimizerMemory::AdamW8bit,
+        OptimizerName::Lion32bit => OptimizerMemory::Lion,
+        OptimizerName::Adafactor => OptimizerMemory::Adafactor,
+        OptimizerName::Sgd => OptimizerMemory::Sgd,
+        OptimizerName::Muon => OptimizerMemory::Muon,
+    };
+    memory.bytes(shape)
+}
+
+/// Returns the greatest number of snapshots that lie on the disk at the same time.
+fn kept_snapshots(arguments: &TrainingArguments, plan: &TrainingPlan) -> u64 {
+    let written = match arguments.save_strategy {
+        SaveStrategy::No => return 0,
+        // At most one an evaluation.
+        SaveStrategy::Best => plan
+            .eval_steps
+            .map_or(1, |every| plan.total_steps.div_ceil(every)),
+        SaveStrategy::Steps | SaveStrategy::Epoch => plan
+            .save_steps
+            .map_or(1, |every| plan.total_steps.div_ceil(every)),
+    };
+    let limit = arguments.save_total_limit.map_or(u64::MAX, |limit| {
+        // The new one is complete before the oldest is removed, and the best one is kept beside the newest.
+        let best = u64::from(arguments.load_best_model_at_end && limit == 1);
+        limit as u64 + 1 + best
+    });
+    written.min(limit)
+}

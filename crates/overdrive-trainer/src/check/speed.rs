@@ -1,0 +1,161 @@
+//! The keys that would slow a run down.
+
+use overdrive_profiling::{MemoryAttention, MemoryPlan, Recomputation};
+use tch::Device;
+
+use super::{Finding, MachineFacts, Sizes};
+use crate::{IntervalStrategy, Result, SequenceMode, TrainingArguments};
+
+/// The share of the time above which evaluations are reported.
+const MOST_EVALUATION: f64 = 0.2;
+/// The share of the free memory that a run without checkpointing may take to be reported.
+const ROOM: f64 = 0.7;
+
+/// Returns the findings, of which each is a warning; one that is fine if there is none.
+pub(super) fn findings(
+    arguments: &TrainingArguments,
+    facts: &MachineFacts,
+    sizes: &Sizes,
+) -> Result<Vec<Finding>> {
+    let plan = arguments.memory_plan(sizes.vocabulary, facts.precision);
+    let mut found: Vec<Finding> = [
+        (cfg!(debug_assertions)).then(|| {
+            slow(
+                "this is no release build, so its kernels are slow",
+                "build it with `--release`",
+            )
+        }),
+        (plan.attention == MemoryAttention::Eager).then(|| {
+            slow(
+                "`attn_implementation: eager` computes and stores the scores of all pairs of tokens",
+                "leave `attn_implementation` out, which selects flash attention",
+            )
+        }),
+        (!arguments.fused_kernels).then(|| {
+            slow(
+                "`fused_kernels: false` computes norms, rotary positions, gates and the loss in several passes",
+                "leave `fused_kernels` out",
+            )
+        }),
+        unneeded_checkpointing(&plan, facts)?,
+        padding(arguments),
+        evaluations(arguments, sizes)?,
+    ]
+    .into_iter()
+    .flatten()
+    .collect();
+    if facts.device != Device::Cpu {
+        found.extend(on_a_gpu(arguments, &plan, facts)?);
+    }
+    if found.is_empty() {
+        found.push(Finding::fine(
+            "speed",
+            "no key that would slow the run down",
+        ));
+    }
+    Ok(found)
+}
+
+fn slow(what: impl Into<String>, remedy: impl Into<String>) -> Finding {
+    Finding::warning("speed", what, remedy)
+}
+
+/// Returns the finding that the run recomputes blocks for which there is room.
+fn unneeded_checkpointing(plan: &MemoryPlan, facts: &MachineFacts) -> Result<Option<Finding>> {
+    let whole = MemoryPlan {
+        recomputation: Recomputation::Never,
+        ..*plan
+    };
+    let fits = match facts.free_memory {
+        Some(free) => (whole.estimate()?.peak as f64) < ROOM * free as f64,
+        None => false,
+    };
+    Ok(
+        (plan.recomputation != Recomputation::Never && fits).then(|| {
+            slow(
+                "`gradient_checkpointing` computes blocks twice, and without it the run fits into the free memory",
+                "leave `gradient_checkpointing` out",
+            )
+        }),
+    )
+}
+
+fn padding(arguments: &TrainingArguments) -> Option<Finding> {
+    let pads = arguments.sequence_mode() == SequenceMode::Documents
+        && !(arguments.packing || arguments.padding_free || arguments.group_by_length);
+    (pads && arguments.per_device_train_batch_size > 1).then(|| {
+        slow(
+            "documents are padded to the longest of their batch",
+            "`packing: true`, `padding_free: true` or `group_by_length: true`",
+        )
+    })
+}
+
+/// Returns the finding that evaluations take a large share of the run, if their number of batches is bounded by a key.
+fn evaluations(arguments: &TrainingArguments, sizes: &Sizes) -> Result<Option<Finding>> {
+    if arguments.eval_strategy != IntervalStrategy::Steps {
+        return Ok(None);
+    }
+    let plan = arguments.plan(sizes.micro_batches_per_epoch.unwrap_or(1))?;
+    // Without a limit an evaluation reads all validation data, a fraction of an epoch.
+    let fraction = arguments.validation_fraction / (1.0 - arguments.validation_fraction);
+    let all = plan.steps_per_epoch as f64 * arguments.sequences_per_step() as f64 * fraction;
+    let most = arguments.max_eval_batches.map_or(f64::INFINITY, |batches| {
+        (batches * arguments.per_device_eval_batch_size) as f64
+    });
+    let Some(every) = plan.eval_steps else {
+        return Ok(None);
+    };
+    // A sequence of an evaluation costs a third of one of training, which has a backward pass of twice the work.
+    let evaluated = all.min(most) / 3.0;
+    let trained = (every * arguments.sequences_per_step()) as f64;
+    let share = evaluated / (evaluated + trained);
+    Ok((share > MOST_EVALUATION).then(|| {
+        slow(
+            format!("evaluations take about {:.0}% of the time", 100.0 * share),
+            "`max_eval_batches`, or a larger `eval_steps`",
+        )
+    }))
+}
+
+fn on_a_gpu(
+    arguments: &TrainingArguments,
+    plan: &MemoryPlan,
+    facts: &MachineFacts,
+) -> Result<Vec<Finding>> {
+    let mut found = Vec::new();
+    if arguments.dataloader_num_workers == 0 {
+        found.push(slow(
+            "`dataloader_num_workers: 0` prepares each batch while the GPU waits",
+            "`dataloader_num_workers: 2`",
+        ));
+    }
+    if !arguments.dataloader_pin_memory {
+        found.push(slow(
+            "`dataloader_pin_memory: false` copies batches while the GPU waits",
+            "leave `dataloader_pin_memory` out",
+        ));
+    }
+    if arguments.logging_steps == 1.0 && arguments.max_steps != 1 {
+        found.push(slow(
+            "`logging_steps: 1` waits for the GPU after each step",
+            "`logging_steps: 10`",
+        ));
+    }
+    let doubled = MemoryPlan {
+        batch: 2 * plan.batch,
+        ..*plan
+    };
+    let fits = match facts.free_memory {
+        Some(free) => (doubled.estimate()?.peak as f64) < ROOM * free as f64,
+        None => false,
+    };
+    if arguments.gradient_accumulation_steps > 1 && fits {
+        found.push(slow(
+            "micro-batches of twice the size fit into the free memory",
+            "a larger `per_device_train_batch_size` with fewer `gradient_accumulation_steps`; `cargo xtask tune` \
+             finds both",
+        ));
+    }
+    Ok(found)
+}

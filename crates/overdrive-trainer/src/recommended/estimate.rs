@@ -1,0 +1,65 @@
+//! The estimate of the memory with adapters and quantized weights.
+
+use overdrive_precision::Precision;
+use overdrive_profiling::{
+    DecoderShape, MemoryPlan, MemoryPrecision, OptimizerMemory, Recomputation,
+};
+
+use super::{RecommendedSettings, TrainedWeights};
+use crate::{OptimizerName, Result};
+
+/// The rank of the adapters.
+const RANK: u64 = 16;
+/// The bytes of a trained weight: fp32 weight, gradient and two moments.
+const TRAINED: u64 = 16;
+/// The bits of a weight in NF4 with double quantization, times 1000.
+const NF4_MILLIBITS: u64 = 4127;
+
+/// Returns the estimated peak of the tensors in bytes.
+pub(super) fn peak(
+    settings: &RecommendedSettings,
+    shape: DecoderShape,
+    length: u64,
+) -> Result<u64> {
+    let half = matches!(settings.precision, Precision::Bf16 | Precision::Fp16);
+    let mut plan = MemoryPlan::new(shape, settings.batch.micro_batch(), length);
+    plan.precision = match half {
+        true => MemoryPrecision::Autocast,
+        false => MemoryPrecision::Fp32,
+    };
+    plan.fused_kernels = true;
+    plan.recomputation = match settings.gradient_checkpointing {
+        true => Recomputation::EveryBlock,
+        false => Recomputation::Never,
+    };
+    plan.optimizer = match settings.optim {
+        OptimizerName::Adamw8bit => OptimizerMemory::AdamW8bit,
+        _ => OptimizerMemory::AdamW,
+    };
+    plan.accumulates = settings.batch.accumulation_steps() > 1;
+    let all = plan.estimate()?;
+    let stored = if half { 2 } else { 4 };
+    let tables = if shape.tied_embeddings { 1 } else { 2 };
+    let embeddings = tables * shape.vocabulary * shape.hidden;
+    let blocks = shape.parameters() - embeddings;
+    let frozen = match settings.trains {
+        TrainedWeights::All => return Ok(all.peak),
+        TrainedWeights::Lora => stored * shape.parameters(),
+        // One matrix at a time is dequantized for a product with many rows.
+        TrainedWeights::Qlora => {
+            stored * embeddings
+                + blocks.div_ceil(8000) * NF4_MILLIBITS
+                + stored * shape.hidden * shape.intermediate
+        }
+    };
+    // An upper bound: beside frozen weights fewer activations are kept.
+    let step = all.activations + all.recomputed.max(all.logits);
+    Ok(frozen + TRAINED * adapters(&shape) + step)
+}
+
+/// Returns the number of weights of adapters of query and value, PEFT's choice for Llama.
+fn adapters(shape: &DecoderShape) -> u64 {
+    let queries = shape.heads * shape.head_dim;
+    let values = shape.kv_heads * shape.head_dim;
+    shape.layers * RANK * (2 * shape.hidden + queries + values)
+}

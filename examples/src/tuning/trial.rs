@@ -1,0 +1,170 @@
+use std::path::{Path, PathBuf};
+use std::process::{Command, Output};
+
+use anyhow::{Context, Result, anyhow, bail};
+use overdrive::tracking::{StepMetrics, read_metrics};
+use overdrive::trainer::{
+    IntervalStrategy, RunFolder, SaveStrategy, TrainingArguments, Trial, TrialEnd, TuneCandidate,
+};
+
+/// The most micro-batches of a step of a trial. Further ones cost what the second one costs, so that the speed of a
+/// whole step follows from two.
+const MOST_ACCUMULATION: u64 = 2;
+
+/// The trials: the program that trains, and the numbers of its steps.
+#[derive(Debug)]
+pub struct Trials {
+    program: PathBuf,
+    /// The number of measured steps of a trial.
+    pub steps: u64,
+    /// The number of steps before them, in which caches fill.
+    pub warmup: u64,
+}
+
+impl Trials {
+    /// Finds the program `train` beside this one, as Cargo places examples.
+    ///
+    /// # Errors
+    /// An error with the command that builds it, if it is not there.
+    pub fn beside_this_program(steps: u64, warmup: u64) -> Result<Self> {
+        let here = std::env::current_exe().context("this program has no path")?;
+        let folder = here.parent().unwrap_or(Path::new("."));
+        let program = folder.join(format!("train{}", std::env::consts::EXE_SUFFIX));
+        if !program.is_file() {
+            bail!(
+                "{} is not there; build it with `cargo build --release -p overdrive-examples --example train`, or run \
+                 `cargo xtask tune`",
+                program.display()
+            );
+        }
+        Ok(Self::of(program, steps, warmup))
+    }
+
+    /// Returns the trials of a program that trains with the arguments `--config FILE`.
+    pub fn of(program: PathBuf, steps: u64, warmup: u64) -> Self {
+        Self {
+            program,
+            steps: steps.max(1),
+            warmup,
+        }
+    }
+
+    /// Trains for a few steps with the settings of `candidate`.
+    ///
+    /// # Errors
+    /// An error with the last lines of the run, if it fails for another reason than memory.
+    pub fn run(
+        &self,
+        arguments: &TrainingArguments,
+        candidate: &TuneCandidate,
+    ) -> Result<TrialEnd> {
+        let folder = tempfile::tempdir()?;
+        let short = self.shortened(&candidate.of(arguments), &folder.path().join("run"));
+        let config = folder.path().join("trial.json");
+        short.write(&config)?;
+        let output = Command::new(&self.program)
+            .arg("--config")
+            .arg(&config)
+            .output()
+            .with_context(|| format!("{} cannot be started", self.program.display()))?;
+        if let Some(message) = out_of_memory(&output) {
+            return Ok(TrialEnd::OutOfMemory(message));
+        }
+        if !output.status.success() {
+            let text = String::from_utf8_lossy(&output.stderr);
+            let lines: Vec<&str> = text.lines().collect();
+            let last = lines[lines.len().saturating_sub(5)..].join("\n");
+            bail!("a trial ended with {}:\n{last}", output.status);
+        }
+        let run = RunFolder::open(folder.path().join("run"))?;
+        let records = read_metrics(run.metrics())?.records;
+        let effective = arguments.tokens_per_step();
+        let measured = measure(&records, self.warmup, effective);
+        let measured = measured.ok_or_else(|| {
+            let found = records.len();
+            anyhow!("the trial has {found} steps, which are too few to measure; give more data or fewer steps")
+        })?;
+        Ok(TrialEnd::Measured(measured))
+    }
+
+    /// Returns the configuration of a trial: a few steps of at most two micro-batches, without anything between them.
+    fn shortened(&self, arguments: &TrainingArguments, run: &Path) -> TrainingArguments {
+        let accumulation = arguments.gradient_accumulation_steps.min(MOST_ACCUMULATION);
+        TrainingArguments {
+            output_dir: Some(run.to_owned()),
+            overwrite_output_dir: false,
+            max_steps: (self.warmup + self.steps).cast_signed(),
+            gradient_accumulation_steps: accumulation,
+            auto_find_batch_size: false,
+            eval_strategy: IntervalStrategy::No,
+            eval_on_start: false,
+            save_strategy: SaveStrategy::No,
+            resume_from_checkpoint: None,
+            load_best_model_at_end: false,
+            early_stopping_patience: None,
+            // Each step is waited for, so that its time on a GPU is that of its work.
+            logging_steps: 1.0,
+            report_to: Vec::new(),
+            trace: None,
+            samples: 0,
+            ..arguments.clone()
+        }
+    }
+}
+
+/// Returns the measurements of the steps after the warm-up, for optimizer steps of `effective` tokens; `None` without
+/// such steps. A step of a trial may have fewer micro-batches: the time of the optimizer then counts once for all
+/// tokens of the whole step.
+fn measure(records: &[StepMetrics], warmup: u64, effective: u64) -> Option<Trial> {
+    let warmup = usize::try_from(warmup.max(1)).unwrap_or(usize::MAX);
+    let measured = records.get(warmup..)?;
+    let (before, last) = (records.get(warmup - 1)?, measured.last()?);
+    // Between the ends of steps lies all that a step takes, also the wait for a device at its end.
+    let seconds = last.elapsed_seconds? - before.elapsed_seconds?;
+    let tokens = last.tokens_seen?.saturating_sub(before.tokens_seen?) as f64;
+    let phases = measured
+        .iter()
+        .map(|step| step.phase_seconds.unwrap_or_default());
+    let (data, optimizer) = phases.fold((0.0, 0.0), |(data, optimizer), phases| {
+        (data + phases.data, optimizer + phases.optimizer)
+    });
+    let on_device = measured
+        .iter()
+        .map(|step| Some(step.device_phase_seconds?.optimizer));
+    let optimizer = on_device.sum::<Option<f64>>().unwrap_or(optimizer);
+    let per_token = (seconds - optimizer).max(0.0) / tokens;
+    let per_step = per_token * effective as f64 + optimizer / measured.len() as f64;
+    let tokens_per_second = effective as f64 / per_step;
+    tokens_per_second.is_finite().then(|| Trial {
+        peak_bytes: records
+            .iter()
+            .map(|step| step.peak_memory_bytes)
+            .max()
+            .unwrap_or(0),
+        tokens_per_second,
+        data_share: data / seconds,
+    })
+}
+
+/// Returns the message if memory ran out: an error of libtorch's allocators, or the signal of the system's
+/// out-of-memory killer.
+fn out_of_memory(output: &Output) -> Option<String> {
+    #[cfg(unix)]
+    {
+        use std::os::unix::process::ExitStatusExt;
+        /// SIGKILL, on all systems.
+        const KILL: i32 = 9;
+        if output.status.signal() == Some(KILL) {
+            return Some("the system ended the trial (SIGKILL)".to_owned());
+        }
+    }
+    if output.status.success() {
+        return None;
+    }
+    let text = String::from_utf8_lossy(&output.stderr);
+    let says = |line: &&str| line.to_ascii_lowercase().contains("out of memory");
+    let line = text.lines().find(says)?;
+    // A table of Markdown shows it.
+    let line: String = line.replace('|', " ").chars().take(120).collect();
+    Some(line)
+}

@@ -1,0 +1,169 @@
+//! The example `tune`, whose trials are other processes, and `auto_find_batch_size`.
+
+use std::os::unix::fs::PermissionsExt;
+
+use overdrive::trainer::TuneOutcome;
+use overdrive_examples::tuning::Trials;
+
+use super::*;
+use crate::tune_example::{Flags as TuneFlags, tune};
+
+/// Returns a program that trains as the example does when it gets `--config FILE`.
+fn program(shop: &Workshop) -> PathBuf {
+    let script = shop.path("train.sh");
+    let this = std::env::current_exe().unwrap();
+    let text = format!(
+        "#!/bin/sh\n{CONFIG}=\"$2\" exec '{}' {}\n",
+        this.display(),
+        TRAIN.join(" ")
+    );
+    fs::write(&script, text).unwrap();
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+    script
+}
+
+/// Returns the arguments of a model whose steps take more memory than the 48 MiB that the measurement of the CPU's peak
+/// rate takes at the start of a run.
+fn arguments(shop: &Workshop) -> TrainingArguments {
+    TrainingArguments {
+        auto_precision: false,
+        context_length: 128,
+        model: ModelArguments {
+            hidden_size: 128,
+            intermediate_size: 512,
+            num_hidden_layers: 4,
+            num_attention_heads: 4,
+            ..ModelArguments::default()
+        },
+        ..shop.arguments()
+    }
+}
+
+fn flags(shop: &Workshop, further: &[&str]) -> TuneFlags {
+    let config = shop.configured("base", &arguments(shop));
+    let results = shop.path("results");
+    let words = [
+        "tune",
+        "--config",
+        config.to_str().unwrap(),
+        "--results",
+        results.to_str().unwrap(),
+        "--max-trials",
+        "4",
+        "--effective-batch",
+        "8",
+    ];
+    TuneFlags::parse_from(words.iter().chain(further))
+}
+
+#[test]
+fn tuning_measures_other_processes_and_writes_a_configuration_that_trains() {
+    let shop = Workshop::new();
+    let trials = Trials::of(program(&shop), 2, 1);
+    let tuning = tune(&flags(&shop, &["--memory-limit", "1GiB"]), &trials).unwrap();
+    let best = tuning.best().unwrap();
+    let measured = best.measured().unwrap();
+    assert!(measured.tokens_per_second > 0.0);
+    // The peak is that of the trial's process: near its estimate, whatever this process holds.
+    let ratio = measured.peak_bytes as f64 / best.estimated_bytes as f64;
+    assert!((0.3..3.0).contains(&ratio), "{best:?}");
+    let tried = tuning.rows.iter().filter(|row| row.measured().is_some());
+    assert!((2..=4).contains(&tried.count()), "{}", tuning.markdown());
+    for row in &tuning.rows {
+        assert_eq!(row.candidate.batch.effective_batch(), 8);
+    }
+    let table = fs::read_to_string(shop.path("results/tune.md")).unwrap();
+    assert!(table.contains("| chosen |"), "{table}");
+    let config = shop.path("results/config.json");
+    let read = Layers::new(Default::default()).file(&config).unwrap();
+    let read = read.resolve().unwrap();
+    assert_eq!(read.sequences_per_step(), 8);
+    assert_eq!(
+        read.per_device_train_batch_size,
+        best.candidate.batch.micro_batch()
+    );
+    // The rest is the given configuration.
+    assert_eq!((read.max_steps, read.learning_rate), (12, 1e-2));
+    assert!(wait(&mut shop.start("best", &read)).success());
+    assert_eq!(shop.lines("best").len(), 12);
+}
+
+#[test]
+fn a_limit_below_every_estimate_is_an_error_with_the_remedy() {
+    let shop = Workshop::new();
+    let trials = Trials::of(program(&shop), 2, 1);
+    let error = tune(&flags(&shop, &["--memory-limit", "100KB"]), &trials).unwrap_err();
+    let error = error.to_string();
+    assert!(error.contains("--memory-limit"), "{error}");
+    let json = fs::read(shop.path("results/tune.json")).unwrap();
+    let tuning: overdrive::trainer::Tuning = serde_json::from_slice(&json).unwrap();
+    let left_out = |row: &overdrive::trainer::TuneRow| matches!(&row.outcome, TuneOutcome::LeftOut(why) if why.contains("estimate"));
+    assert!(tuning.rows.iter().all(left_out));
+}
+
+#[test]
+fn a_trial_that_is_killed_ran_out_of_memory() {
+    let shop = Workshop::new();
+    let script = shop.path("killed.sh");
+    fs::write(&script, "#!/bin/sh\nkill -9 $$\n").unwrap();
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+    let trials = Trials::of(script, 2, 1);
+    let error = tune(&flags(&shop, &["--memory-limit", "1GiB"]), &trials);
+    assert!(error.unwrap_err().to_string().contains("nothing fits"));
+    let table = fs::read_to_string(shop.path("results/tune.md")).unwrap();
+    assert!(table.contains("SIGKILL"), "{table}");
+}
+
+#[test]
+fn a_run_that_runs_out_of_memory_continues_with_half_the_micro_batch() {
+    let shop = Workshop::new();
+    let mut arguments = TrainingArguments {
+        per_device_train_batch_size: 16,
+        max_steps: 4,
+        samples: 1,
+        ..arguments(&shop)
+    };
+    let estimate = |micro: u64| {
+        let changed = TrainingArguments {
+            per_device_train_batch_size: micro,
+            gradient_accumulation_steps: 16 / micro,
+            ..arguments.clone()
+        };
+        let plan = changed.memory_plan(300, overdrive::precision::Precision::Fp32);
+        plan.estimate().unwrap().peak
+    };
+    // Between what 16 and what 4 take: at least one try fails.
+    let limit = u64::midpoint(estimate(16), estimate(4)).to_string();
+    let run = |name: &str, arguments: &TrainingArguments| {
+        fs::create_dir_all(shop.path(name)).unwrap();
+        let config = shop.path(name).join("program.json");
+        let arguments = TrainingArguments {
+            output_dir: Some(shop.path(name).join("run")),
+            ..arguments.clone()
+        };
+        fs::write(&config, serde_json::to_vec(&arguments).unwrap()).unwrap();
+        let output = Command::new(std::env::current_exe().unwrap())
+            .args(TRAIN)
+            .env(CONFIG, config)
+            .env(MEMORY_LIMIT, &limit)
+            .output()
+            .unwrap();
+        let text = format!(
+            "{}{}",
+            String::from_utf8_lossy(&output.stdout),
+            String::from_utf8_lossy(&output.stderr)
+        );
+        (output.status.success(), text)
+    };
+    let (succeeded, text) = run("plain", &arguments);
+    assert!(!succeeded && text.contains("out of memory"), "{text}");
+    arguments.auto_find_batch_size = true;
+    let (succeeded, text) = run("found", &arguments);
+    assert!(succeeded, "{text}");
+    assert!(text.contains("memory ran out; again with"), "{text}");
+    let stored = fs::read(shop.path("found/run/training_args.json")).unwrap();
+    let stored: TrainingArguments = serde_json::from_slice(&stored).unwrap();
+    assert!(stored.per_device_train_batch_size < 16);
+    assert_eq!(stored.sequences_per_step(), 16);
+    assert_eq!(shop.lines("found/run").len(), 4);
+}

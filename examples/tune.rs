@@ -1,0 +1,189 @@
+//! Finds the micro-batch, the accumulation, the precision, the checkpointing and the workers that train fastest on this
+//! machine, for a given effective batch and within a limit of memory: `cargo xtask tune`. What cannot fit by the estimate
+//! is not tried; the rest is measured by short runs of `train`.
+//!
+//! ```text
+//! cargo xtask tune                                                # the default run, 9/10 of the free memory
+//! cargo xtask tune --preset small --effective-batch 64 --memory-limit 2GiB
+//! cargo xtask train --config runs/tune/config.json
+//! ```
+
+use std::path::PathBuf;
+use std::process::ExitCode;
+
+use anyhow::{Context, Result, bail};
+use clap::Parser;
+use overdrive::accumulation::BatchPlan;
+use overdrive::core::{files, units};
+use overdrive::precision::Precision;
+use overdrive::profiling::{DecoderShape, Machine};
+use overdrive::trainer::{
+    DeviceFacts, RecommendedSettings, Task, TextData, TrainArgs, TrainingArguments, TuneOptions,
+    Tuning, usable_memory,
+};
+use overdrive_examples::tuning::{MemoryLimit, Trials};
+use overdrive_examples::{exit, print_line};
+use tch::Device;
+
+/// Finds the fastest settings of `train` for this machine, and writes a configuration with them
+#[derive(Parser)]
+pub(crate) struct Flags {
+    #[command(flatten)]
+    train: TrainArgs,
+    /// Greatest peak memory of the tensors, such as 6GiB or 800MB [default: nine tenths of the free memory]
+    #[arg(long, value_name = "SIZE", help_heading = "Search")]
+    memory_limit: Option<MemoryLimit>,
+    /// Number of sequences in an optimizer step [default: micro-batch times accumulation of the configuration]
+    #[arg(long, value_name = "N", value_parser = clap::value_parser!(u64).range(1..), help_heading = "Search")]
+    effective_batch: Option<u64>,
+    /// Number of measured steps in each trial
+    #[arg(long, value_name = "N", default_value_t = 4, help_heading = "Search")]
+    trial_steps: u64,
+    /// Number of steps before them in each trial
+    #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Search")]
+    trial_warmup: u64,
+    /// Greatest number of trials
+    #[arg(long, value_name = "N", default_value_t = 24, help_heading = "Search")]
+    max_trials: usize,
+    /// Folder of config.json, tune.md and tune.json
+    #[arg(
+        long,
+        value_name = "DIR",
+        default_value = "runs/tune",
+        help_heading = "Search"
+    )]
+    results: PathBuf,
+}
+
+fn main() -> ExitCode {
+    exit(|| {
+        let flags = Flags::parse();
+        let trials = Trials::beside_this_program(flags.trial_steps, flags.trial_warmup)?;
+        tune(&flags, &trials).map(drop)
+    })
+}
+
+/// Searches, prints the grid, and writes the results.
+pub(crate) fn tune(flags: &Flags, trials: &Trials) -> Result<Tuning> {
+    let mut arguments = flags.train.resolve_with_notes(|note| print_line(note))?;
+    if let Some(effective) = flags.effective_batch {
+        let largest = arguments.per_device_train_batch_size.min(effective);
+        let plan = BatchPlan::new(effective, 1, 1)?.with_micro_batch_at_most(largest);
+        arguments.set_batch_plan(plan.context("the effective batch has no micro-batch")?);
+    }
+    let group = arguments.init_process_group()?;
+    if group.world_size() > 1 {
+        bail!("`tune` measures one process; start it without a launcher");
+    }
+    let device = arguments.device(&group);
+    arguments.apply()?;
+    // The trials reuse the cached tokenizer and tokens.
+    let data = TextData::prepare(&arguments, |line| print_line(line))?;
+    let shape = arguments
+        .memory_plan(data.vocab_size(), Precision::Fp32)
+        .shape;
+    let limit = match flags.memory_limit {
+        Some(MemoryLimit(bytes)) => bytes,
+        None => usable_memory(device)
+            .context("the free memory of this system is unknown; give --memory-limit SIZE")?,
+    };
+    describe(&arguments, device, limit, shape)?;
+
+    let mut options = TuneOptions::new(limit, precisions(&arguments, device));
+    options.max_trials = flags.max_trials;
+    options.workers.retain(|&workers| workers <= processors());
+    let tuning = arguments.tune(shape, &options, |candidate| {
+        let end = trials.run(&arguments, candidate);
+        if let Ok(end) = &end {
+            print_line(format_args!("tried       {candidate}: {end}"));
+        }
+        end
+    })?;
+    write(flags, &arguments, &tuning, device)?;
+    Ok(tuning)
+}
+
+fn processors() -> usize {
+    std::thread::available_parallelism().map_or(1, Into::into)
+}
+
+/// Returns the precisions to try: the given one, or the recommended one and fp32.
+fn precisions(arguments: &TrainingArguments, device: Device) -> Vec<Precision> {
+    let given = arguments.bf16 || arguments.fp16 || arguments.tf32.is_some();
+    if given || !arguments.auto_precision {
+        return vec![arguments.precision()];
+    }
+    match Precision::recommend(device).precision {
+        Precision::Fp32 => vec![Precision::Fp32],
+        recommended => vec![recommended, Precision::Fp32],
+    }
+}
+
+fn describe(
+    arguments: &TrainingArguments,
+    device: Device,
+    limit: u64,
+    shape: DecoderShape,
+) -> Result<()> {
+    let facts = DeviceFacts::detect(device);
+    let recommended =
+        RecommendedSettings::of(&facts, shape, arguments.context_length, Task::Train)?;
+    print_line(format_args!(
+        "search      {} sequences of {} tokens a step within {} on {}",
+        arguments.sequences_per_step(),
+        arguments.context_length,
+        units::bytes(limit),
+        facts.name,
+    ));
+    if let Some(recommended) = recommended {
+        print_line(format_args!(
+            "recommended {recommended} (the guide's table, for {} sequences)",
+            Task::Train.effective_batch()
+        ));
+    }
+    Ok(())
+}
+
+/// Prints the grid, and writes it with the configuration of the chosen row.
+fn write(
+    flags: &Flags,
+    arguments: &TrainingArguments,
+    tuning: &Tuning,
+    device: Device,
+) -> Result<()> {
+    let machine = Machine::detect();
+    let text = format!(
+        "{}, {} threads, libtorch {} ({}), {device:?}. {} sequences of {} tokens a step, at most {} of tensors; trials of \
+         {} steps after {}.\n\n{}",
+        machine.cpu,
+        machine.threads,
+        machine.libtorch,
+        machine.cpu_capability,
+        arguments.sequences_per_step(),
+        arguments.context_length,
+        units::bytes(tuning.limit_bytes),
+        flags.trial_steps,
+        flags.trial_warmup,
+        tuning.markdown()
+    );
+    print_line(format_args!("\n{text}"));
+    std::fs::create_dir_all(&flags.results)?;
+    files::write(flags.results.join("tune.md"), text.as_bytes())?;
+    let json = serde_json::to_vec_pretty(tuning)?;
+    files::write(flags.results.join("tune.json"), &json)?;
+    let Some(best) = tuning.best() else {
+        bail!(
+            "nothing fits into {}: give a larger --memory-limit, a smaller model, a shorter --context-length or \
+             `--optim adamw_8bit`",
+            units::bytes(tuning.limit_bytes)
+        );
+    };
+    let config = flags.results.join("config.json");
+    best.candidate.of(arguments).write(&config)?;
+    print_line(format_args!(
+        "written to {}; train with: cargo xtask train --config {}",
+        flags.results.display(),
+        config.display()
+    ));
+    Ok(())
+}
