@@ -22,7 +22,7 @@ import time
 
 HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
-NAMES = ["overdrive", "candle", "burn", "flodl", "mistralrs"]
+NAMES = ["overdrive", "candle", "burn", "flodl"]
 
 
 def environment():
