@@ -93,8 +93,9 @@ fn an_engine_is_made_on_the_thread_of_its_handle() {
         Engine::new(tiny(128), config(|config| config.max_num_seqs = 0))
     });
     assert!(refused.unwrap_err().to_string().contains("max_num_seqs"));
-    let panicked =
-        EngineHandle::spawn_with(|| -> Result<Engine<CausalLm>, Error> { panic!("on purpose") });
+    let panicked = EngineHandle::spawn_with(|| -> std::result::Result<Engine<CausalLm>, Error> {
+        panic!("on purpose")
+    });
     assert!(matches!(panicked, Err(Error::EngineStopped)));
 }
 
