@@ -19,7 +19,7 @@ use crate::markdown::{self, Block, Kind, anchor};
 const UNITS: [&str; 13] = [
     "x", "%", "times", "ms", "µs", "us", "MB", "MiB", "GiB", "GB/s", "MB/s", "GFLOP/s", "tokens/s",
 ];
-/// What only a measurement has: a block with one of these needs a report.
+/// The units and words that only measurements have. A block with one of them needs a report.
 const MEASURED: [&str; 10] = [
     "x",
     "times as fast",
