@@ -28,7 +28,7 @@ fn main() -> Result<()> {
         let (ids, labels) = (Tensor::from_slice(&inputs).view(shape), Tensor::from_slice(&labels).view(shape));
         let loss = model.loss(&ids, &labels, LabelShift::Shifted)?.mean()?;
         loss.f_backward()?;
-        clip_grad_norm(&optimizer.parameters(), 1.0, ClipOptions::default())?;
+        let _norm = clip_grad_norm(&optimizer.parameters(), 1.0, ClipOptions::default())?;
         optimizer.step()?;
         optimizer.zero_grad()?;
         Ok(loss.f_double_value(&[])?)
