@@ -28,6 +28,7 @@
 
 #ifdef __linux__
 #include <sys/mman.h>
+#include <unistd.h>
 #endif
 
 namespace {
@@ -47,7 +48,9 @@ constexpr uint64_t IDLE_FLOOR = uint64_t{64} << 20;
 constexpr uint64_t DECAY_ALLOCATIONS = uint64_t{1} << 16;
 // Blocks of this size are mapped from the kernel. malloc would keep them: it raises the size from which it maps
 // to that of the largest block that was freed, up to 32 MiB.
-constexpr uint64_t MAPPED_FROM = uint64_t{1} << 20;
+constexpr uint64_t MAPPED_FROM = uint64_t{128} << 10;
+// The memory that is mapped for blocks of less than two huge pages.
+constexpr uint64_t MAPPED_AT_ONCE = uint64_t{32} << 20;
 
 struct alignas(HEADER) Block {
   Block* next;         // in the free list of its class
@@ -75,13 +78,15 @@ uint64_t class_bytes(size_t index) {
 }
 
 #ifdef __linux__
-void* map_pages(uint64_t bytes) {
-  // Large blocks start on a huge page and ask for huge pages: fewer faults, fewer TLB misses.
-  const bool huge = bytes >= 2 * HUGE_PAGE;
-  const uint64_t room = huge ? bytes + HUGE_PAGE : bytes;
-  void* mapped = mmap(nullptr, room, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
+uint64_t whole_pages(uint64_t bytes) {
+  static const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
+  return (bytes + page - 1) / page * page;
+}
+
+// Maps memory that starts on a huge page and asks for huge pages: fewer faults, fewer TLB misses.
+char* map_huge_pages(uint64_t bytes) {
+  void* mapped = mmap(nullptr, bytes + HUGE_PAGE, PROT_READ | PROT_WRITE, MAP_PRIVATE | MAP_ANONYMOUS, -1, 0);
   if (mapped == MAP_FAILED) return nullptr;
-  if (!huge) return mapped;
   const uint64_t before = -reinterpret_cast<uintptr_t>(mapped) % HUGE_PAGE;
   char* start = static_cast<char*>(mapped) + before;
   if (before > 0) munmap(mapped, before);
@@ -91,11 +96,30 @@ void* map_pages(uint64_t bytes) {
 #endif
   return start;
 }
+
+// Cuts blocks that are smaller than huge pages out of mappings that have them. Each block is whole pages, which are
+// unmapped when it is released. The caller holds the lock of the allocator.
+char* cut_pages(uint64_t bytes) {
+  static char* next = nullptr;
+  static uint64_t left = 0;
+  if (bytes > left) {
+    char* mapped = map_huge_pages(MAPPED_AT_ONCE);
+    if (!mapped) return nullptr;
+    if (left > 0) munmap(next, left);
+    next = mapped;
+    left = MAPPED_AT_ONCE;
+  }
+  char* block = next;
+  next += bytes;
+  left -= bytes;
+  return block;
+}
 #endif
 
 void* system_allocate(uint64_t bytes) {
 #ifdef __linux__
-  if (bytes >= MAPPED_FROM) return map_pages(bytes);
+  if (bytes >= 2 * HUGE_PAGE) return map_huge_pages(whole_pages(bytes));
+  if (bytes >= MAPPED_FROM) return cut_pages(whole_pages(bytes));
 #endif
   void* memory = nullptr;
   return posix_memalign(&memory, HEADER, bytes) == 0 ? memory : nullptr;
@@ -104,7 +128,7 @@ void* system_allocate(uint64_t bytes) {
 void system_release(void* memory, uint64_t bytes) {
 #ifdef __linux__
   if (bytes >= MAPPED_FROM) {
-    munmap(memory, bytes);
+    munmap(memory, whole_pages(bytes));
     return;
   }
 #endif
