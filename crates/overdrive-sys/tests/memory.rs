@@ -26,6 +26,7 @@ fn the_cpu_allocator_counts_caches_and_limits() {
     a_steady_loop_takes_no_block_from_the_system();
     phases_of_other_sizes_reserve_at_most_a_quarter_more_than_the_peak();
     the_memory_of_a_phase_that_is_over_returns_to_the_system();
+    blocks_that_share_a_mapping_return_to_the_system_one_by_one();
     survives_many_threads();
     sizes_of_every_magnitude_are_aligned_and_do_not_overlap();
 }
@@ -216,6 +217,29 @@ fn the_memory_of_a_phase_that_is_over_returns_to_the_system() {
         // The kernel counts pages of a thread in batches, and other memory of the process changes too.
         assert!(
             now < before + 96 * MIB,
+            "{before} bytes were resident, {now} are"
+        );
+    }
+}
+
+fn blocks_that_share_a_mapping_return_to_the_system_one_by_one() {
+    memory::empty_cache(Device::Cpu).unwrap();
+    let resident = resident_bytes();
+    let reserved = stats().reserved_bytes;
+    let (kept, freed): (Vec<_>, Vec<_>) = (0..512_i32)
+        .map(|index| (index, block(600 << 10).fill_(f64::from(index % 7))))
+        .partition(|(index, _)| index % 16 == 0);
+    assert!(stats().reserved_bytes >= reserved + 300 * MIB);
+    drop(freed);
+    memory::empty_cache(Device::Cpu).unwrap();
+    assert!(stats().reserved_bytes < reserved + 32 * MIB);
+    for (index, block) in &kept {
+        assert_eq!(block.min().double_value(&[]), f64::from(index % 7));
+        assert_eq!(block.max().double_value(&[]), f64::from(index % 7));
+    }
+    if let (Some(before), Some(now)) = (resident, resident_bytes()) {
+        assert!(
+            now < before + 64 * MIB,
             "{before} bytes were resident, {now} are"
         );
     }
