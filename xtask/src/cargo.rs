@@ -167,6 +167,26 @@ pub(crate) fn metadata(host: &str, features: Option<&str>) -> Cargo {
     .features(features)
 }
 
+/// Lists the packages that the examples are linked with for the system `host`, one a line: their dependencies with the
+/// features that a build of the examples alone turns on, without those for build scripts and procedural macros.
+pub(crate) fn tree(host: &str, features: Option<&str>) -> Cargo {
+    Cargo::new([
+        "tree",
+        "-p",
+        "overdrive-examples",
+        // The examples are also linked with the dev-dependencies of their package.
+        "--edges",
+        "normal,dev,no-proc-macro",
+        "--prefix",
+        "none",
+        "--format",
+        "{p}",
+        "--target",
+        host,
+    ])
+    .features(features)
+}
+
 /// Runs all tests of all packages: one failing package must not hide the others. A package named by the
 /// user replaces `--workspace`, because cargo would otherwise test the whole workspace silently.
 fn test(further: &[OsString]) -> Cargo {
