@@ -74,7 +74,9 @@ fn supported(model_type: Option<&str>) -> String {
             format!("{SUPPORTED}; a model of the type {name} is read by Seq2SeqLm")
         }
         Some(name) if EncoderFamily::from_model_type(name).is_some() => {
-            format!("{SUPPORTED}; a model of the type {name} is read by EncoderModel, MaskedLm or SequenceClassifier")
+            format!(
+                "{SUPPORTED}; a model of the type {name} is read by EncoderModel, MaskedLm or SequenceClassifier"
+            )
         }
         _ => SUPPORTED.to_owned(),
     }
