@@ -26,7 +26,7 @@ use overdrive::trainer::{
 use overdrive_examples::finetuning::{
     Comparison, FinetuneModel, Finetuned, Method, TrainingMemory,
 };
-use overdrive_examples::training::{evaluate, name_lost_ranks, shared};
+use overdrive_examples::training::{decoder_shape, evaluate, name_lost_ranks, shared};
 use overdrive_examples::{RunEnd, exit_or_resume, local_model, print_line};
 use tch::Device;
 
@@ -35,7 +35,7 @@ pub(crate) mod train;
 
 /// Fine-tunes a model on prompts and responses
 #[derive(Parser)]
-struct Flags {
+pub(crate) struct Flags {
     #[command(flatten)]
     finetune: FinetuneArgs,
     /// Train by each method in turn (all weights, LoRA, QLoRA), print the costs, and write nothing
@@ -47,7 +47,8 @@ fn main() -> ExitCode {
     exit_or_resume(|| run(&Flags::parse()))
 }
 
-fn run(flags: &Flags) -> Result<RunEnd> {
+/// Fine-tunes, or compares the methods.
+pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     let say = |line: &str| print_line(line);
     let arguments = flags.finetune.resolve_with_notes(say)?;
     if flags.compare {
@@ -112,8 +113,23 @@ pub(crate) fn finetune(
     mut say: impl FnMut(&str),
 ) -> Result<Finetuned> {
     arguments.validate()?;
-    // The context may be shortened to the model's below.
+    // The context may be shortened to the model's, and the micro-batch to what fits.
     let mut arguments = arguments.clone();
+    loop {
+        match attempt(&mut arguments, group, writes, &mut say) {
+            Err(error) if train::retry(&mut arguments.training, group, &error, &mut say)? => {}
+            ended => return ended.map_err(|error| name_lost_ranks(group, error)),
+        }
+    }
+}
+
+/// Fine-tunes from the stored model, or from a snapshot, with the micro-batch of `arguments`.
+fn attempt(
+    arguments: &mut FinetuneArguments,
+    group: &ProcessGroup,
+    writes: bool,
+    mut say: impl FnMut(&str),
+) -> Result<Finetuned> {
     if !writes {
         // Without a folder there are no snapshots.
         arguments.training.resume_from_checkpoint = None;
@@ -128,7 +144,7 @@ pub(crate) fn finetune(
     let before = MemoryUsage::of(device).allocated_bytes.unwrap_or(0);
 
     arguments.model_name_or_path = local_model(&arguments.model_name_or_path)?;
-    let mut model = FinetuneModel::load(&arguments, device)?;
+    let mut model = FinetuneModel::load(arguments, device)?;
     let config = model.model.config();
     let context = u64::try_from(config.max_position_embeddings())?;
     if arguments.training.context_length > context {
@@ -138,17 +154,24 @@ pub(crate) fn finetune(
         ));
         arguments.training.context_length = context;
     }
-    let data = InstructionData::prepare(&arguments, config.eos_token_ids(), &mut say)?;
-    let fingerprints = data.fingerprints(&arguments, group)?;
+    let (shape, trainable) = (decoder_shape(&model.model), model.trainable_parameters());
+    // Several processes would each find another free memory.
+    if group.world_size() == 1
+        && let Some(line) = arguments.fit_batch(shape, precision, trainable, device)?
+    {
+        say(&line);
+    }
+    let data = InstructionData::prepare(arguments, config.eos_token_ids(), &mut say)?;
+    let fingerprints = data.fingerprints(arguments, group)?;
     let shard = DataShard::of(group, device);
-    let loader = data.train_loader(&arguments, shard)?;
-    let (fill, width) = data.fill(&arguments)?;
+    let loader = data.train_loader(arguments, shard)?;
+    let (fill, width) = data.fill(arguments)?;
     say(&format!(
         "batches     {} of {} rows per epoch, {fill}",
         loader.batches_per_epoch(),
         arguments.training.per_device_train_batch_size,
     ));
-    model.describe(&arguments, precision, &mut say);
+    model.describe(arguments, precision, &mut say);
 
     let folder = match writes {
         true => Some(arguments.open_or_create_folder(group)?),
@@ -156,7 +179,10 @@ pub(crate) fn finetune(
     };
     if let Some(folder) = &folder {
         say(&format!("run folder  {}", folder.root().display()));
+        // Another try continues in it.
+        arguments.training.output_dir = Some(folder.root().to_owned());
     }
+    let arguments = &*arguments;
     let training = train::Training {
         arguments: &arguments.training,
         group,
@@ -169,20 +195,20 @@ pub(crate) fn finetune(
         trackers: Trackers::new(),
     };
     let trained = training.fit(&mut model.model, loader, &mut |model| {
-        let loss = match data.validation_loader(&arguments, shard)? {
+        let loss = match data.validation_loader(arguments, shard)? {
             Some(batches) => evaluate(model, batches, precision, group)?,
             None => f64::NAN,
         };
         Ok(Evaluation::new(loss, None))
     });
-    let (summary, ema) = trained.map_err(|error| name_lost_ranks(group, error))?;
+    let (summary, ema) = trained?;
     let peak = MemoryUsage::of(device).peak_allocated_bytes;
     let peak = peak.map(|peak| peak.saturating_sub(before));
     // The longest row bounds the activations, which dominate the estimate.
     let width = width.min(arguments.training.context_length);
-    let memory = TrainingMemory::of(&arguments, precision, &model, &summary, width, peak)?;
+    let memory = TrainingMemory::of(arguments, precision, &model, &summary, width, peak)?;
     Ok(Finetuned {
-        arguments,
+        arguments: arguments.clone(),
         folder,
         model,
         data,

@@ -89,13 +89,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     loop {
         let ended = train(&mut arguments, &data, precision, &group, say);
         match ended {
-            Err(error) if is_out_of_memory(&*error) && retry(&mut arguments, &group)? => {
-                let batch = arguments.batch_plan(1)?;
-                say(&format!(
-                    "            memory ran out; again with {batch}, from the last snapshot if there is one"
-                ));
-                memory::empty_cache(device)?;
-            }
+            Err(error) if retry(&mut arguments, &group, &error, say)? => {}
             ended => return ended.map_err(|error| name_lost_ranks(&group, error)),
         }
     }
@@ -114,14 +108,28 @@ fn check(arguments: &TrainingArguments, group: &ProcessGroup, device: Device) ->
 }
 
 /// With `auto_find_batch_size`, prepares another try after memory ran out: micro-batches of at most half the size, which
-/// continue the run in its folder. Returns `false` if there is none.
-fn retry(arguments: &mut TrainingArguments, group: &ProcessGroup) -> Result<bool> {
+/// continue the run in its folder. Returns `false` if there is none. The example `finetune` uses it too.
+pub(crate) fn retry(
+    arguments: &mut TrainingArguments,
+    group: &ProcessGroup,
+    error: &anyhow::Error,
+    mut say: impl FnMut(&str),
+) -> Result<bool> {
     // Memory may have run out on one process only, while the others wait for it.
-    if !arguments.auto_find_batch_size || group.world_size() > 1 || !arguments.halve_batch(1)? {
+    let searches = arguments.auto_find_batch_size && group.world_size() == 1;
+    if !searches || !is_out_of_memory(&**error) || !arguments.halve_batch(1)? {
         return Ok(false);
     }
-    arguments.overwrite_output_dir = false;
-    arguments.resume_from_checkpoint = Some(ResumeFromCheckpoint::Latest(true));
+    // Without a folder, memory ran out before there was one.
+    if arguments.output_dir.is_some() {
+        arguments.overwrite_output_dir = false;
+        arguments.resume_from_checkpoint = Some(ResumeFromCheckpoint::Latest(true));
+    }
+    let batch = arguments.batch_plan(1)?;
+    say(&format!(
+        "            memory ran out; again with {batch}, from the last snapshot if there is one"
+    ));
+    memory::empty_cache(arguments.device(group))?;
     Ok(true)
 }
 

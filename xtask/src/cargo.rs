@@ -1,5 +1,9 @@
 //! The cargo commands behind the subcommands.
 
+mod checks;
+mod programs;
+mod release;
+
 use std::ffi::{OsStr, OsString};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
@@ -7,6 +11,15 @@ use std::process::{Command, ExitStatus, Stdio};
 use crate::failure::{Failure, Result};
 use crate::record::Record;
 use crate::torch;
+
+pub(crate) use checks::{
+    check_alone, docs, faults, fmt, kernel_launches, lint, test_alone, tests, training_for_check,
+};
+pub(crate) use programs::{ablation, bench, example, gpu_check, gpu_check_program, train, tune};
+pub(crate) use release::{
+    choose_tch, deny, docs_without_libtorch, examples, metadata, own_metadata, publish_dry_run,
+    semver_checks, tree,
+};
 
 /// Returns the root of this workspace.
 pub(crate) fn workspace() -> PathBuf {
@@ -27,11 +40,6 @@ const ALL_FEATURES: [&str; 2] = [
      overdrive-examples/speech",
 ];
 
-/// Tests run concurrently, each with OpenMP's threads. Threads that spin while they wait take the cores from
-/// the threads that they wait for: on two cores, ten tests of gradient accumulation took 3.7 seconds of CPU
-/// time, and 0.4 with threads that sleep.
-const WAIT_POLICY: (&str, &str) = ("OMP_WAIT_POLICY", "passive");
-
 /// One cargo command.
 #[derive(Debug)]
 pub(crate) struct Cargo {
@@ -41,333 +49,11 @@ pub(crate) struct Cargo {
     folder: Option<PathBuf>,
 }
 
-/// Returns the command of an example in release mode. A `--` before its arguments is optional.
-pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
-    let further = match further {
-        [first, rest @ ..] if first == "--" => rest,
-        all => all,
-    };
-    // The programs whose feature is off by default, because it compiles long or has another licence.
-    let feature = match name {
-        "images" => Some("image"),
-        "speech" => Some("speech"),
-        _ => None,
-    };
-    Cargo::new(["run", "--release", "-p", "overdrive-examples"])
-        .features(feature)
-        .and(&["--example", name, "--"].map(OsString::from))
-        .and(further)
-}
-
-/// Returns the command of the main program; with `--nproc N` among its flags, in N processes. The default
-/// features of the examples are off, because the first step of a fresh clone waits for this build.
-pub(crate) fn train(further: &[OsString]) -> Vec<Cargo> {
-    let (launcher, trainer) = launchers_flags(further);
-    if launcher.is_empty() {
-        let further = match further {
-            [first, rest @ ..] if first == "--" => rest,
-            all => all,
-        };
-        return vec![of_main_job("run", "train").and(&["--".into()]).and(further)];
-    }
-    let launch = of_main_job("run", "launch").and(&["--".into()]);
-    // The launcher starts the built program, so that N processes do not wait for cargo's lock.
-    vec![
-        of_main_job("build", "train"),
-        launch.and(&launcher).and(&["train".into()]).and(&trainer),
-    ]
-}
-
-/// Returns the commands of the search for the fastest settings of the main program, which it starts for its trials.
-pub(crate) fn tune(further: &[OsString]) -> Vec<Cargo> {
-    let further = match further {
-        [first, rest @ ..] if first == "--" => rest,
-        all => all,
-    };
-    vec![
-        of_main_job("build", "train"),
-        of_main_job("run", "tune").and(&["--".into()]).and(further),
-    ]
-}
-
-/// Builds or runs one of the programs of the main command.
-fn of_main_job(command: &str, example: &str) -> Cargo {
-    Cargo::new([
-        command,
-        "--release",
-        "-p",
-        "overdrive-examples",
-        "--no-default-features",
-        "--example",
-        example,
-    ])
-}
-
-/// Separates the flags of the example `launch` from those of the program that it starts.
-fn launchers_flags(further: &[OsString]) -> (Vec<OsString>, Vec<OsString>) {
-    let (mut launcher, mut program) = (Vec::new(), Vec::new());
-    let mut words = further.iter();
-    while let Some(word) = words.next() {
-        let text = word.to_string_lossy();
-        let (name, value) = text.split_once('=').unzip();
-        match name.unwrap_or(&text) {
-            "--nproc" | "--nproc-per-node" | "--max-restarts" | "--stop-grace" => {
-                launcher.push(word.clone());
-                if value.is_none() {
-                    // `--nproc 2`: the value is the next word.
-                    launcher.extend(words.next().cloned());
-                }
-            }
-            _ => program.push(word.clone()),
-        }
-    }
-    (launcher, program)
-}
-
-/// Builds every example; the output is Cargo's messages about the artifacts.
-pub(crate) fn examples(features: Option<&str>) -> Cargo {
-    Cargo::new([
-        "build",
-        "--release",
-        "-p",
-        "overdrive-examples",
-        "--examples",
-        // Errors are still rendered for people; the messages name the built files.
-        "--message-format=json-render-diagnostics",
-    ])
-    .features(features)
-}
-
-/// Builds the main program as the tests are built, with the same packages, features and profile, so that
-/// the tests compile none of it again; the output is Cargo's messages about the artifacts.
-pub(crate) fn training_for_check() -> Cargo {
-    Cargo::new(["build"]).workspace().and(
-        &[
-            "--example",
-            "train",
-            "--message-format=json-render-diagnostics",
-        ]
-        .map(OsString::from),
-    )
-}
-
-/// Returns the packages that the examples depend on for the system `host`.
-pub(crate) fn metadata(host: &str, features: Option<&str>) -> Cargo {
-    let root = torch::manifest().and_then(|manifest| Some(manifest.parent()?.to_path_buf()));
-    let examples = root.unwrap_or_else(workspace).join("examples/Cargo.toml");
-    Cargo::new([
-        "metadata",
-        "--format-version=1",
-        // Without it, metadata also lists the dependencies for other systems.
-        "--filter-platform",
-        host,
-        "--manifest-path",
-    ])
-    .and(&[examples.into_os_string()])
-    .features(features)
-}
-
-/// Runs all tests of all packages: one failing package must not hide the others. A package named by the
-/// user replaces `--workspace`, because cargo would otherwise test the whole workspace silently.
-fn test(further: &[OsString]) -> Cargo {
-    // Words after `--` are for the test program, whose filters may look like package flags.
-    let before = further.iter().take_while(|argument| *argument != "--");
-    let chosen = before.filter_map(|a| a.to_str()).any(|a| {
-        a.starts_with("-p")
-            || ["--package", "--manifest-path"]
-                .iter()
-                .any(|name| a.starts_with(name))
-    });
-    let mut base = Cargo::new(["test", "--no-fail-fast"]);
-    if std::env::var_os(WAIT_POLICY.0).is_none() {
-        base.variables.push(WAIT_POLICY);
-    }
-    if chosen {
-        base.and(further)
-    } else {
-        base.workspace().and(further)
-    }
-}
-
 /// Runs the commands in turn; the last one replaces this process.
 pub(crate) fn run_all(mut commands: Vec<Cargo>) -> Result<()> {
     let last = commands.pop();
     commands.iter().try_for_each(Cargo::run)?;
     last.map_or(Ok(()), |cargo| cargo.replace_this_process())
-}
-
-/// Returns the commands of the tests; without arguments, on a machine with a usable GPU, those that need it too.
-/// Elsewhere cargo's summary counts these as ignored, not as passed.
-pub(crate) fn tests(further: &[OsString], gpu: bool) -> Vec<Cargo> {
-    let mut commands = vec![test(further)];
-    if gpu && further.is_empty() {
-        let on_gpu = ["--", "--ignored", "on_a_gpu"].map(OsString::from);
-        commands.push(test(&on_gpu));
-    }
-    commands
-}
-
-pub(crate) fn bench(further: &[OsString]) -> Cargo {
-    Cargo::new(["bench", "-p", "overdrive-benches"]).and(further)
-}
-
-/// Runs the ablation table. The program has its own flags, and the trainer's after a `--`.
-pub(crate) fn ablation(further: &[OsString]) -> Cargo {
-    Cargo::new([
-        "run",
-        "--release",
-        "-p",
-        "overdrive-benches",
-        "--bin",
-        "ablation",
-        "--",
-    ])
-    .and(further)
-}
-
-/// The program of the GPU check.
-const GPU_CHECK: [&str; 5] = [
-    "--release",
-    "-p",
-    "overdrive-gpu-check",
-    "--bin",
-    "gpu-check",
-];
-
-/// Runs the GPU check.
-pub(crate) fn gpu_check(further: &[OsString]) -> Cargo {
-    let run = Cargo::new(["run"]).and(&GPU_CHECK.map(OsString::from));
-    run.and(&["--".into()]).and(further)
-}
-
-/// Builds the GPU check; the output is Cargo's messages about the artifacts.
-pub(crate) fn gpu_check_program() -> Cargo {
-    let build = Cargo::new(["build"]).and(&GPU_CHECK.map(OsString::from));
-    build.and(&["--message-format=json-render-diagnostics".into()])
-}
-
-pub(crate) fn fmt(further: &[OsString]) -> Cargo {
-    Cargo::new(["fmt", "--all"]).and(further)
-}
-
-/// Appends `-D warnings` after the user's own `-- …`, if there is one.
-pub(crate) fn lint(further: &[OsString]) -> Cargo {
-    let cargo = Cargo::new(["clippy", "--all-targets"])
-        .workspace()
-        .and(further);
-    let cargo = if further.iter().any(|a| a == "--") {
-        cargo
-    } else {
-        cargo.and(&["--".into()])
-    };
-    cargo.and(&["-D".into(), "warnings".into()])
-}
-
-/// Builds the documentation. The variable replaces Cargo's `rustdocflags`, whose run path only doctests need.
-pub(crate) fn docs(further: &[OsString]) -> Cargo {
-    let mut cargo = Cargo::new(["doc", "--no-deps"]).workspace().and(further);
-    cargo.variables.push(("RUSTDOCFLAGS", "-D warnings"));
-    cargo
-}
-
-/// Builds the documentation as docs.rs does it: without a libtorch.
-pub(crate) fn docs_without_libtorch() -> Cargo {
-    let mut cargo = Cargo::new([
-        "doc",
-        "--no-deps",
-        "--workspace",
-        "--exclude",
-        "xtask",
-        "--exclude",
-        "overdrive-benches",
-        "--exclude",
-        "overdrive-examples",
-        "--exclude",
-        "overdrive-gpu-check",
-        "--exclude",
-        "overdrive-guide",
-        "--exclude",
-        "my-model",
-        "--features",
-        "overdrive/doc-only",
-    ]);
-    cargo.variables = vec![
-        ("RUSTDOCFLAGS", "-D warnings"),
-        ("LIBTORCH", "/no/libtorch"),
-    ];
-    cargo
-}
-
-/// Compiles one crate without its default features, and with one feature or none.
-pub(crate) fn check_alone(name: &str, feature: Option<&str>) -> Cargo {
-    Cargo::new(["check", "--no-default-features", "-p"])
-        .and(&[name.into()])
-        .features(feature)
-}
-
-/// Runs the tests of one crate with nothing but its own features.
-pub(crate) fn test_alone(name: &str) -> Cargo {
-    test(&["-p".into(), name.into()])
-}
-
-/// Lists the packages of the workspace.
-pub(crate) fn own_metadata() -> Cargo {
-    Cargo::new(["metadata", "--format-version=1", "--no-deps"])
-}
-
-/// Packages `crates` (every crate if it is empty) in the order of their dependencies, as `cargo publish` does it;
-/// with `verify`, builds each from its package.
-pub(crate) fn publish_dry_run(crates: &[String], verify: bool) -> Cargo {
-    let cargo = Cargo::new(["publish", "--dry-run"]);
-    let cargo = match crates {
-        [] => cargo.and(&["--workspace".into()]),
-        chosen => cargo.packages(chosen),
-    };
-    match verify {
-        true => cargo,
-        false => cargo.and(&["--no-verify".into()]),
-    }
-}
-
-/// Compares the public interface of `crates` with that of the revision `base`. The feature `doc-only`, which it turns
-/// on with the others, makes it work without libtorch.
-pub(crate) fn semver_checks(base: &str, crates: &[String]) -> Cargo {
-    Cargo::new(["semver-checks", "--baseline-rev", base]).packages(crates)
-}
-
-/// Writes `tch` and its `torch-sys` of this version into the lock file beside `manifest`.
-pub(crate) fn choose_tch(manifest: &Path, version: &str) -> Cargo {
-    Cargo::new(["update", "tch", "--precise", version, "--manifest-path"]).and(&[manifest.into()])
-}
-
-/// Returns the commands of the fault injection: each test repeats an operation until every system call of it has
-/// failed once, and prints how many there were.
-pub(crate) fn faults() -> Vec<Cargo> {
-    let all = Cargo::new(["test"])
-        .workspace()
-        .and(&["--test", "fault_injection"].map(OsString::from));
-    // The tests that kill a process at every call are ignored, because they take minutes.
-    let all = all.and(&["--", "--include-ignored", "--nocapture"].map(OsString::from));
-    let own = Cargo::new(["test", "-p", "xtask", "a_fault_in_any_call"]);
-    vec![all, own.and(&["--", "--nocapture"].map(OsString::from))]
-}
-
-/// Returns the command that writes the launches which prove the GPU kernels.
-pub(crate) fn kernel_launches() -> Cargo {
-    let mut cargo = Cargo::new([
-        "test",
-        "-p",
-        "overdrive-gpu",
-        "--lib",
-        "every_variant_is_launched",
-    ]);
-    cargo.variables.push(("OVERDRIVE_WRITE_LAUNCHES", "1"));
-    cargo
-}
-
-/// Returns the command that checks the dependencies: advisories, licences, sources, bans, as `deny.toml` says.
-pub(crate) fn deny(further: &[OsString]) -> Cargo {
-    Cargo::new(["deny", "--all-features", "check"]).and(further)
 }
 
 /// Returns the target triple of this machine's compiler.
@@ -639,12 +325,13 @@ fn quoted(word: &str) -> String {
 }
 
 #[cfg(test)]
+fn words(words: &[&str]) -> Vec<OsString> {
+    words.iter().map(OsString::from).collect()
+}
+
+#[cfg(test)]
 mod tests {
     use super::*;
-
-    fn words(words: &[&str]) -> Vec<OsString> {
-        words.iter().map(OsString::from).collect()
-    }
 
     #[test]
     fn the_printed_command_can_be_pasted() {
@@ -667,95 +354,6 @@ mod tests {
         );
         assert_eq!(quoted("it's"), r"'it'\''s'");
         assert_eq!(quoted(""), "''");
-    }
-
-    #[test]
-    fn several_processes_are_started_by_the_example_that_does_it() {
-        let lines = |given: &[&str]| -> Vec<String> {
-            train(&words(given)).iter().map(Cargo::line).collect()
-        };
-        let plain = "cargo run --release -p overdrive-examples --no-default-features --example train -- --steps 3";
-        assert_eq!(lines(&["--steps", "3"]), [plain]);
-        assert_eq!(lines(&["--", "--steps", "3"]), [plain]);
-        let build =
-            "cargo build --release -p overdrive-examples --no-default-features --example train";
-        let launch = "cargo run --release -p overdrive-examples --no-default-features --example launch -- --nproc 2 train --steps 3";
-        assert_eq!(lines(&["--nproc", "2", "--steps", "3"]), [build, launch]);
-        let restarts = launch.replace("--nproc 2", "--nproc=2 --max-restarts 1");
-        assert_eq!(
-            lines(&["--steps", "3", "--nproc=2", "--max-restarts", "1"]),
-            [build, &restarts]
-        );
-    }
-
-    #[test]
-    fn tuning_builds_the_program_of_its_trials_first() {
-        let lines: Vec<String> = tune(&words(&["--effective-batch", "16"]))
-            .iter()
-            .map(Cargo::line)
-            .collect();
-        let of = |command: &str, example: &str| {
-            format!(
-                "cargo {command} --release -p overdrive-examples --no-default-features --example {example}"
-            )
-        };
-        let run = format!("{} -- --effective-batch 16", of("run", "tune"));
-        assert_eq!(lines, [of("build", "train"), run]);
-    }
-
-    #[test]
-    fn tests_that_need_a_gpu_run_where_there_is_one() {
-        let lines = |given: &[&str], gpu: bool| -> Vec<String> {
-            tests(&words(given), gpu).iter().map(Cargo::line).collect()
-        };
-        let [all, on_gpu] = &lines(&[], true)[..] else {
-            panic!("two commands")
-        };
-        assert_eq!(&lines(&[], false), std::slice::from_ref(all));
-        assert_eq!(on_gpu, &format!("{all} -- --ignored on_a_gpu"));
-        // Arguments of the user select the tests.
-        assert_eq!(lines(&["-p", "xtask"], true).len(), 1);
-    }
-
-    #[test]
-    fn a_package_named_by_the_user_takes_the_place_of_the_workspace() {
-        let all = test(&[]).line();
-        assert!(all.contains("cargo test --no-fail-fast --workspace --features "));
-        for package in [&["-p", "xtask"][..], &["-pxtask"], &["--package", "xtask"]] {
-            assert!(
-                !test(&words(package)).line().contains("--workspace"),
-                "{package:?}"
-            );
-        }
-        // After `--` the arguments are for the test program.
-        assert!(test(&words(&["--", "-p"])).line().contains("--workspace"));
-    }
-
-    #[test]
-    fn lints_are_errors_also_with_arguments_of_the_users_own() {
-        assert!(lint(&[]).line().ends_with("speech -- -D warnings"));
-        assert!(
-            lint(&words(&["--", "-W", "clippy::pedantic"]))
-                .line()
-                .ends_with("speech -- -W clippy::pedantic -D warnings")
-        );
-    }
-
-    #[test]
-    fn crates_are_published_by_name_or_all_of_them() {
-        let names = ["overdrive-core".to_owned(), "overdrive-pickle".to_owned()];
-        assert_eq!(
-            publish_dry_run(&names, true).line(),
-            "cargo publish --dry-run -p overdrive-core -p overdrive-pickle"
-        );
-        assert_eq!(
-            publish_dry_run(&[], false).line(),
-            "cargo publish --dry-run --workspace --no-verify"
-        );
-        assert_eq!(
-            semver_checks("v0.1.0", &names[..1]).line(),
-            "cargo semver-checks --baseline-rev v0.1.0 -p overdrive-core"
-        );
     }
 
     #[test]

@@ -3,6 +3,7 @@
 mod gpu;
 mod machine;
 mod precision;
+mod recommended;
 mod tools;
 
 use std::fmt::Display;
@@ -89,7 +90,31 @@ pub(crate) fn doctor() -> Result<()> {
             libtorch.and_then(|torch| measured_speed(&environment, &torch)),
         ),
     );
+    settings(&findings, gpus.first().filter(|_| usable));
     verdict(&findings)
+}
+
+/// Prints where to start on this device, by the guide's table.
+fn settings(findings: &Findings, gpu: Option<&gpu::Gpu>) {
+    let memory = machine::memory();
+    let memory = [memory.total, memory.limit].into_iter().flatten().min();
+    let Some(rows) = recommended::rows(gpu, memory) else {
+        return findings.say("settings", format!("none in {}", recommended::PAGE));
+    };
+    let workers = match &*rows.workers {
+        "1" => "1 worker".to_owned(),
+        more => format!("{more} workers"),
+    };
+    let (device, attention) = (&rows.device, &rows.attention);
+    findings.say(
+        "settings",
+        format!(
+            "{attention} attention, {workers}; those of {device:?} in {}",
+            recommended::PAGE
+        ),
+    );
+    findings.say("  training", rows.training);
+    findings.say("  fine-tuning", rows.finetuning);
 }
 
 /// Returns the speed of matmuls that a program with this libtorch has stored, for the number of threads that

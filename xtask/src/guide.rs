@@ -17,6 +17,7 @@ pub(crate) fn book(commands: &[String]) -> Result<()> {
     check(commands)?;
     let staged = cargo::workspace().join("target/book-source");
     stage(&staged)?;
+    links_of_book(&staged.join("src"))?;
     let out = cargo::workspace().join("target/book");
     let mut mdbook = Command::new("mdbook");
     mdbook.arg("build").arg(&staged).arg("--dest-dir").arg(&out);
@@ -52,7 +53,11 @@ fn stage(staged: &Path) -> Result<()> {
                 .trim_start_matches("# ");
             let file = report.display();
             reports.push_str(&format!("  - [{title}](benchmarks/{file})\n"));
-            (Path::new("src/benchmarks").join(report), text)
+            // Pages and pictures are beside the folder of the reports.
+            (
+                Path::new("src/benchmarks").join(report),
+                text.replace("../src/", "../"),
+            )
         } else if below.starts_with("src") {
             // The folder of the reports is one level nearer than in the repository.
             (
@@ -72,10 +77,64 @@ fn stage(staged: &Path) -> Result<()> {
             .replace(entry, &format!("{entry}{reports}"))
             .as_bytes(),
     )?;
+    for picture in entries(&docs.join("images"))? {
+        let name = picture.file_name().unwrap_or_default();
+        let bytes =
+            fs::read(&picture).map_err(|error| Failure::io("could not read", &picture, &error))?;
+        write(&staged.join("src/images").join(name), &bytes)?;
+    }
     write(
         &staged.join("book.toml"),
         read(&docs.join("book.toml"))?.as_bytes(),
     )
+}
+
+fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
+    let list = fs::read_dir(folder).and_then(|entries| {
+        entries
+            .map(|entry| Ok(entry?.path()))
+            .collect::<std::io::Result<_>>()
+    });
+    list.map_err(|error| Failure::io("could not read", folder, &error))
+}
+
+/// Checks that each link of the book leads to a file of the book: a link to another file of the repository works in
+/// its viewer only.
+fn links_of_book(source: &Path) -> Result<()> {
+    let mut problems = Vec::new();
+    let pages = pages(source, &mut problems)?;
+    for (path, blocks) in &pages {
+        let mut page = Page {
+            path,
+            problems: &mut problems,
+        };
+        page.links(blocks, &pages);
+    }
+    ended(&problems)
+}
+
+/// Returns the pages below `folder`; a page with an open block is a problem.
+fn pages(folder: &Path, problems: &mut Vec<String>) -> Result<BTreeMap<PathBuf, Vec<Block>>> {
+    let mut pages = BTreeMap::new();
+    for path in markdown::files(folder)? {
+        match markdown::blocks(&read(&path)?) {
+            Ok(blocks) => drop(pages.insert(path, blocks)),
+            Err(what) => problems.push(format!("{}: {what}", shown(&path))),
+        }
+    }
+    Ok(pages)
+}
+
+/// Returns an error that lists `problems`, if there are any.
+fn ended(problems: &[String]) -> Result<()> {
+    match problems {
+        [] => Ok(()),
+        problems => Err(Failure::new(format!(
+            "{} problems in the Markdown pages:\n  {}",
+            problems.len(),
+            problems.join("\n  ")
+        ))),
+    }
 }
 
 fn read(path: &Path) -> Result<String> {
@@ -94,13 +153,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 pub(crate) fn check(commands: &[String]) -> Result<()> {
     let root = cargo::workspace();
     let mut problems = Vec::new();
-    let mut pages = BTreeMap::new();
-    for path in markdown::files(&root)? {
-        match markdown::blocks(&read(&path)?) {
-            Ok(blocks) => drop(pages.insert(path, blocks)),
-            Err(what) => problems.push(format!("{}: {what}", shown(&path))),
-        }
-    }
+    let pages = pages(&root, &mut problems)?;
     for (path, blocks) in &pages {
         let mut page = Page {
             path,
@@ -114,14 +167,7 @@ pub(crate) fn check(commands: &[String]) -> Result<()> {
     }
     summary(&root, &pages, &mut problems);
     problems.extend(figures::problems(&root, &pages));
-    match problems.is_empty() {
-        true => Ok(()),
-        false => Err(Failure::new(format!(
-            "{} problems in the Markdown pages:\n  {}",
-            problems.len(),
-            problems.join("\n  ")
-        ))),
-    }
+    ended(&problems)
 }
 
 /// Returns `true` for the README and the pages of the guide.
@@ -324,6 +370,17 @@ mod tests {
             .iter()
             .map(|problem| problem.split_once("page.md:").unwrap().1.to_owned())
             .collect()
+    }
+
+    #[test]
+    fn each_link_of_the_book_leads_to_a_file_of_the_book() {
+        let folder = tempfile::tempdir().unwrap();
+        stage(folder.path()).unwrap();
+        let source = folder.path().join("src");
+        links_of_book(&source).unwrap();
+        fs::write(source.join("new.md"), "[code](../../crates)\n").unwrap();
+        let text = links_of_book(&source).unwrap_err().to_string();
+        assert!(text.contains("../../crates leads nowhere"), "{text}");
     }
 
     #[test]

@@ -5,7 +5,7 @@ use overdrive_precision::Precision;
 use overdrive_profiling::{DecoderShape, free_memory};
 use tch::Device;
 
-use crate::{Error, Result, TrainingArguments};
+use crate::{Error, FinetuneArguments, Result, TrainingArguments};
 
 /// The fraction of the free memory that an automatic choice uses: the estimate counts tensors only, and is up to 15%
 /// off in either direction.
@@ -67,12 +67,8 @@ impl TrainingArguments {
         limit_bytes: u64,
         world_size: usize,
     ) -> Result<Option<BatchPlan>> {
-        for plan in Self::batch_plans(self.batch_plan(world_size)?) {
-            if self.estimated_peak(shape, precision, plan)? <= limit_bytes {
-                return Ok(Some(plan));
-            }
-        }
-        Ok(None)
+        let peak = |plan| self.estimated_peak(shape, precision, plan);
+        largest_that_fits(self.batch_plan(world_size)?, limit_bytes, peak)
     }
 
     /// With `auto_find_batch_size`, divides the effective batch into micro-batches that fit into the free memory of
@@ -94,14 +90,17 @@ impl TrainingArguments {
         let Some(limit) = usable_memory(device) else {
             return Ok(None);
         };
-        let before = self.per_device_train_batch_size;
         let plan = self.batch_that_fits(shape, precision, limit, world_size)?;
-        Ok(plan
-            .filter(|plan| plan.micro_batch() < before)
-            .map(|plan| {
-                self.set_batch_plan(plan);
-                format!("batch       {plan}, by the estimate of the memory (asked for: micro-batches of {before})")
-            }))
+        Ok(plan.and_then(|plan| self.take_smaller(plan)))
+    }
+
+    /// Sets `plan` if its micro-batch is smaller than the present one, and returns a line about it.
+    fn take_smaller(&mut self, plan: BatchPlan) -> Option<String> {
+        let before = self.per_device_train_batch_size;
+        (plan.micro_batch() < before).then(|| {
+            self.set_batch_plan(plan);
+            format!("batch       {plan}, by the estimate of the memory (asked for: micro-batches of {before})")
+        })
     }
 
     /// Sets the next smaller division of the same effective batch, with a micro-batch of at most half, after memory ran
@@ -116,6 +115,66 @@ impl TrainingArguments {
         }
         Ok(smaller.is_some())
     }
+}
+
+impl FinetuneArguments {
+    /// Returns the estimated bytes that a step takes beside the weights of a loaded model: the activations, the logits,
+    /// and the gradients and optimizer states of the `trainable` parameters.
+    ///
+    /// # Errors
+    /// As [`MemoryPlan::estimate`](overdrive_profiling::MemoryPlan::estimate).
+    pub fn estimated_step(
+        &self,
+        shape: DecoderShape,
+        precision: Precision,
+        trainable: u64,
+        plan: BatchPlan,
+    ) -> Result<u64> {
+        let mut arguments = self.training.clone();
+        arguments.set_batch_plan(plan);
+        let all = arguments.memory_plan_of(shape, precision).estimate()?;
+        // Of all parameters, whose number fits into a `f64` as well as an estimate needs it.
+        let trained = trainable as f64 / shape.parameters().max(1) as f64;
+        let states = ((all.gradients + all.optimizer) as f64 * trained) as u64;
+        Ok(states + all.cast_weights + all.activations + all.recomputed.max(all.logits))
+    }
+
+    /// As [`TrainingArguments::fit_batch`] for one process, with a model that is loaded and of which `trainable` parameters
+    /// are trained.
+    ///
+    /// # Errors
+    /// As [`estimated_step`](Self::estimated_step) and [`TrainingArguments::batch_plan`].
+    pub fn fit_batch(
+        &mut self,
+        shape: DecoderShape,
+        precision: Precision,
+        trainable: u64,
+        device: Device,
+    ) -> Result<Option<String>> {
+        if !self.training.auto_find_batch_size {
+            return Ok(None);
+        }
+        let Some(limit) = usable_memory(device) else {
+            return Ok(None);
+        };
+        let step = |plan| self.estimated_step(shape, precision, trainable, plan);
+        let plan = largest_that_fits(self.training.batch_plan(1)?, limit, step)?;
+        Ok(plan.and_then(|plan| self.training.take_smaller(plan)))
+    }
+}
+
+/// Returns the first plan, from `largest` down, whose `bytes` are at most `limit`.
+fn largest_that_fits(
+    largest: BatchPlan,
+    limit: u64,
+    bytes: impl Fn(BatchPlan) -> Result<u64>,
+) -> Result<Option<BatchPlan>> {
+    for plan in TrainingArguments::batch_plans(largest) {
+        if bytes(plan)? <= limit {
+            return Ok(Some(plan));
+        }
+    }
+    Ok(None)
 }
 
 /// Returns the bytes of tensors that an automatic choice may plan with: nine tenths of the free memory.
@@ -193,6 +252,28 @@ mod tests {
             sizes.push(arguments.per_device_train_batch_size);
         }
         assert_eq!(sizes, [24, 12, 6, 3, 1]);
+    }
+
+    #[test]
+    fn a_step_of_adapters_takes_less_than_one_of_all_weights_and_more_with_more_rows() {
+        let (training, shape) = arguments();
+        let arguments = FinetuneArguments {
+            training,
+            ..FinetuneArguments::default()
+        };
+        let plan = arguments.training.batch_plan(1).unwrap();
+        let step = |trainable: u64, plan: BatchPlan| {
+            arguments
+                .estimated_step(shape, Precision::Fp32, trainable, plan)
+                .unwrap()
+        };
+        let (all, few) = (shape.parameters(), shape.parameters() / 100);
+        // Gradient and two moments of fp32.
+        let saved = step(all, plan) - step(few, plan);
+        let states = 12 * (all - few);
+        assert!(saved.abs_diff(states) < states / 20, "{saved} {states}");
+        let half = plan.halved().unwrap();
+        assert!(step(few, half) < step(few, plan));
     }
 
     #[test]

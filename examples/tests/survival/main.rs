@@ -59,7 +59,7 @@ fn trains() {
     {
         return tunes(&config);
     }
-    if config.ends_with("program.json") {
+    if config.ends_with("program.json") || config.ends_with("finetune.json") {
         return runs_the_example(&config);
     }
     let mut arguments: TrainingArguments =
@@ -91,14 +91,17 @@ fn trains() {
     });
 }
 
-/// Runs the example `train` as it is.
+/// Runs the example `train`, or `finetune`, as it is.
 fn runs_the_example(config: &Path) {
     let limit = std::env::var(MEMORY_LIMIT).ok();
     let limit = limit.map(|bytes| bytes.parse().unwrap());
     overdrive::sys::memory::set_limit(Device::Cpu, limit).unwrap();
-    let config = config.to_str().unwrap();
-    let flags = Flags::parse_from(["train", "--config", config]);
-    std::process::exit(match finetune_example::train::run(&flags) {
+    let flags = ["example", "--config", config.to_str().unwrap()];
+    let ended = match config.ends_with("finetune.json") {
+        true => finetune_example::run(&finetune_example::Flags::parse_from(flags)),
+        false => finetune_example::train::run(&Flags::parse_from(flags)),
+    };
+    std::process::exit(match ended {
         Ok(end) => i32::from(end.exit_code()),
         Err(error) => {
             eprintln!("error: {error}");

@@ -1,8 +1,10 @@
-//! The example `tune`, whose trials are other processes, and `auto_find_batch_size`.
+//! The example `tune`, whose trials are other processes, and `auto_find_batch_size` of `train` and `finetune`.
 
 use std::os::unix::fs::PermissionsExt;
 
-use overdrive::trainer::TuneOutcome;
+use overdrive::trainer::{FinetuneArguments, TuneOutcome};
+use overdrive::transformer::{InitOptions, LlamaConfig, ModelConfig, SaveOptions};
+use overdrive_examples::training::decoder_shape;
 use overdrive_examples::tuning::Trials;
 
 use super::*;
@@ -114,6 +116,110 @@ fn a_trial_that_is_killed_ran_out_of_memory() {
     assert!(table.contains("SIGKILL"), "{table}");
 }
 
+/// Runs the example of which `config` holds the arguments, in another process whose tensors may take `limit` bytes, and
+/// returns whether it succeeded and what it printed.
+fn run_within(limit: u64, config: &Path, arguments: &impl serde::Serialize) -> (bool, String) {
+    fs::create_dir_all(config.parent().unwrap()).unwrap();
+    fs::write(config, serde_json::to_vec(arguments).unwrap()).unwrap();
+    let output = Command::new(std::env::current_exe().unwrap())
+        .args(TRAIN)
+        .env(CONFIG, config)
+        .env(MEMORY_LIMIT, limit.to_string())
+        .output()
+        .unwrap();
+    let text = format!(
+        "{}{}",
+        String::from_utf8_lossy(&output.stdout),
+        String::from_utf8_lossy(&output.stderr)
+    );
+    (output.status.success(), text)
+}
+
+/// Writes a model with its tokenizer, and records, and returns the arguments of a fine-tuning whose activations take
+/// most of the memory.
+fn finetuning(shop: &Workshop) -> FinetuneArguments {
+    let model = shop.path("base");
+    let shape = arguments(shop).model;
+    let config: ModelConfig = LlamaConfig {
+        vocab_size: 330,
+        hidden_size: shape.hidden_size.try_into().unwrap(),
+        intermediate_size: shape.intermediate_size.try_into().unwrap(),
+        num_hidden_layers: shape.num_hidden_layers.try_into().unwrap(),
+        num_attention_heads: shape.num_attention_heads.try_into().unwrap(),
+        max_position_embeddings: 128,
+        ..LlamaConfig::default()
+    }
+    .into();
+    let fresh = CausalLm::new(&config, &InitOptions::default()).unwrap();
+    fresh
+        .save_pretrained(&model, &SaveOptions::default())
+        .unwrap();
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../crates/overdrive-trainer/tests/fixtures/chat_labels/tokenizer.json");
+    fs::copy(fixtures, model.join("tokenizer.json")).unwrap();
+    fs::write(
+        model.join("tokenizer_config.json"),
+        r#"{"eos_token": "</s>"}"#,
+    )
+    .unwrap();
+    let record = |number: usize| {
+        let words = "so on and on ".repeat(number % 3 + 8);
+        format!("{{\"prompt\": \"{number}: \", \"response\": \"{words}\"}}\n")
+    };
+    let records: String = (0..200).map(record).collect();
+    fs::write(shop.path("records.jsonl"), records).unwrap();
+    let mut arguments = FinetuneArguments {
+        model_name_or_path: model,
+        training: TrainingArguments {
+            data: vec![shop.path("records.jsonl")],
+            packing: true,
+            context_length: 128,
+            per_device_train_batch_size: 16,
+            max_steps: 4,
+            samples: 1,
+            use_cpu: true,
+            auto_precision: false,
+            ..FinetuneArguments::default().training
+        },
+        ..FinetuneArguments::default()
+    };
+    arguments.training.output_dir = Some(shop.path("tuned"));
+    arguments
+}
+
+#[test]
+fn a_fine_tuning_that_runs_out_of_memory_continues_with_half_the_micro_batch() {
+    let shop = Workshop::new();
+    let mut arguments = finetuning(&shop);
+    let options = overdrive::transformer::LoadOptions::default();
+    let model = CausalLm::from_pretrained(&arguments.model_name_or_path, &options).unwrap();
+    let shape = decoder_shape(&model);
+    let step = |micro: u64| {
+        let plan = arguments.training.batch_plan(1).unwrap();
+        let plan = plan.with_micro_batch(micro).unwrap();
+        let precision = overdrive::precision::Precision::Fp32;
+        arguments
+            .estimated_step(shape, precision, shape.parameters() / 50, plan)
+            .unwrap()
+    };
+    // Between what 16 and what 4 take: at least one try fails.
+    let limit = model.memory_footprint() as u64 + u64::midpoint(step(16), step(4));
+    let config = shop.path("program/finetune.json");
+    let (succeeded, text) = run_within(limit, &config, &arguments.to_values().unwrap());
+    assert!(!succeeded && text.contains("out of memory"), "{text}");
+    arguments.training.auto_find_batch_size = true;
+    arguments.training.output_dir = Some(shop.path("found"));
+    let (succeeded, text) = run_within(limit, &config, &arguments.to_values().unwrap());
+    assert!(succeeded, "{text}");
+    assert!(text.contains("memory ran out; again with"), "{text}");
+    let stored = fs::read(shop.path("found/training_args.json")).unwrap();
+    let stored: serde_json::Value = serde_json::from_slice(&stored).unwrap();
+    let micro = stored["per_device_train_batch_size"].as_u64().unwrap();
+    let steps = stored["gradient_accumulation_steps"].as_u64().unwrap();
+    assert!(micro < 16 && micro * steps == 16, "{stored}");
+    assert_eq!(shop.lines("found").len(), 4);
+}
+
 #[test]
 fn a_run_that_runs_out_of_memory_continues_with_half_the_micro_batch() {
     let shop = Workshop::new();
@@ -133,27 +239,13 @@ fn a_run_that_runs_out_of_memory_continues_with_half_the_micro_batch() {
         plan.estimate().unwrap().peak
     };
     // Between what 16 and what 4 take: at least one try fails.
-    let limit = u64::midpoint(estimate(16), estimate(4)).to_string();
+    let limit = u64::midpoint(estimate(16), estimate(4));
     let run = |name: &str, arguments: &TrainingArguments| {
-        fs::create_dir_all(shop.path(name)).unwrap();
-        let config = shop.path(name).join("program.json");
         let arguments = TrainingArguments {
             output_dir: Some(shop.path(name).join("run")),
             ..arguments.clone()
         };
-        fs::write(&config, serde_json::to_vec(&arguments).unwrap()).unwrap();
-        let output = Command::new(std::env::current_exe().unwrap())
-            .args(TRAIN)
-            .env(CONFIG, config)
-            .env(MEMORY_LIMIT, &limit)
-            .output()
-            .unwrap();
-        let text = format!(
-            "{}{}",
-            String::from_utf8_lossy(&output.stdout),
-            String::from_utf8_lossy(&output.stderr)
-        );
-        (output.status.success(), text)
+        run_within(limit, &shop.path(name).join("program.json"), &arguments)
     };
     let (succeeded, text) = run("plain", &arguments);
     assert!(!succeeded && text.contains("out of memory"), "{text}");

@@ -35,7 +35,9 @@ struct Crate {
 /// Writes `crates.txt` and `libraries.txt` into `folder`, and the licence texts that setup has kept.
 pub(crate) fn gather(folder: &Path, libtorch: &Path, features: Option<&str>) -> Result<()> {
     fs::create_dir_all(folder).map_err(|error| failed("could not create", folder, &error))?;
-    let crates = linked(&metadata(features)?)?;
+    let host = cargo::host()?;
+    let tree = cargo::tree(&host, features).output()?;
+    let crates = linked(&metadata(&host, features)?, &tree)?;
     every_one_has_a_licence(&crates)?;
     let mut texts = Vec::new();
     for one in &crates {
@@ -68,61 +70,47 @@ fn every_one_has_a_licence(crates: &BTreeSet<Crate>) -> Result<()> {
     }
 }
 
-fn metadata(features: Option<&str>) -> Result<Value> {
-    let text = cargo::metadata(&cargo::host()?, features).output()?;
+fn metadata(host: &str, features: Option<&str>) -> Result<Value> {
+    let text = cargo::metadata(host, features).output()?;
     serde_json::from_str(&text)
         .map_err(|error| Failure::new(format!("cargo metadata printed no JSON: {error}")))
 }
 
-/// Returns the external crates that the examples are linked with, by name: their dependencies, without those
-/// for build scripts, procedural macros and tests.
-fn linked(metadata: &Value) -> Result<BTreeSet<Crate>> {
-    let missing = || Failure::new("the output of cargo metadata has an unknown form");
-    let by_id = |list: &Value| -> Option<BTreeMap<String, Value>> {
-        let entries = list.as_array()?.iter();
-        entries
-            .map(|entry| Some((entry["id"].as_str()?.to_owned(), entry.clone())))
-            .collect()
+/// Returns the external crates that the examples are linked with, by name: those of `tree`, the output of
+/// [`cargo::tree`], with what `metadata` says about them. Metadata alone lists more, because other members of the
+/// workspace turn further features on.
+fn linked(metadata: &Value, tree: &str) -> Result<BTreeSet<Crate>> {
+    let missing = |line: &str| {
+        Failure::new(format!(
+            "the output of cargo tree and cargo metadata has an unknown form: {line:?}"
+        ))
     };
-    let packages = by_id(&metadata["packages"]).ok_or_else(missing)?;
-    let nodes = by_id(&metadata["resolve"]["nodes"]).ok_or_else(missing)?;
-    let root = packages
-        .iter()
-        .find(|(_, package)| package["name"] == "overdrive-examples")
-        .map(|(id, _)| id.clone())
-        .ok_or_else(missing)?;
-    let mut seen = BTreeSet::new();
-    let mut open = vec![root.clone()];
+    let packages = metadata["packages"].as_array().into_iter().flatten();
+    let packages: BTreeMap<_, _> = packages
+        .map(|package| {
+            (
+                (package["name"].as_str(), package["version"].as_str()),
+                package,
+            )
+        })
+        .collect();
     let mut crates = BTreeSet::new();
-    while let Some(id) = open.pop() {
-        let (Some(package), Some(node)) = (packages.get(&id), nodes.get(&id)) else {
-            return Err(missing());
-        };
-        if !seen.insert(id.clone()) || is_macro(package) {
-            continue;
-        }
+    // `NAME vVERSION`, with the folder of a crate of this workspace, and with `(*)` where it was listed before.
+    for line in tree.lines() {
+        let mut words = line.split_whitespace();
+        let name = words.next();
+        let version = words.next().and_then(|word| word.strip_prefix('v'));
+        let package = packages.get(&(name, version));
+        let package = package.ok_or_else(|| missing(line))?;
         // Crates of this workspace have no source; their licence is beside the programs.
         if !package["source"].is_null() {
             crates.insert(Crate::of(package));
         }
-        for dependency in node["deps"].as_array().into_iter().flatten() {
-            let kinds = dependency["dep_kinds"].as_array();
-            let is_linked = kinds.into_iter().flatten().any(|kind| {
-                // The examples are also linked with the dev-dependencies of their package.
-                kind["kind"].is_null() || (kind["kind"] == "dev" && id == root)
-            });
-            if let Some(other) = dependency["pkg"].as_str().filter(|_| is_linked) {
-                open.push(other.to_owned());
-            }
-        }
     }
-    Ok(crates)
-}
-
-fn is_macro(package: &Value) -> bool {
-    let targets = package["targets"].as_array().into_iter().flatten();
-    let mut kinds = targets.flat_map(|target| target["kind"].as_array().into_iter().flatten());
-    kinds.any(|kind| kind == "proc-macro")
+    match crates.is_empty() {
+        true => Err(missing(tree)),
+        false => Ok(crates),
+    }
 }
 
 impl Crate {
@@ -252,49 +240,26 @@ mod tests {
     use super::*;
 
     #[test]
-    fn what_is_linked_is_listed_and_what_only_builds_or_tests_is_not() {
-        let package = |name: &str, source: Value, kind: &str| {
-            json!({"id": name, "name": name, "version": "1.0.0", "license": "MIT", "source": source,
-                   "manifest_path": format!("/registry/{name}/Cargo.toml"), "targets": [{"kind": [kind]}]})
+    fn what_is_linked_is_listed_and_what_other_members_need_is_not() {
+        let package = |name: &str, source: Value| {
+            json!({"name": name, "version": "1.0.0", "license": "MIT", "source": source,
+                   "manifest_path": format!("/registry/{name}/Cargo.toml")})
         };
         let registry = json!("registry+https://example.org");
-        let node = |id: &str, deps: &[(&str, Value)]| {
-            let deps: Vec<Value> = deps
-                .iter()
-                .map(|(pkg, kind)| json!({"pkg": pkg, "dep_kinds": [{"kind": kind}]}))
-                .collect();
-            json!({"id": id, "deps": deps})
-        };
-        let null = Value::Null;
-        let metadata = json!({
-            "packages": [
-                package("overdrive-examples", null.clone(), "lib"),
-                package("overdrive", null.clone(), "lib"),
-                package("tch", registry.clone(), "lib"),
-                package("half", registry.clone(), "lib"),
-                package("signal-hook", registry.clone(), "lib"),
-                package("cc", registry.clone(), "lib"),
-                package("serde_derive", registry.clone(), "proc-macro"),
-                package("syn", registry.clone(), "lib"),
-                package("proptest", registry, "lib"),
-            ],
-            "resolve": {"nodes": [
-                node("overdrive-examples", &[("overdrive", null.clone()), ("signal-hook", json!("dev"))]),
-                node("overdrive", &[("tch", null.clone()), ("proptest", json!("dev")),
-                                    ("serde_derive", null.clone())]),
-                node("tch", &[("half", null.clone()), ("cc", json!("build"))]),
-                node("serde_derive", &[("syn", null)]),
-                node("half", &[]), node("signal-hook", &[]), node("cc", &[]), node("syn", &[]),
-                node("proptest", &[]),
-            ]},
-        });
-        let names: Vec<String> = linked(&metadata)
-            .unwrap()
-            .into_iter()
-            .map(|one| one.name)
-            .collect();
-        assert_eq!(names, ["half", "signal-hook", "tch"]);
-        assert!(linked(&json!({})).is_err());
+        let metadata = json!({"packages": [
+            package("overdrive-examples", Value::Null),
+            package("overdrive", Value::Null),
+            package("tch", registry.clone()),
+            package("half", registry.clone()),
+            package("symphonia", registry),
+        ]});
+        let tree = "overdrive-examples v1.0.0 (/w/examples)\noverdrive v1.0.0 (/w/crates/overdrive)\n\
+                    tch v1.0.0\nhalf v1.0.0\nhalf v1.0.0 (*)\n";
+        let crates = linked(&metadata, tree).unwrap();
+        let names: Vec<&str> = crates.iter().map(|one| &*one.name).collect();
+        assert_eq!(names, ["half", "tch"]);
+        assert!(linked(&metadata, "half v2.0.0\n").is_err());
+        assert!(linked(&json!({}), "").is_err());
     }
 
     #[test]

@@ -91,8 +91,7 @@ pub(super) static KEYS: &[(&str, &[Key])] = &[
         key(Both, "num_train_epochs", "X", FREE, "Number of epochs, instead of a number of steps").flag("epochs").also(&["epochs", "num_epochs"]).excludes("max_steps"),
         key(Both, "per_device_train_batch_size", "N", AtLeast(1), "Number of sequences in a micro-batch, per device")
             .flag("micro-batch-size").also(&["batch_size", "train_batch_size", "micro_batch_size", "per_gpu_train_batch_size"]),
-        key(Train, "auto_find_batch_size", "", FREE, "Take the largest micro-batch up to the given one that fits into memory, for the same effective batch")
-            .harmless(Only("false")).instead("set `per_device_train_batch_size`"),
+        key(Both, "auto_find_batch_size", "", FREE, "Take the largest micro-batch up to the given one that fits into memory, for the same effective batch"),
         key(Both, "gradient_accumulation_steps", "N", AtLeast(1), "Number of micro-batches in a step")
             .also(&["grad_accum_steps", "grad_accumulation_steps", "gradient_accumulation", "accumulation_steps"]),
         key(Both, "learning_rate", "X", Positive, "Highest learning rate").also(&["lr"]),

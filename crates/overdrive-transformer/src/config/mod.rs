@@ -18,6 +18,7 @@ use overdrive_core::Error as Common;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
+use crate::encoder::EncoderFamily;
 use crate::parameters::ParameterSpec;
 use crate::{Error, Result};
 
@@ -66,6 +67,21 @@ pub enum ModelConfig {
 /// The supported values of `model_type`, for messages.
 const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, gpt2";
 
+/// Returns the supported values of `model_type`; for a model that is no decoder, also the type that reads it.
+fn supported(model_type: Option<&str>) -> String {
+    match model_type {
+        Some(name) if Seq2SeqConfig::is_model_type(name) => {
+            format!("{SUPPORTED}; a model of the type {name} is read by Seq2SeqLm")
+        }
+        Some(name) if EncoderFamily::from_model_type(name).is_some() => {
+            format!(
+                "{SUPPORTED}; a model of the type {name} is read by EncoderModel, MaskedLm or SequenceClassifier"
+            )
+        }
+        _ => SUPPORTED.to_owned(),
+    }
+}
+
 impl ModelConfig {
     /// Reads `config.json` of a Hugging Face folder.
     ///
@@ -105,7 +121,7 @@ impl ModelConfig {
                 return Err(Error::Unsupported {
                     key: "model_type".to_owned(),
                     found: other.map_or("missing".to_owned(), |name| format!("{name:?}")),
-                    supported: SUPPORTED.to_owned(),
+                    supported: supported(other),
                 });
             }
         };

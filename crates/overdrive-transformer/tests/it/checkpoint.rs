@@ -384,6 +384,13 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
         json!("mamba"),
         "supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, gpt2",
     );
+    for (other, reader) in [
+        ("t5", "Seq2SeqLm"),
+        ("modernbert", "EncoderModel, MaskedLm or"),
+    ] {
+        let part = format!("; a model of the type {other} is read by {reader}");
+        check("gpt2", "model_type", json!(other), &part);
+    }
     check("gpt2", "model_type", json!(null), "`model_type` is missing");
     check("gpt2", "n_head", json!(5), "a multiple of n_head (5)");
     // Sizes that no memory holds: each is refused before anything is reserved or counted to.

@@ -1,0 +1,161 @@
+//! The commands of tests, lints and documentation.
+
+use std::ffi::OsString;
+
+use super::Cargo;
+
+/// Tests run concurrently, each with OpenMP's threads. Threads that spin while they wait take the cores from
+/// the threads that they wait for: on two cores, ten tests of gradient accumulation took 3.7 seconds of CPU
+/// time, and 0.4 with threads that sleep.
+const WAIT_POLICY: (&str, &str) = ("OMP_WAIT_POLICY", "passive");
+
+/// Builds the main program as the tests are built, with the same packages, features and profile, so that
+/// the tests compile none of it again; the output is Cargo's messages about the artifacts.
+pub(crate) fn training_for_check() -> Cargo {
+    Cargo::new(["build"]).workspace().and(
+        &[
+            "--example",
+            "train",
+            "--message-format=json-render-diagnostics",
+        ]
+        .map(OsString::from),
+    )
+}
+
+/// Runs all tests of all packages: one failing package must not hide the others. A package named by the
+/// user replaces `--workspace`, because cargo would otherwise test the whole workspace silently.
+fn test(further: &[OsString]) -> Cargo {
+    // Words after `--` are for the test program, whose filters may look like package flags.
+    let before = further.iter().take_while(|argument| *argument != "--");
+    let chosen = before.filter_map(|a| a.to_str()).any(|a| {
+        a.starts_with("-p")
+            || ["--package", "--manifest-path"]
+                .iter()
+                .any(|name| a.starts_with(name))
+    });
+    let mut base = Cargo::new(["test", "--no-fail-fast"]);
+    if std::env::var_os(WAIT_POLICY.0).is_none() {
+        base.variables.push(WAIT_POLICY);
+    }
+    if chosen {
+        base.and(further)
+    } else {
+        base.workspace().and(further)
+    }
+}
+
+/// Returns the commands of the tests; without arguments, on a machine with a usable GPU, those that need it too.
+/// Elsewhere cargo's summary counts these as ignored, not as passed.
+pub(crate) fn tests(further: &[OsString], gpu: bool) -> Vec<Cargo> {
+    let mut commands = vec![test(further)];
+    if gpu && further.is_empty() {
+        let on_gpu = ["--", "--ignored", "on_a_gpu"].map(OsString::from);
+        commands.push(test(&on_gpu));
+    }
+    commands
+}
+
+pub(crate) fn fmt(further: &[OsString]) -> Cargo {
+    Cargo::new(["fmt", "--all"]).and(further)
+}
+
+/// Appends `-D warnings` after the user's own `-- …`, if there is one.
+pub(crate) fn lint(further: &[OsString]) -> Cargo {
+    let cargo = Cargo::new(["clippy", "--all-targets"])
+        .workspace()
+        .and(further);
+    let cargo = if further.iter().any(|a| a == "--") {
+        cargo
+    } else {
+        cargo.and(&["--".into()])
+    };
+    cargo.and(&["-D".into(), "warnings".into()])
+}
+
+/// Builds the documentation. The variable replaces Cargo's `rustdocflags`, whose run path only doctests need.
+pub(crate) fn docs(further: &[OsString]) -> Cargo {
+    let mut cargo = Cargo::new(["doc", "--no-deps"]).workspace().and(further);
+    cargo.variables.push(("RUSTDOCFLAGS", "-D warnings"));
+    cargo
+}
+
+/// Compiles one crate without its default features, and with one feature or none.
+pub(crate) fn check_alone(name: &str, feature: Option<&str>) -> Cargo {
+    Cargo::new(["check", "--no-default-features", "-p"])
+        .and(&[name.into()])
+        .features(feature)
+}
+
+/// Runs the tests of one crate with nothing but its own features.
+pub(crate) fn test_alone(name: &str) -> Cargo {
+    test(&["-p".into(), name.into()])
+}
+
+/// Returns the commands of the fault injection: each test repeats an operation until every system call of it has
+/// failed once, and prints how many there were.
+pub(crate) fn faults() -> Vec<Cargo> {
+    let all = Cargo::new(["test"])
+        .workspace()
+        .and(&["--test", "fault_injection"].map(OsString::from));
+    // The tests that kill a process at every call are ignored, because they take minutes.
+    let all = all.and(&["--", "--include-ignored", "--nocapture"].map(OsString::from));
+    let own = Cargo::new(["test", "-p", "xtask", "a_fault_in_any_call"]);
+    vec![all, own.and(&["--", "--nocapture"].map(OsString::from))]
+}
+
+/// Returns the command that writes the launches which prove the GPU kernels.
+pub(crate) fn kernel_launches() -> Cargo {
+    let mut cargo = Cargo::new([
+        "test",
+        "-p",
+        "overdrive-gpu",
+        "--lib",
+        "every_variant_is_launched",
+    ]);
+    cargo.variables.push(("OVERDRIVE_WRITE_LAUNCHES", "1"));
+    cargo
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cargo::words;
+
+    #[test]
+    fn tests_that_need_a_gpu_run_where_there_is_one() {
+        let lines = |given: &[&str], gpu: bool| -> Vec<String> {
+            tests(&words(given), gpu).iter().map(Cargo::line).collect()
+        };
+        let [all, on_gpu] = &lines(&[], true)[..] else {
+            panic!("two commands")
+        };
+        assert_eq!(&lines(&[], false), std::slice::from_ref(all));
+        assert_eq!(on_gpu, &format!("{all} -- --ignored on_a_gpu"));
+        // Arguments of the user select the tests.
+        assert_eq!(lines(&["-p", "xtask"], true).len(), 1);
+    }
+
+    #[test]
+    fn a_package_named_by_the_user_takes_the_place_of_the_workspace() {
+        let all = test(&[]).line();
+        assert!(all.contains("cargo test --no-fail-fast --workspace --features "));
+        for package in [&["-p", "xtask"][..], &["-pxtask"], &["--package", "xtask"]] {
+            assert!(
+                !test(&words(package)).line().contains("--workspace"),
+                "{package:?}"
+            );
+        }
+        // After `--` the arguments are for the test program.
+        assert!(test(&words(&["--", "-p"])).line().contains("--workspace"));
+    }
+
+    #[test]
+    fn lints_are_errors_also_with_arguments_of_the_users_own() {
+        assert!(lint(&[]).line().ends_with("speech -- -D warnings"));
+        assert!(
+            lint(&words(&["--", "-W", "clippy::pedantic"]))
+                .line()
+                .ends_with("speech -- -W clippy::pedantic -D warnings")
+        );
+    }
+}

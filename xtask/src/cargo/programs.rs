@@ -1,0 +1,167 @@
+//! The commands that run the programs of the workspace.
+
+use std::ffi::OsString;
+
+use super::Cargo;
+
+/// Returns the command of an example in release mode. A `--` before its arguments is optional.
+pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
+    let further = match further {
+        [first, rest @ ..] if first == "--" => rest,
+        all => all,
+    };
+    // The programs whose feature is off by default, because it compiles long or has another licence.
+    let feature = match name {
+        "images" => Some("image"),
+        "speech" => Some("speech"),
+        _ => None,
+    };
+    Cargo::new(["run", "--release", "-p", "overdrive-examples"])
+        .features(feature)
+        .and(&["--example", name, "--"].map(OsString::from))
+        .and(further)
+}
+
+/// Returns the command of the main program; with `--nproc N` among its flags, in N processes. The default
+/// features of the examples are off, because the first step of a fresh clone waits for this build.
+pub(crate) fn train(further: &[OsString]) -> Vec<Cargo> {
+    let (launcher, trainer) = launchers_flags(further);
+    if launcher.is_empty() {
+        let further = match further {
+            [first, rest @ ..] if first == "--" => rest,
+            all => all,
+        };
+        return vec![of_main_job("run", "train").and(&["--".into()]).and(further)];
+    }
+    let launch = of_main_job("run", "launch").and(&["--".into()]);
+    // The launcher starts the built program, so that N processes do not wait for cargo's lock.
+    vec![
+        of_main_job("build", "train"),
+        launch.and(&launcher).and(&["train".into()]).and(&trainer),
+    ]
+}
+
+/// Returns the commands of the search for the fastest settings of the main program, which it starts for its trials.
+pub(crate) fn tune(further: &[OsString]) -> Vec<Cargo> {
+    let further = match further {
+        [first, rest @ ..] if first == "--" => rest,
+        all => all,
+    };
+    vec![
+        of_main_job("build", "train"),
+        of_main_job("run", "tune").and(&["--".into()]).and(further),
+    ]
+}
+
+/// Builds or runs one of the programs of the main command.
+fn of_main_job(command: &str, example: &str) -> Cargo {
+    Cargo::new([
+        command,
+        "--release",
+        "-p",
+        "overdrive-examples",
+        "--no-default-features",
+        "--example",
+        example,
+    ])
+}
+
+/// Separates the flags of the example `launch` from those of the program that it starts.
+fn launchers_flags(further: &[OsString]) -> (Vec<OsString>, Vec<OsString>) {
+    let (mut launcher, mut program) = (Vec::new(), Vec::new());
+    let mut words = further.iter();
+    while let Some(word) = words.next() {
+        let text = word.to_string_lossy();
+        let (name, value) = text.split_once('=').unzip();
+        match name.unwrap_or(&text) {
+            "--nproc" | "--nproc-per-node" | "--max-restarts" | "--stop-grace" => {
+                launcher.push(word.clone());
+                if value.is_none() {
+                    // `--nproc 2`: the value is the next word.
+                    launcher.extend(words.next().cloned());
+                }
+            }
+            _ => program.push(word.clone()),
+        }
+    }
+    (launcher, program)
+}
+
+pub(crate) fn bench(further: &[OsString]) -> Cargo {
+    Cargo::new(["bench", "-p", "overdrive-benches"]).and(further)
+}
+
+/// Runs the ablation table. The program has its own flags, and the trainer's after a `--`.
+pub(crate) fn ablation(further: &[OsString]) -> Cargo {
+    Cargo::new([
+        "run",
+        "--release",
+        "-p",
+        "overdrive-benches",
+        "--bin",
+        "ablation",
+        "--",
+    ])
+    .and(further)
+}
+
+/// The program of the GPU check.
+const GPU_CHECK: [&str; 5] = [
+    "--release",
+    "-p",
+    "overdrive-gpu-check",
+    "--bin",
+    "gpu-check",
+];
+
+/// Runs the GPU check.
+pub(crate) fn gpu_check(further: &[OsString]) -> Cargo {
+    let run = Cargo::new(["run"]).and(&GPU_CHECK.map(OsString::from));
+    run.and(&["--".into()]).and(further)
+}
+
+/// Builds the GPU check; the output is Cargo's messages about the artifacts.
+pub(crate) fn gpu_check_program() -> Cargo {
+    let build = Cargo::new(["build"]).and(&GPU_CHECK.map(OsString::from));
+    build.and(&["--message-format=json-render-diagnostics".into()])
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cargo::words;
+
+    #[test]
+    fn several_processes_are_started_by_the_example_that_does_it() {
+        let lines = |given: &[&str]| -> Vec<String> {
+            train(&words(given)).iter().map(Cargo::line).collect()
+        };
+        let plain = "cargo run --release -p overdrive-examples --no-default-features --example train -- --steps 3";
+        assert_eq!(lines(&["--steps", "3"]), [plain]);
+        assert_eq!(lines(&["--", "--steps", "3"]), [plain]);
+        let build =
+            "cargo build --release -p overdrive-examples --no-default-features --example train";
+        let launch = "cargo run --release -p overdrive-examples --no-default-features --example launch -- --nproc 2 train --steps 3";
+        assert_eq!(lines(&["--nproc", "2", "--steps", "3"]), [build, launch]);
+        let restarts = launch.replace("--nproc 2", "--nproc=2 --max-restarts 1");
+        assert_eq!(
+            lines(&["--steps", "3", "--nproc=2", "--max-restarts", "1"]),
+            [build, &restarts]
+        );
+    }
+
+    #[test]
+    fn tuning_builds_the_program_of_its_trials_first() {
+        let lines: Vec<String> = tune(&words(&["--effective-batch", "16"]))
+            .iter()
+            .map(Cargo::line)
+            .collect();
+        let of = |command: &str, example: &str| {
+            format!(
+                "cargo {command} --release -p overdrive-examples --no-default-features --example {example}"
+            )
+        };
+        let run = format!("{} -- --effective-batch 16", of("run", "tune"));
+        assert_eq!(lines, [of("build", "train"), run]);
+    }
+}
