@@ -142,15 +142,24 @@ pub(crate) fn variables() -> Vec<(&'static str, OsString)> {
     ]
 }
 
-/// Returns the manifest of the workspace that a cargo command builds: with the other release, that of its folder.
+/// Returns the manifest of the workspace that a cargo command builds, if it is that of the other release's folder.
 pub(crate) fn manifest() -> Option<PathBuf> {
     Some(workspace_of(other()?).join("Cargo.toml"))
 }
 
+/// Returns the root of the workspace that cargo commands build: with the other release, that of its folder.
+pub(crate) fn workspace() -> PathBuf {
+    other().map_or_else(cargo::workspace, workspace_of)
+}
+
+/// Returns the target folder of cargo commands: with the other release, its folder.
+pub(crate) fn target_folder() -> PathBuf {
+    other().map_or_else(cargo::target_folder, folder)
+}
+
 /// The folder of everything that is built with `release`.
 fn folder(release: Release) -> PathBuf {
-    let target = std::env::var_os("CARGO_TARGET_DIR")
-        .map_or_else(|| cargo::workspace().join("target"), PathBuf::from);
+    let target = cargo::target_folder();
     let target = std::path::absolute(&target).unwrap_or(target);
     target.join(format!("torch-{}", release.series()))
 }
