@@ -2,7 +2,7 @@
 
     python3 benches/pytorch/compare.py --preset small --rounds 3
 
-Needs torch==2.11.0 in the Python that runs it, and `cargo xtask setup` before. Both sides: the same
+Needs the torch of Overdrive's libtorch in the Python that runs it, and `cargo xtask setup` before. Both sides: the same
 shapes, the same threads, random tokens, forward, backward, clipping to norm 1, fused AdamW with
 decay groups, in fp32. Overdrive runs by its fused kernels and operator by operator, PyTorch eagerly and
 through torch.compile (Inductor needs a C++ compiler). The sides take turns, so that a machine whose speed

@@ -2,7 +2,7 @@
 
     python3 benches/pytorch/compare_compiled.py --model runs/tiny/model --rounds 3
 
-Needs torch==2.11.0 and transformers in the Python that runs it, a C++ compiler, and `cargo xtask setup`
+Needs the torch of Overdrive's libtorch and transformers in the Python that runs it, a C++ compiler, and `cargo xtask setup`
 before. MODEL is a Hugging Face folder, such as `train` writes; the package is made of it first, unless
 --package names one. Greedy decoding in fp32, the same prompt and threads on every side, weights the
 same; our three sides must give the same tokens, and so must PyTorch's two. The sides take turns, so that

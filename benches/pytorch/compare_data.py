@@ -3,7 +3,7 @@
     python3 benches/pytorch/compare_data.py --rounds 3
     python3 benches/pytorch/compare_data.py --tokenize --rounds 3
 
-Needs torch==2.11.0 and datasets in the Python that runs it, and Rust. Without --file, a file of 10
+Needs torch and datasets in the Python that runs it, and Rust. Without --file, a file of 10
 million lines (540 MB) is written to the folder for temporary files. All sides read random lines of it
 as text, by two workers, in batches of 32 and of 256 (small ones show what handing over a batch costs),
 from the page cache. PyTorch's side is a Dataset over a list of offsets and a memory map, which is what one writes by

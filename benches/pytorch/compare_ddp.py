@@ -2,7 +2,7 @@
 
     python3 benches/pytorch/compare_ddp.py
 
-Needs torch 2.11.0 in the Python that runs it, and Rust: it builds the example `launch`, which starts
+Needs the torch of Overdrive's libtorch in the Python that runs it, and Rust: it builds the example `launch`, which starts
 the processes of both sides, and the benchmark `data_parallel_scaling`, which is our side. Both train the same
 perceptron with the same libtorch by SGD, with one thread a process, over Gloo on loopback, with few samples a
 step (reducing is most of it) and with many; runs alternate, the best of three is printed.

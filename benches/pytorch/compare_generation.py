@@ -2,7 +2,7 @@
 
     python3 benches/pytorch/compare_generation.py --rounds 3
 
-Needs torch==2.11.0 and transformers in the Python that runs it, and `cargo xtask setup` before. The
+Needs the torch of Overdrive's libtorch and transformers in the Python that runs it, and `cargo xtask setup` before. The
 model is a Llama of 100M parameters in fp32 with random weights (hidden 768, 12 layers, 12 heads, 4 key
 heads, intermediate 2048, vocabulary 32000, tied head); both sides decode greedily, and must give the
 same tokens. The read roof is the speed at which this machine reads memory with the same threads,

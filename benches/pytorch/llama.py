@@ -1,4 +1,4 @@
-"""The baseline: a Llama in plain PyTorch 2.11, as fast as eager PyTorch is written.
+"""The baseline: a Llama in plain PyTorch, as fast as eager PyTorch is written.
 
 The layers are those of overdrive-transformer's Llama: RMSNorm through `F.rms_norm`, rotary positions,
 `F.scaled_dot_product_attention` with `is_causal`, SwiGLU, untied or tied head; fused AdamW.

@@ -29,6 +29,7 @@ const RUN: &str = include_str!("gpu_bundle/run.sh");
 /// Builds and collects the files; the output folder is created by one rename.
 pub(crate) fn gpu_bundle(out: Option<&Path>) -> Result<()> {
     let target = target_of(out, "target/dist/gpu-check")?;
+    torch::choose(BUILT_FOR)?;
     let series = torch::release()?.series();
     if series != BUILT_FOR {
         return Err(Failure::new(format!(
@@ -125,7 +126,7 @@ fn write(path: &Path, text: &str) -> Result<()> {
 
 fn system(needs: Needs) -> String {
     format!(
-        "glibc {} and libstdc++ {} or newer, and a Python with torch 2.11",
+        "glibc {} and libstdc++ {} or newer, and a Python with torch {BUILT_FOR}",
         needs.glibc().as_deref().unwrap_or("of any version"),
         needs.libstdcxx().as_deref().unwrap_or("of any version")
     )

@@ -11,6 +11,7 @@ use crate::cargo::{self, Cargo};
 use crate::dist::Made;
 use crate::failure::{Failure, Result};
 use crate::setup::{self, Found, Request};
+use crate::torch;
 
 /// The files of the template, without its manifest.
 const FILES: [&str; 7] = [
@@ -77,7 +78,7 @@ pub(crate) fn check() -> Result<()> {
     let folder = parent.0.join("new-project");
     new(&folder, None, &Source::Path)?;
     // The target folder of this workspace holds torch-sys, which takes minutes to compile.
-    let target = cargo::target_folder();
+    let target = torch::target_folder();
     for command in ["run", "test"] {
         let cargo = Cargo::of_project(&folder, command, &target);
         cargo.run()?;
@@ -203,7 +204,7 @@ fn write(folder: &Path, name: &str, source: &Source) -> Result<()> {
         .try_for_each(|file| put(&folder.join(file), &named(&template(file)?, name)))
         .and_then(|()| put(&folder.join("Cargo.toml"), &manifest))
         // The versions with which this checkout was tested; Cargo leaves out what the project does not use.
-        .and_then(|()| put(&folder.join("Cargo.lock"), &workspace_file("Cargo.lock")?));
+        .and_then(|()| put(&folder.join("Cargo.lock"), &lock_file()?));
     if written.is_err() {
         let _ = fs::remove_dir_all(folder);
     }
@@ -222,8 +223,16 @@ fn template(file: &str) -> Result<String> {
 }
 
 fn workspace_file(file: &str) -> Result<String> {
-    let path = cargo::workspace().join(file);
-    fs::read_to_string(&path).map_err(|error| Failure::io("could not read", &path, &error))
+    read(&cargo::workspace().join(file))
+}
+
+/// Returns the lock file of the builds, which has the tch of `--torch`.
+fn lock_file() -> Result<String> {
+    read(&torch::workspace().join("Cargo.lock"))
+}
+
+fn read(path: &Path) -> Result<String> {
+    fs::read_to_string(path).map_err(|error| Failure::io("could not read", path, &error))
 }
 
 fn named(text: &str, name: &str) -> String {

@@ -16,8 +16,10 @@ use crate::cargo;
 use crate::failure::{Failure, Result};
 use crate::lock::Lock;
 
-/// The words of the command line without `--torch`, and the release that it names.
-static ARGUMENTS: OnceLock<(Vec<OsString>, Option<Release>)> = OnceLock::new();
+/// The words of the command line without `--torch`.
+static ARGUMENTS: OnceLock<Vec<OsString>> = OnceLock::new();
+/// The release that `--torch` names, or that a command needs.
+static CHOSEN: OnceLock<Release> = OnceLock::new();
 /// The root of the libtorch that `setup` has found for `--torch`.
 static ROOT: OnceLock<PathBuf> = OnceLock::new();
 
@@ -25,14 +27,22 @@ static ROOT: OnceLock<PathBuf> = OnceLock::new();
 /// [`other`]. Returns the remaining words.
 pub(crate) fn take_from_arguments() -> Result<Vec<OsString>> {
     let (rest, version) = taken(std::env::args_os());
-    let release = version.map(|version| named(&version)).transpose()?;
-    Ok(ARGUMENTS.get_or_init(|| (rest, release)).0.clone())
+    if let Some(version) = version {
+        let _ = CHOSEN.set(named(&version)?);
+    }
+    Ok(ARGUMENTS.get_or_init(|| rest).clone())
+}
+
+/// Builds with the release of this libtorch, if the command line has no `--torch`.
+pub(crate) fn choose(series: &str) -> Result<()> {
+    let _ = CHOSEN.set(named(series)?);
+    Ok(())
 }
 
 /// Returns the words of the command line without `--torch VERSION`.
 pub(crate) fn arguments() -> Vec<OsString> {
     match ARGUMENTS.get() {
-        Some((arguments, _)) => arguments.clone(),
+        Some(arguments) => arguments.clone(),
         None => std::env::args_os().collect(),
     }
 }
@@ -67,19 +77,19 @@ fn named(version: &str) -> Result<Release> {
     })
 }
 
-/// Returns the release of this command: that of `--torch`, else that of `Cargo.lock`.
+/// Returns the release of this command: the chosen one, else that of `Cargo.lock`.
 pub(crate) fn release() -> Result<Release> {
-    match ARGUMENTS.get() {
-        Some((_, Some(release))) => Ok(*release),
-        _ => of_lock_file(&cargo::workspace()),
+    match CHOSEN.get() {
+        Some(release) => Ok(*release),
+        None => of_lock_file(&cargo::workspace()),
     }
 }
 
-/// Returns the release of `--torch` if it is not that of `Cargo.lock`.
+/// Returns the chosen release if it is not that of `Cargo.lock`.
 pub(crate) fn other() -> Option<Release> {
-    let (_, chosen) = ARGUMENTS.get()?;
+    let chosen = CHOSEN.get()?;
     let locked = of_lock_file(&cargo::workspace()).ok();
-    chosen.filter(|release| Some(*release) != locked)
+    (Some(*chosen) != locked).then_some(*chosen)
 }
 
 /// Returns an error where a command builds with `Cargo.lock` only.
@@ -142,15 +152,24 @@ pub(crate) fn variables() -> Vec<(&'static str, OsString)> {
     ]
 }
 
-/// Returns the manifest of the workspace that a cargo command builds: with the other release, that of its folder.
+/// Returns the manifest of the workspace that a cargo command builds, if it is that of the other release's folder.
 pub(crate) fn manifest() -> Option<PathBuf> {
     Some(workspace_of(other()?).join("Cargo.toml"))
 }
 
+/// Returns the root of the workspace that cargo commands build: with the other release, that of its folder.
+pub(crate) fn workspace() -> PathBuf {
+    other().map_or_else(cargo::workspace, workspace_of)
+}
+
+/// Returns the target folder of cargo commands: with the other release, its folder.
+pub(crate) fn target_folder() -> PathBuf {
+    other().map_or_else(cargo::target_folder, folder)
+}
+
 /// The folder of everything that is built with `release`.
 fn folder(release: Release) -> PathBuf {
-    let target = std::env::var_os("CARGO_TARGET_DIR")
-        .map_or_else(|| cargo::workspace().join("target"), PathBuf::from);
+    let target = cargo::target_folder();
     let target = std::path::absolute(&target).unwrap_or(target);
     target.join(format!("torch-{}", release.series()))
 }
@@ -289,7 +308,7 @@ mod tests {
         fs::write(folder.path().join("Cargo.lock"), text).unwrap();
         let text = of_lock_file(folder.path()).err().unwrap().to_string();
         assert!(
-            text.contains("tch 0.25.0") && text.contains("--precise 0.24.0"),
+            text.contains("tch 0.25.0") && text.contains(Release::DEFAULT.tch),
             "{text}"
         );
     }

@@ -28,7 +28,7 @@ impl Release {
     ];
 
     /// The release of the repository's own `Cargo.lock`.
-    pub const DEFAULT: Release = Release::ALL[0];
+    pub const DEFAULT: Release = Release::ALL[1];
 
     /// Returns the release with this libtorch: `2.11`, `2.11.0` or `2.11.0+cu130`.
     #[must_use]

@@ -22,8 +22,7 @@ pub(crate) fn examples(features: Option<&str>) -> Cargo {
 
 /// Returns the packages that the examples depend on for the system `host`.
 pub(crate) fn metadata(host: &str, features: Option<&str>) -> Cargo {
-    let root = torch::manifest().and_then(|manifest| Some(manifest.parent()?.to_path_buf()));
-    let examples = root.unwrap_or_else(workspace).join("examples/Cargo.toml");
+    let examples = torch::workspace().join("examples/Cargo.toml");
     Cargo::new([
         "metadata",
         "--format-version=1",

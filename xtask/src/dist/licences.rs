@@ -5,22 +5,29 @@ use std::fmt::Write;
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use overdrive_build::Release;
 use serde_json::Value;
 
 use super::{copy, failed};
 use crate::cargo;
 use crate::failure::{Failure, Result};
+use crate::torch;
 
 /// The libraries beside the programs, for a libtorch that was installed without licence texts.
-const LIBRARIES: &str = "\
+fn libraries(torch: Release) -> String {
+    let version = torch.libtorch;
+    format!(
+        "\
 libtorch, libc10 (and libtorch_cuda, libc10_cuda): PyTorch, BSD-3-Clause, and what it contains
-    https://github.com/pytorch/pytorch/blob/v2.11.0/LICENSE
-    https://github.com/pytorch/pytorch/blob/v2.11.0/NOTICE
+    https://github.com/pytorch/pytorch/blob/v{version}/LICENSE
+    https://github.com/pytorch/pytorch/blob/v{version}/NOTICE
 libcudart, libcupti (and further libraries of CUDA): NVIDIA, CUDA Toolkit End User License Agreement
     https://docs.nvidia.com/cuda/eula/
 libgomp: GCC, GPL-3.0-or-later with the GCC Runtime Library Exception
     https://www.gnu.org/licenses/gcc-exception-3.1.html
-";
+"
+    )
+}
 
 /// A crate that is linked in.
 #[derive(Debug, Clone, PartialEq, Eq, PartialOrd, Ord)]
@@ -48,7 +55,7 @@ pub(crate) fn gather(folder: &Path, libtorch: &Path, features: Option<&str>) -> 
         fs::write(&path, text).map_err(|error| failed("could not write", &path, &error))
     };
     put("crates.txt", &written(&crates, &texts))?;
-    put("libraries.txt", LIBRARIES)?;
+    put("libraries.txt", &libraries(torch::release()?))?;
     let kept = libtorch.join("licences");
     if kept.is_dir() {
         copy_tree(&kept, folder)?;

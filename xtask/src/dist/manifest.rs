@@ -125,7 +125,7 @@ impl Manifest {
         let cuda = if self.cuda {
             "The libraries in `lib/` are those with CUDA: a GPU is used where the machine has a driver for it.\n"
         } else {
-            CUDA_OF_PYTORCH
+            &CUDA_OF_PYTORCH.replace("VERSION", &self.libtorch)
         };
         format!(
             "# Overdrive {}\n\nTraining and serving with libtorch {}, {} on {}, {}.\n\n\
@@ -145,7 +145,7 @@ impl Manifest {
 }
 
 const CUDA_OF_PYTORCH: &str = "\
-The libraries in `lib/` are those for CPUs. The same programs use a GPU on the libraries of a PyTorch 2.11.0 with
+The libraries in `lib/` are those for CPUs. The same programs use a GPU on the libraries of a PyTorch VERSION with
 CUDA, which are looked at before `lib/`:
 
 ```sh

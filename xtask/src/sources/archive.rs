@@ -324,7 +324,7 @@ mod tests {
     #[test]
     fn the_official_archives_are_pinned_to_the_version() {
         assert_eq!(
-            url(Release::DEFAULT, Platform::LinuxX86).unwrap(),
+            url(Release::ALL[0], Platform::LinuxX86).unwrap(),
             "https://download.pytorch.org/libtorch/cpu/\
              libtorch-shared-with-deps-2.11.0%2Bcpu.zip"
         );

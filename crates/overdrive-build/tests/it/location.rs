@@ -236,15 +236,18 @@ fn nothing_found_says_what_was_tried_and_the_way_out() {
 fn another_release_in_the_cache_is_found_after_the_default_one() {
     let folder = Folder::new("releases");
     let with_cache = environment(&[("XDG_CACHE_HOME", &folder.0)]);
-    for release in Release::ALL.into_iter().rev() {
+    let installed = |release: Release| {
         let root = cache::libtorch_dir(&with_cache, release, Variant::Cpu).unwrap();
         install(&root);
         fs::write(root.join("build-version"), release.libtorch).unwrap();
-        if release != Release::DEFAULT {
-            assert_eq!(locate(&with_cache).unwrap().lib_dir, root.join("lib"));
-        }
+        locate(&with_cache).unwrap()
+    };
+    let others = Release::ALL.into_iter().rev();
+    for release in others.filter(|release| *release != Release::DEFAULT) {
+        let found = installed(release);
+        assert_eq!(found.version.as_deref(), Some(release.libtorch));
     }
-    let found = locate(&with_cache).unwrap();
+    let found = installed(Release::DEFAULT);
     assert_eq!(found.version.as_deref(), Some(Release::DEFAULT.libtorch));
 }
 

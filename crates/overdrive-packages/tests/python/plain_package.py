@@ -4,7 +4,7 @@
 
 Neither says for which libtorch it was made. `model` takes a positional tensor and a keyword `offset`
 and returns a dictionary; `model2` is another function of a fixed size; `model3` has a weight that the
-compiler does not write into the code. Written for torch 2.11.
+compiler does not write into the code. Runs on torch 2.11 and 2.13.
 """
 
 import sys
