@@ -1,16 +1,16 @@
 """Measures Overdrive beside other Rust libraries: a training step of one small Llama, and decoding of one GGUF file.
 
     python3 benches/rivals/compare.py --build
-    python3 benches/rivals/compare.py --rounds 3 --model MODEL.gguf
+    python3 benches/rivals/compare.py --rounds 3 --model MODEL.gguf …
 
 Each folder beside this file is a project of one library: `train-step` runs the same step (13.8 million parameters,
 fp32, AdamW, clipping, 8 sequences of 256 tokens, in the library's own words) and `decode` generates greedily from the
 file, where the library can. They run in turn, each in a process of its own; ratios are medians over the rounds.
 
 `--build` builds each project from nothing (its crates are fetched before the clock starts) and keeps the seconds in
-`target/rivals/builds.json`, for the tables of later runs; seconds of all processors count the same beside other
-programs, wall seconds do not. A run without it builds what is missing. The lines of code are those of a program's one file, without
-comments and blank lines: what a user writes. Nothing else should run on the machine.
+`target/rivals/builds.json`, for the tables of later runs; processor seconds hardly change beside other programs, wall
+seconds do. A run without it builds what is missing. The lines of code are those of a program's one file, without
+comments and blank lines: what a user writes. Nothing else should run on the machine while it measures.
 """
 
 import argparse
@@ -96,7 +96,9 @@ def lines(name, program):
 def run(name, program, *arguments):
     output, usage, _ = execute(name, [TARGET / name / "release" / program[0], *arguments])
     # Linux counts in KiB.
-    return json.loads(output.splitlines()[-1]) | {"max_rss_bytes": usage.ru_maxrss * 1024}
+    figures = json.loads(output.splitlines()[-1]) | {"max_rss_bytes": usage.ru_maxrss * 1024}
+    print(f"{name} {program[0]}: {json.dumps(figures)}", flush=True)
+    return figures
 
 
 def table(title, program, rounds, last):
@@ -116,7 +118,7 @@ def table(title, program, rounds, last):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--model", help="GGUF file of a Llama; without it nothing is decoded")
+    parser.add_argument("--model", nargs="*", default=[], help="GGUF files of a Llama; nothing else is decoded")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--steps", type=int, default=6)
     parser.add_argument("--build", action="store_true", help="build each project from nothing, time it, and measure nothing")
@@ -133,14 +135,14 @@ def main():
     print(f"{os.cpu_count()} cores, load average {os.getloadavg()[0]:.1f}", flush=True)
     having = lambda program: [name for name in names if source(name, program).exists()]
     in_turn = lambda program, number: having(program) if number % 2 == 0 else having(program)[::-1]
-    steps, decodes = [], []
+    steps, decodes = [], {model: [] for model in arguments.model}
     for number in range(arguments.rounds):
         steps.append({name: run(name, TRAIN, arguments.steps) for name in in_turn(TRAIN, number)})
-        if arguments.model:
-            decodes.append({name: run(name, DECODE, arguments.model, 64, 64) for name in in_turn(DECODE, number)})
+        for model, rounds in decodes.items():
+            rounds.append({name: run(name, DECODE, model, 64, 64) for name in in_turn(DECODE, number)})
     table("training step", TRAIN, steps, "first_loss")
-    if decodes:
-        table("decode, one sequence", DECODE, decodes, "first_token_seconds")
+    for model, rounds in decodes.items():
+        table(f"decode, one sequence, {model}", DECODE, rounds, "first_token_seconds")
 
 
 if __name__ == "__main__":
