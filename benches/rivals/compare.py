@@ -27,10 +27,10 @@ HERE = pathlib.Path(__file__).resolve().parent
 ROOT = HERE.parent.parent
 TARGET = ROOT / "target" / "rivals"
 BUILDS = TARGET / "builds.json"
-# The folder of each and its features. `candle-mkl` needs Intel's MKL in the folder `MKLROOT`.
-PROJECTS = {name: (name, []) for name in ["overdrive", "candle", "burn", "flodl", "rusttorch", "mistralrs"]}
-PROJECTS["candle-mkl"] = ("candle", ["--features", "mkl"])
-NAMES = [name for name in PROJECTS if name != "candle-mkl" or "MKLROOT" in os.environ]
+NAMES = ["overdrive", "candle", "burn", "flodl", "rusttorch", "mistralrs"]
+if "MKLROOT" in os.environ:
+    # The programs of candle with Intel's MKL, which is in that folder.
+    NAMES.append("candle-mkl")
 TRAIN, DECODE = ("train-step", "main.rs"), ("decode", "bin_decode.rs")
 
 
@@ -66,9 +66,8 @@ def execute(name, command):
 
 
 def build(name):
-    folder, features = PROJECTS[name]
-    manifest = ["--manifest-path", HERE / folder / "Cargo.toml", "--target-dir", TARGET / name]
-    return execute(name, ["cargo", "build", "--release", "--quiet", *manifest, *features])
+    manifest = ["--manifest-path", HERE / name / "Cargo.toml", "--target-dir", TARGET / name]
+    return execute(name, ["cargo", "build", "--release", "--quiet", *manifest])
 
 
 def builds():
@@ -76,7 +75,7 @@ def builds():
 
 
 def build_from_nothing(name):
-    execute(name, ["cargo", "fetch", "--quiet", "--manifest-path", HERE / PROJECTS[name][0] / "Cargo.toml"])
+    execute(name, ["cargo", "fetch", "--quiet", "--manifest-path", HERE / name / "Cargo.toml"])
     shutil.rmtree(TARGET / name, ignore_errors=True)
     _, usage, wall = build(name)
     seconds = {"cpu_seconds": usage.ru_utime + usage.ru_stime, "wall_seconds": wall}
@@ -85,7 +84,7 @@ def build_from_nothing(name):
 
 
 def source(name, program):
-    return HERE / PROJECTS[name][0] / "src" / program[1]
+    return HERE / name.removesuffix("-mkl") / "src" / program[1]
 
 
 def lines(name, program):

@@ -1,8 +1,5 @@
 //! Greedy decoding of a GGUF file with candle's quantized Llama: `decode FILE PAST STEPS`, tokens a second.
 
-#[cfg(feature = "mkl")]
-extern crate intel_mkl_src;
-
 use candle_core::{Device, Result, Tensor, quantized::gguf_file};
 use candle_transformers::models::quantized_llama::ModelWeights;
 

@@ -3,9 +3,6 @@
 
 include!("../../common.rs");
 
-#[cfg(feature = "mkl")]
-extern crate intel_mkl_src;
-
 use candle_core::{D, DType, Device, Result, Tensor, Var, backprop::GradStore};
 use candle_nn::{
     AdamW, Embedding, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, embedding,
