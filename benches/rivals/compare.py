@@ -14,6 +14,7 @@ comments and blank lines: what a user writes. Nothing else should run on the mac
 """
 
 import argparse
+import itertools
 import json
 import os
 import pathlib
@@ -142,6 +143,9 @@ def main():
     table("training step", TRAIN, steps, "first_loss")
     for model, rounds in decodes.items():
         table(f"decode, one sequence, {model}", DECODE, rounds, "first_token_seconds")
+        for name, figures in rounds[0].items():
+            pairs = zip(figures["tokens"], rounds[0]["overdrive"]["tokens"])
+            print(f"{name}: the first {sum(1 for _ in itertools.takewhile(lambda pair: pair[0] == pair[1], pairs))} tokens are Overdrive's")
 
 
 if __name__ == "__main__":

@@ -25,7 +25,7 @@ fn main() -> Result<()> {
     )?;
     let mut token = next(logits)?;
     let first = start.elapsed().as_secs_f64();
-    let mut seconds = Vec::new();
+    let (mut seconds, mut tokens) = (Vec::new(), vec![token]);
     for index in 0..steps {
         let start = std::time::Instant::now();
         let logits = model.forward(
@@ -34,10 +34,11 @@ fn main() -> Result<()> {
         )?;
         token = next(logits)?;
         seconds.push(start.elapsed().as_secs_f64());
+        tokens.push(token);
     }
     seconds.sort_by(f64::total_cmp);
     println!(
-        r#"{{"tokens_per_second": {}, "first_token_seconds": {first}, "last_token": {token}}}"#,
+        r#"{{"tokens_per_second": {}, "first_token_seconds": {first}, "tokens": {tokens:?}}}"#,
         1.0 / seconds[steps / 2]
     );
     Ok(())

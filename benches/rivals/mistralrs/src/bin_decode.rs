@@ -75,10 +75,13 @@ async fn main() -> anyhow::Result<()> {
         .collect();
     seconds.sort_by(f64::total_cmp);
     println!(
-        r#"{{"tokens_per_second": {}, "first_token_seconds": {}, "last_token": {}}}"#,
+        r#"{{"tokens_per_second": {}, "first_token_seconds": {}, "tokens": {:?}}}"#,
         1.0 / seconds[steps / 2],
         (calls[0].0 - start).as_secs_f64(),
-        calls[steps + 1].1
+        calls[1..]
+            .iter()
+            .map(|(_, token)| token)
+            .collect::<Vec<_>>()
     );
     Ok(())
 }

@@ -30,15 +30,16 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
     };
     let mut token = next(&prompt)?;
     let first = start.elapsed().as_secs_f64();
-    let mut seconds = Vec::new();
+    let (mut seconds, mut tokens) = (Vec::new(), vec![token]);
     for _ in 0..steps {
         let start = std::time::Instant::now();
         token = next(&[token])?;
         seconds.push(start.elapsed().as_secs_f64());
+        tokens.push(token);
     }
     seconds.sort_by(f64::total_cmp);
     println!(
-        r#"{{"tokens_per_second": {}, "first_token_seconds": {first}, "last_token": {token}}}"#,
+        r#"{{"tokens_per_second": {}, "first_token_seconds": {first}, "tokens": {tokens:?}}}"#,
         1.0 / seconds[steps / 2]
     );
     Ok(())
