@@ -50,17 +50,9 @@ pub fn measure(mut step: impl FnMut(Vec<i64>, Vec<i64>) -> f64) {
     seconds.sort_by(f64::total_cmp);
     let median = (seconds[seconds.len() / 2] + seconds[(seconds.len() - 1) / 2]) / 2.0;
     println!(
-        r#"{{"tokens_per_second": {}, "max_rss_bytes": {}, "first_loss": {}, "last_loss": {}}}"#,
+        r#"{{"tokens_per_second": {}, "first_loss": {}, "last_loss": {}}}"#,
         (BATCH * CONTEXT) as f64 / median,
-        max_rss_bytes(),
         losses[0],
         losses[losses.len() - 1],
     );
-}
-
-fn max_rss_bytes() -> u64 {
-    let status = std::fs::read_to_string("/proc/self/status").unwrap_or_default();
-    let line = status.lines().find_map(|line| line.strip_prefix("VmHWM:"));
-    let kib = line.and_then(|line| line.trim().strip_suffix(" kB")?.trim().parse::<u64>().ok());
-    kib.unwrap_or(0) << 10
 }

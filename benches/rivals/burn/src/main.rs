@@ -5,13 +5,18 @@ include!("../../common.rs");
 use burn::grad_clipping::GradientClippingConfig;
 use burn::module::{Module, Param};
 use burn::nn::loss::CrossEntropyLossConfig;
-use burn::nn::{Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig, RotaryEncoding, RotaryEncodingConfig};
+use burn::nn::{
+    Initializer, Linear, LinearConfig, RmsNorm, RmsNormConfig, RotaryEncoding, RotaryEncodingConfig,
+};
 use burn::optim::{AdamWConfig, GradientsParams};
 use burn::tensor::module::{attention, embedding};
 use burn::tensor::ops::AttentionModuleOptions;
 use burn::tensor::{Device, Int, Tensor, TensorData, activation::silu};
 
-const NORMAL: Initializer = Initializer::Normal { mean: 0.0, std: 0.02 };
+const NORMAL: Initializer = Initializer::Normal {
+    mean: 0.0,
+    std: 0.02,
+};
 
 #[derive(Module, Debug)]
 struct Block {
@@ -29,7 +34,10 @@ struct Block {
 impl Block {
     fn new(device: &Device) -> Block {
         let linear = |inputs, outputs| {
-            LinearConfig::new(inputs, outputs).with_bias(false).with_initializer(NORMAL).init(device)
+            LinearConfig::new(inputs, outputs)
+                .with_bias(false)
+                .with_initializer(NORMAL)
+                .init(device)
         };
         Block {
             q: linear(DIM, DIM),
@@ -46,13 +54,21 @@ impl Block {
 
     fn forward(&self, x: Tensor<3>, rope: &RotaryEncoding) -> Tensor<3> {
         let h = self.before_attention.forward(x.clone());
-        let heads = |y: Tensor<3>| y.reshape([BATCH, CONTEXT, HEADS, DIM / HEADS]).swap_dims(1, 2);
+        let heads = |y: Tensor<3>| {
+            y.reshape([BATCH, CONTEXT, HEADS, DIM / HEADS])
+                .swap_dims(1, 2)
+        };
         let q = rope.forward(heads(self.q.forward(h.clone())));
         let k = rope.forward(heads(self.k.forward(h.clone())));
         let v = heads(self.v.forward(h));
-        let options = AttentionModuleOptions { is_causal: true, ..Default::default() };
+        let options = AttentionModuleOptions {
+            is_causal: true,
+            ..Default::default()
+        };
         let y = attention(q, k, v, None, None, options);
-        let x = x + self.o.forward(y.swap_dims(1, 2).reshape([BATCH, CONTEXT, DIM]));
+        let x = x + self
+            .o
+            .forward(y.swap_dims(1, 2).reshape([BATCH, CONTEXT, DIM]));
         let h = self.before_mlp.forward(x.clone());
         let inner = silu(self.gate.forward(h.clone())) * self.up.forward(h);
         x + self.down.forward(inner)
@@ -97,9 +113,12 @@ fn main() {
         .with_grad_clipping(Some(GradientClippingConfig::Norm(1.0)))
         .init();
     measure(|inputs, labels| {
-        let ids = Tensor::<1, Int>::from_data(TensorData::from(inputs.as_slice()), &device).reshape([BATCH, CONTEXT]);
+        let ids = Tensor::<1, Int>::from_data(TensorData::from(inputs.as_slice()), &device)
+            .reshape([BATCH, CONTEXT]);
         let labels = Tensor::<1, Int>::from_data(TensorData::from(labels.as_slice()), &device);
-        let loss = CrossEntropyLossConfig::new().init(&device).forward(model.logits(ids), labels);
+        let loss = CrossEntropyLossConfig::new()
+            .init(&device)
+            .forward(model.logits(ids), labels);
         let value = loss.clone().into_scalar::<f32>() as f64;
         let gradients = GradientsParams::from_grads(loss.backward(), &model);
         model = optimizer.step(LEARNING_RATE, model.clone(), gradients);

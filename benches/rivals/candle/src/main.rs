@@ -5,14 +5,19 @@ include!("../../common.rs");
 
 use candle_core::{D, DType, Device, Result, Tensor, Var, backprop::GradStore};
 use candle_nn::{
-    AdamW, Embedding, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, embedding, linear_no_bias, loss, ops,
+    AdamW, Embedding, Linear, Module, Optimizer, ParamsAdamW, VarBuilder, VarMap, embedding,
+    linear_no_bias, loss, ops,
 };
 
 struct Norm(Tensor);
 
 impl Norm {
     fn new(name: &str, vars: &VarBuilder) -> Result<Norm> {
-        Ok(Norm(vars.pp(name).get_with_hints(DIM, "weight", candle_nn::Init::Const(1.0))?))
+        Ok(Norm(vars.pp(name).get_with_hints(
+            DIM,
+            "weight",
+            candle_nn::Init::Const(1.0),
+        )?))
     }
 
     fn forward(&self, x: &Tensor) -> Result<Tensor> {
@@ -49,7 +54,11 @@ impl Block {
 
     fn forward(&self, x: &Tensor, cos: &Tensor, sin: &Tensor, mask: &Tensor) -> Result<Tensor> {
         let h = self.before_attention.forward(x)?;
-        let heads = |y: Tensor| y.reshape((BATCH, CONTEXT, HEADS, DIM / HEADS))?.transpose(1, 2)?.contiguous();
+        let heads = |y: Tensor| {
+            y.reshape((BATCH, CONTEXT, HEADS, DIM / HEADS))?
+                .transpose(1, 2)?
+                .contiguous()
+        };
         let q = candle_nn::rotary_emb::rope_slow(&heads(self.q.forward(&h)?)?, cos, sin)?;
         let k = candle_nn::rotary_emb::rope_slow(&heads(self.k.forward(&h)?)?, cos, sin)?;
         let v = heads(self.v.forward(&h)?)?;
@@ -81,11 +90,19 @@ impl Model {
             .collect();
         let angles = Tensor::from_vec(angles, (CONTEXT, half), device)?;
         let mask: Vec<f32> = (0..CONTEXT * CONTEXT)
-            .map(|i| if i % CONTEXT > i / CONTEXT { f32::NEG_INFINITY } else { 0.0 })
+            .map(|i| {
+                if i % CONTEXT > i / CONTEXT {
+                    f32::NEG_INFINITY
+                } else {
+                    0.0
+                }
+            })
             .collect();
         Ok(Model {
             embedding: embedding(VOCAB, DIM, vars.pp("embedding"))?,
-            blocks: (0..LAYERS).map(|i| Block::new(vars.pp(i))).collect::<Result<_>>()?,
+            blocks: (0..LAYERS)
+                .map(|i| Block::new(vars.pp(i)))
+                .collect::<Result<_>>()?,
             norm: Norm::new("norm", &vars)?,
             cos: angles.cos()?,
             sin: angles.sin()?,
@@ -132,7 +149,13 @@ fn main() -> Result<()> {
             variable.set(&Tensor::randn(0f32, 0.02, variable.shape(), &device)?)?;
         }
     }
-    let parameters = ParamsAdamW { lr: LEARNING_RATE, beta1: 0.9, beta2: 0.95, eps: 1e-8, weight_decay: 0.1 };
+    let parameters = ParamsAdamW {
+        lr: LEARNING_RATE,
+        beta1: 0.9,
+        beta2: 0.95,
+        eps: 1e-8,
+        weight_decay: 0.1,
+    };
     let mut optimizer = AdamW::new(map.all_vars(), parameters)?;
     let mut step = |inputs: Vec<i64>, labels: Vec<i64>| -> Result<f64> {
         let ids = Tensor::from_vec(inputs, (BATCH, CONTEXT), &device)?;

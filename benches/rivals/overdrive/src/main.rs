@@ -21,11 +21,18 @@ fn main() -> Result<()> {
     };
     let model = CausalLm::new(&config.into(), &InitOptions::default())?;
     model.set_requires_grad(true)?;
-    let config = AdamWConfig { learning_rate: LEARNING_RATE, betas: (0.9, 0.95), ..AdamWConfig::default() };
+    let config = AdamWConfig {
+        learning_rate: LEARNING_RATE,
+        betas: (0.9, 0.95),
+        ..AdamWConfig::default()
+    };
     let mut optimizer = AdamW::new(decay_groups(model.named_parameters(), 0.1), config)?;
     let mut step = |inputs: Vec<i64>, labels: Vec<i64>| -> Result<f64> {
         let shape = [BATCH as i64, CONTEXT as i64];
-        let (ids, labels) = (Tensor::from_slice(&inputs).view(shape), Tensor::from_slice(&labels).view(shape));
+        let (ids, labels) = (
+            Tensor::from_slice(&inputs).view(shape),
+            Tensor::from_slice(&labels).view(shape),
+        );
         let loss = model.loss(&ids, &labels, LabelShift::Shifted)?.mean()?;
         loss.f_backward()?;
         let _norm = clip_grad_norm(&optimizer.parameters(), 1.0, ClipOptions::default())?;
