@@ -3,7 +3,7 @@
 use std::ffi::OsString;
 use std::path::Path;
 
-use super::{Cargo, workspace};
+use super::Cargo;
 use crate::torch;
 
 /// Builds every example; the output is Cargo's messages about the artifacts.
