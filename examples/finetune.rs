@@ -155,10 +155,7 @@ fn attempt(
         arguments.training.context_length = context;
     }
     let (shape, trainable) = (decoder_shape(&model.model), model.trainable_parameters());
-    // Several processes would each find another free memory.
-    if group.world_size() == 1
-        && let Some(line) = arguments.fit_batch(shape, precision, trainable, device)?
-    {
+    if let Some(line) = arguments.fit_batch(shape, precision, trainable, device, group)? {
         say(&line);
     }
     let data = InstructionData::prepare(arguments, config.eos_token_ids(), &mut say)?;

@@ -80,7 +80,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     let precision = arguments.apply()?;
     let data = TextData::prepare(&arguments, say)?;
     let shape = arguments.memory_plan(data.vocab_size(), precision).shape;
-    if let Some(line) = arguments.fit_batch(shape, precision, device, group.world_size())? {
+    if let Some(line) = arguments.fit_batch(shape, precision, device, &group)? {
         say(&line);
     }
     for finding in arguments.start_warnings(&data, device, group.world_size())? {

@@ -1,6 +1,7 @@
 //! The micro-batch that fits into the memory, by the estimate.
 
 use overdrive_accumulation::BatchPlan;
+use overdrive_distributed::ProcessGroup;
 use overdrive_precision::Precision;
 use overdrive_profiling::{DecoderShape, free_memory};
 use tch::Device;
@@ -72,25 +73,26 @@ impl TrainingArguments {
     }
 
     /// With `auto_find_batch_size`, divides the effective batch into micro-batches that fit into the free memory of
-    /// `device` by the estimate, and returns a line about a change. Nothing changes without the key, where the free
-    /// memory is unknown, or where not even a micro-batch of 1 fits by the estimate, which may be wrong.
+    /// the `device` of each process of the group by the estimate, and returns a line about a change. Nothing changes
+    /// without the key, where the free memory is unknown, or where not even a micro-batch of 1 fits by the estimate,
+    /// which may be wrong.
     ///
     /// # Errors
-    /// As [`batch_that_fits`](Self::batch_that_fits).
+    /// As [`batch_that_fits`](Self::batch_that_fits), and errors of the group.
     pub fn fit_batch(
         &mut self,
         shape: DecoderShape,
         precision: Precision,
         device: Device,
-        world_size: usize,
+        group: &ProcessGroup,
     ) -> Result<Option<String>> {
         if !self.auto_find_batch_size {
             return Ok(None);
         }
-        let Some(limit) = usable_memory(device) else {
+        let Some(limit) = least_of_all(usable_memory(device), group)? else {
             return Ok(None);
         };
-        let plan = self.batch_that_fits(shape, precision, limit, world_size)?;
+        let plan = self.batch_that_fits(shape, precision, limit, group.world_size())?;
         Ok(plan.and_then(|plan| self.take_smaller(plan)))
     }
 
@@ -139,26 +141,27 @@ impl FinetuneArguments {
         Ok(states + all.cast_weights + all.activations + all.recomputed.max(all.logits))
     }
 
-    /// As [`TrainingArguments::fit_batch`] for one process, with a model that is loaded and of which `trainable` parameters
-    /// are trained.
+    /// As [`TrainingArguments::fit_batch`], with a model that is loaded and of which `trainable` parameters are trained.
     ///
     /// # Errors
-    /// As [`estimated_step`](Self::estimated_step) and [`TrainingArguments::batch_plan`].
+    /// As [`estimated_step`](Self::estimated_step) and [`TrainingArguments::fit_batch`].
     pub fn fit_batch(
         &mut self,
         shape: DecoderShape,
         precision: Precision,
         trainable: u64,
         device: Device,
+        group: &ProcessGroup,
     ) -> Result<Option<String>> {
         if !self.training.auto_find_batch_size {
             return Ok(None);
         }
-        let Some(limit) = usable_memory(device) else {
+        let Some(limit) = least_of_all(usable_memory(device), group)? else {
             return Ok(None);
         };
         let step = |plan| self.estimated_step(shape, precision, trainable, plan);
-        let plan = largest_that_fits(self.training.batch_plan(1)?, limit, step)?;
+        let largest = self.training.batch_plan(group.world_size())?;
+        let plan = largest_that_fits(largest, limit, step)?;
         Ok(plan.and_then(|plan| self.training.take_smaller(plan)))
     }
 }
@@ -175,6 +178,14 @@ fn largest_that_fits(
         }
     }
     Ok(None)
+}
+
+/// Returns the smallest of the bytes of all processes, so that all of them take the same micro-batch; `None` if one of
+/// them does not know its own.
+fn least_of_all(bytes: Option<u64>, group: &ProcessGroup) -> Result<Option<u64>> {
+    // Zero stands for an unknown number. Bytes of memory are exact in a `f64`.
+    let least = group.min(bytes.map_or(0.0, |bytes| bytes as f64))?;
+    Ok((least > 0.0).then_some(least as u64))
 }
 
 /// Returns the bytes of tensors that an automatic choice may plan with: nine tenths of the free memory.
@@ -277,11 +288,20 @@ mod tests {
     }
 
     #[test]
+    fn an_unknown_amount_of_memory_stays_unknown_in_a_group() {
+        let group = ProcessGroup::single();
+        for bytes in [None, Some(1), Some((1 << 40) + 1)] {
+            assert_eq!(least_of_all(bytes, &group).unwrap(), bytes);
+        }
+    }
+
+    #[test]
     fn without_the_key_nothing_changes() {
         let (mut arguments, shape) = arguments();
         arguments.auto_find_batch_size = false;
         let before = arguments.clone();
-        let line = arguments.fit_batch(shape, Precision::Fp32, Device::Cpu, 1);
+        let line =
+            arguments.fit_batch(shape, Precision::Fp32, Device::Cpu, &ProcessGroup::single());
         assert_eq!((line.unwrap(), arguments), (None, before));
     }
 }
