@@ -37,7 +37,7 @@ pub trait FourBit: Floats {
 
     /// The number of rows of activations whose sums of words fit the registers: 8 or 4.
     const WORD_ROWS: usize;
-    /// The amount that [`dot_nibbles`](Self::dot_nibbles) adds to each number of a table: its sums are too
+    /// The amount that kernels add to each number of a table and to each signed code of 8 bits: their sums are too
     /// large by this times the sum of the activations.
     const BOOK_ZERO: i32 = 0;
     /// The number of rows of activations whose sums of bytes fit the registers, for each of
@@ -77,6 +77,9 @@ pub trait FourBit: Floats {
         codes: Self::Packed,
         table: Self::Bytes,
     ) -> [Self::Bytes; 2];
+    /// Returns codes of 8 bits as numbers, as [`dot_bytes`](Self::dot_bytes) multiplies them: signed ones plus
+    /// [`BOOK_ZERO`](Self::BOOK_ZERO), others plus `BOOK_ZERO - 128`.
+    fn unpack_bytes<const SIGNED: bool>(self, codes: Self::Packed) -> Self::Bytes;
     /// Returns the high bytes of `number · factor + start`, in words of 16 bits, for numbers that
     /// [`unpack_nibbles`](Self::unpack_nibbles) returned. Each lane has its factor, and its start, in both of its
     /// words.
@@ -107,8 +110,8 @@ pub trait FourBit: Floats {
     fn sums_to_f32(self, sums: Self::Sums) -> Self::F;
     /// Adds the two products of words of each lane. The caller ensures that sums fit 32 bits.
     fn dot_words(self, sums: Self::Sums, a: Self::Words, b: Self::Words) -> Self::Sums;
-    /// Adds the four products of each lane, of numbers that [`unpack_nibbles`](Self::unpack_nibbles) returned
-    /// and of bytes in `-127..=127`.
+    /// Adds the four products of each lane, of numbers that [`unpack_nibbles`](Self::unpack_nibbles) or
+    /// [`unpack_bytes`](Self::unpack_bytes) returned and of bytes in `-127..=127`.
     fn dot_bytes(self, sums: Self::Sums, numbers: Self::Bytes, bytes: Self::Bytes) -> Self::Sums;
     /// Adds the products of the low halves of bytes with `low` and of the high halves with `high`, eight in
     /// each lane: of the codes themselves, or where `BOOK` of the numbers that they choose from `table`, plus

@@ -104,7 +104,7 @@ fn run_kernels<T: Element>(
         .map(|(weight, plan)| match plan {
             // For many rows, words are no faster than a dequantized weight.
             Plan::ByGroup => Ok(coded_weight(weight)?.filter(|coded| {
-                let bytes = coded.bytes && coded.byte_table().is_some();
+                let bytes = coded.bytes && coded.byte_coding().is_some();
                 few || bytes || weight.activations == Activations::Int8
             })),
             _ => Ok(None),

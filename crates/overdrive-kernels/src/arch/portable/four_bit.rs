@@ -45,6 +45,15 @@ impl FourBit for Portable {
     }
 
     #[inline(always)]
+    fn unpack_bytes<const SIGNED: bool>(self, codes: [u8; BYTES]) -> [i8; BYTES] {
+        let flip = if SIGNED { 0 } else { 128 };
+        codes.map(
+            #[inline(always)]
+            |code| (code ^ flip).cast_signed(),
+        )
+    }
+
+    #[inline(always)]
     fn rescale_bytes(
         self,
         numbers: [i8; BYTES],
@@ -71,7 +80,7 @@ impl FourBit for Portable {
         let mut words = [0_i16; BYTES / 2];
         for (at, word) in words.iter_mut().enumerate() {
             let product = |at: usize| i16::from(numbers[at]) * i16::from(bytes[at]);
-            // Two products of numbers of at most 127 fit 16 bits.
+            // Two products of -128 and 127 fit 16 bits.
             *word = product(2 * at) + product(2 * at + 1);
         }
         let mut out = sums;

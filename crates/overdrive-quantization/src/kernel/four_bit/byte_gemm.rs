@@ -1,8 +1,8 @@
-//! The GEMM of codes of 4 bits with many rows of activations in bytes. The lanes are outputs.
+//! The GEMM of many rows of activations in bytes. The lanes are outputs.
 //!
 //! Some rows of the weight are transposed, four bytes in a lane, and unpacked to bytes once for all rows of
 //! activations, to the first cache; the sum of a lane is converted to f32 once for the inputs that share a scale.
-//! With many rows, groups of fewer inputs than a unit are scaled to bytes that share one.
+//! With many rows, groups of fewer inputs than a unit are scaled to bytes that share one, for codes of 4 bits.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -12,7 +12,7 @@ use overdrive_kernels::{BYTES, Buffers, Kept, Kernel, LANES, Simd};
 use super::aligned::AlignedVec;
 use super::byte_panels::{BytePanel, BytePanels};
 use super::byte_rows::{MIN_GROUP, UNIT};
-use super::coded_weight::{ByteTable, CodedWeight};
+use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight};
 use super::scale_rows::{Raw, ScaleRows};
 use super::word_gemm::{codes, next_output, prefetch_first};
 use crate::codec::floats::round_bits;
@@ -68,8 +68,8 @@ impl Kernel for ByteGemm<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        // A weight with bytes of activations has a table.
-        let Some((table, _)) = self.weight.byte_table() else {
+        // A weight with bytes of activations has one.
+        let Some(coding) = self.weight.byte_coding() else {
             return;
         };
         let mut scratch = Kept::take(&SCRATCH);
@@ -78,7 +78,7 @@ impl Kernel for ByteGemm<'_> {
         prefetch_first(s, self.weight, first);
         while output < self.outputs.end {
             let vectors = (self.outputs.end - output).div_ceil(LANES).min(VECTORS);
-            self.vectors(s, &table, output, vectors, &mut scratch);
+            self.vectors(s, &coding, output, vectors, &mut scratch);
             output += vectors * LANES;
         }
         Kept::put(&SCRATCH, scratch);
@@ -91,7 +91,7 @@ impl ByteGemm<'_> {
     fn vectors<S: Simd>(
         &mut self,
         s: S,
-        table: &ByteTable,
+        coding: &ByteCoding,
         output: usize,
         vectors: usize,
         scratch: &mut Scratch,
@@ -123,11 +123,19 @@ impl ByteGemm<'_> {
                 for unit in units.clone() {
                     let output = output + vector * LANES;
                     let next = next_output(output, vectors, self.outputs.end);
-                    let columns = codes(s, weight, output, unit, next);
                     let held = (unit - first) * HELD * VECTORS + vector;
                     let out = &mut scratch.bytes[held * BYTES..];
+                    if coding.per_byte() == 1 {
+                        for half in 0..2 {
+                            let columns = codes(s, weight, output, 2 * unit + half, next);
+                            let out = &mut out[half * LANES * VECTORS * BYTES..];
+                            unpack_bytes(s, coding, &columns, out);
+                        }
+                        continue;
+                    }
+                    let columns = codes(s, weight, output, unit, next);
                     if !rescaled {
-                        unpack(s, table, &columns, out, |_, bytes| bytes);
+                        unpack(s, coding, &columns, out, |_, bytes| bytes);
                         continue;
                     }
                     let first = vector * each;
@@ -135,10 +143,10 @@ impl ByteGemm<'_> {
                         first + unit * groups * LANES..first + (unit + 1) * groups * LANES;
                     let of_groups_offsets = offsets.get(of_groups.clone()).unwrap_or_default();
                     let scales = &scratch.scales[of_groups];
-                    let (made, of_unit) = Rescaled::new(s, table, scales, of_groups_offsets);
+                    let (made, of_unit) = Rescaled::new(s, coding, scales, of_groups_offsets);
                     unpack(
                         s,
-                        table,
+                        coding,
                         &columns,
                         out,
                         #[inline(always)]
@@ -196,21 +204,34 @@ impl ByteGemm<'_> {
 #[inline(always)]
 fn unpack<S: Simd>(
     s: S,
-    table: &ByteTable,
+    coding: &ByteCoding,
     columns: &[S::Packed; LANES],
     out: &mut [i8],
     scaled: impl Fn(usize, S::Bytes) -> S::Bytes,
 ) {
-    let numbers = s.byte_table(&table.values);
+    let table = coding.table(s);
     let (out, _) = out.as_chunks_mut::<BYTES>();
     for ((column, packed), out) in columns.iter().enumerate().zip(out.chunks_mut(2 * VECTORS)) {
-        let halves = match table.zero {
-            Some(_) => s.unpack_nibbles::<false>(*packed, numbers),
-            None => s.unpack_nibbles::<true>(*packed, numbers),
+        let halves = match coding.numbers {
+            ByteNumbers::Book(_) => s.unpack_nibbles::<true>(*packed, table),
+            _ => s.unpack_nibbles::<false>(*packed, table),
         };
         for (half, out) in halves.into_iter().zip(out.iter_mut().step_by(VECTORS)) {
             s.store_bytes(scaled(column, half), out);
         }
+    }
+}
+
+/// Unpacks the bytes of half a unit of 16 outputs in codes of 8 bits, `(16 lanes of codes, vectors, 64)`.
+#[inline(always)]
+fn unpack_bytes<S: Simd>(s: S, coding: &ByteCoding, columns: &[S::Packed; LANES], out: &mut [i8]) {
+    let (out, _) = out.as_chunks_mut::<BYTES>();
+    for (packed, out) in columns.iter().zip(out.iter_mut().step_by(VECTORS)) {
+        let bytes = match coding.numbers {
+            ByteNumbers::Unsigned => s.unpack_bytes::<false>(*packed),
+            _ => s.unpack_bytes::<true>(*packed),
+        };
+        s.store_bytes(bytes, out);
     }
 }
 
@@ -234,11 +255,14 @@ impl<S: Simd> Rescaled<S> {
     /// Makes those of some groups from their scales and offsets `(groups, 16)`; returns the scale of the unit for
     /// each output, too.
     #[inline(always)]
-    fn new(s: S, table: &ByteTable, scales: &[f32], offsets: &[f32]) -> (Self, [f32; LANES]) {
+    fn new(s: S, coding: &ByteCoding, scales: &[f32], offsets: &[f32]) -> (Self, [f32; LANES]) {
         let (scales, _) = scales.as_chunks::<LANES>();
         let (offsets, _) = offsets.as_chunks::<LANES>();
         // Numbers of integer codes are `code · step + low`, with codes of 0 to 15.
-        let zero = table.zero.map(f32::from);
+        let zero = match coding.numbers {
+            ByteNumbers::Integers(zero) => Some(f32::from(zero)),
+            _ => None,
+        };
         let mut lows = [[0.0; LANES]; MAX_GROUPS];
         let mut most = [0.0_f32; LANES];
         let mut bad = [0.0; LANES];

@@ -1,7 +1,8 @@
-//! The GEMV of codes of 4 bits with one to three rows of activations in bytes.
+//! The GEMV of one to three rows of activations in bytes.
 //!
-//! A vector of 64 bytes has the codes of 128 neighbouring inputs: its low halves are multiplied with one vector
-//! of activations, its high halves with another, and a lane sums the products of 8 inputs.
+//! A vector of 64 bytes has the codes of 128 neighbouring inputs in 4 bits: its low halves are multiplied with one
+//! vector of activations, its high halves with another, and a lane sums the products of 8 inputs. Or it has those of
+//! 64 inputs in 8 bits, and a lane sums the products of 4.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -9,8 +10,8 @@ use std::ops::Range;
 use overdrive_kernels::{BYTES, Buffers, Kept, Kernel, LANES, Simd};
 
 use super::aligned::AlignedVec;
-use super::byte_rows::{ByteRows, UNIT};
-use super::coded_weight::{ByteTable, CodedWeight};
+use super::byte_rows::{ByteRows, Unit};
+use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight};
 use super::scale_rows::{Raw, ScaleRows, groups_of};
 use super::scales::Scales;
 use crate::kernel::at;
@@ -80,7 +81,7 @@ impl<'a> ScalePrefetch<'a> {
             rows,
             scales,
             offsets: weight.offsets.as_ref().unwrap_or(scales),
-            step: of_tile.div_ceil(weight.inputs.div_ceil(UNIT)),
+            step: of_tile.div_ceil(weight.row_bytes().div_ceil(BYTES)),
         }
     }
 
@@ -110,34 +111,67 @@ impl Kernel for ByteGemv<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        // A weight with bytes of activations has a table.
-        let Some((table, _)) = self.weight.few_rows_byte_table() else {
+        // A weight with bytes of activations has one.
+        let Some(coding) = self.weight.few_rows_byte_coding() else {
             return;
         };
-        match (table.zero.is_none(), self.weight.offsets) {
-            (true, _) => self.outputs::<S, true, false>(s, &table),
-            (false, None) => self.outputs::<S, false, false>(s, &table),
-            (false, Some(_)) => self.outputs::<S, false, true>(s, &table),
+        let offsets = self.weight.offsets.is_some();
+        match (coding.numbers, offsets) {
+            (ByteNumbers::Book(_), _) => self.outputs::<S, BOOK, false>(s, &coding),
+            (ByteNumbers::Integers(_), false) => self.outputs::<S, NIBBLES, false>(s, &coding),
+            (ByteNumbers::Integers(_), true) => self.outputs::<S, NIBBLES, true>(s, &coding),
+            (ByteNumbers::Signed, false) => self.outputs::<S, SIGNED, false>(s, &coding),
+            (ByteNumbers::Signed, true) => self.outputs::<S, SIGNED, true>(s, &coding),
+            (ByteNumbers::Unsigned, false) => self.outputs::<S, UNSIGNED, false>(s, &coding),
+            (ByteNumbers::Unsigned, true) => self.outputs::<S, UNSIGNED, true>(s, &coding),
         }
     }
 }
 
+/// The kinds of [`ByteNumbers`], for which there is code of its own.
+const BOOK: u8 = 0;
+const NIBBLES: u8 = 1;
+const SIGNED: u8 = 2;
+const UNSIGNED: u8 = 3;
+
+/// Adds the products of a vector of codes.
+#[inline(always)]
+fn dot<S: Simd, const NUMBERS: u8>(
+    s: S,
+    sums: S::Sums,
+    codes: S::Packed,
+    table: S::Bytes,
+    unit: &Unit,
+) -> S::Sums {
+    let low = s.load_bytes(&unit.low);
+    match NUMBERS {
+        SIGNED => s.dot_bytes(sums, s.unpack_bytes::<true>(codes), low),
+        UNSIGNED => s.dot_bytes(sums, s.unpack_bytes::<false>(codes), low),
+        BOOK => s.dot_nibbles::<true>(sums, codes, table, low, s.load_bytes(&unit.high)),
+        _ => s.dot_nibbles::<false>(sums, codes, table, low, s.load_bytes(&unit.high)),
+    }
+}
+
 impl ByteGemv<'_> {
-    /// Computes all outputs; `BOOK` if codes select numbers of a table, `OFFSETS` if there are offsets.
+    /// Computes all outputs; `OFFSETS` if there are offsets.
     #[inline(always)]
-    fn outputs<S: Simd, const BOOK: bool, const OFFSETS: bool>(&mut self, s: S, table: &ByteTable) {
+    fn outputs<S: Simd, const NUMBERS: u8, const OFFSETS: bool>(
+        &mut self,
+        s: S,
+        coding: &ByteCoding,
+    ) {
         let (weight, x) = (self.weight, self.x);
         let mut scratch = Kept::take(&SCRATCH);
-        let table = s.byte_table(&table.values);
+        let table = coding.table(s);
         let rows = ScaleRows::new(weight.inputs, x.group);
         let bytes = weight.row_bytes();
-        let groups = UNIT / x.group;
-        let lanes = s.lane_indices(&groups_of(x.group / 8));
+        let groups = coding.per_byte() * BYTES / x.group;
+        let lanes = s.lane_indices(&groups_of(LANES / groups));
         let outputs = self.outputs.len();
         scratch.results.grow(x.rows * outputs);
         assert!(
             bytes.div_ceil(BYTES) == x.of_row && x.stride >= x.of_row * groups,
-            "the sizes that `ByteRows` and `CodedWeight::byte_table` ensure"
+            "the sizes that `ByteRows` and `CodedWeight::byte_coding` ensure"
         );
         // The first codes, which the prefetch of the loops below misses.
         let codes = &weight.codes[self.outputs.start * bytes..self.outputs.end * bytes];
@@ -179,7 +213,6 @@ impl ByteGemv<'_> {
                     }
                     let of_row = n * BATCH * x.stride;
                     for (index, unit) in x.units(n).iter().enumerate() {
-                        let (low, high) = (s.load_bytes(&unit.low), s.load_bytes(&unit.high));
                         let start = s.load_sums(&unit.starts);
                         for address in &next[..if OFFSETS { 2 } else { 1 }] {
                             s.prefetch_near(address.wrapping_add(index * prefetch.step));
@@ -193,7 +226,7 @@ impl ByteGemv<'_> {
                             } else {
                                 last_unit(s, &all[from..])
                             };
-                            let total = s.dot_nibbles::<BOOK>(start, packed, table, low, high);
+                            let total = dot::<S, NUMBERS>(s, start, packed, table, unit);
                             let from = of_row + rows[r] * x.stride + index * groups;
                             // SAFETY: `rows[r] < BATCH`, the groups of a unit are whole in `stride`, and a vector
                             // follows the last.
@@ -264,7 +297,8 @@ impl ByteGemv<'_> {
                     #[inline(always)]
                     |scale, (out, of_row)| s.store_f32(s.mul(scale, s.load_f32(of_row)), out),
                 );
-                let beyond = weight.inputs / x.group..x.of_row * (UNIT / x.group);
+                let of_unit = weight.coding.per_byte() * BYTES / x.group;
+                let beyond = weight.inputs / x.group..x.of_row * of_unit;
                 // Inputs that do not exist are zeros, which the scale of another row may not make NaN.
                 out.as_flattened_mut()[beyond].fill(0.0);
             }

@@ -15,7 +15,8 @@ const PARALLEL: usize = 32 << 10;
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 pub(super) struct BytePanel {
-    /// The inputs of the low and of the high halves of each lane of codes, alternating.
+    /// The inputs of the low and of the high halves of each lane of codes of 4 bits, alternating; of each lane of codes
+    /// of 8 bits.
     pub(super) quads: [[i8; 4]; BYTES / 2],
     /// The scales times the unit of the weight.
     pub(super) scales: [f32; MAX_GROUPS],
@@ -108,7 +109,7 @@ impl Quantize<'_, '_> {
     // Plain loops, which the compiler vectorizes for each set.
     #[inline(always)]
     fn units<S: Simd, const G: usize>(self, _: S) {
-        let zero = self.layout.zero.map_or(S::BOOK_ZERO, i32::from);
+        let excess = self.layout.coding.excess::<S>();
         let (units, _) = self.x.as_chunks::<UNIT>();
         for (at, x) in units.iter().enumerate() {
             let mut panel = NONE;
@@ -118,8 +119,8 @@ impl Quantize<'_, '_> {
             for (g, (x, out)) in groups.iter().zip(out).enumerate() {
                 let scale = quantize_group(x, out);
                 let total: i32 = out.iter().map(|byte| i32::from(*byte)).sum();
-                panel.scales[g] = scale * self.layout.unit;
-                panel.starts[g] = -zero * total;
+                panel.scales[g] = scale * self.layout.coding.unit;
+                panel.starts[g] = -excess * total;
                 #[allow(clippy::cast_precision_loss, reason = "at most 2^14")]
                 {
                     panel.sums[g] = total as f32 * scale;
@@ -127,12 +128,11 @@ impl Quantize<'_, '_> {
             }
             let (eights, _) = bytes.as_chunks::<8>();
             for (quads, eight) in panel.quads.chunks_exact_mut(2).zip(eights) {
-                let even = [eight[0], eight[2], eight[4], eight[6]];
-                let odd = [eight[1], eight[3], eight[5], eight[7]];
-                let both = if self.layout.high_first {
-                    [odd, even]
-                } else {
-                    [even, odd]
+                let [a, b, c, d, e, f, g, h] = *eight;
+                let both = match (self.layout.coding.per_byte(), self.layout.coding.high_first) {
+                    (1, _) => [[a, b, c, d], [e, f, g, h]],
+                    (_, false) => [[a, c, e, g], [b, d, f, h]],
+                    (_, true) => [[b, d, f, h], [a, c, e, g]],
                 };
                 quads.copy_from_slice(&both);
             }

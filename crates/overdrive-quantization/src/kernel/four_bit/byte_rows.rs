@@ -1,20 +1,21 @@
-//! Rows of activations as bytes, in the order in which codes of 4 bits are unpacked.
+//! Rows of activations as bytes, in the order in which codes are unpacked.
 #![allow(unsafe_code)]
 
 use overdrive_kernels::{BYTES, InstructionSet, Kernel, LANES, Simd};
 
 use super::aligned::AlignedVec;
-use super::coded_weight::CodedWeight;
+use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight};
 use crate::codec::floats::{max_magnitude_of, round_bits};
 
 /// The least number of inputs that share a scale. As many share one as in the weight, up to [`UNIT`]: to scale the
-/// sum of 32 inputs takes more than a third of the time of their products.
+/// sum of 32 inputs takes more than a third of the time of their products. Weights in 8 bits have always this many.
 ///
 /// The rounding error of a group of `n` inputs is at most `√(n / 12) / 127` of its norm where the errors are spread
-/// evenly, 2.6 % for 128; that of weights in 4 bits is some 8 %.
+/// evenly, 2.6 % for 128; that of weights in 4 bits is some 8 %. For 32 it is that of
+/// weights in 8 bits with a scale for as many.
 pub(super) const MIN_GROUP: usize = 32;
 
-/// The number of inputs of a unit, which has 64 bytes of codes.
+/// The number of inputs of 64 bytes of codes of 4 bits.
 pub(super) const UNIT: usize = 2 * BYTES;
 
 /// The largest byte.
@@ -23,12 +24,7 @@ pub(super) const LEVELS: f32 = 127.0;
 /// The layout of the bytes of activations. Weights of the same layout share them.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) struct ByteLayout {
-    /// If `true`, the first of two codes is in the high half of a byte.
-    pub(super) high_first: bool,
-    /// The code of zero, if codes are integers themselves.
-    pub(super) zero: Option<u8>,
-    /// The value of a step of the weight.
-    pub(super) unit: f32,
+    pub(super) coding: ByteCoding,
     /// If `true`, the sums of groups are needed, for offsets.
     sums: bool,
     inputs: usize,
@@ -39,15 +35,21 @@ pub(super) struct ByteLayout {
 impl ByteLayout {
     /// Returns the layout of `rows` rows for a weight, more than a few; `None` if it has no kernel of bytes.
     pub(super) fn of_more_rows(weight: &CodedWeight<'_>, rows: usize) -> Option<Self> {
-        weight.byte_table()?;
+        weight.byte_coding()?;
         let exact = Self::of_few_rows(weight)?;
-        if exact.group == UNIT || rows < MIN_RESCALED {
+        let coding = exact.coding;
+        if exact.group == UNIT || rows < MIN_RESCALED || coding.per_byte() == 1 {
             return Some(exact);
         }
-        // The numbers of a unit get one scale, and the offsets are in the numbers.
+        // The numbers of a unit get one scale, and the offsets and the code of zero are in the numbers, which are as
+        // those of a book then.
+        let numbers = match coding.numbers {
+            ByteNumbers::Integers(_) => ByteNumbers::Book([0; 16]),
+            other => other,
+        };
         Some(ByteLayout {
             group: UNIT,
-            zero: None,
+            coding: ByteCoding { numbers, ..coding },
             sums: false,
             ..exact
         })
@@ -55,14 +57,16 @@ impl ByteLayout {
 
     /// Returns the layout of a few rows for a weight; `None` if it has no kernel of bytes for them.
     pub(super) fn of_few_rows(weight: &CodedWeight<'_>) -> Option<Self> {
-        let (table, high_first) = weight.few_rows_byte_table()?;
+        let coding = weight.few_rows_byte_coding()?;
         Some(ByteLayout {
-            high_first,
-            zero: table.zero,
-            unit: table.unit,
+            coding,
             sums: weight.offsets.is_some(),
             inputs: weight.inputs,
-            group: weight.scales.block.clamp(MIN_GROUP, UNIT),
+            group: match coding.per_byte() {
+                // The error of activations shall not be larger than that of the weight.
+                1 => MIN_GROUP,
+                _ => weight.scales.block.clamp(MIN_GROUP, UNIT),
+            },
         })
     }
 
@@ -77,11 +81,12 @@ impl ByteLayout {
 /// few dozen texts must not change what is computed for one of them.
 pub(super) const MIN_RESCALED: usize = 64;
 
-/// The 128 inputs of a vector of codes. Lane `l` has inputs `8 l ..`, four in each of `low` and `high`.
+/// The inputs of a vector of codes: 128 for codes of 4 bits, of which lane `l` has inputs `8 l ..`, four in each of
+/// `low` and `high`; 64 for codes of 8 bits, all in `low`.
 #[derive(Debug, Clone, Copy)]
 #[repr(C, align(64))]
 pub(super) struct Unit {
-    /// The inputs of the low halves of bytes.
+    /// The inputs of the low halves of bytes, or of bytes.
     pub(super) low: [i8; BYTES],
     /// The inputs of the high halves of bytes.
     pub(super) high: [i8; BYTES],
@@ -112,7 +117,7 @@ impl ByteRows {
         // The system zeroes new pages; an array of units would be copied.
         let rows = x.len() / layout.inputs;
         // The last unit of a row may have inputs that do not exist: zeros.
-        let of_row = layout.inputs.div_ceil(UNIT);
+        let of_row = layout.inputs.div_ceil(BYTES * layout.coding.per_byte());
         let units = Box::new_zeroed_slice(rows * of_row);
         // SAFETY: a unit of zero bytes is one of zeros.
         let units: Box<[Unit]> = unsafe { units.assume_init() };
@@ -149,31 +154,33 @@ impl Kernel for Quantize<'_> {
 
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
-        match self.layout.group {
-            32 => self.rows::<S, 32>(s),
-            64 => self.rows::<S, 64>(s),
-            _ => self.rows::<S, UNIT>(s),
+        match (self.layout.coding.per_byte(), self.layout.group) {
+            (1, _) => self.rows::<S, MIN_GROUP, 1>(s),
+            (_, 32) => self.rows::<S, 32, 2>(s),
+            (_, 64) => self.rows::<S, 64, 2>(s),
+            _ => self.rows::<S, UNIT, 2>(s),
         }
     }
 }
 
 impl Quantize<'_> {
-    // Plain loops, which the compiler vectorizes for each set. Two passes, since a vector load right after the
+    // `G` inputs in a group, and `CODES` codes in a byte. Plain loops, which the compiler vectorizes for each set. Two passes, since a vector load right after the
     // stores of its elements waits for them.
     #[inline(always)]
-    fn rows<S: Simd, const G: usize>(self, s: S) {
+    fn rows<S: Simd, const G: usize, const CODES: usize>(self, s: S) {
         let (layout, out) = (self.layout, self.out);
-        let zero = layout.zero.map_or(S::BOOK_ZERO, i32::from);
+        let excess = layout.coding.excess::<S>();
         // Both halves of each byte are 1, so that the dot product is the sum of the activations.
         let ones = s.load_packed(&[0x11; BYTES]);
         let none = s.byte_table(&[0; 16]);
-        let each = G / 8;
+        let each = G / (4 * CODES);
+        let inputs = CODES * BYTES;
         let rows = self.x.chunks_exact(layout.inputs);
         for (row, x) in rows.enumerate() {
             let units = &mut out.units[row * out.of_row..(row + 1) * out.of_row];
             let scales = &mut out.scales[row * out.stride..(row + 1) * out.stride];
-            let of_units = scales.chunks_exact_mut(UNIT / G);
-            for ((x, unit), scales) in x.chunks(UNIT).zip(&mut *units).zip(of_units) {
+            let of_units = scales.chunks_exact_mut(inputs / G);
+            for ((x, unit), scales) in x.chunks(inputs).zip(&mut *units).zip(of_units) {
                 let mut bytes = [0; UNIT];
                 let (groups, _) = x.as_chunks::<G>();
                 let (of_groups, _) = bytes.as_chunks_mut::<G>();
@@ -185,18 +192,20 @@ impl Quantize<'_> {
                 unit.high.copy_from_slice(high);
             }
             for (index, unit) in units.iter_mut().enumerate() {
-                let (mut even, mut odd) = ([0; BYTES], [0; BYTES]);
-                for at in 0..BYTES / 2 {
-                    even[at] = unit.low[2 * at];
-                    odd[at] = unit.low[2 * at + 1];
-                    even[at + BYTES / 2] = unit.high[2 * at];
-                    odd[at + BYTES / 2] = unit.high[2 * at + 1];
+                if CODES == 2 {
+                    let (mut even, mut odd) = ([0; BYTES], [0; BYTES]);
+                    for at in 0..BYTES / 2 {
+                        even[at] = unit.low[2 * at];
+                        odd[at] = unit.low[2 * at + 1];
+                        even[at + BYTES / 2] = unit.high[2 * at];
+                        odd[at + BYTES / 2] = unit.high[2 * at + 1];
+                    }
+                    (unit.low, unit.high) = if layout.coding.high_first {
+                        (odd, even)
+                    } else {
+                        (even, odd)
+                    };
                 }
-                (unit.low, unit.high) = if layout.high_first {
-                    (odd, even)
-                } else {
-                    (even, odd)
-                };
                 let (low, high) = (s.load_bytes(&unit.low), s.load_bytes(&unit.high));
                 let totals = s.dot_nibbles::<false>(s.zero_sums(), ones, none, low, high);
                 let mut starts = [0; LANES];
@@ -212,11 +221,11 @@ impl Quantize<'_> {
                 }
                 unit.starts = starts.map(
                     #[inline(always)]
-                    |total| -zero * total,
+                    |total| -excess * total,
                 );
             }
             for scale in scales {
-                *scale *= layout.unit;
+                *scale *= layout.coding.unit;
             }
         }
     }

@@ -1,5 +1,7 @@
 //! A weight of codes of 4 or 8 bits, as slices.
 
+use overdrive_kernels::Simd;
+
 use super::scales::Scales;
 
 /// The numbers that codes represent, before their scale.
@@ -98,21 +100,38 @@ impl WordTable {
     }
 }
 
-/// The numbers of a coding as bytes.
+/// The numbers that codes become as bytes.
 #[derive(Debug, Clone, Copy, PartialEq)]
-pub(crate) struct ByteTable {
-    /// The numbers in steps; meaningless if codes are integers themselves.
-    pub(crate) values: [i8; 16],
+pub(crate) enum ByteNumbers {
+    /// Codes of 4 bits, of which this one is zero: the integers `0..16` minus it.
+    Integers(u8),
+    /// Codes of 4 bits, each of which selects one of these.
+    Book([i8; 16]),
+    /// Signed integers of 8 bits.
+    Signed,
+    /// Unsigned integers of 8 bits.
+    Unsigned,
+}
+
+/// A coding in bytes.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(crate) struct ByteCoding {
+    pub(crate) numbers: ByteNumbers,
     /// The value of a step: `value ≈ byte · unit`, exactly for integers. The numbers of NF4 and FP4 are off by at
     /// most 1/254 of the largest, while their distances are 1/13 of it and more (except for the smallest of FP4,
     /// which is 1/192 and becomes 1/127).
     pub(crate) unit: f32,
-    /// The code of zero, if codes are integers themselves.
-    pub(crate) zero: Option<u8>,
+    /// If `true`, the first of two codes is in the high half of a byte.
+    pub(crate) high_first: bool,
 }
 
-impl ByteTable {
-    pub(crate) fn new(values: &[f32; 16]) -> ByteTable {
+impl ByteCoding {
+    pub(crate) fn new(coding: &Coding) -> ByteCoding {
+        let (values, high_first) = match coding {
+            Coding::Nibbles { values, high_first } => (values, *high_first),
+            Coding::Signed => return ByteCoding::of_integers(ByteNumbers::Signed),
+            Coding::Unsigned => return ByteCoding::of_integers(ByteNumbers::Unsigned),
+        };
         // The code 0 represents the smallest number.
         #[allow(
             clippy::cast_possible_truncation,
@@ -120,20 +139,58 @@ impl ByteTable {
             reason = "compared with what it was"
         )]
         let zero = -values[0] as u8;
-        let zero = Coding::integers(zero).is_table(values).then_some(zero);
+        if Coding::integers(zero).is_table(values) {
+            return ByteCoding {
+                high_first,
+                ..ByteCoding::of_integers(ByteNumbers::Integers(zero))
+            };
+        }
         let most = values
             .iter()
             .fold(0.0_f32, |most, value| most.max(value.abs()));
-        let unit = match zero {
-            None if most > 0.0 => most / 127.0,
-            _ => 1.0,
-        };
+        let unit = if most > 0.0 { most / 127.0 } else { 1.0 };
         // Adds half a step away from zero and truncates: without SSE4.1 `round` is a function call.
         #[allow(clippy::cast_possible_truncation, reason = "at most 127.5")]
-        ByteTable {
-            values: values.map(|value| (value / unit + 0.5_f32.copysign(value)) as i8),
+        let book = values.map(|value| (value / unit + 0.5_f32.copysign(value)) as i8);
+        ByteCoding {
+            numbers: ByteNumbers::Book(book),
             unit,
-            zero,
+            high_first,
+        }
+    }
+
+    fn of_integers(numbers: ByteNumbers) -> ByteCoding {
+        ByteCoding {
+            numbers,
+            unit: 1.0,
+            high_first: false,
+        }
+    }
+
+    /// Returns the number of codes in a byte.
+    pub(crate) fn per_byte(&self) -> usize {
+        match self.numbers {
+            ByteNumbers::Integers(_) | ByteNumbers::Book(_) => 2,
+            ByteNumbers::Signed | ByteNumbers::Unsigned => 1,
+        }
+    }
+
+    /// Returns the amount by which the numbers that kernels multiply are larger than those of the codes.
+    #[inline(always)]
+    pub(crate) fn excess<S: Simd>(&self) -> i32 {
+        match self.numbers {
+            ByteNumbers::Integers(zero) => i32::from(zero),
+            ByteNumbers::Book(_) | ByteNumbers::Signed => S::BOOK_ZERO,
+            ByteNumbers::Unsigned => S::BOOK_ZERO - 128,
+        }
+    }
+
+    /// Returns the table of a book.
+    #[inline(always)]
+    pub(crate) fn table<S: Simd>(&self, s: S) -> S::Bytes {
+        match &self.numbers {
+            ByteNumbers::Book(book) => s.byte_table(book),
+            _ => s.byte_table(&[0; 16]),
         }
     }
 }
@@ -173,29 +230,25 @@ impl CodedWeight<'_> {
         (granule >= self.coding.per_lane()).then_some(granule)
     }
 
-    /// Returns the table with which codes of 4 bits are multiplied as bytes, and `true` if the first of two is in
-    /// the high half. `None` if they must be words: for rows that are not whole vectors of codes, blocks that
-    /// cross rows or have fewer than 32 elements, and reordered columns.
-    pub(crate) fn byte_table(&self) -> Option<(ByteTable, bool)> {
+    /// Returns the coding with which codes are multiplied as bytes. `None` if they must be words: for rows that are
+    /// not whole vectors of codes, blocks that cross rows or have fewer than 32 elements, and reordered columns.
+    pub(crate) fn byte_coding(&self) -> Option<ByteCoding> {
         let whole = self.inputs.is_multiple_of(128);
-        whole.then(|| self.few_rows_byte_table()).flatten()
+        whole.then(|| self.few_rows_byte_coding()).flatten()
     }
 
     /// Returns the same for a few rows of activations, for which rows need not be whole vectors of codes.
-    pub(crate) fn few_rows_byte_table(&self) -> Option<(ByteTable, bool)> {
-        let Coding::Nibbles { values, high_first } = &self.coding else {
-            return None;
-        };
+    pub(crate) fn few_rows_byte_coding(&self) -> Option<ByteCoding> {
         let block = self.scales.block;
         let fits = self.inputs > 0
             && self.inputs.is_multiple_of(block)
             && block.is_power_of_two()
             && block >= 32
             && self.order.is_none();
-        let table = ByteTable::new(values);
-        // A kernel of bytes subtracts the sum of the activations for integers only, and books have no offsets.
-        let known = table.zero.is_some() || self.offsets.is_none();
-        (fits && known).then_some((table, *high_first))
+        let coding = ByteCoding::new(&self.coding);
+        // Books have no offsets.
+        let known = !matches!(coding.numbers, ByteNumbers::Book(_)) || self.offsets.is_none();
+        (fits && known).then_some(coding)
     }
 
     /// Returns the number of bytes of a row. Rows are whole bytes if there is a [`granule`](Self::granule).

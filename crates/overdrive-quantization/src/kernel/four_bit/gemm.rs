@@ -89,7 +89,7 @@ fn find<'a, L: PartialEq, R>(known: &'a [(L, R)], layout: &L) -> Option<&'a R> {
 /// The form in which activations are multiplied.
 #[derive(Debug, Clone, Copy)]
 enum Input<'a> {
-    /// The bytes of a few rows, for whole vectors of codes of 4 bits.
+    /// The bytes of a few rows.
     Bytes(&'a ByteRows),
     /// The bytes of more rows.
     Panels(&'a BytePanels),
@@ -98,10 +98,9 @@ enum Input<'a> {
     Floats,
 }
 
-/// The GEMM of a coded weight in integers. For codes of 4 bits both activations and weights are bytes; where the
-/// layout of the weight does not allow it and for codes of 8 bits, activations are words of 13 to 16 bits, and weights
-/// exact except for code books that are not multiples of one number (NF4: words of 14 bits). The packed weight is
-/// read once for all rows of activations.
+/// The GEMM of a coded weight in integers. Both activations and weights are bytes; where the layout of the weight does
+/// not allow it, activations are words of 13 to 16 bits, and weights exact except for code books that are not multiples
+/// of one number (NF4: words of 14 bits). The packed weight is read once for all rows of activations.
 #[derive(Debug)]
 pub(crate) struct CodedGemm<'a> {
     weight: &'a CodedWeight<'a>,

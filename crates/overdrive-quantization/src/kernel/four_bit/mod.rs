@@ -1,8 +1,8 @@
 //! GEMM and GEMV with weights of 4 bits (NF4, FP4, integers in groups) and of 8 bits in groups.
 //!
-//! Codes of 4 bits become bytes, activations are quantized on the fly to bytes with a scale for each 32 to 128
-//! inputs, and their products are summed exactly in 32 bits over the inputs that share a scale. Where the layout of
-//! the weight does not allow it, and for codes of 8 bits, both become words of 13 to 16 bits.
+//! Codes become bytes, activations are quantized on the fly to bytes with a scale for each 32 to 128 inputs (32 for
+//! codes of 8 bits), and their products are summed exactly in 32 bits over the inputs that share a scale. Where the
+//! layout of the weight does not allow it, both become words of 13 to 16 bits.
 //!
 //! | module | content |
 //! |---|---|
@@ -13,7 +13,7 @@
 //! | `word_rows`, `byte_rows`, `byte_panels` | rows of activations as words and as bytes |
 //! | `gemm` | the choice of the kernel |
 //! | `word_gemv`, `word_gemm` | one to three rows of activations in words; more rows |
-//! | `byte_gemv`, `byte_gemm` | codes of 4 bits with one to three rows in bytes; with more rows |
+//! | `byte_gemv`, `byte_gemm` | one to three rows of activations in bytes; more rows |
 //! | `dequantize` | dequantized rows, and the GEMM in floats |
 //! | `aligned` | memory that is aligned to lines of the cache |
 

@@ -87,6 +87,19 @@ impl FourBit for Avx2 {
     }
 
     #[inline(always)]
+    fn unpack_bytes<const SIGNED: bool>(self, codes: Pair) -> Pair {
+        if SIGNED {
+            codes
+        } else {
+            // Subtracts 128.
+            intrinsics!(codes.map(
+                #[inline(always)]
+                |half| _mm256_xor_si256(half, _mm256_set1_epi8(-128))
+            ))
+        }
+    }
+
+    #[inline(always)]
     fn rescale_bytes(self, numbers: Pair, factors: Pair, starts: Pair) -> Pair {
         let mut out = numbers;
         intrinsics!({

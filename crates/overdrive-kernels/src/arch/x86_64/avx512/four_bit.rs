@@ -41,6 +41,16 @@ impl FourBit for Avx512 {
     }
 
     #[inline(always)]
+    fn unpack_bytes<const SIGNED: bool>(self, codes: __m512i) -> __m512i {
+        if SIGNED {
+            // Adds 128.
+            intrinsics!(_mm512_xor_si512(codes, _mm512_set1_epi8(-128)))
+        } else {
+            codes
+        }
+    }
+
+    #[inline(always)]
     fn rescale_bytes(self, numbers: __m512i, factors: __m512i, starts: __m512i) -> __m512i {
         intrinsics!({
             let even = _mm512_and_si512(numbers, _mm512_set1_epi16(0xff));
