@@ -83,10 +83,10 @@ fn stage(staged: &Path) -> Result<()> {
             fs::read(&picture).map_err(|error| Failure::io("could not read", &picture, &error))?;
         write(&staged.join("src/images").join(name), &bytes)?;
     }
-    write(
-        &staged.join("book.toml"),
-        read(&docs.join("book.toml"))?.as_bytes(),
-    )
+    for file in ["book.toml", "theme.css"] {
+        write(&staged.join(file), read(&docs.join(file))?.as_bytes())?;
+    }
+    Ok(())
 }
 
 fn entries(folder: &Path) -> Result<Vec<PathBuf>> {

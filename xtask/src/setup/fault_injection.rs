@@ -2,9 +2,18 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::fs;
+use std::path::{Path, PathBuf};
 
-use super::*;
+use overdrive_build::cache::{self, Variant};
+use overdrive_build::{Environment, Release};
+
+use super::install::{install, tests};
+use super::search::cached;
+use crate::failure::{Failure, Result};
 use crate::faults::{Case, Fault, Faults, contents, under_injection};
+use crate::record::{Choice, Record};
+use crate::sources::Platform;
+use crate::unpack;
 
 /// The archives of a small libtorch, in a folder of their own.
 fn archives(folder: &Path) -> Vec<PathBuf> {
@@ -18,7 +27,7 @@ fn environment(folder: &Path) -> Environment {
     Environment::made_up("linux", [("XDG_CACHE_HOME", folder)])
 }
 
-/// Unpacks as `fetched` does with what it has downloaded.
+/// Unpacks as `fetch` does with what it has downloaded.
 fn install_again(archives: &[PathBuf], target: &Path) -> Result<()> {
     fs::create_dir_all(target.parent().unwrap()).map_err(|e| Failure::io("create", target, &e))?;
     unpack::sweep(target);

@@ -347,7 +347,8 @@ mod guide {
                 .long()
                 .map_or_else(String::new, |long| format!("`--{long}`"));
             let help = key.help.split(" [default: ").next().unwrap();
-            let default = default_of(key);
+            // A browser breaks lines at spaces only, and JSON has none.
+            let default = default_of(key).replace(",\"", ", \"");
             table += &format!(
                 "| `{}` | {flag} | {default} | {reader} | {help} |\n",
                 key.name
