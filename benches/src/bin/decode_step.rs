@@ -8,6 +8,7 @@ use std::path::PathBuf;
 use std::time::Instant;
 
 use clap::Parser;
+use overdrive::generation::{GenerationConfig, Sampler};
 use overdrive::kv_cache::DynamicCache;
 use overdrive::quantization::{GroupOptions, Scheme};
 use overdrive::transformer::{
@@ -71,12 +72,15 @@ fn round(model: &CausalLm, flags: &Flags) -> Result<(f64, Vec<i64>)> {
     let prompt: Vec<i64> = (0..flags.past).map(|at| 100 + at * 37 % 1000).collect();
     let mut next = Tensor::f_from_slice(&prompt)?.f_view([1, -1])?;
     let mut tokens = Vec::new();
+    let mut sampler = Sampler::new(&GenerationConfig::default(), 0, 0)?;
     let mut begin = Instant::now();
     for step in 0..=flags.steps {
         let input = ForwardInput::new(&next).with_cache(&mut cache);
         let logits = model.forward(input.with_logits(Logits::Last))?;
-        next = logits.f_argmax(-1, false)?;
-        tokens.push(next.f_int64_value(&[0, 0])?);
+        let mut logits = Vec::<f32>::try_from(logits.f_view([-1])?)?;
+        let token = sampler.next_token(&mut logits, &tokens, tokens.len())?;
+        next = Tensor::f_from_slice(&[token])?.f_view([1, -1])?;
+        tokens.push(token);
         if step == 0 {
             begin = Instant::now();
         }
