@@ -14,6 +14,7 @@ comments and blank lines: what a user writes. Nothing else should run on the mac
 """
 
 import argparse
+import functools
 import itertools
 import json
 import os
@@ -30,20 +31,34 @@ TARGET = ROOT / "target" / "rivals"
 BUILDS = TARGET / "builds.json"
 NAMES = ["overdrive", "candle", "burn", "flodl", "rusttorch", "mistralrs"]
 if "MKLROOT" in os.environ:
-    # The programs of candle with Intel's MKL, which is in that folder.
+    # The programs of candle with Intel's MKL: a virtual environment into which pip has put mkl-static and mkl-include.
     NAMES.append("candle-mkl")
 TRAIN, DECODE = ("train-step", "main.rs"), ("decode", "bin_decode.rs")
+# flodl 0.8 does not compile with libtorch 2.13, whose `grad_accumulator` returns another type of pointer.
+OLDER_LIBTORCH = ["flodl"]
 
 
-def environment():
+@functools.cache
+def older_libtorch():
+    """Returns the folder of libtorch 2.11, which `cargo xtask setup` fetches if it is not there."""
+    setup = ["cargo", "xtask", "setup", "--torch", "2.11"]
+    output = subprocess.run(setup, cwd=ROOT, stdout=subprocess.PIPE, text=True, check=True).stdout
+    return re.search(r" is at (.*) \(", output)[1]
+
+
+def environment(name):
     """Returns the environment: the same number of threads for all, and libtorch for those that need one."""
     settings = (ROOT / ".cargo" / "libtorch.toml").read_text()
     libtorch = os.environ.get("LIBTORCH") or re.search(r'^LIBTORCH = "(.*)"', settings, re.M)[1]
+    if name in OLDER_LIBTORCH:
+        libtorch = older_libtorch()
+    # MKL itself is linked statically, its threads are a shared library.
+    libraries = f"{os.environ['MKLROOT']}/lib" if name == "candle-mkl" else f"{libtorch}/lib"
     threads = str(os.cpu_count())
     return os.environ | {
         "LIBTORCH": libtorch,
         "LIBTORCH_PATH": libtorch,
-        "LD_LIBRARY_PATH": f"{libtorch}/lib:" + os.environ.get("LD_LIBRARY_PATH", ""),
+        "LD_LIBRARY_PATH": f"{libraries}:" + os.environ.get("LD_LIBRARY_PATH", ""),
         # The fastest code that a library's compiler options give without changes to it.
         "RUSTFLAGS": "-C target-cpu=native",
         "OMP_NUM_THREADS": threads,
@@ -51,10 +66,10 @@ def environment():
     }
 
 
-def execute(command):
+def execute(name, command):
     """Runs a command; returns what it prints, its resources (with those of its children) and its wall seconds."""
     begin = time.perf_counter()
-    process = subprocess.Popen(list(map(str, command)), env=environment(), stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(list(map(str, command)), env=environment(name), stdout=subprocess.PIPE, text=True)
     output = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     process.returncode = os.waitstatus_to_exitcode(status)
@@ -65,7 +80,7 @@ def execute(command):
 
 def build(name):
     manifest = ["--manifest-path", HERE / name / "Cargo.toml", "--target-dir", TARGET / name]
-    return execute(["cargo", "build", "--release", "--quiet", *manifest])
+    return execute(name, ["cargo", "build", "--release", "--quiet", *manifest])
 
 
 def builds():
@@ -73,7 +88,7 @@ def builds():
 
 
 def build_from_nothing(name):
-    execute(["cargo", "fetch", "--quiet", "--manifest-path", HERE / name / "Cargo.toml"])
+    execute(name, ["cargo", "fetch", "--quiet", "--manifest-path", HERE / name / "Cargo.toml"])
     shutil.rmtree(TARGET / name, ignore_errors=True)
     _, usage, wall = build(name)
     seconds = {"cpu_seconds": usage.ru_utime + usage.ru_stime, "wall_seconds": wall}
@@ -91,7 +106,7 @@ def lines(name, program):
 
 
 def run(name, program, *arguments):
-    output, usage, _ = execute([TARGET / name / "release" / program[0], *arguments])
+    output, usage, _ = execute(name, [TARGET / name / "release" / program[0], *arguments])
     # Linux counts in KiB.
     figures = json.loads(output.splitlines()[-1]) | {"max_rss_bytes": usage.ru_maxrss * 1024}
     print(f"{name} {program[0]}: {json.dumps(figures)}", flush=True)
