@@ -147,7 +147,9 @@ fn tolerance(key: &str) -> f64 {
         _ if key.starts_with("int8.") => 0.0,
         // Portable code takes words for more than three rows and floats for more than 32, unless bytes are asked
         // for.
-        _ if (key.starts_with("int4") || key.starts_with("nf4") || key.starts_with("fp4"))
+        _ if ["int4", "int8-g", "nf4", "fp4"]
+            .iter()
+            .any(|scheme| key.starts_with(scheme))
             && !key.ends_with(".1")
             && !key.ends_with(".3") =>
         {
