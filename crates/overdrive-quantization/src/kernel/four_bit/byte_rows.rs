@@ -8,7 +8,7 @@ use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight};
 use crate::codec::floats::{max_magnitude_of, round_bits};
 
 /// The least number of inputs that share a scale. As many share one as in the weight, up to [`UNIT`]: to scale the
-/// sum of 32 inputs takes more than a third of the time of their products. Weights in 8 bits have always this many.
+/// sum of 32 inputs takes more than a third of the time of their products. Weights of 8 bits always have this many.
 ///
 /// The rounding error of a group of `n` inputs is at most `√(n / 12) / 127` of its norm where the errors are spread
 /// evenly, 2.6 % for 128; that of weights in 4 bits is some 8 %. For 32 it is that of
@@ -164,8 +164,8 @@ impl Kernel for Quantize<'_> {
 }
 
 impl Quantize<'_> {
-    // `G` inputs in a group, and `CODES` codes in a byte. Plain loops, which the compiler vectorizes for each set. Two passes, since a vector load right after the
-    // stores of its elements waits for them.
+    // `G` inputs in a group, and `CODES` codes in a byte. Plain loops, which the compiler vectorizes for each set. Two
+    // passes, since a vector load right after the stores of its elements waits for them.
     #[inline(always)]
     fn rows<S: Simd, const G: usize, const CODES: usize>(self, s: S) {
         let (layout, out) = (self.layout, self.out);
