@@ -11,7 +11,7 @@ use overdrive_kernels::{BYTES, Buffers, Kept, Kernel, LANES, Simd};
 
 use super::aligned::AlignedVec;
 use super::byte_panels::{BytePanel, BytePanels};
-use super::byte_rows::{MIN_GROUP, UNIT};
+use super::byte_rows::UNIT;
 use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight};
 use super::scale_rows::{Raw, ScaleRows};
 use super::word_gemm::{codes, next_output, prefetch_first};
@@ -116,6 +116,12 @@ impl ByteGemm<'_> {
             &mut scratch.scales,
             &mut scratch.offsets,
         );
+        // Numbers with one scale for a unit are as those of a book.
+        let excess = if rescaled {
+            S::BOOK_ZERO
+        } else {
+            coding.excess::<S>()
+        };
         let blocks = x.rows.div_ceil(S::BYTE_ROWS);
         for first in (0..x.units).step_by(UNITS) {
             let units = first..(first + UNITS).min(x.units);
@@ -174,6 +180,7 @@ impl ByteGemm<'_> {
                         // Hidden from the compiler: it unrolls a loop of known length and then loads all
                         // operands first, for which there are no registers.
                         steps: std::hint::black_box(HELD / x.groups()),
+                        excess,
                         bytes: &scratch.bytes[vector * BYTES..],
                         scales: &scratch.scales[vector * each..vectors * each],
                         offsets: match rescaled {
@@ -245,8 +252,8 @@ struct Rescaled<S: Simd> {
     starts: [S::Sums; MAX_GROUPS],
 }
 
-/// The largest number of groups of a unit.
-const MAX_GROUPS: usize = UNIT / MIN_GROUP;
+/// The largest number of groups of a unit, of codes of 4 bits.
+const MAX_GROUPS: usize = UNIT / 32;
 
 /// The largest byte, as the high one of a word.
 const MOST: f32 = 127.0 * 256.0;
@@ -327,6 +334,8 @@ struct Block<'a> {
     each: usize,
     /// The number of vectors of bytes that share a scale of activations.
     steps: usize,
+    /// The amount by which the numbers of `bytes` are larger than those of the codes.
+    excess: i32,
     /// `(units, 32, vectors, 64)`, from the first vector of these on
     bytes: &'a [i8],
     scales: &'a [f32],
@@ -376,7 +385,7 @@ impl Block<'_> {
             for g in 0..groups {
                 let mut totals = [[s.zero_sums(); V]; N];
                 for (totals, panel) in totals.iter_mut().zip(panels) {
-                    *totals = [s.splat_sums(panel.starts[g]); V];
+                    *totals = [s.splat_sums(-self.excess * panel.sums[g]); V];
                 }
                 for step in 0..steps {
                     let held = g * steps + step;
@@ -418,7 +427,9 @@ impl Block<'_> {
                         for (n, panel) in panels.iter().enumerate() {
                             // SAFETY: asserted.
                             let sum = unsafe { self.sum(n, v) };
-                            let of_group = s.splat(panel.sums[g]);
+                            // Integers have offsets, whose unit is 1.
+                            #[allow(clippy::cast_precision_loss, reason = "at most 2^14")]
+                            let of_group = s.splat(panel.sums[g] as f32 * panel.scales[g]);
                             s.store_f32(s.mul_add(offset, of_group, s.load_f32(sum)), sum);
                         }
                     }

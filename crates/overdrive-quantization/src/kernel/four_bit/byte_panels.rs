@@ -3,7 +3,8 @@
 use overdrive_kernels::threads::parallel_columns;
 use overdrive_kernels::{BYTES, ColumnsMut, InstructionSet, Kernel, Simd};
 
-use super::byte_rows::{ByteLayout, MIN_GROUP, UNIT, quantize_group};
+use super::byte_rows::{ByteLayout, UNIT, quantize_group};
+use super::coded_weight::MIN_GROUP;
 
 /// The largest number of groups of a unit, each with a scale.
 const MAX_GROUPS: usize = UNIT / MIN_GROUP;
@@ -20,18 +21,15 @@ pub(super) struct BytePanel {
     pub(super) quads: [[i8; 4]; BYTES / 2],
     /// The scales times the unit of the weight.
     pub(super) scales: [f32; MAX_GROUPS],
-    /// The start of the sums of products, which makes the code of zero add nothing.
-    pub(super) starts: [i32; MAX_GROUPS],
-    /// The sums of the quantized activations, times the scales of the activations.
-    pub(super) sums: [f32; MAX_GROUPS],
+    /// The sums of the quantized activations, for offsets and for codes whose zero is not 0.
+    pub(super) sums: [i32; MAX_GROUPS],
 }
 
 /// A panel of zeros.
 const NONE: BytePanel = BytePanel {
     quads: [[0; 4]; BYTES / 2],
     scales: [0.0; MAX_GROUPS],
-    starts: [0; MAX_GROUPS],
-    sums: [0.0; MAX_GROUPS],
+    sums: [0; MAX_GROUPS],
 };
 
 /// Rows of activations, quantized symmetrically with a scale for each group of inputs.
@@ -98,6 +96,7 @@ impl Kernel for Quantize<'_, '_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         match self.layout.group {
+            16 => self.units::<S, 16>(s),
             32 => self.units::<S, 32>(s),
             64 => self.units::<S, 64>(s),
             _ => self.units::<S, UNIT>(s),
@@ -109,7 +108,6 @@ impl Quantize<'_, '_> {
     // Plain loops, which the compiler vectorizes for each set.
     #[inline(always)]
     fn units<S: Simd, const G: usize>(self, _: S) {
-        let excess = self.layout.coding.excess::<S>();
         let (units, _) = self.x.as_chunks::<UNIT>();
         for (at, x) in units.iter().enumerate() {
             let mut panel = NONE;
@@ -118,13 +116,8 @@ impl Quantize<'_, '_> {
             let (out, _) = bytes.as_chunks_mut::<G>();
             for (g, (x, out)) in groups.iter().zip(out).enumerate() {
                 let scale = quantize_group(x, out);
-                let total: i32 = out.iter().map(|byte| i32::from(*byte)).sum();
                 panel.scales[g] = scale * self.layout.coding.unit;
-                panel.starts[g] = -excess * total;
-                #[allow(clippy::cast_precision_loss, reason = "at most 2^14")]
-                {
-                    panel.sums[g] = total as f32 * scale;
-                }
+                panel.sums[g] = out.iter().map(|byte| i32::from(*byte)).sum();
             }
             let (eights, _) = bytes.as_chunks::<8>();
             for (quads, eight) in panel.quads.chunks_exact_mut(2).zip(eights) {

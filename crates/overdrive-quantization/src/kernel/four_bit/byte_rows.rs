@@ -7,13 +7,13 @@ use super::aligned::AlignedVec;
 use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight};
 use crate::codec::floats::{max_magnitude_of, round_bits};
 
-/// The least number of inputs that share a scale. As many share one as in the weight, up to [`UNIT`]: to scale the
-/// sum of 32 inputs takes more than a third of the time of their products. Weights of 8 bits always have this many.
+/// The largest number of inputs that share a scale with weights of 8 bits; with weights of 4 bits it is [`UNIT`]. As many
+/// share one as in the weight, up to that.
 ///
 /// The rounding error of a group of `n` inputs is at most `√(n / 12) / 127` of its norm where the errors are spread
 /// evenly, 2.6 % for 128; that of weights in 4 bits is some 8 %. For 32 it is that of
 /// weights in 8 bits with a scale for as many.
-pub(super) const MIN_GROUP: usize = 32;
+const MAX_GROUP_OF_BYTES: usize = 32;
 
 /// The number of inputs of 64 bytes of codes of 4 bits.
 pub(super) const UNIT: usize = 2 * BYTES;
@@ -62,11 +62,11 @@ impl ByteLayout {
             coding,
             sums: weight.offsets.is_some(),
             inputs: weight.inputs,
-            group: match coding.per_byte() {
+            group: weight.scales.block.min(match coding.per_byte() {
                 // The error of activations shall not be larger than that of the weight.
-                1 => MIN_GROUP,
-                _ => weight.scales.block.clamp(MIN_GROUP, UNIT),
-            },
+                1 => MAX_GROUP_OF_BYTES,
+                _ => UNIT,
+            }),
         })
     }
 
@@ -155,7 +155,8 @@ impl Kernel for Quantize<'_> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         match (self.layout.coding.per_byte(), self.layout.group) {
-            (1, _) => self.rows::<S, MIN_GROUP, 1>(s),
+            (1, 16) => self.rows::<S, 16, 1>(s),
+            (1, _) => self.rows::<S, MAX_GROUP_OF_BYTES, 1>(s),
             (_, 32) => self.rows::<S, 32, 2>(s),
             (_, 64) => self.rows::<S, 64, 2>(s),
             _ => self.rows::<S, UNIT, 2>(s),

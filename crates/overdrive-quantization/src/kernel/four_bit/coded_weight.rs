@@ -113,6 +113,9 @@ pub(crate) enum ByteNumbers {
     Unsigned,
 }
 
+/// The least number of inputs that share a scale, for any coding in bytes.
+pub(super) const MIN_GROUP: usize = 16;
+
 /// A coding in bytes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct ByteCoding {
@@ -175,6 +178,15 @@ impl ByteCoding {
         }
     }
 
+    /// Returns the least number of inputs that share a scale: to scale the sum of 32 products takes more than a third of
+    /// the time of the products, and GGUF's `Q6_K` has groups of 16.
+    pub(crate) fn min_group(&self) -> usize {
+        match self.per_byte() {
+            1 => MIN_GROUP,
+            _ => 32,
+        }
+    }
+
     /// Returns the amount by which the numbers that kernels multiply are larger than those of the codes.
     #[inline(always)]
     pub(crate) fn excess<S: Simd>(&self) -> i32 {
@@ -231,7 +243,8 @@ impl CodedWeight<'_> {
     }
 
     /// Returns the coding with which codes are multiplied as bytes. `None` if they must be words: for rows that are
-    /// not whole vectors of codes, blocks that cross rows or have fewer than 32 elements, and reordered columns.
+    /// not whole vectors of codes, blocks that cross rows or have fewer than [`min_group`](ByteCoding::min_group)
+    /// elements, and reordered columns.
     pub(crate) fn byte_coding(&self) -> Option<ByteCoding> {
         let whole = self.inputs.is_multiple_of(128);
         whole.then(|| self.few_rows_byte_coding()).flatten()
@@ -240,12 +253,12 @@ impl CodedWeight<'_> {
     /// Returns the same for a few rows of activations, for which rows need not be whole vectors of codes.
     pub(crate) fn few_rows_byte_coding(&self) -> Option<ByteCoding> {
         let block = self.scales.block;
+        let coding = ByteCoding::new(&self.coding);
         let fits = self.inputs > 0
             && self.inputs.is_multiple_of(block)
             && block.is_power_of_two()
-            && block >= 32
+            && block >= coding.min_group()
             && self.order.is_none();
-        let coding = ByteCoding::new(&self.coding);
         // Books have no offsets.
         let known = !matches!(coding.numbers, ByteNumbers::Book(_)) || self.offsets.is_none();
         (fits && known).then_some(coding)

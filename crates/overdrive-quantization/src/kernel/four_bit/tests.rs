@@ -278,7 +278,7 @@ impl Owned {
     fn product(&self, x: &[f32], numbers: Numbers) -> Vec<(f64, f64)> {
         let levels = self.levels(numbers);
         let group = match numbers {
-            Numbers::Bytes if self.coding.per_byte() == 1 => 32,
+            Numbers::Bytes if self.coding.per_byte() == 1 => self.block.min(32),
             Numbers::Bytes => self.block.clamp(32, 128),
             Numbers::Rescaled => 128,
             _ => 64,
@@ -395,6 +395,14 @@ fn check_with(case: Case, rows: usize, bytes: bool) {
     }
 }
 
+/// Returns the least number of elements that share a scale, with which codes are multiplied as bytes.
+fn min_block(coding: &Coding) -> usize {
+    match coding.per_byte() {
+        1 => 16,
+        _ => 32,
+    }
+}
+
 proptest! {
     #![proptest_config(ProptestConfig::with_cases(96))]
 
@@ -418,12 +426,13 @@ proptest! {
         coding in 0..6_usize,
         outputs in 1..40_usize,
         groups in 1..36_usize,
-        block in prop::sample::select(vec![32_usize, 64, 128, 256, 512]),
+        block in prop::sample::select(vec![16_usize, 32, 64, 128, 256, 512]),
         kept in prop::sample::select(vec![Kept::F32, Kept::F16, Kept::Quantized]),
         offsets in any::<bool>(),
         rows in 1..4_usize,
         seed in any::<u64>(),
     ) {
+        let block = block.max(min_block(&codings()[coding]));
         let inputs = (groups * 32).next_multiple_of(block);
         let offsets = offsets && !(2..4).contains(&coding);
         let case = Case { coding: codings()[coding], outputs, inputs, block, kept, offsets, order: false, seed };
@@ -436,15 +445,17 @@ proptest! {
         coding in 0..6_usize,
         outputs in 1..100_usize,
         units in 1..9_usize,
-        block in prop::sample::select(vec![32_usize, 64, 128, 256, 512]),
+        block in prop::sample::select(vec![16_usize, 32, 64, 128, 256, 512]),
         kept in prop::sample::select(vec![Kept::F32, Kept::F16, Kept::Quantized]),
         offsets in any::<bool>(),
         rows in prop_oneof![4..30_usize, 64..70_usize],
         seed in any::<u64>(),
     ) {
+        let block = block.max(min_block(&codings()[coding]));
         let inputs = (units * 128).next_multiple_of(block);
         let offsets = offsets && !(2..4).contains(&coding);
         let case = Case { coding: codings()[coding], outputs, inputs, block, kept, offsets, order: false, seed };
+        prop_assert!(Owned::new(case).map().byte_coding().is_some());
         check_with(case, rows, true);
     }
 
