@@ -338,7 +338,10 @@ mod tests {
             manifest.starts_with("[package]\nname = \"spiral-2\"\n"),
             "{manifest}"
         );
-        assert!(!manifest.contains("workspace"), "{manifest}");
+        // The path of this one may have the word itself.
+        let root = cargo::workspace().display().to_string();
+        let words = manifest.replace(&root, "");
+        assert!(!words.contains("workspace"), "{manifest}");
         let optim = cargo::workspace().join("crates/overdrive-optim");
         assert!(
             manifest.contains(&format!(
