@@ -12,7 +12,7 @@ use overdrive_kernels::{BYTES, Buffers, Kept, Kernel, LANES, Simd};
 use super::aligned::AlignedVec;
 use super::byte_panels::{BytePanel, BytePanels};
 use super::byte_rows::UNIT;
-use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight};
+use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight, MIN_GROUP_OF_NIBBLES};
 use super::scale_rows::{Raw, ScaleRows};
 use super::word_gemm::{codes, next_output, prefetch_first};
 use crate::codec::floats::round_bits;
@@ -253,7 +253,7 @@ struct Rescaled<S: Simd> {
 }
 
 /// The largest number of groups of a unit, of codes of 4 bits.
-const MAX_GROUPS: usize = UNIT / 32;
+const MAX_GROUPS: usize = UNIT / MIN_GROUP_OF_NIBBLES;
 
 /// The largest byte, as the high one of a word.
 const MOST: f32 = 127.0 * 256.0;
@@ -427,7 +427,7 @@ impl Block<'_> {
                         for (n, panel) in panels.iter().enumerate() {
                             // SAFETY: asserted.
                             let sum = unsafe { self.sum(n, v) };
-                            // Integers have offsets, whose unit is 1.
+                            // Only integers have offsets, and their unit is 1.
                             #[allow(clippy::cast_precision_loss, reason = "at most 2^14")]
                             let of_group = s.splat(panel.sums[g] as f32 * panel.scales[g]);
                             s.store_f32(s.mul_add(offset, of_group, s.load_f32(sum)), sum);

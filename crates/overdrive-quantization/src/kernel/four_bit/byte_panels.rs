@@ -4,10 +4,10 @@ use overdrive_kernels::threads::parallel_columns;
 use overdrive_kernels::{BYTES, ColumnsMut, InstructionSet, Kernel, Simd};
 
 use super::byte_rows::{ByteLayout, UNIT, quantize_group};
-use super::coded_weight::MIN_GROUP;
+use super::coded_weight::MIN_GROUP_OF_BYTES;
 
 /// The largest number of groups of a unit, each with a scale.
-const MAX_GROUPS: usize = UNIT / MIN_GROUP;
+const MAX_GROUPS: usize = UNIT / MIN_GROUP_OF_BYTES;
 
 /// The number of activations below which one thread quantizes all.
 const PARALLEL: usize = 32 << 10;

@@ -113,8 +113,12 @@ pub(crate) enum ByteNumbers {
     Unsigned,
 }
 
-/// The least number of inputs that share a scale, for any coding in bytes.
-pub(super) const MIN_GROUP: usize = 16;
+/// The least number of inputs that share a scale with codes of 4 bits as bytes: to scale the sum of 32 products takes more
+/// than a third of the time of the products.
+pub(super) const MIN_GROUP_OF_NIBBLES: usize = 32;
+
+/// The same with codes of 8 bits: GGUF's `Q6_K` has groups of 16.
+pub(super) const MIN_GROUP_OF_BYTES: usize = 16;
 
 /// A coding in bytes.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -178,12 +182,11 @@ impl ByteCoding {
         }
     }
 
-    /// Returns the least number of inputs that share a scale: to scale the sum of 32 products takes more than a third of
-    /// the time of the products, and GGUF's `Q6_K` has groups of 16.
+    /// Returns the least number of inputs that share a scale.
     pub(crate) fn min_group(&self) -> usize {
         match self.per_byte() {
-            1 => MIN_GROUP,
-            _ => 32,
+            1 => MIN_GROUP_OF_BYTES,
+            _ => MIN_GROUP_OF_NIBBLES,
         }
     }
 
