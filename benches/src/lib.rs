@@ -5,6 +5,8 @@
 
 pub mod ablation;
 pub mod generation;
+mod perplexity;
 mod step;
 
+pub use perplexity::{Perplexity, Windows};
 pub use step::{Shape, Step, StepResult};
