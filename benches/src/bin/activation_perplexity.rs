@@ -1,5 +1,5 @@
-//! What rounding activations to bytes costs beside rounding the weights: the perplexity of a text by a model with
-//! quantized weights, with floating-point activations and with those that each scheme takes by itself
+//! Measures what rounding activations to bytes costs beside rounding the weights: the perplexity of a text by a model
+//! with quantized weights, with floating-point activations and with those that each scheme takes by itself
 //! ([`Activations::Auto`]). Schemes that are named are applied to the dequantized weights, the head among them.
 //!
 //! ```text
