@@ -356,7 +356,9 @@ impl Candidates {
             }
             last += 1;
         }
-        let last = self.order[last.min(self.order.len() - 1)];
+        let Some(&last) = self.order.get(last).or(self.order.last()) else {
+            return;
+        };
         let bound = shifts[last as usize];
         let within = self
             .order

@@ -10,7 +10,7 @@ pub enum FinishReason {
     EndOfText,
     /// The last token of the sequence is one of `stop_token_ids`.
     StopToken,
-    /// The text contains one of `stop_strings`.
+    /// The text contains one of `stop_strings`, or its last token is a special token that is one of them.
     StopString {
         /// The index of the string.
         number: usize,
@@ -38,13 +38,14 @@ pub struct GenerateOutput {
     pub prompt_lengths: Vec<usize>,
     /// The reason of the end of each row.
     pub finish_reasons: Vec<FinishReason>,
-    /// The continuations as text, without special tokens and cut before a stop string; empty without a
-    /// tokenizer.
+    /// The continuations as text, without special tokens and the end-of-text or stop token, and cut before a stop
+    /// string; empty without a tokenizer.
     pub texts: Vec<String>,
     /// The log-probabilities of each new token of each row, if `logprobs` asks for them.
     pub logprobs: Option<Vec<Vec<TokenLogprobs>>>,
     /// The scores of a beam search: the sum of log-probabilities of each row divided by its length to
-    /// the power of `length_penalty`.
+    /// the power of `length_penalty`. If a prompt has fewer continuations than `num_return_sequences`, the other rows
+    /// repeat some with a score as of a sum below -10^8, in place of transformers' padding.
     pub sequence_scores: Option<Vec<f32>>,
     /// The counters of a speculation.
     pub speculation: Option<SpeculationStatistics>,

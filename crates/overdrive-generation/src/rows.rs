@@ -99,7 +99,7 @@ impl Row<'_> {
         self.finished = end_after(id, length, self.limit, config, &mut self.constraint)?;
         let mut text = String::new();
         if let Some(stream) = &mut self.text {
-            let (piece, stop) = stream.push(id, self.finished.is_some())?;
+            let (piece, stop) = stream.push(id, self.finished)?;
             text = piece;
             if let Some(number) = stop {
                 self.finished = Some(FinishReason::StopString { number });
@@ -120,8 +120,29 @@ impl Row<'_> {
     }
 }
 
-/// A constraint, and the buffer for the tokens that it allows.
+/// A constraint, and the tokens that it [`allowed`] last.
 pub(crate) type MaskedConstraint = (Box<dyn Constraint>, TokenMask);
+
+/// Returns an independent copy of a constraint.
+pub(crate) fn fork((constraint, mask): &MaskedConstraint) -> MaskedConstraint {
+    (constraint.fork(), mask.clone())
+}
+
+/// Advances a constraint by the token `id`. Returns `false`, and leaves the constraint where it is, if it does not
+/// allow the token: one that `config` forces is chosen all the same.
+pub(crate) fn advance(
+    (constraint, mask): &mut MaskedConstraint,
+    id: i64,
+    config: &GenerationConfig,
+) -> Result<bool> {
+    let may_be_forced =
+        config.forced_bos_token_id == Some(id) || config.forced_eos_token_id.contains(&id);
+    if may_be_forced && !mask.is_allowed(id) {
+        return Ok(false);
+    }
+    constraint.advance(id)?;
+    Ok(true)
+}
 
 /// Advances a constraint by the token `id`, and returns the reason if a row of `length` tokens ends with
 /// it. `limit` is the length at which the row ends, and the reason.
@@ -133,14 +154,19 @@ pub(crate) fn end_after(
     constraint: &mut Option<MaskedConstraint>,
 ) -> Result<Option<FinishReason>> {
     let mut finished = None;
-    if let Some((constraint, _)) = constraint {
-        constraint.advance(id)?;
-        finished = constraint.is_finished().then_some(FinishReason::Constraint);
+    let mut follows = true;
+    if let Some(constraint) = constraint {
+        follows = advance(constraint, id, config)?;
+        finished = constraint
+            .0
+            .is_finished()
+            .then_some(FinishReason::Constraint);
     }
-    // An end-of-text token of the configuration is reported as such, even if the constraint ends too.
-    if config.eos_token_id.contains(&id) {
+    // An end-of-text token of the configuration is reported as such, even if the constraint ends too. One that was
+    // forced upon an incomplete text is not: that text ends with its length.
+    if follows && config.eos_token_id.contains(&id) {
         finished = Some(FinishReason::EndOfText);
-    } else if config.stop_token_ids.contains(&id) {
+    } else if follows && config.stop_token_ids.contains(&id) {
         finished = Some(FinishReason::StopToken);
     }
     if length >= limit.0 {
@@ -217,7 +243,7 @@ impl<'a> Rows<'a> {
                     constraint: constraint.map(|c| (c.fork(), TokenMask::new(vocabulary))),
                     text: options
                         .tokenizer
-                        .map(|tokenizer| RowText::new(tokenizer, prompt, &config.stop_strings)),
+                        .map(|tokenizer| RowText::new(tokenizer, prompt, config)),
                     logprobs: Vec::new(),
                     finished: (prompt.len() >= limit.0).then_some(limit.1),
                 });

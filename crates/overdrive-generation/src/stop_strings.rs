@@ -7,6 +7,8 @@
 pub struct StopFilter {
     strings: Vec<String>,
     pending: String,
+    /// The number of bytes of `pending` within which a stop string may be complete without counting.
+    exempt: usize,
     stopped: bool,
 }
 
@@ -27,12 +29,19 @@ impl StopFilter {
         StopFilter {
             strings: strings.to_vec(),
             pending: String::new(),
+            exempt: 0,
             stopped: false,
         }
     }
 
     /// Appends a piece of text. After a stop string, all further text is dropped.
     pub fn push(&mut self, piece: &str) -> Filtered {
+        self.append(piece, true)
+    }
+
+    /// Appends a piece of text as [`push`](StopFilter::push) does. Unless the piece `counts`, stop strings that are
+    /// complete with it are part of the text; one that begins in it may still be completed by a later piece.
+    pub(crate) fn append(&mut self, piece: &str, counts: bool) -> Filtered {
         if self.stopped {
             return Filtered {
                 text: String::new(),
@@ -40,6 +49,9 @@ impl StopFilter {
             };
         }
         self.pending.push_str(piece);
+        if !counts {
+            self.exempt = self.pending.len();
+        }
         if let Some((start, stop)) = self.first_stop() {
             self.stopped = true;
             // Neither the stop string nor the text after it is ever returned.
@@ -49,7 +61,9 @@ impl StopFilter {
                 stop: Some(stop),
             };
         }
-        let rest = self.pending.split_off(self.certain());
+        let certain = self.certain();
+        self.exempt = self.exempt.saturating_sub(certain);
+        let rest = self.pending.split_off(certain);
         Filtered {
             text: std::mem::replace(&mut self.pending, rest),
             stop: None,
@@ -58,6 +72,7 @@ impl StopFilter {
 
     /// Returns the text that was held back, at the end of the stream.
     pub fn finish(&mut self) -> String {
+        self.exempt = 0;
         std::mem::take(&mut self.pending)
     }
 
@@ -69,7 +84,10 @@ impl StopFilter {
             .enumerate()
             .filter(|(_, string)| !string.is_empty())
             .filter_map(|(number, string)| {
-                let start = self.pending.find(string.as_str())?;
+                // The first start from which a string ends after the exempt text.
+                let least = (self.exempt + 1).saturating_sub(string.len());
+                let least = self.pending.ceil_char_boundary(least);
+                let start = least + self.pending[least..].find(string.as_str())?;
                 // The tuple's order is the rule: the smallest end first, then the smallest start, which
                 // is the longest string.
                 Some((start + string.len(), start, number))
@@ -125,6 +143,24 @@ mod tests {
         assert_eq!(stop.push("axy").text, "a");
         assert_eq!(stop.finish(), "xy");
         assert_eq!(filter(&[]).push("all").text, "all");
+    }
+
+    #[test]
+    fn a_stop_string_within_exempt_text_does_not_count_and_one_that_ends_after_it_does() {
+        let mut stop = filter(&["éab", "b"]);
+        let append = |stop: &mut StopFilter, piece: &str, counts: bool| {
+            let Filtered { text, stop } = stop.append(piece, counts);
+            (text, stop)
+        };
+        assert_eq!(append(&mut stop, "béab", false).1, None);
+        assert_eq!(append(&mut stop, "b", false).1, None);
+        assert_eq!(append(&mut stop, "xé", false).1, None);
+        assert_eq!(append(&mut stop, "a", true), (String::new(), None));
+        assert_eq!(append(&mut stop, "b", true), (String::new(), Some(0)));
+        let mut stop = filter(&["aa"]);
+        assert_eq!(append(&mut stop, "aa", false), (String::new(), None));
+        // Of three letters the last two are a string that ends after the exempt text.
+        assert_eq!(append(&mut stop, "a", true), ("a".to_owned(), Some(0)));
     }
 
     #[test]

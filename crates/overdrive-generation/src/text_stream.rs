@@ -9,8 +9,8 @@ use crate::{
 };
 
 /// Continues one prompt as [`generate_with`](crate::generate_with) does, and calls `on_text` with each
-/// piece of new text: whole characters, no special tokens, and no beginning of one of `stop_strings`.
-/// If it breaks, generation ends.
+/// piece of new text: whole characters, no special tokens, no end-of-text or stop token, and no beginning
+/// of one of `stop_strings`. If it breaks, generation ends.
 ///
 /// # Errors
 /// As [`generate_with_options`].
@@ -136,12 +136,16 @@ impl<'t> TextStream<'t> {
         }
     }
 
-    fn decode(&self, from: usize, to: usize) -> Result<String> {
-        let tokenizer = match &self.tokenizer {
-            Source::Borrowed(tokenizer) => *tokenizer,
+    /// Returns the tokenizer.
+    pub(crate) fn tokenizer(&self) -> &Tokenizer {
+        match &self.tokenizer {
+            Source::Borrowed(tokenizer) => tokenizer,
             Source::Shared(tokenizer) => tokenizer,
-        };
-        tokenizer
+        }
+    }
+
+    fn decode(&self, from: usize, to: usize) -> Result<String> {
+        self.tokenizer()
             .decode(&self.ids[from..to], self.skip_special_tokens)
             .map_err(Error::Tokenizer)
     }

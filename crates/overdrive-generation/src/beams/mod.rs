@@ -10,7 +10,7 @@ use crate::row_text::RowText;
 use crate::rows::{OnToken, is_late, limit};
 use crate::{
     FinishReason, GenerateOptions, GenerateOutput, GenerateTimings, GeneratedToken,
-    GenerationConfig, GenerationModel, Result,
+    GenerationConfig, GenerationModel, Result, TokenMask,
 };
 
 mod scorer;
@@ -40,16 +40,10 @@ pub(crate) fn search<M: GenerationModel + ?Sized>(
                 Some(&own) => Generator::new(own, 0),
                 None => Generator::new(seed, number as u32),
             };
-            let constraint = options.constraints.get(number).map(|c| c.fork());
+            let constraint = options.constraints.get(number);
+            let constraint = constraint.map(|c| (c.fork(), TokenMask::new(vocabulary)));
             let limit = limit(model, config, prompt.len());
-            BeamSearch::new(
-                config,
-                prompt,
-                limit,
-                (constraint, vocabulary),
-                random,
-                number,
-            )
+            BeamSearch::new(config, prompt, limit, constraint, random, number)
         })
         .collect();
     let mut timings = GenerateTimings {
@@ -103,7 +97,7 @@ pub(crate) fn search<M: GenerationModel + ?Sized>(
         let prompt = search.prompt();
         for found in search.into_best(config.num_return_sequences) {
             all_scores.push(found.score);
-            emit(&found, prompt, options, &mut output, on_token)?;
+            emit(&found, prompt, (config, options), &mut output, on_token)?;
             output.sequences.push(found.ids);
             output.prompt_lengths.push(prompt);
             output.finish_reasons.push(found.reason);
@@ -117,22 +111,21 @@ pub(crate) fn search<M: GenerationModel + ?Sized>(
 fn emit(
     found: &FinishedBeam,
     prompt: usize,
-    options: &GenerateOptions<'_>,
+    (config, options): (&GenerationConfig, &GenerateOptions<'_>),
     output: &mut GenerateOutput,
     on_token: &mut OnToken<'_>,
 ) -> Result<()> {
     let (before, new) = found.ids.split_at(prompt);
     let mut text = options
         .tokenizer
-        .map(|tokenizer| RowText::new(tokenizer, before, &[]));
+        .map(|tokenizer| RowText::new(tokenizer, before, config));
     let mut listening = true;
     for (index, &id) in new.iter().enumerate() {
-        let last = index + 1 == new.len();
+        let finished: Option<FinishReason> = (index + 1 == new.len()).then_some(found.reason);
         let piece = match &mut text {
-            Some(text) => text.push(id, last)?.0,
+            Some(text) => text.push(id, finished)?.0,
             None => String::new(),
         };
-        let finished: Option<FinishReason> = last.then_some(found.reason);
         if listening {
             let token = GeneratedToken {
                 row: output.sequences.len(),

@@ -45,7 +45,11 @@ impl<'a> Scorer<'a> {
         allowed: Option<&TokenMask>,
     ) -> Result<bool> {
         if !log_softmax(scores) {
-            return Err(Error::BadLogits { row: self.row });
+            if !self.config.remove_invalid_values {
+                return Err(Error::BadLogits { row: self.row });
+            }
+            // As libtorch's log-softmax, in which one logit that is not finite spoils all.
+            scores.fill(f32::NAN);
         }
         let history = History { ids, new };
         process(scores, history, allowed, self.config, &mut self.counts);

@@ -1,7 +1,8 @@
 use overdrive_core::random::Generator;
 
 use super::scorer::{Continuation, Scorer};
-use crate::{Constraint, EarlyStopping, Error, FinishReason, GenerationConfig, Result, TokenMask};
+use crate::rows::{MaskedConstraint, advance, allowed, end_after, fork};
+use crate::{EarlyStopping, Error, FinishReason, GenerationConfig, Result};
 
 /// The score of a beam that cannot win: below any sum of log-probabilities, as in transformers.
 const IMPOSSIBLE: f32 = -1e9;
@@ -13,7 +14,16 @@ struct Beam {
     score: f32,
     /// The beam of the previous step that it continues.
     parent: usize,
-    constraint: Option<Box<dyn Constraint>>,
+    constraint: Option<MaskedConstraint>,
+    /// The reason of its end, if it has ended and continues without a chance because there are too few others.
+    ended: Option<FinishReason>,
+}
+
+impl Beam {
+    /// Returns `true` if the beam is a result, and not there to fill up.
+    fn has_chance(&self) -> bool {
+        self.score > IMPOSSIBLE / 2.0
+    }
 }
 
 /// A finished beam.
@@ -30,7 +40,6 @@ pub(super) struct BeamSearch<'a> {
     random: Generator,
     prompt: usize,
     limit: (usize, FinishReason),
-    mask: TokenMask,
     running: Vec<Beam>,
     /// The finished beams, best first, at most `num_beams`.
     finished: Vec<FinishedBeam>,
@@ -44,17 +53,17 @@ impl<'a> BeamSearch<'a> {
         config: &'a GenerationConfig,
         prompt: &[i64],
         limit: (usize, FinishReason),
-        (constraint, vocabulary): (Option<Box<dyn Constraint>>, usize),
+        constraint: Option<MaskedConstraint>,
         random: Generator,
         row: usize,
     ) -> Self {
-        let done = prompt.len() >= limit.0;
         // All beams begin alike: only the first has a chance, or all would find the same continuations.
         let running = (0..config.num_beams).map(|number| Beam {
             ids: prompt.to_vec(),
             score: if number == 0 { 0.0 } else { IMPOSSIBLE },
             parent: number,
-            constraint: constraint.as_ref().map(|c| c.fork()),
+            constraint: constraint.as_ref().map(fork),
+            ended: None,
         });
         let mut search = BeamSearch {
             running: running.collect(),
@@ -62,13 +71,12 @@ impl<'a> BeamSearch<'a> {
             random,
             prompt: prompt.len(),
             limit,
-            mask: TokenMask::new(vocabulary),
             finished: Vec::new(),
             improvable: true,
-            done,
+            done: false,
         };
-        if done {
-            search.end();
+        if prompt.len() >= limit.0 {
+            search.end_with(limit.1);
         }
         search
     }
@@ -93,25 +101,34 @@ impl<'a> BeamSearch<'a> {
         self.running.iter().map(last)
     }
 
-    /// Ends the search with its current beams: running ones count as finished if there are too few of
-    /// those.
+    /// Ends a search that is not done, because the time is over.
     pub(super) fn end(&mut self) {
-        let reason = if self.done {
-            self.limit.1
-        } else {
-            FinishReason::TimeLimit
-        };
+        if !self.done {
+            self.end_with(FinishReason::TimeLimit);
+        }
+    }
+
+    /// Ends the search with its running beams. Those with a chance compete with the finished ones, as when a
+    /// stopping criterion of transformers ends them; if there are too few, others fill up.
+    fn end_with(&mut self, reason: FinishReason) {
         self.done = true;
         for beam in &self.running {
-            if self.finished.len() < self.config().num_return_sequences {
+            if beam.has_chance() || self.finished.len() < self.config().num_return_sequences {
                 let length = (beam.ids.len() - self.prompt).max(1);
                 self.finished.push(FinishedBeam {
                     ids: beam.ids.clone(),
                     score: self.penalized(beam.score, length),
-                    reason,
+                    reason: beam.ended.unwrap_or(reason),
                 });
             }
         }
+        self.rank();
+    }
+
+    /// Keeps the best finished beams, best first.
+    fn rank(&mut self) {
+        self.finished.sort_by(|a, b| b.score.total_cmp(&a.score));
+        self.finished.truncate(self.config().num_beams);
     }
 
     /// Returns the best beams.
@@ -135,7 +152,7 @@ impl<'a> BeamSearch<'a> {
         let count = (1 + ends).max(2) * beams;
         self.score(logits)?;
         let sums: Vec<f32> = self.running.iter().map(|beam| beam.score).collect();
-        let mut found = if self.config().is_greedy() {
+        let found = if self.config().is_greedy() {
             self.scorer.best(logits, &sums, count)
         } else {
             self.scorer.sample(logits, &sums, count, &mut self.random)
@@ -147,23 +164,26 @@ impl<'a> BeamSearch<'a> {
                 new,
             });
         }
-        let ending = found
-            .iter()
-            .map(|next| self.ending(next))
+        let mut found = found
+            .into_iter()
+            .map(|next| Ok((next, self.ending(&next)?)))
             .collect::<Result<Vec<_>>>()?;
-        self.finish(&found[..beams.min(found.len())], &ending);
-        let all_end = ending.iter().all(Option::is_some);
+        self.finish(&found[..beams.min(found.len())]);
+        let all_end = found.iter().all(|(_, ending)| ending.is_some());
         // The best ones that do not end; if they are too few, ended ones fill up without a chance.
-        for (next, ending) in found.iter_mut().zip(&ending) {
+        for (next, ending) in &mut found {
             if ending.is_some() {
                 next.score += IMPOSSIBLE;
             }
         }
-        found.sort_by(|a, b| b.score.total_cmp(&a.score));
+        found.sort_by(|(a, _), (b, _)| b.score.total_cmp(&a.score));
         self.continue_with(&found)?;
         self.improvable &= self.can_improve();
         let first = self.config().early_stopping == EarlyStopping::FirstFinished;
         self.done = !self.improvable || all_end || (first && self.is_full());
+        if self.done && !self.is_full() {
+            self.end_with(self.limit.1);
+        }
         Ok(())
     }
 
@@ -188,14 +208,7 @@ impl<'a> BeamSearch<'a> {
         let vocabulary = logits.len() / self.running.len();
         let rows = logits.chunks_exact_mut(vocabulary);
         for (beam, scores) in self.running.iter_mut().zip(rows) {
-            let allowed = match &mut beam.constraint {
-                None => None,
-                Some(constraint) => {
-                    self.mask.clear();
-                    constraint.allowed(&mut self.mask)?;
-                    Some(&self.mask)
-                }
-            };
+            let allowed = allowed(&mut beam.constraint)?;
             let new = beam.ids.len() - self.prompt;
             if !self.scorer.score(scores, &beam.ids, new, allowed)? {
                 scores.fill(f32::NEG_INFINITY);
@@ -206,30 +219,24 @@ impl<'a> BeamSearch<'a> {
 
     /// Returns the reason if a beam ends with a continuation.
     fn ending(&self, next: &Continuation) -> Result<Option<FinishReason>> {
-        let config = self.config();
-        if config.eos_token_id.contains(&next.token) {
-            return Ok(Some(FinishReason::EndOfText));
-        }
-        if config.stop_token_ids.contains(&next.token) {
-            return Ok(Some(FinishReason::StopToken));
-        }
-        if let Some(constraint) = &self.running[next.beam].constraint {
-            let mut constraint = constraint.fork();
-            constraint.advance(next.token)?;
-            if constraint.is_finished() {
-                return Ok(Some(FinishReason::Constraint));
-            }
-        }
-        Ok((self.length() + 1 >= self.limit.0).then_some(self.limit.1))
+        let mut constraint = self.running[next.beam].constraint.as_ref().map(fork);
+        let length = self.length() + 1;
+        end_after(
+            next.token,
+            length,
+            self.limit,
+            self.config(),
+            &mut constraint,
+        )
     }
 
     /// Adds those of the best continuations that end, if they beat the finished ones.
-    fn finish(&mut self, best: &[Continuation], ending: &[Option<FinishReason>]) {
+    fn finish(&mut self, best: &[(Continuation, Option<FinishReason>)]) {
         let first = self.config().early_stopping == EarlyStopping::FirstFinished;
         if !self.improvable || (first && self.is_full()) {
             return;
         }
-        for (next, ending) in best.iter().zip(ending) {
+        for (next, ending) in best {
             // Continuations of beams without a chance are no results.
             if let Some(reason) = *ending
                 && next.score > IMPOSSIBLE / 2.0
@@ -243,34 +250,32 @@ impl<'a> BeamSearch<'a> {
                 });
             }
         }
-        self.finished.sort_by(|a, b| b.score.total_cmp(&a.score));
-        self.finished.truncate(self.config().num_beams);
+        self.rank();
     }
 
     /// Makes the best of `found` the running beams.
-    fn continue_with(&mut self, found: &[Continuation]) -> Result<()> {
-        let beams = self.config().num_beams;
+    fn continue_with(&mut self, found: &[(Continuation, Option<FinishReason>)]) -> Result<()> {
+        let config = self.config();
+        let beams = config.num_beams;
         let mut running = Vec::with_capacity(beams);
         for number in 0..beams {
             // A constraint may leave fewer continuations than beams; the others continue without a
             // chance.
-            let next = match found.get(number) {
-                Some(next) => *next,
-                None => Continuation {
-                    score: IMPOSSIBLE * 2.0,
-                    ..found[0]
-                },
-            };
+            let (mut next, ended) = *found.get(number).unwrap_or(&found[0]);
+            if number >= found.len() {
+                next.score = IMPOSSIBLE * 2.0;
+            }
             let beam = &self.running[next.beam];
-            let mut constraint = beam.constraint.as_ref().map(|c| c.fork());
+            let mut constraint = beam.constraint.as_ref().map(fork);
             if let Some(constraint) = &mut constraint {
-                constraint.advance(next.token)?;
+                advance(constraint, next.token, config)?;
             }
             running.push(Beam {
                 ids: extended(&beam.ids, next.token),
                 score: next.score,
                 parent: next.beam,
                 constraint,
+                ended,
             });
         }
         self.running = running;

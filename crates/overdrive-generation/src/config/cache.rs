@@ -18,7 +18,8 @@ pub struct CacheConfig {
     pub window_length: Option<i64>,
     /// The number of first tokens that a `sliding_window` cache keeps besides, as attention sinks.
     /// Default 0. With a few of them and a `window_length` within its context, a model with rotary
-    /// positions can generate without end (Xiao et al. 2023, arXiv:2309.17453).
+    /// positions can generate without end (Xiao et al. 2023, arXiv:2309.17453). All prompts of a batch must
+    /// then have one length.
     pub num_sink_tokens: i64,
 }
 

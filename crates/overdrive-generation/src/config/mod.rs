@@ -14,11 +14,14 @@ mod validate;
 pub use cache::CacheConfig;
 pub use modes::{EarlyStopping, LogprobsMode, NumAssistantTokensSchedule};
 
+/// The temperature below which a division of logits by it may overflow; vLLM's bound of greedy search.
+const GREEDY_TEMPERATURE: f64 = 1e-5;
+
 /// The options of generation, with the keys of transformers' `GenerationConfig` and its defaults.
 ///
 /// Serializes to and from `generation_config.json`. `seed`, `presence_penalty`, `frequency_penalty`,
-/// `logit_bias`, `stop_token_ids`, `logprobs` and `logprobs_mode` are those of vLLM's `SamplingParams`,
-/// for which transformers has no key.
+/// `logit_bias`, `stop_token_ids`, `min_tokens`, `logprobs` and `logprobs_mode` are those of vLLM's
+/// `SamplingParams`, for which transformers has no key.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct GenerationConfig {
@@ -34,17 +37,20 @@ pub struct GenerationConfig {
     pub min_length: usize,
     /// The number of new tokens before which no end-of-text token is chosen. Default 0.
     pub min_new_tokens: usize,
+    /// The number of new tokens before which neither an end-of-text token nor one of `stop_token_ids` is chosen, and
+    /// with which a stop string does not count. Default 0.
+    pub min_tokens: usize,
     /// The condition that ends a beam search. Default `false`.
     pub early_stopping: EarlyStopping,
     /// The time in seconds after which no further step is begun. Default `None`: no limit.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_time: Option<f64>,
     /// The strings that end a sequence once it contains one of them, one or a list in JSON; they need a
-    /// tokenizer. Default empty.
+    /// tokenizer. A string that is a special token ends it with that token. Default empty.
     #[serde(with = "one_or_many::strings", skip_serializing_if = "Vec::is_empty")]
     pub stop_strings: Vec<String>,
-    /// The tokens that end a sequence besides `eos_token_id`; the minimum length does not exclude them.
-    /// Default empty.
+    /// The tokens that end a sequence besides `eos_token_id`; of the minimum lengths only `min_tokens`
+    /// excludes them. Default empty.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub stop_token_ids: Vec<i64>,
 
@@ -69,7 +75,7 @@ pub struct GenerationConfig {
     pub prefill_chunk_size: Option<usize>,
 
     /// The divisor of the logits before sampling; above 1 the distribution is flatter, below 1 sharper;
-    /// 0 is greedy. Default 1.
+    /// below 1e-5 it is greedy, as in vLLM. Default 1.
     pub temperature: f64,
     /// The number of likeliest tokens among which one is sampled; 0 is all. Default 50.
     pub top_k: usize,
@@ -125,10 +131,11 @@ pub struct GenerationConfig {
     /// configuration.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub decoder_start_token_id: Option<i64>,
-    /// The first new token after a prompt of one token, or of an encoder-decoder model. Default `None`.
+    /// The first new token after a prompt of one token, or of an encoder-decoder model. A constraint that does not
+    /// allow it begins after it. Default `None`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub forced_bos_token_id: Option<i64>,
-    /// The tokens of which one must be the last at the length limit. Default empty.
+    /// The tokens of which one must be the last at the length limit, whatever a constraint allows. Default empty.
     #[serde(with = "one_or_many::ids", skip_serializing_if = "Vec::is_empty")]
     pub forced_eos_token_id: Vec<i64>,
     /// If `true`, NaN becomes 0 and infinities the largest numbers, instead of an error. Default
@@ -187,6 +194,7 @@ impl Default for GenerationConfig {
             max_length: None,
             min_length: 0,
             min_new_tokens: 0,
+            min_tokens: 0,
             early_stopping: EarlyStopping::default(),
             max_time: None,
             stop_strings: Vec::new(),
@@ -237,9 +245,9 @@ impl Default for GenerationConfig {
 }
 
 impl GenerationConfig {
-    /// Returns `true` if the likeliest token is taken: without sampling, or with a temperature of 0.
+    /// Returns `true` if the likeliest token is taken: without sampling, or with a temperature below 1e-5.
     pub fn is_greedy(&self) -> bool {
-        !self.do_sample || self.temperature == 0.0
+        !self.do_sample || self.temperature < GREEDY_TEMPERATURE
     }
 
     /// Returns the largest number of tokens to add to a prompt of `prompt` tokens.

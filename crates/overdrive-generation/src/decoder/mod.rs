@@ -62,6 +62,14 @@ impl<'a> Decoder<'a> {
         let uneven = prompts.iter().any(|prompt| prompt.len() != longest);
         let name = config.cache_implementation.as_deref();
         let paged = name == Some("paged");
+        if uneven && cache::slides(config) && config.cache_config.num_sink_tokens > 0 {
+            return Err(Error::Incompatible {
+                first: "cache_config.num_sink_tokens",
+                second: "prompts of different lengths",
+                why: "the first columns of a padded row are padding, and a sliding cache would keep them in place of \
+                      its first tokens; generate prompts of one length together",
+            });
+        }
         let mut fallback = None;
         // A cache that has to be started again needs the tokens, which padded rows keep.
         let ragged = config.use_cache

@@ -202,7 +202,8 @@ impl EngineHandle {
     }
 
     /// Calls `job` with the model on the engine's thread, between two steps, for a computation beside the
-    /// requests, such as an embedding. If the engine stops before, `job` is dropped.
+    /// requests, such as an embedding. While there are requests, at most one job is called between two steps.
+    /// If the engine stops before, `job` is dropped.
     ///
     /// # Errors
     /// [`Error::EngineStopped`] if the thread has ended.
@@ -381,8 +382,8 @@ impl<M: EngineModel> Worker<M> {
         }
     }
 
-    /// Handles the commands that have been sent, and waits for one if there is nothing to do. Returns
-    /// `false` at the end.
+    /// Handles the commands that have been sent, up to the first computation beside requests, and waits for
+    /// one if there is nothing to do. Returns `false` at the end.
     fn listen(&mut self) -> bool {
         loop {
             let is_idle = self.engine.is_idle();
@@ -396,7 +397,13 @@ impl<M: EngineModel> Worker<M> {
             };
             match command {
                 Ok(Command::Submit(ticket, request, sink)) => self.submit(ticket, *request, sink),
-                Ok(Command::Run(job)) => (job.0)(self.engine.model()),
+                Ok(Command::Run(job)) => {
+                    (job.0)(self.engine.model());
+                    // One a step: clients that send ever more of them would otherwise hold up all requests.
+                    if !is_idle {
+                        return true;
+                    }
+                }
                 Ok(Command::Cancel(ticket)) => self.cancel(ticket),
                 Ok(Command::Finish) => self.is_finishing = true,
                 Ok(Command::Stop) | Err(TryRecvError::Disconnected) => return false,

@@ -122,7 +122,8 @@ impl Event {
 pub struct Completion {
     /// The new tokens, without the prompt; an end-of-text token is included.
     pub tokens: Vec<i64>,
-    /// The text without special tokens and stop strings, if the engine has a tokenizer.
+    /// The text without special tokens, the end-of-text or stop token, and stop strings, if the engine has a
+    /// tokenizer.
     pub text: Option<String>,
     /// The log-probabilities of each token, if `logprobs` asks for them.
     pub logprobs: Option<Vec<TokenLogprobs>>,

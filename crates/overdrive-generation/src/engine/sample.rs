@@ -70,9 +70,9 @@ impl Sample {
             sampler: Sampler::new(config, shared.seed, number)?,
             constraint: constraint.map(|c| (c.fork(), TokenMask::new(shared.vocabulary))),
             adapter: shared.adapter,
-            text: shared.tokenizer.map(|tokenizer| {
-                RowText::shared(Arc::clone(tokenizer), prompt, &config.stop_strings)
-            }),
+            text: shared
+                .tokenizer
+                .map(|tokenizer| RowText::shared(Arc::clone(tokenizer), prompt, config)),
             logprobs: Vec::new(),
             submitted: Instant::now(),
             first_token: None,
@@ -116,7 +116,7 @@ impl Sample {
         if let Some(stream) = &mut self.text {
             // After the other reasons: a last token releases the text that is held back, and a stop
             // string in it wins.
-            let (piece, stop) = stream.push(id, finished.is_some())?;
+            let (piece, stop) = stream.push(id, finished)?;
             text = piece;
             if let Some(number) = stop {
                 finished = Some(FinishReason::StopString { number });

@@ -2,14 +2,15 @@ use super::{History, Scores};
 use crate::GenerationConfig;
 
 pub(super) fn applies(config: &GenerationConfig, history: History<'_>) -> bool {
-    let too_short = history.new < config.min_new_tokens || history.ids.len() < config.min_length;
-    (too_short && !config.eos_token_id.is_empty())
+    let too_short = history.new < config.min_new_tokens.max(config.min_tokens)
+        || history.ids.len() < config.min_length;
+    (too_short && !(config.eos_token_id.is_empty() && config.stop_token_ids.is_empty()))
         || config.forced_bos_token_id.is_some()
         || !config.forced_eos_token_id.is_empty()
         || config.exponential_decay_length_penalty.is_some()
 }
 
-/// Excludes the end of text before the minimum length.
+/// Excludes the end of text, and stop tokens, before their minimum length.
 pub(super) fn minimum<S: Scores + ?Sized>(
     scores: &mut S,
     history: History<'_>,
@@ -17,6 +18,10 @@ pub(super) fn minimum<S: Scores + ?Sized>(
 ) {
     if history.ids.len() < config.min_length || history.new < config.min_new_tokens {
         scores.exclude(&config.eos_token_id);
+    }
+    if history.new < config.min_tokens {
+        scores.exclude(&config.eos_token_id);
+        scores.exclude(&config.stop_token_ids);
     }
 }
 

@@ -1,8 +1,8 @@
 use serde_json::Value;
 
 use super::{History, TokenCounts, process};
-use crate::GenerationConfig;
 use crate::candidates::Candidates;
+use crate::{GenerationConfig, Sampler};
 
 /// Returns the scores after all processors, in the form of transformers' list of processors.
 fn processed(mut scores: Vec<f32>, ids: &[i64], new: usize, config: &GenerationConfig) -> Vec<f32> {
@@ -95,4 +95,29 @@ fn presence_is_taken_once_and_frequency_for_each_occurrence_of_generated_tokens(
     // The two tokens of the prompt do not count; 3 was generated twice and 1 once.
     let scores = processed(vec![1.0; 5], &[0, 3, 3, 1, 3], 3, &config);
     assert_eq!(scores, [1.0, 1.0 - 0.5 - 0.25, 1.0, 1.0 - 0.5 - 0.5, 3.0]);
+}
+
+#[test]
+fn a_temperature_that_would_overflow_the_logits_is_greedy() {
+    for temperature in [1e-320, 1e-40, 9e-6] {
+        let config = GenerationConfig {
+            do_sample: true,
+            temperature,
+            typical_p: 0.5,
+            min_p: Some(0.5),
+            ..Default::default()
+        };
+        assert!(config.is_greedy());
+        for seed in 0..20 {
+            let mut sampler = Sampler::new(&config, seed, 0).unwrap();
+            let id = sampler.next_token(&mut [1.0, 3.0, 2.0], &[], 0);
+            assert_eq!(id.unwrap(), 1, "{temperature}");
+        }
+    }
+    let config = GenerationConfig {
+        do_sample: true,
+        temperature: 1e-5,
+        ..Default::default()
+    };
+    assert!(!config.is_greedy());
 }

@@ -1,14 +1,16 @@
 //! Beam search against transformers.
 
+use std::borrow::Cow;
 use std::ops::ControlFlow;
 use std::path::Path;
 
 use overdrive_generation::{
-    ChoiceConstraint, FinishReason, GenerateOptions, GenerationConfig, generate,
-    generate_with_options,
+    ChoiceConstraint, Constraint, FinishReason, GenerateOptions, GenerationConfig, GenerationModel,
+    Result, RowDecoder, generate, generate_with_options,
 };
 use overdrive_transformer::CausalLm;
 use serde_json::Value;
+use tch::Tensor;
 
 fn fixtures() -> Value {
     let text = include_str!("../fixtures/beams.json");
@@ -165,4 +167,148 @@ fn beams_of_a_constraint_are_its_choices_from_the_likeliest_on() {
     found.sort();
     assert_eq!(found, choices);
     assert_eq!(output.finish_reasons, [FinishReason::Constraint; 3]);
+}
+
+#[test]
+fn each_prompt_has_its_number_of_rows_even_if_it_has_fewer_continuations() {
+    let model = model();
+    let constraint = ChoiceConstraint::new(&[vec![10], vec![12]], &[]).unwrap();
+    let config = GenerationConfig {
+        num_beams: 4,
+        num_return_sequences: 3,
+        ..crate::support::greedy(8)
+    };
+    let options = GenerateOptions {
+        constraints: vec![constraint.fork(), constraint.fork()],
+        ..GenerateOptions::default()
+    };
+    let prompts = [vec![5, 9], vec![7]];
+    let go_on = |_: overdrive_generation::GeneratedToken<'_>| ControlFlow::Continue(());
+    let output = generate_with_options(&model, &prompts, &config, &options, go_on).unwrap();
+    assert_eq!(output.prompt_lengths, [2, 2, 2, 1, 1, 1]);
+    let scores = output.sequence_scores.as_ref().unwrap();
+    for row in 0..6 {
+        assert!(output.sequences[row].starts_with(&prompts[row / 3]));
+        assert!(
+            [[10], [12]]
+                .iter()
+                .any(|choice| output.new_tokens(row) == choice)
+        );
+        assert_eq!(output.finish_reasons[row], FinishReason::Constraint);
+        // The third repeats one of the two.
+        assert_eq!(scores[row] < -1e8, row % 3 == 2, "{scores:?}");
+    }
+    assert_ne!(output.sequences[0], output.sequences[1]);
+}
+
+/// A model whose logits are the same after any tokens, but for those after the prompt.
+struct Fixed {
+    first: Vec<f32>,
+    then: Vec<f32>,
+}
+
+impl GenerationModel for Fixed {
+    fn num_logits(&self) -> i64 {
+        self.first.len() as i64
+    }
+
+    fn max_positions(&self, _: &GenerationConfig) -> usize {
+        100
+    }
+
+    fn beginnings<'p>(
+        &self,
+        prompts: &'p [Vec<i64>],
+        _: &GenerationConfig,
+    ) -> Result<Cow<'p, [Vec<i64>]>> {
+        Ok(Cow::Borrowed(prompts))
+    }
+
+    fn row_decoder<'m>(
+        &'m self,
+        prompts: &[Vec<i64>],
+        _: &GenerationConfig,
+        _: usize,
+    ) -> Result<Box<dyn RowDecoder + 'm>> {
+        Ok(Box::new(FixedRows(self, prompts.len())))
+    }
+}
+
+struct FixedRows<'m>(&'m Fixed, usize);
+
+fn repeated(logits: &[f32], rows: usize) -> Result<Tensor> {
+    let logits = Tensor::from_slice(logits).view([1, 1, -1]);
+    Ok(logits.repeat([rows as i64, 1, 1]))
+}
+
+impl RowDecoder for FixedRows<'_> {
+    fn prefill(&mut self) -> Result<Tensor> {
+        repeated(&self.0.first, self.1)
+    }
+
+    fn step(&mut self, tokens: &[i64]) -> Result<Tensor> {
+        repeated(&self.0.then, tokens.len())
+    }
+
+    fn reorder(&mut self, _: &[usize]) -> Result<()> {
+        Ok(())
+    }
+}
+
+#[test]
+fn at_the_time_limit_running_beams_compete_with_finished_ones() {
+    let logits: Vec<f32> = [0.5f32, 0.11, 0.09, 0.3].iter().map(|p| p.ln()).collect();
+    let model = Fixed {
+        first: logits.clone(),
+        then: logits,
+    };
+    let config = GenerationConfig {
+        num_beams: 3,
+        num_return_sequences: 3,
+        eos_token_id: vec![1],
+        max_time: Some(0.0),
+        ..crate::support::greedy(8)
+    };
+    let output = generate(&model, &[vec![2]], &config).unwrap();
+    // The end of text has finished first, and is the worst of the three.
+    assert_eq!(output.sequences, [[2, 0], [2, 3], [2, 1]]);
+    let late = FinishReason::TimeLimit;
+    assert_eq!(output.finish_reasons, [late, late, FinishReason::EndOfText]);
+    for (score, p) in output
+        .sequence_scores
+        .unwrap()
+        .iter()
+        .zip([0.5f32, 0.3, 0.11])
+    {
+        assert!((score - p.ln()).abs() < 1e-5, "{score}");
+    }
+}
+
+#[test]
+fn remove_invalid_values_makes_logits_that_are_not_finite_alike() {
+    let model = Fixed {
+        first: vec![0.0, f32::NAN, 2.0, 1.0],
+        then: vec![0.0, 0.0, 50.0, 0.0],
+    };
+    let config = GenerationConfig {
+        num_beams: 2,
+        num_return_sequences: 2,
+        ..crate::support::greedy(3)
+    };
+    let error = generate(&model, &[vec![3]], &config).unwrap_err();
+    assert!(error.to_string().contains("hold NaN"), "{error}");
+    let config = GenerationConfig {
+        remove_invalid_values: true,
+        ..config
+    };
+    // transformers' log-softmax of NaN is NaN for every token, and 0 in its place.
+    let output = generate(&model, &[vec![3]], &config).unwrap();
+    assert_eq!(output.sequences, [[3, 0, 2, 2], [3, 1, 2, 2]]);
+    assert!(
+        output
+            .sequence_scores
+            .unwrap()
+            .iter()
+            .all(|score| score.abs() < 1e-5)
+    );
 }

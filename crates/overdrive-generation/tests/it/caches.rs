@@ -254,6 +254,33 @@ fn over_a_window_with_sinks_a_sequence_continues_beyond_the_context() {
 }
 
 #[test]
+fn sinks_are_refused_for_prompts_of_different_lengths() {
+    let model = load("llama_gqa");
+    let windowed = |num_sink_tokens| GenerationConfig {
+        cache_config: CacheConfig {
+            window_length: Some(16),
+            num_sink_tokens,
+            ..CacheConfig::default()
+        },
+        ..with_cache("sliding_window", greedy(20))
+    };
+    // The first tokens of a shorter prompt would be dropped, and its padding kept.
+    let uneven = [vec![5, 9, 3, 7], vec![8]];
+    let error = generate(&model, &uneven, &windowed(2)).unwrap_err();
+    assert!(
+        error.to_string().starts_with(
+            "cache_config.num_sink_tokens cannot be combined with prompts of different lengths"
+        ),
+        "{error}"
+    );
+    generate(&model, &uneven, &windowed(0)).unwrap();
+    let even = [vec![5, 9, 3, 7], vec![8, 8, 60, 1]];
+    let output = generate(&model, &even, &windowed(2)).unwrap();
+    let alone = generate(&model, &even[1..], &windowed(2)).unwrap();
+    assert_eq!(output.sequences[1], alone.sequences[0]);
+}
+
+#[test]
 fn a_quantized_cache_is_exact_until_its_tail_is_full() {
     let model = load("llama_gqa");
     let prompts = [vec![5, 9, 3, 7, 11, 2, 40], vec![100, 1, 2, 3, 4, 5, 6]];

@@ -76,6 +76,100 @@ fn a_stop_string_ends_the_row_and_is_not_in_the_text() {
 }
 
 #[test]
+fn a_stop_string_that_is_a_special_token_ends_the_row_with_it() {
+    let (model, tokenizer, prompt, config, _) = long_text(5);
+    let run = |config: &GenerationConfig| {
+        generate_text(&model, &tokenizer, &prompt, config, |_| {
+            ControlFlow::Continue(())
+        })
+        .unwrap()
+    };
+    // Only after one token the special one is likely.
+    let rare = |trigger: i64, new: usize| GenerationConfig {
+        max_new_tokens: Some(new),
+        suppress_tokens: Vec::new(),
+        logit_bias: [(256, -1000.0)].into(),
+        sequence_bias: vec![(vec![trigger, 256], 2000.0)],
+        ..config.clone()
+    };
+    let free = run(&rare(256, 20));
+    let trigger = free.new_tokens(0)[6];
+    let end = 1 + free
+        .new_tokens(0)
+        .iter()
+        .position(|&id| id == trigger)
+        .unwrap();
+    let before = run(&rare(trigger, end));
+    let config = GenerationConfig {
+        stop_strings: vec!["never in it at all".to_owned(), "<end>".to_owned()],
+        ..rare(trigger, 40)
+    };
+    let output = run(&config);
+    assert_eq!(
+        output.finish_reasons,
+        [FinishReason::StopString { number: 1 }]
+    );
+    assert_eq!(
+        output.new_tokens(0).split_last().unwrap().1,
+        before.new_tokens(0)
+    );
+    assert_eq!(output.new_tokens(0)[end], 256);
+    assert_eq!(output.texts, before.texts);
+    let later = run(&GenerationConfig {
+        min_tokens: end + 1,
+        ..config
+    });
+    assert_eq!(&later.new_tokens(0)[..=end], output.new_tokens(0));
+    assert!(later.new_tokens(0).len() > end + 1, "it did not count");
+}
+
+#[test]
+fn before_min_tokens_no_stop_token_is_chosen_and_no_stop_string_counts() {
+    let (model, tokenizer, prompt, config, text) = long_text(5);
+    let run = |config: &GenerationConfig| {
+        generate_text(&model, &tokenizer, &prompt, config, |_| {
+            ControlFlow::Continue(())
+        })
+        .unwrap()
+    };
+    let free = run(&config);
+    let stop: String = text.chars().skip(60).take(3).collect();
+    let output = run(&GenerationConfig {
+        stop_strings: vec![stop],
+        min_tokens: 200,
+        ..config.clone()
+    });
+    assert_eq!(
+        (&output.texts[0], output.finish_reasons[0]),
+        (&text, FinishReason::Length)
+    );
+    // The first token that is another than those before it.
+    let ids = free.new_tokens(0);
+    let end = ids.iter().position(|id| *id != ids[0]).unwrap();
+    let stop = ids[end];
+    let stopping = GenerationConfig {
+        stop_token_ids: vec![stop],
+        ..config.clone()
+    };
+    let output = run(&stopping);
+    assert_eq!(output.new_tokens(0), &free.new_tokens(0)[..=end]);
+    // The stop token is in the sequence, and not in the text.
+    let before = run(&GenerationConfig {
+        max_new_tokens: Some(end),
+        ..config
+    });
+    assert_eq!(
+        (&output.texts, output.finish_reasons[0]),
+        (&before.texts, FinishReason::StopToken)
+    );
+    let output = run(&GenerationConfig {
+        min_tokens: 50,
+        ..stopping
+    });
+    assert!(!output.new_tokens(0)[..50].contains(&stop));
+}
+
+#[test]
 fn stop_tokens_end_a_row_and_stay_in_its_sequence() {
     let model = load("llama_gqa");
     let plain = generate(&model, &[vec![5, 9, 3]], &greedy(20)).unwrap();

@@ -4,7 +4,8 @@ use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 
 use overdrive_generation::{
-    EarlyStopping, FinishReason, GenerateOptions, GenerationConfig, generate, generate_with_options,
+    ChoiceConstraint, Constraint, EarlyStopping, FinishReason, GenerateOptions, GeneratedToken,
+    GenerationConfig, generate, generate_with_options,
 };
 use overdrive_transformer::{LoadOptions, Seq2SeqLm};
 use tch::Tensor;
@@ -246,5 +247,39 @@ fn tokens_are_handed_out_as_they_are_generated() {
     .unwrap();
     for (row, seen) in seen.iter().enumerate() {
         assert_eq!(output.new_tokens(row), seen);
+    }
+}
+
+#[test]
+fn forced_tokens_come_beside_those_of_a_constraint() {
+    let fixture = open("bart_scaled");
+    let run = |choice: &[i64], new: usize, num_beams: usize| {
+        let config = GenerationConfig {
+            max_new_tokens: Some(new),
+            num_beams,
+            ..fixture.config.clone()
+        };
+        let constraint = ChoiceConstraint::new(&[choice.to_vec()], &[]).unwrap();
+        let constraints = fixture.sources.iter().map(|_| constraint.fork());
+        let options = GenerateOptions {
+            constraints: constraints.collect(),
+            ..GenerateOptions::default()
+        };
+        let go_on = |_: GeneratedToken<'_>| std::ops::ControlFlow::Continue(());
+        generate_with_options(&fixture.model, &fixture.sources, &config, &options, go_on).unwrap()
+    };
+    for num_beams in [1, 3] {
+        // The first token is forced, and the constraint begins after it.
+        let output = run(&[10, 11, 12], 12, num_beams);
+        assert_eq!(output.sequences, vec![vec![2, 5, 10, 11, 12]; 3]);
+        assert_eq!(output.finish_reasons, [FinishReason::Constraint; 3]);
+        // Or begins with it.
+        let output = run(&[5, 11, 12], 12, num_beams);
+        assert_eq!(output.sequences, vec![vec![2, 5, 11, 12]; 3]);
+        assert_eq!(output.finish_reasons, [FinishReason::Constraint; 3]);
+        // The last token is forced, and the text ends with its length.
+        let output = run(&[10, 11, 12], 3, num_beams);
+        assert_eq!(output.sequences, vec![vec![2, 5, 10, 2]; 3]);
+        assert_eq!(output.finish_reasons, [FinishReason::Length; 3]);
     }
 }

@@ -173,3 +173,28 @@ fn a_job_gets_the_model_between_two_steps() {
         (256, 257)
     );
 }
+
+#[test]
+fn a_step_follows_each_job_while_there_is_a_request() {
+    let engine = EngineHandle::spawn(Engine::new(tiny(64), config(|_| {})).unwrap()).unwrap();
+    let (open, gate) = std::sync::mpsc::channel();
+    // The engine's thread waits until all commands have been sent.
+    engine.run(move |_| gate.recv().unwrap()).unwrap();
+    let tokens = Arc::new(AtomicUsize::new(0));
+    let counted = Arc::clone(&tokens);
+    let _ticket = engine
+        .submit_with(Request::new([1, 2], greedy(20)), move |event| {
+            let is_token = matches!(event, Event::Token { .. });
+            counted.fetch_add(usize::from(is_token), Ordering::Relaxed);
+        })
+        .unwrap();
+    let (sender, seen) = std::sync::mpsc::channel();
+    for _ in 0..4 {
+        let (sender, tokens) = (sender.clone(), Arc::clone(&tokens));
+        let job = move |_: &dyn EngineModel| sender.send(tokens.load(Ordering::Relaxed)).unwrap();
+        engine.run(job).unwrap();
+    }
+    open.send(()).unwrap();
+    let seen: Vec<usize> = seen.iter().take(4).collect();
+    assert_eq!(seen, [0, 1, 2, 3]);
+}
