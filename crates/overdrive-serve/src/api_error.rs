@@ -136,7 +136,6 @@ impl From<overdrive_generation::Error> for ApiError {
 fn name_in_requests(option: &str) -> &str {
     match option {
         "max_new_tokens" => "max_tokens",
-        "min_new_tokens" => "min_tokens",
         "num_return_sequences" => "n",
         "stop_strings" => "stop",
         other => other,

@@ -24,6 +24,10 @@ const UNSUPPORTED: &[&str] = &[
     "allowed_token_ids",
     "bad_words",
     "structured_outputs",
+    "guided_json",
+    "guided_regex",
+    "guided_choice",
+    "guided_grammar",
     "include_stop_str_in_output",
     "truncate_prompt_tokens",
     "logits_processors",
@@ -55,6 +59,11 @@ pub(crate) struct Sampling {
 impl Sampling {
     pub(crate) fn take(fields: &mut Fields, shared: &Shared) -> ApiResult<Sampling> {
         fields.refuse(UNSUPPORTED)?;
+        if fields.take("skip_special_tokens")? == Some(false) {
+            let message =
+                "`skip_special_tokens` is false, and this server does not support it; leave it out";
+            return Err(ApiError::field("skip_special_tokens", message));
+        }
         let mut config = shared.model.config.clone();
         if let Some(temperature) = fields.take("temperature")? {
             config.temperature = temperature;
@@ -97,7 +106,9 @@ impl Sampling {
             config.stop_token_ids = ids;
         }
         if let Some(tokens) = fields.take("min_tokens")? {
-            config.min_new_tokens = tokens;
+            // vLLM's rule, which counts for stop tokens and stop strings too, in place of the folder's.
+            config.min_new_tokens = 0;
+            config.min_tokens = tokens;
         }
         if fields.take("ignore_eos")?.unwrap_or(false) {
             config.eos_token_id.clear();
@@ -110,8 +121,11 @@ impl Sampling {
             let expected = format!("from 1 to {most}, the limit `max_choices`");
             return Err(ApiError::range("n", n, &expected));
         }
-        if n > 1 && config.temperature == 0.0 {
-            let message = format!("`n` is {n} and `temperature` 0: all would be equal; raise it");
+        if n > 1 && config.is_greedy() {
+            let message = format!(
+                "`n` is {n} and `temperature` {}: all would be equal; raise it",
+                config.temperature
+            );
             return Err(ApiError::field("n", message));
         }
         config.num_return_sequences = n;

@@ -26,9 +26,10 @@ pub struct ServedModel {
 
 impl ServedModel {
     /// Returns a model of this name. The [adapters](EngineHandle::adapters) of the engine are further names that
-    /// requests can give; all share the tokenizer, the template and the configuration. `tokenizer` is the engine's; `config` has the end-of-text tokens and the
-    /// sampling options of requests that name none. As OpenAI's and vLLM's servers do, this one samples unless the
-    /// temperature is 0, whatever `do_sample` says.
+    /// requests can give; all share the tokenizer, the template and the configuration. `tokenizer` is the engine's; its
+    /// truncation and padding do not change prompts. `config` has the end-of-text tokens and the sampling options of
+    /// requests that name none. As OpenAI's and vLLM's servers do, this one samples unless the temperature is 0,
+    /// whatever `do_sample` says.
     pub fn new(
         name: impl Into<Arc<str>>,
         tokenizer: Arc<Tokenizer>,
@@ -36,7 +37,7 @@ impl ServedModel {
     ) -> ServedModel {
         ServedModel {
             name: name.into(),
-            tokenizer,
+            tokenizer: without_limits(tokenizer),
             template: None,
             config,
         }
@@ -50,6 +51,19 @@ impl ServedModel {
         self.template = Some(template);
         self
     }
+}
+
+/// Returns a tokenizer without truncation and padding, which are meant for batches of training, and would cut the end
+/// of a prompt in silence.
+fn without_limits(tokenizer: Arc<Tokenizer>) -> Arc<Tokenizer> {
+    if tokenizer.get_truncation().is_none() && tokenizer.get_padding().is_none() {
+        return tokenizer;
+    }
+    let mut copy = Tokenizer::clone(&tokenizer);
+    copy.with_padding(None);
+    // Only a truncation that is switched on can be refused.
+    let _switched_off = copy.with_truncation(None);
+    Arc::new(copy)
 }
 
 /// The model that a request is answered by.

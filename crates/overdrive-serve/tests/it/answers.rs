@@ -1,10 +1,10 @@
 //! Tests of completions: answers equal those of `generate` alone, whole and streamed.
 
-use overdrive_generation::{FinishReason, GenerationConfig};
+use overdrive_generation::{FinishReason, GenerationConfig, Tokenizer};
 use serde_json::{Value, json};
 
 use crate::client::post;
-use crate::support::{END, NAME, TestServer, alone, defaults, encode};
+use crate::support::{END, NAME, TestServer, alone, defaults, encode, tokenizer};
 
 /// Returns the continuations that `generate` gives.
 fn texts(prompt: &[i64], config: &GenerationConfig) -> Vec<String> {
@@ -255,4 +255,96 @@ fn the_default_is_sixteen_tokens_and_the_end_of_text_ends_before() {
     assert_eq!(answer["usage"]["completion_tokens"], 1);
     assert_eq!(answer["choices"][0]["text"], "");
     assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+}
+
+#[test]
+fn before_min_tokens_nothing_stops_and_a_token_that_stops_has_no_text() {
+    let server = TestServer::start(|_| {});
+    let greedy = GenerationConfig {
+        temperature: 0.0,
+        ..config(24, 0)
+    };
+    let free = alone(&encode("stop"), greedy.clone());
+    let ids = free.new_tokens(0);
+    // The first token that is another than those before it.
+    let end = ids.iter().position(|id| *id != ids[0]).unwrap();
+    let stop = ids[end];
+    let ask = |fields: Value| {
+        let mut body = json!({"prompt": "stop", "max_tokens": 24, "temperature": 0});
+        for (name, value) in fields.as_object().unwrap() {
+            body[name] = value.clone();
+        }
+        let answer = post(server.address, "/v1/completions", &body).json();
+        body["stream"] = true.into();
+        let events = post(server.address, "/v1/completions", &body).events();
+        let choices = events.iter().map(|event| &event["choices"][0]);
+        let streamed: String = choices.map(|one| one["text"].as_str().unwrap()).collect();
+        assert_eq!(answer["choices"][0]["text"], streamed, "{body}");
+        answer
+    };
+    let answer = ask(json!({"stop_token_ids": [stop]}));
+    let before = GenerationConfig {
+        max_new_tokens: Some(end),
+        ..greedy.clone()
+    };
+    assert_eq!(
+        answer["choices"][0]["text"],
+        texts(&encode("stop"), &before)[0]
+    );
+    assert_eq!(answer["usage"]["completion_tokens"], end + 1);
+
+    let answer = ask(json!({"stop_token_ids": [stop], "min_tokens": 24}));
+    let others = GenerationConfig {
+        suppress_tokens: vec![stop, END],
+        ..greedy.clone()
+    };
+    assert_eq!(
+        answer["choices"][0]["text"],
+        texts(&encode("stop"), &others)[0]
+    );
+    assert_eq!(answer["choices"][0]["finish_reason"], "length");
+
+    let string: String = free.texts[0].chars().skip(5).take(2).collect();
+    let answer = ask(json!({"stop": string, "min_tokens": 24}));
+    let whole = GenerationConfig {
+        suppress_tokens: vec![END],
+        ..greedy
+    };
+    assert_eq!(
+        answer["choices"][0]["text"],
+        texts(&encode("stop"), &whole)[0]
+    );
+    assert_eq!(answer["choices"][0]["finish_reason"], "length");
+
+    // A stop string that is a special token, which has no text.
+    let end = END.to_string();
+    let answer = ask(json!({"stop": "<end>", "ignore_eos": true, "logit_bias": {end: 100}}));
+    assert_eq!(answer["usage"]["completion_tokens"], 1);
+    assert_eq!(answer["choices"][0]["text"], "");
+    assert_eq!(answer["choices"][0]["finish_reason"], "stop");
+}
+
+#[test]
+fn truncation_and_padding_of_the_tokenizer_change_no_prompt() {
+    let mut limited = serde_json::to_value(tokenizer()).unwrap();
+    limited["truncation"] =
+        json!({"direction": "Right", "max_length": 3, "strategy": "LongestFirst", "stride": 0});
+    limited["padding"] = json!({"strategy": {"Fixed": 10}, "direction": "Right", "pad_to_multiple_of": null,
+        "pad_id": 0, "pad_type_id": 0, "pad_token": "!"});
+    let limited: Tokenizer = serde_json::from_value(limited).unwrap();
+    assert_eq!(limited.encode("a", false).unwrap().len(), 10);
+    let server = TestServer::with_tokenizer(limited);
+    for prompt in ["abcdef", "a"] {
+        let body = json!({"prompt": prompt, "max_tokens": 8, "temperature": 0});
+        let answer = post(server.address, "/v1/completions", &body).json();
+        assert_eq!(answer["usage"]["prompt_tokens"], prompt.len());
+        let greedy = GenerationConfig {
+            temperature: 0.0,
+            ..config(8, 0)
+        };
+        assert_eq!(
+            answer["choices"][0]["text"],
+            texts(&encode(prompt), &greedy)[0]
+        );
+    }
 }

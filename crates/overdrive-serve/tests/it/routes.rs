@@ -152,6 +152,7 @@ fn wrong_fields_are_named_with_their_value_and_range() {
         (json!({"stop": ""}), "stop", "1 to 1024"),
         (json!({"n": 0}), "n", "from 1 to 128"),
         (json!({"n": 2, "temperature": 0}), "n", "temperature"),
+        (json!({"n": 2, "temperature": 1e-40}), "n", "temperature"),
         (json!({"max_tokens": 0}), "max_tokens", "at least 1"),
         (json!({"max_tokens": -1}), "max_tokens", "-1"),
         (json!({"logprobs": 21}), "logprobs", "from 0 to 20"),
@@ -162,6 +163,31 @@ fn wrong_fields_are_named_with_their_value_and_range() {
         ),
         (json!({"best_of": 2}), "best_of", "equal to n"),
         (json!({"suffix": "x"}), "suffix", "does not support"),
+        (
+            json!({"guided_json": {"type": "object"}}),
+            "guided_json",
+            "does not support",
+        ),
+        (
+            json!({"guided_regex": "a+"}),
+            "guided_regex",
+            "does not support",
+        ),
+        (
+            json!({"guided_choice": ["a", "b"]}),
+            "guided_choice",
+            "does not support",
+        ),
+        (
+            json!({"guided_grammar": "root ::= \"a\""}),
+            "guided_grammar",
+            "does not support",
+        ),
+        (
+            json!({"skip_special_tokens": false}),
+            "skip_special_tokens",
+            "does not support",
+        ),
         (
             json!({"stream_options": {"include_usage": true}}),
             "stream_options",
@@ -191,7 +217,8 @@ fn wrong_fields_are_named_with_their_value_and_range() {
         );
     }
     // Neutral values, and fields that only OpenAI's service reads, change nothing.
-    let body = json!({"prompt": "a", "max_tokens": 1, "suffix": null, "user": "me", "bad_words": [], "best_of": 1});
+    let body = json!({"prompt": "a", "max_tokens": 1, "suffix": null, "user": "me", "bad_words": [], "best_of": 1,
+        "skip_special_tokens": true, "guided_json": null});
     assert_eq!(post(server.address, "/v1/completions", &body).status, 200);
     server.check_empty();
 }

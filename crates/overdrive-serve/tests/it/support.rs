@@ -213,6 +213,18 @@ impl TestServer {
         TestServer::of(server, gate)
     }
 
+    /// Starts a server with another tokenizer.
+    pub(crate) fn with_tokenizer(tokenizer: Tokenizer) -> TestServer {
+        let gate = Gate::new(true);
+        let engine = gated_engine(model(), gate.clone(), |_| {});
+        let tokenizer = Arc::new(tokenizer);
+        let engine = engine.with_tokenizer(Arc::clone(&tokenizer));
+        let engine = EngineHandle::spawn(engine).unwrap();
+        let options = ServerOptions::default();
+        let server = Server::new(engine, served(tokenizer), options).unwrap();
+        TestServer::of(server, gate)
+    }
+
     fn of(server: Server, gate: Gate) -> TestServer {
         let listener = TcpListener::bind("127.0.0.1:0").unwrap();
         let address = listener.local_addr().unwrap();
@@ -275,25 +287,36 @@ pub(crate) fn server(
     template: Option<ChatTemplate>,
 ) -> Server {
     let tokenizer = Arc::new(tokenizer());
-    let mut config = EngineConfig::default();
-    config.block_size = 4;
-    config.num_blocks = Some(512);
-    config.max_num_seqs = 16;
-    config.max_num_batched_tokens = Some(64);
-    engine(&mut config);
-    let engine = Engine::new(Gated(model, gate), config).unwrap();
-    let engine = engine.with_tokenizer(Arc::clone(&tokenizer));
-    let base = GenerationConfig {
-        eos_token_id: vec![END],
-        ..defaults()
-    };
-    let mut served = ServedModel::new(NAME, tokenizer, base);
+    let engine = gated_engine(model, gate, engine).with_tokenizer(Arc::clone(&tokenizer));
+    let mut served = served(tokenizer);
     if let Some(template) = template {
         served = served.with_template(template);
     }
     let mut options = ServerOptions::default();
     change(&mut options);
     Server::new(EngineHandle::spawn(engine).unwrap(), served, options).unwrap()
+}
+
+fn gated_engine(
+    model: CausalLm,
+    gate: Gate,
+    change: impl FnOnce(&mut EngineConfig),
+) -> Engine<Gated> {
+    let mut config = EngineConfig::default();
+    config.block_size = 4;
+    config.num_blocks = Some(512);
+    config.max_num_seqs = 16;
+    config.max_num_batched_tokens = Some(64);
+    change(&mut config);
+    Engine::new(Gated(model, gate), config).unwrap()
+}
+
+fn served(tokenizer: Arc<Tokenizer>) -> ServedModel {
+    let base = GenerationConfig {
+        eos_token_id: vec![END],
+        ..defaults()
+    };
+    ServedModel::new(NAME, tokenizer, base)
 }
 
 pub(crate) fn open_gate() -> Gate {
