@@ -12,9 +12,10 @@ pub struct CacheFlags {
     /// Number of tokens in a sliding cache, for a model without its own window
     #[arg(long)]
     pub window: Option<i64>,
-    /// Number of first tokens that a sliding cache also keeps; with a few of them, generation can be endless
-    #[arg(long, default_value_t = 0)]
-    pub sinks: i64,
+    /// Number of first tokens that a sliding cache also keeps [default: the model's, else 0]; with a few of them,
+    /// generation can be endless
+    #[arg(long)]
+    pub sinks: Option<i64>,
 }
 
 /// The kinds of key/value cache; with `none`, all keys and values are recomputed for each token.
@@ -48,6 +49,6 @@ impl CacheFlags {
         }
         let cache = &mut config.cache_config;
         cache.window_length = self.window.or(cache.window_length);
-        cache.num_sink_tokens = self.sinks;
+        cache.num_sink_tokens = self.sinks.unwrap_or(cache.num_sink_tokens);
     }
 }

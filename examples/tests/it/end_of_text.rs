@@ -5,7 +5,7 @@ use std::fs;
 use std::path::Path;
 
 use clap::Parser;
-use overdrive::generation::{FinishReason, generate};
+use overdrive::generation::{FinishReason, GenerationConfig, generate};
 use overdrive_examples::{CacheFlags, GenerationFlags, ModelFlags};
 use serde_json::json;
 
@@ -89,5 +89,19 @@ fn a_file_or_a_folder_gives_the_tokenizer_unless_another_is_named() {
         let out = tempfile::tempdir().unwrap();
         flags.model.copy_tokenizer(out.path()).unwrap();
         assert!(out.path().join("tokenizer.json").is_file());
+    }
+}
+
+#[test]
+fn the_flag_for_sinks_replaces_the_setting_of_the_model_only_if_it_is_given() {
+    for (flags, sinks) in [
+        (&[][..], 4),
+        (&["--sinks", "2"][..], 2),
+        (&["--sinks", "0"][..], 0),
+    ] {
+        let mut config = GenerationConfig::default();
+        config.cache_config.num_sink_tokens = 4;
+        parse(Path::new("model"), flags).cache.apply(&mut config);
+        assert_eq!(config.cache_config.num_sink_tokens, sinks, "{flags:?}");
     }
 }
