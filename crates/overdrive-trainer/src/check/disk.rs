@@ -84,7 +84,7 @@ fn kept_snapshots(arguments: &TrainingArguments, plan: &TrainingPlan) -> u64 {
     };
     let limit = arguments.save_total_limit.map_or(u64::MAX, |limit| {
         // The new one is complete before the oldest is removed, and the best one is kept beside the newest.
-        let best = u64::from(arguments.load_best_model_at_end && limit == 1);
+        let best = u64::from(plan.eval_steps.is_some() && limit == 1);
         limit as u64 + 1 + best
     });
     written.min(limit)
