@@ -232,11 +232,12 @@ fn fine_tuning_refuses_evaluations_that_it_cannot_make() {
                 .to_owned()
         )
     );
-    error(serde_json::json!({ "eval_on_start": true, "eval_steps": 5 })).expect("held out");
+    error(serde_json::json!({ "eval_on_start": true, "eval_strategy": "epoch" }))
+        .expect("held out");
     // No bytes are counted.
     let bits = serde_json::json!({
         "metric_for_best_model": "eval_bits_per_byte",
-        "eval_steps": 5,
+        "eval_strategy": "epoch",
         "early_stopping_patience": 2,
     });
     assert_eq!(
@@ -247,7 +248,8 @@ fn fine_tuning_refuses_evaluations_that_it_cannot_make() {
                 .to_owned()
         )
     );
-    error(serde_json::json!({ "metric_for_best_model": "loss", "eval_steps": 5 })).expect("valid");
+    error(serde_json::json!({ "metric_for_best_model": "loss", "eval_strategy": "epoch" }))
+        .expect("valid");
 }
 
 #[test]
