@@ -110,13 +110,15 @@ fn check(arguments: &TrainingArguments, group: &ProcessGroup, device: Device) ->
 /// Makes another try continue the run in its folder, which is open. The example `finetune` uses it too.
 pub(crate) fn continue_in(arguments: &mut TrainingArguments, folder: &RunFolder) {
     arguments.output_dir = Some(folder.root().to_owned());
+    if !arguments.auto_find_batch_size {
+        return;
+    }
     arguments.overwrite_output_dir = false;
-    let named = matches!(
+    // No change for this try: the folder of a new run has no snapshot yet.
+    if !matches!(
         arguments.resume_from_checkpoint,
         Some(ResumeFromCheckpoint::Folder(_))
-    );
-    if !named {
-        // No change for this try: the folder of a new run has no snapshot yet.
+    ) {
         arguments.resume_from_checkpoint = Some(ResumeFromCheckpoint::Latest(true));
     }
 }
