@@ -176,8 +176,7 @@ fn attempt(
     };
     if let Some(folder) = &folder {
         say(&format!("run folder  {}", folder.root().display()));
-        // Another try continues in it.
-        arguments.training.output_dir = Some(folder.root().to_owned());
+        train::continue_in(&mut arguments.training, folder);
     }
     let arguments = &*arguments;
     let training = train::Training {

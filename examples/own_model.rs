@@ -44,7 +44,7 @@ struct Flags {
     /// Seed of the weights, the images, their order and dropout
     #[arg(long, default_value_t = 42)]
     seed: u64,
-    /// Number of steps between snapshots
+    /// Number of steps between snapshots, 0 for the last step only
     #[arg(long, default_value_t = 50)]
     save_steps: u64,
     /// Resume from the newest snapshot in `--out` (true), or from the one in this folder
@@ -198,7 +198,7 @@ fn run(flags: &Flags) -> Result<RunEnd> {
         if step % 50 == 0 && group.is_main() {
             print_line(format_args!("step {step}  loss {loss:.4}"));
         }
-        if stop || step % flags.save_steps == 0 || step == flags.steps {
+        if stop || step.is_multiple_of(flags.save_steps) || step == flags.steps {
             snapshots.save_state(step, None, state!())?;
         }
         if stop {

@@ -24,7 +24,7 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::optim::{EarlyStopping, Ema, LrScheduler, Optimizer};
 use overdrive::precision::{GradScaler, Precision};
 use overdrive::profiling::Phase;
-use overdrive::snapshot::RunState;
+use overdrive::snapshot::{RunState, Snapshot};
 use overdrive::sys::{is_out_of_memory, memory};
 use overdrive::tracking::{StepMetrics, Trackers};
 use overdrive::trainer::{
@@ -107,6 +107,22 @@ fn check(arguments: &TrainingArguments, group: &ProcessGroup, device: Device) ->
     }
 }
 
+/// Makes another try continue the run in its folder, which is open. The example `finetune` uses it too.
+pub(crate) fn continue_in(arguments: &mut TrainingArguments, folder: &RunFolder) {
+    arguments.output_dir = Some(folder.root().to_owned());
+    if !arguments.auto_find_batch_size {
+        return;
+    }
+    arguments.overwrite_output_dir = false;
+    // No change for this try: the folder of a new run has no snapshot yet.
+    if !matches!(
+        arguments.resume_from_checkpoint,
+        Some(ResumeFromCheckpoint::Folder(_))
+    ) {
+        arguments.resume_from_checkpoint = Some(ResumeFromCheckpoint::Latest(true));
+    }
+}
+
 /// With `auto_find_batch_size`, prepares another try after memory ran out: micro-batches of at most half the size, which
 /// continue the run in its folder. Returns `false` if there is none. The example `finetune` uses it too.
 pub(crate) fn retry(
@@ -120,9 +136,11 @@ pub(crate) fn retry(
     if !searches || !is_out_of_memory(&**error) || !arguments.halve_batch(1)? {
         return Ok(false);
     }
-    // Without a folder, memory ran out before there was one.
-    if arguments.output_dir.is_some() {
-        arguments.overwrite_output_dir = false;
+    // A snapshot that was named, perhaps of another run, is the last one until this run has saved its own.
+    if let (Some(root), Some(ResumeFromCheckpoint::Folder(_))) =
+        (&arguments.output_dir, &arguments.resume_from_checkpoint)
+        && !Snapshot::list(root)?.is_empty()
+    {
         arguments.resume_from_checkpoint = Some(ResumeFromCheckpoint::Latest(true));
     }
     let batch = arguments.batch_plan(1)?;
@@ -149,7 +167,7 @@ fn train(
     // Created after all checks of data and model, so that a failed start leaves no empty run.
     let folder = RunFolder::open_or_create(group, arguments)?;
     say(&format!("run folder  {}", folder.root().display()));
-    arguments.output_dir = Some(folder.root().to_owned());
+    continue_in(arguments, &folder);
     let arguments = &*arguments;
 
     let training = Training {
@@ -334,8 +352,9 @@ impl Training<'_> {
                 if !stop {
                     found.apply_to(&mut metrics);
                     log.summary.evaluation = Some(found);
-                    metric = arguments.best_model_metric(&found)?;
-                    improved = metric.is_some_and(|value| state.best.observe(step, value).improved);
+                    let value = arguments.best_model_metric(&found)?;
+                    metric = Some(value);
+                    improved = state.best.observe(step, value).improved;
                 }
             }
             log.summary.interrupted = stop;

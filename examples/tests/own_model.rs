@@ -108,6 +108,22 @@ fn a_run_that_is_killed_and_resumed_is_bit_equal_to_one_that_never_stopped() {
     }
 }
 
+#[test]
+fn without_an_interval_only_the_last_step_is_saved() {
+    let dir = tempfile::tempdir().unwrap();
+    let out = dir.path().join("run");
+    let output = Command::new(program())
+        .args([Path::new("--out"), &out])
+        .args(["--steps", "3", "--save-steps", "0"])
+        .env("OMP_NUM_THREADS", "1")
+        .output()
+        .unwrap();
+    let said = String::from_utf8(output.stderr).unwrap();
+    assert_eq!(output.status.code(), Some(0), "{said}");
+    let saved = Snapshot::list(&out).unwrap();
+    assert_eq!(saved.iter().map(Snapshot::step).collect::<Vec<_>>(), [3]);
+}
+
 /// Changes a byte of the weights of a snapshot.
 fn damage(out: &Path, step: usize) {
     let path = out.join(format!("checkpoint-{step}/model.safetensors"));

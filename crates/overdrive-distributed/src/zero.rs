@@ -43,6 +43,9 @@ pub struct ZeroRedundancyOptimizer<O> {
     /// For each parameter group, the index of its shard in `inner`; `None` if this rank has no shard of it.
     inner_groups: Vec<Option<usize>>,
     learning_rates: Vec<f64>,
+    /// If `true`, the optimizers of all ranks support `step_scaled`. The shards of two ranks may have different
+    /// optimizers, and a gradient scaler issues other collectives for one that supports it.
+    supports_step_scaled: bool,
 }
 
 impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
@@ -86,9 +89,12 @@ impl<O: Optimizer> ZeroRedundancyOptimizer<O> {
         } else {
             Some(build(own_groups)?)
         };
+        // A rank without a shard steps nothing, whatever the scale.
+        let own = inner.as_ref().is_none_or(Optimizer::supports_step_scaled);
         let mut optimizer = Self {
             group: group.clone(),
             id: OptimizerId::unique(),
+            supports_step_scaled: group.all(own)?,
             inner,
             learning_rates: vec![0.0; owned.len()],
             owned,
@@ -209,10 +215,7 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
     }
 
     fn supports_step_scaled(&self) -> bool {
-        // A rank without a shard steps nothing, whatever the scale.
-        self.inner
-            .as_ref()
-            .is_none_or(Optimizer::supports_step_scaled)
+        self.supports_step_scaled
     }
 
     /// Skips the step on all ranks if one of them would skip it.

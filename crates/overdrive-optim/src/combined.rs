@@ -2,6 +2,7 @@
 
 use std::collections::BTreeMap;
 
+use overdrive_core::check_non_negative;
 use tch::Tensor;
 
 use crate::state_metadata::mismatch;
@@ -11,7 +12,8 @@ use crate::{Error, GradScaling, Optimizer, OptimizerId, Result, StateDict};
 /// the matrices of the hidden layers and [`AdamW`](crate::AdamW) for all other parameters.
 ///
 /// Groups, learning rates and parameters are those of the first optimizer, then those of the second, and
-/// so on. The state contains each optimizer under its name.
+/// so on. The state contains each optimizer under its name. Loading one takes a copy of the present states of all
+/// optimizers but the last, so that an error changes none of them.
 ///
 /// ```
 /// use overdrive_optim::{
@@ -123,6 +125,10 @@ impl Optimizer for CombinedOptimizer {
             let given = learning_rates.len();
             return Err(Error::LearningRateCount { given, groups });
         }
+        // All are checked before an optimizer gets its own.
+        for &rate in learning_rates {
+            check_non_negative("learning_rate", rate)?;
+        }
         // The number was checked above, so `split_at` cannot panic.
         let mut rest = learning_rates;
         for (_, optimizer) in &mut self.optimizers {
@@ -160,19 +166,42 @@ impl Optimizer for CombinedOptimizer {
                 "it is for the optimizers {stored:?}, and these are {own:?}"
             )));
         }
-        for (name, optimizer) in &mut self.optimizers {
+        // An error of a later optimizer gives the earlier ones their states back; that of the last is not needed.
+        let earlier = self.each().take(self.optimizers.len().saturating_sub(1));
+        let before: Vec<StateDict> = earlier
+            .map(|optimizer| copied(optimizer.state_dict()?))
+            .collect::<Result<_>>()?;
+        for index in 0..self.optimizers.len() {
+            let (name, optimizer) = &mut self.optimizers[index];
             let prefix = format!("{name}/");
             let own = state.tensors.iter().filter_map(|(key, tensor)| {
                 let key = key.strip_prefix(&prefix)?.to_owned();
                 Some((key, tensor.shallow_clone()))
             });
-            optimizer.load_state_dict(&StateDict {
+            let loaded = optimizer.load_state_dict(&StateDict {
                 tensors: own.collect(),
                 metadata: state.metadata[name.as_str()].clone(),
-            })?;
+            });
+            if let Err(error) = loaded {
+                let changed = self.optimizers[..index].iter_mut().zip(&before);
+                for ((_, optimizer), state) in changed {
+                    optimizer.load_state_dict(state)?;
+                }
+                return Err(error);
+            }
         }
         Ok(())
     }
+}
+
+/// Returns the state with tensors of its own: an optimizer may load another state in place.
+fn copied(state: StateDict) -> Result<StateDict> {
+    let copy = |(name, tensor): (String, Tensor)| Ok((name, tensor.f_detach_copy()?));
+    let tensors = state.tensors.into_iter().map(copy);
+    Ok(StateDict {
+        tensors: tensors.collect::<Result<_>>()?,
+        metadata: state.metadata,
+    })
 }
 
 impl std::fmt::Debug for CombinedOptimizer {

@@ -462,31 +462,35 @@ impl GradScaler {
     /// Returns a scalar above 0 if any optimizer found an infinity, on the device of `scale`; `None`
     /// if no gradient was checked.
     fn any_found_inf(&self, scale: &Tensor) -> Result<Option<Tensor>> {
-        // The flags are added on the device: comparing them would wait for it.
-        let flags = self
-            .optimizers
-            .values()
-            .flat_map(|progress| &progress.found_inf);
-        flags.map(|(_, flag)| flag).try_fold(None, |sum, flag| {
-            let flag = on(flag, scale.device())?;
-            Ok(Some(match sum {
-                Some(sum) => Tensor::f_add(&sum, &flag)?,
-                None => flag,
-            }))
-        })
+        let recorded = self.optimizers.values();
+        sum_of(
+            recorded.flat_map(|progress| &progress.found_inf),
+            scale.device(),
+        )
     }
 
     fn combined_found_inf(&self, id: OptimizerId, device: Device) -> Result<Tensor> {
-        let mut flags = self.recorded(id)?.found_inf.iter();
-        let Some((_, first)) = flags.next() else {
-            return Err(Error::NoInfChecks {
-                what: "this optimizer",
-            });
-        };
-        flags.try_fold(on(first, device)?, |sum, (_, flag)| {
-            Ok(sum.f_add(&on(flag, device)?)?)
+        let sum = sum_of(&self.recorded(id)?.found_inf, device)?;
+        sum.ok_or(Error::NoInfChecks {
+            what: "this optimizer",
         })
     }
+}
+
+/// Returns the sum of flags on `device`, to which they are added: comparing them would wait for it. `None` if there are
+/// none.
+fn sum_of<'a>(
+    flags: impl IntoIterator<Item = &'a (Device, Tensor)>,
+    device: Device,
+) -> Result<Option<Tensor>> {
+    let mut flags = flags.into_iter();
+    flags.try_fold(None, |sum: Option<Tensor>, (_, flag)| {
+        let flag = on(flag, device)?;
+        Ok(Some(match sum {
+            Some(sum) => sum.f_add(&flag)?,
+            None => flag,
+        }))
+    })
 }
 
 /// A disabled scaler has an empty state, and loads only an empty state.

@@ -5,6 +5,7 @@ use std::collections::VecDeque;
 use overdrive_sys::op::{self, Value};
 use overdrive_sys::profiler::DeviceEvent;
 use overdrive_sys::raw::host_value;
+use overdrive_sys::transfer::empty_pinned;
 use tch::{Device, Kind, Tensor};
 
 use crate::{CollapseThresholds, Result, ScaleWarning, ScalerStatistics};
@@ -91,16 +92,11 @@ impl ScaleMonitor {
     fn send(&mut self, sample: &Tensor) -> Result<Sample> {
         let (host, mut event) = match self.free.pop() {
             Some(pair) => pair,
-            None => {
-                // Only a copy to pinned memory is asynchronous.
-                let plain = Tensor::f_empty([2], (Kind::Float, Device::Cpu))?;
-                let pinned = op::call("aten::pin_memory", "", &[Value::Tensor(&plain)])?;
-                let pinned = pinned
-                    .into_iter()
-                    .next()
-                    .map_or(Ok(plain), op::Output::into_tensor)?;
-                (pinned, DeviceEvent::new(sample.device())?)
-            }
+            // Only a copy to pinned memory is asynchronous.
+            None => (
+                empty_pinned(&[2], Kind::Float)?,
+                DeviceEvent::new(sample.device())?,
+            ),
         };
         let non_blocking = Value::Bool(true);
         let arguments = [Value::Tensor(&host), Value::Tensor(sample), non_blocking];

@@ -10,6 +10,8 @@ use crate::{Error, GradientCheckpointingArguments, Result};
 
 /// The number of keys that an error lists; a longer list is left out.
 const MAX_KEYS_LISTED: usize = 16;
+/// The number of characters of a string that an error shows.
+const MAX_TEXT: usize = 40;
 
 pub(crate) fn as_value(arguments: &impl Serialize) -> Result<Value> {
     serde_json::to_value(arguments).map_err(|error| Error::Unwritable {
@@ -169,8 +171,9 @@ pub(crate) fn describe(value: &Value) -> String {
         Value::Null => "empty".to_owned(),
         Value::Bool(value) => format!("{value}"),
         Value::Number(number) => format!("the number {number}"),
-        Value::String(text) if text.chars().count() > 40 => {
-            format!("the text \"{}…\"", "the string \"{}…\"",)
+        Value::String(text) if text.chars().count() > MAX_TEXT => {
+            let start: String = text.chars().take(MAX_TEXT).collect();
+            format!("the string \"{start}…\"")
         }
         Value::String(text) => format!("the string \"{text}\""),
         Value::Array(_) => "a list".to_owned(),

@@ -14,6 +14,18 @@ use crate::{OptimizerName, Result, TrainingArguments};
 /// The number of steps before the trace: by then caches are warm and kernels compiled.
 pub(crate) const STEPS_BEFORE_TRACE: u64 = 5;
 
+/// Returns the size of an optimizer's states in a snapshot, where paged ones are as large as others.
+pub(crate) fn stored_states(optimizer: OptimizerName) -> OptimizerMemory {
+    match optimizer {
+        OptimizerName::AdamwTorchFused | OptimizerName::PagedAdamw32bit => OptimizerMemory::AdamW,
+        OptimizerName::Adamw8bit | OptimizerName::PagedAdamw8bit => OptimizerMemory::AdamW8bit,
+        OptimizerName::Lion32bit => OptimizerMemory::Lion,
+        OptimizerName::Adafactor => OptimizerMemory::Adafactor,
+        OptimizerName::Sgd => OptimizerMemory::Sgd,
+        OptimizerName::Muon => OptimizerMemory::Muon,
+    }
+}
+
 impl TrainingArguments {
     /// Returns the plan of the memory that the run needs in `precision` with a tokenizer of `vocab_size` tokens;
     /// its [estimate](MemoryPlan::estimate) can be displayed.
@@ -58,16 +70,11 @@ impl TrainingArguments {
         };
         plan.fused_kernels = self.fused_kernels;
         plan.optimizer = match self.optim {
-            OptimizerName::AdamwTorchFused => OptimizerMemory::AdamW,
-            OptimizerName::Adamw8bit => OptimizerMemory::AdamW8bit,
             // Paged states are outside the device's memory, whatever their width.
             OptimizerName::PagedAdamw32bit | OptimizerName::PagedAdamw8bit => {
                 OptimizerMemory::PagedAdamW
             }
-            OptimizerName::Lion32bit => OptimizerMemory::Lion,
-            OptimizerName::Adafactor => OptimizerMemory::Adafactor,
-            OptimizerName::Sgd => OptimizerMemory::Sgd,
-            OptimizerName::Muon => OptimizerMemory::Muon,
+            other => stored_states(other),
         };
         plan.accumulates = self.gradient_accumulation_steps > 1;
         plan

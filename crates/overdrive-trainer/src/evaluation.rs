@@ -4,7 +4,7 @@ use overdrive_tracking::StepMetrics;
 use serde::{Deserialize, Serialize};
 
 use crate::validate::invalid;
-use crate::{Result, TrainingArguments};
+use crate::{IntervalStrategy, Result, TrainingArguments};
 
 /// The result of an evaluation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -39,15 +39,24 @@ pub(crate) enum Metric {
 }
 
 impl TrainingArguments {
-    /// Returns the value of the metric that `metric_for_best_model` names, if it was measured.
+    /// Returns the value of the metric that `metric_for_best_model` names.
     ///
     /// # Errors
-    /// [`crate::Error::Common`] if the key names no metric.
-    pub fn best_model_metric(&self, evaluation: &Evaluation) -> Result<Option<f64>> {
-        Ok(match self.metric()? {
-            Metric::Loss => Some(evaluation.loss),
-            Metric::BitsPerByte => evaluation.bits_per_byte,
-        })
+    /// [`crate::Error::Common`] if the key names no metric, or bits per byte and the bytes were not counted.
+    pub fn best_model_metric(&self, evaluation: &Evaluation) -> Result<f64> {
+        match self.metric()? {
+            Metric::Loss => Ok(evaluation.loss),
+            Metric::BitsPerByte => evaluation.bits_per_byte.map_or_else(not_counted, Ok),
+        }
+    }
+
+    /// Checks that evaluations, if there are any, have the metric that `metric_for_best_model` names.
+    pub(crate) fn check_metric(&self, counts_bytes: bool) -> Result<()> {
+        let evaluates = self.eval_on_start || self.eval_strategy != IntervalStrategy::No;
+        match self.metric()? {
+            Metric::BitsPerByte if evaluates && !counts_bytes => not_counted(),
+            _ => Ok(()),
+        }
     }
 
     /// Returns the metric that `metric_for_best_model` names.
@@ -60,4 +69,11 @@ impl TrainingArguments {
             _ => invalid("metric_for_best_model", name, "`loss` or `bits_per_byte`"),
         }
     }
+}
+
+/// Returns the error of bits per byte where they do not exist.
+fn not_counted<T>() -> Result<T> {
+    let expected = "`loss` where the bytes of the text are not known: in fine-tuning, and for files of tokens such \
+                    as nanoGPT's";
+    invalid("metric_for_best_model", "bits_per_byte", expected)
 }

@@ -80,8 +80,8 @@ impl RunFolder {
     ///
     /// Without `output_dir` it is `runs/<preset>-<number>` in the working directory, with the next free
     /// number; two programs that start at the same time get two folders. A given folder may hold anything
-    /// but a run; with `overwrite_output_dir` the files of that run (and no others) are removed, unless it is still
-    /// running.
+    /// but a run, or files and snapshots of another program under the names of a run's; with `overwrite_output_dir` the
+    /// files of that run (and no others) are removed, unless it is still running.
     ///
     /// # Errors
     /// [`Error::RunExists`], [`Error::InTheWay`], [`Error::NotWritable`], and
@@ -262,8 +262,8 @@ impl RunFolder {
         Ok(run)
     }
 
-    /// Checks that the folder holds no run, or one that may be overwritten, and no file of others that a run would
-    /// overwrite.
+    /// Checks that the folder holds no run, or one that may be overwritten, and no file or snapshot of others that a
+    /// run would overwrite.
     fn check_free(&self, overwrite: bool) -> Result<()> {
         if self.arguments().exists() {
             return match overwrite {
@@ -282,7 +282,10 @@ impl RunFolder {
             self.model(),
             self.averaged_model(),
         ];
-        match names.into_iter().find(|path| path.exists()) {
+        // A snapshot of the same step would replace one of another program, which has these names too.
+        let snapshots = self.numbered_folders(&[CHECKPOINT, ABANDONED])?;
+        let mut taken = names.into_iter().chain(snapshots);
+        match taken.find(|path| path.exists()) {
             Some(path) => Err(Error::InTheWay { path }),
             None => Ok(()),
         }

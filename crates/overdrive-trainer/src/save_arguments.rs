@@ -71,8 +71,8 @@ impl TrainingArguments {
         };
         SnapshotOptions {
             total_limit: self.save_total_limit,
-            // Without it rotation may delete the best snapshot.
-            best: self.load_best_model_at_end.then_some(best),
+            // Whatever is loaded at the end: without evaluations no snapshot has a metric, and none is the best.
+            best: Some(best),
             ..SnapshotOptions::default()
         }
     }

@@ -158,6 +158,7 @@ impl TextData {
         // evaluation.
         self.train_loader(arguments, Device::Cpu)?;
         self.validation_loader(arguments, Device::Cpu)?;
+        arguments.check_metric(self.validation.bits_per_byte(1.0).is_some())?;
         Ok(self)
     }
 

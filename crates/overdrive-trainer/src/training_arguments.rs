@@ -183,8 +183,7 @@ pub struct TrainingArguments {
     /// The number of steps between snapshots; below 1 a fraction of all steps. There is always one after the
     /// last step. Default 500.
     pub save_steps: f64,
-    /// The number of snapshots to keep; the newest, and with `load_best_model_at_end` the best, are always
-    /// kept. Default: all.
+    /// The number of snapshots to keep; the newest and, with evaluations, the best are always kept. Default: all.
     pub save_total_limit: Option<usize>,
     /// The snapshot to resume from: `true` for the newest complete one in `output_dir` (a new run if there is
     /// none), or its folder. Default: a new run.
@@ -194,8 +193,8 @@ pub struct TrainingArguments {
     pub resume_with_changes: bool,
     /// If `true`, the weights of the best snapshot are loaded at the end. Default `false`.
     pub load_best_model_at_end: bool,
-    /// The metric that determines the best snapshot: `loss` or `bits_per_byte` of the evaluations, also with
-    /// the prefix `eval_`. Default `loss`.
+    /// The metric that determines the best snapshot: `loss`, or `bits_per_byte` where the bytes of the text are known
+    /// (not in fine-tuning), of the evaluations; also with the prefix `eval_`. Default `loss`.
     pub metric_for_best_model: Option<String>,
     /// If `true`, a greater value of that metric is better. Default `false`.
     pub greater_is_better: Option<bool>,

@@ -2,6 +2,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output};
 
 use anyhow::{Context, Result, anyhow, bail};
+use overdrive::optim::{LrSchedulerType, ScheduleOptions};
 use overdrive::tracking::{StepMetrics, read_metrics};
 use overdrive::trainer::{
     IntervalStrategy, RunFolder, SaveStrategy, TrainingArguments, Trial, TrialEnd, TuneCandidate,
@@ -102,6 +103,11 @@ impl Trials {
             resume_from_checkpoint: None,
             load_best_model_at_end: false,
             early_stopping_patience: None,
+            // Phases of the whole schedule may be longer than a trial, whose speed depends on no learning rate.
+            lr_scheduler_type: LrSchedulerType::Constant,
+            lr_scheduler_kwargs: ScheduleOptions::default(),
+            warmup_steps: 0.0,
+            warmup_ratio: 0.0,
             // Each step is waited for, so that its time on a GPU is that of its work.
             logging_steps: 1.0,
             report_to: Vec::new(),

@@ -423,6 +423,34 @@ fn the_best_is_kept_and_patience_ends_the_run() {
 }
 
 #[test]
+fn rotation_keeps_the_best_also_if_it_is_not_loaded_at_the_end() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let evaluated = TrainingArguments {
+        eval_strategy: IntervalStrategy::Steps,
+        eval_steps: Some(2.0),
+        save_steps: 2.0,
+        save_total_limit: Some(2),
+        ..arguments(dir.path())
+    };
+    let only_best = TrainingArguments {
+        save_strategy: SaveStrategy::Best,
+        save_total_limit: Some(1),
+        early_stopping_patience: Some(3),
+        ..evaluated.clone()
+    };
+    // The second evaluation, after step 4, is the best.
+    let found = |evaluation: u64| [3.0, 1.0, 2.0, 2.5, 2.2, 2.1][evaluation as usize - 1];
+    for (arguments, name, last) in [(evaluated, "steps", 12), (only_best, "best", 10)] {
+        let (summary, _) = train(dir.path(), &arguments, name, u64::MAX / 8, &found);
+        summary.unwrap();
+        let kept = Snapshot::list(dir.path().join(name)).unwrap();
+        let steps: Vec<u64> = kept.iter().map(Snapshot::step).collect();
+        assert_eq!(steps, [last, 4], "{name}");
+    }
+}
+
+#[test]
 fn the_averages_at_the_end_are_those_of_the_best_snapshot() {
     let _alone = alone();
     let dir = tempfile::tempdir().unwrap();

@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 
 use overdrive::datasets::{TokenStore, load_tokenizer};
 use overdrive::distributed::ProcessGroup;
-use overdrive::trainer::{ModelArguments, TextData, TrainingArguments};
+use overdrive::trainer::{IntervalStrategy, ModelArguments, TextData, TrainingArguments};
 
 use crate::tokenize_example::{Flags, run};
 
@@ -197,6 +197,18 @@ fn the_files_of_nanogpt_are_trained_on_with_their_own_validation_and_vocabulary(
     fs::remove_file(&val).unwrap();
     let (data, _) = prepare(&small).unwrap();
     assert_eq!((data.train.len(), data.validation.len()), (800, 200));
+
+    // The bytes of the text are not known.
+    let bits = TrainingArguments {
+        metric_for_best_model: Some("bits_per_byte".to_owned()),
+        eval_strategy: IntervalStrategy::Steps,
+        ..small.clone()
+    };
+    let message = error(&bits);
+    assert!(
+        message.contains("`metric_for_best_model` is bits_per_byte; it must be `loss`"),
+        "{message}"
+    );
 
     // Other tokens have another fingerprint.
     drop(data);

@@ -2,7 +2,8 @@
 
 use std::os::unix::fs::PermissionsExt;
 
-use overdrive::trainer::{FinetuneArguments, TuneOutcome};
+use overdrive::optim::{LrSchedulerType, ScheduleOptions};
+use overdrive::trainer::{FinetuneArguments, TrialEnd, TuneCandidate, TuneOutcome};
 use overdrive::transformer::{InitOptions, LlamaConfig, ModelConfig, SaveOptions};
 use overdrive_examples::training::decoder_shape;
 use overdrive_examples::tuning::Trials;
@@ -88,6 +89,29 @@ fn tuning_measures_other_processes_and_writes_a_configuration_that_trains() {
     assert_eq!((read.max_steps, read.learning_rate), (12, 1e-2));
     assert!(wait(&mut shop.start("best", &read)).success());
     assert_eq!(shop.lines("best").len(), 12);
+}
+
+#[test]
+fn a_trial_is_shorter_than_a_phase_of_the_schedule() {
+    let shop = Workshop::new();
+    let arguments = TrainingArguments {
+        lr_scheduler_type: LrSchedulerType::WarmupStableDecay,
+        lr_scheduler_kwargs: ScheduleOptions {
+            num_decay_steps: Some(8),
+            ..ScheduleOptions::default()
+        },
+        warmup_steps: 4.0,
+        ..shop.arguments()
+    };
+    let candidate = TuneCandidate {
+        batch: arguments.batch_plan(1).unwrap(),
+        precision: overdrive::precision::Precision::Fp32,
+        gradient_checkpointing: false,
+        dataloader_num_workers: 0,
+    };
+    let trials = Trials::of(program(&shop), 2, 1);
+    let end = trials.run(&arguments, &candidate).unwrap();
+    assert!(matches!(end, TrialEnd::Measured(_)), "{end}");
 }
 
 #[test]
@@ -258,4 +282,22 @@ fn a_run_that_runs_out_of_memory_continues_with_half_the_micro_batch() {
     assert!(stored.per_device_train_batch_size < 16);
     assert_eq!(stored.sequences_per_step(), 16);
     assert_eq!(shop.lines("found/run").len(), 4);
+
+    // A run that begins at a snapshot of another run begins there again after memory ran out.
+    let first = TrainingArguments {
+        max_steps: 2,
+        ..arguments.clone()
+    };
+    let (succeeded, text) = run("first", &first);
+    assert!(succeeded, "{text}");
+    let snapshot = shop.path("first/run/checkpoint-2");
+    arguments.resume_from_checkpoint = Some(ResumeFromCheckpoint::Folder(snapshot.clone()));
+    let (succeeded, text) = run("second", &arguments);
+    assert!(succeeded, "{text}");
+    let (_, after) = text.split_once("memory ran out; again with").unwrap();
+    let resumed = format!("resumed     from {}", snapshot.display());
+    assert!(after.contains(&resumed), "{text}");
+    let metrics = read_metrics(shop.path("second/run/metrics.jsonl")).unwrap();
+    let steps: Vec<u64> = metrics.records.iter().map(|step| step.step).collect();
+    assert_eq!(steps, [3, 4]);
 }

@@ -5,7 +5,9 @@ use overdrive_distributed::{
     DdpConfig, DistributedDataParallel, Error, GradientCompression, ProcessGroup,
     ZeroRedundancyOptimizer,
 };
-use overdrive_optim::{AdamW, AdamWConfig, Optimizer, ParamGroup, Sgd, SgdConfig};
+use overdrive_optim::{
+    AdamW, AdamWConfig, CombinedOptimizer, Muon, MuonConfig, Optimizer, ParamGroup, Sgd, SgdConfig,
+};
 use overdrive_precision::{GradScaler, GradScalerConfig, StepOutcome};
 use tch::{Device, Kind, Tensor, nn};
 
@@ -228,6 +230,7 @@ fn worker() {
     match scenario.as_str() {
         "zero" => zero(&group),
         "scaler" => scaler(&group),
+        "scaled_muon" => scaled_muon(&group),
         "mismatch" => mismatch(&group),
         "forgotten" => forgotten(&group),
         other => panic!("no scenario {other}"),
@@ -406,6 +409,85 @@ fn a_step_that_a_scaler_skips_on_one_rank_is_skipped_on_all() {
         (&first[..3], &first[6..9]),
         (&[0.0, 1.0, 0.0][..], &[0.0, 1.0, 0.0][..])
     );
+}
+
+/// Muon for the groups named `muon` and AdamW for the others, as the trainer combines them.
+fn muon_and_adamw(groups: Vec<ParamGroup>) -> overdrive_optim::Result<CombinedOptimizer> {
+    let (matrices, others): (Vec<_>, Vec<_>) =
+        groups.into_iter().partition(|group| group.name == "muon");
+    let mut optimizers: Vec<(String, Box<dyn Optimizer>)> = Vec::new();
+    if !matrices.is_empty() {
+        let muon = Muon::new(matrices, MuonConfig::default())?;
+        optimizers.push(("muon".to_owned(), Box::new(muon)));
+    }
+    if !others.is_empty() {
+        let adamw = AdamW::new(others, AdamWConfig::default())?;
+        optimizers.push(("adamw".to_owned(), Box::new(adamw)));
+    }
+    CombinedOptimizer::new(optimizers)
+}
+
+/// Trains a table of `table` rows by AdamW, unless it is 0, and `matrices` matrices by Muon, with a loss scaler. The
+/// second step overflows. Returns 1 for each step that was done and the parameters at the end.
+fn train_scaled(group: &ProcessGroup, sharded: bool, table: i64, matrices: usize) -> Vec<f64> {
+    let parameter =
+        |rows: i64, seed: usize| (pattern(&[rows, 4], seed as f64) * 0.1).set_requires_grad(true);
+    let named = (1..=matrices).map(|number| (format!("matrix{number}"), parameter(4, number)));
+    let mut groups = vec![ParamGroup::new("muon", named.collect())];
+    if table > 0 {
+        let named = vec![("table".to_owned(), parameter(table, 0))];
+        groups.push(ParamGroup::new("adamw", named));
+    }
+    let all = groups.iter().flat_map(|group| &group.parameters);
+    let all: Vec<Tensor> = all.map(|(_, tensor)| tensor.shallow_clone()).collect();
+    let mut optimizer: Box<dyn Optimizer> = match sharded {
+        true => Box::new(ZeroRedundancyOptimizer::new(group, groups, muon_and_adamw).unwrap()),
+        false => Box::new(muon_and_adamw(groups).unwrap()),
+    };
+    let mut scaler = GradScaler::new(GradScalerConfig::default()).unwrap();
+    let mut numbers = Vec::new();
+    for step in 0..3 {
+        let factor = if step == 1 { f64::INFINITY } else { 1.0 };
+        let losses = all.iter().map(|tensor| tensor.square().sum(Kind::Float));
+        let loss = losses.reduce(|sum, loss| sum + loss).unwrap() * factor;
+        scaler.scale(&loss).unwrap().backward();
+        let outcome = scaler.step(&mut *optimizer).unwrap();
+        scaler.update().unwrap();
+        optimizer.zero_grad().unwrap();
+        numbers.push(f64::from(u8::from(outcome == StepOutcome::Stepped)));
+    }
+    for tensor in all {
+        numbers.extend(Vec::<f64>::try_from(tensor.to_kind(Kind::Double).flatten(0, -1)).unwrap());
+    }
+    numbers
+}
+
+/// The shards of two ranks: a table for AdamW and matrices for Muon; a matrix and nothing.
+fn scaled_muon(group: &ProcessGroup) {
+    let mut numbers = Vec::new();
+    for (table, matrices) in [(64, 2), (0, 1)] {
+        for sharded in [false, true] {
+            numbers.extend(train_scaled(group, sharded, table, matrices));
+        }
+    }
+    write_numbers(group, &numbers);
+}
+
+#[test]
+fn a_scaler_steps_shards_of_different_optimizers_as_it_steps_the_whole_one() {
+    let outcome = launch(module_path!(), "scaled_muon", 2);
+    outcome.launched.as_ref().unwrap();
+    let numbers = outcome.numbers(0);
+    assert_eq!(numbers, outcome.numbers(1));
+    // Three outcomes and the elements of the parameters.
+    let lengths = [3 + 64 * 4 + 2 * 16, 3 + 16];
+    assert_eq!(numbers.len(), 2 * (lengths[0] + lengths[1]));
+    let (first, second) = numbers.split_at(2 * lengths[0]);
+    for (numbers, length) in [first, second].into_iter().zip(lengths) {
+        let (whole, sharded) = numbers.split_at(length);
+        assert_eq!(whole[..3], [1.0, 0.0, 1.0]);
+        assert_eq!(whole, sharded);
+    }
 }
 
 fn mismatch(group: &ProcessGroup) {

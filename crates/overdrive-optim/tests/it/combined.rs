@@ -2,6 +2,7 @@
 
 use overdrive_optim::{
     AdamW, AdamWConfig, CombinedOptimizer, Error, Muon, MuonConfig, Optimizer, ParamGroup,
+    StateDict,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -101,6 +102,61 @@ fn the_state_of_each_optimizer_is_stored_and_loaded_under_its_name() {
         optimizer.step().unwrap();
     }
     assert_eq!((matrix, vector), (other_matrix, other_vector));
+}
+
+#[test]
+fn an_error_of_a_later_optimizer_leaves_the_earlier_ones_as_they_were() {
+    let (matrix, vector) = weights();
+    // AdamW comes first, and loads into the memory of its state if it is capturable.
+    let capturable = AdamWConfig {
+        capturable: true,
+        ..AdamWConfig::default()
+    };
+    let first = AdamW::new(group("vector", &vector), capturable).unwrap();
+    let optimizers: [(String, Box<dyn Optimizer>); 3] = [
+        ("adamw".to_owned(), Box::new(first)),
+        ("muon".to_owned(), muon(&matrix)),
+        (
+            "last".to_owned(),
+            adamw(&Tensor::ones([2], (Kind::Float, Device::Cpu)).set_requires_grad(true)),
+        ),
+    ];
+    let mut optimizer = CombinedOptimizer::new(optimizers).unwrap();
+    optimizer.set_learning_rates(&[1e-2, 2e-2, 3e-2]).unwrap();
+    let error = optimizer.set_learning_rates(&[0.1, 0.2, -1.0]).unwrap_err();
+    assert!(error.to_string().contains("learning_rate"), "{error}");
+    assert_eq!(optimizer.learning_rates(), [1e-2, 2e-2, 3e-2]);
+
+    let fresh = optimizer.state_dict().unwrap();
+    let fresh = StateDict {
+        tensors: fresh
+            .tensors
+            .iter()
+            .map(|(name, tensor)| (name.clone(), tensor.copy()))
+            .collect(),
+        metadata: fresh.metadata,
+    };
+    backward(&matrix, &vector);
+    optimizer.step().unwrap();
+    optimizer.zero_grad().unwrap();
+    let values = |optimizer: &CombinedOptimizer| {
+        let state = optimizer.state_dict().unwrap();
+        let tensors = state.tensors.into_iter();
+        let values = tensors.map(|(name, tensor)| {
+            let numbers = Vec::<f32>::try_from(tensor.flatten(0, -1)).unwrap();
+            (name, numbers)
+        });
+        (values.collect::<Vec<_>>(), state.metadata)
+    };
+    let before = values(&optimizer);
+    // The states of the first two fit.
+    let mut wrong = fresh;
+    wrong.metadata["adamw"]["groups"][0]["learning_rate"] = 0.5.into();
+    wrong.metadata["last"]["format_version"] = 99.into();
+    let error = optimizer.load_state_dict(&wrong).unwrap_err();
+    assert!(matches!(error, Error::StateMismatch { .. }), "{error}");
+    assert_eq!(values(&optimizer), before);
+    assert_eq!(optimizer.learning_rates(), [1e-2, 2e-2, 3e-2]);
 }
 
 #[test]

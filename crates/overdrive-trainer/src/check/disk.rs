@@ -1,10 +1,10 @@
 //! The check of the disk: the snapshots and the model against the free space.
 
 use overdrive_core::units;
-use overdrive_profiling::{DecoderShape, OptimizerMemory};
 
 use super::{Finding, MachineFacts, Sizes};
-use crate::{OptimizerName, Result, SaveStrategy, TrainingArguments, TrainingPlan};
+use crate::estimates::stored_states;
+use crate::{Result, SaveStrategy, TrainingArguments, TrainingPlan};
 
 /// The bytes of an fp32 weight.
 const WEIGHT: u64 = 4;
@@ -26,7 +26,7 @@ pub(super) fn finding(
     };
     // The model is written at the end, with its averages, besides what the snapshots take.
     let model = weights.saturating_add(averages);
-    let snapshot = model.saturating_add(optimizer_bytes(arguments, &shape));
+    let snapshot = model.saturating_add(stored_states(arguments.optim).bytes(&shape));
     let plan = match sizes.micro_batches_per_epoch {
         Some(micro_batches) => Some(arguments.plan(micro_batches)?),
         // Without data the number of snapshots is known only if they come by steps, of which the number was given.
@@ -57,19 +57,6 @@ pub(super) fn finding(
     Ok(Finding::fine("disk", what))
 }
 
-/// Returns the bytes of the optimizer's state in a snapshot, where paged states are as large as others.
-fn optimizer_bytes(arguments: &TrainingArguments, shape: &DecoderShape) -> u64 {
-    let memory = match arguments.optim {
-        OptimizerName::AdamwTorchFused | OptimizerName::PagedAdamw32bit => OptimizerMemory::AdamW,
-        OptimizerName::Adamw8bit | OptimizerName::PagedAdamw8bit => OptimizerMemory::AdamW8bit,
-        OptimizerName::Lion32bit => OptimizerMemory::Lion,
-        OptimizerName::Adafactor => OptimizerMemory::Adafactor,
-        OptimizerName::Sgd => OptimizerMemory::Sgd,
-        OptimizerName::Muon => OptimizerMemory::Muon,
-    };
-    memory.bytes(shape)
-}
-
 /// Returns the greatest number of snapshots that lie on the disk at the same time.
 fn kept_snapshots(arguments: &TrainingArguments, plan: &TrainingPlan) -> u64 {
     let written = match arguments.save_strategy {
@@ -84,7 +71,7 @@ fn kept_snapshots(arguments: &TrainingArguments, plan: &TrainingPlan) -> u64 {
     };
     let limit = arguments.save_total_limit.map_or(u64::MAX, |limit| {
         // The new one is complete before the oldest is removed, and the best one is kept beside the newest.
-        let best = u64::from(arguments.load_best_model_at_end && limit == 1);
+        let best = u64::from(plan.eval_steps.is_some() && limit == 1);
         limit as u64 + 1 + best
     });
     written.min(limit)

@@ -160,6 +160,15 @@ fn snapshots_are_counted_and_fit_or_fail() {
             .what
             .starts_with("3 snap")
     );
+    // So does a limit of one with evaluations: the best is kept beside the newest.
+    arguments.save_total_limit = Some(1);
+    assert_eq!(found(&arguments, &facts, "disk", 1), []);
+    arguments.eval_strategy = crate::IntervalStrategy::Steps;
+    assert!(
+        only(&arguments, &facts, "disk", 1)
+            .what
+            .starts_with("3 snap")
+    );
     arguments.save_strategy = SaveStrategy::No;
     assert_eq!(found(&arguments, &facts, "disk", 1), []);
 }

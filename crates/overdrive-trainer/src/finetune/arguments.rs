@@ -15,7 +15,7 @@ use crate::config_errors::as_value;
 use crate::keys::{Program, Source, check_ranges, refuse_unread};
 use crate::run_folder::on_main;
 use crate::validate::invalid;
-use crate::{Result, RunFolder, TrainingArguments};
+use crate::{IntervalStrategy, Result, RunFolder, TrainingArguments};
 
 /// The configuration of a fine-tuning run, under the keys of TRL's `SFTConfig` and `ModelConfig`, PEFT's
 /// `LoraConfig` and transformers' `BitsAndBytesConfig`, and those of [`TrainingArguments`] for the training
@@ -215,6 +215,13 @@ impl FinetuneArguments {
             let value = format!("{:?}", self.prompt_template);
             return invalid("prompt_template", value, "a text that contains {prompt}");
         }
+        if self.training.eval_on_start && self.training.eval_strategy == IntervalStrategy::No {
+            let expected = "false with `eval_strategy: no`, because no record is held out; set `eval_strategy` \
+                            (`--eval-steps N`)";
+            return invalid("eval_on_start", true, expected);
+        }
+        // The tokens of a conversation are not those of a text whose bytes could be counted.
+        self.training.check_metric(false)?;
         self.refuse_unread()?;
         self.lora_config().validate()?;
         Ok(())

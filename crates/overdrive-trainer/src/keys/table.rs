@@ -116,7 +116,7 @@ pub(super) static KEYS: &[(&str, &[Key])] = &[
         key(Both, "per_device_eval_batch_size", "N", AtLeast(1), "Number of sequences in an evaluation batch, per device").also(&["eval_batch_size", "val_batch_size", "per_gpu_eval_batch_size"]),
         key(Both, "save_strategy", "NAME", FREE, "Times of a snapshot; best saves one whenever the metric improves"),
         key(Both, "save_steps", "N", Steps, "Number of steps between snapshots, 0 for none").also(&["save_interval", "save_every", "checkpoint_interval", "checkpoint_every"]),
-        key(Both, "save_total_limit", "N", AtLeast(1), "Number of snapshots to keep; the newest is always kept [default: all]").also(&["keep_last", "max_checkpoints"])
+        key(Both, "save_total_limit", "N", AtLeast(1), "Number of snapshots to keep; the newest and the best are always kept [default: all]").also(&["keep_last", "max_checkpoints"])
             .instead("give 1 or more, or `save_strategy: \"no\"` for no snapshots"),
         key(Both, "resume_from_checkpoint", "true|DIR", FREE, "Resume from the newest snapshot in `--out` (true), or from the one in this folder").also(&["resume", "auto_resume"]),
         key(Both, "resume_with_changes", "", FREE, "Resume although the data, the tokenizer or an argument that the snapshot depends on has changed"),

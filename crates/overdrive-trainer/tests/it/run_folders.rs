@@ -93,9 +93,35 @@ fn files_of_others_are_never_replaced() {
 }
 
 #[test]
+fn snapshots_of_another_program_are_never_replaced() {
+    for name in ["checkpoint-500", "abandoned-1"] {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let snapshot = folder.path().join(name);
+        fs::create_dir(&snapshot).expect("made");
+        fs::write(snapshot.join("trainer_state.json"), "{}").expect("writes");
+        for overwrite_output_dir in [false, true] {
+            let arguments = TrainingArguments {
+                overwrite_output_dir,
+                ..arguments(folder.path())
+            };
+            let error = RunFolder::create(&arguments).expect_err("a snapshot is in the way");
+            assert!(
+                matches!(&error, Error::InTheWay { path } if *path == snapshot),
+                "{error:?}"
+            );
+        }
+        // Nothing else was written: no lock, no configuration.
+        let names: Vec<_> = contents(folder.path()).into_iter().collect();
+        assert_eq!(names, [(name.to_owned(), Vec::new())]);
+        assert!(snapshot.join("trainer_state.json").is_file());
+    }
+}
+
+#[test]
 fn an_empty_folder_and_one_with_other_files_may_hold_a_run() {
     let folder = tempfile::tempdir().expect("temporary folder");
     fs::write(folder.path().join("notes.txt"), "mine").expect("writes");
+    fs::create_dir(folder.path().join("checkpoint-500-keep")).expect("made");
     RunFolder::create(&arguments(folder.path())).expect("made");
 }
 

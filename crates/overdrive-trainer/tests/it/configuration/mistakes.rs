@@ -1,5 +1,7 @@
 //! The errors about wrong keys, types, choices, values and files.
 
+use overdrive_trainer::{Evaluation, Layers, TrainingArguments};
+
 use crate::configuration::{error, file, resolve};
 
 #[test]
@@ -209,6 +211,74 @@ fn invalid_values_are_refused_with_the_allowed_ones() {
     ] {
         assert_eq!(error(text), expected);
     }
+}
+
+#[test]
+fn fine_tuning_refuses_evaluations_that_it_cannot_make() {
+    let error = |keys: serde_json::Value| {
+        let mut values = serde_json::json!({ "model": "base", "data": "records.jsonl" });
+        for (key, value) in keys.as_object().expect("keys") {
+            values[key] = value.clone();
+        }
+        let layers = Layers::finetune().layer(values, "the test").expect("keys");
+        layers.resolve().map_err(|error| error.to_string())
+    };
+    // Nothing is held out.
+    assert_eq!(
+        error(serde_json::json!({ "eval_on_start": true })),
+        Err(
+            "`eval_on_start` is true; it must be false with `eval_strategy: no`, because no record is held out; set \
+             `eval_strategy` (`--eval-steps N`)"
+                .to_owned()
+        )
+    );
+    error(serde_json::json!({ "eval_on_start": true, "eval_strategy": "epoch" }))
+        .expect("held out");
+    // No bytes are counted.
+    let bits = serde_json::json!({
+        "metric_for_best_model": "eval_bits_per_byte",
+        "eval_strategy": "epoch",
+        "early_stopping_patience": 2,
+    });
+    assert_eq!(
+        error(bits),
+        Err(
+            "`metric_for_best_model` is bits_per_byte; it must be `loss` where the bytes of the text are not known: in \
+             fine-tuning, and for files of tokens such as nanoGPT's"
+                .to_owned()
+        )
+    );
+    error(serde_json::json!({ "metric_for_best_model": "loss", "eval_strategy": "epoch" }))
+        .expect("valid");
+}
+
+#[test]
+fn an_evaluation_without_the_metric_of_the_best_model_is_an_error() {
+    let arguments = TrainingArguments {
+        metric_for_best_model: Some("bits_per_byte".to_owned()),
+        ..TrainingArguments::default()
+    };
+    let metric = |bits| arguments.best_model_metric(&Evaluation::new(2.0, bits));
+    assert_eq!(metric(Some(1.25)).expect("measured"), 1.25);
+    let text = metric(None).expect_err("not measured").to_string();
+    assert!(
+        text.starts_with("`metric_for_best_model` is bits_per_byte; it must be `loss` where"),
+        "{text}"
+    );
+    let loss = TrainingArguments::default().best_model_metric(&Evaluation::new(2.0, None));
+    assert_eq!(loss.expect("measured"), 2.0);
+}
+
+#[test]
+fn the_error_of_a_long_string_shows_its_beginning() {
+    let text = "é".repeat(39) + "ab";
+    assert_eq!(
+        error(&format!("learning_rate: {text}")),
+        format!(
+            "run.yaml: `learning_rate` is the string \"{}a…\", expected a number",
+            "é".repeat(39)
+        )
+    );
 }
 
 #[test]
