@@ -196,7 +196,8 @@ fn bounds(name: &'static str, cumulative: &Tensor) -> Result<Vec<usize>> {
 /// be `None`, `layout` does not matter. With dropout, the dropped weights depend on the position in the pack.
 ///
 /// It runs libtorch's flash kernels on CUDA and the blockwise kernel on a CPU; neither allocates
-/// T · T elements. The math back end goes from sequence to sequence.
+/// T · T elements. The math back end goes from sequence to sequence; on CUDA it also runs ALiBi, which libtorch's flash
+/// kernels do not have.
 ///
 /// It equals `flash_attn_varlen_func` and `torch.nn.attention.varlen.varlen_attn`.
 ///
@@ -270,7 +271,6 @@ fn on_cuda(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tensor)>
         scale: call.scale,
         left: call.left,
         right: call.right,
-        slopes: call.options.alibi_slopes.map(Tensor::shallow_clone),
         has_sinks: false,
     };
     let rows = |tensor: &Tensor| tensor.f_squeeze_dim(0)?.f_transpose(0, 1);
