@@ -1,3 +1,4 @@
+use overdrive_sys::transfer::to_device;
 use tch::{Device, Kind, Tensor};
 
 use crate::attention::function;
@@ -89,14 +90,18 @@ impl PackedLengths {
         PackedLengths::new(&cumulative, &cumulative)?.to_device(device)
     }
 
-    /// Returns the same on another device.
+    /// Returns the same on another device. A GPU copies the bounds while the host goes on.
     ///
     /// # Errors
     /// [`Error::Torch`] if the device is not there.
     pub fn to_device(&self, device: Device) -> Result<PackedLengths> {
+        let moved = |bounds: &Tensor| match bounds.device() {
+            Device::Cpu => Ok(to_device(bounds.shallow_clone(), device)?),
+            _ => Ok::<_, Error>(bounds.f_to_device(device)?),
+        };
         Ok(PackedLengths {
-            cumulative_q: self.cumulative_q.f_to_device(device)?,
-            cumulative_k: self.cumulative_k.f_to_device(device)?,
+            cumulative_q: moved(&self.cumulative_q)?,
+            cumulative_k: moved(&self.cumulative_k)?,
             ..self.clone()
         })
     }
