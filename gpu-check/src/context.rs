@@ -91,6 +91,11 @@ impl Context {
         if self.is_full() { full } else { small }
     }
 
+    /// Returns `true` if an earlier process of the section ended too early: it has reported the first checks.
+    pub fn is_resumed(&self) -> bool {
+        self.first > 0
+    }
+
     /// Returns the time until the section has to end.
     pub fn time_left(&self) -> std::time::Duration {
         self.deadline.saturating_duration_since(Instant::now())

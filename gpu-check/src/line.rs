@@ -3,6 +3,7 @@
 use serde::{Deserialize, Serialize};
 
 use crate::finding::Check;
+use crate::report::KernelUse;
 
 /// The start of each line, which tells it apart from the output of libraries.
 const MARK: &str = "@gpu-check ";
@@ -28,6 +29,8 @@ pub enum Line {
     /// The device does not work any more after the last check: CUDA refuses everything after some errors. The process
     /// ends, and another one continues with the next check.
     Lost,
+    /// The use of Overdrive's kernels by the process, before it ends.
+    Kernels(KernelUse),
     /// The section is complete.
     End,
 }

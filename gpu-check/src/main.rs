@@ -78,7 +78,9 @@ fn run(flags: Flags) -> Result<ExitCode> {
             seconds,
         }) => {
             let limit = Duration::try_from_secs_f64(seconds)?;
-            sections::run_here(section(&name)?, device, first, limit);
+            sections::run_here(section(&name)?, device, first, limit, |line| {
+                println!("{}", line.to_text());
+            });
             return Ok(ExitCode::SUCCESS);
         }
         Some(Command::RunRank { device }) => {

@@ -1,6 +1,6 @@
 //! Results and gradients of an operation on the device beside those of float64 on the CPU.
 
-use std::cell::RefCell;
+use std::cell::{OnceCell, RefCell};
 
 use anyhow::{Context as _, Result, ensure};
 use tch::{Device, Kind, Tensor};
@@ -73,6 +73,47 @@ impl Input {
     }
 }
 
+/// The values of inputs, which are drawn when the first comparison needs them and serve all of them.
+#[derive(Debug)]
+pub struct Drawn<'a> {
+    inputs: &'a [Input],
+    seed: i64,
+    values: OnceCell<Vec<Tensor>>,
+}
+
+impl<'a> Drawn<'a> {
+    /// Returns the values of the inputs of `name`, the same in every run.
+    pub fn new(name: &str, inputs: &'a [Input]) -> Self {
+        Self {
+            inputs,
+            seed: seed_of(name),
+            values: OnceCell::new(),
+        }
+    }
+
+    fn values(&self) -> Result<&[Tensor]> {
+        if let Some(values) = self.values.get() {
+            return Ok(values);
+        }
+        tch::manual_seed(self.seed);
+        // In f32, which is drawn in half the time of f64: the values are rounded to the dtype of the comparison anyway.
+        let draw = |input: &Input| -> Result<Tensor> {
+            let values = Tensor::f_randn(&input.shape, (Kind::Float, Device::Cpu))?;
+            Ok(values
+                .f_mul_scalar(input.scale)?
+                .f_add_scalar(input.shift)?)
+        };
+        let values = self.inputs.iter().map(draw).collect::<Result<_>>()?;
+        Ok(self.values.get_or_init(|| values))
+    }
+}
+
+fn seed_of(name: &str) -> i64 {
+    name.bytes().fold(7, |hash: i64, byte| {
+        (hash * 31 + i64::from(byte)) % 1_000_003
+    })
+}
+
 /// The run of an operation: on the device in the dtype that is compared, or on the CPU in float64.
 #[derive(Debug)]
 pub struct Run {
@@ -124,10 +165,25 @@ impl Context {
         inputs: &[Input],
         operation: impl Fn(&Run, &[Tensor]) -> Result<Vec<Tensor>>,
     ) -> Result<()> {
+        self.parity_of(name, kinds, factor, &Drawn::new(name, inputs), operation)
+    }
+
+    /// Does the same as [`Context::parity`] with values that serve several operations.
+    ///
+    /// # Errors
+    /// As [`Context::check`].
+    pub fn parity_of(
+        &mut self,
+        name: &str,
+        kinds: &[Kind],
+        factor: f64,
+        drawn: &Drawn<'_>,
+        operation: impl Fn(&Run, &[Tensor]) -> Result<Vec<Tensor>>,
+    ) -> Result<()> {
         let device = self.device();
         for &kind in kinds {
             self.check(format!("{name} {}", name_of(kind)), || {
-                compared(name, device, kind, factor, inputs, &operation)
+                compared(name, device, kind, factor, drawn, &operation)
             })?;
         }
         Ok(())
@@ -139,22 +195,18 @@ fn compared(
     device: Device,
     kind: Kind,
     factor: f64,
-    inputs: &[Input],
+    drawn: &Drawn<'_>,
     operation: &Operation,
 ) -> Result<Finding> {
-    let seed = name.bytes().fold(7, |hash: i64, byte| {
-        (hash * 31 + i64::from(byte)) % 1_000_003
-    });
-    tch::manual_seed(seed);
-    let cpu = (Kind::Double, Device::Cpu);
+    let inputs = drawn.inputs;
     // Rounded first: the rounding of the inputs is no error of the operation.
-    let drawn: Vec<Tensor> = inputs
+    let drawn: Vec<Tensor> = drawn
+        .values()?
         .iter()
-        .map(|input| {
-            let values = Tensor::f_randn(&input.shape, cpu)? * input.scale + input.shift;
-            values.f_to_kind(kind)?.f_to_kind(Kind::Double)
-        })
+        .map(|values| values.f_to_kind(kind)?.f_to_kind(Kind::Double))
         .collect::<Result<_, _>>()?;
+    // For the directions of the gradients, whose values must not be those of an input.
+    tch::manual_seed(seed_of(name) + 1_000_003);
     let mut directions = Vec::new();
     let reference = run(
         &new_run(Device::Cpu, Kind::Double, true),

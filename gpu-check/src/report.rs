@@ -1,11 +1,13 @@
 //! The report: JSON for programs, Markdown for people.
 
+use std::collections::BTreeMap;
 use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use overdrive::core::files;
 use serde::{Deserialize, Serialize};
+use tch::Device;
 
 use crate::finding::{Check, Outcome};
 
@@ -50,6 +52,67 @@ pub struct SectionReport {
     pub seconds: f64,
     /// The checks.
     pub checks: Vec<Check>,
+    /// The use of Overdrive's kernels; `None` if no process of the section came to its end.
+    #[serde(default, skip_serializing_if = "Option::is_none")]
+    pub own_kernels: Option<KernelUse>,
+}
+
+/// The use of the kernels of overdrive-gpu by the processes of a section.
+#[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
+pub struct KernelUse {
+    /// The value of `OVERDRIVE_GPU_KERNELS`, if it is set. Some checks turn the kernels on whatever it says.
+    pub switch: Option<String>,
+    /// The images that were used, such as `sm_90a`; `None` if the kernels were never asked for.
+    pub target: Option<String>,
+    /// The number of launches of each kernel that was launched.
+    pub launches: BTreeMap<String, u64>,
+}
+
+impl KernelUse {
+    /// Returns the use by this process so far.
+    pub fn of_this_process(device: Device) -> Self {
+        let kernels = overdrive_gpu::opened(device);
+        let launches = kernels.map(|kernels| kernels.launches());
+        Self {
+            switch: std::env::var("OVERDRIVE_GPU_KERNELS").ok(),
+            target: kernels.map(|kernels| kernels.target().to_owned()),
+            launches: launches
+                .into_iter()
+                .flatten()
+                .filter(|(_, count)| *count > 0)
+                .map(|(kernel, count)| (kernel.to_owned(), count))
+                .collect(),
+        }
+    }
+
+    /// Adds the use by another process.
+    pub fn add(&mut self, other: Self) {
+        self.switch = other.switch.or(self.switch.take());
+        self.target = other.target.or(self.target.take());
+        for (kernel, count) in other.launches {
+            *self.launches.entry(kernel).or_default() += count;
+        }
+    }
+
+    /// Returns a sentence; empty if the kernels were never asked for.
+    fn text(&self) -> String {
+        let Some(target) = &self.target else {
+            return String::new();
+        };
+        let switch = self.switch.as_deref().unwrap_or("not set");
+        let launches: Vec<String> = self
+            .launches
+            .iter()
+            .map(|(kernel, count)| format!("{kernel} {count}"))
+            .collect();
+        let launches = match launches.as_slice() {
+            [] => "none".to_owned(),
+            launches => launches.join(", "),
+        };
+        format!(
+            "Kernels of Overdrive for {target}, OVERDRIVE_GPU_KERNELS is {switch}; launches: {launches}.\n\n"
+        )
+    }
 }
 
 impl SectionReport {
@@ -145,9 +208,13 @@ impl Report {
         for section in &self.sections {
             let _ = write!(
                 text,
-                "\n## {}\n\n{}\n\n{}",
+                "\n## {}\n\n{}\n\n{}{}",
                 section.name,
                 section.about,
+                section
+                    .own_kernels
+                    .as_ref()
+                    .map_or_else(String::new, KernelUse::text),
                 table(section)
             );
         }

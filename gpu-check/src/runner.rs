@@ -15,13 +15,11 @@ use rustix::process::{Pid, Signal, kill_process_group};
 
 use crate::finding::{Check, Finding, NO_TIME, Outcome};
 use crate::line::Line;
-use crate::report::{Report, SectionReport, value_text};
-use crate::sections::{Section, Target};
+use crate::report::{KernelUse, Report, SectionReport, value_text};
+use crate::sections::{GRACE, Section, Target, share};
 
 /// A section is not begun with less time.
 const LEAST: Duration = Duration::from_secs(5);
-/// A process that is past its limit gets this time to report its last check.
-const GRACE: Duration = Duration::from_secs(3);
 /// A section whose checks have ended this many processes is given up.
 const MOST_PROCESSES: usize = 8;
 /// The report is written at most this often within a section.
@@ -52,7 +50,7 @@ pub fn run(options: &Options) -> Result<Report> {
     let began = Instant::now();
     // Before anything is measured, so that a path that cannot be written is an error at once.
     report.write(&options.report)?;
-    for section in &options.sections {
+    for (index, section) in options.sections.iter().enumerate() {
         let left = options.budget.saturating_sub(began.elapsed());
         let section_began = Instant::now();
         let mut written = Instant::now();
@@ -61,6 +59,7 @@ pub fn run(options: &Options) -> Result<Report> {
             about: section.about.to_owned(),
             seconds: 0.0,
             checks: Vec::new(),
+            own_kernels: None,
         });
         println!("== {}: {} ==", section.name, section.about);
         let mut add = |check: Check| -> Result<()> {
@@ -80,11 +79,15 @@ pub fn run(options: &Options) -> Result<Report> {
             }
             Ok(())
         };
+        let mut progress = Progress::default();
         if left < LEAST {
             add(Finding::skipped(NO_TIME).into_check("all".to_owned(), 0.0))?;
         } else {
-            let limit = left.min(section.limit(options.target));
-            run_section(section, options.target, limit, &mut add)?;
+            let limit = share(&options.sections[index..], options.target, left).max(LEAST);
+            run_section(section, options.target, limit, &mut progress, &mut add)?;
+        }
+        if let Some(current) = report.sections.last_mut() {
+            current.own_kernels = progress.own_kernels;
         }
         report.update(began.elapsed());
         report.write(&options.report)?;
@@ -122,6 +125,7 @@ struct Progress {
     /// The check that has begun and not ended.
     current: Option<String>,
     is_complete: bool,
+    own_kernels: Option<KernelUse>,
 }
 
 /// Runs the checks of a section. If one of them ends the process, it has failed, and another process continues with the
@@ -130,14 +134,14 @@ fn run_section(
     section: &Section,
     target: Target,
     limit: Duration,
+    progress: &mut Progress,
     add: &mut dyn FnMut(Check) -> Result<()>,
 ) -> Result<()> {
     let began = Instant::now();
-    let mut progress = Progress::default();
     for _ in 0..MOST_PROCESSES {
         let left = limit.saturating_sub(began.elapsed());
         let check_began = Instant::now();
-        let end = run_process(section, target, left, &mut progress, add)?;
+        let end = run_process(section, target, left, progress, add)?;
         if progress.is_complete {
             return Ok(());
         }
@@ -255,6 +259,7 @@ fn run_process(
                 add(check)?;
             }
             Ok(Line::Lost) => was_lost = true,
+            Ok(Line::Kernels(used)) => progress.own_kernels.get_or_insert_default().add(used),
             Ok(Line::End) => progress.is_complete = true,
             Err(RecvTimeoutError::Timeout) => {
                 is_late = true;

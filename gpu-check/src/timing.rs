@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use anyhow::Result;
+use overdrive_gpu::Kernels;
 use tch::Device;
 
 /// Waits until the device has finished everything.
@@ -34,4 +35,26 @@ pub(crate) fn seconds(
     }
     times.sort_by(f64::total_cmp);
     Ok(times.get(times.len() / 2).copied().unwrap_or(f64::NAN))
+}
+
+/// Returns the kernels of overdrive-gpu for a device, whatever `OVERDRIVE_GPU_KERNELS` says; `None` on a CPU.
+pub(crate) fn own_kernels(device: Device) -> Result<Option<&'static Kernels>> {
+    let _on = overdrive_gpu::override_enabled(true);
+    Ok(overdrive_gpu::kernels(device)?)
+}
+
+/// Runs `work` with the kernels of overdrive-gpu, and returns its result with the number of their launches; `None` on a
+/// device without them.
+pub(crate) fn with_own_kernels<T>(
+    device: Device,
+    work: impl FnOnce() -> Result<T>,
+) -> Result<Option<(T, u64)>> {
+    let Some(kernels) = own_kernels(device)? else {
+        return Ok(None);
+    };
+    let count = || kernels.launches().values().sum::<u64>();
+    let before = count();
+    let _on = overdrive_gpu::override_enabled(true);
+    let result = work()?;
+    Ok(Some((result, count() - before)))
 }

@@ -1,6 +1,7 @@
 //! Training of the small model.
 
 use anyhow::{Result, anyhow};
+use overdrive::attention::PackedLengths;
 use overdrive::optim::{AdamW, AdamWConfig, ClipOptions, Optimizer, ParamGroup, clip_grad_norm};
 use overdrive::precision::{GradScaler, Precision};
 use overdrive::transformer::{CausalLm, ForwardInput, LabelShift};
@@ -19,6 +20,27 @@ pub(crate) fn loss(model: &CausalLm, ids: &Tensor, precision: Precision) -> Resu
     let output = precision.autocast(ids.device(), || {
         let input = ForwardInput::new(ids).with_label_count(count);
         model.loss_of(input, ids, LabelShift::HuggingFace)
+    })??;
+    Ok(output.mean()?)
+}
+
+/// Returns the mean loss of sequences of these lengths in the one row of `ids`. Their bounds are made here, as in a loop
+/// of training.
+pub(crate) fn packed_loss(
+    model: &CausalLm,
+    ids: &Tensor,
+    lengths: &[i64],
+    precision: Precision,
+) -> Result<Tensor> {
+    let count = usize::try_from(ids.size()[1] - 1)?;
+    let sequences = PackedLengths::from_lengths(lengths, ids.device())?;
+    let output = precision.autocast(ids.device(), || {
+        let input = ForwardInput::new(ids).with_label_count(count);
+        model.loss_of(
+            input.with_sequences(&sequences),
+            ids,
+            LabelShift::HuggingFace,
+        )
     })??;
     Ok(output.mean()?)
 }
@@ -45,7 +67,11 @@ impl Trainer {
 
     /// Runs a step and returns its loss, which is still on the device.
     pub(crate) fn step(&mut self, model: &CausalLm, ids: &Tensor) -> Result<Tensor> {
-        let loss = loss(model, ids, self.precision)?;
+        self.step_with(loss(model, ids, self.precision)?)
+    }
+
+    /// Runs a step with this loss and returns it, still on the device.
+    pub(crate) fn step_with(&mut self, loss: Tensor) -> Result<Tensor> {
         match &mut self.scaler {
             None => {
                 loss.f_backward()?;

@@ -162,7 +162,6 @@ fn on_cuda(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
         scale: call.scale,
         left: call.left,
         right: call.right,
-        slopes: call.options.alibi_slopes.map(Tensor::shallow_clone),
         has_sinks: false,
     };
     let by_length = |tensor: &Tensor| tensor.f_transpose(1, 2);

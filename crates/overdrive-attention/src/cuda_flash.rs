@@ -1,4 +1,4 @@
-//! libtorch's flash attention on CUDA: padded or packed, with a window, ALiBi and sink logits.
+//! libtorch's flash attention on CUDA: padded or packed, with a window and sink logits.
 //!
 //! `_flash_attention_forward` is not differentiable by itself; its backward operator takes output and
 //! log-sum-exp, and is right for sink logits too if it is given those with the sinks counted in.
@@ -24,7 +24,6 @@ pub(crate) struct CudaFlash {
     pub(crate) scale: f64,
     pub(crate) left: Option<usize>,
     pub(crate) right: Option<usize>,
-    pub(crate) slopes: Option<Tensor>,
     pub(crate) has_sinks: bool,
 }
 
@@ -121,11 +120,6 @@ impl Function for CudaFlash {
             None => (Value::None, Value::None),
         };
         let (left, right) = self.window();
-        let slopes = match &self.slopes {
-            // flash-attn takes slopes in f32, whatever the dtype of the query.
-            Some(slopes) => Some(slopes.f_to_kind(tch::Kind::Float)?),
-            None => None,
-        };
         // SAFETY: `Call` has checked dtypes, devices and that the shapes agree, and `PackedLengths`, which owns its
         // tensors, that the cumulative lengths stay within them.
         let outputs = unsafe {
@@ -147,9 +141,6 @@ impl Function for CudaFlash {
                     Value::Float(self.scale),
                     left,
                     right,
-                    Value::None,
-                    // After seqused_k, which the cumulative lengths make superfluous.
-                    slopes.as_ref().map_or(Value::None, Value::Tensor),
                 ],
             )?
         };
@@ -253,7 +244,6 @@ mod tests {
             scale: 0.5,
             left: Some(2),
             right: Some(0),
-            slopes: Some(Tensor::from_slice(&[0.5_f32, 0.25])),
             has_sinks: false,
         };
         let saved = [0, 1, 2, 3].map(|_| packed.shallow_clone());

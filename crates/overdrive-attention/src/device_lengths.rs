@@ -11,7 +11,7 @@ use tch::{Kind, Tensor};
 
 use crate::call::{shape_error, unresolved_limits};
 use crate::gpu;
-use crate::paged_packed::{limit, run, takes_packs};
+use crate::paged_packed::{limits, run, takes_packs};
 use crate::{Alignment, AttentionOptions, Backend, Error, Result};
 
 /// The numbers of keys of the rows of a cache, on its device: for captured steps, in which the host decides nothing.
@@ -155,6 +155,7 @@ pub fn attention_at_lengths(
     };
     let (flat_keys, flat_values) = (flat(keys)?, flat(values)?);
     let scale = crate::call::scale(options, dim)?;
+    let [left, right] = limits(left, right, queries == 1);
     let arguments = [
         Value::Tensor(&one),
         Value::Tensor(&flat_keys),
@@ -164,12 +165,12 @@ pub fn attention_at_lengths(
         Value::Int(queries),
         Value::Int(k[2]),
         Value::Float(0.0),
-        Value::Bool(right == Some(0)),
+        Value::Bool(right == 0),
         // return_debug_mask
         Value::Bool(false),
         Value::Float(scale),
-        Value::Int(limit(left)),
-        Value::Int(limit(right)),
+        Value::Int(left),
+        Value::Int(right),
         // seqused_k
         Value::Tensor(&lengths.counts),
     ];

@@ -34,6 +34,8 @@ pub(crate) fn packed_kernel(call: &PagedCall<'_>) -> Option<PackedKernel> {
         && sizes.queries > 0
         && options.softcap.is_none()
         && options.sinks.is_none()
+        // libtorch's flash kernel is compiled without ALiBi, the efficient one has none.
+        && options.alibi_slopes.is_none()
         && (options.sink_tokens == 0 || left.is_none());
     let is = |backend| options.backend == Backend::Auto || options.backend == backend;
     let flash = is(Backend::Flash)
@@ -42,7 +44,6 @@ pub(crate) fn packed_kernel(call: &PagedCall<'_>) -> Option<PackedKernel> {
         && sizes.key_dim <= 256;
     let efficient = is(Backend::Efficient)
         && matches!(kind, Kind::Float | Kind::Half | Kind::BFloat16)
-        && options.alibi_slopes.is_none()
         // Its window counts from the last key that a query sees.
         && (right == Some(0) || (right.is_none() && left.is_none()));
     match (plain, flash, efficient) {
@@ -85,18 +86,21 @@ fn sizes(tensor: &Tensor) -> [i64; 4] {
     [size[0], size[1], size[2], size[3]]
 }
 
-/// Returns flash-attn's limit of a window, where -1 is no limit.
-pub(crate) fn limit(limit: Option<usize>) -> i64 {
-    limit.map_or(-1, |limit| i64::try_from(limit).unwrap_or(-1))
+/// Returns flash-attn's limits of a window, where -1 is no limit. If `is_single`, each sequence has one query, which
+/// sees no key to its right anyway: the kernel splits the keys among its blocks, and reads those of grouped heads once,
+/// only where both limits are -1.
+pub(crate) fn limits(left: Option<usize>, right: Option<usize>, is_single: bool) -> [i64; 2] {
+    let right = match (is_single, left) {
+        (true, None) => None,
+        _ => right,
+    };
+    [left, right].map(|limit| limit.map_or(-1, |limit| i64::try_from(limit).unwrap_or(-1)))
 }
 
 fn flash(call: &PagedCall<'_>, tables: &DeviceTables) -> Result<(Tensor, Tensor)> {
     let (left, right) = unresolved_limits(call.options);
-    let slopes = match call.options.alibi_slopes {
-        // flash-attn takes slopes in f32, whatever the dtype of the query.
-        Some(slopes) => Some(slopes.f_to_kind(Kind::Float)?),
-        None => None,
-    };
+    // The tables have no sequences without queries.
+    let [left, right] = limits(left, right, tables.longest_queries == 1);
     let query = rows(call.query)?;
     let keys = gathered(call.keys, tables, 1)?;
     let values = gathered(call.values, tables, 1)?;
@@ -109,15 +113,14 @@ fn flash(call: &PagedCall<'_>, tables: &DeviceTables) -> Result<(Tensor, Tensor)
         Value::Int(tables.longest_queries),
         Value::Int(tables.longest_keys),
         Value::Float(0.0),
-        Value::Bool(right == Some(0)),
+        Value::Bool(right == 0),
         // return_debug_mask
         Value::Bool(false),
         Value::Float(call.scale),
-        Value::Int(limit(left)),
-        Value::Int(limit(right)),
+        Value::Int(left),
+        Value::Int(right),
         // seqused_k: the last block of a sequence is filled in part.
         Value::Tensor(&tables.key_counts),
-        slopes.as_ref().map_or(Value::None, Value::Tensor),
     ];
     // SAFETY: `PagedCall` has checked dtypes, devices and that the shapes agree, and `PagedLayout`, whose tables these
     // are, that every block is in the pool and every sequence has as many keys as its blocks hold.

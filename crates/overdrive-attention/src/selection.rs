@@ -308,17 +308,15 @@ fn of_cuda_flash(call: &Call<'_>, reasons: &mut Vec<String>) {
     if call.mask.is_some() {
         reasons.push("it takes no mask".to_owned());
     }
-    if call.options.alignment == Alignment::TopLeft
-        && !call.is_square
-        && (!call.sees_all() || call.options.alibi_slopes.is_some())
-    {
+    if call.options.alignment == Alignment::TopLeft && !call.is_square && !call.sees_all() {
         reasons.push(format!(
             "its positions are aligned to the bottom right, which differs for {} queries and {} keys",
             call.sizes.queries, call.sizes.keys
         ));
     }
-    if call.options.alibi_slopes.is_some() && call.needs_grad {
-        reasons.push("libtorch's flash backward has no ALiBi".to_owned());
+    // It is compiled with FLASHATTENTION_DISABLE_ALIBI, and throws at slopes.
+    if call.options.alibi_slopes.is_some() {
+        reasons.push("libtorch's build of it has no ALiBi".to_owned());
     }
 }
 
@@ -374,5 +372,34 @@ fn log_once(call: &Call<'_>, backend: Backend, reason: &str) {
         .unwrap_or_else(PoisonError::into_inner);
     if seen.insert(line.clone()) {
         tracing::debug!(%backend, "attention: {line}");
+    }
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+    use super::*;
+
+    #[test]
+    fn flash_on_cuda_is_refused_with_alibi_also_without_a_gradient() {
+        let x = Tensor::zeros([1, 2, 4, 8], (Kind::Half, Device::Cpu));
+        let slopes = Tensor::from_slice(&[0.5_f32, 0.25]);
+        let refused = |alibi_slopes| {
+            let options = AttentionOptions {
+                alibi_slopes,
+                ..AttentionOptions::causal()
+            };
+            let mut call = Call::new(&x, &x, &x, &options, false).unwrap();
+            assert!(!call.needs_grad);
+            // The reasons depend on the device alone, so no GPU is needed.
+            call.device = Device::Cuda(0);
+            refusals(&call, Backend::Flash)
+        };
+        assert_eq!(refused(None), Vec::<String>::new());
+        assert_eq!(
+            refused(Some(&slopes)),
+            ["libtorch's build of it has no ALiBi"]
+        );
     }
 }

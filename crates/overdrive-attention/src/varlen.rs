@@ -1,3 +1,4 @@
+use overdrive_sys::transfer::to_device;
 use tch::{Device, Kind, Tensor};
 
 use crate::attention::function;
@@ -89,14 +90,18 @@ impl PackedLengths {
         PackedLengths::new(&cumulative, &cumulative)?.to_device(device)
     }
 
-    /// Returns the same on another device.
+    /// Returns the same on another device. A GPU copies the bounds while the host goes on.
     ///
     /// # Errors
     /// [`Error::Torch`] if the device is not there.
     pub fn to_device(&self, device: Device) -> Result<PackedLengths> {
+        let moved = |bounds: &Tensor| match bounds.device() {
+            Device::Cpu => Ok(to_device(bounds.shallow_clone(), device)?),
+            _ => Ok::<_, Error>(bounds.f_to_device(device)?),
+        };
         Ok(PackedLengths {
-            cumulative_q: self.cumulative_q.f_to_device(device)?,
-            cumulative_k: self.cumulative_k.f_to_device(device)?,
+            cumulative_q: moved(&self.cumulative_q)?,
+            cumulative_k: moved(&self.cumulative_k)?,
             ..self.clone()
         })
     }
@@ -196,7 +201,8 @@ fn bounds(name: &'static str, cumulative: &Tensor) -> Result<Vec<usize>> {
 /// be `None`, `layout` does not matter. With dropout, the dropped weights depend on the position in the pack.
 ///
 /// It runs libtorch's flash kernels on CUDA and the blockwise kernel on a CPU; neither allocates
-/// T · T elements. The math back end goes from sequence to sequence.
+/// T · T elements. The math back end goes from sequence to sequence; on CUDA it also runs ALiBi, which libtorch's flash
+/// kernels do not have.
 ///
 /// It equals `flash_attn_varlen_func` and `torch.nn.attention.varlen.varlen_attn`.
 ///
@@ -270,7 +276,6 @@ fn on_cuda(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tensor)>
         scale: call.scale,
         left: call.left,
         right: call.right,
-        slopes: call.options.alibi_slopes.map(Tensor::shallow_clone),
         has_sinks: false,
     };
     let rows = |tensor: &Tensor| tensor.f_squeeze_dim(0)?.f_transpose(0, 1);

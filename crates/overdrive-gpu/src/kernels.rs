@@ -5,7 +5,7 @@ use std::ffi::OsStr;
 use std::fmt::Debug;
 use std::path::Path;
 use std::sync::OnceLock;
-use std::sync::atomic::{AtomicU8, Ordering};
+use std::sync::atomic::{AtomicU8, AtomicU64, Ordering};
 
 use overdrive_core::Error as Common;
 use overdrive_sys::raw::data_address;
@@ -33,6 +33,8 @@ pub struct Kernels {
     images: Vec<u8>,
     loaded: Mutex<HashMap<Request, Option<Loaded>>>,
     books: Mutex<Vec<(&'static [f32; 16], Tensor)>>,
+    /// By the name of the kernel.
+    launches: BTreeMap<&'static str, AtomicU64>,
 }
 
 impl Debug for Kernels {
@@ -128,8 +130,36 @@ pub fn set_enabled(enabled: bool) {
     OVERRIDE.store(value, Ordering::Relaxed);
 }
 
+/// Returns the kernels of a device if they were used or asked for before, also where they are turned off now.
+pub fn opened(device: Device) -> Option<&'static Kernels> {
+    match device {
+        Device::Cuda(index) => GPUS.lock().get(&index).copied().flatten(),
+        Device::Cpu => STAND_IN.get().copied(),
+        _ => None,
+    }
+}
+
+static GPUS: Mutex<BTreeMap<usize, Option<&'static Kernels>>> = Mutex::new(BTreeMap::new());
+
+/// Turns the kernels on or off, as [`set_enabled`] does, until the result is dropped; then the setting before counts
+/// again.
+pub fn override_enabled(enabled: bool) -> EnabledGuard {
+    let value = if enabled { ON } else { OFF };
+    EnabledGuard(OVERRIDE.swap(value, Ordering::Relaxed))
+}
+
+/// The setting before [`override_enabled`], which returns on drop.
+#[derive(Debug)]
+#[must_use = "the setting returns when the guard is dropped"]
+pub struct EnabledGuard(u8);
+
+impl Drop for EnabledGuard {
+    fn drop(&mut self) {
+        OVERRIDE.store(self.0, Ordering::Relaxed);
+    }
+}
+
 fn of_gpu(index: usize, asked: bool) -> Result<Option<&'static Kernels>> {
-    static GPUS: Mutex<BTreeMap<usize, Option<&'static Kernels>>> = Mutex::new(BTreeMap::new());
     if !asked && VERIFIED.is_empty() {
         return Ok(None);
     }
@@ -214,6 +244,11 @@ impl Kernels {
             images: images(target)?,
             loaded: Mutex::default(),
             books: Mutex::default(),
+            launches: table()?
+                .variants
+                .iter()
+                .map(|variant| (variant.kernel.as_str(), AtomicU64::new(0)))
+                .collect(),
         })
     }
 
@@ -225,6 +260,29 @@ impl Kernels {
     /// Returns `true` if a report shows that these kernels are right on this architecture.
     pub fn verified(&self) -> bool {
         VERIFIED.contains(&self.target)
+    }
+
+    /// Returns the number of launches of each kernel so far, by its name. A launch inside a capture counts once, its
+    /// replays do not.
+    pub fn launches(&self) -> BTreeMap<&'static str, u64> {
+        let counts = self.launches.iter();
+        counts
+            .map(|(kernel, count)| (*kernel, count.load(Ordering::Relaxed)))
+            .collect()
+    }
+
+    /// Loads every kernel for this GPU, as its first use would, and returns their number: a check that the driver takes
+    /// all of them. They stay loaded until the process ends.
+    ///
+    /// # Errors
+    /// [`Error::Driver`] with the name of the first kernel that the driver refuses.
+    pub fn load_all(&self) -> Result<usize> {
+        let variants = &table()?.variants;
+        for variant in variants {
+            let (image, bytes) = self.image(variant)?;
+            self.context.load(bytes, &variant.symbol, image.shared)?;
+        }
+        Ok(variants.len())
     }
 
     /// Returns a book of numbers on the GPU, where it is kept: an upload waits for the device.
@@ -325,7 +383,11 @@ impl Kernels {
         };
         let hidden = table()?.hidden_pointers;
         self.context
-            .launch(loaded.function, &variant.symbol, grid, &values, hidden)
+            .launch(loaded.function, &variant.symbol, grid, &values, hidden)?;
+        if let Some(count) = self.launches.get(kernel.as_str()) {
+            count.fetch_add(1, Ordering::Relaxed);
+        }
+        Ok(())
     }
 
     fn value(
@@ -444,6 +506,17 @@ pub(crate) fn multiples_of_16(numbers: &[i64]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn an_override_ends_with_its_guard() {
+        let outer = override_enabled(true);
+        let inner = override_enabled(false);
+        assert_eq!(OVERRIDE.load(Ordering::Relaxed), OFF);
+        drop(inner);
+        assert_eq!(OVERRIDE.load(Ordering::Relaxed), ON);
+        drop(outer);
+        assert_eq!(OVERRIDE.load(Ordering::Relaxed), UNSET);
+    }
 
     #[test]
     fn the_switch_has_two_values() {

@@ -83,7 +83,9 @@ pub use decode::{CodedHeads, Decode, DecodeLayout, MOST_QUERIES, report_fallback
 pub use eight_bit::{EightBit, EightBitWeight};
 pub use error::{Error, Result};
 pub use gate::{Gate, GateActivation};
-pub use kernels::{Kernels, dense, kernels, serve_cpu_with, set_enabled};
+pub use kernels::{
+    EnabledGuard, Kernels, dense, kernels, opened, override_enabled, serve_cpu_with, set_enabled,
+};
 pub use loss::{CrossEntropy, LossTerms};
 pub use norm::{Normalized, RmsNorm};
 pub use quantized::{FourBit, FourBitNumbers, FourBitWeight, MOST_ROWS};

@@ -1,6 +1,6 @@
 //! The reads of tensors by the host, each of which waits for the device.
 
-use std::cell::RefCell;
+use std::cell::{Cell, RefCell};
 use std::rc::Rc;
 use std::sync::Arc;
 
@@ -8,7 +8,7 @@ use overdrive_sys::CallbackResult;
 use overdrive_sys::dispatch_mode::{DispatchMode, ModeGuard, OperatorCall, Results, push_mode};
 use overdrive_sys::saved_tensors::BackwardOnThisThread;
 use overdrive_sys::transfer::is_copying_to_host;
-use tch::{Device, Kind};
+use tch::{Device, Kind, Tensor};
 
 /// The operators whose result, or the size of it, the host reads. `item()`, `double_value` and their like are
 /// `_local_scalar_dense`.
@@ -39,6 +39,8 @@ const INDEXERS: [&str; 3] = ["aten::index", "aten::index_put_", "aten::_index_pu
 /// operators and none of libraries that call CUDA themselves. On a CPU a copy to the host is not an operator; the
 /// reads that Overdrive makes through [`overdrive_sys::transfer::to_host`] are counted there as well.
 ///
+/// [`HostReads::uploads`] has the copies in the other direction that wait too.
+///
 /// ```
 /// use overdrive_profiling::HostReads;
 /// use tch::{Device, Kind, Tensor};
@@ -54,6 +56,7 @@ const INDEXERS: [&str; 3] = ["aten::index", "aten::index_put_", "aten::_index_pu
 #[must_use = "reads are counted until the value is dropped"]
 pub struct HostReads {
     names: Rc<RefCell<Vec<String>>>,
+    uploads: Rc<RefCell<Vec<String>>>,
     _mode: ModeGuard,
     _backward: BackwardOnThisThread,
 }
@@ -63,12 +66,15 @@ impl HostReads {
     /// machine without a GPU, what the same calls would cost on one.
     pub fn of(device: Device) -> Self {
         let names = Rc::new(RefCell::new(Vec::new()));
+        let uploads = Rc::new(RefCell::new(Vec::new()));
         Self {
             names: Rc::clone(&names),
+            uploads: Rc::clone(&uploads),
             _mode: push_mode(Rc::new(Counter {
                 device,
                 names,
-                copies: RefCell::new(false),
+                uploads,
+                copies: Cell::new(None),
             })),
             _backward: BackwardOnThisThread::new(),
         }
@@ -79,18 +85,44 @@ impl HostReads {
     pub fn names(&self) -> Vec<String> {
         self.names.borrow().clone()
     }
+
+    /// Returns the names of the operators so far that copied to the device from host memory which is not pinned: the
+    /// host waits for them as for a read, where [`overdrive_sys::transfer::to_device`] would not. There are none on a CPU.
+    #[must_use]
+    pub fn uploads(&self) -> Vec<String> {
+        self.uploads.borrow().clone()
+    }
+}
+
+/// Where a copy begins whose target is known when it has run.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+enum CopyFrom {
+    Device,
+    PageableMemory,
 }
 
 struct Counter {
     device: Device,
     names: Rc<RefCell<Vec<String>>>,
-    /// If `true`, the current operator is a copy from the device whose target is known when it has run.
-    copies: RefCell<bool>,
+    uploads: Rc<RefCell<Vec<String>>>,
+    /// The current operator, if it is such a copy.
+    copies: Cell<Option<CopyFrom>>,
 }
 
 impl Counter {
     fn push(&self, call: &OperatorCall) {
         self.names.borrow_mut().push(call.full_name());
+    }
+
+    /// Returns `true` for host memory that a GPU cannot read while the host goes on.
+    fn is_pageable(&self, tensor: Option<&Tensor>) -> CallbackResult<bool> {
+        let host = tensor.filter(|tensor| {
+            self.device != Device::Cpu && tensor.defined() && tensor.device() == Device::Cpu
+        });
+        Ok(match host {
+            Some(tensor) => !tensor.f_is_pinned(self.device)?,
+            None => false,
+        })
     }
 }
 
@@ -102,7 +134,15 @@ impl DispatchMode for Counter {
             tensor.is_some_and(|tensor| tensor.defined() && tensor.device() == self.device)
         };
         let name = call.name();
-        self.copies.replace(name == "aten::_to_copy" && here(0));
+        let is_copy = name == "aten::_to_copy";
+        self.copies.set(match is_copy {
+            true if here(0) => Some(CopyFrom::Device),
+            true if self.is_pageable(tensors.first())? => Some(CopyFrom::PageableMemory),
+            _ => None,
+        });
+        if name == "aten::copy_" && here(0) && self.is_pageable(tensors.get(1))? {
+            self.uploads.borrow_mut().push(call.full_name());
+        }
         // The first argument is what is indexed, the others are indices.
         let masks = || {
             let mut indices = tensors.iter().skip(1).filter(|index| index.defined());
@@ -121,11 +161,17 @@ impl DispatchMode for Counter {
     }
 
     fn after(&self, call: &OperatorCall) -> CallbackResult<()> {
-        let to_host = self.copies.replace(false)
-            && self.device != Device::Cpu
-            && call.tensors()?.iter().any(|t| t.device() == Device::Cpu);
-        if to_host {
-            self.push(call);
+        let Some(from) = self.copies.take().filter(|_| self.device != Device::Cpu) else {
+            return Ok(());
+        };
+        let results = call.tensors()?;
+        let arrived = |device: Device| results.iter().any(|tensor| tensor.device() == device);
+        match from {
+            CopyFrom::Device if arrived(Device::Cpu) => self.push(call),
+            CopyFrom::PageableMemory if arrived(self.device) => {
+                self.uploads.borrow_mut().push(call.full_name());
+            }
+            _ => {}
         }
         Ok(())
     }
@@ -134,7 +180,6 @@ impl DispatchMode for Counter {
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tch::Tensor;
 
     #[test]
     fn reads_of_values_of_sizes_and_of_masks_are_counted_and_arithmetic_is_not() {
@@ -175,6 +220,22 @@ mod tests {
         assert_eq!(reads.names(), ["aten::copy_"]);
         drop(reads);
         assert_eq!((&host, &other), (&x, &x));
+    }
+
+    #[test]
+    #[ignore = "needs a CUDA GPU"]
+    fn uploads_from_pageable_memory_are_counted_on_a_gpu() {
+        let gpu = Device::Cuda(0);
+        let x = Tensor::from_slice(&[1.0_f32, 2.0]);
+        let mut there = Tensor::zeros([2], (Kind::Float, gpu));
+        let reads = HostReads::of(gpu);
+        let pinned = overdrive_sys::transfer::to_device(x.shallow_clone(), gpu).unwrap();
+        there.copy_(&pinned);
+        assert!(reads.uploads().is_empty(), "{:?}", reads.uploads());
+        there.copy_(&x);
+        let _copy = x.to_device(gpu);
+        assert_eq!(reads.uploads(), ["aten::copy_", "aten::_to_copy"]);
+        assert!(reads.names().is_empty(), "{:?}", reads.names());
     }
 
     #[test]

@@ -1,6 +1,7 @@
 use overdrive_attention::PackedLengths;
 use overdrive_kv_cache::KvCache;
-use tch::{Kind, Tensor};
+use overdrive_sys::transfer::to_device;
+use tch::{Device, Kind, Tensor};
 
 use overdrive_core::Error;
 
@@ -207,11 +208,16 @@ impl<'a> ForwardInput<'a> {
         let (Some(sequences), None) = (self.sequences, self.position_ids) else {
             return Ok(None);
         };
-        // Made on the CPU and copied once, because the lengths are there already.
-        let positions: Vec<i64> = sequences.query_lengths().flat_map(|len| 0..len).collect();
-        let positions = Tensor::f_from_slice(&positions)?.f_unsqueeze(0)?;
-        Ok(Some(positions.f_to_device(self.input_ids.device())?))
+        Ok(Some(restarting(sequences, self.input_ids.device())?))
     }
+}
+
+/// Returns positions that count from 0 in each sequence, `(1, T)`.
+fn restarting(sequences: &PackedLengths, device: Device) -> Result<Tensor> {
+    // Made on the CPU and copied once, because the lengths are there already. The host does not wait for the copy.
+    let positions: Vec<i64> = sequences.query_lengths().flat_map(|len| 0..len).collect();
+    let positions = Tensor::f_from_slice(&positions)?.f_unsqueeze(0)?;
+    Ok(to_device(positions, device).map_err(overdrive_attention::Error::from)?)
 }
 
 /// The numbers of new and past tokens.
@@ -221,4 +227,26 @@ pub(crate) struct Shape {
     pub(crate) past: i64,
     /// A number that all positions are below.
     pub(crate) end: i64,
+}
+
+#[cfg(test)]
+mod tests {
+    use tch::Cuda;
+
+    use super::*;
+
+    /// Without a GPU it fails at its first step, which names the copy that it makes.
+    #[test]
+    fn positions_of_packed_sequences_go_to_a_gpu_through_pinned_memory() {
+        let sequences = PackedLengths::from_lengths(&[2, 3], Device::Cpu).expect("two sequences");
+        let here = restarting(&sequences, Device::Cpu).expect("a CPU");
+        assert_eq!(here, Tensor::from_slice(&[0_i64, 1, 0, 1, 2]).view([1, 5]));
+        match restarting(&sequences, Device::Cuda(0)) {
+            Ok(there) => assert_eq!(there.to_device(Device::Cpu), here),
+            Err(error) => {
+                assert!(!Cuda::is_available(), "{error}");
+                assert!(error.to_string().contains("pin_memory"), "{error}");
+            }
+        }
+    }
 }

@@ -25,8 +25,10 @@ const MEDIUM: Shape = Shape {
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let device = context.device();
-    let small = super::train_step::shape(context);
-    let shape = context.sized(MEDIUM, small);
+    let shape = match context.is_full() {
+        true => MEDIUM,
+        false => super::train_step::shape(context)?,
+    };
     let rounds = context.sized(4, 2);
     let precisions = match device {
         // Its recommendation is a measurement, and bf16 may be emulated.
@@ -39,13 +41,20 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     };
     let mut default: Option<Measurement> = None;
     let mut step = of_step(Step::new(shape, device))?;
-    for configuration in Configuration::rows(&precisions) {
+    let rows = Configuration::rows(&precisions);
+    let last = rows.last().copied().filter(|_| device != Device::Cpu);
+    let rows = rows.into_iter().map(|row| (row, false));
+    // What the kernels of overdrive-gpu add to everything else.
+    for (configuration, with_kernels) in rows.chain(last.map(|row| (row, true))) {
         let precision = precision_of(&configuration, &precisions);
         step = step.with_precision(precision);
         step = step.with_execution(execution_of(&configuration));
         let measured = &mut step;
         let default = &mut default;
-        context.check(configuration.title(&precisions), || {
+        let title = configuration.title(&precisions);
+        let kernels = if with_kernels { ", own kernels" } else { "" };
+        context.check(format!("{title}{kernels}"), || {
+            let _kernels = overdrive_gpu::override_enabled(with_kernels);
             // TF32 is a setting of the process.
             precision.apply()?;
             let measurement = measure(measured, device, rounds)?;

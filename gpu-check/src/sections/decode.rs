@@ -20,7 +20,7 @@ const SCHEMES: [Option<&str>; 4] = [None, Some("int8-weight"), Some("nf4"), Some
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let device = context.device();
-    let shape = super::train_step::shape(context);
+    let shape = super::train_step::shape(context)?;
     let mut config = shape.config();
     config.max_position_embeddings = 1024;
     config.eos_token_id = Vec::new();
@@ -33,38 +33,67 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         kind,
         ..InitOptions::default()
     };
-    let mut model = CausalLm::new(&config.into(), &options)?;
+    let mut weights = Weights {
+        model: CausalLm::new(&config.into(), &options)?,
+        scheme: None,
+    };
     for scheme in SCHEMES {
         let name = scheme.unwrap_or("dense");
         if let Some(scheme) = scheme {
-            let quantized = &mut model;
             context.check(format!("quantize to {scheme}"), || {
-                if quantized.is_quantized() {
-                    quantized.dequantize()?;
-                }
-                quantized.quantize(&QuantizeOptions::new(scheme.parse::<Scheme>()?))?;
-                let gib = quantized.memory_footprint() as f64 / f64::from(1 << 30);
+                let model = weights.of(Some(scheme))?;
+                let gib = model.memory_footprint() as f64 / f64::from(1 << 30);
                 Ok(Finding::passed().with("weights GiB", gib))
             })?;
         }
+        let mut measure = |what: &str, streams: usize, with_kernels: bool, work: Work| {
+            let kernels = if with_kernels { ", own kernels" } else { "" };
+            let name = format!("{name}, {streams} streams, {what}{kernels}");
+            context.check(name, || {
+                let model = weights.of(scheme)?;
+                let _kernels = overdrive_gpu::override_enabled(with_kernels);
+                work(model, streams, new)
+            })
+        };
         for streams in [1, many] {
-            context.check(format!("{name}, {streams} streams, steps"), || {
-                plain(&model, streams, new)
-            })?;
+            measure("steps", streams, false, plain)?;
             if device != Device::Cpu {
-                context.check(format!("{name}, {streams} streams, graph"), || {
-                    captured(&model, streams, new)
-                })?;
+                measure("steps", streams, true, plain)?;
+                measure("graph", streams, false, captured)?;
+                measure("graph", streams, true, captured)?;
             }
-            context.check(format!("{name}, {streams} streams, generate"), || {
-                generated(&model, streams, new)
-            })?;
+            measure("generate", streams, false, generated)?;
         }
-        context.check(format!("{name}, {many} streams, engine"), || {
-            served(&model, many, new)
-        })?;
+        measure("engine", many, false, served)?;
     }
     Ok(())
+}
+
+/// Measures a model with so many streams and new tokens.
+type Work = fn(&CausalLm, usize, usize) -> Result<Finding>;
+
+/// A model in one scheme after another.
+struct Weights {
+    model: CausalLm,
+    scheme: Option<&'static str>,
+}
+
+impl Weights {
+    /// Returns the model in a scheme. A process that continues the section after another one has to quantize it anew.
+    fn of(&mut self, scheme: Option<&'static str>) -> Result<&CausalLm> {
+        if self.scheme != scheme {
+            if self.model.is_quantized() {
+                self.model.dequantize()?;
+            }
+            self.scheme = None;
+            if let Some(scheme) = scheme {
+                let options = QuantizeOptions::new(scheme.parse::<Scheme>()?);
+                self.model.quantize(&options)?;
+            }
+            self.scheme = scheme;
+        }
+        Ok(&self.model)
+    }
 }
 
 /// Returns the figures of `steps` decode steps with `tokens` together, which took `seconds`.

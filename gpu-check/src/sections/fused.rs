@@ -20,6 +20,14 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     losses(context)
 }
 
+/// Runs the checks of the operations for which overdrive-gpu has kernels.
+pub(super) fn with_kernels(context: &mut Context) -> Result<()> {
+    norms(context)?;
+    rotations(context)?;
+    activations(context)?;
+    losses(context)
+}
+
 fn norms(context: &mut Context) -> Result<()> {
     // 100 is no multiple of a vector, 4096 takes a block of threads more than one pass.
     for width in [100, context.sized(4096, 256)] {
@@ -112,14 +120,20 @@ fn rotations(context: &mut Context) -> Result<()> {
 }
 
 fn activations(context: &mut Context) -> Result<()> {
-    let width = context.sized(1408, 100);
+    // 100 is no multiple of a vector, and no kernel of overdrive-gpu takes it.
+    for width in [100, context.sized(1408, 112)] {
+        gates(context, width)?;
+    }
+    Ok(())
+}
+
+fn gates(context: &mut Context, width: i64) -> Result<()> {
     let (joint, half) = (leaf(&[3, 17, 2 * width]), leaf(&[3, 17, width]));
     let joint = [joint];
     let pair = [half.clone(), half.clone()];
-    context.parity("SwiGLU", &KINDS, 1.0, &joint, |_, x| {
-        Ok(vec![swiglu(&x[0])?])
-    })?;
-    context.parity("SwiGLU of a pair", &KINDS, 1.0, &pair, |_, x| {
+    let name = format!("SwiGLU of {width}");
+    context.parity(&name, &KINDS, 1.0, &joint, |_, x| Ok(vec![swiglu(&x[0])?]))?;
+    context.parity(&format!("{name}, a pair"), &KINDS, 1.0, &pair, |_, x| {
         Ok(vec![swiglu_pair(&x[0], &x[1])?])
     })?;
     let biased = [half, leaf(&[width])];
@@ -130,11 +144,12 @@ fn activations(context: &mut Context) -> Result<()> {
         ("ReLU", Activation::Relu),
     ];
     for (name, activation) in all {
+        let name = format!("{name} of {width}");
         context.parity(&format!("gate of {name}"), &KINDS, 1.0, &joint, |_, x| {
             Ok(vec![glu(&x[0], activation)?])
         })?;
         context.parity(
-            &format!("gate of {name} of a pair"),
+            &format!("gate of {name}, a pair"),
             &KINDS,
             1.0,
             &pair,

@@ -1,4 +1,4 @@
-//! The sections. Those that show at once whether something cannot work come first, figures come last.
+//! The sections. Those that show whether something is wrong come first, figures come last.
 //!
 //! A new section is a file here and an entry in [`SECTIONS`].
 
@@ -10,6 +10,7 @@ use tch::Device;
 
 use crate::context::{Context, Lost};
 use crate::line::Line;
+use crate::report::KernelUse;
 
 mod ablation;
 mod attention;
@@ -25,6 +26,7 @@ mod kernels;
 mod machinery;
 mod memory;
 mod optimizers;
+mod own_kernels;
 mod profiler;
 mod quantized;
 mod reads;
@@ -32,6 +34,7 @@ mod tiny;
 mod train_step;
 
 pub use distributed::run_rank;
+pub use train_step::{baseline_without_figures, batch_for};
 
 /// The device of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -72,6 +75,9 @@ pub struct Section {
     run: fn(&mut Context) -> Result<()>,
 }
 
+/// A process that is past its limit gets this time to report its last check.
+pub const GRACE: Duration = Duration::from_secs(3);
+
 /// The limit of a section on a CPU: its sizes are for seconds, its processor may be slow.
 const CPU_LIMIT: Duration = Duration::from_secs(240);
 
@@ -108,8 +114,14 @@ pub const SECTIONS: &[Section] = &[
         "the machine, its libraries and devices",
     ),
     Section::new(
+        "own_kernels",
+        60,
+        own_kernels::run,
+        "the kernels of Overdrive: loaded, beside f64, and launched",
+    ),
+    Section::new(
         "tiny",
-        75,
+        60,
         tiny::run,
         "a small model: train, adapt, quantize, generate, save, resume",
     ),
@@ -133,7 +145,7 @@ pub const SECTIONS: &[Section] = &[
     ),
     Section::new(
         "quantized",
-        40,
+        35,
         quantized::run,
         "quantized linear layers beside their dequantized weights in f64",
     ),
@@ -144,65 +156,65 @@ pub const SECTIONS: &[Section] = &[
         "reads of the device by the host in a step",
     ),
     Section::new(
-        "train_step",
-        150,
-        train_step::run,
-        "a training step of a 1B Llama beside PyTorch",
-    ),
-    Section::new(
-        "decode",
-        90,
-        decode::run,
-        "decoding of a 1B Llama with 1 and 64 streams",
-    ),
-    Section::new(
-        "ablation",
-        75,
-        ablation::run,
-        "the effect of each technique on a training step",
-    ),
-    Section::new(
         "caches",
-        25,
+        20,
         caches::run,
         "logits over each kind of cache beside the CPU",
     ),
     Section::new(
         "optimizers",
-        25,
+        20,
         optimizers::run,
         "steps of each optimizer beside the CPU",
     ),
     Section::new(
         "memory",
-        25,
+        20,
         memory::run,
         "out of memory, and work after it",
     ),
-    Section::new("profiler", 20, profiler::run, "traces of a step"),
+    Section::new("profiler", 15, profiler::run, "traces of a step"),
     Section::new(
         "distributed",
-        40,
+        30,
         distributed::run,
         "two processes: NCCL on GPUs, Gloo on a CPU",
     ),
     Section::new(
-        "backends",
-        40,
-        backends::run,
-        "the back ends of attention by length",
-    ),
-    Section::new(
         "decode_kernel",
-        60,
+        45,
         decode_kernel::run,
-        "the decode kernel of Overdrive beside f64, captured, and its GB/s",
+        "the decode kernel of Overdrive captured, its GB/s, and beside f64",
     ),
     Section::new(
         "kernels",
         40,
         kernels::run,
         "launches and GB/s of single operations",
+    ),
+    Section::new(
+        "train_step",
+        130,
+        train_step::run,
+        "a training step of a 1B Llama beside PyTorch",
+    ),
+    Section::new(
+        "decode",
+        80,
+        decode::run,
+        "decoding of a 1B Llama with 1 and 64 streams",
+    ),
+    Section::new(
+        "backends",
+        30,
+        backends::run,
+        "the back ends of attention by length",
+    ),
+    Section::new(
+        "ablation",
+        60,
+        ablation::run,
+        "the effect of each technique on a training step",
     ),
 ];
 
@@ -222,17 +234,44 @@ pub const MACHINERY: &[Section] = &[
     ),
 ];
 
-/// Runs a section in this process and writes its events to standard output.
-pub fn run_here(section: &Section, target: Target, first: usize, limit: Duration) {
-    let emit = |line: &Line| println!("{}", line.to_text());
-    let mut context = Context::new(target.device(), first, Instant::now() + limit, emit);
+/// Returns the time for the first of `sections`, for all of which `left` is there. On a GPU it is the section's limit,
+/// or less where the sections after it would not get half of theirs: the limits together are longer than a run. On a CPU
+/// it is the limit.
+pub fn share(sections: &[&Section], target: Target, left: Duration) -> Duration {
+    let Some((first, later)) = sections.split_first() else {
+        return Duration::ZERO;
+    };
+    let limit = first.limit(target).min(left);
+    if target == Target::Cpu {
+        return limit;
+    }
+    let half = |section: &Section| section.limit(target) / 2 + GRACE;
+    let kept: Duration = later.iter().map(|section| half(section)).sum();
+    let own = half(first);
+    if left >= own + kept {
+        return limit.min(left - kept - GRACE);
+    }
+    limit.min(left.mul_f64(own.as_secs_f64() / (own + kept).as_secs_f64()))
+}
+
+/// Runs a section in this process and gives its events to `emit`.
+pub fn run_here(
+    section: &Section,
+    target: Target,
+    first: usize,
+    limit: Duration,
+    emit: impl Fn(&Line) + Clone + 'static,
+) {
+    let mut context = Context::new(target.device(), first, Instant::now() + limit, emit.clone());
     let examines = section.name == SECTIONS[0].name;
     if !examines && let Err(error) = context.check_device() {
         // One line a section, not one a check.
         context.fail("device", &format!("{error:#}"));
         return emit(&Line::End);
     }
-    match (section.run)(&mut context) {
+    let done = (section.run)(&mut context);
+    emit(&Line::Kernels(KernelUse::of_this_process(target.device())));
+    match done {
         Ok(()) => emit(&Line::End),
         Err(error) if error.is::<Lost>() => emit(&Line::Lost),
         Err(error) => {

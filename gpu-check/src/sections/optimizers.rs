@@ -98,9 +98,17 @@ fn paged(state_bits: StateBits) -> PagedAdamWConfig {
     }
 }
 
-pub(super) fn run(context: &mut Context) -> Result<()> {
+/// Runs the checks of the optimizers for which overdrive-gpu has a kernel.
+pub(super) fn with_kernels(context: &mut Context) -> Result<()> {
+    steps(context, |name| name.contains('8'))
+}
+
+fn steps(context: &mut Context, is_wanted: impl Fn(&str) -> bool) -> Result<()> {
     let device = context.device();
     for (name, factor, build) in ALL {
+        if !is_wanted(name) {
+            continue;
+        }
         for kind in [Kind::Float, Kind::BFloat16] {
             context.check(format!("{name} in {}", name_of(kind)), || {
                 let there = updates(build, device, kind)?;
@@ -120,6 +128,12 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             })?;
         }
     }
+    Ok(())
+}
+
+pub(super) fn run(context: &mut Context) -> Result<()> {
+    let device = context.device();
+    steps(context, |_| true)?;
     context.check("gradient clipping and its norm", || {
         let norms = [device, Device::Cpu].map(|device| -> Result<[f64; 2]> {
             let parameters = parameters(device, Kind::Float)?;

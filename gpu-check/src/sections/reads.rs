@@ -9,9 +9,9 @@ use overdrive_graphs::{DecodeStep, static_cache_of};
 use tch::{Device, Kind};
 
 use crate::context::Context;
-use crate::finding::Finding;
+use crate::finding::{Finding, Outcome};
 use crate::models::{config, model, prompts, tokens};
-use crate::training::Trainer;
+use crate::training::{Trainer, packed_loss};
 
 /// The reads that each new token of `generate` may cost: the sampled ids, and the test of whether all rows have ended.
 const READS_A_TOKEN: f64 = 2.0;
@@ -77,6 +77,32 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             Ok(judge(&reads.names(), 3, 0.0))
         })?;
     }
+    context.check("a training step of packed sequences", || {
+        let model = model(&config, device, Kind::Float)?;
+        model.set_requires_grad(true)?;
+        let mut trainer = Trainer::new(model.named_parameters(), Precision::Bf16)?;
+        let ids = tokens(1, 64, device)?;
+        let mut step = || -> Result<()> {
+            let loss = packed_loss(&model, &ids, &[20, 12, 32], Precision::Bf16)?;
+            trainer.step_with(loss).map(drop)
+        };
+        step()?;
+        step()?;
+        let reads = HostReads::of(device);
+        for _ in 0..3 {
+            step()?;
+        }
+        let uploads = reads.uploads();
+        let found = judge(&reads.names(), 3, 0.0).with("uploads that wait", uploads.len() as f64);
+        // The bounds and the positions of the sequences are new in each step.
+        Ok(match uploads.as_slice() {
+            [] => found,
+            uploads => Finding {
+                outcome: Outcome::Failed,
+                ..found.noting(format!("the host waits for {}", uploads.join(", ")))
+            },
+        })
+    })?;
     context.check("a step of LoRA", || {
         let mut base = model(&config, device, Kind::Float)?;
         base.set_requires_grad(false)?;

@@ -1,7 +1,7 @@
 //! The report on its own.
 
 use overdrive_gpu_check::finding::{Check, Finding, Outcome};
-use overdrive_gpu_check::report::{Report, SectionReport, markdown_path, value_text};
+use overdrive_gpu_check::report::{KernelUse, Report, SectionReport, markdown_path, value_text};
 
 fn report() -> Report {
     let check = |name: &str, finding: Finding| finding.into_check(name.to_owned(), 0.25);
@@ -18,9 +18,37 @@ fn report() -> Report {
             check("wrong", Finding::failed("a | b").with("error", f64::NAN)),
             check("left out", Finding::skipped("needs two GPUs")),
         ],
+        own_kernels: Some(kernel_use(&[("adam8", 2), ("rotary_split", 3)])),
     });
     report.update(std::time::Duration::from_secs(3));
     report
+}
+
+fn kernel_use(launches: &[(&str, u64)]) -> KernelUse {
+    let launches = launches.iter();
+    KernelUse {
+        switch: Some("1".to_owned()),
+        target: Some("sm_90a".to_owned()),
+        launches: launches
+            .map(|(kernel, count)| ((*kernel).to_owned(), *count))
+            .collect(),
+    }
+}
+
+#[test]
+fn the_use_of_overdrives_kernels_is_in_both_reports() {
+    let json = serde_json::to_value(report()).unwrap();
+    let expected = serde_json::json!({
+        "switch": "1", "target": "sm_90a", "launches": {"adam8": 2, "rotary_split": 3},
+    });
+    assert_eq!(json["sections"][0]["own_kernels"], expected);
+    let text = report().markdown();
+    let expected = "Kernels of Overdrive for sm_90a, OVERDRIVE_GPU_KERNELS is 1; launches: adam8 2, rotary_split 3.\n";
+    assert!(text.contains(expected), "{text}");
+    // A section whose process ended early has the launches of two.
+    let mut both = kernel_use(&[("adam8", 2)]);
+    both.add(kernel_use(&[("adam8", 1), ("cross_entropy", 4)]));
+    assert_eq!(both, kernel_use(&[("adam8", 3), ("cross_entropy", 4)]));
 }
 
 #[test]

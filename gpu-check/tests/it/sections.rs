@@ -1,7 +1,11 @@
 //! The sections with small sizes.
 
+use std::time::Duration;
+
 use overdrive_gpu_check::finding::{Check, Outcome};
-use overdrive_gpu_check::sections::SECTIONS;
+use overdrive_gpu_check::sections::{
+    GRACE, SECTIONS, Section, Target, baseline_without_figures, batch_for, share,
+};
 
 use crate::runner::gpu_check;
 
@@ -41,6 +45,14 @@ fn fused_operators_are_those_of_f64() {
 #[test]
 fn the_decode_kernel_has_checks_that_run_without_it() {
     assert!(passes("decode_kernel").len() > 100);
+}
+
+#[test]
+fn the_checks_of_the_kernels_run_without_them() {
+    let checks = passes("own_kernels");
+    assert!(checks.len() > 100);
+    let loaded = &checks[0];
+    assert_eq!(loaded.name, "every image for this GPU is loaded");
 }
 
 #[test]
@@ -97,4 +109,75 @@ fn the_machine_comes_first_and_names_are_unique() {
     names.sort_unstable();
     names.dedup();
     assert_eq!(names.len(), SECTIONS.len());
+    let at = |name: &str| SECTIONS.iter().position(|section| section.name == name);
+    assert_eq!(at("own_kernels"), Some(1));
+    // Figures, and first those of the kernels that nothing has verified yet.
+    let figures = SECTIONS.iter().map(|section| section.name);
+    let figures: Vec<&str> = figures.skip(SECTIONS.len() - 6).collect();
+    assert_eq!(
+        figures,
+        [
+            "decode_kernel",
+            "kernels",
+            "train_step",
+            "decode",
+            "backends",
+            "ablation"
+        ]
+    );
+}
+
+const BUDGET: Duration = Duration::from_secs(9 * 60);
+
+/// Returns the time of each section of a run in which each takes this part of its time.
+fn times(budget: Duration, part: f64) -> Vec<Duration> {
+    let sections: Vec<&Section> = SECTIONS.iter().collect();
+    let mut left = budget;
+    let times = (0..sections.len()).map(|index| {
+        let time = share(&sections[index..], Target::Cuda, left);
+        // One that is stopped is waited for.
+        let grace = if part < 1.0 { Duration::ZERO } else { GRACE };
+        left = left.saturating_sub(time.mul_f64(part) + grace);
+        time
+    });
+    times.collect()
+}
+
+#[test]
+fn each_section_gets_half_of_its_limit_though_all_before_it_take_their_time() {
+    let limits = SECTIONS.iter().map(|section| section.limit(Target::Cuda));
+    let all: Duration = limits.clone().sum();
+    assert!(all > BUDGET, "there is nothing to share");
+    let worst = times(BUDGET, 1.0);
+    for (time, (limit, section)) in worst.iter().zip(limits.clone().zip(SECTIONS)) {
+        assert!(*time >= limit / 2 && *time <= limit, "{}", section.name);
+    }
+    let taken: Duration = worst.iter().sum();
+    assert!(taken + GRACE * SECTIONS.len() as u32 <= BUDGET, "{taken:?}");
+    // Where the sections end early, the last ones have their whole limit.
+    assert_eq!(times(BUDGET, 0.4), limits.collect::<Vec<_>>());
+    // Of a shorter run each gets its part.
+    assert!(
+        times(Duration::from_secs(180), 1.0)
+            .iter()
+            .all(|time| !time.is_zero())
+    );
+}
+
+#[test]
+fn the_batch_of_the_training_step_fits_the_memory_of_the_gpu() {
+    let gigabytes = [24, 40, 48, 80, 85, 96, 141, 180];
+    let batches = gigabytes.map(|gigabytes| batch_for(gigabytes * 1_000_000_000));
+    assert_eq!(batches, [1, 1, 2, 4, 4, 8, 8, 8]);
+}
+
+#[test]
+fn a_baseline_that_ran_out_of_memory_is_a_failure_and_another_one_a_skip() {
+    let error = "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 3.91 GiB.";
+    let found = baseline_without_figures("exit status: 1", error);
+    assert_eq!(found.outcome, Outcome::Failed);
+    assert!(found.detail.contains("3.91 GiB"), "{}", found.detail);
+    let error = "ModuleNotFoundError: No module named 'torch'";
+    let found = baseline_without_figures("exit status: 1", error);
+    assert_eq!((found.outcome, found.allowed), (Outcome::Skipped, true));
 }

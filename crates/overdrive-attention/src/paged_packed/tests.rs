@@ -12,7 +12,8 @@ use tch::{Device, Kind, Tensor};
 use super::{PackedKernel, packed_kernel};
 use crate::paged::PagedCall;
 use crate::{
-    AttentionOptions, Backend, PagedLayout, Result, Window, attention_paged, attention_with_lse,
+    AttentionOptions, Backend, Error, PagedLayout, Result, Window, attention_paged,
+    attention_with_lse,
 };
 
 /// The stand-in of the kernels on this thread.
@@ -66,6 +67,13 @@ pub(crate) fn stand_in(
     let is_flash = operator == "aten::_flash_attention_forward";
     match STAND_IN.get() {
         StandIn::No | StandIn::Calls => return None,
+        // The check of libtorch's build.
+        _ if is_flash && arguments.get(14).and_then(tensor).is_some() => {
+            return Some(Err(Error::Sys(overdrive_sys::Error::Torch {
+                operation: operator.to_owned(),
+                message: "This flash attention build does not support alibi.".to_owned(),
+            })));
+        }
         StandIn::Computes if operator == "aten::_scaled_dot_product_efficient_attention" => {
             return Some(dense(arguments));
         }
@@ -85,10 +93,7 @@ pub(crate) fn stand_in(
     };
     let [query, keys, values] = [0, 1, 2].map(|at| flat(tensor(&arguments[at]).unwrap()));
     // The order of the two schemas.
-    let (starts, counts, slopes) = match is_flash {
-        true => (3, 13, arguments.get(14).and_then(tensor)),
-        false => (4, 12, None),
-    };
+    let (starts, counts) = if is_flash { (3, 13) } else { (4, 12) };
     let numbers = |at: usize| {
         let tensor = tensor(&arguments[at]).unwrap();
         assert_eq!(tensor.kind(), Kind::Int);
@@ -110,6 +115,12 @@ pub(crate) fn stand_in(
         false => limit(int(&arguments[13])).map(|size| size - 1),
     };
     let right = is_flash.then(|| limit(int(&arguments[12]))).flatten();
+    let single = starts.windows(2).all(|pair| pair[1] - pair[0] == 1);
+    if is_flash && single && left.is_none() {
+        let given = (causal, int(&arguments[11]), int(&arguments[12]));
+        let wanted = (false, Some(-1), Some(-1));
+        assert_eq!(given, wanted, "the keys of single queries are not split");
+    }
     let (mut outputs, mut lses) = (Vec::new(), Vec::new());
     for (sequence, count) in counts.iter().enumerate() {
         let (start, end) = (i64::from(starts[sequence]), i64::from(starts[sequence + 1]));
@@ -119,10 +130,6 @@ pub(crate) fn stand_in(
             part.unsqueeze(0).to_kind(Kind::Double)
         };
         let key_start = i64::from(key_starts[sequence]);
-        let slopes = slopes.map(|slopes| match slopes.dim() {
-            2 => slopes.get(sequence as i64),
-            _ => slopes.shallow_clone(),
-        });
         let options = AttentionOptions {
             causal,
             window: Window {
@@ -130,7 +137,6 @@ pub(crate) fn stand_in(
                 right: if causal { None } else { right },
             },
             scale: Some(scale),
-            alibi_slopes: slopes.as_ref(),
             backend: Backend::Math,
             ..AttentionOptions::default()
         };
@@ -352,6 +358,15 @@ fn each_kernel_takes_the_options_that_it_has() {
         ..causal
     };
     assert_eq!(of(Kind::Half, &sinks), None);
+    let slopes = Tensor::from_slice(&[0.5_f32, 0.25, 0.1, 0.05]);
+    let alibi = AttentionOptions {
+        alibi_slopes: Some(&slopes),
+        ..causal
+    };
+    assert_eq!(
+        [Kind::Half, Kind::Float].map(|kind| of(kind, &alibi)),
+        [None, None]
+    );
 }
 
 /// No GPU is needed to see that the operators take these arguments: libtorch checks them against their schemas

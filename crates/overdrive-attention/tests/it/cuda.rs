@@ -23,7 +23,7 @@ fn assert_close(got: &Tensor, expected: &Tensor, tolerance: f64, name: &str) {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn sequences_over_blocks_equal_those_of_the_cpu() {
+fn sequences_over_blocks_on_a_gpu_equal_those_of_the_cpu() {
     let queries: Vec<usize> = vec![1, 1, 1, 7, 40];
     let keys: Vec<usize> = vec![1, 17, 300, 60, 40];
     for decode in [true, false] {
@@ -67,7 +67,7 @@ fn sequences_over_blocks_equal_those_of_the_cpu() {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn lengths_on_the_gpu_equal_lengths_on_the_host() {
+fn lengths_on_a_gpu_equal_lengths_on_the_host() {
     for kind in [Kind::BFloat16, Kind::Half] {
         let cache = |seed| numbers(&[3, 2, 200, 64], seed).to_kind(kind);
         let (keys, values) = (cache(0.1), cache(0.2));
@@ -94,7 +94,7 @@ fn lengths_on_the_gpu_equal_lengths_on_the_host() {
 
 #[test]
 #[ignore = "needs a CUDA GPU"]
-fn a_mask_with_grouped_heads_runs_on_the_efficient_kernel() {
+fn a_mask_with_grouped_heads_on_a_gpu_runs_on_the_efficient_kernel() {
     for queries in [1, 5] {
         let query = numbers(&[2, 8, queries, 64], 0.1);
         let (key, value) = (numbers(&[2, 2, 50, 64], 0.2), numbers(&[2, 2, 50, 64], 0.3));

@@ -278,3 +278,15 @@ fn what_does_not_describe_the_pack_is_refused_by_name() {
         "merging 1 outputs with 0 log-sum-exps; give at least one, and as many of each"
     );
 }
+
+/// Without a GPU it fails at its first step, which names the copy that it makes.
+#[test]
+fn the_bounds_of_a_pack_go_to_a_gpu_through_pinned_memory() {
+    match PackedLengths::from_lengths(&[3, 4], Device::Cuda(0)) {
+        Ok(lengths) => assert_eq!(lengths.total_queries(), 7),
+        Err(error) => {
+            assert!(!tch::Cuda::is_available(), "{error}");
+            assert!(error.to_string().contains("pin_memory"), "{error}");
+        }
+    }
+}

@@ -118,6 +118,46 @@ fn a_kernel_is_loaded_once_and_its_context_is_current_only_while_it_is_used() {
 }
 
 #[test]
+fn launches_are_counted_by_kernel() {
+    let stand_in = StandIn::new(90);
+    let (x, weight) = rows(Kind::Float);
+    let norm = stand_in.kernels.rms_norm(Kind::Float, 64, false);
+    let norm = norm.unwrap().unwrap();
+    // Every kernel is in the list, launched or not.
+    let counts = stand_in.kernels.launches();
+    assert_eq!((counts.len(), counts.values().sum::<u64>()), (14, 0));
+    let out = norm.forward(&x, None, &weight, 1e-6).unwrap();
+    for _ in 0..2 {
+        let _gradients = norm.backward(&x, &weight, &out.inverse, &x, None).unwrap();
+    }
+    // A launch that is refused is none.
+    norm.forward(&x.to_kind(Kind::Half), None, &weight, 1e-6)
+        .unwrap_err();
+    let counts = stand_in.kernels.launches();
+    assert_eq!(counts["rms_norm_forward"], 1);
+    assert_eq!(counts["rms_norm_backward"], 2);
+    assert_eq!(counts.values().sum::<u64>(), 3);
+}
+
+#[test]
+fn every_image_of_a_target_is_loaded_with_its_function_and_its_shared_memory() {
+    let stand_in = StandIn::new(90);
+    stand_in.take();
+    let count = stand_in.kernels.load_all().unwrap();
+    let variants = &crate::embedded::table().unwrap().variants;
+    assert_eq!(count, variants.len());
+    let log = stand_in.take();
+    let lines = |start: &str| log.iter().filter(|line| line.starts_with(start)).count();
+    assert_eq!([lines("cubin for 90"), lines("load ")], [count; 2]);
+    // Beyond 48 KiB a function has to ask for shared memory.
+    let large = variants
+        .iter()
+        .filter(|variant| variant.images["sm_90a"].shared > 48 << 10);
+    assert_eq!(lines("attribute "), large.count());
+    assert_eq!(lines("launch"), 0);
+}
+
+#[test]
 fn a_kernel_is_not_loaded_inside_a_capture_but_launched_there() {
     let stand_in = StandIn::new(90);
     let (x, weight) = rows(Kind::Half);
