@@ -10,7 +10,7 @@ use std::ops::Range;
 use overdrive_kernels::{BYTES, Buffers, Kept, Kernel, LANES, Simd};
 
 use super::aligned::AlignedVec;
-use super::byte_rows::{ByteRows, Unit};
+use super::byte_rows::{BATCH, ByteRows, Unit};
 use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight};
 use super::scale_rows::{Raw, ScaleRows, groups_of};
 use super::scales::Scales;
@@ -19,9 +19,6 @@ use crate::kernel::joint_gemm::Results;
 
 /// The number of rows of the weight at a time: their sums are reduced together.
 const TILE: usize = 4;
-
-/// The number of rows of the weight whose scales are read at a time.
-const BATCH: usize = 8;
 
 /// The distance of the prefetch in bytes of codes.
 // Two pages: the hardware prefetcher stops at the end of one.
@@ -43,17 +40,17 @@ pub(super) struct ByteGemv<'a> {
 struct Scratch {
     /// The buffers of scales while they are read.
     raw: Raw,
-    /// The scales times those of activations, `(rows of activations, batch, stride)`.
+    /// The scales times those of activations, `(rows of activations, batch · groups)`.
     products: AlignedVec<f32>,
-    /// The contribution of the offsets in 16 partial sums, `(rows of activations, batch, 16)`.
-    added: AlignedVec<f32>,
+    /// The offsets, `(batch · groups)`.
+    offsets: AlignedVec<f32>,
     /// The results, `(rows of activations, outputs)`.
     results: AlignedVec<f32>,
 }
 
 impl Buffers for Scratch {
     fn bytes(&self) -> usize {
-        self.raw.bytes() + self.products.bytes() + self.added.bytes() + self.results.bytes()
+        self.raw.bytes() + self.products.bytes() + self.offsets.bytes() + self.results.bytes()
     }
 }
 
@@ -162,17 +159,10 @@ impl ByteGemv<'_> {
     ) {
         let (weight, x) = (self.weight, self.x);
         let mut scratch = Kept::take(&SCRATCH);
-        let table = coding.table(s);
         let rows = ScaleRows::new(weight.inputs, x.group);
         let bytes = weight.row_bytes();
-        let groups = coding.per_byte() * BYTES / x.group;
-        let lanes = s.lane_indices(&groups_of(LANES / groups));
         let outputs = self.outputs.len();
         scratch.results.grow(x.rows * outputs);
-        assert!(
-            bytes.div_ceil(BYTES) == x.of_row && x.stride >= x.of_row * groups,
-            "the sizes that `ByteRows` and `CodedWeight::byte_coding` ensure"
-        );
         // The first codes, which the prefetch of the loops below misses.
         let codes = &weight.codes[self.outputs.start * bytes..self.outputs.end * bytes];
         for line in codes[..AHEAD.min(codes.len())].chunks(BYTES) {
@@ -180,62 +170,40 @@ impl ByteGemv<'_> {
         }
         let prefetch = ScalePrefetch::new(weight, &rows);
         prefetch.begin(s, self.outputs.start);
+        let unit = UnitLayout::new(s, coding, x, weight.inputs);
         let mut first = self.outputs.start;
         while first < self.outputs.end {
             let count = BATCH.min(self.outputs.end - first);
             self.prepare::<S, OFFSETS>(s, &rows, first, count, &mut scratch);
-            // The last unit of a row may reach into the next row, where it is multiplied with zeros.
-            let all = &weight.codes[first * bytes..];
-            let whole = bytes / BYTES;
-            assert!(all.len() >= count * bytes, "the rows of the outputs");
-            let (products, added) = (&*scratch.products, &*scratch.added);
-            assert!(
-                products.len() >= x.rows * BATCH * x.stride + LANES
-                    && (!OFFSETS || added.len() >= x.rows * BATCH * LANES),
-                "the sizes that `prepare` gives"
-            );
             for index in (0..count).step_by(TILE) {
-                let held = TILE.min(count - index);
-                // The last row stands for missing ones.
-                let mut rows = [index; TILE];
-                for (r, row) in rows.iter_mut().enumerate() {
-                    *row += r.min(held - 1);
-                }
-                let next = prefetch.of_tile(first + index + SCALES_AHEAD);
+                let output = first + index;
                 // The second row of activations finds the codes in the first cache.
                 for n in 0..x.rows {
-                    let mut sums = [s.splat(0.0); TILE];
-                    if OFFSETS {
-                        let (added, _) = added.as_chunks::<LANES>();
-                        for (sum, row) in sums.iter_mut().zip(rows) {
-                            *sum = s.load_f32(&added[n * BATCH + row]);
+                    let tile = Tile {
+                        unit: &unit,
+                        units: x.units(n),
+                        // The last unit of a row may reach into the next row.
+                        codes: &weight.codes[output * bytes..],
+                        bytes,
+                        scales: &scratch.products[n * x.repeated + index * x.groups..],
+                        groups: x.groups,
+                        offsets: &scratch.offsets[if OFFSETS { index * x.groups } else { 0 }..],
+                        of_groups: x.sums_of(n),
+                        next: prefetch.of_tile(output + SCALES_AHEAD),
+                        step: prefetch.step,
+                    };
+                    let held = TILE.min(count - index);
+                    let totals = match held {
+                        TILE => s.reduce_add_each(tile.sums::<NUMBERS, OFFSETS, TILE>(s, 0)),
+                        _ => {
+                            let mut sums = [s.splat(0.0); TILE];
+                            for (r, sum) in sums.iter_mut().enumerate().take(held) {
+                                [*sum] = tile.sums::<NUMBERS, OFFSETS, 1>(s, r);
+                            }
+                            s.reduce_add_each(sums)
                         }
-                    }
-                    let of_row = n * BATCH * x.stride;
-                    for (index, unit) in x.units(n).iter().enumerate() {
-                        let start = s.load_sums(&unit.starts);
-                        for address in &next[..if OFFSETS { 2 } else { 1 }] {
-                            s.prefetch_near(address.wrapping_add(index * prefetch.step));
-                        }
-                        for (r, sum) in sums.iter_mut().enumerate() {
-                            let from = rows[r] * bytes + index * BYTES;
-                            s.prefetch_near(all.as_ptr().wrapping_add(from + AHEAD));
-                            let packed = if index < whole {
-                                // SAFETY: `rows[r] < count` and `index < whole`: a vector of a row of `all`.
-                                s.load_packed(unsafe { at(all, from) })
-                            } else {
-                                last_unit(s, &all[from..])
-                            };
-                            let total = dot::<S, NUMBERS>(s, start, packed, table, unit);
-                            let from = of_row + rows[r] * x.stride + index * groups;
-                            // SAFETY: `rows[r] < BATCH`, the groups of a unit are whole in `stride`, and a vector
-                            // follows the last.
-                            let scales = s.permute_four(unsafe { at(products, from) }, lanes);
-                            *sum = s.mul_add(s.sums_to_f32(total), scales, *sum);
-                        }
-                    }
-                    let totals = s.reduce_add_each(sums);
-                    let to = n * outputs + first + index - self.outputs.start;
+                    };
+                    let to = n * outputs + output - self.outputs.start;
                     scratch.results[to..to + held].copy_from_slice(&totals[..held]);
                 }
             }
@@ -249,8 +217,7 @@ impl ByteGemv<'_> {
         Kept::put(&SCRATCH, scratch);
     }
 
-    /// Computes the scales of `count` rows of the weight times those of the activations, and the contribution of
-    /// the offsets.
+    /// Computes the scales of `count` rows of the weight times those of the activations, and reads the offsets.
     #[inline(always)]
     fn prepare<S: Simd, const OFFSETS: bool>(
         &self,
@@ -261,48 +228,176 @@ impl ByteGemv<'_> {
         scratch: &mut Scratch,
     ) {
         let (x, weight) = (self.x, self.weight);
-        // The last unit reads more scales than it has.
-        scratch.products.grow(x.rows * BATCH * x.stride + LANES);
+        // Those of all rows at once, which follow one another: a row is rarely a multiple of a vector.
+        let vectors = (count * x.groups).div_ceil(LANES);
         if let Some(offsets) = weight.offsets.as_ref().filter(|_| OFFSETS) {
-            scratch.added.grow(x.rows * BATCH * LANES);
+            // The last vector of a row reads more offsets than it has.
+            scratch.offsets.grow(x.repeated + LANES);
             let made = rows.read(s, offsets, first, count, &mut scratch.raw);
-            let (added, _) = scratch.added.as_chunks_mut::<LANES>();
-            for n in 0..x.rows {
-                let (sums, _) = x.sums[n * x.stride..(n + 1) * x.stride].as_chunks::<LANES>();
-                for index in 0..count {
-                    let mut sum = s.splat(0.0);
-                    made.each(
-                        s,
-                        index,
-                        sums.iter(),
-                        #[inline(always)]
-                        |offset, sums| sum = s.mul_add(offset, s.load_f32(sums), sum),
-                    );
-                    s.store_f32(sum, &mut added[n * BATCH + index]);
+            let (out, _) = scratch.offsets.as_chunks_mut::<LANES>();
+            made.each(
+                s,
+                0,
+                out.iter_mut().take(vectors),
+                #[inline(always)]
+                |offset, out| s.store_f32(offset, out),
+            );
+        }
+        // The last unit reads more scales than it has.
+        scratch.products.grow(x.rows * x.repeated + LANES);
+        let made = rows.read(s, &weight.scales, first, count, &mut scratch.raw);
+        for n in 0..x.rows {
+            let of_row = n * x.repeated..(n + 1) * x.repeated;
+            let (out, _) = scratch.products[of_row.clone()].as_chunks_mut::<LANES>();
+            let (scales, _) = x.scales[of_row].as_chunks::<LANES>();
+            made.each(
+                s,
+                0,
+                out.iter_mut().zip(scales).take(vectors),
+                #[inline(always)]
+                |scale, (out, of_row)| s.store_f32(s.mul(scale, s.load_f32(of_row)), out),
+            );
+        }
+    }
+}
+
+/// The scales of a unit of codes.
+struct UnitLayout<S: Simd> {
+    table: S::Bytes,
+    /// The number of groups of a unit.
+    groups: usize,
+    /// The group that each lane is in.
+    lanes: S::Lanes,
+    /// The same in the last unit of a row if it is not whole. Lanes without inputs are in its last group, since the
+    /// scale of the next row, which may be NaN, times their sums of zero would not be zero.
+    last_lanes: S::Lanes,
+    /// The group, counted in its vector, whose offset each lane takes in the last vector of a row that is not whole,
+    /// likewise.
+    rest_lanes: S::Lanes,
+}
+
+impl<S: Simd> UnitLayout<S> {
+    #[inline(always)]
+    fn new(s: S, coding: &ByteCoding, x: &ByteRows, inputs: usize) -> Self {
+        let inputs_of_unit = coding.per_byte() * BYTES;
+        let groups = inputs_of_unit / x.group;
+        let lanes = groups_of(LANES / groups);
+        let last = (inputs % inputs_of_unit / x.group).saturating_sub(1);
+        let last_lanes = lanes.map(
+            #[inline(always)]
+            |group| group.min(last as u32),
+        );
+        let rest = (inputs / x.group % LANES).saturating_sub(1);
+        let rest_lanes = groups_of(1).map(
+            #[inline(always)]
+            |group| group.min(rest as u32),
+        );
+        UnitLayout {
+            table: coding.table(s),
+            groups,
+            lanes: s.lane_indices(&lanes),
+            last_lanes: s.lane_indices(&last_lanes),
+            rest_lanes: s.lane_indices(&rest_lanes),
+        }
+    }
+}
+
+/// Up to [`TILE`] rows of the weight and one of activations.
+struct Tile<'a, S: Simd> {
+    unit: &'a UnitLayout<S>,
+    /// The activations.
+    units: &'a [Unit],
+    /// The codes from the first row on.
+    codes: &'a [u8],
+    /// The number of bytes of a row.
+    bytes: usize,
+    /// The scales from the first row on, times those of the activations; a vector follows the last.
+    scales: &'a [f32],
+    /// The number of groups of a row.
+    groups: usize,
+    /// The offsets from the first row on; a vector follows the last.
+    offsets: &'a [f32],
+    /// The sums of the activations of each group, which the offsets are multiplied with; zeros beyond the groups.
+    of_groups: &'a [[f32; LANES]],
+    /// The addresses of the scales and offsets that are prefetched, [`step`](Self::step) bytes a unit.
+    next: [*const u8; 2],
+    step: usize,
+}
+
+impl<S: Simd> Tile<'_, S> {
+    /// Returns the partial sums of `T` rows from row `row` on.
+    // The rows follow each other at one distance, so that a few registers hold the addresses of all.
+    #[inline(always)]
+    #[allow(
+        clippy::needless_range_loop,
+        reason = "loops over indices are unrolled"
+    )]
+    fn sums<const NUMBERS: u8, const OFFSETS: bool, const T: usize>(
+        &self,
+        s: S,
+        row: usize,
+    ) -> [S::F; T] {
+        let UnitLayout { table, groups, .. } = *self.unit;
+        let whole = self.bytes / BYTES;
+        let codes = &self.codes[row * self.bytes..];
+        let scales = &self.scales[row * self.groups..];
+        assert!(
+            codes.len() >= T * self.bytes
+                && self.groups >= whole * groups
+                && scales.len() >= T * self.groups + 4,
+            "the sizes that `ByteRows` and `prepare` give"
+        );
+        let mut sums = [s.splat(0.0); T];
+        if OFFSETS {
+            let offsets = &self.offsets[row * self.groups..];
+            assert!(
+                offsets.len() >= T * self.groups + LANES,
+                "the size that `prepare` gives"
+            );
+            for (vector, of_groups) in self.of_groups.iter().enumerate() {
+                let of_groups = s.load_f32(of_groups);
+                let from = vector * LANES;
+                for r in 0..T {
+                    // SAFETY: `r < T`, and `from` is in the row, which a vector follows.
+                    let offsets = unsafe { at(offsets, r * self.groups + from) };
+                    let offsets = if from + LANES <= self.groups {
+                        s.load_f32(offsets)
+                    } else {
+                        s.permute(offsets, self.unit.rest_lanes)
+                    };
+                    sums[r] = s.mul_add(offsets, of_groups, sums[r]);
                 }
             }
         }
-        let made = rows.read(s, &weight.scales, first, count, &mut scratch.raw);
-        let (products, _) = scratch.products.as_chunks_mut::<LANES>();
-        let (scales, _) = x.scales.as_chunks::<LANES>();
-        let vectors = x.stride / LANES;
-        let of_rows = scales.chunks_exact(vectors);
-        for (products, scales) in products.chunks_exact_mut(BATCH * vectors).zip(of_rows) {
-            let outputs = products.chunks_exact_mut(vectors).take(count);
-            for (index, out) in outputs.enumerate() {
-                made.each(
-                    s,
-                    index,
-                    out.iter_mut().zip(scales),
-                    #[inline(always)]
-                    |scale, (out, of_row)| s.store_f32(s.mul(scale, s.load_f32(of_row)), out),
-                );
-                let of_unit = weight.coding.per_byte() * BYTES / x.group;
-                let beyond = weight.inputs / x.group..x.of_row * of_unit;
-                // Inputs that do not exist are zeros, which the scale of another row may not make NaN.
-                out.as_flattened_mut()[beyond].fill(0.0);
+        for (index, unit) in self.units[..whole].iter().enumerate() {
+            let start = s.load_sums(&unit.starts);
+            for address in &self.next[..if OFFSETS { 2 } else { 1 }] {
+                s.prefetch_near(address.wrapping_add(index * self.step));
+            }
+            for r in 0..T {
+                let from = r * self.bytes + index * BYTES;
+                s.prefetch_near(codes.as_ptr().wrapping_add(from + AHEAD));
+                // SAFETY: `r < T` and `index < whole`: a vector of a row of `codes`.
+                let packed = s.load_packed(unsafe { at(codes, from) });
+                let total = dot::<S, NUMBERS>(s, start, packed, table, unit);
+                // SAFETY: `r < T`, a row has the groups of whole units, and four floats follow the last row.
+                let scales = unsafe { at(scales, r * self.groups + index * groups) };
+                let scales = s.permute_four(scales, self.unit.lanes);
+                sums[r] = s.mul_add(s.sums_to_f32(total), scales, sums[r]);
             }
         }
+        if let Some(unit) = self.units.get(whole) {
+            let start = s.load_sums(&unit.starts);
+            for r in 0..T {
+                let packed = last_unit(s, &codes[r * self.bytes + whole * BYTES..]);
+                let total = dot::<S, NUMBERS>(s, start, packed, table, unit);
+                // SAFETY: as above; the rest of a row has fewer groups than a unit.
+                let scales = unsafe { at(scales, r * self.groups + whole * groups) };
+                let scales = s.permute_four(scales, self.unit.last_lanes);
+                sums[r] = s.mul_add(s.sums_to_f32(total), scales, sums[r]);
+            }
+        }
+        sums
     }
 }
 

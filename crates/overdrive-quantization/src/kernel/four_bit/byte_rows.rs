@@ -18,6 +18,9 @@ const MAX_GROUP_OF_BYTES: usize = 32;
 /// The number of inputs of 64 bytes of codes of 4 bits.
 pub(super) const UNIT: usize = 2 * BYTES;
 
+/// The number of rows of the weight whose scales are multiplied with those of the activations at a time.
+pub(super) const BATCH: usize = 8;
+
 /// The largest byte.
 pub(super) const LEVELS: f32 = 127.0;
 
@@ -103,9 +106,15 @@ pub(super) struct ByteRows {
     pub(super) rows: usize,
     /// The number of inputs that share a scale.
     pub(super) group: usize,
-    /// The scale of each group times the unit of the weight, `(rows, stride)`; zeros beyond the groups.
+    /// The number of groups of a row.
+    pub(super) groups: usize,
+    /// The scale of each group times the unit of the weight, [`BATCH`] times one after the other,
+    /// `(rows, repeated)`.
     pub(super) scales: AlignedVec<f32>,
-    /// The sum of the quantized activations of each group, likewise; empty unless needed.
+    /// The number of scales of a row with their repetitions, rounded up to whole vectors.
+    pub(super) repeated: usize,
+    /// The sum of the quantized activations of each group, `(rows, stride)`, zeros beyond the groups; empty unless
+    /// needed.
     pub(super) sums: AlignedVec<f32>,
     /// The number of groups of a row, rounded up to whole vectors.
     pub(super) stride: usize,
@@ -121,13 +130,17 @@ impl ByteRows {
         let units = Box::new_zeroed_slice(rows * of_row);
         // SAFETY: a unit of zero bytes is one of zeros.
         let units: Box<[Unit]> = unsafe { units.assume_init() };
-        let stride = (layout.inputs / layout.group).next_multiple_of(LANES);
+        let groups = layout.inputs / layout.group;
+        let stride = groups.next_multiple_of(LANES);
+        let repeated = (BATCH * groups).next_multiple_of(LANES);
         let mut all = ByteRows {
             units,
             of_row,
             rows,
             group: layout.group,
-            scales: AlignedVec::new(rows * stride),
+            groups,
+            scales: AlignedVec::new(rows * repeated),
+            repeated,
             sums: AlignedVec::new(if layout.sums { rows * stride } else { 0 }),
             stride,
         };
@@ -140,6 +153,14 @@ impl ByteRows {
     #[inline(always)]
     pub(super) fn units(&self, row: usize) -> &[Unit] {
         &self.units[row * self.of_row..(row + 1) * self.of_row]
+    }
+
+    /// Returns the sums of the groups of a row; none unless the layout has them.
+    #[inline(always)]
+    pub(super) fn sums_of(&self, row: usize) -> &[[f32; LANES]] {
+        let (sums, _) = self.sums.as_chunks();
+        let stride = self.stride / LANES;
+        sums.get(row * stride..(row + 1) * stride).unwrap_or(&[])
     }
 }
 
@@ -179,7 +200,7 @@ impl Quantize<'_> {
         let rows = self.x.chunks_exact(layout.inputs);
         for (row, x) in rows.enumerate() {
             let units = &mut out.units[row * out.of_row..(row + 1) * out.of_row];
-            let scales = &mut out.scales[row * out.stride..(row + 1) * out.stride];
+            let scales = &mut out.scales[row * out.repeated..(row + 1) * out.repeated];
             let of_units = scales.chunks_exact_mut(inputs / G);
             for ((x, unit), scales) in x.chunks(inputs).zip(&mut *units).zip(of_units) {
                 let mut bytes = [0; UNIT];
@@ -225,8 +246,11 @@ impl Quantize<'_> {
                     |total| -excess * total,
                 );
             }
-            for scale in scales {
+            for scale in &mut scales[..out.groups] {
                 *scale *= layout.coding.unit;
+            }
+            for copy in 1..BATCH {
+                scales.copy_within(..out.groups, copy * out.groups);
             }
         }
     }

@@ -630,6 +630,49 @@ fn a_nan_reaches_all_outputs_of_its_row_and_no_other() {
     }
 }
 
+#[test]
+fn a_scale_or_an_offset_that_is_nan_reaches_its_output_alone() {
+    for (coding, offsets) in [(0, false), (0, true), (2, false), (4, true)] {
+        // Rows of 18 groups: neither whole units of codes nor whole vectors of scales.
+        let (groups, outputs) = (18, 21);
+        let case = Case {
+            coding: codings()[coding],
+            outputs,
+            inputs: 32 * groups,
+            block: 32,
+            kept: Kept::F32,
+            offsets,
+            order: false,
+            seed: 4,
+        };
+        let finite = Owned::new(case);
+        let mut owned = Owned::new(case);
+        owned.floats[7 * groups] = f32::NAN;
+        if let Some(all) = &mut owned.offsets {
+            all[9 * groups] = f32::NAN;
+            all[outputs * groups - 1] = f32::NAN;
+        }
+        for rows in [1, 3] {
+            let x = activations(rows, case.inputs, 9);
+            for set in InstructionSet::available() {
+                let y = run::<f32>(set, &x, &[owned.map()], &[None]);
+                for (at, y) in y.iter().enumerate() {
+                    let output = at % outputs;
+                    let bad = output == 7 || offsets && [9, outputs - 1].contains(&output);
+                    assert_eq!(
+                        y.is_nan(),
+                        bad,
+                        "{set:?} {coding} {rows} rows: output {output}"
+                    );
+                }
+                // Nor does it stay in the buffers of the thread.
+                let y = run::<f32>(set, &x, &[finite.map()], &[None]);
+                assert!(y.iter().all(|y| y.is_finite()));
+            }
+        }
+    }
+}
+
 /// Compares the error of activations in bytes, and of many rows with one scale for a unit of 128 inputs, with that of
 /// weights in 4 bits, as root mean squares of outputs for normally distributed activations and scales of any size.
 #[test]
