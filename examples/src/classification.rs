@@ -78,11 +78,11 @@ impl Classification {
         let Some(rank) = lora_rank else {
             return Ok(self.model.set_requires_grad(true)?);
         };
-        let output = self.model.output_module();
         let config = LoraConfig {
             r: rank.into(),
             target_modules: Some(TargetModules::AllLinear),
-            modules_to_save: output.map(|module| vec![module.to_owned()]),
+            // As PEFT names it. RoBERTa's has two layers, and a pretrained folder holds neither.
+            modules_to_save: Some(vec!["classifier".to_owned()]),
             ..LoraConfig::default()
         };
         add_adapter(&mut self.model, "default", &config, &AddOptions::default())?;

@@ -4,7 +4,7 @@ use std::sync::Arc;
 
 use overdrive_nn::{AdapterHost, LinearWeight};
 
-use crate::copies::{ModuleCopies, ModuleCopy, check_copies, place_copies};
+use crate::copies::{ModuleCopy, check_copies, place_copies};
 use crate::host::{module_copies, visit_linears, visit_parameters};
 use crate::layer_adapters::{
     LayerAdapters, LayerCopy, adapters_mut, adapters_of, check_name, split_or_insert, taken,
@@ -36,6 +36,7 @@ pub fn add_adapter<H: AdapterHost + ?Sized>(
     // Everything that can be refused is refused before the first layer is changed.
     let (config, layers) = resolve(host, config)?;
     let saved = modules_to_save(host, &config)?;
+    saved.refuse_unmatched()?;
     let config = Arc::new(config);
     let added = attach(host, name, &config, options, &layers, &saved);
     if added.is_err() {
@@ -188,11 +189,7 @@ pub fn set_adapter<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Res
     })?;
     place_copies(host, names)?;
     // All are frozen first: an adapter that was active before must not keep training.
-    set_requires_grad(
-        host,
-        &available.iter().map(String::as_str).collect::<Vec<_>>(),
-        false,
-    )?;
+    set_requires_grad(host, &as_strs(&available), false)?;
     set_requires_grad(host, names, true)?;
     mark_only_lora_as_trainable(host)
 }
@@ -243,11 +240,14 @@ pub fn set_requires_grad<H: AdapterHost + ?Sized>(
 pub fn disable_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
     refuse_merged(host, "disabling adapters")?;
     each_layer(host, |own| own.enabled = false)?;
-    // Remembered, so that `enable_adapters` puts the same copies back.
-    let placed = module_copies(host).and_then(|copies| copies.active.take());
+    // Remembered, so that `enable_adapters` puts the same copies back; those of an earlier call wait already.
+    let placed = module_copies(host).map(|copies| {
+        let waiting = std::mem::take(&mut copies.waiting);
+        [std::mem::take(&mut copies.active), waiting].concat()
+    });
     place_copies(host, &[])?;
     if let Some(copies) = module_copies(host) {
-        copies.waiting = placed;
+        copies.waiting = placed.unwrap_or_default();
     }
     Ok(())
 }
@@ -258,11 +258,17 @@ pub fn disable_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
 /// The error of a model whose layers cannot be visited now.
 pub fn enable_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
     each_layer(host, |own| own.enabled = true)?;
-    let waiting = module_copies(host).and_then(|copies| copies.waiting.take());
-    match waiting {
-        Some(name) => place_copies(host, &[&name]),
-        None => Ok(()),
+    match module_copies(host).map(|copies| std::mem::take(&mut copies.waiting)) {
+        Some(waiting) if !waiting.is_empty() => place_copies(host, &as_strs(&waiting)),
+        _ => Ok(()),
     }
+}
+
+/// Returns `true` after [`disable_adapters`], until adapters are enabled again.
+pub(crate) fn are_disabled<H: AdapterHost + ?Sized>(host: &mut H) -> Result<bool> {
+    let mut disabled = module_copies(host).is_some_and(|copies| !copies.waiting.is_empty());
+    each_layer(host, |own| disabled |= !own.enabled)?;
+    Ok(disabled)
 }
 
 /// Removes an adapter from all layers. If it was the only active one, none is active then.
@@ -277,12 +283,14 @@ pub fn delete_adapter<H: AdapterHost + ?Sized>(host: &mut H, name: &str) -> Resu
         Ok(())
     })?;
     // The model gets its own tensors back before their copies are dropped.
-    let is_placed = |copies: &mut ModuleCopies| copies.active.as_deref() == Some(name);
-    if module_copies(host).is_some_and(is_placed) {
-        place_copies(host, &[])?;
+    let mut active = module_copies(host).map_or(Vec::new(), |copies| copies.active.clone());
+    if active.iter().any(|own| own == name) {
+        active.retain(|own| own != name);
+        place_copies(host, &as_strs(&active))?;
     }
     if let Some(copies) = module_copies(host) {
         copies.entries.retain(|entry| entry.adapter != name);
+        copies.waiting.retain(|own| own != name);
     }
     Ok(())
 }
@@ -296,6 +304,11 @@ pub fn set_training<H: AdapterHost + ?Sized>(host: &mut H, training: bool) -> Re
         linear.set_training(training);
         Ok(())
     })
+}
+
+/// Borrows the names.
+pub(crate) fn as_strs(names: &[String]) -> Vec<&str> {
+    names.iter().map(String::as_str).collect()
 }
 
 /// Checks that no layer has a merged adapter, before anything is changed.

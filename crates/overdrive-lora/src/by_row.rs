@@ -6,11 +6,12 @@ use std::path::Path;
 use overdrive_nn::{AdapterHost, AdapterRows, Linear, joint_base};
 use tch::Tensor;
 
+use crate::adapters::{are_disabled, as_strs};
 use crate::layer_adapters::{LayerAdapters, adapters_of};
 use crate::low_rank::{Addend, add_low_rank};
 use crate::{
     BiasMode, Error, LoadAdapterOptions, LoadedAdapter, LoraAdapter, Result, active_adapters,
-    load_adapter, read_config, set_adapter,
+    disable_adapters, load_adapter, read_config, set_adapter,
 };
 
 /// Loads an adapter as [`load_adapter`] does, for batches whose rows choose their adapters by
@@ -45,11 +46,14 @@ pub fn load_adapter_for_rows<H: AdapterHost + ?Sized>(
         let value = format!("{:?}", config.init_lora_weights);
         return refuse("init_lora_weights", value, expected);
     }
-    let active = active_adapters(host)?;
+    let (active, disabled) = (active_adapters(host)?, are_disabled(host)?);
     let loaded = load_adapter(host, dir, name, options)?;
     // The first adapter of a model would be active at once.
-    let active: Vec<&str> = active.iter().map(String::as_str).collect();
-    set_adapter(host, &active)?;
+    set_adapter(host, &as_strs(&active))?;
+    if disabled {
+        // `set_adapter` enables adapters.
+        disable_adapters(host)?;
+    }
     Ok(loaded)
 }
 

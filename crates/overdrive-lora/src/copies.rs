@@ -13,10 +13,10 @@ use crate::layer_adapters::adapters_of;
 #[derive(Debug, Default)]
 pub(crate) struct ModuleCopies {
     pub(crate) entries: Vec<ModuleCopy>,
-    /// The adapter whose copies the model computes with.
-    pub(crate) active: Option<String>,
-    /// While adapters are disabled, the adapter whose copies become active again when they are enabled.
-    pub(crate) waiting: Option<String>,
+    /// The adapters whose copies the model computes with.
+    pub(crate) active: Vec<String>,
+    /// While adapters are disabled, those whose copies become active again when they are enabled.
+    pub(crate) waiting: Vec<String>,
 }
 
 #[derive(Debug)]
@@ -74,8 +74,7 @@ pub(crate) fn check_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]
     Ok(())
 }
 
-/// Makes the model compute with the copies of the first of `names` that has any, and with its own parameters
-/// elsewhere.
+/// Makes the model compute with the copies that the adapters `names` have, and with its own parameters elsewhere.
 pub(crate) fn place_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<()> {
     let Some(own) = module_copies(host) else {
         return Ok(());
@@ -83,8 +82,8 @@ pub(crate) fn place_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]
     // Taken out for the visit, which borrows the model.
     let mut copies = std::mem::take(own);
     let has = |name: &&&str| copies.entries.iter().any(|entry| entry.adapter == **name);
-    // `check_copies` has made sure that at most one has copies of each parameter.
-    let active = names.iter().find(has).map(|name| (*name).to_owned());
+    let active = names.iter().filter(has).map(|name| (*name).to_owned());
+    let active: Vec<String> = active.collect();
     let visited = visit_parameters(host, |name, tensor| {
         for entry in copies.entries.iter_mut().filter(|entry| entry.name == name) {
             if let Some(original) = entry.original.take() {
@@ -92,8 +91,8 @@ pub(crate) fn place_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]
             }
         }
         let mut entries = copies.entries.iter_mut();
-        let taken =
-            entries.find(|entry| entry.name == name && Some(&entry.adapter) == active.as_ref());
+        // `check_copies` has made sure that at most one of them has a copy of each parameter.
+        let taken = entries.find(|entry| entry.name == name && active.contains(&entry.adapter));
         if let Some(entry) = taken {
             let copy = entry.copy.shallow_clone();
             entry.original = Some(std::mem::replace(tensor, copy));
@@ -102,7 +101,7 @@ pub(crate) fn place_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]
     });
     if visited.is_ok() {
         copies.active = active;
-        copies.waiting = None;
+        copies.waiting.clear();
     }
     if let Some(own) = module_copies(host) {
         *own = copies;

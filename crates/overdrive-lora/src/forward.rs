@@ -72,8 +72,13 @@ impl Adapter for LayerAdapters {
     }
 
     fn weight_replaced(&mut self) {
-        // The caller that replaces the weight decides whether it contains the merged adapters.
-        self.merged.clear();
+        // They count as part of the new weight, and must not be computed beside it once more.
+        let merged = std::mem::take(&mut self.merged);
+        let is_merged = |index: &usize| {
+            let name = &self.adapters[*index].0;
+            merged.iter().any(|merged| merged.adapter == *name)
+        };
+        self.active.retain(|index| !is_merged(index));
         self.forget_row_norms();
     }
 }

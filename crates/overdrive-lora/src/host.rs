@@ -22,6 +22,12 @@ pub(crate) fn visit_parameters<H: AdapterHost + ?Sized>(
     Ok(host.visit_parameters(&mut |name, tensor| Ok(visit(name, tensor)?))?)
 }
 
+/// Returns `true` if `bias: "all"` trains the parameter `name` of no linear layer. As in PEFT, the word can be anywhere in
+/// the name: T5 has `relative_attention_bias.weight`.
+pub(crate) fn is_bias(name: &str) -> bool {
+    name.contains("bias")
+}
+
 /// Returns the full copies of the model's parameters, or `None` if it keeps no state for adapters.
 pub(crate) fn module_copies<H: AdapterHost + ?Sized>(host: &mut H) -> Option<&mut ModuleCopies> {
     Some(host.adapter_state()?.get_or_default())

@@ -252,7 +252,8 @@ fn from_weight(
             weight.f_detach()?.f_copy_(&rest)?;
         }
         LinearWeight::Quantized(weight) => {
-            *weight = QuantizedWeight::quantize(&rest, weight.scheme())?;
+            *weight = QuantizedWeight::quantize(&rest, weight.scheme())?
+                .with_activations(weight.activations())?;
         }
     }
     let own =

@@ -118,6 +118,23 @@ fn kinds_of(names: &[String]) -> Vec<String> {
 pub(crate) struct SavedModules {
     pub(crate) layers: Vec<String>,
     pub(crate) parameters: Vec<String>,
+    /// The names that select nothing.
+    pub(crate) unmatched: Vec<String>,
+    /// All modules of the model.
+    available: Vec<String>,
+}
+
+impl SavedModules {
+    /// Checks that every name selects a module.
+    pub(crate) fn refuse_unmatched(&self) -> Result<()> {
+        match self.unmatched.first() {
+            None => Ok(()),
+            Some(unmatched) => Err(Error::NoModule {
+                name: unmatched.clone(),
+                available: kinds_of(&self.available),
+            }),
+        }
+    }
 }
 
 /// Finds the modules of `modules_to_save`.
@@ -130,7 +147,6 @@ pub(crate) fn modules_to_save<H: AdapterHost + ?Sized>(
     if wanted.is_empty() {
         return Ok(saved);
     }
-    let mut available = Vec::new();
     let mut used = vec![false; wanted.len()];
     // As in PEFT, a name selects the modules that end with it, and everything inside them.
     let mut is_selected = |module: &str| {
@@ -145,7 +161,7 @@ pub(crate) fn modules_to_save<H: AdapterHost + ?Sized>(
         selected
     };
     visit_linears(host, |name, _| {
-        available.push(name.to_owned());
+        saved.available.push(name.to_owned());
         if is_selected(name) {
             saved.layers.push(name.to_owned());
         }
@@ -156,18 +172,14 @@ pub(crate) fn modules_to_save<H: AdapterHost + ?Sized>(
     visit_parameters(host, |name, _| {
         let module = name.rsplit_once('.').map_or(name, |(module, _)| module);
         if can_copy {
-            available.push(module.to_owned());
+            saved.available.push(module.to_owned());
             if is_selected(module) {
                 saved.parameters.push(name.to_owned());
             }
         }
         Ok(())
     })?;
-    match used.iter().position(|used| !used) {
-        None => Ok(saved),
-        Some(unused) => Err(Error::NoModule {
-            name: wanted[unused].clone(),
-            available: kinds_of(&available),
-        }),
-    }
+    let unmatched = wanted.into_iter().zip(used).filter(|(_, used)| !used);
+    saved.unmatched = unmatched.map(|(name, _)| name.clone()).collect();
+    Ok(saved)
 }

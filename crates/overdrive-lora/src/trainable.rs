@@ -6,7 +6,7 @@ use std::fmt;
 use overdrive_nn::{AdapterHost, LinearWeight};
 use tch::Tensor;
 
-use crate::host::{module_copies, visit_linears, visit_parameters};
+use crate::host::{is_bias, module_copies, visit_linears, visit_parameters};
 use crate::layer_adapters::adapters_of;
 use crate::{BiasMode, Result};
 
@@ -158,7 +158,7 @@ pub fn mark_only_lora_as_trainable<H: AdapterHost + ?Sized>(host: &mut H) -> Res
         Ok(())
     })?;
     visit_parameters(host, |name, tensor| {
-        if name == "bias" || name.ends_with(".bias") {
+        if is_bias(name) {
             let _same = tensor.f_set_requires_grad(true)?;
         }
         Ok(())

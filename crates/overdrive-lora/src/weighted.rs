@@ -4,7 +4,7 @@ use overdrive_autograd::NoGradGuard;
 use overdrive_nn::AdapterHost;
 use tch::Tensor;
 
-use crate::adapters::{adapter_names, set_requires_grad};
+use crate::adapters::{adapter_names, delete_adapter, set_requires_grad};
 use crate::host::{module_copies, visit_linears};
 use crate::init::svd;
 use crate::layer_adapters::{adapters_mut, adapters_of, check_name, taken};
@@ -37,7 +37,7 @@ pub enum Combination {
 /// # Errors
 /// [`Error::UnknownAdapter`], [`Error::BadName`], [`Error::NotCombinable`] for no adapter, for different ranks
 /// with [`Combination::Linear`], for DoRA, and for biases of B or full copies, which have no sum, and
-/// [`Error::Common`] for a rank out of range.
+/// [`Error::Common`] for a rank out of range, [`Error::Merged`]. The model is then unchanged.
 pub fn add_weighted_adapter<H: AdapterHost + ?Sized>(
     host: &mut H,
     name: &str,
@@ -61,12 +61,11 @@ pub fn add_weighted_adapter<H: AdapterHost + ?Sized>(
     }
     // Shared by all layers: the ranks are padded to one, so one configuration describes them.
     let config = Arc::new(plan(host, adapters, combination)?);
-    visit_linears(host, |layer, linear| {
+    let added = visit_linears(host, |layer, linear| {
         let size = linear.weight().size();
         let Some(own) = adapters_mut(linear) else {
             return Ok(());
         };
-        own.refuse_merged("adding an adapter")?;
         let found: Vec<(&LoraAdapter, f64)> = adapters
             .iter()
             .filter_map(|(name, weight)| Some((own.get(name)?, *weight)))
@@ -87,7 +86,12 @@ pub fn add_weighted_adapter<H: AdapterHost + ?Sized>(
         };
         own.adapters.push((name.to_owned(), adapter));
         Ok(())
-    })?;
+    });
+    if added.is_err() {
+        // A decomposition can fail at a later layer; the first error is the one to report.
+        let _ = delete_adapter(host, name);
+    }
+    added?;
     // As in PEFT, a new adapter waits until `set_adapter`.
     set_requires_grad(host, &[name], false)
 }
@@ -110,6 +114,7 @@ fn plan<H: AdapterHost + ?Sized>(
         let Some(own) = adapters_of(linear) else {
             return Ok(());
         };
+        own.refuse_merged("adding an adapter")?;
         let mut ranks = Vec::new();
         for (name, _) in adapters {
             if own.copy(name).is_some() {

@@ -54,7 +54,7 @@ pub fn export(
     let (hidden, softcap) = match model.config() {
         ModelConfig::Llama(config) => (
             llama::hidden_states(&mut graph, &source, options, model, config)?,
-            llama::logit_softcap(config),
+            config.logit_softcap(),
         ),
         ModelConfig::Gpt2(config) => (
             gpt2::hidden_states(&mut graph, &source, options, model, config)?,

@@ -1,6 +1,6 @@
 //! The graph of a Llama, Mistral, Qwen or Gemma.
 
-use overdrive_transformer::{CausalLm, LayerType, LlamaConfig, LlamaFamily};
+use overdrive_transformer::{CausalLm, LlamaConfig, LlamaFamily};
 
 use crate::attention::{Context, Heads, Layer};
 use crate::embedding::embedding;
@@ -15,48 +15,22 @@ use crate::{Attention, Error, ExportOptions, Result};
 pub(crate) const EXPORTED: &str =
     "llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text and gpt2 can be";
 
-/// The differences between members of the family that their parameters do not show.
-#[derive(Debug)]
-struct Traits {
-    gemma: bool,
-    /// If `true`, `query_pre_attn_scalar` scales the scores (Gemma 2 and 3).
-    query_scale: bool,
-    /// The bound of scores (Gemma 2).
-    softcap: Option<f64>,
-    /// If `true`, sliding layers have rotary frequencies of their own (Gemma 3).
-    local_rotary: bool,
-}
-
-impl Traits {
-    fn of(config: &LlamaConfig) -> Result<Traits> {
-        let (gemma, softcap, local_rotary) = match config.family {
-            LlamaFamily::Llama | LlamaFamily::Mistral | LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
-                (false, None, false)
-            }
-            LlamaFamily::Gemma => (true, None, false),
-            LlamaFamily::Gemma2 => (true, config.attn_logit_softcapping, false),
-            LlamaFamily::Gemma3 => (true, None, true),
-            other => {
-                return Err(Error::unsupported(
-                    "config key `model_type`",
-                    format!("{:?}", other.model_type()),
-                    EXPORTED,
-                ));
-            }
-        };
-        Ok(Traits {
-            gemma,
-            query_scale: gemma && config.family != LlamaFamily::Gemma,
-            softcap,
-            local_rotary,
-        })
+/// Checks that the family can be exported.
+fn check_family(config: &LlamaConfig) -> Result<()> {
+    match config.family {
+        LlamaFamily::Llama
+        | LlamaFamily::Mistral
+        | LlamaFamily::Qwen2
+        | LlamaFamily::Qwen3
+        | LlamaFamily::Gemma
+        | LlamaFamily::Gemma2
+        | LlamaFamily::Gemma3 => Ok(()),
+        other => Err(Error::unsupported(
+            "config key `model_type`",
+            format!("{:?}", other.model_type()),
+            EXPORTED,
+        )),
     }
-}
-
-/// Returns the bound of the logits.
-pub(crate) fn logit_softcap(config: &LlamaConfig) -> Option<f64> {
-    let gemma = matches!(config.family, LlamaFamily::Gemma2 | LlamaFamily::Gemma3);
-    config.final_logit_softcapping.filter(|_| gemma)
 }
 
 /// The graph of a model that is being built.
@@ -66,7 +40,6 @@ struct Builder<'a> {
     options: &'a ExportOptions,
     config: &'a LlamaConfig,
     heads: Heads,
-    traits: Traits,
 }
 
 /// Writes the decoder; the result is the normalised hidden states `(B, T, C)`.
@@ -77,14 +50,13 @@ pub(crate) fn hidden_states(
     model: &CausalLm,
     config: &LlamaConfig,
 ) -> Result<Value> {
-    let traits = Traits::of(config)?;
+    check_family(config)?;
     let windows = model.layer_windows();
-    let softcap = traits.softcap.is_some();
+    let softcap = config.attention_softcap().is_some();
     let heads = Heads::of(model.config());
     let context = Context::new(graph, options, heads, &windows, softcap)?;
     graph.enter("/model/rotary_emb");
-    let of_layer = |layer: usize| local(config, &traits, layer);
-    let rotations = rotations(graph, model, config, &of_layer, context.form())?;
+    let rotations = rotations(graph, model, config, context.form())?;
 
     let mut builder = Builder {
         graph,
@@ -92,11 +64,10 @@ pub(crate) fn hidden_states(
         options,
         config,
         heads,
-        traits,
     };
     let mut x = builder.embedded()?;
     for (number, window) in windows.into_iter().enumerate() {
-        let rotation = &rotations[usize::from(local(config, &builder.traits, number))];
+        let rotation = &rotations[usize::from(config.rotates_locally(number as i64))];
         let Some(rotation) = rotation else {
             continue; // `rotations` has one for each layer's kind.
         };
@@ -106,23 +77,11 @@ pub(crate) fn hidden_states(
     builder.norm("model.norm", &x)
 }
 
-/// Returns `true` if layer `layer` has the rotary frequencies of sliding layers.
-fn local(config: &LlamaConfig, traits: &Traits, layer: usize) -> bool {
-    let listed = config.layer_types.as_ref();
-    let sliding = match listed.and_then(|types| types.get(layer)) {
-        Some(kind) => *kind == LayerType::Sliding,
-        // Gemma 3's default: every sixth layer attends to all tokens.
-        None => !(layer + 1).is_multiple_of(6),
-    };
-    traits.local_rotary && sliding
-}
-
 /// Writes the rotations of full and of sliding layers, if the model has such layers.
 fn rotations(
     graph: &mut Graph,
     model: &CausalLm,
     config: &LlamaConfig,
-    local: &dyn Fn(usize) -> bool,
     form: Attention,
 ) -> Result<[Option<Rotation>; 2]> {
     let kinds = [
@@ -132,7 +91,8 @@ fn rotations(
     // All layers with the same frequencies share one rotation.
     let mut rotations = [None, None];
     for (kind, (theta, scaling)) in kinds.into_iter().enumerate() {
-        let layer = (0..model.num_layers()).find(|&layer| usize::from(local(layer)) == kind);
+        let layer = (0..model.num_layers())
+            .find(|&layer| usize::from(config.rotates_locally(layer as i64)) == kind);
         let short = layer.and_then(|layer| model.rotary_inverse_frequencies(layer));
         let Some(short) = short else {
             continue;
@@ -154,18 +114,18 @@ impl Builder<'_> {
         let name = "model.embed_tokens";
         let table = self.source.table(name)?;
         let x = embedding(self.graph, name, &table, "input_ids")?;
-        if !self.traits.gemma {
+        let Some(scale) = self.config.embedding_scale() else {
             return Ok(x);
-        }
+        };
         // Rounded to the dtype of activations, as transformers rounds it to the model's.
-        let scale = self.graph.number((self.config.hidden_size as f64).sqrt())?;
+        let scale = self.graph.number(scale)?;
         Ok(self.graph.op("Mul", &[&x, &scale], &[]))
     }
 
     fn norm(&mut self, name: &str, x: &str) -> Result<Value> {
         let name = format!("{name}.weight");
         let weight = self.source.parameter(&name)?;
-        let weight = norm_weight(self.graph, &name, weight, self.traits.gemma);
+        let weight = norm_weight(self.graph, &name, weight, self.config.norm_adds_one());
         Ok(rms_norm(self.graph, x, &weight, self.config.rms_norm_eps))
     }
 
@@ -222,15 +182,12 @@ impl Builder<'_> {
     ) -> Result<Value> {
         let module = self.enter(number, "self_attn");
         let heads = self.heads;
-        let scale = match self.traits.query_scale {
-            true => self.config.query_pre_attn_scalar.sqrt().recip(),
-            false => (heads.dim as f64).sqrt().recip(),
-        };
+        let scale = self.config.attention_scale();
         let layer = Layer {
             number,
             heads,
-            scale,
-            softcap: self.traits.softcap,
+            scale: scale.unwrap_or((heads.dim as f64).sqrt().recip()),
+            softcap: self.config.attention_softcap(),
             window,
         };
         let [query, key, value] = ["q", "k", "v"].map(|part| format!("{module}.{part}_proj"));
@@ -285,7 +242,7 @@ impl Builder<'_> {
         let module = self.enter(number, "mlp");
         let gate = self.linear(&format!("{module}.gate_proj"), x)?;
         let up = self.linear(&format!("{module}.up_proj"), x)?;
-        let key = match self.traits.gemma {
+        let key = match self.config.family.is_gemma() {
             true => "hidden_activation",
             false => "hidden_act",
         };

@@ -3,7 +3,7 @@
 //! The graph computes the angles `position · frequency`, so it has no maximum length, and every rope scaling is
 //! that of the model.
 
-use overdrive_transformer::{LongRope, RopeScaling, Yarn};
+use overdrive_transformer::RopeScaling;
 use tch::{Device, Kind, Tensor};
 
 use crate::graph::{Attribute, Graph, Value};
@@ -110,7 +110,7 @@ fn inverse(graph: &mut Graph, frequencies: &Frequencies<'_>) -> Result<(Value, f
         RopeScaling::Default | RopeScaling::Linear { .. } | RopeScaling::Llama3 { .. } => {
             (short, 1.0)
         }
-        RopeScaling::Yarn(yarn) => (short, yarn_scale(yarn)),
+        RopeScaling::Yarn(yarn) => (short, yarn.attention_scale()),
         RopeScaling::LongRope(long) => {
             // By tensors, as in the model: its powers are rounded to fp32.
             let powers = Tensor::f_pow_scalar(frequencies.theta, &exponents(dim)?)?;
@@ -120,7 +120,7 @@ fn inverse(graph: &mut Graph, frequencies: &Frequencies<'_>) -> Result<(Value, f
             let len = length(graph);
             let is_beyond = exceeds(graph, &len, long.original_max_position_embeddings);
             let chosen = graph.op("Where", &[&is_beyond, &beyond, &short], &[]);
-            (chosen, long_scale(long))
+            (chosen, long.attention_scale())
         }
         RopeScaling::Dynamic { factor } => {
             let len = length(graph);
@@ -182,30 +182,4 @@ fn dynamic(
 fn exponents(dim: i64) -> Result<Tensor> {
     let even = Tensor::f_arange_start_step(0, dim, 2, (Kind::Float, Device::Cpu))?;
     Ok(even.f_div_scalar(dim)?)
-}
-
-fn yarn_scale(yarn: &Yarn) -> f64 {
-    let scale = |weight: f64| match yarn.factor {
-        factor if factor <= 1.0 => 1.0,
-        factor => 0.1 * weight * factor.ln() + 1.0,
-    };
-    let given = |weight: Option<f64>| weight.filter(|&weight| weight != 0.0);
-    match (
-        yarn.attention_factor,
-        given(yarn.mscale),
-        given(yarn.mscale_all_dim),
-    ) {
-        (Some(factor), ..) => factor,
-        (None, Some(over), Some(under)) => scale(over) / scale(under),
-        _ => scale(1.0),
-    }
-}
-
-fn long_scale(long: &LongRope) -> f64 {
-    let context = long.original_max_position_embeddings as f64;
-    match long.attention_factor {
-        Some(given) => given,
-        None if long.factor <= 1.0 => 1.0,
-        None => (1.0 + long.factor.ln() / context.ln()).sqrt(),
-    }
 }

@@ -8,7 +8,7 @@ use std::collections::HashMap;
 use crate::error::{Checked, Fault, bad};
 use crate::globals::{Global, global};
 use crate::reader::Reader;
-use crate::tensor::{StorageRef, TensorRef, rebuild, storage};
+use crate::tensor::{MAX_RANK, StorageRef, TensorRef, rebuild, storage};
 
 /// The index of a value.
 pub(crate) type Id = usize;
@@ -196,8 +196,12 @@ impl Machine {
             Global::OrderedDict if arguments.is_empty() => Ok(Value::Dict(Vec::new())),
             Global::Device => Ok(Value::Device),
             Global::Size => match arguments.first().map(|&id| self.value(id)) {
-                Some(Value::Tuple(_)) if arguments.len() == 1 => {
-                    Ok(self.value(arguments[0]).clone())
+                // A long tuple that is copied again and again would fill memory.
+                Some(Value::Tuple(sizes)) if sizes.len() > MAX_RANK => {
+                    bad(format!("it makes a shape of {} dimensions", sizes.len()))
+                }
+                Some(Value::Tuple(sizes)) if arguments.len() == 1 => {
+                    Ok(Value::Tuple(sizes.clone()))
                 }
                 _ => bad("it makes a shape of something else than a tuple"),
             },

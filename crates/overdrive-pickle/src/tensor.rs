@@ -7,7 +7,10 @@ use crate::globals::Global;
 use crate::machine::{Id, Machine, Value};
 
 /// The largest number of dimensions, which is libtorch's.
-const MAX_RANK: usize = 64;
+pub(crate) const MAX_RANK: usize = 64;
+
+/// The largest number of bytes of a storage's name, which each tensor in it copies. PyTorch's are decimal numbers.
+const MAX_KEY: usize = 64;
 
 /// A storage: a block of elements, which several tensors may share.
 #[derive(Debug, Clone, PartialEq)]
@@ -46,11 +49,16 @@ pub(crate) fn storage(machine: &Machine, id: Id) -> Checked<StorageRef> {
             _,
             Value::Int(elements),
             ref view @ ..,
-        ] if word == "storage" && matches!(view, [] | [Value::None]) => Ok(StorageRef {
-            key: key.clone(),
-            kind: *kind,
-            elements: size(*elements)?,
-        }),
+        ] if word == "storage" && matches!(view, [] | [Value::None]) => {
+            if key.len() > MAX_KEY {
+                return bad(format!("a storage has a name of {} bytes", key.len()));
+            }
+            Ok(StorageRef {
+                key: key.clone(),
+                kind: *kind,
+                elements: size(*elements)?,
+            })
+        }
         _ => bad("a storage is not described by its class, key and length"),
     }
 }

@@ -2,9 +2,6 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use overdrive_attention::PackedLengths;
-use overdrive_fused::{
-    CrossEntropyOptions, LinearCrossEntropyOptions, Reduction, linear_cross_entropy,
-};
 use overdrive_nn::{AdapterState, Embedding, Linear, LinearWeight};
 use overdrive_quantization::QuantizedWeight;
 use serde_json::{Map, Value};
@@ -14,10 +11,11 @@ use crate::gpt2::Gpt2;
 use crate::init::initialise;
 use crate::input::Shape;
 use crate::llama::Llama;
-use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss, shifted};
+use crate::loss::{LabelShift, LossOutput, causal_lm_loss, fused_loss, shifted};
 use crate::moe::{ExpertLoad, LoadBalance};
 use crate::parameters::{
-    ModelTensors, ParameterMap, ParameterRole, allocate, set_requires_grad, set_training_of_layers,
+    ModelTensors, ParameterMap, ParameterRole, allocate, handles, set_requires_grad,
+    set_training_of_layers,
 };
 use crate::{
     Error, Execution, ForwardInput, LoadOptions, ModelConfig, ParameterSpec, Result, SaveOptions,
@@ -136,9 +134,7 @@ impl CausalLm {
     }
 
     pub(crate) fn from_tensors(config: &ModelConfig, parts: ModelTensors) -> Result<CausalLm> {
-        // A shallow clone is the same tensor: its gradient and its flags are shared.
-        let share = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
-        let parameters = parts.parameters.iter().map(share).collect();
+        let parameters = handles(&parts.parameters);
         let mut parameter_map = ParameterMap::new(parts);
         let (backbone, tied) = match config {
             ModelConfig::Llama(config) => {
@@ -325,31 +321,14 @@ impl CausalLm {
             Some(head) if self.execution.fused_kernels && self.softcap.is_none() => head,
             _ => return causal_lm_loss(&self.logits(hidden)?, targets, LabelShift::Shifted),
         };
-        let options = LinearCrossEntropyOptions {
-            loss: CrossEntropyOptions {
-                ignore_index: IGNORE_INDEX,
-                reduction: Reduction::Sum,
-                label_count,
-                ..CrossEntropyOptions::default()
-            },
-            ..LinearCrossEntropyOptions::default()
-        };
-        let output = linear_cross_entropy(hidden, head, targets, &options)?;
-        Ok(LossOutput {
-            sum: output.loss,
-            count: output.count,
-            aux_loss: None,
-        })
+        fused_loss(hidden, head, None, targets, label_count)
     }
 
     /// Returns all dense parameters with their Hugging Face names, in the order of transformers'
     /// `named_parameters`, without quantized weights and adapters. A tied head is not listed twice. The tensors
     /// share the model's storage, gradients and flags.
     pub fn named_parameters(&self) -> Vec<(String, Tensor)> {
-        self.parameters
-            .iter()
-            .map(|(name, t)| (name.clone(), t.shallow_clone()))
-            .collect()
+        handles(&self.parameters)
     }
 
     /// Removes a dense parameter from the list.

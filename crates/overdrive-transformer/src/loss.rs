@@ -1,4 +1,5 @@
 use overdrive_core::Error;
+use overdrive_fused::{CrossEntropyOptions, LinearCrossEntropyOptions, linear_cross_entropy};
 use tch::{Kind, Reduction, Tensor};
 
 use crate::Result;
@@ -84,6 +85,33 @@ pub fn causal_lm_loss(logits: &Tensor, labels: &Tensor, shift: LabelShift) -> Re
     Ok(LossOutput {
         sum,
         count,
+        aux_loss: None,
+    })
+}
+
+/// Computes the summed cross-entropy of `hidden (B, T, C)` under the dense `head (V, C)` without all logits at once.
+/// `targets` are [`shifted`]; `label_count` is the number of those that count, if it is known.
+pub(crate) fn fused_loss(
+    hidden: &Tensor,
+    head: &Tensor,
+    bias: Option<&Tensor>,
+    targets: &Tensor,
+    label_count: Option<i64>,
+) -> Result<LossOutput> {
+    let options = LinearCrossEntropyOptions {
+        loss: CrossEntropyOptions {
+            ignore_index: IGNORE_INDEX,
+            reduction: overdrive_fused::Reduction::Sum,
+            label_count,
+            ..CrossEntropyOptions::default()
+        },
+        bias,
+        ..LinearCrossEntropyOptions::default()
+    };
+    let output = linear_cross_entropy(hidden, head, targets, &options)?;
+    Ok(LossOutput {
+        sum: output.loss,
+        count: output.count,
         aux_loss: None,
     })
 }

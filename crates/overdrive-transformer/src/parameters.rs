@@ -40,6 +40,29 @@ pub enum ParameterRole {
     Other,
 }
 
+/// Returns the parameters. A shallow clone is the same tensor: its storage, gradient and flags are shared.
+pub(crate) fn handles(parameters: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
+    let share = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
+    parameters.iter().map(share).collect()
+}
+
+/// Replaces the weight of the linear layer `module`, if the model has it.
+pub(crate) fn replace_weight(
+    model: &mut dyn AdapterHost,
+    module: &str,
+    weight: QuantizedWeight,
+) -> Result<()> {
+    let mut weight = Some(weight);
+    Ok(model.visit_linears(&mut |name, linear| {
+        if name == module
+            && let Some(weight) = weight.take()
+        {
+            let _dense = linear.replace_weight(LinearWeight::Quantized(weight));
+        }
+        Ok(())
+    })?)
+}
+
 /// Makes each parameter require a gradient, or not.
 pub(crate) fn set_requires_grad(
     parameters: &[(String, Tensor)],

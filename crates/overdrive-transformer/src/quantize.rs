@@ -5,7 +5,7 @@ use overdrive_quantization::{Activations, QuantizedWeight, Scheme};
 use tch::{Kind, Tensor};
 
 use crate::causal_lm::CausalLm;
-use crate::parameters::ParameterRole;
+use crate::parameters::{ParameterRole, replace_weight};
 use crate::{ParameterSpec, Result};
 
 /// The weights of a model that are quantized, and their schemes.
@@ -199,16 +199,7 @@ impl CausalLm {
             }
             _ => spec.module(),
         };
-        let mut weight = Some(weight);
-        self.visit_linears(&mut |name, linear| {
-            if name == wanted
-                && let Some(weight) = weight.take()
-            {
-                let _dense = linear.replace_weight(LinearWeight::Quantized(weight));
-            }
-            Ok(())
-        })?;
-        Ok(())
+        replace_weight(self, wanted, weight)
     }
 }
 

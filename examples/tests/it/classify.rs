@@ -7,7 +7,7 @@ use std::process::Command;
 use clap::Parser;
 use overdrive::datasets::{
     DataLoader, DataLoaderOptions, Dataset, RowLayout, TokenMasking, TokenMaskingOptions,
-    collate_masked,
+    collate_masked, copy_tokenizer,
 };
 use overdrive::optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
 use overdrive::transformer::{
@@ -88,6 +88,39 @@ fn a_classifier_learns_from_scratch_and_by_lora_and_transformers_agrees() {
     assert_eq!(merged.load_report(), &Default::default());
     assert!(weights(&second) != weights(&first));
     transformers_agrees(&[&first, &second]);
+}
+
+#[test]
+fn lora_trains_both_layers_of_robertas_classifier() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let (data, bert) = (dir.path().join("rows.csv"), dir.path().join("bert"));
+    write_data(&data);
+    // A BERT of one epoch, for its tokenizer.
+    run(&flags(&data, &bert, &["--epochs", "1"])).unwrap();
+    let base = EncoderConfig::from_dir(&bert).unwrap();
+    let mut config = EncoderConfig::new(EncoderFamily::Roberta).with_labels(&base.id2label);
+    config.vocab_size = base.vocab_size;
+    (config.hidden_size, config.intermediate_size) = (32, 64);
+    (config.num_hidden_layers, config.num_attention_heads) = (1, 4);
+    let folder = dir.path().join("roberta");
+    SequenceClassifier::new(&config, &InitOptions::default())
+        .unwrap()
+        .save_pretrained(&folder, &Default::default())
+        .unwrap();
+    copy_tokenizer(&bert, &folder).unwrap();
+    let out = dir.path().join("out");
+    let model = folder.to_str().unwrap();
+    let more = ["--model", model, "--lora", "4", "--epochs", "1"];
+    run(&flags(&data, &out, &more)).unwrap();
+    let trained = SequenceClassifier::from_pretrained(&out, &Default::default()).unwrap();
+    for (name, parameter) in trained.named_parameters() {
+        // Biases begin as zeros, and adapters have none.
+        if name.starts_with("classifier.") && name.ends_with(".bias") {
+            let largest = parameter.abs().max().double_value(&[]);
+            assert!(largest > 0.0, "{name}");
+        }
+    }
 }
 
 /// Checks that transformers' pipeline names the classes of two sentences.

@@ -20,7 +20,7 @@ pub enum BiasMode {
     /// None of them.
     #[default]
     None,
-    /// Every bias of the model.
+    /// Every bias of the model: as in PEFT, also parameters such as T5's `relative_attention_bias.weight`.
     All,
     /// The biases of the layers that have adapters.
     LoraOnly,

@@ -3,7 +3,7 @@ use overdrive_nn::{AdapterHost, LinearWeight};
 use tch::Tensor;
 
 use crate::config::LayerOptions;
-use crate::host::{module_copies, visit_linears, visit_parameters};
+use crate::host::{is_bias, module_copies, visit_linears, visit_parameters};
 use crate::layer_adapters::adapters_of;
 use crate::selection::SavedModules;
 use crate::{BiasMode, LoraConfig, Result};
@@ -77,8 +77,7 @@ pub(super) fn expected<H: AdapterHost + ?Sized>(
     })?;
     visit_parameters(host, |name, tensor| {
         let is_copied = saved.parameters.iter().any(|own| own == name);
-        let is_bias = name == "bias" || name.ends_with(".bias");
-        if is_copied || (config.bias == BiasMode::All && is_bias) {
+        if is_copied || (config.bias == BiasMode::All && is_bias(name)) {
             push(name.to_owned(), None, &tensor.size());
         }
         Ok(())
@@ -138,8 +137,7 @@ pub(super) fn visit<H: AdapterHost + ?Sized>(
     }
     if mode == BiasMode::All {
         visit_parameters(host, |name, tensor| {
-            let is_bias = name == "bias" || name.ends_with(".bias");
-            if is_bias && !copied.iter().any(|own| own == name) {
+            if is_bias(name) && !copied.iter().any(|own| own == name) {
                 see(name.to_owned(), tensor)?;
             }
             Ok(())

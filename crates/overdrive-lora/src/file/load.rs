@@ -12,7 +12,7 @@ use crate::host::visit_linears;
 use crate::layer_adapters::adapters_mut;
 use crate::selection::{modules_to_save, resolve};
 use crate::{
-    AddOptions, Error, InitLoraWeights, LoraConfig, Result, add_adapter, delete_adapter,
+    AddOptions, BiasMode, Error, InitLoraWeights, LoraConfig, Result, add_adapter, delete_adapter,
     set_requires_grad,
 };
 
@@ -63,10 +63,12 @@ pub fn read_config(dir: impl AsRef<Path>) -> Result<LoraConfig> {
 /// Loads a folder that PEFT or [`save_adapter`](crate::save_adapter) wrote as the adapter `name`. It is active
 /// at once if no other is.
 ///
-/// Saved biases and full copies are loaded with it. An adapter that was initialised from the weight (PiSSA,
-/// OLoRA) is subtracted from the model's weight again, and LoftQ quantizes the weight again, as in PEFT. CorDA
-/// cannot do so without the data that it was initialised with: such an adapter needs the weights that it left and
-/// [`LoadAdapterOptions::residual_base`].
+/// Saved biases and full copies are loaded with it. A name in `modules_to_save` that no module has is ignored: PEFT
+/// adds the classifiers of all architectures (`classifier`, `score`) to the configuration of a classifier.
+///
+/// An adapter that was initialised from the weight (PiSSA, OLoRA) is subtracted from the model's weight again, and
+/// LoftQ quantizes the weight again, as in PEFT. CorDA cannot do so without the data that it was initialised with:
+/// such an adapter needs the weights that it left and [`LoadAdapterOptions::residual_base`].
 ///
 /// # Errors
 /// [`Error::Common`] for an adapter of CorDA over other weights;
@@ -85,7 +87,7 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
     // The file is compared with the model before the model is changed.
     let file = open(dir)?;
     let wanted = expected(host, &config, &layers, &saved)?;
-    let stored = fit(&file, &wanted, host)?;
+    let stored = fit(&file, &wanted, host, config.bias)?;
     let making = LoraConfig {
         // Random values would be overwritten by the file's; the default draws the fewest.
         init_lora_weights: match config.init_lora_weights {
@@ -100,6 +102,10 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
             own if own.changes_base() => own,
             _ => InitLoraWeights::Default,
         },
+        modules_to_save: config.modules_to_save.as_ref().map(|names| {
+            let is_matched = |name: &&String| !saved.unmatched.contains(name);
+            names.iter().filter(is_matched).cloned().collect()
+        }),
         ..config.clone()
     };
     let add = AddOptions {
@@ -143,6 +149,7 @@ fn fit<'f, H: AdapterHost + ?Sized>(
     file: &'f MappedFile,
     wanted: &[Entry],
     host: &mut H,
+    bias: BiasMode,
 ) -> Result<Fitted<'f>> {
     let mut stored: HashMap<String, StoredTensor<'f>> = HashMap::new();
     for tensor in file.tensors() {
@@ -173,6 +180,10 @@ fn fit<'f, H: AdapterHost + ?Sized>(
                 tensors.insert(entry.key.clone(), found);
             }
         }
+    }
+    if bias == BiasMode::All {
+        // PEFT saves BART's buffer with the biases, although nothing trains it.
+        stored.remove("final_logits_bias");
     }
     // PEFT also saves the weight of a head or an embedding that has an adapter.
     let mut bases = HashMap::new();

@@ -83,7 +83,8 @@ pub(super) fn requantize(
         transposed: false,
     };
     let merged = merged_weight(&base, adapter, factor)?;
-    let packed = QuantizedWeight::quantize(&merged, weight.scheme())?;
+    let packed = QuantizedWeight::quantize(&merged, weight.scheme())?
+        .with_activations(weight.activations())?;
     let lost = norm(&packed.dequantize(Kind::Float)?.f_sub(&merged)?)?;
     let change = norm(&merged.f_sub(&before)?)?;
     // An exact result has no error, whatever it is divided by.

@@ -4,7 +4,8 @@ use std::sync::Arc;
 
 use overdrive_lora::{
     AddOptions, BiasMode, InitLoraWeights, LoraConfig, TargetModules, active_adapters, add_adapter,
-    load_adapter_for_rows, save_adapter, set_adapter, set_training,
+    disable_adapters, enable_adapters, load_adapter_for_rows, save_adapter, set_adapter,
+    set_training,
 };
 use overdrive_nn::{AdapterRows, Linear, LinearWeight, joint_forward};
 use overdrive_quantization::QuantizedWeight;
@@ -172,4 +173,22 @@ fn an_adapter_for_rows_is_not_active_and_replaces_nothing_of_the_model() {
             "{error}"
         );
     }
+}
+
+#[test]
+fn adapters_stay_disabled_while_another_is_loaded_for_rows() {
+    let folder = tempfile::tempdir().unwrap();
+    let mut source = host(false);
+    save_adapter(&mut source, "a", folder.path()).unwrap();
+    let x = numbers(&[1, 4, 16], 3.0, F32);
+    let y = |host: &Host| tch::no_grad(|| host.layers[0].1.forward(&x).unwrap());
+    let plain = y(&source);
+    set_adapter(&mut source, &["b"]).unwrap();
+    let with = y(&source);
+    assert!(distance(&with, &plain) > 0.01);
+    disable_adapters(&mut source).unwrap();
+    load_adapter_for_rows(&mut source, folder.path(), "mine", &Default::default()).unwrap();
+    assert_eq!(y(&source), plain);
+    enable_adapters(&mut source).unwrap();
+    assert_eq!(y(&source), with);
 }

@@ -215,6 +215,93 @@ fn everything_that_does_not_fit_is_named_and_the_model_stays_as_it_was() {
     assert_eq!(forward(&other), before);
 }
 
+/// Changes `adapter_config.json`.
+fn reconfigure(dir: &Path, key: &str, value: serde_json::Value) {
+    let path = dir.join("adapter_config.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+    config[key] = value;
+    std::fs::write(&path, config.to_string()).unwrap();
+}
+
+#[test]
+fn classifiers_of_other_architectures_in_modules_to_save_are_ignored() {
+    let options = LoadAdapterOptions::default();
+    let head = vec!["lm_head".to_owned()];
+    for own in [None, Some(head)] {
+        let dir = tempfile::tempdir().unwrap();
+        let config = LoraConfig {
+            r: 4,
+            target_modules: Some(TargetModules::names(["q_proj", "v_proj"])),
+            modules_to_save: own.clone(),
+            ..LoraConfig::default()
+        };
+        let host = saved(&config, dir.path());
+        // PEFT adds both to every configuration of a classifier.
+        let mut names = own.unwrap_or_default();
+        names.extend(["classifier".to_owned(), "score".to_owned()]);
+        reconfigure(dir.path(), "modules_to_save", names.clone().into());
+        let mut other = self::host();
+        let loaded = load_adapter(&mut other, dir.path(), "a", &options).unwrap();
+        assert_eq!(loaded.config.modules_to_save, Some(names.clone()));
+        assert_eq!(forward(&other), forward(&host));
+        // The configuration is saved as it was.
+        let again = tempfile::tempdir().unwrap();
+        save_adapter(&mut other, "a", again.path()).unwrap();
+        let config = overdrive_lora::read_config(again.path()).unwrap();
+        assert_eq!(config.modules_to_save, Some(names));
+        // A tensor of such a module is not lost in silence.
+        rewrite(dir.path(), |tensors| {
+            let name = "base_model.model.score.weight".to_owned();
+            tensors.push((name, Tensor::zeros([2, 16], F32)));
+        });
+        let error = load_adapter(&mut self::host(), dir.path(), "a", &options).unwrap_err();
+        let expected = "`base_model.model.score.weight` is not of this model and adapter";
+        assert!(error.to_string().ends_with(expected), "{error}");
+    }
+}
+
+#[test]
+fn biases_are_all_parameters_with_the_word_in_their_name() {
+    let with_table = || {
+        let mut host = host();
+        let table = ("relative_attention_bias.weight", numbers(&[8, 2], 7.0, F32));
+        host.parameters.push((table.0.to_owned(), table.1));
+        host
+    };
+    let config = |bias| LoraConfig {
+        r: 4,
+        bias,
+        target_modules: Some(TargetModules::names(["q_proj"])),
+        ..LoraConfig::default()
+    };
+    let options = LoadAdapterOptions::default();
+    for bias in [BiasMode::All, BiasMode::LoraOnly] {
+        let mut source = with_table();
+        add_adapter(&mut source, "a", &config(bias), &AddOptions::default()).unwrap();
+        let trained = trainable_parameters(&mut source).unwrap();
+        let table = trained
+            .iter()
+            .find(|(name, _)| name == "base_model.model.relative_attention_bias.weight");
+        assert_eq!(table.is_some(), bias == BiasMode::All);
+        if let Some((_, table)) = table {
+            let _ = tch::no_grad(|| table.shallow_clone().fill_(3.0));
+        }
+        let dir = tempfile::tempdir().unwrap();
+        save_adapter(&mut source, "a", dir.path()).unwrap();
+        let mut other = with_table();
+        load_adapter(&mut other, dir.path(), "a", &options).unwrap();
+        assert_eq!(forward(&other), forward(&source));
+        // PEFT saves this buffer of BART, too.
+        rewrite(dir.path(), |tensors| {
+            let name = "base_model.model.final_logits_bias".to_owned();
+            tensors.push((name, Tensor::zeros([1, 20], F32)));
+        });
+        let loaded = load_adapter(&mut with_table(), dir.path(), "a", &options);
+        assert_eq!(loaded.is_ok(), bias == BiasMode::All);
+    }
+}
+
 #[test]
 fn damaged_and_missing_files_are_refused() {
     let dir = tempfile::tempdir().unwrap();

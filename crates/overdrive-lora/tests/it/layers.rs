@@ -362,6 +362,33 @@ fn weighted_sums_of_adapters() {
 }
 
 #[test]
+fn a_sum_that_fails_leaves_no_adapter_behind() {
+    let small = Linear::dense(numbers(&[2, 16], 4.0, F32), None).unwrap();
+    let mut host = host();
+    host.layers.push(("layers.0.small".to_owned(), small));
+    add_adapter(&mut host, "a", &all(2), &AddOptions::default()).unwrap();
+    host.randomise("a");
+    // The last layer has two singular values.
+    let svd = Combination::Svd { rank: Some(3) };
+    let error = add_weighted_adapter(&mut host, "sum", &[("a", 1.0)], svd).unwrap_err();
+    let expected = "`rank` is 3; it must be at most 2 for `layers.0.small`";
+    assert_eq!(error.to_string(), expected);
+    assert_eq!(adapter_names(&mut host).unwrap(), ["a"]);
+
+    // Only the last layer has a merged adapter.
+    host.layers[3]
+        .1
+        .merge_adapters("layers.0.small", &["a"], &Default::default())
+        .unwrap();
+    let cat = Combination::Cat;
+    let error = add_weighted_adapter(&mut host, "sum", &[("a", 1.0)], cat).unwrap_err();
+    assert!(matches!(error, Error::Merged { .. }), "{error}");
+    assert_eq!(adapter_names(&mut host).unwrap(), ["a"]);
+    host.layers[3].1.unmerge_adapters().unwrap();
+    add_weighted_adapter(&mut host, "sum", &[("a", 1.0)], cat).unwrap();
+}
+
+#[test]
 fn biases_train_by_their_mode_and_are_counted() {
     let names = |bias| {
         let mut host = host();
@@ -459,6 +486,48 @@ fn full_copies_replace_modules_while_their_adapter_is_active() {
         error.to_string(),
         "no module matches `score` of `modules_to_save`; the model has layers.*.q, layers.*.k, layers.*.v, embed_tokens"
     );
+}
+
+#[test]
+fn each_active_adapter_has_its_own_full_copies() {
+    let mut host = host();
+    for (name, salt) in [("embed_tokens.weight", 5.0), ("norm.weight", 6.0)] {
+        let tensor = numbers(&[20, 16], salt, F32);
+        host.parameters.push((name.to_owned(), tensor));
+    }
+    for (name, module) in [("a", "embed_tokens"), ("b", "norm")] {
+        let config = LoraConfig {
+            target_modules: Some(TargetModules::names(["q"])),
+            modules_to_save: Some(vec![module.to_owned()]),
+            ..LoraConfig::default()
+        };
+        add_adapter(&mut host, name, &config, &AddOptions::default()).unwrap();
+    }
+    set_adapter(&mut host, &[]).unwrap();
+    let own: Vec<_> = host.parameters.iter().map(|(_, p)| p.data_ptr()).collect();
+    let placed = |host: &Host| -> Vec<bool> {
+        let now = host.parameters.iter().map(|(_, p)| p.data_ptr());
+        now.zip(&own).map(|(now, own)| now != *own).collect()
+    };
+    set_adapter(&mut host, &["a", "b"]).unwrap();
+    assert_eq!(placed(&host), [true, true]);
+    assert_eq!(active_adapters(&mut host).unwrap(), ["a", "b"]);
+    // Twice, as callers may: the copies come back all the same.
+    disable_adapters(&mut host).unwrap();
+    disable_adapters(&mut host).unwrap();
+    assert_eq!(placed(&host), [false, false]);
+    enable_adapters(&mut host).unwrap();
+    assert_eq!(placed(&host), [true, true]);
+    set_adapter(&mut host, &["b"]).unwrap();
+    assert_eq!(placed(&host), [false, true]);
+    set_adapter(&mut host, &["b", "a"]).unwrap();
+    delete_adapter(&mut host, "a").unwrap();
+    assert_eq!(placed(&host), [false, true]);
+    disable_adapters(&mut host).unwrap();
+    delete_adapter(&mut host, "b").unwrap();
+    enable_adapters(&mut host).unwrap();
+    assert_eq!(placed(&host), [false, false]);
+    assert!(active_adapters(&mut host).unwrap().is_empty());
 }
 
 #[test]

@@ -2,12 +2,12 @@
 
 use crate::common::{F32, Host, distance, numbers};
 use overdrive_lora::{
-    AddOptions, Error, LoraConfig, LoraLinear, MergeOptions, TargetModules, add_adapter,
-    disable_adapters, merge_adapters, merge_and_unload, merge_obstacle, set_adapter, unload,
-    unmerge_adapters,
+    AddOptions, Error, InitLoraWeights, LoraConfig, LoraLinear, MergeOptions, TargetModules,
+    add_adapter, disable_adapters, merge_adapters, merge_and_unload, merge_obstacle, set_adapter,
+    unload, unmerge_adapters,
 };
 use overdrive_nn::{Linear, LinearWeight};
-use overdrive_quantization::QuantizedWeight;
+use overdrive_quantization::{Activations, QuantizedWeight};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
@@ -152,6 +152,68 @@ fn quantized_weights_are_requantized_and_the_error_is_reported() {
         assert_eq!(weight(&host), before);
         assert_eq!(y(&host), with);
     }
+}
+
+#[test]
+fn a_merged_adapter_is_part_of_the_weight_that_replaces_the_merged_one() {
+    let mut host = adapted(&[config(false), config(true)]);
+    // `b` stays beside the weight.
+    merge_adapters(&mut host, Some(&["a"]), &MergeOptions::default()).unwrap();
+    set_active(&mut host, &["a"]);
+    let merged = forward(&host);
+    for (_, layer) in &mut host.layers {
+        let weight = layer.weight().shallow_clone();
+        layer.replace_weight(weight);
+        assert!(layer.active_adapters().is_empty());
+        assert!(layer.merged_adapters().is_empty());
+    }
+    assert_eq!(forward(&host), merged);
+    // The other adapter is computed as before.
+    set_active(&mut host, &["b"]);
+    assert!(distance(&forward(&host), &merged) > 0.01);
+
+    // Quantized, the error is that of the weight in 8 bits, not the adapter once more.
+    let mut host = adapted(&[config(false)]);
+    let (plain, with) = (weight(&host), forward(&host));
+    merge_adapters(&mut host, None, &MergeOptions::default()).unwrap();
+    assert!(distance(&weight(&host), &plain) > 0.1);
+    let scheme = "int8-weight".parse().unwrap();
+    let packed = QuantizedWeight::quantize(&weight(&host), scheme).unwrap();
+    host.layers[0]
+        .1
+        .replace_weight(LinearWeight::Quantized(packed));
+    assert!(distance(&forward(&host), &with) < 0.03);
+}
+
+fn set_active(host: &mut Host, names: &[&str]) {
+    for (_, layer) in &mut host.layers {
+        layer.set_active_adapters(names);
+    }
+}
+
+#[test]
+fn quantized_weights_keep_their_choice_of_activations() {
+    let olora = LoraConfig {
+        init_lora_weights: InitLoraWeights::Olora,
+        ..config(false)
+    };
+    let dense = numbers(&[12, 64], 1.0, F32);
+    let packed = QuantizedWeight::quantize(&dense, "int8".parse().unwrap()).unwrap();
+    let packed = packed.with_activations(Activations::Float).unwrap();
+    let layer = Linear::quantized(packed, None).unwrap();
+    let mut host = Host {
+        layers: vec![("q".to_owned(), layer)],
+        ..Host::default()
+    };
+    let activations = |host: &Host| match host.layers[0].1.weight() {
+        LinearWeight::Quantized(weight) => weight.activations(),
+        LinearWeight::Dense { .. } => panic!("a quantized weight"),
+    };
+    // OLoRA quantizes the weight without the adapter, merging the weight with it.
+    add_adapter(&mut host, "a", &olora, &AddOptions::default()).unwrap();
+    assert_eq!(activations(&host), Activations::Float);
+    merge_adapters(&mut host, None, &MergeOptions::default()).unwrap();
+    assert_eq!(activations(&host), Activations::Float);
 }
 
 #[test]

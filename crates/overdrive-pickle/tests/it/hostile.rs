@@ -141,6 +141,32 @@ fn a_tensor_that_repeats_its_storage_cannot_fill_memory() {
 }
 
 #[test]
+fn values_that_are_copied_again_and_again_cannot_fill_memory() {
+    // Each of the calls would copy the tuple of ten thousand items, or the name of a megabyte.
+    let items = vec![b'N'; 10_000];
+    let shapes = [
+        &b"\x80\x02ctorch\nSize\nq\x00(("[..],
+        &items,
+        b"ttq\x01",
+        &b"h\x00h\x01R".repeat(10_000),
+        b".",
+    ];
+    assert!(refusal(&shapes.concat()).contains("a shape of 10000 dimensions"));
+    let storages = [
+        b"\x80\x02(".to_vec(),
+        text("storage"),
+        b"ctorch\nFloatStorage\n".to_vec(),
+        text(&"0".repeat(1 << 20)),
+        text("cpu"),
+        int(2),
+        b"tq\x00".to_vec(),
+        b"h\x00Q".repeat(1_000),
+        b".".to_vec(),
+    ];
+    assert!(refusal(&storages.concat()).contains("a name of 1048576 bytes"));
+}
+
+#[test]
 fn values_within_themselves_and_deep_ones_end() {
     // A list that holds itself, as a value beside a tensor.
     let cycle = [&b"\x80\x02]q\x00h\x00a."[..]].concat();

@@ -9,7 +9,7 @@ use super::source::Source;
 use crate::calibrate::{
     InputCollector, Migration, fold_into_columns, fold_into_rows, migration_scales,
 };
-use crate::{InputStatistics, Result, Scheme};
+use crate::{Error, InputStatistics, Result, Scheme};
 
 /// The scales that a tensor is multiplied with or divided by before it is quantized or copied.
 #[derive(Debug, Default)]
@@ -88,6 +88,9 @@ fn groups(model_type: &str, doubled: bool) -> &'static [Group] {
 impl Migrations {
     /// Computes the migrations of every norm and every gated feed-forward block of a model of the Llama family
     /// of which all linear layers are quantized and were observed.
+    ///
+    /// # Errors
+    /// [`Error::Common`] if there is none: the folder would be quantized as without migration.
     pub(super) fn find(
         source: &Source,
         collector: &InputCollector,
@@ -131,6 +134,13 @@ impl Migrations {
                     &prefix, before, &layers, &scales, adds_one, statistics, source,
                 )?;
             }
+        }
+        if found.changes.is_empty() {
+            let value =
+                format!("enabled for a model `{model_type}`, where it finds nothing to change");
+            let expected = "unset for this folder: it needs norms called `model.layers.*.input_layernorm`, and layers \
+                            behind them that are all quantized and were observed";
+            return Err(Error::option("migration", value, expected));
         }
         Ok(found)
     }

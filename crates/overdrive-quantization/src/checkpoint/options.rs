@@ -25,7 +25,8 @@ pub struct CheckpointOptions {
     pub calibration: CalibrationOptions,
     /// The statistics of the inputs of the layers, which GPTQ and migration need; default none.
     pub statistics: Option<Rc<InputCollector>>,
-    /// The migration between activations and weights; default none.
+    /// The migration between activations and weights of a model of the Llama family, of Phi or Gemma; default none. It is
+    /// an error if the model has no norm or layer that it can change.
     pub migration: Option<Migration>,
     /// The callback for progress; default none.
     pub progress: Option<Progress>,

@@ -33,10 +33,15 @@ pub(super) fn role(stored: &StoredTensor<'_>, model_type: &str) -> Role {
         return Role::Other;
     }
     match module.rsplit('.').next().unwrap_or(module) {
-        "lm_head" => Role::Head,
+        // GPT-NeoX's head is called `embed_out`.
+        "lm_head" | "embed_out" => Role::Head,
         "embed_tokens" | "wte" => Role::Embedding,
-        // A position embedding is small, and its rows are added, not multiplied.
-        "wpe" => Role::Other,
+        // The rows of these tables are looked up, not multiplied: GPT-2's positions, T5's tokens and distances.
+        "wpe" | "shared" | "relative_attention_bias" => Role::Other,
+        // BERT's `word_embeddings`, CLIP's `position_embedding`, BART's `embed_positions`; ELECTRA's
+        // `embeddings_project` is a linear layer.
+        last if last.ends_with("embedding") || last.ends_with("embeddings") => Role::Other,
+        last if last.starts_with("embed_") => Role::Other,
         // `Conv1D` has its weight transposed; other models with these names use `Linear`.
         "c_attn" | "c_proj" | "c_fc" if model_type == "gpt2" => Role::Linear { transposed: true },
         // The router of a mixture of experts: small, and an error of its scores changes the choice.

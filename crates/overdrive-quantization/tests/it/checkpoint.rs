@@ -258,6 +258,51 @@ fn layers_stay_dense_by_name_and_by_filter_and_shards_have_an_index() {
     );
 }
 
+#[test]
+fn tables_of_tokens_positions_and_distances_stay_dense_in_every_architecture() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().join("dense");
+    let names = [
+        ("bert.embeddings.word_embeddings", false),
+        ("bert.embeddings.position_embeddings", false),
+        ("bert.embeddings.token_type_embeddings", false),
+        ("bert.encoder.layer.0.attention.self.query", true),
+        ("electra.embeddings_project", true),
+        ("shared", false),
+        (
+            "encoder.block.0.layer.0.SelfAttention.relative_attention_bias",
+            false,
+        ),
+        ("encoder.block.0.layer.0.SelfAttention.q", true),
+        ("model.decoder.embed_positions", false),
+        ("model.decoder.layers.0.fc1", true),
+        ("text_model.embeddings.position_embedding", false),
+        ("gpt_neox.embed_in", false),
+        ("embed_out", false),
+    ];
+    let values = (Tensor::arange(8 * WIDTH, CPU) * 0.7)
+        .sin()
+        .view([8, WIDTH]);
+    let weight = |(name, _): &(&str, bool)| (format!("{name}.weight"), values.shallow_clone());
+    let tensors: Vec<_> = names.iter().map(weight).collect();
+    save(&dir, &tensors, &json!({"model_type": "bert"}));
+    let out = folder.path().join("out");
+    let scheme = Scheme::Int8Dynamic;
+    let report = quantize_checkpoint(&dir, &out, scheme, &CheckpointOptions::default()).unwrap();
+    for (name, quantized) in names {
+        let name = format!("{name}.weight");
+        let tensor = report.tensors.iter().find(|tensor| tensor.name == name);
+        assert_eq!(
+            tensor.unwrap().scheme,
+            quantized.then_some(scheme),
+            "{name}"
+        );
+    }
+    // A head is a linear layer, which readers have to be told is dense.
+    let (_, layout) = read_config(&out);
+    assert!(!layout.is_quantized("embed_out").unwrap());
+}
+
 /// Returns statistics of the inputs of all layers, with some large channels.
 fn collector(moments: Moments) -> InputCollector {
     let (mut collector, result) = observe_inputs(InputCollector::new(moments), || {
@@ -353,6 +398,33 @@ fn migration_divides_the_layer_before_and_multiplies_the_weight() {
             relative(&both, &expected)
         );
     }
+}
+
+#[test]
+fn a_migration_that_finds_nothing_to_change_is_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().join("dense");
+    // The names of a model of text and images.
+    let renamed = llama(false).into_iter().map(|(name, tensor)| {
+        let name = name
+            .strip_prefix("model.")
+            .map(str::to_owned)
+            .unwrap_or(name);
+        (format!("language_model.model.{name}"), tensor)
+    });
+    let config = json!({"model_type": "gemma3"});
+    save(&dir, &renamed.collect::<Vec<_>>(), &config);
+    let mut options = CheckpointOptions::default();
+    options.migration = Some(Migration::Strength(0.5));
+    options.statistics = Some(Rc::new(collector(Moments::Diagonal)));
+    let out = folder.path().join("out");
+    let error = quantize_checkpoint(&dir, &out, Scheme::Int8Dynamic, &options).unwrap_err();
+    let error = error.to_string();
+    assert!(
+        error.starts_with("`migration` is enabled for a model `gemma3`, where it finds nothing"),
+        "{error}"
+    );
+    assert!(!out.exists());
 }
 
 #[test]

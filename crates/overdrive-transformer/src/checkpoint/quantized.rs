@@ -9,7 +9,7 @@ use tch::{Device, Tensor};
 
 use super::contents::{CheckpointConfig, Contents};
 use super::problems::{CheckpointProblems, Misshapen};
-use crate::parameters::{ParameterRole, ParameterSpec};
+use crate::parameters::{ParameterRole, ParameterSpec, handles};
 use crate::{Error, Result};
 
 /// The tensors of the files by name.
@@ -147,8 +147,7 @@ pub(super) fn written(contents: &Contents<'_>) -> Result<Written> {
     let handle =
         |(name, weight): (&String, &QuantizedWeight)| (name.clone(), weight.shallow_clone());
     let mut quantized: HashMap<_, _> = contents.quantized.iter().map(handle).collect();
-    let handle = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
-    let mut dense: HashMap<String, Tensor> = contents.dense.iter().map(handle).collect();
+    let mut dense: HashMap<String, Tensor> = handles(&contents.dense).into_iter().collect();
     let layout = layout_of(contents.config, &specs, &quantized)?;
     let mut tensors = Vec::new();
     for spec in &specs {

@@ -72,7 +72,7 @@ impl LlamaFamily {
     }
 
     /// Returns `true` for Gemma.
-    pub(crate) fn is_gemma(self) -> bool {
+    pub fn is_gemma(self) -> bool {
         self == LlamaFamily::Gemma || self.is_later_gemma()
     }
 

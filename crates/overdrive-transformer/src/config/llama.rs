@@ -331,7 +331,7 @@ impl LlamaConfig {
     }
 
     /// Returns `true` if norms multiply by `1 + weight`.
-    pub(crate) fn norm_adds_one(&self) -> bool {
+    pub fn norm_adds_one(&self) -> bool {
         self.family.is_gemma()
     }
 
@@ -341,32 +341,32 @@ impl LlamaConfig {
     }
 
     /// Returns the factor of the embedding.
-    pub(crate) fn embedding_scale(&self) -> Option<f64> {
+    pub fn embedding_scale(&self) -> Option<f64> {
         self.family
             .is_gemma()
             .then(|| (self.hidden_size as f64).sqrt())
     }
 
     /// Returns the factor of the scores; `None` is one over the root of the head's width.
-    pub(crate) fn attention_scale(&self) -> Option<f64> {
+    pub fn attention_scale(&self) -> Option<f64> {
         let scale = 1.0 / self.query_pre_attn_scalar.sqrt();
         self.family.is_later_gemma().then_some(scale)
     }
 
     /// Returns the bound of scores. transformers reads it for Gemma 3 as well, and does not use it there.
-    pub(crate) fn attention_softcap(&self) -> Option<f64> {
+    pub fn attention_softcap(&self) -> Option<f64> {
         let second = self.family == LlamaFamily::Gemma2;
         self.attn_logit_softcapping.filter(|_| second)
     }
 
     /// Returns the bound of logits.
-    pub(crate) fn logit_softcap(&self) -> Option<f64> {
+    pub fn logit_softcap(&self) -> Option<f64> {
         let gemma = self.family.is_later_gemma();
         self.final_logit_softcapping.filter(|_| gemma)
     }
 
     /// Returns `true` if layer `layer` has the rotary frequencies of sliding layers.
-    pub(crate) fn rotates_locally(&self, layer: i64) -> bool {
+    pub fn rotates_locally(&self, layer: i64) -> bool {
         self.family == LlamaFamily::Gemma3 && self.slides(layer)
     }
 

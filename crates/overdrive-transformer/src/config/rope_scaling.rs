@@ -82,7 +82,7 @@ impl Yarn {
     }
 
     /// Returns the factor of cosines and sines.
-    pub(crate) fn attention_scale(&self) -> f64 {
+    pub fn attention_scale(&self) -> f64 {
         let scale = |weight: f64| match self.factor {
             factor if factor <= 1.0 => 1.0,
             factor => 0.1 * weight * factor.ln() + 1.0,
@@ -115,7 +115,7 @@ pub struct LongRope {
 
 impl LongRope {
     /// Returns the factor of cosines and sines.
-    pub(crate) fn attention_scale(&self) -> f64 {
+    pub fn attention_scale(&self) -> f64 {
         let context = self.original_max_position_embeddings as f64;
         match self.attention_factor {
             Some(given) => given,

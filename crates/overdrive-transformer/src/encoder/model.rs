@@ -13,7 +13,7 @@ use super::parameters::{head_names, own_prefix, parameters};
 use super::{EncoderConfig, EncoderHead, EncoderInput, load};
 use crate::checkpoint::{self, CheckpointConfig, Contents};
 use crate::parameters::{
-    ModelTensors, ParameterMap, ParameterRole, set_requires_grad, set_training_of_layers,
+    ModelTensors, ParameterMap, ParameterRole, handles, set_requires_grad, set_training_of_layers,
 };
 use crate::projections::visit_linear;
 use crate::{Execution, InitOptions, LoadOptions, ParameterSpec, Result, SaveOptions};
@@ -131,9 +131,7 @@ impl<H: EncoderHead> Encoder<H> {
         parts: ModelTensors,
         report: LoadReport,
     ) -> Result<Self> {
-        // A shallow clone is the same tensor: its gradient and its flags are shared.
-        let share = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
-        let dense = parts.parameters.iter().map(share).collect();
+        let dense = handles(&parts.parameters);
         let mut map = ParameterMap::new(parts);
         let backbone = Backbone::take(&mut map, config, own_prefix(config, H::KIND))?;
         let head = Head::take(&mut map, config, H::KIND, &backbone.embedding)?;
@@ -186,8 +184,7 @@ impl<H: EncoderHead> Encoder<H> {
     /// `named_parameters`, without quantized weights and adapters. A tied output layer is not listed. The tensors
     /// share the model's storage, gradients and flags.
     pub fn named_parameters(&self) -> Vec<(String, Tensor)> {
-        let share = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
-        self.parameters.iter().map(share).collect()
+        handles(&self.parameters)
     }
 
     /// Removes a dense parameter from the list.
@@ -277,7 +274,8 @@ impl<H: EncoderHead> Encoder<H> {
     }
 
     /// Returns the module of the output layer, such as `classifier`: with LoRA it is trained as a whole
-    /// (`modules_to_save`). A model without a head has none.
+    /// (`modules_to_save`). RoBERTa's is `classifier.out_proj`; the name `classifier` also selects the layer before it,
+    /// which pretrained checkpoints lack as well. A model without a head has none.
     pub fn output_module(&self) -> Option<&'static str> {
         head_names(self.config.family, H::KIND).output
     }

@@ -1,8 +1,8 @@
-use overdrive_nn::{AdapterHost, Embedding, LinearWeight};
+use overdrive_nn::Embedding;
 
 use super::EncoderHead;
 use super::model::Encoder;
-use crate::parameters::ParameterRole;
+use crate::parameters::{ParameterRole, replace_weight};
 use crate::quantize::quantize_parameter;
 use crate::{QuantizeOptions, Result};
 
@@ -36,15 +36,7 @@ impl<H: EncoderHead> Encoder<H> {
                 }
                 _ => spec.module(),
             };
-            let mut weight = Some(weight);
-            self.visit_linears(&mut |name, linear| {
-                if name == wanted
-                    && let Some(weight) = weight.take()
-                {
-                    let _dense = linear.replace_weight(LinearWeight::Quantized(weight));
-                }
-                Ok(())
-            })?;
+            replace_weight(self, wanted, weight)?;
         }
         Ok(())
     }

@@ -2,9 +2,6 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use overdrive_core::Error as Common;
-use overdrive_fused::{
-    CrossEntropyOptions, LinearCrossEntropyOptions, Reduction, linear_cross_entropy,
-};
 use overdrive_nn::{AdapterHost, AdapterState, Embedding, Linear, LinearWeight};
 use overdrive_quantization::QuantizedWeight;
 use serde_json::{Map, Value};
@@ -17,9 +14,10 @@ use super::stack::{Stack, StackInput};
 use super::t5::{self, Side};
 use crate::checkpoint::{self, CheckpointConfig, Contents};
 use crate::init::initialise;
-use crate::loss::{LabelShift, LossOutput, causal_lm_loss, shifted};
+use crate::loss::{LabelShift, LossOutput, causal_lm_loss, fused_loss, shifted};
 use crate::parameters::{
-    ModelTensors, ParameterMap, ParameterSpec, allocate, set_requires_grad, set_training_of_layers,
+    ModelTensors, ParameterMap, ParameterSpec, allocate, handles, set_requires_grad,
+    set_training_of_layers,
 };
 use crate::projections::{ParameterVisitor, visit_linear};
 use crate::{
@@ -139,11 +137,10 @@ impl Seq2SeqLm {
         self.for_each_quantized(&mut |name, weight| {
             quantized.insert(name.to_owned(), weight.shallow_clone());
         });
-        let share = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
         let generation = self.generation_config.clone();
         let contents = Contents {
             config: &self.config,
-            dense: self.parameters.iter().map(share).collect(),
+            dense: handles(&self.parameters),
             quantized,
             kind: self.kind(),
             generation: Some(generation.unwrap_or_else(|| self.config.generation_defaults())),
@@ -153,8 +150,7 @@ impl Seq2SeqLm {
 
     fn from_tensors(config: &Seq2SeqConfig, parts: ModelTensors) -> Result<Seq2SeqLm> {
         let mut config = config.clone();
-        let share = |(name, tensor): &(String, Tensor)| (name.clone(), tensor.shallow_clone());
-        let parameters: Vec<_> = parts.parameters.iter().map(share).collect();
+        let parameters = handles(&parts.parameters);
         let bias = parameters.iter().find(|(name, _)| name == LOGITS_BIAS);
         let logits_bias = bias.map(|(_, bias)| nonzero(bias)).transpose()?.flatten();
         let own_head = parameters.iter().any(|(name, _)| name == "lm_head.weight");
@@ -358,22 +354,8 @@ impl Seq2SeqLm {
             _ => return causal_lm_loss(&self.decode(input)?, labels, LabelShift::Shifted),
         };
         let targets = shifted(labels, &inputs.size(), LabelShift::Shifted)?;
-        let options = LinearCrossEntropyOptions {
-            loss: CrossEntropyOptions {
-                ignore_index: IGNORE_INDEX,
-                reduction: Reduction::Sum,
-                ..CrossEntropyOptions::default()
-            },
-            bias: self.logits_bias.as_ref(),
-            ..LinearCrossEntropyOptions::default()
-        };
         let hidden = self.scaled(&self.decoder_states(input)?)?;
-        let output = linear_cross_entropy(&hidden, head, &targets, &options)?;
-        Ok(LossOutput {
-            sum: output.loss,
-            count: output.count,
-            aux_loss: None,
-        })
+        fused_loss(&hidden, head, self.logits_bias.as_ref(), &targets, None)
     }
 
     /// Returns the decoder's input of `labels (B, T)`: `decoder_start_token_id`, and the labels but for the last,
@@ -400,13 +382,9 @@ impl Seq2SeqLm {
     /// `named_parameters`, without quantized weights and adapters. A tied head is not listed twice. The tensors
     /// share the model's storage, gradients and flags.
     pub fn named_parameters(&self) -> Vec<(String, Tensor)> {
-        let trained = self
-            .parameters
-            .iter()
-            .filter(|(name, _)| name != LOGITS_BIAS);
+        let mut trained = handles(&self.parameters);
+        trained.retain(|(name, _)| name != LOGITS_BIAS);
         trained
-            .map(|(name, t)| (name.clone(), t.shallow_clone()))
-            .collect()
     }
 
     /// Returns the number of elements of all parameters, quantized ones included and adapters not; a tied head

@@ -171,7 +171,8 @@ impl CompressedTensorsConfig {
         self
     }
 
-    /// Returns the group of a module: one that names it, otherwise one that takes any `Linear`.
+    /// Returns the group of a module: one that names it, otherwise one that takes any `Linear`, otherwise one of another
+    /// class of modules.
     pub(super) fn group_of(&self, module: &str) -> Result<Option<ConfigGroup>> {
         let groups = self.groups()?;
         for group in &groups {
@@ -179,11 +180,19 @@ impl CompressedTensorsConfig {
                 return Ok(Some(group.clone()));
             }
         }
-        // A target without a dot is a class, such as `Linear`; every module here is linear.
-        let class = |target: &String| !target.starts_with("re:") && !target.contains('.');
-        Ok(groups
-            .into_iter()
-            .find(|group| group.targets.iter().any(class)))
+        // Every module here is linear. The names of its other classes are not known, but classes of Python begin with a
+        // capital, which `lm_head` and `re:…` do not.
+        let linear = |target: &String| target == "Linear";
+        let class = |target: &String| {
+            target.starts_with(|first: char| first.is_ascii_uppercase()) && target != "Embedding"
+        };
+        let with = |of: &dyn Fn(&String) -> bool| {
+            groups
+                .iter()
+                .find(|group| group.targets.iter().any(of))
+                .cloned()
+        };
+        Ok(with(&linear).or_else(|| with(&class)))
     }
 
     pub(in crate::format) fn scheme(&self, module: Option<&str>) -> Result<Option<Scheme>> {

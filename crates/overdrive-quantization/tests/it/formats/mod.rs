@@ -287,6 +287,47 @@ fn modules_in_the_lists_of_exceptions_are_not_quantized() {
 }
 
 #[test]
+fn a_target_of_compressed_tensors_that_names_a_module_is_no_class() {
+    let scheme: Scheme = "int4-g32".parse().unwrap();
+    let weight = QuantizedWeight::quantize(&random([24, 256], 5), scheme).unwrap();
+    let one = QuantizationConfig::for_scheme(scheme, Vec::new());
+    let (_folder, file) = written(&one, &weight);
+    let group = one.to_json().unwrap()["config_groups"]["group_0"].clone();
+    let with = |targets: &str| {
+        let mut group = group.clone();
+        group["targets"] = json!([targets]);
+        group
+    };
+    let eight_bits = |targets: &str| {
+        let weights = json!({"num_bits": 8, "type": "int", "strategy": "channel"});
+        json!({"targets": [targets], "weights": weights})
+    };
+    for (first, second) in [
+        ("lm_head", "Linear"),
+        ("Embedding", "Linear"),
+        ("LlamaAttention", "Linear"),
+        ("lm_head", "LlamaMLP"),
+        ("Embedding", "LlamaMLP"),
+    ] {
+        let config = json!({
+            "quant_method": "compressed-tensors",
+            "config_groups": {"group_0": eight_bits(first), "group_1": with(second)},
+        });
+        let config = QuantizationConfig::from_json(&config).unwrap();
+        let back = config.read_weight(&file, "a.b").unwrap();
+        assert_eq!(back.scheme(), scheme, "{first}, {second}");
+        assert!(config.is_quantized("lm_head").unwrap());
+    }
+    // A module that no group describes is not quantized.
+    let config = json!({
+        "quant_method": "compressed-tensors",
+        "config_groups": {"group_0": eight_bits("lm_head")},
+    });
+    let config = QuantizationConfig::from_json(&config).unwrap();
+    assert!(!config.is_quantized("a.b").unwrap() && config.is_quantized("lm_head").unwrap());
+}
+
+#[test]
 fn configurations_that_cannot_be_read_are_refused_by_name() {
     for (config, expected) in [
         (
