@@ -206,6 +206,7 @@ mod tests {
             next_batch,
             batches: 25,
             joint_batch_size: 1,
+            ..LoaderState::default()
         };
         // 16 + 9 micro-batches an epoch.
         let whole = plan(16);

@@ -63,6 +63,14 @@ pub struct LoaderState {
     pub batches: usize,
     /// The number of records of a batch, over all processes; 0 in a state that does not have it.
     pub joint_batch_size: usize,
+    /// The number of records in a group of similar lengths ([`BatchSampler::group_len`]), which the run keeps from
+    /// its begin; 0 without groups, and in a state that does not have it.
+    #[serde(skip_serializing_if = "is_zero")]
+    pub group_len: usize,
+}
+
+fn is_zero(number: &usize) -> bool {
+    *number == 0
 }
 
 impl LoaderState {
@@ -272,6 +280,10 @@ impl<T: Send + 'static> DataLoader<T> {
         LoaderState {
             batches: self.len(),
             joint_batch_size: self.joint_batch_size(),
+            group_len: match self.state.group_len {
+                0 => self.source.batches.group_len(),
+                kept => kept,
+            },
             ..self.state
         }
     }
@@ -290,7 +302,8 @@ impl<T: Send + 'static> DataLoader<T> {
     ///
     /// If the state is that of another number of processes or another batch size, the loader resumes at the record
     /// where that one stopped. If the record is inside a batch of this loader, it resumes at the begin of the
-    /// batch, so that no record is left out of the epoch.
+    /// batch, so that no record is left out of the epoch. The order of the records is that of the run that stored the
+    /// state, also where it depends on the batch size ([`LoaderState::group_len`]).
     ///
     /// # Errors
     /// Returns an error if the epoch has fewer batches: the data or the options have changed.
@@ -318,6 +331,7 @@ impl<T: Send + 'static> DataLoader<T> {
         self.state = LoaderState {
             epoch: state.epoch,
             next_batch,
+            group_len: state.group_len,
             ..LoaderState::default()
         };
         Ok(())

@@ -41,7 +41,9 @@ impl<T> Source<T> {
             if state.next_batch >= self.batches.len(state.epoch) {
                 return Next::EndOfEpoch;
             }
-            let records = self.batches.batch(state.epoch, state.next_batch);
+            let records =
+                self.batches
+                    .batch_in_groups_of(state.group_len, state.epoch, state.next_batch);
             match (self.make)(state.epoch, &records) {
                 Ok(Some(batch)) => Next::Batch(Ok(batch)),
                 Ok(None) => Next::Nothing,

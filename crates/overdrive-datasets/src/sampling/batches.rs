@@ -16,6 +16,18 @@ pub trait BatchSampler: Send + Sync {
 
     /// Returns the records of batch `number` (below [`BatchSampler::len`]) of an epoch.
     fn batch(&self, epoch: u64, number: usize) -> Vec<usize>;
+
+    /// Returns the number of records in a group, if the order of the records depends on it; else 0. Loaders keep it
+    /// in their state.
+    fn group_len(&self) -> usize {
+        0
+    }
+
+    /// Returns batch `number` of an epoch in the order that groups of `group_len` records give, which may be those
+    /// of a sampler with another batch size; with 0, in its own order.
+    fn batch_in_groups_of(&self, _group_len: usize, epoch: u64, number: usize) -> Vec<usize> {
+        self.batch(epoch, number)
+    }
 }
 
 impl<B: BatchSampler + ?Sized> BatchSampler for Box<B> {
@@ -25,6 +37,14 @@ impl<B: BatchSampler + ?Sized> BatchSampler for Box<B> {
 
     fn batch(&self, epoch: u64, number: usize) -> Vec<usize> {
         (**self).batch(epoch, number)
+    }
+
+    fn group_len(&self) -> usize {
+        (**self).group_len()
+    }
+
+    fn batch_in_groups_of(&self, group_len: usize, epoch: u64, number: usize) -> Vec<usize> {
+        (**self).batch_in_groups_of(group_len, epoch, number)
     }
 }
 
@@ -110,8 +130,16 @@ impl<S: BatchSampler> BatchSampler for ShardedBatches<S> {
     }
 
     fn batch(&self, epoch: u64, number: usize) -> Vec<usize> {
-        let all = self.batches.len(epoch);
-        self.batches.batch(epoch, self.shard.global(number, all))
+        self.batch_in_groups_of(0, epoch, number)
+    }
+
+    fn group_len(&self) -> usize {
+        self.batches.group_len()
+    }
+
+    fn batch_in_groups_of(&self, group_len: usize, epoch: u64, number: usize) -> Vec<usize> {
+        let number = self.shard.global(number, self.batches.len(epoch));
+        self.batches.batch_in_groups_of(group_len, epoch, number)
     }
 }
 

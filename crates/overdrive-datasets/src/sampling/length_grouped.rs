@@ -16,6 +16,9 @@ const GROUP: usize = 50;
 /// longest first, and divided into batches. The longest record of all is in the first batch, so that a lack of
 /// memory shows at once. Only groups are sorted: no list of all records is kept.
 ///
+/// The length of the groups is part of a loader's state ([`crate::LoaderState::group_len`]), so that a run that resumes
+/// with another batch size reads the records in the order in which it began.
+///
 /// Processes alternate by batches, and not by records as in transformers. So in each step all of them have batches
 /// of similar length, and none waits for another.
 ///
@@ -39,7 +42,7 @@ pub struct LengthGroupedBatches {
     drop_last: bool,
     seed: u64,
     shard: Shard,
-    groups: RecentValues<(u64, usize), Vec<usize>>,
+    groups: RecentValues<(usize, u64, usize), Vec<usize>>,
 }
 
 impl LengthGroupedBatches {
@@ -77,21 +80,12 @@ impl LengthGroupedBatches {
         }
     }
 
-    /// Returns the number of records in a group. Few records are divided into four groups all the same: with a
-    /// single group all epochs would be equal.
-    fn group_len(&self) -> usize {
-        GROUP.min((self.total() / 4).max(1)) * self.batch_size
-    }
-
-    fn group(&self, epoch: u64, number: usize) -> Vec<usize> {
+    fn group(&self, group_len: usize, epoch: u64, number: usize) -> Vec<usize> {
         let order = Permutation::new(self.lengths.len(), self.seed, epoch);
         // The longest record and the first one exchange their positions.
         let (first, position_of_longest) = (order.apply(0), order.invert(self.longest));
-        let start = number * self.group_len();
-        let end = self
-            .lengths
-            .len()
-            .min(start.saturating_add(self.group_len()));
+        let start = number * group_len;
+        let end = self.lengths.len().min(start.saturating_add(group_len));
         let record_at = |position| match position {
             0 => self.longest,
             _ if position == position_of_longest => first,
@@ -111,13 +105,37 @@ impl BatchSampler for LengthGroupedBatches {
     }
 
     fn batch(&self, epoch: u64, number: usize) -> Vec<usize> {
+        self.batch_in_groups_of(0, epoch, number)
+    }
+
+    /// Few records are divided into four groups all the same: with a single group all epochs would be equal.
+    fn group_len(&self) -> usize {
+        let batches = GROUP.min((self.total() / 4).max(1));
+        batches.saturating_mul(self.batch_size)
+    }
+
+    fn batch_in_groups_of(&self, group_len: usize, epoch: u64, number: usize) -> Vec<usize> {
+        let group_len = match group_len {
+            0 => self.group_len(),
+            given => given,
+        };
         let start = self.shard.global(number, self.total()) * self.batch_size;
-        let number = start / self.group_len();
-        let group = self
-            .groups
-            .get_or((epoch, number), || self.group(epoch, number));
-        let start = (start - number * self.group_len()).min(group.len());
-        let end = (start + self.batch_size).min(group.len());
-        group[start..end].to_vec()
+        let end = start
+            .saturating_add(self.batch_size)
+            .min(self.lengths.len());
+        let mut records = Vec::new();
+        // Groups of another batch size may end within a batch.
+        while start + records.len() < end {
+            let position = start + records.len();
+            let number = position / group_len;
+            let key = (group_len, epoch, number);
+            let group = self
+                .groups
+                .get_or(key, || self.group(group_len, epoch, number));
+            let from = position - number * group_len;
+            let to = group.len().min(from + (end - position));
+            records.extend_from_slice(&group[from..to]);
+        }
+        records
     }
 }

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use overdrive_datasets::{
     DataLoader, DataLoaderOptions, Dataset, Error, ErrorPolicy, LengthGroupedBatches, LoaderState,
-    RecordNumber, Result, Shard, TokenBudgetBatches, TokenBudgetOptions,
+    RecordNumber, Result, Shard, ShardedBatches, TokenBudgetBatches, TokenBudgetOptions,
 };
 use proptest::prelude::*;
 
@@ -149,7 +149,8 @@ fn an_epoch_continues_after_an_iterator_that_was_dropped() {
             epoch: 0,
             next_batch: 1,
             batches: 4,
-            joint_batch_size: 3
+            joint_batch_size: 3,
+            ..LoaderState::default()
         }
     );
     assert_eq!(epochs(&mut loader, 1)[0].len(), 3);
@@ -159,7 +160,8 @@ fn an_epoch_continues_after_an_iterator_that_was_dropped() {
             epoch: 1,
             next_batch: 0,
             batches: 4,
-            joint_batch_size: 3
+            joint_batch_size: 3,
+            ..LoaderState::default()
         }
     );
     let mut epoch = loader.epoch();
@@ -260,6 +262,57 @@ fn a_loader_of_other_processes_resumes_at_the_same_record() {
         first.next_batch().unwrap().unwrap();
     }
     assert_eq!(rest(2, 1, Some(first.state_dict()), 2), whole[48..]);
+}
+
+#[test]
+fn batches_grouped_by_length_resume_at_the_same_record_with_another_batch_size() {
+    const RECORDS: usize = 500;
+    let lengths: Vec<u32> = (0..RECORDS as u32).map(|i| 1 + i * 7919 % 97).collect();
+    let make = |batch_size| {
+        let shard = Shard::default();
+        let grouped = LengthGroupedBatches::new(lengths.clone(), batch_size, false, 5, shard);
+        let batches = ShardedBatches::new(grouped.unwrap(), shard);
+        DataLoader::with(Numbers::new(RECORDS), batches, Ok, options(batch_size, 0)).unwrap()
+    };
+    let records = |loader: &mut DataLoader<Vec<usize>>| -> Vec<usize> {
+        loader.epoch().flat_map(Result::unwrap).collect()
+    };
+    for (batch_size, batches) in [(16, 10), (4, 75), (1, 120), (8, 0)] {
+        let mut whole = make(batch_size);
+        let order = [records(&mut whole), records(&mut whole)].concat();
+        let mut first = make(batch_size);
+        for _ in 0..batches {
+            first.next_batch().unwrap().unwrap();
+        }
+        let state = serde_json::to_string(&first.state_dict()).unwrap();
+        for other in [1, 2, 3, 8, 16, 32, 600] {
+            let mut second = make(other);
+            second
+                .load_state_dict(serde_json::from_str(&state).unwrap())
+                .unwrap();
+            let done = batch_size * batches / other * other;
+            assert_eq!(
+                records(&mut second),
+                order[done..RECORDS],
+                "{batch_size} to {other}"
+            );
+            // So it stays, in the next epoch and in a state that is stored again.
+            let again = second.state_dict();
+            assert_eq!(again.group_len, first.state_dict().group_len);
+            assert_eq!(records(&mut second), order[RECORDS..]);
+            let mut third = make(batch_size);
+            third.load_state_dict(again).unwrap();
+            assert_eq!(records(&mut third), order[RECORDS..]);
+        }
+    }
+    // A state that was stored without the length of the groups takes the loader's own.
+    let old: LoaderState =
+        serde_json::from_str(r#"{"epoch":0,"next_batch":3,"batches":32,"joint_batch_size":16}"#)
+            .unwrap();
+    let mut loader = make(16);
+    let order = records(&mut loader);
+    loader.load_state_dict(old).unwrap();
+    assert_eq!(records(&mut loader), order[48..]);
 }
 
 #[test]

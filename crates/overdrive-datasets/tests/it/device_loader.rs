@@ -80,6 +80,7 @@ fn check(device: Device) {
                 next_batch: 1,
                 batches: 3,
                 joint_batch_size: 4,
+                ..LoaderState::default()
             };
             // What is copied ahead does not count.
             assert_eq!(loader.state_dict(), state);
