@@ -57,7 +57,7 @@ impl Shard {
         match self.last {
             LastShare::Repeat => len.div_ceil(self.world_size),
             LastShare::Drop => len / self.world_size,
-            LastShare::Uneven => (len + self.world_size - 1 - self.rank) / self.world_size,
+            LastShare::Uneven => len.saturating_sub(self.rank).div_ceil(self.world_size),
         }
     }
 

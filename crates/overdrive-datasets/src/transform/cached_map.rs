@@ -78,8 +78,9 @@ impl MapCache<'_> {
     /// call it at once: one computes and the others wait.
     ///
     /// # Errors
-    /// Returns an error if a record cannot be read, `function` fails, its result cannot be written as JSON (for
-    /// example a map whose keys are not strings), or the file cannot be written. Nothing is cached then.
+    /// Returns an error if a record cannot be read, `function` fails, its result cannot be stored as JSON (for
+    /// example a map whose keys are not strings, or a number that is NaN or infinite), or the file cannot be
+    /// written. Nothing is cached then.
     pub fn map<D, T>(
         &self,
         dataset: &D,
@@ -169,7 +170,7 @@ fn results<T: Serialize + DeserializeOwned + Send>(
     JsonRecords::open([path], &json)
 }
 
-fn write<T: Serialize>(
+fn write<T: Serialize + DeserializeOwned>(
     path: &Path,
     batches: usize,
     batch_size: usize,
@@ -188,14 +189,27 @@ fn write<T: Serialize>(
     let file = files::unfinished(path)?;
     let mut out = BufWriter::with_capacity(1 << 20, file);
     let lines = |batch: usize| -> Result<Vec<u8>> {
+        let invalid = |problem: String| Error::InvalidRecord {
+            path: path.to_owned(),
+            number: RecordNumber::Record(batch * batch_size),
+            offset: 0,
+            problem,
+        };
         let mut lines = Vec::new();
         for result in results_of(batch)? {
-            serde_json::to_writer(&mut lines, &result).map_err(|error| Error::InvalidRecord {
-                path: path.to_owned(),
-                number: RecordNumber::Record(batch * batch_size),
-                offset: 0,
-                problem: format!("the result cannot be written as JSON: {error}"),
+            let start = lines.len();
+            serde_json::to_writer(&mut lines, &result).map_err(|error| {
+                invalid(format!("the result cannot be written as JSON: {error}"))
             })?;
+            // serde_json writes NaN and infinity as null, which is read as no number.
+            let written = &lines[start..];
+            if memchr::memmem::find(written, b"null").is_some()
+                && let Err(error) = serde_json::from_slice::<T>(written)
+            {
+                return Err(invalid(format!(
+                    "the result cannot be read back from JSON, which has no NaN and infinity: {error}"
+                )));
+            }
             lines.push(b'\n');
         }
         Ok(lines)

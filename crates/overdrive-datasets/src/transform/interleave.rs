@@ -82,7 +82,10 @@ impl<D: Dataset> Interleave<D> {
             let (block, rank) = (last / counts[number], last % counts[number]);
             let slot = (number as u32, rank as u32);
             let at = pattern.iter().position(|&other| other == slot);
-            block * PATTERN + at.unwrap_or(0) + 1
+            // An endless dataset (RandomWindows) has its end at the largest number.
+            block
+                .saturating_mul(PATTERN)
+                .saturating_add(at.unwrap_or(0) + 1)
         });
         let len = match until {
             Exhausted::First => ends.min(),

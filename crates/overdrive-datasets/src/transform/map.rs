@@ -48,7 +48,8 @@ impl<A: Dataset, B: Dataset<Item = A::Item>> Dataset for Concat<A, B> {
     type Item = A::Item;
 
     fn len(&self) -> usize {
-        self.first.len() + self.second.len()
+        // One of them may be endless, of the largest length.
+        self.first.len().saturating_add(self.second.len())
     }
 
     fn get(&self, index: usize) -> Result<A::Item> {

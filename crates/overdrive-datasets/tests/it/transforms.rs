@@ -3,8 +3,8 @@
 use std::sync::atomic::{AtomicUsize, Ordering};
 
 use overdrive_datasets::{
-    CacheOptions, Dataset, DatasetExt, Error, ErrorPolicy, Exhausted, Interleave, MapCache,
-    RecordNumber, Result, Sha256Digest,
+    CacheOptions, Dataset, DatasetExt, Error, ErrorPolicy, Exhausted, Interleave, LastShare,
+    MapCache, RecordNumber, Result, Sha256Digest, Shard,
 };
 use proptest::prelude::*;
 
@@ -142,6 +142,31 @@ fn datasets_follow_one_another_and_are_mapped() {
     assert!(numbers(3).shard(0, 0).is_err());
     assert!(numbers(3).split(1.5, 0).is_err());
     assert!(numbers(3).split(f64::NAN, 0).is_err());
+}
+
+#[test]
+fn endless_datasets_are_mixed_concatenated_and_sharded() {
+    let endless = || numbers(usize::MAX);
+    for until in [Exhausted::First, Exhausted::All] {
+        let mixture = Interleave::new(vec![endless(), endless()], &[3.0, 1.0], 1, until).unwrap();
+        assert_eq!(mixture.len(), usize::MAX);
+        assert!(mixture.get(1 << 20).is_ok());
+    }
+    let mixture = Interleave::new(
+        vec![endless(), numbers(9)],
+        &[1.0, 1.0],
+        1,
+        Exhausted::First,
+    );
+    assert!((9..1 << 14).contains(&mixture.unwrap().len()));
+    let both = numbers(3).concat(endless());
+    assert_eq!((both.len(), both.get(5).unwrap()), (usize::MAX, 2));
+    for (rank, share) in [(0, usize::MAX / 2 + 1), (1, usize::MAX / 2)] {
+        let shard = Shard::new(rank, 2, LastShare::Uneven).unwrap();
+        assert_eq!(shard.len(usize::MAX), share);
+        assert_eq!(shard.len(3), 2 - rank);
+        assert_eq!(shard.len(0), 0);
+    }
 }
 
 #[test]
@@ -295,6 +320,53 @@ fn a_cached_map_that_fails_keeps_nothing_and_one_of_other_data_is_refused() {
         .unwrap_err()
         .to_string();
     assert!(error.contains("5 results for 6 records"), "{error}");
+}
+
+#[test]
+fn a_result_that_json_cannot_hold_is_an_error_of_its_record_and_nothing_is_cached() {
+    let dir = tempfile::tempdir().unwrap();
+    let options = CacheOptions {
+        folder: Some(dir.path().to_owned()),
+        ..CacheOptions::default()
+    };
+    let cache = MapCache {
+        input: Sha256Digest::UNKNOWN,
+        name: "inverse",
+        version: 1,
+    };
+    let inverse = |number: usize| Ok(vec![12.0 / (number as f64 - 3.0)]);
+    let error = cache.map(&numbers(5), inverse, &options).unwrap_err();
+    let error = error.to_string();
+    assert!(error.contains("record 3 "), "{error}");
+    assert!(error.contains("NaN and infinity"), "{error}");
+    let error = cache
+        .map_batched(
+            &numbers(5),
+            2,
+            |of| of.into_iter().map(inverse).collect(),
+            &options,
+        )
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("record 2 "), "{error}");
+    assert_eq!(
+        all(&cache.map(&numbers(3), inverse, &options).unwrap()),
+        [[-4.0], [-6.0], [-12.0]]
+    );
+    // Missing values and the word are no numbers.
+    let cache = MapCache {
+        version: 2,
+        ..cache
+    };
+    let some = |number: usize| {
+        Ok((
+            Some(number).filter(|number| *number != 1),
+            "null".to_owned(),
+        ))
+    };
+    let results = cache.map(&numbers(2), some, &options).unwrap();
+    let null = || "null".to_owned();
+    assert_eq!(all(&results), [(Some(0), null()), (None, null())]);
 }
 
 /// Leaves out multiples of 3 and returns multiples of 5 twice.
