@@ -6,6 +6,7 @@ use std::io::{Read, Seek, SeekFrom};
 use overdrive_core::Error as CommonError;
 
 use crate::documents::json_text;
+use crate::index::text_start;
 use crate::{Corpus, CorpusFile, Error, Result, Sha256Digest, TextFormat};
 use overdrive_core::random::random_u64;
 
@@ -74,7 +75,9 @@ pub(crate) fn read_block(corpus: &Corpus, block: Block) -> Result<String> {
     // Incomplete lines at the block's ends are not read: they would cut a word, a character or a record in
     // two. Only a block that lies within one line is taken unchanged.
     let mut lines = bytes.as_slice();
-    if block.start > 0 {
+    if block.start == 0 {
+        lines = &lines[text_start(lines)..];
+    } else {
         lines = match lines.iter().position(|&byte| byte == b'\n') {
             Some(at) => &lines[at + 1..],
             None => lines,

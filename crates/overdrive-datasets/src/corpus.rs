@@ -146,7 +146,8 @@ impl fmt::Display for Skipped {
     }
 }
 
-/// A list of text files in a fixed order, each identified by the hash of its content.
+/// A list of text files in a fixed order, each identified by the hash of its content. A byte order mark at the begin of a
+/// file is not part of its text.
 ///
 /// Making a corpus reads each file once, on all cores, to hash it and to leave out files that are not UTF-8;
 /// afterwards the texts are streamed and never held in memory together.
@@ -170,7 +171,7 @@ impl Corpus {
     /// Collects the files among `paths`, and those in the folders among them and in their subfolders.
     ///
     /// Folders are read in the order of names; hidden files (`.name`) and symbolic links in them are left out. A
-    /// file that is reached twice is taken once.
+    /// file that is reached twice, also by another path or a link, is taken once, under its first name.
     ///
     /// # Errors
     /// Returns an error if a path does not exist, cannot be read or names a file of an unsupported format, or if
@@ -228,14 +229,23 @@ impl Corpus {
     }
 
     pub(crate) fn from_candidates(
-        mut candidates: Vec<Candidate>,
+        candidates: Vec<Candidate>,
         mut skipped: Skipped,
         options: &CorpusOptions,
         searched: &str,
         hint: &'static str,
     ) -> Result<Self> {
         let mut reached = HashSet::new();
-        candidates.retain(|file| reached.insert(file.path.clone()));
+        let mut files = Vec::with_capacity(candidates.len());
+        for file in candidates {
+            // One file has many paths: `a.txt`, `./a.txt`, a link to it.
+            let path = &file.path;
+            let key = path.canonicalize().map_err(CommonError::io("read", path))?;
+            if reached.insert(key) {
+                files.push(file);
+            }
+        }
+        let candidates = files;
         let files = match options.max_bytes {
             None => read_all(&candidates, options, &mut skipped)?,
             Some(max_bytes) => {

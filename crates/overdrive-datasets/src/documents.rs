@@ -7,7 +7,11 @@ use sha2::{Digest, Sha256};
 
 use overdrive_core::Error as CommonError;
 
+use crate::index::text_start;
 use crate::{Corpus, CorpusFile, Error, RecordNumber, Result, Sha256Digest, TextFormat};
+
+/// The length of the byte order mark of UTF-8.
+const BOM_BYTES: u64 = 3;
 
 /// A chunk of a document, or a whole one.
 #[derive(Debug, PartialEq, Eq)]
@@ -78,6 +82,11 @@ fn plain_chunks(
     sink: &mut impl FnMut(Chunk) -> bool,
 ) -> Result<bool> {
     let mut pending: Vec<u8> = Vec::new();
+    // A byte order mark is not part of the text. It is looked for before the first chunk is read, so that the chunks
+    // are those of the same file without one.
+    let read = reader.by_ref().take(BOM_BYTES).read_to_end(&mut pending);
+    read.map_err(CommonError::io("read", &file.path))?;
+    pending.drain(..text_start(&pending));
     loop {
         // One byte more than the bound, since the split depends on the byte after it.
         let missing = (max_bytes + 1).saturating_sub(pending.len()) as u64;
@@ -130,7 +139,8 @@ fn json_lines_chunks(
             break;
         }
         number += 1;
-        let text = json_text(&line, field).map_err(|problem| Error::InvalidRecord {
+        let start = if number == 1 { text_start(&line) } else { 0 };
+        let text = json_text(&line[start..], field).map_err(|problem| Error::InvalidRecord {
             path: file.path.clone(),
             number: RecordNumber::Line(number),
             offset,

@@ -64,6 +64,25 @@ fn ids_are_those_of_transformers() {
 }
 
 #[test]
+fn a_byte_order_mark_is_not_learned() {
+    let trained = |mark: &str| {
+        let dir = tempfile::tempdir().unwrap();
+        let record = serde_json::json!({ "text": text(1) });
+        write_files(
+            dir.path(),
+            &[
+                ("a.jsonl", format!("{mark}{record}\n")),
+                ("b.txt", format!("{mark}{}", text(2))),
+            ],
+        );
+        let corpus = Corpus::from_paths([dir.path()], &CorpusOptions::default()).unwrap();
+        let bpe = train_bpe(&corpus, &options(300)).unwrap();
+        bpe.tokenizer.get_vocab(true)
+    };
+    assert_eq!(trained("\u{feff}"), trained(""));
+}
+
+#[test]
 fn the_vocabulary_has_the_size_asked_for_and_special_tokens_first() {
     let (_dir, corpus) = corpus();
     let bpe = train_bpe(&corpus, &options(340)).unwrap();

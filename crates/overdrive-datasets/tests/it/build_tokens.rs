@@ -116,6 +116,42 @@ fn chunks_of_any_size_keep_every_character() {
 }
 
 #[test]
+fn a_byte_order_mark_is_not_part_of_the_text() {
+    let text = "naïve words, \n and some ".repeat(20);
+    let json = format!("{{\"text\": {}}}\n", serde_json::json!(text));
+    let tokens = |mark: &str, max_chunk_bytes: usize| {
+        let dir = tempfile::tempdir().unwrap();
+        write_files(
+            dir.path(),
+            &[
+                ("a.txt", format!("{mark}{text}")),
+                // Only the first one of a file is a mark.
+                ("b.jsonl", format!("{mark}{json}{json}")),
+                ("c.txt", format!("{mark}x")),
+            ],
+        );
+        let out = tempfile::tempdir().unwrap();
+        let options = BuildOptions {
+            max_chunk_bytes,
+            ..options()
+        };
+        let path = out.path().join("tokens");
+        let (store, report) =
+            build_tokens_to(path, &corpus(dir.path()), &tokenizer(), &options).unwrap();
+        assert_eq!(report.documents, 4);
+        store.tokens(0..store.len()).unwrap()
+    };
+    for max_chunk_bytes in [16, 100, 1 << 20] {
+        let plain = tokens("", max_chunk_bytes);
+        assert_eq!(
+            tokens("\u{feff}", max_chunk_bytes),
+            plain,
+            "{max_chunk_bytes}"
+        );
+    }
+}
+
+#[test]
 fn special_tokens_in_the_text_are_text() {
     let dir = tempfile::tempdir().unwrap();
     write_files(dir.path(), &[("a.txt", "one<|endoftext|>two")]);

@@ -48,6 +48,27 @@ fn a_folder_gives_its_text_files_in_order_and_says_what_it_left_out() {
 }
 
 #[test]
+fn a_file_that_is_reached_by_two_paths_is_taken_once() {
+    let dir = tempfile::tempdir().unwrap();
+    write_files(dir.path(), &[("a.txt", "a"), ("folder/b.txt", "b")]);
+    let link = tempfile::tempdir().unwrap();
+    let mut paths = vec![
+        dir.path().to_owned(),
+        dir.path().join("folder/../a.txt"),
+        dir.path().join("./folder"),
+    ];
+    #[cfg(unix)]
+    {
+        let link = link.path().join("link");
+        std::os::unix::fs::symlink(dir.path(), &link).unwrap();
+        paths.push(link);
+    }
+    let corpus = Corpus::from_paths(&paths, &CorpusOptions::default()).unwrap();
+    let names: Vec<_> = corpus.files().iter().map(|file| &file.name).collect();
+    assert_eq!(names, ["a.txt", "folder/b.txt"]);
+}
+
+#[test]
 fn large_files_are_checked_for_utf8_across_blocks() {
     let dir = tempfile::tempdir().unwrap();
     // Three bytes a character never fit the blocks' length evenly.
