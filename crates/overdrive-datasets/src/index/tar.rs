@@ -194,15 +194,14 @@ fn pax_record(bytes: &[u8]) -> Option<((&str, &str), &[u8])> {
     Some((record, &bytes[length..]))
 }
 
-/// Splits a file name into the key of its sample and its extension: `a/b/0001.seg.png` is `seg.png` of
-/// `a/b/0001`.
-pub(crate) fn split_name(name: &str) -> (&str, &str) {
+/// Splits a file name into the key of its sample and its extension in lower case: `a/b/0001.seg.PNG` is `seg.png` of
+/// `a/b/0001`. Returns `None` for a file that belongs to no sample, as in the library `webdataset`: one without an
+/// extension (`README`), or a hidden one (`._0001.png`, which macOS adds).
+pub(crate) fn split_name(name: &str) -> Option<(&str, String)> {
     let name = name.strip_prefix("./").unwrap_or(name);
     let base = name.rfind('/').map_or(0, |slash| slash + 1);
-    match name[base..].find('.') {
-        Some(dot) => (&name[..base + dot], &name[base + dot + 1..]),
-        None => (name, ""),
-    }
+    let dot = name[base..].find('.').filter(|&dot| dot > 0)?;
+    Some((&name[..base + dot], name[base + dot + 1..].to_lowercase()))
 }
 
 /// The scan for samples of a WebDataset: consecutive files whose names differ only after the first dot.
@@ -226,7 +225,9 @@ impl Scan for TarScan {
             let Some(member) = member else {
                 return Ok(members.at() as u64);
             };
-            let (sample, _) = split_name(&member.name);
+            let Some((sample, _)) = split_name(&member.name) else {
+                continue;
+            };
             if key.as_deref() != Some(sample) {
                 key = Some(sample.to_owned());
                 sink(member.start as u64)?;
@@ -235,6 +236,6 @@ impl Scan for TarScan {
     }
 
     fn key(&self) -> Vec<u8> {
-        b"tar 1".to_vec()
+        b"tar 2".to_vec()
     }
 }

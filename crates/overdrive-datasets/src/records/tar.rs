@@ -21,7 +21,8 @@ impl WebSample {
         &self.key
     }
 
-    /// Returns the bytes of the file with this extension (the name after the first dot: `jpg`, `seg.png`).
+    /// Returns the bytes of the file with this extension (the name after the first dot in lower case: `jpg`,
+    /// `seg.png`).
     pub fn get(&self, extension: &str) -> Option<&[u8]> {
         let file = self.files.iter().find(|(name, _)| name == extension)?;
         Some(&file.1)
@@ -72,7 +73,8 @@ impl WebSample {
 }
 
 /// The samples of WebDataset shards: tar archives in which the files of a sample are consecutive and have the same
-/// name up to the first dot.
+/// name up to the first dot. As in the library `webdataset`, extensions are read in lower case, and files without one
+/// and hidden files (`._0001.jpg`) belong to no sample.
 ///
 /// The archives are mapped and indexed as text files are, so samples are read in any order: shards need not be
 /// streamed, nor shuffled when they are written. See [`IndexOptions::unpack`] for compressed ones.
@@ -126,14 +128,16 @@ impl Dataset for WebDataset {
                 files: Vec::new(),
             };
             while let Some(member) = members.next_file().map_err(|error| error.problem)? {
-                let (key, extension) = split_name(&member.name);
+                let Some((key, extension)) = split_name(&member.name) else {
+                    continue;
+                };
                 // Two files of one extension would make `get` ambiguous.
-                if sample.get(extension).is_some() {
+                if sample.get(&extension).is_some() {
                     return Err(format!("the sample {key} has two files {extension}"));
                 }
                 sample.key = key.to_owned();
                 let content = bytes[member.content].to_vec();
-                sample.files.push((extension.to_owned(), content));
+                sample.files.push((extension, content));
             }
             Ok(sample)
         })

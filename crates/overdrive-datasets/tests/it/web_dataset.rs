@@ -57,6 +57,70 @@ fn a_missing_file_of_a_sample_is_an_error_that_names_the_others() {
     assert!(sample.json::<u32>("txt").is_err());
 }
 
+/// Returns an archive of files with these names; the content of each is its name.
+fn archive(names: &[&str]) -> Vec<u8> {
+    let mut bytes = Vec::new();
+    for name in names {
+        let mut header = [0; 512];
+        header[..name.len()].copy_from_slice(name.as_bytes());
+        header[124..135].copy_from_slice(format!("{:011o}", name.len()).as_bytes());
+        header[148..156].fill(b' ');
+        header[156] = b'0';
+        let sum: u32 = header.iter().map(|&byte| u32::from(byte)).sum();
+        header[148..156].copy_from_slice(format!("{sum:06o}\0 ").as_bytes());
+        bytes.extend_from_slice(&header);
+        bytes.extend_from_slice(name.as_bytes());
+        bytes.resize(bytes.len().next_multiple_of(512), 0);
+    }
+    bytes.resize(bytes.len() + 1024, 0);
+    bytes
+}
+
+#[test]
+fn files_that_belong_to_no_sample_are_left_out_and_extensions_are_in_lower_case() {
+    let bytes = archive(&[
+        "README",
+        "./._a/0001.jpg",
+        "a/0001.JPG",
+        "a/._0001.txt",
+        "a/0001.Txt",
+        "a/LICENSE",
+        "a/0001.seg.PNG",
+        "v1.2/0002.jpg",
+        "v1.2/notes",
+        ".hidden.jpg",
+    ]);
+    let samples = open(&bytes).unwrap();
+    let found: Vec<(String, Vec<String>)> = (0..samples.len())
+        .map(|index| {
+            let sample = samples.get(index).unwrap();
+            let files = sample.files().map(|(extension, bytes)| {
+                format!("{extension}={}", String::from_utf8_lossy(bytes))
+            });
+            (sample.key().to_owned(), files.collect())
+        })
+        .collect();
+    let sample = |key: &str, files: &[&str]| {
+        let files = files.iter().map(|&file| file.to_owned()).collect();
+        (key.to_owned(), files)
+    };
+    assert_eq!(
+        found,
+        [
+            sample("._a/0001", &["jpg=./._a/0001.jpg"]),
+            sample(
+                "a/0001",
+                &["jpg=a/0001.JPG", "txt=a/0001.Txt", "seg.png=a/0001.seg.PNG"]
+            ),
+            sample("v1.2/0002", &["jpg=v1.2/0002.jpg"]),
+        ]
+    );
+    assert!(open(&archive(&["README", "._a.jpg"])).unwrap().is_empty());
+    let twice = open(&archive(&["a.jpg", "a.JPG"])).unwrap();
+    let error = twice.get(0).unwrap_err().to_string();
+    assert!(error.contains("has two files jpg"), "{error}");
+}
+
 #[test]
 fn truncated_and_damaged_archives_are_refused_with_the_offset() {
     let bytes = std::fs::read(fixture("shard_gnu.tar")).unwrap();
