@@ -13,6 +13,10 @@ use symphonia::core::meta::MetadataOptions;
 
 type Outcome<T> = std::result::Result<T, String>;
 
+/// The time by which audio may be longer than the bound. A clip is chosen by the duration in its manifest, which is
+/// rounded, often to tenths of a second.
+const ROUNDING_S: f64 = 0.1;
+
 /// Audio of one channel.
 #[derive(Debug, PartialEq)]
 pub(super) struct Mono {
@@ -28,7 +32,8 @@ pub(super) struct Excerpt {
     pub(super) offset_s: f64,
     /// Its duration in seconds; `None` for the rest of the file.
     pub(super) duration_s: Option<f64>,
-    /// The longest duration that is allowed, in seconds; a longer excerpt is an error before all is decoded.
+    /// The longest duration that is allowed, in seconds; an excerpt that is longer by more than [`ROUNDING_S`] is an
+    /// error before all is decoded.
     pub(super) max_s: Option<f64>,
 }
 
@@ -180,7 +185,9 @@ impl MonoBuffer {
             }
             self.frames += 1;
         }
-        let too_long = excerpt.max_s.filter(|&max_s| self.seconds() > max_s);
+        let too_long = excerpt
+            .max_s
+            .filter(|&max_s| self.seconds() > max_s + ROUNDING_S);
         match too_long {
             Some(max_s) => Err(format!("it is longer than `max_duration`, {max_s} s")),
             None => Ok(()),

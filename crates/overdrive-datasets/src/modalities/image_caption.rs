@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
 use image::imageops::FilterType;
-use image::{DynamicImage, ImageReader, RgbImage};
+use image::{DynamicImage, ImageDecoder, ImageReader, Limits, RgbImage};
 use serde_json::Value;
 
 use super::augment::ImageAugmentation;
@@ -92,8 +92,9 @@ impl ImageCaption {
     }
 }
 
-/// The images (PNG, JPEG, WebP) that JSON records name, decoded, resized and normalized on demand. A missing or
-/// damaged image is an error of its record, with the record's location.
+/// The images (PNG, JPEG, WebP) that JSON records name, decoded, resized and normalized on demand. They are upright:
+/// an orientation in the EXIF data of a photo is applied, as Hugging Face's `datasets` does. A missing or damaged image
+/// is an error of its record, with the record's location.
 ///
 /// ```no_run
 /// // Needs images on disk.
@@ -165,12 +166,7 @@ impl ImageCaptionDataset {
         let caption = text(&self.options.text_field)?.to_owned();
         let path = base.join(text(&self.options.image_field)?);
         let failed = |problem: String| format!("the image {}: {problem}", path.display());
-        let image = ImageReader::open(&path)
-            // The content and not the extension decides about the format.
-            .and_then(ImageReader::with_guessed_format)
-            .map_err(|error| failed(error.to_string()))?
-            .decode()
-            .map_err(|error| failed(error.to_string()))?;
+        let image = decode(&path).map_err(|error| failed(error.to_string()))?;
         let image = match &self.options.augmentation {
             Some(augmentation) => {
                 let ImageOptions { height, width, .. } = self.options;
@@ -216,6 +212,21 @@ impl ImageCaptionDataset {
         }
         pixels
     }
+}
+
+/// Decodes an image and turns it as its EXIF data says.
+fn decode(path: &Path) -> image::ImageResult<DynamicImage> {
+    // The content and not the extension decides about the format.
+    let reader = ImageReader::open(path)?.with_guessed_format()?;
+    let mut decoder = reader.into_decoder()?;
+    // As `ImageReader::decode` does: the pixels count towards the limit of memory.
+    let mut limits = Limits::default();
+    limits.reserve(decoder.total_bytes())?;
+    decoder.set_limits(limits)?;
+    let orientation = decoder.orientation()?;
+    let mut image = DynamicImage::from_decoder(decoder)?;
+    image.apply_orientation(orientation);
+    Ok(image)
 }
 
 impl Dataset for ImageCaptionDataset {

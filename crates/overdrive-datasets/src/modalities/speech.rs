@@ -43,8 +43,9 @@ pub struct SpeechOptions {
     /// of its audio file. Clips of unknown duration and those that cannot be read are kept: they are an error
     /// when they are read, which the error policy handles.
     pub min_duration: Option<f64>,
-    /// The duration of the longest clip that is kept, in seconds; it also bounds the memory of a clip. Default:
-    /// `None`, no bound.
+    /// The duration of the longest clip that is kept, in seconds; it also bounds the memory of a clip. Since the
+    /// `duration` of a row may be rounded, the audio of a clip that is kept may be up to 0.1 s longer. Default: `None`,
+    /// no bound.
     pub max_duration: Option<f64>,
     /// The options of manifests in CSV and TSV. Common Voice's have no quotes: `quote: None`.
     pub csv: CsvOptions,

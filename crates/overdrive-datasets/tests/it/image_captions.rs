@@ -72,6 +72,52 @@ fn pixels_are_normalised_channel_by_channel() {
 }
 
 #[test]
+fn photos_are_upright_by_the_orientation_in_their_exif_data() {
+    let dir = tempfile::tempdir().unwrap();
+    let plain = std::fs::read(fixture("images/b.jpg")).unwrap();
+    // A segment with one entry, the orientation, after the start of the image.
+    let with_orientation = |orientation: u8| {
+        let mut exif = b"\xff\xe1\x00\x22Exif\0\0II*\0\x08\0\0\0\x01\0".to_vec();
+        exif.extend_from_slice(b"\x12\x01\x03\0\x01\0\0\0");
+        exif.extend_from_slice(&[orientation, 0, 0, 0, 0, 0, 0, 0]);
+        [&plain[..2], &exif, &plain[2..]].concat()
+    };
+    write_files(
+        dir.path(),
+        &[
+            ("0.jpg", plain.clone()),
+            ("1.jpg", with_orientation(1)),
+            ("3.jpg", with_orientation(3)),
+            ("6.jpg", with_orientation(6)),
+        ],
+    );
+    let rows =
+        ["0", "1", "3", "6"].map(|name| format!("{{\"image\": \"{name}.jpg\", \"text\": \"\"}}\n"));
+    write_files(dir.path(), &[("rows.jsonl", rows.concat())]);
+    let path = dir.path().join("rows.jsonl");
+    let images = ImageCaptionDataset::open([&path], options(ImageResize::Stretch)).unwrap();
+    let pixels = |index| images.get(index).unwrap().pixels;
+    let stored = pixels(0);
+    assert_eq!(pixels(1), stored);
+    // The largest difference from the stored pixels at the place that each pixel comes from.
+    let difference = |index, from: fn(usize, usize) -> (usize, usize)| {
+        let upright = pixels(index);
+        let places = (0..3 * 256).map(|at| (at / 256, at / 16 % 16, at % 16));
+        let differences = places.map(|(channel, y, x)| {
+            let (from_y, from_x) = from(y, x);
+            let stored = stored[channel * 256 + from_y * 16 + from_x];
+            (upright[channel * 256 + y * 16 + x] - stored).abs()
+        });
+        differences.fold(0.0, f32::max)
+    };
+    // Rounding differs, as the sides are resized in another order.
+    let tolerance = 2.0 / 255.0;
+    assert!(difference(2, |y, x| (15 - y, 15 - x)) <= tolerance);
+    assert!(difference(3, |y, x| (15 - x, y)) <= tolerance);
+    assert!(difference(2, |y, x| (y, x)) > 0.1 && difference(3, |y, x| (y, x)) > 0.1);
+}
+
+#[test]
 fn images_that_are_missing_or_damaged_are_errors_of_their_records() {
     let dir = tempfile::tempdir().unwrap();
     let png = std::fs::read(fixture("images/a.png")).unwrap();

@@ -186,6 +186,31 @@ fn clips_outside_the_bounds_are_left_out_by_row_or_header() {
 }
 
 #[test]
+fn a_clip_whose_duration_was_rounded_down_to_the_bound_is_read() {
+    let dir = tempfile::tempdir().unwrap();
+    // Of 0.3 s.
+    let manifest = |duration: f64| {
+        format!("{{\"path\": \"pcm16.wav\", \"duration\": {duration}, \"text\": \"a\"}}\n")
+    };
+    let clip = |bound: f64| {
+        let options = SpeechOptions {
+            max_duration: Some(bound),
+            ..options()
+        };
+        let speech = open(dir.path(), "rows.jsonl", &manifest(bound), options);
+        assert_eq!(speech.len(), 1);
+        speech.get(0).map(|clip| clip.samples.len())
+    };
+    assert_eq!(clip(0.25).unwrap(), 4800);
+    // A bound is a bound: this row's duration is simply wrong.
+    let error = clip(0.15).unwrap_err().to_string();
+    assert!(
+        error.contains("longer than `max_duration`, 0.15 s"),
+        "{error}"
+    );
+}
+
+#[test]
 fn missing_or_damaged_audio_is_an_error_of_its_row() {
     let dir = tempfile::tempdir().unwrap();
     let bytes = |name: &str| std::fs::read(fixture(&format!("speech/{name}"))).unwrap();
