@@ -18,7 +18,8 @@ const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
 
 /// Trains a tokenizer like BERT's on texts: lower case, words and punctuation apart, WordPiece (Schuster and Nakajima
 /// 2012), `[CLS]` before and `[SEP]` after each sequence. The ids of `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]`
-/// are 0 to 4. The vocabulary has at most `vocab_size` tokens.
+/// are 0 to 4. The vocabulary has at most `vocab_size` tokens, among them all letters of the texts, each as the begin of
+/// a word and, where it is inside of one, as `##letter`.
 ///
 /// ```
 /// use overdrive_datasets::train_word_piece;
@@ -29,15 +30,9 @@ const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
 /// ```
 ///
 /// # Errors
-/// Returns an error if `vocab_size` is below 6, or the tokenizers crate fails.
+/// Returns an error if `vocab_size` is below 6 or has no room for the special tokens and the letters of the texts, or
+/// the tokenizers crate fails.
 pub fn train_word_piece<S: AsRef<str> + Sync>(texts: &[S], vocab_size: usize) -> Result<Tokenizer> {
-    let expected = "at least 6: the special tokens and one more";
-    check_option(
-        vocab_size > SPECIAL.len(),
-        "vocab_size",
-        vocab_size,
-        expected,
-    )?;
     let special = SPECIAL.map(|token| AddedToken::from(token, true));
     let normalizer = BertNormalizer::default();
     let words = |text: &str| -> tokenizers::Result<Vec<String>> {
@@ -56,12 +51,23 @@ pub fn train_word_piece<S: AsRef<str> + Sync>(texts: &[S], vocab_size: usize) ->
     };
     // The trainer numbers these in the order of a hash map, which differs from run to run, and merges follow the numbers;
     // tokens that it is given keep their order.
-    let mut letters = BTreeSet::new();
+    let (mut letters, mut inner) = (BTreeSet::new(), BTreeSet::new());
     for text in texts {
         let words = words(text.as_ref()).map_err(Error::tokenizer("read the texts"))?;
-        letters.extend(words.iter().flat_map(|word| word.chars().skip(1)));
+        letters.extend(words.iter().flat_map(|word| word.chars()));
+        inner.extend(words.iter().flat_map(|word| word.chars().skip(1)));
     }
-    let inner = letters
+    // The trainer takes all of these, whatever the bound is.
+    let least = (SPECIAL.len() + letters.len() + inner.len()).max(SPECIAL.len() + 1);
+    check_option(
+        vocab_size >= least,
+        "vocab_size",
+        vocab_size,
+        format!(
+            "at least {least}: the special tokens, and the letters of the texts as begins and insides of words"
+        ),
+    )?;
+    let inner = inner
         .into_iter()
         .map(|letter| AddedToken::from(format!("##{letter}"), false));
     let first: Vec<AddedToken> = special.iter().cloned().chain(inner).collect();
@@ -201,5 +207,11 @@ mod tests {
         );
         let error = train_word_piece(&texts, 5).unwrap_err().to_string();
         assert!(error.starts_with("`vocab_size` is 5"), "{error}");
+        // The letters a, b and c, and ##b and ##c.
+        let error = train_word_piece(&["ab ac"], 9).unwrap_err().to_string();
+        let least = "`vocab_size` is 9; it must be at least 10: ";
+        assert!(error.starts_with(least), "{error}");
+        let least = train_word_piece(&["ab ac"], 10).unwrap();
+        assert_eq!(least.get_vocab_size(true), 10);
     }
 }
