@@ -6,8 +6,6 @@ use std::sync::Arc;
 use rayon::prelude::*;
 use serde::{Deserialize, Serialize};
 
-use overdrive_core::Error as CommonError;
-
 use super::encoder::InstructionEncoder;
 use super::example_cache::ExampleCache;
 use super::example_file::{ExampleFile, ExampleWriter, ScanReport};
@@ -17,7 +15,7 @@ use super::scan::{Outcome, Scanned, digest_of, examine};
 use crate::cache::{Cached, cached};
 use crate::digest::FieldHasher;
 use crate::transform::SortedIndices;
-use crate::{Dataset, Error, Result, Sha256Digest, TokenizedExample};
+use crate::{Dataset, Error, Result, Sha256Digest, TokenizedExample, find_files};
 use overdrive_core::check_fraction;
 use overdrive_core::random::uniform_below;
 
@@ -149,7 +147,7 @@ struct RecordPosition {
 }
 
 impl InstructionDataset {
-    /// Opens files and folders; of a folder, all `.jsonl`, `.ndjson` and `.json` files in the order of their names.
+    /// Opens files, folders (of `.jsonl`, `.ndjson` and `.json` files) and patterns (see [`crate::find_files`]).
     ///
     /// # Errors
     /// [`Error::InvalidRecord`] for the first invalid record, unless they are skipped;
@@ -217,11 +215,10 @@ impl InstructionDataset {
     ) -> Result<(InstructionDataset, Vec<String>)> {
         let mut files = Vec::new();
         let mut names = Vec::new();
-        for path in paths {
-            for file in files_of(path.into())? {
-                names.push(file.display().to_string());
-                files.push(RecordFile::open(&file)?);
-            }
+        let paths = paths.into_iter().map(Into::into);
+        for path in find_files::<PathBuf>(paths, &["jsonl", "ndjson", "json"])? {
+            names.push(path.display().to_string());
+            files.push(RecordFile::open(&path)?);
         }
         let ends = files.iter().scan(0, |end, file| {
             *end += file.len();
@@ -464,23 +461,6 @@ impl Dataset for InstructionDataset {
             .encode(&record)
             .map_err(|problem| self.files[position.file].bad_record(position.record, problem))
     }
-}
-
-fn files_of(path: PathBuf) -> Result<Vec<PathBuf>> {
-    if !path.is_dir() {
-        return Ok(vec![path]);
-    }
-    let entries = std::fs::read_dir(&path).map_err(CommonError::io("list", &path))?;
-    let mut files = Vec::new();
-    for entry in entries {
-        let file = entry.map_err(CommonError::io("list", &path))?.path();
-        let extension = file.extension().and_then(|extension| extension.to_str());
-        if matches!(extension, Some("jsonl" | "json" | "ndjson")) {
-            files.push(file);
-        }
-    }
-    files.sort();
-    Ok(files)
 }
 
 /// Returns the numbers below `len` in a random order under `seed` (the shuffle of Fisher and Yates).

@@ -1,5 +1,6 @@
 //! Instruction data: the tokens, and the labels that enter the loss.
 
+use std::io::Write;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -376,6 +377,41 @@ fn folders_and_arrays_are_read_in_order() {
     assert_eq!(folder.len(), 4);
     for index in 0..4 {
         assert_eq!(folder.get(index).unwrap(), flat.get(index).unwrap());
+    }
+}
+
+#[test]
+fn folders_with_compressed_files_and_patterns_are_read() {
+    let dir = tempfile::tempdir().unwrap();
+    let all = lines(&[3, 4, 5]);
+    write(dir.path(), "a.jsonl", &all[..1]);
+    // A block of text, and the empty one at the end of a file of bgzip.
+    let block = |text: &str| {
+        let mut deflate = flate2::write::DeflateEncoder::new(Vec::new(), Default::default());
+        deflate.write_all(text.as_bytes()).unwrap();
+        let packed = deflate.finish().unwrap();
+        let mut checksum = flate2::Crc::new();
+        checksum.update(text.as_bytes());
+        let mut block = b"\x1f\x8b\x08\x04\0\0\0\0\0\xff\x06\0BC\x02\0".to_vec();
+        block.extend_from_slice(&u16::try_from(packed.len() + 25).unwrap().to_le_bytes());
+        block.extend_from_slice(&packed);
+        block.extend_from_slice(&checksum.sum().to_le_bytes());
+        block.extend_from_slice(&u32::try_from(text.len()).unwrap().to_le_bytes());
+        block
+    };
+    let packed = [block(&format!("{}\n{}\n", all[1], all[2])), block("")].concat();
+    std::fs::write(dir.path().join("b.jsonl.gz"), packed).unwrap();
+    std::fs::write(dir.path().join(".hidden.jsonl"), "not data").unwrap();
+    let folder = open(dir.path(), EncodeOptions::default());
+    let flat = open(
+        &write(dir.path(), "c.jsonl", &all),
+        EncodeOptions::default(),
+    );
+    let pattern = open(&dir.path().join("[ab].jsonl*"), EncodeOptions::default());
+    assert_eq!((folder.len(), pattern.len()), (3, 3));
+    for index in 0..3 {
+        assert_eq!(folder.get(index).unwrap(), flat.get(index).unwrap());
+        assert_eq!(pattern.get(index).unwrap(), flat.get(index).unwrap());
     }
 }
 
