@@ -216,6 +216,11 @@ pub const GPU_GENERATIONS: [GpuGeneration; 10] = [
 // These words mean another, slower chip under the same number, or a slice of the chip (MIG), of which no data
 // sheet gives the peak.
 const SLOWER_VARIANTS: [&str; 4] = ["laptop", "mobile", "mig", "max"];
+// These words mean another chip under the same number, so a row without them is that of another GPU.
+const CHIP_VARIANTS: [&str; 3] = ["ti", "super", "d"];
+// These words mean other clocks and memory in the generations that have rows with them; elsewhere (A100) all forms
+// have one peak.
+const FORMS: [&str; 2] = ["pcie", "nvl"];
 
 impl GpuGeneration {
     /// Returns the generation of a compute capability, such as `(9, 0)`.
@@ -253,7 +258,7 @@ impl GpuModel {
         if SLOWER_VARIANTS.iter().any(|other| words.contains(other)) {
             return None;
         }
-        GPU_GENERATIONS
+        let (generation, model) = GPU_GENERATIONS
             .iter()
             .flat_map(|generation| {
                 generation
@@ -263,7 +268,13 @@ impl GpuModel {
             })
             .filter(|(_, model)| model.words.iter().all(|word| words.contains(word)))
             // "3090 Ti" contains "3090": the row with the most words is the exact one.
-            .max_by_key(|(_, model)| model.words.len())
+            .max_by_key(|(_, model)| model.words.len())?;
+        let is_in_a_row = |word| generation.models.iter().any(|row| row.words.contains(word));
+        let is_another = words
+            .iter()
+            .filter(|word| !model.words.contains(word))
+            .any(|word| CHIP_VARIANTS.contains(word) || FORMS.contains(word) && is_in_a_row(word));
+        (!is_another).then_some((generation, model))
     }
 }
 
@@ -281,6 +292,11 @@ mod tests {
             ("Quadro RTX 6000", 130.5),
             ("NVIDIA A100-SXM4-80GB", 312.0),
             ("NVIDIA A100 80GB PCIe", 312.0),
+            ("NVIDIA A30", 165.0),
+            ("NVIDIA A800 80GB PCIe", 312.0),
+            ("NVIDIA GeForce RTX 2080 Ti", 53.8),
+            ("NVIDIA GeForce RTX 4080 SUPER", 104.4),
+            ("NVIDIA H100 NVL", 835.5),
             ("NVIDIA A10G", 70.0),
             ("NVIDIA A10", 125.0),
             ("NVIDIA RTX A6000", 154.8),
@@ -309,6 +325,11 @@ mod tests {
             "NVIDIA GeForce RTX 4090 Laptop GPU",
             "Quadro RTX 6000 with Max-Q Design",
             "NVIDIA A100-SXM4-40GB MIG 1g.5gb",
+            "NVIDIA GeForce RTX 4070 SUPER",
+            "NVIDIA GeForce RTX 3070 Ti",
+            "NVIDIA GeForce RTX 4090 D",
+            "NVIDIA GeForce RTX 5090 D",
+            "NVIDIA H800 PCIe",
             "NVIDIA GeForce GTX 1650",
             "AMD Instinct MI300X",
             "",
