@@ -59,6 +59,37 @@ fn a_trace_without_the_work_of_a_gpu_that_was_asked_for_says_so() {
 }
 
 #[test]
+fn a_release_is_reported_with_the_memory_that_remains() {
+    let _alone = alone();
+    let (_, mut trace) = profile(everything(), || {
+        let kept = Tensor::ones([1 << 10], F32);
+        let freed = Tensor::ones([1 << 12], F32);
+        drop(freed);
+        drop(kept);
+    })
+    .unwrap();
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("trace.json");
+    trace.save_chrome_trace(&path).unwrap();
+    let text = fs::read_to_string(&path).unwrap();
+    let events: Value = serde_json::from_str(&text).unwrap();
+    let memory = events["traceEvents"].as_array().unwrap().iter();
+    let memory: Vec<[i64; 2]> = memory
+        .filter(|event| event["name"] == "[memory]")
+        .map(|event| ["Bytes", "Total Allocated"].map(|key| event["args"][key].as_i64().unwrap()))
+        .collect();
+    let total_after = |change: i64| {
+        let event = memory.iter().find(|[bytes, _]| *bytes == change);
+        event.map(|[_, total]| *total)
+    };
+    let (made, freed) = (
+        total_after(4 << 12).unwrap(),
+        total_after(-4 << 12).unwrap(),
+    );
+    assert_eq!(freed, made - (4 << 12), "{memory:?}");
+}
+
+#[test]
 fn operators_are_counted_with_shapes_memory_and_flops() {
     let _alone = alone();
     let (_, trace) = profile(everything(), || step(&StepTimer::new())).unwrap();

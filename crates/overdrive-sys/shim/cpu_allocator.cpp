@@ -299,11 +299,12 @@ class CpuAllocator final : public c10::Allocator {
     stats_.peak_reserved = std::max(stats_.peak_reserved, stats_.reserved);
   }
 
-  // Reports an allocation or a release to libtorch's profiler while it runs.
+  // Reports an allocation, or a release that is not counted yet, to libtorch's profiler while it runs.
   void report(void* data, int64_t change) {
     if (!c10::memoryProfilingEnabled()) return;
     const od_memory_stats now = stats();
-    c10::reportMemoryUsageToProfiler(data, change, now.allocated, now.reserved,
+    const uint64_t allocated = now.allocated + static_cast<uint64_t>(std::min<int64_t>(change, 0));
+    c10::reportMemoryUsageToProfiler(data, change, allocated, now.reserved,
                                      c10::Device(c10::DeviceType::CPU));
   }
 
@@ -328,6 +329,7 @@ CpuAllocator& allocator() {
 void CpuAllocator::release(void* data) {
   if (!data) return;
   Block* block = Block::of(data);
+  // First, since afterwards the block may serve another thread, whose report must follow.
   allocator().report(data, -static_cast<int64_t>(block->requested));
   allocator().give_back(block);
 }

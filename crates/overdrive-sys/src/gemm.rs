@@ -160,11 +160,12 @@ pub fn mm_into(out: &Tensor, left: &Tensor, right: &Tensor, accumulate: bool) ->
         );
         return Err(overdrive_core::Error::shape("out", o, expected).into());
     }
-    let kind = left.kind();
+    let kind = left.f_kind()?;
     for (name, tensor) in [("right", right), ("out", out)] {
-        if tensor.kind() != kind {
+        let other = tensor.f_kind()?;
+        if other != kind {
             let expected = format!("{kind:?} as `left`");
-            return Err(overdrive_core::Error::dtype(name, tensor.kind(), expected).into());
+            return Err(overdrive_core::Error::dtype(name, other, expected).into());
         }
     }
     // libtorch's own callers of this function leave out matrices without elements.

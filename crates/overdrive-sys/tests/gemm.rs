@@ -3,6 +3,7 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use overdrive_sys::gemm::{GemmLibrary, LibraryTable, library, library_for, mm_into, set_library};
+use overdrive_sys::op::{Value, call};
 use tch::{Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
@@ -51,6 +52,26 @@ fn both_libraries_multiply_matrices_and_their_transposes_and_add() {
         error.to_string(),
         "`right` is Double; it must be Float as `left`"
     );
+}
+
+#[test]
+fn a_dtype_that_tch_does_not_know_is_an_error() {
+    /// `at::ScalarType::UInt32`.
+    const UINT32: i64 = 28;
+    let unsigned = || {
+        let arguments = [
+            Value::Ints(&[2, 2]),
+            Value::Int(UINT32),
+            Value::None,
+            Value::Device(Device::Cpu),
+        ];
+        let made = call("aten::empty", "memory_format", &arguments).unwrap();
+        made.into_iter().next().unwrap().into_tensor().unwrap()
+    };
+    let floats = || Tensor::zeros([2, 2], F32);
+    assert!(mm_into(&floats(), &unsigned(), &floats(), false).is_err());
+    assert!(mm_into(&floats(), &floats(), &unsigned(), false).is_err());
+    assert!(mm_into(&unsigned(), &floats(), &floats(), false).is_err());
 }
 
 fn figures(figures: &[(&str, f64)]) -> Vec<(String, f64)> {
