@@ -5,7 +5,7 @@ use tch::{Device, Tensor};
 use overdrive_core::check_option;
 
 use super::OnDevice;
-use super::seq2seq::padded_rows;
+use super::seq2seq::{mask_of, padded_rows};
 use crate::{ImageCaption, Result};
 
 /// Images and the tokens of their captions as tensors, made by [`collate_captions`]. B is the number of images.
@@ -59,18 +59,10 @@ pub fn collate_images(images: &[ImageCaption]) -> Result<Tensor> {
 pub fn collate_captions(rows: &[(ImageCaption, Vec<i64>)], pad_token: i64) -> Result<ImageBatch> {
     let images: Vec<&ImageCaption> = rows.iter().map(|(image, _)| image).collect();
     let captions: Vec<&[i64]> = rows.iter().map(|(_, caption)| caption.as_slice()).collect();
-    let ones: Vec<Vec<i64>> = captions
-        .iter()
-        .map(|caption| vec![1; caption.len()])
-        .collect();
-    let ones: Vec<&[i64]> = ones.iter().map(Vec::as_slice).collect();
-    let is_padded = captions
-        .iter()
-        .any(|caption| caption.len() != captions[0].len());
     Ok(ImageBatch {
         pixel_values: stack(&images)?,
         input_ids: padded_rows(&captions, pad_token, 1)?,
-        attention_mask: is_padded.then(|| padded_rows(&ones, 0, 1)).transpose()?,
+        attention_mask: mask_of(captions.iter().map(|caption| caption.len()), 1)?,
     })
 }
 

@@ -128,19 +128,15 @@ pub fn collate_seq2seq(rows: &[Seq2SeqExample], padding: Seq2SeqPadding) -> Resu
     let mut id_range = ids.fold((0, 0), |(least, largest), &id| {
         (id.min(least), id.max(largest))
     });
-    let width = width(&sources, padding.multiple_of);
-    let padded = sources.iter().any(|source| source.len() < width);
-    if padded {
+    let lengths = sources.iter().map(|source| source.len());
+    let attention_mask = mask_of(lengths, padding.multiple_of)?;
+    if attention_mask.is_some() {
         let (least, largest) = id_range;
         id_range = (least.min(padding.pad_token), largest.max(padding.pad_token));
     }
-    let ones: Vec<Vec<i64>> = sources.iter().map(|source| vec![1; source.len()]).collect();
-    let ones: Vec<&[i64]> = ones.iter().map(Vec::as_slice).collect();
     Ok(Seq2SeqBatch {
         input_ids: padded_rows(&sources, padding.pad_token, padding.multiple_of)?,
-        attention_mask: padded
-            .then(|| padded_rows(&ones, 0, padding.multiple_of))
-            .transpose()?,
+        attention_mask,
         labels: padded_rows(&labels, IGNORE_INDEX, padding.multiple_of)?,
         label_count: counted().count(),
         id_range,
@@ -161,6 +157,21 @@ pub(super) fn padded_rows(rows: &[&[i64]], pad: i64, multiple_of: usize) -> Resu
         values.resize((number + 1) * width, pad);
     }
     Ok(Tensor::f_from_slice(&values)?.f_view([rows.len() as i64, width as i64])?)
+}
+
+/// Returns the attention mask of rows of these lengths: 1 for an element, 0 for padding on the right. `None` if no row is
+/// padded.
+pub(super) fn mask_of(
+    lengths: impl Iterator<Item = usize>,
+    multiple_of: usize,
+) -> Result<Option<Tensor>> {
+    let ones: Vec<Vec<i64>> = lengths.map(|length| vec![1; length]).collect();
+    let ones: Vec<&[i64]> = ones.iter().map(Vec::as_slice).collect();
+    let width = width(&ones, multiple_of);
+    let is_padded = ones.iter().any(|row| row.len() < width);
+    is_padded
+        .then(|| padded_rows(&ones, 0, multiple_of))
+        .transpose()
 }
 
 #[cfg(test)]

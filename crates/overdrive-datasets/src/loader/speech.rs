@@ -5,7 +5,7 @@ use tch::{Device, Tensor};
 use overdrive_core::{IGNORE_INDEX, check_option};
 
 use super::OnDevice;
-use super::seq2seq::padded_rows;
+use super::seq2seq::{mask_of, padded_rows};
 use crate::Result;
 
 /// A spectrogram and the tokens of its transcript.
@@ -93,18 +93,11 @@ pub fn collate_speech(rows: &[SpeechExample]) -> Result<SpeechBatch> {
         )?;
     }
     let lengths: Vec<i64> = rows.iter().map(|row| row.frames.size()[0]).collect();
-    let longest = lengths.iter().copied().max().unwrap_or(0);
     let frames: Vec<&Tensor> = rows.iter().map(|row| &row.frames).collect();
-    let ones: Vec<Vec<i64>> = lengths
-        .iter()
-        .map(|&length| vec![1; length as usize])
-        .collect();
-    let ones: Vec<&[i64]> = ones.iter().map(Vec::as_slice).collect();
     let labels: Vec<&[i64]> = rows.iter().map(|row| row.labels.as_slice()).collect();
-    let padded = lengths.iter().any(|&length| length < longest);
     Ok(SpeechBatch {
         input_features: Tensor::f_pad_sequence(&frames, true, 0.0, "right")?,
-        attention_mask: padded.then(|| padded_rows(&ones, 0, 1)).transpose()?,
+        attention_mask: mask_of(lengths.iter().map(|&length| length as usize), 1)?,
         labels: padded_rows(&labels, IGNORE_INDEX, 1)?,
         lengths,
     })

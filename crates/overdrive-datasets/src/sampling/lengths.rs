@@ -1,6 +1,7 @@
 //! The lengths of records, by which samplers group them.
 
 use std::collections::VecDeque;
+use std::convert::Infallible;
 use std::fmt;
 use std::sync::{Arc, Mutex, MutexGuard, PoisonError};
 
@@ -56,29 +57,39 @@ impl fmt::Debug for Lengths {
 pub(crate) struct RecentValues<K, V>(Mutex<VecDeque<(K, Arc<V>)>>);
 
 impl<K: PartialEq + Copy, V> RecentValues<K, V> {
-    /// The number of values: workers may be at both sides of a border between groups.
+    /// The number of values: workers may be at both sides of a border between groups or batches.
     const CACHED: usize = 4;
 
     /// Returns the value of `key`, which `compute` must always compute equally. Two threads that miss it at the
     /// same time both compute it, so that neither blocks the other.
     pub(crate) fn get_or(&self, key: K, compute: impl FnOnce() -> V) -> Arc<V> {
+        let Ok(value) = self.try_get_or(key, || Ok::<V, Infallible>(compute()));
+        value
+    }
+
+    /// Does the same with a function that may fail; errors are not kept.
+    pub(crate) fn try_get_or<E>(
+        &self,
+        key: K,
+        compute: impl FnOnce() -> Result<V, E>,
+    ) -> Result<Arc<V>, E> {
         let find = |values: &VecDeque<(K, Arc<V>)>| {
             let found = values.iter().find(|(other, _)| *other == key);
             found.map(|(_, value)| Arc::clone(value))
         };
         if let Some(value) = find(&self.lock()) {
-            return value;
+            return Ok(value);
         }
-        let value = Arc::new(compute());
+        let value = Arc::new(compute()?);
         let mut values = self.lock();
         if let Some(value) = find(&values) {
-            return value;
+            return Ok(value);
         }
         if values.len() == Self::CACHED {
             values.pop_front();
         }
         values.push_back((key, Arc::clone(&value)));
-        value
+        Ok(value)
     }
 
     fn lock(&self) -> MutexGuard<'_, VecDeque<(K, Arc<V>)>> {

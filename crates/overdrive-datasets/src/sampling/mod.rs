@@ -14,7 +14,6 @@ mod token_budget;
 pub use batches::{BatchSampler, ConsecutiveBatches, SampledBatches, ShardedBatches};
 pub use length_grouped::LengthGroupedBatches;
 pub use lengths::Lengths;
-#[cfg(feature = "speech")]
 pub(crate) use lengths::RecentValues;
 pub use permutation::Permutation;
 pub use sampler::{RandomSampler, Sampler, SequentialSampler};

@@ -1,13 +1,12 @@
 //! The map of a function over batches of records.
 
-use std::collections::VecDeque;
 use std::ops::Range;
-use std::sync::{Arc, Mutex, PoisonError};
 
 use rayon::prelude::*;
 
 use overdrive_core::check_at_least;
 
+use crate::sampling::RecentValues;
 use crate::{Dataset, Error, ErrorLog, ErrorPolicy, Result};
 
 /// A function over batches of the records of a dataset.
@@ -76,7 +75,7 @@ pub struct BatchedMap<D, F, T> {
     batches: Batches<D, F>,
     /// The number of results up to and including each batch.
     ends: Vec<usize>,
-    recent: RecentBatches<T>,
+    recent: RecentValues<usize, Vec<T>>,
 }
 
 impl<D, F, T> BatchedMap<D, F, T>
@@ -102,7 +101,7 @@ where
         Ok(Self {
             batches,
             ends,
-            recent: RecentBatches::default(),
+            recent: RecentValues::default(),
         })
     }
 }
@@ -129,7 +128,9 @@ where
         }
         let batch = self.ends.partition_point(|&end| end <= index);
         let start = batch.checked_sub(1).map_or(0, |before| self.ends[before]);
-        let results = self.recent.get_or(batch, || self.batches.results(batch))?;
+        let results = self
+            .recent
+            .try_get_or(batch, || self.batches.results(batch))?;
         let expected = self.ends[batch] - start;
         if results.len() != expected {
             let Range { start, end } = self.batches.range(batch);
@@ -141,48 +142,6 @@ where
             });
         }
         results.get(index - start).cloned().ok_or_else(no_such)
-    }
-}
-
-/// The results of the batches that were read last.
-#[derive(Debug)]
-struct RecentBatches<T>(Mutex<VecDeque<(usize, Arc<Vec<T>>)>>);
-
-impl<T> Default for RecentBatches<T> {
-    fn default() -> Self {
-        Self(Mutex::new(VecDeque::new()))
-    }
-}
-
-impl<T> RecentBatches<T> {
-    /// The number of batches that are kept: workers that read in order are in neighbouring batches.
-    const KEPT: usize = 4;
-
-    /// Returns the results of `batch`. Two threads that miss it at the same time both compute it, so that neither
-    /// waits for the other; errors are not kept.
-    fn get_or(
-        &self,
-        batch: usize,
-        compute: impl FnOnce() -> Result<Vec<T>>,
-    ) -> Result<Arc<Vec<T>>> {
-        // The list is valid whenever the lock is released, so a poisoned lock is harmless.
-        let lock = || self.0.lock().unwrap_or_else(PoisonError::into_inner);
-        let found = |kept: &VecDeque<(usize, Arc<Vec<T>>)>| {
-            let found = kept.iter().find(|(other, _)| *other == batch);
-            found.map(|(_, results)| Arc::clone(results))
-        };
-        if let Some(results) = found(&lock()) {
-            return Ok(results);
-        }
-        let results = Arc::new(compute()?);
-        let mut kept = lock();
-        if found(&kept).is_none() {
-            if kept.len() == Self::KEPT {
-                kept.pop_front();
-            }
-            kept.push_back((batch, Arc::clone(&results)));
-        }
-        Ok(results)
     }
 }
 
