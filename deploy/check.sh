@@ -244,7 +244,7 @@ if [ -n "$dist" ]; then
         expect "started again after $taken of 40 steps: exit code" "$code" 0
         [ "$code" = 0 ] || log "$run-2"
         goes_on=$(sed -n 's/^goes on *after .*checkpoint-//p' "$work/$run-2.log")
-        expect "it goes on after step" "$goes_on" "$snapshot"
+        expect "it resumes after step" "$goes_on" "$snapshot"
         as_one_run "$run" whole 40
     done
 

@@ -170,7 +170,7 @@ taken=$(steps)
 train again
 ended
 expect "started again after $taken of 40 steps: exit code" "$code" 0
-expect "it goes on after step" "$(sed -n 's/^goes on *after .*checkpoint-//p' "$work/again.log")" "$taken"
+expect "it resumes after step" "$(sed -n 's/^goes on *after .*checkpoint-//p' "$work/again.log")" "$taken"
 expect "lines of metrics.jsonl" "$(steps)" 40
 expect "owner of the model" "$(stat -c %u "$work/runs/run/model/model.safetensors")" 10001
 configure generate --model /runs/run/model --prompt 'fn main' --max-new-tokens 8

@@ -63,7 +63,7 @@ impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(f, "{}", self.what)?;
         if let Some(remedy) = &self.remedy {
-            write!(f, "\n  way out: {remedy}")?;
+            write!(f, "\n  remedy: {remedy}")?;
         }
         Ok(())
     }

@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz`: coverage-guided fuzzing of the readers of foreign bytes, which are in `fuzz/`.
 //!
 //! It uses libFuzzer and AddressSanitizer through the workspace's own toolchain; neither cargo-fuzz nor a nightly
-//! compiler is needed. A search goes on from the corpus of the last one.
+//! compiler is needed. A search starts with the corpus of the last one.
 
 use std::fs;
 use std::path::{Path, PathBuf};

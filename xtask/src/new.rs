@@ -143,7 +143,7 @@ fn target_of(folder: &Path) -> Result<PathBuf> {
         &std::path::absolute(folder)
             .map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?,
     );
-    // A link that leads nowhere is something of the user's, too.
+    // Not `exists`: a link that leads nowhere must not be overwritten either.
     if folder.symlink_metadata().is_ok() {
         return Err(
             Failure::new(format!("{} exists; it is left unchanged", folder.display()))
@@ -244,7 +244,7 @@ fn named(text: &str, name: &str) -> String {
 fn manifest(folder: &Path, name: &str, source: &Source) -> Result<String> {
     let root = workspace_file("Cargo.toml")?;
     let crates = cargo::workspace().join("crates");
-    // Relative where both lie in one folder of the user's, so that they can be moved together.
+    // Relative where both lie in one folder, so that they can be moved together.
     let crates = match folder.parent() {
         Some(parent) if cargo::workspace().parent() == Some(parent) => relative(folder, &crates),
         _ => crates,

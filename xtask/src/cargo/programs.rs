@@ -6,20 +6,25 @@ use super::Cargo;
 
 /// Returns the command of an example in release mode. A `--` before its arguments is optional.
 pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
-    let further = match further {
-        [first, rest @ ..] if first == "--" => rest,
-        all => all,
-    };
     // The programs whose feature is off by default, because it compiles long or has another licence.
     let feature = match name {
         "images" => Some("image"),
+        "packages" => Some("packages"),
         "speech" => Some("speech"),
         _ => None,
     };
     Cargo::new(["run", "--release", "-p", "overdrive-examples"])
         .features(feature)
         .and(&["--example", name, "--"].map(OsString::from))
-        .and(further)
+        .and(without_dashes(further))
+}
+
+/// Returns the arguments of a program without a `--` before them.
+fn without_dashes(further: &[OsString]) -> &[OsString] {
+    match further {
+        [first, rest @ ..] if first == "--" => rest,
+        all => all,
+    }
 }
 
 /// Returns the command of the main program; with `--nproc N` among its flags, in N processes. The default
@@ -27,11 +32,11 @@ pub(crate) fn example(name: &str, further: &[OsString]) -> Cargo {
 pub(crate) fn train(further: &[OsString]) -> Vec<Cargo> {
     let (launcher, trainer) = launchers_flags(further);
     if launcher.is_empty() {
-        let further = match further {
-            [first, rest @ ..] if first == "--" => rest,
-            all => all,
-        };
-        return vec![of_main_job("run", "train").and(&["--".into()]).and(further)];
+        return vec![
+            of_main_job("run", "train")
+                .and(&["--".into()])
+                .and(without_dashes(further)),
+        ];
     }
     let launch = of_main_job("run", "launch").and(&["--".into()]);
     // The launcher starts the built program, so that N processes do not wait for cargo's lock.
@@ -43,13 +48,11 @@ pub(crate) fn train(further: &[OsString]) -> Vec<Cargo> {
 
 /// Returns the commands of the search for the fastest settings of the main program, which it starts for its trials.
 pub(crate) fn tune(further: &[OsString]) -> Vec<Cargo> {
-    let further = match further {
-        [first, rest @ ..] if first == "--" => rest,
-        all => all,
-    };
     vec![
         of_main_job("build", "train"),
-        of_main_job("run", "tune").and(&["--".into()]).and(further),
+        of_main_job("run", "tune")
+            .and(&["--".into()])
+            .and(without_dashes(further)),
     ]
 }
 
@@ -130,6 +133,23 @@ pub(crate) fn gpu_check_program() -> Cargo {
 mod tests {
     use super::*;
     use crate::cargo::words;
+
+    #[test]
+    fn an_example_is_built_with_the_feature_that_it_needs() {
+        for (name, features) in [
+            ("generate", ""),
+            ("images", "--features image "),
+            ("packages", "--features packages "),
+            ("speech", "--features speech "),
+        ] {
+            assert_eq!(
+                example(name, &words(&["--", "--help"])).line(),
+                format!(
+                    "cargo run --release -p overdrive-examples {features}--example {name} -- --help"
+                )
+            );
+        }
+    }
 
     #[test]
     fn several_processes_are_started_by_the_example_that_does_it() {

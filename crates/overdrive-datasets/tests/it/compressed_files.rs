@@ -1,4 +1,4 @@
-//! Compressed files are read block by block, or unpacked once, or refused with the way out.
+//! Compressed files are read block by block, or unpacked once, or refused with the remedy.
 
 use std::path::Path;
 
