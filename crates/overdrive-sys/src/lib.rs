@@ -1,7 +1,7 @@
 //! Safe wrappers around the parts of libtorch that `tch` does not bind.
 //!
-//! This is the only crate of Overdrive that contains C++ and calls foreign functions. The shim (`shim/`)
-//! has a C interface in which every C++ exception becomes an error value with its message; the wrappers
+//! This is the only crate of Overdrive that contains C++ and calls libtorch beside `tch`. (overdrive-gpu calls the CUDA
+//! driver.) The shim (`shim/`) has a C interface in which every C++ exception becomes an error value with its message; the wrappers
 //! here turn those into [`Error`]. The other crates are built on these modules:
 //!
 //! * [`op`] – operators of libtorch by their schema names, also the ones tch does not generate;
