@@ -5,8 +5,10 @@
 
 pub mod ablation;
 pub mod generation;
+mod memory;
 mod perplexity;
 mod step;
 
+pub use memory::{UNCACHED_BYTES, read_bandwidth};
 pub use perplexity::{Perplexity, Windows};
 pub use step::{Shape, Step, StepResult};

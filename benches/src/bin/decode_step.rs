@@ -1,6 +1,7 @@
 //! The tokens per second of decoding one sequence greedily, with and without
 //! [`Execution::fused_decoding`](overdrive::transformer::Execution), in turn in one process: the median of each, and
-//! the median of the ratios of neighbouring rounds.
+//! the median of the ratios of neighbouring rounds; and how often a second the weights could be read from memory, which
+//! bounds it where they do not fit the caches. (An embedding that is not the head counts, though a step reads one row.)
 //!
 //! `cargo run --release -p overdrive-benches --bin decode_step [-- --gguf FILE]`
 
@@ -15,6 +16,7 @@ use overdrive::transformer::{
     CausalLm, Execution, ForwardInput, InitOptions, LlamaConfig, LoadOptions, Logits,
     QuantizeOptions,
 };
+use overdrive_benches::read_bandwidth;
 use tch::Tensor;
 
 /// Times decoding steps
@@ -63,6 +65,15 @@ fn main() -> Result<()> {
     println!("separate operators {separate:6.1} tokens/s");
     println!("fused decoding     {fused:6.1} tokens/s, {ratio:.2} times");
     println!("same tokens        {}", tokens[0] == tokens[1]);
+    let (bytes, rate) = (model.memory_footprint() as f64, read_bandwidth());
+    println!(
+        "weights            {:6.1} MB, which {} threads read {:.1} times a second ({:.1} GB/s): fused decoding is at {:.0}%",
+        bytes / 1e6,
+        tch::get_num_threads(),
+        rate / bytes,
+        rate / 1e9,
+        100.0 * fused * bytes / rate
+    );
     Ok(())
 }
 

@@ -13,14 +13,12 @@ use std::hint::black_box;
 use std::time::Instant;
 
 use overdrive::quantization::{GroupScales, QuantizedWeight, Scheme, linear};
+use overdrive_benches::{UNCACHED_BYTES, read_bandwidth};
 use tch::{Device, Kind, Tensor};
-
-/// More bytes than any cache holds.
-const COLD: usize = 160 << 20;
 
 fn main() -> Result<(), Box<dyn std::error::Error>> {
     let (mut sizes, mut schemes, mut rows) = (Vec::new(), Vec::new(), Vec::new());
-    let mut cold = COLD;
+    let mut cold = UNCACHED_BYTES;
     let mut kinds = vec![GroupScales::Half];
     for argument in std::env::args().skip(1) {
         if let Ok(number) = argument.parse::<i64>() {
@@ -56,7 +54,7 @@ fn main() -> Result<(), Box<dyn std::error::Error>> {
         }
     }
     let _no_grad = tch::no_grad_guard();
-    let roof = read_bandwidth();
+    let roof = read_bandwidth() / 1e9;
     println!(
         "memory is read at {roof:.1} GB/s by {} threads",
         tch::get_num_threads()
@@ -116,30 +114,4 @@ fn shortest(x: &Tensor, weights: &[QuantizedWeight]) -> Result<f64, Box<dyn std:
         }
     }
     Ok(best)
-}
-
-/// Returns the GB/s at which all threads together read memory that is not cached.
-fn read_bandwidth() -> f64 {
-    let numbers = vec![1_u64; COLD / 8];
-    let threads = usize::try_from(tch::get_num_threads()).unwrap_or(1);
-    let part = numbers.len().div_ceil(threads);
-    let mut best = f64::INFINITY;
-    for _ in 0..12 {
-        let start = Instant::now();
-        std::thread::scope(|scope| {
-            for part in numbers.chunks(part) {
-                scope.spawn(|| {
-                    let sums = part.chunks(64).fold([0_u64; 64], |mut sums, chunk| {
-                        for (sum, number) in sums.iter_mut().zip(chunk) {
-                            *sum ^= *number;
-                        }
-                        sums
-                    });
-                    black_box(sums);
-                });
-            }
-        });
-        best = best.min(start.elapsed().as_secs_f64());
-    }
-    COLD as f64 / best / 1e9
 }

@@ -1,4 +1,4 @@
-use anyhow::Result;
+use anyhow::{Context as _, Result};
 use overdrive::precision::Precision;
 use overdrive::sys::memory;
 use overdrive::transformer::{AttentionImplementation, Execution, Schedule};
@@ -39,29 +39,43 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         },
         device => Precisions::of(device),
     };
-    let mut default: Option<Measurement> = None;
-    let mut step = of_step(Step::new(shape, device))?;
     let rows = Configuration::rows(&precisions);
+    let Some(&first) = rows.first() else {
+        return Ok(());
+    };
+    let mut step = Some(of_step(Step::new(shape, device))?);
+    let mut of = |configuration: &Configuration, with_kernels: bool| -> Result<Measurement> {
+        let _kernels = overdrive_gpu::override_enabled(with_kernels);
+        let precision = precision_of(configuration, &precisions);
+        // TF32 is a setting of the process.
+        precision.apply()?;
+        let execution = execution_of(configuration);
+        step = step
+            .take()
+            .map(|step| step.with_precision(precision).with_execution(execution));
+        measure(step.as_mut().context("the model")?, device, rounds)
+    };
+    let mut default: Option<Measurement> = None;
     let last = rows.last().copied().filter(|_| device != Device::Cpu);
     let rows = rows.into_iter().map(|row| (row, false));
     // What the kernels of overdrive-gpu add to everything else.
-    for (configuration, with_kernels) in rows.chain(last.map(|row| (row, true))) {
-        let precision = precision_of(&configuration, &precisions);
-        step = step.with_precision(precision);
-        step = step.with_execution(execution_of(&configuration));
-        let measured = &mut step;
-        let default = &mut default;
+    for (number, (configuration, with_kernels)) in
+        rows.chain(last.map(|row| (row, true))).enumerate()
+    {
         let title = configuration.title(&precisions);
         let kernels = if with_kernels { ", own kernels" } else { "" };
         context.check(format!("{title}{kernels}"), || {
-            let _kernels = overdrive_gpu::override_enabled(with_kernels);
-            // TF32 is a setting of the process.
-            precision.apply()?;
-            let measurement = measure(measured, device, rounds)?;
-            // The first row is the default.
-            let default = *default.get_or_insert(measurement);
+            // A process that continues after a crash has not measured the first row, the default.
+            let baseline = match default {
+                Some(measured) => measured,
+                None => *default.insert(of(&first, false)?),
+            };
+            let measurement = match number {
+                0 => baseline,
+                _ => of(&configuration, with_kernels)?,
+            };
             let flags = configuration.flags(&precisions);
-            let row = Row::new(configuration.name, &flags, &[measurement], &[default]);
+            let row = Row::new(configuration.name, &flags, &[measurement], &[baseline]);
             let finite = measurement.eval_loss.is_finite();
             Ok(Finding::judged(finite, "the loss is not finite")
                 .with("ms", row.measurement.step_seconds * 1e3)
