@@ -146,7 +146,7 @@ impl fmt::Display for Skipped {
     }
 }
 
-/// A list of text files in a fixed order, each identified by the hash of its content. A byte order mark at the begin of a
+/// A list of text files in a fixed order, each identified by the hash of its content. A byte order mark at the beginning of a
 /// file is not part of its text.
 ///
 /// Making a corpus reads each file once, on all cores, to hash it and to leave out files that are not UTF-8;

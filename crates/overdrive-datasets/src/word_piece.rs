@@ -18,7 +18,7 @@ const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
 
 /// Trains a tokenizer like BERT's on texts: lower case, words and punctuation apart, WordPiece (Schuster and Nakajima
 /// 2012), `[CLS]` before and `[SEP]` after each sequence. The ids of `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]`
-/// are 0 to 4. The vocabulary has at most `vocab_size` tokens, among them all letters of the texts, each as the begin of
+/// are 0 to 4. The vocabulary has at most `vocab_size` tokens, among them all letters of the texts, each as the beginning of
 /// a word and, where it is inside of one, as `##letter`.
 ///
 /// ```

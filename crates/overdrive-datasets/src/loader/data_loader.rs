@@ -64,7 +64,7 @@ pub struct LoaderState {
     /// The number of records of a batch, over all processes; 0 in a state that does not have it.
     pub joint_batch_size: usize,
     /// The number of records in a group of similar lengths ([`BatchSampler::group_len`]), which the run keeps from
-    /// its begin; 0 without groups, and in a state that does not have it.
+    /// its beginning; 0 without groups, and in a state that does not have it.
     #[serde(skip_serializing_if = "is_zero")]
     pub group_len: usize,
 }
@@ -301,7 +301,7 @@ impl<T: Send + 'static> DataLoader<T> {
     /// Resumes from `state`, with exactly the batches that followed it.
     ///
     /// If the state is that of another number of processes or another batch size, the loader resumes at the record
-    /// where that one stopped. If the record is inside a batch of this loader, it resumes at the begin of the
+    /// where that one stopped. If the record is inside a batch of this loader, it resumes at the beginning of the
     /// batch, so that no record is left out of the epoch. The order of the records is that of the run that stored the
     /// state, also where it depends on the batch size ([`LoaderState::group_len`]).
     ///
