@@ -94,7 +94,7 @@ impl HostReads {
     }
 }
 
-/// Where a copy begins whose target is known when it has run.
+/// The memory that a copy reads whose target is known when it has run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CopyFrom {
     Device,

@@ -293,13 +293,17 @@ fn a_cached_map_computes_once_for_each_input_name_and_version() {
     assert_eq!(calls.load(Ordering::SeqCst), 40_000);
 }
 
+fn cached_in(dir: &tempfile::TempDir) -> CacheOptions {
+    CacheOptions {
+        folder: Some(dir.path().to_owned()),
+        ..CacheOptions::default()
+    }
+}
+
 #[test]
 fn a_cached_map_that_fails_keeps_nothing_and_one_of_other_data_is_refused() {
     let dir = tempfile::tempdir().unwrap();
-    let options = CacheOptions {
-        folder: Some(dir.path().to_owned()),
-        ..CacheOptions::default()
-    };
+    let options = cached_in(&dir);
     let cache = MapCache {
         input: Sha256Digest::UNKNOWN,
         name: "same",
@@ -325,10 +329,7 @@ fn a_cached_map_that_fails_keeps_nothing_and_one_of_other_data_is_refused() {
 #[test]
 fn a_result_that_json_cannot_hold_is_an_error_of_its_record_and_nothing_is_cached() {
     let dir = tempfile::tempdir().unwrap();
-    let options = CacheOptions {
-        folder: Some(dir.path().to_owned()),
-        ..CacheOptions::default()
-    };
+    let options = cached_in(&dir);
     let cache = MapCache {
         input: Sha256Digest::UNKNOWN,
         name: "inverse",
