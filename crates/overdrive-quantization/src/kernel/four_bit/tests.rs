@@ -4,7 +4,7 @@
 mod reference;
 
 use half::bf16;
-use overdrive_kernels::{Element, InstructionSet};
+use overdrive_kernels::InstructionSet;
 use proptest::prelude::*;
 
 use self::reference::{
