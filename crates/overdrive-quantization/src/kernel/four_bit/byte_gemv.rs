@@ -351,8 +351,9 @@ impl<S: Simd> Tile<'_, S> {
         if OFFSETS {
             let offsets = &self.offsets[row * self.groups..];
             assert!(
-                offsets.len() >= T * self.groups + LANES,
-                "the size that `prepare` gives"
+                offsets.len() >= T * self.groups + LANES
+                    && self.of_groups.len() * LANES < self.groups + LANES,
+                "the sizes that `ByteRows` and `prepare` give"
             );
             for (vector, of_groups) in self.of_groups.iter().enumerate() {
                 let of_groups = s.load_f32(of_groups);
