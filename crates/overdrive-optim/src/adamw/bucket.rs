@@ -118,20 +118,6 @@ impl Bucket {
         !self.rounded.is_empty() && self.elements >= MAX_WIDENED
     }
 
-    /// Returns `true` if a parameter was given other memory with a layout that the kernel would read wrongly.
-    pub(super) fn is_stale(&self) -> bool {
-        let of_model = if self.rounded.is_empty() {
-            &self.parameters
-        } else {
-            &self.rounded
-        };
-        self.fused
-            && of_model
-                .iter()
-                .zip(&self.exp_avgs)
-                .any(|(parameter, exp_avg)| !same_layout(parameter, exp_avg))
-    }
-
     /// Applies `gradients`, one per parameter. The caller has disabled gradient recording.
     pub(super) fn update(
         &self,
@@ -168,7 +154,9 @@ impl Bucket {
         scaling: Option<&GradScaling<'_>>,
     ) -> Result<()> {
         // The CPU kernel ignores strides and pairs elements by their offsets in memory.
-        for (gradient, parameter) in gradients.iter_mut().zip(&self.parameters) {
+        let dense = self.dense_parameters()?;
+        let parameters = dense.as_ref().unwrap_or(&self.parameters);
+        for (gradient, parameter) in gradients.iter_mut().zip(parameters) {
             if !same_layout(gradient, parameter) {
                 let mut copy = parameter.f_empty_like()?;
                 copy.f_copy_(gradient)?;
@@ -201,7 +189,7 @@ impl Bucket {
             "aten::_fused_adamw_",
             overload,
             &[
-                Value::Tensors(&self.parameters),
+                Value::Tensors(parameters),
                 Value::Tensors(&gradients),
                 Value::Tensors(&self.exp_avgs),
                 Value::Tensors(&self.exp_avg_sqs),
@@ -232,7 +220,30 @@ impl Bucket {
             ];
             call("aten::_foreach_sub_", "List", &arguments)?;
         }
+        if let Some(dense) = dense {
+            let arguments = [Value::Tensors(&self.parameters), Value::Tensors(&dense)];
+            call("aten::_foreach_copy_", "", &arguments)?;
+        }
         Ok(())
+    }
+
+    /// Returns the parameters in the layout of their averages, as copies where it is another one: a parameter with
+    /// gaps (a view), or one that was given other memory. `None` if all have it, as in nearly every model.
+    fn dense_parameters(&self) -> Result<Option<Vec<Tensor>>> {
+        let is_dense = |(parameter, average): (&Tensor, &Tensor)| same_layout(parameter, average);
+        let pairs = self.parameters.iter().zip(&self.exp_avgs);
+        if pairs.clone().all(is_dense) {
+            return Ok(None);
+        }
+        let dense = |(parameter, average): (&Tensor, &Tensor)| {
+            if same_layout(parameter, average) {
+                return Ok(parameter.shallow_clone());
+            }
+            let mut copy = average.f_empty_like()?;
+            copy.f_copy_(parameter)?;
+            Ok(copy)
+        };
+        pairs.map(dense).collect::<Result<_>>().map(Some)
     }
 
     fn update_plain(&self, update: Update<'_>, gradients: &[Tensor]) -> Result<()> {

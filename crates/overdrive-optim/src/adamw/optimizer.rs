@@ -5,9 +5,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::bucket::{Bucket, Moments, Update};
 use super::config::{AdamWConfig, Implementation};
-use crate::checks::{
-    TensorSpec, check_distinct, check_leaf, check_rates, gradient_of, same_layout,
-};
+use crate::checks::{TensorSpec, check_distinct, check_leaf, check_rates, gradient_of};
 use crate::{Error, GradScaling, Optimizer, OptimizerId, ParamGroup, Result, StateDict};
 
 /// Adam with decoupled weight decay (Loshchilov & Hutter 2019, [arXiv:1711.05101]), equal to
@@ -292,19 +290,7 @@ impl AdamW {
                 continue;
             };
             let tensor = &parameter.tensor;
-            let mut fused = self.uses_fused(parameter)?;
-            // `zeros_like` returns dense tensors, so a parameter with gaps has other offsets than its
-            // averages.
-            if fused && !same_layout(tensor, &moments.exp_avg) {
-                if self.config.implementation == Implementation::Fused || self.config.capturable {
-                    return Err(Error::NoFusedKernel {
-                        name: parameter.name.clone(),
-                        reason: "its memory has holes or overlaps (it is a view with strides)"
-                            .into(),
-                    });
-                }
-                fused = false;
-            }
+            let fused = self.uses_fused(parameter)?;
             let position = buckets.iter().position(|b| {
                 (b.group, b.device, b.kind, b.fused)
                     == (parameter.group, tensor.device(), tensor.kind(), fused)
@@ -321,9 +307,8 @@ impl AdamW {
         Ok(())
     }
 
-    /// Returns `false` without changing parameters if `scaling` is given and not all parameters use the
-    /// fused kernel.
-    fn apply(&mut self, scaling: Option<&GradScaling<'_>>) -> Result<bool> {
+    /// Applies the gradients, which are scaled if `scaling` is given.
+    fn apply(&mut self, scaling: Option<&GradScaling<'_>>) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let mut gradients = self.gradients()?;
         let active: Vec<usize> = (0..gradients.len())
@@ -331,11 +316,8 @@ impl AdamW {
             .collect();
         // Planning clones the handles of all tensors; in most runs the same parameters have gradients in
         // each step.
-        if active != self.active || self.buckets.iter().any(Bucket::is_stale) {
+        if active != self.active {
             self.plan(active)?;
-        }
-        if scaling.is_some() && self.buckets.iter().any(|bucket| !bucket.fused) {
-            return Ok(false);
         }
         for bucket in &self.buckets {
             let group = &self.groups[bucket.group];
@@ -354,7 +336,7 @@ impl AdamW {
                 .collect();
             bucket.update(update, of_bucket, scaling)?;
         }
-        Ok(true)
+        Ok(())
     }
 }
 
@@ -379,7 +361,7 @@ impl Optimizer for AdamW {
     }
 
     fn step(&mut self) -> Result<()> {
-        self.apply(None).map(|_| ())
+        self.apply(None)
     }
 
     fn supports_step_scaled(&self) -> bool {
@@ -389,7 +371,13 @@ impl Optimizer for AdamW {
     }
 
     fn step_scaled(&mut self, scaling: &GradScaling<'_>) -> Result<bool> {
-        self.apply(Some(scaling))
+        // Not by the parameters that have gradients, nor by their memory: ranks that answered differently would
+        // issue different collectives, and wait for ever.
+        if !self.supports_step_scaled() {
+            return Ok(false);
+        }
+        self.apply(Some(scaling))?;
+        Ok(true)
     }
 
     fn zero_grad(&mut self) -> Result<()> {

@@ -297,6 +297,51 @@ fn a_parameter_with_gaps_is_updated_without_changing_its_neighbours() {
     assert_eq!(whole.narrow(1, 2, 2).abs().max().double_value(&[]), 0.0);
 }
 
+/// The ranks of a sharded optimizer have other parameters: were this decided by their memory, a gradient scaler would
+/// issue other collectives on each of them.
+#[test]
+fn a_parameter_with_gaps_takes_scaled_steps_as_a_dense_one_does() {
+    for kind in [Kind::Float, Kind::BFloat16] {
+        let start = Tensor::arange(8, (kind, Device::Cpu)).view([4, 2]);
+        let whole = Tensor::zeros([4, 4], (kind, Device::Cpu));
+        whole.narrow(1, 0, 2).copy_(&start);
+        let strided = whole.narrow(1, 0, 2).detach().set_requires_grad(true);
+        let dense = leaf(&start, kind);
+        let optimizer = |parameter: &Tensor| {
+            let config = AdamWConfig {
+                implementation: Implementation::Fused,
+                master_weights: true,
+                ..config()
+            };
+            let named = vec![("weight".into(), parameter.shallow_clone())];
+            AdamW::new(vec![ParamGroup::new("all", named)], config).unwrap()
+        };
+        let mut optimizers = [optimizer(&strided), optimizer(&dense)];
+        for t in 1..5 {
+            let grad_scale = Tensor::from(4f32);
+            let found_inf = Tensor::from(if t == 3 { 1f32 } else { 0.0 });
+            let scaling = GradScaling {
+                grad_scale: Some(&grad_scale),
+                found_inf: &found_inf,
+            };
+            let gradient = (&start - 3.0) * f64::from(t);
+            for (parameter, optimizer) in [&strided, &dense].into_iter().zip(&mut optimizers) {
+                // A copy: the kernel unscales it in place.
+                grad::set(parameter, &gradient.copy()).unwrap();
+                assert!(optimizer.supports_step_scaled());
+                assert!(optimizer.step_scaled(&scaling).unwrap());
+            }
+            assert!(strided.equal(&dense), "{kind:?}, step {t}");
+        }
+        for optimizer in optimizers {
+            let state = optimizer.state_dict().unwrap();
+            assert_eq!(state.tensors["weight.step"].double_value(&[]), 3.0);
+        }
+        assert!(!dense.equal(&start));
+        assert_eq!(whole.narrow(1, 2, 2).abs().max().double_value(&[]), 0.0);
+    }
+}
+
 #[test]
 fn zero_grad_drops_the_gradients() {
     let parameter = leaf(&Tensor::ones([3], (Kind::Float, Device::Cpu)), Kind::Float);
