@@ -80,12 +80,14 @@ struct Accumulation {
 // The hooks on the gradients of one node's outputs, or of one leaf.
 struct GradientHooks final : torch::autograd::FunctionPreHook {
   const std::shared_ptr<HookList> list = std::make_shared<HookList>();
-  std::shared_ptr<Accumulation> accumulation;  // null without post-accumulate hooks
+  // Made here although most have no post-accumulate hooks: a pass of another thread may read it while such a hook is
+  // registered, and a pointer that never changes needs no lock.
+  const std::shared_ptr<Accumulation> accumulation = std::make_shared<Accumulation>();
 
   variable_list operator()(const variable_list& gradients) override {
     // libtorch holds the lock of the leaf's node while these hooks run, so without this check the thread would
     // wait for itself.
-    TORCH_CHECK(!accumulation || accumulation->thread.load() != std::this_thread::get_id() ||
+    TORCH_CHECK(accumulation->thread.load() != std::this_thread::get_id() ||
                     !accumulation->is_in_this_pass(),
                 "a post-accumulate hook ran a backward pass that accumulates into its own leaf: use `grad`, "
                 "which returns gradients, or run the pass after the hook");
@@ -177,9 +179,8 @@ extern "C" od_status* od_hook_register_post_accumulate(od_tensor tensor, od_clos
                 "in those only");
     std::lock_guard<std::mutex> held(installing);
     if (!impl::post_acc_grad_hooks(target)) {
-      auto accumulation = std::make_shared<Accumulation>();
-      gradient_hooks(target).accumulation = accumulation;
-      impl::set_post_acc_grad_hooks(target, std::make_unique<LeafHooks>(std::move(accumulation)));
+      impl::set_post_acc_grad_hooks(
+          target, std::make_unique<LeafHooks>(gradient_hooks(target).accumulation));
     }
     auto* leaf = dynamic_cast<LeafHooks*>(impl::post_acc_grad_hooks(target).get());
     TORCH_CHECK(leaf, "this tensor has a post-accumulate hook that Python set");
