@@ -1,7 +1,7 @@
 //! The removal of duplicate records.
 
 use std::fs::File;
-use std::io::{BufReader, BufWriter, Read, Seek, SeekFrom, Write};
+use std::io::{BufReader, Read, Write};
 use std::path::PathBuf;
 
 use rayon::prelude::*;
@@ -30,8 +30,20 @@ pub struct Deduplicated<D> {
     pub duplicates: usize,
 }
 
-/// The largest number of entries in memory: 64 MiB.
-const MAX_MEMORY_ENTRIES: usize = (64 << 20) / size_of::<Entry>();
+/// The limits of memory.
+#[derive(Debug, Clone, Copy)]
+struct Limits {
+    /// The largest number of entries that are sorted at once.
+    entries: usize,
+    /// The bytes of entries that wait until they are written, of each partition.
+    buffer_bytes: usize,
+}
+
+/// 64 MiB, and 32 KiB (the capacity of a vector doubles) for each partition, of which a billion records have 512.
+const LIMITS: Limits = Limits {
+    entries: (64 << 20) / size_of::<Entry>(),
+    buffer_bytes: ENTRY_BYTES << 10,
+};
 /// The size of an entry on disk: sixteen bytes of hash and eight of the record's index.
 const ENTRY_BYTES: usize = 24;
 /// The number of records that are hashed before their entries are stored, which bounds the memory.
@@ -46,8 +58,8 @@ impl<D: Dataset> Selection<D> {
     /// Keys are compared by the first 128 bits of their SHA-256: among a trillion different records, the probability
     /// that two are taken for equal is about 10^-15, and no way to construct such records is known. All records are
     /// read once, on all cores. It takes 64 MiB of memory, one bit per record while it runs, and at most about two
-    /// bytes per kept record; more entries go to temporary files. The result does not depend on the number of
-    /// threads.
+    /// bytes per kept record; more entries go to temporary files, with 16 MiB of buffers for a billion records. One of
+    /// these files is open at a time. The result does not depend on the number of threads.
     ///
     /// ```
     /// use overdrive_datasets::{Dataset, DeduplicateOptions, Selection, TextLines, TextOptions};
@@ -68,20 +80,20 @@ impl<D: Dataset> Selection<D> {
         key: impl Fn(&D::Item) -> Vec<u8> + Sync,
         options: &DeduplicateOptions,
     ) -> Result<Deduplicated<D>> {
-        Self::deduplicate_with(dataset, key, options, MAX_MEMORY_ENTRIES)
+        Self::deduplicate_with(dataset, key, options, LIMITS)
     }
 
     fn deduplicate_with(
         dataset: D,
         key: impl Fn(&D::Item) -> Vec<u8> + Sync,
         options: &DeduplicateOptions,
-        memory_entries: usize,
+        limits: Limits,
     ) -> Result<Deduplicated<D>> {
         let len = dataset.len();
-        let partitions = len.div_ceil(memory_entries.max(1)).next_power_of_two();
+        let partitions = len.div_ceil(limits.entries.max(1)).next_power_of_two();
         let mut sink = match partitions {
             0 | 1 => Entries::Memory(Vec::with_capacity(len)),
-            _ => Entries::PartitionFiles(PartitionFiles::new(partitions, options)?),
+            _ => Entries::PartitionFiles(PartitionFiles::new(partitions, options, limits)?),
         };
         for start in (0..len).step_by(BLOCK_RECORDS) {
             let block = start..len.min(start + BLOCK_RECORDS);
@@ -97,7 +109,7 @@ impl<D: Dataset> Selection<D> {
         // One bit per record, set if an earlier record is equal.
         let mut drop = vec![0_u64; len.div_ceil(64)];
         let mut duplicates = 0;
-        sink.for_each_partition(memory_entries, |entries| {
+        sink.for_each_partition(|entries| {
             // Sorting makes equal hashes neighbours, with the first record in front.
             entries.par_sort_unstable();
             entries.dedup_by(|later, first| {
@@ -134,7 +146,10 @@ enum Entries {
 /// Entries in files by the first bits of their hash, so that equal entries are in the same file.
 struct PartitionFiles {
     folder: tempfile::TempDir,
-    files: Vec<BufWriter<File>>,
+    /// The entries of each partition that follow those in its file. A file is opened for each write: a billion records
+    /// have 512 partitions, and a process may often have no more than 1024 open files.
+    buffers: Vec<Vec<u8>>,
+    limits: Limits,
 }
 
 impl Entries {
@@ -146,20 +161,16 @@ impl Entries {
         Ok(())
     }
 
-    /// Passes the entries of each partition to `deduplicate`, which removes equal ones. A partition of more than
-    /// `memory_entries` is passed in blocks, so that a million equal records take no more memory than one.
-    fn for_each_partition(
-        self,
-        memory_entries: usize,
-        mut deduplicate: impl FnMut(&mut Vec<Entry>),
-    ) -> Result<()> {
+    /// Passes the entries of each partition to `deduplicate`, which removes equal ones. A partition with more than
+    /// the limit is passed in blocks, so that a million equal records take no more memory than one.
+    fn for_each_partition(self, mut deduplicate: impl FnMut(&mut Vec<Entry>)) -> Result<()> {
         match self {
             Self::Memory(mut entries) => deduplicate(&mut entries),
             Self::PartitionFiles(files) => {
                 let mut entries = Vec::new();
-                for number in 0..files.files.len() {
+                for number in 0..files.buffers.len() {
                     entries.clear();
-                    files.read(number, &mut entries, memory_entries, &mut deduplicate)?;
+                    files.read(number, &mut entries, &mut deduplicate)?;
                     deduplicate(&mut entries);
                 }
             }
@@ -169,54 +180,57 @@ impl Entries {
 }
 
 impl PartitionFiles {
-    fn new(partitions: usize, options: &DeduplicateOptions) -> Result<Self> {
+    fn new(partitions: usize, options: &DeduplicateOptions, limits: Limits) -> Result<Self> {
         let base = options.temp_dir.clone().unwrap_or_else(std::env::temp_dir);
         let folder = tempfile::Builder::new()
             .prefix("overdrive-deduplicate-")
             .tempdir_in(&base)
             .map_err(CommonError::io("create a folder in", &base))?;
-        let mut files = Vec::with_capacity(partitions);
+        let files = Self {
+            folder,
+            buffers: vec![Vec::new(); partitions],
+            limits,
+        };
         for number in 0..partitions {
-            let path = folder.path().join(number.to_string());
-            // The same handle is used for reading later.
-            let file = File::options()
-                .read(true)
-                .write(true)
-                .create_new(true)
-                .open(&path);
-            files.push(BufWriter::new(
-                file.map_err(CommonError::io("create", &path))?,
-            ));
+            let path = files.path(number);
+            File::create_new(&path).map_err(CommonError::io("create", &path))?;
         }
-        Ok(Self { folder, files })
+        Ok(files)
+    }
+
+    fn path(&self, number: usize) -> PathBuf {
+        self.folder.path().join(number.to_string())
     }
 
     fn push(&mut self, (hash, index): Entry) -> Result<()> {
         // There are at least two partitions, so the shift is below 128.
-        let partition = (hash >> (128 - self.files.len().trailing_zeros())) as usize;
-        let mut bytes = [0; ENTRY_BYTES];
-        bytes[..16].copy_from_slice(&hash.to_le_bytes());
-        bytes[16..].copy_from_slice(&index.to_le_bytes());
-        let folder = self.folder.path();
-        Ok(self.files[partition]
-            .write_all(&bytes)
-            .map_err(CommonError::io("write in", folder))?)
+        let partition = (hash >> (128 - self.buffers.len().trailing_zeros())) as usize;
+        let buffer = &mut self.buffers[partition];
+        buffer.extend_from_slice(&hash.to_le_bytes());
+        buffer.extend_from_slice(&index.to_le_bytes());
+        if buffer.len() < self.limits.buffer_bytes {
+            return Ok(());
+        }
+        let path = self.path(partition);
+        let file = File::options().append(true).open(&path);
+        file.and_then(|mut file| file.write_all(&self.buffers[partition]))
+            .map_err(CommonError::io("write", path))?;
+        self.buffers[partition].clear();
+        Ok(())
     }
 
     fn read(
         &self,
         number: usize,
         entries: &mut Vec<Entry>,
-        memory_entries: usize,
         deduplicate: &mut impl FnMut(&mut Vec<Entry>),
     ) -> Result<()> {
-        let mut limit = memory_entries.max(1);
-        let failed = || CommonError::io("read in", self.folder.path());
-        let mut file = self.files[number].get_ref();
-        // The bytes that the writer still buffers follow those that it has written.
-        file.seek(SeekFrom::Start(0)).map_err(failed())?;
+        let mut limit = self.limits.entries.max(1);
+        let path = self.path(number);
+        let failed = || CommonError::io("read", &path);
+        let file = File::open(&path).map_err(failed())?;
         let mut written =
-            BufReader::with_capacity(1 << 18, file).chain(self.files[number].buffer());
+            BufReader::with_capacity(1 << 18, file).chain(self.buffers[number].as_slice());
         let mut bytes = [0; ENTRY_BYTES];
         loop {
             match written.read_exact(&mut bytes) {
@@ -231,7 +245,7 @@ impl PartitionFiles {
             if entries.len() >= limit {
                 deduplicate(entries);
                 // The remaining entries differ. If they are many, a larger limit keeps the number of passes low.
-                limit = memory_entries.max(2 * entries.len());
+                limit = self.limits.entries.max(2 * entries.len());
             }
         }
     }
@@ -265,31 +279,68 @@ mod tests {
         let expected: Vec<usize> = (0..numbers.len())
             .filter(|&index| seen.insert(numbers[index]))
             .collect();
-        for memory_entries in [usize::MAX, 150_000, 20_000] {
+        for entries in [usize::MAX, 150_000, 20_000] {
+            let limits = Limits { entries, ..LIMITS };
             let key = |number: &u64| number.to_le_bytes().to_vec();
             let once = Selection::deduplicate_with(
                 Numbers(numbers.clone()),
                 key,
                 &DeduplicateOptions::default(),
-                memory_entries,
+                limits,
             )
             .unwrap();
             assert_eq!(once.duplicates, numbers.len() - expected.len());
             let indices: Vec<usize> = (0..once.records.len())
                 .map(|index| once.records.source_index(index).unwrap())
                 .collect();
-            assert_eq!(indices, expected, "{memory_entries}");
+            assert_eq!(indices, expected, "{entries}");
         }
     }
 
     #[test]
     fn many_equal_records_are_read_from_files_in_blocks() {
-        let numbers = Numbers((0..50_000).map(|i| i % 3).collect());
         let key = |number: &u64| number.to_le_bytes().to_vec();
         let options = DeduplicateOptions::default();
-        let once = Selection::deduplicate_with(numbers, key, &options, 100).unwrap();
-        assert_eq!((once.records.len(), once.duplicates), (3, 49_997));
-        assert_eq!(once.records.get(2).unwrap(), 2);
+        for buffer_bytes in [LIMITS.buffer_bytes, 1] {
+            let limits = Limits {
+                entries: 100,
+                buffer_bytes,
+            };
+            let numbers = Numbers((0..50_000).map(|i| i % 3).collect());
+            let once = Selection::deduplicate_with(numbers, key, &options, limits).unwrap();
+            assert_eq!((once.records.len(), once.duplicates), (3, 49_997));
+            assert_eq!(once.records.get(2).unwrap(), 2);
+        }
+    }
+
+    #[cfg(target_os = "linux")]
+    #[test]
+    fn no_partition_keeps_its_file_open() {
+        let base = tempfile::tempdir().unwrap();
+        let options = DeduplicateOptions {
+            temp_dir: Some(base.path().to_owned()),
+        };
+        let limits = Limits {
+            entries: 1,
+            buffer_bytes: 1,
+        };
+        let mut files = PartitionFiles::new(1 << 12, &options, limits).unwrap();
+        for index in 0..5_000 {
+            files.push((hash(&u64::to_le_bytes(index)), index)).unwrap();
+        }
+        let open = std::fs::read_dir("/proc/self/fd").unwrap();
+        let open = open.filter_map(|file| std::fs::read_link(file.unwrap().path()).ok());
+        assert_eq!(open.filter(|path| path.starts_with(base.path())).count(), 0);
+
+        let mut indices = Vec::new();
+        let collect = |entries: &mut Vec<Entry>| {
+            indices.extend(entries.drain(..).map(|(_, index)| index));
+        };
+        Entries::PartitionFiles(files)
+            .for_each_partition(collect)
+            .unwrap();
+        indices.sort_unstable();
+        assert!(indices.into_iter().eq(0..5_000));
     }
 
     #[test]
@@ -298,7 +349,11 @@ mod tests {
             temp_dir: Some("/does/not/exist".into()),
         };
         let key = |number: &u64| number.to_le_bytes().to_vec();
-        let result = Selection::deduplicate_with(Numbers(vec![1, 2, 3]), key, &options, 1);
+        let limits = Limits {
+            entries: 1,
+            ..LIMITS
+        };
+        let result = Selection::deduplicate_with(Numbers(vec![1, 2, 3]), key, &options, limits);
         assert!(matches!(
             result,
             Err(crate::Error::Common(CommonError::Io { .. }))
