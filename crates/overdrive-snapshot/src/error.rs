@@ -115,6 +115,16 @@ pub enum Error {
         /// The folder.
         folder: PathBuf,
     },
+    /// A plain file has the name of a snapshot's folder.
+    #[error(
+        "the snapshot {} cannot be saved: a file has the name of its folder; move the file away, or choose another \
+        folder for the run",
+        path.display()
+    )]
+    InTheWay {
+        /// The file.
+        path: PathBuf,
+    },
     /// Another rank did not write its entries of a snapshot.
     #[error("rank {rank} did not write its entries of the snapshot of step {step}: {reason}")]
     Peer {

@@ -218,6 +218,16 @@ pub(crate) fn clean(folder: &Path) -> Result<()> {
     Ok(())
 }
 
+/// Checks that no plain file has the name of a snapshot's folder: it is the user's, and must not be replaced.
+pub(crate) fn check_no_file(path: &Path) -> Result<()> {
+    match fs::metadata(path) {
+        Ok(found) if !found.is_dir() => Err(Error::InTheWay {
+            path: path.to_path_buf(),
+        }),
+        _ => Ok(()),
+    }
+}
+
 /// Renames a finished folder to `path`, replacing a snapshot of the same name.
 pub(crate) fn publish(unfinished: &Path, path: &Path) -> Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();

@@ -94,6 +94,9 @@ impl Manifest {
             Err(error) if error.kind() == io::ErrorKind::NotFound => {
                 return Err(Error::damaged(folder, "its manifest.json is missing"));
             }
+            Err(error) if error.kind() == io::ErrorKind::NotADirectory => {
+                return Err(Error::damaged(folder, "it is a file and not a folder"));
+            }
             read => read.map_err(CommonError::io("read", &path))?,
         };
         let manifest: Manifest = serde_json::from_slice(&bytes)

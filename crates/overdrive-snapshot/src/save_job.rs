@@ -10,7 +10,7 @@ use std::time::{Duration, Instant};
 use serde::{Deserialize, Serialize};
 
 use crate::contents::{Content, Entry};
-use crate::folder::{abandon_for, path_of, publish, unfinished};
+use crate::folder::{abandon_for, check_no_file, path_of, publish, unfinished};
 use crate::manifest::{FileEntry, MANIFEST, Manifest};
 use crate::{Error, Ranks, Result};
 use overdrive_core::{Error as CommonError, files};
@@ -111,6 +111,10 @@ impl SaveJob {
 
     fn write_in(&self, temporary: &Path) -> Result<(PathBuf, u64)> {
         self.peers.check()?;
+        let path = path_of(&self.folder, self.step);
+        if self.rank == 0 {
+            check_no_file(&path)?;
+        }
         for copy in &self.copies {
             copy.wait()?;
         }
@@ -123,7 +127,6 @@ impl SaveJob {
             // Hashed from the disk and not from memory, so that the checksum covers what was written.
             files.push(FileEntry::of(temporary, &name)?);
         }
-        let path = path_of(&self.folder, self.step);
         if self.rank != 0 {
             let bytes = files.iter().map(|file| file.bytes).sum();
             write_json(&temporary.join(done_file(self.rank)), &files)?;

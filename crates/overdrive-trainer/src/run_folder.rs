@@ -265,6 +265,11 @@ impl RunFolder {
     /// Checks that the folder holds no run, or one that may be overwritten, and no file or snapshot of others that a
     /// run would overwrite.
     fn check_free(&self, overwrite: bool) -> Result<()> {
+        // No run has written a plain file of this name, so an overwriting run does not remove it either.
+        let mut named = self.numbered_entries(&[CHECKPOINT])?.into_iter();
+        if let Some(path) = named.find(|path| path.is_file()) {
+            return Err(Error::InTheWay { path });
+        }
         if self.arguments().exists() {
             return match overwrite {
                 true => Ok(()),
@@ -312,10 +317,16 @@ impl RunFolder {
     /// Returns the folders in the run's folder whose names are one of `prefixes` and a number: those of snapshots,
     /// complete or not, and those of abandoned snapshots.
     fn numbered_folders(&self, prefixes: &[&str]) -> Result<Vec<PathBuf>> {
+        let mut found = self.numbered_entries(prefixes)?;
+        found.retain(|path| path.is_dir());
+        Ok(found)
+    }
+
+    /// Returns the folders and files in the run's folder whose names are one of `prefixes` and a number.
+    fn numbered_entries(&self, prefixes: &[&str]) -> Result<Vec<PathBuf>> {
         let entries = fs::read_dir(&self.root).map_err(CommonError::io("list", &self.root))?;
         let paths = entries.filter_map(|entry| Some(entry.ok()?.path()));
-        let is_listed = |path: &PathBuf| path.is_dir() && is_numbered(path, prefixes);
-        Ok(paths.filter(is_listed).collect())
+        Ok(paths.filter(|path| is_numbered(path, prefixes)).collect())
     }
 
     /// Copies the metrics into new folders of abandoned snapshots, before the lines of the abandoned branch are

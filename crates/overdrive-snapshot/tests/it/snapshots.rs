@@ -271,6 +271,30 @@ fn a_folder_that_cannot_be_written_is_an_outcome_and_the_last_good_snapshot_stay
     assert_eq!(steps(&manager), [3]);
 }
 
+#[test]
+fn a_file_with_the_name_of_a_snapshot_is_neither_replaced_nor_taken_for_one() {
+    let dir = tempfile::tempdir().unwrap();
+    let file = dir.path().join("checkpoint-5");
+    fs::write(&file, "weights of mine").unwrap();
+    let mut manager = open(dir.path(), Some(1), None);
+    assert!(manager.latest().unwrap().is_none());
+    manager.save(state(4, 8)).unwrap();
+    manager.save(state(5, 8)).unwrap();
+    let failed = failures(manager.wait().unwrap());
+    assert!(
+        matches!(&failed[..], [Error::InTheWay { path }] if *path == file),
+        "{failed:?}"
+    );
+    assert!(failed[0].to_string().contains("move the file away"));
+    manager.save(state(6, 8)).unwrap();
+    assert_eq!(failures(manager.wait().unwrap()).len(), 0);
+    assert_eq!(steps(&manager), [6]);
+    assert_eq!(fs::read_to_string(&file).unwrap(), "weights of mine");
+    assert_eq!(litter(dir.path()), [""; 0]);
+    let error = Snapshot::open(&file).unwrap_err().to_string();
+    assert!(error.contains("it is a file and not a folder"), "{error}");
+}
+
 /// Saves the steps 1 and 2.
 fn two_steps(folder: &Path) -> SnapshotManager {
     let mut manager = open(folder, None, None);

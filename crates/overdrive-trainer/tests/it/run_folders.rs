@@ -118,6 +118,32 @@ fn snapshots_of_another_program_are_never_replaced() {
 }
 
 #[test]
+fn a_file_with_the_name_of_a_snapshot_is_in_the_way_of_every_new_run() {
+    let folder = tempfile::tempdir().expect("temporary folder");
+    let file = folder.path().join("checkpoint-500");
+    fs::write(&file, "mine").expect("writes");
+    let overwriting = TrainingArguments {
+        overwrite_output_dir: true,
+        ..arguments(folder.path())
+    };
+    let refused = |arguments: &TrainingArguments| {
+        let error = RunFolder::create(arguments).expect_err("a file is in the way");
+        assert!(
+            matches!(&error, Error::InTheWay { path } if *path == file),
+            "{error:?}"
+        );
+    };
+    refused(&arguments(folder.path()));
+    refused(&overwriting);
+    fs::remove_file(&file).expect("removed");
+    drop(RunFolder::create(&overwriting).expect("made"));
+    // Beside a run too: it is not one of that run's files.
+    fs::write(&file, "mine").expect("writes");
+    refused(&overwriting);
+    assert_eq!(fs::read(&file).expect("kept"), b"mine");
+}
+
+#[test]
 fn an_empty_folder_and_one_with_other_files_may_hold_a_run() {
     let folder = tempfile::tempdir().expect("temporary folder");
     fs::write(folder.path().join("notes.txt"), "mine").expect("writes");
