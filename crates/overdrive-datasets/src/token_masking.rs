@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 
 use overdrive_core::random::Generator;
-use overdrive_core::{Error as CommonError, IGNORE_INDEX, check_option};
+use overdrive_core::{IGNORE_INDEX, check_option};
 #[cfg(feature = "tokenizers")]
 use tokenizers::Tokenizer;
 
@@ -125,7 +125,7 @@ impl TokenMasking {
             .find_map(|token| tokenizer.token_to_id(token));
         let mask = mask.ok_or_else(|| {
             let expected = "the tokenizer of a masked language model, with [MASK] or <mask>";
-            Error::from(CommonError::option(
+            Error::from(overdrive_core::Error::option(
                 "tokenizer",
                 "one without a mask token",
                 expected,

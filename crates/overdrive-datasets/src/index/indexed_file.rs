@@ -237,6 +237,7 @@ impl IndexedFile {
     }
 
     /// Returns the number of line feeds before an offset, for error messages. It reads all data before it.
+    #[cfg(feature = "tokenizers")]
     pub(crate) fn line_feeds_before(&self, offset: u64) -> Result<u64> {
         const BLOCK: u64 = 1 << 20;
         let mut feeds = 0;

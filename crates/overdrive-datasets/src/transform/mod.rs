@@ -16,5 +16,8 @@ pub use deduplicate::{DeduplicateOptions, Deduplicated};
 pub use interleave::{Exhausted, Interleave};
 pub use iter::DatasetIter;
 pub use map::{Concat, Map};
+#[cfg(any(feature = "speech", feature = "tokenizers"))]
+pub(crate) use selection::SortedIndices;
+#[cfg(feature = "tokenizers")]
+pub(crate) use selection::SortedIndicesWriter;
 pub use selection::{Selection, Split};
-pub(crate) use selection::{SortedIndices, SortedIndicesWriter};
