@@ -4,16 +4,13 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt::Debug;
 
-use overdrive_core::check_non_negative;
-use overdrive_sys::grad;
 use serde::{Deserialize, Serialize, de::DeserializeOwned};
 use tch::Tensor;
 
-use crate::checks::{
-    TensorSpec, bytes, check_distinct, check_leaf, check_rates, disjoint, gradient_of,
-};
+use crate::checks::{TensorSpec, bytes, disjoint, gradient_of};
+use crate::grouped_parameters::GroupedParameters;
 use crate::state_metadata::{GroupMetadata, check_empty, check_groups, key, mismatch};
-use crate::{Error, OptimizerId, ParamGroup, Result, StateDict};
+use crate::{OptimizerId, ParamGroup, Result, StateDict};
 
 const FORMAT_VERSION: u32 = 1;
 
@@ -81,28 +78,13 @@ pub(crate) struct Job<'a, S> {
     pub(crate) state: &'a mut S,
 }
 
-#[derive(Debug)]
-struct Group {
-    name: String,
-    learning_rate: f64,
-    weight_decay: f64,
-}
-
-#[derive(Debug)]
-struct Entry<S> {
-    name: String,
-    tensor: Tensor,
-    group: usize,
-    state: Option<(TensorSpec, S)>,
-}
-
 /// An optimizer's parameters, groups and states.
 #[derive(Debug)]
 pub(crate) struct Engine<R: Rule> {
     id: OptimizerId,
     rule: R,
-    groups: Vec<Group>,
-    entries: Vec<Entry<R::State>>,
+    /// Each state with the specification of its parameter when it was created.
+    pub(crate) parameters: GroupedParameters<(TensorSpec, R::State)>,
 }
 
 #[derive(Debug, Serialize, Deserialize)]
@@ -122,8 +104,7 @@ impl<R: Rule> Engine<R> {
         let mut this = Self {
             id: OptimizerId::unique(),
             rule: R::new(config)?,
-            groups: Vec::new(),
-            entries: Vec::new(),
+            parameters: GroupedParameters::new(),
         };
         for group in groups {
             this.add_group(group)?;
@@ -132,36 +113,10 @@ impl<R: Rule> Engine<R> {
     }
 
     pub(crate) fn add_group(&mut self, group: ParamGroup) -> Result<()> {
-        let (learning_rate, weight_decay) = self.rule.group_defaults();
-        let learning_rate = group.learning_rate.unwrap_or(learning_rate);
-        let weight_decay = group.weight_decay.unwrap_or(weight_decay);
-        check_rates(learning_rate, weight_decay)?;
-        if self.groups.iter().any(|other| other.name == group.name) {
-            let expected = "a name that no other group of this optimizer has";
-            return Err(
-                overdrive_core::Error::option("ParamGroup::name", group.name, expected).into(),
-            );
-        }
-        for (name, tensor) in &group.parameters {
-            check_leaf(name, tensor)?;
-            self.rule.check_parameter(name, tensor)?;
-        }
-        // Nothing was changed so far: an error above or here adds nothing.
-        let present = self.entries.iter().map(|e| (e.name.as_str(), &e.tensor));
-        check_distinct(present.chain(group.parameters.iter().map(|(n, t)| (n.as_str(), t))))?;
-        let index = self.groups.len();
-        let added = group.parameters.into_iter();
-        self.entries.extend(added.map(|(name, tensor)| Entry {
-            name,
-            tensor,
-            group: index,
-            state: None,
-        }));
-        self.groups.push(Group {
-            name: group.name,
-            learning_rate,
-            weight_decay,
-        });
+        let check = |name: &str, tensor: &Tensor| self.rule.check_parameter(name, tensor);
+        let defaults = self.rule.group_defaults();
+        let added = self.parameters.prepare(group, defaults, check)?;
+        self.parameters.push(added);
         Ok(())
     }
 
@@ -173,25 +128,8 @@ impl<R: Rule> Engine<R> {
         &self.rule
     }
 
-    pub(crate) fn group_names(&self) -> impl Iterator<Item = &str> {
-        self.groups.iter().map(|group| group.name.as_str())
-    }
-
-    pub(crate) fn named_parameters(&self) -> impl Iterator<Item = (&str, Tensor)> {
-        let entries = self.entries.iter();
-        entries.map(|entry| (entry.name.as_str(), entry.tensor.shallow_clone()))
-    }
-
-    pub(crate) fn parameters_by_group(&self) -> Vec<Vec<Tensor>> {
-        let mut groups: Vec<Vec<Tensor>> = self.groups.iter().map(|_| Vec::new()).collect();
-        for entry in &self.entries {
-            groups[entry.group].push(entry.tensor.shallow_clone());
-        }
-        groups
-    }
-
     fn states(&self) -> impl Iterator<Item = &R::State> {
-        let entries = self.entries.iter();
+        let entries = self.parameters.entries.iter();
         entries.filter_map(|entry| entry.state.as_ref().map(|(_, state)| state))
     }
 
@@ -215,17 +153,18 @@ impl<R: Rule> Engine<R> {
         let _no_grad = tch::no_grad_guard();
         // All gradients are checked before a parameter is updated.
         let gradients: Vec<Option<Tensor>> = self
+            .parameters
             .entries
             .iter()
             .map(|e| gradient_of(&e.name, &e.tensor, e.state.as_ref().map(|(spec, _)| spec)))
             .collect::<Result<_>>()?;
         self.make_states(|index| gradients[index].is_some())?;
         let mut jobs = Vec::new();
-        for (entry, gradient) in self.entries.iter_mut().zip(gradients) {
+        for (entry, gradient) in self.parameters.entries.iter_mut().zip(gradients) {
             let (Some(gradient), Some((_, state))) = (gradient, &mut entry.state) else {
                 continue;
             };
-            let group = &self.groups[entry.group];
+            let group = &self.parameters.groups[entry.group];
             let parameter = entry.tensor.f_detach()?;
             let gradient = disjoint(&entry.name, &parameter, gradient, &R::state_tensors(state))?;
             jobs.push(Job {
@@ -241,8 +180,8 @@ impl<R: Rule> Engine<R> {
 
     /// Creates the missing states of the chosen parameters, all or none.
     fn make_states(&mut self, chosen: impl Fn(usize) -> bool) -> Result<()> {
-        let lacking: Vec<usize> = (0..self.entries.len())
-            .filter(|&index| self.entries[index].state.is_none() && chosen(index))
+        let lacking: Vec<usize> = (0..self.parameters.entries.len())
+            .filter(|&index| self.parameters.entries[index].state.is_none() && chosen(index))
             .collect();
         // The usual case after the first step.
         if lacking.is_empty() {
@@ -252,64 +191,23 @@ impl<R: Rule> Engine<R> {
             .iter()
             .map(|&index| {
                 (
-                    self.entries[index].name.as_str(),
-                    &self.entries[index].tensor,
+                    self.parameters.entries[index].name.as_str(),
+                    &self.parameters.entries[index].tensor,
                 )
             })
             .collect();
         let states = self.rule.new_states(&parameters)?;
         for (index, state) in lacking.into_iter().zip(states) {
-            let entry = &mut self.entries[index];
+            let entry = &mut self.parameters.entries[index];
             entry.state = Some((TensorSpec::of(&entry.tensor), state));
         }
         Ok(())
     }
 
-    pub(crate) fn zero_grad(&mut self) -> Result<()> {
-        for entry in &self.entries {
-            grad::clear(&entry.tensor)?;
-        }
-        Ok(())
-    }
-
-    pub(crate) fn learning_rates(&self) -> Vec<f64> {
-        self.groups.iter().map(|g| g.learning_rate).collect()
-    }
-
-    pub(crate) fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
-        if learning_rates.len() != self.groups.len() {
-            let (given, groups) = (learning_rates.len(), self.groups.len());
-            return Err(Error::LearningRateCount { given, groups });
-        }
-        // All are checked before one is set.
-        for &rate in learning_rates {
-            check_non_negative("learning_rate", rate)?;
-        }
-        for (group, &learning_rate) in self.groups.iter_mut().zip(learning_rates) {
-            group.learning_rate = learning_rate;
-        }
-        Ok(())
-    }
-
-    fn groups_metadata(&self) -> Vec<GroupMetadata> {
-        let names = |index| {
-            let of_group = self.entries.iter().filter(move |e| e.group == index);
-            of_group.map(|e| e.name.clone()).collect()
-        };
-        let groups = self.groups.iter().enumerate();
-        let metadata = groups.map(|(index, group)| GroupMetadata {
-            name: group.name.clone(),
-            learning_rate: group.learning_rate,
-            weight_decay: group.weight_decay,
-            parameters: names(index),
-        });
-        metadata.collect()
-    }
-
     pub(crate) fn state_dict(&self) -> Result<StateDict> {
         let mut tensors = BTreeMap::new();
         let mut without_state = BTreeSet::new();
-        for entry in &self.entries {
+        for entry in &self.parameters.entries {
             let Some((_, state)) = &entry.state else {
                 without_state.insert(entry.name.clone());
                 continue;
@@ -324,7 +222,7 @@ impl<R: Rule> Engine<R> {
             optimizer: R::NAME.to_owned(),
             config: serde_json::to_value(self.rule.stored_config())
                 .map_err(|error| mismatch(error.to_string()))?,
-            groups: self.groups_metadata(),
+            groups: self.parameters.metadata(),
             without_state,
         };
         let metadata = serde_json::to_value(metadata).map_err(|e| mismatch(e.to_string()))?;
@@ -343,20 +241,24 @@ impl<R: Rule> Engine<R> {
                 R::NAME
             )));
         }
-        check_groups(&self.groups_metadata(), &metadata.groups)?;
+        check_groups(&self.parameters.metadata(), &metadata.groups)?;
         let config = R::Config::deserialize(&metadata.config)
             .map_err(|e| mismatch(format!("its options are not those of `{}` ({e})", R::NAME)))?;
         let mut rule = self.rule.with_stored_config(config)?;
 
-        let stepped: Vec<usize> = (0..self.entries.len())
-            .filter(|&index| !metadata.without_state.contains(&self.entries[index].name))
+        let stepped: Vec<usize> = (0..self.parameters.entries.len())
+            .filter(|&index| {
+                !metadata
+                    .without_state
+                    .contains(&self.parameters.entries[index].name)
+            })
             .collect();
         let parameters: Vec<(&str, &Tensor)> = stepped
             .iter()
             .map(|&index| {
                 (
-                    self.entries[index].name.as_str(),
-                    &self.entries[index].tensor,
+                    self.parameters.entries[index].name.as_str(),
+                    &self.parameters.entries[index].tensor,
                 )
             })
             .collect();
@@ -366,20 +268,14 @@ impl<R: Rule> Engine<R> {
 
         // Nothing below can fail.
         self.rule = rule;
-        for entry in &mut self.entries {
+        for entry in &mut self.parameters.entries {
             entry.state = None;
         }
         for (index, state) in stepped.into_iter().zip(states) {
-            let entry = &mut self.entries[index];
+            let entry = &mut self.parameters.entries[index];
             entry.state = Some((TensorSpec::of(&entry.tensor), state));
         }
-        // By name: the order of the groups may differ.
-        for group in &mut self.groups {
-            if let Some(stored) = metadata.groups.iter().find(|g| g.name == group.name) {
-                group.learning_rate = stored.learning_rate;
-                group.weight_decay = stored.weight_decay;
-            }
-        }
+        self.parameters.restore_rates(&metadata.groups);
         Ok(())
     }
 }
@@ -468,12 +364,12 @@ macro_rules! optimizer {
             /// Returns the names of the groups, in the order of
             /// [`learning_rates`](crate::Optimizer::learning_rates).
             pub fn group_names(&self) -> impl Iterator<Item = &str> {
-                self.engine.group_names()
+                self.engine.parameters.group_names()
             }
 
             /// Returns the parameters with their names, as handles that share memory.
             pub fn named_parameters(&self) -> impl Iterator<Item = (&str, tch::Tensor)> {
-                self.engine.named_parameters()
+                self.engine.parameters.named()
             }
 
             /// Returns the bytes of the state, in memory and elsewhere; 0 before the first step.
@@ -488,22 +384,22 @@ macro_rules! optimizer {
                 self.engine.id()
             }
             fn parameters(&self) -> Vec<tch::Tensor> {
-                self.engine.named_parameters().map(|(_, tensor)| tensor).collect()
+                self.engine.parameters.named().map(|(_, tensor)| tensor).collect()
             }
             fn parameters_by_group(&self) -> Vec<Vec<tch::Tensor>> {
-                self.engine.parameters_by_group()
+                self.engine.parameters.by_group()
             }
             fn step(&mut self) -> crate::Result<()> {
                 self.engine.step()
             }
             fn zero_grad(&mut self) -> crate::Result<()> {
-                self.engine.zero_grad()
+                self.engine.parameters.zero_grad()
             }
             fn learning_rates(&self) -> Vec<f64> {
-                self.engine.learning_rates()
+                self.engine.parameters.learning_rates()
             }
             fn set_learning_rates(&mut self, learning_rates: &[f64]) -> crate::Result<()> {
-                self.engine.set_learning_rates(learning_rates)
+                self.engine.parameters.set_learning_rates(learning_rates)
             }
             fn state_dict(&self) -> crate::Result<crate::StateDict> {
                 self.engine.state_dict()

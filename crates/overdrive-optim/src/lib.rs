@@ -76,6 +76,7 @@ mod early_stopping;
 mod ema;
 mod engine;
 mod error;
+mod grouped_parameters;
 mod joint_update;
 mod kernels;
 mod lion;

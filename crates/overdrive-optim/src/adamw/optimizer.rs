@@ -1,11 +1,11 @@
 //! The AdamW optimizer.
 
-use overdrive_sys::grad;
 use tch::{Device, Kind, Tensor};
 
 use super::bucket::{Bucket, Moments, Update};
 use super::config::{AdamWConfig, Implementation};
-use crate::checks::{TensorSpec, check_distinct, check_leaf, check_rates, gradient_of};
+use crate::checks::{TensorSpec, gradient_of};
+use crate::grouped_parameters::{GroupedParameters, Parameter};
 use crate::{Error, GradScaling, Optimizer, OptimizerId, ParamGroup, Result, StateDict};
 
 /// Adam with decoupled weight decay (Loshchilov & Hutter 2019, [arXiv:1711.05101]), equal to
@@ -51,39 +51,14 @@ use crate::{Error, GradScaling, Optimizer, OptimizerId, ParamGroup, Result, Stat
 pub struct AdamW {
     id: OptimizerId,
     pub(super) config: AdamWConfig,
-    pub(super) groups: Vec<Group>,
-    pub(super) parameters: Vec<Parameter>,
+    pub(super) parameters: GroupedParameters<Moments>,
+    /// The learning rate of each group as a float32 scalar on each device of its parameters, if the optimizer is
+    /// capturable.
+    rates: Vec<Vec<(Device, Tensor)>>,
     /// The kernel calls of the last step; valid while the same parameters have gradients.
     buckets: Vec<Bucket>,
     /// The positions of the parameters in `buckets`.
     active: Vec<usize>,
-}
-
-#[derive(Debug)]
-pub(super) struct Group {
-    pub(super) name: String,
-    pub(super) learning_rate: f64,
-    pub(super) weight_decay: f64,
-    /// The learning rate as a float32 scalar on each device of the parameters, if the optimizer is capturable.
-    rates: Vec<(Device, Tensor)>,
-}
-
-impl Group {
-    pub(super) fn set_learning_rate(&mut self, learning_rate: f64) -> Result<()> {
-        self.learning_rate = learning_rate;
-        for (_, rate) in &mut self.rates {
-            let _ = rate.f_fill_(learning_rate)?;
-        }
-        Ok(())
-    }
-}
-
-#[derive(Debug)]
-pub(super) struct Parameter {
-    pub(super) name: String,
-    pub(super) tensor: Tensor,
-    pub(super) group: usize,
-    pub(super) moments: Option<Moments>,
 }
 
 impl AdamW {
@@ -97,8 +72,8 @@ impl AdamW {
         let mut this = Self {
             id: OptimizerId::unique(),
             config,
-            groups: Vec::new(),
-            parameters: Vec::new(),
+            parameters: GroupedParameters::new(),
+            rates: Vec::new(),
             buckets: Vec::new(),
             active: Vec::new(),
         };
@@ -113,51 +88,35 @@ impl AdamW {
     /// # Errors
     /// As [`new`](Self::new); nothing is added then.
     pub fn add_group(&mut self, group: ParamGroup) -> Result<()> {
-        let learning_rate = group.learning_rate.unwrap_or(self.config.learning_rate);
-        let weight_decay = group.weight_decay.unwrap_or(self.config.weight_decay);
-        check_rates(learning_rate, weight_decay)?;
-        if self.groups.iter().any(|other| other.name == group.name) {
-            let expected = "a name that no other group of this optimizer has";
-            return Err(
-                overdrive_core::Error::option("ParamGroup::name", group.name, expected).into(),
-            );
-        }
-        let index = self.groups.len();
-        let added = group
-            .parameters
-            .into_iter()
-            .map(|(name, tensor)| Parameter {
-                name,
-                tensor,
-                group: index,
-                moments: None,
-            });
-        let mut added: Vec<Parameter> = added.collect();
-        for parameter in &added {
-            self.check_parameter(parameter)?;
-        }
-        let named = self.parameters.iter().chain(&added);
-        check_distinct(named.map(|p| (p.name.as_str(), &p.tensor)))?;
+        let check = |name: &str, tensor: &Tensor| self.uses_fused(name, tensor).map(drop);
+        let defaults = (self.config.learning_rate, self.config.weight_decay);
+        let (group, mut added) = self.parameters.prepare(group, defaults, check)?;
         let mut rates: Vec<(Device, Tensor)> = Vec::new();
         if self.config.capturable {
             // A capture must find the tensors that it writes to: made while it runs, they would lie in the
             // graph's pool, zeroed by every replay.
             for parameter in &mut added {
-                parameter.moments = Some(self.new_moments(parameter)?);
+                parameter.state = Some(self.new_moments(&parameter.name, &parameter.tensor)?);
                 let device = parameter.tensor.device();
                 if rates.iter().all(|(other, _)| *other != device) {
                     let options = (Kind::Float, device);
-                    rates.push((device, Tensor::f_full([0i64; 0], learning_rate, options)?));
+                    let rate = Tensor::f_full([0i64; 0], group.learning_rate, options)?;
+                    rates.push((device, rate));
                 }
             }
         }
-        self.parameters.extend(added);
-        self.groups.push(Group {
-            name: group.name,
-            learning_rate,
-            weight_decay,
-            rates,
-        });
+        self.parameters.push((group, added));
+        self.rates.push(rates);
+        Ok(())
+    }
+
+    /// Writes the learning rates to the tensors that captured steps read.
+    pub(super) fn write_rates(&mut self) -> Result<()> {
+        for (group, rates) in self.parameters.groups.iter().zip(&mut self.rates) {
+            for (_, rate) in rates {
+                let _ = rate.f_fill_(group.learning_rate)?;
+            }
+        }
         Ok(())
     }
 
@@ -169,14 +128,12 @@ impl AdamW {
 
     /// Returns the names of the groups, in the order of [`learning_rates`](Optimizer::learning_rates).
     pub fn group_names(&self) -> impl Iterator<Item = &str> {
-        self.groups.iter().map(|group| group.name.as_str())
+        self.parameters.group_names()
     }
 
     /// Returns the parameters with their names, as handles that share memory.
     pub fn named_parameters(&self) -> impl Iterator<Item = (&str, Tensor)> {
-        self.parameters
-            .iter()
-            .map(|p| (p.name.as_str(), p.tensor.shallow_clone()))
+        self.parameters.named()
     }
 
     /// Returns the bytes of running averages and masters; 0 before the first step.
@@ -184,8 +141,9 @@ impl AdamW {
     pub fn state_bytes(&self) -> u64 {
         use crate::checks::bytes;
         self.parameters
+            .entries
             .iter()
-            .filter_map(|parameter| parameter.moments.as_ref())
+            .filter_map(|parameter| parameter.state.as_ref())
             .map(|m| {
                 let optional = [&m.max_exp_avg_sq, &m.master].into_iter().flatten();
                 let optional: u64 = optional.map(bytes).sum();
@@ -194,17 +152,12 @@ impl AdamW {
             .sum()
     }
 
-    fn check_parameter(&self, parameter: &Parameter) -> Result<()> {
-        check_leaf(&parameter.name, &parameter.tensor)?;
-        self.uses_fused(parameter).map(|_| ())
-    }
-
     /// Returns `true` if the fused kernel updates this parameter.
-    fn uses_fused(&self, parameter: &Parameter) -> Result<bool> {
-        let device = parameter.tensor.device();
+    fn uses_fused(&self, name: &str, tensor: &Tensor) -> Result<bool> {
+        let device = tensor.device();
         let has_kernel = matches!(device, Device::Cpu | Device::Cuda(_));
         let refused = |reason| Error::NoFusedKernel {
-            name: parameter.name.clone(),
+            name: name.to_owned(),
             reason,
         };
         match self.config.implementation {
@@ -222,11 +175,10 @@ impl AdamW {
     }
 
     /// Returns new averages of zero for a parameter.
-    pub(super) fn new_moments(&self, parameter: &Parameter) -> Result<Moments> {
-        let tensor = &parameter.tensor;
+    pub(super) fn new_moments(&self, name: &str, tensor: &Tensor) -> Result<Moments> {
         // The buckets hold these handles, which must not be part of a graph.
         let _no_grad = tch::no_grad_guard();
-        let step_device = if self.uses_fused(parameter)? {
+        let step_device = if self.uses_fused(name, tensor)? {
             tensor.device()
         } else {
             Device::Cpu
@@ -258,9 +210,9 @@ impl AdamW {
 
     /// Returns the checked gradients; `None` for parameters without one.
     fn gradients(&self) -> Result<Vec<Option<Tensor>>> {
-        let gradient = |parameter: &Parameter| {
+        let gradient = |parameter: &Parameter<Moments>| {
             let Parameter { name, tensor, .. } = parameter;
-            let state = parameter.moments.as_ref().map(|moments| TensorSpec {
+            let state = parameter.state.as_ref().map(|moments| TensorSpec {
                 // With a master the dtypes of parameter and state differ.
                 kind: moments
                     .master
@@ -270,27 +222,28 @@ impl AdamW {
             });
             gradient_of(name, tensor, state.as_ref())
         };
-        self.parameters.iter().map(gradient).collect()
+        self.parameters.entries.iter().map(gradient).collect()
     }
 
     /// Groups the parameters that have gradients by kernel call.
     fn plan(&mut self, active: Vec<usize>) -> Result<()> {
         self.forget_buckets();
         for &index in &active {
-            if self.parameters[index].moments.is_none() {
-                let moments = self.new_moments(&self.parameters[index])?;
-                self.parameters[index].moments = Some(moments);
+            let parameter = &self.parameters.entries[index];
+            if parameter.state.is_none() {
+                let moments = self.new_moments(&parameter.name, &parameter.tensor)?;
+                self.parameters.entries[index].state = Some(moments);
             }
         }
         // A linear search is enough: there are few combinations of group, device and dtype.
         let mut buckets: Vec<Bucket> = Vec::new();
         for &index in &active {
-            let parameter = &self.parameters[index];
-            let Some(moments) = &parameter.moments else {
+            let parameter = &self.parameters.entries[index];
+            let Some(moments) = &parameter.state else {
                 continue;
             };
             let tensor = &parameter.tensor;
-            let fused = self.uses_fused(parameter)?;
+            let fused = self.uses_fused(&parameter.name, tensor)?;
             let position = buckets.iter().position(|b| {
                 (b.group, b.device, b.kind, b.fused)
                     == (parameter.group, tensor.device(), tensor.kind(), fused)
@@ -320,12 +273,11 @@ impl AdamW {
             self.plan(active)?;
         }
         for bucket in &self.buckets {
-            let group = &self.groups[bucket.group];
+            let group = &self.parameters.groups[bucket.group];
             let update = Update {
                 config: &self.config,
                 learning_rate: group.learning_rate,
-                rate_on_device: group
-                    .rates
+                rate_on_device: self.rates[bucket.group]
                     .iter()
                     .find_map(|(device, rate)| (*device == bucket.device).then_some(rate)),
                 weight_decay: group.weight_decay,
@@ -346,18 +298,11 @@ impl Optimizer for AdamW {
     }
 
     fn parameters(&self) -> Vec<Tensor> {
-        self.parameters
-            .iter()
-            .map(|parameter| parameter.tensor.shallow_clone())
-            .collect()
+        self.parameters.named().map(|(_, tensor)| tensor).collect()
     }
 
     fn parameters_by_group(&self) -> Vec<Vec<Tensor>> {
-        let mut groups: Vec<Vec<Tensor>> = self.groups.iter().map(|_| Vec::new()).collect();
-        for parameter in &self.parameters {
-            groups[parameter.group].push(parameter.tensor.shallow_clone());
-        }
-        groups
+        self.parameters.by_group()
     }
 
     fn step(&mut self) -> Result<()> {
@@ -365,9 +310,8 @@ impl Optimizer for AdamW {
     }
 
     fn supports_step_scaled(&self) -> bool {
-        self.parameters
-            .iter()
-            .all(|parameter| self.uses_fused(parameter).unwrap_or(false))
+        let mut parameters = self.parameters.entries.iter();
+        parameters.all(|p| self.uses_fused(&p.name, &p.tensor).unwrap_or(false))
     }
 
     fn step_scaled(&mut self, scaling: &GradScaling<'_>) -> Result<bool> {
@@ -381,31 +325,16 @@ impl Optimizer for AdamW {
     }
 
     fn zero_grad(&mut self) -> Result<()> {
-        for parameter in &self.parameters {
-            grad::clear(&parameter.tensor)?;
-        }
-        Ok(())
+        self.parameters.zero_grad()
     }
 
     fn learning_rates(&self) -> Vec<f64> {
-        self.groups
-            .iter()
-            .map(|group| group.learning_rate)
-            .collect()
+        self.parameters.learning_rates()
     }
 
     fn set_learning_rates(&mut self, learning_rates: &[f64]) -> Result<()> {
-        if learning_rates.len() != self.groups.len() {
-            let (given, groups) = (learning_rates.len(), self.groups.len());
-            return Err(Error::LearningRateCount { given, groups });
-        }
-        learning_rates
-            .iter()
-            .try_for_each(|&rate| overdrive_core::check_non_negative("learning_rate", rate))?;
-        for (group, &learning_rate) in self.groups.iter_mut().zip(learning_rates) {
-            group.set_learning_rate(learning_rate)?;
-        }
-        Ok(())
+        self.parameters.set_learning_rates(learning_rates)?;
+        self.write_rates()
     }
 
     fn state_dict(&self) -> Result<StateDict> {

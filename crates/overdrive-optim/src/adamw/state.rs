@@ -38,8 +38,8 @@ impl AdamW {
     pub(super) fn save_state(&self) -> Result<StateDict> {
         let mut tensors = BTreeMap::new();
         let mut without_state = BTreeSet::new();
-        for parameter in &self.parameters {
-            let Some(moments) = &parameter.moments else {
+        for parameter in &self.parameters.entries {
+            let Some(moments) = &parameter.state else {
                 without_state.insert(parameter.name.clone());
                 continue;
             };
@@ -66,7 +66,7 @@ impl AdamW {
             amsgrad: self.config.amsgrad,
             maximize: self.config.maximize,
             master_weights: self.config.master_weights,
-            groups: self.groups_metadata(),
+            groups: self.parameters.metadata(),
             without_state,
         };
         let metadata = serde_json::to_value(metadata).map_err(|e| mismatch(e.to_string()))?;
@@ -82,7 +82,7 @@ impl AdamW {
                 metadata.format_version, metadata.optimizer
             )));
         }
-        check_groups(&self.groups_metadata(), &metadata.groups)?;
+        check_groups(&self.parameters.metadata(), &metadata.groups)?;
         self.check_tensors(&metadata, &state.tensors)?;
 
         // All tensors fit. `self` is changed only after the last call that can fail.
@@ -102,13 +102,16 @@ impl AdamW {
             && previous.master_weights == self.config.master_weights;
         let restored: Result<Vec<_>> = self
             .parameters
+            .entries
             .iter()
             .map(|parameter| {
                 let stored = !metadata.without_state.contains(&parameter.name);
-                let mut moments = match &parameter.moments {
+                let mut moments = match &parameter.state {
                     // A captured step reads and writes this memory.
                     Some(moments) if in_place => moments.shallow_clone(),
-                    _ if stored || self.config.capturable => self.new_moments(parameter)?,
+                    _ if stored || self.config.capturable => {
+                        self.new_moments(&parameter.name, &parameter.tensor)?
+                    }
                     _ => return Ok(None),
                 };
                 if stored {
@@ -127,34 +130,13 @@ impl AdamW {
                 return Err(error);
             }
         };
-        for (parameter, moments) in self.parameters.iter_mut().zip(restored) {
-            parameter.moments = moments;
+        for (parameter, moments) in self.parameters.entries.iter_mut().zip(restored) {
+            parameter.state = moments;
         }
-        for group in &mut self.groups {
-            if let Some(stored) = metadata.groups.iter().find(|g| g.name == group.name) {
-                group.set_learning_rate(stored.learning_rate)?;
-                group.weight_decay = stored.weight_decay;
-            }
-        }
+        self.parameters.restore_rates(&metadata.groups);
+        self.write_rates()?;
         self.forget_buckets();
         Ok(())
-    }
-
-    fn groups_metadata(&self) -> Vec<GroupMetadata> {
-        let names = |index| {
-            let of_group = self.parameters.iter().filter(move |p| p.group == index);
-            of_group.map(|p| p.name.clone()).collect()
-        };
-        self.groups
-            .iter()
-            .enumerate()
-            .map(|(index, group)| GroupMetadata {
-                name: group.name.clone(),
-                learning_rate: group.learning_rate,
-                weight_decay: group.weight_decay,
-                parameters: names(index),
-            })
-            .collect()
     }
 
     fn check_tensors(&self, metadata: &Metadata, tensors: &BTreeMap<String, Tensor>) -> Result<()> {
@@ -162,6 +144,7 @@ impl AdamW {
         let (mut missing, mut misshapen) = (Vec::new(), Vec::new());
         let stepped = self
             .parameters
+            .entries
             .iter()
             .filter(|p| !metadata.without_state.contains(&p.name));
         for parameter in stepped {
