@@ -180,10 +180,7 @@ impl QuantizedWeight {
         magnitudes: Magnitudes,
     ) -> Result<QuantizedWeight> {
         scheme.validate(0)?;
-        let options = match scheme {
-            Scheme::Nf4(options) | Scheme::Fp4(options) => options,
-            _ => return Err(Error::option("scheme", scheme, "nf4 or fp4")),
-        };
+        let (_, options) = scheme.blocks()?;
         let len = outputs
             .checked_mul(inputs)
             .filter(|_| outputs > 0 && inputs > 0);

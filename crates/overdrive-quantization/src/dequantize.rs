@@ -190,11 +190,7 @@ impl<'a> Decoder<'a> {
                 return Err(Error::option("weight", weight.scheme, expected));
             }
             Storage::Blocks { codes, magnitudes } => {
-                let (book, options) = match weight.scheme {
-                    Scheme::Fp4(options) => (Book::Fp4, options),
-                    Scheme::Nf4(options) => (Book::Nf4, options),
-                    _ => (Book::Nf4, crate::BlockOptions::default()),
-                };
+                let (book, options) = weight.scheme.blocks()?;
                 Codes::Blocks {
                     book,
                     block: options.block_size,

@@ -12,7 +12,7 @@ use crate::codec::code_book::Book;
 use crate::codec::dynamic;
 use crate::tiles::{self, Tiled};
 use crate::weight::{Magnitudes, Storage};
-use crate::{QuantizedWeight, Result, Scheme, gpu};
+use crate::{QuantizedWeight, Result, gpu};
 
 /// The elements that are dequantized at once, a multiple of every block size. Their temporaries take at most 8 bytes
 /// an element (128 MiB). Each slice is two or three launches, of microseconds each, so that smaller ones would make a
@@ -115,7 +115,8 @@ pub(crate) fn rows(weight: &QuantizedWeight, ids: &Tensor, kind: Kind) -> Result
     let target = || Tensor::f_empty([ids.numel() as i64, weight.inputs], (kind, device));
     match &weight.storage {
         Storage::Blocks { codes, magnitudes } if weight.inputs % 2 == 0 => {
-            let (book, block) = book_of(weight.scheme);
+            let (book, options) = weight.scheme.blocks()?;
+            let block = options.block_size as i64;
             let pairs = Pairs::Book(book);
             let codes = codes.f_view([weight.outputs, -1])?.f_index_select(0, ids)?;
             let numbers = pairs.numbers(&codes)?.f_view([-1, weight.inputs])?;
@@ -157,22 +158,14 @@ pub(crate) fn rows(weight: &QuantizedWeight, ids: &Tensor, kind: Kind) -> Result
     }
 }
 
-/// Returns the code book of a scheme, and the size of its blocks.
-pub(crate) fn book_of(scheme: Scheme) -> (Book, i64) {
-    match scheme {
-        Scheme::Fp4(options) => (Book::Fp4, options.block_size as i64),
-        Scheme::Nf4(options) => (Book::Nf4, options.block_size as i64),
-        _ => (Book::Nf4, 64),
-    }
-}
-
 fn of_blocks(
     weight: &QuantizedWeight,
     codes: &Tensor,
     magnitudes: &Magnitudes,
     target: &Tensor,
 ) -> Result<()> {
-    let (book, block) = book_of(weight.scheme);
+    let (book, options) = weight.scheme.blocks()?;
+    let block = options.block_size as i64;
     let pairs = Pairs::Book(book);
     let target = target.f_view([-1])?;
     let magnitudes = magnitudes.tensor()?;

@@ -3,7 +3,6 @@
 use overdrive_gpu::{EightBitWeight, FourBitNumbers, FourBitWeight, MOST_ROWS};
 use tch::{Kind, Tensor};
 
-use crate::device_dequantize::book_of;
 use crate::weight::Storage;
 use crate::{QuantizedWeight, Result};
 
@@ -86,7 +85,8 @@ fn with_weight(
         }),
         // Blocks of the flattened weight, which are groups of inputs where none spans outputs.
         Storage::Blocks { codes, magnitudes } => {
-            let (book, block) = book_of(weight.scheme);
+            let (book, options) = weight.scheme.blocks()?;
+            let block = options.block_size as i64;
             if inputs % block != 0 {
                 return Ok(None);
             }

@@ -3,6 +3,7 @@ use std::str::FromStr;
 
 use serde::{Deserialize, Serialize};
 
+use crate::codec::code_book::Book;
 use crate::{Error, Result};
 
 /// The data type of a quantized weight, and what shares a scale.
@@ -124,6 +125,15 @@ impl Scheme {
                 ))
             }
             _ => Ok(()),
+        }
+    }
+
+    /// Returns the code book of the blocks and their options; an error for a scheme without blocks.
+    pub(crate) fn blocks(self) -> Result<(Book, BlockOptions)> {
+        match self {
+            Scheme::Nf4(options) => Ok((Book::Nf4, options)),
+            Scheme::Fp4(options) => Ok((Book::Fp4, options)),
+            other => Err(Error::option("scheme", other, "nf4 or fp4")),
         }
     }
 }

@@ -7,7 +7,7 @@ use crate::codec::grouped::{HALF_DIGITS, half_scale, rounded_up};
 use crate::codec::{dynamic, fp8};
 use crate::tiles::Tiled;
 use crate::weight::{Magnitudes, Storage};
-use crate::{Error, QuantizedWeight, Result, Scheme};
+use crate::{Error, QuantizedWeight, Result};
 
 /// The values of each group: `number(code) · step + offset`.
 pub(super) struct Grid {
@@ -84,14 +84,7 @@ impl Grid {
                 })
             }
             Storage::Blocks { magnitudes, .. } => {
-                let (book, options) = match weight.scheme {
-                    Scheme::Fp4(options) => (Book::Fp4, options),
-                    Scheme::Nf4(options) => (Book::Nf4, options),
-                    other => {
-                        let expected = "nf4 or fp4, as the blocks of the weight are";
-                        return Err(Error::option("scheme", other, expected));
-                    }
-                };
+                let (book, options) = weight.scheme.blocks()?;
                 Ok(Grid {
                     group: options.block_size,
                     steps: block_steps(magnitudes)?,
@@ -277,6 +270,7 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
     use super::*;
+    use crate::Scheme;
 
     /// Returns numbers spread evenly over -1..1, the same in every run.
     fn numbers(size: [i64; 2]) -> Tensor {

@@ -103,19 +103,19 @@ impl BitsAndBytesConfig {
             ..BitsAndBytesConfig::default()
         };
         match scheme {
-            Scheme::Nf4(options) | Scheme::Fp4(options) => {
+            Scheme::LlmInt8 { threshold } => {
+                config.load_in_8bit = true;
+                config.llm_int8_threshold = threshold;
+            }
+            other => {
+                let (book, options) = other.blocks().ok()?;
                 config.load_in_4bit = true;
-                config.bnb_4bit_quant_type = book_of(scheme).name().to_owned();
+                config.bnb_4bit_quant_type = book.name().to_owned();
                 config.bnb_4bit_use_double_quant = options.double_quant;
                 // The exact choice; a program that loads the folder may choose another.
                 config.bnb_4bit_compute_dtype = Some("float32".to_owned());
                 config.bnb_4bit_quant_storage = Some("uint8".to_owned());
             }
-            Scheme::LlmInt8 { threshold } => {
-                config.load_in_8bit = true;
-                config.llm_int8_threshold = threshold;
-            }
-            _ => return None,
         }
         Some(config)
     }
@@ -189,8 +189,8 @@ impl BitsAndBytesConfig {
         kind: Kind,
     ) -> Result<Vec<(String, Tensor)>> {
         let named = |part: &str, tensor: Tensor| (format!("{module}.{part}"), tensor);
-        match (&weight.storage, weight.scheme) {
-            (Storage::Int8 { codes, scales }, _) => {
+        match &weight.storage {
+            Storage::Int8 { codes, scales } => {
                 let largest = scales.f_mul(&Tensor::from(127f32).f_to_device(scales.device())?)?;
                 // 0 is the row-major layout.
                 let format = Tensor::f_from_slice(&[0u8])?.f_view([] as [i64; 0])?;
@@ -200,11 +200,8 @@ impl BitsAndBytesConfig {
                     named("weight_format", format),
                 ])
             }
-            (
-                Storage::Blocks { codes, magnitudes },
-                Scheme::Nf4(options) | Scheme::Fp4(options),
-            ) => {
-                let book = book_of(weight.scheme);
+            Storage::Blocks { codes, magnitudes } => {
+                let (book, options) = weight.scheme.blocks()?;
                 let mut state = QuantState {
                     quant_type: book.name().to_owned(),
                     blocksize: options.block_size,
@@ -254,13 +251,6 @@ impl BitsAndBytesConfig {
 
 fn state_part(book: Book) -> String {
     format!("weight.quant_state.bitsandbytes__{}", book.name())
-}
-
-fn book_of(scheme: Scheme) -> Book {
-    match scheme {
-        Scheme::Fp4(_) => Book::Fp4,
-        _ => Book::Nf4,
-    }
 }
 
 /// Returns torch's name of a dtype.
