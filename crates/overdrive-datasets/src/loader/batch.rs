@@ -1,9 +1,9 @@
 //! A batch of token rows on a device.
 
 use overdrive_core::check_option;
-use tch::{Device, Tensor};
+use tch::Tensor;
 
-use super::OnDevice;
+use super::device_loader::on_device_by_map;
 use crate::Result;
 
 /// Rows of tokens as tensors, made by [`crate::collate`]. B is the number of rows, T the width.
@@ -80,12 +80,4 @@ pub(super) fn check_id_range((least, largest): (i64, i64), vocab_size: i64) -> R
     )?)
 }
 
-impl OnDevice for Batch {
-    fn pinned(self) -> Result<Self> {
-        self.map_tensors(Tensor::pinned)
-    }
-
-    fn on_device(self, device: Device, non_blocking: bool) -> Result<Self> {
-        self.map_tensors(|tensor| tensor.on_device(device, non_blocking))
-    }
-}
+on_device_by_map!(Batch);

@@ -50,6 +50,22 @@ impl<T: OnDevice> OnDevice for Vec<T> {
     }
 }
 
+/// Implements [`OnDevice`] for a batch with a method `map_tensors`, which changes each of its tensors.
+macro_rules! on_device_by_map {
+    ($batch:ty) => {
+        impl crate::OnDevice for $batch {
+            fn pinned(self) -> crate::Result<Self> {
+                self.map_tensors(crate::OnDevice::pinned)
+            }
+
+            fn on_device(self, device: tch::Device, non_blocking: bool) -> crate::Result<Self> {
+                self.map_tensors(|tensor| tensor.on_device(device, non_blocking))
+            }
+        }
+    };
+}
+pub(super) use on_device_by_map;
+
 /// A loader whose batches are on a device.
 ///
 /// On a GPU, the copy of the next batch from page-locked memory (`pin_memory` of PyTorch) is queued on a stream of its

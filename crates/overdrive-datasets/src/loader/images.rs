@@ -1,10 +1,10 @@
 //! Batches of images with captions.
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use overdrive_core::check_option;
 
-use super::OnDevice;
+use super::device_loader::on_device_by_map;
 use super::seq2seq::{mask_of, padded_rows};
 use crate::{ImageCaption, Result};
 
@@ -31,15 +31,7 @@ impl ImageBatch {
     }
 }
 
-impl OnDevice for ImageBatch {
-    fn pinned(self) -> Result<Self> {
-        self.map_tensors(Tensor::pinned)
-    }
-
-    fn on_device(self, device: Device, non_blocking: bool) -> Result<Self> {
-        self.map_tensors(|tensor| tensor.on_device(device, non_blocking))
-    }
-}
+on_device_by_map!(ImageBatch);
 
 /// Collates images into a tensor of shape (B, 3, height, width), Float, on the CPU.
 ///

@@ -1,9 +1,9 @@
 //! Pairs of a source and a target as batches for an encoder-decoder model.
 
 use overdrive_core::{check_option, check_positive};
-use tch::{Device, Tensor};
+use tch::Tensor;
 
-use super::OnDevice;
+use super::device_loader::on_device_by_map;
 use crate::{IGNORE_INDEX, Result};
 
 /// A source and its target.
@@ -70,15 +70,7 @@ impl Seq2SeqBatch {
     }
 }
 
-impl OnDevice for Seq2SeqBatch {
-    fn pinned(self) -> Result<Self> {
-        self.map_tensors(Tensor::pinned)
-    }
-
-    fn on_device(self, device: Device, non_blocking: bool) -> Result<Self> {
-        self.map_tensors(|tensor| tensor.on_device(device, non_blocking))
-    }
-}
+on_device_by_map!(Seq2SeqBatch);
 
 /// Collates pairs into a batch by the rules of transformers' `DataCollatorForSeq2Seq`: sources are padded to the
 /// longest with the padding token, labels to the longest with [`IGNORE_INDEX`].

@@ -1,10 +1,10 @@
 //! Batches of spectrograms with transcripts.
 
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use overdrive_core::{IGNORE_INDEX, check_option};
 
-use super::OnDevice;
+use super::device_loader::on_device_by_map;
 use super::seq2seq::{mask_of, padded_rows};
 use crate::Result;
 
@@ -49,15 +49,7 @@ impl SpeechBatch {
     }
 }
 
-impl OnDevice for SpeechBatch {
-    fn pinned(self) -> Result<Self> {
-        self.map_tensors(Tensor::pinned)
-    }
-
-    fn on_device(self, device: Device, non_blocking: bool) -> Result<Self> {
-        self.map_tensors(|tensor| tensor.on_device(device, non_blocking))
-    }
-}
+on_device_by_map!(SpeechBatch);
 
 /// Collates spectrograms into a batch: each is padded to the longest.
 ///
