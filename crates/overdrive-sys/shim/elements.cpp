@@ -1,29 +1,7 @@
 // The address of the elements of a CPU tensor. Kernels need it for every operand of every matrix product:
 // this is one call, where tch needs five.
 #include "guard.h"
-
-#include <ATen/core/Tensor.h>
-
-namespace {
-
-// Returns true if every element of `self`, a strided tensor, lies in its storage. A tensor can be larger than
-// its storage: another tensor that shares the storage may have shrunk it.
-bool lies_in_storage(const at::Tensor& self) {
-  if (self.numel() == 0) return true;
-  uint64_t last = self.storage_offset();
-  for (int64_t k = 0; k < self.dim(); ++k) {
-    if (self.stride(k) < 0) return false;
-    uint64_t reach = 0;
-    if (__builtin_mul_overflow(static_cast<uint64_t>(self.size(k) - 1),
-                               static_cast<uint64_t>(self.stride(k)), &reach) ||
-        __builtin_add_overflow(last, reach, &last)) {
-      return false;
-    }
-  }
-  return last < self.storage().nbytes() / self.itemsize() && self.storage().data() != nullptr;
-}
-
-}  // namespace
+#include "tensors.h"
 
 extern "C" od_status* od_cpu_elements(od_tensor tensor, int64_t dtype, int32_t contiguous, void** data,
                                       int64_t* count) noexcept {
@@ -37,7 +15,8 @@ extern "C" od_status* od_cpu_elements(od_tensor tensor, int64_t dtype, int32_t c
       *count = OD_OTHER_KIND;
     } else if (self.is_neg() || self.is_conj()) {
       *count = OD_LAZY;  // the memory holds other values than the tensor
-    } else if (!self.has_storage() || !lies_in_storage(self)) {
+    } else if (!self.has_storage() || !overdrive::holds_elements(self) ||
+               (self.numel() > 0 && !self.storage().data())) {
       *count = OD_NO_MEMORY;
     } else {
       *count = self.numel();

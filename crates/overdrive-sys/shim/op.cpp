@@ -157,8 +157,7 @@ bool same_memory_layout(const at::Tensor& tensor, const at::Tensor& like) {
   for (int64_t k = 0; k < tensor.dim(); ++k) {
     if (tensor.size(k) > 1 && tensor.stride(k) != like.stride(k)) return false;
   }
-  const auto end = static_cast<size_t>(tensor.storage_offset() + tensor.numel());
-  return end * tensor.itemsize() <= tensor.storage().nbytes();
+  return overdrive::holds_elements(tensor);
 }
 
 // Checks the arguments of a fused optimizer, whose kernels walk all lists by the offsets of the first one.

@@ -21,11 +21,21 @@ inline std::vector<at::Tensor> as_tensors(const od_tensor* handles, size_t len) 
   return out;
 }
 
-// Returns true if the storage of a strided tensor reaches to its last element: it may have been resized.
+// Returns true if every element of a strided tensor lies in its storage. A tensor can be larger than its storage:
+// another tensor that shares the storage may have shrunk it.
 inline bool holds_elements(const at::Tensor& tensor) {
-  int64_t end = tensor.numel() == 0 ? 0 : tensor.storage_offset() + 1;
-  for (int64_t k = 0; tensor.numel() > 0 && k < tensor.dim(); ++k) end += (tensor.size(k) - 1) * tensor.stride(k);
-  return static_cast<size_t>(end) * tensor.itemsize() <= tensor.storage().nbytes();
+  if (tensor.numel() == 0) return true;
+  uint64_t last = tensor.storage_offset();
+  for (int64_t k = 0; k < tensor.dim(); ++k) {
+    if (tensor.stride(k) < 0) return false;
+    uint64_t reach = 0;
+    if (__builtin_mul_overflow(static_cast<uint64_t>(tensor.size(k) - 1),
+                               static_cast<uint64_t>(tensor.stride(k)), &reach) ||
+        __builtin_add_overflow(last, reach, &last)) {
+      return false;
+    }
+  }
+  return last < tensor.storage().nbytes() / tensor.itemsize();
 }
 
 // Returns why code that computes addresses from the sizes of a tensor alone must not get it; empty if it may.

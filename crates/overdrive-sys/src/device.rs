@@ -19,51 +19,42 @@ pub(crate) fn device_index(device: Device) -> i32 {
     }
 }
 
-/// The dtypes that autocast can cast to, with their `at::ScalarType`.
-const AUTOCAST_KINDS: [(Kind, i32); 4] = [
-    (Kind::Half, 5),
-    (Kind::Float, 6),
-    (Kind::Double, 7),
-    (Kind::BFloat16, 15),
-];
+macro_rules! kinds {
+    ($($kind:ident = $code:literal),* $(,)?) => {
+        /// The dtypes that tch has.
+        pub(crate) const KINDS: &[Kind] = &[$(Kind::$kind),*];
 
+        /// Returns the `at::ScalarType` of a dtype.
+        pub(crate) fn scalar_code(kind: Kind) -> i64 {
+            match kind {
+                $(Kind::$kind => $code),*
+            }
+        }
+    };
+}
+
+// 16 to 22 are quantized types and bit types, for which tch has no `Kind`.
+kinds! {
+    Uint8 = 0, Int8 = 1, Int16 = 2, Int = 3, Int64 = 4,
+    Half = 5, Float = 6, Double = 7,
+    ComplexHalf = 8, ComplexFloat = 9, ComplexDouble = 10,
+    Bool = 11, QInt8 = 12, QUInt8 = 13, QInt32 = 14, BFloat16 = 15,
+    Float8e5m2 = 23, Float8e4m3fn = 24, Float8e5m2fnuz = 25, Float8e4m3fnuz = 26,
+}
+
+/// The dtypes that autocast can cast to.
+const AUTOCAST_KINDS: [Kind; 4] = [Kind::Half, Kind::Float, Kind::Double, Kind::BFloat16];
+
+/// Returns the `at::ScalarType` of a dtype that autocast can cast to.
 pub(crate) fn scalar_type(kind: Kind) -> Option<i32> {
+    // The numbers are below 30.
     AUTOCAST_KINDS
-        .iter()
-        .find(|(k, _)| *k == kind)
-        .map(|(_, code)| *code)
+        .contains(&kind)
+        .then(|| scalar_code(kind) as i32)
 }
 
+/// Returns the dtype of an `at::ScalarType` that autocast can cast to.
 pub(crate) fn kind(scalar_type: i32) -> Option<Kind> {
-    AUTOCAST_KINDS
-        .iter()
-        .find(|(_, code)| *code == scalar_type)
-        .map(|(k, _)| *k)
-}
-
-/// Returns the `at::ScalarType` of any dtype.
-pub(crate) fn scalar_code(kind: Kind) -> i64 {
-    match kind {
-        Kind::Uint8 => 0,
-        Kind::Int8 => 1,
-        Kind::Int16 => 2,
-        Kind::Int => 3,
-        Kind::Int64 => 4,
-        Kind::Half => 5,
-        Kind::Float => 6,
-        Kind::Double => 7,
-        Kind::ComplexHalf => 8,
-        Kind::ComplexFloat => 9,
-        Kind::ComplexDouble => 10,
-        Kind::Bool => 11,
-        Kind::QInt8 => 12,
-        Kind::QUInt8 => 13,
-        Kind::QInt32 => 14,
-        Kind::BFloat16 => 15,
-        // 16 to 22 are quantized types and bit types, for which tch has no `Kind`.
-        Kind::Float8e5m2 => 23,
-        Kind::Float8e4m3fn => 24,
-        Kind::Float8e5m2fnuz => 25,
-        Kind::Float8e4m3fnuz => 26,
-    }
+    let mut kinds = AUTOCAST_KINDS.into_iter();
+    kinds.find(|kind| scalar_code(*kind) == i64::from(scalar_type))
 }

@@ -5,7 +5,6 @@
 //! calls itself. It costs about a microsecond per operator, and only on the threads that have a mode.
 
 use std::cell::RefCell;
-use std::ffi::c_void;
 use std::ptr;
 use std::rc::Rc;
 use std::sync::{Arc, Once};
@@ -14,7 +13,8 @@ use tch::Tensor;
 
 use crate::callback::{self, CallbackResult};
 use crate::error::{Result, check, take_string};
-use crate::ffi::{self, RawTensor};
+use crate::ffi;
+use crate::function::push_tensor;
 use crate::mode_stack::{Entered, ThreadMode, keep};
 
 /// An observer of the operators of a thread.
@@ -115,9 +115,9 @@ impl OperatorCall {
     /// [`crate::Error::OutOfMemory`].
     pub fn tensors(&self) -> Result<Vec<Tensor>> {
         let mut tensors: Vec<Tensor> = Vec::new();
-        // SAFETY: the call is alive; `push` is given the vector that it expects.
+        // SAFETY: the call is alive; `push_tensor` is given the vector that it expects.
         let status =
-            unsafe { ffi::od_dispatched_tensors(self.raw, (&raw mut tensors).cast(), push) };
+            unsafe { ffi::od_dispatched_tensors(self.raw, (&raw mut tensors).cast(), push_tensor) };
         check(status, "reading the tensors of a call")?;
         Ok(tensors)
     }
@@ -144,11 +144,6 @@ unsafe fn str_of<'a>(text: *const std::ffi::c_char, len: usize) -> &'a str {
     std::str::from_utf8(bytes).unwrap_or("(a name that is not UTF-8)")
 }
 
-unsafe extern "C" fn push(into: *mut c_void, owned: RawTensor) {
-    // SAFETY: `into` is the vector of the caller, the handle a new one.
-    unsafe { (*into.cast::<Vec<Tensor>>()).push(Tensor::from_ptr(owned.cast())) }
-}
-
 /// The stored results of a call. Using them as a replacement is an error if a tensor among them was
 /// changed in place since.
 #[derive(Debug)]
@@ -169,8 +164,9 @@ impl Results {
     /// [`crate::Error::OutOfMemory`].
     pub fn tensors(&self) -> Result<Vec<Tensor>> {
         let mut tensors: Vec<Tensor> = Vec::new();
-        // SAFETY: alive with `self`; `push` is given the vector that it expects.
-        let status = unsafe { ffi::od_results_tensors(self.raw, (&raw mut tensors).cast(), push) };
+        // SAFETY: alive with `self`; `push_tensor` is given the vector that it expects.
+        let status =
+            unsafe { ffi::od_results_tensors(self.raw, (&raw mut tensors).cast(), push_tensor) };
         check(status, "reading kept results")?;
         Ok(tensors)
     }

@@ -170,3 +170,12 @@ pub(crate) fn into_handle(tensor: Tensor) -> RawTensor {
     std::mem::forget(tensor);
     raw
 }
+
+/// Adds a tensor to a vector that C++ fills: the callback of functions that return any number of tensors.
+///
+/// # Safety
+/// `into` is a `Vec<Tensor>`, and `owned` a new `at::Tensor*`, which the vector owns from here on.
+pub(crate) unsafe extern "C" fn push_tensor(into: *mut c_void, owned: RawTensor) {
+    // SAFETY: the caller's promise.
+    unsafe { (*into.cast::<Vec<Tensor>>()).push(Tensor::from_ptr(owned.cast())) }
+}

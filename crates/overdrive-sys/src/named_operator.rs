@@ -12,7 +12,7 @@ use crate::callback::{self, CallbackError, CallbackResult};
 use crate::dispatch_mode;
 use crate::error::{Result, check};
 use crate::ffi::{self, RawTensor};
-use crate::function::{handle, into_handle};
+use crate::function::{handle, into_handle, push_tensor};
 
 /// The named operators.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -59,7 +59,7 @@ where
     };
     let mut results: Vec<Tensor> = Vec::new();
     // SAFETY: all pointers are to locals that outlive the call; `run` is of the type of `body`, and
-    // `take` of that of `results`.
+    // `push_tensor` of that of `results`.
     let status = unsafe {
         ffi::od_named_call(
             name.c_name().as_ptr(),
@@ -67,7 +67,7 @@ where
             inputs.len(),
             &raw const raw,
             (&raw mut results).cast(),
-            take,
+            push_tensor,
         )
     };
     check(status, &name.c_name().to_string_lossy())?;
@@ -94,9 +94,4 @@ where
         }
         Ok(())
     })
-}
-
-unsafe extern "C" fn take(into: *mut c_void, owned: RawTensor) {
-    // SAFETY: `into` is the vector of `call`, the handle a new one.
-    unsafe { (*into.cast::<Vec<Tensor>>()).push(Tensor::from_ptr(owned.cast())) }
 }

@@ -5,7 +5,7 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
-use crate::device::scalar_code;
+use crate::device::{KINDS, scalar_code};
 use crate::ffi;
 use crate::function::handle;
 
@@ -29,30 +29,6 @@ pub struct ScalarType {
     bytes: usize,
 }
 
-/// The dtypes that tch has.
-const KINDS: [Kind; 20] = [
-    Kind::Uint8,
-    Kind::Int8,
-    Kind::Int16,
-    Kind::Int,
-    Kind::Int64,
-    Kind::Half,
-    Kind::Float,
-    Kind::Double,
-    Kind::ComplexHalf,
-    Kind::ComplexFloat,
-    Kind::ComplexDouble,
-    Kind::Bool,
-    Kind::QInt8,
-    Kind::QUInt8,
-    Kind::QInt32,
-    Kind::BFloat16,
-    Kind::Float8e5m2,
-    Kind::Float8e4m3fn,
-    Kind::Float8e5m2fnuz,
-    Kind::Float8e4m3fnuz,
-];
-
 impl ScalarType {
     /// Returns the dtype of a tensor.
     pub fn of(tensor: &Tensor) -> Self {
@@ -65,7 +41,7 @@ impl ScalarType {
     /// Returns tch's name of the dtype; `None` if it has none.
     pub fn kind(self) -> Option<Kind> {
         let same = |kind: &Kind| scalar_code(*kind) == i64::from(self.code);
-        KINDS.into_iter().find(same)
+        KINDS.iter().copied().find(same)
     }
 
     /// Returns libtorch's number of the dtype, which operators take as an integer.

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 use super::ffi;
 use crate::error::{Error, Result, check, take_string};
 use crate::ffi::RawTensor;
-use crate::function::handle;
+use crate::function::{handle, push_tensor};
 
 /// An empty library called `libtorch.so`, on which compiled code depends; see build.rs.
 #[cfg(target_os = "linux")]
@@ -169,7 +169,7 @@ impl Package {
             shared = self.runs.read().unwrap_or_else(PoisonError::into_inner);
             let _ = &shared;
         }
-        // SAFETY: the package and the inputs are alive during the call, and `push` is of the type of
+        // SAFETY: the package and the inputs are alive during the call, and `push_tensor` is of the type of
         // `outputs`.
         let status = unsafe {
             ffi::od_package_run(
@@ -177,7 +177,7 @@ impl Package {
                 handles.as_ptr(),
                 handles.len(),
                 (&raw mut outputs).cast(),
-                push,
+                push_tensor,
             )
         };
         check(status, "running a compiled model")?;
@@ -337,9 +337,4 @@ where
         (name, Tensor::clone_from_ptr(tensor.cast_mut().cast()))
     };
     visitor.result = (visitor.visit)(name, &tensor);
-}
-
-unsafe extern "C" fn push(into: *mut c_void, owned: RawTensor) {
-    // SAFETY: `into` is the vector of `run`, the handle a new one.
-    unsafe { (*into.cast::<Vec<Tensor>>()).push(Tensor::from_ptr(owned.cast())) }
 }
