@@ -13,7 +13,7 @@ use std::path::{Path, PathBuf};
 use std::process::Command;
 
 use crate::failure::{Failure, Result};
-use crate::lock::Lock;
+use crate::lock;
 use crate::setup::{self, Request};
 use crate::{cargo, space, unpack};
 
@@ -37,7 +37,7 @@ pub(crate) fn dist(out: Option<&Path>, features: Option<&str>, archive: bool) ->
     fs::create_dir_all(parent).map_err(|error| failed("could not create", parent, &error))?;
     // Beside the folder and not in it, because the folder is replaced as a whole.
     let lock = parent.join(format!(".{}.lock", name(&target)));
-    let _lock = Lock::take(&lock, "making the same folder", |text| eprintln!("{text}"))?;
+    let _lock = lock::take(&lock, "making the same folder", |text| eprintln!("{text}"))?;
     for left in unpack::sweep(&target) {
         eprintln!("removed leftovers of an earlier run: {left}");
     }

@@ -11,7 +11,7 @@ use crate::dist::manifest::{Needs, commit};
 use crate::dist::program::{self, Program};
 use crate::dist::{Made, copy, failed, name, replaceable_by, target_of};
 use crate::failure::{Failure, Result};
-use crate::lock::Lock;
+use crate::lock;
 use crate::setup::{self, Request};
 use crate::{cargo, hash, space, torch, unpack};
 
@@ -48,7 +48,7 @@ pub(crate) fn gpu_bundle(out: Option<&Path>) -> Result<()> {
     let parent = target.parent().unwrap_or(&target);
     fs::create_dir_all(parent).map_err(|error| failed("could not create", parent, &error))?;
     let lock = parent.join(format!(".{}.lock", name(&target)));
-    let _lock = Lock::take(&lock, "making the same folder", |text| eprintln!("{text}"))?;
+    let _lock = lock::take(&lock, "making the same folder", |text| eprintln!("{text}"))?;
     for left in unpack::sweep(&target) {
         eprintln!("removed leftovers of an earlier run: {left}");
     }

@@ -14,7 +14,7 @@ use overdrive_build::Release;
 
 use crate::cargo;
 use crate::failure::{Failure, Result};
-use crate::lock::Lock;
+use crate::lock;
 
 /// The words of the command line without `--torch`.
 static ARGUMENTS: OnceLock<Vec<OsString>> = OnceLock::new();
@@ -187,7 +187,7 @@ pub(crate) fn prepare() -> Result<()> {
     fs::create_dir_all(&to).map_err(|error| Failure::io("could not create", &to, &error))?;
     let lock = folder(release).join("workspace.lock");
     let doing = "preparing the same workspace";
-    let _lock = Lock::take(&lock, doing, |text| eprintln!("{text}"))?;
+    let _lock = lock::take(&lock, doing, |text| eprintln!("{text}"))?;
     link_all(&from, &to)?;
     let locked = to.join("Cargo.lock");
     // The committed lock file that the other one was made from.

@@ -9,7 +9,7 @@ use overdrive_build::{Environment, Release};
 use super::search::cached;
 use super::{Found, install};
 use crate::failure::{Failure, Result};
-use crate::lock::Lock;
+use crate::lock;
 use crate::sources::{Platform, SourceError, archive, wheels};
 use crate::{space, unpack};
 
@@ -32,7 +32,7 @@ pub(super) fn fetch(
     // Set by the callback, which the lock calls only if it has to wait.
     let mut waited = false;
     let doing = "fetching libtorch into the same cache";
-    let _lock = Lock::take(&cache.join("setup.lock"), doing, |text| {
+    let _lock = lock::take(&cache.join("setup.lock"), doing, |text| {
         waited = true;
         eprintln!("{text}");
     })
