@@ -215,7 +215,7 @@ impl Function for Linear {
             Ok(vec![y])
         };
         // Selective checkpointing keeps results by the name of their operator.
-        let codes = weights.iter().map(|weight| weight.storage.tensors()[0]);
+        let codes = weights.iter().map(|weight| weight.storage.codes());
         let operands: Vec<&Tensor> = std::iter::once(x).chain(codes).collect();
         Ok(named_operator::call(NamedOperator::Mm, &operands, product)?)
     }

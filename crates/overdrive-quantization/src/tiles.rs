@@ -233,7 +233,7 @@ pub(crate) mod tests {
             let tiled = Tiled::new(&weight, as_on_a_gpu).unwrap().unwrap();
             assert_eq!(tiled.codes.numel() as i64, outputs * inputs / 8);
             let rows = tiled.rows(inputs).unwrap();
-            assert_eq!(rows.tensors()[0], weight.storage.tensors()[0]);
+            assert_eq!(rows.tensors()[0], weight.storage.codes());
         }
     }
 }

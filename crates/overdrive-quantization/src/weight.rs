@@ -117,7 +117,7 @@ impl QuantizedWeight {
 
     /// Returns the device of the codes and scales.
     pub fn device(&self) -> Device {
-        self.storage.tensors()[0].device()
+        self.storage.codes().device()
     }
 
     /// Returns the weight on `device`: a copy, or another handle if it is there already.
@@ -265,6 +265,17 @@ impl Storage {
                 },
             },
         })
+    }
+
+    /// Returns the codes.
+    pub(crate) fn codes(&self) -> &Tensor {
+        match self {
+            Storage::Int8 { codes, .. }
+            | Storage::Fp8 { codes, .. }
+            | Storage::Grouped { codes, .. }
+            | Storage::Blocks { codes, .. } => codes,
+            Storage::Tiled(tiled) => &tiled.codes,
+        }
     }
 
     /// Returns all tensors, the codes first.

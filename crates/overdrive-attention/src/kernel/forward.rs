@@ -169,7 +169,8 @@ pub(crate) fn forward<E: Accumulate>(
         let to = unsafe { shared.range_mut(index * sizes.split()..(index + 1) * sizes.split()) };
         let (rows, maxima, sums) = sizes.split_mut(to);
         // Copied out, because the next task of this thread takes over its workspace.
-        rows.copy_from_slice(work.rows);
+        let held = block.rows * sizes.value_width;
+        rows[..held].copy_from_slice(&work.rows[..held]);
         maxima.copy_from_slice(work.maxima);
         sums.copy_from_slice(work.sums);
     });
@@ -261,8 +262,12 @@ impl<'s, R: Real> Workspace<'s, R> {
         // Finite, because a row that has seen no key yet would compute inf - inf.
         self.maxima.fill(R::LOWEST);
         self.sums.fill(R::ZERO);
-        self.rows.fill(R::ZERO);
-        self.sums_by_column.fill(R::ZERO);
+        // Not all of the workspace, which would take as long as the attention of one token.
+        if self.few {
+            self.rows[..block.rows * self.value_width].fill(R::ZERO);
+        } else {
+            self.sums_by_column[..value_dim * block.lanes].fill(R::ZERO);
+        }
         let adjustment = block.adjustment();
         for (start, count) in block.key_blocks(from, to) {
             self.weigh_keys(block, (start, count));

@@ -89,7 +89,7 @@ fn dense_weights_out_of_tiles_are_those_out_of_rows() {
 fn tiles_are_left_for_files_and_other_devices() {
     let rows = weight("int4-g32", [16, 96]);
     let tiles = in_tiles(&rows);
-    let codes = |weight: &QuantizedWeight| weight.storage.tensors()[0].shallow_clone();
+    let codes = |weight: &QuantizedWeight| weight.storage.codes().shallow_clone();
     assert_ne!(codes(&tiles).kind(), Kind::Uint8);
     assert_eq!(codes(&tiles.in_rows().unwrap()), codes(&rows));
     // The codes take the same bytes, and there are no others; the scales are there in bf16 as well.

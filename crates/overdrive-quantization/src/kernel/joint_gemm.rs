@@ -70,7 +70,8 @@ pub(crate) fn joint_gemm<T: Element>(
     // At least a few chunks for each thread, so that one that starts late does not hold up the others.
     let chunk_bytes = most.min(bytes / (4 * overdrive_kernels::threads::workers()));
     let mut rest = ColumnsMut::new(y, columns);
-    let mut jobs = Vec::new();
+    // A chunk or two more than that for each weight.
+    let mut jobs = Vec::with_capacity(bytes / chunk_bytes.max(1) + 2 * gemms.len());
     for &(first, gemm, bias) in gemms {
         let outputs = gemm.outputs();
         let chunk = (chunk_bytes / gemm.row_bytes().max(1)).max(1);

@@ -7,11 +7,10 @@ use tch::{Device, Kind, Tensor};
 
 use super::coded_weight::{CodedWeight, Coding};
 use super::scales::{Floats, Magnitudes, Scales};
-use crate::codec::code_book::Book;
 use crate::codec::dynamic;
 use crate::tensors::{bytes, elements};
 use crate::weight::{self, Storage};
-use crate::{Activations, Error, QuantizedWeight, Result, Scheme};
+use crate::{Activations, Error, QuantizedWeight, Result};
 
 /// Returns the slices of a weight; `None` for weights of another storage, or not on the CPU.
 ///
@@ -35,8 +34,8 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
             offsets,
             order,
         } => {
-            let nibbles = 2 * codes.numel() == outputs * inputs;
-            let coding = match (nibbles, codes.kind(), offsets) {
+            let (kind, codes) = (codes.kind(), bytes(codes)?);
+            let coding = match (2 * codes.len() == outputs * inputs, kind, offsets) {
                 (true, _, None) => Coding::integers(8),
                 (true, _, Some(_)) => Coding::integers(0),
                 (false, Kind::Int8, _) => Coding::Signed,
@@ -44,15 +43,18 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
             };
             // At least 1: a damaged shape must not divide by zero.
             let groups = scales.size().get(1).map_or(1, |n| size(*n)).max(1);
-            let block = inputs / groups;
+            let of_groups = |floats| Scales {
+                magnitudes: Magnitudes::Full(floats),
+                block: inputs / groups,
+            };
             CodedWeight {
-                codes: bytes(codes)?,
+                codes,
                 coding,
                 outputs,
                 inputs,
-                scales: of_groups(scales, block)?,
+                scales: of_groups(floats(scales)?),
                 offsets: match offsets {
-                    Some(offsets) => Some(of_groups(offsets, block)?),
+                    Some(offsets) => Some(of_groups(floats(offsets)?)),
                     None => None,
                 },
                 order: match order {
@@ -63,11 +65,7 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
             }
         }
         Storage::Blocks { codes, magnitudes } => {
-            let (book, block) = match weight.scheme {
-                Scheme::Fp4(options) => (Book::Fp4, options.block_size),
-                Scheme::Nf4(options) => (Book::Nf4, options.block_size),
-                _ => return Ok(None),
-            };
+            let (book, options) = weight.scheme.blocks()?;
             CodedWeight {
                 codes: bytes(codes)?,
                 coding: Coding::book(*book.numbers()),
@@ -75,7 +73,7 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
                 inputs,
                 scales: Scales {
                     magnitudes: of_blocks(magnitudes)?,
-                    block,
+                    block: options.block_size,
                 },
                 offsets: None,
                 order: None,
@@ -102,13 +100,6 @@ pub(crate) fn floats(tensor: &Tensor) -> Result<Floats<'_>> {
     Ok(match tensor.kind() {
         Kind::Half => Floats::F16(elements(tensor)?),
         _ => Floats::F32(elements(tensor)?),
-    })
-}
-
-fn of_groups(tensor: &Tensor, block: usize) -> Result<Scales<'_>> {
-    Ok(Scales {
-        magnitudes: Magnitudes::Full(floats(tensor)?),
-        block,
     })
 }
 
