@@ -5,7 +5,7 @@
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
-use std::sync::{Mutex, PoisonError};
+use std::sync::{Mutex, MutexGuard, PoisonError};
 
 use overdrive_sys::threads::{intra_op, parallel_for};
 
@@ -34,19 +34,53 @@ pub fn chunk_len(len: usize, grain: usize) -> usize {
     len.div_ceil(threads).max(1)
 }
 
-/// Runs `run` once with each job, several at a time: neighbouring jobs on the same thread.
+/// Runs `run` once with each job, several at a time. Each thread takes neighbouring jobs in order, and then those that
+/// the others have not begun: memory is read as a stream, and a slow thread does not hold up all.
 pub fn run_jobs<J: Send>(jobs: impl Iterator<Item = J>, run: impl Fn(J) + Sync) {
     // A job is taken out of a mutex that nobody else asks for, which costs some nanoseconds.
-    // `parallel_for` hands out ranges of indices, so that jobs have to be reachable by index.
     let jobs: Vec<Mutex<Option<J>>> = jobs.map(|job| Mutex::new(Some(job))).collect();
-    parallel_for(jobs.len(), 1, |range| {
-        for slot in &jobs[range] {
-            let job = slot.lock().unwrap_or_else(PoisonError::into_inner).take();
-            if let Some(job) = job {
-                run(job);
+    run_numbers(jobs.len(), |index| {
+        let job = locked(&jobs[index]).take();
+        if let Some(job) = job {
+            run(job);
+        }
+    });
+}
+
+/// Runs `run` with the numbers `0..count` as [`run_jobs`] does.
+fn run_numbers(count: usize, run: impl Fn(usize) + Sync) {
+    let threads = intra_op().min(count);
+    if threads <= 1 {
+        return (0..count).for_each(run);
+    }
+    let share = |thread: usize| thread * count / threads..(thread + 1) * count / threads;
+    let shares: Vec<Mutex<Range<usize>>> = (0..threads).map(|t| Mutex::new(share(t))).collect();
+    parallel_for(threads, 1, |own| {
+        for own in own {
+            while let Some(index) = next(&shares[own], Range::next) {
+                run(index);
+            }
+            // From the end, since their threads go on from the beginning.
+            for other in (0..threads).map(|distance| (own + distance) % threads) {
+                while let Some(index) = next(&shares[other], Range::next_back) {
+                    run(index);
+                }
             }
         }
     });
+}
+
+/// Takes a number of a share.
+// A function, so that the lock is free again while the number is worked on.
+fn next(
+    share: &Mutex<Range<usize>>,
+    take: impl Fn(&mut Range<usize>) -> Option<usize>,
+) -> Option<usize> {
+    take(&mut locked(share))
+}
+
+fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
+    mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
 /// Calls `body` with the index of each chunk of `chunk` elements and the chunk, the last of which may be shorter.
@@ -59,8 +93,8 @@ pub fn parallel_chunks_mut<T: Send>(
     run_jobs(jobs, |(index, chunk)| body(index, chunk));
 }
 
-/// Calls `body` with ranges of `chunk` of `0..len` (the last may be shorter), which threads take one after another
-/// as they become free. On this thread alone unless `parallel`.
+/// Calls `body` with ranges of `chunk` of `0..len` (the last may be shorter), which threads take as the jobs of
+/// [`run_jobs`]. On this thread alone unless `parallel`.
 pub fn parallel_ranges(
     len: usize,
     chunk: usize,
@@ -70,42 +104,15 @@ pub fn parallel_ranges(
     let chunk = chunk.max(1);
     let count = len.div_ceil(chunk);
     let run = |index: usize| body(index * chunk..((index + 1) * chunk).min(len));
-    if !parallel || count <= 1 {
-        return (0..count).for_each(run);
+    if parallel {
+        run_numbers(count, run);
+    } else {
+        (0..count).for_each(run);
     }
-    // One contiguous range a thread would end when the slowest thread does; memory bandwidth is not shared evenly.
-    let queue = Queue::new(count);
-    // One index a thread, which then takes from the queue until it is empty.
-    parallel_for(intra_op().min(count), 1, |_| queue.drain(run));
-}
-
-/// Runs `run` once with each job, which threads take in order as they become free. On this thread alone unless
-/// `parallel`.
-pub fn run_queue<J: Send>(
-    jobs: impl ExactSizeIterator<Item = J>,
-    parallel: bool,
-    run: impl Fn(J) + Sync,
-) {
-    if !parallel || jobs.len() <= 1 {
-        return jobs.for_each(run);
-    }
-    let jobs: Vec<Mutex<Option<J>>> = jobs.map(|job| Mutex::new(Some(job))).collect();
-    let queue = Queue::new(jobs.len());
-    parallel_for(intra_op().min(jobs.len()), 1, |_| {
-        queue.drain(|index| {
-            let job = jobs[index]
-                .lock()
-                .unwrap_or_else(PoisonError::into_inner)
-                .take();
-            if let Some(job) = job {
-                run(job);
-            }
-        });
-    });
 }
 
 /// Calls `body` with the columns of `matrix (…, width)`, `chunk` at a time (the last may be fewer), which threads
-/// take one after another as they become free. On this thread alone unless `parallel`.
+/// take as the jobs of [`run_jobs`]. On this thread alone unless `parallel`.
 #[allow(unsafe_code, reason = "threads that write disjoint columns")]
 pub fn parallel_columns<T: Copy + Send>(
     matrix: &mut [T],

@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use overdrive_kernels::threads::run_queue;
+use overdrive_kernels::threads::run_jobs;
 use overdrive_kernels::{
     ColumnsMut, Element, InstructionSet, each_vector, load, store, vectorized,
 };
@@ -67,7 +67,8 @@ pub(crate) fn joint_gemm<T: Element>(
     } else {
         CHUNK_BYTES
     };
-    // At least a few chunks for each thread, so that one that starts late does not hold up the others.
+    // At least a few chunks for each thread, so that one that starts late does not hold up the others. Many small ones
+    // take longer: each begins with scales that nobody has asked for yet.
     let chunk_bytes = most.min(bytes / (4 * overdrive_kernels::threads::workers()));
     let mut rest = ColumnsMut::new(y, columns);
     // A chunk or two more than that for each weight.
@@ -90,9 +91,14 @@ pub(crate) fn joint_gemm<T: Element>(
             jobs.push((gemm, outputs, block));
         }
     }
-    run_queue(jobs.into_iter(), parallel, |(gemm, outputs, mut block)| {
-        gemm.run(outputs, &mut block)
-    });
+    let run = |(gemm, outputs, mut block): (&dyn Gemm, Range<usize>, Block<'_, T>)| {
+        gemm.run(outputs, &mut block);
+    };
+    if parallel {
+        run_jobs(jobs.into_iter(), run);
+    } else {
+        jobs.into_iter().for_each(run);
+    }
 }
 
 /// The columns of some outputs.

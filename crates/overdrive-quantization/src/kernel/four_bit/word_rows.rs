@@ -1,6 +1,6 @@
 //! Rows of activations as words of up to 16 bits, in the order in which codes are unpacked.
 
-use overdrive_kernels::threads::run_queue;
+use overdrive_kernels::threads::run_jobs;
 use overdrive_kernels::{ColumnsMut, InstructionSet, Kernel, LANES, Simd, WORDS};
 
 use super::aligned::AlignedVec;
@@ -139,7 +139,11 @@ impl WordRows {
                 sums: sums.next(),
             });
         }
-        run_queue(jobs.into_iter(), x.len() >= PARALLEL, |job| set.run(job));
+        if x.len() >= PARALLEL {
+            run_jobs(jobs.into_iter(), |job| set.run(job));
+        } else {
+            jobs.into_iter().for_each(|job| set.run(job));
+        }
         all
     }
 }
