@@ -11,10 +11,11 @@ use tokenizers::Tokenizer;
 
 use super::model::{EngineModel, RaggedStep, StepAdapters};
 use super::request::{Completion, Event, Outcome, Request, RequestId, RequestLimits};
-use super::sample::{RequestContext, Sample, SampledToken};
+use super::sample::{RequestContext, Sample};
 use super::scheduler::{Arrival, Chunk, Limits, ScheduledSequence, Scheduler};
 use super::statistics::{EngineStatistics, LatencyWindow};
 use super::step_logits::{SequenceLogits, StepLogits};
+use crate::rows::ChosenToken;
 use crate::{EngineConfig, Error, FinishReason, Result};
 
 /// An inference engine that continues many prompts at once and keeps the batch full: requests join and
@@ -166,7 +167,7 @@ impl<M: EngineModel> Engine<M> {
         let adapter = self.limits.adapter(&request)?;
         let shared = RequestContext {
             request: id,
-            config: Arc::new(request.config),
+            config: request.config,
             prompt: &request.prompt,
             limit,
             // Without a seed of its own each request draws other numbers; the samples of one request
@@ -558,7 +559,7 @@ impl<M: EngineModel> Engine<M> {
         Ok(has_ended)
     }
 
-    fn push_token(&mut self, (request, sample): (RequestId, usize), chosen: SampledToken) {
+    fn push_token(&mut self, (request, sample): (RequestId, usize), chosen: ChosenToken) {
         self.counts.generated_tokens += 1;
         self.events.push(Event::Token {
             request,
