@@ -44,9 +44,9 @@ impl<'a> EncoderDecoder<'a> {
                 _ => most.min(MOST_RESERVED) + 1,
             };
             let rows = prompts.len() * copies;
-            Memory::Cache(cache::plain(
+            Memory::Cache(cache::build(
                 config,
-                &cache_shape(model),
+                cache_shape(model),
                 DecoderSize { rows, positions },
             )?)
         } else {

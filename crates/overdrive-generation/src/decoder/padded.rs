@@ -73,7 +73,7 @@ impl<'a> Padded<'a> {
         let pad = config.pad(model.config().vocab_size());
         let prompts = PaddedPrompts::new(prompts, pad, context, model.device())?;
         let memory = if config.use_cache {
-            Memory::Cache(cache::build(config, model, size)?)
+            Memory::Cache(cache::build(config, cache::shape(config, model), size)?)
         } else {
             Memory::Tokens(prompts.ids.shallow_clone())
         };
