@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
@@ -138,6 +139,30 @@ pub struct Completion {
 /// The outcome of a request: its completions in the order of their numbers, or the error with which it
 /// failed.
 pub type Outcome = (RequestId, Result<Vec<Completion>>);
+
+/// The completions of a request so far, by the numbers of their samples.
+#[derive(Debug, Default)]
+pub(crate) struct Completions(BTreeMap<usize, Completion>);
+
+impl Completions {
+    /// Takes an event of the request; returns the completions, in the order of their numbers, or the error if it is
+    /// the last event.
+    pub(crate) fn take(&mut self, event: Event) -> Option<Result<Vec<Completion>>> {
+        match event {
+            Event::Token { .. } => None,
+            Event::Finished {
+                sample,
+                completion,
+                is_last,
+                ..
+            } => {
+                self.0.insert(sample, completion);
+                is_last.then(|| Ok(std::mem::take(&mut self.0).into_values().collect()))
+            }
+            Event::Failed { error, .. } => Some(Err(error)),
+        }
+    }
+}
 
 /// The limits of a request.
 #[derive(Debug, Clone)]
