@@ -122,20 +122,25 @@ pub(crate) struct Row<'a> {
     pub(crate) finished: Option<FinishReason>,
 }
 
-/// Returns the length at which a row of a prompt of `prompt` tokens ends, and the reason.
-pub(crate) fn limit<M: GenerationModel + ?Sized>(
-    model: &M,
+/// Returns the length at which a row of a prompt of `prompt` tokens ends, and the reason, if there is `room` for so many
+/// tokens.
+pub(crate) fn limit(
     config: &GenerationConfig,
     prompt: usize,
+    room: usize,
 ) -> (usize, FinishReason) {
-    // After the last of n positions the model still gives logits, so that n + 1 tokens are possible.
-    let room = model.max_positions(config).saturating_add(1);
     let length = prompt.saturating_add(config.new_tokens(prompt));
     if length > room {
         (room, FinishReason::ContextFull)
     } else {
         (length, FinishReason::Length)
     }
+}
+
+/// Returns the number of tokens of a row for which the model has room.
+pub(crate) fn room<M: GenerationModel + ?Sized>(model: &M, config: &GenerationConfig) -> usize {
+    // After the last of n positions the model still gives logits, so that n + 1 tokens are possible.
+    model.max_positions(config).saturating_add(1)
 }
 
 impl Row<'_> {
@@ -275,7 +280,7 @@ impl<'a> Rows<'a> {
                         Sampler::new(&config, own, copy)?
                     }
                 };
-                let limit = limit(model, config, prompt.len());
+                let limit = limit(config, prompt.len(), room(model, config));
                 let constraint = options.constraints.get(index);
                 rows.push(Row {
                     number,
