@@ -32,20 +32,22 @@ pub enum Cache {
 }
 
 impl CacheFlags {
-    /// Writes the flags into `config`.
+    /// Writes the flags that were given into `config`.
     pub fn apply(&self, config: &mut GenerationConfig) {
-        config.use_cache = !matches!(self.cache, Some(Cache::None));
-        let name = match self.cache {
-            Some(Cache::Growing) => Some("dynamic"),
-            Some(Cache::Static) => Some("static"),
-            Some(Cache::Sliding) => Some("sliding_window"),
-            Some(Cache::Int8) => Some("int8"),
-            Some(Cache::Int4) => Some("int4"),
-            Some(Cache::Paged) => Some("paged"),
-            Some(Cache::None) | None => None,
-        };
-        if let Some(name) = name {
-            config.cache_implementation = Some(name.to_owned());
+        if let Some(kind) = self.cache {
+            let name = match kind {
+                Cache::Growing => Some("dynamic"),
+                Cache::Static => Some("static"),
+                Cache::Sliding => Some("sliding_window"),
+                Cache::Int8 => Some("int8"),
+                Cache::Int4 => Some("int4"),
+                Cache::Paged => Some("paged"),
+                Cache::None => None,
+            };
+            config.use_cache = name.is_some();
+            if let Some(name) = name {
+                config.cache_implementation = Some(name.to_owned());
+            }
         }
         let cache = &mut config.cache_config;
         cache.window_length = self.window.or(cache.window_length);

@@ -1,75 +1,60 @@
 //! The caches by the names of `cache_implementation`.
 
-use overdrive_kv_cache::{
-    DynamicCache, KvCache, QuantizedCache, QuantizedCacheConfig, SlidingCache, SlidingCacheConfig,
-    StaticCache, StaticCacheConfig,
-};
+use overdrive_kv_cache::CacheImplementation::{self, Int4, Int8, Sliding};
+use overdrive_kv_cache::{CacheShape, KvCache, SlidingCache};
 use overdrive_transformer::{CausalLm, ModelConfig, RopeScaling};
 
 use crate::decoder::DecoderSize;
-use crate::engine::{CacheShape, EngineModel};
 use crate::{GenerationConfig, Result};
 
-/// Builds the cache that `config` asks for, with one tensor for all rows.
+/// Builds the cache that `config` asks for, with one tensor for all rows; `shape` is that of the model.
 pub(crate) fn build(
     config: &GenerationConfig,
-    model: &CausalLm,
+    shape: CacheShape,
     size: DecoderSize,
 ) -> Result<Box<dyn KvCache>> {
-    if config.cache_implementation.as_deref() != Some("sliding_window") {
-        return plain(config, &model.cache_shape()?, size);
-    }
-    let sliding = sliding(config, model);
-    if sliding.windows.iter().all(Option::is_none) {
+    let settings = &config.cache_config;
+    let named = match &config.cache_implementation {
+        Some(name) => name.parse()?,
+        None => CacheImplementation::default(),
+    };
+    let kind = match (named, settings.nbits) {
+        // `nbits` wins over the name.
+        (Int8 | Int4, Some(4)) => Int4,
+        (Int8 | Int4, Some(_)) => Int8,
+        (named, _) => named,
+    };
+    let has_window = shape.window.is_some() || shape.windows.iter().any(Option::is_some);
+    if kind == Sliding && !has_window {
         let expected = "another cache, or have a `cache_config` with a window_length: no layer of this model has a \
                         window of its own";
         let (key, found) = ("cache_implementation", "\"sliding_window\"");
         return Err(overdrive_core::Error::option(key, found, expected).into());
     }
-    Ok(Box::new(SlidingCache::new(SlidingCacheConfig {
-        initial_capacity: size.positions as i64,
-        ..sliding
-    })?))
+    Ok(kind.build(&CacheShape {
+        batch: size.rows as i64,
+        max_len: Some(size.positions as i64),
+        group_size: settings.q_group_size,
+        residual_length: settings.residual_length,
+        ..shape
+    })?)
 }
 
-/// Builds a cache that keeps all tokens.
-pub(crate) fn plain(
-    config: &GenerationConfig,
-    shape: &CacheShape,
-    size: DecoderSize,
-) -> Result<Box<dyn KvCache>> {
-    let layers = shape.layers;
-    let (rows, positions) = (size.rows as i64, size.positions as i64);
-    let name = config.cache_implementation.as_deref().unwrap_or("dynamic");
-    Ok(match name {
-        "static" => Box::new(StaticCache::new(StaticCacheConfig {
-            layers,
-            batch: rows,
-            max_len: positions,
-            kv_heads: shape.kv_heads,
-            head_dim: shape.head_dim,
-            value_dim: None,
-            kind: shape.kind,
-            device: shape.device,
-        })?),
-        "quantized" | "int8" | "int4" => {
-            let four = config
-                .cache_config
-                .nbits
-                .map_or(name != "int8", |bits| bits == 4);
-            let bits = if four {
-                QuantizedCacheConfig::int4(layers)
-            } else {
-                QuantizedCacheConfig::int8(layers)
-            };
-            Box::new(QuantizedCache::new(QuantizedCacheConfig {
-                group_size: config.cache_config.q_group_size,
-                residual_length: config.cache_config.residual_length,
-                ..bits
-            })?)
-        }
-        _ => Box::new(DynamicCache::with_capacity(layers, positions)),
-    })
+/// Returns the shape of the cache of a decoder, with what a sliding cache keeps.
+pub(crate) fn shape(config: &GenerationConfig, model: &CausalLm) -> CacheShape {
+    let settings = &config.cache_config;
+    CacheShape {
+        windows: model.layer_windows(),
+        kv_heads: model.config().num_key_value_heads(),
+        head_dim: model.config().head_dim(),
+        kind: model.kind(),
+        device: model.device(),
+        window: settings.window_length,
+        sinks: settings.num_sink_tokens,
+        slack: most_proposed(config) as i64,
+        inverse_frequencies: frequencies(model),
+        ..CacheShape::default()
+    }
 }
 
 /// Returns the largest number of positions of a sequence: the model's context, or no limit if the cache
@@ -77,7 +62,11 @@ pub(crate) fn plain(
 pub(crate) fn context(model: &CausalLm, config: &GenerationConfig) -> usize {
     let context = model.config().max_position_embeddings();
     let span = slides(config)
-        .then(|| SlidingCache::new(sliding(config, model)).ok()?.span())
+        .then(|| {
+            SlidingCache::new(shape(config, model).sliding())
+                .ok()?
+                .span()
+        })
         .flatten();
     match span {
         // Half of the largest number: lengths are added to it.
@@ -96,21 +85,6 @@ pub(crate) fn slides(config: &GenerationConfig) -> bool {
 pub(crate) fn most_proposed(config: &GenerationConfig) -> usize {
     let lookup = config.prompt_lookup_num_tokens.unwrap_or(0);
     lookup.max(config.num_assistant_tokens.saturating_mul(2))
-}
-
-fn sliding(config: &GenerationConfig, model: &CausalLm) -> SlidingCacheConfig {
-    let settings = &config.cache_config;
-    let windows = model.layer_windows();
-    SlidingCacheConfig {
-        windows: windows
-            .into_iter()
-            .map(|window| window.or(settings.window_length))
-            .collect(),
-        sinks: settings.num_sink_tokens,
-        slack: most_proposed(config) as i64,
-        inverse_frequencies: frequencies(model),
-        ..SlidingCacheConfig::default()
-    }
 }
 
 /// Returns the rotary frequencies, if all layers share them and they do not change with the length.

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
+use crate::engine::Completions;
 use crate::{
     ChatTemplate, ChatTemplateOptions, Completion, Engine, EngineConfig, EngineModel, Error, Event,
     GenerationConfig, Message, Request, RequestId, Result,
@@ -125,7 +126,7 @@ pub fn chat_batch_with<M: EngineModel>(
         };
         match submit() {
             Ok((id, prompt_tokens)) => {
-                let completions = BTreeMap::new();
+                let completions = Completions::default();
                 requests.insert(
                     id,
                     Pending {
@@ -157,11 +158,11 @@ pub fn chat_batch_with<M: EngineModel>(
     Ok(())
 }
 
-/// The conversation of a request, and its samples that have ended, by their numbers.
+/// The conversation of a request, and its completions.
 struct Pending {
     index: usize,
     prompt_tokens: usize,
-    completions: BTreeMap<usize, Completion>,
+    completions: Completions,
 }
 
 /// Moves the answer of a request that has ended to those that wait.
@@ -170,29 +171,23 @@ fn take(
     requests: &mut HashMap<RequestId, Pending>,
     waiting: &mut BTreeMap<usize, Result<Answer>>,
 ) {
-    let (id, is_last) = (event.request(), event.is_last());
-    let failed = match event {
-        Event::Token { .. } => None,
-        Event::Failed { error, .. } => Some(error),
-        Event::Finished {
-            sample, completion, ..
-        } => {
-            if let Some(pending) = requests.get_mut(&id) {
-                pending.completions.insert(sample, completion);
-            }
-            None
-        }
+    let id = event.request();
+    let Some(pending) = requests.get_mut(&id) else {
+        return;
     };
-    if is_last && let Some(pending) = requests.remove(&id) {
-        let completions: Vec<_> = pending.completions.into_values().collect();
-        let text = completions.first().and_then(|first| first.text.clone());
-        let answer = Answer {
-            text: text.unwrap_or_default(),
-            prompt_tokens: pending.prompt_tokens,
-            completions,
-        };
-        waiting.insert(pending.index, failed.map_or(Ok(answer), Err));
-    }
+    let Some(outcome) = pending.completions.take(event) else {
+        return;
+    };
+    let answer = outcome.map(|completions| Answer {
+        text: completions
+            .first()
+            .and_then(|first| first.text.clone())
+            .unwrap_or_default(),
+        prompt_tokens: pending.prompt_tokens,
+        completions,
+    });
+    waiting.insert(pending.index, answer);
+    requests.remove(&id);
 }
 
 /// Reads a conversation from JSON: a list of messages, or an object with one under `messages`,

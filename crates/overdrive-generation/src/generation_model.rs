@@ -1,10 +1,10 @@
 use std::borrow::Cow;
 
+use overdrive_kv_cache::CacheShape;
 use overdrive_transformer::{CausalLm, Seq2SeqLm};
 use tch::Tensor;
 
 use crate::decoder::{Decoder, EncoderDecoder};
-use crate::engine::CacheShape;
 use crate::prompts::check;
 use crate::{GenerationConfig, Result, cache};
 
@@ -150,10 +150,11 @@ impl GenerationModel for Seq2SeqLm {
 /// Returns the shape of the cache of a decoder's own tokens.
 pub(crate) fn cache_shape(model: &Seq2SeqLm) -> CacheShape {
     CacheShape {
-        layers: model.num_layers(),
+        windows: vec![None; model.num_layers()],
         kv_heads: model.config().decoder_attention_heads(),
         head_dim: model.config().decoder_head_dim(),
         kind: model.kind(),
         device: model.device(),
+        ..CacheShape::default()
     }
 }

@@ -65,6 +65,7 @@ mod generation_model;
 mod gguf;
 mod logprobs;
 mod model_files;
+mod optional_file;
 mod output;
 mod processors;
 mod prompts;

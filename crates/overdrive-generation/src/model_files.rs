@@ -7,7 +7,8 @@ use overdrive_transformer::{Seq2SeqConfig, generation_config_from_gguf};
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
-use crate::chat_template::{SPECIAL_TOKENS, special_token, templates_of_gguf};
+use crate::chat_template::{SPECIAL_TOKENS, special_token, templates_of_gguf, token_text};
+use crate::optional_file::read_object;
 use crate::{ChatTemplate, GenerationConfig, Result, tokenizer_from_gguf};
 
 /// The tokenizer, chat template and generation settings that come with a model: the files of a Hugging Face folder,
@@ -73,15 +74,9 @@ impl ModelFiles {
         let Source::Folder(folder) = &self.source else {
             return Ok(false);
         };
-        let path = folder.join("config.json");
-        let text = match std::fs::read_to_string(&path) {
-            Ok(text) => text,
-            Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
-            Err(error) => return Err(Common::io("read", path)(error).into()),
-        };
-        let config: Value = serde_json::from_str(&text).map_err(Common::parse("JSON", path))?;
-        let name = config["model_type"].as_str().unwrap_or_default();
-        Ok(Seq2SeqConfig::is_model_type(name))
+        let config = read_object(&folder.join("config.json"))?.unwrap_or_default();
+        let name = config.get("model_type").and_then(Value::as_str);
+        Ok(Seq2SeqConfig::is_model_type(name.unwrap_or_default()))
     }
 
     /// Returns the chat template.
@@ -134,7 +129,13 @@ impl ModelFiles {
     /// An error if a file cannot be read, or a value is of another type.
     pub fn special_token(&self, name: &str) -> Result<Option<String>> {
         match &self.source {
-            Source::Folder(folder) => token_of_folder(folder, name),
+            Source::Folder(folder) => {
+                let config = read_object(&folder.join("tokenizer_config.json"))?;
+                let token = config
+                    .as_ref()
+                    .and_then(|config| token_text(config.get(name)?));
+                Ok(token.map(str::to_owned))
+            }
             Source::Gguf(file) => special_token(file, name),
         }
     }
@@ -153,20 +154,6 @@ impl ModelFiles {
         }
         Ok(())
     }
-}
-
-fn token_of_folder(folder: &Path, name: &str) -> Result<Option<String>> {
-    let path = folder.join("tokenizer_config.json");
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(Common::io("read", path)(error).into()),
-    };
-    let config: Value = serde_json::from_str(&text).map_err(Common::parse("JSON", path))?;
-    // Older files hold an object with the text in `content`.
-    let token = &config[name];
-    let text = token.as_str().or_else(|| token["content"].as_str());
-    Ok(text.map(str::to_owned))
 }
 
 /// Writes the tokenizer of a GGUF file as transformers reads it.

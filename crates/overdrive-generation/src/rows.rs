@@ -16,28 +16,119 @@ use crate::{
 /// The callback of each new token.
 pub(crate) type OnToken<'a> = dyn FnMut(GeneratedToken<'_>) -> ControlFlow<()> + 'a;
 
-/// A row of the output and its state.
-pub(crate) struct Row<'a> {
-    number: usize,
-    pub(crate) ids: Vec<i64>,
+/// The state of a row beside its tokens: what chooses the next one, and decides whether the row ends with it.
+#[derive(Debug)]
+pub(crate) struct RowState<'t> {
+    /// The number of tokens of the prompt.
     pub(crate) prompt: usize,
     /// The length at which the row ends, and the reason.
     pub(crate) limit: (usize, FinishReason),
     pub(crate) sampler: Sampler,
-    constraint: Option<MaskedConstraint>,
-    text: Option<RowText<'a>>,
-    logprobs: Vec<TokenLogprobs>,
+    pub(crate) constraint: Option<MaskedConstraint>,
+    pub(crate) text: Option<RowText<'t>>,
+    pub(crate) logprobs: Vec<TokenLogprobs>,
+}
+
+/// A token that a row has taken.
+#[derive(Debug)]
+pub(crate) struct ChosenToken {
+    pub(crate) id: i64,
+    /// The text that is certain with it.
+    pub(crate) text: String,
+    pub(crate) logprobs: Option<TokenLogprobs>,
+    /// The reason if the row ends with it.
     pub(crate) finished: Option<FinishReason>,
 }
 
-/// Returns the length at which a row of a prompt of `prompt` tokens ends, and the reason.
-pub(crate) fn limit<M: GenerationModel + ?Sized>(
-    model: &M,
+impl RowState<'_> {
+    /// Returns the plan to choose the token after `ids` on a device, from row `source` of the logits.
+    pub(crate) fn plan(
+        &mut self,
+        source: usize,
+        vocabulary: usize,
+        ids: &[i64],
+    ) -> Result<RowPlan> {
+        let allowed = allowed(&mut self.constraint)?;
+        let history = (ids, ids.len() - self.prompt);
+        Ok(self.sampler.plan(source, vocabulary, history, allowed))
+    }
+
+    /// Chooses the token after `ids`, prompt included, from its logits.
+    pub(crate) fn choose(&mut self, logits: RowLogits<'_>, ids: &[i64]) -> Result<Choice> {
+        let new = ids.len() - self.prompt;
+        match logits {
+            RowLogits::Host(scores) => {
+                let allowed = allowed(&mut self.constraint)?;
+                self.sampler.choose(scores, ids, new, allowed)
+            }
+            // The plan holds the allowed tokens.
+            RowLogits::Device(step, row) => self.sampler.choose_on(step, row, (ids, new)),
+        }
+    }
+
+    /// Verifies a token that was proposed to follow `ids` against its logits, which are changed; returns the token to
+    /// take, and `true` if it is the proposed one.
+    pub(crate) fn verify(
+        &mut self,
+        scores: &mut [f32],
+        ids: &[i64],
+        token: i64,
+        proposal: Option<&Candidates>,
+    ) -> Result<(Choice, bool)> {
+        let new = ids.len() - self.prompt;
+        let allowed = allowed(&mut self.constraint)?;
+        self.sampler.prepare(scores, ids, new, allowed)?;
+        self.sampler.verify(scores, new, token, proposal)
+    }
+
+    /// Records a chosen token, with which the row has `length` tokens, and checks whether the row ends with it, as it
+    /// does if its time is over (`is_late`).
+    pub(crate) fn push(
+        &mut self,
+        choice: Choice,
+        length: usize,
+        is_late: bool,
+    ) -> Result<ChosenToken> {
+        let (id, config) = (choice.id, self.sampler.config());
+        let mut finished = end_after(id, length, self.limit, config, &mut self.constraint)?;
+        if is_late {
+            finished.get_or_insert(FinishReason::TimeLimit);
+        }
+        let mut text = String::new();
+        if let Some(stream) = &mut self.text {
+            // After the other reasons: a last token releases the text that is held back, and a stop
+            // string in it wins.
+            let (piece, stop) = stream.push(id, finished)?;
+            text = piece;
+            if let Some(number) = stop {
+                finished = Some(FinishReason::StopString { number });
+            }
+        }
+        self.logprobs.extend(choice.logprobs.clone());
+        Ok(ChosenToken {
+            id,
+            text,
+            logprobs: choice.logprobs,
+            finished,
+        })
+    }
+}
+
+/// A row of the output.
+pub(crate) struct Row<'a> {
+    number: usize,
+    pub(crate) ids: Vec<i64>,
+    pub(crate) state: RowState<'a>,
+    pub(crate) finished: Option<FinishReason>,
+}
+
+/// Returns the length at which a row of a prompt of `prompt` tokens ends, and the reason, if there is `room` for so many
+/// tokens.
+pub(crate) fn limit(
     config: &GenerationConfig,
     prompt: usize,
+    room: usize,
 ) -> (usize, FinishReason) {
-    // After the last of n positions the model still gives logits, so that n + 1 tokens are possible.
-    let room = model.max_positions(config).saturating_add(1);
     let length = prompt.saturating_add(config.new_tokens(prompt));
     if length > room {
         (room, FinishReason::ContextFull)
@@ -46,71 +137,28 @@ pub(crate) fn limit<M: GenerationModel + ?Sized>(
     }
 }
 
+/// Returns the number of tokens of a row for which the model has room.
+pub(crate) fn room<M: GenerationModel + ?Sized>(model: &M, config: &GenerationConfig) -> usize {
+    // After the last of n positions the model still gives logits, so that n + 1 tokens are possible.
+    model.max_positions(config).saturating_add(1)
+}
+
 impl Row<'_> {
     /// Returns the number of new tokens.
     pub(crate) fn new_tokens(&self) -> usize {
-        self.ids.len() - self.prompt
-    }
-
-    /// Chooses the next token from its logits.
-    pub(crate) fn choose(&mut self, logits: RowLogits<'_>) -> Result<Choice> {
-        let new = self.new_tokens();
-        match logits {
-            RowLogits::Host(scores) => {
-                let allowed = allowed(&mut self.constraint)?;
-                self.sampler.choose(scores, &self.ids, new, allowed)
-            }
-            RowLogits::Device(step, row) => self.sampler.choose_on(step, row, (&self.ids, new)),
-        }
-    }
-
-    /// Returns the plan to choose the next token on a device, from row `source` of the logits.
-    fn plan(&mut self, source: usize, vocabulary: usize) -> Result<RowPlan> {
-        let new = self.new_tokens();
-        let allowed = allowed(&mut self.constraint)?;
-        let history = (self.ids.as_slice(), new);
-        Ok(self.sampler.plan(source, vocabulary, history, allowed))
-    }
-
-    /// Verifies a proposed token against its logits, which are changed; returns the token to take, and
-    /// `true` if it is the proposed one.
-    pub(crate) fn verify(
-        &mut self,
-        scores: &mut [f32],
-        token: i64,
-        proposal: Option<&Candidates>,
-    ) -> Result<(Choice, bool)> {
-        let new = self.new_tokens();
-        let allowed = allowed(&mut self.constraint)?;
-        self.sampler.prepare(scores, &self.ids, new, allowed)?;
-        self.sampler.verify(scores, new, token, proposal)
+        self.ids.len() - self.state.prompt
     }
 
     /// Appends a chosen token, checks whether the row ends with it, and hands it out.
-    pub(crate) fn push(
-        &mut self,
-        choice: Choice,
-        config: &GenerationConfig,
-        on_token: &mut OnToken<'_>,
-    ) -> Result<()> {
-        let id = choice.id;
-        self.ids.push(id);
-        let length = self.ids.len();
-        self.finished = end_after(id, length, self.limit, config, &mut self.constraint)?;
-        let mut text = String::new();
-        if let Some(stream) = &mut self.text {
-            let (piece, stop) = stream.push(id, self.finished)?;
-            text = piece;
-            if let Some(number) = stop {
-                self.finished = Some(FinishReason::StopString { number });
-            }
-        }
-        self.logprobs.extend(choice.logprobs);
+    pub(crate) fn push(&mut self, choice: Choice, on_token: &mut OnToken<'_>) -> Result<()> {
+        self.ids.push(choice.id);
+        let chosen = self.state.push(choice, self.ids.len(), false)?;
+        self.finished = chosen.finished;
         let token = GeneratedToken {
             row: self.number,
-            id,
-            text: &text,
-            logprobs: self.logprobs.last(),
+            id: chosen.id,
+            text: &chosen.text,
+            logprobs: chosen.logprobs.as_ref(),
             finished: self.finished,
         };
         if on_token(token).is_break() {
@@ -232,19 +280,21 @@ impl<'a> Rows<'a> {
                         Sampler::new(&config, own, copy)?
                     }
                 };
-                let limit = limit(model, config, prompt.len());
+                let limit = limit(config, prompt.len(), room(model, config));
                 let constraint = options.constraints.get(index);
                 rows.push(Row {
                     number,
                     ids: prompt.clone(),
-                    prompt: prompt.len(),
-                    limit,
-                    sampler: sampler.for_row(number),
-                    constraint: constraint.map(|c| (c.fork(), TokenMask::new(vocabulary))),
-                    text: options
-                        .tokenizer
-                        .map(|tokenizer| RowText::new(tokenizer, prompt, config)),
-                    logprobs: Vec::new(),
+                    state: RowState {
+                        prompt: prompt.len(),
+                        limit,
+                        sampler: sampler.for_row(number),
+                        constraint: constraint.map(|c| (c.fork(), TokenMask::new(vocabulary))),
+                        text: options
+                            .tokenizer
+                            .map(|tokenizer| RowText::new(tokenizer, prompt, config)),
+                        logprobs: Vec::new(),
+                    },
                     finished: (prompt.len() >= limit.0).then_some(limit.1),
                 });
             }
@@ -300,8 +350,8 @@ impl<'a> Rows<'a> {
         for (&index, scores) in self.batch.iter().zip(chunks) {
             let row = &mut self.rows[index];
             if row.finished.is_none() {
-                let choice = row.choose(RowLogits::Host(scores))?;
-                row.push(choice, self.config, on_token)?;
+                let choice = row.state.choose(RowLogits::Host(scores), &row.ids)?;
+                row.push(choice, on_token)?;
             }
         }
         Ok(())
@@ -316,13 +366,15 @@ impl<'a> Rows<'a> {
             .collect();
         let mut plans = Vec::with_capacity(live.len());
         for &(source, index) in &live {
-            plans.push(Ok(self.rows[index].plan(source, vocabulary)?));
+            let row = &mut self.rows[index];
+            plans.push(Ok(row.state.plan(source, vocabulary, &row.ids)?));
         }
         let step = DeviceStep::new(logits, vocabulary, plans)?;
         for (planned, (_, index)) in live.into_iter().enumerate() {
             let row = &mut self.rows[index];
-            let choice = row.choose(RowLogits::Device(&step, planned))?;
-            row.push(choice, self.config, on_token)?;
+            let logits = RowLogits::Device(&step, planned);
+            let choice = row.state.choose(logits, &row.ids)?;
+            row.push(choice, on_token)?;
         }
         Ok(())
     }
@@ -348,13 +400,13 @@ impl<'a> Rows<'a> {
         let mut output = GenerateOutput::empty(timings);
         let mut logprobs = Vec::new();
         for row in self.rows {
-            output.prompt_lengths.push(row.prompt);
+            output.prompt_lengths.push(row.state.prompt);
             output
                 .finish_reasons
                 .push(row.finished.unwrap_or(FinishReason::Length));
             output.sequences.push(row.ids);
-            output.texts.extend(row.text.map(RowText::into_text));
-            logprobs.push(row.logprobs);
+            output.texts.extend(row.state.text.map(RowText::into_text));
+            logprobs.push(row.state.logprobs);
         }
         output.logprobs = self.config.logprobs.map(|_| logprobs);
         output

@@ -209,6 +209,10 @@ impl Sampler {
         Logprobs::of(&left, top).of_token(id)
     }
 
+    pub(crate) fn config(&self) -> &GenerationConfig {
+        &self.config
+    }
+
     /// Returns the sampler with another row in its errors.
     pub(crate) fn for_row(mut self, row: usize) -> Sampler {
         self.row = row;

@@ -38,7 +38,7 @@ pub struct CacheShape {
     /// memory. Default 1.
     pub batch: i64,
     /// The tokens of the longest sequence, prompt and continuation. The static cache takes memory for
-    /// them, and the dynamic one avoids copies. Default `None`: unknown.
+    /// them, and the dynamic and the sliding one avoid copies. Default `None`: unknown.
     pub max_len: Option<i64>,
     /// The key/value heads (for the static cache). Default 1.
     pub kv_heads: i64,
@@ -57,10 +57,15 @@ pub struct CacheShape {
     pub slack: i64,
     /// [`SlidingCacheConfig::inverse_frequencies`] (for the sliding cache). Default `None`.
     pub inverse_frequencies: Option<Vec<f64>>,
+    /// [`QuantizedCacheConfig::group_size`] (for the quantized caches). Default 64.
+    pub group_size: i64,
+    /// [`QuantizedCacheConfig::residual_length`] (for the quantized caches). Default 128.
+    pub residual_length: i64,
 }
 
 impl Default for CacheShape {
     fn default() -> Self {
+        let quantized = QuantizedCacheConfig::default();
         CacheShape {
             windows: Vec::new(),
             batch: 1,
@@ -73,6 +78,22 @@ impl Default for CacheShape {
             sinks: 0,
             slack: 0,
             inverse_frequencies: None,
+            group_size: quantized.group_size,
+            residual_length: quantized.residual_length,
+        }
+    }
+}
+
+impl CacheShape {
+    /// Returns the options of the sliding cache for this shape.
+    pub fn sliding(&self) -> SlidingCacheConfig {
+        let (own, default) = (self.windows.iter(), SlidingCacheConfig::default());
+        SlidingCacheConfig {
+            windows: own.map(|window| window.or(self.window)).collect(),
+            sinks: self.sinks,
+            slack: self.slack,
+            inverse_frequencies: self.inverse_frequencies.clone(),
+            initial_capacity: self.max_len.unwrap_or(default.initial_capacity),
         }
     }
 }
@@ -105,6 +126,13 @@ impl CacheImplementation {
     /// ```
     pub fn build(self, shape: &CacheShape) -> Result<Box<dyn KvCache>> {
         let layers = shape.windows.len();
+        let quantized = |options| -> Result<Box<dyn KvCache>> {
+            Ok(Box::new(QuantizedCache::new(QuantizedCacheConfig {
+                group_size: shape.group_size,
+                residual_length: shape.residual_length,
+                ..options
+            })?))
+        };
         Ok(match self {
             CacheImplementation::Dynamic => match shape.max_len {
                 // The final length is known: one allocation, and no copy later.
@@ -125,22 +153,9 @@ impl CacheImplementation {
                 kind: shape.kind,
                 device: shape.device,
             })?),
-            CacheImplementation::Sliding => {
-                let own = shape.windows.iter();
-                Box::new(SlidingCache::new(SlidingCacheConfig {
-                    windows: own.map(|window| window.or(shape.window)).collect(),
-                    sinks: shape.sinks,
-                    slack: shape.slack,
-                    inverse_frequencies: shape.inverse_frequencies.clone(),
-                    ..SlidingCacheConfig::default()
-                })?)
-            }
-            CacheImplementation::Int8 => {
-                Box::new(QuantizedCache::new(QuantizedCacheConfig::int8(layers))?)
-            }
-            CacheImplementation::Int4 => {
-                Box::new(QuantizedCache::new(QuantizedCacheConfig::int4(layers))?)
-            }
+            CacheImplementation::Sliding => Box::new(SlidingCache::new(shape.sliding())?),
+            CacheImplementation::Int8 => quantized(QuantizedCacheConfig::int8(layers))?,
+            CacheImplementation::Int4 => quantized(QuantizedCacheConfig::int4(layers))?,
         })
     }
 

@@ -105,3 +105,22 @@ fn the_flag_for_sinks_replaces_the_setting_of_the_model_only_if_it_is_given() {
         assert_eq!(config.cache_config.num_sink_tokens, sinks, "{flags:?}");
     }
 }
+
+#[test]
+fn the_flag_for_the_cache_replaces_the_setting_of_the_model_only_if_it_is_given() {
+    for (flags, use_cache, name) in [
+        (&[][..], false, "static"),
+        (&["--window", "8"][..], false, "static"),
+        (&["--cache", "int8"][..], true, "int8"),
+        (&["--cache", "none"][..], false, "static"),
+    ] {
+        let mut config = GenerationConfig {
+            use_cache: false,
+            cache_implementation: Some("static".to_owned()),
+            ..GenerationConfig::default()
+        };
+        parse(Path::new("model"), flags).cache.apply(&mut config);
+        assert_eq!(config.use_cache, use_cache, "{flags:?}");
+        assert_eq!(config.cache_implementation.as_deref(), Some(name));
+    }
+}

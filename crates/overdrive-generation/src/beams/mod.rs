@@ -7,7 +7,7 @@ use overdrive_core::random::{Generator, entropy};
 use crate::decoder::to_host;
 use crate::generate::repeated;
 use crate::row_text::RowText;
-use crate::rows::{OnToken, is_late, limit};
+use crate::rows::{OnToken, is_late, limit, room};
 use crate::{
     FinishReason, GenerateOptions, GenerateOutput, GenerateTimings, GeneratedToken,
     GenerationConfig, GenerationModel, Result, TokenMask,
@@ -42,7 +42,7 @@ pub(crate) fn search<M: GenerationModel + ?Sized>(
             };
             let constraint = options.constraints.get(number);
             let constraint = constraint.map(|c| (c.fork(), TokenMask::new(vocabulary)));
-            let limit = limit(model, config, prompt.len());
+            let limit = limit(config, prompt.len(), room(model, config));
             BeamSearch::new(config, prompt, limit, constraint, random, number)
         })
         .collect();

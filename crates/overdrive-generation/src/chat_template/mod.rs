@@ -19,6 +19,7 @@ pub use message::Message;
 
 use limits::{LimitedText, MAX_OUTPUT_BYTES, on_large_stack};
 
+use crate::optional_file::{read, read_object};
 use crate::prompts::encode;
 use crate::{Error, Result};
 
@@ -116,11 +117,11 @@ impl ChatTemplate {
     /// error if a file cannot be read.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<ChatTemplate> {
         let dir = dir.as_ref();
-        let config = read_json(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
+        let config = read_object(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
         let mut sources = BTreeMap::new();
         if let Some(given) = config.get("chat_template") {
             named(given, &mut sources)?;
-        } else if let Some(file) = read_json(&dir.join("chat_template.json"))?
+        } else if let Some(file) = read_object(&dir.join("chat_template.json"))?
             && let Some(given) = file.get("chat_template")
         {
             named(given, &mut sources)?;
@@ -137,7 +138,7 @@ impl ChatTemplate {
             });
         }
         let mut special_tokens = Map::new();
-        let legacy = read_json(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
+        let legacy = read_object(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
         take_special_tokens(&legacy, &mut special_tokens);
         // Later entries replace earlier ones: `tokenizer_config.json` wins over the legacy file.
         take_special_tokens(&config, &mut special_tokens);
@@ -439,18 +440,21 @@ fn additional(dir: &Path, sources: &mut BTreeMap<String, String>) -> Result<()> 
     Ok(())
 }
 
-/// Reads special tokens, which are strings, or objects with a string.
+/// Returns the text of a special token, which is a string, or, in older files, an object with it in `content`.
+pub(crate) fn token_text(token: &Value) -> Option<&str> {
+    token.as_str().or_else(|| token.get("content")?.as_str())
+}
+
+/// Reads special tokens.
 fn take_special_tokens(from: &Map<String, Value>, into: &mut Map<String, Value>) {
     let mut take = |name: &str, value: &Value| {
-        let text = value.as_str().or_else(|| value.get("content")?.as_str());
-        if let Some(text) = text {
+        if let Some(text) = token_text(value) {
             into.insert(name.to_owned(), text.into());
         }
     };
-    for name in ["bos", "eos", "unk", "sep", "pad", "cls", "mask"] {
-        let name = format!("{name}_token");
-        if let Some(value) = from.get(&name) {
-            take(&name, value);
+    for (name, _) in SPECIAL_TOKENS {
+        if let Some(value) = from.get(name) {
+            take(name, value);
         }
     }
     // Tokens of individual models, such as `image_token`.
@@ -459,20 +463,4 @@ fn take_special_tokens(from: &Map<String, Value>, into: &mut Map<String, Value>)
             extra.iter().for_each(|(name, value)| take(name, value));
         }
     }
-}
-
-fn read(path: &Path) -> Result<Option<String>> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(overdrive_core::Error::io("read", path)(error).into()),
-    }
-}
-
-fn read_json(path: &Path) -> Result<Option<Map<String, Value>>> {
-    let Some(text) = read(path)? else {
-        return Ok(None);
-    };
-    let json = serde_json::from_str(&text).map_err(overdrive_core::Error::parse("JSON", path))?;
-    Ok(Some(json))
 }

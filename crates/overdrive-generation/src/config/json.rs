@@ -3,6 +3,7 @@ use std::path::Path;
 use serde_json::{Map, Value};
 
 use super::validate::CACHES;
+use crate::optional_file::read_object;
 use crate::{CacheConfig, Error, GenerationConfig, Result};
 
 /// The keys of transformers that change the result unless they have this value (or are null).
@@ -138,17 +139,6 @@ impl GenerationConfig {
         config.validate()?;
         Ok(config)
     }
-}
-
-/// Reads a JSON file with an object; `None` if there is no such file.
-fn read_object(path: &Path) -> Result<Option<Map<String, Value>>> {
-    let text = match std::fs::read_to_string(path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(error) => return Err(overdrive_core::Error::io("read", path)(error).into()),
-    };
-    let object = serde_json::from_str(&text).map_err(overdrive_core::Error::parse("JSON", path))?;
-    Ok(Some(object))
 }
 
 /// Returns the end-of-text tokens that an object names; that of a model of several modalities has them in its

@@ -138,8 +138,8 @@ pub struct GenerationConfig {
     /// The tokens of which one must be the last at the length limit, whatever a constraint allows. Default empty.
     #[serde(with = "one_or_many::ids", skip_serializing_if = "Vec::is_empty")]
     pub forced_eos_token_id: Vec<i64>,
-    /// If `true`, NaN becomes 0 and infinities the largest numbers, instead of an error. Default
-    /// `false`.
+    /// If `true`, NaN in the model's logits becomes 0 and infinities the largest numbers, instead of an error. Tokens
+    /// that another option or a constraint excludes stay excluded. Default `false`.
     pub remove_invalid_values: bool,
     /// `(start, factor)`: after `start` new tokens the score of the end-of-text tokens gains its
     /// absolute value times `factor^(tokens beyond) - 1`. Default `None`.

@@ -44,9 +44,9 @@ impl<'a> EncoderDecoder<'a> {
                 _ => most.min(MOST_RESERVED) + 1,
             };
             let rows = prompts.len() * copies;
-            Memory::Cache(cache::plain(
+            Memory::Cache(cache::build(
                 config,
-                &cache_shape(model),
+                cache_shape(model),
                 DecoderSize { rows, positions },
             )?)
         } else {
@@ -63,14 +63,8 @@ impl<'a> EncoderDecoder<'a> {
         })
     }
 
-    fn read(&mut self, tokens: &Tensor) -> Result<Tensor> {
-        let ids = match &mut self.memory {
-            Memory::Cache(_) => tokens.shallow_clone(),
-            Memory::Tokens(all) => {
-                *all = Tensor::f_cat(&[&*all, tokens], 1)?;
-                all.shallow_clone()
-            }
-        };
+    fn read(&mut self, tokens: Tensor) -> Result<Tensor> {
+        let ids = self.memory.push(tokens)?;
         let mut input = DecoderInput::new(&ids, &self.cross).with_logits(Logits::Last);
         if let Memory::Cache(cache) = &mut self.memory {
             input.cache = Some(cache.as_mut());
@@ -81,14 +75,13 @@ impl<'a> EncoderDecoder<'a> {
 
 impl RowDecoder for EncoderDecoder<'_> {
     fn prefill(&mut self) -> Result<Tensor> {
-        let start = self.start.shallow_clone();
-        self.read(&start)
+        self.read(self.start.shallow_clone())
     }
 
     fn step(&mut self, tokens: &[i64]) -> Result<Tensor> {
         let tokens = Tensor::f_from_slice(tokens)?.f_unsqueeze(1)?;
         let tokens = to_device(tokens, self.model.device())?;
-        self.read(&tokens)
+        self.read(tokens)
     }
 
     fn reorder(&mut self, rows: &[usize]) -> Result<()> {

@@ -52,6 +52,17 @@ pub(super) enum Memory {
 }
 
 impl Memory {
+    /// Takes more tokens `(B, T)`; returns those that the model has to read.
+    pub(super) fn push(&mut self, tokens: Tensor) -> Result<Tensor> {
+        match self {
+            Memory::Cache(_) => Ok(tokens),
+            Memory::Tokens(all) => {
+                *all = Tensor::f_cat(&[&*all, &tokens], 1)?;
+                Ok(all.shallow_clone())
+            }
+        }
+    }
+
     /// Reorders the rows by `rows (B_new,)`, i64.
     pub(super) fn reorder(&mut self, rows: &Tensor) -> Result<()> {
         match self {
@@ -73,7 +84,7 @@ impl<'a> Padded<'a> {
         let pad = config.pad(model.config().vocab_size());
         let prompts = PaddedPrompts::new(prompts, pad, context, model.device())?;
         let memory = if config.use_cache {
-            Memory::Cache(cache::build(config, model, size)?)
+            Memory::Cache(cache::build(config, cache::shape(config, model), size)?)
         } else {
             Memory::Tokens(prompts.ids.shallow_clone())
         };
@@ -119,13 +130,7 @@ impl<'a> Padded<'a> {
     pub(super) fn step(&mut self, tokens: &[i64]) -> Result<Tensor> {
         let tokens = Tensor::f_from_slice(tokens)?.f_unsqueeze(1)?;
         let tokens = to_device(tokens, self.model.device())?;
-        let ids = match &mut self.memory {
-            Memory::Cache(_) => tokens,
-            Memory::Tokens(all) => {
-                *all = Tensor::f_cat(&[&*all, &tokens], 1)?;
-                all.shallow_clone()
-            }
-        };
+        let ids = self.memory.push(tokens)?;
         self.forward(&ids, Logits::Last)
     }
 

@@ -10,11 +10,12 @@ use tch::{Device, Tensor};
 use tokenizers::Tokenizer;
 
 use super::model::{EngineModel, RaggedStep, StepAdapters};
-use super::request::{Completion, Event, Outcome, Request, RequestId, RequestLimits};
-use super::sample::{RequestContext, Sample, SampledToken};
+use super::request::{Completion, Completions, Event, Outcome, Request, RequestId, RequestLimits};
+use super::sample::{RequestContext, Sample};
 use super::scheduler::{Arrival, Chunk, Limits, ScheduledSequence, Scheduler};
 use super::statistics::{EngineStatistics, LatencyWindow};
 use super::step_logits::{SequenceLogits, StepLogits};
+use crate::rows::ChosenToken;
 use crate::{EngineConfig, Error, FinishReason, Result};
 
 /// An inference engine that continues many prompts at once and keeps the batch full: requests join and
@@ -166,7 +167,7 @@ impl<M: EngineModel> Engine<M> {
         let adapter = self.limits.adapter(&request)?;
         let shared = RequestContext {
             request: id,
-            config: Arc::new(request.config),
+            config: request.config,
             prompt: &request.prompt,
             limit,
             // Without a seed of its own each request draws other numbers; the samples of one request
@@ -255,35 +256,17 @@ impl<M: EngineModel> Engine<M> {
     /// # Errors
     /// As [`Engine::step`]; the call can be repeated.
     pub fn run_to_end(&mut self) -> Result<Vec<Outcome>> {
-        let mut outcomes: BTreeMap<RequestId, Result<BTreeMap<usize, _>>> = BTreeMap::new();
+        let mut requests: HashMap<RequestId, Completions> = HashMap::new();
+        let mut outcomes = BTreeMap::new();
         while !self.is_idle() {
             for event in self.step()? {
-                match event {
-                    Event::Token { .. } => {}
-                    Event::Finished {
-                        request,
-                        sample,
-                        completion,
-                        ..
-                    } => {
-                        let outcome = outcomes
-                            .entry(request)
-                            .or_insert_with(|| Ok(BTreeMap::new()));
-                        if let Ok(completions) = outcome {
-                            completions.insert(sample, completion);
-                        }
-                    }
-                    Event::Failed { request, error } => {
-                        outcomes.insert(request, Err(error));
-                    }
+                let id = event.request();
+                if let Some(outcome) = requests.entry(id).or_default().take(event) {
+                    outcomes.insert(id, outcome);
                 }
             }
         }
-        let in_order = |completions: BTreeMap<usize, _>| completions.into_values().collect();
-        Ok(outcomes
-            .into_iter()
-            .map(|(request, outcome)| (request, outcome.map(in_order)))
-            .collect())
+        Ok(outcomes.into_iter().collect())
     }
 
     /// Computes one request to its end, and returns its completions in the order of their numbers. `on_step` is
@@ -319,7 +302,7 @@ impl<M: EngineModel> Engine<M> {
         others: &mut Vec<Event>,
         on_step: &mut dyn FnMut(&[Event]) -> ControlFlow<()>,
     ) -> Result<Vec<Completion>> {
-        let mut completions: Vec<(usize, Completion)> = Vec::new();
+        let mut completions = Completions::default();
         loop {
             let (own, rest): (Vec<_>, Vec<_>) = self
                 .step()?
@@ -327,20 +310,10 @@ impl<M: EngineModel> Engine<M> {
                 .partition(|event| event.request() == id);
             others.extend(rest);
             let stops = on_step(&own).is_break();
-            let mut has_ended = false;
             for event in own {
-                has_ended |= event.is_last();
-                match event {
-                    Event::Token { .. } => {}
-                    Event::Finished {
-                        sample, completion, ..
-                    } => completions.push((sample, completion)),
-                    Event::Failed { error, .. } => return Err(error),
+                if let Some(outcome) = completions.take(event) {
+                    return outcome;
                 }
-            }
-            if has_ended {
-                completions.sort_by_key(|(sample, _)| *sample);
-                return Ok(completions.into_iter().map(|(_, one)| one).collect());
             }
             if stops {
                 self.cancel(id)?;
@@ -558,7 +531,7 @@ impl<M: EngineModel> Engine<M> {
         Ok(has_ended)
     }
 
-    fn push_token(&mut self, (request, sample): (RequestId, usize), chosen: SampledToken) {
+    fn push_token(&mut self, (request, sample): (RequestId, usize), chosen: ChosenToken) {
         self.counts.generated_tokens += 1;
         self.events.push(Event::Token {
             request,

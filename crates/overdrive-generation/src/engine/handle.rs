@@ -7,7 +7,7 @@ use std::time::Duration;
 
 use super::engine::Engine;
 use super::model::EngineModel;
-use super::request::{Completion, Event, Request, RequestId, RequestLimits};
+use super::request::{Completion, Completions, Event, Request, RequestId, RequestLimits};
 use super::statistics::EngineStatistics;
 use crate::{Error, Result};
 
@@ -309,28 +309,9 @@ impl Events {
     /// The error with which the request failed; [`Error::EngineStopped`] if the engine has stopped
     /// before.
     pub fn wait(mut self) -> Result<Vec<Completion>> {
-        let mut completions: Vec<(usize, Completion)> = Vec::new();
-        let mut is_whole = false;
-        for event in &mut self {
-            match event {
-                Event::Token { .. } => {}
-                Event::Finished {
-                    sample,
-                    completion,
-                    is_last,
-                    ..
-                } => {
-                    completions.push((sample, completion));
-                    is_whole = is_last;
-                }
-                Event::Failed { error, .. } => return Err(error),
-            }
-        }
-        if !is_whole {
-            return Err(Error::EngineStopped);
-        }
-        completions.sort_by_key(|(sample, _)| *sample);
-        Ok(completions.into_iter().map(|(_, one)| one).collect())
+        let mut completions = Completions::default();
+        self.find_map(|event| completions.take(event))
+            .unwrap_or(Err(Error::EngineStopped))
     }
 }
 

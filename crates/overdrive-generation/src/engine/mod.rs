@@ -19,5 +19,6 @@ pub use config::EngineConfig;
 pub use engine::Engine;
 pub use handle::{EngineHandle, Events, Ticket};
 pub use model::{CacheShape, EngineModel, RaggedStep, StepAdapters};
+pub(crate) use request::Completions;
 pub use request::{Completion, Event, Outcome, Request, RequestId};
 pub use statistics::{EngineStatistics, Latency};

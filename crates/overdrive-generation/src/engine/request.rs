@@ -1,7 +1,9 @@
+use std::collections::BTreeMap;
 use std::sync::Arc;
 use std::time::Duration;
 
-use crate::prompts::check_ids;
+use crate::prompts::{check, check_ids};
+use crate::rows::limit;
 use crate::{Constraint, Error, FinishReason, GenerationConfig, Result, TokenLogprobs};
 
 /// The id of a request of one [`Engine`](crate::Engine); later requests have higher ids.
@@ -139,6 +141,30 @@ pub struct Completion {
 /// failed.
 pub type Outcome = (RequestId, Result<Vec<Completion>>);
 
+/// The completions of a request so far, by the numbers of their samples.
+#[derive(Debug, Default)]
+pub(crate) struct Completions(BTreeMap<usize, Completion>);
+
+impl Completions {
+    /// Takes an event of the request; returns the completions, in the order of their numbers, or the error if it is
+    /// the last event.
+    pub(crate) fn take(&mut self, event: Event) -> Option<Result<Vec<Completion>>> {
+        match event {
+            Event::Token { .. } => None,
+            Event::Finished {
+                sample,
+                completion,
+                is_last,
+                ..
+            } => {
+                self.0.insert(sample, completion);
+                is_last.then(|| Ok(std::mem::take(&mut self.0).into_values().collect()))
+            }
+            Event::Failed { error, .. } => Some(Err(error)),
+        }
+    }
+}
+
 /// The limits of a request.
 #[derive(Debug, Clone)]
 pub(super) struct RequestLimits {
@@ -169,25 +195,7 @@ impl RequestLimits {
             let hint = "give it the tokenizer with Engine::with_tokenizer";
             return Err(Error::NotInEngine { key, found, hint });
         }
-        if prompt.is_empty() {
-            return Err(Error::EmptyPrompt { row: 0 });
-        }
-        if prompt.len() > self.context {
-            return Err(Error::PromptTooLong {
-                row: 0,
-                tokens: prompt.len(),
-                limit: self.context as i64,
-            });
-        }
-        let known = 0..self.vocab_size;
-        if let Some(position) = prompt.iter().position(|id| !known.contains(id)) {
-            return Err(Error::TokenOutOfRange {
-                row: 0,
-                position,
-                id: prompt[position],
-                vocab_size: self.vocab_size,
-            });
-        }
+        check(std::slice::from_ref(prompt), self.context, self.vocab_size)?;
         // The last token is never read, and so takes no slot of the cache.
         let tokens = (self.longest(request).0 - 1).max(prompt.len());
         let blocks = tokens.div_ceil(self.block_size);
@@ -233,14 +241,8 @@ impl RequestLimits {
     /// than the prompt.
     pub(super) fn longest(&self, request: &Request) -> (usize, FinishReason) {
         let prompt = request.prompt.len();
-        let asked = prompt.saturating_add(request.config.new_tokens(prompt));
         // A prompt that the cache cannot hold is refused.
-        let length = self.length.max(prompt);
-        if asked > length {
-            (length, FinishReason::ContextFull)
-        } else {
-            (asked, FinishReason::Length)
-        }
+        limit(&request.config, prompt, self.length.max(prompt))
     }
 }
 

@@ -3,11 +3,12 @@
 use overdrive_kv_cache::SequenceId;
 use tch::Tensor;
 
-use super::sample::{Sample, SampledToken};
+use super::sample::Sample;
 use super::scheduler::Scheduler;
 use crate::Result;
 use crate::decoder::to_host;
 use crate::device_sampling::{DeviceStep, RowLogits, stays_on_device};
+use crate::rows::ChosenToken;
 
 /// The logits of the sequences that get a token in a step.
 #[derive(Debug, Default)]
@@ -54,9 +55,9 @@ impl StepLogits {
             let (data, tokens) = (&mut sequence.data, sequence.tokens.as_slice());
             // In the order in which the samples choose. An error ends the request alone.
             for sibling in &mut data.siblings {
-                plans.push(sibling.plan(source, vocabulary, tokens));
+                plans.push(sibling.row.plan(source, vocabulary, tokens));
             }
-            plans.push(data.plan(source, vocabulary, tokens));
+            plans.push(data.row.plan(source, vocabulary, tokens));
         }
         let step = DeviceStep::new(logits, vocabulary, plans)?;
         Ok(StepLogits::Device(Box::new(step), first))
@@ -93,7 +94,7 @@ impl SequenceLogits<'_> {
         sample: &mut Sample,
         tokens: &[i64],
         is_last: bool,
-    ) -> Result<SampledToken> {
+    ) -> Result<ChosenToken> {
         match self {
             SequenceLogits::Host(scores) if is_last => {
                 sample.choose(RowLogits::Host(scores), tokens)

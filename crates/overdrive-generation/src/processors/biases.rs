@@ -15,28 +15,38 @@ pub(super) fn bias<S: Scores + ?Sized>(
     history: History<'_>,
     config: &GenerationConfig,
 ) {
-    for (sequence, bias) in &config.sequence_bias {
-        if let Some(last) = completed_by(sequence, history.ids) {
-            scores.add(last, *bias as f32);
-        }
-    }
-    for (&id, &bias) in &config.logit_bias {
-        scores.add(id, bias as f32);
+    for (id, bias) in biases(history, config) {
+        scores.add(id, bias);
     }
 }
 
-/// Excludes the last token of each bad word whose beginning ends the row.
-pub(super) fn bad_words<S: Scores + ?Sized>(
+/// Excludes the tokens with a bias of -∞, and the last token of each bad word whose beginning ends the row.
+pub(super) fn exclusions<S: Scores + ?Sized>(
     scores: &mut S,
     history: History<'_>,
     config: &GenerationConfig,
 ) {
+    // Again, because `remove_invalid_values` has given them finite scores.
+    for (id, bias) in biases(history, config) {
+        if bias == f32::NEG_INFINITY {
+            scores.exclude(&[id]);
+        }
+    }
     for word in &config.bad_words_ids {
         let is_end = word.len() == 1 && config.eos_token_id.contains(&word[0]);
         if !is_end && let Some(last) = completed_by(word, history.ids) {
             scores.exclude(&[last]);
         }
     }
+}
+
+/// Returns the tokens that have a bias now.
+fn biases(history: History<'_>, config: &GenerationConfig) -> impl Iterator<Item = (i64, f32)> {
+    let sequences = config.sequence_bias.iter();
+    sequences
+        .filter_map(move |(ids, bias)| Some((completed_by(ids, history.ids)?, *bias)))
+        .chain(config.logit_bias.iter().map(|(id, bias)| (*id, *bias)))
+        .map(|(id, bias)| (id, bias as f32))
 }
 
 /// Returns the token that completes `sequence` after `ids`.

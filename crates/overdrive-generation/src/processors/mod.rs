@@ -78,16 +78,19 @@ pub(crate) fn process<S: Scores + ?Sized>(
 ) {
     biases::bias(scores, history, config);
     penalties::penalize(scores, history, config, counts);
-    biases::bad_words(scores, history, config);
+    if config.remove_invalid_values {
+        // Before all exclusions, which transformers' processor turns into finite scores: a beam search would fill up
+        // with tokens that a constraint does not allow.
+        scores.make_valid();
+    }
+    penalties::no_repeated_ngram(scores, history, config);
+    biases::exclusions(scores, history, config);
     lengths::minimum(scores, history, config);
     if let Some(allowed) = allowed {
         scores.keep_only(allowed);
     }
     // After the constraint, which cannot exclude a forced token.
     lengths::forced(scores, history, config);
-    if config.remove_invalid_values {
-        scores.make_valid();
-    }
     lengths::decay(scores, history, config);
     scores.exclude(&config.suppress_tokens);
     let forced_first = history.prompt() == 1 && config.forced_bos_token_id.is_some();

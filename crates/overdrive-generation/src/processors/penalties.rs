@@ -31,14 +31,16 @@ pub(super) fn penalize<S: Scores + ?Sized>(
             scores.subtract(*id, frequency * *count as f32, presence);
         }
     }
-    if config.no_repeat_ngram_size > 0 {
-        no_repeated_ngram(scores, history.ids, config.no_repeat_ngram_size);
-    }
 }
 
-/// Excludes every token that would complete an n-gram for the second time.
-fn no_repeated_ngram<S: Scores + ?Sized>(scores: &mut S, ids: &[i64], size: usize) {
-    if ids.len() < size {
+/// Excludes every token that would complete an n-gram of `no_repeat_ngram_size` for the second time.
+pub(super) fn no_repeated_ngram<S: Scores + ?Sized>(
+    scores: &mut S,
+    history: History<'_>,
+    config: &GenerationConfig,
+) {
+    let (ids, size) = (history.ids, config.no_repeat_ngram_size);
+    if size == 0 || ids.len() < size {
         return;
     }
     let prefix = &ids[ids.len() + 1 - size..];

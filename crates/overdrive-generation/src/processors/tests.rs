@@ -2,7 +2,7 @@ use serde_json::Value;
 
 use super::{History, TokenCounts, process};
 use crate::candidates::Candidates;
-use crate::{GenerationConfig, Sampler};
+use crate::{GenerationConfig, Sampler, TokenMask};
 
 /// Returns the scores after all processors, in the form of transformers' list of processors.
 fn processed(mut scores: Vec<f32>, ids: &[i64], new: usize, config: &GenerationConfig) -> Vec<f32> {
@@ -82,6 +82,34 @@ fn one_token_stays_whatever_the_cut() {
         let left: Vec<_> = (0..4).filter(|&id| scores[id].is_finite()).collect();
         assert_eq!(left, [1], "{config:?}");
     }
+}
+
+#[test]
+fn invalid_logits_are_replaced_and_exclusions_stay() {
+    let config = GenerationConfig {
+        remove_invalid_values: true,
+        logit_bias: [(4, f64::NEG_INFINITY)].into_iter().collect(),
+        bad_words_ids: vec![vec![5]],
+        no_repeat_ngram_size: 2,
+        eos_token_id: vec![7],
+        min_new_tokens: 9,
+        exponential_decay_length_penalty: Some((0, 3.0)),
+        ..Default::default()
+    };
+    let mut allowed = TokenMask::new(9);
+    (0..8).for_each(|id| allowed.allow(id));
+    let (nan, infinite) = (f32::NAN, f32::INFINITY);
+    let mut scores = [nan, infinite, -infinite, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0];
+    let history = History {
+        ids: &[3, 6, 3],
+        new: 2,
+    };
+    let counts = &mut TokenCounts::default();
+    process(&mut scores[..], history, Some(&allowed), &config, counts);
+    // 4 has a bias of -infinity, 5 is a bad word, 6 followed 3 before, 7 ends the text too early, 8 is not allowed.
+    let mut want = [-infinite; 9];
+    want[..4].copy_from_slice(&[0.0, f32::MAX, f32::MIN, 1.0]);
+    assert_eq!(scores, want);
 }
 
 #[test]

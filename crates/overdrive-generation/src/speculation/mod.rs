@@ -71,7 +71,7 @@ pub(crate) fn generate(
         // own acceptance.
         let mut proposer: Box<dyn Proposer> = match options.assistant_model {
             Some(assistant) => {
-                let sampler = row.sampler.split(1);
+                let sampler = row.state.sampler.split(1);
                 Box::new(DraftModel::new(assistant, config, sampler, vocabulary))
             }
             None => Box::new(PromptLookup::new(config)),
@@ -96,7 +96,7 @@ pub(crate) fn generate(
             decoding.round(row, proposer.as_mut(), on_token)?;
         }
         timings.prefill += prefilled;
-        timings.prefill_tokens += row.prompt;
+        timings.prefill_tokens += row.state.prompt;
         timings.decode += begin.elapsed() - prefilled;
         timings.decode_tokens += row.new_tokens().saturating_sub(1);
     }
@@ -155,8 +155,10 @@ impl SpeculativeDecoding<'_> {
     fn prefill(&mut self, row: &mut Row<'_>, on_token: &mut OnToken<'_>) -> Result<()> {
         let logits = self.decoder.prefill()?;
         to_host(&logits, &mut self.scores)?;
-        let choice = row.choose(RowLogits::Host(&mut self.scores))?;
-        row.push(choice, self.config, on_token)
+        let choice = row
+            .state
+            .choose(RowLogits::Host(&mut self.scores), &row.ids)?;
+        row.push(choice, on_token)
     }
 
     /// Reads the last token and a proposal, and accepts the tokens that the model would have generated.
@@ -168,7 +170,7 @@ impl SpeculativeDecoding<'_> {
     ) -> Result<()> {
         let have = row.ids.len();
         // The model gives one token more than is proposed.
-        let mut most = (row.limit.0 - have - 1).min(self.context.saturating_sub(have));
+        let mut most = (row.state.limit.0 - have - 1).min(self.context.saturating_sub(have));
         if cache::slides(self.config) {
             most = most.min(cache::most_proposed(self.config));
         }
@@ -180,11 +182,14 @@ impl SpeculativeDecoding<'_> {
         let vocabulary = to_host(&logits, &mut self.scores)?;
         let mut accepted = 0;
         for (index, scores) in self.scores.chunks_exact_mut(vocabulary).enumerate() {
+            let (state, ids) = (&mut row.state, &row.ids);
             let (choice, accept_next) = match proposal.tokens.get(index) {
-                None => (row.choose(RowLogits::Host(scores))?, false),
-                Some(&token) => row.verify(scores, token, proposal.distributions.get(index))?,
+                None => (state.choose(RowLogits::Host(scores), ids)?, false),
+                Some(&token) => {
+                    state.verify(scores, ids, token, proposal.distributions.get(index))?
+                }
             };
-            row.push(choice, self.config, on_token)?;
+            row.push(choice, on_token)?;
             accepted += usize::from(accept_next);
             if !accept_next || row.finished.is_some() {
                 break;

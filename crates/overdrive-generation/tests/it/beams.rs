@@ -312,3 +312,25 @@ fn remove_invalid_values_makes_logits_that_are_not_finite_alike() {
             .all(|score| score.abs() < 1e-5)
     );
 }
+
+#[test]
+fn remove_invalid_values_gives_no_beam_a_token_that_the_constraint_excludes() {
+    let model = Fixed {
+        first: vec![0.0; 4],
+        then: vec![0.0, 3.0, 2.0, 1.0],
+    };
+    let config = GenerationConfig {
+        num_beams: 3,
+        remove_invalid_values: true,
+        ..crate::support::greedy(3)
+    };
+    // Fewer tokens than beams.
+    let choice = ChoiceConstraint::new(&[vec![0, 1, 2], vec![0, 2, 3]], &[]).unwrap();
+    let options = GenerateOptions {
+        constraints: vec![Box::new(choice)],
+        ..GenerateOptions::default()
+    };
+    let go_on = |_: overdrive_generation::GeneratedToken<'_>| ControlFlow::Continue(());
+    let output = generate_with_options(&model, &[vec![3]], &config, &options, go_on).unwrap();
+    assert_eq!(output.sequences, [[3, 0, 1, 2]]);
+}

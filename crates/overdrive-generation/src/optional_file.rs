@@ -1,0 +1,26 @@
+//! Files that a model's folder may have.
+
+use std::io::ErrorKind;
+use std::path::Path;
+
+use overdrive_core::Error as Common;
+use serde_json::{Map, Value};
+
+use crate::Result;
+
+/// Reads a text; `None` if there is no such file.
+pub(crate) fn read(path: &Path) -> Result<Option<String>> {
+    match std::fs::read_to_string(path) {
+        Ok(text) => Ok(Some(text)),
+        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
+        Err(error) => Err(Common::io("read", path)(error).into()),
+    }
+}
+
+/// Reads a JSON object; `None` if there is no such file.
+pub(crate) fn read_object(path: &Path) -> Result<Option<Map<String, Value>>> {
+    let Some(text) = read(path)? else {
+        return Ok(None);
+    };
+    Ok(serde_json::from_str(&text).map_err(Common::parse("JSON", path))?)
+}
