@@ -148,47 +148,29 @@ pub fn for_each_task<T: Send>(
     if !parallel || workers == 1 {
         return (0..count).for_each(|task| run(task, &mut workspace[..share]));
     }
-    let queue = Queue::new(count);
+    // In order and not in shares: a caller puts the longest first.
+    let next = AtomicUsize::new(0);
     let mut rest = workspace;
     let shares = (0..workers).map(move |_| {
         let (first, others) = std::mem::take(&mut rest).split_at_mut(share);
         rest = others;
         first
     });
-    run_jobs(shares, |share| queue.drain(|task| run(task, share)));
+    run_jobs(shares, |share| {
+        loop {
+            let task = next.fetch_add(1, Ordering::Relaxed);
+            if task >= count {
+                break;
+            }
+            run(task, share);
+        }
+    });
 }
 
 /// Returns the number of tasks that can run at once.
 pub fn workers() -> usize {
     // At least one, because workspaces are divided by it.
     intra_op().max(1)
-}
-
-/// Numbers `0..count` that threads take.
-struct Queue {
-    next: AtomicUsize,
-    count: usize,
-}
-
-impl Queue {
-    fn new(count: usize) -> Self {
-        Queue {
-            next: AtomicUsize::new(0),
-            count,
-        }
-    }
-
-    /// Takes numbers until there are none.
-    fn drain(&self, mut run: impl FnMut(usize)) {
-        loop {
-            // Nothing but the number itself is passed between threads.
-            let index = self.next.fetch_add(1, Ordering::Relaxed);
-            if index >= self.count {
-                break;
-            }
-            run(index);
-        }
-    }
 }
 
 #[cfg(test)]
@@ -214,6 +196,41 @@ mod tests {
             let expected = |at: usize| at / 70 * 100 + at % 70;
             assert!(matrix.iter().enumerate().all(|(at, x)| *x == expected(at)));
         }
+    }
+
+    #[test]
+    fn every_job_runs_once() {
+        for count in [0, 1, 2, 57] {
+            let runs: Vec<AtomicUsize> = (0..count).map(|_| AtomicUsize::new(0)).collect();
+            run_jobs(runs.iter(), |runs| {
+                runs.fetch_add(1, Ordering::Relaxed);
+            });
+            assert!(runs.iter().all(|runs| runs.load(Ordering::Relaxed) == 1));
+        }
+    }
+
+    #[test]
+    fn jobs_of_a_thread_that_is_held_up_are_taken_by_others() {
+        let started = AtomicUsize::new(0);
+        parallel_for(intra_op(), 1, |_| {
+            started.fetch_add(1, Ordering::Relaxed);
+        });
+        // Nobody could take them: one core, or a limit of OpenMP's.
+        if started.into_inner() == 1 {
+            return;
+        }
+        // The first job ends when all others have, so that some thread must take what is left of its share.
+        let done = AtomicUsize::new(0);
+        run_jobs(0..40, |job| {
+            if job > 0 {
+                done.fetch_add(1, Ordering::Relaxed);
+                return;
+            }
+            while done.load(Ordering::Relaxed) < 39 {
+                std::thread::yield_now();
+            }
+        });
+        assert_eq!(done.into_inner(), 39);
     }
 
     #[test]
