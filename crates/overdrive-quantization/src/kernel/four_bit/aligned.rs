@@ -45,6 +45,13 @@ impl<T: Number> AlignedVec<T> {
         all
     }
 
+    /// Makes the vector `len` zeros, in the memory that it has if that is enough.
+    pub(super) fn reset(&mut self, len: usize) {
+        self.lines.clear();
+        self.len = 0;
+        self.grow(len);
+    }
+
     /// Returns the bytes of the vector's memory.
     pub(super) fn bytes(&self) -> usize {
         capacity_bytes(&self.lines)

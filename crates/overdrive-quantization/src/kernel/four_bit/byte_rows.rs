@@ -1,7 +1,9 @@
 //! Rows of activations as bytes, in the order in which codes are unpacked.
 #![allow(unsafe_code)]
 
-use overdrive_kernels::{BYTES, InstructionSet, Kernel, LANES, Simd};
+use overdrive_kernels::{
+    BYTES, Buffers, InstructionSet, Kept, Kernel, LANES, Simd, capacity_bytes,
+};
 
 use super::aligned::AlignedVec;
 use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight};
@@ -97,11 +99,30 @@ pub(super) struct Unit {
     pub(super) starts: [i32; LANES],
 }
 
+/// The memory of [`ByteRows`], kept from call to call: rows of one token are quantized in less time than new memory
+/// takes.
+#[derive(Debug, Default)]
+struct RowBuffers {
+    units: Vec<Unit>,
+    scales: AlignedVec<f32>,
+    sums: AlignedVec<f32>,
+}
+
+impl Buffers for RowBuffers {
+    fn bytes(&self) -> usize {
+        capacity_bytes(&self.units) + self.scales.bytes() + self.sums.bytes()
+    }
+}
+
+thread_local! {
+    static BUFFERS: Kept<RowBuffers> = const { Kept::new() };
+}
+
 /// Rows of activations, quantized symmetrically with a scale for each group of inputs.
 #[derive(Debug)]
 pub(super) struct ByteRows {
     /// `(rows, units of a row)`
-    units: Box<[Unit]>,
+    units: Vec<Unit>,
     pub(super) of_row: usize,
     pub(super) rows: usize,
     /// The number of inputs that share a scale.
@@ -123,25 +144,35 @@ pub(super) struct ByteRows {
 impl ByteRows {
     /// Quantizes `x (rows, inputs)`, a few rows.
     pub(super) fn new(set: InstructionSet, x: &[f32], layout: &ByteLayout) -> Self {
-        // The system zeroes new pages; an array of units would be copied.
         let rows = x.len() / layout.inputs;
         // The last unit of a row may have inputs that do not exist: zeros.
         let of_row = layout.inputs.div_ceil(BYTES * layout.coding.per_byte());
-        let units = Box::new_zeroed_slice(rows * of_row);
-        // SAFETY: a unit of zero bytes is one of zeros.
-        let units: Box<[Unit]> = unsafe { units.assume_init() };
         let groups = layout.inputs / layout.group;
         let stride = groups.next_multiple_of(LANES);
         let repeated = (BATCH * groups).next_multiple_of(LANES);
+        let RowBuffers {
+            mut units,
+            mut scales,
+            mut sums,
+        } = Kept::take(&BUFFERS);
+        // All are written below; new ones are zero.
+        let zero = Unit {
+            low: [0; BYTES],
+            high: [0; BYTES],
+            starts: [0; LANES],
+        };
+        units.resize(rows * of_row, zero);
+        scales.reset(rows * repeated);
+        sums.reset(if layout.sums { rows * stride } else { 0 });
         let mut all = ByteRows {
             units,
             of_row,
             rows,
             group: layout.group,
             groups,
-            scales: AlignedVec::new(rows * repeated),
+            scales,
             repeated,
-            sums: AlignedVec::new(if layout.sums { rows * stride } else { 0 }),
+            sums,
             stride,
         };
         let out = &mut all;
@@ -161,6 +192,17 @@ impl ByteRows {
         let (sums, _) = self.sums.as_chunks();
         let stride = self.stride / LANES;
         sums.get(row * stride..(row + 1) * stride).unwrap_or(&[])
+    }
+}
+
+impl Drop for ByteRows {
+    fn drop(&mut self) {
+        let buffers = RowBuffers {
+            units: std::mem::take(&mut self.units),
+            scales: std::mem::take(&mut self.scales),
+            sums: std::mem::take(&mut self.sums),
+        };
+        Kept::put(&BUFFERS, buffers);
     }
 }
 
