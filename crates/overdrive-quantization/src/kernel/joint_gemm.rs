@@ -67,8 +67,8 @@ pub(crate) fn joint_gemm<T: Element>(
     } else {
         CHUNK_BYTES
     };
-    // At least a few chunks for each thread, so that one that starts late does not hold up the others. Many small ones
-    // take longer: each begins with scales that nobody has asked for yet.
+    // At least a few chunks for each thread, so that one that starts late does not hold up the others. With twice as many
+    // a decoding step of SmolLM2-135M took 2 to 4 % longer.
     let chunk_bytes = most.min(bytes / (4 * overdrive_kernels::threads::workers()));
     let mut rest = ColumnsMut::new(y, columns);
     // A chunk or two more than that for each weight.

@@ -1,5 +1,4 @@
 //! Rows of activations as bytes, in the order in which codes are unpacked.
-#![allow(unsafe_code)]
 
 use overdrive_kernels::{
     BYTES, Buffers, InstructionSet, Kept, Kernel, LANES, Simd, capacity_bytes,
