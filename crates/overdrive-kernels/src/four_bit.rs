@@ -45,6 +45,9 @@ pub trait FourBit: Floats {
     const BYTE_ROWS: usize = 4;
     /// The number of vectors of outputs whose sums of bytes fit the registers: 1, 2 or 4.
     const BYTE_VECTORS: usize = 1;
+    /// If `true`, sums of products of codes by [`dot_pairs`](Self::dot_pairs) take less time than by
+    /// [`dot_bytes`](Self::dot_bytes).
+    const PAIRS: bool = false;
 
     /// Reads packed codes.
     fn load_packed(self, from: &[u8; BYTES]) -> Self::Packed;
@@ -113,6 +116,9 @@ pub trait FourBit: Floats {
     /// Adds the four products of each lane, of numbers that [`unpack_nibbles`](Self::unpack_nibbles) or
     /// [`unpack_bytes`](Self::unpack_bytes) returned and of bytes in `-127..=127`.
     fn dot_bytes(self, sums: Self::Sums, numbers: Self::Bytes, bytes: Self::Bytes) -> Self::Sums;
+    /// Adds the products of each two neighbouring codes of 4 bits, not of a table, to a word. At most 8 calls fit the
+    /// words: `8 · 2 · 15 · 127 < 2¹⁵`.
+    fn dot_pairs(self, sums: Self::Words, codes: Self::Bytes, bytes: Self::Bytes) -> Self::Words;
     /// Adds the products of the low halves of bytes with `low` and of the high halves with `high`, eight in
     /// each lane: of the codes themselves, or where `BOOK` of the numbers that they choose from `table`, plus
     /// [`BOOK_ZERO`](Self::BOOK_ZERO).

@@ -91,6 +91,16 @@ impl FourBit for Portable {
     }
 
     #[inline(always)]
+    fn dot_pairs(self, sums: [i16; WORDS], codes: [i8; BYTES], bytes: [i8; BYTES]) -> [i16; WORDS] {
+        let mut out = sums;
+        for (at, out) in out.iter_mut().enumerate() {
+            let product = |at: usize| i16::from(codes[at]) * i16::from(bytes[at]);
+            *out += product(2 * at) + product(2 * at + 1);
+        }
+        out
+    }
+
+    #[inline(always)]
     fn splat_quad(self, from: &[i8; 4]) -> [i8; BYTES] {
         let mut out = [0; BYTES];
         for at in 0..BYTES {

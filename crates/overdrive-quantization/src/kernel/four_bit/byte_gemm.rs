@@ -30,6 +30,10 @@ const VECTORS: usize = 4;
 /// of units; two units of [`VECTORS`] vectors take half of a first cache of 32 KB.
 const UNITS: usize = 2;
 
+/// The number of vectors of codes whose products fit words, as [`dot_pairs`](overdrive_kernels::FourBit::dot_pairs) sums
+/// them: the least number that shares a scale.
+const MAX_PAIRS: usize = MIN_GROUP_OF_NIBBLES / 4;
+
 /// The GEMM of some outputs.
 pub(super) struct ByteGemm<'a> {
     pub(super) x: &'a BytePanels,
@@ -116,12 +120,7 @@ impl ByteGemm<'_> {
             &mut scratch.scales,
             &mut scratch.offsets,
         );
-        // Numbers with one scale for a unit are as those of a book.
-        let excess = if rescaled {
-            S::BOOK_ZERO
-        } else {
-            coding.excess::<S>()
-        };
+        let pairs = !rescaled && matches!(coding.numbers, ByteNumbers::Integers(_));
         let blocks = x.rows.div_ceil(S::BYTE_ROWS);
         for first in (0..x.units).step_by(UNITS) {
             let units = first..(first + UNITS).min(x.units);
@@ -180,7 +179,7 @@ impl ByteGemm<'_> {
                         // Hidden from the compiler: it unrolls a loop of known length and then loads all
                         // operands first, for which there are no registers.
                         steps: std::hint::black_box(HELD / x.groups()),
-                        excess,
+                        pairs,
                         bytes: &scratch.bytes[vector * BYTES..],
                         scales: &scratch.scales[vector * each..vectors * each],
                         offsets: match rescaled {
@@ -216,13 +215,24 @@ fn unpack<S: Simd>(
     out: &mut [i8],
     scaled: impl Fn(usize, S::Bytes) -> S::Bytes,
 ) {
+    match coding.numbers {
+        ByteNumbers::Book(_) => unpack_halves::<S, true>(s, coding, columns, out, scaled),
+        _ => unpack_halves::<S, false>(s, coding, columns, out, scaled),
+    }
+}
+
+#[inline(always)]
+fn unpack_halves<S: Simd, const BOOK: bool>(
+    s: S,
+    coding: &ByteCoding,
+    columns: &[S::Packed; LANES],
+    out: &mut [i8],
+    scaled: impl Fn(usize, S::Bytes) -> S::Bytes,
+) {
     let table = coding.table(s);
     let (out, _) = out.as_chunks_mut::<BYTES>();
     for ((column, packed), out) in columns.iter().enumerate().zip(out.chunks_mut(2 * VECTORS)) {
-        let halves = match coding.numbers {
-            ByteNumbers::Book(_) => s.unpack_nibbles::<true>(*packed, table),
-            _ => s.unpack_nibbles::<false>(*packed, table),
-        };
+        let halves = s.unpack_nibbles::<BOOK>(*packed, table);
         for (half, out) in halves.into_iter().zip(out.iter_mut().step_by(VECTORS)) {
             s.store_bytes(scaled(column, half), out);
         }
@@ -334,8 +344,8 @@ struct Block<'a> {
     each: usize,
     /// The number of vectors of bytes that share a scale of activations.
     steps: usize,
-    /// The amount by which the numbers of `bytes` are larger than those of the codes.
-    excess: i32,
+    /// If `true`, `bytes` are codes of 4 bits, whose products may be summed in words.
+    pairs: bool,
     /// `(units, 32, vectors, 64)`, from the first vector of these on
     bytes: &'a [i8],
     scales: &'a [f32],
@@ -349,13 +359,21 @@ impl Block<'_> {
     /// Adds `count` rows, at most `S::BYTE_ROWS`.
     #[inline(always)]
     fn rows<S: Simd, const V: usize>(&mut self, s: S, count: usize) {
+        match S::PAIRS && self.pairs {
+            true => self.rows_by::<S, V, true>(s, count),
+            false => self.rows_by::<S, V, false>(s, count),
+        }
+    }
+
+    #[inline(always)]
+    fn rows_by<S: Simd, const V: usize, const PAIRS: bool>(&mut self, s: S, count: usize) {
         match count {
-            6 if S::BYTE_ROWS > 5 => self.add::<S, V, 6>(s),
-            5 if S::BYTE_ROWS > 4 => self.add::<S, V, 5>(s),
-            4 => self.add::<S, V, 4>(s),
-            3 => self.add::<S, V, 3>(s),
-            2 => self.add::<S, V, 2>(s),
-            _ => self.add::<S, V, 1>(s),
+            6 if S::BYTE_ROWS > 5 => self.add::<S, V, 6, PAIRS>(s),
+            5 if S::BYTE_ROWS > 4 => self.add::<S, V, 5, PAIRS>(s),
+            4 => self.add::<S, V, 4, PAIRS>(s),
+            3 => self.add::<S, V, 3, PAIRS>(s),
+            2 => self.add::<S, V, 2, PAIRS>(s),
+            _ => self.add::<S, V, 1, PAIRS>(s),
         }
     }
 
@@ -365,13 +383,14 @@ impl Block<'_> {
         clippy::needless_range_loop,
         reason = "loops over indices are unrolled"
     )]
-    fn add<S: Simd, const V: usize, const N: usize>(&mut self, s: S) {
+    fn add<S: Simd, const V: usize, const N: usize, const PAIRS: bool>(&mut self, s: S) {
         let (rows, groups) = (self.x.rows, self.x.groups());
         let (units, steps) = (self.units.clone(), self.steps);
         assert!(
             V <= VECTORS
                 && self.row + N <= rows
                 && steps * groups <= HELD
+                && (!PAIRS || steps.is_multiple_of(MAX_PAIRS))
                 && self.bytes.len() >= ((units.len() * HELD - 1) * VECTORS + V) * BYTES
                 && self.sums.len() >= ((rows - 1) * VECTORS + V) * LANES
                 && self.scales.len() >= V * self.each
@@ -385,21 +404,27 @@ impl Block<'_> {
             for g in 0..groups {
                 let mut totals = [[s.zero_sums(); V]; N];
                 for (totals, panel) in totals.iter_mut().zip(panels) {
-                    *totals = [s.splat_sums(-self.excess * panel.sums[g]); V];
+                    *totals = [s.splat_sums(panel.starts[g]); V];
                 }
-                for step in 0..steps {
-                    let held = g * steps + step;
-                    let mut w = [s.load_bytes(&[0; BYTES]); V];
-                    for (v, w) in w.iter_mut().enumerate() {
-                        let from = ((first + held) * VECTORS + v) * BYTES;
-                        // SAFETY: asserted: `held < HELD`, of each of `units`.
-                        *w = s.load_bytes(unsafe { at(self.bytes, from) });
+                let (mut held, end) = (g * steps, (g + 1) * steps);
+                while held < end {
+                    if !PAIRS {
+                        // SAFETY: asserted.
+                        unsafe { self.step(s, (first, held), panels, &mut totals, S::dot_bytes) };
+                        held += 1;
+                        continue;
                     }
-                    for (totals, panel) in totals.iter_mut().zip(panels) {
-                        // SAFETY: `held < HELD`, of which there are as many quads.
-                        let x = s.splat_quad(unsafe { panel.quads.get_unchecked(held) });
-                        for (total, w) in totals.iter_mut().zip(w) {
-                            *total = s.dot_bytes(*total, w, x);
+                    let mut words = [[s.splat_pair(&[0, 0]); V]; N];
+                    for step in 0..MAX_PAIRS {
+                        let at = (first, held + step);
+                        // SAFETY: asserted.
+                        unsafe { self.step(s, at, panels, &mut words, S::dot_pairs) };
+                    }
+                    held += MAX_PAIRS;
+                    let ones = s.splat_pair(&[1, 1]);
+                    for (totals, words) in totals.iter_mut().zip(words) {
+                        for (total, words) in totals.iter_mut().zip(words) {
+                            *total = s.dot_words(*total, words, ones);
                         }
                     }
                 }
@@ -427,13 +452,39 @@ impl Block<'_> {
                         for (n, panel) in panels.iter().enumerate() {
                             // SAFETY: asserted.
                             let sum = unsafe { self.sum(n, v) };
-                            // Only integers have offsets, and their unit is 1.
-                            #[allow(clippy::cast_precision_loss, reason = "at most 2^14")]
-                            let of_group = s.splat(panel.sums[g] as f32 * panel.scales[g]);
+                            let of_group = s.splat(panel.sums[g]);
                             s.store_f32(s.mul_add(offset, of_group, s.load_f32(sum)), sum);
                         }
                     }
                 }
+            }
+        }
+    }
+
+    /// Adds the products of one vector of bytes of each of `V` vectors of outputs and `N` rows to `totals`.
+    ///
+    /// # Safety
+    /// `held` is below [`HELD`], and `bytes` has those of the unit whose first is `first`.
+    #[inline(always)]
+    unsafe fn step<S: Simd, A: Copy, const V: usize, const N: usize>(
+        &self,
+        s: S,
+        (first, held): (usize, usize),
+        panels: &[BytePanel; N],
+        totals: &mut [[A; V]; N],
+        dot: impl Fn(S, A, S::Bytes, S::Bytes) -> A,
+    ) {
+        let mut w = [s.load_bytes(&[0; BYTES]); V];
+        for (v, w) in w.iter_mut().enumerate() {
+            let from = ((first + held) * VECTORS + v) * BYTES;
+            // SAFETY: the caller ensures the bounds.
+            *w = s.load_bytes(unsafe { at(self.bytes, from) });
+        }
+        for (totals, panel) in totals.iter_mut().zip(panels) {
+            // SAFETY: `held < HELD`, of which there are as many quads.
+            let x = s.splat_quad(unsafe { panel.quads.get_unchecked(held) });
+            for (total, w) in totals.iter_mut().zip(w) {
+                *total = dot(s, *total, w, x);
             }
         }
     }

@@ -14,22 +14,25 @@ const PARALLEL: usize = 32 << 10;
 
 /// The 128 inputs of a unit of one row.
 #[derive(Debug, Clone, Copy)]
-#[repr(C, align(64))]
+#[repr(C, align(32))]
 pub(super) struct BytePanel {
     /// The inputs of the low and of the high halves of each lane of codes of 4 bits, alternating; of each lane of codes
     /// of 8 bits.
     pub(super) quads: [[i8; 4]; BYTES / 2],
     /// The scales times the unit of the weight.
     pub(super) scales: [f32; MAX_GROUPS],
-    /// The sums of the quantized activations, for offsets and for codes whose zero is not 0.
-    pub(super) sums: [i32; MAX_GROUPS],
+    /// The start of the sums of products, which makes the code of zero add nothing.
+    pub(super) starts: [i32; MAX_GROUPS],
+    /// The sums of the quantized activations, which offsets are multiplied with.
+    pub(super) sums: [f32; MAX_GROUPS],
 }
 
 /// A panel of zeros.
 const NONE: BytePanel = BytePanel {
     quads: [[0; 4]; BYTES / 2],
     scales: [0.0; MAX_GROUPS],
-    sums: [0; MAX_GROUPS],
+    starts: [0; MAX_GROUPS],
+    sums: [0.0; MAX_GROUPS],
 };
 
 /// Rows of activations, quantized symmetrically with a scale for each group of inputs.
@@ -108,6 +111,7 @@ impl Quantize<'_, '_> {
     // Plain loops, which the compiler vectorizes for each set.
     #[inline(always)]
     fn units<S: Simd, const G: usize>(self, _: S) {
+        let excess = self.layout.coding.excess::<S>();
         let (units, _) = self.x.as_chunks::<UNIT>();
         for (at, x) in units.iter().enumerate() {
             let mut panel = NONE;
@@ -117,7 +121,13 @@ impl Quantize<'_, '_> {
             for (g, (x, out)) in groups.iter().zip(out).enumerate() {
                 let scale = quantize_group(x, out);
                 panel.scales[g] = scale * self.layout.coding.unit;
-                panel.sums[g] = out.iter().map(|byte| i32::from(*byte)).sum();
+                let sum: i32 = out.iter().map(|byte| i32::from(*byte)).sum();
+                panel.starts[g] = -excess * sum;
+                // Only integers have offsets, and their unit is 1.
+                #[allow(clippy::cast_precision_loss, reason = "at most 2^14")]
+                {
+                    panel.sums[g] = sum as f32 * scale;
+                }
             }
             let (eights, _) = bytes.as_chunks::<8>();
             for (quads, eight) in panel.quads.chunks_exact_mut(2).zip(eights) {

@@ -38,11 +38,17 @@ pub(super) struct ByteLayout {
 
 impl ByteLayout {
     /// Returns the layout of `rows` rows for a weight, more than a few; `None` if it has no kernel of bytes.
-    pub(super) fn of_more_rows(weight: &CodedWeight<'_>, rows: usize) -> Option<Self> {
+    pub(super) fn of_more_rows(
+        set: InstructionSet,
+        weight: &CodedWeight<'_>,
+        rows: usize,
+    ) -> Option<Self> {
         weight.byte_coding()?;
         let exact = Self::of_few_rows(weight)?;
         let coding = exact.coding;
-        if exact.group == UNIT || rows < MIN_RESCALED || coding.per_byte() == 1 {
+        // Signed bytes take longer than the codes of integers where those are summed in pairs.
+        let codes = matches!(coding.numbers, ByteNumbers::Integers(_)) && set.run(SumsPairs);
+        if exact.group == UNIT || rows < MIN_RESCALED || coding.per_byte() == 1 || codes {
             return Some(exact);
         }
         // The numbers of a unit get one scale, and the offsets and the code of zero are in the numbers, which are as
@@ -77,6 +83,18 @@ impl ByteLayout {
     /// Returns the number of inputs of a row.
     pub(super) fn inputs(&self) -> usize {
         self.inputs
+    }
+}
+
+/// Returns [`PAIRS`](overdrive_kernels::FourBit::PAIRS) of a set.
+struct SumsPairs;
+
+impl Kernel for SumsPairs {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> bool {
+        S::PAIRS
     }
 }
 

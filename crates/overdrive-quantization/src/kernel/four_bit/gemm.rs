@@ -45,7 +45,7 @@ impl<'a> QuantizedInputs<'a> {
             let few = rows <= MAX_ROWS;
             let layout = match few {
                 true => ByteLayout::of_few_rows(weight),
-                false => ByteLayout::of_more_rows(weight, rows).filter(|_| weight.bytes),
+                false => ByteLayout::of_more_rows(set, weight, rows).filter(|_| weight.bytes),
             };
             if let Some(layout) = layout {
                 if few && find(&inputs.bytes, &layout).is_none() {
@@ -66,13 +66,13 @@ impl<'a> QuantizedInputs<'a> {
     }
 
     /// Returns the form of `rows` rows of activations for `weight`.
-    fn of(&self, weight: &CodedWeight<'a>, rows: usize) -> Input<'_> {
+    fn of(&self, set: InstructionSet, weight: &CodedWeight<'a>, rows: usize) -> Input<'_> {
         let few = ByteLayout::of_few_rows(weight);
         if let Some(rows) = few.and_then(|layout| find(&self.bytes, &layout)) {
             return Input::Bytes(rows);
         }
         // Panels of this layout may be those of another weight, while this one takes words.
-        let more = ByteLayout::of_more_rows(weight, rows).filter(|_| weight.bytes);
+        let more = ByteLayout::of_more_rows(set, weight, rows).filter(|_| weight.bytes);
         if let Some(panels) = more.and_then(|layout| find(&self.panels, &layout)) {
             return Input::Panels(panels);
         }
@@ -122,7 +122,7 @@ impl<'a> CodedGemm<'a> {
         CodedGemm {
             weight,
             x,
-            input: inputs.of(weight, rows),
+            input: inputs.of(set, weight, rows),
             set,
         }
     }

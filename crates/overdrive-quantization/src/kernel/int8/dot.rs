@@ -1,6 +1,5 @@
-//! Dot products of a few outputs with a few rows at a time, both in their layout in memory: rows of the weight
-//! go through the registers once for the first few rows of activations, and for the others come from the first
-//! cache.
+//! Dot products of a few outputs with a few rows at a time, both in their layout in memory. A block of rows of
+//! activations stays in the first cache for all outputs, the weight in the second for the next blocks.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -12,6 +11,10 @@ use crate::kernel::at;
 
 /// The distance of the prefetch in bytes of the weight, for a single row.
 const AHEAD: usize = 8192;
+
+/// The bytes of the rows that are multiplied with all outputs of a job before the next: half of a first cache of 32 KB.
+/// The weight comes from the second cache for each such block.
+const BLOCK_BYTES: usize = 16 << 10;
 
 /// The sums of products of codes of some outputs.
 pub(super) struct Dots<'a, 'b> {
@@ -101,30 +104,33 @@ impl Dots<'_, '_> {
         s.add_sums(s.add_sums(a, b), s.add_sums(c, d))
     }
 
-    /// Computes all outputs, `R` at a time, with all rows, four at a time. The few outputs of a tile stay in the
-    /// first cache for all rows.
+    /// Computes all outputs, `R` at a time, with a block of rows, four at a time, and then with the next block.
     #[inline(always)]
     fn tiles<S: Simd, const R: usize>(&mut self, s: S) {
-        let mut output = self.outputs.start;
-        while output + R <= self.outputs.end {
-            self.outputs::<S, R>(s, output);
-            output += R;
-        }
-        while output < self.outputs.end {
-            self.outputs::<S, 1>(s, output);
-            output += 1;
+        let (all, width) = (self.gemm.x.rows, self.gemm.x.width);
+        let block = (BLOCK_BYTES / width.max(1)).max(1).next_multiple_of(4);
+        for first in (0..all).step_by(block) {
+            let rows = first..(first + block).min(all);
+            let mut output = self.outputs.start;
+            while output + R <= self.outputs.end {
+                self.outputs::<S, R>(s, output, rows.clone());
+                output += R;
+            }
+            while output < self.outputs.end {
+                self.outputs::<S, 1>(s, output, rows.clone());
+                output += 1;
+            }
         }
     }
 
     #[inline(always)]
-    fn outputs<S: Simd, const R: usize>(&mut self, s: S, output: usize) {
-        let rows = self.gemm.x.rows;
-        let mut row = 0;
-        while row + 4 <= rows {
+    fn outputs<S: Simd, const R: usize>(&mut self, s: S, output: usize, rows: Range<usize>) {
+        let mut row = rows.start;
+        while row + 4 <= rows.end {
             self.tile::<S, R, 4>(s, output, row);
             row += 4;
         }
-        match rows - row {
+        match rows.end - row {
             0 => {}
             1 => self.tile::<S, R, 1>(s, output, row),
             2 => self.tile::<S, R, 2>(s, output, row),

@@ -68,6 +68,8 @@ impl FourBit for Avx2 {
     type Bytes = Pair;
 
     const WORD_ROWS: usize = 4;
+    // Two instructions for 32 products, where signed numbers need four.
+    const PAIRS: bool = true;
 
     #[inline(always)]
     fn unpack_nibbles<const BOOK: bool>(self, codes: Pair, table: Pair) -> [Pair; 2] {
@@ -135,6 +137,14 @@ impl FourBit for Avx2 {
     }
 
     #[inline(always)]
+    fn dot_pairs(self, sums: Pair, codes: Pair, bytes: Pair) -> Pair {
+        intrinsics!([
+            _mm256_add_epi16(sums[0], _mm256_maddubs_epi16(codes[0], bytes[0])),
+            _mm256_add_epi16(sums[1], _mm256_maddubs_epi16(codes[1], bytes[1])),
+        ])
+    }
+
+    #[inline(always)]
     fn splat_quad(self, from: &[i8; 4]) -> Pair {
         intrinsics!([_mm256_set1_epi32(i32::from_ne_bytes(from.map(i8::cast_unsigned))); 2])
     }
@@ -177,8 +187,8 @@ impl FourBit for Avx2 {
         intrinsics!([_mm256_broadcastsi128_si256(_mm_loadu_si128(values.as_ptr().cast())); 2])
     }
 
-    // Two products of `vpmaddubsw`, a number without a sign times one with, must fit 16 bits: the signs
-    // of numbers of a table go to the activations.
+    // Two products of `vpmaddubsw`, a number without a sign times one with, must fit 16 bits: the signs of the bytes go
+    // to the numbers of a table. Those of the bytes are the same for several rows of a weight.
     #[inline(always)]
     fn dot_nibbles<const BOOK: bool>(
         self,
@@ -195,14 +205,19 @@ impl FourBit for Avx2 {
             for half in 0..2 {
                 let first = _mm256_and_si256(codes[half], mask);
                 let second = _mm256_and_si256(_mm256_srli_epi16::<4>(codes[half]), mask);
-                for (codes, plane) in [(first, low[half]), (second, high[half])] {
-                    let words = if BOOK {
+                if BOOK {
+                    for (codes, plane) in [(first, low[half]), (second, high[half])] {
                         let numbers = _mm256_shuffle_epi8(table[half], codes);
-                        let signed = _mm256_sign_epi8(plane, numbers);
-                        _mm256_maddubs_epi16(_mm256_abs_epi8(numbers), signed)
-                    } else {
-                        _mm256_maddubs_epi16(codes, plane)
-                    };
+                        let signed = _mm256_sign_epi8(numbers, plane);
+                        let words = _mm256_maddubs_epi16(_mm256_abs_epi8(plane), signed);
+                        out[half] = _mm256_add_epi32(out[half], _mm256_madd_epi16(words, ones));
+                    }
+                } else {
+                    // Four products of codes fit, too.
+                    let words = _mm256_add_epi16(
+                        _mm256_maddubs_epi16(first, low[half]),
+                        _mm256_maddubs_epi16(second, high[half]),
+                    );
                     out[half] = _mm256_add_epi32(out[half], _mm256_madd_epi16(words, ones));
                 }
             }

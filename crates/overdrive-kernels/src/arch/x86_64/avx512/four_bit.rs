@@ -69,6 +69,11 @@ impl FourBit for Avx512 {
     }
 
     #[inline(always)]
+    fn dot_pairs(self, sums: __m512i, codes: __m512i, bytes: __m512i) -> __m512i {
+        intrinsics!(_mm512_add_epi16(sums, _mm512_maddubs_epi16(codes, bytes)))
+    }
+
+    #[inline(always)]
     fn splat_quad(self, from: &[i8; 4]) -> __m512i {
         intrinsics!(_mm512_set1_epi32(i32::from_ne_bytes(
             from.map(i8::cast_unsigned)
