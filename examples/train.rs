@@ -256,6 +256,7 @@ impl Training<'_> {
         };
         let plan = arguments.plan_from(&mut loader, resumed.as_ref())?;
         let mut optimizer = arguments.new_optimizer(group, shared(&self.parameters))?;
+        let options = optimizer.state_dict()?;
         let mut state = State {
             scheduler: arguments.new_scheduler(&plan, &mut optimizer)?,
             optimizer,
@@ -269,6 +270,12 @@ impl Training<'_> {
 
         if let (Some(snapshots), Some(snapshot)) = (&snapshots, &resumed) {
             snapshots.load_state(snapshot, self.registered(&mut state, &mut loader))?;
+            // A snapshot has the options of the run that saved it; those of this start count.
+            let (optimizer, scheduler) = (&mut state.optimizer, &mut state.scheduler);
+            arguments.set_resumed_options(&plan, &options, optimizer, scheduler)?;
+            if let (Some(ema), Some(decay)) = (&mut state.ema, arguments.ema_decay) {
+                ema.set_decay(decay)?;
+            }
             log.say(&format!("resumed     from {}", snapshot.path().display()));
             log.resume(&state.done);
         }
