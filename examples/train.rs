@@ -420,13 +420,17 @@ impl Training<'_> {
             .tensors("model", shared(&self.parameters))
             .register("lr_scheduler", &mut state.scheduler)
             .register_optional("scaler", state.scaler.as_mut())
-            .register_optional("ema", state.ema.as_mut())
             .register("early_stopping", &mut state.best)
             .value("progress", &mut state.done)
             .with_load("loader", loader.state_dict(), |state| {
                 loader.load_state_dict(state)
             })
             .random_states();
+        // A run does not drop its average by accident.
+        let registered = match &mut state.ema {
+            Some(ema) => registered.register("ema", ema),
+            None => registered,
+        };
         // Registered under one name in either case, so that a snapshot shows which one was used.
         let registered = match self.arguments.shards_optimizer() {
             // Each process has the states of its own parameters.
