@@ -4,13 +4,15 @@
 //! cargo xtask example merge --model PATH --adapter runs/mine --out runs/mine-merged
 //! ```
 //!
-//! The weights of a GGUF file or of a quantized folder are dequantized first, so that the sum is rounded by nothing.
+//! The tokenizer and the chat template are those beside the adapter, or if it has none, the model's. The weights of a
+//! GGUF file or of a quantized folder are dequantized first, so that the sum is rounded by nothing.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 use clap::Parser;
+use overdrive::datasets::copy_tokenizer;
 use overdrive::generation::ModelFiles;
 use overdrive_examples::finetuning::FinetuneModel;
 use overdrive_examples::print_line;
@@ -41,7 +43,11 @@ fn run(flags: &Flags) -> Result<()> {
         );
     }
     FinetuneModel::save_merged(&flags.model, &flags.adapter, &flags.out)?;
-    ModelFiles::open(&flags.model)?.copy_tokenizer(&flags.out)?;
+    // The adapter may have been trained with another chat template than the model's, which then lies beside it.
+    let copied = copy_tokenizer(&flags.adapter, &flags.out)?;
+    if !copied.iter().any(|name| name.ends_with("tokenizer.json")) {
+        ModelFiles::open(&flags.model)?.copy_tokenizer(&flags.out)?;
+    }
     print_line(format!("merged      {}", flags.out.display()));
     Ok(())
 }

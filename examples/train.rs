@@ -256,6 +256,7 @@ impl Training<'_> {
         };
         let plan = arguments.plan_from(&mut loader, resumed.as_ref())?;
         let mut optimizer = arguments.new_optimizer(group, shared(&self.parameters))?;
+        let options = optimizer.state_dict()?;
         let mut state = State {
             scheduler: arguments.new_scheduler(&plan, &mut optimizer)?,
             optimizer,
@@ -269,6 +270,12 @@ impl Training<'_> {
 
         if let (Some(snapshots), Some(snapshot)) = (&snapshots, &resumed) {
             snapshots.load_state(snapshot, self.registered(&mut state, &mut loader))?;
+            // A snapshot has the options of the run that saved it; those of this start count.
+            let (optimizer, scheduler) = (&mut state.optimizer, &mut state.scheduler);
+            arguments.set_resumed_options(&plan, &options, optimizer, scheduler)?;
+            if let (Some(ema), Some(decay)) = (&mut state.ema, arguments.ema_decay) {
+                ema.set_decay(decay)?;
+            }
             log.say(&format!("resumed     from {}", snapshot.path().display()));
             log.resume(&state.done);
         }
@@ -413,13 +420,17 @@ impl Training<'_> {
             .tensors("model", shared(&self.parameters))
             .register("lr_scheduler", &mut state.scheduler)
             .register_optional("scaler", state.scaler.as_mut())
-            .register_optional("ema", state.ema.as_mut())
             .register("early_stopping", &mut state.best)
             .value("progress", &mut state.done)
             .with_load("loader", loader.state_dict(), |state| {
                 loader.load_state_dict(state)
             })
             .random_states();
+        // A run does not drop its average by accident.
+        let registered = match &mut state.ema {
+            Some(ema) => registered.register("ema", ema),
+            None => registered,
+        };
         // Registered under one name in either case, so that a snapshot shows which one was used.
         let registered = match self.arguments.shards_optimizer() {
             // Each process has the states of its own parameters.

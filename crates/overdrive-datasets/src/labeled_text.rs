@@ -5,6 +5,7 @@ use std::path::Path;
 use overdrive_core::{Error as CommonError, check_option};
 use serde_json::{Map, Value};
 
+use crate::records::has_extension;
 use crate::{CsvOptions, CsvRecords, Dataset, JsonOptions, JsonRecords, Permutation, Result};
 
 /// The texts of a file with the class of each, in memory: the data of a sequence classifier.
@@ -43,11 +44,7 @@ impl LabeledTexts {
         labels: Option<&[String]>,
     ) -> Result<Self> {
         let path = path.as_ref();
-        let is = |ending: &str| {
-            path.extension()
-                .is_some_and(|own| own.eq_ignore_ascii_case(ending))
-        };
-        let rows = match ["csv", "tsv", "tab"].into_iter().any(is) {
+        let rows = match has_extension(path, &["csv", "tsv", "tab"]) {
             true => csv_rows(path, text, label)?,
             false => json_rows(path, text, label)?,
         };

@@ -220,6 +220,10 @@ impl<O: Optimizer> Optimizer for ZeroRedundancyOptimizer<O> {
 
     /// Skips the step on all ranks if one of them would skip it.
     fn step_scaled(&mut self, scaling: &GradScaling<'_>) -> overdrive_optim::Result<bool> {
+        // The same on all ranks: a rank without a shard would wait in a broadcast that the others do not begin.
+        if !self.supports_step_scaled {
+            return Ok(false);
+        }
         // A copy, because the reduction must not change the scaler's own flag.
         let found_inf = scaling.found_inf.f_add_scalar(0.0)?;
         self.group

@@ -94,7 +94,7 @@ pub use generate::{GenerateOptions, generate, generate_with, generate_with_optio
 pub use generation_model::{GenerationModel, RowDecoder};
 pub use gguf::tokenizer_from_gguf;
 pub use logprobs::TokenLogprobs;
-pub use model_files::ModelFiles;
+pub use model_files::{ModelFiles, copy_chat_template};
 pub use output::{
     FinishReason, GenerateOutput, GenerateTimings, GeneratedToken, SpeculationStatistics,
 };

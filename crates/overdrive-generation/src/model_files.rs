@@ -1,3 +1,4 @@
+use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
 use overdrive_core::{Error as Common, files};
@@ -7,7 +8,9 @@ use overdrive_transformer::{Seq2SeqConfig, generation_config_from_gguf};
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
-use crate::chat_template::{SPECIAL_TOKENS, special_token, templates_of_gguf, token_text};
+use crate::chat_template::{
+    SPECIAL_TOKENS, special_token, templates_of_dir, templates_of_gguf, token_text,
+};
 use crate::optional_file::read_object;
 use crate::{ChatTemplate, GenerationConfig, Result, tokenizer_from_gguf};
 
@@ -90,18 +93,20 @@ impl ModelFiles {
         }
     }
 
-    /// Returns the chat template of `path`, a file with Jinja's syntax or a folder, in place of the model's. That of a
-    /// file gets the model's special tokens.
+    /// Returns the chat template of `path`, a file with Jinja's syntax or the folder of another model, in place of this
+    /// model's. It gets this model's special tokens.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`](crate::Error::ChatTemplate) if it cannot be parsed; an error if a file cannot be read.
     pub fn chat_template_from(&self, path: impl AsRef<Path>) -> Result<ChatTemplate> {
         let path = path.as_ref();
-        if path.is_dir() {
-            return ChatTemplate::from_dir(path);
-        }
-        let source = std::fs::read_to_string(path).map_err(Common::io("read", path))?;
-        let mut template = ChatTemplate::new(&source)?;
+        let mut template = match path.is_dir() {
+            true => ChatTemplate::from_dir(path)?,
+            false => {
+                let source = std::fs::read_to_string(path).map_err(Common::io("read", path))?;
+                ChatTemplate::new(&source)?
+            }
+        };
         for (name, _) in SPECIAL_TOKENS {
             if let Some(token) = self.special_token(name)? {
                 template = template.with_special_token(name, &token);
@@ -184,13 +189,36 @@ fn save_gguf_tokenizer(file: &GgufFile, to: &Path) -> Result<()> {
     }
     let config = format!("{:#}\n", Value::Object(config));
     files::write(&path, config.as_bytes())?;
-    for (name, source) in templates_of_gguf(file)? {
+    write_templates(&templates_of_gguf(file)?, to)
+}
+
+/// Writes the chat template of `from`, a file with Jinja's syntax or the folder of a model, into the folder `to`, where
+/// transformers and [`ModelFiles`] read it.
+///
+/// # Errors
+/// [`Error::NoChatTemplate`](crate::Error::NoChatTemplate) if a folder has none; an error if a file cannot be read or
+/// written.
+pub fn copy_chat_template(from: impl AsRef<Path>, to: impl AsRef<Path>) -> Result<()> {
+    let (from, to) = (from.as_ref(), to.as_ref());
+    let sources = match from.is_dir() {
+        true => templates_of_dir(from)?,
+        false => {
+            let source = std::fs::read_to_string(from).map_err(Common::io("read", from))?;
+            BTreeMap::from([("default".to_owned(), source)])
+        }
+    };
+    write_templates(&sources, to)
+}
+
+/// Writes chat templates as transformers does.
+fn write_templates(sources: &BTreeMap<String, String>, to: &Path) -> Result<()> {
+    for (name, source) in sources {
         let path = match name.as_str() {
             "default" => to.join("chat_template.jinja"),
             name => {
                 let folder = to.join("additional_chat_templates");
                 std::fs::create_dir_all(&folder).map_err(Common::io("create", &folder))?;
-                // The name comes from the file: only one that is a plain name becomes a path.
+                // The name comes from a file: only one that is a plain name becomes a path.
                 let plain = |letter: char| letter.is_ascii_alphanumeric() || "_-".contains(letter);
                 if !name.chars().all(plain) {
                     continue;

@@ -268,6 +268,20 @@ impl Ema {
         &self.config
     }
 
+    /// Sets the decay of the next updates, such as that of a run that resumes with another one.
+    ///
+    /// # Errors
+    /// [`Error::Common`] if it is not in [0, 1]; the decay is unchanged then.
+    pub fn set_decay(&mut self, decay: f64) -> Result<()> {
+        let config = EmaConfig {
+            decay,
+            ..self.config.clone()
+        };
+        config.validate()?;
+        self.config = config;
+        Ok(())
+    }
+
     /// Returns the averages and the number of updates. The tensors share memory with the averages.
     ///
     /// # Errors

@@ -9,10 +9,10 @@ use crate::state_metadata::mismatch;
 use crate::{Result, StateDict};
 
 /// The metadata of an optimizer lists its parameters by group.
-const GROUPS: &str = "groups";
-const NAME: &str = "name";
+pub(crate) const GROUPS: &str = "groups";
+pub(crate) const NAME: &str = "name";
 const PARAMETERS: &str = "parameters";
-const WITHOUT_STATE: &str = "without_state";
+pub(crate) const WITHOUT_STATE: &str = "without_state";
 /// A [`CombinedOptimizer`](crate::CombinedOptimizer) puts it between an optimizer's name and those of its tensors.
 const SEPARATOR: char = '/';
 

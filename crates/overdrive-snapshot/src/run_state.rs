@@ -1,6 +1,6 @@
 //! The registry of the state that a run saves and restores.
 
-use std::collections::BTreeMap;
+use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
 
 use overdrive_optim::{StateDict, StateError, Stateful};
@@ -72,6 +72,8 @@ const FORMAT_VERSION: u32 = 1;
 #[must_use = "a registry does nothing until it is saved or loaded"]
 pub struct RunState<'a> {
     entries: Vec<Entry<'a>>,
+    /// The names of optional entries, registered or not.
+    optional: BTreeSet<String>,
     files: Vec<(String, Vec<u8>)>,
 }
 
@@ -156,8 +158,12 @@ impl<'a> RunState<'a> {
         self.entry(name, Scope::Run, Value::Stateful(value))
     }
 
-    /// Registers an optional value; `None` registers nothing.
-    pub fn register_optional<T: Stateful>(self, name: &str, value: Option<&'a mut T>) -> Self {
+    /// Registers a value that not every run has, such as the scaler of fp16; `None` registers nothing.
+    ///
+    /// A run resumes with a warning if only one side has the entry: a value that the snapshot lacks keeps its new
+    /// state, and a state that the run has no value for is left out.
+    pub fn register_optional<T: Stateful>(mut self, name: &str, value: Option<&'a mut T>) -> Self {
+        self.optional.insert(name.to_owned());
         match value {
             Some(value) => self.register(name, value),
             None => self,
@@ -269,8 +275,12 @@ impl<'a> RunState<'a> {
     pub(crate) fn restore(self, snapshot: &Snapshot, rank: usize, world_size: usize) -> Result<()> {
         let other_ranks = snapshot.world_size() != world_size;
         // All names are compared before the first value is changed.
-        self.check(snapshot)?;
+        let stored = self.check(snapshot)?;
         for Entry { name, scope, value } in self.entries {
+            // An optional one, whose value stays new.
+            if !stored.contains_key(&name) {
+                continue;
+            }
             let mut owned;
             let target: &mut dyn Stateful = match value {
                 Value::Tensors(targets) => {
@@ -304,8 +314,8 @@ impl<'a> RunState<'a> {
         Ok(())
     }
 
-    /// Compares the registered names with those of the snapshot.
-    fn check(&self, snapshot: &Snapshot) -> Result<()> {
+    /// Compares the registered names with those of the snapshot, and returns these.
+    fn check(&self, snapshot: &Snapshot) -> Result<BTreeMap<String, Scope>> {
         let stored: Registry = snapshot.document(REGISTRY, Scope::Run, 0)?;
         if stored.format_version != FORMAT_VERSION {
             let found = stored.format_version;
@@ -314,9 +324,13 @@ impl<'a> RunState<'a> {
             return Err(Error::damaged(snapshot.path(), reason));
         }
         let (own, stored) = (self.registry().registered, stored.registered);
+        let path = snapshot.path().display();
         let mut differences = Vec::new();
         for (name, scope) in &stored {
             match own.get(name) {
+                None if self.optional.contains(name) => {
+                    tracing::warn!("the run resumes without the `{name}` of {path}");
+                }
                 None => differences.push(format!(
                     "`{name}` is in the snapshot and not registered here"
                 )),
@@ -328,11 +342,16 @@ impl<'a> RunState<'a> {
                 Some(_) => {}
             }
         }
-        let new = own.keys().filter(|name| !stored.contains_key(*name));
-        differences
-            .extend(new.map(|name| format!("`{name}` is registered and not in the snapshot")));
+        for name in own.keys().filter(|name| !stored.contains_key(*name)) {
+            match self.optional.contains(name) {
+                true => tracing::warn!("the run resumes with a new `{name}`, which {path} lacks"),
+                false => {
+                    differences.push(format!("`{name}` is registered and not in the snapshot"));
+                }
+            }
+        }
         if differences.is_empty() {
-            return Ok(());
+            return Ok(stored);
         }
         Err(Error::EntryMismatch {
             path: snapshot.path().to_owned(),

@@ -122,9 +122,21 @@ fn default_library() -> GemmLibrary {
     })
 }
 
+/// Returns `true` if libtorch multiplies by oneDNN on this processor.
 fn one_dnn_available() -> bool {
-    // SAFETY: a constant of the build.
-    unsafe { ffi::od_onednn_available() != 0 }
+    static AVAILABLE: OnceLock<bool> = OnceLock::new();
+    *AVAILABLE.get_or_init(|| {
+        // SAFETY: a constant of the build.
+        let is_built = unsafe { ffi::od_onednn_available() != 0 };
+        // libtorch refuses its function, also for fp32, on processors that compute no bf16, such as AMD's before
+        // Zen 4, and asks for their features in its own way: only a product shows it.
+        is_built && trial_product().is_ok()
+    })
+}
+
+fn trial_product() -> Result<()> {
+    let one = Tensor::f_ones([1, 1], (Kind::Float, Device::Cpu))?;
+    multiply(GemmLibrary::OneDnn, &one.f_zeros_like()?, &one, &one, false)
 }
 
 #[cfg(target_arch = "x86_64")]

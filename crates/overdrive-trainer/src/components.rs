@@ -6,7 +6,7 @@ use overdrive_optim::{
     Adafactor, AdafactorConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, CombinedOptimizer,
     DecayRule, EMBEDDING_NAMES, Ema, EmaConfig, Lion, LionConfig, LrScheduler, Muon, MuonConfig,
     MuonRate, Optimizer, PagedAdamW, PagedAdamWConfig, ParamGroup, Schedule, Sgd, SgdConfig,
-    StateBits,
+    StateBits, StateDict,
 };
 use overdrive_precision::Precision;
 use serde_json::Value;
@@ -209,6 +209,33 @@ impl TrainingArguments {
             &self.lr_scheduler_kwargs,
         )?;
         Ok(LrScheduler::new(schedule, optimizer)?)
+    }
+
+    /// Gives an optimizer and a schedule that were loaded from a snapshot the options of these arguments: learning
+    /// rate, schedule, weight decay, betas. A snapshot has those of the run that saved it. `options` is the state of the
+    /// optimizer when it was new, before its schedule.
+    ///
+    /// Where an option differs, memory holds the optimizer's state twice for a moment.
+    ///
+    /// # Errors
+    /// As [`new_scheduler`](Self::new_scheduler), and an error of the optimizer.
+    pub fn set_resumed_options(
+        &self,
+        plan: &TrainingPlan,
+        options: &StateDict,
+        optimizer: &mut dyn Optimizer,
+        scheduler: &mut LrScheduler,
+    ) -> Result<()> {
+        let loaded = optimizer.state_dict()?;
+        let before = loaded.metadata.clone();
+        let loaded = loaded.with_options_of(options);
+        if loaded.metadata != before {
+            optimizer.load_state_dict(&loaded)?;
+        }
+        let steps = scheduler.last_step();
+        optimizer.set_learning_rate(self.learning_rate)?;
+        *scheduler = self.new_scheduler(plan, optimizer)?;
+        Ok(scheduler.set_step(steps, optimizer)?)
     }
 }
 

@@ -256,6 +256,9 @@ impl InstructionData {
         let mut all = training.order_fingerprints()?;
         all.set("data", self.train.content_digest());
         all.set("remove_duplicates", training.remove_duplicates);
+        // Records whose tokens have no label are left out.
+        all.set("completion_only_loss", arguments.completion_only_loss);
+        all.set("assistant_only_loss", arguments.assistant_only_loss);
         if training.eval_strategy == IntervalStrategy::No {
             // Without evaluation nothing is held out.
             all.set("validation_fraction", 0);

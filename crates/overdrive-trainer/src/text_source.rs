@@ -41,7 +41,7 @@ impl TextSource {
         if arguments.data.is_empty() {
             return Ok(Self::Files(Corpus::cargo_registry(DEFAULT_CORPUS_BYTES)?));
         }
-        let files = files_of(&arguments.data)?;
+        let files = without_descriptions(files_of(&arguments.data)?, &arguments.data);
         let Some(kind) = kind_of(&files, arguments)? else {
             return Self::of_files(files, arguments);
         };
@@ -254,6 +254,34 @@ fn add_folder(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
         }
     }
     Ok(())
+}
+
+/// The files beside the records of a data set: those of a repository on the hub, and those that `save_to_disk` of
+/// `datasets` writes.
+const DESCRIPTIONS: [&str; 8] = [
+    "readme.md",
+    "readme.txt",
+    "license",
+    "license.md",
+    "license.txt",
+    "dataset_info.json",
+    "dataset_infos.json",
+    "state.json",
+];
+
+/// Leaves out the files of a folder that describe a data set, if all others are files of records of one kind.
+fn without_descriptions(files: Vec<PathBuf>, named: &[PathBuf]) -> Vec<PathBuf> {
+    let describes = |file: &PathBuf| {
+        let name = file.file_name().unwrap_or_default().to_string_lossy();
+        !named.contains(file) && DESCRIPTIONS.contains(&name.to_ascii_lowercase().as_str())
+    };
+    let data = || files.iter().filter(|file| !describes(file));
+    let mut kinds = data().map(|file| RecordKind::of(file));
+    let first = kinds.next().flatten();
+    match first.is_some() && kinds.all(|kind| kind == first) {
+        true => data().cloned().collect(),
+        false => files,
+    }
 }
 
 /// Returns the common format of the files; `None` for text files, each of which is a document.

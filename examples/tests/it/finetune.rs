@@ -4,7 +4,9 @@ use std::fmt::Write as _;
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
+use overdrive::datasets::{Batch, DeviceLoader, PackingStrategy};
 use overdrive::distributed::ProcessGroup;
+use overdrive::generation::{ChatTemplate, Message, ModelFiles};
 use overdrive::lora::{LoadAdapterOptions, load_adapter};
 use overdrive::tracking::read_metrics;
 use overdrive::trainer::{
@@ -217,7 +219,10 @@ fn fine_tuning_resumes_with_its_own_records_template_and_model_only() {
     };
     let more = prepare(folder.path(), 31).training.data;
     type Change<'c> = &'c dyn Fn(&mut FinetuneArguments);
-    let changes: [(&str, Change<'_>); 5] = [
+    let changes: [(&str, Change<'_>); 6] = [
+        ("`completion_only_loss` was true and is false", &|a| {
+            a.completion_only_loss = false;
+        }),
         ("`data` was ", &|a| a.training.data = more.clone()),
         ("`data` was ", &|a| a.max_train_samples = Some(29)),
         ("`chat_template` was ", &|a| {
@@ -571,6 +576,73 @@ fn a_second_start_reads_the_tokens_from_the_cache_and_gives_the_same_batches() {
             "{said}"
         );
     }
+}
+
+/// The template once stayed behind where it was that of a folder, and had the special tokens of that folder.
+#[test]
+fn the_chat_template_of_another_models_folder_is_saved_with_the_model() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = prepare(folder.path(), 4);
+    let other = folder.path().join("other");
+    std::fs::create_dir(&other).unwrap();
+    let template = "{% for m in messages %}{% generation %}{{ m['content'] }}{{ eos_token }}{% endgeneration %}\
+                    {% endfor %}";
+    let config = serde_json::json!({"chat_template": template, "eos_token": "<|other|>"});
+    std::fs::write(other.join("tokenizer_config.json"), config.to_string()).unwrap();
+    arguments.chat_template_path = Some(other.clone());
+    let data =
+        InstructionData::prepare_in(&folder.path().join("cache"), &arguments, &[], |_| {}).unwrap();
+    let saved = folder.path().join("saved");
+    data.copy_tokenizer(&arguments, &saved).unwrap();
+    let written = std::fs::read_to_string(saved.join("chat_template.jinja")).unwrap();
+    assert_eq!(written, template);
+
+    let conversation = [Message::user("a"), Message::assistant("b")];
+    let render = |template: ChatTemplate| template.render(&conversation, &Default::default());
+    let files = ModelFiles::open(&arguments.model_name_or_path).unwrap();
+    let trained = render(files.chat_template_from(&other).unwrap()).unwrap();
+    assert_eq!(trained, "a</s>b</s>");
+    let loaded = ModelFiles::open(&saved).unwrap().chat_template().unwrap();
+    assert_eq!(render(loaded).unwrap(), trained);
+}
+
+/// Examples were once cut off at the length of a row before the packing could split them.
+#[test]
+fn packing_that_splits_long_examples_trains_on_all_of_their_tokens() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = prepare(folder.path(), 3);
+    let long = "0123456789".repeat(6);
+    let text = format!("{{\"prompt\": \"a\", \"response\": \"{long}\"}}\n");
+    std::fs::write(&arguments.training.data[0], text.repeat(3)).unwrap();
+    arguments.training.context_length = 16;
+    arguments.training.packing = true;
+    arguments.training.eval_strategy = IntervalStrategy::Steps;
+    arguments.training.validation_fraction = 0.4;
+    let cache = folder.path().join("cache");
+    let mut tokens = |strategy| {
+        arguments.training.packing_strategy = strategy;
+        let data = InstructionData::prepare_in(&cache, &arguments, &[], quiet).unwrap();
+        let widest = |loader: DeviceLoader<Batch>| {
+            let batches = loader.map(Result::unwrap);
+            batches.flat_map(|batch| batch.sequence_lengths).max()
+        };
+        let held = data
+            .validation_loader(&arguments, Device::Cpu)
+            .unwrap()
+            .unwrap();
+        assert_eq!(widest(held), Some(16));
+        let mut loader = data.train_loader(&arguments, Device::Cpu).unwrap();
+        let batches = loader.next_batches(100).unwrap();
+        let lengths = batches.iter().flat_map(|batch| &batch.sequence_lengths);
+        assert_eq!(lengths.max(), Some(&16));
+        batches.iter().map(|batch| batch.tokens).sum::<usize>()
+    };
+    // Two examples of 62 tokens: a letter, 60 digits and the end.
+    assert_eq!(tokens(PackingStrategy::Bfd), 2 * 16);
+    assert_eq!(tokens(PackingStrategy::BfdSplit), 2 * 62);
+    assert_eq!(tokens(PackingStrategy::Wrapped), 2 * 62);
 }
 
 #[test]

@@ -224,6 +224,91 @@ fn losses_after_a_kill_are_those_of_a_run_that_was_never_killed() {
     }
 }
 
+/// A snapshot has the options of the run that saved it, which once replaced those of the run that resumed.
+#[test]
+fn a_run_resumes_with_the_learning_rate_the_weight_decay_and_the_betas_of_its_own_arguments() {
+    let _alone = alone();
+    for (optim, zero_stage) in [
+        (OptimizerName::AdamwTorchFused, 0),
+        (OptimizerName::Lion32bit, 0),
+        (OptimizerName::Muon, 1),
+    ] {
+        let dir = tempfile::tempdir().unwrap();
+        let first = TrainingArguments {
+            max_steps: 2,
+            weight_decay: 0.1,
+            ema_decay: Some(0.9),
+            optim,
+            zero_stage,
+            ..arguments(dir.path())
+        };
+        train(dir.path(), &first, "run", u64::MAX / 8, &|_| 0.0)
+            .0
+            .unwrap();
+        let other = TrainingArguments {
+            max_steps: 4,
+            learning_rate: 4e-3,
+            weight_decay: 0.3,
+            adam_beta1: 0.8,
+            ema_decay: Some(0.5),
+            resume_from_checkpoint: latest(),
+            ..first
+        };
+        let (summary, _) = train(dir.path(), &other, "run", u64::MAX / 8, &|_| 0.0);
+        assert_eq!(summary.unwrap().resumed_step, 2);
+        let rates: Vec<f64> = losses(dir.path(), "run")
+            .iter()
+            .map(|step| step.2)
+            .collect();
+        // Linear decays over 2 steps, and from the third one on over 4.
+        assert_eq!(rates, [1e-2, 5e-3, 4e-3 * 0.5, 4e-3 * 0.25], "{optim:?}");
+        let snapshot = Snapshot::open(dir.path().join("run/checkpoint-4")).unwrap();
+        let scope = match zero_stage {
+            0 => Scope::Run,
+            _ => Scope::Rank,
+        };
+        let options = snapshot
+            .state("optimizer", scope, 0)
+            .unwrap()
+            .metadata
+            .to_string();
+        for part in ["\"weight_decay\":0.3", "0.8"] {
+            assert!(options.contains(part), "{part}: {options}");
+        }
+        for part in ["\"weight_decay\":0.1", "0.9,"] {
+            assert!(!options.contains(part), "{part}: {options}");
+        }
+        let ema = snapshot
+            .state("ema", Scope::Run, 0)
+            .unwrap()
+            .metadata
+            .to_string();
+        assert!(ema.contains("\"decay\":0.5"), "{ema}");
+    }
+}
+
+#[test]
+fn a_run_resumes_in_another_precision_with_a_new_loss_scaler_or_without_one() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let step = |max_steps, fp16| {
+        let arguments = TrainingArguments {
+            max_steps,
+            fp16,
+            resume_from_checkpoint: latest(),
+            ..arguments(dir.path())
+        };
+        let (summary, _) = train(dir.path(), &arguments, "run", u64::MAX / 8, &|_| 0.0);
+        summary.unwrap().resumed_step
+    };
+    assert_eq!([step(1, true), step(2, false), step(3, true)], [0, 1, 2]);
+    let has_scaler = |step| {
+        let snapshot = Snapshot::open(dir.path().join(format!("run/checkpoint-{step}"))).unwrap();
+        snapshot.has("scaler", Scope::Run, 0)
+    };
+    assert_eq!([1, 2, 3].map(has_scaler), [true, false, true]);
+}
+
 #[test]
 fn the_last_step_of_an_epoch_has_the_rest_of_it_and_a_run_resumes_at_any_step() {
     let _alone = alone();

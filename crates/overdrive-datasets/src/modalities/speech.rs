@@ -7,7 +7,7 @@ use serde_json::Value;
 
 use super::audio::{self, Excerpt};
 use super::resample::{Resampler, Resampling};
-use crate::records::{COMPRESSED_EXTENSIONS, find_files};
+use crate::records::{find_files, has_extension};
 use crate::sampling::RecentValues;
 use crate::transform::SortedIndices;
 use crate::{
@@ -47,7 +47,8 @@ pub struct SpeechOptions {
     /// `duration` of a row may be rounded, the audio of a clip that is kept may be up to 0.1 s longer. Default: `None`,
     /// no bound.
     pub max_duration: Option<f64>,
-    /// The options of manifests in CSV and TSV. Common Voice's have no quotes: `quote: None`.
+    /// The options of manifests in CSV and TSV. Quotes are ordinary characters in a `.tsv`, as in Common Voice's, unless
+    /// `delimiter` is given.
     pub csv: CsvOptions,
     /// The options of manifests in JSON and JSON Lines.
     pub json: JsonOptions,
@@ -176,14 +177,17 @@ impl SpeechDataset {
         options.check()?;
         let files = find_files(paths, &["csv", "tsv", "jsonl", "ndjson", "json"])?;
         // `find_files` gives at least one.
-        let name = files[0].to_string_lossy().to_lowercase();
-        let is_json = [".json", ".jsonl", ".ndjson"].iter().any(|end| {
-            let mut compressed = COMPRESSED_EXTENSIONS.iter().chain([&""]);
-            compressed.any(|compressed| name.ends_with(&format!("{end}{compressed}")))
-        });
-        let rows = match is_json {
+        let first = &files[0];
+        let rows = match has_extension(first, &["json", "jsonl", "ndjson"]) {
             true => Rows::Json(JsonRecords::open(&files, &options.json)?),
-            false => Rows::Csv(CsvRecords::open(&files, &options.csv)?),
+            false => {
+                let plain = options.csv.delimiter.is_none() && has_extension(first, &["tsv"]);
+                let csv = CsvOptions {
+                    quote: options.csv.quote.filter(|_| !plain),
+                    ..options.csv.clone()
+                };
+                Rows::Csv(CsvRecords::open(&files, &csv)?)
+            }
         };
         if let Rows::Csv(rows) = &rows {
             for (option, field) in [

@@ -6,7 +6,7 @@ use std::str::FromStr;
 use std::sync::Arc;
 
 use super::record_files::{utf8, without_line_ends};
-use super::{RecordFiles, find_files};
+use super::{RecordFiles, find_files, has_extension};
 use crate::index::CsvScan;
 use crate::{Dataset, Error, IndexOptions, RecordNumber, Result};
 use overdrive_core::{Error as CommonError, check_at_least, check_option};
@@ -15,7 +15,7 @@ use overdrive_core::{Error as CommonError, check_at_least, check_option};
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CsvOptions {
     /// The delimiter between two fields, an ASCII character. `None` (the default) is a tab if the first file's
-    /// name ends in `.tsv` or `.tab`, and a comma otherwise.
+    /// name ends in `.tsv` or `.tab`, compressed (`.tsv.gz`) or not, and a comma otherwise.
     pub delimiter: Option<char>,
     /// The quote around fields that contain a delimiter, a line end or a quote, an ASCII character. `None` makes
     /// quotes ordinary characters. Default: `"`.
@@ -48,11 +48,7 @@ impl Default for CsvOptions {
 
 impl CsvOptions {
     fn scan(&self, first_file: &Path) -> Result<CsvScan> {
-        let is_tab = first_file.extension().is_some_and(|extension| {
-            ["tsv", "tab"]
-                .iter()
-                .any(|tab| extension.eq_ignore_ascii_case(tab))
-        });
+        let is_tab = has_extension(first_file, &["tsv", "tab"]);
         let delimiter = self.delimiter.unwrap_or(if is_tab { '\t' } else { ',' });
         let byte = |option, character: char| match u8::try_from(character) {
             Ok(byte) if byte.is_ascii() && !matches!(byte, b'\r' | b'\n') => Ok(byte),

@@ -9,7 +9,7 @@ use overdrive_core::Error as CommonError;
 use crate::{Error, Result};
 
 /// The extensions of compressed files, which follow the extension of the format.
-pub(crate) const COMPRESSED_EXTENSIONS: [&str; 3] = [".gz", ".bgz", ".zst"];
+const COMPRESSED_EXTENSIONS: [&str; 3] = [".gz", ".bgz", ".zst"];
 
 /// Finds the files that `paths` name, in a fixed order.
 ///
@@ -122,7 +122,9 @@ fn is_hidden(path: &Path) -> bool {
         .is_some_and(|name| name.as_encoded_bytes().starts_with(b"."))
 }
 
-fn has_extension(path: &Path, extensions: &[&str]) -> bool {
+/// Returns `true` if the name of a file, without the extension of a compression, has one of these extensions, in upper or
+/// lower case. Without extensions every file has one.
+pub(crate) fn has_extension(path: &Path, extensions: &[&str]) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let name = name.to_ascii_lowercase();
     let name = COMPRESSED_EXTENSIONS

@@ -10,9 +10,8 @@ mod tar;
 mod text;
 
 pub use csv::{CsvColumns, CsvOptions, CsvRecords, CsvRow};
-#[cfg(feature = "speech")]
-pub(crate) use find_files::COMPRESSED_EXTENSIONS;
 pub use find_files::find_files;
+pub(crate) use find_files::has_extension;
 pub use json::{JsonLayout, JsonOptions, JsonRecords};
 pub use record_files::{RecordFiles, RecordLocation};
 #[cfg(feature = "parquet")]

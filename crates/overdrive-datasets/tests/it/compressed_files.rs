@@ -4,8 +4,8 @@ use std::path::Path;
 
 use crate::common::{cases, fixture};
 use overdrive_datasets::{
-    DataLoader, DataLoaderOptions, Dataset, Error, IndexLocation, IndexOptions, JsonOptions,
-    JsonRecords, TextLines, TextOptions,
+    CsvOptions, CsvRecords, DataLoader, DataLoaderOptions, Dataset, Error, IndexLocation,
+    IndexOptions, JsonOptions, JsonRecords, LabeledTexts, TextLines, TextOptions,
 };
 use proptest::prelude::*;
 
@@ -112,21 +112,37 @@ fn a_block_that_unpacks_to_more_than_its_header_says_is_refused_before_it_fills_
     );
 }
 
-#[test]
-fn compressed_json_arrays_are_recognized_by_their_content() {
+/// Writes one block, as bgzip writes a small file: with an extra field that says the block's size.
+fn write_packed(path: &Path, text: &[u8]) {
     use std::io::Write;
-    let dir = tempfile::tempdir().unwrap();
-    let path = dir.path().join("values.json.gz");
-    // One block, as bgzip writes a small file: an extra field that says the block's size.
     let mut packed = Vec::new();
     let mut encoder = flate2::GzBuilder::new()
         .extra(*b"BC\x02\x00\x00\x00")
         .write(&mut packed, flate2::Compression::fast());
-    encoder.write_all(b" [{\"a\": 1}, {\"a\": 2}]").unwrap();
+    encoder.write_all(text).unwrap();
     encoder.finish().unwrap();
     let size = (packed.len() as u16 - 1).to_le_bytes();
     packed[16..18].copy_from_slice(&size);
-    std::fs::write(&path, &packed).unwrap();
+    std::fs::write(path, &packed).unwrap();
+}
+
+#[test]
+fn compressed_tables_have_the_delimiter_of_the_name_before_the_compression() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("rows.tsv.gz");
+    write_packed(&path, b"text\tlabel\none, two\tgood\nthree\tbad\n");
+    let rows = CsvRecords::open([&path], &CsvOptions::default()).unwrap();
+    assert_eq!(rows.columns().names(), ["text", "label"]);
+    assert_eq!(rows.get(0).unwrap().get("text"), Some("one, two"));
+    let labeled = LabeledTexts::open(&path, "text", "label", None).unwrap();
+    assert_eq!(labeled.labels, ["bad", "good"]);
+}
+
+#[test]
+fn compressed_json_arrays_are_recognized_by_their_content() {
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("values.json.gz");
+    write_packed(&path, b" [{\"a\": 1}, {\"a\": 2}]");
     let records =
         JsonRecords::<serde_json::Value>::open([dir.path()], &JsonOptions::default()).unwrap();
     assert_eq!(records.len(), 2);

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use crate::common::{fixture, write_files};
 use overdrive_datasets::{
-    CsvOptions, Dataset, Error, ErrorLog, ErrorPolicy, Resampling, SpeechDataset, SpeechOptions,
+    Dataset, Error, ErrorLog, ErrorPolicy, Resampling, SpeechDataset, SpeechOptions,
 };
 
 fn floats(name: &str) -> Vec<f32> {
@@ -94,7 +94,10 @@ fn the_manifests_of_common_voice_nemo_and_audiofolder_open_as_they_are() {
         &[
             ("clips/a.wav", wav.as_slice()),
             ("a.wav", &wav),
-            ("validated.tsv", b"client_id\tpath\tsentence\tup_votes\n9\ta.wav\t\"Quite\" so.\t2\n"),
+            (
+                "validated.tsv",
+                b"client_id\tpath\tsentence\tup_votes\n9\ta.wav\t\"Quite\" so.\t2\n9\ta.wav\t\"So.\t1\n",
+            ),
             ("manifest.json", b"{\"audio_filepath\": \"clips/a.wav\", \"duration\": 0.27, \"text\": \"quite so\"}\n"),
             ("metadata.csv", b"file_name,transcription\nclips/a.wav,Quite so.\n"),
             ("metadata.jsonl", b"{\"file_name\": \"a.wav\", \"transcription\": \"Quite so.\"}\n"),
@@ -103,10 +106,6 @@ fn the_manifests_of_common_voice_nemo_and_audiofolder_open_as_they_are() {
     );
     let common_voice = SpeechOptions {
         folder: Some(dir.path().join("clips")),
-        csv: CsvOptions {
-            quote: None,
-            ..CsvOptions::default()
-        },
         ..SpeechOptions::default()
     };
     for (name, options, text) in [

@@ -118,31 +118,12 @@ impl ChatTemplate {
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<ChatTemplate> {
         let dir = dir.as_ref();
         let config = read_object(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
-        let mut sources = BTreeMap::new();
-        if let Some(given) = config.get("chat_template") {
-            named(given, &mut sources)?;
-        } else if let Some(file) = read_object(&dir.join("chat_template.json"))?
-            && let Some(given) = file.get("chat_template")
-        {
-            named(given, &mut sources)?;
-        }
-        // The file wins over the entries of JSON, as in transformers, which writes either.
-        if let Some(source) = read(&dir.join("chat_template.jinja"))? {
-            sources.clear();
-            sources.insert(DEFAULT.to_owned(), source);
-        }
-        additional(&dir.join("additional_chat_templates"), &mut sources)?;
-        if sources.is_empty() {
-            return Err(Error::NoChatTemplate {
-                dir: dir.to_owned(),
-            });
-        }
         let mut special_tokens = Map::new();
         let legacy = read_object(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
         take_special_tokens(&legacy, &mut special_tokens);
         // Later entries replace earlier ones: `tokenizer_config.json` wins over the legacy file.
         take_special_tokens(&config, &mut special_tokens);
-        ChatTemplate::from_sources(sources, special_tokens)
+        ChatTemplate::from_sources(templates_of_dir(dir)?, special_tokens)
     }
 
     fn from_sources(
@@ -394,6 +375,34 @@ fn cut_at_open_end(rendered: &str, last: &str) -> Result<String> {
         true => before.to_owned(),
         false => before.trim_end().to_owned(),
     })
+}
+
+/// Returns the sources of the templates in the folder of a model, by their names.
+///
+/// # Errors
+/// [`Error::NoChatTemplate`] if there is none; an error if a file cannot be read.
+pub(crate) fn templates_of_dir(dir: &Path) -> Result<BTreeMap<String, String>> {
+    let config = read_object(&dir.join("tokenizer_config.json"))?.unwrap_or_default();
+    let mut sources = BTreeMap::new();
+    if let Some(given) = config.get("chat_template") {
+        named(given, &mut sources)?;
+    } else if let Some(file) = read_object(&dir.join("chat_template.json"))?
+        && let Some(given) = file.get("chat_template")
+    {
+        named(given, &mut sources)?;
+    }
+    // The file wins over the entries of JSON, as in transformers, which writes either.
+    if let Some(source) = read(&dir.join("chat_template.jinja"))? {
+        sources.clear();
+        sources.insert(DEFAULT.to_owned(), source);
+    }
+    additional(&dir.join("additional_chat_templates"), &mut sources)?;
+    match sources.is_empty() {
+        true => Err(Error::NoChatTemplate {
+            dir: dir.to_owned(),
+        }),
+        false => Ok(sources),
+    }
 }
 
 /// Reads `chat_template` of a JSON file: one template, or a list of named ones.

@@ -4,7 +4,9 @@ use std::fs;
 use std::path::Path;
 
 use crate::common::{check, failures, litter, open, state, steps, weights};
-use overdrive_optim::{AdamW, AdamWConfig, Optimizer, decay_groups};
+use overdrive_optim::{
+    AdamW, AdamWConfig, EarlyStopping, EarlyStoppingConfig, Optimizer, decay_groups,
+};
 use overdrive_snapshot::{
     Best, Contents, Error, RunState, Scope, Snapshot, SnapshotManager, SnapshotOptions,
 };
@@ -464,6 +466,43 @@ fn entries_of_one_side_only_are_named_and_nothing_is_loaded() {
     let state = registered(&other, &["loader", "scaler"], &mut counters).random_states();
     manager.load_state(&snapshot, state).unwrap();
     assert_eq!((counters, other), ([2, 1], weight));
+}
+
+#[test]
+fn an_optional_entry_of_one_side_only_is_new_or_left_out() {
+    let _generator = crate::generator();
+    let dir = tempfile::tempdir().unwrap();
+    let mut manager = open(dir.path(), None, None);
+    let weight = Tensor::ones([2], F32);
+    // A value with the number of its evaluations as state.
+    let tracker = |evaluations| {
+        let mut tracker = EarlyStopping::new(EarlyStoppingConfig::default()).unwrap();
+        for step in 0..evaluations {
+            tracker.observe(step, 1.0);
+        }
+        tracker
+    };
+    fn state<'a>(weight: &Tensor, own: Option<&'a mut EarlyStopping>) -> RunState<'a> {
+        let named = [("weight".to_owned(), weight.shallow_clone())];
+        let registered = RunState::new().tensors("model", named);
+        registered.register_optional("tracker", own)
+    }
+    let mut run = |step, mut own: Option<EarlyStopping>| {
+        if let Some(snapshot) = manager.latest().unwrap() {
+            manager
+                .load_state(&snapshot, state(&weight, own.as_mut()))
+                .unwrap();
+        }
+        manager
+            .save_state(step, None, state(&weight, own.as_mut()))
+            .unwrap();
+        assert!(failures(manager.wait().unwrap()).is_empty());
+        own.map(|tracker| tracker.state_dict().evaluations)
+    };
+    assert_eq!(run(1, Some(tracker(3))), Some(3));
+    assert_eq!(run(2, Some(tracker(0))), Some(3));
+    assert_eq!(run(3, None), None);
+    assert_eq!(run(4, Some(tracker(1))), Some(1));
 }
 
 #[test]

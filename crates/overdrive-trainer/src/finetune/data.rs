@@ -3,20 +3,21 @@
 use std::path::Path;
 use std::sync::Arc;
 
-use overdrive_core::Error as CommonError;
 use overdrive_datasets::{
     Batch, ChatFormat, ChatMessage, Dataset, DeduplicateOptions, DeviceLoader, EncodeOptions,
     ExampleCache, InstructionDataset, InstructionEncoder, InstructionOptions, InstructionRecord,
-    PackPlan, RenderedChat, RowLayout, Selection, SequenceRows, Sha256Digest, Tokenizer,
-    default_cache_dir,
+    PackPlan, PackingStrategy, RenderedChat, RowLayout, Selection, SequenceRows, Sha256Digest,
+    Tokenizer, default_cache_dir,
 };
-use overdrive_generation::{ChatTemplate, ChatTemplateOptions, Message, ModelFiles};
+use overdrive_generation::{
+    ChatTemplate, ChatTemplateOptions, Message, ModelFiles, copy_chat_template,
+};
 use serde_json::Value;
 use tch::Device;
 
 use super::FinetuneArguments;
 use crate::batch_loader::{BatchFill, Loading};
-use crate::{DataShard, IntervalStrategy, Result};
+use crate::{DataShard, IntervalStrategy, Result, TrainingArguments};
 
 /// A model's chat template as the [`ChatFormat`] of instruction data.
 #[derive(Debug, Clone)]
@@ -110,8 +111,10 @@ impl InstructionData {
             chat,
             end,
             EncodeOptions {
-                max_seq_length: usize::try_from(arguments.training.context_length)
-                    .unwrap_or(usize::MAX),
+                max_seq_length: match splits_long_examples(&arguments.training) {
+                    true => usize::MAX,
+                    false => context(&arguments.training),
+                },
                 completion_only_loss: arguments.completion_only_loss,
                 assistant_only_loss: arguments.assistant_only_loss,
                 prompt_template: arguments.prompt_template.clone(),
@@ -232,8 +235,7 @@ impl InstructionData {
             usize::try_from(batches * training.per_device_eval_batch_size).unwrap_or(usize::MAX)
         });
         let lengths = &validation.lengths()[..validation.len().min(most)];
-        let capacity = validation.encoder().options().max_seq_length;
-        let plan = Arc::new(PackPlan::one_each(lengths, capacity)?);
+        let plan = Arc::new(PackPlan::one_each(lengths, context(training))?);
         let rows = SequenceRows::new(Arc::clone(validation), plan);
         let how = loading(arguments, shard, false);
         how.of_rows(rows, RowLayout::EndToEnd, None).map(Some)
@@ -245,14 +247,20 @@ impl InstructionData {
     /// An error if a file cannot be copied.
     pub fn copy_tokenizer(&self, arguments: &FinetuneArguments, to: &Path) -> Result<()> {
         ModelFiles::open(&arguments.model_name_or_path)?.copy_tokenizer(to)?;
-        if let Some(path) = &arguments.chat_template_path
-            && path.is_file()
-        {
-            let template = std::fs::read(path).map_err(CommonError::io("read", path))?;
-            overdrive_core::files::write(to.join("chat_template.jinja"), &template)?;
+        if let Some(path) = &arguments.chat_template_path {
+            copy_chat_template(path, to)?;
         }
         Ok(())
     }
+}
+
+/// Returns `true` if the packing splits examples that are longer than a row, which must then not be cut off before.
+fn splits_long_examples(training: &TrainingArguments) -> bool {
+    training.packing && training.packing_strategy != PackingStrategy::Bfd
+}
+
+fn context(training: &TrainingArguments) -> usize {
+    usize::try_from(training.context_length).unwrap_or(usize::MAX)
 }
 
 /// The function of chat templates that returns the time. The tokens of such a template differ from day to day, so they

@@ -1,5 +1,7 @@
 //! Text in Parquet files, which only a build with the feature `parquet` reads, and the fingerprint of text.
 
+use std::path::PathBuf;
+
 use overdrive_distributed::ProcessGroup;
 use overdrive_trainer::{Fingerprints, TextData, TrainingArguments};
 
@@ -52,4 +54,39 @@ fn the_fingerprint_of_data_is_that_of_its_content_whatever_the_names_and_times_o
         let changed = records.replacen("four", "five", 1);
         assert_ne!(fingerprints(&format!("new/a.{ending}"), &changed), first);
     }
+}
+
+#[test]
+fn the_description_beside_the_records_of_a_data_set_is_no_text_to_train_on() {
+    let folder = tempfile::tempdir().unwrap();
+    let data = folder.path().join("data");
+    std::fs::create_dir(&data).unwrap();
+    let rows = "two and two is four\n".repeat(40);
+    std::fs::write(data.join("rows.csv"), format!("text\n{rows}")).unwrap();
+    for name in ["README.md", "dataset_info.json"] {
+        std::fs::write(data.join(name), "{\"about\": \"the rows\"}\n".repeat(40)).unwrap();
+    }
+    let corpus = |data: &[PathBuf]| {
+        let arguments = TrainingArguments {
+            data: data.to_vec(),
+            vocab_size: 270,
+            context_length: 8,
+            validation_fraction: 0.2,
+            ..TrainingArguments::default()
+        };
+        let mut said = String::new();
+        TextData::prepare_in(&folder.path().join("cache"), &arguments, |line| {
+            said += line
+        })
+        .unwrap();
+        said
+    };
+    let said = corpus(std::slice::from_ref(&data));
+    assert!(said.contains("40 records of 1 files"), "{said}");
+    // A file that is named is data, and so is a folder of text with a table in it.
+    let said = corpus(&[data.join("README.md")]);
+    assert!(said.contains("1 files"), "{said}");
+    std::fs::write(data.join("notes.txt"), &rows).unwrap();
+    let said = corpus(&[data]);
+    assert!(said.contains("4 files"), "{said}");
 }
