@@ -47,7 +47,7 @@ struct Flags {
     #[arg(long, conflicts_with = "stream")]
     print_ids: bool,
     /// Print the text as it is generated
-    #[arg(long, conflicts_with = "batch_file")]
+    #[arg(long, conflicts_with_all = ["batch_file", "num_return_sequences"])]
     stream: bool,
     #[command(flatten)]
     cache: CacheFlags,

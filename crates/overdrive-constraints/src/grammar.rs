@@ -1,4 +1,5 @@
 use std::fmt;
+use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use llguidance::api::TopLevelGrammar;
@@ -123,7 +124,14 @@ impl GrammarConstraint {
     }
 
     fn new(vocabulary: &GrammarVocabulary, grammar: TopLevelGrammar) -> Result<GrammarConstraint> {
-        let parser = vocabulary.factory.create_parser(grammar);
+        // llguidance 1.9 cuts the value that it names in an error at a byte, and panics within a character.
+        let create = AssertUnwindSafe(|| vocabulary.factory.create_parser(grammar));
+        let parser = catch_unwind(create).map_err(|_| {
+            constraint(
+                "a keyword has a value that is invalid or not supported: llguidance panicked, with the message on \
+                 standard error",
+            )
+        })?;
         let matcher = Matcher::new(Ok(parser.map_err(constraint)?));
         if let Some(error) = matcher.get_error() {
             return Err(Error::Constraint(error));

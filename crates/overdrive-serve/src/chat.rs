@@ -150,7 +150,7 @@ impl Chat {
     fn calls(&self, calls: Vec<ToolCall>) -> Vec<Value> {
         let call = |call: ToolCall| {
             let function = json!({"name": call.name, "arguments": call.arguments});
-            json!({"id": self.shared.id("call"), "type": "function", "function": function})
+            json!({"id": self.shared.call_id(), "type": "function", "function": function})
         };
         calls.into_iter().map(call).collect()
     }

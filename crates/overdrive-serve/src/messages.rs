@@ -39,6 +39,14 @@ pub(crate) fn take(fields: &mut Fields, template: &ChatTemplate) -> ApiResult<Ve
         if let Some(content) = fields.get_mut("content") {
             flatten(content, &param)?;
         }
+        // Some servers answer with an empty list; templates take a message with the key for one that calls tools.
+        if fields
+            .get("tool_calls")
+            .and_then(Value::as_array)
+            .is_some_and(Vec::is_empty)
+        {
+            fields.shift_remove("tool_calls");
+        }
         if let Some(calls) = fields.get_mut("tool_calls") {
             parse_arguments(calls, &param)?;
         }

@@ -149,10 +149,25 @@ impl Shared {
         self.options.max_queue.saturating_sub(free)
     }
 
-    /// Returns an id for an answer or a call.
+    /// Returns an id for an answer.
     pub(crate) fn id(&self, prefix: &str) -> String {
         let number = self.next.fetch_add(1, Ordering::Relaxed);
         format!("{prefix}-{:016x}{number:08x}", self.run)
+    }
+
+    /// Returns an id for the call of a tool: nine letters and digits, since Mistral's templates refuse every other form
+    /// when a client sends the call back.
+    pub(crate) fn call_id(&self) -> String {
+        const DIGITS: &[u8; 36] = b"0123456789abcdefghijklmnopqrstuvwxyz";
+        let number = self.next.fetch_add(1, Ordering::Relaxed);
+        // The counter is in the lowest digits, so that no two ids of a run are equal.
+        let mut rest = self.run.wrapping_add(number);
+        let digit = |_| {
+            let digit = DIGITS[(rest % 36) as usize];
+            rest /= 36;
+            char::from(digit)
+        };
+        (0..9).map(digit).collect()
     }
 
     /// Returns the vocabulary of grammars.

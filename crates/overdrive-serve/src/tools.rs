@@ -14,13 +14,18 @@ const END: &str = "</tool_call>";
 
 /// The JSON schema that an answer must fit.
 #[derive(Debug)]
-pub(crate) struct Schema(Value);
+pub(crate) struct Schema {
+    schema: Value,
+    /// The field of the request that it comes from.
+    param: &'static str,
+}
 
 impl Schema {
     /// Compiles the schema.
     pub(crate) fn constraint(self, shared: &Shared) -> ApiResult<Box<dyn Constraint>> {
-        let constraint = GrammarConstraint::json_schema(shared.grammar()?, &self.0)?;
-        Ok(Box::new(constraint))
+        let wrong = |error| ApiError::from(error).with_param(self.param);
+        let constraint = GrammarConstraint::json_schema(shared.grammar()?, &self.schema);
+        Ok(Box::new(constraint.map_err(wrong)?))
     }
 }
 
@@ -30,18 +35,22 @@ pub(crate) fn response_format(fields: &mut Fields) -> ApiResult<Option<Schema>> 
         return Ok(None);
     };
     let kind = format.get("type").and_then(Value::as_str);
+    let schema = |schema: Value| Schema {
+        schema,
+        param: "response_format",
+    };
     match kind {
         Some("text") => Ok(None),
-        Some("json_object") => Ok(Some(Schema(json!({"type": "object"})))),
+        Some("json_object") => Ok(Some(schema(json!({"type": "object"})))),
         Some("json_schema") => {
-            let schema = format
+            let given = format
                 .get("json_schema")
                 .and_then(|given| given.get("schema"));
             let missing = || {
                 let message = "`response_format.json_schema.schema` is missing; it is the schema of the answer";
                 ApiError::field("response_format", message)
             };
-            Ok(Some(Schema(schema.cloned().ok_or_else(missing)?)))
+            Ok(Some(schema(given.cloned().ok_or_else(missing)?)))
         }
         _ => {
             let found = shorten(&Value::Object(format).to_string());
@@ -118,19 +127,22 @@ impl Tools {
     /// Returns the schema of one call of one of the chosen functions.
     fn schema(&self, is_chosen: impl Fn(&str) -> bool) -> Schema {
         let chosen = self.functions.iter().filter(|(name, _)| is_chosen(name));
-        let mut calls: Vec<Value> = chosen
-            .map(|(name, parameters)| {
-                json!({
-                    "type": "object",
-                    "properties": {"name": {"const": name}, "arguments": parameters},
-                    "required": ["name", "arguments"],
-                    "additionalProperties": false,
-                })
+        let calls = chosen.enumerate().map(|(index, (name, parameters))| {
+            let mut arguments = parameters.clone();
+            move_references(
+                &mut arguments,
+                &format!("#/anyOf/{index}/properties/arguments"),
+            );
+            json!({
+                "type": "object",
+                "properties": {"name": {"const": name}, "arguments": arguments},
+                "required": ["name", "arguments"],
+                "additionalProperties": false,
             })
-            .collect();
-        match calls.len() {
-            1 => Schema(calls.remove(0)),
-            _ => Schema(json!({"anyOf": calls})),
+        });
+        Schema {
+            schema: json!({"anyOf": calls.collect::<Vec<_>>()}),
+            param: "tools",
         }
     }
 
@@ -161,6 +173,26 @@ impl Tools {
             name: name.to_owned(),
             arguments,
         })
+    }
+}
+
+/// Points the references within a schema, which begin at its root, to the schema's new place in a larger one.
+fn move_references(schema: &mut Value, root: &str) {
+    match schema {
+        Value::Object(object) => {
+            for (key, value) in object {
+                match value {
+                    Value::String(target) if key == "$ref" => {
+                        if target == "#" || target.starts_with("#/") {
+                            target.replace_range(..1, root);
+                        }
+                    }
+                    value => move_references(value, root),
+                }
+            }
+        }
+        Value::Array(list) => list.iter_mut().for_each(|one| move_references(one, root)),
+        _ => {}
     }
 }
 

@@ -1,7 +1,8 @@
 //! The Jinja environment that transformers sets up for chat templates.
 
 use minijinja::syntax::SyntaxConfig;
-use minijinja::{Environment, Error, ErrorKind, State};
+use minijinja::value::ValueKind;
+use minijinja::{Environment, Error, ErrorKind, State, Value, filters};
 
 use super::limits::set_limits;
 use super::python_json::tojson;
@@ -30,6 +31,22 @@ pub(super) fn environment(source: &str) -> Result<Environment<'static>, Error> {
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     // Templates call methods of Python's str, list and dict: `strip`, `items`, `startswith`.
     environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    // To Jinja an undefined value is empty: templates count the `tool_calls` of a message without any.
+    let length = |value: Value| match value.is_undefined() {
+        true => Ok(0),
+        false => filters::length(&value),
+    };
+    environment.add_filter("length", length);
+    environment.add_filter("count", length);
+    environment.add_filter("items", |value: Value| match value.is_undefined() {
+        true => Ok(Value::from(Vec::<Value>::new())),
+        false => filters::items(&value),
+    });
+    // Whatever has a length and elements, which in Python are texts and mappings, too.
+    environment.add_test("sequence", |value: Value| {
+        matches!(value.kind(), ValueKind::String | ValueKind::Map)
+            || minijinja::tests::is_sequence(&value)
+    });
     environment.add_filter("tojson", tojson);
     environment.add_filter(MARKING, marked);
     environment.add_function("raise_exception", |message: String| -> Result<(), Error> {
@@ -96,7 +113,24 @@ fn with_filters_for_generation_tags(source: &str) -> String {
 
 #[cfg(test)]
 mod tests {
-    use super::with_filters_for_generation_tags;
+    #![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+    use super::{NAME, environment, with_filters_for_generation_tags};
+
+    /// The expected texts are those of Jinja 3.1.6.
+    #[test]
+    fn undefined_values_are_empty_and_texts_and_mappings_are_sequences_as_in_jinja() {
+        let source = "{{ m.x|length }}{{ m.x|count }}{{ m.x|items|list }}{{ 'abc'|length }}{{ m|items|list }} \
+                      {{ 'a' is sequence }} {{ m is sequence }} {{ [] is sequence }} {{ 1 is sequence }} \
+                      {{ none is sequence }}";
+        let environment = environment(source).unwrap();
+        let template = environment.get_template(NAME).unwrap();
+        let text = template.render(minijinja::context! {m => minijinja::context! {a => 1}});
+        assert_eq!(text.unwrap(), "00[]3[('a', 1)] True True True False False");
+        let wrong = super::environment("{{ 1|length }}").unwrap();
+        let wrong = wrong.get_template(NAME).unwrap();
+        assert!(wrong.render(()).is_err());
+    }
 
     #[test]
     fn generation_tags_become_filters_and_nothing_else_changes() {

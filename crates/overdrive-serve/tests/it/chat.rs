@@ -226,6 +226,7 @@ fn tools() -> Value {
 fn a_required_call_is_made_whole_and_streamed() {
     let server = TestServer::start(|_| {});
     let named = json!({"type": "function", "function": {"name": "weather"}});
+    let mut ids = std::collections::HashSet::new();
     for choice in [json!("required"), named.clone()] {
         let mut body = json!({"messages": user("go"), "tools": tools(), "tool_choice": choice, "max_tokens": 120,
             "seed": 6, "logit_bias": no_space()});
@@ -240,6 +241,10 @@ fn a_required_call_is_made_whole_and_streamed() {
             panic!("{message}");
         };
         assert_eq!(call["type"], "function");
+        // The form without which Mistral's templates refuse the call in the next request.
+        let id = call["id"].as_str().unwrap();
+        let plain = id.chars().all(|letter| letter.is_ascii_alphanumeric());
+        assert!(id.len() == 9 && plain && ids.insert(id.to_owned()), "{id}");
         let arguments: Value =
             serde_json::from_str(call["function"]["arguments"].as_str().unwrap()).unwrap();
         match call["function"]["name"].as_str().unwrap() {
@@ -253,6 +258,59 @@ fn a_required_call_is_made_whole_and_streamed() {
         assert_eq!(calls[0]["function"], call["function"]);
         assert_eq!(calls[0]["index"], 0);
     }
+}
+
+#[test]
+fn parameters_of_a_required_call_may_refer_to_their_own_definitions() {
+    let server = TestServer::start(|_| {});
+    let tool = |name: &str, city: &str| {
+        let parameters = json!({"type": "object", "properties": {"p": {"$ref": "#/$defs/P"}},
+            "required": ["p"], "additionalProperties": false, "$defs": {"P": {"const": city}}});
+        json!({"type": "function", "function": {"name": name, "parameters": parameters}})
+    };
+    // Definitions of the same name in two tools are different ones.
+    let tools = json!([tool("r", "Rome"), tool("o", "Oslo")]);
+    let mut body =
+        json!({"messages": user("go"), "tools": tools, "max_tokens": 45, "logit_bias": no_space()});
+    for (seed, choice) in [
+        json!("required"),
+        json!("required"),
+        json!({"type": "function", "function": {"name": "o"}}),
+    ]
+    .into_iter()
+    .enumerate()
+    {
+        body["seed"] = seed.into();
+        body["tool_choice"] = choice;
+        let answer = ask(&server, &body).json();
+        let call = &answer["choices"][0]["message"]["tool_calls"][0]["function"];
+        let expected = match call["name"].as_str() {
+            Some("r") => json!({"p": "Rome"}),
+            _ => json!({"p": "Oslo"}),
+        };
+        assert_eq!(call["arguments"], expected.to_string(), "{answer}");
+    }
+    body["tools"][1]["function"]["parameters"]["type"] = "nothing".into();
+    assert_eq!(ask(&server, &body).error(400)["param"], "tools");
+}
+
+#[test]
+fn a_message_with_an_empty_list_of_calls_is_one_without() {
+    let source = "{% for m in messages %}{% if 'tool_calls' in m %}{{ raise_exception('a call') }}{% endif %}\
+                  {{ m.content }}{% endfor %}";
+    let server = TestServer::with(|_| {}, |_| {}, Some(ChatTemplate::new(source).unwrap()));
+    let mut answer = json!({"role": "assistant", "content": "hello", "tool_calls": []});
+    let body = |answer: &Value| json!({"messages": [answer], "max_tokens": 1});
+    assert_eq!(
+        ask(&server, &body(&answer)).json()["usage"]["prompt_tokens"],
+        5
+    );
+    answer["tool_calls"] = json!([{"function": {"name": "x", "arguments": "{}"}}]);
+    let error = ask(&server, &body(&answer)).error(400);
+    assert!(
+        error["message"].as_str().unwrap().contains("a call"),
+        "{error}"
+    );
 }
 
 #[test]
