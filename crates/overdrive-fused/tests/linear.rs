@@ -9,6 +9,15 @@ use tch::{Device, Kind, Tensor};
 
 const F32: (Kind, Device) = (Kind::Float, Device::Cpu);
 
+/// oneDNN is what is tested here, where it multiplies on this processor.
+fn library() -> GemmLibrary {
+    let known = [GemmLibrary::OneDnn, GemmLibrary::Torch];
+    known
+        .into_iter()
+        .find(|library| library.is_available())
+        .unwrap()
+}
+
 fn leaf(shape: &[i64]) -> Tensor {
     Tensor::randn(shape, F32).set_requires_grad(true)
 }
@@ -42,8 +51,8 @@ proptest! {
         batch in 1i64..4, rows in 1i64..9, input in 1i64..20, outputs in proptest::collection::vec(1i64..20, 1..4),
         biased: bool, together: bool,
     ) {
-        // The same value from every test of this file: oneDNN is what is tested here.
-        set_library(GemmLibrary::OneDnn);
+        // The same value from every test of this file.
+        set_library(library());
         let x = leaf(&[batch, rows, input]);
         let mut weights: Vec<Tensor> = outputs.iter().map(|o| leaf(&[*o, input])).collect();
         if together {
@@ -68,7 +77,7 @@ proptest! {
 
 #[test]
 fn adjacent_weights_share_one_piece_of_memory() {
-    set_library(GemmLibrary::OneDnn);
+    set_library(library());
     let (a, b) = (Tensor::randn([3, 4], F32), Tensor::randn([5, 4], F32));
     let parts = adjacent(&[&a, &b]).unwrap();
     assert_eq!((&parts[0], &parts[1]), (&a, &b));
@@ -80,7 +89,7 @@ fn adjacent_weights_share_one_piece_of_memory() {
 
 #[test]
 fn frozen_weights_get_no_gradient_and_a_frozen_input_neither() {
-    set_library(GemmLibrary::OneDnn);
+    set_library(library());
     let (x, w) = (leaf(&[2, 3]), Tensor::randn([4, 3], F32));
     linear(&x, &w, None).unwrap().sum(None).backward();
     assert!(x.grad().defined());

@@ -62,6 +62,12 @@ impl GemmLibrary {
             )),
         }
     }
+
+    /// Returns `true` if libtorch multiplies fp32 matrices by this library on this processor. By oneDNN it does so only
+    /// on processors that compute bf16, on x86-64 those with AVX-512.
+    pub fn is_available(self) -> bool {
+        self != Self::OneDnn || one_dnn_available()
+    }
 }
 
 /// Stands for [`VARIABLE`] until the program sets a library.
@@ -96,9 +102,13 @@ pub fn library() -> Result<GemmLibrary> {
 /// [`GemmLibrary::Auto`].
 ///
 /// # Errors
-/// As [`library`].
+/// As [`library`], and [`crate::Error::Common`] if the library is not [available](GemmLibrary::is_available).
 pub fn library_for(left: &Tensor, right: &Tensor) -> Result<GemmLibrary> {
     let chosen = library()?;
+    if !chosen.is_available() {
+        let expected = "auto or torch: libtorch does not multiply by oneDNN on this processor";
+        return Err(overdrive_core::Error::option(VARIABLE, "onednn", expected).into());
+    }
     if chosen != GemmLibrary::Auto {
         return Ok(chosen);
     }
@@ -123,14 +133,19 @@ fn default_library() -> GemmLibrary {
 }
 
 /// Returns `true` if libtorch multiplies by oneDNN on this processor.
+/// Returns `true` if libtorch multiplies by oneDNN on this processor.
 fn one_dnn_available() -> bool {
+    // libtorch asks for the instructions of bf16 for fp32, too, and refuses processors without, such as AMD's before
+    // Zen 4. Its conditions differ between versions and processors, so a product is tried.
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| {
         // SAFETY: a constant of the build.
         let is_built = unsafe { ffi::od_onednn_available() != 0 };
-        // libtorch refuses its function, also for fp32, on processors that compute no bf16, such as AMD's before
-        // Zen 4, and asks for their features in its own way: only a product shows it.
-        is_built && trial_product().is_ok()
+        // A thread of its own has no autocast, no dispatch mode and no gradients of the caller.
+        is_built
+            && std::thread::spawn(trial_product)
+                .join()
+                .is_ok_and(|tried| tried.is_ok())
     })
 }
 
