@@ -46,9 +46,7 @@ impl ByteLayout {
         weight.byte_coding()?;
         let exact = Self::of_few_rows(weight)?;
         let coding = exact.coding;
-        // Signed bytes take longer than the codes of integers where those are summed in pairs.
-        let codes = matches!(coding.numbers, ByteNumbers::Integers(_)) && set.run(SumsPairs);
-        if exact.group == UNIT || rows < MIN_RESCALED || coding.per_byte() == 1 || codes {
+        if exact.group == UNIT || rows < MIN_RESCALED || !rescales(set, coding) {
             return Some(exact);
         }
         // The numbers of a unit get one scale, and the offsets and the code of zero are in the numbers, which are as
@@ -86,15 +84,22 @@ impl ByteLayout {
     }
 }
 
-/// Returns [`PAIRS`](overdrive_kernels::FourBit::PAIRS) of a set.
-struct SumsPairs;
+/// Returns `true` if many rows take less time with a weight whose groups are scaled to bytes with one scale for a unit:
+/// for codes of 4 bits, unless those of integers are summed in pairs, which signed bytes cannot be.
+pub(super) fn rescales(set: InstructionSet, coding: ByteCoding) -> bool {
+    struct Pairs;
+    impl Kernel for Pairs {
+        type Output = bool;
 
-impl Kernel for SumsPairs {
-    type Output = bool;
-
-    #[inline(always)]
-    fn run<S: Simd>(self, _: S) -> bool {
-        S::PAIRS
+        #[inline(always)]
+        fn run<S: Simd>(self, _: S) -> bool {
+            S::PAIRS
+        }
+    }
+    match coding.numbers {
+        ByteNumbers::Integers(_) => !set.run(Pairs),
+        ByteNumbers::Book(_) => true,
+        ByteNumbers::Signed | ByteNumbers::Unsigned => false,
     }
 }
 

@@ -3,7 +3,7 @@
 use half::f16;
 use overdrive_kernels::{Element, InstructionSet, Table256};
 
-use super::super::byte_rows::MIN_RESCALED;
+use super::super::byte_rows::{MIN_RESCALED, rescales};
 use super::super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight, Coding, WordTable, levels};
 use super::super::gemm::{CodedGemm, QuantizedInputs};
 use super::super::scales::{Floats, Magnitudes, Scales};
@@ -239,15 +239,15 @@ impl Owned {
             .map_or(place, |order| order[place] as usize)
     }
 
-    /// Returns the type in which `rows` of activations are multiplied.
-    pub(super) fn numbers(&self, rows: usize) -> Numbers {
+    /// Returns the type in which `rows` of activations are multiplied with `set`.
+    pub(super) fn numbers(&self, set: InstructionSet, rows: usize) -> Numbers {
         let map = self.map();
         let coding = match rows {
             ..=3 => map.few_rows_byte_coding(),
             _ => map.byte_coding().filter(|_| self.bytes),
         };
-        let many = self.coding.per_byte() == 2 && self.block < 128 && rows >= MIN_RESCALED;
-        if coding.is_some() && many {
+        let many = self.block < 128 && rows >= MIN_RESCALED;
+        if coding.is_some_and(|coding| many && rescales(set, coding)) {
             Numbers::Rescaled
         } else if coding.is_some() {
             Numbers::Bytes
@@ -361,16 +361,16 @@ pub(super) fn check_with(case: Case, rows: usize, bytes: bool) {
     owned.bytes = bytes;
     let map = owned.map();
     let x = activations(rows, case.inputs, case.seed);
-    let numbers = owned.numbers(rows);
-    let expected = owned.product(&x, numbers);
     let exact = owned.product(&x, Numbers::Exact);
-    // Half a step of a group's largest activation, which is at most 80 times the typical one here; and
-    // of bytes for the numbers of a table.
-    let rounding = match numbers {
-        Numbers::Bytes | Numbers::Rescaled => 0.5,
-        Numbers::Exact | Numbers::Words => 6e-3,
-    };
     for set in InstructionSet::available() {
+        let numbers = owned.numbers(set, rows);
+        let expected = owned.product(&x, numbers);
+        // Half a step of a group's largest activation, which is at most 80 times the typical one here; and
+        // of bytes for the numbers of a table.
+        let rounding = match numbers {
+            Numbers::Bytes | Numbers::Rescaled => 0.5,
+            Numbers::Exact | Numbers::Words => 6e-3,
+        };
         let y = run::<f32>(set, &x, &[map], &[None]);
         assert_eq!(y.len(), expected.len());
         for (at, y) in y.iter().enumerate() {
