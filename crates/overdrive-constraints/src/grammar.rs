@@ -1,5 +1,4 @@
 use std::fmt;
-use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Arc;
 
 use llguidance::api::TopLevelGrammar;
@@ -124,14 +123,7 @@ impl GrammarConstraint {
     }
 
     fn new(vocabulary: &GrammarVocabulary, grammar: TopLevelGrammar) -> Result<GrammarConstraint> {
-        // llguidance 1.9 cuts the value that it names in an error at a byte, and panics within a character.
-        let create = AssertUnwindSafe(|| vocabulary.factory.create_parser(grammar));
-        let parser = catch_unwind(create).map_err(|_| {
-            constraint(
-                "a keyword has a value that is invalid or not supported: llguidance panicked, with the message on \
-                 standard error",
-            )
-        })?;
+        let parser = vocabulary.factory.create_parser(grammar);
         let matcher = Matcher::new(Ok(parser.map_err(constraint)?));
         if let Some(error) = matcher.get_error() {
             return Err(Error::Constraint(error));

@@ -170,10 +170,6 @@ fn wrong_grammars_and_ends_are_refused_with_their_reason() {
     let schema = json!({"type": "no such type"});
     let error = message(GrammarConstraint::json_schema(&vocabulary, &schema));
     assert!(error.starts_with("constraint: "), "{error}");
-    // 122 bytes of JSON, whose byte 100 is within a letter.
-    let schema = json!({"type": "number", "minimum": "é".repeat(60)});
-    let error = message(GrammarConstraint::json_schema(&vocabulary, &schema));
-    assert!(error.contains("panicked"), "{error}");
     for ends in [&[][..], &[500]] {
         let error = GrammarVocabulary::new(&tokenizer, 260, ends)
             .unwrap_err()
