@@ -54,14 +54,14 @@ fn encoder_states_and_logits_equal_transformers() {
                 max_magnitude(&want["logits"])
             );
             assert!(
-                states < 1e-5 && logits < TOLERANCE,
+                states < 2e-5 && logits < TOLERANCE,
                 "{case}: {states} {logits}"
             );
         }
     }
 }
 
-/// States differ by up to 4e-6, and logits are sums of 32 of them times weights of up to 14.
+/// States differ by up to 4e-6 with AVX-512 and 1e-5 with AVX2, and logits are sums of 32 of them times weights of up to 14.
 const TOLERANCE: f64 = 5e-5;
 
 #[test]
