@@ -133,7 +133,6 @@ fn default_library() -> GemmLibrary {
 }
 
 /// Returns `true` if libtorch multiplies by oneDNN on this processor.
-/// Returns `true` if libtorch multiplies by oneDNN on this processor.
 fn one_dnn_available() -> bool {
     // libtorch asks for the instructions of bf16 for fp32, too, and refuses processors without, such as AMD's before
     // Zen 4. Its conditions differ between versions and processors, so a product is tried.

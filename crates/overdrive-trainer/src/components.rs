@@ -215,7 +215,7 @@ impl TrainingArguments {
     /// rate, schedule, weight decay, betas. A snapshot has those of the run that saved it. `options` is the state of the
     /// optimizer when it was new, before its schedule.
     ///
-    /// Where an option differs, memory holds the optimizer's state twice for a moment.
+    /// The optimizer's state is in memory twice for a moment if an option differs.
     ///
     /// # Errors
     /// As [`new_scheduler`](Self::new_scheduler), and an error of the optimizer.
