@@ -53,15 +53,18 @@ fn encoder_states_and_logits_equal_transformers() {
                 "{case:12} states {states:.1e} logits {logits:.1e} of {:.1}",
                 max_magnitude(&want["logits"])
             );
+            // Saturated scores lose digits, as in the gradients below: transformers' states in fp32 are 1.6e-5 from its
+            // own in fp64 with scaled embeddings, and up to 3e-6 in the others.
+            let bound = if case == "bart_scaled" { 2e-5 } else { 1e-5 };
             assert!(
-                states < 2e-5 && logits < TOLERANCE,
+                states < bound && logits < TOLERANCE,
                 "{case}: {states} {logits}"
             );
         }
     }
 }
 
-/// States differ by up to 4e-6 with AVX-512 and 1e-5 with AVX2, and logits are sums of 32 of them times weights of up to 14.
+/// States differ by up to 4e-6 with AVX-512, and logits are sums of 32 of them times weights of up to 14.
 const TOLERANCE: f64 = 5e-5;
 
 #[test]
