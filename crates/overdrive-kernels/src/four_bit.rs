@@ -40,11 +40,9 @@ pub trait FourBit: Floats {
     /// The amount that kernels add to each number of a table and to each signed code of 8 bits: their sums are too
     /// large by this times the sum of the activations.
     const BOOK_ZERO: i32 = 0;
-    /// The number of rows of activations whose sums of bytes fit the registers, for each of
-    /// [`BYTE_VECTORS`](Self::BYTE_VECTORS).
+    /// The number of rows of activations of which both the sums of bytes of a group and those of all groups fit the
+    /// registers: 4 or 8.
     const BYTE_ROWS: usize = 4;
-    /// The number of vectors of outputs whose sums of bytes fit the registers: 1, 2 or 4.
-    const BYTE_VECTORS: usize = 1;
     /// If `true`, sums of products of codes by [`dot_pairs`](Self::dot_pairs) take less time than by
     /// [`dot_bytes`](Self::dot_bytes).
     const PAIRS: bool = false;

@@ -1,34 +1,35 @@
 //! The GEMM of many rows of activations in bytes. The lanes are outputs.
 //!
-//! Some rows of the weight are transposed, four bytes in a lane, and unpacked to bytes once for all rows of
-//! activations, to the first cache; the sum of a lane is converted to f32 once for the inputs that share a scale.
-//! With many rows, groups of fewer inputs than a unit are scaled to bytes that share one, for codes of 4 bits.
+//! One unit of inputs of 16 outputs is transposed, four bytes in a lane, once for all rows of activations. It is unpacked
+//! to bytes, either once, to the first cache, or for each few rows anew. The products of a few rows are summed in
+//! registers, and converted to f32 once for the inputs that share a scale. With many rows, groups of fewer inputs than a
+//! unit are scaled to bytes that share one, for codes of 4 bits.
 #![allow(unsafe_code)]
 
+use std::hint::black_box;
 use std::ops::Range;
 
 use overdrive_kernels::{BYTES, Buffers, Kept, Kernel, LANES, Simd};
 
 use super::aligned::AlignedVec;
 use super::byte_panels::{BytePanel, BytePanels};
-use super::byte_rows::UNIT;
+use super::byte_rows::{MIN_RESCALED, UNIT};
 use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight, MIN_GROUP_OF_NIBBLES};
 use super::scale_rows::{Raw, ScaleRows};
 use super::word_gemm::{codes, next_output, prefetch_first};
 use crate::codec::floats::round_bits;
-use crate::kernel::at;
 use crate::kernel::joint_gemm::Results;
 
 /// The number of vectors of bytes of a unit of 16 outputs: low and high halves of each lane of codes.
 const HELD: usize = 2 * LANES;
 
-/// The number of vectors of outputs that are unpacked at once: activations come from the second cache or
-/// further, and serve this many each time.
+/// The number of vectors of outputs whose sums are kept at once: the activations of a unit come from the second cache,
+/// and serve this many each time.
 const VECTORS: usize = 4;
 
-/// The number of units that are unpacked at once. The sums of many rows come from the second cache for each block
-/// of units; two units of [`VECTORS`] vectors take half of a first cache of 32 KB.
-const UNITS: usize = 2;
+/// The number of rows that are multiplied with all inputs before the next: their sums and the activations of a unit are
+/// in the nearer caches. The weight is unpacked for each.
+const ROWS: usize = 128;
 
 /// The number of vectors of codes whose products fit words, as [`dot_pairs`](overdrive_kernels::FourBit::dot_pairs) sums
 /// them: the least number that shares a scale.
@@ -50,9 +51,9 @@ struct Scratch {
     scales: AlignedVec<f32>,
     /// The offsets, likewise.
     offsets: AlignedVec<f32>,
-    /// The sums, `(rows, vectors, 16)`.
+    /// The sums, `(vectors, rows, 16)`.
     sums: AlignedVec<f32>,
-    /// The bytes of some units, `(units, 32, vectors, 64)`.
+    /// The bytes of a unit, `(32, 64)`.
     bytes: AlignedVec<i8>,
 }
 
@@ -101,15 +102,12 @@ impl ByteGemm<'_> {
         scratch: &mut Scratch,
     ) {
         let (x, weight) = (self.x, self.weight);
+        // Groups of fewer inputs than those of the activations get one scale.
         let granule = weight.scales.block.min(x.group);
-        // The groups of the weight in a unit, and whether they get one scale.
-        let (groups, rescaled) = (UNIT / granule, granule < x.group);
+        let groups = UNIT / granule;
         let shape = ScaleRows::new(weight.inputs, granule);
+        // The scales of a vector of outputs.
         let each = (x.units * groups).next_multiple_of(LANES) * LANES;
-        let sums = x.rows * VECTORS * LANES;
-        scratch.sums.grow(sums);
-        scratch.sums[..sums].fill(0.0);
-        scratch.bytes.grow(UNITS * HELD * VECTORS * BYTES);
         let offsets = shape.tiles(
             s,
             weight,
@@ -120,135 +118,79 @@ impl ByteGemm<'_> {
             &mut scratch.scales,
             &mut scratch.offsets,
         );
-        let pairs = !rescaled && matches!(coding.numbers, ByteNumbers::Integers(_));
-        let blocks = x.rows.div_ceil(S::BYTE_ROWS);
-        for first in (0..x.units).step_by(UNITS) {
-            let units = first..(first + UNITS).min(x.units);
-            for vector in 0..vectors {
-                for unit in units.clone() {
+        let scales = &scratch.scales[..vectors * each];
+        scratch.bytes.grow(HELD * BYTES);
+        let Some(held) = scratch.bytes.as_chunks_mut().0.first_chunk_mut() else {
+            unreachable!("as many bytes")
+        };
+        scratch.sums.grow(vectors * ROWS.min(x.rows) * LANES);
+        for first in (0..x.rows).step_by(ROWS) {
+            let rows = first..(first + ROWS).min(x.rows);
+            let sums = &mut scratch.sums[..vectors * rows.len() * LANES];
+            sums.fill(0.0);
+            for unit in 0..x.units {
+                let of_vectors = sums.chunks_exact_mut(rows.len() * LANES);
+                for (vector, sums) in of_vectors.enumerate() {
+                    let from = vector * each + unit * groups * LANES;
+                    let of_unit = from..from + groups * LANES;
+                    let mut block = Block {
+                        x: &x.of_unit(unit)[rows.clone()],
+                        scales: &scales[of_unit.clone()],
+                        offsets: offsets.get(of_unit).unwrap_or_default(),
+                        sums,
+                    };
                     let output = output + vector * LANES;
                     let next = next_output(output, vectors, self.outputs.end);
-                    let held = (unit - first) * HELD * VECTORS + vector;
-                    let out = &mut scratch.bytes[held * BYTES..];
-                    if coding.per_byte() == 1 {
-                        for half in 0..2 {
-                            let columns = codes(s, weight, output, 2 * unit + half, next);
-                            let out = &mut out[half * LANES * VECTORS * BYTES..];
-                            unpack_bytes(s, coding, &columns, out);
-                        }
-                        continue;
-                    }
-                    let columns = codes(s, weight, output, unit, next);
-                    if !rescaled {
-                        unpack(s, coding, &columns, out, |_, bytes| bytes);
-                        continue;
-                    }
-                    let first = vector * each;
-                    let of_groups =
-                        first + unit * groups * LANES..first + (unit + 1) * groups * LANES;
-                    let of_groups_offsets = offsets.get(of_groups.clone()).unwrap_or_default();
-                    let scales = &scratch.scales[of_groups];
-                    let (made, of_unit) = Rescaled::new(s, coding, scales, of_groups_offsets);
-                    unpack(
-                        s,
-                        coding,
-                        &columns,
-                        out,
-                        #[inline(always)]
-                        |column, bytes| {
-                            let group = column * groups / LANES;
-                            s.rescale_bytes(bytes, made.factors[group], made.starts[group])
-                        },
-                    );
-                    // Over the scales of groups, which are no longer needed: units are unpacked in their order.
-                    scratch.scales[first + unit * LANES..][..LANES].copy_from_slice(&of_unit);
-                }
-            }
-            // The sizes of blocks differ by at most one row.
-            for block in 0..blocks {
-                let of_block = block * x.rows / blocks..(block + 1) * x.rows / blocks;
-                let mut vector = 0;
-                while vector < vectors {
-                    // A power of two.
-                    let count = 1 << S::BYTE_VECTORS.min(vectors - vector).ilog2();
-                    let mut block = Block {
-                        x,
-                        units: units.clone(),
-                        row: of_block.start,
-                        each,
-                        // Hidden from the compiler: it unrolls a loop of known length and then loads all
-                        // operands first, for which there are no registers.
-                        steps: std::hint::black_box(HELD / x.groups()),
-                        pairs,
-                        bytes: &scratch.bytes[vector * BYTES..],
-                        scales: &scratch.scales[vector * each..vectors * each],
-                        offsets: match rescaled {
-                            true => &[],
-                            false => offsets.get(vector * each..).unwrap_or_default(),
-                        },
-                        sums: &mut scratch.sums[vector * LANES..sums],
+                    let codes = Codes {
+                        weight,
+                        output,
+                        unit,
+                        next,
                     };
-                    match count {
-                        4 => block.rows::<S, 4>(s, of_block.len()),
-                        2 => block.rows::<S, 2>(s, of_block.len()),
-                        _ => block.rows::<S, 1>(s, of_block.len()),
+                    match granule < x.group {
+                        true => block.rescaled(s, coding, &codes, held),
+                        false => block.unit(s, coding, &codes, held),
                     }
-                    vector += count;
+                }
+            }
+            let (sums, _) = sums.as_chunks::<LANES>();
+            for (at, row) in rows.clone().enumerate() {
+                for vector in 0..vectors {
+                    let output = output + vector * LANES;
+                    let count = LANES.min(self.outputs.end - output);
+                    let sums = &sums[vector * rows.len() + at][..count];
+                    self.results.put(row, output, sums);
                 }
             }
         }
-        let count = (vectors * LANES).min(self.outputs.end - output);
-        let of_rows = scratch.sums[..sums].chunks_exact(VECTORS * LANES);
-        for (row, sums) in of_rows.enumerate() {
-            self.results.put(row, output, &sums[..count]);
+    }
+}
+
+/// One unit of 16 outputs.
+struct Codes<'a> {
+    weight: &'a CodedWeight<'a>,
+    output: usize,
+    unit: usize,
+    /// The output whose codes are read after these.
+    next: usize,
+}
+
+impl Codes<'_> {
+    /// Returns codes of 4 bits, transposed.
+    #[inline(always)]
+    fn nibbles<S: Simd>(&self, s: S) -> [S::Packed; LANES] {
+        codes(s, self.weight, self.output, self.unit, self.next)
+    }
+
+    /// Returns codes of 8 bits, transposed.
+    #[inline(always)]
+    fn bytes<S: Simd>(&self, s: S) -> [S::Packed; HELD] {
+        let mut both = [s.load_packed(&[0; BYTES]); HELD];
+        for (half, out) in both.chunks_exact_mut(LANES).enumerate() {
+            let columns = codes(s, self.weight, self.output, 2 * self.unit + half, self.next);
+            out.copy_from_slice(&columns);
         }
-    }
-}
-
-/// Unpacks the bytes of one unit of 16 outputs, `(16 lanes of codes, low and high halves, vectors, 64)`; `scaled`
-/// changes those of a lane of codes.
-#[inline(always)]
-fn unpack<S: Simd>(
-    s: S,
-    coding: &ByteCoding,
-    columns: &[S::Packed; LANES],
-    out: &mut [i8],
-    scaled: impl Fn(usize, S::Bytes) -> S::Bytes,
-) {
-    match coding.numbers {
-        ByteNumbers::Book(_) => unpack_halves::<S, true>(s, coding, columns, out, scaled),
-        _ => unpack_halves::<S, false>(s, coding, columns, out, scaled),
-    }
-}
-
-#[inline(always)]
-fn unpack_halves<S: Simd, const BOOK: bool>(
-    s: S,
-    coding: &ByteCoding,
-    columns: &[S::Packed; LANES],
-    out: &mut [i8],
-    scaled: impl Fn(usize, S::Bytes) -> S::Bytes,
-) {
-    let table = coding.table(s);
-    let (out, _) = out.as_chunks_mut::<BYTES>();
-    for ((column, packed), out) in columns.iter().enumerate().zip(out.chunks_mut(2 * VECTORS)) {
-        let halves = s.unpack_nibbles::<BOOK>(*packed, table);
-        for (half, out) in halves.into_iter().zip(out.iter_mut().step_by(VECTORS)) {
-            s.store_bytes(scaled(column, half), out);
-        }
-    }
-}
-
-/// Unpacks the bytes of half a unit of 16 outputs in codes of 8 bits, `(16 lanes of codes, vectors, 64)`.
-#[inline(always)]
-fn unpack_bytes<S: Simd>(s: S, coding: &ByteCoding, columns: &[S::Packed; LANES], out: &mut [i8]) {
-    let (out, _) = out.as_chunks_mut::<BYTES>();
-    for (packed, out) in columns.iter().zip(out.iter_mut().step_by(VECTORS)) {
-        let bytes = match coding.numbers {
-            ByteNumbers::Unsigned => s.unpack_bytes::<false>(*packed),
-            _ => s.unpack_bytes::<true>(*packed),
-        };
-        s.store_bytes(bytes, out);
+        both
     }
 }
 
@@ -335,178 +277,309 @@ impl<S: Simd> Rescaled<S> {
     }
 }
 
-/// Some units of inputs, some rows, and one, two or four vectors of outputs.
+/// One unit of inputs, some rows, and a vector of outputs.
 struct Block<'a> {
-    x: &'a BytePanels,
-    units: Range<usize>,
-    row: usize,
-    /// The number of scales of a vector of outputs.
-    each: usize,
-    /// The number of vectors of bytes that share a scale of activations.
-    steps: usize,
-    /// If `true`, `bytes` are codes of 4 bits, whose products may be summed in words.
-    pairs: bool,
-    /// `(units, 32, vectors, 64)`, from the first vector of these on
-    bytes: &'a [i8],
+    /// The activations of each row.
+    x: &'a [BytePanel],
+    /// `(groups, 16)`
     scales: &'a [f32],
-    /// Empty if there are none.
+    /// Likewise; empty if there are none.
     offsets: &'a [f32],
-    /// `(rows, vectors, 16)`, likewise
+    /// `(rows, 16)`
     sums: &'a mut [f32],
 }
 
 impl Block<'_> {
-    /// Adds `count` rows, at most `S::BYTE_ROWS`.
+    /// Adds the products with some codes. `held` is for their bytes, `(32, 64)`.
     #[inline(always)]
-    fn rows<S: Simd, const V: usize>(&mut self, s: S, count: usize) {
-        match S::PAIRS && self.pairs {
-            true => self.rows_by::<S, V, true>(s, count),
-            false => self.rows_by::<S, V, false>(s, count),
+    fn unit<S: Simd>(
+        &mut self,
+        s: S,
+        coding: &ByteCoding,
+        codes: &Codes<'_>,
+        held: &mut [[i8; BYTES]; HELD],
+    ) {
+        let table = coding.table(s);
+        match coding.numbers {
+            ByteNumbers::Integers(_) => self.nibbles(
+                s,
+                &codes.nibbles(s),
+                held,
+                #[inline(always)]
+                |codes| s.unpack_nibbles::<false>(codes, table),
+                S::PAIRS,
+            ),
+            ByteNumbers::Book(_) => self.nibbles(
+                s,
+                &codes.nibbles(s),
+                held,
+                #[inline(always)]
+                |codes| s.unpack_nibbles::<true>(codes, table),
+                false,
+            ),
+            ByteNumbers::Signed => self.bytes(
+                s,
+                &codes.bytes(s),
+                held,
+                #[inline(always)]
+                |codes| s.unpack_bytes::<true>(codes),
+            ),
+            ByteNumbers::Unsigned => self.bytes(
+                s,
+                &codes.bytes(s),
+                held,
+                #[inline(always)]
+                |codes| s.unpack_bytes::<false>(codes),
+            ),
         }
     }
 
+    /// Adds the products with codes of 4 bits, scaled to bytes that share a scale.
     #[inline(always)]
-    fn rows_by<S: Simd, const V: usize, const PAIRS: bool>(&mut self, s: S, count: usize) {
-        match count {
-            6 if S::BYTE_ROWS > 5 => self.add::<S, V, 6, PAIRS>(s),
-            5 if S::BYTE_ROWS > 4 => self.add::<S, V, 5, PAIRS>(s),
-            4 => self.add::<S, V, 4, PAIRS>(s),
-            3 => self.add::<S, V, 3, PAIRS>(s),
-            2 => self.add::<S, V, 2, PAIRS>(s),
-            _ => self.add::<S, V, 1, PAIRS>(s),
+    fn rescaled<S: Simd>(
+        &mut self,
+        s: S,
+        coding: &ByteCoding,
+        codes: &Codes<'_>,
+        held: &mut [[i8; BYTES]; HELD],
+    ) {
+        let (made, scale) = Rescaled::new(s, coding, self.scales, self.offsets);
+        let (columns, table) = (codes.nibbles(s), coding.table(s));
+        let each = LANES * LANES / self.scales.len();
+        let (both, _) = held.as_chunks_mut::<2>();
+        for (at, (column, [low, high])) in columns.iter().zip(both).enumerate() {
+            let halves = match coding.numbers {
+                ByteNumbers::Book(_) => s.unpack_nibbles::<true>(*column, table),
+                _ => s.unpack_nibbles::<false>(*column, table),
+            };
+            let (factor, start) = (made.factors[at / each], made.starts[at / each]);
+            s.store_bytes(s.rescale_bytes(halves[0], factor, start), low);
+            s.store_bytes(s.rescale_bytes(halves[1], factor, start), high);
+        }
+        let mut whole = Block {
+            x: self.x,
+            scales: &scale,
+            offsets: &[],
+            sums: &mut *self.sums,
+        };
+        whole.held(s, held, false);
+    }
+
+    #[inline(always)]
+    fn nibbles<S: Simd>(
+        &mut self,
+        s: S,
+        columns: &[S::Packed; LANES],
+        held: &mut [[i8; BYTES]; HELD],
+        unpack: impl Fn(S::Packed) -> [S::Bytes; 2] + Copy,
+        pairs: bool,
+    ) {
+        if many_registers::<S>() && self.x.len() < MIN_RESCALED {
+            return self.add::<S, 2, false>(
+                s,
+                #[inline(always)]
+                |at| unpack(columns[at % LANES]),
+            );
+        }
+        let (both, _) = held.as_chunks_mut::<2>();
+        for (column, [low, high]) in columns.iter().zip(both) {
+            let halves = unpack(*column);
+            s.store_bytes(halves[0], low);
+            s.store_bytes(halves[1], high);
+        }
+        self.held(s, held, pairs);
+    }
+
+    #[inline(always)]
+    fn bytes<S: Simd>(
+        &mut self,
+        s: S,
+        columns: &[S::Packed; HELD],
+        held: &mut [[i8; BYTES]; HELD],
+        unpack: impl Fn(S::Packed) -> S::Bytes + Copy,
+    ) {
+        if many_registers::<S>() && self.x.len() < MIN_RESCALED {
+            return self.add::<S, 1, false>(
+                s,
+                #[inline(always)]
+                |at| [unpack(columns[at % HELD])],
+            );
+        }
+        for (column, out) in columns.iter().zip(held.iter_mut()) {
+            s.store_bytes(unpack(*column), out);
+        }
+        self.held(s, held, false);
+    }
+
+    /// Adds the products with bytes; `pairs` says that they are codes of 4 bits, whose products are summed in words.
+    #[inline(always)]
+    fn held<S: Simd>(&mut self, s: S, held: &[[i8; BYTES]; HELD], pairs: bool) {
+        if S::PAIRS && pairs {
+            self.add::<S, 1, true>(
+                s,
+                #[inline(always)]
+                |at| [s.load_bytes(&held[at % HELD])],
+            );
+        } else {
+            self.add::<S, 1, false>(
+                s,
+                #[inline(always)]
+                |at| [s.load_bytes(&held[at % HELD])],
+            );
         }
     }
 
-    /// Adds `N` rows with `V` vectors of outputs.
+    /// Adds the products of all rows with `bytes`, which returns `P` of the 32 vectors of bytes of the unit each time.
+    #[inline(always)]
+    fn add<S: Simd, const P: usize, const PAIRS: bool>(
+        &mut self,
+        s: S,
+        bytes: impl Fn(usize) -> [S::Bytes; P] + Copy,
+    ) {
+        let rows = self.x.len();
+        let blocks = rows.div_ceil(S::BYTE_ROWS);
+        // The sizes of blocks differ by at most one row.
+        for block in 0..blocks {
+            let row = block * rows / blocks;
+            match (block + 1) * rows / blocks - row {
+                8 if S::BYTE_ROWS > 7 => self.rows::<S, P, 8, PAIRS>(s, row, bytes),
+                7 if S::BYTE_ROWS > 6 => self.rows::<S, P, 7, PAIRS>(s, row, bytes),
+                6 if S::BYTE_ROWS > 5 => self.rows::<S, P, 6, PAIRS>(s, row, bytes),
+                5 if S::BYTE_ROWS > 4 => self.rows::<S, P, 5, PAIRS>(s, row, bytes),
+                4 => self.rows::<S, P, 4, PAIRS>(s, row, bytes),
+                3 => self.rows::<S, P, 3, PAIRS>(s, row, bytes),
+                2 => self.rows::<S, P, 2, PAIRS>(s, row, bytes),
+                _ => self.rows::<S, P, 1, PAIRS>(s, row, bytes),
+            }
+        }
+    }
+
+    /// Adds those of `N` rows from `row` on.
     #[inline(always)]
     #[allow(
         clippy::needless_range_loop,
         reason = "loops over indices are unrolled"
     )]
-    fn add<S: Simd, const V: usize, const N: usize, const PAIRS: bool>(&mut self, s: S) {
-        let (rows, groups) = (self.x.rows, self.x.groups());
-        let (units, steps) = (self.units.clone(), self.steps);
-        assert!(
-            V <= VECTORS
-                && self.row + N <= rows
-                && steps * groups <= HELD
-                && (!PAIRS || steps.is_multiple_of(MAX_PAIRS))
-                && self.bytes.len() >= ((units.len() * HELD - 1) * VECTORS + V) * BYTES
-                && self.sums.len() >= ((rows - 1) * VECTORS + V) * LANES
-                && self.scales.len() >= V * self.each
-                && units.end * groups * LANES <= self.each,
-            "the sizes that the caller gave"
-        );
-        for unit in units.clone() {
-            // SAFETY: asserted; a panel of each row.
-            let panels: &[BytePanel; N] = unsafe { at(self.x.of_unit(unit), self.row) };
-            let first = (unit - units.start) * HELD;
-            for g in 0..groups {
-                let mut totals = [[s.zero_sums(); V]; N];
-                for (totals, panel) in totals.iter_mut().zip(panels) {
-                    *totals = [s.splat_sums(panel.starts[g]); V];
-                }
-                let (mut held, end) = (g * steps, (g + 1) * steps);
-                while held < end {
-                    if !PAIRS {
-                        // SAFETY: asserted.
-                        unsafe { self.step(s, (first, held), panels, &mut totals, S::dot_bytes) };
-                        held += 1;
-                        continue;
-                    }
-                    let mut words = [[s.splat_pair(&[0, 0]); V]; N];
-                    for step in 0..MAX_PAIRS {
-                        let at = (first, held + step);
-                        // SAFETY: asserted.
-                        unsafe { self.step(s, at, panels, &mut words, S::dot_pairs) };
-                    }
-                    held += MAX_PAIRS;
-                    let ones = s.splat_pair(&[1, 1]);
-                    for (totals, words) in totals.iter_mut().zip(words) {
-                        for (total, words) in totals.iter_mut().zip(words) {
-                            *total = s.dot_words(*total, words, ones);
-                        }
-                    }
-                }
-                let from = (unit * groups + g) * LANES;
-                let mut scales = [s.splat(0.0); V];
-                for (v, scale) in scales.iter_mut().enumerate() {
-                    // SAFETY: asserted.
-                    *scale = s.load_f32(unsafe { at(self.scales, v * self.each + from) });
-                }
-                // The sums stay in memory, so that all registers are there for the totals; and the loop is short, so
-                // that it is unrolled, without which the totals would be in memory too.
-                for n in 0..N {
-                    let of_row = s.splat(panels[n].scales[g]);
-                    for v in 0..V {
-                        // SAFETY: asserted.
-                        let sum = unsafe { self.sum(n, v) };
-                        let total = s.sums_to_f32(totals[n][v]);
-                        let scale = s.mul(scales[v], of_row);
-                        s.store_f32(s.mul_add(total, scale, s.load_f32(sum)), sum);
-                    }
-                }
-                if !self.offsets.is_empty() {
-                    for v in 0..V {
-                        let offset = s.load_f32(&self.offset(v * self.each + from));
-                        for (n, panel) in panels.iter().enumerate() {
-                            // SAFETY: asserted.
-                            let sum = unsafe { self.sum(n, v) };
-                            let of_group = s.splat(panel.sums[g]);
-                            s.store_f32(s.mul_add(offset, of_group, s.load_f32(sum)), sum);
-                        }
-                    }
-                }
-            }
-        }
-    }
-
-    /// Adds the products of one vector of bytes of each of `V` vectors of outputs and `N` rows to `totals`.
-    ///
-    /// # Safety
-    /// `held` is below [`HELD`], and `bytes` has those of the unit whose first is `first`.
-    #[inline(always)]
-    unsafe fn step<S: Simd, A: Copy, const V: usize, const N: usize>(
-        &self,
+    fn rows<S: Simd, const P: usize, const N: usize, const PAIRS: bool>(
+        &mut self,
         s: S,
-        (first, held): (usize, usize),
-        panels: &[BytePanel; N],
-        totals: &mut [[A; V]; N],
-        dot: impl Fn(S, A, S::Bytes, S::Bytes) -> A,
+        row: usize,
+        bytes: impl Fn(usize) -> [S::Bytes; P] + Copy,
     ) {
-        let mut w = [s.load_bytes(&[0; BYTES]); V];
-        for (v, w) in w.iter_mut().enumerate() {
-            let from = ((first + held) * VECTORS + v) * BYTES;
-            // SAFETY: the caller ensures the bounds.
-            *w = s.load_bytes(unsafe { at(self.bytes, from) });
+        let (scales, _) = self.scales.as_chunks::<LANES>();
+        let (offsets, _) = self.offsets.as_chunks::<LANES>();
+        let (kept, _) = self.sums.as_chunks_mut::<LANES>();
+        let panels: Option<&[BytePanel; N]> = self.x[row..].first_chunk();
+        let kept = kept[row..].first_chunk_mut();
+        // Hidden from the compiler: in registers while codes are transposed, sums would be moved to memory and back for
+        // every group.
+        let (Some(panels), Some(kept)) = black_box((panels, kept)) else {
+            unreachable!("as many rows")
+        };
+        let kept: &mut [[f32; LANES]; N] = kept;
+        // Hidden as well: it unrolls a loop of known length and then loads all operands first, for which there are no
+        // registers.
+        let each = black_box(HELD / P / scales.len());
+        assert!(
+            P * each * scales.len() <= HELD && (!PAIRS || each.is_multiple_of(MAX_PAIRS)),
+            "the vectors of a unit"
+        );
+        let mut sums = [s.splat(0.0); N];
+        for n in 0..N {
+            sums[n] = s.load_f32(&kept[n]);
         }
-        for (totals, panel) in totals.iter_mut().zip(panels) {
-            // SAFETY: `held < HELD`, of which there are as many quads.
-            let x = s.splat_quad(unsafe { panel.quads.get_unchecked(held) });
-            for (total, w) in totals.iter_mut().zip(w) {
-                *total = dot(s, *total, w, x);
+        for (g, scale) in scales.iter().enumerate() {
+            let mut totals = [s.zero_sums(); N];
+            for (total, panel) in totals.iter_mut().zip(panels) {
+                *total = s.splat_sums(panel.starts[g]);
+            }
+            let of_group = g * each..(g + 1) * each;
+            if PAIRS {
+                let ones = s.splat_pair(&[1, 1]);
+                for first in of_group.step_by(MAX_PAIRS) {
+                    let mut words = [s.splat_pair(&[0, 0]); N];
+                    for at in first..first + MAX_PAIRS {
+                        // SAFETY: asserted.
+                        unsafe { multiply(s, at, bytes, panels, &mut words, S::dot_pairs) };
+                    }
+                    for (total, words) in totals.iter_mut().zip(words) {
+                        *total = s.dot_words(*total, words, ones);
+                    }
+                }
+            } else {
+                for at in of_group {
+                    // SAFETY: asserted.
+                    unsafe { multiply(s, at, bytes, panels, &mut totals, S::dot_bytes) };
+                }
+            }
+            let scale = s.load_f32(scale);
+            for n in 0..N {
+                if !many_registers::<S>() {
+                    sums[n] = s.load_f32(&kept[n]);
+                }
+                let scale = s.mul(scale, s.splat(panels[n].scales[g]));
+                sums[n] = s.mul_add(s.sums_to_f32(totals[n]), scale, sums[n]);
+                if !many_registers::<S>() {
+                    s.store_f32(sums[n], &mut kept[n]);
+                }
+            }
+            if let Some(offset) = offsets.get(g) {
+                let offset = s.load_f32(offset);
+                for n in 0..N {
+                    let of_group = s.splat(panels[n].sums[g]);
+                    sums[n] = s.mul_add(offset, of_group, sums[n]);
+                    if !many_registers::<S>() {
+                        s.store_f32(sums[n], &mut kept[n]);
+                    }
+                }
             }
         }
-    }
-
-    #[inline(always)]
-    fn offset(&self, from: usize) -> [f32; LANES] {
-        let offset = self.offsets[from..].first_chunk();
-        offset.copied().unwrap_or_default()
-    }
-
-    /// Returns the sums of one row and one vector of these.
-    ///
-    /// # Safety
-    /// The row and the vector exist.
-    #[inline(always)]
-    unsafe fn sum(&mut self, n: usize, v: usize) -> &mut [f32; LANES] {
-        let first = ((self.row + n) * VECTORS + v) * LANES;
-        debug_assert!(
-            first + LANES <= self.sums.len(),
-            "in the bounds of the slice"
-        );
-        // SAFETY: the caller ensures the bounds; an array has the alignment of its elements.
-        unsafe { &mut *self.sums.as_mut_ptr().add(first).cast() }
+        if many_registers::<S>() {
+            for n in 0..N {
+                s.store_f32(sums[n], &mut kept[n]);
+            }
+        }
     }
 }
+
+/// Returns `true` if the sums of all groups fit the registers beside those of one, and codes are unpacked anew for a few
+/// rows in less time than their bytes are stored.
+const fn many_registers<S: Simd>() -> bool {
+    S::BYTE_ROWS == 8
+}
+
+/// Returns `true` if two rows take less time than one after the other.
+pub(super) struct ManyRegisters;
+
+impl Kernel for ManyRegisters {
+    type Output = bool;
+
+    #[inline(always)]
+    fn run<S: Simd>(self, _: S) -> bool {
+        many_registers::<S>()
+    }
+}
+
+/// Adds the products of the `at`-th `P` vectors of bytes with `N` rows to `totals`.
+///
+/// # Safety
+/// `P · at + P` is at most [`HELD`].
+#[inline(always)]
+unsafe fn multiply<S: Simd, A: Copy, const P: usize, const N: usize>(
+    s: S,
+    at: usize,
+    bytes: impl Fn(usize) -> [S::Bytes; P],
+    panels: &[BytePanel; N],
+    totals: &mut [A; N],
+    dot: impl Fn(S, A, S::Bytes, S::Bytes) -> A,
+) {
+    for (p, w) in bytes(at).into_iter().enumerate() {
+        for (total, panel) in totals.iter_mut().zip(panels) {
+            // SAFETY: the caller ensures the bounds.
+            let x = s.splat_quad(unsafe { panel.quads.get_unchecked(P * at + p) });
+            *total = dot(s, *total, w, x);
+        }
+    }
+}
+
+const _: () = assert!(UNIT == HELD * 4, "four inputs in a lane");

@@ -1,7 +1,7 @@
 //! Many rows of activations as bytes, packed in panels: one unit of inputs of all rows together.
 
 use overdrive_kernels::threads::parallel_columns;
-use overdrive_kernels::{BYTES, ColumnsMut, InstructionSet, Kernel, Simd};
+use overdrive_kernels::{BYTES, ColumnsMut, InstructionSet, Kernel, LANES, Simd};
 
 use super::byte_rows::{ByteLayout, UNIT, quantize_group};
 use super::coded_weight::MIN_GROUP_OF_BYTES;
@@ -72,12 +72,6 @@ impl BytePanels {
         }
     }
 
-    /// Returns the number of groups of a unit.
-    #[inline(always)]
-    pub(super) fn groups(&self) -> usize {
-        UNIT / self.group
-    }
-
     /// Returns one unit of all rows.
     #[inline(always)]
     pub(super) fn of_unit(&self, unit: usize) -> &[BytePanel] {
@@ -108,38 +102,71 @@ impl Kernel for Quantize<'_, '_> {
 }
 
 impl Quantize<'_, '_> {
-    // Plain loops, which the compiler vectorizes for each set.
+    // Plain loops, which the compiler vectorizes for each set, but for the sums.
     #[inline(always)]
-    fn units<S: Simd, const G: usize>(self, _: S) {
-        let excess = self.layout.coding.excess::<S>();
+    fn units<S: Simd, const G: usize>(self, s: S) {
+        let coding = &self.layout.coding;
+        let excess = coding.excess::<S>();
+        // Both halves of each byte are 1, so that products are the activations.
+        let [ones, _] =
+            s.unpack_nibbles::<false>(s.load_packed(&[0x11; BYTES]), s.byte_table(&[0; 16]));
+        let whole = coding.per_byte() == 1;
+        let turn = if coding.high_first { 32 } else { 0 };
         let (units, _) = self.x.as_chunks::<UNIT>();
         for (at, x) in units.iter().enumerate() {
             let mut panel = NONE;
             let mut bytes = [0; UNIT];
             let (groups, _) = x.as_chunks::<G>();
             let (out, _) = bytes.as_chunks_mut::<G>();
-            for (g, (x, out)) in groups.iter().zip(out).enumerate() {
-                let scale = quantize_group(x, out);
-                panel.scales[g] = scale * self.layout.coding.unit;
-                let sum: i32 = out.iter().map(|byte| i32::from(*byte)).sum();
+            // Hidden from the compiler: it would make each vector of several groups, by gathers.
+            let count = std::hint::black_box(groups.len());
+            let of_groups = groups.iter().zip(out).zip(&mut panel.scales);
+            for ((x, out), scale) in of_groups.take(count) {
+                *scale = quantize_group(x, out);
+            }
+            let (parts, _) = bytes.as_chunks::<BYTES>();
+            let mut quads = [0; UNIT / 4];
+            let (sums, _) = quads.as_chunks_mut::<LANES>();
+            for (part, sums) in parts.iter().zip(sums) {
+                s.store_sums(s.dot_bytes(s.zero_sums(), ones, s.load_bytes(part)), sums);
+            }
+            for (g, quads) in quads.chunks_exact(G / 4).enumerate().take(count) {
+                let sum: i32 = quads.iter().sum();
                 panel.starts[g] = -excess * sum;
                 // Only integers have offsets, and their unit is 1.
                 #[allow(clippy::cast_precision_loss, reason = "at most 2^14")]
                 {
-                    panel.sums[g] = sum as f32 * scale;
+                    panel.sums[g] = sum as f32 * panel.scales[g];
                 }
+                panel.scales[g] *= coding.unit;
             }
             let (eights, _) = bytes.as_chunks::<8>();
-            for (quads, eight) in panel.quads.chunks_exact_mut(2).zip(eights) {
-                let [a, b, c, d, e, f, g, h] = *eight;
-                let both = match (self.layout.coding.per_byte(), self.layout.coding.high_first) {
-                    (1, _) => [[a, b, c, d], [e, f, g, h]],
-                    (_, false) => [[a, c, e, g], [b, d, f, h]],
-                    (_, true) => [[b, d, f, h], [a, c, e, g]],
+            let (pairs, _) = panel.quads.as_chunks_mut::<2>();
+            for (pair, eight) in pairs.iter_mut().zip(eights) {
+                let eight = u64::from_le_bytes(eight.map(i8::cast_unsigned));
+                let both = if whole {
+                    eight
+                } else {
+                    halves(eight).rotate_left(turn)
                 };
-                quads.copy_from_slice(&both);
+                let [a, b, c, d, e, f, g, h] = both.to_le_bytes().map(u8::cast_signed);
+                *pair = [[a, b, c, d], [e, f, g, h]];
             }
             self.out.set(at, self.row, panel);
         }
     }
+}
+
+/// Returns the bytes 0, 2, 4 and 6, then the others, by shifts and masks, which the compiler vectorizes.
+#[inline(always)]
+fn halves(bytes: u64) -> u64 {
+    let [even, odd] = [bytes, bytes >> 8].map(
+        #[inline(always)]
+        |bytes| {
+            let bytes = bytes & 0x00ff_00ff_00ff_00ff;
+            let bytes = (bytes | bytes >> 8) & 0x0000_ffff_0000_ffff;
+            (bytes | bytes >> 16) & 0xffff_ffff
+        },
+    );
+    even | odd << 32
 }

@@ -4,7 +4,7 @@ use std::ops::Range;
 
 use overdrive_kernels::InstructionSet;
 
-use super::byte_gemm::ByteGemm;
+use super::byte_gemm::{ByteGemm, ManyRegisters};
 use super::byte_gemv::ByteGemv;
 use super::byte_panels::BytePanels;
 use super::byte_rows::{ByteLayout, ByteRows};
@@ -42,18 +42,17 @@ impl<'a> QuantizedInputs<'a> {
         };
         for weight in weights {
             let rows = x.len().checked_div(weight.inputs).unwrap_or(0);
-            let few = rows <= MAX_ROWS;
-            let layout = match few {
-                true => ByteLayout::of_few_rows(weight),
-                false => ByteLayout::of_more_rows(set, weight, rows).filter(|_| weight.bytes),
-            };
-            if let Some(layout) = layout {
-                if few && find(&inputs.bytes, &layout).is_none() {
-                    let rows = ByteRows::new(set, x, &layout);
-                    inputs.bytes.push((layout, rows));
-                } else if !few && find(&inputs.panels, &layout).is_none() {
-                    let panels = BytePanels::new(set, x, &layout);
-                    inputs.panels.push((layout, panels));
+            if let Some((form, layout)) = byte_form(set, weight, rows) {
+                match form {
+                    ByteForm::Rows if find(&inputs.bytes, &layout).is_none() => {
+                        let rows = ByteRows::new(set, x, &layout);
+                        inputs.bytes.push((layout, rows));
+                    }
+                    ByteForm::Panels if find(&inputs.panels, &layout).is_none() => {
+                        let panels = BytePanels::new(set, x, &layout);
+                        inputs.panels.push((layout, panels));
+                    }
+                    _ => {}
                 }
             } else if let Some(layout) = Layout::of(weight)
                 && find(&inputs.words, &layout).is_none()
@@ -67,18 +66,40 @@ impl<'a> QuantizedInputs<'a> {
 
     /// Returns the form of `rows` rows of activations for `weight`.
     fn of(&self, set: InstructionSet, weight: &CodedWeight<'a>, rows: usize) -> Input<'_> {
-        let few = ByteLayout::of_few_rows(weight);
-        if let Some(rows) = few.and_then(|layout| find(&self.bytes, &layout)) {
-            return Input::Bytes(rows);
-        }
-        // Panels of this layout may be those of another weight, while this one takes words.
-        let more = ByteLayout::of_more_rows(set, weight, rows).filter(|_| weight.bytes);
-        if let Some(panels) = more.and_then(|layout| find(&self.panels, &layout)) {
-            return Input::Panels(panels);
+        let bytes = match byte_form(set, weight, rows) {
+            Some((ByteForm::Rows, layout)) => find(&self.bytes, &layout).map(Input::Bytes),
+            Some((ByteForm::Panels, layout)) => find(&self.panels, &layout).map(Input::Panels),
+            None => None,
+        };
+        if let Some(bytes) = bytes {
+            return bytes;
         }
         let words = Layout::of(weight).and_then(|layout| find(&self.words, &layout));
         words.map_or(Input::Floats, Input::Words)
     }
+}
+
+/// The forms of activations in bytes.
+#[derive(Debug, Clone, Copy)]
+enum ByteForm {
+    /// Of a few rows.
+    Rows,
+    /// Of more rows.
+    Panels,
+}
+
+/// Returns the form and the layout of `rows` rows of activations in bytes for a weight; `None` if it takes no bytes.
+fn byte_form(
+    set: InstructionSet,
+    weight: &CodedWeight<'_>,
+    rows: usize,
+) -> Option<(ByteForm, ByteLayout)> {
+    let few = rows <= MAX_ROWS;
+    if few && !(rows > 1 && set.run(ManyRegisters) && weight.byte_coding().is_some()) {
+        return Some((ByteForm::Rows, ByteLayout::of_few_rows(weight)?));
+    }
+    let layout = ByteLayout::of_more_rows(set, weight, rows).filter(|_| few || weight.bytes)?;
+    Some((ByteForm::Panels, layout))
 }
 
 fn find<'a, L: PartialEq, R>(known: &'a [(L, R)], layout: &L) -> Option<&'a R> {

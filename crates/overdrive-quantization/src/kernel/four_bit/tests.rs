@@ -58,7 +58,7 @@ proptest! {
         block in prop::sample::select(vec![16_usize, 32, 64, 128, 256, 512]),
         kept in prop::sample::select(vec![Kept::F32, Kept::F16, Kept::Quantized]),
         offsets in any::<bool>(),
-        rows in prop_oneof![4..30_usize, 64..70_usize],
+        rows in prop_oneof![2..30_usize, 64..70_usize, 126..132_usize],
         seed in any::<u64>(),
     ) {
         let block = block.max(min_block(&codings()[coding]));

@@ -219,35 +219,45 @@ pub(super) fn codes<S: Simd>(
     let codes = weight.codes;
     let from = unit * BYTES;
     let mut packed = [s.load_packed(&[0; BYTES]); LANES];
-    if output + LANES <= weight.outputs && from + BYTES <= bytes {
-        let first = output * bytes + from;
-        // Many short streams at once are more than the hardware prefetcher follows.
-        let ahead = from + AHEAD * BYTES;
-        let next = match ahead < bytes {
-            true => output * bytes + ahead,
-            false => next * bytes + ahead - bytes,
-        };
-        let next = codes.as_ptr().wrapping_add(next);
-        assert!(
-            first + (LANES - 1) * bytes + BYTES <= codes.len(),
-            "a whole unit of 16 rows"
-        );
-        for (lane, packed) in packed.iter_mut().enumerate() {
-            s.prefetch_near(next.wrapping_add(lane * bytes));
-            // SAFETY: asserted for the last lane.
-            *packed = s.load_packed(unsafe { at(codes, first + lane * bytes) });
+    if output + LANES > weight.outputs || from + BYTES > bytes {
+        // Apart, so that the compiler keeps whole units in registers.
+        for (packed, row) in packed.iter_mut().zip(&padded_codes(weight, output, unit)) {
+            *packed = s.load_packed(row);
         }
-    } else {
-        let count = BYTES.min(bytes - from);
-        let last = weight.outputs - 1;
-        for (lane, packed) in packed.iter_mut().enumerate() {
-            let first = (output + lane).min(last) * bytes + from;
-            let mut padded = [0; BYTES];
-            padded[..count].copy_from_slice(&codes[first..first + count]);
-            *packed = s.load_packed(&padded);
-        }
+        return s.transpose_packed(packed);
+    }
+    let first = output * bytes + from;
+    // Many short streams at once are more than the hardware prefetcher follows.
+    let ahead = from + AHEAD * BYTES;
+    let next = match ahead < bytes {
+        true => output * bytes + ahead,
+        false => next * bytes + ahead - bytes,
+    };
+    let next = codes.as_ptr().wrapping_add(next);
+    assert!(
+        first + (LANES - 1) * bytes + BYTES <= codes.len(),
+        "a whole unit of 16 rows"
+    );
+    for (lane, packed) in packed.iter_mut().enumerate() {
+        s.prefetch_near(next.wrapping_add(lane * bytes));
+        // SAFETY: asserted for the last lane.
+        *packed = s.load_packed(unsafe { at(codes, first + lane * bytes) });
     }
     s.transpose_packed(packed)
+}
+
+/// Returns one unit of 16 outputs, of which some do not exist, or of which the inputs end: zeros from there on.
+#[cold]
+#[inline(never)]
+fn padded_codes(weight: &CodedWeight<'_>, output: usize, unit: usize) -> [[u8; BYTES]; LANES] {
+    let (bytes, from) = (weight.row_bytes(), unit * BYTES);
+    let (count, last) = (BYTES.min(bytes - from), weight.outputs - 1);
+    let mut rows = [[0; BYTES]; LANES];
+    for (lane, row) in rows.iter_mut().enumerate() {
+        let first = (output + lane).min(last) * bytes + from;
+        row[..count].copy_from_slice(&weight.codes[first..first + count]);
+    }
+    rows
 }
 
 /// Unpacks the words of one unit of 16 outputs, `(16 lanes of codes, parts, 32)`.

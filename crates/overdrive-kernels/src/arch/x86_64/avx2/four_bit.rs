@@ -106,14 +106,11 @@ impl FourBit for Avx2 {
         let mut out = numbers;
         intrinsics!({
             for (half, out) in out.iter_mut().enumerate() {
+                let (factor, start) = (factors[half], starts[half]);
                 let even = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(*out));
-                let [even, odd] = [even, _mm256_srai_epi16::<8>(*out)].map(
-                    #[inline(always)]
-                    |number| {
-                        let product = _mm256_mullo_epi16(number, factors[half]);
-                        _mm256_add_epi16(product, starts[half])
-                    },
-                );
+                let even = _mm256_add_epi16(_mm256_mullo_epi16(even, factor), start);
+                let odd = _mm256_srai_epi16::<8>(*out);
+                let odd = _mm256_add_epi16(_mm256_mullo_epi16(odd, factor), start);
                 let odd = _mm256_and_si256(odd, _mm256_set1_epi16(-256));
                 *out = _mm256_or_si256(_mm256_srli_epi16::<8>(even), odd);
             }

@@ -20,8 +20,7 @@ impl FourBit for Avx512 {
     // `vpdpbusd` takes numbers of a weight without a sign.
     const BOOK_ZERO: i32 = 128;
 
-    const BYTE_ROWS: usize = 6;
-    const BYTE_VECTORS: usize = 4;
+    const BYTE_ROWS: usize = 8;
 
     #[inline(always)]
     fn unpack_nibbles<const BOOK: bool>(self, codes: __m512i, table: __m512i) -> [__m512i; 2] {
@@ -54,10 +53,9 @@ impl FourBit for Avx512 {
     fn rescale_bytes(self, numbers: __m512i, factors: __m512i, starts: __m512i) -> __m512i {
         intrinsics!({
             let even = _mm512_and_si512(numbers, _mm512_set1_epi16(0xff));
-            let [even, odd] = [even, _mm512_srli_epi16::<8>(numbers)].map(
-                #[inline(always)]
-                |number| _mm512_add_epi16(_mm512_mullo_epi16(number, factors), starts),
-            );
+            let even = _mm512_add_epi16(_mm512_mullo_epi16(even, factors), starts);
+            let odd = _mm512_srli_epi16::<8>(numbers);
+            let odd = _mm512_add_epi16(_mm512_mullo_epi16(odd, factors), starts);
             let odd = _mm512_and_si512(odd, _mm512_set1_epi16(-256));
             _mm512_or_si512(_mm512_srli_epi16::<8>(even), odd)
         })
