@@ -40,8 +40,8 @@ pub trait FourBit: Floats {
     /// The amount that kernels add to each number of a table and to each signed code of 8 bits: their sums are too
     /// large by this times the sum of the activations.
     const BOOK_ZERO: i32 = 0;
-    /// The number of rows of activations of which both the sums of bytes of a group and those of all groups fit the
-    /// registers: 4 or 8.
+    /// The number of rows of activations whose sums of bytes fit the registers: 4, or 8 if the sums of all groups fit
+    /// beside those of one.
     const BYTE_ROWS: usize = 4;
     /// If `true`, sums of products of codes by [`dot_pairs`](Self::dot_pairs) take less time than by
     /// [`dot_bytes`](Self::dot_bytes).

@@ -6,6 +6,7 @@ use minijinja::{Environment, Error, ErrorKind, State, Value, filters};
 
 use super::limits::set_limits;
 use super::python_json::tojson;
+use super::python_methods::python_method;
 
 /// The variable that makes `{% generation %}` leave marks in the text.
 pub(super) const MARKING: &str = "overdrive_marks_generation";
@@ -30,7 +31,7 @@ pub(super) fn environment(source: &str) -> Result<Environment<'static>, Error> {
     // A prompt is not HTML.
     environment.set_auto_escape_callback(|_| minijinja::AutoEscape::None);
     // Templates call methods of Python's str, list and dict: `strip`, `items`, `startswith`.
-    environment.set_unknown_method_callback(minijinja_contrib::pycompat::unknown_method_callback);
+    environment.set_unknown_method_callback(python_method);
     // To Jinja an undefined value is empty: templates count the `tool_calls` of a message without any.
     let length = |value: Value| match value.is_undefined() {
         true => Ok(0),

@@ -3,6 +3,7 @@ mod gguf;
 mod limits;
 mod message;
 mod python_json;
+mod python_methods;
 
 use std::collections::BTreeMap;
 use std::ops::Range;

@@ -182,7 +182,7 @@ impl Codes<'_> {
         codes(s, self.weight, self.output, self.unit, self.next)
     }
 
-    /// Returns codes of 8 bits, transposed.
+    /// Returns codes of 8 bits, transposed, those of the first half of the unit first.
     #[inline(always)]
     fn bytes<S: Simd>(&self, s: S) -> [S::Packed; HELD] {
         let mut both = [s.load_packed(&[0; BYTES]); HELD];
@@ -365,6 +365,8 @@ impl Block<'_> {
         whole.held(s, held, false);
     }
 
+    /// Adds the products with codes of 4 bits.
+    // Places are taken modulo the number of vectors, which they are below: it costs less than a check.
     #[inline(always)]
     fn nibbles<S: Simd>(
         &mut self,
@@ -390,6 +392,7 @@ impl Block<'_> {
         self.held(s, held, pairs);
     }
 
+    /// Adds the products with codes of 8 bits.
     #[inline(always)]
     fn bytes<S: Simd>(
         &mut self,

@@ -104,8 +104,8 @@ pub(super) fn rescales(set: InstructionSet, coding: ByteCoding) -> bool {
 }
 
 /// The number of rows from which on the numbers of groups of fewer inputs than a unit are scaled to bytes with one
-/// scale for the unit. It takes less time from 12 rows on for groups of 32, and from 24 for groups of 64; but the batch of a
-/// few dozen texts must not change what is computed for one of them.
+/// scale for the unit, and codes are unpacked once for all rows. It may take less time with fewer; but the batch of a few
+/// dozen texts must not change what is computed for one of them.
 pub(super) const MIN_RESCALED: usize = 64;
 
 /// The inputs of a vector of codes: 128 for codes of 4 bits, of which lane `l` has inputs `8 l ..`, four in each of
