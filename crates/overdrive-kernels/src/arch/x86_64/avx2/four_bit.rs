@@ -94,10 +94,13 @@ impl FourBit for Avx2 {
             codes
         } else {
             // Subtracts 128.
-            intrinsics!(codes.map(
-                #[inline(always)]
-                |half| _mm256_xor_si256(half, _mm256_set1_epi8(-128))
-            ))
+            intrinsics!({
+                let flip = _mm256_set1_epi8(-128);
+                [
+                    _mm256_xor_si256(codes[0], flip),
+                    _mm256_xor_si256(codes[1], flip),
+                ]
+            })
         }
     }
 
@@ -427,20 +430,23 @@ impl FourBit for Avx2 {
             };
             let first = _mm256_loadu_ps(values.as_ptr());
             let second = _mm256_loadu_ps(values.as_ptr().add(8));
-            let [low, high] = [each, _mm_unpackhi_epi64(each, each)].map(
-                #[inline(always)]
-                |codes| {
-                    let codes = _mm256_cvtepu8_epi32(codes);
-                    // The fourth bit of the code, which chooses the half, as a sign.
-                    let half = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes));
-                    _mm256_blendv_ps(
-                        _mm256_permutevar8x32_ps(first, codes),
-                        _mm256_permutevar8x32_ps(second, codes),
-                        half,
-                    )
-                },
-            );
+            let low = choose(each, first, second);
+            let high = choose(_mm_unpackhi_epi64(each, each), first, second);
             pair(self, low, high)
         })
     }
+}
+
+/// Returns the floats of eight codes below 16: of `first`, or for 8 and more of `second`.
+#[inline]
+#[target_feature(enable = "avx2")]
+fn choose(codes: __m128i, first: __m256, second: __m256) -> __m256 {
+    let codes = _mm256_cvtepu8_epi32(codes);
+    // The fourth bit of the code, which chooses the half, as a sign.
+    let half = _mm256_castsi256_ps(_mm256_slli_epi32::<28>(codes));
+    _mm256_blendv_ps(
+        _mm256_permutevar8x32_ps(first, codes),
+        _mm256_permutevar8x32_ps(second, codes),
+        half,
+    )
 }
