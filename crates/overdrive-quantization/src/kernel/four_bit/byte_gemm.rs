@@ -551,7 +551,7 @@ const fn many_registers<S: Simd>() -> bool {
     S::BYTE_ROWS == 8
 }
 
-/// Returns `true` if two rows take less time than one after the other.
+/// The question to an instruction set whether it has [`many_registers`].
 pub(super) struct ManyRegisters;
 
 impl Kernel for ManyRegisters {

@@ -95,7 +95,13 @@ fn byte_form(
     rows: usize,
 ) -> Option<(ByteForm, ByteLayout)> {
     let few = rows <= MAX_ROWS;
-    if few && !(rows > 1 && set.run(ManyRegisters) && weight.byte_coding().is_some()) {
+    // Two rows of codes of 4 bits take less time as panels there, of 8 bits up to 1.4 times as much.
+    let nibbles = || {
+        weight
+            .byte_coding()
+            .is_some_and(|coding| coding.per_byte() == 2)
+    };
+    if few && !(rows > 1 && set.run(ManyRegisters) && nibbles()) {
         return Some((ByteForm::Rows, ByteLayout::of_few_rows(weight)?));
     }
     let layout = ByteLayout::of_more_rows(set, weight, rows).filter(|_| few || weight.bytes)?;
