@@ -95,7 +95,7 @@ fn byte_form(
     rows: usize,
 ) -> Option<(ByteForm, ByteLayout)> {
     let few = rows <= MAX_ROWS;
-    // Two rows of codes of 4 bits take less time as panels there, of 8 bits up to 1.4 times as much.
+    // Two rows of codes of 4 bits take less time as panels there, of 8 bits up to 1.5 times as much.
     let nibbles = || {
         weight
             .byte_coding()
