@@ -14,6 +14,7 @@
 //! | `gemm` | the choice of the kernel |
 //! | `word_gemv`, `word_gemm` | one to three rows of activations in words; more rows |
 //! | `byte_gemv`, `byte_gemm` | one to three rows of activations in bytes; more rows |
+//! | `rescaled` | groups of codes of 4 bits as bytes that share a scale |
 //! | `dequantize` | dequantized rows, and the GEMM in floats |
 //! | `aligned` | memory that is aligned to lines of the cache |
 
@@ -25,6 +26,7 @@ mod byte_rows;
 mod coded_weight;
 mod dequantize;
 mod gemm;
+mod rescaled;
 mod scale_rows;
 mod scales;
 mod storage;
