@@ -128,6 +128,31 @@ pub fn parallel_columns<T: Copy + Send>(
     });
 }
 
+/// Does the same with the columns of each of `blocks`, which rise; other columns are left alone.
+///
+/// # Panics
+/// If blocks overlap or do not rise.
+#[allow(unsafe_code, reason = "threads that write disjoint columns")]
+pub fn parallel_column_blocks<T: Copy + Send>(
+    matrix: &mut [T],
+    width: usize,
+    blocks: &[Range<usize>],
+    parallel: bool,
+    body: impl Fn(ColumnsMut<'_, T>) + Sync,
+) {
+    assert!(
+        blocks.is_sorted_by(|before, after| before.end <= after.start),
+        "blocks of columns that rise"
+    );
+    let all = ColumnsMut::new(matrix, width);
+    parallel_ranges(blocks.len(), 1, parallel, |indices| {
+        for columns in &blocks[indices] {
+            // SAFETY: each block is given out once, and they do not overlap.
+            body(unsafe { all.part(columns.clone()) });
+        }
+    });
+}
+
 /// Runs tasks `0..count`, which threads take in order as they become free, each with the share of `workspace` that
 /// its thread has to itself: an equal one for each of [`workers`] (or of the tasks, where those are fewer).
 ///
@@ -194,6 +219,22 @@ mod tests {
                 }
             });
             let expected = |at: usize| at / 70 * 100 + at % 70;
+            assert!(matrix.iter().enumerate().all(|(at, x)| *x == expected(at)));
+            let blocks = [0..8, 8..9, 20..70];
+            parallel_column_blocks(&mut matrix, 70, &blocks, parallel, |mut columns| {
+                assert!(blocks.contains(&columns.range()));
+                for row in 0..3 {
+                    columns.row_mut(row).iter_mut().for_each(|x| *x += 1000);
+                }
+            });
+            let added = |at: usize| {
+                if (9..20).contains(&(at % 70)) {
+                    0
+                } else {
+                    1000
+                }
+            };
+            let expected = |at: usize| expected(at) + added(at);
             assert!(matrix.iter().enumerate().all(|(at, x)| *x == expected(at)));
         }
     }

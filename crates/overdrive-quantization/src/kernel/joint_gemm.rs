@@ -2,7 +2,7 @@
 
 use std::ops::Range;
 
-use overdrive_kernels::threads::run_jobs;
+use overdrive_kernels::threads::parallel_column_blocks;
 use overdrive_kernels::{
     ColumnsMut, Element, InstructionSet, each_vector, load, store, vectorized,
 };
@@ -39,10 +39,23 @@ pub(crate) trait Results {
     fn put(&mut self, row: usize, output: usize, values: &[f32]);
 }
 
-/// Computes `y (rows, columns)`. Each GEMM is given with the column of its first output, which rise, and the
-/// bias of its outputs.
+/// A GEMM in a joint one.
+pub(crate) struct JointGemm<'a, T> {
+    first: usize,
+    gemm: Box<dyn Gemm + 'a>,
+    bias: Option<&'a [T]>,
+}
+
+impl<'a, T> JointGemm<'a, T> {
+    /// Returns a GEMM whose first output is column `first` of the results, and the bias of its outputs.
+    pub(crate) fn new(first: usize, gemm: Box<dyn Gemm + 'a>, bias: Option<&'a [T]>) -> Self {
+        JointGemm { first, gemm, bias }
+    }
+}
+
+/// Computes `y (rows, columns)`. The first columns of the GEMMs rise.
 pub(crate) fn joint_gemm<T: Element>(
-    gemms: &[(usize, &dyn Gemm, Option<&[T]>)],
+    gemms: &[JointGemm<'_, T>],
     rows: usize,
     columns: usize,
     y: &mut [T],
@@ -58,7 +71,7 @@ pub(crate) fn joint_gemm<T: Element>(
     );
     let bytes = gemms
         .iter()
-        .map(|(_, gemm, _)| gemm.outputs() * gemm.row_bytes());
+        .map(|joint| joint.gemm.outputs() * joint.gemm.row_bytes());
     let bytes: usize = bytes.sum();
     let parallel = bytes.saturating_mul(rows) > MIN_PARALLEL_BYTES;
     // A weight that several rows of activations are multiplied with stays in the second cache meanwhile.
@@ -70,35 +83,34 @@ pub(crate) fn joint_gemm<T: Element>(
     // At least a few chunks for each thread, so that one that starts late does not hold up the others. With twice as many
     // a decoding step of SmolLM2-135M took 2 to 4 % longer.
     let chunk_bytes = most.min(bytes / (4 * overdrive_kernels::threads::workers()));
-    let mut rest = ColumnsMut::new(y, columns);
     // A chunk or two more than that for each weight.
-    let mut jobs = Vec::with_capacity(bytes / chunk_bytes.max(1) + 2 * gemms.len());
-    for &(first, gemm, bias) in gemms {
+    let mut blocks = Vec::with_capacity(bytes / chunk_bytes.max(1) + 2 * gemms.len());
+    for JointGemm { first, gemm, .. } in gemms {
         let outputs = gemm.outputs();
         let chunk = (chunk_bytes / gemm.row_bytes().max(1)).max(1);
         let chunk = chunk.next_multiple_of(TILE);
-        for start in (0..outputs).step_by(chunk) {
-            let outputs = start..(start + chunk).min(outputs);
-            // Columns in between belong to weights that are computed elsewhere.
-            let (_, from_first) = rest.split_at(first + outputs.start);
-            let (columns, after) = from_first.split_at(first + outputs.end);
-            rest = after;
-            let block = Block {
-                columns,
-                first_output: outputs.start,
-                bias,
-            };
-            jobs.push((gemm, outputs, block));
-        }
+        let starts = (0..outputs).step_by(chunk);
+        blocks.extend(starts.map(|start| first + start..first + (start + chunk).min(outputs)));
     }
-    let run = |(gemm, outputs, mut block): (&dyn Gemm, Range<usize>, Block<'_, T>)| {
+    parallel_column_blocks(y, columns, &blocks, parallel, |columns| {
+        let range = columns.range();
+        let of_range = gemms.iter().rfind(|joint| joint.first <= range.start);
+        let Some(&JointGemm {
+            first,
+            ref gemm,
+            bias,
+        }) = of_range
+        else {
+            return;
+        };
+        let outputs = range.start - first..range.end - first;
+        let mut block = Block {
+            columns,
+            first_output: outputs.start,
+            bias,
+        };
         gemm.run(outputs, &mut block);
-    };
-    if parallel {
-        run_jobs(jobs.into_iter(), run);
-    } else {
-        jobs.into_iter().for_each(run);
-    }
+    });
 }
 
 /// The columns of some outputs.

@@ -6,7 +6,7 @@ use proptest::prelude::*;
 
 use super::dequantizing_gemm::DequantizingGemm;
 use super::int8_rows::Int8Rows;
-use super::joint_gemm::joint_gemm;
+use super::joint_gemm::{JointGemm, joint_gemm};
 use crate::codec::fp8;
 
 proptest! {
@@ -136,7 +136,12 @@ fn the_dequantizing_gemm_is_that_of_the_dequantized_weight() {
                 scales: &scales,
                 set,
             };
-            joint_gemm::<f32>(&[(0, &gemm, None)], rows, outputs, &mut y);
+            joint_gemm::<f32>(
+                &[JointGemm::new(0, Box::new(gemm), None)],
+                rows,
+                outputs,
+                &mut y,
+            );
             let most = 128.0 * f64::from(scales[outputs - 1]);
             close(
                 &y,
@@ -153,7 +158,12 @@ fn the_dequantizing_gemm_is_that_of_the_dequantized_weight() {
                 scales: &scales,
                 set,
             };
-            joint_gemm::<f32>(&[(0, &gemm, None)], rows, outputs, &mut y);
+            joint_gemm::<f32>(
+                &[JointGemm::new(0, Box::new(gemm), None)],
+                rows,
+                outputs,
+                &mut y,
+            );
             let most = 448.0 * f64::from(scales[outputs - 1]);
             close(
                 &y,
@@ -180,7 +190,12 @@ fn every_number_of_eight_bits_is_read_exactly() {
             scales: &scales,
             set,
         };
-        joint_gemm::<f32>(&[(0, &gemm, None)], 1, codes.len(), &mut y);
+        joint_gemm::<f32>(
+            &[JointGemm::new(0, Box::new(gemm), None)],
+            1,
+            codes.len(),
+            &mut y,
+        );
         let expected: Vec<f32> = codes.iter().map(|code| fp8::decode(*code) + 0.0).collect();
         assert_eq!(y, expected, "{}", set.name());
     }

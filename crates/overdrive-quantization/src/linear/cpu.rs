@@ -9,7 +9,7 @@ use crate::kernel::dequantizing_gemm::DequantizingGemm;
 use crate::kernel::four_bit::{CodedGemm, CodedWeight, QuantizedInputs, coded_weight};
 use crate::kernel::input_rows::InputRows;
 use crate::kernel::int8::{Int8Gemm, MAX_WIDTH, OutlierSplit};
-use crate::kernel::joint_gemm::{Gemm, joint_gemm};
+use crate::kernel::joint_gemm::{Gemm, JointGemm, joint_gemm};
 use crate::tensors::{Fresh, elements, with_float};
 use crate::weight::Storage;
 use crate::{Activations, QuantizedWeight, Result};
@@ -49,11 +49,12 @@ fn joint<T: Element>(
     size.push(columns);
     let mut y = Fresh::<T>::new(&size)?;
     let rows = InputRows::new(elements::<T>(x)?, width.unsigned_abs() as usize);
-    let slices: Vec<Option<&[T]>> = biases
-        .iter()
-        .map(|bias| bias.as_ref().map(elements::<T>).transpose())
-        .collect::<Result<_>>()?;
-    let others = run_kernels(&rows, weights, &slices, recording, y.elements_mut()?)?;
+    let layers = weights.iter().zip(biases).map(|(weight, bias)| {
+        let bias = bias.as_ref().map(elements::<T>).transpose()?;
+        Layer::new(weight, bias, rows.rows, recording)
+    });
+    let layers: Vec<Layer<'_, T>> = layers.collect::<Result<_>>()?;
+    let others = run_kernels(&rows, &layers, y.elements_mut()?)?;
     let y = y.into_tensor();
     if !others.is_empty() {
         let x = x.f_view([-1, width])?;
@@ -74,82 +75,92 @@ pub(super) fn forward_into(
     layers: &[(&QuantizedWeight, Option<&Tensor>)],
     y: &mut [f32],
 ) -> Result<bool> {
-    let weights: Vec<&QuantizedWeight> = layers.iter().map(|(weight, _)| *weight).collect();
-    let biases: Vec<Option<&[f32]>> = layers
-        .iter()
-        .map(|(_, bias)| bias.map(elements::<f32>).transpose())
-        .collect::<Result<_>>()?;
     let rows = InputRows::new(x, width);
-    Ok(run_kernels(&rows, &weights, &biases, false, y)?.is_empty())
+    let layers = layers.iter().map(|(weight, bias)| {
+        let bias = bias.map(elements::<f32>).transpose()?;
+        Layer::new(weight, bias, rows.rows, false)
+    });
+    let layers: Vec<Layer<'_, f32>> = layers.collect::<Result<_>>()?;
+    Ok(run_kernels(&rows, &layers, y)?.is_empty())
+}
+
+/// A weight, and how it is multiplied.
+struct Layer<'a, T> {
+    weight: &'a QuantizedWeight,
+    bias: Option<&'a [T]>,
+    plan: Plan,
+    coded: Option<CodedWeight<'a>>,
+}
+
+impl<'a, T> Layer<'a, T> {
+    fn new(
+        weight: &'a QuantizedWeight,
+        bias: Option<&'a [T]>,
+        rows: usize,
+        recording: bool,
+    ) -> Result<Self> {
+        let plan = plan(weight, true, recording);
+        let coded = match plan {
+            // For many rows, words are no faster than a dequantized weight.
+            Plan::ByGroup => coded_weight(weight)?.filter(|coded| {
+                let bytes = coded.bytes && coded.byte_coding().is_some();
+                rows <= FEW_ROWS || bytes || weight.activations == Activations::Int8
+            }),
+            _ => None,
+        };
+        Ok(Layer {
+            weight,
+            bias,
+            plan,
+            coded,
+        })
+    }
 }
 
 /// Writes the results of the weights that have a kernel for so many rows; returns the first column and the index of
 /// each of the others.
 fn run_kernels<T: Element>(
     rows: &InputRows<'_, T>,
-    weights: &[&QuantizedWeight],
-    biases: &[Option<&[T]>],
-    recording: bool,
+    layers: &[Layer<'_, T>],
     y: &mut [T],
 ) -> Result<Vec<(i64, usize)>> {
-    let columns: i64 = weights.iter().map(|weight| weight.outputs).sum();
-    let few = rows.rows <= FEW_ROWS;
-    let plans: Vec<Plan> = weights
-        .iter()
-        .map(|weight| plan(weight, true, recording))
-        .collect();
-    let coded: Vec<Option<CodedWeight<'_>>> = weights
-        .iter()
-        .zip(&plans)
-        .map(|(weight, plan)| match plan {
-            // For many rows, words are no faster than a dequantized weight.
-            Plan::ByGroup => Ok(coded_weight(weight)?.filter(|coded| {
-                let bytes = coded.bytes && coded.byte_coding().is_some();
-                few || bytes || weight.activations == Activations::Int8
-            })),
-            _ => Ok(None),
-        })
-        .collect::<Result<_>>()?;
+    let coded = || layers.iter().filter_map(|layer| layer.coded.as_ref());
     // Converted only if a kernel takes floats.
-    let floats = match coded.iter().any(Option::is_some) {
-        true => rows.floats(),
-        false => &[],
+    let floats = match coded().next() {
+        Some(_) => rows.floats(),
+        None => &[],
     };
     let forms = Forms {
         set: InstructionSet::best(),
-        splits: splits(&plans, rows),
-        quantized: QuantizedInputs::new(InstructionSet::best(), floats, coded.iter().flatten()),
+        splits: splits(layers, rows),
+        quantized: QuantizedInputs::new(InstructionSet::best(), floats, coded()),
         rows,
     };
-
-    let mut gemms: Vec<(usize, Box<dyn Gemm + '_>)> = Vec::with_capacity(weights.len());
-    let mut gemm_biases: Vec<Option<&[T]>> = Vec::with_capacity(weights.len());
+    let mut gemms = Vec::with_capacity(layers.len());
     let mut others: Vec<(i64, usize)> = Vec::new();
     let mut first: i64 = 0;
-    for (index, weight) in weights.iter().enumerate() {
-        match gemm(weight, plans[index], coded[index].as_ref(), &forms)? {
+    for (index, layer) in layers.iter().enumerate() {
+        match gemm(layer, &forms)? {
             Some(gemm) => {
-                gemms.push((first.unsigned_abs() as usize, gemm));
-                gemm_biases.push(biases[index]);
+                let first = first.unsigned_abs() as usize;
+                gemms.push(JointGemm::new(first, gemm, layer.bias));
             }
             None => others.push((first, index)),
         }
-        first += weight.outputs;
+        first += layer.weight.outputs;
     }
-    let borrowed: Vec<(usize, &dyn Gemm, Option<&[T]>)> = gemms
-        .iter()
-        .zip(gemm_biases)
-        .map(|((first, gemm), bias)| (*first, &**gemm, bias))
-        .collect();
-    joint_gemm(&borrowed, rows.rows, columns.unsigned_abs() as usize, y);
+    joint_gemm(&gemms, rows.rows, first.unsigned_abs() as usize, y);
     Ok(others)
 }
 
 /// Splits the outlier columns off the activations, once for each threshold.
-fn splits<T: Element>(plans: &[Plan], rows: &InputRows<'_, T>) -> Vec<(f64, OutlierSplit)> {
+fn splits<T: Element>(
+    layers: &[Layer<'_, T>],
+    rows: &InputRows<'_, T>,
+) -> Vec<(f64, OutlierSplit)> {
     let mut splits: Vec<(f64, OutlierSplit)> = Vec::new();
-    for plan in plans {
-        let Plan::Split(threshold) = plan else {
+    for layer in layers {
+        let Plan::Split(threshold) = &layer.plan else {
             continue;
         };
         if !splits.iter().any(|(known, _)| known == threshold) {
@@ -171,18 +182,16 @@ struct Forms<'a, T> {
 
 /// Returns the kernel for a weight; `None` if it must be dequantized in blocks.
 fn gemm<'a, T: Element>(
-    weight: &'a QuantizedWeight,
-    plan: Plan,
-    coded: Option<&'a CodedWeight<'a>>,
+    layer: &'a Layer<'a, T>,
     forms: &'a Forms<'a, T>,
 ) -> Result<Option<Box<dyn Gemm + 'a>>> {
-    let (set, rows) = (forms.set, forms.rows);
+    let (set, rows, plan) = (forms.set, forms.rows, layer.plan);
     let few = rows.rows <= FEW_ROWS;
-    if let Some(weight) = coded {
+    if let Some(weight) = &layer.coded {
         let gemm = CodedGemm::new(set, rows.floats(), &forms.quantized, weight);
         return Ok(Some(Box::new(gemm)));
     }
-    let gemm: Box<dyn Gemm> = match (&weight.storage, plan) {
+    let gemm: Box<dyn Gemm> = match (&layer.weight.storage, plan) {
         (Storage::Int8 { codes, scales }, Plan::Int8 | Plan::Split(_))
             if rows.width <= MAX_WIDTH =>
         {

@@ -7,7 +7,7 @@ use overdrive_kernels::Element;
 use proptest::prelude::*;
 
 use super::*;
-use crate::kernel::joint_gemm::joint_gemm;
+use crate::kernel::joint_gemm::{JointGemm, joint_gemm};
 
 /// Returns numbers in -1..1 that depend only on the seed.
 fn numbers(seed: u64, len: usize) -> Vec<f32> {
@@ -81,21 +81,19 @@ fn check<T: Element + PartialEq + std::fmt::Debug>(
         }
     }
     for set in InstructionSet::available() {
-        let gemms: Vec<Int8Gemm<'_>> = weights
-            .iter()
-            .map(|(codes, scales, _)| Int8Gemm {
+        let mut first = 0;
+        let mut joint = Vec::new();
+        for (codes, scales, bias) in &weights {
+            let gemm = Int8Gemm {
                 x: &x,
                 codes,
                 scales,
                 split: None,
                 set,
-            })
-            .collect();
-        let mut first = 0;
-        let mut joint: Vec<(usize, &dyn Gemm, Option<&[T]>)> = Vec::new();
-        for (gemm, (_, _, bias)) in gemms.iter().zip(&weights) {
-            joint.push((first, gemm, bias.as_deref()));
-            first += gemm.outputs();
+            };
+            let outputs = gemm.outputs();
+            joint.push(JointGemm::new(first, Box::new(gemm), bias.as_deref()));
+            first += outputs;
         }
         let mut y = vec![T::from_f32(f32::NAN); rows * columns];
         joint_gemm(&joint, rows, columns, &mut y);
@@ -157,7 +155,7 @@ fn sums_beyond_the_unsigned_detour_are_exact() {
                     set,
                 };
                 let mut y = vec![0.0_f32; rows * 3];
-                joint_gemm::<f32>(&[(0, &gemm, None)], rows, 3, &mut y);
+                joint_gemm::<f32>(&[JointGemm::new(0, Box::new(gemm), None)], rows, 3, &mut y);
                 let sum = 127 * i64::from(code) * width as i64;
                 let expected = sum as f32 * (1.0 / 127.0);
                 assert!(
@@ -201,7 +199,8 @@ fn large_columns_are_multiplied_as_they_are() {
                 set,
             };
             let mut y = vec![0.0_f32; rows * outputs];
-            joint_gemm(&[(0, &gemm, Some(&bias[..]))], rows, outputs, &mut y);
+            let joint = JointGemm::new(0, Box::new(gemm), Some(&bias[..]));
+            joint_gemm(&[joint], rows, outputs, &mut y);
             for row in 0..rows {
                 for output in 0..outputs {
                     let large = [3, 149].map(|column| {
@@ -238,7 +237,7 @@ fn a_row_with_nan_gives_nan_and_others_do_not() {
         set: InstructionSet::best(),
     };
     let mut y = vec![0.0_f32; 6];
-    joint_gemm::<f32>(&[(0, &gemm, None)], 3, 2, &mut y);
+    joint_gemm::<f32>(&[JointGemm::new(0, Box::new(gemm), None)], 3, 2, &mut y);
     assert_eq!(y.map_nan(), [false, false, true, true, false, false]);
 }
 

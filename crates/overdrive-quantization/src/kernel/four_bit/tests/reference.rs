@@ -8,7 +8,7 @@ use super::super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight, Coding, W
 use super::super::gemm::{CodedGemm, QuantizedInputs};
 use super::super::scales::{Floats, Magnitudes, Scales};
 use crate::codec::code_book::Book;
-use crate::kernel::joint_gemm::{Gemm, joint_gemm};
+use crate::kernel::joint_gemm::{JointGemm, joint_gemm};
 
 /// A generator of numbers that depend only on the seed.
 pub(super) struct Random(pub(super) u64);
@@ -318,14 +318,11 @@ pub(super) fn run<T: Element>(
 ) -> Vec<T> {
     let rows = x.len() / maps[0].inputs;
     let inputs = QuantizedInputs::new(set, x, maps);
-    let gemms: Vec<CodedGemm<'_>> = maps
-        .iter()
-        .map(|map| CodedGemm::new(set, x, &inputs, map))
-        .collect();
     let mut first = 0;
-    let mut joint: Vec<(usize, &dyn Gemm, Option<&[T]>)> = Vec::new();
-    for ((gemm, map), bias) in gemms.iter().zip(maps).zip(biases) {
-        joint.push((first, gemm, bias.as_deref()));
+    let mut joint = Vec::new();
+    for (map, bias) in maps.iter().zip(biases) {
+        let gemm = CodedGemm::new(set, x, &inputs, map);
+        joint.push(JointGemm::new(first, Box::new(gemm), bias.as_deref()));
         first += map.outputs;
     }
     let mut y = vec![T::from_f32(f32::NAN); rows * first];
