@@ -2,6 +2,7 @@
 
 use overdrive_attention::Backend;
 use overdrive_attention::rows::{HeadRows, RowsShape, attend};
+use overdrive_sys::raw::LocatedTensor;
 use tch::{Device, Kind, Tensor};
 
 use crate::copy::{copy_tokens, rows_of};
@@ -12,8 +13,8 @@ use crate::{AttendOptions, QkvRows, Result};
 /// adjacent, so that attention reads one run of memory a head.
 #[derive(Debug)]
 pub(crate) struct Buffer {
-    pub(crate) keys: Tensor,
-    pub(crate) values: Tensor,
+    pub(crate) keys: LocatedTensor,
+    pub(crate) values: LocatedTensor,
     pub(crate) spec: Spec,
     pub(crate) capacity: i64,
 }
@@ -26,8 +27,8 @@ impl Buffer {
             Tensor::f_empty(size, (spec.kind, spec.device))
         };
         Ok(Buffer {
-            keys: empty(spec.key_dim)?,
-            values: empty(spec.value_dim)?,
+            keys: empty(spec.key_dim)?.into(),
+            values: empty(spec.value_dim)?.into(),
             spec,
             capacity,
         })

@@ -73,12 +73,7 @@ pub(crate) fn copy_tokens(
 pub(crate) fn rows_of(buffer: &mut Buffer) -> Result<(&mut [f32], &mut [f32])> {
     // SAFETY: the two tensors of a buffer were made by it and share no memory. It is borrowed for writing, and who
     // reads a view that a cache has returned while the cache changes races with libtorch's own operators as well.
-    unsafe {
-        Ok((
-            raw::slice_mut(&buffer.keys)?,
-            raw::slice_mut(&buffer.values)?,
-        ))
-    }
+    unsafe { Ok((buffer.keys.slice_mut()?, buffer.values.slice_mut()?)) }
 }
 
 /// Returns `true` if the elements of a row are adjacent and no stride is negative.

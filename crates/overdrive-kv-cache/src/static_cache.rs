@@ -106,10 +106,12 @@ impl StaticCache {
     pub fn new(config: StaticCacheConfig) -> Result<StaticCache> {
         let spec = config.spec()?;
         let layer = |_| -> Result<Layer> {
-            let mut buffer = Buffer::new(spec, config.max_len)?;
+            let buffer = Buffer::new(spec, config.max_len)?;
             // Masked columns must hold finite values: the kernel multiplies them by 0, and 0 · NaN is
             // NaN.
-            let _same = (buffer.keys.f_zero_()?, buffer.values.f_zero_()?);
+            for tensor in [&buffer.keys, &buffer.values] {
+                let _same = tensor.shallow_clone().f_zero_()?;
+            }
             Ok(Layer { buffer, len: 0 })
         };
         Ok(StaticCache {

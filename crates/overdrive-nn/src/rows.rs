@@ -42,8 +42,7 @@ pub fn joint_forward_into(x: &[f32], layers: &[&Linear], y: &mut [f32]) -> Resul
 
 /// Computes the layers by the kernels on slices; returns `false` if there is none for one of them.
 fn kernels(x: &[f32], layers: &[&Linear], y: &mut [f32]) -> Result<bool> {
-    let mut quantized = Vec::with_capacity(layers.len());
-    let mut dense = Vec::with_capacity(layers.len());
+    let (mut quantized, mut dense) = (Vec::new(), Vec::new());
     for layer in layers {
         match layer.in_use() {
             (LinearWeight::Quantized(weight), bias) => quantized.push((weight, bias)),

@@ -114,15 +114,12 @@ fn grouped(weight: &Tensor, options: GroupOptions, in_half: bool) -> Result<Stor
         (8, false) => levels.f_add_scalar(half)?.f_to_kind(Kind::Uint8)?,
         _ => packed(&levels.f_add_scalar(half)?.f_to_kind(Kind::Uint8)?, false)?,
     };
-    Ok(Storage::Grouped {
-        codes,
-        scales: scale.f_view([outputs, groups])?,
-        offsets: match options.symmetric {
-            true => None,
-            false => Some(offsets.f_view([outputs, groups])?),
-        },
-        order: None,
-    })
+    let scales = scale.f_view([outputs, groups])?;
+    let offsets = match options.symmetric {
+        true => None,
+        false => Some(offsets.f_view([outputs, groups])?),
+    };
+    Ok(Storage::grouped(codes, scales, offsets, None))
 }
 
 /// Returns the scales and zero points of `Levels::half_fit`, from `least` digits on; zero points are stored

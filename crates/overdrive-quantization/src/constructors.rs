@@ -155,12 +155,12 @@ impl QuantizedWeight {
             permutation(order)?;
         }
         let contiguous = |tensor: Option<Tensor>| tensor.map(|t| t.f_contiguous()).transpose();
-        let storage = Storage::Grouped {
-            codes: codes.f_contiguous()?,
-            scales: scales.f_contiguous()?,
-            offsets: contiguous(offsets)?,
-            order: contiguous(order)?,
-        };
+        let storage = Storage::grouped(
+            codes.f_contiguous()?,
+            scales.f_contiguous()?,
+            contiguous(offsets)?,
+            contiguous(order)?,
+        );
         let scheme = Scheme::Grouped(options);
         QuantizedWeight::of(scheme, [outputs, inputs], storage).laid_out()
     }

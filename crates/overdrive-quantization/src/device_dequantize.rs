@@ -76,7 +76,7 @@ pub(crate) fn dequantize(weight: &QuantizedWeight, kind: Kind) -> Result<Tensor>
     match &weight.storage {
         Storage::Blocks { codes, magnitudes } => of_blocks(weight, codes, magnitudes, &target)?,
         Storage::Grouped { order, .. } => {
-            let order = Order::new(order.as_ref())?;
+            let order = Order::new(order.as_deref())?;
             for (first, count) in slices(weight.outputs, weight.inputs) {
                 let rows = weight.storage.narrowed(first, count)?;
                 order.write(&target.f_narrow(0, first, count)?, |to| {
@@ -139,7 +139,8 @@ pub(crate) fn rows(weight: &QuantizedWeight, ids: &Tensor, kind: Kind) -> Result
             let rows = weight
                 .storage
                 .by_row(|tensor| tensor.f_index_select(0, ids))?;
-            Order::new(order.as_ref())?.write(&target, |to| of_groups(&rows, weight.inputs, to))?;
+            Order::new(order.as_deref())?
+                .write(&target, |to| of_groups(&rows, weight.inputs, to))?;
             Ok(target)
         }
         Storage::Int8 { .. } | Storage::Fp8 { .. } => {

@@ -265,15 +265,12 @@ impl<T: Float> Source<'_, T> {
         });
         self.found(bad.into_result())?;
         let codes = codes.into_tensor();
-        Ok(Storage::Grouped {
-            codes: match (options.bits, options.symmetric) {
-                (8, true) => codes.f_view_dtype(Kind::Int8)?,
-                _ => codes,
-            },
-            scales: scales.into_tensor(),
-            offsets: (!options.symmetric).then(|| offsets.into_tensor()),
-            order: None,
-        })
+        let codes = match (options.bits, options.symmetric) {
+            (8, true) => codes.f_view_dtype(Kind::Int8)?,
+            _ => codes,
+        };
+        let offsets = (!options.symmetric).then(|| offsets.into_tensor());
+        Ok(Storage::grouped(codes, scales.into_tensor(), offsets, None))
     }
 
     fn blocks(&self, book: Book, options: BlockOptions) -> Result<Storage> {
@@ -329,10 +326,10 @@ pub(crate) fn in_half(
     if !HALF_SCALES.contains(&largest) {
         return make(false);
     }
-    *scales = scales.f_to_kind(Kind::Half)?;
+    *scales = scales.f_to_kind(Kind::Half)?.into();
     // Multiples of scales by up to 15 are values of f16 as well, those by up to 255 are not.
     if let Some(offsets) = offsets.as_mut().filter(|_| options.bits == 4) {
-        *offsets = offsets.f_to_kind(Kind::Half)?;
+        *offsets = offsets.f_to_kind(Kind::Half)?.into();
     }
     Ok(made)
 }

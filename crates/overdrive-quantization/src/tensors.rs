@@ -1,7 +1,7 @@
 //! The elements of tensors as slices, for the codecs and kernels.
 #![allow(unsafe_code)]
 
-use overdrive_sys::raw;
+use overdrive_sys::raw::{self, LocatedTensor};
 use tch::{Device, Kind, Tensor};
 
 use crate::Result;
@@ -27,16 +27,45 @@ macro_rules! with_float {
 }
 pub(crate) use with_float;
 
+/// A tensor whose elements can be borrowed.
+pub(crate) trait Source {
+    /// Returns the dtype.
+    fn dtype(&self) -> Kind;
+
+    /// Borrows the elements of a contiguous tensor on the CPU.
+    fn borrow<T: raw::Element>(&self) -> Result<&[T]>;
+}
+
+// SAFETY of both: codecs read their inputs only while they run, and write to none of them. A thread that writes to a
+// tensor while an operator reads it races with libtorch's own operators too.
+impl Source for Tensor {
+    fn dtype(&self) -> Kind {
+        self.kind()
+    }
+
+    fn borrow<T: raw::Element>(&self) -> Result<&[T]> {
+        Ok(unsafe { raw::slice(self)? })
+    }
+}
+
+impl Source for LocatedTensor {
+    fn dtype(&self) -> Kind {
+        self.kind()
+    }
+
+    fn borrow<T: raw::Element>(&self) -> Result<&[T]> {
+        Ok(unsafe { self.slice()? })
+    }
+}
+
 /// Borrows the elements of a contiguous tensor on the CPU.
-pub(crate) fn elements<T: raw::Element>(tensor: &Tensor) -> Result<&[T]> {
-    // SAFETY: codecs read their inputs only while they run, and write to none of them. A thread that writes
-    // to a tensor while an operator reads it races with libtorch's own operators too.
-    Ok(unsafe { raw::slice(tensor)? })
+pub(crate) fn elements<T: raw::Element>(tensor: &impl Source) -> Result<&[T]> {
+    tensor.borrow()
 }
 
 /// Borrows the elements of a contiguous tensor of signed or unsigned bytes on the CPU as unsigned ones.
-pub(crate) fn bytes(tensor: &Tensor) -> Result<&[u8]> {
-    if tensor.kind() != Kind::Int8 {
+pub(crate) fn bytes(tensor: &impl Source) -> Result<&[u8]> {
+    if tensor.dtype() != Kind::Int8 {
         return elements::<u8>(tensor);
     }
     let codes = elements::<i8>(tensor)?;

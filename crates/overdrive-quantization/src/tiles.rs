@@ -85,10 +85,10 @@ impl Tiled {
         }
         Ok(Some(Self {
             codes: convert(&halves_swapped(codes)?, adjacent)?,
-            scales_and_zeros: scales_and_zeros(scales, offsets.as_ref())?,
+            scales_and_zeros: scales_and_zeros(scales, offsets.as_deref())?,
             scales: scales.shallow_clone(),
-            offsets: offsets.as_ref().map(Tensor::shallow_clone),
-            order: order.as_ref().map(Tensor::shallow_clone),
+            offsets: offsets.as_deref().map(Tensor::shallow_clone),
+            order: order.as_deref().map(Tensor::shallow_clone),
         }))
     }
 
@@ -97,12 +97,13 @@ impl Tiled {
         // `(…, 2)`: of the inputs that are 8 apart.
         let halves = unpacked(&bytes(&self.codes)?.f_unsqueeze(-1)?, false)?;
         let codes = in_rows(&halves)?.f_reshape([-1, inputs])?;
-        Ok(Storage::Grouped {
-            codes: packed(&codes, false)?,
-            scales: self.scales.shallow_clone(),
-            offsets: self.offsets.as_ref().map(Tensor::shallow_clone),
-            order: self.order.as_ref().map(Tensor::shallow_clone),
-        })
+        let shared = |tensor: &Option<Tensor>| tensor.as_ref().map(Tensor::shallow_clone);
+        Ok(Storage::grouped(
+            packed(&codes, false)?,
+            self.scales.shallow_clone(),
+            shared(&self.offsets),
+            shared(&self.order),
+        ))
     }
 }
 

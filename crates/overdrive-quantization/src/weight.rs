@@ -1,5 +1,6 @@
 use std::convert::Infallible;
 
+use overdrive_sys::raw::LocatedTensor;
 use tch::{Device, Kind, Tensor};
 
 use crate::tiles::{self, Tiled};
@@ -31,13 +32,13 @@ pub(crate) enum Storage {
     Grouped {
         /// 4 bits: u8 `(O, I/2)`, input `2j` in the low half of byte `j`, codes in `0..16`.
         /// 8 bits: u8 or i8 `(O, I)`.
-        codes: Tensor,
+        codes: LocatedTensor,
         /// f32 or f16 `(O, I/group)`.
-        scales: Tensor,
+        scales: LocatedTensor,
         /// f32 or f16, of the same shape.
-        offsets: Option<Tensor>,
+        offsets: Option<LocatedTensor>,
         /// i32 `(I,)`: the input of each column of the codes, if they were reordered (GPTQ's `desc_act`).
-        order: Option<Tensor>,
+        order: Option<LocatedTensor>,
     },
     /// The same in 4 bits, with the codes in the order of a GPU's tensor cores, and nowhere else.
     Tiled(Tiled),
@@ -117,7 +118,10 @@ impl QuantizedWeight {
 
     /// Returns the device of the codes and scales.
     pub fn device(&self) -> Device {
-        self.storage.codes().device()
+        match &self.storage {
+            Storage::Grouped { codes, .. } => codes.device(),
+            storage => storage.codes().device(),
+        }
     }
 
     /// Returns the weight on `device`: a copy, or another handle if it is there already.
@@ -186,6 +190,20 @@ impl QuantizedWeight {
 }
 
 impl Storage {
+    pub(crate) fn grouped(
+        codes: Tensor,
+        scales: Tensor,
+        offsets: Option<Tensor>,
+        order: Option<Tensor>,
+    ) -> Storage {
+        Storage::Grouped {
+            codes: codes.into(),
+            scales: scales.into(),
+            offsets: offsets.map(LocatedTensor::from),
+            order: order.map(LocatedTensor::from),
+        }
+    }
+
     fn shallow_clone(&self) -> Storage {
         // `Infallible` makes the match complete without a panic.
         match self.map(|tensor| Ok::<_, Infallible>(tensor.shallow_clone())) {
@@ -234,12 +252,12 @@ impl Storage {
                 scales,
                 offsets,
                 order,
-            } => Storage::Grouped {
-                codes: of(codes)?,
-                scales: of(scales)?,
-                offsets: offsets.as_ref().map(&of).transpose()?,
-                order: order.as_ref().map(&of).transpose()?,
-            },
+            } => Storage::grouped(
+                of(codes)?,
+                of(scales)?,
+                offsets.as_deref().map(&of).transpose()?,
+                order.as_deref().map(&of).transpose()?,
+            ),
             Storage::Tiled(tiled) => Storage::Tiled(Tiled {
                 codes: of(&tiled.codes)?,
                 scales_and_zeros: of(&tiled.scales_and_zeros)?,
@@ -272,8 +290,8 @@ impl Storage {
         match self {
             Storage::Int8 { codes, .. }
             | Storage::Fp8 { codes, .. }
-            | Storage::Grouped { codes, .. }
             | Storage::Blocks { codes, .. } => codes,
+            Storage::Grouped { codes, .. } => codes,
             Storage::Tiled(tiled) => &tiled.codes,
         }
     }
@@ -290,6 +308,7 @@ impl Storage {
             } => [Some(codes), Some(scales), offsets.as_ref(), order.as_ref()]
                 .into_iter()
                 .flatten()
+                .map(|tensor| &**tensor)
                 .collect(),
             Storage::Tiled(tiled) => [
                 Some(&tiled.codes),

@@ -31,6 +31,28 @@ extern "C" const void* od_data_address(od_tensor tensor) noexcept {
   return static_cast<const char*>(self.storage().data()) + self.storage_offset() * self.itemsize();
 }
 
+// The handles are storages themselves: a kernel that asks for an address reads no more than one.
+extern "C" od_memory* od_memory_of(od_tensor tensor) noexcept {
+  auto* storage = static_cast<const at::Tensor*>(tensor)->storage().unsafeGetStorageImpl();
+  c10::raw::intrusive_ptr::incref(storage);
+  return reinterpret_cast<od_memory*>(storage);
+}
+
+extern "C" void od_memory_free(od_memory* memory) noexcept {
+  c10::raw::intrusive_ptr::decref(reinterpret_cast<c10::StorageImpl*>(memory));
+}
+
+extern "C" const void* od_memory_address(const od_memory* memory, size_t* bytes) noexcept {
+  const auto* storage = reinterpret_cast<const c10::StorageImpl*>(memory);
+  try {
+    *bytes = storage->nbytes();
+    return storage->data();
+  } catch (...) {  // a storage of symbols
+    *bytes = 0;
+    return nullptr;
+  }
+}
+
 extern "C" int32_t od_scalar_type(od_tensor tensor, size_t* bytes) noexcept {
   const auto& self = *static_cast<const at::Tensor*>(tensor);
   *bytes = self.defined() ? self.itemsize() : 0;

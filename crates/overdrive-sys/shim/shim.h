@@ -237,6 +237,12 @@ od_status* od_cpu_elements(od_tensor tensor, int64_t dtype, int32_t contiguous, 
                            int64_t* count) OD_NOEXCEPT;
 // Returns the address of the data on any device; null for a tensor without a storage.
 const void* od_data_address(od_tensor tensor) OD_NOEXCEPT;
+// Another handle to the storage of a tensor that has one, which keeps it alive.
+typedef struct od_memory od_memory;
+od_memory* od_memory_of(od_tensor tensor) OD_NOEXCEPT;
+void od_memory_free(od_memory* memory) OD_NOEXCEPT;
+// Returns where the storage is now, and its size. It moves when it is resized.
+const void* od_memory_address(const od_memory* memory, size_t* bytes) OD_NOEXCEPT;
 // Returns the `at::ScalarType` and the bytes of an element, 0 for an undefined tensor.
 int32_t od_scalar_type(od_tensor tensor, size_t* bytes) OD_NOEXCEPT;
 // Returns libtorch's name of a scalar type, which lives forever.

@@ -203,6 +203,11 @@ pub(crate) struct RawStorage {
 }
 
 #[repr(C)]
+pub(crate) struct RawMemory {
+    _opaque: [u8; 0],
+}
+
+#[repr(C)]
 pub(crate) struct RawCopyEvent {
     _opaque: [u8; 0],
 }
@@ -436,6 +441,9 @@ unsafe extern "C" {
     ) -> *mut Status;
 
     pub(crate) fn od_data_address(tensor: RawTensor) -> *const c_void;
+    pub(crate) fn od_memory_of(tensor: RawTensor) -> *mut RawMemory;
+    pub(crate) fn od_memory_free(memory: *mut RawMemory);
+    pub(crate) fn od_memory_address(memory: *const RawMemory, bytes: *mut usize) -> *const c_void;
     pub(crate) fn od_scalar_type(tensor: RawTensor, bytes: *mut usize) -> i32;
     pub(crate) fn od_scalar_type_name(scalar_type: i32) -> *const c_char;
 

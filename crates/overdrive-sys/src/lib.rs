@@ -73,6 +73,7 @@ pub mod function;
 pub mod gemm;
 pub mod grad;
 pub mod hook;
+mod located_tensor;
 pub mod matmul;
 pub mod memory;
 mod mode_stack;

@@ -11,6 +11,8 @@ use crate::error::{Error, Result, check};
 use crate::ffi;
 use crate::function::handle;
 
+pub use crate::located_tensor::LocatedTensor;
+
 const OPERATION: &str = "reading the elements of a tensor";
 
 // Sealed: an implementation with the wrong `KIND` would reinterpret memory.
@@ -135,7 +137,7 @@ pub fn data_address(tensor: &Tensor) -> Option<NonZeroUsize> {
     NonZeroUsize::new(unsafe { ffi::od_data_address(handle(tensor)) } as usize)
 }
 
-fn elements<T: Element>(tensor: &Tensor) -> Result<(*mut T, usize)> {
+pub(crate) fn elements<T: Element>(tensor: &Tensor) -> Result<(*mut T, usize)> {
     let (data, count) = checked_elements(tensor, ScalarType::from(T::KIND), true)?;
     Ok((data.cast(), count))
 }

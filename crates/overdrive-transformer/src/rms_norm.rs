@@ -97,7 +97,7 @@ impl RmsNorm {
 impl RmsNorm {
     /// Normalises rows of f32 as [`forward`](Self::forward) does.
     pub(crate) fn forward_rows(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
-        Ok(rows::rms_norm(x, &self.factor()?, self.eps, y)?)
+        self.with_factor(|factor| Ok(rows::rms_norm(x, factor, self.eps, y)?))
     }
 
     /// Normalises rows of `x + delta` as [`forward_sum`](Self::forward_sum) does; the sum goes to `sum`.
@@ -108,26 +108,18 @@ impl RmsNorm {
         sum: &mut [f32],
         y: &mut [f32],
     ) -> Result<()> {
-        Ok(rows::add_rms_norm(
-            delta,
-            x,
-            &self.factor()?,
-            self.eps,
-            sum,
-            y,
-        )?)
+        self.with_factor(|factor| Ok(rows::add_rms_norm(delta, x, factor, self.eps, sum, y)?))
     }
 
-    /// Returns the number by which each channel is multiplied, contiguous in f32.
-    fn factor(&self) -> Result<Tensor> {
+    /// Calls `run` with the number by which each channel is multiplied, contiguous in f32.
+    fn with_factor(&self, run: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
+        let plain = |factor: &Tensor| factor.kind() == Kind::Float && factor.is_contiguous();
         let factor = match &self.gain {
+            None if plain(&self.weight) => return run(&self.weight),
             None => self.weight.shallow_clone(),
             Some(gain) => gain.of(&self.weight)?,
         };
-        if factor.kind() == Kind::Float && factor.is_contiguous() {
-            return Ok(factor);
-        }
-        Ok(factor.f_to_kind(Kind::Float)?.f_contiguous()?)
+        run(&factor.f_to_kind(Kind::Float)?.f_contiguous()?)
     }
 }
 

@@ -50,7 +50,7 @@ impl Layer {
             self.tail.write(self.tail_len, new, 0, new.tokens)?;
             self.tail_len += new.tokens;
             let (keys, values) = self.tail.view(0, self.tail_len)?;
-            let whole = [&self.tail.keys, &self.tail.values].map(Tensor::shallow_clone);
+            let whole = [&self.tail.keys, &self.tail.values].map(|tensor| tensor.shallow_clone());
             return Ok(Recent {
                 quantized,
                 keys,

@@ -79,7 +79,7 @@ impl Grid {
                 Ok(Grid {
                     group: inputs / groups.max(1),
                     steps: floats(scales)?,
-                    offsets: offsets.as_ref().map_or(Ok(Vec::new()), floats)?,
+                    offsets: offsets.as_deref().map_or(Ok(Vec::new()), floats)?,
                     levels: Levels::Integers { low, high, zero },
                 })
             }
@@ -141,7 +141,7 @@ impl Grid {
             // A grid is made of weights in rows.
             Storage::Tiled(_) => {}
             Storage::Int8 { scales, .. } | Storage::Fp8 { scales, .. } => {
-                *scales = like(&self.steps, scales)?;
+                *scales = like(&self.steps, scales)?.into();
             }
             Storage::Grouped {
                 scales, offsets, ..
@@ -150,9 +150,9 @@ impl Grid {
                 if scales.kind() == Kind::Half {
                     self.fit_half();
                 }
-                *scales = like(&self.steps, scales)?;
+                *scales = like(&self.steps, scales)?.into();
                 if let Some(offsets) = offsets {
-                    *offsets = like(&self.offsets, offsets)?;
+                    *offsets = like(&self.offsets, offsets)?.into();
                     self.offsets = floats(offsets)?;
                 }
                 self.steps = floats(scales)?;
@@ -204,16 +204,10 @@ impl Grid {
 
     /// Writes the codes `(O·I,)`, one in each byte, to `weight`.
     pub(super) fn set_codes(codes: &[u8], weight: &mut QuantizedWeight) -> Result<()> {
-        let (slot, high_first) = match &mut weight.storage {
-            Storage::Int8 { codes, .. }
-            | Storage::Fp8 { codes, .. }
-            | Storage::Grouped { codes, .. }
-            // A grid is made of weights in rows.
-            | Storage::Tiled(Tiled { codes, .. }) => (codes, false),
-            Storage::Blocks { codes, .. } => (codes, true),
-        };
+        let high_first = matches!(weight.storage, Storage::Blocks { .. });
+        let old = weight.storage.codes();
         // Two codes in a byte: the tensor has half as many elements.
-        let halves = slot.numel() < codes.len();
+        let halves = old.numel() < codes.len();
         let bytes: Vec<u8> = if halves {
             let pair = |pair: &[u8]| match (pair, high_first) {
                 (&[first, second], true) => (first << 4) | second,
@@ -225,8 +219,16 @@ impl Grid {
         } else {
             codes.to_vec()
         };
-        let tensor = Tensor::f_from_data_size(&bytes, &slot.size(), slot.kind())?;
-        *slot = tensor.f_to_device(slot.device())?;
+        let new = Tensor::f_from_data_size(&bytes, &old.size(), old.kind())?;
+        let new = new.f_to_device(old.device())?;
+        match &mut weight.storage {
+            Storage::Grouped { codes, .. } => *codes = new.into(),
+            Storage::Int8 { codes, .. }
+            | Storage::Fp8 { codes, .. }
+            | Storage::Blocks { codes, .. }
+            // A grid is made of weights in rows.
+            | Storage::Tiled(Tiled { codes, .. }) => *codes = new,
+        }
         Ok(())
     }
 }

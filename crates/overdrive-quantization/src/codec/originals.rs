@@ -242,7 +242,7 @@ fn groups_are_those_of_compressed_tensors() {
             assert_eq!(found, expected, "{key}");
             if let Some(offsets) = offsets {
                 let zero = fixture.get(&format!("{key}.zero")).to_kind(Kind::Float) + middle as f64;
-                assert_same(offsets, &-(zero * scales), &key);
+                assert_same(offsets, &-(zero * &**scales), &key);
             }
             let numbers = format!("{key}.numbers");
             if fixture.has(&numbers) {

@@ -104,16 +104,16 @@ fn reordered_columns_go_to_their_places() {
         scales,
         offsets,
         ..
-    } = plain.storage
+    } = &plain.storage
     else {
         panic!("groups")
     };
     let order: Vec<i32> = (0..64).map(|place| (place * 7 + 3) % 64).collect();
     let rows = QuantizedWeight::from_grouped(GroupedParts {
         bits: 4,
-        codes,
-        scales,
-        offsets,
+        codes: codes.shallow_clone(),
+        scales: scales.shallow_clone(),
+        offsets: offsets.as_deref().map(Tensor::shallow_clone),
         order: Some(Tensor::from_slice(&order)),
     });
     let rows = rows.unwrap();

@@ -167,12 +167,12 @@ impl<'a> GgufTensor<'a> {
             (_, false) => Tensor::f_from_slice(&decoded.codes)?.f_view([outputs, inputs])?,
         };
         let offsets = (!groups.symmetric).then(|| of_groups(&decoded.offsets));
-        let storage = Storage::Grouped {
-            codes: codes.f_to_device(device)?,
-            scales: of_groups(&decoded.scales)?,
-            offsets: offsets.transpose()?,
-            order: None,
-        };
+        let storage = Storage::grouped(
+            codes.f_to_device(device)?,
+            of_groups(&decoded.scales)?,
+            offsets.transpose()?,
+            None,
+        );
         let scheme = Scheme::Grouped(groups);
         Ok(Some(QuantizedWeight::of(
             scheme,

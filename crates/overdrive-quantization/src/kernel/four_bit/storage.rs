@@ -3,12 +3,12 @@
 use std::sync::OnceLock;
 
 use overdrive_kernels::{InstructionSet, Table256};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind};
 
 use super::coded_weight::{CodedWeight, Coding};
 use super::scales::{Floats, Magnitudes, Scales};
 use crate::codec::dynamic;
-use crate::tensors::{bytes, elements};
+use crate::tensors::{Source, bytes, elements};
 use crate::weight::{self, Storage};
 use crate::{Activations, Error, QuantizedWeight, Result};
 
@@ -41,8 +41,9 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
                 (false, Kind::Int8, _) => Coding::Signed,
                 (false, ..) => Coding::Unsigned,
             };
+            let scales = floats(scales)?;
             // At least 1: a damaged shape must not divide by zero.
-            let groups = scales.size().get(1).map_or(1, |n| size(*n)).max(1);
+            let groups = scales.len().checked_div(outputs).unwrap_or(1).max(1);
             let of_groups = |floats| Scales {
                 magnitudes: Magnitudes::Full(floats),
                 block: inputs / groups,
@@ -52,7 +53,7 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
                 coding,
                 outputs,
                 inputs,
-                scales: of_groups(floats(scales)?),
+                scales: of_groups(scales),
                 offsets: match offsets {
                     Some(offsets) => Some(of_groups(floats(offsets)?)),
                     None => None,
@@ -96,8 +97,8 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
 }
 
 /// Borrows a tensor of f32 or f16.
-pub(crate) fn floats(tensor: &Tensor) -> Result<Floats<'_>> {
-    Ok(match tensor.kind() {
+pub(crate) fn floats(tensor: &impl Source) -> Result<Floats<'_>> {
+    Ok(match tensor.dtype() {
         Kind::Half => Floats::F16(elements(tensor)?),
         _ => Floats::F32(elements(tensor)?),
     })
