@@ -7,7 +7,7 @@
 
 use std::ops::Range;
 
-use overdrive_kernels::{BYTES, Buffers, Kept, Kernel, LANES, Simd};
+use overdrive_kernels::{BYTES, Buffers, InstructionSet, Kept, Kernel, LANES, Simd};
 
 use super::aligned::AlignedVec;
 use super::byte_rows::{BATCH, ByteRows, Unit};
@@ -103,25 +103,38 @@ impl<'a> ScalePrefetch<'a> {
     }
 }
 
-impl Kernel for ByteGemv<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(mut self, s: S) {
+impl ByteGemv<'_> {
+    /// Computes the outputs.
+    pub(super) fn run(self, set: InstructionSet) {
         // A weight with bytes of activations has one.
         let Some(coding) = self.weight.few_rows_byte_coding() else {
             return;
         };
         let offsets = self.weight.offsets.is_some();
         match (coding.numbers, offsets) {
-            (ByteNumbers::Book(_), _) => self.outputs::<S, BOOK, false>(s, &coding),
-            (ByteNumbers::Integers(_), false) => self.outputs::<S, NIBBLES, false>(s, &coding),
-            (ByteNumbers::Integers(_), true) => self.outputs::<S, NIBBLES, true>(s, &coding),
-            (ByteNumbers::Signed, false) => self.outputs::<S, SIGNED, false>(s, &coding),
-            (ByteNumbers::Signed, true) => self.outputs::<S, SIGNED, true>(s, &coding),
-            (ByteNumbers::Unsigned, false) => self.outputs::<S, UNSIGNED, false>(s, &coding),
-            (ByteNumbers::Unsigned, true) => self.outputs::<S, UNSIGNED, true>(s, &coding),
+            (ByteNumbers::Book(_), _) => set.run(Outputs::<BOOK, false>(self, coding)),
+            (ByteNumbers::Integers(_), false) => set.run(Outputs::<NIBBLES, false>(self, coding)),
+            (ByteNumbers::Integers(_), true) => set.run(Outputs::<NIBBLES, true>(self, coding)),
+            (ByteNumbers::Signed, false) => set.run(Outputs::<SIGNED, false>(self, coding)),
+            (ByteNumbers::Signed, true) => set.run(Outputs::<SIGNED, true>(self, coding)),
+            (ByteNumbers::Unsigned, false) => set.run(Outputs::<UNSIGNED, false>(self, coding)),
+            (ByteNumbers::Unsigned, true) => set.run(Outputs::<UNSIGNED, true>(self, coding)),
         }
+    }
+}
+
+/// The outputs for one kind of [`ByteNumbers`], with offsets or without.
+// A kernel each: compiled as one function, the registers of a loop depended on the others, and the same source took a
+// fifth longer in one build than in another.
+struct Outputs<'a, const NUMBERS: u8, const OFFSETS: bool>(ByteGemv<'a>, ByteCoding);
+
+impl<const NUMBERS: u8, const OFFSETS: bool> Kernel for Outputs<'_, NUMBERS, OFFSETS> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Outputs(mut gemv, coding) = self;
+        gemv.outputs::<S, NUMBERS, OFFSETS>(s, &coding);
     }
 }
 

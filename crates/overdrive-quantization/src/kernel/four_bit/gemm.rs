@@ -168,12 +168,15 @@ impl Gemm for CodedGemm<'_> {
         let (set, weight) = (self.set, self.weight);
         match self.input {
             Input::Floats => float_gemm(set, self.x, weight, outputs, results),
-            Input::Bytes(x) => set.run(ByteGemv {
-                x,
-                weight,
-                outputs,
-                results,
-            }),
+            Input::Bytes(x) => {
+                let gemv = ByteGemv {
+                    x,
+                    weight,
+                    outputs,
+                    results,
+                };
+                gemv.run(set);
+            }
             Input::Panels(x) => set.run(ByteGemm {
                 x,
                 weight,
