@@ -9,12 +9,14 @@
 use std::hint::black_box;
 use std::ops::Range;
 
-use overdrive_kernels::{BYTES, Buffers, Kept, Kernel, LANES, Simd};
+use overdrive_kernels::{BYTES, Buffers, InstructionSet, Kept, Kernel, LANES, Simd};
 
 use super::aligned::AlignedVec;
 use super::byte_panels::{BytePanel, BytePanels};
 use super::byte_rows::{MIN_RESCALED, UNIT};
-use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight, MIN_GROUP_OF_NIBBLES};
+use super::coded_weight::{
+    BOOK, ByteCoding, ByteNumbers, CodedWeight, MIN_GROUP_OF_NIBBLES, NIBBLES, SIGNED, UNSIGNED,
+};
 use super::rescaled::Rescaled;
 use super::scale_rows::{Raw, ScaleRows};
 use super::word_gemm::{codes, next_output, prefetch_first};
@@ -68,22 +70,38 @@ thread_local! {
     static SCRATCH: Kept<Scratch> = const { Kept::new() };
 }
 
-impl Kernel for ByteGemm<'_> {
-    type Output = ();
-
-    #[inline(always)]
-    fn run<S: Simd>(mut self, s: S) {
+impl ByteGemm<'_> {
+    /// Computes the outputs.
+    pub(super) fn run(self, set: InstructionSet) {
         // A weight with bytes of activations has one.
         let Some(coding) = self.weight.byte_coding() else {
             return;
         };
+        match coding.numbers {
+            ByteNumbers::Book(_) => set.run(Outputs::<BOOK>(self, coding)),
+            ByteNumbers::Integers(_) => set.run(Outputs::<NIBBLES>(self, coding)),
+            ByteNumbers::Signed => set.run(Outputs::<SIGNED>(self, coding)),
+            ByteNumbers::Unsigned => set.run(Outputs::<UNSIGNED>(self, coding)),
+        }
+    }
+}
+
+/// The outputs for one kind of [`ByteNumbers`]: a kernel each, as those of [`ByteGemv`](super::byte_gemv::ByteGemv).
+struct Outputs<'a, const NUMBERS: u8>(ByteGemm<'a>, ByteCoding);
+
+impl<const NUMBERS: u8> Kernel for Outputs<'_, NUMBERS> {
+    type Output = ();
+
+    #[inline(always)]
+    fn run<S: Simd>(self, s: S) {
+        let Outputs(mut gemm, coding) = self;
         let mut scratch = Kept::take(&SCRATCH);
-        let mut output = self.outputs.start;
-        let first = output..(output + VECTORS * LANES).min(self.outputs.end);
-        prefetch_first(s, self.weight, first);
-        while output < self.outputs.end {
-            let vectors = (self.outputs.end - output).div_ceil(LANES).min(VECTORS);
-            self.vectors(s, &coding, output, vectors, &mut scratch);
+        let mut output = gemm.outputs.start;
+        let first = output..(output + VECTORS * LANES).min(gemm.outputs.end);
+        prefetch_first(s, gemm.weight, first);
+        while output < gemm.outputs.end {
+            let vectors = (gemm.outputs.end - output).div_ceil(LANES).min(VECTORS);
+            gemm.vectors::<S, NUMBERS>(s, &coding, output, vectors, &mut scratch);
             output += vectors * LANES;
         }
         Kept::put(&SCRATCH, scratch);
@@ -93,7 +111,7 @@ impl Kernel for ByteGemm<'_> {
 impl ByteGemm<'_> {
     /// Computes `vectors` vectors of outputs from `output` on.
     #[inline(always)]
-    fn vectors<S: Simd>(
+    fn vectors<S: Simd, const NUMBERS: u8>(
         &mut self,
         s: S,
         coding: &ByteCoding,
@@ -148,8 +166,8 @@ impl ByteGemm<'_> {
                         next,
                     };
                     match granule < x.group {
-                        true => block.rescaled(s, coding, &codes, held),
-                        false => block.unit(s, coding, &codes, held),
+                        true => block.rescaled::<S, NUMBERS>(s, coding, &codes, held),
+                        false => block.unit::<S, NUMBERS>(s, coding, &codes, held),
                     }
                 }
             }
@@ -209,7 +227,7 @@ struct Block<'a> {
 impl Block<'_> {
     /// Adds the products with some codes. `held` is for their bytes, `(32, 64)`.
     #[inline(always)]
-    fn unit<S: Simd>(
+    fn unit<S: Simd, const NUMBERS: u8>(
         &mut self,
         s: S,
         coding: &ByteCoding,
@@ -217,8 +235,8 @@ impl Block<'_> {
         held: &mut [[i8; BYTES]; HELD],
     ) {
         let table = coding.table(s);
-        match coding.numbers {
-            ByteNumbers::Integers(_) => self.nibbles(
+        match NUMBERS {
+            NIBBLES => self.nibbles(
                 s,
                 &codes.nibbles(s),
                 held,
@@ -226,7 +244,7 @@ impl Block<'_> {
                 |codes| s.unpack_nibbles::<false>(codes, table),
                 S::PAIRS,
             ),
-            ByteNumbers::Book(_) => self.nibbles(
+            BOOK => self.nibbles(
                 s,
                 &codes.nibbles(s),
                 held,
@@ -234,14 +252,14 @@ impl Block<'_> {
                 |codes| s.unpack_nibbles::<true>(codes, table),
                 false,
             ),
-            ByteNumbers::Signed => self.bytes(
+            SIGNED => self.bytes(
                 s,
                 &codes.bytes(s),
                 held,
                 #[inline(always)]
                 |codes| s.unpack_bytes::<true>(codes),
             ),
-            ByteNumbers::Unsigned => self.bytes(
+            _ => self.bytes(
                 s,
                 &codes.bytes(s),
                 held,
@@ -253,7 +271,7 @@ impl Block<'_> {
 
     /// Adds the products with codes of 4 bits, scaled to bytes that share a scale.
     #[inline(always)]
-    fn rescaled<S: Simd>(
+    fn rescaled<S: Simd, const NUMBERS: u8>(
         &mut self,
         s: S,
         coding: &ByteCoding,
@@ -265,8 +283,8 @@ impl Block<'_> {
         let each = LANES * LANES / self.scales.len();
         let (both, _) = held.as_chunks_mut::<2>();
         for (at, (column, [low, high])) in columns.iter().zip(both).enumerate() {
-            let halves = match coding.numbers {
-                ByteNumbers::Book(_) => s.unpack_nibbles::<true>(*column, table),
+            let halves = match NUMBERS {
+                BOOK => s.unpack_nibbles::<true>(*column, table),
                 _ => s.unpack_nibbles::<false>(*column, table),
             };
             let (factor, start) = (made.factors[at / each], made.starts[at / each]);

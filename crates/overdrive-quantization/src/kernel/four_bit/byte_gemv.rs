@@ -11,7 +11,7 @@ use overdrive_kernels::{BYTES, Buffers, InstructionSet, Kept, Kernel, LANES, Sim
 
 use super::aligned::AlignedVec;
 use super::byte_rows::{BATCH, ByteRows, Unit};
-use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight};
+use super::coded_weight::{BOOK, ByteCoding, ByteNumbers, CodedWeight, NIBBLES, SIGNED, UNSIGNED};
 use super::scale_rows::{Raw, ScaleRows, groups_of};
 use super::scales::Scales;
 use crate::kernel::at;
@@ -137,12 +137,6 @@ impl<const NUMBERS: u8, const OFFSETS: bool> Kernel for Outputs<'_, NUMBERS, OFF
         gemv.outputs::<S, NUMBERS, OFFSETS>(s, &coding);
     }
 }
-
-/// The kinds of [`ByteNumbers`], for which there is code of its own.
-const BOOK: u8 = 0;
-const NIBBLES: u8 = 1;
-const SIGNED: u8 = 2;
-const UNSIGNED: u8 = 3;
 
 /// Adds the products of a vector of codes.
 #[inline(always)]

@@ -177,12 +177,15 @@ impl Gemm for CodedGemm<'_> {
                 };
                 gemv.run(set);
             }
-            Input::Panels(x) => set.run(ByteGemm {
-                x,
-                weight,
-                outputs,
-                results,
-            }),
+            Input::Panels(x) => {
+                let gemm = ByteGemm {
+                    x,
+                    weight,
+                    outputs,
+                    results,
+                };
+                gemm.run(set);
+            }
             // More rows would not fit the registers beside the unpacked codes.
             Input::Words(x) if x.rows <= MAX_ROWS => set.run(WordGemv {
                 x,
