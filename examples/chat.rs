@@ -56,7 +56,7 @@ fn run(flags: &Flags) -> Result<()> {
     let source = flags.model.local()?;
     let files = source.files()?;
     let config = flags.generation.config(&files, 1024)?;
-    let template = flags.template.load(&files)?;
+    let template = flags.template.load(&files, source.adapter.as_deref())?;
     let tokenizer = Arc::new(source.tokenizer()?);
     let model = source.load()?;
     let mut engine = EngineConfig::default();

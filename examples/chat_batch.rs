@@ -63,7 +63,7 @@ fn run(flags: &Flags) -> Result<()> {
     let source = flags.model.local()?;
     let files = source.files()?;
     let config = flags.generation.config(&files, 256)?;
-    let template = flags.template.load(&files)?;
+    let template = flags.template.load(&files, source.adapter.as_deref())?;
     let tokenizer = Arc::new(source.tokenizer()?);
     // Read completely before the model is loaded, so that a broken line is found at once.
     let lines = read(&flags.input)?;

@@ -113,7 +113,7 @@ fn run(flags: &Flags) -> Result<()> {
     let source = flags.model.local()?;
     let files = source.files()?;
     let config = generation_config(&files)?;
-    let template = match flags.template.load(&files) {
+    let template = match flags.template.load(&files, source.adapter.as_deref()) {
         Ok(template) => Some(template),
         Err(error) if matches!(error.downcast_ref(), Some(Error::NoChatTemplate { .. })) => {
             eprintln!("there is no /v1/chat/completions: {error}");

@@ -128,7 +128,7 @@ pub fn parallel_columns<T: Copy + Send>(
     });
 }
 
-/// Does the same with the columns of each of `blocks`, which rise; other columns are left alone.
+/// Does the same as [`parallel_columns`] with the columns of each of `blocks`; other columns are left alone.
 ///
 /// # Panics
 /// If blocks overlap or do not rise.
@@ -140,10 +140,9 @@ pub fn parallel_column_blocks<T: Copy + Send>(
     parallel: bool,
     body: impl Fn(ColumnsMut<'_, T>) + Sync,
 ) {
-    assert!(
-        blocks.is_sorted_by(|before, after| before.end <= after.start),
-        "blocks of columns that rise"
-    );
+    let rise = blocks.iter().all(|block| block.start <= block.end)
+        && blocks.is_sorted_by(|before, after| before.end <= after.start);
+    assert!(rise, "blocks of columns that rise");
     let all = ColumnsMut::new(matrix, width);
     parallel_ranges(blocks.len(), 1, parallel, |indices| {
         for columns in &blocks[indices] {
@@ -227,14 +226,8 @@ mod tests {
                     columns.row_mut(row).iter_mut().for_each(|x| *x += 1000);
                 }
             });
-            let added = |at: usize| {
-                if (9..20).contains(&(at % 70)) {
-                    0
-                } else {
-                    1000
-                }
-            };
-            let expected = |at: usize| expected(at) + added(at);
+            let left_alone = |at: usize| (9..20).contains(&(at % 70));
+            let expected = |at: usize| expected(at) + 1000 * usize::from(!left_alone(at));
             assert!(matrix.iter().enumerate().all(|(at, x)| *x == expected(at)));
         }
     }

@@ -36,14 +36,14 @@ pub(crate) trait Source {
     fn borrow<T: raw::Element>(&self) -> Result<&[T]>;
 }
 
-// SAFETY of both: codecs read their inputs only while they run, and write to none of them. A thread that writes to a
-// tensor while an operator reads it races with libtorch's own operators too.
 impl Source for Tensor {
     fn dtype(&self) -> Kind {
         self.kind()
     }
 
     fn borrow<T: raw::Element>(&self) -> Result<&[T]> {
+        // SAFETY: codecs read their inputs only while they run, and write to none of them. A thread that writes
+        // to a tensor while an operator reads it races with libtorch's own operators too.
         Ok(unsafe { raw::slice(self)? })
     }
 }
@@ -54,6 +54,7 @@ impl Source for LocatedTensor {
     }
 
     fn borrow<T: raw::Element>(&self) -> Result<&[T]> {
+        // SAFETY: as for a tensor.
         Ok(unsafe { self.slice()? })
     }
 }

@@ -14,7 +14,8 @@ use crate::raw::{Element, elements, slice, slice_mut};
 /// small model does that for hundreds of tensors after its weights have displaced those lines from the caches. This
 /// type reads one line of libtorch's: where the storage is now.
 ///
-/// It is the tensor in all else. If another handle gives the tensor a new storage (`set_data`), it keeps the old one.
+/// It is the tensor in all else. If another handle gives the tensor a new storage (`set_data`) or another shape, the
+/// elements stay those that were found first.
 ///
 /// ```
 /// use overdrive_sys::raw::LocatedTensor;

@@ -95,19 +95,14 @@ pub(crate) fn joint_gemm<T: Element>(
     parallel_column_blocks(y, columns, &blocks, parallel, |columns| {
         let range = columns.range();
         let of_range = gemms.iter().rfind(|joint| joint.first <= range.start);
-        let Some(&JointGemm {
-            first,
-            ref gemm,
-            bias,
-        }) = of_range
-        else {
-            return;
+        let Some(JointGemm { first, gemm, bias }) = of_range else {
+            unreachable!("each block is of a GEMM");
         };
         let outputs = range.start - first..range.end - first;
         let mut block = Block {
             columns,
             first_output: outputs.start,
-            bias,
+            bias: *bias,
         };
         gemm.run(outputs, &mut block);
     });
