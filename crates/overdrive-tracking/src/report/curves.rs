@@ -5,7 +5,7 @@ use overdrive_core::units;
 use super::chart::{Chart, Role, Series};
 use crate::StepMetrics;
 
-// The smoothed line is a mean over one 40th of the steps: wide enough against noise, narrow enough for the warm-up.
+// The smoothed line is made of one 40th of the steps: wide enough against noise, narrow enough for the warm-up.
 const SMOOTHING_WINDOWS: usize = 40;
 
 const LARGE: (u32, u32) = (920, 340);
@@ -87,26 +87,32 @@ fn points(metrics: &[StepMetrics], value: impl Fn(&StepMetrics) -> Option<f64>) 
         .collect()
 }
 
-/// Returns the mean over `span` points around each one. At the ends the window shrinks on both sides equally,
-/// so that the line neither lags nor bends. Points that are not finite are ignored.
+/// Returns for each point the line of least squares through the `span` points around it, at this point: where they lie
+/// on both sides, their mean. At the ends they are the first or the last ones, and the line neither lags nor ends in the
+/// noise of one step. Points that are not finite are ignored.
 fn smoothed(points: &[(f64, f64)], span: usize) -> Vec<(f64, f64)> {
-    let reach = span / 2;
+    let width = (span / 2 * 2 + 1).min(points.len());
     (0..points.len())
         .map(|middle| {
             let (x, y) = points[middle];
-            let reach = reach.min(middle).min(points.len() - 1 - middle);
-            let window = &points[middle - reach..=middle + reach];
-            let finite = window.iter().map(|point| point.1).filter(|y| y.is_finite());
-            let (sum, count) = finite.fold((0.0, 0), |(sum, count), y| (sum + y, count + 1));
-            // A point that is not finite breaks the smoothed line too.
-            (
-                x,
-                if y.is_finite() {
-                    sum / f64::from(count)
-                } else {
-                    y
-                },
-            )
+            // Such a point breaks the smoothed line too.
+            if !y.is_finite() {
+                return (x, y);
+            }
+            let first = middle.saturating_sub(width / 2).min(points.len() - width);
+            let window = points[first..first + width].iter();
+            let finite = || window.clone().filter(|(_, y)| y.is_finite());
+            let count = finite().count() as f64;
+            let mean_x = finite().map(|(x, _)| x).sum::<f64>() / count;
+            let mean_y = finite().map(|(_, y)| y).sum::<f64>() / count;
+            let products = finite().map(|(x, y)| (x - mean_x) * (y - mean_y));
+            let squares: f64 = finite().map(|(x, _)| (x - mean_x).powi(2)).sum();
+            // One point alone has no slope.
+            let slope = match squares > 0.0 {
+                true => products.sum::<f64>() / squares,
+                false => 0.0,
+            };
+            (x, mean_y + slope * (x - mean_x))
         })
         .collect()
 }
@@ -135,16 +141,32 @@ mod tests {
 
     #[test]
     fn smoothing_ignores_a_step_whose_loss_is_not_finite() {
-        let points = [
-            (1.0, 2.0),
-            (2.0, f64::NAN),
-            (3.0, 4.0),
-            (4.0, 6.0),
-            (5.0, 8.0),
-        ];
+        let points: Vec<_> = (1..=5)
+            .map(|x| {
+                (
+                    f64::from(x),
+                    if x == 2 { f64::NAN } else { 2.0 * f64::from(x) },
+                )
+            })
+            .collect();
         let smooth = smoothed(&points, 5);
         assert!(smooth[1].1.is_nan());
-        assert_eq!(smooth[2].1, 5.0);
+        for (x, y) in [smooth[0], smooth[2], smooth[4]] {
+            assert!((y - 2.0 * x).abs() < 1e-12, "{y} at {x}");
+        }
+    }
+
+    #[test]
+    fn the_smoothed_line_does_not_end_in_the_noise_of_one_step() {
+        // Alternates around 1; the last step is the first that does not.
+        let mut points: Vec<_> = (0..101)
+            .map(|x| (f64::from(x), 1.0 + 0.1 * f64::from(x % 2 * 2 - 1)))
+            .collect();
+        points[100].1 = 2.0;
+        let smooth = smoothed(&points, 20);
+        assert!(smooth[100].1 < 1.3, "{:?}", smooth[100]);
+        // In the middle it is the mean of 21 points.
+        assert!((smooth[50].1 - 1.0).abs() < 0.01, "{:?}", smooth[50]);
     }
 
     #[test]
