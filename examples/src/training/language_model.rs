@@ -4,7 +4,7 @@ use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::profiling::{DecoderShape, ExpertShape, ModelFlops};
-use overdrive::trainer::{Interrupt, TextData, TrainingArguments};
+use overdrive::trainer::{Interrupt, SaveStrategy, TextData, TrainingArguments};
 use overdrive::transformer::{
     CausalLm, ForwardInput, InitOptions, LabelShift, LossOutput, ModelConfig,
 };
@@ -52,8 +52,16 @@ pub fn describe_model(
     let memory = arguments
         .memory_plan_of(decoder_shape(model), precision)
         .estimate()?;
+    // Weights and optimizer states are copied, to be written while the training goes on.
+    let snapshot = match arguments.save_strategy {
+        SaveStrategy::No => String::new(),
+        _ => format!(
+            ", and {} MiB for the copy of a snapshot",
+            (memory.parameters + memory.optimizer) >> 20
+        ),
+    };
     say(&format!(
-        "memory      about {} MiB of tensors at most, by estimate",
+        "memory      about {} MiB of tensors at most{snapshot}, by estimate",
         memory.peak >> 20
     ));
     Ok(())
