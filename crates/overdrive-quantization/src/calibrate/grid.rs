@@ -141,7 +141,7 @@ impl Grid {
             // A grid is made of weights in rows.
             Storage::Tiled(_) => {}
             Storage::Int8 { scales, .. } | Storage::Fp8 { scales, .. } => {
-                *scales = like(&self.steps, scales)?.into();
+                *scales = like(&self.steps, scales)?;
             }
             Storage::Grouped {
                 scales, offsets, ..
