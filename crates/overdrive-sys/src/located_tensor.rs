@@ -30,7 +30,8 @@ use crate::raw::{Element, elements, slice, slice_mut};
 pub struct LocatedTensor {
     tensor: Tensor,
     /// `None` for tensors that [`slice()`] does not read: on another device, not contiguous, of another dtype.
-    place: Option<Place>,
+    // A line of memory of its own, so that weights do not grow by one for each tensor.
+    place: Option<Box<Place>>,
 }
 
 impl LocatedTensor {
@@ -96,7 +97,7 @@ impl LocatedTensor {
 
 impl From<Tensor> for LocatedTensor {
     fn from(tensor: Tensor) -> Self {
-        let place = Place::of(&tensor);
+        let place = Place::of(&tensor).map(Box::new);
         LocatedTensor { tensor, place }
     }
 }
