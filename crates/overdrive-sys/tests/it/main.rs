@@ -1,6 +1,7 @@
 //! Operators, threads and saved tensors.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod located_tensor;
 mod operators;
 mod parallel;
 mod saved_tensors;
