@@ -16,6 +16,7 @@ mod host_reads;
 mod pictures_and_sound;
 mod resume;
 mod seq2seq;
+mod template_flags;
 mod tokens;
 mod whole_run;
 
