@@ -7,6 +7,7 @@ use crate::{Linear, LinearWeight, Result, joint_forward};
 /// for autograd. A decoder that keeps its buffers computes its steps by it.
 ///
 /// Weights for which there is no kernel on slices, and adapters that are active, are computed on tensors, and copied.
+/// Returns `false` then.
 ///
 /// ```
 /// use overdrive_nn::{Linear, joint_forward_into};
@@ -15,7 +16,8 @@ use crate::{Linear, LinearWeight, Result, joint_forward};
 /// # fn main() -> overdrive_nn::Result<()> {
 /// let layer = Linear::dense(Tensor::ones([3, 8], (Kind::Float, Device::Cpu)), None)?;
 /// let mut y = [0.0; 3];
-/// joint_forward_into(&[0.5; 8], &[&layer], &mut y)?;
+/// let on_slices = joint_forward_into(&[0.5; 8], &[&layer], &mut y)?;
+/// assert!(on_slices);
 /// assert_eq!(y, [4.0; 3]);
 /// # Ok(())
 /// # }
@@ -23,10 +25,10 @@ use crate::{Linear, LinearWeight, Result, joint_forward};
 ///
 /// # Errors
 /// As [`Linear::forward`]; [`Error::Common`](crate::Error::Common) for slices that do not fit.
-pub fn joint_forward_into(x: &[f32], layers: &[&Linear], y: &mut [f32]) -> Result<()> {
+pub fn joint_forward_into(x: &[f32], layers: &[&Linear], y: &mut [f32]) -> Result<bool> {
     let plain = |layer: &&Linear| layer.active_adapter().is_none();
     if !is_observed() && layers.iter().all(plain) && kernels(x, layers, y)? {
-        return Ok(());
+        return Ok(true);
     }
     let inputs = layers.first().map_or(1, |layer| layer.in_use().0.size()[1]);
     let rows = Tensor::f_from_slice(x)?.f_view([-1, inputs])?;
@@ -37,7 +39,7 @@ pub fn joint_forward_into(x: &[f32], layers: &[&Linear], y: &mut [f32]) -> Resul
         return Err(overdrive_core::Error::shape("y", [y.len() as i64], expected).into());
     }
     y.copy_from_slice(&result);
-    Ok(())
+    Ok(false)
 }
 
 /// Computes the layers by the kernels on slices; returns `false` if there is none for one of them.

@@ -49,6 +49,8 @@ constexpr uint64_t DECAY_ALLOCATIONS = uint64_t{1} << 16;
 // Blocks of this size are mapped from the kernel. malloc would keep them: it raises the size from which it maps
 // to that of the largest block that was freed, up to 32 MiB.
 constexpr uint64_t MAPPED_FROM = uint64_t{128} << 10;
+// Smaller ones of so many pages lie in such mappings too, since malloc's memory has no huge pages.
+constexpr uint64_t CUT_FROM_PAGES = 4;
 // The memory that is mapped for blocks of less than two huge pages.
 constexpr uint64_t MAPPED_AT_ONCE = uint64_t{32} << 20;
 
@@ -78,10 +80,16 @@ uint64_t class_bytes(size_t index) {
 }
 
 #ifdef __linux__
-uint64_t whole_pages(uint64_t bytes) {
+uint64_t page_size() {
   static const auto page = static_cast<uint64_t>(sysconf(_SC_PAGESIZE));
-  return (bytes + page - 1) / page * page;
+  return page;
 }
+
+uint64_t whole_pages(uint64_t bytes) { return (bytes + page_size() - 1) / page_size() * page_size(); }
+
+char* first_page_from(char* address) { return address + -reinterpret_cast<uintptr_t>(address) % page_size(); }
+
+char* last_page_until(char* address) { return address - reinterpret_cast<uintptr_t>(address) % page_size(); }
 
 // Maps memory that starts on a huge page and asks for huge pages: fewer faults, fewer TLB misses.
 char* map_huge_pages(uint64_t bytes) {
@@ -97,29 +105,58 @@ char* map_huge_pages(uint64_t bytes) {
   return start;
 }
 
-// Cuts blocks that are smaller than huge pages out of mappings that have them. Each block is whole pages, which are
-// unmapped when it is released. The caller holds the lock of the allocator.
-char* cut_pages(uint64_t bytes) {
-  static char* next = nullptr;
-  static uint64_t left = 0;
-  if (bytes > left) {
-    char* mapped = map_huge_pages(MAPPED_AT_ONCE);
-    if (!mapped) return nullptr;
-    if (left > 0) munmap(next, left);
-    next = mapped;
-    left = MAPPED_AT_ONCE;
+// Cuts blocks that are smaller than huge pages out of mappings that have them. The caller holds the lock of the allocator.
+class Cutter {
+ public:
+  char* cut(uint64_t bytes) {
+    if (bytes >= MAPPED_FROM) {
+      // Whole pages, which are unmapped when the block is released.
+      next_ = first_page_from(next_);
+      bytes = whole_pages(bytes);
+    } else if (Block* block = vacated_[class_of(bytes)]) {
+      vacated_[class_of(bytes)] = block->next;
+      return reinterpret_cast<char*>(block);
+    }
+    if (next_ + bytes > end_) {
+      char* mapped = map_huge_pages(MAPPED_AT_ONCE);
+      if (!mapped) return nullptr;
+      next_ = first_page_from(next_);
+      if (next_ < end_) munmap(next_, end_ - next_);
+      next_ = mapped;
+      end_ = mapped + MAPPED_AT_ONCE;
+    }
+    char* block = next_;
+    next_ += bytes;
+    return block;
   }
-  char* block = next;
-  next += bytes;
-  left -= bytes;
-  return block;
+
+  // Returns the pages of a block of less than MAPPED_FROM bytes to the system, and keeps its addresses for the next one: with
+  // a hole for each small block a process would soon have as many mappings as Linux allows (65,530).
+  void vacate(void* memory, uint64_t bytes) {
+    auto* block = static_cast<Block*>(memory);
+    char* address = static_cast<char*>(memory);
+    char* first = first_page_from(address + HEADER);
+    madvise(first, last_page_until(address + bytes) - first, MADV_DONTNEED);
+    block->next = vacated_[class_of(bytes)];
+    vacated_[class_of(bytes)] = block;
+  }
+
+ private:
+  char* next_ = nullptr;
+  char* end_ = nullptr;
+  std::array<Block*, CLASS_COUNT> vacated_{};
+};
+
+Cutter& cutter() {
+  static Cutter instance;
+  return instance;
 }
 #endif
 
 void* system_allocate(uint64_t bytes) {
 #ifdef __linux__
   if (bytes >= 2 * HUGE_PAGE) return map_huge_pages(whole_pages(bytes));
-  if (bytes >= MAPPED_FROM) return cut_pages(whole_pages(bytes));
+  if (bytes >= CUT_FROM_PAGES * page_size()) return cutter().cut(bytes);
 #endif
   void* memory = nullptr;
   return posix_memalign(&memory, HEADER, bytes) == 0 ? memory : nullptr;
@@ -131,6 +168,7 @@ void system_release(void* memory, uint64_t bytes) {
     munmap(memory, whole_pages(bytes));
     return;
   }
+  if (bytes >= CUT_FROM_PAGES * page_size()) return cutter().vacate(memory, bytes);
 #endif
   std::free(memory);
 }

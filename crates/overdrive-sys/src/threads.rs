@@ -12,6 +12,10 @@ use std::sync::{Mutex, PoisonError};
 use crate::error::Result;
 use crate::ffi;
 
+mod team;
+
+pub use team::with_team;
+
 /// Returns the number of threads inside one operator (OpenMP's; `torch.get_num_threads`).
 pub fn intra_op() -> usize {
     usize::try_from(tch::get_num_threads()).unwrap_or(1)
@@ -45,7 +49,7 @@ pub fn inter_op() -> usize {
 /// threads (the counterpart of `at::parallel_for`).
 ///
 /// Ranges have at least `grain` elements, so short loops run on the calling thread only; so does every
-/// loop inside another parallel region. The split depends only on `len`, `grain` and [`intra_op`]. The
+/// loop inside another parallel region. Many short loops in a row are faster with a team ([`with_team`]). The split depends only on `len`, `grain` and [`intra_op`]. The
 /// other threads do not have the thread-local modes of the caller (autocast, no-grad), so `body` must not
 /// call operators.
 ///
@@ -64,28 +68,27 @@ pub fn parallel_for(len: usize, grain: usize, body: impl Fn(Range<usize>) + Sync
     }
     // A grain of 0 means "no minimum".
     let most = len.div_ceil(grain.max(1));
-    // SAFETY: reads settings.
-    let threads = usize::try_from(unsafe { ffi::od_parallel_threads() })
-        .unwrap_or(1)
-        .clamp(1, most);
-    if threads == 1 {
+    if most == 1 {
         return body(0..len);
     }
-    let team = Team {
+    let work = Loop {
         body: &body,
         len,
         panic: Mutex::new(None),
     };
-    // SAFETY: `team` outlives the call, which returns when every thread has; the work is told apart by
-    // the thread's number, and `run` lets no panic out.
-    unsafe {
-        ffi::od_parallel(
-            i32::try_from(threads).unwrap_or(1),
-            run,
-            (&raw const team).cast_mut().cast(),
-        );
+    if !team::run(&work, most) {
+        let threads = thread_limit().min(most);
+        if threads == 1 {
+            return body(0..len);
+        }
+        // SAFETY: `work` outlives the call, which returns when every thread has; the work is told apart by
+        // the thread's number, and `run` lets no panic out.
+        unsafe {
+            let work = (&raw const work).cast_mut().cast();
+            ffi::od_parallel(i32::try_from(threads).unwrap_or(1), run, work);
+        }
     }
-    let panic = team
+    let panic = work
         .panic
         .into_inner()
         .unwrap_or_else(PoisonError::into_inner);
@@ -94,30 +97,44 @@ pub fn parallel_for(len: usize, grain: usize, body: impl Fn(Range<usize>) + Sync
     }
 }
 
-/// The loop that the threads of an OpenMP team run together.
-struct Team<'a> {
+/// Returns the number of threads that a parallel region may have here: one inside of another region.
+fn thread_limit() -> usize {
+    // SAFETY: reads settings.
+    usize::try_from(unsafe { ffi::od_parallel_threads() })
+        .unwrap_or(1)
+        .max(1)
+}
+
+/// A loop that threads run together.
+struct Loop<'a> {
     body: &'a (dyn Fn(Range<usize>) + Sync),
     len: usize,
     panic: Mutex<Option<Box<dyn Any + Send>>>,
 }
 
+impl Loop<'_> {
+    /// Runs one of `shares` ranges.
+    fn run_share(&self, share: usize, shares: usize) {
+        let count = self.len.div_ceil(shares.max(1));
+        let range = (share * count).min(self.len)..((share + 1) * count).min(self.len);
+        if range.is_empty() {
+            return;
+        }
+        if let Err(payload) = catch_unwind(AssertUnwindSafe(|| (self.body)(range))) {
+            // Only the first panic is kept: the caller can resume one.
+            let mut first = self.panic.lock().unwrap_or_else(PoisonError::into_inner);
+            first.get_or_insert(payload);
+        }
+    }
+}
+
 /// Runs one thread's range.
-unsafe extern "C" fn run(team: *mut c_void, thread: i32, threads: i32) {
-    // SAFETY: `parallel_for` passes its own team, alive until all threads return.
-    let team = unsafe { &*team.cast::<Team<'_>>().cast_const() };
-    let (Ok(thread), Ok(threads)) = (usize::try_from(thread), usize::try_from(threads)) else {
-        return;
-    };
+unsafe extern "C" fn run(work: *mut c_void, thread: i32, threads: i32) {
+    // SAFETY: `parallel_for` passes its own loop, alive until all threads return.
+    let work = unsafe { &*work.cast::<Loop<'_>>().cast_const() };
     // OpenMP may start fewer threads than were asked for (OMP_THREAD_LIMIT, OMP_DYNAMIC): the split is by the
     // real number, so that every index is still visited.
-    let share = team.len.div_ceil(threads.max(1));
-    let range = (thread * share).min(team.len)..((thread + 1) * share).min(team.len);
-    if range.is_empty() {
-        return;
-    }
-    if let Err(payload) = catch_unwind(AssertUnwindSafe(|| (team.body)(range))) {
-        // Only the first panic is kept: the caller can resume one.
-        let mut first = team.panic.lock().unwrap_or_else(PoisonError::into_inner);
-        first.get_or_insert(payload);
+    if let (Ok(thread), Ok(threads)) = (usize::try_from(thread), usize::try_from(threads)) {
+        work.run_share(thread, threads);
     }
 }

@@ -126,7 +126,7 @@ impl RotaryAttention {
     }
 
     /// Computes attention of rows of f32 in slices, of `[B, T]` tokens, over the cache; `joint` and `scratch` are
-    /// memory to compute in.
+    /// memory to compute in. Returns `false` if something took operators on tensors.
     pub(crate) fn forward_rows(
         &self,
         x: &[f32],
@@ -135,11 +135,11 @@ impl RotaryAttention {
         joint: &mut Vec<f32>,
         scratch: &mut Vec<f32>,
         y: &mut [f32],
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let width = self.shape.width().unsigned_abs() as usize;
         let inputs = self.qkv.inputs().max(1);
         joint.resize(x.len() / inputs * width, 0.0);
-        self.qkv.forward_rows(x, joint)?;
+        let projected = self.qkv.forward_rows(x, joint)?;
         if let Some((q_norm, k_norm)) = &self.norms {
             let heads = |count: i64| (count * self.shape.head_dim).unsigned_abs() as usize;
             let (queries, keys) = (heads(self.shape.heads), heads(self.shape.kv_heads));
@@ -172,11 +172,11 @@ impl RotaryAttention {
             kv_heads: self.shape.kv_heads as usize,
             head_dim: self.shape.head_dim as usize,
         };
-        let on_rows = match rows_options(mask, &options) {
+        let attended = match rows_options(mask, &options) {
             Some(options) => cache.attend_rows(layer, &new, &options, scratch)?,
             None => false,
         };
-        if !on_rows {
+        if !attended {
             let heads = self.shape.heads + 2 * self.shape.kv_heads;
             let qkv = Tensor::f_from_slice(joint)?;
             let qkv = qkv.f_view([batch, tokens, heads, self.shape.head_dim])?;
@@ -188,7 +188,8 @@ impl RotaryAttention {
             let mixed = attend_with_cache(&parts[0], &parts[1], &parts[2], mask, &options, cache)?;
             scratch.copy_from_slice(rows::elements(&mixed.f_contiguous()?)?);
         }
-        Ok(joint_forward_into(scratch, &[&self.o], y)?)
+        let on_slices = joint_forward_into(scratch, &[&self.o], y)?;
+        Ok(projected && attended && on_slices)
     }
 
     fn options(&self, step: &AttentionStep<'_, '_>) -> AttendOptions {

@@ -48,6 +48,8 @@ pub(crate) struct DecodeBuffers {
     pub(crate) joint: Vec<f32>,
     /// The input of the last matmul of a feed-forward block.
     pub(crate) inner: Vec<f32>,
+    /// No layer took operators on tensors in the last pass.
+    pub(crate) on_slices: bool,
 }
 
 impl DecodeBuffers {

@@ -5,6 +5,7 @@ use overdrive_checkpointing::{Shared, checkpoint};
 use overdrive_fused::rows::RowAngles;
 use overdrive_kv_cache::KvCache;
 use overdrive_nn::{Embedding, Linear};
+use overdrive_sys::threads::with_team;
 use tch::{Kind, Tensor};
 
 use crate::attention::{AttentionStep, RotaryAttention};
@@ -20,7 +21,7 @@ use crate::phi::ParallelBlock;
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_shared};
 use crate::rms_norm::RmsNorm;
 use crate::rope::{Rotary, Rotation};
-use crate::{Execution, LlamaConfig, LlamaFamily, Result};
+use crate::{Error, Execution, LlamaConfig, LlamaFamily, Result};
 
 mod layer;
 mod parameters;
@@ -212,14 +213,24 @@ impl Llama {
         let local = context.local_rotation.as_ref().map(angles).transpose()?;
         let mut buffers = self.buffers.borrow_mut();
         buffers.begin(x)?;
-        for (layer, plan) in self.plans.iter().enumerate() {
-            let step = context.step(layer, *plan, Some(&mut *cache));
-            let angles = local
-                .as_ref()
-                .filter(|_| plan.local_rotary)
-                .unwrap_or(&full);
-            self.blocks[layer]
-                .with(|block| block.forward_rows(&mut buffers, layer == 0, step, angles))?;
+        // Operators would run on one thread each: not where the last pass needed some.
+        let team = std::mem::replace(&mut buffers.on_slices, true);
+        let mut layers = || {
+            for (layer, plan) in self.plans.iter().enumerate() {
+                let step = context.step(layer, *plan, Some(&mut *cache));
+                let angles = local
+                    .as_ref()
+                    .filter(|_| plan.local_rotary)
+                    .unwrap_or(&full);
+                self.blocks[layer]
+                    .with(|block| block.forward_rows(&mut buffers, layer == 0, step, angles))?;
+            }
+            Ok::<_, Error>(())
+        };
+        if team {
+            with_team(layers)?;
+        } else {
+            layers()?;
         }
         let (x, delta) = buffers.finish(&size)?;
         Ok(Stream {

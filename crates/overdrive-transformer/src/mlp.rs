@@ -115,14 +115,15 @@ impl FeedForward {
         }
     }
 
-    /// Computes the block for rows of f32 in slices; `joint` and `inner` are memory to compute in.
+    /// Computes the block for rows of f32 in slices; `joint` and `inner` are memory to compute in. Returns `false` if
+    /// something took operators on tensors.
     pub(crate) fn forward_rows(
         &self,
         x: &[f32],
         joint: &mut Vec<f32>,
         inner: &mut Vec<f32>,
         y: &mut [f32],
-    ) -> Result<()> {
+    ) -> Result<bool> {
         match self {
             FeedForward::Gated(mlp) => mlp.forward_rows(x, joint, inner, y),
             FeedForward::Experts(experts) => experts.forward_rows(x, joint, inner, y),
@@ -200,20 +201,21 @@ impl GatedMlp {
         Ok(self.down.forward_with(&inner, fused)?)
     }
 
-    /// Computes the block for rows of f32 in slices; `joint` and `inner` are memory to compute in.
+    /// Computes the block for rows of f32 in slices; `joint` and `inner` are memory to compute in. Returns `false` if
+    /// something took operators on tensors.
     pub(crate) fn forward_rows(
         &self,
         x: &[f32],
         joint: &mut Vec<f32>,
         inner: &mut Vec<f32>,
         y: &mut [f32],
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let both = self.gate_up.outputs();
         let rows = x.len() / self.gate_up.inputs().max(1);
         joint.resize(rows * both, 0.0);
         inner.resize(rows * both / 2, 0.0);
-        self.gate_up.forward_rows(x, joint)?;
+        let joined = self.gate_up.forward_rows(x, joint)?;
         rows::glu(joint, both / 2, self.activation, inner)?;
-        Ok(joint_forward_into(inner, &[&self.down], y)?)
+        Ok(joint_forward_into(inner, &[&self.down], y)? && joined)
     }
 }

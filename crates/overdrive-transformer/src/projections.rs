@@ -63,8 +63,9 @@ impl JointLinear {
         Ok(joint_forward(x, &layers)?)
     }
 
-    /// Computes what [`forward_joint`](Self::forward_joint) does for rows of f32 in slices.
-    pub(crate) fn forward_rows(&self, x: &[f32], y: &mut [f32]) -> Result<()> {
+    /// Computes what [`forward_joint`](Self::forward_joint) does for rows of f32 in slices; returns `false` if it took
+    /// operators on tensors.
+    pub(crate) fn forward_rows(&self, x: &[f32], y: &mut [f32]) -> Result<bool> {
         let layers: Vec<&Linear> = self.0.iter().collect();
         Ok(joint_forward_into(x, &layers, y)?)
     }

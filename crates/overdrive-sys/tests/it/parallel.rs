@@ -5,7 +5,7 @@ use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::sync::Mutex;
 use std::sync::atomic::{AtomicUsize, Ordering};
 
-use overdrive_sys::threads::{intra_op, parallel_for};
+use overdrive_sys::threads::{intra_op, parallel_for, with_team};
 use overdrive_sys::{op, panic_text, raw};
 use tch::{Device, Kind, Tensor};
 
@@ -139,4 +139,66 @@ fn the_elements_of_a_mask_may_be_any_byte() {
     let elements = unsafe { raw::slice::<raw::BoolByte>(&mask) }.unwrap();
     let seen: Vec<bool> = elements.iter().map(|element| element.get()).collect();
     assert_eq!(seen, [false, true, true, true]);
+}
+
+#[test]
+fn a_team_runs_the_loops_of_its_body_and_their_panics_reach_the_caller() {
+    let runs = with_team(|| {
+        let mut runs = 0;
+        for len in (0..2000).chain([100_000]) {
+            let seen: Vec<AtomicUsize> = (0..len).map(|_| AtomicUsize::new(0)).collect();
+            parallel_for(len, len % 5, |range| {
+                // Within a loop on several threads there is no team.
+                if range != (0..len) {
+                    let outer = std::thread::current().id();
+                    parallel_for(len, 1, |_| assert_eq!(std::thread::current().id(), outer));
+                }
+                for index in range {
+                    seen[index].fetch_add(1, Ordering::Relaxed);
+                }
+            });
+            runs += seen
+                .iter()
+                .map(|n| n.load(Ordering::Relaxed))
+                .sum::<usize>();
+            assert!(seen.iter().all(|n| n.load(Ordering::Relaxed) == 1));
+        }
+        for bad in [0, 999] {
+            let payload = catch_unwind(AssertUnwindSafe(|| {
+                parallel_for(1000, 1, |range| {
+                    assert!(!range.contains(&bad), "index {bad} is bad")
+                });
+            }))
+            .unwrap_err();
+            assert_eq!(panic_text(&*payload), format!("index {bad} is bad"));
+        }
+        // The team goes on after a panic, and one in a team is the same one.
+        with_team(|| parallel_for(10, 1, |_| ()));
+        runs
+    });
+    assert_eq!(runs, 2000 * 1999 / 2 + 100_000);
+    let payload = catch_unwind(|| with_team(|| panic!("the body is bad"))).unwrap_err();
+    assert_eq!(panic_text(&*payload), "the body is bad");
+}
+
+#[test]
+fn operators_in_a_team_have_the_modes_of_their_thread() {
+    let x = Tensor::ones([64, 64], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+    let (recorded, unrecorded) = with_team(|| (x.mm(&x), tch::no_grad(|| x.mm(&x))));
+    assert!(recorded.requires_grad() && !unrecorded.requires_grad());
+    assert_eq!(recorded, unrecorded);
+    assert_eq!(recorded.double_value(&[3, 5]), 64.0);
+}
+
+#[test]
+fn a_team_loses_no_share_of_many_short_loops() {
+    let done = AtomicUsize::new(0);
+    with_team(|| {
+        for _ in 0..20_000 {
+            parallel_for(intra_op(), 1, |range| {
+                done.fetch_add(range.len(), Ordering::Relaxed);
+            });
+        }
+    });
+    assert_eq!(done.into_inner(), 20_000 * intra_op());
 }

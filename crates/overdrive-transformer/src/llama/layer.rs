@@ -115,6 +115,7 @@ impl Block {
             normalised,
             joint,
             inner,
+            on_slices,
         } = buffers;
         if first {
             self.input_norm.forward_rows(x, normalised)?;
@@ -123,7 +124,8 @@ impl Block {
                 .forward_sum_rows(x, delta, sum, normalised)?;
             std::mem::swap(x, sum);
         }
-        self.attention
+        *on_slices &= self
+            .attention
             .forward_rows(normalised, step, angles, joint, inner, delta)?;
         if let Some((after_attention, _)) = &self.output_norms {
             after_attention.forward_rows(delta, sum)?;
@@ -131,7 +133,7 @@ impl Block {
         }
         self.mlp_norm.forward_sum_rows(x, delta, sum, normalised)?;
         std::mem::swap(x, sum);
-        self.mlp.forward_rows(normalised, joint, inner, delta)?;
+        *on_slices &= self.mlp.forward_rows(normalised, joint, inner, delta)?;
         if let Some((_, after_mlp)) = &self.output_norms {
             after_mlp.forward_rows(delta, sum)?;
             std::mem::swap(delta, sum);

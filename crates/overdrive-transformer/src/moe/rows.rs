@@ -14,18 +14,18 @@ struct Choice {
 
 impl MixtureOfExperts {
     /// Computes the block for rows of f32 in slices; `joint` and `inner` are memory to compute in. Only the weights of
-    /// the chosen experts are read, each once.
+    /// the chosen experts are read, each once. Returns `false` if something took operators on tensors.
     pub(crate) fn forward_rows(
         &self,
         x: &[f32],
         joint: &mut Vec<f32>,
         inner: &mut Vec<f32>,
         y: &mut [f32],
-    ) -> Result<()> {
+    ) -> Result<bool> {
         let [count, width] = self.router.layer().weight().size();
         let [count, width] = [count, width].map(|size| size.unsigned_abs() as usize);
         let mut scores = vec![0.0; x.len() / width.max(1) * count];
-        joint_forward_into(x, &[self.router.layer()], &mut scores)?;
+        let mut on_slices = joint_forward_into(x, &[self.router.layer()], &mut scores)?;
         let mut choices = Vec::new();
         self.router.choose(&scores, count, |row, expert, weight| {
             choices.push(Choice {
@@ -43,7 +43,8 @@ impl MixtureOfExperts {
                 rows.extend_from_slice(&x[choice.row * width..][..width]);
             }
             outputs.resize(rows.len(), 0.0);
-            self.experts[choices[0].expert].forward_rows(&rows, joint, inner, &mut outputs)?;
+            let expert = &self.experts[choices[0].expert];
+            on_slices &= expert.forward_rows(&rows, joint, inner, &mut outputs)?;
             for (choice, output) in choices.iter().zip(outputs.chunks_exact(width)) {
                 let y = &mut y[choice.row * width..][..width];
                 for (y, output) in y.iter_mut().zip(output) {
@@ -51,6 +52,6 @@ impl MixtureOfExperts {
                 }
             }
         }
-        Ok(())
+        Ok(on_slices)
     }
 }
