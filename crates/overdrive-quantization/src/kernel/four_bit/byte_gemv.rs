@@ -211,7 +211,12 @@ impl ByteGemv<'_> {
                         }
                     };
                     let to = n * outputs + output - self.outputs.start;
-                    scratch.results[to..to + held].copy_from_slice(&totals[..held]);
+                    let results = &mut scratch.results[to..to + held];
+                    // Of a known length nearly always: a call of `memcpy` takes as long as a part of a short row.
+                    match results.first_chunk_mut() {
+                        Some(tile) => *tile = totals,
+                        None => results.copy_from_slice(&totals[..held]),
+                    }
                 }
             }
             first += count;
