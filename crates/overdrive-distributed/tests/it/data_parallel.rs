@@ -6,7 +6,8 @@ use overdrive_distributed::{
     ZeroRedundancyOptimizer,
 };
 use overdrive_optim::{
-    AdamW, AdamWConfig, CombinedOptimizer, Muon, MuonConfig, Optimizer, ParamGroup, Sgd, SgdConfig,
+    AdamW, AdamWConfig, CombinedOptimizer, GradScaling, Muon, MuonConfig, Optimizer, ParamGroup,
+    Sgd, SgdConfig,
 };
 use overdrive_precision::{GradScaler, GradScalerConfig, StepOutcome};
 use tch::{Device, Kind, Tensor, nn};
@@ -231,6 +232,7 @@ fn worker() {
         "zero" => zero(&group),
         "scaler" => scaler(&group),
         "scaled_muon" => scaled_muon(&group),
+        "unscaled" => unscaled(&group),
         "mismatch" => mismatch(&group),
         "forgotten" => forgotten(&group),
         other => panic!("no scenario {other}"),
@@ -488,6 +490,35 @@ fn a_scaler_steps_shards_of_different_optimizers_as_it_steps_the_whole_one() {
         assert_eq!(whole[..3], [1.0, 0.0, 1.0]);
         assert_eq!(whole, sharded);
     }
+}
+
+/// A step with a scale where a rank has no shard and the optimizer of the other one cannot take such steps.
+fn unscaled(group: &ProcessGroup) {
+    let matrix = pattern(&[4, 4], 1.0).set_requires_grad(true);
+    let named = vec![("matrix".to_owned(), matrix.shallow_clone())];
+    let groups = vec![ParamGroup::new("muon", named)];
+    let mut optimizer = ZeroRedundancyOptimizer::new(group, groups, muon_and_adamw).unwrap();
+    matrix.square().sum(Kind::Float).backward();
+    let scaling = GradScaling {
+        grad_scale: Some(&Tensor::from(1.0_f32)),
+        found_inf: &Tensor::from(0.0_f32),
+    };
+    let done = optimizer.step_scaled(&scaling).unwrap();
+    // The ranks still agree on what comes next.
+    optimizer.step().unwrap();
+    let mut numbers = vec![f64::from(u8::from(done))];
+    let matrix = matrix.detach().to_kind(Kind::Double).flatten(0, -1);
+    numbers.extend(Vec::<f64>::try_from(matrix).unwrap());
+    write_numbers(group, &numbers);
+}
+
+#[test]
+fn no_rank_takes_a_scaled_step_that_another_one_cannot_take() {
+    let outcome = launch(module_path!(), "unscaled", 2);
+    outcome.launched.as_ref().unwrap();
+    let numbers = outcome.numbers(0);
+    assert_eq!(numbers, outcome.numbers(1));
+    assert_eq!((numbers.len(), numbers[0]), (17, 0.0));
 }
 
 fn mismatch(group: &ProcessGroup) {
