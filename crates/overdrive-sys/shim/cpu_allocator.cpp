@@ -85,6 +85,9 @@ uint64_t page_size() {
   return page;
 }
 
+// Returns the size from which blocks are cut out of mappings.
+uint64_t cut_from() { return std::min(CUT_FROM_PAGES * page_size(), MAPPED_FROM); }
+
 uint64_t whole_pages(uint64_t bytes) { return (bytes + page_size() - 1) / page_size() * page_size(); }
 
 char* first_page_from(char* address) { return address + -reinterpret_cast<uintptr_t>(address) % page_size(); }
@@ -117,7 +120,7 @@ class Cutter {
       vacated_[class_of(bytes)] = block->next;
       return reinterpret_cast<char*>(block);
     }
-    if (next_ + bytes > end_) {
+    if (static_cast<uint64_t>(end_ - next_) < bytes) {
       char* mapped = map_huge_pages(MAPPED_AT_ONCE);
       if (!mapped) return nullptr;
       next_ = first_page_from(next_);
@@ -156,7 +159,7 @@ Cutter& cutter() {
 void* system_allocate(uint64_t bytes) {
 #ifdef __linux__
   if (bytes >= 2 * HUGE_PAGE) return map_huge_pages(whole_pages(bytes));
-  if (bytes >= CUT_FROM_PAGES * page_size()) return cutter().cut(bytes);
+  if (bytes >= cut_from()) return cutter().cut(bytes);
 #endif
   void* memory = nullptr;
   return posix_memalign(&memory, HEADER, bytes) == 0 ? memory : nullptr;
@@ -168,7 +171,7 @@ void system_release(void* memory, uint64_t bytes) {
     munmap(memory, whole_pages(bytes));
     return;
   }
-  if (bytes >= CUT_FROM_PAGES * page_size()) return cutter().vacate(memory, bytes);
+  if (bytes >= cut_from()) return cutter().vacate(memory, bytes);
 #endif
   std::free(memory);
 }
