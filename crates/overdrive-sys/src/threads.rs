@@ -49,9 +49,9 @@ pub fn inter_op() -> usize {
 /// threads (the counterpart of `at::parallel_for`).
 ///
 /// Ranges have at least `grain` elements, so short loops run on the calling thread only; so does every
-/// loop inside another parallel region. Many short loops in a row are faster with a team ([`with_team`]). The split depends only on `len`, `grain` and [`intra_op`]. The
-/// other threads do not have the thread-local modes of the caller (autocast, no-grad), so `body` must not
-/// call operators.
+/// loop inside another parallel region. Many short loops in a row take less time in [`with_team`]. The split
+/// depends only on `len`, `grain` and [`intra_op`]. The other threads do not have the thread-local modes of the
+/// caller (autocast, no-grad), so `body` must not call operators.
 ///
 /// A panic in `body` resumes in the caller once all threads have finished.
 ///
