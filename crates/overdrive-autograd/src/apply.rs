@@ -12,6 +12,10 @@ use crate::{BackwardContext, Error, ForwardContext, Function, Result};
 /// If no input requires a gradient, or recording is disabled, the outputs are plain tensors and the
 /// tensors that forward saved are freed.
 ///
+/// An output that is a view of a tensor made in forward (a reshaped result, for example) is an ordinary tensor
+/// afterwards, which may be changed in place. PyTorch refuses to change it. A view of an input, or an output that shares
+/// elements with another output, stays a view that must not be changed in place, as in PyTorch.
+///
 /// # Errors
 /// [`Error::Forward`] with the error of forward; [`Error::Contract`] if forward marked an input or output
 /// that does not exist; [`Error::Sys`] with libtorch's error (a leaf was changed in place).
@@ -41,7 +45,7 @@ pub fn apply<F: Function>(mut function: F, inputs: &[&Tensor]) -> Result<Vec<Ten
     check_marks::<F>("input", &context.dirty, inputs.len())?;
     check_marks::<F>("output", &context.non_differentiable, outputs.len())?;
 
-    if is_plain(&context, inputs, &outputs) {
+    if !recording && is_plain(&context, inputs, &outputs) {
         return Ok(outputs);
     }
     let node = Record {
@@ -63,12 +67,11 @@ pub fn apply<F: Function>(mut function: F, inputs: &[&Tensor]) -> Result<Vec<Ten
     })?)
 }
 
-/// Returns `true` if libtorch would return the outputs unchanged: nothing is recorded, and no output is
-/// an input, which would have to become a view of itself.
+/// Returns `true` if libtorch would return the outputs unchanged, given that recording is disabled: no input was
+/// changed, and no output is an input, which would have to become a view of itself.
 fn is_plain(context: &ForwardContext<'_>, inputs: &[&Tensor], outputs: &[Tensor]) -> bool {
     // Saves the foreign call where it would do nothing: a decoder makes hundreds of such calls per step.
-    let recorded = !context.dirty.is_empty() || context.needs.contains(&true);
-    if recorded {
+    if !context.dirty.is_empty() {
         return false;
     }
     // Undefined, sparse and empty tensors have no address to compare.

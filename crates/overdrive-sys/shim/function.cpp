@@ -3,10 +3,12 @@
 #include "node.h"
 #include "tensors.h"
 
+#include <ATen/MemoryOverlap.h>
 #include <torch/csrc/autograd/custom_function.h>
 #include <torch/csrc/autograd/functions/basic_ops.h>
 
 #include <mutex>
+#include <unordered_map>
 
 namespace {
 
@@ -118,6 +120,35 @@ struct RustNode : torch::autograd::Node {
   }
 };
 
+bool shares_storage(const at::Tensor& a, const at::Tensor& b) {
+  return a.defined() && b.defined() && a.has_storage() && b.has_storage() && a.storage().is_alias_of(b.storage());
+}
+
+// Returns true if output `index` is a view of a tensor that forward made itself, and no other output lies in the same
+// elements.
+bool is_view_of_own(const variable_list& outputs, size_t index, const variable_list& inputs) {
+  const at::Tensor& output = outputs[index];
+  if (!output.defined() || !output.is_view()) return false;
+  for (const auto& input : inputs) {
+    if (shares_storage(output, input)) return false;
+  }
+  for (size_t k = 0; k < outputs.size(); ++k) {
+    if (k != index && shares_storage(output, outputs[k]) &&
+        at::get_overlap_status(output, outputs[k]) != at::MemOverlapStatus::No) {
+      return false;
+    }
+  }
+  return true;
+}
+
+// Returns the elements of a view as a tensor that is no view. autograd refuses to change a view in place whose history
+// it does not know, and it does not know the history of what forward computed; there is none to respect where nobody
+// else can see the base. The version counter stays that of the base, so that a change of what forward saved is noticed.
+at::Tensor without_base(const at::Tensor& view) {
+  return at::Tensor(view.unsafeGetTensorImpl()->shallow_copy_and_detach(torch::autograd::impl::version_counter(view),
+                                                                        /*allow_tensor_metadata_change=*/true));
+}
+
 }  // namespace
 
 extern "C" od_status* od_function_record(const od_function* f, od_closure closure,
@@ -126,7 +157,17 @@ extern "C" od_status* od_function_record(const od_function* f, od_closure closur
   auto self = overdrive::own(closure);
   return overdrive::guard([&] {
     const variable_list inputs = as_tensors(f->inputs, f->n_inputs);
-    const variable_list outputs = as_tensors(f->outputs, f->n_outputs);
+    variable_list outputs = as_tensors(f->outputs, f->n_outputs);
+    // By what forward returned: what it saved may be one of these.
+    std::unordered_map<const at::TensorImpl*, size_t> replaced;
+    {
+      const variable_list returned = outputs;
+      for (size_t k = 0; k < returned.size(); ++k) {
+        if (!is_view_of_own(returned, k, inputs)) continue;
+        replaced.emplace(returned[k].unsafeGetTensorImpl(), k);
+        outputs[k] = without_base(returned[k]);
+      }
+    }
     const bool recorded =
         at::GradMode::is_enabled() && torch::autograd::any_variable_requires_grad(inputs);
 
@@ -159,7 +200,8 @@ extern "C" od_status* od_function_record(const od_function* f, od_closure closur
     if (recorded) {
       for (const auto& output : wrapped) node->output_info_.emplace_back(output.value());
       for (size_t k = 0; k < f->n_saved; ++k) {
-        const at::Tensor& tensor = as_tensor(f->saved[k]);
+        const auto found = replaced.find(as_tensor(f->saved[k]).unsafeGetTensorImpl());
+        const at::Tensor& tensor = found == replaced.end() ? as_tensor(f->saved[k]) : *wrapped[found->second];
         node->saved_->emplace_back(tensor, tensor.grad_fn() == node);
       }
     }

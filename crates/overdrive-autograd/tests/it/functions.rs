@@ -169,6 +169,141 @@ fn a_second_backward_needs_retain_graph() {
     assert!(error.to_string().contains("second time"), "{error}");
 }
 
+/// 2·x and exp(x) as views of tensors made in forward, as libtorch's `linear` of a 3-D input is on a GPU. The rows lie
+/// one behind the other in one tensor if `joint`, and in the same elements if `overlapping`.
+#[derive(Clone, Copy)]
+struct Views {
+    joint: bool,
+    overlapping: bool,
+}
+
+const APART: Views = Views {
+    joint: false,
+    overlapping: false,
+};
+
+impl Function for Views {
+    const NAME: &'static str = "Views";
+    const TWICE_DIFFERENTIABLE: bool = true;
+
+    fn forward(
+        &mut self,
+        context: &mut ForwardContext<'_>,
+        inputs: &[&Tensor],
+    ) -> FunctionResult<Vec<Tensor>> {
+        let size = inputs[0].size();
+        let (double, exp) = (inputs[0].f_mul_scalar(2.0)?, inputs[0].f_exp()?);
+        let parts = match self.joint {
+            true => Tensor::f_stack(&[double, exp], 0)?.f_unbind(0)?,
+            false => vec![double.f_view(-1)?, exp.f_view(-1)?],
+        };
+        let double = parts[0].f_view(size.as_slice())?;
+        let exp = parts[1].f_view(size.as_slice())?;
+        if self.overlapping {
+            return Ok(vec![double.f_view(-1)?, double]);
+        }
+        context.save_for_backward(&[&exp]);
+        Ok(vec![double, exp])
+    }
+
+    fn backward(
+        &self,
+        context: &BackwardContext,
+        gradients: &[Option<Tensor>],
+    ) -> FunctionResult<Vec<Option<Tensor>>> {
+        let [Some(double), Some(exp)] = gradients else {
+            return Err("gradients are materialized".into());
+        };
+        let double = double.f_mul_scalar(2.0)?;
+        let Some(saved) = context.saved().first() else {
+            return Ok(vec![Some(double.f_view_as(exp)?)]);
+        };
+        Ok(vec![Some(double.f_add(&exp.f_mul(saved)?)?)])
+    }
+}
+
+#[test]
+fn an_output_that_is_a_view_of_a_tensor_made_in_forward_may_be_changed_in_place() {
+    for joint in [false, true] {
+        let (x, scale) = (leaf(&[2, 3]), leaf(&[2, 3]));
+        let views = Views { joint, ..APART };
+        let [mut double, exp] = <[Tensor; 2]>::try_from(apply(views, &[&x]).unwrap()).unwrap();
+        // By an operator, and by a function that is recorded.
+        if !joint {
+            let _ = double.f_mul_(&scale).unwrap();
+        }
+        let double = apply(DoubleInPlace, &[&double]).unwrap().remove(0);
+        let loss = match joint {
+            // One version counts for the whole tensor, of which `exp` was saved.
+            true => double.sum(None),
+            false => (&double * &exp).sum(None),
+        };
+        let found = backward(&[&loss], &BackwardOptions::default());
+        if joint {
+            let error = found.unwrap_err().to_string();
+            assert!(error.contains("modified by an inplace"), "{error}");
+            continue;
+        }
+        found.unwrap();
+        // The loss is 4·x·scale·exp(x).
+        let (x_value, exp) = (x.detach(), x.detach().exp());
+        let expected: Tensor = (&x_value + 1.0) * &exp * &scale.detach() * 4.0;
+        assert!(x.grad().allclose(&expected, 1e-12, 1e-12, false));
+        let expected: Tensor = &x_value * &exp * 4.0;
+        assert!(scale.grad().allclose(&expected, 1e-12, 1e-12, false));
+    }
+}
+
+#[test]
+fn a_view_that_is_returned_without_a_gradient_may_be_changed_in_place_by_one_that_has_one() {
+    // Frozen weights of a first layer, whose output an adapter adds to.
+    let x = Tensor::ones([2, 3], F64);
+    let double = apply(APART, &[&x]).unwrap().remove(0);
+    assert!(!double.requires_grad());
+    let added = leaf(&[2, 3]);
+    let _ = double.shallow_clone().f_add_(&added).unwrap();
+    backward(&[&(&double * 3.0).sum(None)], &BackwardOptions::default()).unwrap();
+    assert_eq!(added.grad(), Tensor::full([2, 3], 3.0, F64));
+}
+
+#[test]
+fn a_change_in_place_of_a_view_that_was_saved_is_an_error_of_backward() {
+    let x = leaf(&[2, 3]);
+    let exp = apply(APART, &[&x]).unwrap().remove(1);
+    let _ = exp.shallow_clone().f_mul_scalar_(3.0).unwrap();
+    let error = backward(&[&exp.sum(None)], &BackwardOptions::default())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("modified by an inplace operation"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_view_that_was_saved_is_differentiated_twice() {
+    for joint in [false, true] {
+        let views = Views { joint, ..APART };
+        let run = |inputs: &[Tensor]| Ok(apply(views, &[&inputs[0]])?);
+        let inputs = [leaf(&[2, 3])];
+        gradcheck(run, &inputs, &GradcheckOptions::default()).unwrap();
+        gradgradcheck(run, &inputs, &GradcheckOptions::default()).unwrap();
+    }
+}
+
+#[test]
+fn outputs_of_the_same_elements_must_not_be_changed_in_place() {
+    let views = Views {
+        overlapping: true,
+        ..APART
+    };
+    let x = leaf(&[2, 3]);
+    let output = apply(views, &[&x]).unwrap().remove(1);
+    // Not by `f_mul_scalar_`, which panics where its operator fails.
+    let error = output.shallow_clone().f_mul_(&output).unwrap_err();
+    assert!(error.to_string().contains("is a view"), "{error}");
+}
+
 /// sin, without double backward.
 struct SinOnce;
 
