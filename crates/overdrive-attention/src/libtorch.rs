@@ -4,6 +4,7 @@
     reason = "libtorch's kernels do not check that the shapes of their operands agree"
 )]
 
+use overdrive_autograd::register_hook;
 use overdrive_sys::op::{Output, Value, call_unchecked};
 use tch::{Kind, Tensor};
 
@@ -107,33 +108,53 @@ pub(crate) fn efficient(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
 
 /// Calls `_scaled_dot_product_cudnn_attention` on CUDA.
 pub(crate) fn cudnn(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
+    let arguments = [
+        Value::Tensor(&call.query),
+        Value::Tensor(&call.key),
+        Value::Tensor(&call.value),
+        Value::None,
+        Value::Bool(call.needs_grad || call.with_lse),
+        Value::Float(call.options.dropout_p),
+        Value::Bool(call.is_causal()),
+        // return_debug_mask
+        Value::Bool(false),
+        Value::Float(call.scale),
+    ];
     // SAFETY: `Call` has checked dtypes, devices and that the shapes of query, key, value and mask agree; `selection`
     // admits the other options.
-    let outputs = unsafe {
-        call_unchecked(
-            "aten::_scaled_dot_product_cudnn_attention",
-            "",
-            &[
-                Value::Tensor(&call.query),
-                Value::Tensor(&call.key),
-                Value::Tensor(&call.value),
-                Value::None,
-                Value::Bool(call.needs_grad || call.with_lse),
-                Value::Float(call.options.dropout_p),
-                Value::Bool(call.is_causal()),
-                // return_debug_mask
-                Value::Bool(false),
-                Value::Float(call.scale),
-            ],
-        )?
-    };
-    let (output, lse) = first_two(outputs, "_scaled_dot_product_cudnn_attention")?;
+    let (output, lse) = unsafe { run("aten::_scaled_dot_product_cudnn_attention", &arguments)? };
+    if output.requires_grad() {
+        bring_gradient_to_order(&output)?;
+    }
     let lse = match lse.dim() {
         // (B, H, T, 1)
         4 => lse.f_squeeze_dim(-1)?,
         _ => lse,
     };
     Ok((output, lse))
+}
+
+/// Lets the gradient of `output` lie in memory as `output` does before the node of `output` sees it.
+///
+/// libtorch (2.11 and 2.13) keeps the plan of cuDNN's backward under a key of sizes and of the strides of query, key and
+/// value. The plan depends on the strides of the gradient too, which the key lacks: of two calls of one shape whose
+/// gradients lie differently, the second has wrong gradients without an error. The order of the output follows the
+/// query's, so with this every key has one order of gradients.
+fn bring_gradient_to_order(output: &Tensor) -> Result<()> {
+    let (size, strides) = (output.size(), output.stride());
+    let _stays = register_hook(output, move |gradient| {
+        let found = gradient.stride();
+        // The stride of a dimension of one element is never used.
+        let mut dimensions = size.iter().zip(&strides).zip(&found);
+        if dimensions.all(|((&size, wanted), found)| size == 1 || wanted == found) {
+            return Ok(None);
+        }
+        let options = (gradient.f_kind()?, gradient.device());
+        let mut ordered = Tensor::f_empty_strided(&size, &strides, options)?;
+        ordered.f_copy_(gradient)?;
+        Ok(Some(ordered))
+    })?;
+    Ok(())
 }
 
 /// Returns the mask as numbers in the query's dtype, which is what the kernels take.
@@ -174,58 +195,4 @@ pub(crate) fn first_two(outputs: Vec<Output>, operator: &str) -> Result<(Tensor,
 }
 
 #[cfg(test)]
-mod tests {
-    #![allow(clippy::unwrap_used, reason = "a test may panic")]
-
-    use tch::{Device, Kind, Tensor};
-
-    use super::efficient;
-    use crate::call::Call;
-    use crate::paged_packed::tests::{StandIn, assert_close, with};
-    use crate::{AttentionOptions, Backend, attention_with_lse};
-
-    #[test]
-    fn grouped_heads_with_a_mask_equal_the_math_back_end() {
-        let numbers = |shape: &[i64], seed: f64| {
-            let count: i64 = shape.iter().product();
-            let at = Tensor::arange(count, (Kind::Double, Device::Cpu)) * 12.9898 + seed;
-            ((at.sin() * 43_758.545_3).frac() * 2.0).reshape(shape)
-        };
-        let (batch, heads, kv_heads, keys) = (3, 6, 2, 21);
-        for queries in [1, 4] {
-            let query = numbers(&[batch, heads, queries, 8], 0.1);
-            let (key, value) = (
-                numbers(&[batch, kv_heads, keys, 8], 0.2),
-                numbers(&[batch, kv_heads, keys, 8], 0.3),
-            );
-            let seen = |shape: &[i64]| {
-                let seen = numbers(shape, 0.4).gt(-0.5);
-                // Every query sees a key.
-                let _first = seen.narrow(3, 0, 1).fill_(1);
-                seen
-            };
-            let masks = [
-                None,
-                Some(seen(&[1, 1, 1, keys])),
-                Some(seen(&[batch, 1, 1, keys])),
-                Some(seen(&[batch, 1, queries, keys])),
-                Some(seen(&[1, heads, queries, keys])),
-                Some(seen(&[batch, heads, queries, keys])),
-                Some(numbers(&[batch, heads, queries, keys], 0.5)),
-            ];
-            for mask in &masks {
-                let options = AttentionOptions {
-                    mask: mask.as_ref(),
-                    backend: Backend::Math,
-                    ..AttentionOptions::default()
-                };
-                let expected = attention_with_lse(&query, &key, &value, &options).unwrap();
-                let call = Call::new(&query, &key, &value, &options, true).unwrap();
-                let (output, lse) = with(StandIn::Computes, || efficient(&call).unwrap());
-                let name = format!("{queries} {:?}", mask.as_ref().map(Tensor::size));
-                assert_close(&output, &expected.0, 1e-12, &name);
-                assert_close(&lse, &expected.1, 1e-12, &name);
-            }
-        }
-    }
-}
+pub(crate) mod tests;

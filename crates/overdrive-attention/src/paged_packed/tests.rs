@@ -10,6 +10,7 @@ use overdrive_sys::op::Value;
 use tch::{Device, Kind, Tensor};
 
 use super::{PackedKernel, packed_kernel};
+use crate::libtorch::tests::planned;
 use crate::paged::PagedCall;
 use crate::{
     AttentionOptions, Backend, Error, PagedLayout, Result, Window, attention_paged,
@@ -44,7 +45,7 @@ pub(crate) fn with<T>(stand_in: StandIn, body: impl FnOnce() -> T) -> T {
     result
 }
 
-fn tensor<'a>(value: &Value<'a>) -> Option<&'a Tensor> {
+pub(crate) fn tensor<'a>(value: &Value<'a>) -> Option<&'a Tensor> {
     match value {
         Value::Tensor(tensor) => Some(tensor),
         _ => None,
@@ -76,6 +77,9 @@ pub(crate) fn stand_in(
         }
         StandIn::Computes if operator == "aten::_scaled_dot_product_efficient_attention" => {
             return Some(dense(arguments));
+        }
+        StandIn::Computes if operator == "aten::_scaled_dot_product_cudnn_attention" => {
+            return Some(planned(arguments));
         }
         StandIn::Counts => {
             let query = tensor(&arguments[0]).unwrap();
