@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use anyhow::{Context, Result};
 use clap::Args;
 use overdrive::datasets::{copy_tokenizer, load_tokenizer};
-use overdrive::generation::{ModelFiles, Tokenizer};
+use overdrive::generation::{ModelFiles, Tokenizer, set_batch_invariant};
 use overdrive::lora::{
     LoadAdapterOptions, MergeOptions, load_adapter, merge_and_unload, merge_obstacle,
 };
@@ -44,6 +44,9 @@ pub struct ModelFlags {
     /// Also quantize the head, and an embedding that is tied to it
     #[arg(long, value_name = "SCHEME", requires = "quantize")]
     pub quantize_head: Option<Scheme>,
+    /// Give each sequence the same bits whatever is computed beside it, on CPUs: slower in prefill
+    #[arg(long)]
+    pub batch_invariant: bool,
 }
 
 impl ModelFlags {
@@ -103,6 +106,9 @@ impl ModelFlags {
     }
 
     fn options(&self) -> LoadOptions {
+        if self.batch_invariant {
+            set_batch_invariant(true);
+        }
         let quantization = self.quantize.map(|scheme| {
             let options = QuantizeOptions::new(scheme);
             match self.quantize_head {

@@ -1,5 +1,5 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
-use overdrive_kernels::Element;
+use overdrive_kernels::{Element, is_batch_invariant};
 use overdrive_sys::gemm::mm_into;
 use overdrive_sys::named_operator::{self, NamedOperator};
 use overdrive_sys::{autocast, engine};
@@ -111,10 +111,11 @@ fn is_decoding(inputs: &[&Tensor], compute: Kind) -> bool {
         .size()
         .last()
         .map_or(1, |n| n.unsigned_abs() as usize);
-    inputs[0].numel() <= few_rows_limit(compute) * width
-        && inputs
-            .iter()
-            .all(|tensor| has_kernel(tensor) && tensor.kind() == compute && tensor.is_contiguous())
+    // The kernel adds the terms of a row in one order for any number of rows, which a library does not.
+    let few = inputs[0].numel() <= few_rows_limit(compute) * width || is_batch_invariant();
+    few && inputs
+        .iter()
+        .all(|tensor| has_kernel(tensor) && tensor.kind() == compute && tensor.is_contiguous())
         && !(engine::is_grad_enabled() && inputs.iter().any(|tensor| tensor.requires_grad()))
 }
 

@@ -98,6 +98,7 @@ pub use model_files::{ModelFiles, copy_chat_template};
 pub use output::{
     FinishReason, GenerateOutput, GenerateTimings, GeneratedToken, SpeculationStatistics,
 };
+pub use overdrive_kernels::{is_batch_invariant, set_batch_invariant};
 pub use sampler::{Choice, Sampler};
 pub use stop_strings::{Filtered, StopFilter};
 pub use text_stream::{TextStream, generate_text};

@@ -81,15 +81,6 @@ pub trait FourBit: Floats {
     /// Returns codes of 8 bits as numbers, as [`dot_bytes`](Self::dot_bytes) multiplies them: signed ones plus
     /// [`BOOK_ZERO`](Self::BOOK_ZERO), others plus `BOOK_ZERO - 128`.
     fn unpack_bytes<const SIGNED: bool>(self, codes: Self::Packed) -> Self::Bytes;
-    /// Returns the high bytes of `number · factor + start`, in words of 16 bits, for numbers that
-    /// [`unpack_nibbles`](Self::unpack_nibbles) returned. Each lane has its factor, and its start, in both of its
-    /// words.
-    fn rescale_bytes(
-        self,
-        numbers: Self::Bytes,
-        factors: Self::Sums,
-        starts: Self::Sums,
-    ) -> Self::Bytes;
     /// Reads bytes.
     fn load_bytes(self, from: &[i8; BYTES]) -> Self::Bytes;
     /// Writes bytes.
@@ -105,6 +96,8 @@ pub trait FourBit: Floats {
     fn load_sums(self, from: &[i32; LANES]) -> Self::Sums;
     /// Writes sums.
     fn store_sums(self, sums: Self::Sums, to: &mut [i32; LANES]);
+    /// Returns the sums of four lanes each: lane `4 q + r` is that of the lanes `4 q ..` of vector `r`.
+    fn sum_fours(self, sums: [Self::Sums; 4]) -> Self::Sums;
     /// Returns `a + b`.
     fn merge_sums(self, a: Self::Sums, b: Self::Sums) -> Self::Sums;
     /// Converts sums to floats, rounded to nearest.

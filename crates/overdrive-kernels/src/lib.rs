@@ -10,6 +10,7 @@
 //! | [`Vector`], [`Real`] | one register of f32 or f64, for kernels that are generic over both |
 //! | [`InstructionSet`], [`Kernel`], [`dispatch`], [`vectorized`] | detection, and loops compiled for each set |
 //! | [`Element`], [`Accumulate`] | f32, bf16 and f16 (and f64) in memory, and the type they are computed in |
+//! | [`set_batch_invariant`] | results of a row that do not depend on the rows beside it |
 //! | [`math`] | exponentials and what is made of them |
 //! | [`threads`] | work on libtorch's threads |
 //! | [`SharedSlice`], [`ColumnsMut`] | a slice or matrix that several threads write in disjoint parts |
@@ -67,6 +68,7 @@
 #![deny(missing_docs)]
 
 pub mod arch;
+mod batch_invariance;
 mod dispatch;
 mod element;
 mod four_bit;
@@ -78,6 +80,7 @@ mod simd;
 pub mod threads;
 mod vector;
 
+pub use batch_invariance::{is_batch_invariant, set_batch_invariant};
 pub use dispatch::{InstructionSet, Kernel, dispatch, instruction_set};
 pub use element::{Accumulate, Element, Span, convert, each_vector, load, store};
 pub use four_bit::{FourBit, WORDS};

@@ -106,6 +106,8 @@ fn card(shared: &Shared, name: &str) -> Value {
         "owned_by": "overdrive",
         "parent": (name != model).then_some(model),
         "max_model_len": shared.engine.max_model_len(),
+        // Whether an answer has the same bits whatever else the server computes.
+        "batch_invariant": shared.engine.is_batch_invariant(),
     })
 }
 

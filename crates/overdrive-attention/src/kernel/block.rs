@@ -140,12 +140,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         let (_, end) = visible(rules, &self.sequence, self.query_and_head(self.rows - 1).0);
         // Sink tokens that the window covers must not be visited twice.
         let sinks = rules.sink_tokens.min(end);
-        if sinks >= start {
-            let start = if rules.sink_tokens > 0 { 0 } else { start };
-            [(0, 0), (start.min(end), end)]
-        } else {
-            [(0, sinks), (start.min(end), end)]
-        }
+        [(0, sinks), (start.max(sinks).min(end), end)]
     }
 
     /// Returns the blocks of keys `(start, count)` that some row sees, among keys `from..to`.
@@ -156,9 +151,16 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
     ) -> impl Iterator<Item = (usize, usize)> + use<E> {
         self.spans().into_iter().flat_map(move |(start, end)| {
             let (start, end) = (start.max(from), end.min(to));
-            (start..end)
-                .step_by(KEYS)
-                .map(move |at| (at, KEYS.min(end - at)))
+            // The same bounds whatever the other rows see, so that they do not change the order of a row's sums.
+            let first = if start < end {
+                start / KEYS * KEYS
+            } else {
+                end
+            };
+            (first..end).step_by(KEYS).map(move |at| {
+                let from = at.max(start);
+                (from, (at + KEYS).min(end) - from)
+            })
         })
     }
 

@@ -2,7 +2,7 @@
 
 use std::f64::consts::{LN_2, LOG2_E};
 
-use overdrive_kernels::{Accumulate, Real, SharedSlice, threads};
+use overdrive_kernels::{Accumulate, Real, SharedSlice, is_batch_invariant, threads};
 
 use super::block::{KEYS, ROWS, RowBlock, key_rows};
 use super::inputs::{AttentionInputs, ViewMut};
@@ -71,6 +71,8 @@ impl Plan {
         let workers = threads::workers();
         let splits = match tasks.len() {
             0 => 1,
+            // The number of tasks depends on the other sequences.
+            _ if is_batch_invariant() => 1,
             // Two splits for each thread, so that one slow split does not hold up all.
             count if count < workers * 2 => (workers * 2)
                 .div_ceil(count)
@@ -232,7 +234,8 @@ impl<'s, R: Real> Workspace<'s, R> {
             maxima,
             sums,
             factors,
-            few: block.rows <= FEW_ROWS,
+            // The dot products of few rows add in another order than the matmul of more.
+            few: block.rows <= FEW_ROWS && !is_batch_invariant(),
             key_width: sizes.key_width,
             value_width: sizes.value_width,
         }

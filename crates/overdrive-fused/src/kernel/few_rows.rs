@@ -8,7 +8,9 @@
 use std::ops::Range;
 
 use overdrive_kernels::threads::parallel_columns;
-use overdrive_kernels::{ColumnsMut, Element, Kernel, LANES, Simd, dispatch, each_vector, load};
+use overdrive_kernels::{
+    ColumnsMut, Element, Kernel, LANES, Simd, dispatch, each_vector, is_batch_invariant, load,
+};
 
 /// The bytes of weight that a thread takes at a time: enough to be read as a stream, few enough that a
 /// thread held up by something else does not hold up the others.
@@ -72,7 +74,7 @@ impl<W: Element> Kernel for Outputs<'_, '_, W> {
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
         // One row reuses no weight, and one stream at a time is what the hardware prefetches best.
-        if self.x.len() == self.width {
+        if self.x.len() == self.width && !is_batch_invariant() {
             for output in self.outputs.clone() {
                 let sum = dot(s, self.x, self.weight(output));
                 self.set(0, output, sum + self.bias(output));

@@ -124,6 +124,7 @@ impl<M: EngineModel> Engine<M> {
         Ok(Engine {
             device: shape.device,
             limits: RequestLimits {
+                on_cpu: shape.device == Device::Cpu,
                 vocab_size: model.vocab_size() as i64,
                 context: context.min(most),
                 length,

@@ -3,7 +3,9 @@
 
 use std::ops::Range;
 
-use overdrive_kernels::{Buffers, InstructionSet, Kept, Kernel, LANES, Simd, capacity_bytes};
+use overdrive_kernels::{
+    Buffers, InstructionSet, Kept, Kernel, LANES, Simd, capacity_bytes, is_batch_invariant,
+};
 
 use super::at;
 use super::joint_gemm::{Gemm, Results};
@@ -106,7 +108,7 @@ impl<C: Code> Kernel for Tiles<'_, '_, C> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        if self.gemm.x.len() == self.gemm.width {
+        if self.gemm.x.len() == self.gemm.width && !is_batch_invariant() {
             // One stream through the weight is faster than several short ones.
             for output in self.outputs.clone() {
                 let sum = dot(s, self.gemm.x, self.weight(output));

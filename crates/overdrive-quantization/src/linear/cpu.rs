@@ -1,6 +1,6 @@
 //! The linear layer by the kernels of this crate.
 
-use overdrive_kernels::{Element, InstructionSet};
+use overdrive_kernels::{Element, InstructionSet, is_batch_invariant};
 use tch::{Kind, Tensor};
 
 use super::blocks;
@@ -12,10 +12,16 @@ use crate::kernel::int8::{Int8Gemm, MAX_WIDTH, OutlierSplit};
 use crate::kernel::joint_gemm::{Gemm, JointGemm, joint_gemm};
 use crate::tensors::{Fresh, elements, with_float};
 use crate::weight::Storage;
-use crate::{Activations, QuantizedWeight, Result};
+use crate::{QuantizedWeight, Result};
 
 /// The largest number of rows for which codes are dequantized in registers, not in blocks.
 const FEW_ROWS: usize = 32;
+
+/// Returns `true` if codes are dequantized in registers for so many rows.
+fn is_few(rows: usize) -> bool {
+    // A matmul of the library with a dequantized block adds in an order that depends on the number of rows.
+    rows <= FEW_ROWS || is_batch_invariant()
+}
 
 /// Returns the results for `x (…, I)`, on the CPU and not empty; `compute` is Float, `BFloat16` or Half.
 pub(super) fn forward(
@@ -101,11 +107,10 @@ impl<'a, T> Layer<'a, T> {
     ) -> Result<Self> {
         let plan = plan(weight, true, recording);
         let coded = match plan {
-            // For many rows, words are no faster than a dequantized weight.
-            Plan::ByGroup => coded_weight(weight)?.filter(|coded| {
-                let bytes = coded.bytes && coded.byte_coding().is_some();
-                rows <= FEW_ROWS || bytes || weight.activations == Activations::Int8
-            }),
+            // Integers for any number of rows: what is computed for a row must not depend on the rows beside it.
+            Plan::ByGroup => {
+                coded_weight(weight)?.filter(|coded| is_few(rows) || coded.has_integers())
+            }
             _ => None,
         };
         Ok(Layer {
@@ -186,7 +191,7 @@ fn gemm<'a, T: Element>(
     forms: &'a Forms<'a, T>,
 ) -> Result<Option<Box<dyn Gemm + 'a>>> {
     let (set, rows, plan) = (forms.set, forms.rows, layer.plan);
-    let few = rows.rows <= FEW_ROWS;
+    let few = is_few(rows.rows);
     if let Some(weight) = &layer.coded {
         let gemm = CodedGemm::new(set, rows.floats(), &forms.quantized, weight);
         return Ok(Some(Box::new(gemm)));

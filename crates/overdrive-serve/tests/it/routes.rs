@@ -17,6 +17,7 @@ fn the_model_is_listed_and_found_by_its_name() {
         (&json!(NAME), &json!("model"))
     );
     assert_eq!(card["max_model_len"], CONTEXT);
+    assert_eq!(card["batch_invariant"], false);
     assert_eq!(
         get(server.address, &format!("/v1/models/{NAME}")).json(),
         *card

@@ -54,18 +54,10 @@ impl FourBit for Portable {
     }
 
     #[inline(always)]
-    fn rescale_bytes(
-        self,
-        numbers: [i8; BYTES],
-        factors: [i32; LANES],
-        starts: [i32; LANES],
-    ) -> [i8; BYTES] {
-        let mut out = numbers;
-        for (at, number) in out.iter_mut().enumerate() {
-            // The low words of the lane's.
-            let [factor, start] = [factors, starts].map(|lanes| lanes[at / 4] as i16);
-            let word = i16::from(*number).wrapping_mul(factor).wrapping_add(start);
-            *number = word.to_be_bytes()[0].cast_signed();
+    fn sum_fours(self, sums: [[i32; LANES]; 4]) -> [i32; LANES] {
+        let mut out = [0; LANES];
+        for (at, out) in out.iter_mut().enumerate() {
+            *out = sums[at % 4][at / 4 * 4..][..4].iter().sum();
         }
         out
     }

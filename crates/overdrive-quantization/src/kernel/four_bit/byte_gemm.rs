@@ -2,8 +2,7 @@
 //!
 //! One unit of inputs of 16 outputs is transposed, four bytes in a lane, once for all rows of activations. It is unpacked
 //! to bytes, either once, to the first cache, or for each few rows anew. The products of a few rows are summed in
-//! registers, and converted to f32 once for the inputs that share a scale. With many rows, groups of fewer inputs than a
-//! unit are scaled to bytes that share one, for codes of 4 bits.
+//! registers, and converted to f32 once for the inputs that share a scale. Every row is computed as it would be alone.
 #![allow(unsafe_code)]
 
 use std::hint::black_box;
@@ -13,11 +12,10 @@ use overdrive_kernels::{BYTES, Buffers, InstructionSet, Kept, Kernel, LANES, Sim
 
 use super::aligned::AlignedVec;
 use super::byte_panels::{BytePanel, BytePanels};
-use super::byte_rows::{MIN_RESCALED, UNIT};
+use super::byte_rows::UNIT;
 use super::coded_weight::{
     BOOK, ByteCoding, ByteNumbers, CodedWeight, MIN_GROUP_OF_NIBBLES, NIBBLES, SIGNED, UNSIGNED,
 };
-use super::rescaled::Rescaled;
 use super::scale_rows::{Raw, ScaleRows};
 use super::word_gemm::{codes, next_output, prefetch_first};
 use crate::kernel::joint_gemm::Results;
@@ -32,6 +30,9 @@ const VECTORS: usize = 4;
 /// The number of rows that are multiplied with all inputs before the next: their sums and the activations of a unit are
 /// in the nearer caches. The weight is unpacked for each.
 const ROWS: usize = 128;
+
+/// The number of rows from which on codes are unpacked once for all rows.
+const MIN_UNPACKED_ONCE: usize = 64;
 
 /// The number of vectors of codes whose products fit words, as [`dot_pairs`](overdrive_kernels::FourBit::dot_pairs) sums
 /// them: the least number that shares a scale.
@@ -120,10 +121,8 @@ impl ByteGemm<'_> {
         scratch: &mut Scratch,
     ) {
         let (x, weight) = (self.x, self.weight);
-        // Groups of fewer inputs than those of the activations get one scale.
-        let granule = weight.scales.block.min(x.group);
-        let groups = UNIT / granule;
-        let shape = ScaleRows::new(weight.inputs, granule);
+        let groups = UNIT / x.group;
+        let shape = ScaleRows::new(weight.inputs, x.group);
         // The scales of a vector of outputs.
         let each = (x.units * groups).next_multiple_of(LANES) * LANES;
         let offsets = shape.tiles(
@@ -137,6 +136,8 @@ impl ByteGemm<'_> {
             &mut scratch.offsets,
         );
         let scales = &scratch.scales[..vectors * each];
+        // Beyond the groups of a row are scales of other rows.
+        let of_row = weight.inputs / x.group;
         scratch.bytes.grow(HELD * BYTES);
         let Some(held) = scratch.bytes.as_chunks_mut().0.first_chunk_mut() else {
             unreachable!("as many bytes")
@@ -155,6 +156,7 @@ impl ByteGemm<'_> {
                         x: &x.of_unit(unit)[rows.clone()],
                         scales: &scales[of_unit.clone()],
                         offsets: offsets.get(of_unit).unwrap_or_default(),
+                        groups: groups.min(of_row - unit * groups),
                         sums,
                     };
                     let output = output + vector * LANES;
@@ -165,10 +167,7 @@ impl ByteGemm<'_> {
                         unit,
                         next,
                     };
-                    match granule < x.group {
-                        true => block.rescaled::<S, NUMBERS>(s, coding, &codes, held),
-                        false => block.unit::<S, NUMBERS>(s, coding, &codes, held),
-                    }
+                    block.unit::<S, NUMBERS>(s, coding, &codes, held);
                 }
             }
             let (sums, _) = sums.as_chunks::<LANES>();
@@ -220,6 +219,8 @@ struct Block<'a> {
     scales: &'a [f32],
     /// Likewise; empty if there are none.
     offsets: &'a [f32],
+    /// The number of groups that exist: fewer than there are scales in the last unit of a row that is not whole.
+    groups: usize,
     /// `(rows, 16)`
     sums: &'a mut [f32],
 }
@@ -269,37 +270,6 @@ impl Block<'_> {
         }
     }
 
-    /// Adds the products with codes of 4 bits, scaled to bytes that share a scale.
-    #[inline(always)]
-    fn rescaled<S: Simd, const NUMBERS: u8>(
-        &mut self,
-        s: S,
-        coding: &ByteCoding,
-        codes: &Codes<'_>,
-        held: &mut [[i8; BYTES]; HELD],
-    ) {
-        let (made, scale) = Rescaled::new(s, coding, self.scales, self.offsets);
-        let (columns, table) = (codes.nibbles(s), coding.table(s));
-        let each = LANES * LANES / self.scales.len();
-        let (both, _) = held.as_chunks_mut::<2>();
-        for (at, (column, [low, high])) in columns.iter().zip(both).enumerate() {
-            let halves = match NUMBERS {
-                BOOK => s.unpack_nibbles::<true>(*column, table),
-                _ => s.unpack_nibbles::<false>(*column, table),
-            };
-            let (factor, start) = (made.factors[at / each], made.starts[at / each]);
-            s.store_bytes(s.rescale_bytes(halves[0], factor, start), low);
-            s.store_bytes(s.rescale_bytes(halves[1], factor, start), high);
-        }
-        let mut whole = Block {
-            x: self.x,
-            scales: &scale,
-            offsets: &[],
-            sums: &mut *self.sums,
-        };
-        whole.held(s, held, false);
-    }
-
     /// Adds the products with codes of 4 bits.
     // Places are taken modulo the number of vectors, which they are below: it costs less than a check.
     #[inline(always)]
@@ -311,7 +281,7 @@ impl Block<'_> {
         unpack: impl Fn(S::Packed) -> [S::Bytes; 2] + Copy,
         pairs: bool,
     ) {
-        if many_registers::<S>() && self.x.len() < MIN_RESCALED {
+        if many_registers::<S>() && self.x.len() < MIN_UNPACKED_ONCE {
             return self.add::<S, 2, false>(
                 s,
                 #[inline(always)]
@@ -336,7 +306,7 @@ impl Block<'_> {
         held: &mut [[i8; BYTES]; HELD],
         unpack: impl Fn(S::Packed) -> S::Bytes + Copy,
     ) {
-        if many_registers::<S>() && self.x.len() < MIN_RESCALED {
+        if many_registers::<S>() && self.x.len() < MIN_UNPACKED_ONCE {
             return self.add::<S, 1, false>(
                 s,
                 #[inline(always)]
@@ -426,7 +396,7 @@ impl Block<'_> {
         for n in 0..N {
             sums[n] = s.load_f32(&kept[n]);
         }
-        for (g, scale) in scales.iter().enumerate() {
+        for (g, scale) in scales.iter().enumerate().take(self.groups) {
             let mut totals = [s.zero_sums(); N];
             for (total, panel) in totals.iter_mut().zip(panels) {
                 *total = s.splat_sums(panel.starts[g]);

@@ -2,7 +2,9 @@
 //!
 //! A vector of 64 bytes has the codes of 128 neighbouring inputs in 4 bits: its low halves are multiplied with one
 //! vector of activations, its high halves with another, and a lane sums the products of 8 inputs. Or it has those of
-//! 64 inputs in 8 bits, and a lane sums the products of 4.
+//! 64 inputs in 8 bits, and a lane sums the products of 4. The sums of each four lanes are kept for 16 outputs; then the
+//! lanes are outputs, and the sums of groups are scaled and added as [`ByteGemm`](super::byte_gemm::ByteGemm) does it, in
+//! the same order, so that both have the same results bit for bit.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -10,22 +12,25 @@ use std::ops::Range;
 use overdrive_kernels::{BYTES, Buffers, InstructionSet, Kept, Kernel, LANES, Simd};
 
 use super::aligned::AlignedVec;
-use super::byte_rows::{BATCH, ByteRows, Unit};
+use super::byte_rows::{ByteRows, Unit};
 use super::coded_weight::{BOOK, ByteCoding, ByteNumbers, CodedWeight, NIBBLES, SIGNED, UNSIGNED};
-use super::scale_rows::{Raw, ScaleRows, groups_of};
+use super::scale_rows::{Raw, ScaleRows};
 use super::scales::Scales;
 use crate::kernel::at;
 use crate::kernel::joint_gemm::Results;
 
-/// The number of rows of the weight at a time: their sums are reduced together.
+/// The number of rows of the weight at a time, whose sums are reduced together, and of lanes that are reduced to one.
 const TILE: usize = 4;
+
+/// The sums of a unit that are kept for 16 outputs.
+const KEPT: usize = LANES / TILE * LANES;
 
 /// The distance of the prefetch in bytes of codes.
 // Two pages: the hardware prefetcher stops at the end of one.
 const AHEAD: usize = 8192;
 
 /// The distance of the prefetch of scales in rows of the weight.
-const SCALES_AHEAD: usize = BATCH + TILE;
+const SCALES_AHEAD: usize = LANES + TILE;
 
 /// The GEMV of some outputs.
 pub(super) struct ByteGemv<'a> {
@@ -35,22 +40,25 @@ pub(super) struct ByteGemv<'a> {
     pub(super) results: &'a mut dyn Results,
 }
 
-/// The buffers of a batch, kept from call to call.
+/// The buffers of 16 outputs, kept from call to call.
 #[derive(Default)]
 struct Scratch {
     /// The buffers of scales while they are read.
     raw: Raw,
-    /// The scales times those of activations, `(rows of activations, batch · groups)`.
-    products: AlignedVec<f32>,
-    /// The offsets, `(batch · groups)`.
+    /// The scales, `(groups in whole vectors, 16)`.
+    scales: AlignedVec<f32>,
+    /// The offsets, likewise.
     offsets: AlignedVec<f32>,
+    /// The sums of products, exact integers, `(rows of activations, units, fours of lanes, 16)`.
+    totals: AlignedVec<f32>,
     /// The results, `(rows of activations, outputs)`.
     results: AlignedVec<f32>,
 }
 
 impl Buffers for Scratch {
     fn bytes(&self) -> usize {
-        self.raw.bytes() + self.products.bytes() + self.offsets.bytes() + self.results.bytes()
+        let aligned = [&self.scales, &self.offsets, &self.totals, &self.results];
+        self.raw.bytes() + aligned.map(AlignedVec::bytes).iter().sum::<usize>()
     }
 }
 
@@ -107,7 +115,7 @@ impl ByteGemv<'_> {
     /// Computes the outputs.
     pub(super) fn run(self, set: InstructionSet) {
         // A weight with bytes of activations has one.
-        let Some(coding) = self.weight.few_rows_byte_coding() else {
+        let Some(coding) = self.weight.byte_coding() else {
             return;
         };
         let offsets = self.weight.offsets.is_some();
@@ -169,6 +177,8 @@ impl ByteGemv<'_> {
         let rows = ScaleRows::new(weight.inputs, x.group);
         let bytes = weight.row_bytes();
         let outputs = self.outputs.len();
+        let (of_scales, of_totals) = (x.groups.next_multiple_of(LANES) * LANES, x.of_row * KEPT);
+        scratch.totals.grow(x.rows * of_totals);
         scratch.results.grow(x.rows * outputs);
         // The first codes, which the prefetch of the loops below misses.
         let codes = &weight.codes[self.outputs.start * bytes..self.outputs.end * bytes];
@@ -177,49 +187,65 @@ impl ByteGemv<'_> {
         }
         let prefetch = ScalePrefetch::new(weight, &rows);
         prefetch.begin(s, self.outputs.start);
-        let unit = UnitLayout::new(s, coding, x, weight.inputs);
-        let mut first = self.outputs.start;
-        while first < self.outputs.end {
-            let count = BATCH.min(self.outputs.end - first);
-            self.prepare::<S, OFFSETS>(s, &rows, first, count, &mut scratch);
+        let table = coding.table(s);
+        // The inputs of four lanes are one of them.
+        let fours = x.group / (TILE * coding.per_lane());
+        for first in self.outputs.clone().step_by(LANES) {
+            let count = LANES.min(self.outputs.end - first);
             for index in (0..count).step_by(TILE) {
                 let output = first + index;
                 // The second row of activations finds the codes in the first cache.
                 for n in 0..x.rows {
                     let tile = Tile {
-                        unit: &unit,
+                        table,
                         units: x.units(n),
                         // The last unit of a row may reach into the next row.
                         codes: &weight.codes[output * bytes..],
                         bytes,
-                        scales: &scratch.products[n * x.repeated + index * x.groups..],
-                        groups: x.groups,
-                        offsets: &scratch.offsets[if OFFSETS { index * x.groups } else { 0 }..],
-                        of_groups: x.sums_of(n),
+                        index,
+                        last: TILE.min(count - index) - 1,
                         next: prefetch.of_tile(output + SCALES_AHEAD),
                         step: prefetch.step,
                     };
-                    let held = TILE.min(count - index);
-                    let totals = match held {
-                        TILE => s.reduce_add_each(tile.sums::<NUMBERS, OFFSETS, TILE>(s, 0)),
-                        _ => {
-                            let mut sums = [s.splat(0.0); TILE];
-                            for (r, sum) in sums.iter_mut().enumerate().take(held) {
-                                [*sum] = tile.sums::<NUMBERS, OFFSETS, 1>(s, r);
-                            }
-                            s.reduce_add_each(sums)
-                        }
-                    };
-                    let to = n * outputs + output - self.outputs.start;
-                    let results = &mut scratch.results[to..to + held];
-                    // Of a known length nearly always: a call of `memcpy` takes as long as a part of a short row.
-                    match results.first_chunk_mut() {
-                        Some(tile) => *tile = totals,
-                        None => results.copy_from_slice(&totals[..held]),
+                    let totals = &mut scratch.totals[n * of_totals..(n + 1) * of_totals];
+                    match count - index {
+                        TILE.. => tile.totals::<NUMBERS, OFFSETS, true>(s, totals),
+                        _ => tile.totals::<NUMBERS, OFFSETS, false>(s, totals),
                     }
                 }
             }
-            first += count;
+            let offsets = rows.tiles(
+                s,
+                weight,
+                first,
+                1,
+                of_scales,
+                &mut scratch.raw,
+                &mut scratch.scales,
+                &mut scratch.offsets,
+            );
+            for n in 0..x.rows {
+                let scaled = Scaled {
+                    totals: &scratch.totals[n * of_totals..(n + 1) * of_totals],
+                    scales: &scratch.scales[..x.groups * LANES],
+                    of_groups: x.scales(n),
+                    offsets,
+                    sums: x.sums(n),
+                };
+                let mut sums = [0.0; LANES];
+                let sum = match fours {
+                    1 => scaled.sum::<S, OFFSETS, 1>(s),
+                    2 => scaled.sum::<S, OFFSETS, 2>(s),
+                    _ => scaled.sum::<S, OFFSETS, 4>(s),
+                };
+                s.store_f32(sum, &mut sums);
+                let results = &mut scratch.results[n * outputs + first - self.outputs.start..];
+                // Of a known length nearly always: a call of `memcpy` takes as long as a part of a short row.
+                match results.first_chunk_mut() {
+                    Some(results) if count == LANES => *results = sums,
+                    _ => results[..count].copy_from_slice(&sums[..count]),
+                }
+            }
         }
         // At once, since a call for each tile would take longer than short rows.
         for n in 0..x.rows {
@@ -228,189 +254,125 @@ impl ByteGemv<'_> {
         }
         Kept::put(&SCRATCH, scratch);
     }
-
-    /// Computes the scales of `count` rows of the weight times those of the activations, and reads the offsets.
-    #[inline(always)]
-    fn prepare<S: Simd, const OFFSETS: bool>(
-        &self,
-        s: S,
-        rows: &ScaleRows,
-        first: usize,
-        count: usize,
-        scratch: &mut Scratch,
-    ) {
-        let (x, weight) = (self.x, self.weight);
-        // Those of all rows at once, which follow one another: a row is rarely a multiple of a vector.
-        let vectors = (count * x.groups).div_ceil(LANES);
-        if let Some(offsets) = weight.offsets.as_ref().filter(|_| OFFSETS) {
-            // The last vector of a row reads more offsets than it has.
-            scratch.offsets.grow(x.repeated + LANES);
-            let made = rows.read(s, offsets, first, count, &mut scratch.raw);
-            let (out, _) = scratch.offsets.as_chunks_mut::<LANES>();
-            made.each(
-                s,
-                0,
-                out.iter_mut().take(vectors),
-                #[inline(always)]
-                |offset, out| s.store_f32(offset, out),
-            );
-        }
-        // The last unit reads more scales than it has.
-        scratch.products.grow(x.rows * x.repeated + LANES);
-        let made = rows.read(s, &weight.scales, first, count, &mut scratch.raw);
-        for n in 0..x.rows {
-            let of_row = n * x.repeated..(n + 1) * x.repeated;
-            let (out, _) = scratch.products[of_row.clone()].as_chunks_mut::<LANES>();
-            let (scales, _) = x.scales[of_row].as_chunks::<LANES>();
-            made.each(
-                s,
-                0,
-                out.iter_mut().zip(scales).take(vectors),
-                #[inline(always)]
-                |scale, (out, of_row)| s.store_f32(s.mul(scale, s.load_f32(of_row)), out),
-            );
-        }
-    }
-}
-
-/// The scales of a unit of codes.
-struct UnitLayout<S: Simd> {
-    table: S::Bytes,
-    /// The number of groups of a unit.
-    groups: usize,
-    /// The group that each lane is in.
-    lanes: S::Lanes,
-    /// The same in the last unit of a row if it is not whole. Lanes without inputs are in its last group, since the
-    /// scale of the next row, which may be NaN, times their sums of zero would not be zero.
-    last_lanes: S::Lanes,
-    /// The group, counted in its vector, whose offset each lane takes in the last vector of a row that is not whole,
-    /// likewise.
-    rest_lanes: S::Lanes,
-}
-
-impl<S: Simd> UnitLayout<S> {
-    #[inline(always)]
-    fn new(s: S, coding: &ByteCoding, x: &ByteRows, inputs: usize) -> Self {
-        let inputs_of_unit = coding.per_byte() * BYTES;
-        let groups = inputs_of_unit / x.group;
-        let lanes = groups_of(LANES / groups);
-        let last = (inputs % inputs_of_unit / x.group).saturating_sub(1);
-        let last_lanes = lanes.map(
-            #[inline(always)]
-            |group| group.min(last as u32),
-        );
-        let rest = (inputs / x.group % LANES).saturating_sub(1);
-        let rest_lanes = groups_of(1).map(
-            #[inline(always)]
-            |group| group.min(rest as u32),
-        );
-        UnitLayout {
-            table: coding.table(s),
-            groups,
-            lanes: s.lane_indices(&lanes),
-            last_lanes: s.lane_indices(&last_lanes),
-            rest_lanes: s.lane_indices(&rest_lanes),
-        }
-    }
 }
 
 /// Up to [`TILE`] rows of the weight and one of activations.
 struct Tile<'a, S: Simd> {
-    unit: &'a UnitLayout<S>,
+    table: S::Bytes,
     /// The activations.
     units: &'a [Unit],
     /// The codes from the first row on.
     codes: &'a [u8],
     /// The number of bytes of a row.
     bytes: usize,
-    /// The scales from the first row on, times those of the activations; a vector follows the last.
-    scales: &'a [f32],
-    /// The number of groups of a row.
-    groups: usize,
-    /// The offsets from the first row on; a vector follows the last.
-    offsets: &'a [f32],
-    /// The sums of the activations of each group, which the offsets are multiplied with; zeros beyond the groups.
-    of_groups: &'a [[f32; LANES]],
+    /// The position of the first row among 16 outputs.
+    index: usize,
+    /// The last row, which stands for those that do not exist.
+    last: usize,
     /// The addresses of the scales and offsets that are prefetched, [`step`](Self::step) bytes a unit.
     next: [*const u8; 2],
     step: usize,
 }
 
 impl<S: Simd> Tile<'_, S> {
-    /// Returns the partial sums of `T` rows from row `row` on.
+    /// Writes the sums of fours of lanes to the columns of the rows in `totals (units, fours, 16)`; `WHOLE` if there are
+    /// [`TILE`] rows.
     // The rows follow each other at one distance, so that a few registers hold the addresses of all.
     #[inline(always)]
     #[allow(
         clippy::needless_range_loop,
         reason = "loops over indices are unrolled"
     )]
-    fn sums<const NUMBERS: u8, const OFFSETS: bool, const T: usize>(
+    fn totals<const NUMBERS: u8, const OFFSETS: bool, const WHOLE: bool>(
         &self,
         s: S,
-        row: usize,
-    ) -> [S::F; T] {
-        let UnitLayout { table, groups, .. } = *self.unit;
-        let whole = self.bytes / BYTES;
-        let codes = &self.codes[row * self.bytes..];
-        let scales = &self.scales[row * self.groups..];
+        totals: &mut [f32],
+    ) {
+        let (bytes, codes, table) = (self.bytes, self.codes, self.table);
+        let whole = bytes / BYTES;
+        let row = |r: usize| if WHOLE { r } else { r.min(self.last) };
         assert!(
-            codes.len() >= T * self.bytes
-                && self.groups >= whole * groups
-                && scales.len() >= T * self.groups + 4,
-            "the sizes that `ByteRows` and `prepare` give"
+            self.last < TILE && codes.len() >= (row(TILE - 1) + 1) * bytes,
+            "the rows of the tile"
         );
-        let mut sums = [s.splat(0.0); T];
-        if OFFSETS {
-            let offsets = &self.offsets[row * self.groups..];
-            assert!(
-                offsets.len() >= T * self.groups + LANES
-                    && self.of_groups.len() * LANES < self.groups + LANES,
-                "the sizes that `ByteRows` and `prepare` give"
-            );
-            for (vector, of_groups) in self.of_groups.iter().enumerate() {
-                let of_groups = s.load_f32(of_groups);
-                let from = vector * LANES;
-                for r in 0..T {
-                    // SAFETY: `r < T`, and `from` is in the row, which a vector follows.
-                    let offsets = unsafe { at(offsets, r * self.groups + from) };
-                    let offsets = if from + LANES <= self.groups {
-                        s.load_f32(offsets)
-                    } else {
-                        s.permute(offsets, self.unit.rest_lanes)
-                    };
-                    sums[r] = s.mul_add(offsets, of_groups, sums[r]);
-                }
-            }
-        }
-        for (index, unit) in self.units[..whole].iter().enumerate() {
-            let start = s.load_sums(&unit.starts);
+        let (totals, _) = totals.as_chunks_mut::<KEPT>();
+        let mut all = self.units.iter().zip(totals);
+        for (index, (unit, totals)) in all.by_ref().enumerate().take(whole) {
             for address in &self.next[..if OFFSETS { 2 } else { 1 }] {
                 s.prefetch_near(address.wrapping_add(index * self.step));
             }
-            for r in 0..T {
-                let from = r * self.bytes + index * BYTES;
+            let mut sums = [s.load_sums(&unit.starts); TILE];
+            for r in 0..TILE {
+                let from = row(r) * bytes + index * BYTES;
                 s.prefetch_near(codes.as_ptr().wrapping_add(from + AHEAD));
-                // SAFETY: `r < T` and `index < whole`: a vector of a row of `codes`.
+                // SAFETY: `index < whole`, and the row is in `codes`: a whole vector.
                 let packed = s.load_packed(unsafe { at(codes, from) });
-                let total = dot::<S, NUMBERS>(s, start, packed, table, unit);
-                // SAFETY: `r < T`, a row has the groups of whole units, and four floats follow the last row.
-                let scales = unsafe { at(scales, r * self.groups + index * groups) };
-                let scales = s.permute_four(scales, self.unit.lanes);
-                sums[r] = s.mul_add(s.sums_to_f32(total), scales, sums[r]);
+                sums[r] = dot::<S, NUMBERS>(s, sums[r], packed, table, unit);
+            }
+            self.put(s, sums, totals);
+        }
+        if let Some((unit, totals)) = all.next() {
+            let mut sums = [s.load_sums(&unit.starts); TILE];
+            for r in 0..TILE {
+                let packed = last_unit(s, &codes[row(r) * bytes + whole * BYTES..]);
+                sums[r] = dot::<S, NUMBERS>(s, sums[r], packed, table, unit);
+            }
+            self.put(s, sums, totals);
+        }
+    }
+
+    /// Writes the sums of a unit.
+    #[inline(always)]
+    fn put(&self, s: S, sums: [S::Sums; TILE], totals: &mut [f32; KEPT]) {
+        let mut fours = [0.0; LANES];
+        s.store_f32(s.sums_to_f32(s.sum_fours(sums)), &mut fours);
+        let (fours, _) = fours.as_chunks::<TILE>();
+        let (totals, _) = totals.as_chunks_mut::<LANES>();
+        for (four, totals) in fours.iter().zip(totals) {
+            if let Some(totals) = totals[self.index..].first_chunk_mut() {
+                *totals = *four;
             }
         }
-        if let Some(unit) = self.units.get(whole) {
-            let start = s.load_sums(&unit.starts);
-            for r in 0..T {
-                let packed = last_unit(s, &codes[r * self.bytes + whole * BYTES..]);
-                let total = dot::<S, NUMBERS>(s, start, packed, table, unit);
-                // SAFETY: as above; the rest of a row has fewer groups than a unit.
-                let scales = unsafe { at(scales, r * self.groups + whole * groups) };
-                let scales = s.permute_four(scales, self.unit.last_lanes);
-                sums[r] = s.mul_add(s.sums_to_f32(total), scales, sums[r]);
+    }
+}
+
+/// The sums of 16 outputs and one row of activations, with what scales them.
+struct Scaled<'a> {
+    /// `(fours, 16)`
+    totals: &'a [f32],
+    /// The scales of the weight, `(groups, 16)`.
+    scales: &'a [f32],
+    /// The scales of the activations.
+    of_groups: &'a [f32],
+    /// The offsets of the weight, `(groups, 16)`.
+    offsets: &'a [f32],
+    /// The sums of the activations, which offsets are multiplied with.
+    sums: &'a [f32],
+}
+
+impl Scaled<'_> {
+    /// Returns the outputs; a group has the lanes of `FOURS` sums.
+    #[inline(always)]
+    fn sum<S: Simd, const OFFSETS: bool, const FOURS: usize>(&self, s: S) -> S::F {
+        let (totals, _) = self.totals.as_chunks::<LANES>();
+        let (scales, _) = self.scales.as_chunks::<LANES>();
+        let (offsets, _) = self.offsets.as_chunks::<LANES>();
+        let (totals, _) = totals.as_chunks::<FOURS>();
+        let mut sum = s.splat(0.0);
+        let groups = totals.iter().zip(scales).zip(self.of_groups);
+        for (g, ((totals, scale), of_group)) in groups.enumerate() {
+            // Exact: integers below 2²⁴.
+            let mut total = s.load_f32(&totals[0]);
+            for four in &totals[1..] {
+                total = s.add(total, s.load_f32(four));
+            }
+            let scale = s.mul(s.load_f32(scale), s.splat(*of_group));
+            sum = s.mul_add(total, scale, sum);
+            if OFFSETS && let (Some(offset), Some(of_group)) = (offsets.get(g), self.sums.get(g)) {
+                sum = s.mul_add(s.load_f32(offset), s.splat(*of_group), sum);
             }
         }
-        sums
+        sum
     }
 }
 

@@ -50,7 +50,8 @@ impl BytePanels {
     /// Quantizes `x (rows, inputs)`.
     pub(super) fn new(set: InstructionSet, x: &[f32], layout: &ByteLayout) -> Self {
         let inputs = layout.inputs();
-        let (rows, units) = (x.len() / inputs, inputs / UNIT);
+        // The last unit of a row may have inputs that do not exist: zeros.
+        let (rows, units) = (x.len() / inputs, inputs.div_ceil(UNIT));
         let mut all = vec![NONE; rows * units];
         parallel_columns(&mut all, rows, 1, x.len() >= PARALLEL, |mut out| {
             for row in out.range() {
@@ -112,8 +113,11 @@ impl Quantize<'_, '_> {
             s.unpack_nibbles::<false>(s.load_packed(&[0x11; BYTES]), s.byte_table(&[0; 16]));
         let whole = coding.per_byte() == 1;
         let turn = if coding.high_first { 32 } else { 0 };
-        let (units, _) = self.x.as_chunks::<UNIT>();
-        for (at, x) in units.iter().enumerate() {
+        let (units, rest) = self.x.as_chunks::<UNIT>();
+        let mut last = [0.0; UNIT];
+        last[..rest.len()].copy_from_slice(rest);
+        let last = (!rest.is_empty()).then_some(&last);
+        for (at, x) in units.iter().chain(last).enumerate() {
             let mut panel = NONE;
             let mut bytes = [0; UNIT];
             let (groups, _) = x.as_chunks::<G>();

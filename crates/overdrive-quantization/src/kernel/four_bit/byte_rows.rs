@@ -5,7 +5,7 @@ use overdrive_kernels::{
 };
 
 use super::aligned::AlignedVec;
-use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight};
+use super::coded_weight::{ByteCoding, CodedWeight};
 use crate::codec::floats::{max_magnitude_of, round_bits};
 
 /// The largest number of inputs that share a scale with weights of 8 bits; with weights of 4 bits it is [`UNIT`]. As many
@@ -18,9 +18,6 @@ const MAX_GROUP_OF_BYTES: usize = 32;
 
 /// The number of inputs of 64 bytes of codes of 4 bits.
 pub(super) const UNIT: usize = 2 * BYTES;
-
-/// The number of rows of the weight whose scales are multiplied with those of the activations at a time.
-pub(super) const BATCH: usize = 8;
 
 /// The largest byte.
 pub(super) const LEVELS: f32 = 127.0;
@@ -37,35 +34,9 @@ pub(super) struct ByteLayout {
 }
 
 impl ByteLayout {
-    /// Returns the layout of `rows` rows for a weight, more than a few; `None` if it has no kernel of bytes.
-    pub(super) fn of_more_rows(
-        set: InstructionSet,
-        weight: &CodedWeight<'_>,
-        rows: usize,
-    ) -> Option<Self> {
-        weight.byte_coding()?;
-        let exact = Self::of_few_rows(weight)?;
-        let coding = exact.coding;
-        if exact.group == UNIT || rows < MIN_RESCALED || !rescales(set, coding) {
-            return Some(exact);
-        }
-        // The numbers of a unit get one scale, and the offsets and the code of zero are in the numbers, which are as
-        // those of a book then.
-        let numbers = match coding.numbers {
-            ByteNumbers::Integers(_) => ByteNumbers::Book([0; 16]),
-            other => other,
-        };
-        Some(ByteLayout {
-            group: UNIT,
-            coding: ByteCoding { numbers, ..coding },
-            sums: false,
-            ..exact
-        })
-    }
-
-    /// Returns the layout of a few rows for a weight; `None` if it has no kernel of bytes for them.
-    pub(super) fn of_few_rows(weight: &CodedWeight<'_>) -> Option<Self> {
-        let coding = weight.few_rows_byte_coding()?;
+    /// Returns the layout for a weight; `None` if it has no kernel of bytes. It does not depend on the number of rows.
+    pub(super) fn of(weight: &CodedWeight<'_>) -> Option<Self> {
+        let coding = weight.byte_coding()?;
         Some(ByteLayout {
             coding,
             sums: weight.offsets.is_some(),
@@ -83,30 +54,6 @@ impl ByteLayout {
         self.inputs
     }
 }
-
-/// Returns `true` if many rows take less time with a weight whose groups are scaled to bytes with one scale for a unit:
-/// for codes of 4 bits, unless those of integers are summed in pairs, which signed bytes cannot be.
-pub(super) fn rescales(set: InstructionSet, coding: ByteCoding) -> bool {
-    struct Pairs;
-    impl Kernel for Pairs {
-        type Output = bool;
-
-        #[inline(always)]
-        fn run<S: Simd>(self, _: S) -> bool {
-            S::PAIRS
-        }
-    }
-    match coding.numbers {
-        ByteNumbers::Integers(_) => !set.run(Pairs),
-        ByteNumbers::Book(_) => true,
-        ByteNumbers::Signed | ByteNumbers::Unsigned => false,
-    }
-}
-
-/// The number of rows from which on the numbers of groups of fewer inputs than a unit are scaled to bytes with one
-/// scale for the unit, and codes are unpacked once for all rows. It may take less time with fewer; but the batch of a few
-/// dozen texts must not change what is computed for one of them.
-pub(super) const MIN_RESCALED: usize = 64;
 
 /// The inputs of a vector of codes: 128 for codes of 4 bits, of which lane `l` has inputs `8 l ..`, four in each of
 /// `low` and `high`; 64 for codes of 8 bits, all in `low`.
@@ -151,16 +98,10 @@ pub(super) struct ByteRows {
     pub(super) group: usize,
     /// The number of groups of a row.
     pub(super) groups: usize,
-    /// The scale of each group times the unit of the weight, [`BATCH`] times one after the other,
-    /// `(rows, repeated)`.
-    pub(super) scales: AlignedVec<f32>,
-    /// The number of scales of a row with their repetitions, rounded up to whole vectors.
-    pub(super) repeated: usize,
-    /// The sum of the quantized activations of each group, `(rows, stride)`, zeros beyond the groups; empty unless
-    /// needed.
-    pub(super) sums: AlignedVec<f32>,
-    /// The number of groups of a row, rounded up to whole vectors.
-    pub(super) stride: usize,
+    /// The scale of each group times the unit of the weight, `(rows, groups)`.
+    scales: AlignedVec<f32>,
+    /// The sum of the quantized activations of each group, `(rows, groups)`; empty unless needed.
+    sums: AlignedVec<f32>,
 }
 
 impl ByteRows {
@@ -170,8 +111,6 @@ impl ByteRows {
         // The last unit of a row may have inputs that do not exist: zeros.
         let of_row = layout.inputs.div_ceil(BYTES * layout.coding.per_byte());
         let groups = layout.inputs / layout.group;
-        let stride = groups.next_multiple_of(LANES);
-        let repeated = (BATCH * groups).next_multiple_of(LANES);
         let RowBuffers {
             mut units,
             mut scales,
@@ -184,8 +123,8 @@ impl ByteRows {
             starts: [0; LANES],
         };
         units.resize(rows * of_row, zero);
-        scales.reset(rows * repeated);
-        sums.reset(if layout.sums { rows * stride } else { 0 });
+        scales.reset(rows * groups);
+        sums.reset(if layout.sums { rows * groups } else { 0 });
         let mut all = ByteRows {
             units,
             of_row,
@@ -193,9 +132,7 @@ impl ByteRows {
             group: layout.group,
             groups,
             scales,
-            repeated,
             sums,
-            stride,
         };
         let out = &mut all;
         set.run(Quantize { x, layout, out });
@@ -208,12 +145,17 @@ impl ByteRows {
         &self.units[row * self.of_row..(row + 1) * self.of_row]
     }
 
+    /// Returns the scales of the groups of a row.
+    #[inline(always)]
+    pub(super) fn scales(&self, row: usize) -> &[f32] {
+        &self.scales[row * self.groups..(row + 1) * self.groups]
+    }
+
     /// Returns the sums of the groups of a row; none unless the layout has them.
     #[inline(always)]
-    pub(super) fn sums_of(&self, row: usize) -> &[[f32; LANES]] {
-        let (sums, _) = self.sums.as_chunks();
-        let stride = self.stride / LANES;
-        sums.get(row * stride..(row + 1) * stride).unwrap_or(&[])
+    pub(super) fn sums(&self, row: usize) -> &[f32] {
+        let of_row = row * self.groups..(row + 1) * self.groups;
+        self.sums.get(of_row).unwrap_or(&[])
     }
 }
 
@@ -264,8 +206,8 @@ impl Quantize<'_> {
         let rows = self.x.chunks_exact(layout.inputs);
         for (row, x) in rows.enumerate() {
             let units = &mut out.units[row * out.of_row..(row + 1) * out.of_row];
-            let scales = &mut out.scales[row * out.repeated..(row + 1) * out.repeated];
-            let of_units = scales.chunks_exact_mut(inputs / G);
+            let scales = &mut out.scales[row * out.groups..(row + 1) * out.groups];
+            let of_units = scales.chunks_mut(inputs / G);
             for ((x, unit), scales) in x.chunks(inputs).zip(&mut *units).zip(of_units) {
                 let mut bytes = [0; UNIT];
                 let (groups, _) = x.as_chunks::<G>();
@@ -297,12 +239,15 @@ impl Quantize<'_> {
                 let mut starts = [0; LANES];
                 s.store_sums(totals, &mut starts);
                 if layout.sums {
-                    for (g, totals) in starts.chunks_exact(each).enumerate() {
-                        let at = index * LANES / each + g;
+                    let first = index * LANES / each;
+                    let sums = &mut out.sums[row * out.groups..][first..out.groups];
+                    let of_groups = sums.iter_mut().zip(&scales[first..]);
+                    for (totals, (sum, scale)) in starts.chunks_exact(each).zip(of_groups) {
                         let total: i32 = totals.iter().sum();
                         #[allow(clippy::cast_precision_loss, reason = "at most 2^14")]
-                        let total = total as f32;
-                        out.sums[row * out.stride + at] = total * scales[at];
+                        {
+                            *sum = total as f32 * scale;
+                        }
                     }
                 }
                 unit.starts = starts.map(
@@ -310,11 +255,8 @@ impl Quantize<'_> {
                     |total| -excess * total,
                 );
             }
-            for scale in &mut scales[..out.groups] {
+            for scale in scales {
                 *scale *= layout.coding.unit;
-            }
-            for copy in 1..BATCH {
-                scales.copy_within(..out.groups, copy * out.groups);
             }
         }
     }

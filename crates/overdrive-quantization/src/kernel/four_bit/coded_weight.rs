@@ -188,6 +188,11 @@ impl ByteCoding {
         }
     }
 
+    /// Returns the number of codes in a lane of four bytes.
+    pub(crate) fn per_lane(&self) -> usize {
+        4 * self.per_byte()
+    }
+
     /// Returns the least number of inputs that share a scale.
     pub(crate) fn min_group(&self) -> usize {
         match self.per_byte() {
@@ -235,7 +240,7 @@ pub(crate) struct CodedWeight<'a> {
     pub(crate) offsets: Option<Scales<'a>>,
     /// The input of each column of the codes, if they are reordered.
     pub(crate) order: Option<&'a [i32]>,
-    /// If `true`, activations are bytes for any number of rows, not only for a few, where the layout allows it.
+    /// If `true`, activations are bytes where the layout allows it, else words.
     pub(crate) bytes: bool,
 }
 
@@ -251,19 +256,14 @@ impl CodedWeight<'_> {
         (granule >= self.coding.per_lane()).then_some(granule)
     }
 
-    /// Returns the coding with which codes are multiplied as bytes. `None` if they must be words: for rows that are
-    /// not whole vectors of codes, blocks that cross rows or have fewer than [`min_group`](ByteCoding::min_group)
-    /// elements, and reordered columns.
+    /// Returns the coding with which codes are multiplied as bytes. `None` if they must be words: for blocks that cross
+    /// rows or have fewer than [`min_group`](ByteCoding::min_group) elements, reordered columns, and where words are
+    /// [wanted](Self::bytes).
     pub(crate) fn byte_coding(&self) -> Option<ByteCoding> {
-        let whole = self.inputs.is_multiple_of(128);
-        whole.then(|| self.few_rows_byte_coding()).flatten()
-    }
-
-    /// Returns the same for a few rows of activations, for which rows need not be whole vectors of codes.
-    pub(crate) fn few_rows_byte_coding(&self) -> Option<ByteCoding> {
         let block = self.scales.block;
         let coding = ByteCoding::new(&self.coding);
-        let fits = self.inputs > 0
+        let fits = self.bytes
+            && self.inputs > 0
             && self.inputs.is_multiple_of(block)
             && block.is_power_of_two()
             && block >= coding.min_group()
@@ -271,6 +271,11 @@ impl CodedWeight<'_> {
         // Books have no offsets.
         let known = !matches!(coding.numbers, ByteNumbers::Book(_)) || self.offsets.is_none();
         (fits && known).then_some(coding)
+    }
+
+    /// Returns `true` if activations are integers, bytes or words, and not floats.
+    pub(crate) fn has_integers(&self) -> bool {
+        self.byte_coding().is_some() || self.granule().is_some()
     }
 
     /// Returns the number of bytes of a row. Rows are whole bytes if there is a [`granule`](Self::granule).

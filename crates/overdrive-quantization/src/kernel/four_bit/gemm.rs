@@ -12,7 +12,7 @@ use super::coded_weight::CodedWeight;
 use super::dequantize::float_gemm;
 use super::word_gemm::WordGemm;
 use super::word_gemv::{MAX_ROWS, WordGemv};
-use super::word_rows::{Layout, WordRows};
+use super::word_rows::{Layout, WordRows, is_few};
 use crate::kernel::joint_gemm::{Gemm, Results};
 
 /// The quantized activations of some weights: once for the weights that take the same words or bytes.
@@ -88,24 +88,21 @@ enum ByteForm {
     Panels,
 }
 
-/// Returns the form and the layout of `rows` rows of activations in bytes for a weight; `None` if it takes no bytes.
+/// Returns the form and the layout of `rows` rows of activations in bytes for a weight; `None` if it takes no bytes. The
+/// form changes how fast a row is computed, not its bits.
 fn byte_form(
     set: InstructionSet,
     weight: &CodedWeight<'_>,
     rows: usize,
 ) -> Option<(ByteForm, ByteLayout)> {
-    let few = rows <= MAX_ROWS;
+    let layout = ByteLayout::of(weight)?;
     // Two rows of codes of 4 bits take less time as panels there, of 8 bits up to 1.5 times as much.
-    let nibbles = || {
-        weight
-            .byte_coding()
-            .is_some_and(|coding| coding.per_byte() == 2)
+    let panels = || rows > 1 && layout.coding.per_byte() == 2 && set.run(ManyRegisters);
+    let form = match rows <= MAX_ROWS && !panels() {
+        true => ByteForm::Rows,
+        false => ByteForm::Panels,
     };
-    if few && !(rows > 1 && set.run(ManyRegisters) && nibbles()) {
-        return Some((ByteForm::Rows, ByteLayout::of_few_rows(weight)?));
-    }
-    let layout = ByteLayout::of_more_rows(set, weight, rows).filter(|_| few || weight.bytes)?;
-    Some((ByteForm::Panels, layout))
+    Some((form, layout))
 }
 
 fn find<'a, L: PartialEq, R>(known: &'a [(L, R)], layout: &L) -> Option<&'a R> {
@@ -187,7 +184,7 @@ impl Gemm for CodedGemm<'_> {
                 gemm.run(set);
             }
             // More rows would not fit the registers beside the unpacked codes.
-            Input::Words(x) if x.rows <= MAX_ROWS => set.run(WordGemv {
+            Input::Words(x) if is_few(x.rows) => set.run(WordGemv {
                 x,
                 weight,
                 outputs,

@@ -2,7 +2,9 @@
 //!
 //! Codes become bytes, activations are quantized on the fly to bytes with a scale for each 32 to 128 inputs (32 for
 //! codes of 8 bits), and their products are summed exactly in 32 bits over the inputs that share a scale. Where the
-//! layout of the weight does not allow it, both become words of 13 to 16 bits.
+//! layout of the weight does not allow it, both become words of 13 to 16 bits. Which of both does not depend on the
+//! number of rows, and in bytes neither does any bit of the result of a row: the kernels of few and of many rows add the
+//! groups in the same order.
 //!
 //! | module | content |
 //! |---|---|
@@ -14,7 +16,6 @@
 //! | `gemm` | the choice of the kernel |
 //! | `word_gemv`, `word_gemm` | one to three rows of activations in words; more rows |
 //! | `byte_gemv`, `byte_gemm` | one to three rows of activations in bytes; more rows |
-//! | `rescaled` | groups of codes of 4 bits as bytes that share a scale |
 //! | `dequantize` | dequantized rows, and the GEMM in floats |
 //! | `aligned` | memory that is aligned to lines of the cache |
 
@@ -26,7 +27,6 @@ mod byte_rows;
 mod coded_weight;
 mod dequantize;
 mod gemm;
-mod rescaled;
 mod scale_rows;
 mod scales;
 mod storage;

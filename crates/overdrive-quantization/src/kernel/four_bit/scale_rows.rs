@@ -218,41 +218,6 @@ impl<S: Simd> ReadScales<'_, S> {
         // Always `Some`: there is a spare vector after the last row.
         made.unwrap_or(s.splat(0.0))
     }
-
-    /// Calls `take` with each 16 scales of a row and an item of `with`, as [`vector`](Self::vector) but with the
-    /// checks outside of the loop.
-    #[inline(always)]
-    pub(super) fn each<T>(
-        &self,
-        s: S,
-        index: usize,
-        with: impl Iterator<Item = T>,
-        mut take: impl FnMut(S::F, T),
-    ) {
-        let from = index * self.per_row;
-        match (self.numbers, self.shift) {
-            (Numbers::Halves(all), _) => {
-                let (vectors, _) = all[from..].as_chunks();
-                for (vector, with) in vectors.iter().zip(with) {
-                    take(s.load_f16(vector), with);
-                }
-            }
-            (Numbers::Floats(all), 0) => {
-                let (vectors, _) = all[from..].as_chunks();
-                for (vector, with) in vectors.iter().zip(with) {
-                    take(s.load_f32(vector), with);
-                }
-            }
-            (Numbers::Floats(all), shift) => {
-                let all = &all[from..];
-                for (vector, with) in with.enumerate() {
-                    if let Some(window) = all[(vector * LANES) >> shift..].first_chunk() {
-                        take(s.permute(window, self.lanes), with);
-                    }
-                }
-            }
-        }
-    }
 }
 
 /// Returns `0, 0, …, 1, 1, …`: the group of `of` lanes, a power of two, that each lane is in.

@@ -21,9 +21,9 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
     if weight.device() != Device::Cpu {
         return Ok(None);
     }
-    // The portable kernel of bytes for more than a few rows is slower than those of words and of floats.
+    // The portable kernel of bytes for more than a few rows is slower than that of words.
     let fast = !matches!(InstructionSet::best(), InstructionSet::Portable(_));
-    let any_rows = fast || weight.activations == Activations::Int8;
+    let as_bytes = fast || weight.activations == Activations::Int8;
     let size = |n: i64| usize::try_from(n).unwrap_or(0);
     let (outputs, inputs) = (size(weight.outputs), size(weight.inputs));
     let map = match &weight.storage {
@@ -62,7 +62,7 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
                     Some(order) => Some(elements::<i32>(order)?),
                     None => None,
                 },
-                bytes: any_rows,
+                bytes: as_bytes,
             }
         }
         Storage::Blocks { codes, magnitudes } => {
@@ -78,7 +78,7 @@ pub(crate) fn coded_weight(weight: &QuantizedWeight) -> Result<Option<CodedWeigh
                 },
                 offsets: None,
                 order: None,
-                bytes: any_rows,
+                bytes: as_bytes,
             }
         }
     };

@@ -8,7 +8,7 @@ use overdrive_kernels::InstructionSet;
 use proptest::prelude::*;
 
 use self::reference::{
-    Case, Kept, Numbers, Owned, Random, activations, check, check_with, codings, min_block, run,
+    Case, Kept, Numbers, Owned, Random, activations, check, check_with, codings, of_bytes, run,
 };
 use super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight, Coding, WordTable};
 use super::dequantize::dequantize_on;
@@ -39,34 +39,42 @@ proptest! {
         block in prop::sample::select(vec![16_usize, 32, 64, 128, 256, 512]),
         kept in prop::sample::select(vec![Kept::F32, Kept::F16, Kept::Quantized]),
         offsets in any::<bool>(),
-        rows in 1..4_usize,
+        rows in prop_oneof![1..30_usize, 64..70_usize, 126..132_usize],
         seed in any::<u64>(),
     ) {
-        let block = block.max(min_block(&codings()[coding]));
-        let inputs = (groups * 32).next_multiple_of(block);
-        let offsets = offsets && !(2..4).contains(&coding);
-        let case = Case { coding: codings()[coding], outputs, inputs, block, kept, offsets, order: false, seed };
-        prop_assert_eq!(Owned::new(case).numbers(InstructionSet::best(), rows), Numbers::Bytes);
-        check(case, rows);
+        let case = of_bytes(coding, outputs, groups, block, kept, offsets, seed);
+        check_with(case, rows, true);
     }
 
     #[test]
-    fn bytes_of_more_rows_agree_with_sums_in_f64_of_the_same_integers(
+    fn a_row_has_the_same_bits_whatever_lies_beside_it(
         coding in 0..6_usize,
-        outputs in 1..100_usize,
-        units in 1..9_usize,
+        outputs in 1..70_usize,
+        groups in 1..36_usize,
         block in prop::sample::select(vec![16_usize, 32, 64, 128, 256, 512]),
         kept in prop::sample::select(vec![Kept::F32, Kept::F16, Kept::Quantized]),
         offsets in any::<bool>(),
-        rows in prop_oneof![2..30_usize, 64..70_usize, 126..132_usize],
+        rows in prop_oneof![2..10_usize, 62..68_usize, 126..132_usize],
         seed in any::<u64>(),
     ) {
-        let block = block.max(min_block(&codings()[coding]));
-        let inputs = (units * 128).next_multiple_of(block);
-        let offsets = offsets && !(2..4).contains(&coding);
-        let case = Case { coding: codings()[coding], outputs, inputs, block, kept, offsets, order: false, seed };
-        prop_assert!(Owned::new(case).map().byte_coding().is_some());
-        check_with(case, rows, true);
+        let case = of_bytes(coding, outputs, groups, block, kept, offsets, seed);
+        let mut owned = Owned::new(case);
+        owned.bytes = true;
+        let map = owned.map();
+        prop_assert_eq!(owned.numbers(), Numbers::Bytes);
+        let x = activations(rows, case.inputs, seed);
+        let bits = |y: &[f32]| y.iter().map(|y| y.to_bits()).collect::<Vec<_>>();
+        for set in InstructionSet::available() {
+            let together = run::<f32>(set, &x, &[map], &[None]);
+            // Alone, and beside fewer rows than before.
+            for (first, count) in [(0, 1), (rows - 1, 1), (rows / 2, 2), (0, rows.min(5)), (1, rows - 1)] {
+                let count = count.min(rows - first);
+                let part = &x[first * case.inputs..(first + count) * case.inputs];
+                let alone = run::<f32>(set, part, &[map], &[None]);
+                let beside = &together[first * outputs..(first + count) * outputs];
+                prop_assert_eq!(bits(&alone), bits(beside), "{:?} {:?}: {} of {}", set, case, count, rows);
+            }
+        }
     }
 
     #[test]
@@ -255,14 +263,22 @@ fn a_scale_or_an_offset_that_is_nan_reaches_its_output_alone() {
             order: false,
             seed: 4,
         };
-        let finite = Owned::new(case);
+        let mut finite = Owned::new(case);
         let mut owned = Owned::new(case);
         owned.floats[7 * groups] = f32::NAN;
         if let Some(all) = &mut owned.offsets {
             all[9 * groups] = f32::NAN;
             all[outputs * groups - 1] = f32::NAN;
         }
-        for rows in [1, 3] {
+        for (rows, bytes) in [
+            (1, true),
+            (3, true),
+            (5, true),
+            (1, false),
+            (3, false),
+            (5, false),
+        ] {
+            (owned.bytes, finite.bytes) = (bytes, bytes);
             let x = activations(rows, case.inputs, 9);
             for set in InstructionSet::available() {
                 let y = run::<f32>(set, &x, &[owned.map()], &[None]);
@@ -272,7 +288,7 @@ fn a_scale_or_an_offset_that_is_nan_reaches_its_output_alone() {
                     assert_eq!(
                         y.is_nan(),
                         bad,
-                        "{set:?} {coding} {rows} rows: output {output}"
+                        "{set:?} {coding} {rows} rows, bytes: {bytes}: output {output}"
                     );
                 }
                 // Nor does it stay in the buffers of the thread.

@@ -251,8 +251,12 @@ pub(super) fn codes<S: Simd>(
 #[inline(never)]
 fn padded_codes(weight: &CodedWeight<'_>, output: usize, unit: usize) -> [[u8; BYTES]; LANES] {
     let (bytes, from) = (weight.row_bytes(), unit * BYTES);
-    let (count, last) = (BYTES.min(bytes - from), weight.outputs - 1);
+    let (count, last) = (BYTES.min(bytes.saturating_sub(from)), weight.outputs - 1);
     let mut rows = [[0; BYTES]; LANES];
+    // The second vector of the last unit of codes of 8 bits may have none.
+    if count == 0 {
+        return rows;
+    }
     for (lane, row) in rows.iter_mut().enumerate() {
         let first = (output + lane).min(last) * bytes + from;
         row[..count].copy_from_slice(&weight.codes[first..first + count]);

@@ -136,6 +136,17 @@ impl WordGemv<'_> {
                         let of_row = &x.sums[n * each + vector * LANES..];
                         if let Some(of_row) = of_row.first_chunk() {
                             let offset = made.vector(s, index, vector);
+                            // Beyond the granules are offsets of other rows, and one that is NaN times zero would
+                            // not be zero.
+                            let offset = match x.granules - vector * LANES {
+                                LANES.. => offset,
+                                rest => {
+                                    let mut own = [0.0; LANES];
+                                    s.store_f32(offset, &mut own);
+                                    own[rest..].fill(0.0);
+                                    s.load_f32(&own)
+                                }
+                            };
                             sum = s.mul_add(offset, s.load_f32(of_row), sum);
                         }
                     }

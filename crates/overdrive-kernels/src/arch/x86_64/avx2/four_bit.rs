@@ -105,17 +105,17 @@ impl FourBit for Avx2 {
     }
 
     #[inline(always)]
-    fn rescale_bytes(self, numbers: Pair, factors: Pair, starts: Pair) -> Pair {
-        let mut out = numbers;
+    fn sum_fours(self, sums: [Pair; 4]) -> Pair {
+        let [a, b, c, d] = sums;
+        let mut out = [a[0]; 2];
         intrinsics!({
             for (half, out) in out.iter_mut().enumerate() {
-                let (factor, start) = (factors[half], starts[half]);
-                let even = _mm256_srai_epi16::<8>(_mm256_slli_epi16::<8>(*out));
-                let even = _mm256_add_epi16(_mm256_mullo_epi16(even, factor), start);
-                let odd = _mm256_srai_epi16::<8>(*out);
-                let odd = _mm256_add_epi16(_mm256_mullo_epi16(odd, factor), start);
-                let odd = _mm256_and_si256(odd, _mm256_set1_epi16(-256));
-                *out = _mm256_or_si256(_mm256_srli_epi16::<8>(even), odd);
+                let (a, b, c, d) = (a[half], b[half], c[half], d[half]);
+                // Lanes 0 and 2, 1 and 3 of each vector, side by side. `vphaddd` takes twice as long.
+                let ab = _mm256_add_epi32(_mm256_unpacklo_epi32(a, b), _mm256_unpackhi_epi32(a, b));
+                let cd = _mm256_add_epi32(_mm256_unpacklo_epi32(c, d), _mm256_unpackhi_epi32(c, d));
+                *out =
+                    _mm256_add_epi32(_mm256_unpacklo_epi64(ab, cd), _mm256_unpackhi_epi64(ab, cd));
             }
         });
         out

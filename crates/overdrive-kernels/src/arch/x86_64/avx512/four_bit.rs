@@ -50,14 +50,13 @@ impl FourBit for Avx512 {
     }
 
     #[inline(always)]
-    fn rescale_bytes(self, numbers: __m512i, factors: __m512i, starts: __m512i) -> __m512i {
+    fn sum_fours(self, sums: [__m512i; 4]) -> __m512i {
+        let [a, b, c, d] = sums;
         intrinsics!({
-            let even = _mm512_and_si512(numbers, _mm512_set1_epi16(0xff));
-            let even = _mm512_add_epi16(_mm512_mullo_epi16(even, factors), starts);
-            let odd = _mm512_srli_epi16::<8>(numbers);
-            let odd = _mm512_add_epi16(_mm512_mullo_epi16(odd, factors), starts);
-            let odd = _mm512_and_si512(odd, _mm512_set1_epi16(-256));
-            _mm512_or_si512(_mm512_srli_epi16::<8>(even), odd)
+            // Lanes 0 and 2, 1 and 3 of each vector, side by side.
+            let ab = _mm512_add_epi32(_mm512_unpacklo_epi32(a, b), _mm512_unpackhi_epi32(a, b));
+            let cd = _mm512_add_epi32(_mm512_unpacklo_epi32(c, d), _mm512_unpackhi_epi32(c, d));
+            _mm512_add_epi32(_mm512_unpacklo_epi64(ab, cd), _mm512_unpackhi_epi64(ab, cd))
         })
     }
 

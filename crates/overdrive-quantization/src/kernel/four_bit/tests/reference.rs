@@ -3,7 +3,6 @@
 use half::f16;
 use overdrive_kernels::{Element, InstructionSet, Table256};
 
-use super::super::byte_rows::{MIN_RESCALED, rescales};
 use super::super::coded_weight::{ByteCoding, ByteNumbers, CodedWeight, Coding, WordTable, levels};
 use super::super::gemm::{CodedGemm, QuantizedInputs};
 use super::super::scales::{Floats, Magnitudes, Scales};
@@ -34,8 +33,6 @@ pub(super) enum Numbers {
     Exact,
     Words,
     Bytes,
-    /// Bytes of which a unit shares one scale.
-    Rescaled,
 }
 
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -62,7 +59,7 @@ pub(super) struct Owned {
     pub(super) outer: Vec<f32>,
     pub(super) offsets: Option<Vec<f32>>,
     pub(super) order: Option<Vec<i32>>,
-    /// If `true`, activations are bytes for any number of rows.
+    /// If `true`, activations are bytes where the layout allows it.
     pub(super) bytes: bool,
 }
 
@@ -144,39 +141,6 @@ impl Owned {
         map
     }
 
-    /// Returns an element whose unit of 128 inputs has bytes of one scale, as the kernels round it.
-    pub(super) fn rescaled(&self, weight: usize) -> f64 {
-        let Coding::Nibbles { values, .. } = self.coding else {
-            unreachable!("only codes of 4 bits are scaled to bytes")
-        };
-        let coding = ByteCoding::new(&self.coding);
-        let integers = matches!(coding.numbers, ByteNumbers::Integers(_));
-        // The numbers of a block are `number · step + low`.
-        let line = |block: usize| -> (f32, f32) {
-            let step = self.scale(block * self.block) as f32;
-            let offset = self.offsets.as_ref().map_or(0.0, |all| all[block]);
-            (step, offset + if integers { values[0] * step } else { 0.0 })
-        };
-        let first = weight / 128 * 128 / self.block;
-        let most =
-            (first..first + 128 / self.block)
-                .map(line)
-                .fold(0.0_f32, |most, (step, low)| match integers {
-                    true => most.max(low.abs()).max((low + 15.0 * step).abs()),
-                    false => most.max(127.0 * step.abs()),
-                });
-        let inverse = 127.0 * 256.0 / most;
-        let (step, low) = line(weight / self.block);
-        let number = match integers {
-            true => (self.value(weight, Numbers::Exact) - f64::from(values[0])) as i32,
-            false => (self.value(weight, Numbers::Bytes) / f64::from(coding.unit)).round() as i32,
-        };
-        let word = |x: f32| (x * inverse).round_ties_even() as i32;
-        let byte = (number * word(step) + word(low) + 128) >> 8;
-        assert!((-127..=127).contains(&byte), "a byte");
-        f64::from(byte) * f64::from(most / 127.0) * f64::from(coding.unit)
-    }
-
     /// Returns the number of the code of an element.
     pub(super) fn value(&self, weight: usize, numbers: Numbers) -> f64 {
         match &self.coding {
@@ -191,7 +155,7 @@ impl Owned {
                     byte & 15
                 });
                 match numbers {
-                    Numbers::Exact | Numbers::Rescaled => f64::from(values[code]),
+                    Numbers::Exact => f64::from(values[code]),
                     Numbers::Words => {
                         let table = WordTable::new(values);
                         f64::from(table.words[code]) * f64::from(table.unit)
@@ -223,9 +187,6 @@ impl Owned {
     }
 
     pub(super) fn weight(&self, weight: usize, numbers: Numbers) -> f64 {
-        if numbers == Numbers::Rescaled {
-            return self.rescaled(weight);
-        }
         let offset = self
             .offsets
             .as_ref()
@@ -239,17 +200,10 @@ impl Owned {
             .map_or(place, |order| order[place] as usize)
     }
 
-    /// Returns the type in which `rows` of activations are multiplied with `set`.
-    pub(super) fn numbers(&self, set: InstructionSet, rows: usize) -> Numbers {
+    /// Returns the type in which activations are multiplied.
+    pub(super) fn numbers(&self) -> Numbers {
         let map = self.map();
-        let coding = match rows {
-            ..=3 => map.few_rows_byte_coding(),
-            _ => map.byte_coding().filter(|_| self.bytes),
-        };
-        let many = self.block < 128 && rows >= MIN_RESCALED;
-        if coding.is_some_and(|coding| many && rescales(set, coding)) {
-            Numbers::Rescaled
-        } else if coding.is_some() {
+        if map.byte_coding().is_some() {
             Numbers::Bytes
         } else if map.granule().is_some() {
             Numbers::Words
@@ -260,7 +214,7 @@ impl Owned {
 
     /// Returns the largest integer of activations.
     pub(super) fn levels(&self, numbers: Numbers) -> f64 {
-        if matches!(numbers, Numbers::Bytes | Numbers::Rescaled) {
+        if numbers == Numbers::Bytes {
             return 127.0;
         }
         f64::from(match &self.coding {
@@ -277,7 +231,6 @@ impl Owned {
         let group = match numbers {
             Numbers::Bytes if self.coding.per_byte() == 1 => self.block.min(32),
             Numbers::Bytes => self.block.clamp(32, 128),
-            Numbers::Rescaled => 128,
             _ => 64,
         };
         let mut all = Vec::new();
@@ -360,12 +313,12 @@ pub(super) fn check_with(case: Case, rows: usize, bytes: bool) {
     let x = activations(rows, case.inputs, case.seed);
     let exact = owned.product(&x, Numbers::Exact);
     for set in InstructionSet::available() {
-        let numbers = owned.numbers(set, rows);
+        let numbers = owned.numbers();
         let expected = owned.product(&x, numbers);
         // Half a step of a group's largest activation, which is at most 80 times the typical one here; and
         // of bytes for the numbers of a table.
         let rounding = match numbers {
-            Numbers::Bytes | Numbers::Rescaled => 0.5,
+            Numbers::Bytes => 0.5,
             Numbers::Exact | Numbers::Words => 6e-3,
         };
         let y = run::<f32>(set, &x, &[map], &[None]);
@@ -389,10 +342,28 @@ pub(super) fn check_with(case: Case, rows: usize, bytes: bool) {
     }
 }
 
-/// Returns the least number of elements that share a scale, with which codes are multiplied as bytes.
-pub(super) fn min_block(coding: &Coding) -> usize {
-    match coding.per_byte() {
-        1 => 16,
-        _ => 32,
+/// Returns a case with a layout that bytes have a kernel for: rows of `32 · groups` inputs or a multiple of the block.
+pub(super) fn of_bytes(
+    coding: usize,
+    outputs: usize,
+    groups: usize,
+    block: usize,
+    kept: Kept,
+    offsets: bool,
+    seed: u64,
+) -> Case {
+    // Books have no offsets.
+    let offsets = offsets && !(2..4).contains(&coding);
+    let coding = codings()[coding];
+    let block = block.max(ByteCoding::new(&coding).min_group());
+    Case {
+        coding,
+        outputs,
+        inputs: (groups * 32).next_multiple_of(block),
+        block,
+        kept,
+        offsets,
+        order: false,
+        seed,
     }
 }

@@ -1,0 +1,130 @@
+//! The results of a request do not depend on the requests beside it. A process of its own, because the switch belongs to the
+//! process.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+use std::ops::ControlFlow;
+
+use overdrive_generation::{
+    Engine, EngineConfig, GenerateOptions, GenerationConfig, Request, TokenLogprobs,
+    generate_with_options, set_batch_invariant,
+};
+use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig, QuantizeOptions};
+
+/// The tokens of a continuation and the bits of their log-probabilities.
+type Bits = Vec<(i64, u64)>;
+
+/// Returns a model whose widths are no multiples of 128, with weights in `scheme`.
+fn model(scheme: Option<&str>, window: Option<i64>) -> CausalLm {
+    let config = LlamaConfig {
+        vocab_size: 200,
+        hidden_size: 96,
+        intermediate_size: 160,
+        num_hidden_layers: 2,
+        num_attention_heads: 6,
+        num_key_value_heads: Some(2),
+        max_position_embeddings: 256,
+        sliding_window: window,
+        initializer_range: 0.1,
+        ..LlamaConfig::default()
+    };
+    let mut model = CausalLm::new(&config.into(), &InitOptions::default()).unwrap();
+    if let Some(scheme) = scheme {
+        let scheme = scheme.parse().unwrap();
+        model
+            .quantize(&QuantizeOptions::new(scheme).with_head(scheme))
+            .unwrap();
+    }
+    model
+}
+
+/// Returns prompts of several lengths, of which two have a common beginning.
+fn prompts() -> Vec<Vec<i64>> {
+    let lengths = [3, 70, 1, 33, 8, 71];
+    let prompt = |(index, length): (usize, &i64)| {
+        let first = if *length >= 70 { 1 } else { index as i64 };
+        (0..*length)
+            .map(|at| (first * 31 + at * 17) % 200)
+            .collect()
+    };
+    lengths.iter().enumerate().map(prompt).collect()
+}
+
+fn options(chunk: Option<usize>) -> GenerationConfig {
+    GenerationConfig {
+        max_new_tokens: Some(9),
+        logprobs: Some(1),
+        prefill_chunk_size: chunk,
+        ..GenerationConfig::default()
+    }
+}
+
+fn bits(tokens: &[i64], logprobs: &[TokenLogprobs]) -> Bits {
+    assert_eq!(tokens.len(), logprobs.len());
+    let bits = logprobs.iter().map(|one| one.logprob.to_bits());
+    tokens.iter().copied().zip(bits.map(u64::from)).collect()
+}
+
+fn by_engine(model: &CausalLm, prompts: &[Vec<i64>], budget: usize) -> Vec<Bits> {
+    let mut config = EngineConfig::default();
+    config.max_num_seqs = 8;
+    config.max_num_batched_tokens = Some(budget);
+    config.num_blocks = Some(64);
+    let mut engine = Engine::new(model, config).unwrap();
+    for prompt in prompts {
+        engine
+            .submit(Request::new(prompt.clone(), options(None)))
+            .unwrap();
+    }
+    let outcomes = engine.run_to_end().unwrap();
+    let each = outcomes.into_iter().map(|(_, outcome)| {
+        let completion = outcome.unwrap().remove(0);
+        bits(&completion.tokens, &completion.logprobs.unwrap())
+    });
+    each.collect()
+}
+
+fn by_generate(model: &CausalLm, prompts: &[Vec<i64>], chunk: Option<usize>) -> Vec<Bits> {
+    let go_on = |_: overdrive_generation::GeneratedToken<'_>| ControlFlow::Continue(());
+    let none = GenerateOptions::default();
+    let output = generate_with_options(model, prompts, &options(chunk), &none, go_on).unwrap();
+    let logprobs = output.logprobs.as_ref().unwrap();
+    let each = logprobs.iter().enumerate();
+    each.map(|(row, logprobs)| bits(output.new_tokens(row), logprobs))
+        .collect()
+}
+
+#[test]
+fn a_request_has_the_same_bits_alone_and_beside_others_in_any_chunks() {
+    tch::set_num_threads(2);
+    set_batch_invariant(true);
+    let prompts = prompts();
+    for (scheme, window) in [
+        (None, None),
+        (None, Some(20)),
+        (Some("int8"), None),
+        (Some("int8-weight"), None),
+        (Some("fp8"), None),
+        (Some("int4-g32"), None),
+        (Some("int4-g32-asym"), None),
+        (Some("nf4"), None),
+    ] {
+        let model = model(scheme, window);
+        let alone: Vec<Bits> = prompts
+            .iter()
+            .flat_map(|prompt| by_engine(&model, std::slice::from_ref(prompt), 512))
+            .collect();
+        for budget in [8, 20, 512] {
+            let together = by_engine(&model, &prompts, budget);
+            assert_eq!(together, alone, "{scheme:?} {window:?}, steps of {budget}");
+        }
+        for chunk in [None, Some(1), Some(5), Some(64)] {
+            for (prompt, alone) in prompts.iter().zip(&alone) {
+                let found = by_generate(&model, std::slice::from_ref(prompt), chunk);
+                assert_eq!(
+                    &found[0], alone,
+                    "{scheme:?} {window:?}, chunks of {chunk:?}"
+                );
+            }
+        }
+    }
+}
