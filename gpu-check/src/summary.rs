@@ -66,7 +66,10 @@ const COMPARISONS: &[Comparison] = &[
         further: &[],
         peers: &[
             ("transformers, eager, {many} streams", "transformers"),
-            ("transformers, compile, {many} streams", "with torch.compile"),
+            (
+                "transformers, compile, {many} streams",
+                "with torch.compile",
+            ),
         ],
     },
     Comparison {

@@ -32,7 +32,7 @@
 //! | below 8.0 | none: libtorch's operators |
 //!
 //! **On Hopper (9.0) the kernels are on by default.** There `cargo xtask gpu-check` ran every one of them on an H200 on
-//! 27 November 2026: all were right, and none was slower than libtorch's operators by more than the figures vary
+//! 27 November 2026: all were right, and each was faster than libtorch's operators or within 4 % of them
 //! (docs/benchmarks/gpu_h200_2026-11-27.md). On other GPUs, for which there is no report yet, they are off unless
 //! `OVERDRIVE_GPU_KERNELS=1` is set: their numbers are proved by Triton's interpreter, and their launches against a
 //! stand-in for the driver. `OVERDRIVE_GPU_KERNELS=0` turns them off everywhere. A line of `tracing` says which are used,

@@ -1,7 +1,7 @@
 //! The architectures on which the kernels are used by default.
 
-/// An architecture on which a run of gpu-check has shown that every kernel is right, and none slower than what it
-/// replaces by more than the figures vary.
+/// An architecture on which a run of gpu-check has shown that every kernel is right, and faster than what it replaces or
+/// within a few per cent of it.
 #[derive(Debug)]
 pub(crate) struct Verified {
     /// The name of its images.

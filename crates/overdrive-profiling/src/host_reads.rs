@@ -234,7 +234,10 @@ mod tests {
 
     #[test]
     fn the_host_waits_for_every_copy_but_an_asynchronous_one_to_pinned_memory() {
-        assert_eq!([(true, true), (true, false), (false, true)].map(|(b, p)| waits(b, p)), [true; 3]);
+        assert_eq!(
+            [(true, true), (true, false), (false, true)].map(|(b, p)| waits(b, p)),
+            [true; 3]
+        );
         assert!(!waits(false, false));
     }
 
@@ -246,7 +249,11 @@ mod tests {
         let there = Tensor::ones([2], (Kind::Float, gpu));
         let mut host = overdrive_sys::transfer::empty_pinned(&[2], Kind::Float).unwrap();
         let reads = HostReads::of(gpu);
-        let arguments = [Value::Tensor(&host), Value::Tensor(&there), Value::Bool(true)];
+        let arguments = [
+            Value::Tensor(&host),
+            Value::Tensor(&there),
+            Value::Bool(true),
+        ];
         call("aten::copy_", "", &arguments).unwrap();
         let _there = there.to_device_(Device::Cpu, Kind::Float, true, false);
         assert!(reads.names().is_empty(), "{:?}", reads.names());

@@ -45,9 +45,30 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             })?;
         }
         // What a program gets that sets nothing, and, for dense weights, the other side.
-        measure(context, &mut weights, scheme, (1, new), ("generate", generated), None)?;
-        measure(context, &mut weights, scheme, (many, new), ("generate", generated), None)?;
-        measure(context, &mut weights, scheme, (many, new), ("engine", served), None)?;
+        measure(
+            context,
+            &mut weights,
+            scheme,
+            (1, new),
+            ("generate", generated),
+            None,
+        )?;
+        measure(
+            context,
+            &mut weights,
+            scheme,
+            (many, new),
+            ("generate", generated),
+            None,
+        )?;
+        measure(
+            context,
+            &mut weights,
+            scheme,
+            (many, new),
+            ("engine", served),
+            None,
+        )?;
         if scheme.is_none() {
             transformers(context, shape, [1, many], new)?;
         }
@@ -59,7 +80,14 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             for &variant in variants {
                 measure(context, &mut weights, scheme, (streams, new), variant, None)?;
                 if other.is_some() {
-                    measure(context, &mut weights, scheme, (streams, new), variant, other)?;
+                    measure(
+                        context,
+                        &mut weights,
+                        scheme,
+                        (streams, new),
+                        variant,
+                        other,
+                    )?;
                 }
             }
         }

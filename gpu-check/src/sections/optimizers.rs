@@ -1,9 +1,9 @@
 use anyhow::Result;
 use overdrive::optim::{
     Adafactor, AdafactorConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, ClipOptions, Ema,
-    EmaConfig, Implementation, Lion, LionConfig, Muon, MuonConfig, MuonPrecision, Optimizer, PagedAdamW,
-    PagedAdamWConfig, PagingConfig, ParamGroup, Sgd, SgdConfig, StateBits, clip_grad_norm,
-    clip_grad_value,
+    EmaConfig, Implementation, Lion, LionConfig, Muon, MuonConfig, MuonPrecision, Optimizer,
+    PagedAdamW, PagedAdamWConfig, PagingConfig, ParamGroup, Sgd, SgdConfig, StateBits,
+    clip_grad_norm, clip_grad_value,
 };
 use overdrive::sys::grad;
 use tch::{Device, Kind, Tensor};
@@ -236,7 +236,9 @@ impl Inputs {
             false => {
                 let positions =
                     Tensor::f_arange(parameter.numel() as i64, (Kind::Float, Device::Cpu))?;
-                ((positions * 0.11) + step as f64).f_cos()?.f_view(&size[..])?
+                ((positions * 0.11) + step as f64)
+                    .f_cos()?
+                    .f_view(&size[..])?
             }
         };
         let gradient = (numbers * 0.1).f_to_kind(parameter.kind())?;

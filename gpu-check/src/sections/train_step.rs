@@ -70,11 +70,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     unfused.fused_kernels = false;
     let mut variants = Vec::new();
     if let Some((on, name)) = other_kernels(device)? {
-        variants.push((
-            format!("Overdrive, {name}"),
-            Execution::default(),
-            Some(on),
-        ));
+        variants.push((format!("Overdrive, {name}"), Execution::default(), Some(on)));
     }
     variants.push((
         "Overdrive, every block recomputed".to_owned(),

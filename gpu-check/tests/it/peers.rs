@@ -9,7 +9,8 @@ use serde_json::Value;
 #[test]
 fn a_package_that_is_missing_is_named_in_json() {
     let scripts = Path::new(env!("CARGO_MANIFEST_DIR")).join("../benches/pytorch");
-    let shape = "--vocab 100 --dim 32 --layers 1 --heads 2 --kv-heads 1 --hidden 32 --context 16 --batch 1";
+    let shape =
+        "--vocab 100 --dim 32 --layers 1 --heads 2 --kv-heads 1 --hidden 32 --context 16 --batch 1";
     // Packages that cannot be imported, before those of this machine.
     let folder = tempfile::tempdir().unwrap();
     for package in ["torch", "transformers", "peft", "bitsandbytes"] {
@@ -17,7 +18,10 @@ fn a_package_that_is_missing_is_named_in_json() {
         std::fs::write(folder.path().join(format!("{package}.py")), text).unwrap();
     }
     for (script, arguments) in [
-        ("gpu_decode.py", "--variant dynamic --prompt 8 --new 2 --streams 1 2"),
+        (
+            "gpu_decode.py",
+            "--variant dynamic --prompt 8 --new 2 --streams 1 2",
+        ),
         ("gpu_finetune.py", "--rank 16"),
     ] {
         let output = Command::new("python3")

@@ -115,7 +115,10 @@ fn an_adapter_over_weights_of_4_bits_is_trained_with_and_without_checkpoints() {
         assert!(figure(&checks, name, "tokens/s") > 0.0);
     }
     // The weights of the two blocks take half a byte each, those of embedding and head four.
-    let [blocks, tables] = [2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128), 2 * 1000 * 128];
+    let [blocks, tables] = [
+        2 * (2 * 128 * 128 + 2 * 64 * 128 + 3 * 256 * 128),
+        2 * 1000 * 128,
+    ];
     let dense = f64::from(4 * (blocks + tables)) / f64::from(1 << 30);
     let packed = f64::from(blocks / 2 + 4 * tables) / f64::from(1 << 30);
     let weights = figure(&checks, "QLoRA", "weights GiB");
@@ -130,7 +133,10 @@ fn the_phases_of_a_start_add_up() {
         ("from the file to the first step", "first step s"),
     ] {
         let of = |name_of: &str| figure(&checks, name, name_of);
-        let phases: f64 = ["libraries s", "file s", "kernels s", last].map(of).iter().sum();
+        let phases: f64 = ["libraries s", "file s", "kernels s", last]
+            .map(of)
+            .iter()
+            .sum();
         // The second time may be slower than the first, which then has loaded nothing.
         assert!(of("s") <= phases + 1e-9 && of("file s") > 0.0, "{checks:?}");
     }
@@ -168,7 +174,9 @@ fn times(budget: Duration, part: f64) -> Vec<Duration> {
 #[test]
 fn the_plans_fit_nine_minutes_and_those_of_correctness_four() {
     let planned = |kind: Option<Kind>| -> u64 {
-        let sections = SECTIONS.iter().filter(|s| kind.is_none_or(|kind| s.kind == kind));
+        let sections = SECTIONS
+            .iter()
+            .filter(|s| kind.is_none_or(|kind| s.kind == kind));
         sections.map(|section| section.planned().as_secs()).sum()
     };
     assert!(planned(None) <= 9 * 60, "{}", planned(None));

@@ -40,7 +40,10 @@ fn report() -> Report {
                 ("PyTorch, eager", rate(53886.0)),
                 ("PyTorch, compile", rate(68647.0)),
                 ("PyTorch, liger", Finding::skipped_allowed("no liger")),
-                ("PyTorch, adamw-8bit", Finding::failed("stopped").with("tokens/s", 1.0)),
+                (
+                    "PyTorch, adamw-8bit",
+                    Finding::failed("stopped").with("tokens/s", 1.0),
+                ),
                 ("Overdrive, own kernels in bf16", rate(67532.0)),
             ],
         ),
@@ -81,17 +84,32 @@ fn a_run_prints_its_lines_last_and_the_report_begins_with_them() {
     let lines = lines(&report);
     // One for the outcomes and one for each comparison: every check is found by its name.
     assert_eq!(lines.len(), 8, "{lines:#?}");
-    assert!(!lines.iter().any(|line| line.ends_with("not measured") && !line.contains(';')));
+    assert!(
+        !lines
+            .iter()
+            .any(|line| line.ends_with("not measured") && !line.contains(';'))
+    );
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();
-    assert!(printed.ends_with(&format!("{}\n", lines.join("\n"))), "{printed}");
+    assert!(
+        printed.ends_with(&format!("{}\n", lines.join("\n"))),
+        "{printed}"
+    );
     let markdown = std::fs::read_to_string(folder.path().join("report.md")).unwrap();
-    assert!(markdown.contains(&format!("\n\n- {}\n", lines.join("\n- "))), "{markdown}");
+    assert!(
+        markdown.contains(&format!("\n\n- {}\n", lines.join("\n- "))),
+        "{markdown}"
+    );
 }
 
 #[test]
 fn there_are_at_most_ten_lines() {
     let mut report = report();
-    let finding = || rate(10.0).with("s", 1.0).with("speed", 11.1).with("of default", 0.081);
+    let finding = || {
+        rate(10.0)
+            .with("s", 1.0)
+            .with("speed", 11.1)
+            .with("of default", 0.081)
+    };
     report.sections.extend([
         section("ablation", vec![("all (bf16)", finding())]),
         section("finetune", vec![("QLoRA", finding())]),
@@ -105,5 +123,8 @@ fn there_are_at_most_ten_lines() {
     ]);
     let lines = lines(&report);
     assert_eq!(lines.len(), 9, "{lines:#?}");
-    assert_eq!(lines[3], "all techniques: 11.1 times the default's speed, 0.081 of its memory");
+    assert_eq!(
+        lines[3],
+        "all techniques: 11.1 times the default's speed, 0.081 of its memory"
+    );
 }

@@ -50,7 +50,11 @@ fn the_kernels_are_on_by_default_on_hopper_and_elsewhere_only_if_they_are_asked_
             expected(by_default),
             "{capability:?}"
         );
-        assert_eq!(asked(capability, Some(true)), expected(on), "{capability:?}");
+        assert_eq!(
+            asked(capability, Some(true)),
+            expected(on),
+            "{capability:?}"
+        );
         assert_eq!(
             asked(capability, Some(false)),
             expected(None),
@@ -78,8 +82,8 @@ fn each_verified_architecture_has_a_report_of_its_kernels() {
     let repository = Path::new(env!("CARGO_MANIFEST_DIR")).join("../..");
     for verified in VERIFIED {
         let path = repository.join(verified.report);
-        let text = fs::read_to_string(&path)
-            .unwrap_or_else(|error| panic!("{}: {error}", path.display()));
+        let text =
+            fs::read_to_string(&path).unwrap_or_else(|error| panic!("{}: {error}", path.display()));
         for named in [verified.target, "own_kernels", "decode_kernel"] {
             assert!(text.contains(named), "{}: {named}", path.display());
         }

@@ -88,7 +88,9 @@ fn sgd_in_half_precision_is_that_in_fp32_with_parameters_and_momentum_rounded_on
         // Whole vectors and a rest.
         let values = (Tensor::arange(99, cpu(Kind::Float)) * 0.37).sin();
         let values = values.to_kind(kind);
-        let gradient = (Tensor::arange(99, cpu(Kind::Float)) * 7.3).cos().to_kind(kind);
+        let gradient = (Tensor::arange(99, cpu(Kind::Float)) * 7.3)
+            .cos()
+            .to_kind(kind);
         let parameter = with_gradient(&values, &gradient);
         let mut optimizer = Sgd::new(one_group("w", &parameter), config.clone()).unwrap();
         let wide = |tensor: &Tensor| tensor.detach().to_kind(Kind::Float);
@@ -103,8 +105,15 @@ fn sgd_in_half_precision_is_that_in_fp32_with_parameters_and_momentum_rounded_on
             expected = (wide(&expected) - (sum + &kept * 0.9) * 0.1).to_kind(kind);
             momentum = kept.to_kind(kind);
         }
-        assert!(difference(&wide(&parameter), &wide(&values)) > 0.1, "{kind:?}");
-        assert_eq!(difference(&wide(&parameter), &wide(&expected)), 0.0, "{kind:?}");
+        assert!(
+            difference(&wide(&parameter), &wide(&values)) > 0.1,
+            "{kind:?}"
+        );
+        assert_eq!(
+            difference(&wide(&parameter), &wide(&expected)),
+            0.0,
+            "{kind:?}"
+        );
     }
 }
 
