@@ -56,9 +56,8 @@ def measure(arguments) -> dict:
         tie_word_embeddings=True,
     )
     # The CPU is there to test this program; its bf16 may be emulated.
-    torch.set_default_dtype(torch.bfloat16 if on_gpu else torch.float32)
     with torch.device(arguments.device):
-        model = LlamaForCausalLM(config).eval()
+        model = LlamaForCausalLM(config).to(torch.bfloat16 if on_gpu else torch.float32).eval()
     run = torch.compile(model, mode="reduce-overhead", fullgraph=True) if arguments.variant == "static" else model
 
     @torch.no_grad()

@@ -49,7 +49,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     let shape = super::train_step::shape(context)?;
     let kind = context.sized(Kind::BFloat16, Kind::Float);
     let mut folder: Option<TempDir> = None;
-    let mut written = |folder: &mut Option<TempDir>| -> Result<f64> {
+    let written = |folder: &mut Option<TempDir>| -> Result<f64> {
         let made = tempfile::tempdir()?;
         let mut config = shape.config();
         config.eos_token_id = Vec::new();
