@@ -45,30 +45,14 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             })?;
         }
         // What a program gets that sets nothing, and, for dense weights, the other side.
-        measure(
-            context,
-            &mut weights,
-            scheme,
-            (1, new),
-            ("generate", generated),
-            None,
-        )?;
-        measure(
-            context,
-            &mut weights,
-            scheme,
-            (many, new),
-            ("generate", generated),
-            None,
-        )?;
-        measure(
-            context,
-            &mut weights,
-            scheme,
-            (many, new),
-            ("engine", served),
-            None,
-        )?;
+        let defaults: [(usize, (&str, Work)); 3] = [
+            (1, ("generate", generated)),
+            (many, ("generate", generated)),
+            (many, ("engine", served)),
+        ];
+        for (streams, way) in defaults {
+            measure(context, &mut weights, scheme, (streams, new), way, None)?;
+        }
         if scheme.is_none() {
             transformers(context, shape, [1, many], new)?;
         }

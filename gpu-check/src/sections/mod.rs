@@ -11,6 +11,7 @@ use tch::Device;
 use crate::context::{Context, Lost};
 use crate::line::Line;
 use crate::report::KernelUse;
+use crate::timing::kernels_set;
 
 mod ablation;
 mod attention;
@@ -174,7 +175,7 @@ pub const SECTIONS: &[Section] = &[
         kind: Kind::Correctness,
         planned_seconds: 7,
         cuda_seconds: 30,
-        run: fused::run,
+        run: |context| composed(context, fused::run),
     },
     Section {
         name: "quantized",
@@ -182,7 +183,7 @@ pub const SECTIONS: &[Section] = &[
         kind: Kind::Correctness,
         planned_seconds: 6,
         cuda_seconds: 30,
-        run: quantized::run,
+        run: |context| composed(context, quantized::run),
     },
     Section {
         name: "reads",
@@ -206,7 +207,7 @@ pub const SECTIONS: &[Section] = &[
         kind: Kind::Correctness,
         planned_seconds: 5,
         cuda_seconds: 20,
-        run: optimizers::run,
+        run: |context| composed(context, optimizers::run),
     },
     Section {
         name: "memory",
@@ -335,6 +336,13 @@ pub fn share(sections: &[&Section], target: Target, left: Duration) -> Duration 
         return limit.min(left - kept);
     }
     limit.min(left.mul_f64(own.as_secs_f64() / (own + kept).as_secs_f64()))
+}
+
+/// Runs checks of what libtorch's operators compute, also where the kernels of overdrive-gpu are the default; the section
+/// `own_kernels` runs the same with those.
+fn composed(context: &mut Context, run: fn(&mut Context) -> Result<()>) -> Result<()> {
+    let _off = kernels_set(Some(false));
+    run(context)
 }
 
 /// Runs a section in this process and gives its events to `emit`.
