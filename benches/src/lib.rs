@@ -7,8 +7,10 @@ pub mod ablation;
 pub mod generation;
 mod memory;
 mod perplexity;
+mod random_model;
 mod step;
 
 pub use memory::{UNCACHED_BYTES, read_bandwidth};
 pub use perplexity::{Perplexity, Windows};
+pub use random_model::random_model;
 pub use step::{Shape, Step, StepResult};

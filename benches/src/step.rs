@@ -4,10 +4,10 @@ use std::error::Error;
 
 use overdrive::optim::{AdamW, AdamWConfig, ClipOptions, Optimizer, clip_grad_norm, decay_groups};
 use overdrive::precision::Precision;
-use overdrive::transformer::{
-    CausalLm, Execution, ForwardInput, InitOptions, LabelShift, LlamaConfig,
-};
+use overdrive::transformer::{CausalLm, Execution, ForwardInput, LabelShift, LlamaConfig};
 use tch::{Device, Kind, Tensor};
+
+use crate::random_model;
 
 /// The shape of a model and of its batches.
 #[derive(Debug, Clone, Copy)]
@@ -104,11 +104,7 @@ impl Step {
     /// # Errors
     /// An error if a Llama cannot have this shape.
     pub fn new(shape: Shape, device: Device) -> StepResult<Self> {
-        let init = InitOptions {
-            device,
-            ..InitOptions::default()
-        };
-        let model = CausalLm::new(&shape.config().into(), &init)?;
+        let model = random_model(&shape.config().into(), device, Kind::Float)?;
         model.set_requires_grad(true)?;
         let config = AdamWConfig {
             learning_rate: 2e-3,

@@ -13,7 +13,8 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
 use overdrive_gpu_check::runner::{self, Options};
-use overdrive_gpu_check::sections::{self, MACHINERY, SECTIONS, Section, Target};
+use overdrive_gpu_check::sections::{self, Kind, MACHINERY, SECTIONS, Section, Target, Work};
+use overdrive_gpu_check::summary;
 
 /// Checks and measures everything that Overdrive does on a GPU
 #[derive(Parser)]
@@ -25,7 +26,7 @@ struct Flags {
     /// File of the report as JSON; the report as Markdown is written beside it
     #[arg(long, value_name = "FILE", default_value = "gpu-check.json")]
     report: PathBuf,
-    /// Sections to run, in this order [default: all]
+    /// Sections to run, in this order; `correctness` and `figures` are all sections of a kind [default: all]
     #[arg(long, value_name = "NAME", num_args = 1..)]
     section: Vec<String>,
     /// Time for all sections together; those for which none is left are reported as skipped
@@ -50,6 +51,18 @@ enum Command {
         first: usize,
         #[arg(long)]
         seconds: f64,
+    },
+    /// Runs the work of the section `start`
+    #[command(hide = true)]
+    RunStart {
+        #[arg(long, value_enum)]
+        device: Target,
+        #[arg(long, value_enum)]
+        work: Work,
+        #[arg(long)]
+        model: PathBuf,
+        #[arg(long)]
+        began: u64,
     },
     /// Runs one process of the section `distributed`
     #[command(hide = true)]
@@ -83,6 +96,15 @@ fn run(flags: Flags) -> Result<ExitCode> {
             });
             return Ok(ExitCode::SUCCESS);
         }
+        Some(Command::RunStart {
+            device,
+            work,
+            model,
+            began,
+        }) => {
+            sections::run_start(device, work, &model, began)?;
+            return Ok(ExitCode::SUCCESS);
+        }
         Some(Command::RunRank { device }) => {
             sections::run_rank(device)?;
             return Ok(ExitCode::SUCCESS);
@@ -109,10 +131,7 @@ fn run(flags: Flags) -> Result<ExitCode> {
     };
     let chosen: Vec<&'static Section> = match flags.section.as_slice() {
         [] => SECTIONS.iter().collect(),
-        names => names
-            .iter()
-            .map(|name| section(name))
-            .collect::<Result<_>>()?,
+        names => named(names)?,
     };
     let report = runner::run(&Options {
         target,
@@ -122,17 +141,29 @@ fn run(flags: Flags) -> Result<ExitCode> {
         is_gpu_required: target == Target::Cuda,
     })?;
     println!(
-        "{} passed, {} failed, {} skipped in {:.0} s; report: {}",
-        report.passed,
-        report.failed,
-        report.skipped,
+        "== {:.0} s; report: {} ==",
         report.seconds,
         flags.report.display()
     );
+    for line in summary::lines(&report) {
+        println!("{line}");
+    }
     Ok(match report.failed {
         0 => ExitCode::SUCCESS,
         _ => ExitCode::FAILURE,
     })
+}
+
+/// Returns the sections of these names.
+fn named(names: &[String]) -> Result<Vec<&'static Section>> {
+    let mut chosen = Vec::new();
+    for name in names {
+        match Kind::of_name(name) {
+            Some(kind) => chosen.extend(SECTIONS.iter().filter(|section| section.kind == kind)),
+            None => chosen.push(section(name)?),
+        }
+    }
+    Ok(chosen)
 }
 
 fn section(name: &str) -> Result<&'static Section> {
@@ -142,7 +173,7 @@ fn section(name: &str) -> Result<&'static Section> {
     match found {
         Some(section) => Ok(section),
         None => bail!(
-            "`--section` is {name}; it must be one of {}",
+            "`--section` is {name}; it must be correctness, figures or one of {}",
             names.join(", ")
         ),
     }

@@ -10,6 +10,7 @@ use serde::{Deserialize, Serialize};
 use tch::Device;
 
 use crate::finding::{Check, Outcome};
+use crate::summary;
 
 const FORMAT: &str = "overdrive-gpu-check";
 const FORMAT_VERSION: u64 = 1;
@@ -170,16 +171,17 @@ impl Report {
     /// Returns the report as Markdown.
     pub fn markdown(&self) -> String {
         let mut text = format!(
-            "# GPU check on {}\n\n{}, commit {}, {:.0} s{}.\n\n{} passed, {} failed, {} skipped.\n\n",
+            "# GPU check on {}\n\n{}, commit {}, {:.0} s{}.\n\n",
             self.device,
             self.began,
             self.commit.as_deref().unwrap_or("unknown"),
             self.seconds,
             if self.complete { "" } else { ", not complete" },
-            self.passed,
-            self.failed,
-            self.skipped
         );
+        for line in summary::lines(self) {
+            let _ = writeln!(text, "- {line}");
+        }
+        text.push('\n');
         text += "| section | passed | failed | skipped | s |\n|---|---|---|---|---|\n";
         for section in &self.sections {
             let _ = writeln!(

@@ -229,7 +229,11 @@ fn run_process(
     command
         .args(["run-section", section.name, "--device", target.name()])
         .args(["--first", &progress.done.to_string()])
-        .args(["--seconds", &limit.as_secs_f64().to_string()])
+        // The process ends by itself before it is stopped.
+        .args([
+            "--seconds",
+            &limit.saturating_sub(GRACE).as_secs_f64().to_string(),
+        ])
         .stdin(Stdio::null())
         .stdout(Stdio::piped())
         .stderr(Stdio::piped())
@@ -247,7 +251,7 @@ fn run_process(
         .stderr
         .take()
         .map(|pipe| thread::spawn(|| keep_last(pipe)));
-    let stop = Instant::now() + limit + GRACE;
+    let stop = Instant::now() + limit;
     let (mut is_late, mut was_lost) = (false, false);
     loop {
         let left = stop.saturating_duration_since(Instant::now());

@@ -43,6 +43,25 @@ pub(crate) fn own_kernels(device: Device) -> Result<Option<&'static Kernels>> {
     Ok(overdrive_gpu::kernels(device)?)
 }
 
+/// Returns the setting of the kernels of overdrive-gpu that is not the default on a device, with its name in the report;
+/// `None` where there is no other, as on a CPU.
+pub(crate) fn other_kernels(device: Device) -> Result<Option<(bool, &'static str)>> {
+    if device == Device::Cpu || own_kernels(device)?.is_none() {
+        return Ok(None);
+    }
+    let is_default = overdrive_gpu::kernels(device)?.is_some();
+    Ok(Some(match is_default {
+        true => (false, "without own kernels"),
+        false => (true, "own kernels"),
+    }))
+}
+
+/// Sets whether the kernels of overdrive-gpu are used until the result is dropped; `None` keeps the default.
+#[must_use]
+pub(crate) fn kernels_set(to: Option<bool>) -> Option<overdrive_gpu::EnabledGuard> {
+    to.map(overdrive_gpu::override_enabled)
+}
+
 /// Runs `work` with the kernels of overdrive-gpu, and returns its result with the number of their launches; `None` on a
 /// device without them.
 pub(crate) fn with_own_kernels<T>(

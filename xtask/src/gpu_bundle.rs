@@ -22,7 +22,12 @@ const MANIFEST: &str = "manifest.json";
 /// takes half.
 const MOST_BYTES: u64 = 32 << 20;
 /// The comparison with PyTorch.
-const SCRIPTS: [&str; 2] = ["gpu_step.py", "llama.py"];
+const SCRIPTS: [&str; 4] = [
+    "gpu_decode.py",
+    "gpu_finetune.py",
+    "gpu_step.py",
+    "llama.py",
+];
 /// The PyTorch of the machines that the bundle is for; run.sh refuses another.
 const BUILT_FOR: &str = "2.11";
 const RUN: &str = include_str!("gpu_bundle/run.sh");

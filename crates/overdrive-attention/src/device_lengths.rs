@@ -72,9 +72,9 @@ fn row_step(keys: &Tensor) -> Option<[i64; 2]> {
 /// last of their keys, of which there are at least T. No gradient is recorded, and the host waits for nothing; the keys
 /// are read where they lie, and only those that are filled.
 ///
-/// It runs libtorch's flash attention on CUDA, or with `OVERDRIVE_GPU_KERNELS=1` a kernel of overdrive-gpu, for up to 16
-/// queries, which also has f32, a softcap and sink logits. `None` if neither has all options, or the device is another
-/// one: a mask does the same there. No GPU has run this yet.
+/// It runs libtorch's flash attention on CUDA, or, where they are used (by default on Hopper), a kernel of overdrive-gpu,
+/// for up to 16 queries, which also has f32, a softcap and sink logits. `None` if neither has all options, or the device
+/// is another one: a mask does the same there.
 ///
 /// # Errors
 /// [`Error::Common`] for tensors that do not fit.

@@ -23,12 +23,12 @@ use crate::{Alignment, AttentionOptions, Backend, Error, Layout, PagedLayout, Re
 /// count inside the sequence, and queries are at the end of its keys. Sequences of one query and of many may
 /// be mixed. `alibi_slopes` may be (H) or (sequences, H); `layout` does not matter.
 ///
-/// On a CPU the blockwise kernel reads keys and values in their blocks: nothing is gathered. With `OVERDRIVE_GPU_KERNELS=1`
-/// a kernel of overdrive-gpu does so on CUDA, for up to 16 queries of each sequence, in two launches; it has neither
-/// ALiBi nor sink tokens under a window. Else the blocks of all sequences are gathered into one pack on CUDA, and one
+/// On a CPU the blockwise kernel reads keys and values in their blocks: nothing is gathered. On CUDA a
+/// kernel of overdrive-gpu does so where they are used (by default on Hopper), for up to 16 queries of each sequence, in
+/// two launches; it has neither ALiBi nor sink tokens under a window. Else the blocks of all sequences are gathered into one pack on CUDA, and one
 /// call of a kernel of libtorch computes it: flash in half precision, else the efficient one. With options that neither
 /// has (ALiBi, a softcap, sink logits, sink tokens under a window), and for another back end that is asked for, one
-/// sequence after another is computed, which is correct but slow. No GPU has run this yet.
+/// sequence after another is computed, which is correct but slow.
 ///
 /// It equals `flash_attn_varlen_func` with a `block_table`; the idea is PagedAttention's (Kwon et al. 2023,
 /// [arXiv:2309.06180](https://arxiv.org/abs/2309.06180)).

@@ -16,14 +16,12 @@ use tracing::{debug, info, warn};
 use crate::driver::{Context, Driver, Function, Grid, Value};
 use crate::embedded::{Image, Variant, images, table, target_for};
 use crate::error::{Error, Result, embedded};
+use crate::verified::{is_used, report_of};
 
 const VARIABLE: &str = "OVERDRIVE_GPU_KERNELS";
 const DRIVER: &str = "libcuda.so.1";
 /// Loads of 16 bytes need addresses that are multiples of it, and the variants are compiled for such addresses.
 const ALIGNMENT: usize = 16;
-
-/// The targets on which a report of `docs/benchmarks` shows that the kernels are right. There they are on by default.
-const VERIFIED: &[&str] = &[];
 
 /// The kernels of one GPU.
 pub struct Kernels {
@@ -100,19 +98,24 @@ pub(crate) enum Argument<'a> {
 
 /// Returns the kernels for tensors on a device; `None` where libtorch's operators are to be used.
 ///
-/// The kernels of an architecture are used by default once a report shows that they are right there. Until then
-/// `OVERDRIVE_GPU_KERNELS=1` uses them; `=0` never does. The variable is read once; [`set_enabled`] overrides it.
+/// They are used by default on the architectures on which a report shows that they are right: compute capability 9.0
+/// (H100, H200). `OVERDRIVE_GPU_KERNELS=1` uses them elsewhere too; `=0` never does. The variable is read once;
+/// [`set_enabled`] overrides it.
 ///
 /// # Errors
 /// [`Error::Common`] if `OVERDRIVE_GPU_KERNELS` has another value, [`Error::Library`] and [`Error::Driver`] if the CUDA
 /// driver cannot be used.
 pub fn kernels(device: Device) -> Result<Option<&'static Kernels>> {
     match device {
-        Device::Cuda(index) => match (OVERRIDE.load(Ordering::Relaxed), switch()?) {
-            (OFF, _) | (UNSET, Some(false)) => Ok(None),
-            (UNSET, None) => of_gpu(index, false),
-            _ => of_gpu(index, true),
-        },
+        Device::Cuda(index) => {
+            let asked = match OVERRIDE.load(Ordering::Relaxed) {
+                OFF => Some(false),
+                ON => Some(true),
+                _ => switch()?,
+            };
+            let capability = || Ok(overdrive_sys::cuda::compute_capability(index)?);
+            GPUS.get(index, asked, capability, || open(index))
+        }
         Device::Cpu => Ok(STAND_IN.get().copied()),
         _ => Ok(None),
     }
@@ -133,13 +136,13 @@ pub fn set_enabled(enabled: bool) {
 /// Returns the kernels of a device if they were used or asked for before, also where they are turned off now.
 pub fn opened(device: Device) -> Option<&'static Kernels> {
     match device {
-        Device::Cuda(index) => GPUS.lock().get(&index).copied().flatten(),
+        Device::Cuda(index) => GPUS.opened(index),
         Device::Cpu => STAND_IN.get().copied(),
         _ => None,
     }
 }
 
-static GPUS: Mutex<BTreeMap<usize, Option<&'static Kernels>>> = Mutex::new(BTreeMap::new());
+static GPUS: Gpus = Gpus::new();
 
 /// Turns the kernels on or off, as [`set_enabled`] does, until the result is dropped; then the setting before counts
 /// again.
@@ -159,41 +162,98 @@ impl Drop for EnabledGuard {
     }
 }
 
-fn of_gpu(index: usize, asked: bool) -> Result<Option<&'static Kernels>> {
-    if !asked && VERIFIED.is_empty() {
-        return Ok(None);
-    }
-    let mut gpus = GPUS.lock();
-    let known = match gpus.get(&index) {
-        Some(known) => *known,
-        None => {
-            let opened = open(index)?;
-            gpus.insert(index, opened);
-            opened
-        }
-    };
-    Ok(known.filter(|kernels| asked || kernels.verified()))
+/// The GPUs of the process that were asked about.
+pub(crate) struct Gpus(Mutex<BTreeMap<usize, Gpu>>);
+
+#[derive(Clone, Copy)]
+struct Gpu {
+    /// The images that run there.
+    target: Option<&'static str>,
+    /// The kernels, once they were used.
+    opened: Option<&'static Kernels>,
 }
 
-/// Opens the driver for a GPU; `None` if nothing that is embedded runs there.
-fn open(index: usize) -> Result<Option<&'static Kernels>> {
-    let (major, minor) = overdrive_sys::cuda::compute_capability(index)?;
-    let Some(target) = target_for((major, minor)) else {
+impl Gpus {
+    pub(crate) const fn new() -> Self {
+        Self(Mutex::new(BTreeMap::new()))
+    }
+
+    /// Returns the kernels of a GPU if they are used there. `asked` is the user's wish; `open` is called at their first
+    /// use, so that the driver is not needed where they are not used.
+    pub(crate) fn get(
+        &self,
+        index: usize,
+        asked: Option<bool>,
+        capability: impl FnOnce() -> Result<(u32, u32)>,
+        open: impl FnOnce() -> Result<&'static Kernels>,
+    ) -> Result<Option<&'static Kernels>> {
+        if asked == Some(false) {
+            return Ok(None);
+        }
+        let mut gpus = self.0.lock();
+        let mut gpu = match gpus.get(&index) {
+            Some(known) => *known,
+            None => {
+                let capability = capability()?;
+                let target = target_for(capability);
+                report_choice(index, capability, target, asked);
+                Gpu {
+                    target,
+                    opened: None,
+                }
+            }
+        };
+        let used = gpu.target.is_some_and(|target| is_used(target, asked));
+        if used && gpu.opened.is_none() {
+            gpu.opened = Some(open()?);
+        }
+        gpus.insert(index, gpu);
+        Ok(gpu.opened.filter(|_| used))
+    }
+
+    fn opened(&self, index: usize) -> Option<&'static Kernels> {
+        self.0.lock().get(&index)?.opened
+    }
+}
+
+/// Logs which kernels a GPU uses, and why.
+fn report_choice(
+    index: usize,
+    (major, minor): (u32, u32),
+    target: Option<&'static str>,
+    asked: Option<bool>,
+) {
+    let Some(target) = target else {
         info!(
             "no kernel of Overdrive runs on GPU {index} of compute capability {major}.{minor}: libtorch's are used"
         );
-        return Ok(None);
+        return;
     };
-    let (label, used) = match VERIFIED.contains(&target) {
-        true => ("verified", format!("unless {VARIABLE} is 0")),
-        false => ("unverified", format!("because {VARIABLE} is 1")),
-    };
-    info!("GPU {index} uses the kernels of Overdrive for {target}, which are {label}, {used}");
+    match (report_of(target), asked) {
+        (Some(report), _) => info!(
+            "GPU {index} uses the kernels of Overdrive for {target}, which {report} shows to be right, unless \
+             {VARIABLE} is 0"
+        ),
+        (None, Some(true)) => info!(
+            "GPU {index} uses the kernels of Overdrive for {target}, which no report shows to be right, because they \
+             were asked for"
+        ),
+        (None, _) => info!(
+            "GPU {index} uses libtorch's operators: no report shows that the kernels of Overdrive for {target} are \
+             right; {VARIABLE}=1 uses them"
+        ),
+    }
+}
+
+/// Opens the driver for a GPU.
+fn open(index: usize) -> Result<&'static Kernels> {
     let ordinal = i32::try_from(index).unwrap_or(i32::MAX);
     let context = Context::new(Driver::open(OsStr::new(DRIVER), None)?, ordinal)?;
     // One for each GPU of the process, for its whole life.
-    let kernels = Box::leak(Box::new(Kernels::new(context, Device::Cuda(index))?));
-    Ok(Some(kernels))
+    Ok(Box::leak(Box::new(Kernels::new(
+        context,
+        Device::Cuda(index),
+    )?)))
 }
 
 /// Returns what `OVERDRIVE_GPU_KERNELS` says.
@@ -257,9 +317,10 @@ impl Kernels {
         self.target
     }
 
-    /// Returns `true` if a report shows that these kernels are right on this architecture.
-    pub fn verified(&self) -> bool {
-        VERIFIED.contains(&self.target)
+    /// Returns the report of the repository that shows that these kernels are right on this architecture; `None` if there
+    /// is none, where they are used only if they are asked for.
+    pub fn report(&self) -> Option<&'static str> {
+        report_of(self.target)
     }
 
     /// Returns the number of launches of each kernel so far, by its name. A launch inside a capture counts once, its

@@ -440,7 +440,7 @@ impl KvCache for StaticCache {
 ///
 /// [`attend`](KvCache::attend) reads the whole length under a mask; a mask of the caller's own has
 /// `max_len` columns. On CUDA a single token a row reads only the filled part, without a mask: in half precision, or
-/// with `OVERDRIVE_GPU_KERNELS=1` in f32 and with a softcap, too. [`len`](KvCache::len) is that of the cache before the
+/// where the kernels of overdrive-gpu are used in f32 and with a softcap, too. [`len`](KvCache::len) is that of the cache before the
 /// step.
 #[derive(Debug)]
 pub struct StaticStep<'a> {

@@ -69,7 +69,8 @@ optimizer! {
     /// ```
     ///
     /// The state is one tensor per parameter, of its dtype; without momentum there is none. libtorch's
-    /// fused kernel updates the parameters of a group in one pass over memory.
+    /// fused kernel updates the parameters of a group in one pass over memory; it is not used for half precision on a
+    /// CPU, where it does not write the parameters.
     ///
     /// ```
     /// use overdrive_optim::{Optimizer, ParamGroup, Sgd, SgdConfig};
@@ -161,7 +162,7 @@ impl Rule for SgdRule {
                 || job.parameter.is_contiguous(),
                 |b| same_layout(&job.parameter, b),
             );
-            let fused = dense && matches!(device, Device::Cpu | Device::Cuda(_));
+            let fused = dense && has_fused_kernel(device, job.parameter.kind());
             if fused && !same_layout(&job.gradient, &job.parameter) {
                 // The CPU kernel ignores strides and pairs elements by their offsets in memory.
                 let mut copy = job.parameter.f_empty_like()?;
@@ -231,32 +232,53 @@ impl SgdRule {
         for (index, (parameter, gradient)) in
             batch.parameters.iter().zip(&batch.gradients).enumerate()
         {
-            let mut gradient = if config.maximize {
-                gradient.f_neg()?
-            } else {
-                gradient.shallow_clone()
-            };
-            if decay != 0.0 {
-                gradient = gradient.f_add(&parameter.f_mul_scalar(decay)?)?;
+            // As in the fused kernel, half precision is computed in fp32 and rounded once.
+            let wide = wide(parameter.kind());
+            let values = parameter.f_to_kind(wide)?;
+            let mut gradient = gradient.f_to_kind(wide)?;
+            if config.maximize {
+                gradient = gradient.f_neg()?;
             }
-            if let Some(momentum) = batch.momenta.get(index) {
-                let mut momentum = momentum.shallow_clone();
+            if decay != 0.0 {
+                gradient = gradient.f_add(&values.f_mul_scalar(decay)?)?;
+            }
+            if let Some(stored) = batch.momenta.get(index) {
                 // PyTorch initializes the momentum with the gradient, without dampening.
-                if first {
-                    momentum.f_copy_(&gradient)?;
+                let momentum = if first {
+                    gradient.shallow_clone()
                 } else {
-                    let _ = momentum.f_mul_scalar_(config.momentum)?;
-                    let _ = momentum.f_add_(&gradient.f_mul_scalar(1.0 - config.dampening)?)?;
-                }
+                    let kept = stored.f_to_kind(wide)?.f_mul_scalar(config.momentum)?;
+                    kept.f_add(&gradient.f_mul_scalar(1.0 - config.dampening)?)?
+                };
+                stored.shallow_clone().f_copy_(&momentum)?;
                 gradient = if config.nesterov {
                     gradient.f_add(&momentum.f_mul_scalar(config.momentum)?)?
                 } else {
                     momentum
                 };
             }
-            let update = gradient.f_mul_scalar(-rate)?;
-            let _ = parameter.shallow_clone().f_add_(&update)?;
+            let values = values.f_sub(&gradient.f_mul_scalar(rate)?)?;
+            parameter.shallow_clone().f_copy_(&values)?;
         }
         Ok(())
+    }
+}
+
+/// Returns `true` if libtorch's fused kernel is right for parameters of a device and a dtype. Its kernel for CPUs does not
+/// write parameters in half precision, and reads their momentum as fp32
+/// (<https://github.com/pytorch/pytorch/issues/191763>, in 2.11 to 2.13).
+fn has_fused_kernel(device: Device, kind: Kind) -> bool {
+    match device {
+        Device::Cpu => wide(kind) == kind,
+        Device::Cuda(_) => true,
+        _ => false,
+    }
+}
+
+/// Returns the dtype in which parameters of a dtype are updated.
+fn wide(kind: Kind) -> Kind {
+    match kind {
+        Kind::Half | Kind::BFloat16 => Kind::Float,
+        other => other,
     }
 }

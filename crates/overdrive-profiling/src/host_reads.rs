@@ -37,7 +37,8 @@ const INDEXERS: [&str; 3] = ["aten::index", "aten::index_put_", "aten::_index_pu
 ///
 /// It sees the operators of backward passes too, which stay on this thread while it lives, but no reads inside of
 /// operators and none of libraries that call CUDA themselves. On a CPU a copy to the host is not an operator; the
-/// reads that Overdrive makes through [`overdrive_sys::transfer::to_host`] are counted there as well.
+/// reads that Overdrive makes through [`overdrive_sys::transfer::to_host`] are counted there as well. A copy that does not
+/// wait (`non_blocking`, to pinned memory) is no read: the host reads it when an event says that it has arrived.
 ///
 /// [`HostReads::uploads`] has the copies in the other direction that wait too.
 ///
@@ -135,8 +136,10 @@ impl DispatchMode for Counter {
         };
         let name = call.name();
         let is_copy = name == "aten::_to_copy";
+        let is_blocking = !call.is_set(c"non_blocking")?;
         self.copies.set(match is_copy {
-            true if here(0) => Some(CopyFrom::Device),
+            // Without waiting libtorch copies to pinned memory.
+            true if here(0) => is_blocking.then_some(CopyFrom::Device),
             true if self.is_pageable(tensors.first())? => Some(CopyFrom::PageableMemory),
             _ => None,
         });
@@ -153,7 +156,9 @@ impl DispatchMode for Counter {
             || name == "aten::copy_"
                 && here(1)
                 && (is_copying_to_host()
-                    || self.device != Device::Cpu && tensors[0].device() == Device::Cpu);
+                    || self.device != Device::Cpu
+                        && tensors[0].device() == Device::Cpu
+                        && waits(is_blocking, self.is_pageable(tensors.first())?));
         if reads {
             self.push(call);
         }
@@ -175,6 +180,11 @@ impl DispatchMode for Counter {
         }
         Ok(())
     }
+}
+
+/// Returns `true` if the host waits for a copy to its memory: the device can copy to pageable memory only while it waits.
+fn waits(is_blocking: bool, is_pageable: bool) -> bool {
+    is_blocking || is_pageable
 }
 
 #[cfg(test)]
@@ -220,6 +230,36 @@ mod tests {
         assert_eq!(reads.names(), ["aten::copy_"]);
         drop(reads);
         assert_eq!((&host, &other), (&x, &x));
+    }
+
+    #[test]
+    fn the_host_waits_for_every_copy_but_an_asynchronous_one_to_pinned_memory() {
+        assert_eq!(
+            [(true, true), (true, false), (false, true)].map(|(b, p)| waits(b, p)),
+            [true; 3]
+        );
+        assert!(!waits(false, false));
+    }
+
+    #[test]
+    #[ignore = "needs a CUDA GPU"]
+    fn an_asynchronous_copy_to_pinned_memory_is_no_read_on_a_gpu() {
+        use overdrive_sys::op::{Value, call};
+        let gpu = Device::Cuda(0);
+        let there = Tensor::ones([2], (Kind::Float, gpu));
+        let mut host = overdrive_sys::transfer::empty_pinned(&[2], Kind::Float).unwrap();
+        let reads = HostReads::of(gpu);
+        let arguments = [
+            Value::Tensor(&host),
+            Value::Tensor(&there),
+            Value::Bool(true),
+        ];
+        call("aten::copy_", "", &arguments).unwrap();
+        let _there = there.to_device_(Device::Cpu, Kind::Float, true, false);
+        assert!(reads.names().is_empty(), "{:?}", reads.names());
+        host.copy_(&there);
+        let _here = there.to_device(Device::Cpu);
+        assert_eq!(reads.names(), ["aten::copy_", "aten::_to_copy"]);
     }
 
     #[test]

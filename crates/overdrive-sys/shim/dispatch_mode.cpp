@@ -137,6 +137,20 @@ extern "C" od_status* od_dispatched_flags(const od_dispatched* call, int32_t* ou
   });
 }
 
+extern "C" od_status* od_dispatched_bool(const od_dispatched* call, const char* name, int32_t* out) noexcept {
+  return overdrive::guard([&] {
+    TORCH_CHECK(!call->done, "the arguments of an operator are gone when it has run");
+    const auto& schema = call->op.schema();
+    const auto index = schema.argumentIndexWithName(name);
+    bool value = false;
+    if (index) {
+      const IValue& argument = call->stack[call->stack.size() - schema.arguments().size() + *index];
+      value = argument.isBool() && argument.toBool();
+    }
+    *out = value;
+  });
+}
+
 extern "C" od_status* od_dispatched_tensors(const od_dispatched* call, void* into,
                                             void (*take)(void* into, od_tensor owned)) noexcept {
   return overdrive::guard([&] {

@@ -198,6 +198,8 @@ int32_t od_dispatch_mode_listen(int32_t enabled) OD_NOEXCEPT;
 const char* od_dispatched_name(const od_dispatched* call, size_t* len) OD_NOEXCEPT;
 const char* od_dispatched_overload(const od_dispatched* call, size_t* len) OD_NOEXCEPT;
 od_status* od_dispatched_flags(const od_dispatched* call, int32_t* out) OD_NOEXCEPT;
+// Sets `out` to 1 if a call that has not run yet has an argument of this name that is true.
+od_status* od_dispatched_bool(const od_dispatched* call, const char* name, int32_t* out) OD_NOEXCEPT;
 // Passes the tensors among the arguments (before) or the results (after) to `take`, as owned handles.
 od_status* od_dispatched_tensors(const od_dispatched* call, void* into,
                                  void (*take)(void* into, od_tensor owned)) OD_NOEXCEPT;

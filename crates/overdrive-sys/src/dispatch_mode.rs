@@ -5,6 +5,7 @@
 //! calls itself. It costs about a microsecond per operator, and only on the threads that have a mode.
 
 use std::cell::RefCell;
+use std::ffi::CStr;
 use std::ptr;
 use std::rc::Rc;
 use std::sync::{Arc, Once};
@@ -106,6 +107,19 @@ impl OperatorCall {
         let status = unsafe { ffi::od_dispatched_flags(self.raw, &raw mut flags) };
         check(status, "reading a schema")?;
         Ok(flags)
+    }
+
+    /// Returns `true` if the operator has an argument of this name, such as `non_blocking`, that is true. For
+    /// [`DispatchMode::before`]: the arguments are gone when the operator has run.
+    ///
+    /// # Errors
+    /// [`crate::Error::Torch`] if the operator has run.
+    pub fn is_set(&self, name: &CStr) -> Result<bool> {
+        let mut value = 0;
+        // SAFETY: the call is alive, `name` ends with a zero byte; `value` is written only on success.
+        let status = unsafe { ffi::od_dispatched_bool(self.raw, name.as_ptr(), &raw mut value) };
+        check(status, "reading an argument of a call")?;
+        Ok(value != 0)
     }
 
     /// Returns the tensors among the arguments (in [`DispatchMode::before`]) or the results (in

@@ -403,6 +403,11 @@ unsafe extern "C" {
         len: *mut usize,
     ) -> *const c_char;
     pub(crate) fn od_dispatched_flags(call: *const RawDispatched, out: *mut i32) -> *mut Status;
+    pub(crate) fn od_dispatched_bool(
+        call: *const RawDispatched,
+        name: *const c_char,
+        out: *mut i32,
+    ) -> *mut Status;
     pub(crate) fn od_dispatched_tensors(
         call: *const RawDispatched,
         into: *mut c_void,

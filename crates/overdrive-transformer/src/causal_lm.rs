@@ -81,13 +81,24 @@ impl CausalLm {
     /// [`Error::Common`] or [`Error::Unsupported`] for an inconsistent configuration; an error of libtorch when
     /// memory runs out.
     pub fn new(config: &ModelConfig, options: &InitOptions) -> Result<CausalLm> {
+        let model = CausalLm::empty(config, options.device, options.kind)?;
+        initialise(&model.parameters, &config.parameters(), options.seed)?;
+        Ok(model)
+    }
+
+    /// Makes a model whose parameters have arbitrary values, for a caller that sets all of them
+    /// (`torch.nn.utils.skip_init`). [`CausalLm::new`] draws its values on the host, which takes longer than anything
+    /// else for a model of billions of parameters on a GPU.
+    ///
+    /// # Errors
+    /// As [`CausalLm::new`].
+    pub fn empty(config: &ModelConfig, device: Device, kind: Kind) -> Result<CausalLm> {
         config.validate()?;
         let specs = config.parameters();
-        let kinds = vec![options.kind; specs.len()];
+        let kinds = vec![kind; specs.len()];
         // Projections that one matmul computes share one block of memory.
         let groups = config.adjacent();
-        let parameters = allocate(specs.clone(), &kinds, options.device, &groups)?;
-        initialise(&parameters, &specs, options.seed)?;
+        let parameters = allocate(specs, &kinds, device, &groups)?;
         let parts = ModelTensors {
             parameters,
             ..ModelTensors::default()

@@ -8,7 +8,7 @@ use tch::Device;
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::timing::seconds;
+use crate::timing::{kernels_set, other_kernels, seconds};
 use crate::training::of_step;
 
 /// A model of 190M parameters at a length at which the scores of unfused attention still fit.
@@ -44,8 +44,8 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         return Ok(());
     };
     let mut step = Some(of_step(Step::new(shape, device))?);
-    let mut of = |configuration: &Configuration, with_kernels: bool| -> Result<Measurement> {
-        let _kernels = overdrive_gpu::override_enabled(with_kernels);
+    let mut of = |configuration: &Configuration, kernels: Option<bool>| -> Result<Measurement> {
+        let _kernels = kernels_set(kernels);
         let precision = precision_of(configuration, &precisions);
         // TF32 is a setting of the process.
         precision.apply()?;
@@ -56,23 +56,21 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         measure(step.as_mut().context("the model")?, device, rounds)
     };
     let mut default: Option<Measurement> = None;
-    let last = rows.last().copied().filter(|_| device != Device::Cpu);
-    let rows = rows.into_iter().map(|row| (row, false));
-    // What the kernels of overdrive-gpu add to everything else.
-    for (number, (configuration, with_kernels)) in
-        rows.chain(last.map(|row| (row, true))).enumerate()
-    {
+    // What the kernels of overdrive-gpu add to everything else, or would.
+    let last = rows.last().copied().zip(other_kernels(device)?);
+    let last = last.map(|(row, (on, name))| (row, Some(on), format!(", {name}")));
+    let rows = rows.into_iter().map(|row| (row, None, String::new()));
+    for (number, (configuration, kernels, name)) in rows.chain(last).enumerate() {
         let title = configuration.title(&precisions);
-        let kernels = if with_kernels { ", own kernels" } else { "" };
-        context.check(format!("{title}{kernels}"), || {
+        context.check(format!("{title}{name}"), || {
             // A process that continues after a crash has not measured the first row, the default.
             let baseline = match default {
                 Some(measured) => measured,
-                None => *default.insert(of(&first, false)?),
+                None => *default.insert(of(&first, None)?),
             };
             let measurement = match number {
                 0 => baseline,
-                _ => of(&configuration, with_kernels)?,
+                _ => of(&configuration, kernels)?,
             };
             let flags = configuration.flags(&precisions);
             let row = Row::new(configuration.name, &flags, &[measurement], &[baseline]);

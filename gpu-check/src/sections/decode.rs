@@ -1,17 +1,20 @@
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use anyhow::{Result, anyhow};
 use overdrive::generation::{Engine, EngineConfig, Event, GenerationConfig, Request, generate};
 use overdrive::quantization::Scheme;
 use overdrive::sys::memory;
-use overdrive::transformer::{CausalLm, InitOptions, QuantizeOptions};
-use overdrive_benches::generation;
+use overdrive::transformer::{CausalLm, QuantizeOptions};
+use overdrive_benches::{Shape, generation, random_model};
 use overdrive_graphs::{CaptureOptions, DecodeGraph, DecodeStep, static_cache_of};
+use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::timing::synchronize;
+use crate::peer::{self, number};
+use crate::timing::{kernels_set, other_kernels, synchronize};
+use crate::training::of_step;
 
 const PROMPT: usize = 128;
 
@@ -28,17 +31,12 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     let new = context.sized(64, 4);
     let many = context.sized(64, 4);
     // The model of a gigabyte of weights is made once; quantized weights are made dense again for the next scheme.
-    let options = InitOptions {
-        device,
-        kind,
-        ..InitOptions::default()
-    };
     let mut weights = Weights {
-        model: CausalLm::new(&config.into(), &options)?,
+        model: of_step(random_model(&config.into(), device, kind))?,
         scheme: None,
     };
+    let other = other_kernels(device)?;
     for scheme in SCHEMES {
-        let name = scheme.unwrap_or("dense");
         if let Some(scheme) = scheme {
             context.check(format!("quantize to {scheme}"), || {
                 let model = weights.of(Some(scheme))?;
@@ -46,25 +44,105 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
                 Ok(Finding::passed().with("weights GiB", gib))
             })?;
         }
-        let mut measure = |what: &str, streams: usize, with_kernels: bool, work: Work| {
-            let kernels = if with_kernels { ", own kernels" } else { "" };
-            let name = format!("{name}, {streams} streams, {what}{kernels}");
-            context.check(name, || {
-                let model = weights.of(scheme)?;
-                let _kernels = overdrive_gpu::override_enabled(with_kernels);
-                work(model, streams, new)
-            })
-        };
-        for streams in [1, many] {
-            measure("steps", streams, false, plain)?;
-            if device != Device::Cpu {
-                measure("steps", streams, true, plain)?;
-                measure("graph", streams, false, captured)?;
-                measure("graph", streams, true, captured)?;
-            }
-            measure("generate", streams, false, generated)?;
+        // What a program gets that sets nothing, and, for dense weights, the other side.
+        let defaults: [(usize, (&str, Work)); 3] = [
+            (1, ("generate", generated)),
+            (many, ("generate", generated)),
+            (many, ("engine", served)),
+        ];
+        for (streams, way) in defaults {
+            measure(context, &mut weights, scheme, (streams, new), way, None)?;
         }
-        measure("engine", many, false, served)?;
+        if scheme.is_none() {
+            transformers(context, shape, [1, many], new)?;
+        }
+        for streams in [1, many] {
+            let variants: &[(&str, Work)] = match device {
+                Device::Cpu => &[("steps", plain)],
+                _ => &[("steps", plain), ("graph", captured)],
+            };
+            for &variant in variants {
+                measure(context, &mut weights, scheme, (streams, new), variant, None)?;
+                if other.is_some() {
+                    measure(
+                        context,
+                        &mut weights,
+                        scheme,
+                        (streams, new),
+                        variant,
+                        other,
+                    )?;
+                }
+            }
+        }
+    }
+    Ok(())
+}
+
+/// Measures one way of decoding.
+fn measure(
+    context: &mut Context,
+    weights: &mut Weights,
+    scheme: Option<&'static str>,
+    (streams, new): (usize, usize),
+    (what, work): (&str, Work),
+    kernels: Option<(bool, &str)>,
+) -> Result<()> {
+    let name = scheme.unwrap_or("dense");
+    let suffix = kernels.map_or_else(String::new, |(_, name)| format!(", {name}"));
+    context.check(format!("{name}, {streams} streams, {what}{suffix}"), || {
+        let model = weights.of(scheme)?;
+        let _kernels = kernels_set(kernels.map(|(on, _)| on));
+        work(model, streams, new)
+    })
+}
+
+/// The variants of `gpu_decode.py`, with their names in the report and the most seconds of each.
+const PEERS: [(&str, &str, u64); 2] = [("dynamic", "eager", 45), ("static", "compile", 90)];
+/// The time that is kept for our other rows, which took 30 s on an H200.
+const KEPT: Duration = Duration::from_secs(35);
+
+/// Measures the same model in transformers, each variant in one process.
+fn transformers(
+    context: &mut Context,
+    shape: Shape,
+    streams: [usize; 2],
+    new: usize,
+) -> Result<()> {
+    let device = context.device();
+    for (variant, name, most) in PEERS {
+        // Compiling for a CPU takes longer than all sections together.
+        if device == Device::Cpu && variant != "dynamic" {
+            continue;
+        }
+        // Of the first check, for both.
+        let mut found: Option<std::result::Result<Value, Finding>> = None;
+        for count in streams {
+            let limit = peer::time_for(context, Duration::from_secs(most), KEPT);
+            context.check(format!("transformers, {name}, {count} streams"), || {
+                if found.is_none() {
+                    let mut arguments = vec!["--variant".to_owned(), variant.to_owned()];
+                    arguments.extend(["--prompt".to_owned(), PROMPT.to_string()]);
+                    arguments.extend(["--new".to_owned(), new.to_string()]);
+                    arguments.push("--streams".to_owned());
+                    arguments.extend(streams.map(|count| count.to_string()));
+                    arguments.extend(super::train_step::shape_arguments(shape));
+                    found = Some(peer::measure("gpu_decode.py", device, limit, &arguments)?);
+                }
+                let found = match &found {
+                    Some(Ok(found)) => found,
+                    Some(Err(finding)) => return Ok(finding.clone()),
+                    None => return Ok(Finding::failed("nothing was measured")),
+                };
+                let row = &found[count.to_string()];
+                let seconds = number(row, "step_seconds")?;
+                Ok(Finding::passed()
+                    .with("tokens/s", count as f64 / seconds)
+                    .with("ms a step", seconds * 1e3)
+                    .with("peak GiB", number(row, "peak_bytes")? / f64::from(1 << 30))
+                    .noting(found["side"].as_str().unwrap_or_default()))
+            })?;
+        }
     }
     Ok(())
 }

@@ -27,7 +27,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     })?;
     context.check("python", || {
         let script = "import torch; print(torch.__version__, torch.cuda.is_available())";
-        let mut python = super::train_step::python();
+        let mut python = crate::peer::python();
         let Ok(output) = python.args(["-c", script]).output() else {
             return Ok(Finding::skipped_allowed("there is no python3"));
         };

@@ -11,6 +11,7 @@ use tch::Device;
 use crate::context::{Context, Lost};
 use crate::line::Line;
 use crate::report::KernelUse;
+use crate::timing::kernels_set;
 
 mod ablation;
 mod attention;
@@ -20,6 +21,7 @@ mod decode;
 mod decode_kernel;
 mod distributed;
 mod doctor;
+mod finetune;
 mod fused;
 mod graphs;
 mod kernels;
@@ -30,11 +32,15 @@ mod own_kernels;
 mod profiler;
 mod quantized;
 mod reads;
+mod start;
 mod tiny;
 mod train_step;
 
 pub use distributed::run_rank;
-pub use train_step::{baseline_without_figures, batch_for};
+pub use memory::{Around, around};
+pub use optimizers::{Build, Inputs, allowed, furthest, updates};
+pub use start::{Phases, Work, run_start};
+pub use train_step::batch_for;
 
 /// The device of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
@@ -63,6 +69,26 @@ impl Target {
     }
 }
 
+/// What a section is for.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Kind {
+    /// It shows whether something is wrong.
+    Correctness,
+    /// It measures.
+    Figures,
+}
+
+impl Kind {
+    /// Returns the kind of this name on the command line.
+    pub fn of_name(name: &str) -> Option<Self> {
+        match name {
+            "correctness" => Some(Self::Correctness),
+            "figures" => Some(Self::Figures),
+            _ => None,
+        }
+    }
+}
+
 /// Checks that belong together.
 #[derive(Debug)]
 pub struct Section {
@@ -70,32 +96,22 @@ pub struct Section {
     pub name: &'static str,
     /// A description.
     pub about: &'static str,
-    /// The time limit on a GPU in seconds.
+    /// What it is for.
+    pub kind: Kind,
+    /// The time in seconds that it always gets: somewhat more than it took on an H200.
+    planned_seconds: u64,
+    /// The time limit on a GPU in seconds, which it may reach where other sections leave time.
     cuda_seconds: u64,
     run: fn(&mut Context) -> Result<()>,
 }
 
-/// A process that is past its limit gets this time to report its last check.
+/// The part of its time that a process keeps to report its last check.
 pub const GRACE: Duration = Duration::from_secs(3);
 
 /// The limit of a section on a CPU: its sizes are for seconds, its processor may be slow.
 const CPU_LIMIT: Duration = Duration::from_secs(240);
 
 impl Section {
-    const fn new(
-        name: &'static str,
-        cuda_seconds: u64,
-        run: fn(&mut Context) -> Result<()>,
-        about: &'static str,
-    ) -> Self {
-        Self {
-            name,
-            about,
-            cuda_seconds,
-            run,
-        }
-    }
-
     /// Returns the time limit.
     pub fn limit(&self, target: Target) -> Duration {
         match target {
@@ -103,140 +119,209 @@ impl Section {
             Target::Cuda => Duration::from_secs(self.cuda_seconds),
         }
     }
+
+    /// Returns the time that it gets in a run of nine minutes, whatever the sections before it take.
+    pub fn planned(&self) -> Duration {
+        Duration::from_secs(self.planned_seconds)
+    }
 }
 
-/// All sections in the order in which they run.
+/// All sections in the order in which they run. The plans of all of them are at most nine minutes, those of
+/// [`Kind::Correctness`] at most four (docs/src/gpu-check.md).
 pub const SECTIONS: &[Section] = &[
-    Section::new(
-        "doctor",
-        45,
-        doctor::run,
-        "the machine, its libraries and devices",
-    ),
-    Section::new(
-        "own_kernels",
-        60,
-        own_kernels::run,
-        "the kernels of Overdrive: loaded, beside f64, and launched",
-    ),
-    Section::new(
-        "tiny",
-        60,
-        tiny::run,
-        "a small model: train, adapt, quantize, generate, save, resume",
-    ),
-    Section::new(
-        "graphs",
-        30,
-        graphs::run,
-        "CUDA graphs: capture, replay, work after a failed capture",
-    ),
-    Section::new(
-        "attention",
-        40,
-        attention::run,
-        "attention beside f64 on the CPU, forward and backward",
-    ),
-    Section::new(
-        "fused",
-        30,
-        fused::run,
-        "fused operators beside f64 on the CPU, forward and backward",
-    ),
-    Section::new(
-        "quantized",
-        35,
-        quantized::run,
-        "quantized linear layers beside their dequantized weights in f64",
-    ),
-    Section::new(
-        "reads",
-        25,
-        reads::run,
-        "reads of the device by the host in a step",
-    ),
-    Section::new(
-        "caches",
-        20,
-        caches::run,
-        "logits over each kind of cache beside the CPU",
-    ),
-    Section::new(
-        "optimizers",
-        20,
-        optimizers::run,
-        "steps of each optimizer beside the CPU",
-    ),
-    Section::new(
-        "memory",
-        20,
-        memory::run,
-        "out of memory, and work after it",
-    ),
-    Section::new("profiler", 15, profiler::run, "traces of a step"),
-    Section::new(
-        "distributed",
-        30,
-        distributed::run,
-        "two processes: NCCL on GPUs, Gloo on a CPU",
-    ),
-    Section::new(
-        "decode_kernel",
-        45,
-        decode_kernel::run,
-        "the decode kernel of Overdrive captured, its GB/s, and beside f64",
-    ),
-    Section::new(
-        "kernels",
-        40,
-        kernels::run,
-        "launches and GB/s of single operations",
-    ),
-    Section::new(
-        "train_step",
-        130,
-        train_step::run,
-        "a training step of a 1B Llama beside PyTorch",
-    ),
-    Section::new(
-        "decode",
-        80,
-        decode::run,
-        "decoding of a 1B Llama with 1 and 64 streams",
-    ),
-    Section::new(
-        "backends",
-        30,
-        backends::run,
-        "the back ends of attention by length",
-    ),
-    Section::new(
-        "ablation",
-        60,
-        ablation::run,
-        "the effect of each technique on a training step",
-    ),
+    Section {
+        name: "doctor",
+        about: "the machine, its libraries and devices",
+        kind: Kind::Correctness,
+        planned_seconds: 10,
+        cuda_seconds: 40,
+        run: doctor::run,
+    },
+    Section {
+        name: "own_kernels",
+        about: "the kernels of Overdrive: loaded, beside f64, and launched",
+        kind: Kind::Correctness,
+        planned_seconds: 9,
+        cuda_seconds: 60,
+        run: own_kernels::run,
+    },
+    Section {
+        name: "tiny",
+        about: "a small model: train, adapt, quantize, generate, save, resume",
+        kind: Kind::Correctness,
+        planned_seconds: 27,
+        cuda_seconds: 60,
+        run: tiny::run,
+    },
+    Section {
+        name: "graphs",
+        about: "CUDA graphs: capture, replay, work after a failed capture",
+        kind: Kind::Correctness,
+        planned_seconds: 6,
+        cuda_seconds: 30,
+        run: graphs::run,
+    },
+    Section {
+        name: "attention",
+        about: "attention beside f64 on the CPU, forward and backward",
+        kind: Kind::Correctness,
+        planned_seconds: 26,
+        cuda_seconds: 50,
+        run: attention::run,
+    },
+    Section {
+        name: "fused",
+        about: "fused operators beside f64 on the CPU, forward and backward",
+        kind: Kind::Correctness,
+        planned_seconds: 7,
+        cuda_seconds: 30,
+        run: |context| composed(context, fused::run),
+    },
+    Section {
+        name: "quantized",
+        about: "quantized linear layers beside their dequantized weights in f64",
+        kind: Kind::Correctness,
+        planned_seconds: 6,
+        cuda_seconds: 30,
+        run: |context| composed(context, quantized::run),
+    },
+    Section {
+        name: "reads",
+        about: "reads of the device by the host in a step",
+        kind: Kind::Correctness,
+        planned_seconds: 7,
+        cuda_seconds: 25,
+        run: reads::run,
+    },
+    Section {
+        name: "caches",
+        about: "logits over each kind of cache beside the CPU",
+        kind: Kind::Correctness,
+        planned_seconds: 11,
+        cuda_seconds: 25,
+        run: caches::run,
+    },
+    Section {
+        name: "optimizers",
+        about: "steps of each optimizer beside the CPU",
+        kind: Kind::Correctness,
+        planned_seconds: 5,
+        cuda_seconds: 20,
+        run: |context| composed(context, optimizers::run),
+    },
+    Section {
+        name: "memory",
+        about: "out of memory, and work after it",
+        kind: Kind::Correctness,
+        planned_seconds: 5,
+        cuda_seconds: 20,
+        run: memory::run,
+    },
+    Section {
+        name: "profiler",
+        about: "traces of a step",
+        kind: Kind::Correctness,
+        planned_seconds: 5,
+        cuda_seconds: 15,
+        run: profiler::run,
+    },
+    Section {
+        name: "distributed",
+        about: "two processes: NCCL on GPUs, Gloo on a CPU",
+        kind: Kind::Correctness,
+        planned_seconds: 10,
+        cuda_seconds: 30,
+        run: distributed::run,
+    },
+    Section {
+        name: "decode_kernel",
+        about: "the decode kernel of Overdrive captured, its GB/s, and beside f64",
+        kind: Kind::Correctness,
+        planned_seconds: 6,
+        cuda_seconds: 40,
+        run: decode_kernel::run,
+    },
+    Section {
+        name: "train_step",
+        about: "a training step of a 1B Llama beside PyTorch",
+        kind: Kind::Figures,
+        planned_seconds: 145,
+        cuda_seconds: 220,
+        run: train_step::run,
+    },
+    Section {
+        name: "decode",
+        about: "decoding of a 1B Llama with 1 and 64 streams beside transformers",
+        kind: Kind::Figures,
+        planned_seconds: 115,
+        cuda_seconds: 190,
+        run: decode::run,
+    },
+    Section {
+        name: "finetune",
+        about: "QLoRA of an 8B Llama beside PEFT",
+        kind: Kind::Figures,
+        planned_seconds: 60,
+        cuda_seconds: 110,
+        run: finetune::run,
+    },
+    Section {
+        name: "start",
+        about: "from a file to the first token and the first step",
+        kind: Kind::Figures,
+        planned_seconds: 25,
+        cuda_seconds: 60,
+        run: start::run,
+    },
+    Section {
+        name: "ablation",
+        about: "the effect of each technique on a training step",
+        kind: Kind::Figures,
+        planned_seconds: 17,
+        cuda_seconds: 60,
+        run: ablation::run,
+    },
+    Section {
+        name: "kernels",
+        about: "launches and GB/s of single operations",
+        kind: Kind::Figures,
+        planned_seconds: 6,
+        cuda_seconds: 30,
+        run: kernels::run,
+    },
+    Section {
+        name: "backends",
+        about: "the back ends of attention by length",
+        kind: Kind::Figures,
+        planned_seconds: 17,
+        cuda_seconds: 40,
+        run: backends::run,
+    },
 ];
 
 /// Sections that fail in every way, for the tests of the [runner](crate::runner); they run only when they are named.
 pub const MACHINERY: &[Section] = &[
-    Section::new(
-        "machinery",
-        60,
-        machinery::failures,
-        "checks that fail in every way",
-    ),
-    Section::new(
-        "machinery-hang",
-        60,
-        machinery::hang,
-        "a check that never ends",
-    ),
+    Section {
+        name: "machinery",
+        about: "checks that fail in every way",
+        kind: Kind::Correctness,
+        planned_seconds: 60,
+        cuda_seconds: 60,
+        run: machinery::failures,
+    },
+    Section {
+        name: "machinery-hang",
+        about: "a check that never ends",
+        kind: Kind::Correctness,
+        planned_seconds: 60,
+        cuda_seconds: 60,
+        run: machinery::hang,
+    },
 ];
 
-/// Returns the time for the first of `sections`, for all of which `left` is there. On a GPU it is the section's limit,
-/// or less where the sections after it would not get half of theirs: the limits together are longer than a run. On a CPU
-/// it is the limit.
+/// Returns the time for the first of `sections`, for all of which `left` is there. On a GPU it is the section's limit, or
+/// less where the sections after it would not get their plans: the limits together are longer than a run. On a CPU it is
+/// the limit.
 pub fn share(sections: &[&Section], target: Target, left: Duration) -> Duration {
     let Some((first, later)) = sections.split_first() else {
         return Duration::ZERO;
@@ -245,13 +330,19 @@ pub fn share(sections: &[&Section], target: Target, left: Duration) -> Duration 
     if target == Target::Cpu {
         return limit;
     }
-    let half = |section: &Section| section.limit(target) / 2 + GRACE;
-    let kept: Duration = later.iter().map(|section| half(section)).sum();
-    let own = half(first);
+    let kept: Duration = later.iter().map(|section| section.planned()).sum();
+    let own = first.planned();
     if left >= own + kept {
-        return limit.min(left - kept - GRACE);
+        return limit.min(left - kept);
     }
     limit.min(left.mul_f64(own.as_secs_f64() / (own + kept).as_secs_f64()))
+}
+
+/// Runs checks of what libtorch's operators compute, also where the kernels of overdrive-gpu are the default; the section
+/// `own_kernels` runs the same with those.
+fn composed(context: &mut Context, run: fn(&mut Context) -> Result<()>) -> Result<()> {
+    let _off = kernels_set(Some(false));
+    run(context)
 }
 
 /// Runs a section in this process and gives its events to `emit`.

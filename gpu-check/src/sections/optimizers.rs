@@ -1,9 +1,9 @@
 use anyhow::Result;
 use overdrive::optim::{
     Adafactor, AdafactorConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, ClipOptions, Ema,
-    EmaConfig, Implementation, Lion, LionConfig, Muon, MuonConfig, Optimizer, PagedAdamW,
-    PagedAdamWConfig, PagingConfig, ParamGroup, Sgd, SgdConfig, StateBits, clip_grad_norm,
-    clip_grad_value,
+    EmaConfig, Implementation, Lion, LionConfig, Muon, MuonConfig, MuonPrecision, Optimizer,
+    PagedAdamW, PagedAdamWConfig, PagingConfig, ParamGroup, Sgd, SgdConfig, StateBits,
+    clip_grad_norm, clip_grad_value,
 };
 use overdrive::sys::grad;
 use tch::{Device, Kind, Tensor};
@@ -12,12 +12,15 @@ use crate::context::Context;
 use crate::finding::Finding;
 use crate::parity::{copied, distance, name_of, tolerance};
 
-type Build = fn(Vec<ParamGroup>) -> Result<Box<dyn Optimizer>>;
+/// Makes an optimizer of these groups.
+pub type Build = fn(Vec<ParamGroup>) -> Result<Box<dyn Optimizer>>;
 
 const STEPS: i64 = 6;
+/// The factor of the tolerance of arithmetic in bf16, whatever the dtype of the parameters.
+const IN_BF16: f64 = 4.0 / 256.0 / 1e-5;
 
 /// The optimizers, and the factor of the tolerance: states of 8 bits may be rounded to the next code.
-const ALL: [(&str, f64, Build); 12] = [
+const ALL: [(&str, f64, Build); 13] = [
     ("AdamW", 1.0, |groups| {
         Ok(Box::new(AdamW::new(groups, AdamWConfig::default())?))
     }),
@@ -73,8 +76,12 @@ const ALL: [(&str, f64, Build); 12] = [
             AdafactorConfig::with_learning_rate(1e-2),
         )?))
     }),
-    ("Muon", 30.0, |groups| {
-        Ok(Box::new(Muon::new(groups, MuonConfig::default())?))
+    // The default iterates in bf16 on a GPU and in f32 on a CPU, so each side is told.
+    ("Muon, iterating in f32", 30.0, |groups| {
+        Ok(Box::new(Muon::new(groups, muon(MuonPrecision::Float32))?))
+    }),
+    ("Muon, iterating in bf16", IN_BF16, |groups| {
+        Ok(Box::new(Muon::new(groups, muon(MuonPrecision::BFloat16))?))
     }),
     ("SGD", 1.0, |groups| {
         let config = SgdConfig {
@@ -85,6 +92,13 @@ const ALL: [(&str, f64, Build); 12] = [
         Ok(Box::new(Sgd::new(groups, config)?))
     }),
 ];
+
+fn muon(precision: MuonPrecision) -> MuonConfig {
+    MuonConfig {
+        precision,
+        ..MuonConfig::default()
+    }
+}
 
 fn paged(state_bits: StateBits) -> PagedAdamWConfig {
     PagedAdamWConfig {
@@ -111,15 +125,10 @@ fn steps(context: &mut Context, is_wanted: impl Fn(&str) -> bool) -> Result<()> 
         }
         for kind in [Kind::Float, Kind::BFloat16] {
             context.check(format!("{name} in {}", name_of(kind)), || {
-                let there = updates(build, device, kind)?;
-                let here = updates(build, Device::Cpu, kind)?;
-                let mut most = 0.0_f64;
-                for (there, here) in there.iter().zip(&here) {
-                    let far = distance(there, here)?;
-                    most = if far.is_nan() { far } else { most.max(far) };
-                }
-                // Of the updates, which are far smaller than the parameters; in bf16 a parameter is rounded in each step.
-                let allowed = factor * 10.0 * tolerance(kind);
+                let there = updates(build, Inputs::FULL_RANK, device, kind)?;
+                let here = updates(build, Inputs::FULL_RANK, Device::Cpu, kind)?;
+                let most = furthest(&there, &here)?;
+                let allowed = allowed(factor, kind);
                 Ok(
                     Finding::judged(most <= allowed, "other updates than on the CPU")
                         .with("output error", most)
@@ -131,13 +140,33 @@ fn steps(context: &mut Context, is_wanted: impl Fn(&str) -> bool) -> Result<()> 
     Ok(())
 }
 
+/// Returns the largest distance between the updates of two sides.
+///
+/// # Errors
+/// An error of libtorch.
+pub fn furthest(there: &[Tensor], here: &[Tensor]) -> Result<f64> {
+    let mut most = 0.0_f64;
+    for (there, here) in there.iter().zip(here) {
+        let far = distance(there, here)?;
+        // `max` would drop a NaN.
+        most = if far.is_nan() { far } else { most.max(far) };
+    }
+    Ok(most)
+}
+
+/// Returns the largest distance that is right, of the updates: in bf16 a parameter is rounded in each step. It is never
+/// more than a sixth, beyond which a step with another rate, momentum or decay would pass.
+pub fn allowed(factor: f64, kind: Kind) -> f64 {
+    (factor * 10.0 * tolerance(kind)).min(10.0 * tolerance(Kind::BFloat16))
+}
+
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let device = context.device();
     steps(context, |_| true)?;
     context.check("gradient clipping and its norm", || {
         let norms = [device, Device::Cpu].map(|device| -> Result<[f64; 2]> {
-            let parameters = parameters(device, Kind::Float)?;
-            set_gradients(&parameters, 1)?;
+            let parameters = parameters(Inputs::FULL_RANK, device, Kind::Float)?;
+            set_gradients(Inputs::FULL_RANK, &parameters, 1)?;
             let tensors: Vec<Tensor> = parameters.iter().map(|(_, t)| t.shallow_clone()).collect();
             let norm = clip_grad_norm(&tensors, 0.5, ClipOptions::default())?;
             clip_grad_value(&tensors, 1e-3)?;
@@ -154,7 +183,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     })?;
     context.check("averages of weights", || {
         let averages = [device, Device::Cpu].map(|device| -> Result<Tensor> {
-            let parameters = parameters(device, Kind::Float)?;
+            let parameters = parameters(Inputs::FULL_RANK, device, Kind::Float)?;
             let first = parameters[0].1.shallow_clone();
             let mut ema = Ema::new(parameters, EmaConfig::default())?;
             let _same = tch::no_grad(|| first.shallow_clone().f_mul_scalar_(2.0))?;
@@ -170,33 +199,79 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     })
 }
 
+/// The parameters and gradients of a comparison.
+#[derive(Debug, Clone, Copy)]
+pub struct Inputs {
+    /// Whether gradients are drawn, and so of full rank; else they are waves, whose rank is 2.
+    is_drawn: bool,
+    /// The size of the parameters.
+    scale: f64,
+    learning_rate: f64,
+}
+
+impl Inputs {
+    /// Gradients of full rank, of which Muon's iteration amplifies no rounding, and updates as large as the parameters,
+    /// which bf16 can hold.
+    pub const FULL_RANK: Self = Self {
+        is_drawn: true,
+        scale: 0.02,
+        learning_rate: 0.1,
+    };
+    /// Those of the report of 27 November 2026, in which two right implementations differ: gradients of rank 2, and
+    /// updates below the resolution of bf16.
+    pub const WAVES: Self = Self {
+        is_drawn: false,
+        scale: 1.0,
+        learning_rate: 1e-2,
+    };
+
+    /// Returns the gradient of a parameter in a step.
+    fn gradient(self, parameter: &Tensor, step: i64) -> Result<Tensor> {
+        let size = parameter.size();
+        let numbers = match self.is_drawn {
+            true => {
+                tch::manual_seed(1000 * step + size[0]);
+                Tensor::f_randn(&size, (Kind::Float, Device::Cpu))?
+            }
+            false => {
+                let positions =
+                    Tensor::f_arange(parameter.numel() as i64, (Kind::Float, Device::Cpu))?;
+                ((positions * 0.11) + step as f64)
+                    .f_cos()?
+                    .f_view(&size[..])?
+            }
+        };
+        let gradient = (numbers * 0.1).f_to_kind(parameter.kind())?;
+        Ok(gradient.f_to_device(parameter.device())?)
+    }
+}
+
 /// Returns matrices, one of which is large enough for states of 8 bits and paging. (Muon takes nothing else.)
-fn parameters(device: Device, kind: Kind) -> Result<Vec<(String, Tensor)>> {
+fn parameters(inputs: Inputs, device: Device, kind: Kind) -> Result<Vec<(String, Tensor)>> {
     [("small", [24, 40]), ("large", [96, 128])]
         .into_iter()
         .map(|(name, size)| {
             let values = Tensor::f_arange(size[0] * size[1], (Kind::Float, Device::Cpu))?;
-            let values = (values * 0.37).f_sin()?.f_view(size)?;
+            let values = (values * 0.37).f_sin()?.f_view(size)? * inputs.scale;
             let tensor = copied(&values.f_to_kind(kind)?.f_to_device(device)?)?;
             Ok((name.to_owned(), tensor.f_set_requires_grad(true)?))
         })
         .collect()
 }
 
-fn set_gradients(parameters: &[(String, Tensor)], step: i64) -> Result<()> {
+fn set_gradients(inputs: Inputs, parameters: &[(String, Tensor)], step: i64) -> Result<()> {
     for (_, parameter) in parameters {
-        let numbers = Tensor::f_arange(parameter.numel() as i64, (Kind::Float, Device::Cpu))?;
-        let numbers = ((numbers * 0.11) + step as f64).f_cos()? * 0.1;
-        let gradient = numbers.f_view_as(&parameter.f_detach()?.f_to_device(Device::Cpu)?)?;
-        let gradient = gradient.f_to_kind(parameter.kind())?;
-        grad::set(parameter, &gradient.f_to_device(parameter.device())?)?;
+        grad::set(parameter, &inputs.gradient(parameter, step)?)?;
     }
     Ok(())
 }
 
 /// Returns how far a few steps move the parameters.
-fn updates(build: Build, device: Device, kind: Kind) -> Result<Vec<Tensor>> {
-    let parameters = parameters(device, kind)?;
+///
+/// # Errors
+/// An error of the optimizer.
+pub fn updates(build: Build, inputs: Inputs, device: Device, kind: Kind) -> Result<Vec<Tensor>> {
+    let parameters = parameters(inputs, device, kind)?;
     let before: Vec<Tensor> = parameters
         .iter()
         .map(|(_, tensor)| copied(&tensor.f_detach()?))
@@ -204,9 +279,9 @@ fn updates(build: Build, device: Device, kind: Kind) -> Result<Vec<Tensor>> {
     let shared = parameters.iter();
     let shared = shared.map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
     let group = ParamGroup::new("all", shared.collect()).with_weight_decay(0.1);
-    let mut optimizer = build(vec![group.with_learning_rate(1e-2)])?;
+    let mut optimizer = build(vec![group.with_learning_rate(inputs.learning_rate)])?;
     for step in 0..STEPS {
-        set_gradients(&parameters, step)?;
+        set_gradients(inputs, &parameters, step)?;
         optimizer.step()?;
     }
     parameters

@@ -1,19 +1,17 @@
-use std::path::PathBuf;
-use std::process::{Command, Stdio};
+use std::time::Duration;
 
-use anyhow::{Result, anyhow};
+use anyhow::Result;
 use overdrive::precision::Precision;
 use overdrive::profiling::{ModelFlops, PeakFlops};
 use overdrive::sys::memory;
-use overdrive::sys::process::terminate_with_parent;
 use overdrive::transformer::{Execution, Schedule};
 use overdrive_benches::{Shape, Step};
-use serde_json::Value;
 use tch::{Device, Kind};
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::timing::seconds;
+use crate::peer::{self, number};
+use crate::timing::{kernels_set, other_kernels, seconds};
 use crate::training::of_step;
 
 /// The bytes of Llama 3.2 1B in training: 16 for each of 1.24 billion parameters (f32 weights, gradients and two averages),
@@ -55,31 +53,50 @@ pub(super) fn shape(context: &Context) -> Result<Shape> {
     })
 }
 
+/// A way to run the step: its name, its implementations, and whether overdrive-gpu's kernels are used if that is not
+/// the default.
+type Case = (String, Execution, Option<bool>);
+
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let device = context.device();
     let shape = shape(context)?;
-    let rounds = context.sized(5, 2);
-    // The model of a gigabyte of weights is made once.
-    let mut step = of_step(Step::new(shape, device))?;
+    let default = ("Overdrive".to_owned(), Execution::default(), None);
+    overdrive(context, shape, vec![default])?;
+    // The other side before our variants, which tell less, while all of the memory is its own.
+    pytorch(context, shape)?;
     let mut every_block = Execution::default();
     every_block.checkpointing = Schedule::EveryBlock;
     let mut unfused = Execution::default();
     unfused.fused_kernels = false;
-    let cases = [
-        ("Overdrive", Execution::default(), false),
-        ("Overdrive, own kernels", Execution::default(), true),
-        ("Overdrive, every block recomputed", every_block, false),
-        ("Overdrive, operators of libtorch", unfused, false),
-    ];
+    let mut variants = Vec::new();
+    if let Some((on, name)) = other_kernels(device)? {
+        variants.push((format!("Overdrive, {name}"), Execution::default(), Some(on)));
+    }
+    variants.push((
+        "Overdrive, every block recomputed".to_owned(),
+        every_block,
+        None,
+    ));
+    variants.push((
+        "Overdrive, operators of libtorch".to_owned(),
+        unfused,
+        Some(false),
+    ));
+    overdrive(context, shape, variants)
+}
+
+/// Measures our step in these ways.
+fn overdrive(context: &mut Context, shape: Shape, cases: Vec<Case>) -> Result<()> {
+    let device = context.device();
+    let rounds = context.sized(5, 2);
+    // The model of a gigabyte of weights is made once.
+    let mut step = of_step(Step::new(shape, device))?;
     let precision = context.sized(Precision::Bf16, Precision::Fp32);
-    for (name, execution, with_kernels) in cases {
-        if with_kernels && device == Device::Cpu {
-            continue;
-        }
+    for (name, execution, kernels) in cases {
         step = step.with_precision(precision).with_execution(execution);
         let measured = &mut step;
         context.check(format!("{name} in {precision}"), || {
-            let _kernels = overdrive_gpu::override_enabled(with_kernels);
+            let _kernels = kernels_set(kernels);
             precision.apply()?;
             let batch = of_step(measured.batch())?;
             memory::empty_cache(device)?;
@@ -98,7 +115,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     // Its memory is for the other side now.
     drop(step);
     memory::empty_cache(device)?;
-    pytorch(context, shape)
+    Ok(())
 }
 
 /// Returns the figures of a step of `seconds`.
@@ -133,79 +150,41 @@ fn figures(
         .with("loss", loss))
 }
 
-/// Returns a command of the Python that has PyTorch.
-pub(super) fn python() -> Command {
-    let program = std::env::var_os("OVERDRIVE_PYTHON");
-    let mut command = Command::new(program.unwrap_or_else(|| "python3".into()));
-    command.stdin(Stdio::null());
-    // A bundle's script puts the libraries of libtorch before the machine's own path, which Python needs as it was.
-    if let Some(outer) = std::env::var_os("OVERDRIVE_OUTER_LIBRARY_PATH") {
-        match outer.is_empty() {
-            true => command.env_remove("LD_LIBRARY_PATH"),
-            false => command.env("LD_LIBRARY_PATH", outer),
-        };
-    }
-    terminate_with_parent(&mut command);
-    command
-}
-
-/// Returns the folder of the comparison's scripts: beside this program in a bundle, else in the repository.
-fn scripts() -> PathBuf {
-    let here = std::env::current_exe().unwrap_or_default();
-    let bundled = here.with_file_name("python");
-    if bundled.is_dir() {
-        return bundled;
-    }
-    PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("../benches/pytorch")
-}
-
-/// The variants of `gpu_step.py`, the most telling first.
-const VARIANTS: [&str; 5] = ["eager", "compile", "liger", "flash-attn", "adamw-8bit"];
+/// The variants of `gpu_step.py`, the most telling first, with the most seconds of each: on an H200 compiling took 55 s,
+/// Liger 28 and eager 12.
+const VARIANTS: [(&str, u64); 5] = [
+    ("eager", 30),
+    ("compile", 90),
+    ("liger", 45),
+    ("adamw-8bit", 35),
+    ("flash-attn", 30),
+];
+/// The time that is kept for our variants, which took 6 s on an H200.
+const KEPT: Duration = Duration::from_secs(12);
 
 /// Measures the same step in PyTorch, one variant a process.
 fn pytorch(context: &mut Context, shape: Shape) -> Result<()> {
     let device = context.device();
-    for variant in VARIANTS {
+    for (variant, most) in VARIANTS {
         // Compiling for a CPU takes longer than all sections together.
         if device == Device::Cpu && variant != "eager" {
             continue;
         }
-        let left = context.time_left().as_secs();
+        let limit = peer::time_for(context, Duration::from_secs(most), KEPT);
         context.check(format!("PyTorch, {variant}"), || {
-            let mut command = python();
-            command
-                .arg(scripts().join("gpu_step.py"))
-                .args(["--variant", variant])
-                .args([
-                    "--device",
-                    if device == Device::Cpu { "cpu" } else { "cuda" },
-                ])
-                .args(["--seconds", &left.to_string()])
-                .args(shape_arguments(shape));
-            let output = command.output()?;
-            let text = String::from_utf8_lossy(&output.stdout);
-            let Some(line) = text.lines().rev().find(|line| line.starts_with('{')) else {
-                let errors = String::from_utf8_lossy(&output.stderr);
-                return Ok(baseline_without_figures(
-                    &output.status.to_string(),
-                    &errors,
-                ));
-            };
-            let found: Value = serde_json::from_str(line)?;
-            if let Some(reason) = found["missing"].as_str() {
-                return Ok(Finding::skipped_allowed(reason));
-            }
-            let number = |key: &str| {
-                let value = found[key].as_f64();
-                value.ok_or_else(|| anyhow!("`{key}` is missing in {line}"))
+            let mut arguments = vec!["--variant".to_owned(), variant.to_owned()];
+            arguments.extend(shape_arguments(shape));
+            let found = match peer::measure("gpu_step.py", device, limit, &arguments)? {
+                Ok(found) => found,
+                Err(finding) => return Ok(finding),
             };
             let finding = figures(
                 shape,
-                number("parameters")? as i64,
+                number(&found, "parameters")? as i64,
                 device,
-                number("step_seconds")?,
-                number("peak_bytes")?,
-                number("loss")?,
+                number(&found, "step_seconds")?,
+                number(&found, "peak_bytes")?,
+                number(&found, "loss")?,
             )?;
             Ok(finding.noting(found["side"].as_str().unwrap_or_default()))
         })?;
@@ -213,21 +192,8 @@ fn pytorch(context: &mut Context, shape: Shape) -> Result<()> {
     Ok(())
 }
 
-/// Returns the finding about a program of PyTorch that has printed no figures, from its standard error.
-///
-/// Exhausted memory is a failure: the batch is chosen such that both sides have room, and a table without its baseline
-/// proves nothing. Anything else is no failure of Overdrive's.
-pub fn baseline_without_figures(status: &str, errors: &str) -> Finding {
-    let last = errors.lines().last().unwrap_or("it says nothing");
-    let reason = format!("PyTorch failed: {status}: {last}");
-    let is_out_of_memory = ["OutOfMemoryError", "out of memory"];
-    match is_out_of_memory.iter().any(|text| errors.contains(text)) {
-        true => Finding::failed(reason),
-        false => Finding::skipped_allowed(reason),
-    }
-}
-
-fn shape_arguments(shape: Shape) -> Vec<String> {
+/// Returns the arguments of the comparison's scripts for a shape.
+pub(super) fn shape_arguments(shape: Shape) -> Vec<String> {
     let values = [
         ("--vocab", shape.vocab),
         ("--dim", shape.dim),

@@ -2,7 +2,11 @@
 
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
+mod memory;
+mod optimizers;
 mod parity;
+mod peers;
 mod report;
 mod runner;
 mod sections;
+mod summary;

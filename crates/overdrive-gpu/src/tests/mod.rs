@@ -1,5 +1,6 @@
 //! Tests against the embedded files, and against a library that stands in for the CUDA driver.
 
+mod choice;
 mod decode;
 mod embedded;
 mod launches;

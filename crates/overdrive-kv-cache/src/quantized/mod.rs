@@ -40,9 +40,9 @@ use store::Store;
 /// [`attend`](KvCache::attend) of few queries on a CPU reads the codes themselves, a block at a time.
 /// For many queries, or on other devices, it dequantizes one layer into memory that all layers share,
 /// and so does [`append`](KvCache::append), whose view is of that memory. A GPU does this in each step: one operator
-/// for INT8 and four for INT4 read the codes and write keys, or values, in the dtype of the cache. With
-/// `OVERDRIVE_GPU_KERNELS=1` a kernel of overdrive-gpu reads the codes of INT8 themselves, for up to 16 queries, heads of
-/// 64, 128 or 256 channels (f32: 64 or 128) and the default groups and axes. No GPU has run it yet.
+/// for INT8 and four for INT4 read the codes and write keys, or values, in the dtype of the cache. On Hopper, and
+/// elsewhere with `OVERDRIVE_GPU_KERNELS=1`, a kernel of overdrive-gpu reads the codes of INT8 themselves, for up to 16
+/// queries, heads of 64, 128 or 256 channels (f32: 64 or 128) and the default groups and axes.
 ///
 /// # Error bound
 ///

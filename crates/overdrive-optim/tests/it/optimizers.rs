@@ -74,6 +74,49 @@ fn sgd_updates_strided_views_as_dense_parameters() {
     );
 }
 
+/// libtorch's fused kernel for CPUs leaves whole vectors of half precision as they are.
+#[test]
+fn sgd_in_half_precision_is_that_in_fp32_with_parameters_and_momentum_rounded_once() {
+    let config = SgdConfig {
+        learning_rate: 0.1,
+        momentum: 0.9,
+        nesterov: true,
+        weight_decay: 0.3,
+        ..SgdConfig::default()
+    };
+    for kind in [Kind::BFloat16, Kind::Half] {
+        // Whole vectors and a rest.
+        let values = (Tensor::arange(99, cpu(Kind::Float)) * 0.37).sin();
+        let values = values.to_kind(kind);
+        let gradient = (Tensor::arange(99, cpu(Kind::Float)) * 7.3)
+            .cos()
+            .to_kind(kind);
+        let parameter = with_gradient(&values, &gradient);
+        let mut optimizer = Sgd::new(one_group("w", &parameter), config.clone()).unwrap();
+        let wide = |tensor: &Tensor| tensor.detach().to_kind(Kind::Float);
+        let (mut expected, mut momentum) = (values.copy(), Tensor::zeros_like(&values));
+        for step in 0..4 {
+            optimizer.step().unwrap();
+            let sum = wide(&gradient) + wide(&expected) * 0.3;
+            let kept = match step {
+                0 => sum.copy(),
+                _ => wide(&momentum) * 0.9 + &sum,
+            };
+            expected = (wide(&expected) - (sum + &kept * 0.9) * 0.1).to_kind(kind);
+            momentum = kept.to_kind(kind);
+        }
+        assert!(
+            difference(&wide(&parameter), &wide(&values)) > 0.1,
+            "{kind:?}"
+        );
+        assert_eq!(
+            difference(&wide(&parameter), &wide(&expected)),
+            0.0,
+            "{kind:?}"
+        );
+    }
+}
+
 #[test]
 fn lion_equals_bitsandbytes() {
     let fixture = fixture("optimizers");

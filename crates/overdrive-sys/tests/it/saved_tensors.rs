@@ -8,6 +8,7 @@ use std::sync::{Arc, Mutex};
 use overdrive_sys::dispatch_mode::{
     DispatchMode, OperatorCall, OperatorNames, Results, current_operator, push_mode,
 };
+use overdrive_sys::op::{Value, call};
 use overdrive_sys::saved_tensors::{
     BackwardOnThisThread, PackedTensor, SavedTensor, SavedVariable, backward_pass, push_hooks,
 };
@@ -127,6 +128,43 @@ impl DispatchMode for Recorder {
         self.results.borrow_mut().extend(shapes);
         Ok(())
     }
+}
+
+#[test]
+fn a_mode_sees_which_copies_do_not_wait_before_they_run() {
+    #[derive(Default)]
+    struct Copies(RefCell<Vec<(String, bool)>>);
+    impl DispatchMode for Copies {
+        fn before(&self, call: &OperatorCall) -> CallbackResult<Option<Arc<Results>>> {
+            let is_asynchronous = call.is_set(c"non_blocking")?;
+            assert!(!call.is_set(c"no_such_argument")?);
+            self.0
+                .borrow_mut()
+                .push((call.full_name(), is_asynchronous));
+            Ok(None)
+        }
+
+        fn after(&self, call: &OperatorCall) -> CallbackResult<()> {
+            let error = call.is_set(c"non_blocking").unwrap_err().to_string();
+            assert!(error.contains("when it has run"), "{error}");
+            Ok(())
+        }
+    }
+    let (x, y) = (Tensor::ones([2], F32), Tensor::zeros([2], F32));
+    let copies = Rc::new(Copies::default());
+    {
+        let _mode = push_mode(Rc::clone(&copies) as Rc<dyn DispatchMode>);
+        for wanted in [false, true] {
+            let arguments = [Value::Tensor(&y), Value::Tensor(&x), Value::Bool(wanted)];
+            call("aten::copy_", "", &arguments).unwrap();
+            let _copy = x.to_device_(Device::Cpu, Kind::Double, wanted, true);
+        }
+    }
+    let found = copies.0.take();
+    let expected = [("aten::copy_", false), ("aten::_to_copy", false)].into_iter();
+    let expected = expected.chain([("aten::copy_", true), ("aten::_to_copy", true)]);
+    let expected: Vec<_> = expected.map(|(name, is)| (name.to_owned(), is)).collect();
+    assert_eq!(found, expected);
 }
 
 #[test]
