@@ -40,7 +40,7 @@ fn main() -> ExitCode {
 pub(crate) fn run(flags: &Flags) -> Result<()> {
     let inputs = [
         ("--model", flags.model.as_path()),
-        ("--adapter", &flags.adapter),
+        ("--adapter", flags.adapter.as_path()),
     ];
     OutputFolder::check("merge", "--out", &flags.out, &inputs)?.create()?;
     FinetuneModel::save_merged(&flags.model, &flags.adapter, &flags.out)?;
