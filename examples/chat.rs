@@ -16,6 +16,8 @@ use std::sync::atomic::{AtomicBool, Ordering};
 
 use anyhow::Result;
 use clap::Parser;
+use overdrive::core::Error;
+use overdrive::core::text::Lines;
 use overdrive::generation::{
     ChatTemplate, ChatTemplateOptions, Engine, EngineConfig, Event, FinishReason, GenerationConfig,
     Message, Request, Tokenizer,
@@ -29,7 +31,7 @@ use signal_hook::flag;
 ///
 /// Options without a flag are taken from the folder's generation_config.json or the sampling defaults of a GGUF file.
 #[derive(Parser)]
-struct Flags {
+pub(crate) struct Flags {
     #[command(flatten)]
     model: ModelFlags,
     #[command(flatten)]
@@ -49,10 +51,11 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| run(&Flags::parse()))
+    overdrive_examples::exit(|| run(&Flags::parse(), stdin().lock()))
 }
 
-fn run(flags: &Flags) -> Result<()> {
+/// Answers the lines of `input` until it ends.
+pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
     let source = flags.model.local()?;
     let files = source.files()?;
     let config = flags.generation.config(&files, 1024)?;
@@ -80,12 +83,19 @@ fn run(flags: &Flags) -> Result<()> {
         .map(|text| Message::system(text.as_str()))
         .collect();
     let mut messages = opening.clone();
+    let mut lines = Lines::new(input, "standard input");
     loop {
         print_now("> ")?;
-        let mut line = String::new();
-        if stdin().lock().read_line(&mut line)? == 0 {
-            return Ok(print_now("\n")?);
-        }
+        let line = match lines.next() {
+            None => return Ok(print_now("\n")?),
+            Some(Ok(line)) => line,
+            // The terminal has another encoding, which costs the line and not the conversation.
+            Some(Err(error @ Error::Parse { .. })) => {
+                eprintln!("error: {error}");
+                continue;
+            }
+            Some(Err(error)) => return Err(error.into()),
+        };
         match line.trim() {
             "" => continue,
             "/reset" => messages.clone_from(&opening),

@@ -11,7 +11,7 @@
 //! ```
 
 use std::fs::File;
-use std::io::{BufRead, BufReader, Read, Write, stdin, stdout};
+use std::io::{BufReader, Read, Write, stdin, stdout};
 use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -19,6 +19,8 @@ use std::sync::Arc;
 
 use anyhow::{Context, Result};
 use clap::Parser;
+use overdrive::core::check_not_read;
+use overdrive::core::text::Lines;
 use overdrive::generation::{Answer, ChatBatchOptions, chat_batch_with, conversation_from_json};
 use overdrive_examples::{GenerationFlags, ModelFlags, TemplateFlags};
 use serde_json::{Value, json};
@@ -60,17 +62,19 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
+    check_not_read("--output", &flags.output, &[("--input", &flags.input)])?;
     let source = flags.model.local()?;
     let files = source.files()?;
     let config = flags.generation.config(&files, 256)?;
     let template = flags.template.load(&files, source.adapter.as_deref())?;
     let tokenizer = Arc::new(source.tokenizer()?);
     // Read completely before the model is loaded, so that a broken line is found at once.
-    let lines = read(&flags.input)?;
-    let mut conversations = Vec::with_capacity(lines.len());
-    for (number, line) in lines.iter().enumerate() {
-        let mut messages =
-            conversation_from_json(line).with_context(|| format!("line {}", number + 1))?;
+    let mut lines = Vec::new();
+    let mut conversations = Vec::new();
+    for line in read(&flags.input)? {
+        let (location, value) = line?;
+        let mut messages = conversation_from_json(&value).context(location)?;
+        lines.push(value);
         if let Some(system) = &flags.system
             && messages
                 .first()
@@ -120,20 +124,30 @@ fn run(flags: &Flags) -> Result<()> {
     Ok(())
 }
 
-fn read(path: &Path) -> Result<Vec<Value>> {
-    let source: Box<dyn Read> = match path.to_str() {
-        Some("-") => Box::new(stdin()),
-        _ => Box::new(File::open(path).with_context(|| path.display().to_string())?),
-    };
-    let mut lines = Vec::new();
-    for (number, line) in BufReader::new(source).lines().enumerate() {
-        let line = line?;
-        if !line.trim().is_empty() {
-            let value = serde_json::from_str(&line);
-            lines.push(value.with_context(|| format!("line {}", number + 1))?);
+/// Reads JSON Lines; each value comes with its file and line.
+fn read(path: &Path) -> Result<impl Iterator<Item = Result<(String, Value)>>> {
+    let (source, name): (Box<dyn Read>, _) = match path.to_str() {
+        Some("-") => (Box::new(stdin()), "standard input".into()),
+        _ => {
+            let name = path.display().to_string();
+            (
+                Box::new(File::open(path).with_context(|| name.clone())?),
+                name,
+            )
         }
-    }
-    Ok(lines)
+    };
+    let lines = (1..).zip(Lines::new(BufReader::new(source), &name));
+    Ok(lines.filter_map(move |(number, line)| {
+        let location = format!("{name}, line {number}");
+        match line {
+            Ok(line) if line.trim().is_empty() => None,
+            Ok(line) => {
+                let value = serde_json::from_str(&line).with_context(|| location.clone());
+                Some(value.map(|value| (location, value)))
+            }
+            Err(error) => Some(Err(error.into())),
+        }
+    }))
 }
 
 fn open(path: &Path) -> Result<Box<dyn Write>> {

@@ -13,6 +13,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::Parser;
+use overdrive::core::OutputFolder;
 use overdrive::datasets::{LabeledTexts, Permutation};
 use overdrive::lora::trainable_parameters;
 use overdrive::optim::{AdamW, AdamWConfig, ClipOptions, Optimizer, clip_grad_norm, decay_groups};
@@ -63,6 +64,13 @@ fn main() -> ExitCode {
 
 /// Trains, and returns the accuracy on the held-out texts.
 pub(crate) fn run(flags: &Flags) -> Result<f64> {
+    let inputs: Vec<_> = flags
+        .model
+        .iter()
+        .map(|model| ("--model", model.as_path()))
+        .collect();
+    let check = |out| OutputFolder::check("classify", "--out", out, &inputs);
+    let output = flags.out.as_ref().map(check).transpose()?;
     tch::manual_seed(flags.seed.cast_signed());
     let data = LabeledTexts::open(&flags.data, &flags.text_column, &flags.label_column, None)?;
     let (train, test) = data.split(flags.held_out, flags.seed)?;
@@ -109,9 +117,10 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
     print_line(format_args!(
         "{percent:.1}% of {of} held-out texts are classified correctly"
     ));
-    if let Some(out) = &flags.out {
-        task.save(out, folder, flags.lora.is_some())?;
-        print_line(format_args!("written {}", out.display()));
+    if let Some(output) = &output {
+        output.create()?;
+        task.save(output.path(), folder, flags.lora.is_some())?;
+        print_line(format_args!("written {}", output.path().display()));
     }
     Ok(accuracy)
 }

@@ -14,6 +14,7 @@ use std::process::ExitCode;
 
 use anyhow::Result;
 use clap::{Parser, ValueEnum};
+use overdrive::core::OutputFolder;
 use overdrive::onnx::{
     Activations, Attention, ExportOptions, ExternalData, Precision, export_pretrained,
 };
@@ -22,7 +23,7 @@ use overdrive_examples::{ModelFlags, OnnxComparison};
 
 /// Exports a model's folder or GGUF file to ONNX
 #[derive(Parser)]
-struct Flags {
+pub(crate) struct Flags {
     #[command(flatten)]
     model: ModelFlags,
     /// Output folder: model.onnx, config.json, generation_config.json, the tokenizer's files and chat templates
@@ -75,7 +76,8 @@ fn main() -> ExitCode {
     overdrive_examples::exit(|| run(&Flags::parse()))
 }
 
-fn run(flags: &Flags) -> Result<()> {
+/// Exports, and compares the speeds if the flags ask for it.
+pub(crate) fn run(flags: &Flags) -> Result<()> {
     let mut options = ExportOptions::default();
     if flags.fp16 {
         options.precision = Precision::Float16;
@@ -99,8 +101,10 @@ fn run(flags: &Flags) -> Result<()> {
     }
     // Groups of a GGUF file that ONNX has no operator for are written as dense weights.
     let source = flags.model.local()?;
+    let output = OutputFolder::check("export_onnx", "--out", &flags.out, &source.inputs())?;
     options.dense_fallback = source.path.is_file();
     let mut model = load(&source)?;
+    output.create()?;
     print!("{}", export_pretrained(&mut model, &flags.out, &options)?);
     source.copy_tokenizer(&flags.out)?;
     if flags.compare {

@@ -11,13 +11,13 @@
 //! cargo xtask example generate --model PATH --batch-file prompts.txt --cache paged
 //! ```
 
-use std::fs::read_to_string;
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Parser;
+use overdrive::core::text;
 use overdrive::generation::{
     GenerateOptions, GenerateOutput, GenerationConfig, GenerationModel, ModelFiles, Tokenizer,
     generate_with_options,
@@ -145,7 +145,7 @@ fn prompts(flags: &Flags, tokenizer: Option<&Tokenizer>) -> Result<Vec<Vec<i64>>
     let texts = match (&flags.prompt, &flags.batch_file) {
         (Some(text), _) => vec![text.clone()],
         (None, Some(path)) => {
-            let text = read_to_string(path).with_context(|| path.display().to_string())?;
+            let text = text::read(path)?;
             text.lines().map(str::to_owned).collect()
         }
         (None, None) => return Err(anyhow!("give --prompt, --prompt-ids or --batch-file")),

@@ -16,6 +16,7 @@ use std::time::Instant;
 use anyhow::{Context, Result};
 use clap::Parser;
 use image::{Rgb, RgbImage};
+use overdrive::core::OutputFolder;
 use overdrive::datasets::{
     DataLoader, DataLoaderOptions, Dataset, DatasetExt, ImageAugmentation, ImageBatch,
     ImageCaption, ImageCaptionDataset, ImageOptions, collate_captions,
@@ -142,7 +143,8 @@ const SHAPES: [&str; 3] = ["square", "circle", "bar"];
 
 /// Writes images of different sizes with one shape each, and returns the file of captions.
 fn generate(folder: &Path) -> Result<PathBuf> {
-    std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+    let output = OutputFolder::check("images", "--generate", folder, &[])?;
+    output.also_writes(&["captions.jsonl"])?.create()?;
     let mut captions = String::new();
     for number in 0..24_usize {
         let (shape, color) = (SHAPES[number % 3], COLORS[number % 4]);

@@ -10,8 +10,9 @@
 use std::path::PathBuf;
 use std::process::ExitCode;
 
-use anyhow::{Result, bail};
+use anyhow::Result;
 use clap::Parser;
+use overdrive::core::OutputFolder;
 use overdrive::datasets::copy_tokenizer;
 use overdrive::generation::ModelFiles;
 use overdrive_examples::finetuning::FinetuneModel;
@@ -19,7 +20,7 @@ use overdrive_examples::print_line;
 
 /// Merges an adapter into its model
 #[derive(Parser)]
-struct Flags {
+pub(crate) struct Flags {
     /// GGUF file, or folder with config.json, model.safetensors and tokenizer.json
     #[arg(long)]
     model: PathBuf,
@@ -35,13 +36,13 @@ fn main() -> ExitCode {
     overdrive_examples::exit(|| run(&Flags::parse()))
 }
 
-fn run(flags: &Flags) -> Result<()> {
-    if flags.out.join("config.json").exists() {
-        bail!(
-            "{} holds a model; give another --out, or remove it",
-            flags.out.display()
-        );
-    }
+/// Merges, and writes the folder.
+pub(crate) fn run(flags: &Flags) -> Result<()> {
+    let inputs = [
+        ("--model", flags.model.as_path()),
+        ("--adapter", flags.adapter.as_path()),
+    ];
+    OutputFolder::check("merge", "--out", &flags.out, &inputs)?.create()?;
     FinetuneModel::save_merged(&flags.model, &flags.adapter, &flags.out)?;
     // The adapter may have been trained with another chat template than the model's, which then lies beside it.
     let copied = copy_tokenizer(&flags.adapter, &flags.out)?;

@@ -18,6 +18,7 @@ use anyhow::Result;
 use clap::Parser;
 use overdrive::accumulation::{AccumulationConfig, GradientAccumulator, Window};
 use overdrive::checkpointing::{CheckpointOptions, Shared, checkpoint};
+use overdrive::core::OutputFolder;
 use overdrive::datasets::{DataLoaderOptions, DeviceLoader};
 use overdrive::distributed::{DdpConfig, DistributedDataParallel, GroupConfig, init_process_group};
 use overdrive::optim::{AdamW, AdamWConfig, Ema, EmaConfig, decay_groups};
@@ -95,6 +96,10 @@ fn main() -> ExitCode {
 
 fn run(flags: &Flags) -> Result<RunEnd> {
     let group = init_process_group(GroupConfig::default())?;
+    // Resuming writes into a folder of any version of this program.
+    if flags.resume_from_checkpoint.is_none() {
+        OutputFolder::check("own_model", "--out", &flags.out, &[])?.create()?;
+    }
     let device = group.device();
     // bf16 where the device computes it fast, else fp16 or fp32.
     let precision = Precision::recommend(device).precision;

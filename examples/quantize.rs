@@ -13,6 +13,7 @@ use std::rc::Rc;
 
 use anyhow::Result;
 use clap::{Parser, ValueEnum};
+use overdrive::core::check_not_read;
 use overdrive::quantization::{
     CheckpointOptions, ClipOptions, GptqOptions, Migration, Progress, Scheme, quantize_checkpoint,
 };
@@ -112,6 +113,7 @@ fn run(flags: &Flags) -> Result<()> {
     // The weights of a GGUF file are in llama.cpp's order and types, those of a pickle in storages: both are written as
     // safetensors first.
     let source = local_model(&flags.model)?;
+    check_not_read("--out", &flags.out, &[("--model", &source)])?;
     let is_pickle = ["pytorch_model.bin", "pytorch_model.bin.index.json"]
         .iter()
         .any(|name| source.join(name).exists());

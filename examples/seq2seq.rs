@@ -12,6 +12,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
+use overdrive::core::OutputFolder;
 use overdrive::datasets::{
     DataLoaderOptions, DeviceLoader, Seq2SeqExample, copy_tokenizer, load_tokenizer, save_tokenizer,
 };
@@ -62,6 +63,12 @@ fn main() -> ExitCode {
 
 /// Trains, saves, and returns the share of held-out targets that the model writes exactly.
 pub(crate) fn run(flags: &Flags) -> Result<f64> {
+    let inputs: Vec<_> = flags
+        .model
+        .iter()
+        .map(|model| ("--model", model.as_path()))
+        .collect();
+    let output = OutputFolder::check("seq2seq", "--out", &flags.out, &inputs)?;
     let device = Device::cuda_if_available();
     let (mut model, tokenizer) = match &flags.model {
         Some(folder) => {
@@ -106,6 +113,7 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
         100.0 * exact,
         held_out.len()
     ));
+    output.create()?;
     model.save_pretrained(&flags.out, &SaveOptions::default())?;
     match &flags.model {
         Some(folder) => drop(copy_tokenizer(folder, &flags.out)?),

@@ -14,6 +14,7 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
+use overdrive::core::OutputFolder;
 use overdrive::datasets::{
     DataLoader, DataLoaderOptions, Dataset, DatasetExt, LogMel, LogMelOptions, Speech, SpeechBatch,
     SpeechDataset, SpeechExample, SpeechOptions, collate_speech,
@@ -128,7 +129,8 @@ const RATE: u32 = 8_000;
 
 /// Writes clips of one to six tones with their names as transcripts, and returns the manifest.
 fn generate(folder: &Path) -> Result<PathBuf> {
-    std::fs::create_dir_all(folder).with_context(|| folder.display().to_string())?;
+    let output = OutputFolder::check("speech", "--generate", folder, &[])?;
+    output.also_writes(&["metadata.csv"])?.create()?;
     let mut manifest = "file_name,transcription\n".to_owned();
     for clip in 0..12_usize {
         let tones: Vec<_> = (0..=clip % 6)

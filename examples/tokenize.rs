@@ -14,6 +14,7 @@ use std::process::ExitCode;
 
 use anyhow::{Result, bail};
 use clap::Parser;
+use overdrive::core::OutputFolder;
 use overdrive::datasets::{BuildOptions, load_tokenizer, save_tokenizer};
 use overdrive::generation::{ModelFiles, Tokenizer};
 use overdrive::trainer::{SampleBy, TrainingArguments, tokenize};
@@ -64,7 +65,10 @@ fn main() -> ExitCode {
 
 /// Tokenizes, passes log lines to `say`, and returns the folder.
 pub(crate) fn run(flags: &Flags, mut say: impl FnMut(&str)) -> Result<PathBuf> {
-    let (tokenizer, eos_token) = tokenizer_of(&local_tokenizer(&flags.tokenizer)?)?;
+    let path = local_tokenizer(&flags.tokenizer)?;
+    let inputs = [("--tokenizer", path.as_path())];
+    let output = OutputFolder::check("tokenize", "--out", &flags.out, &inputs)?;
+    let (tokenizer, eos_token) = tokenizer_of(&path)?;
     let end_of_document = match flags.end_of_document.as_deref() {
         Some("none") => None,
         Some(token) => Some(token.to_owned()),
@@ -94,6 +98,7 @@ pub(crate) fn run(flags: &Flags, mut say: impl FnMut(&str)) -> Result<PathBuf> {
         threads: flags.threads,
         ..BuildOptions::default()
     };
+    output.create()?;
     let path = flags.out.join("text.tokens");
     let (store, report) = tokenize(&arguments, &tokenizer, &options, &path, &mut say)?;
     if store.is_empty() {

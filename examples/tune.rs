@@ -14,7 +14,7 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, bail};
 use clap::Parser;
 use overdrive::accumulation::BatchPlan;
-use overdrive::core::{files, units};
+use overdrive::core::{OutputFolder, files, units};
 use overdrive::precision::Precision;
 use overdrive::profiling::{DecoderShape, Machine};
 use overdrive::trainer::{
@@ -66,6 +66,12 @@ fn main() -> ExitCode {
 /// Searches, prints the grid, and writes the results.
 pub(crate) fn tune(flags: &Flags, trials: &Trials) -> Result<Tuning> {
     let mut arguments = flags.train.resolve_with_notes(|note| print_line(note))?;
+    let inputs = arguments
+        .tokenizer
+        .as_deref()
+        .map(|path| ("--tokenizer", path));
+    let inputs: Vec<_> = inputs.into_iter().collect();
+    let output = OutputFolder::check("tune", "--results", &flags.results, &inputs)?;
     if let Some(effective) = flags.effective_batch {
         let largest = arguments.per_device_train_batch_size.min(effective);
         let plan = BatchPlan::new(effective, 1, 1)?.with_micro_batch_at_most(largest);
@@ -99,6 +105,7 @@ pub(crate) fn tune(flags: &Flags, trials: &Trials) -> Result<Tuning> {
         }
         end
     })?;
+    output.create()?;
     write(flags, &arguments, &tuning, device)?;
     Ok(tuning)
 }
@@ -167,7 +174,6 @@ fn write(
         tuning.markdown()
     );
     print_line(format_args!("\n{text}"));
-    std::fs::create_dir_all(&flags.results)?;
     files::write(flags.results.join("tune.md"), text.as_bytes())?;
     let json = serde_json::to_vec_pretty(tuning)?;
     files::write(flags.results.join("tune.json"), &json)?;

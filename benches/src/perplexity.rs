@@ -37,7 +37,7 @@ impl Windows {
         count: usize,
     ) -> Result<Windows, Failure> {
         let tokenizer = ModelFiles::open(model)?.tokenizer()?;
-        let encoding = tokenizer.encode(std::fs::read_to_string(file)?, false)?;
+        let encoding = tokenizer.encode(overdrive::core::text::read(file)?, false)?;
         let ids: Vec<i64> = encoding.get_ids().iter().map(|&id| id.into()).collect();
         let windows = ids.chunks_exact(length).take(count);
         let windows: Vec<_> = windows.map(<[i64]>::to_vec).collect();

@@ -1,11 +1,11 @@
 //! The flags that constrain generated text.
 
-use std::fs::read_to_string;
 use std::path::PathBuf;
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
 use overdrive::constraints::{GrammarConstraint, GrammarVocabulary};
+use overdrive::core::{Error, text};
 use overdrive::generation::{ChoiceConstraint, Constraint, GenerationConfig, Tokenizer};
 
 /// The constraint of an answer; at most one flag is given.
@@ -42,8 +42,8 @@ impl ConstraintFlags {
         } else if let Some(pattern) = &self.regex {
             Some(Box::new(GrammarConstraint::regex(&vocabulary()?, pattern)?))
         } else if let Some(path) = &self.json_schema {
-            let text = read_to_string(path).with_context(|| path.display().to_string())?;
-            let schema = serde_json::from_str(&text)?;
+            let text = text::read(path)?;
+            let schema = serde_json::from_str(&text).map_err(Error::parse("JSON", path))?;
             let grammar = GrammarConstraint::json_schema(&vocabulary()?, &schema)?;
             Some(Box::new(grammar))
         } else {

@@ -4,6 +4,7 @@ use std::path::{Path, PathBuf};
 
 use anyhow::{Context, Result};
 use clap::Args;
+use overdrive::core::{Error, files};
 use overdrive::datasets::{copy_tokenizer, load_tokenizer};
 use overdrive::generation::{ModelFiles, Tokenizer, set_batch_invariant};
 use overdrive::lora::{
@@ -57,6 +58,21 @@ impl ModelFlags {
             adapter: self.adapter.as_deref().map(local_adapter).transpose()?,
             ..self.clone()
         })
+    }
+
+    /// Returns the files and folders that the flags name, with the flags.
+    pub fn inputs(&self) -> Vec<(&'static str, &Path)> {
+        let others = [
+            ("--tokenizer", &self.tokenizer),
+            ("--adapter", &self.adapter),
+        ];
+        let others = others
+            .into_iter()
+            .filter_map(|(flag, path)| Some((flag, path.as_deref()?)));
+        [("--model", self.path.as_path())]
+            .into_iter()
+            .chain(others)
+            .collect()
     }
 
     /// Returns the model with its adapter, on a GPU if there is one.
@@ -144,8 +160,8 @@ impl ModelFlags {
                 copy_tokenizer(path, to)?;
             }
             Some(path) => {
-                std::fs::copy(path, to.join("tokenizer.json"))
-                    .with_context(|| path.display().to_string())?;
+                let bytes = std::fs::read(path).map_err(Error::io("read", path))?;
+                files::write(to.join("tokenizer.json"), &bytes)?;
             }
             None => self.files()?.copy_tokenizer(to)?,
         }

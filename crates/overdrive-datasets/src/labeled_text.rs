@@ -2,11 +2,13 @@
 
 use std::path::Path;
 
-use overdrive_core::{Error as CommonError, check_option};
+use overdrive_core::check_option;
 use serde_json::{Map, Value};
 
 use crate::records::has_extension;
-use crate::{CsvOptions, CsvRecords, Dataset, JsonOptions, JsonRecords, Permutation, Result};
+use crate::{
+    CsvOptions, CsvRecords, Dataset, JsonOptions, JsonRecords, Permutation, RecordFiles, Result,
+};
 
 /// The texts of a file with the class of each, in memory: the data of a sequence classifier.
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -21,8 +23,8 @@ pub struct LabeledTexts {
 
 impl LabeledTexts {
     /// Reads the columns `text` and `label` of a CSV, TSV, JSON or JSON Lines file; the name's ending says which. A
-    /// label is a string, a number or a boolean. `labels` are the classes of a model that is given; `None` takes
-    /// those of the file.
+    /// label is a string, a number or a boolean; white space around it is not part of it. `labels` are the classes of a
+    /// model that is given; `None` takes those of the file.
     ///
     /// ```
     /// use overdrive_datasets::LabeledTexts;
@@ -36,7 +38,8 @@ impl LabeledTexts {
     /// ```
     ///
     /// # Errors
-    /// Returns an error if the file cannot be read, a row lacks a column, or a label is not one of `labels`.
+    /// Returns an error if the file cannot be read, a row lacks a column, a label is blank or not one of `labels`, or,
+    /// without `labels`, if all rows have the same label.
     pub fn open(
         path: impl AsRef<Path>,
         text: &str,
@@ -45,26 +48,32 @@ impl LabeledTexts {
     ) -> Result<Self> {
         let path = path.as_ref();
         let rows = match has_extension(path, &["csv", "tsv", "tab"]) {
-            true => csv_rows(path, text, label)?,
-            false => json_rows(path, text, label)?,
+            true => csv_rows(path, text, label, labels)?,
+            false => json_rows(path, text, label, labels)?,
         };
         let expected = "a file with at least one row";
         check_option(!rows.is_empty(), "data", path.display(), expected)?;
         let labels = match labels {
             Some(labels) => labels.to_vec(),
-            None => names(rows.iter().map(|(_, label)| label.as_str())),
+            None => {
+                let names = names(rows.iter().map(|(_, label)| label.as_str()));
+                let count = rows.len();
+                check_option(
+                    names.len() >= 2,
+                    label.to_owned(),
+                    format!("{} in all {count} rows of {}", names[0], path.display()),
+                    "of at least two classes, because a classifier of one has nothing to learn; name the column of \
+                     the labels, or add rows of another class",
+                )?;
+                names
+            }
         };
         let (mut texts, mut classes) = (Vec::new(), Vec::new());
         for (text, own) in rows {
-            let class = labels
-                .iter()
-                .position(|label| *label == own)
-                .ok_or_else(|| {
-                    let expected = format!("one of {}", labels.join(", "));
-                    CommonError::option(label.to_owned(), own, expected)
-                })?;
+            // Each label was compared with the classes that were given, or is one of those of the file.
+            let class = labels.iter().position(|label| *label == own);
             texts.push(text);
-            classes.push(class as i64);
+            classes.push(class.unwrap_or_default() as i64);
         }
         Ok(Self {
             texts,
@@ -87,7 +96,8 @@ impl LabeledTexts {
     /// with, at least one of each. They are a function of the seed and the number of texts.
     ///
     /// # Errors
-    /// Returns an error for a share out of its range, or fewer than two texts.
+    /// Returns an error for a share out of its range, fewer than two texts, or texts to train on that are all of one
+    /// class.
     pub fn split(&self, held_out: f64, seed: u64) -> Result<(Vec<usize>, Vec<usize>)> {
         check_option(
             (0.0..1.0).contains(&held_out),
@@ -106,6 +116,19 @@ impl LabeledTexts {
         let order = Permutation::new(len, seed, 0);
         let mut order: Vec<usize> = (0..len).map(|position| order.apply(position)).collect();
         let train = order.split_off(tested);
+        let first = self.classes[train[0]];
+        check_option(
+            self.labels.len() < 2 || train.iter().any(|&index| self.classes[index] != first),
+            "held_out",
+            format!(
+                "{held_out}, and seed {seed} leaves {} rows to train on",
+                train.len()
+            ),
+            format!(
+                "a share, with a seed, that leaves rows of at least two classes; these are all {}",
+                self.labels[first as usize]
+            ),
+        )?;
         Ok((train, order))
     }
 }
@@ -122,7 +145,35 @@ fn names<'a>(all: impl Iterator<Item = &'a str>) -> Vec<String> {
     names.into_iter().map(str::to_owned).collect()
 }
 
-fn csv_rows(path: &Path, text: &str, label: &str) -> Result<Vec<(String, String)>> {
+/// Returns the label of row `index` in the column `column`, without the white space around it.
+fn checked_label(
+    records: &RecordFiles,
+    index: usize,
+    column: &str,
+    label: &str,
+    labels: Option<&[String]>,
+) -> Result<String> {
+    records.read(index, |_| {
+        let label = label.trim();
+        match labels {
+            _ if label.is_empty() => Err(format!(
+                "`{column}` is blank; it must be the name of a class: fill it in, or remove the row"
+            )),
+            Some(labels) if labels.iter().all(|known| known != label) => Err(format!(
+                "`{column}` is {label}; it must be one of {}",
+                labels.join(", ")
+            )),
+            _ => Ok(label.to_owned()),
+        }
+    })
+}
+
+fn csv_rows(
+    path: &Path,
+    text: &str,
+    label: &str,
+    labels: Option<&[String]>,
+) -> Result<Vec<(String, String)>> {
     let records = CsvRecords::open([path], &CsvOptions::default())?;
     let columns = records.columns();
     for column in [text, label] {
@@ -140,27 +191,37 @@ fn csv_rows(path: &Path, text: &str, label: &str) -> Result<Vec<(String, String)
     (0..records.len())
         .map(|index| {
             let row = records.get(index)?;
-            let field = |column| row.get(column).unwrap_or_default().to_owned();
-            Ok((field(text), field(label).trim().to_owned()))
+            let field = |column| row.get(column).unwrap_or_default();
+            let own = checked_label(records.records(), index, label, field(label), labels)?;
+            Ok((field(text).to_owned(), own))
         })
         .collect()
 }
 
-fn json_rows(path: &Path, text: &str, label: &str) -> Result<Vec<(String, String)>> {
+fn json_rows(
+    path: &Path,
+    text: &str,
+    label: &str,
+    labels: Option<&[String]>,
+) -> Result<Vec<(String, String)>> {
     let records = JsonRecords::<Map<String, Value>>::open([path], &JsonOptions::default())?;
     (0..records.len())
         .map(|index| {
             let row = records.get(index)?;
-            let field = |column: &str| match row.get(column) {
-                Some(Value::String(text)) => Ok(text.clone()),
-                Some(value @ (Value::Number(_) | Value::Bool(_))) => Ok(value.to_string()),
-                other => {
-                    let found = other.map_or("missing".to_owned(), Value::to_string);
-                    let expected = format!("a string, a number or a boolean in row {}", index + 1);
-                    Err(CommonError::option(column.to_owned(), found, expected))
-                }
+            let field = |column: &str| {
+                records.records().read(index, |_| match row.get(column) {
+                    Some(Value::String(text)) => Ok(text.clone()),
+                    Some(value @ (Value::Number(_) | Value::Bool(_))) => Ok(value.to_string()),
+                    other => {
+                        let found = other.map_or("missing".to_owned(), Value::to_string);
+                        Err(format!(
+                            "`{column}` is {found}; it must be a string, a number or a boolean"
+                        ))
+                    }
+                })
             };
-            Ok((field(text)?, field(label)?))
+            let own = checked_label(records.records(), index, label, &field(label)?, labels)?;
+            Ok((field(text)?, own))
         })
         .collect()
 }
@@ -203,13 +264,58 @@ mod tests {
         );
         let own = ["yes".to_owned()];
         let label = message("rows.csv", "text,label\nx,no\n", Some(&own));
-        assert_eq!(label, "`label` is no; it must be one of yes");
+        let problem = "rows.csv, record 0 (byte 11): `label` is no; it must be one of yes";
+        assert!(label.ends_with(problem), "{label}");
         let missing = message("rows.jsonl", "{\"text\": \"x\"}\n", None);
-        assert_eq!(
-            missing,
-            "`label` is missing; it must be a string, a number or a boolean in row 1"
-        );
+        let problem = "rows.jsonl, record 0 (byte 0): `label` is missing; it must be a string, a number or a boolean";
+        assert!(missing.ends_with(problem), "{missing}");
+        for (name, content) in [
+            ("rows.csv", "text,label\nx,yes\ny, \nz,no\n"),
+            (
+                "rows.jsonl",
+                "{\"text\": \"x\", \"label\": \"yes\"}\n{\"text\": \"y\", \"label\": \" \"}\n",
+            ),
+        ] {
+            let blank = message(name, content, None);
+            let of_row = format!("{name}, record 1 (byte ");
+            assert!(blank.contains(&of_row), "{blank}");
+            assert!(
+                blank.ends_with("`label` is blank; it must be the name of a class: fill it in, or remove the row"),
+                "{blank}"
+            );
+        }
         assert!(message("rows.csv", "text,label\n", None).contains("at least one row"));
+    }
+
+    #[test]
+    fn labels_of_one_class_are_refused_in_the_file_and_in_the_part_to_train_on() {
+        let one = open("rows.csv", "text,label\nx,good\ny,good\n", None).unwrap_err();
+        let one = one.to_string();
+        assert!(
+            one.starts_with("`label` is good in all 2 rows of "),
+            "{one}"
+        );
+        assert!(one.contains("name the column of the labels, or add rows of another class"));
+        // The classes of a model may have no rows.
+        let own = ["good".to_owned(), "bad".to_owned()];
+        let one = open("rows.csv", "text,label\nx,good\ny,good\n", Some(&own)).unwrap();
+        assert_eq!(one.classes, [0, 0]);
+
+        let two = open("rows.csv", "text,label\nx,good\ny,bad\n", None).unwrap();
+        let train = two.split(0.5, 1).unwrap_err().to_string();
+        assert!(
+            train.starts_with(
+                "`held_out` is 0.5, and seed 1 leaves 1 rows to train on; it must be a share"
+            ),
+            "{train}"
+        );
+    }
+
+    #[test]
+    fn rows_of_old_spreadsheets_end_with_carriage_returns() {
+        let data = open("rows.csv", "text,label\rx,good\ry,bad\r", None).unwrap();
+        assert_eq!(data.texts, ["x", "y"]);
+        assert_eq!(data.classes, [1, 0]);
     }
 
     #[test]

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use tokenizers::Tokenizer;
 
-use overdrive_core::{Error as CommonError, files};
+use overdrive_core::{Error as CommonError, files, text};
 
 use crate::{Error, Result, Sha256Digest};
 
@@ -34,11 +34,11 @@ pub fn load_tokenizer(path: impl AsRef<Path>) -> Result<Tokenizer> {
     } else {
         path.to_owned()
     };
-    let bytes = std::fs::read(&file).map_err(CommonError::io("read", &file))?;
+    let json = text::read(&file)?;
     // tokenizers 0.23 has an `expect` for each kind of decoder and normalizer, and panics on files that are wrong
     // there; a template that names a special token it does not define panics at the first text.
     let read = std::panic::catch_unwind(|| {
-        let tokenizer = Tokenizer::from_bytes(&bytes)?;
+        let tokenizer = Tokenizer::from_bytes(json.as_bytes())?;
         // Whether these texts can be encoded does not matter.
         drop(tokenizer.encode("", true));
         drop(tokenizer.encode(("", ""), true));

@@ -191,19 +191,35 @@ fn take(
 }
 
 /// Reads a conversation from JSON: a list of messages, or an object with one under `messages`,
-/// `conversation` or `conversations`, as datasets have it.
+/// `conversation` or `conversations`, as datasets have it. `system` beside it is its system message.
 ///
 /// # Errors
-/// [`Error::Conversation`] if it is neither, or a message is not an object with a `role`.
+/// [`Error::Conversation`] if it is neither, a message is not an object with a `role`, or the object has `tools` or
+/// `functions`, which belong into [`ChatTemplateOptions::tools`], or `system` beside another system message.
 pub fn conversation_from_json(value: &Value) -> Result<Vec<Message>> {
     let wrong = |what: &str| Error::Conversation(what.to_owned());
     let keys = ["messages", "conversation", "conversations"];
+    let mut system = None;
     let list = match value {
         Value::Array(list) => list,
-        Value::Object(fields) => keys
-            .iter()
-            .find_map(|key| fields.get(*key)?.as_array())
-            .ok_or_else(|| wrong("the object has no list under `messages`"))?,
+        Value::Object(fields) => {
+            for key in ["tools", "functions"] {
+                let given = fields.get(key).filter(|value| !is_blank(value));
+                if given.is_some() {
+                    return Err(wrong(&format!(
+                        "the object has `{key}`, and all conversations share the tools of the template's options"
+                    )));
+                }
+            }
+            system = match fields.get("system").filter(|value| !is_blank(value)) {
+                None => None,
+                Some(Value::String(text)) => Some(text.as_str()),
+                Some(_) => return Err(wrong("`system` is not a text")),
+            };
+            keys.iter()
+                .find_map(|key| fields.get(*key)?.as_array())
+                .ok_or_else(|| wrong("the object has no list under `messages`"))?
+        }
         _ => {
             return Err(wrong(
                 "neither a list of messages nor an object with `messages`",
@@ -216,5 +232,27 @@ pub fn conversation_from_json(value: &Value) -> Result<Vec<Message>> {
         }
         _ => Err(wrong(&format!("no object with a `role`: {value}"))),
     };
-    list.iter().map(message).collect()
+    let mut messages: Vec<Message> = list.iter().map(message).collect::<Result<_>>()?;
+    if let Some(system) = system {
+        let own = messages.first().filter(|first| first.role() == "system");
+        match own.map(|own| own.content()) {
+            None => messages.insert(0, Message::system(system)),
+            Some(content) if content == Some(system) => {}
+            Some(_) => {
+                return Err(wrong(
+                    "it has `system`, and another system message among the messages",
+                ));
+            }
+        }
+    }
+    Ok(messages)
+}
+
+/// Returns `true` for null and for an empty text or list.
+fn is_blank(value: &Value) -> bool {
+    match value {
+        Value::String(text) => text.is_empty(),
+        Value::Array(list) => list.is_empty(),
+        value => value.is_null(),
+    }
 }

@@ -1,7 +1,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use overdrive_core::{Error as Common, files};
+use overdrive_core::{Error as Common, files, text};
 use overdrive_datasets::{copy_tokenizer, load_tokenizer, save_tokenizer};
 use overdrive_quantization::{GgufFile, GgufValue};
 use overdrive_transformer::{Seq2SeqConfig, generation_config_from_gguf};
@@ -102,10 +102,7 @@ impl ModelFiles {
         let path = path.as_ref();
         let mut template = match path.is_dir() {
             true => ChatTemplate::from_dir(path)?,
-            false => {
-                let source = std::fs::read_to_string(path).map_err(Common::io("read", path))?;
-                ChatTemplate::new(&source)?
-            }
+            false => ChatTemplate::new(&text::read(path)?)?,
         };
         for (name, _) in SPECIAL_TOKENS {
             if let Some(token) = self.special_token(name)? {
@@ -179,9 +176,7 @@ fn save_gguf_tokenizer(file: &GgufFile, to: &Path) -> Result<()> {
         usize::try_from(context).unwrap_or(usize::MAX),
     )?;
     let path = to.join("tokenizer_config.json");
-    let text = std::fs::read_to_string(&path).map_err(Common::io("read", &path))?;
-    let mut config: Map<String, Value> =
-        serde_json::from_str(&text).map_err(Common::parse("JSON", &path))?;
+    let mut config = read_object(&path)?.unwrap_or_default();
     for (name, _) in SPECIAL_TOKENS {
         if let Some(token) = special_token(file, name)? {
             config.insert(name.to_owned(), token.into());
@@ -202,10 +197,7 @@ pub fn copy_chat_template(from: impl AsRef<Path>, to: impl AsRef<Path>) -> Resul
     let (from, to) = (from.as_ref(), to.as_ref());
     let sources = match from.is_dir() {
         true => templates_of_dir(from)?,
-        false => {
-            let source = std::fs::read_to_string(from).map_err(Common::io("read", from))?;
-            BTreeMap::from([("default".to_owned(), source)])
-        }
+        false => BTreeMap::from([("default".to_owned(), text::read(from)?)]),
     };
     write_templates(&sources, to)
 }

@@ -1,20 +1,15 @@
 //! Files that a model's folder may have.
 
-use std::io::ErrorKind;
 use std::path::Path;
 
-use overdrive_core::Error as Common;
+use overdrive_core::{Error as Common, text};
 use serde_json::{Map, Value};
 
 use crate::Result;
 
 /// Reads a text; `None` if there is no such file.
 pub(crate) fn read(path: &Path) -> Result<Option<String>> {
-    match std::fs::read_to_string(path) {
-        Ok(text) => Ok(Some(text)),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Common::io("read", path)(error).into()),
-    }
+    Ok(text::read_optional(path)?)
 }
 
 /// Reads a JSON object; `None` if there is no such file.

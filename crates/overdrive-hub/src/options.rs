@@ -2,7 +2,7 @@ use std::fmt;
 use std::path::{Path, PathBuf};
 use std::time::Duration;
 
-use overdrive_core::Error as Common;
+use overdrive_core::{Error as Common, text};
 
 use crate::{DownloadProgress, Result};
 
@@ -128,10 +128,9 @@ fn token(get: &impl Fn(&str) -> Option<String>, file: &Path) -> Result<Option<St
             if get("HF_HUB_DISABLE_IMPLICIT_TOKEN").is_some_and(|value| is_true(&value)) {
                 return Ok(None);
             }
-            match std::fs::read_to_string(file) {
-                Ok(text) => (file.display().to_string(), text),
-                Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-                Err(error) => return Err(Common::io("read", file)(error).into()),
+            match text::read_optional(file)? {
+                Some(text) => (file.display().to_string(), text),
+                None => return Ok(None),
             }
         }
     };

@@ -3,7 +3,7 @@
 use std::collections::BTreeSet;
 use std::path::Path;
 
-use overdrive_core::Error as Common;
+use overdrive_core::{Error as Common, text};
 use serde_json::Value;
 
 use crate::name::{HubName, is_relative_file};
@@ -116,7 +116,7 @@ pub(crate) fn shards(path: &Path) -> Result<Vec<String>> {
         let expected = format!("at most {MAX_INDEX}");
         return Err(Common::option("bytes of the index of shards", length, expected).into());
     }
-    let text = std::fs::read_to_string(path).map_err(Common::io("read", path))?;
+    let text = text::read(path)?;
     let index: Value = serde_json::from_str(&text).map_err(Common::parse("JSON", path))?;
     let map = index["weight_map"].as_object().into_iter().flatten();
     let names: BTreeSet<&str> = map.filter_map(|(_, file)| file.as_str()).collect();

@@ -187,9 +187,8 @@ fn weight_files(path: &Path) -> Result<Vec<std::path::PathBuf>> {
     struct Index {
         weight_map: std::collections::BTreeMap<String, String>,
     }
-    let text = std::fs::read(&index).map_err(CommonError::io("read", &index))?;
-    let parsed: Index =
-        serde_json::from_slice(&text).map_err(CommonError::parse("JSON", &index))?;
+    let text = overdrive_core::text::read(&index)?;
+    let parsed: Index = serde_json::from_str(&text).map_err(CommonError::parse("JSON", &index))?;
     // Many tensors name the same shard.
     let names: std::collections::BTreeSet<String> = parsed.weight_map.into_values().collect();
     let key = format!("weight_map of {INDEX}");

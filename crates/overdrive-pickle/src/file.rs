@@ -17,6 +17,9 @@ use crate::storages::{Contents, contents};
 use crate::tensor::TensorRef;
 use crate::{Error, Result};
 
+/// The most entries besides tensors that are named.
+const MAX_OTHERS: usize = 8;
+
 /// A file of weights by `torch.save`, mapped into memory.
 ///
 /// The file must not be truncated while it is mapped: accessing the lost pages would end the process.
@@ -25,6 +28,7 @@ pub struct PickledFile {
     path: PathBuf,
     map: Mmap,
     tensors: Vec<Named>,
+    others: Vec<String>,
 }
 
 #[derive(Debug)]
@@ -45,8 +49,8 @@ enum Data {
 
 impl PickledFile {
     /// Maps the file and reads the names, shapes and places of its tensors: those of a dictionary, as
-    /// `torch.save(model.state_dict(), path)` writes it. Other values of the dictionary are left out. Tensors that share
-    /// a storage share its part of the map.
+    /// `torch.save(model.state_dict(), path)` writes it. Other values of the dictionary are left out;
+    /// [`PickledFile::others`] names them. Tensors that share a storage share its part of the map.
     ///
     /// # Errors
     /// [`Error::Common`] if the file cannot be opened or mapped, [`Error::Refused`] if it names a function or class that
@@ -58,10 +62,15 @@ impl PickledFile {
         // SAFETY: the map is read-only and private. If another process cuts the file short while it is mapped, touching
         // the lost pages ends this process with SIGBUS, as with a mapped safetensors file.
         let map = unsafe { Mmap::map(&file) }.map_err(Common::io("map", path))?;
-        let tensors = contents(&map).and_then(|contents| named(&contents, &map));
+        let entries = contents(&map).and_then(|contents| named(&contents, &map));
         let path = path.to_owned();
-        match tensors {
-            Ok(tensors) => Ok(PickledFile { path, map, tensors }),
+        match entries {
+            Ok((tensors, others)) => Ok(PickledFile {
+                path,
+                map,
+                tensors,
+                others,
+            }),
             Err(Fault::Bad(reason)) => Err(Error::BadFile { path, reason }),
             Err(Fault::Refused(global)) => Err(Error::Refused { path, global }),
         }
@@ -78,6 +87,11 @@ impl PickledFile {
         stored.collect()
     }
 
+    /// Returns the names of the entries that are no tensors, at most 8 of them.
+    pub fn others(&self) -> &[String] {
+        &self.others
+    }
+
     fn stored<'a>(&'a self, named: &'a Named) -> Option<StoredTensor<'a>> {
         let data = match &named.data {
             Data::Mapped(range) => &self.map[range.clone()],
@@ -88,8 +102,8 @@ impl PickledFile {
     }
 }
 
-/// Returns the tensors of the dictionary that a file holds.
-fn named(contents: &Contents, bytes: &[u8]) -> Checked<Vec<Named>> {
+/// Returns the tensors of the dictionary that a file holds, and the names of other entries, at most 8 of them.
+fn named(contents: &Contents, bytes: &[u8]) -> Checked<(Vec<Named>, Vec<String>)> {
     let Value::Dict(items) = contents.values.get(contents.values.result) else {
         return bad("it holds no dictionary; save `model.state_dict()`");
     };
@@ -98,8 +112,9 @@ fn named(contents: &Contents, bytes: &[u8]) -> Checked<Vec<Named>> {
     for &(key, value) in items {
         match (contents.values.get(key), contents.values.get(value)) {
             (Value::Text(name), Value::Tensor(tensor)) => drop(tensors.insert(name, tensor)),
-            (Value::Text(name), _) if others.len() < 8 => others.push(name.as_str()),
-            _ => {}
+            _ if others.len() == MAX_OTHERS => {}
+            (Value::Text(name), _) => others.push(name.clone()),
+            _ => others.push("an entry whose name is no text".to_owned()),
         }
     }
     if tensors.is_empty() && !others.is_empty() {
@@ -123,7 +138,7 @@ fn named(contents: &Contents, bytes: &[u8]) -> Checked<Vec<Named>> {
             })?,
         })
     });
-    named.collect()
+    Ok((named.collect::<Checked<_>>()?, others))
 }
 
 fn data(

@@ -190,6 +190,26 @@ impl<'a> StoredTensor<'a> {
         Ok(target)
     }
 
+    /// Returns `true` if both tensors have the same shape, and the same bytes after a conversion to the dtype of `other`. It
+    /// reads both.
+    ///
+    /// # Errors
+    /// An error of libtorch if memory for copies of two tensors runs out, which dtypes that differ need.
+    pub fn has_same_values(&self, other: &StoredTensor<'_>) -> Result<bool> {
+        if self.shape() != other.shape() {
+            return Ok(false);
+        }
+        if self.format() == other.format() {
+            return Ok(self.data() == other.data());
+        }
+        let (Some(_), Some(kind)) = (self.kind(), other.kind()) else {
+            return Ok(false);
+        };
+        let own = self.copy_to_tensor(Some(kind), Device::Cpu)?;
+        let other = other.copy_to_tensor(Some(kind), Device::Cpu)?;
+        Ok(own.f_equal(&other)?)
+    }
+
     /// Copies the elements into `target`, which must have the same shape and may have any kind, device and
     /// strides. Gradients are not tracked.
     ///

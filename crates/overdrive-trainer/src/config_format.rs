@@ -1,12 +1,11 @@
 //! Configuration files in JSON, YAML and TOML.
 
-use std::fs;
 use std::path::Path;
 
 use jsonc_parser::ParseOptions;
 use serde_json::Value;
 
-use overdrive_core::{Error as CommonError, files};
+use overdrive_core::{Error as CommonError, files, text};
 
 use crate::{Error, Layers, Result, TrainingArguments};
 
@@ -87,7 +86,7 @@ impl ConfigFormat {
 /// Reads a configuration file in the format of its extension. An empty file is an empty configuration.
 pub(crate) fn read(path: &Path) -> Result<Value> {
     let format = ConfigFormat::of(path)?;
-    let text = fs::read_to_string(path).map_err(CommonError::io("read", path))?;
+    let text = text::read(path)?;
     // The YAML and JSON parsers refuse an empty text.
     if text.trim().is_empty() {
         return Ok(Value::Object(serde_json::Map::new()));

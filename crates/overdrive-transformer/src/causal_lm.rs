@@ -114,6 +114,10 @@ impl CausalLm {
     /// Files are memory-mapped, and each tensor is converted straight to its device and dtype: loading takes
     /// the memory of the model, and a copy of one tensor if the device is not the CPU.
     ///
+    /// A head that `tie_word_embeddings` ties and whose stored weight differs from the embedding is untied, as in
+    /// transformers 5: [`CausalLm::config`] says so, and so does a warning. Every other tensor that is not used, such as a
+    /// second copy with other values, is named in a warning, but for buffers that older versions of transformers saved.
+    ///
     /// # Errors
     /// [`Error::Unsupported`] for an architecture or option that this crate does not implement;
     /// [`Error::Checkpoint`] with every tensor that is missing, unexpected or of another shape;
@@ -123,8 +127,8 @@ impl CausalLm {
         if dir.is_file() {
             return CausalLm::from_gguf(dir, options);
         }
-        let config = ModelConfig::from_dir(dir)?;
-        let parts = checkpoint::read(dir, &config, options)?;
+        let mut config = ModelConfig::from_dir(dir)?;
+        let parts = checkpoint::read(dir, &mut config, options)?;
         let mut model = CausalLm::from_tensors(&config, parts)?;
         model.generation_config = checkpoint::read_generation_config(dir)?;
         Ok(model)
@@ -445,10 +449,7 @@ impl CausalLm {
 
     /// Makes the head a parameter of its own in the configuration.
     pub(crate) fn untie(&mut self) {
-        match &mut self.config {
-            ModelConfig::Llama(config) => config.tie_word_embeddings = false,
-            ModelConfig::Gpt2(config) => config.tie_word_embeddings = false,
-        }
+        self.config.set_tied(false);
     }
 
     /// Inserts dense parameters into the list, in the order of the configuration.

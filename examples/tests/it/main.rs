@@ -12,6 +12,7 @@ mod finetune;
 mod full_disk;
 mod going_back;
 mod host_reads;
+mod outputs;
 #[cfg(any(feature = "image", feature = "speech"))]
 mod pictures_and_sound;
 mod resume;
@@ -24,6 +25,20 @@ mod whole_run;
 #[allow(dead_code, reason = "its `main` is another program's")]
 #[path = "../../finetune.rs"]
 mod finetune_example;
+
+/// The example `chat`.
+#[allow(dead_code, reason = "its `main` is another program's")]
+#[path = "../../chat.rs"]
+mod chat_example;
+/// The example `export_onnx`.
+#[cfg(feature = "onnx")]
+#[allow(dead_code, reason = "its `main` is another program's")]
+#[path = "../../export_onnx.rs"]
+mod export_onnx_example;
+/// The example `merge`.
+#[allow(dead_code, reason = "its `main` is another program's")]
+#[path = "../../merge.rs"]
+mod merge_example;
 
 /// The example `classify`.
 #[path = "../../classify.rs"]

@@ -1,14 +1,14 @@
-//! The search for rows of CSV (RFC 4180), in which a line feed between quotes does not end a row.
+//! The search for rows of CSV (RFC 4180), in which a line end between quotes does not end a row.
 
 use std::ops::Range;
 use std::path::Path;
 
-use memchr::{memchr, memchr_iter, memchr2};
+use memchr::{memchr, memchr_iter, memchr2_iter, memchr3};
 
 use super::scan::{CHUNK_BYTES, Scan, in_order, text_start};
 use crate::{Error, RecordNumber, Result};
 
-/// The scan for rows of CSV or TSV; empty lines are not rows.
+/// The scan for rows of CSV or TSV; empty lines are not rows. Rows end with `\n`, `\r\n` or `\r`, which a file may mix.
 ///
 /// A quote opens a quoted field only where a field begins; within one, two quotes are a quote, and one ends it.
 /// A quote in the middle of an unquoted field is an ordinary character. Python's `csv` and the `csv` crate do
@@ -36,8 +36,8 @@ enum State {
 /// The rows of a chunk, provided that it begins in the state `begin`.
 struct ChunkRows {
     begin: State,
-    /// The offsets of the line feeds that end a row, relative to the chunk's start.
-    feeds: Vec<u32>,
+    /// The offsets of the last byte of each line end that ends a row, relative to the chunk's start.
+    line_ends: Vec<u32>,
     end: State,
 }
 
@@ -52,9 +52,7 @@ impl Scan for CsvScan {
         let first = text_start(data);
         // The start of the row that has not ended yet.
         let mut row_start = first;
-        let is_row = |start: usize| {
-            start < data.len() && data[start] != b'\n' && !data[start..].starts_with(b"\r\n")
-        };
+        let is_row = |start: usize| start < data.len() && !matches!(data[start], b'\n' | b'\r');
         if is_row(first) {
             sink(first as u64)?;
         }
@@ -84,9 +82,9 @@ impl Scan for CsvScan {
             };
             state = found.end;
             let rows = found
-                .feeds
+                .line_ends
                 .iter()
-                .map(|&feed| range.start + feed as usize + 1)
+                .map(|&line_end| range.start + line_end as usize + 1)
                 .filter(|&row| is_row(row));
             for row in rows {
                 self.check_row(path, data, row_start..row)?;
@@ -106,7 +104,7 @@ impl Scan for CsvScan {
             max_row_bytes,
         } = self;
         // The limit is part of the key: an index with longer rows must not be used under a lower one.
-        format!("csv 1, delimiter {delimiter}, quote {quote:?}, rows up to {max_row_bytes}")
+        format!("csv 2, delimiter {delimiter}, quote {quote:?}, rows up to {max_row_bytes}")
             .into_bytes()
     }
 }
@@ -117,7 +115,9 @@ impl CsvScan {
         if row.len() as u64 <= self.max_row_bytes {
             return Ok(());
         }
-        let line = memchr_iter(b'\n', &data[..row.start]).count() as u64 + 1;
+        let before = 0..row.start;
+        let line_ends = memchr2_iter(b'\n', b'\r', &data[before]).filter(|&at| ends_line(data, at));
+        let line = line_ends.count() as u64 + 1;
         Err(Error::InvalidRecord {
             path: path.to_owned(),
             number: RecordNumber::Line(line),
@@ -154,20 +154,24 @@ impl CsvScan {
     fn find(&self, data: &[u8], first: usize, range: Range<usize>, begin: State) -> ChunkRows {
         let start = range.start;
         // A guess of the number of rows: 64 bytes per row.
-        let mut feeds = Vec::with_capacity(range.len() / 64);
-        let row_end = |feed| feeds.push((feed - start) as u32);
+        let mut line_ends = Vec::with_capacity(range.len() / 64);
+        let row_end = |line_end| line_ends.push((line_end - start) as u32);
         let end = match self.quote {
             Some(quote) => self.walk(quote, data, first, range, begin, row_end),
             None => {
-                let found = memchr_iter(b'\n', &data[range]);
-                found.map(|feed| start + feed).for_each(row_end);
+                let found = memchr2_iter(b'\n', b'\r', &data[range]).map(|at| start + at);
+                found.filter(|&at| ends_line(data, at)).for_each(row_end);
                 State::Outside
             }
         };
-        ChunkRows { begin, feeds, end }
+        ChunkRows {
+            begin,
+            line_ends,
+            end,
+        }
     }
 
-    /// Passes the line feeds that end rows to `row_end`; returns the state after the range.
+    /// Passes the last byte of each line end that ends a row to `row_end`; returns the state after the range.
     fn walk(
         &self,
         quote: u8,
@@ -195,13 +199,16 @@ impl CsvScan {
                     state = State::AfterQuote;
                 }
                 State::Outside => {
-                    let Some(found) = memchr2(quote, b'\n', rest) else {
+                    let Some(found) = memchr3(quote, b'\n', b'\r', rest) else {
                         return state;
                     };
                     at += found;
-                    if data[at] == b'\n' {
-                        row_end(at);
-                    } else if at == first || [b'\n', self.delimiter].contains(&data[at - 1]) {
+                    if data[at] != quote {
+                        if ends_line(data, at) {
+                            row_end(at);
+                        }
+                    } else if at == first || [b'\n', b'\r', self.delimiter].contains(&data[at - 1])
+                    {
                         state = State::Inside;
                     }
                     at += 1;
@@ -210,4 +217,10 @@ impl CsvScan {
         }
         state
     }
+}
+
+/// Returns `true` if the line feed or carriage return at `at` is the last byte of a line end: all but the carriage
+/// return of `\r\n`.
+fn ends_line(data: &[u8], at: usize) -> bool {
+    data[at] == b'\n' || data.get(at + 1) != Some(&b'\n')
 }

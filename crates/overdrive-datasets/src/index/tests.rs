@@ -120,7 +120,7 @@ fn csv_reference(data: &[u8], delimiter: u8, quote: u8) -> Vec<u64> {
     };
     let (mut rows, mut inside, mut at, mut row) = (Vec::new(), false, first, first);
     let mut end_row = |start: usize, end: usize| {
-        if start < end && !matches!(&data[start..end], b"\n" | b"\r\n") {
+        if start < end && !matches!(&data[start..end], b"\n" | b"\r\n" | b"\r") {
             rows.push(start as u64);
         }
     };
@@ -133,7 +133,8 @@ fn csv_reference(data: &[u8], delimiter: u8, quote: u8) -> Vec<u64> {
             inside = byte != quote;
         } else if byte == quote && field_starts {
             inside = true;
-        } else if byte == b'\n' {
+        } else if byte == b'\n' || byte == b'\r' {
+            at += usize::from(data[at..].starts_with(b"\r\n"));
             end_row(row, at + 1);
             row = at + 1;
         }

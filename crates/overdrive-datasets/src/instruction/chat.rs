@@ -2,6 +2,8 @@ use std::ops::Range;
 
 use serde_json::{Map, Value};
 
+use super::message::needs_template;
+
 /// A message of a conversation as a JSON object: `role`, `content` and any other fields that a template reads.
 pub type ChatMessage = Map<String, Value>;
 
@@ -41,7 +43,8 @@ pub struct RenderedChat {
 ///
 /// ```
 ///
-/// and an answer, which enters the loss, ends with the end-of-text token instead of the empty line.
+/// and an answer, which enters the loss, ends with the end-of-text token instead of the empty line. Tools, their calls and
+/// reasoning are errors.
 #[derive(Debug, Clone)]
 pub struct PlainChat {
     end: String,
@@ -67,12 +70,24 @@ impl ChatFormat for PlainChat {
     fn render(
         &self,
         messages: &[ChatMessage],
-        _tools: Option<&Value>,
+        tools: Option<&Value>,
         add_generation_prompt: bool,
     ) -> Result<RenderedChat, String> {
+        if tools.is_some() {
+            return Err(
+                "the record has tools, which need a chat template, and the model has none"
+                    .to_owned(),
+            );
+        }
         let mut text = String::new();
         let mut answers = Vec::new();
         for (index, message) in messages.iter().enumerate() {
+            if let Some(key) = needs_template(message) {
+                return Err(format!(
+                    "message {} has `{key}`, which needs a chat template, and the model has none",
+                    index + 1
+                ));
+            }
             let role = role(message);
             let content = message.get("content").and_then(Value::as_str);
             let content = content.ok_or_else(|| {

@@ -6,8 +6,11 @@ use serde::{Deserialize, Serialize};
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
-use super::chat::{ChatFormat, ChatMessage, PlainChat, answers_by_prefix, prompt_length};
-use super::record::InstructionRecord;
+use super::chat::{
+    ChatFormat, ChatMessage, PlainChat, RenderedChat, answers_by_prefix, prompt_length, role,
+};
+use super::message::{has_no_weight, message};
+use super::record::{InstructionRecord, task_message};
 use crate::tokenizer_files::switch_limits_off;
 use crate::{Error, IGNORE_INDEX, Result, TokenizedExample};
 use overdrive_core::{Error as CommonError, check_at_least, check_option};
@@ -46,7 +49,7 @@ impl Default for EncodeOptions {
 ///
 /// Labels are [`IGNORE_INDEX`] except for answers: the text between a template's `{% generation %}` tags, or,
 /// if it has none, the text that follows a generation prompt. A token that has a byte of an answer enters the
-/// loss.
+/// loss. Messages with `weight` 0 do not.
 pub struct InstructionEncoder {
     tokenizer: Tokenizer,
     chat: Option<Arc<dyn ChatFormat>>,
@@ -202,18 +205,19 @@ impl InstructionEncoder {
             }
             (
                 InstructionRecord::Task {
+                    system,
                     instruction,
                     input,
                     output,
                 },
                 Some(chat),
             ) => {
-                let user = match input.is_empty() {
-                    true => instruction.clone(),
-                    false => format!("{instruction}\n\n{input}"),
-                };
-                let messages = [message("user", &user), message("assistant", output)];
-                self.chat(chat.as_ref(), &messages, None, 1, learned)
+                let mut messages = Vec::new();
+                messages.extend(system.as_deref().map(|text| message("system", text)));
+                messages.push(message("user", &task_message(instruction, input)));
+                let prompts = messages.len();
+                messages.push(message("assistant", output));
+                self.chat(chat.as_ref(), &messages, None, prompts, learned)
             }
             (
                 InstructionRecord::Answer {
@@ -232,12 +236,16 @@ impl InstructionEncoder {
             }
             (
                 InstructionRecord::Task {
+                    system,
                     instruction,
                     input,
                     output,
                 },
                 None,
-            ) => Ok(self.completion(&alpaca_prompt(instruction, input), output, learned)),
+            ) => {
+                let prompt = alpaca_prompt(system.as_deref(), instruction, input);
+                Ok(self.completion(&prompt, output, learned))
+            }
         }
     }
 
@@ -257,11 +265,28 @@ impl InstructionEncoder {
             let start = prompt_length(format, prompt, tools, &rendered.text, prompt_messages)?;
             std::iter::once(start..all.end).collect()
         } else if is_completion || !learned.assistant_only {
-            vec![all]
-        } else if let Some(answers) = rendered.answers {
-            answers
+            let mut prompts = messages
+                .iter()
+                .filter(|message| role(message) != "assistant");
+            if prompts.any(has_no_weight) {
+                return Err(
+                    "a message that is no answer has `weight` 0, and this run trains on the whole conversation; \
+                     remove the weight, or set assistant_only_loss = true"
+                        .to_owned(),
+                );
+            }
+            std::iter::once(all).collect()
         } else {
-            answers_by_prefix(format, messages, tools, &rendered.text)?
+            answers(format, messages, tools, &rendered)?
+        };
+        let is_left_out =
+            |message: &&ChatMessage| role(message) == "assistant" && has_no_weight(message);
+        let learned = match messages.iter().find(is_left_out) {
+            None => learned,
+            Some(_) => {
+                let answers = answers(format, messages, tools, &rendered)?;
+                without(learned, &left_out(messages, answers)?)
+            }
         };
         Ok(RenderedRecord {
             text: rendered.text,
@@ -372,15 +397,63 @@ impl RenderedRecord {
     }
 }
 
-fn message(role: &str, content: &str) -> ChatMessage {
-    let mut message = ChatMessage::new();
-    message.insert("role".to_owned(), role.into());
-    message.insert("content".to_owned(), content.into());
-    message
+/// Returns the byte ranges of the assistant's answers.
+fn answers(
+    format: &dyn ChatFormat,
+    messages: &[ChatMessage],
+    tools: Option<&Value>,
+    rendered: &RenderedChat,
+) -> std::result::Result<Vec<Range<usize>>, String> {
+    match &rendered.answers {
+        Some(answers) => Ok(answers.clone()),
+        None => answers_by_prefix(format, messages, tools, &rendered.text),
+    }
 }
 
-/// Returns the prompt of Stanford Alpaca, with or without an input.
-fn alpaca_prompt(instruction: &str, input: &str) -> String {
+/// Returns those of the `answers` whose messages have the weight 0.
+fn left_out(
+    messages: &[ChatMessage],
+    answers: Vec<Range<usize>>,
+) -> std::result::Result<Vec<Range<usize>>, String> {
+    let of_assistant = messages
+        .iter()
+        .filter(|message| role(message) == "assistant");
+    let (count, marked) = (of_assistant.clone().count(), answers.len());
+    if count != marked {
+        return Err(format!(
+            "a message has `weight` 0, and the chat template marks {marked} answers for {count} messages of the \
+             assistant, so the answer of that message is not known; use a template that marks each answer once"
+        ));
+    }
+    let weighted = of_assistant.zip(answers);
+    let left_out = weighted.filter_map(|(message, range)| has_no_weight(message).then_some(range));
+    Ok(left_out.collect())
+}
+
+/// Returns the ranges `learned` without the ranges `left_out`; both are in order.
+fn without(learned: Vec<Range<usize>>, left_out: &[Range<usize>]) -> Vec<Range<usize>> {
+    let mut kept = Vec::new();
+    for range in learned {
+        let mut start = range.start;
+        for out in left_out {
+            if out.end <= start || out.start >= range.end {
+                continue;
+            }
+            if out.start > start {
+                kept.push(start..out.start);
+            }
+            start = out.end;
+        }
+        if start < range.end {
+            kept.push(start..range.end);
+        }
+    }
+    kept
+}
+
+/// Returns the prompt of Stanford Alpaca, with or without an input. A system prompt takes the place of its first paragraph,
+/// as in Axolotl and LLaMA-Factory.
+fn alpaca_prompt(system: Option<&str>, instruction: &str, input: &str) -> String {
     let (task, material) = match input.is_empty() {
         true => (
             "Below is an instruction that describes a task. Write a response that appropriately \
@@ -393,5 +466,6 @@ fn alpaca_prompt(instruction: &str, input: &str) -> String {
             format!("### Input:\n{input}\n\n"),
         ),
     };
+    let task = system.unwrap_or(task);
     format!("{task}\n\n### Instruction:\n{instruction}\n\n{material}### Response:\n")
 }

@@ -33,7 +33,7 @@ use crate::{Error, IGNORE_INDEX, Result, Sha256Digest, TokenizedExample};
 
 const MAGIC: [u8; 8] = *b"OVDEXAMP";
 /// To be increased when the format changes, or when the same record gives other tokens.
-pub(super) const FORMAT_VERSION: u64 = 1;
+pub(super) const FORMAT_VERSION: u64 = 2;
 const HEADER_BYTES: usize = 128;
 const CHECKED_BYTES: usize = 96;
 const TOKEN_BYTES: usize = 4;

@@ -5,6 +5,7 @@ mod dataset;
 mod encoder;
 mod example_cache;
 mod example_file;
+mod message;
 mod record;
 mod record_file;
 mod scan;

@@ -1,19 +1,57 @@
-use serde_json::{Map, Value};
+use serde_json::{Map, Value, json};
 
 use super::chat::{ChatMessage, role};
+use super::message::{is_blank, kind, message, messages};
+
+/// The keys of a record that would change its text, and that are not supported.
+const REFUSED: [(&str, &str); 9] = [
+    ("images", "only text is supported"),
+    ("image", "only text is supported"),
+    ("videos", "only text is supported"),
+    ("audios", "only text is supported"),
+    ("documents", "put their text into a message"),
+    (
+        "chat_template_kwargs",
+        "set the variables of the template in the template itself",
+    ),
+    (
+        "kto_tag",
+        "there is no preference training; keep the records with good answers",
+    ),
+    (
+        "chosen",
+        "there is no preference training; put the good answer into the record",
+    ),
+    (
+        "rejected",
+        "there is no preference training; put the good answer into the record",
+    ),
+];
 
 /// A record of instruction data.
 ///
 /// | keys | form |
 /// |---|---|
-/// | `messages` (or `conversations`): `[{role, content}, …]` | a conversation; `tools` beside it |
+/// | `messages` (or `conversations`): `[{role, content}, …]` | a conversation |
 /// | `conversations`: `[{from, value}, …]` | the same in ShareGPT's form |
-/// | `prompt`, `response` (or `completion`), each a text | a question and its answer; `system` beside it |
+/// | `prompt`, `response` (or `completion`), each a text | a question and its answer |
 /// | `prompt`, `completion`, each `[{role, content}, …]` | a conversation; the messages of `completion` are the answer |
-/// | `instruction`, `output` (or `response`), and `input` | Alpaca's instruction, input and output |
+/// | `instruction`, `output` (or `response`), and `input` (or `context`) | Alpaca's instruction, input and output |
 /// | `text` | a text, all of which enters the loss |
 ///
-/// Other keys are ignored.
+/// Beside all of these but `text`:
+///
+/// | key | effect |
+/// |---|---|
+/// | `system` (or `system_prompt`) | the system message; an error beside another one among the messages |
+/// | `tools` (or OpenAI's `functions`), a list or a text of JSON | the tools that the chat template renders |
+/// | `history`: `[[question, answer], …]` | earlier turns before a question; their answers enter the loss, as in LLaMA-Factory |
+///
+/// A message with `weight` 0 (or `train`, `training` or `loss` that is `false`) does not enter the loss. OpenAI's
+/// `function_call`, a text of JSON as `arguments`, a list of text parts as `content`, and ShareGPT's `function_call` are
+/// brought into the form that templates read. Keys that would change the text and are not supported are errors: images,
+/// preferences (`chosen`, `rejected`, `kto_tag`), `documents`, `refusal`. A missing key, null and an empty text or list are
+/// the same. All other keys are ignored, and so is OpenAI's `parallel_tool_calls`, which no template renders.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum InstructionRecord {
@@ -30,6 +68,8 @@ pub enum InstructionRecord {
     },
     /// An instruction, an input and an output: Alpaca's form.
     Task {
+        /// The system prompt, from `system`.
+        system: Option<String>,
         /// The instruction.
         instruction: String,
         /// The input; it may be empty.
@@ -39,7 +79,7 @@ pub enum InstructionRecord {
     },
     /// A conversation.
     Chat {
-        /// The messages.
+        /// The messages. One with `weight` 0 does not enter the loss.
         messages: Vec<ChatMessage>,
         /// The tools that the assistant may call.
         tools: Option<Value>,
@@ -61,13 +101,17 @@ impl InstructionRecord {
         };
         // Datasets with columns of one type fill missing fields with null.
         fields.retain(|_, value| !value.is_null());
-        let tools = tools(&mut fields)?;
+        for (key, remedy) in REFUSED {
+            // Published preference data has the good answer in `messages` too.
+            let is_repeated =
+                fields.contains_key("messages") && ["chosen", "rejected"].contains(&key);
+            if !is_repeated && fields.get(key).is_some_and(|value| !is_blank(value)) {
+                return Err(format!("`{key}` is not supported; {remedy}"));
+            }
+        }
+        let context = Context::take(&mut fields)?;
         if let Some((key, value)) = take(&mut fields, &["messages", "conversations"]) {
-            return Ok(InstructionRecord::Chat {
-                messages: messages(key, value)?,
-                tools,
-                prompt_messages: 0,
-            });
+            return context.of_messages(key, messages(key, value)?, 0);
         }
         if let Some((_, prompt)) = take(&mut fields, &["prompt"]) {
             let (key, answer) = take(&mut fields, &["response", "completion"])
@@ -77,32 +121,45 @@ impl InstructionRecord {
                     let mut all = messages("prompt", prompt)?;
                     let prompt_messages = all.len();
                     all.extend(messages(key, answer)?);
-                    Ok(InstructionRecord::Chat {
-                        messages: all,
-                        tools,
-                        prompt_messages,
+                    context.of_messages("prompt", all, prompt_messages)
+                }
+                _ => {
+                    let (prompt, response) = (text("prompt", prompt)?, text(key, answer)?);
+                    Ok(match context.needs_messages() {
+                        true => context.of_turn(&prompt, &response),
+                        false => InstructionRecord::Answer {
+                            system: context.system,
+                            prompt,
+                            response,
+                        },
                     })
                 }
-                _ => Ok(InstructionRecord::Answer {
-                    system: take(&mut fields, &["system"])
-                        .map(|(key, value)| text(key, value))
-                        .transpose()?,
-                    prompt: text("prompt", prompt)?,
-                    response: text(key, answer)?,
-                }),
             };
         }
         if let Some((_, instruction)) = take(&mut fields, &["instruction"]) {
             let (key, output) = take(&mut fields, &["output", "response"])
                 .ok_or("it has `instruction`, and neither `output` nor `response`")?;
-            let input = take(&mut fields, &["input"]).map(|(key, value)| text(key, value));
-            return Ok(InstructionRecord::Task {
-                instruction: text("instruction", instruction)?,
-                input: input.transpose()?.unwrap_or_default(),
-                output: text(key, output)?,
+            let instruction = text("instruction", instruction)?;
+            let input = take(&mut fields, &["input", "context"]);
+            let input = input.map(|(key, value)| text(key, value)).transpose()?;
+            let input = input.unwrap_or_default();
+            let output = text(key, output)?;
+            return Ok(match context.needs_messages() {
+                true => context.of_turn(&task_message(&instruction, &input), &output),
+                false => InstructionRecord::Task {
+                    system: context.system,
+                    instruction,
+                    input,
+                    output,
+                },
             });
         }
         if let Some((key, value)) = take(&mut fields, &["text"]) {
+            if let Some(other) = context.first_key() {
+                return Err(format!(
+                    "it has `{other}` beside `text`, which is a whole text; use `messages`, or put it into the text"
+                ));
+            }
             return Ok(InstructionRecord::Text(text(key, value)?));
         }
         let has: Vec<&str> = fields.keys().map(String::as_str).collect();
@@ -117,10 +174,133 @@ impl InstructionRecord {
     }
 }
 
+/// Returns the user's message of an instruction and its input.
+pub(super) fn task_message(instruction: &str, input: &str) -> String {
+    match input.is_empty() {
+        true => instruction.to_owned(),
+        false => format!("{instruction}\n\n{input}"),
+    }
+}
+
+/// What may stand beside the messages, the question or the instruction of a record.
+struct Context {
+    system: Option<String>,
+    history: Vec<(String, String)>,
+    tools: Option<Value>,
+}
+
+impl Context {
+    /// Removes the keys from a record.
+    fn take(fields: &mut Map<String, Value>) -> Result<Self, String> {
+        let system = take_one(fields, &["system", "system_prompt"])?;
+        let system = system.map(|(key, value)| text(key, value)).transpose()?;
+        Ok(Self {
+            system,
+            history: history(fields)?,
+            tools: tools(fields)?,
+        })
+    }
+
+    fn first_key(&self) -> Option<&'static str> {
+        match self {
+            Self {
+                system: Some(_), ..
+            } => Some("system"),
+            Self { history, .. } if !history.is_empty() => Some("history"),
+            Self { tools: Some(_), .. } => Some("tools"),
+            _ => None,
+        }
+    }
+
+    /// Returns `true` if a question and its answer must become a conversation.
+    fn needs_messages(&self) -> bool {
+        !self.history.is_empty() || self.tools.is_some()
+    }
+
+    /// Returns the record of the messages under `key`, of which the first `prompt_messages` do not enter the loss.
+    fn of_messages(
+        self,
+        key: &str,
+        mut messages: Vec<ChatMessage>,
+        prompt_messages: usize,
+    ) -> Result<InstructionRecord, String> {
+        if !self.history.is_empty() {
+            return Err(format!(
+                "it has `history` beside `{key}`; put the earlier turns into `{key}`"
+            ));
+        }
+        let mut added = 0;
+        if let Some(system) = self.system {
+            match messages.first() {
+                Some(first) if role(first) != "system" => {
+                    messages.insert(0, message("system", &system));
+                    added = 1;
+                }
+                Some(first) if first.get("content").and_then(Value::as_str) != Some(&system) => {
+                    return Err(format!(
+                        "it has `system`, and another system message in `{key}`; remove one of them"
+                    ));
+                }
+                _ => {}
+            }
+        }
+        let prompt_messages = match prompt_messages {
+            0 => 0,
+            count => count + added,
+        };
+        Ok(InstructionRecord::Chat {
+            messages,
+            tools: self.tools,
+            prompt_messages,
+        })
+    }
+
+    /// Returns the conversation of the earlier turns, a question and its answer.
+    fn of_turn(self, question: &str, answer: &str) -> InstructionRecord {
+        let mut messages = Vec::new();
+        messages.extend(self.system.map(|system| message("system", &system)));
+        for (question, answer) in &self.history {
+            messages.extend([message("user", question), message("assistant", answer)]);
+        }
+        messages.push(message("user", question));
+        let before = messages.len();
+        messages.push(message("assistant", answer));
+        InstructionRecord::Chat {
+            messages,
+            tools: self.tools,
+            // The answers of earlier turns enter the loss too.
+            prompt_messages: match self.history.is_empty() {
+                true => before,
+                false => 0,
+            },
+        }
+    }
+}
+
 /// Removes the first of these keys that exists, and returns it with its value.
 fn take(fields: &mut Map<String, Value>, keys: &[&'static str]) -> Option<(&'static str, Value)> {
     keys.iter()
         .find_map(|&key| Some((key, fields.remove(key)?)))
+}
+
+/// Removes all of these keys, which have one meaning, and returns the one that is not blank.
+fn take_one(
+    fields: &mut Map<String, Value>,
+    keys: &[&'static str],
+) -> Result<Option<(&'static str, Value)>, String> {
+    let mut found: Option<(&'static str, Value)> = None;
+    while let Some((key, value)) = take(fields, keys) {
+        match &found {
+            _ if is_blank(&value) => {}
+            Some((other, before)) if *before != value => {
+                return Err(format!(
+                    "it has `{other}` and `{key}`, which differ; keep one of them"
+                ));
+            }
+            _ => found = Some((key, value)),
+        }
+    }
+    Ok(found)
 }
 
 fn text(key: &str, value: Value) -> Result<String, String> {
@@ -130,83 +310,52 @@ fn text(key: &str, value: Value) -> Result<String, String> {
     }
 }
 
+/// Removes the earlier turns.
+fn history(fields: &mut Map<String, Value>) -> Result<Vec<(String, String)>, String> {
+    let turns = match fields.remove("history") {
+        None => return Ok(Vec::new()),
+        Some(value) if is_blank(&value) => return Ok(Vec::new()),
+        Some(value) => value,
+    };
+    let pairs: Option<Vec<(String, String)>> = turns.as_array().and_then(|turns| {
+        let texts = turns.iter().map(|turn| match turn.as_array()?.as_slice() {
+            [question, answer] => {
+                Some((question.as_str()?.to_owned(), answer.as_str()?.to_owned()))
+            }
+            _ => None,
+        });
+        texts.collect()
+    });
+    pairs.ok_or_else(|| "`history` is no list of pairs of a question and its answer".to_owned())
+}
+
 /// Removes the list of tools. It may also be JSON in a text, since the columns of some datasets have one type.
 fn tools(fields: &mut Map<String, Value>) -> Result<Option<Value>, String> {
-    let Some(value) = fields.remove("tools") else {
-        return Ok(None);
-    };
-    let list = match value {
-        Value::String(text) => serde_json::from_str(&text)
-            .map_err(|error| format!("`tools` is a text that is not JSON: {error}"))?,
-        other => other,
-    };
-    match &list {
-        Value::Array(tools) if tools.is_empty() => Ok(None),
-        Value::Array(_) => Ok(Some(list)),
-        other => Err(format!("`tools` is {}, expected a list", kind(other))),
-    }
-}
-
-fn messages(key: &str, value: Value) -> Result<Vec<ChatMessage>, String> {
-    let list = match value {
-        Value::Array(list) => list,
-        other => {
-            return Err(format!(
-                "`{key}` is {}, expected a list of messages",
-                kind(&other)
-            ));
+    let tools = tool_list(fields, "tools")?;
+    // The form that OpenAI has replaced by `tools`.
+    let functions = tool_list(fields, "functions")?;
+    match (tools, functions) {
+        (Some(_), Some(_)) => Err("it has `tools` and `functions`; keep `tools`".to_owned()),
+        (None, Some(functions)) => {
+            let tool = |function| json!({"type": "function", "function": function});
+            Ok(Some(functions.into_iter().map(tool).collect()))
         }
-    };
-    if list.is_empty() {
-        return Err(format!("`{key}` is an empty list"));
-    }
-    (1..)
-        .zip(list)
-        .map(|(number, one)| {
-            message(one).map_err(|problem| format!("message {number} of `{key}` {problem}"))
-        })
-        .collect()
-}
-
-fn message(value: Value) -> Result<ChatMessage, String> {
-    let Value::Object(mut fields) = value else {
-        return Err(format!("is {}, expected an object", kind(&value)));
-    };
-    if !fields.contains_key("role")
-        && let Some(from) = fields.remove("from")
-    {
-        let said = fields.remove("value").ok_or("has `from`, and no `value`")?;
-        let from = text("from", from)?;
-        let role = match from.as_str() {
-            "human" | "user" => "user",
-            "gpt" | "assistant" | "chatgpt" | "model" | "bot" => "assistant",
-            "system" => "system",
-            "tool" | "function" | "function_response" | "observation" => "tool",
-            other => return Err(format!("is from {other:?}, which is not a known role")),
-        };
-        fields.insert("role".to_owned(), role.into());
-        fields.insert("content".to_owned(), said);
-    }
-    if role(&fields).is_empty() {
-        return Err("has no `role`".to_owned());
-    }
-    match fields.get("content") {
-        Some(Value::String(_) | Value::Array(_)) => Ok(fields),
-        // A message that only calls tools has no content.
-        None | Some(Value::Null) if fields.contains_key("tool_calls") => Ok(fields),
-        None | Some(Value::Null) => Err("has no `content`".to_owned()),
-        Some(other) => Err(format!("has a `content` that is {}", kind(other))),
+        (tools, None) => Ok(tools.map(Value::Array)),
     }
 }
 
-fn kind(value: &Value) -> &'static str {
-    match value {
-        Value::Null => "null",
-        Value::Bool(_) => "true or false",
-        Value::Number(_) => "a number",
-        Value::String(_) => "a text",
-        Value::Array(_) => "a list",
-        Value::Object(_) => "an object",
+fn tool_list(fields: &mut Map<String, Value>, key: &str) -> Result<Option<Vec<Value>>, String> {
+    let list = match fields.remove(key) {
+        None => return Ok(None),
+        Some(value) if is_blank(&value) => return Ok(None),
+        Some(Value::String(text)) => serde_json::from_str(&text)
+            .map_err(|error| format!("`{key}` is a text that is not JSON: {error}"))?,
+        Some(other) => other,
+    };
+    match list {
+        Value::Array(tools) if tools.is_empty() => Ok(None),
+        Value::Array(tools) => Ok(Some(tools)),
+        other => Err(format!("`{key}` is {}, expected a list", kind(&other))),
     }
 }
 
@@ -254,6 +403,150 @@ mod tests {
         assert_eq!(
             read(r#"{"text": "a"}"#),
             Ok(InstructionRecord::Text("a".to_owned()))
+        );
+    }
+
+    #[test]
+    fn function_calls_of_openai_and_share_gpt_become_tool_calls_with_arguments_as_json() {
+        let messages = |json: &str| match read(json).unwrap() {
+            InstructionRecord::Chat { messages, .. } => messages,
+            other => panic!("{other:?}"),
+        };
+        let calls = serde_json::json!([
+            {"type": "function", "function": {"name": "sum", "arguments": {"a": 1}}},
+        ]);
+        for (form, json) in [
+            (
+                "function_call",
+                r#"{"messages": [{"role": "assistant", "content": null,
+                    "function_call": {"name": "sum", "arguments": "{\"a\": 1}"}}]}"#,
+            ),
+            (
+                "tool_calls",
+                r#"{"messages": [{"role": "assistant", "tool_calls":
+                    [{"type": "function", "function": {"name": "sum", "arguments": "{\"a\": 1}"}}]}]}"#,
+            ),
+            (
+                "share_gpt",
+                r#"{"conversations": [{"from": "function_call", "value": "{\"name\": \"sum\", \"arguments\": {\"a\": 1}}"}]}"#,
+            ),
+        ] {
+            let messages = messages(json);
+            assert_eq!(messages[0]["tool_calls"], calls, "{form}");
+            assert_eq!(role(&messages[0]), "assistant", "{form}");
+            assert!(!messages[0].contains_key("function_call"), "{form}");
+        }
+        let result = messages(
+            r#"{"messages": [{"role": "function", "name": "sum", "content": [{"type": "text", "text": "a"},
+                {"type": "text", "text": "b"}]}]}"#,
+        );
+        assert_eq!(
+            (role(&result[0]), result[0]["content"].as_str()),
+            ("tool", Some("a\nb"))
+        );
+        let record = read(
+            r#"{"messages": [{"role": "user", "content": "a"}], "functions": [{"name": "sum"}],
+                "parallel_tool_calls": false}"#,
+        );
+        let Ok(InstructionRecord::Chat { tools, .. }) = record else {
+            panic!("{record:?}")
+        };
+        let expected = serde_json::json!([{"type": "function", "function": {"name": "sum"}}]);
+        assert_eq!(tools, Some(expected));
+    }
+
+    #[test]
+    fn blank_keys_are_missing_ones() {
+        let record = read(
+            r#"{"instruction": "a", "input": "", "output": "b", "system": "", "history": [], "tools": "", "images": []}"#,
+        );
+        let plain = read(r#"{"instruction": "a", "output": "b"}"#);
+        assert_eq!(record, plain);
+        let messages =
+            r#"[{"role": "assistant", "content": "a", "tool_calls": [], "refusal": null}]"#;
+        let record = read(&format!(r#"{{"messages": {messages}, "system": null}}"#));
+        let plain = read(r#"{"messages": [{"role": "assistant", "content": "a"}]}"#);
+        assert_eq!(record, plain);
+    }
+
+    #[test]
+    fn keys_that_would_change_the_text_are_refused_by_name() {
+        let chat = |more: &str| {
+            format!(r#"{{"conversations": [{{"from": "human", "value": "a"}}], {more}}}"#)
+        };
+        let said = |more: &str| {
+            format!(r#"{{"messages": [{{"role": "assistant", "content": "a", {more}}}]}}"#)
+        };
+        for (json, problem) in [
+            (
+                chat(r#""history": [["a", "b"]]"#),
+                "it has `history` beside `conversations`; put the earlier turns into `conversations`",
+            ),
+            (chat(r#""history": ["a"]"#), "`history` is no list of pairs"),
+            (
+                chat(r#""images": ["a.png"]"#),
+                "`images` is not supported; only text is supported",
+            ),
+            (
+                chat(r#""chosen": {"from": "gpt", "value": "b"}"#),
+                "`chosen` is not supported",
+            ),
+            (chat(r#""kto_tag": false"#), "`kto_tag` is not supported"),
+            (
+                chat(r#""tools": [{}], "functions": [{}]"#),
+                "it has `tools` and `functions`",
+            ),
+            (
+                chat(r#""system": "a", "system_prompt": "b""#),
+                "it has `system` and `system_prompt`, which differ",
+            ),
+            (
+                r#"{"messages": [{"role": "system", "content": "a"}], "system": "b"}"#.to_owned(),
+                "it has `system`, and another system message in `messages`; remove one of them",
+            ),
+            (
+                r#"{"text": "a", "system": "b"}"#.to_owned(),
+                "it has `system` beside `text`, which is a whole text",
+            ),
+            (
+                said(r#""weight": 0.5"#),
+                "has a `weight` of 0.5; it must be 0 or false",
+            ),
+            (
+                said(r#""weight": 0, "train": true"#),
+                "has `weight` and `train`, which contradict",
+            ),
+            (
+                said(r#""refusal": "No.""#),
+                "has `refusal`, which is not supported; put the text",
+            ),
+            (
+                said(r#""train_detail": [{}]"#),
+                "has `train_detail`, which is not supported",
+            ),
+            (
+                said(r#""tool_calls": [{"function": {"name": "f", "arguments": "{"}}]"#),
+                "has a call whose `arguments` are not JSON",
+            ),
+            (
+                r#"{"messages": [{"role": "user", "content": "a", "weight": 1}]}"#.to_owned(),
+                "message 1 of `messages` has `weight`, and is from the user; only messages of the assistant",
+            ),
+            (
+                r#"{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}"#
+                    .to_owned(),
+                "has a part of the type \"image_url\" in `content`; only text is supported",
+            ),
+        ] {
+            let error = read(&json).unwrap_err();
+            assert!(error.contains(problem), "{json}: {error}");
+        }
+        // The same system prompt twice is one, and published preference data has the good answer in `messages`.
+        let twice =
+            r#"{"messages": [{"role": "system", "content": "a"}], "system": "a", "chosen": "b"}"#;
+        assert_eq!(
+            read(twice),
+            read(r#"{"messages": [{"role": "system", "content": "a"}]}"#)
         );
     }
 

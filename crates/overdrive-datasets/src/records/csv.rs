@@ -5,7 +5,7 @@ use std::path::Path;
 use std::str::FromStr;
 use std::sync::Arc;
 
-use super::record_files::{utf8, without_line_ends};
+use super::record_files::utf8;
 use super::{RecordFiles, find_files, has_extension};
 use crate::index::CsvScan;
 use crate::{Dataset, Error, IndexOptions, RecordNumber, Result};
@@ -93,8 +93,8 @@ impl CsvColumns {
 /// The rows of CSV files (RFC 4180): fields may be quoted, and quoted fields may contain delimiters, line ends and
 /// doubled quotes.
 ///
-/// Rows end with `\n` or `\r\n`; empty lines are skipped, as is a byte order mark. A quote in the middle of an
-/// unquoted field is an ordinary character.
+/// Rows end with `\n`, `\r\n` or `\r`, which a file may mix; empty lines are skipped, as is a byte order mark. A quote in
+/// the middle of an unquoted field is an ordinary character.
 ///
 /// ```
 /// use overdrive_datasets::{CsvOptions, CsvRecords, Dataset};
@@ -316,7 +316,8 @@ fn columns(
 
 /// Returns the concatenated fields of a row, and the end of each.
 fn split(bytes: &[u8], scan: &CsvScan) -> std::result::Result<(String, Vec<usize>), String> {
-    let row = utf8(without_line_ends(bytes))?;
+    // The line end of the row and the empty lines after it: outside of quotes these bytes are nothing else.
+    let row = utf8(bytes)?.trim_end_matches(['\n', '\r']);
     // The fields share one allocation, since a row often has many short ones.
     let mut text = String::with_capacity(row.len());
     let mut ends = Vec::new();

@@ -184,11 +184,3 @@ pub(crate) fn first_line(bytes: &[u8]) -> &[u8] {
     };
     bytes[..feed].strip_suffix(b"\r").unwrap_or(&bytes[..feed])
 }
-
-/// Removes the line ends after a record: its own, and those of empty lines, which are not records.
-pub(crate) fn without_line_ends(mut bytes: &[u8]) -> &[u8] {
-    while let [line @ .., b'\n'] = bytes {
-        bytes = line.strip_suffix(b"\r").unwrap_or(line);
-    }
-    bytes
-}

@@ -224,6 +224,178 @@ fn answers_are_found_by_rendering_prefixes_if_a_template_marks_none() {
 }
 
 #[test]
+fn system_and_history_beside_a_record_are_written_in_each_form() {
+    let tags = with_tags(false, EncodeOptions::default());
+    let system = "<system>s</system>";
+    for record in [
+        json!({"conversations": [{"from": "human", "value": "q"}, {"from": "gpt", "value": "r"}], "system": "s"}),
+        json!({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}], "system": "s"}),
+        json!({"prompt": [{"role": "user", "content": "q"}],
+            "completion": [{"role": "assistant", "content": "r"}], "system": "s"}),
+        json!({"prompt": "q", "response": "r", "system": "s"}),
+        json!({"instruction": "q", "output": "r", "system": "s"}),
+        json!({"instruction": "q", "output": "r", "system_prompt": "s"}),
+    ] {
+        let (all, learned) = encoded(&tags, &record);
+        assert_eq!(
+            all,
+            format!("{system}<user>q</user><assistant>r</assistant>"),
+            "{record}"
+        );
+        assert_eq!(learned, "r</assistant>", "{record}");
+    }
+    // The answers of the history are learned too, as in LLaMA-Factory.
+    let turns = json!([["a", "b"], ["c", "d"]]);
+    for record in [
+        json!({"instruction": "q", "output": "r", "system": "s", "history": turns}),
+        json!({"prompt": "q", "response": "r", "system": "s", "history": turns}),
+    ] {
+        let (all, learned) = encoded(&tags, &record);
+        let before = "<user>a</user><assistant>b</assistant><user>c</user><assistant>d</assistant>";
+        let expected = format!("{system}{before}<user>q</user><assistant>r</assistant>");
+        assert_eq!(all, expected, "{record}");
+        assert_eq!(
+            learned, "b</assistant>d</assistant>r</assistant>",
+            "{record}"
+        );
+    }
+    // Without a template a system prompt takes the place of Alpaca's, and a history has headings.
+    let plain = encoder(EncodeOptions::default());
+    let (all, learned) = encoded(
+        &plain,
+        &json!({"instruction": "q", "output": "r", "system": "s"}),
+    );
+    assert_eq!(
+        all,
+        "s\n\n### Instruction:\nq\n\n### Response:\nr<|endoftext|>"
+    );
+    assert_eq!(learned, "r<|endoftext|>");
+    let (all, _) = encoded(
+        &plain,
+        &json!({"instruction": "q", "output": "r", "history": [["a", "b"]]}),
+    );
+    assert_eq!(
+        all,
+        "### User:\na\n\n### Assistant:\nb<|endoftext|>\n### User:\nq\n\n### Assistant:\nr<|endoftext|>"
+    );
+}
+
+#[test]
+fn messages_without_weight_do_not_enter_the_loss() {
+    let tags = |options| with_tags(false, options);
+    let turns = |key: &str, value: Value| {
+        let mut turns = json!([
+            {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},
+            {"role": "user", "content": "c"}, {"role": "assistant", "content": "d"},
+        ]);
+        turns[1][key] = value;
+        json!({"messages": turns})
+    };
+    for (key, value) in [
+        ("weight", json!(0)),
+        ("weight", json!(0.0)),
+        ("train", json!(false)),
+        ("training", json!(false)),
+        ("loss", json!(false)),
+    ] {
+        let record = turns(key, value);
+        let (all, learned) = encoded(&tags(EncodeOptions::default()), &record);
+        assert_eq!(
+            all,
+            "<user>a</user><assistant>b</assistant><user>c</user><assistant>d</assistant>"
+        );
+        assert_eq!(learned, "d</assistant>", "{record}");
+        let (_, learned) = encoded(&encoder(EncodeOptions::default()), &record);
+        assert_eq!(learned, "d<|endoftext|>", "{record}");
+    }
+    let (_, learned) = encoded(&tags(EncodeOptions::default()), &turns("weight", json!(1)));
+    assert_eq!(learned, "b</assistant>d</assistant>");
+    // Where all of a conversation is learned, the answer is left out of it.
+    let whole = EncodeOptions {
+        assistant_only_loss: false,
+        ..EncodeOptions::default()
+    };
+    let record = turns("weight", json!(0));
+    let (_, learned) = encoded(&tags(whole.clone()), &record);
+    assert_eq!(
+        learned,
+        "<user>a</user><assistant><user>c</user><assistant>d</assistant>"
+    );
+    let asked = json!({"messages": [{"role": "user", "content": "a", "weight": 0}, {"role": "assistant", "content": "b"}]});
+    assert_eq!(
+        encoded(&tags(EncodeOptions::default()), &asked).1,
+        "b</assistant>"
+    );
+    let error = tags(whole).encode(&self::record(&asked)).unwrap_err();
+    assert!(error.contains("set assistant_only_loss = true"), "{error}");
+    // A record of which nothing is left has no answer.
+    let none = json!({"messages": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b", "weight": 0}]});
+    let example = tags(EncodeOptions::default())
+        .encode(&self::record(&none))
+        .unwrap();
+    assert_eq!(example.learned_tokens(), 0);
+}
+
+#[test]
+fn tools_reach_the_template_in_each_form_and_are_refused_without_one() {
+    /// Writes the names of the tools before the messages.
+    struct Named;
+    impl ChatFormat for Named {
+        fn render(
+            &self,
+            messages: &[ChatMessage],
+            tools: Option<&Value>,
+            add_generation_prompt: bool,
+        ) -> Result<RenderedChat, String> {
+            let mut rendered =
+                Tags { forgets: false }.render(messages, None, add_generation_prompt)?;
+            rendered
+                .text
+                .insert_str(0, &tools.map(Value::to_string).unwrap_or_default());
+            Ok(rendered)
+        }
+    }
+    let chat: Arc<dyn ChatFormat> = Arc::new(Named);
+    let named = InstructionEncoder::new(
+        crate::common::tokenizer(),
+        Some(chat),
+        None,
+        EncodeOptions::default(),
+    )
+    .unwrap();
+    let tools = json!([{"type": "function", "function": {"name": "f"}}]);
+    for record in [
+        json!({"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "r"}], "tools": tools}),
+        json!({"prompt": "q", "response": "r", "tools": tools}),
+        json!({"instruction": "q", "output": "r", "tools": tools.to_string()}),
+        json!({"instruction": "q", "output": "r", "functions": [{"name": "f"}]}),
+    ] {
+        let (all, learned) = encoded(&named, &record);
+        assert_eq!(
+            all,
+            format!("{tools}<user>q</user><assistant>r</assistant>"),
+            "{record}"
+        );
+        assert_eq!(learned, "r</assistant>", "{record}");
+        let error = encoder(EncodeOptions::default())
+            .encode(&self::record(&record))
+            .unwrap_err();
+        assert!(
+            error.contains("tools, which need a chat template"),
+            "{error}"
+        );
+    }
+    let calls = json!({"messages": [{"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "f"}}]}]});
+    let error = encoder(EncodeOptions::default())
+        .encode(&record(&calls))
+        .unwrap_err();
+    assert!(
+        error.starts_with("message 1 has `tool_calls`, which needs a chat template"),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_template_that_rewrites_earlier_answers_is_refused_with_ways_out() {
     let turns = json!([
         {"role": "user", "content": "a"}, {"role": "assistant", "content": "b"},

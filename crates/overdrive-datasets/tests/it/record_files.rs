@@ -29,7 +29,7 @@ struct CsvCase {
 fn csv_rows_are_those_that_python_reads() {
     let cases: BTreeMap<String, CsvCase> =
         serde_json::from_slice(&std::fs::read(fixture("csv_rows.json")).unwrap()).unwrap();
-    assert_eq!(cases.len(), 5);
+    assert_eq!(cases.len(), 6);
     let dir = tempfile::tempdir().unwrap();
     for (name, case) in cases {
         let path = dir.path().join(&name);

@@ -3,6 +3,7 @@
 use minijinja::syntax::SyntaxConfig;
 use minijinja::value::ValueKind;
 use minijinja::{Environment, Error, ErrorKind, State, Value, filters};
+use overdrive_core::text::line_feeds;
 
 use super::limits::set_limits;
 use super::python_json::tojson;
@@ -54,7 +55,9 @@ pub(super) fn environment(source: &str) -> Result<Environment<'static>, Error> {
         Err(Error::new(ErrorKind::InvalidOperation, message))
     });
     environment.add_function("strftime_now", strftime_now);
-    let source = with_filters_for_generation_tags(source);
+    // Jinja's lexer does so too: a template that was saved with `\r\n`, or that a JSON file holds with it, gives the same
+    // text as one with `\n`.
+    let source = with_filters_for_generation_tags(&line_feeds(source));
     let source = set_limits(&mut environment, &source, syntax)?;
     environment.add_template_owned(NAME, source)?;
     Ok(environment)
@@ -131,6 +134,21 @@ mod tests {
         let wrong = super::environment("{{ 1|length }}").unwrap();
         let wrong = wrong.get_template(NAME).unwrap();
         assert!(wrong.render(()).is_err());
+    }
+
+    /// The expected text is that of Jinja 3.1.6.
+    #[test]
+    fn line_ends_of_a_template_are_line_feeds_whatever_its_file_has() {
+        let source = "{% for m in [1, 2] %}\n<{{ m }}>\n\n{{ 'a\nb' }}{% endfor %}\n\n";
+        for source in [
+            source.to_owned(),
+            source.replace('\n', "\r\n"),
+            source.replace('\n', "\r"),
+        ] {
+            let environment = environment(&source).unwrap();
+            let text = environment.get_template(NAME).unwrap().render(()).unwrap();
+            assert_eq!(text, "<1>\n\na\nb<2>\n\na\nb\n", "{source:?}");
+        }
     }
 
     #[test]

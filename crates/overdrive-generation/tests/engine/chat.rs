@@ -149,10 +149,25 @@ fn conversations_are_read_from_the_usual_shapes_of_json() {
         );
         assert_eq!(messages[0].get("name"), Some(&json!("x")));
     }
+    let with_system = json!({"messages": list, "system": "s", "tools": []});
+    let messages = conversation_from_json(&with_system).unwrap();
+    assert_eq!(
+        (messages[0].role(), messages[0].content()),
+        ("system", Some("s"))
+    );
+    assert_eq!(messages.len(), 2);
     for (value, want) in [
         (json!("hi"), "neither a list of messages"),
         (json!({"text": "hi"}), "no list under `messages`"),
         (json!([{"content": "hi"}]), "no object with a `role`"),
+        (
+            json!({"messages": list, "tools": [{}]}),
+            "the object has `tools`",
+        ),
+        (
+            json!({"messages": [{"role": "system", "content": "a"}], "system": "b"}),
+            "another system message",
+        ),
     ] {
         let error = conversation_from_json(&value).unwrap_err().to_string();
         assert!(error.contains(want), "{error}");

@@ -31,7 +31,11 @@ impl LoraConfig {
     /// [`Error::Common`] with the key and what it must be, [`Error::UnsupportedKey`] for a key that is set and
     /// not implemented here.
     pub fn from_json(text: &str) -> Result<LoraConfig> {
-        let keys = serde_json::from_str(text).map_err(Common::parse("JSON", CONFIG))?;
+        LoraConfig::from_value(serde_json::from_str(text).map_err(Common::parse("JSON", CONFIG))?)
+    }
+
+    /// Returns the configuration of the content of an `adapter_config.json`.
+    pub(crate) fn from_value(keys: Value) -> Result<LoraConfig> {
         let Value::Object(keys) = keys else {
             return Err(Common::option(CONFIG, "no object", "a JSON object").into());
         };

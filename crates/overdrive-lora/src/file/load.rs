@@ -8,7 +8,7 @@ use tch::Tensor;
 
 use super::keys::{Entry, PREFIX, expected, visit};
 use super::{CONFIG, WEIGHTS};
-use crate::host::visit_linears;
+use crate::host::{visit_linears, visit_parameters};
 use crate::layer_adapters::adapters_mut;
 use crate::selection::{modules_to_save, resolve};
 use crate::{
@@ -56,14 +56,16 @@ pub struct LoadedAdapter {
 /// [`Error::Common`] if the file cannot be read, and as [`LoraConfig::from_json`].
 pub fn read_config(dir: impl AsRef<Path>) -> Result<LoraConfig> {
     let path = dir.as_ref().join(CONFIG);
-    let text = std::fs::read_to_string(&path).map_err(overdrive_core::Error::io("read", &path))?;
-    LoraConfig::from_json(&text)
+    let text = overdrive_core::text::read(&path)?;
+    let keys = serde_json::from_str(&text).map_err(overdrive_core::Error::parse("JSON", &path))?;
+    LoraConfig::from_value(keys)
 }
 
 /// Loads a folder that PEFT or [`save_adapter`](crate::save_adapter) wrote as the adapter `name`. It is active
 /// at once if no other is.
 ///
-/// Saved biases and full copies are loaded with it. A name in `modules_to_save` that no module has is ignored: PEFT
+/// Saved biases and full copies are loaded with it. Weights of the embedding and of the head that PEFT has saved beside the
+/// adapter take the place of the model's, for all of its adapters; if they differ, a warning names them. A name in `modules_to_save` that no module has is ignored: PEFT
 /// adds the classifiers of all architectures (`classifier`, `score`) to the configuration of a classifier.
 ///
 /// An adapter that was initialised from the weight (PiSSA, OLoRA) is subtracted from the model's weight again, and
@@ -138,10 +140,96 @@ fn open(dir: &Path) -> Result<MappedFile> {
     Ok(MappedFile::open(path)?)
 }
 
-/// The tensors of a file by their keys, and the weights of layers that it holds beside the adapter.
+/// The tensors of a file by their keys, and the weights of the model, by their names, that it holds beside the adapter.
 struct Fitted<'f> {
     tensors: HashMap<String, StoredTensor<'f>>,
     bases: HashMap<String, StoredTensor<'f>>,
+}
+
+/// The last parts of the names of embeddings.
+const EMBEDDINGS: [&str; 5] = [
+    "embed_tokens.weight",
+    "wte.weight",
+    "shared.weight",
+    "word_embeddings.weight",
+    "tok_embeddings.weight",
+];
+
+/// Takes the weights of the model out of `stored`: PEFT saves the weight of a head or an embedding that has an adapter,
+/// and, where the vocabulary was changed or with `save_embedding_layers`, both as they are.
+fn bases<'f, H: AdapterHost + ?Sized>(
+    host: &mut H,
+    stored: &mut HashMap<String, StoredTensor<'f>>,
+    problems: &mut Vec<String>,
+) -> Result<HashMap<String, StoredTensor<'f>>> {
+    let mut bases: HashMap<String, StoredTensor<'f>> = HashMap::new();
+    let mut take = |key: &str, name: &str, shape: &[i64]| {
+        let Some(own) = stored.remove(key) else {
+            return;
+        };
+        if own.shape() == shape {
+            bases.insert(name.to_owned(), own);
+            return;
+        }
+        problems.push(format!(
+            "`{}` is {:?} where the model has {shape:?}: load the adapter into a model of the vocabulary that it was \
+             trained with",
+            own.name(),
+            own.shape()
+        ));
+    };
+    let head = host.head().map(str::to_owned);
+    let mut shared = None;
+    visit_linears(host, |name, linear| {
+        if let LinearWeight::Dense { weight, .. } = linear.weight() {
+            let weight_name = format!("{name}.weight");
+            take(
+                &format!("{name}.base_layer.weight"),
+                &weight_name,
+                &weight.size(),
+            );
+            if head.as_deref() == Some(name) {
+                take(&weight_name, &weight_name, &weight.size());
+                shared = Some((weight_name, weight.data_ptr()));
+            }
+        }
+        Ok(())
+    })?;
+    let mut tied = None;
+    visit_parameters(host, |name, tensor| {
+        if EMBEDDINGS.iter().any(|end| name.ends_with(end)) {
+            take(name, name, &tensor.size());
+            if shared
+                .as_ref()
+                .is_some_and(|(_, head)| *head == tensor.data_ptr())
+            {
+                tied = Some(name.to_owned());
+            }
+        }
+        Ok(())
+    })?;
+    if let (Some((head, _)), Some(embedding)) = (shared, tied)
+        && let (Some(one), Some(other)) = (bases.get(&head), bases.get(&embedding))
+        && !one.has_same_values(other)?
+    {
+        problems.push(format!(
+            "`{}` differs from `{}`, and the model has one weight for both; set `tie_word_embeddings` to false in its \
+             config.json, and store a head",
+            one.name(),
+            other.name()
+        ));
+    }
+    Ok(bases)
+}
+
+/// Copies a stored weight over that of the model, and returns `true` if the two differ.
+fn replace(stored: &StoredTensor<'_>, weight: &Tensor) -> Result<bool> {
+    let own = stored.copy_to_tensor(Some(weight.kind()), weight.device())?;
+    if own.f_equal(weight)? {
+        return Ok(false);
+    }
+    weight.f_detach()?.f_copy_(&own)?;
+    Ok(true)
 }
 
 /// Compares the file with the tensors that it should hold.
@@ -152,13 +240,18 @@ fn fit<'f, H: AdapterHost + ?Sized>(
     bias: BiasMode,
 ) -> Result<Fitted<'f>> {
     let mut stored: HashMap<String, StoredTensor<'f>> = HashMap::new();
+    let mut problems = Vec::new();
     for tensor in file.tensors() {
         let key = tensor.name();
         // Files without PEFT's prefix are accepted, too.
         let key = key.strip_prefix(PREFIX).unwrap_or(key).to_owned();
-        stored.insert(key, tensor);
+        if let Some(other) = stored.insert(key, tensor) {
+            problems.push(format!(
+                "`{}` is there twice, with and without `{PREFIX}`",
+                other.name()
+            ));
+        }
     }
-    let mut problems = Vec::new();
     let mut tensors = HashMap::new();
     for entry in wanted {
         let older = entry.older.as_ref();
@@ -185,20 +278,7 @@ fn fit<'f, H: AdapterHost + ?Sized>(
         // PEFT saves BART's buffer with the biases, although nothing trains it.
         stored.remove("final_logits_bias");
     }
-    // PEFT also saves the weight of a head or an embedding that has an adapter.
-    let mut bases = HashMap::new();
-    visit_linears(host, |name, linear| {
-        if let LinearWeight::Dense { weight, .. } = linear.weight() {
-            let key = format!("{name}.base_layer.weight");
-            let fits = stored
-                .get(&key)
-                .is_some_and(|own| own.shape() == weight.size());
-            if let (true, Some(own)) = (fits, stored.remove(&key)) {
-                bases.insert(name.to_owned(), own);
-            }
-        }
-        Ok(())
-    })?;
+    let bases = bases(host, &mut stored, &mut problems)?;
     let mut rest: Vec<&str> = stored.values().map(StoredTensor::name).collect();
     rest.sort_unstable();
     problems.extend(
@@ -227,11 +307,22 @@ fn fill<H: AdapterHost + ?Sized>(
         }
         Ok(())
     })?;
-    visit_linears(host, |layer, linear| {
-        if let (Some(stored), LinearWeight::Dense { weight, .. }) =
-            (stored.bases.get(layer), linear.weight())
+    let mut replaced = Vec::new();
+    visit_parameters(host, |name, tensor| {
+        if let Some(base) = stored.bases.get(name)
+            && replace(base, tensor)?
         {
-            stored.copy_into(weight)?;
+            replaced.push(name.to_owned());
+        }
+        Ok(())
+    })?;
+    visit_linears(host, |layer, linear| {
+        let weight_name = format!("{layer}.weight");
+        if let (Some(base), LinearWeight::Dense { weight, .. }) =
+            (stored.bases.get(&weight_name), linear.weight())
+            && replace(base, weight)?
+        {
+            replaced.push(weight_name);
         }
         let adapters = adapters_mut(linear).into_iter();
         for (own, adapter) in adapters.flat_map(|own| &mut own.adapters) {
@@ -240,5 +331,12 @@ fn fill<H: AdapterHost + ?Sized>(
             }
         }
         Ok(())
-    })
+    })?;
+    if !replaced.is_empty() {
+        tracing::warn!(
+            "the adapter `{name}` has replaced weights of the model, for all of its adapters: {}",
+            replaced.join(", ")
+        );
+    }
+    Ok(())
 }

@@ -7,6 +7,7 @@ use overdrive_lora::{
     AddOptions, BiasMode, Error, LoadAdapterOptions, LoraConfig, TargetModules, adapter_names,
     add_adapter, load_adapter, save_adapter, trainable_parameters,
 };
+use overdrive_nn::{Linear, LinearWeight};
 use overdrive_safetensors::MappedFile;
 use tch::Tensor;
 
@@ -213,6 +214,106 @@ fn everything_that_does_not_fit_is_named_and_the_model_stays_as_it_was() {
     );
     assert!(adapter_names(&mut other).unwrap().is_empty());
     assert_eq!(forward(&other), before);
+}
+
+#[test]
+fn weights_of_embedding_and_head_beside_an_adapter_take_the_place_of_the_models() {
+    let config = LoraConfig {
+        r: 4,
+        target_modules: Some(TargetModules::names(["q_proj"])),
+        ..LoraConfig::default()
+    };
+    let dir = tempfile::tempdir().unwrap();
+    saved(&config, dir.path());
+    let (table, head) = (numbers(&[20, 16], 11.0, F32), numbers(&[12, 16], 12.0, F32));
+    rewrite(dir.path(), |tensors| {
+        // As PEFT's `save_embedding_layers` names them.
+        let key = |name: &str| format!("base_model.model.{name}");
+        tensors.push((key("model.embed_tokens.weight"), table.copy()));
+        tensors.push((key("lm_head.weight"), head.copy()));
+    });
+    let with_head = || Host {
+        head: Some("lm_head".to_owned()),
+        ..self::host()
+    };
+    let mut host = with_head();
+    load_adapter(&mut host, dir.path(), "a", &LoadAdapterOptions::default()).unwrap();
+    assert_eq!(host.parameters[0].1, table);
+    let LinearWeight::Dense { weight, .. } = host.layer("lm_head").weight() else {
+        panic!("quantized")
+    };
+    assert_eq!(*weight, head);
+
+    // A model that ties the two has one weight for both.
+    let mut tied = with_head();
+    let shared = numbers(&[12, 16], 5.0, F32);
+    tied.parameters[0].1 = shared.shallow_clone();
+    *tied.layer("lm_head") = Linear::dense(shared, None).unwrap();
+    rewrite(dir.path(), |tensors| {
+        for (name, tensor) in tensors.iter_mut() {
+            if name.ends_with("embed_tokens.weight") {
+                *tensor = numbers(&[12, 16], 11.0, F32);
+            }
+        }
+    });
+    let options = LoadAdapterOptions::default();
+    let error = load_adapter(&mut tied, dir.path(), "a", &options)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("and the model has one weight for both"),
+        "{error}"
+    );
+    // Another vocabulary.
+    let error = load_adapter(&mut with_head(), dir.path(), "a", &options)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("`base_model.model.model.embed_tokens.weight` is [12, 16] where the model has [20, 16]: load")
+            && error.contains("the vocabulary that it was trained with"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_tensor_that_is_there_twice_is_named() {
+    let config = LoraConfig {
+        r: 4,
+        target_modules: Some(TargetModules::names(["q_proj"])),
+        ..LoraConfig::default()
+    };
+    let dir = tempfile::tempdir().unwrap();
+    saved(&config, dir.path());
+    rewrite(dir.path(), |tensors| {
+        let name = "model.q_proj.lora_A.weight".to_owned();
+        tensors.push((name, Tensor::zeros([4, 16], F32)));
+    });
+    let options = LoadAdapterOptions::default();
+    let error = load_adapter(&mut host(), dir.path(), "a", &options)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("is there twice, with and without `base_model.model.`"),
+        "{error}"
+    );
+}
+
+#[test]
+fn a_configuration_with_a_byte_order_mark_is_read_and_an_error_names_the_file() {
+    let dir = tempfile::tempdir().unwrap();
+    saved(&LoraConfig::default(), dir.path());
+    let path = dir.path().join("adapter_config.json");
+    let text = std::fs::read_to_string(&path).unwrap();
+    std::fs::write(&path, format!("\u{feff}{text}")).unwrap();
+    assert_eq!(overdrive_lora::read_config(dir.path()).unwrap().r, 8);
+    std::fs::write(&path, "{").unwrap();
+    let error = overdrive_lora::read_config(dir.path())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.starts_with(&format!("{} is not valid JSON", path.display())),
+        "{error}"
+    );
 }
 
 /// Changes `adapter_config.json`.

@@ -10,8 +10,12 @@ use zip::{CompressionMethod, ZipWriter};
 
 use crate::originals::fixture;
 
-/// Opens a zip archive with this pickle and a storage `0` of eight bytes.
+/// Opens a zip archive with this pickle and a storage `0` of eight bytes, and reads its tensors.
 fn open(pickle: &[u8], method: CompressionMethod) -> Result<(), Error> {
+    opened(pickle, method).map(drop)
+}
+
+fn opened(pickle: &[u8], method: CompressionMethod) -> Result<PickledFile, Error> {
     let folder = tempfile::tempdir().unwrap();
     let path = folder.path().join("a.bin");
     let mut writer = ZipWriter::new(fs::File::create(&path).unwrap());
@@ -25,7 +29,7 @@ fn open(pickle: &[u8], method: CompressionMethod) -> Result<(), Error> {
     for stored in file.tensors() {
         drop(stored.copy_to_tensor(None, tch::Device::Cpu)?);
     }
-    Ok(())
+    Ok(file)
 }
 
 fn refusal(pickle: &[u8]) -> String {
@@ -70,6 +74,34 @@ fn tensor(key: &str, elements: i128, offset: i128, shape: &[i128], strides: &[i1
         b"\x89ccollections\nOrderedDict\n)RtRs.".to_vec(),
     ]
     .concat()
+}
+
+#[test]
+fn entries_that_are_no_tensors_are_named() {
+    let plain = tensor("0", 2, 0, &[2], &[1]);
+    let others = |pickle: &[u8]| {
+        let file = opened(pickle, CompressionMethod::Stored).unwrap();
+        assert_eq!(file.tensors().len(), 1);
+        file.others().to_vec()
+    };
+    assert!(others(&plain).is_empty());
+    // `s` has set the tensor; the dictionary gets a number and a nested dictionary after it.
+    let end = plain.strip_suffix(b".").unwrap();
+    let more = [
+        end,
+        &text("step"),
+        &int(3),
+        b"s",
+        &text("state_dict"),
+        b"}s",
+        &int(1),
+        &int(2),
+        b"s.",
+    ];
+    assert_eq!(
+        others(&more.concat()),
+        ["step", "state_dict", "an entry whose name is no text"]
+    );
 }
 
 #[test]

@@ -213,6 +213,13 @@ impl<'a> Job<'a> {
             // A tied head is a layer of the model, although the file has no tensor of it.
             kept.push("lm_head".to_owned());
         }
+        if self.source.is_tied_by_config() && !self.source.is_tied() {
+            tracing::warn!(
+                "`tie_word_embeddings` is true, and lm_head.weight differs from the embedding: the head is not tied, \
+                 and `tie_word_embeddings` is false in the quantized folder"
+            );
+            config.insert("tie_word_embeddings".to_owned(), false.into());
+        }
         let layout = QuantizationConfig::for_scheme(self.scheme, kept);
         config.insert("quantization_config".to_owned(), layout.to_json()?);
         Ok(serde_json::Value::Object(config))

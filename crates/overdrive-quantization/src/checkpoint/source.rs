@@ -4,7 +4,7 @@ use std::collections::{BTreeMap, BTreeSet};
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use overdrive_core::Error as CoreError;
+use overdrive_core::{Error as CoreError, text};
 use overdrive_safetensors::{MappedFile, StoredTensor, file_in};
 use serde::Deserialize;
 use serde_json::{Map, Value};
@@ -23,6 +23,8 @@ pub(super) struct Source {
     /// The index in `files` of each tensor, by name.
     names: BTreeMap<String, usize>,
     pub(super) config: Map<String, Value>,
+    /// `true` if the files hold a head with other values than the embedding.
+    has_own_head: bool,
 }
 
 #[derive(Deserialize)]
@@ -64,18 +66,27 @@ impl Source {
                     file.tensor(name)?;
                     names.insert(name.clone(), file_index);
                 }
+                for stored in file.tensors() {
+                    // A tensor that the index leaves out is one of the model all the same.
+                    if !index.weight_map.contains_key(stored.name()) {
+                        names.insert(stored.name().to_owned(), file_index);
+                    }
+                }
                 files.push(file);
             }
         } else {
             let reason = format!("it has neither {SINGLE} nor {INDEX}");
             return Err(bad(dir, &reason));
         }
-        Ok(Source {
+        let mut source = Source {
             dir: dir.to_path_buf(),
             files,
             names,
             config,
-        })
+            has_own_head: false,
+        };
+        source.has_own_head = source.finds_own_head()?;
+        Ok(source)
     }
 
     /// Returns all tensors, file by file and in the order of the files, which is the order that a disk reads
@@ -96,13 +107,33 @@ impl Source {
     }
 
     /// Returns `true` if the head is tied to the embedding: by the configuration, or because the files have no
-    /// head.
+    /// head. A head with other values than the embedding is not tied, as in transformers 5.
     pub(super) fn is_tied(&self) -> bool {
-        let configured = self
-            .config
-            .get("tie_word_embeddings")
-            .and_then(Value::as_bool);
-        !self.has("lm_head.weight") || configured == Some(true)
+        !self.has("lm_head.weight") || (self.is_tied_by_config() && !self.has_own_head)
+    }
+
+    /// Returns `true` if the configuration ties the head to the embedding.
+    pub(super) fn is_tied_by_config(&self) -> bool {
+        let configured = self.config.get("tie_word_embeddings");
+        configured.and_then(Value::as_bool) == Some(true)
+    }
+
+    /// Compares the head with the embedding.
+    fn finds_own_head(&self) -> Result<bool> {
+        if !self.has("lm_head.weight") {
+            return Ok(false);
+        }
+        const TABLES: [&str; 3] = ["embed_tokens.weight", "wte.weight", "shared.weight"];
+        let table = self
+            .names
+            .keys()
+            .find(|name| TABLES.iter().any(|end| name.ends_with(end)));
+        Ok(match table {
+            Some(table) => !self
+                .tensor("lm_head.weight")?
+                .has_same_values(&self.tensor(table)?)?,
+            None => false,
+        })
     }
 
     pub(super) fn has(&self, name: &str) -> bool {
@@ -150,7 +181,7 @@ impl Source {
 }
 
 fn read_json<T: serde::de::DeserializeOwned>(path: &Path) -> Result<T> {
-    let text = fs::read_to_string(path).map_err(CoreError::io("read", path))?;
+    let text = text::read(path)?;
     Ok(serde_json::from_str(&text).map_err(CoreError::parse("JSON", path))?)
 }
 

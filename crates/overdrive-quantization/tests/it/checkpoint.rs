@@ -184,6 +184,39 @@ fn a_tied_embedding_can_be_quantized_and_then_the_whole_file_is_small() {
 }
 
 #[test]
+fn a_head_with_other_values_than_a_tied_embedding_is_one_of_its_own() {
+    let folder = tempfile::tempdir().unwrap();
+    let scheme: Scheme = "int8".parse().unwrap();
+    let mut options = CheckpointOptions::default();
+    options.head = Some(scheme);
+    let tensors = llama(false);
+    for (name, is_own) in [("own", true), ("copy", false)] {
+        let dir = folder.path().join(name);
+        let mut tensors: Vec<(String, Tensor)> = tensors
+            .iter()
+            .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()))
+            .collect();
+        if !is_own {
+            let table = tensors[0].1.shallow_clone();
+            tensors.last_mut().unwrap().1 = table;
+        }
+        save(&dir, &tensors, &config(true));
+        let out = folder.path().join(format!("{name}-int8"));
+        quantize_checkpoint(&dir, &out, scheme, &options).unwrap();
+        let (config, layout) = read_config(&out);
+        assert_eq!(config["tie_word_embeddings"], json!(!is_own), "{name}");
+        let file = MappedFile::open(out.join("model.safetensors")).unwrap();
+        assert!(layout.is_stored(&file, "lm_head").unwrap(), "{name}");
+        // Only a table that is the head gets the head's scheme.
+        assert_eq!(
+            layout.is_stored(&file, "model.embed_tokens").unwrap(),
+            !is_own,
+            "{name}"
+        );
+    }
+}
+
+#[test]
 fn layers_stay_dense_by_name_and_by_filter_and_shards_have_an_index() {
     let folder = tempfile::tempdir().unwrap();
     let dir = folder.path().join("dense");

@@ -2,6 +2,7 @@
 
 use std::path::PathBuf;
 
+use overdrive_core::{OutputFolder, check_not_read};
 use overdrive_datasets::OnBadRecord;
 use overdrive_distributed::ProcessGroup;
 use overdrive_lora::{BiasMode, LoraConfig, TargetModules};
@@ -266,8 +267,25 @@ impl FinetuneArguments {
     /// into it.
     ///
     /// # Errors
-    /// As [`RunFolder::create`].
+    /// As [`RunFolder::create`], and [`Error::Common`](crate::Error::Common) for a folder that the run reads, or that has
+    /// files of a model or an adapter and is no run.
     pub fn create_folder(&self) -> Result<RunFolder> {
+        if let Some(root) = &self.training.output_dir {
+            let template = self.chat_template_path.as_deref();
+            let template = template.map(|path| ("chat_template_path", path));
+            let model = ("model_name_or_path", self.model_name_or_path.as_path());
+            let inputs: Vec<_> = [model].into_iter().chain(template).collect();
+            // A folder of a run is overwritten only if `overwrite_output_dir` says so.
+            match RunFolder::open(root) {
+                Ok(_) => check_not_read("output_dir", root, &inputs)?,
+                Err(_) => drop(OutputFolder::check(
+                    "finetune",
+                    "output_dir",
+                    root,
+                    &inputs,
+                )?),
+            }
+        }
         self.write_into(RunFolder::make(&self.training, "finetune")?)
     }
 

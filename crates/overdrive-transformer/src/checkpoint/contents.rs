@@ -29,6 +29,9 @@ pub(crate) trait CheckpointConfig {
     /// Returns the module of the output layer that shares the weight of the embedding, if one does.
     fn tied_head(&self) -> Option<&'static str>;
 
+    /// Gives the output layer a weight of its own.
+    fn untie_head(&mut self);
+
     /// Returns the prefix of the backbone's names in a checkpoint of a model with a head.
     fn prefix(&self) -> &'static str;
 
@@ -78,6 +81,10 @@ impl CheckpointConfig for ModelConfig {
 
     fn tied_head(&self) -> Option<&'static str> {
         self.tie_word_embeddings().then_some("lm_head")
+    }
+
+    fn untie_head(&mut self) {
+        self.set_tied(false);
     }
 
     fn prefix(&self) -> &'static str {

@@ -7,6 +7,7 @@ mod progress;
 mod quantized;
 mod read;
 mod shards;
+mod unused_tensors;
 mod write;
 
 pub use problems::{CheckpointProblems, Misshapen};

@@ -7,16 +7,18 @@ const OF_IMAGES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
 
 /// Renames the tensors of the text as those of a model without images, and drops the others of a multimodal model.
 pub(super) fn text<'a>(views: Views<'a>) -> Views<'a> {
-    let mut dropped = 0usize;
-    let kept = views.into_iter().filter_map(|(name, view)| {
-        let own = text_name(&name);
-        dropped += usize::from(own.is_none());
-        Some((own?, view))
-    });
-    let kept = kept.collect();
-    if dropped > 0 {
+    let mut dropped = Vec::new();
+    let mut kept = Views::new();
+    for (name, view) in views {
+        match text_name(&name) {
+            Some(own) => drop(kept.insert(own, view)),
+            None => dropped.push(name),
+        }
+    }
+    if let Some(first) = dropped.iter().min() {
         tracing::warn!(
-            "{dropped} tensors of the vision tower and its projector are not read: the model takes text only"
+            "{} tensors of the vision tower and its projector ({first}, ...) are not read: the model takes text only",
+            dropped.len()
         );
     }
     kept

@@ -34,6 +34,15 @@ pub(crate) fn layout(config: &dyn CheckpointConfig) -> Result<Option<Quantizatio
     }
 }
 
+/// Returns `true` if `views` hold the weight of the layer `module` quantized.
+pub(super) fn is_stored(
+    layout: &QuantizationConfig,
+    views: &Views<'_>,
+    module: &str,
+) -> Result<bool> {
+    Ok(layout.is_stored(&Source(views), module)?)
+}
+
 /// Takes the quantized weights among `specs`, and that of a separate head beside a tied embedding, out of
 /// `views`, and returns them by the names of their layers. `read` is called with the bytes of each.
 pub(super) fn take(

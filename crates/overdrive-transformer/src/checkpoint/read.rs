@@ -2,7 +2,7 @@ use std::cell::Cell;
 use std::collections::HashMap;
 use std::path::Path;
 
-use overdrive_core::Error as Common;
+use overdrive_core::{Error as Common, text};
 use overdrive_quantization::Scheme;
 use overdrive_safetensors::StoredTensor;
 use serde_json::{Map, Value};
@@ -13,6 +13,7 @@ use super::problems::{CheckpointProblems, Misshapen};
 use super::progress::LoadProgress;
 use super::quantized::{self, Views, layout};
 use super::shards::{WeightFile, weight_files};
+use super::unused_tensors::{UnusedTensors, is_buffer};
 use crate::config::check_layers_of_files;
 use crate::parameters::{ModelTensors, ParameterSpec, allocate};
 use crate::quantize::quantize_parameter;
@@ -43,29 +44,54 @@ impl Default for LoadOptions {
     }
 }
 
-/// Reads the parameters of `config` from the weight files in `dir`, in the order of the configuration.
+/// Reads the parameters of `config` from the weight files in `dir`, in the order of the configuration. A tied head that
+/// the files hold with other values than the embedding is untied in the configuration.
+///
+/// Each tensor of the files is read, compared with the one that is read in its place, or named in a warning; one that the
+/// configuration does not have is an error.
 ///
 /// Each tensor is converted from the mapped file into the memory where the model keeps it: there is no second
 /// copy of it on the CPU, and a copy of at most one tensor with another device.
 pub(crate) fn read(
     dir: &Path,
-    config: &dyn CheckpointConfig,
+    config: &mut dyn CheckpointConfig,
     options: &LoadOptions,
 ) -> Result<ModelTensors> {
     let weights = weight_files(dir)?;
     let files = weights.paths.iter().map(WeightFile::open);
     let files = files.collect::<Result<Vec<_>>>()?;
-    let mut views = HashMap::new();
+    let mut unused = UnusedTensors::default();
+    let (mut views, mut copies) = (HashMap::new(), Vec::new());
     for (file, path) in files.iter().zip(&weights.paths) {
         for stored in file.tensors() {
             // A tensor that lies in two shards is read from the one that the index names.
-            if weights.names_other_file(stored.name(), path) {
-                continue;
+            match weights.names_other_file(stored.name(), path) {
+                true => copies.push(stored),
+                false => drop(views.insert(stored.name().to_owned(), stored)),
             }
-            views.insert(stored.name().to_owned(), stored);
+        }
+        for name in file.others() {
+            unused.add(name, "it is no tensor");
         }
     }
-    let mut views = renamed(config.own_tensors(views), config);
+    for copy in &copies {
+        if let Some(used) = views.get(copy.name()) {
+            unused.compare(copy, used)?;
+        }
+    }
+    let mut views = renamed(config.own_tensors(views), config, &mut unused)?;
+    if has_own_head(config, &views)? {
+        let head = config.tied_head().unwrap_or_default();
+        tracing::warn!(
+            "`tie_word_embeddings` is true in {}, and {head}.weight differs from the embedding: the head is not tied. \
+             Set `tie_word_embeddings` to false in config.json",
+            dir.display()
+        );
+        config.untie_head();
+        // An untied head may have other names.
+        views = renamed(views, config, &mut unused)?;
+    }
+    unused.log(dir);
     let total = views.values().map(|stored| stored.data().len() as u64);
     // Before the parameters are listed layer by layer.
     check_layers_of_files(config.layers(), views.len())?;
@@ -174,32 +200,62 @@ impl<'a> Progress<'a> {
 /// Reads `generation_config.json`, if there is one.
 pub(crate) fn read_generation_config(dir: &Path) -> Result<Option<Map<String, Value>>> {
     let path = dir.join("generation_config.json");
-    let text = match std::fs::read_to_string(&path) {
-        Ok(text) => text,
-        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(None),
-        Err(source) => return Err(Common::io("read", path)(source).into()),
+    let Some(text) = text::read_optional(&path)? else {
+        return Ok(None);
     };
     let object = serde_json::from_str(&text).map_err(Common::parse("JSON", path))?;
     Ok(Some(object))
 }
 
 /// Gives the tensors the names of the parameters that they hold, and leaves out those without a use.
-fn renamed<'a>(views: Views<'a>, config: &dyn CheckpointConfig) -> Views<'a> {
+fn renamed<'a>(
+    views: Views<'a>,
+    config: &dyn CheckpointConfig,
+    unused: &mut UnusedTensors,
+) -> Result<Views<'a>> {
     let prefix = config.prefix();
     let prefixed = views.keys().any(|name| name.starts_with(prefix));
-    let mut own = HashMap::new();
+    let mut own = Views::new();
+    // A `HashMap` has no order, and of two tensors the same one must be used at every run.
+    let mut views: Vec<(String, StoredTensor<'a>)> = views.into_iter().collect();
+    views.sort_by(|(one, _), (other, _)| one.cmp(other));
     for (name, view) in views {
         let Some(wanted) = config.parameter_name(&name, prefixed) else {
             continue;
         };
-        // Of two tensors for one parameter, the one with its very name counts, whatever the order of the map.
-        if wanted == name {
-            own.insert(wanted, view);
-        } else {
-            own.entry(wanted).or_insert(view);
+        // Of two tensors for one parameter, the one with its very name counts, else the first.
+        let is_own = wanted == name;
+        let (used, copy) = match own.remove(&wanted) {
+            Some(other) if is_own => (view, Some(other)),
+            Some(other) => (other, Some(view)),
+            None => (view, None),
+        };
+        if let Some(copy) = copy {
+            unused.compare(&copy, &used)?;
         }
+        own.insert(wanted, used);
     }
-    own
+    Ok(own)
+}
+
+/// Returns `true` if the configuration ties the head, and the files hold one with other values than the embedding.
+fn has_own_head(config: &dyn CheckpointConfig, views: &Views<'_>) -> Result<bool> {
+    let is_dense = |view: &&StoredTensor<'_>| view.kind().filter(is_weight).is_some();
+    let head = config.tied_head().map(|head| format!("{head}.weight"));
+    let Some(head) = head.and_then(|head| views.get(&head)).filter(is_dense) else {
+        return Ok(false);
+    };
+    // The embedding is the first parameter of every architecture.
+    let Some(embedding) = config.parameters().into_iter().next() else {
+        return Ok(false);
+    };
+    match (views.get(&embedding.name).filter(is_dense), layout(config)?) {
+        (Some(table), _) => Ok(!head.has_same_values(table)?),
+        // A dense head beside a quantized embedding.
+        (None, Some(layout)) => quantized::is_stored(&layout, views, embedding.module()),
+        // The one tensor that both share has the name of the head.
+        (None, None) => Ok(false),
+    }
 }
 
 /// Returns the stored tensor and dtype of each parameter after a check of all names, shapes and formats.
@@ -248,14 +304,6 @@ fn check<'a>(
         path: dir.to_path_buf(),
         problems: Box::new(problems),
     })
-}
-
-/// Returns `true` for buffers that older versions of transformers saved although they are computed: rotary
-/// frequencies, GPT-2's causal masks.
-fn is_buffer(name: &str) -> bool {
-    name.ends_with(".rotary_emb.inv_freq")
-        || name.ends_with(".attn.bias")
-        || name.ends_with(".attn.masked_bias")
 }
 
 /// Returns `true` if this crate computes with weights of `kind`.

@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, BTreeSet};
 use std::path::{Path, PathBuf};
 
-use overdrive_core::Error as Common;
+use overdrive_core::{Error as Common, text};
 use overdrive_pickle::PickledFile;
 use overdrive_safetensors::{MappedFile, StoredTensor, file_in};
 use serde::{Deserialize, Serialize};
@@ -62,6 +62,14 @@ impl WeightFile {
             WeightFile::Pickle(file) => file.tensors(),
         }
     }
+
+    /// Returns the names of the entries that are no tensors.
+    pub(super) fn others(&self) -> &[String] {
+        match self {
+            WeightFile::Safetensors(_) => &[],
+            WeightFile::Pickle(file) => file.others(),
+        }
+    }
 }
 
 /// Finds the weight files of a folder. The single file is preferred, and safetensors to pickles, as in transformers.
@@ -86,7 +94,7 @@ pub(super) fn weight_files(dir: &Path) -> Result<WeightFiles> {
 /// Returns the files that the index names.
 fn shards(dir: &Path, index_name: &str) -> Result<WeightFiles> {
     let path = dir.join(index_name);
-    let text = std::fs::read_to_string(&path).map_err(Common::io("read", &path))?;
+    let text = text::read(&path)?;
     let index: ShardIndex = serde_json::from_str(&text).map_err(Common::parse("JSON", &path))?;
     let names: BTreeSet<&String> = index.weight_map.values().collect();
     let mut paths = Vec::with_capacity(names.len());

@@ -14,7 +14,7 @@ mod t5;
 
 use std::path::Path;
 
-use overdrive_core::Error as Common;
+use overdrive_core::{Error as Common, text};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
@@ -90,7 +90,7 @@ impl ModelConfig {
     /// [`Error::Unsupported`] for what this crate does not implement.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<ModelConfig> {
         let path = dir.as_ref().join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(Common::io("read", &path))?;
+        let text = text::read(&path)?;
         let value = serde_json::from_str(&text).map_err(Common::parse("JSON", &path))?;
         ModelConfig::from_value(value)
     }
@@ -243,6 +243,13 @@ impl ModelConfig {
         match self {
             ModelConfig::Llama(config) => config.tie_word_embeddings,
             ModelConfig::Gpt2(config) => config.tie_word_embeddings,
+        }
+    }
+
+    pub(crate) fn set_tied(&mut self, tied: bool) {
+        match self {
+            ModelConfig::Llama(config) => config.tie_word_embeddings = tied,
+            ModelConfig::Gpt2(config) => config.tie_word_embeddings = tied,
         }
     }
 

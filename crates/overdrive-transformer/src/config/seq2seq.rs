@@ -1,6 +1,6 @@
 use std::path::Path;
 
-use overdrive_core::Error as Common;
+use overdrive_core::{Error as Common, text};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tch::Kind;
@@ -48,7 +48,7 @@ impl Seq2SeqConfig {
     /// [`Error::Unsupported`] for what this crate does not implement.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<Seq2SeqConfig> {
         let path = dir.as_ref().join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(Common::io("read", &path))?;
+        let text = text::read(&path)?;
         let value = serde_json::from_str(&text).map_err(Common::parse("JSON", &path))?;
         Seq2SeqConfig::from_value(value)
     }
@@ -268,6 +268,10 @@ impl CheckpointConfig for Seq2SeqConfig {
         self.tie_word_embeddings().then_some("lm_head")
     }
 
+    fn untie_head(&mut self) {
+        self.set_tied(false);
+    }
+
     fn prefix(&self) -> &'static str {
         match self {
             Seq2SeqConfig::T5(_) => "",
@@ -275,24 +279,15 @@ impl CheckpointConfig for Seq2SeqConfig {
         }
     }
 
-    /// Gives the copies of the one embedding its name, and leaves out what older versions of transformers saved
-    /// although nothing uses it.
+    /// Gives the copies of the one embedding its name.
     fn parameter_name(&self, name: &str, prefixed: bool) -> Option<String> {
         let beside = name.starts_with("lm_head.") || name == "final_logits_bias";
         let bare = name.strip_prefix(self.prefix()).unwrap_or(name);
         if beside {
             return Some(name.to_owned());
         }
-        match bare {
-            "encoder.embed_tokens.weight" | "decoder.embed_tokens.weight" => {
-                return Some(format!("{}shared.weight", self.prefix()));
-            }
-            "encoder.version"
-            | "decoder.version"
-            | "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight" => {
-                return None;
-            }
-            _ => {}
+        if ["encoder.embed_tokens.weight", "decoder.embed_tokens.weight"].contains(&bare) {
+            return Some(format!("{}shared.weight", self.prefix()));
         }
         Some(match prefixed {
             true => name.to_owned(),

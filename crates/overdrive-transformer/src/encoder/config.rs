@@ -1,6 +1,6 @@
 use std::path::Path;
 
-use overdrive_core::Error as Common;
+use overdrive_core::{Error as Common, text};
 use serde_json::{Map, Value};
 
 use crate::activation::activation_named;
@@ -222,7 +222,7 @@ impl EncoderConfig {
     /// for what this crate does not implement.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<EncoderConfig> {
         let path = dir.as_ref().join("config.json");
-        let text = std::fs::read_to_string(&path).map_err(Common::io("read", &path))?;
+        let text = text::read(&path)?;
         let value = serde_json::from_str(&text).map_err(Common::parse("JSON", &path))?;
         EncoderConfig::from_value(value)
     }

@@ -1,5 +1,6 @@
 //! The names of tensors in checkpoints of encoders.
 
+use std::borrow::Cow;
 use std::cell::RefCell;
 
 use serde_json::{Map, Value};
@@ -21,7 +22,7 @@ const BACKBONE: [&str; 5] = [
 
 /// The layout of a checkpoint of an encoder with one head.
 pub(super) struct Layout<'c> {
-    config: &'c EncoderConfig,
+    config: Cow<'c, EncoderConfig>,
     kind: HeadKind,
     /// The tensors that reading has met and that the model has no use for.
     unused: RefCell<Vec<String>>,
@@ -30,17 +31,17 @@ pub(super) struct Layout<'c> {
 impl<'c> Layout<'c> {
     pub(super) fn new(config: &'c EncoderConfig, kind: HeadKind) -> Layout<'c> {
         Layout {
-            config,
+            config: Cow::Borrowed(config),
             kind,
             unused: RefCell::default(),
         }
     }
 
-    /// Returns the tensors without a use, sorted.
-    pub(super) fn into_unused(self) -> Vec<String> {
+    /// Returns the configuration, in which reading may have untied the head, and the tensors without a use, sorted.
+    pub(super) fn into_parts(self) -> (EncoderConfig, Vec<String>) {
         let mut unused = self.unused.into_inner();
         unused.sort();
-        unused
+        (self.config.into_owned(), unused)
     }
 
     /// Returns `true` if the tensor belongs to the head of this model.
@@ -71,7 +72,7 @@ impl<'c> Layout<'c> {
 
 impl CheckpointConfig for Layout<'_> {
     fn parameters(&self) -> Vec<ParameterSpec> {
-        parameters(self.config, self.kind)
+        parameters(&self.config, self.kind)
     }
 
     fn layers(&self) -> (&'static str, i64) {
@@ -83,13 +84,13 @@ impl CheckpointConfig for Layout<'_> {
     }
 
     fn to_json(&self) -> Map<String, Value> {
-        config_json::write(self.config, architecture(self.config.family, self.kind))
+        config_json::write(&self.config, architecture(self.config.family, self.kind))
     }
 
     fn adjacent(&self) -> Vec<Vec<String>> {
-        let prefix = own_prefix(self.config, self.kind);
+        let prefix = own_prefix(&self.config, self.kind);
         let groups = (0..self.config.num_hidden_layers).flat_map(|layer| {
-            let names = qkv_names(self.config, prefix, layer);
+            let names = qkv_names(&self.config, prefix, layer);
             ["weight", "bias"]
                 .map(|part| names.iter().map(|name| format!("{name}.{part}")).collect())
         });
@@ -105,6 +106,10 @@ impl CheckpointConfig for Layout<'_> {
         names.output.filter(|_| tied)
     }
 
+    fn untie_head(&mut self) {
+        self.config.to_mut().tie_word_embeddings = false;
+    }
+
     fn prefix(&self) -> &'static str {
         prefix(self.config.family)
     }
@@ -118,14 +123,10 @@ impl CheckpointConfig for Layout<'_> {
             (_, Some(norm)) => format!("{norm}.bias"),
             _ => bare.to_owned(),
         };
-        // Buffers that older versions of transformers saved although they are computed.
-        if bare.ends_with(".position_ids") || bare == "embeddings.token_type_ids" {
-            return None;
-        }
         let in_backbone =
             inside.is_some() || (!prefixed && BACKBONE.iter().any(|root| bare.starts_with(root)));
         let own = match in_backbone {
-            true => format!("{}{bare}", own_prefix(self.config, self.kind)),
+            true => format!("{}{bare}", own_prefix(&self.config, self.kind)),
             false => bare,
         };
         let used = match in_backbone && !own.contains("pooler.") {

@@ -43,18 +43,20 @@ fn clear_padding(config: &EncoderConfig, spec: &ParameterSpec, tensor: &Tensor) 
     Ok(())
 }
 
-/// Reads the parameters from a folder, and initializes those of the head that it lacks.
+/// Reads the parameters from a folder, and initializes those of the head that it lacks. The configuration that is returned
+/// is that of the parameters: a head whose stored weight differs from the embedding is untied in it.
 pub(super) fn read(
     dir: &Path,
     config: &EncoderConfig,
     kind: HeadKind,
     options: &LoadOptions,
     seed: u64,
-) -> Result<(ModelTensors, LoadReport)> {
-    let layout = Layout::new(config, kind);
-    let mut parts = checkpoint::read(dir, &layout, options)?;
+) -> Result<(EncoderConfig, ModelTensors, LoadReport)> {
+    let mut layout = Layout::new(config, kind);
+    let mut parts = checkpoint::read(dir, &mut layout, options)?;
+    let (config, unused) = layout.into_parts();
     let mut held: HashMap<String, Tensor> = parts.parameters.drain(..).collect();
-    let specs = parameters(config, kind);
+    let specs = parameters(&config, kind);
     let quantized = |spec: &ParameterSpec| {
         // The bias of a quantized layer is a dense parameter.
         !spec.is_bias() && parts.quantized.contains_key(spec.module())
@@ -76,14 +78,14 @@ pub(super) fn read(
     held.extend(made);
     let report = LoadReport {
         initialized: missing.into_iter().map(|spec| spec.name).collect(),
-        unused: layout.into_unused(),
+        unused,
     };
     log(dir, &report);
     parts.parameters = specs
         .iter()
         .filter_map(|spec| held.remove_entry(&spec.name))
         .collect();
-    Ok((parts, report))
+    Ok((config, parts, report))
 }
 
 fn log(dir: &Path, report: &LoadReport) {
@@ -96,7 +98,7 @@ fn log(dir: &Path, report: &LoadReport) {
         );
     }
     if !report.unused.is_empty() {
-        tracing::info!(
+        tracing::warn!(
             "{} tensors of {} are not used by this head: {}",
             report.unused.len(),
             dir.display(),

@@ -100,8 +100,8 @@ impl<H: EncoderHead> Encoder<H> {
         seed: u64,
     ) -> Result<Self> {
         config.validate()?;
-        let (parts, report) = load::read(dir.as_ref(), config, H::KIND, options, seed)?;
-        Encoder::from_tensors(config, parts, report)
+        let (config, parts, report) = load::read(dir.as_ref(), config, H::KIND, options, seed)?;
+        Encoder::from_tensors(&config, parts, report)
     }
 
     /// Writes a folder that transformers' `from_pretrained` loads: `config.json` and `model.safetensors` (or

@@ -1,7 +1,7 @@
 use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 
-use overdrive_core::Error as Common;
+use overdrive_core::{Error as Common, text};
 use serde_json::Value;
 use tch::{Kind, Tensor};
 
@@ -95,12 +95,11 @@ impl Pooling {
 }
 
 fn read_json(path: PathBuf) -> Result<Option<Value>> {
-    match std::fs::read_to_string(&path) {
-        Ok(text) => Ok(Some(
+    match text::read_optional(&path)? {
+        Some(text) => Ok(Some(
             serde_json::from_str(&text).map_err(Common::parse("JSON", path))?,
         )),
-        Err(error) if error.kind() == ErrorKind::NotFound => Ok(None),
-        Err(error) => Err(Common::io("read", path)(error).into()),
+        None => Ok(None),
     }
 }
 

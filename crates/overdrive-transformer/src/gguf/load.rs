@@ -9,7 +9,7 @@ use crate::config::{LlamaConfig, check_layers_of_files};
 use crate::moe;
 use crate::parameters::{ModelTensors, ParameterRole, ParameterSpec, allocate};
 use crate::quantize::quantize_parameter;
-use crate::{Error, LoadOptions, ModelConfig, Result};
+use crate::{Error, LoadOptions, ModelConfig, Result, RopeScaling};
 
 /// A parameter, and the tensor of the file that holds it.
 struct Source<'a> {
@@ -140,9 +140,11 @@ fn sources<'a>(
     check_layers_of_files(config.layers(), stored.len())?;
     let mut problems = CheckpointProblems::default();
     // These tensors are read into the configuration's rope scaling.
-    let mut used: BTreeSet<String> = ["rope_freqs", "rope_factors_long", "rope_factors_short"]
-        .map(|name| format!("{name}.weight"))
-        .into();
+    let of_rope: &[&str] = match &llama.rope_scaling {
+        RopeScaling::LongRope(_) => &["rope_factors_long.weight", "rope_factors_short.weight"],
+        _ => &["rope_freqs.weight"],
+    };
+    let mut used: BTreeSet<String> = of_rope.iter().map(|name| (*name).to_owned()).collect();
     let mut sources = Vec::new();
     for spec in config.parameters() {
         let name = gguf_name(&spec.name, llama.family);

@@ -119,8 +119,8 @@ impl Seq2SeqLm {
     /// As [`CausalLm::from_pretrained`](crate::CausalLm::from_pretrained).
     pub fn from_pretrained(path: impl AsRef<Path>, options: &LoadOptions) -> Result<Seq2SeqLm> {
         let dir = path.as_ref();
-        let config = Seq2SeqConfig::from_dir(dir)?;
-        let parts = checkpoint::read(dir, &config, options)?;
+        let mut config = Seq2SeqConfig::from_dir(dir)?;
+        let parts = checkpoint::read(dir, &mut config, options)?;
         let mut model = Seq2SeqLm::from_tensors(&config, parts)?;
         model.generation_config = checkpoint::read_generation_config(dir)?;
         Ok(model)

@@ -2,10 +2,15 @@
 #![allow(dead_code, reason = "each test uses a part of it")]
 
 use std::collections::HashMap;
+use std::fmt::Debug;
 use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex};
 
 use overdrive_transformer::CausalLm;
 use tch::{Kind, Tensor};
+use tracing::field::{Field, Visit};
+use tracing::span::{Attributes, Id, Record};
+use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
 /// Every fixture checkpoint.
 pub(crate) const CASES: [&str; 25] = [
@@ -95,4 +100,42 @@ pub(crate) fn max_difference(a: &Tensor, b: &Tensor) -> f64 {
 
 pub(crate) fn max_magnitude(a: &Tensor) -> f64 {
     a.abs().max().double_value(&[])
+}
+
+/// Keeps the warnings of this crate.
+#[derive(Clone, Default)]
+struct Warnings(Arc<Mutex<Vec<String>>>);
+
+impl Subscriber for Warnings {
+    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
+        *metadata.level() == Level::WARN && metadata.target().starts_with("overdrive_transformer")
+    }
+    fn new_span(&self, _: &Attributes<'_>) -> Id {
+        Id::from_u64(1)
+    }
+    fn record(&self, _: &Id, _: &Record<'_>) {}
+    fn record_follows_from(&self, _: &Id, _: &Id) {}
+    fn event(&self, event: &Event<'_>) {
+        let mut line = Line(String::new());
+        event.record(&mut line);
+        self.0.lock().unwrap().push(line.0);
+    }
+    fn enter(&self, _: &Id) {}
+    fn exit(&self, _: &Id) {}
+}
+
+struct Line(String);
+
+impl Visit for Line {
+    fn record_debug(&mut self, _: &Field, value: &dyn Debug) {
+        self.0 += &format!("{value:?}");
+    }
+}
+
+/// Calls a function, and returns the warnings that it logged.
+pub(crate) fn warnings_of<T>(call: impl FnOnce() -> T) -> (T, Vec<String>) {
+    let warnings = Warnings::default();
+    let result = subscriber::with_default(warnings.clone(), call);
+    let lines = warnings.0.lock().unwrap().clone();
+    (result, lines)
 }

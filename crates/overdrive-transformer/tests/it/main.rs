@@ -21,3 +21,4 @@ mod position_bound;
 mod quantized;
 mod quantized_checkpoints;
 mod seq2seq;
+mod unused_tensors;

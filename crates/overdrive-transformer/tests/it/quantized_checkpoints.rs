@@ -1,56 +1,18 @@
 //! Quantized folders of other libraries with tensors beside the weights. `fixtures/gen_quantized.py` makes them.
 
-use std::fmt::Debug;
 use std::path::Path;
-use std::sync::{Arc, Mutex};
 
-use crate::common::{copy_of, edit_config, expected, fixture, max_difference, max_magnitude};
+use crate::common::{
+    copy_of, edit_config, expected, fixture, max_difference, max_magnitude, warnings_of,
+};
 use overdrive_quantization::Activations;
 use overdrive_transformer::{CausalLm, Error, ForwardInput, LoadOptions};
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
-use tracing::field::{Field, Visit};
-use tracing::span::{Attributes, Id, Record};
-use tracing::{Event, Level, Metadata, Subscriber, subscriber};
-
-/// Keeps the warnings of this crate.
-#[derive(Clone, Default)]
-struct Warnings(Arc<Mutex<Vec<String>>>);
-
-impl Subscriber for Warnings {
-    fn enabled(&self, metadata: &Metadata<'_>) -> bool {
-        *metadata.level() == Level::WARN && metadata.target().starts_with("overdrive_transformer")
-    }
-    fn new_span(&self, _: &Attributes<'_>) -> Id {
-        Id::from_u64(1)
-    }
-    fn record(&self, _: &Id, _: &Record<'_>) {}
-    fn record_follows_from(&self, _: &Id, _: &Id) {}
-    fn event(&self, event: &Event<'_>) {
-        let mut line = Line(String::new());
-        event.record(&mut line);
-        self.0.lock().unwrap().push(line.0);
-    }
-    fn enter(&self, _: &Id) {}
-    fn exit(&self, _: &Id) {}
-}
-
-struct Line(String);
-
-impl Visit for Line {
-    fn record_debug(&mut self, _: &Field, value: &dyn Debug) {
-        self.0 += &format!("{value:?}");
-    }
-}
 
 /// Loads the folder, and returns the warnings that were logged.
 fn load(dir: &Path) -> (CausalLm, Vec<String>) {
-    let warnings = Warnings::default();
-    let model = subscriber::with_default(warnings.clone(), || {
-        CausalLm::from_pretrained(dir, &LoadOptions::default()).unwrap()
-    });
-    let lines = warnings.0.lock().unwrap().clone();
-    (model, lines)
+    warnings_of(|| CausalLm::from_pretrained(dir, &LoadOptions::default()).unwrap())
 }
 
 /// The largest difference of the logits to the expected ones, relative to the largest logit.

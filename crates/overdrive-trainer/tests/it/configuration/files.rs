@@ -86,6 +86,19 @@ fn the_three_formats_give_the_same_configuration() {
         ("c.yaml", YAML),
         ("c.yml", YAML),
         ("c.TOML", TOML),
+        // As editors on Windows save them.
+        (
+            "bom.json",
+            &format!("\u{feff}{}", JSON.replace('\n', "\r\n")),
+        ),
+        (
+            "bom.yaml",
+            &format!("\u{feff}{}", YAML.replace('\n', "\r\n")),
+        ),
+        (
+            "bom.toml",
+            &format!("\u{feff}{}", TOML.replace('\n', "\r\n")),
+        ),
     ] {
         let (_folder, path) = file(name, text);
         assert_eq!(

@@ -1,0 +1,300 @@
+//! Folders and files that a program writes: never over what it reads, nor over a folder that something else wrote.
+
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use crate::{Error, Result, files, text};
+
+/// The name of the file by which a program recognizes a folder that it has written.
+const MARK: &str = ".overdrive-output";
+
+/// The names of the files of a model, an adapter or a run that a program would overwrite.
+const NAMES: [&str; 15] = [
+    "config.json",
+    "generation_config.json",
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "chat_template.jinja",
+    "chat_template.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "tokenizer.model",
+    "adapter_config.json",
+    "training_args.json",
+    "metrics.jsonl",
+];
+
+/// The extensions of weights and tokens.
+const EXTENSIONS: [&str; 5] = ["safetensors", "bin", "gguf", "onnx", "tokens"];
+
+/// A folder that a program may write: it is new, holds nothing of a model or a run, or the same program has written it.
+///
+/// ```
+/// use overdrive_core::OutputFolder;
+///
+/// # let folder = tempfile::tempdir()?;
+/// let (model, out) = (folder.path().join("model"), folder.path().join("out"));
+/// std::fs::create_dir(&model)?;
+/// std::fs::write(model.join("tokenizer_config.json"), "{}")?;
+///
+/// // Before the work; no file is written yet.
+/// let inputs = [("--tokenizer", model.as_path())];
+/// let output = OutputFolder::check("tokenize", "--out", &out, &inputs)?;
+/// output.create()?;
+/// // The program may write it again, and no other program may.
+/// assert!(OutputFolder::check("tokenize", "--out", &out, &inputs).is_ok());
+/// assert!(OutputFolder::check("merge", "--out", &out, &inputs).is_err());
+/// assert!(OutputFolder::check("tokenize", "--out", &model, &inputs).is_err());
+/// # Ok::<(), Box<dyn std::error::Error>>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct OutputFolder {
+    path: PathBuf,
+    program: &'static str,
+    option: &'static str,
+    /// `true` if the program has written the folder before.
+    is_own: bool,
+}
+
+impl OutputFolder {
+    /// Checks that `program` may write the folder `path`, which `option` names. `inputs` are the files and folders that it
+    /// reads, with their options. The folder need not exist.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOption`] if the folder is one of the inputs, by whatever path, if it is a file, if another program
+    /// has written it, or if it holds files of a model, an adapter or a run that this program has not written.
+    pub fn check(
+        program: &'static str,
+        option: &'static str,
+        path: impl Into<PathBuf>,
+        inputs: &[(&str, &Path)],
+    ) -> Result<Self> {
+        let path = path.into();
+        let refused = |expected: String| Err(Error::option(option, path.display(), expected));
+        check_not_read(option, &path, inputs)?;
+        if path.exists() && !path.is_dir() {
+            return refused("a folder, and there is a file of this name".to_owned());
+        }
+        let mark = text::read_optional(path.join(MARK))?;
+        let is_own = mark.as_deref().is_some_and(|mark| mark.trim() == program);
+        if let Some(other) = mark.filter(|_| !is_own) {
+            return refused(format!(
+                "another folder: `{}` has written this one; or remove it",
+                other.trim()
+            ));
+        }
+        let output = Self {
+            path,
+            program,
+            option,
+            is_own,
+        };
+        match foreign_file(&output.path)? {
+            Some(name) if !is_own => Err(output.foreign(&name)),
+            _ => Ok(output),
+        }
+    }
+
+    /// Checks that the folder has none of the files `names` either, which the program writes too, unless it has written
+    /// them.
+    ///
+    /// # Errors
+    /// [`Error::InvalidOption`] if it has one.
+    pub fn also_writes(self, names: &[&str]) -> Result<Self> {
+        match names.iter().find(|name| self.path.join(name).exists()) {
+            Some(name) if !self.is_own => Err(self.foreign(name)),
+            _ => Ok(self),
+        }
+    }
+
+    fn foreign(&self, name: &str) -> Error {
+        let Self { program, .. } = self;
+        Error::option(
+            self.option,
+            self.path.display(),
+            format!(
+                "another folder: this one has {name}, which `{program}` has not written; or remove it"
+            ),
+        )
+    }
+
+    /// Creates the folder, if it does not exist, and marks it as written by the program.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it cannot be written.
+    pub fn create(&self) -> Result<()> {
+        fs::create_dir_all(&self.path).map_err(Error::io("create the folder", &self.path))?;
+        files::write(
+            self.path.join(MARK),
+            format!("{}\n", self.program).as_bytes(),
+        )
+    }
+
+    /// Returns the path of the folder.
+    pub fn path(&self) -> &Path {
+        &self.path
+    }
+}
+
+/// Checks that the file or folder `path`, which `option` names, is none of the `inputs`, which have their options.
+///
+/// # Errors
+/// [`Error::InvalidOption`] if it is one of them, by whatever path.
+pub fn check_not_read(option: &'static str, path: &Path, inputs: &[(&str, &Path)]) -> Result<()> {
+    match inputs.iter().find(|(_, input)| is_same_file(path, input)) {
+        None => Ok(()),
+        Some((input, _)) => Err(Error::option(
+            option,
+            path.display(),
+            format!("another one than that of `{input}`, which it would overwrite"),
+        )),
+    }
+}
+
+/// Returns `true` if two paths lead to one file or folder, through links, relative parts and mounts.
+pub fn is_same_file(one: &Path, other: &Path) -> bool {
+    #[cfg(unix)]
+    {
+        use std::os::unix::fs::MetadataExt;
+        let identity = |path: &Path| fs::metadata(path).map(|found| (found.dev(), found.ino()));
+        if let (Ok(one), Ok(other)) = (identity(one), identity(other)) {
+            return one == other;
+        }
+    }
+    match (fs::canonicalize(one), fs::canonicalize(other)) {
+        (Ok(one), Ok(other)) => one == other,
+        _ => false,
+    }
+}
+
+/// Returns the name of a file in the folder that a program could have written, the first in the order of names.
+fn foreign_file(folder: &Path) -> Result<Option<String>> {
+    if !folder.exists() {
+        return Ok(None);
+    }
+    let mut found: Option<String> = None;
+    for entry in fs::read_dir(folder).map_err(Error::io("list", folder))? {
+        let name = entry.map_err(Error::io("list", folder))?.file_name();
+        let name = name.to_string_lossy().into_owned();
+        let extension = Path::new(&name).extension().unwrap_or_default();
+        let is_foreign =
+            NAMES.contains(&name.as_str()) || EXTENSIONS.iter().any(|known| extension == *known);
+        if is_foreign && found.as_ref().is_none_or(|first| name < *first) {
+            found = Some(name);
+        }
+    }
+    Ok(found)
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    fn model(folder: &Path) -> PathBuf {
+        let model = folder.join("model");
+        fs::create_dir(&model).expect("made");
+        fs::write(model.join("config.json"), "{}").expect("writes");
+        model
+    }
+
+    #[test]
+    fn a_folder_that_is_read_is_refused_by_whatever_path() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        // Nothing in it would be overwritten by its name.
+        let model = folder.path().join("model");
+        fs::create_dir(&model).expect("made");
+        let mut paths = vec![
+            model.clone(),
+            folder.path().join("model/"),
+            folder.path().join("model/../model/."),
+        ];
+        #[cfg(unix)]
+        {
+            let link = folder.path().join("link");
+            std::os::unix::fs::symlink(&model, &link).expect("links");
+            paths.push(link);
+        }
+        for path in paths {
+            let inputs = [
+                ("--data", Path::new("/nowhere")),
+                ("--model", model.as_path()),
+            ];
+            let error = OutputFolder::check("merge", "--out", &path, &inputs).expect_err("read");
+            let expected = "another one than that of `--model`, which it would overwrite";
+            assert_eq!(
+                error.to_string(),
+                format!("`--out` is {}; it must be {expected}", path.display())
+            );
+        }
+        // A folder in the model's is another one.
+        let inside = model.join("onnx");
+        assert!(
+            OutputFolder::check("export_onnx", "--out", inside, &[("--model", &model)]).is_ok()
+        );
+    }
+
+    #[test]
+    fn a_folder_that_something_else_wrote_is_refused_and_its_own_is_written_again() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let model = model(folder.path());
+        let check = |program, path: &Path| OutputFolder::check(program, "--out", path, &[]);
+        let error = check("merge", &model).expect_err("a model").to_string();
+        assert!(
+            error
+                .ends_with("this one has config.json, which `merge` has not written; or remove it"),
+            "{error}"
+        );
+        assert_eq!(
+            fs::read_dir(&model).expect("a folder").count(),
+            1,
+            "nothing is written"
+        );
+        let out = folder.path().join("a/out");
+        check("merge", &out).expect("new").create().expect("made");
+        fs::write(out.join("config.json"), "{}").expect("writes");
+        check("merge", &out)
+            .expect("its own")
+            .create()
+            .expect("made");
+        let error = check("tokenize", &out).expect_err("another's").to_string();
+        assert!(
+            error.ends_with("`merge` has written this one; or remove it"),
+            "{error}"
+        );
+        // Other files are in nobody's way, unless the program names them.
+        let notes = folder.path().join("notes");
+        fs::create_dir(&notes).expect("made");
+        fs::write(notes.join("README.md"), "").expect("writes");
+        assert!(check("merge", &notes).is_ok());
+        let named = check("merge", &notes)
+            .expect("free")
+            .also_writes(&["a.csv", "README.md"]);
+        assert!(named.is_err());
+        for name in ["model-00001-of-00002.safetensors", "a.gguf", "text.tokens"] {
+            fs::write(notes.join(name), "").expect("writes");
+            assert!(check("merge", &notes).is_err(), "{name}");
+            fs::remove_file(notes.join(name)).expect("removes");
+        }
+        let file = notes.join("README.md");
+        let error = check("merge", &file).expect_err("a file").to_string();
+        assert!(
+            error.ends_with("it must be a folder, and there is a file of this name"),
+            "{error}"
+        );
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_file_that_is_read_is_refused_under_a_second_name() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let (input, output) = (folder.path().join("a.jsonl"), folder.path().join("b.jsonl"));
+        fs::write(&input, "").expect("writes");
+        let check = || check_not_read("--output", &output, &[("--input", &input)]);
+        assert!(check().is_ok());
+        fs::hard_link(&input, &output).expect("links");
+        assert!(check().is_err());
+    }
+}

@@ -1,0 +1,82 @@
+use std::path::Path;
+
+use overdrive_safetensors::StoredTensor;
+
+use crate::Result;
+
+/// The ends of the names of tensors that older versions of transformers saved although nothing reads them.
+const BUFFERS: [&str; 8] = [
+    // Computed: rotary frequencies, and GPT-2's causal masks.
+    ".rotary_emb.inv_freq",
+    ".attn.bias",
+    ".attn.masked_bias",
+    // Constants of encoders.
+    ".position_ids",
+    "embeddings.token_type_ids",
+    // The version of a format, and a table of T5 that no layer has.
+    "encoder.version",
+    "decoder.version",
+    "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
+];
+
+/// The most tensors that a warning names.
+const NAMED: usize = 8;
+
+/// Returns `true` for tensors that a model does without, and that are no part of its weights.
+pub(super) fn is_buffer(name: &str) -> bool {
+    BUFFERS.iter().any(|end| name.ends_with(end))
+}
+
+/// The entries of the files that the model does not compute with, each with the reason. One warning names them; those that
+/// are equal to the tensor that is used in their place are not among them.
+#[derive(Debug, Default)]
+pub(super) struct UnusedTensors(Vec<(String, String)>);
+
+impl UnusedTensors {
+    /// Records an entry.
+    pub(super) fn add(&mut self, name: &str, reason: impl Into<String>) {
+        self.0.push((name.to_owned(), reason.into()));
+    }
+
+    /// Records `copy`, in whose place `used` is read, unless the two have the same values.
+    pub(super) fn compare(
+        &mut self,
+        copy: &StoredTensor<'_>,
+        used: &StoredTensor<'_>,
+    ) -> Result<()> {
+        if !copy.has_same_values(used)? {
+            let place = match copy.name() == used.name() {
+                true => "that of the file that the index names".to_owned(),
+                false => used.name().to_owned(),
+            };
+            self.add(
+                copy.name(),
+                format!("it differs from {place}, which is used"),
+            );
+        }
+        Ok(())
+    }
+
+    /// Logs a warning with the entries of the folder `dir`, if there are any.
+    pub(super) fn log(mut self, dir: &Path) {
+        if self.0.is_empty() {
+            return;
+        }
+        // A `HashMap` has no order, and a message should be the same at every run.
+        self.0.sort();
+        let listed = self.0.iter().take(NAMED);
+        let listed: Vec<String> = listed
+            .map(|(name, why)| format!("{name} ({why})"))
+            .collect();
+        let more = match self.0.len().saturating_sub(NAMED) {
+            0 => String::new(),
+            more => format!(" and {more} more"),
+        };
+        tracing::warn!(
+            "{} tensors of {} are not used: {}{more}",
+            self.0.len(),
+            dir.display(),
+            listed.join(", ")
+        );
+    }
+}

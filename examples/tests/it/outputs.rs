@@ -1,0 +1,175 @@
+//! Programs write over nothing that they read, nor over what something else wrote; and what they read may have any line
+//! ends.
+
+use std::collections::BTreeMap;
+use std::fs;
+use std::path::{Path, PathBuf};
+
+use clap::Parser;
+use overdrive::trainer::{FinetuneArguments, TrainingArguments};
+use overdrive::transformer::{CausalLm, InitOptions, LlamaConfig};
+
+use crate::alone;
+
+/// Writes a small model with its tokenizer and a chat template.
+fn write_model(folder: &Path) {
+    let config = LlamaConfig {
+        vocab_size: 330,
+        hidden_size: 32,
+        intermediate_size: 64,
+        num_hidden_layers: 1,
+        num_attention_heads: 4,
+        ..LlamaConfig::default()
+    };
+    let model = CausalLm::new(&config.into(), &InitOptions::default()).unwrap();
+    model.save_pretrained(folder, &Default::default()).unwrap();
+    let tokenizer = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../crates/overdrive-trainer/tests/fixtures/chat_labels/tokenizer.json");
+    fs::copy(tokenizer, folder.join("tokenizer.json")).unwrap();
+    fs::write(
+        folder.join("tokenizer_config.json"),
+        r#"{"bos_token": "<s>", "eos_token": "</s>", "model_max_length": 4096}"#,
+    )
+    .unwrap();
+    fs::write(
+        folder.join("chat_template.jinja"),
+        "{% for m in messages %}{{ m.content }}\r\n{% endfor %}",
+    )
+    .unwrap();
+}
+
+/// Returns the content of every file of a folder.
+fn contents(folder: &Path) -> BTreeMap<PathBuf, Vec<u8>> {
+    let entries = fs::read_dir(folder)
+        .unwrap()
+        .map(|entry| entry.unwrap().path());
+    entries
+        .filter(|path| path.is_file())
+        .map(|path| (path.clone(), fs::read(path).unwrap()))
+        .collect()
+}
+
+/// The paths by which a user may name the folder.
+fn names_of(folder: &Path) -> Vec<PathBuf> {
+    let mut names = vec![
+        folder.to_owned(),
+        folder.join("..").join(folder.file_name().unwrap()),
+    ];
+    #[cfg(unix)]
+    {
+        let link = folder.with_file_name("link");
+        if !link.exists() {
+            std::os::unix::fs::symlink(folder, &link).unwrap();
+        }
+        names.push(link);
+    }
+    names
+}
+
+#[test]
+fn no_program_writes_over_the_model_that_it_reads_or_over_another_one() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let (model, other) = (dir.path().join("model"), dir.path().join("other"));
+    write_model(&model);
+    write_model(&other);
+    let text = dir.path().join("text.txt");
+    fs::write(&text, "The quick brown fox. ".repeat(20)).unwrap();
+    let before = [contents(&model), contents(&other)];
+    let flags = |program: &str, out: &Path, more: &[&str]| -> Vec<String> {
+        let own = [program, "--out", out.to_str().unwrap()];
+        own.iter()
+            .chain(more)
+            .map(|flag| (*flag).to_owned())
+            .collect()
+    };
+    let model_path = model.to_str().unwrap();
+    let tokenize = |out: &Path| {
+        let more = [text.to_str().unwrap(), "--tokenizer", model_path];
+        let flags = crate::tokenize_example::Flags::parse_from(flags("tokenize", out, &more));
+        crate::tokenize_example::run(&flags, |_| {}).map(drop)
+    };
+    let merge = |out: &Path| {
+        let more = ["--model", model_path, "--adapter", model_path];
+        crate::merge_example::run(&Parser::parse_from(flags("merge", out, &more)))
+    };
+    #[cfg(feature = "onnx")]
+    let export = |out: &Path| {
+        let more = ["--model", model_path];
+        crate::export_onnx_example::run(&Parser::parse_from(flags("export_onnx", out, &more)))
+    };
+    let finetune = |out: &Path| -> anyhow::Result<()> {
+        let arguments = FinetuneArguments {
+            model_name_or_path: model.clone(),
+            training: TrainingArguments {
+                output_dir: Some(out.to_owned()),
+                ..TrainingArguments::default()
+            },
+            ..FinetuneArguments::default()
+        };
+        arguments.create_folder()?;
+        Ok(())
+    };
+    type Program<'a> = &'a dyn Fn(&Path) -> anyhow::Result<()>;
+    let programs: &[(&str, Program<'_>)] = &[
+        ("tokenize", &tokenize),
+        ("merge", &merge),
+        #[cfg(feature = "onnx")]
+        ("export_onnx", &export),
+        ("finetune", &finetune),
+    ];
+    for (name, run) in programs {
+        for out in names_of(&model) {
+            let error = run(&out).unwrap_err().to_string();
+            assert!(
+                error.contains("which it would overwrite"),
+                "{name}: {error}"
+            );
+        }
+        let error = run(&other).unwrap_err().to_string();
+        assert!(
+            error.contains("has not written; or remove it"),
+            "{name}: {error}"
+        );
+        assert!(
+            [contents(&model), contents(&other)] == before,
+            "{name} has changed a model"
+        );
+    }
+
+    // What a program has written, it writes again.
+    let out = dir.path().join("tokens");
+    tokenize(&out).unwrap();
+    tokenize(&out).unwrap();
+    assert!(out.join("text.tokens").is_file());
+    #[cfg(feature = "onnx")]
+    {
+        let out = model.join("onnx");
+        export(&out).unwrap();
+        export(&out).unwrap();
+        let error = tokenize(&out).unwrap_err().to_string();
+        assert!(
+            error.contains("`export_onnx` has written this one"),
+            "{error}"
+        );
+    }
+}
+
+#[test]
+fn a_line_that_is_not_utf_8_does_not_end_a_conversation() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    write_model(dir.path());
+    let model = dir.path().to_str().unwrap();
+    let flags = [
+        "chat",
+        "--model",
+        model,
+        "--max-new-tokens",
+        "2",
+        "--cache-mib",
+        "4",
+    ];
+    let flags = crate::chat_example::Flags::parse_from(flags);
+    crate::chat_example::run(&flags, &b"\xef\xbb\xbfhello\r\ncaf\xe9\n/stats\n"[..]).unwrap();
+}
