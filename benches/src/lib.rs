@@ -8,7 +8,9 @@ pub mod generation;
 mod memory;
 mod perplexity;
 mod step;
+mod trained;
 
 pub use memory::{UNCACHED_BYTES, read_bandwidth};
 pub use perplexity::{Perplexity, Windows};
 pub use step::{Shape, Step, StepResult};
+pub use trained::Trained;
