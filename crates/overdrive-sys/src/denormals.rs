@@ -13,10 +13,12 @@
 //!
 //! Rust, like C++ without `FENV_ACCESS`, is compiled for the default mode, and its reference asks that code runs in no
 //! other (see `core::arch::x86_64::_mm_setcsr`). The mode is set by inline assembly that counts as an access to memory, so
-//! arithmetic between the loads and stores of a kernel stays on its side. What the compiler may do beyond that, as with
-//! PyTorch's `set_flush_denormal`, is to compute a constant ahead of time or to move an operation on registers across the
-//! switch: its result, if subnormal, is then kept instead of flushed. It changes no other result.
+//! arithmetic between the loads and stores of a kernel stays on its side, and so does a result that a closure returns. What
+//! the compiler may do beyond that, as with PyTorch's `set_flush_denormal`, is to compute a constant ahead of time or to move
+//! an operation on registers across the switch: its result, if subnormal, is then kept instead of flushed. It changes no
+//! other result.
 
+use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
 
 use crate::threads::on_each_thread;
@@ -38,7 +40,8 @@ use crate::threads::on_each_thread;
 #[inline]
 pub fn flushing_denormals<R>(body: impl FnOnce() -> R) -> R {
     let _restores = Guard::new();
-    body()
+    // Else the compiler may compute a result that is in a register after the mode is restored.
+    black_box(body())
 }
 
 /// Sets or clears the mode on this thread and on the threads that run libtorch's operators for it; returns `false` if
