@@ -3,7 +3,7 @@
 //! Random weights attend to all keys alike. Learned ones ignore most of them, with weights and gradients below 2⁻¹²⁶ that
 //! an Intel processor multiplies a hundred times slower.
 
-use std::path::Path;
+use std::path::{Path, PathBuf};
 
 use overdrive::trainer::{Preset, TextData, TrainingArguments};
 use overdrive::transformer::{CausalLm, LoadOptions, SaveOptions};
@@ -32,7 +32,7 @@ impl Trained {
     ///
     /// # Errors
     /// An error if the text cannot be read, or if memory runs out.
-    pub fn new(preset: Preset, data: &[std::path::PathBuf], steps: usize) -> StepResult<Self> {
+    pub fn new(preset: Preset, data: &[PathBuf], steps: usize) -> StepResult<Self> {
         let arguments = preset.arguments();
         let arguments = TrainingArguments {
             data: data.to_vec(),
@@ -85,8 +85,10 @@ impl Trained {
     /// # Errors
     /// An error if a file cannot be read.
     pub fn load(folder: &Path, shape: Shape) -> StepResult<Self> {
-        let mut options = LoadOptions::default();
-        options.device = Device::Cpu;
+        let options = LoadOptions {
+            device: Device::Cpu,
+            ..LoadOptions::default()
+        };
         let model = CausalLm::from_pretrained(folder, &options)?;
         let read = Tensor::read_safetensors(folder.join(BATCHES))?;
         let (_, tokens) = read.first().ok_or("the file of batches is empty")?;
