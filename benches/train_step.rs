@@ -4,10 +4,16 @@
 //! Analysis: the matmuls are the lower bound. `products` runs the matmuls of a step alone, forward and
 //! backward, without those of attention. The difference is attention, the memory traffic of norms, rotary
 //! embeddings, activation and loss, and, uncached, the kernel's zeroing of pages that malloc returned.
+//!
+//! `trained` is the step of a `tiny` that has learned from text for 300 steps (`OVERDRIVE_TRAINED_STEPS`), which takes some
+//! minutes first: it must not take longer than that of random weights. In `trained_keeping_denormals` libtorch's operators
+//! compute with subnormal numbers, which shows on Intel's processors.
 
 use criterion::{Criterion, Throughput, criterion_group, criterion_main};
+use overdrive::sys::denormals::set_flush_denormals;
 use overdrive::sys::memory;
-use overdrive_benches::{Shape, Step};
+use overdrive::trainer::Preset;
+use overdrive_benches::{Shape, Step, Trained};
 use tch::{Device, Kind, Tensor};
 
 /// Returns the matmuls of a step: y = x Wᵀ for each weight, and in backward dx = dy W and dW = dyᵀ x.
@@ -58,6 +64,21 @@ fn train_step(criterion: &mut Criterion) {
         }
     }
     memory::set_cpu_caching(true).expect("libtorch is there");
+    let steps = std::env::var("OVERDRIVE_TRAINED_STEPS").unwrap_or_else(|_| "300".to_owned());
+    let steps = steps.parse().expect("a number of steps");
+    set_flush_denormals(true);
+    let mut trained = Trained::new(Preset::Tiny, &[], steps).expect("Cargo keeps source code here");
+    group.throughput(Throughput::Elements(Shape::TINY.tokens() as u64));
+    for (variant, flush) in [("trained", true), ("trained_keeping_denormals", false)] {
+        set_flush_denormals(flush);
+        let mut batches = trained.batches.iter().cycle();
+        group.bench_function(format!("tiny/{variant}"), |bencher| {
+            bencher.iter(|| {
+                let batch = batches.next().expect("an endless iterator");
+                trained.step.run(batch).expect("memory for one step")
+            });
+        });
+    }
     for (name, shape) in [("tiny", Shape::TINY), ("small", Shape::SMALL)] {
         group.throughput(Throughput::Elements(shape.tokens() as u64));
         group.bench_function(format!("{name}/products"), |bencher| {

@@ -24,6 +24,7 @@ use overdrive::distributed::{DdpConfig, DistributedDataParallel, GroupConfig, in
 use overdrive::optim::{AdamW, AdamWConfig, Ema, EmaConfig, decay_groups};
 use overdrive::precision::Precision;
 use overdrive::snapshot::{RunState, SnapshotManager, SnapshotOptions};
+use overdrive::sys::denormals::set_flush_denormals;
 use overdrive::tracking::{JsonLines, StepMetrics, Tracker, Trackers};
 use overdrive::trainer::Interrupt;
 use overdrive_examples::pictures::{PictureBatch, SHAPES, load_pictures};
@@ -95,6 +96,8 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<RunEnd> {
+    // Subnormal numbers are zero to libtorch's operators too: each takes Intel's processors a hundred cycles.
+    set_flush_denormals(true);
     let group = init_process_group(GroupConfig::default())?;
     // Resuming writes into a folder of any version of this program.
     if flags.resume_from_checkpoint.is_none() {

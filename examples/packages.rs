@@ -14,6 +14,7 @@ use anyhow::{Result, ensure};
 use clap::Parser;
 use overdrive::kv_cache::DynamicCache;
 use overdrive::packages::{CompiledDecoder, LoadOptions, ReplaceOptions};
+use overdrive::sys::denormals::set_flush_denormals;
 use overdrive::sys::threads;
 use overdrive::transformer::{
     AttentionImplementation, CausalLm, Execution, ForwardInput, LoadOptions as ModelOptions, Logits,
@@ -56,6 +57,8 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
+    // Subnormal numbers are zero to libtorch's operators too: each takes Intel's processors a hundred cycles.
+    set_flush_denormals(true);
     if let Some(count) = flags.threads {
         threads::set_intra_op(count)?;
     }

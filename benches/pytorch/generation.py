@@ -7,6 +7,7 @@ import argparse
 import json
 import statistics
 import time
+from pathlib import Path
 
 import torch
 import transformers
@@ -19,6 +20,7 @@ CASES = [
     ("eight_streams", 8, 32, 128, True),
     ("cached", 1, 1, 100, True),
     ("uncached", 1, 1, 100, False),
+    ("long_prompt", 1, 1024, 64, True),
 ]
 
 
@@ -40,7 +42,12 @@ def main() -> None:
     parser.add_argument("--runs", type=int, default=3)
     parser.add_argument("--case", help="one case instead of all")
     parser.add_argument("--quantize-dynamic", action="store_true", help="INT8 linear layers, the head too")
+    parser.add_argument("--prompt-ids", help="JSON file with the tokens of a text for the prompts")
+    parser.add_argument("--flush-denormals", action="store_true", help="torch.set_flush_denormal(True)")
     arguments = parser.parse_args()
+    # It reaches this thread. The others get it because they start later.
+    if arguments.flush_denormals and not torch.set_flush_denormal(True):
+        raise SystemExit("this processor cannot flush denormals")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=torch.float32).eval()
@@ -48,6 +55,7 @@ def main() -> None:
     parameters = sum(p.numel() for p in model.parameters())
     if arguments.quantize_dynamic:
         torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear}, dtype=torch.qint8, inplace=True)
+    text = json.loads(Path(arguments.prompt_ids).read_text()) if arguments.prompt_ids else None
     line = {
         "side": f"transformers {transformers.__version__} on PyTorch {torch.__version__}",
         "parameters": parameters,
@@ -56,9 +64,12 @@ def main() -> None:
     for name, streams, prompt, new, use_cache in CASES:
         if arguments.case not in (None, name):
             continue
-        ids = torch.tensor(
-            [[(row * 7919 + place * 104729 + 13) % vocabulary for place in range(prompt)] for row in range(streams)]
-        )
+        if text:
+            ids = torch.tensor([text[16 * row : 16 * row + prompt] for row in range(streams)])
+        else:
+            ids = torch.tensor(
+                [[(row * 7919 + place * 104729 + 13) % vocabulary for place in range(prompt)] for row in range(streams)]
+            )
         prefills, decodes = [], []
         for _ in range(1 if name == "uncached" else arguments.runs):
             clock = Clock()

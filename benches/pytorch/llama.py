@@ -108,6 +108,29 @@ class Llama(nn.Module):
         return F.cross_entropy(logits.view(-1, logits.size(-1)), labels.reshape(-1))
 
 
+# The names of a block's parameters here, and in the files of Hugging Face.
+NAMES = {
+    "attention_norm": "input_layernorm",
+    "mlp_norm": "post_attention_layernorm",
+    **{name: f"self_attn.{name}_proj" for name in "qkvo"},
+    **{name: f"mlp.{name}_proj" for name in ("gate", "up", "down")},
+}
+
+
+def load_trained(model: Llama, folder: str) -> list[torch.Tensor]:
+    """Loads the weights of a folder that Overdrive's train_step --save wrote, and returns its batches (B, T + 1)."""
+    from safetensors.torch import load_file
+
+    stored = load_file(f"{folder}/model.safetensors")
+    state = {"embed.weight": stored["model.embed_tokens.weight"], "norm.weight": stored["model.norm.weight"]}
+    state["head.weight"] = state["embed.weight"]
+    for at in range(len(model.blocks)):
+        for ours, theirs in NAMES.items():
+            state[f"blocks.{at}.{ours}.weight"] = stored[f"model.layers.{at}.{theirs}.weight"]
+    model.load_state_dict(state)
+    return list(load_file(f"{folder}/batches.safetensors")["tokens"])
+
+
 def optimizer_of(model: nn.Module) -> torch.optim.Optimizer:
     decay = [p for n, p in model.named_parameters() if p.dim() > 1 and "embed" not in n]
     plain = [p for n, p in model.named_parameters() if p.dim() <= 1 or "embed" in n]

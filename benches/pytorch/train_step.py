@@ -11,7 +11,7 @@ import time
 
 import torch
 
-from llama import PRESETS, Llama, optimizer_of
+from llama import PRESETS, Llama, load_trained, optimizer_of
 
 
 def main() -> None:
@@ -21,18 +21,24 @@ def main() -> None:
     parser.add_argument("--warmup", type=int, default=2)
     parser.add_argument("--threads", type=int, default=0)
     parser.add_argument("--compile", action="store_true", help="torch.compile the model")
+    parser.add_argument("--model", help="folder of weights and batches instead of random ones")
+    parser.add_argument("--flush-denormals", action="store_true", help="torch.set_flush_denormal(True)")
     arguments = parser.parse_args()
+    # It reaches this thread. The others get it because they start later.
+    if arguments.flush_denormals and not torch.set_flush_denormal(True):
+        raise SystemExit("this processor cannot flush denormals")
     if arguments.threads:
         torch.set_num_threads(arguments.threads)
     torch.manual_seed(0)
     shape = PRESETS[arguments.preset]
     model = Llama(shape)
+    batches = load_trained(model, arguments.model) if arguments.model else []
     optimizer = optimizer_of(model)
     run = torch.compile(model) if arguments.compile else model
 
     seconds, losses = [], []
     for step in range(arguments.warmup + arguments.steps):
-        ids = torch.randint(shape.vocab, (shape.batch, shape.context + 1))
+        ids = batches[step % len(batches)] if batches else torch.randint(shape.vocab, (shape.batch, shape.context + 1))
         start = time.perf_counter()
         loss = run(ids[:, :-1], ids[:, 1:])
         loss.backward()

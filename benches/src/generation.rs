@@ -41,6 +41,12 @@ pub fn prompts(count: usize, tokens: usize, vocabulary: i64) -> Vec<Vec<i64>> {
         .collect()
 }
 
+/// Returns `count` prompts of `tokens` ids from a text, which begin 16 tokens apart; `None` if it is too short.
+pub fn prompts_of_text(text: &[i64], count: usize, tokens: usize) -> Option<Vec<Vec<i64>>> {
+    let prompt = |row: usize| Some(text.get(16 * row..16 * row + tokens)?.to_vec());
+    (0..count).map(prompt).collect()
+}
+
 /// One measurement; `pytorch/generation.py` has the same table.
 #[derive(Debug, Clone, Copy)]
 pub struct Case {
@@ -58,7 +64,7 @@ pub struct Case {
 
 /// All measurements. Eight sequences without a cache are measured on this side only, because the other one takes
 /// minutes.
-pub const CASES: [Case; 7] = [
+pub const CASES: [Case; 8] = [
     case("prefill", 1, 512, 1),
     case("one_stream", 1, 32, 128),
     case("eight_streams", 8, 32, 128),
@@ -66,6 +72,7 @@ pub const CASES: [Case; 7] = [
     case("uncached", 1, 1, 100).without_cache(),
     case("eight_cached", 8, 1, 100),
     case("eight_uncached", 8, 1, 100).without_cache(),
+    case("long_prompt", 1, 1024, 64),
 ];
 
 const fn case(name: &'static str, streams: usize, prompt: usize, new: usize) -> Case {

@@ -9,8 +9,10 @@ mod memory;
 mod perplexity;
 mod random_model;
 mod step;
+mod trained;
 
 pub use memory::{UNCACHED_BYTES, read_bandwidth};
 pub use perplexity::{Perplexity, Windows};
 pub use random_model::random_model;
 pub use step::{Shape, Step, StepResult};
+pub use trained::Trained;

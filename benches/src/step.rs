@@ -4,6 +4,7 @@ use std::error::Error;
 
 use overdrive::optim::{AdamW, AdamWConfig, ClipOptions, Optimizer, clip_grad_norm, decay_groups};
 use overdrive::precision::Precision;
+use overdrive::trainer::Preset;
 use overdrive::transformer::{CausalLm, Execution, ForwardInput, LabelShift, LlamaConfig};
 use tch::{Device, Kind, Tensor};
 
@@ -65,6 +66,14 @@ impl Shape {
         batch: 8,
     };
 
+    /// Returns the shape of a preset of `train`.
+    pub fn of(preset: Preset) -> Self {
+        match preset {
+            Preset::Small => Self::SMALL,
+            _ => Self::TINY,
+        }
+    }
+
     /// Returns the number of tokens in a batch.
     pub fn tokens(&self) -> i64 {
         self.batch * self.context
@@ -105,6 +114,14 @@ impl Step {
     /// An error if a Llama cannot have this shape.
     pub fn new(shape: Shape, device: Device) -> StepResult<Self> {
         let model = random_model(&shape.config().into(), device, Kind::Float)?;
+        Self::of_model(model, shape)
+    }
+
+    /// Returns a step with a new optimizer for `model`.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn of_model(model: CausalLm, shape: Shape) -> StepResult<Self> {
         model.set_requires_grad(true)?;
         let config = AdamWConfig {
             learning_rate: 2e-3,

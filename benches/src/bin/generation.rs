@@ -7,6 +7,7 @@ use std::path::PathBuf;
 use clap::Parser;
 use overdrive::generation::{GenerateOutput, GenerationConfig, generate};
 use overdrive::quantization::Scheme;
+use overdrive::sys::denormals::set_flush_denormals;
 use overdrive::sys::{build_info, threads};
 use overdrive::transformer::{CausalLm, LoadOptions, QuantizeOptions, SaveOptions};
 use overdrive_benches::{StepResult, generation};
@@ -19,6 +20,9 @@ struct Flags {
     /// Folder of the weights [default: random weights]
     #[arg(long)]
     model: Option<PathBuf>,
+    /// JSON file with the tokens of a text from which the prompts are taken [default: made-up tokens]
+    #[arg(long, value_name = "FILE")]
+    prompt_ids: Option<PathBuf>,
     /// Write the random weights to this folder and exit
     #[arg(long)]
     save: Option<PathBuf>,
@@ -37,8 +41,8 @@ struct Flags {
     /// Number of threads inside one operator [default: libtorch's choice]
     #[arg(long)]
     threads: Option<usize>,
-    /// One case instead of all: prefill, one_stream, eight_streams, cached, uncached, eight_cached or
-    /// eight_uncached
+    /// One case instead of all: prefill, one_stream, eight_streams, cached, uncached, eight_cached,
+    /// eight_uncached or long_prompt
     #[arg(long)]
     case: Option<String>,
 }
@@ -48,6 +52,11 @@ fn main() -> StepResult<()> {
     if let Some(count) = flags.threads {
         threads::set_intra_op(count)?;
     }
+    set_flush_denormals(true);
+    let text: Option<Vec<i64>> = match &flags.prompt_ids {
+        Some(file) => Some(serde_json::from_slice(&std::fs::read(file)?)?),
+        None => None,
+    };
     let kind = flags.bf16.then_some(Kind::BFloat16);
     let mut model = match &flags.model {
         Some(dir) => {
@@ -75,7 +84,11 @@ fn main() -> StepResult<()> {
     let wanted =
         |case: &&generation::Case| flags.case.as_deref().is_none_or(|name| name == case.name);
     for case in generation::CASES.iter().filter(wanted) {
-        let prompts = generation::prompts(case.streams, case.prompt, model.config().vocab_size());
+        let prompts = match &text {
+            Some(text) => generation::prompts_of_text(text, case.streams, case.prompt)
+                .ok_or("the text is too short for the prompts")?,
+            None => generation::prompts(case.streams, case.prompt, model.config().vocab_size()),
+        };
         let config = GenerationConfig {
             max_new_tokens: Some(case.new),
             use_cache: case.use_cache,

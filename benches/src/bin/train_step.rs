@@ -1,18 +1,15 @@
 //! Times Overdrive's training step and prints one JSON line, as `pytorch/train_step.py` does for PyTorch's;
-//! `pytorch/compare.py` alternates both.
+//! `pytorch/compare.py` alternates both. With `--save` it trains the model that both measure.
 
+use std::path::PathBuf;
 use std::time::Instant;
 
-use clap::{Parser, ValueEnum};
+use clap::Parser;
+use overdrive::sys::denormals::set_flush_denormals;
 use overdrive::sys::{build_info, memory, threads};
-use overdrive_benches::{Shape, Step, StepResult};
+use overdrive::trainer::Preset;
+use overdrive_benches::{Shape, Step, StepResult, Trained};
 use tch::Device;
-
-#[derive(Clone, Copy, ValueEnum)]
-enum Preset {
-    Tiny,
-    Small,
-}
 
 /// Times the training step
 #[derive(Parser)]
@@ -30,6 +27,21 @@ struct Flags {
     /// Run single operators instead of fused kernels
     #[arg(long)]
     unfused: bool,
+    /// Let libtorch's operators compute with subnormal numbers, as `flush_denormals: false` does
+    #[arg(long)]
+    keep_denormals: bool,
+    /// Folder of the weights and the batches [default: random ones]
+    #[arg(long, value_name = "DIR", conflicts_with = "save")]
+    model: Option<PathBuf>,
+    /// Train the preset on text, write the weights and the next batches to this folder, and exit
+    #[arg(long, value_name = "DIR")]
+    save: Option<PathBuf>,
+    /// Number of training steps with `--save`
+    #[arg(long, default_value_t = 300)]
+    trained_steps: usize,
+    /// Text files or folders to train on with `--save` [default: those of `train`]
+    #[arg(long, value_name = "PATH")]
+    data: Vec<PathBuf>,
 }
 
 fn main() -> StepResult<()> {
@@ -37,18 +49,32 @@ fn main() -> StepResult<()> {
     if let Some(count) = flags.threads {
         threads::set_intra_op(count)?;
     }
+    set_flush_denormals(!flags.keep_denormals);
     tch::manual_seed(0);
-    let shape = match flags.preset {
-        Preset::Tiny => Shape::TINY,
-        Preset::Small => Shape::SMALL,
+    if let Some(folder) = &flags.save {
+        let trained = Trained::new(flags.preset, &flags.data, flags.trained_steps)?;
+        trained.save(folder)?;
+        let parameters = trained.step.parameters();
+        println!("{}", serde_json::json!({"parameters": parameters}));
+        return Ok(());
+    }
+    let shape = Shape::of(flags.preset);
+    let (mut step, batches) = match &flags.model {
+        Some(folder) => {
+            let Trained { step, batches } = Trained::load(folder, shape)?;
+            (step, batches)
+        }
+        None => (Step::new(shape, Device::Cpu)?, Vec::new()),
     };
-    let mut step = Step::new(shape, Device::Cpu)?;
     if flags.unfused {
         step = step.unfused();
     }
     let (mut seconds, mut losses) = (Vec::new(), Vec::new());
     for index in 0..flags.warmup + flags.steps.max(1) {
-        let batch = step.batch()?;
+        let batch = match batches.get(index % batches.len().max(1)) {
+            Some((inputs, labels)) => (inputs.shallow_clone(), labels.shallow_clone()),
+            None => step.batch()?,
+        };
         let start = Instant::now();
         losses.push(step.run(&batch)?);
         if index >= flags.warmup {

@@ -378,6 +378,7 @@ mod tests {
     use super::{Blockwise, blockwise};
     use crate::kernel::Sequence;
     use overdrive_kernels::InstructionSet;
+    use overdrive_sys::denormals::take_subnormal_operands;
 
     /// Returns the output, log-sum-exp and gradients with the vectors of `set`.
     fn run(set: InstructionSet, kind: Kind) -> Vec<Tensor> {
@@ -420,6 +421,83 @@ mod tests {
         let loss = (&output * weight.reshape(output.size())).sum(kind) + lse.sum(kind);
         loss.backward();
         vec![output, lse, query.grad(), key.grad(), value.grad()]
+    }
+
+    /// Returns leaves whose scores, in natural logarithms, spread over some 170: most keys of a query have weights from
+    /// 1e-30 down to none.
+    fn peaked(kind: Kind) -> [Tensor; 3] {
+        let (length, dim) = (96, 20);
+        let leaf = |size: f64, seed: f64| {
+            let x = Tensor::arange(2 * length * dim, (Kind::Double, Device::Cpu)) * 12.9898;
+            let x = (x + seed).sin().reshape([1, 2, length, dim]) * size;
+            x.to_kind(kind).set_requires_grad(true)
+        };
+        [leaf(7.0, 0.1), leaf(7.0, 0.2), leaf(0.1, 0.3)]
+    }
+
+    /// Returns the number of elements that are subnormal in `kind`.
+    fn count_subnormal(x: &Tensor, kind: Kind) -> i64 {
+        let least = match kind {
+            Kind::Double => f64::MIN_POSITIVE,
+            _ => f64::from(f32::MIN_POSITIVE),
+        };
+        let x = x.detach().to_kind(Kind::Double);
+        let found = x.abs().lt(least) * x.not_equal(0.0);
+        found.sum(Kind::Int64).int64_value(&[])
+    }
+
+    #[test]
+    fn no_subnormal_number_reaches_a_product_of_peaked_attention() {
+        let scale = 0.8;
+        // In exact arithmetic many weights and gradients of scores are subnormal numbers of f32.
+        let [query, key, value] = peaked(Kind::Double).map(|leaf| leaf.detach());
+        let weights = (query.matmul(&key.transpose(2, 3)) * scale).softmax(-1, Kind::Double);
+        let upstream = (Tensor::arange(value.numel() as i64, (Kind::Double, Device::Cpu)) * 7.7)
+            .cos()
+            .reshape(value.size());
+        let of_weights = upstream.matmul(&value.transpose(2, 3));
+        let delta = (&weights * &of_weights).sum_dim_intlist([-1_i64].as_slice(), true, None);
+        let of_scores = &weights * (of_weights - delta);
+        for exact in [&weights, &of_scores] {
+            let found = count_subnormal(exact, Kind::Float);
+            assert!(found > 100, "the case has {found} subnormal numbers only");
+        }
+
+        for set in InstructionSet::available() {
+            for kind in [Kind::Float, Kind::Double] {
+                let [query, key, value] = peaked(kind);
+                let upstream = upstream.to_kind(kind);
+                let function = Blockwise {
+                    set,
+                    sequences: vec![Sequence {
+                        batch: 0,
+                        query_start: 0,
+                        queries: 96,
+                        key_start: 0,
+                        keys: 96,
+                    }],
+                    scale,
+                    softcap: None,
+                    left: None,
+                    right: None,
+                    bottom_right: true,
+                    sink_tokens: 0,
+                    slopes: None,
+                    dropout: None,
+                    has_bias: false,
+                    has_sinks: false,
+                };
+                let operands = take_subnormal_operands();
+                let (output, lse) = blockwise(function, &query, &key, &value, None, None).unwrap();
+                (&output * upstream).sum(kind).backward();
+                // `None` where the processor keeps no record of operands.
+                let found = take_subnormal_operands();
+                assert_eq!(found, operands.and(Some(false)), "{set:?} in {kind:?}");
+                for result in [output, lse, query.grad(), key.grad(), value.grad()] {
+                    assert_eq!(count_subnormal(&result, kind), 0, "{set:?} in {kind:?}");
+                }
+            }
+        }
     }
 
     #[test]

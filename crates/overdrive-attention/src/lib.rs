@@ -18,6 +18,10 @@
 //! and [`explain`] says so. A [`Backend`] that is asked for runs or fails with the reasons.
 //! A `tracing` event (level debug) names the one that runs.
 //!
+//! In the blockwise kernel numbers below 2⁻¹²⁶ (2⁻¹⁰²² in f64) are zero, in its inputs, its weights, its results and their
+//! gradients: peaked attention makes many, and each takes Intel's processors a hundred cycles
+//! ([`overdrive_kernels`](overdrive_kernels#subnormal-numbers)).
+//!
 //! ```
 //! use overdrive_attention::{AttentionOptions, Backend, Window, attention, explain};
 //! use tch::{Device, Kind, Tensor};

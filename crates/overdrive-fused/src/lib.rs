@@ -14,7 +14,7 @@
 //! | [`bias_activation`] | addition and activation |
 //!
 //! They are plain functions on tensors. Kernels exist for f32, bf16 and f16 on the CPU (arithmetic in
-//! f32, results rounded once), compiled for AVX-512, AVX2 and the target's baseline and chosen when
+//! f32, results rounded once, [numbers below 2⁻¹²⁶ zero](overdrive_kernels#subnormal-numbers)), compiled for AVX-512, AVX2 and the target's baseline and chosen when
 //! the program runs ([`overdrive_kernels::instruction_set`]). [overdrive-gpu] has kernels for NVIDIA GPUs, which are used
 //! by default on Hopper and elsewhere with `OVERDRIVE_GPU_KERNELS=1`. Everywhere else (f64, other devices) the same functions run
 //! libtorch's operators. Results do not depend on the number of threads, except through the

@@ -4,6 +4,7 @@ use std::marker::PhantomData;
 use std::sync::OnceLock;
 
 use overdrive_core::Error;
+use overdrive_sys::denormals::flushing_denormals;
 
 use crate::{Real, Simd, Vector, arch};
 
@@ -59,15 +60,15 @@ macro_rules! instruction_sets {
                 }
             }
 
-            /// Runs `kernel` compiled for this set.
+            /// Runs `kernel` compiled for this set. Subnormal numbers are zero in it.
             #[inline]
             pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
-                match self {
+                flushing_denormals(|| match self {
                     $(
                         $(#[$condition])?
                         Self::$variant(token) => Token::run(token, kernel),
                     )*
-                }
+                })
             }
         }
     };
@@ -219,6 +220,7 @@ macro_rules! vectorized {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use overdrive_sys::denormals::flushes_denormals;
 
     #[test]
     fn every_set_of_the_machine_is_found_by_its_name() {
@@ -248,6 +250,46 @@ mod tests {
                 *x *= BY as f32;
             }
             x.len()
+        }
+    }
+
+    vectorized! {
+        fn products<S: Simd>(_s: S, x: &[f32], y: &mut [f32]) {
+            for (x, y) in x.iter().zip(y) {
+                *y *= x;
+            }
+        }
+    }
+
+    #[test]
+    fn subnormal_numbers_are_zero_in_a_kernel_on_every_set() {
+        for set in InstructionSet::available() {
+            // A subnormal operand, a subnormal result, and neither.
+            let mut y = [1e-40, 1e-30, 1e-30];
+            products(set, &[1e10, 1e-10, 1e10], &mut y);
+            let expected = match flushing_denormals(flushes_denormals) {
+                true => [0.0, 0.0, 1e-20],
+                false => [1e-30, 1e-40, 1e-20],
+            };
+            for (y, expected) in y.iter().zip(expected) {
+                let off = (y - expected).abs();
+                assert!(off <= 1e-4 * expected.abs(), "{set:?}: {y:e} {expected:e}");
+            }
+            assert!(!flushes_denormals());
+        }
+    }
+
+    vectorized! {
+        fn first<S: Simd>(_s: S, x: &[f32]) -> f32 {
+            x[0]
+        }
+    }
+
+    #[test]
+    fn a_kernel_that_panics_leaves_the_mode_of_its_caller() {
+        for set in InstructionSet::available() {
+            let panicked = std::panic::catch_unwind(|| first(set, &[]));
+            assert!(panicked.is_err() && !flushes_denormals());
         }
     }
 

@@ -25,6 +25,14 @@
 //! The environment variable `OVERDRIVE_SIMD` (`avx512`, `avx2` or `portable`), read once, names a narrower set
 //! than the widest, for every kernel of every crate: to compare, or to test on one machine what another one runs.
 //!
+//! # Subnormal numbers
+//!
+//! A kernel takes operands below 2⁻¹²⁶ (f32 and bf16; 2⁻¹⁰²² in f64) for zero, and so are its results below that: on
+//! Intel's processors an instruction that meets a subnormal number takes over a hundred cycles. [`InstructionSet::run`] and the
+//! loops of [`threads`] set the mode on each thread that computes, and restore it when they end
+//! ([`overdrive_sys::denormals`], on x86-64 and aarch64). Conversions from and to f16 keep its subnormal numbers, which are
+//! normal in f32. The dot products of bf16 and the tiles of AMX, which libtorch's libraries use, flush by themselves.
+//!
 //! # Writing a kernel
 //!
 //! All functions that a kernel calls are `#[inline(always)]`, closures too: only what is inlined into the function

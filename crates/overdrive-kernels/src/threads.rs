@@ -2,11 +2,13 @@
 //!
 //! Nothing here needs unsafe code of its caller: a job owns the slices that it writes. Where a slice is split does
 //! not depend on the number of threads unless a function says so, and neither do sums that are made block by block.
+//! Subnormal numbers are zero in each job, on whatever thread it runs ([crate](crate#subnormal-numbers)).
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::{Mutex, MutexGuard, PoisonError};
 
+use overdrive_sys::denormals::flushing_denormals;
 use overdrive_sys::threads::{intra_op, parallel_for};
 
 use crate::ColumnsMut;
@@ -51,7 +53,7 @@ pub fn run_jobs<J: Send>(jobs: impl Iterator<Item = J>, run: impl Fn(J) + Sync) 
 fn run_numbers(count: usize, run: impl Fn(usize) + Sync) {
     let threads = intra_op().min(count);
     if threads <= 1 {
-        return (0..count).for_each(run);
+        return flushing_denormals(|| (0..count).for_each(run));
     }
     let share = |thread: usize| thread * count / threads..(thread + 1) * count / threads;
     let shares: Vec<Mutex<Range<usize>>> = (0..threads).map(|t| Mutex::new(share(t))).collect();
@@ -107,7 +109,7 @@ pub fn parallel_ranges(
     if parallel {
         run_numbers(count, run);
     } else {
-        (0..count).for_each(run);
+        flushing_denormals(|| (0..count).for_each(run));
     }
 }
 
@@ -170,7 +172,8 @@ pub fn for_each_task<T: Send>(
     }
     let share = workspace.len() / workers;
     if !parallel || workers == 1 {
-        return (0..count).for_each(|task| run(task, &mut workspace[..share]));
+        let tasks = || (0..count).for_each(|task| run(task, &mut workspace[..share]));
+        return flushing_denormals(tasks);
     }
     // In order and not in shares: a caller puts the longest first.
     let next = AtomicUsize::new(0);
@@ -200,6 +203,7 @@ pub fn workers() -> usize {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use overdrive_sys::denormals::flushes_denormals;
 
     #[test]
     fn every_chunk_and_every_column_is_visited_once() {
@@ -265,6 +269,27 @@ mod tests {
             }
         });
         assert_eq!(done.into_inner(), 39);
+    }
+
+    #[test]
+    fn subnormal_numbers_are_zero_in_the_jobs_of_each_loop_on_whatever_thread() {
+        let has_mode = flushing_denormals(flushes_denormals);
+        let check = || assert_eq!(flushes_denormals(), has_mode);
+        let mut slice = [0; 100];
+        for count in [1, 57] {
+            run_jobs(0..count, |_| check());
+            parallel_chunks_mut(&mut slice[..count], 1, |_, _| check());
+            for parallel in [false, true] {
+                parallel_ranges(count, 1, parallel, |_| check());
+                parallel_columns(&mut slice[..count], count, 1, parallel, |_| check());
+                let column = 0..count;
+                parallel_column_blocks(&mut slice[..count], count, &[column], parallel, |_| {
+                    check()
+                });
+                for_each_task(count, parallel, &mut slice, |_, _| check());
+            }
+            assert!(!flushes_denormals());
+        }
     }
 
     #[test]

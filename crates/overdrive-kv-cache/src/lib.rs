@@ -19,7 +19,8 @@
 //! ¹ Keys and values of one head of 64 channels in one layer, in f32; bf16 and f16 take half of it,
 //! except for quantized values. [`KvCache::bytes_per_token`] returns it for a whole model, and tests
 //! hold it to the memory that is allocated. Dynamic, static, sliding (up to what its window shows) and
-//! paged caches are exact; the error bound of the quantized one is at [`QuantizedCache`].
+//! paged caches are exact; the error bound of the quantized one is at [`QuantizedCache`], whose kernels take
+//! [numbers below 2⁻¹²⁶ for zero](overdrive_kernels#subnormal-numbers).
 //!
 //! [`CacheImplementation`] builds a cache by its name; [`save`] and [`load`] store one in a safetensors
 //! file.

@@ -24,6 +24,11 @@
 //! | [`Stateful`] | `torch.distributed.checkpoint.stateful.Stateful` |
 //! | [`TchOptimizer`] | tch's own optimizers, behind the [`Optimizer`] trait |
 //!
+//! The kernels of [`AdamW8bit`], [`Lion`] and [`Adafactor`] on a CPU take
+//! [numbers below 2⁻¹²⁶ for zero](overdrive_kernels#subnormal-numbers). libtorch's, which the others use, keep them unless
+//! [`set_flush_denormals`](overdrive_sys::denormals::set_flush_denormals) is called; second moments of parameters that get
+//! no gradient decay to such numbers.
+//!
 //! ```
 //! use overdrive_optim::{
 //!     AdamW, AdamWConfig, ClipOptions, LrScheduler, LrSchedulerType, Optimizer, Schedule,

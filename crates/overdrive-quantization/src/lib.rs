@@ -10,6 +10,8 @@
 //! | `nf4`, `fp4`, `nf4-single`, … | a book of 16 numbers | 64 elements | 4.13, 4.5 | bitsandbytes (QLoRA) |
 //! | `fp8` | e4m3 floats | an output | 8.0 | compressed-tensors, vLLM |
 //!
+//! The CPU kernels take [numbers below 2⁻¹²⁶ for zero](overdrive_kernels#subnormal-numbers), in inputs, scales and results.
+//!
 //! [`QuantizationConfig`] reads weights from the files of a model and writes them; [`GgufFile`] reads GGUF
 //! files; [`quantize_checkpoint`] quantizes a Hugging Face folder.
 //!

@@ -18,6 +18,7 @@
 //!   [`transfer`] – the mechanisms under [overdrive-checkpointing];
 //! * [`threads`] – thread counts, and loops on libtorch's threads; [`raw`] – the elements of CPU tensors as
 //!   slices for such loops;
+//! * [`denormals`] – arithmetic that takes subnormal numbers for zero;
 //! * `c10d`, with the feature of that name – stores, process groups and the gradient reducer under
 //!   [overdrive-distributed];
 //! * `compiled`, with the feature of that name – packages of AOTInductor and CUDA graphs, under
@@ -63,6 +64,7 @@ mod callback;
 #[cfg(feature = "compiled")]
 pub mod compiled;
 pub mod cuda;
+pub mod denormals;
 mod device;
 pub mod dispatch_mode;
 pub mod engine;

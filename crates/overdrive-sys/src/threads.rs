@@ -9,6 +9,7 @@ use std::ops::Range;
 use std::panic::{AssertUnwindSafe, catch_unwind, resume_unwind};
 use std::sync::{Mutex, PoisonError};
 
+use crate::denormals::flushing_denormals;
 use crate::error::Result;
 use crate::ffi;
 
@@ -51,7 +52,8 @@ pub fn inter_op() -> usize {
 /// Ranges have at least `grain` elements, so short loops run on the calling thread only; so does every
 /// loop inside another parallel region. Many short loops in a row take less time in [`with_team`]. The split
 /// depends only on `len`, `grain` and [`intra_op`]. The other threads do not have the thread-local modes of the
-/// caller (autocast, no-grad), so `body` must not call operators.
+/// caller (autocast, no-grad), so `body` must not call operators. In `body` subnormal numbers are taken for zero
+/// ([`flushing_denormals`]), on every thread, the calling one included.
 ///
 /// A panic in `body` resumes in the caller once all threads have finished.
 ///
@@ -66,6 +68,8 @@ pub fn parallel_for(len: usize, grain: usize, body: impl Fn(Range<usize>) + Sync
     if len == 0 {
         return;
     }
+    // For each range, because the mode belongs to the thread that runs it.
+    let body = |range: Range<usize>| flushing_denormals(|| body(range));
     // A grain of 0 means "no minimum".
     let most = len.div_ceil(grain.max(1));
     if most == 1 {
@@ -95,6 +99,21 @@ pub fn parallel_for(len: usize, grain: usize, body: impl Fn(Range<usize>) + Sync
     if let Some(payload) = panic {
         resume_unwind(payload);
     }
+}
+
+/// Runs `body` once on this thread, and once on each of the others that run libtorch's operators for it.
+///
+/// Inside of a parallel region it runs on this thread alone.
+pub(crate) fn on_each_thread(body: &(dyn Fn() + Sync)) {
+    unsafe extern "C" fn run(body: *mut c_void, _thread: i32, _threads: i32) {
+        // SAFETY: `on_each_thread` passes its own body, alive until all threads return.
+        let body = unsafe { *body.cast::<&(dyn Fn() + Sync)>() };
+        // No panic may get out. The bodies read and write a register.
+        let _panicked = catch_unwind(AssertUnwindSafe(body));
+    }
+    let threads = i32::try_from(thread_limit()).unwrap_or(1);
+    // SAFETY: `body` outlives the call, which returns when every thread has, and `run` lets no panic out.
+    unsafe { ffi::od_parallel(threads, run, (&raw const body).cast_mut().cast()) };
 }
 
 /// Returns the number of threads that a parallel region may have here: one inside of another region.

@@ -9,6 +9,7 @@ use overdrive_optim::{
     StateBits, StateDict,
 };
 use overdrive_precision::Precision;
+use overdrive_sys::denormals::set_flush_denormals;
 use serde_json::Value;
 use tch::Tensor;
 
@@ -18,13 +19,17 @@ use crate::{OptimizerName, Result, TextData, TrainingArguments, TrainingPlan};
 const MUON: &str = "muon";
 
 impl TrainingArguments {
-    /// Sets the number of threads, TF32 and the seed of libtorch, and returns the precision of the run, which its
-    /// autocast, its loss scaler, its memory plan and its recorder get.
+    /// Sets the number of threads, the treatment of subnormal numbers, TF32 and the seed of libtorch, and returns the
+    /// precision of the run, which its autocast, its loss scaler, its memory plan and its recorder get.
+    ///
+    /// Call it on the thread that trains, before it computes anything.
     ///
     /// # Errors
     /// An error of libtorch.
     pub fn apply(&self) -> Result<Precision> {
         self.set_threads()?;
+        // After the number of threads, so that it reaches all of them.
+        set_flush_denormals(self.flush_denormals);
         // Unset keeps libtorch's setting, which the user may have changed.
         if let Some(allowed) = self.tf32 {
             overdrive_precision::tf32::allow(allowed)?;

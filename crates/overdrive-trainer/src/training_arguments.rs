@@ -168,6 +168,9 @@ pub struct TrainingArguments {
     pub use_cpu: bool,
     /// The number of threads inside one operator. Default: libtorch's choice.
     pub threads: Option<usize>,
+    /// If `true`, libtorch's operators take numbers below 2⁻¹²⁶ for zero on a CPU, as Overdrive's kernels always do
+    /// ([`set_flush_denormals`](overdrive_sys::denormals::set_flush_denormals)). Default `true`.
+    pub flush_denormals: bool,
 
     /// The times of an evaluation on the validation data. Default `no`.
     pub eval_strategy: IntervalStrategy,
@@ -279,6 +282,7 @@ impl Default for TrainingArguments {
             zero_stage: 0,
             use_cpu: false,
             threads: None,
+            flush_denormals: true,
             eval_strategy: IntervalStrategy::default(),
             eval_steps: None,
             eval_on_start: false,

@@ -30,6 +30,10 @@ use crate::{EngineConfig, Error, FinishReason, Result};
 /// A request gets the tokens that [`generate`](crate::generate) returns for its prompt alone, whatever
 /// else is computed beside it, up to the rounding of a wider batch.
 ///
+/// An engine computes on the thread that calls it, in that thread's mode for subnormal numbers, which a program sets by
+/// [`set_flush_denormals`](overdrive_sys::denormals::set_flush_denormals). An [`EngineHandle`](crate::EngineHandle) sets it
+/// on its own thread.
+///
 /// `M` is a [`CausalLm`](overdrive_transformer::CausalLm), a reference to one, or a model of your own.
 ///
 /// ```

@@ -5,6 +5,8 @@ use std::sync::{Arc, Mutex, PoisonError};
 use std::thread::JoinHandle;
 use std::time::Duration;
 
+use overdrive_sys::denormals::set_flush_denormals;
+
 use super::engine::Engine;
 use super::model::EngineModel;
 use super::request::{Completion, Completions, Event, Request, RequestId, RequestLimits};
@@ -103,6 +105,9 @@ impl EngineHandle {
     /// these are together more than the cores, GNU's OpenMP lets them sleep between two operators in place of
     /// waiting, and a small model decodes at two thirds of its speed. Loading on the engine's thread leaves one set.
     ///
+    /// The thread, and those that compute for it, take subnormal numbers for zero. `make` may switch that off by
+    /// [`set_flush_denormals`].
+    ///
     /// ```
     /// use overdrive_generation::{Engine, EngineConfig, EngineHandle, Error};
     /// use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
@@ -132,6 +137,8 @@ impl EngineHandle {
         let thread = std::thread::Builder::new()
             .name("overdrive-engine".to_owned())
             .spawn(move || {
+                // The thread is the engine's own, and so are those that OpenMP starts for it.
+                set_flush_denormals(true);
                 let engine = match make() {
                     Ok(engine) => engine,
                     Err(error) => {

@@ -10,6 +10,7 @@ use std::ptr::{null, null_mut};
 use std::sync::atomic::{AtomicPtr, AtomicU64, AtomicUsize, Ordering};
 
 use super::{Loop, thread_limit};
+use crate::denormals::flushing_denormals;
 use crate::ffi;
 
 /// The number of times that a thread looks for a loop before it offers its core to other programs between two looks.
@@ -34,7 +35,8 @@ thread_local! {
 ///
 /// It is for many short loops one right after the other, as in the step of a decoder. Operators that `body` calls give
 /// the same results, but each runs on one thread, since to OpenMP all of `body` is a parallel region. Inside of such
-/// a region, or of another team, `body` is just run.
+/// a region, or of another team, `body` is just run. Both take subnormal numbers for zero in `body`
+/// ([`flushing_denormals`]), on all threads of the team.
 ///
 /// ```
 /// use std::sync::atomic::{AtomicUsize, Ordering};
@@ -53,6 +55,7 @@ thread_local! {
 /// ```
 pub fn with_team<R>(body: impl FnOnce() -> R) -> R {
     let threads = thread_limit();
+    let body = || flushing_denormals(body);
     if threads == 1 {
         return body();
     }
@@ -109,7 +112,7 @@ unsafe extern "C" fn take_part(region: *mut c_void, thread: i32, _threads: i32) 
     // SAFETY: `with_team` passes its own region, alive until all threads return.
     let region = unsafe { &*region.cast::<Region<'_>>().cast_const() };
     if thread != 0 {
-        return region.team.follow();
+        return flushing_denormals(|| region.team.follow());
     }
     LED.set(&raw const region.team);
     // SAFETY: thread 0 alone uses it.

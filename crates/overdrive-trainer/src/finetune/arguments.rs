@@ -360,8 +360,8 @@ impl FinetuneArguments {
         Some(options)
     }
 
-    /// Sets the number of threads, TF32 and the seed of libtorch, and returns the precision of the run, which its
-    /// autocast, its loss scaler, its memory plan and its recorder get.
+    /// Sets the number of threads, the treatment of subnormal numbers, TF32 and the seed of libtorch, and returns the
+    /// precision of the run, which its autocast, its loss scaler, its memory plan and its recorder get.
     ///
     /// # Errors
     /// As [`TrainingArguments::apply`].

@@ -168,6 +168,7 @@ pub(super) static KEYS: &[(&str, &[Key])] = &[
         key(Both, "tf32", "", FREE, "Use TensorFloat-32 for matmuls on CUDA").also(&["use_tf32", "allow_tf32"]),
         key(Both, "use_cpu", "", FREE, "Train on the CPU even if there is a GPU").flag("cpu").also(&["no_cuda"]),
         key(Both, "threads", "N", AtLeast(1), "Number of threads inside one operator [default: libtorch's choice, one per core]"),
+        key(Both, "flush_denormals", "", FREE, "Take numbers below 2^-126 for zero on a CPU; Intel's processors take a hundred cycles for each"),
         key(Both, "zero_stage", "N", AtMost(1), "1 shards the optimizer states over the processes (ZeRO-1), 0 does not"),
         key(Both, "ddp_backend", "NAME", FREE, "Communication backend between processes [default: nccl on GPUs, gloo without any]"),
         key(Both, "ddp_bucket_cap_mb", "N", Positive, "Size of a bucket of gradients in MiB [default: 25]"),

@@ -3,6 +3,7 @@
 use overdrive_distributed::ProcessGroup;
 use overdrive_precision::Precision;
 use overdrive_profiling::MemoryPrecision;
+use overdrive_sys::denormals::{flushes_denormals, flushing_denormals};
 use overdrive_trainer::{
     ComputeDtype, FinetuneArguments, Layers, Preset, ResumeFromCheckpoint, RunFolder,
     TrainingArguments,
@@ -43,6 +44,19 @@ fn the_recommended_precision_is_taken_only_if_no_key_names_one() {
         assert_eq!(choose(&mut given), None);
         assert_eq!(given, before);
     }
+}
+
+#[test]
+fn a_run_takes_subnormal_numbers_for_zero_unless_its_key_is_off() {
+    let mut arguments = Preset::Tiny.arguments();
+    arguments.apply().unwrap();
+    // Nothing changes where the processor has no such mode.
+    let has_mode = flushing_denormals(flushes_denormals);
+    assert_eq!(flushes_denormals(), has_mode);
+    let layers = Layers::new(Preset::Tiny).layer(json!({"flush_denormals": false}), "run.json");
+    arguments = layers.unwrap().resolve().unwrap();
+    arguments.apply().unwrap();
+    assert!(!flushes_denormals());
 }
 
 #[test]

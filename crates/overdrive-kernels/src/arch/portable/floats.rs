@@ -62,10 +62,10 @@ impl Floats for Portable {
         Array(from.map(
             #[inline(always)]
             |code| {
-                let code = u32::from(code);
-                // The exponent's bias is 7 instead of 127: that and the division by 256.
-                let scale = f32::from_bits((127 + 112) << 23);
-                f32::from_bits(((code & 0x80) << 24) | ((code & 0x7f) << 20)) * scale
+                // The bits of an f16, whose bias is 8 more than that of e4m3. Not of an f32, where the least of e4m3 would be
+                // subnormal, hence zero here.
+                let code = u16::from(code);
+                f32::from_bits(widened((code & 0x80) << 8 | (code & 0x7f) << 7))
             },
         ))
     }

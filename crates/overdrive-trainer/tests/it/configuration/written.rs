@@ -79,10 +79,11 @@ prop_compose! {
             Schedule::EveryBlock, Schedule::EveryNth(2), Schedule::Segments(3), Schedule::SqrtSegments,
         ])),
         fused_kernels in any::<bool>(),
+        flush_denormals in any::<bool>(),
     ) -> TrainingArguments {
         TrainingArguments {
             model, seed, max_steps, learning_rate, warmup_ratio, tf32, threads,
-            attn_implementation, fused_kernels,
+            attn_implementation, fused_kernels, flush_denormals,
             gradient_checkpointing: recompute.is_some(),
             gradient_checkpointing_kwargs: GradientCheckpointingArguments {
                 schedule: recompute.unwrap_or_default(),
