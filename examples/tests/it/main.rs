@@ -14,6 +14,7 @@ mod going_back;
 mod host_reads;
 #[cfg(any(feature = "image", feature = "speech"))]
 mod pictures_and_sound;
+mod rates;
 mod resume;
 mod seq2seq;
 mod template_flags;

@@ -29,6 +29,7 @@ mod optimizers;
 mod own_kernels;
 mod profiler;
 mod quantized;
+mod rates;
 mod reads;
 mod tiny;
 mod train_step;
