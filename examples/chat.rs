@@ -13,6 +13,7 @@ use std::ops::ControlFlow;
 use std::process::ExitCode;
 use std::sync::Arc;
 use std::sync::atomic::{AtomicBool, Ordering};
+use std::time::Instant;
 
 use anyhow::Result;
 use clap::Parser;
@@ -64,6 +65,7 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
     let config = flags.generation.config(&files, 1024)?;
     let template = flags.template.load(&files, source.adapter.as_deref())?;
     let tokenizer = Arc::new(source.tokenizer()?);
+    let began = Instant::now();
     let model = source.load()?;
     let mut engine = EngineConfig::default();
     engine.max_model_len = flags.max_model_len;
@@ -75,6 +77,8 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
         template,
         interrupted: Arc::new(AtomicBool::new(false)),
     };
+    chat.engine.warm_up()?;
+    eprintln!("ready after {:.1} s", began.elapsed().as_secs_f64());
     // While an answer is streamed the signal only sets a flag; otherwise it ends the program.
     let at_prompt = Arc::new(AtomicBool::new(true));
     flag::register_conditional_default(SIGINT, Arc::clone(&at_prompt))?;

@@ -16,6 +16,7 @@ use std::ops::ControlFlow;
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
 use std::sync::Arc;
+use std::time::Instant;
 
 use anyhow::{Context, Result};
 use clap::Parser;
@@ -89,17 +90,18 @@ fn run(flags: &Flags) -> Result<()> {
         conversations.push(messages);
     }
 
+    let began = Instant::now();
     let model = source.load()?;
+    let loading = began.elapsed();
     let mut options = ChatBatchOptions::default();
     options.engine.max_num_seqs = flags.max_num_seqs;
     options.engine.max_model_len = flags.max_model_len;
     options.engine.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
     let mut output = open(&flags.output)?;
-    let start = std::time::Instant::now();
-    let (mut answers, mut tokens) = (0, 0);
+    let mut answers = 0;
     let mut written = Ok(());
     let mut lines = lines.into_iter();
-    chat_batch_with(
+    let statistics = chat_batch_with(
         &model,
         &tokenizer,
         &template,
@@ -108,8 +110,6 @@ fn run(flags: &Flags) -> Result<()> {
         &options,
         |answer| {
             answers += 1;
-            let completions = answer.iter().flat_map(|answer| &answer.completions);
-            tokens += completions.map(|one| one.tokens.len()).sum::<usize>();
             let line = lines.next().unwrap_or_default();
             written = write(&mut output, line, answer);
             match written {
@@ -119,10 +119,11 @@ fn run(flags: &Flags) -> Result<()> {
         },
     )?;
     written?;
-    let seconds = start.elapsed().as_secs_f64();
     eprintln!(
-        "{answers} answers, {tokens} tokens, {:.1} tokens/s",
-        tokens as f64 / seconds
+        "ready after {:.1} s, {answers} answers, {} tokens, {:.1} tokens/s",
+        (loading + statistics.warm_up).as_secs_f64(),
+        statistics.generated_tokens,
+        statistics.tokens_per_second()
     );
     Ok(())
 }

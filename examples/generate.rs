@@ -14,13 +14,14 @@
 use std::ops::ControlFlow;
 use std::path::PathBuf;
 use std::process::ExitCode;
+use std::time::Instant;
 
 use anyhow::{Context, Result, anyhow};
 use clap::Parser;
 use overdrive::core::text;
 use overdrive::generation::{
     GenerateOptions, GenerateOutput, GenerationConfig, GenerationModel, ModelFiles, Tokenizer,
-    generate_with_options,
+    generate_with_options, warm_up,
 };
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive_examples::{
@@ -82,18 +83,31 @@ fn run(flags: &Flags) -> Result<()> {
         .then(|| source.tokenizer().map_err(hint))
         .transpose()?;
     let prompts = prompts(flags, tokenizer.as_ref())?;
+    let began = Instant::now();
     if source.files()?.is_seq2seq()? {
         let model = source.load_seq2seq()?;
-        return answer(flags, &model, &prompts, &config, tokenizer.as_ref());
+        return answer(
+            flags,
+            (&model, began),
+            &prompts,
+            &config,
+            tokenizer.as_ref(),
+        );
     }
     let model = source.load()?;
-    answer(flags, &model, &prompts, &config, tokenizer.as_ref())
+    answer(
+        flags,
+        (&model, began),
+        &prompts,
+        &config,
+        tokenizer.as_ref(),
+    )
 }
 
-/// Continues the prompts, and prints the results.
+/// Continues the prompts with a model whose loading began at a moment, and prints the results.
 fn answer(
     flags: &Flags,
-    model: &dyn GenerationModel,
+    (model, began): (&dyn GenerationModel, Instant),
     prompts: &[Vec<i64>],
     config: &GenerationConfig,
     tokenizer: Option<&Tokenizer>,
@@ -123,6 +137,9 @@ fn answer(
         constraints,
         ..GenerateOptions::default()
     };
+    // What the first pass loads is not the time of the prompts.
+    warm_up(model, prompts, config, &options)?;
+    let ready = began.elapsed().as_secs_f64();
     if flags.stream && model.as_causal_lm().is_some() {
         print_now(flags.prompt.as_deref().unwrap_or_default())?;
     }
@@ -133,7 +150,7 @@ fn answer(
         }
     })?;
     print(flags, &output)?;
-    eprintln!("{}", output.timings);
+    eprintln!("ready after {ready:.1} s, {}", output.timings);
     if let Some(guesses) = output.speculation {
         let (accepted, proposed) = (guesses.accepted, guesses.proposed);
         eprintln!("{accepted} of {proposed} proposed tokens were accepted");

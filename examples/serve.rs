@@ -14,7 +14,7 @@ use std::net::{IpAddr, TcpListener};
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::sync::Arc;
-use std::time::Duration;
+use std::time::{Duration, Instant};
 
 use anyhow::{Context, Result};
 use clap::Parser;
@@ -127,7 +127,10 @@ fn run(flags: &Flags) -> Result<()> {
         None => model_name(&source.path),
     };
     let (own, texts) = (flags.clone(), Arc::clone(&tokenizer));
+    let began = Instant::now();
+    // Loads the model and what its first pass needs: no connection is accepted, and so no health reported, before.
     let engine = EngineHandle::spawn_with(move || engine(&own, &source, texts))?;
+    eprintln!("ready after {:.1} s", began.elapsed().as_secs_f64());
     let mut served = ServedModel::new(name.as_str(), tokenizer, config);
     if let Some(template) = template {
         served = served.with_template(template);

@@ -339,8 +339,7 @@ impl Training<'_> {
 
             // One collective for all totals, including the wish to stop, so that all processes stop at the same step.
             let totals = StepTotals::over(group, &window, &stepped, interrupt.requested())?;
-            let (done, mut metrics) = log.end_step(step, &totals, &loader)?;
-            state.done = done;
+            let mut metrics = log.end_step(step, &totals, &loader)?;
             metrics.learning_rate = learning_rate.unwrap_or_default();
             // Values on the device are read when a line is due, so that the host does not wait for every step.
             let mut read_due = plan.log_due(step);
@@ -372,6 +371,7 @@ impl Training<'_> {
             if read_due {
                 log.flush(group)?;
             }
+            state.done = log.done();
             if let Some(snapshots) = &mut snapshots {
                 if save_due {
                     let registered = self.registered(&mut state, &mut loader);

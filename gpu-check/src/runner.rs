@@ -86,6 +86,11 @@ pub fn run(options: &Options) -> Result<Report> {
             let limit = share(&options.sections[index..], options.target, left).max(LEAST);
             run_section(section, options.target, limit, &mut progress, &mut add)?;
         }
+        if let Some(first) = progress.warnings.first() {
+            let count = progress.warnings.len();
+            let finding = Finding::failed(format!("{count} on standard error, the first: {first}"));
+            add(finding.into_check("no warning of libtorch".to_owned(), 0.0))?;
+        }
         if let Some(current) = report.sections.last_mut() {
             current.own_kernels = progress.own_kernels;
         }
@@ -126,6 +131,8 @@ struct Progress {
     current: Option<String>,
     is_complete: bool,
     own_kernels: Option<KernelUse>,
+    /// The warnings of libtorch on standard error.
+    warnings: Vec<String>,
 }
 
 /// Runs the checks of a section. If one of them ends the process, it has failed, and another process continues with the
@@ -250,7 +257,7 @@ fn run_process(
         .0
         .stderr
         .take()
-        .map(|pipe| thread::spawn(|| keep_last(pipe)));
+        .map(|pipe| thread::spawn(|| keep_errors(pipe)));
     let stop = Instant::now() + limit;
     let (mut is_late, mut was_lost) = (false, false);
     loop {
@@ -285,12 +292,13 @@ fn run_process(
     if let Some(output) = output {
         let _ = output.join();
     }
-    let last_words = errors.map_or_else(Vec::new, |errors| errors.join().unwrap_or_default());
+    let errors = errors.map_or_else(Errors::default, |errors| errors.join().unwrap_or_default());
+    progress.warnings.extend(errors.warnings);
     Ok(End {
         status,
         is_late,
         was_lost,
-        last_words,
+        last_words: errors.last.into(),
     })
 }
 
@@ -311,18 +319,36 @@ fn forward(pipe: impl Read + Send + 'static, sender: Sender<Line>) -> thread::Jo
     })
 }
 
-/// Prints the lines of `pipe` and returns the last ones.
-fn keep_last(pipe: impl Read) -> Vec<String> {
-    let mut last = VecDeque::new();
+/// The lines of a standard error that matter.
+#[derive(Default)]
+struct Errors {
+    last: VecDeque<String>,
+    /// The warnings of libtorch.
+    warnings: Vec<String>,
+}
+
+/// Prints the lines of `pipe` and returns the last ones and the warnings.
+fn keep_errors(pipe: impl Read) -> Errors {
+    let mut errors = Errors::default();
     for text in BufReader::new(pipe).split(b'\n').map_while(Result::ok) {
         let text = String::from_utf8_lossy(&text).trim_end().to_owned();
         eprintln!("{text}");
-        if !text.is_empty() {
-            last.push_back(text.chars().take(200).collect());
+        let start = || text.chars().take(200).collect();
+        if is_warning(&text) {
+            errors.warnings.push(start());
         }
-        if last.len() > 4 {
-            last.pop_front();
+        if !text.is_empty() {
+            errors.last.push_back(start());
+        }
+        if errors.last.len() > 4 {
+            errors.last.pop_front();
         }
     }
-    last.into()
+    errors
+}
+
+/// Returns `true` for a warning of libtorch, such as
+/// `[W1127 17:10:33.000000000 Memory.cpp:49] Warning: The argument 'device' is deprecated (function operator())`.
+fn is_warning(line: &str) -> bool {
+    line.starts_with("[W") && line.contains("] Warning: ")
 }

@@ -89,7 +89,7 @@ impl Trainer {
         let mut seconds: Vec<f64> = records
             .iter()
             .skip(self.warmup)
-            .filter_map(|step| step.phase_seconds.map(|phases| phases.total()))
+            .filter_map(|step| step.time_by_phase().map(|phases| phases.total()))
             .collect();
         seconds.sort_by(f64::total_cmp);
         let eval_loss = records.iter().rev().find_map(|step| step.eval_loss);

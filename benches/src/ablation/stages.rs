@@ -168,7 +168,7 @@ pub fn cost_of_tokens(
         .skip(warmup.saturating_sub(1))
         .filter_map(|pair| {
             let trained = pair[1].tokens_seen? - pair[0].tokens_seen?;
-            Some(pair[1].phase_seconds?.total() / trained as f64)
+            Some(pair[1].time_by_phase()?.total() / trained as f64)
         })
         .filter(|seconds| seconds.is_finite())
         .collect();

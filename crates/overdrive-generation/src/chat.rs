@@ -7,8 +7,8 @@ use tokenizers::Tokenizer;
 
 use crate::engine::Completions;
 use crate::{
-    ChatTemplate, ChatTemplateOptions, Completion, Engine, EngineConfig, EngineModel, Error, Event,
-    GenerationConfig, Message, Request, RequestId, Result,
+    ChatTemplate, ChatTemplateOptions, Completion, Engine, EngineConfig, EngineModel,
+    EngineStatistics, Error, Event, GenerationConfig, Message, Request, RequestId, Result,
 };
 
 /// The options of [`chat_batch`] besides the generation config.
@@ -99,7 +99,7 @@ pub fn chat_batch<M: EngineModel>(
 
 /// Works as [`chat_batch`], and hands out each answer as soon as it and those before it are there, in the order
 /// of the conversations: a program that writes them down keeps what it has if it ends early. If `on_answer`
-/// breaks, the rest is not computed.
+/// breaks, the rest is not computed. Returns the counters of the engine.
 ///
 /// # Errors
 /// As [`chat_batch`].
@@ -111,10 +111,11 @@ pub fn chat_batch_with<M: EngineModel>(
     config: &GenerationConfig,
     options: &ChatBatchOptions,
     mut on_answer: impl FnMut(Result<Answer>) -> ControlFlow<()>,
-) -> Result<()> {
+) -> Result<EngineStatistics> {
     let config = config.clone().or_end_of_text(template, tokenizer);
     let mut engine =
         Engine::new(model, options.engine.clone())?.with_tokenizer(Arc::clone(tokenizer));
+    engine.warm_up()?;
     // The conversation of each request, and the answers that wait for those before them.
     let mut requests = HashMap::new();
     let mut waiting: BTreeMap<usize, Result<Answer>> = BTreeMap::new();
@@ -155,7 +156,7 @@ pub fn chat_batch_with<M: EngineModel>(
             break;
         }
     }
-    Ok(())
+    Ok(engine.statistics())
 }
 
 /// The conversation of a request, and its completions.

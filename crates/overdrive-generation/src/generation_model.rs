@@ -2,7 +2,7 @@ use std::borrow::Cow;
 
 use overdrive_kv_cache::CacheShape;
 use overdrive_transformer::{CausalLm, Seq2SeqLm};
-use tch::Tensor;
+use tch::{Device, Tensor};
 
 use crate::decoder::{Decoder, EncoderDecoder};
 use crate::prompts::check;
@@ -38,6 +38,12 @@ pub trait GenerationModel {
         config: &GenerationConfig,
         copies: usize,
     ) -> Result<Box<dyn RowDecoder + 'm>>;
+
+    /// Returns `true` if the first pass loads what later ones use, such as the kernels of a GPU, so that
+    /// [`warm_up`](crate::warm_up()) makes one; default `false`.
+    fn loads_on_first_use(&self) -> bool {
+        false
+    }
 
     /// Returns the model if it is a decoder whose proposals can be verified, which speculation needs; default
     /// `None`.
@@ -99,6 +105,10 @@ impl GenerationModel for CausalLm {
         Ok(Box::new(Decoder::new(self, prompts, config, copies)?))
     }
 
+    fn loads_on_first_use(&self) -> bool {
+        self.device() != Device::Cpu
+    }
+
     fn as_causal_lm(&self) -> Option<&CausalLm> {
         Some(self)
     }
@@ -144,6 +154,10 @@ impl GenerationModel for Seq2SeqLm {
         Ok(Box::new(EncoderDecoder::new(
             self, prompts, config, copies,
         )?))
+    }
+
+    fn loads_on_first_use(&self) -> bool {
+        self.device() != Device::Cpu
     }
 }
 

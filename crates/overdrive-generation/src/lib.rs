@@ -8,7 +8,8 @@
 //! strings, a draft model for speculation, a [`Constraint`] and a seed for each prompt.
 //!
 //! [`Engine`] serves many requests at once over one paged cache, with continuous batching
-//! ([`EngineHandle`] from other threads). [`ChatTemplate`] renders conversations as transformers does,
+//! ([`EngineHandle`] from other threads). [`warm_up`] and [`Engine::warm_up`] load what a GPU needs before the first
+//! request. [`ChatTemplate`] renders conversations as transformers does,
 //! and [`chat_batch`] answers a list of them.
 //!
 //! [`ModelFiles`] has what comes with a model beside its weights: tokenizer, chat template and generation
@@ -78,6 +79,7 @@ mod stop_strings;
 mod text_stream;
 mod token_mask;
 mod vector_math;
+mod warm_up;
 
 pub use chat::{Answer, ChatBatchOptions, chat_batch, chat_batch_with, conversation_from_json};
 pub use chat_template::{ChatTemplate, ChatTemplateOptions, Message};
@@ -104,3 +106,4 @@ pub use stop_strings::{Filtered, StopFilter};
 pub use text_stream::{TextStream, generate_text};
 pub use token_mask::TokenMask;
 pub use tokenizers::Tokenizer;
+pub use warm_up::warm_up;

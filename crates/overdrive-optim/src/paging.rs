@@ -184,7 +184,7 @@ impl Pager {
                 }
                 _ if request.paged && matches!(request.device, Device::Cuda(_)) => {
                     let zeros = Tensor::f_zeros(&request.size, (request.kind, Device::Cpu))?;
-                    (zeros.f_pin_memory(request.device)?, Storage::Host)
+                    (overdrive_sys::transfer::pin_memory(&zeros)?, Storage::Host)
                 }
                 _ => (Tensor::f_zeros(&request.size, options)?, Storage::Memory),
             };

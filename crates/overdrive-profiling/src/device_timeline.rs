@@ -1,6 +1,8 @@
 //! The phases of a step in device time.
 
+use std::cell::RefCell;
 use std::collections::VecDeque;
+use std::fmt;
 
 use overdrive_sys::profiler::DeviceEvent;
 
@@ -17,10 +19,71 @@ pub struct DevicePhases {
     pub step: u64,
     /// The seconds of each phase.
     pub seconds: PhaseSeconds,
+    /// The moment at which the device had finished the step, in seconds since the timer was created.
+    pub end: f64,
+}
+
+/// The clock of a device that runs behind the host: it is read once the device has passed what was recorded.
+#[doc(hidden)]
+pub trait DeviceClock: fmt::Debug + Send {
+    /// Begins a step here, and forgets what was recorded since the last one.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    fn begin(&mut self) -> Result<()>;
+
+    /// Ends a section of `phase` here.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    fn boundary(&mut self, phase: Phase) -> Result<()>;
+
+    /// Ends the step here, where the next one begins.
+    ///
+    /// # Errors
+    /// Errors of the device.
+    fn end(&mut self, step: u64) -> Result<()>;
+
+    /// Takes the ended steps that the device has finished, oldest first; with `wait` all of them.
+    ///
+    /// # Errors
+    /// Errors of the device's work.
+    fn take(&mut self, wait: bool) -> Result<Vec<DevicePhases>>;
+}
+
+type MakeClock = dyn Fn() -> Box<dyn DeviceClock>;
+
+thread_local! {
+    static STAND_IN: RefCell<Option<Box<MakeClock>>> = const { RefCell::new(None) };
+}
+
+/// For tests: the timers that this thread makes for the CPU use clocks of `make`, as those for a GPU use its events,
+/// until the guard is dropped.
+#[doc(hidden)]
+pub fn serve_cpu_with(make: impl Fn() -> Box<dyn DeviceClock> + 'static) -> StandInClock {
+    STAND_IN.set(Some(Box::new(make)));
+    StandInClock(())
+}
+
+/// The guard of [`serve_cpu_with`].
+#[doc(hidden)]
+#[derive(Debug)]
+#[must_use = "the timers use the clock of the host again when the guard is dropped"]
+pub struct StandInClock(());
+
+impl Drop for StandInClock {
+    fn drop(&mut self) {
+        STAND_IN.take();
+    }
+}
+
+/// Returns the clock that stands in for a device behind the CPU, if a test has set one.
+pub(crate) fn stand_in() -> Option<Box<dyn DeviceClock>> {
+    STAND_IN.with_borrow(|make| make.as_ref().map(|make| make()))
 }
 
 /// An event in the work of a device, or a test's stand-in for one.
-pub(crate) trait Event: Sized {
+pub(crate) trait Event: Sized + fmt::Debug + Send {
     fn record(&mut self) -> Result<()>;
     fn is_done(&self) -> Result<bool>;
     fn wait(&self) -> Result<()>;
@@ -54,56 +117,73 @@ pub(crate) struct Timeline<E> {
     boundaries: Vec<(Phase, E)>,
     /// The steps that ended on the host and were not read yet, oldest first.
     ended: VecDeque<(u64, Vec<(Phase, E)>)>,
+    /// The end of the last step that was read, at first the event of the beginning, and its seconds since that one.
+    last: Option<(E, f64)>,
     /// Events that were read. They are reused, since creating one costs the driver more than recording it.
     free: Vec<E>,
 }
 
 impl Timeline<DeviceEvent> {
-    pub(crate) fn new(device: tch::Device) -> Self {
+    pub(crate) fn new(device: tch::Device) -> Result<Self> {
         Self::with_events(device, |device| Ok(DeviceEvent::new(device)?))
     }
 }
 
 impl<E: Event> Timeline<E> {
-    pub(crate) fn with_events(device: tch::Device, make: fn(tch::Device) -> Result<E>) -> Self {
-        Self {
+    /// Creates a timeline that begins now. It waits for the device this once, so that its beginning is one moment for
+    /// the host and for the device.
+    pub(crate) fn with_events(
+        device: tch::Device,
+        make: fn(tch::Device) -> Result<E>,
+    ) -> Result<Self> {
+        let mut timeline = Self {
             make,
             device,
             boundaries: Vec::new(),
             ended: VecDeque::new(),
+            last: None,
             free: Vec::new(),
-        }
+        };
+        let beginning = timeline.recorded()?;
+        beginning.wait()?;
+        timeline.last = Some((beginning, 0.0));
+        timeline.begin()?;
+        Ok(timeline)
     }
 
-    /// Begins a step here, and drops the events since the last one.
-    pub(crate) fn begin(&mut self) -> Result<()> {
-        self.free
-            .extend(self.boundaries.drain(..).map(|(_, event)| event));
-        self.boundary(Phase::Other)
-    }
-
-    /// Ends a section of `phase` here.
-    pub(crate) fn boundary(&mut self, phase: Phase) -> Result<()> {
+    /// Returns an event that is recorded here.
+    fn recorded(&mut self) -> Result<E> {
         let mut event = match self.free.pop() {
             Some(event) => event,
             None => (self.make)(self.device)?,
         };
         event.record()?;
+        Ok(event)
+    }
+}
+
+impl<E: Event> DeviceClock for Timeline<E> {
+    fn begin(&mut self) -> Result<()> {
+        self.free
+            .extend(self.boundaries.drain(..).map(|(_, event)| event));
+        self.boundary(Phase::Other)
+    }
+
+    fn boundary(&mut self, phase: Phase) -> Result<()> {
+        let event = self.recorded()?;
         self.boundaries.push((phase, event));
         Ok(())
     }
 
-    /// Ends the step here, where the next one begins.
-    pub(crate) fn end(&mut self, step: u64) -> Result<()> {
+    fn end(&mut self, step: u64) -> Result<()> {
         self.ended
             .push_back((step, std::mem::take(&mut self.boundaries)));
         self.begin()
     }
 
-    /// Takes the ended steps that the device has finished; with `wait` all of them.
-    pub(crate) fn take(&mut self, wait: bool) -> Result<Vec<DevicePhases>> {
+    fn take(&mut self, wait: bool) -> Result<Vec<DevicePhases>> {
         let mut taken = Vec::new();
-        while let Some((step, boundaries)) = self.ended.pop_front() {
+        while let Some((step, mut boundaries)) = self.ended.pop_front() {
             // Events of a stream complete in order: the last one stands for all of the step.
             if let Some((_, last)) = boundaries.last() {
                 if wait {
@@ -121,9 +201,16 @@ impl<E: Event> Timeline<E> {
                 };
                 seconds.add(*phase, end.seconds_since(start)?);
             }
+            // Summed from step to step: CUDA's time between two events has 24 bits, which are coarse after a day.
+            let mut end = 0.0;
+            if let (Some((_, event)), Some((last, before))) = (boundaries.pop(), self.last.take()) {
+                end = before + event.seconds_since(&last)?;
+                self.free.push(last);
+                self.last = Some((event, end));
+            }
             self.free
                 .extend(boundaries.into_iter().map(|(_, event)| event));
-            taken.push(DevicePhases { step, seconds });
+            taken.push(DevicePhases { step, seconds, end });
         }
         Ok(taken)
     }
@@ -143,6 +230,7 @@ mod tests {
     }
 
     /// An event of a device whose work between two events takes a second.
+    #[derive(Debug)]
     struct Tick(Cell<f64>);
 
     impl Event for Tick {
@@ -164,10 +252,11 @@ mod tests {
     }
 
     fn timeline() -> Timeline<Tick> {
-        Timeline::with_events(tch::Device::Cpu, |_| {
+        let timeline = Timeline::with_events(tch::Device::Cpu, |_| {
             MADE.set(MADE.get() + 1);
             Ok(Tick(Cell::new(0.0)))
-        })
+        });
+        timeline.expect("a timeline")
     }
 
     fn step(timeline: &mut Timeline<Tick>, number: u64) {
@@ -215,6 +304,19 @@ mod tests {
         let taken = timeline.take(true).expect("take");
         let steps: Vec<_> = taken.iter().map(|phases| phases.step).collect();
         assert_eq!(steps, [1, 2, 3]);
+    }
+
+    #[test]
+    fn a_step_ends_so_many_seconds_after_the_beginning_of_the_timeline() {
+        let mut timeline = timeline();
+        let beginning = QUEUED.get() - 1.0;
+        for number in 1..=3 {
+            step(&mut timeline, number);
+            // The work between two steps, such as an evaluation, takes a second.
+            let end = QUEUED.get() - 1.0;
+            let taken = timeline.take(true).expect("take");
+            assert_eq!(taken[0].end, end - beginning);
+        }
     }
 
     #[test]

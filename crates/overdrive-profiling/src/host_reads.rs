@@ -7,7 +7,7 @@ use std::sync::Arc;
 use overdrive_sys::CallbackResult;
 use overdrive_sys::dispatch_mode::{DispatchMode, ModeGuard, OperatorCall, Results, push_mode};
 use overdrive_sys::saved_tensors::BackwardOnThisThread;
-use overdrive_sys::transfer::is_copying_to_host;
+use overdrive_sys::transfer::{is_copying_to_host, is_pinned};
 use tch::{Device, Kind, Tensor};
 
 /// The operators whose result, or the size of it, the host reads. `item()`, `double_value` and their like are
@@ -121,7 +121,7 @@ impl Counter {
             self.device != Device::Cpu && tensor.defined() && tensor.device() == Device::Cpu
         });
         Ok(match host {
-            Some(tensor) => !tensor.f_is_pinned(self.device)?,
+            Some(tensor) => !is_pinned(tensor)?,
             None => false,
         })
     }

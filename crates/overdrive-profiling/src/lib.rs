@@ -26,7 +26,9 @@
 //!     recorder.begin_step();
 //!     let batch = recorder.phase(Phase::Data, || [1.0_f64; 64]);
 //!     recorder.phase(Phase::Forward, || batch.iter().sum::<f64>());
-//!     let record = recorder.end_step(StepWork { tokens: 2048, samples: 8 })?;
+//!     recorder.end_step(StepWork { tokens: 2048, samples: 8 });
+//! }
+//! for record in recorder.finish()? {
 //!     println!("{record}");
 //! }
 //! println!("{}", recorder.bottleneck().expect("three steps were measured"));
@@ -67,6 +69,8 @@ mod trace;
 pub use bottleneck::{Bottleneck, BottleneckThresholds, StepProfile};
 pub use data_loading::{DataLoading, LoaderMetrics, LoaderTotals};
 pub use device_timeline::DevicePhases;
+#[doc(hidden)]
+pub use device_timeline::{DeviceClock, StandInClock, serve_cpu_with};
 pub use error::{Error, Result};
 pub use free_memory::free_memory;
 pub use gpu_monitor::{GpuMonitor, GpuProcess, GpuSample, NoGpuMonitor};

@@ -8,18 +8,17 @@ use overdrive_core::units;
 use tch::Device;
 
 use crate::{
-    Bottleneck, BottleneckThresholds, DataLoading, DevicePhases, GpuMonitor, GpuSample,
-    LoaderMetrics, LoaderTotals, MemoryUsage, ModelFlops, NoGpuMonitor, PeakFlops, PeakSource,
-    Phase, PhaseGuard, PhaseSeconds, Result, StepProfile, StepTimer, Throughput,
+    Bottleneck, BottleneckThresholds, DataLoading, GpuMonitor, GpuSample, LoaderMetrics,
+    LoaderTotals, MemoryUsage, ModelFlops, NoGpuMonitor, PeakFlops, PeakSource, Phase, PhaseGuard,
+    PhaseSeconds, Result, StepProfile, StepTimer, Throughput,
 };
 
-/// The clock of the phases; see [`StepTimer`].
+/// The clock of the steps; see [`StepTimer`].
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Timing {
-    /// The clock of the host.
-    Host,
-    /// The clock of the host, and events in the device's work: nothing waits. The default.
+    /// Events in the device's work, for which nothing waits; for a CPU, and for devices without events, the clock of
+    /// the host. The default.
     #[default]
     Events,
     /// The clock of the host, waiting for the device at every phase boundary.
@@ -74,8 +73,11 @@ pub struct StepWork {
 
 /// A recorder of steps: the time of each phase, rates, MFU, memory, the GPU, and the bottleneck.
 ///
-/// It does not wait for the device, except with [`Timing::Synchronized`], and costs some tens of microseconds
-/// a step.
+/// All times and rates are of steps that the device has finished. A CPU has finished a step when it ends; a GPU some
+/// time after the host has launched it. [`take_finished`](Self::take_finished) returns the records of the steps that
+/// are finished by now, [`finish`](Self::finish) waits for the others. Nothing else waits for the device, except
+/// [`new`](Self::new) once, and every phase boundary with [`Timing::Synchronized`]. A step costs some tens of
+/// microseconds.
 ///
 /// ```
 /// use overdrive_profiling::{
@@ -93,9 +95,14 @@ pub struct StepWork {
 ///     recorder.begin_step();
 ///     let batch = recorder.phase(Phase::Data, || [1.0_f64; 64]);
 ///     recorder.phase(Phase::Forward, || batch.iter().sum::<f64>());
-///     let record = recorder.end_step(StepWork { tokens: 2048, samples: 8 })?;
-///     assert!(record.step == step && record.steps_per_second > 0.0 && record.mfu.is_some());
-///     println!("{record}");
+///     recorder.end_step(StepWork { tokens: 2048, samples: 8 });
+///     for record in recorder.take_finished()? {
+///         assert!(record.step == step && record.steps_per_second > 0.0 && record.mfu.is_some());
+///         println!("{record}");
+///     }
+/// }
+/// for record in recorder.finish()? {
+///     println!("{record}"); // the steps that a GPU had not finished before
 /// }
 /// println!("{}", recorder.bottleneck().expect("three steps were measured"));
 /// # Ok::<(), overdrive_profiling::Error>(())
@@ -106,9 +113,12 @@ pub struct StepRecorder {
     timer: StepTimer,
     throughput: Throughput,
     samples: Throughput,
-    host: VecDeque<PhaseSeconds>,
-    on_device: VecDeque<PhaseSeconds>,
-    latest: Option<DevicePhases>,
+    /// The steps that the device has not finished, oldest first: without times and rates.
+    unfinished: VecDeque<StepRecord>,
+    /// The phases of the last finished steps.
+    window: VecDeque<PhaseSeconds>,
+    /// The sum of the phases of the finished steps, and their number.
+    totals: (PhaseSeconds, u64),
     gpu: Option<std::result::Result<GpuMonitor, NoGpuMonitor>>,
     last_gpu: Option<GpuSample>,
     /// The sum and the number of the utilizations of the GPU at the ends of the steps.
@@ -125,7 +135,6 @@ impl StepRecorder {
     /// [`crate::Error::NoSuchDevice`]; errors of libtorch.
     pub fn new(config: StepRecorderConfig) -> Result<Self> {
         let timer = match config.timing {
-            Timing::Host => StepTimer::new(),
             Timing::Events => StepTimer::with_events(config.device)?,
             Timing::Synchronized => StepTimer::synchronized(config.device)?,
         };
@@ -137,9 +146,9 @@ impl StepRecorder {
             timer,
             throughput: Throughput::new(config.window),
             samples: Throughput::new(config.window),
-            host: VecDeque::new(),
-            on_device: VecDeque::new(),
-            latest: None,
+            unfinished: VecDeque::new(),
+            window: VecDeque::new(),
+            totals: (PhaseSeconds::default(), 0),
             gpu,
             last_gpu: None,
             utilization: (0.0, 0),
@@ -174,9 +183,9 @@ impl StepRecorder {
         self.loader[1] = Some(totals);
     }
 
-    /// Returns the share of data loading in all steps so far; `None` before the first.
+    /// Returns the share of data loading in all finished steps; `None` before the first.
     pub fn data_loading(&self) -> Option<DataLoading> {
-        let (steps, totals) = (self.timer.steps(), self.timer.totals());
+        let (totals, steps) = self.totals;
         if steps == 0 {
             return None;
         }
@@ -187,21 +196,9 @@ impl StepRecorder {
         })
     }
 
-    /// Ends the step and returns its measurements.
-    ///
-    /// # Errors
-    /// Errors of the work on the device.
-    pub fn end_step(&mut self, work: StepWork) -> Result<StepRecord> {
+    /// Ends the step. Its record follows when the device has finished it.
+    pub fn end_step(&mut self, work: StepWork) {
         let phases = self.timer.end_step();
-        let seconds = phases.total();
-        let time = Duration::try_from_secs_f64(seconds).unwrap_or_default();
-        self.throughput.record(work.tokens, time);
-        self.samples.record(work.samples, time);
-        push(&mut self.host, phases, self.config.window);
-        let device_phases = self.timer.take_device_phases()?;
-        self.keep(&device_phases);
-        let tokens_per_second = self.throughput.tokens_per_second();
-        self.raise_measured_peak(tokens_per_second);
         if let Some(Ok(monitor)) = &mut self.gpu {
             self.last_gpu = Some(monitor.sample_at_most(self.config.gpu_interval));
         }
@@ -212,42 +209,86 @@ impl StepRecorder {
         let [before, now] = self.loader;
         let loader = now.map(|now| now.since(&before.unwrap_or_default()));
         self.loader[0] = now;
-        Ok(StepRecord {
+        self.unfinished.push_back(StepRecord {
             step: self.timer.steps(),
             work,
-            seconds,
+            seconds: phases.total(),
+            elapsed_seconds: self.timer.seconds(),
             phases,
-            device_phases: self.latest,
-            tokens_per_second,
-            samples_per_second: self.samples.tokens_per_second(),
-            steps_per_second: rate(&self.host),
-            mfu: self.mfu(tokens_per_second),
+            device_phases: None,
+            tokens_per_second: 0.0,
+            samples_per_second: 0.0,
+            steps_per_second: 0.0,
+            mfu: None,
             memory: MemoryUsage::of(self.config.device),
             gpu: self.last_gpu,
             loader,
-        })
+        });
     }
 
-    /// Waits for the steps that the device has not finished, so that the totals and
-    /// [`bottleneck`](Self::bottleneck) include them. Returns their phases. For the end of a run.
+    /// Returns the records of the steps that the device has finished since the last call, oldest first: on a CPU of all,
+    /// on a GPU often of all but the last ones. Does not wait.
     ///
     /// # Errors
     /// Errors of the work on the device.
-    pub fn finish(&mut self) -> Result<Vec<DevicePhases>> {
-        let phases = self.timer.wait_device_phases()?;
-        self.keep(&phases);
-        Ok(phases)
+    pub fn take_finished(&mut self) -> Result<Vec<StepRecord>> {
+        self.finished(false)
     }
 
-    /// Returns the bottleneck of the last steps, by device time if it is measured; `None` before the first step.
+    /// Waits until the device has finished all steps, and returns the records that no call has returned yet, oldest
+    /// first. For the end of a run; also for a place where the host has just read a result of the last step, because
+    /// then there is nothing to wait for.
+    ///
+    /// # Errors
+    /// Errors of the work on the device.
+    pub fn finish(&mut self) -> Result<Vec<StepRecord>> {
+        self.finished(true)
+    }
+
+    fn finished(&mut self, wait: bool) -> Result<Vec<StepRecord>> {
+        let mut records = Vec::new();
+        if !self.timer.has_device_phases() {
+            // The host is done with a step when the step is done.
+            records.extend(std::mem::take(&mut self.unfinished));
+        }
+        for on_device in self.timer.device_phases(wait)? {
+            // A step that was ended on the timer alone has no record.
+            if let Some(mut record) = self
+                .unfinished
+                .pop_front_if(|record| record.step == on_device.step)
+            {
+                record.seconds = on_device.seconds.total();
+                record.elapsed_seconds = on_device.end;
+                record.device_phases = Some(on_device.seconds);
+                records.push(record);
+            }
+        }
+        for record in &mut records {
+            self.set_rates(record);
+        }
+        Ok(records)
+    }
+
+    /// Sets the rates of a step that the device has finished, over the window that ends with it.
+    fn set_rates(&mut self, record: &mut StepRecord) {
+        let phases = record.device_phases.unwrap_or(record.phases);
+        self.totals.0 += phases;
+        self.totals.1 += 1;
+        push(&mut self.window, phases, self.config.window);
+        let time = Duration::try_from_secs_f64(record.seconds).unwrap_or_default();
+        self.throughput.record(record.work.tokens, time);
+        self.samples.record(record.work.samples, time);
+        record.tokens_per_second = self.throughput.tokens_per_second();
+        record.samples_per_second = self.samples.tokens_per_second();
+        record.steps_per_second = rate(&self.window);
+        self.raise_measured_peak(record.tokens_per_second);
+        record.mfu = self.mfu(record.tokens_per_second);
+    }
+
+    /// Returns the bottleneck of the last finished steps; `None` before the first.
     pub fn bottleneck(&self) -> Option<Bottleneck> {
-        let steps = if self.on_device.is_empty() {
-            &self.host
-        } else {
-            &self.on_device
-        };
         let mut phases = PhaseSeconds::default();
-        steps.iter().for_each(|&step| phases += step);
+        self.window.iter().for_each(|&step| phases += step);
         let profile = StepProfile {
             phases,
             mfu: self.mfu(self.throughput.tokens_per_second()),
@@ -267,16 +308,9 @@ impl StepRecorder {
         self.gpu.as_ref()?.as_ref().err()
     }
 
-    /// Returns the number of tokens since the recorder was created.
+    /// Returns the number of tokens of the finished steps.
     pub fn tokens_seen(&self) -> u64 {
         self.throughput.tokens_seen()
-    }
-
-    fn keep(&mut self, device_phases: &[DevicePhases]) {
-        for &phases in device_phases {
-            push(&mut self.on_device, phases.seconds, self.config.window);
-            self.latest = Some(phases);
-        }
     }
 
     /// Raises a measured peak to the rate that the model reaches. On a busy machine the measurement is too low, and
@@ -326,14 +360,15 @@ pub struct StepRecord {
     pub step: u64,
     /// The work of the step.
     pub work: StepWork,
-    /// The seconds of wall time.
+    /// The seconds of the step: of the device where it has a clock of its own, else of the host.
     pub seconds: f64,
-    /// The wall time by phase.
+    /// The seconds from the creation of the recorder to the moment at which the device had finished the step.
+    pub elapsed_seconds: f64,
+    /// The time of the host by phase. The host only launches the work of a GPU; see `device_phases`.
     pub phases: PhaseSeconds,
-    /// The device time by phase of the last step that the device has finished; `None` on a CPU, where it is the
-    /// wall time.
-    pub device_phases: Option<DevicePhases>,
-    /// The tokens a second over the window.
+    /// The time of the device by phase; `None` on a CPU, where it is that of the host.
+    pub device_phases: Option<PhaseSeconds>,
+    /// The tokens a second over the window of steps that ends with this one.
     pub tokens_per_second: f64,
     /// The samples a second over the window.
     pub samples_per_second: f64,
@@ -341,9 +376,9 @@ pub struct StepRecord {
     pub steps_per_second: f64,
     /// The model FLOPs utilization over the window, 0 to 1; `None` if model or peak are unknown.
     pub mfu: Option<f64>,
-    /// The memory at the end of the step.
+    /// The memory when the host ended the step.
     pub memory: MemoryUsage,
-    /// The state of the GPU, at most [`StepRecorderConfig::gpu_interval`] old.
+    /// The state of the GPU then, at most [`StepRecorderConfig::gpu_interval`] old.
     pub gpu: Option<GpuSample>,
     /// The data loading of the step, if the totals were set ([`StepRecorder::loader`]).
     pub loader: Option<LoaderMetrics>,
@@ -365,7 +400,7 @@ impl fmt::Display for StepRecord {
         }
         writeln!(f)?;
         let (clock, phases) = match self.device_phases {
-            Some(phases) => ("device", phases.seconds),
+            Some(phases) => ("device", phases),
             None => ("host", self.phases),
         };
         let total = phases.total();
@@ -436,7 +471,11 @@ fn gpu_line(gpu: &GpuSample) -> String {
 
 #[cfg(test)]
 mod tests {
+    use std::cell::Cell;
+
     use super::*;
+    use crate::DevicePhases;
+    use crate::device_timeline::{DeviceClock, StandInClock, serve_cpu_with};
 
     fn recorder(config: StepRecorderConfig) -> StepRecorder {
         StepRecorder::new(config).expect("a CPU")
@@ -451,7 +490,10 @@ mod tests {
             tokens: 1000,
             samples: 10,
         };
-        recorder.end_step(work).expect("no device")
+        recorder.end_step(work);
+        let mut records = recorder.take_finished().expect("no device");
+        assert_eq!(records.len(), 1);
+        records.remove(0)
     }
 
     #[test]
@@ -569,6 +611,162 @@ mod tests {
         }
     }
 
+    /// A device that runs behind the host: it takes a second for each section of forward or backward, however fast the
+    /// host has launched it, and half a second between two steps. It never waits for data. It finishes a step when
+    /// `FINISHED` says so, or is waited for.
+    #[derive(Debug, Default)]
+    struct Behind {
+        now: f64,
+        section: PhaseSeconds,
+        ended: VecDeque<DevicePhases>,
+    }
+
+    thread_local! {
+        static FINISHED: Cell<u64> = const { Cell::new(0) };
+    }
+
+    impl DeviceClock for Behind {
+        fn begin(&mut self) -> Result<()> {
+            self.section = PhaseSeconds::default();
+            self.now += 0.5;
+            Ok(())
+        }
+
+        fn boundary(&mut self, phase: Phase) -> Result<()> {
+            if matches!(phase, Phase::Forward | Phase::Backward) {
+                self.section.add(phase, 1.0);
+                self.now += 1.0;
+            }
+            Ok(())
+        }
+
+        fn end(&mut self, step: u64) -> Result<()> {
+            let seconds = std::mem::take(&mut self.section);
+            let end = self.now;
+            self.ended.push_back(DevicePhases { step, seconds, end });
+            Ok(())
+        }
+
+        fn take(&mut self, wait: bool) -> Result<Vec<DevicePhases>> {
+            let done = |step: u64| wait || step <= FINISHED.get();
+            let left = self
+                .ended
+                .split_off(self.ended.partition_point(|one| done(one.step)));
+            Ok(std::mem::replace(&mut self.ended, left).into())
+        }
+    }
+
+    const LAUNCHED: StepWork = StepWork {
+        tokens: 1000,
+        samples: 10,
+    };
+
+    /// Launches a step of 1 s forward and 2 s backward, which takes the host microseconds.
+    fn launched(recorder: &mut StepRecorder) -> Vec<StepRecord> {
+        recorder.begin_step();
+        recorder.phase(Phase::Forward, || ());
+        recorder.phase(Phase::Backward, || ());
+        recorder.phase(Phase::Backward, || ());
+        recorder.end_step(LAUNCHED);
+        recorder.take_finished().expect("no device")
+    }
+
+    fn behind(config: StepRecorderConfig) -> (StandInClock, StepRecorder) {
+        let guard = serve_cpu_with(|| Box::new(Behind::default()));
+        FINISHED.set(0);
+        (guard, recorder(config))
+    }
+
+    #[test]
+    fn rates_are_those_of_a_device_that_finishes_steps_after_the_host() {
+        let model = ModelFlops {
+            parameters: 1000,
+            trainable_parameters: 1000,
+            layers: 1,
+            heads: 1,
+            head_dim: 8,
+            sequence_length: 16,
+        };
+        // The device reaches half of its peak: 1,000 tokens in three seconds.
+        let peak = model.per_token() * 1000.0 / 3.0 * 2.0;
+        let (_guard, mut recorder) = behind(StepRecorderConfig {
+            model: Some(model),
+            peak_flops: Some(PeakFlops::given(peak)),
+            ..Default::default()
+        });
+        for _ in 0..14 {
+            assert_eq!(
+                launched(&mut recorder),
+                [],
+                "the device has not finished it"
+            );
+        }
+        // By the clock of the host the MFU would be far above 100 %.
+        let host = recorder.timer().totals().total();
+        assert!(14.0 * 1000.0 / host * model.per_token() / peak > 1.0);
+        let records = recorder.finish().expect("no device");
+        let steps: Vec<u64> = records.iter().map(|record| record.step).collect();
+        assert_eq!(steps, Vec::from_iter(1..=14));
+        for record in &records {
+            assert_eq!(record.seconds, 3.0);
+            assert_eq!(
+                record.elapsed_seconds,
+                0.5 + 3.5 * (record.step - 1) as f64 + 3.0
+            );
+            let phases = record.device_phases.expect("it has a clock");
+            assert_eq!((phases.forward, phases.backward), (1.0, 2.0));
+            assert_eq!(record.tokens_per_second, 1000.0 / 3.0);
+            assert_eq!(record.samples_per_second, 10.0 / 3.0);
+            assert!((record.steps_per_second - 1.0 / 3.0).abs() < 1e-12);
+            let mfu = record.mfu.expect("model and peak are known");
+            assert!((mfu - 0.5).abs() < 1e-12, "{mfu}");
+            assert!(
+                record.to_string().contains("3000.00 ms (device time)"),
+                "{record}"
+            );
+        }
+        assert!(
+            recorder.finish().expect("no device").is_empty(),
+            "each once"
+        );
+        assert_eq!(recorder.tokens_seen(), 14_000);
+    }
+
+    #[test]
+    fn a_step_is_returned_by_the_first_call_after_the_device_has_finished_it() {
+        let (_guard, mut recorder) = behind(StepRecorderConfig::default());
+        let numbers =
+            |records: Vec<StepRecord>| Vec::from_iter(records.iter().map(|record| record.step));
+        assert_eq!(numbers(launched(&mut recorder)), [0; 0]);
+        assert_eq!(recorder.bottleneck(), None, "nothing is known of the step");
+        assert_eq!(recorder.data_loading(), None);
+        FINISHED.set(1);
+        assert_eq!(numbers(launched(&mut recorder)), [1]);
+        FINISHED.set(2);
+        assert_eq!(numbers(recorder.take_finished().expect("no device")), [2]);
+        assert_eq!(numbers(launched(&mut recorder)), [0; 0]);
+        assert_eq!(numbers(recorder.finish().expect("no device")), [3]);
+    }
+
+    #[test]
+    fn loading_that_the_device_does_not_wait_for_is_no_share_of_its_steps() {
+        let (_guard, mut recorder) = behind(StepRecorderConfig::default());
+        recorder.begin_step();
+        recorder.phase(Phase::Data, || std::thread::sleep(Duration::from_millis(5)));
+        recorder.phase(Phase::Forward, || ());
+        recorder.end_step(LAUNCHED);
+        // By the clock of the host it would be nearly all of the step.
+        let host = recorder.timer().totals();
+        assert!(host.data > 0.0 && host.forward < host.total());
+        recorder.finish().expect("no device");
+        let loading = recorder.data_loading().expect("a finished step");
+        assert_eq!(loading.share, 0.0);
+        assert!(matches!(
+            recorder.bottleneck(),
+            Some(Bottleneck::Compute { .. })
+        ));
+    }
+
     #[test]
     fn slow_data_is_found_as_the_bottleneck() {
         let mut recorder = recorder(StepRecorderConfig::default());
@@ -591,6 +789,7 @@ mod tests {
                 samples: 8,
             },
             seconds: 0.4,
+            elapsed_seconds: 48.0,
             phases: PhaseSeconds {
                 data: 0.1,
                 forward: 0.3,

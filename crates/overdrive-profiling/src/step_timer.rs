@@ -3,10 +3,10 @@
 use std::cell::{Cell, RefCell};
 use std::time::Instant;
 
-use overdrive_sys::profiler::{DeviceEvent, Range};
+use overdrive_sys::profiler::Range;
 use tch::{Cuda, Device};
 
-use crate::device_timeline::Timeline;
+use crate::device_timeline::{DeviceClock, Timeline, stand_in};
 use crate::{DevicePhases, Error, Phase, PhaseSeconds, Result};
 
 /// A timer that splits the time of each step into phases.
@@ -17,12 +17,13 @@ use crate::{DevicePhases, Error, Phase, PhaseSeconds, Result};
 /// crates can time themselves. While a [`Profiler`](crate::Profiler) records, each phase is a range of
 /// its trace.
 ///
-/// CUDA kernels run asynchronously: by the host's clock, the time of a forward pass counts for the first operation
-/// that waits for a result. There are three kinds of timers, which are the same on a CPU:
+/// CUDA kernels run asynchronously: the host launches the work of a step, and is done with the step before the GPU is.
+/// By the host's clock the phases are the times of launching, and the time of the work counts for whatever waits for a
+/// result, often after the step. There are three kinds of timers, which are the same on a CPU:
 ///
-/// - [`StepTimer::new`] uses the host's clock. The sum is right, the split is not.
+/// - [`StepTimer::new`] uses the host's clock, which is right on a CPU only.
 /// - [`StepTimer::with_events`] also records events in the device's work. Nothing
-///   waits; the device time of a step is available a step or two later
+///   waits; the device time of a step is available once the device has finished it, often a step or two later
 ///   ([`take_device_phases`](Self::take_device_phases)). For training.
 /// - [`StepTimer::synchronized`] waits for the device at every phase boundary. The split is
 ///   right at once, but host and device no longer overlap. For measurements.
@@ -44,7 +45,8 @@ use crate::{DevicePhases, Error, Phase, PhaseSeconds, Result};
 #[derive(Debug)]
 pub struct StepTimer {
     wait_for: Option<usize>,
-    events: Option<RefCell<DeviceClock>>,
+    events: Option<RefCell<Events>>,
+    created: Instant,
     current: Cell<Phase>,
     charged_until: Cell<Instant>,
     step: Cell<PhaseSeconds>,
@@ -55,15 +57,15 @@ pub struct StepTimer {
 /// The events on the device, and the first error of one. It is kept because a phase boundary is often the drop of a
 /// guard, which cannot return an error.
 #[derive(Debug)]
-struct DeviceClock {
-    timeline: Timeline<DeviceEvent>,
+struct Events {
+    clock: Box<dyn DeviceClock>,
     failure: Option<Error>,
 }
 
-impl DeviceClock {
-    fn record(&mut self, record: impl FnOnce(&mut Timeline<DeviceEvent>) -> Result<()>) {
+impl Events {
+    fn record(&mut self, record: impl FnOnce(&mut dyn DeviceClock) -> Result<()>) {
         if self.failure.is_none() {
-            self.failure = record(&mut self.timeline).err();
+            self.failure = record(&mut *self.clock).err();
         }
     }
 }
@@ -77,11 +79,13 @@ impl Default for StepTimer {
 impl StepTimer {
     /// Creates a timer by the host's clock. The first step begins now.
     pub fn new() -> Self {
+        let created = Instant::now();
         Self {
             wait_for: None,
             events: None,
+            created,
             current: Cell::new(Phase::Other),
-            charged_until: Cell::new(Instant::now()),
+            charged_until: Cell::new(created),
             step: Cell::default(),
             totals: Cell::default(),
             steps: Cell::new(0),
@@ -89,20 +93,23 @@ impl StepTimer {
     }
 
     /// Creates a timer that also records an event in the work of `device` at each phase boundary, which takes a few
-    /// microseconds on the host. For a CPU, and for devices without events, it is [`StepTimer::new`].
+    /// microseconds on the host. Here alone it waits for the work that the device was given so far. For a CPU, and for
+    /// devices without events, it is [`StepTimer::new`].
     ///
     /// # Errors
     /// [`Error::NoSuchDevice`] if libtorch does not see this CUDA device; errors of libtorch.
     pub fn with_events(device: Device) -> Result<Self> {
+        let clock: Option<Box<dyn DeviceClock>> = match (cuda_index(device)?, device) {
+            (Some(_), _) => Some(Box::new(Timeline::new(device)?)),
+            (None, Device::Cpu) => stand_in(),
+            (None, _) => None,
+        };
+        // After the beginning of the device's clock, for which it has waited.
         let mut timer = Self::new();
-        if cuda_index(device)?.is_some() {
-            let mut timeline = Timeline::new(device);
-            timeline.begin()?;
-            timer.events = Some(RefCell::new(DeviceClock {
-                timeline,
-                failure: None,
-            }));
-        }
+        timer.events = clock.map(|clock| {
+            let failure = None;
+            RefCell::new(Events { clock, failure })
+        });
         Ok(timer)
     }
 
@@ -124,7 +131,7 @@ impl StepTimer {
         self.wait();
         self.step.set(PhaseSeconds::default());
         self.charged_until.set(Instant::now());
-        self.record(Timeline::begin);
+        self.record(|clock| clock.begin());
     }
 
     /// Runs `work` as part of `phase` and returns its result. A panic inside closes the phase.
@@ -154,7 +161,7 @@ impl StepTimer {
         self.totals.set(totals);
         let number = self.steps.get() + 1;
         self.steps.set(number);
-        self.record(|timeline| timeline.end(number));
+        self.record(|clock| clock.end(number));
         step
     }
 
@@ -176,15 +183,26 @@ impl StepTimer {
         self.device_phases(true)
     }
 
-    fn device_phases(&self, wait: bool) -> Result<Vec<DevicePhases>> {
+    pub(crate) fn device_phases(&self, wait: bool) -> Result<Vec<DevicePhases>> {
         let Some(events) = &self.events else {
             return Ok(Vec::new());
         };
-        let mut clock = events.borrow_mut();
-        match clock.failure.take() {
+        let mut events = events.borrow_mut();
+        match events.failure.take() {
             Some(failure) => Err(failure),
-            None => clock.timeline.take(wait),
+            None => events.clock.take(wait),
         }
+    }
+
+    /// Returns `true` if the device has a clock of its own ([`StepTimer::with_events`] on a GPU).
+    pub(crate) fn has_device_phases(&self) -> bool {
+        self.events.is_some()
+    }
+
+    /// Returns the seconds of wall time since the timer was created, up to the last phase boundary.
+    pub(crate) fn seconds(&self) -> f64 {
+        let until = self.charged_until.get();
+        until.saturating_duration_since(self.created).as_secs_f64()
     }
 
     /// Returns the sum of all ended steps by phase, by the host's clock.
@@ -206,10 +224,10 @@ impl StepTimer {
         step.add(self.current.get(), passed.as_secs_f64());
         self.step.set(step);
         let phase = self.current.get();
-        self.record(|timeline| timeline.boundary(phase));
+        self.record(|clock| clock.boundary(phase));
     }
 
-    fn record(&self, record: impl FnOnce(&mut Timeline<DeviceEvent>) -> Result<()>) {
+    fn record(&self, record: impl FnOnce(&mut dyn DeviceClock) -> Result<()>) {
         if let Some(events) = &self.events {
             events.borrow_mut().record(record);
         }

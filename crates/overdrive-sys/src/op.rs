@@ -104,7 +104,7 @@ impl Output {
 /// The operators beside `aten::_foreach_*` that check shapes, dtypes and indices before their kernels run, so that
 /// any arguments that fit their schemas are safe. An operator joins the list only after a look at its checks in
 /// libtorch's source.
-const CHECKED: [&str; 18] = [
+const CHECKED: [&str; 19] = [
     "aten::_amp_foreach_non_finite_check_and_unscale_",
     "aten::_amp_update_scale_",
     "aten::add",
@@ -115,6 +115,7 @@ const CHECKED: [&str; 18] = [
     "aten::copy_",
     "aten::empty",
     "aten::index",
+    "aten::is_pinned",
     "aten::linalg_vector_norm",
     "aten::max",
     "aten::mm",

@@ -9,7 +9,7 @@ use crate::device::{device_index, device_type, scalar_code};
 use crate::error::{Error, Result, check};
 use crate::ffi;
 use crate::function::handle;
-use crate::op::{Value, call};
+use crate::op::{Output, Value, call};
 
 /// The event at the end of an asynchronous copy.
 #[derive(Debug)]
@@ -98,6 +98,29 @@ pub fn empty_pinned(size: &[i64], kind: Kind) -> Result<Tensor> {
     call("aten::empty", "memory_format", &arguments)?
         .remove(0)
         .into_tensor()
+}
+
+/// Returns a copy of a CPU tensor in page-locked memory of the present accelerator; the tensor itself if it lies there
+/// already (`torch.Tensor.pin_memory`).
+///
+/// tch's method passes a device, which libtorch ignores, and warns of in every call.
+///
+/// # Errors
+/// [`Error::Torch`] if there is no GPU, if there is no more such memory, or for a tensor on a device.
+pub fn pin_memory(host: &Tensor) -> Result<Tensor> {
+    one("aten::pin_memory", "", &[Value::Tensor(host)])
+}
+
+/// Returns `true` for a CPU tensor in page-locked memory of the present accelerator (`torch.Tensor.is_pinned`); `false`
+/// if there is no accelerator.
+///
+/// tch's method passes a device, which libtorch ignores, and warns of in every call.
+///
+/// # Errors
+/// [`Error::Torch`] with libtorch's error.
+pub fn is_pinned(tensor: &Tensor) -> Result<bool> {
+    let made = call("aten::is_pinned", "", &[Value::Tensor(tensor)])?;
+    Ok(matches!(made.as_slice(), [Output::Bool(true)]))
 }
 
 /// Runs `body` with the stream of [`copy_async`] as the current stream of `device`, after the work that the current
@@ -240,8 +263,7 @@ pub fn to_device(host: Tensor, device: Device) -> Result<Tensor> {
         // libtorch keeps the pinned block until the stream has read it.
         Device::Cuda(_) => {
             let kind = host.f_kind()?;
-            let pinned = one("aten::pin_memory", "", &[Value::Tensor(&host)])?;
-            Ok(pinned.f_to_device_(device, kind, true, false)?)
+            Ok(pin_memory(&host)?.f_to_device_(device, kind, true, false)?)
         }
         _ => Ok(host.f_to_device(device)?),
     }

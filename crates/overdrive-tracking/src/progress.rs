@@ -36,7 +36,9 @@ pub struct TrainingProgress {
     output: Output,
     total_steps: u64,
     logging_steps: Option<u64>,
-    first_step: Option<(u64, Instant)>,
+    created: Instant,
+    /// The first step that was shown, and its end in seconds.
+    first_step: Option<(u64, f64)>,
     last_printed: Option<(u64, Instant)>,
 }
 
@@ -84,12 +86,14 @@ impl TrainingProgress {
             output,
             total_steps,
             logging_steps: None,
+            created: Instant::now(),
             first_step: None,
             last_printed: None,
         }
     }
 
-    /// Shows a step. An evaluation gets a permanent line of its own. Step 0, an evaluation
+    /// Shows a step; its `elapsed_seconds`, if it has them, give the remaining time. An evaluation gets a permanent line of
+    /// its own. Step 0, an evaluation
     /// before training, has nothing else.
     pub fn update(&mut self, metrics: &StepMetrics) {
         if metrics.step == 0 {
@@ -99,13 +103,18 @@ impl TrainingProgress {
             return;
         }
         let now = Instant::now();
+        // Steps of a GPU are shown several at once, when their losses are read: the moment at which they are shown says
+        // nothing about their time.
+        let ended = metrics
+            .elapsed_seconds
+            .unwrap_or_else(|| now.duration_since(self.created).as_secs_f64());
         // The rate counts from the first step that is shown: before it lies the compilation of kernels, and in a
         // resumed run the work of other processes.
-        let (first_step, first_seen) = *self.first_step.get_or_insert((metrics.step, now));
+        let (first_step, first_ended) = *self.first_step.get_or_insert((metrics.step, ended));
         let done_since = metrics.step.saturating_sub(first_step);
         let steps_left = self.total_steps.saturating_sub(metrics.step);
         let remaining = (done_since > 0 && steps_left > 0).then(|| {
-            let per_step = now.duration_since(first_seen).as_secs_f64() / done_since as f64;
+            let per_step = (ended - first_ended) / done_since as f64;
             units::seconds(per_step * steps_left as f64)
         });
         let figures = figures(metrics);
@@ -276,6 +285,21 @@ mod tests {
                 .is_some_and(|line| line.contains("MiB  left ")),
             "{text}"
         );
+    }
+
+    #[test]
+    fn the_remaining_time_is_that_of_the_steps_and_not_of_their_display() {
+        let log = Log::default();
+        let mut progress = TrainingProgress::plain(100, log.clone()).with_logging_steps(10);
+        // The losses of ten steps of three seconds are read and shown at once.
+        for number in 1..=10 {
+            progress.update(&StepMetrics {
+                elapsed_seconds: Some(20.0 + 3.0 * number as f64),
+                ..step(number)
+            });
+        }
+        let text = log.text();
+        assert!(text.ends_with("  left 4m 30s\n"), "{text}");
     }
 
     #[test]

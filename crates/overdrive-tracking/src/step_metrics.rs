@@ -60,7 +60,8 @@ pub struct StepMetrics {
     /// The number of training tokens since the run began.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens_seen: Option<u64>,
-    /// The seconds of wall time since the run began.
+    /// The seconds of wall time from the beginning of the run to the end of the step, on a GPU to the moment at which it
+    /// had finished the step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub elapsed_seconds: Option<f64>,
     /// The model FLOPs utilization: the fraction of the device's peak that the model's own arithmetic used,
@@ -85,12 +86,12 @@ pub struct StepMetrics {
         deserialize_with = "null_is_some_nan"
     )]
     pub eval_bits_per_byte: Option<f64>,
-    /// The wall time by phase.
+    /// The time of the host by phase. The host only launches the work of a GPU and runs ahead of it:
+    /// [`time_by_phase`](Self::time_by_phase) is right for every device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase_seconds: Option<PhaseSeconds>,
-    /// The device time by phase, if the device has its own clock
-    /// ([`StepTimer::with_events`](overdrive_profiling::StepTimer::with_events)): of one of the
-    /// previous steps, because nothing waits for it.
+    /// The time of the device by phase, if it has its own clock
+    /// ([`StepTimer::with_events`](overdrive_profiling::StepTimer::with_events)).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_phase_seconds: Option<PhaseSeconds>,
     /// The training samples (sequences, images) a second.
@@ -126,11 +127,16 @@ impl StepMetrics {
         self.steps_per_second = Some(record.steps_per_second);
         self.mfu = record.mfu;
         self.phase_seconds = Some(record.phases);
-        self.device_phase_seconds = record.device_phases.map(|phases| phases.seconds);
+        self.device_phase_seconds = record.device_phases;
         self.peak_memory_bytes = record.memory.peak_allocated_bytes.unwrap_or(0);
         self.memory = Some(record.memory);
         self.gpu = record.gpu;
         self.loader = record.loader;
+    }
+
+    /// Returns the time of the step by phase: that of the device if it has its own clock, else that of the host.
+    pub fn time_by_phase(&self) -> Option<PhaseSeconds> {
+        self.device_phase_seconds.or(self.phase_seconds)
     }
 
     /// Returns the record as one line of JSON, without the line break.

@@ -1,29 +1,27 @@
 //! The time of an epoch and of a run.
 
-use std::time::{Duration, Instant};
-
 use overdrive_core::units;
-use overdrive_sys::profiler::DeviceEvent;
-use tch::Device;
 
 use crate::TrainingPlan;
 
 /// The number of steps that are measured, after the first one, in which caches fill.
 const STEPS: u64 = 5;
-/// The time after which fewer steps suffice: whoever waits for slow steps wants to know soon.
-const SOON: Duration = Duration::from_secs(20);
+/// The seconds after which fewer steps suffice: whoever waits for slow steps wants to know soon.
+const SOON: f64 = 20.0;
 
 /// The time of an epoch and of the run, which is known after the first steps of a process.
 ///
 /// ```
+/// use std::time::Instant;
+///
 /// use overdrive_trainer::{DurationEstimate, Preset};
-/// use tch::Device;
 ///
 /// let plan = Preset::Tiny.arguments().plan(1000)?;
-/// let mut estimate = DurationEstimate::new(&plan, Device::Cpu);
+/// let mut estimate = DurationEstimate::new(&plan);
+/// let began = Instant::now();
 /// for step in 1..=plan.total_steps {
-///     // … train …
-///     if let Some(line) = estimate.after_step(step) {
+///     // … train; on a GPU `elapsed_seconds` of a `StepRecord` is the moment at which it had finished the step …
+///     if let Some(line) = estimate.after_step(step, began.elapsed().as_secs_f64()) {
 ///         println!("{line}"); // once, after the sixth step
 ///     }
 /// }
@@ -31,20 +29,18 @@ const SOON: Duration = Duration::from_secs(20);
 /// ```
 #[derive(Debug)]
 pub struct DurationEstimate {
-    device: Device,
     steps_per_epoch: u64,
     total_steps: u64,
     evaluates: bool,
-    /// The first step of this process, and its end.
-    first: Option<(u64, Instant)>,
+    /// The first step of this process, and its end in seconds.
+    first: Option<(u64, f64)>,
     is_reported: bool,
 }
 
 impl DurationEstimate {
-    /// Creates the estimate of a run on `device`.
-    pub fn new(plan: &TrainingPlan, device: Device) -> Self {
+    /// Creates the estimate of a run.
+    pub fn new(plan: &TrainingPlan) -> Self {
         Self {
-            device,
             steps_per_epoch: plan.steps_per_epoch,
             total_steps: plan.total_steps,
             evaluates: plan.eval_steps.is_some(),
@@ -53,19 +49,19 @@ impl DurationEstimate {
         }
     }
 
-    /// Returns the line about the durations after the step (counted from 1) at which it is due: when five steps after
-    /// the first of this process, or 20 seconds of them, are measured. A run that is almost over by then has none.
-    pub fn after_step(&mut self, step: u64) -> Option<String> {
+    /// Takes the moment at which a step (counted from 1) was finished, in seconds since any beginning. Returns the line
+    /// about the durations after the step at which it is due: when five steps after the first of this process, or 20
+    /// seconds of them, are measured. A run that is almost over by then has none.
+    pub fn after_step(&mut self, step: u64, elapsed_seconds: f64) -> Option<String> {
         if self.is_reported {
             return None;
         }
         let Some((first, began)) = self.first else {
-            self.wait_for_device();
-            self.first = Some((step, Instant::now()));
+            self.first = Some((step, elapsed_seconds));
             return None;
         };
-        let steps = step - first;
-        if steps < STEPS && began.elapsed() < SOON {
+        let (steps, seconds) = (step.saturating_sub(first), elapsed_seconds - began);
+        if steps == 0 || (steps < STEPS && seconds < SOON) {
             return None;
         }
         self.is_reported = true;
@@ -73,20 +69,7 @@ impl DurationEstimate {
         if step + STEPS > self.total_steps {
             return None;
         }
-        self.wait_for_device();
-        let per_step = began.elapsed().as_secs_f64() / steps as f64;
-        Some(self.line(step, per_step))
-    }
-
-    /// Waits until the steps so far are computed: the host only launches the work of a GPU.
-    fn wait_for_device(&self) {
-        if self.device != Device::Cpu
-            && let Ok(mut event) = DeviceEvent::new(self.device)
-            && event.record().is_ok()
-        {
-            // An error of the device ends the next step.
-            let _ = event.wait();
-        }
+        Some(self.line(step, seconds / steps as f64))
     }
 
     fn line(&self, step: u64, per_step: f64) -> String {
@@ -113,7 +96,6 @@ mod tests {
 
     fn estimate() -> DurationEstimate {
         DurationEstimate {
-            device: Device::Cpu,
             steps_per_epoch: 100,
             total_steps: 300,
             evaluates: true,
@@ -134,11 +116,22 @@ mod tests {
     #[test]
     fn it_is_reported_once_after_the_first_steps() {
         let mut estimate = estimate();
-        // A run that resumes after step 40.
-        let reported: Vec<u64> = (41..=300)
-            .filter(|&step| estimate.after_step(step).is_some())
+        // A run that resumes after step 40. Its first step takes a minute, the others two seconds.
+        let reported: Vec<(u64, String)> = (41..=300)
+            .filter_map(|step| {
+                let elapsed = 60.0 + 2.0 * (step - 41) as f64;
+                Some((step, estimate.after_step(step, elapsed)?))
+            })
             .collect();
-        assert_eq!(reported, [46]);
+        assert_eq!(reported, [(46, estimate.line(46, 2.0))]);
+    }
+
+    #[test]
+    fn it_is_reported_after_twenty_seconds_of_slow_steps() {
+        let mut estimate = estimate();
+        let mut after = |step| estimate.after_step(step, 15.0 * step as f64);
+        assert!(after(1).is_none() && after(2).is_none());
+        assert!(after(3).is_some_and(|line| line.starts_with("time        15s a step")));
     }
 
     #[test]
@@ -147,6 +140,6 @@ mod tests {
             total_steps: 8,
             ..estimate()
         };
-        assert!((1..=8).all(|step| estimate.after_step(step).is_none()));
+        assert!((1..=8).all(|step| estimate.after_step(step, step as f64).is_none()));
     }
 }

@@ -1,5 +1,5 @@
+use std::collections::VecDeque;
 use std::fmt;
-use std::time::Instant;
 
 use anyhow::Result;
 use overdrive::accumulation::{AccumulatedStep, BatchPlan};
@@ -7,7 +7,7 @@ use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::Optimizer;
 use overdrive::precision::Precision;
-use overdrive::profiling::{NvtxRanges, Phase, Profiler, StepRecorder, emit_nvtx};
+use overdrive::profiling::{NvtxRanges, Phase, Profiler, StepRecord, StepRecorder, emit_nvtx};
 use overdrive::snapshot::SnapshotManager;
 use overdrive::tracking::{StepMetrics, Tracker, Trackers, TrainingProgress};
 use overdrive::trainer::{DurationEstimate, TrainingArguments, TrainingPlan, loader_totals};
@@ -24,7 +24,7 @@ pub struct Done {
     pub steps: u64,
     /// The number of tokens without padding.
     pub tokens: u64,
-    /// The wall time in seconds.
+    /// The wall time in seconds, up to the last step that was flushed.
     pub seconds: f64,
     /// The division of the last step's examples into micro-batches and processes.
     #[serde(default)]
@@ -48,10 +48,12 @@ pub struct RunLog {
     progress: TrainingProgress,
     batch: BatchPlan,
     before: Done,
-    began: Instant,
+    done: Done,
     duration: DurationEstimate,
     /// The steps whose losses and norms have not been read from the device yet.
     unread: Vec<Unread>,
+    /// The measurements of the first of them, those that the device is known to have finished.
+    finished: VecDeque<StepRecord>,
     /// The losses, counts and times so far.
     pub summary: Summary,
 }
@@ -89,9 +91,10 @@ impl RunLog {
                 devices as u64,
             )?,
             before: Done::default(),
-            began: Instant::now(),
-            duration: DurationEstimate::new(plan, model.device()),
+            done: Done::default(),
+            duration: DurationEstimate::new(plan),
             unread: Vec::new(),
+            finished: VecDeque::new(),
             summary: Summary::default(),
         })
     }
@@ -115,6 +118,7 @@ impl RunLog {
             }
         }
         self.before = done.clone();
+        self.done = done.clone();
         self.summary = Summary::after(done.steps);
     }
 
@@ -138,45 +142,58 @@ impl RunLog {
         self.recorder.phase(phase, work)
     }
 
-    /// Stops the clock of a step and returns the progress of the run and the metrics that the host knows.
+    /// Stops the clock of a step and returns the metrics that the host knows. Its times and rates follow when the device
+    /// has finished it: the host is ahead of a GPU.
     pub fn end_step(
         &mut self,
         step: u64,
         totals: &StepTotals,
         loader: &DeviceLoader<Batch>,
-    ) -> Result<(Done, StepMetrics)> {
+    ) -> Result<StepMetrics> {
         // Before `end_step`, which assigns the waiting time to this step.
         self.recorder.loader(loader_totals(loader));
-        let record = self.recorder.end_step(totals.work())?;
-        self.summary.add(totals, record.seconds);
+        self.recorder.end_step(totals.work());
+        self.summary.add(totals);
+        let finished = self.recorder.take_finished()?;
+        self.take_in(finished);
         if let Some(Err(error)) = self.profiler.as_mut().map(Profiler::step) {
             self.say(&format!(
                 "warning: the trace was not written: {error}; training continues"
             ));
         }
-        let done = Done {
-            steps: step,
-            // The totals continue over restarts, the summary is that of this process.
-            tokens: self.before.tokens + self.summary.tokens,
-            seconds: self.before.seconds + self.began.elapsed().as_secs_f64(),
-            batch: Some(self.batch),
-        };
-        if let Some(line) = self.duration.after_step(step) {
-            self.say(&line);
-        }
+        self.done.steps = step;
+        // The totals continue over restarts, the summary is that of this process.
+        self.done.tokens = self.before.tokens + self.summary.tokens;
+        self.done.batch = Some(self.batch);
         let mut metrics = StepMetrics {
             step,
             epoch: Some(loader.state_dict().epochs()),
-            tokens_seen: Some(done.tokens),
-            elapsed_seconds: Some(done.seconds),
+            tokens_seen: Some(self.done.tokens),
             ..StepMetrics::default()
         };
         totals.apply_to(&mut metrics);
-        metrics.apply(&record);
-        Ok((done, metrics))
+        Ok(metrics)
     }
 
-    /// Takes the metrics of a step. Its loss and its gradient norm stay on the device until [`flush`](Self::flush).
+    /// Takes the measurements of steps that the device has finished.
+    fn take_in(&mut self, finished: Vec<StepRecord>) {
+        for record in finished {
+            self.summary.step_seconds += record.seconds;
+            let step = self.before.steps + record.step;
+            if let Some(line) = self.duration.after_step(step, record.elapsed_seconds) {
+                self.say(&line);
+            }
+            self.finished.push_back(record);
+        }
+    }
+
+    /// Returns the progress of the run.
+    pub fn done(&self) -> Done {
+        self.done.clone()
+    }
+
+    /// Takes the metrics of a step. Its loss, its gradient norm, its times and its rates follow with
+    /// [`flush`](Self::flush).
     pub fn record(&mut self, metrics: StepMetrics, totals: StepTotals, stepped: AccumulatedStep) {
         self.unread.push(Unread {
             metrics,
@@ -186,7 +203,7 @@ impl RunLog {
     }
 
     /// Reads the losses and norms of the steps since the last call, in one copy from the device and one
-    /// collective, and logs these steps. All processes call it after the same step.
+    /// collective, and logs these steps with their times and rates. All processes call it after the same step.
     pub fn flush(&mut self, group: &ProcessGroup) -> Result<()> {
         let steps = std::mem::take(&mut self.unread);
         let Some(device) = steps.first().map(|step| step.stepped.mean_loss.device()) else {
@@ -198,6 +215,9 @@ impl RunLog {
         let values = values.map(|value| Ok(value.f_to_kind(Kind::Double)?.f_to_device(device)?));
         let values = values.collect::<Result<Vec<Tensor>>>()?;
         let values = Vec::<f64>::try_from(Tensor::f_stack(&values, 0)?)?;
+        // The device has finished these steps, now that their losses are read: this waits for nothing.
+        let finished = self.recorder.finish()?;
+        self.take_in(finished);
         let (losses, norms) = values.split_at(steps.len());
         let own = steps.iter().zip(losses);
         let own: Vec<f64> = own
@@ -207,6 +227,11 @@ impl RunLog {
         let mut norms = norms.iter();
         for (step, sum) in steps.into_iter().zip(sums) {
             let mut metrics = step.metrics;
+            if let Some(record) = self.finished.pop_front() {
+                metrics.apply(&record);
+                self.done.seconds = self.before.seconds + record.elapsed_seconds;
+                metrics.elapsed_seconds = Some(self.done.seconds);
+            }
             metrics.loss = sum / (step.totals.labels as f64).max(1.0);
             if step.stepped.grad_norm.is_some() {
                 metrics.grad_norm = norms.next().copied();

@@ -19,7 +19,7 @@ pub struct Summary {
     pub tokens: u64,
     /// The number of tokens of all processes with padding.
     pub padded_tokens: u64,
-    /// The seconds of all steps, without evaluations.
+    /// The seconds of all steps that the device has finished, without evaluations.
     pub step_seconds: f64,
     /// The size of the optimizer's state in bytes.
     pub optimizer_bytes: u64,
@@ -48,11 +48,10 @@ impl Summary {
         }
     }
 
-    /// Adds a step of `seconds`; its loss follows when it is read.
-    pub fn add(&mut self, totals: &StepTotals, seconds: f64) {
+    /// Adds the counts of a step; its time follows when the device has finished it, its loss when it is read.
+    pub fn add(&mut self, totals: &StepTotals) {
         self.tokens += totals.tokens;
         self.padded_tokens += totals.padded_tokens;
-        self.step_seconds += seconds;
     }
 
     /// Sets the values that are known at the end of the run.

@@ -108,8 +108,6 @@ impl Trials {
             lr_scheduler_kwargs: ScheduleOptions::default(),
             warmup_steps: 0.0,
             warmup_ratio: 0.0,
-            // Each step is waited for, so that its time on a GPU is that of its work.
-            logging_steps: 1.0,
             report_to: Vec::new(),
             trace: None,
             samples: 0,
@@ -130,14 +128,10 @@ fn measure(records: &[StepMetrics], warmup: u64, effective: u64) -> Option<Trial
     let tokens = last.tokens_seen?.saturating_sub(before.tokens_seen?) as f64;
     let phases = measured
         .iter()
-        .map(|step| step.phase_seconds.unwrap_or_default());
+        .map(|step| step.time_by_phase().unwrap_or_default());
     let (data, optimizer) = phases.fold((0.0, 0.0), |(data, optimizer), phases| {
         (data + phases.data, optimizer + phases.optimizer)
     });
-    let on_device = measured
-        .iter()
-        .map(|step| Some(step.device_phase_seconds?.optimizer));
-    let optimizer = on_device.sum::<Option<f64>>().unwrap_or(optimizer);
     let per_token = (seconds - optimizer).max(0.0) / tokens;
     let per_step = per_token * effective as f64 + optimizer / measured.len() as f64;
     let tokens_per_second = effective as f64 / per_step;

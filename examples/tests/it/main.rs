@@ -15,6 +15,7 @@ mod host_reads;
 mod outputs;
 #[cfg(any(feature = "image", feature = "speech"))]
 mod pictures_and_sound;
+mod rates;
 mod resume;
 mod seq2seq;
 mod template_flags;

@@ -31,6 +31,7 @@ mod optimizers;
 mod own_kernels;
 mod profiler;
 mod quantized;
+mod rates;
 mod reads;
 mod start;
 mod tiny;

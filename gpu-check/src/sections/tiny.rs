@@ -26,8 +26,12 @@ use crate::models::{config, model, prompts, tokens};
 use crate::parity::{distance, name_of, tolerance};
 use crate::training::{Trainer, loss};
 
+use super::rates;
+
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let config = config(context);
+    rates::first_prompt(context, &config)?;
+    rates::training(context, &config)?;
     train(context, &config)?;
     // A training that failed has left its setting.
     Precision::Fp32.apply()?;

@@ -43,22 +43,26 @@ fn a_check_that_ends_its_process_fails_and_the_next_ones_run() {
             ("is wrong", Failed),
             ("returns an error", Failed),
             ("panics", Failed),
+            ("causes a warning of libtorch", Passed),
             ("is skipped", Skipped),
             ("may be skipped", Skipped),
             ("ends the process", Failed),
             ("runs after it", Passed),
+            ("no warning of libtorch", Failed),
         ]
     );
     let detail = |name: &str| &checks.iter().find(|c| c.name == name).unwrap().detail;
     assert!(detail("returns an error").contains("the cause"));
     assert!(detail("panics").contains("out of the blue"));
+    let warning = detail("no warning of libtorch");
+    assert!(warning.contains("is_pinned() is deprecated"), "{warning}");
     let words = detail("ends the process");
     // Signal 6 is SIGABRT.
     assert!(
         words.contains("signal 6") && words.contains("the last words"),
         "{words}"
     );
-    assert_eq!((report.passed, report.failed, report.skipped), (3, 4, 2));
+    assert_eq!((report.passed, report.failed, report.skipped), (4, 5, 2));
     let printed = String::from_utf8_lossy(&output.stdout).into_owned();
     assert!(printed.contains("FAILED panics"), "{printed}");
 }

@@ -27,8 +27,7 @@ pub trait OnDevice: Sized + Send + 'static {
 
 impl OnDevice for Tensor {
     fn pinned(self) -> Result<Self> {
-        // libtorch ignores the deprecated device argument and pins for the current accelerator.
-        Ok(self.f_pin_memory(Device::Cuda(0))?)
+        Ok(transfer::pin_memory(&self)?)
     }
 
     fn on_device(self, device: Device, non_blocking: bool) -> Result<Self> {

@@ -1,7 +1,7 @@
 use std::collections::{BTreeMap, HashMap, HashSet};
 use std::ops::ControlFlow;
 use std::sync::Arc;
-use std::time::Instant;
+use std::time::{Duration, Instant};
 
 use overdrive_core::random::entropy;
 use overdrive_kv_cache::{PagedCache, PagedCacheConfig, SequenceId};
@@ -350,6 +350,16 @@ impl<M: EngineModel> Engine<M> {
         let id = RequestId(self.next);
         self.next += 1;
         id
+    }
+
+    /// Returns the number of tokens of a block of the cache.
+    pub(crate) fn block_size(&self) -> usize {
+        self.limits.block_size
+    }
+
+    /// Records the time of a warm-up.
+    pub(crate) fn record_warm_up(&mut self, time: Duration) {
+        self.counts.warm_up += time;
     }
 
     /// Returns the model.

@@ -94,12 +94,12 @@ impl EngineHandle {
     /// faster, if the thread that has loaded the model lives on.
     ///
     /// # Errors
-    /// When the system cannot start a thread.
+    /// When the system cannot start a thread, or the warm-up fails.
     pub fn spawn<M: EngineModel + Send + 'static>(engine: Engine<M>) -> Result<EngineHandle> {
         EngineHandle::spawn_with(|| Ok::<_, Error>(engine))
     }
 
-    /// Starts the thread, makes the engine on it, and waits until it is made.
+    /// Starts the thread, makes the engine on it, [warms it up](Engine::warm_up), and waits until it is ready.
     ///
     /// `make` should load the model. OpenMP keeps a set of threads for each thread that has computed something. Once
     /// these are together more than the cores, GNU's OpenMP lets them sleep between two operators in place of
@@ -124,7 +124,8 @@ impl EngineHandle {
     /// ```
     ///
     /// # Errors
-    /// The error of `make`; when the system cannot start a thread; [`Error::EngineStopped`] if `make` panics.
+    /// The error of `make` or of the warm-up; when the system cannot start a thread; [`Error::EngineStopped`] if `make`
+    /// panics.
     pub fn spawn_with<M, E>(
         make: impl FnOnce() -> std::result::Result<Engine<M>, E> + Send + 'static,
     ) -> std::result::Result<EngineHandle, E>
@@ -139,7 +140,11 @@ impl EngineHandle {
             .spawn(move || {
                 // The thread is the engine's own, and so are those that OpenMP starts for it.
                 set_flush_denormals(true);
-                let engine = match make() {
+                let made = make().and_then(|mut engine| {
+                    engine.warm_up()?;
+                    Ok(engine)
+                });
+                let engine = match made {
                     Ok(engine) => engine,
                     Err(error) => {
                         // The receiver waits for this.

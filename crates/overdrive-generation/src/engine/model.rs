@@ -28,6 +28,13 @@ pub trait EngineModel {
         Vec::new()
     }
 
+    /// Returns `true` if the first pass loads what later ones use, such as the kernels of a GPU, so that
+    /// [`Engine::warm_up`](crate::Engine::warm_up) makes one. Default: `true` unless the cache lies on the CPU.
+    fn loads_on_first_use(&self) -> bool {
+        self.cache_shape()
+            .is_ok_and(|shape| shape.device != Device::Cpu)
+    }
+
     /// Returns the logits `(N, V)` of one step.
     ///
     /// # Errors
@@ -175,6 +182,10 @@ impl<M: EngineModel + ?Sized> EngineModel for &M {
 
     fn adapters(&self) -> Vec<String> {
         (**self).adapters()
+    }
+
+    fn loads_on_first_use(&self) -> bool {
+        (**self).loads_on_first_use()
     }
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {

@@ -13,6 +13,8 @@ pub struct EngineStatistics {
     pub blocks_used: usize,
     /// The blocks of the cache.
     pub blocks: usize,
+    /// The time of [`Engine::warm_up`](crate::Engine::warm_up), which is in none of the other values.
+    pub warm_up: Duration,
     /// The steps computed.
     pub steps: u64,
     /// The time spent in them.

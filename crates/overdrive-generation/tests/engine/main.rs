@@ -8,3 +8,4 @@ mod requests;
 mod soak;
 #[path = "../it/support.rs"]
 mod support;
+mod warm_up;

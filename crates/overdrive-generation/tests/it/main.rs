@@ -17,3 +17,4 @@ mod seq2seq;
 mod speculation;
 mod support;
 mod text_stream;
+mod warm_up;

@@ -113,7 +113,7 @@ pub(super) fn median(values: impl Iterator<Item = f64>) -> Option<f64> {
 pub(super) fn phases(metrics: &[StepMetrics]) -> Option<(PhaseSeconds, u64)> {
     let mut total = PhaseSeconds::default();
     let mut steps = 0;
-    for seconds in metrics.iter().filter_map(|step| step.phase_seconds) {
+    for seconds in metrics.iter().filter_map(StepMetrics::time_by_phase) {
         total += seconds;
         steps += 1;
     }
@@ -175,6 +175,25 @@ mod tests {
             .into_iter()
             .find(|figure| figure.name == "Training loss");
         assert_eq!(figure.expect("there").value, "not finite");
+    }
+
+    #[test]
+    fn the_time_by_phase_is_that_of_the_device_where_it_has_a_clock() {
+        let seconds = |forward| PhaseSeconds {
+            forward,
+            ..Default::default()
+        };
+        let on_gpu = StepMetrics {
+            phase_seconds: Some(seconds(0.05)),
+            device_phase_seconds: Some(seconds(0.21)),
+            ..step(1, 2.0)
+        };
+        let on_cpu = StepMetrics {
+            phase_seconds: Some(seconds(0.5)),
+            ..step(2, 2.0)
+        };
+        assert_eq!(phases(&[on_gpu.clone()]), Some((seconds(0.21), 1)));
+        assert_eq!(phases(&[on_gpu, on_cpu]), Some((seconds(0.71), 2)));
     }
 
     #[test]

@@ -409,7 +409,8 @@ fn a_record_fills_the_metrics_of_its_step_and_leaves_the_rest() {
         tokens: 1000,
         samples: 10,
     };
-    let record = recorder.end_step(work).unwrap();
+    recorder.end_step(work);
+    let record = recorder.finish().unwrap().remove(0);
     let mut metrics = StepMetrics {
         step: 7,
         loss: 2.5,
