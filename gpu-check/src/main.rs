@@ -53,8 +53,8 @@ enum Command {
         seconds: f64,
     },
     /// Runs the work of the section `start`
-    #[command(hide = true)]
-    RunStart {
+    #[command(name = "run-start", hide = true)]
+    Start {
         #[arg(long, value_enum)]
         device: Target,
         #[arg(long, value_enum)]
@@ -96,7 +96,7 @@ fn run(flags: Flags) -> Result<ExitCode> {
             });
             return Ok(ExitCode::SUCCESS);
         }
-        Some(Command::RunStart {
+        Some(Command::Start {
             device,
             work,
             model,

@@ -29,8 +29,8 @@ fn newton_schulz_amplifies_the_rounding_of_gradients_of_low_rank() {
         furthest(&rounded, &exact).unwrap()
     };
     let [waves, full_rank] = [Inputs::WAVES, Inputs::FULL_RANK].map(between);
-    assert!(waves > 0.15, "{waves}");
-    assert!(full_rank < 0.1, "{full_rank}");
+    assert!((waves - 0.202).abs() < 0.01, "{waves}");
+    assert!(full_rank < 0.02, "{full_rank}");
 }
 
 fn sgd(groups: Vec<ParamGroup>, factor: f64) -> Result<Sgd> {
@@ -47,24 +47,24 @@ const OTHER_SGD: Build = |groups| Ok(Box::new(sgd(groups, 0.8)?));
 
 /// A step that is smaller than half the distance of two numbers of bf16 is lost, whoever takes it.
 #[test]
-fn updates_below_the_resolution_of_bf16_are_lost() {
+fn updates_that_bf16_can_hold_are_those_of_fp32() {
     let between = |inputs| {
         let [exact, rounded] = [Kind::Float, Kind::BFloat16].map(|kind| on_cpu(SGD, inputs, kind));
         furthest(&rounded, &exact).unwrap()
     };
     let [waves, full_rank] = [Inputs::WAVES, Inputs::FULL_RANK].map(between);
-    assert!(waves > allowed(1.0, Kind::BFloat16), "{waves}");
-    assert!(full_rank < 0.05, "{full_rank}");
+    assert!(waves > 0.1, "{waves}");
+    assert!(full_rank < 0.01, "{full_rank}");
 }
 
 /// The error of the report of 27 November 2026 was 1.71: libtorch's fused kernel for CPUs did not move the parameters at
 /// all, so that a distance relative to nothing was that of the GPU.
 #[test]
 fn half_precision_is_moved_on_a_cpu_as_fp32_is() {
-    for update in on_cpu(SGD, Inputs::WAVES, Kind::BFloat16) {
-        let norm = update.f_norm().unwrap().f_double_value(&[]).unwrap();
-        assert!(norm > 0.5, "{norm}");
-    }
+    let updates = on_cpu(SGD, Inputs::WAVES, Kind::BFloat16);
+    let norms = updates.iter().map(|update| update.norm().double_value(&[]));
+    let most = norms.fold(0.0, f64::max);
+    assert!((most - 1.712).abs() < 0.01, "{most}");
 }
 
 #[test]
