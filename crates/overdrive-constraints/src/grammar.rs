@@ -8,6 +8,7 @@ use overdrive_generation::{Constraint, Error, Result, TokenMask};
 use serde_json::Value;
 use tokenizers::Tokenizer;
 
+use crate::recursion::endless_reference;
 use crate::token_bytes::token_bytes;
 
 /// The tokens of a tokenizer as a trie of bytes, made once for all grammars.
@@ -113,11 +114,18 @@ impl GrammarConstraint {
     /// optional.
     ///
     /// # Errors
-    /// [`Error::Constraint`] if the schema is invalid, or uses a keyword that is not supported.
+    /// [`Error::Constraint`] if the schema is invalid, uses a keyword that is not supported, or refers to itself
+    /// without an end.
     pub fn json_schema(
         vocabulary: &GrammarVocabulary,
         schema: &Value,
     ) -> Result<GrammarConstraint> {
+        if let Some(reference) = endless_reference(schema) {
+            return Err(Error::Constraint(format!(
+                "the JSON schema refers to itself without an end through {reference:?}, so that no text fits it: give \
+                 the reference an alternative in `anyOf`, or take its property out of `required`"
+            )));
+        }
         let grammar = TopLevelGrammar::from_json_schema(schema.clone());
         GrammarConstraint::new(vocabulary, grammar)
     }

@@ -23,6 +23,7 @@
 #![deny(missing_docs)]
 
 mod grammar;
+mod recursion;
 mod token_bytes;
 
 pub use grammar::{GrammarConstraint, GrammarVocabulary};

@@ -2,7 +2,7 @@ use std::ops::ControlFlow;
 use std::sync::Arc;
 
 use overdrive_transformer::CausalLm;
-use tokenizers::Tokenizer;
+use tokenizers::{DecoderWrapper, Tokenizer};
 
 use crate::{
     Error, GenerateOptions, GenerateOutput, GenerationConfig, Result, generate_with_options,
@@ -36,13 +36,50 @@ pub fn generate_text(
 
 /// An incremental decoder of tokens whose text never splits a UTF-8 character.
 ///
-/// A byte-level token may be a part of a character; its bytes wait until the character is whole. The
-/// joined results of [`push`](TextStream::push) and [`finish`](TextStream::finish) are the text of all
-/// tokens decoded at once. Only the last few tokens are decoded again at each push.
+/// A token may be a part of a character; its bytes wait until the character is whole. The joined results of
+/// [`push`](TextStream::push) and [`finish`](TextStream::finish) are the text of all tokens
+/// [decoded at once](TextStream::decode). Only the last few tokens are decoded again at each push.
+///
+/// ```
+/// # use overdrive_generation::{TextStream, Tokenizer};
+/// # let json = r#"{"version":"1.0","truncation":null,"padding":null,"added_tokens":[],"normalizer":null,
+/// #   "pre_tokenizer":null,"post_processor":null,"decoder":{"type":"ByteFallback"},
+/// #   "model":{"type":"BPE","vocab":{"<0xC3>":0,"<0xA9>":1,"a":2},"merges":[],"byte_fallback":true}}"#;
+/// # let tokenizer: Tokenizer = json.parse().unwrap();
+/// let mut stream = TextStream::new(&tokenizer, true);
+/// assert_eq!(stream.push(0)?, ""); // the first byte of é
+/// assert_eq!(stream.push(1)?, "é");
+/// assert_eq!(stream.push(2)?, "a");
+/// assert_eq!(stream.finish()?, "");
+/// # Ok::<(), overdrive_generation::Error>(())
+/// ```
 #[derive(Debug)]
 pub struct TextStream<'t> {
     tokenizer: Source<'t>,
     skip_special_tokens: bool,
+    decoding: Decoding,
+}
+
+/// The tokenizer, borrowed or shared.
+#[derive(Debug)]
+enum Source<'t> {
+    Borrowed(&'t Tokenizer),
+    Shared(Arc<Tokenizer>),
+}
+
+/// How a tokenizer's tokens become text.
+#[derive(Debug)]
+enum Decoding {
+    /// The text of more tokens begins with the text of the first ones, except for an incomplete character at its end.
+    Growing(Growing),
+    /// A byte has a token of its own, as in SentencePiece. The tokenizers crate decodes a run of such tokens whole or
+    /// not at all: one incomplete character makes U+FFFD of each byte of the run, also of whole characters before
+    /// it. Bytes are therefore decoded here.
+    Bytes(Bytes),
+}
+
+#[derive(Debug, Default)]
+struct Growing {
     ids: Vec<u32>,
     /// The first token that is decoded together with the next ones: a decoder may treat the first token
     /// of a text differently.
@@ -51,11 +88,14 @@ pub struct TextStream<'t> {
     done: usize,
 }
 
-/// The tokenizer, borrowed or shared.
-#[derive(Debug)]
-enum Source<'t> {
-    Borrowed(&'t Tokenizer),
-    Shared(Arc<Tokenizer>),
+#[derive(Debug, Default)]
+struct Bytes {
+    /// The last token that leaves text, beside which the next one is decoded.
+    last: Option<u32>,
+    /// The bytes of an incomplete character.
+    incomplete: Vec<u8>,
+    /// `true` if the incomplete character began in the prompt, whose text is not returned.
+    is_of_prompt: bool,
 }
 
 impl TextStream<'static> {
@@ -71,23 +111,65 @@ impl<'t> TextStream<'t> {
         TextStream::from_source(Source::Borrowed(tokenizer), skip_special_tokens)
     }
 
+    /// Returns the text of tokens. In a run of byte tokens, whole characters are decoded and the longest beginnings of
+    /// characters among the other bytes become one U+FFFD each; in all else it is `Tokenizer::decode`.
+    ///
+    /// # Errors
+    /// [`Error::Tokenizer`] if the tokenizer cannot decode.
+    pub fn decode(tokenizer: &Tokenizer, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
+        if !has_byte_tokens(tokenizer) {
+            let text = tokenizer.decode(ids, skip_special_tokens);
+            return text.map_err(Error::Tokenizer);
+        }
+        let mut stream = TextStream::new(tokenizer, skip_special_tokens);
+        let mut text = String::new();
+        for &id in ids {
+            text.push_str(&stream.push(id)?);
+        }
+        text.push_str(&stream.finish()?);
+        Ok(text)
+    }
+
     fn from_source(tokenizer: Source<'t>, skip_special_tokens: bool) -> Self {
-        TextStream {
+        let mut stream = TextStream {
             tokenizer,
             skip_special_tokens,
-            ids: Vec::new(),
-            context: 0,
-            done: 0,
+            decoding: Decoding::Growing(Growing::default()),
+        };
+        if has_byte_tokens(stream.tokenizer()) {
+            stream.decoding = Decoding::Bytes(Bytes::default());
         }
+        stream
     }
 
     /// Returns the stream with the tokens before it (a prompt), whose text it does not return, so that
     /// the first new token is decoded as a continuation: without them a tokenizer may drop its leading
-    /// space.
+    /// space. A character that the prompt has begun is returned when it is whole.
     pub fn with_prefix(mut self, ids: &[u32]) -> Self {
-        self.ids = ids.to_vec();
-        self.context = 0;
-        self.done = ids.len();
+        if let Decoding::Growing(growing) = &mut self.decoding {
+            *growing = Growing {
+                ids: ids.to_vec(),
+                context: 0,
+                done: ids.len(),
+            };
+            return self;
+        }
+        let mut bytes = Bytes::default();
+        // A character has at most four bytes, so that the last tokens that leave text are enough.
+        let mut kept: Vec<(u32, Option<u8>)> = ids
+            .iter()
+            .rev()
+            .filter_map(|&id| Some((id, byte_of(&self.text_of(id)?))))
+            .take(4)
+            .collect();
+        bytes.last = kept.first().map(|(id, _)| *id);
+        let run = kept.iter().take_while(|(_, byte)| byte.is_some()).count();
+        kept.truncate(run);
+        for byte in kept.into_iter().rev().filter_map(|(_, byte)| byte) {
+            bytes.push(byte);
+        }
+        bytes.is_of_prompt = !bytes.incomplete.is_empty();
+        self.decoding = Decoding::Bytes(bytes);
         self
     }
 
@@ -96,17 +178,56 @@ impl<'t> TextStream<'t> {
     /// # Errors
     /// [`Error::Tokenizer`] if the tokenizer cannot decode.
     pub fn push(&mut self, id: u32) -> Result<String> {
-        self.ids.push(id);
-        let text = self.text_since_done()?;
+        let tokenizer = self.tokenizer.get();
+        let growing = match &mut self.decoding {
+            Decoding::Growing(growing) => growing,
+            Decoding::Bytes(_) => return self.push_with_bytes(id),
+        };
+        growing.ids.push(id);
+        let text = growing.text_since_done(tokenizer, self.skip_special_tokens)?;
         // U+FFFD at the end stands for bytes that may still become a character.
         if text.is_empty() || text.ends_with('\u{fffd}') {
             return Ok(String::new());
         }
         // The tokens of this piece are the context of the next one, so that each push decodes a few
         // tokens only.
-        self.context = self.done;
-        self.done = self.ids.len();
+        growing.context = growing.done;
+        growing.done = growing.ids.len();
         Ok(text)
+    }
+
+    fn push_with_bytes(&mut self, id: u32) -> Result<String> {
+        let Some(token) = self.text_of(id) else {
+            return Ok(String::new());
+        };
+        let byte = byte_of(&token);
+        let Decoding::Bytes(bytes) = &mut self.decoding else {
+            return Ok(String::new());
+        };
+        let before = bytes.last.replace(id);
+        // The first space of a text is for the tokenizer to keep or to drop.
+        if let Some(byte) = byte
+            && (before.is_some() || byte != b' ')
+        {
+            return Ok(bytes.push(byte));
+        }
+        let mut text = bytes.end();
+        text.push_str(&self.text_after(before, id)?);
+        Ok(text)
+    }
+
+    /// Returns the text of a token after another one.
+    fn text_after(&self, before: Option<u32>, id: u32) -> Result<String> {
+        let decode = |ids: &[u32]| {
+            let text = self.tokenizer.get().decode(ids, self.skip_special_tokens);
+            text.map_err(Error::Tokenizer)
+        };
+        let Some(before) = before else {
+            return decode(&[id]);
+        };
+        // Decoding a token alone would lose its leading space; as the difference of two texts it keeps it.
+        let (start, all) = (decode(&[before])?, decode(&[before, id])?);
+        Ok(all[common_prefix(&start, &all)..].to_owned())
     }
 
     /// Returns the rest, with U+FFFD for bytes that have become no character, and restarts the stream.
@@ -114,40 +235,118 @@ impl<'t> TextStream<'t> {
     /// # Errors
     /// As [`TextStream::push`].
     pub fn finish(&mut self) -> Result<String> {
-        let text = self.text_since_done()?;
-        self.ids.clear();
-        (self.context, self.done) = (0, 0);
-        Ok(text)
-    }
-
-    fn text_since_done(&self) -> Result<String> {
-        // Decoding a token alone would lose its leading space; as the difference of two texts it keeps
-        // it.
-        let before = self.decode(self.context, self.done)?;
-        let all = self.decode(self.context, self.ids.len())?;
-        // The text of a prefix is a prefix of the text, unless an incomplete character at its end has
-        // been completed. No incomplete character is returned, except at the end of a prompt.
-        match all.strip_prefix(&before) {
-            Some(new) => Ok(new.to_owned()),
-            None => {
-                let common = common_prefix(&before, &all);
-                Ok(all[common..].to_owned())
+        match &mut self.decoding {
+            Decoding::Growing(growing) => {
+                let tokenizer = self.tokenizer.get();
+                let text = growing.text_since_done(tokenizer, self.skip_special_tokens)?;
+                *growing = Growing::default();
+                Ok(text)
+            }
+            Decoding::Bytes(bytes) => {
+                let text = bytes.end();
+                *bytes = Bytes::default();
+                Ok(text)
             }
         }
     }
 
+    /// Returns a token as the vocabulary has it; `None` if it leaves no text.
+    fn text_of(&self, id: u32) -> Option<String> {
+        let tokenizer = self.tokenizer();
+        let token = tokenizer.id_to_token(id)?;
+        let is_special = tokenizer.get_added_vocabulary().is_special_token(&token);
+        (!self.skip_special_tokens || !is_special).then_some(token)
+    }
+
     /// Returns the tokenizer.
     pub(crate) fn tokenizer(&self) -> &Tokenizer {
-        match &self.tokenizer {
+        self.tokenizer.get()
+    }
+}
+
+impl Source<'_> {
+    fn get(&self) -> &Tokenizer {
+        match self {
             Source::Borrowed(tokenizer) => tokenizer,
             Source::Shared(tokenizer) => tokenizer,
         }
     }
+}
 
-    fn decode(&self, from: usize, to: usize) -> Result<String> {
-        self.tokenizer()
-            .decode(&self.ids[from..to], self.skip_special_tokens)
-            .map_err(Error::Tokenizer)
+impl Growing {
+    fn text_since_done(&self, tokenizer: &Tokenizer, skip_special_tokens: bool) -> Result<String> {
+        let decode = |to: usize| {
+            let text = tokenizer.decode(&self.ids[self.context..to], skip_special_tokens);
+            text.map_err(Error::Tokenizer)
+        };
+        // Decoding a token alone would lose its leading space; as the difference of two texts it keeps
+        // it.
+        let (before, all) = (decode(self.done)?, decode(self.ids.len())?);
+        // The text of a prefix is a prefix of the text, unless an incomplete character at its end has
+        // been completed. No incomplete character is returned, except at the end of a prompt.
+        Ok(all[common_prefix(&before, &all)..].to_owned())
+    }
+}
+
+impl Bytes {
+    /// Appends a byte; returns the characters that are certain now.
+    fn push(&mut self, byte: u8) -> String {
+        self.incomplete.push(byte);
+        let mut text = String::new();
+        loop {
+            let (valid, broken) = match std::str::from_utf8(&self.incomplete) {
+                Ok(valid) => (valid.len(), None),
+                Err(error) => (error.valid_up_to(), error.error_len()),
+            };
+            if valid > 0 {
+                let whole: Vec<u8> = self.incomplete.drain(..valid).collect();
+                text.push_str(&String::from_utf8_lossy(&whole));
+                self.is_of_prompt = false;
+            }
+            // Bytes that can become no character.
+            let Some(broken) = broken else {
+                return text;
+            };
+            self.incomplete.drain(..broken);
+            text.push_str(self.replacement());
+        }
+    }
+
+    /// Ends a run of bytes; returns U+FFFD for an incomplete character.
+    fn end(&mut self) -> String {
+        match std::mem::take(&mut self.incomplete).is_empty() {
+            true => String::new(),
+            false => self.replacement().to_owned(),
+        }
+    }
+
+    /// Returns U+FFFD, unless the prompt has it.
+    fn replacement(&mut self) -> &'static str {
+        match std::mem::take(&mut self.is_of_prompt) {
+            true => "",
+            false => "\u{fffd}",
+        }
+    }
+}
+
+/// Returns `true` if the tokenizer has a token for each byte that no other token covers.
+fn has_byte_tokens(tokenizer: &Tokenizer) -> bool {
+    fn decodes_bytes(decoder: &DecoderWrapper) -> bool {
+        match decoder {
+            DecoderWrapper::ByteFallback(_) => true,
+            DecoderWrapper::Sequence(sequence) => sequence.get_decoders().iter().any(decodes_bytes),
+            _ => false,
+        }
+    }
+    tokenizer.get_decoder().is_some_and(decodes_bytes)
+}
+
+/// Returns the byte for which a token like `<0xF0>` stands.
+fn byte_of(token: &str) -> Option<u8> {
+    let digits = token.strip_prefix("<0x")?.strip_suffix('>')?;
+    match digits.len() {
+        2 => u8::from_str_radix(digits, 16).ok(),
+        _ => None,
     }
 }
 

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use axum::extract::{Request as HttpRequest, State};
 use axum::response::Response;
-use overdrive_generation::{Completion, Request, TokenLogprobs};
+use overdrive_generation::{Completion, Request, TextStream, TokenLogprobs};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -160,8 +160,7 @@ fn echoed(shared: &Shared, text: Option<String>, ids: &[i64]) -> ApiResult<Strin
                 .iter()
                 .filter_map(|&id| u32::try_from(id).ok())
                 .collect();
-            let text = shared.model.tokenizer.decode(&ids, true);
-            Ok(text.map_err(overdrive_generation::Error::Tokenizer)?)
+            Ok(TextStream::decode(&shared.model.tokenizer, &ids, true)?)
         }
     }
 }

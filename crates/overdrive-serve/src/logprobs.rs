@@ -37,6 +37,24 @@ pub(crate) fn chat_entry(shared: &Shared, id: i64, logprobs: &TokenLogprobs) -> 
     own
 }
 
+/// Returns a token as the keys of completions have it. A token that is a part of a character is written as OpenAI does,
+/// with an escape for each of its bytes, so that different parts have different keys.
+fn key(bytes: &[u8]) -> String {
+    if let Ok(text) = std::str::from_utf8(bytes) {
+        return text.to_owned();
+    }
+    let escaped = bytes.iter().map(|byte| match byte {
+        b' '..=b'~' => char::from(*byte).to_string(),
+        byte => format!("\\x{byte:02x}"),
+    });
+    format!("bytes:{}", escaped.collect::<String>())
+}
+
+/// Returns the number of characters that begin in the bytes.
+fn characters(bytes: &[u8]) -> usize {
+    bytes.iter().filter(|byte| (**byte & 0xc0) != 0x80).count()
+}
+
 /// Returns the `logprobs` of a completion for some tokens; `offset`, the number of characters before them, is advanced.
 pub(crate) fn completion_object<'a>(
     shared: &Shared,
@@ -45,20 +63,41 @@ pub(crate) fn completion_object<'a>(
 ) -> Value {
     let (mut texts, mut values, mut tops, mut offsets) = (vec![], vec![], vec![], vec![]);
     for (id, logprobs) in tokens {
-        let (text, _) = token(shared, id);
+        let (_, bytes) = token(shared, id);
         let top = logprobs.top.iter().copied();
-        // The chosen token is always among them; equal texts of several tokens have the likeliest's value.
+        // The chosen token is always among them; several tokens with the same bytes have the likeliest's value.
         let mut object = Map::new();
         for (id, logprob) in top.chain([(id, logprobs.logprob)]) {
             object
-                .entry(token(shared, id).0)
+                .entry(key(&token(shared, id).1))
                 .or_insert_with(|| value(logprob));
         }
         offsets.push(*offset);
-        *offset += text.chars().count();
-        texts.push(text);
+        *offset += characters(&bytes);
+        texts.push(key(&bytes));
         values.push(value(logprobs.logprob));
         tops.push(object);
     }
     json!({"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets})
+}
+
+#[cfg(test)]
+mod tests {
+    use super::{characters, key};
+
+    #[test]
+    fn parts_of_characters_have_keys_with_their_bytes() {
+        assert_eq!(key("é a".as_bytes()), "é a");
+        assert_eq!(key(b"\xf0\x9f"), "bytes:\\xf0\\x9f");
+        assert_eq!(key(b"\x98"), "bytes:\\x98");
+        assert_eq!(key(b" a\xe2\n"), "bytes: a\\xe2\\x0a");
+        assert_eq!(key(b""), "");
+    }
+
+    #[test]
+    fn a_character_counts_where_it_begins() {
+        let crab = "a🦀b".as_bytes();
+        let counts: Vec<usize> = crab.chunks(2).map(characters).collect();
+        assert_eq!(counts, [2, 0, 1]);
+    }
 }

@@ -180,3 +180,48 @@ fn wrong_grammars_and_ends_are_refused_with_their_reason() {
     let error = constraint.advance(END).unwrap_err().to_string();
     assert!(error.contains("not complete"), "{error}");
 }
+
+#[test]
+fn a_schema_of_which_every_text_would_contain_another_is_refused_with_the_reference() {
+    let tokenizer = byte_tokenizer();
+    let vocabulary = vocabulary(&tokenizer);
+    for (schema, reference) in [
+        (json!({"$ref": "#"}), "#"),
+        (json!({"allOf": [{"type": "object"}, {"$ref": "#"}]}), "#"),
+        (json!({"anyOf": [{"$ref": "#"}]}), "#"),
+        (
+            json!({"$ref": "#/$defs/a", "$defs": {"a": {"$ref": "#/$defs/b"}, "b": {"$ref": "#/$defs/a"}}}),
+            "#/$defs/a",
+        ),
+        (
+            json!({"type": "object", "properties": {"next": {"$ref": "#"}}, "required": ["next"]}),
+            "#",
+        ),
+        (
+            json!({"type": "array", "items": {"$ref": "#"}, "minItems": 1}),
+            "#",
+        ),
+    ] {
+        let error = GrammarConstraint::json_schema(&vocabulary, &schema);
+        let error = error.unwrap_err().to_string();
+        let expected = format!(
+            "constraint: the JSON schema refers to itself without an end through {reference:?}"
+        );
+        assert!(error.starts_with(&expected), "{schema}: {error}");
+    }
+    for schema in [
+        json!({"type": "object", "properties": {"next": {"$ref": "#"}}}),
+        json!({"anyOf": [{"$ref": "#"}, {"type": "null"}]}),
+        json!({"type": "array", "items": {"$ref": "#"}}),
+        json!({
+            "$ref": "#/$defs/tree",
+            "$defs": {"tree": {"type": "object", "required": ["children", "left"], "properties": {
+                "children": {"type": "array", "items": {"$ref": "#/$defs/tree"}},
+                "left": {"anyOf": [{"type": "null"}, {"$ref": "#/$defs/tree"}]},
+            }}},
+        }),
+    ] {
+        let made = GrammarConstraint::json_schema(&vocabulary, &schema);
+        assert!(made.is_ok(), "{schema}: {made:?}");
+    }
+}

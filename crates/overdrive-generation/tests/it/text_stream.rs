@@ -5,6 +5,8 @@ use std::ops::ControlFlow;
 use crate::support::byte_tokenizer;
 use overdrive_generation::{FinishReason, GenerationConfig, TextStream, generate_text};
 use proptest::prelude::*;
+use proptest::test_runner::RngSeed;
+use serde_json::{Value, json};
 use tokenizers::Tokenizer;
 
 fn ids(tokenizer: &Tokenizer, text: &str) -> Vec<u32> {
@@ -135,4 +137,155 @@ proptest! {
             prop_assert_eq!(pieces, character.to_string());
         }
     }
+}
+
+/// Returns a tokenizer whose tokens are `words`, with one special token, `</s>`, behind them.
+fn tokenizer_of(words: &[String], decoder: &Value) -> Tokenizer {
+    let vocab: serde_json::Map<String, Value> = words
+        .iter()
+        .enumerate()
+        .map(|(id, word)| (word.clone(), id.into()))
+        .collect();
+    serde_json::from_value(json!({
+        "version": "1.0", "truncation": null, "padding": null, "normalizer": null,
+        "post_processor": null, "pre_tokenizer": null, "decoder": decoder,
+        "added_tokens": [{"id": words.len(), "content": "</s>", "single_word": false, "lstrip": false,
+            "rstrip": false, "normalized": false, "special": true}],
+        "model": {"type": "BPE", "dropout": null, "unk_token": null,
+            "continuing_subword_prefix": null, "end_of_word_suffix": null, "fuse_unk": false,
+            "byte_fallback": true, "vocab": vocab, "merges": []},
+    }))
+    .unwrap()
+}
+
+/// Returns a tokenizer of each kind of decoder, with the number of its tokens.
+fn every_kind() -> Vec<(&'static str, Tokenizer, u32)> {
+    let words = |list: &[&str]| {
+        list.iter()
+            .map(|word| (*word).to_owned())
+            .collect::<Vec<_>>()
+    };
+    let spaced = words(&["▁", "▁a", "b", "▁日", "é", "▁▁", ".", "▁it"]);
+    let bytes: Vec<String> = [
+        0xf0, 0x9f, 0x98, 0x80, 0xc3, 0xa9, 0x41, 0x20, 0xff, 0xe2, 0x82, 0xac,
+    ]
+    .map(|byte: u8| format!("<0x{byte:02X}>"))
+    .to_vec();
+    let with_bytes = [spaced.clone(), bytes].concat();
+    let replace = json!({"type": "Replace", "pattern": {"String": "▁"}, "content": " "});
+    let strip = json!({"type": "Strip", "content": " ", "start": 1, "stop": 0});
+    let sequence = |steps: &[Value]| json!({"type": "Sequence", "decoders": steps});
+    let (fallback, fuse) = (json!({"type": "ByteFallback"}), json!({"type": "Fuse"}));
+    let metaspace = |scheme: &str| json!({"type": "Metaspace", "replacement": "▁", "prepend_scheme": scheme, "split": true});
+    let llama = sequence(&[replace.clone(), fallback.clone(), fuse.clone(), strip]);
+    let gemma = sequence(&[replace, fallback.clone(), fuse]);
+    let pieces = words(&["a", "##b", "it", "'s", ".", "##é", "do", "n't"]);
+    let ends = words(&["a</w>", "b", "é</w>", "."]);
+    [
+        ("SentencePiece with a space in front", &with_bytes, llama),
+        ("SentencePiece without", &with_bytes, gemma),
+        (
+            "Metaspace and bytes",
+            &with_bytes,
+            sequence(&[fallback.clone(), metaspace("always")]),
+        ),
+        ("bytes alone", &with_bytes, fallback),
+        ("Metaspace", &spaced, metaspace("always")),
+        (
+            "Metaspace without a space in front",
+            &spaced,
+            metaspace("never"),
+        ),
+        (
+            "WordPiece",
+            &pieces,
+            json!({"type": "WordPiece", "prefix": "##", "cleanup": true}),
+        ),
+        (
+            "BPE with ends of words",
+            &ends,
+            json!({"type": "BPEDecoder", "suffix": "</w>"}),
+        ),
+        ("none", &spaced, Value::Null),
+    ]
+    .into_iter()
+    .map(|(name, words, decoder)| (name, tokenizer_of(words, &decoder), words.len() as u32 + 1))
+    .chain([("byte-level", byte_tokenizer(), 257)])
+    .collect()
+}
+
+fn streamed(stream: &mut TextStream<'_>, ids: &[u32]) -> String {
+    let mut text = String::new();
+    for id in ids {
+        text.push_str(&stream.push(*id).unwrap());
+    }
+    text + &stream.finish().unwrap()
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 400, rng_seed: RngSeed::Fixed(44), ..ProptestConfig::default() })]
+
+    #[test]
+    fn of_every_decoder_the_pieces_joined_are_the_text_decoded_at_once(
+        numbers in proptest::collection::vec(any::<u32>(), 0..24),
+        cut in 0usize..24,
+        skips in any::<bool>(),
+    ) {
+        for (name, tokenizer, size) in every_kind() {
+            let ids: Vec<u32> = numbers.iter().map(|number| number % size).collect();
+            let whole = TextStream::decode(&tokenizer, &ids, skips).unwrap();
+            let text = streamed(&mut TextStream::new(&tokenizer, skips), &ids);
+            prop_assert_eq!(&text, &whole, "{}: {:?}", name, ids);
+            // After a prompt, the rest of the text comes, and nothing of the prompt's own.
+            let (prompt, rest) = ids.split_at(cut.min(ids.len()));
+            let before = TextStream::decode(&tokenizer, prompt, skips).unwrap();
+            let text = streamed(&mut TextStream::new(&tokenizer, skips).with_prefix(prompt), rest);
+            let common: usize = before
+                .chars()
+                .zip(whole.chars())
+                .take_while(|(a, b)| a == b)
+                .map(|(a, _)| a.len_utf8())
+                .sum();
+            prop_assert_eq!(&text, &whole[common..], "{}: {:?} + {:?}", name, prompt, rest);
+        }
+    }
+
+    #[test]
+    fn where_bytes_are_whole_characters_the_text_is_that_of_the_tokenizers_crate(
+        texts in proptest::collection::vec(proptest::sample::select(vec!["😀", "é", "A", " ", "€", "▁a", "b", "▁", "</s>"]), 0..16),
+    ) {
+        for (name, tokenizer, _) in every_kind().into_iter().take(4) {
+            let ids: Vec<u32> = texts
+                .iter()
+                .flat_map(|text| match tokenizer.token_to_id(text) {
+                    Some(id) => vec![id],
+                    None => text
+                        .bytes()
+                        .map(|byte| tokenizer.token_to_id(&format!("<0x{byte:02X}>")).unwrap())
+                        .collect(),
+                })
+                .collect();
+            let want = tokenizer.decode(&ids, true).unwrap();
+            prop_assert_eq!(TextStream::decode(&tokenizer, &ids, true).unwrap(), want, "{}", name);
+        }
+    }
+}
+
+#[test]
+fn an_incomplete_character_after_whole_ones_is_one_replacement() {
+    let (_, tokenizer, _) = every_kind().remove(0);
+    let byte = |byte: u8| tokenizer.token_to_id(&format!("<0x{byte:02X}>")).unwrap();
+    let face = "😀".bytes().map(byte);
+    let ids: Vec<u32> = face.chain([byte(0xf0)]).collect();
+    let mut stream = TextStream::new(&tokenizer, true);
+    let pieces: Vec<String> = ids.iter().map(|&id| stream.push(id).unwrap()).collect();
+    assert_eq!(pieces, ["", "", "", "😀", ""]);
+    assert_eq!(stream.finish().unwrap(), "\u{fffd}");
+    // A prompt that ends in bytes leaves none of them to the continuation.
+    let mut stream = TextStream::new(&tokenizer, true).with_prefix(&ids[..4]);
+    assert_eq!(stream.push(byte(0xf0)).unwrap(), "");
+    assert_eq!(stream.finish().unwrap(), "\u{fffd}");
+    let mut stream = TextStream::new(&tokenizer, true).with_prefix(&ids[..2]);
+    assert_eq!(stream.push(ids[2]).unwrap(), "");
+    assert_eq!(stream.push(ids[3]).unwrap(), "😀");
 }

@@ -193,8 +193,31 @@ fn log_probabilities_are_those_of_the_model() {
         let token = logprobs["tokens"][index].as_str().unwrap();
         assert_eq!(top[token], logprobs["token_logprobs"][index]);
         assert_eq!(logprobs["text_offset"][index], offset);
-        offset += token.chars().count();
+        // A character counts where it begins.
+        let is_inner = ["8", "9", "a", "b"]
+            .iter()
+            .any(|x| token.starts_with(&format!("bytes:\\x{x}")));
+        offset += match token.starts_with("bytes:") {
+            true => usize::from(!is_inner),
+            false => token.chars().count(),
+        };
     }
+    // Most tokens of this tokenizer are parts of characters, and each has an entry of its own.
+    let many = json!({"prompt": "log", "max_tokens": 6, "temperature": 0, "logprobs": 20});
+    let answer = post(server.address, "/v1/completions", &many).json();
+    let tops = answer["choices"][0]["logprobs"]["top_logprobs"]
+        .as_array()
+        .unwrap();
+    let mut parts = 0;
+    for top in tops {
+        let top = top.as_object().unwrap();
+        assert_eq!(top.len(), 20);
+        parts += top
+            .keys()
+            .filter(|key| key.starts_with("bytes:\\x"))
+            .count();
+    }
+    assert!(parts > tops.len(), "{parts} parts of characters");
     let zero = json!({"prompt": "log", "max_tokens": 2, "temperature": 0, "logprobs": 0});
     let answer = post(server.address, "/v1/completions", &zero).json();
     let tops = &answer["choices"][0]["logprobs"]["top_logprobs"];
