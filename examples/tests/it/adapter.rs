@@ -98,6 +98,7 @@ fn an_adapter_is_merged_where_it_can_be_and_kept_elsewhere() {
             bf16: false,
             quantize: None,
             quantize_head: None,
+            batch_invariant: false,
         };
         let mut model = flags.load().unwrap();
         let got = logits(&model).to_device(want.device());
