@@ -125,8 +125,10 @@ fn a_batch_of_conversations_is_answered_after_the_warm_up() {
     let model = Loading::new();
     let template = ChatTemplate::new("{% for m in messages %}{{ m.content }}{% endfor %}").unwrap();
     let conversations = [vec![Message::user("hi")]];
-    let mut options = overdrive_generation::ChatBatchOptions::default();
-    options.engine = config();
+    let options = overdrive_generation::ChatBatchOptions {
+        engine: config(),
+        ..Default::default()
+    };
     let tokenizer = Arc::new(byte_tokenizer());
     let answers = chat_batch(
         &model,

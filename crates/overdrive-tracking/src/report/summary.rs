@@ -192,7 +192,10 @@ mod tests {
             phase_seconds: Some(seconds(0.5)),
             ..step(2, 2.0)
         };
-        assert_eq!(phases(&[on_gpu.clone()]), Some((seconds(0.21), 1)));
+        assert_eq!(
+            phases(std::slice::from_ref(&on_gpu)),
+            Some((seconds(0.21), 1))
+        );
         assert_eq!(phases(&[on_gpu, on_cpu]), Some((seconds(0.71), 2)));
     }
 
