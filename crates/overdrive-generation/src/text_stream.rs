@@ -118,8 +118,7 @@ impl<'t> TextStream<'t> {
     /// [`Error::Tokenizer`] if the tokenizer cannot decode.
     pub fn decode(tokenizer: &Tokenizer, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
         if !has_byte_tokens(tokenizer) {
-            let text = tokenizer.decode(ids, skip_special_tokens);
-            return text.map_err(Error::Tokenizer);
+            return decode_all(tokenizer, ids, skip_special_tokens);
         }
         let mut stream = TextStream::new(tokenizer, skip_special_tokens);
         let mut text = String::new();
@@ -252,10 +251,7 @@ impl<'t> TextStream<'t> {
 
     /// Returns a token as the vocabulary has it; `None` if it leaves no text.
     fn text_of(&self, id: u32) -> Option<String> {
-        let tokenizer = self.tokenizer();
-        let token = tokenizer.id_to_token(id)?;
-        let is_special = tokenizer.get_added_vocabulary().is_special_token(&token);
-        (!self.skip_special_tokens || !is_special).then_some(token)
+        token_of(self.tokenizer(), id, self.skip_special_tokens)
     }
 
     /// Returns the tokenizer.
@@ -275,10 +271,8 @@ impl Source<'_> {
 
 impl Growing {
     fn text_since_done(&self, tokenizer: &Tokenizer, skip_special_tokens: bool) -> Result<String> {
-        let decode = |to: usize| {
-            let text = tokenizer.decode(&self.ids[self.context..to], skip_special_tokens);
-            text.map_err(Error::Tokenizer)
-        };
+        let decode =
+            |to: usize| decode_all(tokenizer, &self.ids[self.context..to], skip_special_tokens);
         // Decoding a token alone would lose its leading space; as the difference of two texts it keeps
         // it.
         let (before, all) = (decode(self.done)?, decode(self.ids.len())?);
@@ -327,6 +321,25 @@ impl Bytes {
             false => "\u{fffd}",
         }
     }
+}
+
+/// Returns a token as the vocabulary has it; `None` if it leaves no text.
+fn token_of(tokenizer: &Tokenizer, id: u32, skip_special_tokens: bool) -> Option<String> {
+    let token = tokenizer.id_to_token(id)?;
+    let is_special = tokenizer.get_added_vocabulary().is_special_token(&token);
+    (!skip_special_tokens || !is_special).then_some(token)
+}
+
+/// Returns the text of all tokens at once.
+fn decode_all(tokenizer: &Tokenizer, ids: &[u32], skip_special_tokens: bool) -> Result<String> {
+    // The decoder of BPE with suffixes subtracts 1 from the number of tokens, which panics where overflow is checked
+    // (tokenizers 0.23.2).
+    let leaves_text = |id: &u32| token_of(tokenizer, *id, skip_special_tokens).is_some();
+    if !ids.iter().any(leaves_text) {
+        return Ok(String::new());
+    }
+    let text = tokenizer.decode(ids, skip_special_tokens);
+    text.map_err(Error::Tokenizer)
 }
 
 /// Returns `true` if the tokenizer has a token for each byte that no other token covers.

@@ -147,7 +147,7 @@ mod tests {
         ] {
             let environment = environment(&source).unwrap();
             let text = environment.get_template(NAME).unwrap().render(()).unwrap();
-            assert_eq!(text, "<1>\n\na\nb<2>\n\na\nb\n", "{source:?}");
+            assert_eq!(text, "<1>\n\na\nb<2>\n\na\nb", "{source:?}");
         }
     }
 

@@ -127,7 +127,6 @@ fn the_first_pass_is_made_before_the_prompts_and_changes_no_result() {
             vec![long],
             GenerationConfig {
                 num_beams: 2,
-                stop_strings: vec!["no such text".to_owned()],
                 min_new_tokens: 4,
                 ..greedy(6)
             },
