@@ -1,12 +1,11 @@
 //! Dequantization on the CPU: from codes to floats.
 
 use overdrive_kernels::InstructionSet;
-use overdrive_kernels::threads::run_jobs;
 use tch::{Device, Kind, Tensor};
 
 use crate::codec::code_book::Book;
 use crate::codec::floats::Float;
-use crate::codec::{blocks, fp8, grouped, int8, units_of_job};
+use crate::codec::{blocks, fp8, grouped, int8, run_jobs, units_of_job};
 use crate::kernel::four_bit::{Magnitudes, floats, of_blocks};
 use crate::tensors::{Fresh, bytes, elements, with_float};
 use crate::weight::Storage;

@@ -1,13 +1,12 @@
 //! Quantization of dense weights.
 
-use overdrive_kernels::threads::run_jobs;
 use tch::{Device, Kind, Tensor};
 
 use crate::codec::code_book::Book;
 use crate::codec::floats::Float;
 use crate::codec::grouped::{HALF_SCALES, Levels, RangeOf, RowMut};
 use crate::codec::not_finite::{FirstNotFinite, NotFinite};
-use crate::codec::{blocks, dynamic, fp8, grouped, int8, units_of_job};
+use crate::codec::{blocks, dynamic, fp8, grouped, int8, run_jobs, units_of_job};
 use crate::tensors::{Fresh, elements, with_float};
 use crate::weight::{Magnitudes, Storage};
 use crate::{

@@ -18,6 +18,7 @@
 //! an operation on registers across the switch: its result, if subnormal, is then kept instead of flushed. It changes no
 //! other result.
 
+use std::cell::Cell;
 use std::hint::black_box;
 use std::sync::atomic::{AtomicBool, Ordering};
 
@@ -41,6 +42,39 @@ use crate::threads::on_each_thread;
 pub fn flushing_denormals<R>(body: impl FnOnce() -> R) -> R {
     let _restores = Guard::new();
     // Else the compiler may compute a result that is in a register after the mode is restored.
+    black_box(body())
+}
+
+thread_local! {
+    /// `true` inside of [`keeping_denormals`].
+    static KEEPS: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Runs `body` without the mode on this thread, whatever [`flushing_denormals`] is called in it, and restores the mode that
+/// the thread had, also after a panic. It is for results that must have every bit of another library's, such as those of
+/// codecs.
+pub fn keeping_denormals<R>(body: impl FnOnce() -> R) -> R {
+    struct Restores {
+        removed: control::Word,
+        kept: bool,
+    }
+    impl Drop for Restores {
+        fn drop(&mut self) {
+            KEEPS.set(self.kept);
+            if self.removed != 0 {
+                control::write(control::read() | self.removed);
+            }
+        }
+    }
+    let before = control::read();
+    let removed = control::FLUSH & before;
+    if removed != 0 {
+        control::write(before & !removed);
+    }
+    let _restores = Restores {
+        removed,
+        kept: KEEPS.replace(true),
+    };
     black_box(body())
 }
 
@@ -101,7 +135,10 @@ impl Guard {
     #[inline(always)]
     fn new() -> Self {
         let before = control::read();
-        let added = control::FLUSH & !before;
+        let added = match KEEPS.get() {
+            true => 0,
+            false => control::FLUSH & !before,
+        };
         // Writing takes longer than reading, and kernels call each other.
         if added != 0 {
             control::write(before | added);

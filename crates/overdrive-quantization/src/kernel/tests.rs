@@ -37,7 +37,8 @@ proptest! {
 
 #[test]
 fn rows_of_zeros_tiny_and_bad_numbers_quantize() {
-    for (x, scale) in [(0.0_f32, 0.0), (1e-42, 1e-42 / 127.0)] {
+    // Subnormal activations are zero in kernels.
+    for (x, scale) in [(0.0_f32, 0.0), (1e-42, 0.0)] {
         let rows = Int8Rows::quantize(&[x; 10], 10);
         assert_eq!((rows.scales[0], rows.sums[0]), (scale, 0));
     }
