@@ -215,7 +215,7 @@ fn renamed<'a>(
 ) -> Result<Views<'a>> {
     let prefix = config.prefix();
     let prefixed = views.keys().any(|name| name.starts_with(prefix));
-    let mut own = Views::new();
+    let (mut own, mut copies) = (Views::new(), Vec::new());
     // A `HashMap` has no order, and of two tensors the same one must be used at every run.
     let mut views: Vec<(String, StoredTensor<'a>)> = views.into_iter().collect();
     views.sort_by(|(one, _), (other, _)| one.cmp(other));
@@ -230,10 +230,14 @@ fn renamed<'a>(
             Some(other) => (other, Some(view)),
             None => (view, None),
         };
-        if let Some(copy) = copy {
-            unused.compare(&copy, &used)?;
-        }
+        copies.extend(copy.map(|copy| (wanted.clone(), copy)));
         own.insert(wanted, used);
+    }
+    // With the tensor that is used in the end.
+    for (wanted, copy) in &copies {
+        if let Some(used) = own.get(wanted) {
+            unused.compare(copy, used)?;
+        }
     }
     Ok(own)
 }
