@@ -14,10 +14,10 @@ static STATE: AtomicU8 = AtomicU8::new(UNSET);
 ///
 /// By default a kernel adds the terms of a row in the order that is fastest for the number of rows, so that results differ in
 /// their last bits: a sequence that is decoded alone and one that is decoded beside others, or whose prompt is read in
-/// chunks of another size, may differ in a token. What is computed does not depend on the rows in any case: weights of 4 bits,
-/// or of 8 bits in groups, are multiplied in the same integers, and in the same order too. The switch also fixes the
-/// order in attention, in dense matmuls that are not recorded for gradients, and with weights of 8 bits, at the cost of speed in
-/// prefill (`vLLM`'s `VLLM_BATCH_INVARIANT`).
+/// chunks of another size, may differ in a token. Weights of 4 bits, or of 8 bits in groups, are multiplied in the same integers
+/// in any case, and where these are bytes in the same order too. The switch also fixes the order where they are words, in
+/// attention, in dense matmuls that are not recorded for gradients, and with 8 bits by row, at the cost of speed in prefill
+/// (vLLM's `VLLM_BATCH_INVARIANT`).
 ///
 /// The environment variable `OVERDRIVE_BATCH_INVARIANT=1` sets it where no call does.
 ///

@@ -113,7 +113,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
 /// The memory around an allocation that fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Around {
-    /// What the first work has allocated and keeps, such as the work space of a library.
+    /// The bytes that the first work has allocated and keeps, such as the workspace of a library.
     pub kept_by_work: u64,
     /// The allocated bytes after that work.
     pub before: u64,

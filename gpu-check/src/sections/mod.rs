@@ -70,7 +70,7 @@ impl Target {
     }
 }
 
-/// What a section is for.
+/// The purpose of a section.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
     /// It shows whether something is wrong.
@@ -97,7 +97,7 @@ pub struct Section {
     pub name: &'static str,
     /// A description.
     pub about: &'static str,
-    /// What it is for.
+    /// The purpose of the section.
     pub kind: Kind,
     /// The time in seconds that it always gets: somewhat more than it took on an H200.
     planned_seconds: u64,

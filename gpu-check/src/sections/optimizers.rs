@@ -202,7 +202,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
 /// The parameters and gradients of a comparison.
 #[derive(Debug, Clone, Copy)]
 pub struct Inputs {
-    /// Whether gradients are drawn, and so of full rank; else they are waves, whose rank is 2.
+    /// `true` if gradients are drawn, and so of full rank; else they are waves, whose rank is 2.
     is_drawn: bool,
     /// The size of the parameters.
     scale: f64,

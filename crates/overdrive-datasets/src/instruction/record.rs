@@ -182,7 +182,7 @@ pub(super) fn task_message(instruction: &str, input: &str) -> String {
     }
 }
 
-/// What may stand beside the messages, the question or the instruction of a record.
+/// The keys that may stand beside the messages, the question or the instruction of a record.
 struct Context {
     system: Option<String>,
     history: Vec<(String, String)>,
