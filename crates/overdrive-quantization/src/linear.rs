@@ -58,10 +58,13 @@ pub fn joint_linear(
 ) -> Result<Tensor> {
     check(x, weights, biases)?;
     let compute = compute_kind(x);
-    let differentiated = is_grad_enabled()
+    let recording = is_grad_enabled();
+    let differentiated = recording
         && (x.requires_grad() || biases.iter().flatten().any(|bias| bias.requires_grad()));
     if !differentiated {
-        return forward(x, weights, biases, compute, false);
+        // The first layer of a model in training has an input without a gradient, and must not round where the layers
+        // after it do not.
+        return forward(x, weights, biases, compute, recording);
     }
     let function = Linear {
         weights: weights
@@ -115,7 +118,7 @@ pub fn joint_linear_into(
     cpu::forward_into(x, width, layers, y)
 }
 
-/// Returns the result without recording it; `recording` is `true` if it is part of an autograd graph.
+/// Returns the result without recording it; `recording` is `true` if gradients are enabled.
 fn forward(
     x: &Tensor,
     weights: &[&QuantizedWeight],

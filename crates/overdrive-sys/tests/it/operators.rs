@@ -190,13 +190,13 @@ fn unscale_finds_infinities_and_nans_and_leaves_finite_gradients_scaled() {
 
 #[test]
 fn tensors_and_lists_come_back_with_one_owner_each() {
-    // Ten thousand round trips through the shim: a handle lost on each would show here and in
-    // valgrind, a handle freed twice would crash.
+    // A hundred thousand round trips through the shim: a handle lost on each would show here and in valgrind, a handle
+    // freed twice would crash.
     let x = Tensor::ones([1024], F32);
     let before = overdrive_sys::memory::stats(Device::Cpu)
         .unwrap()
         .allocated_bytes;
-    for _ in 0..10_000 {
+    for _ in 0..100_000 {
         let out = call(
             "aten::split",
             "Tensor",
@@ -210,9 +210,9 @@ fn tensors_and_lists_come_back_with_one_owner_each() {
     let after = overdrive_sys::memory::stats(Device::Cpu)
         .unwrap()
         .allocated_bytes;
-    // Other tests run beside this one; ten thousand lost results would be 20 MB.
+    // Other tests run beside this one, some with tensors of megabytes; the lost results would be 200 MB.
     assert!(
-        after < before + (4 << 20),
+        after < before + (100 << 20),
         "{before} bytes before, {after} after"
     );
 }
