@@ -65,7 +65,8 @@ fn main() -> ExitCode {
 
 /// Searches, prints the grid, and writes the results.
 pub(crate) fn tune(flags: &Flags, trials: &Trials) -> Result<Tuning> {
-    let mut arguments = flags.train.resolve_with_notes(|note| print_line(note))?;
+    let (mut arguments, notes) = flags.train.resolve_with_notes()?;
+    notes.iter().for_each(print_line);
     let inputs = arguments
         .tokenizer
         .as_deref()

@@ -4,10 +4,8 @@ use anyhow::Result;
 use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::quantization::{InputCollector, Moments, observe_inputs};
-use overdrive::trainer::{TextData, TrainingArguments};
+use overdrive::trainer::{TextData, TrainingArguments, evaluate};
 use overdrive::transformer::{CausalLm, ForwardInput};
-
-use crate::training::evaluate;
 
 /// Text in windows of a model's context, split into training and measurement data.
 #[derive(Debug)]

@@ -18,7 +18,7 @@ use overdrive::quantization::{
 };
 use overdrive::trainer::{TextData, TrainingArguments};
 use overdrive::transformer::{CausalLm, ForwardInput, LoadOptions, QuantizeOptions};
-use overdrive_examples::training::evaluate;
+use overdrive::trainer::evaluate;
 use tch::Device;
 
 /// The number of training windows that calibration reads.

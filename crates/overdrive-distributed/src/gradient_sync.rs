@@ -67,6 +67,25 @@ impl GradientSync for &DistributedDataParallel {
     }
 }
 
+/// As for a reference, for an accumulator that owns the wrapper.
+impl GradientSync for DistributedDataParallel {
+    fn world_size(&self) -> u64 {
+        (&self).world_size()
+    }
+
+    fn sum_count(&mut self, count: u64) -> std::result::Result<u64, SyncError> {
+        (&*self).sum_count(count)
+    }
+
+    fn before_backward(&mut self, loss: &Tensor, last: bool) -> std::result::Result<(), SyncError> {
+        (&*self).before_backward(loss, last)
+    }
+
+    fn synchronize(&mut self, parameters: &[Tensor]) -> std::result::Result<(), SyncError> {
+        (&*self).synchronize(parameters)
+    }
+}
+
 /// Averages gradients that no backward reduced, because the window ended before its last micro-batch.
 fn average(ddp: &DistributedDataParallel) -> Result<()> {
     let group = ddp.group();

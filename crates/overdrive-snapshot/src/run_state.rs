@@ -1,7 +1,9 @@
 //! The registry of the state that a run saves and restores.
 
+use std::cell::RefCell;
 use std::collections::{BTreeMap, BTreeSet};
 use std::fmt;
+use std::rc::Rc;
 
 use overdrive_optim::{StateDict, StateError, Stateful};
 use serde::de::DeserializeOwned;
@@ -112,6 +114,19 @@ impl<T: Serialize + DeserializeOwned> Stateful for Json<'_, T> {
     }
 }
 
+/// A value that others hold too.
+struct Shared(Rc<RefCell<dyn Stateful>>);
+
+impl Stateful for Shared {
+    fn state_dict(&self) -> std::result::Result<StateDict, StateError> {
+        self.0.try_borrow()?.state_dict()
+    }
+
+    fn load_state_dict(&mut self, state: &StateDict) -> std::result::Result<(), StateError> {
+        self.0.try_borrow_mut()?.load_state_dict(state)
+    }
+}
+
 /// A state that has been taken already, and the function that loads one.
 struct WithLoad<T, F> {
     state: T,
@@ -179,6 +194,11 @@ impl<'a> RunState<'a> {
     /// Registers a plain value, serialized as JSON: counters, options.
     pub fn value<T: Serialize + DeserializeOwned>(self, name: &str, value: &'a mut T) -> Self {
         self.entry(name, Scope::Run, Value::Owned(Box::new(Json(value))))
+    }
+
+    /// Registers a value that the program and the run share.
+    pub fn shared(self, name: &str, value: Rc<RefCell<dyn Stateful>>) -> Self {
+        self.entry(name, Scope::Run, Value::Owned(Box::new(Shared(value))))
     }
 
     /// Registers a value by its state and by the function that loads a state, for types that do not implement

@@ -1,12 +1,19 @@
 //! The micro-batch that fits into the memory, by the estimate.
 
+use std::error::Error as StdError;
+use std::iter::successors;
+
 use overdrive_accumulation::BatchPlan;
 use overdrive_distributed::ProcessGroup;
 use overdrive_precision::Precision;
 use overdrive_profiling::{DecoderShape, free_memory};
+use overdrive_snapshot::Snapshot;
+use overdrive_sys::{is_out_of_memory, memory};
 use tch::Device;
 
-use crate::{Error, FinetuneArguments, Result, TrainingArguments};
+use crate::{
+    Error, FinetuneArguments, ResumeFromCheckpoint, Result, RunFolder, TrainingArguments,
+};
 
 /// The fraction of the free memory that an automatic choice uses: the estimate counts tensors only, and is up to 15%
 /// off in either direction.
@@ -105,6 +112,50 @@ impl TrainingArguments {
         })
     }
 
+    /// Makes a further attempt continue the run in its folder, which is open now (`auto_find_batch_size`).
+    pub fn continue_in(&mut self, folder: &RunFolder) {
+        self.output_dir = Some(folder.root().to_owned());
+        if !self.auto_find_batch_size {
+            return;
+        }
+        self.overwrite_output_dir = false;
+        // No change for this attempt: the folder of a new run has no snapshot yet.
+        if !matches!(
+            self.resume_from_checkpoint,
+            Some(ResumeFromCheckpoint::Folder(_))
+        ) {
+            self.resume_from_checkpoint = Some(ResumeFromCheckpoint::Latest(true));
+        }
+    }
+
+    /// Prepares another attempt after `error`, if memory ran out and `auto_find_batch_size` is set: micro-batches of at
+    /// most half the size, which continue the run in its folder. Returns `false` if there is none.
+    fn retry(
+        &mut self,
+        group: &ProcessGroup,
+        error: &(dyn StdError + 'static),
+        say: &mut dyn FnMut(&str),
+    ) -> Result<bool> {
+        // Memory may have run out on one process only, while the others wait for it.
+        let searches = self.auto_find_batch_size && group.world_size() == 1;
+        if !searches || !is_out_of_memory(error) || !self.halve_batch(1)? {
+            return Ok(false);
+        }
+        // A snapshot that was named, perhaps of another run, is the last one until this run has saved its own.
+        if let (Some(root), Some(ResumeFromCheckpoint::Folder(_))) =
+            (&self.output_dir, &self.resume_from_checkpoint)
+            && !Snapshot::list(root)?.is_empty()
+        {
+            self.resume_from_checkpoint = Some(ResumeFromCheckpoint::Latest(true));
+        }
+        let batch = self.batch_plan(1)?;
+        say(&format!(
+            "            memory ran out; again with {batch}, from the last snapshot if there is one"
+        ));
+        memory::empty_cache(self.device(group))?;
+        Ok(true)
+    }
+
     /// Sets the next smaller division of the same effective batch, with a micro-batch of at most half, after memory ran
     /// out. Returns `false` if the micro-batch is 1.
     ///
@@ -163,6 +214,58 @@ impl FinetuneArguments {
         let largest = self.training.batch_plan(group.world_size())?;
         let plan = largest_that_fits(largest, limit, step)?;
         Ok(plan.and_then(|plan| self.training.take_smaller(plan)))
+    }
+}
+
+/// Calls `train` with `arguments`, as Accelerate's `find_executable_batch_size` does: after memory ran out, and if
+/// `auto_find_batch_size` is set, again with micro-batches of at most half the size, which continue the run in its folder.
+/// An error that lost processes have caused names them.
+///
+/// `train` gets `say`, for its own lines, and calls [`TrainingArguments::continue_in`] when the folder of the run is open.
+///
+/// # Errors
+/// The error of `train`.
+pub fn find_executable_batch_size<A, T, E>(
+    arguments: &mut A,
+    group: &ProcessGroup,
+    mut say: impl FnMut(&str),
+    mut train: impl FnMut(&mut A, &mut dyn FnMut(&str)) -> std::result::Result<T, E>,
+) -> std::result::Result<T, E>
+where
+    A: AsMut<TrainingArguments>,
+    E: From<Error> + AsRef<dyn StdError + Send + Sync>,
+{
+    loop {
+        let error = match train(arguments, &mut say) {
+            Ok(trained) => return Ok(trained),
+            Err(error) => error,
+        };
+        let cause: &(dyn StdError + 'static) = error.as_ref();
+        if !arguments.as_mut().retry(group, cause, &mut say)? {
+            let named = successors(Some(cause), |&cause| cause.source()).any(names_lost_ranks);
+            return Err(match group.explain(cause) {
+                Some(explained) if !named => Error::from(explained).into(),
+                _ => error,
+            });
+        }
+    }
+}
+
+/// Returns `true` for an error that names the lost processes itself.
+fn names_lost_ranks(error: &(dyn StdError + 'static)) -> bool {
+    error.is::<overdrive_distributed::Error>()
+        || matches!(error.downcast_ref(), Some(Error::Distributed(_)))
+}
+
+impl AsMut<TrainingArguments> for TrainingArguments {
+    fn as_mut(&mut self) -> &mut TrainingArguments {
+        self
+    }
+}
+
+impl AsMut<TrainingArguments> for FinetuneArguments {
+    fn as_mut(&mut self) -> &mut TrainingArguments {
+        &mut self.training
     }
 }
 

@@ -10,25 +10,8 @@ const STEPS: u64 = 5;
 const SOON: f64 = 20.0;
 
 /// The time of an epoch and of the run, which is known after the first steps of a process.
-///
-/// ```
-/// use std::time::Instant;
-///
-/// use overdrive_trainer::{DurationEstimate, Preset};
-///
-/// let plan = Preset::Tiny.arguments().plan(1000)?;
-/// let mut estimate = DurationEstimate::new(&plan);
-/// let began = Instant::now();
-/// for step in 1..=plan.total_steps {
-///     // … train; on a GPU `elapsed_seconds` of a `StepRecord` is the moment at which it had finished the step …
-///     if let Some(line) = estimate.after_step(step, began.elapsed().as_secs_f64()) {
-///         println!("{line}"); // once, after the sixth step
-///     }
-/// }
-/// # Ok::<(), overdrive_trainer::Error>(())
-/// ```
 #[derive(Debug)]
-pub struct DurationEstimate {
+pub(crate) struct DurationEstimate {
     steps_per_epoch: u64,
     total_steps: u64,
     evaluates: bool,
@@ -39,7 +22,7 @@ pub struct DurationEstimate {
 
 impl DurationEstimate {
     /// Creates the estimate of a run.
-    pub fn new(plan: &TrainingPlan) -> Self {
+    pub(crate) fn new(plan: &TrainingPlan) -> Self {
         Self {
             steps_per_epoch: plan.steps_per_epoch,
             total_steps: plan.total_steps,
@@ -52,7 +35,7 @@ impl DurationEstimate {
     /// Takes the moment at which a step (counted from 1) was finished, in seconds since any beginning. Returns the line
     /// about the durations after the step at which it is due: when five steps after the first of this process, or 20
     /// seconds of them, are measured. A run that is almost over by then has none.
-    pub fn after_step(&mut self, step: u64, elapsed_seconds: f64) -> Option<String> {
+    pub(crate) fn after_step(&mut self, step: u64, elapsed_seconds: f64) -> Option<String> {
         if self.is_reported {
             return None;
         }

@@ -170,13 +170,21 @@ pub enum Error {
     #[error(transparent)]
     Tracking(#[from] overdrive_tracking::Error),
 
-    /// A chat template could not be read.
+    /// A chat template could not be read, or no text generated.
     #[error(transparent)]
     Generation(#[from] overdrive_generation::Error),
 
     /// The options of the adapters contradict each other.
     #[error(transparent)]
     Adapters(#[from] overdrive_lora::Error),
+
+    /// A model could not be made, loaded, run or written.
+    #[error(transparent)]
+    Model(#[from] overdrive_transformer::Error),
+
+    /// Gradients could not be accumulated.
+    #[error(transparent)]
+    Accumulation(#[from] overdrive_accumulation::Error),
 
     /// The precision could not be set.
     #[error(transparent)]

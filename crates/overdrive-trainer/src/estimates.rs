@@ -80,14 +80,15 @@ impl TrainingArguments {
         plan
     }
 
-    /// Returns a recorder of the steps on `devices` devices like `device`, with the FLOPs of the model and the
-    /// peak of the device in `precision`. On a CPU the peak is measured, which takes a fraction of a second.
+    /// Returns a recorder of the steps on `devices` devices like `device`. If the FLOPs of the `model` are known, it
+    /// records the MFU, with the peak of the device in `precision`. On a CPU the peak is measured, which takes a fraction
+    /// of a second.
     ///
     /// # Errors
     /// An error of the measurement.
     pub fn new_recorder(
         &self,
-        model: ModelFlops,
+        model: Option<ModelFlops>,
         precision: Precision,
         device: Device,
         devices: usize,
@@ -99,11 +100,11 @@ impl TrainingArguments {
         };
         Ok(StepRecorder::new(StepRecorderConfig {
             device,
-            model: Some(ModelFlops {
+            peak_flops: model.map(|_| PeakFlops::of(device, kind)).transpose()?,
+            model: model.map(|model| ModelFlops {
                 sequence_length: self.context_length,
                 ..model
             }),
-            peak_flops: Some(PeakFlops::of(device, kind)?),
             devices,
             ..StepRecorderConfig::default()
         })?)

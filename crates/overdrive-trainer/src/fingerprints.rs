@@ -194,6 +194,17 @@ impl TrainingArguments {
     }
 }
 
+impl TrainingArguments {
+    /// Returns the fingerprints of a run whose data and model are the program's own, and compares them as
+    /// [`TextData::fingerprints`] does: those of the arguments that determine the order of the data.
+    ///
+    /// # Errors
+    /// Those of [`TextData::fingerprints`].
+    pub(crate) fn fingerprints(&self, group: &ProcessGroup) -> Result<Fingerprints> {
+        self.order_fingerprints()?.compared(group, self)
+    }
+}
+
 impl TextData {
     /// Returns the fingerprints of a run on this data, and compares them with those of the other processes and of
     /// the run that is resumed: each process of `group` calls it before the folder of the run is opened.

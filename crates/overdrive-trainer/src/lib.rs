@@ -69,12 +69,15 @@ mod finetune;
 mod fingerprints;
 mod interrupt;
 mod keys;
+mod language_model;
 mod model_arguments;
 mod parallel;
 mod plan;
 mod precision;
 mod preset;
+mod program;
 mod recommended;
+mod run;
 mod run_folder;
 mod save_arguments;
 mod snapshots;
@@ -86,24 +89,29 @@ mod tokenize;
 mod training_arguments;
 mod tuning;
 mod validate;
+mod warnings;
 
-pub use batch_fit::usable_memory;
+pub use batch_fit::{find_executable_batch_size, usable_memory};
 pub use batch_loader::BatchFill;
 pub use check::{Finding, MachineFacts, RunCheck, Severity};
 pub use config_format::ConfigFormat;
 pub use config_layers::{Configuration, Layers};
 pub use data_arguments::{SampleBy, SequenceMode};
-pub use duration_estimate::DurationEstimate;
 pub use error::{Error, Result};
 pub use evaluation::Evaluation;
 pub use execution_arguments::GradientCheckpointingArguments;
 pub use finetune::{
-    ComputeDtype, FinetuneArguments, InstructionData, Quant4Type, TargetModulesArgument,
-    TemplateFormat,
+    ComputeDtype, FinetuneArguments, FinetuneMethod, FinetuneModel, FinetuneResults, FinetuneTask, Finetuned,
+    InstructionData, MethodComparison, Quant4Type, TargetModulesArgument, TemplateFormat,
+    TrainingMemory,
 };
 pub use fingerprints::Fingerprints;
 pub use interrupt::Interrupt;
 pub use keys::ConfigArgs;
+pub use language_model::{
+    TrainingResults, batch_loss, decoder_shape, describe_model, evaluate, model_flops, new_model,
+    snapshot_files, write_results,
+};
 pub use model_arguments::ModelArguments;
 pub use parallel::{DataShard, DdpBackend};
 pub use plan::TrainingPlan;
@@ -112,9 +120,11 @@ pub use recommended::{
     Attention, DEVICES, DeviceFacts, DeviceKind, MODELS, ModelSize, RecommendedSettings, Task,
     TrainedWeights,
 };
+pub use program::{RunEnd, exit, exit_or_resume, print_line};
+pub use run::{Done, MicroBatch, RunBuilder, RunSummary, TrainingRun};
 pub use run_folder::RunFolder;
 pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};
-pub use snapshots::{BestModel, load_best, loader_totals};
+pub use snapshots::BestModel;
 pub use text_data::TextData;
 pub use tokenize::tokenize;
 pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};

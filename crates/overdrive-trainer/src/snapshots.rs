@@ -151,7 +151,7 @@ impl std::fmt::Display for BestModel {
 ///
 /// # Errors
 /// An error if the snapshot is damaged or of another model, or a process is lost.
-pub fn load_best(
+pub(crate) fn load_best(
     arguments: &TrainingArguments,
     snapshots: &SnapshotManager,
     group: &ProcessGroup,
@@ -188,7 +188,7 @@ pub fn load_best(
 }
 
 /// Returns the counters of a loader, for [`overdrive_profiling::StepRecorder::loader`].
-pub fn loader_totals<B: OnDevice>(loader: &DeviceLoader<B>) -> LoaderTotals {
+pub(crate) fn loader_totals<B: OnDevice>(loader: &DeviceLoader<B>) -> LoaderTotals {
     let stats = loader.stats();
     LoaderTotals {
         batches: stats.batches,

@@ -9,13 +9,13 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::tracking::{JsonLines, Trackers, read_metrics};
 use overdrive::trainer::{
-    Evaluation, ModelArguments, SampleBy, SequenceMode, TextData, TrainingArguments,
+    Evaluation, ModelArguments, RunSummary, SampleBy, SequenceMode, TextData, TrainingArguments,
+    TrainingRun, evaluate, new_model,
 };
-use overdrive_examples::training::{Summary, evaluate, new_model};
 use tch::{Device, Tensor};
 
 use crate::alone;
-use crate::finetune_example::train::Training;
+use crate::fit;
 
 fn text(number: usize) -> String {
     let words = "the quick brown fox jumps over the lazy dog, says document ";
@@ -84,23 +84,17 @@ fn error(folder: &Path, arguments: &TrainingArguments) -> String {
     error.replace(&format!("{}/", folder.display()), "")
 }
 
-fn train(folder: &Path, arguments: &TrainingArguments) -> Summary {
+fn train(folder: &Path, arguments: &TrainingArguments) -> RunSummary {
     let (data, _) = prepare(folder, arguments).unwrap();
     arguments.apply().unwrap();
     let mut model = new_model(arguments, &data, Device::Cpu).unwrap();
     let group = ProcessGroup::single();
-    let training = Training {
-        arguments,
-        group: &group,
-        precision: Precision::Fp32,
-        folder: None,
-        files: Vec::new(),
-        fingerprints: data.fingerprints(arguments, &group).unwrap(),
-        parameters: model.named_parameters(),
-        trackers: Trackers::new().with(JsonLines::create(folder.join("metrics.jsonl")).unwrap()),
-    };
+    let run = TrainingRun::builder(arguments, &group)
+        .precision(Precision::Fp32)
+        .fingerprints(data.fingerprints(arguments, &group).unwrap())
+        .track(Trackers::new().with(JsonLines::create(folder.join("metrics.jsonl")).unwrap()));
     let loader = data.train_loader(arguments, Device::Cpu).unwrap();
-    let trained = training.fit(&mut model, loader, &mut |model| {
+    let trained = fit::fit(run, &mut model, loader, &mut |model| {
         let batches = data.validation_loader(arguments, Device::Cpu)?;
         let loss = evaluate(model, batches, Precision::Fp32, &group)?;
         Ok(Evaluation::new(loss, None))

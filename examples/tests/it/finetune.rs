@@ -10,14 +10,13 @@ use overdrive::generation::{ChatTemplate, Message, ModelFiles};
 use overdrive::lora::{LoadAdapterOptions, load_adapter};
 use overdrive::tracking::read_metrics;
 use overdrive::trainer::{
-    FinetuneArguments, InstructionData, IntervalStrategy, Layers, Quant4Type, ResumeFromCheckpoint,
-    TargetModulesArgument,
+    FinetuneArguments, FinetuneMethod, FinetuneResults, InstructionData, IntervalStrategy, Layers,
+    Quant4Type, ResumeFromCheckpoint, TargetModulesArgument,
 };
 use overdrive::transformer::{
     CausalLm, ForwardInput, InitOptions, LabelShift, LlamaConfig, LoadOptions, ModelConfig,
     SaveOptions,
 };
-use overdrive_examples::finetuning::{FinetuneResults, Method};
 use tch::{Device, Kind, Tensor};
 
 use crate::alone;
@@ -26,7 +25,8 @@ use crate::finetune_example::compare;
 /// Fine-tunes as the example does.
 fn finetune(arguments: &FinetuneArguments, say: impl FnMut(&str)) -> Result<FinetuneResults> {
     let group = ProcessGroup::single();
-    crate::finetune_example::finetune(arguments, &group, true, say)?.write()
+    let tuned = crate::finetune_example::finetune(arguments, &group, true, say)?;
+    Ok(tuned.write("base")?.unwrap())
 }
 
 fn tokenizer() -> PathBuf {
@@ -102,7 +102,7 @@ fn the_loss_curve_of_qlora_is_within_two_percent_of_loras() {
     let difference = comparison.curve_difference().unwrap();
     assert!(difference < 0.02, "{difference}");
     let losses = |index: usize| &comparison.rows[index].2.losses;
-    for (index, method) in Method::ALL.into_iter().enumerate() {
+    for (index, method) in FinetuneMethod::ALL.into_iter().enumerate() {
         assert_eq!(comparison.rows[index].0, method);
         assert!(
             losses(index)[39] < 0.9 * losses(index)[0],

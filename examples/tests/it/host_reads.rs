@@ -1,13 +1,15 @@
 //! The host waits for the device only where a line of the log is due.
 
-use overdrive::accumulation::{GradientAccumulator, Window};
-use overdrive::datasets::{RowLayout, TokenizedExample, collate};
+use overdrive::datasets::{
+    Batch, DataLoader, DataLoaderOptions, DeviceLoader, RowLayout, TokenizedExample, collate,
+};
 use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::profiling::HostReads;
-use overdrive::trainer::{ModelArguments, OptimizerName, TrainingArguments};
+use overdrive::trainer::{
+    ModelArguments, OptimizerName, TrainingArguments, TrainingRun, batch_loss,
+};
 use overdrive::transformer::{CausalLm, InitOptions, ModelConfig};
-use overdrive_examples::training::{StepTotals, batch_loss, shared};
 use tch::Device;
 
 use crate::alone;
@@ -21,18 +23,6 @@ fn reads(arguments: &TrainingArguments, precision: Precision, layout: RowLayout)
     model.set_requires_grad(true).unwrap();
     model.set_execution(arguments.execution());
     model.set_training(true).unwrap();
-    let plan = arguments.plan(100).unwrap();
-    let parameters = model.named_parameters();
-    let ddp = arguments
-        .data_parallel(&group, shared(&parameters))
-        .unwrap();
-    let mut accumulator = GradientAccumulator::with_sync(arguments.accumulation(), &ddp).unwrap();
-    let mut optimizer = arguments
-        .new_optimizer(&group, shared(&parameters))
-        .unwrap();
-    let mut scheduler = arguments.new_scheduler(&plan, &mut optimizer).unwrap();
-    let mut ema = arguments.new_ema(shared(&parameters)).unwrap();
-    let mut scaler = precision.new_scaler().unwrap();
     let rows = [7, 12, 12, 5].map(|length| {
         // Half of the labels are ignored, so that the loss leaves rows out.
         let tokens = (0..length).map(|token| token % 64).collect::<Vec<i64>>();
@@ -40,33 +30,39 @@ fn reads(arguments: &TrainingArguments, precision: Precision, layout: RowLayout)
         row.labels[..4].fill(-100);
         row
     });
-    let mut found = Vec::new();
-    for step in 0..3 {
-        let window = [0..2, 2..4].map(|range| collate(&rows[range], layout).unwrap());
-        // From the third step on, states and caches exist.
-        let counted = (step == 2).then(|| HostReads::of(Device::Cpu));
-        let counts = window.iter().map(|batch| batch.label_count as u64);
-        accumulator.open(Window::new(counts)).unwrap();
-        for batch in &window {
-            let loss = precision
-                .autocast(Device::Cpu, || batch_loss(&model, batch))
-                .unwrap()
-                .unwrap();
-            let labels = batch.label_count as u64;
-            accumulator
-                .backward(&loss.sum, labels, scaler.as_mut())
-                .unwrap();
-        }
-        let stepped = accumulator.step(&mut optimizer, scaler.as_mut()).unwrap();
-        scheduler.step(&mut optimizer).unwrap();
-        if let Some(ema) = &mut ema {
-            ema.update().unwrap();
-        }
-        StepTotals::over(&group, &window, &stepped, false).unwrap();
-        found = counted.map(|reads| reads.names()).unwrap_or_default();
-        assert!(stepped.loss().unwrap().is_finite());
+    let options = DataLoaderOptions {
+        batch_size: 2,
+        ..DataLoaderOptions::default()
+    };
+    let batches = options.batches(rows.len()).unwrap();
+    let collate = move |rows: Vec<_>| collate(&rows, layout);
+    let loader = DataLoader::with(rows.to_vec(), batches, collate, options).unwrap();
+    let mut loader = DeviceLoader::new(loader, Device::Cpu);
+    let mut run = TrainingRun::builder(arguments, &group)
+        .precision(precision)
+        .silent()
+        .start(model.named_parameters(), &mut loader)
+        .unwrap();
+    for _ in 0..2 {
+        step(&mut run, &model, &mut loader);
     }
+    // From the third step on, states and caches exist.
+    let reads = HostReads::of(Device::Cpu);
+    step(&mut run, &model, &mut loader);
+    let found = reads.names();
+    let (summary, _) = run.finish().unwrap();
+    assert!(summary.losses.iter().all(|loss| loss.is_finite()));
     found
+}
+
+/// Runs a step, and logs it if a line is due.
+fn step(run: &mut TrainingRun, model: &CausalLm, loader: &mut DeviceLoader<Batch>) {
+    for batch in &run.next_batches(loader).unwrap().unwrap() {
+        let loss = run.forward(|| batch_loss(model, batch)).unwrap();
+        run.backward(&loss.sum).unwrap();
+    }
+    run.step().unwrap();
+    run.save_if_due().unwrap();
 }
 
 fn arguments() -> TrainingArguments {

@@ -9,6 +9,8 @@ mod classify;
 mod data_loading;
 mod end_of_text;
 mod finetune;
+#[path = "../fit/mod.rs"]
+mod fit;
 mod full_disk;
 mod going_back;
 mod host_reads;
@@ -22,10 +24,12 @@ mod template_flags;
 mod tokens;
 mod whole_run;
 
-/// The example `finetune`, and in it the example `train`.
-#[allow(dead_code, reason = "its `main` is another program's")]
+/// The example `finetune`.
 #[path = "../../finetune.rs"]
 mod finetune_example;
+/// The example `train`.
+#[path = "../../train.rs"]
+mod train_example;
 
 /// The example `chat`.
 #[allow(dead_code, reason = "its `main` is another program's")]

@@ -11,14 +11,13 @@ use overdrive::snapshot::{Scope, Snapshot};
 use overdrive::tracking::{StepMetrics, Tracker, Trackers, read_metrics};
 use overdrive::trainer::{
     Evaluation, IntervalStrategy, ModelArguments, OptimizerName, ResumeFromCheckpoint, RunFolder,
-    SaveStrategy, TextData, TrainingArguments,
+    RunSummary, SaveStrategy, TextData, TrainingArguments, TrainingRun, new_model, snapshot_files,
 };
 use overdrive::transformer::CausalLm;
-use overdrive_examples::training::{Summary, new_model, snapshot_files};
 use tch::Device;
 
 use crate::alone;
-use crate::finetune_example::train::Training;
+use crate::fit;
 
 pub(crate) fn arguments(folder: &Path) -> TrainingArguments {
     let text = folder.join("text");
@@ -83,7 +82,7 @@ pub(crate) fn train(
     run: &str,
     steps: u64,
     evaluation: &dyn Fn(u64) -> f64,
-) -> (Result<Summary>, CausalLm) {
+) -> (Result<RunSummary>, CausalLm) {
     let (trained, model) = fit(folder, arguments, run, steps, evaluation);
     (trained.map(|(summary, _)| summary), model)
 }
@@ -95,7 +94,7 @@ fn fit(
     run: &str,
     steps: u64,
     evaluation: &dyn Fn(u64) -> f64,
-) -> (Result<(Summary, Option<Ema>)>, CausalLm) {
+) -> (Result<(RunSummary, Option<Ema>)>, CausalLm) {
     let arguments = TrainingArguments {
         output_dir: Some(folder.join(run)),
         ..arguments.clone()
@@ -109,7 +108,7 @@ fn fit_on(
     arguments: &TrainingArguments,
     steps: u64,
     evaluation: &dyn Fn(u64) -> f64,
-) -> (Result<(Summary, Option<Ema>)>, CausalLm) {
+) -> (Result<(RunSummary, Option<Ema>)>, CausalLm) {
     let trackers = Trackers::new().with(Killed { left: steps });
     fit_with(data, arguments, trackers, evaluation)
 }
@@ -119,26 +118,22 @@ pub(crate) fn fit_with(
     arguments: &TrainingArguments,
     trackers: Trackers,
     evaluation: &dyn Fn(u64) -> f64,
-) -> (Result<(Summary, Option<Ema>)>, CausalLm) {
+) -> (Result<(RunSummary, Option<Ema>)>, CausalLm) {
     let precision = arguments.apply().unwrap();
     let mut model = new_model(arguments, data, Device::Cpu).unwrap();
     let group = ProcessGroup::single();
-    let run_once = move |model: &mut CausalLm| -> Result<(Summary, Option<Ema>)> {
+    let run_once = move |model: &mut CausalLm| -> Result<(RunSummary, Option<Ema>)> {
         let fingerprints = data.fingerprints(arguments, &group)?;
         let folder = RunFolder::open_or_create(&group, arguments)?;
-        let training = Training {
-            arguments,
-            group: &group,
-            precision,
-            folder: Some(&folder),
-            files: snapshot_files(model, data, arguments)?,
-            fingerprints,
-            parameters: model.named_parameters(),
-            trackers,
-        };
+        let run = TrainingRun::builder(arguments, &group)
+            .precision(precision)
+            .folder(folder)
+            .files(snapshot_files(model, data, arguments)?)
+            .fingerprints(fingerprints)
+            .track(trackers);
         let loader = data.train_loader(arguments, Device::Cpu)?;
         let mut evaluations = 0;
-        training.fit(model, loader, &mut |_| {
+        fit::fit(run, model, loader, &mut |_| {
             evaluations += 1;
             Ok(Evaluation::new(evaluation(evaluations), None))
         })
@@ -462,7 +457,7 @@ fn the_best_is_kept_and_patience_ends_the_run() {
     let found = |evaluation: u64| [3.0, 1.0, 2.0, 2.5, 2.2, 0.5][evaluation as usize - 1];
     let (summary, model) = train(dir.path(), &best, "run", u64::MAX / 8, &found);
     let summary = summary.unwrap();
-    let best_of = |summary: &Summary| summary.best.map(|best| (best.step, best.metric));
+    let best_of = |summary: &RunSummary| summary.best.map(|best| (best.step, best.metric));
     assert_eq!(
         (summary.losses.len(), best_of(&summary)),
         (10, Some((4, 1.0)))

@@ -262,12 +262,12 @@ fn a_run_on_tokens_without_a_tokenizer_saves_a_model_and_no_samples() {
     let text = serde_json::to_string(&arguments).unwrap();
     let file = folder.path().join("run.json");
     fs::write(&file, text).unwrap();
-    let flags = <crate::finetune_example::train::Flags as clap::Parser>::parse_from([
+    let flags = <crate::train_example::Flags as clap::Parser>::parse_from([
         "train",
         "--config",
         file.to_str().unwrap(),
     ]);
-    crate::finetune_example::train::run(&flags).unwrap();
+    crate::train_example::run(&flags).unwrap();
     let model = folder.path().join("run/model");
     assert!(model.join("model.safetensors").exists() && !model.join("tokenizer.json").exists());
 }

@@ -8,9 +8,10 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::optim::Optimizer;
 use overdrive::precision::Precision;
 use overdrive::tracking::{JsonLines, StepMetrics, Tracker};
-use overdrive::trainer::{ModelArguments, RunFolder, TextData, TrainingArguments};
+use overdrive::trainer::{
+    ModelArguments, RunFolder, TextData, TrainingArguments, new_model, write_results,
+};
 use overdrive::transformer::{CausalLm, LabelShift};
-use overdrive_examples::training::{new_model, write_results};
 use tch::Device;
 
 use crate::alone;
@@ -46,7 +47,7 @@ fn arguments(folder: &Path) -> TrainingArguments {
 
 fn evaluate(model: &CausalLm, batches: DeviceLoader<Batch>, precision: Precision) -> f64 {
     let group = ProcessGroup::single();
-    overdrive_examples::training::evaluate(model, batches, precision, &group).unwrap()
+    overdrive::trainer::evaluate(model, batches, precision, &group).unwrap()
 }
 
 /// Trains on the text of `folder`; returns the validation losses before and after.

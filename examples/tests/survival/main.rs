@@ -12,26 +12,30 @@ use clap::Parser;
 use overdrive::core::random::Generator;
 use overdrive::core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
 use overdrive::distributed::{Launch, LaunchOutcome, ProcessGroup};
-use overdrive::tracking::{StepMetrics, Trackers, read_metrics};
+use overdrive::tracking::{StepMetrics, read_metrics};
 use overdrive::trainer::{
     DataShard, Evaluation, Interrupt, IntervalStrategy, Layers, ModelArguments, OptimizerName,
-    ResumeFromCheckpoint, RunFolder, SaveStrategy, TextData, TrainingArguments,
+    ResumeFromCheckpoint, RunFolder, RunSummary, SaveStrategy, TextData, TrainingArguments,
+    TrainingRun, evaluate, find_executable_batch_size, new_model, snapshot_files,
 };
 use overdrive::transformer::CausalLm;
-use overdrive_examples::training::{Summary, evaluate, name_lost_ranks, new_model, snapshot_files};
 use tch::Device;
 
-/// The example `finetune`, and in it the example `train`.
-#[allow(dead_code, reason = "its `main` is another program's")]
+/// The example `finetune`.
 #[path = "../../finetune.rs"]
 mod finetune_example;
-use finetune_example::train::Flags;
+/// The example `train`.
+#[path = "../../train.rs"]
+mod train_example;
+use train_example::Flags;
 
 /// The example `tune`.
 #[allow(dead_code, reason = "its `main` is another program's")]
 #[path = "../../tune.rs"]
 mod tune_example;
 
+#[path = "../fit/mod.rs"]
+mod fit;
 mod kills;
 mod processes;
 mod signals;
@@ -99,7 +103,7 @@ fn runs_the_example(config: &Path) {
     let flags = ["example", "--config", config.to_str().unwrap()];
     let ended = match config.ends_with("finetune.json") {
         true => finetune_example::run(&finetune_example::Flags::parse_from(flags)),
-        false => finetune_example::train::run(&Flags::parse_from(flags)),
+        false => train_example::run(&Flags::parse_from(flags)),
     };
     std::process::exit(match ended {
         Ok(end) => i32::from(end.exit_code()),
@@ -111,26 +115,34 @@ fn runs_the_example(config: &Path) {
 }
 
 /// Trains as the example `train` does, without the results at its end.
-fn train(config: &Path, arguments: &TrainingArguments, group: &ProcessGroup) -> Result<Summary> {
+fn train(config: &Path, arguments: &TrainingArguments, group: &ProcessGroup) -> Result<RunSummary> {
+    find_executable_batch_size(
+        &mut arguments.clone(),
+        group,
+        |_| {},
+        |arguments, _| train_once(config, arguments, group),
+    )
+}
+
+fn train_once(
+    config: &Path,
+    arguments: &TrainingArguments,
+    group: &ProcessGroup,
+) -> Result<RunSummary> {
     let precision = arguments.apply()?;
     let data = TextData::prepare_in(&config.with_file_name("cache"), arguments, |_| {})?;
     let device = arguments.device(group);
     let fingerprints = data.fingerprints(arguments, group)?;
     let mut model = new_model(arguments, &data, device)?;
     let folder = RunFolder::open_or_create(group, arguments)?;
-    let training = finetune_example::train::Training {
-        arguments,
-        group,
-        precision,
-        folder: Some(&folder),
-        files: snapshot_files(&model, &data, arguments)?,
-        fingerprints,
-        parameters: model.named_parameters(),
-        trackers: Trackers::new(),
-    };
+    let run = TrainingRun::builder(arguments, group)
+        .precision(precision)
+        .folder(folder)
+        .files(snapshot_files(&model, &data, arguments)?)
+        .fingerprints(fingerprints);
     let shard = DataShard::of(group, device);
     let loader = data.train_loader(arguments, shard)?;
-    let trained = training.fit(&mut model, loader, &mut |model| {
+    let (summary, _) = fit::fit(run, &mut model, loader, &mut |model| {
         if config.ends_with("evaluated.json") {
             // The signal comes at the begin of the evaluation.
             Interrupt::install()?.request();
@@ -140,8 +152,7 @@ fn train(config: &Path, arguments: &TrainingArguments, group: &ProcessGroup) -> 
             evaluate(model, batches, precision, group)?,
             None,
         ))
-    });
-    let (summary, _) = trained.map_err(|error| name_lost_ranks(group, error))?;
+    })?;
     Ok(summary)
 }
 

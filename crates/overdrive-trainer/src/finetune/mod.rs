@@ -1,7 +1,17 @@
 //! The arguments and the data of fine-tuning: full, LoRA and QLoRA, on instruction data.
 
 mod arguments;
+mod comparison;
 mod data;
+mod memory;
+mod model;
+mod results;
+mod task;
 
 pub use arguments::{ComputeDtype, FinetuneArguments, Quant4Type, TargetModulesArgument};
 pub use data::{InstructionData, TemplateFormat};
+pub use comparison::{FinetuneMethod, MethodComparison};
+pub use memory::TrainingMemory;
+pub use model::FinetuneModel;
+pub use results::{FinetuneResults, Finetuned};
+pub use task::FinetuneTask;

@@ -70,15 +70,15 @@ impl<A: Configuration> ConfigArgs<A> {
     /// # Errors
     /// As [`Layers::file`] for the file and [`Layers::resolve`] for the values.
     pub fn resolve(&self) -> Result<A> {
-        self.resolve_with_notes(|_| {})
+        Ok(self.resolve_with_notes()?.0)
     }
 
-    /// Returns the configuration as [`resolve`](Self::resolve) does, and passes `say` one line for each key
-    /// that was given under an alternative spelling.
+    /// Returns the configuration as [`resolve`](Self::resolve) does, and one line for each key that was given under an
+    /// alternative spelling.
     ///
     /// # Errors
     /// As [`resolve`](Self::resolve).
-    pub fn resolve_with_notes(&self, mut say: impl FnMut(&str)) -> Result<A> {
+    pub fn resolve_with_notes(&self) -> Result<(A, Vec<String>)> {
         let in_file = match &self.config {
             Some(path) => config_format::read(path)?,
             None => Value::Null,
@@ -91,10 +91,9 @@ impl<A: Configuration> ConfigArgs<A> {
         }
         let flags = Value::Object(self.values.clone());
         let layers = layers.layer(flags, "the command line")?;
-        for note in layers.notes() {
-            say(&format!("configured  {note}"));
-        }
-        layers.resolve()
+        let notes = layers.notes().iter();
+        let notes = notes.map(|note| format!("configured  {note}")).collect();
+        Ok((layers.resolve()?, notes))
     }
 }
 

@@ -1,18 +1,18 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use anyhow::{Result, anyhow};
-use overdrive::datasets::Dataset;
-use overdrive::generation::{GenerationConfig, generate};
-use overdrive::optim::Ema;
-use overdrive::profiling::Machine;
-use overdrive::tracking::{Report, Sample, read_metrics};
-use overdrive::trainer::{BatchFill, FinetuneArguments, InstructionData, RunFolder};
-use overdrive::transformer::CausalLm;
+use overdrive_datasets::Dataset;
+use overdrive_generation::{Error as Refused, GenerationConfig, generate};
+use overdrive_optim::Ema;
+use overdrive_profiling::Machine;
+use overdrive_tracking::{Report, Sample, read_metrics};
+use overdrive_transformer::CausalLm;
 
 use super::{FinetuneModel, TrainingMemory};
-use crate::model_name;
-use crate::training::Summary;
+use crate::language_model::{text, write_report};
+use crate::{
+    BatchFill, FinetuneArguments, InstructionData, Result, RunEnd, RunFolder, RunSummary,
+};
 
 /// The maximum number of tokens of an answer that is shown at the end.
 const ANSWER_TOKENS: usize = 64;
@@ -29,7 +29,7 @@ pub struct Finetuned {
     /// The prompts and responses.
     pub data: InstructionData,
     /// The losses and the speed.
-    pub summary: Summary,
+    pub summary: RunSummary,
     /// The average of the trainable parameters (`ema_decay`).
     pub ema: Option<Ema>,
     /// The memory of the training.
@@ -38,7 +38,8 @@ pub struct Finetuned {
     pub fill: BatchFill,
 }
 
-/// The results of a fine-tuning run. Displayed as answers, loss, memory and speed.
+/// The results of a fine-tuning run. Displayed as answers, loss, memory, speed and
+/// folders.
 #[derive(Debug)]
 pub struct FinetuneResults {
     /// The run's folder.
@@ -46,7 +47,7 @@ pub struct FinetuneResults {
     /// The folder of the model with the adapter merged into it, if it was written.
     pub merged: Option<PathBuf>,
     /// The losses and the speed.
-    pub summary: Summary,
+    pub summary: RunSummary,
     /// The memory of the training.
     pub memory: TrainingMemory,
     /// The shares of tokens in the batches and in their rows.
@@ -58,11 +59,16 @@ pub struct FinetuneResults {
 }
 
 impl Finetuned {
-    /// Writes the adapter (or the model), the tokenizer, answers and the report into the run's folder.
-    pub fn write(mut self) -> Result<FinetuneResults> {
-        let folder = self
-            .folder
-            .ok_or_else(|| anyhow!("this run has no folder"))?;
+    /// Writes the adapter (or the model), the tokenizer, answers and the report into the run's folder, unless the run was
+    /// interrupted. The title of the report is that of the model, `name`.
+    ///
+    /// # Errors
+    /// An error if a file cannot be written, or generation fails. A report that cannot be written is a warning in the
+    /// results.
+    pub fn write(mut self, name: &str) -> Result<Option<FinetuneResults>> {
+        let (Some(folder), RunEnd::Finished) = (self.folder, self.summary.end()) else {
+            return Ok(None);
+        };
         let arguments = &self.arguments;
         self.model.save(&folder, self.ema.as_mut())?;
         let beside = match arguments.use_peft {
@@ -71,13 +77,13 @@ impl Finetuned {
         };
         self.data.copy_tokenizer(arguments, &beside)?;
         let samples = answers(arguments, &self.model.model, &self.data)?;
-        let warning = write_report(arguments, &folder, &self.model, &samples)?;
+        let warning = report(arguments, &folder, name, &self.model, &samples)?;
         let merged = arguments.merge.then(|| folder.root().join("merged"));
         if let Some(path) = &merged {
             FinetuneModel::save_merged(&arguments.model_name_or_path, folder.root(), path)?;
             self.data.copy_tokenizer(arguments, path)?;
         }
-        Ok(FinetuneResults {
+        Ok(Some(FinetuneResults {
             folder,
             merged,
             summary: self.summary,
@@ -85,7 +91,7 @@ impl Finetuned {
             fill: self.fill,
             samples,
             warning,
-        })
+        }))
     }
 }
 
@@ -95,7 +101,6 @@ fn answers(
     model: &CausalLm,
     data: &InstructionData,
 ) -> Result<Vec<Sample>> {
-    let undecodable = |error| anyhow!("the tokenizer cannot decode the generated tokens: {error}");
     let records = data.validation.as_ref().unwrap_or(&data.train);
     let context = usize::try_from(model.config().max_position_embeddings()).unwrap_or(usize::MAX);
     let mut samples = Vec::new();
@@ -106,7 +111,7 @@ fn answers(
             break;
         }
         let asked = records.encoder().prompt(&records.record(index)?);
-        let Some((prompt, ids)) = asked.map_err(|message| anyhow!(message))? else {
+        let Some((prompt, ids)) = asked.map_err(Refused::Conversation)? else {
             continue;
         };
         if ids.is_empty() || ids.len() >= context {
@@ -120,20 +125,18 @@ fn answers(
             ..GenerationConfig::default()
         };
         let output = generate(model, std::slice::from_ref(&ids), &config)?;
-        let answer = output.new_tokens(0).iter();
-        let answer: Vec<u32> = answer.filter_map(|&id| u32::try_from(id).ok()).collect();
-        let completion = data.tokenizer().decode(&answer, true);
         samples.push(Sample {
             prompt,
-            completion: completion.map_err(undecodable)?,
+            completion: text(data.tokenizer(), output.new_tokens(0))?,
         });
     }
     Ok(samples)
 }
 
-fn write_report(
+fn report(
     arguments: &FinetuneArguments,
     folder: &RunFolder,
+    name: &str,
     model: &FinetuneModel,
     samples: &[Sample],
 ) -> Result<Option<String>> {
@@ -142,10 +145,7 @@ fn write_report(
         Err(error) => (Vec::new(), Some(error)),
     };
     let report = Report {
-        title: format!(
-            "Fine-tuning of {}",
-            model_name(&arguments.model_name_or_path)
-        ),
+        title: format!("Fine-tuning of {name}"),
         metrics,
         parameters: Some(model.all_parameters()),
         configuration: arguments.to_values()?,
@@ -153,7 +153,7 @@ fn write_report(
         machine: Some(Machine::detect()),
         ..Report::default()
     };
-    Ok(crate::training::write_report(folder, &report, unread))
+    Ok(write_report(folder, &report, unread))
 }
 
 impl fmt::Display for FinetuneResults {
@@ -190,6 +190,10 @@ impl fmt::Display for FinetuneResults {
         write!(f, "{}", self.memory)?;
         if let Some(warning) = &self.warning {
             write!(f, "\n{warning}")?;
+        }
+        write!(f, "\nwritten     {}", self.folder.root().display())?;
+        if let Some(merged) = &self.merged {
+            write!(f, "\nmerged      {}", merged.display())?;
         }
         Ok(())
     }

@@ -2,12 +2,10 @@ use std::fmt;
 
 use serde::{Deserialize, Serialize};
 
-use anyhow::Result;
-use overdrive::precision::Precision;
-use overdrive::trainer::FinetuneArguments;
+use overdrive_precision::Precision;
 
 use super::FinetuneModel;
-use crate::training::{Summary, decoder_shape};
+use crate::{FinetuneArguments, Result, RunSummary, decoder_shape};
 
 /// The memory of a fine-tuning run, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
@@ -33,11 +31,14 @@ pub struct TrainingMemory {
 impl TrainingMemory {
     /// Returns the memory of a run during which the memory statistics were recorded. `width` is the number of
     /// tokens in a row of a micro-batch, for the estimate.
+    ///
+    /// # Errors
+    /// An error if the memory cannot be estimated.
     pub fn of(
         arguments: &FinetuneArguments,
         precision: Precision,
         model: &FinetuneModel,
-        summary: &Summary,
+        summary: &RunSummary,
         width: u64,
         peak_bytes: Option<u64>,
     ) -> Result<Self> {

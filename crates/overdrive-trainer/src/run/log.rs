@@ -1,21 +1,22 @@
 use std::collections::VecDeque;
 use std::fmt;
 
-use anyhow::Result;
-use overdrive::accumulation::{AccumulatedStep, BatchPlan};
-use overdrive::datasets::{Batch, DeviceLoader};
-use overdrive::distributed::ProcessGroup;
-use overdrive::optim::Optimizer;
-use overdrive::precision::Precision;
-use overdrive::profiling::{NvtxRanges, Phase, Profiler, StepRecord, StepRecorder, emit_nvtx};
-use overdrive::snapshot::SnapshotManager;
-use overdrive::tracking::{StepMetrics, Tracker, Trackers, TrainingProgress};
-use overdrive::trainer::{DurationEstimate, TrainingArguments, TrainingPlan, loader_totals};
-use overdrive::transformer::CausalLm;
+use overdrive_accumulation::{AccumulatedStep, BatchPlan};
+use overdrive_distributed::ProcessGroup;
+use overdrive_optim::Optimizer;
+use overdrive_precision::Precision;
+use overdrive_profiling::{
+    LoaderTotals, ModelFlops, NvtxRanges, Phase, Profiler, StepRecord, StepRecorder, emit_nvtx,
+};
+use overdrive_snapshot::SnapshotManager;
+use overdrive_tracking::{StepMetrics, Tracker, Trackers, TrainingProgress};
 use serde::{Deserialize, Serialize};
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use super::{StepTotals, Summary, model_flops};
+use super::RunSummary;
+use super::totals::StepTotals;
+use crate::duration_estimate::DurationEstimate;
+use crate::{Result, TrainingArguments, TrainingPlan};
 
 /// The progress of a run over all its processes and restarts.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -39,7 +40,7 @@ struct Unread {
 }
 
 /// The log of a run: measures its steps and reports them on the terminal, to trackers, as a trace and in a summary.
-pub struct RunLog {
+pub(super) struct RunLog {
     recorder: StepRecorder,
     profiler: Option<Profiler<'static>>,
     /// The marks for Nsight Systems, until the log is dropped.
@@ -55,32 +56,26 @@ pub struct RunLog {
     /// The measurements of the first of them, those that the device is known to have finished.
     finished: VecDeque<StepRecord>,
     /// The losses, counts and times so far.
-    pub summary: Summary,
+    pub(super) summary: RunSummary,
 }
 
 impl RunLog {
-    /// Starts the log of a run whose trainable parameters are `trained`. Lines are printed on rank 0 only.
-    pub fn begin(
+    /// Starts the log of a run. Its lines are printed if `prints` is set.
+    pub(super) fn begin(
         arguments: &TrainingArguments,
         plan: &TrainingPlan,
         precision: Precision,
-        group: &ProcessGroup,
-        model: &CausalLm,
-        trained: &[(String, Tensor)],
+        device: Device,
+        devices: usize,
+        model: Option<ModelFlops>,
+        prints: bool,
     ) -> Result<Self> {
-        let (device, devices) = (model.device(), group.world_size());
-        let progress = match group.is_main() {
-            // One terminal: the lines of all ranks would be the same.
+        let progress = match prints {
             true => TrainingProgress::new(plan.total_steps).with_logging_steps(plan.logging_steps),
             false => TrainingProgress::silent(),
         };
         Ok(Self {
-            recorder: arguments.new_recorder(
-                model_flops(model, trained),
-                precision,
-                device,
-                devices,
-            )?,
+            recorder: arguments.new_recorder(model, precision, device, devices)?,
             profiler: arguments.new_profiler()?,
             _nvtx: arguments.emit_nvtx.then(|| emit_nvtx(false)).transpose()?,
             trackers: Trackers::new(),
@@ -95,12 +90,12 @@ impl RunLog {
             duration: DurationEstimate::new(plan),
             unread: Vec::new(),
             finished: VecDeque::new(),
-            summary: Summary::default(),
+            summary: RunSummary::default(),
         })
     }
 
-    /// Continues from the progress of the run before this process, and prints the differences that are of account.
-    pub fn resume(&mut self, done: &Done) {
+    /// Continues from the progress of the run before this process, and prints the differences that matter.
+    pub(super) fn resume(&mut self, done: &Done) {
         if let Some(before) = done.batch {
             let now = self.batch;
             let (saved, resumed) = (before.world_size(), now.world_size());
@@ -119,39 +114,41 @@ impl RunLog {
         }
         self.before = done.clone();
         self.done = done.clone();
-        self.summary = Summary::after(done.steps);
+        self.summary = RunSummary::after(done.steps);
     }
 
     /// Also sends the metrics of each step to `trackers`.
-    pub fn track(&mut self, trackers: Trackers) {
+    pub(super) fn track(&mut self, trackers: Trackers) {
         self.trackers = std::mem::take(&mut self.trackers).with(trackers);
     }
 
     /// Prints a line between those of the steps.
-    pub fn say(&mut self, line: &str) {
+    pub(super) fn say(&mut self, line: &str) {
         self.progress.println(line);
     }
 
+    /// Takes the counters of the loader after it has loaded the batches of a step, whose waiting time they hold.
+    pub(super) fn loaded(&mut self, totals: LoaderTotals) {
+        self.recorder.loader(totals);
+    }
+
     /// Starts the clock of a step.
-    pub fn begin_step(&self) {
+    pub(super) fn begin_step(&self) {
         self.recorder.begin_step();
     }
 
     /// Runs `work` and counts its time as that of `phase`.
-    pub fn phase<T>(&self, phase: Phase, work: impl FnOnce() -> T) -> T {
+    pub(super) fn phase<T>(&self, phase: Phase, work: impl FnOnce() -> T) -> T {
         self.recorder.phase(phase, work)
     }
 
     /// Stops the clock of a step and returns the metrics that the host knows. Its times and rates follow when the device
     /// has finished it: the host is ahead of a GPU.
-    pub fn end_step(
+    pub(super) fn end_step(
         &mut self,
         step: u64,
         totals: &StepTotals,
-        loader: &DeviceLoader<Batch>,
     ) -> Result<StepMetrics> {
-        // Before `end_step`, which assigns the waiting time to this step.
-        self.recorder.loader(loader_totals(loader));
         self.recorder.end_step(totals.work());
         self.summary.add(totals);
         let finished = self.recorder.take_finished()?;
@@ -165,14 +162,12 @@ impl RunLog {
         // The totals continue over restarts, the summary is that of this process.
         self.done.tokens = self.before.tokens + self.summary.tokens;
         self.done.batch = Some(self.batch);
-        let mut metrics = StepMetrics {
+        Ok(StepMetrics {
             step,
-            epoch: Some(loader.state_dict().epochs()),
             tokens_seen: Some(self.done.tokens),
+            padding: totals.padding(),
             ..StepMetrics::default()
-        };
-        totals.apply_to(&mut metrics);
-        Ok(metrics)
+        })
     }
 
     /// Takes the measurements of steps that the device has finished.
@@ -188,13 +183,13 @@ impl RunLog {
     }
 
     /// Returns the progress of the run.
-    pub fn done(&self) -> Done {
+    pub(super) fn done(&self) -> Done {
         self.done.clone()
     }
 
     /// Takes the metrics of a step. Its loss, its gradient norm, its times and its rates follow with
     /// [`flush`](Self::flush).
-    pub fn record(&mut self, metrics: StepMetrics, totals: StepTotals, stepped: AccumulatedStep) {
+    pub(super) fn record(&mut self, metrics: StepMetrics, totals: StepTotals, stepped: AccumulatedStep) {
         self.unread.push(Unread {
             metrics,
             totals,
@@ -204,7 +199,7 @@ impl RunLog {
 
     /// Reads the losses and norms of the steps since the last call, in one copy from the device and one
     /// collective, and logs these steps with their times and rates. All processes call it after the same step.
-    pub fn flush(&mut self, group: &ProcessGroup) -> Result<()> {
+    pub(super) fn flush(&mut self, group: &ProcessGroup) -> Result<()> {
         let steps = std::mem::take(&mut self.unread);
         let Some(device) = steps.first().map(|step| step.stepped.mean_loss.device()) else {
             return Ok(());
@@ -244,7 +239,7 @@ impl RunLog {
 
     /// Prints the metrics of a step and sends them to the trackers. A tracker that fails, as on a full disk, does not
     /// end the run.
-    pub fn log(&mut self, metrics: &StepMetrics) {
+    pub(super) fn log(&mut self, metrics: &StepMetrics) {
         if let Some(line) = self.trackers.log_or_warn(metrics) {
             self.say(&line);
         }
@@ -252,7 +247,7 @@ impl RunLog {
     }
 
     /// Notes the snapshots that were finished since the last call, and warns about those that failed.
-    pub fn warn_of(&mut self, snapshots: &mut SnapshotManager) -> Result<()> {
+    pub(super) fn warn_about(&mut self, snapshots: &mut SnapshotManager) -> Result<()> {
         let ended = snapshots.outcomes()?;
         let saved = ended.iter().filter(|outcome| outcome.result.is_ok());
         self.summary.saved_step = saved.map(|one| one.step).max().max(self.summary.saved_step);
@@ -263,7 +258,7 @@ impl RunLog {
     }
 
     /// Closes the trackers and returns the summary of the run.
-    pub fn finish(mut self, optimizer: &dyn Optimizer) -> Result<Summary> {
+    pub(super) fn finish(mut self, optimizer: &dyn Optimizer) -> Result<RunSummary> {
         let trackers = self.trackers.finish();
         self.progress.finish();
         // The results of the run are still to be written, so neither is a reason to end here.

@@ -1,17 +1,22 @@
-use anyhow::Result;
-use overdrive::attention::PackedLengths;
-use overdrive::datasets::{Batch, DeviceLoader};
-use overdrive::distributed::ProcessGroup;
-use overdrive::precision::Precision;
-use overdrive::profiling::{DecoderShape, ExpertShape, ModelFlops};
-use overdrive::trainer::{Interrupt, SaveStrategy, TextData, TrainingArguments};
-use overdrive::transformer::{
+use overdrive_attention::PackedLengths;
+use overdrive_datasets::{Batch, DeviceLoader};
+use overdrive_distributed::ProcessGroup;
+use overdrive_precision::Precision;
+use overdrive_profiling::{DecoderShape, ExpertShape, ModelFlops};
+use overdrive_transformer::{
     CausalLm, ForwardInput, InitOptions, LabelShift, LossOutput, ModelConfig,
 };
+use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-/// Returns a new model of the shape in the configuration, for the tokenizer of `data`. Its weights are drawn
+use overdrive_core::Error as CommonError;
+use crate::{Interrupt, Result, SaveStrategy, TextData, TrainingArguments};
+
+/// Returns a new model of the shape in the configuration, for the tokenizer of `data`, with trainable fp32 weights drawn
 /// from the seed.
+///
+/// # Errors
+/// An error if no model can have this shape, or memory runs out.
 pub fn new_model(
     arguments: &TrainingArguments,
     data: &TextData,
@@ -30,12 +35,15 @@ pub fn new_model(
 }
 
 /// Describes the model and the memory for training it, one line each.
+///
+/// # Errors
+/// An error if the memory cannot be estimated.
 pub fn describe_model(
     model: &CausalLm,
     arguments: &TrainingArguments,
     precision: Precision,
     group: &ProcessGroup,
-    say: impl Fn(&str),
+    mut say: impl FnMut(&str),
 ) -> Result<()> {
     let device = model.device();
     say(&format!(
@@ -67,10 +75,13 @@ pub fn describe_model(
     Ok(())
 }
 
-/// Returns the summed loss of a batch.
+/// Returns the summed loss of a batch, whose labels [`Batch::label_count`](Batch) counts.
 ///
 /// Padding is on the right, where causal attention does not look, and its labels are ignored. So no mask is
 /// needed, and the fastest attention kernel can be used.
+///
+/// # Errors
+/// An error if the batch has a token that is not in the model's vocabulary, or memory runs out.
 pub fn batch_loss(model: &CausalLm, batch: &Batch) -> Result<LossOutput> {
     // Checked and counted where the batch was made, so that nothing is read from a device.
     batch.check_ids(model.config().vocab_size())?;
@@ -84,15 +95,19 @@ pub fn batch_loss(model: &CausalLm, batch: &Batch) -> Result<LossOutput> {
     }
     let packed = (!batch.sequence_lengths.is_empty())
         .then(|| PackedLengths::from_lengths(&batch.sequence_lengths, batch.input_ids.device()))
-        .transpose()?;
+        .transpose()
+        .map_err(overdrive_transformer::Error::from)?;
     if let Some(sequences) = &packed {
         input = input.with_sequences(sequences);
     }
     Ok(model.loss_of(input, &batch.labels, LabelShift::HuggingFace)?)
 }
 
-/// Returns the mean negative log-likelihood in nats per token over all labels of `batches` of all processes,
-/// without gradients. A signal that stops the run ends it early; the result is then one to discard.
+/// Returns the mean negative log-likelihood in nats per token over all labels of `batches` of all processes, without
+/// gradients. A signal that stops the run ends it early; the result is then one to discard.
+///
+/// # Errors
+/// An error if a batch cannot be read, or a process is lost.
 pub fn evaluate(
     model: &CausalLm,
     batches: DeviceLoader<Batch>,
@@ -168,4 +183,31 @@ pub fn model_flops(model: &CausalLm, trained: &[(String, Tensor)]) -> ModelFlops
         head_dim: shape.head_dim,
         sequence_length: 0,
     }
+}
+
+/// Returns the files that make a snapshot of `model` a folder for transformers and [`CausalLm::from_pretrained`]: its
+/// configuration and its tokenizer.
+///
+/// # Errors
+/// An error if a temporary folder cannot be written.
+pub fn snapshot_files(
+    model: &CausalLm,
+    data: &TextData,
+    arguments: &TrainingArguments,
+) -> Result<Vec<(String, Vec<u8>)>> {
+    let config = format!("{:#}\n", Value::Object(model.config().to_json()));
+    let mut files = vec![("config.json".to_owned(), config.into_bytes())];
+    let folder = tempfile::tempdir().map_err(CommonError::io("create", std::env::temp_dir()))?;
+    data.save_tokenizer(folder.path(), arguments)?;
+    let read = || -> std::io::Result<()> {
+        for entry in std::fs::read_dir(folder.path())? {
+            let path = entry?.path();
+            let name = path.file_name().unwrap_or_default().to_string_lossy();
+            files.push((name.into_owned(), std::fs::read(&path)?));
+        }
+        Ok(())
+    };
+    let mut read = read;
+    read().map_err(CommonError::io("read", folder.path()))?;
+    Ok(files)
 }

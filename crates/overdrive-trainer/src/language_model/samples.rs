@@ -1,9 +1,9 @@
-use anyhow::{Result, anyhow};
-use overdrive::datasets::Tokenizer;
-use overdrive::generation::{GenerationConfig, generate};
-use overdrive::tracking::Sample;
-use overdrive::trainer::{TextData, TrainingArguments};
-use overdrive::transformer::CausalLm;
+use overdrive_datasets::Tokenizer;
+use overdrive_generation::{GenerationConfig, generate};
+use overdrive_tracking::Sample;
+use overdrive_transformer::CausalLm;
+
+use crate::{Error, Result, TextData, TrainingArguments};
 
 /// The maximum number of prompt tokens.
 const PROMPT_TOKENS: usize = 24;
@@ -69,12 +69,12 @@ fn prompts(data: &TextData, tokens: usize, wanted: usize) -> Result<Vec<Vec<i64>
         .collect()
 }
 
-fn text(tokenizer: &Tokenizer, tokens: &[i64]) -> Result<String> {
+pub(crate) fn text(tokenizer: &Tokenizer, tokens: &[i64]) -> Result<String> {
     let ids: Vec<u32> = tokens
         .iter()
         .filter_map(|&id| u32::try_from(id).ok())
         .collect();
     tokenizer
         .decode(&ids, true)
-        .map_err(|error| anyhow!("the tokenizer cannot decode the generated tokens: {error}"))
+        .map_err(|error| Error::Generation(overdrive_generation::Error::Tokenizer(error)))
 }

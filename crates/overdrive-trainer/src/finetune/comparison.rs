@@ -1,13 +1,12 @@
 use std::fmt;
 
-use overdrive::trainer::{FinetuneArguments, Quant4Type};
-
 use super::memory::{TrainingMemory, mebibytes};
-use crate::training::Summary;
+use super::Finetuned;
+use crate::{FinetuneArguments, Quant4Type, RunEnd, RunSummary};
 
 /// A method of fine-tuning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Method {
+pub enum FinetuneMethod {
     /// All weights are trained.
     Full,
     /// Adapters are trained beside the original weights.
@@ -16,7 +15,7 @@ pub enum Method {
     Qlora,
 }
 
-impl Method {
+impl FinetuneMethod {
     /// All methods.
     pub const ALL: [Self; 3] = [Self::Full, Self::Lora, Self::Qlora];
 
@@ -39,7 +38,7 @@ impl Method {
     }
 }
 
-impl fmt::Display for Method {
+impl fmt::Display for FinetuneMethod {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         f.write_str(match self {
             Self::Full => "full fine-tuning",
@@ -51,27 +50,58 @@ impl fmt::Display for Method {
 
 /// The results of the methods on the same data, order and seed. Displayed as a table.
 #[derive(Debug)]
-pub struct Comparison {
+pub struct MethodComparison {
     /// The results of each method.
-    pub rows: Vec<(Method, TrainingMemory, Summary)>,
+    pub rows: Vec<(FinetuneMethod, TrainingMemory, RunSummary)>,
 }
 
-impl Comparison {
+impl MethodComparison {
+    /// Calls `finetune` with each method in turn, after a line about it. A signal ends the comparison after the step of the
+    /// present method.
+    ///
+    /// # Errors
+    /// The error of `finetune`.
+    pub fn run<E>(
+        arguments: &FinetuneArguments,
+        mut say: impl FnMut(&str),
+        mut finetune: impl FnMut(&FinetuneArguments) -> Result<Finetuned, E>,
+    ) -> Result<Self, E> {
+        let mut rows = Vec::new();
+        for method in FinetuneMethod::ALL {
+            say(&method.to_string());
+            let tuned = finetune(&method.of(arguments))?;
+            let interrupted = tuned.summary.interrupted;
+            rows.push((method, tuned.memory, tuned.summary));
+            if interrupted {
+                break;
+            }
+        }
+        Ok(Self { rows })
+    }
+
+    /// Returns the way in which the comparison ended; it saves nothing.
+    pub fn end(&self) -> RunEnd {
+        match self.rows.last() {
+            Some((.., summary)) if summary.interrupted => RunEnd::NotSaved,
+            _ => RunEnd::Finished,
+        }
+    }
+
     /// Returns the difference between the loss curves of QLoRA and LoRA: the mean difference of the steps, as a
     /// fraction of LoRA's mean loss. `None` without both.
     pub fn curve_difference(&self) -> Option<f64> {
-        let losses = |wanted: Method| {
+        let losses = |wanted: FinetuneMethod| {
             let row = self.rows.iter().find(|(method, ..)| *method == wanted)?;
             Some(&row.2.losses)
         };
-        let (lora, qlora) = (losses(Method::Lora)?, losses(Method::Qlora)?);
+        let (lora, qlora) = (losses(FinetuneMethod::Lora)?, losses(FinetuneMethod::Qlora)?);
         let sum: f64 = lora.iter().sum();
         let difference: f64 = lora.iter().zip(qlora).map(|(a, b)| (a - b).abs()).sum();
         (sum > 0.0).then(|| difference / sum)
     }
 }
 
-impl fmt::Display for Comparison {
+impl fmt::Display for MethodComparison {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         writeln!(
             f,

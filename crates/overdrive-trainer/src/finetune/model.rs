@@ -1,18 +1,18 @@
 use std::path::Path;
 
-use anyhow::Result;
-use overdrive::lora::{
+use overdrive_lora::{
     AddOptions, LoadAdapterOptions, MergeOptions, add_adapter, load_adapter, merge_and_unload,
     save_adapter, trainable_parameters,
 };
-use overdrive::optim::Ema;
-use overdrive::precision::Precision;
-use overdrive::quantization::Activations;
-use overdrive::trainer::{FinetuneArguments, RunFolder};
-use overdrive::transformer::{CausalLm, LoadOptions, SaveOptions};
+use overdrive_optim::Ema;
+use overdrive_precision::Precision;
+use overdrive_profiling::ModelFlops;
+use overdrive_quantization::Activations;
+use overdrive_transformer::{CausalLm, LoadOptions, SaveOptions};
 use tch::{Device, Kind, Tensor};
 
-use crate::repository;
+use crate::run::shared;
+use crate::{FinetuneArguments, Result, RunFolder, model_flops};
 
 /// The name of the adapter, PEFT's own.
 const ADAPTER: &str = "default";
@@ -30,7 +30,16 @@ pub struct FinetuneModel {
 impl FinetuneModel {
     /// Loads the model, quantized if the arguments say so, and adds an adapter or makes all weights trainable.
     /// Trainable weights are fp32; others keep their stored dtype.
-    pub fn load(arguments: &FinetuneArguments, device: Device) -> Result<Self> {
+    ///
+    /// The adapter names its base model `base_model`, by which PEFT finds it on any machine; `None` stands for its path.
+    ///
+    /// # Errors
+    /// An error if the model cannot be loaded or has none of the layers that the adapters are for.
+    pub fn load(
+        arguments: &FinetuneArguments,
+        base_model: Option<String>,
+        device: Device,
+    ) -> Result<Self> {
         let options = LoadOptions {
             device,
             // Updates of half-precision weights would be rounded away; frozen weights need no fp32.
@@ -55,9 +64,8 @@ impl FinetuneModel {
                 ..AddOptions::default()
             };
             let mut config = arguments.lora_config();
-            if let Some(name) = repository(&arguments.model_name_or_path) {
-                // PEFT finds the base model by its name on any machine.
-                config.base_model_name_or_path = Some(name);
+            if base_model.is_some() {
+                config.base_model_name_or_path = base_model;
             }
             add_adapter(&mut model, ADAPTER, &config, &options)?;
             trainable_parameters(&mut model)?
@@ -77,7 +85,7 @@ impl FinetuneModel {
         &self,
         arguments: &FinetuneArguments,
         precision: Precision,
-        say: &mut impl FnMut(&str),
+        mut say: impl FnMut(&str),
     ) {
         let kept = match arguments.quantization() {
             Some(options) => format!(", kept in {}", options.scheme),
@@ -94,6 +102,16 @@ impl FinetuneModel {
             trainable / 1e6,
             100.0 * trainable / self.all_parameters().max(1) as f64
         ));
+    }
+
+    /// Returns handles of the trainable parameters, which share storage with the model.
+    pub fn parameters(&self) -> Vec<(String, Tensor)> {
+        shared(&self.trainable)
+    }
+
+    /// Returns the FLOPs of a token.
+    pub fn flops(&self) -> ModelFlops {
+        model_flops(&self.model, &self.trainable)
     }
 
     /// Returns the number of trainable parameters.
@@ -125,6 +143,9 @@ impl FinetuneModel {
 
     /// Writes the adapter into the run's folder in PEFT's format, or without an adapter the model into
     /// `model/`; averaged weights are written to `model_ema/`.
+    ///
+    /// # Errors
+    /// An error if a file cannot be written.
     pub fn save(&mut self, run: &RunFolder, ema: Option<&mut Ema>) -> Result<()> {
         match self.has_adapter {
             true => save_adapter(&mut self.model, ADAPTER, run.root())?,
@@ -147,6 +168,9 @@ impl FinetuneModel {
 
     /// Merges the adapter of the folder `adapter` into a model and writes the result into `folder`. The weights of a
     /// quantized model are dequantized, so that the sum is not rounded.
+    ///
+    /// # Errors
+    /// An error if the model or the adapter cannot be loaded, or the folder cannot be written.
     pub fn save_merged(model: &Path, adapter: &Path, folder: &Path) -> Result<()> {
         let mut model = CausalLm::from_pretrained(model, &LoadOptions::default())?;
         if model.is_quantized() {

@@ -1,17 +1,17 @@
 use std::fmt;
+use std::path::PathBuf;
 
-use anyhow::Result;
-use overdrive::optim::Ema;
-use overdrive::profiling::Machine;
-use overdrive::tracking::{Report, Sample, read_metrics};
-use overdrive::trainer::{BestModel, RunFolder, TextData, TrainingArguments};
-use overdrive::transformer::{CausalLm, SaveOptions};
+use overdrive_optim::Ema;
+use overdrive_profiling::Machine;
+use overdrive_tracking::{Report, Sample, read_metrics};
+use overdrive_transformer::{CausalLm, SaveOptions};
 
 use super::samples::write_samples;
+use crate::{BestModel, Result, RunFolder, TextData, TrainingArguments};
 
-/// The results of a finished run. Displayed as the samples and the validation loss of the model.
+/// The results of a finished run. Displayed as the samples, the validation loss of the model, and the paths of report and model.
 #[derive(Debug)]
-pub struct Results {
+pub struct TrainingResults {
     /// The generated samples.
     pub samples: Vec<Sample>,
     /// The validation loss of the model in nats per token, if there was an evaluation: the last one, or with
@@ -27,6 +27,10 @@ pub struct Results {
     pub steps: u64,
     /// The warning that the report was not written, if it was not.
     pub warning: Option<String>,
+    /// The report.
+    pub report: PathBuf,
+    /// The folder of the model.
+    pub model: PathBuf,
 }
 
 /// Writes the model and its tokenizer as a Hugging Face folder, and the model with averaged weights if there are
@@ -43,7 +47,7 @@ pub fn write_results(
     model: &CausalLm,
     best: Option<BestModel>,
     ema: Option<Ema>,
-) -> Result<Results> {
+) -> Result<TrainingResults> {
     model.save_pretrained(run.model(), &SaveOptions::default())?;
     data.save_tokenizer(run.model(), arguments)?;
     if let Some(mut ema) = ema {
@@ -59,7 +63,7 @@ pub fn write_results(
     let evaluated = metrics
         .iter()
         .rfind(|step| step.eval_loss.is_some() && best.is_none_or(|best| best.step == step.step));
-    let mut results = Results {
+    let mut results = TrainingResults {
         samples: samples.clone(),
         eval_loss: evaluated.and_then(|step| step.eval_loss),
         eval_bits_per_byte: evaluated.and_then(|step| step.eval_bits_per_byte),
@@ -67,6 +71,8 @@ pub fn write_results(
         is_best: best.is_some(),
         steps: metrics.last().map_or(0, |step| step.step),
         warning: None,
+        report: run.report(),
+        model: run.model(),
     };
     let report = Report {
         title: format!("Llama, preset {}", arguments.preset),
@@ -86,7 +92,7 @@ pub fn write_results(
 pub(crate) fn write_report(
     run: &RunFolder,
     report: &Report,
-    unread: Option<overdrive::tracking::Error>,
+    unread: Option<overdrive_tracking::Error>,
 ) -> Option<String> {
     let written = unread.map_or(Ok(()), Err).and_then(|()| {
         report.write_html(run.report())?;
@@ -99,7 +105,7 @@ pub(crate) fn write_report(
     ))
 }
 
-impl fmt::Display for Results {
+impl fmt::Display for TrainingResults {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         for sample in &self.samples {
             writeln!(f, "\n---\n{}│{}", sample.prompt, sample.completion)?;
@@ -118,9 +124,10 @@ impl fmt::Display for Results {
                 false => write!(f, ", after {} steps", self.steps)?,
             }
         }
-        if let Some(warning) = &self.warning {
-            write!(f, "\n{warning}")?;
+        match &self.warning {
+            Some(warning) => write!(f, "\n{warning}")?,
+            None => write!(f, "\nreport {}", self.report.display())?,
         }
-        Ok(())
+        write!(f, "\nmodel  {}", self.model.display())
     }
 }

@@ -1,16 +1,15 @@
 use std::fmt;
 
-use overdrive::optim::Optimizer;
-use overdrive::profiling::{Bottleneck, DataLoading, StepRecorder, TargetResult, Targets};
-use overdrive::trainer::{BestModel, Evaluation};
+use overdrive_optim::Optimizer;
+use overdrive_profiling::{Bottleneck, DataLoading, StepRecorder, TargetResult, Targets};
 use tch::Tensor;
 
-use super::StepTotals;
-use crate::RunEnd;
+use super::totals::StepTotals;
+use crate::{BestModel, Evaluation, RunEnd};
 
 /// The summary of a run.
 #[derive(Debug, Clone, Default)]
-pub struct Summary {
+pub struct RunSummary {
     /// The loss of each step since the start of this process, over all processes, in nats per token.
     pub losses: Vec<f64>,
     /// The last evaluation.
@@ -39,9 +38,9 @@ pub struct Summary {
     pub saved_step: Option<u64>,
 }
 
-impl Summary {
+impl RunSummary {
     /// Returns the summary of a run that starts after `step`.
-    pub fn after(step: u64) -> Self {
+    pub(super) fn after(step: u64) -> Self {
         Self {
             resumed_step: step,
             ..Self::default()
@@ -49,13 +48,13 @@ impl Summary {
     }
 
     /// Adds the counts of a step; its time follows when the device has finished it, its loss when it is read.
-    pub fn add(&mut self, totals: &StepTotals) {
+    pub(super) fn add(&mut self, totals: &StepTotals) {
         self.tokens += totals.tokens;
         self.padded_tokens += totals.padded_tokens;
     }
 
     /// Sets the values that are known at the end of the run.
-    pub fn finish(&mut self, recorder: &StepRecorder, optimizer: &dyn Optimizer) {
+    pub(super) fn finish(&mut self, recorder: &StepRecorder, optimizer: &dyn Optimizer) {
         self.bottleneck = recorder.bottleneck();
         self.data_loading = recorder.data_loading();
         let loading = self.data_loading.map(|loading| loading.share);
@@ -93,7 +92,7 @@ impl Summary {
 }
 
 /// Formats one line each for padding, data loading, the bottleneck, the targets and the best step.
-impl fmt::Display for Summary {
+impl fmt::Display for RunSummary {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         if self.padding() > 0.0 {
             writeln!(

@@ -1,0 +1,150 @@
+use overdrive_datasets::{Batch, DeviceLoader};
+use overdrive_distributed::ProcessGroup;
+use overdrive_optim::Ema;
+use overdrive_precision::Precision;
+use overdrive_profiling::MemoryUsage;
+use overdrive_sys::memory;
+use tch::Device;
+
+use super::{FinetuneModel, Finetuned, TrainingMemory};
+use crate::{
+    BatchFill, DataShard, Evaluation, FinetuneArguments, Fingerprints, InstructionData, Result,
+    RunFolder, RunSummary, decoder_shape, evaluate,
+};
+
+/// A loaded model and its data, ready to be fine-tuned.
+#[derive(Debug)]
+pub struct FinetuneTask {
+    /// The model and its trainable parameters.
+    pub model: FinetuneModel,
+    /// The prompts and responses.
+    pub data: InstructionData,
+    /// The fingerprints of both, the same on all processes.
+    pub fingerprints: Fingerprints,
+    /// The precision of the training.
+    pub precision: Precision,
+    shard: DataShard,
+    fill: BatchFill,
+    /// The tokens of the widest row.
+    width: u64,
+    /// The bytes that were allocated before the model was loaded.
+    allocated_before: u64,
+}
+
+impl FinetuneTask {
+    /// Applies the arguments to this process, loads the model and the data, and passes `say` a line about each. The context
+    /// is shortened to that of the model, and with `auto_find_batch_size` the micro-batches to what fits by the estimate.
+    /// Each process of `group` calls it. `base_model` is that of [`FinetuneModel::load`].
+    ///
+    /// # Errors
+    /// An error of the arguments, or if the model or the data cannot be loaded, or the inputs of the processes differ.
+    pub fn prepare(
+        arguments: &mut FinetuneArguments,
+        base_model: Option<String>,
+        group: &ProcessGroup,
+        mut say: impl FnMut(&str),
+    ) -> Result<Self> {
+        arguments.validate()?;
+        let (device, precision) = (arguments.training.device(group), arguments.apply()?);
+        // The peak is measured from here. A GPU without allocations has no statistics yet.
+        memory::reset_peak(device).or_else(|error| match device {
+            Device::Cuda(_) => Ok(()),
+            _ => Err(error),
+        })?;
+        // A process may train several times: earlier allocations do not count.
+        let allocated_before = MemoryUsage::of(device).allocated_bytes.unwrap_or(0);
+        let model = FinetuneModel::load(arguments, base_model, device)?;
+        let config = model.model.config();
+        let context = u64::try_from(config.max_position_embeddings()).unwrap_or(0);
+        if arguments.training.context_length > context {
+            let asked = arguments.training.context_length;
+            say(&format!(
+                "max_seq_length is {context}, the model's context (asked for: {asked})"
+            ));
+            arguments.training.context_length = context;
+        }
+        let (shape, trainable) = (decoder_shape(&model.model), model.trainable_parameters());
+        if let Some(line) = arguments.fit_batch(shape, precision, trainable, device, group)? {
+            say(&line);
+        }
+        let data = InstructionData::prepare(arguments, config.eos_token_ids(), &mut say)?;
+        let fingerprints = data.fingerprints(arguments, group)?;
+        let (fill, width) = data.fill(arguments)?;
+        let task = Self {
+            model,
+            data,
+            fingerprints,
+            precision,
+            shard: DataShard::of(group, device),
+            fill,
+            width,
+            allocated_before,
+        };
+        say(&format!(
+            "batches     {} of {} rows per epoch, {fill}",
+            task.train_loader(arguments)?.batches_per_epoch(),
+            arguments.training.per_device_train_batch_size,
+        ));
+        task.model.describe(arguments, precision, &mut say);
+        Ok(task)
+    }
+
+    /// Returns the loader of this process.
+    ///
+    /// # Errors
+    /// As [`InstructionData::train_loader`].
+    pub fn train_loader(&self, arguments: &FinetuneArguments) -> Result<DeviceLoader<Batch>> {
+        self.data.train_loader(arguments, self.shard)
+    }
+
+    /// Evaluates the model on the held-out records, without dropout; the loss is NaN if none are held out.
+    ///
+    /// # Errors
+    /// As [`evaluate`].
+    pub fn evaluate(
+        &mut self,
+        arguments: &FinetuneArguments,
+        group: &ProcessGroup,
+    ) -> Result<Evaluation> {
+        let loss = match self.data.validation_loader(arguments, self.shard)? {
+            Some(batches) => {
+                self.model.model.set_training(false)?;
+                let loss = evaluate(&self.model.model, batches, self.precision, group)?;
+                self.model.model.set_training(true)?;
+                loss
+            }
+            None => f64::NAN,
+        };
+        Ok(Evaluation::new(loss, None))
+    }
+
+    /// Ends the task with the results of its run.
+    ///
+    /// # Errors
+    /// An error if the memory cannot be estimated.
+    pub fn finish(
+        mut self,
+        arguments: &FinetuneArguments,
+        folder: Option<RunFolder>,
+        summary: RunSummary,
+        ema: Option<Ema>,
+    ) -> Result<Finetuned> {
+        self.model.model.set_training(false)?;
+        let peak = MemoryUsage::of(self.shard.device()).peak_allocated_bytes;
+        let peak = peak.map(|peak| peak.saturating_sub(self.allocated_before));
+        // The longest row bounds the activations, which dominate the estimate.
+        let width = self.width.min(arguments.training.context_length);
+        let (model, precision) = (self.model, self.precision);
+        let memory = TrainingMemory::of(arguments, precision, &model, &summary, width, peak)?;
+        Ok(Finetuned {
+            arguments: arguments.clone(),
+            folder,
+            model,
+            data: self.data,
+            summary,
+            memory,
+            fill: self.fill,
+            ema,
+        })
+    }
+}

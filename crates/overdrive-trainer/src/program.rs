@@ -1,0 +1,93 @@
+//! The frame of a training program: its warnings, its error, its exit code.
+
+use std::error::Error as StdError;
+use std::fmt::Display;
+use std::io::{Write, stdout};
+use std::iter::successors;
+use std::process::ExitCode;
+
+use overdrive_core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
+
+use crate::warnings::print_warnings;
+
+/// The way in which a run ended.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum RunEnd {
+    /// It is done.
+    Finished,
+    /// A signal ended it, and there is a snapshot of its last step, from which it resumes.
+    Saved,
+    /// A signal ended it, and its last step is in no snapshot.
+    NotSaved,
+}
+
+impl RunEnd {
+    /// Returns the exit code: 0; 75, which tells a supervisor that the same command resumes the run where it stopped;
+    /// or 130.
+    pub fn exit_code(self) -> u8 {
+        match self {
+            Self::Finished => 0,
+            Self::Saved => SAVED_EXIT_CODE,
+            Self::NotSaved => INTERRUPTED_EXIT_CODE,
+        }
+    }
+}
+
+/// Runs a program that a signal may interrupt, as [`exit`] does, and returns the exit code of its end.
+pub fn exit_or_resume<E>(program: impl FnOnce() -> Result<RunEnd, E>) -> ExitCode
+where
+    E: AsRef<dyn StdError + Send + Sync>,
+{
+    exit_with(|| program().map(|end| ExitCode::from(end.exit_code())))
+}
+
+/// Runs a program and returns its exit code. Warnings of the libraries are printed on stderr (`RUST_LOG` selects other
+/// messages), and an error in one line, without a backtrace, because the cause is usually in the arguments.
+///
+/// `E` is `anyhow::Error` or `Box<dyn Error + Send + Sync>`.
+///
+/// ```
+/// use std::process::ExitCode;
+///
+/// type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
+///
+/// fn run() -> Result<()> {
+///     // … train …
+///     Ok(())
+/// }
+///
+/// fn main() -> ExitCode {
+///     overdrive_trainer::exit(run)
+/// }
+/// ```
+pub fn exit<E>(program: impl FnOnce() -> Result<(), E>) -> ExitCode
+where
+    E: AsRef<dyn StdError + Send + Sync>,
+{
+    exit_with(|| program().map(|()| ExitCode::SUCCESS))
+}
+
+fn exit_with<E>(program: impl FnOnce() -> Result<ExitCode, E>) -> ExitCode
+where
+    E: AsRef<dyn StdError + Send + Sync>,
+{
+    print_warnings();
+    program().unwrap_or_else(|error| {
+        let error: &(dyn StdError + 'static) = error.as_ref();
+        let mut text = error.to_string();
+        // A context hides its cause, and many errors already end with theirs.
+        for cause in successors(error.source(), |&cause| cause.source()).map(ToString::to_string) {
+            if !text.contains(&cause) {
+                text = format!("{text}: {cause}");
+            }
+        }
+        eprintln!("error: {text}");
+        ExitCode::FAILURE
+    })
+}
+
+/// Prints a line. One that cannot be written, because stdout is a file on a full disk or nobody reads it, does not
+/// end a run as `println!` would.
+pub fn print_line(line: impl Display) {
+    let _ = writeln!(stdout(), "{line}");
+}

@@ -1,0 +1,468 @@
+//! A run: everything of a training loop but the model, its loss and the data.
+
+mod batch;
+mod builder;
+mod log;
+mod summary;
+mod totals;
+
+use std::cell::RefCell;
+use std::fmt;
+use std::rc::Rc;
+
+use overdrive_accumulation::{AccumulatedStep, GradientAccumulator, Window};
+use overdrive_datasets::{DeviceLoader, LoaderState};
+use overdrive_distributed::{DistributedDataParallel, ProcessGroup};
+use overdrive_optim::{EarlyStopping, Ema, LrScheduler, Optimizer, Stateful};
+use overdrive_precision::{GradScaler, Precision};
+use overdrive_profiling::Phase;
+use overdrive_snapshot::{RunState, SnapshotManager};
+use overdrive_tracking::StepMetrics;
+use tch::{Device, Tensor};
+
+pub use batch::MicroBatch;
+pub use builder::RunBuilder;
+pub use log::Done;
+pub use summary::RunSummary;
+
+use crate::snapshots::{load_best, loader_totals};
+use crate::{
+    Error, Evaluation, Interrupt, Result, RunEnd, TrainingArguments, TrainingPlan, print_line,
+};
+use log::RunLog;
+use totals::StepTotals;
+
+/// A run of a training loop: what Accelerate's `Accelerator` is to a Python program, with the schedule, the
+/// snapshots and the metrics of transformers' `Trainer`. The loop, the model, its loss and the data stay in the
+/// program.
+///
+/// The run owns the process group, precision and loss scaler, gradient accumulation and clipping, optimizer,
+/// learning-rate schedule, averaged weights, early stopping, snapshots, trackers and the flag of Ctrl-C. It is
+/// built from [`TrainingArguments`], each part of which [`RunBuilder`] can replace, and restores itself from the
+/// snapshot that `resume_from_checkpoint` names. All processes of the group drive it alike; each gets its share of the
+/// batches, and losses, norms and the decision to stop are the same on all of them.
+///
+/// Losses and norms stay on the device until a line of the log is due, so that the host does not wait for a GPU.
+///
+/// ```
+/// use overdrive_datasets::{DataLoader, DataLoaderOptions, DeviceLoader};
+/// use overdrive_distributed::ProcessGroup;
+/// use overdrive_trainer::{Evaluation, IntervalStrategy, TrainingArguments, TrainingRun};
+/// use tch::nn::{self, Module};
+/// use tch::{Device, Kind, Tensor};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let arguments = TrainingArguments {
+///     max_steps: 20,
+///     learning_rate: 0.05,
+///     per_device_train_batch_size: 4,
+///     gradient_accumulation_steps: 2,
+///     eval_strategy: IntervalStrategy::No,
+///     ..TrainingArguments::default()
+/// };
+/// let store = nn::VarStore::new(Device::Cpu);
+/// let model = nn::linear(store.root(), 1, 1, Default::default());
+/// let numbers: Vec<f32> = (0..64).map(|number| number as f32 / 64.0).collect();
+/// let options = DataLoaderOptions { batch_size: 4, shuffle: true, ..Default::default() };
+/// let batches = options.batches(numbers.len())?;
+/// let collate = |rows: Vec<f32>| Ok(Tensor::from_slice(&rows).view([-1, 1]));
+/// let loader = DataLoader::with(numbers, batches, collate, options)?;
+/// let mut loader = DeviceLoader::new(loader, Device::Cpu);
+///
+/// let parameters = store.variables().into_iter().collect();
+/// let mut run = TrainingRun::builder(&arguments, &ProcessGroup::single())
+///     .silent()
+///     .start(parameters, &mut loader)?;
+/// while let Some(batches) = run.next_batches(&mut loader)? {
+///     for x in &batches {
+///         let loss = run.forward(|| model.forward(x).f_mse_loss(&(x * 3.0), tch::Reduction::Mean))?;
+///         run.backward(&loss)?;
+///     }
+///     run.step()?;
+///     run.evaluate_if_due(|| Ok::<_, overdrive_trainer::Error>(Evaluation::new(0.0, None)))?;
+///     run.save_if_due()?;
+/// }
+/// let (summary, _) = run.finish()?;
+/// assert!(summary.losses[19] < summary.losses[0]);
+/// # Ok(())
+/// # }
+/// ```
+pub struct TrainingRun {
+    arguments: TrainingArguments,
+    group: ProcessGroup,
+    precision: Precision,
+    device: Device,
+    plan: TrainingPlan,
+    /// The trainable parameters; these handles share storage with the model.
+    parameters: Vec<(String, Tensor)>,
+    accumulator: GradientAccumulator<DistributedDataParallel>,
+    state: State,
+    snapshots: Option<SnapshotManager>,
+    /// The files of each snapshot, the fingerprints of the inputs included.
+    files: Vec<(String, Vec<u8>)>,
+    log: RunLog,
+    interrupt: Interrupt,
+    /// The counts of each micro-batch of the step that runs.
+    window: Vec<totals::Counts>,
+    /// The number of its micro-batches whose backward has run.
+    backwards: usize,
+    /// The last step, until it is logged.
+    stepped: Option<Stepped>,
+    has_ended: bool,
+    /// If `true`, this process prints the lines of the run.
+    prints: bool,
+}
+
+/// The state that changes from step to step, besides the parameters.
+struct State {
+    optimizer: Box<dyn Optimizer>,
+    scheduler: LrScheduler,
+    scaler: Option<GradScaler>,
+    ema: Option<Ema>,
+    best: EarlyStopping,
+    done: Done,
+    /// The position in the data.
+    loader: LoaderState,
+    /// The values that the program has registered.
+    registered: Vec<(String, Rc<RefCell<dyn Stateful>>)>,
+}
+
+/// A step whose line of the log is not written yet.
+struct Stepped {
+    step: u64,
+    metrics: StepMetrics,
+    totals: StepTotals,
+    accumulated: AccumulatedStep,
+    /// The metric of its evaluation.
+    metric: Option<f64>,
+    improved: bool,
+    stop: bool,
+}
+
+impl TrainingRun {
+    /// Starts to build a run with the options of `arguments`, for the processes of `group`.
+    pub fn builder(arguments: &TrainingArguments, group: &ProcessGroup) -> RunBuilder {
+        RunBuilder::new(arguments, group)
+    }
+
+    /// Returns the number of optimizer steps so far, those before a restart included.
+    pub fn steps(&self) -> u64 {
+        self.state.done.steps
+    }
+
+    /// Returns the numbers of steps of the run.
+    pub fn plan(&self) -> &TrainingPlan {
+        &self.plan
+    }
+
+    /// Prints a line between those of the steps, on rank 0.
+    pub fn print(&mut self, line: impl fmt::Display) {
+        self.log.say(&line.to_string());
+    }
+
+    /// Loads the micro-batches of the next optimizer step: `gradient_accumulation_steps` of them, fewer in the last step of
+    /// an epoch. Returns `None` after the last step, after a signal, and when early stopping ends the run.
+    ///
+    /// # Errors
+    /// The error of a record that cannot be read, and those of [`save_if_due`](Self::save_if_due) if the program has not
+    /// called it for the last step.
+    pub fn next_batches<B: MicroBatch>(
+        &mut self,
+        loader: &mut DeviceLoader<B>,
+    ) -> Result<Option<Vec<B>>> {
+        self.save_if_due()?;
+        if self.has_ended || self.state.done.steps >= self.plan.total_steps {
+            return Ok(None);
+        }
+        self.log.begin_step();
+        let count = self.plan.micro_batches;
+        let batches = self.log.phase(Phase::Data, || loader.next_batches(count))?;
+        self.log.loaded(loader_totals(loader));
+        self.state.loader = loader.state_dict();
+        self.window = batches.iter().map(totals::Counts::of).collect();
+        self.backwards = 0;
+        let labels = self.window.iter().map(|counts| counts.labels);
+        // The label counts of the whole step, so that each token has the same weight in its mean loss.
+        self.accumulator.open(match labels.clone().collect::<Option<Vec<_>>>() {
+            Some(counts) => Window::new(counts),
+            None => Window::of_means(batches.len()),
+        })?;
+        Ok(Some(batches))
+    }
+
+    /// Runs the forward pass of a micro-batch under the autocast of the run's precision, and counts its time.
+    ///
+    /// # Errors
+    /// The error of `forward`, and an error if the device has no autocast.
+    pub fn forward<T, E: From<Error>>(
+        &self,
+        forward: impl FnOnce() -> std::result::Result<T, E>,
+    ) -> std::result::Result<T, E> {
+        let run = || self.precision.autocast(self.device, forward);
+        self.log.phase(Phase::Forward, run).map_err(Error::from)?
+    }
+
+    /// Runs the backward pass of the next micro-batch from its `loss`, a scalar: the sum over the labels that
+    /// [`MicroBatch::label_count`] counts, or the mean where it counts none. The loss is scaled in fp16. Gradients
+    /// accumulate over the micro-batches of the step, and the last backward reduces them over the processes.
+    ///
+    /// # Errors
+    /// An error if the step has no further micro-batch, or backward fails.
+    pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        let counts = self.window.get(self.backwards).copied();
+        let labels = counts.and_then(|counts| counts.labels);
+        let (accumulator, scaler) = (&mut self.accumulator, self.state.scaler.as_mut());
+        self.log.phase(Phase::Backward, || match labels {
+            Some(labels) => accumulator.backward(loss, labels, scaler),
+            None => accumulator.backward_mean(loss, scaler),
+        })?;
+        self.backwards += 1;
+        Ok(())
+    }
+
+    /// Ends an optimizer step: clips the gradients, updates the parameters, and advances the schedule and the averages. A
+    /// step that the loss scaler skips changes no weights, so neither schedule nor averages advance.
+    ///
+    /// # Errors
+    /// An error if no micro-batch has run, the optimizer fails, or a process is lost.
+    pub fn step(&mut self) -> Result<()> {
+        let state = &mut self.state;
+        // Read before the schedule moves on: it is the rate of this step.
+        let learning_rate = state.scheduler.last_lr().first().copied();
+        let accumulator = &mut self.accumulator;
+        let accumulated = self.log.phase(Phase::Optimizer, || {
+            accumulator.step(&mut state.optimizer, state.scaler.as_mut())
+        })?;
+        if accumulated.stepped {
+            state.scheduler.step(&mut state.optimizer)?;
+            state.ema.as_mut().map(Ema::update).transpose()?;
+        }
+        // One collective for all totals, including the wish to stop, so that all processes stop at the same step.
+        let stop = self.interrupt.requested();
+        let totals = StepTotals::over(&self.group, &self.window, &accumulated, stop)?;
+        let step = state.done.steps + 1;
+        let mut metrics = self.log.end_step(step, &totals)?;
+        metrics.epoch = Some(state.loader.epochs());
+        metrics.learning_rate = learning_rate.unwrap_or_default();
+        // Values on the device are read when a line is due, so that the host does not wait for every step.
+        if self.plan.log_due(step) {
+            let scale = state.scaler.as_ref().map(GradScaler::get_scale);
+            metrics.loss_scale = scale.transpose()?;
+        }
+        state.done = self.log.done();
+        self.stepped = Some(Stepped {
+            step,
+            metrics,
+            totals,
+            accumulated,
+            metric: None,
+            improved: false,
+            stop: totals.stop,
+        });
+        Ok(())
+    }
+
+    /// Evaluates before the first step if `eval_on_start` is set; a run that resumes does not.
+    ///
+    /// # Errors
+    /// The error of `evaluate`, and an error if a process is lost.
+    pub fn evaluate_on_start<E: From<Error>>(
+        &mut self,
+        evaluate: impl FnOnce() -> std::result::Result<Evaluation, E>,
+    ) -> std::result::Result<(), E> {
+        if !self.arguments.eval_on_start || self.state.done.steps > 0 {
+            return Ok(());
+        }
+        let found = self.averaged(evaluate)?;
+        let mut metrics = StepMetrics {
+            // There is no training loss before the first step; NaN is written as null.
+            loss: f64::NAN,
+            ..StepMetrics::default()
+        };
+        found.apply_to(&mut metrics);
+        // A signal has cut the evaluation short; the run ends after its first step.
+        let stop = self.interrupt.requested();
+        if !self.group.any(stop).map_err(Error::from)? {
+            self.log.log(&metrics);
+        }
+        Ok(())
+    }
+
+    /// Evaluates after this step if the plan says so, and records the result: it is logged, decides about early stopping,
+    /// and is the metric of the snapshot. With `ema_decay` the model has its averaged weights meanwhile. `evaluate` returns
+    /// the mean loss over the batches of all processes, and may end early on [`Interrupt::is_requested`].
+    ///
+    /// # Errors
+    /// The error of `evaluate`, and an error if a process is lost or the evaluation lacks `metric_for_best_model`.
+    pub fn evaluate_if_due<E: From<Error>>(
+        &mut self,
+        evaluate: impl FnOnce() -> std::result::Result<Evaluation, E>,
+    ) -> std::result::Result<(), E> {
+        // On a stop the run saves and ends: whoever stops it may give it seconds.
+        let due = |stepped: &Stepped| self.plan.eval_due(stepped.step) && !stepped.stop;
+        if !self.stepped.as_ref().is_some_and(due) {
+            return Ok(());
+        }
+        let found = self.averaged(evaluate)?;
+        Ok(self.evaluated(found)?)
+    }
+
+    /// Calls `evaluate` while the model has its averaged weights, if there are any.
+    fn averaged<E: From<Error>>(
+        &mut self,
+        evaluate: impl FnOnce() -> std::result::Result<Evaluation, E>,
+    ) -> std::result::Result<Evaluation, E> {
+        // The guard puts the training weights back when the evaluation ends.
+        let averaged = self.state.ema.as_mut().map(Ema::apply).transpose();
+        let _averaged = averaged.map_err(Error::from)?;
+        evaluate()
+    }
+
+    fn evaluated(&mut self, found: Evaluation) -> Result<()> {
+        // A signal has cut the evaluation short.
+        let stop = self.group.any(self.interrupt.requested())?;
+        let Some(stepped) = self.stepped.as_mut() else {
+            return Ok(());
+        };
+        stepped.stop = stop;
+        if !stop {
+            found.apply_to(&mut stepped.metrics);
+            self.log.summary.evaluation = Some(found);
+            let value = self.arguments.best_model_metric(&found)?;
+            stepped.metric = Some(value);
+            stepped.improved = self.state.best.observe(stepped.step, value).improved;
+        }
+        Ok(())
+    }
+
+    /// Logs the step, and saves a snapshot if the plan says so, or if the run ends here. The snapshot is written in the
+    /// background; one that fails is a warning in the log. Each step is logged once, and a second call does nothing.
+    ///
+    /// # Errors
+    /// An error if a process is lost, or the state cannot be taken.
+    pub fn save_if_due(&mut self) -> Result<()> {
+        let Some(stepped) = self.stepped.take() else {
+            return Ok(());
+        };
+        let Stepped { step, stop, .. } = stepped;
+        self.log.summary.interrupted = stop;
+        let ends = stop || self.state.best.should_stop();
+        let save_due = self.plan.save_due(step, stepped.improved, ends);
+        let read_due = ends || save_due || self.plan.eval_due(step) || self.plan.log_due(step);
+        self.log.record(stepped.metrics, stepped.totals, stepped.accumulated);
+        if read_due {
+            self.log.flush(&self.group)?;
+        }
+        self.state.done = self.log.done();
+        if let Some(snapshots) = &mut self.snapshots {
+            if save_due {
+                let sharded = self.arguments.shards_optimizer();
+                let registered = self.state.registered(&self.parameters, &self.files, sharded);
+                snapshots.save_state(step, stepped.metric, registered)?;
+            }
+            self.log.warn_about(snapshots)?;
+        }
+        if ends {
+            self.has_ended = true;
+            self.log.say(match stop {
+                true => "interrupted: the run ends after this step",
+                false => "no improvement within `early_stopping_patience`: the run ends",
+            });
+        }
+        Ok(())
+    }
+
+    /// Ends the run: waits until the snapshots are written, loads the best weights into the model if
+    /// `load_best_model_at_end` is set, and closes the trackers. Returns the summary, and the averaged weights if
+    /// `ema_decay` is set. After a signal it prints how to resume.
+    ///
+    /// # Errors
+    /// An error if a process is lost, or the best snapshot cannot be read.
+    pub fn finish(mut self) -> Result<(RunSummary, Option<Ema>)> {
+        self.save_if_due()?;
+        let root = self.snapshots.as_ref().map(|snapshots| snapshots.folder().to_owned());
+        if let Some(mut snapshots) = self.snapshots.take() {
+            snapshots.settle()?;
+            self.log.warn_about(&mut snapshots)?;
+            // No process leaves before all have written. A signal that came during the last save leaves the rest of the
+            // work to the run that resumes.
+            let stop = self.group.any(self.interrupt.requested())?;
+            if self.group.all(self.log.summary.is_saved())? {
+                self.log.summary.interrupted |= stop;
+            }
+            if self.arguments.load_best_model_at_end && !self.log.summary.interrupted {
+                let (parameters, ema) = (&self.parameters, self.state.ema.as_mut());
+                let best = load_best(&self.arguments, &snapshots, &self.group, parameters, ema)?;
+                self.log.summary.best = best;
+            }
+        }
+        let end = self.log.summary.end();
+        if end == RunEnd::NotSaved {
+            self.log
+                .say("the last step is in no snapshot (`save_strategy: no`, or saving failed)");
+        }
+        let summary = self.log.finish(&self.state.optimizer)?;
+        if summary.interrupted && self.prints {
+            print_line(summary.to_string().trim_end());
+        }
+        if let (RunEnd::Saved, true, Some(root)) = (end, self.prints, root) {
+            let root = root.display();
+            print_line(format_args!(
+                "resume it with `--out {root} --resume-from-checkpoint true`"
+            ));
+        }
+        Ok((summary, self.state.ema))
+    }
+}
+
+impl State {
+    /// Registers the entries of a snapshot.
+    fn registered<'s>(
+        &'s mut self,
+        parameters: &[(String, Tensor)],
+        files: &[(String, Vec<u8>)],
+        sharded: bool,
+    ) -> RunState<'s> {
+        let registered = RunState::new()
+            .tensors("model", shared(parameters))
+            .register("lr_scheduler", &mut self.scheduler)
+            .register_optional("scaler", self.scaler.as_mut())
+            .register("early_stopping", &mut self.best)
+            .value("progress", &mut self.done)
+            .value("loader", &mut self.loader)
+            .random_states();
+        // A run does not drop its average by accident.
+        let mut registered = match &mut self.ema {
+            Some(ema) => registered.register("ema", ema),
+            None => registered,
+        };
+        for (name, value) in &self.registered {
+            registered = registered.shared(name, Rc::clone(value));
+        }
+        // Registered under one name in either case, so that a snapshot shows which one was used.
+        let registered = match sharded {
+            // Each process has the states of its own parameters.
+            true => registered.register_per_rank("optimizer", &mut self.optimizer),
+            false => registered.register("optimizer", &mut self.optimizer),
+        };
+        let files = files.iter().cloned();
+        files.fold(registered, |state, (name, bytes)| state.file(name, bytes))
+    }
+}
+
+impl fmt::Debug for TrainingRun {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.debug_struct("TrainingRun")
+            .field("plan", &self.plan)
+            .field("done", &self.state.done)
+            .finish_non_exhaustive()
+    }
+}
+
+/// Returns handles that share storage with `parameters`.
+pub(crate) fn shared(parameters: &[(String, Tensor)]) -> Vec<(String, Tensor)> {
+    let handles = parameters.iter();
+    handles
+        .map(|(name, tensor)| (name.clone(), tensor.shallow_clone()))
+        .collect()
+}

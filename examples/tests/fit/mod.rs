@@ -1,0 +1,37 @@
+//! The loop of the example `train`, for a run and an evaluation of a test's own.
+
+use anyhow::Result;
+use overdrive::datasets::{Batch, DeviceLoader};
+use overdrive::optim::Ema;
+use overdrive::trainer::{Evaluation, RunBuilder, RunSummary, batch_loss};
+use overdrive::transformer::CausalLm;
+
+/// Trains until the run ends.
+pub(crate) fn fit(
+    run: RunBuilder,
+    model: &mut CausalLm,
+    mut loader: DeviceLoader<Batch>,
+    evaluate: &mut dyn FnMut(&CausalLm) -> Result<Evaluation>,
+) -> Result<(RunSummary, Option<Ema>)> {
+    let mut run = run.start(model.named_parameters(), &mut loader)?;
+    let mut evaluate = |model: &mut CausalLm| -> Result<Evaluation> {
+        model.set_training(false)?;
+        let found = evaluate(model)?;
+        model.set_training(true)?;
+        Ok(found)
+    };
+    model.set_training(true)?;
+    run.evaluate_on_start(|| evaluate(model))?;
+    while let Some(batches) = run.next_batches(&mut loader)? {
+        for batch in &batches {
+            let loss = run.forward(|| batch_loss(model, batch))?;
+            run.backward(&loss.sum)?;
+        }
+        run.step()?;
+        run.evaluate_if_due(|| evaluate(model))?;
+        run.save_if_due()?;
+    }
+    let ended = run.finish()?;
+    model.set_training(false)?;
+    Ok(ended)
+}
