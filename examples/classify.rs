@@ -14,10 +14,11 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::Parser;
 use overdrive::core::OutputFolder;
-use overdrive::datasets::{LabeledTexts, Permutation};
+use overdrive::datasets::LabeledTexts;
+use overdrive::distributed::ProcessGroup;
 use overdrive::lora::trainable_parameters;
-use overdrive::optim::{AdamW, AdamWConfig, ClipOptions, Optimizer, clip_grad_norm, decay_groups};
-use overdrive::sys::denormals::set_flush_denormals;
+use overdrive::optim::LrSchedulerType;
+use overdrive::trainer::{TrainingArguments, TrainingRun};
 use overdrive_examples::{Classification, exit, print_line};
 
 /// Fine-tunes a sequence classifier on texts with labels
@@ -65,8 +66,6 @@ fn main() -> ExitCode {
 
 /// Trains, and returns the accuracy on the held-out texts.
 pub(crate) fn run(flags: &Flags) -> Result<f64> {
-    // Subnormal numbers are zero to libtorch's operators too: each takes Intel's processors a hundred cycles.
-    set_flush_denormals(true);
     let inputs: Vec<_> = flags
         .model
         .iter()
@@ -74,48 +73,45 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
         .collect();
     let check = |out| OutputFolder::check("classify", "--out", out, &inputs);
     let output = flags.out.as_ref().map(check).transpose()?;
-    tch::manual_seed(flags.seed.cast_signed());
+    let arguments = TrainingArguments {
+        seed: flags.seed,
+        ..TrainingArguments::default()
+    };
+    arguments.apply()?; // the seed, the threads, the treatment of subnormal numbers
     let data = LabeledTexts::open(&flags.data, &flags.text_column, &flags.label_column, None)?;
     let (train, test) = data.split(flags.held_out, flags.seed)?;
     let folder = flags.model.as_deref();
     let mut task = Classification::load(folder, data, &train, flags.max_length, flags.seed)?;
     task.make_trainable(flags.lora)?;
     let fresh = folder.is_none() || flags.lora.is_some();
-    let config = AdamWConfig {
+    let batch_size = usize::from(flags.batch_size);
+    let arguments = TrainingArguments {
+        num_train_epochs: flags.epochs as f64,
+        max_steps: -1,
+        logging_steps: 10.0,
+        per_device_train_batch_size: flags.batch_size.into(),
         learning_rate: flags
             .learning_rate
             .unwrap_or(if fresh { 1e-3 } else { 5e-5 }),
-        ..AdamWConfig::default()
+        lr_scheduler_type: LrSchedulerType::Linear,
+        weight_decay: 0.01,
+        ..arguments
     };
-    let peak = config.learning_rate;
-    let groups = decay_groups(trainable_parameters(&mut task.model)?, 0.01);
-    let mut optimizer = AdamW::new(groups, config)?;
-    let size = usize::from(flags.batch_size);
-    let steps = flags.epochs as f64 * train.len().div_ceil(size) as f64;
-    let mut step = 0.0;
+    let mut loader = task.loader(&train, batch_size, flags.seed)?;
+    let mut run = TrainingRun::builder(&arguments, &ProcessGroup::single())
+        .start(trainable_parameters(&mut task.model)?, &mut loader)?;
     task.model.set_training(true)?;
-    for epoch in 0..flags.epochs {
-        let order = Permutation::new(train.len(), flags.seed, epoch);
-        let order: Vec<usize> = (0..train.len()).map(|at| train[order.apply(at)]).collect();
-        let mut total = 0.0;
-        for batch in order.chunks(size) {
-            // A linear decay to zero, the default schedule of transformers' Trainer.
-            let rate = peak * (1.0 - step / steps);
-            optimizer.set_learning_rates(&vec![rate; optimizer.learning_rates().len()])?;
-            let (logits, classes) = task.forward(batch)?;
-            let loss = task.model.loss_of_logits(&logits, &classes)?.mean()?;
-            loss.f_backward()?;
-            let _norm = clip_grad_norm(&optimizer.parameters(), 1.0, ClipOptions::default())?;
-            optimizer.step()?;
-            optimizer.zero_grad()?;
-            total += loss.f_double_value(&[])? * batch.len() as f64;
-            step += 1.0;
+    while let Some(batches) = run.next_batches(&mut loader)? {
+        for batch in &batches {
+            let loss = run.forward(|| task.loss(batch))?;
+            run.backward(&loss)?;
         }
-        let mean = total / train.len() as f64;
-        print_line(format_args!("epoch {}  loss {mean:.4}", epoch + 1));
+        run.step()?;
+        run.save_if_due()?;
     }
+    run.finish()?;
     task.model.set_training(false)?;
-    let accuracy = task.accuracy(&test, size)?;
+    let accuracy = task.accuracy(&test, batch_size)?;
     let (of, percent) = (test.len(), 100.0 * accuracy);
     print_line(format_args!(
         "{percent:.1}% of {of} held-out texts are classified correctly"

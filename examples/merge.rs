@@ -15,7 +15,7 @@ use clap::Parser;
 use overdrive::core::OutputFolder;
 use overdrive::datasets::copy_tokenizer;
 use overdrive::generation::ModelFiles;
-use overdrive_examples::finetuning::FinetuneModel;
+use overdrive::trainer::FinetuneModel;
 use overdrive_examples::print_line;
 
 /// Merges an adapter into its model

@@ -14,16 +14,14 @@ use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use overdrive::core::OutputFolder;
 use overdrive::datasets::{
-    DataLoaderOptions, DeviceLoader, Seq2SeqExample, copy_tokenizer, load_tokenizer, save_tokenizer,
+    DataLoaderOptions, DeviceLoader, Seq2SeqExample, copy_tokenizer, save_tokenizer,
 };
-use overdrive::optim::{
-    AdamW, AdamWConfig, ClipOptions, LrScheduler, LrSchedulerType, Optimizer, ParamGroup, Schedule,
-    ScheduleLength, clip_grad_norm,
-};
-use overdrive::sys::denormals::set_flush_denormals;
-use overdrive::transformer::{InitOptions, LoadOptions, SaveOptions, Seq2SeqLm};
+use overdrive::distributed::ProcessGroup;
+use overdrive::optim::LrSchedulerType;
+use overdrive::trainer::{TrainingArguments, TrainingRun};
+use overdrive::transformer::{SaveOptions, Seq2SeqLm};
 use overdrive_examples::pairs::{
-    END, exact_matches, letters, load_pairs, read_pairs, small_config, words_to_reverse,
+    END, exact_matches, load_model, load_pairs, read_pairs, words_to_reverse,
 };
 use overdrive_examples::print_line;
 use tch::Device;
@@ -64,8 +62,6 @@ fn main() -> ExitCode {
 
 /// Trains, saves, and returns the share of held-out targets that the model writes exactly.
 pub(crate) fn run(flags: &Flags) -> Result<f64> {
-    // Subnormal numbers are zero to libtorch's operators too: each takes Intel's processors a hundred cycles.
-    set_flush_denormals(true);
     let inputs: Vec<_> = flags
         .model
         .iter()
@@ -73,26 +69,7 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
         .collect();
     let output = OutputFolder::check("seq2seq", "--out", &flags.out, &inputs)?;
     let device = Device::cuda_if_available();
-    let (mut model, tokenizer) = match &flags.model {
-        Some(folder) => {
-            let options = LoadOptions {
-                device,
-                ..LoadOptions::default()
-            };
-            (
-                Seq2SeqLm::from_pretrained(folder, &options)?,
-                load_tokenizer(folder)?,
-            )
-        }
-        None => {
-            let options = InitOptions {
-                device,
-                seed: flags.seed,
-                ..InitOptions::default()
-            };
-            (Seq2SeqLm::new(&small_config(), &options)?, letters()?)
-        }
-    };
+    let (mut model, tokenizer) = load_model(flags.model.as_deref(), flags.seed, device)?;
     let pairs = match &flags.data {
         Some(path) => read_pairs(path)?,
         None => words_to_reverse(flags.seed, 4000),
@@ -125,12 +102,23 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
     Ok(exact)
 }
 
+/// Trains for `--steps` steps with a learning rate that falls linearly to 0.
 fn train(
     model: &mut Seq2SeqLm,
     examples: &[Seq2SeqExample],
     flags: &Flags,
     device: Device,
 ) -> Result<()> {
+    let arguments = TrainingArguments {
+        max_steps: i64::try_from(flags.steps)?,
+        logging_steps: 100.0,
+        learning_rate: flags.learning_rate,
+        lr_scheduler_type: LrSchedulerType::Linear,
+        weight_decay: 0.0,
+        seed: flags.seed,
+        ..TrainingArguments::default()
+    };
+    arguments.apply()?;
     let options = DataLoaderOptions {
         batch_size: flags.batch_size,
         shuffle: true,
@@ -138,57 +126,23 @@ fn train(
         num_workers: 0,
         ..DataLoaderOptions::default()
     };
-    let pad = model
-        .config()
-        .pad_token_id()
-        .context("the model has no pad_token_id")?;
-    let loader = load_pairs(examples, pad, options)?;
+    let pad = model.config().pad_token_id();
+    let pad = pad.context("the model has no pad_token_id")?;
+    let mut loader = DeviceLoader::new(load_pairs(examples, pad, options)?, device);
     model.set_requires_grad(true)?;
     model.set_training(true)?;
-    tch::manual_seed(flags.seed.cast_signed()); // of dropout
-    let parameters = model.named_parameters();
-    let tensors: Vec<_> = parameters
-        .iter()
-        .map(|(_, tensor)| tensor.shallow_clone())
-        .collect();
-    let rate = flags.learning_rate;
-    let config = AdamWConfig {
-        learning_rate: rate,
-        weight_decay: 0.0,
-        ..AdamWConfig::default()
-    };
-    let mut optimizer = AdamW::new(vec![ParamGroup::new("all", parameters)], config)?;
-    let length = ScheduleLength {
-        warmup_steps: 0,
-        total_steps: flags.steps as u64,
-    };
-    let linear = Schedule::new(LrSchedulerType::Linear, length, rate, &Default::default())?;
-    let mut scheduler = LrScheduler::new(linear, &mut optimizer)?;
-    for (step, batch) in DeviceLoader::new(loader, device)
-        .endless()
-        .take(flags.steps)
-        .enumerate()
-    {
-        let batch = batch?;
-        batch.check_ids(model.config().vocab_size())?;
-        let loss = model.loss(
-            &batch.input_ids,
-            batch.attention_mask.as_ref(),
-            &batch.labels,
-        )?;
-        let loss = loss.mean()?;
-        loss.f_backward()?;
-        let _norm = clip_grad_norm(&tensors, 1.0, ClipOptions::default())?;
-        optimizer.step()?;
-        optimizer.zero_grad()?;
-        scheduler.step(&mut optimizer)?;
-        if (step + 1) % 100 == 0 {
-            print_line(format_args!(
-                "step {}  loss {:.4}",
-                step + 1,
-                loss.f_double_value(&[])?
-            ));
+    let mut run = TrainingRun::builder(&arguments, &ProcessGroup::single())
+        .start(model.named_parameters(), &mut loader)?;
+    while let Some(batches) = run.next_batches(&mut loader)? {
+        for batch in &batches {
+            batch.check_ids(model.config().vocab_size())?;
+            let mask = batch.attention_mask.as_ref();
+            let loss = run.forward(|| model.loss(&batch.input_ids, mask, &batch.labels))?;
+            run.backward(&loss.sum)?;
         }
+        run.step()?;
+        run.save_if_due()?;
     }
+    run.finish()?;
     Ok(model.set_training(false)?)
 }

@@ -59,7 +59,7 @@ fn main() -> ExitCode {
     overdrive_examples::exit(|| {
         let out = run(&Flags::parse(), |line| println!("{line}"))?;
         println!("written     {}; train with --data {0}", out.display());
-        Ok(())
+        anyhow::Ok(())
     })
 }
 

@@ -21,9 +21,9 @@ use clap::Parser;
 use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
 use overdrive::trainer::{
-    DataShard, Evaluation, RunEnd, RunFolder, Severity, TextData, TrainArgs, TrainingArguments,
-    TrainingRun, batch_loss, describe_model, evaluate, exit_or_resume, find_executable_batch_size,
-    model_flops, new_model, print_line, snapshot_files, write_results,
+    self, DataShard, Evaluation, RunEnd, RunFolder, Severity, TextData, TrainArgs,
+    TrainingArguments, TrainingRun, batch_loss, describe_model, evaluate, exit_or_resume,
+    find_executable_batch_size, model_flops, new_model, print_line, snapshot_files, write_results,
 };
 use overdrive::transformer::CausalLm;
 use tch::Device;
@@ -116,7 +116,7 @@ fn train(
         .files(snapshot_files(&model, data, arguments)?)
         .flops(model_flops(&model, &parameters))
         .start(parameters, &mut loader)?;
-    let validation_loss = |model: &mut CausalLm| -> Result<Evaluation> {
+    let validation_loss = |model: &mut CausalLm| -> trainer::Result<Evaluation> {
         let batches = data.validation_loader(arguments, shard)?;
         model.set_training(false)?;
         let loss = evaluate(model, batches, precision, group)?;

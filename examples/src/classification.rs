@@ -4,12 +4,14 @@ use std::path::Path;
 
 use anyhow::Result;
 use overdrive::datasets::{
-    LabeledTexts, RowLayout, TokenizedExample, Tokenizer, collate, copy_tokenizer,
-    encode_sequences, load_tokenizer, save_word_piece, train_word_piece,
+    Batch, DataLoader, DataLoaderOptions, DeviceLoader, InMemory, LabeledTexts, OnDevice,
+    RowLayout, TokenizedExample, Tokenizer, collate, copy_tokenizer, encode_sequences,
+    load_tokenizer, save_word_piece, train_word_piece,
 };
 use overdrive::lora::{
     AddOptions, LoraConfig, MergeOptions, TargetModules, add_adapter, merge_and_unload,
 };
+use overdrive::trainer::MicroBatch;
 use overdrive::transformer::{
     EncoderConfig, EncoderFamily, EncoderInput, InitOptions, LoadOptions, SaveOptions,
     SequenceClassifier,
@@ -89,34 +91,61 @@ impl Classification {
         Ok(())
     }
 
-    /// Returns the logits `(B, classes)` of the texts `batch`, and their classes `(B,)`.
-    pub fn forward(&self, batch: &[usize]) -> Result<(Tensor, Tensor)> {
-        let (device, config) = (self.model.device(), self.model.config());
+    /// Returns a loader of the texts `indices` in batches of `size`, in a new order in each epoch.
+    pub fn loader(
+        &self,
+        indices: &[usize],
+        size: usize,
+        seed: u64,
+    ) -> Result<DeviceLoader<LabeledBatch>> {
         let layout = RowLayout::Padded {
-            pad_token: u32::try_from(config.pad_token_id.unwrap_or(0))?,
+            pad_token: u32::try_from(self.model.config().pad_token_id.unwrap_or(0))?,
             multiple_of: 1,
         };
-        let one = |&index: &usize| std::slice::from_ref(&self.rows[index]);
-        let tokens = collate(&batch.iter().map(one).collect::<Vec<_>>(), layout)?;
-        tokens.check_ids(config.vocab_size)?;
-        let ids = tokens.input_ids.f_to_device(device)?;
-        let mut input = EncoderInput::new(&ids);
-        input.attention_mask = tokens.attention_mask.as_ref();
-        let classes: Vec<i64> = batch
-            .iter()
-            .map(|&index| self.data.classes[index])
-            .collect();
-        let classes = Tensor::f_from_slice(&classes)?.f_to_device(device)?;
-        Ok((self.model.forward(input)?, classes))
+        let options = DataLoaderOptions {
+            batch_size: size,
+            shuffle: true,
+            seed,
+            ..DataLoaderOptions::default()
+        };
+        let row = |&index: &usize| (self.rows[index].clone(), self.data.classes[index]);
+        let rows: Vec<_> = indices.iter().map(row).collect();
+        let batches = options.batches(rows.len())?;
+        let collate = move |rows: Vec<(TokenizedExample, i64)>| {
+            let (rows, classes): (Vec<_>, Vec<_>) = rows.into_iter().unzip();
+            let rows: Vec<_> = rows.iter().map(std::slice::from_ref).collect();
+            Ok(LabeledBatch {
+                tokens: collate(&rows, layout)?,
+                classes: Tensor::f_from_slice(&classes)?,
+            })
+        };
+        let loader = DataLoader::with(InMemory(rows), batches, collate, options)?;
+        Ok(DeviceLoader::new(loader, self.model.device()))
+    }
+
+    /// Returns the logits `(B, classes)` of a batch.
+    pub fn forward(&self, batch: &LabeledBatch) -> Result<Tensor> {
+        batch.tokens.check_ids(self.model.config().vocab_size)?;
+        let mut input = EncoderInput::new(&batch.tokens.input_ids);
+        input.attention_mask = batch.tokens.attention_mask.as_ref();
+        Ok(self.model.forward(input)?)
+    }
+
+    /// Returns the mean loss of a batch.
+    pub fn loss(&self, batch: &LabeledBatch) -> Result<Tensor> {
+        let logits = self.forward(batch)?;
+        let loss = self.model.loss_of_logits(&logits, &batch.classes)?;
+        Ok(loss.mean()?)
     }
 
     /// Returns the share of the texts `test` whose class has the largest logit, in batches of `size`.
     pub fn accuracy(&self, test: &[usize], size: usize) -> Result<f64> {
         let _no_grad = tch::no_grad_guard();
         let mut right = 0;
-        for batch in test.chunks(size) {
-            let (logits, classes) = self.forward(batch)?;
-            let named = logits.f_argmax(-1, false)?.f_eq_tensor(&classes)?;
+        for batch in self.loader(test, size, 0)? {
+            let batch = batch?;
+            let named = self.forward(&batch)?.f_argmax(-1, false)?;
+            let named = named.f_eq_tensor(&batch.classes)?;
             right += named.f_sum(Kind::Int64)?.f_int64_value(&[])?;
         }
         Ok(right as f64 / test.len() as f64)
@@ -136,5 +165,41 @@ impl Classification {
             }
         }
         Ok(())
+    }
+}
+
+/// Texts with their classes.
+#[derive(Debug)]
+pub struct LabeledBatch {
+    /// The tokens of the texts.
+    pub tokens: Batch,
+    /// The class of each text, (B), Int64.
+    pub classes: Tensor,
+}
+
+impl OnDevice for LabeledBatch {
+    fn pinned(self) -> overdrive::datasets::Result<Self> {
+        let (tokens, classes) = (self.tokens.pinned()?, self.classes.pinned()?);
+        Ok(Self { tokens, classes })
+    }
+
+    fn on_device(self, device: Device, non_blocking: bool) -> overdrive::datasets::Result<Self> {
+        let tokens = self.tokens.on_device(device, non_blocking)?;
+        let classes = self.classes.on_device(device, non_blocking)?;
+        Ok(Self { tokens, classes })
+    }
+}
+
+impl MicroBatch for LabeledBatch {
+    fn examples(&self) -> usize {
+        self.classes.numel()
+    }
+
+    fn tokens(&self) -> usize {
+        self.tokens.tokens
+    }
+
+    fn padded_tokens(&self) -> usize {
+        self.tokens.padded_tokens()
     }
 }

@@ -5,13 +5,14 @@ use std::path::Path;
 use anyhow::{Context, Result, anyhow};
 use overdrive::core::random::Generator;
 use overdrive::datasets::{
-    CsvOptions, CsvRecords, DataLoader, DataLoaderOptions, Dataset, JsonOptions, JsonRecords,
-    Seq2SeqBatch, Seq2SeqExample, Seq2SeqPadding, collate_seq2seq,
+    CsvOptions, CsvRecords, DataLoader, DataLoaderOptions, Dataset, InMemory, JsonOptions,
+    JsonRecords, Seq2SeqBatch, Seq2SeqExample, Seq2SeqPadding, collate_seq2seq, load_tokenizer,
 };
 use overdrive::generation::{GenerationConfig, Tokenizer, generate};
-use overdrive::transformer::{Seq2SeqConfig, Seq2SeqLm, T5Config};
+use overdrive::transformer::{InitOptions, LoadOptions, Seq2SeqConfig, Seq2SeqLm, T5Config};
 use serde::Deserialize;
 use serde_json::{Map, json};
+use tch::Device;
 
 /// A source and the target that a model learns to write for it.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
@@ -69,22 +70,12 @@ pub fn load_pairs(
     };
     let collate = move |rows: Vec<Seq2SeqExample>| collate_seq2seq(&rows, padding);
     let batches = options.batches(examples.len())?;
-    let examples = Examples(examples.to_vec());
-    Ok(DataLoader::with(examples, batches, collate, options)?)
-}
-
-struct Examples(Vec<Seq2SeqExample>);
-
-impl Dataset for Examples {
-    type Item = Seq2SeqExample;
-
-    fn len(&self) -> usize {
-        self.0.len()
-    }
-
-    fn get(&self, index: usize) -> overdrive::datasets::Result<Seq2SeqExample> {
-        Ok(self.0[index].clone())
-    }
+    Ok(DataLoader::with(
+        InMemory(examples.to_vec()),
+        batches,
+        collate,
+        options,
+    )?)
 }
 
 /// Makes words of two to five of the first eight letters, each with the same word reversed.
@@ -106,7 +97,7 @@ pub fn words_to_reverse(seed: u64, count: usize) -> Vec<Pair> {
 pub const END: &str = "</s>";
 
 /// Returns a tokenizer of 29 tokens: padding, the end of sequence, an unknown letter, and the letters a to z.
-pub fn letters() -> Result<Tokenizer> {
+fn letters() -> Result<Tokenizer> {
     let special = ["<pad>", END, "<unk>"];
     let letters = (b'a'..=b'z').map(|letter| char::from(letter).to_string());
     let tokens = special.iter().map(ToString::to_string).chain(letters);
@@ -136,7 +127,7 @@ pub fn letters() -> Result<Tokenizer> {
 }
 
 /// Returns the configuration of a T5 of 0.2 million parameters for [`letters`].
-pub fn small_config() -> Seq2SeqConfig {
+fn small_config() -> Seq2SeqConfig {
     T5Config {
         vocab_size: 30,
         d_model: 64,
@@ -151,6 +142,28 @@ pub fn small_config() -> Seq2SeqConfig {
         ..T5Config::default()
     }
     .into()
+}
+
+/// Loads the model in `folder` with its tokenizer; without one, returns a small T5 of random weights for [`letters`].
+pub fn load_model(
+    folder: Option<&Path>,
+    seed: u64,
+    device: Device,
+) -> Result<(Seq2SeqLm, Tokenizer)> {
+    let Some(folder) = folder else {
+        let options = InitOptions {
+            device,
+            seed,
+            ..InitOptions::default()
+        };
+        return Ok((Seq2SeqLm::new(&small_config(), &options)?, letters()?));
+    };
+    let options = LoadOptions {
+        device,
+        ..LoadOptions::default()
+    };
+    let model = Seq2SeqLm::from_pretrained(folder, &options)?;
+    Ok((model, load_tokenizer(folder)?))
 }
 
 /// Returns the number of targets that the model writes exactly, greedily.

@@ -1,7 +1,8 @@
 //! Images of four shapes, drawn at random positions, sizes and contrasts, with noise.
 
 use overdrive::core::random::{random_u64, uniform_below};
-use overdrive::datasets::{DataLoader, DataLoaderOptions, Dataset, OnDevice, Result};
+use overdrive::datasets::{DataLoader, DataLoaderOptions, Dataset, DeviceLoader, OnDevice, Result};
+use overdrive::trainer::{DataShard, MicroBatch};
 use tch::{Device, Tensor};
 
 /// The number of shapes: disc, square, triangle, cross.
@@ -9,17 +10,28 @@ pub const SHAPES: i64 = 4;
 /// The width and height of an image in pixels.
 const SIDE: usize = 28;
 
-/// Returns a loader of `count` images drawn from `seed`.
+/// Returns a loader of this process's share of `count` images drawn from `seed`, in a new order in each epoch.
 ///
 /// # Errors
-/// An error if an option is outside its range.
+/// An error if the batch size is 0.
 pub fn load_pictures(
     seed: u64,
     count: usize,
-    options: DataLoaderOptions,
-) -> Result<DataLoader<PictureBatch>> {
+    batch_size: usize,
+    shard: DataShard,
+) -> Result<DeviceLoader<PictureBatch>> {
+    let options = DataLoaderOptions {
+        batch_size,
+        shuffle: true,
+        seed,
+        num_workers: 1,
+        rank: shard.rank(),
+        world_size: shard.world_size(),
+        ..DataLoaderOptions::default()
+    };
     let batches = options.batches(count)?;
-    DataLoader::with(Pictures { seed, count }, batches, collate, options)
+    let loader = DataLoader::with(Pictures { seed, count }, batches, collate, options)?;
+    Ok(DeviceLoader::new(loader, shard.device()))
 }
 
 /// Images that are drawn on request: the same seed and index give the same image.
@@ -86,5 +98,11 @@ impl OnDevice for PictureBatch {
         let images = self.images.on_device(device, queued)?;
         let shapes = self.shapes.on_device(device, queued)?;
         Ok(Self { images, shapes })
+    }
+}
+
+impl MicroBatch for PictureBatch {
+    fn examples(&self) -> usize {
+        self.shapes.numel()
     }
 }

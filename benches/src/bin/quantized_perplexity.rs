@@ -16,9 +16,9 @@ use overdrive::quantization::{
     CalibrationOptions, ClipOptions, GptqOptions, InputCollector, Moments, Scheme, observe_inputs,
     quantize_calibrated,
 };
+use overdrive::trainer::evaluate;
 use overdrive::trainer::{TextData, TrainingArguments};
 use overdrive::transformer::{CausalLm, ForwardInput, LoadOptions, QuantizeOptions};
-use overdrive::trainer::evaluate;
 use tch::Device;
 
 /// The number of training windows that calibration reads.

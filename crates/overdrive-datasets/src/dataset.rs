@@ -2,7 +2,7 @@
 
 use std::sync::Arc;
 
-use crate::Result;
+use crate::{Error, Result};
 
 /// A collection of records with random access, each read on demand: PyTorch's map-style `Dataset`, with errors
 /// as values.
@@ -37,6 +37,32 @@ impl<D: Dataset + ?Sized> Dataset for &D {
 
     fn get(&self, index: usize) -> Result<Self::Item> {
         (**self).get(index)
+    }
+}
+
+/// Records in memory.
+///
+/// ```
+/// use overdrive_datasets::{Dataset, InMemory};
+///
+/// let numbers = InMemory(vec![3, 1, 4]);
+/// assert_eq!((numbers.len(), numbers.get(2)?), (3, 4));
+/// # Ok::<(), overdrive_datasets::Error>(())
+/// ```
+#[derive(Debug, Clone, PartialEq, Eq)]
+pub struct InMemory<T>(pub Vec<T>);
+
+impl<T: Clone + Send + Sync> Dataset for InMemory<T> {
+    type Item = T;
+
+    fn len(&self) -> usize {
+        self.0.len()
+    }
+
+    fn get(&self, index: usize) -> Result<T> {
+        let len = self.0.len();
+        let record = self.0.get(index).cloned();
+        record.ok_or(Error::NoSuchRecord { index, len })
     }
 }
 

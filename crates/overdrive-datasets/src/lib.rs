@@ -132,7 +132,7 @@ pub use cache::default_cache_dir;
 #[cfg(feature = "tokenizers")]
 pub use cache::{BuiltTokens, build_dataset_tokens, build_tokens};
 pub use corpus::{Corpus, CorpusFile, CorpusOptions, Skipped, TextFormat};
-pub use dataset::Dataset;
+pub use dataset::{Dataset, InMemory};
 pub use digest::Sha256Digest;
 pub use error::{Error, RecordNumber, Result};
 pub use error_policy::{ErrorLog, ErrorPolicy};

@@ -11,9 +11,7 @@ use overdrive_snapshot::Snapshot;
 use overdrive_sys::{is_out_of_memory, memory};
 use tch::Device;
 
-use crate::{
-    Error, FinetuneArguments, ResumeFromCheckpoint, Result, RunFolder, TrainingArguments,
-};
+use crate::{Error, FinetuneArguments, Result, ResumeFromCheckpoint, RunFolder, TrainingArguments};
 
 /// The fraction of the free memory that an automatic choice uses: the estimate counts tensors only, and is up to 15%
 /// off in either direction.
@@ -253,8 +251,11 @@ where
 
 /// Returns `true` for an error that names the lost processes itself.
 fn names_lost_ranks(error: &(dyn StdError + 'static)) -> bool {
-    error.is::<overdrive_distributed::Error>()
-        || matches!(error.downcast_ref(), Some(Error::Distributed(_)))
+    match error.downcast_ref() {
+        Some(Error::Distributed(_)) => true,
+        Some(Error::Program(error)) => names_lost_ranks(&**error),
+        _ => error.is::<overdrive_distributed::Error>(),
+    }
 }
 
 impl AsMut<TrainingArguments> for TrainingArguments {

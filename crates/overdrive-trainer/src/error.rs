@@ -263,12 +263,28 @@ pub enum Error {
     #[error(transparent)]
     Distributed(#[from] overdrive_distributed::Error),
 
+    /// An error of the program that trains: of its forward pass or its evaluation.
+    #[error(transparent)]
+    Program(ProgramError),
+
     /// The handlers of Ctrl-C, SIGTERM, SIGHUP and SIGQUIT could not be installed.
     #[error("cannot install the handlers of Ctrl-C, SIGTERM, SIGHUP and SIGQUIT: {source}")]
     Signals {
         /// The error of the operating system.
         source: std::io::Error,
     },
+}
+
+/// An error of the program that trains, such as `anyhow::Error` or one of tch.
+pub type ProgramError = Box<dyn std::error::Error + Send + Sync>;
+
+impl Error {
+    pub(crate) fn of_program(error: impl Into<ProgramError>) -> Self {
+        match error.into().downcast() {
+            Ok(error) => *error,
+            Err(error) => Self::Program(error),
+        }
+    }
 }
 
 /// A result of this crate.

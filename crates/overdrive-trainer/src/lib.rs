@@ -97,13 +97,13 @@ pub use check::{Finding, MachineFacts, RunCheck, Severity};
 pub use config_format::ConfigFormat;
 pub use config_layers::{Configuration, Layers};
 pub use data_arguments::{SampleBy, SequenceMode};
-pub use error::{Error, Result};
+pub use error::{Error, ProgramError, Result};
 pub use evaluation::Evaluation;
 pub use execution_arguments::GradientCheckpointingArguments;
 pub use finetune::{
-    ComputeDtype, FinetuneArguments, FinetuneMethod, FinetuneModel, FinetuneResults, FinetuneTask, Finetuned,
-    InstructionData, MethodComparison, Quant4Type, TargetModulesArgument, TemplateFormat,
-    TrainingMemory,
+    ComputeDtype, FinetuneArguments, FinetuneMethod, FinetuneModel, FinetuneResults, FinetuneTask,
+    Finetuned, InstructionData, MethodComparison, Quant4Type, TargetModulesArgument,
+    TemplateFormat, TrainingMemory,
 };
 pub use fingerprints::Fingerprints;
 pub use interrupt::Interrupt;
@@ -116,11 +116,11 @@ pub use model_arguments::ModelArguments;
 pub use parallel::{DataShard, DdpBackend};
 pub use plan::TrainingPlan;
 pub use preset::Preset;
+pub use program::{RunEnd, exit, exit_or_resume, print_line};
 pub use recommended::{
     Attention, DEVICES, DeviceFacts, DeviceKind, MODELS, ModelSize, RecommendedSettings, Task,
     TrainedWeights,
 };
-pub use program::{RunEnd, exit, exit_or_resume, print_line};
 pub use run::{Done, MicroBatch, RunBuilder, RunSummary, TrainingRun};
 pub use run_folder::RunFolder;
 pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};

@@ -58,7 +58,13 @@ impl DataShard {
         self.device
     }
 
-    pub(crate) fn world_size(&self) -> usize {
+    /// Returns the number of this process.
+    pub fn rank(&self) -> usize {
+        self.rank
+    }
+
+    /// Returns the number of processes.
+    pub fn world_size(&self) -> usize {
         self.world_size
     }
 

@@ -34,6 +34,17 @@ pub enum ResumeFromCheckpoint {
     Folder(PathBuf),
 }
 
+/// Reads `true`, `false` or a folder, as a flag gives them.
+impl From<&str> for ResumeFromCheckpoint {
+    fn from(text: &str) -> Self {
+        match text.to_lowercase().as_str() {
+            "true" => Self::Latest(true),
+            "false" => Self::Latest(false),
+            _ => Self::Folder(text.into()),
+        }
+    }
+}
+
 impl<'de> Deserialize<'de> for ResumeFromCheckpoint {
     /// Deserializes `true` and `false` also from strings, because flags are strings.
     fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
@@ -45,11 +56,7 @@ impl<'de> Deserialize<'de> for ResumeFromCheckpoint {
         }
         Ok(match Given::deserialize(deserializer)? {
             Given::Truth(latest) => Self::Latest(latest),
-            Given::Text(text) => match text.to_lowercase().as_str() {
-                "true" => Self::Latest(true),
-                "false" => Self::Latest(false),
-                _ => Self::Folder(text.into()),
-            },
+            Given::Text(text) => text.as_str().into(),
         })
     }
 }

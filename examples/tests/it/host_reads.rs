@@ -1,7 +1,8 @@
 //! The host waits for the device only where a line of the log is due.
 
 use overdrive::datasets::{
-    Batch, DataLoader, DataLoaderOptions, DeviceLoader, RowLayout, TokenizedExample, collate,
+    Batch, DataLoader, DataLoaderOptions, DeviceLoader, InMemory, RowLayout, TokenizedExample,
+    collate,
 };
 use overdrive::distributed::ProcessGroup;
 use overdrive::precision::Precision;
@@ -36,7 +37,7 @@ fn reads(arguments: &TrainingArguments, precision: Precision, layout: RowLayout)
     };
     let batches = options.batches(rows.len()).unwrap();
     let collate = move |rows: Vec<_>| collate(&rows, layout);
-    let loader = DataLoader::with(rows.to_vec(), batches, collate, options).unwrap();
+    let loader = DataLoader::with(InMemory(rows.to_vec()), batches, collate, options).unwrap();
     let mut loader = DeviceLoader::new(loader, Device::Cpu);
     let mut run = TrainingRun::builder(arguments, &group)
         .precision(precision)

@@ -11,7 +11,8 @@ use overdrive::snapshot::{Scope, Snapshot};
 use overdrive::tracking::{StepMetrics, Tracker, Trackers, read_metrics};
 use overdrive::trainer::{
     Evaluation, IntervalStrategy, ModelArguments, OptimizerName, ResumeFromCheckpoint, RunFolder,
-    RunSummary, SaveStrategy, TextData, TrainingArguments, TrainingRun, new_model, snapshot_files,
+    RunSummary, SaveStrategy, TextData, TrainingArguments, TrainingRun, model_flops, new_model,
+    snapshot_files,
 };
 use overdrive::transformer::CausalLm;
 use tch::Device;
@@ -130,6 +131,7 @@ pub(crate) fn fit_with(
             .folder(folder)
             .files(snapshot_files(model, data, arguments)?)
             .fingerprints(fingerprints)
+            .flops(model_flops(model, &model.named_parameters()))
             .track(trackers);
         let loader = data.train_loader(arguments, Device::Cpu)?;
         let mut evaluations = 0;

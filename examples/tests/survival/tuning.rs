@@ -3,9 +3,9 @@
 use std::os::unix::fs::PermissionsExt;
 
 use overdrive::optim::{LrSchedulerType, ScheduleOptions};
+use overdrive::trainer::decoder_shape;
 use overdrive::trainer::{FinetuneArguments, TrialEnd, TuneCandidate, TuneOutcome};
 use overdrive::transformer::{InitOptions, LlamaConfig, ModelConfig, SaveOptions};
-use overdrive::trainer::decoder_shape;
 use overdrive_examples::tuning::Trials;
 
 use super::*;

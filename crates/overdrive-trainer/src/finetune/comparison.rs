@@ -1,7 +1,7 @@
 use std::fmt;
 
-use super::memory::{TrainingMemory, mebibytes};
 use super::Finetuned;
+use super::memory::{TrainingMemory, mebibytes};
 use crate::{FinetuneArguments, Quant4Type, RunEnd, RunSummary};
 
 /// A method of fine-tuning.
@@ -94,7 +94,10 @@ impl MethodComparison {
             let row = self.rows.iter().find(|(method, ..)| *method == wanted)?;
             Some(&row.2.losses)
         };
-        let (lora, qlora) = (losses(FinetuneMethod::Lora)?, losses(FinetuneMethod::Qlora)?);
+        let (lora, qlora) = (
+            losses(FinetuneMethod::Lora)?,
+            losses(FinetuneMethod::Qlora)?,
+        );
         let sum: f64 = lora.iter().sum();
         let difference: f64 = lora.iter().zip(qlora).map(|(a, b)| (a - b).abs()).sum();
         (sum > 0.0).then(|| difference / sum)

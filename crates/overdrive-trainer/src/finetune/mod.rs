@@ -9,8 +9,8 @@ mod results;
 mod task;
 
 pub use arguments::{ComputeDtype, FinetuneArguments, Quant4Type, TargetModulesArgument};
-pub use data::{InstructionData, TemplateFormat};
 pub use comparison::{FinetuneMethod, MethodComparison};
+pub use data::{InstructionData, TemplateFormat};
 pub use memory::TrainingMemory;
 pub use model::FinetuneModel;
 pub use results::{FinetuneResults, Finetuned};

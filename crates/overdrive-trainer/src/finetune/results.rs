@@ -10,9 +10,7 @@ use overdrive_transformer::CausalLm;
 
 use super::{FinetuneModel, TrainingMemory};
 use crate::language_model::{text, write_report};
-use crate::{
-    BatchFill, FinetuneArguments, InstructionData, Result, RunEnd, RunFolder, RunSummary,
-};
+use crate::{BatchFill, FinetuneArguments, InstructionData, Result, RunEnd, RunFolder, RunSummary};
 
 /// The maximum number of tokens of an answer that is shown at the end.
 const ANSWER_TOKENS: usize = 64;

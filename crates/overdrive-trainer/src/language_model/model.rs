@@ -9,8 +9,8 @@ use overdrive_transformer::{
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-use overdrive_core::Error as CommonError;
 use crate::{Interrupt, Result, SaveStrategy, TextData, TrainingArguments};
+use overdrive_core::Error as CommonError;
 
 /// Returns a new model of the shape in the configuration, for the tokenizer of `data`, with trainable fp32 weights drawn
 /// from the seed.

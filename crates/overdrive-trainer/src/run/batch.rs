@@ -72,7 +72,10 @@ impl MicroBatch for Batch {
 
 impl MicroBatch for Seq2SeqBatch {
     fn examples(&self) -> usize {
-        self.input_ids.size().first().map_or(0, |&rows| rows as usize)
+        self.input_ids
+            .size()
+            .first()
+            .map_or(0, |&rows| rows as usize)
     }
 
     fn label_count(&self) -> Option<usize> {

@@ -161,7 +161,9 @@ impl RunBuilder {
         };
         let prints = group.is_main() && !self.silent;
         let devices = group.world_size();
-        let mut log = RunLog::begin(&arguments, &plan, precision, device, devices, self.model, prints)?;
+        let mut log = RunLog::begin(
+            &arguments, &plan, precision, device, devices, self.model, prints,
+        )?;
         let interrupt = match self.interrupt {
             Some(interrupt) => interrupt,
             None => Interrupt::install()?,

@@ -144,11 +144,7 @@ impl RunLog {
 
     /// Stops the clock of a step and returns the metrics that the host knows. Its times and rates follow when the device
     /// has finished it: the host is ahead of a GPU.
-    pub(super) fn end_step(
-        &mut self,
-        step: u64,
-        totals: &StepTotals,
-    ) -> Result<StepMetrics> {
+    pub(super) fn end_step(&mut self, step: u64, totals: &StepTotals) -> Result<StepMetrics> {
         self.recorder.end_step(totals.work());
         self.summary.add(totals);
         let finished = self.recorder.take_finished()?;
@@ -189,7 +185,12 @@ impl RunLog {
 
     /// Takes the metrics of a step. Its loss, its gradient norm, its times and its rates follow with
     /// [`flush`](Self::flush).
-    pub(super) fn record(&mut self, metrics: StepMetrics, totals: StepTotals, stepped: AccumulatedStep) {
+    pub(super) fn record(
+        &mut self,
+        metrics: StepMetrics,
+        totals: StepTotals,
+        stepped: AccumulatedStep,
+    ) {
         self.unread.push(Unread {
             metrics,
             totals,

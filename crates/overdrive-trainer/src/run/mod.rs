@@ -27,7 +27,8 @@ pub use summary::RunSummary;
 
 use crate::snapshots::{load_best, loader_totals};
 use crate::{
-    Error, Evaluation, Interrupt, Result, RunEnd, TrainingArguments, TrainingPlan, print_line,
+    Error, Evaluation, Interrupt, ProgramError, Result, RunEnd, TrainingArguments, TrainingPlan,
+    print_line,
 };
 use log::RunLog;
 use totals::StepTotals;
@@ -45,9 +46,9 @@ use totals::StepTotals;
 /// Losses and norms stay on the device until a line of the log is due, so that the host does not wait for a GPU.
 ///
 /// ```
-/// use overdrive_datasets::{DataLoader, DataLoaderOptions, DeviceLoader};
+/// use overdrive_datasets::{DataLoader, DataLoaderOptions, DeviceLoader, InMemory};
 /// use overdrive_distributed::ProcessGroup;
-/// use overdrive_trainer::{Evaluation, IntervalStrategy, TrainingArguments, TrainingRun};
+/// use overdrive_trainer::{IntervalStrategy, TrainingArguments, TrainingRun};
 /// use tch::nn::{self, Module};
 /// use tch::{Device, Kind, Tensor};
 ///
@@ -66,7 +67,7 @@ use totals::StepTotals;
 /// let options = DataLoaderOptions { batch_size: 4, shuffle: true, ..Default::default() };
 /// let batches = options.batches(numbers.len())?;
 /// let collate = |rows: Vec<f32>| Ok(Tensor::from_slice(&rows).view([-1, 1]));
-/// let loader = DataLoader::with(numbers, batches, collate, options)?;
+/// let loader = DataLoader::with(InMemory(numbers), batches, collate, options)?;
 /// let mut loader = DeviceLoader::new(loader, Device::Cpu);
 ///
 /// let parameters = store.variables().into_iter().collect();
@@ -79,7 +80,6 @@ use totals::StepTotals;
 ///         run.backward(&loss)?;
 ///     }
 ///     run.step()?;
-///     run.evaluate_if_due(|| Ok::<_, overdrive_trainer::Error>(Evaluation::new(0.0, None)))?;
 ///     run.save_if_due()?;
 /// }
 /// let (summary, _) = run.finish()?;
@@ -183,23 +183,26 @@ impl TrainingRun {
         self.backwards = 0;
         let labels = self.window.iter().map(|counts| counts.labels);
         // The label counts of the whole step, so that each token has the same weight in its mean loss.
-        self.accumulator.open(match labels.clone().collect::<Option<Vec<_>>>() {
-            Some(counts) => Window::new(counts),
-            None => Window::of_means(batches.len()),
-        })?;
+        self.accumulator
+            .open(match labels.clone().collect::<Option<Vec<_>>>() {
+                Some(counts) => Window::new(counts),
+                None => Window::of_means(batches.len()),
+            })?;
         Ok(Some(batches))
     }
 
     /// Runs the forward pass of a micro-batch under the autocast of the run's precision, and counts its time.
     ///
     /// # Errors
-    /// The error of `forward`, and an error if the device has no autocast.
-    pub fn forward<T, E: From<Error>>(
+    /// The error of `forward` ([`Error::Program`]), and an error if the device has no autocast.
+    pub fn forward<T, E: Into<ProgramError>>(
         &self,
         forward: impl FnOnce() -> std::result::Result<T, E>,
-    ) -> std::result::Result<T, E> {
+    ) -> Result<T> {
         let run = || self.precision.autocast(self.device, forward);
-        self.log.phase(Phase::Forward, run).map_err(Error::from)?
+        self.log
+            .phase(Phase::Forward, run)?
+            .map_err(Error::of_program)
     }
 
     /// Runs the backward pass of the next micro-batch from its `loss`, a scalar: the sum over the labels that
@@ -266,10 +269,10 @@ impl TrainingRun {
     ///
     /// # Errors
     /// The error of `evaluate`, and an error if a process is lost.
-    pub fn evaluate_on_start<E: From<Error>>(
+    pub fn evaluate_on_start<E: Into<ProgramError>>(
         &mut self,
         evaluate: impl FnOnce() -> std::result::Result<Evaluation, E>,
-    ) -> std::result::Result<(), E> {
+    ) -> Result<()> {
         if !self.arguments.eval_on_start || self.state.done.steps > 0 {
             return Ok(());
         }
@@ -282,7 +285,7 @@ impl TrainingRun {
         found.apply_to(&mut metrics);
         // A signal has cut the evaluation short; the run ends after its first step.
         let stop = self.interrupt.requested();
-        if !self.group.any(stop).map_err(Error::from)? {
+        if !self.group.any(stop)? {
             self.log.log(&metrics);
         }
         Ok(())
@@ -294,31 +297,16 @@ impl TrainingRun {
     ///
     /// # Errors
     /// The error of `evaluate`, and an error if a process is lost or the evaluation lacks `metric_for_best_model`.
-    pub fn evaluate_if_due<E: From<Error>>(
+    pub fn evaluate_if_due<E: Into<ProgramError>>(
         &mut self,
         evaluate: impl FnOnce() -> std::result::Result<Evaluation, E>,
-    ) -> std::result::Result<(), E> {
+    ) -> Result<()> {
         // On a stop the run saves and ends: whoever stops it may give it seconds.
         let due = |stepped: &Stepped| self.plan.eval_due(stepped.step) && !stepped.stop;
         if !self.stepped.as_ref().is_some_and(due) {
             return Ok(());
         }
         let found = self.averaged(evaluate)?;
-        Ok(self.evaluated(found)?)
-    }
-
-    /// Calls `evaluate` while the model has its averaged weights, if there are any.
-    fn averaged<E: From<Error>>(
-        &mut self,
-        evaluate: impl FnOnce() -> std::result::Result<Evaluation, E>,
-    ) -> std::result::Result<Evaluation, E> {
-        // The guard puts the training weights back when the evaluation ends.
-        let averaged = self.state.ema.as_mut().map(Ema::apply).transpose();
-        let _averaged = averaged.map_err(Error::from)?;
-        evaluate()
-    }
-
-    fn evaluated(&mut self, found: Evaluation) -> Result<()> {
         // A signal has cut the evaluation short.
         let stop = self.group.any(self.interrupt.requested())?;
         let Some(stepped) = self.stepped.as_mut() else {
@@ -335,6 +323,16 @@ impl TrainingRun {
         Ok(())
     }
 
+    /// Calls `evaluate` while the model has its averaged weights, if there are any.
+    fn averaged<E: Into<ProgramError>>(
+        &mut self,
+        evaluate: impl FnOnce() -> std::result::Result<Evaluation, E>,
+    ) -> Result<Evaluation> {
+        // The guard puts the training weights back when the evaluation ends.
+        let _averaged = self.state.ema.as_mut().map(Ema::apply).transpose()?;
+        evaluate().map_err(Error::of_program)
+    }
+
     /// Logs the step, and saves a snapshot if the plan says so, or if the run ends here. The snapshot is written in the
     /// background; one that fails is a warning in the log. Each step is logged once, and a second call does nothing.
     ///
@@ -349,7 +347,8 @@ impl TrainingRun {
         let ends = stop || self.state.best.should_stop();
         let save_due = self.plan.save_due(step, stepped.improved, ends);
         let read_due = ends || save_due || self.plan.eval_due(step) || self.plan.log_due(step);
-        self.log.record(stepped.metrics, stepped.totals, stepped.accumulated);
+        self.log
+            .record(stepped.metrics, stepped.totals, stepped.accumulated);
         if read_due {
             self.log.flush(&self.group)?;
         }
@@ -357,7 +356,9 @@ impl TrainingRun {
         if let Some(snapshots) = &mut self.snapshots {
             if save_due {
                 let sharded = self.arguments.shards_optimizer();
-                let registered = self.state.registered(&self.parameters, &self.files, sharded);
+                let registered = self
+                    .state
+                    .registered(&self.parameters, &self.files, sharded);
                 snapshots.save_state(step, stepped.metric, registered)?;
             }
             self.log.warn_about(snapshots)?;
@@ -380,7 +381,10 @@ impl TrainingRun {
     /// An error if a process is lost, or the best snapshot cannot be read.
     pub fn finish(mut self) -> Result<(RunSummary, Option<Ema>)> {
         self.save_if_due()?;
-        let root = self.snapshots.as_ref().map(|snapshots| snapshots.folder().to_owned());
+        let root = self
+            .snapshots
+            .as_ref()
+            .map(|snapshots| snapshots.folder().to_owned());
         if let Some(mut snapshots) = self.snapshots.take() {
             snapshots.settle()?;
             self.log.warn_about(&mut snapshots)?;
