@@ -1,25 +1,25 @@
-//! The parts of a training program around its loop: arguments under Hugging Face's names, presets, data, run
-//! folders, interrupts.
+//! A training program but for its loop: the run that the loop drives, arguments under Hugging Face's names, presets, data,
+//! run folders, interrupts.
 //!
-//! The counterparts in Python are transformers' `TrainingArguments` and `HfArgumentParser`, and TRL's data
-//! preparation:
+//! The counterparts in Python are Accelerate's `Accelerator`, transformers' `TrainingArguments` and `HfArgumentParser`,
+//! and TRL's data preparation:
 //!
+//! - [`TrainingRun`] holds everything of a loop but the model, its loss and the data: precision, accumulation, clipping,
+//!   optimizer, schedule, averages, early stopping, snapshots, metrics. The loop stays in the program: the example `train`
+//!   is one, on a screen;
 //! - [`TrainingArguments`] is the configuration, and a [`Preset`] is a ready-made one;
 //! - [`TrainArgs`] and [`FinetuneArgs`] are the flags; [`Layers`] merges flags over a JSON, YAML or TOML file
 //!   over a preset, and its errors name every invalid key, type and choice with the nearest valid one;
 //! - [`TrainingPlan`] is the configuration in numbers of steps;
 //! - [`TextData`] is the text of files in any format, tokenized and split, and [`InstructionData`] holds
 //!   prompts and responses; both return loaders whose batches are prepared by threads;
-//! - `TrainingArguments` creates the other components of a run: process group, optimizer, schedule, data
-//!   parallel wrapper, step recorder;
+//! - [`batch_loss`] and [`evaluate`] are the loss of a language model, and [`FinetuneTask`] loads one with adapters;
 //! - [`RunFolder`] is the output folder of a run, with its snapshots and metrics; [`Interrupt`] lets the run
 //!   save and end on Ctrl-C.
 //!
-//! The loop itself is in the example `train`: copy it and change it.
-//!
 //! ```
 //! use clap::Parser;
-//! use overdrive_trainer::{RunFolder, TrainArgs};
+//! use overdrive_trainer::TrainArgs;
 //!
 //! #[derive(Parser)]
 //! struct Flags {
@@ -27,20 +27,9 @@
 //!     train: TrainArgs,
 //! }
 //!
-//! let folder = tempfile::tempdir()?;
-//! let out = folder.path().join("run").display().to_string();
-//! let flags = Flags::parse_from(["train", "--out", &out, "--steps", "50", "--seed", "7"]);
-//!
+//! let flags = Flags::parse_from(["train", "--preset", "small", "--steps", "50", "--seed", "7"]);
 //! let arguments = flags.train.resolve()?;
-//! let run = RunFolder::create(&arguments)?;
-//! let plan = arguments.plan(1000)?; // 1000 micro-batches per epoch
-//! for step in 1..=plan.total_steps {
-//!     // … forward, backward, optimizer …
-//!     if plan.eval_due(step) {
-//!         // … evaluate …
-//!     }
-//! }
-//! assert!(run.arguments().is_file());
+//! assert_eq!((arguments.max_steps, arguments.seed), (50, 7));
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
