@@ -147,7 +147,9 @@ fn a_damaged_snapshot_is_reported_and_without_a_complete_one_the_program_fails()
             .unwrap();
         // Without the lines of the run.
         let said = String::from_utf8(output.stderr).unwrap();
-        let said = said.lines().filter(|line| line.contains("WARN ") || line.starts_with("error"));
+        let said = said
+            .lines()
+            .filter(|line| line.contains("WARN ") || line.starts_with("error"));
         let said: String = said.map(|line| format!("{line}\n")).collect();
         (output.status.code(), said)
     };

@@ -32,6 +32,22 @@ const KEYS: [&str; 5] = [
     "seed",
     "validation_fraction",
 ];
+/// The keys of training that may have other values on each process: paths, threads, and what one process does alone.
+const KEYS_OF_A_RANK: [&str; 13] = [
+    "data",
+    "dataloader_num_workers",
+    "dataloader_pin_memory",
+    "dataloader_prefetch_factor",
+    "ddp_timeout",
+    "emit_nvtx",
+    "output_dir",
+    "overwrite_output_dir",
+    "report_to",
+    "samples",
+    "threads",
+    "tokenizer",
+    "trace",
+];
 /// The keys of `config.json` that the weights do not depend on, or only through the tokenizer.
 const FREE_MODEL_KEYS: [&str; 7] = [
     "architectures",
@@ -80,10 +96,12 @@ impl Fingerprints {
         (file_name(), text.into_bytes())
     }
 
-    /// Compares them with those of the other processes, each of which calls it, and with those of the run that is
-    /// resumed.
-    fn compared(self, group: &ProcessGroup, arguments: &TrainingArguments) -> Result<Self> {
-        let all = group.all_gather_object(&self)?;
+    /// Compares them with those of the other processes, each of which calls it.
+    ///
+    /// # Errors
+    /// [`Error::RankDiffers`] on every process.
+    fn compare_ranks(&self, group: &ProcessGroup) -> Result<()> {
+        let all = group.all_gather_object(self)?;
         for (rank, other) in all.iter().enumerate().skip(1) {
             let describe = |name: &str, main: &str, other: &str| {
                 format!("`{name}` is {other} on rank {rank} and {main} on rank 0")
@@ -93,6 +111,13 @@ impl Fingerprints {
                 return Err(Error::RankDiffers { rank, differences });
             }
         }
+        Ok(())
+    }
+
+    /// Compares them with those of the other processes, each of which calls it, and with those of the run that is
+    /// resumed.
+    fn compared(self, group: &ProcessGroup, arguments: &TrainingArguments) -> Result<Self> {
+        self.compare_ranks(group)?;
         // The snapshot is chosen and verified later, when the run's folder is open and has the arguments of this
         // start; a run that is refused keeps its own.
         for snapshot in arguments.listed_snapshots()? {
@@ -181,6 +206,30 @@ fn keys_of(arguments: &impl Serialize) -> Result<Map<String, Value>> {
 }
 
 impl TrainingArguments {
+    /// Compares the arguments with those of the other processes, each of which calls it: processes that differ would
+    /// train on in silence, or wait for each other for ever.
+    ///
+    /// # Errors
+    /// [`Error::RankDiffers`] on every process.
+    pub(crate) fn compare_ranks(&self, group: &ProcessGroup) -> Result<()> {
+        if group.world_size() == 1 {
+            return Ok(());
+        }
+        let mut all = Fingerprints::default();
+        for (key, value) in keys_of(self)? {
+            match value {
+                _ if KEYS_OF_A_RANK.contains(&key.as_str()) => {}
+                Value::Object(section) => {
+                    for (name, value) in section {
+                        all.set(format!("{key}.{name}"), plain(&value));
+                    }
+                }
+                value => all.set(key, plain(&value)),
+            }
+        }
+        all.compare_ranks(group)
+    }
+
     /// Returns the values of the keys that decide which example has which number.
     fn order_fingerprints(&self) -> Result<Fingerprints> {
         let values = keys_of(self)?;

@@ -75,11 +75,13 @@ impl DataShard {
 
 impl TrainingArguments {
     /// Joins the process group that torchrun, a Kubernetes job, mpirun, srun or
-    /// [`overdrive_distributed::Launch`] has started; without any of them it is a world of one.
+    /// [`overdrive_distributed::Launch`] has started; without any of them it is a world of one. All arguments that must
+    /// agree are compared between the processes.
     ///
     /// # Errors
     /// Errors about invalid variables of the launcher, or processes that do not join within `ddp_timeout`; an
-    /// error if the machine has GPUs that several processes could not use.
+    /// error if the machine has GPUs that several processes could not use; [`crate::Error::RankDiffers`] with the names
+    /// and values of the arguments that differ, on every process.
     pub fn init_process_group(&self) -> Result<ProcessGroup> {
         // Decided before the processes meet, so that each of them refuses at once.
         let processes = Rendezvous::from_env()?.world_size;
@@ -87,7 +89,9 @@ impl TrainingArguments {
         let config = GroupConfig::default()
             .with_timeout(Duration::from_secs_f64(self.ddp_timeout))
             .with_backend(backend);
-        Ok(init_process_group(config)?)
+        let group = init_process_group(config)?;
+        self.compare_ranks(&group)?;
+        Ok(group)
     }
 
     /// Wraps the trainable parameters, so that gradients are averaged over the processes during backward. In a

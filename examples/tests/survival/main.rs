@@ -46,6 +46,8 @@ const MEMORY_LIMIT: &str = "OVERDRIVE_TRAINER_TEST_MEMORY_LIMIT";
 const CONFIG: &str = "OVERDRIVE_TRAINER_TEST_CONFIG";
 /// The rank that has another model than the others.
 const OTHER_MODEL: &str = "OVERDRIVE_TRAINER_TEST_OTHER_MODEL";
+/// The rank that has a key of the arguments with another value, as `RANK:key=value`.
+const OTHER_ARGUMENT: &str = "OVERDRIVE_TRAINER_TEST_OTHER_ARGUMENT";
 /// The rank whose data lacks a file.
 const OTHER_DATA: &str = "OVERDRIVE_TRAINER_TEST_OTHER_DATA";
 const TRAIN: [&str; 4] = ["--exact", "trains", "--ignored", "--nocapture"];
@@ -66,9 +68,23 @@ fn trains() {
     if config.ends_with("program.json") || config.ends_with("finetune.json") {
         return runs_the_example(&config);
     }
-    let mut arguments: TrainingArguments =
+    let mut values: serde_json::Value =
         serde_json::from_slice(&fs::read(&config).unwrap()).unwrap();
-    let group = arguments.init_process_group().unwrap();
+    if let Ok(other) = std::env::var(OTHER_ARGUMENT) {
+        let (rank, setting) = other.split_once(':').unwrap();
+        let (key, value) = setting.split_once('=').unwrap();
+        if std::env::var("RANK").unwrap() == rank {
+            values[key] = serde_json::from_str(value).unwrap();
+        }
+    }
+    let mut arguments: TrainingArguments = serde_json::from_value(values).unwrap();
+    let group = match arguments.init_process_group() {
+        Ok(group) => group,
+        Err(error) => {
+            eprintln!("error: {error}");
+            std::process::exit(1);
+        }
+    };
     let rank = group.rank().to_string();
     fs::write(
         config.with_file_name(format!("pid-{rank}")),

@@ -209,7 +209,9 @@ fn another_effective_batch_is_said_and_an_epoch_stays_a_pass() {
 fn errors_that_concern_all_processes_are_found_before_the_first_step() {
     let shop = Workshop::new();
     let arguments = shop.arguments();
-    let other = shop.launch("other", &arguments, 2).env(OTHER_MODEL, "1");
+    let other = shop
+        .launch("other", &arguments, 2)
+        .env(OTHER_MODEL, "1");
     let error = other.run().unwrap_err().to_string();
     let differs = "`model.intermediate_size` is 72 on rank 1 and 64 on rank 0";
     assert!(error.contains(differs), "{error}");
@@ -221,6 +223,25 @@ fn errors_that_concern_all_processes_are_found_before_the_first_step() {
         "{error}"
     );
     assert!(!shop.path("other").exists(), "a run was begun");
+
+    // An argument that must agree is compared before anything waits for it.
+    for (setting, differs) in [
+        ("learning_rate=0.5", "`learning_rate` is 0.5 on rank 1"),
+        ("max_grad_norm=9.0", "`max_grad_norm` is 9"),
+        ("bf16=true", "`bf16` is true on rank 1 and false on rank 0"),
+        ("save_strategy=\"no\"", "`save_strategy` is no on rank 1"),
+        (
+            "gradient_accumulation_steps=5",
+            "`gradient_accumulation_steps` is 5 on rank 1",
+        ),
+        ("logging_steps=77.0", "`logging_steps` is 77"),
+    ] {
+        let other = shop.launch("other", &arguments, 2);
+        let other = other.env(OTHER_ARGUMENT, format!("1:{setting}"));
+        let error = other.run().unwrap_err().to_string();
+        assert!(error.contains(differs), "{setting}: {error}");
+        assert!(!shop.path("other").exists(), "a run was begun");
+    }
 
     // Where the folder cannot be: all ranks end with the words of the one that tried.
     fs::write(shop.path("taken"), "a file").unwrap();
