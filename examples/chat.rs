@@ -25,7 +25,7 @@ use overdrive::generation::{
 };
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive::transformer::CausalLm;
-use overdrive_examples::{GenerationFlags, ModelFlags, TemplateFlags, print_now};
+use overdrive_examples::{GenerationFlags, ModelFlags, TemplateFlags, print_line, print_now};
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 
@@ -106,7 +106,7 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
         match line.trim() {
             "" => continue,
             "/reset" => messages.clone_from(&opening),
-            "/stats" => println!("{}", chat.engine.statistics()),
+            "/stats" => print_line(format_args!("{}", chat.engine.statistics())),
             text => {
                 messages.push(Message::user(text));
                 at_prompt.store(false, Ordering::SeqCst);

@@ -19,7 +19,7 @@ use overdrive::onnx::{
     Activations, Attention, ExportOptions, ExternalData, Precision, export_pretrained,
 };
 use overdrive::transformer::{CausalLm, QuantizeOptions};
-use overdrive_examples::{ModelFlags, OnnxComparison};
+use overdrive_examples::{ModelFlags, OnnxComparison, print_line};
 
 /// Exports a model's folder or GGUF file to ONNX
 #[derive(Parser)]
@@ -105,7 +105,8 @@ pub(crate) fn run(flags: &Flags) -> Result<()> {
     options.dense_fallback = source.path.is_file();
     let mut model = load(&source)?;
     output.create()?;
-    print!("{}", export_pretrained(&mut model, &flags.out, &options)?);
+    let report = export_pretrained(&mut model, &flags.out, &options)?;
+    print_line(report.to_string().trim_end());
     source.copy_tokenizer(&flags.out)?;
     if flags.compare {
         let comparison = OnnxComparison {
@@ -113,10 +114,8 @@ pub(crate) fn run(flags: &Flags) -> Result<()> {
             new: flags.new,
             rounds: flags.rounds,
         };
-        print!(
-            "\n{}",
-            comparison.run(&model, &flags.out.join("model.onnx"))?
-        );
+        let compared = comparison.run(&model, &flags.out.join("model.onnx"))?;
+        print_line(format_args!("\n{}", compared.to_string().trim_end()));
     }
     Ok(())
 }

@@ -21,7 +21,7 @@ use overdrive::datasets::{
     DataLoader, DataLoaderOptions, Dataset, DatasetExt, ImageAugmentation, ImageBatch,
     ImageCaption, ImageCaptionDataset, ImageOptions, collate_captions,
 };
-use overdrive_examples::TextTokens;
+use overdrive_examples::{TextTokens, print_line};
 use tch::Kind;
 
 /// Reads images with captions in batches of tensors
@@ -66,7 +66,7 @@ pub(crate) struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| run(&Flags::parse(), |line| println!("{line}")).map(|_| ()))
+    overdrive_examples::exit(|| run(&Flags::parse(), |line| print_line(line)).map(|_| ()))
 }
 
 /// Reads all epochs, passes a line per batch to `say`, and returns the batches.

@@ -18,6 +18,7 @@ use overdrive::datasets::{
     CsvOptions, CsvRecords, Dataset, IndexOptions, JsonLayout, JsonOptions, JsonRecords,
     RecordFiles, SampleBy, TextLines, TextOptions, WebDataset,
 };
+use overdrive_examples::{exit, print_line};
 use serde_json::Value;
 
 /// Shows records of text, JSON, CSV, tar and Parquet files of any size
@@ -44,7 +45,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| run(&Flags::parse()))
+    exit(|| run(&Flags::parse()))
 }
 
 fn run(flags: &Flags) -> Result<()> {
@@ -73,7 +74,7 @@ fn run(flags: &Flags) -> Result<()> {
             };
             let texts = TextLines::open(&flags.paths, &options)?;
             report(texts.records(), started);
-            show(flags, &texts, |text| println!("{text}"))
+            show(flags, &texts, |text| print_line(text))
         }
         "jsonl" | "ndjson" | "json" => {
             let layout = match format {
@@ -82,7 +83,9 @@ fn run(flags: &Flags) -> Result<()> {
             };
             let records = JsonRecords::<Value>::open(&flags.paths, &JsonOptions { layout, index })?;
             report(records.records(), started);
-            show(flags, &records, |record| println!("{record:#}"))
+            show(flags, &records, |record| {
+                print_line(format_args!("{record:#}"))
+            })
         }
         "csv" | "tsv" | "tab" => {
             let options = CsvOptions {
@@ -94,7 +97,7 @@ fn run(flags: &Flags) -> Result<()> {
             report(rows.records(), started);
             show(flags, &rows, |row| {
                 for (name, field) in row.columns().names().iter().zip(row.fields()) {
-                    println!("{name}: {field}");
+                    print_line(format_args!("{name}: {field}"));
                 }
             })
         }
@@ -102,21 +105,21 @@ fn run(flags: &Flags) -> Result<()> {
             let samples = WebDataset::open(&flags.paths, &index)?;
             report(samples.records(), started);
             show(flags, &samples, |sample| {
-                println!("{}", sample.key());
+                print_line(format_args!("{}", sample.key()));
                 for (extension, bytes) in sample.files() {
-                    println!("  .{extension}: {} bytes", bytes.len());
+                    print_line(format_args!("  .{extension}: {} bytes", bytes.len()));
                 }
             })
         }
         #[cfg(feature = "parquet")]
         "parquet" | "arrow" | "feather" => {
             let rows = overdrive::datasets::TableRecords::<Value>::open(&flags.paths)?;
-            println!(
+            print_line(format_args!(
                 "{} records, open after {:.1?}",
                 rows.len(),
                 started.elapsed()
-            );
-            show(flags, &rows, |row| println!("{row:#}"))
+            ));
+            show(flags, &rows, |row| print_line(format_args!("{row:#}")))
         }
         other => bail!("`--format {other}` is unknown; `--help` lists the formats"),
     }
@@ -135,19 +138,30 @@ fn report(records: &RecordFiles, started: Instant) {
     let report = records.report();
     let megabytes = report.data_bytes as f64 / 1e6;
     let (records, files, time) = (report.records, report.files, started.elapsed());
-    println!("{records} records in {files} file(s) of {megabytes:.1} MB, open after {time:.1?}");
+    print_line(format_args!(
+        "{records} records in {files} file(s) of {megabytes:.1} MB, open after {time:.1?}"
+    ));
     match report.build_gb_per_s() {
-        Some(speed) => println!("index built in {:.1?}, {speed:.2} GB/s", report.build_time),
-        None => println!("index found in the cache"),
+        Some(speed) => print_line(format_args!(
+            "index built in {:.1?}, {speed:.2} GB/s",
+            report.build_time
+        )),
+        None => print_line(format_args!("index found in the cache")),
     }
-    println!("{:.2} bytes of index per record", report.bytes_per_record());
+    print_line(format_args!(
+        "{:.2} bytes of index per record",
+        report.bytes_per_record()
+    ));
 }
 
 fn show<D: Dataset>(flags: &Flags, dataset: &D, print: impl Fn(D::Item)) -> Result<()> {
     for &index in &flags.get {
         let started = Instant::now();
         let record = dataset.get(index)?;
-        println!("\nrecord {index}, read in {:.1?}:", started.elapsed());
+        print_line(format_args!(
+            "\nrecord {index}, read in {:.1?}:",
+            started.elapsed()
+        ));
         print(record);
     }
     Ok(())

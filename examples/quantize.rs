@@ -19,7 +19,8 @@ use overdrive::quantization::{
 };
 use overdrive::transformer::LoadOptions;
 use overdrive_examples::{
-    ByteProgress, ModelText, decode_tokens_per_second, load_model, local_model, unpack_model,
+    ByteProgress, ModelText, decode_tokens_per_second, load_model, local_model, print_line,
+    unpack_model,
 };
 
 /// Quantizes a model's folder, or a GGUF file, into a folder
@@ -151,16 +152,20 @@ fn run(flags: &Flags) -> Result<()> {
     options.progress = Some(Progress::new(move |done, all| shown.set(done, all)));
     let report = quantize_checkpoint(folder, &flags.out, scheme, &options);
     bar.clear();
-    println!("{}\n", report?);
+    print_line(format_args!("{}\n", report?));
 
     if let (Some(text), Some((perplexity, speed))) = (&text, before) {
         let model = load_model(&flags.out, LoadOptions::default())?;
         let after = text.perplexity(&model)?;
         let change = 100.0 * (after / perplexity - 1.0);
-        println!("perplexity  {perplexity:.3} before, {after:.3} after ({change:+.2} %)");
+        print_line(format_args!(
+            "perplexity  {perplexity:.3} before, {after:.3} after ({change:+.2} %)"
+        ));
         let faster = decode_tokens_per_second(&model)?;
-        println!("decoding    {speed:.0} tokens/s before, {faster:.0} after");
+        print_line(format_args!(
+            "decoding    {speed:.0} tokens/s before, {faster:.0} after"
+        ));
     }
-    println!("model       {}", flags.out.display());
+    print_line(format_args!("model       {}", flags.out.display()));
     Ok(())
 }

@@ -12,6 +12,7 @@ use std::process::ExitCode;
 use anyhow::Result;
 use clap::Parser;
 use overdrive::tracking::{Report, read_metrics};
+use overdrive_examples::{exit, print_line};
 
 /// Writes the report of a run from its metrics file
 #[derive(Parser)]
@@ -21,7 +22,7 @@ struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| run(&Flags::parse()))
+    exit(|| run(&Flags::parse()))
 }
 
 fn run(flags: &Flags) -> Result<()> {
@@ -46,7 +47,7 @@ fn run(flags: &Flags) -> Result<()> {
     ] {
         let to = path.with_file_name(name);
         write(&report, to.clone())?;
-        println!("wrote {}", to.display());
+        print_line(format_args!("wrote {}", to.display()));
     }
     Ok(())
 }

@@ -19,7 +19,7 @@ use overdrive::datasets::{
     DataLoader, DataLoaderOptions, Dataset, DatasetExt, LogMel, LogMelOptions, Speech, SpeechBatch,
     SpeechDataset, SpeechExample, SpeechOptions, collate_speech,
 };
-use overdrive_examples::TextTokens;
+use overdrive_examples::{TextTokens, print_line};
 
 /// Reads speech with transcripts in batches of log-mel frames
 #[derive(Parser)]
@@ -51,7 +51,7 @@ pub(crate) struct Flags {
 }
 
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| run(&Flags::parse(), |line| println!("{line}")).map(|_| ()))
+    overdrive_examples::exit(|| run(&Flags::parse(), |line| print_line(line)).map(|_| ()))
 }
 
 /// Reads one epoch, passes a line per batch to `say`, and returns the batches.

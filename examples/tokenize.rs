@@ -18,7 +18,7 @@ use overdrive::core::OutputFolder;
 use overdrive::datasets::{BuildOptions, load_tokenizer, save_tokenizer};
 use overdrive::generation::{ModelFiles, Tokenizer};
 use overdrive::trainer::{SampleBy, TrainingArguments, tokenize};
-use overdrive_examples::local_tokenizer;
+use overdrive_examples::{local_tokenizer, print_line};
 
 /// The end of a document if the tokenizer's files name none.
 const END_OF_TEXT: &str = "<|endoftext|>";
@@ -57,8 +57,11 @@ pub(crate) struct Flags {
 
 fn main() -> ExitCode {
     overdrive_examples::exit(|| {
-        let out = run(&Flags::parse(), |line| println!("{line}"))?;
-        println!("written     {}; train with --data {0}", out.display());
+        let out = run(&Flags::parse(), |line| print_line(line))?;
+        print_line(format_args!(
+            "written     {}; train with --data {0}",
+            out.display()
+        ));
         anyhow::Ok(())
     })
 }

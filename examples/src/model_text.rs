@@ -7,6 +7,8 @@ use overdrive::quantization::{InputCollector, Moments, observe_inputs};
 use overdrive::trainer::{TextData, TrainingArguments, evaluate};
 use overdrive::transformer::{CausalLm, ForwardInput};
 
+use crate::print_line;
+
 /// Text in windows of a model's context, split into training and measurement data.
 #[derive(Debug)]
 pub struct ModelText {
@@ -26,7 +28,7 @@ impl ModelText {
             max_eval_batches: Some(40),
             ..TrainingArguments::default()
         };
-        let data = TextData::prepare(&arguments, |line| println!("{line}"))?;
+        let data = TextData::prepare(&arguments, |line| print_line(line))?;
         Ok(ModelText { arguments, data })
     }
 

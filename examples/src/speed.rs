@@ -8,6 +8,8 @@ use overdrive::sys::threads;
 use overdrive::transformer::CausalLm;
 use tch::Tensor;
 
+use crate::print_line;
+
 /// Returns the tokens per second of one greedy sequence of 64 tokens.
 pub fn decode_tokens_per_second(model: &CausalLm) -> Result<f64> {
     let config = GenerationConfig {
@@ -63,7 +65,7 @@ impl GreedySpeed {
             "side": side, "threads": threads::intra_op(),
             "prefill": median(&mut prefills), "decode": median(&mut decodes),
         });
-        println!("{line}");
+        print_line(line);
         Ok(found)
     }
 }

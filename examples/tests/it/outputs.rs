@@ -173,3 +173,24 @@ fn a_line_that_is_not_utf_8_does_not_end_a_conversation() {
     let flags = crate::chat_example::Flags::parse_from(flags);
     crate::chat_example::run(&flags, &b"\xef\xbb\xbfhello\r\ncaf\xe9\n/stats\n"[..]).unwrap();
 }
+
+#[test]
+fn no_program_panics_when_nobody_reads_what_it_prints() {
+    // `println!` does; `print_line` and `print_now` do not.
+    for folder in ["", "src", "src/tuning"] {
+        let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.extension().is_some_and(|extension| extension == "rs") {
+                let text = fs::read_to_string(&path).unwrap();
+                let printed = text.lines().find(|line| {
+                    ["println!(", "print!("].iter().any(|call| {
+                        let before = line.find(call).map(|at| &line[..at]);
+                        before.is_some_and(|before| !before.ends_with('e'))
+                    })
+                });
+                assert_eq!(printed, None, "{}", path.display());
+            }
+        }
+    }
+}

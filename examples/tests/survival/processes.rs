@@ -209,9 +209,7 @@ fn another_effective_batch_is_said_and_an_epoch_stays_a_pass() {
 fn errors_that_concern_all_processes_are_found_before_the_first_step() {
     let shop = Workshop::new();
     let arguments = shop.arguments();
-    let other = shop
-        .launch("other", &arguments, 2)
-        .env(OTHER_MODEL, "1");
+    let other = shop.launch("other", &arguments, 2).env(OTHER_MODEL, "1");
     let error = other.run().unwrap_err().to_string();
     let differs = "`model.intermediate_size` is 72 on rank 1 and 64 on rank 0";
     assert!(error.contains(differs), "{error}");
