@@ -1,6 +1,7 @@
 //! The memory that a run can still take.
 
 use std::fs;
+use std::path::Path;
 
 use overdrive_sys::memory;
 use tch::{Device, Kind, Tensor};
@@ -8,7 +9,8 @@ use tch::{Device, Kind, Tensor};
 /// Returns the bytes that new tensors can take on `device`; `None` if the system does not report them.
 ///
 /// On an accelerator these are the free bytes of the device. On a CPU they are the memory that Linux calls available
-/// (free, and caches that it would give up), or what the limit of the control group (the container) leaves of it.
+/// (free, and caches that it would give up), or what the limits of the control groups (the container, and those around it)
+/// leave of it, of whose usage the page cache does not count.
 ///
 /// ```
 /// use overdrive_profiling::free_memory;
@@ -31,17 +33,8 @@ pub fn free_memory(device: Device) -> Option<u64> {
 
 fn free_main_memory() -> Option<u64> {
     let available = mem_available(&fs::read_to_string("/proc/meminfo").ok()?)?;
-    let group = |limit: &str, usage: &str| {
-        let read = |path: &str| fs::read_to_string(path).ok();
-        group_rest(&read(limit)?, &read(usage)?)
-    };
-    // Version 2 of control groups, then version 1.
-    let rest = group("/sys/fs/cgroup/memory.max", "/sys/fs/cgroup/memory.current").or_else(|| {
-        group(
-            "/sys/fs/cgroup/memory/memory.limit_in_bytes",
-            "/sys/fs/cgroup/memory/memory.usage_in_bytes",
-        )
-    });
+    let membership = fs::read_to_string("/proc/self/cgroup").unwrap_or_default();
+    let rest = control_groups_rest(Path::new("/sys/fs/cgroup"), &membership);
     Some(rest.map_or(available, |rest| rest.min(available)))
 }
 
@@ -53,10 +46,65 @@ fn mem_available(meminfo: &str) -> Option<u64> {
     Some(kibibytes * 1024)
 }
 
-/// Returns the bytes between the usage and the limit of a control group; `None` without a limit (`max`).
-fn group_rest(limit: &str, usage: &str) -> Option<u64> {
-    let limit: u64 = limit.trim().parse().ok()?;
-    Some(limit.saturating_sub(usage.trim().parse().ok()?))
+/// The files of the memory controller in a control group.
+struct Controller {
+    /// The limits: beyond `memory.high` the group is slowed down until it has given memory back.
+    limits: &'static [&'static str],
+    usage: &'static str,
+    /// The counters of `memory.stat` whose memory the system takes back when the group needs it: the page cache.
+    reclaimable: &'static [&'static str],
+}
+
+const VERSION_2: Controller = Controller {
+    limits: &["memory.max", "memory.high"],
+    usage: "memory.current",
+    reclaimable: &["active_file", "inactive_file", "slab_reclaimable"],
+};
+
+const VERSION_1: Controller = Controller {
+    limits: &["memory.limit_in_bytes"],
+    usage: "memory.usage_in_bytes",
+    reclaimable: &["total_active_file", "total_inactive_file"],
+};
+
+/// Returns the bytes that the control groups of a process leave it: its own group and those around it, of both versions
+/// under `mount`. `membership` is its `/proc/self/cgroup`. `None` without a limit.
+fn control_groups_rest(mount: &Path, membership: &str) -> Option<u64> {
+    let rests = membership.lines().filter_map(|line| {
+        // `4:memory:/path` in version 1, `0::/path` in version 2.
+        let mut parts = line.splitn(3, ':').skip(1);
+        let (controllers, path) = (parts.next()?, parts.next()?);
+        let (controller, root) = match controllers {
+            "" => (VERSION_2, mount.to_owned()),
+            _ if controllers.split(',').any(|name| name == "memory") => {
+                (VERSION_1, mount.join("memory"))
+            }
+            _ => return None,
+        };
+        // A container may see the path of its group on the host, but only the group itself, at the root.
+        let path = Path::new(path.trim_start_matches('/'));
+        let groups = path.ancestors().map(|group| root.join(group));
+        groups.filter_map(|group| controller.rest(&group)).min()
+    });
+    rests.min()
+}
+
+impl Controller {
+    /// Returns the bytes between the usage of a group, without what can be taken back, and its least limit.
+    fn rest(&self, group: &Path) -> Option<u64> {
+        let read = |file: &str| fs::read_to_string(group.join(file)).ok();
+        let number = |file: &str| read(file)?.trim().parse::<u64>().ok();
+        // `max` is no number.
+        let limit = self.limits.iter().filter_map(|file| number(file)).min()?;
+        let stat = read("memory.stat").unwrap_or_default();
+        let reclaimable = stat.lines().filter_map(|line| {
+            let (name, bytes) = line.split_once(' ')?;
+            let counts = self.reclaimable.contains(&name);
+            bytes.trim().parse::<u64>().ok().filter(|_| counts)
+        });
+        let used = number(self.usage)?.saturating_sub(reclaimable.sum());
+        Some(limit.saturating_sub(used))
+    }
 }
 
 #[cfg(test)]
@@ -70,11 +118,74 @@ mod tests {
         assert_eq!(mem_available("MemTotal: 8 kB\n"), None);
     }
 
+    /// Writes files under `root`.
+    fn write(root: &Path, files: &[(&str, &str)]) {
+        for (file, text) in files {
+            let path = root.join(file);
+            fs::create_dir_all(path.parent().unwrap()).unwrap();
+            fs::write(path, text).unwrap();
+        }
+    }
+
     #[test]
-    fn a_control_group_leaves_what_it_does_not_use() {
-        assert_eq!(group_rest("1000\n", "400\n"), Some(600));
-        assert_eq!(group_rest("1000\n", "1400\n"), Some(0));
-        assert_eq!(group_rest("max\n", "400\n"), None);
+    fn the_least_rest_of_nested_groups_of_version_2_counts_without_the_page_cache() {
+        let mount = tempfile::tempdir().unwrap();
+        let rest = |membership| control_groups_rest(mount.path(), membership);
+        assert_eq!(rest("0::/outer/inner\n"), None);
+        write(
+            mount.path(),
+            &[
+                ("outer/inner/memory.max", "max\n"),
+                ("outer/inner/memory.high", "max\n"),
+                ("outer/inner/memory.current", "400\n"),
+            ],
+        );
+        assert_eq!(rest("0::/outer/inner\n"), None);
+        write(
+            mount.path(),
+            &[
+                ("outer/memory.max", "1000\n"),
+                ("outer/memory.high", "900\n"),
+                ("outer/memory.current", "880\n"),
+                (
+                    "outer/memory.stat",
+                    "anon 80\nactive_file 300\ninactive_file 450\nslab_reclaimable 10\nshmem 40\n",
+                ),
+            ],
+        );
+        // 900 - (880 - 300 - 450 - 10)
+        assert_eq!(rest("0::/outer/inner\n"), Some(780));
+        write(mount.path(), &[("outer/inner/memory.max", "500\n")]);
+        assert_eq!(rest("0::/outer/inner\n"), Some(100));
+        // A group that uses more than its limit, which was lowered.
+        write(mount.path(), &[("outer/inner/memory.max", "300\n")]);
+        assert_eq!(rest("0::/outer/inner\n"), Some(0));
+    }
+
+    #[test]
+    fn groups_of_version_1_are_found_by_their_path_or_at_the_root_of_a_container() {
+        let mount = tempfile::tempdir().unwrap();
+        let membership = "5:cpu,cpuacct:/elsewhere\n4:memory:/docker/abc\n0::/\n";
+        write(
+            mount.path(),
+            &[
+                ("memory/memory.limit_in_bytes", "2000\n"),
+                ("memory/memory.usage_in_bytes", "1500\n"),
+                (
+                    "memory/memory.stat",
+                    "inactive_file 5\ntotal_inactive_file 700\ntotal_active_file 100\n",
+                ),
+            ],
+        );
+        assert_eq!(control_groups_rest(mount.path(), membership), Some(1300));
+        write(
+            mount.path(),
+            &[
+                ("memory/docker/abc/memory.limit_in_bytes", "1000\n"),
+                ("memory/docker/abc/memory.usage_in_bytes", "100\n"),
+            ],
+        );
+        assert_eq!(control_groups_rest(mount.path(), membership), Some(900));
     }
 
     #[test]
