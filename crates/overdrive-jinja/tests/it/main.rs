@@ -1,0 +1,6 @@
+//! Tests of templates: against jinja2, of limits, and of random sources.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod jinja2;
+mod limits;
+mod random_sources;
