@@ -6,7 +6,7 @@ use std::sync::Arc;
 
 use crate::args::{Args, int, text};
 use crate::error::{Error, ErrorKind, Result};
-use crate::limits::MAX_RANGE;
+use crate::limits::{MAX_RANGE, check_names};
 use crate::objects::Object;
 use crate::operators::range;
 use crate::runtime::Runtime;
@@ -103,7 +103,9 @@ impl Global {
             }
             Global::Namespace => {
                 let mut attributes: Vec<(Arc<str>, Value)> = Vec::new();
-                for (key, value) in pairs(runtime, args)? {
+                let pairs = pairs(runtime, args)?;
+                check_names(pairs.len())?;
+                for (key, value) in pairs {
                     let key = key.to_text()?;
                     crate::objects::refuse_mutable(
                         std::slice::from_ref(&value),

@@ -32,6 +32,7 @@
 //! | values | 100 levels of nesting; 2²⁴ elements and blocks of 64 bytes of text, counted over all values that a rendering makes |
 //! | integers | 128 bits |
 //! | `range` | 100,000 numbers, as in jinja2's sandbox |
+//! | parameters of a macro, named arguments of a call, attributes of a namespace | 1000 |
 //! | a width or precision of a format | 65,536 |
 //!
 //! Parsing and rendering run on a thread of their own, whose stack suffices for these limits: no template can overflow it.
@@ -41,6 +42,9 @@
 //! These are refused by an error that names them: the filters `random` and `urlize`, `pprint` of a value that does not fit
 //! a line of 80 characters, the tag `autoescape`, `include`, `import` and `extends` (there are no other templates),
 //! `str.encode`, escapes by name (`"\N{…}"`), and complex numbers.
+//!
+//! `striptags` decodes numeric entities and `amp`, `lt`, `gt`, `quot`, `apos` and `nbsp`; others stay as they are. Ten characters
+//! have another case than in Python 3.11, which has an earlier version of Unicode.
 #![deny(missing_docs)]
 
 mod args;

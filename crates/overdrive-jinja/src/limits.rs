@@ -1,6 +1,6 @@
 //! The limits of a template: steps, text, nesting, and the size of values.
 
-use crate::error::Error;
+use crate::error::{Error, Result};
 
 /// The largest source in bytes; the longest published templates have a tenth of it.
 pub(crate) const MAX_SOURCE_BYTES: usize = 256 << 10;
@@ -27,6 +27,20 @@ pub(crate) const MAX_ELEMENTS: usize = 1 << 24;
 
 /// The most numbers of a `range`, as in Jinja's sandbox.
 pub(crate) const MAX_RANGE: usize = 100_000;
+
+/// The most parameters of a macro, named arguments of a call, attributes of a namespace, and parts of an attribute's path:
+/// they are searched one after another.
+pub(crate) const MAX_NAMES: usize = 1000;
+
+/// Returns an error if `count` is more than [`MAX_NAMES`].
+pub(crate) fn check_names(count: usize) -> Result<()> {
+    match count > MAX_NAMES {
+        false => Ok(()),
+        true => Err(Error::limit(format!(
+            "more than {MAX_NAMES} parameters, named arguments or attributes are in one place"
+        ))),
+    }
+}
 
 /// Returns the error of a text beyond [`MAX_OUTPUT_BYTES`].
 pub(crate) fn too_long() -> Error {

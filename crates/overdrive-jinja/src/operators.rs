@@ -228,7 +228,10 @@ pub(crate) fn compare(
     right: &Value,
 ) -> Result<bool> {
     match operator {
-        CompareOperator::In | CompareOperator::NotIn => runtime.read_text(right),
+        CompareOperator::In | CompareOperator::NotIn => {
+            runtime.read_text(right);
+            runtime.read_key(left);
+        }
         // A comparison reads at most as much as the smaller value has.
         _ if left.shape().weight < right.shape().weight => runtime.read(left),
         _ => runtime.read(right),

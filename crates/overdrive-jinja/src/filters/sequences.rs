@@ -4,6 +4,7 @@ use std::rc::Rc;
 
 use crate::args::{Args, bool_or, given, int, text_or};
 use crate::error::{Error, Result};
+use crate::limits::check_names;
 use crate::runtime::Runtime;
 use crate::value::{Elements, Key, Value};
 use crate::{filters, predicates};
@@ -24,7 +25,10 @@ impl Getter {
     fn with(attribute: Option<Value>, default: Option<Value>, folds_case: bool) -> Result<Getter> {
         let parts = match given(attribute) {
             None => Vec::new(),
-            Some(Value::Str(path)) => path.text.split('.').map(part).collect::<Result<_>>()?,
+            Some(Value::Str(path)) => {
+                check_names(path.text.matches('.').count())?;
+                path.text.split('.').map(part).collect::<Result<_>>()?
+            }
             Some(other) => vec![other],
         };
         Ok(Getter {
@@ -230,11 +234,13 @@ fn sort(runtime: &mut Runtime, value: &Value, args: Args) -> Result<Value> {
     let folds_case = !bool_or(case_sensitive, false);
     // Several attributes are separated by commas.
     let getters: Vec<Getter> = match given(attribute) {
-        Some(Value::Str(path)) => path
-            .text
-            .split(',')
-            .map(|path| Getter::with(Some(Value::from(path)), None, folds_case))
-            .collect::<Result<_>>()?,
+        Some(Value::Str(paths)) => {
+            check_names(paths.text.matches(',').count())?;
+            let paths = paths.text.split(',').map(Value::from);
+            paths
+                .map(|path| Getter::with(Some(path), None, folds_case))
+                .collect::<Result<_>>()?
+        }
         attribute => vec![Getter::with(attribute, None, folds_case)?],
     };
     let mut keyed = Vec::new();
@@ -314,6 +320,7 @@ fn unique(value: Value, args: Args) -> Result<Value> {
         let elements = begun(&mut elements, &value)?;
         while let Some(item) = elements.next(runtime)? {
             let key = getter.get(runtime, item.clone())?;
+            runtime.read_key(&key);
             if seen.insert(Key::new(&key)?) {
                 runtime.reserve(1)?;
                 return Ok(Some(item));

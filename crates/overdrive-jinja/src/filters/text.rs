@@ -66,7 +66,7 @@ pub(super) fn indent(runtime: &mut Runtime, value: &Value, args: Args) -> Result
     let (first, blank) = (bool_or(first, false), bool_or(blank, false));
     // jinja2 appends a line feed, so a string that ends with one has an empty last line.
     let text = format!("{}\n", this.text);
-    let lines: Vec<&str> = lines(&text)
+    let lines: Vec<&str> = lines(runtime, &text)?
         .into_iter()
         .map(|(line, end)| &line[..line.len() - end])
         .collect();
@@ -145,7 +145,9 @@ pub(super) fn wordwrap(runtime: &mut Runtime, value: &Value, args: Args) -> Resu
         break_on_hyphens: bool_or(hyphens, true),
     };
     let by = text_or(given(by), "\n")?;
-    let wrapped: Vec<String> = lines(this)
+    // Each character may become a chunk.
+    runtime.reserve(this.len())?;
+    let wrapped: Vec<String> = lines(runtime, this)?
         .into_iter()
         .map(|(line, end)| wrap::wrap(&line[..line.len() - end], &options).join(&*by))
         .collect();

@@ -5,6 +5,7 @@ use std::sync::Arc;
 use super::Parser;
 use crate::ast::{Expr, ExprKind, Macro, Name, SpecialNames, StatementKind, Suffix};
 use crate::error::Result;
+use crate::limits::check_names;
 
 /// The first use of a name in the body of a macro.
 #[derive(Clone, Copy, PartialEq)]
@@ -60,6 +61,7 @@ impl Parser {
                 return self.fail(format!("duplicate argument '{name}'"));
             }
             names.push(name);
+            check_names(names.len())?;
             if self.skip_operator("=") {
                 defaults.push(self.expression()?);
             } else if !defaults.is_empty() {

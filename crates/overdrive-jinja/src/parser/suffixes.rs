@@ -4,6 +4,7 @@ use super::Parser;
 use crate::ast::{Arguments, Expr, ExprKind, Name, Suffix};
 use crate::error::Result;
 use crate::lexer::Token;
+use crate::limits::check_names;
 use crate::{filters, predicates};
 
 impl Parser {
@@ -219,6 +220,7 @@ impl Parser {
                 self.next();
                 let value = self.expression()?;
                 arguments.named.push((name, value));
+                check_names(arguments.named.len())?;
             } else {
                 if has_more || has_more_named || has_named {
                     return self.fail(invalid);

@@ -8,6 +8,7 @@ use super::scope::Scope;
 use crate::args::Args;
 use crate::ast::{Arguments, Expr, ExprKind, Macro, Suffix};
 use crate::error::{Error, Result};
+use crate::limits::check_names;
 use crate::methods;
 use crate::objects::Object;
 use crate::value::Value;
@@ -44,6 +45,7 @@ impl Runtime {
             let Value::Dict(more) = &more else {
                 return Err(Error::type_error("argument after ** must be a mapping"));
             };
+            check_names(more.entries.len())?;
             for (key, value) in &more.entries {
                 let Value::Str(key) = key else {
                     return Err(Error::type_error("keywords must be strings"));
@@ -89,6 +91,7 @@ impl Runtime {
     /// Calls a value.
     pub(crate) fn call(&mut self, value: &Value, args: Args) -> Result<Value> {
         value.check_defined()?;
+        args.positional.iter().for_each(|arg| self.read_key(arg));
         let Value::Object(object) = value else {
             return Err(not_callable(value));
         };

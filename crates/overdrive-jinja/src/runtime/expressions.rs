@@ -54,7 +54,9 @@ impl Runtime {
                 self.reserve(items.len())?;
                 let mut pairs = Vec::with_capacity(items.len());
                 for (key, value) in items {
-                    pairs.push((self.eval(key, scope)?, self.eval(value, scope)?));
+                    let key = self.eval(key, scope)?;
+                    self.read_key(&key);
+                    pairs.push((key, self.eval(value, scope)?));
                 }
                 Value::dict(pairs)?
             }
@@ -198,6 +200,7 @@ impl Runtime {
     /// Returns `value[key]`: an item, or else an attribute.
     pub(crate) fn item(&mut self, value: &Value, key: &Value) -> Result<Value> {
         self.read_text(value);
+        self.read_key(key);
         match operators::item(value, key) {
             Err(error) if is_missing(&error) => {}
             other => return other,

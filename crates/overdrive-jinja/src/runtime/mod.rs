@@ -85,6 +85,13 @@ impl Runtime {
         }
     }
 
+    /// Counts the steps of an operation that computes the hash of a key, or compares it.
+    pub(crate) fn read_key(&mut self, key: &Value) {
+        if matches!(key, Value::Str(_) | Value::Tuple(_)) {
+            self.read(key);
+        }
+    }
+
     /// Counts elements of a value before it is made.
     pub(crate) fn reserve(&mut self, elements: usize) -> Result<()> {
         self.elements = self.elements.saturating_add(elements);

@@ -1,4 +1,5 @@
 use std::cell::RefCell;
+use std::collections::HashMap;
 use std::rc::Rc;
 
 use crate::ast::Name;
@@ -7,7 +8,7 @@ use crate::value::Value;
 /// The variables of a block of statements, within the scope around it.
 #[derive(Debug, Default)]
 pub(crate) struct Scope {
-    pub(super) variables: RefCell<Vec<(Name, Value)>>,
+    pub(super) variables: RefCell<HashMap<Name, Value>>,
     parent: Option<Rc<Scope>>,
 }
 
@@ -20,18 +21,13 @@ impl Scope {
     }
 
     pub(super) fn set(&self, name: &Name, value: Value) {
-        let mut variables = self.variables.borrow_mut();
-        match variables.iter_mut().find(|(known, _)| known == name) {
-            Some((_, place)) => *place = value,
-            None => variables.push((name.clone(), value)),
-        }
+        self.variables.borrow_mut().insert(name.clone(), value);
     }
 
     pub(super) fn get(&self, name: &str) -> Option<Value> {
         let mut scope = self;
         loop {
-            let variables = scope.variables.borrow();
-            if let Some((_, value)) = variables.iter().find(|(known, _)| **known == *name) {
+            if let Some(value) = scope.variables.borrow().get(name) {
                 return Some(value.clone());
             }
             scope = scope.parent.as_deref()?;

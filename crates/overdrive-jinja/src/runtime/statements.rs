@@ -7,6 +7,7 @@ use super::Runtime;
 use super::scope::Scope;
 use crate::ast::{For, Name, Statement, StatementKind, Suffix, Target};
 use crate::error::{Error, Result};
+use crate::limits::check_names;
 use crate::objects::{Loop, Object, refuse_mutable};
 use crate::value::{Elements, Value};
 
@@ -241,7 +242,10 @@ impl Runtime {
                     let mut attributes = attributes.borrow_mut();
                     match attributes.iter_mut().find(|(known, _)| known == attribute) {
                         Some((_, place)) => *place = value,
-                        None => attributes.push((attribute.clone(), value)),
+                        None => {
+                            check_names(attributes.len() + 1)?;
+                            attributes.push((attribute.clone(), value));
+                        }
                     }
                 }
             }

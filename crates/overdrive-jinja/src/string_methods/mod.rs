@@ -14,6 +14,7 @@ pub(crate) use split::{lines, strip};
 use crate::args::{Args, given, int, int_or, text};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format_spec::format_braces;
+use crate::limits::check_names;
 use crate::markup::escaped;
 use crate::runtime::Runtime;
 use crate::unicode::{
@@ -160,6 +161,7 @@ pub(crate) fn call(
             let [mapping] = args.unnamed(name, 1)?;
             let mut args = Args::default();
             if let Some(Value::Dict(dict)) = mapping {
+                check_names(dict.entries.len())?;
                 for (key, value) in &dict.entries {
                     args.named.push((key.to_text()?, value.clone()));
                 }
@@ -222,15 +224,18 @@ pub(crate) fn call(
             let [by, most] = args.bind(name, ["sep", "maxsplit"], 0)?;
             let by = given(by);
             let by = by.as_ref().map(separator).transpose()?;
+            let parts = match by {
+                Some(by) => word.matches(by).count(),
+                None => word.chars().filter(|letter| is_space(*letter)).count(),
+            };
+            runtime.reserve(parts + 1)?;
             let parts = split(word, by, int_or(most, -1)?, name == "rsplit");
-            runtime.reserve(parts.len())?;
             Value::list(parts.into_iter().map(|part| this.like(part)).collect())
         }
         "splitlines" => {
             let [keeps] = args.bind(name, ["keepends"], 0)?;
             let keeps = keeps.is_some_and(|keeps| keeps.is_true());
-            let lines = lines(word);
-            runtime.reserve(lines.len())?;
+            let lines = lines(runtime, word)?;
             let line = |(line, end): (&str, usize)| {
                 this.like(if keeps {
                     line

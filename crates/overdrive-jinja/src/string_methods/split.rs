@@ -65,10 +65,11 @@ pub(super) fn split<'t>(
 }
 
 /// Returns the lines of a string, each with its line end and the length of that end.
-pub(crate) fn lines(word: &str) -> Vec<(&str, usize)> {
+pub(crate) fn lines<'t>(runtime: &mut Runtime, word: &'t str) -> Result<Vec<(&'t str, usize)>> {
     const ENDS: [char; 10] = [
         '\n', '\r', '\x0b', '\x0c', '\x1c', '\x1d', '\x1e', '\u{85}', '\u{2028}', '\u{2029}',
     ];
+    runtime.reserve(word.matches(ENDS).count() + 1)?;
     let mut rest = word;
     let mut lines = Vec::new();
     while let Some((at, letter)) = rest.char_indices().find(|(_, c)| ENDS.contains(c)) {
@@ -82,7 +83,7 @@ pub(crate) fn lines(word: &str) -> Vec<(&str, usize)> {
     if !rest.is_empty() {
         lines.push((rest, 0));
     }
-    lines
+    Ok(lines)
 }
 
 /// Implements `str.join`: an element that is no string is an error.

@@ -186,3 +186,66 @@ fn the_text_of_a_large_value_is_refused_before_it_is_made() {
         assert!(is_limit, "{use_}: {error}");
     }
 }
+
+#[test]
+fn names_that_are_searched_one_after_another_are_few() {
+    let names = |count: usize| {
+        let names: Vec<String> = (0..count).map(|number| format!("a{number}")).collect();
+        names
+    };
+    let named = |count: usize| names(count).join("=1,") + "=1";
+    let (few, many) = (names(1000).join(","), names(1001).join(","));
+    let (few_named, many_named) = (named(1000), named(1001));
+    assert_eq!(
+        render(&format!(
+            "{{% macro m({few}) %}}x{{% endmacro %}}{{{{ m({few_named}) }}}}"
+        ))
+        .unwrap(),
+        "x"
+    );
+    for source in [
+        format!("{{% macro m({many}) %}}{{% endmacro %}}"),
+        format!("{{{{ dict({many_named}) }}}}"),
+        "{{ namespace(dict.fromkeys(range(1001))) }}".to_owned(),
+        "{{ dict(**dict.fromkeys(range(1001) | map('string'))) }}".to_owned(),
+        "{{ [1] | map(attribute='a.' * 1001) | list }}".to_owned(),
+        "{{ [1] | sort(attribute='a,' * 1001) }}".to_owned(),
+    ] {
+        let error = refusal(&source);
+        assert!(error.contains("more than 1000 parameters"), "{error}");
+    }
+}
+
+#[test]
+fn many_variables_and_long_keys_are_looked_up_in_a_bounded_time() {
+    let start = Instant::now();
+    let variables: String = (0..15_000)
+        .map(|number| format!("{{%set v{number}=1%}}"))
+        .collect();
+    let source = format!(
+        "{variables}{{% for i in range(99999) %}}{{% for j in range(99999) %}}{{{{ nothing }}}}{{% endfor %}}{{% endfor %}}"
+    );
+    assert!(refusal(&source).contains("most steps"));
+    let source = "{% set k = (('a' * 1000,) * 100000) %}{% set d = {k: 1} %}{% for i in range(99999) %}{% for j in range(99999) %}\
+                  {{ d.get(k) }}{{ d[k] }}{{ k in d }}{% endfor %}{% endfor %}";
+    assert!(refusal(source).contains("most steps"));
+    assert!(
+        start.elapsed() < Duration::from_secs(60),
+        "{:?}",
+        start.elapsed()
+    );
+}
+
+#[test]
+fn strings_are_split_and_wrapped_into_few_parts() {
+    let long = "{% set x = 'a ' * 20000000 %}";
+    for use_ in [
+        "x.split()",
+        "x.split('a')",
+        "x | wordwrap(3)",
+        "x.replace(' ', '\n').splitlines()",
+    ] {
+        let error = refusal(&format!("{long}{{% set y = {use_} %}}"));
+        assert!(error.contains("elements together"), "{use_}: {error}");
+    }
+}
