@@ -103,6 +103,11 @@ pub(crate) fn bool_or(value: Option<Value>, default: bool) -> bool {
     value.map_or(default, |value| value.is_true())
 }
 
+/// Returns an optional flag of a function of CPython that takes an integer for it.
+pub(crate) fn flag_or(value: Option<Value>, default: bool) -> Result<bool> {
+    Ok(int_or(value, i128::from(default))? != 0)
+}
+
 /// Returns an optional string.
 pub(crate) fn text_or(value: Option<Value>, default: &str) -> Result<Rc<str>> {
     value.as_ref().map_or(Ok(default), text).map(Rc::from)

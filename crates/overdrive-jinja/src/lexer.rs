@@ -150,6 +150,10 @@ impl<'s> Lexer<'s> {
 
     fn comment(&mut self) -> Result<()> {
         let rest = self.rest();
+        if rest.is_empty() {
+            // jinja2 misses the end only where something else is.
+            return Ok(());
+        }
         let Some(end) = rest.find("#}") else {
             return self.fail("Missing end of comment tag");
         };
@@ -203,7 +207,10 @@ impl<'s> Lexer<'s> {
             self.after_block(end_sign);
             return Ok(());
         }
-        self.fail("Missing end of raw directive")
+        match rest.is_empty() {
+            true => Ok(()),
+            false => self.fail("Missing end of raw directive"),
+        }
     }
 
     /// Reads the tokens of a tag up to its end, `%}` or `}}`.

@@ -2,7 +2,7 @@
 
 use std::rc::Rc;
 
-use crate::args::{Args, bool_or, given, int, text_or};
+use crate::args::{Args, bool_or, flag_or, given, int, text_or};
 use crate::error::{Error, Result};
 use crate::limits::check_names;
 use crate::runtime::Runtime;
@@ -251,7 +251,7 @@ fn sort(runtime: &mut Runtime, value: &Value, args: Args) -> Result<Value> {
         }
         keyed.push((Value::list(keys)?, item));
     }
-    Value::list(sorted(keyed, bool_or(reverse, false))?)
+    Value::list(sorted(keyed, flag_or(reverse, false)?)?)
 }
 
 fn dict_sort(value: Value, args: Args) -> Result<Value> {
@@ -276,7 +276,7 @@ fn dict_sort(value: Value, args: Args) -> Result<Value> {
         let by = if folds_case { lowered(by) } else { by };
         keyed.push((by, Value::tuple(vec![key.clone(), value.clone()])?));
     }
-    Value::list(sorted(keyed, bool_or(reverse, false))?)
+    Value::list(sorted(keyed, flag_or(reverse, false)?)?)
 }
 
 fn group_by(runtime: &mut Runtime, value: &Value, args: Args) -> Result<Value> {

@@ -60,6 +60,10 @@ impl Parser {
     pub(super) fn item(&mut self) -> Result<Suffix> {
         self.next();
         let line = self.line();
+        if self.skip_operator("]") {
+            let kind = ExprKind::Tuple(Vec::new());
+            return Ok(Suffix::Item(Expr { line, kind }));
+        }
         let first = self.subscript()?;
         if !self.is_operator(",") {
             self.expect_operator("]")?;

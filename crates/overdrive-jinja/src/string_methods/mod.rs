@@ -11,7 +11,7 @@ pub(crate) use layout::justified;
 pub(crate) use search::replace;
 pub(crate) use split::{lines, strip};
 
-use crate::args::{Args, given, int, int_or, text};
+use crate::args::{Args, flag_or, given, int, int_or, text};
 use crate::error::{Error, ErrorKind, Result};
 use crate::format_spec::format_braces;
 use crate::limits::check_names;
@@ -234,7 +234,7 @@ pub(crate) fn call(
         }
         "splitlines" => {
             let [keeps] = args.bind(name, ["keepends"], 0)?;
-            let keeps = keeps.is_some_and(|keeps| keeps.is_true());
+            let keeps = flag_or(keeps, false)?;
             let lines = lines(runtime, word)?;
             let line = |(line, end): (&str, usize)| {
                 this.like(if keeps {
