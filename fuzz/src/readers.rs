@@ -6,9 +6,7 @@ use std::path::{Path, PathBuf};
 use overdrive_datasets::{
     Dataset, IndexLocation, IndexOptions, TextLines, TextOptions, load_tokenizer,
 };
-use overdrive_generation::{
-    ChatTemplate, GenerationConfig, Tokenizer, tokenizer_from_gguf,
-};
+use overdrive_generation::{ChatTemplate, GenerationConfig, Tokenizer, tokenizer_from_gguf};
 use overdrive_jinja::Template;
 use overdrive_lora::LoraConfig;
 use overdrive_optim::StateDict;
