@@ -6,9 +6,8 @@ use std::path::{Path, PathBuf};
 use overdrive_datasets::{
     Dataset, IndexLocation, IndexOptions, TextLines, TextOptions, load_tokenizer,
 };
-use overdrive_generation::{
-    ChatTemplate, ChatTemplateOptions, GenerationConfig, Message, Tokenizer, tokenizer_from_gguf,
-};
+use overdrive_generation::{ChatTemplate, GenerationConfig, Tokenizer, tokenizer_from_gguf};
+use overdrive_jinja::Template;
 use overdrive_lora::LoraConfig;
 use overdrive_optim::StateDict;
 use overdrive_packages::PackageInfo;
@@ -204,17 +203,31 @@ fn chat_template(bytes: &[u8]) {
     let Ok(source) = std::str::from_utf8(bytes) else {
         return;
     };
-    let Ok(template) = ChatTemplate::new(source) else {
+    let Ok(template) = Template::parse(source) else {
         return;
     };
-    let messages = [
-        Message::system("be brief"),
-        Message::user("hello"),
-        Message::assistant("good day"),
-        Message::user("and <|im_end|>?"),
-    ];
-    drop(template.render(&messages, &ChatTemplateOptions::default()));
-    drop(template.render_with_answers(&messages, &ChatTemplateOptions::default()));
+    let variables = serde_json::json!({
+        "messages": [
+            {"role": "system", "content": "be brief"},
+            {"role": "user", "content": "h\u{e9}llo\n"},
+            {"role": "assistant", "content": null, "tool_calls": [{"name": "f", "arguments": {"x": 1.5, "y": [true]}}]},
+            {"role": "user", "content": [{"type": "text", "text": "and <|im_end|>?"}]},
+        ],
+        "tools": null,
+        "add_generation_prompt": true,
+        "bos_token": "<s>",
+    });
+    let Some(variables) = variables.as_object() else {
+        return;
+    };
+    for rendered in [
+        template.render(variables),
+        template.render_marked(variables, ('\u{fdd0}', '\u{fdd1}')),
+    ] {
+        if let Err(error) = rendered {
+            assert!(!error.to_string().contains("panicked"), "{error}");
+        }
+    }
 }
 
 fn package(path: &Path) {

@@ -178,6 +178,10 @@ pub(crate) fn chat_template() -> Vec<Vec<u8>> {
          {{ messages | tojson(indent=2) }}{{ messages | length }}{{ strftime_now('%Y') }}\
          {% if tools is not none and not tools %}{{ raise_exception('no tools') }}{% endif %}",
         "{{ messages[0]['content'].split(' ') | join(',') | replace('e', 'i') }}{{ range(3) | list }}",
+        "{% set a, b = 'x%5.2f', {'k': [1, -2.5, none]} %}{{ a % b.k[1] }}{{ '{:>8,}|{!r}'.format(2 ** 40, b) }}\
+         {% for k, v in b.items() if v is sequence recursive %}{{ loop.index }}{{ v[::-1] }}{% else %}-{% endfor %}",
+        "{% call(x) m(1, *[2], k=3) %}{{ x | indent(2) | wordwrap(9) | truncate(5) }}{% endcall %}\
+         {% filter title %}{{ messages | map(attribute='role') | unique | sort(reverse=true) | batch(2) | list }}{% endfilter %}",
     ]
     .map(|text| text.as_bytes().to_vec())
     .to_vec()

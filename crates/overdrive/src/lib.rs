@@ -19,6 +19,7 @@
 //! | [`quantization`] | `quantization` | INT8, INT4, NF4, FP4, FP8 weights and their products; GGUF, GPTQ, AWQ |
 //! | [`lora`] | `lora` | LoRA, DoRA and QLoRA adapters in PEFT's format |
 //! | [`generation`] | `generation` | sampling, beams, speculation, constraints; continuous batching; chat |
+//! | [`jinja`] | `jinja` | Jinja templates with Python's values: chat templates, as jinja2 renders them |
 //! | [`hub`] | `hub` | models by name: the Hugging Face hub and its cache |
 //! | [`onnx`] | `onnx` | models written as ONNX, with a key/value cache and quantized weights |
 //! | [`constraints`] | `constraints` | regular expressions and JSON schemas as constraints of generated text |
@@ -91,6 +92,8 @@ pub use overdrive_generation as generation;
 pub use overdrive_graphs as graphs;
 #[cfg(feature = "hub")]
 pub use overdrive_hub as hub;
+#[cfg(feature = "jinja")]
+pub use overdrive_jinja as jinja;
 #[cfg(feature = "kv-cache")]
 pub use overdrive_kv_cache as kv_cache;
 #[cfg(feature = "lora")]

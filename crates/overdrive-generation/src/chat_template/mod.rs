@@ -1,16 +1,11 @@
-mod environment;
 mod gguf;
-mod limits;
 mod message;
-mod python_json;
-mod python_methods;
 
 use std::collections::BTreeMap;
 use std::ops::Range;
 use std::path::Path;
 
-use minijinja::value::Serde;
-use minijinja::{Environment, ErrorKind};
+use overdrive_jinja::Template;
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
@@ -18,21 +13,17 @@ use tokenizers::Tokenizer;
 pub(crate) use gguf::{SPECIAL_TOKENS, special_token, templates_of_gguf};
 pub use message::Message;
 
-use limits::{LimitedText, MAX_OUTPUT_BYTES, on_large_stack};
-
 use crate::optional_file::{read, read_object};
 use crate::prompts::encode;
 use crate::{Error, Result};
 
 /// A chat template: the Jinja template of a model that renders its conversations.
 ///
-/// Renders the same text as transformers' `apply_chat_template`, with its settings of Jinja and its
-/// additions (`raise_exception`, `strftime_now`, `tojson` in Python's format, `break` and `continue`,
-/// the `generation` tag).
-///
-/// A template is a program that comes with a model, and so it has limits: 256 KiB of source, ten million
-/// instructions and 64 MiB of text in one rendering, and 100 levels of nesting in a value. Beyond them
-/// rendering fails. They do not bound the memory of a single expression, such as a very long repetition.
+/// It renders the same text as transformers' `apply_chat_template`, with its settings of Jinja and its additions
+/// (`raise_exception`, `strftime_now`, `tojson` in Python's format, `break` and `continue`, the `generation` tag). Values
+/// print, compare, slice and convert as in Python, and what jinja2 refuses is refused. [`overdrive_jinja`] names what is
+/// not supported, and the limits of a template, which is a program that comes with a model: among others ten million
+/// steps and 64 MiB of text in one rendering. Beyond them parsing or rendering returns an error.
 ///
 /// ```
 /// use overdrive_generation::{ChatTemplate, ChatTemplateOptions, Message};
@@ -50,7 +41,7 @@ use crate::{Error, Result};
 /// ```
 #[derive(Debug, Clone)]
 pub struct ChatTemplate {
-    templates: BTreeMap<String, Environment<'static>>,
+    templates: BTreeMap<String, Template>,
     /// `bos_token` and others, as text.
     special_tokens: Map<String, Value>,
 }
@@ -90,6 +81,10 @@ impl Default for ChatTemplateOptions {
 }
 
 const DEFAULT: &str = "default";
+
+/// The marks of the beginning and the end of the assistant's text: Unicode noncharacters, which no
+/// message contains.
+const MARKS: (char, char) = ('\u{fdd0}', '\u{fdd1}');
 
 /// The mark of the end of a message that is left open.
 const OPEN_END: &str = "CONTINUE_FINAL_MESSAGE_TAG ";
@@ -157,7 +152,7 @@ impl ChatTemplate {
         self.templates.keys().map(String::as_str)
     }
 
-    /// Returns the source of the template of this name, as it is rendered: `{% generation %}` tags are replaced.
+    /// Returns the source of the template of this name.
     ///
     /// ```
     /// # use overdrive_generation::ChatTemplate;
@@ -167,8 +162,7 @@ impl ChatTemplate {
     /// # Ok::<(), overdrive_generation::Error>(())
     /// ```
     pub fn source(&self, name: &str) -> Option<String> {
-        let template = self.templates.get(name)?.get_template(environment::NAME);
-        Some(template.ok()?.source().to_owned())
+        Some(self.templates.get(name)?.source().to_owned())
     }
 
     /// Renders a conversation.
@@ -193,10 +187,10 @@ impl ChatTemplate {
         messages: &[Message],
         options: &ChatTemplateOptions,
     ) -> Result<(String, Option<Vec<Range<usize>>>)> {
-        if !self.marks_answers(options)? {
+        if !self.choose(options)?.has_generation() {
             return Ok((self.render(messages, options)?, None));
         }
-        let (begin, end) = environment::MARKS;
+        let (begin, end) = MARKS;
         let (mut text, mut answers) = (String::new(), Vec::new());
         let mut start = None;
         for letter in self.render_with(messages, options, true)?.chars() {
@@ -214,15 +208,6 @@ impl ChatTemplate {
             }
         }
         Ok((text, Some(answers)))
-    }
-
-    /// Returns `true` if the template marks the assistant's text by `{% generation %}`.
-    fn marks_answers(&self, options: &ChatTemplateOptions) -> Result<bool> {
-        let template = self.choose(options)?.get_template(environment::NAME);
-        Ok(template
-            .map_err(refused)?
-            .source()
-            .contains(environment::MARKING))
     }
 
     fn render_with(
@@ -248,14 +233,16 @@ impl ChatTemplate {
         };
         let prompt = options.add_generation_prompt && last.is_none();
         let messages = messages.into_iter().map(Value::Object).collect();
-        if marking {
-            variables.insert(environment::MARKING.to_owned(), true.into());
-        }
         variables.insert("messages".to_owned(), Value::Array(messages));
         variables.insert("tools".to_owned(), list(&options.tools));
         variables.insert("documents".to_owned(), list(&options.documents));
         variables.insert("add_generation_prompt".to_owned(), prompt.into());
-        let rendered = rendered(self.choose(options)?, &variables)?;
+        let template = self.choose(options)?;
+        let rendered = match marking {
+            true => template.render_marked(&variables, MARKS),
+            false => template.render(&variables),
+        };
+        let rendered = rendered.map_err(refused)?;
         match last {
             Some(last) => cut_at_open_end(&rendered, &last),
             None => Ok(rendered),
@@ -276,7 +263,7 @@ impl ChatTemplate {
         encode(tokenizer, &self.render(messages, options)?)
     }
 
-    fn choose(&self, options: &ChatTemplateOptions) -> Result<&Environment<'static>> {
+    fn choose(&self, options: &ChatTemplateOptions) -> Result<&Template> {
         let tool_use = options.tools.is_some().then_some("tool_use");
         let named = match &options.template {
             Some(name) => self.templates.get(name),
@@ -293,49 +280,19 @@ impl ChatTemplate {
     }
 }
 
-fn parse(source: &str) -> Result<Environment<'static>> {
-    on_large_stack(source.len(), || {
-        environment::environment(source).map_err(refused)
-    })
-}
-
-/// Renders the template of an environment, within the limits of templates.
-fn rendered(environment: &Environment<'static>, variables: &Map<String, Value>) -> Result<String> {
-    let template = environment
-        .get_template(environment::NAME)
-        .map_err(refused)?;
-    on_large_stack(template.source().len(), || {
-        let mut text = LimitedText::default();
-        let result = template
-            .render_captured_to(minijinja::Value::from(Serde(variables)), &mut text)
-            // Dropped here, on the large stack, as the values are that an error may hold.
-            .map(drop)
-            .map_err(refused);
-        match result {
-            Ok(()) => Ok(text.into_string()),
-            Err(_) if text.is_cut => Err(Error::ChatTemplate(format!(
-                "its text has more than {MAX_OUTPUT_BYTES} bytes, the limit of one rendering"
-            ))),
-            Err(error) => Err(error),
-        }
-    })
+fn parse(source: &str) -> Result<Template> {
+    Template::parse(source).map_err(refused)
 }
 
 /// The remedy for a template that fails by itself, and does not refuse the conversation.
 const REMEDY: &str = "correct it, or give another template (`--chat-template` in the examples)";
 
 /// The message of `raise_exception` is returned alone; other errors come with their line.
-fn refused(error: minijinja::Error) -> Error {
-    let detail = error.detail().unwrap_or_default();
-    let text = match (error.kind(), error.line()) {
-        (ErrorKind::InvalidOperation, _) if !detail.is_empty() => detail.to_owned(),
-        (ErrorKind::OutOfFuel, Some(line)) => format!(
-            "line {line}: it has taken the most steps of one rendering; it probably loops without an end"
-        ),
-        (kind, Some(line)) => format!("line {line}: {kind}: {detail}; {REMEDY}"),
-        (kind, None) => format!("{kind}: {detail}; {REMEDY}"),
-    };
-    Error::ChatTemplate(text)
+fn refused(error: overdrive_jinja::Error) -> Error {
+    Error::ChatTemplate(match error.is_raised() {
+        true => error.to_string(),
+        false => format!("{error}; {REMEDY}"),
+    })
 }
 
 /// Puts a mark at the end of the last message's text; returns that text.

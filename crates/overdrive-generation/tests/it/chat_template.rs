@@ -227,14 +227,19 @@ fn values_that_a_loop_nests_or_doubles_are_refused() {
         ("ns", "a namespace is assigned"),
         ("[ns.x, ns.x]", elements),
         ("ns.x + ns.x", elements),
-        ("ns.x ~ ns.x", elements),
+        ("ns.x ~ ns.x", "more than 67108864 bytes"),
+        ("ns.s * 9999999999", "more than 67108864 bytes"),
+        ("ns.s.center(9999999999)", "more than 67108864 bytes"),
+        ("'%99999d' % 1", "larger than 65536"),
+        ("[1] * 9999999999", elements),
+        ("loop", "a loop is assigned"),
     ] {
         // The assignment is refused, so that what is done with the value does not matter; each would overflow.
         let uses = ["ns.x", "ns.x | string", "ns.x == ns.x", "ns.x | tojson"];
-        let uses = if reason == elements {
-            &uses[..1]
-        } else {
+        let uses = if reason == nested {
             &uses[..]
+        } else {
+            &uses[..1]
         };
         for printed in uses {
             let error = refusal(&in_loop(assigned, printed));
