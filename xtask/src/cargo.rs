@@ -113,7 +113,7 @@ impl Cargo {
         }
     }
 
-    fn and(mut self, further: &[OsString]) -> Self {
+    pub(crate) fn and(mut self, further: &[OsString]) -> Self {
         self.arguments.extend(further.iter().cloned());
         self
     }

@@ -221,14 +221,21 @@ struct New {
     #[arg(long)]
     published: bool,
     /// Make a project in a temporary folder, and run its program and its tests
-    #[arg(long, exclusive = true)]
+    #[arg(long, conflicts_with_all = ["folder", "name", "git", "rev", "published"])]
     check: bool,
+    /// With `--check`: also copy the example `train`, and nothing else, into such a project, and train with it
+    #[arg(long, requires = "check")]
+    example: bool,
 }
 
 impl New {
     fn run(self) -> Result<()> {
         let Some(folder) = self.folder else {
-            return new::check();
+            new::check()?;
+            return match self.example {
+                true => new::check_example(),
+                false => Ok(()),
+            };
         };
         let source = match self.git {
             Some(url) => new::Source::Git { url, rev: self.rev },

@@ -4,6 +4,7 @@
 //! The project is a copy of `xtask/templates/new`, a member of this workspace, which the checks therefore
 //! compile, lint and test. Only `Cargo.toml` changes: what `workspace = true` stands for is written out.
 
+use std::ffi::OsString;
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
@@ -91,6 +92,64 @@ pub(crate) fn check() -> Result<()> {
         )));
     }
     Ok(())
+}
+
+/// Copies the example `train` into a project of its own, and trains with it for two steps on the text of the guide.
+pub(crate) fn check_example() -> Result<()> {
+    let parent = Made(std::env::temp_dir().join(format!("overdrive-copy-{}", std::process::id())));
+    let folder = parent.0.join("copied-example");
+    new(&folder, None, &Source::Path)?;
+    let removed = fs::remove_file(folder.join("src/lib.rs"))
+        .and_then(|()| fs::remove_dir_all(folder.join("tests")));
+    removed.map_err(|error| Failure::io("could not remove files of", &folder, &error))?;
+    put(
+        &folder.join("src/main.rs"),
+        &workspace_file("examples/train.rs")?,
+    )?;
+    let manifest = folder.join("Cargo.toml");
+    put(
+        &manifest,
+        &with_facade(&read(&manifest)?, &workspace_file("Cargo.toml")?)?,
+    )?;
+    let run = folder.join("run");
+    let cargo = Cargo::of_project(&folder, "run", &torch::target_folder())
+        .and(&["--", "--steps", "2", "--samples", "0", "--data"].map(OsString::from))
+        .and(&[
+            cargo::workspace().join("docs/src").into(),
+            "--out".into(),
+            run.clone().into(),
+        ]);
+    cargo.run()?;
+    match run.join("model/model.safetensors").is_file() {
+        true => Ok(()),
+        false => Err(Failure::new(
+            "the copied example trained, but left no model",
+        )),
+    }
+}
+
+/// Returns the manifest of a project with the facade crate, and the parser of flags, in place of single crates.
+fn with_facade(manifest: &str, root: &str) -> Result<String> {
+    let crates = cargo::workspace().join("crates");
+    let facade = requirement("overdrive", root, &Source::Path, &crates)?;
+    let features = "default-features = false, features = [\"distributed\", \"precision\", \"trainer\", \"transformer\"] }";
+    let facade = facade.replace(" }", &format!(", {features}"));
+    let clap = requirement("clap", root, &Source::Path, &crates)?;
+    let mut text = String::new();
+    let mut section = "";
+    for line in manifest.lines() {
+        if line.starts_with('[') {
+            section = line;
+        }
+        if section != "[dependencies]" || !line.starts_with("overdrive-") {
+            text.push_str(line);
+            text.push('\n');
+        }
+        if line == "[dependencies]" {
+            text.push_str(&format!("{clap}\n{facade}\n"));
+        }
+    }
+    Ok(text)
 }
 
 /// Records libtorch in a project that exists.
@@ -326,6 +385,20 @@ fn relative(from: &Path, to: &Path) -> PathBuf {
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    #[test]
+    fn a_copied_example_depends_on_the_facade_alone() {
+        let root = workspace_file("Cargo.toml").unwrap();
+        let folder = std::env::temp_dir().join("copied");
+        let manifest = manifest(&folder, "copied", &Source::Path).unwrap();
+        let text = with_facade(&manifest, &root).unwrap();
+        assert!(
+            !text.contains("overdrive-optim") && text.contains("overdrive-build"),
+            "{text}"
+        );
+        let facade = "crates/overdrive\", default-features = false, features = [\"distributed\"";
+        assert!(text.contains(facade) && text.contains("clap = "), "{text}");
+    }
 
     #[test]
     fn a_project_has_the_template_under_its_own_name_and_no_word_of_the_workspace() {
