@@ -8,10 +8,11 @@ use crate::{Error, QuantizedWeight, Result, Scheme};
 #[non_exhaustive]
 pub enum Activations {
     /// The dtype of the scheme. On CPUs with AVX2, weights of 4 bits and weights of 8 bits in groups (`int8-g32`, the
-    /// `Q8_0`, `Q6_K` and `Q5_…` of GGUF files) take activations in 8 bits where no gradients are recorded, as llama.cpp
-    /// does. For 4 bits each 32 to 128 inputs share a scale, as in the weight, and the rounding error is a fraction of that
+    /// `Q8_0`, `Q6_K` and `Q5_…` of GGUF files) take activations in 8 bits while gradients are disabled (`tch::no_grad`), as
+    /// llama.cpp does. For 4 bits each 32 to 128 inputs share a scale, as in the weight, and the rounding error is a fraction of that
     /// of the weight; for 8 bits each 16 or 32 do, and the error is at most about that of the weight. Weights whose groups
-    /// have fewer inputs take activations in 13 to 16 bits. Training and GPUs take floating-point activations.
+    /// have fewer inputs take activations in 13 to 16 bits. Training and GPUs take floating-point activations,
+    /// whether an input needs a gradient or not.
     #[default]
     Auto,
     /// Floating-point activations.
