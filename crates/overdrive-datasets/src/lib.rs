@@ -139,8 +139,9 @@ pub use error_policy::{ErrorLog, ErrorPolicy};
 pub use index::{IndexLocation, IndexOptions, IndexReport};
 #[cfg(feature = "tokenizers")]
 pub use instruction::{
-    ChatFormat, ChatMessage, EncodeOptions, ExampleCache, InstructionDataset, InstructionEncoder,
-    InstructionOptions, InstructionRecord, InstructionReport, OnBadRecord, PlainChat, RenderedChat,
+    AnswerKey, ChatFormat, ChatMessage, EncodeOptions, ExampleCache, InstructionDataset,
+    InstructionEncoder, InstructionOptions, InstructionRecord, InstructionReport, OnBadRecord,
+    PlainChat, RenderedChat,
 };
 pub use labeled_text::LabeledTexts;
 #[cfg(feature = "tch")]

@@ -9,7 +9,7 @@ use serde::{Deserialize, Serialize};
 use super::encoder::InstructionEncoder;
 use super::example_cache::ExampleCache;
 use super::example_file::{ExampleFile, ExampleWriter, ScanReport};
-use super::record::InstructionRecord;
+use super::record::{AnswerKey, InstructionRecord};
 use super::record_file::RecordFile;
 use super::scan::{Outcome, Scanned, digest_of, examine};
 use crate::cache::{Cached, cached};
@@ -41,6 +41,9 @@ pub struct InstructionOptions {
     pub on_bad_record: OnBadRecord,
     /// The number of records that are read at most, from the first one on. Default: `None`, all.
     pub max_records: Option<usize>,
+    /// The answer of each record that is read: that of instruction data, or one of the two of preference data
+    /// ([`InstructionRecord::from_preference_json`]). Default: that of instruction data.
+    pub answer: AnswerKey,
 }
 
 /// A report on the records of the files; it is displayed in one line.
@@ -104,6 +107,7 @@ pub struct InstructionDataset {
     /// The number of records up to and including each file.
     ends: Arc<Vec<usize>>,
     encoder: Arc<InstructionEncoder>,
+    answer: AnswerKey,
     /// The records of the examples, counted through all files.
     record_indices: RecordIndices,
     lengths: Vec<u32>,
@@ -157,7 +161,7 @@ impl InstructionDataset {
         encoder: InstructionEncoder,
         options: InstructionOptions,
     ) -> Result<InstructionDataset> {
-        let (mut dataset, names) = InstructionDataset::of_files(paths, encoder)?;
+        let (mut dataset, names) = InstructionDataset::of_files(paths, encoder, options.answer)?;
         let scan = dataset.scan(options, None)?;
         dataset.record_indices = RecordIndices::SortedIndices(scan.kept.finish());
         dataset.lengths = scan.lengths;
@@ -181,7 +185,7 @@ impl InstructionDataset {
         options: InstructionOptions,
         cache: &ExampleCache,
     ) -> Result<InstructionDataset> {
-        let (mut dataset, names) = InstructionDataset::of_files(paths, encoder)?;
+        let (mut dataset, names) = InstructionDataset::of_files(paths, encoder, options.answer)?;
         dataset.content = dataset.read_content(options);
         let key = cache.key(dataset.content, &dataset.encoder, options)?;
         let path = cache.path(key);
@@ -212,6 +216,7 @@ impl InstructionDataset {
     fn of_files<P: Into<PathBuf>>(
         paths: impl IntoIterator<Item = P>,
         encoder: InstructionEncoder,
+        answer: AnswerKey,
     ) -> Result<(InstructionDataset, Vec<String>)> {
         let mut files = Vec::new();
         let mut names = Vec::new();
@@ -228,6 +233,7 @@ impl InstructionDataset {
             ends: Arc::new(ends.collect()),
             files: Arc::new(files),
             encoder: Arc::new(encoder),
+            answer,
             record_indices: RecordIndices::Listed(Vec::new()),
             lengths: Vec::new(),
             report: InstructionReport::default(),
@@ -300,7 +306,7 @@ impl InstructionDataset {
             let found: Vec<(Sha256Digest, Outcome)> = records
                 .clone()
                 .into_par_iter()
-                .map(|record| examine(file, record, &self.encoder))
+                .map(|record| examine(file, record, &self.encoder, self.answer))
                 .collect();
             for (record, (digest, found)) in records.zip(found) {
                 content.add(&digest.0);
@@ -357,7 +363,7 @@ impl InstructionDataset {
     pub fn record(&self, index: usize) -> Result<InstructionRecord> {
         let position = self.position(index)?;
         let file = &self.files[position.file];
-        InstructionRecord::from_json(&file.record(position.record)?)
+        InstructionRecord::with_answer(&file.record(position.record)?, self.answer)
             .map_err(|problem| file.bad_record(position.record, problem))
     }
 
@@ -401,14 +407,17 @@ impl InstructionDataset {
     /// # Errors
     /// [`Error::NoSuchRecord`] for an index that is not below [`Dataset::len`].
     pub fn subset(&self, indices: &[usize]) -> Result<InstructionDataset> {
-        let record_indices: Result<Vec<usize>> =
-            indices.iter().map(|&index| self.number(index)).collect();
+        let record_indices: Result<Vec<usize>> = indices
+            .iter()
+            .map(|&index| self.record_number(index))
+            .collect();
         Ok(InstructionDataset {
             files: Arc::clone(&self.files),
             ends: Arc::clone(&self.ends),
             encoder: Arc::clone(&self.encoder),
+            answer: self.answer,
             record_indices: RecordIndices::new(record_indices?),
-            // `number` made sure that each index is valid.
+            // `record_number` made sure that each index is valid.
             lengths: indices.iter().map(|&index| self.lengths[index]).collect(),
             report: self.report.clone(),
             content: self.content,
@@ -417,8 +426,11 @@ impl InstructionDataset {
         })
     }
 
-    /// Returns the number of an example's record, counted through all files.
-    fn number(&self, index: usize) -> Result<usize> {
+    /// Returns the number of an example's record, counted from 0 through all files.
+    ///
+    /// # Errors
+    /// [`Error::NoSuchRecord`] if `index` is not below [`Dataset::len`].
+    pub fn record_number(&self, index: usize) -> Result<usize> {
         self.record_indices.get(index).ok_or(Error::NoSuchRecord {
             index,
             len: self.len(),
@@ -426,7 +438,8 @@ impl InstructionDataset {
     }
 
     fn position(&self, index: usize) -> Result<RecordPosition> {
-        self.number(index).map(|number| self.position_of(number))
+        self.record_number(index)
+            .map(|number| self.position_of(number))
     }
 
     /// Returns the position of a record, which is counted through all files.
@@ -453,7 +466,9 @@ impl Dataset for InstructionDataset {
                 index,
                 len: self.len(),
             };
-            return examples.of_record(self.number(index)?).ok_or_else(no_such);
+            return examples
+                .of_record(self.record_number(index)?)
+                .ok_or_else(no_such);
         }
         let record = self.record(index)?;
         let position = self.position(index)?;

@@ -30,7 +30,8 @@ impl ExampleCache {
         options: InstructionOptions,
     ) -> Result<Sha256Digest> {
         // The number of records is part of the content.
-        let options = serde_json::to_vec(&(encoder.options(), options.on_bad_record));
+        let options =
+            serde_json::to_vec(&(encoder.options(), options.on_bad_record, options.answer));
         let options = options.map_err(CommonError::parse("JSON", &self.folder))?;
         let hasher = FieldHasher::default()
             .field(b"examples")

@@ -14,4 +14,4 @@ pub use chat::{ChatFormat, ChatMessage, PlainChat, RenderedChat};
 pub use dataset::{InstructionDataset, InstructionOptions, InstructionReport, OnBadRecord};
 pub use encoder::{EncodeOptions, InstructionEncoder};
 pub use example_cache::ExampleCache;
-pub use record::InstructionRecord;
+pub use record::{AnswerKey, InstructionRecord};

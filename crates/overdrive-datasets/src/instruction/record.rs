@@ -1,3 +1,4 @@
+use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value, json};
 
 use super::chat::{ChatMessage, role};
@@ -16,17 +17,41 @@ const REFUSED: [(&str, &str); 9] = [
     ),
     (
         "kto_tag",
-        "there is no preference training; keep the records with good answers",
+        "there is no training on single ratings; keep the records with good answers",
     ),
     (
         "chosen",
-        "there is no preference training; put the good answer into the record",
+        "train on preferences (the example `dpo`), or put the good answer into the record",
     ),
     (
         "rejected",
-        "there is no preference training; put the good answer into the record",
+        "train on preferences (the example `dpo`), or put the good answer into the record",
     ),
 ];
+
+/// The answer of a record that is read.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum AnswerKey {
+    /// The answer of instruction data. The default.
+    #[default]
+    Response,
+    /// The preferred answer of preference data.
+    Chosen,
+    /// The other answer of preference data.
+    Rejected,
+}
+
+impl AnswerKey {
+    /// Returns the keys that may hold the answer to a `prompt`.
+    fn keys(self) -> &'static [&'static str] {
+        match self {
+            Self::Response => &["response", "completion"],
+            Self::Chosen => &["chosen"],
+            Self::Rejected => &["rejected"],
+        }
+    }
+}
 
 /// A record of instruction data.
 ///
@@ -90,22 +115,69 @@ pub enum InstructionRecord {
 }
 
 impl InstructionRecord {
-    /// Parses a record.
+    /// Parses a record of instruction data.
     ///
     /// # Errors
     /// A message that states what is wrong with the record.
     pub fn from_json(bytes: &[u8]) -> Result<InstructionRecord, String> {
-        let value: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
-        let Value::Object(mut fields) = value else {
-            return Err("expected a JSON object".to_owned());
-        };
-        // Datasets with columns of one type fill missing fields with null.
-        fields.retain(|_, value| !value.is_null());
+        Self::from_fields(fields_of(bytes)?, AnswerKey::Response)
+    }
+
+    /// Parses a record of the kind of data that has `answer`.
+    pub(super) fn with_answer(
+        bytes: &[u8],
+        answer: AnswerKey,
+    ) -> Result<InstructionRecord, String> {
+        match answer {
+            AnswerKey::Response => Self::from_json(bytes),
+            AnswerKey::Chosen | AnswerKey::Rejected => Self::from_preference_json(bytes, answer),
+        }
+    }
+
+    /// Parses a record of preference data with one of its answers, `answer`, as its answer. The record has the columns of
+    /// TRL:
+    ///
+    /// | keys | form |
+    /// |---|---|
+    /// | `prompt`, `chosen`, `rejected`, each a text | a question and two answers |
+    /// | `prompt`, `chosen`, `rejected`, each `[{role, content}, …]` | a conversation and two ways in which it goes on |
+    /// | `chosen`, `rejected`, each `[{role, content}, …]` | two conversations; the messages with which both begin are the prompt |
+    ///
+    /// The keys beside these are those of instruction data.
+    ///
+    /// # Errors
+    /// A message that states what is wrong with the record.
+    pub fn from_preference_json(
+        bytes: &[u8],
+        answer: AnswerKey,
+    ) -> Result<InstructionRecord, String> {
+        let mut fields = fields_of(bytes)?;
+        for key in ["chosen", "rejected"] {
+            if !fields.contains_key(key) {
+                return Err(format!(
+                    "it has no `{key}`; a record of preference data has `prompt`, `chosen` and `rejected`"
+                ));
+            }
+        }
+        split_off_prompt(&mut fields)?;
+        // The other answer, and the forms of instruction data that published preference data repeats.
+        let others = ["chosen", "rejected", "messages", "conversations"];
+        fields.retain(|key, _| {
+            answer.keys().contains(&key.as_str()) || !others.contains(&key.as_str())
+        });
+        Self::from_fields(fields, answer)
+    }
+
+    fn from_fields(
+        mut fields: Map<String, Value>,
+        answer: AnswerKey,
+    ) -> Result<InstructionRecord, String> {
         for (key, remedy) in REFUSED {
             // Published preference data has the good answer in `messages` too.
             let is_repeated =
                 fields.contains_key("messages") && ["chosen", "rejected"].contains(&key);
-            if !is_repeated && fields.get(key).is_some_and(|value| !is_blank(value)) {
+            let is_read = answer.keys().contains(&key);
+            if !is_repeated && !is_read && fields.get(key).is_some_and(|value| !is_blank(value)) {
                 return Err(format!("`{key}` is not supported; {remedy}"));
             }
         }
@@ -114,7 +186,7 @@ impl InstructionRecord {
             return context.of_messages(key, messages(key, value)?, 0);
         }
         if let Some((_, prompt)) = take(&mut fields, &["prompt"]) {
-            let (key, answer) = take(&mut fields, &["response", "completion"])
+            let (key, answer) = take(&mut fields, answer.keys())
                 .ok_or("it has `prompt`, and neither `response` nor `completion`")?;
             return match prompt {
                 Value::Array(_) => {
@@ -172,6 +244,56 @@ impl InstructionRecord {
              `text`"
         ))
     }
+}
+
+/// Parses the fields of a record.
+fn fields_of(bytes: &[u8]) -> Result<Map<String, Value>, String> {
+    let value: Value = serde_json::from_slice(bytes).map_err(|error| error.to_string())?;
+    let Value::Object(mut fields) = value else {
+        return Err("expected a JSON object".to_owned());
+    };
+    // Datasets with columns of one type fill missing fields with null.
+    fields.retain(|_, value| !value.is_null());
+    Ok(fields)
+}
+
+/// Moves the messages with which both answers begin to `prompt`, unless there is a prompt of messages, or of text before
+/// answers of text. A text beside two whole conversations repeats their beginning.
+fn split_off_prompt(fields: &mut Map<String, Value>) -> Result<(), String> {
+    let (chosen, rejected) = (fields.get("chosen"), fields.get("rejected"));
+    let lists = chosen
+        .and_then(Value::as_array)
+        .zip(rejected.and_then(Value::as_array));
+    let (chosen, rejected) = match (fields.get("prompt"), lists) {
+        (None | Some(Value::String(_)), Some(lists)) => lists,
+        (None, None) => {
+            return Err(
+                "it has no `prompt`; only where `chosen` and `rejected` are lists of messages is it their common \
+                 beginning"
+                    .to_owned(),
+            );
+        }
+        _ => return Ok(()),
+    };
+    let messages = chosen.iter().zip(rejected);
+    let common = messages.take_while(|(one, other)| one == other).count();
+    if common == 0 {
+        return Err(
+            "its `chosen` and `rejected` have no first message in common, and `prompt` is no list of messages; put the \
+             messages before the answers into `prompt`"
+                .to_owned(),
+        );
+    }
+    let prompt = chosen[..common].to_vec();
+    let answers = [
+        ("chosen", chosen[common..].to_vec()),
+        ("rejected", rejected[common..].to_vec()),
+    ];
+    fields.insert("prompt".to_owned(), prompt.into());
+    for (key, messages) in answers {
+        fields.insert(key.to_owned(), messages.into());
+    }
+    Ok(())
 }
 
 /// Returns the user's message of an instruction and its input.
@@ -584,5 +706,93 @@ mod tests {
             let error = read(json).unwrap_err();
             assert!(error.contains(problem), "{json}: {error}");
         }
+    }
+
+    fn preference(json: &str) -> [Result<InstructionRecord, String>; 2] {
+        [AnswerKey::Chosen, AnswerKey::Rejected]
+            .map(|answer| InstructionRecord::from_preference_json(json.as_bytes(), answer))
+    }
+
+    #[test]
+    fn the_two_answers_of_a_preference_record_are_the_answers_to_one_prompt() {
+        let [chosen, rejected] =
+            preference(r#"{"prompt": "1+1=", "chosen": "2", "rejected": "3", "system": "Add."}"#);
+        let answer = |text: &str| InstructionRecord::Answer {
+            system: Some("Add.".to_owned()),
+            prompt: "1+1=".to_owned(),
+            response: text.to_owned(),
+        };
+        assert_eq!(chosen, Ok(answer("2")));
+        assert_eq!(rejected, Ok(answer("3")));
+
+        let user = r#"{"role": "user", "content": "Hi"}"#;
+        let says = |text: &str| format!(r#"{{"role": "assistant", "content": "{text}"}}"#);
+        let (good, bad) = (says("Hello!"), says("What?"));
+        let explicit =
+            format!(r#"{{"prompt": [{user}], "chosen": [{good}], "rejected": [{bad}]}}"#);
+        // Whole conversations, as published data has them, with or without the question as a text.
+        let whole = format!(
+            r#"{{"chosen": [{user}, {good}], "rejected": [{user}, {bad}], "messages": [{user}, {good}]}}"#
+        );
+        let repeated = whole.replacen('{', r#"{"prompt": "Hi", "#, 1);
+        for json in [&explicit, &whole, &repeated] {
+            for (record, text) in preference(json).into_iter().zip(["Hello!", "What?"]) {
+                let Ok(InstructionRecord::Chat {
+                    messages,
+                    prompt_messages: 1,
+                    ..
+                }) = record
+                else {
+                    panic!("{json}: {record:?}")
+                };
+                assert_eq!(messages.len(), 2, "{json}");
+                assert_eq!(messages[1]["content"], text, "{json}");
+            }
+        }
+    }
+
+    #[test]
+    fn an_incomplete_preference_record_is_refused_with_the_missing_key() {
+        let turn = r#"[{"role": "user", "content": "a"}]"#;
+        let other = turn.replace('a', "b");
+        for (json, expected) in [
+            (
+                r#"{"prompt": "a", "chosen": "b"}"#.to_owned(),
+                "no `rejected`",
+            ),
+            (
+                r#"{"prompt": "a", "rejected": "b"}"#.to_owned(),
+                "no `chosen`",
+            ),
+            (
+                r#"{"chosen": "ab", "rejected": "ac"}"#.to_owned(),
+                "no `prompt`",
+            ),
+            (
+                format!(r#"{{"chosen": {turn}, "rejected": {other}}}"#),
+                "no first message",
+            ),
+            (
+                format!(r#"{{"chosen": {turn}, "rejected": {turn}}}"#),
+                "empty list",
+            ),
+            (
+                format!(r#"{{"prompt": {turn}, "chosen": "b", "rejected": "c"}}"#),
+                "is a text",
+            ),
+            (
+                r#"{"prompt": "a", "chosen": "b", "rejected": ["c"]}"#.to_owned(),
+                "is a list",
+            ),
+        ] {
+            let refused = preference(&json).into_iter().filter_map(Result::err);
+            let refused: Vec<String> = refused.collect();
+            assert!(
+                refused.iter().any(|problem| problem.contains(expected)),
+                "{json}: {refused:?}"
+            );
+        }
+        let error = read(r#"{"prompt": "a", "chosen": "b", "rejected": "c"}"#).unwrap_err();
+        assert!(error.contains("the example `dpo`"), "{error}");
     }
 }

@@ -2,7 +2,7 @@
 
 use super::encoder::InstructionEncoder;
 use super::example_file::{CompactExample, ScanReport};
-use super::record::InstructionRecord;
+use super::record::{AnswerKey, InstructionRecord};
 use super::record_file::RecordFile;
 use crate::Sha256Digest;
 use crate::transform::SortedIndicesWriter;
@@ -59,12 +59,14 @@ pub(super) fn examine(
     file: &RecordFile,
     record: usize,
     encoder: &InstructionEncoder,
+    answer: AnswerKey,
 ) -> (Sha256Digest, Outcome) {
     let bytes = match file.record(record) {
         Ok(bytes) => bytes,
         Err(error) => return (digest_of(None), Outcome::Broken(error.to_string())),
     };
-    let example = InstructionRecord::from_json(&bytes).and_then(|record| encoder.encode(&record));
+    let record = InstructionRecord::with_answer(&bytes, answer);
+    let example = record.and_then(|record| encoder.encode(&record));
     let outcome = match example {
         Err(problem) => Outcome::Broken(problem),
         Ok(example) if example.learned_tokens() == 0 => Outcome::WithoutAnswer,

@@ -62,7 +62,7 @@ impl Setting {
             },
             records: InstructionOptions {
                 on_bad_record: OnBadRecord::Skip,
-                max_records: None,
+                ..InstructionOptions::default()
             },
             format: b"template 1",
             rendered: Arc::default(),

@@ -123,6 +123,7 @@ impl InstructionData {
         let options = InstructionOptions {
             on_bad_record: arguments.on_bad_record,
             max_records: arguments.max_train_samples,
+            ..InstructionOptions::default()
         };
         let data = &arguments.training.data;
         let tells_time = sources.as_ref().is_some_and(|text| text.contains(CLOCK));
