@@ -33,20 +33,23 @@ impl Loading<'_> {
         D: Dataset + 'static,
         D::Item: AsRef<[TokenizedExample]>,
     {
-        let batches = self.batches_of_rows(rows.len(), lengths)?;
-        self.load(rows, batches, layout)
+        self.collated(rows, lengths, move |rows: Vec<D::Item>| {
+            collate(&rows, layout)
+        })
     }
 
-    fn load<D>(
+    /// Returns batches that `collate` makes of rows. With `lengths`, one per row, rows of similar lengths form a batch.
+    pub(crate) fn collated<D, B>(
         self,
         rows: D,
-        batches: Box<dyn BatchSampler>,
-        layout: RowLayout,
-    ) -> Result<DeviceLoader<Batch>>
+        lengths: Option<Vec<u32>>,
+        collate: impl Fn(Vec<D::Item>) -> overdrive_datasets::Result<B> + Send + Sync + 'static,
+    ) -> Result<DeviceLoader<B>>
     where
         D: Dataset + 'static,
-        D::Item: AsRef<[TokenizedExample]>,
+        B: OnDevice,
     {
+        let batches = self.batches_of_rows(rows.len(), lengths)?;
         let options = self.options();
         // An endless loader without batches would never return.
         if self.endless && batches.is_empty(0) {
@@ -63,7 +66,7 @@ impl Loading<'_> {
         // Pinned by the worker threads; a batch that is already pinned is not copied again.
         // On a CPU pinning would fail without a driver and gain nothing.
         let pins = pin_memory && device.is_cuda();
-        let collate = move |rows: Vec<D::Item>| match collate(&rows, layout) {
+        let collate = move |rows: Vec<D::Item>| match collate(rows) {
             Ok(batch) if pins => batch.pinned(),
             batch => batch,
         };
@@ -136,18 +139,31 @@ impl Loading<'_> {
         let RowLayout::Padded { multiple_of, .. } = layout else {
             return Ok(BatchFill { batches: 1.0, rows });
         };
+        let row_tokens = |row| [plan.row_tokens(row)];
+        let batches = self.padded_fill(plan.len(), multiple_of, lengths, row_tokens)?;
+        Ok(BatchFill { batches, rows })
+    }
+
+    /// Returns the share of tokens in the padded batches of the first epoch. A record has the sequences of the lengths that
+    /// `sequences` returns.
+    pub(crate) fn padded_fill<const N: usize>(
+        &self,
+        records: usize,
+        multiple_of: usize,
+        lengths: Option<Vec<u32>>,
+        sequences: impl Fn(usize) -> [usize; N],
+    ) -> Result<f64> {
         // The first epoch stands for all: lengths and batch size are the same in every one.
-        let batches = self.batches_of_rows(plan.len(), lengths)?;
+        let batches = self.batches_of_rows(records, lengths)?;
         let (mut tokens, mut positions) = (0, 0);
         for number in 0..batches.len(0) {
-            let rows = batches.batch(0, number);
-            let lengths = rows.iter().map(|&row| plan.row_tokens(row));
+            let records = batches.batch(0, number);
+            let lengths = records.iter().flat_map(|&record| sequences(record));
             let longest = lengths.clone().max().unwrap_or(0);
             tokens += lengths.sum::<usize>();
-            positions += rows.len() * longest.next_multiple_of(multiple_of.max(1));
+            positions += N * records.len() * longest.next_multiple_of(multiple_of.max(1));
         }
-        let batches = tokens as f64 / positions.max(1) as f64;
-        Ok(BatchFill { batches, rows })
+        Ok(tokens as f64 / positions.max(1) as f64)
     }
 }
 

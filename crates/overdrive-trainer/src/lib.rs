@@ -14,6 +14,8 @@
 //! - [`TextData`] is the text of files in any format, tokenized and split, and [`InstructionData`] holds
 //!   prompts and responses; both return loaders whose batches are prepared by threads;
 //! - [`batch_loss`] and [`evaluate`] are the loss of a language model, and [`FinetuneTask`] loads one with adapters;
+//! - [`dpo_loss`] is that of Direct Preference Optimization, and [`PreferenceTask`] loads a model with its reference and
+//!   [`PreferenceData`];
 //! - [`RunFolder`] is the output folder of a run, with its snapshots and metrics; [`Interrupt`] lets the run
 //!   save and end on Ctrl-C.
 //!
@@ -63,6 +65,7 @@ mod model_arguments;
 mod parallel;
 mod plan;
 mod precision;
+mod preference;
 mod preset;
 mod program;
 mod recommended;
@@ -104,6 +107,11 @@ pub use language_model::{
 pub use model_arguments::ModelArguments;
 pub use parallel::{DataShard, DdpBackend};
 pub use plan::TrainingPlan;
+pub use preference::{
+    DpoConfig, DpoLossType, DpoOutput, PreferenceBatch, PreferenceData, PreferenceExample,
+    PreferenceLogProbs, PreferenceTask, RewardMetrics, RewardTotals, collate_preferences, dpo_loss,
+    preference_log_probs,
+};
 pub use preset::Preset;
 pub use program::{RunEnd, exit, exit_or_resume, print_line};
 pub use recommended::{

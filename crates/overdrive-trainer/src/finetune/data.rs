@@ -4,10 +4,10 @@ use std::path::Path;
 use std::sync::Arc;
 
 use overdrive_datasets::{
-    Batch, ChatFormat, ChatMessage, Dataset, DeduplicateOptions, DeviceLoader, EncodeOptions,
-    ExampleCache, InstructionDataset, InstructionEncoder, InstructionOptions, InstructionRecord,
-    PackPlan, PackingStrategy, RenderedChat, RowLayout, Selection, SequenceRows, Sha256Digest,
-    Tokenizer, default_cache_dir,
+    AnswerKey, Batch, ChatFormat, ChatMessage, Dataset, DeduplicateOptions, DeviceLoader,
+    EncodeOptions, ExampleCache, InstructionDataset, InstructionEncoder, InstructionOptions,
+    InstructionRecord, PackPlan, PackingStrategy, RenderedChat, RowLayout, Selection, SequenceRows,
+    Sha256Digest, Tokenizer, default_cache_dir,
 };
 use overdrive_generation::{
     ChatTemplate, ChatTemplateOptions, Message, ModelFiles, copy_chat_template,
@@ -52,7 +52,7 @@ pub struct InstructionData {
     /// The held-out examples; `None` without evaluation.
     pub validation: Option<Arc<InstructionDataset>>,
     tokenizer: Tokenizer,
-    pad_token: u32,
+    pub(crate) pad_token: u32,
     /// The source of the chat template, if records are formatted with one.
     chat_template: Option<String>,
 }
@@ -84,90 +84,13 @@ impl InstructionData {
         eos_token_ids: &[i64],
         mut say: impl FnMut(&str),
     ) -> Result<Self> {
-        let files = ModelFiles::open(&arguments.model_name_or_path)?;
-        let tokenizer = files.tokenizer()?;
-        let chat = chat_template(arguments, &files)?;
-        let sources = chat.as_ref().map(|chat| {
-            let sources = chat.names().filter_map(|name| chat.source(name));
-            sources.collect::<String>()
-        });
-        let cache = ExampleCache {
-            folder: cache.to_owned(),
-            format: format_digest(chat.as_ref()),
+        let reader = RecordReader::open(cache, arguments, eos_token_ids, &mut say)?;
+        let all = reader.read(arguments, AnswerKey::Response, &mut say)?;
+        let [all] = match arguments.training.remove_duplicates {
+            true => without_duplicates([all], &mut say)?,
+            false => [all],
         };
-        let chat = chat.map(|template| Arc::new(TemplateFormat(template)) as Arc<dyn ChatFormat>);
-        // The tokenizer's own end token comes first: a model may list several ids, of which one ends a turn.
-        let named = files.special_token("eos_token")?;
-        let named = named.and_then(|text| tokenizer.token_to_id(&text));
-        let end = named.or_else(|| eos_token_ids.first().and_then(|&id| u32::try_from(id).ok()));
-        let pad = files.special_token("pad_token")?;
-        let pad = pad.and_then(|text| tokenizer.token_to_id(&text));
-        say(match &chat {
-            Some(_) => "records     formatted with the model's chat template",
-            None => "records     formatted plainly: the model has no chat template",
-        });
-        let encoder = InstructionEncoder::new(
-            tokenizer.clone(),
-            chat,
-            end,
-            EncodeOptions {
-                max_seq_length: match splits_long_examples(&arguments.training) {
-                    true => usize::MAX,
-                    false => context(&arguments.training),
-                },
-                completion_only_loss: arguments.completion_only_loss,
-                assistant_only_loss: arguments.assistant_only_loss,
-                prompt_template: arguments.prompt_template.clone(),
-            },
-        )?;
-        let options = InstructionOptions {
-            on_bad_record: arguments.on_bad_record,
-            max_records: arguments.max_train_samples,
-            ..InstructionOptions::default()
-        };
-        let data = &arguments.training.data;
-        let tells_time = sources.as_ref().is_some_and(|text| text.contains(CLOCK));
-        let all = match tells_time {
-            true => InstructionDataset::open(data, encoder, options)?,
-            false => InstructionDataset::open_cached(data, encoder, options, &cache)?,
-        };
-        say(&format!("            {}", all.report()));
-        say(&match (all.cached_bytes(), all.was_cached()) {
-            (None, _) => format!("            not cached: the chat template calls `{CLOCK}`"),
-            (Some(_), true) => "            tokens read from the cache".to_owned(),
-            (Some(bytes), false) => {
-                format!(
-                    "            tokens written to the cache, {:.1} MB",
-                    bytes as f64 / 1e6
-                )
-            }
-        });
-        let all = match arguments.training.remove_duplicates {
-            true => without_duplicates(all, &mut say)?,
-            false => all,
-        };
-        let seed = arguments.training.seed;
-        let (train, validation) = match arguments.training.eval_strategy {
-            // Without evaluation nothing is held out, so every record is trained on.
-            IntervalStrategy::No => (all, None),
-            _ => {
-                let (train, held) = all.split(arguments.training.validation_fraction, seed)?;
-                say(&format!(
-                    "            {} to train on, {} held out",
-                    train.len(),
-                    held.len()
-                ));
-                (train, Some(Arc::new(held)))
-            }
-        };
-        Ok(Self {
-            train: Arc::new(train),
-            validation,
-            // Many tokenizers have no padding token; padded positions have no label, so any token will do.
-            pad_token: pad.or(end).unwrap_or(0),
-            tokenizer,
-            chat_template: sources,
-        })
+        reader.split(arguments, &all, &mut say)
     }
 
     /// Returns the tokenizer of the model.
@@ -255,6 +178,139 @@ impl InstructionData {
     }
 }
 
+/// A reader of records with the tokenizer and the chat template of a model.
+pub(crate) struct RecordReader {
+    tokenizer: Tokenizer,
+    chat: Option<Arc<dyn ChatFormat>>,
+    /// The source of the chat template.
+    sources: Option<String>,
+    cache: ExampleCache,
+    end: Option<u32>,
+    pad: Option<u32>,
+}
+
+impl RecordReader {
+    /// Opens the files of the model, and passes a line about the format of the records to `say`.
+    pub(crate) fn open(
+        cache: &Path,
+        arguments: &FinetuneArguments,
+        eos_token_ids: &[i64],
+        say: &mut dyn FnMut(&str),
+    ) -> Result<Self> {
+        let files = ModelFiles::open(&arguments.model_name_or_path)?;
+        let tokenizer = files.tokenizer()?;
+        let chat = chat_template(arguments, &files)?;
+        let sources = chat.as_ref().map(|chat| {
+            let sources = chat.names().filter_map(|name| chat.source(name));
+            sources.collect::<String>()
+        });
+        let cache = ExampleCache {
+            folder: cache.to_owned(),
+            format: format_digest(chat.as_ref()),
+        };
+        let chat = chat.map(|template| Arc::new(TemplateFormat(template)) as Arc<dyn ChatFormat>);
+        // The tokenizer's own end token comes first: a model may list several ids, of which one ends a turn.
+        let named = files.special_token("eos_token")?;
+        let named = named.and_then(|text| tokenizer.token_to_id(&text));
+        let end = named.or_else(|| eos_token_ids.first().and_then(|&id| u32::try_from(id).ok()));
+        let pad = files.special_token("pad_token")?;
+        let pad = pad.and_then(|text| tokenizer.token_to_id(&text));
+        say(match &chat {
+            Some(_) => "records     formatted with the model's chat template",
+            None => "records     formatted plainly: the model has no chat template",
+        });
+        Ok(Self {
+            tokenizer,
+            chat,
+            sources,
+            cache,
+            end,
+            pad,
+        })
+    }
+
+    /// Reads the records of the files that `data` names, each with the answer that `answer` names, and passes a report to
+    /// `say`.
+    pub(crate) fn read(
+        &self,
+        arguments: &FinetuneArguments,
+        answer: AnswerKey,
+        say: &mut dyn FnMut(&str),
+    ) -> Result<InstructionDataset> {
+        let encoder = InstructionEncoder::new(
+            self.tokenizer.clone(),
+            self.chat.clone(),
+            self.end,
+            EncodeOptions {
+                max_seq_length: match splits_long_examples(&arguments.training) {
+                    true => usize::MAX,
+                    false => context(&arguments.training),
+                },
+                completion_only_loss: arguments.completion_only_loss,
+                assistant_only_loss: arguments.assistant_only_loss,
+                prompt_template: arguments.prompt_template.clone(),
+            },
+        )?;
+        let options = InstructionOptions {
+            on_bad_record: arguments.on_bad_record,
+            max_records: arguments.max_train_samples,
+            answer,
+        };
+        let data = &arguments.training.data;
+        let tells_time = self
+            .sources
+            .as_ref()
+            .is_some_and(|text| text.contains(CLOCK));
+        let all = match tells_time {
+            true => InstructionDataset::open(data, encoder, options)?,
+            false => InstructionDataset::open_cached(data, encoder, options, &self.cache)?,
+        };
+        say(&format!("            {}", all.report()));
+        say(&match (all.cached_bytes(), all.was_cached()) {
+            (None, _) => format!("            not cached: the chat template calls `{CLOCK}`"),
+            (Some(_), true) => "            tokens read from the cache".to_owned(),
+            (Some(bytes), false) => {
+                format!(
+                    "            tokens written to the cache, {:.1} MB",
+                    bytes as f64 / 1e6
+                )
+            }
+        });
+        Ok(all)
+    }
+
+    /// Splits the examples into those to train on and those that are held out, the same ones for each number of examples.
+    pub(crate) fn split(
+        &self,
+        arguments: &FinetuneArguments,
+        all: &InstructionDataset,
+        say: &mut dyn FnMut(&str),
+    ) -> Result<InstructionData> {
+        let seed = arguments.training.seed;
+        let (train, validation) = match arguments.training.eval_strategy {
+            // Without evaluation nothing is held out, so every record is trained on.
+            IntervalStrategy::No => (all.clone(), None),
+            _ => {
+                let (train, held) = all.split(arguments.training.validation_fraction, seed)?;
+                say(&format!(
+                    "            {} to train on, {} held out",
+                    train.len(),
+                    held.len()
+                ));
+                (train, Some(Arc::new(held)))
+            }
+        };
+        Ok(InstructionData {
+            train: Arc::new(train),
+            validation,
+            // Many tokenizers have no padding token; padded positions have no label, so any token will do.
+            pad_token: self.pad.or(self.end).unwrap_or(0),
+            tokenizer: self.tokenizer.clone(),
+            chat_template: self.sources.clone(),
+        })
+    }
+}
+
 /// Returns `true` if the packing splits examples that are longer than a row, which must then not be cut off before.
 fn splits_long_examples(training: &TrainingArguments) -> bool {
     training.packing && training.packing_strategy != PackingStrategy::Bfd
@@ -289,7 +345,7 @@ type TrainRows = (
     Option<Vec<u32>>,
 );
 
-fn loading(
+pub(crate) fn loading(
     arguments: &FinetuneArguments,
     shard: impl Into<DataShard>,
     endless: bool,
@@ -301,28 +357,28 @@ fn loading(
     }
 }
 
-/// The records as they are stored in the files.
-struct Records(InstructionDataset);
+/// The records as they are stored in the files, each with the answers that the datasets read.
+struct Records<const N: usize>([InstructionDataset; N]);
 
-impl Dataset for Records {
-    type Item = InstructionRecord;
+impl<const N: usize> Dataset for Records<N> {
+    type Item = Vec<InstructionRecord>;
 
     fn len(&self) -> usize {
-        self.0.len()
+        self.0.first().map_or(0, Dataset::len)
     }
 
-    fn get(&self, index: usize) -> overdrive_datasets::Result<InstructionRecord> {
-        self.0.record(index)
+    fn get(&self, index: usize) -> overdrive_datasets::Result<Vec<InstructionRecord>> {
+        self.0.iter().map(|answers| answers.record(index)).collect()
     }
 }
 
-/// Removes records that are equal to an earlier one.
-fn without_duplicates(
-    all: InstructionDataset,
-    say: &mut impl FnMut(&str),
-) -> Result<InstructionDataset> {
+/// Removes records that are equal to an earlier one from datasets of the same records.
+pub(crate) fn without_duplicates<const N: usize>(
+    all: [InstructionDataset; N],
+    say: &mut dyn FnMut(&str),
+) -> Result<[InstructionDataset; N]> {
     // The Debug format escapes strings, so different records have different keys.
-    let key = |record: &InstructionRecord| format!("{record:?}").into_bytes();
+    let key = |records: &Vec<InstructionRecord>| format!("{records:?}").into_bytes();
     let records = Records(all.clone());
     let unique = Selection::deduplicate(records, key, &DeduplicateOptions::default())?;
     let kept: Vec<usize> = (0..unique.records.len())
@@ -332,7 +388,11 @@ fn without_duplicates(
         "            {} records equal to an earlier one removed",
         unique.duplicates
     ));
-    Ok(all.subset(&kept)?)
+    let mut all = all;
+    for answers in &mut all {
+        *answers = answers.subset(&kept)?;
+    }
+    Ok(all)
 }
 
 fn chat_template(

@@ -40,23 +40,7 @@ impl FinetuneModel {
         base_model: Option<String>,
         device: Device,
     ) -> Result<Self> {
-        let options = LoadOptions {
-            device,
-            // Updates of half-precision weights would be rounded away; frozen weights need no fp32.
-            kind: (!arguments.use_peft).then_some(Kind::Float),
-            quantization: arguments.quantization(),
-            ..LoadOptions::default()
-        };
-        let mut model = CausalLm::from_pretrained(&arguments.model_name_or_path, &options)?;
-        model.set_execution(arguments.training.execution());
-        if !arguments.use_peft && model.is_quantized() {
-            // Those of a GGUF file stay quantized as they are loaded, and quantized weights cannot be trained.
-            model.dequantize()?;
-        }
-        if model.is_quantized() {
-            // Evaluations record no gradients, and would round activations where training does not.
-            model.set_activations(Activations::Float)?;
-        }
+        let mut model = Self::load_base(arguments, device)?;
         let trainable = if arguments.use_peft {
             model.set_requires_grad(false)?;
             let options = AddOptions {
@@ -78,6 +62,28 @@ impl FinetuneModel {
             trainable,
             has_adapter: arguments.use_peft,
         })
+    }
+
+    /// Loads the model without an adapter, as [`load`](Self::load) does.
+    pub(crate) fn load_base(arguments: &FinetuneArguments, device: Device) -> Result<CausalLm> {
+        let options = LoadOptions {
+            device,
+            // Updates of half-precision weights would be rounded away; frozen weights need no fp32.
+            kind: (!arguments.use_peft).then_some(Kind::Float),
+            quantization: arguments.quantization(),
+            ..LoadOptions::default()
+        };
+        let mut model = CausalLm::from_pretrained(&arguments.model_name_or_path, &options)?;
+        model.set_execution(arguments.training.execution());
+        if !arguments.use_peft && model.is_quantized() {
+            // Those of a GGUF file stay quantized as they are loaded, and quantized weights cannot be trained.
+            model.dequantize()?;
+        }
+        if model.is_quantized() {
+            // Evaluations record no gradients, and would round activations where training does not.
+            model.set_activations(Activations::Float)?;
+        }
+        Ok(model)
     }
 
     /// Describes the model and its trainable parameters, one line each.

@@ -44,49 +44,38 @@ impl FinetuneTask {
         group: &ProcessGroup,
         mut say: impl FnMut(&str),
     ) -> Result<Self> {
-        arguments.validate()?;
-        let (device, precision) = (arguments.training.device(group), arguments.apply()?);
-        // The peak is measured from here. A GPU without allocations has no statistics yet.
-        memory::reset_peak(device).or_else(|error| match device {
-            Device::Cuda(_) => Ok(()),
-            _ => Err(error),
-        })?;
-        // A process may train several times: earlier allocations do not count.
-        let allocated_before = MemoryUsage::of(device).allocated_bytes.unwrap_or(0);
-        let model = FinetuneModel::load(arguments, base_model, device)?;
-        let config = model.model.config();
-        let context = u64::try_from(config.max_position_embeddings()).unwrap_or(0);
-        if arguments.training.context_length > context {
-            let asked = arguments.training.context_length;
-            say(&format!(
-                "max_seq_length is {context}, the model's context (asked for: {asked})"
-            ));
-            arguments.training.context_length = context;
-        }
-        let (shape, trainable) = (decoder_shape(&model.model), model.trainable_parameters());
-        if let Some(line) = arguments.fit_batch(shape, precision, trainable, device, group)? {
-            say(&line);
-        }
-        let data = InstructionData::prepare(arguments, config.eos_token_ids(), &mut say)?;
+        let loaded = LoadedModel::load(arguments, base_model, group, &mut say)?;
+        let data = InstructionData::prepare(arguments, loaded.eos_token_ids(), &mut say)?;
         let fingerprints = data.fingerprints(arguments, group)?;
         let (fill, width) = data.fill(arguments)?;
-        let task = Self {
-            model,
-            data,
-            fingerprints,
-            precision,
-            shard: DataShard::of(group, device),
-            fill,
-            width,
-            allocated_before,
-        };
+        let task = Self::new(loaded, data, fingerprints, fill, width);
         say(&format!(
             "batches     {} of {} rows per epoch, {fill}",
             task.train_loader(arguments)?.batches_per_epoch(),
             arguments.training.per_device_train_batch_size,
         ));
-        task.model.describe(arguments, precision, &mut say);
+        task.model.describe(arguments, task.precision, &mut say);
         Ok(task)
+    }
+
+    /// Returns a task on `data`, whose longest row has `width` tokens.
+    pub(crate) fn new(
+        loaded: LoadedModel,
+        data: InstructionData,
+        fingerprints: Fingerprints,
+        fill: BatchFill,
+        width: u64,
+    ) -> Self {
+        Self {
+            model: loaded.model,
+            data,
+            fingerprints,
+            precision: loaded.precision,
+            shard: loaded.shard,
+            fill,
+            width,
+            allocated_before: loaded.allocated_before,
+        }
     }
 
     /// Returns the loader of this process.
@@ -146,5 +135,59 @@ impl FinetuneTask {
             fill: self.fill,
             ema,
         })
+    }
+}
+
+/// A loaded model, before its data.
+pub(crate) struct LoadedModel {
+    pub(crate) model: FinetuneModel,
+    pub(crate) precision: Precision,
+    pub(crate) shard: DataShard,
+    /// The bytes that were allocated before it was loaded.
+    pub(crate) allocated_before: u64,
+}
+
+impl LoadedModel {
+    /// Applies the arguments to this process and loads the model, as [`FinetuneTask::prepare`] does.
+    pub(crate) fn load(
+        arguments: &mut FinetuneArguments,
+        base_model: Option<String>,
+        group: &ProcessGroup,
+        say: &mut dyn FnMut(&str),
+    ) -> Result<Self> {
+        arguments.validate()?;
+        let (device, precision) = (arguments.training.device(group), arguments.apply()?);
+        // The peak is measured from here. A GPU without allocations has no statistics yet.
+        memory::reset_peak(device).or_else(|error| match device {
+            Device::Cuda(_) => Ok(()),
+            _ => Err(error),
+        })?;
+        // A process may train several times: earlier allocations do not count.
+        let allocated_before = MemoryUsage::of(device).allocated_bytes.unwrap_or(0);
+        let model = FinetuneModel::load(arguments, base_model, device)?;
+        let config = model.model.config();
+        let context = u64::try_from(config.max_position_embeddings()).unwrap_or(0);
+        if arguments.training.context_length > context {
+            let asked = arguments.training.context_length;
+            say(&format!(
+                "max_seq_length is {context}, the model's context (asked for: {asked})"
+            ));
+            arguments.training.context_length = context;
+        }
+        let (shape, trainable) = (decoder_shape(&model.model), model.trainable_parameters());
+        if let Some(line) = arguments.fit_batch(shape, precision, trainable, device, group)? {
+            say(&line);
+        }
+        Ok(Self {
+            model,
+            precision,
+            shard: DataShard::of(group, device),
+            allocated_before,
+        })
+    }
+
+    /// Returns the end-of-sequence tokens of the model's configuration.
+    pub(crate) fn eos_token_ids(&self) -> &[i64] {
+        self.model.model.config().eos_token_ids()
     }
 }

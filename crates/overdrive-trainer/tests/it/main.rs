@@ -4,6 +4,7 @@
 
 mod chat_labels;
 mod configuration;
+mod dpo;
 mod precision;
 mod run_folders;
 mod text_data;

@@ -1,0 +1,216 @@
+use overdrive_datasets::DeviceLoader;
+use overdrive_distributed::ProcessGroup;
+use overdrive_lora::{BiasMode, disable_adapters, enable_adapters};
+use overdrive_optim::Ema;
+use overdrive_precision::Precision;
+use overdrive_transformer::CausalLm;
+use tch::{Kind, Tensor};
+
+use super::{
+    DpoConfig, DpoOutput, PreferenceBatch, PreferenceData, PreferenceLogProbs, dpo_loss,
+    preference_log_probs,
+};
+use crate::finetune::LoadedModel;
+use crate::validate::invalid;
+use crate::{
+    BatchFill, DataShard, Evaluation, FinetuneArguments, FinetuneModel, FinetuneTask, Finetuned,
+    Fingerprints, Interrupt, Result, RunFolder, RunSummary,
+};
+
+/// A loaded model, its reference and preference data, ready for Direct Preference Optimization.
+#[derive(Debug)]
+pub struct PreferenceTask {
+    /// The model and its trainable parameters: the policy.
+    pub model: FinetuneModel,
+    /// The pairs.
+    pub data: PreferenceData,
+    /// The options of the loss.
+    pub config: DpoConfig,
+    /// The fingerprints of model and data, the same on all processes.
+    pub fingerprints: Fingerprints,
+    /// The precision of the training.
+    pub precision: Precision,
+    reference: Reference,
+    shard: DataShard,
+    fill: BatchFill,
+    /// The tokens of the widest row.
+    width: u64,
+    /// The bytes that were allocated before the model was loaded.
+    allocated_before: u64,
+}
+
+/// The model with which the policy is compared.
+#[derive(Debug)]
+enum Reference {
+    /// The policy without its adapter, which takes no memory.
+    Base,
+    /// A second copy of the model, because all weights of the first are trained.
+    Copy(Box<CausalLm>),
+}
+
+impl PreferenceTask {
+    /// Applies the arguments to this process, loads the model, its reference and the data, and passes `say` a line about each,
+    /// as [`FinetuneTask::prepare`] does. The reference is the model without its adapter; if all weights are trained, it is
+    /// a second copy of the model.
+    ///
+    /// # Errors
+    /// As [`FinetuneTask::prepare`], [`DpoConfig::validate`] and [`PreferenceData::prepare`], and
+    /// [`Error::Common`](crate::Error::Common) for a `bias` that is trained, because it would change the reference.
+    pub fn prepare(
+        arguments: &mut FinetuneArguments,
+        config: DpoConfig,
+        base_model: Option<String>,
+        group: &ProcessGroup,
+        mut say: impl FnMut(&str),
+    ) -> Result<Self> {
+        config.validate()?;
+        if arguments.use_peft && arguments.bias != BiasMode::None {
+            let expected = "`none` for preferences, because the reference is the model without its adapter, and \
+                            trained biases stay in it";
+            let bias = format!("{:?}", arguments.bias).to_lowercase();
+            return invalid("bias", bias, expected);
+        }
+        let loaded = LoadedModel::load(arguments, base_model, group, &mut say)?;
+        let data = PreferenceData::prepare(arguments, loaded.eos_token_ids(), &mut say)?;
+        let fingerprints = data.chosen.fingerprints(arguments, group)?;
+        let (fill, width) = data.fill(arguments)?;
+        let LoadedModel {
+            mut model,
+            precision,
+            shard,
+            allocated_before,
+        } = loaded;
+        say(&format!(
+            "batches     {} of {} pairs per epoch, {fill}",
+            data.train_loader(arguments, shard)?.batches_per_epoch(),
+            arguments.training.per_device_train_batch_size,
+        ));
+        model.describe(arguments, precision, &mut say);
+        let reference = match arguments.use_peft {
+            true => Reference::Base,
+            false => {
+                let copy = FinetuneModel::load_base(arguments, shard.device())?;
+                copy.set_requires_grad(false)?;
+                Reference::Copy(Box::new(copy))
+            }
+        };
+        say(match reference {
+            Reference::Base => "reference   the model without its adapter",
+            Reference::Copy(_) => "reference   a second copy of the model",
+        });
+        model.model.set_training(!config.disable_dropout)?;
+        Ok(Self {
+            model,
+            data,
+            config,
+            fingerprints,
+            precision,
+            reference,
+            shard,
+            fill,
+            width,
+            allocated_before,
+        })
+    }
+
+    /// Returns the loader of this process.
+    ///
+    /// # Errors
+    /// As [`PreferenceData::train_loader`].
+    pub fn train_loader(
+        &self,
+        arguments: &FinetuneArguments,
+    ) -> Result<DeviceLoader<PreferenceBatch>> {
+        self.data.train_loader(arguments, self.shard)
+    }
+
+    /// Computes the log-probabilities of the answers of `batch` under the reference model, without gradients.
+    ///
+    /// # Errors
+    /// As [`preference_log_probs`], and while a graph of the policy with activation checkpoints is alive.
+    pub fn reference_log_probs(&mut self, batch: &PreferenceBatch) -> Result<PreferenceLogProbs> {
+        let _no_grad = tch::no_grad_guard();
+        let model = match &self.reference {
+            Reference::Copy(copy) => return preference_log_probs(copy, batch),
+            Reference::Base => &mut self.model.model,
+        };
+        disable_adapters(model)?;
+        let log_probs = preference_log_probs(model, batch);
+        // Also after an error, so that the policy is not left without its adapter.
+        enable_adapters(model)?;
+        log_probs
+    }
+
+    /// Computes the loss of `batch` from the log-probabilities of the reference model.
+    ///
+    /// # Errors
+    /// As [`preference_log_probs`] and [`dpo_loss`].
+    pub fn loss(
+        &self,
+        batch: &PreferenceBatch,
+        reference: &PreferenceLogProbs,
+    ) -> Result<DpoOutput> {
+        let policy = preference_log_probs(&self.model.model, batch)?;
+        dpo_loss(&policy, reference, &self.config)
+    }
+
+    /// Evaluates the mean loss on the held-out pairs, without dropout; it is NaN if none are held out. A signal that stops the
+    /// run ends it early; the result is then one to discard.
+    ///
+    /// # Errors
+    /// An error if a batch cannot be read, or a process is lost.
+    pub fn evaluate(
+        &mut self,
+        arguments: &FinetuneArguments,
+        group: &ProcessGroup,
+    ) -> Result<Evaluation> {
+        let Some(batches) = self.data.validation_loader(arguments, self.shard)? else {
+            return Ok(Evaluation::new(f64::NAN, None));
+        };
+        let _no_grad = tch::no_grad_guard();
+        let (device, precision) = (self.shard.device(), self.precision);
+        self.model.model.set_training(false)?;
+        // Summed on the device, so that the host does not wait for it after each batch.
+        let mut sum = Tensor::f_zeros([0i64; 0], (Kind::Double, device))?;
+        let mut pairs = 0;
+        for batch in batches {
+            if Interrupt::is_requested() {
+                break;
+            }
+            let batch = batch?;
+            let output = precision.autocast(device, || {
+                let reference = self.reference_log_probs(&batch)?;
+                self.loss(&batch, &reference)
+            })??;
+            sum = sum.f_add(&output.loss.f_mul_scalar(batch.pairs as f64)?)?;
+            pairs += batch.pairs;
+        }
+        self.model
+            .model
+            .set_training(!self.config.disable_dropout)?;
+        let loss = group.weighted_mean(f64::try_from(sum)?, pairs as f64)?;
+        Ok(Evaluation::new(loss, None))
+    }
+
+    /// Ends the task with the results of its run. Their data are the prompts and the chosen answers.
+    ///
+    /// # Errors
+    /// An error if the memory cannot be estimated.
+    pub fn finish(
+        self,
+        arguments: &FinetuneArguments,
+        folder: Option<RunFolder>,
+        summary: RunSummary,
+        ema: Option<Ema>,
+    ) -> Result<Finetuned> {
+        let loaded = LoadedModel {
+            model: self.model,
+            precision: self.precision,
+            shard: self.shard,
+            allocated_before: self.allocated_before,
+        };
+        let (fingerprints, fill, width) = (self.fingerprints, self.fill, self.width);
+        FinetuneTask::new(loaded, self.data.chosen, fingerprints, fill, width)
+            .finish(arguments, folder, summary, ema)
+    }
+}
