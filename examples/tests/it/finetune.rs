@@ -35,7 +35,7 @@ fn tokenizer() -> PathBuf {
 }
 
 /// Creates a small model with a tokenizer, and questions to train on.
-fn prepare(folder: &Path, questions: usize) -> FinetuneArguments {
+pub(crate) fn prepare(folder: &Path, questions: usize) -> FinetuneArguments {
     let model = folder.join("base");
     if !model.exists() {
         let config: ModelConfig = LlamaConfig {

@@ -7,6 +7,7 @@ mod adapter;
 mod changed_inputs;
 mod classify;
 mod data_loading;
+mod dpo;
 mod end_of_text;
 mod finetune;
 #[path = "../fit/mod.rs"]
@@ -24,6 +25,9 @@ mod template_flags;
 mod tokens;
 mod whole_run;
 
+/// The example `dpo`.
+#[path = "../../dpo.rs"]
+mod dpo_example;
 /// The example `finetune`.
 #[path = "../../finetune.rs"]
 mod finetune_example;
