@@ -32,6 +32,8 @@ fn preferences(folder: &Path) -> FinetuneArguments {
     std::fs::write(&data, text).unwrap();
     arguments.training.data = vec![data];
     arguments.training.max_steps = 30;
+    // The matrices are too small to share.
+    arguments.training.threads = Some(1);
     arguments.training.learning_rate = 1e-3;
     arguments.training.eval_strategy = IntervalStrategy::Steps;
     arguments.training.eval_steps = Some(30.0);

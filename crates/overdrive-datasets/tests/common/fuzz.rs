@@ -11,9 +11,9 @@ use std::path::{Path, PathBuf};
 
 use overdrive_core::random::random_u64;
 use overdrive_datasets::{
-    CsvOptions, CsvRecords, Dataset, IndexLocation, IndexOptions, InstructionRecord, JsonLayout,
-    JsonOptions, JsonRecords, Result, SampleBy, TextLines, TextOptions, TokenStore, TokenWidth,
-    WebDataset, find_files,
+    AnswerKey, CsvOptions, CsvRecords, Dataset, IndexLocation, IndexOptions, InstructionRecord,
+    JsonLayout, JsonOptions, JsonRecords, Result, SampleBy, TextLines, TextOptions, TokenStore,
+    TokenWidth, WebDataset, find_files,
 };
 use serde_json::Value;
 
@@ -64,6 +64,8 @@ pub(crate) fn targets() -> Vec<Target> {
 {"prompt": "a", "completion": "b"}
 {"conversations": [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]}
 {"instruction": "a", "input": null, "output": "b"}
+{"prompt": "a", "chosen": "b", "rejected": "c"}
+{"chosen": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], "rejected": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "c"}]}
 {"text": "a"}"#;
     #[cfg_attr(
         not(feature = "speech"),
@@ -371,7 +373,12 @@ fn read_tar(path: &Path, number: u64) -> Result<()> {
 fn read_instruction(path: &Path, _number: u64) -> Result<()> {
     let bytes = std::fs::read(path).expect("a file that was just written");
     // What is wrong is said in words, which stand for an error here.
-    match InstructionRecord::from_json(&bytes) {
+    let is_preference = bytes.windows(8).any(|key| key == b"\"chosen\"");
+    let record = match is_preference {
+        true => InstructionRecord::from_preference_json(&bytes, AnswerKey::Chosen),
+        false => InstructionRecord::from_json(&bytes),
+    };
+    match record {
         Ok(_) => Ok(()),
         Err(problem) => {
             assert!(!problem.is_empty());
