@@ -74,7 +74,7 @@ fn run(flags: &Flags) -> Result<()> {
             };
             let texts = TextLines::open(&flags.paths, &options)?;
             report(texts.records(), started);
-            show(flags, &texts, |text| print_line(text))
+            show(flags, &texts, print_line)
         }
         "jsonl" | "ndjson" | "json" => {
             let layout = match format {
