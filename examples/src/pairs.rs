@@ -93,7 +93,7 @@ pub fn words_to_reverse(seed: u64, count: usize) -> Vec<Pair> {
     (0..count).map(|_| pair(word())).collect()
 }
 
-/// The end of sequence of [`letters`].
+/// The end of sequence of the tokenizer of letters.
 pub const END: &str = "</s>";
 
 /// Returns a tokenizer of 29 tokens: padding, the end of sequence, an unknown letter, and the letters a to z.
@@ -144,7 +144,8 @@ fn small_config() -> Seq2SeqConfig {
     .into()
 }
 
-/// Loads the model in `folder` with its tokenizer; without one, returns a small T5 of random weights for [`letters`].
+/// Loads the model in `folder` with its tokenizer; without one, returns a small T5 of random weights
+/// for a tokenizer of letters.
 pub fn load_model(
     folder: Option<&Path>,
     seed: u64,
