@@ -11,7 +11,7 @@ use crate::limits::check_names;
 use crate::objects::{Loop, Object, refuse_mutable};
 use crate::value::{Elements, Value};
 
-/// How a statement ended.
+/// The way in which a statement ended.
 #[derive(Clone, Copy, PartialEq)]
 pub(super) enum Flow {
     Next,
