@@ -65,6 +65,14 @@ pub fn attention_paged(
     if let Some(results) = gpu::paged(&call)? {
         return Ok(results);
     }
+    if layout.is_of_device {
+        return Err(Error::PagedLayout {
+            argument: "layout",
+            problem: "is known to the device alone, and the decode kernel of overdrive-gpu, which reads it there, is not \
+                      used for this call: give the tables with `PagedLayout::new`"
+                .to_owned(),
+        });
+    }
     match (call.query.device(), options.backend) {
         (Device::Cpu, Backend::Auto | Backend::Blockwise) if !takes_packs(Device::Cpu) => {
             for_kind!(call.query.kind(), in_place(&call))

@@ -1,5 +1,5 @@
 use overdrive_sys::transfer;
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
 
@@ -16,6 +16,8 @@ pub struct PagedLayout {
     pub(crate) device: Device,
     /// The largest block that a sequence uses, and that sequence.
     largest: Option<(u32, usize)>,
+    /// `true` if only the device knows the tables and lengths.
+    pub(crate) is_of_device: bool,
     /// The tables and lengths on the device; `None` for a CPU, whose kernel reads the ones above.
     pub(crate) on_device: Option<DeviceTables>,
 }
@@ -101,12 +103,70 @@ impl PagedLayout {
             block_size,
             device,
             largest,
+            is_of_device: false,
             on_device: None,
         };
         if device != Device::Cpu {
             layout.on_device = Some(layout.tables(device)?);
         }
         Ok(layout)
+    }
+
+    /// Takes a layout of sequences of one query each from tensors of a GPU, for captured steps, in which the host decides
+    /// nothing: a replay reads the numbers that the tensors hold then. i32, with addresses that are multiples of 16 bytes:
+    ///
+    /// - `blocks`: the blocks of one sequence after another;
+    /// - `key_starts (N,)`: where the blocks of each sequence begin among them, times `block_size`;
+    /// - `key_counts (N,)`: the keys of each sequence, its new one included; `longest_keys` at most.
+    ///
+    /// The host checks none of them. Only the decode kernel of overdrive-gpu takes such a layout;
+    /// [`attention_paged`](crate::attention_paged) fails where it is not used.
+    ///
+    /// # Errors
+    /// [`Error::PagedLayout`] for another dtype or shape; [`Error::Torch`] if memory runs out.
+    pub fn of_device(
+        blocks: &Tensor,
+        key_starts: &Tensor,
+        key_counts: &Tensor,
+        longest_keys: usize,
+        block_size: usize,
+    ) -> Result<PagedLayout> {
+        let device = blocks.device();
+        let size = key_counts.size();
+        for (argument, tensor) in [
+            ("blocks", blocks),
+            ("key_starts", key_starts),
+            ("key_counts", key_counts),
+        ] {
+            let fits = argument == "blocks" || tensor.size() == size;
+            if tensor.f_kind()? != Kind::Int || tensor.dim() != 1 || !fits {
+                let (kind, found) = (tensor.f_kind()?, tensor.size());
+                let problem = format!("is {kind:?} {found:?}, expected Int (N,)");
+                return Err(Error::PagedLayout { argument, problem });
+            }
+        }
+        let sequences = key_counts.numel();
+        let rows = i64::try_from(sequences).unwrap_or(i64::MAX);
+        Ok(PagedLayout {
+            block_tables: vec![Vec::new(); sequences],
+            query_lengths: vec![1; sequences],
+            key_lengths: vec![longest_keys; sequences],
+            block_size,
+            queries: sequences,
+            device,
+            largest: None,
+            is_of_device: true,
+            on_device: Some(DeviceTables {
+                blocks: blocks.shallow_clone(),
+                query_starts: Tensor::f_arange(rows + 1, (Kind::Int, device))?,
+                key_starts: key_starts.shallow_clone(),
+                key_counts: key_counts.shallow_clone(),
+                longest_queries: 1,
+                longest_keys: i64::try_from(longest_keys).unwrap_or(i64::MAX),
+                every_query_has_a_key: true,
+                block_starts: Vec::new(),
+            }),
+        })
     }
 
     /// Returns the number of sequences.

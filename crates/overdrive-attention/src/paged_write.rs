@@ -16,6 +16,8 @@ use crate::{Error, Result};
 /// It is made once for all layers of a step.
 #[derive(Debug)]
 pub struct PagedSlots {
+    len: usize,
+    /// Empty if only the device knows them.
     slots: Vec<usize>,
     block_size: usize,
     /// The slot after the last one.
@@ -44,6 +46,7 @@ impl PagedSlots {
         Ok(PagedSlots {
             // Found once a step, so that the check in each layer compares one number.
             end: slots.iter().max().map_or(0, |last| last + 1),
+            len: slots.len(),
             slots,
             block_size,
             device,
@@ -51,14 +54,38 @@ impl PagedSlots {
         })
     }
 
+    /// Takes the slots from tensors that stay where they are, for captured steps: token `t` goes to row `rows[t]` of block
+    /// `blocks[t]`; i64 `(T,)`. The host checks neither; one outside the pool is an error on a CPU and undefined on a GPU,
+    /// as for `index_put_`, and of two equal ones either token stays.
+    ///
+    /// # Errors
+    /// [`Error::PagedLayout`] for other dtypes or shapes.
+    pub fn of_device(blocks: &Tensor, rows: &Tensor, block_size: usize) -> Result<PagedSlots> {
+        for (argument, tensor) in [("blocks", blocks), ("rows", rows)] {
+            let (kind, size) = (tensor.f_kind()?, tensor.size());
+            if kind != Kind::Int64 || size.len() != 1 || size != blocks.size() {
+                let problem = format!("is {kind:?} {size:?}, expected Int64 (T,)");
+                return Err(Error::PagedLayout { argument, problem });
+            }
+        }
+        Ok(PagedSlots {
+            len: blocks.numel(),
+            slots: Vec::new(),
+            block_size,
+            end: 0,
+            device: blocks.device(),
+            indices: Some((blocks.shallow_clone(), rows.shallow_clone())),
+        })
+    }
+
     /// Returns the number of tokens.
     pub fn len(&self) -> usize {
-        self.slots.len()
+        self.len
     }
 
     /// Returns `true` if there is no token.
     pub fn is_empty(&self) -> bool {
-        self.slots.is_empty()
+        self.len == 0
     }
 }
 

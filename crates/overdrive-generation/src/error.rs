@@ -231,6 +231,9 @@ pub enum Error {
     /// An error of overdrive-sys.
     #[error(transparent)]
     Sys(#[from] overdrive_sys::Error),
+    /// An error of a captured step.
+    #[error(transparent)]
+    Graph(#[from] overdrive_graphs::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),

@@ -53,6 +53,7 @@
 mod beams;
 mod cache;
 mod candidates;
+mod captured;
 mod chat;
 mod chat_template;
 mod config;

@@ -127,6 +127,7 @@ impl<M: EngineModel> Engine<M> {
                 num_blocks: Some(2 * (prompt.len() + NEW).div_ceil(block_size)),
                 enable_prefix_caching: false,
                 watermark: 0.0,
+                enforce_eager: true,
                 ..EngineConfig::default()
             },
         )?;

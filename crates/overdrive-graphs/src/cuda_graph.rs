@@ -54,7 +54,7 @@ pub struct CudaGraph<'w, T> {
     outputs: T,
     graph: Graph,
     /// The work, which keeps the tensors alive that a replay reads and writes.
-    _work: Option<Box<dyn KeepAlive + 'w>>,
+    _work: Option<Box<dyn KeepAlive + Send + 'w>>,
 }
 
 /// A value that is only kept alive. (`dyn Any` would need `'static`.)
@@ -84,7 +84,7 @@ impl<'w, T> CudaGraph<'w, T> {
     pub fn capture<E: Into<WorkError>>(
         device: Device,
         options: CaptureOptions,
-        work: impl FnMut() -> std::result::Result<T, E> + 'w,
+        work: impl FnMut() -> std::result::Result<T, E> + Send + 'w,
     ) -> Result<Self> {
         Self::capture_and_keep(device, options, None, work)
     }
@@ -99,7 +99,7 @@ impl<'w, T> CudaGraph<'w, T> {
         other: &CudaGraph<'_, U>,
         device: Device,
         options: CaptureOptions,
-        work: impl FnMut() -> std::result::Result<T, E> + 'w,
+        work: impl FnMut() -> std::result::Result<T, E> + Send + 'w,
     ) -> Result<Self> {
         Self::capture_and_keep(device, options, Some(&other.graph), work)
     }
@@ -108,7 +108,7 @@ impl<'w, T> CudaGraph<'w, T> {
         device: Device,
         options: CaptureOptions,
         pool: Option<&Graph>,
-        mut work: impl FnMut() -> std::result::Result<T, E> + 'w,
+        mut work: impl FnMut() -> std::result::Result<T, E> + Send + 'w,
     ) -> Result<Self> {
         let (outputs, graph) = captured(device, options, pool, &mut work)?;
         Ok(CudaGraph {
@@ -118,13 +118,21 @@ impl<'w, T> CudaGraph<'w, T> {
         })
     }
 
-    /// Captures work whose tensors the caller keeps alive beside the graph.
-    pub(crate) fn capture_borrowed<E: Into<WorkError>>(
+    /// Captures work like [`capture`](CudaGraph::capture), or like [`capture_in_pool_of`](CudaGraph::capture_in_pool_of)
+    /// another graph, but does not keep it: for a graph that lies beside what its work borrows. The caller keeps every
+    /// tensor alive that the work reads and writes, as long as the graph is replayed; else a replay reads memory that
+    /// belongs to others.
+    ///
+    /// # Errors
+    /// As for [`capture`](CudaGraph::capture).
+    pub fn capture_borrowed<E: Into<WorkError>>(
         device: Device,
         options: CaptureOptions,
+        pool_of: Option<&CudaGraph<'_, T>>,
         work: impl FnMut() -> std::result::Result<T, E>,
     ) -> Result<Self> {
-        let (outputs, graph) = captured(device, options, None, work)?;
+        let pool = pool_of.map(|other| &other.graph);
+        let (outputs, graph) = captured(device, options, pool, work)?;
         Ok(CudaGraph {
             outputs,
             graph,

@@ -190,7 +190,7 @@ impl<'m> DecodeGraph<'m> {
             warm_ups: options.warm_ups.max(1),
         };
         let run = || step.run(model, positions);
-        let graph = CudaGraph::capture_borrowed(model.device(), options, run)?;
+        let graph = CudaGraph::capture_borrowed(model.device(), options, None, run)?;
         Ok(DecodeGraph {
             graph,
             step,

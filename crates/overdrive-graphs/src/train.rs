@@ -187,7 +187,7 @@ where
         let options = CaptureOptions {
             warm_ups: options.warm_ups.max(1),
         };
-        let captured = CudaGraph::capture_borrowed(device, options, || step.run());
+        let captured = CudaGraph::capture_borrowed(device, options, None, || step.run());
         // Undone also if the capture failed: the caller's parameters are as they were.
         let _no_grad = tch::no_grad_guard();
         for (tensor, before) in changed.iter().zip(&before) {

@@ -70,7 +70,9 @@ pub use cache_implementation::{CacheImplementation, CacheShape};
 pub use dynamic_cache::{DynamicCache, DynamicCacheConfig};
 pub use error::{Error, Result};
 pub use file::{load, save};
-pub use paged::{PagedBatch, PagedCache, PagedCacheConfig, PagedStatistics, SequenceId};
+pub use paged::{
+    PagedDecodeInputs, PagedDecodeStep, PagedBatch, PagedCache, PagedCacheConfig, PagedStatistics, SequenceId,
+};
 pub use quantized::{QuantizationAxis, QuantizationBits, QuantizedCache, QuantizedCacheConfig};
 pub use sliding::{SlidingCache, SlidingCacheConfig};
 pub use static_cache::{StaticCache, StaticCacheConfig, StaticStep};

@@ -269,6 +269,25 @@ pub fn to_device(host: Tensor, device: Device) -> Result<Tensor> {
     }
 }
 
+/// Copies the elements of a CPU tensor into `to`, a tensor of the same shape and dtype, without waiting for the work that
+/// its device was given: a GPU reads them from pinned memory, in the order of its current stream.
+///
+/// # Errors
+/// [`Error::Torch`] and [`Error::OutOfMemory`] from libtorch.
+pub fn copy_to(host: &Tensor, to: &Tensor) -> Result<()> {
+    let pinned = match to.device() {
+        Device::Cuda(_) => pin_memory(host)?,
+        _ => host.shallow_clone(),
+    };
+    // libtorch keeps the pinned block until the stream has read it.
+    let arguments = [
+        Value::Tensor(to),
+        Value::Tensor(&pinned),
+        Value::Bool(true),
+    ];
+    one("aten::copy_", "", &arguments).map(drop)
+}
+
 /// Calls an operator that returns one tensor.
 fn one(name: &str, overload: &str, arguments: &[Value<'_>]) -> Result<Tensor> {
     let made = call(name, overload, arguments)?.into_iter().next();

@@ -47,7 +47,11 @@ impl<'a> EncoderDecoder<'a> {
             Memory::Cache(cache::build(
                 config,
                 cache_shape(model),
-                DecoderSize { rows, positions },
+                DecoderSize {
+                    rows,
+                    positions,
+                    new_tokens: most,
+                },
             )?)
         } else {
             Memory::Tokens(start.f_narrow(1, 0, 0)?)

@@ -4,6 +4,7 @@ use overdrive_sys::transfer::to_device;
 use overdrive_transformer::CausalLm;
 use tch::{Device, Kind, Tensor};
 
+use crate::captured::is_forced;
 use crate::device_sampling::stays_on_device;
 use crate::generation_model::RowDecoder;
 use crate::{Error, GenerationConfig, Result, cache};
@@ -23,6 +24,8 @@ pub(crate) struct DecoderSize {
     pub(crate) rows: usize,
     /// The number of positions of the longest row, padding included.
     pub(crate) positions: usize,
+    /// The most new tokens of a row.
+    pub(crate) new_tokens: usize,
 }
 
 /// Reads the prompts of a batch, and then one token a row at a time.
@@ -41,7 +44,7 @@ impl<'a> Decoder<'a> {
     /// Returns a decoder of `prompts`, each of which becomes `copies` rows later.
     ///
     /// Prompts of different lengths are concatenated without padding if the cache is paged or not
-    /// specified.
+    /// specified; on a GPU those of one length too, since steps over a paged cache are captured.
     pub(crate) fn new(
         model: &'a CausalLm,
         prompts: &[Vec<i64>],
@@ -58,6 +61,7 @@ impl<'a> Decoder<'a> {
         let size = DecoderSize {
             rows: prompts.len() * copies,
             positions: longest + most,
+            new_tokens: most,
         };
         let uneven = prompts.iter().any(|prompt| prompt.len() != longest);
         let name = config.cache_implementation.as_deref();
@@ -73,7 +77,10 @@ impl<'a> Decoder<'a> {
         let mut fallback = None;
         // A cache that has to be started again needs the tokens, which padded rows keep.
         let ragged = config.use_cache
-            && (paged || (name.is_none() && uneven && model.config().cache_restart().is_none()));
+            && (paged
+                || name.is_none()
+                    && model.config().cache_restart().is_none()
+                    && (uneven || config.num_beams == 1 && captures(model, size)));
         let layout = if ragged {
             // Made here and not on demand, because `prefill` no longer has the prompts.
             if !paged {
@@ -144,6 +151,20 @@ impl RowDecoder for Decoder<'_> {
     fn drops_rows_for_free(&self) -> bool {
         matches!(self.layout, Layout::Ragged(_))
     }
+}
+
+/// Returns `true` if the steps of rows over a paged cache would be captured, and memory for their last tokens, which a
+/// paged cache takes at the beginning, is no concern.
+fn captures(model: &CausalLm, size: DecoderSize) -> bool {
+    if !model.device().is_cuda() {
+        return is_forced();
+    }
+    let config = model.config();
+    let token = 2 * model.num_layers() as i64 * config.num_key_value_heads() * config.head_dim();
+    let bytes = (size.rows * size.positions) as u64
+        * token.unsigned_abs()
+        * model.kind().elt_size_in_bytes() as u64;
+    overdrive_sys::memory::free_bytes(model.device()).is_ok_and(|free| bytes < free / 4)
 }
 
 /// Returns indices of rows as a tensor on the device of a cache.

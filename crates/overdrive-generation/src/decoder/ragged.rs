@@ -4,12 +4,18 @@ use overdrive_transformer::{CausalLm, ForwardInput, Logits};
 use tch::Tensor;
 
 use super::DecoderSize;
+use crate::captured::CapturedSteps;
 use crate::engine::EngineModel;
 use crate::{GenerationConfig, Result};
+
+/// The tokens of a continuation from which on a capture, which takes as long as some steps, pays.
+const WORTH_A_CAPTURE: usize = 8;
 
 /// A batch of rows of any length over a paged cache: all new tokens of a step are concatenated in one
 /// row of the model, without padding.
 pub(super) struct Ragged<'a> {
+    /// The steps that are replayed; dropped before what they use.
+    captured: Option<CapturedSteps>,
     model: &'a CausalLm,
     cache: PagedCache,
     rows: Vec<SequenceId>,
@@ -43,11 +49,15 @@ impl<'a> Ragged<'a> {
             + 1;
         paged.num_blocks = size.rows * (blocks + 1);
         let mut cache = PagedCache::new(paged)?;
+        let captured = (size.new_tokens >= WORTH_A_CAPTURE)
+            .then(|| CapturedSteps::new(model, &cache, size.rows, size.positions))
+            .flatten();
         let rows = prompts
             .iter()
             .map(|prompt| Ok(cache.add(prompt)?.0))
             .collect::<Result<_>>()?;
         Ok(Ragged {
+            captured,
             model,
             cache,
             rows,
@@ -83,6 +93,15 @@ impl<'a> Ragged<'a> {
     }
 
     pub(super) fn step(&mut self, tokens: &[i64]) -> Result<Tensor> {
+        if let Some(captured) = &mut self.captured {
+            let rows = self.rows.iter().copied();
+            let new_tokens: Vec<_> = rows.zip(tokens.iter().copied()).collect();
+            let run = captured.run(self.model, &mut self.cache, &new_tokens, None)?;
+            if let Some((step, logits)) = run {
+                step.commit();
+                return Ok(logits.f_unsqueeze(1)?);
+            }
+        }
         let rows = self.rows.clone();
         let new_tokens: Vec<(SequenceId, &[i64])> =
             rows.iter().copied().zip(tokens.chunks(1)).collect();

@@ -29,6 +29,10 @@ pub struct EngineConfig {
     /// The fraction of the blocks, in [0, 1), that stays free when a sequence is admitted beside
     /// others, so that those can grow. Default 0.01.
     pub watermark: f64,
+    /// If `true`, every step launches its operations one after another. Default `false`: on a GPU, steps in which every
+    /// sequence gets its next token are captured in CUDA graphs, one for 1, 2, 4, 8, 16, 24, … sequences, when their
+    /// number first appears (a tenth of a second), and replayed. Does nothing on a CPU.
+    pub enforce_eager: bool,
 }
 
 impl Default for EngineConfig {
@@ -42,6 +46,7 @@ impl Default for EngineConfig {
             kv_cache_memory_bytes: None,
             enable_prefix_caching: true,
             watermark: 0.01,
+            enforce_eager: false,
         }
     }
 }

@@ -15,6 +15,7 @@ use super::sample::{RequestContext, Sample};
 use super::scheduler::{Arrival, Chunk, Limits, ScheduledSequence, Scheduler};
 use super::statistics::{EngineStatistics, LatencyWindow};
 use super::step_logits::{SequenceLogits, StepLogits};
+use crate::captured::CapturedSteps;
 use crate::rows::ChosenToken;
 use crate::{EngineConfig, Error, FinishReason, Result};
 
@@ -69,6 +70,8 @@ use crate::{EngineConfig, Error, FinishReason, Result};
 /// arXiv:2403.02310).
 #[derive(Debug)]
 pub struct Engine<M> {
+    /// The steps that are replayed; dropped before what they use.
+    captured: Option<CapturedSteps>,
     model: M,
     device: Device,
     tokenizer: Option<Arc<Tokenizer>>,
@@ -125,7 +128,12 @@ impl<M: EngineModel> Engine<M> {
             tokens: config.step_tokens(shape.device == Device::Cpu),
             reserve: (config.watermark * num_blocks as f64).ceil() as usize,
         };
+        let captured = match config.enforce_eager {
+            true => None,
+            false => CapturedSteps::new(&model, &cache, config.max_num_seqs, length),
+        };
         Ok(Engine {
+            captured,
             device: shape.device,
             limits: RequestLimits {
                 on_cpu: shape.device == Device::Cpu,
@@ -332,7 +340,12 @@ impl<M: EngineModel> Engine<M> {
     /// Returns the state and the counters of the engine.
     pub fn statistics(&self) -> EngineStatistics {
         let counts = self.scheduler.counts;
+        let captured = self.captured.as_ref();
+        let captured = captured.map(CapturedSteps::counts).unwrap_or_default();
         EngineStatistics {
+            replayed_steps: captured.replays,
+            graphs: captured.graphs,
+            graph_bytes: captured.bytes,
             running: self.scheduler.running().len(),
             waiting: self.scheduler.waiting(),
             blocks_used: self.cache.used_blocks(),
@@ -414,6 +427,9 @@ impl<M: EngineModel> Engine<M> {
     /// Runs the model over `chunks`. The logits of the sequences whose last token is among them are in
     /// `logits` afterwards; returns the indices of those sequences.
     fn forward(&mut self, chunks: &[Chunk]) -> Result<Vec<usize>> {
+        if let Some(ends) = self.replay(chunks)? {
+            return Ok(ends);
+        }
         let running = self.scheduler.running();
         let new_tokens = |chunk: &Chunk| {
             let new = &running[chunk.sequence].tokens[chunk.start..chunk.end];
@@ -459,6 +475,40 @@ impl<M: EngineModel> Engine<M> {
         // again.
         batch.commit()?;
         Ok(ends)
+    }
+
+    /// Does the work of [`forward`](Engine::forward) by a captured step, if every chunk is the last token of a sequence.
+    fn replay(&mut self, chunks: &[Chunk]) -> Result<Option<Vec<usize>>> {
+        let Some(captured) = &mut self.captured else {
+            return Ok(None);
+        };
+        let running = self.scheduler.running();
+        let adapter = |chunk: &Chunk| running[chunk.sequence].data.adapter;
+        let shared = chunks.first().and_then(adapter);
+        let decodes = |chunk: &Chunk| {
+            let is_last = chunk.end == running[chunk.sequence].tokens.len();
+            is_last && chunk.end - chunk.start == 1 && adapter(chunk) == shared
+        };
+        if !chunks.iter().all(decodes) {
+            return Ok(None);
+        }
+        let new_token = |chunk: &Chunk| {
+            let id = self.scheduler.cache_id(chunk.sequence)?;
+            Ok((id, running[chunk.sequence].tokens[chunk.start]))
+        };
+        let new_tokens = chunks.iter().map(new_token).collect::<Result<Vec<_>>>()?;
+        let adapter = shared.and_then(|index| self.limits.adapters.get(index).cloned());
+        let Some((step, logits)) =
+            captured.run(&self.model, &mut self.cache, &new_tokens, adapter)?
+        else {
+            return Ok(None);
+        };
+        let ends: Vec<usize> = chunks.iter().map(|chunk| chunk.sequence).collect();
+        let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
+        let last = std::mem::take(&mut self.logits);
+        self.logits = last.read(&logits, vocabulary, &ends, &mut self.scheduler)?;
+        step.commit();
+        Ok(Some(ends))
     }
 
     /// Chooses the next token of the running sequences `ends`, whose logits are in `logits`.

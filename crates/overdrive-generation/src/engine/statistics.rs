@@ -17,7 +17,13 @@ pub struct EngineStatistics {
     pub warm_up: Duration,
     /// The steps computed.
     pub steps: u64,
-    /// The time spent in them.
+    /// The steps that were replayed CUDA graphs.
+    pub replayed_steps: u64,
+    /// The CUDA graphs that were captured.
+    pub graphs: usize,
+    /// The bytes of their memory pools, and of what they read and write.
+    pub graph_bytes: u64,
+    /// The time spent in steps.
     pub busy: Duration,
     /// The tokens that went through the model: prompts and continuations, recomputed ones twice.
     pub computed_tokens: u64,

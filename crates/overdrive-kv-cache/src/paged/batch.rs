@@ -22,8 +22,7 @@ const NAME: &str = "a batch of a paged cache";
 /// was interrupted, leaves the cache as it was.
 #[derive(Debug)]
 pub struct PagedBatch<'a> {
-    cache: &'a mut PagedCache,
-    prepared: Vec<PreparedSequence>,
+    step: PagedStep<'a>,
     slots: PagedSlots,
     layout: PagedLayout,
     /// `true` for each layer that has been given the new tokens.
@@ -32,16 +31,14 @@ pub struct PagedBatch<'a> {
 
 impl<'a> PagedBatch<'a> {
     pub(super) fn new(
-        cache: &'a mut PagedCache,
-        prepared: Vec<PreparedSequence>,
+        step: PagedStep<'a>,
         slots: PagedSlots,
         layout: PagedLayout,
     ) -> PagedBatch<'a> {
         PagedBatch {
             layout,
-            written: vec![false; cache.layers()],
-            cache,
-            prepared,
+            written: vec![false; step.cache.layers()],
+            step,
             slots,
         }
     }
@@ -50,14 +47,12 @@ impl<'a> PagedBatch<'a> {
     ///
     /// # Errors
     /// [`Error::StepNotRun`] if a layer has not been given them; the step is then undone.
-    pub fn commit(mut self) -> Result<()> {
+    pub fn commit(self) -> Result<()> {
         if let Some(layer) = self.written.iter().position(|written| !written) {
-            // `drop` runs on return and cancels the step.
+            // Dropping the step on return cancels it.
             return Err(Error::StepNotRun { layer });
         }
-        let prepared = std::mem::take(&mut self.prepared);
-        // Emptied above, so that `drop` has nothing left to cancel.
-        self.cache.block_tables().commit(prepared);
+        self.step.commit();
         Ok(())
     }
 
@@ -68,7 +63,7 @@ impl<'a> PagedBatch<'a> {
 
     /// Returns the sequences, in order.
     pub fn sequences(&self) -> impl Iterator<Item = SequenceId> {
-        self.prepared.iter().map(|new| new.id)
+        self.step.prepared.iter().map(|new| new.id)
     }
 
     /// Returns the new tokens of all sequences in one row: i64 `(1, N)` on the device of the cache.
@@ -76,7 +71,7 @@ impl<'a> PagedBatch<'a> {
     /// # Errors
     /// An error of libtorch.
     pub fn input_ids(&self) -> Result<Tensor> {
-        let tokens = self.prepared.iter().flat_map(|new| &new.tokens);
+        let tokens = self.step.prepared.iter().flat_map(|new| &new.tokens);
         self.row(tokens.copied().collect())
     }
 
@@ -86,20 +81,20 @@ impl<'a> PagedBatch<'a> {
     /// An error of libtorch.
     pub fn position_ids(&self) -> Result<Tensor> {
         let positions = |new: &PreparedSequence| new.past..new.past + new.tokens.len();
-        let positions = self.prepared.iter().flat_map(positions);
+        let positions = self.step.prepared.iter().flat_map(positions);
         self.row(positions.map(to_i64).collect())
     }
 
     /// Returns the number of tokens of the longest sequence, its new ones included: all positions are below it.
     pub fn longest(&self) -> i64 {
-        let lengths = self.prepared.iter().map(|new| new.past + new.tokens.len());
+        let lengths = self.step.prepared.iter().map(|new| new.past + new.tokens.len());
         to_i64(lengths.max().unwrap_or(0))
     }
 
     /// Returns the index in the row of the last new token of each sequence; a sequence without new
     /// tokens has none.
     pub fn last_indices(&self) -> Vec<i64> {
-        let ends = self.prepared.iter().scan(0, |end, new| {
+        let ends = self.step.prepared.iter().scan(0, |end, new| {
             let length = new.tokens.len();
             *end += length;
             Some((length, *end))
@@ -111,7 +106,7 @@ impl<'a> PagedBatch<'a> {
 
     fn row(&self, numbers: Vec<i64>) -> Result<Tensor> {
         let row = Tensor::f_from_slice(&numbers)?.f_unsqueeze(0)?;
-        Ok(to_device(row, self.cache.device())?)
+        Ok(to_device(row, self.step.cache.device())?)
     }
 
     /// Writes the new keys and values `(1, H_kv, N, D)` of a layer to their blocks.
@@ -124,7 +119,7 @@ impl<'a> PagedBatch<'a> {
         }
         self.check(layer, keys, values)?;
         // `check` comes first: a step with an error writes nothing.
-        let pool = &mut self.cache.pools()[layer];
+        let pool = &mut self.step.cache.pools()[layer];
         for (rows, pool) in [(keys, &mut pool.keys), (values, &mut pool.values)] {
             let rows = rows.f_squeeze_dim(0)?.f_transpose(0, 1)?;
             paged_write(&rows, pool, &self.slots)?;
@@ -142,7 +137,7 @@ impl<'a> PagedBatch<'a> {
             );
             return Err(overdrive_core::Error::shape("keys", keys.size(), expected).into());
         }
-        let pool = &self.cache.pools()[layer];
+        let pool = &self.step.cache.pools()[layer];
         let held = Spec {
             heads: pool.keys.size()[1],
             key_dim: pool.keys.size()[3],
@@ -180,7 +175,7 @@ impl KvCache for PagedBatch<'_> {
         }
         let options = options.causal();
         self.write(layer, keys, values)?;
-        let pool = &self.cache.pools()[layer];
+        let pool = &self.step.cache.pools()[layer];
         // The paged kernel reads tokens as rows, `(N, H, D)`.
         let rows = query.f_squeeze_dim(0)?.f_transpose(0, 1)?;
         let (output, _) = attention_paged(&rows, &pool.keys, &pool.values, &self.layout, &options)?;
@@ -230,11 +225,11 @@ impl KvCache for PagedBatch<'_> {
     }
 
     fn bytes(&self) -> u64 {
-        self.cache.bytes()
+        self.step.cache.bytes()
     }
 
     fn bytes_per_token(&self) -> f64 {
-        self.cache.bytes_per_token()
+        self.step.cache.bytes_per_token()
     }
 
     fn state(&self) -> Result<Vec<(String, Tensor)>> {
@@ -254,7 +249,40 @@ impl KvCache for PagedBatch<'_> {
     }
 }
 
-impl Drop for PagedBatch<'_> {
+/// New tokens of some sequences, and the blocks that were taken for them. Dropped, they are given back.
+#[derive(Debug)]
+pub(super) struct PagedStep<'a> {
+    cache: &'a mut PagedCache,
+    prepared: Vec<PreparedSequence>,
+}
+
+impl<'a> PagedStep<'a> {
+    pub(super) fn new(cache: &'a mut PagedCache, prepared: Vec<PreparedSequence>) -> Self {
+        PagedStep { cache, prepared }
+    }
+
+    pub(super) fn prepared(&self) -> &[PreparedSequence] {
+        &self.prepared
+    }
+
+    pub(super) fn cache(&self) -> &PagedCache {
+        self.cache
+    }
+
+    /// Returns a step over the same cache that adds nothing.
+    pub(super) fn without_tokens(&mut self) -> PagedStep<'_> {
+        PagedStep::new(self.cache, Vec::new())
+    }
+
+    /// Adds the new tokens to their sequences.
+    pub(super) fn commit(mut self) {
+        let prepared = std::mem::take(&mut self.prepared);
+        // Emptied above, so that `drop` has nothing left to cancel.
+        self.cache.block_tables().commit(prepared);
+    }
+}
+
+impl Drop for PagedStep<'_> {
     fn drop(&mut self) {
         let prepared = std::mem::take(&mut self.prepared);
         self.cache.block_tables().cancel(prepared);

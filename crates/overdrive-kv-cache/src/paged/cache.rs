@@ -1,7 +1,7 @@
 use overdrive_attention::{PagedLayout, PagedSlots};
 use tch::{Device, Tensor};
 
-use super::batch::PagedBatch;
+use super::batch::{PagedBatch, PagedStep};
 use super::block_pool::BlockId;
 use super::block_tables::{BlockTables, PagedStatistics, PreparedSequence, SequenceId};
 use super::config::PagedCacheConfig;
@@ -80,7 +80,8 @@ impl PagedCache {
     /// ([`PagedCacheConfig::validate`]); [`Error::Torch`] if memory runs out.
     pub fn new(config: PagedCacheConfig) -> Result<PagedCache> {
         config.validate()?;
-        let (blocks, block_size) = (to_i64(config.num_blocks), config.block_size);
+        // One more than the tables know, for the rows of a captured step that belong to no sequence.
+        let (blocks, block_size) = (to_i64(config.num_blocks) + 1, config.block_size);
         // Not initialized: a block is read only up to the tokens that were written to it.
         let pool = |dim: i64| {
             let shape = [blocks, config.kv_heads, block_size, dim];
@@ -176,28 +177,33 @@ impl PagedCache {
     /// [`Error::OutOfBlocks`], [`Error::NoSuchSequence`], [`Error::SequenceTwice`], or an error of
     /// libtorch; the cache is then as it was.
     pub fn batch<'a>(&'a mut self, new_tokens: &[(SequenceId, &[i64])]) -> Result<PagedBatch<'a>> {
-        let prepared = self.tables.prepare(new_tokens)?;
-        match self.open(&prepared) {
-            Ok((slots, layout)) => Ok(PagedBatch::new(self, prepared, slots, layout)),
-            Err(error) => {
-                self.tables.cancel(prepared);
-                Err(error)
-            }
-        }
+        let step = self.step(new_tokens)?;
+        let (slots, layout) = step.cache().tables_of(step.prepared())?;
+        Ok(PagedBatch::new(step, slots, layout))
     }
 
-    /// Copies shared blocks; returns the slot of each new token, and the blocks of all tokens.
-    fn open(&self, prepared: &[PreparedSequence]) -> Result<(PagedSlots, PagedLayout)> {
+    /// Takes the blocks for new tokens, and copies shared ones.
+    pub(super) fn step<'a>(
+        &'a mut self,
+        new_tokens: &[(SequenceId, &[i64])],
+    ) -> Result<PagedStep<'a>> {
+        let prepared = self.tables.prepare(new_tokens)?;
+        let step = PagedStep::new(self, prepared);
         // Whole blocks are copied although only the first tokens of one are filled: one copy a layer is
         // cheaper than two narrow ones.
-        for (from, to) in prepared.iter().filter_map(|new| new.copy) {
-            for layer in &self.layers {
+        for (from, to) in step.prepared().iter().filter_map(|new| new.copy) {
+            for layer in &step.cache().layers {
                 for pool in [&layer.keys, &layer.values] {
                     let from = pool.f_select(0, from.into())?;
                     pool.f_select(0, to.into())?.f_copy_(&from)?;
                 }
             }
         }
+        Ok(step)
+    }
+
+    /// Returns the slot of each new token, and the blocks of all tokens.
+    fn tables_of(&self, prepared: &[PreparedSequence]) -> Result<(PagedSlots, PagedLayout)> {
         let mut slots = Vec::new();
         for new in prepared {
             slots.extend((new.past..new.past + new.tokens.len()).map(|position| {

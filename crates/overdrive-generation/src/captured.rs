@@ -1,0 +1,232 @@
+//! Decoding steps of a GPU as CUDA graphs, one for each number of rows.
+
+use std::collections::BTreeMap;
+use std::sync::{Arc, Once};
+
+use overdrive_graphs::{CaptureOptions, CudaGraph};
+use overdrive_kv_cache::{PagedCache, PagedDecodeInputs, PagedDecodeStep, SequenceId};
+use overdrive_nn::AdapterRows;
+use tch::{Kind, Tensor};
+use tracing::{debug, warn};
+
+use crate::engine::{EngineModel, RaggedStep, StepAdapters};
+use crate::Result;
+
+/// The most rows of a captured step, as in vLLM: the host's share of a larger one is small.
+const MOST_ROWS: usize = 512;
+
+/// The most graphs: each adapter has some of its own.
+const MOST_GRAPHS: usize = 128;
+
+/// The runs before a capture, which load what it cannot: the kernels of these shapes, the tables of all positions.
+const WARM_UPS: usize = 2;
+
+/// The decoding steps of a model over a paged cache: one new token for each of some sequences. A step is captured when
+/// its number of rows first appears, and replayed from then on.
+///
+/// A graph has as many rows as sequences, or up to seven more ([`rows_for`]). What it reads lies in
+/// [`PagedDecodeInputs`], what it writes in `scores`; the pool of the cache and the weights do not move either.
+#[derive(Debug)]
+pub(crate) struct CapturedSteps {
+    // Dropped first: they use what follows, and wait for a running replay.
+    graphs: BTreeMap<Key, CudaGraph<'static, ()>>,
+    inputs: PagedDecodeInputs,
+    /// The logits of each row, f32 `(rows, V)`.
+    scores: Tensor,
+    /// The numbers of the rows, i64.
+    rows: Tensor,
+    /// A number that all positions are below.
+    position_bound: i64,
+    /// `true` after a capture that failed.
+    is_off: bool,
+    replays: u64,
+}
+
+/// The rows of a step, and the adapter of all of them.
+type Key = (usize, Option<Arc<str>>);
+
+/// The graphs of an engine.
+#[derive(Debug, Clone, Copy, Default)]
+pub(crate) struct GraphCounts {
+    pub(crate) graphs: usize,
+    /// Of the pools of all graphs, and of what they read and write.
+    pub(crate) bytes: u64,
+    pub(crate) replays: u64,
+}
+
+impl CapturedSteps {
+    /// Returns the steps of up to `sequences` sequences of up to `longest` tokens; `None` where none is captured: on a
+    /// CPU, or without the memory for it, which is logged.
+    pub(crate) fn new<M: EngineModel>(
+        model: &M,
+        cache: &PagedCache,
+        sequences: usize,
+        longest: usize,
+    ) -> Option<CapturedSteps> {
+        let device = cache.config().device;
+        if !device.is_cuda() && !is_forced() {
+            return None;
+        }
+        match CapturedSteps::allocate(model, cache, sequences, longest) {
+            Ok(steps) => Some(steps),
+            Err(error) => {
+                report(&error);
+                None
+            }
+        }
+    }
+
+    fn allocate<M: EngineModel>(
+        model: &M,
+        cache: &PagedCache,
+        sequences: usize,
+        longest: usize,
+    ) -> Result<CapturedSteps> {
+        let device = cache.config().device;
+        let rows = rows_for(sequences.clamp(1, MOST_ROWS));
+        let context = model.context().min(longest);
+        let int = |n: usize| i64::try_from(n).unwrap_or(i64::MAX);
+        let scores = [int(rows), int(model.vocab_size())];
+        Ok(CapturedSteps {
+            graphs: BTreeMap::new(),
+            inputs: cache.decode_inputs(rows, longest)?,
+            scores: Tensor::f_empty(scores, (Kind::Float, device))?,
+            rows: Tensor::f_arange(int(rows), (Kind::Int64, device))?,
+            position_bound: int(context),
+            is_off: false,
+            replays: 0,
+        })
+    }
+
+    /// Computes a step with one new token for each of some sequences, which all have the same adapter. Returns the step,
+    /// to be committed, and its logits, f32 `(N, V)`, which the next step overwrites. `None`, with nothing done, if it
+    /// cannot be replayed; then the plain step runs.
+    ///
+    /// # Errors
+    /// When the cache has no room, or a replay fails.
+    pub(crate) fn run<'a, M: EngineModel>(
+        &'a mut self,
+        model: &M,
+        cache: &'a mut PagedCache,
+        new_tokens: &[(SequenceId, i64)],
+        adapter: Option<Arc<str>>,
+    ) -> Result<Option<(PagedDecodeStep<'a>, Tensor)>> {
+        let CapturedSteps {
+            graphs,
+            inputs,
+            scores,
+            rows: numbers,
+            position_bound,
+            is_off,
+            replays,
+        } = self;
+        let rows = rows_for(new_tokens.len());
+        let key = (rows, adapter);
+        let is_full = graphs.len() >= MOST_GRAPHS && !graphs.contains_key(&key);
+        if *is_off || rows > inputs.rows() || is_full {
+            return Ok(None);
+        }
+        let Some(mut step) = cache.decode_step(inputs, new_tokens, rows)? else {
+            return Ok(None);
+        };
+        let mut work = || forward(model, &mut step, scores, numbers, *position_bound, &key);
+        if is_forced() {
+            work()?;
+        } else {
+            if !graphs.contains_key(&key) {
+                // One of them runs at a time, so that all take the memory of the largest.
+                let pool_of = graphs.values().next();
+                let options = CaptureOptions { warm_ups: WARM_UPS };
+                match CudaGraph::capture_borrowed(scores.device(), options, pool_of, work) {
+                    Ok(graph) => {
+                        debug!("captured a decoding step of {rows} rows: {} bytes", graph.pool_bytes());
+                        graphs.insert(key.clone(), graph);
+                    }
+                    Err(error) => {
+                        report(&error);
+                        *is_off = true;
+                        return Ok(None);
+                    }
+                }
+            }
+            if let Some(graph) = graphs.get(&key) {
+                graph.replay()?;
+            }
+        }
+        *replays += 1;
+        let found = scores.f_narrow(0, 0, new_tokens.len() as i64)?;
+        Ok(Some((step, found)))
+    }
+
+    /// Returns what was captured and replayed.
+    pub(crate) fn counts(&self) -> GraphCounts {
+        let bytes = self.scores.numel() as u64 * 4 + self.inputs.bytes();
+        GraphCounts {
+            graphs: self.graphs.len(),
+            bytes: bytes + self.graphs.values().map(CudaGraph::pool_bytes).sum::<u64>(),
+            replays: self.replays,
+        }
+    }
+}
+
+/// Returns the rows of the graph for a number of sequences: 1, 2, 4, 8, 16, 24, …
+fn rows_for(sequences: usize) -> usize {
+    match sequences {
+        0..=4 => sequences.max(1).next_power_of_two(),
+        _ => sequences.next_multiple_of(8),
+    }
+}
+
+/// Runs the model over a step, and writes its logits to `scores`.
+fn forward<M: EngineModel>(
+    model: &M,
+    step: &mut PagedDecodeStep<'_>,
+    scores: &Tensor,
+    numbers: &Tensor,
+    position_bound: i64,
+    (rows, adapter): &Key,
+) -> Result<()> {
+    let count = i64::try_from(*rows).unwrap_or(i64::MAX);
+    let adapters = adapter.as_ref().map(|adapter| {
+        let all = AdapterRows::new([(*rows, Some(Arc::clone(adapter)))].into_iter());
+        StepAdapters {
+            tokens: all.clone(),
+            logits: all,
+        }
+    });
+    let (input_ids, position_ids) = (step.input_ids()?, step.position_ids()?);
+    let logits = model.forward(RaggedStep {
+        input_ids: &input_ids,
+        position_ids: &position_ids,
+        position_bound,
+        cache: &mut step.batch()?,
+        logits_indices: &numbers.f_narrow(0, 0, count)?,
+        adapters: adapters.as_ref(),
+    })?;
+    let mut to = scores.f_narrow(0, 0, count)?;
+    if logits.size() != to.size() {
+        let expected = format!("{:?}", to.size());
+        return Err(overdrive_core::Error::shape("logits", logits.size(), expected).into());
+    }
+    Ok(to.f_copy_(&logits)?)
+}
+
+/// Says once in a process why steps are not captured.
+fn report(error: &dyn std::error::Error) {
+    static REPORTED: Once = Once::new();
+    REPORTED.call_once(|| {
+        warn!("decoding steps are launched one operation after another, which is slower: {error}");
+    });
+}
+
+/// Returns `true` if the steps of a CPU run as captured ones would.
+#[cfg(not(test))]
+pub(crate) const fn is_forced() -> bool {
+    false
+}
+
+#[cfg(test)]
+pub(crate) use tests::is_forced;
+
+#[cfg(test)]
+mod tests;

@@ -1,0 +1,246 @@
+//! Steps as they would be captured, on CPU tensors, beside plain ones.
+
+use std::cell::Cell;
+use std::collections::BTreeMap;
+use std::sync::Arc;
+
+use overdrive_lora::{
+    AddOptions, InitLoraWeights, LoraConfig, TargetModules, add_adapter, set_adapter,
+};
+use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
+
+use super::rows_for;
+use crate::engine::EngineStatistics;
+use crate::{Engine, EngineConfig, GenerationConfig, Request, RequestId, generate};
+
+thread_local! {
+    static FORCED: Cell<bool> = const { Cell::new(false) };
+}
+
+/// Returns `true` if the CPU of this thread counts as a device whose steps are captured.
+pub(crate) fn is_forced() -> bool {
+    FORCED.get()
+}
+
+/// Makes the CPU of this thread such a device, until it is dropped.
+struct Forced;
+
+impl Forced {
+    fn new() -> Forced {
+        FORCED.set(true);
+        Forced
+    }
+}
+
+impl Drop for Forced {
+    fn drop(&mut self) {
+        FORCED.set(false);
+    }
+}
+
+fn model() -> CausalLm {
+    // Tests run in parallel, and their models are too small for threads of their own.
+    tch::set_num_threads(1);
+    let config = LlamaConfig {
+        vocab_size: 96,
+        hidden_size: 32,
+        intermediate_size: 64,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        max_position_embeddings: 256,
+        initializer_range: 0.2,
+        ..LlamaConfig::default()
+    };
+    CausalLm::new(&config.into(), &InitOptions::default()).unwrap()
+}
+
+fn config(new: usize, seed: Option<u64>) -> GenerationConfig {
+    GenerationConfig {
+        max_new_tokens: Some(new),
+        do_sample: seed.is_some(),
+        seed,
+        ..GenerationConfig::default()
+    }
+}
+
+fn prompt(seed: i64, length: i64) -> Vec<i64> {
+    (0..length)
+        .map(|at| (at * at + 7 * seed + at) % 96)
+        .collect()
+}
+
+type Tokens = BTreeMap<(RequestId, usize), Vec<i64>>;
+
+/// Runs requests that join at different steps, one of which is cancelled after some.
+fn served(
+    model: &CausalLm,
+    settings: EngineConfig,
+    requests: &dyn Fn() -> Vec<Request>,
+    cancelled: Option<usize>,
+) -> (Tokens, EngineStatistics) {
+    let mut engine = Engine::new(model, settings).unwrap();
+    let mut found = Tokens::new();
+    let mut ids = Vec::new();
+    let mut left = requests().into_iter();
+    let mut steps = 0;
+    loop {
+        if steps % 3 == 0
+            && let Some(request) = left.next()
+        {
+            ids.push(engine.submit(request).unwrap());
+        }
+        if steps == 20
+            && let Some(index) = cancelled
+        {
+            engine.cancel(ids[index]).unwrap();
+        }
+        for event in engine.step().unwrap() {
+            if let crate::Event::Token {
+                request,
+                sample,
+                id,
+                ..
+            } = event
+            {
+                found.entry((request, sample)).or_default().push(id);
+            }
+        }
+        engine.cache().audit().unwrap();
+        steps += 1;
+        if engine.is_idle() && left.len() == 0 {
+            return (found, engine.statistics());
+        }
+    }
+}
+
+fn small(change: impl FnOnce(&mut EngineConfig)) -> EngineConfig {
+    let mut settings = EngineConfig::default();
+    settings.block_size = 4;
+    settings.max_num_seqs = 12;
+    settings.num_blocks = Some(200);
+    change(&mut settings);
+    settings
+}
+
+#[test]
+fn a_graph_has_up_to_seven_rows_more() {
+    let rows: Vec<usize> = [0, 1, 2, 3, 4, 5, 8, 9, 64, 65].map(rows_for).to_vec();
+    assert_eq!(rows, [1, 1, 2, 4, 4, 8, 8, 16, 64, 72]);
+}
+
+#[test]
+fn requests_get_the_same_tokens() {
+    let model = model();
+    let request = |seed: i64| {
+        let sampled = (seed % 2 == 1).then_some(seed.unsigned_abs());
+        let mut config = config(24 + seed as usize, sampled);
+        config.num_return_sequences = if seed % 4 == 1 { 3 } else { 1 };
+        config.repetition_penalty = if seed % 3 == 0 { 1.2 } else { 1.0 };
+        // The same beginning for some: blocks are shared.
+        let beginning = prompt(seed % 3, 17);
+        Request::new([beginning, prompt(seed, seed)].concat(), config)
+    };
+    let requests = || (0..11).map(request).collect();
+    let cases: [fn(&mut EngineConfig); 4] = [
+        |_| {},
+        // Sequences are preempted.
+        |settings| settings.num_blocks = Some(40),
+        |settings| settings.enable_prefix_caching = false,
+        |settings| settings.max_num_seqs = 3,
+    ];
+    for (case, change) in cases.into_iter().enumerate() {
+        let (plain, counts) = served(&model, small(change), &requests, Some(2));
+        assert_eq!((counts.replayed_steps, counts.graph_bytes), (0, 0));
+        let forced = Forced::new();
+        let (captured, counts) = served(&model, small(change), &requests, Some(2));
+        drop(forced);
+        assert_eq!(captured, plain, "case {case}");
+        assert!(counts.replayed_steps > counts.steps / 2, "{counts:?}");
+        assert_eq!(counts.preemptions > 0, case == 1, "{counts:?}");
+        assert!(counts.reused_tokens > 0 || case == 2, "{counts:?}");
+    }
+}
+
+#[test]
+fn nothing_is_replayed_where_it_is_turned_off_or_there_is_no_room() {
+    let model = model();
+    let requests = || vec![Request::new(prompt(1, 9), config(8, None))];
+    let forced = Forced::new();
+    let eager = small(|settings| settings.enforce_eager = true);
+    let (_, counts) = served(&model, eager, &requests, None);
+    assert_eq!(counts.replayed_steps, 0);
+    // Twelve samples name the blocks of one long prompt, more often than there are places for.
+    let requests = || {
+        let mut shared = config(8, Some(1));
+        shared.num_return_sequences = 12;
+        vec![Request::new(prompt(1, 120), shared)]
+    };
+    let settings = small(|settings| settings.num_blocks = Some(80));
+    let (crowded, counts) = served(&model, settings.clone(), &requests, None);
+    assert!(counts.replayed_steps < counts.steps / 2, "{counts:?}");
+    drop(forced);
+    assert_eq!(crowded, served(&model, settings, &requests, None).0);
+}
+
+#[test]
+fn sequences_of_one_adapter_are_replayed_together() {
+    let mut model = model();
+    for (seed, name) in ["one", "two"].iter().enumerate() {
+        let lora = LoraConfig {
+            r: 4,
+            init_lora_weights: InitLoraWeights::Random,
+            target_modules: Some(TargetModules::AllLinear),
+            ..LoraConfig::default()
+        };
+        let options = AddOptions {
+            seed: seed as u64,
+            ..AddOptions::default()
+        };
+        add_adapter(&mut model, name, &lora, &options).unwrap();
+    }
+    set_adapter(&mut model, &[]).unwrap();
+    let requests = |names: &[Option<&str>]| -> Vec<Request> {
+        (0..)
+            .zip(names)
+            .map(|(seed, name)| {
+                let mut request = Request::new(prompt(seed, 9), config(30, None));
+                request.adapter = name.map(Arc::from);
+                request
+            })
+            .collect()
+    };
+    for (names, mostly) in [
+        ([Some("one"); 3], true),
+        ([Some("one"), None, Some("two")], false),
+    ] {
+        let requests = || requests(&names);
+        let (plain, _) = served(&model, small(|_| {}), &requests, None);
+        let forced = Forced::new();
+        let (captured, counts) = served(&model, small(|_| {}), &requests, None);
+        drop(forced);
+        assert_eq!(captured, plain);
+        // Those of different adapters only once one of them is left.
+        assert_eq!(counts.replayed_steps > counts.steps / 2, mostly, "{counts:?}");
+    }
+}
+
+#[test]
+fn generate_gives_the_same_tokens() {
+    let model = model();
+    let even: Vec<Vec<i64>> = (0..5).map(|seed| prompt(seed, 11)).collect();
+    let uneven: Vec<Vec<i64>> = (0..5).map(|seed| prompt(seed, 3 + seed)).collect();
+    for prompts in [even, uneven] {
+        for seed in [None, Some(3)] {
+            let mut config = config(40, seed);
+            config.num_return_sequences = if seed.is_some() { 2 } else { 1 };
+            // Rows end at different steps.
+            config.eos_token_id = vec![5, 17, 40];
+            let plain = generate(&model, &prompts, &config).unwrap();
+            let forced = Forced::new();
+            let captured = generate(&model, &prompts, &config).unwrap();
+            drop(forced);
+            assert_eq!(captured.sequences, plain.sequences);
+        }
+    }
+}

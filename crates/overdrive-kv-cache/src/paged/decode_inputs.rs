@@ -1,0 +1,282 @@
+//! The inputs of decoding steps in memory that never moves.
+
+use overdrive_attention::{PagedLayout, PagedSlots};
+use overdrive_sys::transfer::copy_to;
+use tch::{Device, Kind, Tensor};
+
+use super::block_tables::{PreparedSequence, SequenceId};
+use super::cache::{PagedCache, to_i64};
+use super::{PagedBatch, PagedStep};
+use crate::{Error, Result};
+
+/// The parts of the tensor begin at addresses that are multiples of 16 bytes.
+const ALIGNMENT: usize = 4;
+
+/// The inputs of a decoding step over a [`PagedCache`], one new token for each of some sequences, in a tensor that never
+/// moves: a captured step reads from it, and a replay finds the next tokens there.
+///
+/// [`PagedCache::decode_step`] fills it in one copy. A step may have more rows than sequences, since a graph has a
+/// fixed number of them: the rows behind compute tokens of their own in a block of the pool that no sequence has.
+///
+/// ```
+/// use overdrive_kv_cache::{AttendOptions, KvCache, PagedCache, PagedCacheConfig};
+/// use tch::{Device, Kind, Tensor};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let mut cache = PagedCache::new(PagedCacheConfig { head_dim: 8, ..PagedCacheConfig::default() })?;
+/// let mut inputs = cache.decode_inputs(4, 100)?; // up to 4 sequences of up to 100 tokens
+/// let (first, _) = cache.add(&[5])?;
+/// let (second, _) = cache.add(&[7])?;
+///
+/// // Two sequences in a step of four rows.
+/// let mut step = cache.decode_step(&mut inputs, &[(first, 5), (second, 7)], 4)?.unwrap();
+/// assert_eq!(step.input_ids()?.size(), [1, 4]);
+/// let random = || Tensor::randn([1, 1, 4, 8], (Kind::Float, Device::Cpu));
+/// let attended = step.batch()?.attend(0, &random(), &random(), &random(), &AttendOptions::default())?;
+/// assert_eq!(attended.size(), [1, 1, 4, 8]);
+/// step.commit();
+/// assert_eq!((cache.len(first)?, cache.len(second)?), (1, 1));
+/// # Ok(())
+/// # }
+/// ```
+#[derive(Debug)]
+pub struct PagedDecodeInputs {
+    /// i32: the i64 parts first, each number as two words.
+    words: Tensor,
+    /// What was copied to `words` last.
+    host: Vec<i32>,
+    parts: Parts,
+    block_size: usize,
+    longest: usize,
+    /// The block of rows without a sequence.
+    padding: i32,
+}
+
+/// Where the parts begin, in words.
+#[derive(Debug, Clone, Copy)]
+struct Parts {
+    rows: usize,
+    /// The blocks of all sequences, which come last.
+    table: usize,
+}
+
+impl Parts {
+    /// Returns the beginning of an i64 part: ids, positions, and the block and row of each new token.
+    fn long(self, number: usize) -> usize {
+        2 * number * self.rows
+    }
+
+    fn key_starts(self) -> usize {
+        self.long(4)
+    }
+
+    fn key_counts(self) -> usize {
+        self.key_starts() + self.rows
+    }
+
+    fn blocks(self) -> usize {
+        self.key_counts() + self.rows
+    }
+
+    fn end(self) -> usize {
+        self.blocks() + self.table
+    }
+}
+
+impl PagedDecodeInputs {
+    /// Returns the largest number of rows of a step.
+    pub fn rows(&self) -> usize {
+        self.parts.rows
+    }
+
+    /// Returns the bytes of the tensor.
+    pub fn bytes(&self) -> u64 {
+        4 * self.parts.end() as u64
+    }
+
+    /// Writes the numbers of a step of `rows` rows. Returns `false`, with nothing written, if the blocks are more than
+    /// there is room for, or a sequence is longer than the longest.
+    fn load(&mut self, prepared: &[PreparedSequence], rows: usize) -> Result<bool> {
+        let parts = self.parts;
+        // A row without a sequence has one key, its own, in the block of padding.
+        let used: usize = prepared.iter().map(|new| new.table.len()).sum();
+        let fits = prepared.len() <= rows
+            && rows <= parts.rows
+            && used < parts.table
+            && prepared.iter().all(|new| new.past < self.longest);
+        if !fits {
+            return Ok(false);
+        }
+        self.host.clear();
+        self.host.resize(parts.blocks() + used + 1, 0);
+        let block_size = self.block_size;
+        let host = &mut self.host;
+        let mut end = 0;
+        for row in 0..rows {
+            let [id, position, block, slot] = match prepared.get(row) {
+                Some(new) => {
+                    let block = new.table.get(new.past / block_size).copied().unwrap_or(0);
+                    let id = new.tokens.first().copied().unwrap_or(0);
+                    [id, to_i64(new.past), block.into(), to_i64(new.past % block_size)]
+                }
+                None => [0, 0, self.padding.into(), 0],
+            };
+            for (part, number) in [id, position, block, slot].into_iter().enumerate() {
+                // Little-endian; no number is negative or has more than 31 bits.
+                host[parts.long(part) + 2 * row] = int(number);
+            }
+            // The rows behind share the last place of the table.
+            let (start, count) = match prepared.get(row) {
+                Some(new) => (end, to_i64(new.past + 1)),
+                None => (used, 1),
+            };
+            host[parts.key_starts() + row] = int(to_i64(start * block_size));
+            host[parts.key_counts() + row] = int(count);
+            if let Some(new) = prepared.get(row) {
+                for (at, block) in new.table.iter().enumerate() {
+                    host[parts.blocks() + end + at] = int((*block).into());
+                }
+                end += new.table.len();
+            }
+        }
+        host[parts.blocks() + used] = self.padding;
+        let host = Tensor::f_from_slice(host)?;
+        copy_to(&host, &self.words.f_narrow(0, 0, to_i64(host.numel()))?)?;
+        Ok(true)
+    }
+
+    fn longs(&self, part: usize, rows: usize) -> Result<Tensor> {
+        let words = self.words.f_narrow(0, to_i64(self.parts.long(part)), to_i64(2 * rows))?;
+        Ok(words.f_view_dtype(Kind::Int64)?)
+    }
+
+    fn ints(&self, start: usize, count: usize) -> Result<Tensor> {
+        Ok(self.words.f_narrow(0, to_i64(start), to_i64(count))?)
+    }
+
+    fn slots(&self, rows: usize) -> Result<PagedSlots> {
+        let (blocks, places) = (self.longs(2, rows)?, self.longs(3, rows)?);
+        Ok(PagedSlots::of_device(&blocks, &places, self.block_size)?)
+    }
+
+    fn layout(&self, rows: usize) -> Result<PagedLayout> {
+        let parts = self.parts;
+        let starts = self.ints(parts.key_starts(), rows)?;
+        let counts = self.ints(parts.key_counts(), rows)?;
+        let blocks = self.ints(parts.blocks(), parts.table)?;
+        if self.words.device() != Device::Cpu {
+            let (longest, size) = (self.longest, self.block_size);
+            return Ok(PagedLayout::of_device(&blocks, &starts, &counts, longest, size)?);
+        }
+        // The kernel of the CPU takes the tables of the host: those of this step.
+        let read = |tensor: &Tensor| Ok::<_, Error>(Vec::<i32>::try_from(tensor)?);
+        let (starts, counts, blocks) = (read(&starts)?, read(&counts)?, read(&blocks)?);
+        let natural = |number: i32| usize::try_from(number).unwrap_or(0);
+        let counts: Vec<usize> = counts.into_iter().map(natural).collect();
+        let table = |(start, count): (&i32, &usize)| {
+            let first = natural(*start) / self.block_size;
+            let blocks = &blocks[first..first + count.div_ceil(self.block_size)];
+            blocks.iter().map(|block| block.cast_unsigned()).collect()
+        };
+        let tables = starts.iter().zip(&counts).map(table).collect();
+        let queries = vec![1; rows];
+        Ok(PagedLayout::new(tables, queries, counts, self.block_size, Device::Cpu)?)
+    }
+}
+
+fn int(number: i64) -> i32 {
+    i32::try_from(number).unwrap_or(i32::MAX)
+}
+
+impl PagedCache {
+    /// Allocates the inputs of decoding steps of up to `rows` sequences with up to `longest` tokens each.
+    ///
+    /// # Errors
+    /// [`Error::Torch`] if memory runs out.
+    pub fn decode_inputs(&self, rows: usize, longest: usize) -> Result<PagedDecodeInputs> {
+        let rows = rows.next_multiple_of(ALIGNMENT).max(ALIGNMENT);
+        let blocks = self.num_blocks();
+        // Sequences that share blocks name each more than once; steps that name more are not captured.
+        let most = rows.saturating_mul(self.blocks_for(longest));
+        let table = most.min(2 * blocks) + rows;
+        let parts = Parts {
+            rows,
+            table: table.next_multiple_of(ALIGNMENT),
+        };
+        let device = self.device();
+        Ok(PagedDecodeInputs {
+            words: Tensor::f_zeros([to_i64(parts.end())], (Kind::Int, device))?,
+            host: Vec::new(),
+            parts,
+            block_size: self.block_size(),
+            longest,
+            // The pool has one block more than its tables know.
+            padding: int(to_i64(blocks)),
+        })
+    }
+
+    /// Begins a step with one new token for each of some sequences, as [`batch`](PagedCache::batch), whose inputs are
+    /// copied to `inputs`, with `rows` rows in all. `None`, with nothing done, if there is no room for them in
+    /// `inputs`.
+    ///
+    /// # Errors
+    /// As for [`batch`](PagedCache::batch).
+    pub fn decode_step<'a>(
+        &'a mut self,
+        inputs: &'a mut PagedDecodeInputs,
+        new_tokens: &[(SequenceId, i64)],
+        rows: usize,
+    ) -> Result<Option<PagedDecodeStep<'a>>> {
+        let new_tokens: Vec<(SequenceId, &[i64])> = new_tokens
+            .iter()
+            .map(|(id, token)| (*id, std::slice::from_ref(token)))
+            .collect();
+        let step = self.step(&new_tokens)?;
+        match inputs.load(step.prepared(), rows)? {
+            true => Ok(Some(PagedDecodeStep { step, inputs, rows })),
+            // Dropped, the step gives its blocks back.
+            false => Ok(None),
+        }
+    }
+}
+
+/// A decoding step over a [`PagedCache`], of [`PagedCache::decode_step`]. Dropped, it has not happened.
+#[derive(Debug)]
+pub struct PagedDecodeStep<'a> {
+    step: PagedStep<'a>,
+    inputs: &'a PagedDecodeInputs,
+    rows: usize,
+}
+
+impl PagedDecodeStep<'_> {
+    /// Returns the new tokens, i64 `(1, rows)`.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn input_ids(&self) -> Result<Tensor> {
+        Ok(self.inputs.longs(0, self.rows)?.f_unsqueeze(0)?)
+    }
+
+    /// Returns the position of each token in its sequence, i64 `(1, rows)`.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn position_ids(&self) -> Result<Tensor> {
+        Ok(self.inputs.longs(1, self.rows)?.f_unsqueeze(0)?)
+    }
+
+    /// Returns the cache with which to run the model, for as often as it is run. All that a GPU does with it depends on
+    /// the content of the inputs alone.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn batch(&mut self) -> Result<PagedBatch<'_>> {
+        let (slots, layout) = (self.inputs.slots(self.rows)?, self.inputs.layout(self.rows)?);
+        Ok(PagedBatch::new(self.step.without_tokens(), slots, layout))
+    }
+
+    /// Adds the new tokens to their sequences: the model has been run, or its captured step replayed.
+    pub fn commit(self) {
+        self.step.commit();
+    }
+}
