@@ -3,14 +3,14 @@
 use std::collections::BTreeMap;
 use std::sync::{Arc, Once};
 
-use overdrive_graphs::{CaptureOptions, CudaGraph};
+use overdrive_graphs::{BareGraph, CaptureOptions};
 use overdrive_kv_cache::{PagedCache, PagedDecodeInputs, PagedDecodeStep, SequenceId};
 use overdrive_nn::AdapterRows;
 use tch::{Kind, Tensor};
 use tracing::{debug, warn};
 
-use crate::engine::{EngineModel, RaggedStep, StepAdapters};
 use crate::Result;
+use crate::engine::{EngineModel, RaggedStep, StepAdapters};
 
 /// The most rows of a captured step, as in vLLM: the host's share of a larger one is small.
 const MOST_ROWS: usize = 512;
@@ -29,10 +29,9 @@ const WARM_UPS: usize = 2;
 #[derive(Debug)]
 pub(crate) struct CapturedSteps {
     // Dropped first: they use what follows, and wait for a running replay.
-    graphs: BTreeMap<Key, CudaGraph<'static, ()>>,
+    graphs: BTreeMap<Key, BareGraph<()>>,
     inputs: PagedDecodeInputs,
-    /// The logits of each row, f32 `(rows, V)`.
-    scores: Tensor,
+    outputs: Outputs,
     /// The numbers of the rows, i64.
     rows: Tensor,
     /// A number that all positions are below.
@@ -40,6 +39,26 @@ pub(crate) struct CapturedSteps {
     /// `true` after a capture that failed.
     is_off: bool,
     replays: u64,
+}
+
+/// What a graph writes, whose first rows are those of the step.
+#[derive(Debug)]
+struct Outputs {
+    /// The logits, f32 `(rows, V)`.
+    scores: Tensor,
+    /// The largest logit, as its bits, and its first token: i32 `(rows, 2)`.
+    best: Tensor,
+}
+
+/// A step that the device has been given. The next one overwrites the tensors.
+#[derive(Debug)]
+pub(crate) struct Replayed<'a> {
+    /// To be committed or launched.
+    pub(crate) step: PagedDecodeStep<'a>,
+    /// The logits, f32 `(N, V)`.
+    pub(crate) logits: Tensor,
+    /// The largest logit of each sequence, as its bits, and its first token: i32 `(N, 2)`.
+    pub(crate) best: Tensor,
 }
 
 /// The rows of a step, and the adapter of all of them.
@@ -90,7 +109,10 @@ impl CapturedSteps {
         Ok(CapturedSteps {
             graphs: BTreeMap::new(),
             inputs: cache.decode_inputs(rows, longest)?,
-            scores: Tensor::f_empty(scores, (Kind::Float, device))?,
+            outputs: Outputs {
+                scores: Tensor::f_empty(scores, (Kind::Float, device))?,
+                best: Tensor::f_zeros([int(rows), 2], (Kind::Int, device))?,
+            },
             rows: Tensor::f_arange(int(rows), (Kind::Int64, device))?,
             position_bound: int(context),
             is_off: false,
@@ -98,9 +120,15 @@ impl CapturedSteps {
         })
     }
 
-    /// Computes a step with one new token for each of some sequences, which all have the same adapter. Returns the step,
-    /// to be committed, and its logits, f32 `(N, V)`, which the next step overwrites. `None`, with nothing done, if it
-    /// cannot be replayed; then the plain step runs.
+    /// Returns `true` if steps of so many sequences are captured already.
+    pub(crate) fn knows(&self, sequences: usize, adapter: Option<Arc<str>>) -> bool {
+        let key = (rows_for(sequences), adapter);
+        !self.is_off && (is_forced() || self.graphs.contains_key(&key))
+    }
+
+    /// Gives the device a step with one new token for each of some sequences, which all have the same adapter; with `ids`,
+    /// i32 or i64 `(N,)`, these are the tokens. `None`, with nothing done, if the step cannot be replayed; then the
+    /// plain one runs.
     ///
     /// # Errors
     /// When the cache has no room, or a replay fails.
@@ -109,12 +137,13 @@ impl CapturedSteps {
         model: &M,
         cache: &'a mut PagedCache,
         new_tokens: &[(SequenceId, i64)],
+        ids: Option<&Tensor>,
         adapter: Option<Arc<str>>,
-    ) -> Result<Option<(PagedDecodeStep<'a>, Tensor)>> {
+    ) -> Result<Option<Replayed<'a>>> {
         let CapturedSteps {
             graphs,
             inputs,
-            scores,
+            outputs,
             rows: numbers,
             position_bound,
             is_off,
@@ -129,7 +158,10 @@ impl CapturedSteps {
         let Some(mut step) = cache.decode_step(inputs, new_tokens, rows)? else {
             return Ok(None);
         };
-        let mut work = || forward(model, &mut step, scores, numbers, *position_bound, &key);
+        if let Some(ids) = ids {
+            step.set_input_ids(ids)?;
+        }
+        let mut work = || forward(model, &mut step, outputs, numbers, *position_bound, &key);
         if is_forced() {
             work()?;
         } else {
@@ -137,9 +169,12 @@ impl CapturedSteps {
                 // One of them runs at a time, so that all take the memory of the largest.
                 let pool_of = graphs.values().next();
                 let options = CaptureOptions { warm_ups: WARM_UPS };
-                match CudaGraph::capture_borrowed(scores.device(), options, pool_of, work) {
+                match BareGraph::capture(numbers.device(), options, pool_of, work) {
                     Ok(graph) => {
-                        debug!("captured a decoding step of {rows} rows: {} bytes", graph.pool_bytes());
+                        debug!(
+                            "captured a decoding step of {rows} rows: {} bytes",
+                            graph.pool_bytes()
+                        );
                         graphs.insert(key.clone(), graph);
                     }
                     Err(error) => {
@@ -154,16 +189,20 @@ impl CapturedSteps {
             }
         }
         *replays += 1;
-        let found = scores.f_narrow(0, 0, new_tokens.len() as i64)?;
-        Ok(Some((step, found)))
+        let count = new_tokens.len() as i64;
+        Ok(Some(Replayed {
+            step,
+            logits: outputs.scores.f_narrow(0, 0, count)?,
+            best: outputs.best.f_narrow(0, 0, count)?,
+        }))
     }
 
     /// Returns what was captured and replayed.
     pub(crate) fn counts(&self) -> GraphCounts {
-        let bytes = self.scores.numel() as u64 * 4 + self.inputs.bytes();
+        let bytes = self.outputs.scores.numel() as u64 * 4 + self.inputs.bytes();
         GraphCounts {
             graphs: self.graphs.len(),
-            bytes: bytes + self.graphs.values().map(CudaGraph::pool_bytes).sum::<u64>(),
+            bytes: bytes + self.graphs.values().map(BareGraph::pool_bytes).sum::<u64>(),
             replays: self.replays,
         }
     }
@@ -177,18 +216,18 @@ fn rows_for(sequences: usize) -> usize {
     }
 }
 
-/// Runs the model over a step, and writes its logits to `scores`.
+/// Runs the model over a step, and writes its results to `outputs`.
 fn forward<M: EngineModel>(
     model: &M,
     step: &mut PagedDecodeStep<'_>,
-    scores: &Tensor,
+    outputs: &Outputs,
     numbers: &Tensor,
     position_bound: i64,
     (rows, adapter): &Key,
 ) -> Result<()> {
     let count = i64::try_from(*rows).unwrap_or(i64::MAX);
     let adapters = adapter.as_ref().map(|adapter| {
-        let all = AdapterRows::new([(*rows, Some(Arc::clone(adapter)))].into_iter());
+        let all = AdapterRows::new([(*rows, Some(Arc::clone(adapter)))]);
         StepAdapters {
             tokens: all.clone(),
             logits: all,
@@ -203,12 +242,19 @@ fn forward<M: EngineModel>(
         logits_indices: &numbers.f_narrow(0, 0, count)?,
         adapters: adapters.as_ref(),
     })?;
-    let mut to = scores.f_narrow(0, 0, count)?;
+    let mut to = outputs.scores.f_narrow(0, 0, count)?;
     if logits.size() != to.size() {
         let expected = format!("{:?}", to.size());
         return Err(overdrive_core::Error::shape("logits", logits.size(), expected).into());
     }
-    Ok(to.f_copy_(&logits)?)
+    to.f_copy_(&logits)?;
+    let (largest, first) = to.f_max_dim(-1, true)?;
+    let best = [
+        largest.f_view_dtype(Kind::Int)?,
+        first.f_to_kind(Kind::Int)?,
+    ];
+    let mut to = outputs.best.f_narrow(0, 0, count)?;
+    Ok(to.f_copy_(&Tensor::f_cat(&best, 1)?)?)
 }
 
 /// Says once in a process why steps are not captured.

@@ -50,11 +50,10 @@ impl Default for CaptureOptions {
 /// # }
 /// ```
 pub struct CudaGraph<'w, T> {
-    // Fields are dropped in order: the outputs before the graph, in whose pool they lie.
-    outputs: T,
-    graph: Graph,
+    // Fields are dropped in order: the graph before what it uses.
+    graph: BareGraph<T>,
     /// The work, which keeps the tensors alive that a replay reads and writes.
-    _work: Option<Box<dyn KeepAlive + Send + 'w>>,
+    _work: Box<dyn KeepAlive + 'w>,
 }
 
 /// A value that is only kept alive. (`dyn Any` would need `'static`.)
@@ -64,7 +63,6 @@ impl<T> KeepAlive for T {}
 impl<T: std::fmt::Debug> std::fmt::Debug for CudaGraph<'_, T> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
         f.debug_struct("CudaGraph")
-            .field("outputs", &self.outputs)
             .field("graph", &self.graph)
             .finish_non_exhaustive()
     }
@@ -84,7 +82,7 @@ impl<'w, T> CudaGraph<'w, T> {
     pub fn capture<E: Into<WorkError>>(
         device: Device,
         options: CaptureOptions,
-        work: impl FnMut() -> std::result::Result<T, E> + Send + 'w,
+        work: impl FnMut() -> std::result::Result<T, E> + 'w,
     ) -> Result<Self> {
         Self::capture_and_keep(device, options, None, work)
     }
@@ -99,44 +97,20 @@ impl<'w, T> CudaGraph<'w, T> {
         other: &CudaGraph<'_, U>,
         device: Device,
         options: CaptureOptions,
-        work: impl FnMut() -> std::result::Result<T, E> + Send + 'w,
+        work: impl FnMut() -> std::result::Result<T, E> + 'w,
     ) -> Result<Self> {
-        Self::capture_and_keep(device, options, Some(&other.graph), work)
+        Self::capture_and_keep(device, options, Some(&other.graph.graph), work)
     }
 
     fn capture_and_keep<E: Into<WorkError>>(
         device: Device,
         options: CaptureOptions,
         pool: Option<&Graph>,
-        mut work: impl FnMut() -> std::result::Result<T, E> + Send + 'w,
+        mut work: impl FnMut() -> std::result::Result<T, E> + 'w,
     ) -> Result<Self> {
-        let (outputs, graph) = captured(device, options, pool, &mut work)?;
         Ok(CudaGraph {
-            outputs,
-            graph,
-            _work: Some(Box::new(work)),
-        })
-    }
-
-    /// Captures work like [`capture`](CudaGraph::capture), or like [`capture_in_pool_of`](CudaGraph::capture_in_pool_of)
-    /// another graph, but does not keep it: for a graph that lies beside what its work borrows. The caller keeps every
-    /// tensor alive that the work reads and writes, as long as the graph is replayed; else a replay reads memory that
-    /// belongs to others.
-    ///
-    /// # Errors
-    /// As for [`capture`](CudaGraph::capture).
-    pub fn capture_borrowed<E: Into<WorkError>>(
-        device: Device,
-        options: CaptureOptions,
-        pool_of: Option<&CudaGraph<'_, T>>,
-        work: impl FnMut() -> std::result::Result<T, E>,
-    ) -> Result<Self> {
-        let pool = pool_of.map(|other| &other.graph);
-        let (outputs, graph) = captured(device, options, pool, work)?;
-        Ok(CudaGraph {
-            outputs,
-            graph,
-            _work: None,
+            graph: captured(device, options, pool, &mut work)?,
+            _work: Box::new(work),
         })
     }
 
@@ -145,13 +119,12 @@ impl<'w, T> CudaGraph<'w, T> {
     /// # Errors
     /// Errors of libtorch.
     pub fn replay(&self) -> Result<&T> {
-        self.graph.replay()?;
-        Ok(&self.outputs)
+        self.graph.replay()
     }
 
     /// Returns the result of the work, whose tensors each replay overwrites.
     pub fn outputs(&self) -> &T {
-        &self.outputs
+        &self.graph.outputs
     }
 
     /// Returns the bytes that the graph's pool took from the device, and holds as long as the graph lives; 0
@@ -165,7 +138,46 @@ impl<'w, T> CudaGraph<'w, T> {
     /// # Errors
     /// Errors of the work on the device.
     pub fn synchronize(&self) -> Result<()> {
-        Ok(self.graph.synchronize()?)
+        Ok(self.graph.graph.synchronize()?)
+    }
+}
+
+/// A [`CudaGraph`] without the work that it was captured from, for one that lies beside what the work borrows. Whoever
+/// has it keeps every tensor alive that the work reads and writes, as long as it is replayed: else a replay would use
+/// memory that belongs to others. Unlike a `CudaGraph` it may be sent to another thread.
+#[derive(Debug)]
+pub struct BareGraph<T> {
+    // Fields are dropped in order: the outputs before the graph, in whose pool they lie.
+    outputs: T,
+    graph: Graph,
+}
+
+impl<T> BareGraph<T> {
+    /// Captures work like [`CudaGraph::capture`], or like [`CudaGraph::capture_in_pool_of`] another graph.
+    ///
+    /// # Errors
+    /// As for [`CudaGraph::capture`].
+    pub fn capture<E: Into<WorkError>>(
+        device: Device,
+        options: CaptureOptions,
+        pool_of: Option<&BareGraph<T>>,
+        work: impl FnMut() -> std::result::Result<T, E>,
+    ) -> Result<Self> {
+        captured(device, options, pool_of.map(|other| &other.graph), work)
+    }
+
+    /// Replays the work. Returns before the device has finished it.
+    ///
+    /// # Errors
+    /// Errors of libtorch.
+    pub fn replay(&self) -> Result<&T> {
+        self.graph.replay()?;
+        Ok(&self.outputs)
+    }
+
+    /// Returns the bytes that the graph's pool took from the device; 0 for a graph that found room in the pool of another.
+    pub fn pool_bytes(&self) -> u64 {
+        self.graph.pool_bytes()
     }
 }
 
@@ -174,7 +186,7 @@ fn captured<T, E: Into<WorkError>>(
     options: CaptureOptions,
     pool: Option<&Graph>,
     mut work: impl FnMut() -> std::result::Result<T, E>,
-) -> Result<(T, Graph)> {
+) -> Result<BareGraph<T>> {
     let mut graph = Graph::new(cuda_index(device)?)?;
     for _ in 0..options.warm_ups {
         graph.warm_up(&mut work).map_err(|error| match error {
@@ -193,7 +205,7 @@ fn captured<T, E: Into<WorkError>>(
         },
         other => torch_error(other),
     })?;
-    Ok((outputs, graph))
+    Ok(BareGraph { outputs, graph })
 }
 
 fn torch_error<E: Into<WorkError>>(error: CaptureError<E>) -> Error {

@@ -6,7 +6,7 @@ use overdrive_transformer::{CausalLm, ForwardInput, Logits};
 use tch::{Kind, Tensor};
 
 use crate::error::cuda_index;
-use crate::{CaptureOptions, CudaGraph, Result};
+use crate::{BareGraph, CaptureOptions, Result};
 
 /// Creates a static cache with the layers and heads of `model`, for `batch` rows of at most `max_len` tokens.
 ///
@@ -157,7 +157,7 @@ impl DecodeStep {
 #[derive(Debug)]
 pub struct DecodeGraph<'m> {
     // Fields are dropped in order: the graph before the tensors that it reads and writes.
-    graph: CudaGraph<'static, Tensor>,
+    graph: BareGraph<Tensor>,
     step: DecodeStep,
     model: &'m CausalLm,
     /// The number of positions that the graph was captured for.
@@ -174,7 +174,7 @@ impl<'m> DecodeGraph<'m> {
     ///
     /// # Errors
     /// [`Error::NeedsCuda`](crate::Error::NeedsCuda) if the model is not on a CUDA device; else as for
-    /// [`CudaGraph::capture`].
+    /// [`CudaGraph::capture`](crate::CudaGraph::capture).
     pub fn capture(
         model: &'m CausalLm,
         mut step: DecodeStep,
@@ -190,7 +190,7 @@ impl<'m> DecodeGraph<'m> {
             warm_ups: options.warm_ups.max(1),
         };
         let run = || step.run(model, positions);
-        let graph = CudaGraph::capture_borrowed(model.device(), options, None, run)?;
+        let graph = BareGraph::capture(model.device(), options, None, run)?;
         Ok(DecodeGraph {
             graph,
             step,

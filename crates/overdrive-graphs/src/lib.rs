@@ -48,7 +48,7 @@ mod decode;
 mod error;
 mod train;
 
-pub use cuda_graph::{CaptureOptions, CudaGraph, WorkError};
+pub use cuda_graph::{BareGraph, CaptureOptions, CudaGraph, WorkError};
 pub use decode::{DecodeGraph, DecodeStep, static_cache_of};
 pub use error::{Error, Result};
 pub use overdrive_accumulation::{AccumulationConfig, DeviceLoss, DeviceStep};

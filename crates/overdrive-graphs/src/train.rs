@@ -6,7 +6,7 @@ use overdrive_optim::{AdamW, Optimizer};
 use tch::{Device, Tensor};
 
 use crate::error::cuda_index;
-use crate::{CaptureOptions, CudaGraph, Error, Result, WorkError};
+use crate::{BareGraph, CaptureOptions, Error, Result, WorkError};
 
 /// A training step in which the host decides nothing: forward and backward of each micro-batch, gradients
 /// of their token-weighted mean, clipping, AdamW. It runs on any device, captured ([`TrainGraph`]) or not.
@@ -155,7 +155,7 @@ fn device_of(optimizer: &AdamW) -> Result<Device> {
 /// A [`TrainStep`] as one CUDA graph.
 pub struct TrainGraph<F> {
     // Fields are dropped in order: the graph before the tensors that it reads and writes.
-    graph: CudaGraph<'static, DeviceStep>,
+    graph: BareGraph<DeviceStep>,
     /// The step that was captured, with the tensors that `loss` holds.
     step: TrainStep<F>,
 }
@@ -171,7 +171,7 @@ where
     /// Dropout is captured with its generator, so that each replay draws other numbers.
     ///
     /// # Errors
-    /// [`Error::NeedsCuda`] if the parameters are not on a CUDA device; else as for [`CudaGraph::capture`].
+    /// [`Error::NeedsCuda`] if the parameters are not on a CUDA device; else as for [`CudaGraph::capture`](crate::CudaGraph::capture).
     pub fn capture(mut step: TrainStep<F>, options: CaptureOptions) -> Result<Self> {
         let device = step.device;
         cuda_index(device)?;
@@ -187,7 +187,7 @@ where
         let options = CaptureOptions {
             warm_ups: options.warm_ups.max(1),
         };
-        let captured = CudaGraph::capture_borrowed(device, options, None, || step.run());
+        let captured = BareGraph::capture(device, options, None, || step.run());
         // Undone also if the capture failed: the caller's parameters are as they were.
         let _no_grad = tch::no_grad_guard();
         for (tensor, before) in changed.iter().zip(&before) {

@@ -71,7 +71,8 @@ pub use dynamic_cache::{DynamicCache, DynamicCacheConfig};
 pub use error::{Error, Result};
 pub use file::{load, save};
 pub use paged::{
-    PagedDecodeInputs, PagedDecodeStep, PagedBatch, PagedCache, PagedCacheConfig, PagedStatistics, SequenceId,
+    PagedBatch, PagedCache, PagedCacheConfig, PagedDecodeInputs, PagedDecodeStep, PagedStatistics,
+    SequenceId,
 };
 pub use quantized::{QuantizationAxis, QuantizationBits, QuantizedCache, QuantizedCacheConfig};
 pub use sliding::{SlidingCache, SlidingCacheConfig};

@@ -280,11 +280,7 @@ pub fn copy_to(host: &Tensor, to: &Tensor) -> Result<()> {
         _ => host.shallow_clone(),
     };
     // libtorch keeps the pinned block until the stream has read it.
-    let arguments = [
-        Value::Tensor(to),
-        Value::Tensor(&pinned),
-        Value::Bool(true),
-    ];
+    let arguments = [Value::Tensor(to), Value::Tensor(&pinned), Value::Bool(true)];
     one("aten::copy_", "", &arguments).map(drop)
 }
 

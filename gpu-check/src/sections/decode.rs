@@ -31,8 +31,10 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     let new = context.sized(64, 4);
     let many = context.sized(64, 4);
     // The model of a gigabyte of weights is made once; quantized weights are made dense again for the next scheme.
+    let model = of_step(random_model(&config.into(), device, kind))?;
+    sharpen(&model)?;
     let mut weights = Weights {
-        model: of_step(random_model(&config.into(), device, kind))?,
+        model,
         scheme: None,
     };
     let other = other_kernels(device)?;
@@ -45,12 +47,17 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             })?;
         }
         // What a program gets that sets nothing, and, for dense weights, the other side.
-        let defaults: [(usize, (&str, Work)); 3] = [
+        let defaults: [(usize, (&str, Work)); 6] = [
             (1, ("generate", generated)),
             (many, ("generate", generated)),
-            (many, ("engine", served)),
+            (1, ("engine", served_greedily)),
+            (many, ("engine", served_greedily)),
+            (many, ("engine, sampled", served)),
+            (many, ("engine, not captured", served_eagerly)),
         ];
-        for (streams, way) in defaults {
+        // Its cost does not depend on the weights.
+        let count = if scheme.is_none() { 6 } else { 5 };
+        for (streams, way) in defaults.into_iter().take(count) {
             measure(context, &mut weights, scheme, (streams, new), way, None)?;
         }
         if scheme.is_none() {
@@ -262,13 +269,19 @@ fn generated(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
     Ok(figures(model, tokens, tokens / streams, seconds)?.with("prefill tokens/s", prefill))
 }
 
-/// Times the steps of the engine with sampling, once it has read every prompt.
+/// Makes the logits as unequal as those of a trained model: the tokens with 95 % of the probability are tens, not a
+/// third of the vocabulary.
+fn sharpen(model: &CausalLm) -> Result<()> {
+    let parameters = model.named_parameters();
+    let norm = parameters
+        .iter()
+        .find(|(name, _)| name == "model.norm.weight");
+    let (_, norm) = norm.ok_or_else(|| anyhow!("the model has no last norm"))?;
+    let _same = norm.f_detach()?.f_fill_(6.0)?;
+    Ok(())
+}
+
 fn served(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
-    memory::reset_peak(model.device())?;
-    let mut settings = EngineConfig::default();
-    settings.max_num_seqs = streams;
-    settings.num_blocks = Some(streams * (PROMPT + new + 32) / 16);
-    let mut engine = Engine::new(model, settings)?;
     let sampled = GenerationConfig {
         do_sample: true,
         temperature: 0.8,
@@ -276,10 +289,35 @@ fn served(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
         seed: Some(1),
         ..greedy(new)
     };
+    timed(model, streams, &sampled, false)
+}
+
+fn served_greedily(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
+    timed(model, streams, &greedy(new), false)
+}
+
+fn served_eagerly(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
+    timed(model, streams, &greedy(new), true)
+}
+
+/// Times the steps of the engine, once it has read every prompt and captured its step.
+fn timed(
+    model: &CausalLm,
+    streams: usize,
+    request: &GenerationConfig,
+    enforce_eager: bool,
+) -> Result<Finding> {
+    memory::reset_peak(model.device())?;
+    let new = request.max_new_tokens.unwrap_or(0);
+    let mut settings = EngineConfig::default();
+    settings.max_num_seqs = streams;
+    settings.num_blocks = Some(streams * (PROMPT + new + 32) / 16);
+    settings.enforce_eager = enforce_eager;
+    let mut engine = Engine::new(model, settings)?;
     for prompt in prompts(model, streams) {
-        engine.submit(Request::new(prompt, sampled.clone()))?;
+        engine.submit(Request::new(prompt, request.clone()))?;
     }
-    let (mut steps, mut tokens) = (0, 0);
+    let (mut steps, mut tokens, mut whole) = (0, 0, 0);
     let mut began: Option<Instant> = None;
     while !engine.is_idle() {
         let events = engine.step()?;
@@ -288,13 +326,21 @@ fn served(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
             .filter(|event| matches!(event, Event::Token { .. }))
             .count();
         if began.is_some() {
-            steps += 1;
+            steps += usize::from(new > 0);
             tokens += new;
         } else if new == streams {
-            began = Some(Instant::now());
+            // The first of these steps reads prompts, the second is captured.
+            whole += 1;
+            began = (whole == 3).then(Instant::now);
         }
     }
     synchronize(model.device());
     let began = began.ok_or_else(|| anyhow!("no step had a token of every stream"))?;
-    figures(model, tokens, steps, began.elapsed().as_secs_f64())
+    let seconds = began.elapsed().as_secs_f64();
+    let counts = engine.statistics();
+    let bytes = counts.graph_bytes as f64 / f64::from(1 << 30);
+    Ok(figures(model, tokens, steps.max(1), seconds)?
+        .with("replayed", counts.replayed_steps as f64)
+        .with("ahead", counts.steps_ahead as f64)
+        .with("graphs GiB", bytes))
 }

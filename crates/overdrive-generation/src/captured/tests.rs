@@ -115,10 +115,12 @@ fn served(
 }
 
 fn small(change: impl FnOnce(&mut EngineConfig)) -> EngineConfig {
-    let mut settings = EngineConfig::default();
-    settings.block_size = 4;
-    settings.max_num_seqs = 12;
-    settings.num_blocks = Some(200);
+    let mut settings = EngineConfig {
+        block_size: 4,
+        max_num_seqs: 12,
+        num_blocks: Some(200),
+        ..EngineConfig::default()
+    };
     change(&mut settings);
     settings
 }
@@ -157,6 +159,7 @@ fn requests_get_the_same_tokens() {
         drop(forced);
         assert_eq!(captured, plain, "case {case}");
         assert!(counts.replayed_steps > counts.steps / 2, "{counts:?}");
+        assert!(counts.steps_ahead > 3, "{counts:?}");
         assert_eq!(counts.preemptions > 0, case == 1, "{counts:?}");
         assert!(counts.reused_tokens > 0 || case == 2, "{counts:?}");
     }
@@ -221,7 +224,11 @@ fn sequences_of_one_adapter_are_replayed_together() {
         drop(forced);
         assert_eq!(captured, plain);
         // Those of different adapters only once one of them is left.
-        assert_eq!(counts.replayed_steps > counts.steps / 2, mostly, "{counts:?}");
+        assert_eq!(
+            counts.replayed_steps > counts.steps / 2,
+            mostly,
+            "{counts:?}"
+        );
     }
 }
 

@@ -96,10 +96,10 @@ impl<'a> Ragged<'a> {
         if let Some(captured) = &mut self.captured {
             let rows = self.rows.iter().copied();
             let new_tokens: Vec<_> = rows.zip(tokens.iter().copied()).collect();
-            let run = captured.run(self.model, &mut self.cache, &new_tokens, None)?;
-            if let Some((step, logits)) = run {
-                step.commit();
-                return Ok(logits.f_unsqueeze(1)?);
+            let run = captured.run(self.model, &mut self.cache, &new_tokens, None, None)?;
+            if let Some(replayed) = run {
+                replayed.step.commit();
+                return Ok(replayed.logits.f_unsqueeze(1)?);
             }
         }
         let rows = self.rows.clone();

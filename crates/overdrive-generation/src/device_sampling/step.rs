@@ -43,6 +43,13 @@ pub(crate) struct RowPlan {
     pub(crate) raw: Option<usize>,
 }
 
+impl RowPlan {
+    /// Returns `true` if the row takes the token with the largest logit, and nothing more is asked about it.
+    pub(crate) fn is_greedy(&self) -> bool {
+        self.draw == Draw::Greedy && !self.changed && self.raw.is_none()
+    }
+}
+
 /// A step whose results are on the host.
 #[derive(Debug)]
 pub(crate) struct DeviceStep {
@@ -107,6 +114,28 @@ impl DeviceStep {
             step.run()?;
         }
         Ok(step)
+    }
+
+    /// Returns a step in which each row takes the token with its largest logit. `words` has both for each: the bits of the
+    /// logit, and the token.
+    pub(crate) fn greedy(
+        logits: &Tensor,
+        vocabulary: usize,
+        rows: Vec<Result<RowPlan>>,
+        words: Vec<i32>,
+    ) -> DeviceStep {
+        DeviceStep {
+            logits: logits.shallow_clone(),
+            vocabulary,
+            rows,
+            words,
+            columns: Columns {
+                width: 2,
+                max: Some(0..1),
+                best: Some(1..2),
+                ..Columns::default()
+            },
+        }
     }
 
     /// Returns the size of the vocabulary.

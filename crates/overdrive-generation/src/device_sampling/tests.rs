@@ -18,7 +18,7 @@ thread_local! {
 
 /// Returns `true` if CPU tensors of this thread count as those of a device.
 pub(crate) fn is_forced() -> bool {
-    FORCED.get()
+    FORCED.get() || crate::captured::is_forced()
 }
 
 /// Makes CPU tensors of this thread count as those of a device, until it is dropped.

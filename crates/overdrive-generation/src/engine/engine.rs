@@ -9,6 +9,7 @@ use overdrive_sys::transfer::to_device;
 use tch::{Device, Tensor};
 use tokenizers::Tokenizer;
 
+use super::flight::Flight;
 use super::model::{EngineModel, RaggedStep, StepAdapters};
 use super::request::{Completion, Completions, Event, Outcome, Request, RequestId, RequestLimits};
 use super::sample::{RequestContext, Sample};
@@ -71,22 +72,24 @@ use crate::{EngineConfig, Error, FinishReason, Result};
 #[derive(Debug)]
 pub struct Engine<M> {
     /// The steps that are replayed; dropped before what they use.
-    captured: Option<CapturedSteps>,
-    model: M,
-    device: Device,
+    pub(super) captured: Option<CapturedSteps>,
+    /// The step that the device computes between two calls of [`step`](Engine::step).
+    pub(super) flight: Option<Flight>,
+    pub(super) model: M,
+    pub(super) device: Device,
     tokenizer: Option<Arc<Tokenizer>>,
-    cache: PagedCache,
-    scheduler: Scheduler<SequenceId, Sample>,
+    pub(super) cache: PagedCache,
+    pub(super) scheduler: Scheduler<SequenceId, Sample>,
     /// The number of unfinished samples of each request.
     live: HashMap<RequestId, usize>,
-    limits: RequestLimits,
+    pub(super) limits: RequestLimits,
     next: u64,
     // Also filled between steps, by `cancel` and by requests that end at submission.
     events: Vec<Event>,
-    counts: EngineStatistics,
+    pub(super) counts: EngineStatistics,
     first_tokens: LatencyWindow,
     /// The logits of a step.
-    logits: StepLogits,
+    pub(super) logits: StepLogits,
 }
 
 impl<M: EngineModel> Engine<M> {
@@ -134,6 +137,7 @@ impl<M: EngineModel> Engine<M> {
         };
         Ok(Engine {
             captured,
+            flight: None,
             device: shape.device,
             limits: RequestLimits {
                 on_cpu: shape.device == Device::Cpu,
@@ -228,9 +232,9 @@ impl<M: EngineModel> Engine<M> {
         Ok(true)
     }
 
-    /// Returns `true` if there is neither a sequence to compute nor an event to return.
+    /// Returns `true` if there is nothing to compute and no event to return.
     pub fn is_idle(&self) -> bool {
-        self.scheduler.is_empty() && self.events.is_empty()
+        self.scheduler.is_empty() && self.events.is_empty() && self.flight.is_none()
     }
 
     /// Computes one step, and returns the events since the last one.
@@ -239,24 +243,18 @@ impl<M: EngineModel> Engine<M> {
     /// When the model or the cache fails. The step is undone, and the next one computes the same. An
     /// error of a single request is returned as its [`Event::Failed`] instead.
     pub fn step(&mut self) -> Result<Vec<Event>> {
-        if !self.scheduler.is_empty() {
+        if !self.scheduler.is_empty() || self.flight.is_some() {
             let start = Instant::now();
             // Per step, because the caller may step the engine from any thread, and the mode belongs to
             // the thread.
             let _no_grad = tch::no_grad_guard();
             self.end_late()?;
-            let mut chunks = self.scheduler.schedule(&mut self.cache)?;
-            // The rows of each adapter lie side by side, so that it is one matmul for all of them.
-            let running = self.scheduler.running();
-            chunks.sort_by_key(|chunk| running[chunk.sequence].data.adapter);
-            if !chunks.is_empty() {
-                let ends = self.forward(&chunks)?;
-                self.scheduler.computed(&chunks);
-                self.choose(&ends)?;
-                self.counts.steps += 1;
-            }
+            let tokens = match self.flight.take() {
+                Some(flight) => self.land(flight)?,
+                None => self.compute()?,
+            };
+            self.counts.steps += u64::from(tokens > 0);
             self.counts.busy += start.elapsed();
-            let tokens: usize = chunks.iter().map(|chunk| chunk.end - chunk.start).sum();
             self.counts.computed_tokens += tokens as u64;
         }
         Ok(std::mem::take(&mut self.events))
@@ -424,12 +422,27 @@ impl<M: EngineModel> Engine<M> {
         }
     }
 
+    /// Computes the step that is due; returns the number of its tokens.
+    fn compute(&mut self) -> Result<usize> {
+        let mut chunks = self.scheduler.schedule(&mut self.cache)?;
+        // The rows of each adapter lie side by side, so that it is one matmul for all of them.
+        let running = self.scheduler.running();
+        chunks.sort_by_key(|chunk| running[chunk.sequence].data.adapter);
+        if chunks.is_empty() {
+            return Ok(0);
+        }
+        if let Some(flight) = self.launch(&chunks)? {
+            return self.land(flight);
+        }
+        let ends = self.forward(&chunks)?;
+        self.scheduler.computed(&chunks);
+        self.choose(&ends)?;
+        Ok(chunks.iter().map(|chunk| chunk.end - chunk.start).sum())
+    }
+
     /// Runs the model over `chunks`. The logits of the sequences whose last token is among them are in
     /// `logits` afterwards; returns the indices of those sequences.
     fn forward(&mut self, chunks: &[Chunk]) -> Result<Vec<usize>> {
-        if let Some(ends) = self.replay(chunks)? {
-            return Ok(ends);
-        }
         let running = self.scheduler.running();
         let new_tokens = |chunk: &Chunk| {
             let new = &running[chunk.sequence].tokens[chunk.start..chunk.end];
@@ -477,42 +490,8 @@ impl<M: EngineModel> Engine<M> {
         Ok(ends)
     }
 
-    /// Does the work of [`forward`](Engine::forward) by a captured step, if every chunk is the last token of a sequence.
-    fn replay(&mut self, chunks: &[Chunk]) -> Result<Option<Vec<usize>>> {
-        let Some(captured) = &mut self.captured else {
-            return Ok(None);
-        };
-        let running = self.scheduler.running();
-        let adapter = |chunk: &Chunk| running[chunk.sequence].data.adapter;
-        let shared = chunks.first().and_then(adapter);
-        let decodes = |chunk: &Chunk| {
-            let is_last = chunk.end == running[chunk.sequence].tokens.len();
-            is_last && chunk.end - chunk.start == 1 && adapter(chunk) == shared
-        };
-        if !chunks.iter().all(decodes) {
-            return Ok(None);
-        }
-        let new_token = |chunk: &Chunk| {
-            let id = self.scheduler.cache_id(chunk.sequence)?;
-            Ok((id, running[chunk.sequence].tokens[chunk.start]))
-        };
-        let new_tokens = chunks.iter().map(new_token).collect::<Result<Vec<_>>>()?;
-        let adapter = shared.and_then(|index| self.limits.adapters.get(index).cloned());
-        let Some((step, logits)) =
-            captured.run(&self.model, &mut self.cache, &new_tokens, adapter)?
-        else {
-            return Ok(None);
-        };
-        let ends: Vec<usize> = chunks.iter().map(|chunk| chunk.sequence).collect();
-        let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
-        let last = std::mem::take(&mut self.logits);
-        self.logits = last.read(&logits, vocabulary, &ends, &mut self.scheduler)?;
-        step.commit();
-        Ok(Some(ends))
-    }
-
     /// Chooses the next token of the running sequences `ends`, whose logits are in `logits`.
-    fn choose(&mut self, ends: &[usize]) -> Result<()> {
+    pub(super) fn choose(&mut self, ends: &[usize]) -> Result<()> {
         let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
         let mut logits = std::mem::take(&mut self.logits);
         let mut ended: HashSet<Arrival> = HashSet::new();

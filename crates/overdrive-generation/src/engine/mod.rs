@@ -7,6 +7,7 @@ mod config;
     reason = "the file holds the type of that name"
 )]
 mod engine;
+mod flight;
 mod handle;
 mod model;
 mod request;

@@ -128,6 +128,11 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         self.waiting.len()
     }
 
+    /// Returns `true` if a waiting sequence could join the next step.
+    pub(super) fn admits(&self) -> bool {
+        !self.waiting.is_empty() && self.running.len() < self.limits.max_sequences
+    }
+
     pub(super) fn is_empty(&self) -> bool {
         self.running.is_empty() && self.waiting.is_empty()
     }

@@ -19,6 +19,8 @@ pub struct EngineStatistics {
     pub steps: u64,
     /// The steps that were replayed CUDA graphs.
     pub replayed_steps: u64,
+    /// Those of them that the device was given before the tokens of the step before were read.
+    pub steps_ahead: u64,
     /// The CUDA graphs that were captured.
     pub graphs: usize,
     /// The bytes of their memory pools, and of what they read and write.

@@ -7,7 +7,7 @@ use super::sample::Sample;
 use super::scheduler::Scheduler;
 use crate::Result;
 use crate::decoder::to_host;
-use crate::device_sampling::{DeviceStep, RowLogits, stays_on_device};
+use crate::device_sampling::{DeviceStep, RowLogits, RowPlan, stays_on_device};
 use crate::rows::ChosenToken;
 
 /// The logits of the sequences that get a token in a step.
@@ -46,21 +46,9 @@ impl StepLogits {
             to_host(logits, &mut scores)?;
             return Ok(StepLogits::Host(scores));
         }
-        let (mut plans, mut first) = (Vec::new(), Vec::new());
-        for (source, &index) in ends.iter().enumerate() {
-            first.push(plans.len());
-            let Some(sequence) = scheduler.sequence(index) else {
-                continue;
-            };
-            let (data, tokens) = (&mut sequence.data, sequence.tokens.as_slice());
-            // In the order in which the samples choose. An error ends the request alone.
-            for sibling in &mut data.siblings {
-                plans.push(sibling.row.plan(source, vocabulary, tokens));
-            }
-            plans.push(data.row.plan(source, vocabulary, tokens));
-        }
-        let step = DeviceStep::new(logits, vocabulary, plans)?;
-        Ok(StepLogits::Device(Box::new(step), first))
+        let plans = StepPlans::new(vocabulary, ends, scheduler);
+        let step = DeviceStep::new(logits, vocabulary, plans.rows)?;
+        Ok(StepLogits::Device(Box::new(step), plans.first))
     }
 
     /// Returns the buffer for the next step, without memory of a device.
@@ -84,6 +72,43 @@ impl StepLogits {
                 Some(SequenceLogits::Device(step.as_mut(), *first.get(number)?))
             }
         }
+    }
+}
+
+/// The plans of the samples that choose in a step.
+pub(super) struct StepPlans {
+    pub(super) rows: Vec<Result<RowPlan>>,
+    /// The row of the first sample of each sequence.
+    pub(super) first: Vec<usize>,
+}
+
+impl StepPlans {
+    /// Returns the plans of the running sequences `ends`, whose logits are rows in this order.
+    pub(super) fn new(
+        vocabulary: usize,
+        ends: &[usize],
+        scheduler: &mut Scheduler<SequenceId, Sample>,
+    ) -> StepPlans {
+        let (mut rows, mut first) = (Vec::new(), Vec::new());
+        for (source, &index) in ends.iter().enumerate() {
+            first.push(rows.len());
+            let Some(sequence) = scheduler.sequence(index) else {
+                continue;
+            };
+            let (data, tokens) = (&mut sequence.data, sequence.tokens.as_slice());
+            // In the order in which the samples choose. An error ends the request alone.
+            for sibling in &mut data.siblings {
+                rows.push(sibling.row.plan(source, vocabulary, tokens));
+            }
+            rows.push(data.row.plan(source, vocabulary, tokens));
+        }
+        StepPlans { rows, first }
+    }
+
+    /// Returns `true` if each sequence takes the token with the largest logit.
+    pub(super) fn are_greedy(&self) -> bool {
+        self.rows.len() == self.first.len()
+            && (self.rows.iter()).all(|plan| plan.as_ref().is_ok_and(RowPlan::is_greedy))
     }
 }
 

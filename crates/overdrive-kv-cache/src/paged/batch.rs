@@ -87,7 +87,11 @@ impl<'a> PagedBatch<'a> {
 
     /// Returns the number of tokens of the longest sequence, its new ones included: all positions are below it.
     pub fn longest(&self) -> i64 {
-        let lengths = self.step.prepared.iter().map(|new| new.past + new.tokens.len());
+        let lengths = self
+            .step
+            .prepared
+            .iter()
+            .map(|new| new.past + new.tokens.len());
         to_i64(lengths.max().unwrap_or(0))
     }
 
@@ -279,6 +283,12 @@ impl<'a> PagedStep<'a> {
         let prepared = std::mem::take(&mut self.prepared);
         // Emptied above, so that `drop` has nothing left to cancel.
         self.cache.block_tables().commit(prepared);
+    }
+
+    /// Leaves the new tokens to the cache, apart from their sequences.
+    pub(super) fn launch(mut self) {
+        let prepared = std::mem::take(&mut self.prepared);
+        self.cache.block_tables().launch(prepared);
     }
 }
 

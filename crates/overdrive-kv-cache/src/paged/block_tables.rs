@@ -65,6 +65,8 @@ pub(super) struct BlockTables {
     pool: BlockPool,
     index: PrefixIndex,
     sequences: HashMap<SequenceId, Sequence>,
+    /// The new tokens of a step that a device has been given.
+    launched: Vec<PreparedSequence>,
     next: u64,
     block_size: usize,
     share_prefixes: bool,
@@ -77,6 +79,7 @@ impl BlockTables {
             pool: BlockPool::new(blocks),
             index: PrefixIndex::new(blocks as usize),
             sequences: HashMap::new(),
+            launched: Vec::new(),
             next: 0,
             block_size,
             share_prefixes,
@@ -174,6 +177,13 @@ impl BlockTables {
         &mut self,
         new_tokens: &[(SequenceId, &[i64])],
     ) -> Result<Vec<PreparedSequence>> {
+        if !self.launched.is_empty() {
+            return Err(Error::Unsupported {
+                cache: "a paged cache",
+                what: "begin a step while another is launched",
+                hint: "call `land` first, which ends it",
+            });
+        }
         let mut seen = HashSet::new();
         let mut needed = 0_usize;
         for (id, tokens) in new_tokens {
@@ -245,6 +255,28 @@ impl BlockTables {
                 self.pool.release(block, false);
             }
         }
+    }
+
+    /// Keeps a step until [`land`](BlockTables::land).
+    pub(super) fn launch(&mut self, prepared: Vec<PreparedSequence>) {
+        self.launched = prepared;
+    }
+
+    /// Commits the sequences of the launched step that get a token, and cancels the others.
+    pub(super) fn land(&mut self, mut token: impl FnMut(SequenceId) -> Option<i64>) {
+        let (mut done, mut undone) = (Vec::new(), Vec::new());
+        for mut new in std::mem::take(&mut self.launched) {
+            let token = token(new.id).filter(|_| self.sequences.contains_key(&new.id));
+            match token {
+                Some(token) => {
+                    new.tokens = vec![token];
+                    done.push(new);
+                }
+                None => undone.push(new),
+            }
+        }
+        self.commit(done);
+        self.cancel(undone);
     }
 
     /// Counts the new tokens, and adds full blocks to the index.
@@ -404,6 +436,9 @@ impl BlockTables {
                     _ => {}
                 }
             }
+        }
+        for block in self.launched.iter().flat_map(|new| &new.taken) {
+            references[*block as usize] += 1;
         }
         self.pool.audit(&references)?;
         self.index.audit()?;

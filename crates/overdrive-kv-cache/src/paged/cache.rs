@@ -182,6 +182,13 @@ impl PagedCache {
         Ok(PagedBatch::new(step, slots, layout))
     }
 
+    /// Ends the step that was [launched](crate::PagedDecodeStep::launch), if there is one: `token` returns the new token
+    /// of each of its sequences, which is added to it. Where it returns `None`, and for a sequence that is no longer
+    /// there, the block of the new token is given back.
+    pub fn land(&mut self, token: impl FnMut(SequenceId) -> Option<i64>) {
+        self.tables.land(token);
+    }
+
     /// Takes the blocks for new tokens, and copies shared ones.
     pub(super) fn step<'a>(
         &'a mut self,

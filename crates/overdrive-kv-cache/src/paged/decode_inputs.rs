@@ -117,7 +117,12 @@ impl PagedDecodeInputs {
                 Some(new) => {
                     let block = new.table.get(new.past / block_size).copied().unwrap_or(0);
                     let id = new.tokens.first().copied().unwrap_or(0);
-                    [id, to_i64(new.past), block.into(), to_i64(new.past % block_size)]
+                    [
+                        id,
+                        to_i64(new.past),
+                        block.into(),
+                        to_i64(new.past % block_size),
+                    ]
                 }
                 None => [0, 0, self.padding.into(), 0],
             };
@@ -146,7 +151,9 @@ impl PagedDecodeInputs {
     }
 
     fn longs(&self, part: usize, rows: usize) -> Result<Tensor> {
-        let words = self.words.f_narrow(0, to_i64(self.parts.long(part)), to_i64(2 * rows))?;
+        let words = self
+            .words
+            .f_narrow(0, to_i64(self.parts.long(part)), to_i64(2 * rows))?;
         Ok(words.f_view_dtype(Kind::Int64)?)
     }
 
@@ -166,7 +173,9 @@ impl PagedDecodeInputs {
         let blocks = self.ints(parts.blocks(), parts.table)?;
         if self.words.device() != Device::Cpu {
             let (longest, size) = (self.longest, self.block_size);
-            return Ok(PagedLayout::of_device(&blocks, &starts, &counts, longest, size)?);
+            return Ok(PagedLayout::of_device(
+                &blocks, &starts, &counts, longest, size,
+            )?);
         }
         // The kernel of the CPU takes the tables of the host: those of this step.
         let read = |tensor: &Tensor| Ok::<_, Error>(Vec::<i32>::try_from(tensor)?);
@@ -180,7 +189,13 @@ impl PagedDecodeInputs {
         };
         let tables = starts.iter().zip(&counts).map(table).collect();
         let queries = vec![1; rows];
-        Ok(PagedLayout::new(tables, queries, counts, self.block_size, Device::Cpu)?)
+        Ok(PagedLayout::new(
+            tables,
+            queries,
+            counts,
+            self.block_size,
+            Device::Cpu,
+        )?)
     }
 }
 
@@ -271,12 +286,29 @@ impl PagedDecodeStep<'_> {
     /// # Errors
     /// An error of libtorch.
     pub fn batch(&mut self) -> Result<PagedBatch<'_>> {
-        let (slots, layout) = (self.inputs.slots(self.rows)?, self.inputs.layout(self.rows)?);
+        let (slots, layout) = (
+            self.inputs.slots(self.rows)?,
+            self.inputs.layout(self.rows)?,
+        );
         Ok(PagedBatch::new(self.step.without_tokens(), slots, layout))
+    }
+
+    /// Replaces the new tokens by those of a tensor of the same device, i32 or i64 `(N,)`, which the host need not know.
+    ///
+    /// # Errors
+    /// An error of libtorch.
+    pub fn set_input_ids(&self, ids: &Tensor) -> Result<()> {
+        let mut to = self.inputs.longs(0, ids.numel())?;
+        Ok(to.f_copy_(ids)?)
     }
 
     /// Adds the new tokens to their sequences: the model has been run, or its captured step replayed.
     pub fn commit(self) {
         self.step.commit();
+    }
+
+    /// Ends the borrow of the cache, which keeps the new tokens apart until [`PagedCache::land`].
+    pub fn launch(self) {
+        self.step.launch();
     }
 }

@@ -1,0 +1,253 @@
+//! Steps that a device computes while the host does something else.
+
+use overdrive_kv_cache::SequenceId;
+use overdrive_sys::transfer::{CopyEvent, copy_async, empty_pinned, to_device};
+use tch::{Device, Tensor};
+
+use super::engine::Engine;
+use super::model::EngineModel;
+use super::scheduler::Chunk;
+use super::step_logits::{StepLogits, StepPlans};
+use crate::Result;
+use crate::captured::Replayed;
+use crate::device_sampling::{DeviceStep, stays_on_device};
+
+/// A replayed step whose results have not been read: the next token of each of some sequences.
+#[derive(Debug)]
+pub(super) struct Flight {
+    sequences: Vec<SequenceId>,
+    adapter: Option<usize>,
+    /// The logits `(N, V)`, until the next replay.
+    logits: Tensor,
+    /// The token with the largest logit of each row, i32 `(N,)` on the device.
+    likeliest: Tensor,
+    best: Best,
+}
+
+/// The largest logit and its token of each row, on their way to the host.
+#[derive(Debug)]
+struct Best {
+    /// Where they come from, kept until they have arrived.
+    device: Tensor,
+    host: Tensor,
+    event: CopyEvent,
+}
+
+impl Best {
+    /// Begins to copy `best`, i32 `(N, 2)`, which the next replay overwrites.
+    fn new(best: &Tensor) -> Result<Best> {
+        let device = best.f_to_dtype(best.f_kind()?, false, true)?;
+        let host = match best.device() {
+            Device::Cpu => device.f_empty_like()?,
+            _ => empty_pinned(&best.size(), best.f_kind()?)?,
+        };
+        let event = copy_async(&device, &host)?;
+        Ok(Best {
+            device,
+            host,
+            event,
+        })
+    }
+
+    fn wait(self) -> Result<Vec<i32>> {
+        self.event.wait()?;
+        Ok(Vec::<i32>::try_from(self.host.f_flatten(0, -1)?)?)
+    }
+}
+
+/// What a flight has computed.
+struct Results {
+    logits: Tensor,
+    likeliest: Tensor,
+    best: Best,
+    /// The rows whose sequences still run, if not all do.
+    kept: Option<Vec<i64>>,
+}
+
+impl Flight {
+    fn new(
+        replayed: Replayed<'_>,
+        sequences: Vec<SequenceId>,
+        adapter: Option<usize>,
+    ) -> Result<Flight> {
+        let best = Best::new(&replayed.best)?;
+        replayed.step.launch();
+        Ok(Flight {
+            likeliest: best.device.f_select(1, 1)?,
+            best,
+            sequences,
+            adapter,
+            logits: replayed.logits,
+        })
+    }
+}
+
+impl<M: EngineModel> Engine<M> {
+    /// Launches a step in which every chunk is the last token of a sequence; `None` if it is another one or cannot be
+    /// replayed.
+    pub(super) fn launch(&mut self, chunks: &[Chunk]) -> Result<Option<Flight>> {
+        let Some(captured) = &mut self.captured else {
+            return Ok(None);
+        };
+        let running = self.scheduler.running();
+        let adapter = |chunk: &Chunk| running[chunk.sequence].data.adapter;
+        let shared = chunks.first().and_then(adapter);
+        let decodes = |chunk: &Chunk| {
+            let is_last = chunk.end == running[chunk.sequence].tokens.len();
+            is_last && chunk.end - chunk.start == 1 && adapter(chunk) == shared
+        };
+        if !chunks.iter().all(decodes) {
+            return Ok(None);
+        }
+        let new_token = |chunk: &Chunk| {
+            let id = self.scheduler.cache_id(chunk.sequence)?;
+            Ok((id, running[chunk.sequence].tokens[chunk.start]))
+        };
+        let new_tokens = chunks.iter().map(new_token).collect::<Result<Vec<_>>>()?;
+        let name = shared.and_then(|index| self.limits.adapters.get(index).cloned());
+        let replayed = captured.run(&self.model, &mut self.cache, &new_tokens, None, name)?;
+        let sequences = new_tokens.into_iter().map(|(id, _)| id).collect();
+        replayed
+            .map(|replayed| Flight::new(replayed, sequences, shared))
+            .transpose()
+    }
+
+    /// Reads the results of a flight, and lets its sequences that still run choose their tokens. Where the next step
+    /// follows from this one, the device gets it before the host waits.
+    pub(super) fn land(&mut self, flight: Flight) -> Result<usize> {
+        let Flight {
+            sequences,
+            adapter,
+            logits,
+            likeliest,
+            best,
+        } = flight;
+        let count = self.scheduler.running().len();
+        let ids = (0..count).map(|index| self.scheduler.cache_id(index));
+        let ids = ids.collect::<Result<Vec<SequenceId>>>()?;
+        let mut kept: Vec<i64> = Vec::with_capacity(sequences.len());
+        let mut ends = Vec::with_capacity(sequences.len());
+        for (row, sequence) in sequences.iter().enumerate() {
+            // In the same order, with others between them at most.
+            let from = ends.last().map_or(0, |last| last + 1);
+            let found = |index: &usize| ids[*index] == *sequence;
+            if let Some(index) = (from..count).chain(0..from).find(found) {
+                kept.push(row as i64);
+                ends.push(index);
+            }
+        }
+        let running = self.scheduler.running();
+        // Committed before the results are known: the keys are written whatever they are, and the next step needs them.
+        self.cache.land(|id| {
+            let index = ends.iter().find(|index| ids[**index] == id)?;
+            running[*index].tokens.last().copied()
+        });
+        if ends.is_empty() {
+            return Ok(0);
+        }
+        let chunks: Vec<Chunk> = ends
+            .iter()
+            .map(|&sequence| {
+                let end = running[sequence].tokens.len();
+                Chunk {
+                    sequence,
+                    start: end - 1,
+                    end,
+                }
+            })
+            .collect();
+        let results = Results {
+            logits,
+            likeliest,
+            best,
+            kept: (kept.len() < sequences.len()).then_some(kept),
+        };
+        match self.read(results, &ends, &sequences, adapter) {
+            Ok(logits) => self.logits = logits,
+            Err(error) => {
+                // The step is undone, so that the next one computes the same.
+                self.flight = None;
+                self.cache.land(|_| None);
+                for chunk in &chunks {
+                    self.cache.truncate(ids[chunk.sequence], chunk.start)?;
+                }
+                return Err(error);
+            }
+        }
+        self.scheduler.computed(&chunks);
+        self.choose(&ends)?;
+        Ok(ends.len())
+    }
+
+    /// Returns the logits of the running sequences `ends`, or what their samples need of them.
+    fn read(
+        &mut self,
+        results: Results,
+        ends: &[usize],
+        sequences: &[SequenceId],
+        adapter: Option<usize>,
+    ) -> Result<StepLogits> {
+        let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
+        let logits = match &results.kept {
+            None => results.logits,
+            Some(kept) => {
+                let kept = to_device(Tensor::f_from_slice(kept)?, self.device)?;
+                results.logits.f_index_select(0, &kept)?
+            }
+        };
+        if results.kept.is_some() || !stays_on_device(&logits) {
+            let last = std::mem::take(&mut self.logits);
+            return last.read(&logits, vocabulary, ends, &mut self.scheduler);
+        }
+        let plans = StepPlans::new(vocabulary, ends, &mut self.scheduler);
+        let step = if plans.are_greedy() {
+            if self.next_follows(ends)? {
+                self.flight = self.follow(sequences, &results.likeliest, adapter)?;
+                self.counts.steps_ahead += u64::from(self.flight.is_some());
+            }
+            DeviceStep::greedy(&logits, vocabulary, plans.rows, results.best.wait()?)
+        } else {
+            DeviceStep::new(&logits, vocabulary, plans.rows)?
+        };
+        Ok(StepLogits::Device(Box::new(step), plans.first))
+    }
+
+    /// Returns `true` if the next step has the same sequences, whatever their tokens are, unless one of these ends its
+    /// sequence; its row is then computed for nothing.
+    fn next_follows(&self, ends: &[usize]) -> Result<bool> {
+        let running = self.scheduler.running();
+        if ends.len() != running.len() || self.scheduler.admits() {
+            return Ok(false);
+        }
+        let mut blocks = 0;
+        for (index, sequence) in running.iter().enumerate() {
+            if sequence.tokens.len() + 1 >= sequence.data.row.limit.0 {
+                return Ok(false);
+            }
+            blocks += self.cache.blocks_needed(self.scheduler.cache_id(index)?, 1);
+        }
+        Ok(blocks <= self.cache.free_blocks())
+    }
+
+    /// Launches the step with the tokens that only the device knows.
+    fn follow(
+        &mut self,
+        sequences: &[SequenceId],
+        likeliest: &Tensor,
+        adapter: Option<usize>,
+    ) -> Result<Option<Flight>> {
+        let Some(captured) = &mut self.captured else {
+            return Ok(None);
+        };
+        let name = adapter.and_then(|index| self.limits.adapters.get(index).cloned());
+        if !captured.knows(sequences.len(), name.clone()) {
+            return Ok(None);
+        }
+        let new_tokens: Vec<(SequenceId, i64)> = sequences.iter().map(|id| (*id, 0)).collect();
+        let (model, cache) = (&self.model, &mut self.cache);
+        let replayed = captured.run(model, cache, &new_tokens, Some(likeliest), name)?;
+        replayed
+            .map(|replayed| Flight::new(replayed, sequences.to_vec(), adapter))
+            .transpose()
+    }
+}
