@@ -55,6 +55,9 @@ struct Flags {
     /// MiB for keys and values [default: what one longest conversation takes, from 1024 to 4096]
     #[arg(long)]
     cache_mib: Option<u64>,
+    /// Capture no CUDA graphs: on a GPU, launch the operations of each step one after another
+    #[arg(long)]
+    enforce_eager: bool,
     #[command(flatten)]
     generation: GenerationFlags,
 }
@@ -97,6 +100,7 @@ fn run(flags: &Flags) -> Result<()> {
     options.engine.max_num_seqs = flags.max_num_seqs;
     options.engine.max_model_len = flags.max_model_len;
     options.engine.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
+    options.engine.enforce_eager = flags.enforce_eager;
     let mut output = open(&flags.output)?;
     let mut answers = 0;
     let mut written = Ok(());

@@ -58,6 +58,9 @@ struct Flags {
     /// MiB for keys and values [default: from 1024 to 4096, by the model's context]
     #[arg(long)]
     cache_mib: Option<u64>,
+    /// Capture no CUDA graphs: on a GPU, launch the operations of each step one after another
+    #[arg(long)]
+    enforce_eager: bool,
     /// Number of open connections; requests on more are answered by 503
     #[arg(long, default_value_t = 512)]
     max_connections: usize,
@@ -158,6 +161,7 @@ fn engine(
     config.max_num_seqs = flags.max_num_seqs;
     config.max_model_len = flags.max_model_len;
     config.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
+    config.enforce_eager = flags.enforce_eager;
     Ok(Engine::new(model, config)?.with_tokenizer(tokenizer))
 }
 

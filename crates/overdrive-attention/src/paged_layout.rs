@@ -112,6 +112,12 @@ impl PagedLayout {
         Ok(layout)
     }
 
+    /// Returns `true` if a device takes layouts that it alone knows ([`of_device`](PagedLayout::of_device)): a GPU on which
+    /// the kernels of overdrive-gpu are used.
+    pub fn is_read_by(device: Device) -> bool {
+        device.is_cuda() && matches!(overdrive_gpu::kernels(device), Ok(Some(_)))
+    }
+
     /// Takes a layout of sequences of one query each from tensors of a GPU, for captured steps, in which the host decides
     /// nothing: a replay reads the numbers that the tensors hold then. i32, with addresses that are multiples of 16 bytes:
     ///
@@ -119,8 +125,8 @@ impl PagedLayout {
     /// - `key_starts (N,)`: where the blocks of each sequence begin among them, times `block_size`;
     /// - `key_counts (N,)`: the keys of each sequence, its new one included; `longest_keys` at most.
     ///
-    /// The host checks none of them. Only the decode kernel of overdrive-gpu takes such a layout;
-    /// [`attention_paged`](crate::attention_paged) fails where it is not used.
+    /// The host checks none of them. Only the decode kernel of overdrive-gpu takes such a layout
+    /// ([`is_read_by`](PagedLayout::is_read_by)); [`attention_paged`](crate::attention_paged) fails where it is not used.
     ///
     /// # Errors
     /// [`Error::PagedLayout`] for another dtype or shape; [`Error::Torch`] if memory runs out.

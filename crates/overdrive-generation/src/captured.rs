@@ -75,7 +75,7 @@ pub(crate) struct GraphCounts {
 
 impl CapturedSteps {
     /// Returns the steps of up to `sequences` sequences of up to `longest` tokens; `None` where none is captured: on a
-    /// CPU, or without the memory for it, which is logged.
+    /// CPU, on a GPU without the kernels of overdrive-gpu, or without the memory for it, which is logged.
     pub(crate) fn new<M: EngineModel>(
         model: &M,
         cache: &PagedCache,
@@ -83,7 +83,7 @@ impl CapturedSteps {
         longest: usize,
     ) -> Option<CapturedSteps> {
         let device = cache.config().device;
-        if !device.is_cuda() && !is_forced() {
+        if !PagedCache::can_be_captured(device) && !is_forced() {
             return None;
         }
         match CapturedSteps::allocate(model, cache, sequences, longest) {

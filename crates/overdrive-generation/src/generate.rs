@@ -143,7 +143,7 @@ fn token_by_token<M: GenerationModel + ?Sized>(
                 decoder.reorder(&kept)?;
             }
             let logits = decoder.step(&rows.last_tokens())?;
-            rows.choose(&logits, on_token)?;
+            rows.choose_ahead(&logits, on_token, |likeliest| decoder.look_ahead(likeliest))?;
             rows.check_time();
         }
     }

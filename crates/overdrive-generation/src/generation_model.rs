@@ -66,6 +66,16 @@ pub trait RowDecoder {
     /// An error of the model.
     fn step(&mut self, tokens: &[i64]) -> Result<Tensor>;
 
+    /// Begins the next [`step`](RowDecoder::step), whose tokens are these of a device, i64 `(B, 1)`; the host does not know
+    /// them yet. The step that follows has the same tokens, unless the rows are reordered before it. Default: nothing.
+    ///
+    /// # Errors
+    /// An error of the model.
+    fn look_ahead(&mut self, tokens: &Tensor) -> Result<()> {
+        let _tokens = tokens;
+        Ok(())
+    }
+
     /// Reorders the rows: row `i` becomes the old row `rows[i]`. A row may appear several times or not at all.
     ///
     /// # Errors

@@ -343,7 +343,7 @@ impl<'a> Rows<'a> {
     /// Chooses the next token of every unfinished row. `logits (B, 1, V)`.
     pub(crate) fn choose(&mut self, logits: &Tensor, on_token: &mut OnToken<'_>) -> Result<()> {
         if stays_on_device(logits) {
-            return self.choose_on_device(logits, on_token);
+            return self.choose_on_device(logits, on_token, |_| Ok(()));
         }
         let vocabulary = to_host(logits, &mut self.scores)?;
         let chunks = self.scores.chunks_exact_mut(vocabulary);
@@ -357,7 +357,26 @@ impl<'a> Rows<'a> {
         Ok(())
     }
 
-    fn choose_on_device(&mut self, logits: &Tensor, on_token: &mut OnToken<'_>) -> Result<()> {
+    /// Chooses tokens as [`choose`](Rows::choose) does. If every row of the batch takes the token with its largest logit,
+    /// and its logits are on a device, `ahead` is called with these, i64 `(B, 1)`, before the host waits for them.
+    pub(crate) fn choose_ahead(
+        &mut self,
+        logits: &Tensor,
+        on_token: &mut OnToken<'_>,
+        ahead: impl FnOnce(&Tensor) -> Result<()>,
+    ) -> Result<()> {
+        match stays_on_device(logits) {
+            true => self.choose_on_device(logits, on_token, ahead),
+            false => self.choose(logits, on_token),
+        }
+    }
+
+    fn choose_on_device(
+        &mut self,
+        logits: &Tensor,
+        on_token: &mut OnToken<'_>,
+        ahead: impl FnOnce(&Tensor) -> Result<()>,
+    ) -> Result<()> {
         let vocabulary = logits.size().last().copied().unwrap_or(0);
         let vocabulary = vocabulary.unsigned_abs() as usize;
         let rows = self.batch.iter().copied().enumerate();
@@ -369,7 +388,13 @@ impl<'a> Rows<'a> {
             let row = &mut self.rows[index];
             plans.push(Ok(row.state.plan(source, vocabulary, &row.ids)?));
         }
-        let step = DeviceStep::new(logits, vocabulary, plans)?;
+        let is_whole = live.len() == self.batch.len();
+        let step = DeviceStep::before_reading(logits, vocabulary, plans, |likeliest| {
+            if is_whole {
+                ahead(likeliest)?;
+            }
+            Ok(())
+        })?;
         for (planned, (_, index)) in live.into_iter().enumerate() {
             let row = &mut self.rows[index];
             let logits = RowLogits::Device(&step, planned);

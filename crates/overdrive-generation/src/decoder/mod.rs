@@ -1,5 +1,6 @@
 //! A model with its cache of the rows of a batch.
 
+use overdrive_kv_cache::PagedCache;
 use overdrive_sys::transfer::to_device;
 use overdrive_transformer::CausalLm;
 use tch::{Device, Kind, Tensor};
@@ -139,6 +140,13 @@ impl RowDecoder for Decoder<'_> {
         }
     }
 
+    fn look_ahead(&mut self, tokens: &Tensor) -> Result<()> {
+        match &mut self.layout {
+            Layout::Padded(_) => Ok(()),
+            Layout::Ragged(rows) => rows.look_ahead(tokens),
+        }
+    }
+
     /// Reorders the rows: row `i` becomes the old row `rows[i]`.
     fn reorder(&mut self, order: &[usize]) -> Result<()> {
         match &mut self.layout {
@@ -156,7 +164,7 @@ impl RowDecoder for Decoder<'_> {
 /// Returns `true` if the steps of rows over a paged cache would be captured, and memory for their last tokens, which a
 /// paged cache takes at the beginning, is no concern.
 fn captures(model: &CausalLm, size: DecoderSize) -> bool {
-    if !model.device().is_cuda() {
+    if !PagedCache::can_be_captured(model.device()) {
         return is_forced();
     }
     let config = model.config();

@@ -16,6 +16,8 @@ const WORTH_A_CAPTURE: usize = 8;
 pub(super) struct Ragged<'a> {
     /// The steps that are replayed; dropped before what they use.
     captured: Option<CapturedSteps>,
+    /// The logits `(B, V)` of the step that has been begun.
+    ahead: Option<Tensor>,
     model: &'a CausalLm,
     cache: PagedCache,
     rows: Vec<SequenceId>,
@@ -58,6 +60,7 @@ impl<'a> Ragged<'a> {
             .collect::<Result<_>>()?;
         Ok(Ragged {
             captured,
+            ahead: None,
             model,
             cache,
             rows,
@@ -93,6 +96,12 @@ impl<'a> Ragged<'a> {
     }
 
     pub(super) fn step(&mut self, tokens: &[i64]) -> Result<Tensor> {
+        if let Some(logits) = self.ahead.take() {
+            let rows = &self.rows;
+            let row = |id| rows.iter().position(|row| *row == id);
+            self.cache.land(|id| tokens.get(row(id)?).copied());
+            return Ok(logits.f_unsqueeze(1)?);
+        }
         if let Some(captured) = &mut self.captured {
             let rows = self.rows.iter().copied();
             let new_tokens: Vec<_> = rows.zip(tokens.iter().copied()).collect();
@@ -108,16 +117,47 @@ impl<'a> Ragged<'a> {
         Ok(self.forward(&new_tokens, false)?.f_transpose(0, 1)?)
     }
 
+    /// Begins the next step, if it can be replayed.
+    pub(super) fn look_ahead(&mut self, tokens: &Tensor) -> Result<()> {
+        let Some(captured) = &mut self.captured else {
+            return Ok(());
+        };
+        let needed = self.rows.iter().map(|id| self.cache.blocks_needed(*id, 1));
+        if !captured.knows(self.rows.len(), None)
+            || needed.sum::<usize>() > self.cache.free_blocks()
+        {
+            return Ok(());
+        }
+        let new_tokens: Vec<_> = self.rows.iter().map(|id| (*id, 0)).collect();
+        let ids = tokens.f_flatten(0, -1)?;
+        let (model, cache) = (self.model, &mut self.cache);
+        if let Some(replayed) = captured.run(model, cache, &new_tokens, Some(&ids), None)? {
+            replayed.step.launch();
+            self.ahead = Some(replayed.logits);
+        }
+        Ok(())
+    }
+
+    /// Forgets the step that has been begun, because another one follows.
+    fn turn_back(&mut self) {
+        if self.ahead.take().is_some() {
+            self.cache.land(|_| None);
+        }
+    }
+
     pub(super) fn extend(&mut self, tokens: &[i64]) -> Result<Tensor> {
+        self.turn_back();
         let row = self.rows[0];
         self.forward(&[(row, tokens)], true)
     }
 
     pub(super) fn truncate(&mut self, len: usize) -> Result<()> {
+        self.turn_back();
         Ok(self.cache.truncate(self.rows[0], len)?)
     }
 
     pub(super) fn reorder(&mut self, order: &[usize]) -> Result<()> {
+        self.turn_back();
         let mut taken = vec![false; self.rows.len()];
         let mut rows = Vec::with_capacity(order.len());
         for &old in order {

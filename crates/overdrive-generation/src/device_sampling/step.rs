@@ -102,6 +102,17 @@ impl DeviceStep {
         vocabulary: usize,
         rows: Vec<Result<RowPlan>>,
     ) -> Result<DeviceStep> {
+        DeviceStep::before_reading(logits, vocabulary, rows, |_| Ok(()))
+    }
+
+    /// Computes a step like [`new`](DeviceStep::new). If every row takes the token with its largest logit, `ahead` is called
+    /// with these, i64 `(B, 1)` on the device, before the host waits for them.
+    pub(crate) fn before_reading(
+        logits: &Tensor,
+        vocabulary: usize,
+        rows: Vec<Result<RowPlan>>,
+        ahead: impl FnOnce(&Tensor) -> Result<()>,
+    ) -> Result<DeviceStep> {
         let logits = logits.f_reshape([-1, vocabulary as i64])?;
         let mut step = DeviceStep {
             logits,
@@ -111,7 +122,7 @@ impl DeviceStep {
             columns: Columns::default(),
         };
         if step.plans().next().is_some() {
-            step.run()?;
+            step.run(ahead)?;
         }
         Ok(step)
     }
@@ -171,7 +182,7 @@ impl DeviceStep {
         self.rows[..row].iter().filter(|plan| plan.is_ok()).count()
     }
 
-    fn run(&mut self) -> Result<()> {
+    fn run(&mut self, ahead: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
         let device = self.logits.device();
         let plans: Vec<&RowPlan> = self.plans().collect();
         let count = plans.len() as i64;
@@ -236,6 +247,9 @@ impl DeviceStep {
         }
         let all = Tensor::f_cat(&packed.tensors, 1)?;
         columns.width = packed.width;
+        if self.rows.len() == plans.len() && plans.iter().all(|plan| plan.is_greedy()) {
+            ahead(&best)?;
+        }
         // The one read of the step.
         let host = transfer::to_host(&all)?;
         let mut words = vec![0; packed.width * count as usize];

@@ -31,7 +31,8 @@ pub struct EngineConfig {
     pub watermark: f64,
     /// If `true`, every step launches its operations one after another. Default `false`: on a GPU, steps in which every
     /// sequence gets its next token are captured in CUDA graphs, one for 1, 2, 4, 8, 16, 24, … sequences, when their
-    /// number first appears (a tenth of a second), and replayed. Does nothing on a CPU.
+    /// number first appears (a tenth of a second), and replayed, where the kernels of overdrive-gpu are used. Does nothing
+    /// on a CPU.
     pub enforce_eager: bool,
 }
 

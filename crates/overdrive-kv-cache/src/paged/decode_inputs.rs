@@ -204,6 +204,12 @@ fn int(number: i64) -> i32 {
 }
 
 impl PagedCache {
+    /// Returns `true` if steps over a cache of a device can be captured: where attention reads the tables on the device,
+    /// which the kernels of overdrive-gpu do.
+    pub fn can_be_captured(device: Device) -> bool {
+        PagedLayout::is_read_by(device)
+    }
+
     /// Allocates the inputs of decoding steps of up to `rows` sequences with up to `longest` tokens each.
     ///
     /// # Errors
