@@ -1,20 +1,21 @@
-"""Products of 1 to 64 rows with weights of 4 or 8 bits on tensor cores. Codes become f16 or bf16 in registers.
+"""Products of 1 to 64 rows of f16 or bf16 with weights of 4 or 8 bits on tensor cores. Codes become numbers in registers.
 
 A program takes OUTPUTS rows of the weight. Each step of it takes SLICES blocks of BLOCK inputs; with several slices each warp
 multiplies its own. A block of 4-bit codes is two products: of the low halves of its bytes with every second input, and of
 the high halves with the others, so that no code has to move. Sums are in f32, in an order that depends on the sizes only:
 with `splits` programs for the same outputs, the last one to finish adds the sums of all in their order.
 
-FORMAT says what a code stands for, before the scale; all of them are exact but NF4, whose numbers are rounded:
+FORMAT says what a code stands for, before the scale:
 - INT8: an i8. FP8: a float of 8 bits, e4m3.
-- INT4: a code of 4 bits minus 8, or with OFFSET the code, and the offset of its group is added.
-- NF4 and FP4: an index of 16 numbers.
+- INT4: a code of 4 bits minus 8, or with OFFSET the code, and the offset of its group is added. The first of two codes is in
+  the low half of a byte.
+- BOOK: an index of 16 numbers. The first of two codes is in the high half. The numbers are rounded; `ratio` undoes the factor
+  with which they are rounded least.
 GROUP inputs of an output have one scale; 0 says that all have. With NESTED a scale is an 8-bit code of a book of 256
 numbers, with a scale for 256 codes, and a number is added to it.
 """
 
 import os
-import struct
 
 import triton
 import triton.language as tl
@@ -22,62 +23,13 @@ import triton.language as tl
 INT8 = tl.constexpr(0)
 FP8 = tl.constexpr(1)
 INT4 = tl.constexpr(2)
-NF4 = tl.constexpr(3)
-FP4 = tl.constexpr(4)
+BOOK = tl.constexpr(3)
 
 # The interpreter has no assembler: there the same numbers are made by other means.
 ASSEMBLER = tl.constexpr(os.environ.get("TRITON_INTERPRET") != "1")
 
-NF4_NUMBERS = [
-    -1.0, -0.6961928, -0.52507305, -0.3949175, -0.28444138, -0.18477343, -0.091050036, 0.0,
-    0.0795803, 0.1609302, 0.2461123, 0.33791524, 0.44070983, 0.562617, 0.72295684, 1.0,
-]
-# Of FP4 times 12, as a float has them.
-FP4_NUMBERS = [0.0, 0.0625, 8.0, 12.0, 4.0, 6.0, 2.0, 3.0, -0.0, -0.0625, -8.0, -12.0, -4.0, -6.0, -2.0, -3.0]
-
-
-def bits_of(number, half):
-    """Returns the bits of a number as f16 or bf16, rounded to nearest even."""
-    if half:
-        return struct.unpack("<H", struct.pack("<e", number))[0]
-    bits = struct.unpack("<I", struct.pack("<f", number))[0]
-    return (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16
-
-
-def number_of(bits, half):
-    if half:
-        return struct.unpack("<e", struct.pack("<H", bits))[0]
-    return struct.unpack("<f", struct.pack("<I", bits << 16))[0]
-
-
-def error_of(factor, half):
-    """Returns the mean squared relative error of the numbers of NF4 times a factor."""
-    scaled = [number * factor for number in NF4_NUMBERS if number]
-    return sum((number_of(bits_of(s, half), half) / s - 1.0) ** 2 for s in scaled)
-
-
-def best_factor(half):
-    """Returns the factor with which the numbers of NF4 are rounded least."""
-    return min((1.0 + step / 1024 for step in range(1024)), key=lambda factor: error_of(factor, half))
-
-
-FACTORS = {half: best_factor(half) for half in (False, True)}
-
-
-def book_of(nf4, half):
-    """Returns the 16 numbers as the products take them."""
-    numbers = [number * FACTORS[half] for number in NF4_NUMBERS] if nf4 else FP4_NUMBERS
-    return [bits_of(number, half) for number in numbers]
-
-
-def words_of(book):
-    """Returns the numbers as bytes: the low bytes of all in four words, then the high ones."""
-    low, high = bytes(b & 255 for b in book), bytes(b >> 8 for b in book)
-    return list(struct.unpack("<8i", low + high))
-
-
 def book_lines():
-    """Looks up eight codes. A byte permutation looks up four codes of 3 bits in 8 bytes, and the fourth bit selects.
+    """Returns assembler that looks up eight codes. A byte permutation looks up four codes of 3 bits in 8 bytes, and the fourth bit selects.
 
     Each word comes four times, for each of the bytes that are looked up together. As constants they would be moved to a
     register for each look-up.
@@ -98,7 +50,7 @@ def book_lines():
 
 
 def int4_lines(half, centered):
-    """Puts a code into the last bits of 1024 or 128, and subtracts that."""
+    """Returns assembler that puts a code into the last bits of 1024 or 128, and subtracts that and, if centered, 8."""
     high, one, least = ("0x64646464", "0x3c003c00", 0xE400) if half else ("0x43434343", "0x3f803f80", 0xC300)
     least += 8 if centered else 0
     kind = "f16x2" if half else "bf16x2"
@@ -112,7 +64,7 @@ def int4_lines(half, centered):
 
 
 def fp8_lines(half):
-    """Puts the exponent of 4 bits where the wider one is, and multiplies with the ratio of their biases."""
+    """Returns assembler that puts the exponent of 4 bits where the wider one is, and multiplies with the ratio of their biases."""
     kind, shift, mask, ratio = ("f16x2", 1, "0x3f803f80", "0x5c005c00") if half else ("bf16x2", 4, "0x07f007f0", "0x7b807b80")
     lines = [".reg .b32 v, s, r, z;", f"mov.b32 r, {ratio};", "mov.b32 z, 0x80008000;"]
     for place, selector in enumerate(["0x1404", "0x3424"]):
@@ -129,10 +81,6 @@ CENTERED_HALF = tl.constexpr(int4_lines(True, True))
 CENTERED_BRAIN = tl.constexpr(int4_lines(False, True))
 FP8_HALF = tl.constexpr(fp8_lines(True))
 FP8_BRAIN = tl.constexpr(fp8_lines(False))
-# What the scales are multiplied with.
-NF4_RATIO_HALF = tl.constexpr(1.0 / FACTORS[True])
-NF4_RATIO_BRAIN = tl.constexpr(1.0 / FACTORS[False])
-FP4_RATIO = tl.constexpr(1.0 / 12.0)
 
 
 @triton.jit
@@ -178,7 +126,7 @@ def numbers_4bit(byte, w0, w1, w2, w3, w4, w5, w6, w7, FORMAT: tl.constexpr, OFF
 @triton.jit
 def numbers_8bit(code, FORMAT: tl.constexpr, T: tl.constexpr):
     if FORMAT == INT8:
-        value = code.to(T)
+        value = code.to(T) if ASSEMBLER else code.to(tl.float32).to(T)
     elif ASSEMBLER:
         LINES: tl.constexpr = FP8_HALF if T == tl.float16 else FP8_BRAIN
         value = tl.inline_asm_elementwise(LINES, "=r,=r,r", [code], dtype=tl.float16 if T == tl.float16 else tl.bfloat16, is_pure=True, pack=4)
@@ -188,19 +136,15 @@ def numbers_8bit(code, FORMAT: tl.constexpr, T: tl.constexpr):
 
 
 @triton.jit
-def scales_at(scales, inner_book, inner_scales, inner_offset, at, used, FORMAT: tl.constexpr, NESTED: tl.constexpr,
-              T: tl.constexpr):
+def scales_at(scales, inner_book, inner_scales, inner_offset, ratio, at, used, FORMAT: tl.constexpr, NESTED: tl.constexpr):
     """Returns the scales of groups in f32."""
     scale = tl.load(scales + at, mask=used, other=0)
     if NESTED:
         outer = tl.load(inner_scales + (at >> 8), mask=used, other=0.0)
         scale = tl.load(inner_book + scale.to(tl.int32)) * outer + inner_offset
     scale = scale.to(tl.float32)
-    if FORMAT == NF4:
-        RATIO: tl.constexpr = NF4_RATIO_HALF if T == tl.float16 else NF4_RATIO_BRAIN
-        scale *= RATIO
-    elif FORMAT == FP4:
-        scale *= FP4_RATIO
+    if FORMAT == BOOK:
+        scale *= ratio
     return scale
 
 
@@ -224,12 +168,15 @@ def high_rows(words, T: tl.constexpr):
 
 @triton.jit
 def few_bits(x, codes, scales, offsets, book, inner_book, inner_scales, y, partial, counters, rows, outputs, inputs, splits,
-             inner_offset, FORMAT: tl.constexpr, OFFSET: tl.constexpr, NESTED: tl.constexpr, HIGH_FIRST: tl.constexpr,
-             GROUP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr, EVEN: tl.constexpr,
+             inner_offset, ratio, FORMAT: tl.constexpr, OFFSET: tl.constexpr, NESTED: tl.constexpr, HALF_SCALES: tl.constexpr,
+             GROUP: tl.constexpr, ROWS: tl.constexpr, OUTPUTS: tl.constexpr, SLICES: tl.constexpr, BLOCK: tl.constexpr,
              STAGES: tl.constexpr):
     """Computes `y (rows, outputs) = x (rows, inputs) · weightᵀ` for at most ROWS rows of f16 or bf16.
 
-    `book` is i32 (8,): the `words_of` the numbers of NF4 or FP4. `partial` is f32 (splits, ROWS, outputs), and `counters` has a zero for each block of outputs, and has it again afterwards.
+    The weight is `codes (outputs, inputs)`, with a scale and an offset for each group of an output, in their order. `book` is
+    i32 (8,): the 16 numbers as the products take them, the low bytes of all in four words and then the high ones. `partial`
+    is f32 (splits, ROWS, outputs), and `counters` has a zero for each block of outputs, and has it again afterwards.
+    BLOCK divides GROUP, and `inputs` is a multiple of it, or of 16 where all inputs of an output have one scale.
     """
     T: tl.constexpr = x.dtype.element_ty
     HALVES: tl.constexpr = 1 if FORMAT < INT4 else 2
@@ -238,7 +185,8 @@ def few_bits(x, codes, scales, offsets, book, inner_book, inner_scales, y, parti
     row = tl.arange(0, ROWS)
     slice = tl.arange(0, SLICES)
     byte = tl.arange(0, BLOCK // HALVES)
-    wide = output.to(tl.int64)
+    # The last program may have outputs that are not there. It reads the last one for them and does not store them.
+    wide = tl.minimum(output, outputs - 1).to(tl.int64)
     steps = tl.cdiv(tl.cdiv(inputs, BLOCK), SLICES)
     each = tl.cdiv(steps, splits)
     begin = split * each
@@ -249,7 +197,7 @@ def few_bits(x, codes, scales, offsets, book, inner_book, inner_scales, y, parti
     else:
         x_lines = x + (row * inputs)[None, None, :] + byte[None, :, None]
     w0, w1, w2, w3, w4, w5, w6, w7 = 0, 0, 0, 0, 0, 0, 0, 0
-    if FORMAT > INT4:
+    if FORMAT == BOOK:
         first = book + (tl.zeros([1, 1], tl.int32) if SLICES == 1 else tl.zeros([1, 1, 1], tl.int32))
         w0, w1, w2, w3 = tl.load(first), tl.load(first + 1), tl.load(first + 2), tl.load(first + 3)
         w4, w5, w6, w7 = tl.load(first + 4), tl.load(first + 5), tl.load(first + 6), tl.load(first + 7)
@@ -259,20 +207,19 @@ def few_bits(x, codes, scales, offsets, book, inner_book, inner_scales, y, parti
         sums = tl.zeros([SLICES, OUTPUTS, ROWS], dtype=tl.float32)
     for step in tl.range(begin, end, num_stages=STAGES):
         block = step * SLICES + slice
-        # EVEN says that no program reads beyond the weight.
-        real = tl.full([1], True, tl.int1) if EVEN else block * BLOCK < inputs
-        valid = tl.full([1], True, tl.int1) if EVEN else output < outputs
         if GROUP == 0:
             # The last block may be shorter.
-            real = real[:, None] if EVEN else block[:, None] * BLOCK + byte[None, :] < inputs
-            code = tl.load(code_lines + (block * BLOCK)[:, None, None], mask=real[:, None, :] & valid[None, :, None], other=0)
+            real = block[:, None] * BLOCK + byte[None, :] < inputs
+            code = tl.load(code_lines + (block * BLOCK)[:, None, None], mask=real[:, None, :], other=0)
             values = tl.load(x_lines + (block * BLOCK)[:, None, None], mask=real[:, :, None] & (row < rows)[None, None, :], other=0.0)
         else:
-            code = tl.load(code_lines + (block * (BLOCK // HALVES))[:, None, None], mask=real[:, None, None] & valid[None, :, None], other=0)
+            # Where a step has several blocks, the last step may have fewer.
+            real = tl.full([1], True, tl.int1) if SLICES == 1 else block * BLOCK < inputs
+            code = tl.load(code_lines + (block * (BLOCK // HALVES))[:, None, None], mask=real[:, None, None], other=0)
             values = tl.load(x_lines + (block * (BLOCK // HALVES))[:, None, None], mask=real[:, None, None] & (row < rows)[None, None, :], other=0)
             at = wide[None, :] * (inputs // GROUP) + (block * BLOCK // GROUP)[:, None]
-            used = real[:, None] & valid[None, :]
-            scale = scales_at(scales, inner_book, inner_scales, inner_offset, at, used, FORMAT, NESTED, T)
+            used = real[:, None]
+            scale = scales_at(scales, inner_book, inner_scales, inner_offset, ratio, at, used, FORMAT, NESTED)
             scale = flat(scale[:, :, None], SLICES)
         code = flat(code, SLICES)
         values = flat(values, SLICES)
@@ -284,7 +231,7 @@ def few_bits(x, codes, scales, offsets, book, inner_book, inner_scales, y, parti
                 sums += tl.dot(numbers, values) * scale
         else:
             low, high = numbers_4bit(code, w0, w1, w2, w3, w4, w5, w6, w7, FORMAT, OFFSET, T)
-            if HIGH_FIRST:
+            if FORMAT == BOOK:
                 part = tl.dot(high, low_rows(values, T))
                 part = tl.dot(low, high_rows(values, T), part)
             else:
