@@ -81,6 +81,8 @@ def dot_of_bf16(original):
 
 
 InterpreterBuilder.create_dot = dot_of_bf16(InterpreterBuilder.create_dot)
+# It has no constants of bf16 either.
+InterpreterBuilder.get_bf16 = lambda builder, value: TensorHandle(rounded([value], "*bf16"), tl.bfloat16)
 
 
 class Executor(GridExecutor):

@@ -5,7 +5,7 @@ use crate::Result;
 use crate::few_bits::{Format, Operands, Wanted, check_rows};
 use crate::kernels::Argument::{I32, Tensor as Elements};
 use crate::kernels::{Kernels, Loaded, Request, dense, dtype, is_aligned, multiples_of_16};
-use crate::quantized::{MOST_ROWS, Product, ROWS_TOGETHER};
+use crate::quantized::{MOST_FLOAT_ROWS, Product, ROWS_TOGETHER};
 
 /// A weight `(O, I)` of 8-bit codes with a scale for each output, or for each group of its inputs; both tensors are
 /// contiguous.
@@ -123,7 +123,7 @@ impl EightBit {
         };
         let (one_row, more) = match &self.product {
             Some(Product::Half(product)) => return product.product(x, &operands),
-            Some(Product::Float(one_row, more)) if rows <= MOST_ROWS => (one_row, more),
+            Some(Product::Float(one_row, more)) if rows <= MOST_FLOAT_ROWS => (one_row, more),
             _ => return Ok(None),
         };
         let loaded = match rows {

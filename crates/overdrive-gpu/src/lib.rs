@@ -93,7 +93,9 @@ pub use kernels::{
 };
 pub use loss::{CrossEntropy, LossTerms};
 pub use norm::{Normalized, RmsNorm};
-pub use quantized::{FourBit, FourBitNumbers, FourBitScales, FourBitWeight};
+pub use quantized::{
+    FOUR_BIT_GROUPS, FourBit, FourBitNumbers, FourBitScales, FourBitWeight, MOST_ROWS,
+};
 pub use rotary::{Rotary, RotaryTables};
 
 #[cfg(test)]

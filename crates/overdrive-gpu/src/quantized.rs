@@ -6,9 +6,15 @@ use crate::few_bits::{FewBits, Format, Nested, Operands, Wanted, check_rows};
 use crate::kernels::Argument::{I32, I64, Tensor as Elements};
 use crate::kernels::{Argument, Kernels, Loaded, Request, dense, dtype, is_aligned};
 
+/// The largest number of rows that a kernel multiplies with codes; many weights and dtypes have a smaller one.
+pub const MOST_ROWS: i64 = 64;
+
+/// The numbers of inputs that share a scale in the kernels of 4 bits.
+pub const FOUR_BIT_GROUPS: [i64; 3] = [32, 64, 128];
+
 /// The largest number of rows of f32 that are multiplied with codes. For more rows the weight is dequantized, because the
 /// decoding of codes takes more time than reading them.
-pub(crate) const MOST_ROWS: i64 = 8;
+pub(crate) const MOST_FLOAT_ROWS: i64 = 8;
 
 /// The rows of f32 that share the decoded numbers.
 pub(crate) const ROWS_TOGETHER: i64 = 4;
@@ -101,9 +107,13 @@ impl Kernels {
         weight: &FourBitWeight<'_>,
     ) -> Result<Option<FourBit>> {
         let scales = weight.scales.tensor();
+        let mut tensors = vec![weight.codes, scales];
+        if let FourBitScales::Nested { book, scales, .. } = weight.scales {
+            tensors.extend([book, scales]);
+        }
         let fits = weight.group > 0
             && weight.inputs % weight.group == 0
-            && [weight.codes, scales]
+            && tensors
                 .iter()
                 .all(|tensor| tensor.is_contiguous() && is_aligned(tensor));
         let Some(dtype) = dtype(kind).filter(|_| fits) else {
@@ -189,7 +199,7 @@ impl FourBit {
         let rows = check_rows(x, weight.inputs)?;
         let (one_row, more) = match &self.product {
             Some(Product::Half(product)) => return product.product(x, &operands(weight)),
-            Some(Product::Float(one_row, more)) if rows <= MOST_ROWS => (one_row, more),
+            Some(Product::Float(one_row, more)) if rows <= MOST_FLOAT_ROWS => (one_row, more),
             _ => return Ok(None),
         };
         let loaded = match rows {
