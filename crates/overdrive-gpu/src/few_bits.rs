@@ -232,9 +232,10 @@ impl Book {
             .f_div(&exact)?
             .f_sub_scalar(1)?
             .f_nan_to_num(0.0, None, None)?;
-        let errors = errors
-            .f_square()?
-            .f_sum_dim_intlist([1i64].as_slice(), false, Kind::Double)?;
+        let errors =
+            errors
+                .f_square()?
+                .f_sum_dim_intlist([1i64].as_slice(), false, Kind::Double)?;
         let best = errors.f_argmin(None, false)?.f_int64_value(&[])?;
         let bytes = rounded
             .f_select(0, best)?
@@ -290,7 +291,16 @@ mod tests {
     #[test]
     fn a_book_is_rounded_as_little_as_a_factor_allows() {
         // The floats of 4 bits, which are exact times 1.5, and thirds of which no factor makes them exact.
-        let fp4 = [0.0, 1.0 / 192.0, 2.0 / 3.0, 1.0, 1.0 / 3.0, 0.5, 1.0 / 6.0, 0.25];
+        let fp4 = [
+            0.0,
+            1.0 / 192.0,
+            2.0 / 3.0,
+            1.0,
+            1.0 / 3.0,
+            0.5,
+            1.0 / 6.0,
+            0.25,
+        ];
         let mut book = [0.0f32; 16];
         for (place, number) in fp4.into_iter().enumerate() {
             book[place] = number;
@@ -299,7 +309,10 @@ mod tests {
         for (kind, bound) in [(Kind::Half, 1e-7), (Kind::BFloat16, 1e-7)] {
             let rounded = Book::new(&book, kind, Device::Cpu).unwrap();
             for (found, number) in numbers(&rounded, kind).into_iter().zip(book) {
-                assert!((found - f64::from(number)).abs() <= bound, "{kind:?}: {found}");
+                assert!(
+                    (found - f64::from(number)).abs() <= bound,
+                    "{kind:?}: {found}"
+                );
             }
         }
         let any: [f32; 16] = std::array::from_fn(|place| (place as f32 - 7.0) * 0.1321);
