@@ -29,7 +29,8 @@ def variants(kernel):
     """Yields each variant of a kernel: its dtype, constants, absent arguments, warps, stages, and if it is aligned."""
     alignments = [True, False] if kernel.get("unaligned") else [True]
     for mode in kernel["modes"]:
-        for bucket in kernel["buckets"]:
+        buckets = kernel["buckets"]
+        for bucket in buckets[mode["buckets"]] if "buckets" in mode else buckets:
             constants = mode["constants"] | {k: v for k, v in bucket.items() if k.isupper()}
             for aligned in alignments:
                 for dtype in bucket.get("dtypes", kernel["dtypes"]):
@@ -48,8 +49,10 @@ def signature(kernel, variant):
     """Returns the types of the arguments that the variant has, by name."""
     element = DTYPES[variant["dtype"]]
     present = {n: t for n, t in kernel["arguments"].items() if n not in variant["without"]}
-    scale = "fp16" if variant["constants"].get("HALF_SCALES") else "fp32"
-    types = {"*T": f"*{element}", "*S": f"*{scale}"}
+    constants = variant["constants"]
+    code = "i8" if constants.get("FORMAT") == 0 else "u8"
+    scale = "u8" if constants.get("NESTED") else "fp16" if constants.get("HALF_SCALES") else "fp32"
+    types = {"*T": f"*{element}", "*C": f"*{code}", "*S": f"*{scale}"}
     return {name: types.get(type, type) for name, type in present.items()}
 
 

@@ -17,7 +17,7 @@ os.environ["TRITON_INTERPRET"] = "1"
 
 import numpy as np
 import triton.language as tl
-from triton.runtime.interpreter import GridExecutor, TensorHandle
+from triton.runtime.interpreter import GridExecutor, InterpreterBuilder, TensorHandle
 
 from build import HERE, signature, variants
 
@@ -69,6 +69,20 @@ class Buffer:
 
     def intact(self):
         return (self.whole[:MARGIN] == 7).all() and (self.whole[len(self.whole) - MARGIN:] == 7).all()
+
+
+def dot_of_bf16(original):
+    """Returns a product of blocks in which bf16 is a number: the interpreter multiplies its bits."""
+    def dot(builder, a, b, d, *options):
+        wide = [TensorHandle((t.data.astype(np.uint32) << 16).view(np.float32), tl.float32) if t.dtype.scalar == tl.bfloat16 else t
+                for t in (a, b)]
+        return original(builder, *wide, d, *options)
+    return dot
+
+
+InterpreterBuilder.create_dot = dot_of_bf16(InterpreterBuilder.create_dot)
+# It has no constants of bf16 either.
+InterpreterBuilder.get_bf16 = lambda builder, value: TensorHandle(rounded([value], "*bf16"), tl.bfloat16)
 
 
 class Executor(GridExecutor):
@@ -457,6 +471,58 @@ def dequantize_8bit(launch):
     launch.output("y", outputs, inputs)
     launch.run()
     return launch.close("y", numbers)
+
+
+def few_bits_scales(launch, outputs, groups):
+    """Makes the scales of groups; returns them."""
+    if not launch.entry["constants"]["NESTED"]:
+        return launch.given("scales", launch.random.uniform(0.01, 0.1, (outputs, groups)))
+    codes = launch.given("scales", launch.random.integers(0, 256, outputs * groups))
+    book = launch.given("inner_book", launch.random.uniform(-1.0, 1.0, 256))
+    outer = launch.given("inner_scales", launch.random.uniform(0.01, 0.1, -(-outputs * groups // 256)))
+    scales = book[codes] * outer[np.arange(outputs * groups) >> 8] + launch.scalars["inner_offset"]
+    return scales.reshape(outputs, groups)
+
+
+def few_bits_numbers(launch, outputs, inputs):
+    """Makes the codes; returns the numbers that they stand for, before the scale."""
+    constants, half = launch.entry["constants"], launch.kind == "f16"
+    if constants["FORMAT"] == 0:
+        return launch.given("codes", launch.random.integers(-128, 128, (outputs, inputs)))
+    if constants["FORMAT"] == 1:
+        # Without the two NaN.
+        codes = launch.given("codes", launch.random.integers(0, 127, (outputs, inputs)) + 128 * launch.random.integers(0, 2, (outputs, inputs)))
+        exponent, mantissa = codes >> 3 & 15, codes & 7
+        size = np.where(exponent == 0, mantissa * 2.0**-9, (8.0 + mantissa) * 2.0 ** (exponent - 10.0))
+        return np.where(codes >> 7, -size, size)
+    codes = launch.given("codes", launch.random.integers(0, 256, (outputs, inputs // 2)))
+    pair = [codes & 15, codes >> 4]
+    if constants["FORMAT"] == 2:
+        return np.stack(pair, axis=-1).reshape(outputs, inputs) - (0.0 if constants["OFFSET"] else 8.0)
+    # Numbers of the dtype, as the words that the kernel takes.
+    stored = rounded(np.linspace(-1.5, 1.5, 16) ** 3, launch.types["x"])
+    bits = stored.view(np.uint16)
+    plane = np.concatenate([bits & 255, bits >> 8]).astype(np.uint8)
+    launch.given("book", plane.view(np.int32))
+    numbers = widened(stored, launch.types["x"]) * launch.scalars["ratio"]
+    return numbers[np.stack(pair[::-1], axis=-1).reshape(outputs, inputs)]
+
+
+def few_bits(launch):
+    rows, outputs, inputs, splits = (launch.scalars[n] for n in ("rows", "outputs", "inputs", "splits"))
+    constants = launch.entry["constants"]
+    group = constants["GROUP"] or inputs
+    weight = few_bits_numbers(launch, outputs, inputs)
+    weight = weight * np.repeat(few_bits_scales(launch, outputs, inputs // group), group, axis=1)
+    if constants["OFFSET"]:
+        weight = weight + np.repeat(launch.given("offsets", launch.random.uniform(-0.8, 0.0, (outputs, inputs // group))), group, axis=1)
+    x = launch.values("x", rows, inputs)
+    launch.output("y", rows, outputs)
+    launch.output("partial", splits, constants["ROWS"], outputs)
+    launch.given("counters", np.zeros(launch.entry["blocks"][0]))
+    launch.run()
+    assert not launch.buffers["counters"].get().any(), f"{launch.describe()}: the counters are not zero again"
+    return launch.close("y", x @ weight.T)
 
 
 def decode_lengths(launch, sequences):

@@ -72,11 +72,23 @@ unsafe fn symbol<F: Copy>(library: &Library, path: &str, name: &str) -> Result<F
     }
 }
 
+/// `cuStreamGetCaptureInfo_v2`: of a stream, the status and the number of its capture, and what else it is asked for.
+type CaptureInfo = unsafe extern "C" fn(
+    Handle,
+    *mut c_int,
+    *mut u64,
+    *mut Handle,
+    *mut *const Handle,
+    *mut usize,
+) -> c_int;
+
 /// The CUDA driver of this process.
 pub(crate) struct Driver {
     functions: Functions,
     /// Finishes loading a function before a capture; drivers before 12.4 do not have it.
     load_function: Option<unsafe extern "C" fn(Handle) -> c_int>,
+    /// Tells captures apart; drivers before 11.3 do not have it.
+    capture_info: Option<CaptureInfo>,
     current_stream: unsafe extern "C" fn(i32, *mut Handle) -> i32,
     // Last, so that they are unloaded after the pointers into them are gone.
     _libraries: [Library; 2],
@@ -102,9 +114,10 @@ impl Driver {
         let name = path.display().to_string();
         // SAFETY: the file is a CUDA driver or a stand-in, and the types are those of cuda.h; `cuFuncLoad` takes a
         // function.
-        let (functions, load_function) = unsafe {
+        let (functions, load_function, capture_info) = unsafe {
             let load = symbol(&driver, &name, "cuFuncLoad").ok();
-            (Functions::of(&driver, &name)?, load)
+            let capture = symbol(&driver, &name, "cuStreamGetCaptureInfo_v2").ok();
+            (Functions::of(&driver, &name)?, load, capture)
         };
         // SAFETY: libtorch's stable C interface: `AOTITorchError f(int32_t device_index, void** ret_stream)`.
         let current_stream = unsafe {
@@ -117,6 +130,7 @@ impl Driver {
         let driver = Self {
             functions,
             load_function,
+            capture_info,
             current_stream,
             _libraries: [driver, torch],
         };
@@ -332,6 +346,34 @@ impl Context {
         // SAFETY: libtorch's stream; writes one integer.
         let asked = unsafe { (self.driver.functions.is_capturing)(stream, &raw mut status) };
         Ok(asked != SUCCESS || status != 0)
+    }
+
+    /// Returns libtorch's current stream, and the number of the capture that it is part of, or 0; `None` if the driver
+    /// does not tell which.
+    pub(crate) fn sequence(&self) -> Result<Option<(usize, u64)>> {
+        let Some(capture_info) = self.driver.capture_info else {
+            let stream = self.stream()?;
+            return Ok((!self.is_capturing()?).then_some((stream as usize, 0)));
+        };
+        let _entered = self.enter()?;
+        let stream = self.stream()?;
+        let (mut status, mut capture) = (0, 0);
+        // SAFETY: libtorch's stream; writes two integers, and null is allowed for what is not asked for.
+        let asked = unsafe {
+            capture_info(
+                stream,
+                &raw mut status,
+                &raw mut capture,
+                ptr::null_mut(),
+                ptr::null_mut(),
+                ptr::null_mut(),
+            )
+        };
+        Ok(match (asked, status) {
+            (SUCCESS, 0) => Some((stream as usize, 0)),
+            (SUCCESS, 1) => Some((stream as usize, capture)),
+            _ => None,
+        })
     }
 
     /// Launches a function on libtorch's current stream. `values` are of the types of its parameters, and `hidden`

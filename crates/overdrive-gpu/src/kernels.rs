@@ -13,9 +13,11 @@ use parking_lot::Mutex;
 use tch::{Device, Kind, Tensor};
 use tracing::{debug, info, warn};
 
+use crate::counters::Counters;
 use crate::driver::{Context, Driver, Function, Grid, Value};
 use crate::embedded::{Image, Variant, images, table, target_for};
 use crate::error::{Error, Result, embedded};
+use crate::few_bits::Book;
 use crate::verified::{is_used, report_of};
 
 const VARIABLE: &str = "OVERDRIVE_GPU_KERNELS";
@@ -31,6 +33,8 @@ pub struct Kernels {
     images: Vec<u8>,
     loaded: Mutex<HashMap<Request, Option<Loaded>>>,
     books: Mutex<Vec<(&'static [f32; 16], Tensor)>>,
+    pub(crate) rounded_books: Mutex<Vec<(&'static [f32; 16], Kind, Book)>>,
+    pub(crate) counters: Mutex<Option<Counters>>,
     /// By the name of the kernel.
     launches: BTreeMap<&'static str, AtomicU64>,
 }
@@ -304,6 +308,8 @@ impl Kernels {
             images: images(target)?,
             loaded: Mutex::default(),
             books: Mutex::default(),
+            rounded_books: Mutex::default(),
+            counters: Mutex::default(),
             launches: table()?
                 .variants
                 .iter()
@@ -355,6 +361,22 @@ impl Kernels {
         let book = Tensor::f_from_slice(numbers)?.f_to_device(self.device)?;
         books.push((numbers, book.shallow_clone()));
         Ok(book)
+    }
+
+    /// Returns the device that the kernels run on.
+    pub(crate) fn device(&self) -> Device {
+        self.device
+    }
+
+    /// Returns `true` if libtorch's current stream is being captured.
+    pub(crate) fn is_capturing(&self) -> Result<bool> {
+        self.context.is_capturing()
+    }
+
+    /// Returns what tells apart launches that may run at the same time: libtorch's current stream, and the capture that
+    /// it is part of, or 0. `None` if the driver does not know the capture.
+    pub(crate) fn sequence(&self) -> Result<Option<(usize, u64)>> {
+        self.context.sequence()
     }
 
     /// Returns the number of multiprocessors of the GPU.

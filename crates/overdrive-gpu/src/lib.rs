@@ -15,8 +15,8 @@
 //! | [`Gate`] | [`Kernels::gate`] | gated activations, from one projection or two, and their gradients |
 //! | [`Rotary`] | [`Kernels::rotary`] | rotary embedding, with the split of a joint projection, and its gradient |
 //! | [`CrossEntropy`] | [`Kernels::cross_entropy`] | the loss of logits, and their gradient in place |
-//! | [`FourBit`] | [`Kernels::four_bit`] | products of a few rows with 4-bit weights, and their dequantization |
-//! | [`EightBit`] | [`Kernels::eight_bit`] | the same with 8-bit weights that have a scale for each output |
+//! | [`FourBit`] | [`Kernels::four_bit`] | products of up to 64 rows with 4-bit weights, and their dequantization |
+//! | [`EightBit`] | [`Kernels::eight_bit`] | the same with 8-bit integers and floats, scaled by output or by group |
 //! | [`Adam8`] | [`Kernels::adam8`] | a step of AdamW with averages of 8 bits |
 //! | [`Decode`] | [`Kernels::decode`] | attention of a few queries over dense, paged or 8-bit keys and values |
 //!
@@ -68,11 +68,13 @@
 #![deny(missing_docs)]
 
 mod adam;
+mod counters;
 mod decode;
 mod driver;
 mod eight_bit;
 mod embedded;
 mod error;
+mod few_bits;
 mod gate;
 mod kernels;
 mod loss;
@@ -83,7 +85,7 @@ mod verified;
 
 pub use adam::{Adam8, AdamFactors, CodedAverage};
 pub use decode::{CodedHeads, Decode, DecodeLayout, MOST_QUERIES, report_fallback};
-pub use eight_bit::{EightBit, EightBitWeight};
+pub use eight_bit::{EightBit, EightBitNumbers, EightBitWeight};
 pub use error::{Error, Result};
 pub use gate::{Gate, GateActivation};
 pub use kernels::{
@@ -91,7 +93,9 @@ pub use kernels::{
 };
 pub use loss::{CrossEntropy, LossTerms};
 pub use norm::{Normalized, RmsNorm};
-pub use quantized::{FourBit, FourBitNumbers, FourBitWeight, MOST_ROWS};
+pub use quantized::{
+    FOUR_BIT_GROUPS, FourBit, FourBitNumbers, FourBitScales, FourBitWeight, MOST_ROWS,
+};
 pub use rotary::{Rotary, RotaryTables};
 
 #[cfg(test)]

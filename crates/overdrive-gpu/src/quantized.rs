@@ -2,14 +2,21 @@ use overdrive_core::Error as Common;
 use tch::{Kind, Tensor};
 
 use crate::Result;
+use crate::few_bits::{FewBits, Format, Nested, Operands, Wanted, check_rows};
 use crate::kernels::Argument::{I32, I64, Tensor as Elements};
 use crate::kernels::{Argument, Kernels, Loaded, Request, dense, dtype, is_aligned};
 
-/// The largest number of rows that are multiplied with codes. For more rows the weight is dequantized, because the
-/// decoding of codes takes more time than reading them.
-pub const MOST_ROWS: i64 = 8;
+/// The largest number of rows that a kernel multiplies with codes; many weights and dtypes have a smaller one.
+pub const MOST_ROWS: i64 = 64;
 
-/// The rows that share the decoded numbers.
+/// The numbers of inputs that share a scale in the kernels of 4 bits.
+pub const FOUR_BIT_GROUPS: [i64; 3] = [32, 64, 128];
+
+/// The largest number of rows of f32 that are multiplied with codes. For more rows the weight is dequantized, because the
+/// decoding of codes takes more time than reading them.
+pub(crate) const MOST_FLOAT_ROWS: i64 = 8;
+
+/// The rows of f32 that share the decoded numbers.
 pub(crate) const ROWS_TOGETHER: i64 = 4;
 
 /// A weight `(O, I)` of 4-bit codes. Each group of inputs of an output has a scale; all tensors are contiguous.
@@ -17,8 +24,8 @@ pub(crate) const ROWS_TOGETHER: i64 = 4;
 pub struct FourBitWeight<'a> {
     /// The codes, u8 with `O·I/2` elements.
     pub codes: &'a Tensor,
-    /// The scales, f32 or f16 with `O·I/group` elements.
-    pub scales: &'a Tensor,
+    /// The scales of the groups.
+    pub scales: FourBitScales<'a>,
     /// The numbers of the codes.
     pub numbers: FourBitNumbers<'a>,
     /// The outputs, `O`.
@@ -29,10 +36,39 @@ pub struct FourBitWeight<'a> {
     pub group: i64,
 }
 
+/// The scales of the groups of a weight, `O·I/group` in the order of the codes.
+#[derive(Debug, Clone, Copy)]
+pub enum FourBitScales<'a> {
+    /// f32 or f16.
+    Full(&'a Tensor),
+    /// Codes of 8 bits, `book[codes] · scale + offset` with a scale for each 256 groups (double quantization); for
+    /// [`FourBitNumbers::Book`].
+    Nested {
+        /// The codes, u8.
+        codes: &'a Tensor,
+        /// The number of each code, f32 `(256,)`.
+        book: &'a Tensor,
+        /// The scales, f32 `(⌈O·I/group/256⌉,)`.
+        scales: &'a Tensor,
+        /// The number that is added.
+        offset: f64,
+    },
+}
+
+impl<'a> FourBitScales<'a> {
+    /// Returns the tensor with an element for each group.
+    fn tensor(self) -> &'a Tensor {
+        match self {
+            Self::Full(scales) => scales,
+            Self::Nested { codes, .. } => codes,
+        }
+    }
+}
+
 /// The numbers that codes of 4 bits stand for, before the scale.
 #[derive(Debug, Clone, Copy)]
 pub enum FourBitNumbers<'a> {
-    /// The numbers of a book. The first of two codes is in the high half of a byte, and scales are f32.
+    /// The numbers of a book. The first of two codes is in the high half of a byte, and full scales are f32.
     Book(&'static [f32; 16]),
     /// The codes minus 8. The first of two codes is in the low half of a byte.
     Centered,
@@ -45,10 +81,19 @@ pub enum FourBitNumbers<'a> {
 pub struct FourBit {
     kernels: &'static Kernels,
     kind: Kind,
-    one_row: Loaded,
-    rows: Loaded,
-    dequantize: Loaded,
+    product: Option<Product>,
+    dequantize: Option<Loaded>,
+    /// The numbers of a book as f32 takes them, and as the dequantization does.
     book: Option<Tensor>,
+}
+
+/// The kernels of a product.
+#[derive(Debug)]
+pub(crate) enum Product {
+    /// f32: sums of a thread, for one row and for more.
+    Float(Loaded, Loaded),
+    /// f16 and bf16: tensor cores.
+    Half(FewBits),
 }
 
 impl Kernels {
@@ -61,7 +106,11 @@ impl Kernels {
         kind: Kind,
         weight: &FourBitWeight<'_>,
     ) -> Result<Option<FourBit>> {
-        let tensors = [weight.codes, weight.scales];
+        let scales = weight.scales.tensor();
+        let mut tensors = vec![weight.codes, scales];
+        if let FourBitScales::Nested { book, scales, .. } = weight.scales {
+            tensors.extend([book, scales]);
+        }
         let fits = weight.group > 0
             && weight.inputs % weight.group == 0
             && tensors
@@ -70,21 +119,23 @@ impl Kernels {
         let Some(dtype) = dtype(kind).filter(|_| fits) else {
             return Ok(None);
         };
-        let half = match weight.scales.kind() {
-            Kind::Float => 0,
-            Kind::Half => 1,
+        let is_nested = matches!(weight.scales, FourBitScales::Nested { .. });
+        let half = match scales.kind() {
+            Kind::Half => true,
+            Kind::Float => false,
+            Kind::Uint8 if is_nested => false,
             _ => return Ok(None),
         };
-        let (book, offset) = match weight.numbers {
-            FourBitNumbers::Book(_) => (1, 0),
-            FourBitNumbers::Centered => (0, 0),
-            FourBitNumbers::Offset(_) => (0, 1),
+        let (numbers, has_offsets) = match weight.numbers {
+            FourBitNumbers::Book(numbers) => (Some(numbers), false),
+            FourBitNumbers::Centered => (None, false),
+            FourBitNumbers::Offset(_) => (None, true),
         };
         let find = |kernel, rows: Option<i64>| {
             let mut constants = vec![
-                ("BOOK", book),
-                ("OFFSET", offset),
-                ("HALF_SCALES", half),
+                ("BOOK", numbers.is_some().into()),
+                ("OFFSET", has_offsets.into()),
+                ("HALF_SCALES", half.into()),
                 ("GROUP", weight.group),
             ];
             constants.extend(rows.map(|rows| ("ROWS", rows)));
@@ -96,45 +147,66 @@ impl Kernels {
                 aligned: true,
             })
         };
-        let one_row = find("few_rows_4bit", Some(1))?;
-        let rows = find("few_rows_4bit", Some(ROWS_TOGETHER))?;
-        let dequantize = find("dequantize_4bit", None)?;
-        let book = match weight.numbers {
-            FourBitNumbers::Book(numbers) => Some(self.book(numbers)?),
-            _ => None,
+        let product = match kind {
+            Kind::Float if is_nested => None,
+            Kind::Float => {
+                let (one, more) = (Some(1), Some(ROWS_TOGETHER));
+                let both = find("few_rows_4bit", one)?.zip(find("few_rows_4bit", more)?);
+                both.map(|(one_row, rows)| Product::Float(one_row, rows))
+            }
+            _ => {
+                let wanted = Wanted {
+                    format: numbers.map_or(Format::Int4, |_| Format::Book),
+                    has_offsets,
+                    is_nested,
+                    has_half_scales: half,
+                    group: weight.group,
+                    book: numbers,
+                };
+                self.few_bits(kind, wanted)?.map(Product::Half)
+            }
         };
-        Ok(match (one_row, rows, dequantize) {
-            (Some(one_row), Some(rows), Some(dequantize)) => Some(FourBit {
-                kernels: self,
-                kind,
-                one_row,
-                rows,
-                dequantize,
-                book,
-            }),
-            _ => None,
-        })
+        let dequantize = match is_nested {
+            true => None,
+            false => find("dequantize_4bit", None)?,
+        };
+        if product.is_none() && dequantize.is_none() {
+            return Ok(None);
+        }
+        let book = match numbers.filter(|_| !is_nested) {
+            Some(numbers) => Some(self.book(numbers)?),
+            None => None,
+        };
+        Ok(Some(FourBit {
+            kernels: self,
+            kind,
+            product,
+            dequantize,
+            book,
+        }))
     }
 }
 
 impl FourBit {
-    /// Returns `x (rows, I) · weightᵀ`, `(rows, O)` in the dtype of `x`, in one launch.
+    /// Returns `x (rows, I) · weightᵀ`, `(rows, O)` in the dtype of `x`, in one launch; `None` for more rows than are
+    /// multiplied with codes (8 of f32, 64 of f16 and bf16, 16 with offsets), and if there is no kernel for it.
     ///
     /// # Errors
     /// [`Error::Common`](crate::Error::Common) for tensors that do not fit each other,
     /// [`Error::Driver`](crate::Error::Driver) if the launch fails.
-    pub fn product(&self, x: &Tensor, weight: &FourBitWeight<'_>) -> Result<Tensor> {
+    pub fn product(&self, x: &Tensor, weight: &FourBitWeight<'_>) -> Result<Option<Tensor>> {
         check(weight)?;
-        let size = x.size();
-        if size.len() != 2 || size[1] != weight.inputs {
-            return Err(Common::shape("x", size, format!("(rows, {})", weight.inputs)).into());
-        }
-        let x = dense(x)?;
-        let rows = size[0];
-        let loaded = match rows {
-            1 => &self.one_row,
-            _ => &self.rows,
+        let rows = check_rows(x, weight.inputs)?;
+        let (one_row, more) = match &self.product {
+            Some(Product::Half(product)) => return product.product(x, &operands(weight)),
+            Some(Product::Float(one_row, more)) if rows <= MOST_FLOAT_ROWS => (one_row, more),
+            _ => return Ok(None),
         };
+        let loaded = match rows {
+            1 => one_row,
+            _ => more,
+        };
+        let x = dense(x)?;
         let y = Tensor::f_empty([rows, weight.outputs], (self.kind, x.device()))?;
         let mut arguments = vec![("x", Elements(&x))];
         arguments.extend(self.arguments(weight));
@@ -147,30 +219,32 @@ impl FourBit {
         let blocks = (rows as usize).div_ceil(loaded.variant.size("ROWS")?)
             * (weight.outputs as usize).div_ceil(loaded.variant.size("OUTPUTS")?);
         self.kernels.launch(loaded, [blocks, 1], &arguments)?;
-        Ok(y)
+        Ok(Some(y))
     }
 
-    /// Returns the weight `(O, I)` in the dtype of the activations, in one launch.
+    /// Returns the weight `(O, I)` in the dtype of the activations, in one launch; `None` for nested scales.
     ///
     /// # Errors
     /// As [`FourBit::product`].
-    pub fn dequantize(&self, weight: &FourBitWeight<'_>) -> Result<Tensor> {
+    pub fn dequantize(&self, weight: &FourBitWeight<'_>) -> Result<Option<Tensor>> {
         check(weight)?;
+        let Some(loaded) = &self.dequantize else {
+            return Ok(None);
+        };
         let to = (self.kind, weight.codes.device());
         let y = Tensor::f_empty([weight.outputs, weight.inputs], to)?;
         let count = y.numel() as i64 / weight.group;
         let mut arguments = self.arguments(weight);
         arguments.extend([("y", Elements(&y)), ("count", I64(count))]);
-        let blocks = (count as usize).div_ceil(self.dequantize.variant.size("GROUPS")?);
-        self.kernels
-            .launch(&self.dequantize, [blocks, 1], &arguments)?;
-        Ok(y)
+        let blocks = (count as usize).div_ceil(loaded.variant.size("GROUPS")?);
+        self.kernels.launch(loaded, [blocks, 1], &arguments)?;
+        Ok(Some(y))
     }
 
     fn arguments<'a>(&'a self, weight: &FourBitWeight<'a>) -> Vec<(&'static str, Argument<'a>)> {
         let mut arguments = vec![
             ("codes", Elements(weight.codes)),
-            ("scales", Elements(weight.scales)),
+            ("scales", Elements(weight.scales.tensor())),
         ];
         if let FourBitNumbers::Offset(offsets) = weight.numbers {
             arguments.push(("offsets", Elements(offsets)));
@@ -180,19 +254,47 @@ impl FourBit {
     }
 }
 
+fn operands<'a>(weight: &FourBitWeight<'a>) -> Operands<'a> {
+    Operands {
+        codes: weight.codes,
+        scales: weight.scales.tensor(),
+        offsets: match weight.numbers {
+            FourBitNumbers::Offset(offsets) => Some(offsets),
+            _ => None,
+        },
+        nested: match weight.scales {
+            FourBitScales::Nested {
+                book,
+                scales,
+                offset,
+                ..
+            } => Some(Nested {
+                book,
+                scales,
+                offset,
+            }),
+            FourBitScales::Full(_) => None,
+        },
+        size: [weight.outputs, weight.inputs],
+    }
+}
+
 /// Checks the sizes of a weight, within which the kernels stay.
 fn check(weight: &FourBitWeight<'_>) -> Result<()> {
     let count = weight.outputs * weight.inputs;
     let groups = count / weight.group.max(1);
-    let offsets = match weight.numbers {
-        FourBitNumbers::Offset(offsets) => offsets,
-        _ => weight.scales,
-    };
-    for (name, tensor, expected) in [
+    let mut sizes = vec![
         ("codes", weight.codes, count / 2),
-        ("scales", weight.scales, groups),
-        ("offsets", offsets, groups),
-    ] {
+        ("scales", weight.scales.tensor(), groups),
+    ];
+    if let FourBitNumbers::Offset(offsets) = weight.numbers {
+        sizes.push(("offsets", offsets, groups));
+    }
+    if let FourBitScales::Nested { book, scales, .. } = weight.scales {
+        let blocks = (groups as usize).div_ceil(256) as i64;
+        sizes.extend([("book", book, 256), ("scales of scales", scales, blocks)]);
+    }
+    for (name, tensor, expected) in sizes {
         if tensor.numel() as i64 != expected || !tensor.is_contiguous() {
             let expected = format!("{expected} elements, contiguous");
             return Err(Common::shape(name, tensor.size(), expected).into());

@@ -1,9 +1,12 @@
-//! The GPU kernels of overdrive-gpu for weights of 4 bits, and of 8 bits by row; `None` where libtorch's operators are used.
+//! The GPU kernels of overdrive-gpu for weights of 4 and 8 bits; `None` where libtorch's operators are used.
 
-use overdrive_gpu::{EightBitWeight, FourBitNumbers, FourBitWeight, MOST_ROWS};
+use overdrive_gpu::{
+    EightBitNumbers, EightBitWeight, FOUR_BIT_GROUPS, FourBitNumbers, FourBitScales, FourBitWeight,
+    MOST_ROWS,
+};
 use tch::{Kind, Tensor};
 
-use crate::weight::Storage;
+use crate::weight::{Magnitudes, Storage};
 use crate::{QuantizedWeight, Result};
 
 /// Returns `x (rows, I)` times the weight, `(rows, O)`, if there are few rows and a kernel.
@@ -14,23 +17,26 @@ pub(crate) fn few_rows(x: &Tensor, weight: &QuantizedWeight) -> Result<Option<Te
     let Some(kernels) = overdrive_gpu::kernels(x.device())? else {
         return Ok(None);
     };
+    // The columns of the codes may be in another order than the inputs.
+    let in_order = |x: &Tensor| match &weight.storage {
+        Storage::Grouped {
+            order: Some(order), ..
+        } => x.f_index_select(1, order),
+        _ => Ok(x.shallow_clone()),
+    };
     if let Some(coded) = eight_bit(weight) {
-        let kernels = kernels.eight_bit(x.kind(), &coded)?;
-        return Ok(kernels
-            .map(|kernels| kernels.product(x, &coded))
-            .transpose()?);
-    }
-    with_weight(weight, |coded| {
-        let Some(kernels) = kernels.four_bit(x.kind(), coded)? else {
-            return Ok(None);
+        return match kernels.eight_bit(x.kind(), &coded)? {
+            Some(kernels) => Ok(kernels.product(&in_order(x)?, &coded)?),
+            None => Ok(None),
         };
-        // The columns of the codes may be in another order than the inputs.
-        Ok(Some(match &weight.storage {
-            Storage::Grouped {
-                order: Some(order), ..
-            } => kernels.product(&x.f_index_select(1, order)?, coded)?,
-            _ => kernels.product(x, coded)?,
-        }))
+    }
+    // The kernels of f32 take scales in full.
+    let takes_nested = x.kind() != Kind::Float;
+    with_weight(weight, takes_nested, |coded| {
+        match kernels.four_bit(x.kind(), coded)? {
+            Some(kernels) => Ok(kernels.product(&in_order(x)?, coded)?),
+            None => Ok(None),
+        }
     })
 }
 
@@ -41,28 +47,53 @@ pub(crate) fn dequantize(weight: &QuantizedWeight, kind: Kind) -> Result<Option<
         return Ok(None);
     };
     if let Some(coded) = eight_bit(weight) {
-        let kernels = kernels.eight_bit(kind, &coded)?;
-        return Ok(kernels
-            .map(|kernels| kernels.dequantize(&coded))
-            .transpose()?);
+        return match kernels.eight_bit(kind, &coded)? {
+            Some(kernels) => Ok(kernels.dequantize(&coded)?),
+            None => Ok(None),
+        };
     }
-    with_weight(weight, |coded| match kernels.four_bit(kind, coded)? {
-        Some(kernels) => Ok(Some(kernels.dequantize(coded)?)),
-        None => Ok(None),
+    with_weight(weight, false, |coded| {
+        match kernels.four_bit(kind, coded)? {
+            Some(kernels) => Ok(kernels.dequantize(coded)?),
+            None => Ok(None),
+        }
     })
 }
 
-/// Returns a weight with 8-bit codes and a scale for each output as the kernels take it.
-fn eight_bit(weight: &QuantizedWeight) -> Option<EightBitWeight<'_>> {
-    match &weight.storage {
-        Storage::Int8 { codes, scales } => Some(EightBitWeight { codes, scales }),
-        _ => None,
-    }
+/// Returns `true` if the kernels multiply with a weight of 4 bits in groups as it lies in rows.
+pub(crate) fn takes_rows(weight: &QuantizedWeight) -> Result<bool> {
+    let Storage::Grouped { scales, .. } = &weight.storage else {
+        return Ok(false);
+    };
+    let group = weight.inputs / scales.size()[1].max(1);
+    Ok(FOUR_BIT_GROUPS.contains(&group) && overdrive_gpu::kernels(weight.device())?.is_some())
 }
 
-/// Calls `body` with a weight of 4 bits as the kernels take it, and returns `None` for any other.
+/// Returns a weight with 8-bit codes as the kernels take it.
+fn eight_bit(weight: &QuantizedWeight) -> Option<EightBitWeight<'_>> {
+    let (codes, scales, numbers) = match &weight.storage {
+        Storage::Int8 { codes, scales } => (codes, scales, EightBitNumbers::Integer),
+        Storage::Fp8 { codes, scales } => (codes, scales, EightBitNumbers::Float),
+        Storage::Grouped {
+            codes,
+            scales,
+            offsets: None,
+            ..
+        } if codes.kind() == Kind::Int8 => (&**codes, &**scales, EightBitNumbers::Integer),
+        _ => return None,
+    };
+    Some(EightBitWeight {
+        codes,
+        scales,
+        numbers,
+    })
+}
+
+/// Calls `body` with a weight of 4 bits as the kernels take it, and returns `None` for any other. Scales in 8 bits are
+/// given as they are stored if they are `nested`, and else in full, which takes launches of libtorch's operators.
 fn with_weight(
     weight: &QuantizedWeight,
+    nested: bool,
     body: impl FnOnce(&FourBitWeight<'_>) -> Result<Option<Tensor>>,
 ) -> Result<Option<Tensor>> {
     let (outputs, inputs) = (weight.outputs, weight.inputs);
@@ -74,7 +105,7 @@ fn with_weight(
             ..
         } if codes.size()[1] != inputs => body(&FourBitWeight {
             codes,
-            scales,
+            scales: FourBitScales::Full(scales),
             numbers: match offsets {
                 None => FourBitNumbers::Centered,
                 Some(offsets) => FourBitNumbers::Offset(offsets),
@@ -90,9 +121,27 @@ fn with_weight(
             if inputs % block != 0 {
                 return Ok(None);
             }
+            let full;
+            let scales = match magnitudes {
+                Magnitudes::Quantized {
+                    codes,
+                    code_book,
+                    scales,
+                    offset,
+                } if nested => FourBitScales::Nested {
+                    codes,
+                    book: code_book,
+                    scales,
+                    offset: f64::from(*offset),
+                },
+                _ => {
+                    full = magnitudes.tensor()?;
+                    FourBitScales::Full(&full)
+                }
+            };
             body(&FourBitWeight {
                 codes,
-                scales: &magnitudes.tensor()?,
+                scales,
                 numbers: FourBitNumbers::Book(book.numbers()),
                 outputs,
                 inputs,
@@ -121,7 +170,20 @@ mod tests {
             _ => [low, high],
         };
         let codes = Tensor::stack(&pair, -1).view([-1, weight.group]);
-        let scales = weight.scales.to_kind(Kind::Float).view([-1, 1]);
+        let scales = match weight.scales {
+            FourBitScales::Full(scales) => scales.to_kind(Kind::Float),
+            FourBitScales::Nested {
+                codes,
+                book,
+                scales,
+                offset,
+            } => {
+                let outer = scales.repeat_interleave_self_int(256, 0, None);
+                let outer = outer.narrow(0, 0, codes.numel() as i64);
+                book.index_select(0, &codes.to_kind(Kind::Int64)) * outer + offset
+            }
+        }
+        .view([-1, 1]);
         let numbers = match weight.numbers {
             FourBitNumbers::Book(book) => Tensor::from_slice(book).take(&codes) * scales,
             FourBitNumbers::Centered => (codes.to_kind(Kind::Float) - 8.0) * scales,
@@ -155,24 +217,51 @@ mod tests {
             Scheme::Fp4(blocks(false)),
         ] {
             let weight = QuantizedWeight::quantize(&dense, scheme).expect("finite numbers");
-            let given = with_weight(&weight, |coded| Ok(Some(documented(coded))));
-            let given = given.expect("memory").expect("4 bits");
             let stored = weight.dequantize(Kind::Float).expect("memory");
-            let apart = (given - stored).abs().max().double_value(&[]);
-            assert!(apart < 1e-6, "{scheme}: {apart}");
+            for nested in [false, true] {
+                let given = with_weight(&weight, nested, |coded| {
+                    let is_nested = matches!(coded.scales, FourBitScales::Nested { .. });
+                    assert_eq!(is_nested, nested && scheme == Scheme::Nf4(blocks(true)));
+                    Ok(Some(documented(coded)))
+                });
+                let given = given.expect("memory").expect("4 bits");
+                let apart = (given - &stored).abs().max().double_value(&[]);
+                assert!(apart < 1e-6, "{scheme}: {apart}");
+            }
         }
-        for scheme in [Scheme::Int8WeightOnly, Scheme::Fp8] {
+        let in_eight_bits = |symmetric| {
+            Scheme::Grouped(GroupOptions {
+                bits: 8,
+                group_size: 64,
+                symmetric,
+            })
+        };
+        for scheme in [
+            Scheme::Int8WeightOnly,
+            Scheme::Fp8,
+            in_eight_bits(true),
+            in_eight_bits(false),
+        ] {
             let weight = QuantizedWeight::quantize(&dense, scheme).expect("finite numbers");
             match eight_bit(&weight) {
                 Some(given) => {
-                    let numbers = given.codes * given.scales.unsqueeze(1);
+                    let numbers = match given.numbers {
+                        EightBitNumbers::Integer => given.codes.to_kind(Kind::Float),
+                        EightBitNumbers::Float => given
+                            .codes
+                            .view_dtype(Kind::Float8e4m3fn)
+                            .to_kind(Kind::Float),
+                    };
+                    let scales = given.scales.to_kind(Kind::Float).view([6, -1, 1]);
+                    let numbers = numbers.view([6, scales.size()[1], -1]) * scales;
                     let stored = weight.dequantize(Kind::Float).expect("memory");
-                    let apart = (numbers - stored).abs().max().double_value(&[]);
+                    let apart = numbers.view([6, 256]) - stored;
+                    let apart = apart.abs().max().double_value(&[]);
                     assert!(apart < 1e-6, "{scheme}: {apart}");
                 }
-                None => assert_eq!(scheme, Scheme::Fp8),
+                None => assert_eq!(scheme, in_eight_bits(false)),
             }
-            let none = with_weight(&weight, |_| unreachable!("it has 8 bits"));
+            let none = with_weight(&weight, true, |_| unreachable!("it has 8 bits"));
             assert!(none.expect("no kernel is asked").is_none());
         }
     }

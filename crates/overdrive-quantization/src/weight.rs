@@ -4,7 +4,7 @@ use overdrive_sys::raw::LocatedTensor;
 use tch::{Device, Kind, Tensor};
 
 use crate::tiles::{self, Tiled};
-use crate::{Activations, Result, Scheme};
+use crate::{Activations, Result, Scheme, gpu};
 
 /// The quantized weight `(O, I)` of a linear layer.
 #[derive(Debug)]
@@ -126,8 +126,8 @@ impl QuantizedWeight {
 
     /// Returns the weight on `device`: a copy, or another handle if it is there already.
     ///
-    /// A weight of 4 bits in groups gets the order of the tensor cores on a GPU that has them, from Ampere on, and
-    /// loses it where it leaves the GPU.
+    /// A weight of 4 bits in groups stays in rows on a GPU where the kernels of overdrive-gpu are on. On others from Ampere
+    /// on it gets the order in which libtorch's operator takes it, and loses it where it leaves the GPU.
     ///
     /// # Errors
     /// An error of libtorch if memory runs out or there is no such device.
@@ -150,7 +150,7 @@ impl QuantizedWeight {
             return Ok(self);
         };
         let capability = overdrive_sys::cuda::compute_capability(index).ok();
-        if !tiles::apply(capability, self.scheme, self.size()) {
+        if !tiles::apply(capability, self.scheme, self.size()) || gpu::takes_rows(&self)? {
             return Ok(self);
         }
         let convert = |codes: &Tensor, adjacent| -> Result<Tensor> {
@@ -181,8 +181,8 @@ impl QuantizedWeight {
         self.bytes() as f64 * 8.0 / (self.outputs * self.inputs) as f64
     }
 
-    /// Returns the number of bytes of all tensors of the weight. On a GPU a weight of 4 bits in groups has
-    /// its scales twice: also in bf16, as the operator takes them.
+    /// Returns the number of bytes of all tensors of the weight. On a GPU without the kernels of overdrive-gpu a weight of 4
+    /// bits in groups has its scales twice: also in bf16, as libtorch's operator takes them.
     pub fn bytes(&self) -> usize {
         let bytes = |tensor: &&Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         self.storage.tensors().iter().map(bytes).sum()

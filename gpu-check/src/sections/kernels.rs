@@ -255,9 +255,17 @@ fn products(sizes: Sizes) -> Result<Vec<Case>> {
     } = sizes;
     let dense = Tensor::f_randn([gates, width], (Kind::Float, device))?;
     let mut cases = Vec::new();
-    for scheme in ["int8-weight", "int8", "int4-g128", "nf4", "fp8"] {
+    for scheme in [
+        "int8-weight",
+        "int8",
+        "int8-g32",
+        "int4-g128",
+        "int4-g32-asym",
+        "nf4",
+        "fp8",
+    ] {
         let weight = QuantizedWeight::quantize(&dense, scheme.parse()?)?;
-        for rows in [1, 8, 64] {
+        for rows in [1, 8, 16, 64] {
             let x = sizes.random(&[rows, width])?;
             let weight = weight.shallow_clone();
             cases.push(Case {
@@ -272,7 +280,7 @@ fn products(sizes: Sizes) -> Result<Vec<Case>> {
         }
     }
     let weight = dense.f_to_kind(kind)?;
-    for rows in [1, 8, 64] {
+    for rows in [1, 8, 16, 64] {
         let (x, weight) = (sizes.random(&[rows, width])?, weight.shallow_clone());
         cases.push(Case {
             name: format!("dense product, {rows} rows"),

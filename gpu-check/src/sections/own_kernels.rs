@@ -14,7 +14,8 @@ const FUSED: [&str; 7] = [
     "rotary_join",
     "cross_entropy",
 ];
-const QUANTIZED: [&str; 4] = [
+const QUANTIZED: [&str; 5] = [
+    "few_bits",
     "few_rows_4bit",
     "dequantize_4bit",
     "few_rows_8bit",

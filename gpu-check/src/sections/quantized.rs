@@ -10,7 +10,7 @@ use crate::parity::{KINDS, distance, name_of, tolerance};
 fn schemes() -> Result<Vec<Scheme>> {
     let names = Scheme::NAMES
         .into_iter()
-        .chain(["int8-g32", "int4-g32-asym"]);
+        .chain(["int8-g32", "int4-g32-asym", "nf4-b128"]);
     Ok(names.map(str::parse).collect::<Result<_, _>>()?)
 }
 
@@ -31,10 +31,16 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
                 .with("tolerance", 1e-3))
         })?;
         for kind in KINDS {
-            for rows in [1, 8, context.sized(200, 33)] {
+            for rows in [1, 4, 8, 16, context.sized(64, 17), context.sized(200, 33)] {
                 let name = format!("{scheme}: {rows} rows in {}", name_of(kind));
                 context.check(name, || product(&dense, scheme, kind, rows, device))?;
             }
+            // Neither the outputs nor the inputs fill the last block of a kernel.
+            let name = format!("{scheme}: a ragged weight, 5 rows in {}", name_of(kind));
+            let ragged = dense.f_narrow(0, 0, size[0] - 3)?;
+            let width = size[1] - context.sized(128, 0);
+            let ragged = ragged.f_narrow(1, 0, width)?.f_contiguous()?;
+            context.check(name, || product(&ragged, scheme, kind, 5, device))?;
         }
         context.check(format!("{scheme}: gradient of the inputs in bf16"), || {
             gradient(&dense, scheme, device)

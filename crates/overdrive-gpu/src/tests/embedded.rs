@@ -132,7 +132,13 @@ fn every_dtype_and_mode_has_every_bucket() {
             .or_default() += 1;
     }
     for (what, dtypes) in dtypes {
-        let expected = BTreeMap::from([("bf16", 1), ("f16", 1), ("f32", 1)]);
+        let mut expected = BTreeMap::from([("bf16", 1), ("f16", 1), ("f32", 1)]);
+        // Products of few rows have one kernel for f32, and another for the tensor cores.
+        if what.starts_with("few_bits") {
+            expected.remove("f32");
+        } else if what.starts_with("few_rows") {
+            expected.retain(|dtype, _| *dtype == "f32");
+        }
         assert_eq!(dtypes, expected, "{what}");
     }
 }

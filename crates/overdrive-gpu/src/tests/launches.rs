@@ -11,8 +11,8 @@ use super::source;
 use super::stand_in::StandIn;
 use crate::embedded::{PTX, Variant, images, table};
 use crate::{
-    AdamFactors, CodedAverage, EightBitWeight, FourBitNumbers, FourBitWeight, GateActivation,
-    LossTerms, RotaryTables,
+    AdamFactors, CodedAverage, EightBitNumbers, EightBitWeight, FourBitNumbers, FourBitScales,
+    FourBitWeight, GateActivation, LossTerms, RotaryTables,
 };
 
 const KINDS: [Kind; 3] = [Kind::Float, Kind::Half, Kind::BFloat16];
@@ -198,75 +198,135 @@ fn adam(stand_in: &StandIn, kind: Kind) {
     }
 }
 
+/// Returns numbers of rows: for f32 one of each kernel and several blocks, for the others one of each kernel.
+fn rows_of(kind: Kind) -> &'static [i64] {
+    match kind {
+        Kind::Float => &[1, 2, 7],
+        _ => &[1, 7, 13, 37],
+    }
+}
+
 fn four_bit(stand_in: &StandIn, kind: Kind) {
-    for (outputs, inputs, group) in [(9, 96, 32), (6, 1152, 64), (7, 1280, 128)] {
+    for (outputs, inputs, group) in match kind {
+        Kind::Float => [(9, 96, 32), (6, 1152, 64), (7, 1280, 128)],
+        // With the two multiprocessors of the stand-in, some of them are computed by several programs.
+        _ => [(9, 1056, 32), (70, 2112, 64), (18, 2176, 128)],
+    } {
         let groups = outputs * inputs / group;
         let codes = empty(&[outputs * inputs / 2], Kind::Uint8);
-        for half in [Kind::Float, Kind::Half] {
-            let (scales, offsets) = (empty(&[groups], half), empty(&[groups], half));
-            let mut all = vec![FourBitNumbers::Centered, FourBitNumbers::Offset(&offsets)];
-            if half == Kind::Float {
-                all.push(FourBitNumbers::Book(&BOOK));
+        let [full, half] = [Kind::Float, Kind::Half].map(|kind| empty(&[groups], kind));
+        let nested = [
+            empty(&[groups], Kind::Uint8),
+            empty(&[256], Kind::Float),
+            empty(&[(groups + 255) / 256], Kind::Float),
+        ];
+        let mut all = Vec::new();
+        for scales in [&full, &half] {
+            let given = FourBitScales::Full(scales);
+            all.extend([
+                (given, FourBitNumbers::Centered),
+                (given, FourBitNumbers::Offset(scales)),
+            ]);
+        }
+        let [inner, book, scales] = &nested;
+        let nested = FourBitScales::Nested {
+            codes: inner,
+            book,
+            scales,
+            offset: 0.25,
+        };
+        all.push((FourBitScales::Full(&full), FourBitNumbers::Book(&BOOK)));
+        all.push((nested, FourBitNumbers::Book(&BOOK)));
+        for (scales, numbers) in all {
+            let weight = FourBitWeight {
+                codes: &codes,
+                scales,
+                numbers,
+                outputs,
+                inputs,
+                group,
+            };
+            let is_nested = matches!(scales, FourBitScales::Nested { .. });
+            let kernels = stand_in.kernels.four_bit(kind, &weight).unwrap();
+            if is_nested && kind == Kind::Float {
+                assert!(kernels.is_none());
+                continue;
             }
-            for numbers in all {
-                let (codes, scales) = (&codes, &scales);
-                let weight = FourBitWeight {
-                    codes,
-                    scales,
-                    numbers,
-                    outputs,
-                    inputs,
-                    group,
+            let kernels = kernels.unwrap();
+            for &rows in rows_of(kind) {
+                let y = kernels.product(&empty(&[rows, inputs], kind), &weight);
+                let most = match numbers {
+                    FourBitNumbers::Offset(_) => 16,
+                    _ => 64,
                 };
-                let kernels = stand_in.kernels.four_bit(kind, &weight).unwrap().unwrap();
-                for rows in [1, 2, 7] {
-                    let x = empty(&[rows, inputs], kind);
-                    assert_eq!(
-                        kernels.product(&x, &weight).unwrap().size(),
-                        [rows, outputs]
-                    );
-                }
-                assert_eq!(
-                    kernels.dequantize(&weight).unwrap().size(),
-                    [outputs, inputs]
-                );
-                let short = FourBitWeight {
-                    outputs: outputs + 1,
-                    ..weight
-                };
-                assert!(kernels.dequantize(&short).is_err(), "the codes are too few");
+                let expected = (rows <= most).then(|| vec![rows, outputs]);
+                assert_eq!(y.unwrap().map(|y| y.size()), expected);
             }
+            let many = kernels.product(&empty(&[65, inputs], kind), &weight);
+            assert!(many.unwrap().is_none());
+            let dense = kernels.dequantize(&weight).unwrap();
+            assert_eq!(
+                dense.map(|dense| dense.size()),
+                (!is_nested).then(|| vec![outputs, inputs])
+            );
+            let short = FourBitWeight {
+                outputs: outputs + 1,
+                ..weight
+            };
+            assert!(kernels.dequantize(&short).is_err(), "the codes are too few");
         }
     }
 }
 
 fn eight_bit(stand_in: &StandIn, kind: Kind) {
-    for (outputs, inputs) in [(6, 528), (5, 2049)] {
-        let (codes, scales) = (
-            empty(&[outputs, inputs], Kind::Int8),
-            empty(&[outputs], Kind::Float),
+    let weights = [
+        (EightBitNumbers::Integer, 6, 528, 0),
+        (EightBitNumbers::Integer, 5, 2049, 0),
+        (EightBitNumbers::Integer, 21, 2064, 0),
+        (EightBitNumbers::Float, 21, 2064, 0),
+        (EightBitNumbers::Integer, 9, 1056, 32),
+        (EightBitNumbers::Integer, 6, 2112, 64),
+        (EightBitNumbers::Integer, 7, 2176, 128),
+    ];
+    for (numbers, outputs, inputs, group) in weights {
+        let is_float = numbers == EightBitNumbers::Float;
+        let codes = empty(
+            &[outputs, inputs],
+            if is_float { Kind::Uint8 } else { Kind::Int8 },
         );
+        let scales = match group {
+            0 => empty(&[outputs], Kind::Float),
+            _ => empty(&[outputs, inputs / group], Kind::Half),
+        };
         let weight = EightBitWeight {
             codes: &codes,
             scales: &scales,
+            numbers,
         };
-        let kernels = stand_in.kernels.eight_bit(kind, &weight).unwrap().unwrap();
-        for rows in [1, 3, 8] {
-            let x = empty(&[rows, inputs], kind);
-            assert_eq!(
-                kernels.product(&x, &weight).unwrap().size(),
-                [rows, outputs]
-            );
+        let kernels = stand_in.kernels.eight_bit(kind, &weight).unwrap();
+        let is_simple = !is_float && group == 0;
+        if kind == Kind::Float && !is_simple {
+            assert!(kernels.is_none());
+            continue;
         }
+        let kernels = kernels.unwrap();
+        for &rows in rows_of(kind) {
+            let y = kernels.product(&empty(&[rows, inputs], kind), &weight);
+            let takes = kind == Kind::Float || inputs % 16 == 0;
+            let expected = takes.then(|| vec![rows, outputs]);
+            assert_eq!(y.unwrap().map(|y| y.size()), expected);
+        }
+        let dense = kernels.dequantize(&weight).unwrap();
         assert_eq!(
-            kernels.dequantize(&weight).unwrap().size(),
-            [outputs, inputs]
+            dense.map(|dense| dense.size()),
+            is_simple.then(|| vec![outputs, inputs])
         );
+        let wrong = empty(&[outputs + 1], Kind::Float);
         let other = EightBitWeight {
-            scales: &codes,
+            scales: &wrong,
             ..weight
         };
-        assert!(kernels.dequantize(&other).is_err(), "the scales are no row");
+        assert!(kernels.dequantize(&other).is_err(), "too many scales");
     }
 }
 

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 use tempfile::TempDir;
 
 use crate::driver::{Context, Driver};
-use crate::{Error, Kernels};
+use crate::{EightBitNumbers, EightBitWeight, Error, Kernels};
 
 /// Kernels on a driver that writes down what it is given.
 pub(super) struct StandIn {
@@ -126,7 +126,7 @@ fn launches_are_counted_by_kernel() {
     let norm = norm.unwrap().unwrap();
     // Every kernel is in the list, launched or not.
     let counts = stand_in.kernels.launches();
-    assert_eq!((counts.len(), counts.values().sum::<u64>()), (14, 0));
+    assert_eq!((counts.len(), counts.values().sum::<u64>()), (15, 0));
     let out = norm.forward(&x, None, &weight, 1e-6).unwrap();
     for _ in 0..2 {
         let _gradients = norm.backward(&x, &weight, &out.inverse, &x, None).unwrap();
@@ -172,6 +172,40 @@ fn a_kernel_is_not_loaded_inside_a_capture_but_launched_there() {
     inside().unwrap().forward(&x, None, &weight, 1e-6).unwrap();
     let log = stand_in.take();
     assert_eq!(log.len(), 3, "only a launch between push and pop: {log:#?}");
+}
+
+#[test]
+fn launches_that_may_run_together_have_counters_of_their_own() {
+    let stand_in = StandIn::new(103);
+    let codes = Tensor::zeros([16, 8192], (Kind::Int8, Device::Cpu));
+    let scales = Tensor::ones([16], (Kind::Float, Device::Cpu));
+    let weight = EightBitWeight {
+        codes: &codes,
+        scales: &scales,
+        numbers: EightBitNumbers::Integer,
+    };
+    let kernels = stand_in.kernels.eight_bit(Kind::Half, &weight);
+    let kernels = kernels.unwrap().unwrap();
+    let x = Tensor::zeros([1, 8192], (Kind::Half, Device::Cpu));
+    let counters = || {
+        stand_in.take();
+        let _product = kernels.product(&x, &weight).unwrap().unwrap();
+        let log = stand_in.take();
+        let launch = log.iter().find(|line| line.starts_with("launch")).unwrap();
+        let fields: Vec<&str> = launch.split(' ').collect();
+        // One block of outputs, shared by four programs.
+        assert_eq!((fields[3], fields[4]), ("1", "4"), "{launch}");
+        fields[12].parse::<u64>().unwrap()
+    };
+    let first = counters();
+    assert_eq!(counters(), first);
+    stand_in.capture(true);
+    assert_eq!(counters(), first + 16, "the first capture");
+    assert_eq!(counters(), first + 16);
+    fs::write(stand_in.log.with_extension("capture"), "2").unwrap();
+    assert_eq!(counters(), first + 32, "another capture");
+    stand_in.capture(false);
+    assert_eq!(counters(), first);
 }
 
 #[test]
