@@ -233,7 +233,7 @@ pub enum Error {
     Sys(#[from] overdrive_sys::Error),
     /// An error of a captured step.
     #[error(transparent)]
-    Graph(#[from] overdrive_graphs::Error),
+    Graph(Box<overdrive_graphs::Error>),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),
@@ -241,3 +241,10 @@ pub enum Error {
 
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
+
+// Boxed, so that the errors of others that hold this one stay small.
+impl From<overdrive_graphs::Error> for Error {
+    fn from(error: overdrive_graphs::Error) -> Self {
+        Error::Graph(Box::new(error))
+    }
+}
