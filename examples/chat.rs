@@ -24,6 +24,7 @@ use overdrive::generation::{
     Message, Request, Tokenizer,
 };
 use overdrive::sys::denormals::set_flush_denormals;
+use overdrive::trainer::Interrupt;
 use overdrive::transformer::CausalLm;
 use overdrive_examples::{GenerationFlags, ModelFlags, TemplateFlags, print_line, print_now};
 use signal_hook::consts::SIGINT;
@@ -80,6 +81,7 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
     chat.engine.warm_up()?;
     eprintln!("ready after {:.1} s", began.elapsed().as_secs_f64());
     // While an answer is streamed the signal only sets a flag; otherwise it ends the program.
+    Interrupt::hand_over(&[SIGINT]);
     let at_prompt = Arc::new(AtomicBool::new(true));
     flag::register_conditional_default(SIGINT, Arc::clone(&at_prompt))?;
     flag::register(SIGINT, Arc::clone(&chat.interrupted))?;

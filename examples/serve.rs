@@ -23,9 +23,11 @@ use overdrive::generation::{
 };
 use overdrive::lora::{LoadAdapterOptions, load_adapter_for_rows};
 use overdrive::serve::{ApiKey, Pooling, ServedModel, Server, ServerOptions};
+use overdrive::trainer::Interrupt;
 use overdrive::transformer::CausalLm;
 use overdrive_examples::{ModelFlags, TemplateFlags, local_adapter, model_name, print_line};
 use serde_json::Value;
+use signal_hook::consts::{SIGINT, SIGTERM};
 
 /// An HTTP server with OpenAI's API
 ///
@@ -67,6 +69,9 @@ struct Flags {
     /// Seconds in which the head of a request must arrive, and for which an idle connection is kept
     #[arg(long, default_value_t = 30)]
     header_timeout: u64,
+    /// Seconds for which a client may take nothing of an answer that is ready for it
+    #[arg(long, default_value_t = 30)]
+    write_timeout: u64,
     /// Number of sequences that are computed or wait; more are answered by 429
     #[arg(long, default_value_t = 256)]
     max_queue: usize,
@@ -96,6 +101,7 @@ fn run(flags: &Flags) -> Result<()> {
     options.api_key = ApiKey::from_env()?;
     options.max_connections = flags.max_connections;
     options.header_timeout = Duration::from_secs(flags.header_timeout);
+    options.write_timeout = Duration::from_secs(flags.write_timeout);
     options.max_queue = flags.max_queue;
     options.max_tokens = flags.max_tokens;
     options.max_body_bytes = flags.max_body_bytes;
@@ -140,6 +146,8 @@ fn run(flags: &Flags) -> Result<()> {
     }
     let server = Server::new(engine, served, options)?;
     print_line(format!("{name} on http://{}/v1", listener.local_addr()?));
+    // The server lets requests end, also as the first process of a container.
+    Interrupt::hand_over(&[SIGTERM, SIGINT]);
     server.run(listener)?;
     print_line("ended");
     Ok(())

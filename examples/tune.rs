@@ -18,11 +18,11 @@ use overdrive::core::{OutputFolder, files, units};
 use overdrive::precision::Precision;
 use overdrive::profiling::{DecoderShape, Machine};
 use overdrive::trainer::{
-    DeviceFacts, RecommendedSettings, Task, TextData, TrainArgs, TrainingArguments, TuneOptions,
-    Tuning, usable_memory,
+    DeviceFacts, Interrupt, RecommendedSettings, Task, TextData, TrainArgs, TrainingArguments,
+    TuneOptions, Tuning, usable_memory,
 };
 use overdrive_examples::tuning::{MemoryLimit, Trials};
-use overdrive_examples::{exit, print_line};
+use overdrive_examples::{RunEnd, exit_or_resume, print_line};
 use tch::Device;
 
 /// Finds the fastest settings of `train` for this machine, and writes a configuration with them
@@ -56,10 +56,18 @@ pub(crate) struct Flags {
 }
 
 fn main() -> ExitCode {
-    exit(|| {
+    exit_or_resume(|| {
         let flags = Flags::parse();
+        // A signal ends the trial that runs, which is a program of its own, and removes its folder.
+        let interrupt = Interrupt::install()?;
         let trials = Trials::beside_this_program(flags.trial_steps, flags.trial_warmup)?;
-        tune(&flags, &trials).map(drop)
+        match tune(&flags, &trials) {
+            Err(error) if interrupt.requested() => {
+                eprintln!("{error:#}");
+                Ok(RunEnd::NotSaved)
+            }
+            result => result.map(|_| RunEnd::Finished),
+        }
     })
 }
 

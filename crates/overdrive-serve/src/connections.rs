@@ -1,5 +1,6 @@
-//! The connections of a server: their number, and the time in which a request must begin.
+//! The connections of a server: their number, and the times in which a request must begin and an answer be taken.
 
+use std::collections::VecDeque;
 use std::future::Future;
 use std::io::ErrorKind;
 use std::pin::pin;
@@ -12,12 +13,14 @@ use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
-use tokio::task::JoinSet;
+use tokio::task::{AbortHandle, JoinSet};
+use tokio_io_timeout::TimeoutStream;
 
 use crate::routes::{router, router_when_full};
 use crate::shared::Shared;
 
-/// The connections beyond `max_connections` that are answered at once; further ones are closed without an answer.
+/// The connections beyond `max_connections` that are open at once. The oldest makes room for a further one, so that those
+/// that ask nothing do not keep the operator's probes out.
 const REFUSALS: usize = 64;
 
 /// The pause after the system has refused a connection, because it has no file descriptors left.
@@ -31,7 +34,7 @@ pub(crate) async fn serve(
 ) {
     let options = &shared.options;
     let seats = Arc::new(Semaphore::new(options.max_connections));
-    let refusals = Arc::new(Semaphore::new(REFUSALS));
+    let mut refused: VecDeque<AbortHandle> = VecDeque::new();
     let (open, full) = (
         router(Arc::clone(shared)),
         router_when_full(Arc::clone(shared)),
@@ -54,20 +57,33 @@ pub(crate) async fn serve(
                 continue;
             }
         };
-        let seat = Arc::clone(&seats).try_acquire_owned();
-        let (routes, seat, is_kept) = match seat {
-            Ok(seat) => (open.clone(), seat, true),
-            Err(_) => match Arc::clone(&refusals).try_acquire_owned() {
-                Ok(seat) => (full.clone(), seat, false),
-                Err(_) => continue,
-            },
-        };
+        let seat = Arc::clone(&seats).try_acquire_owned().ok();
+        let is_kept = seat.is_some();
+        let routes = if is_kept { &open } else { &full };
         let mut builder = http1::Builder::new();
         builder
             .timer(TokioTimer::new())
             .header_read_timeout(options.header_timeout)
             .keep_alive(is_kept);
-        connections.spawn(connection(stream, builder, routes, stopped.clone(), seat));
+        let limit = options.write_timeout;
+        let serving = connection(
+            stream,
+            limit,
+            builder,
+            routes.clone(),
+            stopped.clone(),
+            seat,
+        );
+        let handle = connections.spawn(serving);
+        if !is_kept {
+            refused.retain(|one| !one.is_finished());
+            if refused.len() == REFUSALS
+                && let Some(oldest) = refused.pop_front()
+            {
+                oldest.abort();
+            }
+            refused.push_back(handle);
+        }
     }
     drop(listener);
     drop(stop);
@@ -77,16 +93,19 @@ pub(crate) async fn serve(
 /// Serves one connection; after the end of `stopped`, only until the answer to the present request.
 async fn connection(
     stream: TcpStream,
+    write_timeout: Duration,
     builder: http1::Builder,
     routes: Router,
     mut stopped: watch::Receiver<()>,
-    _seat: OwnedSemaphorePermit,
+    _seat: Option<OwnedSemaphorePermit>,
 ) {
     // A token is a small packet, which should not wait for the next one. Without it the server is only slower.
     let _ = stream.set_nodelay(true);
+    let mut stream = TimeoutStream::new(stream);
+    stream.set_write_timeout(Some(write_timeout));
     let service = TowerToHyperService::new(routes);
-    let mut serving = pin!(builder.serve_connection(TokioIo::new(stream), service));
-    // An error is the client's: it has disconnected, or sent something that is not HTTP.
+    let mut serving = pin!(builder.serve_connection(TokioIo::new(Box::pin(stream)), service));
+    // An error is the client's: it has disconnected, takes nothing, or has sent something that is not HTTP.
     tokio::select! {
         _ended = serving.as_mut() => return,
         _stopped = stopped.changed() => {}

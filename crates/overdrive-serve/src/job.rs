@@ -1,6 +1,6 @@
 //! The generation of the answers to one HTTP request.
 
-use std::sync::Arc;
+use std::sync::{Arc, Mutex, PoisonError};
 use std::time::Instant;
 
 use axum::http::StatusCode;
@@ -32,7 +32,18 @@ pub(crate) struct Job {
     started: Instant,
     has_token: bool,
     shared: Arc<Shared>,
-    _seats: OwnedSemaphorePermit,
+    _seats: Arc<Seats>,
+}
+
+/// The seats of the sequences that have not ended.
+#[derive(Debug)]
+struct Seats(Mutex<OwnedSemaphorePermit>);
+
+impl Seats {
+    fn give_back(&self, count: usize) {
+        let mut seats = self.0.lock().unwrap_or_else(PoisonError::into_inner);
+        drop(seats.split(count));
+    }
 }
 
 /// One event of a job.
@@ -61,6 +72,7 @@ impl Job {
         started: Instant,
     ) -> ApiResult<Job> {
         let (sender, events) = unbounded_channel();
+        let seats = Arc::new(Seats(Mutex::new(seats)));
         let n = requests
             .first()
             .map_or(1, |one| one.config.num_return_sequences);
@@ -68,7 +80,17 @@ impl Job {
         let mut tickets = Vec::with_capacity(requests.len());
         for (prompt, request) in requests.into_iter().enumerate() {
             let sender = sender.clone();
+            let seats = Arc::clone(&seats);
+            let mut open = n;
             let ticket = shared.engine.submit_with(request, move |event| {
+                // A seat ends with its sequence, whenever the client takes the answer.
+                let ended = match &event {
+                    Event::Finished { .. } => 1,
+                    Event::Failed { .. } => open,
+                    _ => 0,
+                };
+                open -= ended;
+                seats.give_back(ended);
                 // A receiver that is gone has cancelled the request by its ticket.
                 let _gone = sender.send((prompt, event));
             })?;

@@ -42,6 +42,9 @@ pub struct ServerOptions {
     /// The time in which the head of a request must arrive, from the connection or the end of the last answer on;
     /// the connection is then closed. It is also the time for which an idle connection is kept. Default 30 seconds.
     pub header_timeout: Duration,
+    /// The time for which a client may take nothing of an answer that is ready for it; the connection is then closed,
+    /// and what it has not taken is dropped. Default 30 seconds.
+    pub write_timeout: Duration,
     /// The largest body of a request in bytes; a larger one is answered by 413. Default 4 MiB.
     pub max_body_bytes: usize,
     /// The largest `max_tokens` of a request, and the default of one that names none; a larger one is answered by
@@ -50,7 +53,8 @@ pub struct ServerOptions {
     /// The largest `n`; a larger one is answered by 400. Default 128, as OpenAI's.
     pub max_choices: usize,
     /// The largest number of continuations (prompts times `n`) and embeddings that are computed or wait at once;
-    /// further ones are answered by 429. Default 256.
+    /// further ones are answered by 429. One that has ended no longer counts, although its client may not have taken
+    /// the answer. Default 256.
     pub max_queue: usize,
     /// The time that a request may take, waiting included; one that takes longer is answered by 408. Default ten
     /// minutes.
@@ -70,6 +74,7 @@ impl Default for ServerOptions {
             api_key: None,
             max_connections: 512,
             header_timeout: Duration::from_secs(30),
+            write_timeout: Duration::from_secs(30),
             max_body_bytes: 4 << 20,
             max_tokens: None,
             max_choices: 128,
@@ -95,6 +100,8 @@ impl ServerOptions {
         check_option(valid, "max_connections", self.max_connections, expected)?;
         let seconds = self.header_timeout.as_secs_f64();
         check_option(seconds > 0.0, "header_timeout", seconds, "positive")?;
+        let seconds = self.write_timeout.as_secs_f64();
+        check_option(seconds > 0.0, "write_timeout", seconds, "positive")?;
         check_at_least("max_body_bytes", self.max_body_bytes, 1)?;
         check_at_least("max_tokens", self.max_tokens.unwrap_or(1), 1)?;
         check_at_least("max_choices", self.max_choices, 1)?;

@@ -58,7 +58,8 @@ impl Server {
     }
 
     /// Returns the routes, for a program with a runtime and routes of its own. It runs in tokio's runtime with the
-    /// timer on. The limits of connections (`max_connections`, `header_timeout`) are that program's.
+    /// timer on. The limits of connections (`max_connections`, `header_timeout`, `write_timeout`) are that
+    /// program's.
     pub fn router(&self) -> Router {
         router(Arc::clone(&self.shared))
     }

@@ -2,13 +2,14 @@
 
 use std::io;
 use std::sync::atomic::{AtomicBool, Ordering};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
 use overdrive_core::INTERRUPTED_EXIT_CODE;
 use overdrive_sys::process::ignores_signal;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
+use signal_hook::flag;
 use signal_hook::iterator::Signals;
 
 use crate::{Error, Result};
@@ -47,7 +48,36 @@ pub struct Interrupt {
 // The process has one set of signal handlers, so it has one flag.
 static INSTALLED: Mutex<Option<Interrupt>> = Mutex::new(None);
 
+/// The signals that end a process 1, each with a flag that says whether they still do.
+static ENDING: OnceLock<Vec<(i32, Arc<AtomicBool>)>> = OnceLock::new();
+
+/// Lets Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end this process if it is process 1, as the program of a container is: the
+/// system gives such a process no signal that it has no handler for. [`Interrupt`] takes them over when it is installed.
+pub(crate) fn let_signals_end_process_one() -> io::Result<()> {
+    if std::process::id() != 1 {
+        return Ok(());
+    }
+    let signals = [SIGINT, SIGTERM, SIGQUIT, SIGHUP];
+    let ending = signals.map(|signal| (signal, Arc::new(AtomicBool::new(true))));
+    for (signal, ends) in &ending {
+        let code = INTERRUPTED_EXIT_CODE.into();
+        flag::register_conditional_shutdown(*signal, code, Arc::clone(ends))?;
+    }
+    let _known = ENDING.set(ending.into());
+    Ok(())
+}
+
 impl Interrupt {
+    /// Leaves these signals to handlers of the program's own, such as those of a server. A process 1 that
+    /// [`exit`](crate::exit()) runs ends at signals until then.
+    pub fn hand_over(signals: &[i32]) {
+        for (signal, ends) in ENDING.get().into_iter().flatten() {
+            if signals.contains(signal) {
+                ends.store(false, Ordering::SeqCst);
+            }
+        }
+    }
+
     /// Installs handlers for the signals. Further calls return the same flag. A program that saved its state
     /// after a signal exits with [`overdrive_core::SAVED_EXIT_CODE`], so that schedulers can distinguish it
     /// from success and from failure, and one that saved nothing with [`overdrive_core::INTERRUPTED_EXIT_CODE`].
@@ -111,7 +141,8 @@ impl Interrupt {
         if !ignores_signal(SIGHUP) {
             handled.push(SIGHUP);
         }
-        let mut signals = Signals::new(handled)?;
+        let mut signals = Signals::new(&handled)?;
+        Self::hand_over(&handled);
         let interrupt = self.clone();
         thread::Builder::new()
             .name("od-signals".to_owned())

@@ -8,6 +8,7 @@ use std::process::ExitCode;
 
 use overdrive_core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
 
+use crate::interrupt::let_signals_end_process_one;
 use crate::warnings::print_warnings;
 
 /// The way in which a run ended.
@@ -42,7 +43,9 @@ where
 }
 
 /// Runs a program and returns its exit code. Warnings of the libraries are printed on stderr (`RUST_LOG` selects other
-/// messages), and an error in one line, without a backtrace, because the cause is usually in the arguments.
+/// messages), and an error in one line, without a backtrace, because the cause is usually in the arguments. In a container,
+/// where the program is process 1 and the system would keep signals from it, Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end it
+/// with 130 until [`Interrupt`](crate::Interrupt) is installed.
 ///
 /// `E` is `anyhow::Error` or `Box<dyn Error + Send + Sync>`.
 ///
@@ -72,6 +75,10 @@ where
     E: AsRef<dyn StdError + Send + Sync>,
 {
     print_warnings();
+    // First of all: data may be tokenized for an hour before the first step.
+    if let Err(error) = let_signals_end_process_one() {
+        tracing::warn!("signals do not end this process: {error}");
+    }
     program().unwrap_or_else(|error| {
         let error: &(dyn StdError + 'static) = error.as_ref();
         let mut text = error.to_string();

@@ -20,6 +20,15 @@ fn child() {
     let Ok(role) = std::env::var(ROLE) else {
         return;
     };
+    if role == "tokenize" {
+        // Before a program has installed the flag.
+        overdrive_trainer::exit(|| -> Result<(), Box<dyn std::error::Error + Send + Sync>> {
+            println!("\nready");
+            std::thread::sleep(PATIENCE);
+            Ok(())
+        });
+        return;
+    }
     let interrupt = Interrupt::install().expect("installs");
     let again = Interrupt::install().expect("installs twice");
     println!("\nready");
@@ -82,9 +91,12 @@ impl Running {
     }
 
     fn signal(&self, name: &str) {
-        let id = self.child.id().to_string();
+        self.send(name, &self.child.id().to_string());
+    }
+
+    fn send(&self, name: &str, id: &str) {
         let sent = Command::new("kill")
-            .args([name, &id])
+            .args([name, id])
             .status()
             .expect("kill runs");
         assert!(sent.success());
@@ -110,6 +122,32 @@ fn the_first_signal_lets_the_loop_save_and_leave() {
         running.signal(signal);
         running.wait_for("saved");
         assert!(running.end().success(), "{signal}");
+    }
+}
+
+#[test]
+#[cfg(target_os = "linux")]
+fn a_signal_ends_the_first_process_of_a_container() {
+    // The system keeps signals without a handler from the process 1 of a namespace.
+    let namespace = || {
+        let mut command = Command::new("unshare");
+        command.args(["--user", "--map-root-user", "--pid", "--fork"]);
+        command
+    };
+    let works = namespace().arg("true").status();
+    if !works.is_ok_and(|status| status.success()) {
+        eprintln!("not run: this system lets no user make a namespace of processes");
+        return;
+    }
+    for (role, code) in [("tokenize", 130), ("leave", 0)] {
+        let mut command = namespace();
+        command.arg(std::env::current_exe().expect("this program"));
+        let running = start_by(command, role);
+        let outer = running.child.id();
+        let children = format!("/proc/{outer}/task/{outer}/children");
+        let children = std::fs::read_to_string(children).expect("reads");
+        running.send("-TERM", children.trim());
+        assert_eq!(running.end().code(), Some(code), "{role}");
     }
 }
 

@@ -1,16 +1,23 @@
+use std::fs::{self, File};
 use std::path::{Path, PathBuf};
-use std::process::{Command, Output};
+use std::process::{Command, Output, Stdio};
+use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
 use overdrive::optim::{LrSchedulerType, ScheduleOptions};
+use overdrive::sys::process::terminate_with_parent;
 use overdrive::tracking::{StepMetrics, read_metrics};
 use overdrive::trainer::{
-    IntervalStrategy, RunFolder, SaveStrategy, TrainingArguments, Trial, TrialEnd, TuneCandidate,
+    Interrupt, IntervalStrategy, RunFolder, SaveStrategy, TrainingArguments, Trial, TrialEnd,
+    TuneCandidate,
 };
 
 /// The most micro-batches of a step of a trial. Further ones cost what the second one costs, so that the speed of a
 /// whole step follows from two.
 const MOST_ACCUMULATION: u64 = 2;
+
+/// The time between two looks at a trial, which takes seconds.
+const POLL: Duration = Duration::from_millis(20);
 
 /// The trials: the program that trains, and the numbers of its steps.
 #[derive(Debug)]
@@ -63,11 +70,7 @@ impl Trials {
         let short = self.shortened(&candidate.of(arguments), &folder.path().join("run"));
         let config = folder.path().join("trial.json");
         short.write(&config)?;
-        let output = Command::new(&self.program)
-            .arg("--config")
-            .arg(&config)
-            .output()
-            .with_context(|| format!("{} cannot be started", self.program.display()))?;
+        let output = self.output(&config, folder.path())?;
         if let Some(message) = out_of_memory(&output) {
             return Ok(TrialEnd::OutOfMemory(message));
         }
@@ -86,6 +89,40 @@ impl Trials {
             anyhow!("the trial has {found} steps, which are too few to measure; give more data or fewer steps")
         })?;
         Ok(TrialEnd::Measured(measured))
+    }
+
+    /// Runs the program to its end, or to a signal that ends this one.
+    fn output(&self, config: &Path, folder: &Path) -> Result<Output> {
+        // Into files: nobody reads a pipe while this waits.
+        let (out, err) = (folder.join("stdout"), folder.join("stderr"));
+        let mut command = Command::new(&self.program);
+        command
+            .arg("--config")
+            .arg(config)
+            .stdin(Stdio::null())
+            .stdout(File::create(&out)?)
+            .stderr(File::create(&err)?);
+        terminate_with_parent(&mut command);
+        let mut child = command
+            .spawn()
+            .with_context(|| format!("{} cannot be started", self.program.display()))?;
+        let status = loop {
+            if let Some(status) = child.try_wait()? {
+                break status;
+            }
+            if Interrupt::is_requested() {
+                // It has nothing to save.
+                child.kill()?;
+                child.wait()?;
+                bail!("a signal has ended the search; the same command starts it again");
+            }
+            std::thread::sleep(POLL);
+        };
+        Ok(Output {
+            status,
+            stdout: fs::read(out)?,
+            stderr: fs::read(err)?,
+        })
     }
 
     /// Returns the configuration of a trial: a few steps of at most two micro-batches, without anything between them.

@@ -6,7 +6,7 @@ use std::time::Duration;
 
 use serde_json::json;
 
-use crate::client::{get, parse, post};
+use crate::client::{get, parse, post, send};
 use crate::support::{TestServer, wait};
 
 #[test]
@@ -29,6 +29,50 @@ fn a_connection_too_many_is_answered_by_503_and_the_operator_still_gets_in() {
     wait("the seat", || {
         post(address, "/v1/completions", &body).status == 200
     });
+}
+
+#[test]
+fn connections_that_ask_nothing_do_not_keep_the_operator_out() {
+    let server = TestServer::start(|options| options.max_connections = 1);
+    // One has the seat, and the others more than fill the places of those that are refused.
+    let open = || TcpStream::connect(server.address).unwrap();
+    let _idle: Vec<TcpStream> = (0..100).map(|_| open()).collect();
+    assert_eq!(get(server.address, "/health").status, 200);
+    assert_eq!(get(server.address, "/metrics").status, 200);
+}
+
+#[test]
+fn a_client_that_takes_nothing_keeps_neither_seats_nor_its_connection() {
+    let server = TestServer::start(|options| {
+        options.max_queue = 16;
+        options.write_timeout = Duration::from_millis(200);
+    });
+    let address = server.address;
+    // Some 16 MiB, more than the system keeps for a connection.
+    let body = json!({"prompt": "a", "max_tokens": 500, "n": 16, "stream": true, "logprobs": 20, "ignore_eos": true});
+    let mut stalled = send(
+        address,
+        "POST",
+        "/v1/completions",
+        &[],
+        body.to_string().as_bytes(),
+    );
+    wait("the sequences", || {
+        crate::client::metric(address, "sequences_in_flight") == 16.0
+    });
+    // The sequences end whether or not somebody reads.
+    wait("the seats", || {
+        crate::client::metric(address, "sequences_in_flight") == 0.0
+    });
+    let other = json!({"prompt": "a", "max_tokens": 1, "n": 16});
+    assert_eq!(post(address, "/v1/completions", &other).status, 200);
+    // What it has not taken in time is gone, and the end of the stream with it.
+    std::thread::sleep(Duration::from_millis(400));
+    let mut taken = Vec::new();
+    let _reset = stalled.read_to_end(&mut taken);
+    let text = String::from_utf8_lossy(&taken);
+    assert!(text.starts_with("HTTP/1.1 200"), "{}", &text[..100]);
+    assert!(!text.contains("[DONE]"), "{} bytes were taken", taken.len());
 }
 
 #[test]

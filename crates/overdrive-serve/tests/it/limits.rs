@@ -160,6 +160,7 @@ fn choices_are_limited_and_options_checked() {
         |options| options.max_body_bytes = 0,
         |options| options.max_choices = 0,
         |options| options.max_tokens = Some(0),
+        |options| options.write_timeout = Duration::ZERO,
     ] {
         let mut options = ServerOptions::default();
         change(&mut options);
