@@ -80,7 +80,8 @@ impl Job {
         let mut tickets = Vec::with_capacity(requests.len());
         for (prompt, request) in requests.into_iter().enumerate() {
             let sender = sender.clone();
-            let seats = Arc::clone(&seats);
+            // Weak: with the job, which ends when the client disconnects, all of its seats are free.
+            let seats = Arc::downgrade(&seats);
             let mut open = n;
             let ticket = shared.engine.submit_with(request, move |event| {
                 // A seat ends with its sequence, whenever the client takes the answer.
@@ -90,7 +91,9 @@ impl Job {
                     _ => 0,
                 };
                 open -= ended;
-                seats.give_back(ended);
+                if let Some(seats) = seats.upgrade() {
+                    seats.give_back(ended);
+                }
                 // A receiver that is gone has cancelled the request by its ticket.
                 let _gone = sender.send((prompt, event));
             })?;
