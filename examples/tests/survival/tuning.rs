@@ -4,7 +4,7 @@ use std::os::unix::fs::PermissionsExt;
 
 use overdrive::optim::{LrSchedulerType, ScheduleOptions};
 use overdrive::trainer::decoder_shape;
-use overdrive::trainer::{FinetuneArguments, TrialEnd, TuneCandidate, TuneOutcome};
+use overdrive::trainer::{FinetuneArguments, Interrupt, TrialEnd, TuneCandidate, TuneOutcome};
 use overdrive::transformer::{InitOptions, LlamaConfig, ModelConfig, SaveOptions};
 use overdrive_examples::tuning::Trials;
 
@@ -138,6 +138,61 @@ fn a_trial_that_is_killed_ran_out_of_memory() {
     assert!(error.unwrap_err().to_string().contains("nothing fits"));
     let table = fs::read_to_string(shop.path("results/tune.md")).unwrap();
     assert!(table.contains("SIGKILL"), "{table}");
+}
+
+/// The variable with the program of the trial of `tunes_until_a_signal`.
+const TRIAL: &str = "OVERDRIVE_TEST_TRIAL";
+
+#[test]
+#[ignore = "another test runs it in a process of its own"]
+fn tunes_until_a_signal() {
+    let Some(script) = std::env::var_os(TRIAL) else {
+        return;
+    };
+    Interrupt::install().unwrap();
+    let shop = Workshop::new();
+    let arguments = shop.arguments();
+    let candidate = TuneCandidate {
+        batch: arguments.batch_plan(1).unwrap(),
+        precision: overdrive::precision::Precision::Fp32,
+        gradient_checkpointing: false,
+        dataloader_num_workers: 0,
+    };
+    let trials = Trials::of(script.into(), 2, 1);
+    let error = trials.run(&arguments, &candidate).unwrap_err();
+    assert!(error.to_string().contains("a signal"), "{error}");
+}
+
+#[test]
+fn a_signal_ends_the_trial_and_leaves_nothing_of_it() {
+    let shop = Workshop::new();
+    let (script, pid, tmp) = (shop.path("endless.sh"), shop.path("pid"), shop.path("tmp"));
+    let text = format!("#!/bin/sh\necho $$ > '{}'\nexec sleep 600\n", pid.display());
+    fs::write(&script, text).unwrap();
+    fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
+    fs::create_dir(&tmp).unwrap();
+    let mut child = Command::new(std::env::current_exe().unwrap())
+        .args(["--exact", "tuning::tunes_until_a_signal", "--ignored"])
+        .env(TRIAL, &script)
+        .env("TMPDIR", &tmp)
+        .stdout(Stdio::null())
+        .spawn()
+        .unwrap();
+    let trial = loop {
+        let text = fs::read_to_string(&pid).unwrap_or_default();
+        if text.ends_with('\n') {
+            break text.trim().to_owned();
+        }
+        assert!(child.try_wait().unwrap().is_none(), "it ended by itself");
+        std::thread::sleep(Duration::from_millis(5));
+    };
+    let process = rustix::process::Pid::from_child(&child);
+    rustix::process::kill_process(process, rustix::process::Signal::TERM).unwrap();
+    assert!(wait(&mut child).success());
+    let alive = Command::new("kill").args(["-0", &trial]).status().unwrap();
+    assert!(!alive.success(), "the trial goes on");
+    let left: Vec<_> = fs::read_dir(&tmp).unwrap().collect();
+    assert!(left.is_empty(), "{left:?}");
 }
 
 /// Runs the example of which `config` holds the arguments, in another process whose tensors may take `limit` bytes, and
