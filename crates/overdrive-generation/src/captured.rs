@@ -25,7 +25,7 @@ const WARM_UPS: usize = 2;
 /// its number of rows first appears, and replayed from then on.
 ///
 /// A graph has as many rows as sequences, or up to seven more ([`rows_for`]). What it reads lies in
-/// [`PagedDecodeInputs`], what it writes in `scores`; the pool of the cache and the weights do not move either.
+/// [`PagedDecodeInputs`], what it writes in [`Outputs`]; the pool of the cache and the weights do not move either.
 #[derive(Debug)]
 pub(crate) struct CapturedSteps {
     // Dropped first: they use what follows, and wait for a running replay.
@@ -41,7 +41,7 @@ pub(crate) struct CapturedSteps {
     replays: u64,
 }
 
-/// What a graph writes, whose first rows are those of the step.
+/// The tensors that a graph writes; their first rows are those of the step.
 #[derive(Debug)]
 struct Outputs {
     /// The logits, f32 `(rows, V)`.

@@ -15,7 +15,7 @@ const LEAST_STEPS: usize = 4;
 /// The largest number of programs that share outputs.
 const MOST_SPLITS: usize = 16;
 
-/// What a code stands for, before the scale.
+/// The numbers that codes stand for, before the scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
     Int8 = 0,
@@ -46,7 +46,7 @@ pub(crate) struct Operands<'a> {
     pub(crate) size: [i64; 2],
 }
 
-/// What the codes of scales stand for.
+/// The numbers that the codes of scales stand for.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Nested<'a> {
     pub(crate) book: &'a Tensor,
@@ -138,11 +138,10 @@ impl Kernels {
 }
 
 impl FewBits {
-    /// Returns `x (rows, I) · weightᵀ`, `(rows, O)` in the dtype of `x`, in one launch; `None` for more rows than a launch
+    /// Returns `x (rows, I) · weightᵀ`, `(rows, O)` in the dtype of `x`, in one launch, or in two once the counters are used up; `None` for more rows than a launch
     /// takes.
     ///
-    /// The order of the sums, and with it the last bit of a result, depends on the sizes, and on whether the current stream
-    /// has counters.
+    /// The order of the sums, and with it the last bit of a result, depends on the sizes alone.
     pub(crate) fn product(&self, x: &Tensor, weight: &Operands<'_>) -> Result<Option<Tensor>> {
         let (rows, [outputs, inputs]) = (x.size()[0], weight.size);
         let fitting = self.buckets.iter().find_map(|bucket| {
@@ -161,9 +160,15 @@ impl FewBits {
         let Some((counters, first)) = self.kernels.counters()? else {
             return Ok(None);
         };
-        let (splits, first) = match first {
-            Some(first) => (splits, first),
-            None => (1, 0),
+        // Captures take counters for good. Once none are left, a launch more clears some of its own: not to split would
+        // cost several times as much.
+        let (counters, first) = match first {
+            Some(first) => (counters, first),
+            None if splits == 1 => (counters, 0),
+            None => (
+                Tensor::f_zeros([blocks as i64], (Kind::Int, x.device()))?,
+                0,
+            ),
         };
         // A single program for outputs writes neither sums nor counters.
         let partial = match splits {

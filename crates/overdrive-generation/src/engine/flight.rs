@@ -27,7 +27,7 @@ pub(super) struct Flight {
 /// The largest logit and its token of each row, on their way to the host.
 #[derive(Debug)]
 struct Best {
-    /// Where they come from, kept until they have arrived.
+    /// The source of the copy, kept until it has arrived.
     device: Tensor,
     host: Tensor,
     event: CopyEvent,
@@ -55,7 +55,7 @@ impl Best {
     }
 }
 
-/// What a flight has computed.
+/// The results of a flight.
 struct Results {
     logits: Tensor,
     likeliest: Tensor,

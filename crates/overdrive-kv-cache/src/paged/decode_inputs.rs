@@ -43,7 +43,7 @@ const ALIGNMENT: usize = 4;
 pub struct PagedDecodeInputs {
     /// i32: the i64 parts first, each number as two words.
     words: Tensor,
-    /// What was copied to `words` last.
+    /// The numbers that were copied to `words` last.
     host: Vec<i32>,
     parts: Parts,
     block_size: usize,
