@@ -3,8 +3,11 @@
 use std::time::Instant;
 
 use anyhow::Result;
+use overdrive::profiling::{GroupBy, ProfilerConfig, SortBy, profile};
 use overdrive_gpu::Kernels;
 use tch::Device;
+
+use crate::finding::Finding;
 
 /// Waits until the device has finished everything.
 pub(crate) fn synchronize(device: Device) {
@@ -35,6 +38,47 @@ pub(crate) fn seconds(
     }
     times.sort_by(f64::total_cmp);
     Ok(times.get(times.len() / 2).copied().unwrap_or(f64::NAN))
+}
+
+/// The kernels that a finding names, and the characters of their names.
+const MOST_KERNELS: usize = 14;
+const MOST_LETTERS: usize = 48;
+
+/// Profiles work of `steps` steps on a GPU: the device's time for a step, and the kernels that take most of it.
+pub(crate) fn kernels_by_time(
+    device: Device,
+    steps: usize,
+    work: impl FnOnce() -> Result<()>,
+) -> Result<Finding> {
+    let settings = ProfilerConfig {
+        cuda: Some(true),
+        ..ProfilerConfig::default()
+    };
+    let (result, trace) = profile(settings, || {
+        let result = work();
+        synchronize(device);
+        result
+    })?;
+    result?;
+    let mut averages = trace.key_averages(GroupBy::Name);
+    averages.sort_by(SortBy::SelfDeviceTime);
+    let each = |nanoseconds: u64| nanoseconds as f64 / 1e6 / steps.max(1) as f64;
+    let kernels = averages.rows().iter().filter(|row| row.on_device);
+    let mut finding = Finding::passed()
+        .with("device ms a step", each(averages.device_ns()))
+        .with(
+            "launches a step",
+            kernels.clone().map(|row| row.calls).sum::<u64>() as f64 / steps.max(1) as f64,
+        );
+    for row in kernels.take(MOST_KERNELS) {
+        let name: String = row.name.chars().take(MOST_LETTERS).collect();
+        let calls = row.calls as f64 / steps.max(1) as f64;
+        finding = finding.noting(format!(
+            "{:.3} ms, {calls:.1} x {name}",
+            each(row.self_device_ns)
+        ));
+    }
+    Ok(finding)
 }
 
 /// Returns the kernels of overdrive-gpu for a device, whatever `OVERDRIVE_GPU_KERNELS` says; `None` on a CPU.

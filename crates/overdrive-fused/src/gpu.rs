@@ -1,7 +1,8 @@
 //! The choice of the GPU kernels of overdrive-gpu: `None` where a function runs libtorch's operators, or those for CPUs.
 
 use overdrive_gpu::{CrossEntropy, Gate, GateActivation, Kernels, LossTerms, RmsNorm, Rotary};
-use tch::Tensor;
+use overdrive_sys::autocast;
+use tch::{Kind, Tensor};
 
 use crate::{Activation, CrossEntropyOptions, Result};
 
@@ -18,6 +19,30 @@ pub(crate) fn rms_norm(x: &Tensor, add: bool) -> Result<Option<RmsNorm>> {
     match kernels(x)? {
         Some(kernels) => Ok(kernels.rms_norm(x.kind(), width, add)?),
         None => Ok(None),
+    }
+}
+
+/// Returns the kernels that add `residual` in the dtype of autocast to `x` in f32 and normalise the sum, as mixed precision
+/// has them.
+pub(crate) fn add_rms_norm_mixed(
+    x: &Tensor,
+    residual: &Tensor,
+    weight: &Tensor,
+) -> Result<Option<RmsNorm>> {
+    let device = x.device();
+    let low = match autocast::state(device) {
+        Ok(state) if state.enabled => state.dtype,
+        _ => return Ok(None),
+    };
+    let fits = residual.kind() == low
+        && residual.device() == device
+        && [x, weight]
+            .iter()
+            .all(|tensor| tensor.kind() == Kind::Float && tensor.device() == device);
+    let width = x.size().last().copied().unwrap_or(1);
+    match kernels(x)? {
+        Some(kernels) if fits => Ok(kernels.add_rms_norm_mixed(low, width)?),
+        _ => Ok(None),
     }
 }
 

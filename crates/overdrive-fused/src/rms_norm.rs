@@ -1,4 +1,5 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
+use overdrive_gpu::NormGradients;
 use overdrive_kernels::Element;
 use tch::Tensor;
 
@@ -44,6 +45,10 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// the normalised values are those of the sum after rounding. Backward takes the gradients of both
 /// results, and keeps the sum and one f32 a row.
 ///
+/// Under autocast, where the kernels of overdrive-gpu are used, `x` and `weight` in f32 and a `residual` in the dtype of
+/// autocast stay as they are: the sum is f32, the normalised values have the dtype of autocast, which the linear layer
+/// after them would cast them to. This saves two casts of all activations in each direction.
+///
 /// # Errors
 /// As [`rms_norm`]; [`Error::Common`](crate::Error::Common) if `x` and `residual` differ.
 pub fn add_rms_norm(
@@ -61,6 +66,15 @@ pub fn add_rms_norm(
             residual,
             format!("{:?}, the shape of x", x.size()),
         ));
+    }
+    if let Some(kernels) = gpu::add_rms_norm_mixed(x, residual, weight)? {
+        let function = AddRmsNorm {
+            eps,
+            gpu: Some(kernels),
+        };
+        let mut both = apply(function, &[x, residual, weight])?;
+        let sum = both.remove(1);
+        return Ok((both.remove(0), sum));
     }
     let kind = promoted(promoted(x.kind(), residual.kind()), weight.kind());
     let (x, weight) = (x.f_to_kind(kind)?, weight.f_to_kind(kind)?);
@@ -128,8 +142,8 @@ impl Function for RmsNorm {
         let Some(dy) = &gradients[0] else {
             return Ok(vec![None, None]);
         };
-        let (dx, dw) = run_backward(self.gpu.as_ref(), context.saved(), dy, None)?;
-        Ok(vec![Some(dx), Some(dw)])
+        let found = run_backward(self.gpu.as_ref(), context.saved(), dy, None)?;
+        Ok(vec![Some(found.dx), Some(found.dw)])
     }
 }
 
@@ -170,17 +184,17 @@ impl Function for AddRmsNorm {
         context: &BackwardContext,
         gradients: &[Option<Tensor>],
     ) -> FunctionResult<Vec<Option<Tensor>>> {
-        let (dx, dw) = match (&gradients[0], &gradients[1]) {
+        let (dx, narrow, dw) = match (&gradients[0], &gradients[1]) {
             (None, None) => return Ok(vec![None, None, None]),
-            (None, Some(d_sum)) => (d_sum.shallow_clone(), None),
+            (None, Some(d_sum)) => (d_sum.shallow_clone(), None, None),
             (Some(dy), d_sum) => {
-                let (dx, dw) =
-                    run_backward(self.gpu.as_ref(), context.saved(), dy, d_sum.as_ref())?;
-                (dx, Some(dw))
+                let found = run_backward(self.gpu.as_ref(), context.saved(), dy, d_sum.as_ref())?;
+                (found.dx, found.narrow, Some(found.dw))
             }
         };
-        // `x` and the residual enter the sum alike, so one tensor is the gradient of both.
-        Ok(vec![Some(dx.shallow_clone()), Some(dx), dw])
+        // `x` and the residual enter the sum alike, so one tensor is the gradient of both, unless they differ in dtype.
+        let residual = narrow.unwrap_or_else(|| dx.shallow_clone());
+        Ok(vec![Some(dx), Some(residual), dw])
     }
 }
 
@@ -205,19 +219,20 @@ fn run<T: Element>(
     Ok((y.into_tensor(), inverse.into_tensor()))
 }
 
-/// Returns the gradients of the rows and of the weight.
+/// Returns the gradients of the rows, and of the weight in its dtype.
 fn run_backward(
     gpu: Option<&overdrive_gpu::RmsNorm>,
     saved: &[Tensor],
     dy: &Tensor,
     extra: Option<&Tensor>,
-) -> FunctionResult<(Tensor, Tensor)> {
+) -> FunctionResult<NormGradients> {
     let [x, weight, inverse] = saved else {
         unreachable!("forward saves three tensors")
     };
     if let Some(kernels) = gpu {
-        let (dx, dw) = kernels.backward(x, weight, inverse, dy, extra)?;
-        return Ok((dx, dw.f_to_kind(weight.kind())?));
+        let found = kernels.backward(x, weight, inverse, dy, extra)?;
+        let dw = found.dw.f_to_kind(weight.kind())?;
+        return Ok(NormGradients { dw, ..found });
     }
     let dy = dy.f_contiguous()?;
     let extra = extra.map(Tensor::f_contiguous).transpose()?;
@@ -232,7 +247,11 @@ fn run_backward(
         let extra = extra.as_ref().map(elements).transpose()?;
         backward(saved, elements(&dy)?, extra, dx.elements_mut()?, dw.elements_mut()?);
         let dw = dw.into_tensor().f_to_kind(weight.kind())?;
-        Ok((dx.into_tensor(), dw))
+        Ok(NormGradients {
+            dx: dx.into_tensor(),
+            narrow: None,
+            dw,
+        })
     })
 }
 

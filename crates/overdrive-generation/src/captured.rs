@@ -6,7 +6,7 @@ use std::sync::{Arc, Once};
 use overdrive_graphs::{BareGraph, CaptureOptions};
 use overdrive_kv_cache::{PagedCache, PagedDecodeInputs, PagedDecodeStep, SequenceId};
 use overdrive_nn::AdapterRows;
-use tch::{Kind, Tensor};
+use tch::{Device, Kind, Tensor};
 use tracing::{debug, warn};
 
 use crate::Result;
@@ -19,10 +19,10 @@ const MOST_ROWS: usize = 512;
 const MOST_GRAPHS: usize = 128;
 
 /// The runs before a capture, which load what it cannot: the kernels of these shapes, the tables of all positions.
-const WARM_UPS: usize = 2;
+const WARM_UPS: usize = 1;
 
-/// The decoding steps of a model over a paged cache: one new token for each of some sequences. A step is captured when
-/// its number of rows first appears, and replayed from then on.
+/// The decoding steps of a model over a paged cache: one new token for each of some sequences. A step is captured ahead
+/// of time ([`prepare`](CapturedSteps::prepare)) or when its number of rows first appears, and replayed from then on.
 ///
 /// A graph has as many rows as sequences, or up to seven more ([`rows_for`]). What it reads lies in
 /// [`PagedDecodeInputs`], what it writes in [`Outputs`]; the pool of the cache and the weights do not move either.
@@ -161,32 +161,13 @@ impl CapturedSteps {
         if let Some(ids) = ids {
             step.set_input_ids(ids)?;
         }
-        let mut work = || forward(model, &mut step, outputs, numbers, *position_bound, &key);
-        if is_forced() {
-            work()?;
-        } else {
-            if !graphs.contains_key(&key) {
-                // One of them runs at a time, so that all take the memory of the largest.
-                let pool_of = graphs.values().next();
-                let options = CaptureOptions { warm_ups: WARM_UPS };
-                match BareGraph::capture(numbers.device(), options, pool_of, work) {
-                    Ok(graph) => {
-                        debug!(
-                            "captured a decoding step of {rows} rows: {} bytes",
-                            graph.pool_bytes()
-                        );
-                        graphs.insert(key.clone(), graph);
-                    }
-                    Err(error) => {
-                        report(&error);
-                        *is_off = true;
-                        return Ok(None);
-                    }
-                }
-            }
-            if let Some(graph) = graphs.get(&key) {
-                graph.replay()?;
-            }
+        let work = || forward(model, &mut step, outputs, numbers, *position_bound, &key);
+        if !captured(graphs, &key, numbers.device(), work)? {
+            *is_off = true;
+            return Ok(None);
+        }
+        if let Some(graph) = graphs.get(&key) {
+            graph.replay()?;
         }
         *replays += 1;
         let count = new_tokens.len() as i64;
@@ -197,6 +178,47 @@ impl CapturedSteps {
         }))
     }
 
+    /// Captures the steps of all numbers of rows up to those of `sequences`, without an adapter, so that no request waits
+    /// for it. Their rows are tokens in a block of the cache that no sequence has.
+    ///
+    /// # Errors
+    /// When the model fails.
+    pub(crate) fn prepare<M: EngineModel>(
+        &mut self,
+        model: &M,
+        cache: &mut PagedCache,
+        sequences: usize,
+    ) -> Result<()> {
+        let CapturedSteps {
+            graphs,
+            inputs,
+            outputs,
+            rows: numbers,
+            position_bound,
+            is_off,
+            ..
+        } = self;
+        let most = rows_for(sequences).min(inputs.rows());
+        let mut sizes: Vec<usize> = (1..=most)
+            .map(rows_for)
+            .filter(|rows| *rows <= most)
+            .collect();
+        sizes.dedup();
+        // The largest first: the others find room in its memory.
+        for rows in sizes.into_iter().rev() {
+            let key = (rows, None);
+            if *is_off || graphs.len() >= MOST_GRAPHS || graphs.contains_key(&key) {
+                continue;
+            }
+            let Some(mut step) = cache.decode_step(inputs, &[], rows)? else {
+                continue;
+            };
+            let work = || forward(model, &mut step, outputs, numbers, *position_bound, &key);
+            *is_off = !captured(graphs, &key, numbers.device(), work)?;
+        }
+        Ok(())
+    }
+
     /// Returns what was captured and replayed.
     pub(crate) fn counts(&self) -> GraphCounts {
         let bytes = self.outputs.scores.numel() as u64 * 4 + self.inputs.bytes();
@@ -204,6 +226,36 @@ impl CapturedSteps {
             graphs: self.graphs.len(),
             bytes: bytes + self.graphs.values().map(BareGraph::pool_bytes).sum::<u64>(),
             replays: self.replays,
+        }
+    }
+}
+
+/// Captures a step unless it is captured already; `false` if it cannot be, which is logged. A forced CPU runs it.
+fn captured(
+    graphs: &mut BTreeMap<Key, BareGraph<()>>,
+    key: &Key,
+    device: Device,
+    mut work: impl FnMut() -> Result<()>,
+) -> Result<bool> {
+    if is_forced() {
+        return work().map(|()| true);
+    }
+    if graphs.contains_key(key) {
+        return Ok(true);
+    }
+    // One of them runs at a time, so that all take the memory of the largest.
+    let pool_of = graphs.values().next();
+    let options = CaptureOptions { warm_ups: WARM_UPS };
+    match BareGraph::capture(device, options, pool_of, work) {
+        Ok(graph) => {
+            let (rows, bytes) = (key.0, graph.pool_bytes());
+            debug!("captured a decoding step of {rows} rows: {bytes} bytes");
+            graphs.insert(key.clone(), graph);
+            Ok(true)
+        }
+        Err(error) => {
+            report(&error);
+            Ok(false)
         }
     }
 }

@@ -65,6 +65,7 @@ mod error;
 mod generate;
 mod generation_model;
 mod gguf;
+mod host_copy;
 mod logprobs;
 mod model_files;
 mod optional_file;

@@ -88,8 +88,9 @@ impl<M: EngineModel> Engine<M> {
     ///
     /// The first pass through a model on a GPU loads libraries (cuBLAS, cuDNN) and kernels, which takes a second or
     /// more. Without a warm-up that is the time to the first token of the first request. A small engine over the same
-    /// model answers two requests of a few tokens, greedily and by sampling; the state, the cache and the counters of
-    /// this one do not change, but for [`warm_up`](crate::EngineStatistics::warm_up), and neither do its answers. It
+    /// model answers two requests of a few tokens, greedily and by sampling; then the decoding steps are captured that
+    /// would else be captured when their number of sequences first appears. The state, the cache and the counters of
+    /// this engine do not change, but for those of graphs and [`warm_up`](crate::EngineStatistics::warm_up), and neither do its answers. It
     /// does nothing if [`loads_on_first_use`](EngineModel::loads_on_first_use) is `false`, as on a CPU.
     ///
     /// [`EngineHandle`](crate::EngineHandle) and [`chat_batch`](crate::chat_batch) call it themselves.
@@ -136,6 +137,8 @@ impl<M: EngineModel> Engine<M> {
         }
         // The error of a request is not that of the engine: the ones to come have their own.
         let _outcomes = small.run_to_end()?;
+        drop(small);
+        self.capture_steps()?;
         let time = began.elapsed();
         self.record_warm_up(time);
         Ok(time)

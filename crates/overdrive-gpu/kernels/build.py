@@ -33,7 +33,7 @@ def variants(kernel):
         for bucket in buckets[mode["buckets"]] if "buckets" in mode else buckets:
             constants = mode["constants"] | {k: v for k, v in bucket.items() if k.isupper()}
             for aligned in alignments:
-                for dtype in bucket.get("dtypes", kernel["dtypes"]):
+                for dtype in mode.get("dtypes", bucket.get("dtypes", kernel["dtypes"])):
                     yield {
                         "kernel": kernel["name"],
                         "dtype": dtype,
@@ -52,7 +52,8 @@ def signature(kernel, variant):
     constants = variant["constants"]
     code = "i8" if constants.get("FORMAT") == 0 else "u8"
     scale = "u8" if constants.get("NESTED") else "fp16" if constants.get("HALF_SCALES") else "fp32"
-    types = {"*T": f"*{element}", "*C": f"*{code}", "*S": f"*{scale}"}
+    wide = "fp32" if constants.get("MIXED") else element
+    types = {"*T": f"*{element}", "*W": f"*{wide}", "*C": f"*{code}", "*S": f"*{scale}"}
     return {name: types.get(type, type) for name, type in present.items()}
 
 

@@ -178,7 +178,8 @@ def rms_norm_forward(launch):
         launch.close("total", total)
         x = launch.buffers["total"].get()
         # Rounded to nearest as the GPU does, except in bf16, which the interpreter cuts off.
-        assert launch.kind == "bf16" or np.array_equal(x, widened(rounded(total, launch.types["y"]), launch.types["y"]))
+        kind = launch.types["total"]
+        assert kind == "*bf16" or np.array_equal(x, widened(rounded(total, kind), kind))
     inverse = 1.0 / np.sqrt((x * x).mean(axis=1) + eps)
     worst = launch.close("y", x * inverse[:, None] * weight)
     return max(worst, launch.close("inverse", inverse))
@@ -191,13 +192,18 @@ def rms_norm_backward(launch):
     inverse = launch.given("inverse", 1.0 / np.sqrt((x * x).mean(axis=1) + 1e-6))
     extra = launch.values("extra", rows, width) if launch.entry["constants"]["ADD"] else 0.0
     launch.output("dx", rows, width)
+    if launch.entry["constants"]["MIXED"]:
+        launch.output("narrow", rows, width)
     programs = launch.entry["blocks"][0]
     launch.output("partial", programs, width)
     launch.run()
     normalised = x * inverse[:, None]
     gradient = dy * weight
     mean = (gradient * normalised).mean(axis=1, keepdims=True)
-    worst = launch.close("dx", (gradient - normalised * mean) * inverse[:, None] + extra)
+    dx = (gradient - normalised * mean) * inverse[:, None] + extra
+    worst = launch.close("dx", dx)
+    if launch.entry["constants"]["MIXED"]:
+        worst = max(worst, launch.close("narrow", dx))
     partial = launch.buffers["partial"].get().sum(axis=0)
     # Sums over rows in another order.
     return max(worst, launch.close("partial", (dy * normalised).sum(axis=0), factor=4, found=partial))

@@ -6,8 +6,11 @@ import triton.language as tl
 
 @triton.jit
 def rms_norm_forward(x, residual, weight, y, total, inverse, rows, width, eps,
-                     ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
-    """Normalises ROWS rows of `width` elements; with ADD those of `x + residual`, which goes to `total`."""
+                     ADD: tl.constexpr, MIXED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+    """Normalises ROWS rows of `width` elements; with ADD those of `x + residual`, which goes to `total`.
+
+    With MIXED `x`, `weight` and `total` are f32, whatever the dtype of `residual` and `y` is.
+    """
     row = tl.program_id(0).to(tl.int64) * ROWS + tl.arange(0, ROWS)
     column = tl.arange(0, BLOCK)
     mask = (row < rows)[:, None] & (column < width)[None, :]
@@ -27,9 +30,11 @@ def rms_norm_forward(x, residual, weight, y, total, inverse, rows, width, eps,
 
 
 @triton.jit
-def rms_norm_backward(x, weight, inverse, dy, extra, dx, partial, rows, width,
-                      ADD: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
+def rms_norm_backward(x, weight, inverse, dy, extra, dx, narrow, partial, rows, width,
+                      ADD: tl.constexpr, MIXED: tl.constexpr, ROWS: tl.constexpr, BLOCK: tl.constexpr):
     """Computes `dx`, with ADD plus `extra`, and in `partial` one row of each program's share of the weight's gradient.
+
+    With MIXED `dy` alone is in low precision, and `narrow` gets `dx` in it: the gradient of the residual.
 
     Programs take blocks of rows in turn. Atomic additions would save the second sum, but not in a fixed order.
     """
@@ -52,4 +57,6 @@ def rms_norm_backward(x, weight, inverse, dy, extra, dx, partial, rows, width,
         if ADD:
             result += tl.load(extra + at, mask=mask, other=0.0).to(tl.float32)
         tl.store(dx + at, result.to(dx.dtype.element_ty), mask=mask)
+        if MIXED:
+            tl.store(narrow + at, result.to(narrow.dtype.element_ty), mask=mask)
     tl.store(partial + program.to(tl.int64) * width + column, tl.sum(sums, axis=0), mask=inside)

@@ -92,7 +92,7 @@ pub use kernels::{
     EnabledGuard, Kernels, dense, kernels, opened, override_enabled, serve_cpu_with, set_enabled,
 };
 pub use loss::{CrossEntropy, LossTerms};
-pub use norm::{Normalized, RmsNorm};
+pub use norm::{NormGradients, Normalized, RmsNorm};
 pub use quantized::{
     FOUR_BIT_GROUPS, FourBit, FourBitNumbers, FourBitScales, FourBitWeight, MOST_ROWS,
 };

@@ -8,6 +8,8 @@ use crate::kernels::{Kernels, Loaded, Request, dense, dtype, multiples_of_16};
 #[derive(Debug, Clone, Copy)]
 pub struct RmsNorm {
     kernels: &'static Kernels,
+    /// The dtype of the residual and of the normalised rows if `x`, the weight and the sum are f32.
+    low: Option<Kind>,
     forward: Loaded,
     backward: Loaded,
     /// Backward with a further gradient that is added.
@@ -25,12 +27,46 @@ pub struct Normalized {
     pub inverse: Tensor,
 }
 
+/// The results of [`RmsNorm::backward`].
+#[derive(Debug)]
+pub struct NormGradients {
+    /// The gradient of the rows that were normalised, in their dtype.
+    pub dx: Tensor,
+    /// The same in low precision, for the residual of mixed precision.
+    pub narrow: Option<Tensor>,
+    /// The gradient of the weight, in f32.
+    pub dw: Tensor,
+}
+
 impl Kernels {
     /// Returns the kernels for rows of `width` elements; `None` if there are none. With `add` a residual is added first.
     ///
     /// # Errors
     /// [`Error::Driver`](crate::Error::Driver) if a kernel cannot be loaded.
     pub fn rms_norm(&'static self, kind: Kind, width: i64, add: bool) -> Result<Option<RmsNorm>> {
+        self.norm(kind, width, add, false)
+    }
+
+    /// Returns the kernels for rows of `width` elements to which a residual is added, in the dtypes of mixed precision: `x`,
+    /// the weight and the sum are f32; the residual, the normalised rows and their gradient are `low`, f16 or bf16. `None`
+    /// if there are none.
+    ///
+    /// # Errors
+    /// [`Error::Driver`](crate::Error::Driver) if a kernel cannot be loaded.
+    pub fn add_rms_norm_mixed(&'static self, low: Kind, width: i64) -> Result<Option<RmsNorm>> {
+        match low {
+            Kind::Half | Kind::BFloat16 => self.norm(low, width, true, true),
+            _ => Ok(None),
+        }
+    }
+
+    fn norm(
+        &'static self,
+        kind: Kind,
+        width: i64,
+        add: bool,
+        mixed: bool,
+    ) -> Result<Option<RmsNorm>> {
         let Some(dtype) = dtype(kind) else {
             return Ok(None);
         };
@@ -38,7 +74,7 @@ impl Kernels {
             self.find(&Request {
                 kernel,
                 dtype,
-                constants: vec![("ADD", i64::from(add))],
+                constants: vec![("ADD", i64::from(add)), ("MIXED", i64::from(mixed))],
                 least: ("BLOCK", width),
                 aligned: multiples_of_16(&[width]),
             })
@@ -49,6 +85,7 @@ impl Kernels {
         Ok(match (forward, backward, backward_add) {
             (Some(forward), Some(backward), Some(backward_add)) => Some(RmsNorm {
                 kernels: self,
+                low: mixed.then_some(kind),
                 forward,
                 backward,
                 backward_add,
@@ -75,7 +112,7 @@ impl RmsNorm {
         let residual = residual.map(dense).transpose()?;
         let size = x.size();
         let (rows, width) = rows_of(&x, &weight);
-        let y = Tensor::f_empty(&size, (x.kind(), x.device()))?;
+        let y = Tensor::f_empty(&size, (self.low.unwrap_or(x.kind()), x.device()))?;
         let inverse = Tensor::f_empty(&size[..size.len() - 1], (Kind::Float, x.device()))?;
         let total = match &residual {
             Some(_) => Some(Tensor::f_empty(&size, (x.kind(), x.device()))?),
@@ -105,7 +142,7 @@ impl RmsNorm {
         })
     }
 
-    /// Returns the gradients of the rows, to which `extra` is added, and of the weight, in f32.
+    /// Returns the gradients of the rows, to which `extra` is added, and of the weight.
     ///
     /// The gradient of the weight is summed in an order that depends on the number of multiprocessors only.
     ///
@@ -118,7 +155,7 @@ impl RmsNorm {
         inverse: &Tensor,
         dy: &Tensor,
         extra: Option<&Tensor>,
-    ) -> Result<(Tensor, Tensor)> {
+    ) -> Result<NormGradients> {
         let (x, weight, dy) = (dense(x)?, dense(weight)?, dense(dy)?);
         let inverse = dense(inverse)?;
         let extra = extra.map(dense).transpose()?;
@@ -132,6 +169,10 @@ impl RmsNorm {
         let blocks = (rows as usize).div_ceil(loaded.variant.size("ROWS")?);
         let programs = blocks.min(each * self.kernels.multiprocessors());
         let dx = Tensor::f_empty(x.size(), (x.kind(), x.device()))?;
+        let narrow = self
+            .low
+            .map(|low| Tensor::f_empty(x.size(), (low, x.device())));
+        let narrow = narrow.transpose()?;
         let partial = Tensor::f_empty([programs as i64, width], (Kind::Float, x.device()))?;
         let mut arguments = vec![
             ("x", Elements(&x)),
@@ -140,15 +181,16 @@ impl RmsNorm {
             ("dy", Elements(&dy)),
         ];
         arguments.extend(extra.as_ref().map(|tensor| ("extra", Elements(tensor))));
+        arguments.push(("dx", Elements(&dx)));
+        arguments.extend(narrow.as_ref().map(|tensor| ("narrow", Elements(tensor))));
         arguments.extend([
-            ("dx", Elements(&dx)),
             ("partial", Elements(&partial)),
             ("rows", I32(rows)),
             ("width", I32(width)),
         ]);
         self.kernels.launch(loaded, [programs, 1], &arguments)?;
         let dw = partial.f_sum_dim_intlist([0_i64].as_slice(), false, Kind::Float)?;
-        Ok((dx, dw))
+        Ok(NormGradients { dx, narrow, dw })
     }
 }
 

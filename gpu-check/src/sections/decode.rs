@@ -13,7 +13,7 @@ use tch::{Device, Kind, Tensor};
 use crate::context::Context;
 use crate::finding::Finding;
 use crate::peer::{self, number};
-use crate::timing::{kernels_set, other_kernels, synchronize};
+use crate::timing::{kernels_by_time, kernels_set, other_kernels, synchronize};
 use crate::training::of_step;
 
 const PROMPT: usize = 128;
@@ -29,6 +29,8 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     config.eos_token_id = Vec::new();
     let kind = context.sized(Kind::BFloat16, Kind::Float);
     let new = context.sized(64, 4);
+    // A call of `generate` captures its step, which takes as long as ten or twenty of them.
+    let continued = context.sized(256, 12);
     let many = context.sized(64, 4);
     // The model of a gigabyte of weights is made once; quantized weights are made dense again for the next scheme.
     let model = of_step(random_model(&config.into(), device, kind))?;
@@ -47,18 +49,30 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             })?;
         }
         // What a program gets that sets nothing, and, for dense weights, the other side.
-        let defaults: [(usize, (&str, Work)); 6] = [
-            (1, ("generate", generated)),
-            (many, ("generate", generated)),
-            (1, ("engine", served_greedily)),
-            (many, ("engine", served_greedily)),
-            (many, ("engine, sampled", served)),
-            (many, ("engine, not captured", served_eagerly)),
+        let defaults: [(usize, usize, (&str, Work)); 6] = [
+            (1, continued, ("generate", generated)),
+            (many, continued, ("generate", generated)),
+            (1, new, ("engine", served_greedily)),
+            (many, new, ("engine", served_greedily)),
+            (many, new, ("engine, sampled", served)),
+            (many, new, ("engine, not captured", served_eagerly)),
         ];
         // Its cost does not depend on the weights.
         let count = if scheme.is_none() { 6 } else { 5 };
-        for (streams, way) in defaults.into_iter().take(count) {
+        for (streams, new, way) in defaults.into_iter().take(count) {
             measure(context, &mut weights, scheme, (streams, new), way, None)?;
+        }
+        if device != Device::Cpu {
+            for streams in [1, many] {
+                measure(
+                    context,
+                    &mut weights,
+                    scheme,
+                    (streams, new),
+                    ("engine, its kernels", profiled),
+                    None,
+                )?;
+            }
         }
         if scheme.is_none() {
             transformers(context, shape, [1, many], new)?;
@@ -300,7 +314,42 @@ fn served_eagerly(model: &CausalLm, streams: usize, new: usize) -> Result<Findin
     timed(model, streams, &greedy(new), true)
 }
 
-/// Times the steps of the engine, once it has read every prompt and captured its step.
+/// Profiles steps of the engine.
+fn profiled(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
+    let mut engine = ready(model, streams, &greedy(new), false)?.0;
+    let mut step = || -> Result<usize> {
+        let events = engine.step()?;
+        let is_token = |event: &&Event| matches!(event, Event::Token { .. });
+        Ok(events.iter().filter(is_token).count())
+    };
+    while step()? < streams {}
+    let steps = 8;
+    kernels_by_time(model.device(), steps, || {
+        (0..steps).try_for_each(|_| step().map(drop))
+    })
+}
+
+/// Returns an engine that is ready for requests, which it has not read, and the time that this took.
+fn ready<'a>(
+    model: &'a CausalLm,
+    streams: usize,
+    request: &GenerationConfig,
+    enforce_eager: bool,
+) -> Result<(Engine<&'a CausalLm>, Duration)> {
+    let new = request.max_new_tokens.unwrap_or(0);
+    let mut settings = EngineConfig::default();
+    settings.max_num_seqs = streams;
+    settings.num_blocks = Some(streams * (PROMPT + new + 32) / 16);
+    settings.enforce_eager = enforce_eager;
+    let mut engine = Engine::new(model, settings)?;
+    let warm_up = engine.warm_up()?;
+    for prompt in prompts(model, streams) {
+        engine.submit(Request::new(prompt, request.clone()))?;
+    }
+    Ok((engine, warm_up))
+}
+
+/// Times the steps of an engine that is ready, once it has read every prompt.
 fn timed(
     model: &CausalLm,
     streams: usize,
@@ -308,15 +357,7 @@ fn timed(
     enforce_eager: bool,
 ) -> Result<Finding> {
     memory::reset_peak(model.device())?;
-    let new = request.max_new_tokens.unwrap_or(0);
-    let mut settings = EngineConfig::default();
-    settings.max_num_seqs = streams;
-    settings.num_blocks = Some(streams * (PROMPT + new + 32) / 16);
-    settings.enforce_eager = enforce_eager;
-    let mut engine = Engine::new(model, settings)?;
-    for prompt in prompts(model, streams) {
-        engine.submit(Request::new(prompt, request.clone()))?;
-    }
+    let (mut engine, warm_up) = ready(model, streams, request, enforce_eager)?;
     let (mut steps, mut tokens, mut whole) = (0, 0, 0);
     let mut began: Option<Instant> = None;
     while !engine.is_idle() {
@@ -329,9 +370,9 @@ fn timed(
             steps += usize::from(new > 0);
             tokens += new;
         } else if new == streams {
-            // The first of these steps reads prompts, the second is captured.
+            // The first of these steps reads prompts.
             whole += 1;
-            began = (whole == 3).then(Instant::now);
+            began = (whole == 2).then(Instant::now);
         }
     }
     synchronize(model.device());
@@ -342,5 +383,7 @@ fn timed(
     Ok(figures(model, tokens, steps.max(1), seconds)?
         .with("replayed", counts.replayed_steps as f64)
         .with("ahead", counts.steps_ahead as f64)
-        .with("graphs GiB", bytes))
+        .with("graphs", counts.graphs as f64)
+        .with("graphs GiB", bytes)
+        .with("ready after s", warm_up.as_secs_f64()))
 }

@@ -7,6 +7,7 @@ use overdrive::fused::{
     joint_linear, linear, linear_cross_entropy, rms_norm, rotary, split_qkv_rotary, swiglu,
     swiglu_pair,
 };
+use overdrive::precision::Precision;
 use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
@@ -14,6 +15,7 @@ use crate::parity::{KINDS, Run, constant, leaf};
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
     norms(context)?;
+    mixed_norms(context)?;
     rotations(context)?;
     activations(context)?;
     linears(context)?;
@@ -23,6 +25,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
 /// Runs the checks of the operations for which overdrive-gpu has kernels.
 pub(super) fn with_kernels(context: &mut Context) -> Result<()> {
     norms(context)?;
+    mixed_norms(context)?;
     rotations(context)?;
     activations(context)?;
     losses(context)
@@ -49,6 +52,49 @@ fn norms(context: &mut Context) -> Result<()> {
             |_, x| {
                 let (normalised, sum) = add_rms_norm(&x[0], &x[1], &x[2], 1e-6)?;
                 Ok(vec![normalised, sum])
+            },
+        )?;
+    }
+    Ok(())
+}
+
+/// The dtypes of autocast.
+const LOW: [Kind; 2] = [Kind::BFloat16, Kind::Half];
+
+/// Runs `body` under autocast in the dtype of the run; the reference runs without.
+fn mixed<T>(run: &Run, body: impl FnOnce() -> Result<T>) -> Result<T> {
+    let precision = match run.kind {
+        Kind::BFloat16 => Precision::Bf16,
+        Kind::Half => Precision::Fp16,
+        _ => return body(),
+    };
+    precision.autocast(run.device, body)?
+}
+
+/// Returns a tensor as the masters of mixed precision are: in f32, or as it is for the reference.
+fn wide(run: &Run, x: &Tensor) -> Result<Tensor> {
+    match run.is_reference {
+        true => Ok(x.shallow_clone()),
+        false => Ok(x.f_to_kind(Kind::Float)?),
+    }
+}
+
+/// Compares the norm of a residual stream in f32 to which the low-precision output of a layer is added.
+fn mixed_norms(context: &mut Context) -> Result<()> {
+    for width in [100, context.sized(2048, 256), context.sized(4096, 512)] {
+        let x = leaf(&[3, 17, width]);
+        let rows = [x.clone(), x, leaf(&[width]).times(0.1).plus(1.0)];
+        context.parity(
+            &format!("add and RMSNorm of {width}, mixed precision"),
+            &LOW,
+            1.0,
+            &rows,
+            |run, x| {
+                mixed(run, || {
+                    let (stream, weight) = (wide(run, &x[0])?, wide(run, &x[2])?);
+                    let (normalised, sum) = add_rms_norm(&stream, &x[1], &weight, 1e-6)?;
+                    Ok(vec![normalised, sum])
+                })
             },
         )?;
     }
@@ -178,7 +224,24 @@ fn linears(context: &mut Context) -> Result<()> {
     let given = [leaf(&[2, 9, inputs]), weight.clone(), weight];
     context.parity("joint linear", &KINDS, 1.0, &given, |_, x| {
         Ok(vec![joint_linear(&x[0], &[&x[1], &x[2]], None)?])
-    })
+    })?;
+    // Weights in f32 whose gradients the matmul writes in f32.
+    for (name, layers) in [("linear", 1), ("joint linear", 2)] {
+        context.parity(
+            &format!("{name}, mixed precision"),
+            &LOW,
+            1.0,
+            &given,
+            |run, x| {
+                mixed(run, || {
+                    let weights = [wide(run, &x[1])?, wide(run, &x[2])?];
+                    let weights: Vec<&Tensor> = weights.iter().take(layers).collect();
+                    Ok(vec![joint_linear(&x[0], &weights, None)?])
+                })
+            },
+        )?;
+    }
+    Ok(())
 }
 
 fn losses(context: &mut Context) -> Result<()> {

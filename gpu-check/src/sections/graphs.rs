@@ -133,7 +133,8 @@ fn served(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> {
     let run = |enforce_eager: bool| -> Result<(Vec<Vec<i64>>, EngineStatistics)> {
         let mut settings = EngineConfig::default();
         settings.max_num_seqs = 12;
-        settings.num_blocks = Some(60);
+        // Too few for all of them, so that some are preempted.
+        settings.num_blocks = Some(30);
         settings.enforce_eager = enforce_eager;
         let mut engine = Engine::new(&model, settings)?;
         let mut found = vec![Vec::new(); 16];

@@ -11,7 +11,7 @@ use tch::{Device, Kind};
 use crate::context::Context;
 use crate::finding::Finding;
 use crate::peer::{self, number};
-use crate::timing::{kernels_set, other_kernels, seconds};
+use crate::timing::{kernels_by_time, kernels_set, other_kernels, seconds};
 use crate::training::of_step;
 
 /// The bytes of Llama 3.2 1B in training: 16 for each of 1.24 billion parameters (f32 weights, gradients and two averages),
@@ -111,6 +111,18 @@ fn overdrive(context: &mut Context, shape: Shape, cases: Vec<Case>) -> Result<()
             let finding = figures(shape, parameters, device, time, peak as f64, loss)?;
             Ok(finding.with("batch", shape.batch as f64))
         })?;
+        if device != Device::Cpu && kernels.is_none() && execution == Execution::default() {
+            let measured = &mut step;
+            context.check(format!("{name} in {precision}, its kernels"), || {
+                let batch = of_step(measured.batch())?;
+                kernels_by_time(device, 2, || {
+                    for _ in 0..2 {
+                        of_step(measured.run(&batch))?;
+                    }
+                    Ok(())
+                })
+            })?;
+        }
     }
     // Its memory is for the other side now.
     drop(step);

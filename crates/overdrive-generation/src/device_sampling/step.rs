@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 
 use super::changes::apply;
 use super::{RowChanges, upload};
+use crate::host_copy::HostCopy;
 use crate::row_scores::BestScores;
 use crate::{Error, Result, TokenMask};
 
@@ -185,7 +186,6 @@ impl DeviceStep {
     fn run(&mut self, ahead: impl FnOnce(&Tensor) -> Result<()>) -> Result<()> {
         let device = self.logits.device();
         let plans: Vec<&RowPlan> = self.plans().collect();
-        let count = plans.len() as i64;
         let sources: Vec<i64> = plans.iter().map(|plan| plan.source).collect();
         let in_order = sources.iter().copied().eq(0..self.logits.size()[0]);
         let raw = match in_order {
@@ -247,15 +247,12 @@ impl DeviceStep {
         }
         let all = Tensor::f_cat(&packed.tensors, 1)?;
         columns.width = packed.width;
+        // The one read of the step. Begun first, so that the host does not wait for what comes ahead.
+        let read = HostCopy::begin(all)?;
         if self.rows.len() == plans.len() && plans.iter().all(|plan| plan.is_greedy()) {
             ahead(&best)?;
         }
-        // The one read of the step.
-        let host = transfer::to_host(&all)?;
-        let mut words = vec![0; packed.width * count as usize];
-        let len = words.len();
-        host.f_copy_data(&mut words, len)?;
-        (self.words, self.columns) = (words, columns);
+        (self.words, self.columns) = (read.words()?, columns);
         Ok(())
     }
 

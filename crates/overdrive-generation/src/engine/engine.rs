@@ -373,6 +373,16 @@ impl<M: EngineModel> Engine<M> {
         self.counts.warm_up += time;
     }
 
+    /// Captures the decoding steps of every number of sequences, where steps are captured.
+    pub(crate) fn capture_steps(&mut self) -> Result<()> {
+        let _no_grad = tch::no_grad_guard();
+        let sequences = self.scheduler.max_sequences();
+        match &mut self.captured {
+            Some(captured) => captured.prepare(&self.model, &mut self.cache, sequences),
+            None => Ok(()),
+        }
+    }
+
     /// Returns the model.
     pub fn model(&self) -> &M {
         &self.model

@@ -1,8 +1,8 @@
 //! Steps that a device computes while the host does something else.
 
 use overdrive_kv_cache::SequenceId;
-use overdrive_sys::transfer::{CopyEvent, copy_async, empty_pinned, to_device};
-use tch::{Device, Tensor};
+use overdrive_sys::transfer::to_device;
+use tch::Tensor;
 
 use super::engine::Engine;
 use super::model::EngineModel;
@@ -11,6 +11,7 @@ use super::step_logits::{StepLogits, StepPlans};
 use crate::Result;
 use crate::captured::Replayed;
 use crate::device_sampling::{DeviceStep, stays_on_device};
+use crate::host_copy::HostCopy;
 
 /// A replayed step whose results have not been read: the next token of each of some sequences.
 #[derive(Debug)]
@@ -21,45 +22,14 @@ pub(super) struct Flight {
     logits: Tensor,
     /// The token with the largest logit of each row, i32 `(N,)` on the device.
     likeliest: Tensor,
-    best: Best,
-}
-
-/// The largest logit and its token of each row, on their way to the host.
-#[derive(Debug)]
-struct Best {
-    /// The source of the copy, kept until it has arrived.
-    device: Tensor,
-    host: Tensor,
-    event: CopyEvent,
-}
-
-impl Best {
-    /// Begins to copy `best`, i32 `(N, 2)`, which the next replay overwrites.
-    fn new(best: &Tensor) -> Result<Best> {
-        let device = best.f_to_dtype(best.f_kind()?, false, true)?;
-        let host = match best.device() {
-            Device::Cpu => device.f_empty_like()?,
-            _ => empty_pinned(&best.size(), best.f_kind()?)?,
-        };
-        let event = copy_async(&device, &host)?;
-        Ok(Best {
-            device,
-            host,
-            event,
-        })
-    }
-
-    fn wait(self) -> Result<Vec<i32>> {
-        self.event.wait()?;
-        Ok(Vec::<i32>::try_from(self.host.f_flatten(0, -1)?)?)
-    }
+    best: HostCopy,
 }
 
 /// The results of a flight.
 struct Results {
     logits: Tensor,
     likeliest: Tensor,
-    best: Best,
+    best: HostCopy,
     /// The rows whose sequences still run, if not all do.
     kept: Option<Vec<i64>>,
 }
@@ -70,10 +40,15 @@ impl Flight {
         sequences: Vec<SequenceId>,
         adapter: Option<usize>,
     ) -> Result<Flight> {
-        let best = Best::new(&replayed.best)?;
+        // A copy of its own: the next replay overwrites the tensor.
+        let best = replayed
+            .best
+            .f_to_dtype(replayed.best.f_kind()?, false, true)?;
+        let likeliest = best.f_select(1, 1)?;
+        let best = HostCopy::begin(best)?;
         replayed.step.launch();
         Ok(Flight {
-            likeliest: best.device.f_select(1, 1)?,
+            likeliest,
             best,
             sequences,
             adapter,
@@ -205,7 +180,7 @@ impl<M: EngineModel> Engine<M> {
                 self.flight = self.follow(sequences, &results.likeliest, adapter)?;
                 self.counts.steps_ahead += u64::from(self.flight.is_some());
             }
-            DeviceStep::greedy(&logits, vocabulary, plans.rows, results.best.wait()?)
+            DeviceStep::greedy(&logits, vocabulary, plans.rows, results.best.words()?)
         } else {
             DeviceStep::new(&logits, vocabulary, plans.rows)?
         };

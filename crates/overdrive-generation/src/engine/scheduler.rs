@@ -112,6 +112,11 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         }
     }
 
+    /// Returns the largest number of sequences that run at once.
+    pub(super) fn max_sequences(&self) -> usize {
+        self.limits.max_sequences
+    }
+
     pub(super) fn submit(&mut self, arrival: Arrival, namespace: u64, tokens: Vec<i64>, data: T) {
         self.wait(ScheduledSequence::new(arrival, namespace, tokens, data));
     }

@@ -46,12 +46,38 @@ fn norms(stand_in: &StandIn, kind: Kind) {
             let out = norm.forward(&x, extra.as_ref(), &weight, 1e-5).unwrap();
             assert_eq!(out.x.data_ptr() == x.data_ptr(), !add);
             let gradients = norm.backward(&out.x, &weight, &out.inverse, &x, extra.as_ref());
-            let (dx, dw) = gradients.unwrap();
+            let gradients = gradients.unwrap();
+            let (dx, dw) = (gradients.dx, gradients.dw);
             assert_eq!(
                 (dx.size(), dw.size(), dw.kind()),
                 (vec![rows, width], vec![width], Kind::Float)
             );
+            assert!(gradients.narrow.is_none());
         }
+        mixed_norms(stand_in, kind, rows, width);
+    }
+}
+
+fn mixed_norms(stand_in: &StandIn, low: Kind, rows: i64, width: i64) {
+    let norm = stand_in.kernels.add_rms_norm_mixed(low, width).unwrap();
+    let Some(norm) = norm else {
+        return assert_eq!(low, Kind::Float);
+    };
+    let wide = |shape: &[i64]| empty(shape, Kind::Float);
+    let (x, weight, residual) = (
+        wide(&[rows, width]),
+        wide(&[width]),
+        empty(&[rows, width], low),
+    );
+    let out = norm.forward(&x, Some(&residual), &weight, 1e-5).unwrap();
+    assert_eq!((out.y.kind(), out.x.kind()), (low, Kind::Float));
+    for extra in [None, Some(&x)] {
+        let found = norm
+            .backward(&out.x, &weight, &out.inverse, &residual, extra)
+            .unwrap();
+        let narrow = found.narrow.unwrap();
+        assert_eq!((found.dx.kind(), narrow.kind()), (Kind::Float, low));
+        assert_eq!(narrow.size(), [rows, width]);
     }
 }
 
