@@ -79,7 +79,10 @@ pub enum Error {
     },
 
     /// A name is not one of the choices.
-    #[error("{origin}: `{key}` is `{given}`, which is not one of {choices}{hint}")]
+    #[error(
+        "{origin}: `{key}` is `{given}`, which is not one of {}{hint}",
+        listed(choices)
+    )]
     UnknownChoice {
         /// The file.
         origin: String,
@@ -88,7 +91,7 @@ pub enum Error {
         /// The value.
         given: String,
         /// The choices.
-        choices: String,
+        choices: Vec<String>,
         /// `; did you mean …?`, or nothing.
         hint: String,
     },
@@ -289,3 +292,18 @@ impl Error {
 
 /// A result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
+
+/// Returns names as they stand in a sentence: between backticks, with commas.
+pub(crate) fn listed(names: &[impl AsRef<str>]) -> String {
+    let quoted = names.iter().map(|name| format!("`{}`", name.as_ref()));
+    quoted.collect::<Vec<_>>().join(", ")
+}
+
+/// Returns an [`overdrive_core::Error::InvalidOption`]; `expected` completes "it must be".
+pub(crate) fn invalid<T>(
+    key: &'static str,
+    value: impl std::fmt::Display,
+    expected: impl Into<std::borrow::Cow<'static, str>>,
+) -> Result<T> {
+    Err(overdrive_core::Error::option(key, value, expected).into())
+}

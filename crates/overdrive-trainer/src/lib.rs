@@ -35,6 +35,10 @@
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
 //!
+//! The modules are layers, each of which imports only those before it: `arguments` (plain data and what it is read from),
+//! `data` (text, tokens, loaders), `run` (the parts of a loop), `tasks` (language model, fine-tuning, preferences) and
+//! `advice` (check, recommended settings, tuning).
+//!
 //! | feature | default | adds |
 //! |---|---|---|
 //! | `parquet` | no | reading of text from Parquet and Arrow files (arrow takes minutes to compile) |
@@ -42,90 +46,42 @@
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]
 
-mod batch_fit;
-mod batch_loader;
-mod check;
-mod components;
-mod config_errors;
-mod config_format;
-mod config_layers;
-mod data_arguments;
-mod document_rows;
-mod duration_estimate;
+mod advice;
+mod arguments;
+mod data;
 mod error;
-mod estimates;
-mod evaluation;
-mod execution_arguments;
-mod finetune;
-mod fingerprints;
 mod interrupt;
-mod keys;
-mod language_model;
-mod model_arguments;
-mod parallel;
-mod plan;
-mod precision;
-mod preference;
-mod preset;
 mod program;
-mod recommended;
 mod run;
-mod run_folder;
-mod save_arguments;
-mod snapshots;
-mod text_data;
-mod text_records;
-mod text_source;
-mod token_files;
-mod tokenize;
-mod training_arguments;
-mod tuning;
-mod validate;
-mod warnings;
+mod tasks;
 
-pub use batch_fit::{find_executable_batch_size, usable_memory};
-pub use batch_loader::BatchFill;
-pub use check::{Finding, MachineFacts, RunCheck, Severity};
-pub use config_format::ConfigFormat;
-pub use config_layers::{Configuration, Layers};
-pub use data_arguments::{SampleBy, SequenceMode};
+pub use advice::{
+    Attention, DEVICES, DeviceFacts, DeviceKind, Finding, MODELS, MachineFacts, ModelSize,
+    RecommendedSettings, RunCheck, Severity, Task, TrainedWeights, Trial, TrialEnd, TuneCandidate,
+    TuneOptions, TuneOutcome, TuneRow, Tuning,
+};
+pub use arguments::{
+    ComputeDtype, ConfigArgs, ConfigFormat, Configuration, DdpBackend, FinetuneArguments,
+    GradientCheckpointingArguments, IntervalStrategy, Layers, ModelArguments, OptimizerName,
+    Preset, Quant4Type, ReportTo, ResumeFromCheckpoint, SampleBy, SaveStrategy, SequenceMode,
+    TargetModulesArgument, TrainingArguments,
+};
+pub use data::{BatchFill, DataShard, TextData, tokenize};
 pub use error::{Error, ProgramError, Result};
-pub use evaluation::Evaluation;
-pub use execution_arguments::GradientCheckpointingArguments;
-pub use finetune::{
-    ComputeDtype, FinetuneArguments, FinetuneMethod, FinetuneModel, FinetuneResults, FinetuneTask,
-    Finetuned, InstructionData, MethodComparison, Quant4Type, TargetModulesArgument,
-    TemplateFormat, TrainingMemory,
-};
-pub use fingerprints::Fingerprints;
 pub use interrupt::Interrupt;
-pub use keys::ConfigArgs;
-pub use language_model::{
-    TrainingResults, batch_loss, decoder_shape, describe_model, evaluate, model_flops, new_model,
-    snapshot_files, write_results,
-};
-pub use model_arguments::ModelArguments;
-pub use parallel::{DataShard, DdpBackend};
-pub use plan::TrainingPlan;
-pub use preference::{
-    DpoConfig, DpoLossType, DpoOutput, PreferenceBatch, PreferenceData, PreferenceExample,
-    PreferenceLogProbs, PreferenceTask, RewardMetrics, RewardTotals, collate_preferences, dpo_loss,
-    preference_log_probs,
-};
-pub use preset::Preset;
 pub use program::{RunEnd, exit, exit_or_resume, print_line};
-pub use recommended::{
-    Attention, DEVICES, DeviceFacts, DeviceKind, MODELS, ModelSize, RecommendedSettings, Task,
-    TrainedWeights,
+pub use run::{
+    BestModel, Done, Evaluation, Fingerprints, MicroBatch, RunBuilder, RunFolder, RunSummary,
+    TrainingPlan, TrainingRun, find_executable_batch_size, usable_memory,
 };
-pub use run::{Done, MicroBatch, RunBuilder, RunSummary, TrainingRun};
-pub use run_folder::RunFolder;
-pub use save_arguments::{ResumeFromCheckpoint, SaveStrategy};
-pub use snapshots::BestModel;
-pub use text_data::TextData;
-pub use tokenize::tokenize;
-pub use training_arguments::{IntervalStrategy, OptimizerName, ReportTo, TrainingArguments};
-pub use tuning::{Trial, TrialEnd, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning};
+pub use tasks::{
+    DpoConfig, DpoLossType, DpoOutput, FinetuneMethod, FinetuneModel, FinetuneResults,
+    FinetuneTask, Finetuned, InstructionData, MethodComparison, PreferenceBatch, PreferenceData,
+    PreferenceExample, PreferenceLogProbs, PreferenceTask, RewardMetrics, RewardTotals,
+    TemplateFormat, TrainingMemory, TrainingResults, batch_loss, collate_preferences,
+    decoder_shape, describe_model, dpo_loss, evaluate, model_flops, new_model,
+    preference_log_probs, snapshot_files, write_results,
+};
 
 /// The flags of a training program: `--config` and one for each key of [`TrainingArguments`].
 pub type TrainArgs = ConfigArgs<TrainingArguments>;

@@ -7,9 +7,10 @@ use std::iter::successors;
 use std::process::ExitCode;
 
 use overdrive_core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
+use tracing_subscriber::filter::{LevelFilter, Targets};
+use tracing_subscriber::prelude::*;
 
 use crate::interrupt::let_signals_end_process_one;
-use crate::warnings::print_warnings;
 
 /// The way in which a run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -97,4 +98,32 @@ where
 /// end a run as `println!` would.
 pub fn print_line(line: impl Display) {
     let _ = writeln!(stdout(), "{line}");
+}
+
+/// The variable that selects other messages, as in most Rust programs.
+const SELECTION: &str = "RUST_LOG";
+
+/// Prints the warnings of the libraries on stderr, one line each. `RUST_LOG` selects other messages by level and crate:
+/// `info`, or `warn,overdrive_datasets=debug`.
+fn print_warnings() {
+    let selection = std::env::var(SELECTION).unwrap_or_default();
+    let warnings = Targets::new().with_default(LevelFilter::WARN);
+    let selected = match selection.is_empty() {
+        true => warnings,
+        false => selection.parse().unwrap_or_else(|error| {
+            eprintln!(
+                "warning: {SELECTION} is {selection:?}: {error}; warnings are printed. Give a level (error, warn, \
+                 info, debug, trace), or a list such as warn,overdrive_datasets=debug"
+            );
+            warnings
+        }),
+    };
+    let lines = tracing_subscriber::fmt::layer()
+        .compact()
+        .without_time()
+        // Stdout belongs to the results of a program.
+        .with_writer(std::io::stderr);
+    let subscriber = tracing_subscriber::registry().with(lines).with(selected);
+    // It fails if there is one already, which then prints them.
+    let _ = subscriber.try_init();
 }

@@ -1,33 +1,13 @@
 //! The arguments about data: sequences, loading, packing.
 
+use std::path::Path;
+
 use overdrive_datasets::{DataLoaderOptions, PackPlan, RowLayout};
-use serde::{Deserialize, Serialize};
 
-use crate::validate::invalid;
-use crate::{Result, TrainingArguments};
-
-/// The kind of a training sequence.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum SequenceMode {
-    /// A block of `context_length` tokens of the concatenated documents, as in transformers' `run_clm.py`; no
-    /// padding is needed. An epoch has each block once, in a random order; the tokens after the last full block
-    /// are left out.
-    Windows,
-    /// A document, truncated to `context_length`.
-    Documents,
-}
-
-/// The documents of a text file (`sample_by` of Hugging Face's `datasets`).
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum SampleBy {
-    /// The whole file.
-    #[default]
-    Document,
-    /// Each line that is not empty.
-    Line,
-}
+use super::choices::SequenceMode;
+use super::training::TrainingArguments;
+use crate::Result;
+use crate::error::invalid;
 
 impl TrainingArguments {
     /// Returns the kind of a training sequence: `sequences` if it is set, else documents if another key needs
@@ -106,6 +86,19 @@ impl TrainingArguments {
         }
     }
 
+    /// Returns the number of tokens of the longest row.
+    pub(crate) fn context(&self) -> usize {
+        usize::try_from(self.context_length).unwrap_or(usize::MAX)
+    }
+
+    /// Returns the number of rows of `max_eval_batches` batches.
+    pub(crate) fn max_eval_rows(&self) -> usize {
+        self.max_eval_batches.map_or(usize::MAX, |batches| {
+            let rows = batches.saturating_mul(self.per_device_eval_batch_size);
+            usize::try_from(rows).unwrap_or(usize::MAX)
+        })
+    }
+
     /// Returns the number of micro-batches of all processes in an epoch of this many rows.
     pub(crate) fn micro_batches_of(&self, rows: usize) -> u64 {
         let (rows, size) = (rows as u64, self.per_device_train_batch_size.max(1));
@@ -128,10 +121,16 @@ impl TrainingArguments {
 
     /// Returns the plan that assigns sequences of these lengths to training rows.
     pub(crate) fn pack_plan(&self, lengths: &[u32]) -> Result<PackPlan> {
-        let capacity = usize::try_from(self.context_length).unwrap_or(usize::MAX);
+        let capacity = self.context();
         Ok(match self.packing {
             true => PackPlan::new(lengths, capacity, self.packing_strategy)?,
             false => PackPlan::one_each(lengths, capacity)?,
         })
     }
+}
+
+/// Returns `true` if the name of `path` is that of a file of tokens.
+pub(crate) fn is_token_file(path: &Path) -> bool {
+    let extension = path.extension().and_then(|extension| extension.to_str());
+    extension.is_some_and(|extension| ["bin", "tokens"].contains(&extension))
 }

@@ -1,42 +1,10 @@
 //! The arguments about execution: kernels, attention, activation checkpointing.
 
-use overdrive_checkpointing::{CheckpointOptions, DeterminismCheck, SavePolicy, Schedule};
-use overdrive_transformer::{AttentionImplementation, Execution};
-use serde::{Deserialize, Deserializer, Serialize, Serializer};
+use overdrive_checkpointing::CheckpointOptions;
+use overdrive_precision::Precision;
+use overdrive_transformer::Execution;
 
-use crate::TrainingArguments;
-
-/// The options of `gradient_checkpointing`: the keys of `torch.utils.checkpoint`, and Overdrive's keys for the
-/// choice of blocks and operators.
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct GradientCheckpointingArguments {
-    /// Accepted and ignored: recomputation uses saved-tensor hooks and is never reentrant.
-    pub use_reentrant: Option<bool>,
-    /// If `true`, recomputation repeats the random numbers of the first pass, so that dropout drops the same
-    /// elements. Default `true`.
-    pub preserve_rng_state: bool,
-    /// The comparison of the tensors that the two passes save. Default `default`.
-    pub determinism_check: DeterminismCheck,
-    /// The blocks that are recomputed: `every_block`, `every_nth: N`, `segments: N`, `sqrt_segments`.
-    /// Default `every_block`.
-    pub schedule: Schedule,
-    /// The results that are kept nevertheless: `nothing`, `matmuls`, `attention`, `matmuls_and_attention`.
-    /// Default `nothing`.
-    pub policy: SavePolicy,
-}
-
-impl Default for GradientCheckpointingArguments {
-    fn default() -> Self {
-        Self {
-            use_reentrant: None,
-            preserve_rng_state: true,
-            determinism_check: DeterminismCheck::default(),
-            schedule: Schedule::EveryBlock,
-            policy: SavePolicy::default(),
-        }
-    }
-}
+use super::training::TrainingArguments;
 
 impl TrainingArguments {
     /// Returns the execution options of `attn_implementation`, `fused_kernels` and `gradient_checkpointing`.
@@ -55,25 +23,35 @@ impl TrainingArguments {
         }
         execution
     }
-}
 
-/// Reads and writes an attention implementation by its name in transformers.
-pub(crate) mod attention_by_name {
-    use super::{AttentionImplementation, Deserialize, Deserializer, Serializer};
-
-    pub(crate) fn serialize<S: Serializer>(
-        attention: &AttentionImplementation,
-        serializer: S,
-    ) -> Result<S::Ok, S::Error> {
-        serializer.serialize_str(attention.name())
+    /// Returns the precision that `bf16`, `fp16` and `tf32` select. Fine-tuning may train in another one, so
+    /// programs take the precision from `apply`.
+    pub fn precision(&self) -> Precision {
+        // bf16 and fp16 exclude each other, which `validate` checks.
+        if self.bf16 {
+            Precision::Bf16
+        } else if self.fp16 {
+            Precision::Fp16
+        } else if self.tf32 == Some(true) {
+            Precision::Tf32
+        } else {
+            Precision::Fp32
+        }
     }
 
-    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
-        deserializer: D,
-    ) -> Result<AttentionImplementation, D::Error> {
-        let name = String::deserialize(deserializer)?;
-        let known = &["eager", "sdpa", "flash_attention_2"];
-        name.parse()
-            .map_err(|_| serde::de::Error::unknown_variant(&name, known))
+    /// Sets `bf16`, `fp16` and `tf32` to `precision`, and `auto_precision` to `false`.
+    pub fn set_precision(&mut self, precision: Precision) {
+        (self.bf16, self.fp16, self.tf32) = precision_keys(precision);
+        self.auto_precision = false;
+    }
+}
+
+/// Returns the values of `bf16`, `fp16` and `tf32` that select a precision.
+pub(crate) fn precision_keys(precision: Precision) -> (bool, bool, Option<bool>) {
+    match precision {
+        Precision::Bf16 => (true, false, None),
+        Precision::Fp16 => (false, true, None),
+        Precision::Tf32 => (false, false, Some(true)),
+        Precision::Fp32 => (false, false, None),
     }
 }

@@ -8,9 +8,12 @@ use std::path::PathBuf;
 use clap::{Arg, ArgAction, ArgMatches, Args, Command, FromArgMatches, value_parser};
 use serde_json::{Map, Value, json};
 
-use super::{Key, Program, at, plain, rows_of};
-use crate::config_errors::choices_in;
-use crate::{Configuration, Error, Layers, Result, config_format};
+use super::format::read_file;
+use super::key::{Key, Program, at, plain};
+use super::keys::rows_of;
+use super::layers::{Configuration, Layers};
+use crate::error::listed;
+use crate::{Error, Result};
 
 /// A flag that sets several keys.
 struct Shortcut {
@@ -80,7 +83,7 @@ impl<A: Configuration> ConfigArgs<A> {
     /// As [`resolve`](Self::resolve).
     pub fn resolve_with_notes(&self) -> Result<(A, Vec<String>)> {
         let in_file = match &self.config {
-            Some(path) => config_format::read(path)?,
+            Some(path) => read_file(path)?,
             None => Value::Null,
         };
         // The preset is the lowest layer, so its name is needed before the layers are read.
@@ -112,9 +115,9 @@ impl<A: Configuration> Args for ConfigArgs<A> {
             let switch = switch.action(ArgAction::SetTrue).help(shortcut.help);
             command = command.arg(switch.conflicts_with(shortcut.conflicts));
         }
-        for (heading, key) in rows_of(A::PROGRAM) {
+        for key in rows_of(A::PROGRAM) {
             for arg in key.args::<A>(&defaults) {
-                command = command.arg(arg.help_heading(heading));
+                command = command.arg(arg.help_heading(key.heading));
             }
         }
         command
@@ -146,7 +149,7 @@ impl<A: Configuration> FromArgMatches for ConfigArgs<A> {
                 given.insert((*key).to_owned(), value);
             }
         }
-        for (_, key) in rows_of(A::PROGRAM) {
+        for key in rows_of(A::PROGRAM) {
             if let Some(value) = key.given(matches) {
                 insert(&mut given, key.name, value);
             }
@@ -224,8 +227,8 @@ impl Key {
         let arg = Arg::new(self.name).long(&long).help(help);
         let arg = arg.aliases(self.aliases(&long)).conflicts_with_all(
             rows_of(A::PROGRAM)
-                .filter(|(_, other)| other.name == self.excludes)
-                .map(|(_, other)| other.name),
+                .filter(|other| other.name == self.excludes)
+                .map(|other| other.name),
         );
         if self.value.is_empty() {
             let off = format!("no-{long}");
@@ -292,7 +295,7 @@ impl Key {
         Err(match error {
             Some(Error::WrongType { expected, .. }) => format!("expected {expected}"),
             Some(Error::UnknownChoice { choices, hint, .. }) => {
-                format!("it is not one of {choices}{hint}")
+                format!("it is not one of {}{hint}", listed(&choices))
             }
             other => other.map_or_else(String::new, |error| error.to_string()),
         })
@@ -304,11 +307,10 @@ impl Key {
         A::read(values, "the command line").map(drop)
     }
 
-    /// Returns the names that the key accepts, if its value is a name. They are taken from serde's error, so
-    /// that no list is written twice.
+    /// Returns the names that the key accepts, if its value is a name: those that its type has.
     pub(super) fn choices<A: Configuration>(&self) -> Vec<String> {
         match self.try_value::<A>(json!("?")) {
-            Err(Error::UnknownChoice { choices, .. }) => choices_in(&choices),
+            Err(Error::UnknownChoice { choices, .. }) => choices,
             _ => Vec::new(),
         }
     }

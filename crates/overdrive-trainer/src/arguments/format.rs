@@ -3,11 +3,12 @@
 use std::path::Path;
 
 use jsonc_parser::ParseOptions;
+use serde::Serialize;
 use serde_json::Value;
 
-use overdrive_core::{Error as CommonError, files, text};
+use overdrive_core::{Error as CommonError, text};
 
-use crate::{Error, Layers, Result, TrainingArguments};
+use crate::{Error, Result};
 
 /// The syntax of JSON files: that of RFC 8259 with comments and trailing commas, as people write configurations.
 const JSON: ParseOptions = ParseOptions {
@@ -61,7 +62,7 @@ impl ConfigFormat {
     }
 
     /// Parses text of this format into JSON values.
-    fn parse(self, text: &str) -> std::result::Result<Value, String> {
+    pub(super) fn parse(self, text: &str) -> std::result::Result<Value, String> {
         match self {
             Self::Json => {
                 jsonc_parser::parse_to_serde_value(text, &JSON).map_err(|error| error.to_string())
@@ -72,7 +73,7 @@ impl ConfigFormat {
     }
 
     /// Writes the arguments as text of this format.
-    fn write(self, arguments: &TrainingArguments) -> std::result::Result<String, String> {
+    pub(super) fn write(self, arguments: &impl Serialize) -> std::result::Result<String, String> {
         match self {
             Self::Json => serde_json::to_string_pretty(arguments)
                 .map(|text| text + "\n")
@@ -84,7 +85,7 @@ impl ConfigFormat {
 }
 
 /// Reads a configuration file in the format of its extension. An empty file is an empty configuration.
-pub(crate) fn read(path: &Path) -> Result<Value> {
+pub(crate) fn read_file(path: &Path) -> Result<Value> {
     let format = ConfigFormat::of(path)?;
     let text = text::read(path)?;
     // The YAML and JSON parsers refuse an empty text.
@@ -93,43 +94,4 @@ pub(crate) fn read(path: &Path) -> Result<Value> {
     }
     let parsed = format.parse(&text);
     Ok(parsed.map_err(CommonError::parse(format.name(), path))?)
-}
-
-impl TrainingArguments {
-    /// Returns the configuration as the text of a file.
-    ///
-    /// # Errors
-    /// [`Error::Unwritable`]: TOML has no integers from 2⁶³ on, and no `null` for a key without a value to
-    /// which the preset gives one.
-    pub fn to_text(&self, format: ConfigFormat) -> Result<String> {
-        let unwritable = |message| Error::Unwritable {
-            format: format.name(),
-            message,
-        };
-        let text = format.write(self).map_err(unwritable)?;
-        // The other formats write `null`; in TOML the key would be left out and get the preset's value.
-        if format == ConfigFormat::Toml {
-            let values = format.parse(&text).map_err(unwritable)?;
-            let again = Layers::new(self.preset).layer(values, "the written configuration")?;
-            if again.arguments() != self {
-                return Err(unwritable(format!(
-                    "a key has no value here but one in the preset `{}`, and TOML has no `null`; write \
-                     JSON or YAML",
-                    self.preset
-                )));
-            }
-        }
-        Ok(text)
-    }
-
-    /// Writes the configuration to a file atomically, in the format of its extension. Reading it with
-    /// [`Layers::file`](crate::Layers::file) returns an equal configuration.
-    ///
-    /// # Errors
-    /// [`Error::UnknownFormat`], [`Error::Unwritable`], [`Error::Common`].
-    pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
-        let path = path.as_ref();
-        let text = self.to_text(ConfigFormat::of(path)?)?;
-        Ok(files::write(path, text.as_bytes())?)
-    }
 }

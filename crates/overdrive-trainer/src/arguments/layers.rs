@@ -5,10 +5,15 @@ use std::path::Path;
 
 use serde_json::{Map, Value};
 
-use crate::keys::{self, Program, Source};
-use crate::{
-    Error, FinetuneArguments, Preset, Result, TrainingArguments, config_errors, config_format,
-};
+use super::choices::Preset;
+use super::finetune::FinetuneArguments;
+use super::format::{ConfigFormat, read_file};
+use super::key::Program;
+use super::keys::{self, Source};
+use super::read::{as_value, describe, read_arguments};
+use super::training::TrainingArguments;
+use crate::{Error, Result};
+use overdrive_core::files;
 
 /// A configuration that is read from keys and flags: [`TrainingArguments`] or [`FinetuneArguments`].
 pub trait Configuration: sealed::Keyed {}
@@ -106,11 +111,7 @@ impl<A: Configuration> Layers<A> {
     /// [`Error::GivenTwice`].
     pub fn file(self, path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        self.add(
-            config_format::read(path)?,
-            &path.display().to_string(),
-            Some(path),
-        )
+        self.add(read_file(path)?, &path.display().to_string(), Some(path))
     }
 
     /// Adds keys and values; `origin` names them in errors.
@@ -123,7 +124,12 @@ impl<A: Configuration> Layers<A> {
 
     fn add(mut self, values: Value, origin: &str, file: Option<&Path>) -> Result<Self> {
         let Value::Object(values) = values else {
-            return Err(wrong_shape("(the whole file)", &values, origin));
+            return Err(Error::WrongType {
+                origin: origin.to_owned(),
+                key: "(the whole file)".to_owned(),
+                given: describe(&values),
+                expected: "a section of keys".to_owned(),
+            });
         };
         let source = Source {
             origin,
@@ -133,13 +139,6 @@ impl<A: Configuration> Layers<A> {
         // Before the merge: a layer below has no alternative spellings, so conflicts are found within one file.
         let values = keys::translate(values, source, &mut self.notes)?;
         let defaults = A::default().values()?;
-        // Serde also deserializes a struct from a list, field by field.
-        let other_shape = values.iter().find(|(key, value)| {
-            defaults[key.as_str()].is_object() && !value.is_object() && !value.is_null()
-        });
-        if let Some((key, value)) = other_shape {
-            return Err(wrong_shape(key, value, origin));
-        }
         let mut merged = self.arguments.values()?;
         if let Value::Object(below) = &mut merged {
             keys::reset_excluded(below, &values, &defaults);
@@ -191,11 +190,11 @@ impl sealed::Keyed for TrainingArguments {
     }
 
     fn values(&self) -> Result<Value> {
-        config_errors::as_value(self)
+        as_value(self)
     }
 
     fn read(values: Map<String, Value>, origin: &str) -> Result<Self> {
-        config_errors::read_arguments(Value::Object(values), origin, Self::PROGRAM)
+        read_arguments(&Value::Object(values), origin, Self::PROGRAM)
     }
 
     fn check(&self) -> Result<()> {
@@ -224,19 +223,13 @@ impl sealed::Keyed for FinetuneArguments {
 
     /// Reads the keys of this struct, and all others as keys of `training`.
     fn read(values: Map<String, Value>, origin: &str) -> Result<Self> {
-        let own = config_errors::as_value(&Self::default())?;
+        let own = as_value(&Self::default())?;
         let (own, training): (Map<_, _>, Map<_, _>) = values
             .into_iter()
             .partition(|(key, _)| own.get(key).is_some());
-        let read = |values| config_errors::read_arguments(values, origin, Self::PROGRAM);
-        Ok(Self {
-            training: config_errors::read_arguments(
-                Value::Object(training),
-                origin,
-                Self::PROGRAM,
-            )?,
-            ..read(Value::Object(own))?
-        })
+        let training = read_arguments(&Value::Object(training), origin, Self::PROGRAM)?;
+        let own: Self = read_arguments(&Value::Object(own), origin, Self::PROGRAM)?;
+        Ok(Self { training, ..own })
     }
 
     fn check(&self) -> Result<()> {
@@ -244,12 +237,59 @@ impl sealed::Keyed for FinetuneArguments {
     }
 }
 
-fn wrong_shape(key: &str, value: &Value, origin: &str) -> Error {
-    Error::WrongType {
-        origin: origin.to_owned(),
-        key: key.to_owned(),
-        given: config_errors::describe(value),
-        expected: "a section of keys".to_owned(),
+impl FinetuneArguments {
+    /// Returns all keys at the top level, as in a file.
+    ///
+    /// # Errors
+    /// [`Error::Unwritable`](crate::Error::Unwritable).
+    pub fn to_values(&self) -> Result<Value> {
+        let mut values = as_value(self)?;
+        if let (Value::Object(values), Value::Object(training)) =
+            (&mut values, as_value(&self.training)?)
+        {
+            let read = training.into_iter();
+            values.extend(read.filter(|(key, _)| Program::Finetune.reads(key)));
+        }
+        Ok(values)
+    }
+}
+
+impl TrainingArguments {
+    /// Returns the configuration as the text of a file.
+    ///
+    /// # Errors
+    /// [`Error::Unwritable`]: TOML has no integers from 2⁶³ on, and no `null` for a key without a value to
+    /// which the preset gives one.
+    pub fn to_text(&self, format: ConfigFormat) -> Result<String> {
+        let unwritable = |message| Error::Unwritable {
+            format: format.name(),
+            message,
+        };
+        let text = format.write(self).map_err(unwritable)?;
+        // The other formats write `null`; in TOML the key would be left out and get the preset's value.
+        if format == ConfigFormat::Toml {
+            let values = format.parse(&text).map_err(unwritable)?;
+            let again = Layers::new(self.preset).layer(values, "the written configuration")?;
+            if again.arguments() != self {
+                return Err(unwritable(format!(
+                    "a key has no value here but one in the preset `{}`, and TOML has no `null`; write \
+                     JSON or YAML",
+                    self.preset
+                )));
+            }
+        }
+        Ok(text)
+    }
+
+    /// Writes the configuration to a file atomically, in the format of its extension. Reading it with
+    /// [`Layers::file`](crate::Layers::file) returns an equal configuration.
+    ///
+    /// # Errors
+    /// [`Error::UnknownFormat`], [`Error::Unwritable`], [`Error::Common`].
+    pub fn write(&self, path: impl AsRef<Path>) -> Result<()> {
+        let path = path.as_ref();
+        let text = self.to_text(ConfigFormat::of(path)?)?;
+        Ok(files::write(path, text.as_bytes())?)
     }
 }
 

@@ -3,64 +3,53 @@
 use serde::{Deserialize, Serialize};
 use serde_json::{Value, json};
 
+use super::key::Range::{AtLeast, Positive};
+use super::key::{options, train};
 use crate::Result;
-use crate::validate::invalid;
+use crate::error::invalid;
 
-/// The shape of a Llama model to train from scratch, under the keys of Hugging Face's `LlamaConfig`.
-///
-/// The defaults are those of the `tiny` preset, not of Llama 2. `vocab_size` and `context_length` depend on
-/// the data and are keys of [`TrainingArguments`](crate::TrainingArguments).
-#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-#[serde(default, deny_unknown_fields)]
-pub struct ModelArguments {
-    /// The architecture; only `llama` can be trained from scratch.
-    pub model_type: String,
-    /// The size of the hidden states. Default 256.
-    pub hidden_size: u64,
-    /// The size of the feed-forward layers. Default 688.
-    pub intermediate_size: u64,
-    /// The number of decoder layers. Default 6.
-    pub num_hidden_layers: u64,
-    /// The number of query heads. Default 4.
-    pub num_attention_heads: u64,
-    /// The number of key and value heads; fewer than query heads is grouped-query attention. Default: the
-    /// number of query heads.
-    pub num_key_value_heads: Option<u64>,
-    /// The size of a head. Default: `hidden_size / num_attention_heads`.
-    pub head_dim: Option<u64>,
-    /// The maximum sequence length of the model, at least `context_length`. Default: `context_length`.
-    pub max_position_embeddings: Option<u64>,
-    /// The base of the rotary position embeddings. Default 10000.
-    pub rope_theta: f64,
-    /// The epsilon of RMSNorm. Default 1e-6.
-    pub rms_norm_eps: f64,
-    /// The standard deviation of the initial weights. Default 0.02.
-    pub initializer_range: f64,
-    /// If `true`, the output layer shares the weights of the embedding. Default `true`.
-    pub tie_word_embeddings: bool,
-    /// If `true`, the attention projections have biases. Default `false`.
-    pub attention_bias: bool,
-    /// If `true`, the feed-forward projections have biases. Default `false`.
-    pub mlp_bias: bool,
-}
-
-impl Default for ModelArguments {
-    fn default() -> Self {
-        Self {
-            model_type: "llama".to_owned(),
-            hidden_size: 256,
-            intermediate_size: 688,
-            num_hidden_layers: 6,
-            num_attention_heads: 4,
-            num_key_value_heads: None,
-            head_dim: None,
-            max_position_embeddings: None,
-            rope_theta: 10_000.0,
-            rms_norm_eps: 1e-6,
-            initializer_range: 0.02,
-            tie_word_embeddings: true,
-            attention_bias: false,
-            mlp_bias: false,
+options! {
+    /// The shape of a Llama model to train from scratch, under the keys of Hugging Face's `LlamaConfig`.
+    ///
+    /// The defaults are those of the `tiny` preset, not of Llama 2. `vocab_size` and `context_length` depend on
+    /// the data and are keys of [`TrainingArguments`](crate::TrainingArguments).
+    #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+    #[serde(default, deny_unknown_fields)]
+    pub struct ModelArguments, keys MODEL in "model." {
+        "Model" => {
+            /// The architecture; only `llama` can be trained from scratch.
+            model_type: String = "llama".to_owned() => train("NAME", "Architecture; only llama can be trained from scratch");
+            /// The size of the hidden states. Default 256.
+            hidden_size: u64 = 256 => train("N", "Size of the hidden states").range(AtLeast(1));
+            /// The size of the feed-forward layers. Default 688.
+            intermediate_size: u64 = 688 => train("N", "Size of the feed-forward layers").range(AtLeast(1));
+            /// The number of decoder layers. Default 6.
+            num_hidden_layers: u64 = 6 => train("N", "Number of decoder layers").range(AtLeast(1));
+            /// The number of query heads. Default 4.
+            num_attention_heads: u64 = 4 => train("N", "Number of query heads").range(AtLeast(1));
+            /// The number of key and value heads; fewer than query heads is grouped-query attention. Default: the
+            /// number of query heads.
+            num_key_value_heads: Option<u64> = None =>
+                train("N", "Number of key and value heads [default: the number of query heads]").range(AtLeast(1));
+            /// The size of a head. Default: `hidden_size / num_attention_heads`.
+            head_dim: Option<u64> = None =>
+                train("N", "Size of a head [default: hidden size / query heads]")
+                    .range(AtLeast(2)).instead("give an even number, or change `hidden_size` or `num_attention_heads`");
+            /// The maximum sequence length of the model, at least `context_length`. Default: `context_length`.
+            max_position_embeddings: Option<u64> = None =>
+                train("N", "Maximum sequence length of the model [default: the context length]").range(AtLeast(1));
+            /// The base of the rotary position embeddings. Default 10000.
+            rope_theta: f64 = 10_000.0 => train("X", "Base of the rotary position embeddings").range(Positive);
+            /// The epsilon of RMSNorm. Default 1e-6.
+            rms_norm_eps: f64 = 1e-6 => train("X", "Epsilon of RMSNorm").range(Positive);
+            /// The standard deviation of the initial weights. Default 0.02.
+            initializer_range: f64 = 0.02 => train("X", "Standard deviation of the initial weights").range(Positive);
+            /// If `true`, the output layer shares the weights of the embedding. Default `true`.
+            tie_word_embeddings: bool = true => train("", "Share the weights of the embedding with the output layer");
+            /// If `true`, the attention projections have biases. Default `false`.
+            attention_bias: bool = false => train("", "Add biases to the attention projections");
+            /// If `true`, the feed-forward projections have biases. Default `false`.
+            mlp_bias: bool = false => train("", "Add biases to the feed-forward projections");
         }
     }
 }

@@ -1,39 +1,12 @@
 //! Ready-made configurations.
 
-use std::fmt;
-
-use clap::ValueEnum;
 use overdrive_optim::LrSchedulerType;
-use serde::{Deserialize, Serialize};
 
-use crate::{IntervalStrategy, ModelArguments, ReportTo, TrainingArguments};
-
-/// A ready-made configuration; file and flags override its values.
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
-#[serde(rename_all = "snake_case")]
-#[non_exhaustive]
-pub enum Preset {
-    /// A Llama of 5.8M parameters that learns the look of a programming language in a few minutes on two CPU
-    /// cores: hidden size 256, 6 layers, 4 heads, context 256, vocabulary 4096, tied embeddings.
-    #[default]
-    Tiny,
-    /// A Llama of 13.8M parameters, the one of the speed measurements: hidden size 384, 6 layers, 6 heads,
-    /// context 256, vocabulary 8192, tied embeddings.
-    Small,
-}
+use super::choices::{IntervalStrategy, Preset, ReportTo};
+use super::model::ModelArguments;
+use super::training::TrainingArguments;
 
 impl Preset {
-    /// Every preset.
-    pub const ALL: [Self; 2] = [Self::Tiny, Self::Small];
-
-    /// Returns the name in files and flags.
-    pub fn name(self) -> &'static str {
-        match self {
-            Self::Tiny => "tiny",
-            Self::Small => "small",
-        }
-    }
-
     /// Returns the configuration.
     pub fn arguments(self) -> TrainingArguments {
         let tiny = TrainingArguments {
@@ -68,12 +41,6 @@ impl Preset {
                 ..tiny
             },
         }
-    }
-}
-
-impl fmt::Display for Preset {
-    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str(self.name())
     }
 }
 

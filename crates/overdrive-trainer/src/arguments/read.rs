@@ -1,12 +1,23 @@
-//! Serde's errors in terms of the configuration: the key, its value and the expected type.
+//! Reading of arguments from keys and values: an error names the key, its value and what is expected there.
+//!
+//! Derived code of serde reports a mistake through the methods of [`de::Error`], which get the name or the type as a
+//! value. So the reader has an error type of its own, which keeps them, and the deserializer adds the key.
 
-use serde::Serialize;
-use serde::de::DeserializeOwned;
+use std::fmt;
+
+use serde::de::value::{MapAccessDeserializer, MapDeserializer, SeqDeserializer};
+use serde::de::{
+    self, DeserializeOwned, Deserializer, Expected, IntoDeserializer, MapAccess, SeqAccess,
+    Unexpected, Visitor,
+};
+use serde::{Serialize, forward_to_deserialize_any};
 use serde_json::Value;
-use serde_path_to_error::{Path, Segment};
 
-use crate::keys::{self, Program};
-use crate::{Error, GradientCheckpointingArguments, Result};
+use super::choices::GradientCheckpointingArguments;
+use super::key::Program;
+use super::keys;
+use crate::error::listed;
+use crate::{Error, Result};
 
 /// The number of keys that an error lists; a longer list is left out.
 const MAX_KEYS_LISTED: usize = 16;
@@ -22,105 +33,252 @@ pub(crate) fn as_value(arguments: &impl Serialize) -> Result<Value> {
 
 /// Reads the arguments of `program`; every error names the key.
 pub(crate) fn read_arguments<T: DeserializeOwned>(
-    values: Value,
+    values: &Value,
     origin: &str,
     program: Program,
 ) -> Result<T> {
-    serde_path_to_error::deserialize(&values).map_err(|error| {
-        let path = error.path().clone();
-        diagnose(&values, &path, &error.inner().to_string(), origin, program)
-    })
+    let node = Node {
+        key: String::new(),
+        value: values,
+    };
+    T::deserialize(node).map_err(|mistake| mistake.into_error(origin, program))
 }
 
-/// Converts an error of serde. Its message is parsed, because serde's errors have no structured fields.
-fn diagnose(values: &Value, path: &Path, message: &str, origin: &str, program: Program) -> Error {
-    let origin = origin.to_owned();
-    // serde quotes names with backticks, first the wrong one and then the valid ones.
-    let names = quoted(message);
-    let (key, value) = follow(values, path);
-    if message.starts_with("unknown field") {
-        let (unknown, siblings) = names.split_first().map_or(("", &[][..]), |(a, b)| (*a, b));
-        // serde_path_to_error ends the path at the unknown field or at its parent, by the kind of struct.
-        let parent = match key.rsplit_once('.') {
-            Some((parent, last)) if last == unknown => parent.to_owned(),
-            None if key == unknown => String::new(),
-            _ => key,
-        };
-        let hint = nearest_key(&parent, unknown, siblings, program);
-        return Error::UnknownKey {
-            origin,
-            key: joined(&parent, unknown),
-            hint,
-        };
+type Read<T> = std::result::Result<T, Mistake>;
+
+/// A key or a value that the arguments do not have.
+#[derive(Debug)]
+struct Mistake {
+    kind: MistakeKind,
+    /// The dotted name of the innermost value around it, and a description of that value.
+    at: Option<(String, String)>,
+}
+
+#[derive(Debug)]
+enum MistakeKind {
+    Key(String, &'static [&'static str]),
+    Choice(String, &'static [&'static str]),
+    Type(String),
+}
+
+impl de::Error for Mistake {
+    fn custom<T: fmt::Display>(expected: T) -> Self {
+        MistakeKind::Type(expected.to_string()).into()
     }
-    if message.starts_with("unknown variant") {
-        let (given, choices) = names.split_first().map_or(("", &[][..]), |(a, b)| (*a, b));
-        let hint = nearest(given, choices.iter().copied())
-            .map_or_else(String::new, |name| format!("; did you mean `{name}`?"));
-        let given = given.to_owned();
-        return Error::UnknownChoice {
-            origin,
-            key,
-            given,
-            choices: listed(choices),
-            hint,
-        };
+
+    fn invalid_type(_: Unexpected<'_>, expected: &dyn Expected) -> Self {
+        Self::custom(expected)
     }
-    let expected = message
-        .rsplit_once("expected ")
-        .map_or(message, |(_, expected)| expected);
-    Error::WrongType {
-        origin,
-        key,
-        given: describe(value),
-        expected: in_words(expected),
+
+    fn invalid_value(_: Unexpected<'_>, expected: &dyn Expected) -> Self {
+        Self::custom(expected)
+    }
+
+    fn unknown_variant(given: &str, choices: &'static [&'static str]) -> Self {
+        MistakeKind::Choice(given.to_owned(), choices).into()
+    }
+
+    fn unknown_field(name: &str, siblings: &'static [&'static str]) -> Self {
+        MistakeKind::Key(name.to_owned(), siblings).into()
     }
 }
 
-/// Returns the dotted name of a key, and its value.
-fn follow<'a>(values: &'a Value, path: &Path) -> (String, &'a Value) {
-    let mut key = String::new();
-    let mut value = values;
-    for segment in path {
-        match segment {
-            Segment::Map { key: name } => {
-                key = joined(&key, name);
-                value = &value[name.as_str()];
-            }
-            Segment::Seq { index } => {
-                key = format!("{key}[{index}]");
-                value = &value[*index];
-            }
-            Segment::Enum { .. } | Segment::Unknown => {}
+impl From<MistakeKind> for Mistake {
+    fn from(kind: MistakeKind) -> Self {
+        Self { kind, at: None }
+    }
+}
+
+impl fmt::Display for Mistake {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        write!(f, "{:?}", self.kind)
+    }
+}
+
+impl std::error::Error for Mistake {}
+
+impl Mistake {
+    fn into_error(self, origin: &str, program: Program) -> Error {
+        let origin = origin.to_owned();
+        let (key, value) = self.at.unwrap_or_default();
+        match self.kind {
+            MistakeKind::Key(name, siblings) => Error::UnknownKey {
+                origin,
+                hint: nearest_key(&key, &name, siblings, program),
+                key: joined(&key, &name),
+            },
+            MistakeKind::Choice(given, choices) => Error::UnknownChoice {
+                origin,
+                key,
+                hint: nearest(&given, choices.iter().copied())
+                    .map_or_else(String::new, |name| format!("; did you mean `{name}`?")),
+                given,
+                choices: choices.iter().map(ToString::to_string).collect(),
+            },
+            MistakeKind::Type(expected) => Error::WrongType {
+                origin,
+                key,
+                given: value,
+                expected,
+            },
         }
     }
-    (key, value)
 }
 
-fn joined(parent: &str, name: &str) -> String {
-    if parent.is_empty() {
-        name.to_owned()
-    } else {
-        format!("{parent}.{name}")
+/// A value to read, with its dotted name.
+struct Node<'de> {
+    key: String,
+    value: &'de Value,
+}
+
+impl<'de> Node<'de> {
+    /// Reads the value, and completes the mistake in it unless that of a value inside is complete.
+    fn read<T>(self, read: impl FnOnce(&Self) -> Read<T>) -> Read<T> {
+        read(&self).map_err(|mut mistake| {
+            let value = || describe(self.value);
+            mistake
+                .at
+                .get_or_insert_with(|| (self.key.clone(), value()));
+            mistake
+        })
+    }
+
+    fn elements(&self) -> Read<impl SeqAccess<'de, Error = Mistake> + use<'de>> {
+        let Value::Array(list) = self.value else {
+            return Err(de::Error::custom("a list"));
+        };
+        let list = list.iter().enumerate();
+        let key = self.key.clone();
+        Ok(SeqDeserializer::new(list.map(move |(index, value)| Node {
+            key: format!("{key}[{index}]"),
+            value,
+        })))
+    }
+
+    fn entries(&self) -> Read<impl MapAccess<'de, Error = Mistake> + use<'de>> {
+        let Value::Object(section) = self.value else {
+            return Err(de::Error::custom("a section of keys"));
+        };
+        let key = self.key.clone();
+        Ok(MapDeserializer::new(section.iter().map(
+            move |(name, value)| {
+                let key = joined(&key, name);
+                (name.as_str(), Node { key, value })
+            },
+        )))
     }
 }
 
-/// Returns the names between backticks.
-fn quoted(message: &str) -> Vec<&str> {
-    message.split('`').skip(1).step_by(2).collect()
+impl<'de> IntoDeserializer<'de, Mistake> for Node<'de> {
+    type Deserializer = Self;
+
+    fn into_deserializer(self) -> Self {
+        self
+    }
 }
 
-fn listed(names: &[&str]) -> String {
-    names
-        .iter()
-        .map(|name| format!("`{name}`"))
-        .collect::<Vec<_>>()
-        .join(", ")
+/// Reads scalars. The expected type is written here, because a visitor knows its name in Rust only.
+macro_rules! scalars {
+    ($($expected:literal: $($method:ident)*;)*) => {
+        $($(
+            fn $method<V: Visitor<'de>>(self, visitor: V) -> Read<V::Value> {
+                self.read(|node| {
+                    scalar(node.value, visitor).map_err(|_| de::Error::custom($expected))
+                })
+            }
+        )*)*
+    };
 }
 
-/// Returns the names in the choices of an [`Error::UnknownChoice`].
-pub(crate) fn choices_in(listed: &str) -> Vec<String> {
-    quoted(listed).into_iter().map(str::to_owned).collect()
+fn scalar<'de, V: Visitor<'de>>(value: &'de Value, visitor: V) -> Read<V::Value> {
+    match value {
+        Value::Bool(value) => visitor.visit_bool(*value),
+        Value::Number(number) => match (number.as_u64(), number.as_i64()) {
+            (Some(number), _) => visitor.visit_u64(number),
+            (_, Some(number)) => visitor.visit_i64(number),
+            _ => visitor.visit_f64(number.as_f64().unwrap_or(f64::NAN)),
+        },
+        Value::String(text) => visitor.visit_borrowed_str(text),
+        Value::Null | Value::Array(_) | Value::Object(_) => visitor.visit_unit(),
+    }
+}
+
+impl<'de> Deserializer<'de> for Node<'de> {
+    type Error = Mistake;
+
+    scalars! {
+        "true or false": deserialize_bool;
+        "an integer": deserialize_i8 deserialize_i16 deserialize_i32 deserialize_i64;
+        "a non-negative integer": deserialize_u8 deserialize_u16 deserialize_u32 deserialize_u64;
+        "a number": deserialize_f32 deserialize_f64;
+        "a string": deserialize_str deserialize_string;
+    }
+
+    fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Read<V::Value> {
+        self.read(|node| match node.value {
+            Value::Array(_) => visitor.visit_seq(node.elements()?),
+            Value::Object(_) => visitor.visit_map(node.entries()?),
+            value => scalar(value, visitor),
+        })
+    }
+
+    fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Read<V::Value> {
+        match self.value {
+            Value::Null => visitor.visit_none(),
+            _ => visitor.visit_some(self),
+        }
+    }
+
+    fn deserialize_seq<V: Visitor<'de>>(self, visitor: V) -> Read<V::Value> {
+        self.read(|node| visitor.visit_seq(node.elements()?))
+    }
+
+    fn deserialize_map<V: Visitor<'de>>(self, visitor: V) -> Read<V::Value> {
+        self.read(|node| visitor.visit_map(node.entries()?))
+    }
+
+    /// Reads a section of keys only: serde would also read a struct from a list, field by field.
+    fn deserialize_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> Read<V::Value> {
+        self.deserialize_map(visitor)
+    }
+
+    fn deserialize_enum<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        _: &'static [&'static str],
+        visitor: V,
+    ) -> Read<V::Value> {
+        self.read(|node| match node.value {
+            Value::String(name) => visitor.visit_enum(name.as_str().into_deserializer()),
+            Value::Object(_) => visitor.visit_enum(MapAccessDeserializer::new(node.entries()?)),
+            _ => Err(de::Error::custom("a name")),
+        })
+    }
+
+    fn deserialize_newtype_struct<V: Visitor<'de>>(
+        self,
+        _: &'static str,
+        visitor: V,
+    ) -> Read<V::Value> {
+        visitor.visit_newtype_struct(self)
+    }
+
+    forward_to_deserialize_any! {
+        i128 u128 char bytes byte_buf unit unit_struct tuple tuple_struct identifier ignored_any
+    }
+}
+
+/// Returns the dotted name of a key in a section; the outermost one has no name.
+fn joined(section: &str, name: &str) -> String {
+    match section {
+        "" => name.to_owned(),
+        section => format!("{section}.{name}"),
+    }
 }
 
 /// Returns a hint for an unknown key: the nearest key of the same section, else the nearest of all keys.
@@ -179,21 +337,6 @@ pub(crate) fn describe(value: &Value) -> String {
         Value::Array(_) => "a list".to_owned(),
         Value::Object(_) => "a section of keys".to_owned(),
     }
-}
-
-/// Returns the description of a type of Rust in terms of a configuration file.
-fn in_words(expected: &str) -> String {
-    match expected {
-        "f64" => "a number",
-        "u64" | "usize" | "u32" | "u8" => "a non-negative integer",
-        "i64" => "an integer",
-        "a boolean" => "true or false",
-        "a string" | "path string" => "a string",
-        "a sequence" => "a list",
-        other if other.starts_with("struct ") => "a section of keys",
-        other => other,
-    }
-    .to_owned()
 }
 
 #[cfg(test)]

@@ -1,64 +1,25 @@
 //! The arguments about snapshots.
 
-use std::path::PathBuf;
+use std::path::{Path, PathBuf};
 
 use overdrive_optim::{EarlyStopping, EarlyStoppingConfig};
-use overdrive_snapshot::{Best, SnapshotOptions};
-use serde::{Deserialize, Deserializer, Serialize};
+use overdrive_snapshot::{Best, Snapshot, SnapshotOptions};
 
-use crate::validate::invalid;
-use crate::{IntervalStrategy, Result, TrainingArguments};
+use super::choices::{IntervalStrategy, ResumeFromCheckpoint, SaveStrategy};
+use super::training::TrainingArguments;
+use crate::Result;
+use crate::error::invalid;
 
-/// The times of a snapshot (`SaveStrategy` of transformers).
-#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "snake_case")]
-pub enum SaveStrategy {
-    /// Never, also not after a signal. The model is saved at the end nevertheless.
-    No,
-    /// Every `save_steps` steps, and at the end.
-    #[default]
-    Steps,
-    /// At the end of each epoch, and at the end.
-    Epoch,
-    /// Whenever `metric_for_best_model` improves.
-    Best,
-}
+/// The file of the arguments in the folder of a run.
+pub(crate) const ARGUMENTS: &str = "training_args.json";
+/// The prefix of the folders of abandoned snapshots, which overdrive-snapshot makes.
+pub(crate) const ABANDONED: &str = "abandoned-";
 
-/// The snapshot from which a run resumes.
-#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
-#[serde(untagged)]
-pub enum ResumeFromCheckpoint {
-    /// `true`: the newest complete snapshot of the run. `false`: none, it is a new run.
-    Latest(bool),
-    /// The snapshot in this folder.
-    Folder(PathBuf),
-}
-
-/// Reads `true`, `false` or a folder, as a flag gives them.
-impl From<&str> for ResumeFromCheckpoint {
-    fn from(text: &str) -> Self {
-        match text.to_lowercase().as_str() {
-            "true" => Self::Latest(true),
-            "false" => Self::Latest(false),
-            _ => Self::Folder(text.into()),
-        }
-    }
-}
-
-impl<'de> Deserialize<'de> for ResumeFromCheckpoint {
-    /// Deserializes `true` and `false` also from strings, because flags are strings.
-    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> std::result::Result<Self, D::Error> {
-        #[derive(Deserialize)]
-        #[serde(untagged, expecting = "true, or the folder of a snapshot")]
-        enum Given {
-            Truth(bool),
-            Text(String),
-        }
-        Ok(match Given::deserialize(deserializer)? {
-            Given::Truth(latest) => Self::Latest(latest),
-            Given::Text(text) => text.as_str().into(),
-        })
-    }
+/// A metric by which models are compared.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(crate) enum Metric {
+    Loss,
+    BitsPerByte,
 }
 
 impl TrainingArguments {
@@ -95,6 +56,45 @@ impl TrainingArguments {
             early_stopping_threshold: self.early_stopping_threshold,
             greater_is_better: self.greater_is_better.unwrap_or(false),
         })?)
+    }
+
+    /// Returns the folder of the run that `resume_from_checkpoint` resumes, if there is a run.
+    pub(crate) fn resumed_root(&self) -> Result<Option<PathBuf>> {
+        let root = match &self.resume_from_checkpoint {
+            None | Some(ResumeFromCheckpoint::Latest(false)) => None,
+            Some(ResumeFromCheckpoint::Latest(true)) if self.output_dir.is_none() => {
+                let expected = "the folder of a snapshot, unless `output_dir` names the run to resume; \
+                                give it with `--out DIR`";
+                return invalid("resume_from_checkpoint", true, expected);
+            }
+            Some(ResumeFromCheckpoint::Latest(true)) => self.output_dir.clone(),
+            Some(ResumeFromCheckpoint::Folder(snapshot)) => {
+                let parent = || {
+                    let parent = snapshot.parent()?;
+                    // A snapshot of an abandoned branch lies one folder deeper.
+                    let run = match is_numbered(parent, &[ABANDONED]) {
+                        true => parent.parent()?,
+                        false => parent,
+                    };
+                    Some(run.to_path_buf())
+                };
+                self.output_dir.clone().or_else(parent)
+            }
+        };
+        // A folder without a run is no error: the first start of a job that always resumes has none.
+        Ok(root.filter(|root| root.join(ARGUMENTS).is_file()))
+    }
+
+    /// Returns the snapshots from which the run may resume, the first choice first. Their files have their lengths and
+    /// were not read.
+    pub(crate) fn listed_snapshots(&self) -> Result<Vec<Snapshot>> {
+        if let Some(ResumeFromCheckpoint::Folder(folder)) = &self.resume_from_checkpoint {
+            return Ok(vec![Snapshot::open_unverified(folder)?]);
+        }
+        Ok(match self.resumed_root()? {
+            Some(root) => Snapshot::list(root)?,
+            None => Vec::new(),
+        })
     }
 
     /// Checks the keys about snapshots against each other.
@@ -150,4 +150,38 @@ impl TrainingArguments {
             _ => false,
         }
     }
+
+    /// Checks that evaluations, if there are any, have the metric that `metric_for_best_model` names.
+    pub(crate) fn check_metric(&self, counts_bytes: bool) -> Result<()> {
+        let evaluates = self.eval_on_start || self.eval_strategy != IntervalStrategy::No;
+        match self.metric()? {
+            Metric::BitsPerByte if evaluates && !counts_bytes => not_counted(),
+            _ => Ok(()),
+        }
+    }
+
+    /// Returns the metric that `metric_for_best_model` names.
+    pub(crate) fn metric(&self) -> Result<Metric> {
+        let name = self.metric_for_best_model.as_deref().unwrap_or("loss");
+        // transformers prefixes evaluation metrics with `eval_` and accepts names without it.
+        match name.strip_prefix("eval_").unwrap_or(name) {
+            "loss" => Ok(Metric::Loss),
+            "bits_per_byte" => Ok(Metric::BitsPerByte),
+            _ => invalid("metric_for_best_model", name, "`loss` or `bits_per_byte`"),
+        }
+    }
+}
+
+/// Returns the error of bits per byte where they do not exist.
+pub(crate) fn not_counted<T>() -> Result<T> {
+    let expected = "`loss` where the bytes of the text are not known: in fine-tuning, and for files of tokens such \
+                    as nanoGPT's";
+    invalid("metric_for_best_model", "bits_per_byte", expected)
+}
+
+/// Returns `true` if the name is one of `prefixes` and a number.
+pub(crate) fn is_numbered(path: &Path, prefixes: &[&str]) -> bool {
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let number = prefixes.iter().find_map(|prefix| name.strip_prefix(prefix));
+    matches!(number.map(str::parse::<u64>), Some(Ok(_)))
 }

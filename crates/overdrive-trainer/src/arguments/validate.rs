@@ -3,19 +3,19 @@
 
 use std::path::PathBuf;
 
-use crate::config_errors::as_value;
-use crate::estimates::STEPS_BEFORE_TRACE;
-use crate::keys::check_ranges;
-use crate::{Result, TrainingArguments, token_files};
+use super::choices::IntervalStrategy;
+use super::data::is_token_file;
+use super::finetune::FinetuneArguments;
+use super::key::Program;
+use super::keys::{Source, check_ranges, refuse_unread};
+use super::read::as_value;
+use super::training::TrainingArguments;
+use crate::Result;
+use crate::error::invalid;
+use serde_json::{Map, Value};
 
-/// Returns an [`overdrive_core::Error::InvalidOption`]; `expected` completes "it must be".
-pub(crate) fn invalid<T>(
-    key: &'static str,
-    value: impl std::fmt::Display,
-    expected: impl Into<std::borrow::Cow<'static, str>>,
-) -> Result<T> {
-    Err(overdrive_core::Error::option(key, value, expected).into())
-}
+/// The number of steps before the trace: by then caches are warm and kernels compiled.
+pub(crate) const STEPS_BEFORE_TRACE: u64 = 5;
 
 impl TrainingArguments {
     /// Checks the values by themselves and against each other. It does not access the disk.
@@ -59,8 +59,7 @@ impl TrainingArguments {
             return invalid("emit_nvtx", true, expected);
         }
         // A tokenizer is trained on text only. A folder may hold tokens: there the trainer of the tokenizer checks.
-        let is_named =
-            |path: &PathBuf| path.extension().is_some() && !token_files::has_extension(path);
+        let is_named = |path: &PathBuf| path.extension().is_some() && !is_token_file(path);
         let is_text = self.data.is_empty() || self.data.iter().any(is_named);
         if self.tokenizer.is_none() && is_text && self.vocab_size < 257 {
             let expected = "at least 257, because a byte-level tokenizer has a token for each of the 256 bytes \
@@ -75,5 +74,74 @@ impl TrainingArguments {
         self.validate_loading()?;
         self.validate_saving()?;
         self.model.validate(self.vocab_size, self.context_length)
+    }
+}
+
+impl FinetuneArguments {
+    /// Checks the values by themselves and against each other. It does not access the disk.
+    ///
+    /// # Errors
+    /// [`Error::Common`](crate::Error::Common) and [`Error::Unsupported`](crate::Error::Unsupported), and those
+    /// of [`TrainingArguments::validate`] and [`LoraConfig::validate`].
+    pub fn validate(&self) -> Result<()> {
+        self.training.validate()?;
+        check_ranges(&as_value(self)?, &as_value(&Self::default())?)?;
+        if self.model_name_or_path.as_os_str().is_empty() {
+            let expected =
+                "the folder or GGUF file of the model to fine-tune; give it with `--model PATH`";
+            return invalid("model_name_or_path", "not set", expected);
+        }
+        if self.training.data.is_empty() {
+            let expected = "a file of records to train on; give it with `--data FILE`";
+            return invalid("data", "not set", expected);
+        }
+        if self.load_in_4bit && self.load_in_8bit {
+            let expected = "false if `load_in_8bit` is true; drop one of them";
+            return invalid("load_in_4bit", true, expected);
+        }
+        if !self.use_peft && (self.load_in_4bit || self.load_in_8bit) {
+            let expected = "true with quantized weights, which cannot be trained; train adapters, or leave \
+                            out `load_in_4bit` and `load_in_8bit`";
+            return invalid("use_peft", false, expected);
+        }
+        if self.merge && !self.use_peft {
+            let expected = "false without `use_peft`, because there is no adapter; drop it, the whole model is \
+                            saved";
+            return invalid("merge", true, expected);
+        }
+        if !self.prompt_template.contains("{prompt}") {
+            let value = format!("{:?}", self.prompt_template);
+            return invalid("prompt_template", value, "a text that contains {prompt}");
+        }
+        if self.training.eval_on_start && self.training.eval_strategy == IntervalStrategy::No {
+            let expected = "false with `eval_strategy: no`, because no record is held out; set `eval_strategy` \
+                            (`--eval-steps N`)";
+            return invalid("eval_on_start", true, expected);
+        }
+        // The tokens of a conversation are not those of a text whose bytes could be counted.
+        self.training.check_metric(false)?;
+        self.refuse_unread()?;
+        self.lora_config().validate()?;
+        Ok(())
+    }
+
+    /// Refuses keys of training from scratch that have no effect here.
+    fn refuse_unread(&self) -> Result<()> {
+        let defaults = TrainingArguments::default();
+        let source = Source {
+            origin: "the configuration",
+            file: None,
+            program: Program::Finetune,
+        };
+        let mut unread = Map::new();
+        if let Value::Object(values) = as_value(&self.training)? {
+            let defaults = as_value(&defaults)?;
+            // Shape and tokenizer are those of the model, whatever a preset of training sets.
+            let of_model = ["preset", "model", "tokenizer", "vocab_size"];
+            unread.extend(values.into_iter().filter(|(key, value)| {
+                defaults[key.as_str()] != *value && !of_model.contains(&key.as_str())
+            }));
+        }
+        refuse_unread(&mut unread, source)
     }
 }

@@ -6,8 +6,9 @@ use overdrive_datasets::{
     Batch, Dataset, DeviceLoader, PackPlan, RowLayout, SequenceRows, TokenDocuments, TokenView,
 };
 
-use crate::batch_loader::Loading;
-use crate::{Result, TrainingArguments};
+use super::loading::Loading;
+use crate::Result;
+use crate::arguments::TrainingArguments;
 
 /// Documents that are assigned to rows.
 #[derive(Debug)]
@@ -54,12 +55,8 @@ impl DocumentRows {
     /// Returns the evaluation rows, one document each, without padding. At most `max_eval_batches` batches
     /// are taken, spread evenly over the documents.
     pub(crate) fn to_evaluate(view: &TokenView, arguments: &TrainingArguments) -> Result<Self> {
-        let most = arguments.max_eval_batches.map_or(usize::MAX, |batches| {
-            usize::try_from(batches * arguments.per_device_eval_batch_size).unwrap_or(usize::MAX)
-        });
-        let documents = TokenDocuments::new(view).at_most(most);
-        let capacity = usize::try_from(arguments.context_length).unwrap_or(usize::MAX);
-        let plan = PackPlan::one_each(&documents.lengths(), capacity)?;
+        let documents = TokenDocuments::new(view).at_most(arguments.max_eval_rows());
+        let plan = PackPlan::one_each(&documents.lengths(), arguments.context())?;
         Ok(Self {
             documents,
             plan: Arc::new(plan),

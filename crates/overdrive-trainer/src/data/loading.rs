@@ -8,8 +8,10 @@ use overdrive_datasets::{
     collate,
 };
 
-use crate::validate::invalid;
-use crate::{DataShard, Result, TrainingArguments};
+use super::shard::DataShard;
+use crate::Result;
+use crate::arguments::TrainingArguments;
+use crate::error::invalid;
 
 /// The options of a batch loader: `dataloader_num_workers` threads prepare `dataloader_prefetch_factor`
 /// batches ahead each. The batches and their order do not depend on the number of threads.

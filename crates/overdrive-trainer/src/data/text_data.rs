@@ -8,12 +8,14 @@ use overdrive_datasets::{
 };
 use tch::Device;
 
-use crate::batch_loader::Loading;
-use crate::document_rows::DocumentRows;
-use crate::text_source::TextSource;
-use crate::token_files::TokenFiles;
-use crate::validate::invalid;
-use crate::{DataShard, Result, SequenceMode, TrainingArguments};
+use super::document_rows::DocumentRows;
+use super::loading::Loading;
+use super::shard::DataShard;
+use super::text_source::TextSource;
+use super::token_files::TokenFiles;
+use crate::Result;
+use crate::arguments::{SequenceMode, TrainingArguments};
+use crate::error::invalid;
 
 /// The text of a run: tokenized, cached, and split by document.
 ///
@@ -180,7 +182,7 @@ impl TextData {
             return Ok(());
         };
         let end = self.end_of_text().and_then(|id| tokenizer.id_to_token(id));
-        save_tokenizer(folder, tokenizer, end.as_deref(), context(arguments))?;
+        save_tokenizer(folder, tokenizer, end.as_deref(), arguments.context())?;
         Ok(())
     }
 
@@ -225,9 +227,8 @@ impl TextData {
             return DocumentRows::to_evaluate(&self.validation, arguments)?.load(how);
         }
         let mut windows = windows(&self.validation, arguments)?;
-        if let Some(batches) = arguments.max_eval_batches {
-            let most = batches * arguments.per_device_eval_batch_size;
-            windows = windows.at_most(usize::try_from(most).unwrap_or(usize::MAX))?;
+        if arguments.max_eval_batches.is_some() {
+            windows = windows.at_most(arguments.max_eval_rows())?;
         }
         how.of_rows(windows, RowLayout::default(), None)
     }
@@ -280,12 +281,8 @@ fn tokenizer_of_snapshot(arguments: &TrainingArguments) -> Result<Option<(PathBu
 }
 
 fn windows(view: &TokenView, arguments: &TrainingArguments) -> Result<SequentialWindows> {
-    let windows = SequentialWindows::new(view.clone(), context(arguments), LastWindow::Drop);
+    let windows = SequentialWindows::new(view.clone(), arguments.context(), LastWindow::Drop);
     Ok(windows?)
-}
-
-fn context(arguments: &TrainingArguments) -> usize {
-    usize::try_from(arguments.context_length).unwrap_or(usize::MAX)
 }
 
 fn loading(

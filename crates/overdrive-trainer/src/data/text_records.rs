@@ -8,7 +8,7 @@ use overdrive_datasets::{
 };
 use serde_json::{Map, Value};
 
-use crate::config_errors::nearest;
+use crate::arguments::{describe, nearest};
 use crate::{Error, Result};
 
 /// The format of a file of records.
@@ -171,7 +171,7 @@ impl TextRecords {
         let object = |value: Value| match value {
             Value::Object(fields) => Ok(Record::Object(fields)),
             other => {
-                let given = crate::config_errors::describe(&other);
+                let given = describe(&other);
                 Err(self.broken(
                     index,
                     format!("it is {given}, expected an object with fields"),
@@ -256,7 +256,7 @@ impl Record {
                 Some(Value::Null) => Ok(String::new()),
                 Some(other) => Err(format!(
                     "`{column}` is {}, expected a string",
-                    crate::config_errors::describe(other)
+                    describe(other)
                 )),
                 None => {
                     let names: Vec<String> = fields.keys().cloned().collect();
@@ -276,7 +276,7 @@ impl Record {
             Self::Object(fields) => {
                 let value = fields.get(column).unwrap_or(&Value::Null);
                 let number = value.as_u64().and_then(|number| u32::try_from(number).ok());
-                (crate::config_errors::describe(value), number)
+                (describe(value), number)
             }
         };
         number.ok_or_else(|| format!("`{column}` is {given}, expected a non-negative integer"))

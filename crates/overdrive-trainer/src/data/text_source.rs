@@ -12,9 +12,10 @@ use overdrive_datasets::{
 
 use overdrive_core::Error as CommonError;
 
-use crate::text_records::{RecordKind, TextRecords};
-use crate::validate::invalid;
-use crate::{Error, Result, SampleBy, TrainingArguments};
+use super::text_records::{RecordKind, TextRecords};
+use crate::arguments::{SampleBy, TrainingArguments};
+use crate::error::invalid;
+use crate::{Error, Result};
 
 /// The number of bytes of Cargo's registry that are read if `data` is not set.
 const DEFAULT_CORPUS_BYTES: u64 = 24 << 20;
@@ -197,7 +198,7 @@ impl TextSource {
     /// Returns the lengths of the documents in `length_column_name`, if `group_by_length` needs them and the
     /// column exists.
     pub(crate) fn column_lengths(&self, arguments: &TrainingArguments) -> Result<Option<Vec<u32>>> {
-        use crate::training_arguments::DEFAULT_LENGTH_COLUMN;
+        use crate::arguments::DEFAULT_LENGTH_COLUMN;
         let column = &arguments.length_column_name;
         let is_default = column == DEFAULT_LENGTH_COLUMN;
         if !arguments.group_by_length {
@@ -332,4 +333,23 @@ fn write_sample(texts: &dyn Dataset<Item = String>, path: &Path) -> Result<()> {
         }
     }
     Ok(file.flush().map_err(CommonError::io("write", path))?)
+}
+
+/// Tokenizes the text that `arguments` name into a token store at `path`, and passes log lines about the text to `say`.
+/// The keys `data`, `dataset_text_field`, `sample_by` and `remove_duplicates` count, as in a training run on the text; a
+/// run on the store has the same tokens.
+///
+/// # Errors
+/// An error if there is no text, if it cannot be read, if the tokenizer does not have the tokens that `options` name, or
+/// if the store cannot be written.
+pub fn tokenize(
+    arguments: &TrainingArguments,
+    tokenizer: &Tokenizer,
+    options: &BuildOptions,
+    path: &Path,
+    mut say: impl FnMut(&str),
+) -> Result<(TokenStore, BuildReport)> {
+    let source = TextSource::open(arguments)?;
+    source.describe(arguments, &mut say);
+    source.build_to(path, tokenizer, options)
 }

@@ -7,8 +7,9 @@ use overdrive_datasets::{
     BuildOptions, RawOptions, TokenStore, TokenWidth, Tokenizer, load_tokenizer, tokenizer_digest,
 };
 
-use crate::validate::invalid;
-use crate::{Error, Result, SampleBy, TrainingArguments};
+use crate::arguments::{SampleBy, TrainingArguments, is_token_file};
+use crate::error::invalid;
+use crate::{Error, Result};
 
 /// The file of tokens to train on, and the one for validation, if there is one.
 #[derive(Debug)]
@@ -25,12 +26,6 @@ pub(crate) struct OpenedTokens {
     pub(crate) vocab_size: u64,
 }
 
-/// Returns `true` if the name of `path` is that of a file of tokens.
-pub(crate) fn has_extension(path: &Path) -> bool {
-    let extension = path.extension().and_then(|extension| extension.to_str());
-    extension.is_some_and(|extension| ["bin", "tokens"].contains(&extension))
-}
-
 impl TokenFiles {
     /// Returns the files of tokens among `data`: a file, with the one of validation beside it or after it, or a folder
     /// that has them. `None` if `data` names text.
@@ -43,10 +38,10 @@ impl TokenFiles {
         {
             return in_folder(folder);
         }
-        let Some(named) = data.iter().find(|path| has_extension(path)) else {
+        let Some(named) = data.iter().find(|path| is_token_file(path)) else {
             return Ok(None);
         };
-        if let Some(other) = data.iter().find(|path| !has_extension(path)) {
+        if let Some(other) = data.iter().find(|path| !is_token_file(path)) {
             let expected = "a file of tokens beside one; train on text or on tokens, or give the text to `tokenize`";
             return invalid("data", other.display(), expected);
         }
@@ -81,7 +76,7 @@ impl TokenFiles {
         if arguments.sample_by == SampleBy::Line {
             return invalid("sample_by", "line", expected);
         }
-        use crate::training_arguments::DEFAULT_LENGTH_COLUMN;
+        use crate::arguments::DEFAULT_LENGTH_COLUMN;
         if arguments.group_by_length && arguments.length_column_name != DEFAULT_LENGTH_COLUMN {
             let expected = "left out with a file of tokens, which has no columns; the tokens are counted instead";
             return invalid(
@@ -201,7 +196,7 @@ fn in_folder(folder: &Path) -> Result<Option<TokenFiles>> {
     let entries = entries.map_err(CommonError::io("read the folder", folder))?;
     let paths = entries.into_iter().map(|entry| entry.path());
     let mut files: Vec<PathBuf> = paths
-        .filter(|path| has_extension(path) && path.is_file())
+        .filter(|path| is_token_file(path) && path.is_file())
         .collect();
     // The order of `read_dir` differs between machines.
     files.sort();

@@ -11,7 +11,9 @@ use overdrive_snapshot::Snapshot;
 use overdrive_sys::{is_out_of_memory, memory};
 use tch::Device;
 
-use crate::{Error, FinetuneArguments, Result, ResumeFromCheckpoint, RunFolder, TrainingArguments};
+use super::folder::RunFolder;
+use crate::arguments::{FinetuneArguments, ResumeFromCheckpoint, TrainingArguments};
+use crate::{Error, Result};
 
 /// The fraction of the free memory that an automatic choice uses: the estimate counts tensors only, and is up to 15%
 /// off in either direction.
@@ -56,7 +58,7 @@ impl TrainingArguments {
     /// Returns the batch plans of a search, from `largest` down: each divisor of the effective batch is a micro-batch
     /// once.
     pub fn batch_plans(largest: BatchPlan) -> impl Iterator<Item = BatchPlan> {
-        std::iter::successors(Some(largest), |plan| {
+        successors(Some(largest), |plan| {
             plan.with_micro_batch_at_most(plan.micro_batch() - 1)
         })
     }
@@ -91,23 +93,32 @@ impl TrainingArguments {
         device: Device,
         group: &ProcessGroup,
     ) -> Result<Option<String>> {
+        let arguments = self.clone();
+        let peak = |plan| arguments.estimated_peak(shape, precision, plan);
+        self.fit_to(device, group, peak)
+    }
+
+    /// Sets the largest batch plan whose `bytes` fit into the free memory of each process, if it is smaller than the present
+    /// one, and returns a line about it.
+    fn fit_to(
+        &mut self,
+        device: Device,
+        group: &ProcessGroup,
+        bytes: impl Fn(BatchPlan) -> Result<u64>,
+    ) -> Result<Option<String>> {
         if !self.auto_find_batch_size {
             return Ok(None);
         }
         let Some(limit) = least_of_all(usable_memory(device), group)? else {
             return Ok(None);
         };
-        let plan = self.batch_that_fits(shape, precision, limit, group.world_size())?;
-        Ok(plan.and_then(|plan| self.take_smaller(plan)))
-    }
-
-    /// Sets `plan` if its micro-batch is smaller than the present one, and returns a line about it.
-    fn take_smaller(&mut self, plan: BatchPlan) -> Option<String> {
         let before = self.per_device_train_batch_size;
-        (plan.micro_batch() < before).then(|| {
+        let plan = largest_that_fits(self.batch_plan(group.world_size())?, limit, bytes)?;
+        let smaller = plan.filter(|plan| plan.micro_batch() < before);
+        Ok(smaller.map(|plan| {
             self.set_batch_plan(plan);
             format!("batch       {plan}, by the estimate of the memory (asked for: micro-batches of {before})")
-        })
+        }))
     }
 
     /// Makes a further attempt continue the run in its folder, which is open now (`auto_find_batch_size`).
@@ -202,16 +213,9 @@ impl FinetuneArguments {
         device: Device,
         group: &ProcessGroup,
     ) -> Result<Option<String>> {
-        if !self.training.auto_find_batch_size {
-            return Ok(None);
-        }
-        let Some(limit) = least_of_all(usable_memory(device), group)? else {
-            return Ok(None);
-        };
-        let step = |plan| self.estimated_step(shape, precision, trainable, plan);
-        let largest = self.training.batch_plan(group.world_size())?;
-        let plan = largest_that_fits(largest, limit, step)?;
-        Ok(plan.and_then(|plan| self.training.take_smaller(plan)))
+        let arguments = self.clone();
+        let step = |plan| arguments.estimated_step(shape, precision, trainable, plan);
+        self.training.fit_to(device, group, step)
     }
 }
 
@@ -313,7 +317,7 @@ pub(crate) fn accumulation_error(error: overdrive_accumulation::Error) -> Error 
 #[cfg(test)]
 mod tests {
     use super::*;
-    use crate::Preset;
+    use crate::arguments::Preset;
 
     fn arguments() -> (TrainingArguments, DecoderShape) {
         let arguments = TrainingArguments {

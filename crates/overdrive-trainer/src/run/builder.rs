@@ -1,3 +1,5 @@
+//! The construction of a run.
+
 use std::cell::RefCell;
 use std::fmt;
 use std::rc::Rc;
@@ -11,9 +13,12 @@ use overdrive_profiling::ModelFlops;
 use overdrive_tracking::Trackers;
 use tch::{Device, Tensor};
 
+use super::fingerprints::Fingerprints;
+use super::folder::RunFolder;
 use super::log::{Done, RunLog};
-use super::{State, TrainingRun, shared};
-use crate::{Fingerprints, Interrupt, Result, RunFolder, TrainingArguments};
+use super::training_run::{State, TrainingRun, shared};
+use crate::arguments::TrainingArguments;
+use crate::{Interrupt, Result};
 
 /// The parts of a [`TrainingRun`] before it starts. Each has a default from the arguments.
 #[must_use = "a run does nothing before it starts"]
@@ -33,7 +38,7 @@ pub struct RunBuilder {
 }
 
 impl RunBuilder {
-    pub(super) fn new(arguments: &TrainingArguments, group: &ProcessGroup) -> Self {
+    fn new(arguments: &TrainingArguments, group: &ProcessGroup) -> Self {
         Self {
             arguments: arguments.clone(),
             group: group.clone(),
@@ -211,6 +216,13 @@ impl RunBuilder {
             has_ended,
             prints,
         })
+    }
+}
+
+impl TrainingRun {
+    /// Starts to build a run with the options of `arguments`, for the processes of `group`.
+    pub fn builder(arguments: &TrainingArguments, group: &ProcessGroup) -> RunBuilder {
+        RunBuilder::new(arguments, group)
     }
 }
 

@@ -2,7 +2,7 @@
 
 use overdrive_core::units;
 
-use crate::TrainingPlan;
+use super::plan::TrainingPlan;
 
 /// The number of steps that are measured, after the first one, in which caches fill.
 const STEPS: u64 = 5;

@@ -3,8 +3,8 @@
 use overdrive_tracking::StepMetrics;
 use serde::{Deserialize, Serialize};
 
-use crate::validate::invalid;
-use crate::{IntervalStrategy, Result, TrainingArguments};
+use crate::Result;
+use crate::arguments::{Metric, TrainingArguments, not_counted};
 
 /// The result of an evaluation.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
@@ -31,13 +31,6 @@ impl Evaluation {
     }
 }
 
-/// A metric by which models are compared.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub(crate) enum Metric {
-    Loss,
-    BitsPerByte,
-}
-
 impl TrainingArguments {
     /// Returns the value of the metric that `metric_for_best_model` names.
     ///
@@ -49,31 +42,4 @@ impl TrainingArguments {
             Metric::BitsPerByte => evaluation.bits_per_byte.map_or_else(not_counted, Ok),
         }
     }
-
-    /// Checks that evaluations, if there are any, have the metric that `metric_for_best_model` names.
-    pub(crate) fn check_metric(&self, counts_bytes: bool) -> Result<()> {
-        let evaluates = self.eval_on_start || self.eval_strategy != IntervalStrategy::No;
-        match self.metric()? {
-            Metric::BitsPerByte if evaluates && !counts_bytes => not_counted(),
-            _ => Ok(()),
-        }
-    }
-
-    /// Returns the metric that `metric_for_best_model` names.
-    pub(crate) fn metric(&self) -> Result<Metric> {
-        let name = self.metric_for_best_model.as_deref().unwrap_or("loss");
-        // transformers prefixes evaluation metrics with `eval_` and accepts names without it.
-        match name.strip_prefix("eval_").unwrap_or(name) {
-            "loss" => Ok(Metric::Loss),
-            "bits_per_byte" => Ok(Metric::BitsPerByte),
-            _ => invalid("metric_for_best_model", name, "`loss` or `bits_per_byte`"),
-        }
-    }
-}
-
-/// Returns the error of bits per byte where they do not exist.
-fn not_counted<T>() -> Result<T> {
-    let expected = "`loss` where the bytes of the text are not known: in fine-tuning, and for files of tokens such \
-                    as nanoGPT's";
-    invalid("metric_for_best_model", "bits_per_byte", expected)
 }

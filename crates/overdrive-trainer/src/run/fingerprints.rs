@@ -12,12 +12,9 @@ use overdrive_snapshot::{Scope, Snapshot};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::config_errors::as_value;
-use crate::keys::plain;
-use crate::{
-    Error, FinetuneArguments, InstructionData, IntervalStrategy, Result, SequenceMode, TextData,
-    TrainingArguments,
-};
+use crate::arguments::{SequenceMode, TrainingArguments, as_value, plain};
+use crate::data::TextData;
+use crate::{Error, Result};
 
 /// The name of the entry in a snapshot.
 const ENTRY: &str = "fingerprints";
@@ -58,8 +55,6 @@ const FREE_MODEL_KEYS: [&str; 7] = [
     "max_position_embeddings",
     "vocab_size",
 ];
-/// The keys of fine-tuning that decide what the weights of an adapter mean.
-const ADAPTER_KEYS: [&str; 3] = ["lora_alpha", "lora_r", "use_rslora"];
 /// The number of blocks of a weight file that are read: training changes all of them.
 const SAMPLED_BLOCKS: u64 = 64;
 const SAMPLED_BYTES: u64 = 4096;
@@ -74,15 +69,16 @@ const SAMPLED_BYTES: u64 = 4096;
 pub struct Fingerprints(BTreeMap<String, String>);
 
 impl Fingerprints {
-    fn of_keys(arguments: &Map<String, Value>, keys: &[&str]) -> Self {
-        let values = keys.iter().filter_map(|&key| {
-            let value = arguments.get(key)?;
-            Some((key.to_owned(), plain(value)))
-        });
-        Self(values.collect())
+    /// Sets the values that `keys` have among the arguments.
+    pub(crate) fn set_keys(&mut self, arguments: &Map<String, Value>, keys: &[&str]) {
+        for &key in keys {
+            if let Some(value) = arguments.get(key) {
+                self.set(key, plain(value));
+            }
+        }
     }
 
-    fn set(&mut self, name: impl Into<String>, value: impl ToString) {
+    pub(crate) fn set(&mut self, name: impl Into<String>, value: impl ToString) {
         self.0.insert(name.into(), value.to_string());
     }
 
@@ -116,7 +112,11 @@ impl Fingerprints {
 
     /// Compares them with those of the other processes, each of which calls it, and with those of the run that is
     /// resumed.
-    fn compared(self, group: &ProcessGroup, arguments: &TrainingArguments) -> Result<Self> {
+    pub(crate) fn compared(
+        self,
+        group: &ProcessGroup,
+        arguments: &TrainingArguments,
+    ) -> Result<Self> {
         self.compare_ranks(group)?;
         // The snapshot is chosen and verified later, when the run's folder is open and has the arguments of this
         // start; a run that is refused keeps its own.
@@ -198,7 +198,7 @@ fn shown(value: &str) -> &str {
     }
 }
 
-fn keys_of(arguments: &impl Serialize) -> Result<Map<String, Value>> {
+pub(crate) fn keys_of(arguments: &impl Serialize) -> Result<Map<String, Value>> {
     Ok(match as_value(arguments)? {
         Value::Object(values) => values,
         _ => Map::new(),
@@ -231,14 +231,17 @@ impl TrainingArguments {
     }
 
     /// Returns the values of the keys that decide which example has which number.
-    fn order_fingerprints(&self) -> Result<Fingerprints> {
+    pub(crate) fn order_fingerprints(&self) -> Result<Fingerprints> {
         let values = keys_of(self)?;
-        let mut all = Fingerprints::of_keys(&values, &KEYS);
+        let mut all = Fingerprints::default();
+        all.set_keys(&values, &KEYS);
         // Options of a method that is off have no effect.
-        let strategy = self.packing.then_some("packing_strategy");
-        let column = self.group_by_length.then_some("length_column_name");
-        let options: Vec<&str> = strategy.into_iter().chain(column).collect();
-        all.0.extend(Fingerprints::of_keys(&values, &options).0);
+        if self.packing {
+            all.set_keys(&values, &["packing_strategy"]);
+        }
+        if self.group_by_length {
+            all.set_keys(&values, &["length_column_name"]);
+        }
         Ok(all)
     }
 }
@@ -301,46 +304,9 @@ impl TextData {
     }
 }
 
-impl InstructionData {
-    /// Returns the fingerprints of a fine-tuning run on this data, and compares them as [`TextData::fingerprints`]
-    /// does. The model that is fine-tuned is identified by its configuration and a sample of its weights.
-    ///
-    /// # Errors
-    /// Those of [`TextData::fingerprints`], and an error if a file of the model cannot be read.
-    pub fn fingerprints(
-        &self,
-        arguments: &FinetuneArguments,
-        group: &ProcessGroup,
-    ) -> Result<Fingerprints> {
-        let training = &arguments.training;
-        let mut all = training.order_fingerprints()?;
-        all.set("data", self.train.content_digest());
-        all.set("remove_duplicates", training.remove_duplicates);
-        // Records whose tokens have no label are left out.
-        all.set("completion_only_loss", arguments.completion_only_loss);
-        all.set("assistant_only_loss", arguments.assistant_only_loss);
-        if training.eval_strategy == IntervalStrategy::No {
-            // Without evaluation nothing is held out.
-            all.set("validation_fraction", 0);
-        }
-        all.set("tokenizer", tokenizer_digest(self.tokenizer())?);
-        let template = self.chat_template().unwrap_or(&arguments.prompt_template);
-        all.set("chat_template", Sha256Digest::of(template.as_bytes()));
-        let model = &arguments.model_name_or_path;
-        all.set("model_name_or_path", model_digest(model)?);
-        all.set("use_peft", arguments.use_peft);
-        if arguments.use_peft {
-            let values = keys_of(arguments)?;
-            all.0
-                .extend(Fingerprints::of_keys(&values, &ADAPTER_KEYS).0);
-        }
-        all.compared(group, training)
-    }
-}
-
 /// Returns a digest of the configuration of a model and of evenly spaced blocks of its weight files, or of those of
 /// a GGUF file.
-fn model_digest(folder: &Path) -> Result<Sha256Digest> {
+pub(crate) fn model_digest(folder: &Path) -> Result<Sha256Digest> {
     if folder.is_file() {
         let mut sample = Vec::new();
         read_sample(folder, &mut sample).map_err(CommonError::io("read", folder))?;

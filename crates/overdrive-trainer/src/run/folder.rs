@@ -5,27 +5,26 @@ use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
 
-use overdrive_core::{Error as CommonError, files};
+use overdrive_core::{Error as CommonError, OutputFolder, check_not_read, files};
 use overdrive_distributed::ProcessGroup;
 use overdrive_snapshot::FolderLock;
 use serde::{Deserialize, Serialize};
 
-use crate::validate::invalid;
-use crate::{Error, Result, ResumeFromCheckpoint, TrainingArguments};
+use crate::arguments::{ABANDONED, ARGUMENTS, FinetuneArguments, TrainingArguments, is_numbered};
+use crate::error::invalid;
+use crate::{Error, Result};
 
 /// The parent of runs without `output_dir`.
 const DEFAULT_PARENT: &str = "runs";
 
-const ARGUMENTS: &str = "training_args.json";
 const METRICS: &str = "metrics.jsonl";
 const REPORT: &str = "report.html";
 const LOSS: &str = "loss.svg";
 const TENSORBOARD: &str = "tensorboard";
 const MODEL: &str = "model";
 const AVERAGED_MODEL: &str = "model_ema";
-/// The prefixes of the folders that overdrive-snapshot makes.
+/// The prefix of the folders of snapshots, which overdrive-snapshot makes.
 const CHECKPOINT: &str = "checkpoint-";
-const ABANDONED: &str = "abandoned-";
 
 /// The folder of a run and its files:
 ///
@@ -126,31 +125,7 @@ impl RunFolder {
 
     /// Returns the folder of the run that `resume_from_checkpoint` resumes, if it exists.
     pub(crate) fn to_resume(arguments: &TrainingArguments) -> Result<Option<Self>> {
-        let root = match &arguments.resume_from_checkpoint {
-            None | Some(ResumeFromCheckpoint::Latest(false)) => None,
-            Some(ResumeFromCheckpoint::Latest(true)) => match &arguments.output_dir {
-                Some(root) => Some(root.clone()),
-                None => {
-                    let expected = "the folder of a snapshot, unless `output_dir` names the run to resume; \
-                                    give it with `--out DIR`";
-                    return invalid("resume_from_checkpoint", true, expected);
-                }
-            },
-            Some(ResumeFromCheckpoint::Folder(snapshot)) => {
-                let parent = || {
-                    let parent = snapshot.parent()?;
-                    // A snapshot of an abandoned branch lies one folder deeper.
-                    let run = match is_numbered(parent, &[ABANDONED]) {
-                        true => parent.parent()?,
-                        false => parent,
-                    };
-                    Some(run.to_path_buf())
-                };
-                arguments.output_dir.clone().or_else(parent)
-            }
-        };
-        // A folder without a run is no error: the first start of a job that always resumes has none.
-        Ok(root.map(Self::open).and_then(Result::ok))
+        Ok(arguments.resumed_root()?.map(Self::at))
     }
 
     /// Creates the folder that `output_dir` names, or a new one named after `name`, without files.
@@ -364,6 +339,55 @@ impl RunFolder {
     }
 }
 
+impl FinetuneArguments {
+    /// Creates the folder of the run, `output_dir` or a new one under `runs/`, and writes the configuration
+    /// into it.
+    ///
+    /// # Errors
+    /// As [`RunFolder::create`], and [`Error::Common`](crate::Error::Common) for a folder that the run reads, or that has
+    /// files of a model or an adapter and is no run.
+    pub fn create_folder(&self) -> Result<RunFolder> {
+        if let Some(root) = &self.training.output_dir {
+            let template = self.chat_template_path.as_deref();
+            let template = template.map(|path| ("chat_template_path", path));
+            let model = ("model_name_or_path", self.model_name_or_path.as_path());
+            let inputs: Vec<_> = [model].into_iter().chain(template).collect();
+            // A folder of a run is overwritten only if `overwrite_output_dir` says so.
+            match RunFolder::open(root) {
+                Ok(_) => check_not_read("output_dir", root, &inputs)?,
+                Err(_) => drop(OutputFolder::check(
+                    "finetune",
+                    "output_dir",
+                    root,
+                    &inputs,
+                )?),
+            }
+        }
+        self.write_into(RunFolder::make(&self.training, "finetune")?)
+    }
+
+    /// Opens or creates the folder as [`RunFolder::open_or_create`] does, for a fine-tuning run.
+    ///
+    /// # Errors
+    /// As [`RunFolder::open_or_create`].
+    pub fn open_or_create_folder(&self, group: &ProcessGroup) -> Result<RunFolder> {
+        on_main(group, || match RunFolder::to_resume(&self.training)? {
+            Some(run) => self.write_into(run),
+            None => self.create_folder(),
+        })
+    }
+
+    fn write_into(&self, run: RunFolder) -> Result<RunFolder> {
+        run.lock()?;
+        let mut stored = self.clone();
+        stored.training.output_dir = Some(run.root().to_owned());
+        let text = format!("{:#}\n", stored.to_values()?);
+        let path = run.arguments();
+        files::write(&path, text.as_bytes())?;
+        Ok(run)
+    }
+}
+
 /// Returns the folder that rank 0 opens on all ranks. In a world of one the error keeps its type.
 pub(crate) fn on_main(
     group: &ProcessGroup,
@@ -388,13 +412,6 @@ fn not_writable(path: &Path, source: std::io::Error) -> Error {
         path: path.to_owned(),
         source,
     }
-}
-
-/// Returns `true` if the name is one of `prefixes` and a number.
-fn is_numbered(path: &Path, prefixes: &[&str]) -> bool {
-    let name = path.file_name().unwrap_or_default().to_string_lossy();
-    let number = prefixes.iter().find_map(|prefix| name.strip_prefix(prefix));
-    matches!(number.map(str::parse::<u64>), Some(Ok(_)))
 }
 
 /// Treats a missing file as removed.

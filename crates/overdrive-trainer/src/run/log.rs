@@ -13,10 +13,12 @@ use overdrive_tracking::{StepMetrics, Tracker, Trackers, TrainingProgress};
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind, Tensor};
 
-use super::RunSummary;
+use super::duration::DurationEstimate;
+use super::plan::TrainingPlan;
+use super::summary::RunSummary;
 use super::totals::StepTotals;
-use crate::duration_estimate::DurationEstimate;
-use crate::{Result, TrainingArguments, TrainingPlan};
+use crate::Result;
+use crate::arguments::TrainingArguments;
 
 /// The progress of a run over all its processes and restarts.
 #[derive(Debug, Clone, Default, Serialize, Deserialize)]
@@ -80,11 +82,7 @@ impl RunLog {
             _nvtx: arguments.emit_nvtx.then(|| emit_nvtx(false)).transpose()?,
             trackers: Trackers::new(),
             progress,
-            batch: BatchPlan::new(
-                arguments.per_device_train_batch_size,
-                arguments.gradient_accumulation_steps,
-                devices as u64,
-            )?,
+            batch: arguments.batch_plan(devices)?,
             before: Done::default(),
             done: Done::default(),
             duration: DurationEstimate::new(plan),

@@ -2,76 +2,15 @@
 
 use std::time::Duration;
 
-use overdrive_datasets::{LastShare, Shard};
 use overdrive_distributed::{
     Backend, DdpConfig, DistributedDataParallel, GroupConfig, ProcessGroup, Rendezvous,
     init_process_group,
 };
-use serde::{Deserialize, Serialize};
 use tch::{Device, Tensor};
 
-use crate::validate::invalid;
-use crate::{Result, TrainingArguments};
-
-/// The backend that reduces gradients between processes.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
-#[serde(rename_all = "lowercase")]
-#[non_exhaustive]
-pub enum DdpBackend {
-    /// Gloo: TCP, between CPUs.
-    Gloo,
-    /// NVIDIA's NCCL, between GPUs. Needs the feature `nccl`.
-    Nccl,
-}
-
-/// The shard of the data that this process loads, and the device of its batches: all of the data
-/// (`Device::Cpu.into()`), or every `world_size`-th batch ([`DataShard::of`]).
-#[derive(Debug, Clone, Copy, PartialEq)]
-pub struct DataShard {
-    device: Device,
-    rank: usize,
-    world_size: usize,
-}
-
-impl From<Device> for DataShard {
-    fn from(device: Device) -> Self {
-        Self {
-            device,
-            rank: 0,
-            world_size: 1,
-        }
-    }
-}
-
-impl DataShard {
-    /// Returns the shard of this process in `group`.
-    pub fn of(group: &ProcessGroup, device: Device) -> Self {
-        Self {
-            device,
-            rank: group.rank(),
-            world_size: group.world_size(),
-        }
-    }
-
-    /// Returns the device to which batches are copied.
-    pub fn device(&self) -> Device {
-        self.device
-    }
-
-    /// Returns the number of this process.
-    pub fn rank(&self) -> usize {
-        self.rank
-    }
-
-    /// Returns the number of processes.
-    pub fn world_size(&self) -> usize {
-        self.world_size
-    }
-
-    pub(crate) fn shard(&self, last: LastShare) -> Result<Shard> {
-        Ok(Shard::new(self.rank, self.world_size, last)?)
-    }
-}
+use crate::Result;
+use crate::arguments::{DdpBackend, TrainingArguments};
+use crate::error::invalid;
 
 impl TrainingArguments {
     /// Joins the process group that torchrun, a Kubernetes job, mpirun, srun or

@@ -3,7 +3,8 @@
 use overdrive_datasets::LoaderState;
 use overdrive_optim::{ScheduleLength, Warmup};
 
-use crate::{IntervalStrategy, Result, SaveStrategy, TrainingArguments};
+use crate::Result;
+use crate::arguments::{IntervalStrategy, SaveStrategy, TrainingArguments};
 
 /// The numbers of steps of a run, computed from the configuration and the size of the data.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -5,27 +5,14 @@ use overdrive_precision::Precision;
 use serde_json::Value;
 use tch::Device;
 
-use crate::{Result, RunFolder, TrainingArguments, config_format};
+use super::folder::RunFolder;
+use crate::Result;
+use crate::arguments::{TrainingArguments, precision_keys, read_file};
 
 /// A choice for the keys `bf16`, `fp16` and `tf32`, and its reason.
 type Choice = ((bool, bool, Option<bool>), String);
 
 impl TrainingArguments {
-    /// Returns the precision that `bf16`, `fp16` and `tf32` select. Fine-tuning may train in another one, so
-    /// programs take the precision from `apply`.
-    pub fn precision(&self) -> Precision {
-        // bf16 and fp16 exclude each other, which `validate` checks.
-        if self.bf16 {
-            Precision::Bf16
-        } else if self.fp16 {
-            Precision::Fp16
-        } else if self.tf32 == Some(true) {
-            Precision::Tf32
-        } else {
-            Precision::Fp32
-        }
-    }
-
     /// Sets `bf16` or `fp16` to the recommended precision of `device` if `auto_precision` is set and none of
     /// `bf16`, `fp16` and `tf32` is. Returns the choice and its reason, for a log line.
     ///
@@ -54,7 +41,7 @@ impl TrainingArguments {
 
     fn choice(&self, device: Device) -> Result<Choice> {
         if let Some(run) = RunFolder::to_resume(self)? {
-            let stored = config_format::read(&run.arguments())?;
+            let stored = read_file(&run.arguments())?;
             let flag = |key: &str| stored.get(key).and_then(Value::as_bool);
             let keys = (
                 flag("bf16") == Some(true),
@@ -65,15 +52,9 @@ impl TrainingArguments {
         }
         let recommended = Precision::recommend(device);
         Ok((
-            keys_of(recommended.precision),
+            precision_keys(recommended.precision),
             format!("{}; off: --no-auto-precision", recommended.reason),
         ))
-    }
-
-    /// Sets `bf16`, `fp16` and `tf32` to `precision`, and `auto_precision` to `false`.
-    pub fn set_precision(&mut self, precision: Precision) {
-        (self.bf16, self.fp16, self.tf32) = keys_of(precision);
-        self.auto_precision = false;
     }
 
     /// Sets the number of libtorch's threads if `threads` is set.
@@ -82,15 +63,5 @@ impl TrainingArguments {
             overdrive_sys::threads::set_intra_op(threads)?;
         }
         Ok(())
-    }
-}
-
-/// Returns the values of `bf16`, `fp16` and `tf32` that select a precision.
-fn keys_of(precision: Precision) -> (bool, bool, Option<bool>) {
-    match precision {
-        Precision::Bf16 => (true, false, None),
-        Precision::Fp16 => (false, true, None),
-        Precision::Tf32 => (false, false, Some(true)),
-        Precision::Fp32 => (false, false, None),
     }
 }

@@ -10,11 +10,12 @@ use tch::Tensor;
 
 use serde::{Deserialize, Serialize};
 
-use crate::evaluation::Metric;
-use crate::{
-    Fingerprints, ReportTo, Result, ResumeFromCheckpoint, RunFolder, TrainingArguments,
-    TrainingPlan,
-};
+use super::fingerprints::Fingerprints;
+use super::folder::RunFolder;
+use super::plan::TrainingPlan;
+use crate::Result;
+use crate::arguments::Metric;
+use crate::arguments::{ReportTo, ResumeFromCheckpoint, TrainingArguments};
 
 impl RunFolder {
     /// Opens the snapshots of the folder, `checkpoint-<step>`. Each process of `group` calls it.
@@ -91,18 +92,6 @@ impl TrainingArguments {
             tracing::warn!("{warning}");
         }
         Ok(found)
-    }
-
-    /// Returns the snapshots from which the run may resume, the first choice first. Their files have their lengths and
-    /// were not read.
-    pub(crate) fn listed_snapshots(&self) -> Result<Vec<Snapshot>> {
-        if let Some(ResumeFromCheckpoint::Folder(folder)) = &self.resume_from_checkpoint {
-            return Ok(vec![Snapshot::open_unverified(folder)?]);
-        }
-        Ok(match RunFolder::to_resume(self)? {
-            Some(run) => Snapshot::list(run.root())?,
-            None => Vec::new(),
-        })
     }
 
     /// Returns the plan of a run over the data of `loader`. With a snapshot, the loader goes to its position, stored

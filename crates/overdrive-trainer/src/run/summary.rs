@@ -4,8 +4,10 @@ use overdrive_optim::Optimizer;
 use overdrive_profiling::{Bottleneck, DataLoading, StepRecorder, TargetResult, Targets};
 use tch::Tensor;
 
+use super::evaluation::Evaluation;
+use super::snapshots::BestModel;
 use super::totals::StepTotals;
-use crate::{BestModel, Evaluation, RunEnd};
+use crate::RunEnd;
 
 /// The summary of a run.
 #[derive(Debug, Clone, Default)]

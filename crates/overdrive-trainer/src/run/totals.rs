@@ -2,7 +2,7 @@ use overdrive_accumulation::AccumulatedStep;
 use overdrive_distributed::ProcessGroup;
 use overdrive_profiling::StepWork;
 
-use super::MicroBatch;
+use super::micro_batch::MicroBatch;
 use crate::Result;
 
 /// The counts of a micro-batch.

@@ -1,11 +1,5 @@
 //! A run: everything of a training loop but the model, its loss and the data.
 
-mod batch;
-mod builder;
-mod log;
-mod summary;
-mod totals;
-
 use std::cell::RefCell;
 use std::fmt;
 use std::rc::Rc;
@@ -20,18 +14,15 @@ use overdrive_snapshot::{RunState, SnapshotManager};
 use overdrive_tracking::StepMetrics;
 use tch::{Device, Tensor};
 
-pub use batch::MicroBatch;
-pub use builder::RunBuilder;
-pub use log::Done;
-pub use summary::RunSummary;
-
-use crate::snapshots::{load_best, loader_totals};
-use crate::{
-    Error, Evaluation, Interrupt, ProgramError, Result, RunEnd, TrainingArguments, TrainingPlan,
-    print_line,
-};
-use log::RunLog;
-use totals::StepTotals;
+use super::evaluation::Evaluation;
+use super::log::{Done, RunLog};
+use super::micro_batch::MicroBatch;
+use super::plan::TrainingPlan;
+use super::snapshots::{load_best, loader_totals};
+use super::summary::RunSummary;
+use super::totals::{Counts, StepTotals};
+use crate::arguments::TrainingArguments;
+use crate::{Error, Interrupt, ProgramError, Result, RunEnd, print_line};
 
 /// A run of a training loop: what Accelerate's `Accelerator` is to a Python program, with the schedule, the
 /// snapshots and the metrics of transformers' `Trainer`. The loop, the model, its loss and the data stay in the
@@ -88,47 +79,47 @@ use totals::StepTotals;
 /// # }
 /// ```
 pub struct TrainingRun {
-    arguments: TrainingArguments,
-    group: ProcessGroup,
-    precision: Precision,
-    device: Device,
-    plan: TrainingPlan,
+    pub(super) arguments: TrainingArguments,
+    pub(super) group: ProcessGroup,
+    pub(super) precision: Precision,
+    pub(super) device: Device,
+    pub(super) plan: TrainingPlan,
     /// The trainable parameters; these handles share storage with the model.
-    parameters: Vec<(String, Tensor)>,
-    accumulator: GradientAccumulator<DistributedDataParallel>,
-    state: State,
-    snapshots: Option<SnapshotManager>,
+    pub(super) parameters: Vec<(String, Tensor)>,
+    pub(super) accumulator: GradientAccumulator<DistributedDataParallel>,
+    pub(super) state: State,
+    pub(super) snapshots: Option<SnapshotManager>,
     /// The files of each snapshot, the fingerprints of the inputs included.
-    files: Vec<(String, Vec<u8>)>,
-    log: RunLog,
-    interrupt: Interrupt,
+    pub(super) files: Vec<(String, Vec<u8>)>,
+    pub(super) log: RunLog,
+    pub(super) interrupt: Interrupt,
     /// The counts of each micro-batch of the step that runs.
-    window: Vec<totals::Counts>,
+    pub(super) window: Vec<Counts>,
     /// The number of its micro-batches whose backward has run.
-    backwards: usize,
+    pub(super) backwards: usize,
     /// The last step, until it is logged.
-    stepped: Option<Stepped>,
-    has_ended: bool,
+    pub(super) stepped: Option<Stepped>,
+    pub(super) has_ended: bool,
     /// If `true`, this process prints the lines of the run.
-    prints: bool,
+    pub(super) prints: bool,
 }
 
 /// The state that changes from step to step, besides the parameters.
-struct State {
-    optimizer: Box<dyn Optimizer>,
-    scheduler: LrScheduler,
-    scaler: Option<GradScaler>,
-    ema: Option<Ema>,
-    best: EarlyStopping,
-    done: Done,
+pub(super) struct State {
+    pub(super) optimizer: Box<dyn Optimizer>,
+    pub(super) scheduler: LrScheduler,
+    pub(super) scaler: Option<GradScaler>,
+    pub(super) ema: Option<Ema>,
+    pub(super) best: EarlyStopping,
+    pub(super) done: Done,
     /// The position in the data.
-    loader: LoaderState,
+    pub(super) loader: LoaderState,
     /// The values that the program has registered.
-    registered: Vec<(String, Rc<RefCell<dyn Stateful>>)>,
+    pub(super) registered: Vec<(String, Rc<RefCell<dyn Stateful>>)>,
 }
 
 /// A step whose line of the log is not written yet.
-struct Stepped {
+pub(super) struct Stepped {
     step: u64,
     metrics: StepMetrics,
     totals: StepTotals,
@@ -140,11 +131,6 @@ struct Stepped {
 }
 
 impl TrainingRun {
-    /// Starts to build a run with the options of `arguments`, for the processes of `group`.
-    pub fn builder(arguments: &TrainingArguments, group: &ProcessGroup) -> RunBuilder {
-        RunBuilder::new(arguments, group)
-    }
-
     /// Returns the number of optimizer steps so far, those before a restart included.
     pub fn steps(&self) -> u64 {
         self.state.done.steps
@@ -179,7 +165,7 @@ impl TrainingRun {
         let batches = self.log.phase(Phase::Data, || loader.next_batches(count))?;
         self.log.loaded(loader_totals(loader));
         self.state.loader = loader.state_dict();
-        self.window = batches.iter().map(totals::Counts::of).collect();
+        self.window = batches.iter().map(Counts::of).collect();
         self.backwards = 0;
         let labels = self.window.iter().map(|counts| counts.labels);
         // The label counts of the whole step, so that each token has the same weight in its mean loss.
@@ -421,7 +407,7 @@ impl TrainingRun {
 
 impl State {
     /// Registers the entries of a snapshot.
-    fn registered<'s>(
+    pub(super) fn registered<'s>(
         &'s mut self,
         parameters: &[(String, Tensor)],
         files: &[(String, Vec<u8>)],

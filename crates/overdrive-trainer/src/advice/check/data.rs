@@ -3,7 +3,9 @@
 use overdrive_core::units;
 
 use super::Finding;
-use crate::{Error, TextData, TrainingArguments};
+use crate::Error;
+use crate::arguments::TrainingArguments;
+use crate::data::TextData;
 
 /// The number of passes up to which repeated text is worth about as much as new text (Muennighoff et al., "Scaling
 /// Data-Constrained Language Models", 2023).

@@ -3,8 +3,9 @@
 use overdrive_core::units;
 
 use super::{Finding, MachineFacts, Sizes};
-use crate::estimates::stored_states;
-use crate::{Result, SaveStrategy, TrainingArguments, TrainingPlan};
+use crate::Result;
+use crate::arguments::{SaveStrategy, TrainingArguments};
+use crate::run::TrainingPlan;
 
 /// The bytes of an fp32 weight.
 const WEIGHT: u64 = 4;
@@ -26,7 +27,7 @@ pub(super) fn finding(
     };
     // The model is written at the end, with its averages, besides what the snapshots take.
     let model = weights.saturating_add(averages);
-    let snapshot = model.saturating_add(stored_states(arguments.optim).bytes(&shape));
+    let snapshot = model.saturating_add(arguments.optim.recipe().stored.bytes(&shape));
     let plan = match sizes.micro_batches_per_epoch {
         Some(micro_batches) => Some(arguments.plan(micro_batches)?),
         // Without data the number of snapshots is known only if they come by steps, of which the number was given.

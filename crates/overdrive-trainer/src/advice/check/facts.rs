@@ -7,7 +7,8 @@ use overdrive_profiling::{GpuMonitor, GpuProcess, free_memory};
 use overdrive_sys::threads;
 use tch::Device;
 
-use crate::{Result, TrainingArguments};
+use crate::Result;
+use crate::arguments::TrainingArguments;
 
 /// The facts about the machine that a run depends on.
 #[derive(Debug, Clone)]

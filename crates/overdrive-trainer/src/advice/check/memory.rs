@@ -3,7 +3,8 @@
 use overdrive_core::units;
 
 use super::{Finding, MachineFacts, Sizes};
-use crate::{Result, TrainingArguments};
+use crate::Result;
+use crate::arguments::TrainingArguments;
 
 /// The tolerance of the estimate.
 const TOLERANCE: f64 = 0.15;

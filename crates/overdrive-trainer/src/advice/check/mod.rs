@@ -15,7 +15,9 @@ use tch::Device;
 
 pub use facts::MachineFacts;
 
-use crate::{Result, TextData, TrainingArguments};
+use crate::Result;
+use crate::arguments::TrainingArguments;
+use crate::data::TextData;
 
 /// The weight of a [`Finding`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, PartialOrd, Ord)]

@@ -4,7 +4,8 @@ use overdrive_profiling::{MemoryAttention, MemoryPlan, Recomputation};
 use tch::Device;
 
 use super::{Finding, MachineFacts, Sizes};
-use crate::{IntervalStrategy, Result, SequenceMode, TrainingArguments};
+use crate::Result;
+use crate::arguments::{IntervalStrategy, SequenceMode, TrainingArguments};
 
 /// The share of the time above which evaluations are reported.
 const MOST_EVALUATION: f64 = 0.2;

@@ -7,7 +7,7 @@ use overdrive_profiling::free_memory;
 use tch::Device;
 
 use super::*;
-use crate::{ModelArguments, SaveStrategy};
+use crate::arguments::{ModelArguments, SaveStrategy};
 
 const GIB: u64 = 1 << 30;
 

@@ -1,12 +1,10 @@
 //! The estimate of the memory with adapters and quantized weights.
 
 use overdrive_precision::Precision;
-use overdrive_profiling::{
-    DecoderShape, MemoryPlan, MemoryPrecision, OptimizerMemory, Recomputation,
-};
+use overdrive_profiling::{DecoderShape, MemoryPlan, MemoryPrecision, Recomputation};
 
 use super::{RecommendedSettings, TrainedWeights};
-use crate::{OptimizerName, Result};
+use crate::Result;
 
 /// The rank of the adapters.
 const RANK: u64 = 16;
@@ -32,10 +30,7 @@ pub(super) fn peak(
         true => Recomputation::EveryBlock,
         false => Recomputation::Never,
     };
-    plan.optimizer = match settings.optim {
-        OptimizerName::Adamw8bit => OptimizerMemory::AdamW8bit,
-        _ => OptimizerMemory::AdamW,
-    };
+    plan.optimizer = settings.optim.recipe().memory;
     plan.accumulates = settings.batch.accumulation_steps() > 1;
     let all = plan.estimate()?;
     let stored = if half { 2 } else { 4 };

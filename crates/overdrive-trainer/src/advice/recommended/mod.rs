@@ -15,8 +15,9 @@ use overdrive_profiling::DecoderShape;
 pub use device::{Attention, DeviceFacts, DeviceKind};
 pub use table::{DEVICES, MODELS, ModelSize};
 
-use crate::batch_fit::accumulation_error;
-use crate::{OptimizerName, Result, TrainingArguments};
+use crate::Result;
+use crate::arguments::{OptimizerName, TrainingArguments};
+use crate::run::accumulation_error;
 
 /// The micro-batch below which checkpointing, an 8-bit optimizer or an adapter is chosen rather than a smaller one:
 /// very small micro-batches leave a device idle.

@@ -8,7 +8,7 @@ use overdrive_precision::Precision;
 use serde::{Deserialize, Serialize};
 
 use super::Trial;
-use crate::TrainingArguments;
+use crate::arguments::TrainingArguments;
 
 /// Settings to try.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]

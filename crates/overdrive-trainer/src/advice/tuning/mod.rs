@@ -14,7 +14,8 @@ use overdrive_precision::Precision;
 use overdrive_profiling::DecoderShape;
 use serde::{Deserialize, Serialize};
 
-use crate::{Error, TrainingArguments};
+use crate::Error;
+use crate::arguments::TrainingArguments;
 use search::Search;
 
 /// The options of [`TrainingArguments::tune`].

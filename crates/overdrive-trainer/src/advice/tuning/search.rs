@@ -8,7 +8,8 @@ use overdrive_precision::Precision;
 use overdrive_profiling::DecoderShape;
 
 use super::{Trial, TrialEnd, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning};
-use crate::{Error, TrainingArguments};
+use crate::Error;
+use crate::arguments::TrainingArguments;
 
 /// A row counts as slower if it has less than this fraction of the fastest's rate.
 const SLOWER: f64 = 0.95;

@@ -3,7 +3,7 @@
 use overdrive_accumulation::BatchPlan;
 
 use super::*;
-use crate::Preset;
+use crate::arguments::Preset;
 
 type Law = fn(&TuneCandidate) -> f64;
 

@@ -4,8 +4,8 @@
 //! is not supported. So each of their keys has a row with the value that requests nothing: with that value
 //! the key is dropped, with any other it is an error. Nothing that would change the run is ignored silently.
 
-use super::Harmless::{Any, Null, Only};
-use super::{Key, foreign};
+use crate::arguments::key::Harmless::{Any, Null, Only};
+use crate::arguments::key::{Key, foreign};
 
 const SAME_PRECISION: &str = "evaluation runs in the precision of training";
 const PROCESSES: &str = "start several processes with `--nproc N` or torchrun; `zero_stage: 1` shards the optimizer states over them";

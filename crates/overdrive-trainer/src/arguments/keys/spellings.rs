@@ -1,7 +1,7 @@
 //! Parts of other projects' configurations that are more than an alternative name of a key: sections, and keys
 //! whose values correspond to other keys.
 
-use super::Program;
+use crate::arguments::key::Program;
 
 /// Sections whose keys are read as top-level keys.
 pub(super) struct Section {

@@ -7,11 +7,11 @@ use std::path::{Path, PathBuf};
 use clap::{Args, Command, FromArgMatches};
 use serde_json::{Value, json};
 
-use super::range::Range;
 use super::spellings::{SECTIONS, TRANSLATIONS};
-use super::{ConfigArgs, Harmless, Key, Program, Reader, plain, rows, rows_of};
-use crate::config_layers::sealed::Keyed;
-use crate::{Configuration, Error, FinetuneArguments, Layers, TrainingArguments};
+use super::{rows, rows_of};
+use crate::arguments::key::{Harmless, Key, Program, Range, Reader, at, plain};
+use crate::arguments::layers::sealed::Keyed;
+use crate::{ConfigArgs, Configuration, Error, FinetuneArguments, Layers, TrainingArguments};
 
 fn here() -> &'static Path {
     Path::new(env!("CARGO_MANIFEST_DIR"))
@@ -30,8 +30,8 @@ fn fields(arguments: &Value) -> BTreeSet<String> {
 }
 
 fn names_of(readers: &[Reader]) -> BTreeSet<String> {
-    let rows = rows().filter(|(_, key)| readers.contains(&key.reader));
-    rows.map(|(_, key)| key.name.to_owned()).collect()
+    let rows = rows().filter(|key| readers.contains(&key.reader));
+    rows.map(|key| key.name.to_owned()).collect()
 }
 
 #[test]
@@ -45,7 +45,7 @@ fn every_field_has_a_row_and_every_row_a_field() {
 #[test]
 fn no_name_has_two_meanings_and_every_excluded_key_exists() {
     let mut names = BTreeSet::new();
-    for (_, key) in rows() {
+    for key in rows() {
         assert!(names.insert(key.name), "{} twice", key.name);
         for spelling in key.spellings {
             // `model` is a section of training, and the folder of the model in fine-tuning.
@@ -54,7 +54,7 @@ fn no_name_has_two_meanings_and_every_excluded_key_exists() {
                 "{spelling} twice"
             );
         }
-        let excluded = rows().any(|(_, other)| other.name == key.excludes);
+        let excluded = rows().any(|other| other.name == key.excludes);
         assert!(key.excludes.is_empty() || excluded, "{}", key.excludes);
     }
     let sections = SECTIONS.iter().flat_map(|section| section.names);
@@ -65,7 +65,7 @@ fn no_name_has_two_meanings_and_every_excluded_key_exists() {
 
 #[test]
 fn the_json_of_the_table_is_json() {
-    for (_, key) in rows() {
+    for key in rows() {
         if let Harmless::Only(json) = key.harmless {
             serde_json::from_str::<Value>(json).expect(key.name);
         }
@@ -75,7 +75,7 @@ fn the_json_of_the_table_is_json() {
         .flat_map(|translation| translation.rules)
     {
         if let Some((key, json)) = rule.sets {
-            assert!(rows().any(|(_, row)| row.name == key), "{key}");
+            assert!(rows().any(|row| row.name == key), "{key}");
             assert!(
                 json == "N" || serde_json::from_str::<Value>(json).is_ok(),
                 "{json}"
@@ -135,7 +135,7 @@ fn every_key_is_read_by_code_that_changes_the_run() {
     sources(&here().join("src"), &mut files);
     sources(&here().join("../../examples"), &mut files);
     let code: String = files.iter().map(|path| code(path)).collect();
-    for (_, key) in rows().filter(|(_, key)| key.reader != Reader::Neither) {
+    for key in rows().filter(|key| key.reader != Reader::Neither) {
         let field = key.leaf();
         let read = reads(&code, field);
         assert!(read, "`{}` is accepted, and no code reads it", key.name);
@@ -179,7 +179,7 @@ fn the_flags_of_both_programs_are_valid_and_have_a_help() {
 /// Returns a valid value of the key that is not its default.
 fn other_value<A: Configuration>(key: &Key) -> Value {
     let values = A::default().values().unwrap();
-    let now = super::at(&values, key.name).clone();
+    let now = at(&values, key.name).clone();
     let choices = key.choices::<A>();
     let mut candidates: Vec<Value> = choices.into_iter().map(Value::from).collect();
     candidates.extend([json!(!now.as_bool().unwrap_or(false)), json!(2), json!(0.5)]);
@@ -194,7 +194,7 @@ fn other_value<A: Configuration>(key: &Key) -> Value {
 }
 
 fn flags_reach_their_keys<A: Configuration>() {
-    for (_, key) in rows_of(A::PROGRAM) {
+    for key in rows_of(A::PROGRAM) {
         let Some(long) = key.long() else { continue };
         let value = other_value::<A>(key);
         let mut words = vec!["program".to_owned()];
@@ -210,7 +210,7 @@ fn flags_reach_their_keys<A: Configuration>() {
         let matches = command::<A>().try_get_matches_from(&words).expect(key.name);
         let args = ConfigArgs::<A>::from_arg_matches(&matches).expect(key.name);
         let set = Value::Object(args.values);
-        let given = super::at(&set, key.name);
+        let given = at(&set, key.name);
         let list = Value::Array(vec![value.clone()]);
         let same = plain(given) == plain(&value) || *given == list;
         assert!(
@@ -248,7 +248,7 @@ fn a_wrong_value_of_a_flag_is_an_error_of_the_command_line() {
 
 #[test]
 fn a_value_outside_its_range_is_refused_by_the_name_of_its_key() {
-    for (_, key) in rows_of(Program::Train).filter(|(_, key)| key.range != Range::Any) {
+    for key in rows_of(Program::Train).filter(|key| key.range != Range::Any) {
         let outside = [
             json!(-1),
             json!(0),
@@ -337,7 +337,7 @@ mod guide {
     fn all_keys() {
         let mut table =
             "| key | flag | default | read by | description |\n|---|---|---|---|---|\n".to_owned();
-        for (_, key) in rows().filter(|(_, key)| key.reader != Reader::Neither) {
+        for key in rows().filter(|key| key.reader != Reader::Neither) {
             let reader = match key.reader {
                 Reader::Both => "both",
                 Reader::Train => "`train`",
@@ -359,7 +359,7 @@ mod guide {
 
     fn spellings() {
         let mut table = "| in the file | meaning |\n|---|---|\n".to_owned();
-        for (_, key) in rows().filter(|(_, key)| !key.spellings.is_empty()) {
+        for key in rows().filter(|key| !key.spellings.is_empty()) {
             let spellings = code(key.spellings.iter().copied());
             table += &format!("| {spellings} | `{}` |\n", key.name);
         }
@@ -387,7 +387,7 @@ mod guide {
 
     fn keys_without_effect() {
         let mut table = "| key | accepted | instead |\n|---|---|---|\n".to_owned();
-        for (_, key) in rows().filter(|(_, key)| key.reader == Reader::Neither) {
+        for key in rows().filter(|key| key.reader == Reader::Neither) {
             let accepted = match key.harmless {
                 Harmless::Any => "any value, without effect".to_owned(),
                 Harmless::Only(json) => format!("`{json}`"),
@@ -430,9 +430,8 @@ mod guide {
                     let found: Vec<&Key> = names(cells[1])
                         .into_iter()
                         .map(|name| {
-                            let key = rows().find(|(_, key)| key.name == name);
+                            let key = rows().find(|key| key.name == name);
                             key.unwrap_or_else(|| panic!("{}: no key `{name}`", path.display()))
-                                .1
                         })
                         .collect();
                     keys += found.len();
@@ -459,7 +458,7 @@ mod guide {
             .lines()
             .find(|line| line.starts_with("| `optim` "))
             .unwrap();
-        let (_, optim) = rows().find(|(_, key)| key.name == "optim").unwrap();
+        let optim = rows().find(|key| key.name == "optim").unwrap();
         for name in optim.choices::<TrainingArguments>() {
             let arguments: TrainingArguments =
                 serde_json::from_value(json!({ "optim": name })).unwrap();

@@ -5,18 +5,19 @@ use std::path::Path;
 use serde_json::{Map, Value, json};
 
 use super::spellings::{Rule, SECTIONS, TRANSLATIONS, Translation};
-use super::{Key, Program, Reader, plain, rows, rows_of};
+use super::{rows, rows_of};
+use crate::arguments::key::{Key, Program, Reader, plain};
 use crate::{Error, Result};
 
 /// The source of a layer of keys and values.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct Source<'a> {
+pub(in crate::arguments) struct Source<'a> {
     /// The name of the source in errors.
-    pub(crate) origin: &'a str,
+    pub(in crate::arguments) origin: &'a str,
     /// The path of the source, if it is a file.
-    pub(crate) file: Option<&'a Path>,
+    pub(in crate::arguments) file: Option<&'a Path>,
     /// The program that reads it.
-    pub(crate) program: Program,
+    pub(in crate::arguments) program: Program,
 }
 
 /// Moves every value to the key of the table that it belongs to, and drops keys that request nothing. Each
@@ -25,7 +26,7 @@ pub(crate) struct Source<'a> {
 /// # Errors
 /// [`Error::GivenTwice`] for two spellings of one key with different values, [`Error::UnknownChoice`], and
 /// [`Error::Unsupported`] for a key whose effect the program does not have.
-pub(crate) fn translate(
+pub(in crate::arguments) fn translate(
     mut values: Map<String, Value>,
     source: Source<'_>,
     notes: &mut Vec<String>,
@@ -102,10 +103,10 @@ fn rename_spellings(
     notes: &mut Vec<String>,
 ) -> Result<Vec<&'static str>> {
     let mut renamed = Vec::new();
-    for (_, key) in rows() {
+    for key in rows() {
         for spelling in key.spellings {
             // `model` is a folder in fine-tuning, but a section in training.
-            if rows_of(source.program).any(|(_, own)| own.name == *spelling) {
+            if rows_of(source.program).any(|own| own.name == *spelling) {
                 continue;
             }
             if let Some(value) = values.shift_remove(*spelling) {
@@ -139,19 +140,18 @@ fn apply(
         if value.is_null() {
             values.shift_remove(name);
         }
-        if value.is_null() || rows().any(|(_, key)| key.name == name) {
+        if value.is_null() || rows().any(|key| key.name == name) {
             return Ok(());
         }
         let choices = translation
             .rules
             .iter()
             .filter_map(|rule| rule.given.first());
-        let choices: Vec<_> = choices.map(|choice| format!("`{choice}`")).collect();
         return Err(Error::UnknownChoice {
             origin: source.origin.to_owned(),
             key: name.to_owned(),
             given,
-            choices: choices.join(", "),
+            choices: choices.map(ToString::to_string).collect(),
             hint: String::new(),
         });
     };
@@ -178,8 +178,11 @@ fn apply(
 ///
 /// # Errors
 /// [`Error::Unsupported`] for one that requests something, with the remedy.
-pub(crate) fn refuse_unread(values: &mut Map<String, Value>, source: Source<'_>) -> Result<()> {
-    for (_, key) in rows().filter(|(_, key)| !key.is_read_by(source.program)) {
+pub(in crate::arguments) fn refuse_unread(
+    values: &mut Map<String, Value>,
+    source: Source<'_>,
+) -> Result<()> {
+    for key in rows().filter(|key| !key.is_read_by(source.program)) {
         let Some(value) = values.shift_remove(key.name) else {
             continue;
         };

@@ -2,7 +2,9 @@ use std::fmt;
 
 use super::Finetuned;
 use super::memory::{TrainingMemory, mebibytes};
-use crate::{FinetuneArguments, Quant4Type, RunEnd, RunSummary};
+use crate::RunEnd;
+use crate::arguments::{FinetuneArguments, Quant4Type};
+use crate::run::RunSummary;
 
 /// A method of fine-tuning.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -7,17 +7,24 @@ use overdrive_datasets::{
     AnswerKey, Batch, ChatFormat, ChatMessage, Dataset, DeduplicateOptions, DeviceLoader,
     EncodeOptions, ExampleCache, InstructionDataset, InstructionEncoder, InstructionOptions,
     InstructionRecord, PackPlan, PackingStrategy, RenderedChat, RowLayout, Selection, SequenceRows,
-    Sha256Digest, Tokenizer, default_cache_dir,
+    Sha256Digest, Tokenizer, default_cache_dir, tokenizer_digest,
 };
+use overdrive_distributed::ProcessGroup;
 use overdrive_generation::{
     ChatTemplate, ChatTemplateOptions, Message, ModelFiles, copy_chat_template,
 };
 use serde_json::Value;
 use tch::Device;
 
-use super::FinetuneArguments;
-use crate::batch_loader::{BatchFill, Loading};
-use crate::{DataShard, IntervalStrategy, Result, TrainingArguments};
+use crate::Result;
+use crate::arguments::FinetuneArguments;
+use crate::arguments::{IntervalStrategy, TrainingArguments};
+use crate::data::DataShard;
+use crate::data::{BatchFill, Loading};
+use crate::run::{Fingerprints, keys_of, model_digest};
+
+/// The keys of fine-tuning that decide what the weights of an adapter mean.
+const ADAPTER_KEYS: [&str; 3] = ["lora_alpha", "lora_r", "use_rslora"];
 
 /// A model's chat template as the [`ChatFormat`] of instruction data.
 #[derive(Debug, Clone)]
@@ -155,11 +162,9 @@ impl InstructionData {
             return Ok(None);
         };
         let training = &arguments.training;
-        let most = training.max_eval_batches.map_or(usize::MAX, |batches| {
-            usize::try_from(batches * training.per_device_eval_batch_size).unwrap_or(usize::MAX)
-        });
-        let lengths = &validation.lengths()[..validation.len().min(most)];
-        let plan = Arc::new(PackPlan::one_each(lengths, context(training))?);
+        let rows = validation.len().min(training.max_eval_rows());
+        let lengths = &validation.lengths()[..rows];
+        let plan = Arc::new(PackPlan::one_each(lengths, training.context())?);
         let rows = SequenceRows::new(Arc::clone(validation), plan);
         let how = loading(arguments, shard, false);
         how.of_rows(rows, RowLayout::EndToEnd, None).map(Some)
@@ -175,6 +180,42 @@ impl InstructionData {
             copy_chat_template(path, to)?;
         }
         Ok(())
+    }
+}
+
+impl InstructionData {
+    /// Returns the fingerprints of a fine-tuning run on this data, and compares them as [`TextData::fingerprints`]
+    /// does. The model that is fine-tuned is identified by its configuration and a sample of its weights.
+    ///
+    /// # Errors
+    /// Those of [`TextData::fingerprints`], and an error if a file of the model cannot be read.
+    pub fn fingerprints(
+        &self,
+        arguments: &FinetuneArguments,
+        group: &ProcessGroup,
+    ) -> Result<Fingerprints> {
+        let training = &arguments.training;
+        let mut all = training.order_fingerprints()?;
+        all.set("data", self.train.content_digest());
+        all.set("remove_duplicates", training.remove_duplicates);
+        // Records whose tokens have no label are left out.
+        all.set("completion_only_loss", arguments.completion_only_loss);
+        all.set("assistant_only_loss", arguments.assistant_only_loss);
+        if training.eval_strategy == IntervalStrategy::No {
+            // Without evaluation nothing is held out.
+            all.set("validation_fraction", 0);
+        }
+        all.set("tokenizer", tokenizer_digest(self.tokenizer())?);
+        let template = self.chat_template().unwrap_or(&arguments.prompt_template);
+        all.set("chat_template", Sha256Digest::of(template.as_bytes()));
+        let model = &arguments.model_name_or_path;
+        all.set("model_name_or_path", model_digest(model)?);
+        all.set("use_peft", arguments.use_peft);
+        if arguments.use_peft {
+            let values = keys_of(arguments)?;
+            all.set_keys(&values, &ADAPTER_KEYS);
+        }
+        all.compared(group, training)
     }
 }
 
@@ -244,7 +285,7 @@ impl RecordReader {
             EncodeOptions {
                 max_seq_length: match splits_long_examples(&arguments.training) {
                     true => usize::MAX,
-                    false => context(&arguments.training),
+                    false => arguments.training.context(),
                 },
                 completion_only_loss: arguments.completion_only_loss,
                 assistant_only_loss: arguments.assistant_only_loss,
@@ -314,10 +355,6 @@ impl RecordReader {
 /// Returns `true` if the packing splits examples that are longer than a row, which must then not be cut off before.
 fn splits_long_examples(training: &TrainingArguments) -> bool {
     training.packing && training.packing_strategy != PackingStrategy::Bfd
-}
-
-fn context(training: &TrainingArguments) -> usize {
-    usize::try_from(training.context_length).unwrap_or(usize::MAX)
 }
 
 /// The function of chat templates that returns the time. The tokens of such a template differ from day to day, so they

@@ -5,7 +5,10 @@ use serde::{Deserialize, Serialize};
 use overdrive_precision::Precision;
 
 use super::FinetuneModel;
-use crate::{FinetuneArguments, Result, RunSummary, decoder_shape};
+use crate::Result;
+use crate::arguments::FinetuneArguments;
+use crate::run::RunSummary;
+use crate::tasks::language_model::decoder_shape;
 
 /// The memory of a fine-tuning run, in bytes.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]

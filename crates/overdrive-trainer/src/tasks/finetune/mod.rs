@@ -1,6 +1,5 @@
-//! The arguments and the data of fine-tuning: full, LoRA and QLoRA, on instruction data.
+//! Fine-tuning: full, LoRA and QLoRA, on instruction data.
 
-mod arguments;
 mod comparison;
 mod data;
 mod memory;
@@ -8,7 +7,6 @@ mod model;
 mod results;
 mod task;
 
-pub use arguments::{ComputeDtype, FinetuneArguments, Quant4Type, TargetModulesArgument};
 pub use comparison::{FinetuneMethod, MethodComparison};
 pub use data::{InstructionData, TemplateFormat};
 pub(crate) use data::{RecordReader, loading, without_duplicates};

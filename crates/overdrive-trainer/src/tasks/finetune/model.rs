@@ -11,8 +11,11 @@ use overdrive_quantization::Activations;
 use overdrive_transformer::{CausalLm, LoadOptions, SaveOptions};
 use tch::{Device, Kind, Tensor};
 
+use crate::Result;
+use crate::arguments::FinetuneArguments;
+use crate::run::RunFolder;
 use crate::run::shared;
-use crate::{FinetuneArguments, Result, RunFolder, model_flops};
+use crate::tasks::language_model::model_flops;
 
 /// The name of the adapter, PEFT's own.
 const ADAPTER: &str = "default";

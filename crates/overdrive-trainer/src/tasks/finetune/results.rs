@@ -8,9 +8,13 @@ use overdrive_profiling::Machine;
 use overdrive_tracking::{Report, Sample, read_metrics};
 use overdrive_transformer::CausalLm;
 
+use super::data::InstructionData;
 use super::{FinetuneModel, TrainingMemory};
-use crate::language_model::{text, write_report};
-use crate::{BatchFill, FinetuneArguments, InstructionData, Result, RunEnd, RunFolder, RunSummary};
+use crate::arguments::FinetuneArguments;
+use crate::data::BatchFill;
+use crate::run::{RunFolder, RunSummary};
+use crate::tasks::language_model::{text, write_report};
+use crate::{Result, RunEnd};
 
 /// The maximum number of tokens of an answer that is shown at the end.
 const ANSWER_TOKENS: usize = 64;

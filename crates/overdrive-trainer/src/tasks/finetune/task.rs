@@ -6,11 +6,13 @@ use overdrive_profiling::MemoryUsage;
 use overdrive_sys::memory;
 use tch::Device;
 
+use super::data::InstructionData;
 use super::{FinetuneModel, Finetuned, TrainingMemory};
-use crate::{
-    BatchFill, DataShard, Evaluation, FinetuneArguments, Fingerprints, InstructionData, Result,
-    RunFolder, RunSummary, decoder_shape, evaluate,
-};
+use crate::Result;
+use crate::arguments::FinetuneArguments;
+use crate::data::{BatchFill, DataShard};
+use crate::run::{Evaluation, Fingerprints, RunFolder, RunSummary};
+use crate::tasks::language_model::{decoder_shape, evaluate};
 
 /// A loaded model and its data, ready to be fine-tuned.
 #[derive(Debug)]

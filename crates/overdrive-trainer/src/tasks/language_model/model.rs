@@ -9,7 +9,9 @@ use overdrive_transformer::{
 use serde_json::Value;
 use tch::{Device, Kind, Tensor};
 
-use crate::{Interrupt, Result, SaveStrategy, TextData, TrainingArguments};
+use crate::arguments::{SaveStrategy, TrainingArguments};
+use crate::data::TextData;
+use crate::{Interrupt, Result};
 use overdrive_core::Error as CommonError;
 
 /// Returns a new model of the shape in the configuration, for the tokenizer of `data`, with trainable fp32 weights drawn

@@ -7,7 +7,10 @@ use overdrive_tracking::{Report, Sample, read_metrics};
 use overdrive_transformer::{CausalLm, SaveOptions};
 
 use super::samples::write_samples;
-use crate::{BestModel, Result, RunFolder, TextData, TrainingArguments};
+use crate::Result;
+use crate::arguments::TrainingArguments;
+use crate::data::TextData;
+use crate::run::{BestModel, RunFolder};
 
 /// The results of a finished run. Displayed as the samples, the validation loss of the model, and the paths of report and model.
 #[derive(Debug)]

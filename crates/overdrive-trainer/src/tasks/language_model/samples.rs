@@ -3,7 +3,9 @@ use overdrive_generation::{GenerationConfig, generate};
 use overdrive_tracking::Sample;
 use overdrive_transformer::CausalLm;
 
-use crate::{Error, Result, TextData, TrainingArguments};
+use crate::arguments::TrainingArguments;
+use crate::data::TextData;
+use crate::{Error, Result};
 
 /// The maximum number of prompt tokens.
 const PROMPT_TOKENS: usize = 24;

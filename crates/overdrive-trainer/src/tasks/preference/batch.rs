@@ -3,7 +3,7 @@ use overdrive_datasets::{
 };
 use tch::{Device, Tensor};
 
-use crate::MicroBatch;
+use crate::run::MicroBatch;
 
 /// A prompt with its chosen and its rejected answer. The labels of the prompt are [`IGNORE_INDEX`].
 #[derive(Debug, Clone, PartialEq, Eq)]

@@ -6,10 +6,13 @@ use overdrive_datasets::{
 };
 
 use super::{PreferenceBatch, PreferenceExample, collate_preferences};
-use crate::batch_loader::BatchFill;
-use crate::finetune::{RecordReader, loading, without_duplicates};
-use crate::validate::invalid;
-use crate::{DataShard, FinetuneArguments, InstructionData, Result};
+use crate::Result;
+use crate::arguments::FinetuneArguments;
+use crate::data::BatchFill;
+use crate::data::DataShard;
+use crate::error::invalid;
+use crate::tasks::finetune::InstructionData;
+use crate::tasks::finetune::{RecordReader, loading, without_duplicates};
 
 /// The preference records of a run, encoded with the model's tokenizer and chat template, and split. A record has a `prompt`
 /// and the answers `chosen` and `rejected`, each a text or a list of messages
@@ -93,14 +96,10 @@ impl PreferenceData {
         else {
             return Ok(None);
         };
-        let training = &arguments.training;
-        let most = training.max_eval_batches.map_or(usize::MAX, |batches| {
-            usize::try_from(batches * training.per_device_eval_batch_size).unwrap_or(usize::MAX)
-        });
         let pairs = Pairs {
             chosen: Arc::clone(chosen),
             rejected: Arc::clone(rejected),
-            len: chosen.len().min(most),
+            len: chosen.len().min(arguments.training.max_eval_rows()),
         };
         self.loader(arguments, shard, pairs, None, false).map(Some)
     }

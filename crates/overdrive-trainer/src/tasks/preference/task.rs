@@ -10,12 +10,13 @@ use super::{
     DpoConfig, DpoOutput, PreferenceBatch, PreferenceData, PreferenceLogProbs, dpo_loss,
     preference_log_probs,
 };
-use crate::finetune::LoadedModel;
-use crate::validate::invalid;
-use crate::{
-    BatchFill, DataShard, Evaluation, FinetuneArguments, FinetuneModel, FinetuneTask, Finetuned,
-    Fingerprints, Interrupt, Result, RunFolder, RunSummary,
-};
+use crate::arguments::FinetuneArguments;
+use crate::data::{BatchFill, DataShard};
+use crate::error::invalid;
+use crate::run::{Evaluation, Fingerprints, RunFolder, RunSummary};
+use crate::tasks::finetune::LoadedModel;
+use crate::tasks::finetune::{FinetuneModel, FinetuneTask, Finetuned};
+use crate::{Interrupt, Result};
 
 /// A loaded model, its reference and preference data, ready for Direct Preference Optimization.
 #[derive(Debug)]

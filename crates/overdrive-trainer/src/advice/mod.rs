@@ -1,0 +1,12 @@
+//! Advice before a run: the check of its machine and data, recommended settings, and tuning.
+
+mod check;
+mod recommended;
+mod tuning;
+
+pub use check::{Finding, MachineFacts, RunCheck, Severity};
+pub use recommended::{
+    Attention, DEVICES, DeviceFacts, DeviceKind, MODELS, ModelSize, RecommendedSettings, Task,
+    TrainedWeights,
+};
+pub use tuning::{Trial, TrialEnd, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning};

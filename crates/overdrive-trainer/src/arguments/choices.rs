@@ -1,0 +1,315 @@
+//! The values of keys that are names: one type each.
+
+use std::path::PathBuf;
+
+use clap::ValueEnum;
+use overdrive_checkpointing::{DeterminismCheck, SavePolicy, Schedule};
+use overdrive_transformer::AttentionImplementation;
+use serde::{Deserialize, Deserializer, Serialize, Serializer};
+
+/// A ready-made configuration; file and flags override its values.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize, ValueEnum)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum Preset {
+    /// A Llama of 5.8M parameters that learns the look of a programming language in a few minutes on two CPU
+    /// cores: hidden size 256, 6 layers, 4 heads, context 256, vocabulary 4096, tied embeddings.
+    #[default]
+    Tiny,
+    /// A Llama of 13.8M parameters, the one of the speed measurements: hidden size 384, 6 layers, 6 heads,
+    /// context 256, vocabulary 8192, tied embeddings.
+    Small,
+}
+
+impl Preset {
+    /// Every preset.
+    pub const ALL: [Self; 2] = [Self::Tiny, Self::Small];
+
+    /// Returns the name in files and flags.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::Tiny => "tiny",
+            Self::Small => "small",
+        }
+    }
+}
+
+impl std::fmt::Display for Preset {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+/// The optimizers of the key `optim`.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+#[non_exhaustive]
+pub enum OptimizerName {
+    /// AdamW with libtorch's fused kernel. Also `adamw_torch`.
+    #[default]
+    #[serde(alias = "adamw_torch")]
+    AdamwTorchFused,
+    /// AdamW with 8-bit blockwise states: a quarter of the memory. Also `adamw_bnb_8bit`.
+    #[serde(rename = "adamw_8bit", alias = "adamw_bnb_8bit")]
+    Adamw8bit,
+    /// AdamW with states in host memory (GPU training) or in a mapped file (CPU training). Also
+    /// `paged_adamw`.
+    #[serde(rename = "paged_adamw_32bit", alias = "paged_adamw")]
+    PagedAdamw32bit,
+    /// Paged AdamW with 8-bit states.
+    #[serde(rename = "paged_adamw_8bit")]
+    PagedAdamw8bit,
+    /// Lion, with one state per parameter. Also `lion`.
+    #[serde(rename = "lion_32bit", alias = "lion")]
+    Lion32bit,
+    /// Adafactor with a fixed learning rate (no relative step, no parameter scale), as in Hugging Face's
+    /// trainer.
+    Adafactor,
+    /// Stochastic gradient descent without momentum.
+    Sgd,
+    /// Muon for the matrices of the blocks, AdamW for embeddings, head, norms and biases.
+    Muon,
+}
+
+/// The times of a recurring action during a run.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum IntervalStrategy {
+    /// Never.
+    #[default]
+    No,
+    /// At a fixed number of steps, and at the end.
+    Steps,
+    /// At the end of each epoch, and at the end.
+    Epoch,
+}
+
+/// A destination of metrics.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum ReportTo {
+    /// TensorBoard event files in the run folder.
+    TensorBoard,
+}
+
+impl ReportTo {
+    /// All destinations.
+    pub const ALL: [Self; 1] = [Self::TensorBoard];
+}
+
+/// The kind of a training sequence.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SequenceMode {
+    /// A block of `context_length` tokens of the concatenated documents, as in transformers' `run_clm.py`; no
+    /// padding is needed. An epoch has each block once, in a random order; the tokens after the last full block
+    /// are left out.
+    Windows,
+    /// A document, truncated to `context_length`.
+    Documents,
+}
+
+/// The documents of a text file (`sample_by` of Hugging Face's `datasets`).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SampleBy {
+    /// The whole file.
+    #[default]
+    Document,
+    /// Each line that is not empty.
+    Line,
+}
+
+/// The times of a snapshot (`SaveStrategy` of transformers).
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum SaveStrategy {
+    /// Never, also not after a signal. The model is saved at the end nevertheless.
+    No,
+    /// Every `save_steps` steps, and at the end.
+    #[default]
+    Steps,
+    /// At the end of each epoch, and at the end.
+    Epoch,
+    /// Whenever `metric_for_best_model` improves.
+    Best,
+}
+
+/// The snapshot from which a run resumes.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize)]
+#[serde(untagged)]
+pub enum ResumeFromCheckpoint {
+    /// `true`: the newest complete snapshot of the run. `false`: none, it is a new run.
+    Latest(bool),
+    /// The snapshot in this folder.
+    Folder(PathBuf),
+}
+
+/// Reads `true`, `false` or a folder, as a flag gives them.
+impl From<&str> for ResumeFromCheckpoint {
+    fn from(text: &str) -> Self {
+        match text.to_lowercase().as_str() {
+            "true" => Self::Latest(true),
+            "false" => Self::Latest(false),
+            _ => Self::Folder(text.into()),
+        }
+    }
+}
+
+impl<'de> Deserialize<'de> for ResumeFromCheckpoint {
+    /// Deserializes `true` and `false` also from strings, because flags are strings.
+    fn deserialize<D: Deserializer<'de>>(deserializer: D) -> Result<Self, D::Error> {
+        #[derive(Deserialize)]
+        #[serde(untagged, expecting = "true, or the folder of a snapshot")]
+        enum Given {
+            Truth(bool),
+            Text(String),
+        }
+        Ok(match Given::deserialize(deserializer)? {
+            Given::Truth(latest) => Self::Latest(latest),
+            Given::Text(text) => text.as_str().into(),
+        })
+    }
+}
+
+/// The backend that reduces gradients between processes.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+#[non_exhaustive]
+pub enum DdpBackend {
+    /// Gloo: TCP, between CPUs.
+    Gloo,
+    /// NVIDIA's NCCL, between GPUs. Needs the feature `nccl`.
+    Nccl,
+}
+
+/// The options of `gradient_checkpointing`: the keys of `torch.utils.checkpoint`, and Overdrive's keys for the
+/// choice of blocks and operators.
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
+#[serde(default, deny_unknown_fields)]
+pub struct GradientCheckpointingArguments {
+    /// Accepted and ignored: recomputation uses saved-tensor hooks and is never reentrant.
+    pub use_reentrant: Option<bool>,
+    /// If `true`, recomputation repeats the random numbers of the first pass, so that dropout drops the same
+    /// elements. Default `true`.
+    pub preserve_rng_state: bool,
+    /// The comparison of the tensors that the two passes save. Default `default`.
+    pub determinism_check: DeterminismCheck,
+    /// The blocks that are recomputed: `every_block`, `every_nth: N`, `segments: N`, `sqrt_segments`.
+    /// Default `every_block`.
+    pub schedule: Schedule,
+    /// The results that are kept nevertheless: `nothing`, `matmuls`, `attention`, `matmuls_and_attention`.
+    /// Default `nothing`.
+    pub policy: SavePolicy,
+}
+
+impl Default for GradientCheckpointingArguments {
+    fn default() -> Self {
+        Self {
+            use_reentrant: None,
+            preserve_rng_state: true,
+            determinism_check: DeterminismCheck::default(),
+            schedule: Schedule::EveryBlock,
+            policy: SavePolicy::default(),
+        }
+    }
+}
+
+/// The 4-bit types of bitsandbytes.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum Quant4Type {
+    /// 4-bit floating point.
+    #[default]
+    Fp4,
+    /// 4-bit NormalFloat: quantiles of a normal distribution.
+    Nf4,
+}
+
+/// The dtype of matmuls with 4-bit weights.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "lowercase")]
+pub enum ComputeDtype {
+    /// fp32. Also `fp32`, `torch.float32`.
+    #[default]
+    #[serde(alias = "fp32", alias = "torch.float32")]
+    Float32,
+    /// bf16. Also `bf16`, `torch.bfloat16`.
+    #[serde(alias = "bf16", alias = "torch.bfloat16")]
+    Bfloat16,
+    /// fp16. Also `fp16`, `half`, `torch.float16`.
+    #[serde(alias = "fp16", alias = "half", alias = "torch.float16")]
+    Float16,
+}
+
+/// A choice of linear layers, in the format of PEFT's files.
+#[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(untagged, expecting = "a string or a list of strings")]
+pub enum TargetModulesArgument {
+    /// `all-linear`, or a regular expression.
+    Text(String),
+    /// Names, or the ends of names.
+    Names(Vec<String>),
+}
+
+/// Reads and writes an attention implementation by its name in transformers.
+pub(crate) mod attention_by_name {
+    use super::{AttentionImplementation, Deserialize, Deserializer, Serializer};
+
+    pub(crate) fn serialize<S: Serializer>(
+        attention: &AttentionImplementation,
+        serializer: S,
+    ) -> Result<S::Ok, S::Error> {
+        serializer.serialize_str(attention.name())
+    }
+
+    pub(crate) fn deserialize<'de, D: Deserializer<'de>>(
+        deserializer: D,
+    ) -> Result<AttentionImplementation, D::Error> {
+        let name = String::deserialize(deserializer)?;
+        let known = &["eager", "sdpa", "flash_attention_2"];
+        name.parse()
+            .map_err(|_| serde::de::Error::unknown_variant(&name, known))
+    }
+}
+
+/// A list, or its only element.
+#[derive(Deserialize)]
+#[serde(untagged, expecting = "a string or a list of strings")]
+enum OneOrMany<T> {
+    One(T),
+    Many(Vec<T>),
+}
+
+pub(super) fn one_or_many<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Vec<PathBuf>, D::Error> {
+    Ok(match OneOrMany::deserialize(deserializer)? {
+        OneOrMany::One(path) => vec![path],
+        OneOrMany::Many(paths) => paths,
+    })
+}
+
+pub(super) fn report_to<'de, D: Deserializer<'de>>(
+    deserializer: D,
+) -> Result<Vec<ReportTo>, D::Error> {
+    let names = match Option::<OneOrMany<String>>::deserialize(deserializer)? {
+        None => Vec::new(),
+        Some(OneOrMany::One(name)) => vec![name],
+        Some(OneOrMany::Many(names)) => names,
+    };
+    let mut destinations = Vec::new();
+    for name in names {
+        match name.as_str() {
+            "none" => {}
+            "all" => destinations.extend(ReportTo::ALL),
+            "tensorboard" => destinations.push(ReportTo::TensorBoard),
+            other => {
+                let known = &["tensorboard", "all", "none"];
+                return Err(serde::de::Error::unknown_variant(other, known));
+            }
+        }
+    }
+    Ok(destinations)
+}

@@ -1,0 +1,301 @@
+//! What is known of a key besides its type: the programs that read it, its other names, its flag, its range, its help.
+
+use serde_json::Value;
+
+/// A program that reads a configuration.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub enum Program {
+    /// Training from scratch.
+    Train,
+    /// Fine-tuning.
+    Finetune,
+}
+
+/// The programs that read a key.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) enum Reader {
+    Both,
+    Train,
+    Finetune,
+    /// No program: a key of another project, whose effect Overdrive does not have.
+    Neither,
+}
+
+/// The values that a program accepts for a key that it does not read. `null` is always accepted.
+#[derive(Debug, Clone, Copy)]
+pub(super) enum Harmless {
+    /// Only `null`.
+    Null,
+    /// `null` and this value, as JSON: it requests nothing.
+    Only(&'static str),
+    /// Any value: the key is an option of another key.
+    Any,
+}
+
+/// A row of the table of keys: what is known of a key besides its type and its default.
+#[derive(Debug)]
+pub(super) struct Key {
+    /// The name in files. Keys of the section `model` are written `model.hidden_size`.
+    pub(super) name: &'static str,
+    /// The heading in the help; the keys of other projects have none.
+    pub(super) heading: &'static str,
+    pub(super) reader: Reader,
+    /// The alternative names that are accepted.
+    pub(super) spellings: &'static [&'static str],
+    /// The name of the flag, if it is not the key's with dashes; empty for a key without a flag.
+    pub(super) flag: Option<&'static str>,
+    /// The name of the flag's value in the help; empty for a switch.
+    pub(super) value: &'static str,
+    /// Set for a flag with several values; if `true`, they may also be separated by commas.
+    pub(super) list: Option<bool>,
+    pub(super) help: &'static str,
+    /// The help in fine-tuning, if it differs.
+    pub(super) help_of_finetune: Option<&'static str>,
+    pub(super) range: Range,
+    /// A key that this one contradicts: setting this one resets it in the layers below, and the flags conflict.
+    pub(super) excludes: &'static str,
+    /// The values that a program accepts without reading the key.
+    pub(super) harmless: Harmless,
+    /// The remedy in the error about a refused value.
+    pub(super) instead: &'static str,
+}
+
+/// Declares a struct of arguments under the headings of the help. A field has its documentation, its default after `=`,
+/// and after `=>` its row of the table of keys; one without a row is no key. The names of the keys start with the section
+/// after `in`.
+macro_rules! options {
+    (
+        $(#[$meta:meta])*
+        pub struct $name:ident, keys $table:ident in $section:literal {
+            $($heading:literal => {
+                $(
+                    $(#[$field_meta:meta])*
+                    $field:ident: $type:ty = $default:expr $(=> $row:expr)?;
+                )*
+            })*
+        }
+    ) => {
+        $(#[$meta])*
+        pub struct $name {
+            $($(
+                $(#[$field_meta])*
+                pub $field: $type,
+            )*)*
+        }
+
+        impl Default for $name {
+            fn default() -> Self {
+                Self {
+                    $($($field: $default,)*)*
+                }
+            }
+        }
+
+        /// The rows of these keys.
+        pub(super) static $table: &[super::key::Key] = &[
+            $($($(
+                $row.named(concat!($section, stringify!($field)), $heading),
+            )?)*)*
+        ];
+    };
+}
+pub(super) use options;
+
+const fn key(reader: Reader, value: &'static str, help: &'static str) -> Key {
+    Key {
+        name: "",
+        heading: "",
+        reader,
+        spellings: &[],
+        flag: None,
+        value,
+        list: None,
+        help,
+        help_of_finetune: None,
+        range: Range::Any,
+        excludes: "",
+        harmless: Harmless::Null,
+        instead: "",
+    }
+}
+
+/// Returns the row of a key that both programs read, with the name of its flag's value (empty for a switch) and its help.
+/// A help that ends with `[default: …]` describes the effect of a missing value; other defaults are those of the fields.
+pub(super) const fn both(value: &'static str, help: &'static str) -> Key {
+    key(Reader::Both, value, help)
+}
+
+/// Returns the row of a key that only training from scratch reads.
+pub(super) const fn train(value: &'static str, help: &'static str) -> Key {
+    key(Reader::Train, value, help)
+}
+
+/// Returns the row of a key that only fine-tuning reads.
+pub(super) const fn finetune(value: &'static str, help: &'static str) -> Key {
+    key(Reader::Finetune, value, help)
+}
+
+/// Returns a key of another project. With a harmless value it is dropped, with any other it is an error.
+pub(super) const fn foreign(name: &'static str, harmless: Harmless, instead: &'static str) -> Key {
+    let key = key(Reader::Neither, "", "").named(name, "");
+    key.harmless(harmless).instead(instead)
+}
+
+impl Key {
+    pub(super) const fn named(mut self, name: &'static str, heading: &'static str) -> Self {
+        self.name = name;
+        self.heading = heading;
+        self
+    }
+
+    pub(super) const fn range(mut self, range: Range) -> Self {
+        self.range = range;
+        self
+    }
+
+    pub(super) const fn also(mut self, spellings: &'static [&'static str]) -> Self {
+        self.spellings = spellings;
+        self
+    }
+
+    pub(super) const fn flag(mut self, flag: &'static str) -> Self {
+        self.flag = Some(flag);
+        self
+    }
+
+    /// Makes the flag take several values.
+    pub(super) const fn paths(mut self) -> Self {
+        self.list = Some(false);
+        self
+    }
+
+    /// Makes the flag take several values, which may also be separated by commas.
+    pub(super) const fn names(mut self) -> Self {
+        self.list = Some(true);
+        self
+    }
+
+    pub(super) const fn finetune(mut self, help: &'static str) -> Self {
+        self.help_of_finetune = Some(help);
+        self
+    }
+
+    pub(super) const fn excludes(mut self, other: &'static str) -> Self {
+        self.excludes = other;
+        self
+    }
+
+    pub(super) const fn harmless(mut self, harmless: Harmless) -> Self {
+        self.harmless = harmless;
+        self
+    }
+
+    pub(super) const fn instead(mut self, remedy: &'static str) -> Self {
+        self.instead = remedy;
+        self
+    }
+
+    pub(super) fn is_read_by(&self, program: Program) -> bool {
+        match self.reader {
+            Reader::Both => true,
+            Reader::Train => program == Program::Train,
+            Reader::Finetune => program == Program::Finetune,
+            Reader::Neither => false,
+        }
+    }
+
+    /// Returns `true` if a program that does not read the key may ignore this value.
+    pub(super) fn accepts(&self, value: &Value) -> bool {
+        match self.harmless {
+            // transformers writes `null` for keys that are not set.
+            _ if value.is_null() => true,
+            Harmless::Null => false,
+            Harmless::Any => true,
+            Harmless::Only(harmless) => match serde_json::from_str::<Value>(harmless) {
+                // 0 and 0.0 are different JSON numbers, but the same value in a configuration.
+                Ok(Value::Number(number)) => value.as_f64() == number.as_f64(),
+                Ok(harmless) => *value == harmless,
+                Err(_) => false,
+            },
+        }
+    }
+}
+
+/// The range of a numeric key.
+#[derive(Debug, Clone, Copy, PartialEq)]
+pub(super) enum Range {
+    Any,
+    /// Above 0.
+    Positive,
+    /// At least 0.
+    NotNegative,
+    /// At least 0 and below 1.
+    BelowOne,
+    /// Above 0 and below 1.
+    Between,
+    /// From 0 to 1.
+    Fraction,
+    /// At least this integer, and at most 2^31 - 1, as sizes in libtorch are.
+    AtLeast(u32),
+    /// At most this integer.
+    AtMost(u32),
+    /// A time in seconds above 0, and at most 10^9: clocks can be advanced by it.
+    Seconds,
+    /// An integer number of steps from 1, or a fraction of the run below 1.
+    Steps,
+    /// As `Steps`, or 0 for none.
+    StepsOrZero,
+}
+
+impl Range {
+    /// Returns the allowed values if `number` is not among them, to complete "it must be".
+    pub(super) fn violation(self, number: f64) -> Option<String> {
+        let unless = |allowed: bool, expected: &str| (!allowed).then(|| expected.to_owned());
+        match self {
+            Self::Any => None,
+            Self::Positive => unless(number > 0.0, "positive"),
+            Self::NotNegative => unless(number >= 0.0, "0 or positive"),
+            Self::BelowOne => unless((0.0..1.0).contains(&number), "at least 0 and below 1"),
+            Self::Between => unless(number > 0.0 && number < 1.0, "above 0 and below 1"),
+            Self::Fraction => unless((0.0..=1.0).contains(&number), "a fraction from 0 to 1"),
+            Self::AtMost(most) => unless(number <= f64::from(most), &format!("at most {most}")),
+            Self::AtLeast(_) if number > f64::from(i32::MAX) => {
+                Some(format!("at most {}", i32::MAX))
+            }
+            Self::AtLeast(least) => {
+                unless(number >= f64::from(least), &format!("at least {least}"))
+            }
+            Self::Seconds => unless(
+                number > 0.0 && number <= 1e9,
+                "positive, and at most 1000000000 seconds (31 years)",
+            ),
+            Self::StepsOrZero if number == 0.0 => None,
+            Self::Steps | Self::StepsOrZero if number >= 1.0 => unless(
+                number.fract() == 0.0,
+                "a whole number of steps, or a fraction of the run below 1",
+            ),
+            Self::Steps | Self::StepsOrZero => Self::Positive.violation(number),
+        }
+    }
+}
+
+/// Returns the value at a dotted name.
+pub(super) fn at<'v>(values: &'v Value, name: &str) -> &'v Value {
+    name.split('.').fold(values, |value, part| &value[part])
+}
+
+/// Returns a value as it is written in a sentence: strings without quotes.
+pub(crate) fn plain(value: &Value) -> String {
+    match value {
+        Value::String(text) => text.clone(),
+        // JSON writes 100.0; people write 100.
+        Value::Number(number) => match number.as_f64() {
+            Some(float) if number.is_f64() && float != 0.0 && float.abs() < 1e-4 => {
+                format!("{float:e}")
+            }
+            Some(float) if number.is_f64() => float.to_string(),
+            _ => number.to_string(),
+        },
+        other => other.to_string(),
+    }
+}

@@ -1,0 +1,43 @@
+//! The arguments of a run: plain data, the validation of its values, and the files, flags and presets that it is read from.
+//!
+//! An option is added in one place, the `options!` block of `training.rs`, `model.rs` or `finetune.rs`: a field with its
+//! documentation, its default, and its row (the program that reads it, its other names, its range, its help). The key in
+//! files, the flag, the help, the errors and the tables of the guide follow from it; what is left is the code in which it
+//! acts. An optimizer is added in two: a variant of [`OptimizerName`], and its recipe in `run/optimizer.rs`.
+
+mod choices;
+mod data;
+mod execution;
+mod finetune;
+mod flags;
+mod format;
+mod key;
+mod keys;
+mod layers;
+mod model;
+mod preset;
+mod read;
+mod saving;
+mod training;
+mod validate;
+
+pub use choices::{
+    ComputeDtype, DdpBackend, GradientCheckpointingArguments, IntervalStrategy, OptimizerName,
+    Preset, Quant4Type, ReportTo, ResumeFromCheckpoint, SampleBy, SaveStrategy, SequenceMode,
+    TargetModulesArgument,
+};
+pub use finetune::FinetuneArguments;
+pub use flags::ConfigArgs;
+pub use format::ConfigFormat;
+pub use layers::{Configuration, Layers};
+pub use model::ModelArguments;
+pub use training::TrainingArguments;
+
+pub(crate) use data::is_token_file;
+pub(crate) use execution::precision_keys;
+pub(crate) use format::read_file;
+pub(crate) use key::plain;
+pub(crate) use read::{as_value, describe, nearest};
+pub(crate) use saving::{ABANDONED, ARGUMENTS, Metric, is_numbered, not_counted};
+pub(crate) use training::DEFAULT_LENGTH_COLUMN;
+pub(crate) use validate::STEPS_BEFORE_TRACE;

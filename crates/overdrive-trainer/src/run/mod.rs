@@ -1,0 +1,37 @@
+//! The parts of a training loop, from the arguments to the snapshots: what a [`TrainingRun`] is built from.
+
+mod batch_fit;
+mod builder;
+mod components;
+mod duration;
+mod evaluation;
+mod fingerprints;
+mod folder;
+mod log;
+mod memory;
+mod micro_batch;
+mod optimizer;
+mod parallel;
+mod plan;
+mod precision;
+mod recorder;
+mod snapshots;
+mod summary;
+mod totals;
+mod training_run;
+
+pub use batch_fit::{find_executable_batch_size, usable_memory};
+pub use builder::RunBuilder;
+pub use evaluation::Evaluation;
+pub use fingerprints::Fingerprints;
+pub use folder::RunFolder;
+pub use log::Done;
+pub use micro_batch::MicroBatch;
+pub use plan::TrainingPlan;
+pub use snapshots::BestModel;
+pub use summary::RunSummary;
+pub use training_run::TrainingRun;
+
+pub(crate) use batch_fit::accumulation_error;
+pub(crate) use fingerprints::{keys_of, model_digest};
+pub(crate) use training_run::shared;

@@ -1,0 +1,314 @@
+//! The optimizers that `optim` names. One more is a variant of [`OptimizerName`] and a recipe here.
+
+use overdrive_distributed::{ProcessGroup, ZeroRedundancyOptimizer};
+use overdrive_optim::{
+    Adafactor, AdafactorConfig, AdamW, AdamW8bit, AdamW8bitConfig, AdamWConfig, CombinedOptimizer,
+    DecayRule, EMBEDDING_NAMES, Lion, LionConfig, Muon, MuonConfig, MuonRate, Optimizer,
+    PagedAdamW, PagedAdamWConfig, ParamGroup, Sgd, SgdConfig, StateBits,
+};
+use overdrive_profiling::OptimizerMemory;
+use tch::Tensor;
+
+use crate::Result;
+use crate::arguments::{OptimizerName, TrainingArguments};
+
+/// The name of the parameter group that Muon trains.
+const MUON: &str = "muon";
+
+type Built = overdrive_optim::Result<Box<dyn Optimizer>>;
+
+/// What a run and its estimates need of an optimizer.
+pub(crate) struct Recipe {
+    /// The states in the memory of the device.
+    pub(crate) memory: OptimizerMemory,
+    /// The states in a snapshot.
+    pub(crate) stored: OptimizerMemory,
+    regroup: fn(Vec<ParamGroup>) -> Vec<ParamGroup>,
+    build: fn(&TrainingArguments, Vec<ParamGroup>) -> Built,
+}
+
+impl Recipe {
+    fn new(
+        memory: OptimizerMemory,
+        build: fn(&TrainingArguments, Vec<ParamGroup>) -> Built,
+    ) -> Self {
+        Self {
+            stored: memory,
+            memory,
+            regroup: |groups| groups,
+            build,
+        }
+    }
+
+    /// Returns the recipe of an optimizer whose states are outside the device's memory, but as large as others in a
+    /// snapshot.
+    fn paged(
+        stored: OptimizerMemory,
+        build: fn(&TrainingArguments, Vec<ParamGroup>) -> Built,
+    ) -> Self {
+        Self {
+            stored,
+            ..Self::new(OptimizerMemory::PagedAdamW, build)
+        }
+    }
+}
+
+impl OptimizerName {
+    pub(crate) fn recipe(self) -> Recipe {
+        match self {
+            Self::AdamwTorchFused => Recipe::new(OptimizerMemory::AdamW, |options, groups| {
+                Ok(Box::new(AdamW::new(groups, options.adamw())?))
+            }),
+            Self::Adamw8bit => Recipe::new(OptimizerMemory::AdamW8bit, |options, groups| {
+                let config = AdamW8bitConfig {
+                    learning_rate: options.learning_rate,
+                    betas: options.betas(),
+                    eps: options.adam_epsilon,
+                    weight_decay: options.weight_decay,
+                    full_precision_names: embeddings(),
+                    ..AdamW8bitConfig::default()
+                };
+                Ok(Box::new(AdamW8bit::new(groups, config)?))
+            }),
+            Self::PagedAdamw32bit => Recipe::paged(OptimizerMemory::AdamW, |options, groups| {
+                let config = options.paged_adamw(StateBits::ThirtyTwo);
+                Ok(Box::new(PagedAdamW::new(groups, config)?))
+            }),
+            Self::PagedAdamw8bit => Recipe::paged(OptimizerMemory::AdamW8bit, |options, groups| {
+                let config = options.paged_adamw(StateBits::Eight);
+                Ok(Box::new(PagedAdamW::new(groups, config)?))
+            }),
+            Self::Lion32bit => Recipe::new(OptimizerMemory::Lion, |options, groups| {
+                let config = LionConfig {
+                    learning_rate: options.learning_rate,
+                    betas: options.betas(),
+                    weight_decay: options.weight_decay,
+                };
+                Ok(Box::new(Lion::new(groups, config)?))
+            }),
+            Self::Adafactor => Recipe::new(OptimizerMemory::Adafactor, |options, groups| {
+                let config = AdafactorConfig {
+                    weight_decay: options.weight_decay,
+                    ..AdafactorConfig::with_learning_rate(options.learning_rate)
+                };
+                Ok(Box::new(Adafactor::new(groups, config)?))
+            }),
+            Self::Sgd => Recipe::new(OptimizerMemory::Sgd, |options, groups| {
+                let config = SgdConfig {
+                    learning_rate: options.learning_rate,
+                    weight_decay: options.weight_decay,
+                    ..SgdConfig::default()
+                };
+                Ok(Box::new(Sgd::new(groups, config)?))
+            }),
+            Self::Muon => Recipe {
+                regroup: with_muon_group,
+                ..Recipe::new(OptimizerMemory::Muon, TrainingArguments::muon)
+            },
+        }
+    }
+}
+
+/// Returns the names of the weights whose states stay in 32 bits, as transformers does through bitsandbytes'
+/// `GlobalOptimManager`.
+fn embeddings() -> Vec<String> {
+    EMBEDDING_NAMES.map(String::from).to_vec()
+}
+
+impl TrainingArguments {
+    /// Returns the optimizer that `optim` names, over these parameters. Norms and biases have no weight decay,
+    /// and without `decay_embeddings` embeddings have none either.
+    ///
+    /// # Errors
+    /// An error if an option is outside its range, or paged states do not fit into the memory.
+    pub fn new_optimizer(
+        &self,
+        group: &ProcessGroup,
+        parameters: Vec<(String, Tensor)>,
+    ) -> Result<Box<dyn Optimizer>> {
+        let rule = match self.decay_embeddings {
+            true => DecayRule::default(),
+            false => DecayRule::without_embeddings(),
+        };
+        let recipe = self.optim.recipe();
+        // Before sharding, so that all processes form the same groups.
+        let groups = (recipe.regroup)(rule.groups(parameters, self.weight_decay));
+        let build = |own| (recipe.build)(self, own);
+        if self.shards_optimizer() {
+            return Ok(Box::new(ZeroRedundancyOptimizer::new(
+                group, groups, build,
+            )?));
+        }
+        Ok(build(groups)?)
+    }
+
+    /// Returns `true` if each process keeps the optimizer states of its own parameters only (`zero_stage`).
+    pub fn shards_optimizer(&self) -> bool {
+        self.zero_stage > 0
+    }
+
+    fn betas(&self) -> (f64, f64) {
+        (self.adam_beta1, self.adam_beta2)
+    }
+
+    fn adamw(&self) -> AdamWConfig {
+        AdamWConfig {
+            learning_rate: self.learning_rate,
+            betas: self.betas(),
+            eps: self.adam_epsilon,
+            weight_decay: self.weight_decay,
+            ..AdamWConfig::default()
+        }
+    }
+
+    fn paged_adamw(&self, state_bits: StateBits) -> PagedAdamWConfig {
+        PagedAdamWConfig {
+            learning_rate: self.learning_rate,
+            betas: self.betas(),
+            eps: self.adam_epsilon,
+            weight_decay: self.weight_decay,
+            state_bits,
+            full_precision_names: embeddings(),
+            ..PagedAdamWConfig::default()
+        }
+    }
+
+    /// Returns Muon over its own group, and AdamW over the others.
+    fn muon(&self, groups: Vec<ParamGroup>) -> Built {
+        let (matrices, others): (Vec<_>, Vec<_>) =
+            groups.into_iter().partition(|group| group.name == MUON);
+        let muon = MuonConfig {
+            learning_rate: self.learning_rate,
+            weight_decay: self.weight_decay,
+            // Scales Muon's updates like AdamW's, so that one learning rate suits both.
+            adjust_lr_fn: MuonRate::MatchRmsAdamw,
+            ..MuonConfig::default()
+        };
+        let mut optimizers: Vec<(String, Box<dyn Optimizer>)> = Vec::new();
+        // With sharded states a process may have parameters of one kind only.
+        if !matrices.is_empty() {
+            optimizers.push((MUON.to_owned(), Box::new(Muon::new(matrices, muon)?)));
+        }
+        if !others.is_empty() {
+            let adamw = AdamW::new(others, self.adamw())?;
+            optimizers.push(("adamw".to_owned(), Box::new(adamw)));
+        }
+        Ok(Box::new(CombinedOptimizer::new(optimizers)?))
+    }
+}
+
+/// Moves the matrices of the blocks, which Muon trains, into a group of their own before the others.
+/// Embeddings and the head stay in their groups.
+fn with_muon_group(groups: Vec<ParamGroup>) -> Vec<ParamGroup> {
+    let mut all = Vec::new();
+    for mut group in groups {
+        let of_adamw = |name: &str| {
+            let mut tables = EMBEDDING_NAMES.into_iter();
+            name.contains("lm_head") || tables.any(|table| name.contains(table))
+        };
+        let is_matrix = |name: &str, tensor: &Tensor| tensor.dim() == 2 && !of_adamw(name);
+        // Norms and biases are in the group without decay, so this one has all matrices for Muon.
+        if group.name == "decay" {
+            let (matrices, others): (Vec<_>, Vec<_>) = std::mem::take(&mut group.parameters)
+                .into_iter()
+                .partition(|(name, tensor)| is_matrix(name, tensor));
+            group.parameters = others;
+            let mut muon = ParamGroup::new(MUON, matrices);
+            muon.weight_decay = group.weight_decay;
+            all.insert(0, muon);
+        }
+        all.push(group);
+    }
+    all.retain(|group| !group.parameters.is_empty());
+    all
+}
+
+#[cfg(test)]
+mod tests {
+    use overdrive_optim::StateDict;
+    use tch::{Device, Kind};
+
+    use super::*;
+
+    const NAMES: [&str; 4] = [
+        "lm_head.weight",
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.up_proj.weight",
+        "model.norm.weight",
+    ];
+
+    fn parameters() -> Vec<(String, Tensor)> {
+        let named = NAMES.into_iter().map(|name| {
+            let size: &[i64] = match name {
+                "model.norm.weight" => &[64],
+                _ => &[128, 64],
+            };
+            let weight = Tensor::ones(size, (Kind::Float, Device::Cpu)).set_requires_grad(true);
+            (name.to_owned(), weight)
+        });
+        named.collect()
+    }
+
+    fn names(group: &ParamGroup) -> (&str, Option<f64>, Vec<&str>) {
+        let names = group.parameters.iter().map(|(name, _)| name.as_str());
+        (group.name.as_str(), group.weight_decay, names.collect())
+    }
+
+    /// Returns the state after one step.
+    fn state(arguments: &TrainingArguments) -> StateDict {
+        let parameters = parameters();
+        let group = ProcessGroup::single();
+        let shared = parameters
+            .iter()
+            .map(|(n, t)| (n.clone(), t.shallow_clone()));
+        let mut optimizer = arguments.new_optimizer(&group, shared.collect()).unwrap();
+        for (_, weight) in &parameters {
+            weight.sum(Kind::Float).backward();
+        }
+        optimizer.step().unwrap();
+        optimizer.state_dict().unwrap()
+    }
+
+    #[test]
+    fn embeddings_decay_unless_the_key_exempts_them() {
+        for (decay_embeddings, expected) in [(true, [3, 1]), (false, [2, 2])] {
+            let arguments = TrainingArguments {
+                weight_decay: 0.1,
+                decay_embeddings,
+                ..TrainingArguments::default()
+            };
+            let groups = state(&arguments).metadata["groups"].clone();
+            let sizes = [0, 1].map(|i| groups[i]["parameters"].as_array().unwrap().len());
+            assert_eq!(sizes, expected, "{groups}");
+            let decays = [0, 1].map(|i| groups[i]["weight_decay"].as_f64().unwrap());
+            assert_eq!(decays, [0.1, 0.0]);
+        }
+    }
+
+    #[test]
+    fn muon_trains_neither_embeddings_nor_the_head() {
+        let groups = with_muon_group(DecayRule::default().groups(parameters(), 0.1));
+        assert_eq!(
+            groups.iter().map(names).collect::<Vec<_>>(),
+            [
+                (MUON, Some(0.1), vec![NAMES[2]]),
+                ("decay", Some(0.1), vec![NAMES[0], NAMES[1]]),
+                ("no_decay", Some(0.0), vec![NAMES[3]]),
+            ]
+        );
+    }
+
+    #[test]
+    fn optimizers_of_8_bits_keep_the_states_of_embeddings_in_32() {
+        for optim in [OptimizerName::Adamw8bit, OptimizerName::PagedAdamw8bit] {
+            let arguments = TrainingArguments {
+                optim,
+                ..TrainingArguments::default()
+            };
+            let state = state(&arguments);
+            let kinds = NAMES.map(|name| state.tensors[&format!("{name}.exp_avg")].kind());
+            let expected = [Kind::Uint8, Kind::Float, Kind::Uint8, Kind::Float];
+            assert_eq!(kinds, expected, "{optim:?}");
+        }
+    }
+}
