@@ -93,6 +93,7 @@ fn overdrive(context: &mut Context, shape: Shape, cases: Vec<Case>) -> Result<()
     let mut step = of_step(Step::new(shape, device))?;
     let precision = context.sized(Precision::Bf16, Precision::Fp32);
     for (name, execution, kernels) in cases {
+        let is_default = kernels.is_none() && execution == Execution::default();
         step = step.with_precision(precision).with_execution(execution);
         let measured = &mut step;
         context.check(format!("{name} in {precision}"), || {
@@ -111,7 +112,7 @@ fn overdrive(context: &mut Context, shape: Shape, cases: Vec<Case>) -> Result<()
             let finding = figures(shape, parameters, device, time, peak as f64, loss)?;
             Ok(finding.with("batch", shape.batch as f64))
         })?;
-        if device != Device::Cpu && kernels.is_none() && execution == Execution::default() {
+        if device != Device::Cpu && is_default {
             let measured = &mut step;
             context.check(format!("{name} in {precision}, its kernels"), || {
                 let batch = of_step(measured.batch())?;

@@ -226,6 +226,39 @@ fn nothing_is_replayed_where_it_is_turned_off_or_there_is_no_room() {
 }
 
 #[test]
+fn captures_at_the_start_change_no_sequence() {
+    let model = model();
+    let tokens = |captures: bool| {
+        let _forced = Forced::new();
+        let mut engine = Engine::new(&model, small(|_| {})).unwrap();
+        let id = engine
+            .submit(Request::new(prompt(1, 9), config(12, None)))
+            .unwrap();
+        let mut found = Vec::new();
+        while !engine.is_idle() {
+            // Also between the steps of a sequence.
+            if captures {
+                engine.capture_steps().unwrap();
+                engine.cache().audit().unwrap();
+            }
+            for event in engine.step().unwrap() {
+                if let crate::Event::Token {
+                    request, id: token, ..
+                } = event
+                {
+                    assert_eq!(request, id);
+                    found.push(token);
+                }
+            }
+        }
+        (found, engine.statistics().replayed_steps)
+    };
+    let (expected, replayed) = tokens(false);
+    assert_eq!(tokens(true), (expected, replayed));
+    assert!(replayed > 0);
+}
+
+#[test]
 fn sequences_of_one_adapter_are_replayed_together() {
     let mut model = model();
     for (seed, name) in ["one", "two"].iter().enumerate() {

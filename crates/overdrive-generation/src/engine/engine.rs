@@ -373,13 +373,15 @@ impl<M: EngineModel> Engine<M> {
         self.counts.warm_up += time;
     }
 
-    /// Captures the decoding steps of every number of sequences, where steps are captured.
+    /// Captures the decoding steps of every number of sequences, where steps are captured and none is running.
     pub(crate) fn capture_steps(&mut self) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let sequences = self.scheduler.max_sequences();
         match &mut self.captured {
-            Some(captured) => captured.prepare(&self.model, &mut self.cache, sequences),
-            None => Ok(()),
+            Some(captured) if self.flight.is_none() => {
+                captured.prepare(&self.model, &mut self.cache, sequences)
+            }
+            _ => Ok(()),
         }
     }
 
