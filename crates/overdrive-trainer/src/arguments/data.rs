@@ -21,24 +21,25 @@ impl TrainingArguments {
 
     /// Returns the first key that has no effect on windows, with its value, its neutral value and the reason.
     fn asks_for_documents(&self) -> Option<(&'static str, String, &'static str, &'static str)> {
-        let is_true = || "true".to_owned();
-        if self.packing {
-            Some(("packing", is_true(), "false", "are always full"))
-        } else if self.padding_free {
-            Some(("padding_free", is_true(), "false", "have no padding"))
-        } else if self.group_by_length {
-            Some((
-                "group_by_length",
-                is_true(),
-                "false",
-                "have the same length",
-            ))
-        } else if self.pad_to_multiple_of != 1 {
-            let value = self.pad_to_multiple_of.to_string();
-            Some(("pad_to_multiple_of", value, "1", "have no padding"))
-        } else {
-            None
-        }
+        let multiple = self.pad_to_multiple_of;
+        let key = |is_set: bool, key, why| is_set.then(|| (key, "true".to_owned(), "false", why));
+        key(self.packing, "packing", "are always full")
+            .or_else(|| key(self.padding_free, "padding_free", "have no padding"))
+            .or_else(|| {
+                key(
+                    self.group_by_length,
+                    "group_by_length",
+                    "have the same length",
+                )
+            })
+            .or((multiple != 1).then(|| {
+                (
+                    "pad_to_multiple_of",
+                    multiple.to_string(),
+                    "1",
+                    "have no padding",
+                )
+            }))
     }
 
     /// Checks the keys about data against each other.

@@ -10,7 +10,7 @@ use serde_json::{Map, Value, json};
 
 use super::format::read_file;
 use super::key::{Key, Program, at, plain};
-use super::keys::rows_of;
+use super::keys::{COMMAND_LINE, rows_of};
 use super::layers::{Configuration, Layers};
 use crate::error::listed;
 use crate::{Error, Result};
@@ -93,7 +93,7 @@ impl<A: Configuration> ConfigArgs<A> {
             layers = layers.file(path)?;
         }
         let flags = Value::Object(self.values.clone());
-        let layers = layers.layer(flags, "the command line")?;
+        let layers = layers.layer(flags, COMMAND_LINE)?;
         let notes = layers.notes().iter();
         let notes = notes.map(|note| format!("configured  {note}")).collect();
         Ok((layers.resolve()?, notes))
@@ -152,16 +152,6 @@ impl<A: Configuration> FromArgMatches for ConfigArgs<A> {
         for key in rows_of(A::PROGRAM) {
             if let Some(value) = key.given(matches) {
                 insert(&mut given, key.name, value);
-            }
-        }
-        for (steps, strategy) in [
-            ("eval_steps", "eval_strategy"),
-            ("save_steps", "save_strategy"),
-        ] {
-            let number = given.get(steps).and_then(Value::as_f64);
-            // The translation turns 0 into `no`.
-            if number.is_some_and(|number| number != 0.0) && !given.contains_key(strategy) {
-                given.insert(strategy.to_owned(), json!("steps"));
             }
         }
         self.values.extend(given);
@@ -304,7 +294,7 @@ impl Key {
     pub(super) fn try_value<A: Configuration>(&self, value: Value) -> Result<()> {
         let mut values = Map::new();
         insert(&mut values, self.name, value);
-        A::read(values, "the command line").map(drop)
+        A::read(values, COMMAND_LINE).map(drop)
     }
 
     /// Returns the names that the key accepts, if its value is a name: those that its type has.

@@ -58,6 +58,10 @@ pub(super) struct Key {
     pub(super) harmless: Harmless,
     /// The remedy in the error about a refused value.
     pub(super) instead: &'static str,
+    /// If `true`, each process may have another value: a path, a number of threads, what one process does alone.
+    pub(super) per_rank: bool,
+    /// If `true`, it decides which example has which number, so a run resumes with this value only.
+    pub(super) orders_data: bool,
 }
 
 /// Declares a struct of arguments under the headings of the help. A field has its documentation, its default after `=`,
@@ -116,6 +120,8 @@ const fn key(reader: Reader, value: &'static str, help: &'static str) -> Key {
         excludes: "",
         harmless: Harmless::Null,
         instead: "",
+        per_rank: false,
+        orders_data: false,
     }
 }
 
@@ -177,6 +183,16 @@ impl Key {
 
     pub(super) const fn finetune(mut self, help: &'static str) -> Self {
         self.help_of_finetune = Some(help);
+        self
+    }
+
+    pub(super) const fn per_rank(mut self) -> Self {
+        self.per_rank = true;
+        self
+    }
+
+    pub(super) const fn orders_data(mut self) -> Self {
+        self.orders_data = true;
         self
     }
 

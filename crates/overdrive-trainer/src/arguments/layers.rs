@@ -182,11 +182,10 @@ impl sealed::Keyed for TrainingArguments {
 
     fn defaults() -> Vec<(&'static str, Value)> {
         // All presets, because the help prints the default of each.
-        let presets = Preset::ALL.into_iter();
-        let values = presets.map(|preset| (preset.name(), preset.arguments().values()));
-        values
-            .filter_map(|(name, values)| Some((name, values.ok()?)))
-            .collect()
+        let values = |preset: Preset| preset.arguments().values().unwrap_or_default();
+        Preset::ALL
+            .map(|preset| (preset.name(), values(preset)))
+            .into()
     }
 
     fn values(&self) -> Result<Value> {
@@ -210,11 +209,7 @@ impl sealed::Keyed for FinetuneArguments {
     }
 
     fn defaults() -> Vec<(&'static str, Value)> {
-        Self::default()
-            .to_values()
-            .map(|values| ("", values))
-            .into_iter()
-            .collect()
+        vec![("", Self::default().to_values().unwrap_or_default())]
     }
 
     fn values(&self) -> Result<Value> {

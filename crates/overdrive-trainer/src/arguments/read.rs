@@ -5,10 +5,10 @@
 
 use std::fmt;
 
-use serde::de::value::{MapAccessDeserializer, MapDeserializer, SeqDeserializer};
+use serde::de::value::MapAccessDeserializer;
 use serde::de::{
-    self, DeserializeOwned, Deserializer, Expected, IntoDeserializer, MapAccess, SeqAccess,
-    Unexpected, Visitor,
+    self, DeserializeOwned, DeserializeSeed, Deserializer, Expected, IntoDeserializer, MapAccess,
+    SeqAccess, Unexpected, Visitor,
 };
 use serde::{Serialize, forward_to_deserialize_any};
 use serde_json::Value;
@@ -132,48 +132,78 @@ struct Node<'de> {
 }
 
 impl<'de> Node<'de> {
-    /// Reads the value, and completes the mistake in it unless that of a value inside is complete.
-    fn read<T>(self, read: impl FnOnce(&Self) -> Read<T>) -> Read<T> {
-        read(&self).map_err(|mut mistake| {
-            let value = || describe(self.value);
-            mistake
-                .at
-                .get_or_insert_with(|| (self.key.clone(), value()));
+    /// Reads the value; a mistake in it is completed, unless it is one of a value inside.
+    fn read<S: DeserializeSeed<'de>>(self, seed: S) -> Read<S::Value> {
+        let (key, value) = (self.key.clone(), self.value);
+        seed.deserialize(self).map_err(|mut mistake| {
+            mistake.at.get_or_insert_with(|| (key, describe(value)));
             mistake
         })
     }
 
-    fn elements(&self) -> Read<impl SeqAccess<'de, Error = Mistake> + use<'de>> {
-        let Value::Array(list) = self.value else {
-            return Err(de::Error::custom("a list"));
-        };
-        let list = list.iter().enumerate();
-        let key = self.key.clone();
-        Ok(SeqDeserializer::new(list.map(move |(index, value)| Node {
-            key: format!("{key}[{index}]"),
-            value,
-        })))
+    fn elements(self) -> Read<Elements<'de>> {
+        match self.value {
+            Value::Array(list) => Ok(Elements {
+                rest: list.iter().enumerate(),
+                key: self.key,
+            }),
+            _ => Err(de::Error::custom("a list")),
+        }
     }
 
-    fn entries(&self) -> Read<impl MapAccess<'de, Error = Mistake> + use<'de>> {
-        let Value::Object(section) = self.value else {
-            return Err(de::Error::custom("a section of keys"));
-        };
-        let key = self.key.clone();
-        Ok(MapDeserializer::new(section.iter().map(
-            move |(name, value)| {
-                let key = joined(&key, name);
-                (name.as_str(), Node { key, value })
-            },
-        )))
+    fn entries(self) -> Read<Entries<'de>> {
+        match self.value {
+            Value::Object(section) => Ok(Entries {
+                rest: section.iter(),
+                key: self.key,
+                entry: None,
+            }),
+            _ => Err(de::Error::custom("a section of keys")),
+        }
     }
 }
 
-impl<'de> IntoDeserializer<'de, Mistake> for Node<'de> {
-    type Deserializer = Self;
+struct Elements<'de> {
+    rest: std::iter::Enumerate<std::slice::Iter<'de, Value>>,
+    key: String,
+}
 
-    fn into_deserializer(self) -> Self {
-        self
+impl<'de> SeqAccess<'de> for Elements<'de> {
+    type Error = Mistake;
+
+    fn next_element_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Read<Option<S::Value>> {
+        let next = self.rest.next().map(|(index, value)| {
+            let key = format!("{}[{index}]", self.key);
+            Node { key, value }.read(seed)
+        });
+        next.transpose()
+    }
+}
+
+struct Entries<'de> {
+    rest: serde_json::map::Iter<'de>,
+    key: String,
+    /// The entry whose name was read.
+    entry: Option<Node<'de>>,
+}
+
+impl<'de> MapAccess<'de> for Entries<'de> {
+    type Error = Mistake;
+
+    fn next_key_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Read<Option<S::Value>> {
+        let next = self.rest.next().map(|(name, value)| {
+            let key = joined(&self.key, name);
+            self.entry = Some(Node { key, value });
+            seed.deserialize(name.as_str().into_deserializer())
+        });
+        next.transpose()
+    }
+
+    fn next_value_seed<S: DeserializeSeed<'de>>(&mut self, seed: S) -> Read<S::Value> {
+        match self.entry.take() {
+            Some(node) => node.read(seed),
+            None => Err(de::Error::custom("a key before its value")),
+        }
     }
 }
 
@@ -182,9 +212,7 @@ macro_rules! scalars {
     ($($expected:literal: $($method:ident)*;)*) => {
         $($(
             fn $method<V: Visitor<'de>>(self, visitor: V) -> Read<V::Value> {
-                self.read(|node| {
-                    scalar(node.value, visitor).map_err(|_| de::Error::custom($expected))
-                })
+                scalar(self.value, visitor).map_err(|_| de::Error::custom($expected))
             }
         )*)*
     };
@@ -215,11 +243,11 @@ impl<'de> Deserializer<'de> for Node<'de> {
     }
 
     fn deserialize_any<V: Visitor<'de>>(self, visitor: V) -> Read<V::Value> {
-        self.read(|node| match node.value {
-            Value::Array(_) => visitor.visit_seq(node.elements()?),
-            Value::Object(_) => visitor.visit_map(node.entries()?),
+        match self.value {
+            Value::Array(_) => visitor.visit_seq(self.elements()?),
+            Value::Object(_) => visitor.visit_map(self.entries()?),
             value => scalar(value, visitor),
-        })
+        }
     }
 
     fn deserialize_option<V: Visitor<'de>>(self, visitor: V) -> Read<V::Value> {
@@ -230,11 +258,11 @@ impl<'de> Deserializer<'de> for Node<'de> {
     }
 
     fn deserialize_seq<V: Visitor<'de>>(self, visitor: V) -> Read<V::Value> {
-        self.read(|node| visitor.visit_seq(node.elements()?))
+        visitor.visit_seq(self.elements()?)
     }
 
     fn deserialize_map<V: Visitor<'de>>(self, visitor: V) -> Read<V::Value> {
-        self.read(|node| visitor.visit_map(node.entries()?))
+        visitor.visit_map(self.entries()?)
     }
 
     /// Reads a section of keys only: serde would also read a struct from a list, field by field.
@@ -253,11 +281,11 @@ impl<'de> Deserializer<'de> for Node<'de> {
         _: &'static [&'static str],
         visitor: V,
     ) -> Read<V::Value> {
-        self.read(|node| match node.value {
+        match self.value {
             Value::String(name) => visitor.visit_enum(name.as_str().into_deserializer()),
-            Value::Object(_) => visitor.visit_enum(MapAccessDeserializer::new(node.entries()?)),
+            Value::Object(_) => visitor.visit_enum(MapAccessDeserializer::new(self.entries()?)),
             _ => Err(de::Error::custom("a name")),
-        })
+        }
     }
 
     fn deserialize_newtype_struct<V: Visitor<'de>>(

@@ -43,19 +43,19 @@ options! {
                     .instead("leave it out: the model determines its shape");
             /// The folder of the run. Default: a new one under `runs/`.
             output_dir: Option<PathBuf> = None =>
-                both("DIR", "Folder of the run [default: a new one under runs/]").flag("out").also(&["out_dir"]);
+                both("DIR", "Folder of the run [default: a new one under runs/]").per_rank().flag("out").also(&["out_dir"]);
             /// If `true`, a run that `output_dir` holds is replaced. Default `false`.
             overwrite_output_dir: bool = false =>
-                both("", "Replace an existing run in the folder, unless it is running").flag("overwrite");
+                both("", "Replace an existing run in the folder, unless it is running").per_rank().flag("overwrite");
             /// The seed of all random numbers: weights, order of the data, samples. Default 42.
-            seed: u64 = 42 => both("N", "Seed of the weights, the order of the data and the samples");
+            seed: u64 = 42 => both("N", "Seed of the weights, the order of the data and the samples").orders_data();
         }
         "Data" => {
             /// The text to train on: files or folders of text, JSON Lines, JSON arrays, CSV, TSV, and with the
             /// feature `parquet` Parquet and Arrow. Default: the Rust source code that Cargo keeps.
             #[serde(deserialize_with = "super::choices::one_or_many")]
             data: Vec<PathBuf> = Vec::new() =>
-                both("PATH", "Text to train on: files or folders of text, JSON Lines, CSV, Parquet, or of tokens (`tokenize`, .bin of nanoGPT and llm.c) [default: the Rust sources that Cargo keeps]")
+                both("PATH", "Text to train on: files or folders of text, JSON Lines, CSV, Parquet, or of tokens (`tokenize`, .bin of nanoGPT and llm.c) [default: the Rust sources that Cargo keeps]").per_rank()
                     .paths().also(&["train_file", "data_path", "dataset"])
                     .finetune("Records to train on: JSON Lines (or a JSON array) with `prompt` and `response`, `messages`, `instruction` and `output`, or `text`");
             /// The column or field of a record that holds its text (also `text_column`). Default `text`.
@@ -69,16 +69,16 @@ options! {
             remove_duplicates: bool = false => both("", "Remove documents that are equal to an earlier one");
             /// The fraction of the documents that is held out for validation, above 0 and below 1. Default 0.05.
             validation_fraction: f64 = 0.05 =>
-                both("FRACTION", "Fraction of the documents that is held out for validation").range(Between).instead("0.05 is a good start");
+                both("FRACTION", "Fraction of the documents that is held out for validation").orders_data().range(Between).instead("0.05 is a good start");
             /// The path of a `tokenizer.json`. Default: a byte-level BPE of `vocab_size` tokens is trained on the data; a
             /// resumed run uses that of its snapshot.
             tokenizer: Option<PathBuf> = None =>
-                train("FILE", "A tokenizer.json [default: a byte-level BPE trained on the data]").instead(HAS_TOKENIZER);
+                train("FILE", "A tokenizer.json [default: a byte-level BPE trained on the data]").per_rank().instead(HAS_TOKENIZER);
             /// The vocabulary size of the tokenizer that is trained if none is given. Default 4096.
             vocab_size: u64 = 4096 => train("N", "Vocabulary size of the tokenizer that is trained").instead(HAS_TOKENIZER);
             /// The number of tokens in a training sequence (also `max_seq_length`, `max_length`). Default 256.
             context_length: u64 = 256 =>
-                both("N", "Number of tokens in a training sequence (also --max-seq-length)").range(AtLeast(1))
+                both("N", "Number of tokens in a training sequence (also --max-seq-length)").orders_data().range(AtLeast(1))
                     .also(&["max_seq_length", "max_length", "ctx_len"])
                     .finetune("Maximum number of tokens in an example, at most the context of the model (also --max-seq-length)");
             /// The kind of a training sequence: a window of the concatenated documents, or a document. Default:
@@ -88,7 +88,7 @@ options! {
                     .harmless(Only("\"documents\""))
                     .instead("each example is a sequence: drop the key, and write `packing: true` for rows without padding");
             /// If `true`, as many documents as fit are packed into a row. Default `false`.
-            packing: bool = false => both("", "Pack as many documents into a row as fit").excludes("group_by_length");
+            packing: bool = false => both("", "Pack as many documents into a row as fit").orders_data().excludes("group_by_length");
             /// The assignment of documents to rows: `bfd`, `bfd_split` or `wrapped`. Default `bfd`.
             packing_strategy: PackingStrategy = PackingStrategy::default() =>
                 both("NAME", "Assignment of documents to packed rows");
@@ -99,7 +99,7 @@ options! {
                 both("N", "Round the padded length of a batch up to a multiple of this").range(AtLeast(1));
             /// If `true`, documents of similar lengths form a batch (`train_sampling_strategy: group_by_length` in
             /// transformers 5). Default `false`.
-            group_by_length: bool = false => both("", "Batch documents of similar lengths").excludes("packing");
+            group_by_length: bool = false => both("", "Batch documents of similar lengths").orders_data().excludes("packing");
             /// A column of numbers that replaces the token counts in `group_by_length`, if the records have it;
             /// without `group_by_length` it has no effect. Default `length`.
             length_column_name: String = DEFAULT_LENGTH_COLUMN.to_owned() =>
@@ -108,14 +108,14 @@ options! {
             /// The number of threads that prepare batches; with 0 each batch is prepared on request. The batches do
             /// not depend on it. Default 0; 1 in the presets.
             dataloader_num_workers: usize = 0 =>
-                both("N", "Number of threads that prepare batches; it does not change the batches").range(AtMost(1024)).also(&["num_workers"]);
+                both("N", "Number of threads that prepare batches; it does not change the batches").per_rank().range(AtMost(1024)).also(&["num_workers"]);
             /// The number of batches that each worker prepares ahead. Default: 2.
             dataloader_prefetch_factor: Option<usize> = None =>
-                both("N", "Number of batches that each worker prepares ahead [default: 2]").range(AtLeast(1)).also(&["prefetch_factor"]);
+                both("N", "Number of batches that each worker prepares ahead [default: 2]").per_rank().range(AtLeast(1)).also(&["prefetch_factor"]);
             /// If `true`, batches are copied to a GPU from page-locked memory, concurrently with computation. Default
             /// `true`.
             dataloader_pin_memory: bool = true =>
-                both("", "Copy batches to a GPU from page-locked memory").also(&["pin_memory"]);
+                both("", "Copy batches to a GPU from page-locked memory").per_rank().also(&["pin_memory"]);
             /// If `true`, the last batch of an epoch is dropped if it has fewer rows. Default `false`.
             dataloader_drop_last: bool = false => both("", "Drop the last batch of an epoch if it has fewer rows");
         }
@@ -228,20 +228,20 @@ options! {
             /// The minimum improvement that counts. Default 0.
             early_stopping_threshold: f64 = 0.0 => both("X", "Minimum improvement that counts").also(&["min_delta"]);
             /// The number of samples that the trained model generates at the end. Default 3.
-            samples: u64 = 3 => both("N", "Number of samples that the trained model generates at the end");
+            samples: u64 = 3 => both("N", "Number of samples that the trained model generates at the end").per_rank();
         }
         "Reports" => {
             /// The number of steps between log lines; below 1 a fraction of all steps. Default 500.
             logging_steps: f64 = 500.0 => both("N", "Number of steps between log lines").range(Steps);
             /// The destinations of metrics besides `metrics.jsonl`: `tensorboard`, `all` or `none`. Default `none`.
             #[serde(deserialize_with = "super::choices::report_to")]
-            report_to: Vec<ReportTo> = Vec::new() => both("NAME", "Destination of the metrics besides metrics.jsonl").names();
+            report_to: Vec<ReportTo> = Vec::new() => both("NAME", "Destination of the metrics besides metrics.jsonl").per_rank().names();
             /// The path of a Chrome trace (chrome://tracing, Perfetto) of the sixth to eighth step, recorded by
             /// libtorch's profiler. Default: no trace.
             trace: Option<PathBuf> = None =>
-                both("FILE", "Write a Chrome trace of the sixth to eighth step to this file").excludes("emit_nvtx");
+                both("FILE", "Write a Chrome trace of the sixth to eighth step to this file").per_rank().excludes("emit_nvtx");
             /// If `true`, operators and phases are marked as NVTX ranges for `nsys profile -t cuda,nvtx`. Default `false`.
-            emit_nvtx: bool = false => both("", "Mark operators and phases for `nsys profile -t cuda,nvtx`");
+            emit_nvtx: bool = false => both("", "Mark operators and phases for `nsys profile -t cuda,nvtx`").per_rank();
         }
         "Machine" => {
             /// If `true`, backward recomputes the activations of the blocks instead of storing them. Default `false`.
@@ -273,7 +273,7 @@ options! {
             use_cpu: bool = false => both("", "Train on the CPU even if there is a GPU").flag("cpu").also(&["no_cuda"]);
             /// The number of threads inside one operator. Default: libtorch's choice.
             threads: Option<usize> = None =>
-                both("N", "Number of threads inside one operator [default: libtorch's choice, one per core]").range(AtLeast(1));
+                both("N", "Number of threads inside one operator [default: libtorch's choice, one per core]").per_rank().range(AtLeast(1));
             /// If `true`, libtorch's operators take numbers below 2⁻¹²⁶ for zero on a CPU, as Overdrive's kernels always do
             /// ([`set_flush_denormals`](overdrive_sys::denormals::set_flush_denormals)). Default `true`.
             flush_denormals: bool = true =>
@@ -300,7 +300,7 @@ options! {
             ddp_broadcast_buffers: Option<bool> = None =>
                 both("", "Copy the buffers of rank 0 to all processes before each forward pass");
             /// The timeout of a collective in seconds. Default 1800.
-            ddp_timeout: f64 = 1800.0 => both("S", "Timeout of a collective in seconds").range(Seconds);
+            ddp_timeout: f64 = 1800.0 => both("S", "Timeout of a collective in seconds").per_rank().range(Seconds);
         }
     }
 }

@@ -23,7 +23,20 @@ pub(crate) struct Loading<'a> {
     pub(crate) endless: bool,
 }
 
-impl Loading<'_> {
+impl<'a> Loading<'a> {
+    /// Returns the options of a process with `shard`, a device for all of the data.
+    pub(crate) fn new(
+        arguments: &'a TrainingArguments,
+        shard: impl Into<DataShard>,
+        endless: bool,
+    ) -> Self {
+        Self {
+            arguments,
+            shard: shard.into(),
+            endless,
+        }
+    }
+
     /// Returns batches of rows. With `lengths`, one per row, rows of similar lengths form a batch.
     pub(crate) fn of_rows<D>(
         self,

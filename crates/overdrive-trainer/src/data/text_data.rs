@@ -147,7 +147,7 @@ impl TextData {
             // Padding is never attended to nor labelled, so any token will do.
             let pad_token = self.end_of_text().unwrap_or(0);
             let rows = DocumentRows::to_train(&self.train, lengths, pad_token, arguments)?;
-            rows.describe(loading(arguments, Device::Cpu, true), say)?;
+            rows.describe(Loading::new(arguments, Device::Cpu, true), say)?;
             if lengths.is_some() {
                 say(&format!(
                     "            grouped by the column `{}`",
@@ -204,7 +204,7 @@ impl TextData {
         arguments: &TrainingArguments,
         shard: impl Into<DataShard>,
     ) -> Result<DeviceLoader<Batch>> {
-        let how = loading(arguments, shard, true);
+        let how = Loading::new(arguments, shard, true);
         match &self.rows {
             Some(rows) => rows.load(how),
             // All windows have the same length, so the layout pads nothing.
@@ -222,7 +222,7 @@ impl TextData {
         arguments: &TrainingArguments,
         shard: impl Into<DataShard>,
     ) -> Result<DeviceLoader<Batch>> {
-        let how = loading(arguments, shard, false);
+        let how = Loading::new(arguments, shard, false);
         if self.rows.is_some() {
             return DocumentRows::to_evaluate(&self.validation, arguments)?.load(how);
         }
@@ -283,18 +283,6 @@ fn tokenizer_of_snapshot(arguments: &TrainingArguments) -> Result<Option<(PathBu
 fn windows(view: &TokenView, arguments: &TrainingArguments) -> Result<SequentialWindows> {
     let windows = SequentialWindows::new(view.clone(), arguments.context(), LastWindow::Drop);
     Ok(windows?)
-}
-
-fn loading(
-    arguments: &TrainingArguments,
-    shard: impl Into<DataShard>,
-    endless: bool,
-) -> Loading<'_> {
-    Loading {
-        arguments,
-        shard: shard.into(),
-        endless,
-    }
 }
 
 fn millions(count: usize) -> f64 {

@@ -9,6 +9,7 @@ use overdrive_datasets::{
 use serde_json::{Map, Value};
 
 use crate::arguments::{describe, nearest};
+use crate::error::listed;
 use crate::{Error, Result};
 
 /// The format of a file of records.
@@ -292,10 +293,7 @@ fn hint(column: &str, columns: &[String]) -> String {
     match nearest(column, columns.iter().map(String::as_str)) {
         Some(name) => format!("; did you mean `{name}`?"),
         None if columns.is_empty() => "; it has no fields".to_owned(),
-        None => {
-            let names: Vec<_> = columns.iter().map(|name| format!("`{name}`")).collect();
-            format!("; it has {}", names.join(", "))
-        }
+        None => format!("; it has {}", listed(columns)),
     }
 }
 

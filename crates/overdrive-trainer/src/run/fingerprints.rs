@@ -12,7 +12,9 @@ use overdrive_snapshot::{Scope, Snapshot};
 use serde::{Deserialize, Serialize};
 use serde_json::{Map, Value};
 
-use crate::arguments::{SequenceMode, TrainingArguments, as_value, plain};
+use crate::arguments::{
+    SequenceMode, TrainingArguments, as_value, differs_by_rank, keys_of_the_order, plain,
+};
 use crate::data::TextData;
 use crate::{Error, Result};
 
@@ -20,31 +22,6 @@ use crate::{Error, Result};
 const ENTRY: &str = "fingerprints";
 /// The number of hexadecimal digits of a digest in errors, as in the line `corpus` of a run's output.
 const SHOWN_DIGITS: usize = 12;
-/// The keys that decide which example has which number, besides the data itself. A run may resume with other values
-/// of all other keys of training: steps, batch sizes, learning rate, logging, evaluation, precision, devices.
-const KEYS: [&str; 5] = [
-    "context_length",
-    "group_by_length",
-    "packing",
-    "seed",
-    "validation_fraction",
-];
-/// The keys of training that may have other values on each process: paths, threads, and what one process does alone.
-const KEYS_OF_A_RANK: [&str; 13] = [
-    "data",
-    "dataloader_num_workers",
-    "dataloader_pin_memory",
-    "dataloader_prefetch_factor",
-    "ddp_timeout",
-    "emit_nvtx",
-    "output_dir",
-    "overwrite_output_dir",
-    "report_to",
-    "samples",
-    "threads",
-    "tokenizer",
-    "trace",
-];
 /// The keys of `config.json` that the weights do not depend on, or only through the tokenizer.
 const FREE_MODEL_KEYS: [&str; 7] = [
     "architectures",
@@ -218,7 +195,7 @@ impl TrainingArguments {
         let mut all = Fingerprints::default();
         for (key, value) in keys_of(self)? {
             match value {
-                _ if KEYS_OF_A_RANK.contains(&key.as_str()) => {}
+                _ if differs_by_rank(&key) => {}
                 Value::Object(section) => {
                     for (name, value) in section {
                         all.set(format!("{key}.{name}"), plain(&value));
@@ -234,7 +211,7 @@ impl TrainingArguments {
     pub(crate) fn order_fingerprints(&self) -> Result<Fingerprints> {
         let values = keys_of(self)?;
         let mut all = Fingerprints::default();
-        all.set_keys(&values, &KEYS);
+        all.set_keys(&values, &keys_of_the_order());
         // Options of a method that is off have no effect.
         if self.packing {
             all.set_keys(&values, &["packing_strategy"]);
@@ -383,7 +360,8 @@ mod tests {
             arguments.order_fingerprints().unwrap().0
         };
         let names: Vec<String> = of(false, false).into_keys().collect();
-        assert_eq!(names, KEYS);
+        let expected = "context_length group_by_length packing seed validation_fraction";
+        assert_eq!(names.join(" "), expected);
         assert_eq!(of(true, false)["packing_strategy"], "bfd");
         assert_eq!(of(false, true)["length_column_name"], "length");
     }

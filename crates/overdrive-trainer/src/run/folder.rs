@@ -10,7 +10,9 @@ use overdrive_distributed::ProcessGroup;
 use overdrive_snapshot::FolderLock;
 use serde::{Deserialize, Serialize};
 
-use crate::arguments::{ABANDONED, ARGUMENTS, FinetuneArguments, TrainingArguments, is_numbered};
+use crate::arguments::{
+    ABANDONED, ARGUMENTS, ConfigFormat, FinetuneArguments, TrainingArguments, is_numbered,
+};
 use crate::error::invalid;
 use crate::{Error, Result};
 
@@ -86,24 +88,25 @@ impl RunFolder {
     /// [`Error::RunExists`], [`Error::InTheWay`], [`Error::NotWritable`], and
     /// [`overdrive_snapshot::Error::Locked`] while another run writes there.
     pub fn create(arguments: &TrainingArguments) -> Result<Self> {
-        let run = Self::make(arguments, arguments.preset.name())?;
-        run.write_arguments(arguments)?;
-        Ok(run)
+        Self::make(arguments, arguments.preset.name())?.with_arguments(arguments)
     }
 
-    fn write_arguments(&self, arguments: &TrainingArguments) -> Result<()> {
+    fn with_arguments(self, arguments: &TrainingArguments) -> Result<Self> {
         // The numbered folder is written as `output_dir`, so that the stored file resumes this run.
         let stored = TrainingArguments {
             output_dir: Some(self.root.clone()),
             ..arguments.clone()
         };
-        stored.write(self.arguments()).map_err(|error| match error {
-            Error::Common(CommonError::Io { source, .. }) => Error::NotWritable {
-                path: self.root.clone(),
-                source,
-            },
-            other => other,
-        })
+        self.with_text(&stored.to_text(ConfigFormat::Json)?)
+    }
+
+    /// Locks the folder and writes the configuration into it.
+    fn with_text(self, arguments: &str) -> Result<Self> {
+        self.lock()?;
+        match files::write(self.arguments(), arguments.as_bytes()) {
+            Err(CommonError::Io { source, .. }) => Err(not_writable(&self.root, source)),
+            written => Ok(written.map(|()| self)?),
+        }
     }
 
     /// Opens the folder of the run that `resume_from_checkpoint` resumes, if it exists; else creates one as
@@ -113,13 +116,9 @@ impl RunFolder {
     /// # Errors
     /// As [`create`](RunFolder::create), and [`Error::Common`] if no option names the run.
     pub fn open_or_create(group: &ProcessGroup, arguments: &TrainingArguments) -> Result<Self> {
-        on_main(group, || {
-            let Some(run) = Self::to_resume(arguments)? else {
-                return Self::create(arguments);
-            };
-            run.lock()?;
-            run.write_arguments(arguments)?;
-            Ok(run)
+        on_main(group, || match Self::to_resume(arguments)? {
+            Some(run) => run.with_arguments(arguments),
+            None => Self::create(arguments),
         })
     }
 
@@ -378,13 +377,10 @@ impl FinetuneArguments {
     }
 
     fn write_into(&self, run: RunFolder) -> Result<RunFolder> {
-        run.lock()?;
         let mut stored = self.clone();
         stored.training.output_dir = Some(run.root().to_owned());
         let text = format!("{:#}\n", stored.to_values()?);
-        let path = run.arguments();
-        files::write(&path, text.as_bytes())?;
-        Ok(run)
+        run.with_text(&text)
     }
 }
 

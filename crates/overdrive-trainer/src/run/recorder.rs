@@ -7,8 +7,7 @@ use overdrive_profiling::{
 use tch::{Device, Kind};
 
 use crate::Result;
-use crate::arguments::STEPS_BEFORE_TRACE;
-use crate::arguments::TrainingArguments;
+use crate::arguments::{STEPS_BEFORE_TRACE, TrainingArguments};
 
 impl TrainingArguments {
     /// Returns a recorder of the steps on `devices` devices like `device`. If the FLOPs of the `model` are known, it

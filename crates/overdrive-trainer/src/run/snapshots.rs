@@ -14,8 +14,7 @@ use super::fingerprints::Fingerprints;
 use super::folder::RunFolder;
 use super::plan::TrainingPlan;
 use crate::Result;
-use crate::arguments::Metric;
-use crate::arguments::{ReportTo, ResumeFromCheckpoint, TrainingArguments};
+use crate::arguments::{Metric, ReportTo, ResumeFromCheckpoint, TrainingArguments};
 
 impl RunFolder {
     /// Opens the snapshots of the folder, `checkpoint-<step>`. Each process of `group` calls it.

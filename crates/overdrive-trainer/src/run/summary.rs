@@ -62,10 +62,9 @@ impl RunSummary {
         let loading = self.data_loading.map(|loading| loading.share);
         self.targets = Targets::default().check(loading, recorder.gpu_utilization());
         // 0 if the optimizer has no state to store.
-        self.optimizer_bytes = optimizer.state_dict().map_or(0, |state| {
-            let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
-            state.tensors.values().map(bytes).sum::<usize>() as u64
-        });
+        self.optimizer_bytes = optimizer
+            .state_dict()
+            .map_or(0, |state| state.tensors.values().map(tensor_bytes).sum());
     }
 
     /// Returns the way in which the run ended. A snapshot of an earlier step does not make it one that was saved.
@@ -117,4 +116,9 @@ impl fmt::Display for RunSummary {
         }
         Ok(())
     }
+}
+
+/// Returns the bytes of the elements of a tensor.
+pub(crate) fn tensor_bytes(tensor: &Tensor) -> u64 {
+    (tensor.numel() * tensor.kind().elt_size_in_bytes()) as u64
 }

@@ -61,16 +61,21 @@ fn slow(what: impl Into<String>, remedy: impl Into<String>) -> Finding {
     Finding::warning("speed", what, remedy)
 }
 
+/// Returns `true` if the estimate is well below the free memory.
+fn has_room(plan: &MemoryPlan, facts: &MachineFacts) -> Result<bool> {
+    let peak = plan.estimate()?.peak as f64;
+    Ok(facts
+        .free_memory
+        .is_some_and(|free| peak < ROOM * free as f64))
+}
+
 /// Returns the finding that the run recomputes blocks for which there is room.
 fn unneeded_checkpointing(plan: &MemoryPlan, facts: &MachineFacts) -> Result<Option<Finding>> {
     let whole = MemoryPlan {
         recomputation: Recomputation::Never,
         ..*plan
     };
-    let fits = match facts.free_memory {
-        Some(free) => (whole.estimate()?.peak as f64) < ROOM * free as f64,
-        None => false,
-    };
+    let fits = has_room(&whole, facts)?;
     Ok(
         (plan.recomputation != Recomputation::Never && fits).then(|| {
             slow(
@@ -147,11 +152,7 @@ fn on_a_gpu(
         batch: 2 * plan.batch,
         ..*plan
     };
-    let fits = match facts.free_memory {
-        Some(free) => (doubled.estimate()?.peak as f64) < ROOM * free as f64,
-        None => false,
-    };
-    if arguments.gradient_accumulation_steps > 1 && fits {
+    if arguments.gradient_accumulation_steps > 1 && has_room(&doubled, facts)? {
         found.push(slow(
             "micro-batches of twice the size fit into the free memory",
             "a larger `per_device_train_batch_size` with fewer `gradient_accumulation_steps`; `cargo xtask tune` \

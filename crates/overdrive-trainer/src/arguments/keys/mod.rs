@@ -8,7 +8,7 @@ mod translate;
 
 use serde_json::{Map, Value};
 
-pub(super) use translate::{Source, refuse_unread, translate};
+pub(super) use translate::{COMMAND_LINE, Source, refuse_unread, translate};
 
 use super::finetune::FINETUNE;
 use super::key::{Key, Program, Range, at, plain};
@@ -43,12 +43,24 @@ fn rows() -> impl Iterator<Item = &'static Key> {
         let all = [TRAINING, MODEL, FINETUNE].into_iter().flatten();
         all.filter(move |key| key.heading == heading)
     });
-    own.chain(foreign::KEYS)
+    own.chain(foreign::KEYS).chain(foreign::WITHOUT_EFFECT)
 }
 
 /// Returns the rows that a program reads.
 pub(super) fn rows_of(program: Program) -> impl Iterator<Item = &'static Key> {
     rows().filter(move |key| key.is_read_by(program))
+}
+
+/// Returns `true` for a key that may have another value on each process.
+pub(crate) fn differs_by_rank(name: &str) -> bool {
+    rows().any(|key| key.per_rank && key.name == name)
+}
+
+/// Returns the keys that decide which example has which number. A run may resume with other values of all other keys of
+/// training: steps, batch sizes, learning rate, logging, evaluation, precision, devices.
+pub(crate) fn keys_of_the_order() -> Vec<&'static str> {
+    let keys = rows().filter(|key| key.orders_data);
+    keys.map(|key| key.name).collect()
 }
 
 /// Returns every name that a program reads, spellings included; keys of a section have dotted names.

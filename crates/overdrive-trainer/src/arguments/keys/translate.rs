@@ -9,6 +9,9 @@ use super::{rows, rows_of};
 use crate::arguments::key::{Key, Program, Reader, plain};
 use crate::{Error, Result};
 
+/// The origin of the flags.
+pub(in crate::arguments) const COMMAND_LINE: &str = "the command line";
+
 /// The source of a layer of keys and values.
 #[derive(Debug, Clone, Copy)]
 pub(in crate::arguments) struct Source<'a> {
@@ -49,8 +52,10 @@ pub(in crate::arguments) fn translate(
             notes.push(format!("`{steps}: 0` is `{strategy}: no`"));
             values.shift_remove(steps);
             values.insert(strategy.to_owned(), json!("no"));
-        } else if renamed.contains(&steps) {
-            // Projects with `eval_interval` have no separate key that enables evaluation.
+        } else if renamed.contains(&steps)
+            || (source.origin == COMMAND_LINE && values.contains_key(steps))
+        {
+            // Projects with `eval_interval` have no separate key that enables evaluation, and a flag is meant to act.
             values.insert(strategy.to_owned(), json!("steps"));
         }
     }

@@ -17,10 +17,8 @@ use serde_json::Value;
 use tch::Device;
 
 use crate::Result;
-use crate::arguments::FinetuneArguments;
-use crate::arguments::{IntervalStrategy, TrainingArguments};
-use crate::data::DataShard;
-use crate::data::{BatchFill, Loading};
+use crate::arguments::{FinetuneArguments, IntervalStrategy, TrainingArguments};
+use crate::data::{BatchFill, DataShard, Loading};
 use crate::run::{Fingerprints, keys_of, model_digest};
 
 /// The keys of fine-tuning that decide what the weights of an adapter mean.
@@ -121,7 +119,7 @@ impl InstructionData {
         shard: impl Into<DataShard>,
     ) -> Result<DeviceLoader<Batch>> {
         let (rows, layout, lengths) = self.rows(arguments)?;
-        loading(arguments, shard, true).of_rows(rows, layout, lengths)
+        Loading::new(&arguments.training, shard, true).of_rows(rows, layout, lengths)
     }
 
     /// Returns the shares of tokens in the batches of an epoch and in its rows, and the number of tokens in the longest
@@ -131,7 +129,7 @@ impl InstructionData {
     /// An error if an option is outside its range.
     pub fn fill(&self, arguments: &FinetuneArguments) -> Result<(BatchFill, u64)> {
         let (rows, layout, lengths) = self.rows(arguments)?;
-        let how = loading(arguments, Device::Cpu, true);
+        let how = Loading::new(&arguments.training, Device::Cpu, true);
         let plan = rows.plan();
         let longest = (0..plan.len()).map(|row| plan.row_tokens(row)).max();
         let fill = how.fill(plan, layout, lengths)?;
@@ -166,7 +164,7 @@ impl InstructionData {
         let lengths = &validation.lengths()[..rows];
         let plan = Arc::new(PackPlan::one_each(lengths, training.context())?);
         let rows = SequenceRows::new(Arc::clone(validation), plan);
-        let how = loading(arguments, shard, false);
+        let how = Loading::new(&arguments.training, shard, false);
         how.of_rows(rows, RowLayout::EndToEnd, None).map(Some)
     }
 
@@ -381,18 +379,6 @@ type TrainRows = (
     RowLayout,
     Option<Vec<u32>>,
 );
-
-pub(crate) fn loading(
-    arguments: &FinetuneArguments,
-    shard: impl Into<DataShard>,
-    endless: bool,
-) -> Loading<'_> {
-    Loading {
-        arguments: &arguments.training,
-        shard: shard.into(),
-        endless,
-    }
-}
 
 /// The records as they are stored in the files, each with the answers that the datasets read.
 struct Records<const N: usize>([InstructionDataset; N]);

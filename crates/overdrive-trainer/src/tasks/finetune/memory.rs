@@ -7,7 +7,7 @@ use overdrive_precision::Precision;
 use super::FinetuneModel;
 use crate::Result;
 use crate::arguments::FinetuneArguments;
-use crate::run::RunSummary;
+use crate::run::{RunSummary, tensor_bytes};
 use crate::tasks::language_model::decoder_shape;
 
 /// The memory of a fine-tuning run, in bytes.
@@ -50,13 +50,15 @@ impl TrainingMemory {
             .memory_plan_of(decoder_shape(&model.model), precision);
         plan.length = width;
         let full = plan.estimate()?;
-        let gradients = model.trainable.iter();
-        let gradients = gradients.map(|(_, t)| t.numel() * t.kind().elt_size_in_bytes());
+        let gradients = model
+            .trainable
+            .iter()
+            .map(|(_, weight)| tensor_bytes(weight));
         Ok(Self {
             trainable_parameters: model.trainable_parameters(),
             all_parameters: model.all_parameters(),
             weight_bytes: model.weight_bytes(),
-            gradient_bytes: gradients.sum::<usize>() as u64,
+            gradient_bytes: gradients.sum(),
             optimizer_bytes: summary.optimizer_bytes,
             peak_bytes,
             full_peak_bytes: full.peak,

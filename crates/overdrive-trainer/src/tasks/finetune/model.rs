@@ -13,8 +13,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 use crate::arguments::FinetuneArguments;
-use crate::run::RunFolder;
-use crate::run::shared;
+use crate::run::{RunFolder, shared, tensor_bytes};
 use crate::tasks::language_model::model_flops;
 
 /// The name of the adapter, PEFT's own.
@@ -141,13 +140,15 @@ impl FinetuneModel {
 
     /// Returns the size of the weights, quantized or not, and of the adapters, in bytes.
     pub fn weight_bytes(&self) -> u64 {
-        let bytes = |tensor: &Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
-        let adapters = self.trainable.iter().map(|(_, tensor)| bytes(tensor));
-        let adapters: usize = match self.has_adapter {
-            true => adapters.sum(),
+        let adapters: u64 = match self.has_adapter {
+            true => self
+                .trainable
+                .iter()
+                .map(|(_, weight)| tensor_bytes(weight))
+                .sum(),
             false => 0,
         };
-        (self.model.memory_footprint() + adapters) as u64
+        self.model.memory_footprint() as u64 + adapters
     }
 
     /// Writes the adapter into the run's folder in PEFT's format, or without an adapter the model into
@@ -156,21 +157,19 @@ impl FinetuneModel {
     /// # Errors
     /// An error if a file cannot be written.
     pub fn save(&mut self, run: &RunFolder, ema: Option<&mut Ema>) -> Result<()> {
-        match self.has_adapter {
-            true => save_adapter(&mut self.model, ADAPTER, run.root())?,
-            false => self
-                .model
-                .save_pretrained(run.model(), &SaveOptions::default())?,
-        }
+        self.save_weights(run.root(), &run.model())?;
         if let Some(ema) = ema {
             // The guard puts the trained weights back after saving.
             let _averaged = ema.apply()?;
-            match self.has_adapter {
-                true => save_adapter(&mut self.model, ADAPTER, run.averaged_model())?,
-                false => self
-                    .model
-                    .save_pretrained(run.averaged_model(), &SaveOptions::default())?,
-            }
+            self.save_weights(&run.averaged_model(), &run.averaged_model())?;
+        }
+        Ok(())
+    }
+
+    fn save_weights(&mut self, adapter: &Path, model: &Path) -> Result<()> {
+        match self.has_adapter {
+            true => save_adapter(&mut self.model, ADAPTER, adapter)?,
+            false => self.model.save_pretrained(model, &SaveOptions::default())?,
         }
         Ok(())
     }

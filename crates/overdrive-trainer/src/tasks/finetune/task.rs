@@ -25,12 +25,18 @@ pub struct FinetuneTask {
     pub fingerprints: Fingerprints,
     /// The precision of the training.
     pub precision: Precision,
-    shard: DataShard,
-    fill: BatchFill,
+    pub(crate) measured: Measured,
+}
+
+/// What a task keeps of its preparation for its loaders and its results.
+#[derive(Debug)]
+pub(crate) struct Measured {
+    pub(crate) shard: DataShard,
+    pub(crate) fill: BatchFill,
     /// The tokens of the widest row.
-    width: u64,
+    pub(crate) width: u64,
     /// The bytes that were allocated before the model was loaded.
-    allocated_before: u64,
+    pub(crate) allocated_before: u64,
 }
 
 impl FinetuneTask {
@@ -49,35 +55,22 @@ impl FinetuneTask {
         let loaded = LoadedModel::load(arguments, base_model, group, &mut say)?;
         let data = InstructionData::prepare(arguments, loaded.eos_token_ids(), &mut say)?;
         let fingerprints = data.fingerprints(arguments, group)?;
-        let (fill, width) = data.fill(arguments)?;
-        let task = Self::new(loaded, data, fingerprints, fill, width);
+        let measured = loaded.measured(data.fill(arguments)?);
         say(&format!(
-            "batches     {} of {} rows per epoch, {fill}",
-            task.train_loader(arguments)?.batches_per_epoch(),
+            "batches     {} of {} rows per epoch, {}",
+            data.train_loader(arguments, measured.shard)?
+                .batches_per_epoch(),
             arguments.training.per_device_train_batch_size,
+            measured.fill,
         ));
-        task.model.describe(arguments, task.precision, &mut say);
-        Ok(task)
-    }
-
-    /// Returns a task on `data`, whose longest row has `width` tokens.
-    pub(crate) fn new(
-        loaded: LoadedModel,
-        data: InstructionData,
-        fingerprints: Fingerprints,
-        fill: BatchFill,
-        width: u64,
-    ) -> Self {
-        Self {
+        loaded.model.describe(arguments, loaded.precision, &mut say);
+        Ok(Self {
             model: loaded.model,
             data,
             fingerprints,
             precision: loaded.precision,
-            shard: loaded.shard,
-            fill,
-            width,
-            allocated_before: loaded.allocated_before,
-        }
+            measured,
+        })
     }
 
     /// Returns the loader of this process.
@@ -85,7 +78,7 @@ impl FinetuneTask {
     /// # Errors
     /// As [`InstructionData::train_loader`].
     pub fn train_loader(&self, arguments: &FinetuneArguments) -> Result<DeviceLoader<Batch>> {
-        self.data.train_loader(arguments, self.shard)
+        self.data.train_loader(arguments, self.measured.shard)
     }
 
     /// Evaluates the model on the held-out records, without dropout; the loss is NaN if none are held out.
@@ -97,7 +90,10 @@ impl FinetuneTask {
         arguments: &FinetuneArguments,
         group: &ProcessGroup,
     ) -> Result<Evaluation> {
-        let loss = match self.data.validation_loader(arguments, self.shard)? {
+        let loss = match self
+            .data
+            .validation_loader(arguments, self.measured.shard)?
+        {
             Some(batches) => {
                 self.model.model.set_training(false)?;
                 let loss = evaluate(&self.model.model, batches, self.precision, group)?;
@@ -121,10 +117,10 @@ impl FinetuneTask {
         ema: Option<Ema>,
     ) -> Result<Finetuned> {
         self.model.model.set_training(false)?;
-        let peak = MemoryUsage::of(self.shard.device()).peak_allocated_bytes;
-        let peak = peak.map(|peak| peak.saturating_sub(self.allocated_before));
+        let peak = MemoryUsage::of(self.measured.shard.device()).peak_allocated_bytes;
+        let peak = peak.map(|peak| peak.saturating_sub(self.measured.allocated_before));
         // The longest row bounds the activations, which dominate the estimate.
-        let width = self.width.min(arguments.training.context_length);
+        let width = self.measured.width.min(arguments.training.context_length);
         let (model, precision) = (self.model, self.precision);
         let memory = TrainingMemory::of(arguments, precision, &model, &summary, width, peak)?;
         Ok(Finetuned {
@@ -134,7 +130,7 @@ impl FinetuneTask {
             data: self.data,
             summary,
             memory,
-            fill: self.fill,
+            fill: self.measured.fill,
             ema,
         })
     }
@@ -144,9 +140,9 @@ impl FinetuneTask {
 pub(crate) struct LoadedModel {
     pub(crate) model: FinetuneModel,
     pub(crate) precision: Precision,
-    pub(crate) shard: DataShard,
+    shard: DataShard,
     /// The bytes that were allocated before it was loaded.
-    pub(crate) allocated_before: u64,
+    allocated_before: u64,
 }
 
 impl LoadedModel {
@@ -186,6 +182,16 @@ impl LoadedModel {
             shard: DataShard::of(group, device),
             allocated_before,
         })
+    }
+
+    /// Returns what a task keeps of it, with the fill and the widest row of its batches.
+    pub(crate) fn measured(&self, (fill, width): (BatchFill, u64)) -> Measured {
+        Measured {
+            shard: self.shard,
+            fill,
+            width,
+            allocated_before: self.allocated_before,
+        }
     }
 
     /// Returns the end-of-sequence tokens of the model's configuration.

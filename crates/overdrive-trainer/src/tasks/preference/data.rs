@@ -8,11 +8,9 @@ use overdrive_datasets::{
 use super::{PreferenceBatch, PreferenceExample, collate_preferences};
 use crate::Result;
 use crate::arguments::FinetuneArguments;
-use crate::data::BatchFill;
-use crate::data::DataShard;
+use crate::data::{BatchFill, DataShard, Loading};
 use crate::error::invalid;
-use crate::tasks::finetune::InstructionData;
-use crate::tasks::finetune::{RecordReader, loading, without_duplicates};
+use crate::tasks::finetune::{InstructionData, RecordReader, without_duplicates};
 
 /// The preference records of a run, encoded with the model's tokenizer and chat template, and split. A record has a `prompt`
 /// and the answers `chosen` and `rejected`, each a text or a list of messages
@@ -107,7 +105,7 @@ impl PreferenceData {
     /// Returns the share of tokens in the batches of an epoch, and the number of tokens in the longest row.
     pub(super) fn fill(&self, arguments: &FinetuneArguments) -> Result<(BatchFill, u64)> {
         let pairs = self.train();
-        let how = loading(arguments, tch::Device::Cpu, true);
+        let how = Loading::new(&arguments.training, tch::Device::Cpu, true);
         let sequences = |pair| pairs.lengths(pair);
         let grouped = lengths(arguments, &pairs);
         let batches = how.padded_fill(pairs.len, multiple_of(arguments), grouped, sequences)?;
@@ -137,7 +135,7 @@ impl PreferenceData {
     ) -> Result<DeviceLoader<PreferenceBatch>> {
         let (pad_token, multiple_of) = (self.chosen.pad_token, multiple_of(arguments));
         let collate = move |pairs: Vec<_>| collate_preferences(&pairs, pad_token, multiple_of);
-        loading(arguments, shard, endless).collated(pairs, lengths, collate)
+        Loading::new(&arguments.training, shard, endless).collated(pairs, lengths, collate)
     }
 }
 

@@ -11,11 +11,9 @@ use super::{
     preference_log_probs,
 };
 use crate::arguments::FinetuneArguments;
-use crate::data::{BatchFill, DataShard};
 use crate::error::invalid;
 use crate::run::{Evaluation, Fingerprints, RunFolder, RunSummary};
-use crate::tasks::finetune::LoadedModel;
-use crate::tasks::finetune::{FinetuneModel, FinetuneTask, Finetuned};
+use crate::tasks::finetune::{FinetuneModel, FinetuneTask, Finetuned, LoadedModel, Measured};
 use crate::{Interrupt, Result};
 
 /// A loaded model, its reference and preference data, ready for Direct Preference Optimization.
@@ -32,12 +30,7 @@ pub struct PreferenceTask {
     /// The precision of the training.
     pub precision: Precision,
     reference: Reference,
-    shard: DataShard,
-    fill: BatchFill,
-    /// The tokens of the widest row.
-    width: u64,
-    /// The bytes that were allocated before the model was loaded.
-    allocated_before: u64,
+    measured: Measured,
 }
 
 /// The model with which the policy is compared.
@@ -74,17 +67,13 @@ impl PreferenceTask {
         let loaded = LoadedModel::load(arguments, base_model, group, &mut say)?;
         let data = PreferenceData::prepare(arguments, loaded.eos_token_ids(), &mut say)?;
         let fingerprints = data.chosen.fingerprints(arguments, group)?;
-        let (fill, width) = data.fill(arguments)?;
-        let LoadedModel {
-            mut model,
-            precision,
-            shard,
-            allocated_before,
-        } = loaded;
+        let measured = loaded.measured(data.fill(arguments)?);
+        let (mut model, precision, shard) = (loaded.model, loaded.precision, measured.shard);
         say(&format!(
-            "batches     {} of {} pairs per epoch, {fill}",
+            "batches     {} of {} pairs per epoch, {}",
             data.train_loader(arguments, shard)?.batches_per_epoch(),
             arguments.training.per_device_train_batch_size,
+            measured.fill,
         ));
         model.describe(arguments, precision, &mut say);
         let reference = match arguments.use_peft {
@@ -107,10 +96,7 @@ impl PreferenceTask {
             fingerprints,
             precision,
             reference,
-            shard,
-            fill,
-            width,
-            allocated_before,
+            measured,
         })
     }
 
@@ -122,7 +108,7 @@ impl PreferenceTask {
         &self,
         arguments: &FinetuneArguments,
     ) -> Result<DeviceLoader<PreferenceBatch>> {
-        self.data.train_loader(arguments, self.shard)
+        self.data.train_loader(arguments, self.measured.shard)
     }
 
     /// Computes the log-probabilities of the answers of `batch` under the reference model, without gradients.
@@ -165,11 +151,14 @@ impl PreferenceTask {
         arguments: &FinetuneArguments,
         group: &ProcessGroup,
     ) -> Result<Evaluation> {
-        let Some(batches) = self.data.validation_loader(arguments, self.shard)? else {
+        let Some(batches) = self
+            .data
+            .validation_loader(arguments, self.measured.shard)?
+        else {
             return Ok(Evaluation::new(f64::NAN, None));
         };
         let _no_grad = tch::no_grad_guard();
-        let (device, precision) = (self.shard.device(), self.precision);
+        let (device, precision) = (self.measured.shard.device(), self.precision);
         self.model.model.set_training(false)?;
         // Summed on the device, so that the host does not wait for it after each batch.
         let mut sum = Tensor::f_zeros([0i64; 0], (Kind::Double, device))?;
@@ -204,14 +193,13 @@ impl PreferenceTask {
         summary: RunSummary,
         ema: Option<Ema>,
     ) -> Result<Finetuned> {
-        let loaded = LoadedModel {
+        let task = FinetuneTask {
             model: self.model,
+            data: self.data.chosen,
+            fingerprints: self.fingerprints,
             precision: self.precision,
-            shard: self.shard,
-            allocated_before: self.allocated_before,
+            measured: self.measured,
         };
-        let (fingerprints, fill, width) = (self.fingerprints, self.fill, self.width);
-        FinetuneTask::new(loaded, self.data.chosen, fingerprints, fill, width)
-            .finish(arguments, folder, summary, ema)
+        task.finish(arguments, folder, summary, ema)
     }
 }
