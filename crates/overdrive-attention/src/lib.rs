@@ -79,6 +79,6 @@ pub use merge::merge;
 pub use options::{Alignment, AttentionOptions, Backend, Layout, Window};
 pub use paged::attention_paged;
 pub use paged_layout::PagedLayout;
-pub use paged_write::{PagedSlots, paged_write};
+pub use paged_write::{PagedSlots, paged_write, paged_write_pair};
 pub use selection::{Explanation, Verdict, explain, explain_varlen};
 pub use varlen::{PackedLengths, attention_varlen, attention_varlen_with_lse};

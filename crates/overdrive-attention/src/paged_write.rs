@@ -1,4 +1,5 @@
 use overdrive_core::Error as Common;
+use overdrive_gpu::PagedWrite;
 use overdrive_kernels::Accumulate;
 use overdrive_sys::storage::memory_overlaps;
 use overdrive_sys::transfer::to_device;
@@ -130,6 +131,38 @@ pub fn paged_write(rows: &Tensor, pool: &mut Tensor, slots: &PagedSlots) -> Resu
     };
     let _written = pool.f_index_put_(&[Some(blocks), None, Some(places)], &rows, false)?;
     Ok(())
+}
+
+/// Writes the keys and values `(T, H_kv, D)` of T new tokens to their slots of two pools, as [`paged_write`] does for
+/// each. On CUDA it is one launch of a kernel of overdrive-gpu where they are used.
+///
+/// # Errors
+/// As for [`paged_write`]; keys may have been written if the values do not fit.
+pub fn paged_write_pair(
+    [keys, values]: [&Tensor; 2],
+    [key_pool, value_pool]: [&mut Tensor; 2],
+    slots: &PagedSlots,
+) -> Result<()> {
+    if let (Some((blocks, places)), Some(kernels)) =
+        (&slots.indices, overdrive_gpu::kernels(slots.device)?)
+    {
+        check(keys, key_pool, slots)?;
+        check(values, value_pool, slots)?;
+        let (keys, values) = (keys.f_detach()?, values.f_detach()?);
+        let call = PagedWrite {
+            keys: &keys,
+            values: &values,
+            key_pool,
+            value_pool,
+            blocks,
+            places,
+        };
+        if kernels.paged_write(&call)? {
+            return Ok(());
+        }
+    }
+    paged_write(keys, key_pool, slots)?;
+    paged_write(values, value_pool, slots)
 }
 
 fn copy<E: Accumulate>(rows: &Strided, pool: &Tensor, slots: &PagedSlots) -> Result<()> {

@@ -1,7 +1,7 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
 use overdrive_gpu::NormGradients;
 use overdrive_kernels::Element;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use crate::error::{check_floating, wrong_shape};
 use crate::kernel::rms_norm::{Saved, backward, forward};
@@ -45,8 +45,8 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
 /// the normalised values are those of the sum after rounding. Backward takes the gradients of both
 /// results, and keeps the sum and one f32 a row.
 ///
-/// Under autocast, where the kernels of overdrive-gpu are used, `x` and `weight` in f32 and a `residual` in the dtype of
-/// autocast stay as they are: the sum is f32, the normalised values have the dtype of autocast, which the linear layer
+/// Under autocast, where the kernels of overdrive-gpu are used, a `weight` and one of the two in f32 and the other in the
+/// dtype of autocast stay as they are: the sum is f32, the normalised values have the dtype of autocast, which the linear layer
 /// after them would cast them to. This saves two casts of all activations in each direction.
 ///
 /// # Errors
@@ -67,12 +67,17 @@ pub fn add_rms_norm(
             format!("{:?}, the shape of x", x.size()),
         ));
     }
-    if let Some(kernels) = gpu::add_rms_norm_mixed(x, residual, weight)? {
+    // A sum in either order: the one in f32 is the residual stream.
+    let (stream, delta) = match x.kind() {
+        Kind::Float => (x, residual),
+        _ => (residual, x),
+    };
+    if let Some(kernels) = gpu::add_rms_norm_mixed(stream, delta, weight)? {
         let function = AddRmsNorm {
             eps,
             gpu: Some(kernels),
         };
-        let mut both = apply(function, &[x, residual, weight])?;
+        let mut both = apply(function, &[stream, delta, weight])?;
         let sum = both.remove(1);
         return Ok((both.remove(0), sum));
     }
@@ -258,7 +263,6 @@ fn run_backward(
 #[cfg(test)]
 mod tests {
     use super::*;
-    use tch::Kind;
 
     #[test]
     fn dtypes_meet_as_in_libtorch() {

@@ -623,10 +623,15 @@ def decode_attention(launch):
     flat = launch.given("query", launch.random.standard_normal(extent))
     steps = [8 * s["q_row"], 8 * s["q_head"], 8]
     query = np.lib.stride_tricks.as_strided(flat, (total, heads * group, dim), steps)
-    launch.output("partial", splits, total, heads * group, dim)
-    launch.output("lse", splits, total, heads * group)
+    for name, shape in [("partial", (splits, total, heads * group, dim)), ("lse", (splits, total, heads * group)),
+                        ("y", (total, heads * group, dim)), ("y_lse", (heads * group, total))]:
+        launch.output(name, *shape)
     launch.run()
-    means, lse = launch.buffers["partial"].get(), launch.buffers["lse"].get()
+    if s["direct"]:
+        assert splits == 1, launch.describe()
+        means, lse = launch.buffers["y"].get()[None], launch.buffers["y_lse"].get().T[None]
+    else:
+        means, lse = launch.buffers["partial"].get(), launch.buffers["lse"].get()
     assert not np.isnan(means).any() and not np.isnan(lse).any(), launch.describe()
     # Without the second kernel: the splits by their weights.
     highest = lse.max(axis=0)
@@ -657,6 +662,28 @@ def decode_attention(launch):
     factor = 2 if constants["CODED"] and kind == "bf16" else 1
     worst = launch.close("lse", expected_lse, factor=factor, found=found, kind=kind)
     return max(worst, launch.close("partial", expected, factor=factor, found=mean, kind=kind))
+
+
+def paged_write(launch):
+    s = launch.scalars
+    tokens, heads = launch.entry["blocks"]
+    dim, rows = s["dim"], s["kp_head"] // s["kp_row"]
+    # Tokens in any order, no two in one place; the other places keep what they have.
+    slots = launch.random.permutation((tokens + 1) * rows)[:tokens]
+    blocks, places = launch.given("blocks", slots // rows), launch.given("places", slots % rows)
+    expected = {}
+    for name in ("key", "value"):
+        extent = 1 + (tokens - 1) * s[f"{name[0]}_token"] + (heads - 1) * s[f"{name[0]}_head"] + dim - 1
+        flat = launch.given(f"{name}s", launch.random.standard_normal(extent))
+        strides = [8 * s[f"{name[0]}_token"], 8 * s[f"{name[0]}_head"], 8]
+        given = np.lib.stride_tricks.as_strided(flat, (tokens, heads, dim), strides)
+        before = launch.values(f"{name}_pool", tokens + 1, heads, rows, dim).copy()
+        before[blocks.astype(int), :, places.astype(int)] = given
+        expected[f"{name}_pool"] = before
+    launch.run()
+    for name, values in expected.items():
+        assert np.array_equal(launch.buffers[name].get(), values), f"{launch.describe()}: {name}"
+    return 0.0
 
 
 def decode_combine(launch):

@@ -110,8 +110,8 @@ impl Kernels {
     /// logarithms of the denominators, f32 `(H, N)` or `(B, H, T)`; `None` if there is no kernel for this call. A query
     /// that sees no key gets zeros and -∞.
     ///
-    /// It takes two launches. The keys are split among as many programs as fill the GPU; their number depends on the
-    /// capacity of the rows alone, so that a captured launch serves every length.
+    /// It takes two launches, or one where rows and heads alone fill the GPU. Else the keys are split among as many programs
+    /// as do; their number depends on the capacity of the rows alone, so that a captured launch serves every length.
     ///
     /// # Errors
     /// [`Error::Common`](crate::Error::Common) for tensors that do not fit each other,
@@ -202,8 +202,17 @@ impl Kernels {
         let splits = splits.clamp(1, most);
         let (kind, device) = (call.query.kind(), call.query.device());
         let float = (Kind::Float, device);
-        let partial = Tensor::f_empty([splits as i64, total, heads, dim], float)?;
-        let partial_lse = Tensor::f_empty([splits as i64, total, heads], float)?;
+        let y = Tensor::f_empty([total, heads, dim], (kind, device))?;
+        let lse = Tensor::f_empty([heads, total], float)?;
+        // The results of one split are those of the call, without a second launch.
+        let is_direct = splits == 1 && call.sinks.is_none();
+        let (partial, partial_lse) = match is_direct {
+            true => (lse.shallow_clone(), lse.shallow_clone()),
+            false => (
+                Tensor::f_empty([splits as i64, total, heads, dim], float)?,
+                Tensor::f_empty([splits as i64, total, heads], float)?,
+            ),
+        };
         let query = aligned_rows(call.query)?;
         let mut arguments = vec![
             ("query", Elements(&query)),
@@ -211,6 +220,8 @@ impl Kernels {
             ("values", Elements(call.values)),
             ("partial", Elements(&partial)),
             ("lse", Elements(&partial_lse)),
+            ("y", Elements(&y)),
+            ("y_lse", Elements(&lse)),
         ];
         let tables = tables(call)?;
         arguments.extend(tables.iter().map(|(name, table)| (*name, Elements(table))));
@@ -241,11 +252,12 @@ impl Kernels {
             ("right", limit(call.right)),
             ("scale", F32(call.scale)),
             ("softcap", F32(call.softcap.unwrap_or(0.0))),
+            ("direct", I32(i64::from(is_direct))),
         ]);
         self.launch(split, [programs, splits], &arguments)?;
-
-        let y = Tensor::f_empty([total, heads, dim], (kind, device))?;
-        let lse = Tensor::f_empty([heads, total], float)?;
+        if is_direct {
+            return Ok((y, lse));
+        }
         let sinks = match call.sinks {
             Some(sinks) => Some(dense(&sinks.f_to_kind(Kind::Float)?)?),
             None => None,

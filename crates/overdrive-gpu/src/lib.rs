@@ -19,6 +19,7 @@
 //! | [`EightBit`] | [`Kernels::eight_bit`] | the same with 8-bit integers and floats, scaled by output or by group |
 //! | [`Adam8`] | [`Kernels::adam8`] | a step of AdamW with averages of 8 bits |
 //! | [`Decode`] | [`Kernels::decode`] | attention of a few queries over dense, paged or 8-bit keys and values |
+//! | [`PagedWrite`] | [`Kernels::paged_write`] | new keys and values to their rows in the blocks of a pool |
 //!
 //! Dtypes are f32, bf16 and f16; sums are in f32 and results are rounded once.
 //!
@@ -79,6 +80,7 @@ mod gate;
 mod kernels;
 mod loss;
 mod norm;
+mod paged_write;
 mod quantized;
 mod rotary;
 mod verified;
@@ -93,6 +95,7 @@ pub use kernels::{
 };
 pub use loss::{CrossEntropy, LossTerms};
 pub use norm::{NormGradients, Normalized, RmsNorm};
+pub use paged_write::PagedWrite;
 pub use quantized::{
     FOUR_BIT_GROUPS, FourBit, FourBitNumbers, FourBitScales, FourBitWeight, MOST_ROWS,
 };

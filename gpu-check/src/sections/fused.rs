@@ -231,11 +231,12 @@ fn linears(context: &mut Context) -> Result<()> {
             &format!("{name}, mixed precision"),
             &LOW,
             1.0,
-            &given,
+            &given[..=layers],
             |run, x| {
                 mixed(run, || {
-                    let weights = [wide(run, &x[1])?, wide(run, &x[2])?];
-                    let weights: Vec<&Tensor> = weights.iter().take(layers).collect();
+                    let weights = x[1..].iter().map(|weight| wide(run, weight));
+                    let weights = weights.collect::<Result<Vec<Tensor>>>()?;
+                    let weights: Vec<&Tensor> = weights.iter().collect();
                     Ok(vec![joint_linear(&x[0], &weights, None)?])
                 })
             },

@@ -4,7 +4,7 @@ use tch::{Kind, Tensor};
 
 use super::launches::empty;
 use super::stand_in::StandIn;
-use crate::{CodedHeads, Decode, DecodeLayout};
+use crate::{CodedHeads, Decode, DecodeLayout, PagedWrite};
 
 /// Returns a call without limits over keys and values in one tensor.
 fn decode_call<'a>(
@@ -24,6 +24,29 @@ fn decode_call<'a>(
         softcap: None,
         sinks: None,
     }
+}
+
+/// Writes new keys, strided as in a joint projection, and values of a tensor of their own.
+fn written(stand_in: &StandIn, kind: Kind, dim: i64) {
+    let (tokens, heads) = (3, 2);
+    let joint = empty(&[tokens, 4 * heads, dim], kind);
+    let pool = || empty(&[tokens + 1, heads, 16, dim], kind);
+    let (values, key_pool, value_pool) = (empty(&[tokens, heads, dim], kind), pool(), pool());
+    let (blocks, places) = (empty(&[tokens], Kind::Int64), empty(&[tokens], Kind::Int64));
+    let call = PagedWrite {
+        keys: &joint.narrow(1, 0, heads),
+        values: &values,
+        key_pool: &key_pool,
+        value_pool: &value_pool,
+        blocks: &blocks,
+        places: &places,
+    };
+    assert!(stand_in.kernels.paged_write(&call).unwrap());
+    let other = PagedWrite {
+        values: &values.to_kind(Kind::Double),
+        ..call
+    };
+    assert!(!stand_in.kernels.paged_write(&other).unwrap());
 }
 
 /// Launches every variant of the decode kernels.
@@ -91,6 +114,14 @@ pub(super) fn decode(stand_in: &StandIn, kind: Kind) {
             softcap: Some(5.0),
             ..plain
         });
+
+        // As many heads as fill the GPU: one split.
+        let query = empty(&[7, 40, dim], kind);
+        let cache = || empty(&[7, 40, 130, dim], kind);
+        let (keys, values, counts) = (cache(), cache(), empty(&[7], Kind::Int));
+        let rows = DecodeLayout::Rows { counts: &counts };
+        run(&decode_call(&query, &keys, &values, rows));
+        written(stand_in, kind, dim);
 
         if !matches!(dim, 64 | 128 | 256) {
             continue;

@@ -1,4 +1,4 @@
-use overdrive_attention::{PagedLayout, PagedSlots, attention_paged, paged_write};
+use overdrive_attention::{PagedLayout, PagedSlots, attention_paged, paged_write_pair};
 use overdrive_sys::transfer::to_device;
 use tch::Tensor;
 
@@ -124,10 +124,10 @@ impl<'a> PagedBatch<'a> {
         self.check(layer, keys, values)?;
         // `check` comes first: a step with an error writes nothing.
         let pool = &mut self.step.cache.pools()[layer];
-        for (rows, pool) in [(keys, &mut pool.keys), (values, &mut pool.values)] {
-            let rows = rows.f_squeeze_dim(0)?.f_transpose(0, 1)?;
-            paged_write(&rows, pool, &self.slots)?;
-        }
+        let rows = |new: &Tensor| new.f_squeeze_dim(0)?.f_transpose(0, 1);
+        let (keys, values) = (rows(keys)?, rows(values)?);
+        let pools = [&mut pool.keys, &mut pool.values];
+        paged_write_pair([&keys, &values], pools, &self.slots)?;
         self.written[layer] = true;
         Ok(())
     }
