@@ -115,9 +115,9 @@ pub(super) fn decode(stand_in: &StandIn, kind: Kind) {
             ..plain
         });
 
-        // As many heads as fill the GPU: one split.
-        let query = empty(&[7, 40, dim], kind);
-        let cache = || empty(&[7, 40, 130, dim], kind);
+        // Too few keys for a second split.
+        let query = empty(&[7, 4, dim], kind);
+        let cache = || empty(&[7, 2, 100, dim], kind);
         let (keys, values, counts) = (cache(), cache(), empty(&[7], Kind::Int));
         let rows = DecodeLayout::Rows { counts: &counts };
         run(&decode_call(&query, &keys, &values, rows));
