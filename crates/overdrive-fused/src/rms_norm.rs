@@ -7,11 +7,11 @@ use crate::kernel::rms_norm::{Saved, backward, forward};
 use crate::tensors::{Fresh, elements, has_kernel, promoted, with_element};
 use crate::{Result, gpu};
 
-/// Returns `weight · x / sqrt(mean(x²) + eps)` over the last dimension: `torch.nn.functional.rms_norm`
+/// Returns `weight · x / sqrt(mean(x²) + eps)` over the last dimension, as `torch.nn.functional.rms_norm` does
 /// (Zhang & Sennrich 2019, arXiv:1910.07467).
 ///
 /// `x (…, C)`, `weight (C,)`; the result has the shape of `x` and the dtype that the two promote to.
-/// Everything in between is f32 and rounded once, at the end. Backward keeps `x` and one f32 a
+/// The arithmetic is in f32, and results are rounded once. Backward saves `x` and one f32 for each
 /// row. The gradient of `weight` does not depend on the number of threads.
 ///
 /// # Errors
@@ -37,15 +37,15 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     Ok(apply(RmsNorm { eps, gpu }, &[&x, &weight])?.remove(0))
 }
 
-/// Returns `sum = x + residual` and `normalised = rms_norm(sum)`, as `(normalised, sum)`: the step from one
-/// block of a decoder to the next, in one pass over memory in each direction.
+/// Returns `(rms_norm(sum), sum)` with `sum = x + residual`: the step from one block of a decoder to the next,
+/// in one pass over memory in each direction.
 ///
-/// `x` and `residual (…, C)`, `weight (C,)`. Both results have the dtype that the three promote to;
-/// the normalised values are those of the sum after rounding. Backward takes the gradients of both
-/// results, and keeps the sum and one f32 a row.
+/// `x` and `residual (…, C)`, `weight (C,)`. Both results have the dtype that the three promote to; the
+/// norm is computed from the rounded sum. Backward takes the gradients of both results, and saves the sum and
+/// one f32 for each row.
 ///
 /// # Errors
-/// As [`rms_norm`]; [`Error::Common`](crate::Error::Common) if `x` and `residual` differ.
+/// As [`rms_norm`]; [`Error::Common`](crate::Error::Common) if the shapes of `x` and `residual` differ.
 pub fn add_rms_norm(
     x: &Tensor,
     residual: &Tensor,
@@ -146,7 +146,7 @@ impl Function for AddRmsNorm {
         context: &mut ForwardContext<'_>,
         inputs: &[&Tensor],
     ) -> FunctionResult<Vec<Tensor>> {
-        // An unused result stays `None` and is not added as a tensor of zeros.
+        // The gradient of an unused result stays `None` and is not added as a tensor of zeros.
         context.set_materialize_grads(false);
         if let Some(kernels) = &self.gpu {
             let out = kernels.forward(inputs[0], Some(inputs[1]), inputs[2], self.eps)?;
@@ -179,12 +179,12 @@ impl Function for AddRmsNorm {
                 (dx, Some(dw))
             }
         };
-        // `x` and the residual enter the sum alike, so one tensor is the gradient of both.
+        // `x` and the residual contribute equally to the sum, so one tensor is the gradient of both.
         Ok(vec![Some(dx.shallow_clone()), Some(dx), dw])
     }
 }
 
-/// Returns the normalised rows, and the reciprocal root mean square of each.
+/// Returns the normalized rows and the reciprocal root mean square of each.
 fn run<T: Element>(
     x: &Tensor,
     residual_and_sum: Option<(&[T], &mut [T])>,

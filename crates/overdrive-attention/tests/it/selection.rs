@@ -125,7 +125,7 @@ fn explain_names_the_one_that_runs_and_what_stands_against_the_others() {
     assert_eq!(explanation.backend, None);
     assert_eq!(
         explanation.reason,
-        "flash was asked for and cannot run this"
+        "flash was requested but cannot run this attention"
     );
 }
 
@@ -164,7 +164,7 @@ fn shapes_that_do_not_fit_are_named_in_the_callers_layout() {
     );
     assert_eq!(
         text(&x, &zeros(&[2, 3, 6, 8]), &x, Layout::Bhtd),
-        "`key` has shape [2, 3, 6, 8]; it must be a number of heads that divides the 4 of the query"
+        "`key` has shape [2, 3, 6, 8]; it must be a tensor whose number of heads divides the 4 of the query"
     );
     assert_eq!(
         text(&x, &zeros(&[2, 9, 6, 7]), &x, Layout::Bthd),
