@@ -176,7 +176,7 @@ fn shapes_that_do_not_fit_are_named_in_the_callers_layout() {
     );
     assert_eq!(
         text(&x, &x.to_kind(Kind::Double), &x, Layout::Bhtd),
-        "`key` is Double; it must be Float as the query"
+        "`key` is Double; it must be Float, as the query is"
     );
     let integers = x.to_kind(Kind::Int64);
     assert_eq!(
@@ -219,7 +219,7 @@ fn options_out_of_range_are_named_with_what_they_may_be() {
             ..AttentionOptions::default()
         }),
         "`window.right` is Some(2) with causal; it must be Some(0) or None under a causal mask, which \
-         hides what comes after"
+         hides later keys"
     );
     let mask = zeros(&[5, 9]);
     assert_eq!(
