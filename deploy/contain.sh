@@ -1,17 +1,17 @@
 #!/bin/sh
 # Starts the entry script as a container would, on a Linux machine without a container engine: as process 1 of
-# its own namespaces, in a root of its own that is read-only, as user 10001 without capabilities and with an empty
-# environment. Of the machine's system it sees /usr only. Needs root.
+# its own namespaces, in its own read-only root, as user 10001 without capabilities and with an empty environment.
+# It sees only /usr of the machine. Needs root.
 #
 #     deploy/contain.sh DIST DATA RUNS CACHE HOST [VARIABLE=VALUE…] -- ARGUMENTS…
 #
-# DIST is a folder of `cargo xtask dist`; RUNS and CACHE must be writable by user 10001. What it cannot imitate: an
-# image's own /usr, limits of memory and CPU, a network of its own.
+# DIST is a folder of `cargo xtask dist`; RUNS and CACHE must be writable by user 10001. It does not imitate an
+# image's own /usr, limits of memory and CPU, or a separate network.
 set -eu
 
 if [ "${1:-}" != --inside ]; then
     root=$(mktemp -d "${TMPDIR:-/tmp}/overdrive-root.XXXXXX")
-    # Empty again when the namespace is gone: all that is mounted there goes with it.
+    # The folder is empty again once the namespace is gone, because its mounts go with it.
     trap 'rmdir "$root"' EXIT
     deploy=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
     # The script waits; a signal to process 1 is sent by its number, as a container engine does.

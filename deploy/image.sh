@@ -1,16 +1,13 @@
 #!/bin/sh
-# Builds the image and runs it, on a Linux machine that has Debian's packages and no registry of images. As root:
+# Builds the image and runs it, on a Linux machine with access to Debian's packages but no image registry. As root:
 #
 #     apt-get install buildah runc debootstrap && deploy/image.sh
-#
-# - the two images that ours stands on are made of Debian's packages and of this machine's Rust, where they are not
-#   here already
-# - ours is built, then once more after a change to Rust code: only the last layer may be made anew
-# - runc starts it as its configuration says, with a read-only root, no capabilities, no network, one CPU and
-#   2 GiB; it is preempted by SIGTERM, started again, and its model is asked for a text
-#
-# It takes 20 minutes on two cores, and half of that when what the layers hold is in buildah's cache. Ends with 1 if
-# anything failed.
+# - builds the two base images from Debian's packages and this machine's Rust, unless they exist
+# - builds our image, then again after a change to Rust code, which may rebuild only the last layer
+# - starts it with runc and its own configuration, with a read-only root, no capabilities, no network, one CPU and
+#   2 GiB; preempts it by SIGTERM, starts it again, and generates a text with its model
+# It takes 20 minutes on two cores, and half of that if the layers are in buildah's cache. Exits with 1 if anything
+# fails.
 set -eu
 
 deploy=$(CDPATH='' cd -- "$(dirname -- "$0")" && pwd)
@@ -41,13 +38,13 @@ begin() { # IMAGE: a container of it, in $container
     containers="$containers $container"
 }
 
-# --- What it stands on.
+# --- The base images.
 if ! have "$slim"; then
     echo "$slim, of Debian's packages"
     debootstrap --variant=minbase bookworm "$work/slim" >"$work/log"
     begin scratch
     buildah add --quiet "$container" "$work/slim" / >/dev/null
-    # What this machine trusts.
+    # The certificates that this machine trusts.
     buildah add --quiet "$container" /etc/ssl/certs/ca-certificates.crt /etc/ssl/certs/ >/dev/null
     buildah commit --quiet "$container" "$slim" >/dev/null
     rm -rf "$work/slim"
@@ -77,10 +74,10 @@ build() { # NAME TAG
 echo "the image"
 build first "$image"
 pass "built: $(buildah images --format '{{.Size}}' "$image")"
-# Another one at each run, or the layers of the last run would serve.
+# Different in each run, so that the layers of the last run are not reused.
 echo "// $(date)" >>examples/train.rs
 build again "$image:changed"
-# Steps of the stage that compiles which no cache had.
+# The steps of the compiling stage that no cache had.
 anew=$(awk '/ STEP / { step = $0 } /^\[3\/4\] STEP .*(RUN|COPY|FROM|ARG|ENV)/ { open[step] = 1 }
     /Using cache/ { delete open[step] } END { for (step in open) print step }' "$work/again.log" |
     sed -n 's/.*STEP \([0-9]*\)\/.*: \(COPY\|RUN\).*/\1/p' | sort -n | tr '\n' ' ')
@@ -94,7 +91,7 @@ root=$(buildah mount "$container")
 mkdir "$work/runs" "$work/cache"
 chown 10001:10001 "$work/runs" "$work/cache"
 chmod 755 "$work"
-# The image's configuration in the words of the run-time specification.
+# The image's configuration in the format of the OCI runtime specification.
 configure() { # ARGUMENTS…
     python3 - "$image" "$root" "$repository/crates" "$work" "$@" >"$work/config.json" <<'PYTHON'
 import json, subprocess, sys

@@ -1,7 +1,7 @@
 #!/bin/sh
 # Copies a Cargo workspace without its code: manifests, lock file, Cargo's configuration, and an empty program
-# in the place of each target. What is built of it is what the workspace depends on; it changes only when a
-# manifest does or a target comes or goes.
+# instead of each target. Building it compiles only the dependencies of the workspace; it changes only if a manifest
+# changes or a target is added or removed.
 #
 #     deploy/skeleton.sh FROM TO
 set -eu

@@ -1,6 +1,6 @@
 //! A conversation with a model in the terminal.
 //!
-//! Answers are streamed. Ctrl-C ends an answer, and at the prompt it ends the program, as Ctrl-D does.
+//! Answers are streamed. Ctrl-C stops an answer; at the prompt it ends the program, as does Ctrl-D.
 //! `/reset` starts a new conversation, `/stats` prints the counters of the engine. The cache keeps the
 //! conversation, so each turn processes only the new tokens.
 //!
@@ -30,9 +30,10 @@ use overdrive_examples::{GenerationFlags, ModelFlags, TemplateFlags, print_line,
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 
-/// A conversation with a model, in the terminal
+/// Chats with a model in the terminal
 ///
-/// Options without a flag are taken from the folder's generation_config.json or the sampling defaults of a GGUF file.
+/// Options that are not given as flags are taken from the folder's generation_config.json or the sampling defaults of a
+/// GGUF file.
 #[derive(Parser)]
 pub(crate) struct Flags {
     #[command(flatten)]
@@ -42,11 +43,11 @@ pub(crate) struct Flags {
     /// System message of the conversation
     #[arg(long)]
     system: Option<String>,
-    /// Number of tokens of the longest conversation, answers included [default: the model's context, or what the
-    /// cache holds]
+    /// Maximum length of the conversation with its answers, in tokens [default: the model's context, or what fits in
+    /// the cache]
     #[arg(long)]
     max_model_len: Option<usize>,
-    /// MiB for keys and values [default: what the longest conversation takes, from 1024 to 4096]
+    /// Size of the key/value cache in MiB [default: enough for a conversation of maximum length, between 1024 and 4096]
     #[arg(long)]
     cache_mib: Option<u64>,
     #[command(flatten)]
@@ -59,7 +60,7 @@ fn main() -> ExitCode {
 
 /// Answers the lines of `input` until it ends.
 pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
-    // Subnormal numbers are zero to libtorch's operators too: each takes Intel's processors a hundred cycles.
+    // Makes libtorch's operators flush subnormal numbers too: each one costs a hundred cycles on Intel's processors.
     set_flush_denormals(true);
     let source = flags.model.local()?;
     let files = source.files()?;
@@ -164,7 +165,7 @@ impl Chat<'_> {
         };
         if first.finish_reason == FinishReason::ContextFull {
             eprintln!(
-                "the context is full: /reset begins anew, --cache-mib and --max-model-len size it"
+                "the context is full; /reset starts a new conversation, --cache-mib and --max-model-len set its size"
             );
         }
         Ok(first.text.unwrap_or_default())

@@ -1,8 +1,8 @@
-//! Answers a file of conversations: JSON Lines in, JSON Lines out, in the same order. An answer is written as
-//! soon as it and those before it are there, so that a run that is ended early leaves whole lines.
+//! Answers a file of conversations: JSON Lines in, JSON Lines out, in the same order. An answer is written as soon as
+//! it and all earlier answers are complete, so that an interrupted run leaves complete lines.
 //!
-//! Each line is a list of messages, or an object with one under `messages`, whose other fields are copied to
-//! the output. All conversations share the model: a finished one makes room for the next, and common prefixes
+//! Each line is a list of messages, or an object with such a list under `messages` and other fields, which are copied
+//! to the output. The conversations are batched: a finished conversation makes room for the next, and common prefixes
 //! are computed once. A conversation that cannot be answered gets an `error`.
 //!
 //! ```text
@@ -29,33 +29,35 @@ use serde_json::{Value, json};
 
 /// Answers a file of conversations
 ///
-/// Options without a flag are taken from the folder's generation_config.json or the sampling defaults of a GGUF file; without it, decoding is greedy.
+/// Options that are not given as flags are taken from the folder's generation_config.json or the sampling defaults of a
+/// GGUF file; without either, decoding is greedy.
 #[derive(Parser)]
 struct Flags {
     #[command(flatten)]
     model: ModelFlags,
     #[command(flatten)]
     template: TemplateFlags,
-    /// JSON Lines with one conversation each; - is stdin
+    /// JSON Lines file with one conversation per line; - is stdin
     #[arg(long, default_value = "-")]
     input: PathBuf,
     /// Output file; - is stdout
     #[arg(long, default_value = "-")]
     output: PathBuf,
-    /// System message of conversations without one
+    /// System message for conversations without one
     #[arg(long)]
     system: Option<String>,
-    /// Number of conversations in a batch
+    /// Maximum number of conversations in a batch
     #[arg(long, default_value_t = 64)]
     max_num_seqs: usize,
-    /// Number of tokens of the longest conversation, answer included [default: the model's context, or what the
-    /// cache holds]
+    /// Maximum length of a conversation with its answer, in tokens [default: the model's context, or what fits in the
+    /// cache]
     #[arg(long)]
     max_model_len: Option<usize>,
-    /// MiB for keys and values [default: what one longest conversation takes, from 1024 to 4096]
+    /// Size of the key/value cache in MiB [default: enough for one conversation of maximum length, between 1024 and
+    /// 4096]
     #[arg(long)]
     cache_mib: Option<u64>,
-    /// Capture no CUDA graphs: on a GPU, launch the operations of each step one after another
+    /// Do not capture CUDA graphs: on a GPU, launch the operations of each step one by one
     #[arg(long)]
     enforce_eager: bool,
     #[command(flatten)]
@@ -67,7 +69,7 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    // Subnormal numbers are zero to libtorch's operators too: each takes Intel's processors a hundred cycles.
+    // Makes libtorch's operators flush subnormal numbers too: each one costs a hundred cycles on Intel's processors.
     set_flush_denormals(true);
     check_not_read("--output", &flags.output, &[("--input", &flags.input)])?;
     let source = flags.model.local()?;

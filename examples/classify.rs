@@ -5,7 +5,7 @@
 //! cargo xtask example classify --data reviews.csv          # a small BERT from scratch, without a download
 //! ```
 //!
-//! It trains on a part of the rows (`--lora 8`: adapters and the classifier only), prints the accuracy on the rest,
+//! It trains on a part of the rows (with `--lora 8` only adapters and the classifier), prints the accuracy on the rest,
 //! and writes a folder that transformers' `pipeline("text-classification")` loads.
 
 use std::path::PathBuf;
@@ -24,7 +24,7 @@ use overdrive_examples::{Classification, exit, print_line};
 /// Fine-tunes a sequence classifier on texts with labels
 #[derive(Parser)]
 pub(crate) struct Flags {
-    /// File of texts and labels: .csv, .tsv, .json or .jsonl
+    /// File with texts and labels: .csv, .tsv, .json or .jsonl
     #[arg(long, value_name = "FILE")]
     data: PathBuf,
     /// Folder of a BERT, RoBERTa or ModernBERT [default: a small BERT from scratch]
@@ -36,7 +36,7 @@ pub(crate) struct Flags {
     /// Column of the labels
     #[arg(long, default_value = "label")]
     label_column: String,
-    /// Share of the rows that only the accuracy is measured on
+    /// Fraction of the rows held out to measure the accuracy
     #[arg(long, default_value_t = 0.2)]
     held_out: f64,
     #[arg(long, default_value_t = 3)]
@@ -46,10 +46,10 @@ pub(crate) struct Flags {
     /// Learning rate [default: 5e-5; 1e-3 from scratch and with --lora]
     #[arg(long)]
     learning_rate: Option<f64>,
-    /// Most tokens of a text; longer ones are cut
+    /// Maximum number of tokens in a text; longer texts are truncated
     #[arg(long, default_value_t = 128)]
     max_length: usize,
-    /// Train adapters of this rank, and the classifier, in place of all weights
+    /// Train adapters of this rank and the classifier instead of all weights
     #[arg(long, value_name = "RANK")]
     lora: Option<u32>,
     #[arg(long, default_value_t = 0)]

@@ -1,6 +1,6 @@
 //! Trains a model on preferences by Direct Preference Optimization (Rafailov et al. 2023, arXiv:2305.18290), as TRL's
-//! `DPOTrainer` does: of two answers to a prompt, the chosen one becomes likelier and the rejected one less likely, each
-//! compared with the model before the training. For a model of `finetune`, with the data in this repository:
+//! `DPOTrainer` does: of two answers to a prompt, the chosen one becomes likelier and the rejected one less likely,
+//! each relative to the model before training. With a model from `finetune` and the data in this repository:
 //!
 //! ```text
 //! cargo run --release -p overdrive-examples --example dpo -- --model runs/mine/merged \
@@ -8,8 +8,8 @@
 //! ```
 //!
 //! A record has `prompt`, `chosen` and `rejected`, each a text or a list of messages. The flags are those of `finetune`:
-//! the reference model is the model without its adapter, or with `--full` a second copy. The lines `rewards` have TRL's
-//! metrics over the steps since the last one. The loop is that of `train`.
+//! the reference model is the model without its adapter, or with `--full` a second copy. The `rewards` lines show TRL's
+//! metrics, averaged over the steps since the previous line. The loop is that of `train`.
 
 use std::process::ExitCode;
 
@@ -27,13 +27,13 @@ use overdrive_examples::{local_model, model_name, repository};
 pub(crate) struct Flags {
     #[command(flatten)]
     finetune: FinetuneArgs,
-    /// Bound of the deviation from the reference model: the larger, the closer the model stays
+    /// Weight of the deviation from the reference model: larger values keep the model closer to it
     #[arg(long, default_value_t = 0.1)]
     beta: f64,
-    /// Loss of a pair
+    /// Loss function of a preference pair
     #[arg(long, value_enum, default_value = "sigmoid")]
     loss_type: DpoLossType,
-    /// Probability that the answers of a pair are swapped, with `--loss-type robust`
+    /// Probability that the labels of a pair are swapped, for `--loss-type robust`
     #[arg(long, default_value_t = 0.0)]
     label_smoothing: f64,
 }
@@ -43,7 +43,7 @@ fn main() -> ExitCode {
     exit_or_resume(|| run(&Flags::parse()))
 }
 
-/// Trains, again with smaller micro-batches if memory runs out, and writes the results.
+/// Trains and writes the results; retries with smaller micro-batches if memory runs out.
 pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     let (mut arguments, notes) = flags.finetune.resolve_with_notes()?;
     let config = DpoConfig {

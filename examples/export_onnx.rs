@@ -1,5 +1,5 @@
-//! Exports a model's folder or GGUF file to ONNX, with a merged adapter and quantized weights, and compares the speed of ONNX
-//! Runtime with that of Overdrive.
+//! Exports a model folder or GGUF file to ONNX, optionally with a merged adapter and quantized weights, and compares
+//! the speed of ONNX Runtime and Overdrive.
 //!
 //! ```text
 //! cargo xtask example export_onnx --model runs/tiny-001/model --out runs/tiny-onnx
@@ -21,7 +21,7 @@ use overdrive::onnx::{
 use overdrive::transformer::{CausalLm, QuantizeOptions};
 use overdrive_examples::{ModelFlags, OnnxComparison, print_line};
 
-/// Exports a model's folder or GGUF file to ONNX
+/// Exports a model folder or GGUF file to ONNX
 #[derive(Parser)]
 pub(crate) struct Flags {
     #[command(flatten)]
@@ -35,7 +35,7 @@ pub(crate) struct Flags {
     /// Use fp16 for activations, caches and dense weights
     #[arg(long)]
     fp16: bool,
-    /// Operators of attention; standard needs opset 23, group-query needs ONNX Runtime
+    /// Attention operators; standard needs opset 23, group-query needs ONNX Runtime
     #[arg(long, value_enum, default_value = "composed")]
     attention: AttentionFlag,
     /// Activation type of matmuls with quantized weights
@@ -53,7 +53,7 @@ pub(crate) struct Flags {
     /// Number of generated tokens in the comparison
     #[arg(long, default_value_t = 64)]
     new: usize,
-    /// Number of rounds, of which the medians are printed
+    /// Number of rounds; the medians are printed
     #[arg(long, default_value_t = 3)]
     rounds: usize,
 }
@@ -120,7 +120,8 @@ pub(crate) fn run(flags: &Flags) -> Result<()> {
     Ok(())
 }
 
-/// Loads the model and quantizes it after its adapter is merged: merged into quantized weights, it would be rounded twice.
+/// Loads the model, merges its adapter and quantizes it, in this order: an adapter merged into quantized weights would
+/// be rounded twice.
 fn load(flags: &ModelFlags) -> Result<CausalLm> {
     let mut dense = flags.clone();
     (dense.quantize, dense.quantize_head) = (None, None);

@@ -1,5 +1,5 @@
 //! Fine-tunes a model on prompts and responses: LoRA, QLoRA with `--qlora` (4-bit weights), or all weights
-//! with `--full`. For a model of `cargo xtask train`, with the data in this repository:
+//! with `--full`. With a model from `cargo xtask train` and the data in this repository:
 //!
 //! ```text
 //! cargo xtask train --out runs/base
@@ -8,9 +8,9 @@
 //! cargo run --release -p overdrive-examples --example finetune -- --config qlora.yaml
 //! ```
 //!
-//! The folder gets `adapter_config.json` and `adapter_model.safetensors`, which PEFT and
-//! `generate --adapter DIR` load, the tokenizer, metrics.jsonl and report.html. `--compare` trains by each
-//! method in turn and prints their costs. The loop is that of `train`.
+//! The output folder contains `adapter_config.json` and `adapter_model.safetensors`, which PEFT and `generate --adapter
+//! DIR` load, the tokenizer, metrics.jsonl and report.html. `--compare` trains with each method in turn and prints the
+//! costs. The loop is that of `train`.
 
 use std::process::ExitCode;
 
@@ -28,7 +28,7 @@ use overdrive_examples::{local_model, model_name, repository};
 pub(crate) struct Flags {
     #[command(flatten)]
     finetune: FinetuneArgs,
-    /// Train by each method in turn (all weights, LoRA, QLoRA), print the costs, and write nothing
+    /// Train with each method in turn (all weights, LoRA, QLoRA) and print the costs, without writing any files
     #[arg(long)]
     compare: bool,
 }
@@ -58,7 +58,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     finish(finetune(&arguments, &group, true, say)?, &group)
 }
 
-/// Writes the results on rank 0, unless the run was interrupted, and returns the way in which it ended, on all ranks.
+/// Writes the results on rank 0 unless the run was interrupted, and returns on all ranks how the run ended.
 pub(crate) fn finish(tuned: Finetuned, group: &ProcessGroup) -> Result<RunEnd> {
     let end = tuned.summary.end();
     if group.is_main() {
@@ -70,7 +70,7 @@ pub(crate) fn finish(tuned: Finetuned, group: &ProcessGroup) -> Result<RunEnd> {
     Ok(end)
 }
 
-/// Trains by each method in turn, each time from the stored model, and writes nothing.
+/// Trains with each method in turn, always starting from the stored model, without writing any files.
 pub(crate) fn compare(
     arguments: &FinetuneArguments,
     say: impl FnMut(&str),

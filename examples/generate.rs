@@ -1,6 +1,6 @@
-//! Continues prompts with a model from a GGUF file or a Hugging Face folder, such as the one that `train` writes. The
-//! encoder of an encoder-decoder model (T5, BART) reads the prompts, and its decoder answers.
-//! The text goes to stdout, the speed to stderr.
+//! Continues prompts with a model from a GGUF file or a Hugging Face folder, such as the one that `train` writes. In an
+//! encoder-decoder model (T5, BART) the encoder reads the prompts and the decoder generates the answers. The text goes
+//! to stdout, the speed to stderr.
 //!
 //! ```text
 //! cargo xtask example generate --model runs/tiny/model --stream \
@@ -30,19 +30,19 @@ use overdrive_examples::{
 
 /// Continues prompts with a model from a GGUF file or a Hugging Face folder
 ///
-/// Options without a flag are taken from the folder's generation_config.json or the sampling defaults of the file;
-/// without them, decoding is greedy.
+/// Options that are not given as flags are taken from the folder's generation_config.json or the sampling defaults of a
+/// GGUF file; without either, decoding is greedy.
 #[derive(Parser)]
 struct Flags {
     #[command(flatten)]
     model: ModelFlags,
-    /// Prompt
+    /// Text to continue
     #[arg(long, group = "input")]
     prompt: Option<String>,
     /// Prompt as token ids, separated by commas
     #[arg(long, group = "input", value_delimiter = ',')]
     prompt_ids: Option<Vec<i64>>,
-    /// File of prompts, one per line, which form a batch
+    /// File with one prompt per line; the prompts form a batch
     #[arg(long, group = "input")]
     batch_file: Option<PathBuf>,
     /// Print the new token ids, separated by commas, instead of text
@@ -53,7 +53,7 @@ struct Flags {
     stream: bool,
     #[command(flatten)]
     cache: CacheFlags,
-    /// Smaller model with the same tokens, by path or name, for assisted (speculative) decoding
+    /// Smaller model with the same vocabulary, by path or name, for assisted (speculative) decoding
     #[arg(long)]
     assistant_model: Option<PathBuf>,
     #[command(flatten)]
@@ -67,7 +67,7 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    // Subnormal numbers are zero to libtorch's operators too: each takes Intel's processors a hundred cycles.
+    // Makes libtorch's operators flush subnormal numbers too: each one costs a hundred cycles on Intel's processors.
     set_flush_denormals(true);
     let source = flags.model.local()?;
     let mut config = flags.generation.config(&source.files()?, 128)?;
@@ -76,7 +76,7 @@ fn run(flags: &Flags) -> Result<()> {
     let by_ids = flags.prompt_ids.is_some() && flags.print_ids;
     let hint = |error| {
         anyhow!(
-            "{error}; --tokenizer names another one, and without one use --prompt-ids and --print-ids"
+            "{error}; give another tokenizer with --tokenizer, or use --prompt-ids and --print-ids"
         )
     };
     let tokenizer = (!by_ids)
@@ -104,7 +104,7 @@ fn run(flags: &Flags) -> Result<()> {
     )
 }
 
-/// Continues the prompts with a model whose loading began at a moment, and prints the results.
+/// Continues the prompts with a model whose loading started at `began`, and prints the results.
 fn answer(
     flags: &Flags,
     (model, began): (&dyn GenerationModel, Instant),

@@ -1,5 +1,5 @@
-//! Images with captions as batches: decoded, resized and normalised on demand, with random crops and flips that a seed
-//! determines, beside the tokens of the captions.
+//! Reads images with captions in batches: images are decoded, resized and normalised on demand, with seeded random
+//! crops and flips, together with the tokens of the captions.
 //!
 //! ```text
 //! cargo xtask example images --generate shapes            # makes 24 images, and reads them
@@ -30,19 +30,19 @@ pub(crate) struct Flags {
     /// JSON or JSON Lines files with the paths and captions of images
     #[arg(required_unless_present = "generate")]
     pub(crate) data: Vec<PathBuf>,
-    /// Write 24 images of shapes with captions into this folder, and read them
+    /// Write 24 images of shapes with captions to this folder, and read them
     #[arg(long, value_name = "DIR", conflicts_with = "data")]
     pub(crate) generate: Option<PathBuf>,
     /// Field with the path of an image
     #[arg(long, default_value = "image")]
     pub(crate) image_field: String,
-    /// Field with its caption
+    /// Field with the caption of an image
     #[arg(long, default_value = "text")]
     pub(crate) text_field: String,
-    /// Height and width in pixels
+    /// Height and width of the images in pixels
     #[arg(long, default_value_t = 64)]
     pub(crate) size: u32,
-    /// Random crops and flips, others in each epoch
+    /// Apply random crops and flips, different in each epoch
     #[arg(long)]
     pub(crate) augment: bool,
     /// Seed of the order and of the augmentation
@@ -51,16 +51,16 @@ pub(crate) struct Flags {
     /// Number of epochs
     #[arg(long, default_value_t = 1)]
     pub(crate) epochs: u64,
-    /// Tokenizer of the captions: file, folder, GGUF file or name on the hub [default: the bytes]
+    /// Tokenizer of the captions: file, folder, GGUF file or name on the hub [default: the bytes of the text]
     #[arg(long, value_name = "MODEL")]
     pub(crate) tokenizer: Option<PathBuf>,
     /// Token that pads captions
     #[arg(long, default_value_t = 0)]
     pub(crate) pad_token: i64,
-    /// Number of images of a batch
+    /// Number of images in a batch
     #[arg(long, default_value_t = 8)]
     pub(crate) batch_size: usize,
-    /// Number of threads that decode
+    /// Number of decoding threads
     #[arg(long, default_value_t = 2)]
     pub(crate) workers: usize,
 }

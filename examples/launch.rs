@@ -1,14 +1,14 @@
-//! Starts a program as several processes on this machine that train together, as torchrun does.
+//! Starts a program in several processes on this machine that train together, as torchrun does.
 //!
 //! ```text
 //! cargo xtask train --nproc 2                                            # builds both, and does this:
 //! cargo run --release -p overdrive-examples --example launch -- --nproc 2 train --steps 100
 //! ```
 //!
-//! Each line of output has its rank before it. When a process fails, the others are ended and its error is
-//! shown; `--max-restarts N` restarts all processes, so that a run with `--resume-from-checkpoint true`
-//! resumes. On Ctrl-C, SIGTERM, SIGHUP and SIGQUIT all processes save, and the launcher exits with code 75, or with 130 if
-//! a process could not save. Ctrl-C again, a second later, kills them.
+//! Each line of output is prefixed with its rank. If a process fails, the others are terminated and its error is shown;
+//! `--max-restarts N` restarts all processes, so that a run with `--resume-from-checkpoint true` resumes. On Ctrl-C,
+//! SIGTERM, SIGHUP and SIGQUIT all processes save, and the launcher exits with code 75, or with 130 if a process could
+//! not save. Ctrl-C again, a second later, kills them.
 
 use std::ffi::OsString;
 use std::path::{Path, PathBuf};
@@ -23,7 +23,7 @@ use overdrive::distributed::{Error, Launch, LaunchOutcome};
 use overdrive::trainer::Interrupt;
 use overdrive_examples::{RunEnd, exit_or_resume};
 
-/// Starts a program as several processes that train together
+/// Starts a program in several processes that train together
 #[derive(Parser)]
 struct Flags {
     /// Number of processes
@@ -35,18 +35,18 @@ struct Flags {
     )]
     nproc: usize,
 
-    /// Number of restarts after a failure
+    /// Maximum number of restarts after a failure
     #[arg(long, value_name = "N", default_value_t = 0)]
     max_restarts: usize,
 
-    /// Seconds that the processes may use to save after a signal
+    /// Seconds that the processes have to save after a signal
     #[arg(long, value_name = "S", default_value_t = 30)]
     stop_grace: u64,
 
-    /// Example that was built beside this one (`train`), or path of a program
+    /// Example in the same folder as this program (`train`), or path of a program
     program: PathBuf,
 
-    /// Arguments of the program
+    /// Arguments for the program
     #[arg(trailing_var_arg = true, allow_hyphen_values = true)]
     arguments: Vec<OsString>,
 }

@@ -1,8 +1,7 @@
-//! Opens data files of any size and shows one of their records, without reading the others.
+//! Opens data files of any size and shows single records without reading the others.
 //!
-//! A path is a file, a folder or a pattern such as 'data/*.jsonl'. The first time a file is opened, one pass
-//! finds its records (at most about a second per gigabyte and core); afterwards the index in the cache folder
-//! is used.
+//! A path is a file, a folder or a pattern such as 'data/*.jsonl'. The first time a file is opened, one pass finds its
+//! records (at most about a second per gigabyte and core); later runs use the index in the cache folder.
 //!
 //! ```text
 //! cargo run --release -p overdrive-examples --example lazy_data -- PATH --get 123456
@@ -24,19 +23,19 @@ use serde_json::Value;
 /// Shows records of text, JSON, CSV, tar and Parquet files of any size
 #[derive(Parser)]
 struct Flags {
-    /// Files, folders or patterns
+    /// Files, folders or glob patterns
     #[arg(required = true)]
     paths: Vec<PathBuf>,
     /// Print this record, counted from 0; may be given several times
     #[arg(long)]
     get: Vec<usize>,
-    /// Format: text, paragraphs, jsonl, json (an array), csv, tsv, tar, parquet [default: by the extensions]
+    /// Format: text, paragraphs, jsonl, json (an array), csv, tsv, tar, parquet [default: from the extensions]
     #[arg(long)]
     format: Option<String>,
     /// Unpack compressed files into the cache if their blocks cannot be read separately
     #[arg(long)]
     unpack: bool,
-    /// Build the index again even if there is one
+    /// Rebuild the index even if it exists
     #[arg(long)]
     rebuild: bool,
     /// Number of threads [default: one per core]
@@ -53,7 +52,7 @@ fn run(flags: &Flags) -> Result<()> {
         .format
         .as_deref()
         .or_else(|| ending(flags.paths.first()?))
-        .context("the extensions do not determine the format; give it with --format")?;
+        .context("the file extensions do not determine the format; set it with --format")?;
     let index = IndexOptions {
         rebuild: flags.rebuild,
         unpack: flags.unpack,
@@ -125,7 +124,7 @@ fn run(flags: &Flags) -> Result<()> {
     }
 }
 
-/// Returns the extension of a path or pattern, without that of a compression.
+/// Returns the extension of a path or pattern, without a compression suffix.
 fn ending(path: &Path) -> Option<&str> {
     let name = path.file_name()?.to_str()?;
     match name.rsplit_once('.')? {

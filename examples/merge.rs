@@ -1,11 +1,13 @@
-//! Merges an adapter into its model and writes the result as a folder, which quantizes, chats and serves as any other.
+//! Merges an adapter into its model and writes a folder that can be quantized, chatted with and served like any other
+//! model.
 //!
 //! ```text
 //! cargo xtask example merge --model PATH --adapter runs/mine --out runs/mine-merged
 //! ```
 //!
-//! The tokenizer and the chat template are those beside the adapter, or if it has none, the model's. The weights of a
-//! GGUF file or of a quantized folder are dequantized first, so that the sum is rounded by nothing.
+//! The tokenizer and the chat template are taken from the folder of the adapter, or from the model if that folder has
+//! none. The weights of a GGUF file or a quantized folder are dequantized first, so that the merged weights are not
+//! rounded.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -24,7 +26,7 @@ pub(crate) struct Flags {
     /// GGUF file, or folder with config.json, model.safetensors and tokenizer.json
     #[arg(long)]
     model: PathBuf,
-    /// Folder with the adapter in PEFT's format
+    /// Folder of the adapter in PEFT's format
     #[arg(long)]
     adapter: PathBuf,
     /// Output folder

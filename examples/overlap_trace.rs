@@ -1,5 +1,5 @@
-//! Writes a Chrome trace of one step of data parallel training, in which the buckets' all-reduces overlap
-//! with backward. Open `overlap-rank-0.json` at <https://ui.perfetto.dev>.
+//! Writes a Chrome trace of one data parallel training step, in which the all-reduces of the buckets overlap with the
+//! backward pass. Open `overlap-rank-0.json` at <https://ui.perfetto.dev>.
 //!
 //! ```text
 //! cargo build --release -p overdrive-examples --examples
@@ -21,10 +21,10 @@ use tch::{Kind, Tensor, nn};
 const WIDTH: i64 = 1024;
 const LAYERS: usize = 8;
 
-/// Writes a Chrome trace of one step of data parallel training
+/// Writes a Chrome trace of one data parallel training step
 #[derive(Parser)]
 struct Flags {
-    /// Folder of the traces, one file per rank
+    /// Output folder for the traces, one file per rank
     #[arg(long, default_value = ".")]
     out: PathBuf,
 }

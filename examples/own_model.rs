@@ -1,4 +1,4 @@
-//! Trains your own model by the loop of `train`: a small vision network in plain tch learns to
+//! Trains your own model with the loop of `train`: a small vision network in plain tch learns to
 //! distinguish four shapes in images that this program draws (disc, square, triangle and cross at random
 //! positions, sizes and contrasts, with noise). 300 steps take seconds and reach 90 % accuracy.
 //!
@@ -8,8 +8,8 @@
 //! cargo run --release -p overdrive-examples --example launch -- --nproc 2 own_model --out runs/two
 //! ```
 //!
-//! The run has autocast, loss scaling, gradient accumulation, averaged weights, data parallel training, atomic snapshots
-//! and metrics; the network recomputes its activations.
+//! The run uses autocast, loss scaling, gradient accumulation, averaged weights, data parallel training, atomic
+//! snapshots and metrics; the network recomputes its activations in the backward pass.
 
 use std::path::PathBuf;
 use std::process::ExitCode;
@@ -36,7 +36,7 @@ struct Flags {
     /// Number of optimizer steps
     #[arg(long, default_value_t = 300)]
     steps: u64,
-    /// Number of steps between snapshots, 0 for the last step only
+    /// Number of steps between snapshots; 0 saves only at the end
     #[arg(long, default_value_t = 50)]
     save_steps: u64,
     /// Resume from the newest snapshot in `--out` (true), or from the one in this folder

@@ -1,4 +1,5 @@
-//! Runs a package that `torch.export` and AOTInductor compiled, and Overdrive's model of the same folder.
+//! Runs a package compiled by `torch.export` and AOTInductor and, with `--compare`, Overdrive's model from the same
+//! folder.
 //!
 //! ```text
 //! python3 crates/overdrive-packages/python/compile_package.py --model runs/tiny/model \
@@ -24,13 +25,13 @@ use tch::{Device, Kind, Tensor};
 
 /// Runs a compiled package
 ///
-/// Prints one JSON line for each: the tokens/s of prefill and decode, medians of the rounds.
+/// Prints one JSON line per model: the median tokens/s of prefill and decode.
 #[derive(Parser)]
 struct Flags {
-    /// Package with the models prefill and decode
+    /// Package that contains the models prefill and decode
     #[arg(long)]
     package: PathBuf,
-    /// Hugging Face folder that it was compiled from, or its name on the hub
+    /// Hugging Face folder that the package was compiled from, or its name on the hub
     #[arg(long)]
     model: PathBuf,
     /// Number of threads inside one operator [default: libtorch's choice]
@@ -57,7 +58,7 @@ fn main() -> ExitCode {
 }
 
 fn run(flags: &Flags) -> Result<()> {
-    // Subnormal numbers are zero to libtorch's operators too: each takes Intel's processors a hundred cycles.
+    // Makes libtorch's operators flush subnormal numbers too: each one costs a hundred cycles on Intel's processors.
     set_flush_denormals(true);
     if let Some(count) = flags.threads {
         threads::set_intra_op(count)?;

@@ -1,5 +1,5 @@
-//! Quantizes a model's folder, or a GGUF file, into a folder and reports the cost: size and error of each weight, perplexity
-//! and decoding speed before and after.
+//! Quantizes a model folder or a GGUF file into a new folder, and reports the size and error of each weight, and
+//! perplexity and decoding speed before and after.
 //!
 //! ```text
 //! cargo xtask example quantize --model runs/tiny-001/model --scheme nf4 --head nf4 --out runs/tiny-nf4
@@ -23,14 +23,14 @@ use overdrive_examples::{
     unpack_model,
 };
 
-/// Quantizes a model's folder, or a GGUF file, into a folder
+/// Quantizes a model folder or a GGUF file into a new folder
 #[derive(Parser)]
 struct Flags {
-    /// Folder with config.json, weights and tokenizer.json, a GGUF file, which is dequantized first, or a name on the
-    /// Hugging Face hub
+    /// Folder with config.json, weights and tokenizer.json, GGUF file (dequantized first), or name on the Hugging Face
+    /// hub
     #[arg(long)]
     model: PathBuf,
-    /// int8, int8-weight, llm-int8, int4, int4-asym, nf4, nf4-single, fp4, fp8
+    /// Scheme of the linear layers: int8, int8-weight, llm-int8, int4, int4-asym, nf4, nf4-single, fp4, fp8
     #[arg(long)]
     scheme: Scheme,
     /// Output folder
@@ -42,7 +42,7 @@ struct Flags {
     /// Scheme of the embedding [default: not quantized]
     #[arg(long, value_parser = scheme_or_keep)]
     embedding: Option<OptionalScheme>,
-    /// Linear layers that are not quantized, by the end of their names; separated by commas
+    /// Suffixes of the names of linear layers to leave unquantized, separated by commas
     #[arg(long, value_delimiter = ',')]
     skip: Vec<String>,
     /// Group size of int4: 16, 32, 64, 128 or 256
@@ -51,7 +51,7 @@ struct Flags {
     /// Calibration of scales and quantized values on the training split of the data
     #[arg(long, value_enum, value_delimiter = ',')]
     calibrate: Vec<Calibrate>,
-    /// Number of windows of text that calibration uses
+    /// Number of calibration windows
     #[arg(long, default_value_t = 128)]
     calibration_windows: usize,
     /// Text files or folders, split into calibration and measurement data [default: the Rust source code that
@@ -65,13 +65,13 @@ struct Flags {
 
 #[derive(Clone, Copy, PartialEq, ValueEnum)]
 enum Calibrate {
-    /// Clip ranges to the smallest squared error
+    /// Clip the range of each scale to minimize the squared error
     Clip,
-    /// GPTQ: quantized values that compensate each other's errors
+    /// GPTQ: choose quantized values that compensate for each other's errors
     Gptq,
-    /// SmoothQuant: large activations are divided and their weights multiplied
+    /// SmoothQuant: scale large activations down and their weights up
     Smoothquant,
-    /// AWQ: the same scaling, chosen for the smallest error of the weights
+    /// AWQ: the same scaling, chosen to minimize the error of the weights
     Awq,
 }
 

@@ -42,7 +42,7 @@ fn run(flags: &Flags) -> Result<()> {
         place.launcher
     ));
     if flags.fail && group.rank() == 1 && place.restart_count == 0 {
-        bail!("rank 1 fails, as asked");
+        bail!("rank 1 fails as requested by --fail");
     }
     group.barrier()?;
     Ok(())

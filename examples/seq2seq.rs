@@ -1,4 +1,4 @@
-//! Trains an encoder-decoder model on pairs of a source and a target, and reports how many held-out targets it writes
+//! Trains an encoder-decoder model on source and target pairs, and reports how many held-out targets it generates
 //! exactly. Without `--data` and `--model`, a small T5 from scratch learns to reverse words; that takes seconds.
 //!
 //! ```text
@@ -26,10 +26,10 @@ use overdrive_examples::pairs::{
 use overdrive_examples::print_line;
 use tch::Device;
 
-/// Trains an encoder-decoder model (T5, BART) on pairs of a source and a target
+/// Trains an encoder-decoder model (T5, BART) on source and target pairs
 #[derive(Debug, Parser)]
 pub(crate) struct Flags {
-    /// Folder that the trained model is written to
+    /// Output folder for the trained model
     #[arg(long)]
     pub(crate) out: PathBuf,
     /// Folder of a T5 or BART to start from, with its tokenizer [default: a small T5 from scratch]
@@ -44,10 +44,10 @@ pub(crate) struct Flags {
     /// Number of pairs in a batch
     #[arg(long, default_value_t = 32)]
     pub(crate) batch_size: usize,
-    /// Learning rate, which falls linearly to 0
+    /// Initial learning rate, which decays linearly to 0
     #[arg(long, default_value_t = 2e-3)]
     pub(crate) learning_rate: f64,
-    /// Number of pairs that are held out
+    /// Number of held-out pairs
     #[arg(long, default_value_t = 200)]
     pub(crate) held_out: usize,
     /// Seed of the weights, the words and their order

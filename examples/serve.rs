@@ -1,8 +1,8 @@
 //! An HTTP server with OpenAI's API: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/v1/embeddings`,
 //! `/health` and `/metrics`. All requests share one batch and one cache.
 //!
-//! SIGTERM and Ctrl-C let the requests that have begun end; a second one ends them at once. Clients need no key
-//! unless OVERDRIVE_API_KEY is set.
+//! SIGTERM and Ctrl-C let the requests in progress finish; a second signal aborts them. Clients need a key only if
+//! OVERDRIVE_API_KEY is set.
 //!
 //! ```text
 //! cargo xtask example serve --model PATH --port 8000
@@ -29,9 +29,9 @@ use overdrive_examples::{ModelFlags, TemplateFlags, local_adapter, model_name, p
 use serde_json::Value;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
-/// An HTTP server with OpenAI's API
+/// Serves a model over HTTP with OpenAI's API
 ///
-/// Sampling options that a request does not name are taken from the folder's generation_config.json or the sampling
+/// Sampling options that a request does not set are taken from the folder's generation_config.json or the sampling
 /// defaults of a GGUF file.
 #[derive(Debug, Clone, Parser)]
 struct Flags {
@@ -39,52 +39,52 @@ struct Flags {
     model: ModelFlags,
     #[command(flatten)]
     template: TemplateFlags,
-    /// Adapter in PEFT's format that requests choose by giving NAME as their model; may be repeated
+    /// Adapter in PEFT's format, which requests select with NAME as their model; may be repeated
     #[arg(long, value_name = "NAME=DIR", value_parser = adapter, conflicts_with = "adapter")]
     lora: Vec<(String, PathBuf)>,
-    /// Address to listen on; 0.0.0.0 is every one of this machine
+    /// Address to listen on; 0.0.0.0 listens on all addresses of this machine
     #[arg(long, default_value = "127.0.0.1")]
     host: IpAddr,
-    /// Port to listen on; 0 is any free one
+    /// Port to listen on; 0 selects a free port
     #[arg(long, default_value_t = 8000)]
     port: u16,
-    /// Name under which clients know the model [default: the file's or folder's]
+    /// Name of the model in the API [default: the name of the file or folder]
     #[arg(long)]
     served_model_name: Option<String>,
-    /// Number of sequences that are computed at once
+    /// Maximum number of sequences in a batch
     #[arg(long, default_value_t = 256)]
     max_num_seqs: usize,
-    /// Number of tokens of the longest prompt with its answer [default: the model's context, or what the cache holds]
+    /// Maximum length of a prompt with its answer, in tokens [default: the model's context, or what fits in the cache]
     #[arg(long)]
     max_model_len: Option<usize>,
-    /// MiB for keys and values [default: from 1024 to 4096, by the model's context]
+    /// Size of the key/value cache in MiB [default: 1024 to 4096, depending on the model's context]
     #[arg(long)]
     cache_mib: Option<u64>,
-    /// Capture no CUDA graphs: on a GPU, launch the operations of each step one after another
+    /// Do not capture CUDA graphs: on a GPU, launch the operations of each step one by one
     #[arg(long)]
     enforce_eager: bool,
-    /// Number of open connections; requests on more are answered by 503
+    /// Maximum number of open connections; requests on further connections get status 503
     #[arg(long, default_value_t = 512)]
     max_connections: usize,
-    /// Seconds in which the head of a request must arrive, and for which an idle connection is kept
+    /// Seconds within which the head of a request must arrive, and after which an idle connection is closed
     #[arg(long, default_value_t = 30)]
     header_timeout: u64,
-    /// Seconds for which a client may take nothing of an answer that is ready for it
+    /// Seconds after which the connection of a client that does not read its answer is closed
     #[arg(long, default_value_t = 30)]
     write_timeout: u64,
-    /// Number of sequences that are computed or wait; more are answered by 429
+    /// Maximum number of running and waiting sequences; further requests get status 429
     #[arg(long, default_value_t = 256)]
     max_queue: usize,
-    /// Largest max_tokens of a request [default: what the context holds]
+    /// Maximum max_tokens of a request [default: what fits in the context]
     #[arg(long)]
     max_tokens: Option<usize>,
-    /// Largest body of a request in bytes
+    /// Maximum size of a request body in bytes
     #[arg(long, default_value_t = 4 << 20)]
     max_body_bytes: usize,
-    /// Seconds that a request may take, waiting included
+    /// Maximum duration of a request in seconds, including waiting
     #[arg(long, default_value_t = 600)]
     max_time: u64,
-    /// Seconds that requests get to end after a signal
+    /// Seconds that requests in progress have to finish after a signal
     #[arg(long, default_value_t = 25)]
     drain_timeout: u64,
     /// Pooling of embeddings: last or mean
@@ -111,7 +111,7 @@ fn run(flags: &Flags) -> Result<()> {
     options.validate()?;
     if !flags.host.is_loopback() && options.api_key.is_none() {
         eprintln!(
-            "warning: every machine that reaches {} can use this server; OVERDRIVE_API_KEY sets a key",
+            "warning: every machine that can reach {} can use this server; OVERDRIVE_API_KEY sets a key",
             flags.host
         );
     }

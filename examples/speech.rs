@@ -1,12 +1,12 @@
-//! Speech as batches: audio files with transcripts, decoded and resampled on demand, as log-mel frames (those of Whisper)
-//! that are padded to the longest clip of a batch, beside the tokens of the transcripts.
+//! Reads speech in batches: audio files with transcripts are decoded and resampled on demand into log-mel frames (as in
+//! Whisper), padded to the longest clip of a batch, with the tokens of the transcripts.
 //!
 //! ```text
 //! cargo xtask example speech --generate clips            # makes twelve clips of tones, and reads them
 //! cargo xtask example speech cv/train.tsv --folder cv/clips --batch-size 16 --tokenizer openai/whisper-tiny
 //! ```
 //!
-//! A manifest is CSV, TSV, JSON or JSON Lines, as Common Voice, NeMo and Hugging Face's `audiofolder` have them.
+//! A manifest is CSV, TSV, JSON or JSON Lines, as in Common Voice, NeMo and Hugging Face's `audiofolder`.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -27,25 +27,25 @@ pub(crate) struct Flags {
     /// Manifests: CSV, TSV, JSON, JSON Lines
     #[arg(required_unless_present = "generate")]
     pub(crate) data: Vec<PathBuf>,
-    /// Write twelve clips of tones and a manifest into this folder, and read them
+    /// Write twelve clips of tones and a manifest to this folder, and read them
     #[arg(long, value_name = "DIR", conflicts_with = "data")]
     pub(crate) generate: Option<PathBuf>,
-    /// Folder of the audio files [default: that of the manifest]
+    /// Folder of the audio files [default: the folder of the manifest]
     #[arg(long)]
     pub(crate) folder: Option<PathBuf>,
-    /// Tokenizer of the transcripts: file, folder, GGUF file or name on the hub [default: the bytes]
+    /// Tokenizer of the transcripts: file, folder, GGUF file or name on the hub [default: the bytes of the text]
     #[arg(long, value_name = "MODEL")]
     pub(crate) tokenizer: Option<PathBuf>,
-    /// Number of clips of a batch
+    /// Number of clips in a batch
     #[arg(long, default_value_t = 4)]
     pub(crate) batch_size: usize,
-    /// Number of threads that decode
+    /// Number of decoding threads
     #[arg(long, default_value_t = 2)]
     pub(crate) workers: usize,
-    /// Read the clips in a random order under this seed
+    /// Read the clips in a random order with this seed
     #[arg(long)]
     pub(crate) seed: Option<u64>,
-    /// Longest clip that is read, in seconds
+    /// Maximum length of a clip in seconds; longer clips are left out
     #[arg(long, value_name = "SECONDS")]
     pub(crate) max_duration: Option<f64>,
 }
@@ -117,7 +117,7 @@ pub(crate) fn run(flags: &Flags, mut say: impl FnMut(&str)) -> Result<Vec<Speech
     let seconds = frames as f64 / 100.0;
     let speed = seconds / started.elapsed().as_secs_f64();
     say(&format!(
-        "audio       {seconds:.1} s, {speed:.0} times as fast as it plays"
+        "audio       {seconds:.1} s, read at {speed:.0} times real time"
     ));
     Ok(read)
 }

@@ -6,8 +6,8 @@
 //! cargo xtask train --data tokens/books
 //! ```
 //!
-//! Files are text, JSON Lines, JSON, CSV, TSV and (feature `parquet`) Parquet and Arrow, compressed or not. `train` has
-//! the same tokens from the folder as from the text, and starts without reading the text.
+//! Files are text, JSON Lines, JSON, CSV, TSV and (feature `parquet`) Parquet and Arrow, compressed or not. `train`
+//! reads the same tokens from the folder as from the text, and starts without tokenizing.
 
 use std::path::{Path, PathBuf};
 use std::process::ExitCode;
@@ -20,31 +20,31 @@ use overdrive::generation::{ModelFiles, Tokenizer};
 use overdrive::trainer::{SampleBy, TrainingArguments, tokenize};
 use overdrive_examples::{local_tokenizer, print_line};
 
-/// The end of a document if the tokenizer's files name none.
+/// The end-of-document token if the tokenizer's files name none.
 const END_OF_TEXT: &str = "<|endoftext|>";
 
 /// Tokenizes text files into a folder that `train --data` reads
 #[derive(Parser)]
 pub(crate) struct Flags {
-    /// Files, folders or patterns of text, JSON Lines, JSON, CSV, TSV, Parquet
+    /// Files, folders or glob patterns of text, JSON Lines, JSON, CSV, TSV or Parquet
     #[arg(required = true)]
     pub(crate) data: Vec<PathBuf>,
     /// tokenizer.json, folder of a model, GGUF file, or name on the Hugging Face hub
     #[arg(long, value_name = "MODEL")]
     pub(crate) tokenizer: PathBuf,
-    /// Folder that gets text.tokens and the tokenizer
+    /// Output folder for text.tokens and the tokenizer
     #[arg(long, value_name = "DIR")]
     pub(crate) out: PathBuf,
-    /// Field of records that holds the text
+    /// Field of the records that contains the text
     #[arg(long, value_name = "NAME", default_value = "text")]
     pub(crate) text_column: String,
-    /// Each line of a text file is a document, instead of the file
+    /// Treat each line of a text file as a document, instead of the whole file
     #[arg(long)]
     pub(crate) lines: bool,
-    /// Leave out documents that are equal to an earlier one
+    /// Skip documents that equal an earlier one
     #[arg(long)]
     pub(crate) remove_duplicates: bool,
-    /// Token after each document, or `none` [default: the tokenizer's `eos_token`, else <|endoftext|> if it has it]
+    /// Token after each document, or `none` [default: the tokenizer's `eos_token`, else <|endoftext|> if it exists]
     #[arg(long, value_name = "TOKEN")]
     pub(crate) end_of_document: Option<String>,
     /// Token before each document [default: none]
@@ -126,7 +126,7 @@ pub(crate) fn run(flags: &Flags, mut say: impl FnMut(&str)) -> Result<PathBuf> {
     Ok(flags.out.clone())
 }
 
-/// Returns the tokenizer of a `tokenizer.json`, a folder or a GGUF file, and the end-of-text token that its files name.
+/// Returns the tokenizer in a `tokenizer.json`, a folder or a GGUF file, and the end-of-text token that the files name.
 fn tokenizer_of(path: &Path) -> Result<(Tokenizer, Option<String>)> {
     if path
         .extension()

@@ -10,9 +10,9 @@
 //! cargo xtask train --check                                              # what would fail or be slow
 //! ```
 //!
-//! The run folder gets snapshots (`--save-steps N`), from which `--resume-from-checkpoint true` resumes bit for
-//! bit after a Ctrl-C, a SIGTERM (both save and end, with exit code 75) or a kill; metrics.jsonl, TensorBoard events,
-//! report.html and a Hugging Face model. The example `own_model` trains another model with the same loop.
+//! The run folder contains snapshots (`--save-steps N`), metrics.jsonl, TensorBoard events, report.html and a Hugging
+//! Face model. `--resume-from-checkpoint true` resumes from the last snapshot, bit for bit, after Ctrl-C or SIGTERM
+//! (which save and exit with code 75) or a kill. The example `own_model` trains another model with the same loop.
 
 use std::process::ExitCode;
 
@@ -33,7 +33,7 @@ use tch::Device;
 pub(crate) struct Flags {
     #[command(flatten)]
     train: TrainArgs,
-    /// Check data, disk, memory, precision, processes and threads, print what to change, and train nothing; the exit
+    /// Check data, disk, memory, precision, processes and threads, and print what to change, without training; the exit
     /// code is 1 if the run would fail
     #[arg(long)]
     check: bool,
@@ -44,7 +44,7 @@ fn main() -> ExitCode {
     exit_or_resume(|| run(&Flags::parse()))
 }
 
-/// Prepares the data and trains, again with smaller micro-batches if memory runs out.
+/// Prepares the data and trains; retries with smaller micro-batches if memory runs out.
 pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     let (mut arguments, notes) = flags.train.resolve_with_notes()?;
     // The processes that torchrun or `cargo xtask train --nproc N` has started; usually one.
@@ -76,7 +76,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     })
 }
 
-/// Prints the findings about a run; an error if it would fail.
+/// Prints the findings about a run; returns an error if it would fail.
 fn check(arguments: &TrainingArguments, group: &ProcessGroup, device: Device) -> Result<RunEnd> {
     let found = arguments.check_run(device, group.world_size())?;
     if group.is_main() {
@@ -84,7 +84,7 @@ fn check(arguments: &TrainingArguments, group: &ProcessGroup, device: Device) ->
     }
     match found.count(Severity::Failure) {
         0 => Ok(RunEnd::Finished),
-        failures => bail!("{failures} of the findings would end the run"),
+        failures => bail!("{failures} of the findings would make the run fail"),
     }
 }
 

@@ -1,6 +1,6 @@
-//! Finds the micro-batch, the accumulation, the precision, the checkpointing and the workers that train fastest on this
-//! machine, for a given effective batch and within a limit of memory: `cargo xtask tune`. What cannot fit by the estimate
-//! is not tried; the rest is measured by short runs of `train`.
+//! Finds the micro-batch size, accumulation, precision, checkpointing and number of workers that train fastest on this
+//! machine, for a given effective batch size and within a memory limit: `cargo xtask tune`. Settings whose estimated
+//! memory exceeds the limit are skipped; the others are measured in short runs of `train`.
 //!
 //! ```text
 //! cargo xtask tune                                                # the default run, 9/10 of the free memory
@@ -25,12 +25,12 @@ use overdrive_examples::tuning::{MemoryLimit, Trials};
 use overdrive_examples::{RunEnd, exit_or_resume, print_line};
 use tch::Device;
 
-/// Finds the fastest settings of `train` for this machine, and writes a configuration with them
+/// Finds the fastest settings of `train` for this machine and writes them as a configuration
 #[derive(Parser)]
 pub(crate) struct Flags {
     #[command(flatten)]
     train: TrainArgs,
-    /// Greatest peak memory of the tensors, such as 6GiB or 800MB [default: nine tenths of the free memory]
+    /// Limit of the tensors' peak memory, such as 6GiB or 800MB [default: nine tenths of the free memory]
     #[arg(long, value_name = "SIZE", help_heading = "Search")]
     memory_limit: Option<MemoryLimit>,
     /// Number of sequences in an optimizer step [default: micro-batch times accumulation of the configuration]
@@ -39,13 +39,13 @@ pub(crate) struct Flags {
     /// Number of measured steps in each trial
     #[arg(long, value_name = "N", default_value_t = 4, help_heading = "Search")]
     trial_steps: u64,
-    /// Number of steps before them in each trial
+    /// Number of warm-up steps before them in each trial
     #[arg(long, value_name = "N", default_value_t = 2, help_heading = "Search")]
     trial_warmup: u64,
-    /// Greatest number of trials
+    /// Maximum number of trials
     #[arg(long, value_name = "N", default_value_t = 24, help_heading = "Search")]
     max_trials: usize,
-    /// Folder of config.json, tune.md and tune.json
+    /// Output folder for config.json, tune.md and tune.json
     #[arg(
         long,
         value_name = "DIR",
@@ -84,11 +84,13 @@ pub(crate) fn tune(flags: &Flags, trials: &Trials) -> Result<Tuning> {
     if let Some(effective) = flags.effective_batch {
         let largest = arguments.per_device_train_batch_size.min(effective);
         let plan = BatchPlan::new(effective, 1, 1)?.with_micro_batch_at_most(largest);
-        arguments.set_batch_plan(plan.context("the effective batch has no micro-batch")?);
+        arguments.set_batch_plan(
+            plan.context("the effective batch size has no valid micro-batch size")?,
+        );
     }
     let group = arguments.init_process_group()?;
     if group.world_size() > 1 {
-        bail!("`tune` measures one process; start it without a launcher");
+        bail!("`tune` measures a single process; start it without a launcher");
     }
     let device = arguments.device(&group);
     arguments.apply()?;
@@ -188,7 +190,7 @@ fn write(
     files::write(flags.results.join("tune.json"), &json)?;
     let Some(best) = tuning.best() else {
         bail!(
-            "nothing fits into {}: give a larger --memory-limit, a smaller model, a shorter --context-length or \
+            "no setting fits into {}: use a larger --memory-limit, a smaller model, a shorter --context-length or \
              `--optim adamw_8bit`",
             units::bytes(tuning.limit_bytes)
         );

@@ -82,9 +82,9 @@ pub(crate) fn under_injection(test: &str, body: impl FnOnce(&Faults)) {
     print!("{text}");
 }
 
-/// Lets a process be killed in place of its first call on a path below a folder, its second, and so on, until it
-/// ends. Each process runs `body` of the test, with a folder that `prepare` has filled; `check` gets that folder,
-/// and `true` if the process ended. Returns the number of calls.
+/// Kills a process at its first call on a path below a folder, the next one at its second, and so on, until a process
+/// runs to its end. Each process runs `body` of the test, with a folder that `prepare` has filled; `check` gets that
+/// folder, and `true` if the process ran to its end. Returns the number of calls.
 pub(crate) fn killed_at_every_call(
     test: &str,
     body: impl FnOnce(&Path),

@@ -42,7 +42,11 @@ impl Windows {
         let windows = ids.chunks_exact(length).take(count);
         let windows: Vec<_> = windows.map(<[i64]>::to_vec).collect();
         if windows.is_empty() {
-            return Err(format!("the text has {} tokens, a window {length}", ids.len()).into());
+            return Err(format!(
+                "the text has {} tokens, fewer than a window ({length})",
+                ids.len()
+            )
+            .into());
         }
         println!("{} windows of {length} tokens", windows.len());
         Ok(Windows { windows })

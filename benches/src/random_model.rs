@@ -28,7 +28,7 @@ fn fill(model: &CausalLm, config: &ModelConfig) -> StepResult<()> {
     let parameters = model.named_parameters();
     for ((name, parameter), spec) in parameters.iter().zip(config.parameters()) {
         if *name != spec.name {
-            return Err(format!("{name} is where {} is expected", spec.name).into());
+            return Err(format!("found {name} where {} is expected", spec.name).into());
         }
         let mut values = parameter.f_detach()?;
         let _same = match spec.init {
@@ -37,7 +37,7 @@ fn fill(model: &CausalLm, config: &ModelConfig) -> StepResult<()> {
             }
             Init::Zeros => values.f_zero_()?,
             Init::Ones => values.f_fill_(1)?,
-            other => return Err(format!("{other:?} of {name} is unknown").into()),
+            other => return Err(format!("unknown value {other:?} of {name}").into()),
         };
     }
     Ok(())

@@ -12,8 +12,8 @@ pub struct CacheFlags {
     /// Number of tokens in a sliding cache, for a model without its own window
     #[arg(long)]
     pub window: Option<i64>,
-    /// Number of first tokens that a sliding cache also keeps [default: the model's, else 0]; with a few of them,
-    /// generation can be endless
+    /// Number of initial tokens that a sliding cache also keeps [default: the model's, else 0]; a few of them allow
+    /// endless generation
     #[arg(long)]
     pub sinks: Option<i64>,
 }
@@ -32,7 +32,7 @@ pub enum Cache {
 }
 
 impl CacheFlags {
-    /// Writes the flags that were given into `config`.
+    /// Writes the given flags into `config`.
     pub fn apply(&self, config: &mut GenerationConfig) {
         if let Some(kind) = self.cache {
             let name = match kind {

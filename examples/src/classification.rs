@@ -30,7 +30,7 @@ pub struct Classification {
 
 impl Classification {
     /// Loads the model in `folder` with the classes of `data`; `None` makes a small BERT of random weights and trains
-    /// a tokenizer on the texts `train`. Texts are cut to `max_length` tokens and to the model's context.
+    /// a tokenizer on the texts `train`. Texts are truncated to `max_length` tokens and to the model's context.
     pub fn load(
         folder: Option<&Path>,
         data: LabeledTexts,
@@ -75,7 +75,7 @@ impl Classification {
         })
     }
 
-    /// Makes all weights trainable, or, with a rank, adapters of it and the output layer.
+    /// Makes all weights trainable or, with a rank, adapters of that rank and the output layer.
     pub fn make_trainable(&mut self, lora_rank: Option<u32>) -> Result<()> {
         let Some(rank) = lora_rank else {
             return Ok(self.model.set_requires_grad(true)?);
@@ -138,7 +138,7 @@ impl Classification {
         Ok(loss.mean()?)
     }
 
-    /// Returns the share of the texts `test` whose class has the largest logit, in batches of `size`.
+    /// Returns the fraction of the texts `test` whose class has the largest logit, in batches of `size`.
     pub fn accuracy(&self, test: &[usize], size: usize) -> Result<f64> {
         let _no_grad = tch::no_grad_guard();
         let mut right = 0;

@@ -11,20 +11,20 @@ use overdrive::generation::{ChoiceConstraint, Constraint, GenerationConfig, Toke
 /// The constraint of an answer; at most one flag is given.
 #[derive(Debug, Clone, Args)]
 pub struct ConstraintFlags {
-    /// Allowed answer; give the flag once for each
+    /// Allowed answer; may be repeated
     #[arg(long, group = "constraint")]
     pub choice: Vec<String>,
-    /// Regular expression that the answer matches
+    /// Regular expression that the answer must match
     #[arg(long, group = "constraint")]
     pub regex: Option<String>,
-    /// File with the JSON schema of the answer
+    /// File with the JSON schema that the answer must match
     #[arg(long, group = "constraint")]
     pub json_schema: Option<PathBuf>,
 }
 
 impl ConstraintFlags {
-    /// Returns the constraint of an answer of a model with `num_logits` logits; `None` without a flag. The answers to several prompts each need a
-    /// [`fork`](Constraint::fork).
+    /// Returns the constraint for an answer of a model with `num_logits` logits; `None` without a flag. Each of several
+    /// answers needs a [`fork`](Constraint::fork).
     pub fn build(
         &self,
         tokenizer: &Tokenizer,

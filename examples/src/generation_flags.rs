@@ -6,8 +6,7 @@ use overdrive::generation::{GenerationConfig, ModelFiles};
 use serde::Serialize;
 use serde_json::Value;
 
-/// The options of text generation; each flag is the key of generation_config.json with the same name, and
-/// overrides that of the model.
+/// The options of text generation; each flag overrides the key of the same name in the model's generation_config.json.
 #[derive(Debug, Clone, Default, Args, Serialize)]
 #[serde(rename_all = "snake_case")]
 pub struct GenerationFlags {
@@ -17,28 +16,28 @@ pub struct GenerationFlags {
     /// Sampling temperature; 0 is greedy
     #[arg(long)]
     pub temperature: Option<f64>,
-    /// Sample from this number of most likely tokens; 0 is all
+    /// Sample from the N most likely tokens; 0 is all
     #[arg(long)]
     pub top_k: Option<usize>,
-    /// Sample from the fewest tokens with this total probability
+    /// Sample from the smallest set of tokens with this total probability
     #[arg(long)]
     pub top_p: Option<f64>,
     /// Sample from tokens with at least this probability relative to the most likely one
     #[arg(long)]
     pub min_p: Option<f64>,
-    /// Divisor of the scores of tokens that occurred before; 1 is off
+    /// Penalty by which the scores of earlier tokens are divided; 1 is off
     #[arg(long)]
     pub repetition_penalty: Option<f64>,
-    /// Subtracted once from the scores of generated tokens; 0 is off
+    /// Penalty subtracted once from the scores of tokens already generated; 0 is off
     #[arg(long, allow_negative_numbers = true)]
     pub presence_penalty: Option<f64>,
-    /// Subtracted for each occurrence from the scores of generated tokens; 0 is off
+    /// Penalty subtracted from a token's score for each earlier occurrence; 0 is off
     #[arg(long, allow_negative_numbers = true)]
     pub frequency_penalty: Option<f64>,
-    /// Never repeat a sequence of this number of tokens
+    /// Never repeat an n-gram of this many tokens
     #[arg(long)]
     pub no_repeat_ngram_size: Option<usize>,
-    /// Bias of token scores, such as {"42": -5, "7": 2.5}
+    /// Bias added to token scores, such as {"42": -5, "7": 2.5}
     #[arg(long, value_parser = json)]
     #[serde(skip_serializing_if = "Option::is_none")]
     pub logit_bias: Option<Value>,
@@ -50,28 +49,28 @@ pub struct GenerationFlags {
     #[arg(long, value_delimiter = ',')]
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub stop_token_ids: Vec<i64>,
-    /// Seed of sampling
+    /// Seed for sampling
     #[arg(long)]
     pub seed: Option<u64>,
-    /// Number of beams of a beam search
+    /// Number of beams in beam search
     #[arg(long)]
     pub num_beams: Option<usize>,
-    /// Length penalty of a beam search; above 0 it prefers long sequences, below 0 short ones
+    /// Length penalty of a beam search; values above 0 favour long sequences, values below 0 short ones
     #[arg(long, allow_negative_numbers = true)]
     pub length_penalty: Option<f64>,
-    /// Number of continuations of each prompt
+    /// Number of continuations per prompt
     #[arg(long)]
     pub num_return_sequences: Option<usize>,
-    /// Print the log-probabilities of each token and of this number of alternatives
+    /// Print the log-probability of each token and of this many alternatives
     #[arg(long)]
     pub logprobs: Option<usize>,
-    /// Propose this number of tokens by prompt lookup and verify them together
+    /// Propose this many tokens by prompt lookup and verify them in one pass
     #[arg(long)]
     pub prompt_lookup_num_tokens: Option<usize>,
-    /// Propose this number of tokens by the assistant model
+    /// Propose this many tokens with the assistant model
     #[arg(long)]
     pub num_assistant_tokens: Option<usize>,
-    /// Process prompts in chunks of this number of tokens
+    /// Process prompts in chunks of this many tokens
     #[arg(long)]
     pub prefill_chunk_size: Option<usize>,
 }
@@ -81,8 +80,8 @@ fn json(text: &str) -> Result<Value, serde_json::Error> {
 }
 
 impl GenerationFlags {
-    /// Returns the model's configuration with the flags applied. A flag about sampling turns sampling on; without
-    /// any limit of the length, there are at most `default_new_tokens`.
+    /// Returns the model's configuration with the flags applied. A sampling flag turns sampling on; without a length
+    /// limit, at most `default_new_tokens` are generated.
     pub fn config(
         &self,
         files: &ModelFiles,
@@ -101,7 +100,7 @@ impl GenerationFlags {
         }
         if let Some(name) = GenerationConfig::unknown_cache(&keys) {
             eprintln!(
-                "`cache_implementation` of the model is {name}, which is not known; it is ignored"
+                "the model's `cache_implementation` is {name}, which is unknown and is ignored"
             );
         }
         Ok(GenerationConfig::from_map(&keys)?)

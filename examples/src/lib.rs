@@ -1,5 +1,5 @@
-//! Code that several examples share: their flags and the end of their `main`. Each example is one file beside
-//! `src`, run with `cargo xtask example NAME`; `README.md` recommends an order for reading them.
+//! Code shared by several examples: flags and the end of `main`. Each example is one file beside `src`, run with `cargo
+//! xtask example NAME`; `README.md` recommends an order for reading them.
 
 mod cache_flags;
 mod classification;

@@ -4,9 +4,9 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 
-/// Returns the path of a model on this machine: `name` itself if it is a file or folder, else that of the model with
-/// this name on the Hugging Face hub, which is downloaded if the cache does not have it. Without the feature `hub` every
-/// name is a path.
+/// Returns the path of a model on this machine: `name` itself if it is a file or folder, else the path of the model
+/// with this name on the Hugging Face hub, which is downloaded if it is not in the cache. Without the feature `hub`,
+/// every name is a path.
 pub fn local_model(name: &Path) -> Result<PathBuf> {
     #[cfg(feature = "hub")]
     return with_progress(|options| overdrive::hub::model_path(name, options));
@@ -30,8 +30,7 @@ pub fn local_tokenizer(name: &Path) -> Result<PathBuf> {
     Ok(name.to_owned())
 }
 
-/// Returns a name for the model at `path`: that of the repository that it was downloaded from, or else of the file or
-/// folder.
+/// Returns a name for the model at `path`: the repository that it was downloaded from, or else the file or folder.
 pub fn model_name(path: &Path) -> String {
     if let Some(name) = repository(path) {
         return name;

@@ -27,31 +27,31 @@ pub struct ModelFlags {
     /// ORG/NAME, ORG/NAME@REVISION or ORG/NAME:Q4_K_M
     #[arg(long = "model", value_name = "MODEL")]
     pub path: PathBuf,
-    /// tokenizer.json, or a folder with one, in place of the model's tokenizer
+    /// tokenizer.json, or a folder that contains it, to use instead of the model's tokenizer
     #[arg(long, value_name = "PATH")]
     pub tokenizer: Option<PathBuf>,
-    /// Folder with an adapter in PEFT's format, or its name on the hub; it is merged into dense weights where it can be
+    /// Folder with an adapter in PEFT's format, or its name on the hub; it is merged into dense weights if possible
     #[arg(long, value_name = "ADAPTER")]
     pub adapter: Option<PathBuf>,
-    /// Keep the adapter beside the weights instead of merging it
+    /// Keep the adapter separate instead of merging it into the weights
     #[arg(long, requires = "adapter")]
     pub keep_adapter: bool,
-    /// Compute in bf16: half the memory
+    /// Compute in bf16, with half the memory
     #[arg(long)]
     pub bf16: bool,
     /// Quantize the weights while they are loaded: int8, int8-weight, llm-int8, int4, nf4, fp4, fp8
     #[arg(long, value_name = "SCHEME")]
     pub quantize: Option<Scheme>,
-    /// Also quantize the head, and an embedding that is tied to it
+    /// Scheme for the head and an embedding tied to it
     #[arg(long, value_name = "SCHEME", requires = "quantize")]
     pub quantize_head: Option<Scheme>,
-    /// Give each sequence the same bits whatever is computed beside it, on CPUs: slower in prefill
+    /// Make the results of each sequence on CPUs bit-identical in every batch; slows down prefill
     #[arg(long)]
     pub batch_invariant: bool,
 }
 
 impl ModelFlags {
-    /// Returns the flags with paths on this machine in place of names on the hub, whose files are downloaded.
+    /// Returns the flags with names on the hub replaced by local paths, and downloads their files.
     pub fn local(&self) -> Result<ModelFlags> {
         Ok(ModelFlags {
             path: local_model(&self.path)?,
@@ -91,7 +91,7 @@ impl ModelFlags {
         Ok(model)
     }
 
-    /// Adds the adapter of `--adapter`, if it is given, to a model whose weights are quantized or not.
+    /// Adds the adapter of `--adapter`, if given, to a model with dense or quantized weights.
     fn add_adapter(&self, model: &mut dyn AdapterHost, quantized: bool) -> Result<()> {
         let Some(adapter) = &self.adapter else {
             return Ok(());
@@ -107,7 +107,7 @@ impl ModelFlags {
             merge_obstacle(model)?.map(|error| error.to_string())
         };
         match obstacle {
-            Some(reason) => eprintln!("adapter: kept beside the weights ({reason})"),
+            Some(reason) => eprintln!("adapter: not merged into the weights ({reason})"),
             None => {
                 merge_and_unload(model, &MergeOptions::default())?;
                 eprintln!("adapter: merged into the weights");
@@ -140,7 +140,7 @@ impl ModelFlags {
         }
     }
 
-    /// Opens what comes with the model beside its weights.
+    /// Opens the files that come with the model besides its weights.
     pub fn files(&self) -> Result<ModelFiles> {
         Ok(ModelFiles::open(&self.path)?)
     }

@@ -17,7 +17,7 @@ pub struct ModelText {
 }
 
 impl ModelText {
-    /// Tokenizes the files `data`, or without any the Rust source code that Cargo keeps on this machine, with the
+    /// Tokenizes the files `data`, or by default the Rust source code that Cargo keeps on this machine, with the
     /// tokenizer of the model in `folder`.
     pub fn prepare(folder: &Path, model: &CausalLm, data: &[PathBuf]) -> Result<ModelText> {
         let context = model.config().max_position_embeddings().clamp(2, 512);
@@ -41,7 +41,7 @@ impl ModelText {
         Ok(evaluate(model, batches, Precision::Fp32, &group)?.exp())
     }
 
-    /// Records the inputs of the linear layers while the model reads `windows` of the training data.
+    /// Records the inputs of the linear layers while the model processes `windows` of the training data.
     pub fn inputs_of(&self, model: &CausalLm, windows: usize) -> Result<InputCollector> {
         let _no_grad = tch::no_grad_guard();
         let batches = self.data.train_loader(&self.arguments, model.device())?;

@@ -1,4 +1,4 @@
-//! Comparison of a model in Overdrive with its ONNX file in ONNX Runtime.
+//! Compares the speed of a model in Overdrive and of its ONNX file in ONNX Runtime.
 
 use std::fmt::Write;
 use std::path::Path;
@@ -17,7 +17,7 @@ pub struct OnnxComparison {
     pub prompt: usize,
     /// The number of generated tokens.
     pub new: usize,
-    /// The number of rounds, of which the medians are reported.
+    /// The number of rounds; the medians are reported.
     pub rounds: usize,
 }
 
@@ -43,7 +43,7 @@ impl OnnxComparison {
             theirs.push(self.theirs(file, &prompt)?);
         }
         let (Some(first), Some(other)) = (ours.first(), theirs.first()) else {
-            bail!("0 rounds: give 1 or more");
+            bail!("--rounds is 0; it must be positive");
         };
         let mut pairs = first.tokens.iter().zip(&other.tokens);
         let differs = pairs.position(|(a, b)| a != b);
@@ -97,7 +97,9 @@ impl OnnxComparison {
             .args(["--new", &self.new.to_string()])
             .args(["--threads", &threads::intra_op().to_string()])
             .output()
-            .with_context(|| format!("cannot run {python}; OVERDRIVE_PYTHON names another"))?;
+            .with_context(|| {
+                format!("cannot run {python}; set OVERDRIVE_PYTHON to another interpreter")
+            })?;
         if !output.status.success() {
             bail!(
                 "{python}: {}",
@@ -108,7 +110,7 @@ impl OnnxComparison {
         let count = speeds.tokens.len();
         ensure!(
             count == self.new,
-            "ONNX Runtime gave {count} tokens, not {}",
+            "ONNX Runtime generated {count} tokens instead of {}",
             self.new
         );
         Ok(speeds)

@@ -1,4 +1,4 @@
-//! Pairs of a source and a target: read from files, or words to reverse with a tokenizer of letters.
+//! Source and target pairs: read from files, or words to reverse with a tokenizer of letters.
 
 use std::path::Path;
 
@@ -14,12 +14,12 @@ use serde::Deserialize;
 use serde_json::{Map, json};
 use tch::Device;
 
-/// A source and the target that a model learns to write for it.
+/// A source and the target that a model learns to generate from it.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 pub struct Pair {
     /// The text that the encoder reads.
     pub source: String,
-    /// The text that the decoder learns.
+    /// The text that the decoder learns to generate.
     pub target: String,
 }
 
@@ -47,7 +47,8 @@ pub fn read_pairs(path: &Path) -> Result<Vec<Pair>> {
             let row = rows.get(number)?;
             let field = |name: &str| row.get(name).map(str::to_owned);
             let pair = field("source").zip(field("target"));
-            let (source, target) = pair.context("the file needs the columns source and target")?;
+            let (source, target) =
+                pair.context("the file must have the columns `source` and `target`")?;
             Ok(Pair { source, target })
         };
         return (0..rows.len()).map(pair).collect();
@@ -93,7 +94,7 @@ pub fn words_to_reverse(seed: u64, count: usize) -> Vec<Pair> {
     (0..count).map(|_| pair(word())).collect()
 }
 
-/// The end of sequence of the tokenizer of letters.
+/// The end-of-sequence token of the tokenizer of letters.
 pub const END: &str = "</s>";
 
 /// Returns a tokenizer of 29 tokens: padding, the end of sequence, an unknown letter, and the letters a to z.
@@ -167,7 +168,7 @@ pub fn load_model(
     Ok((model, load_tokenizer(folder)?))
 }
 
-/// Returns the number of targets that the model writes exactly, greedily.
+/// Returns the number of targets that the model generates exactly with greedy decoding.
 pub fn exact_matches(model: &Seq2SeqLm, examples: &[Seq2SeqExample]) -> Result<usize> {
     let longest = examples
         .iter()

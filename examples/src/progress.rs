@@ -14,7 +14,7 @@ impl ByteProgress {
         Ok(ByteProgress(ProgressBar::no_length().with_style(style)))
     }
 
-    /// Reports that `done` of `all` bytes are done.
+    /// Reports `done` of `all` bytes.
     pub fn set(&self, done: u64, all: u64) {
         self.0.set_length(all);
         self.0.set_position(done);

@@ -13,8 +13,8 @@ pub struct TemplateFlags {
 }
 
 impl TemplateFlags {
-    /// Returns the template of the flag; else the one beside the adapter, which was trained with it; else that of the
-    /// model.
+    /// Returns the template of the flag, else the template beside the adapter, which was trained with it, else the
+    /// template of the model.
     pub fn load(&self, files: &ModelFiles, adapter: Option<&Path>) -> Result<ChatTemplate> {
         if let Some(path) = &self.chat_template {
             return Ok(files.chat_template_from(path)?);

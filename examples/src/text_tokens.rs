@@ -11,8 +11,8 @@ use crate::local_tokenizer;
 pub struct TextTokens(Option<Tokenizer>);
 
 impl TextTokens {
-    /// Opens the tokenizer of a file, a folder, a GGUF file or a name on the hub; without one, the tokens of a text are
-    /// its bytes.
+    /// Opens the tokenizer in a file, a folder, a GGUF file or a model on the hub; without a tokenizer, the tokens of a
+    /// text are its bytes.
     pub fn open(path: Option<&Path>) -> Result<TextTokens> {
         let Some(path) = path else {
             return Ok(TextTokens(None));

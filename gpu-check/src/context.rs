@@ -1,4 +1,4 @@
-//! The surroundings of a section in its process.
+//! The context of a section in its process.
 
 use std::fmt;
 use std::panic::{AssertUnwindSafe, catch_unwind};
@@ -18,7 +18,7 @@ pub struct Context {
     /// The checks before this one were reported by an earlier process.
     first: usize,
     next: usize,
-    /// If `true`, a device that refuses everything ends the section.
+    /// If `true`, a device that rejects every operation ends the section.
     is_watched: bool,
     emit: Box<dyn FnMut(&Line)>,
 }
@@ -33,20 +33,20 @@ impl fmt::Debug for Context {
     }
 }
 
-/// The error that ends a section whose device does not work any more.
+/// The error that ends a section whose device is no longer usable.
 #[derive(Debug)]
 pub struct Lost;
 
 impl fmt::Display for Lost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
-        f.write_str("the device does not work any more after this check")
+        f.write_str("the device is unusable after this check")
     }
 }
 
 impl std::error::Error for Lost {}
 
 impl Context {
-    /// Returns a context that reports the checks from number `first` on to `emit`. After `deadline` no check begins.
+    /// Returns a context that reports the checks from number `first` on to `emit`. No check begins after `deadline`.
     pub fn new(
         device: Device,
         first: usize,
@@ -63,7 +63,7 @@ impl Context {
         }
     }
 
-    /// Lets the section continue on a device that refuses everything, to find out why it does.
+    /// Lets the section continue on a device that rejects every operation, to find out why.
     pub fn examine_the_device(&mut self) {
         self.is_watched = false;
     }
@@ -91,7 +91,7 @@ impl Context {
         if self.is_full() { full } else { small }
     }
 
-    /// Returns `true` if an earlier process of the section ended too early: it has reported the first checks.
+    /// Returns `true` if an earlier process of the section ended prematurely, after reporting the first checks.
     pub fn is_resumed(&self) -> bool {
         self.first > 0
     }
@@ -111,7 +111,7 @@ impl Context {
     /// Runs one check. An error and a panic are failures of the check, and the section continues.
     ///
     /// # Errors
-    /// [`Lost`] if the device refuses every further operation, which ends the process.
+    /// [`Lost`] if the device rejects every further operation, which ends the process.
     pub fn check(
         &mut self,
         name: impl Into<String>,
@@ -161,7 +161,7 @@ impl Context {
     }
 }
 
-/// Reads a result from the device. CUDA returns errors of kernels late, and after some of them refuses everything.
+/// Reads a result from the device. CUDA reports errors of kernels late, and after some errors rejects every operation.
 fn works(device: Device) -> Result<()> {
     Tensor::f_ones([1], (Kind::Float, device))?.f_double_value(&[0])?;
     Ok(())

@@ -2,7 +2,7 @@
 
 use serde::{Deserialize, Serialize};
 
-/// The detail of a check for which no time was left.
+/// The detail of a check that was skipped because no time was left.
 pub const NO_TIME: &str = "no time left";
 
 /// The outcome of a check.
@@ -11,7 +11,7 @@ pub const NO_TIME: &str = "no time left";
 pub enum Outcome {
     /// The result is right, or the figure was measured.
     Passed,
-    /// The result is wrong, the work failed, or it did not end in time.
+    /// The result is wrong, the work failed, or the work did not end in time.
     Failed,
     /// The work did not run; the detail says why.
     Skipped,
@@ -31,7 +31,7 @@ pub struct Figure {
 pub struct Finding {
     /// The outcome.
     pub outcome: Outcome,
-    /// `true` for a skip that is no failure where a GPU is required.
+    /// `true` for a skip that is not a failure if a GPU is required.
     pub allowed: bool,
     /// A remark, or the reason of a failure or a skip.
     pub detail: String,
@@ -59,12 +59,12 @@ impl Finding {
         Self::new(Outcome::Failed, reason)
     }
 
-    /// Returns a skip. Where a GPU is required it counts as a failure.
+    /// Returns a skip, which counts as a failure if a GPU is required.
     pub fn skipped(reason: impl Into<String>) -> Self {
         Self::new(Outcome::Skipped, reason)
     }
 
-    /// Returns a skip that is no failure even where a GPU is required: the machine lacks a second GPU or a Python
+    /// Returns a skip that is not a failure even if a GPU is required: the machine lacks a second GPU or a Python
     /// package to compare with.
     pub fn skipped_allowed(reason: impl Into<String>) -> Self {
         Self {
@@ -116,14 +116,14 @@ impl Finding {
     }
 }
 
-/// A check and its result, as they are in the report.
+/// A check and its result, as in the report.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct Check {
     /// The name, unique in its section.
     pub name: String,
     /// The outcome.
     pub outcome: Outcome,
-    /// `true` for a skip that is no failure where a GPU is required.
+    /// `true` for a skip that is not a failure if a GPU is required.
     #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub allowed: bool,
     /// A remark, or the reason of a failure or a skip.

@@ -1,8 +1,8 @@
 //! Checks and measurements of everything that Overdrive does on a GPU, in one program: `cargo xtask gpu-check`.
 //!
-//! A [section](sections) is one file in `sections/`. The [runner] starts each of them in a process of its own,
-//! with a time limit, so that a crash, a hang or exhausted memory ends one section and not the others. Every result is
-//! written to the [report] as soon as it is there.
+//! A [section](sections) is one file in `sections/`. The [runner] starts each section in its own process with a time
+//! limit, so that a crash, a hang or exhausted memory ends only that section. Every result is written to the [report]
+//! as soon as it is available.
 
 #![forbid(unsafe_code)]
 

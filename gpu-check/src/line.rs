@@ -5,14 +5,14 @@ use serde::{Deserialize, Serialize};
 use crate::finding::Check;
 use crate::report::KernelUse;
 
-/// The start of each line, which tells it apart from the output of libraries.
+/// The prefix that distinguishes these lines from the output of libraries.
 const MARK: &str = "@gpu-check ";
 
 /// An event of a section.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
 pub enum Line {
-    /// A check begins. If it is the last line, the check has ended the process.
+    /// A check begins. If this is the last line, the check ended the process.
     Begin {
         /// The number of the check in its section, from 0.
         index: usize,
@@ -26,8 +26,8 @@ pub enum Line {
         /// The result.
         check: Check,
     },
-    /// The device does not work any more after the last check: CUDA refuses everything after some errors. The process
-    /// ends, and another one continues with the next check.
+    /// The device is unusable after the last check: after some errors, CUDA rejects every operation. The process ends,
+    /// and another process continues with the next check.
     Lost,
     /// The use of Overdrive's kernels by the process, before it ends.
     Kernels(KernelUse),

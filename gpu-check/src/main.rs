@@ -23,13 +23,13 @@ struct Flags {
     /// Device [default: cuda if libtorch can use one or OVERDRIVE_REQUIRE_GPU=1 is set, else cpu]
     #[arg(long, value_enum)]
     device: Option<Target>,
-    /// File of the report as JSON; the report as Markdown is written beside it
+    /// Path of the JSON report; the Markdown report is written beside it
     #[arg(long, value_name = "FILE", default_value = "gpu-check.json")]
     report: PathBuf,
-    /// Sections to run, in this order; `correctness` and `figures` are all sections of a kind [default: all]
+    /// Sections to run, in this order; `correctness` and `figures` select all sections of a kind [default: all]
     #[arg(long, value_name = "NAME", num_args = 1..)]
     section: Vec<String>,
-    /// Time for all sections together; those for which none is left are reported as skipped
+    /// Minutes for all sections together; sections that do not fit are reported as skipped
     #[arg(long, default_value_t = 9.0)]
     minutes: f64,
     /// Print the names of the sections

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 
-/// Returns the configuration of the small Llama: grouped heads of a size that every kernel takes.
+/// Returns the configuration of the small Llama, with grouped heads of a size that every kernel supports.
 pub(crate) fn config(context: &Context) -> LlamaConfig {
     LlamaConfig {
         vocab_size: 512,

@@ -1,4 +1,4 @@
-//! Results and gradients of an operation on the device beside those of float64 on the CPU.
+//! Compares results and gradients of an operation on the device with float64 on the CPU.
 
 use std::cell::{OnceCell, RefCell};
 
@@ -73,7 +73,7 @@ impl Input {
     }
 }
 
-/// The values of inputs, which are drawn when the first comparison needs them and serve all of them.
+/// The values of inputs, drawn for the first comparison and shared by all comparisons.
 #[derive(Debug)]
 pub struct Drawn<'a> {
     inputs: &'a [Input],
@@ -168,7 +168,7 @@ impl Context {
         self.parity_of(name, kinds, factor, &Drawn::new(name, inputs), operation)
     }
 
-    /// Does the same as [`Context::parity`] with values that serve several operations.
+    /// Does the same as [`Context::parity`] with values shared by several operations.
     ///
     /// # Errors
     /// As [`Context::check`].
@@ -216,7 +216,7 @@ fn compared(
         operation,
     )
     .context("the reference in f64 on the CPU")?;
-    // The reference has drawn them in f64; both sides take the rounded ones.
+    // The reference draws them in f64; both sides use the rounded values.
     let found = run(
         &new_run(device, kind, false),
         &drawn,
@@ -330,7 +330,7 @@ fn to_host(tensor: &Tensor) -> Result<Tensor> {
 fn furthest(found: &[Tensor], reference: &[Tensor]) -> Result<f64> {
     ensure!(
         found.len() == reference.len(),
-        "{} results, and {} of the reference",
+        "there are {} results, but {} reference results",
         found.len(),
         reference.len()
     );
@@ -353,7 +353,7 @@ fn furthest(found: &[Tensor], reference: &[Tensor]) -> Result<f64> {
 pub fn distance(found: &Tensor, reference: &Tensor) -> Result<f64> {
     ensure!(
         found.size() == reference.size(),
-        "the shape is {:?}, that of the reference {:?}",
+        "the shape is {:?}, but the shape of the reference is {:?}",
         found.size(),
         reference.size()
     );

@@ -1,4 +1,4 @@
-//! The programs in Python that do the same work with PyTorch, transformers and bitsandbytes.
+//! The Python programs that do the same work with PyTorch, transformers and bitsandbytes.
 
 use std::io::{ErrorKind, Read};
 use std::path::PathBuf;
@@ -14,7 +14,7 @@ use tch::Device;
 use crate::context::Context;
 use crate::finding::Finding;
 
-/// The interval at which the end of a program is looked for.
+/// The interval at which a running program is polled.
 const POLL: Duration = Duration::from_millis(20);
 
 /// Returns a command of the Python that has PyTorch.
@@ -48,8 +48,8 @@ pub(crate) fn time_for(context: &Context, most: Duration, kept: Duration) -> Dur
     context.time_left().saturating_sub(kept).min(most)
 }
 
-/// Runs a script for at most `limit`, and returns the figures of its last line: a JSON object. Without one, or where a
-/// package is missing, it returns the finding about it.
+/// Runs a script for at most `limit`, and returns the figures in its last line, a JSON object. If there is none, or a
+/// package is missing, it returns a finding that says so.
 ///
 /// # Errors
 /// An error if Python cannot be started or prints something else.
@@ -60,7 +60,9 @@ pub(crate) fn measure(
     arguments: &[String],
 ) -> Result<std::result::Result<Value, Finding>> {
     if limit.is_zero() {
-        return Ok(Err(Finding::failed("the section has no time left for it")));
+        return Ok(Err(Finding::failed(
+            "the section has no time left for this comparison",
+        )));
     }
     let device = if device == Device::Cpu { "cpu" } else { "cuda" };
     let mut command = python();
@@ -90,7 +92,7 @@ pub(crate) fn measure(
 /// Returns a number of a program's figures.
 ///
 /// # Errors
-/// An error if there is none of this name.
+/// Returns an error if no figure has this name.
 pub(crate) fn number(found: &Value, key: &str) -> Result<f64> {
     let value = found[key].as_f64();
     value.ok_or_else(|| anyhow!("`{key}` is missing in {found}"))
@@ -143,8 +145,8 @@ fn collect(mut pipe: impl Read + Send + 'static) -> thread::JoinHandle<String> {
 
 /// Returns the finding about a program that has printed no figures, from its standard error.
 ///
-/// Exhausted memory is a failure: the sizes are chosen such that both sides have room, and a table without its baseline
-/// proves nothing. Anything else is no failure of Overdrive's.
+/// Exhausted memory is a failure: the sizes are chosen so that both sides fit, and a table without its baseline proves
+/// nothing. Other errors are not failures of Overdrive.
 pub fn without_figures(status: &str, errors: &str) -> Finding {
     let last = errors.lines().last().unwrap_or("it says nothing");
     let reason = format!("PyTorch failed: {status}: {last}");

@@ -30,7 +30,7 @@ pub struct Report {
     pub began: String,
     /// The time of the run so far in seconds.
     pub seconds: f64,
-    /// `true` once every section has ended or was left out.
+    /// `true` once every section has ended or was skipped.
     pub complete: bool,
     /// The number of checks that passed.
     pub passed: usize,
@@ -61,7 +61,7 @@ pub struct SectionReport {
 /// The use of the kernels of overdrive-gpu by the processes of a section.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 pub struct KernelUse {
-    /// The value of `OVERDRIVE_GPU_KERNELS`, if it is set. Some checks turn the kernels on whatever it says.
+    /// The value of `OVERDRIVE_GPU_KERNELS`, if it is set. Some checks turn the kernels on regardless of it.
     pub switch: Option<String>,
     /// The images that were used, such as `sm_90a`; `None` if the kernels were never asked for.
     pub target: Option<String>,
@@ -143,7 +143,7 @@ impl Report {
         }
     }
 
-    /// Counts the outcomes anew after `elapsed`.
+    /// Recounts the outcomes after `elapsed`.
     pub fn update(&mut self, elapsed: std::time::Duration) {
         self.seconds = elapsed.as_secs_f64();
         let of = |outcome| self.sections.iter().map(|s| s.count(outcome)).sum();
@@ -154,8 +154,8 @@ impl Report {
         );
     }
 
-    /// Writes the report to `path` and, as Markdown, beside it. A file is replaced as a whole, so that a run that is
-    /// cut short leaves a readable one.
+    /// Writes the report to `path` and, as Markdown, beside it. Each file is replaced atomically, so that an
+    /// interrupted run leaves a readable report.
     ///
     /// # Errors
     /// An error if a file cannot be written.

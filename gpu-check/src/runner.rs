@@ -1,4 +1,4 @@
-//! Runs the sections, each in a process of its own.
+//! Runs each section in its own process.
 
 use std::collections::VecDeque;
 use std::io::{BufRead as _, BufReader, Read};
@@ -18,9 +18,9 @@ use crate::line::Line;
 use crate::report::{KernelUse, Report, SectionReport, value_text};
 use crate::sections::{GRACE, Section, Target, share};
 
-/// A section is not begun with less time.
+/// The minimum time left in which a section is started.
 const LEAST: Duration = Duration::from_secs(5);
-/// A section whose checks have ended this many processes is given up.
+/// The number of ended processes after which a section is abandoned.
 const MOST_PROCESSES: usize = 8;
 /// The report is written at most this often within a section.
 const WRITE_EVERY: Duration = Duration::from_secs(1);
@@ -127,7 +127,7 @@ fn print_check(check: &Check) {
 struct Progress {
     /// The number of checks that were reported.
     done: usize,
-    /// The check that has begun and not ended.
+    /// The running check.
     current: Option<String>,
     is_complete: bool,
     own_kernels: Option<KernelUse>,
@@ -135,8 +135,8 @@ struct Progress {
     warnings: Vec<String>,
 }
 
-/// Runs the checks of a section. If one of them ends the process, it has failed, and another process continues with the
-/// next one.
+/// Runs the checks of a section. A check that ends the process has failed, and another process continues with the next
+/// check.
 fn run_section(
     section: &Section,
     target: Target,
@@ -178,7 +178,7 @@ fn run_section(
             return Ok(());
         }
     }
-    let detail = format!("{MOST_PROCESSES} processes of this section ended too early");
+    let detail = format!("{MOST_PROCESSES} processes of this section ended prematurely");
     add(Finding::failed(detail).into_check("the rest".to_owned(), 0.0))
 }
 
@@ -207,7 +207,7 @@ impl End {
     }
 }
 
-/// Ends the process and the processes that it has started, in whatever way this function is left.
+/// Ends the process and its children, however this function returns.
 struct Group(Child);
 
 impl Group {
@@ -319,7 +319,7 @@ fn forward(pipe: impl Read + Send + 'static, sender: Sender<Line>) -> thread::Jo
     })
 }
 
-/// The lines of a standard error that matter.
+/// The relevant lines of a standard error.
 #[derive(Default)]
 struct Errors {
     last: VecDeque<String>,

@@ -1,12 +1,12 @@
-//! What a reader of a report looks for first, in ten lines: failures, and the default beside each peer as a ratio.
+//! The first ten lines of a report: the failures, and the ratio of the default to each peer.
 
 use crate::finding::{Check, Outcome};
 use crate::report::{Report, value_text};
 
-/// The most failures that are named.
+/// The maximum number of failures that are named.
 const NAMED: usize = 3;
 
-/// A figure of a program that sets nothing, beside those of the programs that it is compared with.
+/// A figure of Overdrive with default settings, and the figures of the programs that it is compared with.
 struct Comparison {
     title: &'static str,
     section: &'static str,
@@ -16,7 +16,7 @@ struct Comparison {
     unit: &'static str,
     /// Further figures of our check with their units.
     further: &'static [(&'static str, &'static str)],
-    /// The names of the others' checks, and their names in the line.
+    /// The names of the checks of the other programs, and their labels in the line.
     peers: &'static [(&'static str, &'static str)],
 }
 

@@ -16,8 +16,8 @@ pub(crate) fn synchronize(device: Device) {
     }
 }
 
-/// Returns the median over `rounds` of the seconds of one call of `work`, of which `calls` are timed together. One
-/// round before them is not timed.
+/// Returns the median seconds of one call of `work` over `rounds` rounds of `calls` calls. One warm-up round is not
+/// timed.
 pub(crate) fn seconds(
     device: Device,
     rounds: usize,
@@ -87,8 +87,8 @@ pub(crate) fn own_kernels(device: Device) -> Result<Option<&'static Kernels>> {
     Ok(overdrive_gpu::kernels(device)?)
 }
 
-/// Returns the setting of the kernels of overdrive-gpu that is not the default on a device, with its name in the report;
-/// `None` where there is no other, as on a CPU.
+/// Returns the non-default setting of the kernels of overdrive-gpu on a device, with its name in the report; `None` if
+/// the device has only one setting, like a CPU.
 pub(crate) fn other_kernels(device: Device) -> Result<Option<(bool, &'static str)>> {
     if device == Device::Cpu || own_kernels(device)?.is_none() {
         return Ok(None);

@@ -69,7 +69,7 @@ pub(crate) fn host() -> Result<String> {
 fn host_of(version: &str) -> Result<String> {
     let line = version.lines().find_map(|line| line.strip_prefix("host: "));
     line.map(str::to_owned)
-        .ok_or_else(|| Failure::new("rustc -vV names no host"))
+        .ok_or_else(|| Failure::new("rustc -vV printed no host"))
 }
 
 impl Cargo {

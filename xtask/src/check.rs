@@ -62,7 +62,7 @@ pub(crate) fn check(commands: &[String]) -> Result<()> {
     tests.iter().try_for_each(Cargo::run)
 }
 
-/// Returns an error with the remedy where `cargo deny` is not installed.
+/// Returns an error with the remedy if `cargo deny` is not installed.
 pub(crate) fn deny_is_installed() -> Result<()> {
     if Cargo::has("deny") {
         return Ok(());
@@ -98,20 +98,21 @@ fn training() -> Result<()> {
         return Err(Failure::new(format!("the training failed: {status}")));
     }
     let path = out.join("metrics.jsonl");
-    let metrics = fs::read_to_string(&path)
-        .map_err(|error| Failure::io("the training left no metrics in", &path, &error))?;
+    let metrics = fs::read_to_string(&path).map_err(|error| {
+        Failure::io("could not read the metrics of the training", &path, &error)
+    })?;
     let (first, last) = judge(&metrics, &path)?;
     println!("the loss fell from {first:.3} to {last:.3} in {STEPS} steps");
     Ok(())
 }
 
-/// Returns the mean loss of the first and of the last steps, if every step is there and the loss fell.
+/// Returns the mean loss of the first and of the last steps, if no step is missing and the loss fell.
 fn judge(metrics: &str, path: &Path) -> Result<(f64, f64)> {
     let fail = |what: String| Failure::new(format!("{}: {what}", path.display()));
     let mut losses = Vec::new();
     for (number, line) in metrics.lines().enumerate() {
         let value: Value = serde_json::from_str(line)
-            .map_err(|error| fail(format!("line {} is no JSON ({error})", number + 1)))?;
+            .map_err(|error| fail(format!("line {} is not JSON ({error})", number + 1)))?;
         // The line of an evaluation has no training loss.
         let Some(loss) = value.get("loss") else {
             continue;
@@ -124,7 +125,7 @@ fn judge(metrics: &str, path: &Path) -> Result<(f64, f64)> {
         // A missing or repeated step would shift the compared means.
         if step != Some(losses.len() as u64 + 1) {
             return Err(fail(format!(
-                "line {}: step {} was expected, there is {step:?}",
+                "line {}: expected step {}, found {step:?}",
                 number + 1,
                 losses.len() + 1
             )));

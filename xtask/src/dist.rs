@@ -104,11 +104,11 @@ fn replaceable(target: &Path) -> Result<()> {
 pub(crate) fn replaceable_by(name: &str, is_own: fn(&Path) -> bool, target: &Path) -> Result<()> {
     let refuse = |what: &str| {
         Err(Failure::new(format!("{} {what}", target.display()))
-            .remedy("Name a folder that is not there yet: `--out DIR/overdrive`."))
+            .remedy("Name a folder that does not exist yet: `--out DIR/overdrive`."))
     };
     match fs::read_dir(target) {
         Err(error) if error.kind() == io::ErrorKind::NotFound => Ok(()),
-        Err(error) if error.kind() == io::ErrorKind::NotADirectory => refuse("is no folder"),
+        Err(error) if error.kind() == io::ErrorKind::NotADirectory => refuse("is not a folder"),
         Err(error) => Err(failed("could not read", target, &error)),
         Ok(mut entries) => match entries.next() {
             Some(_) if !is_own(target) => refuse(&format!(
@@ -136,7 +136,7 @@ fn gather(made: &Path, programs: &[Program], libraries: &[PathBuf]) -> Result<()
     Ok(())
 }
 
-/// Returns an error if the folder does not fit on the disk beside the one that it may replace.
+/// Returns an error if the folder does not fit on the disk beside the folder that it may replace.
 fn room(parent: &Path, programs: &[Program], libraries: &[PathBuf]) -> Result<()> {
     let files = programs.iter().map(|program| &program.built);
     let bytes = files
@@ -146,7 +146,7 @@ fn room(parent: &Path, programs: &[Program], libraries: &[PathBuf]) -> Result<()
         .sum::<u64>();
     match space::free(parent) {
         Some(free) if free < bytes => Err(Failure::new(format!(
-            "the disk of {} has {} free, and the folder takes up to {}",
+            "the disk of {} has {} free, but the folder takes up to {}",
             parent.display(),
             space::megabytes(free),
             space::megabytes(bytes)
@@ -227,7 +227,7 @@ mod tests {
             replaceable(&file)
                 .unwrap_err()
                 .to_string()
-                .contains("no folder")
+                .contains("not a folder")
         );
     }
 

@@ -53,11 +53,11 @@ impl Failure {
 }
 
 pub(crate) const DISK_FULL: &str = "Make room on that disk, or set XDG_CACHE_HOME to a folder on a \
-                                    larger one, and run the command again: what has been \
-                                    downloaded whole is not downloaded again.";
+                                    larger one, and run the command again: complete downloads \
+                                    are kept.";
 
-pub(crate) const NOT_WRITABLE: &str = "Set XDG_CACHE_HOME to a folder that you may write, or set \
-                                       LIBTORCH to a libtorch that is there already.";
+pub(crate) const NOT_WRITABLE: &str = "Set XDG_CACHE_HOME to a writable folder, or set LIBTORCH to \
+                                       an installed libtorch.";
 
 impl fmt::Display for Failure {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {

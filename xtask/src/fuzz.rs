@@ -1,7 +1,7 @@
 //! `cargo xtask fuzz`: coverage-guided fuzzing of the readers of foreign bytes, which are in `fuzz/`.
 //!
 //! It uses libFuzzer and AddressSanitizer through the workspace's own toolchain; neither cargo-fuzz nor a nightly
-//! compiler is needed. A search starts with the corpus of the last one.
+//! compiler is needed. A search starts with the corpus of the previous one.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -11,8 +11,8 @@ use crate::cargo::{self, Cargo};
 use crate::failure::{Failure, Result};
 use crate::setup::{self, Request};
 
-/// The flags of the compiler: what `cargo fuzz build` passes. The first lets a stable compiler take the second's
-/// options that begin with -Z.
+/// The compiler flags that `cargo fuzz build` passes. The first makes a stable compiler accept the -Z options in the
+/// second.
 const BUILD: [(&str, &str); 2] = [
     ("RUSTC_BOOTSTRAP", "1"),
     (
@@ -23,7 +23,7 @@ const BUILD: [(&str, &str); 2] = [
     ),
 ];
 
-/// The limits of one input: an endless loop and a size that is believed are defects.
+/// The limits of one input: an endless loop and an allocation of an unchecked size are defects.
 const LIMITS: [&str; 4] = [
     "-timeout=20",
     "-rss_limit_mb=3072",
@@ -52,7 +52,7 @@ pub(crate) fn fuzz(target: Option<&str>, minutes: f64) -> Result<()> {
             )));
         }
     };
-    // A search of less than a second would be one of unlimited time.
+    // 0 seconds would mean unlimited time to libFuzzer.
     let seconds = (minutes * 60.0).ceil() as u64;
     let folder = cargo::workspace().join("target/fuzz");
     let mut found = Vec::new();
@@ -74,8 +74,8 @@ pub(crate) fn fuzz(target: Option<&str>, minutes: f64) -> Result<()> {
             found.join(", ")
         ))
         .remedy(
-            "The log repeats the case: run the program with that file as its only argument. Mend the reader, and \
-             add the input, made small by `-minimize_crash=1`, to its tests.",
+            "To reproduce a failure, run the program with the file that the log names as its only argument. Fix \
+             the reader, minimize the input with `-minimize_crash=1`, and add it to the reader's tests.",
         )),
     }
 }
@@ -112,7 +112,7 @@ fn names(program: &Path, scratch: &Path) -> Result<String> {
         .map_err(|error| Failure::io("could not start", program, &error))?;
     if !output.status.success() {
         let said = String::from_utf8_lossy(&output.stderr).into_owned();
-        return Err(Failure::new(format!("the fuzzer does not start: {said}")));
+        return Err(Failure::new(format!("the fuzzer did not start: {said}")));
     }
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }

@@ -28,7 +28,7 @@ const SCRIPTS: [&str; 4] = [
     "gpu_step.py",
     "llama.py",
 ];
-/// The PyTorch of the machines that the bundle is for; run.sh refuses another.
+/// The PyTorch release that the bundle is for; run.sh refuses any other.
 const BUILT_FOR: &str = "2.11";
 const RUN: &str = include_str!("gpu_bundle/run.sh");
 
@@ -39,7 +39,7 @@ pub(crate) fn gpu_bundle(out: Option<&Path>) -> Result<()> {
     let series = torch::release()?.series();
     if series != BUILT_FOR {
         return Err(Failure::new(format!(
-            "the bundle is for machines with PyTorch {BUILT_FOR}, and this build is for {series}"
+            "the bundle needs a build for PyTorch {BUILT_FOR}, but this build is for {series}"
         ))
         .remedy(format!("cargo xtask gpu-bundle --torch {BUILT_FOR}")));
     }
@@ -136,8 +136,8 @@ fn readme(needs: Needs) -> String {
         "# Overdrive's GPU check\n\n`./run.sh` checks and measures everything that Overdrive does on this machine's \
          GPU, in at most nine minutes, and writes `gpu-check.json` and `gpu-check.md` to the current folder. `./run.sh \
          --list` prints the sections, `./run.sh --section doctor tiny` runs some of them, `./run.sh --help` prints all \
-         options.\n\nNeeds: {}. No Rust, no compiler, no network. `OVERDRIVE_PYTHON` names the Python, by default \
-         `python3`.\n",
+         options.\n\nNeeds: {}. No Rust, no compiler, no network. `OVERDRIVE_PYTHON` names the Python interpreter \
+         (default: `python3`).\n",
         system(needs)
     )
 }

@@ -283,7 +283,7 @@ impl Page<'_> {
                     if kind.starts_with("rust")
                         && block.text.lines().any(|l| hidden(l.trim_start()))
                     {
-                        let what = "a hidden line shows in viewers of Markdown: put it into a comment `<!-- test`";
+                        let what = "Markdown viewers show this hidden line: put it into a comment `<!-- test`";
                         self.problem(block.line, what);
                     }
                     if kind == "json"

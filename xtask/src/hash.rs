@@ -50,13 +50,13 @@ pub(crate) fn verify(path: &Path, expected: &str) -> Result<()> {
         Err(error) => format!("it could not be removed ({error})"),
     };
     Err(Failure::new(format!(
-        "{} is not the file that was expected; {removed}\n  expected sha256 {expected}\n  got      \
+        "{} does not have the expected hash; {removed}\n  expected sha256 {expected}\n  got      \
          sha256 {actual}",
         path.display()
     ))
     .remedy(
         "Run the command again. If the error persists, the mirror or proxy between you and the \
-         package index gives out another file; set LIBTORCH to a libtorch that you trust.",
+         package index serves a different file; set LIBTORCH to a libtorch that you trust.",
     ))
 }
 

@@ -1,7 +1,7 @@
-//! `cargo xtask kernels`: compiles the GPU kernels of overdrive-gpu by Triton, and proves them by its interpreter.
+//! `cargo xtask kernels`: compiles the GPU kernels of overdrive-gpu with Triton and checks them in its interpreter.
 //!
-//! Neither a GPU nor a CUDA toolkit is needed. The environment with Triton is made once for each `requirements.txt`,
-//! in `target/xtask`.
+//! Neither a GPU nor a CUDA toolkit is needed. The environment with Triton is created once per `requirements.txt`, in
+//! `target/xtask`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -17,8 +17,8 @@ use crate::setup::{self, Request};
 
 const TABLE: &str = "kernels.json";
 
-/// Compiles the kernels into the repository, or with `check` compares them with those that are there. Then runs every
-/// variant by the interpreter.
+/// Compiles the kernels into the repository, or with `check` compares them with the committed ones. Then runs every
+/// variant in the interpreter.
 pub(crate) fn kernels(check: bool) -> Result<()> {
     let python = environment()?;
     let sources = cargo::workspace().join("crates/overdrive-gpu/kernels");
@@ -38,11 +38,12 @@ pub(crate) fn kernels(check: bool) -> Result<()> {
     run(Command::new(&python).arg(script("check.py")))
 }
 
-/// Compares what two tables say of sources and code. The compressed file may differ: its bytes depend on the version of zstd.
+/// Compares the sources and the code in two tables. The compressed file may differ: its bytes depend on the version of
+/// zstd.
 fn compare(committed: &str, compiled: &str) -> Result<()> {
     let [committed, compiled] = [committed, compiled].map(|text| {
         serde_json::from_str::<Value>(text)
-            .map_err(|error| Failure::new(format!("{TABLE} is no JSON: {error}")))
+            .map_err(|error| Failure::new(format!("{TABLE} is not JSON: {error}")))
     });
     let (committed, compiled) = (committed?, compiled?);
     let differs = |part: &str| committed[part] != compiled[part];
@@ -52,13 +53,14 @@ fn compare(committed: &str, compiled: &str) -> Result<()> {
     match part {
         None => Ok(()),
         Some(part) => Err(Failure::new(format!(
-            "the compiled kernels are not those of the sources: `{part}` of {TABLE} differs"
+            "the committed kernels do not match the sources: `{part}` of {TABLE} differs"
         ))
         .remedy("Run `cargo xtask kernels` and commit what it writes.")),
     }
 }
 
-/// Returns the Python of an environment that has what `requirements.txt` pins, which is made if it is not there.
+/// Returns the Python interpreter of an environment with the packages of `requirements.txt`, and creates the
+/// environment if it does not exist.
 fn environment() -> Result<PathBuf> {
     let workspace = cargo::workspace();
     let requirements = workspace.join("crates/overdrive-gpu/kernels/requirements.txt");
@@ -69,7 +71,7 @@ fn environment() -> Result<PathBuf> {
     if done.exists() {
         return Ok(python);
     }
-    // What an interrupted run has left.
+    // The leftovers of an interrupted run.
     let _ = fs::remove_dir_all(&folder);
     let mut base = Command::new(overdrive_build::python_interpreter(&Environment::process()));
     run(base.args(["-m", "venv"]).arg(&folder))?;
@@ -102,7 +104,7 @@ fn run(command: &mut Command) -> Result<()> {
         true => Ok(()),
         false => Err(
             Failure::new(format!("{command:?} failed: {status}")).remedy(
-                "It needs Python 3.11 or later with pip, and the first time the package index.",
+                "This needs Python 3.11 or later with pip and, the first time, the package index.",
             ),
         ),
     }

@@ -29,7 +29,7 @@ pub(crate) fn take(path: &Path, doing: &str, say: impl FnOnce(&str)) -> Result<F
                 pid => format!("process {pid}"),
             };
             say(&format!(
-                "{holder} is {doing}; waiting until it is done ({})",
+                "{holder} is {doing}; waiting for it to finish ({})",
                 path.display()
             ));
             FileLock::acquire(path).map_err(refused)?

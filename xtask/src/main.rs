@@ -70,17 +70,17 @@ enum Command {
         /// Unpack libtorch again, even if it is already there
         #[arg(long)]
         force: bool,
-        /// Record it in this Cargo project too, so that it finds libtorch without an environment variable
+        /// Also record libtorch in this Cargo project, so that it finds libtorch without an environment variable
         #[arg(long, value_name = "DIR")]
         project: Option<PathBuf>,
     },
-    /// Make a project outside of this workspace that depends on single crates, trains a small model and has tests
+    /// Make a project outside this workspace that depends on single crates, trains a small model and has tests
     New(New),
     /// Train a language model on text: cargo run --release … --example train; with `--nproc N` in N
     /// processes
     Train(Further),
-    /// Find the fastest micro-batch, accumulation, precision, checkpointing and workers of `train` on this machine, within
-    /// a limit of memory, and write a configuration
+    /// Find the fastest micro-batch size, accumulation, precision, checkpointing and number of workers of `train` on
+    /// this machine, within a memory limit, and write a configuration
     Tune(Further),
     /// Run an example by name: cargo run --release … --example NAME
     Example {
@@ -97,11 +97,9 @@ enum Command {
     /// checkpointing, + fused kernels, all; with `--of training`, `--of finetuning` or `--of inference`, changes on top of
     /// each other
     Ablation(Further),
-    /// Collect all examples and the libraries that they need in a folder that runs on another machine without
-    /// Rust
+    /// Collect all examples and the libraries they need in a folder that runs on another machine without Rust
     Dist {
-        /// The output folder; one that this command created before is replaced [default:
-        /// target/dist/overdrive]
+        /// The output folder; a folder that this command created earlier is replaced [default: target/dist/overdrive]
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
         /// Features of the examples, as in `--features parquet`
@@ -114,36 +112,35 @@ enum Command {
     /// Check and measure everything that runs on a GPU, and write a report: cargo run --release -p
     /// overdrive-gpu-check; `--device cpu` tests the program itself
     GpuCheck(Further),
-    /// Make a folder with `gpu-check` that runs on a machine with the PyTorch 2.11 of its Python, without Rust and
-    /// without a network
+    /// Make a folder with `gpu-check` that runs on a machine with Python and PyTorch 2.11, without Rust or a network
     GpuBundle {
-        /// The output folder; one that this command created before is replaced [default:
-        /// target/dist/gpu-check]
+        /// The output folder; a folder that this command created earlier is replaced [default: target/dist/gpu-check]
         #[arg(long, value_name = "DIR")]
         out: Option<PathBuf>,
     },
-    /// Report on this machine: libtorch, devices, compiler, memory, and the precision to train in
+    /// Report on this machine: libtorch, devices, compiler, memory, and the recommended training precision
     Doctor,
-    /// Let every system call of saves, caches, indexes and downloads fail in turn: cargo test --workspace … --test
+    /// Make every system call of saves, caches, indexes and downloads fail in turn: cargo test --workspace … --test
     /// fault_injection
     Faults,
-    /// Fuzz the readers of foreign files, guided by coverage, with AddressSanitizer (x86-64 or Arm Linux)
+    /// Fuzz the readers of untrusted files with coverage guidance and AddressSanitizer (x86-64 or Arm Linux)
     Fuzz {
-        /// The reader [default: all, one after the other]
+        /// The reader to fuzz [default: all, one after the other]
         target: Option<String>,
-        /// The time for each reader
+        /// The minutes per reader
         #[arg(long, default_value_t = 10.0)]
         minutes: f64,
     },
-    /// Compile the GPU kernels by Triton, and run each by its interpreter (Python 3.11; neither GPU nor toolkit)
+    /// Compile the GPU kernels with Triton, and run each in its interpreter (needs Python 3.11, but no GPU or CUDA
+    /// toolkit)
     Kernels {
-        /// Only compare them with those of the repository
+        /// Only compare the result with the committed kernels
         #[arg(long)]
         check: bool,
     },
-    /// Check the dependencies' advisories, licences and sources by deny.toml: cargo deny check
+    /// Check the dependencies' advisories, licences and sources against deny.toml: cargo deny check
     Deny(Further),
-    /// Compile each crate alone: without features, and with each feature by itself
+    /// Compile each crate alone: without features, and with each feature alone
     Matrix {
         /// The crates [default: all]
         crates: Vec<String>,
@@ -151,11 +148,11 @@ enum Command {
         #[arg(long)]
         tests: bool,
     },
-    /// Try what publishing does: the documentation without libtorch, then cargo publish --workspace --dry-run
+    /// Rehearse publishing: build the documentation without libtorch, then cargo publish --workspace --dry-run
     PublishCheck {
-        /// Only these crates and those that they depend on
+        /// Only these crates and their dependencies in the workspace [default: all]
         crates: Vec<String>,
-        /// Only make the packages, without building each from its package
+        /// Make the packages without building them
         #[arg(long)]
         no_verify: bool,
     },
@@ -163,12 +160,12 @@ enum Command {
     Semver {
         /// The revision to compare with, such as the tag of the last release
         base: String,
-        /// The crates [default: all that are published]
+        /// The crates [default: all published ones]
         crates: Vec<String>,
     },
     /// Write the README of each crate from the documentation of its lib.rs
     Readmes {
-        /// Only compare them
+        /// Only compare the files with the documentation
         #[arg(long)]
         check: bool,
     },
@@ -178,9 +175,9 @@ enum Command {
     Lint(Further),
     /// Build the documentation: cargo doc --workspace --no-deps
     Docs(Further),
-    /// Build the guide as HTML by mdBook: `target/book/index.html`
+    /// Build the guide as HTML with mdBook: `target/book/index.html`
     Book {
-        /// Only check the pages: links, blocks of code, commands, and the figures beside the reports
+        /// Only check the pages: links, code blocks, commands, and the figures against the reports
         #[arg(long)]
         check: bool,
     },
@@ -208,7 +205,7 @@ struct New {
     /// The folder of the project, which must not exist
     #[arg(required_unless_present = "check")]
     folder: Option<PathBuf>,
-    /// The name of its package [default: that of the folder]
+    /// The name of the package [default: the name of the folder]
     #[arg(long)]
     name: Option<String>,
     /// Take the crates from this repository instead of this checkout
@@ -217,7 +214,7 @@ struct New {
     /// The revision of the repository [default: the head of its default branch]
     #[arg(long, value_name = "REV", requires = "git")]
     rev: Option<String>,
-    /// Take the published crates of this version
+    /// Take the published crates of this version from crates.io
     #[arg(long)]
     published: bool,
     /// Make a project in a temporary folder, and run its program and its tests

@@ -62,7 +62,7 @@ pub(crate) fn blocks(page: &str) -> std::result::Result<Vec<Block>, String> {
         if ticks >= 3 {
             let (fence, kind) = trimmed.split_at(ticks);
             let text = until(&mut lines, |line| line.trim() == fence)
-                .ok_or_else(|| format!("line {line_number}: the block of code does not end"))?;
+                .ok_or_else(|| format!("line {line_number}: the code block is not closed"))?;
             blocks.push(block(Kind::Code(kind.trim().to_owned()), text));
         } else if let Some(comment) = trimmed.strip_prefix("<!--") {
             let text = match comment.split_once("-->") {
@@ -70,7 +70,7 @@ pub(crate) fn blocks(page: &str) -> std::result::Result<Vec<Block>, String> {
                 None => {
                     let rest = until(&mut lines, |line| line.trim_end().ends_with("-->"));
                     let rest = rest
-                        .ok_or_else(|| format!("line {line_number}: the comment does not end"))?;
+                        .ok_or_else(|| format!("line {line_number}: the comment is not closed"))?;
                     format!("{comment}\n{rest}")
                 }
             };

@@ -92,7 +92,7 @@ fn selected(chosen: &[String]) -> Result<Vec<Package>> {
 fn packages() -> Result<Vec<Package>> {
     let metadata = cargo::own_metadata().output()?;
     let metadata: Value = serde_json::from_str(&metadata)
-        .map_err(|error| Failure::new(format!("cargo metadata wrote no JSON: {error}")))?;
+        .map_err(|error| Failure::new(format!("cargo metadata printed no JSON: {error}")))?;
     let packages = metadata["packages"].as_array();
     let published = packages
         .into_iter()

@@ -87,7 +87,7 @@ pub(crate) fn check() -> Result<()> {
     let checkpoint = folder.join("runs/spiral/checkpoint-200");
     if !checkpoint.is_dir() {
         return Err(Failure::new(format!(
-            "the new project trained, but left no {}",
+            "the new project trained, but wrote no {}",
             checkpoint.display()
         )));
     }
@@ -123,7 +123,7 @@ pub(crate) fn check_example() -> Result<()> {
     match run.join("model/model.safetensors").is_file() {
         true => Ok(()),
         false => Err(Failure::new(
-            "the copied example trained, but left no model",
+            "the copied example trained, but wrote no model",
         )),
     }
 }
@@ -156,7 +156,7 @@ fn with_facade(manifest: &str, root: &str) -> Result<String> {
 pub(crate) fn connect(project: &Path, found: &Found) -> Result<()> {
     if !project.join("Cargo.toml").is_file() {
         return Err(Failure::new(format!(
-            "`--project` is {}, which holds no Cargo.toml",
+            "`--project` is {}, which has no Cargo.toml",
             project.display()
         ))
         .remedy("Name the folder of a Cargo project; `cargo xtask new DIR` makes one."));
@@ -202,16 +202,16 @@ fn target_of(folder: &Path) -> Result<PathBuf> {
         &std::path::absolute(folder)
             .map_err(|error| Failure::new(format!("{}: {error}", folder.display())))?,
     );
-    // Not `exists`: a link that leads nowhere must not be overwritten either.
+    // Not `exists`: a dangling link must not be overwritten either.
     if folder.symlink_metadata().is_ok() {
         return Err(
             Failure::new(format!("{} exists; it is left unchanged", folder.display()))
-                .remedy("Name a folder that is not there yet."),
+                .remedy("Name a folder that does not exist yet."),
         );
     }
     if folder.starts_with(cargo::workspace()) {
         return Err(Failure::new(format!(
-            "{} is inside of this workspace, and Cargo would take it for a part of it",
+            "{} is inside this workspace; Cargo would treat it as a member",
             folder.display()
         ))
         .remedy("Name a folder outside, such as ../my-model."));
@@ -245,8 +245,8 @@ fn name_of(folder: &Path, name: Option<&str>) -> Result<String> {
         return Ok(name.to_owned());
     }
     Err(Failure::new(format!(
-        "{name:?} is no name of a package; it must begin with a letter, have only letters, digits, `-` and `_`, and \
-         be no word of Rust or Cargo"
+        "{name:?} is not a valid package name; it must begin with a letter, contain only letters, digits, `-` and \
+         `_`, and not be a reserved word of Rust or Cargo"
     ))
     .remedy("Name it with `--name my-model`."))
 }
@@ -507,7 +507,7 @@ mod tests {
 
         let inside = cargo::workspace().join("my-model");
         let text = target_of(&inside).unwrap_err().to_string();
-        assert!(text.contains("inside of this workspace"), "{text}");
+        assert!(text.contains("inside this workspace"), "{text}");
         let out_again = cargo::workspace().join("../not-there-yet");
         assert!(target_of(&out_again).is_ok(), "outside");
     }

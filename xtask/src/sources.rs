@@ -23,10 +23,10 @@ impl Platform {
             ("linux", "x86_64") => Ok(Platform::LinuxX86),
             ("linux", "aarch64") => Ok(Platform::LinuxArm),
             ("macos", "aarch64") => Ok(Platform::MacArm),
-            _ => Err(Failure::new(format!(
-                "there is no build of libtorch for {os} on {arch} to fetch"
-            ))
-            .remedy("Build PyTorch from source and set LIBTORCH to its folder `torch`.")),
+            _ => Err(
+                Failure::new(format!("no prebuilt libtorch exists for {os} on {arch}"))
+                    .remedy("Build PyTorch from source and set LIBTORCH to its folder `torch`."),
+            ),
         }
     }
 

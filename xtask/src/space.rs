@@ -29,7 +29,7 @@ fn parse(df: &str) -> Option<u64> {
 pub(crate) fn require(path: &Path, needed: u64) -> Result<()> {
     match free(path) {
         Some(free) if free < needed => Err(Failure::new(format!(
-            "the disk of {} has {} free, and fetching libtorch needs {} while it runs",
+            "the disk of {} has {} free, but fetching libtorch temporarily needs {}",
             path.display(),
             megabytes(free),
             megabytes(needed),

@@ -97,7 +97,7 @@ pub(crate) fn refuse_other(command: &str) -> Result<()> {
     match other() {
         None => Ok(()),
         Some(release) => Err(Failure::new(format!(
-            "`{command}` builds with the tch of Cargo.lock, and `--torch {}` needs another",
+            "`{command}` builds with the tch of Cargo.lock, but `--torch {}` needs another",
             release.series()
         ))
         .remedy(format!(

@@ -72,7 +72,7 @@ fn unreadable(archive: &Path, error: impl Into<ZipError>) -> Failure {
         "{} is damaged ({reason}); it has been removed",
         archive.display()
     ))
-    .remedy("Run the command again: it is fetched again.")
+    .remedy("Run the command again to fetch it again.")
 }
 
 /// Flushes everything under `folder` to the disk: a power failure after the rename must not leave a folder that

@@ -46,11 +46,14 @@ impl Trainer {
         let status = Command::new(cargo).args(build).status()?;
         if !status.success() {
             return Err(
-                "the trainer did not build; is libtorch there? run `cargo xtask setup`".into(),
+                "the trainer could not be built; run `cargo xtask setup` if libtorch is missing"
+                    .into(),
             );
         }
         let here = std::env::current_exe()?;
-        let folder = here.parent().ok_or("this program is in no folder")?;
+        let folder = here
+            .parent()
+            .ok_or("the path of this program has no parent folder")?;
         let name = format!("train{}", std::env::consts::EXE_SUFFIX);
         let mut shared: Vec<OsString> = ["--steps", &steps.to_string(), "--samples", "0"]
             .map(OsString::from)

@@ -123,12 +123,14 @@ impl Program {
         let status = Command::new(cargo).args(build).status()?;
         if !status.success() {
             return Err(format!(
-                "`{name}` did not build; is libtorch there? run `cargo xtask setup`"
+                "`{name}` could not be built; run `cargo xtask setup` if libtorch is missing"
             )
             .into());
         }
         let here = std::env::current_exe()?;
-        let folder = here.parent().ok_or("this program is in no folder")?;
+        let folder = here
+            .parent()
+            .ok_or("the path of this program has no parent folder")?;
         let file = format!("{name}{}", std::env::consts::EXE_SUFFIX);
         Ok(Self {
             path: folder.join("examples").join(file),

@@ -18,7 +18,7 @@ pub struct DeviceLoss {
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct DeviceStep {
-    /// The mean loss a token over all micro-batches, a scalar on the device; 0 without tokens.
+    /// The mean loss per token over all micro-batches, a scalar on the device; 0 without tokens.
     pub mean_loss: Tensor,
     /// The total norm of the gradients before clipping, a scalar on the device; `None` if clipping is off.
     pub grad_norm: Option<Tensor>,
@@ -27,8 +27,8 @@ pub struct DeviceStep {
 /// A [`GradientAccumulator`](crate::GradientAccumulator) for steps that a CUDA graph captures: token counts are
 /// tensors, so that the host reads nothing and each replay divides by the counts of its own batches.
 ///
-/// It steps also where no token was counted, with gradients of 0: the host could only skip the step by reading the
-/// count. It knows no gradient scaler and one process.
+/// Without tokens it still steps, with gradients of 0, because the host would have to read the count to skip the
+/// step. It supports neither a gradient scaler nor several processes.
 #[derive(Debug)]
 pub struct DeviceAccumulator {
     config: AccumulationConfig,
@@ -40,7 +40,7 @@ impl DeviceAccumulator {
     /// Creates an accumulator.
     ///
     /// # Errors
-    /// For an option outside its range.
+    /// [`crate::Error::Common`] for an option outside its range.
     pub fn new(config: AccumulationConfig) -> Result<Self> {
         config.validate()?;
         Ok(Self {
@@ -97,7 +97,7 @@ impl DeviceAccumulator {
         })
     }
 
-    /// Forgets the losses of a window that failed. The gradients stay: drop them with the optimizer's `zero_grad`.
+    /// Discards the losses of a window that failed. The gradients remain: drop them with the optimizer's `zero_grad`.
     pub fn abandon(&mut self) {
         self.totals = None;
     }

@@ -103,7 +103,7 @@ fn a_budget_halves_the_micro_batch_and_keeps_the_effective_batch() {
         found.batch
     );
 
-    // A panic of tch's plain calls counts too, and a budget that nothing fits is told.
+    // A panic of tch's infallible calls counts too, and a budget that nothing fits is reported.
     let held = memory::stats(Device::Cpu).unwrap().allocated_bytes;
     memory::set_limit(Device::Cpu, Some(held + (1 << 20))).unwrap();
     let floats = |size: usize| -> Result<usize, Error> {

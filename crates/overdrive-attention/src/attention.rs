@@ -12,23 +12,23 @@ use crate::{Alignment, AttentionOptions, Backend, Result, gpu_preference, libtor
 /// Returns `softmax(query · keyᵀ · scale) · value` with the options of [`AttentionOptions`].
 ///
 /// In layout (B, H, T, D): query (B, H, T, D), key (B, H_kv, S, D), value (B, H_kv, S, D_v), output
-/// (B, H, T, D_v); H is a multiple of H_kv, and head `h` uses key head `h / (H / H_kv)`
-/// without a copy. All of one dtype (f32, f64, bf16 or f16, which is also the output's) and
-/// device; under autocast they are cast as PyTorch's does for `scaled_dot_product_attention`. Strides
-/// are free as long as the last dimension is contiguous; else it is copied.
+/// (B, H, T, D_v). H is a multiple of H_kv, and head `h` uses key head `h / (H / H_kv)` without a copy.
+/// All tensors have the same device and dtype (f32, f64, bf16 or f16), which is also the output's; under
+/// autocast they are cast as PyTorch casts them for `scaled_dot_product_attention`. Any strides are
+/// supported if the last dimension is contiguous; otherwise the tensor is copied.
 ///
-/// A query that sees no key gives zeros. The output lies as (B, T, H, D) in memory on the CPU kernel,
-/// so that joining the heads copies nothing.
+/// The output of a query that sees no key is zero. The CPU kernel stores the output as (B, T, H, D) in
+/// memory, so that joining the heads copies nothing.
 ///
 /// It is differentiable in query, key, value, a floating-point mask and the sink logits; twice only on
 /// [`Backend::Math`].
 ///
-/// It equals `torch.nn.functional.scaled_dot_product_attention` and `flash_attn_func` where those have
-/// the option.
+/// The results equal those of `torch.nn.functional.scaled_dot_product_attention` and `flash_attn_func` for
+/// the options that these support.
 ///
 /// # Errors
-/// [`crate::Error::Common`] for arguments that do not fit; [`crate::Error::Backend`] if a back
-/// end was asked for that cannot run this.
+/// [`crate::Error::Common`] for invalid arguments; [`crate::Error::Backend`] if the requested back end
+/// cannot run this attention.
 pub fn attention(
     query: &Tensor,
     key: &Tensor,
@@ -41,10 +41,10 @@ pub fn attention(
 }
 
 /// Returns the output of [`attention`] and the natural log-sum-exp of the scores (B, H, T) in either layout, in f32
-/// (f64 for f64). It counts the sink logits, and is `-inf` for a query that sees no key.
+/// (f64 for f64). It includes the sink logits, and is `-inf` for a query that sees no key.
 ///
-/// The log-sum-exp is differentiable; where that is asked for, libtorch's kernels, whose is not,
-/// refuse.
+/// The log-sum-exp is differentiable, except on libtorch's kernels, which are not used if its gradient may
+/// be needed.
 ///
 /// # Errors
 /// As [`attention`].
@@ -77,7 +77,7 @@ pub(crate) fn run(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     }
 }
 
-/// Returns one sequence for each row of the batch, with all its keys or the first `lengths` of them.
+/// Returns one sequence for each row of the batch, with all its keys or the first `lengths` keys.
 pub(crate) fn dense_sequences(call: &Call<'_>, lengths: Option<&[usize]>) -> Vec<Sequence> {
     let size = |size: i64| usize::try_from(size).unwrap_or(0);
     let (queries, keys) = (size(call.sizes.queries), size(call.sizes.keys));
@@ -106,7 +106,7 @@ pub(crate) fn in_blocks(call: &Call<'_>, sequences: Vec<Sequence>) -> Result<(Te
     Ok((output.f_transpose(1, 2)?, lse))
 }
 
-/// Returns the CPU kernel's function for options.
+/// Returns the CPU kernel's autograd function for the options.
 pub(crate) fn function(
     options: &AttentionOptions<'_>,
     scale: f64,
@@ -146,7 +146,7 @@ pub(crate) fn function(
     })
 }
 
-/// Draws a seed from libtorch's generator, so that `manual_seed` and a restored state repeat it.
+/// Draws a seed from libtorch's generator, so that `manual_seed` and a restored state reproduce it.
 fn drawn_seed() -> Result<u64> {
     let options = (tch::Kind::Int64, tch::Device::Cpu);
     let drawn = Tensor::f_randint(i64::MAX, [1], options)?.f_int64_value(&[0])?;

@@ -26,7 +26,7 @@ pub(crate) struct Blockwise {
     /// The slopes of ALiBi, (H) or (sequences, H).
     pub(crate) slopes: Option<Tensor>,
     pub(crate) dropout: Option<Dropout>,
-    /// If `true`, the third last input is a bias, and the last the sinks.
+    /// If `true`, the third-to-last input is a bias, and the last input the sinks.
     pub(crate) has_bias: bool,
     pub(crate) has_sinks: bool,
 }
@@ -52,7 +52,7 @@ pub(crate) fn blockwise(
     }
 }
 
-/// Returns the dtype that sums are kept in, which is that of the log-sum-exp.
+/// Returns the dtype of sums and of the log-sum-exp.
 pub(crate) fn accumulator(kind: Kind) -> Kind {
     match kind {
         Kind::Double => Kind::Double,
@@ -85,13 +85,13 @@ impl Function for Blockwise {
     ) -> FunctionResult<Vec<Tensor>> {
         context.set_materialize_grads(false);
         let arguments = Arguments::of(self, inputs)?;
-        // By name, so that selective checkpointing can keep the results.
+        // Named, so that selective checkpointing can save the results.
         let results = named_operator::call(NamedOperator::Attention, inputs, || {
             let (output, logsumexp) = for_kind!(inputs[0].kind(), forward(self, &arguments))?;
             Ok(vec![output, logsumexp])
         })?;
         if context.needs_any_grad() {
-            // Scores are recomputed from these in backward, so nothing of their size is kept.
+            // Backward recomputes the scores from these, so nothing of their size is saved.
             context.save_for_backward(inputs);
             context.save_for_backward(&results.iter().collect::<Vec<_>>());
         }
@@ -110,7 +110,7 @@ impl Function for Blockwise {
         let (output, logsumexp) = (&saved[count], &saved[count + 1]);
         let gradient = match &gradients[0] {
             Some(gradient) => gradient.f_to_kind(output.kind())?,
-            // Only the log-sum-exp was used: its gradient reaches the scores by delta.
+            // Only the log-sum-exp was used; its gradient reaches the scores through delta.
             None => output.f_zeros_like()?,
         };
         let upstream = Upstream {
@@ -129,7 +129,7 @@ impl Function for Blockwise {
             backward(self, &arguments, &upstream, &mut results)
         )?;
         if self.has_bias {
-            // It costs a pass over all scores, which a mask that is not learned does not need.
+            // Costs a pass over all scores, so it is skipped for a mask that is not learned.
             let wanted = context.needs_input_grad(3);
             results.push(match wanted {
                 true => Some(for_kind!(
@@ -350,7 +350,7 @@ fn bias_gradient<E: Accumulate>(
     Ok(gradient.into_tensor().f_to_kind(bias.kind())?)
 }
 
-/// Returns scratch memory from libtorch's allocator, so that it is counted and kept for the next call.
+/// Returns scratch memory from libtorch's allocator, which counts it and reuses it in the next call.
 pub(crate) fn workspace<E: Accumulate>(elements: usize) -> Result<Fresh> {
     let kind = <E::Acc as overdrive_sys::raw::Element>::KIND;
     Fresh::empty(&[i64::try_from(elements).unwrap_or(i64::MAX)], kind)

@@ -35,25 +35,26 @@ pub(crate) struct Call<'a> {
     pub(crate) query: Tensor,
     pub(crate) key: Tensor,
     pub(crate) value: Tensor,
-    /// The mask or bias, of four dimensions, each full or 1.
+    /// The mask or bias, of four dimensions, each of full size or 1.
     pub(crate) mask: Option<Tensor>,
     pub(crate) sizes: Sizes,
     pub(crate) kind: Kind,
     pub(crate) device: Device,
     pub(crate) scale: f64,
-    /// The window, where it hides anything; causality is `right = 0`.
+    /// The window, if it hides anything; causality is `right = 0`.
     pub(crate) left: Option<usize>,
     pub(crate) right: Option<usize>,
-    /// The number of sink tokens, where a window would hide them.
+    /// The number of sink tokens, if a window would hide them.
     pub(crate) sink_tokens: usize,
     /// If `true`, the caller wants the log-sum-exp.
     pub(crate) with_lse: bool,
-    /// If `true`, a gradient may be asked for.
+    /// If `true`, a gradient may be needed.
     pub(crate) needs_grad: bool,
-    /// If `true`, the first and last query are at the positions of the first and last key, so that both alignments are the same.
+    /// If `true`, the first and last query are at the positions of the first and last key, so that both alignments are
+    /// the same.
     pub(crate) is_square: bool,
-    /// If `true`, these are concatenated sequences in a batch of one; the sizes of queries and keys
-    /// are then those of the pack.
+    /// If `true`, the tensors are concatenated sequences in a batch of one, and the sizes of queries and keys are
+    /// those of the pack.
     pub(crate) is_packed: bool,
 }
 
@@ -82,7 +83,7 @@ impl<'a> Call<'a> {
             .map(|mask| four_dimensional(mask, &call.query, &call.sizes))
             .transpose()?;
         (call.left, call.right) = limits(options, call.sizes.queries, call.sizes.keys);
-        // Without a left limit nothing hides the first tokens, and back ends without sink tokens can run.
+        // Without a left limit nothing hides the first tokens, so back ends without sink tokens can run.
         call.sink_tokens = if call.left.is_some() {
             options.sink_tokens
         } else {
@@ -107,7 +108,7 @@ impl<'a> Call<'a> {
         ];
         for (name, tensor, total) in totals {
             if tensor.dim() != 3 || tensor.size()[0] != total {
-                let expected = format!("[{total}, heads, dim], the length of the pack first");
+                let expected = format!("[{total}, heads, dim], with the length of the pack first");
                 return Err(shape_error(name, tensor, expected));
             }
         }
@@ -123,7 +124,7 @@ impl<'a> Call<'a> {
         let mut call = Call::ordered(tensors, options, Layout::Bthd, with_lse)?;
         let sequences = lengths.sequences().len() as i64;
         check_options(options, call.device, call.sizes.heads, sequences)?;
-        // Not resolved against the totals of the pack, because each sequence has limits of its own.
+        // Not resolved against the totals of the pack, because each sequence has its own limits.
         (call.left, call.right) = unresolved_limits(options);
         call.sink_tokens = if call.left.is_some() {
             options.sink_tokens
@@ -172,17 +173,17 @@ impl<'a> Call<'a> {
         })
     }
 
-    /// Returns `true` if every key is seen but those after the query's own.
+    /// Returns `true` if queries see every key except those after their own.
     pub(crate) fn is_causal(&self) -> bool {
         self.left.is_none() && self.right == Some(0)
     }
 
-    /// Returns `true` if positions hide nothing.
+    /// Returns `true` if causality and window hide nothing.
     pub(crate) fn sees_all(&self) -> bool {
         self.left.is_none() && self.right.is_none()
     }
 
-    /// Returns the key at which query 0 stands.
+    /// Returns the position of query 0 among the keys.
     pub(crate) fn offset(&self) -> i64 {
         match self.options.alignment {
             Alignment::BottomRight => self.sizes.keys - self.sizes.queries,
@@ -222,7 +223,7 @@ pub(crate) fn scale(options: &AttentionOptions<'_>, key_dim: i64) -> Result<f64>
     }
 }
 
-/// Returns the left and right limits as the options say, for sequences of several lengths.
+/// Returns the left and right limits of the options, for sequences of several lengths.
 pub(crate) fn unresolved_limits(options: &AttentionOptions<'_>) -> (Option<usize>, Option<usize>) {
     let right = if options.causal {
         Some(0)
@@ -232,7 +233,7 @@ pub(crate) fn unresolved_limits(options: &AttentionOptions<'_>) -> (Option<usize
     (options.window.left, right)
 }
 
-/// Returns the left and right limits, none where they hide nothing from any query.
+/// Returns the left and right limits; `None` if a limit hides nothing from any query.
 pub(crate) fn limits(
     options: &AttentionOptions<'_>,
     queries: i64,
@@ -254,7 +255,7 @@ pub(crate) fn limits(
     )
 }
 
-/// Checks the options whose check needs no sizes but those of heads and batches.
+/// Checks the options that depend on no sizes other than the numbers of heads and batches.
 pub(crate) fn check_options(
     options: &AttentionOptions<'_>,
     device: Device,
@@ -282,7 +283,7 @@ pub(crate) fn check_options(
         return Err(Error::Common(Common::option(
             "window.right",
             format!("{:?} with causal", options.window.right),
-            "Some(0) or None under a causal mask, which hides what comes after",
+            "Some(0) or None under a causal mask, which hides later keys",
         )));
     }
     let per_head = |name, tensor: Option<&Tensor>, batched: bool| match tensor {
@@ -319,7 +320,7 @@ pub(crate) fn check_options(
         Some(slopes) if slopes.requires_grad() => Err(Error::Common(Common::option(
             "alibi_slopes",
             "a tensor that requires a gradient",
-            "one without (detach it), or learned slopes as a mask",
+            "a detached tensor; pass learned slopes as a mask",
         ))),
         _ => Ok(()),
     }
@@ -333,12 +334,12 @@ pub(crate) fn shape_error(name: &'static str, tensor: &Tensor, expected: String)
 pub(crate) fn autocast(tensors: [Tensor; 3]) -> Result<[Tensor; 3]> {
     let dtype = match autocast::state(tensors[0].device()) {
         Ok(state) if state.enabled => state.dtype,
-        // A device type without autocast has none that could be on.
+        // Autocast cannot be on for a device type without it.
         Ok(_) | Err(_) => return Ok(tensors),
     };
     let cast = |tensor: &Tensor| match tensor.kind() {
         Kind::Float | Kind::Half | Kind::BFloat16 => tensor.f_to_kind(dtype),
-        // Autocast leaves f64 alone.
+        // Autocast does not cast f64.
         _ => Ok(tensor.shallow_clone()),
     };
     let [query, key, value] = &tensors;
@@ -362,7 +363,7 @@ pub(crate) fn check_kinds(query: &Tensor, key: &Tensor, value: &Tensor) -> Resul
             return Err(Error::Common(Common::dtype(
                 name,
                 tensor.kind(),
-                format!("{:?} as the query", query.kind()),
+                format!("{:?}, as the query is", query.kind()),
             )));
         }
     }
@@ -408,7 +409,7 @@ fn sizes(query: &Tensor, key: &Tensor, value: &Tensor, layout: Layout) -> Result
         return Err(error(
             "key",
             k,
-            format!("a number of heads that divides the {heads} of the query"),
+            format!("a tensor whose number of heads divides the {heads} of the query"),
         ));
     }
     if (v.0, v.1, v.2) != (batch, kv_heads, keys) {

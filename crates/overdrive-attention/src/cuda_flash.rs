@@ -1,7 +1,7 @@
 //! libtorch's flash attention on CUDA: padded or packed, with a window and sink logits.
 //!
-//! `_flash_attention_forward` is not differentiable by itself; its backward operator takes output and
-//! log-sum-exp, and is right for sink logits too if it is given those with the sinks counted in.
+//! `_flash_attention_forward` is not differentiable by itself. Its backward operator takes the output and the
+//! log-sum-exp, and is also correct with sink logits if these include the sinks.
 #![allow(
     unsafe_code,
     reason = "libtorch's kernels check neither cumulative lengths nor all shapes"
@@ -68,7 +68,7 @@ impl CudaFlash {
         })
     }
 
-    /// Returns the gradients of query, key and value, for what forward saved: its inputs and its results.
+    /// Returns the gradients of query, key and value from the inputs and results that forward saved.
     fn backward_operator(
         &self,
         gradient: &Tensor,
@@ -145,13 +145,13 @@ impl Function for CudaFlash {
             )?
         };
         let [output, lse, random, unused] = tensors(outputs)?;
-        // flash-attn says +inf of a query that sees no key, which its backward wants back.
+        // flash-attn returns +inf for a query that sees no key, and its backward expects it.
         let shown = lse.f_masked_fill(&lse.f_eq(f64::INFINITY)?, f64::NEG_INFINITY)?;
         let (output, lse, shown) = match self.has_sinks {
             false => (output, lse, shown),
             true => {
                 let sinks = self.like_lse(inputs[3], &lse)?;
-                // exp(lse) / (exp(lse) + exp(sink)), by head and query as the output has them.
+                // exp(lse) / (exp(lse) + exp(sink)), in the output's order of heads and queries.
                 let share = lse.f_sub(&sinks)?.f_sigmoid()?;
                 let last = share.dim() as i64 - 1;
                 let share = share.f_transpose(last - 1, last)?.f_unsqueeze(-1)?;
@@ -207,7 +207,7 @@ impl Function for CudaFlash {
     }
 }
 
-/// Returns the first four results: output, log-sum-exp, and what the backward wants of the random generator.
+/// Returns the first four results: output, log-sum-exp, and the state of the random generator for backward.
 fn tensors(outputs: Vec<Output>) -> Result<[Tensor; 4]> {
     let mut found = Vec::new();
     for output in outputs.into_iter().take(4) {

@@ -12,18 +12,18 @@ use crate::{
     AttentionOptions, Backend, DeviceLengths, Error, Layout, Result, attention_at_lengths,
 };
 
-/// Returns the attention of one or a few new queries over a long cache, without a gradient: output and
-/// log-sum-exp.
+/// Computes the attention of one or a few new queries over a long cache, without a gradient. Returns the
+/// output and the log-sum-exp.
 ///
-/// In layout (B, H, T, D): query (B, H, T, D), keys and values (B, H_kv, S, D) as the cache has them.
-/// `lengths` is the number of keys of each row of the batch that are filled (all, if `None`); those after
-/// them are not read. Queries are at the end of their row's keys, so that `causal` and a window have the
-/// meaning that they have in a decoder; [`Alignment::TopLeft`](crate::Alignment::TopLeft) is refused.
+/// In layout (B, H, T, D): query (B, H, T, D), keys and values (B, H_kv, S, D) as the cache stores them.
+/// `lengths` is the number of filled keys in each row of the batch (`None`: all); keys after them are not
+/// read. Queries are at the end of their row's keys, as in a decoder, for `causal` and a window;
+/// [`Alignment::TopLeft`](crate::Alignment::TopLeft) is refused.
 ///
-/// The keys of few heads are split among the threads and the parts merged by their log-sum-exps; heads
-/// that share a key read it once.
+/// With few heads, the keys are split among the threads and the partial results are merged by their
+/// log-sum-exps; heads that share a key read it once.
 ///
-/// It equals `flash_attn_with_kvcache` without its appending of keys.
+/// The results equal those of `flash_attn_with_kvcache` without appending keys.
 ///
 /// # Errors
 /// As [`attention`](crate::attention), and [`Error::Common`] if `lengths` are not B lengths of
@@ -55,7 +55,7 @@ pub fn attention_decode(
         return Err(Error::Common(Common::option(
             "alignment",
             "TopLeft",
-            "BottomRight: decoded queries stand at the end of their keys",
+            "BottomRight, since decoded queries are at the end of their keys",
         )));
     }
     let Some(lengths) = lengths else {
@@ -73,7 +73,7 @@ pub fn attention_decode(
     }
     let (output, lse) = match select(&call)? {
         Backend::Blockwise if !takes_packs(call.device) => {
-            // The limits for all keys are not those for some.
+            // The limits for all keys differ from those for some keys.
             (call.left, call.right) = unresolved_limits(options);
             let sequences = dense_sequences(&call, Some(lengths));
             let function = function(options, call.scale, (call.left, call.right), sequences)?;
@@ -90,7 +90,7 @@ pub fn attention_decode(
     Ok((call.in_layout(output)?, lse))
 }
 
-/// Runs all rows by one call on a GPU; `None` if its kernel has not all options, or a row has fewer keys than queries.
+/// Runs all rows in one call on a GPU; `None` if its kernel lacks an option, or a row has fewer keys than queries.
 fn at_host_lengths(call: &Call<'_>, lengths: &[usize]) -> Result<Option<(Tensor, Tensor)>> {
     let enough = |length: &usize| i64::try_from(*length).is_ok_and(|n| n >= call.sizes.queries);
     if !takes_packs(call.device) || !lengths.iter().all(enough) {
@@ -109,7 +109,7 @@ fn at_host_lengths(call: &Call<'_>, lengths: &[usize]) -> Result<Option<(Tensor,
     attention_at_lengths(&call.query, &call.key, &call.value, &lengths, &options)
 }
 
-/// Runs each row of the batch by itself, for kernels that take no lengths.
+/// Runs each row of the batch separately, for kernels that take no lengths.
 fn row_by_row(call: &Call<'_>, lengths: &[usize]) -> Result<(Tensor, Tensor)> {
     let (mut outputs, mut lses) = (Vec::new(), Vec::new());
     for (index, length) in lengths.iter().enumerate() {

@@ -1,4 +1,4 @@
-//! Decoding over keys whose numbers only the device knows.
+//! Decoding with key counts that only the device knows.
 #![allow(
     unsafe_code,
     reason = "libtorch's kernels check neither cumulative lengths nor all shapes"
@@ -14,14 +14,14 @@ use crate::gpu;
 use crate::paged_packed::{limits, run, takes_packs};
 use crate::{Alignment, AttentionOptions, Backend, Error, Result};
 
-/// The numbers of keys of the rows of a cache, on its device: for captured steps, in which the host decides nothing.
+/// The number of keys in each row of a cache, on its device, for captured steps, which depend on no host values.
 ///
-/// It is made once for all layers of a step, whose keys have the same strides.
+/// Create it once for all layers of a step, whose keys have the same strides.
 #[derive(Debug)]
 pub struct DeviceLengths {
     /// i32 `(B,)`.
     counts: Tensor,
-    /// The numbers `0..=B`, which are where single queries begin.
+    /// The numbers `0..=B`, the offsets of single queries.
     rows: Tensor,
     key_starts: Tensor,
     /// The rows of one sequence's keys, in steps of the stride of a key.
@@ -29,8 +29,8 @@ pub struct DeviceLengths {
 }
 
 impl DeviceLengths {
-    /// Takes the number of filled keys of each row of `keys (B, H_kv, S, D)`, integers `(B,)`. The host does not read
-    /// them; a number above S is undefined.
+    /// Creates it from the number of filled keys in each row of `keys (B, H_kv, S, D)`, integers `(B,)`. The host does
+    /// not read them; the result for a number above S is undefined.
     ///
     /// # Errors
     /// [`Error::Common`] for another shape; [`Error::Torch`] from libtorch.
@@ -40,7 +40,7 @@ impl DeviceLengths {
             return Err(shape_error("keys", keys, expected.to_owned()));
         };
         if counts.size() != [batch] {
-            let expected = format!("[{batch}], one number for each row");
+            let expected = format!("[{batch}], one count for each row");
             return Err(shape_error("counts", counts, expected));
         }
         let options = (Kind::Int, keys.device());
@@ -60,21 +60,21 @@ fn row_step(keys: &Tensor) -> Option<[i64; 2]> {
     let (&[batch, _, length, _], &[row, _, key, one]) = (size.as_slice(), stride.as_slice()) else {
         return None;
     };
-    // The stride of a single row says nothing.
+    // The stride of a single row is meaningless.
     let row = if batch > 1 { row } else { length * key };
     let fits = one == 1 && key > 0 && row > 0 && row % key == 0;
     let step = fits.then(|| row / key)?;
     (step.checked_mul(batch)? < i64::from(i32::MAX)).then_some([batch, step])
 }
 
-/// Returns the attention of the new queries of each row over its first keys, as many as `lengths` says: query
-/// (B, H, T, D), keys and values (B, H_kv, S, D), output (B, H, T, D) and log-sum-exp (B, H, T). The queries are the
-/// last of their keys, of which there are at least T. No gradient is recorded, and the host waits for nothing; the keys
-/// are read where they lie, and only those that are filled.
+/// Returns the attention of the new queries of each row over its first keys, whose number is in `lengths`: query
+/// (B, H, T, D), keys and values (B, H_kv, S, D), output (B, H, T, D) and log-sum-exp (B, H, T). The queries belong to
+/// the last T keys. No gradient is recorded, and the host does not wait for the device; only filled keys are read, in
+/// place.
 ///
-/// It runs libtorch's flash attention on CUDA, or, where they are used (by default on Hopper), a kernel of overdrive-gpu,
-/// for up to 16 queries, which also has f32, a softcap and sink logits. `None` if neither has all options, or the device
-/// is another one: a mask does the same there.
+/// On CUDA it runs libtorch's flash attention or, if the kernels of overdrive-gpu are on (by default on Hopper), one of
+/// these, for up to 16 queries, which also supports f32, a softcap and sink logits. Returns `None` if neither supports
+/// all options, or on another device; use a mask then.
 ///
 /// # Errors
 /// [`Error::Common`] for tensors that do not fit.
@@ -121,7 +121,7 @@ pub fn attention_at_lengths(
         return Err(shape_error("query", query, expected));
     }
     if values.size() != k || (values.f_kind()?, keys.f_kind()?) != (kind, kind) {
-        let expected = format!("{k:?} in {kind:?} as the keys and the query");
+        let expected = format!("{k:?} in {kind:?}, as the keys and the query are");
         return Err(Error::Common(Common::option(
             "values",
             format!("{:?} in {:?}", values.size(), values.f_kind()?),
@@ -132,7 +132,7 @@ pub fn attention_at_lengths(
     if step(keys) != Some(lengths.step) || step(values) != Some(lengths.step) {
         return Ok(None);
     }
-    // Keys in the order of their addresses, whatever row they belong to; the kernel is told where each row begins.
+    // Keys in the order of their addresses, regardless of their row; the kernel gets the beginning of each row.
     let flat = |tensor: &Tensor| {
         let (size, stride) = (tensor.size(), tensor.stride());
         let all = (size[0] - 1) * lengths.step + size[2];

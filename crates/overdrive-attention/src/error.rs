@@ -7,7 +7,7 @@ use crate::Backend;
 /// The result of everything in this crate that can fail.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// An error of an attention.
+/// An error of this crate.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -27,17 +27,17 @@ pub enum Error {
     #[error(transparent)]
     Gpu(#[from] overdrive_gpu::Error),
 
-    /// An option is outside its range or does not go with another, or a tensor has the wrong shape, dtype or device.
+    /// An option is out of range or incompatible with another, or a tensor has the wrong shape, dtype or device.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
 
-    /// The back end that was asked for cannot run this attention.
+    /// The requested back end cannot run this attention.
     #[error(
         "the {backend} back end cannot run this attention: {}; choose Backend::Auto or one of: {alternatives}",
         .reasons.join("; ")
     )]
     Backend {
-        /// The back end that was asked for.
+        /// The requested back end.
         backend: Backend,
         /// All reasons against it.
         reasons: Vec<String>,
@@ -45,7 +45,7 @@ pub enum Error {
         alternatives: String,
     },
 
-    /// Cumulative lengths do not describe the pack.
+    /// Cumulative lengths do not fit the pack.
     #[error("{tensor}: {problem}")]
     CumulativeLengths {
         /// The name of the argument.
@@ -65,7 +65,7 @@ pub enum Error {
 
     /// There is nothing to merge, or the numbers of outputs and log-sum-exps differ.
     #[error(
-        "merging {outputs} outputs with {lses} log-sum-exps; give at least one, and as many of each"
+        "cannot merge {outputs} outputs and {lses} log-sum-exps; pass at least one output, and one log-sum-exp for each"
     )]
     Merge {
         /// The number of outputs.

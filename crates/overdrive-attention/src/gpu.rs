@@ -1,5 +1,5 @@
-//! The choice of the decode kernel of overdrive-gpu, which reads keys and values where they lie; `None` where another
-//! back end runs.
+//! The choice of the decode kernel of overdrive-gpu, which reads keys and values in place; `None` if another back end
+//! runs.
 
 use overdrive_gpu::{Decode, DecodeLayout, Kernels, MOST_QUERIES, kernels, report_fallback};
 use tch::{Device, Tensor};
@@ -24,18 +24,18 @@ pub(crate) fn paged(call: &PagedCall<'_>) -> Result<Option<(Tensor, Tensor)>> {
     if i64::try_from(longest).is_ok_and(|queries| queries > MOST_QUERIES) {
         report_fallback(
             OPERATION,
-            "a step has more than 16 queries of a sequence, such as a prompt",
+            "a sequence has more than 16 queries in a step, such as a prompt",
         );
         return Ok(None);
     }
     if call.sizes.key_dim != call.sizes.value_dim {
-        report_fallback(OPERATION, "keys and values have other numbers of channels");
+        report_fallback(OPERATION, "keys and values differ in the number of channels");
         return Ok(None);
     }
     let made;
     let tables = match &call.layout.on_device {
         Some(tables) => tables,
-        // A CPU, which a test has given kernels.
+        // A CPU, for which a test has installed kernels.
         None => {
             made = call.layout.tables(device)?;
             &made
@@ -79,7 +79,7 @@ pub(crate) fn at_lengths(
     if !fits {
         report_fallback(
             OPERATION,
-            "of a mask, dropout, another alignment, or values unlike their keys",
+            "a mask, dropout, another alignment, or values that differ from the keys in shape or dtype are not supported",
         );
         return Ok(None);
     }
@@ -97,11 +97,11 @@ fn kernels_for(device: Device, options: &AttentionOptions<'_>) -> Result<Option<
         return Ok(None);
     };
     if options.alibi_slopes.is_some() {
-        report_fallback(OPERATION, "the kernel has no ALiBi");
+        report_fallback(OPERATION, "the kernel does not support ALiBi");
         return Ok(None);
     }
     if options.sink_tokens > 0 && options.window.left.is_some() {
-        report_fallback(OPERATION, "the kernel has no sink tokens under a window");
+        report_fallback(OPERATION, "the kernel does not support sink tokens under a window");
         return Ok(None);
     }
     Ok(Some(kernels))

@@ -1,9 +1,9 @@
-//! The preference between cuDNN's attention and flash on a GPU.
+//! The choice between cuDNN's attention and flash on a GPU.
 //!
-//! libtorch 2.11 itself prefers cuDNN on compute capability 9 and 10 and flash elsewhere. cuDNN's kernels are made for
-//! those chips and faster in training; flash in libtorch is FlashAttention 2, which was written for Ampere. But cuDNN
-//! makes a plan for each new shape, which takes 23 to 37 ms. In decoding the number of keys grows with each token, so
-//! that every step would make one: flash stays first without gradients.
+//! libtorch 2.11 itself prefers cuDNN on compute capability 9 and 10 and flash elsewhere. cuDNN's kernels are written
+//! for those chips and are faster in training; flash in libtorch is FlashAttention 2, which was written for Ampere. But
+//! cuDNN builds a plan for each new shape, which takes 23 to 37 ms. In decoding, the number of keys grows with each
+//! token, so every step would build a plan: without gradients, flash stays first.
 
 use std::sync::{Mutex, OnceLock, PoisonError};
 
@@ -11,24 +11,24 @@ use tch::{Device, Kind};
 
 use crate::call::{Call, Sizes};
 
-/// The most shapes that cuDNN makes plans for. A program with more has no fixed shapes: batches that are padded to
-/// their longest sequence, for example. So the plans take at most about half a second of a run.
+/// The limit on the number of shapes that cuDNN builds plans for, so that plans take at most about half a second of a
+/// run. A program with more shapes has no fixed shapes, such as batches that are padded to their longest sequence.
 const MOST_SHAPES: usize = 16;
 
-/// The version above which cuDNN is right for lengths that are no multiples of 128; libtorch requires it too.
+/// The version above which cuDNN is correct for lengths that are not multiples of 128; libtorch also requires it.
 const LEAST_CUDNN: i64 = 91_500;
 
-/// A GPU, as far as the preference depends on it.
+/// The properties of a GPU that the preference depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Gpu {
     pub(crate) capability: Option<(u32, u32)>,
-    /// Such as 91900 for 9.19; 0 without cuDNN.
+    /// cuDNN's version, such as 91900 for 9.19; 0 without cuDNN.
     pub(crate) cudnn_version: i64,
     /// If `true`, the user prefers flash (`TORCH_CUDNN_SDPA_DEPRIORITIZED=1`, libtorch's own variable).
     pub(crate) deprioritized: bool,
 }
 
-/// The sizes and dtype that cuDNN makes a plan for.
+/// The sizes and dtype that cuDNN builds a plan for.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct Shape {
     pub(crate) sizes: Sizes,
@@ -37,7 +37,7 @@ pub(crate) struct Shape {
     pub(crate) has_dropout: bool,
 }
 
-/// The shapes that cuDNN has made plans for.
+/// The shapes that cuDNN has built plans for.
 #[derive(Debug, Default)]
 pub(crate) struct Shapes(Vec<Shape>);
 
@@ -79,7 +79,7 @@ pub(crate) fn of(call: &Call<'_>) -> bool {
     prefers_cudnn(gpu(index), &shape(call), true, &known)
 }
 
-/// Notes that cuDNN runs the call and has a plan for its shape from then on.
+/// Records that cuDNN runs the call and then has a plan for its shape.
 pub(crate) fn note(call: &Call<'_>) {
     let mut known = KNOWN.lock().unwrap_or_else(PoisonError::into_inner);
     known.add(shape(call));

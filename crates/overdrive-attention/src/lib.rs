@@ -1,7 +1,7 @@
-//! Flash attention for tch: one function over libtorch's kernels and a blockwise one of our own.
+//! Flash attention for tch: one function over libtorch's kernels and this crate's blockwise kernel.
 //!
-//! Attention as two matmuls and a softmax holds T · S scores for each head in memory, and in training it holds
-//! them until backward. The kernels here hold a block of them at a time.
+//! Attention as two matmuls and a softmax stores T · S scores for each head, in training until the backward pass. The
+//! kernels of this crate store one block of scores at a time.
 //!
 //! | function | counterpart |
 //! |---|---|
@@ -13,13 +13,13 @@
 //! | [`explain`], [`explain_varlen`] | returns the back end that would run, and the reasons against the others |
 //!
 //! [`AttentionOptions`] has causality (either [`Alignment`]), sliding [`Window`]s, mask or bias, grouped
-//! heads, dropout, attention sinks of both kinds, ALiBi and softcap. On a CPU every option works in
-//! O(T) memory, forward and backward; on CUDA the options that libtorch's kernels lack run on [`Backend::Math`],
-//! and [`explain`] says so. A [`Backend`] that is asked for runs or fails with the reasons.
-//! A `tracing` event (level debug) names the one that runs.
+//! heads, dropout, attention sinks of both kinds, ALiBi and softcap. On a CPU, every option works in
+//! O(T) memory, forward and backward. On CUDA, options that libtorch's kernels lack run on [`Backend::Math`],
+//! as [`explain`] reports. An explicit [`Backend`] either runs or fails with the reasons against it.
+//! A `tracing` event (level debug) names the back end that runs.
 //!
-//! In the blockwise kernel numbers below 2⁻¹²⁶ (2⁻¹⁰²² in f64) are zero, in its inputs, its weights, its results and their
-//! gradients: peaked attention makes many, and each takes Intel's processors a hundred cycles
+//! The blockwise kernel treats numbers below 2⁻¹²⁶ (2⁻¹⁰²² in f64) as zero, in its inputs, weights, results and
+//! gradients: peaked attention produces many of them, and each takes Intel processors about a hundred cycles
 //! ([`overdrive_kernels`](overdrive_kernels#subnormal-numbers)).
 //!
 //! ```
@@ -44,8 +44,10 @@
 //! # }
 //! ```
 //!
-//! Method: [FlashAttention-2](https://arxiv.org/abs/2307.08691) (Dao 2023). The originals:
+//! Method: [FlashAttention-2](https://arxiv.org/abs/2307.08691) (Dao 2023). Reference implementations:
 //! [flash-attn](https://github.com/Dao-AILab/flash-attention),
+//!
+//!
 //! [`scaled_dot_product_attention`](https://docs.pytorch.org/docs/2.11/generated/torch.nn.functional.scaled_dot_product_attention.html).
 #![deny(missing_docs)]
 

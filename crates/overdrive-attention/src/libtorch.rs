@@ -25,7 +25,7 @@ pub(crate) fn cpu_flash(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
                 Value::Tensor(&call.query),
                 Value::Tensor(&call.key),
                 Value::Tensor(&call.value),
-                // dropout_p: the kernel has none on a CPU, and `selection` refuses it.
+                // dropout_p: the CPU kernel does not support dropout, and `selection` refuses it.
                 Value::Float(0.0),
                 Value::Bool(call.is_causal()),
                 mask.as_ref().map_or(Value::None, Value::Tensor),
@@ -36,8 +36,9 @@ pub(crate) fn cpu_flash(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     first_two(outputs, "_scaled_dot_product_flash_attention_for_cpu")
 }
 
-/// Calls `_scaled_dot_product_efficient_attention` on CUDA, which has no grouped heads: a single query of the heads that
-/// share a key goes as several queries of one head, and for more queries the keys are copied for each head.
+/// Calls `_scaled_dot_product_efficient_attention` on CUDA. It does not support grouped heads: a single query of the
+/// heads that share a key is passed as several queries of one head, and for more queries the keys are copied for each
+/// head.
 pub(crate) fn efficient(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     let Sizes {
         batch,
@@ -85,7 +86,7 @@ pub(crate) fn efficient(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
         Value::Tensor(&key),
         Value::Tensor(&value),
         mask.as_ref().map_or(Value::None, Value::Tensor),
-        // compute_log_sumexp: the backward kernel needs it too.
+        // compute_log_sumexp: the backward kernel also needs it.
         Value::Bool(call.needs_grad || call.with_lse),
         Value::Float(call.options.dropout_p),
         Value::Bool(call.is_causal()),
@@ -96,7 +97,7 @@ pub(crate) fn efficient(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     let (output, lse) =
         unsafe { run("aten::_scaled_dot_product_efficient_attention", &arguments)? };
     let output = output.f_reshape([batch, heads, queries, value_dim])?;
-    // The kernel fills the log-sum-exp up to a multiple of 32 queries.
+    // The kernel pads the log-sum-exp to a multiple of 32 queries.
     let lse = match call.with_lse {
         true => lse
             .f_narrow(2, 0, count)?
@@ -134,12 +135,12 @@ pub(crate) fn cudnn(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     Ok((output, lse))
 }
 
-/// Lets the gradient of `output` lie in memory as `output` does before the node of `output` sees it.
+/// Gives the gradient of `output` the memory layout of `output` before the node of `output` receives it.
 ///
-/// libtorch (2.11 and 2.13) keeps the plan of cuDNN's backward under a key of sizes and of the strides of query, key and
-/// value. The plan depends on the strides of the gradient too, which the key lacks: of two calls of one shape whose
-/// gradients lie differently, the second has wrong gradients without an error. The order of the output follows the
-/// query's, so with this every key has one order of gradients.
+/// libtorch (2.11 and 2.13) caches the plan of cuDNN's backward by the sizes and the strides of query, key and value.
+/// The plan also depends on the strides of the gradient, which the cache key lacks: if the gradients of two calls of
+/// the same shape have different layouts, the second call returns wrong gradients without an error. The layout of the
+/// output follows the query's, so with this every cache key has one layout of gradients.
 fn bring_gradient_to_order(output: &Tensor) -> Result<()> {
     let (size, strides) = (output.size(), output.stride());
     let _stays = register_hook(output, move |gradient| {
@@ -157,7 +158,7 @@ fn bring_gradient_to_order(output: &Tensor) -> Result<()> {
     Ok(())
 }
 
-/// Returns the mask as numbers in the query's dtype, which is what the kernels take.
+/// Returns the mask as addends in the query's dtype, as the kernels expect.
 fn additive(call: &Call<'_>) -> Result<Option<Tensor>> {
     let Some(mask) = &call.mask else {
         return Ok(None);
@@ -173,16 +174,16 @@ fn additive(call: &Call<'_>) -> Result<Option<Tensor>> {
 }
 
 /// Returns `mask` expanded to the scores, of size `full`, in rows that begin at multiples of 16 elements, as the
-/// efficient kernel wants them.
+/// efficient kernel expects.
 fn aligned(mask: &Tensor, full: [i64; 4]) -> Result<Tensor> {
     let keys = full[3];
     let filled = (keys + 15) / 16 * 16;
-    // Padded and narrowed again: the stride of the rows keeps the multiple.
+    // Padded, then narrowed: the stride of the rows stays a multiple.
     let padded = mask.f_constant_pad_nd([0, filled - keys])?;
     Ok(padded.f_narrow(3, 0, keys)?.f_expand(full, false)?)
 }
 
-/// Returns the output and log-sum-exp, which every attention of libtorch returns first.
+/// Returns the output and log-sum-exp, the first two results of every attention of libtorch.
 pub(crate) fn first_two(outputs: Vec<Output>, operator: &str) -> Result<(Tensor, Tensor)> {
     let mut outputs = outputs.into_iter();
     match (outputs.next(), outputs.next()) {

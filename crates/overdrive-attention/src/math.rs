@@ -1,4 +1,4 @@
-//! Attention by elementary operators: every option, any device, T · S elements for each head.
+//! Attention from elementary operators: every option, any device, T · S elements for each head.
 
 use overdrive_core::Error as Common;
 use overdrive_sys::autocast;
@@ -8,7 +8,7 @@ use crate::blockwise::accumulator;
 use crate::call::Call;
 use crate::{Error, Result};
 
-/// Returns the output (B, H, T, Dv) and log-sum-exp (B, H, T); matmuls and softmax of half precisions are in f32.
+/// Returns the output (B, H, T, Dv) and log-sum-exp (B, H, T). Half precisions are computed in f32.
 pub(crate) fn math(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     if call.options.dropout_seed.is_some() && call.options.dropout_p > 0.0 {
         return Err(Error::Common(Common::option(
@@ -28,7 +28,7 @@ pub(crate) fn math(call: &Call<'_>) -> Result<(Tensor, Tensor)> {
     let with = |shape: [i64; 3], last: i64| [shape[0], shape[1], shape[2], last];
     let wide = |tensor: &Tensor| tensor.f_to_kind(accumulator);
 
-    // Heads that share a key go through one matmul, which repeats no key.
+    // Heads that share a key use one matmul, which does not repeat keys.
     let query = wide(&call.query)?.f_reshape(with(by_group, sizes.key_dim))?;
     let key = wide(&call.key)?.f_transpose(2, 3)?;
     let scores = query
@@ -106,7 +106,7 @@ fn softmax(call: &Call<'_>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
         maximum = maximum.f_maximum(&sinks.f_detach()?)?;
     }
     let hidden = maximum.f_eq(f64::NEG_INFINITY)?;
-    // -inf minus -inf would be NaN; shifted by 0 all weights of such a row are 0.
+    // -inf minus -inf would be NaN; with a shift of 0, all weights of such a row are 0.
     let maximum = maximum.f_masked_fill(&hidden, 0.0)?;
     let weights = scores.f_sub(&maximum)?.f_exp()?;
     let mut sum = weights.f_sum_dim_intlist(&[-1_i64][..], true, scores.kind())?;
@@ -123,9 +123,9 @@ fn softmax(call: &Call<'_>, scores: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok((weights.f_div(&sum)?, lse.f_squeeze_dim(-1)?))
 }
 
-/// Turns autocast off, which would round the widened operands, until the region is dropped.
+/// Turns autocast, which would round the widened operands, off until the region is dropped.
 fn without_autocast(call: &Call<'_>) -> Result<Option<autocast::Region>> {
-    // A device type without autocast has none that could be on.
+    // Autocast cannot be on for a device type without it.
     let Some(state) = autocast::state(call.device).ok().filter(|on| on.enabled) else {
         return Ok(None);
     };

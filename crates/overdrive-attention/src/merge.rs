@@ -2,18 +2,18 @@ use tch::Tensor;
 
 use crate::{Error, Layout, Result};
 
-/// Returns the attention over the union of sets of keys, from the results over each of them.
+/// Returns the attention over the union of disjoint sets of keys, from the results over each set.
 ///
-/// `outputs` are (B, H, T, D) or (B, T, H, D) after `layout`, `lses` the natural log-sum-exps
-/// (B, H, T) that [`attention_with_lse`](crate::attention_with_lse) returns. Each key must be in one
-/// set only. A result whose log-sum-exp is `-inf` (it saw no key) has no weight. Sink logits may be
-/// given to one of the results only.
+/// `outputs` are (B, H, T, D) or (B, T, H, D), depending on `layout`; `lses` are the natural log-sum-exps
+/// (B, H, T) that [`attention_with_lse`](crate::attention_with_lse) returns. Each key must be in only one
+/// set. A result with a log-sum-exp of `-inf` (no key was seen) has no weight. At most one of the results
+/// may include sink logits.
 ///
-/// It consists of differentiable operators. Returns the output in the dtype of the first, and the
+/// It consists of differentiable operators. Returns the output in the dtype of the first output, and the
 /// log-sum-exp.
 ///
 /// # Errors
-/// [`Error::Merge`] if there are none or not as many of both; [`Error::Torch`] if shapes differ.
+/// [`Error::Merge`] if there are none or their numbers differ; [`Error::Torch`] if shapes differ.
 ///
 /// ```
 /// use overdrive_attention::{AttentionOptions, Layout, attention, attention_with_lse, merge};

@@ -12,20 +12,20 @@ pub enum Layout {
     Bthd,
 }
 
-/// The positions of queries among the keys if their numbers differ.
+/// The alignment of queries with keys if their numbers differ.
 ///
-/// Query `i` of `T` is at the position of key `i + offset` of `S`. Causality, window and ALiBi count from there.
+/// Query `i` of `T` is at the position of key `i + offset` of `S`. Causality, window and ALiBi are relative to it.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Alignment {
-    /// The last query at the last key, `offset = S - T`: flash-attn since 2.1, and what a decoder with
-    /// a cache means.
+    /// The last query at the last key, `offset = S - T`, as in flash-attn since 2.1 and in a decoder with a
+    /// cache.
     #[default]
     BottomRight,
-    /// The first query at the first key, `offset = 0`: `is_causal` of PyTorch.
+    /// The first query at the first key, `offset = 0`, as for PyTorch's `is_causal`.
     TopLeft,
 }
 
-/// The window of keys around its own position that a query sees (flash-attn's `window_size`, whose -1 is `None`).
+/// The window of keys that a query sees around its own position (flash-attn's `window_size`, with `None` for -1).
 ///
 /// Query at key `p` sees keys `p - left ..= p + right`.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
@@ -37,9 +37,9 @@ pub struct Window {
 }
 
 impl Window {
-    /// Returns the window of Mistral and its kin: the query's own key and the `size - 1` before it.
+    /// Returns the window of Mistral and similar models: the query's own key and the `size - 1` keys before it.
     ///
-    /// Hugging Face's `sliding_window` counts the own key, flash-attn's `window_size` does not.
+    /// Hugging Face's `sliding_window` counts the query's own key; flash-attn's `window_size` does not.
     pub fn sliding(size: usize) -> Window {
         Window {
             left: Some(size.saturating_sub(1)),
@@ -51,7 +51,7 @@ impl Window {
 /// The implementations to choose from.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 pub enum Backend {
-    /// The fastest that can run the options; [`explain`](crate::explain) says which and why.
+    /// The fastest back end that supports the options; [`explain`](crate::explain) returns which and why.
     #[default]
     Auto,
     /// libtorch's flash attention, on a CPU or CUDA.
@@ -90,12 +90,12 @@ impl fmt::Display for Backend {
 ///   - slope · |p - j| + bias               (as given)
 /// ```
 ///
-/// and the key is hidden if the mask, causality or the window says so.
+/// and the key may be hidden by the mask, causality or the window.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AttentionOptions<'a> {
     /// If `true`, keys after the query's own are hidden. Default: `false`.
     pub causal: bool,
-    /// The positions of queries if there are not as many as keys. Default: bottom right.
+    /// The positions of queries if their number differs from that of the keys. Default: bottom right.
     pub alignment: Alignment,
     /// The window of keys that a query sees. Default: all.
     pub window: Window,
@@ -110,15 +110,15 @@ pub struct AttentionOptions<'a> {
     /// The probability that a weight is dropped, in `0..1`; the others are scaled by `1/(1 - p)`. Default: 0.
     pub dropout_p: f64,
     /// The seed of the CPU kernel's dropout; drawn from libtorch's generator if `None`. The same seed
-    /// drops the same weights whatever the number of threads. Other back ends refuse a seed.
+    /// drops the same weights for any number of threads. Other back ends refuse a seed.
     pub dropout_seed: Option<u64>,
     /// The bound of the scores (Gemma 2: 50). Default: none.
     pub softcap: Option<f64>,
-    /// The slopes of ALiBi, (H) or (B, H), no gradient (Press et al. 2021,
+    /// The slopes of ALiBi, (H) or (B, H), without a gradient (Press et al. 2021,
     /// <https://arxiv.org/abs/2108.12409>).
     pub alibi_slopes: Option<&'a Tensor>,
-    /// A logit (H) of each head that takes part in the softmax without a value, as gpt-oss has them
-    /// (Miller 2023's softmax-off-by-one where it is 0). May require a gradient.
+    /// A logit (H) for each head that takes part in the softmax without a value, as in gpt-oss (0 gives Miller
+    /// 2023's softmax-off-by-one). May require a gradient.
     pub sinks: Option<&'a Tensor>,
     /// The order of dimensions. Default: (B, H, T, D).
     pub layout: Layout,

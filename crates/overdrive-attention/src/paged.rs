@@ -14,29 +14,29 @@ use crate::kernel::{
 use crate::paged_packed::{packed, packed_kernel, takes_packs};
 use crate::{Alignment, AttentionOptions, Backend, Error, Layout, PagedLayout, Result};
 
-/// Returns the attention of several sequences whose keys and values are in blocks of one pool, without a gradient:
-/// output (N, H, D_v) and log-sum-exp (H, N).
+/// Computes the attention of several sequences whose keys and values are in blocks of one pool, without a gradient.
+/// Returns the output (N, H, D_v) and the log-sum-exp (H, N).
 ///
-/// Query (N, H, D): the new queries of all sequences, concatenated without padding; key
-/// blocks (blocks, H_kv, block_size, D), value blocks (blocks, H_kv, block_size, D_v). Each sequence has
-/// the result that [`attention`](crate::attention) would return for it alone; positions of causality, window and ALiBi
-/// count inside the sequence, and queries are at the end of its keys. Sequences of one query and of many may
-/// be mixed. `alibi_slopes` may be (H) or (sequences, H); `layout` does not matter.
+/// Query (N, H, D): the new queries of all sequences, concatenated without padding; key blocks (blocks, H_kv,
+/// block_size, D), value blocks (blocks, H_kv, block_size, D_v). Each sequence has the result that
+/// [`attention`](crate::attention) would return for it alone: positions for causality, window and ALiBi are relative to
+/// the sequence, and queries are at the end of its keys. Sequences with one query and with many can be mixed.
+/// `alibi_slopes` may be (H) or (sequences, H); `layout` is ignored.
 ///
-/// On a CPU the blockwise kernel reads keys and values in their blocks: nothing is gathered. On CUDA a
-/// kernel of overdrive-gpu does so where they are used (by default on Hopper), for up to 16 queries of each sequence, in
-/// two launches; it has neither ALiBi nor sink tokens under a window. Else the blocks of all sequences are gathered into one pack on CUDA, and one
-/// call of a kernel of libtorch computes it: flash in half precision, else the efficient one. With options that neither
-/// has (ALiBi, a softcap, sink logits, sink tokens under a window), and for another back end that is asked for, one
-/// sequence after another is computed, which is correct but slow.
+/// On a CPU, the blockwise kernel reads keys and values in their blocks, without gathering them. On CUDA, so does a
+/// kernel of overdrive-gpu if these are on (by default on Hopper), in two launches, for up to 16 queries of each
+/// sequence and without ALiBi or sink tokens under a window. Otherwise, on CUDA, the blocks of all sequences are
+/// gathered into one pack, which one call of a libtorch kernel computes: flash in half precision, else the efficient
+/// kernel. With options that neither supports (ALiBi, a softcap, sink logits, sink tokens under a window), and for
+/// another requested back end, sequences are computed one after another, which is correct but slow.
 ///
-/// It equals `flash_attn_varlen_func` with a `block_table`; the idea is PagedAttention's (Kwon et al. 2023,
+/// The results equal those of `flash_attn_varlen_func` with a `block_table`. Method: PagedAttention (Kwon et al. 2023,
 /// [arXiv:2309.06180](https://arxiv.org/abs/2309.06180)).
 ///
 /// # Errors
-/// [`Error::Common`] for tensors that do not fit,
-/// [`Error::PagedLayout`] for lengths and tables that do not, [`Error::Common`] for a mask,
-/// dropout, [`Alignment::TopLeft`] or a query that requires a gradient.
+/// [`Error::Common`] for tensors that do not fit, a mask, dropout, [`Alignment::TopLeft`] or a query that requires a
+/// gradient; [`Error::PagedLayout`] for lengths and tables that do not
+/// fit.
 ///
 /// ```
 /// use overdrive_attention::{AttentionOptions, PagedLayout, attention_paged};
@@ -68,8 +68,8 @@ pub fn attention_paged(
     if layout.is_of_device {
         return Err(Error::PagedLayout {
             argument: "layout",
-            problem: "is known to the device alone, and the decode kernel of overdrive-gpu, which reads it there, is not \
-                      used for this call: give the tables with `PagedLayout::new`"
+            problem: "is only on the device, and the decode kernel of overdrive-gpu, which could read it there, does not \
+                      run this call; create the layout with `PagedLayout::new`"
                 .to_owned(),
         });
     }
@@ -136,7 +136,7 @@ impl<'a> PagedCall<'a> {
         })
     }
 
-    /// Returns the requests as the sequences of the kernel.
+    /// Returns the sequences in the form that the kernel takes.
     fn sequences(&self) -> Vec<Sequence> {
         let mut start = 0;
         let lengths = self.layout.query_lengths.iter();
@@ -190,7 +190,7 @@ fn in_place<E: Accumulate>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
             softcap: options.softcap,
             left,
             right,
-            // New tokens stand at the end of their keys; `refuse` has turned other alignments away.
+            // New tokens are at the end of their keys; `refuse` has excluded other alignments.
             bottom_right: true,
             sink_tokens: if left.is_some() {
                 options.sink_tokens
@@ -233,7 +233,7 @@ fn gathered(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
     let made;
     let tables = match &call.layout.on_device {
         Some(tables) => tables,
-        // A CPU that is asked for another back end.
+        // Another back end was requested on a CPU.
         None => {
             made = call.layout.tables(call.query.device())?;
             &made
@@ -249,7 +249,7 @@ fn gathered(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
             layout: Layout::Bhtd,
             ..*call.options
         };
-        // A table may reserve blocks for tokens to come, which are not copied.
+        // A table may reserve blocks for future tokens, which are not copied.
         let used = call.layout.used_blocks(text) as i64;
         let table = tables.blocks.f_narrow(0, tables.block_starts[text], used)?;
         let dense = |blocks: &Tensor| -> Result<Tensor> {
@@ -274,7 +274,7 @@ fn gathered(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
     Ok((Tensor::f_cat(&outputs, 0)?, Tensor::f_cat(&lses, 1)?))
 }
 
-/// Checks that no option is set that a paged cache does not support.
+/// Checks that all options are supported over a paged cache.
 fn refuse(query: &Tensor, options: &AttentionOptions<'_>) -> Result<()> {
     let invalid = |option, value: String, expected| {
         Err(Error::Common(Common::option(option, value, expected)))
@@ -284,17 +284,17 @@ fn refuse(query: &Tensor, options: &AttentionOptions<'_>) -> Result<()> {
         return invalid("mask", "set".to_owned(), expected);
     }
     if options.dropout_p != 0.0 {
-        let expected = "0 over paged keys, which are for inference";
+        let expected = "0 over paged keys, which are for inference only";
         return invalid("dropout_p", options.dropout_p.to_string(), expected);
     }
     if options.alignment == Alignment::TopLeft {
-        let expected = "BottomRight: new queries stand at the end of their keys";
+        let expected = "BottomRight, since new queries are at the end of their keys";
         return invalid("alignment", "TopLeft".to_owned(), expected);
     }
     if query.requires_grad() && overdrive_autograd::is_grad_enabled() {
         let value = "a tensor that requires a gradient".to_owned();
         let expected =
-            "one without (run under no_grad): attention over paged keys has no backward pass";
+            "without a gradient (run under no_grad): attention over paged keys has no backward pass";
         return invalid("query", value, expected);
     }
     Ok(())
@@ -315,7 +315,7 @@ fn sizes(query: &Tensor, keys: &Tensor, values: &Tensor) -> Result<Sizes> {
         return Err(shape_error("key_blocks", keys, expected));
     }
     if v.len() != 4 || v[..3] != k[..3] || !dense(values) {
-        let expected = format!("[{}, {}, {}, dim] as the key blocks", k[0], k[1], k[2]);
+        let expected = format!("[{}, {}, {}, dim], as the key blocks are", k[0], k[1], k[2]);
         return Err(shape_error("value_blocks", values, expected));
     }
     Ok(Sizes {

@@ -5,7 +5,7 @@ use crate::{Error, Result};
 
 /// The queries of each sequence of a step, and the blocks of its keys.
 ///
-/// It is made once for all layers of a step: tables and lengths are checked, and copied to the device, only here.
+/// Create it once for all layers of a step: tables and lengths are checked and copied to the device only here.
 #[derive(Debug)]
 pub struct PagedLayout {
     pub(crate) block_tables: Vec<Vec<u32>>,
@@ -18,19 +18,19 @@ pub struct PagedLayout {
     largest: Option<(u32, usize)>,
     /// `true` if only the device knows the tables and lengths.
     pub(crate) is_of_device: bool,
-    /// The tables and lengths on the device; `None` for a CPU, whose kernel reads the ones above.
+    /// The tables and lengths on the device; `None` for a CPU, whose kernel reads the host's.
     pub(crate) on_device: Option<DeviceTables>,
 }
 
-/// The tables and lengths of the sequences that have queries, as tensors. The blocks of all sequences are taken to
-/// lie one after another, so that sequence `n` begins at key `key_starts[n]`.
+/// The tables and lengths of the sequences that have queries, as tensors. The blocks of all sequences are numbered
+/// consecutively, so that sequence `n` begins at key `key_starts[n]`.
 #[derive(Debug)]
 pub(crate) struct DeviceTables {
-    /// The blocks that hold keys of a sequence, of one sequence after another, i32.
+    /// The blocks of all sequences, concatenated, i32.
     pub(crate) blocks: Tensor,
     /// The cumulative numbers of queries, i32 `(N + 1,)`.
     pub(crate) query_starts: Tensor,
-    /// The first key of each sequence among those of all blocks, and their number, i32 `(N + 1,)`.
+    /// The first key of each sequence among the keys of all blocks, and the total number of keys, i32 `(N + 1,)`.
     pub(crate) key_starts: Tensor,
     /// The number of keys of each sequence, i32 `(N,)`.
     pub(crate) key_counts: Tensor,
@@ -38,7 +38,7 @@ pub(crate) struct DeviceTables {
     pub(crate) longest_keys: i64,
     /// `true` if every query has a key at its own position.
     pub(crate) every_query_has_a_key: bool,
-    /// The offset of the blocks of each sequence, those without queries included.
+    /// The offset of the blocks of each sequence, including sequences without queries.
     pub(crate) block_starts: Vec<i64>,
 }
 
@@ -48,12 +48,12 @@ impl PagedLayout {
     ///
     /// - `block_tables`: the blocks that hold its keys, in order: key `k` is row `k % block_size` of block
     ///   `table[k / block_size]`. A table may be longer than its keys need;
-    /// - `query_lengths`: its queries; those of all sequences are concatenated;
-    /// - `key_lengths`: its keys, those of its new queries included.
+    /// - `query_lengths`: the number of its queries; the queries of all sequences are concatenated;
+    /// - `key_lengths`: the number of its keys, including those of its new queries.
     ///
     /// # Errors
     /// [`Error::PagedLayout`] for a block size of 0, lists of different lengths, and a table that is too short;
-    /// [`Error::Torch`] if the device is not there.
+    /// [`Error::Torch`] if the device does not exist.
     pub fn new(
         block_tables: Vec<Vec<u32>>,
         query_lengths: Vec<usize>,
@@ -74,7 +74,7 @@ impl PagedLayout {
                 let count = lengths.len();
                 return error(
                     name,
-                    format!("{count} of them for {sequences} block tables"),
+                    format!("has {count} entries for {sequences} block tables"),
                 );
             }
         }
@@ -95,7 +95,7 @@ impl PagedLayout {
             }
         }
         let mut layout = PagedLayout {
-            // Saturating, so that absurd lengths do not fit the queries instead of an overflow.
+            // Saturating, so that absurd lengths fail the check against the queries instead of overflowing.
             queries: (query_lengths.iter()).fold(0, |sum: usize, n| sum.saturating_add(*n)),
             block_tables,
             query_lengths,
@@ -112,21 +112,21 @@ impl PagedLayout {
         Ok(layout)
     }
 
-    /// Returns `true` if a device takes layouts that it alone knows ([`of_device`](PagedLayout::of_device)): a GPU on which
-    /// the kernels of overdrive-gpu are used.
+    /// Returns `true` if a device supports layouts that only the device knows ([`of_device`](PagedLayout::of_device)):
+    /// a GPU on which the kernels of overdrive-gpu are on.
     pub fn is_read_by(device: Device) -> bool {
         device.is_cuda() && matches!(overdrive_gpu::kernels(device), Ok(Some(_)))
     }
 
-    /// Takes a layout of sequences of one query each from tensors of a GPU, for captured steps, in which the host decides
-    /// nothing: a replay reads the numbers that the tensors hold then. i32, with addresses that are multiples of 16 bytes:
+    /// Creates a layout of sequences of one query each from tensors on a GPU, for captured steps, which depend on no
+    /// host values: each replay reads the current contents of the tensors. All are i32 and aligned to 16 bytes:
     ///
-    /// - `blocks`: the blocks of one sequence after another;
-    /// - `key_starts (N,)`: where the blocks of each sequence begin among them, times `block_size`;
-    /// - `key_counts (N,)`: the keys of each sequence, its new one included; `longest_keys` at most.
+    /// - `blocks`: the blocks of all sequences, concatenated;
+    /// - `key_starts (N,)`: the index in `blocks` of each sequence's first block, times `block_size`;
+    /// - `key_counts (N,)`: the number of keys of each sequence, including its new one; at most `longest_keys`.
     ///
-    /// The host checks none of them. Only the decode kernel of overdrive-gpu takes such a layout
-    /// ([`is_read_by`](PagedLayout::is_read_by)); [`attention_paged`](crate::attention_paged) fails where it is not used.
+    /// The host does not check their contents. Only the decode kernel of overdrive-gpu supports such a layout
+    /// ([`is_read_by`](PagedLayout::is_read_by)); otherwise [`attention_paged`](crate::attention_paged) fails.
     ///
     /// # Errors
     /// [`Error::PagedLayout`] for another dtype or shape; [`Error::Torch`] if memory runs out.
@@ -185,7 +185,7 @@ impl PagedLayout {
         self.block_tables.is_empty()
     }
 
-    /// Checks the layout against the number of queries and the blocks of a pool.
+    /// Checks the layout against the number of queries and a pool of blocks.
     pub(crate) fn check(&self, queries: i64, blocks: i64, block_size: usize) -> Result<()> {
         let error = |argument, problem: String| Err(Error::PagedLayout { argument, problem });
         if block_size != self.block_size {
@@ -239,7 +239,7 @@ impl PagedLayout {
         key_starts.push(int(blocks.len() * self.block_size));
         let counts = with_queries.iter().map(|index| self.key_lengths[*index]);
         let key_counts: Vec<i32> = counts.map(int).collect();
-        // One copy for all of them, each from an address that is a multiple of 16 bytes.
+        // One copy for all of them, each aligned to 16 bytes.
         let parts = [&blocks, &query_starts, &key_starts, &key_counts];
         let mut all = Vec::new();
         for part in parts {

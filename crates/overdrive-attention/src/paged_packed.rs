@@ -1,9 +1,9 @@
-//! Attention over a pool of blocks by one call for all sequences, on CUDA.
+//! Attention over a pool of blocks in one call for all sequences, on CUDA.
 //!
-//! libtorch 2.11 has a flash kernel that follows a block table, but no operator that takes one. The blocks of all
-//! sequences are gathered once a layer into one pack, and the kernel is told where each sequence begins and how many
-//! of its keys are filled. Nothing waits for the device: all lengths are known on the host, and the tables are on the
-//! device since the step began.
+//! libtorch 2.11 has a flash kernel that supports a block table, but no operator that exposes it. In each layer, the
+//! blocks of all sequences are gathered into one pack, and the kernel gets the beginning of each sequence and its
+//! number of filled keys. Nothing waits for the device: the host knows all lengths, and the tables are on the device
+//! from the beginning of the step.
 #![allow(
     unsafe_code,
     reason = "libtorch's kernels check neither cumulative lengths nor all shapes"
@@ -25,7 +25,7 @@ pub(crate) enum PackedKernel {
     Efficient,
 }
 
-/// Returns the kernel for a call on CUDA; `None` if neither has all of its options.
+/// Returns the kernel for a call on CUDA; `None` if neither supports all of its options.
 pub(crate) fn packed_kernel(call: &PagedCall<'_>) -> Option<PackedKernel> {
     let (options, sizes) = (call.options, call.sizes);
     let (left, right) = unresolved_limits(options);
@@ -34,7 +34,7 @@ pub(crate) fn packed_kernel(call: &PagedCall<'_>) -> Option<PackedKernel> {
         && sizes.queries > 0
         && options.softcap.is_none()
         && options.sinks.is_none()
-        // libtorch's flash kernel is compiled without ALiBi, the efficient one has none.
+        // libtorch's flash kernel is compiled without ALiBi, and the efficient kernel does not have it.
         && options.alibi_slopes.is_none()
         && (options.sink_tokens == 0 || left.is_none());
     let is = |backend| options.backend == Backend::Auto || options.backend == backend;
@@ -44,7 +44,7 @@ pub(crate) fn packed_kernel(call: &PagedCall<'_>) -> Option<PackedKernel> {
         && sizes.key_dim <= 256;
     let efficient = is(Backend::Efficient)
         && matches!(kind, Kind::Float | Kind::Half | Kind::BFloat16)
-        // Its window counts from the last key that a query sees.
+        // Its window is relative to the last key that a query sees.
         && (right == Some(0) || (right.is_none() && left.is_none()));
     match (plain, flash, efficient) {
         (true, true, _) => Some(PackedKernel::Flash),
@@ -87,8 +87,8 @@ fn sizes(tensor: &Tensor) -> [i64; 4] {
 }
 
 /// Returns flash-attn's limits of a window, where -1 is no limit. If `is_single`, each sequence has one query, which
-/// sees no key to its right anyway: the kernel splits the keys among its blocks, and reads those of grouped heads once,
-/// only where both limits are -1.
+/// has no key to its right, so the right limit can be -1: the kernel splits the keys among its blocks, and reads the
+/// keys of grouped heads once, only if both limits are -1.
 pub(crate) fn limits(left: Option<usize>, right: Option<usize>, is_single: bool) -> [i64; 2] {
     let right = match (is_single, left) {
         (true, None) => None,
@@ -99,7 +99,7 @@ pub(crate) fn limits(left: Option<usize>, right: Option<usize>, is_single: bool)
 
 fn flash(call: &PagedCall<'_>, tables: &DeviceTables) -> Result<(Tensor, Tensor)> {
     let (left, right) = unresolved_limits(call.options);
-    // The tables have no sequences without queries.
+    // The tables omit sequences without queries.
     let [left, right] = limits(left, right, tables.longest_queries == 1);
     let query = rows(call.query)?;
     let keys = gathered(call.keys, tables, 1)?;
@@ -119,7 +119,7 @@ fn flash(call: &PagedCall<'_>, tables: &DeviceTables) -> Result<(Tensor, Tensor)
         Value::Float(call.scale),
         Value::Int(left),
         Value::Int(right),
-        // seqused_k: the last block of a sequence is filled in part.
+        // seqused_k: the last block of a sequence is partly filled.
         Value::Tensor(&tables.key_counts),
     ];
     // SAFETY: `PagedCall` has checked dtypes, devices and that the shapes agree, and `PagedLayout`, whose tables these
@@ -128,7 +128,7 @@ fn flash(call: &PagedCall<'_>, tables: &DeviceTables) -> Result<(Tensor, Tensor)
     if tables.every_query_has_a_key {
         return Ok((output, lse));
     }
-    // flash-attn says +inf of a query that sees no key.
+    // flash-attn returns +inf for a query that sees no key.
     let lse = lse.f_nan_to_num(f64::NAN, f64::NEG_INFINITY, f64::NEG_INFINITY)?;
     Ok((output, lse))
 }
@@ -136,7 +136,7 @@ fn flash(call: &PagedCall<'_>, tables: &DeviceTables) -> Result<(Tensor, Tensor)
 fn efficient(call: &PagedCall<'_>, tables: &DeviceTables) -> Result<(Tensor, Tensor)> {
     let (left, right) = unresolved_limits(call.options);
     let sizes = call.sizes;
-    // It has no grouped heads.
+    // It does not support grouped heads.
     let copies = sizes.heads / sizes.kv_heads;
     let query = rows(call.query)?.f_unsqueeze(0)?;
     let keys = gathered(call.keys, tables, copies)?.f_unsqueeze(0)?;
@@ -151,20 +151,20 @@ fn efficient(call: &PagedCall<'_>, tables: &DeviceTables) -> Result<(Tensor, Ten
         Value::Int(tables.longest_queries),
         Value::Int(tables.longest_keys),
         Value::Float(0.0),
-        // custom_mask_type: causal from the bottom right, or none.
+        // custom_mask_type: causal, aligned to the bottom right, or none.
         Value::Int(if right == Some(0) { 2 } else { 0 }),
         // compute_log_sumexp
         Value::Bool(true),
         Value::Float(call.scale),
         Value::Tensor(&tables.key_counts),
-        // The query's own key counts.
+        // The window includes the query's own key.
         left.map_or(Value::None, |left| {
             Value::Int(i64::try_from(left).map_or(i64::MAX, |left| left.saturating_add(1)))
         }),
     ];
     // SAFETY: as in `flash`.
     let (output, lse) = unsafe { run("aten::_efficient_attention_forward", &arguments)? };
-    // (sequences, H, queries of the longest, up to a multiple of 32): those of each sequence are picked.
+    // (sequences, H, queries of the longest, padded to a multiple of 32): selects those of each sequence.
     let [sequences, heads, room] = <[i64; 3]>::try_from(lse.size()).unwrap_or([0, 0, 0]);
     let lse = match room {
         _ if tables.longest_queries == 1 => lse.f_select(2, 0)?.f_transpose(0, 1)?,

@@ -11,10 +11,10 @@ use crate::error::other_device;
 use crate::kernel::{Strided, write_rows};
 use crate::{Error, Result};
 
-/// The slots in a pool of blocks that the new tokens of a step are written to: token `t` to row `slots[t] % block_size` of
+/// The slots in a pool of blocks for the new tokens of a step: token `t` is written to row `slots[t] % block_size` of
 /// block `slots[t] / block_size`.
 ///
-/// It is made once for all layers of a step.
+/// Create it once for all layers of a step.
 #[derive(Debug)]
 pub struct PagedSlots {
     len: usize,
@@ -29,10 +29,10 @@ pub struct PagedSlots {
 }
 
 impl PagedSlots {
-    /// Checks slots of a pool on `device` whose blocks have `block_size` rows. No two may be the same.
+    /// Creates it from slots of a pool on `device` whose blocks have `block_size` rows. No two slots may be the same.
     ///
     /// # Errors
-    /// [`Error::PagedLayout`] for a block size of 0; [`Error::Torch`] if the device is not there.
+    /// [`Error::PagedLayout`] for a block size of 0; [`Error::Torch`] if the device does not exist.
     pub fn new(slots: Vec<usize>, block_size: usize, device: Device) -> Result<PagedSlots> {
         if block_size == 0 {
             return Err(Error::PagedLayout {
@@ -45,7 +45,7 @@ impl PagedSlots {
             device => Some(indices(&slots, block_size, device)?),
         };
         Ok(PagedSlots {
-            // Found once a step, so that the check in each layer compares one number.
+            // Computed once for a step, so that the check in each layer compares one number.
             end: slots.iter().max().map_or(0, |last| last + 1),
             len: slots.len(),
             slots,
@@ -55,9 +55,9 @@ impl PagedSlots {
         })
     }
 
-    /// Takes the slots from tensors that stay where they are, for captured steps: token `t` goes to row `rows[t]` of block
-    /// `blocks[t]`; i64 `(T,)`. The host checks neither; one outside the pool is an error on a CPU and undefined on a GPU,
-    /// as for `index_put_`, and of two equal ones either token stays.
+    /// Creates it from tensors at fixed addresses, for captured steps: token `t` goes to row `rows[t]` of block
+    /// `blocks[t]`; i64 `(T,)`. The host does not check their contents: as for `index_put_`, a slot outside the pool is
+    /// an error on a CPU and undefined on a GPU, and of two tokens with equal slots either may remain.
     ///
     /// # Errors
     /// [`Error::PagedLayout`] for other dtypes or shapes.
@@ -91,14 +91,14 @@ impl PagedSlots {
 }
 
 /// Writes `rows` (T, H_kv, D), the keys or values of T new tokens, to their slots of `pool`
-/// (blocks, H_kv, block_size, D), in place; vLLM's `reshape_and_cache_flash`. No gradient is kept.
+/// (blocks, H_kv, block_size, D), in place; vLLM's `reshape_and_cache_flash`. No gradient is recorded.
 ///
 /// This is a plain copy on a CPU and one `index_put_` elsewhere. `rows` may be a view of the pool: on a CPU it is
 /// copied before the first row is written.
 ///
 /// # Errors
-/// [`Error::Common`] where the tensors do not fit, and
-/// [`Error::PagedLayout`] for a slot outside the pool; nothing has been written then.
+/// [`Error::Common`] if the tensors do not fit, and
+/// [`Error::PagedLayout`] for a slot outside the pool; nothing is written then.
 ///
 /// ```
 /// use overdrive_attention::{PagedSlots, paged_write};
@@ -197,7 +197,7 @@ fn check(rows: &Tensor, pool: &Tensor, slots: &PagedSlots) -> Result<()> {
     }
     if r.len() != 3 || usize::try_from(r[0]) != Ok(slots.len()) || (r[1], r[2]) != (p[1], p[3]) {
         let expected = format!(
-            "[{}, {}, {}]: a row a slot, heads and dim of the pool",
+            "[{}, {}, {}]: one row for each slot, with the heads and dim of the pool",
             slots.len(),
             p[1],
             p[3]
@@ -208,7 +208,7 @@ fn check(rows: &Tensor, pool: &Tensor, slots: &PagedSlots) -> Result<()> {
         return Err(Error::Common(Common::dtype(
             "rows",
             rows.kind(),
-            format!("{:?} as the pool", pool.kind()),
+            format!("{:?}, as the pool is", pool.kind()),
         )));
     }
     for (name, device) in [("rows", rows.device()), ("pool", pool.device())] {

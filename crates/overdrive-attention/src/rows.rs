@@ -1,8 +1,8 @@
-//! Attention on rows of f32 in slices.
+//! Attention on f32 slices.
 //!
-//! A decoder that keeps its buffers from step to step calls [`attend`] instead of
-//! [`attention`](crate::attention()), whose checks, tensors and node of a graph take longer than the attention of one
-//! token over a short text. The kernel is the same, and nothing is recorded for autograd.
+//! A decoder that reuses its buffers calls [`attend`] instead of [`attention`](crate::attention()), whose checks,
+//! tensors and autograd node take longer than the attention of one token over a short sequence. The kernel is the same;
+//! nothing is recorded for autograd.
 
 use std::cell::Cell;
 
@@ -36,7 +36,7 @@ pub struct RowsShape {
     pub heads: usize,
     /// The number of key heads, and of value heads.
     pub kv_heads: usize,
-    /// The number of queries, the last tokens.
+    /// The number of queries, which belong to the last tokens.
     pub queries: usize,
     /// The number of keys.
     pub keys: usize,
@@ -48,8 +48,9 @@ thread_local! {
     static WORKSPACE: Cell<Vec<f32>> = const { Cell::new(Vec::new()) };
 }
 
-/// Computes [`attention`](crate::attention()) of rows of f32, as rows `(B · T, H · D)` in `output`. Returns `false`,
-/// and leaves `output` as it is, for options with a tensor, dropout, or another back end than this crate's kernel.
+/// Computes [`attention`](crate::attention()) on f32 slices and writes rows `(B · T, H · D)` to `output`. Returns
+/// `false` and leaves `output` unchanged for options with a tensor, dropout, or a back end other than this crate's
+/// kernel.
 ///
 /// # Errors
 /// [`Error::Common`](crate::Error::Common) for slices that do not fit the shape.
@@ -129,7 +130,7 @@ pub fn attend(
     let logsumexps = shape.batch * shape.heads * shape.queries;
     let needed = kernel::forward_workspace(&inputs);
     let mut memory = WORKSPACE.take();
-    // Grown only, since clearing would write every element twice.
+    // Only grown: clearing would write every element twice.
     if memory.len() < logsumexps + needed {
         memory.resize(logsumexps + needed, 0.0);
     }
@@ -155,7 +156,7 @@ impl<'a> HeadRows<'a> {
         }
     }
 
-    /// Returns the number of elements up to the end of the last row; `None` if that is no number.
+    /// Returns the number of elements up to the end of the last row; `None` if it overflows.
     fn reach(&self, batch: usize, heads: usize, rows: usize, dim: usize) -> Option<usize> {
         if batch == 0 || heads == 0 || rows == 0 {
             return Some(0);
@@ -186,7 +187,7 @@ fn check(
     } = shape;
     if kv_heads == 0 || heads % kv_heads != 0 || head_dim == 0 {
         let found = format!("{heads} heads of {head_dim} channels over {kv_heads}");
-        let expected = "a multiple of the key heads, and at least one channel";
+        let expected = "a multiple of the key heads, with at least one channel";
         return Err(Common::option("heads", found, expected).into());
     }
     for (name, rows, heads, count) in [

@@ -14,9 +14,9 @@ use crate::{Alignment, AttentionOptions, Backend, Error, PackedLengths, Result};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Explanation {
-    /// The one that would run; `None` if a back end was forced that cannot.
+    /// The back end that would run; `None` if the requested back end cannot.
     pub backend: Option<Backend>,
-    /// The reason for it.
+    /// The reason for the choice.
     pub reason: String,
     /// All back ends, in the order of preference on this device.
     pub verdicts: Vec<Verdict>,
@@ -36,7 +36,7 @@ impl fmt::Display for Explanation {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         match self.backend {
             Some(backend) => writeln!(f, "{backend} runs: {}", self.reason)?,
-            None => writeln!(f, "nothing runs: {}", self.reason)?,
+            None => writeln!(f, "no back end runs: {}", self.reason)?,
         }
         for verdict in &self.verdicts {
             match verdict.refusals.as_slice() {
@@ -52,8 +52,8 @@ impl fmt::Display for Explanation {
 /// the others, without computing anything.
 ///
 /// # Errors
-/// Those of [`attention`](crate::attention) for shapes, dtypes and options, but none for a forced back
-/// end that cannot run, which the explanation contains.
+/// Those of [`attention`](crate::attention) for shapes, dtypes and options, but not for a requested back end
+/// that cannot run, which the explanation reports.
 pub fn explain(
     query: &Tensor,
     key: &Tensor,
@@ -63,7 +63,7 @@ pub fn explain(
     Ok(explanation(&Call::new(query, key, value, options, false)?))
 }
 
-/// Does the same as [`explain`] for [`attention_varlen`](crate::attention_varlen).
+/// Returns the explanation of [`explain`] for [`attention_varlen`](crate::attention_varlen).
 ///
 /// # Errors
 /// As [`explain`].
@@ -79,10 +79,10 @@ pub fn explain_varlen(
     )?))
 }
 
-/// Returns the back end for a call; a forced one that cannot run is an error with its reasons.
+/// Returns the back end for a call; a requested back end that cannot run is an error with its reasons.
 pub(crate) fn select(call: &Call<'_>) -> Result<Backend> {
     if call.options.backend == Backend::Auto && !tracing::enabled!(tracing::Level::DEBUG) {
-        // Without the reasons against the other back ends: writing them takes longer than the attention of one
+        // Omits the reasons against the other back ends: formatting them takes longer than the attention of one
         // token.
         let mut backends = preference(call).into_iter();
         let first = backends.find(|backend| refusals(call, *backend).is_empty());
@@ -134,8 +134,11 @@ fn explanation(call: &Call<'_>) -> Explanation {
             let backend = first.map_or(Backend::Math, |verdict| verdict.backend);
             (Some(backend), preferred_because(call, backend))
         }
-        forced if able(forced) => (Some(forced), "it was asked for".to_owned()),
-        forced => (None, format!("{forced} was asked for and cannot run this")),
+        forced if able(forced) => (Some(forced), "it was requested".to_owned()),
+        forced => (
+        None,
+        format!("{forced} was requested but cannot run this attention"),
+        ),
     };
     Explanation {
         backend,
@@ -147,10 +150,10 @@ fn explanation(call: &Call<'_>) -> Explanation {
 /// Returns the back ends from the fastest to the slowest.
 fn preference(call: &Call<'_>) -> [Backend; 5] {
     match call.device {
-        // On a CPU ours comes before libtorch's flash: on two cores with AVX-512 (Zen 4), causal, batch
-        // 2, 6 heads of 64, f32, the two did 147 and 66 GFLOP/s forward at T = 512 and 191 and 137 at
-        // T = 4096, with backward 132 and 63, and 195 and 134; in bf16, f16 and f64, without causality
-        // and from T = 64 on it was ahead as well (benches/attention).
+        // On a CPU this crate's kernel comes before libtorch's flash: on two cores with AVX-512 (Zen 4),
+        // causal, batch 2, 6 heads of 64, f32, they reach 147 and 66 GFLOP/s forward at T = 512 and 191 and
+        // 137 at T = 4096; with backward 132 and 63, and 195 and 134. It is also faster in bf16, f16 and
+        // f64, without causality, and from T = 64 on (benches/attention).
         Device::Cpu => [
             Backend::Blockwise,
             Backend::Flash,
@@ -178,13 +181,13 @@ fn preference(call: &Call<'_>) -> [Backend; 5] {
 fn preferred_because(call: &Call<'_>, backend: Backend) -> String {
     match (call.device, backend) {
         (Device::Cpu, Backend::Blockwise) => {
-            "on a CPU it has every option and is the fastest".to_owned()
+            "on a CPU it supports every option and is the fastest".to_owned()
         }
-        (_, Backend::Math) => "no fused back end has all of these options".to_owned(),
+        (_, Backend::Math) => "no fused back end supports all of these options".to_owned(),
         (_, Backend::CuDnn) if gpu_preference::of(call) => {
             "it is the fastest on this GPU for training in few shapes".to_owned()
         }
-        _ => "it is the fastest that has all of these options".to_owned(),
+        _ => "it is the fastest that supports all of these options".to_owned(),
     }
 }
 
@@ -232,7 +235,7 @@ fn of_blockwise(call: &Call<'_>, reasons: &mut Vec<String>) {
     dtype(call, &allowed, reasons);
 }
 
-/// Returns the options that no kernel of libtorch supports.
+/// Adds the options that no kernel of libtorch supports.
 fn of_libtorch(call: &Call<'_>, reasons: &mut Vec<String>) {
     if call.is_empty() {
         reasons.push("a dimension is empty".to_owned());
@@ -257,7 +260,7 @@ fn of_libtorch(call: &Call<'_>, reasons: &mut Vec<String>) {
     }
 }
 
-/// Returns the options that the kernels of PyTorch's `scaled_dot_product_attention` do not support either: all but a
+/// Adds the options that the kernels of PyTorch's `scaled_dot_product_attention` do not support either: all but a
 /// causal mask from the top left.
 fn of_sdpa(call: &Call<'_>, reasons: &mut Vec<String>) {
     if call.is_packed {
@@ -338,7 +341,7 @@ fn of_cudnn(call: &Call<'_>, reasons: &mut Vec<String>) {
         reasons.push("it takes no mask here".to_owned());
     }
     if call.sizes.keys == 1 {
-        reasons.push("it takes no single key".to_owned());
+        reasons.push("it does not take a single key".to_owned());
     }
     if call.sizes.queries == 1 && call.options.dropout_p > 0.0 {
         reasons.push("it has no dropout for a single query".to_owned());
@@ -355,9 +358,9 @@ fn head_size(call: &Call<'_>, most: i64, reasons: &mut Vec<String>) {
     }
 }
 
-/// Logs under `tracing` which back end runs, once for each kind of call.
+/// Logs with `tracing` which back end runs, once for each kind of call.
 fn log_once(call: &Call<'_>, backend: Backend, reason: &str) {
-    // Before the line is formatted: this runs for each layer of each step.
+    // Checked before the line is formatted, since this runs for each layer of each step.
     if !tracing::enabled!(tracing::Level::DEBUG) {
         return;
     }

@@ -10,9 +10,9 @@ use crate::math::math;
 use crate::selection::select;
 use crate::{AttentionOptions, Backend, Error, Layout, Result};
 
-/// The bounds of the sequences of a pack.
+/// The bounds of the sequences in a pack.
 ///
-/// It is made once for a batch and used in every layer: on a GPU the lengths are copied to the host only here.
+/// Create it once for a batch and use it in every layer: on a GPU, the lengths are copied to the host only here.
 #[derive(Debug)]
 pub struct PackedLengths {
     cumulative_q: Tensor,
@@ -34,8 +34,8 @@ impl Clone for PackedLengths {
 }
 
 impl PackedLengths {
-    /// Checks cumulative lengths as flash-attn's `cu_seqlens`: integers (N + 1), from 0 to the total, of
-    /// which sequence `n` has rows `cu[n]..cu[n + 1]`.
+    /// Creates it from cumulative lengths (flash-attn's `cu_seqlens`): integers (N + 1), from 0 to the total;
+    /// sequence `n` has rows `cu[n]..cu[n + 1]`.
     ///
     /// # Errors
     /// [`Error::CumulativeLengths`] if they do not begin with 0, decrease, or differ in number between
@@ -47,7 +47,7 @@ impl PackedLengths {
             return Err(Error::CumulativeLengths {
                 tensor: "cu_seqlens_k",
                 problem: format!(
-                    "describes {} sequences, but cu_seqlens_q {}",
+                    "describes {} sequences, but cu_seqlens_q describes {}",
                     keys.len() - 1,
                     queries.len() - 1
                 ),
@@ -68,7 +68,7 @@ impl PackedLengths {
             i64::try_from(sequences.iter().map(length).max().unwrap_or(0)).unwrap_or(i64::MAX)
         };
         Ok(PackedLengths {
-            // flash-attn takes cumulative lengths in int32 only. Copies, which nobody changes after the check.
+            // flash-attn takes only int32 cumulative lengths. These are copies, so they cannot change after the check.
             cumulative_q: cumulative_q.f_to_dtype(Kind::Int, false, true)?,
             cumulative_k: cumulative_k.f_to_dtype(Kind::Int, false, true)?,
             longest_q: longest(|sequence| sequence.queries),
@@ -90,10 +90,10 @@ impl PackedLengths {
         PackedLengths::new(&cumulative, &cumulative)?.to_device(device)
     }
 
-    /// Returns the same on another device. A GPU copies the bounds while the host goes on.
+    /// Returns a copy on another device. Copies to a GPU are asynchronous.
     ///
     /// # Errors
-    /// [`Error::Torch`] if the device is not there.
+    /// [`Error::Torch`] if the device does not exist.
     pub fn to_device(&self, device: Device) -> Result<PackedLengths> {
         let moved = |bounds: &Tensor| match bounds.device() {
             Device::Cpu => Ok(to_device(bounds.shallow_clone(), device)?),
@@ -116,29 +116,29 @@ impl PackedLengths {
         self.sequences.is_empty()
     }
 
-    /// Returns the queries of the longest sequence.
+    /// Returns the number of queries of the longest sequence.
     pub fn longest_queries(&self) -> i64 {
         self.longest_q
     }
 
-    /// Returns the keys of the longest sequence.
+    /// Returns the number of keys of the longest sequence.
     pub fn longest_keys(&self) -> i64 {
         self.longest_k
     }
 
-    /// Returns the queries of each sequence.
+    /// Returns the number of queries of each sequence.
     pub fn query_lengths(&self) -> impl Iterator<Item = i64> {
         self.sequences
             .iter()
             .map(|sequence| sequence.queries as i64)
     }
 
-    /// Returns the queries of all sequences together.
+    /// Returns the total number of queries.
     pub fn total_queries(&self) -> i64 {
         self.sequences.iter().map(|s| s.queries as i64).sum()
     }
 
-    /// Returns the keys of all sequences together.
+    /// Returns the total number of keys.
     pub fn total_keys(&self) -> i64 {
         self.sequences.iter().map(|s| s.keys as i64).sum()
     }
@@ -170,7 +170,7 @@ fn bounds(name: &'static str, cumulative: &Tensor) -> Result<Vec<usize>> {
             cumulative.size()
         ));
     }
-    // Once for each pack and not in each layer: reading from a GPU waits for it.
+    // Done once for each pack instead of in each layer, since reading from a GPU waits for it.
     let on_host = cumulative
         .f_to_device(Device::Cpu)?
         .f_to_kind(Kind::Int64)?;
@@ -186,25 +186,25 @@ fn bounds(name: &'static str, cumulative: &Tensor) -> Result<Vec<usize>> {
             at + 1
         ));
     }
-    // None is negative: they rise from 0.
+    // None is negative, since they rise from 0.
     Ok(values
         .into_iter()
         .map(|value| usize::try_from(value).unwrap_or(0))
         .collect())
 }
 
-/// Returns the attention inside each sequence of a pack: query (total_q, H, D), key
+/// Computes the attention within each sequence of a pack: query (total_q, H, D), key
 /// (total_k, H_kv, D), value (total_k, H_kv, D_v), output (total_q, H, D_v).
 ///
-/// Each sequence has the result that [`attention`](crate::attention) would return for it alone; positions of causality,
-/// window and ALiBi count inside the sequence. `alibi_slopes` may be (H) or (sequences, H); `mask` must
-/// be `None`, `layout` does not matter. With dropout, the dropped weights depend on the position in the pack.
+/// Each sequence has the result that [`attention`](crate::attention) would return for it alone; positions for
+/// causality, window and ALiBi are relative to the sequence. `alibi_slopes` may be (H) or (sequences, H); `mask` must
+/// be `None`; `layout` is ignored. With dropout, the dropped weights depend on the position in the pack.
 ///
-/// It runs libtorch's flash kernels on CUDA and the blockwise kernel on a CPU; neither allocates
-/// T · T elements. The math back end goes from sequence to sequence; on CUDA it also runs ALiBi, which libtorch's flash
-/// kernels do not have.
+/// It runs libtorch's flash kernels on CUDA and the blockwise kernel on a CPU; neither allocates T · T elements. The
+/// math back end computes one sequence after another; on CUDA it also runs ALiBi, which libtorch's flash kernels do not
+/// support.
 ///
-/// It equals `flash_attn_varlen_func` and `torch.nn.attention.varlen.varlen_attn`.
+/// The results equal those of `flash_attn_varlen_func` and `torch.nn.attention.varlen.varlen_attn`.
 ///
 /// # Errors
 /// As [`attention`](crate::attention).
@@ -288,7 +288,7 @@ fn on_cuda(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tensor)>
     )
 }
 
-/// Returns the output (1, total_q, H, D_v) and log-sum-exp (1, H, total_q) by the math back end.
+/// Returns the output (1, total_q, H, D_v) and log-sum-exp (1, H, total_q) of the math back end.
 fn one_by_one(call: &Call<'_>, lengths: &PackedLengths) -> Result<(Tensor, Tensor)> {
     let (mut outputs, mut lses) = (Vec::new(), Vec::new());
     for (index, sequence) in lengths.sequences().iter().enumerate() {

@@ -63,7 +63,7 @@ fn the_back_end_that_runs_is_said_once_for_each_kind_of_call() {
         "{lines:?}"
     );
     assert!(
-        lines[1].contains("flash on Cpu in Float: it was asked for"),
+        lines[1].contains("flash on Cpu in Float: it was requested"),
         "{lines:?}"
     );
 }

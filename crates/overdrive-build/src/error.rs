@@ -57,8 +57,8 @@ impl fmt::Display for Error {
                     f,
                     "\nRun `cargo xtask setup` in a checkout of Overdrive, or set LIBTORCH to the \
                      folder of a libtorch (the one that holds lib/ and include/), or set \
-                     LIBTORCH_USE_PYTORCH=1 if Python has PyTorch. The version of tch in Cargo.lock decides \
-                     on the version: {}.",
+                     LIBTORCH_USE_PYTORCH=1 if Python has PyTorch. The version of tch in Cargo.lock \
+                     determines the version: {}.",
                     Release::in_words(),
                 )
             }

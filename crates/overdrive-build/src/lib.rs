@@ -2,10 +2,9 @@
 //! libtorch has it.
 //!
 //! Without it a program that uses `tch` compiles, but often does not start, because the loader "cannot open
-//! `libtorch_cpu.so`": the path of libtorch is not recorded in the binary. Or it starts without CUDA,
-//! because the linker dropped `libtorch_cuda.so`, of which no symbol is referenced. Both are settings of the
-//! linker. One line in the build script of the package with the binary, test, example or benchmark sets
-//! them:
+//! `libtorch_cpu.so`": the path of libtorch is not recorded in the binary. Or it starts without CUDA, because the
+//! linker dropped `libtorch_cuda.so`, none of whose symbols is referenced. Both are settings of the linker. One line
+//! in the build script of the package with the binary, test, example or benchmark sets them:
 //!
 //! ```toml
 //! [build-dependencies]

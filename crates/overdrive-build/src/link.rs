@@ -4,13 +4,13 @@ use std::path::Path;
 
 use crate::{Environment, Libtorch, Result};
 
-/// Makes the binaries, tests, examples and benchmarks of the calling package start without
-/// `LD_LIBRARY_PATH`, and links CUDA if libtorch has it. To be called from a build script.
+/// Makes the binaries, tests, examples and benchmarks of the calling package start without `LD_LIBRARY_PATH`, and
+/// links CUDA if libtorch has it. Call it from a build script.
 ///
-/// The loader first searches the folder `lib` beside the binary, then the folder of libtorch at link time.
-/// So a binary that is copied to another machine together with such a folder starts there, as
-/// `cargo xtask dist` makes it. `LD_LIBRARY_PATH` takes precedence over both, so the same binary can run on
-/// the libraries of a PyTorch with CUDA.
+/// The loader first searches the folder `lib` beside the binary, then the folder of libtorch at link time. A binary
+/// that is copied to another machine together with such a folder, as `cargo xtask dist` makes it, therefore starts
+/// there. `LD_LIBRARY_PATH` takes precedence over both, so the same binary can run on the libraries of a PyTorch with
+/// CUDA.
 ///
 /// If no libtorch is found, it prints a warning with the remedy and continues: the build then stops in
 /// `torch-sys`, or succeeds because the user passes other linker flags.

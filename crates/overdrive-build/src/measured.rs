@@ -30,8 +30,8 @@ pub struct Processor {
 }
 
 impl Processor {
-    /// Returns this machine's processor. `libtorch` is a version such as `2.11.0`, of which a suffix (`+cpu`)
-    /// does not count; `threads` is the number of threads inside one operator.
+    /// Returns this machine's processor. `libtorch` is a version such as `2.11.0`, whose suffix (`+cpu`) is ignored;
+    /// `threads` is the number of threads inside one operator.
     #[must_use]
     pub fn detect(libtorch: &str, threads: usize) -> Self {
         match fs::read_to_string("/proc/cpuinfo") {

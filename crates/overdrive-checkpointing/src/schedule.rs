@@ -14,10 +14,10 @@ use crate::{Error, Result};
 pub enum Schedule {
     /// No block.
     Never,
-    /// Every block by itself. Memory: one input per block, and the activations of one block. The default.
+    /// Every block individually. Memory: one input per block, and the activations of one block. The default.
     #[default]
     EveryBlock,
-    /// Every n-th block by itself, starting with the first; 1 is every block, 2 every other.
+    /// Every n-th block individually, starting with the first; 1 is every block, 2 every other.
     EveryNth(usize),
     /// This number of groups, each recomputed as a whole
     /// (`torch.utils.checkpoint.checkpoint_sequential`). The last group is not checkpointed, because
@@ -27,7 +27,7 @@ pub enum Schedule {
     /// the depth, at the cost of one more forward pass (Chen et al. 2016,
     /// <https://arxiv.org/abs/1604.06174>).
     SqrtSegments,
-    /// The blocks marked `true`, each by itself, as of a [`Plan`](crate::Plan).
+    /// The blocks marked `true`, each individually, as in a [`Plan`](crate::Plan).
     Chosen(Vec<bool>),
 }
 

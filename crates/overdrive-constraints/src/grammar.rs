@@ -11,7 +11,7 @@ use tokenizers::Tokenizer;
 use crate::recursion::endless_reference;
 use crate::token_bytes::token_bytes;
 
-/// The tokens of a tokenizer as a trie of bytes, made once for all grammars.
+/// The tokens of a tokenizer as a trie of bytes, built once for all grammars.
 #[derive(Clone)]
 pub struct GrammarVocabulary {
     factory: Arc<ParserFactory>,
@@ -27,12 +27,12 @@ impl fmt::Debug for GrammarVocabulary {
 }
 
 impl GrammarVocabulary {
-    /// Builds the trie of the tokens `0..vocabulary` of `tokenizer`, where `vocabulary` is the model's
-    /// (ids beyond the tokenizer's are never allowed). `end_of_text` are the tokens that may end a
-    /// complete text; at least one.
+    /// Builds the trie of the tokens `0..vocabulary` of `tokenizer`, where `vocabulary` is the size of the
+    /// model's vocabulary (ids beyond the tokenizer's are never allowed). `end_of_text` has at least one
+    /// token; these tokens may end a complete text.
     ///
     /// # Errors
-    /// [`Error::Constraint`] if the tokenizer's tokens have no bytes, or the end of text is missing or
+    /// [`Error::Constraint`] if the tokenizer's tokens have no bytes, or if `end_of_text` is empty or
     /// outside the vocabulary.
     pub fn new(
         tokenizer: &Tokenizer,
@@ -84,7 +84,7 @@ fn constraint(error: impl fmt::Display) -> Error {
     Error::Constraint(error.to_string())
 }
 
-/// A constraint of the continuation's text to a regular expression or a JSON schema, by `llguidance`
+/// A constraint that makes the continuation match a regular expression or a JSON schema, by `llguidance`
 /// (vLLM's `regex` and `json`).
 pub struct GrammarConstraint {
     matcher: Matcher,
@@ -101,7 +101,7 @@ impl fmt::Debug for GrammarConstraint {
 }
 
 impl GrammarConstraint {
-    /// Builds the constraint of the whole text to `pattern`, in the syntax of the `regex` crate,
+    /// Builds a constraint that makes the whole text match `pattern`, in the syntax of the `regex` crate,
     /// without look-around.
     ///
     /// # Errors
@@ -110,20 +110,19 @@ impl GrammarConstraint {
         GrammarConstraint::new(vocabulary, TopLevelGrammar::from_regex(pattern))
     }
 
-    /// Builds the constraint of the whole text to JSON that fits `schema`. Spaces after separators are
+    /// Builds a constraint that makes the whole text JSON that conforms to `schema`. Spaces after separators are
     /// optional.
     ///
     /// # Errors
-    /// [`Error::Constraint`] if the schema is invalid, uses a keyword that is not supported, or refers to itself
-    /// without an end.
+    /// [`Error::Constraint`] if the schema is invalid, uses an unsupported keyword, or is infinitely recursive.
     pub fn json_schema(
         vocabulary: &GrammarVocabulary,
         schema: &Value,
     ) -> Result<GrammarConstraint> {
         if let Some(reference) = endless_reference(schema) {
             return Err(Error::Constraint(format!(
-                "the JSON schema refers to itself without an end through {reference:?}, so that no text fits it: give \
-                 the reference an alternative in `anyOf`, or take its property out of `required`"
+                "the JSON schema is infinitely recursive through {reference:?}, so no text fits it; give the reference \
+                 an alternative in `anyOf`, or remove its property from `required`"
             )));
         }
         let grammar = TopLevelGrammar::from_json_schema(schema.clone());
@@ -172,7 +171,7 @@ impl Constraint for GrammarConstraint {
 
     fn fork(&self) -> Box<dyn Constraint> {
         Box::new(GrammarConstraint {
-            // A plain clone would share the lexer's caches, and wait for their lock.
+            // A plain clone would share the lexer's caches and contend for their lock.
             matcher: self.matcher.deep_clone(),
             end_of_text: Arc::clone(&self.end_of_text),
             ended: self.ended,

@@ -1,8 +1,8 @@
-//! Regular expressions and JSON schemas as constraints of generated text, by `llguidance`.
+//! Regular expressions and JSON schemas as constraints on generated text, implemented with `llguidance`.
 //!
-//! This is a crate of its own, so that programs without grammars do not compile the parser:
-//! `overdrive-generation` has the trait [`Constraint`](overdrive_generation::Constraint) and choices
-//! among given texts.
+//! This is a separate crate, so that programs without grammars do not compile the parser:
+//! `overdrive-generation` has the trait [`Constraint`](overdrive_generation::Constraint) and the constraint to a
+//! list of given texts.
 //!
 //! ```
 //! use overdrive_constraints::{GrammarConstraint, GrammarVocabulary};

@@ -1,10 +1,10 @@
-//! JSON schemas that refer to themselves without an end, of which the grammar's parser only shows its rules.
+//! Detects infinitely recursive JSON schemas, for which the error of the grammar's parser shows only its own rules.
 
 use std::collections::HashSet;
 
 use serde_json::{Map, Value};
 
-/// The levels of references and subschemas that are followed; what is deeper is left to the parser of grammars.
+/// The levels of references and subschemas that are followed; deeper ones are left to the grammar's parser.
 const MAX_DEPTH: usize = 200;
 
 /// Returns a reference through which a schema requires itself, so that no JSON text fits it.
@@ -15,7 +15,7 @@ pub(crate) fn endless_reference(schema: &Value) -> Option<String> {
         under_way: Vec::new(),
         endless: None,
     };
-    // The root is under way from the beginning, as if it had been reached by its reference.
+    // The root counts as being checked from the beginning, as if a reference to it had been followed.
     search.under_way.push("#");
     match search.is_finite(schema, 0) {
         true => None,
@@ -25,15 +25,15 @@ pub(crate) fn endless_reference(schema: &Value) -> Option<String> {
 
 struct Search<'s> {
     root: &'s Value,
-    /// The references that some text fits.
+    /// The references that some text satisfies.
     finite: HashSet<&'s str>,
     under_way: Vec<&'s str>,
-    /// The first reference that was met while it was under way.
+    /// The first reference that was reached again while it was being checked.
     endless: Option<&'s str>,
 }
 
 impl<'s> Search<'s> {
-    /// Returns `true` unless every text that fits the schema would contain another one that does.
+    /// Returns `true` unless every text that fits the schema would contain another text that fits it.
     fn is_finite(&mut self, schema: &'s Value, depth: usize) -> bool {
         let Value::Object(fields) = schema else {
             return true;
@@ -100,7 +100,7 @@ impl<'s> Search<'s> {
             self.endless.get_or_insert(reference);
             return false;
         }
-        // Other documents and anchors are for the parser of grammars.
+        // References to other documents and anchors are left to the grammar's parser.
         let pointer = reference.strip_prefix('#');
         let pointer = pointer.filter(|pointer| pointer.is_empty() || pointer.starts_with('/'));
         let Some(target) = pointer.and_then(|pointer| self.root.pointer(pointer)) else {

@@ -3,18 +3,18 @@
 use overdrive_generation::{Error, Result};
 use tokenizers::Tokenizer;
 
-/// The way in which a tokenizer writes bytes in its tokens.
+/// How a tokenizer writes bytes in its tokens.
 struct Decoding {
     /// If `true`, every character stands for a byte (GPT-2's table).
     byte_level: bool,
-    /// If `true`, `<0xNN>` is a byte.
+    /// If `true`, `<0xNN>` stands for a byte.
     byte_fallback: bool,
     /// The string that replaces a space.
     space: Option<String>,
 }
 
-/// Returns the bytes of each id in `0..vocabulary`; special tokens, which leave no text, and ids that the
-/// tokenizer does not have are `None`.
+/// Returns the bytes of each id in `0..vocabulary`; `None` for special tokens, which have no text, and for ids
+/// that the tokenizer does not have.
 ///
 /// # Errors
 /// [`Error::Constraint`] if the tokenizer's decoder gives no bytes to single tokens.
@@ -24,7 +24,7 @@ pub fn token_bytes(tokenizer: &Tokenizer, vocabulary: usize) -> Result<Vec<Optio
     let table = byte_table();
     let bytes_of = |id: u32| -> Option<Vec<u8>> {
         if let Some(token) = added.get(&id) {
-            // Added tokens are written as they are, not in the byte alphabet of the others.
+            // Added tokens are stored as plain text, not in the byte alphabet of the others.
             return (!token.special).then(|| token.content.clone().into_bytes());
         }
         let token = tokenizer.id_to_token(id)?;
@@ -71,12 +71,12 @@ fn decoding(tokenizer: &Tokenizer) -> Result<Decoding> {
             Some("Replace") if step["content"] == " " => {
                 decoding.space = step["pattern"]["String"].as_str().map(str::to_owned);
             }
-            // They join tokens and cut the first space of a text, and change no token's bytes.
+            // These decoders join tokens and strip the first space of a text, but do not change a token's bytes.
             Some("Fuse" | "Strip") => {}
             other => {
                 return Err(Error::Constraint(format!(
-                    "a tokenizer with the decoder {other:?} has no bytes for each token: byte-level \
-                     and sentencepiece ones have"
+                    "the tokenizer has the decoder {other:?}, whose tokens have no bytes of their own; use a \
+                     byte-level or SentencePiece tokenizer"
                 )));
             }
         }

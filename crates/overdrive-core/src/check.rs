@@ -8,8 +8,8 @@ use crate::{Error, Result};
 /// Checks that `valid` holds for an option.
 ///
 /// # Errors
-/// [`Error::InvalidOption`] with the option's name and value, and with what is `expected`: the end of the
-/// sentence "it must be …".
+/// [`Error::InvalidOption`] with the option's name, its value and `expected`, which completes the sentence "it must
+/// be …".
 ///
 /// ```
 /// use overdrive_core::check_option;

@@ -14,7 +14,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An option is outside its range, or does not go with another one.
+    /// An option is out of its range, or conflicts with another option.
     #[error("`{option}` is {value}; it must be {expected}")]
     InvalidOption {
         /// The name of the option, as the user writes it.
@@ -24,7 +24,7 @@ pub enum Error {
         /// The values that are allowed.
         expected: Cow<'static, str>,
     },
-    /// A tensor has another shape than the operation needs.
+    /// A tensor does not have the shape that the operation needs.
     #[error("`{tensor}` has shape {shape:?}; it must be {expected}")]
     Shape {
         /// The name of the tensor or argument.
@@ -34,7 +34,7 @@ pub enum Error {
         /// The shape that is needed.
         expected: Cow<'static, str>,
     },
-    /// A tensor has another dtype than the operation needs.
+    /// A tensor does not have a dtype that the operation supports.
     #[error("`{tensor}` is {dtype}; it must be {expected}")]
     Dtype {
         /// The name of the tensor or argument.
@@ -44,7 +44,7 @@ pub enum Error {
         /// The dtypes that are allowed.
         expected: Cow<'static, str>,
     },
-    /// A tensor is on another device than the operation needs.
+    /// A tensor is not on the device that the operation needs.
     #[error("`{tensor}` is on {device}; it must be {expected}")]
     Device {
         /// The name of the tensor or argument.
@@ -61,10 +61,10 @@ pub enum Error {
         action: &'static str,
         /// The file or folder.
         path: PathBuf,
-        /// The answer of the operating system.
+        /// The error that the operating system reported.
         source: std::io::Error,
     },
-    /// A file does not parse as the format that it should have.
+    /// A file cannot be parsed as the expected format.
     #[error("{} is not valid {format}: {source}", path.display())]
     Parse {
         /// The file.
@@ -74,10 +74,16 @@ pub enum Error {
         /// The message of the parser.
         source: Box<dyn std::error::Error + Send + Sync>,
     },
+    /// A bug in Overdrive: an invariant of its own code was violated.
+    #[error("internal error: {what}; please report it")]
+    Internal {
+        /// The violated invariant.
+        what: String,
+    },
 }
 
 impl Error {
-    /// Returns the error of `option`, whose `value` is not allowed.
+    /// Returns the error for an `option` whose `value` is not allowed.
     pub fn option(
         option: impl Into<Cow<'static, str>>,
         value: impl Display,
@@ -90,7 +96,7 @@ impl Error {
         }
     }
 
-    /// Returns the error of a tensor of the wrong shape.
+    /// Returns the error for a tensor of the wrong shape.
     pub fn shape(
         tensor: impl Into<Cow<'static, str>>,
         shape: impl Into<Vec<i64>>,
@@ -103,7 +109,7 @@ impl Error {
         }
     }
 
-    /// Returns the error of a tensor of the wrong dtype (a `tch::Kind`).
+    /// Returns the error for a tensor of the wrong dtype (a `tch::Kind`).
     pub fn dtype(
         tensor: impl Into<Cow<'static, str>>,
         dtype: impl Debug,
@@ -116,7 +122,7 @@ impl Error {
         }
     }
 
-    /// Returns the error of a tensor on the wrong device (a `tch::Device`).
+    /// Returns the error for a tensor on the wrong device (a `tch::Device`).
     pub fn device(
         tensor: impl Into<Cow<'static, str>>,
         device: impl Debug,
@@ -127,6 +133,11 @@ impl Error {
             device: format!("{device:?}"),
             expected: expected.into(),
         }
+    }
+
+    /// Returns the error for a bug in Overdrive, for example "the layer before this one returned no rows".
+    pub fn internal(what: impl Into<String>) -> Self {
+        Self::Internal { what: what.into() }
     }
 
     /// Returns what `map_err` needs after a file operation: `fs::read(path).map_err(Error::io("read", path))?`.
@@ -178,6 +189,10 @@ mod tests {
             (
                 Error::device("key", 0, "on the device of the query"),
                 "`key` is on 0; it must be on the device of the query",
+            ),
+            (
+                Error::internal("the plan has no step"),
+                "internal error: the plan has no step; please report it",
             ),
             (
                 Error::io("read", "a/b.json")(std::io::ErrorKind::NotFound.into()),

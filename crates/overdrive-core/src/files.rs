@@ -1,4 +1,4 @@
-//! Files that exist as a whole or not at all, and locks between processes.
+//! Atomic file writes: a file exists as a whole or not at all.
 //!
 //! [`write()`] replaces a small file atomically. A large one is written to an [`unfinished`] file, which [`commit`]
 //! gives its name. Unfinished files lie in the folder of the file that they become, because a rename is atomic only
@@ -15,7 +15,7 @@ use tempfile::{Builder, NamedTempFile, TempDir};
 pub use crate::lock::FileLock;
 use crate::{Error, Result};
 
-/// The end of the names of unfinished files and folders.
+/// The suffix of the names of unfinished files and folders.
 const UNFINISHED: &str = ".tmp";
 
 /// Writes `bytes` to `path` atomically: after a crash or an error the file has its old content or the new one.
@@ -29,7 +29,7 @@ const UNFINISHED: &str = ".tmp";
 /// ```
 ///
 /// # Errors
-/// [`Error::Io`]; a file at `path` is unchanged then.
+/// [`Error::Io`]; an existing file at `path` is then unchanged.
 pub fn write(path: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
     let path = path.as_ref();
     let mut file = unfinished(path)?;
@@ -39,7 +39,7 @@ pub fn write(path: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
     commit(file, path)
 }
 
-/// Creates an unfinished file for `path`, with the usual permissions. It is removed when it is dropped.
+/// Creates an unfinished file for `path`, with the usual permissions. Dropping the handle removes the file.
 ///
 /// # Errors
 /// [`Error::Io`] with `path`.
@@ -56,7 +56,7 @@ pub fn unfinished(path: impl AsRef<Path>) -> Result<NamedTempFile> {
     created.map_err(Error::io("write", path))
 }
 
-/// Creates an unfinished folder for `path`. It is removed when it is dropped, unless it was renamed.
+/// Creates an unfinished folder for `path`. Dropping the handle removes the folder, unless it was renamed.
 ///
 /// # Errors
 /// [`Error::Io`] with `path`.
@@ -74,7 +74,7 @@ pub fn unfinished_folder(path: impl AsRef<Path>) -> Result<TempDir> {
 /// Flushes an unfinished file to the disk, renames it to `path`, and flushes the folder.
 ///
 /// # Errors
-/// [`Error::Io`]; before the rename a file at `path` is unchanged.
+/// [`Error::Io`]; if the rename did not happen, an existing file at `path` is unchanged.
 pub fn commit(file: NamedTempFile, path: impl AsRef<Path>) -> Result<()> {
     let path = path.as_ref();
     // The data must be on the disk before the name is: after a power cut a renamed file could be empty.
@@ -109,14 +109,14 @@ pub fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// Returns `true` if `name` is that of an unfinished file or folder for `path`.
+/// Returns `true` if `name` is the name of an unfinished file or folder for `path`.
 pub fn is_unfinished(name: &OsStr, path: &Path) -> bool {
     let name = name.as_encoded_bytes();
     beginning(path).is_ok_and(|beginning| name.starts_with(beginning.as_encoded_bytes()))
         && name.ends_with(UNFINISHED.as_bytes())
 }
 
-/// Returns the beginning of the names of unfinished files for `path`.
+/// Returns the prefix of the names of unfinished files for `path`.
 fn beginning(path: &Path) -> io::Result<OsString> {
     let name = path
         .file_name()

@@ -11,7 +11,7 @@
 pub struct GpuGeneration {
     /// NVIDIA's name of the generation.
     pub name: &'static str,
-    /// The first compute capability of the generation, which reaches to that of the next row.
+    /// The first compute capability of the generation, which extends up to that of the next row.
     pub from: (u32, u32),
     /// Well-known GPUs of the generation.
     pub examples: &'static str,
@@ -21,27 +21,27 @@ pub struct GpuGeneration {
     pub bf16_tensor_cores: bool,
     /// If `true`, it multiplies fp32 matrices in TF32.
     pub tf32: bool,
-    /// The reason for the dtype to train in, as the end of a sentence that begins with the GPU.
+    /// The reason for the recommended training dtype, as the end of a sentence that begins with the GPU's name.
     pub why: &'static str,
     /// The models whose peaks are known.
     pub models: &'static [GpuModel],
 }
 
-/// The peaks of one GPU in matrix products, in TFLOP/s.
+/// The peak matmul throughput of one GPU, in TFLOP/s.
 ///
-/// Dense products (no structured sparsity) at boost clock. On consumer and workstation cards the
-/// half-precision figures are those with fp32 accumulation, which training uses; where a data sheet gives only
-/// the sparse figure, half of it.
+/// The figures are for dense matmuls (no structured sparsity) at boost clock. On consumer and workstation cards the
+/// half-precision figures are those with fp32 accumulation, which training uses. Where a data sheet gives only the
+/// sparse figure, the value here is half of it.
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct GpuModel {
-    /// Words that the driver's name of the GPU contains, all of them, in lower case.
+    /// Words that the driver's name of the GPU must all contain, in lower case.
     pub words: &'static [&'static str],
     /// The peak in fp32.
     pub fp32_tflops: f64,
-    /// The peak of fp32 products where TF32 is allowed; that of fp32 where the generation has no TF32.
+    /// The peak in fp32 with TF32 allowed; the plain fp32 peak if the generation has no TF32.
     pub tf32_tflops: f64,
-    /// The peak in fp16, and in bf16 where the generation has it: no GPU multiplies one of them faster.
+    /// The peak in fp16, and in bf16 if the generation supports it: no GPU is faster in one than in the other.
     pub half_tflops: f64,
 }
 
@@ -66,7 +66,7 @@ const NO_TENSOR_CORES: GpuGeneration = GpuGeneration {
     fp16_tensor_cores: false,
     bf16_tensor_cores: false,
     tf32: false,
-    why: "has no tensor cores and no fast fp16 arithmetic: half precision would save memory and no time",
+    why: "has no tensor cores and no fast fp16 arithmetic: half precision would save memory but no time",
     models: &[],
 };
 
@@ -77,7 +77,7 @@ const AMPERE: GpuGeneration = GpuGeneration {
     fp16_tensor_cores: true,
     bf16_tensor_cores: true,
     tf32: true,
-    why: "has bf16 tensor cores, whose range needs no loss scaling; TF32 for what stays in fp32",
+    why: "has bf16 tensor cores, and bf16 needs no loss scaling; TF32 speeds up what stays in fp32",
     models: &[
         model(&["a100"], 19.5, 156.0, 312.0),
         model(&["a800"], 19.5, 156.0, 312.0),
@@ -106,7 +106,7 @@ pub const GPU_GENERATIONS: [GpuGeneration; 10] = [
         name: "Pascal",
         from: (6, 0),
         examples: "P100",
-        why: "has no tensor cores: its fp16 is at best twice as fast as fp32, without fp32 sums, and \
+        why: "has no tensor cores: its fp16 is at best twice as fast as fp32, without fp32 accumulation, and \
               needs loss scaling",
         models: &[
             model(&["p100"], 9.3, 9.3, 18.7),
@@ -127,7 +127,7 @@ pub const GPU_GENERATIONS: [GpuGeneration; 10] = [
         from: (7, 0),
         examples: "V100, Titan V",
         fp16_tensor_cores: true,
-        why: "has fp16 tensor cores and none for bf16; losses must be scaled (GradScaler)",
+        why: "has tensor cores for fp16 but not for bf16; losses must be scaled (GradScaler)",
         models: &[
             model(&["v100", "sxm2"], 15.7, 15.7, 125.0),
             model(&["v100", "sxm3"], 15.7, 15.7, 125.0),
@@ -213,13 +213,12 @@ pub const GPU_GENERATIONS: [GpuGeneration; 10] = [
     },
 ];
 
-// These words mean another, slower chip under the same number, or a slice of the chip (MIG), of which no data
-// sheet gives the peak.
+// These words mark a slower chip with the same number, or a slice of a chip (MIG), whose peak no data sheet gives.
 const SLOWER_VARIANTS: [&str; 4] = ["laptop", "mobile", "mig", "max"];
-// These words mean another chip under the same number, so a row without them is that of another GPU.
+// These words mark a different chip with the same number, so a row without them describes another GPU.
 const CHIP_VARIANTS: [&str; 3] = ["ti", "super", "d"];
-// These words mean other clocks and memory in the generations that have rows with them; elsewhere (A100) all forms
-// have one peak.
+// These words mark different clocks and memory in the generations that have rows with them; elsewhere (A100) all form
+// factors have the same peak.
 const FORMS: [&str; 2] = ["pcie", "nvl"];
 
 impl GpuGeneration {
@@ -242,7 +241,7 @@ impl GpuGeneration {
 }
 
 impl GpuModel {
-    /// Returns the GPU that calls itself `name`, with its generation; `None` where its peaks are not known.
+    /// Returns the GPU whose driver reports `name`, with its generation; `None` if its peaks are not known.
     ///
     /// ```
     /// use overdrive_core::gpu::GpuModel;

@@ -1,11 +1,11 @@
-//! The errors, checks, constants and random numbers that all crates of Overdrive share, [files that are written
-//! atomically](files), [output that overwrites no input](OutputFolder), [text in whatever form people save it](text),
-//! [numbers formatted for people](units), and the [table of GPUs](gpu).
+//! The errors, checks, constants and random numbers that all crates of Overdrive share, [atomic file writes](files),
+//! [output folders that never overwrite an input](OutputFolder), [decoding of text files](text), [number
+//! formatting](units), and the [table of GPUs](gpu).
 //!
-//! Every crate has an error enum of its own for what only it can get wrong. What all of them can get wrong
-//! (an option out of its range, a tensor of another shape, dtype or device, a file that cannot be read,
-//! written or parsed) is [`Error`], which the enums of the crates wrap in one transparent variant. So the
-//! same mistake has the same message everywhere, and a program can match on it in one place.
+//! Every crate has its own error enum for the errors that only it can return. The errors common to all of them (an
+//! option out of its range, a tensor of the wrong shape, dtype or device, a file that cannot be read, written or
+//! parsed) are variants of [`Error`], which each crate's enum wraps in one transparent variant. The same mistake
+//! therefore has the same message everywhere, and a program can match on it in one place.
 //!
 //! ```
 //! use overdrive_core::{Error, check_positive};

@@ -8,8 +8,8 @@ use crate::{Error, Result};
 
 /// An exclusive lock on a file (`flock`), which the operating system releases however the process ends.
 ///
-/// Some network file systems support no locks. There the lock excludes nobody, and
-/// [`unsupported`](FileLock::unsupported) returns the reason: the caller decides whether it can do without.
+/// Some network file systems do not support locks. There the lock excludes no other process, and
+/// [`unsupported`](FileLock::unsupported) returns the reason; the caller decides whether to continue without a lock.
 #[derive(Debug)]
 pub struct FileLock {
     _file: File,
@@ -45,7 +45,7 @@ impl FileLock {
         Ok(Some(lock))
     }
 
-    /// Returns the answer of a file system that supports no locks; `None` if the lock is held.
+    /// Returns the error of a file system that does not support locks; `None` if the lock is held.
     pub fn unsupported(&self) -> Option<&io::Error> {
         self.unsupported.as_ref()
     }

@@ -1,11 +1,11 @@
-//! Folders and files that a program writes: never over what it reads, nor over a folder that something else wrote.
+//! Output folders and files: a program overwrites neither its inputs nor a folder that another program wrote.
 
 use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::{Error, Result, files, text};
 
-/// The name of the file by which a program recognizes a folder that it has written.
+/// The name of the marker file that identifies the program that wrote a folder.
 const MARK: &str = ".overdrive-output";
 
 /// The names of the files of a model, an adapter or a run that a program would overwrite.
@@ -30,7 +30,8 @@ const NAMES: [&str; 15] = [
 /// The extensions of weights and tokens.
 const EXTENSIONS: [&str; 5] = ["safetensors", "bin", "gguf", "onnx", "tokens"];
 
-/// A folder that a program may write: it is new, holds nothing of a model or a run, or the same program has written it.
+/// A folder that a program may write to: it is new, holds no files of a model or a run, or was written by the same
+/// program.
 ///
 /// ```
 /// use overdrive_core::OutputFolder;
@@ -60,12 +61,12 @@ pub struct OutputFolder {
 }
 
 impl OutputFolder {
-    /// Checks that `program` may write the folder `path`, which `option` names. `inputs` are the files and folders that it
-    /// reads, with their options. The folder need not exist.
+    /// Checks that `program` may write to the folder `path`, which the option `option` gives. `inputs` are the files
+    /// and folders that the program reads, each with its option. The folder need not exist.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] if the folder is one of the inputs, by whatever path, if it is a file, if another program
-    /// has written it, or if it holds files of a model, an adapter or a run that this program has not written.
+    /// [`Error::InvalidOption`] if the folder is one of the inputs (under any path), is a file, was written by
+    /// another program, or holds files of a model, an adapter or a run that this program did not write.
     pub fn check(
         program: &'static str,
         option: &'static str,
@@ -76,13 +77,13 @@ impl OutputFolder {
         let refused = |expected: String| Err(Error::option(option, path.display(), expected));
         check_not_read(option, &path, inputs)?;
         if path.exists() && !path.is_dir() {
-            return refused("a folder, and there is a file of this name".to_owned());
+            return refused("a folder, but a file of this name exists".to_owned());
         }
         let mark = text::read_optional(path.join(MARK))?;
         let is_own = mark.as_deref().is_some_and(|mark| mark.trim() == program);
         if let Some(other) = mark.filter(|_| !is_own) {
             return refused(format!(
-                "another folder: `{}` has written this one; or remove it",
+                "another folder, because `{}` wrote this one; choose another or remove it",
                 other.trim()
             ));
         }
@@ -98,11 +99,11 @@ impl OutputFolder {
         }
     }
 
-    /// Checks that the folder has none of the files `names` either, which the program writes too, unless it has written
-    /// them.
+    /// Checks that the folder also has none of the files `names`, which the program writes too, unless the program
+    /// wrote them itself.
     ///
     /// # Errors
-    /// [`Error::InvalidOption`] if it has one.
+    /// [`Error::InvalidOption`] if the folder has one of them.
     pub fn also_writes(self, names: &[&str]) -> Result<Self> {
         match names.iter().find(|name| self.path.join(name).exists()) {
             Some(name) if !self.is_own => Err(self.foreign(name)),
@@ -116,7 +117,8 @@ impl OutputFolder {
             self.option,
             self.path.display(),
             format!(
-                "another folder: this one has {name}, which `{program}` has not written; or remove it"
+                "another folder, because this one has {name}, which `{program}` did not write; \
+                 choose another or remove it"
             ),
         )
     }
@@ -139,17 +141,18 @@ impl OutputFolder {
     }
 }
 
-/// Checks that the file or folder `path`, which `option` names, is none of the `inputs`, which have their options.
+/// Checks that the file or folder `path`, which the option `option` gives, is none of the `inputs`, each of which
+/// comes with its option.
 ///
 /// # Errors
-/// [`Error::InvalidOption`] if it is one of them, by whatever path.
+/// [`Error::InvalidOption`] if it is one of them, under any path.
 pub fn check_not_read(option: &'static str, path: &Path, inputs: &[(&str, &Path)]) -> Result<()> {
     match inputs.iter().find(|(_, input)| is_same_file(path, input)) {
         None => Ok(()),
         Some((input, _)) => Err(Error::option(
             option,
             path.display(),
-            format!("another one than that of `{input}`, which it would overwrite"),
+            format!("different from that of `{input}`, which it would overwrite"),
         )),
     }
 }
@@ -170,7 +173,7 @@ pub fn is_same_file(one: &Path, other: &Path) -> bool {
     }
 }
 
-/// Returns the name of a file in the folder that a program could have written, the first in the order of names.
+/// Returns the first file name, in sorted order, in the folder that belongs to a model, an adapter, a run or tokens.
 fn foreign_file(folder: &Path) -> Result<Option<String>> {
     if !folder.exists() {
         return Ok(None);
@@ -223,7 +226,7 @@ mod tests {
                 ("--model", model.as_path()),
             ];
             let error = OutputFolder::check("merge", "--out", &path, &inputs).expect_err("read");
-            let expected = "another one than that of `--model`, which it would overwrite";
+            let expected = "different from that of `--model`, which it would overwrite";
             assert_eq!(
                 error.to_string(),
                 format!("`--out` is {}; it must be {expected}", path.display())
@@ -243,8 +246,9 @@ mod tests {
         let check = |program, path: &Path| OutputFolder::check(program, "--out", path, &[]);
         let error = check("merge", &model).expect_err("a model").to_string();
         assert!(
-            error
-                .ends_with("this one has config.json, which `merge` has not written; or remove it"),
+            error.ends_with(
+                "this one has config.json, which `merge` did not write; choose another or remove it"
+            ),
             "{error}"
         );
         assert_eq!(
@@ -261,7 +265,7 @@ mod tests {
             .expect("made");
         let error = check("tokenize", &out).expect_err("another's").to_string();
         assert!(
-            error.ends_with("`merge` has written this one; or remove it"),
+            error.ends_with("`merge` wrote this one; choose another or remove it"),
             "{error}"
         );
         // Other files are in nobody's way, unless the program names them.
@@ -281,7 +285,7 @@ mod tests {
         let file = notes.join("README.md");
         let error = check("merge", &file).expect_err("a file").to_string();
         assert!(
-            error.ends_with("it must be a folder, and there is a file of this name"),
+            error.ends_with("it must be a folder, but a file of this name exists"),
             "{error}"
         );
     }

@@ -61,7 +61,7 @@ pub fn uniform_below(bound: u64, seed: u64, stream: u32, index: u64) -> u64 {
                 return (product >> 64) as u64;
             }
         }
-        // Each attempt fails with a probability below one half; 2^32 of them do not happen.
+        // Each attempt fails with a probability below one half, so 2^32 failures in a row do not happen.
         attempt = attempt.wrapping_add(1);
     }
 }
@@ -99,8 +99,8 @@ impl Generator {
         }
     }
 
-    /// Returns the generator of a sequence with a name: of a parameter, for example, so that its initial
-    /// values depend neither on the other parameters nor on their order.
+    /// Returns the generator of a named sequence, for example that of a parameter, whose initial values then depend
+    /// neither on the other parameters nor on their order.
     pub fn named(seed: u64, name: &str) -> Self {
         // FNV-1a: any hash that is the same everywhere would do, Philox does the mixing.
         let hash = name.bytes().fold(0xcbf2_9ce4_8422_2325u64, |hash, byte| {

@@ -1,7 +1,7 @@
-//! Text that people and other programs wrote: with or without a byte order mark, with the line ends of any system.
+//! Decoding of text files, with or without a byte order mark and with the line endings of any system.
 //!
-//! Everything that a program reads as text goes through [`read`], [`decode`] or [`Lines`], so that the same file gives the
-//! same text whatever editor has saved it, and an error names the file and the line.
+//! Programs read all text through [`read`], [`decode`] or [`Lines`], so that the same file gives the same text
+//! whichever editor saved it, and errors name the file and the line.
 
 use std::borrow::Cow;
 use std::io::{BufRead, ErrorKind};
@@ -12,8 +12,8 @@ use crate::{Error, Result};
 /// The byte order mark of UTF-8.
 const BOM: &[u8] = b"\xef\xbb\xbf";
 
-/// Reads a text file in UTF-8, without a byte order mark. Lines end with `\n`, also where the file has `\r\n` or `\r`, as in
-/// Python.
+/// Reads a UTF-8 text file, without its byte order mark. Lines end with `\n`, even where the file has `\r\n` or `\r`,
+/// as in Python.
 ///
 /// ```
 /// # let folder = tempfile::tempdir()?;
@@ -33,7 +33,7 @@ pub fn read(path: impl AsRef<Path>) -> Result<String> {
 /// Reads a text file as [`read`] does; `None` if it does not exist.
 ///
 /// # Errors
-/// As [`read`], but for a missing file.
+/// As for [`read`], except for a missing file.
 pub fn read_optional(path: impl AsRef<Path>) -> Result<Option<String>> {
     match read(path) {
         Err(Error::Io { source, .. }) if source.kind() == ErrorKind::NotFound => Ok(None),
@@ -41,7 +41,7 @@ pub fn read_optional(path: impl AsRef<Path>) -> Result<Option<String>> {
     }
 }
 
-/// Returns the text of the content of a file, as [`read`] does. `path` names it in errors.
+/// Decodes the content of a file as [`read`] does. `path` identifies the file in errors.
 ///
 /// # Errors
 /// [`Error::Parse`] with the line if it is not UTF-8.
@@ -49,7 +49,7 @@ pub fn decode(bytes: Vec<u8>, path: impl AsRef<Path>) -> Result<String> {
     decode_from(bytes, path.as_ref(), 1)
 }
 
-/// Returns the text of bytes whose first line has this number.
+/// Decodes bytes whose first line has the number `first_line`.
 fn decode_from(mut bytes: Vec<u8>, path: &Path, first_line: usize) -> Result<String> {
     let invalid = |problem: String| Error::parse("UTF-8 text", path)(problem);
     if first_line == 1 && (bytes.starts_with(b"\xff\xfe") || bytes.starts_with(b"\xfe\xff")) {
@@ -61,7 +61,7 @@ fn decode_from(mut bytes: Vec<u8>, path: &Path, first_line: usize) -> Result<Str
     let text = String::from_utf8(bytes).map_err(|error| {
         let at = error.utf8_error().valid_up_to();
         let (before, rest) = error.as_bytes().split_at(at);
-        // What is before the byte is valid.
+        // The bytes before this one are valid.
         let before = String::from_utf8_lossy(before);
         let line = first_line + line_feeds(&before).matches('\n').count();
         invalid(format!(
@@ -83,8 +83,8 @@ pub fn line_feeds(text: &str) -> Cow<'_, str> {
     }
 }
 
-/// The lines of a stream, such as the standard input of a conversation, without their ends. A line that is not UTF-8 is an
-/// error, after which the next line follows.
+/// The lines of a stream, such as the standard input of a conversation, without their line endings. A line that is
+/// not UTF-8 gives an error, and the iteration continues with the next line.
 ///
 /// ```
 /// use overdrive_core::text::Lines;
@@ -106,7 +106,7 @@ pub struct Lines<R> {
 }
 
 impl<R: BufRead> Lines<R> {
-    /// Returns the lines of `reader`; `name` names it in errors.
+    /// Returns the lines of `reader`; `name` identifies it in errors.
     pub fn new(reader: R, name: impl Into<PathBuf>) -> Self {
         Self {
             reader,
@@ -120,8 +120,8 @@ impl<R: BufRead> Lines<R> {
 impl<R: BufRead> Iterator for Lines<R> {
     type Item = Result<String>;
 
-    /// Returns the next line: [`Error::Parse`] for one that is not UTF-8, after which others follow, and [`Error::Io`] at
-    /// the end of a stream that cannot be read.
+    /// Returns the next line: [`Error::Parse`] if it is not UTF-8, after which other lines follow, and [`Error::Io`]
+    /// once if the stream cannot be read, which ends the iteration.
     fn next(&mut self) -> Option<Result<String>> {
         let mut bytes = Vec::new();
         match self.reader.read_until(b'\n', &mut bytes) {

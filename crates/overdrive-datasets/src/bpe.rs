@@ -24,7 +24,7 @@ pub struct BpeOptions {
     pub vocab_size: usize,
     /// The special tokens, which get the first ids. Default: `<|endoftext|>`.
     pub special_tokens: Vec<String>,
-    /// The smallest number of occurrences with which a pair of tokens is merged. Default: 2.
+    /// The minimum number of occurrences at which a pair of tokens is merged. Default: 2.
     pub min_frequency: u64,
     /// The approximate size of the sample that the tokenizer is trained on, spread over the corpus, in bytes.
     /// A larger sample hardly improves a vocabulary of this size, and takes longer in proportion. Default:
@@ -74,8 +74,8 @@ pub fn train_bpe(corpus: &Corpus, options: &BpeOptions) -> Result<TrainedBpe> {
         options.vocab_size,
         format!("at least {needed}: 256 bytes and {special_tokens} special token(s)"),
     )?;
-    // Each merge joins two neighbours of the text, of which bytes that are no UTF-8 give three. The trainer reserves
-    // memory for all tokens that it is asked for.
+    // The trainer reserves memory for `vocab_size` tokens, so the number is bounded by the possible merges: each
+    // joins two neighbours of the text, and an invalid UTF-8 byte becomes three bytes of text.
     let merges = usize::try_from(corpus.total_bytes()).unwrap_or(usize::MAX);
     let most = merges.saturating_mul(3).saturating_add(needed);
     let special = |token: &String| AddedToken::from(token.clone(), true);
@@ -166,8 +166,8 @@ fn trained(tokenizer: Tokenizer, options: &BpeOptions, was_cached: bool) -> Trai
     let vocab_size = tokenizer.get_vocab_size(true);
     if vocab_size < options.vocab_size {
         tracing::warn!(
-            "the tokenizer has {vocab_size} tokens, not {}: the text has no more pairs that occur {} \
-             times",
+            "the tokenizer has {vocab_size} tokens, not {}: the text has no more pairs that occur at \
+             least {} times",
             options.vocab_size,
             options.min_frequency
         );

@@ -68,7 +68,7 @@ fn seed_of(digest: Sha256Digest) -> u64 {
     u64::from_le_bytes(first)
 }
 
-/// Returns the text of a block; in a file of several blocks, that of the block's whole lines.
+/// Returns the text of a block; in a file of several blocks, only the block's complete lines.
 pub(crate) fn read_block(corpus: &Corpus, block: Block) -> Result<String> {
     let file = &corpus.files()[block.file];
     let bytes = read_range(file, block)?;

@@ -61,7 +61,7 @@ impl Default for BuildOptions {
 impl BuildOptions {
     /// Adds to `hasher` the options that change the tokens, and the version of the code that makes the tokens.
     pub(crate) fn add_to(&self, hasher: &mut FieldHasher) {
-        // To be increased when the same text gives other tokens: cached stores are then built again.
+        // Increase this when the same text gives other tokens: cached stores are then built again.
         const VERSION: &[u8] = b"build 1";
         hasher.add(VERSION);
         hasher.add(format!("{:?}", self.end_of_document).as_bytes());
@@ -96,9 +96,9 @@ pub struct BuildReport {
 /// [`crate::build_tokens`] does the same with a cache.
 ///
 /// # Errors
-/// Returns an error if a file cannot be read, changed since the corpus was listed or has an invalid record; if
-/// the tokenizer does not have `end_of_document` or fails; if the store cannot be written. Nothing is left at
-/// `path` then.
+/// Returns an error if a file cannot be read, changed since the corpus was listed or has an invalid record; if the
+/// tokenizer does not have `end_of_document` or fails; if the store cannot be written. In all these cases nothing is
+/// left at `path`.
 pub fn build_tokens_to(
     path: impl AsRef<Path>,
     corpus: &Corpus,
@@ -250,7 +250,7 @@ pub(crate) fn build_with_source(
     };
     let encoder = Encoder::new(tokenizer)?;
     let threads = options.threads.map_or_else(cores, |threads| threads.max(1));
-    // A pool of its own: the global one may be in use by the caller, and its size is fixed.
+    // A separate pool: the caller may be using the global one, and its size is fixed.
     let pool = rayon::ThreadPoolBuilder::new()
         .num_threads(threads)
         .thread_name(|index| format!("overdrive-tokenize-{index}"))

@@ -223,7 +223,7 @@ fn open_cached(
         Ok(store) if store.source_digest() == Some(key) => Ok(Some(store)),
         Ok(_) => {
             tracing::warn!(
-                "{} does not have the content of its name; building it again",
+                "{} does not match its name; building it again",
                 path.display()
             );
             Ok(None)

@@ -25,7 +25,7 @@ pub enum TextFormat {
 }
 
 impl TextFormat {
-    /// Returns the format by the extension; for one that is not supported, its name and the remedy.
+    /// Returns the format for the extension; for an unsupported one, its name and the remedy.
     fn of(path: &Path) -> std::result::Result<Self, (&'static str, &'static str)> {
         let parquet =
             "convert it to JSON Lines (pandas: df.to_json(path, orient=\"records\", lines=True))";
@@ -146,8 +146,8 @@ impl fmt::Display for Skipped {
     }
 }
 
-/// A list of text files in a fixed order, each identified by the hash of its content. A byte order mark at the beginning of a
-/// file is not part of its text.
+/// A list of text files in a fixed order, each identified by the hash of its content. A byte order mark at the
+/// beginning of a file is not part of its text.
 ///
 /// Making a corpus reads each file once, on all cores, to hash it and to leave out files that are not UTF-8;
 /// afterwards the texts are streamed and never held in memory together.
@@ -378,7 +378,7 @@ enum Content {
     TooLarge,
 }
 
-/// The filter of files by their contents, in order: a duplicate is one of an earlier file.
+/// Filters files by their contents, in order: a duplicate repeats an earlier file.
 struct FileFilter<'a> {
     options: &'a CorpusOptions,
     skipped: &'a mut Skipped,
@@ -486,7 +486,7 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
     }
     let path = &candidate.path;
     let mut file = File::open(path).map_err(CommonError::io("open", path))?;
-    // One byte more than the file had, so that the buffer of an empty file can show that it has grown.
+    // One byte more than the listed length, so that growth of an empty file is detected too.
     let mut block = vec![0; BLOCK_BYTES.min(candidate.bytes as usize + 1)];
     let mut hasher = Sha256::new();
     // The length is that of the bytes read: the file may have grown since it was listed.

@@ -15,7 +15,7 @@ pub enum Error {
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
 
-    /// A token store or an index file is not as it was written, or has another format version.
+    /// A token store or an index file changed after it was written, or has another format version.
     #[error("{path} is damaged: {problem}")]
     DamagedFile {
         /// The file, or for an index the file that it belongs to.
@@ -24,7 +24,7 @@ pub enum Error {
         problem: String,
     },
 
-    /// A file does not have the format that it should have, or has one that is not supported.
+    /// A file does not have the expected format, or its format is not supported.
     #[error("{path} cannot be read: {problem}")]
     InvalidFile {
         /// The file.
@@ -54,9 +54,9 @@ pub enum Error {
     TooFew {
         /// "tokens", "documents" or "examples".
         unit: &'static str,
-        /// The number that there is.
+        /// The actual number.
         count: usize,
-        /// The smallest number that suffices.
+        /// The minimum.
         needed: usize,
         /// The remedy.
         remedy: &'static str,
@@ -99,7 +99,7 @@ pub enum Error {
 
     /// A function over a batch of records returned another number of results than before.
     #[error(
-        "records {start}..{end}: the function returned {got} results, and {expected} when they were \
+        "records {start}..{end}: the function returned {got} results, but {expected} when they were \
          counted; it must return the same results for the same records"
     )]
     BatchChanged {
@@ -144,7 +144,7 @@ pub enum Error {
     },
 
     /// A range of tokens reaches beyond the end.
-    #[error("tokens {start}..{end} were requested, and there are {tokens}")]
+    #[error("tokens {start}..{end} were requested, but there are only {tokens}")]
     OutOfRange {
         /// The first token of the range.
         start: usize,
@@ -155,7 +155,7 @@ pub enum Error {
     },
 
     /// A record index is beyond the end.
-    #[error("record {index} was requested, and there are {len}; records are counted from 0")]
+    #[error("record {index} was requested, but there are only {len}; records are counted from 0")]
     NoSuchRecord {
         /// The index.
         index: usize,

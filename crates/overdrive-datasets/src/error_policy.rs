@@ -16,10 +16,10 @@ pub enum ErrorPolicy {
     /// The error is returned. The default.
     #[default]
     Stop,
-    /// The record is skipped and counted; its batch has one record less.
+    /// The record is skipped and counted; its batch has one record fewer.
     Skip,
-    /// The next readable record replaces it, starting again from the first one after the last. It is counted
-    /// too. Batches keep their sizes, and the same records are read in every run.
+    /// The next readable record replaces it; after the last record the search continues from the first. The record is
+    /// counted too. Batches keep their sizes, and the same records are read in every run.
     Replace,
 }
 
@@ -39,7 +39,7 @@ impl ErrorLog {
         self.count.load(Ordering::Relaxed)
     }
 
-    /// Returns the messages of the first ones, in the order of their occurrence.
+    /// Returns the messages of the first unreadable records, in the order of their occurrence.
     pub fn first(&self) -> Vec<String> {
         self.lock().clone()
     }

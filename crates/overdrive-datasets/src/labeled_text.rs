@@ -17,14 +17,14 @@ pub struct LabeledTexts {
     pub texts: Vec<String>,
     /// The class of each text, an index into `labels`.
     pub classes: Vec<i64>,
-    /// The names of the classes: numbers in their order, other names in that of the alphabet.
+    /// The names of the classes: numbers in numerical order, other names in alphabetical order.
     pub labels: Vec<String>,
 }
 
 impl LabeledTexts {
-    /// Reads the columns `text` and `label` of a CSV, TSV, JSON or JSON Lines file; the name's ending says which. A
-    /// label is a string, a number or a boolean; white space around it is not part of it. `labels` are the classes of a
-    /// model that is given; `None` takes those of the file.
+    /// Reads the columns `text` and `label` of a CSV, TSV, JSON or JSON Lines file, according to its extension. A
+    /// label is a string, a number or a boolean; white space around it is removed. `labels` are the classes of an
+    /// existing model; `None` takes those of the file.
     ///
     /// ```
     /// use overdrive_datasets::LabeledTexts;
@@ -62,15 +62,15 @@ impl LabeledTexts {
                     names.len() >= 2,
                     label.to_owned(),
                     format!("{} in all {count} rows of {}", names[0], path.display()),
-                    "of at least two classes, because a classifier of one has nothing to learn; name the column of \
-                     the labels, or add rows of another class",
+                    "one of at least two classes, because a classifier with a single class learns nothing; name the \
+                     column of the labels, or add rows of another class",
                 )?;
                 names
             }
         };
         let (mut texts, mut classes) = (Vec::new(), Vec::new());
         for (text, own) in rows {
-            // Each label was compared with the classes that were given, or is one of those of the file.
+            // Each label was checked against the given classes, or is one of those of the file.
             let class = labels.iter().position(|label| *label == own);
             texts.push(text);
             classes.push(class.unwrap_or_default() as i64);
@@ -92,11 +92,11 @@ impl LabeledTexts {
         self.texts.is_empty()
     }
 
-    /// Returns the indices of the texts to train on, and of the share `held_out` (in 0..1) of all texts to test
-    /// with, at least one of each. They are a function of the seed and the number of texts.
+    /// Returns the indices of the training texts and of the test texts, at least one of each. `held_out` (in 0..1) is
+    /// the share of the test texts. The split is a function of the seed and the number of texts.
     ///
     /// # Errors
-    /// Returns an error for a share out of its range, fewer than two texts, or texts to train on that are all of one
+    /// Returns an error for a share out of its range, fewer than two texts, or training texts that are all of one
     /// class.
     pub fn split(&self, held_out: f64, seed: u64) -> Result<(Vec<usize>, Vec<usize>)> {
         check_option(
@@ -121,11 +121,11 @@ impl LabeledTexts {
             self.labels.len() < 2 || train.iter().any(|&index| self.classes[index] != first),
             "held_out",
             format!(
-                "{held_out}, and seed {seed} leaves {} rows to train on",
+                "{held_out}, which with seed {seed} leaves {} rows to train on",
                 train.len()
             ),
             format!(
-                "a share, with a seed, that leaves rows of at least two classes; these are all {}",
+                "a share that leaves rows of at least two classes (these are all {}); or change the seed",
                 self.labels[first as usize]
             ),
         )?;
@@ -305,7 +305,7 @@ mod tests {
         let train = two.split(0.5, 1).unwrap_err().to_string();
         assert!(
             train.starts_with(
-                "`held_out` is 0.5, and seed 1 leaves 1 rows to train on; it must be a share"
+                "`held_out` is 0.5, which with seed 1 leaves 1 rows to train on; it must be a share"
             ),
             "{train}"
         );

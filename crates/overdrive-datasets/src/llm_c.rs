@@ -27,7 +27,7 @@ pub(crate) fn width(path: &Path, file: &[u8]) -> Result<Option<TokenWidth>> {
     let bytes = HEADER_BYTES as u64 + u64::from(tokens) * width.bytes() as u64;
     if bytes != file.len() as u64 {
         let problem = format!(
-            "the header of llm.c says {tokens} tokens, so it should have {bytes} bytes, and it has {}; it was \
+            "its llm.c header declares {tokens} tokens, so it should have {bytes} bytes, but it has {}; it was \
              truncated, write it again",
             file.len()
         );

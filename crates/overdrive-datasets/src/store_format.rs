@@ -189,7 +189,7 @@ impl Header {
             table_digest: digest_at(bytes, 160),
         };
         if Sha256Digest::of(&bytes[..CHECKED_BYTES]) != digest_at(bytes, CHECKED_BYTES) {
-            return damaged("its header does not have its checksum".to_owned());
+            return damaged("the checksum of its header is wrong".to_owned());
         }
         match header.file_bytes() {
             Some(expected) if expected == file.len() as u64 => Ok(header),

@@ -14,7 +14,7 @@ use crate::{Result, TokenizedExample};
 /// The options of [`TokenMasking`], with the names and defaults of transformers' `DataCollatorForLanguageModeling`.
 #[derive(Debug, Clone, PartialEq)]
 pub struct TokenMaskingOptions {
-    /// The probability that a token is chosen, in 0..=1 without 0. Default: 0.15.
+    /// The probability that a token is chosen, above 0 and at most 1. Default: 0.15.
     pub mlm_probability: f64,
     /// The probability that a chosen token becomes the mask token. Default: 0.8.
     pub mask_replace_prob: f64,
@@ -38,7 +38,7 @@ impl Default for TokenMaskingOptions {
 /// The choice of masked tokens, by the rules of BERT (Devlin et al. 2018, arXiv:1810.04805).
 ///
 /// A token is chosen with `mlm_probability`, special tokens never. Of the chosen ones 80 % become the mask token and
-/// 10 % a random token of the vocabulary. Their labels are the tokens that they were; all other labels are
+/// 10 % a random token of the vocabulary. Their labels are the original tokens; all other labels are
 /// [`IGNORE_INDEX`].
 ///
 /// The choice is a function of the seed, the epoch and the record's index: it does not depend on the batch, the
@@ -67,7 +67,7 @@ pub struct TokenMasking {
 }
 
 impl TokenMasking {
-    /// Makes a masking with the id of the mask token, the number of tokens in the vocabulary, and the ids that are
+    /// Returns a masking with the id of the mask token, the number of tokens in the vocabulary, and the ids that are
     /// never chosen.
     ///
     /// # Errors
@@ -92,7 +92,7 @@ impl TokenMasking {
             check_option((0.0..=1.0).contains(&p), name, p, "in 0..=1")?;
         }
         let both = options.mask_replace_prob + options.random_replace_prob;
-        // 0.9 + 0.1 is above 1 by a rounding.
+        // 0.9 + 0.1 is above 1 because of rounding.
         check_option(
             both <= 1.0 + 1e-9,
             "mask_replace_prob + random_replace_prob",
@@ -114,10 +114,10 @@ impl TokenMasking {
         })
     }
 
-    /// Makes a masking for a tokenizer with the token `[MASK]` or `<mask>`; its special tokens are never chosen.
+    /// Returns a masking for a tokenizer with the token `[MASK]` or `<mask>`; its special tokens are never chosen.
     ///
     /// # Errors
-    /// As [`TokenMasking::new`], and if the tokenizer has no such token.
+    /// Those of [`TokenMasking::new`], and an error if the tokenizer has no such token.
     #[cfg(feature = "tokenizers")]
     pub fn for_tokenizer(tokenizer: &Tokenizer, options: TokenMaskingOptions) -> Result<Self> {
         let mask = ["[MASK]", "<mask>"]

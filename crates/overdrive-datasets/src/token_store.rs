@@ -361,7 +361,7 @@ impl TokenStore {
             for (part, bytes, expected) in tables {
                 if Sha256Digest::of(bytes) != expected {
                     let problem = format!(
-                        "its {part} do not have the checksum in its header; build it again"
+                        "its {part} do not match the checksum in its header; build it again"
                     );
                     return Err(Error::damaged(&self.path, problem));
                 }

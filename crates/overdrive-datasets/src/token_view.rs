@@ -18,8 +18,8 @@ pub enum SplitBy {
     /// empty. The default.
     #[default]
     Document,
-    /// The end of the stream is the validation view; the cut may be within a document. nanoGPT splits a single
-    /// file so.
+    /// The end of the stream is the validation view; the cut may be within a document. nanoGPT splits a single file
+    /// this way.
     Position,
     /// The split is by document if at least two validation documents are expected, and by position otherwise.
     Auto,

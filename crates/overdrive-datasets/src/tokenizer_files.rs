@@ -21,9 +21,9 @@ const FILES: [&str; 9] = [
     "tokenizer.model",
 ];
 
-/// Reads a `tokenizer.json`; `path` is the file, or the folder of a model with one. Truncation and padding that
-/// the file asks for are switched off: they are left over from another program's batches, and would cut the end
-/// of a prompt or a document in silence.
+/// Reads a `tokenizer.json`; `path` is the file, or the folder of a model with one. Truncation and padding that the
+/// file enables are switched off: they are left over from another program's batches, and would silently truncate a
+/// prompt or a document.
 ///
 /// # Errors
 /// Returns an error if the file cannot be read or is not a tokenizer.
@@ -67,8 +67,8 @@ pub(crate) fn switch_limits_off(tokenizer: &mut Tokenizer) -> Result<()> {
     Ok(())
 }
 
-/// Copies the tokenizer's files and the chat templates of one model's folder into another; returns the names of
-/// those that there are.
+/// Copies the tokenizer's files and the chat templates from one model's folder to another; returns the names of the
+/// copied files.
 ///
 /// # Errors
 /// Returns an error if a file cannot be copied.

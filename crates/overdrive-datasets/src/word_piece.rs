@@ -18,8 +18,8 @@ const SPECIAL: [&str; 5] = ["[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]"];
 
 /// Trains a tokenizer like BERT's on texts: lower case, words and punctuation apart, WordPiece (Schuster and Nakajima
 /// 2012), `[CLS]` before and `[SEP]` after each sequence. The ids of `[PAD]`, `[UNK]`, `[CLS]`, `[SEP]` and `[MASK]`
-/// are 0 to 4. The vocabulary has at most `vocab_size` tokens, among them all letters of the texts, each as the beginning of
-/// a word and, where it is inside of one, as `##letter`.
+/// are 0 to 4. The vocabulary has at most `vocab_size` tokens, including all letters of the texts: each at the
+/// beginning of a word and, where it occurs inside one, as `##letter`.
 ///
 /// ```
 /// use overdrive_datasets::train_word_piece;
@@ -49,8 +49,8 @@ pub fn train_word_piece<S: AsRef<str> + Sync>(texts: &[S], vocab_size: usize) ->
             .map(|(word, ..)| word.to_owned())
             .collect())
     };
-    // The trainer numbers these in the order of a hash map, which differs from run to run, and merges follow the numbers;
-    // tokens that it is given keep their order.
+    // The trainer numbers these in the order of a hash map, which differs from run to run, and merges follow the
+    // numbers; tokens that it is given keep their order.
     let (mut letters, mut inner) = (BTreeSet::new(), BTreeSet::new());
     for text in texts {
         let words = words(text.as_ref()).map_err(Error::tokenizer("read the texts"))?;
@@ -64,7 +64,7 @@ pub fn train_word_piece<S: AsRef<str> + Sync>(texts: &[S], vocab_size: usize) ->
         "vocab_size",
         vocab_size,
         format!(
-            "at least {least}: the special tokens, and the letters of the texts as begins and insides of words"
+            "at least {least}: the special tokens, and the letters of the texts at the beginning and inside of words"
         ),
     )?;
     let inner = inner
@@ -129,8 +129,8 @@ pub fn save_word_piece(
     Ok(())
 }
 
-/// Encodes texts with the special tokens that the tokenizer adds, at most `longest` tokens each: the end of a longer text
-/// is cut, the special tokens stay.
+/// Encodes texts with the special tokens that the tokenizer adds, at most `longest` tokens each: the end of a longer
+/// text is cut, the special tokens stay.
 ///
 /// # Errors
 /// Returns an error if `longest` leaves no room for a token of the text, or the tokenizers crate fails.

@@ -142,11 +142,11 @@ fn each_damaged_field_is_refused_by_its_name() {
         ),
         (
             |bytes| put(bytes, 40, &[9]),
-            "its header does not have its checksum",
+            "the checksum of its header is wrong",
         ),
         (
             |bytes| put(bytes, 70, &[9]),
-            "its header does not have its checksum",
+            "the checksum of its header is wrong",
         ),
         (
             |bytes| put_checked(bytes, 24, &u64::MAX.to_le_bytes()),
@@ -475,7 +475,7 @@ fn files_of_tokens_are_opened_by_their_content() {
         .unwrap_err()
         .to_string();
     assert!(
-        error.contains("should have 1032 bytes, and it has 1034"),
+        error.contains("should have 1032 bytes, but it has 1034"),
         "{error}"
     );
     // Another format: its header is no text.

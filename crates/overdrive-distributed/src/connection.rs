@@ -16,8 +16,7 @@ pub(crate) fn open_store(
         (
             "open",
             "choose a port that is free on this machine (MASTER_PORT)",
-            // The store has no authentication. Ranks of other machines need it on the network, but no one needs a
-            // store there whose ranks are all on this machine.
+            // The store has no authentication. It listens on the network only if ranks on other machines need it.
             match rendezvous.is_loopback() {
                 true => StoreRole::LocalServer,
                 false => StoreRole::Server,

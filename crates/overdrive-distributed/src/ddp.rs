@@ -40,7 +40,7 @@ pub struct DistributedDataParallel {
     parameters: Vec<(String, Tensor)>,
     buffers: Vec<(String, Tensor)>,
     reducer: Option<Reducer>,
-    /// The number of living [`NoSync`] guards.
+    /// The number of live [`NoSync`] guards.
     no_sync_guards: AtomicUsize,
     /// If `true`, the last forward was one whose gradients are reduced, so buffers are broadcast before the next.
     buffers_due: AtomicBool,

@@ -21,9 +21,7 @@ pub enum Error {
         remedy: &'static str,
     },
     /// Environment variables that contradict each other.
-    #[error(
-        "{problem}; the launcher sets these variables, so look at how the processes are started"
-    )]
+    #[error("{problem}; the launcher sets these variables, so check how the processes are started")]
     ContradictoryVariables {
         /// The variables, their values and the contradiction.
         problem: String,
@@ -49,7 +47,7 @@ pub enum Error {
     /// At least one rank did not join the rendezvous in time.
     #[error(
         "rank {rank} waited {timeout:?} for the group of {world_size} processes; missing: {missing}; \
-         see whether they were started, and what ended them"
+         check whether they were started, and why they ended"
     )]
     Incomplete {
         /// The rank of this process.
@@ -137,7 +135,7 @@ pub enum Error {
         /// The collective and tensors of rank 0.
         main_call: String,
     },
-    /// A process of a launch failed; it is the first one that did.
+    /// The first process of a launch that failed.
     #[error("rank {rank} failed first: {status}{last_lines}")]
     Launched {
         /// The rank of the process on this machine.

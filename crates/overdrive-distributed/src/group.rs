@@ -366,7 +366,7 @@ impl ProcessGroup {
 }
 
 /// Returns the time that [`Launch`](crate::Launch) gives this process to end after SIGTERM; `None` if another
-/// launcher has started it.
+/// launcher started it.
 fn stop_grace() -> Option<Duration> {
     let seconds: f64 = std::env::var(STOP_GRACE).ok()?.parse().ok()?;
     Duration::try_from_secs_f64(seconds).ok()

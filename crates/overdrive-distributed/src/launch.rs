@@ -42,8 +42,8 @@ pub enum LaunchOutcome {
 /// any other rank. It listens on the loopback interface only, because it has no authentication. `OMP_NUM_THREADS` is
 /// set to the number of cores divided by `nproc` unless it is set.
 ///
-/// No process outlives a launcher that is killed: on Linux each of them gets SIGTERM at once. On every system those
-/// that have joined their group find out within seconds, send themselves SIGTERM, and SIGKILL after
+/// No process outlives a killed launcher: on Linux each process gets SIGTERM at once. On every system the processes
+/// that have joined their group notice within seconds and send themselves SIGTERM, then SIGKILL after
 /// [`stop_grace`](Self::stop_grace).
 ///
 /// ```no_run
@@ -120,8 +120,8 @@ impl Launch {
         self
     }
 
-    /// Sends SIGTERM to all processes when the flag becomes `true`, as a handler of SIGTERM and SIGINT sets
-    /// it. The processes may then save, for at most [`stop_grace`](Self::stop_grace).
+    /// Sends SIGTERM to all processes when the flag becomes `true`; a handler of SIGTERM and SIGINT may set it. The
+    /// processes may then save, for at most [`stop_grace`](Self::stop_grace).
     ///
     /// The processes are in a process group of their own, so that Ctrl-C reaches them once, through the launcher.
     #[must_use]

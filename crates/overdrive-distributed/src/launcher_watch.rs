@@ -1,8 +1,8 @@
 //! The end of a process whose launcher is lost.
 //!
-//! A launcher that is killed cannot end its processes any more: they would hold their GPUs and their locks for ever. The
-//! store that it hosts ends with it, so the monitor of each process finds out, and ends the process as the launcher would
-//! have done it.
+//! A killed launcher can no longer end its processes, which would hold their GPUs and their locks forever. The store
+//! that it hosts ends with it, so the monitor of each process notices, and ends the process as the launcher would
+//! have done.
 
 use std::io::Write;
 use std::time::{Duration, Instant};
@@ -10,26 +10,27 @@ use std::time::{Duration, Instant};
 use crate::failure::Failure;
 use crate::monitor::MonitorOptions;
 
-/// The variable by which a launcher says how long a process may run after SIGTERM, in seconds.
+/// The variable with which a launcher announces how long a process may run after SIGTERM, in seconds.
 pub(crate) const STOP_GRACE: &str = "OVERDRIVE_STOP_GRACE";
-/// The time after which a launcher whose store is gone counts as lost. On Linux its processes have got SIGTERM by then.
+/// The time after which a launcher whose store is gone counts as lost. On Linux its processes have received SIGTERM
+/// by then.
 const LAUNCHER_TIMEOUT: Duration = Duration::from_secs(5);
 
-/// The times at which a monitor has seen that the launcher is lost.
+/// The times at which a monitor found that the launcher is lost.
 #[derive(Debug, Default)]
 pub(crate) struct LauncherWatch {
     /// The time since which nothing listens at the address of the store.
     gone_since: Option<Instant>,
-    /// The time at which this process got SIGTERM.
+    /// The time at which this process received SIGTERM.
     terminated: Option<Instant>,
 }
 
 impl LauncherWatch {
-    /// Ends this process if the launcher is lost: SIGTERM, and SIGKILL after the time that the launcher has announced.
-    /// Returns the failure of the group if the process is not this monitor's to end.
+    /// Ends this process if the launcher is lost: by SIGTERM, and by SIGKILL after the time that the launcher
+    /// announced. Returns the failure of the group if this monitor must not end the process.
     pub(crate) fn check(&mut self, is_gone: bool, options: &MonitorOptions) -> Option<Failure> {
         let host = &options.store_host;
-        // Once this process has got SIGTERM it ends, even if another program listens at the address meanwhile.
+        // Once this process has received SIGTERM it ends, even if another program listens at the address meanwhile.
         if self.terminated.is_none() && !(host.is_launcher && is_gone) {
             self.gone_since = None;
             return None;

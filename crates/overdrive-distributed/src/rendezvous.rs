@@ -34,9 +34,9 @@ pub enum Launcher {
 /// | address | `MASTER_ADDR` | the same, or this machine if all run on it | as Open MPI | the same, or `SLURM_LAUNCH_NODE_IPADDR` |
 /// | port | `MASTER_PORT` | the same, or 29500 | as Open MPI | as Open MPI |
 ///
-/// The first launcher whose rank variable is set counts (torch's variables before MPI's: mpirun may start
-/// torchrun). Slurm's variables count only inside an srun step, because sbatch also sets them for a script
-/// that runs as a single process.
+/// The first launcher whose rank variable is set is used (torch's variables before MPI's, because mpirun may start
+/// torchrun). Slurm's variables are used only inside an srun step, because sbatch also sets them for a script that
+/// runs as a single process.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct Rendezvous {
     /// The rank of this process, from 0.

@@ -32,8 +32,8 @@ impl Activation {
     }
 }
 
-/// Returns `silu(gate) · up` from the joint projection `gate_up (…, 2·I)`, whose rows are the gates and
-/// then the gated values; the result is `(…, I)`. It is [`glu`] with [`Activation::Silu`].
+/// Returns `silu(gate) · up`, `(…, I)`, from the joint projection `gate_up (…, 2·I)`, whose rows are the gates
+/// followed by the gated values. It is [`glu`] with [`Activation::Silu`].
 ///
 /// # Errors
 /// As [`glu`].
@@ -52,8 +52,8 @@ pub fn swiglu_pair(gate: &Tensor, up: &Tensor) -> Result<Tensor> {
 /// Returns `activation(gate) · up` from the joint projection `gate_up (…, 2·I)`, to `(…, I)`, in one pass (gated
 /// linear units, Shazeer 2020, arXiv:2002.05202).
 ///
-/// Gates come first in a row (PyTorch's own `glu` has them last). The arithmetic is in f32, rounded
-/// once. Backward keeps `gate_up` alone, computes the activation again and writes one joint gradient.
+/// Gates come first in a row (PyTorch's `glu` has them last). The arithmetic is in f32, and results are rounded
+/// once. Backward saves only `gate_up`, recomputes the activation and writes one joint gradient.
 ///
 /// # Errors
 /// [`Error::Common`](crate::Error::Common) if the last dimension is odd or the dtype is not a floating-point one.
@@ -73,7 +73,7 @@ pub fn glu(gate_up: &Tensor, activation: Activation) -> Result<Tensor> {
             "glu",
             "gate_up",
             gate_up,
-            "(…, 2·I): as many gates as gated values",
+            "(…, 2·I), with as many gates as gated values",
         ));
     }
     let half = width / 2;
@@ -111,13 +111,14 @@ pub fn glu_pair(gate: &Tensor, up: &Tensor, activation: Activation) -> Result<Te
 }
 
 /// Returns `activation(x + bias)` over the last dimension, in one pass: the middle of GPT-2's feed-forward
-/// block, whose first linear layer then needs no bias of its own.
+/// block, whose first linear layer can then omit its bias.
 ///
-/// `x (…, I)`, `bias (I,)`. Backward keeps `x` and `bias`; the gradient of `bias` does not depend on
+/// `x (…, I)`, `bias (I,)`. Backward saves `x` and `bias`; the gradient of `bias` does not depend on
 /// the number of threads.
 ///
 /// # Errors
-/// [`Error::Common`](crate::Error::Common) if `bias` is not as long as a row of `x` or a dtype is not a floating-point one.
+/// [`Error::Common`](crate::Error::Common) if `bias` is not as long as a row of `x` or a dtype is not a floating-point
+/// one.
 pub fn bias_activation(x: &Tensor, bias: &Tensor, activation: Activation) -> Result<Tensor> {
     check_floating("bias_activation", "x", x)?;
     check_floating("bias_activation", "bias", bias)?;
@@ -154,7 +155,7 @@ impl Function for JointGlu {
         inputs: &[&Tensor],
     ) -> FunctionResult<Vec<Tensor>> {
         let x = inputs[0].f_contiguous()?;
-        // Backward computes the activation again, so no tensor of the size of the result is kept.
+        // Backward recomputes the activation, so no tensor of the size of the result is saved.
         context.save_for_backward(&[&x]);
         if let Some(kernels) = &self.gpu {
             return Ok(vec![kernels.joint(&x)?]);
@@ -194,7 +195,7 @@ impl Function for JointGlu {
     }
 }
 
-/// Returns the shape with half the last dimension, and that dimension.
+/// Returns the shape with half the last dimension, and that half.
 fn half_width(size: &mut [i64]) -> usize {
     match size.last_mut() {
         Some(last) => {

@@ -15,29 +15,29 @@ use crate::{CrossEntropyOptions, Result, composed, gpu};
 
 /// The bytes of logits in a chunk.
 //
-// Each chunk packs the weight anew for its matmuls and reads and writes the gradient of the weight,
-// so small chunks are slow: 16 MiB took 6 % longer than 32, and 8 MiB 34 % (the benchmark `head_chunks`,
+// The matmuls of each chunk pack the weight again, and each chunk reads and writes the gradient of the weight,
+// so small chunks are slow: 16 MiB took 6 % longer than 32 MiB, and 8 MiB 34 % (the benchmark `head_chunks`,
 // 2048 rows of 384, 8192 classes).
 const CHUNK_BYTES: usize = 32 << 20;
 
-/// The least rows of a chunk, for large vocabularies, where a chunk of 128 rows took 10 % longer than one of 256.
+/// The minimum number of rows of a chunk. With large vocabularies, chunks of 128 rows took 10 % longer than of 256.
 const MIN_CHUNK_ROWS: usize = 256;
 
-/// The most rows of a chunk on a GPU. From there on a chunk's matmuls take so long that reading and writing the
-/// gradient of the weight, once for each chunk, is less than a twentieth of it.
+/// The maximum number of rows of a chunk on a GPU. With this many rows, reading and writing the gradient of the weight
+/// once for each chunk takes less than a twentieth of the time of the chunk's matmuls.
 const MAX_GPU_CHUNK_ROWS: usize = 4096;
 
-/// The part of a GPU's free memory that a chunk may take.
+/// The fraction of a GPU's free memory that a chunk may use.
 const GPU_MEMORY_PART: u64 = 4;
 
-/// The device of the chunks, as far as their size depends on it.
+/// The properties of the device that the size of chunks depends on.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ChunkDevice {
-    /// The last cache holds a chunk.
+    /// A CPU, whose last-level cache should hold a chunk.
     Cpu,
-    /// Large matmuls keep it busy.
+    /// A GPU, which needs large matmuls.
     Gpu {
-        /// The bytes that new tensors can take.
+        /// The number of bytes available for new tensors.
         free_bytes: u64,
     },
 }
@@ -46,7 +46,7 @@ impl ChunkDevice {
     pub(crate) fn of(device: Device) -> Self {
         match device {
             Device::Cuda(_) => Self::Gpu {
-                // Unknown is as good as none: the least rows.
+                // Unknown free memory counts as none, which gives the minimum number of rows.
                 free_bytes: overdrive_sys::memory::free_bytes(device).unwrap_or(0),
             },
             _ => Self::Cpu,
@@ -54,12 +54,12 @@ impl ChunkDevice {
     }
 }
 
-/// The share of ignored rows from which on the others are gathered: copying them is cheaper than
-/// their products.
+/// The fraction of ignored rows above which the other rows are gathered: copying these is then cheaper than
+/// the matmuls of the ignored rows.
 const GATHER_FROM: f64 = 1.0 / 16.0;
 
-/// Returns the rows of a chunk for so many classes. On a GPU a chunk, with what its loss takes, is at most a quarter
-/// of the free memory, from 256 to 4096 rows in steps of 256.
+/// Returns the number of rows of a chunk. On a GPU, a chunk and the memory of its loss take at most a quarter of the
+/// free memory, with 256 to 4096 rows in steps of 256.
 pub(crate) fn auto_rows(classes: usize, kind: Kind, device: ChunkDevice) -> NonZeroUsize {
     let classes = classes.max(1);
     let element = kind.elt_size_in_bytes();
@@ -77,7 +77,7 @@ pub(crate) fn auto_rows(classes: usize, kind: Kind, device: ChunkDevice) -> NonZ
     NonZeroUsize::new(rows).unwrap_or(NonZeroUsize::MIN)
 }
 
-/// The gradients of hidden states, weight and bias; those that are wanted.
+/// The gradients of hidden states, weight and bias, if needed.
 #[derive(Debug)]
 pub(crate) struct Gradients([Option<Tensor>; 3]);
 
@@ -92,8 +92,8 @@ impl Gradients {
 
     /// Returns the gradients times the gradient of the loss.
     pub(crate) fn scaled(self, upstream: &Tensor) -> Result<Vec<Option<Tensor>>> {
-        // `loss.backward()` starts from 1, and a pass over gradients as large as the weight is saved.
-        // On a GPU reading the value would wait for the device.
+        // `loss.backward()` starts from 1, in which case this skips a pass over gradients as large as the weight.
+        // On a GPU, reading the value would wait for the device.
         let one = host_value(upstream) == Some(1.0);
         let mut scaled = Vec::from(self.0);
         if !one {
@@ -121,7 +121,8 @@ pub(crate) fn run_chunks(
         Some(gathered) => (&gathered.hidden, &gathered.labels),
         None => (&all, &labels.flat),
     };
-    // Where the host does not know the number, the caller has asked for the sum, whose scale it does not change.
+    // If the host does not know the number of tokens, the caller has requested the sum, whose scale is independent of
+    // it.
     let tokens = labels.known.unwrap_or(rows);
     let scale = match tokens {
         // The mean over no rows is NaN; its gradient is zero, as in PyTorch.
@@ -144,7 +145,7 @@ pub(crate) fn run_chunks(
     let width = chunk_rows.min(total).max(1);
     // One buffer for all chunks: freeing and allocating it each time would touch new pages.
     let buffer = Tensor::f_empty([width, weight.size()[0]], (weight.kind(), weight.device()))?;
-    // Sums on a device are added up at the end, so that no chunk waits for the device.
+    // Sums on a device are added at the end, so that no chunk waits for the device.
     let mut sums = Vec::new();
     for start in (0..total).step_by(width as usize) {
         let len = width.min(total - start);
@@ -157,14 +158,14 @@ pub(crate) fn run_chunks(
             start,
         )?);
     }
-    // Before `finish` allocates, so that the peak does not hold the logits as well.
+    // Dropped before `finish` allocates, so that the peak does not include the logits.
     drop(buffer);
     let total = total_of(&sums, &weight)?;
     let loss = total.f_mul_scalar(options.scale(tokens))?;
     Ok((loss, chunks.finish(gathered, rows)?))
 }
 
-/// The rows that are not ignored, gathered where enough are ignored.
+/// The rows that are not ignored, gathered if enough rows are ignored.
 struct Gathered {
     index: Tensor,
     hidden: Tensor,
@@ -174,7 +175,7 @@ struct Gathered {
 impl Gathered {
     fn new(all: &Tensor, labels: &Labels, options: &CrossEntropyOptions) -> Result<Option<Self>> {
         let rows = all.size()[0];
-        // Without a known number their number would have to be read from the device.
+        // If the number of rows is unknown, it would have to be read from the device.
         let tokens = labels.known.unwrap_or(rows);
         let ignored = rows - tokens;
         if ignored <= 0 || (ignored as f64) < rows as f64 * GATHER_FROM {
@@ -189,7 +190,7 @@ impl Gathered {
     }
 }
 
-/// Returns the indices of the `tokens` labels that are not ignored, in their order, without reading a device.
+/// Returns the indices of the `tokens` labels that are not ignored, in order, without reading from a device.
 fn counted_rows(labels: &Tensor, tokens: i64, ignore_index: i64) -> Result<Tensor> {
     if labels.device() == Device::Cpu {
         let values: &[i64] = elements(labels)?;
@@ -203,7 +204,7 @@ fn counted_rows(labels: &Tensor, tokens: i64, ignore_index: i64) -> Result<Tenso
 }
 
 fn counted_rows_on_device(labels: &Tensor, tokens: i64, ignore_index: i64) -> Result<Tensor> {
-    // A stable sort instead of `nonzero`, whose result has a size that the host would wait for.
+    // A stable sort instead of `nonzero`, since the host would wait for the size of its result.
     let ignored = labels.f_eq(ignore_index)?.f_to_kind(Kind::Uint8)?;
     let (_, order) = ignored.f_sort_stable(true, 0, false)?;
     Ok(order.f_narrow(0, 0, tokens)?)
@@ -223,7 +224,7 @@ struct Chunks<'a> {
 }
 
 impl Chunks<'_> {
-    /// Returns the sum of the losses of a chunk, whose rows begin at `start`.
+    /// Returns the sum of the losses of the chunk whose rows begin at `start`.
     fn run(
         &mut self,
         hidden: &Tensor,
@@ -238,7 +239,7 @@ impl Chunks<'_> {
         mm_into(logits, hidden, &self.transposed, self.bias.is_some())?;
         let any = self.wanted.contains(&true);
         let sum = softmax(logits, labels, self.options, any.then_some(self.scale))?;
-        // From here on the logits are their own gradient: `softmax` has overwritten them.
+        // From here on the logits hold their gradient, with which the loss has overwritten them.
         if let Some(d_hidden) = &self.d_hidden {
             let rows = d_hidden.f_narrow(0, start, labels.size()[0])?;
             mm_into(&rows, logits, self.weight, false)?;
@@ -271,7 +272,7 @@ impl Chunks<'_> {
         let or_zeros = |wanted: bool, gradient: Option<Tensor>, size: &[i64]| -> Result<_> {
             Ok(match gradient {
                 Some(gradient) => Some(gradient.f_to_kind(kind)?),
-                // No row counted.
+                // All rows are ignored.
                 None if wanted => Some(Tensor::f_zeros(size, (kind, self.weight.device()))?),
                 None => None,
             })
@@ -289,7 +290,7 @@ impl Chunks<'_> {
 #[derive(Debug)]
 enum ChunkLoss {
     OnCpu(f64),
-    /// A scalar on the device, which has not been synchronised with yet.
+    /// A scalar on the device, without synchronization.
     OnDevice(Tensor),
 }
 
@@ -321,7 +322,7 @@ fn wide(tensor: &Tensor) -> Kind {
     }
 }
 
-/// Returns the sum of the losses of a chunk; with a scale the logits become the gradient of `scale ·` it.
+/// Returns the sum of the losses of a chunk; with a scale, replaces the logits by the gradient of `scale ·` the sum.
 fn softmax(
     logits: &mut Tensor,
     labels: &Tensor,
@@ -346,7 +347,7 @@ fn softmax(
     let labels = elements(labels)?;
     with_element!(logits.kind(), T => match scale {
         None => {
-            // Written for a backward pass, which the chunks do not have: dropped.
+            // Needed only by a backward pass, which chunks do not have.
             let mut lse = vec![0.0; losses.len()];
             loss::<T>(terms, elements(logits)?, labels, &mut losses, &mut lse);
         }
@@ -365,9 +366,9 @@ fn softmax(
 enum ProductSums {
     /// In the dtype of the operands.
     Narrow,
-    /// In f32, because a sum of many chunks in bf16 would lose the small ones; each product is rounded first.
+    /// In f32, because a bf16 sum of many chunks would lose small terms; each product is rounded before it is added.
     Rounded,
-    /// In f32 by the matmul itself (`mm.dtype`, `addmm.dtype`), which libtorch has on CUDA.
+    /// In f32 within the matmul (`mm.dtype`, `addmm.dtype`), which libtorch supports on CUDA.
     Wide,
 }
 
@@ -404,7 +405,7 @@ impl ProductSums {
             }
             (Self::Wide, None) => a.f_mm_dtype(b, Kind::Float)?,
             (Self::Wide, Some(sum)) => {
-                // In place: the operator writes over the sum that it adds to.
+                // In place: the operator overwrites the sum.
                 let _same = sum.f_addmm_dtype_out(&sum, a, b, Kind::Float)?;
                 sum
             }

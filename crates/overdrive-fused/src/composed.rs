@@ -1,10 +1,10 @@
-//! The loss by libtorch's operators, for f64 and for devices without kernels of ours.
+//! The loss in libtorch's operators, for f64 and for devices without kernels of this crate.
 
 use tch::{Kind, Reduction, Tensor};
 
 use crate::{CrossEntropyOptions, Result};
 
-/// Returns the sum of the losses of `logits (N, V)` under `labels (N,)`, differentiable.
+/// Returns the differentiable sum of the losses of `logits (N, V)` under `labels (N,)`.
 pub(crate) fn loss(
     logits: &Tensor,
     labels: &Tensor,
@@ -34,9 +34,10 @@ pub(crate) fn loss(
     Ok(loss.f_add(&squares.f_sum(loss.kind())?.f_mul_scalar(options.z_loss)?)?)
 }
 
-/// Returns the sum of the losses; the logits are overwritten with the gradient of `scale ·` it.
+/// Returns the sum of the losses, and overwrites the logits with the gradient of `scale ·` the sum.
 ///
-/// Beside the logits this holds two tensors of their shape in f32, and three with a softcap ([`BYTES_PER_LOGIT`]).
+/// In addition to the logits, this takes two tensors of their shape in f32, three with a softcap
+/// ([`BYTES_PER_LOGIT`]).
 pub(crate) fn loss_and_gradient(
     logits: &mut Tensor,
     labels: &Tensor,
@@ -56,7 +57,7 @@ pub(crate) fn loss_and_gradient(
     let counts = labels.f_ne(options.ignore_index)?.f_unsqueeze(1)?;
     // Ignored labels become class 0, because `gather` refuses an index outside the classes.
     let target = labels.f_unsqueeze(1)?.f_mul(&counts)?;
-    // `x - lse`, whose passes libtorch has in one kernel.
+    // `x - lse`, which libtorch computes in one kernel.
     let log_p = x.f_internal_log_softmax(1, false)?;
     let hit = 1.0 - options.label_smoothing;
     let at_label = log_p.f_gather(1, &target, false)?;
@@ -94,10 +95,10 @@ pub(crate) fn loss_and_gradient(
     Ok(sum)
 }
 
-/// The bytes that [`loss_and_gradient`] takes for each logit, beside the logits.
+/// The number of bytes that [`loss_and_gradient`] takes for each logit, in addition to the logits.
 pub(crate) const BYTES_PER_LOGIT: usize = 8;
 
-/// Returns the logits in f32 at least.
+/// Returns the logits in at least f32.
 fn widened(logits: &Tensor) -> Result<Tensor> {
     Ok(match logits.kind() {
         Kind::Half | Kind::BFloat16 => logits.f_to_kind(Kind::Float)?,

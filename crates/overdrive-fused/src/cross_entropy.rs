@@ -13,20 +13,20 @@ use crate::loss_options::Labels;
 use crate::tensors::{Fresh, Replaceable, copy_of, elements, has_kernel, with_element};
 use crate::{CrossEntropyOptions, CrossEntropyOutput, Error, Reduction, Result, composed, gpu};
 
-/// Returns the cross-entropy of `logits (…, V)` under `labels (…)` (i64): `torch.nn.functional.cross_entropy`,
-/// without the tensor of log-probabilities.
+/// Returns the cross-entropy of `logits (…, V)` under `labels (…)` (i64), as
+/// `torch.nn.functional.cross_entropy` does, but without the tensor of log-probabilities.
 ///
-/// Forward reads the logits and keeps one f32 a row beside them; backward computes the gradient in one
-/// pass, in the memory of the logits if the options say so. Low-precision logits are widened: the
-/// loss is f32.
+/// Forward reads the logits and saves them with one f32 for each row; backward computes the gradient in one
+/// pass, in the memory of the logits if `reuse_logits` is set. Low-precision logits are widened: the loss is
+/// f32.
 ///
 /// The result does not depend on the number of threads.
 ///
 /// # Errors
-/// [`Error::Label`] with the row and the value if a label on a CPU is not a class, [`Error::Common`] if the tensors
-/// do not fit each other or an option is out of its range. Labels on a GPU are not read, because the host would
-/// wait for the device: there a label that is not a class ends in an error of the device, as in PyTorch, and with the
-/// kernels of overdrive-gpu in a loss of NaN.
+/// [`Error::Label`] with the row and the value if a label on a CPU is not a class, [`Error::Common`] if the tensors do
+/// not match or an option is out of range. Labels on a GPU are not checked, because the host would wait for the device:
+/// there, a label that is not a class causes a device error, as in PyTorch, or with the kernels of overdrive-gpu a loss
+/// of NaN.
 ///
 /// ```
 /// use overdrive_fused::{CrossEntropyOptions, cross_entropy};
@@ -102,10 +102,10 @@ struct CrossEntropy {
     logits: Logits,
 }
 
-/// The memory of the logits, which backward may use for their gradient.
+/// The memory of the logits, which backward may reuse for their gradient.
 struct Logits {
     reuse: bool,
-    /// If `true`, backward has put the gradient there.
+    /// If `true`, backward has written the gradient there.
     used_up: AtomicBool,
 }
 
@@ -117,7 +117,7 @@ impl Logits {
         }
     }
 
-    /// Returns the logits or a copy of them, which the gradient replaces.
+    /// Returns the logits, or a copy of them, to be overwritten with the gradient.
     fn target(&self, logits: &Tensor, labels: &Tensor) -> Result<Tensor> {
         if !self.reuse {
             return copy_of(logits);
@@ -169,7 +169,7 @@ impl Function for CrossEntropy {
         };
         let mut target = self.logits.target(logits, &self.labels)?;
         let scale = match self.tokens {
-            // As in PyTorch: the mean of nothing is NaN, its gradient is zero.
+            // As in PyTorch, the mean over no rows is NaN, and its gradient is zero.
             0 => 0.0,
             tokens => {
                 let upstream = match host_value(upstream) {
@@ -193,7 +193,7 @@ impl Function for CrossEntropy {
     }
 }
 
-/// The sum of the losses by the GPU kernels.
+/// The sum of the losses, computed by the GPU kernels.
 struct OnGpu {
     kernels: overdrive_gpu::CrossEntropy,
     labels: Tensor,

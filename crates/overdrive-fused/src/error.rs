@@ -11,7 +11,7 @@ pub enum Error {
     Common(#[from] overdrive_core::Error),
     /// A label is neither a class nor the label to ignore.
     #[error(
-        "{function}: the label of row {row} is {label}; it must be in 0..{classes}, or {ignore_index} for a row to ignore"
+        "{function}: the label of row {row} is {label}; it must be in 0..{classes}, or {ignore_index} for an ignored row"
     )]
     Label {
         /// The name of the function.
@@ -25,9 +25,9 @@ pub enum Error {
         /// The label that marks rows to ignore.
         ignore_index: i64,
     },
-    /// A second backward pass reached a function whose buffers the first one has used up.
+    /// A second backward pass needs buffers that the first one has overwritten.
     #[error(
-        "{function}: a second backward pass, but the first has used up its buffers; set {option} in the options"
+        "{function}: a second backward pass needs buffers that the first one has overwritten; set {option} in the options"
     )]
     BackwardAgain {
         /// The name of the function.
@@ -57,7 +57,7 @@ fn argument(function: &str, name: &str) -> String {
     format!("{name} of {function}")
 }
 
-/// Returns the error of an argument of the wrong shape.
+/// Returns the error for an argument of the wrong shape.
 pub(crate) fn wrong_shape(
     function: &str,
     name: &str,
@@ -68,7 +68,7 @@ pub(crate) fn wrong_shape(
     overdrive_core::Error::shape(argument(function, name), tensor.size(), expected).into()
 }
 
-/// Returns the error of an argument of the wrong dtype.
+/// Returns the error for an argument of the wrong dtype.
 pub(crate) fn wrong_dtype(function: &str, name: &str, kind: Kind, expected: &'static str) -> Error {
     overdrive_core::Error::dtype(argument(function, name), kind, expected).into()
 }
@@ -95,7 +95,7 @@ pub(crate) fn check_device(
     match device == expected {
         true => Ok(()),
         false => {
-            let expected = format!("on {expected:?}, as `{other}` is; move one of them");
+            let expected = format!("on {expected:?}, as `{other}` is; move one of the two");
             Err(overdrive_core::Error::device(argument(function, name), device, expected).into())
         }
     }

@@ -1,4 +1,4 @@
-//! The choice of the GPU kernels of overdrive-gpu: `None` where a function runs libtorch's operators, or those for CPUs.
+//! The choice of the GPU kernels of overdrive-gpu; `None` if a function runs libtorch's operators or CPU kernels.
 
 use overdrive_gpu::{CrossEntropy, Gate, GateActivation, Kernels, LossTerms, RmsNorm, Rotary};
 use overdrive_sys::autocast;
@@ -46,7 +46,7 @@ pub(crate) fn add_rms_norm_mixed(
     }
 }
 
-/// Returns the kernels for `width` gates a row.
+/// Returns the kernels for rows of `width` gates.
 pub(crate) fn gate(x: &Tensor, width: i64, activation: Activation) -> Result<Option<Gate>> {
     let activation = match activation {
         Activation::Silu => GateActivation::Silu,

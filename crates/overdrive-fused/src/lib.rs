@@ -1,25 +1,25 @@
-//! Fused operators of a decoder for tch: one pass over memory where libtorch needs several.
+//! Fused operators of decoders for tch: one pass over memory where libtorch needs several.
 //!
-//! A training step on a CPU consists of matmuls, and between them of element-wise operators that wait for
-//! memory. The functions here fuse neighbouring operators, each with its backward pass, into
-//! vectorised loops on libtorch's own threads:
+//! A training step on a CPU consists of matmuls and of memory-bound element-wise operators between them. The
+//! functions of this crate fuse consecutive operators, each with its backward pass, into
+//! vectorized loops on libtorch's own threads:
 //!
 //! | function | fused operators |
 //! |---|---|
-//! | [`linear_cross_entropy`] | the output layer, softmax and loss, without ever holding the logits |
+//! | [`linear_cross_entropy`] | the output layer, softmax and loss, without storing all logits |
 //! | [`cross_entropy`] | log-softmax and loss |
 //! | [`rms_norm`], [`add_rms_norm`] | square, mean, root, two multiplications; the addition of the residual |
 //! | [`split_qkv_rotary`], [`rotary`] | the split of a joint projection, rotary embedding, layout |
 //! | [`swiglu`], [`swiglu_pair`], [`glu`], [`glu_pair`] | activation and multiplication, also from a joint projection |
 //! | [`bias_activation`] | addition and activation |
 //!
-//! They are plain functions on tensors. Kernels exist for f32, bf16 and f16 on the CPU (arithmetic in
-//! f32, results rounded once, [numbers below 2⁻¹²⁶ zero](overdrive_kernels#subnormal-numbers)), compiled for AVX-512, AVX2 and the target's baseline and chosen when
-//! the program runs ([`overdrive_kernels::instruction_set`]). [overdrive-gpu] has kernels for NVIDIA GPUs, which are used
-//! by default on Hopper and elsewhere with `OVERDRIVE_GPU_KERNELS=1`. Everywhere else (f64, other devices) the same functions run
-//! libtorch's operators. Results do not depend on the number of threads, except through the
-//! matmuls of `linear` and `linear_cross_entropy`. Each can be differentiated once where a kernel ran: a second
-//! derivative is refused with an error that says so.
+//! They are plain functions on tensors. There are CPU kernels for f32, bf16 and f16 (arithmetic in f32, results rounded
+//! once, [numbers below 2⁻¹²⁶ treated as zero](overdrive_kernels#subnormal-numbers)), compiled for AVX-512, AVX2 and
+//! the target's baseline and chosen at run time ([`overdrive_kernels::instruction_set`]). [overdrive-gpu] has kernels
+//! for NVIDIA GPUs, which are used by default on Hopper and elsewhere with `OVERDRIVE_GPU_KERNELS=1`. Otherwise (f64,
+//! other devices) the functions run libtorch's operators. Results do not depend on the number of threads, except for
+//! the matmuls of `linear` and `linear_cross_entropy`. Functions that ran a kernel can be differentiated once: a second
+//! derivative returns an error.
 //!
 //! ```
 //! use overdrive_fused::{LinearCrossEntropyOptions, add_rms_norm, linear_cross_entropy, swiglu};

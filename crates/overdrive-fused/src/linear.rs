@@ -10,18 +10,17 @@ use crate::error::{check_floating, wrong_shape};
 use crate::kernel::few_rows::{Layer, few_rows};
 use crate::tensors::{Fresh, elements, has_kernel, with_element};
 
-/// Returns `x · weightᵀ + bias`: `torch.nn.functional.linear`, with its three matmuls (forward, and the
-/// gradients of `x` and of `weight`) by the library that [`overdrive_sys::gemm`] picks.
+/// Returns `x · weightᵀ + bias`, as `torch.nn.functional.linear` does, with its three matmuls (forward, and the
+/// gradients of `x` and of `weight`) on the library that [`overdrive_sys::gemm`] chooses.
 ///
-/// `x (…, I)`, `weight (O, I)`, `bias (O,)`; the result `(…, O)`. Under autocast the operands are cast
-/// as autocast casts them, and backward keeps `x` in the low precision and the weight as
-/// it is, not a cast copy of it. A second derivative is refused. f64 and GPUs are left to libtorch's own operator, which
-/// has second derivatives, adds the bias in the matmul's own kernel, and keeps the copies that autocast makes; except
-/// under autocast on CUDA, where an f32 weight that requires a gradient gets it in f32 from the matmul itself instead of
-/// in low precision and then cast.
+/// `x (…, I)`, `weight (O, I)`, `bias (O,)`; the result is `(…, O)`. Under autocast the operands are cast as autocast
+/// casts them, and backward saves `x` in the low precision and the original weight instead of a cast copy. A second
+/// derivative is refused. f64 and GPUs use libtorch's operator, which has second derivatives, adds the bias in the
+/// matmul's kernel, and saves the copies that autocast makes, except under autocast on CUDA: there the
+/// gradient of an f32 weight comes out of the matmul in f32, without a cast.
 ///
 /// # Errors
-/// [`Error::Common`](crate::Error::Common) if the shapes do not fit or the dtype of `x` is not a floating-point one.
+/// [`Error::Common`](crate::Error::Common) if the shapes do not match or the dtype of `x` is not a floating-point one.
 ///
 /// ```
 /// use tch::{Device, Kind, Tensor};
@@ -40,9 +39,9 @@ pub fn linear(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>) -> Result<Tens
 
 /// Computes several linear layers of the same `x` as one matmul: `x · [w₁; w₂; …]ᵀ + [b₁; b₂; …]`, `(…, ΣO)`.
 ///
-/// Weights that are adjacent in memory (see [`adjacent`]) are used where they are;
-/// others are copied together first, in each pass. Backward is one matmul for `x` and one for all
-/// weights, whose gradients are views of one tensor. On a GPU each of the three is libtorch's own operator.
+/// Weights that are adjacent in memory (see [`adjacent`]) are used in place; others are first copied together, in each
+/// pass. Backward is one matmul for `x` and one for all weights, whose gradients are views of one tensor. On a GPU,
+/// each of the three matmuls is libtorch's operator.
 ///
 /// # Errors
 /// As [`linear`]; [`Error::Common`](crate::Error::Common) for no weight at all.
@@ -63,7 +62,7 @@ pub fn joint_linear(x: &Tensor, weights: &[&Tensor], biases: Option<&[&Tensor]>)
         let bias = (!biases.is_empty()).then(|| joined(biases)).transpose()?;
         return Ok(x.f_linear(&weight, bias.as_ref())?);
     };
-    // No gradient will be asked for, so this makes no node of the graph.
+    // No gradient is needed, so this creates no node of the graph.
     if is_decoding(&inputs, compute) {
         return decode(x, weights, biases);
     }
@@ -78,36 +77,36 @@ pub fn joint_linear(x: &Tensor, weights: &[&Tensor], biases: Option<&[&Tensor]>)
     Ok(apply(function, &inputs)?.remove(0))
 }
 
-/// Returns `true` if a layer is libtorch's own operator as a whole. On a GPU that is every one but those whose gradients
-/// are asked for and that have several weights, of which a recorded joint weight would be a copy in each pass, or `wide`
+/// Returns `true` if a layer runs entirely on libtorch's operator. On a GPU, these are all layers except those that need
+/// gradients and either have several weights, whose recorded joint weight would be a copy in each pass, or get `wide`
 /// gradients.
 fn is_left_to_libtorch(device: Device, weights: usize, recording: bool, wide: bool) -> bool {
     device != Device::Cpu && (!recording || weights == 1 && !wide)
 }
 
 /// Returns `true` if the matmul for the gradients of f32 weights writes f32 although it computes in low precision
-/// (`mm.dtype`, which libtorch has on CUDA). The cast that this saves reads and writes 6 bytes for each weight.
+/// (`mm.dtype`, which libtorch has on CUDA). This saves a cast, which reads and writes 6 bytes for each weight.
 fn has_wide_gradients(device: Device, compute: Option<Kind>, weight: Kind) -> bool {
     let is_low = matches!(compute, Some(Kind::BFloat16 | Kind::Half));
     device.is_cuda() && is_low && weight == Kind::Float
 }
 
-/// Copies tensors into one buffer and returns them as views of it, in their order: the way in which the
-/// weights of a [`joint_linear`] are best kept. They must agree in all but the first dimension.
+/// Copies tensors into one buffer and returns views of it, in the same order: the best layout for the weights
+/// of a [`joint_linear`]. All dimensions but the first must be equal.
 ///
 /// # Errors
-/// An error of libtorch if they do not.
+/// An error of libtorch if they are not.
 pub fn adjacent(tensors: &[&Tensor]) -> Result<Vec<Tensor>> {
-    // The views are to be leaves; through a recorded `cat` gradients would go to the originals.
+    // The views must be leaves; with a recorded `cat`, gradients would go to the originals.
     let _no_grad = engine::GradMode::new(false);
     let joint = Tensor::f_cat(tensors, 0)?;
     let sizes: Vec<i64> = tensors.iter().map(|tensor| tensor.size()[0]).collect();
     Ok(joint.f_split_with_sizes(sizes.as_slice(), 0)?)
 }
 
-/// The number of rows of `x` up to which reading the weights once, by a kernel of ours, beats libtorch's packed
-/// matmul (the benchmark `few_rows`, Zen 4): by 2.3x at one row, 2x at 8 and 1.4x at 32 in fp32. For bf16
-/// the instructions of AVX-512-BF16, which libtorch uses, win from about 8 rows on.
+/// The number of rows of `x` up to which this crate's kernel, which reads the weights once, is faster than libtorch's
+/// packed matmul (the benchmark `few_rows`, Zen 4): by 2.3x at one row, 2x at 8 and 1.4x at 32 in fp32. In bf16,
+/// libtorch is faster from about 8 rows on, because it uses AVX-512-BF16.
 fn few_rows_limit(kind: Kind) -> usize {
     #[cfg(target_arch = "x86_64")]
     if kind == Kind::BFloat16 && is_x86_feature_detected!("avx512bf16") {
@@ -117,14 +116,14 @@ fn few_rows_limit(kind: Kind) -> usize {
     32
 }
 
-/// Returns `true` if the matmul is one of few rows that will not be differentiated, all in one dtype that the
-/// kernel takes.
+/// Returns `true` if the matmul has few rows, needs no gradient, and all operands have the same dtype, which the kernel
+/// supports.
 fn is_decoding(inputs: &[&Tensor], compute: Kind) -> bool {
     let width = inputs[0]
         .size()
         .last()
         .map_or(1, |n| n.unsigned_abs() as usize);
-    // The kernel adds the terms of a row in one order for any number of rows, which a library does not.
+    // Unlike a library, the kernel adds the terms of a row in the same order for any number of rows.
     let few = inputs[0].numel() <= few_rows_limit(compute) * width || is_batch_invariant();
     few && inputs
         .iter()
@@ -132,7 +131,7 @@ fn is_decoding(inputs: &[&Tensor], compute: Kind) -> bool {
         && !(engine::is_grad_enabled() && inputs.iter().any(|tensor| tensor.requires_grad()))
 }
 
-/// Returns the matmul by the kernel for few rows. Operands are contiguous and of one dtype.
+/// Computes the matmul with the kernel for few rows. Operands are contiguous and have the same dtype.
 fn decode(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<Tensor> {
     let mut size = x.size();
     let width = size.last().map_or(1, |n| n.unsigned_abs() as usize);
@@ -155,8 +154,8 @@ fn decode(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<Tensor>
     })
 }
 
-/// Returns the dtype of the matmuls where they are ours: autocast's, or that of all operands. `None` for calls
-/// that are left to libtorch: f64, operands of several dtypes or devices (its error names them), no elements.
+/// Returns the dtype of the matmuls: autocast's, or that of all operands. `None` for calls that libtorch handles: f64,
+/// operands of different dtypes or devices (libtorch's error names them), no elements.
 fn compute_kind(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Option<Kind> {
     let low = |kind| matches!(kind, Kind::Float | Kind::BFloat16 | Kind::Half);
     let device = x.device();
@@ -185,12 +184,12 @@ fn check(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<()> {
     check_floating("linear", "x", x)?;
     for weight in weights {
         if weight.dim() != 2 || weight.size().last().copied() != width {
-            let expected = format!("(O, {}), as x is {:?}", width.unwrap_or(0), x.size());
+            let expected = format!("(O, {}) for x of shape {:?}", width.unwrap_or(0), x.size());
             return wrong("weight", weight, expected);
         }
     }
     if !biases.is_empty() && biases.len() != weights.len() {
-        let expected = format!("one for each of {} weights, or none", weights.len());
+        let expected = format!("one bias for each of {} weights, or none", weights.len());
         return wrong("biases", biases[0], expected);
     }
     for (weight, bias) in weights.iter().zip(biases) {
@@ -201,7 +200,7 @@ fn check(x: &Tensor, weights: &[&Tensor], biases: &[&Tensor]) -> Result<()> {
     Ok(())
 }
 
-/// Returns one tensor of all: a view where they are adjacent, else a copy.
+/// Joins the tensors into one: a view if they are adjacent, else a copy.
 fn joined(tensors: &[&Tensor]) -> Result<Tensor> {
     let [first, rest @ ..] = tensors else {
         unreachable!("checked: there is at least one")
@@ -209,12 +208,12 @@ fn joined(tensors: &[&Tensor]) -> Result<Tensor> {
     if rest.is_empty() {
         return Ok(first.shallow_clone());
     }
-    // Recorded, the view would give the gradients of all tensors to the first.
+    // If recorded, the view would give the gradients of all tensors to the first.
     if !engine::is_grad_enabled() && are_adjacent(tensors) {
         let mut size = first.size();
         size[0] = tensors.iter().map(|tensor| tensor.size()[0]).sum();
-        // Neighbours by address may still be two allocations: then the view would leave the first
-        // one's memory, libtorch refuses it, and they are copied.
+        // Adjacent addresses may still be two allocations: libtorch then refuses the view, which would
+        // exceed the first one's memory, and they are copied.
         if let Ok(view) = first.f_as_strided(&size, first.stride(), None) {
             return Ok(view);
         }
@@ -236,7 +235,7 @@ struct Linear {
     biased: bool,
     compute: Kind,
     weight_kind: Kind,
-    /// If `true`, libtorch's matmul adds the bias in its own kernel.
+    /// If `true`, libtorch's matmul adds the bias in its kernel.
     has_epilogue: bool,
     /// If `true`, the matmul for the gradients of the weights writes f32.
     wide: bool,
@@ -269,14 +268,14 @@ impl Function for Linear {
             let y = Tensor::f_empty(&size, (x.kind(), x.device()))?;
             let y_rows = y.f_view([-1, width])?;
             if self.biased {
-                // `mm_into` adds to what is there, which saves a pass over the result.
+                // `mm_into` accumulates, which saves a pass over the result.
                 y_rows.shallow_clone().f_copy_(&joined(biases)?)?;
             }
             mm_into(&y_rows, &rows, &weight.f_tr()?, self.biased)?;
             Ok(vec![y])
         };
         let y = named_operator::call(NamedOperator::Mm, &[&rows, &weight], product)?;
-        // The weights one by one: a joint copy of them would stay as long as the graph.
+        // Saves the weights separately: a joint copy of them would live as long as the graph.
         let mut saved = vec![&x];
         // Only the gradient of `x` reads the weights.
         if context.needs_input_grad(0) {
@@ -316,7 +315,7 @@ impl Function for Linear {
             } else {
                 let dw = Tensor::f_empty([width, rows.size()[1]], (x.kind(), x.device()))?;
                 mm_into(&dw, &dy.f_tr()?, &rows, false)?;
-                // In one cast, not in one for each weight.
+                // One cast instead of one for each weight.
                 dw.f_to_kind(self.weight_kind)?
             };
             self.hand_out(dw, &mut results[1..=n])?;
@@ -330,8 +329,8 @@ impl Function for Linear {
 }
 
 impl Linear {
-    /// Returns the gradient of each weight. A single one is handed over as it is, so that accumulation can keep
-    /// it instead of copying.
+    /// Returns the gradient of each weight. A single gradient is returned unchanged, so that accumulation can keep
+    /// it instead of copying it.
     fn hand_out(&self, joint: Tensor, results: &mut [Option<Tensor>]) -> FunctionResult<()> {
         if let [only] = results {
             *only = Some(joint);

@@ -15,42 +15,42 @@ const NAME: &str = "linear_cross_entropy";
 /// The options of [`linear_cross_entropy`]; the default computes the loss of PyTorch's `cross_entropy`.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct LinearCrossEntropyOptions<'a> {
-    /// The loss. `reuse_logits` means nothing here: no logits outlive their chunk.
+    /// The options of the loss. `reuse_logits` has no effect, since no logits outlive their chunk.
     pub loss: CrossEntropyOptions,
     /// The head's bias `(V,)` (default: none).
     pub bias: Option<&'a Tensor>,
-    /// The number of rows whose logits are held at a time. Default: on a CPU as many as make 32 MiB, at least 256; on a
-    /// GPU as many as take a quarter of its free memory, from 256 to 4096 in steps of 256. Another number rounds the
-    /// sums over chunks otherwise: give one for results that are the same bit for bit whatever else is in memory.
+    /// The number of rows whose logits are stored at a time. Default: on a CPU 32 MiB of logits, at least 256 rows; on
+    /// a GPU a quarter of its free memory, from 256 to 4096 rows in steps of 256. The number affects the rounding of
+    /// sums over chunks: set it for results that are reproducible bit for bit regardless of free memory.
     pub chunk_rows: Option<NonZeroUsize>,
-    /// Keeps the gradients for further backward passes through the same graph, at the price of a copy
-    /// of them in each. Without it the first pass takes them, and a second is refused (default: false).
+    /// If `true`, keeps the gradients for further backward passes through the same graph, at the cost of a
+    /// copy in each pass. If `false`, the first pass consumes them and a second is refused (default: false).
     pub retain_graph: bool,
 }
 
-/// Returns `cross_entropy(hidden · weightᵀ + bias, labels)` without ever holding the logits: the head and the
+/// Returns `cross_entropy(hidden · weightᵀ + bias, labels)` without storing all logits: the head and the
 /// loss of a language model, whose logits are its largest tensor.
 ///
-/// `hidden (…, C)`, `weight (V, C)`, `labels (…)` (i64). Chunks of rows go through the head one after
-/// another; where a gradient will be wanted, the logits of a chunk become their own gradient in place,
-/// and the gradients of `hidden`, `weight` and bias are accumulated at once, so that backward only
-/// scales them. At its peak this holds one chunk of logits and those gradients. Rows with the ignored
-/// label are left out of the products where they are many. (The idea: Liger Kernel, Hsu et al. 2024,
-/// arXiv:2410.10989; Cut Cross-Entropy, Wijmans et al. 2024, arXiv:2411.09009.)
+/// `hidden (…, C)`, `weight (V, C)`, `labels (…)` (i64). Rows are processed in chunks, one after another. If a
+/// gradient is needed, the logits of a chunk are replaced by their gradient in place, and the gradients of
+/// `hidden`, `weight` and bias are accumulated immediately, so that backward only scales them. Peak memory is
+/// one chunk of logits and those gradients. Rows with the ignored label are left out of the matmuls if there
+/// are many. (Method: Liger Kernel, Hsu et al. 2024, arXiv:2410.10989; Cut Cross-Entropy, Wijmans et al. 2024,
+/// arXiv:2411.09009.)
 ///
-/// Logits have the dtype that `hidden` and `weight` promote to, or under autocast the dtype that
-/// `linear` would have; the loss and its softmax are f32 (f64 for f64). In low precision the gradient
-/// of `weight` is summed over chunks in f32. On devices other than the CPU, and for f64, the chunks go
-/// through libtorch's own operators. On the CPU the softmax and its sums do not depend on the number
-/// of threads; the products may.
+/// Logits have the dtype that `hidden` and `weight` promote to, or under autocast the dtype of `linear`; the
+/// loss and its softmax are f32 (f64 for f64). In low precision, the gradient of `weight` is summed over
+/// chunks in f32. On devices other than the CPU, and for f64, chunks run libtorch's operators. On the CPU, the
+/// softmax and its sums do not depend on the number of threads; the matmuls
+/// may.
 ///
 /// It can be differentiated once.
 ///
 /// # Errors
-/// [`Error::Label`] with the row and the value if a label on a CPU is not a class, [`Error::Common`] if the tensors
-/// do not fit each other or an option is out of its range. Labels on a GPU are not read, because the host would
-/// wait for the device: there a label that is not a class ends in an error of the device, as in PyTorch, and with the
-/// kernels of overdrive-gpu in a loss of NaN.
+/// [`Error::Label`] with the row and the value if a label on a CPU is not a class, [`Error::Common`] if the tensors do
+/// not match or an option is out of range. Labels on a GPU are not checked, because the host would wait for the device:
+/// there, a label that is not a class causes a device error, as in PyTorch, or with the kernels of overdrive-gpu a loss
+/// of NaN.
 ///
 /// ```
 /// use overdrive_fused::{LinearCrossEntropyOptions, linear_cross_entropy};
@@ -77,7 +77,7 @@ pub fn linear_cross_entropy(
     let leading = &size[..size.len() - 1];
     let labels = Labels::new(NAME, labels, leading, classes, &options.loss)?;
     let mut loss_options = options.loss;
-    // The mean over a number that the host does not know is taken of the sum, below.
+    // If the host does not know the number of tokens, the mean is computed from the sum below.
     let counted =
         (labels.known.is_none() && options.loss.reduction == Reduction::Mean).then(|| {
             loss_options.reduction = Reduction::Sum;
@@ -89,7 +89,7 @@ pub fn linear_cross_entropy(
     let hidden = hidden.f_reshape([-1, width])?.f_to_kind(kind)?;
     let weight = weight.f_to_kind(kind)?;
     let bias = options.bias.map(|bias| bias.f_to_kind(kind)).transpose()?;
-    // No chunk needs to be longer than the rows that count.
+    // No chunk needs more rows than are not ignored.
     let rows = labels.known.unwrap_or(hidden.size()[0]) as usize;
     let rows = NonZeroUsize::new(rows).unwrap_or(NonZeroUsize::MIN);
     let chunk_rows = options
@@ -129,11 +129,11 @@ fn check(hidden: &Tensor, weight: &Tensor, labels: &Tensor, bias: Option<&Tensor
     let shape = |name, found, expected| Err(wrong_shape(NAME, name, found, expected));
     let size = weight.size();
     if size.len() != 2 || size[0] == 0 {
-        let expected = "(V, C), a row for each class".to_owned();
+        let expected = "(V, C), one row for each class".to_owned();
         return shape("weight", weight, expected);
     }
     if hidden.size().last() != Some(&size[1]) {
-        let expected = format!("(…, {}), as weight is {size:?}", size[1]);
+        let expected = format!("(…, {}) for a weight of shape {size:?}", size[1]);
         return shape("hidden", hidden, expected);
     }
     match bias {
@@ -145,14 +145,14 @@ fn check(hidden: &Tensor, weight: &Tensor, labels: &Tensor, bias: Option<&Tensor
     }
 }
 
-/// Returns the dtype of the logits: that of `linear` with these operands, also under autocast.
+/// Returns the dtype of the logits: that of `linear` with these operands, including under autocast.
 fn logits_kind(hidden: &Tensor, weight: &Tensor) -> Result<Kind> {
     let plain = crate::tensors::promoted(hidden.kind(), weight.kind());
-    // Autocast leaves f64 alone.
+    // Autocast does not cast f64.
     if plain == Kind::Double {
         return Ok(plain);
     }
-    // Device types without autocast have none that is on.
+    // Autocast cannot be on for device types without it.
     let state = match hidden.device() {
         Device::Cpu | Device::Cuda(_) => autocast::state(hidden.device())?,
         _ => return Ok(plain),
@@ -182,7 +182,7 @@ impl Function for LinearCrossEntropy {
         let wanted = [0, 1, 2].map(|index| context.needs_input_grad(index));
         let (loss, gradients) =
             run_chunks(inputs, &self.labels, &self.options, self.chunk_rows, wanted)?;
-        // Not among the saved tensors: backward takes them and scales them in place.
+        // Not saved tensors, since backward takes them and scales them in place.
         self.gradients = Mutex::new(Some(gradients));
         Ok(vec![loss])
     }
@@ -211,7 +211,7 @@ impl Function for LinearCrossEntropy {
             unreachable!("absent gradients are made zeros")
         };
         let mut scaled = gradients.scaled(upstream)?;
-        // Without a bias the engine expects two gradients.
+        // Without a bias, the engine expects two gradients.
         scaled.truncate(self.inputs);
         Ok(scaled)
     }

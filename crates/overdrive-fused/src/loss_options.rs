@@ -11,7 +11,7 @@ use crate::{Error, Result};
 /// The reduction of the losses of rows to one scalar.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Reduction {
-    /// The mean over the rows that are not ignored; NaN if all are, as in PyTorch.
+    /// The mean over the rows that are not ignored; NaN if all are ignored, as in PyTorch.
     #[default]
     Mean,
     /// The sum.
@@ -29,18 +29,18 @@ pub struct CrossEntropyOptions {
     /// ε, the share of the target that is spread evenly over all classes, in `0..=1` (default: 0;
     /// Szegedy et al. 2015, arXiv:1512.00567).
     pub label_smoothing: f64,
-    /// z, the weight of the squared `lse`, which keeps logits from drifting; PaLM has 1e-4
+    /// z, the weight of the squared `lse`, which keeps logits from drifting; PaLM uses 1e-4
     /// (default: 0; Chowdhery et al. 2022, arXiv:2204.02311).
     pub z_loss: f64,
-    /// The cap `c` of the logits, which become `c·tanh(x/c)` first, as in Gemma 2 with 30 (default: none).
+    /// The cap `c` of the logits, which first become `c·tanh(x/c)`; Gemma 2 uses 30 (default: none).
     pub softcap: Option<f64>,
-    /// The number of labels that are not ignored, if it is known, as from a data loader (default: unknown). On a
-    /// CPU it is checked. On a GPU it is trusted: ignored rows are left out of the products of
-    /// [`linear_cross_entropy`](crate::linear_cross_entropy) only if it is known, because counting them there
-    /// would wait for the device.
+    /// The number of labels that are not ignored, if known, such as from a data loader (default: unknown). On a
+    /// CPU it is checked. On a GPU it is not: there, [`linear_cross_entropy`](crate::linear_cross_entropy) leaves
+    /// ignored rows out of its matmuls only if the number is given, because counting them would wait for the
+    /// device.
     pub label_count: Option<i64>,
     /// If `true`, the backward pass of [`cross_entropy`](crate::cross_entropy) overwrites the logits with the
-    /// gradient instead of allocating a second tensor of their size. For logits that nobody reads after
+    /// gradient instead of allocating a second tensor of their size. The logits must not be used after
     /// backward; a second backward pass is refused (default: false).
     pub reuse_logits: bool,
 }
@@ -99,7 +99,7 @@ impl CrossEntropyOptions {
     }
 }
 
-/// A loss and how many rows it is of.
+/// A loss and the number of rows that it covers.
 #[derive(Debug)]
 #[non_exhaustive]
 pub struct CrossEntropyOutput {
@@ -119,8 +119,8 @@ impl CrossEntropyOutput {
     }
 }
 
-/// Labels of one dimension, contiguous. On a CPU each is a class or the ignored one; on a device that is the
-/// caller's promise, and a kernel of libtorch that meets another one fails there, as in PyTorch.
+/// Labels of one dimension, contiguous. On a CPU each is checked to be a class or the ignored label. On a device
+/// the caller must ensure this; otherwise a kernel of libtorch fails there, as in PyTorch.
 #[derive(Debug)]
 pub(crate) struct Labels {
     pub(crate) flat: Tensor,
@@ -131,7 +131,7 @@ pub(crate) struct Labels {
 }
 
 impl Labels {
-    /// Checks labels for logits of the `leading` dimensions and `classes` classes. Reads nothing from a device.
+    /// Checks labels for logits of the `leading` dimensions and `classes` classes, without reading from a device.
     pub(crate) fn new(
         function: &'static str,
         labels: &Tensor,
@@ -192,10 +192,10 @@ impl Labels {
         }
     }
 
-    /// Returns the mean of a sum over the rows that are not ignored: NaN if all are, with a gradient of 0.
+    /// Returns the mean of a sum over the rows that are not ignored; NaN with a gradient of 0 if all are ignored.
     pub(crate) fn mean_of(&self, sum: &Tensor) -> Result<Tensor> {
         let count = self.count.f_to_kind(sum.kind())?;
-        // 0, or NaN for 0 / 0: a division of the sum itself would make its gradient NaN as well.
+        // 0, or NaN for 0 / 0: dividing the sum itself would make its gradient NaN as well.
         let nothing = count.f_zeros_like()?.f_div(&count)?;
         Ok(sum.f_div(&count.f_clamp_min(1.0)?)?.f_add(&nothing)?)
     }

@@ -8,11 +8,11 @@ use crate::kernel::rms_norm::{Saved, backward, forward};
 use crate::tensors::{Fresh, elements, has_kernel, promoted, with_element};
 use crate::{Result, gpu};
 
-/// Returns `weight · x / sqrt(mean(x²) + eps)` over the last dimension: `torch.nn.functional.rms_norm`
+/// Returns `weight · x / sqrt(mean(x²) + eps)` over the last dimension, as `torch.nn.functional.rms_norm` does
 /// (Zhang & Sennrich 2019, arXiv:1910.07467).
 ///
 /// `x (…, C)`, `weight (C,)`; the result has the shape of `x` and the dtype that the two promote to.
-/// Everything in between is f32 and rounded once, at the end. Backward keeps `x` and one f32 a
+/// The arithmetic is in f32, and results are rounded once. Backward saves `x` and one f32 for each
 /// row. The gradient of `weight` does not depend on the number of threads.
 ///
 /// # Errors
@@ -38,19 +38,19 @@ pub fn rms_norm(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     Ok(apply(RmsNorm { eps, gpu }, &[&x, &weight])?.remove(0))
 }
 
-/// Returns `sum = x + residual` and `normalised = rms_norm(sum)`, as `(normalised, sum)`: the step from one
-/// block of a decoder to the next, in one pass over memory in each direction.
+/// Returns `(rms_norm(sum), sum)` with `sum = x + residual`: the step from one block of a decoder to the next,
+/// in one pass over memory in each direction.
 ///
-/// `x` and `residual (…, C)`, `weight (C,)`. Both results have the dtype that the three promote to;
-/// the normalised values are those of the sum after rounding. Backward takes the gradients of both
-/// results, and keeps the sum and one f32 a row.
+/// `x` and `residual (…, C)`, `weight (C,)`. Both results have the dtype that the three promote to; the
+/// norm is computed from the rounded sum. Backward takes the gradients of both results, and saves the sum and
+/// one f32 for each row.
 ///
-/// Under autocast, where the kernels of overdrive-gpu are used, a `weight` and one of the two in f32 and the other in the
-/// dtype of autocast stay as they are: the sum is f32, the normalised values have the dtype of autocast, which the linear layer
-/// after them would cast them to. This saves two casts of all activations in each direction.
+/// Under autocast on a GPU that uses the kernels of overdrive-gpu, one of the two may be f32, as is `weight`, and the
+/// other in the dtype of autocast: the sum is f32, and the normalised values have the dtype of autocast, to which the
+/// next linear layer would cast them. This saves two casts of all activations in each direction.
 ///
 /// # Errors
-/// As [`rms_norm`]; [`Error::Common`](crate::Error::Common) if `x` and `residual` differ.
+/// As [`rms_norm`]; [`Error::Common`](crate::Error::Common) if the shapes of `x` and `residual` differ.
 pub fn add_rms_norm(
     x: &Tensor,
     residual: &Tensor,
@@ -165,7 +165,7 @@ impl Function for AddRmsNorm {
         context: &mut ForwardContext<'_>,
         inputs: &[&Tensor],
     ) -> FunctionResult<Vec<Tensor>> {
-        // An unused result stays `None` and is not added as a tensor of zeros.
+        // The gradient of an unused result stays `None` and is not added as a tensor of zeros.
         context.set_materialize_grads(false);
         if let Some(kernels) = &self.gpu {
             let out = kernels.forward(inputs[0], Some(inputs[1]), inputs[2], self.eps)?;
@@ -197,13 +197,13 @@ impl Function for AddRmsNorm {
                 (found.dx, found.narrow, Some(found.dw))
             }
         };
-        // `x` and the residual enter the sum alike, so one tensor is the gradient of both, unless they differ in dtype.
+        // Both contribute equally to the sum, so one tensor is the gradient of both, unless their dtypes differ.
         let residual = narrow.unwrap_or_else(|| dx.shallow_clone());
         Ok(vec![Some(dx), Some(residual), dw])
     }
 }
 
-/// Returns the normalised rows, and the reciprocal root mean square of each.
+/// Returns the normalized rows and the reciprocal root mean square of each.
 fn run<T: Element>(
     x: &Tensor,
     residual_and_sum: Option<(&[T], &mut [T])>,

@@ -8,10 +8,10 @@ use crate::rows::check_len;
 use crate::tensors::{Fresh, elements, has_kernel, with_element};
 use crate::{Result, gpu};
 
-/// The channels of a head that form a pair, which is rotated together.
+/// The channels of a head that form a pair and are rotated together.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 pub enum Convention {
-    /// `(i, i + R/2)`: GPT-NeoX, and all of Hugging Face's Llama family.
+    /// `(i, i + R/2)`: GPT-NeoX and Hugging Face's Llama models.
     #[default]
     HalfSplit,
     /// `(2i, 2i + 1)`: the paper, GPT-J, Meta's own Llama weights.
@@ -37,20 +37,20 @@ pub struct RotaryOptions {
     pub layout: Layout,
 }
 
-/// The heads in a joint projection: `heads` queries, `kv_heads` keys and as many values, in this order,
-/// each of `head_dim` channels.
+/// The heads in a joint projection: `heads` query heads, `kv_heads` key heads and as many value heads, in this
+/// order, each of `head_dim` channels.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct QkvShape {
-    /// The query heads, `H`.
+    /// The number of query heads, `H`.
     pub heads: i64,
-    /// The key heads, and value heads, `Hkv`.
+    /// The number of key heads and of value heads, `Hkv`.
     pub kv_heads: i64,
-    /// The channels of a head, `D`.
+    /// The number of channels of a head, `D`.
     pub head_dim: i64,
 }
 
 impl QkvShape {
-    /// Returns the columns of the joint projection: `(H + 2·Hkv)·D`.
+    /// Returns the number of columns of the joint projection: `(H + 2·Hkv)·D`.
     pub fn width(&self) -> i64 {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
@@ -60,10 +60,10 @@ impl QkvShape {
 /// embedding, Su et al. 2021, arXiv:2104.09864).
 ///
 /// `q` and `k` have the same batch, length and head size and may have different numbers of heads.
-/// `cos` and `sin` are `(T, R/2)`, or `(B, T, R/2)` where sequences have positions of their own; they
-/// are constants. The first `R ≤ D` channels of each head are rotated, the others are copied. The arithmetic
-/// is in f32 (f64 for f64) and each result is rounded to the dtype of its input. Results lie in memory
-/// as `(B, T, H, D)` whatever the layout. Only the tables are kept for backward.
+/// `cos` and `sin` are `(T, R/2)`, or `(B, T, R/2)` if sequences have different positions; they get no
+/// gradient. The first `R ≤ D` channels of each head are rotated; the others are copied. The arithmetic is in
+/// f32 (f64 for f64), and each result is rounded to the dtype of its input. Results are stored as
+/// `(B, T, H, D)` in memory, regardless of the layout. Only the tables are saved for backward.
 ///
 /// # Errors
 /// [`Error::Common`](crate::Error::Common) if the shapes do not fit each other or a dtype is not a floating-point one.
@@ -100,12 +100,12 @@ pub fn rotary(
     Ok((rotate("q", q)?, rotate("k", k)?))
 }
 
-/// Splits a joint projection into queries, keys and values and rotates queries and keys, in one pass;
+/// Splits a joint projection into queries, keys and values and rotates queries and keys in one pass;
 /// backward writes the gradient of the projection in one pass.
 ///
-/// `qkv (B, T, (H + 2·Hkv)·D)`; `cos` and `sin` as for [`rotary`]. The results `(B, H, T, D)` and twice
-/// `(B, Hkv, T, D)`, or in the layout of the options, lie in memory as `(B, T, H, D)`, which libtorch's
-/// attention kernels take as it is.
+/// `qkv (B, T, (H + 2·Hkv)·D)`; `cos` and `sin` as for [`rotary`]. The results are `(B, H, T, D)` and twice
+/// `(B, Hkv, T, D)`, or in the layout of the options. They are stored as `(B, T, H, D)` in memory, which
+/// libtorch's attention kernels take without a copy.
 ///
 /// # Errors
 /// [`Error::Common`](crate::Error::Common) if the shapes do not fit each other or a dtype is not a floating-point one.
@@ -180,7 +180,7 @@ fn by_length(x: &Tensor, name: &'static str, layout: Layout) -> Result<Tensor> {
     from_length(x.shallow_clone(), layout)
 }
 
-/// Converts `(B, T, H, D)` to the layout, or back: both are the same transpose.
+/// Converts `(B, T, H, D)` to the layout or back, by the same transpose.
 fn from_length(x: Tensor, layout: Layout) -> Result<Tensor> {
     Ok(match layout {
         Layout::Bthd => x,
@@ -191,7 +191,7 @@ fn from_length(x: Tensor, layout: Layout) -> Result<Tensor> {
 /// The tables, checked against the heads that they rotate.
 #[derive(Debug)]
 struct Tables {
-    /// f32 (f64 where given as such) and contiguous.
+    /// f32 (or f64, if given in f64) and contiguous.
     cos: Tensor,
     sin: Tensor,
     convention: Convention,
@@ -218,7 +218,7 @@ impl Tables {
                     name,
                     table,
                     format!(
-                        "({length}, R/2) or ({batch}, {length}, R/2) with R at most the head size {dim}, cos and sin alike"
+                        "({length}, R/2) or ({batch}, {length}, R/2) with R at most the head size {dim}, for both cos and sin"
                     ),
                 ));
             }
@@ -226,11 +226,11 @@ impl Tables {
         }
         let table = |table: &Tensor| -> Result<Tensor> {
             let wide = match table.kind() {
-                // Not narrowed yet, because f64 heads are rotated by libtorch's operators in f64.
+                // Not narrowed yet, because libtorch's operators rotate f64 heads in f64.
                 Kind::Double => table.shallow_clone(),
                 _ => table.f_to_kind(Kind::Float)?,
             };
-            // The tables are constants: a graph of theirs would live as long as each layer's.
+            // The tables are constants: their graph would otherwise live as long as each layer's.
             Ok(wide.f_detach()?.f_contiguous()?)
         };
         Ok(Self {
@@ -262,7 +262,7 @@ impl Tables {
     ) -> Result<Angles<'a>> {
         let size = cos.size();
         let pairs = size.last().copied().unwrap_or(0) as usize;
-        // A batch dimension of 1 is one table for all sequences, as transformers makes it.
+        // A batch dimension of 1 is one table for all sequences, as in transformers.
         let own = size.len() == 3 && size[0] > 1;
         Ok(Angles {
             cos: elements(cos)?,
@@ -274,7 +274,7 @@ impl Tables {
         })
     }
 
-    /// Rotates `x (B, T, H, D)` by libtorch's operators, differentiable.
+    /// Rotates `x (B, T, H, D)` with libtorch's differentiable operators.
     fn rotate(&self, x: &Tensor) -> Result<Tensor> {
         let wide = match x.kind() {
             Kind::Double => Kind::Double,
@@ -294,18 +294,18 @@ impl Tables {
         let (a, b) = (split.f_select(axis, 0)?, split.f_select(axis, 1)?);
         let first = a.f_mul(&cos)?.f_sub(&b.f_mul(&sin)?)?;
         let second = b.f_mul(&cos)?.f_add(&a.f_mul(&sin)?)?;
-        // Along the axis that was split, so that each channel returns to its column.
+        // Concatenates along the axis that was split, so that each channel returns to its column.
         let joined = Tensor::f_stack(&[first, second], axis)?.f_flatten(3, 4)?;
         Ok(Tensor::f_cat(&[joined.f_to_kind(x.kind())?, rest], 3)?)
     }
 }
 
-/// Returns `x (B, T, H, D)` and its strides, without a copy where it is dense in either layout.
+/// Returns `x (B, T, H, D)` and its strides, without a copy if it is dense in either layout.
 fn dense(x: &Tensor) -> Result<(Tensor, [usize; 3])> {
     let size: Vec<usize> = x.size().iter().map(|&n| n as usize).collect();
     let (length, heads, dim) = (size[1], size[2], size[3]);
     let exchanged = x.f_transpose(1, 2)?;
-    // Dense as (B, H, T, D): read with its strides instead of being copied first.
+    // Dense as (B, H, T, D): read through its strides instead of copied.
     if !x.is_contiguous() && exchanged.is_contiguous() {
         return Ok((exchanged, [heads * length * dim, dim, length * dim]));
     }
@@ -321,7 +321,7 @@ fn heads<'a, T: Element>((x, strides): &'a (Tensor, [usize; 3])) -> Result<Heads
     })
 }
 
-/// Returns the tables as the GPU kernels take them.
+/// Returns the tables in the form that the GPU kernels take.
 fn on_gpu((cos, sin): &(Tensor, Tensor)) -> overdrive_gpu::RotaryTables<'_> {
     overdrive_gpu::RotaryTables { cos, sin }
 }
@@ -384,8 +384,8 @@ struct SplitRotate {
     gpu: Option<overdrive_gpu::Rotary>,
 }
 
-/// Copies the heads of `rows`, one for each of `[batch, length]` tokens, to three new tensors (B, T, H, D), of which
-/// the first two are rotated.
+/// Copies the heads of `rows`, one row for each of `[batch, length]` tokens, to three new tensors (B, T, H, D) and
+/// rotates the first two.
 fn split_rotated<T: Element>(
     rows: &[T],
     [batch, length]: [i64; 2],
@@ -429,7 +429,7 @@ pub struct RowAngles {
 }
 
 impl RowAngles {
-    /// Prepares tables as those of [`split_qkv_rotary`] for `[B, T]` tokens and heads of `head_dim` channels.
+    /// Prepares the tables of [`split_qkv_rotary`] for `[B, T]` tokens and heads of `head_dim` channels.
     ///
     /// # Errors
     /// As [`split_qkv_rotary`].
@@ -502,7 +502,7 @@ impl Function for SplitRotate {
             .zip(self.counts)
             .map(|(gradient, count)| match gradient {
                 Some(gradient) => Ok(gradient.shallow_clone()),
-                // An output that nobody used still has its columns in the joint gradient.
+                // An unused output still has its columns in the joint gradient.
                 None => {
                     let zeros = [size[0], size[1], count, size[3]];
                     Ok(Tensor::f_zeros(zeros, (kind, first.device()))?)
@@ -514,7 +514,7 @@ impl Function for SplitRotate {
             return Ok(vec![Some(joint)]);
         }
         let sources = gradients.iter().map(dense).collect::<Result<Vec<_>>>()?;
-        // A rotation is orthogonal: its gradient is the rotation back, which needs the tables only.
+        // A rotation is orthogonal: its gradient is the inverse rotation, which needs only the tables.
         let angles = self.tables.angles(&tables, length, true)?;
         with_element!(kind, T => {
             let mut joint = Fresh::<T>::new(&[size[0], size[1], width as i64])?;

@@ -1,8 +1,8 @@
-//! The operators of a decoder on rows of f32 in slices.
+//! The operators of a decoder on f32 slices.
 //!
-//! A decoding step of a small model consists mostly of calls: checks, dispatch, and a new tensor for each result. A
-//! model that keeps its buffers from step to step calls these functions instead. They run the kernels of the
-//! functions on tensors, and record nothing for autograd.
+//! A decoding step of a small model spends most of its time on overhead: checks, dispatch, and a new tensor for each
+//! result. A model that reuses its buffers calls these functions instead. They run the same kernels as the functions on
+//! tensors, and record nothing for autograd.
 
 use overdrive_core::Error as Common;
 use tch::Tensor;
@@ -15,7 +15,7 @@ use crate::{Activation, Result};
 
 pub use crate::rotary::RowAngles;
 
-/// Borrows the elements of a contiguous tensor in f32 on the CPU.
+/// Borrows the elements of a contiguous f32 tensor on the CPU.
 ///
 /// # Errors
 /// [`Error::Sys`](crate::Error::Sys) for any other tensor.
@@ -23,11 +23,11 @@ pub fn elements(tensor: &Tensor) -> Result<&[f32]> {
     crate::tensors::elements(tensor)
 }
 
-/// Normalises rows as wide as `weight`, as [`rms_norm`](crate::rms_norm).
+/// Normalizes rows as wide as `weight`, as [`rms_norm`](crate::rms_norm) does.
 ///
 /// # Errors
-/// [`Error::Common`](crate::Error::Common) for slices that do not fit, [`Error::Sys`](crate::Error::Sys) for a weight
-/// that is not a contiguous one in f32 on the CPU.
+/// [`Error::Common`](crate::Error::Common) for slices of the wrong length, [`Error::Sys`](crate::Error::Sys) for a
+/// weight that is not a contiguous f32 tensor on the CPU.
 pub fn rms_norm(x: &[f32], weight: &Tensor, eps: f64, y: &mut [f32]) -> Result<()> {
     let weight = elements(weight)?;
     check_len("y", y, x.len() as i64)?;
@@ -36,7 +36,7 @@ pub fn rms_norm(x: &[f32], weight: &Tensor, eps: f64, y: &mut [f32]) -> Result<(
     })
 }
 
-/// Normalises rows of `x + residual`, which goes to `sum`, as [`add_rms_norm`](crate::add_rms_norm).
+/// Normalizes rows of `x + residual`, which is written to `sum`, as [`add_rms_norm`](crate::add_rms_norm) does.
 ///
 /// # Errors
 /// As [`rms_norm`].
@@ -57,7 +57,7 @@ pub fn add_rms_norm(
     })
 }
 
-/// Computes `activation(gate) · up` of rows of `width` gates and `width` gated values, as [`glu`](crate::glu).
+/// Computes `activation(gate) · up` for rows of `width` gates and `width` gated values, as [`glu`](crate::glu) does.
 ///
 /// # Errors
 /// [`Error::Common`](crate::Error::Common) for slices that do not fit.
@@ -70,8 +70,8 @@ pub fn glu(gate_up: &[f32], width: usize, activation: Activation, y: &mut [f32])
     Ok(())
 }
 
-/// Computes linear layers of the same rows side by side, as [`joint_linear`](crate::joint_linear); a layer is its
-/// weight and bias. Returns `false`, and leaves `y` as it is, if they are not all contiguous in f32 on the CPU.
+/// Computes linear layers of the same rows side by side, as [`joint_linear`](crate::joint_linear) does; a layer is its
+/// weight and bias. Returns `false` and leaves `y` unchanged unless all are contiguous f32 tensors on the CPU.
 ///
 /// # Errors
 /// [`Error::Common`](crate::Error::Common) for slices that do not fit.
@@ -103,7 +103,7 @@ pub fn joint_linear(
         let count = layer.weight.len().checked_div(width).unwrap_or(0);
         if count * width != layer.weight.len() || layer.bias.is_some_and(|bias| bias.len() != count)
         {
-            let expected = format!("(O, {width}), with O elements of the bias");
+            let expected = format!("(O, {width}), with a bias of O elements");
             return Err(Common::shape("weight", weight.size(), expected).into());
         }
         outputs += count;
@@ -116,7 +116,7 @@ pub fn joint_linear(
     Ok(true)
 }
 
-/// Calls `run` with memory for one number of each row.
+/// Calls `run` with memory for one value for each row.
 fn with_inverse(x: &[f32], weight: &[f32], run: impl FnOnce(&mut [f32])) -> Result<()> {
     let rows = x.len().checked_div(weight.len()).unwrap_or(0);
     check_len("x", x, (rows * weight.len()) as i64)?;

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 
-/// Returns `true` if the kernels take this tensor; other tensors go to libtorch's operators.
+/// Returns `true` if the kernels support this tensor; libtorch's operators handle other tensors.
 pub(crate) fn has_kernel(tensor: &Tensor) -> bool {
     tensor.device() == Device::Cpu
         && matches!(tensor.kind(), Kind::Float | Kind::BFloat16 | Kind::Half)
@@ -44,7 +44,7 @@ pub(crate) fn elements<T: raw::Element>(tensor: &Tensor) -> Result<&[T]> {
     Ok(unsafe { raw::slice(tensor)? })
 }
 
-/// A new tensor, to which nobody else has a handle yet.
+/// A new tensor without other handles.
 #[derive(Debug)]
 pub(crate) struct Fresh<T> {
     tensor: Tensor,
@@ -52,7 +52,7 @@ pub(crate) struct Fresh<T> {
 }
 
 impl<T: raw::Element> Fresh<T> {
-    /// Returns a contiguous tensor on the CPU, uninitialised.
+    /// Returns an uninitialized contiguous tensor on the CPU.
     pub(crate) fn new(shape: &[i64]) -> Result<Self> {
         Ok(Self {
             tensor: Tensor::f_empty(shape, (T::KIND, Device::Cpu))?,
@@ -70,7 +70,7 @@ impl<T: raw::Element> Fresh<T> {
     }
 }
 
-/// A tensor whose contents its owner has given up, for a kernel to replace.
+/// A tensor whose contents a kernel may overwrite.
 #[derive(Debug)]
 pub(crate) struct Replaceable<'a>(&'a Tensor);
 
@@ -87,7 +87,7 @@ impl<'a> Replaceable<'a> {
     }
 }
 
-/// Returns a tensor of the same elements, of its own.
+/// Returns a copy of a tensor.
 pub(crate) fn copy_of(tensor: &Tensor) -> Result<Tensor> {
     let mut copy = tensor.f_empty_like()?;
     copy.f_copy_(tensor)?;

@@ -146,7 +146,7 @@ fn shapes_that_do_not_fit_are_named() {
     ));
     assert_eq!(
         error.to_string(),
-        "`weight of linear` has shape [4, 5]; it must be (O, 3), as x is [2, 3]"
+        "`weight of linear` has shape [4, 5]; it must be (O, 3) for x of shape [2, 3]"
     );
     let w = Tensor::randn([4, 3], F32);
     let error = linear(&x, &w, Some(&Tensor::randn([3], F32))).unwrap_err();

@@ -26,7 +26,7 @@ pub(crate) fn build(
     };
     let has_window = shape.window.is_some() || shape.windows.iter().any(Option::is_some);
     if kind == Sliding && !has_window {
-        let expected = "another cache, or have a `cache_config` with a window_length: no layer of this model has a \
+        let expected = "another cache, or be used with a window_length in `cache_config`: no layer of this model has a \
                         window of its own";
         let (key, found) = ("cache_implementation", "\"sliding_window\"");
         return Err(overdrive_core::Error::option(key, found, expected).into());
@@ -58,7 +58,7 @@ pub(crate) fn shape(config: &GenerationConfig, model: &CausalLm) -> CacheShape {
 }
 
 /// Returns the largest number of positions of a sequence: the model's context, or no limit if the cache
-/// guarantees that no two tokens which see each other are further apart.
+/// guarantees that tokens never attend over a greater distance.
 pub(crate) fn context(model: &CausalLm, config: &GenerationConfig) -> usize {
     let context = model.config().max_position_embeddings();
     let span = slides(config)
@@ -80,8 +80,8 @@ pub(crate) fn slides(config: &GenerationConfig) -> bool {
     config.use_cache && config.cache_implementation.as_deref() == Some("sliding_window")
 }
 
-/// Returns the largest number of tokens of a proposal over a cache that drops old tokens: it keeps so many more to be able to
-/// take them back.
+/// Returns the largest number of tokens of a proposal over a cache that drops old tokens; the cache keeps this many
+/// extra tokens so that it can roll back.
 pub(crate) fn most_proposed(config: &GenerationConfig) -> usize {
     let lookup = config.prompt_lookup_num_tokens.unwrap_or(0);
     lookup.max(config.num_assistant_tokens.saturating_mul(2))

@@ -15,12 +15,12 @@ pub(crate) struct Candidate {
     pub(crate) weight: f32,
 }
 
-/// The tokens that the cuts leave, in the order of their ids, and the buffers to find them.
+/// The tokens that remain after the cuts, in the order of their ids, and the buffers to find them.
 ///
-/// The whole vocabulary is read in vectorized passes only. Anything more expensive (an exponential, a
-/// comparison in a sort) is done for candidates alone, except under `top_p` without `top_k`, which
-/// needs the sum of all exponentials, and under `typical_p`, `epsilon_cutoff` and `eta_cutoff` without
-/// a cut before them.
+/// The whole vocabulary is read only in vectorized passes. More expensive operations (an exponential, a
+/// comparison in a sort) are done only for candidates, except with `top_p` without `top_k`, which
+/// needs the sum of all exponentials, and with `typical_p`, `epsilon_cutoff` and `eta_cutoff` without
+/// an earlier cut.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Candidates {
     pub(crate) list: Vec<Candidate>,
@@ -28,12 +28,12 @@ pub(crate) struct Candidates {
     order: Vec<u32>,
 }
 
-/// The reason for which there are no candidates.
+/// The reason why there are no candidates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum NoCandidates {
     /// The scores are not finite, or exclude everything.
     Unusable,
-    /// Tokens may be left by the cuts whose scores are not known.
+    /// Tokens with unknown scores may remain after the cuts.
     Incomplete,
 }
 

@@ -313,7 +313,7 @@ fn forward<M: EngineModel>(
 fn report(error: &dyn std::error::Error) {
     static REPORTED: Once = Once::new();
     REPORTED.call_once(|| {
-        warn!("decoding steps are launched one operation after another, which is slower: {error}");
+        warn!("cannot capture decoding steps, so their operations are launched one by one, which is slower: {error}");
     });
 }
 

@@ -11,7 +11,7 @@ use crate::{
     EngineStatistics, Error, Event, GenerationConfig, Message, Request, RequestId, Result,
 };
 
-/// The options of [`chat_batch`] besides the generation config.
+/// The options of [`chat_batch`], apart from the generation config.
 #[derive(Debug, Clone, PartialEq, Default)]
 pub struct ChatBatchOptions {
     /// The options of the chat template.
@@ -28,8 +28,8 @@ pub struct Answer {
     pub text: String,
     /// The number of tokens of the rendered conversation.
     pub prompt_tokens: usize,
-    /// The tokens of the answer and the reason of its end; several if `num_return_sequences` asks for
-    /// them, `text` being that of the first.
+    /// The tokens of the answer and its finish reason; several with `num_return_sequences`, of which `text` is the
+    /// first.
     pub completions: Vec<Completion>,
 }
 
@@ -40,15 +40,15 @@ impl Answer {
     }
 }
 
-/// Answers many conversations at once: each is rendered by the model's template and continued by an
-/// [`Engine`], which keeps the batch full however long the answers are, and computes a prefix that
-/// conversations share (a system prompt) once. The answers are in the order of the conversations.
+/// Answers many conversations at once: each is rendered with the model's template and continued by an
+/// [`Engine`], which keeps the batch full even if the lengths of the answers differ, and computes a common prefix
+/// (a system prompt) only once. The answers are in the order of the conversations.
 ///
-/// A conversation that cannot be answered has its own error, and the others have their answers. If
-/// `config` names no end-of-text token, it is the template's `eos_token`.
+/// A conversation that cannot be answered gets its own error; the others are still answered. If
+/// `config` names no end-of-text token, the template's `eos_token` is used.
 ///
 /// # Errors
-/// When the engine cannot be made, or the model fails.
+/// An error if the engine cannot be created or the model fails.
 ///
 /// ```
 /// use std::sync::Arc;
@@ -97,8 +97,8 @@ pub fn chat_batch<M: EngineModel>(
     Ok(answers)
 }
 
-/// Works as [`chat_batch`], and hands out each answer as soon as it and those before it are there, in the order
-/// of the conversations: a program that writes them down keeps what it has if it ends early. If `on_answer`
+/// Works like [`chat_batch`], but passes each answer to `on_answer` as soon as it and all earlier ones are ready, in
+/// the order of the conversations, so that a program that stops early can keep the answers so far. If `on_answer`
 /// breaks, the rest is not computed. Returns the counters of the engine.
 ///
 /// # Errors
@@ -137,7 +137,7 @@ pub fn chat_batch_with<M: EngineModel>(
                     },
                 );
             }
-            // An error of one conversation is its answer, and the others are computed.
+            // The error of a conversation takes the place of its answer, and the others are computed.
             Err(error) => drop(waiting.insert(index, Err(error))),
         }
     }
@@ -195,8 +195,8 @@ fn take(
 /// `conversation` or `conversations`, as datasets have it. `system` beside it is its system message.
 ///
 /// # Errors
-/// [`Error::Conversation`] if it is neither, a message is not an object with a `role`, or the object has `tools` or
-/// `functions`, which belong into [`ChatTemplateOptions::tools`], or `system` beside another system message.
+/// [`Error::Conversation`] if it is neither, if a message is not an object with a `role`, or if the object has `tools`
+/// or `functions`, which belong in [`ChatTemplateOptions::tools`], or `system` in addition to a system message.
 pub fn conversation_from_json(value: &Value) -> Result<Vec<Message>> {
     let wrong = |what: &str| Error::Conversation(what.to_owned());
     let keys = ["messages", "conversation", "conversations"];
@@ -208,14 +208,14 @@ pub fn conversation_from_json(value: &Value) -> Result<Vec<Message>> {
                 let given = fields.get(key).filter(|value| !is_blank(value));
                 if given.is_some() {
                     return Err(wrong(&format!(
-                        "the object has `{key}`, and all conversations share the tools of the template's options"
+                        "the object has `{key}`, but all conversations share the tools of the template options"
                     )));
                 }
             }
             system = match fields.get("system").filter(|value| !is_blank(value)) {
                 None => None,
                 Some(Value::String(text)) => Some(text.as_str()),
-                Some(_) => return Err(wrong("`system` is not a text")),
+                Some(_) => return Err(wrong("`system` is not a string")),
             };
             keys.iter()
                 .find_map(|key| fields.get(*key)?.as_array())
@@ -240,9 +240,7 @@ pub fn conversation_from_json(value: &Value) -> Result<Vec<Message>> {
             None => messages.insert(0, Message::system(system)),
             Some(content) if content == Some(system) => {}
             Some(_) => {
-                return Err(wrong(
-                    "it has `system`, and another system message among the messages",
-                ));
+                return Err(wrong("it has `system` in addition to a system message"));
             }
         }
     }

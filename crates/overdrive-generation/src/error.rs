@@ -4,8 +4,7 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An option out of its range, logits of another shape than the model should give, or a file that
-    /// cannot be read or parsed.
+    /// An option is out of range, logits have the wrong shape, or a file cannot be read or parsed.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
     /// There is no prompt.
@@ -21,7 +20,7 @@ pub enum Error {
     },
     /// A prompt is longer than the model's context.
     #[error(
-        "prompt {row} has {tokens} tokens and the model's context {limit}; shorten it, for example by keeping its end"
+        "prompt {row} has {tokens} tokens, and the model's context is {limit}; shorten it, for example by keeping only its end"
     )]
     PromptTooLong {
         /// The index of the prompt in the batch.
@@ -33,7 +32,7 @@ pub enum Error {
     },
     /// A token id is not in the vocabulary.
     #[error(
-        "token {position} of prompt {row} is {id}, and the model's vocabulary is 0..{vocab_size}; check that the tokenizer belongs to the model"
+        "token {position} of prompt {row} is {id}, outside the model's vocabulary 0..{vocab_size}; check that the tokenizer belongs to the model"
     )]
     TokenOutOfRange {
         /// The index of the prompt in the batch.
@@ -45,7 +44,7 @@ pub enum Error {
         /// The size of the vocabulary.
         vocab_size: i64,
     },
-    /// A key of transformers that would change the result, and that this crate does not support.
+    /// A key of transformers would change the result, and this crate does not support it.
     #[error("`{key}` is {found}, which is not supported; set it to {neutral}")]
     Unsupported {
         /// The key.
@@ -75,7 +74,7 @@ pub enum Error {
         /// The field that holds it.
         option: &'static str,
     },
-    /// A list has another number of entries than there are prompts.
+    /// The number of entries of a list differs from the number of prompts.
     #[error(
         "`{what}` has {given} entries for {prompts} prompts; give one for each prompt, or none"
     )]
@@ -89,7 +88,7 @@ pub enum Error {
     },
     /// The vocabularies of draft model and model differ by more than padding.
     #[error(
-        "the assistant model has a vocabulary of {assistant} and the model one of {model}, which is more than padding; they must share a tokenizer: give both as `tokenizer` and `assistant_tokenizer`, which are then compared"
+        "the vocabulary of the assistant model has {assistant} tokens and that of the model {model}, which differ by more than padding; both models must share a tokenizer: set `tokenizer` and `assistant_tokenizer`, which are then compared"
     )]
     AssistantVocabulary {
         /// The vocabulary of the draft model.
@@ -97,7 +96,7 @@ pub enum Error {
         /// The vocabulary of the model.
         model: i64,
     },
-    /// The same id is another token for the draft model than for the model.
+    /// An id stands for different tokens in the draft model and in the model.
     #[error(
         "token {id} is {assistant:?} for the assistant model and {model:?} for the model; choose an assistant with the same tokenizer"
     )]
@@ -112,9 +111,9 @@ pub enum Error {
     /// A constraint cannot be built or followed.
     #[error("constraint: {0}")]
     Constraint(String),
-    /// The options exclude every token together.
+    /// Together, the options exclude every token.
     #[error(
-        "no token is allowed in row {row} after {new} new ones: suppressed tokens, the minimum length and the constraint exclude one another"
+        "no token is allowed in row {row} after {new} new ones: together, suppressed tokens, the minimum length and the constraint exclude every token"
     )]
     NothingAllowed {
         /// The row of the batch.
@@ -136,9 +135,9 @@ pub enum Error {
     /// An error of the cache.
     #[error(transparent)]
     Cache(#[from] overdrive_kv_cache::Error),
-    /// A request whose prompt and continuation would not fit the engine's cache even alone.
+    /// The prompt and continuation of a request would not fit the engine's cache even alone.
     #[error(
-        "the request takes {prompt} tokens of prompt and {new} new ones, {blocks} blocks of {block_size} tokens, and the cache has {num_blocks}; shorten the prompt or max_new_tokens, or give the engine more num_blocks or kv_cache_memory_bytes"
+        "the request needs {prompt} prompt tokens and {new} new ones, {blocks} blocks of {block_size} tokens, and the cache has {num_blocks}; shorten the prompt, lower max_new_tokens, or raise the engine's num_blocks or kv_cache_memory_bytes"
     )]
     RequestTooLarge {
         /// The number of tokens of the prompt.
@@ -164,17 +163,19 @@ pub enum Error {
     },
     /// A request names an adapter that the model of the engine does not have.
     #[error(
-        "there is no adapter `{name}`; the engine's model has {}. Adapters are loaded before the engine is made",
+        "there is no adapter `{name}`; the engine's model has {}. Load adapters before creating the engine",
         if available.is_empty() { "none".to_owned() } else { available.join(", ") }
     )]
     UnknownAdapter {
-        /// The name of the request.
+        /// The adapter that the request names.
         name: String,
         /// The adapters of the model.
         available: Vec<String>,
     },
-    /// The model of the engine gives logits only.
-    #[error("the model gives no hidden states; implement `EngineModel::hidden_states` for it")]
+    /// The engine's model returns only logits.
+    #[error(
+        "the model does not return hidden states; implement `EngineModel::hidden_states` for it"
+    )]
     NoHiddenStates,
     /// The engine's thread has ended.
     #[error("the engine has stopped; requests can no longer be submitted or answered")]
@@ -183,17 +184,17 @@ pub enum Error {
     #[error("cannot start the engine's thread: {0}")]
     Thread(std::io::Error),
     /// The engine's step failed several times in a row.
-    #[error("the request was given up because the engine could not compute: {message}")]
+    #[error("the request was aborted because the engine failed repeatedly: {message}")]
     EngineFailed {
         /// The last error.
         message: String,
     },
-    /// The scheduler's bookkeeping is inconsistent, which is a bug of this crate or of the cache.
-    #[error("bug in the scheduler: {0}")]
+    /// The scheduler's state is inconsistent, which is a bug in this crate or in the cache.
+    #[error("internal error: {0}; please report it")]
     Scheduler(&'static str),
     /// A model has no chat template.
     #[error(
-        "{} holds no chat template, in chat_template.jinja, under chat_template of tokenizer_config.json or under tokenizer.chat_template of a GGUF file: it may be a base model; give the template of its family to ChatTemplate::new", dir.display()
+        "{} has no chat template (chat_template.jinja, `chat_template` in tokenizer_config.json, or `tokenizer.chat_template` in a GGUF file); it may be a base model: pass the template of its family to ChatTemplate::new", dir.display()
     )]
     NoChatTemplate {
         /// The model's folder or file.
@@ -201,7 +202,7 @@ pub enum Error {
     },
     /// A GGUF file has a tokenizer that this crate does not build.
     #[error(
-        "`{key}` of {} is {found:?}, and the kinds that are read are {known}; give the tokenizer.json of the model that the file was made of (`--tokenizer` in the examples)", path.display()
+        "`{key}` of {} is {found:?}, which is not supported; supported: {known}. Use the tokenizer.json of the model from which the file was converted (`--tokenizer` in the examples)", path.display()
     )]
     UnknownTokenizer {
         /// The file.

@@ -12,10 +12,10 @@ use crate::{
     GenerationModel, Result, beams, speculation,
 };
 
-/// The options of a generation that no configuration file holds.
+/// The options of a generation that a configuration file cannot hold.
 #[derive(Debug, Default)]
 pub struct GenerateOptions<'a> {
-    /// The tokenizer that decodes tokens; `stop_strings` need it. Default `None`.
+    /// The tokenizer that decodes tokens, which `stop_strings` need. Default `None`.
     pub tokenizer: Option<&'a Tokenizer>,
     /// A smaller model with the same tokens, whose proposals the model verifies, several in one
     /// pass: speculative decoding (Leviathan et al. 2023, arXiv:2211.17192). Default `None`.
@@ -24,10 +24,10 @@ pub struct GenerateOptions<'a> {
     /// the same token; without them, vocabularies may differ by the padding of their size, at most 128
     /// ids. Default `None`.
     pub assistant_tokenizer: Option<&'a Tokenizer>,
-    /// The constraints of the continuations, one for each prompt or none. Default empty.
+    /// The constraints on the continuations, one for each prompt; default empty, for none.
     pub constraints: Vec<Box<dyn Constraint>>,
-    /// The seeds, one for each prompt in place of `seed`, or none: the samples of a prompt then do not
-    /// depend on the rest of the batch, up to the rounding of a wider one. Default empty.
+    /// The seeds, one for each prompt, instead of `seed`: the samples of a prompt then do not depend on the rest
+    /// of the batch, up to the rounding of a wider one. Default empty, for none.
     pub seeds: Vec<u64>,
 }
 
@@ -51,8 +51,8 @@ pub fn generate<M: GenerationModel + ?Sized>(
     generate_with(model, prompts, config, |_| ControlFlow::Continue(()))
 }
 
-/// Works as [`generate`], and calls `on_token` with each new token, end of text included. If it breaks,
-/// the token's row ends; the others continue. A beam search hands out its tokens at the end.
+/// Works like [`generate`], and calls `on_token` with each new token, including end-of-text tokens. If it breaks,
+/// the token's row ends; the others continue. A beam search reports its tokens at the end.
 ///
 /// # Errors
 /// As [`generate`].
@@ -66,7 +66,7 @@ pub fn generate_with<M: GenerationModel + ?Sized>(
     generate_with_options(model, prompts, config, &options, on_token)
 }
 
-/// Works as [`generate_with`], with a tokenizer, a draft model, constraints or seeds.
+/// Works like [`generate_with`], with a tokenizer, a draft model, constraints or seeds.
 ///
 /// # Errors
 /// As [`generate`]; also when `options` do not fit the prompts or the configuration, the tokenizer

@@ -8,9 +8,8 @@ use crate::decoder::{Decoder, EncoderDecoder};
 use crate::prompts::check;
 use crate::{GenerationConfig, Result, cache};
 
-/// A model that [`generate`](crate::generate()) continues sequences with: a [`CausalLm`], whose sequences begin with
-/// the prompts, or a [`Seq2SeqLm`], whose encoder reads the prompts and whose sequences begin with
-/// `decoder_start_token_id`.
+/// A model for [`generate`](crate::generate()): a [`CausalLm`], whose sequences begin with the prompts, or a
+/// [`Seq2SeqLm`], whose encoder reads the prompts and whose sequences begin with `decoder_start_token_id`.
 pub trait GenerationModel {
     /// Returns the number of logits of a position.
     fn num_logits(&self) -> i64;
@@ -39,8 +38,8 @@ pub trait GenerationModel {
         copies: usize,
     ) -> Result<Box<dyn RowDecoder + 'm>>;
 
-    /// Returns `true` if the first pass loads what later ones use, such as the kernels of a GPU, so that
-    /// [`warm_up`](crate::warm_up()) makes one; default `false`.
+    /// Returns `true` if the first pass loads things that later passes use, such as GPU kernels, so that
+    /// [`warm_up`](crate::warm_up()) runs a pass; default `false`.
     fn loads_on_first_use(&self) -> bool {
         false
     }

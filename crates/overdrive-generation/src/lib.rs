@@ -1,24 +1,24 @@
-//! Text generation with the options and the semantics of transformers' `GenerationConfig`.
+//! Text generation with the options and semantics of transformers' `GenerationConfig`.
 //!
-//! [`generate`] continues one prompt or a batch of them, greedily, by sampling or by beam search, over
+//! [`generate`] continues a prompt or a batch of prompts, greedily, by sampling or by beam search, over
 //! any cache of `overdrive-kv-cache`, with all cuts, penalties and biases of [`GenerationConfig`].
-//! [`generate_with`] hands out each token as it is generated, [`generate_text`] each piece of text;
-//! [`TextStream`] never splits a UTF-8 character, and [`StopFilter`] never shows a stop string.
-//! [`generate_with_options`] takes the things that no configuration file holds: a tokenizer for stop
-//! strings, a draft model for speculation, a [`Constraint`] and a seed for each prompt.
+//! [`generate_with`] calls back with each token as it is generated, [`generate_text`] with each piece of
+//! text; [`TextStream`] never splits a UTF-8 character, and [`StopFilter`] never shows a stop string.
+//! [`generate_with_options`] takes options that a configuration file cannot hold: a tokenizer for stop
+//! strings, a draft model for speculation, and a [`Constraint`] and a seed for each prompt.
 //!
-//! [`Engine`] serves many requests at once over one paged cache, with continuous batching
-//! ([`EngineHandle`] from other threads). [`warm_up`] and [`Engine::warm_up`] load what a GPU needs before the first
-//! request. [`ChatTemplate`] renders conversations as transformers does,
-//! and [`chat_batch`] answers a list of them.
+//! [`Engine`] serves many requests at once over one paged cache, with continuous batching; [`EngineHandle`] gives
+//! other threads access to it. [`warm_up`] and [`Engine::warm_up`] load GPU libraries and kernels before the first
+//! request. [`ChatTemplate`] renders conversations as transformers does, and [`chat_batch`] answers a list of
+//! conversations.
 //!
-//! [`ModelFiles`] has what comes with a model beside its weights: tokenizer, chat template and generation
-//! settings, from a Hugging Face folder or from a GGUF file alone.
+//! [`ModelFiles`] reads the tokenizer, chat template and generation settings of a model, from a Hugging Face folder or
+//! from a GGUF file alone.
 //!
 //! Greedy output, processed scores and beams equal those of transformers on the fixtures in `tests/`;
 //! speculation changes neither greedy tokens nor distributions.
 //!
-//! Regular expressions and JSON schemas as constraints are in `overdrive-constraints`.
+//! For regular expressions and JSON schemas as constraints, see `overdrive-constraints`.
 //!
 //! ```
 //! use overdrive_generation::{GenerationConfig, generate};

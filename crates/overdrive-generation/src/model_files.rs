@@ -42,7 +42,7 @@ enum Source {
 }
 
 impl ModelFiles {
-    /// Opens a folder, or a GGUF file (of a split model, any of its files).
+    /// Opens a folder or a GGUF file (for a split model, any of its files).
     ///
     /// # Errors
     /// An error if there is no such folder or file, or if a file is not in the GGUF format.
@@ -93,8 +93,8 @@ impl ModelFiles {
         }
     }
 
-    /// Returns the chat template of `path`, a file with Jinja's syntax or the folder of another model, in place of this
-    /// model's. It gets this model's special tokens.
+    /// Returns the chat template of `path`, a Jinja file or the folder of another model, to be used instead of this
+    /// model's template. It gets this model's special tokens.
     ///
     /// # Errors
     /// [`Error::ChatTemplate`](crate::Error::ChatTemplate) if it cannot be parsed; an error if a file cannot be read.

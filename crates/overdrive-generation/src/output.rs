@@ -2,7 +2,7 @@ use std::time::Duration;
 
 use crate::TokenLogprobs;
 
-/// The reason of a sequence's end.
+/// The reason why a sequence ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum FinishReason {
@@ -36,7 +36,7 @@ pub struct GenerateOutput {
     pub sequences: Vec<Vec<i64>>,
     /// The number of prompt tokens of each row.
     pub prompt_lengths: Vec<usize>,
-    /// The reason of the end of each row.
+    /// The finish reason of each row.
     pub finish_reasons: Vec<FinishReason>,
     /// The continuations as text, without special tokens and the end-of-text or stop token, and cut before a stop
     /// string; empty without a tokenizer.
@@ -45,7 +45,7 @@ pub struct GenerateOutput {
     pub logprobs: Option<Vec<Vec<TokenLogprobs>>>,
     /// The scores of a beam search: the sum of log-probabilities of each row divided by its length to
     /// the power of `length_penalty`. If a prompt has fewer continuations than `num_return_sequences`, the other rows
-    /// repeat some with a score as of a sum below -10^8, in place of transformers' padding.
+    /// repeat some, with a score from a sum below -10^8; transformers pads them instead.
     pub sequence_scores: Option<Vec<f32>>,
     /// The counters of a speculation.
     pub speculation: Option<SpeculationStatistics>,
@@ -154,6 +154,6 @@ pub struct GeneratedToken<'a> {
     pub text: &'a str,
     /// The log-probability of the token, if `logprobs` asks for it.
     pub logprobs: Option<&'a TokenLogprobs>,
-    /// The reason of the end, if it is the last token of its row.
+    /// The finish reason, if it is the last token of its row.
     pub finished: Option<FinishReason>,
 }

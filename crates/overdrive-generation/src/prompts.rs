@@ -120,8 +120,8 @@ pub(crate) fn padded_on_the_right(
     Ok((ids, mask.transpose()?))
 }
 
-/// Returns the tokens of a text without further special tokens, whatever truncation and padding the tokenizer's
-/// file asks for: they are meant for batches of training, and would cut the end of a prompt in silence.
+/// Returns the tokens of a text without adding special tokens. Ignores the truncation and padding of the tokenizer's
+/// file, which are meant for training batches: truncation would silently cut the end of a prompt.
 pub(crate) fn encode(tokenizer: &Tokenizer, text: &str) -> Result<Vec<i64>> {
     let whole;
     let tokenizer = if tokenizer.get_truncation().is_some() || tokenizer.get_padding().is_some() {

@@ -16,7 +16,7 @@ use crate::{
 /// The callback of each new token.
 pub(crate) type OnToken<'a> = dyn FnMut(GeneratedToken<'_>) -> ControlFlow<()> + 'a;
 
-/// The state of a row beside its tokens: what chooses the next one, and decides whether the row ends with it.
+/// The state of a row apart from its tokens, which chooses the next token and decides whether the row ends with it.
 #[derive(Debug)]
 pub(crate) struct RowState<'t> {
     /// The number of tokens of the prompt.
@@ -455,7 +455,7 @@ pub(crate) fn check_options(
         return Err(Error::Incompatible {
             first: "assistant_model",
             second: "num_beams above 1",
-            why: "a draft model continues one sequence a row",
+            why: "a draft model continues one sequence per row",
         });
     }
     for (what, given) in [

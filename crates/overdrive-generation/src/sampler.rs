@@ -11,7 +11,7 @@ mod device;
 
 /// A sampler that chooses the next token of one row from its logits.
 ///
-/// It has a random stream of its own: two samplers with the same configuration, seed and row choose the
+/// It has its own random stream: two samplers with the same configuration, seed and row choose the
 /// same tokens from the same logits, whatever else the program does. Its buffers are reused from token
 /// to token. Without penalties and biases, greedy search is one pass over the logits.
 #[derive(Debug, Clone)]
@@ -228,7 +228,7 @@ impl Sampler {
         other
     }
 
-    /// Returns the reason for which no token can be chosen.
+    /// Returns the reason why no token can be chosen.
     fn no_token_error(&self, logits: &[f32], new: usize) -> Error {
         let damaged = logits.iter().any(|x| x.is_nan() || *x == f32::INFINITY);
         self.no_token(damaged, new)

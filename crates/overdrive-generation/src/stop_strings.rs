@@ -1,8 +1,8 @@
 /// A filter that ends a stream of text before the first of some strings.
 ///
-/// Text that may still become a stop string is held back until that is decided. The joined results of
+/// Text that may still become a stop string is held back until that is certain. The joined results of
 /// [`push`](StopFilter::push) and [`finish`](StopFilter::finish) do not depend on how the text is split
-/// into pieces, and hold no stop string.
+/// into pieces, and contain no stop string.
 #[derive(Debug, Clone)]
 pub struct StopFilter {
     strings: Vec<String>,

@@ -36,7 +36,7 @@ pub fn generate_text(
 
 /// An incremental decoder of tokens whose text never splits a UTF-8 character.
 ///
-/// A token may be a part of a character; its bytes wait until the character is whole. The joined results of
+/// A token may be part of a character; its bytes wait until the character is complete. The joined results of
 /// [`push`](TextStream::push) and [`finish`](TextStream::finish) are the text of all tokens
 /// [decoded at once](TextStream::decode). Only the last few tokens are decoded again at each push.
 ///
@@ -67,13 +67,13 @@ enum Source<'t> {
     Shared(Arc<Tokenizer>),
 }
 
-/// The way in which a tokenizer's tokens become text.
+/// How a tokenizer's tokens become text.
 #[derive(Debug)]
 enum Decoding {
     /// The text of more tokens begins with the text of the first ones, except for an incomplete character at its end.
     Growing(Growing),
-    /// A byte has a token of its own, as in SentencePiece. The tokenizers crate decodes a run of such tokens whole or
-    /// not at all: one incomplete character makes U+FFFD of each byte of the run, also of whole characters before
+    /// Each byte has its own token, as in SentencePiece. The tokenizers crate decodes a run of byte tokens only as a
+    /// whole: one incomplete character turns each byte of the run into U+FFFD, even those of complete characters before
     /// it. Bytes are therefore decoded here.
     Bytes(Bytes),
 }

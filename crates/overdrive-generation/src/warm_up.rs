@@ -14,13 +14,13 @@ const PROMPT: usize = 8;
 /// The tokens that continue a prompt: the first comes from its pass, the second from a decode step.
 const NEW: usize = 2;
 
-/// Prepares a model for a [`generate_with_options`](crate::generate_with_options) with the same arguments, and returns
-/// the time that it took.
+/// Prepares a model for a call of [`generate_with_options`](crate::generate_with_options) with the same arguments, and
+/// returns the time that this took.
 ///
 /// The first pass through a model on a GPU loads libraries (cuBLAS, cuDNN) and kernels, which takes a second or more.
-/// Without a warm-up that counts as the time of the prompts. This reads the first tokens of `prompts` and takes one
-/// decode step, with the cache and the kind of sampling of `config`. The results are dropped: the generation that
-/// follows gives the same tokens as without it. It does nothing if
+/// Without a warm-up, this time is included in that of the prompts. This function reads the first tokens of `prompts`
+/// and runs one decode step, with the cache and the kind of sampling of `config`. The results are dropped, and the
+/// following generation returns the same tokens as without a warm-up. Does nothing if
 /// [`loads_on_first_use`](GenerationModel::loads_on_first_use) is `false`, as on a CPU.
 ///
 /// ```
@@ -87,11 +87,11 @@ impl<M: EngineModel> Engine<M> {
     /// Prepares the model for the first request, and returns the time that it took.
     ///
     /// The first pass through a model on a GPU loads libraries (cuBLAS, cuDNN) and kernels, which takes a second or
-    /// more. Without a warm-up that is the time to the first token of the first request. A small engine over the same
-    /// model answers two requests of a few tokens, greedily and by sampling; then the decoding steps are captured that
-    /// would else be captured when their number of sequences first appears. The state, the cache and the counters of
-    /// this engine do not change, but for those of graphs and [`warm_up`](crate::EngineStatistics::warm_up), and neither do its answers. It
-    /// does nothing if [`loads_on_first_use`](EngineModel::loads_on_first_use) is `false`, as on a CPU.
+    /// more. Without a warm-up, this time delays the first token of the first request. A small engine over the same
+    /// model answers two requests of a few tokens, greedily and by sampling; then the decoding steps of every number of
+    /// sequences are captured, where steps are captured. The state, the cache, the answers and the counters of this
+    /// engine do not change, except for those of graphs and [`warm_up`](crate::EngineStatistics::warm_up). Does nothing if
+    /// [`loads_on_first_use`](EngineModel::loads_on_first_use) is `false`, as on a CPU.
     ///
     /// [`EngineHandle`](crate::EngineHandle) and [`chat_batch`](crate::chat_batch) call it themselves.
     ///

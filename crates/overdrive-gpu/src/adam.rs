@@ -5,35 +5,36 @@ use crate::Result;
 use crate::kernels::Argument::{F32, I64, Tensor as Elements};
 use crate::kernels::{Kernels, Loaded, Request, dtype, is_aligned, multiples_of_16};
 
-/// The elements that share a scale.
+/// The number of elements that share a scale.
 const BLOCK: i64 = 256;
 
-/// A step of AdamW on parameters of one dtype, whose averages are 8-bit codes with a scale for each 256 elements.
+/// A step of AdamW on parameters of one dtype, with running averages in 8-bit codes and one scale for each 256
+/// elements.
 #[derive(Debug, Clone, Copy)]
 pub struct Adam8 {
     kernels: &'static Kernels,
     step: Loaded,
 }
 
-/// The running averages of a parameter, of squares or not.
+/// The running average of a parameter's gradients, or of their squares.
 #[derive(Debug, Clone, Copy)]
 pub struct CodedAverage<'a> {
     /// The codes, u8 `(N,)`.
     pub codes: &'a Tensor,
     /// The scale of each block, f32 `(⌈N/256⌉,)`.
     pub scales: &'a Tensor,
-    /// The numbers of the codes, f32 `(256,)`, ascending.
+    /// The values of the codes, f32 `(256,)`, ascending.
     pub book: &'a Tensor,
-    /// The bounds between them, f32 `(255,)`: a number gets the code of as many bounds as are less than it.
+    /// The bounds between the values, f32 `(255,)`: the code of a number is the number of bounds below it.
     pub bounds: &'a Tensor,
 }
 
-/// The numbers of an update.
+/// The factors of an update.
 #[derive(Debug, Clone, Copy)]
 pub struct AdamFactors {
     /// The factors of both averages.
     pub betas: (f64, f64),
-    /// The factors of the gradient and of its square in them.
+    /// The factors of the gradient and of its square in the averages.
     pub rests: (f64, f64),
     /// The factor of the parameter.
     pub decay: f64,
@@ -46,7 +47,7 @@ pub struct AdamFactors {
 }
 
 impl Kernels {
-    /// Returns the kernel for parameters of a dtype and so many elements; `None` if there is none.
+    /// Returns the kernel for parameters of a dtype and number of elements; `None` if there is none.
     ///
     /// # Errors
     /// [`Error::Driver`](crate::Error::Driver) if a kernel cannot be loaded.
@@ -69,7 +70,7 @@ impl Kernels {
 }
 
 impl Adam8 {
-    /// Returns `true` if the kernel takes these tensors, which it changes in place, as they lie in memory.
+    /// Returns `true` if the memory layout of these tensors, which the kernel changes in place, is supported.
     pub fn takes(tensors: &[&Tensor]) -> bool {
         tensors
             .iter()
@@ -79,7 +80,7 @@ impl Adam8 {
     /// Updates a parameter `(N,)` and both averages in place, in one launch.
     ///
     /// # Errors
-    /// [`Error::Common`](crate::Error::Common) for tensors of another length, dtype or device,
+    /// [`Error::Common`](crate::Error::Common) for tensors with the wrong length, dtype or device,
     /// [`Error::Driver`](crate::Error::Driver) if the launch fails.
     pub fn step(
         &self,

@@ -4,16 +4,16 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 
-/// The rows of a table. Later streams and captures get none.
+/// The number of rows of a table. Further streams and captures get none.
 const ROWS: usize = 1024;
 
-/// Zeros in the memory of a GPU, with which the programs of a launch count how many of them have finished. The last of
-/// them writes the zeros again, so that launches one after another share them without a launch that clears them.
+/// Counters in the memory of a GPU, with which the programs of a launch count how many of them have finished. The last
+/// program resets them to zero, so that consecutive launches share them without a launch that clears them.
 ///
-/// Launches that may run at the same time must not share them. What runs in order is a stream, and inside a capture a
-/// stream of that capture, whose graph is replayed as a whole and never beside itself; a graph may however be replayed on
-/// any stream. Each of them therefore has a row of its own, which it keeps for the life of the process: 528 bytes
-/// on a GPU of 132 multiprocessors.
+/// Launches that may run at the same time must not share counters. Launches run in order on a stream and, in a capture,
+/// on a stream of that capture: its graph is replayed as a whole and never concurrently with itself, but possibly on
+/// another stream. Each stream and each stream of a capture therefore has its own row, which it keeps for the life of
+/// the process: 528 bytes on a GPU with 132 multiprocessors.
 #[derive(Debug)]
 pub(crate) struct Counters {
     /// i32 `(ROWS, width)`.
@@ -23,7 +23,7 @@ pub(crate) struct Counters {
 }
 
 impl Counters {
-    /// Allocates rows of at least `width` counters. It waits for the device, so that every stream sees the zeros.
+    /// Allocates rows of at least `width` counters and waits for the device, so that every stream sees the zeros.
     pub(crate) fn new(width: usize, device: Device) -> Result<Self> {
         // Rows begin at multiples of 16 bytes.
         let width = width.next_multiple_of(4);
@@ -35,7 +35,7 @@ impl Counters {
         })
     }
 
-    /// Returns the first counter of a stream, or of a stream inside a capture; `None` if all rows are taken.
+    /// Returns the first counter of a stream, or of a stream in a capture; `None` if all rows are in use.
     pub(crate) fn of(&mut self, sequence: (usize, u64)) -> Option<usize> {
         let next = self.rows.len();
         if next == ROWS && !self.rows.contains_key(&sequence) {

@@ -11,47 +11,47 @@ use crate::kernels::{
     Argument, Kernels, Loaded, Request, dense, dtype, is_aligned, multiples_of_16, strided,
 };
 
-/// The largest number of queries of a sequence. More are worth a kernel that reads the keys once for all of them.
+/// The largest number of queries of a sequence. For more, a kernel that reads the keys once for all of them is faster.
 pub const MOST_QUERIES: i64 = 16;
 
-/// The keys that are worth a split of their own.
+/// The minimum number of keys in a split.
 const KEYS_OF_A_SPLIT: i64 = 128;
 
-/// The channels, and for keys the tokens, that share a scale.
+/// The number of channels, or for keys of tokens, that share a scale.
 const GROUP: i64 = 64;
 
-/// The number that a kernel takes for "no limit": sums with a number of keys stay below 2³¹.
+/// The value that means "no limit" to a kernel; its sum with a number of keys stays below 2³¹.
 const UNLIMITED: i64 = 1 << 30;
 
 /// Attention of a few new queries of each sequence over its keys.
 #[derive(Debug, Clone, Copy)]
 pub struct Decode<'a> {
-    /// The queries of one sequence after another `(N, H, D)`, or `(B, H, T, D)` with as many for each sequence; in f32,
-    /// f16 or bf16.
+    /// The concatenated queries of all sequences `(N, H, D)`, or `(B, H, T, D)` with the same number for each sequence;
+    /// in f32, f16 or bf16.
     pub query: &'a Tensor,
-    /// The keys, in the dtype of the queries: `(B, H_kv, S, D)`, or the blocks of a pool `(blocks, H_kv, block, D)`. Only
-    /// the channels of a key need lie side by side.
+    /// The keys, in the dtype of the queries: `(B, H_kv, S, D)`, or the blocks of a pool `(blocks, H_kv, block, D)`.
+    /// Only the channels of a key need to be contiguous.
     pub keys: &'a Tensor,
     /// The values, of the shape of the keys.
     pub values: &'a Tensor,
-    /// The keys of each sequence.
+    /// The layout of the keys of each sequence.
     pub layout: DecodeLayout<'a>,
-    /// The keys before its own that a query sees; `None`: all.
+    /// The number of keys before its own that a query sees; `None`: all.
     pub left: Option<usize>,
-    /// The keys after its own that a query sees; `None`: all.
+    /// The number of keys after its own that a query sees; `None`: all.
     pub right: Option<usize>,
     /// The factor of the scores.
     pub scale: f64,
     /// The bound of the scores.
     pub softcap: Option<f64>,
-    /// A logit of each head that is part of the softmax without a value, `(H,)`.
+    /// A logit for each head that takes part in the softmax without a value, `(H,)`.
     pub sinks: Option<&'a Tensor>,
 }
 
-/// The keys of each sequence; its queries are the last of them.
+/// The layout of the keys of each sequence; its queries belong to its last keys.
 #[derive(Debug, Clone, Copy)]
 pub enum DecodeLayout<'a> {
-    /// Sequence `b` has the first `counts[b]` keys of row `b`, which the device knows, i32 `(B,)`; and `N / B` queries.
+    /// Sequence `b` has the first `counts[b]` keys of row `b`, i32 `(B,)` on the device, and `N / B` queries.
     Rows {
         /// The numbers of keys.
         counts: &'a Tensor,
@@ -59,11 +59,11 @@ pub enum DecodeLayout<'a> {
     /// Key `j` of sequence `n` is row `g % block` of the block `blocks[g / block]`, with `g = key_starts[n] + j`. All
     /// are i32 on the device.
     Paged {
-        /// The blocks of one sequence after another.
+        /// The concatenated blocks of all sequences.
         blocks: &'a Tensor,
         /// The first key of each sequence `(sequences + 1,)`: multiples of the block.
         key_starts: &'a Tensor,
-        /// The first query of each sequence, and `N`.
+        /// The first query of each sequence, followed by `N`.
         query_starts: &'a Tensor,
         /// The number of keys of each sequence.
         counts: &'a Tensor,
@@ -72,7 +72,7 @@ pub enum DecodeLayout<'a> {
         /// The largest number of keys of a sequence.
         longest_keys: i64,
     },
-    /// Every row has `coded` keys as codes, and those of `keys` after them, of which all are filled.
+    /// Every row has `coded` keys as codes, followed by those of `keys`, all of which are filled.
     Coded {
         /// The codes of the keys, with a scale for 64 tokens of a channel.
         keys: CodedHeads<'a>,
@@ -88,8 +88,8 @@ pub enum DecodeLayout<'a> {
 pub struct CodedHeads<'a> {
     /// The codes, u8 `(B, H_kv, capacity, D)`, contiguous.
     pub codes: &'a Tensor,
-    /// The scales and behind them the least numbers, f32 `(B, H_kv, lines, 2·n)`, contiguous: for keys a line for each
-    /// 64 tokens, with a number for each channel; for values one for each token, with a number for each 64 channels.
+    /// The scales, followed by the minima, f32 `(B, H_kv, lines, 2·n)`, contiguous: for keys one line for each 64
+    /// tokens, with a value for each channel; for values one line for each token, with a value for each 64 channels.
     pub lines: &'a Tensor,
 }
 
@@ -106,15 +106,16 @@ struct Sizes {
 }
 
 impl Kernels {
-    /// Returns the mean of the values that each query sees by its softmax, of the shape and dtype of the queries, and the
-    /// logarithms of the denominators, f32 `(H, N)` or `(B, H, T)`; `None` if there is no kernel for this call. A query
-    /// that sees no key gets zeros and -∞.
+    /// Returns the attention of each query, with the shape and dtype of the queries, and the log-sum-exps, f32 `(H, N)`
+    /// or `(B, H, T)`; `None` if there is no kernel for this call. A query that sees no key gets zeros and
+    /// -∞.
     ///
-    /// It takes two launches, or one where rows and heads alone fill the GPU. Else the keys are split among as many programs
-    /// as do; their number depends on the capacity of the rows alone, so that a captured launch serves every length.
+    /// It takes one launch if rows and heads alone fill the GPU. Otherwise it takes two, and the keys are split among enough
+    /// programs to fill the GPU. Their number depends only on the capacity of the rows, so that a captured launch serves
+    /// every length.
     ///
     /// # Errors
-    /// [`Error::Common`](crate::Error::Common) for tensors that do not fit each other,
+    /// [`Error::Common`](crate::Error::Common) for tensors that do not match,
     /// [`Error::Driver`](crate::Error::Driver) if a kernel cannot be loaded or launched.
     pub fn decode(&self, call: &Decode<'_>) -> Result<Option<(Tensor, Tensor)>> {
         let &[batch, heads, queries, dim] = call.query.size().as_slice() else {
@@ -143,7 +144,7 @@ impl Kernels {
             return Ok(None);
         }
         let Some((split, combine)) = self.decode_kernels(call, &sizes)? else {
-            let reason = "no kernel for heads of this size and dtype, or none outside of a capture";
+            let reason = "there is no kernel for heads of this size and dtype, or it was not loaded before this capture";
             report_fallback("attention of a few queries", reason);
             return Ok(None);
         };
@@ -197,7 +198,7 @@ impl Kernels {
                 .div_ceil(KEYS_OF_A_SPLIT as usize)
                 .max(1),
         );
-        // Two programs for each multiprocessor keep as many bytes on their way as the memory needs.
+        // Two programs for each multiprocessor keep enough loads in flight to saturate the memory.
         let splits = (2 * self.multiprocessors()).div_ceil(programs.max(1));
         let splits = splits.clamp(1, most);
         let (kind, device) = (call.query.kind(), call.query.device());
@@ -278,7 +279,8 @@ impl Kernels {
     }
 }
 
-/// Logs at level debug, once in a process, why an operation on a GPU runs libtorch's operators although kernels are on.
+/// Logs at level debug, once in a process, why an operation on a GPU runs libtorch's operators although the kernels are
+/// on.
 pub fn report_fallback(operation: &'static str, reason: &'static str) {
     static REPORTED: Mutex<BTreeSet<(&str, &str)>> = Mutex::new(BTreeSet::new());
     if REPORTED.lock().insert((operation, reason)) {
@@ -286,7 +288,7 @@ pub fn report_fallback(operation: &'static str, reason: &'static str) {
     }
 }
 
-/// Returns the tables of the layout, as the kernel takes them after the tensors.
+/// Returns the tables of the layout, which the kernel takes after the tensors.
 fn tables(call: &Decode<'_>) -> Result<Vec<(&'static str, Tensor)>> {
     Ok(match call.layout {
         DecodeLayout::Rows { counts } => vec![("counts", dense(counts)?)],
@@ -325,7 +327,7 @@ fn strides<'a>(query: &Tensor, call: &Decode<'_>) -> [(&'static str, Argument<'a
     ]
 }
 
-/// Returns the stride along an axis; 0 for an axis of one element, whose stride says nothing.
+/// Returns the stride along an axis; 0 for an axis of one element, whose stride is meaningless.
 fn step(tensor: &Tensor, axis: usize) -> i64 {
     match tensor.size()[axis] {
         0 | 1 => 0,
@@ -333,14 +335,14 @@ fn step(tensor: &Tensor, axis: usize) -> i64 {
     }
 }
 
-/// Returns `true` if the channels lie side by side, and loads of 16 bytes may begin at each head.
+/// Returns `true` if the channels are contiguous and each head is aligned for loads of 16 bytes.
 fn is_wide(tensor: &Tensor) -> bool {
     let last = tensor.dim() - 1;
     let steps: Vec<i64> = (0..last).map(|axis| step(tensor, axis)).collect();
     matches!(step(tensor, last), 0 | 1) && multiples_of_16(&steps) && is_aligned(tensor)
 }
 
-/// Returns the queries, or a copy of them, with strides that the kernel takes.
+/// Returns the queries, or a copy of them, with strides that the kernel supports.
 fn aligned_rows(query: &Tensor) -> Result<Tensor> {
     let query = strided(query)?;
     match is_wide(&query) {
@@ -353,7 +355,7 @@ fn aligned_rows(query: &Tensor) -> Result<Tensor> {
     }
 }
 
-/// Returns why no kernel takes a call.
+/// Returns the reason why no kernel supports a call, if there is one.
 fn unfit(call: &Decode<'_>, sizes: &Sizes) -> Option<&'static str> {
     let widest = if call.query.kind() == Kind::Float {
         128
@@ -365,7 +367,7 @@ fn unfit(call: &Decode<'_>, sizes: &Sizes) -> Option<&'static str> {
     }
     if sizes.dim % 16 != 0 || sizes.dim > widest {
         return Some(
-            "heads have a number of channels that is no multiple of 16, or above 256 (128 in f32)",
+            "the number of channels of a head is not a multiple of 16, or above 256 (128 in f32)",
         );
     }
     if !(1..=MOST_QUERIES).contains(&sizes.queries) || sizes.sequences == 0 {
@@ -392,23 +394,23 @@ fn unfit(call: &Decode<'_>, sizes: &Sizes) -> Option<&'static str> {
         && tensors
             .iter()
             .all(|tensor| tensor.is_contiguous() && is_aligned(tensor));
-    (!fits).then_some("codes are not contiguous, or heads have not 64, 128 or 256 channels")
+    (!fits).then_some("codes are not contiguous, or heads do not have 64, 128 or 256 channels")
 }
 
-/// Checks that the tensors of a call fit each other, so that the kernel stays within them; returns the sizes.
+/// Checks that the tensors of a call match, so that the kernel stays within them; returns the sizes.
 fn check(call: &Decode<'_>) -> Result<Sizes> {
     let (q, k) = (call.query.size(), call.keys.size());
     let (&[total, heads, dim], &[outer, kv_heads, rows, key_dim]) = (q.as_slice(), k.as_slice())
     else {
-        let expected = "(N, H, D) or (B, H, T, D), beside keys of four dimensions";
+        let expected = "(N, H, D) or (B, H, T, D), with keys of four dimensions";
         return Err(Common::shape("query", q, expected).into());
     };
     if dim == 0 || key_dim != dim || kv_heads == 0 || heads == 0 || heads % kv_heads != 0 {
-        let expected = format!("heads that divide {heads}, of {dim} channels, as the query");
+        let expected = format!("of a number of heads that divides {heads}, with {dim} channels, as the query has");
         return Err(Common::shape("keys", k, expected).into());
     }
     if call.values.size() != k {
-        let expected = format!("{k:?} as the keys");
+        let expected = format!("{k:?}, as the keys are");
         return Err(Common::shape("values", call.values.size(), expected).into());
     }
     if let Some(sinks) = call.sinks.filter(|sinks| sinks.size() != [heads]) {
@@ -419,7 +421,7 @@ fn check(call: &Decode<'_>) -> Result<Sizes> {
         match tensor.kind() == Kind::Int && count >= least {
             true => Ok(count),
             false => {
-                let expected = format!("at least {least} numbers of i32");
+                let expected = format!("at least {least} elements of i32");
                 Err(Common::shape(name, tensor.size(), expected))
             }
         }
@@ -476,7 +478,7 @@ fn per_row(total: i64, rows: i64) -> Result<i64> {
     }
 }
 
-/// Checks codes for `[B, H_kv, tokens, D]`.
+/// Checks codes of shape `[B, H_kv, tokens, D]`.
 fn check_codes(
     heads: CodedHeads<'_>,
     [batch, kv_heads, tokens, dim]: [i64; 4],

@@ -1,6 +1,6 @@
 //! The functions of the CUDA driver that a launch needs, from `libcuda.so.1`, and libtorch's current stream.
 //!
-//! No CUDA header is needed: the driver's interface is C with integers and opaque pointers, and stays as it is.
+//! No CUDA header is needed: the driver's interface is a stable C interface of integers and opaque pointers.
 #![allow(unsafe_code)]
 
 use std::ffi::{CStr, CString, OsStr, c_char, c_int, c_uint, c_void};
@@ -15,7 +15,7 @@ const MULTIPROCESSOR_COUNT: c_int = 16;
 const COMPUTE_CAPABILITY_MAJOR: c_int = 75;
 const COMPUTE_CAPABILITY_MINOR: c_int = 76;
 const MAX_DYNAMIC_SHARED_SIZE_BYTES: c_int = 8;
-/// The shared memory that a block may have without asking for more.
+/// The shared memory in bytes that a block can use without raising its limit.
 const SHARED_BY_DEFAULT: u32 = 48 * 1024;
 const WARP: u32 = 32;
 
@@ -72,7 +72,7 @@ unsafe fn symbol<F: Copy>(library: &Library, path: &str, name: &str) -> Result<F
     }
 }
 
-/// `cuStreamGetCaptureInfo_v2`: of a stream, the status and the number of its capture, and what else it is asked for.
+/// `cuStreamGetCaptureInfo_v2`: returns the status and the id of a stream's capture, and further optional values.
 type CaptureInfo = unsafe extern "C" fn(
     Handle,
     *mut c_int,
@@ -87,7 +87,7 @@ pub(crate) struct Driver {
     functions: Functions,
     /// Finishes loading a function before a capture; drivers before 12.4 do not have it.
     load_function: Option<unsafe extern "C" fn(Handle) -> c_int>,
-    /// Tells captures apart; drivers before 11.3 do not have it.
+    /// Identifies captures; drivers before 11.3 do not have it.
     capture_info: Option<CaptureInfo>,
     current_stream: unsafe extern "C" fn(i32, *mut Handle) -> i32,
     // Last, so that they are unloaded after the pointers into them are gone.
@@ -95,8 +95,8 @@ pub(crate) struct Driver {
 }
 
 impl Driver {
-    /// Opens the driver at `path`. libtorch's current stream comes from `torch`, or where that is `None` from the
-    /// libraries that the program has loaded.
+    /// Opens the driver at `path`. The function for libtorch's current stream comes from `torch` or, if that is `None`,
+    /// from the libraries that the program has loaded.
     pub(crate) fn open(path: &OsStr, torch: Option<&OsStr>) -> Result<Self> {
         let open = |path: Option<&OsStr>| {
             // SAFETY: loading runs the constructors of NVIDIA's driver, which libtorch's CUDA library loads as well,
@@ -152,7 +152,7 @@ impl Driver {
             true => unsafe { CStr::from_ptr(name) }
                 .to_string_lossy()
                 .into_owned(),
-            false => "an error that this driver has no name for".to_owned(),
+            false => "an error without a name in this driver".to_owned(),
         };
         Err(Error::Driver {
             call,
@@ -163,10 +163,10 @@ impl Driver {
     }
 }
 
-/// The primary context of a GPU, which is the one that libtorch uses.
+/// The primary context of a GPU, which libtorch uses as well.
 pub(crate) struct Context {
     driver: Driver,
-    /// The index of the device among those that the process sees, which is libtorch's.
+    /// libtorch's index of the device: its index among the devices that the process sees.
     device: i32,
     handle: Handle,
     pub(crate) capability: (u32, u32),
@@ -187,7 +187,7 @@ impl std::fmt::Debug for Context {
     }
 }
 
-/// A kernel that is loaded.
+/// A loaded kernel.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Function {
     handle: Handle,
@@ -199,7 +199,7 @@ unsafe impl Send for Function {}
 // SAFETY: as above.
 unsafe impl Sync for Function {}
 
-/// A value that a kernel takes.
+/// The value of a kernel's parameter.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) enum Value {
     Pointer(usize),
@@ -209,7 +209,7 @@ pub(crate) enum Value {
 }
 
 impl Value {
-    /// Returns `true` if an argument of this Triton type takes the value.
+    /// Returns `true` if a parameter of this Triton type takes the value.
     pub(crate) fn fits(self, kind: &str) -> bool {
         match self {
             Self::Pointer(_) => kind.starts_with('*'),
@@ -237,7 +237,7 @@ impl Value {
 #[repr(align(8))]
 struct Slot(#[expect(dead_code, reason = "read by the driver through a pointer")] [u8; 8]);
 
-/// The blocks of a launch, and the threads of each.
+/// The blocks of a launch and the threads of each block.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Grid {
     pub(crate) blocks: [u32; 2],
@@ -277,14 +277,14 @@ impl Context {
         })
     }
 
-    /// Makes the context current on this thread until the result is dropped.
+    /// Makes the context current on this thread until the returned guard is dropped.
     fn enter(&self) -> Result<Entered<'_>> {
         let functions = &self.driver.functions;
         let mut current = ptr::null_mut();
         // SAFETY: writes one handle.
         let status = unsafe { (functions.current_context)(&raw mut current) };
         self.driver.check(status, "cuCtxGetCurrent", "a launch")?;
-        // libtorch has usually made it current already, and then there is nothing to restore.
+        // Usually libtorch has already made it current, and there is nothing to restore.
         if current == self.handle {
             return Ok(Entered(None));
         }
@@ -294,7 +294,7 @@ impl Context {
         Ok(Entered(Some(&self.driver)))
     }
 
-    /// Loads a function from a cubin, or from PTX that ends with a zero.
+    /// Loads a function from a cubin, or from PTX that is terminated by a zero.
     pub(crate) fn load(&self, image: &[u8], symbol: &str, shared: u32) -> Result<Function> {
         let _entered = self.enter()?;
         let functions = &self.driver.functions;
@@ -314,7 +314,7 @@ impl Context {
             self.driver.check(status, "cuFuncSetAttribute", symbol)?;
         }
         if let Some(load) = self.driver.load_function {
-            // The driver loads lazily: without this a first launch inside a capture would load the code there.
+            // The driver loads lazily: without this, a first launch in a capture would load the code there.
             // SAFETY: a valid function.
             let status = unsafe { load(handle) };
             self.driver.check(status, "cuFuncLoad", symbol)?;
@@ -338,7 +338,8 @@ impl Context {
         }
     }
 
-    /// Returns `true` if libtorch's current stream is being captured, or cannot tell because another one is.
+    /// Returns `true` if libtorch's current stream is being captured, or if the driver cannot tell because another
+    /// stream is being captured.
     pub(crate) fn is_capturing(&self) -> Result<bool> {
         let _entered = self.enter()?;
         let mut status = 0;
@@ -348,8 +349,8 @@ impl Context {
         Ok(asked != SUCCESS || status != 0)
     }
 
-    /// Returns libtorch's current stream, and the number of the capture that it is part of, or 0; `None` if the driver
-    /// does not tell which.
+    /// Returns libtorch's current stream and the id of the capture that it is part of, or 0; `None` if the driver
+    /// cannot identify the capture.
     pub(crate) fn sequence(&self) -> Result<Option<(usize, u64)>> {
         let Some(capture_info) = self.driver.capture_info else {
             let stream = self.stream()?;
@@ -376,8 +377,8 @@ impl Context {
         })
     }
 
-    /// Launches a function on libtorch's current stream. `values` are of the types of its parameters, and `hidden`
-    /// pointers follow that it does not use.
+    /// Launches a function on libtorch's current stream. `values` have the types of its parameters and are followed by
+    /// `hidden` pointers that it does not use.
     pub(crate) fn launch(
         &self,
         function: Function,
@@ -418,7 +419,7 @@ impl Context {
     }
 }
 
-/// A context that is current on this thread; on drop the one before is again.
+/// A context that is current on this thread; dropping it restores the previous one.
 struct Entered<'a>(Option<&'a Driver>);
 
 impl Drop for Entered<'_> {

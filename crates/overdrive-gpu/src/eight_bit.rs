@@ -7,19 +7,19 @@ use crate::kernels::Argument::{I32, Tensor as Elements};
 use crate::kernels::{Kernels, Loaded, Request, dense, dtype, is_aligned, multiples_of_16};
 use crate::quantized::{MOST_FLOAT_ROWS, Product, ROWS_TOGETHER};
 
-/// A weight `(O, I)` of 8-bit codes with a scale for each output, or for each group of its inputs; both tensors are
+/// A weight `(O, I)` of 8-bit codes with one scale for each output or for each group of its inputs; both tensors are
 /// contiguous.
 #[derive(Debug, Clone, Copy)]
 pub struct EightBitWeight<'a> {
-    /// The codes `(O, I)`: i8 or u8, as their numbers say.
+    /// The codes `(O, I)`: i8 or u8, depending on `numbers`.
     pub codes: &'a Tensor,
-    /// The scales, f32 `(O,)`, or f16 `(O, I/group)`.
+    /// The scales: f32 `(O,)` or f16 `(O, I/group)`.
     pub scales: &'a Tensor,
-    /// The numbers of the codes.
+    /// The format of the codes.
     pub numbers: EightBitNumbers,
 }
 
-/// The numbers that codes of 8 bits stand for, before the scale.
+/// The values that 8-bit codes represent, before the scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum EightBitNumbers {
     /// Integers, i8.
@@ -28,7 +28,7 @@ pub enum EightBitNumbers {
     Float,
 }
 
-/// Products with 8-bit weights, and their dequantization, for one dtype of activations.
+/// Matmuls with 8-bit weights, and their dequantization, for one dtype of activations.
 #[derive(Debug)]
 pub struct EightBit {
     kernels: &'static Kernels,
@@ -41,7 +41,7 @@ impl Kernels {
     /// Returns the kernels for activations of a dtype and weights like this one; `None` if there are none.
     ///
     /// # Errors
-    /// [`Error::Common`](crate::Error::Common) if the tensors do not fit each other,
+    /// [`Error::Common`](crate::Error::Common) if the tensors do not match,
     /// [`Error::Driver`](crate::Error::Driver) if a kernel cannot be loaded.
     pub fn eight_bit(
         &'static self,
@@ -57,7 +57,7 @@ impl Kernels {
             return Ok(None);
         };
         let is_integer = weight.numbers == EightBitNumbers::Integer;
-        // The kernels for f32 and for dequantization have integers with a scale for each output.
+        // The kernels for f32 and for dequantization support only integers with one scale for each output.
         let is_simple = is_integer && group == 0;
         let find = |kernel, rows: Option<i64>| match is_simple {
             true => self.find(&Request {
@@ -105,11 +105,11 @@ impl Kernels {
 }
 
 impl EightBit {
-    /// Returns `x (rows, I) · weightᵀ`, `(rows, O)` in the dtype of `x`, in one launch; `None` for more rows than are
-    /// multiplied with codes (8 of f32, 64 of f16 and bf16), and if there is no kernel for it.
+    /// Returns `x (rows, I) · weightᵀ`, `(rows, O)` in the dtype of `x`, in one launch; `None` for more rows than the
+    /// kernels multiply with codes (8 of f32, 64 of f16 and bf16), and if there is no kernel.
     ///
     /// # Errors
-    /// [`Error::Common`](crate::Error::Common) for tensors that do not fit each other,
+    /// [`Error::Common`](crate::Error::Common) for tensors that do not match,
     /// [`Error::Driver`](crate::Error::Driver) if the launch fails.
     pub fn product(&self, x: &Tensor, weight: &EightBitWeight<'_>) -> Result<Option<Tensor>> {
         let [outputs, inputs, _] = weight.size()?;
@@ -171,8 +171,8 @@ impl EightBit {
 }
 
 impl EightBitWeight<'_> {
-    /// Returns the outputs and inputs of a weight whose tensors fit each other, and the inputs that share a scale, 0 for
-    /// all.
+    /// Checks that the tensors of the weight match. Returns the number of outputs, of inputs, and of inputs that share
+    /// a scale, 0 for all.
     fn size(&self) -> Result<[i64; 3]> {
         match (&*self.codes.size(), &*self.scales.size()) {
             (&[outputs, inputs], &[scaled]) if scaled == outputs => Ok([outputs, inputs, 0]),

@@ -1,4 +1,4 @@
-//! The kernels inside the program: `kernels/kernels.json` says what `kernels/kernels.bin.zst` holds.
+//! The kernels embedded in the program: `kernels/kernels.json` describes the contents of `kernels/kernels.bin.zst`.
 
 use std::collections::BTreeMap;
 use std::io::Read;
@@ -18,21 +18,21 @@ pub(crate) const PTX: &str = "ptx";
 /// The table of the embedded kernels.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Table {
-    /// The number of pointers to scratch memory that each kernel takes behind its arguments and does not use.
+    /// The number of unused pointers to scratch memory that each kernel takes after its arguments.
     pub(crate) hidden_pointers: usize,
-    /// The SHA-256 of the files that the kernels were made of.
+    /// The SHA-256 of the kernels' source files.
     #[cfg_attr(not(test), allow(dead_code, reason = "read by the tests"))]
     pub(crate) sources: BTreeMap<String, String>,
     pub(crate) targets: BTreeMap<String, Packed>,
     pub(crate) variants: Vec<Variant>,
 }
 
-/// The part of `kernels.bin.zst` with the images of one target, a stream of zstd.
+/// The part of `kernels.bin.zst` with the images of one target, as a zstd stream.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Packed {
     pub(crate) offset: usize,
     pub(crate) length: usize,
-    /// The length of the images.
+    /// The uncompressed length of the images.
     pub(crate) size: usize,
 }
 
@@ -55,10 +55,10 @@ pub(crate) struct Variant {
 /// The code of a variant for one target.
 #[derive(Debug, Deserialize)]
 pub(crate) struct Image {
-    /// Its place among the images of the target.
+    /// Its offset in the images of the target.
     pub(crate) offset: usize,
     pub(crate) length: usize,
-    /// The bytes of shared memory that a block needs.
+    /// The shared memory of a block in bytes.
     pub(crate) shared: u32,
     #[cfg_attr(not(test), allow(dead_code, reason = "read by the tests"))]
     pub(crate) sha256: String,
@@ -91,7 +91,7 @@ pub(crate) fn table() -> Result<&'static Table> {
         .map_err(|reason| embedded(format!("kernels.json: {reason}")))
 }
 
-/// Returns the images of a target, one after another.
+/// Returns the concatenated images of a target.
 pub(crate) fn images(target: &str) -> Result<Vec<u8>> {
     let missing = || embedded(format!("there are no images for {target}"));
     let packed = table()?.targets.get(target).ok_or_else(missing)?;
@@ -105,7 +105,7 @@ pub(crate) fn images(target: &str) -> Result<Vec<u8>> {
         .read_to_end(&mut images)
         .map_err(|error| damaged(error.to_string()))?;
     if images.len() != packed.size {
-        return Err(embedded(format!("the images for {target} are cut short")));
+        return Err(embedded(format!("the images for {target} are truncated")));
     }
     Ok(images)
 }
@@ -113,9 +113,9 @@ pub(crate) fn images(target: &str) -> Result<Vec<u8>> {
 /// Returns the target whose images run on a GPU of this compute capability.
 pub(crate) fn target_for((major, minor): (u32, u32)) -> Option<&'static str> {
     match (major, minor) {
-        // A cubin runs on the later minor versions of its major one.
+        // A cubin also runs on later minor versions of its major version.
         (8, _) => Some("sm_80"),
-        // These are specific to one architecture, which the `a` says.
+        // The `a` marks code for one specific architecture.
         (9, 0) => Some("sm_90a"),
         (10, 0) => Some("sm_100a"),
         (12, 0) => Some("sm_120a"),

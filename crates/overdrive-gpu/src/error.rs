@@ -5,8 +5,8 @@ pub enum Error {
     /// An option is outside its range, or a tensor has a shape, dtype or device that a kernel cannot take.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
-    /// A library cannot be loaded, or lacks a function.
-    #[error("{library}: {reason}; install NVIDIA's driver, or set OVERDRIVE_GPU_KERNELS=0")]
+    /// A library cannot be loaded or lacks a function.
+    #[error("cannot load {library}: {reason}; install NVIDIA's driver, or set OVERDRIVE_GPU_KERNELS=0")]
     Library {
         /// The file that was opened.
         library: String,
@@ -22,12 +22,12 @@ pub enum Error {
         subject: String,
         /// The driver's name of the error, such as `CUDA_ERROR_INVALID_IMAGE`.
         name: String,
-        /// The driver's number of the error.
+        /// The driver's error code.
         code: i32,
     },
-    /// The embedded kernels do not fit the code that calls them: a fault of this build.
+    /// The embedded kernels do not match the code that calls them, because of an error in this build.
     #[error(
-        "the embedded kernels are not those that this program calls: {reason}; run `cargo xtask kernels`"
+        "the embedded kernels do not match this program: {reason}; run `cargo xtask kernels`"
     )]
     Embedded {
         /// The difference.
@@ -44,7 +44,7 @@ pub enum Error {
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Returns the error of embedded kernels that do not fit.
+/// Returns the error for embedded kernels that do not match.
 pub(crate) fn embedded(reason: impl Into<String>) -> Error {
     Error::Embedded {
         reason: reason.into(),

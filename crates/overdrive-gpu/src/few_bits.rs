@@ -6,16 +6,16 @@ use crate::counters::Counters;
 use crate::kernels::Argument::{Element, F32, I32, Tensor as Elements};
 use crate::kernels::{Kernels, Loaded, Request, dense, dtype};
 
-/// The rows that a launch is compiled for, at most.
+/// The largest number of rows that a kernel is compiled for.
 const ROWS: [i64; 3] = [8, 16, 64];
 
-/// The steps along the inputs that are worth a program of their own.
+/// The minimum number of steps along the inputs for each program.
 const LEAST_STEPS: usize = 4;
 
 /// The largest number of programs that share outputs.
 const MOST_SPLITS: usize = 16;
 
-/// The numbers that codes stand for, before the scale.
+/// The values that codes represent, before the scale.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Format {
     Int8 = 0,
@@ -24,19 +24,19 @@ pub(crate) enum Format {
     Book = 3,
 }
 
-/// The kind of weight that a product is wanted with.
+/// The kind of weight of a matmul.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Wanted {
     pub(crate) format: Format,
     pub(crate) has_offsets: bool,
     pub(crate) is_nested: bool,
     pub(crate) has_half_scales: bool,
-    /// The inputs that share a scale; 0: all.
+    /// The number of inputs that share a scale; 0: all.
     pub(crate) group: i64,
     pub(crate) book: Option<&'static [f32; 16]>,
 }
 
-/// The tensors of a weight, which fit each other.
+/// The tensors of a weight, which match.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Operands<'a> {
     pub(crate) codes: &'a Tensor,
@@ -46,7 +46,7 @@ pub(crate) struct Operands<'a> {
     pub(crate) size: [i64; 2],
 }
 
-/// The numbers that the codes of scales stand for.
+/// The values that the codes of scales represent.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Nested<'a> {
     pub(crate) book: &'a Tensor,
@@ -54,26 +54,26 @@ pub(crate) struct Nested<'a> {
     pub(crate) offset: f64,
 }
 
-/// Products of f16 or bf16 with one kind of weight, on tensor cores.
+/// Matmuls of f16 or bf16 with one kind of weight, on tensor cores.
 #[derive(Debug)]
 pub(crate) struct FewBits {
     kernels: &'static Kernels,
-    /// By the number of rows.
+    /// The kernels by the number of rows.
     buckets: Vec<Loaded>,
     book: Option<Book>,
 }
 
-/// The numbers of a book as the products take them.
+/// The values of a code book in the form that the matmuls take.
 #[derive(Debug)]
 pub(crate) struct Book {
-    /// i32 `(8,)`: the low bytes of the 16 numbers, then the high ones.
+    /// i32 `(8,)`: the low bytes of the 16 values, then their high bytes.
     words: Tensor,
     /// The factor of the scales.
     ratio: f64,
 }
 
 impl Kernels {
-    /// Returns the products with weights like this one; `None` if there are none.
+    /// Returns the matmuls with weights of this kind; `None` if there are none.
     pub(crate) fn few_bits(&'static self, kind: Kind, wanted: Wanted) -> Result<Option<FewBits>> {
         let Some(dtype) = dtype(kind).filter(|_| kind != Kind::Float) else {
             return Ok(None);
@@ -105,7 +105,7 @@ impl Kernels {
             },
             None => None,
         };
-        // Not inside a capture, as the kernels were loaded outside of it.
+        // Not in a capture, since the kernels were loaded outside of it.
         let mut counters = self.counters.lock();
         if counters.is_none() {
             *counters = Some(Counters::new(self.multiprocessors(), self.device())?);
@@ -117,8 +117,8 @@ impl Kernels {
         }))
     }
 
-    /// Returns a book on the GPU, where it is kept: an upload waits for the device, which ends a capture. There is `None` for
-    /// a book that was not used before.
+    /// Returns a code book on the GPU, where it is cached: an upload waits for the device, which would end a capture.
+    /// Returns `None` in a capture for a code book that was not used before.
     fn rounded_book(&self, numbers: &'static [f32; 16], kind: Kind) -> Result<Option<Book>> {
         let mut books = self.rounded_books.lock();
         let known = books
@@ -138,10 +138,10 @@ impl Kernels {
 }
 
 impl FewBits {
-    /// Returns `x (rows, I) · weightᵀ`, `(rows, O)` in the dtype of `x`, in one launch, or in two once the counters are used up; `None` for more rows than a launch
-    /// takes.
+    /// Returns `x (rows, I) · weightᵀ`, `(rows, O)` in the dtype of `x`, in one launch, or in two once the counters are
+    /// used up; `None` for more rows than a launch supports.
     ///
-    /// The order of the sums, and with it the last bit of a result, depends on the sizes alone.
+    /// The order of the sums, and with it the last bit of a result, depends only on the sizes.
     pub(crate) fn product(&self, x: &Tensor, weight: &Operands<'_>) -> Result<Option<Tensor>> {
         let (rows, [outputs, inputs]) = (x.size()[0], weight.size);
         let fitting = self.buckets.iter().find_map(|bucket| {
@@ -160,8 +160,8 @@ impl FewBits {
         let Some((counters, first)) = self.kernels.counters()? else {
             return Ok(None);
         };
-        // Captures take counters for good. Once none are left, a launch more clears some of its own: not to split would
-        // cost several times as much.
+        // Captures keep their counters. Once none are left, an additional launch clears temporary counters; not
+        // splitting would cost several times as much.
         let (counters, first) = match first {
             Some(first) => (counters, first),
             None if splits == 1 => (counters, 0),
@@ -170,7 +170,7 @@ impl FewBits {
                 0,
             ),
         };
-        // A single program for outputs writes neither sums nor counters.
+        // If one program computes a block of outputs, it writes neither sums nor counters.
         let partial = match splits {
             1 => counters.f_view_dtype(Kind::Float)?,
             _ => Tensor::f_empty(
@@ -212,17 +212,17 @@ impl FewBits {
     }
 }
 
-/// Returns the number of programs that share a block of outputs. Two for each multiprocessor keep as many bytes on their way
-/// as the memory needs; the sweep of kernels/manifest.toml has shown the rest. Where several share a block there are at
-/// most as many blocks as multiprocessors, which is the number of counters.
+/// Returns the number of programs that share a block of outputs. Two programs for each multiprocessor keep enough loads
+/// in flight to saturate the memory; the other constants come from the sweep in kernels/manifest.toml. If several share
+/// a block, there are at most as many blocks as multiprocessors, which is the number of counters.
 fn splits(blocks: usize, steps: usize, multiprocessors: usize) -> usize {
     let filling = 2 * multiprocessors / blocks.max(1);
     filling.min(steps / LEAST_STEPS).clamp(1, MOST_SPLITS)
 }
 
 impl Book {
-    /// Rounds the numbers to a dtype of 16 bits, after a multiplication with the factor from 1 to 2 with which they are
-    /// rounded least.
+    /// Rounds the values to a 16-bit dtype, after a multiplication by the factor from 1 to 2 that minimizes the
+    /// rounding error.
     fn new(numbers: &[f32; 16], kind: Kind, device: Device) -> Result<Self> {
         let cpu = (Kind::Double, Device::Cpu);
         let numbers = Tensor::f_from_slice(numbers)?.f_to_kind(Kind::Double)?;
@@ -261,7 +261,7 @@ impl Book {
     }
 }
 
-/// Returns the rows and inputs of activations, after a check of their shape.
+/// Checks the shape of activations and returns their number of rows and inputs.
 pub(crate) fn check_rows(x: &Tensor, inputs: i64) -> Result<i64> {
     match *x.size() {
         [rows, width] if width == inputs => Ok(rows),
@@ -270,8 +270,8 @@ pub(crate) fn check_rows(x: &Tensor, inputs: i64) -> Result<i64> {
 }
 
 impl Kernels {
-    /// Returns the table of counters, and the first one for a launch on the current stream; `None` in its place if no
-    /// counters are left, or if it is not known which capture the launch is part of.
+    /// Returns the table of counters, and the first counter for a launch on the current stream, or `None` in its place
+    /// if no counters are left or the capture of the launch is unknown.
     fn counters(&self) -> Result<Option<(Tensor, Option<usize>)>> {
         let sequence = self.sequence()?;
         Ok(self.counters.lock().as_mut().map(|counters| {
@@ -285,7 +285,7 @@ impl Kernels {
 mod tests {
     use super::*;
 
-    /// Returns the numbers of words, times the ratio.
+    /// Returns the values of words, times the ratio.
     fn numbers(book: &Book, kind: Kind) -> Vec<f64> {
         let bytes = book.words.view_dtype(Kind::Uint8).view([2, 16]);
         let numbers = bytes.tr().contiguous().view([32]).view_dtype(kind);

@@ -17,7 +17,7 @@ pub enum GateActivation {
     Relu,
 }
 
-/// `activation(gate) · up` of rows of one width and dtype, forward and backward.
+/// `activation(gate) · up` for rows of one width and dtype, forward and backward.
 #[derive(Debug, Clone, Copy)]
 pub struct Gate {
     kernels: &'static Kernels,
@@ -27,7 +27,7 @@ pub struct Gate {
 }
 
 impl Kernels {
-    /// Returns the kernels for `width` gates a row; `None` if there are none.
+    /// Returns the kernels for rows of `width` gates; `None` if there are none.
     ///
     /// # Errors
     /// [`Error::Driver`](crate::Error::Driver) if a kernel cannot be loaded.

@@ -22,7 +22,7 @@ use crate::verified::{is_used, report_of};
 
 const VARIABLE: &str = "OVERDRIVE_GPU_KERNELS";
 const DRIVER: &str = "libcuda.so.1";
-/// Loads of 16 bytes need addresses that are multiples of it, and the variants are compiled for such addresses.
+/// The alignment in bytes that the kernels are compiled for, as loads of 16 bytes need it.
 const ALIGNMENT: usize = 16;
 
 /// The kernels of one GPU.
@@ -35,7 +35,7 @@ pub struct Kernels {
     books: Mutex<Vec<(&'static [f32; 16], Tensor)>>,
     pub(crate) rounded_books: Mutex<Vec<(&'static [f32; 16], Kind, Book)>>,
     pub(crate) counters: Mutex<Option<Counters>>,
-    /// By the name of the kernel.
+    /// The variants by the name of the kernel.
     launches: BTreeMap<&'static str, AtomicU64>,
 }
 
@@ -48,14 +48,14 @@ impl Debug for Kernels {
     }
 }
 
-/// The variant of a kernel that is wanted.
+/// The requested variant of a kernel.
 #[derive(Debug, Clone, PartialEq, Eq, Hash)]
 pub(crate) struct Request {
     pub(crate) kernel: &'static str,
     pub(crate) dtype: &'static str,
-    /// Constants that must be as they are here.
+    /// Constants that must be equal.
     pub(crate) constants: Vec<(&'static str, i64)>,
-    /// A constant that must be at least as large; the variant with the smallest one is taken.
+    /// A constant that must be at least as large; the variant with the smallest value is chosen.
     pub(crate) least: (&'static str, i64),
     /// If `true`, integers that the manifest names are multiples of 16.
     pub(crate) aligned: bool,
@@ -81,7 +81,7 @@ impl Request {
     }
 }
 
-/// A variant that is ready to be launched.
+/// A variant that is ready to launch.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Loaded {
     function: Function,
@@ -100,10 +100,10 @@ pub(crate) enum Argument<'a> {
     F32(f64),
 }
 
-/// Returns the kernels for tensors on a device; `None` where libtorch's operators are to be used.
+/// Returns the kernels for tensors on a device; `None` if libtorch's operators should be used.
 ///
-/// They are used by default on the architectures on which a report shows that they are right: compute capability 9.0
-/// (H100, H200). `OVERDRIVE_GPU_KERNELS=1` uses them elsewhere too; `=0` never does. The variable is read once;
+/// By default they are used on the architectures for which a report shows that they are correct: compute capability 9.0
+/// (H100, H200). `OVERDRIVE_GPU_KERNELS=1` uses them elsewhere as well; `=0` turns them off. The variable is read once;
 /// [`set_enabled`] overrides it.
 ///
 /// # Errors
@@ -130,14 +130,14 @@ const OFF: u8 = 1;
 const ON: u8 = 2;
 static OVERRIDE: AtomicU8 = AtomicU8::new(UNSET);
 
-/// Turns the kernels on or off for all threads, whatever `OVERDRIVE_GPU_KERNELS` says: to compare both in one process.
-/// A function that has run forward runs backward on the same path.
+/// Turns the kernels on or off for all threads, regardless of `OVERDRIVE_GPU_KERNELS`, to compare both in one process.
+/// The backward pass of a function runs on the same path as its forward pass.
 pub fn set_enabled(enabled: bool) {
     let value = if enabled { ON } else { OFF };
     OVERRIDE.store(value, Ordering::Relaxed);
 }
 
-/// Returns the kernels of a device if they were used or asked for before, also where they are turned off now.
+/// Returns the kernels of a device if they were used or requested before, even if they are off now.
 pub fn opened(device: Device) -> Option<&'static Kernels> {
     match device {
         Device::Cuda(index) => GPUS.opened(index),
@@ -148,16 +148,16 @@ pub fn opened(device: Device) -> Option<&'static Kernels> {
 
 static GPUS: Gpus = Gpus::new();
 
-/// Turns the kernels on or off, as [`set_enabled`] does, until the result is dropped; then the setting before counts
-/// again.
+/// Turns the kernels on or off, as [`set_enabled`] does, until the returned guard is dropped, which restores the
+/// previous setting.
 pub fn override_enabled(enabled: bool) -> EnabledGuard {
     let value = if enabled { ON } else { OFF };
     EnabledGuard(OVERRIDE.swap(value, Ordering::Relaxed))
 }
 
-/// The setting before [`override_enabled`], which returns on drop.
+/// A guard that restores the setting before [`override_enabled`] when it is dropped.
 #[derive(Debug)]
-#[must_use = "the setting returns when the guard is dropped"]
+#[must_use = "the previous setting is restored when the guard is dropped"]
 pub struct EnabledGuard(u8);
 
 impl Drop for EnabledGuard {
@@ -166,14 +166,14 @@ impl Drop for EnabledGuard {
     }
 }
 
-/// The GPUs of the process that were asked about.
+/// The GPUs of the process that kernels were requested for.
 pub(crate) struct Gpus(Mutex<BTreeMap<usize, Gpu>>);
 
 #[derive(Clone, Copy)]
 struct Gpu {
-    /// The images that run there.
+    /// The target whose images run on the GPU.
     target: Option<&'static str>,
-    /// The kernels, once they were used.
+    /// The kernels, after their first use.
     opened: Option<&'static Kernels>,
 }
 
@@ -182,8 +182,8 @@ impl Gpus {
         Self(Mutex::new(BTreeMap::new()))
     }
 
-    /// Returns the kernels of a GPU if they are used there. `asked` is the user's wish; `open` is called at their first
-    /// use, so that the driver is not needed where they are not used.
+    /// Returns the kernels of a GPU if they are used there. `asked` is the user's choice; `open` is called at their
+    /// first use, so that the driver is not needed if they are not used.
     pub(crate) fn get(
         &self,
         index: usize,
@@ -229,22 +229,22 @@ fn report_choice(
 ) {
     let Some(target) = target else {
         info!(
-            "no kernel of Overdrive runs on GPU {index} of compute capability {major}.{minor}: libtorch's are used"
+            "GPU {index} uses libtorch's operators: Overdrive has no kernels for its compute capability, {major}.{minor}"
         );
         return;
     };
     match (report_of(target), asked) {
         (Some(report), _) => info!(
-            "GPU {index} uses the kernels of Overdrive for {target}, which {report} shows to be right, unless \
-             {VARIABLE} is 0"
+            "GPU {index} uses Overdrive's kernels for {target}, which are verified by {report}; {VARIABLE}=0 turns \
+             them off"
         ),
         (None, Some(true)) => info!(
-            "GPU {index} uses the kernels of Overdrive for {target}, which no report shows to be right, because they \
-             were asked for"
+            "GPU {index} uses Overdrive's kernels for {target}, which no report verifies, because they were \
+             requested"
         ),
         (None, _) => info!(
-            "GPU {index} uses libtorch's operators: no report shows that the kernels of Overdrive for {target} are \
-             right; {VARIABLE}=1 uses them"
+            "GPU {index} uses libtorch's operators: no report verifies Overdrive's kernels for {target}; {VARIABLE}=1 \
+             turns them on"
         ),
     }
 }
@@ -253,18 +253,18 @@ fn report_choice(
 fn open(index: usize) -> Result<&'static Kernels> {
     let ordinal = i32::try_from(index).unwrap_or(i32::MAX);
     let context = Context::new(Driver::open(OsStr::new(DRIVER), None)?, ordinal)?;
-    // One for each GPU of the process, for its whole life.
+    // One for each GPU, for the life of the process.
     Ok(Box::leak(Box::new(Kernels::new(
         context,
         Device::Cuda(index),
     )?)))
 }
 
-/// Returns what `OVERDRIVE_GPU_KERNELS` says.
+/// Returns the setting in `OVERDRIVE_GPU_KERNELS`.
 fn switch() -> Result<Option<bool>> {
     static READ: OnceLock<std::result::Result<Option<bool>, String>> = OnceLock::new();
     let read = READ.get_or_init(|| parse(std::env::var_os(VARIABLE).as_deref()));
-    let expected = "0 (libtorch's operators) or 1 (the kernels of Overdrive)";
+    let expected = "0 (libtorch's operators) or 1 (Overdrive's kernels)";
     read.clone()
         .map_err(|value| Common::option(VARIABLE, value, expected).into())
 }
@@ -280,11 +280,11 @@ fn parse(value: Option<&OsStr>) -> std::result::Result<Option<bool>, String> {
 
 static STAND_IN: OnceLock<&'static Kernels> = OnceLock::new();
 
-/// For tests: makes [`kernels`] serve tensors on the CPU with a library that stands in for the CUDA driver and for
-/// libtorch's current stream. What it does with launches is its own affair.
+/// For tests: makes [`kernels`] serve tensors on the CPU with a library that replaces the CUDA driver and libtorch's
+/// current stream. The library decides what to do with launches.
 ///
 /// # Safety
-/// The library has the functions of the driver, with their types.
+/// The library has the functions of the driver with the same types.
 ///
 /// # Errors
 /// As [`kernels`].
@@ -318,19 +318,19 @@ impl Kernels {
         })
     }
 
-    /// Returns the name of the images that are used: `sm_90a`, or `ptx` where the driver compiles them.
+    /// Returns the target of the images in use: `sm_90a`, or `ptx` if the driver compiles them.
     pub fn target(&self) -> &'static str {
         self.target
     }
 
-    /// Returns the report of the repository that shows that these kernels are right on this architecture; `None` if there
-    /// is none, where they are used only if they are asked for.
+    /// Returns the report in the repository that verifies these kernels on this architecture; `None` if there is none,
+    /// in which case they are used only on request.
     pub fn report(&self) -> Option<&'static str> {
         report_of(self.target)
     }
 
-    /// Returns the number of launches of each kernel so far, by its name. A launch inside a capture counts once, its
-    /// replays do not.
+    /// Returns the number of launches of each kernel so far, by name. A launch in a capture counts once; its replays do
+    /// not count.
     pub fn launches(&self) -> BTreeMap<&'static str, u64> {
         let counts = self.launches.iter();
         counts
@@ -338,11 +338,11 @@ impl Kernels {
             .collect()
     }
 
-    /// Loads every kernel for this GPU, as its first use would, and returns their number: a check that the driver takes
-    /// all of them. They stay loaded until the process ends.
+    /// Loads every kernel for this GPU, as its first use would, and returns their number, to check that the driver
+    /// accepts all of them. They stay loaded until the process ends.
     ///
     /// # Errors
-    /// [`Error::Driver`] with the name of the first kernel that the driver refuses.
+    /// [`Error::Driver`] with the name of the first kernel that the driver rejects.
     pub fn load_all(&self) -> Result<usize> {
         let variants = &table()?.variants;
         for variant in variants {
@@ -352,7 +352,7 @@ impl Kernels {
         Ok(variants.len())
     }
 
-    /// Returns a book of numbers on the GPU, where it is kept: an upload waits for the device.
+    /// Returns a code book on the GPU, where it is cached, since an upload waits for the device.
     pub(crate) fn book(&self, numbers: &'static [f32; 16]) -> Result<Tensor> {
         let mut books = self.books.lock();
         if let Some((_, book)) = books.iter().find(|(known, _)| *known == numbers) {
@@ -373,8 +373,8 @@ impl Kernels {
         self.context.is_capturing()
     }
 
-    /// Returns what tells apart launches that may run at the same time: libtorch's current stream, and the capture that
-    /// it is part of, or 0. `None` if the driver does not know the capture.
+    /// Returns what distinguishes launches that may run at the same time: libtorch's current stream, and the id of the
+    /// capture that it is part of, or 0. `None` if the driver cannot identify the capture.
     pub(crate) fn sequence(&self) -> Result<Option<(usize, u64)>> {
         self.context.sequence()
     }
@@ -385,21 +385,21 @@ impl Kernels {
     }
 
     /// Returns a variant, which is loaded at its first use; `None` if there is none, or if it would have to be loaded
-    /// inside a capture.
+    /// in a capture.
     pub(crate) fn find(&self, request: &Request) -> Result<Option<Loaded>> {
         let mut loaded = self.loaded.lock();
         if let Some(known) = loaded.get(request) {
             return Ok(*known);
         }
         let Some(variant) = request.variant(&table()?.variants) else {
-            debug!("no kernel for {request:?}: libtorch's operators are used");
+            debug!("there is no kernel for {request:?}; libtorch's operators are used");
             loaded.insert(request.clone(), None);
             return Ok(None);
         };
-        // Loading may synchronise the device, which ends a capture. A step outside of it loads them.
+        // Loading may synchronize the device, which ends a capture. Run the step once before the capture to load it.
         if self.context.is_capturing()? {
             warn!(
-                "{} was not used before this capture: libtorch's operators are captured",
+                "kernel {} was not used before this capture; libtorch's operators are captured instead",
                 variant.kernel
             );
             return Ok(None);
@@ -427,7 +427,7 @@ impl Kernels {
         Ok((image, bytes.ok_or_else(missing)?))
     }
 
-    /// Launches a variant on libtorch's current stream. The arguments are those of the kernel's source, in its order.
+    /// Launches a variant on libtorch's current stream. The arguments are those of the kernel's source, in order.
     pub(crate) fn launch(
         &self,
         loaded: &Loaded,
@@ -453,7 +453,7 @@ impl Kernels {
             }
             values.push(value);
         }
-        // The driver refuses an empty grid.
+        // The driver rejects an empty grid.
         if blocks.contains(&0) {
             return Ok(());
         }
@@ -552,7 +552,7 @@ pub(crate) fn dtype(kind: Kind) -> Option<&'static str> {
     }
 }
 
-/// Returns the tensor, or a copy of it, contiguous and at an address that kernels take: a multiple of 16 bytes.
+/// Returns the tensor, or a copy of it, contiguous and aligned to 16 bytes as kernels require.
 ///
 /// # Errors
 /// [`Error::Tch`] if memory for the copy runs out.
@@ -563,7 +563,7 @@ pub fn dense(tensor: &Tensor) -> Result<Tensor> {
     copy(tensor)
 }
 
-/// Returns the tensor with its strides, if the last is 1 and the address is one that kernels take; else a copy.
+/// Returns the tensor with its strides if the last stride is 1 and the address is aligned; else a copy.
 pub(crate) fn strided(tensor: &Tensor) -> Result<Tensor> {
     if tensor.stride().last() == Some(&1) && is_aligned(tensor) {
         return Ok(tensor.shallow_clone());
@@ -581,7 +581,7 @@ fn copy(tensor: &Tensor) -> Result<Tensor> {
     Ok(copy)
 }
 
-/// Returns `true` if variants for multiples of 16 take these numbers.
+/// Returns `true` if all of these are multiples of 16.
 pub(crate) fn multiples_of_16(numbers: &[i64]) -> bool {
     numbers.iter().all(|number| number % 16 == 0)
 }

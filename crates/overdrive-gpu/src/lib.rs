@@ -1,13 +1,13 @@
 //! Kernels for NVIDIA GPUs, compiled ahead of time and embedded in the program.
 //!
 //! The kernels are written in Triton (`kernels/*.py`). `cargo xtask kernels` compiles them for each architecture and
-//! writes `kernels/kernels.bin.zst` and `kernels/kernels.json`, which are part of the repository: who builds or runs
-//! Overdrive needs neither Python nor a CUDA toolkit. At run time this crate opens the CUDA driver, loads the code for
-//! the GPU at hand, and launches it on libtorch's current stream, with results from libtorch's allocator. Launches can
-//! therefore be captured in a CUDA graph, and tensors can be used on several streams as any other.
+//! writes `kernels/kernels.bin.zst` and `kernels/kernels.json`, which are part of the repository, so building and
+//! running Overdrive requires neither Python nor a CUDA toolkit. At run time this crate opens the CUDA driver, loads
+//! the code for the GPU, and launches it on libtorch's current stream, with results from libtorch's allocator. Launches
+//! can therefore be captured in a CUDA graph, and tensors can be used on several streams as usual.
 //!
-//! [overdrive-fused], [overdrive-attention], [overdrive-kv-cache], [overdrive-quantization] and [overdrive-optim] are the
-//! crates to use: they call these kernels where they can and libtorch's operators elsewhere.
+//! Programs use it through [overdrive-fused], [overdrive-attention], [overdrive-kv-cache], [overdrive-quantization] and
+//! [overdrive-optim], which call these kernels where possible and libtorch's operators elsewhere.
 //!
 //! | type | from | operations |
 //! |---|---|---|
@@ -15,32 +15,32 @@
 //! | [`Gate`] | [`Kernels::gate`] | gated activations, from one projection or two, and their gradients |
 //! | [`Rotary`] | [`Kernels::rotary`] | rotary embedding, with the split of a joint projection, and its gradient |
 //! | [`CrossEntropy`] | [`Kernels::cross_entropy`] | the loss of logits, and their gradient in place |
-//! | [`FourBit`] | [`Kernels::four_bit`] | products of up to 64 rows with 4-bit weights, and their dequantization |
+//! | [`FourBit`] | [`Kernels::four_bit`] | matmuls of up to 64 rows with 4-bit weights, and their dequantization |
 //! | [`EightBit`] | [`Kernels::eight_bit`] | the same with 8-bit integers and floats, scaled by output or by group |
 //! | [`Adam8`] | [`Kernels::adam8`] | a step of AdamW with averages of 8 bits |
 //! | [`Decode`] | [`Kernels::decode`] | attention of a few queries over dense, paged or 8-bit keys and values |
 //! | [`PagedWrite`] | [`Kernels::paged_write`] | new keys and values to their rows in the blocks of a pool |
 //!
-//! Dtypes are f32, bf16 and f16; sums are in f32 and results are rounded once.
+//! Dtypes are f32, bf16 and f16; sums are in f32, and results are rounded once.
 //!
-//! # Which GPUs
+//! # Supported GPUs
 //!
 //! | compute capability | code |
 //! |---|---|
 //! | 8.0, 8.6, 8.9 | a cubin for 8.0 |
 //! | 9.0, 10.0, 12.0 | a cubin for each |
-//! | any other above | PTX, which the driver compiles at its first use |
+//! | other, above 8.0 | PTX, which the driver compiles at its first use |
 //! | below 8.0 | none: libtorch's operators |
 //!
-//! **On Hopper (9.0) the kernels are on by default.** There `cargo xtask gpu-check` ran every one of them on an H200 on
-//! 27 November 2026: all were right, and each was faster than libtorch's operators or within 4 % of them
+//! **On Hopper (9.0) the kernels are on by default.** `cargo xtask gpu-check` ran all of them on an H200 on 27 November
+//! 2026: all were correct, and each was faster than libtorch's operators or within 4 % of them
 //! (docs/benchmarks/gpu_h200_2026-11-27.md). On other GPUs, for which there is no report yet, they are off unless
-//! `OVERDRIVE_GPU_KERNELS=1` is set: their numbers are proved by Triton's interpreter, and their launches against a
-//! stand-in for the driver. `OVERDRIVE_GPU_KERNELS=0` turns them off everywhere. A line of `tracing` says which are used,
-//! and why.
+//! `OVERDRIVE_GPU_KERNELS=1` is set; there, only Triton's interpreter has checked their results, and a stand-in for the
+//! driver their launches. `OVERDRIVE_GPU_KERNELS=0` turns them off everywhere. A `tracing` event logs which kernels are
+//! used, and why.
 //!
-//! A kernel is loaded when an operation needs it for the first time. Inside a capture nothing can be loaded: an
-//! operation that was not run before the capture is captured as libtorch's operators, with a warning.
+//! A kernel is loaded when an operation first needs it. Nothing can be loaded in a capture: an operation that did not
+//! run before the capture is captured as libtorch's operators, with a warning.
 //!
 //! ```
 //! use overdrive_gpu::kernels;

@@ -10,19 +10,19 @@ use crate::kernels::{
 /// The terms of a cross-entropy.
 #[derive(Debug, Clone, Copy)]
 pub struct LossTerms {
-    /// The label of rows that do not count.
+    /// The label of ignored rows.
     pub ignore_index: i64,
     /// The probability that is spread over all classes.
     pub label_smoothing: f64,
-    /// The factor of the square of the logarithm of the sum of exponentials.
+    /// The factor of the squared log-sum-exp.
     pub z_loss: f64,
-    /// Logits become `cap · tanh(logit / cap)` first.
+    /// The softcap: logits first become `cap · tanh(logit / cap)`.
     pub softcap: Option<f64>,
 }
 
-/// The cross-entropy of rows of one number of classes and dtype, and its gradient.
+/// The cross-entropy of rows with one number of classes and dtype, and its gradient.
 ///
-/// A row whose label is no class, nor the one to ignore, has a loss and a gradient of NaN.
+/// A row whose label is neither a class nor the label to ignore has a loss and a gradient of NaN.
 #[derive(Debug, Clone, Copy)]
 pub struct CrossEntropy {
     kernels: &'static Kernels,
@@ -33,7 +33,7 @@ pub struct CrossEntropy {
 }
 
 impl Kernels {
-    /// Returns the kernels for rows of so many classes; `None` if there are none.
+    /// Returns the kernels for rows of `classes` classes; `None` if there are none.
     ///
     /// # Errors
     /// [`Error::Driver`](crate::Error::Driver) if a kernel cannot be loaded.
@@ -74,7 +74,7 @@ impl Kernels {
 }
 
 impl CrossEntropy {
-    /// Returns the loss of each row, and the logarithm of its sum of exponentials, both in f32.
+    /// Returns the loss and the log-sum-exp of each row, both in f32.
     ///
     /// # Errors
     /// [`Error::Common`](crate::Error::Common) for tensors on another device, of another dtype or not contiguous,
@@ -88,7 +88,7 @@ impl CrossEntropy {
         Ok((losses, lse))
     }
 
-    /// Replaces the logits by `scale` times the gradient of the sum of the losses, times the number in `factor`.
+    /// Replaces the logits by the gradient of the sum of the losses, times `scale` and the value in `factor`.
     ///
     /// # Errors
     /// As [`CrossEntropy::losses`].
@@ -105,7 +105,7 @@ impl CrossEntropy {
         self.launch(&self.write, logits, labels, &inputs, scale)
     }
 
-    /// Returns the loss of each row in f32, and replaces the logits by `scale` times the gradient of their sum.
+    /// Returns the loss of each row in f32, and replaces the logits by `scale` times the gradient of the losses' sum.
     ///
     /// # Errors
     /// As [`CrossEntropy::losses`].

@@ -4,7 +4,7 @@ use crate::Result;
 use crate::kernels::Argument::{F32, I32, Tensor as Elements};
 use crate::kernels::{Kernels, Loaded, Request, dense, dtype, multiples_of_16};
 
-/// RMSNorm of rows of one width and dtype, forward and backward.
+/// RMSNorm for rows of one width and dtype, forward and backward.
 #[derive(Debug, Clone, Copy)]
 pub struct RmsNorm {
     kernels: &'static Kernels,
@@ -12,16 +12,16 @@ pub struct RmsNorm {
     low: Option<Kind>,
     forward: Loaded,
     backward: Loaded,
-    /// Backward with a further gradient that is added.
+    /// The backward pass with a further gradient to add.
     backward_add: Loaded,
 }
 
 /// The results of [`RmsNorm::forward`].
 #[derive(Debug)]
 pub struct Normalized {
-    /// The normalised rows.
+    /// The normalized rows.
     pub y: Tensor,
-    /// The rows that were normalised: `x`, or the sum with the residual.
+    /// The rows before normalization: `x`, or its sum with the residual.
     pub x: Tensor,
     /// The reciprocal root mean square of each row, in f32.
     pub inverse: Tensor,
@@ -39,7 +39,8 @@ pub struct NormGradients {
 }
 
 impl Kernels {
-    /// Returns the kernels for rows of `width` elements; `None` if there are none. With `add` a residual is added first.
+    /// Returns the kernels for rows of `width` elements; `None` if there are none. With `add`, a residual is added
+    /// first.
     ///
     /// # Errors
     /// [`Error::Driver`](crate::Error::Driver) if a kernel cannot be loaded.
@@ -96,7 +97,7 @@ impl Kernels {
 }
 
 impl RmsNorm {
-    /// Normalises the rows of `x`, or of `x + residual`, in one launch.
+    /// Normalizes the rows of `x`, or of `x + residual`, in one launch.
     ///
     /// # Errors
     /// [`Error::Common`](crate::Error::Common) for tensors on another device or of another dtype,
@@ -144,7 +145,7 @@ impl RmsNorm {
 
     /// Returns the gradients of the rows, to which `extra` is added, and of the weight.
     ///
-    /// The gradient of the weight is summed in an order that depends on the number of multiprocessors only.
+    /// The gradient of the weight is summed in an order that depends only on the number of multiprocessors.
     ///
     /// # Errors
     /// As [`RmsNorm::forward`].
@@ -164,7 +165,7 @@ impl RmsNorm {
             Some(_) => &self.backward_add,
             None => &self.backward,
         };
-        // Enough programs that each multiprocessor has 16 warps to switch between while rows are on their way.
+        // Enough programs for each multiprocessor to switch between 16 warps while it waits for rows.
         let each = (16 / loaded.variant.warps as usize).max(1);
         let blocks = (rows as usize).div_ceil(loaded.variant.size("ROWS")?);
         let programs = blocks.min(each * self.kernels.multiprocessors());

@@ -6,33 +6,33 @@ use crate::few_bits::{FewBits, Format, Nested, Operands, Wanted, check_rows};
 use crate::kernels::Argument::{I32, I64, Tensor as Elements};
 use crate::kernels::{Argument, Kernels, Loaded, Request, dense, dtype, is_aligned};
 
-/// The largest number of rows that a kernel multiplies with codes; many weights and dtypes have a smaller one.
+/// The largest number of rows that a kernel multiplies with codes; it is smaller for many weights and dtypes.
 pub const MOST_ROWS: i64 = 64;
 
-/// The numbers of inputs that share a scale in the kernels of 4 bits.
+/// The group sizes that the 4-bit kernels support.
 pub const FOUR_BIT_GROUPS: [i64; 3] = [32, 64, 128];
 
-/// The largest number of rows of f32 that are multiplied with codes. For more rows the weight is dequantized, because the
-/// decoding of codes takes more time than reading them.
+/// The largest number of f32 rows that are multiplied with codes. For more rows the weight is dequantized, because
+/// decoding codes takes longer than reading them.
 pub(crate) const MOST_FLOAT_ROWS: i64 = 8;
 
-/// The rows of f32 that share the decoded numbers.
+/// The number of f32 rows that share the decoded values.
 pub(crate) const ROWS_TOGETHER: i64 = 4;
 
-/// A weight `(O, I)` of 4-bit codes. Each group of inputs of an output has a scale; all tensors are contiguous.
+/// A weight `(O, I)` of 4-bit codes with one scale for each group of inputs of an output; all tensors are contiguous.
 #[derive(Debug, Clone, Copy)]
 pub struct FourBitWeight<'a> {
     /// The codes, u8 with `O·I/2` elements.
     pub codes: &'a Tensor,
     /// The scales of the groups.
     pub scales: FourBitScales<'a>,
-    /// The numbers of the codes.
+    /// The format of the codes.
     pub numbers: FourBitNumbers<'a>,
-    /// The outputs, `O`.
+    /// The number of outputs, `O`.
     pub outputs: i64,
-    /// The inputs, `I`: a multiple of the group.
+    /// The number of inputs, `I`: a multiple of the group.
     pub inputs: i64,
-    /// The inputs that share a scale.
+    /// The number of inputs that share a scale.
     pub group: i64,
 }
 
@@ -46,17 +46,17 @@ pub enum FourBitScales<'a> {
     Nested {
         /// The codes, u8.
         codes: &'a Tensor,
-        /// The number of each code, f32 `(256,)`.
+        /// The value of each code, f32 `(256,)`.
         book: &'a Tensor,
         /// The scales, f32 `(⌈O·I/group/256⌉,)`.
         scales: &'a Tensor,
-        /// The number that is added.
+        /// The offset.
         offset: f64,
     },
 }
 
 impl<'a> FourBitScales<'a> {
-    /// Returns the tensor with an element for each group.
+    /// Returns the tensor with one element for each group.
     fn tensor(self) -> &'a Tensor {
         match self {
             Self::Full(scales) => scales,
@@ -65,10 +65,10 @@ impl<'a> FourBitScales<'a> {
     }
 }
 
-/// The numbers that codes of 4 bits stand for, before the scale.
+/// The values that 4-bit codes represent, before the scale.
 #[derive(Debug, Clone, Copy)]
 pub enum FourBitNumbers<'a> {
-    /// The numbers of a book. The first of two codes is in the high half of a byte, and full scales are f32.
+    /// The values of a code book. The first of two codes is in the high half of a byte, and full scales are f32.
     Book(&'static [f32; 16]),
     /// The codes minus 8. The first of two codes is in the low half of a byte.
     Centered,
@@ -76,21 +76,21 @@ pub enum FourBitNumbers<'a> {
     Offset(&'a Tensor),
 }
 
-/// Products with 4-bit weights, and their dequantization, for one dtype of activations and one layout of weights.
+/// Matmuls with 4-bit weights, and their dequantization, for one dtype of activations and one layout of weights.
 #[derive(Debug)]
 pub struct FourBit {
     kernels: &'static Kernels,
     kind: Kind,
     product: Option<Product>,
     dequantize: Option<Loaded>,
-    /// The numbers of a book as f32 takes them, and as the dequantization does.
+    /// The values of a code book in the form that f32 matmuls and the dequantization take.
     book: Option<Tensor>,
 }
 
-/// The kernels of a product.
+/// The kernels of a matmul.
 #[derive(Debug)]
 pub(crate) enum Product {
-    /// f32: sums of a thread, for one row and for more.
+    /// f32: one thread for each sum, with kernels for one row and for more.
     Float(Loaded, Loaded),
     /// f16 and bf16: tensor cores.
     Half(FewBits),
@@ -188,11 +188,11 @@ impl Kernels {
 }
 
 impl FourBit {
-    /// Returns `x (rows, I) · weightᵀ`, `(rows, O)` in the dtype of `x`, in one launch; `None` for more rows than are
-    /// multiplied with codes (8 of f32, 64 of f16 and bf16, 16 with offsets), and if there is no kernel for it.
+    /// Returns `x (rows, I) · weightᵀ`, `(rows, O)` in the dtype of `x`, in one launch; `None` for more rows than the
+    /// kernels multiply with codes (8 of f32, 64 of f16 and bf16, 16 with offsets), and if there is no kernel.
     ///
     /// # Errors
-    /// [`Error::Common`](crate::Error::Common) for tensors that do not fit each other,
+    /// [`Error::Common`](crate::Error::Common) for tensors that do not match,
     /// [`Error::Driver`](crate::Error::Driver) if the launch fails.
     pub fn product(&self, x: &Tensor, weight: &FourBitWeight<'_>) -> Result<Option<Tensor>> {
         check(weight)?;

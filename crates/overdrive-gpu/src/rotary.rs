@@ -10,7 +10,7 @@ pub struct Rotary {
     kernels: &'static Kernels,
     pairs: i64,
     split: Loaded,
-    /// For strides that are multiples of 16.
+    /// The kernels for strides that are multiples of 16.
     join_aligned: Option<Loaded>,
     join: Loaded,
 }
@@ -25,7 +25,7 @@ pub struct RotaryTables<'a> {
 }
 
 impl RotaryTables<'_> {
-    /// Returns the elements from the table of one sequence to that of the next.
+    /// Returns the distance in elements between the tables of two sequences.
     fn stride(&self, length: i64, pairs: i64) -> i64 {
         let size = self.cos.size();
         // A batch dimension of 1 is one table for all sequences.
@@ -114,7 +114,7 @@ impl Rotary {
         Ok([q, k, v])
     }
 
-    /// Rotates the heads of one tensor `(B, T, H, D)` of any strides; with `reverse` back, which is the gradient.
+    /// Rotates the heads of one tensor `(B, T, H, D)` with any strides; `reverse` rotates back, which is the gradient.
     ///
     /// # Errors
     /// As [`Rotary::split`].
@@ -122,7 +122,7 @@ impl Rotary {
         self.join([x, x, x], [x.size()[2], 0, 0], tables, reverse)
     }
 
-    /// Returns the gradient of [`Rotary::split`], `(B, T, (H + 2·Hkv)·D)`, from those of its results.
+    /// Returns the gradient of [`Rotary::split`], `(B, T, (H + 2·Hkv)·D)`, from the gradients of its results.
     ///
     /// # Errors
     /// As [`Rotary::split`].
@@ -186,7 +186,7 @@ impl Rotary {
     }
 }
 
-/// Returns the grid of a program for each token and some heads.
+/// Returns the grid with one program for each token and block of heads.
 fn blocks(loaded: &Loaded, tokens: i64, heads: i64) -> Result<[usize; 2]> {
     let each = loaded.variant.size("HEADS")?;
     Ok([tokens as usize, (heads as usize).div_ceil(each)])

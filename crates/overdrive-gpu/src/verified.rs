@@ -1,28 +1,29 @@
 //! The architectures on which the kernels are used by default.
 
-/// An architecture on which a run of gpu-check has shown that every kernel is right, and faster than what it replaces or
-/// within a few per cent of it.
+/// An architecture on which a run of gpu-check has shown that every kernel is correct, and faster than what it replaces
+/// or within a few per cent of it.
 #[derive(Debug)]
 pub(crate) struct Verified {
-    /// The name of its images.
+    /// The target of its images.
     pub(crate) target: &'static str,
     /// The report in the repository.
     pub(crate) report: &'static str,
 }
 
-/// A new entry needs a report of the sections `own_kernels`, `decode_kernel` and `kernels` on that architecture.
+/// The verified architectures. A new entry needs a report of the sections `own_kernels`, `decode_kernel` and `kernels`
+/// on that architecture.
 pub(crate) const VERIFIED: &[Verified] = &[Verified {
     target: "sm_90a",
     report: "docs/benchmarks/gpu_h200_2026-11-27.md",
 }];
 
-/// Returns the report that shows that the images of a target are right.
+/// Returns the report that verifies the images of a target.
 pub(crate) fn report_of(target: &str) -> Option<&'static str> {
     let found = VERIFIED.iter().find(|verified| verified.target == target);
     found.map(|verified| verified.report)
 }
 
-/// Returns `true` if the kernels of a target are used: as they were asked for, else where they are verified.
+/// Returns `true` if the kernels of a target are used: as the user chose, else if they are verified.
 pub(crate) fn is_used(target: &str, asked: Option<bool>) -> bool {
     asked.unwrap_or_else(|| report_of(target).is_some())
 }

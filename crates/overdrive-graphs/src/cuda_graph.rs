@@ -12,8 +12,8 @@ pub type WorkError = Box<dyn std::error::Error + Send + Sync>;
 /// Options of a capture.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct CaptureOptions {
-    /// The number of times that the work runs before it is captured, since the setup of a first run cannot be
-    /// captured. Default 3, as PyTorch advises.
+    /// The number of warm-up runs before the capture, since the setup of a first run cannot be captured. Default 3,
+    /// as PyTorch recommends.
     pub warm_ups: usize,
 }
 
@@ -25,10 +25,10 @@ impl Default for CaptureOptions {
 
 /// GPU work that is replayed with one call: `torch.cuda.CUDAGraph`.
 ///
-/// A replay launches every captured kernel with the arguments and addresses that it had in the capture. It saves the
-/// host's share of the work (dispatch, allocation, launches), which pays where kernels are short, as in decoding. New
-/// inputs are copied into the tensors that the work read in the capture; each replay overwrites the tensors that the
-/// capture returned.
+/// A replay launches every captured kernel with the arguments and addresses that it had in the capture. This saves the
+/// host's overhead (dispatch, allocation, launches), which matters when kernels are short, as in decoding. Copy new
+/// inputs into the tensors that the work read in the capture; each replay overwrites the tensors that the capture
+/// returned.
 ///
 /// ```
 /// use overdrive_graphs::{CaptureOptions, CudaGraph, Error};
@@ -52,7 +52,7 @@ impl Default for CaptureOptions {
 pub struct CudaGraph<'w, T> {
     // Fields are dropped in order: the graph before what it uses.
     graph: BareGraph<T>,
-    /// The work, which keeps the tensors alive that a replay reads and writes.
+    /// The work, which keeps the tensors that a replay reads and writes alive.
     _work: Box<dyn KeepAlive + 'w>,
 }
 
@@ -69,15 +69,15 @@ impl<T: std::fmt::Debug> std::fmt::Debug for CudaGraph<'_, T> {
 }
 
 impl<'w, T> CudaGraph<'w, T> {
-    /// Runs `work` [`CaptureOptions::warm_ups`] times and captures it once more, on a stream and with a memory pool of
-    /// its own. The graph keeps its result, whose tensors each replay fills, and the work itself: the tensors that
-    /// it reads must keep their memory as long as the graph is replayed.
+    /// Runs `work` [`CaptureOptions::warm_ups`] times, then captures it on a separate stream with a memory pool of its
+    /// own. The graph keeps the result, whose tensors each replay fills, and the work itself: the tensors that the work
+    /// reads must keep their memory as long as the graph is replayed.
     ///
-    /// The work must not read the result of a kernel (`double_value`, a length, a branch on a value), nor make a
-    /// tensor from host memory: both wait for the device, which captured work cannot.
+    /// The work must not read the result of a kernel on the host (`double_value`, a length, a branch on a value), nor
+    /// create a tensor from host memory: both wait for the device, which captured work cannot do.
     ///
     /// # Errors
-    /// [`Error::NeedsCuda`] on any other device, [`Error::Work`] if the work fails in a warm-up,
+    /// [`Error::NeedsCuda`] if `device` is not a CUDA device, [`Error::Work`] if the work fails in a warm-up,
     /// [`Error::CannotCapture`] if it fails only in the capture.
     pub fn capture<E: Into<WorkError>>(
         device: Device,
@@ -87,9 +87,9 @@ impl<'w, T> CudaGraph<'w, T> {
         Self::capture_and_keep(device, options, None, work)
     }
 
-    /// Captures work like [`capture`](CudaGraph::capture), with memory from the pool of `other`. For graphs of which
-    /// one runs at a time, such as one for each batch size: together they take the memory of the largest. A replay of
-    /// one overwrites the outputs of the other, and `other` must live as long as this graph is replayed.
+    /// Captures work like [`capture`](CudaGraph::capture), with memory from the pool of `other`. It is for graphs that
+    /// never run at the same time, such as one for each batch size: together they take the memory of the largest. A
+    /// replay of one overwrites the outputs of the other, and `other` must live as long as this graph is replayed.
     ///
     /// # Errors
     /// As for [`capture`](CudaGraph::capture).
@@ -127,8 +127,8 @@ impl<'w, T> CudaGraph<'w, T> {
         &self.graph.outputs
     }
 
-    /// Returns the bytes that the graph's pool took from the device, and holds as long as the graph lives; 0
-    /// for a graph that found room in the pool of another.
+    /// Returns the number of bytes that the graph's pool allocated on the device and holds as long as the graph lives;
+    /// 0 for a graph that fits into the pool of another.
     pub fn pool_bytes(&self) -> u64 {
         self.graph.pool_bytes()
     }
@@ -142,12 +142,12 @@ impl<'w, T> CudaGraph<'w, T> {
     }
 }
 
-/// A [`CudaGraph`] without the work that it was captured from, for one that lies beside what the work borrows. Whoever
-/// has it keeps every tensor alive that the work reads and writes, as long as it is replayed: else a replay would use
-/// memory that belongs to others. Unlike a `CudaGraph` it may be sent to another thread.
+/// A [`CudaGraph`] without the work that it was captured from, which can be stored beside what the work borrows. Its
+/// owner must keep every tensor that the work reads or writes alive as long as the graph is replayed: otherwise a
+/// replay would use memory that was freed. Unlike a `CudaGraph`, it can be sent to another thread.
 #[derive(Debug)]
 pub struct BareGraph<T> {
-    // Fields are dropped in order: the outputs before the graph, in whose pool they lie.
+    // Fields are dropped in order: the outputs before the graph that owns their memory pool.
     outputs: T,
     graph: Graph,
 }
@@ -175,7 +175,7 @@ impl<T> BareGraph<T> {
         Ok(&self.outputs)
     }
 
-    /// Returns the bytes that the graph's pool took from the device; 0 for a graph that found room in the pool of another.
+    /// Returns the number of bytes that the graph's pool allocated on the device; 0 if it fits into another's pool.
     pub fn pool_bytes(&self) -> u64 {
         self.graph.pool_bytes()
     }

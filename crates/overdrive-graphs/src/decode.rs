@@ -11,7 +11,7 @@ use crate::{BareGraph, CaptureOptions, Result};
 /// Creates a static cache with the layers and heads of `model`, for `batch` rows of at most `max_len` tokens.
 ///
 /// # Errors
-/// When memory runs out.
+/// If memory runs out.
 pub fn static_cache_of(model: &CausalLm, batch: i64, max_len: i64) -> Result<StaticCache> {
     let config = model.config();
     Ok(StaticCache::new(StaticCacheConfig {
@@ -26,7 +26,7 @@ pub fn static_cache_of(model: &CausalLm, batch: i64, max_len: i64) -> Result<Sta
     })?)
 }
 
-/// A decoding step over a [`StaticCache`] whose tokens and position are in tensors that never move, so that it
+/// A decoding step over a [`StaticCache`]. Its tokens and position are in tensors at fixed addresses, so that it
 /// can be captured. It runs on any device, captured ([`DecodeGraph`]) or not.
 ///
 /// ```
@@ -56,13 +56,13 @@ pub struct DecodeStep {
 }
 
 impl DecodeStep {
-    /// Creates a step for `batch` rows over an empty or a filled cache.
+    /// Creates a step for `batch` rows over a cache, empty or not.
     ///
     /// # Errors
     /// [`Error::Common`](crate::Error::Common) if the cache has fewer rows.
     pub fn new(cache: StaticCache, batch: i64) -> Result<DecodeStep> {
         let rows = cache.config().batch;
-        let expected = format!("1 to {rows}, the rows of the cache");
+        let expected = format!("from 1 to {rows}, the rows of the cache");
         check_option((1..=rows).contains(&batch), "batch", batch, expected)?;
         let device = cache.config().device;
         Ok(DecodeStep {
@@ -125,7 +125,7 @@ impl DecodeStep {
     }
 
     fn check_room(&self) -> Result<()> {
-        // The captured step writes at the position on the device, which no kernel compares with the capacity.
+        // The captured step writes at the position on the device, and no kernel checks it against the capacity.
         let (held, capacity) = (self.cache.len(), self.cache.config().max_len);
         if held >= capacity {
             return Err(overdrive_kv_cache::Error::Full {
@@ -138,12 +138,12 @@ impl DecodeStep {
         Ok(())
     }
 
-    /// Runs the step as it is captured, at a position below `position_bound`, the only number of the host that it
+    /// Runs the step in the form that is captured, at a position below `position_bound`, the only host value that it
     /// depends on.
     fn run(&mut self, model: &CausalLm, position_bound: i64) -> Result<Tensor> {
         let _no_grad = tch::no_grad_guard();
         let position_ids = self.positions.f_unsqueeze(0)?;
-        // By a tensor on the device: a number would become a constant of the graph.
+        // Advances by a tensor on the device: a number would become a constant of the graph.
         let mut cache = self.cache.at(&self.positions)?;
         let input = ForwardInput::new(&self.tokens)
             .with_position_ids(&position_ids)
@@ -166,11 +166,11 @@ pub struct DecodeGraph<'m> {
 
 impl<'m> DecodeGraph<'m> {
     /// Captures the step of `model`, whose parameters must keep their memory (their values may
-    /// change). The cache must have room for one token, whose slot the warm-ups write to.
+    /// change). The cache must have room for one token; the warm-ups write to its slot.
     ///
-    /// The graph serves every position of the cache, but for a model with dynamic or LongRoPE scaling only those
-    /// within its original context ([`ModelConfig::ragged_context`](overdrive_transformer::ModelConfig::ragged_context)):
-    /// beyond it the frequencies depend on the length, and the captured ones are constants.
+    /// The graph serves every position of the cache. With dynamic or LongRoPE scaling, it serves those within the
+    /// original context ([`ModelConfig::ragged_context`](overdrive_transformer::ModelConfig::ragged_context)) only:
+    /// beyond it the frequencies depend on the length, and captured frequencies are constants.
     ///
     /// # Errors
     /// [`Error::NeedsCuda`](crate::Error::NeedsCuda) if the model is not on a CUDA device; else as for
@@ -185,7 +185,7 @@ impl<'m> DecodeGraph<'m> {
         let positions = positions_of(model, &step);
         check_position(step.position(), positions)?;
         let _same = step.positions.f_fill_(step.cache.len())?;
-        // The first run makes the tables of rotary positions for all of them, which a capture cannot.
+        // The first run creates the rotary tables for all positions, which a capture cannot do.
         let options = CaptureOptions {
             warm_ups: options.warm_ups.max(1),
         };
@@ -202,7 +202,7 @@ impl<'m> DecodeGraph<'m> {
     /// Appends one token for each row, `(B, 1)`. Returns its logits, `(B, 1, V)`, which the next step overwrites.
     ///
     /// # Errors
-    /// When the tokens do not fit or the cache is full.
+    /// If the tokens have the wrong shape or the cache is full.
     pub fn step(&mut self, tokens: &Tensor) -> Result<&Tensor> {
         check_position(self.step.position(), self.positions)?;
         self.step.load(tokens)?;
@@ -239,8 +239,8 @@ fn positions_of(model: &CausalLm, step: &DecodeStep) -> i64 {
 
 fn check_position(position: i64, positions: i64) -> Result<()> {
     let expected = format!(
-        "below {positions}, the positions of the graph: those of the cache within the model's context, with dynamic \
-         or LongRoPE scaling within its original one; `DecodeStep` has no such bound"
+        "below {positions}, the positions that the graph serves: those of the cache within the model's context (with \
+         dynamic or LongRoPE scaling, its original context); use `DecodeStep`, which has no such bound"
     );
     Ok(check_option(
         position < positions,

@@ -12,7 +12,7 @@ pub enum Error {
     /// The device is not a CUDA device, or there is none.
     #[error("CUDA graphs need a CUDA device: {reason}")]
     NeedsCuda {
-        /// The device that was found instead.
+        /// The device that was found instead, or that there is none.
         reason: String,
     },
     /// The work failed in a warm-up, before anything was captured.
@@ -23,7 +23,7 @@ pub enum Error {
     },
     /// The work runs, but cannot be captured.
     #[error(
-        "the work cannot be captured in a CUDA graph: {source}. Captured work reads nothing back to the host (no item, no printing, no branch on a value), makes no tensor from host memory, keeps its shapes, and stays on one device and stream"
+        "the work cannot be captured in a CUDA graph: {source}. Captured work must not read values on the host (no item, no printing, no branch on a value), create tensors from host memory, change its shapes, or use another device or stream"
     )]
     CannotCapture {
         /// The error of the operation that failed.
@@ -65,7 +65,7 @@ pub(crate) fn cuda_index(device: Device) -> Result<usize> {
     match device {
         Device::Cuda(index) if tch::Cuda::is_available() => Ok(index),
         Device::Cuda(index) => Err(Error::NeedsCuda {
-            reason: format!("the work is on cuda:{index}, and libtorch finds no GPU"),
+            reason: format!("the work is on cuda:{index}, but libtorch finds no GPU"),
         }),
         other => Err(Error::NeedsCuda {
             reason: format!("the work is on {other:?}"),

@@ -8,10 +8,10 @@ use tch::{Device, Tensor};
 use crate::error::cuda_index;
 use crate::{BareGraph, CaptureOptions, Error, Result, WorkError};
 
-/// A training step in which the host decides nothing: forward and backward of each micro-batch, gradients
-/// of their token-weighted mean, clipping, AdamW. It runs on any device, captured ([`TrainGraph`]) or not.
+/// A training step without decisions on the host: forward and backward of each micro-batch, gradients of the
+/// token-weighted mean loss, clipping, AdamW. It runs on any device, captured ([`TrainGraph`]) or not.
 pub struct TrainStep<F> {
-    /// The input tensors of each micro-batch, whose memory never moves.
+    /// The input tensors of each micro-batch, at fixed addresses.
     inputs: Vec<Vec<Tensor>>,
     loss: F,
     accumulator: DeviceAccumulator,
@@ -29,8 +29,8 @@ where
     /// [capturable](overdrive_optim::AdamWConfig::capturable).
     ///
     /// # Errors
-    /// [`Error::Common`] for an optimizer that is not capturable or has no parameters or parameters on several
-    /// devices, and for no micro-batches; errors of libtorch where memory runs out.
+    /// [`Error::Common`] for no micro-batches, and for an optimizer that is not capturable, has no parameters or has
+    /// parameters on several devices; errors of libtorch if memory runs out.
     pub fn new(
         example: &[Tensor],
         loss: F,
@@ -44,7 +44,7 @@ where
             capturable,
             "capturable",
             capturable,
-            "true for a step of a CUDA graph",
+            "true for a step that a CUDA graph captures",
         )?;
         let device = device_of(&optimizer)?;
         let zeros_like = |tensor: &Tensor| -> Result<Tensor> {
@@ -78,7 +78,7 @@ where
             tensors.len(),
             expected,
         )?;
-        // All are checked before any is copied.
+        // Checks all tensors before it copies any.
         for (index, (to, from)) in inputs.iter().zip(tensors).enumerate() {
             let name = || format!("tensor {index} of micro-batch {micro_batch}");
             if to.f_kind()? != from.f_kind()? {
@@ -99,7 +99,7 @@ where
     /// Runs the step without a graph.
     ///
     /// # Errors
-    /// [`Error::Work`] with the error of the loss, [`Error::NoGradient`]; else errors of libtorch.
+    /// [`Error::Work`] with the error of the loss function, [`Error::NoGradient`], and errors of libtorch.
     pub fn run(&mut self) -> Result<DeviceStep> {
         // A step that failed halfway, or the caller's own backward, may have left gradients.
         self.accumulator.abandon();
@@ -110,7 +110,7 @@ where
             })?;
             self.accumulator.backward(&loss)?;
         }
-        // The optimizer would leave such a parameter alone, and a graph would never train it.
+        // The optimizer would skip such a parameter, and a graph would never train it.
         for (name, parameter) in self.optimizer.named_parameters() {
             if !parameter.f_grad()?.defined() {
                 return Err(Error::NoGradient {
@@ -146,7 +146,7 @@ fn device_of(optimizer: &AdamW) -> Result<Device> {
     {
         None => Ok(device),
         Some((name, tensor)) => {
-            let expected = format!("on {device:?}: a captured step is on one device");
+            let expected = format!("on {device:?}, since a captured step uses one device");
             Err(CommonError::device((*name).to_owned(), tensor.device(), expected).into())
         }
     }
@@ -165,18 +165,19 @@ where
     F: FnMut(&[Tensor]) -> std::result::Result<DeviceLoss, E>,
     E: Into<WorkError>,
 {
-    /// Captures the step. The first micro-batches must have been loaded. The warm-ups train on them, and are
-    /// undone: parameters and the optimizer's state are copied to the host before and back afterwards.
+    /// Captures the step. Load the first micro-batches before: the warm-ups train on them and are then undone, by
+    /// copying parameters and the optimizer's state to the host before and back afterwards.
     ///
-    /// Dropout is captured with its generator, so that each replay draws other numbers.
+    /// Dropout is captured with its generator, so each replay draws new random numbers.
     ///
     /// # Errors
-    /// [`Error::NeedsCuda`] if the parameters are not on a CUDA device; else as for [`CudaGraph::capture`](crate::CudaGraph::capture).
+    /// [`Error::NeedsCuda`] if the parameters are not on a CUDA device; else as for
+    /// [`CudaGraph::capture`](crate::CudaGraph::capture).
     pub fn capture(mut step: TrainStep<F>, options: CaptureOptions) -> Result<Self> {
         let device = step.device;
         cuda_index(device)?;
         let changed = step.changed_tensors()?;
-        // Copied to the host, not on the device: the GPU need not hold parameters and states twice.
+        // Copies to the host, so that the GPU need not hold parameters and states twice.
         let to_host = |tensor: &Tensor| -> Result<Tensor> {
             Ok(tensor
                 .f_detach()?
@@ -188,7 +189,7 @@ where
             warm_ups: options.warm_ups.max(1),
         };
         let captured = BareGraph::capture(device, options, None, || step.run());
-        // Undone also if the capture failed: the caller's parameters are as they were.
+        // Undoes the warm-ups even if the capture failed, so that the caller's parameters are unchanged.
         let _no_grad = tch::no_grad_guard();
         for (tensor, before) in changed.iter().zip(&before) {
             tensor.shallow_clone().f_copy_(before)?;
@@ -221,8 +222,8 @@ where
         &mut self.step.optimizer
     }
 
-    /// Returns the bytes of the graph's memory pool: activations and intermediate results of the largest
-    /// micro-batch, and gradients.
+    /// Returns the size of the graph's memory pool in bytes: gradients, and the activations and intermediate results of
+    /// the largest micro-batch.
     pub fn pool_bytes(&self) -> u64 {
         self.graph.pool_bytes()
     }

@@ -15,7 +15,7 @@ use overdrive_core::{Error as Common, Result};
 
 use crate::name::is_commit;
 
-/// The deepest folder of a repository in which files are looked for.
+/// The depth to which the folders of a repository are searched for files.
 const MAX_DEPTH: usize = 4;
 
 /// The part of the cache that belongs to one repository.
@@ -68,7 +68,7 @@ impl RepositoryCache {
         files::write(&path, commit.as_bytes())
     }
 
-    /// Returns the names of the files of a snapshot whose content is there.
+    /// Returns the names of the files of a snapshot whose content is in the cache.
     pub(crate) fn files(&self, commit: &str) -> Vec<String> {
         let mut names = Vec::new();
         list(&self.snapshot(commit), "", 0, &mut names);
@@ -76,7 +76,7 @@ impl RepositoryCache {
         names
     }
 
-    /// Links the file `name` of a snapshot to its content. A file system without links gets the content itself.
+    /// Links the file `name` of a snapshot to its content, or moves the content there if the file system has no links.
     pub(crate) fn link(&self, commit: &str, name: &str, etag: &str) -> Result<()> {
         let pointer = self.snapshot(commit).join(name);
         if pointer.exists() {
@@ -96,7 +96,7 @@ pub(crate) fn make_folder(folder: &Path) -> Result<()> {
     fs::create_dir_all(folder).map_err(Common::io("create the folder", folder))
 }
 
-/// Makes a link, which replaces one that leads nowhere. Returns `false` if there can be none.
+/// Makes a link, which replaces a dangling one. Returns `false` if the file system has no links.
 fn symlink(target: &str, pointer: &Path) -> bool {
     #[cfg(unix)]
     {

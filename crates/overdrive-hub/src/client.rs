@@ -23,7 +23,7 @@ const PATH: &AsciiSet = &SEGMENT.remove(b'/');
 const MAX_REDIRECTS: usize = 10;
 /// The longest list of files that is read, in bytes.
 const MAX_LISTING: u64 = 64 << 20;
-/// The longest pause that a server may ask for.
+/// The longest pause that a server can request.
 const MAX_PAUSE: Duration = Duration::from_secs(60);
 
 /// A client for the repository of a name.
@@ -37,9 +37,9 @@ pub(crate) struct Client<'a> {
 #[derive(Debug)]
 pub(crate) struct Failure {
     pub(crate) error: Error,
-    /// `true` if a repetition may succeed.
+    /// `true` if a retry may succeed.
     pub(crate) transient: bool,
-    /// `true` if bytes of the download arrived before.
+    /// `true` if the attempt received bytes of the download before it failed.
     pub(crate) progress: bool,
     /// The pause that the server asks for.
     pause: Option<Duration>,
@@ -92,14 +92,14 @@ impl Remote {
 
 impl<'a> Client<'a> {
     pub(crate) fn new(options: &'a HubOptions, name: &'a HubName) -> Client<'a> {
-        // Named here, so that ureq does not bring a list of certificates with it.
+        // Set explicitly, so that ureq does not need its own list of certificates.
         let provider = Arc::new(rustls::crypto::ring::default_provider());
         let tls = TlsConfig::builder()
             .unversioned_rustls_crypto_provider(provider)
             .root_certs(RootCerts::PlatformVerifier);
         let mut config = Agent::config_builder()
             .http_status_as_error(false)
-            // Redirects are followed here, where it is known which of them may have the token.
+            // `send` follows the redirects, because it decides which servers may receive the token.
             .max_redirects(0)
             .max_redirects_will_error(false)
             .user_agent(concat!("overdrive/", env!("CARGO_PKG_VERSION")))
@@ -117,7 +117,7 @@ impl<'a> Client<'a> {
         }
     }
 
-    /// Repeats an attempt while it fails for reasons that may pass.
+    /// Retries an attempt while it fails for transient reasons.
     pub(crate) fn repeat<T>(&self, mut attempt: impl FnMut() -> Attempt<T>) -> Result<T> {
         let mut failures = 0;
         loop {
@@ -151,12 +151,12 @@ impl<'a> Client<'a> {
             url: url.clone(),
             reason: reason.to_owned(),
         };
-        let answer: Value =
-            serde_json::from_str(&text).map_err(|error| protocol(&format!("no JSON ({error})")))?;
+        let answer: Value = serde_json::from_str(&text)
+            .map_err(|error| protocol(&format!("not JSON ({error})")))?;
         let commit = answer["sha"].as_str().filter(|sha| is_commit(sha));
         let files = answer["siblings"].as_array();
         let (Some(commit), Some(files)) = (commit, files) else {
-            return Err(protocol("`sha` is no commit, or `siblings` no list").into());
+            return Err(protocol("`sha` is not a commit, or `siblings` is not a list").into());
         };
         let name = |file: &Value| file["rfilename"].as_str().map(str::to_owned);
         Ok(Listing {
@@ -174,7 +174,7 @@ impl<'a> Client<'a> {
             .or_else(|| get("etag"))
             .unwrap_or_default();
         let etag = etag.trim_start_matches("W/").trim_matches('"').to_owned();
-        // It becomes the name of a file.
+        // The ETag becomes a file name.
         let letter = |letter: char| letter.is_ascii_alphanumeric() || "-_".contains(letter);
         if etag.is_empty() || etag.len() > 128 || !etag.chars().all(letter) {
             let reason = format!("the ETag of {file} is {etag:?}");
@@ -188,7 +188,7 @@ impl<'a> Client<'a> {
         Ok(Remote { name, etag, size })
     }
 
-    /// Requests a file from the byte `from` on. The status is 200, 206 or 416.
+    /// Requests a file from byte `from` on. The status is 200, 206 or 416.
     pub(crate) fn open(&self, commit: &str, file: &str, from: u64) -> Attempt<Response<Body>> {
         let url = self.file_url(commit, file);
         let response = self.send("GET", &url, from)?;
@@ -204,8 +204,8 @@ impl<'a> Client<'a> {
         format!("{endpoint}/{repository}/resolve/{commit}/{file}")
     }
 
-    /// Sends a request and follows redirections; the token goes to the endpoint's server only. A HEAD request is
-    /// answered by the hub itself, which describes the file, and not by the server that has the content.
+    /// Sends a request and follows redirects; only the endpoint's server receives the token. HEAD requests are not
+    /// redirected to the server that has the content, because the hub itself describes the file.
     fn send(&self, method: &str, url: &str, from: u64) -> Attempt<Response<Body>> {
         let mut url = url.to_owned();
         for _ in 0..MAX_REDIRECTS {
@@ -243,7 +243,7 @@ impl<'a> Client<'a> {
         Err(Error::Protocol { url, reason }.into())
     }
 
-    /// Turns an answer with an error status into the error.
+    /// Converts a response with an error status into the error.
     fn accepted(
         &self,
         url: &str,
@@ -279,7 +279,7 @@ impl<'a> Client<'a> {
                 Some(file) if matches!(code, "" | "EntryNotFound") => Error::NoFile {
                     repository,
                     file: format!("file `{file}`"),
-                    found: "others".to_owned(),
+                    found: "other files".to_owned(),
                 },
                 _ => self.no_repository(),
             },
@@ -305,11 +305,11 @@ impl<'a> Client<'a> {
     }
 }
 
-/// Returns the failure of a request without an answer.
+/// Returns the failure of a request that got no response.
 pub(crate) fn unreachable(url: &str, error: &ureq::Error) -> Failure {
     use ureq::Timeout::{Connect, Resolve};
     let transient = match error {
-        // Nobody is there, or somebody with a wrong certificate: a pause changes nothing.
+        // No server answers, or one with a wrong certificate: a retry would fail as well.
         ureq::Error::Timeout(Connect | Resolve) => false,
         ureq::Error::Timeout(_) | ureq::Error::Protocol(_) => true,
         ureq::Error::Io(error) => !matches!(
@@ -329,7 +329,7 @@ pub(crate) fn unreachable(url: &str, error: &ureq::Error) -> Failure {
     }
 }
 
-/// Returns the hub's explanation for a message: one line, without control characters.
+/// Returns the hub's explanation as part of an error message: one line, without control characters.
 fn explanation(status: u16, message: &str) -> String {
     let message: String = message
         .chars()
@@ -337,7 +337,7 @@ fn explanation(status: u16, message: &str) -> String {
         .take(300)
         .collect();
     match (status, message.as_str()) {
-        (429, _) => ": too many requests, of which HF_TOKEN allows more".to_owned(),
+        (429, _) => ": too many requests; set HF_TOKEN for a higher limit".to_owned(),
         (_, "") => String::new(),
         (_, message) => format!(": {message}"),
     }
@@ -356,7 +356,7 @@ fn is_relative(location: &str) -> bool {
     !location.contains("://") && !location.starts_with("//")
 }
 
-/// Returns the address that a redirection from `url` leads to.
+/// Returns the target of a redirect from `url`.
 fn joined(url: &str, location: &str) -> String {
     if !is_relative(location) {
         return match location.strip_prefix("//") {

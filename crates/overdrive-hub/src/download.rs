@@ -30,7 +30,7 @@ impl<'a> Meter<'a> {
         }
     }
 
-    /// Adds files that turned out to be needed.
+    /// Adds the bytes of further files to the total.
     pub(crate) fn extend(&mut self, bytes: u64) {
         self.total += bytes;
     }
@@ -56,14 +56,14 @@ pub(crate) struct Download<'a> {
 }
 
 impl Download<'_> {
-    /// Brings a file into the snapshot. Its content is downloaded unless the cache has it from another commit.
+    /// Adds a file to the snapshot. Its content is downloaded unless the cache already has it from another commit.
     pub(crate) fn fetch(&self, remote: &Remote, meter: &mut Meter<'_>) -> Result<()> {
         let blob = self.cache.blob(&remote.etag);
         make_folder(folder_of(&blob))?;
-        // Another process that downloads the same file is waited for; then the file is there.
+        // Waits for any other process that downloads the same file; the file then exists.
         let lock = FileLock::acquire(self.cache.lock(&remote.etag)?)?;
         if !blob.exists() {
-            // Where locks do not work, each process writes its own file, which no other resumes.
+            // Where file locks do not work, each process writes its own file, which no other process resumes.
             let own = match lock.unsupported() {
                 Some(_) => Some(files::unfinished(&blob)?),
                 None => None,
@@ -81,7 +81,7 @@ impl Download<'_> {
         Ok(())
     }
 
-    /// Downloads and verifies a file. After an error that may pass, its beginning stays for the next time.
+    /// Downloads and verifies a file. After a transient error, the partial file is kept and resumed next time.
     fn download(&self, remote: &Remote, partial: &Path, meter: &Meter<'_>) -> Result<()> {
         let mut resumed = length(partial) > 0;
         loop {
@@ -96,7 +96,7 @@ impl Download<'_> {
                 );
             match result {
                 Err(Error::Damaged { .. }) if resumed => {
-                    // The beginning may have been the fault: it is another process's, or a crash's.
+                    // The resumed part may be the damaged one, left by another process or a crash.
                     remove(partial)?;
                     resumed = false;
                 }
@@ -109,10 +109,11 @@ impl Download<'_> {
         }
     }
 
-    /// Requests the part of a file that is missing and returns the length of the complete file.
+    /// Requests the missing part of a file and returns the length of the complete file.
     fn attempt(&self, remote: &Remote, partial: &Path, meter: &Meter<'_>) -> Attempt<u64> {
         let mut options = OpenOptions::new();
-        // Not for appending: if two processes write in spite of the lock, they write the same bytes to the same place.
+        // Not opened for appending: if two processes write despite the lock, they write the same bytes to the same
+        // offsets.
         let file = options
             .create(true)
             .truncate(false)
@@ -134,7 +135,7 @@ impl Download<'_> {
             || (response.status() == StatusCode::PARTIAL_CONTENT && !resumes)
         {
             restart(&mut file, partial)?;
-            let reason = "the server answers with another part of the file".to_owned();
+            let reason = "the server returned the wrong part of the file".to_owned();
             return Err(Failure::transient(self.damaged(remote, reason), false));
         }
         if !resumes {
@@ -149,7 +150,7 @@ impl Download<'_> {
             && have.checked_add(rest) != Some(size)
         {
             let reason =
-                format!("the server sends {rest} bytes after {have}, the hub says {size} in all");
+                format!("the server sends {rest} bytes after byte {have}; the file has {size}");
             return Err(self.damaged(remote, reason).into());
         }
         let mut body = response.into_body().into_reader();
@@ -158,7 +159,7 @@ impl Download<'_> {
         Ok(done)
     }
 
-    /// Copies the body to the file; `have` bytes of `size` are there.
+    /// Copies the body to the file, which already has `have` of `size` bytes.
     fn copy(
         &self,
         remote: &Remote,
@@ -185,7 +186,7 @@ impl Download<'_> {
             };
             if read == 0 {
                 return match size {
-                    Some(size) if done < size => Err(broken(done, format!("it has {size}"))),
+                    Some(size) if done < size => Err(broken(done, format!("the file has {size}"))),
                     _ => Ok(done),
                 };
             }

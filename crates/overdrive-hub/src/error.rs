@@ -7,7 +7,7 @@ pub type Result<T> = std::result::Result<T, Error>;
 pub(crate) const FORMS: &str =
     "ORG/NAME, ORG/NAME@REVISION, ORG/NAME:QUANTIZATION or ORG/NAME/FILE.gguf";
 
-/// An error of finding or downloading a model.
+/// An error while finding or downloading a model.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -23,7 +23,7 @@ pub enum Error {
         /// The name, as it was given.
         name: String,
     },
-    /// The hub has no such repository, or does not show it without a token.
+    /// The hub has no such repository, or hides it from requests without a token.
     #[error(
         "`{repository}` is not a file or folder on this machine, and {endpoint} has no repository of this name; check \
          the name. If the repository is private, set HF_TOKEN to a token that may read it"
@@ -103,21 +103,21 @@ pub enum Error {
         reason: String,
     },
     /// The hub refuses a request.
-    #[error("`{url}` answers with the status {status}{message}; try again later")]
+    #[error("`{url}` returned status {status}{message}; try again later")]
     Status {
         /// The address.
         url: String,
         /// The HTTP status.
         status: u16,
-        /// The hub's explanation, which starts with `: `, or nothing.
+        /// The hub's explanation with a leading `: `, or an empty string.
         message: String,
     },
     /// The hub's answer does not follow its protocol.
-    #[error("the answer of `{url}` is not a hub's: {reason}; check HF_ENDPOINT")]
+    #[error("`{url}` returned an unexpected response: {reason}; check HF_ENDPOINT")]
     Protocol {
         /// The address.
         url: String,
-        /// The part that is wrong.
+        /// What is wrong with the answer.
         reason: String,
     },
     /// A downloaded file is not the one that the hub describes.

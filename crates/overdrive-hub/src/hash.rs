@@ -1,4 +1,4 @@
-//! The checksums that the hub names.
+//! The checksums that the hub states.
 
 use std::fs::File;
 use std::io::Read;
@@ -11,11 +11,11 @@ use sha2::{Digest as _, Sha256};
 /// The checksum of a file's content, as the hub's ETag states it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Checksum {
-    /// Of files in large file storage (LFS, Xet).
+    /// The SHA-256 of a file in large file storage (LFS, Xet).
     Sha256(String),
-    /// Of files in the Git repository: Git's hash of a blob.
+    /// Git's blob hash of a file in the Git repository.
     Git(String),
-    /// Of servers that are not the hub itself: the length alone is verified.
+    /// No known checksum, from servers other than the hub: only the length is verified.
     Unknown,
 }
 
@@ -46,7 +46,7 @@ impl Checksum {
             }
         };
         let differs = *expected != found;
-        Ok(differs.then(|| format!("its {name} is {found}, the hub says {expected}")))
+        Ok(differs.then(|| format!("its {name} is {found}, and the hub states {expected}")))
     }
 }
 

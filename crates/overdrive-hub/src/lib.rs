@@ -1,8 +1,8 @@
 //! Models by name: files of the [Hugging Face hub](https://huggingface.co), downloaded once into the cache that
 //! Python's `huggingface_hub` uses, and found there again.
 //!
-//! [`model_path`] takes what a user writes after `--model` and returns a path on this machine: the path itself where
-//! there is a file or folder, else that of the downloaded files. Everything that loads a model takes such a path.
+//! [`model_path`] takes the value of a `--model` option and returns a path on this machine: the value itself if it is
+//! an existing file or folder, else the path of the downloaded files. Everything that loads a model takes such a path.
 //!
 //! ```no_run
 //! use overdrive_hub::{HubOptions, model_path};
@@ -17,14 +17,14 @@
 //! | name | result |
 //! |---|---|
 //! | `org/name`, or `name` for a few old models | the folder of the snapshot |
-//! | `org/name@REVISION` | the same at a branch, a tag or a commit |
+//! | `org/name@REVISION` | the snapshot of a branch, a tag or a commit |
 //! | `org/name:Q4_K_M` | the GGUF file of this quantization, as in llama.cpp |
-//! | `org/name/file.gguf` | this file (of a split model, its first file) |
+//! | `org/name/file.gguf` | this file; for a split model, the first file |
 //!
-//! Only the files that a model needs are downloaded: configurations, tokenizer and chat templates, and one kind of
-//! weights, of which safetensors are preferred. A download is verified by its length and by the checksum that the hub
-//! names, resumed where it was interrupted, and renamed when it is complete; processes that want the same file wait for
-//! each other.
+//! Only the files that a model needs are downloaded: configurations, tokenizer and chat templates, and the weights in
+//! one format, preferably safetensors. A download is verified against the length and the checksum that the hub states,
+//! resumed after an interruption, and renamed when it is complete; processes that need the same file wait for each
+//! other.
 //!
 //! The layout of the cache: <https://huggingface.co/docs/huggingface_hub/guides/manage-cache>.
 #![forbid(unsafe_code)]

@@ -28,7 +28,8 @@ impl HubName {
             1 | 2 => (text.to_owned(), None),
             _ => (parts[..2].join("/"), Some(parts[2..].join("/"))),
         };
-        // A file is a GGUF file: a folder of a repository is no model, and `runs/tiny/model` is a path.
+        // A third component must be a GGUF file: a folder of a repository is not a model, and `runs/tiny/model` is a
+        // path.
         let gguf = |name: &str| name.to_ascii_lowercase().ends_with(".gguf");
         let named = file
             .as_deref()
@@ -70,7 +71,7 @@ fn is_quantization(text: &str) -> bool {
     !text.is_empty() && text.chars().all(allowed)
 }
 
-/// Returns `true` for names of branches and tags by Git's rules, as far as they matter for paths and addresses.
+/// Returns `true` if `name` is valid for a branch or tag by those of Git's rules that matter for paths and URLs.
 fn is_revision(text: &str) -> bool {
     let allowed = |letter: char| letter.is_ascii_graphic() && !"\\:?*[~^%#".contains(letter);
     text.chars().all(allowed) && is_relative_file(text)

@@ -15,18 +15,18 @@ pub struct HubOptions {
     pub cache: PathBuf,
     /// The address of the hub; default `https://huggingface.co`.
     pub endpoint: String,
-    /// The access token; default `None`. It is sent to the endpoint and never to the servers that it redirects to.
+    /// The access token; default `None`. It is sent only to the endpoint, never to servers that it redirects to.
     pub token: Option<String>,
-    /// `true`: only the cache is used; default `false`.
+    /// `true`: use only the cache; default `false`.
     pub offline: bool,
-    /// The longest time without any answer to a question about a file; default 10 s.
+    /// The longest wait for the response to a request; default 10 s.
     pub etag_timeout: Duration,
-    /// The longest time without a byte of a download; default 10 s.
+    /// The longest pause between two bytes of a download; default 10 s.
     pub download_timeout: Duration,
-    /// The pause before the first repetition of a request that failed for a reason that may pass. It doubles up to
-    /// eight times its value; default 1 s.
+    /// The pause before the first retry after a transient failure. It doubles with each retry, up to eight times this
+    /// value; default 1 s.
     pub retry_pause: Duration,
-    /// The number of repetitions without any progress; default 5.
+    /// The number of retries without any progress; default 5.
     pub retries: u32,
     /// A callback that receives the progress; default: none.
     pub progress: Option<DownloadProgress>,
@@ -50,7 +50,7 @@ impl Default for HubOptions {
 }
 
 impl HubOptions {
-    /// Returns the options that the environment names, with the variables of Python's `huggingface_hub`:
+    /// Returns the options from the environment variables of Python's `huggingface_hub`:
     /// `HF_HUB_CACHE`, `HF_HOME`, `XDG_CACHE_HOME`, `HF_ENDPOINT`, `HF_TOKEN`, `HF_TOKEN_PATH`,
     /// `HF_HUB_DISABLE_IMPLICIT_TOKEN`, `HF_HUB_OFFLINE` (or `TRANSFORMERS_OFFLINE`), `HF_HUB_ETAG_TIMEOUT` and
     /// `HF_HUB_DOWNLOAD_TIMEOUT` in seconds. Without `HF_TOKEN` the token is the one that `hf auth login` stored.
@@ -63,7 +63,7 @@ impl HubOptions {
 
     /// Returns the options of the given variables, for [`from_env`](HubOptions::from_env) and its tests.
     pub(crate) fn from_variables(variable: impl Fn(&str) -> Option<String>) -> Result<HubOptions> {
-        // An empty variable is one that is not set, as in huggingface_hub.
+        // An empty variable counts as unset, as in huggingface_hub.
         let get = |name: &str| variable(name).filter(|value| !value.trim().is_empty());
         let user = get("HOME").map_or_else(|| PathBuf::from("."), PathBuf::from);
         let path = |text: String| match text.strip_prefix("~/") {
@@ -136,8 +136,8 @@ fn token(get: &impl Fn(&str) -> Option<String>, file: &Path) -> Result<Option<St
     };
     let text = text.trim();
     if !text.bytes().all(|byte| byte.is_ascii_graphic()) {
-        // The value stays out of the message.
-        let expected = "a token of one word in ASCII letters, such as hf_…";
+        // The message must not show the value.
+        let expected = "printable ASCII without spaces, such as hf_…";
         return Err(Common::option(source, "not a token", expected).into());
     }
     Ok((!text.is_empty()).then(|| text.to_owned()))

@@ -12,8 +12,8 @@ use std::sync::Arc;
 pub struct DownloadProgress(Arc<dyn Fn(u64, u64) + Send + Sync>);
 
 impl DownloadProgress {
-    /// Makes a callback. `report` is called with the number of bytes that are downloaded and with the total of all
-    /// files that are missing in the cache.
+    /// Creates a callback. `report` is called with the number of downloaded bytes and with the total of all files that
+    /// are missing from the cache.
     pub fn new(report: impl Fn(u64, u64) + Send + Sync + 'static) -> DownloadProgress {
         DownloadProgress(Arc::new(report))
     }

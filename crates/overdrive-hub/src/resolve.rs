@@ -7,15 +7,15 @@ use crate::name::{HubName, is_commit};
 use crate::select::{Selection, Wanted, select, shards};
 use crate::{Error, HubOptions, Result};
 
-/// Returns the path of a model on this machine: `name` itself if it is a file or folder, else that of the model with
-/// this name on the hub, which is downloaded unless the cache has it.
+/// Returns the path of a model on this machine: `name` itself if it is a file or folder, else the path of the hub's
+/// model with this name, which is downloaded unless the cache has it.
 ///
-/// Without a revision, or with that of a branch or tag, the hub is asked for its newest commit. If it does not answer
-/// and the cache has the model of the last time, that is returned, with a warning in the log.
+/// Without a revision, or for a branch or tag, the hub is asked for the newest commit. If it does not answer, the
+/// previously downloaded snapshot is returned, with a warning in the log.
 ///
 /// # Errors
-/// An error that says what is missing and what to do, such as [`Error::NoSuchPath`], [`Error::NoRepository`],
-/// [`Error::NoAccess`], [`Error::Offline`], [`Error::Unreachable`] and [`Error::Damaged`].
+/// [`Error::NoSuchPath`], [`Error::NoRepository`], [`Error::NoAccess`], [`Error::Offline`], [`Error::Unreachable`],
+/// [`Error::Damaged`] and others; their messages say what is missing and what to do.
 pub fn model_path(name: impl AsRef<Path>, options: &HubOptions) -> Result<PathBuf> {
     find(name.as_ref(), options, Wanted::Model)
 }
@@ -28,8 +28,8 @@ pub fn adapter_path(name: impl AsRef<Path>, options: &HubOptions) -> Result<Path
     find(name.as_ref(), options, Wanted::Adapter)
 }
 
-/// Returns the path of a folder with a tokenizer, as [`model_path`] does for a model, without the weights; that of a GGUF
-/// file or of the whole model if the repository has no `tokenizer.json`.
+/// Returns the path of a folder with a tokenizer, as [`model_path`] does for a model, without downloading the weights.
+/// If the repository has no `tokenizer.json`, returns the path of a GGUF file or of the whole model.
 ///
 /// # Errors
 /// As [`model_path`].
@@ -80,21 +80,21 @@ fn find(path: &Path, options: &HubOptions, wanted: Wanted) -> Result<PathBuf> {
     }
     let client = Client::new(options, &name);
     let listing = match &cached {
-        // With a copy at hand, nobody waits for a hub that does not answer.
+        // With a cached copy, requests to a hub that does not answer are not retried.
         Ok(_) => client.listing().map_err(|failure| failure.error),
         Err(_) => client.repeat(|| client.listing()),
     };
     match (listing, cached) {
         (Ok(listing), _) => download(&name, &listing, &cache, options, wanted),
         (Err(error @ (Error::Unreachable { .. } | Error::Status { .. })), Ok(path)) => {
-            tracing::warn!("{error}. The copy in the cache is used: {}", path.display());
+            tracing::warn!("{error}. Using the cached copy: {}", path.display());
             Ok(path)
         }
         (Err(error), _) => Err(error),
     }
 }
 
-/// Returns the path of a complete model in the cache, or a clause about what is missing.
+/// Returns the path of a complete model in the cache, or the error's clause that names what is missing.
 fn in_cache(
     cache: &RepositoryCache,
     name: &HubName,
@@ -146,7 +146,7 @@ fn download(
     let client = &Client::new(options, name);
     let (commit, repository) = (listing.commit.as_str(), name.repository.as_str());
     let snapshot = cache.snapshot(commit);
-    // The hub describes a file; the files that the snapshot has are not asked for.
+    // Asks the hub only for the descriptions of files that the snapshot lacks.
     let describe = |files: &[String]| -> Result<Vec<Remote>> {
         let missing = files.iter().filter(|file| !snapshot.join(file).exists());
         let remotes = missing.map(|file| client.repeat(|| client.remote(commit, file)));

@@ -9,8 +9,8 @@ use serde_json::Value;
 use crate::name::{HubName, is_relative_file};
 use crate::{Error, Result};
 
-/// Configurations, tokenizers, chat templates, and the description of a model for embeddings: files of kilobytes to a
-/// few megabytes.
+/// Configurations, tokenizers, chat templates, and the configuration of embedding models: files of kilobytes to a few
+/// megabytes.
 const SMALL: [&str; 21] = [
     "config.json",
     "generation_config.json",
@@ -45,7 +45,7 @@ const MODEL_WEIGHTS: [&str; 4] = [
 ];
 const ADAPTER_WEIGHTS: [&str; 1] = ["adapter_model.safetensors"];
 
-/// The quantization that llama.cpp takes where a name has none.
+/// The quantization that llama.cpp selects for a name without one.
 const DEFAULT_QUANTIZATION: &str = "Q4_K_M";
 /// The largest index of shards that is read, in bytes.
 const MAX_INDEX: u64 = 64 << 20;
@@ -133,7 +133,7 @@ pub(crate) fn shards(path: &Path) -> Result<Vec<String>> {
 
 fn gguf(names: &[String], name: &HubName) -> Result<Selection> {
     let groups: Vec<&String> = names.iter().filter(|name| is_model_gguf(name)).collect();
-    // Of a split model, the first file stands for all.
+    // For a split model, only the first file is a candidate.
     let mut first: Vec<&String> = groups
         .iter()
         .copied()
@@ -172,7 +172,7 @@ fn gguf(names: &[String], name: &HubName) -> Result<Selection> {
     let files = match split_of(found) {
         None => vec![found.clone()],
         Some((stem, _, count)) => {
-            // A hub may claim any count; those that it does not have are not asked for.
+            // The count in a name can be anything; only files that the hub lists are requested.
             let same =
                 |name: &&&String| split_of(name).is_some_and(|(s, _, c)| (s, c) == (stem, count));
             groups
@@ -198,13 +198,14 @@ fn split_of(name: &str) -> Option<(&str, &str, &str)> {
     (digits(number) && digits(count)).then_some((stem, number, count))
 }
 
-/// Returns `true` for the GGUF file of a model, as opposed to that of an image encoder or of a calibration.
+/// Returns `true` for the GGUF file of a model, and `false` for image encoders and calibration data.
 fn is_model_gguf(name: &str) -> bool {
     let name = name.to_ascii_lowercase();
     name.ends_with(".gguf") && !name.contains("mmproj") && !name.contains("imatrix")
 }
 
-/// Returns `true` if `tag` is a word of `name`: `Q4_K` is one of `a-Q4_K.gguf`, not of `a-Q4_K_M.gguf` or `a-IQ4_K.gguf`.
+/// Returns `true` if `tag` is a whole word of `name`: `Q4_K` is one in `a-Q4_K.gguf`, but not in `a-Q4_K_M.gguf` or
+/// `a-IQ4_K.gguf`.
 fn has_tag(name: &str, tag: &str) -> bool {
     let (name, tag) = (name.to_ascii_uppercase(), tag.to_ascii_uppercase());
     name.match_indices(&tag).any(|(at, _)| {

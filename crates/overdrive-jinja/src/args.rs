@@ -103,7 +103,7 @@ pub(crate) fn bool_or(value: Option<Value>, default: bool) -> bool {
     value.map_or(default, |value| value.is_true())
 }
 
-/// Returns an optional flag of a function of CPython that takes an integer for it.
+/// Returns an optional flag of a CPython function that also accepts an integer.
 pub(crate) fn flag_or(value: Option<Value>, default: bool) -> Result<bool> {
     Ok(int_or(value, i128::from(default))? != 0)
 }

@@ -1,6 +1,6 @@
 use std::fmt;
 
-/// The kind of an error, named after the exception that Python would raise, since some of them are caught.
+/// The kind of an error, named after the exception that Python would raise, because some of them are caught.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum ErrorKind {
     /// The template cannot be parsed.
@@ -21,9 +21,9 @@ pub(crate) enum ErrorKind {
     ZeroDivision,
     /// An error of jinja2, such as `FilterArgumentError` or `SecurityError`.
     Runtime,
-    /// The template itself has called `raise_exception`.
+    /// The template has called `raise_exception`.
     Raised,
-    /// A limit of templates is reached.
+    /// A limit of templates has been reached.
     Limit,
 }
 
@@ -71,12 +71,12 @@ impl Error {
         Error::new(ErrorKind::Runtime, detail)
     }
 
-    /// Returns `true` if the template itself has called `raise_exception`, to refuse what it was given.
+    /// Returns `true` if the template has called `raise_exception` to refuse its input.
     pub fn is_raised(&self) -> bool {
         self.kind == ErrorKind::Raised
     }
 
-    /// Returns the line of the template where the error was noticed, counted from 1.
+    /// Returns the line of the template where the error was detected, counted from 1.
     pub fn line(&self) -> Option<u32> {
         self.line
     }

@@ -5,7 +5,8 @@ use crate::{Error, Result};
 /// build needs a small part.
 const STACK_BYTES: usize = MAX_LEVELS * (64 << 10);
 
-/// Runs `work` on a thread whose stack suffices for the levels of a template, however little is left of the caller's.
+/// Runs `work` on a thread whose stack is large enough for the levels of a template, however little is left of the
+/// caller's stack.
 pub(crate) fn on_large_stack<T: Send>(work: impl FnOnce() -> Result<T> + Send) -> Result<T> {
     std::thread::scope(|scope| {
         let thread = std::thread::Builder::new()

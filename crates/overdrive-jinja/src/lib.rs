@@ -1,10 +1,11 @@
-//! Jinja templates with Python's values: what a chat template renders here is what jinja2 renders.
+//! Jinja templates with Python's semantics: a chat template renders here to the same text as with jinja2.
 //!
-//! Chat templates are written for jinja2, and much of what they rely on is not Jinja but Python: how values print, what
-//! slices, `%` and methods of strings do, what counts as a sequence, how comparisons chain. A [`Template`] has the values,
-//! operators and methods of Python, and Jinja as transformers' `apply_chat_template` sets it up: `trim_blocks` and
-//! `lstrip_blocks`, the sandbox, `break` and `continue`, the tag `generation`, the functions `raise_exception` and
-//! `strftime_now`, and a filter `tojson` that writes what `json.dumps` writes. What jinja2 refuses is refused.
+//! Chat templates are written for jinja2, and much of what they rely on is Python rather than Jinja: how values print,
+//! how slices, `%` and string methods work, what counts as a sequence, how comparisons chain. A [`Template`] has the
+//! values, operators and methods of Python, and the Jinja environment of transformers' `apply_chat_template`:
+//! `trim_blocks` and `lstrip_blocks`, the sandbox, `break` and `continue`, the tag `generation`, the functions
+//! `raise_exception` and `strftime_now`, and a filter `tojson` with the output of `json.dumps`. Templates that jinja2
+//! refuses are refused.
 //!
 //! ```
 //! use overdrive_jinja::Template;
@@ -20,31 +21,32 @@
 //!
 //! # Limits
 //!
-//! A chat template is a program that comes with a model, so it may be wrong or hostile. Beyond these limits parsing or
+//! A chat template is a program that comes with a model, so it may be wrong or hostile. Beyond these limits, parsing or
 //! rendering returns an error:
 //!
-//! | of | limit |
+//! | item | limit |
 //! |---|---|
-//! | the source | 256 KiB, and 100 levels of nested tags and expressions |
-//! | the steps of one rendering | 10 million: statements, operations, iterated elements, blocks of 256 bytes of text that an operation reads |
-//! | recursion, through macros and recursive loops | 1000 levels of statements and expressions |
-//! | the text of one rendering | 64 MiB |
-//! | values | 100 levels of nesting; 2²⁴ elements and blocks of 64 bytes of text, counted over all values that a rendering makes |
+//! | source | 256 KiB, and 100 levels of nested tags and expressions |
+//! | steps per rendering | 10 million: statements, operations, iterated elements, blocks of 256 bytes of text that an operation reads |
+//! | recursion through macros and recursive loops | 1000 levels of statements and expressions |
+//! | output of a rendering | 64 MiB |
+//! | values | 100 levels of nesting; 2²⁴ elements and blocks of 64 bytes of text, counted over all values that a rendering creates |
 //! | integers | 128 bits |
 //! | `range` | 100,000 numbers, as in jinja2's sandbox |
 //! | parameters of a macro, named arguments of a call, attributes of a namespace | 1000 |
-//! | a width or precision of a format | 65,536 |
+//! | width or precision of a format | 65,536 |
 //!
-//! Parsing and rendering run on a thread of their own, whose stack suffices for these limits: no template can overflow it.
+//! Parsing and rendering run on a separate thread, whose stack is large enough for these limits, so that no template
+//! can overflow it.
 //!
 //! # Not supported
 //!
-//! These are refused by an error that names them: the filters `random` and `urlize`, `pprint` of a value that does not fit
-//! a line of 80 characters, the tag `autoescape`, `include`, `import` and `extends` (there are no other templates),
-//! `str.encode`, escapes by name (`"\N{…}"`), and complex numbers.
+//! The following are refused with an error that names them: the filters `random` and `urlize`, `pprint` of a value that
+//! does not fit in a line of 80 characters, the tag `autoescape`, `include`, `import` and `extends` (there are no other
+//! templates), `str.encode`, escapes by name (`"\N{…}"`), and complex numbers.
 //!
-//! `striptags` decodes numeric entities and `amp`, `lt`, `gt`, `quot`, `apos` and `nbsp`; others stay as they are. Ten characters
-//! have another case than in Python 3.11, which has an earlier version of Unicode.
+//! `striptags` decodes numeric entities and `amp`, `lt`, `gt`, `quot`, `apos` and `nbsp`; other entities are left
+//! unchanged. Ten characters differ in case from Python 3.11, which has an earlier version of Unicode.
 #![deny(missing_docs)]
 
 mod args;

@@ -2,13 +2,13 @@
 
 use crate::error::{Error, Result};
 
-/// The largest source in bytes; the longest published templates have a tenth of it.
+/// The largest source in bytes, ten times the size of the longest published templates.
 pub(crate) const MAX_SOURCE_BYTES: usize = 256 << 10;
 
 /// The levels to which tags and expressions may be nested in a source.
 pub(crate) const MAX_NESTING: usize = 100;
 
-/// The most steps of one rendering: statements, expressions, and elements that are iterated. A message of a
+/// The largest number of steps of one rendering: statements, expressions, and iterated elements. A message of a
 /// conversation takes about a hundred, and the limit is reached within seconds.
 pub(crate) const MAX_STEPS: u64 = 10_000_000;
 
@@ -16,16 +16,16 @@ pub(crate) const MAX_STEPS: u64 = 10_000_000;
 /// loops.
 pub(crate) const MAX_LEVELS: usize = 1000;
 
-/// The most text of one rendering, in bytes: some millions of tokens.
+/// The largest output of one rendering in bytes: some millions of tokens.
 pub(crate) const MAX_OUTPUT_BYTES: usize = 64 << 20;
 
 /// The depth to which a value may be nested.
 pub(crate) const MAX_DEPTH: usize = 100;
 
-/// The most elements, and blocks of 64 bytes of text, that the values made in one rendering may have.
+/// The largest number of elements, and blocks of 64 bytes of text, in the values created by one rendering.
 pub(crate) const MAX_ELEMENTS: usize = 1 << 24;
 
-/// The most numbers of a `range`, as in Jinja's sandbox.
+/// The largest number of elements of a `range`, as in Jinja's sandbox.
 pub(crate) const MAX_RANGE: usize = 100_000;
 
 /// The most parameters of a macro, named arguments of a call, attributes of a namespace, and parts of an attribute's path:

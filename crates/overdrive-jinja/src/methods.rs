@@ -120,7 +120,7 @@ fn is_special(name: &str) -> bool {
     name.starts_with("__") && name.ends_with("__") && name.len() > 4
 }
 
-/// Returns the undefined value of an attribute that the sandbox does not give access to.
+/// Returns the undefined value of an attribute that the sandbox forbids.
 pub(crate) fn unsafe_undefined(value: &Value, name: &str) -> Value {
     Value::undefined(format!(
         "access to attribute '{name}' of '{}' object is unsafe.",

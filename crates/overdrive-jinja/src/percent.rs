@@ -51,7 +51,7 @@ pub(crate) fn format_percent(
     format: &Text,
     values: &Value,
 ) -> Result<Value> {
-    // A value that is no tuple counts as the only value.
+    // A value that is not a tuple counts as the only value.
     let items = match values {
         Value::Tuple(items) => items.items.as_slice(),
         other => std::slice::from_ref(other),

@@ -1,4 +1,4 @@
-//! The switch by which the result of a row has the same bits whatever rows lie beside it.
+//! A switch that makes the result of a row independent of the other rows, bit for bit.
 
 use std::sync::OnceLock;
 use std::sync::atomic::{AtomicU8, Ordering};
@@ -9,27 +9,27 @@ const ON: u8 = 2;
 
 static STATE: AtomicU8 = AtomicU8::new(UNSET);
 
-/// Sets whether the kernels of this process compute a row (a token of a sequence) bit for bit as they would compute it
-/// alone, whatever the number of rows of the call, on CPUs.
+/// Sets whether the CPU kernels of this process compute each row (a token of a sequence) bit for bit as they would
+/// compute it alone, for any number of rows.
 ///
-/// By default a kernel adds the terms of a row in the order that is fastest for the number of rows, so that results differ in
-/// their last bits: a sequence that is decoded alone and one that is decoded beside others, or whose prompt is read in
-/// chunks of another size, may differ in a token. Weights of 4 bits, or of 8 bits in groups, are multiplied in the same integers
-/// in any case, and where these are bytes in the same order too. The switch also fixes the order where they are words, in
-/// attention, in dense matmuls that are not recorded for gradients, and with 8 bits by row, at the cost of speed in prefill
-/// (vLLM's `VLLM_BATCH_INVARIANT`).
+/// By default a kernel adds the terms of a row in the order that is fastest for the number of rows, so results differ
+/// in their last bits: a sequence may get other tokens if it is decoded together with others, or if its prompt is
+/// processed in chunks of another size. Weights with 4 bits, or with 8 bits in groups, are always multiplied in the
+/// same integers and, if these are bytes, in the same order. The switch also fixes the order if they are words, and for
+/// attention, dense matmuls that are not recorded for gradients, and weights with 8 bits by row, at the cost of slower
+/// prefill (as vLLM's `VLLM_BATCH_INVARIANT`).
 ///
-/// The environment variable `OVERDRIVE_BATCH_INVARIANT=1` sets it where no call does.
+/// Without a call, the environment variable `OVERDRIVE_BATCH_INVARIANT=1` sets it.
 ///
-/// Not covered: GPUs, matmuls of libtorch's own (f64, `fused_kernels: false`, weights of 4 bits with
-/// [`Activations::Float`]), `llm-int8`, whose outlier columns are those of the whole batch, and gradients.
+/// Not covered: GPUs, libtorch's matmuls (f64, `fused_kernels: false`, weights with 4 bits and
+/// [`Activations::Float`]), `llm-int8`, whose outlier columns depend on the whole batch, and gradients.
 ///
 /// [`Activations::Float`]: https://docs.rs/overdrive-quantization
 pub fn set_batch_invariant(on: bool) {
     STATE.store(if on { ON } else { OFF }, Ordering::Relaxed);
 }
 
-/// Returns `true` if results of a row must not depend on the rows beside it ([`set_batch_invariant`]).
+/// Returns `true` if the result of a row must not depend on the other rows ([`set_batch_invariant`]).
 pub fn is_batch_invariant() -> bool {
     static VARIABLE: OnceLock<bool> = OnceLock::new();
     match STATE.load(Ordering::Relaxed) {

@@ -1,4 +1,4 @@
-//! The instruction sets, their detection, and kernels that run with one of them.
+//! Instruction sets, their detection, and running kernels with one of them.
 
 use std::marker::PhantomData;
 use std::sync::OnceLock;
@@ -15,11 +15,11 @@ const VARIABLE: &str = "OVERDRIVE_SIMD";
 pub trait Kernel {
     /// The type of the result.
     type Output;
-    /// Does the work. Implementations are `#[inline(always)]`, and so is everything they call.
+    /// Runs the kernel. Implementations are `#[inline(always)]`, and so is everything they call.
     fn run<S: Simd>(self, simd: S) -> Self::Output;
 }
 
-/// A token: what each folder of `arch/` defines.
+/// The token of an instruction set, which each folder of `arch/` defines.
 pub(crate) trait Token: Simd {
     /// Returns the token if the machine has the instructions.
     fn detect() -> Option<Self>;
@@ -29,7 +29,7 @@ pub(crate) trait Token: Simd {
 
 macro_rules! instruction_sets {
     ($($(#[$condition:meta])? $name:literal: $variant:ident = $token:path,)*) => {
-        /// An instruction set that this machine has.
+        /// An instruction set that this machine supports.
         #[derive(Debug, Clone, Copy, PartialEq, Eq)]
         #[non_exhaustive]
         pub enum InstructionSet {
@@ -41,7 +41,7 @@ macro_rules! instruction_sets {
         }
 
         impl InstructionSet {
-            /// Returns all that this machine has, the widest first.
+            /// Returns all sets that this machine supports, the widest first.
             pub fn available() -> impl Iterator<Item = Self> {
                 let sets = [$(
                     $(#[$condition])?
@@ -50,7 +50,7 @@ macro_rules! instruction_sets {
                 sets.into_iter().flatten()
             }
 
-            /// Returns the name, as `OVERDRIVE_SIMD` has it.
+            /// Returns the name, as in `OVERDRIVE_SIMD`.
             pub fn name(self) -> &'static str {
                 match self {
                     $(
@@ -60,7 +60,7 @@ macro_rules! instruction_sets {
                 }
             }
 
-            /// Runs `kernel` compiled for this set. Subnormal numbers are zero in it.
+            /// Runs `kernel` compiled for this set. Subnormal numbers are treated as zero.
             #[inline]
             pub fn run<K: Kernel>(self, kernel: K) -> K::Output {
                 flushing_denormals(|| match self {
@@ -74,7 +74,7 @@ macro_rules! instruction_sets {
     };
 }
 
-// One line a set, from the widest to the one that every machine has.
+// One line for each set, from the widest to the one that every machine supports.
 instruction_sets! {
     #[cfg(target_arch = "x86_64")] "avx512": Avx512 = arch::Avx512,
     #[cfg(target_arch = "x86_64")] "avx2": Avx2 = arch::Avx2,
@@ -82,14 +82,14 @@ instruction_sets! {
 }
 
 impl InstructionSet {
-    /// Returns the set that kernels run with: the one that `OVERDRIVE_SIMD` names, else the widest.
+    /// Returns the set that kernels run with: that in `OVERDRIVE_SIMD`, else the widest.
     ///
-    /// The variable is read once. A value that no set of this machine has is logged as a warning, and the
-    /// widest is used: an environment variable must not stop a program. [`from_name`](Self::from_name) is for
-    /// programs that want to refuse it.
+    /// The variable is read once. If it names no set of this machine, a warning is logged and the widest set is
+    /// used, since an environment variable must not stop a program. Programs that want an error can use
+    /// [`from_name`](Self::from_name).
     #[inline]
     pub fn best() -> Self {
-        // Detection and the environment cost more than a short kernel, and the answer never changes.
+        // Detection and reading the environment take longer than a short kernel, and the result never changes.
         static BEST: OnceLock<InstructionSet> = OnceLock::new();
         *BEST.get_or_init(|| {
             // Scripts that clear a variable often leave it empty.
@@ -99,7 +99,7 @@ impl InstructionSet {
             };
             Self::from_name(&wanted.to_string_lossy()).unwrap_or_else(|error| {
                 let widest = Self::widest();
-                tracing::warn!("{error}; kernels run with {}", widest.name());
+                tracing::warn!("{error}; using {} instead", widest.name());
                 widest
             })
         })
@@ -113,12 +113,12 @@ impl InstructionSet {
         let found = Self::available().find(|set| set.name() == name);
         found.ok_or_else(|| {
             let names: Vec<_> = Self::available().map(Self::name).collect();
-            let expected = format!("a set of this machine: {}", names.join(", "));
+            let expected = format!("an instruction set of this machine: {}", names.join(", "));
             Error::option(VARIABLE, name, expected)
         })
     }
 
-    /// Returns the lanes of a register of `R`.
+    /// Returns the number of lanes of a register of `R`.
     pub fn lanes<R: Real>(self) -> usize {
         struct Lanes<R>(PhantomData<R>);
         impl<R: Real> Kernel for Lanes<R> {
@@ -146,7 +146,7 @@ pub fn dispatch<K: Kernel>(kernel: K) -> K::Output {
 /// Returns the name of the instruction set that all kernels run with: `"avx512"` (with VNNI), `"avx2"` or
 /// `"portable"` (on aarch64 that is NEON).
 ///
-/// The environment variable `OVERDRIVE_SIMD`, read once, names a narrower one, to compare.
+/// The environment variable `OVERDRIVE_SIMD`, read once, selects a narrower one, for comparisons.
 pub fn instruction_set() -> &'static str {
     InstructionSet::best().name()
 }
@@ -173,7 +173,7 @@ macro_rules! vectorized {
                 type Output = $crate::vectorized!(@result $($result)?);
                 #[inline(always)]
                 fn run<$set: $crate::Simd>(self, $token: $set) -> Self::Output {
-                    // A function of its own, because arguments that are references are known not to overlap.
+                    // A separate function, because reference arguments are known not to overlap.
                     #[inline(always)]
                     #[allow(clippy::too_many_arguments, reason = "those of the function around it")]
                     fn body<$set: $crate::Simd $(, $generic: $bound)*>(
@@ -237,7 +237,9 @@ mod tests {
             .unwrap_err()
             .to_string();
         assert!(
-            message.starts_with("`OVERDRIVE_SIMD` is avx9000; it must be a set of this machine: "),
+            message.starts_with(
+                "`OVERDRIVE_SIMD` is avx9000; it must be an instruction set of this machine: "
+            ),
             "{message}"
         );
         assert!(message.ends_with("portable"), "{message}");

@@ -1,4 +1,4 @@
-//! The element types of tensors, and the type that they are computed in.
+//! The element types of tensors, and the types that they are computed in.
 
 use half::{bf16, f16};
 use overdrive_sys::raw;
@@ -10,12 +10,12 @@ pub trait Accumulate: raw::Element {
     /// The type that it is computed in: f64 for f64, else f32.
     type Acc: Real + raw::Element;
 
-    /// Returns the same slice where no conversion is needed.
+    /// Returns the same slice if no conversion is needed.
     fn as_acc(elements: &[Self]) -> Option<&[Self::Acc]> {
         let _ = elements;
         None
     }
-    /// Returns the same slice, to be written, where no conversion is needed.
+    /// Returns the same slice, mutable, if no conversion is needed.
     fn as_acc_mut(elements: &mut [Self]) -> Option<&mut [Self::Acc]> {
         let _ = elements;
         None
@@ -106,7 +106,7 @@ macro_rules! half {
         }
     };
 }
-// Without the test for signalling NaN that the crate has, which keeps loops from becoming vectors.
+// Without the crate's test for signalling NaN, which prevents vectorization.
 half!(bf16, |x: bf16| f32::from_bits(u32::from(x.to_bits()) << 16));
 half!(f16, f16::to_f32);
 
@@ -144,7 +144,7 @@ vectorized! {
 #[inline(always)]
 pub fn convert<S: Simd, A: Element, B: Element>(s: S, from: &[A], to: &mut [B]) {
     assert_eq!(from.len(), to.len(), "slices of the same length");
-    // Chunks and not spans: a bounds check for each vector costs a tenth of the time of dequantizing to bf16.
+    // Chunks instead of spans: a bounds check for each vector takes a tenth of the time of dequantizing to bf16.
     let (from, from_rest) = from.as_chunks::<LANES>();
     let (to, to_rest) = to.as_chunks_mut::<LANES>();
     for (from, to) in from.iter().zip(to) {
@@ -157,14 +157,14 @@ pub fn convert<S: Simd, A: Element, B: Element>(s: S, from: &[A], to: &mut [B]) 
     );
 }
 
-/// The elements `at .. at + count` of a row: a whole vector, or what is left at its end.
+/// The elements `at .. at + count` of a row: a whole vector, or the rest at its end.
 #[derive(Debug, Clone, Copy)]
 pub struct Span {
     at: usize,
     count: usize,
 }
 
-/// Calls `body` for each vector of a row of `len`, the shorter one at the end last.
+/// Calls `body` for each vector of a row of `len`, including a shorter one at the end.
 #[inline(always)]
 pub fn each_vector(len: usize, mut body: impl FnMut(Span)) {
     let whole = len - len % LANES;
@@ -191,7 +191,7 @@ pub fn load<S: Simd, T: Element>(simd: S, row: &[T], span: Span) -> S::F {
     match part.first_chunk::<LANES>() {
         Some(whole) => T::load(simd, whole),
         None => {
-            // Only AVX-512 has masked loads of 16 bits; a copy of the tail happens once a row.
+            // Only AVX-512 has masked 16-bit loads; the tail is copied once for each row.
             let mut padded = [T::ZERO; LANES];
             padded[..part.len()].copy_from_slice(part);
             T::load(simd, &padded)

@@ -1,14 +1,14 @@
-//! The operations of kernels of 4-bit codes.
+//! The operations of kernels on 4-bit codes.
 
 use crate::{BYTES, Floats, LANES};
 
 /// The number of 16-bit words in a vector.
 pub const WORDS: usize = 32;
 
-/// The operations on packed codes of 4 and 8 bits, and on the 16-bit words and bytes that they become.
+/// The operations on packed codes of 4 and 8 bits, and on the 16-bit words and bytes that they are unpacked to.
 ///
-/// A vector of packed codes has 16 lanes of four bytes. Codes become words of 16 bits, two in each lane, and
-/// stay in their lane: the sum of a lane belongs to 8 neighbouring codes of 4 bits, or to 4 of 8 bits.
+/// A vector of packed codes has 16 lanes of four bytes. Codes are unpacked to 16-bit words, two in each lane, and
+/// stay in their lane: the sum of a lane is that of 8 neighbouring codes of 4 bits, or of 4 codes of 8 bits.
 ///
 /// A value of an implementing type is a proof that the machine has the instructions.
 pub trait FourBit: Floats {
@@ -20,8 +20,8 @@ pub trait FourBit: Floats {
     type WordTable: Copy;
     /// 16 sums of 32 bits.
     type Sums: Copy;
-    /// The index of a float for each of 16 lanes. Only [`lane_indices`](Self::lane_indices) makes them: from others
-    /// [`permute`](Self::permute) would read beyond its floats.
+    /// The index of a float for each of 16 lanes. Only [`lane_indices`](Self::lane_indices) creates them: with others,
+    /// [`permute`](Self::permute) could read beyond its floats.
     ///
     /// ```compile_fail
     /// use overdrive_kernels::{FourBit, arch::Avx2};
@@ -37,14 +37,14 @@ pub trait FourBit: Floats {
 
     /// The number of rows of activations whose sums of words fit the registers: 8 or 4.
     const WORD_ROWS: usize;
-    /// The amount that kernels add to each number of a table and to each signed code of 8 bits: their sums are too
-    /// large by this times the sum of the activations.
+    /// The offset that kernels add to each value of a table and to each signed 8-bit code: their sums are too large
+    /// by this times the sum of the activations.
     const BOOK_ZERO: i32 = 0;
     /// The number of rows of activations whose sums of bytes fit the registers: 4, or 8 if the sums of all groups fit
     /// beside those of one.
     const BYTE_ROWS: usize = 4;
-    /// If `true`, sums of products of codes by [`dot_pairs`](Self::dot_pairs) take less time than by
-    /// [`dot_bytes`](Self::dot_bytes).
+    /// If `true`, [`dot_pairs`](Self::dot_pairs) is faster than [`dot_bytes`](Self::dot_bytes) for sums of products of
+    /// codes.
     const PAIRS: bool = false;
 
     /// Reads packed codes.

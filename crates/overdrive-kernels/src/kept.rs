@@ -1,4 +1,4 @@
-//! Buffers that a thread keeps from call to call.
+//! Buffers that a thread reuses from call to call.
 
 use std::cell::{Cell, RefCell};
 
@@ -13,20 +13,20 @@ thread_local! {
 
 /// The buffers of a kernel.
 pub trait Buffers: Default {
-    /// Returns the bytes of their memory.
+    /// Returns the size of their memory in bytes.
     fn bytes(&self) -> usize;
 }
 
-/// The bytes of a vector's memory.
+/// Returns the size of a vector's memory in bytes.
 pub fn capacity_bytes<T>(vector: &Vec<T>) -> usize {
     vector.capacity() * size_of::<T>()
 }
 
-/// The buffers of a kernel that a thread keeps from call to call, because the system clears new memory page by page.
-/// For a `thread_local!`.
+/// The buffers of a kernel that a thread reuses from call to call, since the system clears new memory page by page.
+/// Use it in a `thread_local!`.
 ///
-/// They are counted as [`scratch_bytes`](overdrive_sys::memory::MemoryStats::scratch_bytes). All of a thread take at
-/// most [`MAX_KEPT_BYTES`]; larger ones are freed after the call.
+/// They count as [`scratch_bytes`](overdrive_sys::memory::MemoryStats::scratch_bytes). All buffers of a thread together
+/// take at most [`MAX_KEPT_BYTES`]; larger ones are freed after the call.
 ///
 /// ```
 /// use overdrive_kernels::{Buffers, Kept, capacity_bytes};
@@ -57,7 +57,7 @@ pub struct Kept<B> {
 
 impl<B> std::fmt::Debug for Kept<B> {
     fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
-        // The buffers cannot be shown without taking them out.
+        // The buffers cannot be formatted without taking them out.
         let counted = self.counted.borrow();
         f.debug_struct("Kept")
             .field("counted", &*counted)
@@ -72,7 +72,7 @@ impl<B> Default for Kept<B> {
 }
 
 impl<B> Kept<B> {
-    /// Returns an empty one.
+    /// Creates an empty `Kept`.
     #[must_use]
     pub const fn new() -> Self {
         Kept {
@@ -95,7 +95,7 @@ impl<B: Buffers> Kept<B> {
         result
     }
 
-    /// Takes the buffers of the last call on this thread; new ones if there are none.
+    /// Takes the buffers of the last call on this thread, or new buffers if there are none.
     pub fn take(slot: &'static std::thread::LocalKey<Self>) -> B {
         slot.try_with(|kept| kept.buffers.take())
             .ok()
@@ -105,18 +105,18 @@ impl<B: Buffers> Kept<B> {
 
     /// Keeps buffers for the next call on this thread, unless they are too large.
     pub fn put(slot: &'static std::thread::LocalKey<Self>, buffers: B) {
-        // Both fail in a thread that ends: it keeps nothing.
+        // Both fail in a thread that is ending, which keeps nothing.
         let _ = slot.try_with(|kept| {
             let bytes = buffers.bytes();
             kept.count(bytes).then(|| kept.buffers.set(Some(buffers)))
         });
     }
 
-    /// Counts buffers of `bytes`, or none if they would exceed the limit of the thread, and then returns `false`.
+    /// Counts buffers of `bytes`; returns `false` without counting them if they would exceed the thread's limit.
     fn count(&self, bytes: usize) -> bool {
         let mut counted = self.counted.borrow_mut();
         let before = usize::try_from(counted.bytes()).unwrap_or(0);
-        // Nearly always the same buffers come back.
+        // Nearly always the same buffers are returned.
         if bytes == before {
             return true;
         }

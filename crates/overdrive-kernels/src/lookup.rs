@@ -1,6 +1,6 @@
 //! Tables of 256 floats: the value of a code, and the nearest code of a value.
 
-/// A table of 256 floats, also as the planes of their bytes: what a look-up of bytes by bytes can read.
+/// A table of 256 floats, also stored as planes of their bytes for byte-wise look-ups.
 #[derive(Debug)]
 #[repr(C, align(64))]
 pub struct Table256 {
@@ -10,7 +10,7 @@ pub struct Table256 {
 }
 
 impl Table256 {
-    /// Returns the table of `values`.
+    /// Creates the table of `values`.
     pub fn new(values: &[f32; 256]) -> Self {
         // The permutations of VBMI read bytes from two registers, so a table of floats takes part byte by byte.
         let mut planes = [[0; 256]; 4];
@@ -30,7 +30,7 @@ impl Table256 {
         &self.values
     }
 
-    /// Writes the bits of the float that each code stands for.
+    /// Writes the bits of each code's float.
     #[inline(always)]
     pub(crate) fn look_up(&self, codes: &[u8], bits: &mut [u32]) {
         for (bits, &code) in bits.iter_mut().zip(codes) {
@@ -39,9 +39,9 @@ impl Table256 {
     }
 }
 
-/// The nearest of 256 rising floats, found by one look-up and one comparison.
+/// Finds the nearest of 256 ascending floats with one look-up and one comparison.
 ///
-/// Of the bounds between neighbours no two may share the upper 16 bits.
+/// No two bounds between neighbours may share their upper 16 bits.
 #[derive(Debug)]
 pub struct Nearest256 {
     pub(crate) bounds: [f32; 256],

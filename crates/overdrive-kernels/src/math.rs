@@ -18,9 +18,9 @@ fn polynomial<S: Simd, const N: usize>(s: S, x: S::F, coefficients: [f32; N]) ->
 /// (S. Moshier).
 #[inline(always)]
 pub fn exp<S: Simd>(s: S, x: S::F) -> S::F {
-    // Just above the logarithm of the least normal number. Whoever multiplies by less meets subnormal numbers.
+    // Just above the logarithm of the smallest normal number, so that results are never subnormal.
     const LEAST: f32 = -87.336_54;
-    // NaN survives as the second operand. At the upper bound the result is ∞ already.
+    // The second operand preserves NaN. At the upper bound the result is already ∞.
     let bounded = s.max(s.splat(LEAST), s.min(s.splat(89.0), x));
     let n = s.round(s.mul(bounded, s.splat(std::f32::consts::LOG2_E)));
     // ln 2 in two parts, of which the first has zeros at the end: n times it is exact.
@@ -58,7 +58,7 @@ pub fn tanh<S: Simd>(s: S, x: S::F) -> S::F {
     // Where the exponential is ∞ the quotient is 0 and the result exactly 1.
     let far = s.div(s.splat(2.0), s.add(exp(s, s.add(size, size)), one));
     let far = s.sub(one, far);
-    // Of the magnitude, with the sign put back: the function is odd to the last bit.
+    // Computed from the magnitude, with the sign restored, so that the function is odd to the last bit.
     let far = s.select_lt(x, s.splat(0.0), s.sub(s.splat(0.0), far), far);
     let square = s.mul(x, x);
     let near = polynomial(

@@ -1,11 +1,11 @@
-//! Slices and matrices that several threads write, each other elements.
+//! Slices and matrices that several threads write, each its own elements.
 #![allow(unsafe_code, reason = "threads that write disjoint parts")]
 
 use std::marker::PhantomData;
 use std::ops::Range;
 
-/// A slice that threads write in disjoint ranges which no split of the slice gives: rows of several strided
-/// dimensions, say. For chunks there is [`parallel_chunks_mut`](crate::threads::parallel_chunks_mut).
+/// A slice that threads write in disjoint ranges that cannot be obtained by splitting it, such as rows of several
+/// strided dimensions. For chunks, use [`parallel_chunks_mut`](crate::threads::parallel_chunks_mut).
 #[derive(Debug)]
 pub struct SharedSlice<'a, T> {
     pointer: *mut T,
@@ -13,7 +13,7 @@ pub struct SharedSlice<'a, T> {
     lifetime: PhantomData<&'a mut [T]>,
 }
 
-// SAFETY: it only gives out ranges, and those who take them vouch that they are disjoint.
+// SAFETY: it only hands out ranges, and callers guarantee that they are disjoint.
 unsafe impl<T: Send> Sync for SharedSlice<'_, T> {}
 // SAFETY: as for `&mut [T]`.
 unsafe impl<T: Send> Send for SharedSlice<'_, T> {}
@@ -37,17 +37,17 @@ impl<'a, T> SharedSlice<'a, T> {
     /// No other range that overlaps this one is alive.
     #[allow(
         clippy::mut_from_ref,
-        reason = "the caller vouches that ranges are disjoint"
+        reason = "the caller guarantees that ranges are disjoint"
     )]
     pub unsafe fn range_mut(&self, range: Range<usize>) -> &mut [T] {
-        // A check for each range, which costs nothing beside its elements, so that only disjointness is left to the caller.
+        // Checks each range, which costs little compared to its elements; the caller only ensures disjointness.
         assert!(range.start <= range.end && range.end <= self.len);
-        // SAFETY: in bounds; disjoint by the caller's word.
+        // SAFETY: in bounds; the caller guarantees disjointness.
         unsafe { std::slice::from_raw_parts_mut(self.pointer.add(range.start), range.len()) }
     }
 }
 
-/// Some columns of a row-major matrix, which one thread writes while others write other columns
+/// Some columns of a row-major matrix, which one thread writes while other threads write other columns
 /// ([`parallel_columns`](crate::threads::parallel_columns)).
 #[derive(Debug)]
 pub struct ColumnsMut<'a, T> {
@@ -75,7 +75,7 @@ impl<'a, T: Copy> ColumnsMut<'a, T> {
         }
     }
 
-    /// Returns those of `columns` that this has.
+    /// Returns the part of these columns that is in `columns`.
     ///
     /// # Safety
     /// Nothing is written through `self` while the result lives, nor through another part that overlaps it.
@@ -87,8 +87,7 @@ impl<'a, T: Copy> ColumnsMut<'a, T> {
         }
     }
 
-    /// Splits the columns at `column`, which is counted from the first of the matrix: those before it, and the
-    /// others.
+    /// Splits the columns at `column`, an index in the matrix, into those before it and the others.
     pub fn split_at(self, column: usize) -> (Self, Self) {
         let middle = column.clamp(self.columns.start, self.columns.end);
         let columns = [self.columns.start..middle, middle..self.columns.end];
@@ -97,7 +96,7 @@ impl<'a, T: Copy> ColumnsMut<'a, T> {
         (before, after)
     }
 
-    /// Returns these columns of a row.
+    /// Returns this part of a row.
     ///
     /// # Panics
     /// If the row is not in the matrix.
@@ -112,12 +111,12 @@ impl<'a, T: Copy> ColumnsMut<'a, T> {
         }
     }
 
-    /// Returns the columns.
+    /// Returns the range of columns.
     pub fn range(&self) -> Range<usize> {
         self.columns.clone()
     }
 
-    /// Writes one element; columns are counted from the first of the matrix.
+    /// Writes one element; `column` is an index in the matrix.
     ///
     /// # Panics
     /// If the row is not in the matrix or the column not among these.

@@ -10,7 +10,7 @@ pub const LANES: usize = 16;
 /// The number of bytes in a vector.
 pub const BYTES: usize = 64;
 
-/// An instruction set: all that a [`Kernel`](crate::Kernel) may use.
+/// An instruction set: all operations that a [`Kernel`](crate::Kernel) may use.
 pub trait Simd: Floats + Int8 + FourBit {}
 
 impl<S: Floats + Int8 + FourBit> Simd for S {}
@@ -26,8 +26,8 @@ pub trait Floats: Copy + Send + Sync + 'static {
     /// One register of f64.
     type F64: Vector<Scalar = f64, Token = Self>;
 
-    /// The rows and columns of the square of sums that fits the registers beside its operands: 2 or 4.
-    // Two by two sums of two registers each are 8 of the 16 registers of AVX2; AVX-512 has 32, and 16 sums in them.
+    /// The size of the square of sums that fits into the registers with its operands: 2 or 4.
+    // Two by two sums of two registers each take 8 of AVX2's 16 registers; AVX-512 has 32, which hold 16 sums.
     const TILE: usize = 2;
     /// If `true`, [`mul_add`](Self::mul_add) rounds once.
     const FUSED: bool = true;
@@ -42,8 +42,8 @@ pub trait Floats: Copy + Send + Sync + 'static {
     fn store_f16(self, x: Self::F, to: &mut [f16; LANES]);
     /// Reads 16 signed bytes.
     fn load_i8(self, from: &[i8; LANES]) -> Self::F;
-    /// Reads 16 elements of FP8 (e4m3) divided by 256, which a scale makes good; the two NaN of the format
-    /// become ±480 / 256.
+    /// Reads 16 elements of FP8 (e4m3) divided by 256, for which the caller's scale compensates; the two NaN of
+    /// the format become ±480 / 256.
     fn load_e4m3(self, from: &[u8; LANES]) -> Self::F;
     /// Rounds to the nearest integer, ties to even.
     fn round(self, x: Self::F) -> Self::F;
@@ -89,17 +89,17 @@ pub trait Floats: Copy + Send + Sync + 'static {
     fn div(self, a: Self::F, b: Self::F) -> Self::F {
         a.div(b)
     }
-    /// Returns `a · b + c`, rounded once where the machine can ([`FUSED`](Self::FUSED)).
+    /// Returns `a · b + c`, rounded once if the machine supports it ([`FUSED`](Self::FUSED)).
     #[inline(always)]
     fn mul_add(self, a: Self::F, b: Self::F, c: Self::F) -> Self::F {
         a.mul_add(b, c)
     }
-    /// Returns `a` where `a < b`, else `b`: so `b` where either is NaN.
+    /// Returns `a` in lanes where `a < b`, else `b`, which includes lanes where either is NaN.
     #[inline(always)]
     fn min(self, a: Self::F, b: Self::F) -> Self::F {
         a.min(b)
     }
-    /// Returns `a` where `a > b`, else `b`: so `b` where either is NaN.
+    /// Returns `a` in lanes where `a > b`, else `b`, which includes lanes where either is NaN.
     #[inline(always)]
     fn max(self, a: Self::F, b: Self::F) -> Self::F {
         a.max(b)
@@ -125,9 +125,9 @@ pub trait Floats: Copy + Send + Sync + 'static {
         let [a, b, c, d] = x;
         [a.sum(), b.sum(), c.sum(), d.sum()]
     }
-    /// Returns `a · b + c` of single floats, fused as [`mul_add`](Self::mul_add) is: for plain loops, which
-    /// the compiler makes vectors of. Where the machine has no such instruction `f32::mul_add` would be a
-    /// call for each element.
+    /// Returns `a · b + c` of single floats, fused as [`mul_add`](Self::mul_add) is, for plain loops that the
+    /// compiler vectorizes. Without such an instruction, `f32::mul_add` would be a function call for each
+    /// element.
     #[inline(always)]
     fn mul_add_scalar(self, a: f32, b: f32, c: f32) -> f32 {
         if Self::FUSED {
@@ -137,19 +137,19 @@ pub trait Floats: Copy + Send + Sync + 'static {
         }
     }
 
-    /// Asks for the memory at `address` to be brought into the first cache; any address will do.
+    /// Prefetches the memory at `address` into the L1 cache; any address is allowed.
     #[inline(always)]
     fn prefetch<T>(self, address: *const T) {
         let _ = address;
     }
-    /// Asks for the memory at `address` to be brought into the second cache; any address will do.
+    /// Prefetches the memory at `address` into the L2 cache; any address is allowed.
     #[inline(always)]
     fn prefetch_near(self, address: *const u8) {
         let _ = address;
     }
 }
 
-/// The dot products of bytes, and the look-up of floats by bytes.
+/// Dot products of bytes, and look-ups of floats by bytes.
 ///
 /// A value of an implementing type is a proof that the machine has the instructions.
 pub trait Int8: Copy {
@@ -160,8 +160,8 @@ pub trait Int8: Copy {
     /// Partial sums of products.
     type A: Copy;
 
-    /// The amount that [`dot`](Self::dot) adds to each code of a weight: its sum is too large by this times
-    /// the sum of the activations.
+    /// The offset that [`dot`](Self::dot) adds to each code of a weight: its sum is too large by this times the
+    /// sum of the activations.
     const OFFSET: i32 = 0;
 
     /// Returns sums of zero.
@@ -185,7 +185,7 @@ pub trait Int8: Copy {
         )
     }
 
-    /// Writes the bits of the float of `table` that each code stands for.
+    /// Writes the bits of each code's float in `table`.
     #[inline(always)]
     fn look_up_256(self, table: &Table256, codes: &[u8], bits: &mut [u32]) {
         table.look_up(codes, bits);

@@ -1,8 +1,8 @@
 //! Work on libtorch's threads.
 //!
-//! Nothing here needs unsafe code of its caller: a job owns the slices that it writes. Where a slice is split does
-//! not depend on the number of threads unless a function says so, and neither do sums that are made block by block.
-//! Subnormal numbers are zero in each job, on whatever thread it runs ([crate](crate#subnormal-numbers)).
+//! Callers need no unsafe code: a job owns the slices that it writes. Unless a function's documentation says otherwise,
+//! the split of a slice does not depend on the number of threads, and neither do sums that are computed block by block.
+//! Subnormal numbers are treated as zero in each job, on any thread ([crate](crate#subnormal-numbers)).
 
 use std::ops::Range;
 use std::sync::atomic::{AtomicUsize, Ordering};
@@ -13,33 +13,33 @@ use overdrive_sys::threads::{intra_op, parallel_for};
 
 use crate::ColumnsMut;
 
-/// The bytes that a block should at least touch: some microseconds of work.
+/// The minimum number of bytes that a block should access, a few microseconds of work.
 const MIN_BLOCK_BYTES: usize = 64 << 10;
 
-/// The largest number of blocks: more than the cores there may be, few enough that the partial sums of all
-/// blocks stay small.
+/// The maximum number of blocks: more than the number of cores, and few enough that the partial sums of all blocks
+/// stay small.
 const MAX_BLOCKS: usize = 128;
 
-/// Returns the rows of a block, when there are `rows` and each touches `bytes` of memory.
+/// Returns the number of rows in a block, for `rows` rows that access `bytes` bytes of memory each.
 pub fn block_rows(rows: usize, bytes: usize) -> usize {
     let enough = MIN_BLOCK_BYTES.div_ceil(bytes.max(1));
-    // By the sizes alone and not the threads, so that sums made block by block are always the same.
+    // Depends only on the sizes and not on the threads, so that sums computed block by block are always the same.
     rows.div_ceil(MAX_BLOCKS).max(enough).clamp(1, rows.max(1))
 }
 
-/// Returns the length of the chunks of `len` elements that give each thread one, of at least `grain` elements.
+/// Returns the length of chunks of `len` elements that gives each thread one chunk of at least `grain` elements.
 ///
-/// It depends on the number of threads: for work whose result does not depend on the chunks.
+/// It depends on the number of threads, so it is for work whose result does not depend on the chunks.
 pub fn chunk_len(len: usize, grain: usize) -> usize {
     let grain = grain.max(1);
     let threads = intra_op().clamp(1, len.div_ceil(grain).max(1));
     len.div_ceil(threads).max(1)
 }
 
-/// Runs `run` once with each job, several at a time. Each thread takes neighbouring jobs in order, and then those that
-/// the others have not begun: memory is read as a stream, and a slow thread does not hold up all.
+/// Runs `run` once with each job, several at a time. Each thread takes neighbouring jobs in order, then jobs that other
+/// threads have not begun, so that memory is read as a stream and a slow thread does not delay the others.
 pub fn run_jobs<J: Send>(jobs: impl Iterator<Item = J>, run: impl Fn(J) + Sync) {
-    // A job is taken out of a mutex that nobody else asks for, which costs some nanoseconds.
+    // A job is taken out of an uncontended mutex, which takes a few nanoseconds.
     let jobs: Vec<Mutex<Option<J>>> = jobs.map(|job| Mutex::new(Some(job))).collect();
     run_numbers(jobs.len(), |index| {
         let job = locked(&jobs[index]).take();
@@ -62,7 +62,7 @@ fn run_numbers(count: usize, run: impl Fn(usize) + Sync) {
             while let Some(index) = next(&shares[own], Range::next) {
                 run(index);
             }
-            // From the end, since their threads go on from the beginning.
+            // From the end, since the owners of the shares proceed from the beginning.
             for other in (0..threads).map(|distance| (own + distance) % threads) {
                 while let Some(index) = next(&shares[other], Range::next_back) {
                     run(index);
@@ -72,8 +72,8 @@ fn run_numbers(count: usize, run: impl Fn(usize) + Sync) {
     });
 }
 
-/// Takes a number of a share.
-// A function, so that the lock is free again while the number is worked on.
+/// Takes one number of a share.
+// A function, so that the lock is released before the number is processed.
 fn next(
     share: &Mutex<Range<usize>>,
     take: impl Fn(&mut Range<usize>) -> Option<usize>,
@@ -85,7 +85,7 @@ fn locked<T>(mutex: &Mutex<T>) -> MutexGuard<'_, T> {
     mutex.lock().unwrap_or_else(PoisonError::into_inner)
 }
 
-/// Calls `body` with the index of each chunk of `chunk` elements and the chunk, the last of which may be shorter.
+/// Calls `body` with the index of each chunk of `chunk` elements and the chunk; the last chunk may be shorter.
 pub fn parallel_chunks_mut<T: Send>(
     slice: &mut [T],
     chunk: usize,
@@ -95,8 +95,8 @@ pub fn parallel_chunks_mut<T: Send>(
     run_jobs(jobs, |(index, chunk)| body(index, chunk));
 }
 
-/// Calls `body` with ranges of `chunk` of `0..len` (the last may be shorter), which threads take as the jobs of
-/// [`run_jobs`]. On this thread alone unless `parallel`.
+/// Calls `body` with ranges of length `chunk` in `0..len` (the last may be shorter), which threads take like the jobs
+/// of [`run_jobs`]. If `parallel` is false, it runs on this thread only.
 pub fn parallel_ranges(
     len: usize,
     chunk: usize,
@@ -114,7 +114,7 @@ pub fn parallel_ranges(
 }
 
 /// Calls `body` with the columns of `matrix (…, width)`, `chunk` at a time (the last may be fewer), which threads
-/// take as the jobs of [`run_jobs`]. On this thread alone unless `parallel`.
+/// take like the jobs of [`run_jobs`]. If `parallel` is false, it runs on this thread only.
 #[allow(unsafe_code, reason = "threads that write disjoint columns")]
 pub fn parallel_columns<T: Copy + Send>(
     matrix: &mut [T],
@@ -130,10 +130,10 @@ pub fn parallel_columns<T: Copy + Send>(
     });
 }
 
-/// Does the same as [`parallel_columns`] with the columns of each of `blocks`; other columns are left alone.
+/// Like [`parallel_columns`], but with the columns of each of `blocks`; other columns are left unchanged.
 ///
 /// # Panics
-/// If blocks overlap or do not rise.
+/// If blocks overlap or are not in ascending order.
 #[allow(unsafe_code, reason = "threads that write disjoint columns")]
 pub fn parallel_column_blocks<T: Copy + Send>(
     matrix: &mut [T],
@@ -144,7 +144,7 @@ pub fn parallel_column_blocks<T: Copy + Send>(
 ) {
     let rise = blocks.iter().all(|block| block.start <= block.end)
         && blocks.is_sorted_by(|before, after| before.end <= after.start);
-    assert!(rise, "blocks of columns that rise");
+    assert!(rise, "blocks of columns must be in ascending order");
     let all = ColumnsMut::new(matrix, width);
     parallel_ranges(blocks.len(), 1, parallel, |indices| {
         for columns in &blocks[indices] {
@@ -154,18 +154,18 @@ pub fn parallel_column_blocks<T: Copy + Send>(
     });
 }
 
-/// Runs tasks `0..count`, which threads take in order as they become free, each with the share of `workspace` that
-/// its thread has to itself: an equal one for each of [`workers`] (or of the tasks, where those are fewer).
+/// Runs tasks `0..count`, which threads take in order as they become free. Each task gets its thread's share of
+/// `workspace`, which is divided equally among the [`workers`] (or the tasks, if there are fewer).
 ///
-/// The share of a task differs from call to call, so a result must not depend on its content. On this thread alone,
-/// with a share of the same length, unless `parallel`.
+/// The share of a task differs from call to call, so results must not depend on its contents. If `parallel` is false,
+/// the tasks run on this thread only, with a share of the same length.
 pub fn for_each_task<T: Send>(
     count: usize,
     parallel: bool,
     workspace: &mut [T],
     run: impl Fn(usize, &mut [T]) + Sync,
 ) {
-    // Where there are fewer tasks than threads, each share may be larger.
+    // If there are fewer tasks than threads, each share may be larger.
     let workers = workers().min(count);
     if workers == 0 {
         return;
@@ -175,7 +175,7 @@ pub fn for_each_task<T: Send>(
         let tasks = || (0..count).for_each(|task| run(task, &mut workspace[..share]));
         return flushing_denormals(tasks);
     }
-    // In order and not in shares: a caller puts the longest first.
+    // In order instead of in shares, since callers put the longest first.
     let next = AtomicUsize::new(0);
     let mut rest = workspace;
     let shares = (0..workers).map(move |_| {

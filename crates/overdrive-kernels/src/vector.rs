@@ -1,4 +1,4 @@
-//! One register of floats, of either precision and of any instruction set.
+//! One register of floats, of either precision and any instruction set.
 #![allow(unsafe_code, reason = "loads and stores of whole registers")]
 
 use std::fmt::Debug;
@@ -77,7 +77,7 @@ real!(f64, F64, -1e300);
 
 /// A vector of [`LEN`](Self::LEN) floats.
 ///
-/// Only functions that take the token of the instruction set make one, so a value proves that the machine has
+/// Only functions that take the token of the instruction set create one, so a value proves that the machine has
 /// the instructions, and the arithmetic is safe to call.
 pub trait Vector: Copy + Debug {
     /// The type of a lane.
@@ -131,23 +131,23 @@ pub trait Vector: Copy + Debug {
     fn div(self, other: Self) -> Self;
     /// Returns the magnitudes.
     fn abs(self) -> Self;
-    /// Returns the larger; `other` where either is NaN.
+    /// Returns the larger; `other` in lanes where either is NaN.
     fn max(self, other: Self) -> Self;
-    /// Returns the smaller; `other` where either is NaN.
+    /// Returns the smaller; `other` in lanes where either is NaN.
     fn min(self, other: Self) -> Self;
-    /// Returns `self · by + plus`, rounded once where the machine can.
+    /// Returns `self · by + plus`, rounded once if the machine supports it.
     fn mul_add(self, by: Self, plus: Self) -> Self;
     /// Returns `then` in the lanes where `self < other`, `otherwise` in the others.
     fn select_lt(self, other: Self, then: Self, otherwise: Self) -> Self;
     /// Returns the sum of the lanes.
     fn sum(self) -> Self::Scalar;
-    /// Returns `2^self` to about 1e-7 (f32) and 1e-15 (f64), relative. Below the least normal number: zero,
-    /// as for `-inf`; NaN stays NaN. For arguments below the largest exponent only.
+    /// Returns `2^self` with a relative error of about 1e-7 (f32) and 1e-15 (f64). Results below the smallest normal
+    /// number are zero, as for `-inf`; NaN stays NaN. Arguments must be below the largest exponent.
     fn exp2(self) -> Self;
 }
 
 /// A vector of two registers.
-// Two fields and no array: a loop over two registers would have to be unrolled before they leave memory.
+// Two fields instead of an array: a loop over two registers would keep them in memory until it is unrolled.
 #[derive(Debug, Clone, Copy)]
 #[cfg(target_arch = "x86_64")]
 pub struct Double<V>(pub(crate) V, pub(crate) V);
@@ -230,7 +230,7 @@ impl<V: Vector> Vector for Double<V> {
     }
 }
 
-/// The coefficients of `2^f` for `|f| <= 1/2` in f32: a least-maximum fit of degree 6, off by 2e-9 before
+/// The coefficients of `2^f` for `|f| <= 1/2` in f32: a minimax polynomial of degree 6, off by 2e-9 before
 /// rounding.
 pub(crate) const EXP2_F32: [f32; 7] = [
     1.0,

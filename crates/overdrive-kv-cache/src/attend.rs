@@ -3,13 +3,13 @@ use tch::Tensor;
 
 use crate::{KvView, Result};
 
-/// The options of attention over the tokens of a cache. Every query sees the tokens up to its own.
+/// Options for attention over the tokens of a cache. Every query sees the tokens up to its own.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct AttendOptions<'a> {
     /// The number of tokens that a query sees, its own included. Default `None`: all.
     pub window: Option<i64>,
-    /// A bool mask, broadcastable to `(B, 1, T, S)` over *all* `S` tokens that the cache has been
-    /// given; `true` lets the query see the token. It replaces causality and `window`. Default `None`.
+    /// A bool mask, broadcastable to `(B, 1, T, S)`, over *all* `S` tokens that were appended to the
+    /// cache; `true` lets the query see the token. It replaces causality and `window`. Default `None`.
     pub mask: Option<&'a Tensor>,
     /// The factor on the scores `q·k`. Default `None`: `1/sqrt(D)`.
     pub scale: Option<f64>,
@@ -38,8 +38,8 @@ impl AttendOptions<'_> {
 /// Returns the attention `(B, H, T, D_v)` of `query (B, H, T, D)`, the last `T` tokens of `view`, over
 /// `view`.
 ///
-/// [`KvCache::attend`](crate::KvCache::attend) calls it after appending, unless the cache has an
-/// attention of its own.
+/// [`KvCache::attend`](crate::KvCache::attend) calls it after appending, unless the cache implements its
+/// own attention.
 ///
 /// # Errors
 /// As [`overdrive_attention::attention`].
@@ -53,8 +53,8 @@ pub fn attend_to_view(
         (Some(model), Some(cache)) => Some(model.min(cache)),
         (one, other) => one.or(other),
     };
-    // The kernel combines no mask with causality or a window; `columns_of` has put the view's window
-    // into the mask.
+    // The kernel does not combine a mask with causality or a window; `columns_of` has put the view's
+    // window into the mask.
     let (causal, window, sink_tokens) = match (&mask, window) {
         (Some(_), _) => (false, Window::default(), 0),
         (None, None) => (true, Window::default(), 0),

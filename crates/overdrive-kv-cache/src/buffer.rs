@@ -10,7 +10,7 @@ use crate::key_values::{KeyValues, Spec};
 use crate::{AttendOptions, QkvRows, Result};
 
 /// The keys and values of one layer, `(B, H, capacity, D)`, contiguous. The tokens of a head are
-/// adjacent, so that attention reads one run of memory a head.
+/// adjacent, so attention reads one contiguous range for each head.
 #[derive(Debug)]
 pub(crate) struct Buffer {
     pub(crate) keys: LocatedTensor,
@@ -34,7 +34,7 @@ impl Buffer {
         })
     }
 
-    /// Copies `count` of the new tokens, beginning with token `from` of them, to position `at`.
+    /// Copies `count` of the new tokens, beginning with the new token `from`, to position `at`.
     pub(crate) fn write(
         &mut self,
         at: i64,
@@ -61,8 +61,8 @@ impl Buffer {
             && matches!(options.backend, Backend::Auto | Backend::Blockwise)
     }
 
-    /// Writes the new keys and values behind `held` tokens, for which there is room, and computes the attention over
-    /// all of them.
+    /// Writes the new keys and values after the `held` tokens and computes the attention over all of them. The buffer
+    /// must have room.
     pub(crate) fn attend_rows(
         &mut self,
         held: i64,
@@ -147,8 +147,8 @@ impl Buffer {
             (&selected.keys, &self.keys),
             (&selected.values, &self.values),
         ] {
-            // Only the filled tokens are gathered, straight into the new buffer: `index_select` of the
-            // whole one would copy the free capacity and allocate twice.
+            // Gathers only the filled tokens, directly into the new buffer: `index_select` of the whole
+            // buffer would copy the free capacity and allocate twice.
             let to = to.f_narrow(2, 0, len)?;
             let _same = from.f_narrow(2, 0, len)?.f_index_select_out(&to, 0, rows)?;
         }

@@ -5,7 +5,7 @@ use crate::attend::{AttendOptions, attend_to_view};
 
 /// The keys and values of a layer that attention reads after [`KvCache::append`].
 ///
-/// Both are views that stay valid until the cache changes again. They serve the attention of the same
+/// Both are views that stay valid until the cache changes again. They are for the attention of the same
 /// layer and step; the last `T` tokens are the new ones.
 ///
 /// A cache with a window has dropped the tokens between the first [`sinks`](KvView::sinks) and token
@@ -22,12 +22,12 @@ pub struct KvView {
     pub sinks: i64,
     /// The position of the first token after the sinks; equal to `sinks` if nothing has been dropped.
     pub first: i64,
-    /// The number of tokens, its own included, that a query sees besides the sinks; `None`: all.
+    /// The number of tokens, including its own, that a query sees besides the sinks; `None`: all.
     pub window: Option<i64>,
 }
 
 impl KvView {
-    /// Returns a view of all tokens so far.
+    /// Creates a view of all tokens so far.
     pub fn new(keys: Tensor, values: Tensor) -> Self {
         KvView {
             keys,
@@ -38,7 +38,7 @@ impl KvView {
         }
     }
 
-    /// Returns the view of a cache with a window; the arguments are the fields.
+    /// Creates the view of a cache with a window; the arguments are the fields.
     pub fn windowed(keys: Tensor, values: Tensor, sinks: i64, first: i64, window: i64) -> Self {
         KvView {
             keys,
@@ -50,16 +50,16 @@ impl KvView {
     }
 
     /// Returns the columns of `mask (…, S)`, over all `S` tokens so far, that are in this view. Columns
-    /// that the window hides from the `T` queries of the second to last dimension become `false`.
+    /// that the window hides from the `T` queries of the second-to-last dimension become `false`.
     ///
     /// # Errors
-    /// When the mask does not have `S` columns.
+    /// If the mask does not have `S` columns.
     pub(crate) fn columns_of(&self, mask: &Tensor) -> Result<Tensor> {
         let (held, all) = (self.keys.size()[2], *mask.size().last().unwrap_or(&0));
         if self.first - self.sinks + held != all {
             let tokens = self.first - self.sinks + held;
             let expected =
-                format!("(…, {tokens}): one column for each token that the cache has been given");
+                format!("(…, {tokens}), one column for each token that was appended to the cache");
             return Err(overdrive_core::Error::shape("mask", mask.size(), expected).into());
         }
         let kept = if held == all {
@@ -105,7 +105,7 @@ impl QkvRows<'_> {
         (self.heads + 2 * self.kv_heads) * self.head_dim
     }
 
-    /// Returns the number of tokens of a row of the batch; `None` if the rows do not fit.
+    /// Returns the number of tokens in a row of the batch; `None` if the length of `rows` does not fit the sizes.
     pub fn tokens(&self) -> Option<usize> {
         let of_batch = self.rows.len().checked_div(self.batch)?;
         let tokens = of_batch.checked_div(self.width())?;
@@ -115,19 +115,18 @@ impl QkvRows<'_> {
 
 /// The keys and values of a decoder's earlier tokens.
 ///
-/// One step of a model calls [`attend`](KvCache::attend) once a layer, in any order, with the same
-/// number of new tokens; a layer with an attention of its own calls [`append`](KvCache::append)
-/// instead. [`len`](KvCache::len) counts the tokens that *every* layer has been given, so during a step
-/// it is still the number of past tokens. `cache.truncate(cache.len())` undoes a step that failed
-/// half-way.
+/// A step of a model calls [`attend`](KvCache::attend) once for each layer, in any order, with the same
+/// number of new tokens; a layer with its own attention calls [`append`](KvCache::append) instead.
+/// [`len`](KvCache::len) counts the tokens that were appended to *every* layer, so during a step it is
+/// still the number of past tokens. `cache.truncate(cache.len())` undoes a step that failed halfway.
 pub trait KvCache: std::fmt::Debug + Send {
     /// Appends the new keys `(B, H, T, D)` and values `(B, H, T, D_v)` of `layer`, and returns the keys
     /// and values that the attention of that layer reads. The new tokens are copied; the caller keeps
     /// its tensors.
     ///
     /// # Errors
-    /// When `layer` does not exist, shapes, dtype or device do not fit, a gradient is required, or the
-    /// cache is full; [`Error::NotDense`](crate::Error::NotDense) from a cache that cannot show all rows as one tensor.
+    /// If `layer` does not exist, shapes, dtype or device do not fit, a gradient is required, or the cache is full;
+    /// [`Error::NotDense`](crate::Error::NotDense) from a cache that cannot return all rows as one tensor.
     fn append(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<KvView>;
 
     /// Appends the new keys and values as [`append`](KvCache::append) does, and returns the attention
@@ -147,8 +146,8 @@ pub trait KvCache: std::fmt::Debug + Send {
         attend_to_view(query, &self.append(layer, keys, values)?, options)
     }
 
-    /// Does what [`attend`](KvCache::attend) does for a few tokens in slices, and writes rows `(B · T, H · D)` to
-    /// `output`. Returns `false`, and changes nothing, where a cache cannot; the default is that none can.
+    /// Computes [`attend`](KvCache::attend) for a few tokens in slices, and writes rows `(B · T, H · D)` to
+    /// `output`. Returns `false` without changes if the cache does not support this, which is the default.
     ///
     /// # Errors
     /// As [`attend`](KvCache::attend).
@@ -166,62 +165,56 @@ pub trait KvCache: std::fmt::Debug + Send {
     /// Returns the number of layers.
     fn layers(&self) -> usize;
 
-    /// Returns the number of tokens that every layer has been given, which is the position of the next
+    /// Returns the number of tokens that were appended to every layer, which is the position of the next
     /// token.
     fn len(&self) -> i64;
 
-    /// Returns `true` if no token is held.
+    /// Returns `true` if the cache holds no tokens.
     fn is_empty(&self) -> bool {
         self.len() == 0
     }
 
-    /// Returns the largest number of tokens that the cache can take, or `None` if it grows or drops old
-    /// tokens.
+    /// Returns the capacity in tokens, or `None` if the cache grows or drops old tokens.
     fn max_len(&self) -> Option<i64> {
         None
     }
 
-    /// Returns the largest number of tokens that a query can see through this cache, if that is bounded
-    /// however long the sequence becomes. A model with rotary positions may then generate beyond its
-    /// context.
+    /// Returns the largest number of tokens that a query can see through this cache, if it is bounded for
+    /// sequences of any length. A model with rotary positions can then generate beyond its context.
     fn span(&self) -> Option<i64> {
         None
     }
 
-    /// Drops all but the first `len` tokens of every layer, without giving memory back.
+    /// Drops all but the first `len` tokens of every layer, without freeing memory.
     ///
     /// # Errors
-    /// When `len` is negative or more than [`len`](KvCache::len), or when tokens that would be needed
-    /// have been dropped.
+    /// If `len` is negative or more than [`len`](KvCache::len), or if required tokens were dropped.
     fn truncate(&mut self, len: i64) -> Result<()>;
 
-    /// Drops every token; a batch of another size may follow. Memory is given back, except by a cache
-    /// of fixed size.
+    /// Drops all tokens; a batch of another size may follow. Memory is freed, except by a cache of fixed size.
     fn reset(&mut self);
 
     /// Reorders the rows of the batch: row `i` becomes the old row `rows[i]` (i64, `(B_new,)`), as beam
     /// search and parallel samples need. A row may appear several times or not at all.
     ///
     /// # Errors
-    /// When an index is out of range.
+    /// If an index is out of range.
     fn reorder(&mut self, rows: &Tensor) -> Result<()>;
 
     /// Returns an independent copy.
     ///
     /// # Errors
-    /// When memory runs out.
+    /// If memory runs out.
     fn fork(&self) -> Result<Box<dyn KvCache>>;
 
-    /// Returns the bytes allocated for keys and values, free capacity included.
+    /// Returns the number of bytes allocated for keys and values, including free capacity.
     fn bytes(&self) -> u64;
 
-    /// Returns the bytes that one more token of one row takes over all layers; 0 before the first
-    /// append.
+    /// Returns the number of bytes that one token of one row takes in all layers together; 0 before the first append.
     fn bytes_per_token(&self) -> f64;
 
-    /// Returns the kind of cache (`("cache", "static")` and the like) and those of its settings on
-    /// which a saved state depends. [`save`](crate::save()) writes them beside the state, and
-    /// [`load`](crate::load()) compares them.
+    /// Returns the kind of cache (such as `("cache", "static")`) and the settings that a saved state depends
+    /// on. [`save`](crate::save()) writes them with the state, and [`load`](crate::load()) compares them.
     fn settings(&self) -> Vec<(&'static str, String)> {
         vec![
             ("cache", "unnamed".to_owned()),
@@ -229,16 +222,16 @@ pub trait KvCache: std::fmt::Debug + Send {
         ]
     }
 
-    /// Returns everything that is held, as named tensors, to be written to a file.
+    /// Returns the contents of the cache as named tensors, for saving.
     ///
     /// # Errors
     /// An error of libtorch.
     fn state(&self) -> Result<Vec<(String, Tensor)>>;
 
-    /// Replaces what is held by the [`state`](KvCache::state) of a cache of the same kind, layers and
-    /// settings.
+    /// Replaces the contents by the [`state`](KvCache::state) of a cache of the same kind with the same
+    /// number of layers and settings.
     ///
     /// # Errors
-    /// When a tensor is missing, unknown or does not fit; the cache is then unchanged.
+    /// If a tensor is missing, unknown or does not fit; the cache is then unchanged.
     fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<()>;
 }

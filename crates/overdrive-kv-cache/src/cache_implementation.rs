@@ -8,9 +8,8 @@ use crate::{
     SlidingCacheConfig, StaticCache, StaticCacheConfig,
 };
 
-/// A kind of cache by its name, as a flag or a config file gives it (transformers'
-/// `cache_implementation`). [`PagedCache`](crate::PagedCache), which serves many sequences, is built
-/// directly.
+/// A kind of cache by its name in a flag or a config file (transformers' `cache_implementation`).
+/// [`PagedCache`](crate::PagedCache), which serves many sequences, is not among them; create it directly.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
 #[non_exhaustive]
 pub enum CacheImplementation {
@@ -31,14 +30,14 @@ pub enum CacheImplementation {
 /// The model and the sequences for which a cache is built.
 #[derive(Debug, Clone, PartialEq)]
 pub struct CacheShape {
-    /// The window of each layer of the model; `None` for a layer that sees every token. There must be
-    /// one entry for each layer. Default empty.
+    /// The window of each layer of the model, one entry for each layer; `None` for a layer that sees every
+    /// token. Default empty.
     pub windows: Vec<Option<i64>>,
-    /// The rows of a batch, beams and parallel samples included, for which the static cache takes
-    /// memory. Default 1.
+    /// The number of rows of a batch, including beams and parallel samples, that the static cache
+    /// allocates. Default 1.
     pub batch: i64,
-    /// The tokens of the longest sequence, prompt and continuation. The static cache takes memory for
-    /// them, and the dynamic and the sliding one avoid copies. Default `None`: unknown.
+    /// The length of the longest sequence, prompt and continuation. The static cache allocates it, and the
+    /// dynamic and sliding caches use it to avoid copies. Default `None`: unknown.
     pub max_len: Option<i64>,
     /// The key/value heads (for the static cache). Default 1.
     pub kv_heads: i64,
@@ -48,7 +47,7 @@ pub struct CacheShape {
     pub kind: Kind,
     /// The device (for the static cache). Default the CPU.
     pub device: Device,
-    /// The window of layers that have none of their own (for the sliding cache). Default `None`: they
+    /// The window of layers without a window in `windows` (for the sliding cache). Default `None`: they
     /// keep every token.
     pub window: Option<i64>,
     /// The number of first tokens that are kept as attention sinks (for the sliding cache). Default 0.
@@ -111,7 +110,7 @@ impl CacheImplementation {
     /// Builds an empty cache of this kind.
     ///
     /// # Errors
-    /// When an option is out of range, the static cache is given no `max_len`, or memory runs out.
+    /// If an option is out of range, `max_len` is missing for the static cache, or memory runs out.
     ///
     /// ```
     /// use overdrive_kv_cache::{CacheImplementation, CacheShape, KvCache};
@@ -135,7 +134,7 @@ impl CacheImplementation {
         };
         Ok(match self {
             CacheImplementation::Dynamic => match shape.max_len {
-                // The final length is known: one allocation, and no copy later.
+                // The final length is known, so one allocation is enough and nothing is copied later.
                 Some(tokens) => Box::new(DynamicCache::with_capacity(layers, tokens)),
                 None => Box::new(DynamicCache::new(layers)),
             },
@@ -144,7 +143,7 @@ impl CacheImplementation {
                 batch: shape.batch,
                 max_len: shape.max_len.ok_or_else(|| {
                     let expected =
-                        "the tokens of the longest sequence, for which a static cache takes memory";
+                        "the length of the longest sequence, which a static cache allocates";
                     overdrive_core::Error::option("max_len", "not given", expected)
                 })?,
                 kv_heads: shape.kv_heads,
@@ -159,7 +158,7 @@ impl CacheImplementation {
         })
     }
 
-    /// Returns its name in transformers, or, for the quantized ones, that of the stored dtype.
+    /// Returns the name in transformers or, for quantized caches, the name of the stored dtype.
     pub fn name(self) -> &'static str {
         match self {
             CacheImplementation::Dynamic => "dynamic",

@@ -1,7 +1,7 @@
 //! Copies of a few tokens into a buffer, without the dispatch of libtorch.
 //!
-//! Through two `narrow`s and two `copy_`s a token of 4 heads of 64 channels takes several microseconds
-//! a layer, of which the 2 KB themselves are a small fraction.
+//! With two `narrow`s and two `copy_`s, a token of 4 heads of 64 channels takes several microseconds per
+//! layer; copying the 2 KB is a small fraction of it.
 #![allow(
     unsafe_code,
     reason = "rows are copied between tensors of any strides by address"
@@ -14,7 +14,7 @@ use crate::Result;
 use crate::buffer::Buffer;
 
 /// The size in bytes above which libtorch's copy is used: it runs on all threads, and its start-up cost
-/// then no longer shows.
+/// no longer matters.
 const LARGE: i64 = 256 << 10;
 
 /// Copies the tokens `from..from + count` of `source (B, H, T, D)` to position `at` of `target (B', H,
@@ -111,8 +111,8 @@ impl Rows {
 /// All rows `(b, h, t)` below `counts`, of `bytes` bytes, lie in readable and writable memory.
 unsafe fn copy_rows(to: Rows, from: Rows, counts: [usize; 3], bytes: usize) {
     let [batches, heads, tokens] = counts;
-    // One long copy a head replaces a copy a token where the tokens of a head are adjacent in both
-    // tensors.
+    // If the tokens of a head are adjacent in both tensors, one long copy for each head replaces a copy
+    // for each token.
     let together = tokens == 1 || (to.token == bytes && from.token == bytes);
     let (runs, run) = match together {
         true => (1, tokens * bytes),

@@ -9,8 +9,8 @@ use crate::{AttendOptions, Error, KvCache, KvView, QkvRows, Result};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct DynamicCacheConfig {
-    /// The number of tokens for which memory is taken at the first append. Default 64. If the final
-    /// length is known (prompt and new tokens), giving it here avoids every later copy.
+    /// The number of tokens to allocate at the first append. Default 64. Set it to the final length (prompt
+    /// and new tokens), if known, to avoid all later copies.
     pub initial_capacity: i64,
 }
 
@@ -22,11 +22,11 @@ impl Default for DynamicCacheConfig {
     }
 }
 
-/// A cache without a bound, whose capacity doubles when it is full (transformers' `DynamicCache`).
+/// An unbounded cache whose capacity doubles when it is full (transformers' `DynamicCache`).
 ///
-/// Appending copies the new tokens only; a doubling copies a layer once, so that `n` tokens cost fewer
-/// than `2n` token copies in all. Capacity, and with it [`bytes`](KvCache::bytes), is at most twice
-/// what is held (or the initial capacity).
+/// Appending copies the new tokens only; a doubling copies a layer once, so `n` tokens cost fewer than
+/// `2n` token copies in total. The capacity, and with it [`bytes`](KvCache::bytes), is at most twice the
+/// contents (or the initial capacity).
 #[derive(Debug)]
 pub struct DynamicCache {
     config: DynamicCacheConfig,
@@ -40,12 +40,12 @@ struct Layer {
 }
 
 impl DynamicCache {
-    /// Returns an empty cache for a model of `layers` layers; memory is taken at the first append.
+    /// Creates an empty cache for a model of `layers` layers; memory is allocated at the first append.
     pub fn new(layers: usize) -> Self {
         DynamicCache::with_config(layers, DynamicCacheConfig::default())
     }
 
-    /// Returns an empty cache that takes memory for `tokens` tokens at the first append.
+    /// Creates an empty cache that allocates memory for `tokens` tokens at the first append.
     pub fn with_capacity(layers: usize, tokens: i64) -> Self {
         DynamicCache::with_config(
             layers,
@@ -55,7 +55,7 @@ impl DynamicCache {
         )
     }
 
-    /// Returns an empty cache with the options of `config`.
+    /// Creates an empty cache with the options of `config`.
     pub fn with_config(layers: usize, config: DynamicCacheConfig) -> Self {
         DynamicCache {
             config,
@@ -63,7 +63,7 @@ impl DynamicCache {
         }
     }
 
-    /// Returns the number of tokens for which memory is taken; 0 before the first append.
+    /// Returns the number of tokens for which memory is allocated; 0 before the first append.
     pub fn capacity(&self) -> i64 {
         let capacities = self
             .layers
@@ -149,7 +149,7 @@ impl KvCache for DynamicCache {
     }
 
     fn reorder(&mut self, rows: &Tensor) -> Result<()> {
-        // Everything is computed before anything is replaced: an error leaves the cache as it was.
+        // Computes everything before it replaces anything, so that an error leaves the cache unchanged.
         self.layers = self.map(|held| held.buffer.selected(rows, held.len))?;
         Ok(())
     }
@@ -211,7 +211,7 @@ impl KvCache for DynamicCache {
 }
 
 impl DynamicCache {
-    /// Returns the layers with the buffers that `to` makes of them; lengths stay.
+    /// Returns the layers with their buffers replaced by the results of `to`; lengths stay.
     fn map(&self, to: impl Fn(&Layer) -> Result<Buffer>) -> Result<Vec<Option<Layer>>> {
         let layer = |held: &Layer| -> Result<Layer> {
             Ok(Layer {
@@ -231,8 +231,8 @@ impl Layer {
     fn reserve(&mut self, new: i64) -> Result<()> {
         let (needed, capacity) = (self.len + new, self.buffer.capacity);
         if needed > capacity {
-            // Doubling makes the copies of n tokens a geometric series, below 2n; a step of more tokens
-            // than that takes just what it needs.
+            // With doubling, the copies of n tokens are a geometric series, below 2n; a step of more tokens
+            // than that allocates exactly what it needs.
             self.buffer = self.buffer.resized(needed.max(2 * capacity), self.len)?;
         }
         Ok(())

@@ -8,25 +8,25 @@ pub enum Error {
     /// A GPU kernel or the CUDA driver failed.
     #[error(transparent)]
     Gpu(#[from] overdrive_gpu::Error),
-    /// A layer outside `0..layers` was named.
+    /// A layer index is outside `0..layers`.
     #[error(
-        "layer {layer} does not exist in a cache of {layers} layers; make the cache with the model's number of layers"
+        "layer {layer} does not exist in a cache of {layers} layers; create the cache with the model's number of layers"
     )]
     NoSuchLayer {
-        /// The layer that was named.
+        /// The index of the layer.
         layer: usize,
         /// The number of layers of the cache.
         layers: usize,
     },
     /// The new keys or values are part of an autograd graph.
     #[error(
-        "the keys or values of layer {layer} require a gradient, which a cache cannot carry; run the model under `tch::no_grad`, or train without a cache"
+        "the keys or values of layer {layer} require a gradient, which a cache does not support; run the model under `tch::no_grad`, or train without a cache"
     )]
     RequiresGrad {
         /// The layer.
         layer: usize,
     },
-    /// The cache was asked to keep more tokens than it holds.
+    /// A truncation to more tokens than the cache holds.
     #[error("cannot truncate to {len} tokens: the cache holds {held}")]
     TruncateBeyondEnd {
         /// The number of tokens to keep.
@@ -34,9 +34,9 @@ pub enum Error {
         /// The number of tokens held.
         held: i64,
     },
-    /// The cache was truncated to a length at which it would need tokens that it has dropped.
+    /// A truncation to a length that needs tokens that the cache has dropped.
     #[error(
-        "cannot truncate to {len} tokens: layer {layer} keeps none before token {first}, and its window of {window} needs some of them; raise `slack`, or reset the cache and run the sequence again"
+        "cannot truncate to {len} tokens: layer {layer} has dropped the tokens before {first}, and its window of {window} needs some of them; raise `slack`, or reset the cache and run the sequence again"
     )]
     AlreadyDropped {
         /// The number of tokens to keep.
@@ -50,7 +50,7 @@ pub enum Error {
     },
     /// The new tokens do not fit a cache of fixed size.
     #[error(
-        "the cache takes {capacity} tokens a row: {held} are held and {new} more do not fit; make the cache larger, or generate fewer tokens"
+        "the cache has room for {capacity} tokens per row: it holds {held}, and {new} more do not fit; create a larger cache, or generate fewer tokens"
     )]
     Full {
         /// The capacity in tokens.
@@ -60,15 +60,15 @@ pub enum Error {
         /// The number of new tokens.
         new: i64,
     },
-    /// A view was asked for that does not exist as one tensor.
+    /// The cache cannot return its tokens as one tensor.
     #[error(
-        "{cache} keeps its sequences apart and cannot show them as one tensor; call `attend` instead of `append`"
+        "{cache} stores its sequences separately and cannot return them as one tensor; call `attend` instead of `append`"
     )]
     NotDense {
         /// The kind of cache.
         cache: &'static str,
     },
-    /// An operation that this kind of cache does not have.
+    /// An operation that this kind of cache does not support.
     #[error("{cache} cannot {what}: {hint}")]
     Unsupported {
         /// The kind of cache.
@@ -78,9 +78,9 @@ pub enum Error {
         /// The remedy.
         hint: &'static str,
     },
-    /// A saved state that does not fit the cache.
+    /// A saved state does not fit the cache.
     #[error(
-        "tensor {name:?} of the saved cache is {found}; load it into a cache of the same kind, made for the same model"
+        "tensor {name:?} of the saved cache is {found}; load it into a cache of the same kind, created for the same model"
     )]
     BadState {
         /// The name of the tensor.
@@ -88,14 +88,14 @@ pub enum Error {
         /// The property that does not fit.
         found: String,
     },
-    /// A file of another kind of cache, or of a cache with other settings.
+    /// The file holds another kind of cache, or a cache with other settings.
     #[error(
-        "{path} holds {key} {found:?} and this cache has {key} {expected:?}; make the cache as the saved one was made"
+        "{path} has {key} {found:?} and this cache has {key} {expected:?}; create the cache with the settings of the saved one"
     )]
     OtherCache {
         /// The file.
         path: String,
-        /// The setting in which the two differ; `cache` is the kind.
+        /// The setting that differs; `cache` is the kind.
         key: String,
         /// The value in the file.
         found: String,
@@ -107,7 +107,7 @@ pub enum Error {
     File(#[from] overdrive_safetensors::Error),
     /// A step of a paged cache needs more blocks than there are.
     #[error(
-        "the step needs {needed} blocks and {free} are free; run fewer sequences or tokens at once, release sequences, or raise `num_blocks`"
+        "the step needs {needed} blocks, but {free} are free; run fewer sequences or tokens at once, release sequences, or raise `num_blocks`"
     )]
     OutOfBlocks {
         /// The number of blocks that the new tokens need.
@@ -115,14 +115,14 @@ pub enum Error {
         /// The number of blocks that can be taken.
         free: usize,
     },
-    /// A sequence that a paged cache does not hold.
+    /// A paged cache does not hold this sequence.
     #[error("sequence {id} is not in this cache: it was released, or belongs to another cache")]
     NoSuchSequence {
         /// The sequence.
         id: crate::SequenceId,
     },
-    /// A sequence is named twice in one step.
-    #[error("sequence {id} is twice in one step; give all its new tokens at once")]
+    /// A step has the same sequence twice.
+    #[error("sequence {id} occurs twice in one step; pass all its new tokens in one entry")]
     SequenceTwice {
         /// The sequence.
         id: crate::SequenceId,
@@ -135,7 +135,7 @@ pub enum Error {
     },
     /// A step is committed before every layer of the model has run.
     #[error(
-        "the step cannot be committed: layer {layer} was not given its tokens; run the model with this batch as its cache first"
+        "the step cannot be committed: layer {layer} has not received its tokens; run the model with this batch as its cache first"
     )]
     StepNotRun {
         /// The first layer without its tokens.

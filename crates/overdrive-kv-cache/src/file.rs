@@ -1,4 +1,4 @@
-//! Caches in files: the cached prompt of a service, or a conversation that is resumed later.
+//! Saving caches to files, such as the cached prompt of a service or a conversation to resume later.
 
 use std::collections::BTreeMap;
 use std::path::Path;
@@ -15,7 +15,7 @@ const VERSION: &str = "1";
 /// its settings in the metadata. Free capacity is not written.
 ///
 /// # Errors
-/// When the file cannot be written; an existing file is then unchanged.
+/// If the file cannot be written; an existing file is then unchanged.
 pub fn save(cache: &dyn KvCache, path: impl AsRef<Path>) -> Result<()> {
     let mut metadata: BTreeMap<String, String> = cache
         .settings()
@@ -27,11 +27,11 @@ pub fn save(cache: &dyn KvCache, path: impl AsRef<Path>) -> Result<()> {
     Ok(())
 }
 
-/// Reads a file of [`save`] into `cache`, whose tokens it replaces; the tensors go to `device`.
+/// Loads a file of [`save`] into `cache` and replaces its tokens; the tensors are placed on `device`.
 ///
 /// # Errors
-/// When the file cannot be read or is damaged; [`Error::OtherCache`] when it holds another kind of
-/// cache, or one with other settings. The cache is then unchanged.
+/// If the file cannot be read or is damaged; [`Error::OtherCache`] if it holds another kind of cache or a
+/// cache with other settings. The cache is then unchanged.
 ///
 /// ```
 /// use overdrive_kv_cache::{DynamicCache, KvCache, load, save};
@@ -54,8 +54,8 @@ pub fn save(cache: &dyn KvCache, path: impl AsRef<Path>) -> Result<()> {
 pub fn load(cache: &mut dyn KvCache, path: impl AsRef<Path>, device: Device) -> Result<()> {
     let file = MappedFile::open(&path)?;
     let version = ("format_version", VERSION.to_owned());
-    // Settings are compared before any tensor is read: two kinds of cache may have tensors of the same
-    // names and shapes with another meaning.
+    // Compares the settings before it reads any tensor: two kinds of cache may have tensors of the same
+    // names and shapes but different meanings.
     for (key, expected) in cache.settings().into_iter().chain([version]) {
         let found = file.metadata().get(key).cloned().unwrap_or_default();
         if found != expected {

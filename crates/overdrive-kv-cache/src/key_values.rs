@@ -1,10 +1,10 @@
-//! New keys and values, checked once.
+//! New keys and values, and their checks.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::{Error, Result};
 
-/// The properties that all tokens of a layer have in common.
+/// The properties that all tokens of a layer share.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Spec {
     pub(crate) batch: i64,
@@ -46,7 +46,7 @@ impl<'a> KeyValues<'a> {
             let expected = format!("on {:?}, the device of the keys", spec.device);
             return Err(overdrive_core::Error::device("values", values.device(), expected).into());
         }
-        // An entry is written in place, which autograd would refuse in the backward pass, far from here.
+        // The cache writes in place; autograd would report that only in the backward pass.
         if keys.requires_grad() || values.requires_grad() {
             return Err(Error::RequiresGrad { layer });
         }
@@ -79,7 +79,7 @@ impl Spec {
             return Ok(());
         }
         let remedy = format!(
-            "like the tokens that layer {layer} holds; reset the cache before another batch or model uses it"
+            "like the tokens that layer {layer} holds; reset the cache before using it for another batch or model"
         );
         let same_keys = self.key_dim == new.key_dim;
         let tensor = if same_keys { "values" } else { "keys" };
@@ -104,7 +104,7 @@ impl Spec {
         .into())
     }
 
-    /// Returns the bytes of the keys and values of one token of one row.
+    /// Returns the size in bytes of the keys and values of one token of one row.
     pub(crate) fn bytes_per_token(&self) -> u64 {
         let elements = self.heads * (self.key_dim + self.value_dim);
         u64::try_from(elements).unwrap_or(0) * self.kind.elt_size_in_bytes() as u64

@@ -1,29 +1,27 @@
 //! Key/value caches for autoregressive generation with any `tch` attention.
 //!
 //! A decoder that generates token by token attends to the keys and values of all earlier tokens. A
-//! cache keeps them, so that a step computes one new row instead of the whole prefix again.
+//! cache keeps them, so that each step computes one new row instead of the whole prefix.
 //!
-//! [`KvCache`] is the interface that an attention layer sees: [`attend`](KvCache::attend) appends and
-//! attends, and [`append`](KvCache::append) returns the keys and values for an attention of the
-//! caller's own.
+//! [`KvCache`] is the interface for attention layers: [`attend`](KvCache::attend) appends and attends, and
+//! [`append`](KvCache::append) returns the keys and values for the caller's own attention.
 //!
-//! | kind | bytes a token¹ | memory for `n` tokens | when |
+//! | kind | bytes per token¹ | memory for `n` tokens | use |
 //! |---|---|---|---|
-//! | [`DynamicCache`] | 512 | at most twice what is held | the one to start with: no size in advance, amortised O(1) copies a token (transformers' `DynamicCache` copies everything at every step) |
-//! | [`StaticCache`] | 512 | `max_len`, from the beginning | no allocation while serving; CUDA graphs, whose addresses must not move |
-//! | [`SlidingCache`] | 512 | `sinks + window + slack`, however large `n` | models with windows (Mistral, Gemma, Qwen), layer by layer; endless text with attention sinks |
-//! | [`QuantizedCache`], INT8 | 144 | codes, and the last 128 to 192 tokens in full | long texts: 1/3.6 of the memory, outputs of attention off by less than 2 % in the tests |
-//! | [`QuantizedCache`], INT4 | 80 | the same | 1/6.4 of the memory, where some loss is allowed |
-//! | [`PagedCache`] | 512 | whole blocks of 16 tokens, shared by equal prefixes | many texts at once, of any lengths |
+//! | [`DynamicCache`] | 512 | at most twice the contents | the default choice: no size in advance, amortized O(1) copies per token (transformers' `DynamicCache` copies everything at every step) |
+//! | [`StaticCache`] | 512 | `max_len`, from the beginning | no allocation while serving; CUDA graphs, which need fixed addresses |
+//! | [`SlidingCache`] | 512 | `sinks + window + slack`, for any `n` | models with sliding windows (Mistral, Gemma, Qwen), layer by layer; unbounded generation with attention sinks |
+//! | [`QuantizedCache`], INT8 | 144 | codes, plus the last 128 to 192 tokens in full precision | long sequences: 1/3.6 of the memory, attention outputs within 2 % in the tests |
+//! | [`QuantizedCache`], INT4 | 80 | as INT8 | 1/6.4 of the memory, if some loss of accuracy is acceptable |
+//! | [`PagedCache`] | 512 | whole blocks of 16 tokens, shared by equal prefixes | many sequences at once, of any lengths |
 //!
-//! ¹ Keys and values of one head of 64 channels in one layer, in f32; bf16 and f16 take half of it,
-//! except for quantized values. [`KvCache::bytes_per_token`] returns it for a whole model, and tests
-//! hold it to the memory that is allocated. Dynamic, static, sliding (up to what its window shows) and
-//! paged caches are exact; the error bound of the quantized one is at [`QuantizedCache`], whose kernels take
-//! [numbers below 2⁻¹²⁶ for zero](overdrive_kernels#subnormal-numbers).
+//! ¹ Keys and values of one head of 64 channels in one layer, in f32; bf16 and f16 take half, except for
+//! quantized values. [`KvCache::bytes_per_token`] returns it for a whole model, and tests compare it with
+//! the allocated memory. Dynamic, static, sliding (within its window) and paged caches are exact; see
+//! [`QuantizedCache`] for the error bound of quantized values. Its kernels treat
+//! [numbers below 2⁻¹²⁶ as zero](overdrive_kernels#subnormal-numbers).
 //!
-//! [`CacheImplementation`] builds a cache by its name; [`save`] and [`load`] store one in a safetensors
-//! file.
+//! [`CacheImplementation`] creates a cache by name; [`save`] and [`load`] write and read safetensors files.
 //!
 //! Shapes: `B` is the batch size, `H` the number of key/value heads, `T` the number of tokens, `D` the
 //! number of channels of a head.
@@ -45,8 +43,8 @@
 //! # }
 //! ```
 //!
-//! Caches are for inference: tensors that require a gradient are refused, because a cache writes them
-//! in place, which autograd cannot follow.
+//! Caches are for inference: tensors that require a gradient are refused, because a cache writes in
+//! place, which autograd does not support.
 #![deny(missing_docs)]
 
 mod attend;

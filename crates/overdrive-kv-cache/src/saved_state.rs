@@ -9,7 +9,7 @@ pub(crate) fn name_of(layer: usize, name: &str) -> String {
     format!("layers.{layer}.{name}")
 }
 
-/// The tensors of a saved state that have not been taken yet.
+/// The remaining tensors of a saved state.
 pub(crate) struct SavedState<'a>(Vec<&'a (String, Tensor)>);
 
 impl<'a> SavedState<'a> {
@@ -24,7 +24,7 @@ impl<'a> SavedState<'a> {
         Some(&self.0.swap_remove(index).1)
     }
 
-    /// Takes the tensors `names` of `layer`: all of them, or `None` if the layer was empty.
+    /// Takes the tensors `names` of `layer`, all of them, or returns `None` if the layer was empty.
     pub(crate) fn take_all<const N: usize>(
         &mut self,
         layer: usize,
@@ -45,11 +45,11 @@ impl<'a> SavedState<'a> {
             });
         }
         let all: Vec<&'a Tensor> = found.into_iter().flatten().collect();
-        // None is missing, so that there are N.
+        // No tensor is missing, so there are N.
         Ok(all.try_into().ok())
     }
 
-    /// Checks that no tensor is left.
+    /// Checks that no tensor remains.
     pub(crate) fn finish(self) -> Result<()> {
         match self.0.first() {
             None => Ok(()),

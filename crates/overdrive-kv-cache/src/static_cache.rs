@@ -45,23 +45,22 @@ impl Default for StaticCacheConfig {
     }
 }
 
-/// A cache that is allocated once, for the largest batch and the longest sequence, and never moves.
+/// A cache at fixed addresses, allocated once for the largest batch and the longest sequence.
 ///
-/// Addresses, shapes and strides of its tensors stay the same for its lifetime, through
+/// The addresses, shapes and strides of its tensors stay the same for its lifetime, through
 /// [`reset`](KvCache::reset), [`truncate`](KvCache::truncate), [`reorder`](KvCache::reorder) and
-/// [`load_state`](KvCache::load_state); appending beyond its end fails with [`Error::Full`]. It takes
-/// `2 · layers · batch · max_len · kv_heads · head_dim` elements from the beginning (transformers'
-/// `StaticCache`), so no step ever waits for memory.
+/// [`load_state`](KvCache::load_state); appending beyond its end fails with [`Error::Full`]. Like
+/// transformers' `StaticCache`, it allocates `2 · layers · batch · max_len · kv_heads · head_dim` elements
+/// when it is created, so no step waits for memory.
 ///
 /// # Captured steps
 ///
-/// A CUDA graph replays a step with the addresses, shapes and kernel arguments with which it was
-/// captured, so a captured step may depend on nothing that the host decides: neither on
-/// [`len`](KvCache::len) nor on a view that grows. [`at`](StaticCache::at) returns a cache that writes
-/// at positions given by a tensor on the device, shows its whole length, and hides the tokens after
-/// each position by a mask that is computed on the device too. Capture one step with it; then, for each
-/// token, write the token and its position into the captured tensors, replay, and count it by
-/// [`advance`](StaticCache::advance).
+/// A CUDA graph replays a step with the addresses, shapes and kernel arguments of its capture, so a
+/// captured step must not depend on values of the host, such as [`len`](KvCache::len) or the size of a
+/// view. [`at`](StaticCache::at) returns a cache that writes at positions given by a tensor on the device,
+/// returns its whole length, and hides the tokens after each position with a mask that is computed on the
+/// device. Capture one step with it; then, for each token, write the token and its position into the
+/// captured tensors, replay, and count the token with [`advance`](StaticCache::advance).
 ///
 /// ```
 /// use overdrive_kv_cache::{AttendOptions, KvCache, StaticCache, StaticCacheConfig};
@@ -102,7 +101,7 @@ impl StaticCache {
     /// Allocates a cache of zeros with the sizes of `config`.
     ///
     /// # Errors
-    /// When a size is less than 1, or memory runs out.
+    /// If a size is less than 1, or memory runs out.
     pub fn new(config: StaticCacheConfig) -> Result<StaticCache> {
         let spec = config.spec()?;
         let layer = |_| -> Result<Layer> {
@@ -130,7 +129,7 @@ impl StaticCache {
     /// Returns the whole keys and values of `layer`, `(batch, H, max_len, D)`.
     ///
     /// # Errors
-    /// When `layer` does not exist.
+    /// If `layer` does not exist.
     pub fn buffers(&self, layer: usize) -> Result<(&Tensor, &Tensor)> {
         let held = self.layer(layer)?;
         Ok((&held.buffer.keys, &held.buffer.values))
@@ -138,14 +137,14 @@ impl StaticCache {
 
     /// Writes the new keys and values of `layer` at `positions` (i64, on the cache's device), `(T,)`
     /// for all rows or `(B, T)` for rows of different lengths, and returns a view of the whole length.
-    /// The host reads no element of `positions`, so that the step can be captured;
-    /// [`len`](KvCache::len) does not change, see [`advance`](StaticCache::advance).
+    /// The host reads no element of `positions`, so the step can be captured; [`len`](KvCache::len) does not
+    /// change until [`advance`](StaticCache::advance).
     ///
     /// A position outside `0..max_len` is an error on a CPU and undefined on a GPU, as for
     /// `index_copy_`.
     ///
     /// # Errors
-    /// When shapes, dtypes or devices do not fit.
+    /// If shapes, dtypes or devices do not fit.
     pub fn append_at(
         &mut self,
         layer: usize,
@@ -157,7 +156,7 @@ impl StaticCache {
         let new = KeyValues::new(layer, keys, values)?;
         let batch = self.check_rows(layer, &spec, &new)?;
         self.check_positions(positions, batch, new.tokens)?;
-        // A prompt may be read by `append` first; from then on the number of rows is fixed until a
+        // `append` may process a prompt first; from then on the number of rows is fixed until a
         // reset.
         let held = &self.layers[layer].buffer;
         let rows = |tensor: &Tensor| tensor.f_narrow(0, 0, batch);
@@ -203,7 +202,7 @@ impl StaticCache {
     /// embedding.
     ///
     /// # Errors
-    /// When `positions` is not i64 `(T,)` or `(B, T)` on the cache's device.
+    /// If `positions` is not i64 `(T,)` or `(B, T)` on the cache's device.
     pub fn at(&mut self, positions: &Tensor) -> Result<StaticStep<'_>> {
         let size = positions.size();
         let (batch, tokens) = match *size.as_slice() {
@@ -220,10 +219,10 @@ impl StaticCache {
         })
     }
 
-    /// Adds `tokens` to the length, which [`append_at`](StaticCache::append_at) has written.
+    /// Adds to the length the `tokens` that [`append_at`](StaticCache::append_at) has written.
     ///
     /// # Errors
-    /// When they do not fit.
+    /// If they do not fit.
     pub fn advance(&mut self, tokens: i64) -> Result<()> {
         let held = self.len();
         check_non_negative("tokens", tokens)?;
@@ -252,8 +251,8 @@ impl StaticCache {
         Ok(())
     }
 
-    /// Returns the number of rows of `new`, which must be those in use; if none are, it is at most that
-    /// of the cache.
+    /// Returns the number of rows of `new`, after checking that it equals the number in use or, if none are in
+    /// use, that it is at most that of the cache.
     fn check_rows(&self, layer: usize, spec: &Spec, new: &KeyValues<'_>) -> Result<i64> {
         let batch = match self.batch {
             Some(batch) => batch,
@@ -350,14 +349,14 @@ impl KvCache for StaticCache {
         let most = self.config.batch;
         let batch = i64::try_from(rows.numel()).unwrap_or(i64::MAX);
         if batch > most {
-            let expected = format!("at most ({most},), the `batch` that the cache was made for");
+            let expected = format!("at most ({most},), the `batch` of the cache");
             return Err(overdrive_core::Error::shape("rows", rows.size(), expected).into());
         }
         // An index out of range fails in the first layer, before anything is written.
         for layer in &self.layers {
             for buffer in [&layer.buffer.keys, &layer.buffer.values] {
                 let filled = buffer.f_narrow(2, 0, layer.len)?;
-                // `index_select` copies, so that a row may be overwritten that another still needs.
+                // `index_select` copies, so a row that another still needs may be overwritten.
                 let picked = filled.f_narrow(0, 0, held)?.f_index_select(0, rows)?;
                 filled.f_narrow(0, 0, batch)?.f_copy_(&picked)?;
             }
@@ -411,7 +410,7 @@ impl KvCache for StaticCache {
     fn load_state(&mut self, state: &[(String, Tensor)]) -> Result<()> {
         let mut saved = SavedState::new(state);
         let mut found = Vec::new();
-        // Everything is checked before anything is written: an error leaves the cache as it was.
+        // Checks everything before it writes anything, so that an error leaves the cache unchanged.
         for (number, layer) in self.layers.iter().enumerate() {
             let Some([keys, values]) = saved.take_all(number, ["keys", "values"])? else {
                 continue;
@@ -438,30 +437,30 @@ impl KvCache for StaticCache {
 
 /// A [`StaticCache`] for one step at the positions of a tensor; see [`StaticCache::at`].
 ///
-/// [`attend`](KvCache::attend) reads the whole length under a mask; a mask of the caller's own has
-/// `max_len` columns. On CUDA a single token a row reads only the filled part, without a mask: in half precision, or
-/// where the kernels of overdrive-gpu are used in f32 and with a softcap, too. [`len`](KvCache::len) is that of the cache before the
-/// step.
+/// [`attend`](KvCache::attend) reads the whole length under a mask; a mask of the caller must have `max_len`
+/// columns. On CUDA, a single token per row reads only the filled part, without a mask, in half precision; the
+/// kernels of overdrive-gpu also do so in f32 and with a softcap. [`len`](KvCache::len) is the length of the cache
+/// before the step.
 #[derive(Debug)]
 pub struct StaticStep<'a> {
     cache: &'a mut StaticCache,
     positions: Tensor,
-    /// The mask of each window that a layer had; most models have one or two windows.
+    /// The mask of each window; most models have one or two windows.
     masks: Vec<(Option<i64>, Tensor)>,
-    /// The numbers of tokens of the rows, for a kernel that takes them in place of a mask.
+    /// The number of tokens of each row, for a kernel that takes it in place of a mask.
     lengths: Option<DeviceLengths>,
 }
 
 impl StaticStep<'_> {
-    /// Returns the attention of one new token a row by a kernel that reads only the filled tokens; `None` if there is
-    /// none for this device and these options.
+    /// Returns the attention of one new token per row with a kernel that reads only the filled tokens; `None` if no
+    /// kernel supports this device and these options.
     fn attend_at_lengths(
         &mut self,
         query: &Tensor,
         view: &KvView,
         options: &AttendOptions<'_>,
     ) -> Result<Option<Tensor>> {
-        // A CPU has none, unless a test has given it one.
+        // There is no such kernel for a CPU, except in tests.
         let has_none =
             query.device() == Device::Cpu && overdrive_gpu::kernels(Device::Cpu)?.is_none();
         // Several positions of a row need not be consecutive.
@@ -503,7 +502,7 @@ impl KvCache for StaticStep<'_> {
         if let Some(output) = self.attend_at_lengths(query, &view, options)? {
             return Ok(output);
         }
-        // The layers of a window share its mask, which costs three kernels.
+        // Layers with the same window share its mask, which takes three kernels to compute.
         let known = self
             .masks
             .iter()

@@ -6,9 +6,9 @@ use tch::Tensor;
 use crate::dora::RowNorms;
 use crate::{LoraConfig, Result};
 
-/// A low-rank change of one linear layer's weight: `scale · B · A`, and with DoRA the magnitudes of its rows.
+/// A low-rank update of one linear layer's weight, `scale · B · A`; with DoRA also the magnitudes of its rows.
 ///
-/// The tensors are the trained parameters themselves: an optimizer updates them in place.
+/// The tensors are the trained parameters: an optimizer updates them in place.
 #[derive(Debug)]
 pub struct LoraAdapter {
     pub(crate) config: Arc<LoraConfig>,
@@ -18,17 +18,17 @@ pub struct LoraAdapter {
     pub(crate) b: Tensor,
     pub(crate) bias: Option<Tensor>,
     pub(crate) magnitude: Option<Tensor>,
-    /// The norms of the changed weight's rows for DoRA, cached until one of the tensors changes.
+    /// The row norms of the updated weight for DoRA, cached until one of the tensors changes.
     pub(crate) row_norms: Mutex<Option<RowNorms>>,
 }
 
 impl LoraAdapter {
-    /// Makes an adapter of existing tensors: `a (r, I)`, `b (O, r)`, `bias (O,)`, `magnitude (O,)`, of one
-    /// floating dtype and device. They are shared, not copied. The rank is that of `a`, alpha and scale come
-    /// from `config`.
+    /// Creates an adapter from existing tensors: `a (r, I)`, `b (O, r)`, `bias (O,)`, `magnitude (O,)`, of the
+    /// same floating-point dtype and on the same device. They are shared, not copied. The rank is that of `a`;
+    /// alpha and scale come from `config`.
     ///
     /// # Errors
-    /// [`Error::Common`](crate::Error::Common) for shapes, dtypes or devices that do not fit one another.
+    /// [`Error::Common`](crate::Error::Common) for shapes, dtypes or devices that do not match.
     pub fn new(
         config: Arc<LoraConfig>,
         a: Tensor,
@@ -52,28 +52,28 @@ impl LoraAdapter {
             let expected = format!("(O, {rank}), with the rank of A");
             return Err(Error::shape("B", b.size(), expected).into());
         }
-        for (name, tensor) in [("the bias of B", &bias), ("the magnitude", &magnitude)] {
+        for (name, tensor) in [("bias of B", &bias), ("magnitude", &magnitude)] {
             if let Some(tensor) = tensor.as_ref().filter(|tensor| tensor.size() != [outputs]) {
                 return Err(Error::shape(name, tensor.size(), format!("({outputs},)")).into());
             }
         }
         if !a.is_floating_point() {
-            return Err(Error::dtype("A", a.kind(), "floating").into());
+            return Err(Error::dtype("A", a.kind(), "a floating-point dtype").into());
         }
         // The forward pass takes its dtype and device from A alone.
         let others = [
             ("B", Some(&b)),
-            ("the bias of B", bias.as_ref()),
-            ("the magnitude", magnitude.as_ref()),
+            ("bias of B", bias.as_ref()),
+            ("magnitude", magnitude.as_ref()),
         ];
         for (name, tensor) in others {
             let Some(tensor) = tensor else { continue };
             if tensor.kind() != a.kind() {
-                let expected = format!("{:?}, as A", a.kind());
+                let expected = format!("{:?}, as A is", a.kind());
                 return Err(Error::dtype(name, tensor.kind(), expected).into());
             }
             if tensor.device() != a.device() {
-                let expected = format!("on {:?}, as A", a.device());
+                let expected = format!("on {:?}, as A is", a.device());
                 return Err(Error::device(name, tensor.device(), expected).into());
             }
         }
@@ -104,7 +104,7 @@ impl LoraAdapter {
         self.bias.as_ref()
     }
 
-    /// Returns the magnitude `(O,)` of `use_dora`: the learned norm of each row of the changed weight.
+    /// Returns the magnitude `(O,)` of `use_dora`: the learned norm of each row of the updated weight.
     pub fn magnitude(&self) -> Option<&Tensor> {
         self.magnitude.as_ref()
     }
@@ -125,21 +125,21 @@ impl LoraAdapter {
         self.scale
     }
 
-    /// Returns the configuration that it was made from.
+    /// Returns the configuration that the adapter was created from.
     pub fn config(&self) -> &LoraConfig {
         &self.config
     }
 
-    /// Replaces the configuration by another one of the same shape: that of the file it was loaded from.
+    /// Replaces the configuration by that of the file that the adapter was loaded from, which has the same shape.
     pub(crate) fn keep_config(&mut self, config: &LoraConfig) {
-        // All layers share one `Arc` of an equal configuration, and keep sharing it.
+        // If the configurations are equal, all layers keep sharing one `Arc`.
         if *self.config != *config {
             self.config = Arc::new(config.clone());
         }
     }
 
-    /// Returns its tensors with PEFT's names for them: `lora_A`, `lora_B`, `lora_magnitude_vector`, and the
-    /// suffix after the adapter's name (`weight`, `bias`).
+    /// Returns the tensors with PEFT's names (`lora_A`, `lora_B`, `lora_magnitude_vector`) and the suffix after
+    /// the adapter's name (`weight`, `bias`).
     pub(crate) fn tensors(&self) -> Vec<(&'static str, &'static str, &Tensor)> {
         let mut tensors = vec![("lora_A", "weight", &self.a), ("lora_B", "weight", &self.b)];
         tensors.extend(self.bias.as_ref().map(|bias| ("lora_B", "bias", bias)));

@@ -13,16 +13,15 @@ use crate::selection::{SavedModules, modules_to_save, resolve};
 use crate::trainable::mark_only_lora_as_trainable;
 use crate::{AddOptions, Error, LoraConfig, LoraLinear, Result};
 
-/// Adds an adapter to the linear layers that `config` selects, as PEFT's `get_peft_model` and `add_adapter`,
-/// and returns their names.
+/// Adds an adapter to the linear layers that `config` selects and returns their names (PEFT's `get_peft_model` and
+/// `add_adapter`).
 ///
-/// The model's own parameters are frozen, except for the biases that `config.bias` names. The first adapter
-/// is active at once; a later one is neither computed nor trained before [`set_adapter`] makes it active.
+/// The model's own parameters are frozen, except for the biases that `config.bias` selects. The first adapter
+/// is active immediately; later adapters are neither computed nor trained until [`set_adapter`] activates them.
 ///
 /// # Errors
-/// [`Error::Common`] for a configuration that does not fit, [`Error::BadName`], [`Error::NoTarget`] with the
-/// layers of the model, [`Error::NoModule`], [`Error::Merged`], [`Error::OtherAdapter`]. The model is then
-/// unchanged.
+/// [`Error::Common`] for an invalid configuration, [`Error::BadName`], [`Error::NoTarget`] with the layers of the
+/// model, [`Error::NoModule`], [`Error::Merged`], [`Error::OtherAdapter`]. The model is then unchanged.
 pub fn add_adapter<H: AdapterHost + ?Sized>(
     host: &mut H,
     name: &str,
@@ -33,18 +32,18 @@ pub fn add_adapter<H: AdapterHost + ?Sized>(
     if adapter_names(host)?.iter().any(|own| own == name) {
         return Err(taken(name));
     }
-    // Everything that can be refused is refused before the first layer is changed.
+    // All checks come before the first change to a layer.
     let (config, layers) = resolve(host, config)?;
     let saved = modules_to_save(host, &config)?;
     saved.refuse_unmatched()?;
     let config = Arc::new(config);
     let added = attach(host, name, &config, options, &layers, &saved);
     if added.is_err() {
-        // Removes what was attached before the failure; the first error is the one to report.
+        // Removes what was attached before the failure, and reports the first error.
         let _ = delete_adapter(host, name);
     }
     added?;
-    // As PEFT: the first adapter is active at once, later ones wait.
+    // As in PEFT, the first adapter is active immediately and later ones are not.
     if active_adapters(host)?.is_empty() {
         set_adapter(host, &[name])?;
     } else {
@@ -90,7 +89,7 @@ fn attach<H: AdapterHost + ?Sized>(
         }
         Ok(())
     })?;
-    // Collected first: the visit borrows the model, which also holds the list of copies.
+    // Collects the copies first: the visit borrows the model, which holds their list.
     let mut copies = Vec::new();
     visit_parameters(host, |parameter, tensor| {
         if saved.parameters.iter().any(|own| own == parameter) {
@@ -137,7 +136,7 @@ fn push_new(names: &mut Vec<String>, name: &str) {
     }
 }
 
-/// Returns the names of all adapters, if all of `names` are among them.
+/// Returns the names of all adapters, or an error if one of `names` is not among them.
 pub(crate) fn known<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<Vec<String>> {
     let available = adapter_names(host)?;
     let unknown = names
@@ -172,29 +171,29 @@ pub fn active_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Vec<Stri
     Ok(names)
 }
 
-/// Makes exactly these adapters active and trainable. Several are added up, in this order. With no name the
-/// model computes its weights alone.
+/// Makes exactly these adapters active and trainable. The updates of several adapters are added in this order. With
+/// no names, the model computes its weights alone.
 ///
 /// # Errors
 /// [`Error::UnknownAdapter`]; [`Error::Common`] if several have copies of one module (`modules_to_save`),
-/// which cannot be added up; [`Error::Merged`].
+/// which cannot be added; [`Error::Merged`].
 pub fn set_adapter<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<()> {
     let available = known(host, names)?;
     check_copies(host, names)?;
-    // Switching would leave the weight with the old adapter merged.
+    // Switching would leave the old adapter merged into the weight.
     refuse_merged(host, "changing the active adapters")?;
     each_layer(host, |own| {
         own.set_active(names);
         own.enabled = true;
     })?;
     place_copies(host, names)?;
-    // All are frozen first: an adapter that was active before must not keep training.
+    // Freezes all adapters first, so that one that was active before stops training.
     set_requires_grad(host, &as_strs(&available), false)?;
     set_requires_grad(host, names, true)?;
     mark_only_lora_as_trainable(host)
 }
 
-/// Makes the tensors of the adapters `names` require gradients, or not (PEFT's `set_requires_grad`).
+/// Sets whether the tensors of the adapters `names` require gradients (PEFT's `set_requires_grad`).
 ///
 /// # Errors
 /// An error of libtorch.
@@ -203,7 +202,7 @@ pub fn set_requires_grad<H: AdapterHost + ?Sized>(
     names: &[&str],
     requires_grad: bool,
 ) -> Result<()> {
-    // The flag belongs to the tensor itself, so handles that an optimizer holds see it, too.
+    // The flag belongs to the tensor, so it also applies to an optimizer's handles.
     let wanted = |name: &String| names.contains(&name.as_str());
     visit_linears(host, |_, linear| {
         let Some(own) = adapters_of(linear) else {
@@ -232,15 +231,14 @@ pub fn set_requires_grad<H: AdapterHost + ?Sized>(
     Ok(())
 }
 
-/// Makes the model compute without adapters and full copies until [`enable_adapters`]. Trained biases stay, as
-/// in PEFT.
+/// Disables all adapters and full copies until [`enable_adapters`]. As in PEFT, trained biases stay.
 ///
 /// # Errors
 /// [`Error::Merged`].
 pub fn disable_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
     refuse_merged(host, "disabling adapters")?;
     each_layer(host, |own| own.enabled = false)?;
-    // Remembered, so that `enable_adapters` puts the same copies back; those of an earlier call wait already.
+    // Remembers the copies for `enable_adapters`, unless an earlier call already has.
     let placed = module_copies(host).map(|copies| {
         let waiting = std::mem::take(&mut copies.waiting);
         [std::mem::take(&mut copies.active), waiting].concat()
@@ -271,7 +269,7 @@ pub(crate) fn are_disabled<H: AdapterHost + ?Sized>(host: &mut H) -> Result<bool
     Ok(disabled)
 }
 
-/// Removes an adapter from all layers. If it was the only active one, none is active then.
+/// Removes an adapter from all layers. If it was the only active adapter, none is active afterwards.
 ///
 /// # Errors
 /// [`Error::UnknownAdapter`], [`Error::Merged`].
@@ -282,7 +280,7 @@ pub fn delete_adapter<H: AdapterHost + ?Sized>(host: &mut H, name: &str) -> Resu
         linear.delete_adapter(name)?;
         Ok(())
     })?;
-    // The model gets its own tensors back before their copies are dropped.
+    // Restores the model's own tensors before their copies are dropped.
     let mut active = module_copies(host).map_or(Vec::new(), |copies| copies.active.clone());
     if active.iter().any(|own| own == name) {
         active.retain(|own| own != name);
@@ -295,7 +293,7 @@ pub fn delete_adapter<H: AdapterHost + ?Sized>(host: &mut H, name: &str) -> Resu
     Ok(())
 }
 
-/// Switches training mode, and with it the dropout of all adapters, on or off.
+/// Switches training mode on or off, and with it the dropout of all adapters.
 ///
 /// # Errors
 /// The error of a model whose layers cannot be visited now.

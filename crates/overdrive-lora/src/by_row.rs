@@ -1,5 +1,5 @@
-//! Adapters that the rows of a batch choose: the matmul of the weight for all rows, and the low-rank change of each
-//! adapter for its own.
+//! A choice of adapters for each row of a batch: one matmul of the weight for all rows, and the low-rank update of
+//! each adapter for its own rows.
 
 use std::path::Path;
 
@@ -14,14 +14,14 @@ use crate::{
     disable_adapters, load_adapter, read_config, set_adapter,
 };
 
-/// Loads an adapter as [`load_adapter`] does, for batches whose rows choose their adapters by
-/// [`AdapterRows`]. It is not active outside of those, and does not change the results of the model and of its
-/// other adapters.
+/// Loads an adapter as [`load_adapter`] does, for batches whose rows choose their adapters with
+/// [`AdapterRows`]. The adapter is inactive elsewhere, and does not change the results of the model or of other
+/// adapters.
 ///
 /// # Errors
-/// [`Error::Common`] for an adapter that replaces parameters of the model: one with trained
-/// biases (`bias`), with full copies (`modules_to_save`), or whose initialisation changes the weights (PiSSA, OLoRA,
-/// LoftQ, CorDA). Otherwise as [`load_adapter`].
+/// [`Error::Common`] for an adapter that replaces parameters of the model, because it has trained biases (`bias`) or
+/// full copies (`modules_to_save`) or its initialization changes the weights (PiSSA, OLoRA, LoftQ, CorDA); otherwise
+/// as [`load_adapter`].
 pub fn load_adapter_for_rows<H: AdapterHost + ?Sized>(
     host: &mut H,
     dir: impl AsRef<Path>,
@@ -41,14 +41,14 @@ pub fn load_adapter_for_rows<H: AdapterHost + ?Sized>(
         return refuse("modules_to_save", "set".to_owned(), expected);
     }
     if config.init_lora_weights.changes_base() && !options.residual_base {
-        let expected = "one that leaves the model's weights as they are, because rows share them; merge this \
-                        adapter instead, or let PEFT convert it";
+        let expected = "a method that does not change the model's weights, because rows share them; merge this \
+                        adapter instead, or convert it with PEFT";
         let value = format!("{:?}", config.init_lora_weights);
         return refuse("init_lora_weights", value, expected);
     }
     let (active, disabled) = (active_adapters(host)?, are_disabled(host)?);
     let loaded = load_adapter(host, dir, name, options)?;
-    // The first adapter of a model would be active at once.
+    // The first adapter of a model would be active immediately.
     set_adapter(host, &as_strs(&active))?;
     if disabled {
         // `set_adapter` enables adapters.
@@ -63,7 +63,7 @@ impl LayerAdapters {
         self.adapters.iter().position(|(own, _)| own == name)
     }
 
-    /// Returns the adapters that the rows of a run are computed with.
+    /// Returns the adapters of the rows of a run.
     fn of_run(&self, name: Option<&str>) -> Result<Vec<&LoraAdapter>> {
         let adapter = |index: &usize| &self.adapters[*index].1;
         let Some(name) = name else {
@@ -107,7 +107,7 @@ impl LayerAdapters {
             let x = inputs.f_narrow(0, start, count)?;
             let mut y = outputs.f_narrow(0, start, count)?;
             if adapters.iter().any(|adapter| adapter.magnitude.is_some()) {
-                // DoRA scales the weight's output, whose bias would have to be taken off first.
+                // DoRA scales the weight's output, from which the bias would have to be subtracted first.
                 y.f_copy_(&self.adapted(layer, &x, &adapters, fused)?)?;
             } else {
                 let addends: Vec<_> = adapters.iter().map(|one| addend(0, one)).collect();
@@ -119,7 +119,7 @@ impl LayerAdapters {
 }
 
 /// Computes the outputs of several layers of the same `x` side by side, each row with its adapter, or returns `None`
-/// if one of the adapters is more than an addend.
+/// if one of the adapters does more than add to the output.
 pub(crate) fn joint_rows(
     layers: &[&Linear],
     x: &Tensor,
@@ -165,7 +165,7 @@ fn addend(start: i64, adapter: &LoraAdapter) -> Addend<'_> {
     }
 }
 
-/// Checks that the layer has the rows of the batch, and is not trained: the change of each run is added in place.
+/// Checks that the layer has the rows of the batch and is not in training mode: updates are added in place.
 fn check(layer: &Linear, x: &Tensor, rows: &AdapterRows) -> Result<()> {
     if layer.is_training() {
         let expected = "false: adapters are chosen by row for inference only, as in PEFT";

@@ -8,14 +8,14 @@ use crate::Result;
 use crate::host::{module_copies, visit_linears, visit_parameters};
 use crate::layer_adapters::adapters_of;
 
-/// The full copies of parameters that are trained and saved with an adapter (`modules_to_save`). They lie in
-/// the model's [`AdapterState`](overdrive_nn::AdapterState).
+/// The full copies of parameters that are trained and saved with an adapter (`modules_to_save`), stored in the
+/// model's [`AdapterState`](overdrive_nn::AdapterState).
 #[derive(Debug, Default)]
 pub(crate) struct ModuleCopies {
     pub(crate) entries: Vec<ModuleCopy>,
-    /// The adapters whose copies the model computes with.
+    /// The adapters whose copies are active.
     pub(crate) active: Vec<String>,
-    /// While adapters are disabled, those whose copies become active again when they are enabled.
+    /// While adapters are disabled, the adapters whose copies become active again when they are enabled.
     pub(crate) waiting: Vec<String>,
 }
 
@@ -48,7 +48,7 @@ pub(crate) fn check_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]
             return Ok(());
         }
         let value = format!("`{module}` in each of {}", wanted.join(", "));
-        let expected = "such that only one active adapter has a copy of a module";
+        let expected = "a module that at most one active adapter has a copy of";
         Err(Error::option("modules_to_save", value, expected))
     };
     visit_linears(host, |name, linear| {
@@ -74,12 +74,12 @@ pub(crate) fn check_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]
     Ok(())
 }
 
-/// Makes the model compute with the copies that the adapters `names` have, and with its own parameters elsewhere.
+/// Activates the copies of the adapters `names`; the model uses its own parameters elsewhere.
 pub(crate) fn place_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]) -> Result<()> {
     let Some(own) = module_copies(host) else {
         return Ok(());
     };
-    // Taken out for the visit, which borrows the model.
+    // Taken out because the visit borrows the model.
     let mut copies = std::mem::take(own);
     let has = |name: &&&str| copies.entries.iter().any(|entry| entry.adapter == **name);
     let active = names.iter().filter(has).map(|name| (*name).to_owned());
@@ -91,7 +91,7 @@ pub(crate) fn place_copies<H: AdapterHost + ?Sized>(host: &mut H, names: &[&str]
             }
         }
         let mut entries = copies.entries.iter_mut();
-        // `check_copies` has made sure that at most one of them has a copy of each parameter.
+        // `check_copies` has verified that at most one of them has a copy of each parameter.
         let taken = entries.find(|entry| entry.name == name && active.contains(&entry.adapter));
         if let Some(entry) = taken {
             let copy = entry.copy.shallow_clone();

@@ -10,14 +10,14 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{LoraAdapter, Result};
 
-/// Returns `‖W + scale · B · A‖` of each row, `(O,)`, in the dtype of A. It is a constant to autograd, as in
+/// Returns `‖W + scale · B · A‖` for each row, `(O,)`, in the dtype of A. It is a constant to autograd, as in
 /// section 4.3 of the paper.
 ///
-/// It is computed as `‖W‖² + 2·scale·⟨W Aᵀ, B⟩ + scale²·⟨B A Aᵀ, B⟩`, so `B · A` is never made: that costs a
-/// matmul of the weight with r rows, and no memory of the weight's size.
+/// It is computed as `‖W‖² + 2·scale·⟨W Aᵀ, B⟩ + scale²·⟨B A Aᵀ, B⟩`. This takes one matmul of the weight with r
+/// rows, never materializes `B · A`, and needs no memory of the weight's size.
 pub(crate) fn row_norms(weight: &LinearWeight, adapter: &LoraAdapter) -> Result<Tensor> {
     let _no_grad = NoGradGuard::new();
-    // The dtypes of autocast have too few digits for a norm.
+    // The dtypes of autocast are not precise enough for a norm.
     let _exact = match weight.device() {
         Device::Cpu | Device::Cuda(_) => {
             Some(Autocast::new(weight.device()).enabled(false).enter()?)
@@ -25,7 +25,7 @@ pub(crate) fn row_norms(weight: &LinearWeight, adapter: &LoraAdapter) -> Result<
         _ => None,
     };
     let (a, b, scale) = (&adapter.a, &adapter.b, adapter.scale);
-    // fp16 holds neither the squares nor their sum.
+    // In fp16, the squares and their sum could overflow.
     let wide = match a.kind() {
         Kind::Double => Kind::Double,
         _ => Kind::Float,
@@ -60,12 +60,12 @@ fn squares_and_product(weight: &LinearWeight, a: &Tensor) -> Result<(Tensor, Ten
 }
 
 fn of_rows(rows: &Tensor, a: &Tensor) -> Result<(Tensor, Tensor)> {
-    // The square of the norm needs no temporary of the weight's size, as a sum of squares would.
+    // Unlike a sum of squares, the norm needs no temporary of the weight's size.
     let norms = rows.f_norm_scalaropt_dim(2, [1i64].as_slice(), true)?;
     Ok((norms.f_square()?, rows.f_mm(&a.f_tr()?)?))
 }
 
-/// Casts the rows a block at a time, so that a weight in 16 bits is never whole in 32.
+/// Casts the rows block by block, so that a 16-bit weight is never held in 32 bits as a whole.
 fn by_blocks(weight: &Tensor, a: &Tensor) -> Result<(Tensor, Tensor)> {
     let [outputs, inputs] = weight.size()[..] else {
         return of_rows(weight, a);
@@ -85,16 +85,15 @@ fn by_blocks(weight: &Tensor, a: &Tensor) -> Result<(Tensor, Tensor)> {
     Ok((Tensor::f_cat(&squares, 0)?, Tensor::f_cat(&products, 0)?))
 }
 
-/// Row norms, and the key of the tensors that they were computed from.
+/// Row norms, with a cache key of the tensors that they were computed from.
 #[derive(Debug)]
 pub(crate) struct RowNorms {
     key: Key,
     value: Tensor,
 }
 
-/// The bits of the scale, and the addresses and versions of A, B and a dense weight. Quantized weights never change, and
-/// [`Adapter::weight_replaced`](overdrive_nn::Adapter::weight_replaced) drops the norms of one that was
-/// replaced.
+/// The bits of the scale, and the addresses and versions of A, B and a dense weight. Quantized weights never change;
+/// when one is replaced, [`Adapter::weight_replaced`](overdrive_nn::Adapter::weight_replaced) drops its norms.
 type Key = (u64, Vec<(usize, i64)>);
 
 /// Returns [`row_norms`] from the cache, or computes them if a tensor has changed since: the micro-batches of a
@@ -103,7 +102,7 @@ fn cached_row_norms(weight: &LinearWeight, adapter: &LoraAdapter) -> Result<Tens
     let Some(key) = key(weight, adapter) else {
         return row_norms(weight, adapter);
     };
-    // The cache is written in one assignment: a thread that panicked has left nothing half done.
+    // The cache is written in one assignment, so a thread that panicked has left it valid.
     let mut cache = adapter
         .row_norms
         .lock()
@@ -124,7 +123,7 @@ fn key(weight: &LinearWeight, adapter: &LoraAdapter) -> Option<Key> {
         LinearWeight::Quantized(_) => None,
     };
     let tensors = [&adapter.a, &adapter.b].into_iter().chain(dense);
-    // Optimizers change tensors in place, which the address does not show but the version does.
+    // Optimizers change tensors in place, which changes the version but not the address.
     let stamp = |tensor: &Tensor| {
         let version = tensor.f_internal_version().ok()?;
         Some((tensor.data_ptr() as usize, version))
@@ -135,7 +134,7 @@ fn key(weight: &LinearWeight, adapter: &LoraAdapter) -> Option<Key> {
     ))
 }
 
-/// Returns the factor of each output, `(O,)`: the learned magnitude over the current norm of the row.
+/// Returns the factor of each output, `(O,)`: the learned magnitude divided by the current norm of the row.
 pub(crate) fn factor(
     weight: &LinearWeight,
     adapter: &LoraAdapter,

@@ -4,13 +4,13 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A key of an adapter's configuration or an option outside its range, a tensor of the wrong shape,
-    /// dtype or device, or a file that cannot be read or written.
+    /// A configuration key or an option is outside its range, a tensor has the wrong shape, dtype or device, or a
+    /// file cannot be read or written.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
-    /// A key of an adapter's configuration asks for something that this crate does not implement.
+    /// A key of an adapter's configuration requires a feature that this crate does not implement.
     #[error(
-        "`{key}` is {value}, which is not supported here; unset it, or use the adapter with PEFT"
+        "`{key}` is {value}, which is not supported; unset it, or use the adapter with PEFT"
     )]
     UnsupportedKey {
         /// The key.
@@ -24,12 +24,12 @@ pub enum Error {
         available.join(", ")
     )]
     NoTarget {
-        /// The rule that was to match.
+        /// The rule that matched nothing.
         target_modules: String,
-        /// The names of the linear layers, with `*` for their numbers.
+        /// The names of the linear layers, with `*` in place of numbers.
         available: Vec<String>,
     },
-    /// A configuration names a module to train in full that the model does not offer.
+    /// `modules_to_save` names a module that the model does not have.
     #[error(
         "no module matches `{name}` of `modules_to_save`; the model has {}",
         list(available)
@@ -43,12 +43,12 @@ pub enum Error {
     /// There is no adapter of this name.
     #[error("there is no adapter `{name}`; the model has {}", list(available))]
     UnknownAdapter {
-        /// The name that was asked for.
+        /// The requested name.
         name: String,
         /// The adapters of the model.
         available: Vec<String>,
     },
-    /// An adapter of this name exists already, or the name cannot be one.
+    /// An adapter of this name exists already, or the name is not valid.
     #[error("`{name}` cannot be the name of a new adapter: {reason}")]
     BadName {
         /// The name.
@@ -75,7 +75,7 @@ pub enum Error {
         /// The adapters that are merged.
         merged: Vec<String>,
     },
-    /// A merged weight would hold elements that are not finite.
+    /// A merged weight would have elements that are not finite.
     #[error(
         "merging `{adapter}` into `{layer}` gives elements that are not finite; the layer is unchanged"
     )]
@@ -87,7 +87,7 @@ pub enum Error {
     },
     /// A full copy cannot be merged because its parameter is tied to another one.
     #[error(
-        "the full copy of `{name}` cannot be merged, as the parameter is tied to `{other}`; untie them, or call `unload` and keep the adapter"
+        "the full copy of `{name}` cannot be merged because the parameter is tied to `{other}`; untie them, or call `unload` and keep the adapter"
     )]
     TiedCopy {
         /// The parameter with a copy.
@@ -97,7 +97,7 @@ pub enum Error {
     },
     /// An adapter cannot be merged because the weight of its layer is tied to another parameter.
     #[error(
-        "the adapter of `{name}` cannot be merged, as the parameter is tied to `{other}`; keep the adapter beside the weights"
+        "the adapter of `{name}` cannot be merged because the parameter is tied to `{other}`; keep the adapter unmerged"
     )]
     TiedAdapter {
         /// The parameter with an adapter.
@@ -105,20 +105,20 @@ pub enum Error {
         /// The parameter that it is tied to.
         other: String,
     },
-    /// A linear layer has an adapter of another crate.
+    /// A linear layer has an adapter from another crate.
     #[error(
-        "a linear layer has an adapter that is not LoRA's; remove it with `Linear::take_adapter` first"
+        "a linear layer has an adapter that is not a LoRA adapter; remove it with `Linear::take_adapter` first"
     )]
     OtherAdapter,
     /// An adapter's file does not fit the model and the configuration beside it.
-    #[error("{} does not fit: {}", path.display(), problems.join("; "))]
+    #[error("{} does not fit the model: {}", path.display(), problems.join("; "))]
     Checkpoint {
         /// The file.
         path: PathBuf,
-        /// Every tensor that is missing, unexpected or of another shape.
+        /// Every tensor that is missing, unexpected or has the wrong shape.
         problems: Vec<String>,
     },
-    /// An error of a layer, or of the model that lends its layers.
+    /// An error of a layer, or of the model that visits its layers.
     #[error(transparent)]
     Nn(overdrive_nn::Error),
     /// An error of a custom autograd function.
@@ -153,8 +153,8 @@ fn list(names: &[String]) -> String {
 }
 
 impl From<overdrive_nn::Error> for Error {
-    /// Takes an error of this crate out of its wrapping again: a visitor's error passes through the model,
-    /// which knows only overdrive-nn.
+    /// Unwraps an error of this crate: a visitor's error passes through the model, which knows only
+    /// overdrive-nn's errors.
     fn from(error: overdrive_nn::Error) -> Error {
         match error {
             overdrive_nn::Error::Common(error) => Error::Common(error),

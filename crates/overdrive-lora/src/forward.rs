@@ -1,4 +1,4 @@
-//! The output of a layer with adapters: the matmul of its weight, and the addend of each active adapter.
+//! The output of a layer with adapters: the matmul with its weight plus the update of each active adapter.
 
 use overdrive_nn::{Adapter, AdapterRows, Linear, LinearWeight, joint_base};
 use overdrive_sys::autocast;
@@ -26,7 +26,7 @@ impl Adapter for LayerAdapters {
         if !self.enabled {
             return Vec::new();
         }
-        // With a full copy in its place the layer's weight does not count, nor what is merged into it.
+        // A full copy replaces the layer's weight, including everything that is merged into it.
         let merged = self.merged();
         let mut names = self.active();
         names.retain(|name| !merged.contains(name));
@@ -34,7 +34,7 @@ impl Adapter for LayerAdapters {
         names
     }
 
-    /// Computes adapters in their own dtype (under autocast in its dtype); the result has the weight's.
+    /// Computes adapters in their own dtype (under autocast, in autocast's); the result has the weight's dtype.
     fn forward(&self, layer: &Linear, x: &Tensor, fused: bool) -> overdrive_nn::Result<Tensor> {
         let shared = shared_input(x)?;
         let x = shared.as_ref().unwrap_or(x);
@@ -57,7 +57,7 @@ impl Adapter for LayerAdapters {
             let shared = shared_input(x)?;
             return Ok(joint_rows(layers, shared.as_ref().unwrap_or(x), &rows)?);
         }
-        // One autograd function for all layers: x is saved once, and the A's are one matmul.
+        // One autograd function for all layers saves x once and multiplies all A matrices in one matmul.
         let Some(addends) = joint_addends(layers) else {
             return Ok(None);
         };
@@ -72,7 +72,7 @@ impl Adapter for LayerAdapters {
     }
 
     fn weight_replaced(&mut self) {
-        // They count as part of the new weight, and must not be computed beside it once more.
+        // Merged adapters are part of the new weight and must not be computed a second time.
         let merged = std::mem::take(&mut self.merged);
         let is_merged = |index: &usize| {
             let name = &self.adapters[*index].0;
@@ -84,7 +84,7 @@ impl Adapter for LayerAdapters {
 }
 
 impl LayerAdapters {
-    /// Returns the indices of the adapters that are computed beside the weight now.
+    /// Returns the indices of the adapters that are currently computed beside the weight.
     pub(crate) fn working(&self) -> &[usize] {
         if self.enabled && self.merged.is_empty() && self.active_copy.is_none() {
             &self.active
@@ -93,8 +93,8 @@ impl LayerAdapters {
         }
     }
 
-    /// Computes the weight and the adapters `working`, of which there is at least one, one after another, in PEFT's
-    /// order: DoRA scales the sum that it finds.
+    /// Computes the weight and the adapters `working`, at least one, one after another in PEFT's order, since DoRA
+    /// scales the sum up to it.
     pub(crate) fn adapted(
         &self,
         layer: &Linear,
@@ -105,7 +105,7 @@ impl LayerAdapters {
         let (weight, bias) = (layer.weight(), layer.bias());
         // Not empty: a layer calls its adapter only if `is_active`.
         let first = working[0];
-        // DoRA needs the output without the bias. Where it is the first adapter, the bias is added after it
+        // DoRA needs the output without the bias. If it is the first adapter, the bias is added after it
         // instead of being added and subtracted.
         let mut postponed = match (bias, &first.magnitude) {
             (Some(bias), Some(_)) if dropout(layer, first) == 0.0 => Some(bias),
@@ -131,7 +131,7 @@ impl LayerAdapters {
                 y = dora_with_dropout(y, x, &addend, weight, &factor, fused)?;
                 continue;
             }
-            // DoRA scales what precedes it except the bias, which an earlier adapter has in y already.
+            // DoRA scales the sum so far except for the bias, which y already contains after an earlier adapter.
             if let (Some(bias), None) = (bias, postponed) {
                 y = y.f_sub(bias)?;
             }
@@ -140,14 +140,14 @@ impl LayerAdapters {
                 Some(bias) => scaled.f_add_(bias)?,
                 None => scaled,
             };
-            // The factor is fp32 beside 16-bit weights and has widened the product.
+            // With 16-bit weights, the factor is fp32 and has widened the result.
             y = y.f_to_kind(kind)?;
         }
         add_low_rank(y, x, &pending)
     }
 }
 
-/// Adds DoRA's change to `y`, where only the change sees inputs through dropout.
+/// Adds DoRA's update to `y`; dropout applies to the inputs of the update only.
 fn dora_with_dropout(
     y: Tensor,
     x: &Tensor,
@@ -158,7 +158,7 @@ fn dora_with_dropout(
 ) -> Result<Tensor> {
     let none = None::<&Tensor>;
     let adapter = addend.adapter;
-    // One mask for both matmuls, as in PEFT: the weight's share of the change sees the same inputs.
+    // As in PEFT, both matmuls of the update use the same dropout mask.
     let dropped = x.f_dropout(addend.dropout, true)?;
     let base = weight.forward(&dropped, None, fused)?;
     let low_rank = dropped
@@ -173,8 +173,8 @@ fn dora_with_dropout(
     Ok(y.f_add(&change)?.f_to_kind(kind)?)
 }
 
-/// Returns the active adapters of all layers with the first output of their layer, or `None` if one is more
-/// than an addend: DoRA scales the outputs of its layer, and another crate's adapter is unknown here.
+/// Returns the active adapters of all layers with the first output column of their layer, or `None` if one does more
+/// than add to the output: DoRA scales it, and what an adapter of another crate does is unknown.
 fn joint_addends<'m>(layers: &[&'m Linear]) -> Option<Vec<Addend<'m>>> {
     let mut addends = Vec::new();
     let mut start = 0;
@@ -199,7 +199,7 @@ fn joint_addends<'m>(layers: &[&'m Linear]) -> Option<Vec<Addend<'m>>> {
     Some(addends)
 }
 
-/// Returns the probability that an input is dropped for `adapter`.
+/// Returns the dropout probability of the inputs of `adapter`.
 fn dropout(layer: &Linear, adapter: &LoraAdapter) -> f64 {
     if layer.is_training() {
         adapter.config.lora_dropout
@@ -208,8 +208,8 @@ fn dropout(layer: &Linear, adapter: &LoraAdapter) -> f64 {
     }
 }
 
-/// Casts `x` to autocast's dtype where autocast is on: once for the weight and the adapters, which both keep
-/// it for backward.
+/// Casts `x` to autocast's dtype if autocast is on, once for the weight and the adapters, which both save it for
+/// backward.
 fn shared_input(x: &Tensor) -> Result<Option<Tensor>> {
     match autocast::state(x.device()) {
         Ok(state) if state.enabled && x.kind() == Kind::Float => {

@@ -16,11 +16,11 @@ use crate::{InitLoraWeights, LoftqConfig, LoraAdapter, LoraConfig, Result, dora}
 /// The options of a new adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct AddOptions {
-    /// The seed of A's random values; default 0. They depend on it and on the layer's name alone; libtorch's
-    /// generators are not used.
+    /// The seed of A's random values; default 0. The values depend only on the seed and the layer's name, not on
+    /// libtorch's generators.
     pub seed: u64,
-    /// If `true`, adapters beside bf16 and fp16 weights are fp32 (PEFT's `autocast_adapter_dtype`); default
-    /// `true`. Beside quantized weights they are always fp32.
+    /// If `true`, adapters of bf16 and fp16 weights are fp32 (PEFT's `autocast_adapter_dtype`); default
+    /// `true`. Adapters of quantized weights are always fp32.
     pub autocast_adapter_dtype: bool,
 }
 
@@ -33,7 +33,7 @@ impl Default for AddOptions {
     }
 }
 
-/// Returns the dtype of an adapter beside `base`.
+/// Returns the dtype of an adapter of the weight `base`.
 pub(crate) fn adapter_kind(base: &LinearWeight, autocast: bool) -> Kind {
     match base.kind() {
         Some(Kind::Double) => Kind::Double,
@@ -42,14 +42,14 @@ pub(crate) fn adapter_kind(base: &LinearWeight, autocast: bool) -> Kind {
     }
 }
 
-/// Makes a new adapter of the layer `name`. PiSSA and OLoRA subtract it from `base`, LoftQ quantizes `base`.
+/// Creates a new adapter for the layer `name`. PiSSA and OLoRA subtract it from `base`; LoftQ quantizes `base`.
 pub(crate) fn adapter(
     base: &mut LinearWeight,
     name: &str,
     config: &Arc<LoraConfig>,
     options: &AddOptions,
 ) -> Result<LoraAdapter> {
-    // The initial values are constants; without this PiSSA's would have a graph to the weight.
+    // The initial values are constants; without this, PiSSA's would be connected to the weight by autograd.
     let _no_grad = NoGradGuard::new();
     let LayerOptions { rank, alpha, scale } = config.layer_options(name)?;
     let place = (
@@ -82,8 +82,8 @@ pub(crate) fn adapter(
             from_weight(base, &draw, method, |weight| loftq(weight, &draw, config))?
         }
         InitLoraWeights::Eva | InitLoraWeights::Corda => {
-            let expected = "another one for a new adapter, as it needs the inputs of the layers; an adapter that \
-                            PEFT initialised by it can be loaded";
+            let expected = "another method for a new adapter, since this one needs the inputs of the layers; adapters \
+                            that PEFT initialized with it can be loaded";
             let found = format!("\"{method}\" for `{name}`");
             return Err(Error::option("init_lora_weights", found, expected).into());
         }
@@ -171,22 +171,22 @@ impl Draw<'_> {
         Ok(row.f_flatten(0, -1)?)
     }
 
-    /// Makes A and B from the odd and the even rows of one orthogonal matrix, so that `A·B` is zero and the
+    /// Creates A and B from the odd and the even rows of one orthogonal matrix, so that `A·B` is zero and the
     /// two learn in different directions.
     fn orthogonal(&self) -> Result<(Tensor, Tensor)> {
         if self.rank % 2 != 0 {
-            let expected = "even where `init_lora_weights` is \"orthogonal\"";
+            let expected = "even if `init_lora_weights` is \"orthogonal\"";
             return Err(Error::option("r", self.rank, expected).into());
         }
         let (kind, device) = self.place;
         let half = self.rank / 2;
-        // On the CPU, so that the factors are the same on every device: GPUs have another QR.
+        // Computed on the CPU, so that the factors are the same on every device: the QR on GPUs differs.
         let cpu = (Kind::Float, Device::Cpu);
         let square = self.normal("q", [self.rank, self.rank], 1.0, cpu)?;
         let (q, _) = Tensor::f_linalg_qr(&square, "reduced")?;
         let odd = q.f_slice(0, 0, self.rank, 2)?;
         let even = q.f_slice(0, 1, self.rank, 2)?;
-        // The deviation 0.1 is PEFT's division by 10.
+        // The standard deviation 0.1 corresponds to PEFT's division by 10.
         let left = self.normal("lora_A", [self.size[1], half], 0.1, cpu)?;
         let right = self.normal("lora_B", [self.size[0], half], 0.1, cpu)?;
         let place = |tensor: Tensor| -> Result<Tensor> {
@@ -202,7 +202,7 @@ impl Draw<'_> {
 /// A and B.
 struct Factors(Tensor, Tensor);
 
-/// A and B, and the weight that they are added to.
+/// A, B and the weight that they are added to.
 struct Split {
     a: Tensor,
     b: Tensor,
@@ -218,7 +218,7 @@ impl Factors {
     }
 }
 
-/// Makes A and B from the weight, and replaces it by the one that `split` leaves.
+/// Creates A and B from the weight, and replaces it by the rest that `split` returns.
 fn from_weight(
     base: &mut LinearWeight,
     draw: &Draw<'_>,
@@ -228,17 +228,17 @@ fn from_weight(
     let largest = draw.size[0].min(draw.size[1]);
     if draw.rank > largest {
         let found = format!("{} for `{}`", draw.rank, draw.name);
-        let expected = format!("at most {largest}, as `init_lora_weights` decomposes the weight");
+        let expected = format!("at most {largest}, since `init_lora_weights` decomposes the weight");
         return Err(Error::option("r", found, expected).into());
     }
-    // OLoRA quantizes what it leaves by the same scheme, as in PEFT.
+    // As in PEFT, OLoRA quantizes the rest by the same scheme.
     if matches!(base, LinearWeight::Quantized(_)) && method != InitLoraWeights::Olora {
         let found = format!("\"{method}\" for the quantized `{}`", draw.name);
-        let expected = "another one for a quantized weight; or add the adapter first and quantize the \
-                        weight after it";
+        let expected = "another method for a quantized weight; or add the adapter before quantizing the \
+                        weight";
         return Err(Error::option("init_lora_weights", found, expected).into());
     }
-    // libtorch has no decompositions in half precision, and their digits would not suffice.
+    // libtorch has no decompositions in half precision, which would not be precise enough either.
     let wide = match draw.place.0 {
         Kind::Double => Kind::Double,
         _ => Kind::Float,
@@ -248,7 +248,7 @@ fn from_weight(
     match base {
         LinearWeight::Dense { weight, transposed } => {
             let rest = if *transposed { rest.f_tr()? } else { rest };
-            // In place, so that tied layers and handles of the parameter see the new weight.
+            // Copied in place, so that tied layers and handles of the parameter see the new weight.
             weight.f_detach()?.f_copy_(&rest)?;
         }
         LinearWeight::Quantized(weight) => {
@@ -280,7 +280,7 @@ fn pissa(weight: &Tensor, draw: &Draw<'_>, scale: f64) -> Result<Factors> {
     Ok(Factors(a, u.f_narrow(1, 0, draw.rank)?.f_mul(&roots)?))
 }
 
-/// Computes LoftQ: quantizes, decomposes the rounding error, and quantizes what the decomposition leaves.
+/// Computes LoftQ: quantizes, decomposes the rounding error, and quantizes the rest.
 fn loftq(weight: &Tensor, draw: &Draw<'_>, config: LoftqConfig) -> Result<Split> {
     let scheme = match config.loftq_bits {
         8 => Scheme::LlmInt8 { threshold: 6.0 },
@@ -308,14 +308,14 @@ fn loftq(weight: &Tensor, draw: &Draw<'_>, config: LoftqConfig) -> Result<Split>
     }
 }
 
-/// Computes PiSSA by a randomised decomposition (Halko et al. 2009, arXiv:0909.4061, algorithm 5.1) over a
-/// basis from `rounds` power iterations, as `torch.svd_lowrank`.
+/// Computes PiSSA with a randomized decomposition (Halko et al. 2009, arXiv:0909.4061, algorithm 5.1) over a
+/// basis from `rounds` power iterations, as `torch.svd_lowrank` does.
 fn pissa_fast(weight: &Tensor, draw: &Draw<'_>, scale: f64, rounds: u32) -> Result<Factors> {
     let place = (weight.kind(), weight.device());
     let probe = draw.normal("svd", [draw.size[1], draw.rank], 1.0, place)?;
     let (mut q, _) = Tensor::f_linalg_qr(&weight.f_mm(&probe)?, "reduced")?;
     for _ in 0..rounds {
-        // Orthogonalised after every multiplication: powers alone would collapse onto the first singular vector.
+        // Orthogonalizes after every multiplication: powers alone would collapse onto the first singular vector.
         (q, _) = Tensor::f_linalg_qr(&weight.f_tr()?.f_mm(&q)?, "reduced")?;
         (q, _) = Tensor::f_linalg_qr(&weight.f_mm(&q)?, "reduced")?;
     }

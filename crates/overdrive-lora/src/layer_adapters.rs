@@ -6,19 +6,19 @@ use tch::Tensor;
 use crate::merge::Merged;
 use crate::{BiasMode, Error, LoraAdapter, Result};
 
-/// All LoRA adapters of one linear layer; the value that this crate stores in the layer's adapter slot.
+/// All LoRA adapters of one linear layer, stored in the layer's adapter slot.
 #[derive(Debug)]
 pub(crate) struct LayerAdapters {
     pub(crate) adapters: Vec<(String, LoraAdapter)>,
     /// Full copies that replace the layer's own weight and bias (`modules_to_save`).
     pub(crate) copies: Vec<LayerCopy>,
-    /// Indices into `adapters`, in the order in which their changes are added.
+    /// The indices of the active adapters in `adapters`, in the order in which their updates are added.
     pub(crate) active: Vec<usize>,
-    /// The index into `copies` of the one that the layer computes with.
+    /// The index of the active copy in `copies`.
     pub(crate) active_copy: Option<usize>,
-    /// If `false`, neither adapters nor copies count.
+    /// If `false`, adapters and copies are disabled.
     pub(crate) enabled: bool,
-    /// The adapters in the weight, in the order in which they were merged.
+    /// The adapters that are merged into the weight, in the order in which they were merged.
     pub(crate) merged: Vec<Merged>,
 }
 
@@ -60,7 +60,7 @@ pub(crate) fn adapters_mut(linear: &mut Linear) -> Option<&mut LayerAdapters> {
 pub(crate) fn split_or_insert(
     linear: &mut Linear,
 ) -> Result<(&mut LinearWeight, Option<&Tensor>, &mut LayerAdapters)> {
-    // The slot is filled on demand, so that a layer without adapters stays a plain one.
+    // Fills the slot on demand, so that layers without adapters stay plain.
     if linear.adapter().is_none() {
         linear.set_adapter(Box::new(LayerAdapters::default()));
     }
@@ -94,21 +94,21 @@ impl LayerAdapters {
             .map(|index| self.copies[index].adapter.as_str())
     }
 
-    /// Makes exactly those of `names` active that the layer has.
+    /// Activates those of `names` that the layer has, and no others.
     pub(crate) fn set_active(&mut self, names: &[&str]) {
         let index = |name: &&str| self.adapters.iter().position(|(own, _)| own == name);
         self.active = names.iter().filter_map(index).collect();
-        // At most one copy can replace the weight; `check_copies` has refused several before.
+        // At most one copy can replace the weight; `check_copies` has refused several.
         let copy = |name: &&str| self.copies.iter().position(|copy| copy.adapter == *name);
         self.active_copy = names.iter().find_map(copy);
     }
 
-    /// Removes the adapter `name`, and returns `true` if there was one.
+    /// Removes the adapter `name`; returns `true` if there was one.
     pub(crate) fn delete(&mut self, name: &str) -> Result<bool> {
         if self.merged.iter().any(|merged| merged.adapter == name) {
             self.refuse_merged("deleting an adapter")?;
         }
-        // The removal shifts the indices, so the active adapters are found again by their names.
+        // The removal shifts the indices, so the active adapters are looked up again by name.
         let active: Vec<String> = self
             .active()
             .into_iter()
@@ -136,7 +136,7 @@ impl LayerAdapters {
             .map(|index| self.adapters[*index].1.config.bias)
     }
 
-    /// Checks that no adapter is merged, as `operation` needs the unmerged weight.
+    /// Checks that no adapter is merged, since `operation` needs the unmerged weight.
     pub(crate) fn refuse_merged(&self, operation: &'static str) -> Result<()> {
         if self.merged.is_empty() {
             return Ok(());
@@ -147,7 +147,7 @@ impl LayerAdapters {
         })
     }
 
-    /// Checks that `name` can be a new adapter's.
+    /// Checks that `name` can be the name of a new adapter.
     pub(crate) fn check_new(&self, name: &str) -> Result<()> {
         check_name(name)?;
         if self.get(name).is_some() {
@@ -164,12 +164,12 @@ impl LayerAdapters {
     }
 }
 
-/// Checks that `name` can stand in a parameter's name.
+/// Checks that `name` can be a component of a parameter's name.
 pub(crate) fn check_name(name: &str) -> Result<()> {
     let reason = if name.is_empty() {
         "it is empty"
     } else if name.contains('.') {
-        "it holds a dot, which separates the components of parameter names"
+        "it contains a dot, which separates the components of parameter names"
     } else {
         return Ok(());
     };
@@ -179,10 +179,10 @@ pub(crate) fn check_name(name: &str) -> Result<()> {
     })
 }
 
-/// Returns the error of a name that another adapter has.
+/// Returns the error for a name that another adapter has.
 pub(crate) fn taken(name: &str) -> Error {
     Error::BadName {
         name: name.to_owned(),
-        reason: "it is taken",
+        reason: "another adapter has it",
     }
 }

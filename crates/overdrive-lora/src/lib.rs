@@ -1,22 +1,22 @@
 //! Low-rank adapters for tch in PEFT's file format: LoRA, rsLoRA, DoRA, and QLoRA over quantized weights.
 //!
-//! A linear layer keeps its weight frozen and learns the product of two thin matrices that is added to it: a
-//! thousandth of the parameters, of the optimizer's state and of the file. A model can have several such
-//! adapters, which are switched at run time, added up, or merged into the weights.
+//! A linear layer keeps its weight frozen and learns an update to it, the product of two thin matrices. This takes
+//! about a thousandth of the parameters, the optimizer state and the file size. A model can have several such
+//! adapters, which can be switched at run time, combined, or merged into the weights.
 //!
 //! | item | equals |
 //! |---|---|
 //! | [`LoraConfig`] | PEFT's `LoraConfig`, in `adapter_config.json` |
 //! | [`add_adapter`], [`set_adapter`], [`disable_adapters`], [`delete_adapter`] | `get_peft_model`, `set_adapter`, … |
-//! | [`save_adapter`], [`load_adapter`] | `save_pretrained`, `PeftModel.from_pretrained`, file by file |
-//! | [`load_adapter_for_rows`] | a batch whose rows choose their adapters (`adapter_names`) |
+//! | [`save_adapter`], [`load_adapter`] | `save_pretrained`, `PeftModel.from_pretrained`, with the same files |
+//! | [`load_adapter_for_rows`] | `adapter_names`: each row of a batch chooses its adapter |
 //! | [`merge_adapters`], [`unmerge_adapters`], [`merge_and_unload`], [`unload`] | the same, also for quantized weights |
 //! | [`add_weighted_adapter`] | `add_weighted_adapter` |
 //! | [`trainable_parameters`], [`parameter_counts`] | `named_parameters`, `print_trainable_parameters` |
 //! | [`LoraLinear`], [`LoraAdapter`] | `lora.Linear`: the adapters of one [`Linear`](overdrive_nn::Linear) layer |
 //!
-//! It works with any model that implements [`AdapterHost`](overdrive_nn::AdapterHost), which lends its linear
-//! layers with their names; `CausalLm` of overdrive-transformer does:
+//! It works with any model that implements [`AdapterHost`](overdrive_nn::AdapterHost), which gives access to its
+//! linear layers by name, such as `CausalLm` of overdrive-transformer:
 //!
 //! ```
 //! use overdrive_lora::{
@@ -82,7 +82,7 @@
 //!
 //! LoRA: Hu et al. 2021, [arXiv:2106.09685](https://arxiv.org/abs/2106.09685); QLoRA: Dettmers et al.
 //! 2023, [arXiv:2305.14314](https://arxiv.org/abs/2305.14314); DoRA: Liu et al. 2024,
-//! [arXiv:2402.09353](https://arxiv.org/abs/2402.09353). The original:
+//! [arXiv:2402.09353](https://arxiv.org/abs/2402.09353). Reference implementation:
 //! [PEFT](https://huggingface.co/docs/peft) 0.21.
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]

@@ -6,11 +6,11 @@ use crate::layer_adapters::{adapters_mut, adapters_of, split_or_insert};
 use crate::merge::{MergeOptions, MergedLayer};
 use crate::{AddOptions, Error, LoraAdapter, LoraConfig, Result, init};
 
-/// The LoRA adapters of one [`Linear`] layer: `y = x·Wᵀ + b + Σ scale·dropout(x)·Aᵀ·Bᵀ` over the active ones;
-/// with DoRA each row of the weight changed so far is scaled to its learned norm.
+/// The LoRA adapters of one [`Linear`] layer: `y = x·Wᵀ + b + Σ scale·dropout(x)·Aᵀ·Bᵀ` over the active adapters;
+/// DoRA also scales each row of the weight updated so far to its learned norm.
 ///
 /// Without an active adapter the layer computes its weight alone, at the cost of a plain layer. For whole
-/// models see [`add_adapter`](crate::add_adapter) and the other functions of this crate.
+/// models, use [`add_adapter`](crate::add_adapter) and the other functions of this crate.
 ///
 /// ```
 /// use overdrive_lora::{AddOptions, LoraConfig, LoraLinear};
@@ -32,15 +32,15 @@ use crate::{AddOptions, Error, LoraAdapter, LoraConfig, Result, init};
 /// # }
 /// ```
 pub trait LoraLinear {
-    /// Makes an adapter for this layer, whose name `layer` determines its rank, alpha and random values. It
-    /// is not active yet.
+    /// Creates an adapter for this layer. The layer's name `layer` determines its rank, alpha and random values.
+    /// It is inactive at first.
     ///
-    /// Its tensors are fp32 (fp64 beside fp64) unless [`AddOptions::autocast_adapter_dtype`] is off, require
-    /// gradients, and are on the weight's device.
+    /// Its tensors require gradients, are on the weight's device, and are fp32 (fp64 for fp64 weights) unless
+    /// [`AddOptions::autocast_adapter_dtype`] is off.
     ///
     /// # Errors
-    /// [`Error::Common`] for a configuration that does not fit, [`Error::BadName`] for a name that is taken
-    /// or empty or holds a dot, [`Error::Merged`], [`Error::OtherAdapter`].
+    /// [`Error::Common`] for an invalid configuration, [`Error::BadName`] for a name that is in use or empty or
+    /// contains a dot, [`Error::Merged`], [`Error::OtherAdapter`].
     fn add_adapter(
         &mut self,
         layer: &str,
@@ -49,7 +49,7 @@ pub trait LoraLinear {
         options: &AddOptions,
     ) -> Result<()>;
 
-    /// Gives the layer an adapter of existing tensors. It is not active yet.
+    /// Adds an adapter with existing tensors. It is inactive at first.
     ///
     /// # Errors
     /// [`Error::Common`] if its shape is not that of the weight, and as [`LoraLinear::add_adapter`].
@@ -64,18 +64,17 @@ pub trait LoraLinear {
     /// Returns the names of the active adapters.
     fn active_adapters(&self) -> Vec<&str>;
 
-    /// Makes exactly those of `names` active that this layer has. Gradients stay as they are:
-    /// [`set_adapter`](crate::set_adapter) sets them, too.
+    /// Activates those of `names` that this layer has, and no others. It does not change which tensors require
+    /// gradients; [`set_adapter`](crate::set_adapter) does.
     fn set_active_adapters(&mut self, names: &[&str]);
 
-    /// Removes the adapter `name`, and returns `true` if there was one.
+    /// Removes the adapter `name`; returns `true` if there was one.
     ///
     /// # Errors
     /// [`Error::Merged`] if it is merged into the weight.
     fn delete_adapter(&mut self, name: &str) -> Result<bool>;
 
-    /// Multiplies the adapter's own scale by `factor`: 0 switches it off, 1 is the scale that it was made
-    /// with.
+    /// Multiplies the adapter's own scale by `factor`: 0 switches the adapter off, 1 restores its original scale.
     ///
     /// # Errors
     /// [`Error::UnknownAdapter`].
@@ -84,9 +83,9 @@ pub trait LoraLinear {
     /// Returns the names of the adapters that are merged into the weight.
     fn merged_adapters(&self) -> Vec<&str>;
 
-    /// Merges these adapters of the layer, in this order, into its weight and bias. Those that it does not
-    /// have or that are merged already are skipped. Returns `None` if nothing was left to do. `layer` is
-    /// the layer's name for the report.
+    /// Merges these adapters into the layer's weight and bias, in this order. Adapters that the layer does not
+    /// have or that are already merged are skipped. Returns `None` if there was nothing to merge. `layer` is
+    /// the layer's name in the report.
     ///
     /// # Errors
     /// [`Error::NotFinite`] with [`MergeOptions::safe`], [`Error::Common`] for an adapter with a bias on a
@@ -98,10 +97,10 @@ pub trait LoraLinear {
         options: &MergeOptions,
     ) -> Result<Option<MergedLayer>>;
 
-    /// Takes all merged adapters out of the weight again.
+    /// Unmerges all merged adapters from the weight.
     ///
     /// # Errors
-    /// An error of libtorch when memory runs out.
+    /// An error of libtorch if memory runs out.
     fn unmerge_adapters(&mut self) -> Result<()>;
 }
 
@@ -128,8 +127,8 @@ impl LoraLinear for Linear {
         own.check_new(name)?;
         let (found, expected) = ([adapter.b.size()[0], adapter.a.size()[1]], weight.size());
         if found != expected {
-            let expected = format!("[outputs, inputs] {expected:?}, as the weight");
-            let tensor = format!("B·A of the adapter `{name}`");
+            let expected = format!("{expected:?} (outputs, inputs), as the weight is");
+            let tensor = format!("B·A of adapter {name}");
             return Err(overdrive_core::Error::shape(tensor, found, expected).into());
         }
         own.adapters.push((name.to_owned(), adapter));

@@ -5,24 +5,24 @@ use tch::{Kind, Tensor};
 
 use crate::{LoraAdapter, Result};
 
-/// The number of elements of a temporary where dtypes differ: 4 MiB in fp32, which stays in a CPU's cache.
+/// The size of a temporary in elements if dtypes differ: 4 MiB in fp32, which stays in a CPU's cache.
 const BLOCK: i64 = 1 << 20;
 
-/// One adapter, and the columns that its output is added to.
+/// One adapter and the columns that its output is added to.
 #[derive(Debug)]
 pub(crate) struct Addend<'a> {
     /// The first output column that it adds to.
     pub(crate) start: i64,
     pub(crate) adapter: &'a LoraAdapter,
-    /// The probability that an input is dropped for it.
+    /// The dropout probability of its inputs.
     pub(crate) dropout: f64,
 }
 
 /// Adds `scale · dropout(x) · Aᵀ · Bᵀ + scale · bias` of each addend to its columns of `base (…, ΣO)`, in
 /// place, and returns it. `x (…, I)`.
 ///
-/// It saves for backward `x` itself, the projections of rank `r`, and with dropout one byte for each input
-/// element; nothing of the size of `base`. Addends of the same columns must follow one another.
+/// For backward it saves `x` itself, the projections of rank `r`, and with dropout one byte for each input
+/// element, but nothing of the size of `base`. Addends of the same columns must be adjacent.
 ///
 /// # Errors
 /// An error of libtorch if the shapes do not fit.
@@ -31,7 +31,7 @@ pub(crate) fn add_low_rank(base: Tensor, x: &Tensor, addends: &[Addend<'_>]) -> 
         return Ok(base);
     };
     let state = autocast::state(x.device());
-    // As PEFT: in the adapter's dtype, under autocast in its dtype; fp64 is for gradient checks and stays.
+    // As in PEFT: the adapter's dtype, or autocast's if it is on; fp64 stays, for gradient checks.
     let compute = match state {
         Ok(state) if state.enabled && first.adapter.a().kind() != Kind::Double => state.dtype,
         _ => first.adapter.a().kind(),
@@ -72,8 +72,8 @@ impl AddendShape {
     }
 }
 
-/// The autograd function. Its inputs are the base's output, x, and of each addend A, B and its bias; it saves
-/// the scaled projections, x, each A and B, and the masks of dropout.
+/// The autograd function. Its inputs are the base's output, x, and the A, B and bias of each addend; it saves
+/// the scaled projections, x, each A and B, and the dropout masks.
 struct LowRank {
     compute: Kind,
     addends: Vec<AddendShape>,
@@ -106,7 +106,7 @@ impl LowRank {
         self.addends.iter().any(|addend| addend.dropout > 0.0)
     }
 
-    /// Concatenates all A's, `(Σr, I)`, in the dtype of the matmuls.
+    /// Concatenates all A matrices, `(Σr, I)`, in the dtype of the matmuls.
     fn joint_a(&self, a: &[&Tensor]) -> FunctionResult<Tensor> {
         let joint = match a {
             [only] => only.shallow_clone(),
@@ -126,10 +126,10 @@ impl LowRank {
         self.addends.iter().map(offset).collect()
     }
 
-    /// Applies the dropout of one addend to `x`: its mask, scaled so that the mean stays.
+    /// Applies the dropout of one addend to `x`: its mask, scaled to preserve the mean.
     fn dropped(&self, x: &Tensor, addend: &AddendShape, mask: &Tensor) -> FunctionResult<Tensor> {
         let x = x.f_to_kind(self.compute)?;
-        // A dropout of 1 leaves zeros, as in PyTorch, not a division by zero.
+        // As in PyTorch, a dropout of 1 gives zeros instead of a division by zero.
         let keep = (1.0 - addend.dropout).max(f64::MIN_POSITIVE);
         let mut kept = x.f_mul(mask)?;
         if addend.dropout < 1.0 {
@@ -138,7 +138,7 @@ impl LowRank {
         Ok(kept)
     }
 
-    /// Computes the scaled projections `h (N, Σr)` and the masks of dropout.
+    /// Computes the scaled projections `h (N, Σr)` and the dropout masks.
     fn project(
         &self,
         x: &Tensor,
@@ -150,7 +150,7 @@ impl LowRank {
         );
         let h = Tensor::f_empty([rows, ranks], (self.compute, x.device()))?;
         let mut masks = Vec::new();
-        // Without dropout all adapters share their input: one matmul with the concatenated A's.
+        // Without dropout all adapters share their input: one matmul with the concatenated A matrices.
         if !self.drops() {
             let a: Vec<&Tensor> = weights.iter().map(|weights| weights.a).collect();
             let a = self.joint_a(&a)?.f_tr()?;
@@ -170,7 +170,7 @@ impl LowRank {
                 masks.push(mask);
             }
         }
-        // The scale goes into the thin projections, which are far smaller than the outputs.
+        // Scales the projections, which are far smaller than the outputs.
         let scale = self.addends[0].scale;
         if self.addends.iter().all(|addend| addend.scale == scale) {
             if scale != 1.0 {
@@ -188,7 +188,7 @@ impl LowRank {
     /// Adds `h · Bᵀ + bias` to the columns of each addend.
     fn expand(&self, y: &Tensor, h: &Tensor, weights: &[Weights<'_>]) -> FunctionResult<()> {
         let mut offset = 0;
-        // Addends of the same columns are one matmul: their ranks are concatenated.
+        // Addends of the same columns take one matmul: their ranks are concatenated.
         let groups = self.addends.chunk_by(|one, next| one.start == next.start);
         let mut first = 0;
         for group in groups {
@@ -226,7 +226,7 @@ impl LowRank {
             }
             return Ok(());
         }
-        // Each element is rounded once, after the addition, and the product is never held as a whole.
+        // Rounds each element once, after the addition, and never holds the whole product.
         for (start, len) in blocks(out.size()[0], out.size()[1], false) {
             let product = left.f_narrow(0, start, len)?.f_mm(right)?;
             let _same = out.f_narrow(0, start, len)?.f_add_(&product)?;
@@ -248,7 +248,7 @@ impl Function for LowRank {
         let rows = rows_of(x)?;
         let (h, masks) = self.project(&rows, &weights)?;
         self.expand(&y.f_view([-1, last(y)])?, &h, &weights)?;
-        // The base's output is changed in place: a copy would be of the size of the layer's output.
+        // Changes the base's output in place; a copy would have the size of the layer's output.
         context.mark_dirty(0);
         if context.needs_any_grad() {
             let mut saved = vec![&h];
@@ -275,7 +275,7 @@ impl Function for LowRank {
         let (Some(dy), [h, x, rest @ ..]) = (&gradients[0], context.saved()) else {
             return Ok(results);
         };
-        // The base's output is added unchanged, so its gradient is dy itself.
+        // The base's output is added unchanged, so its gradient is dy.
         results[0] = Some(dy.shallow_clone());
         let (weights, masks) = rest.split_at(2 * count);
         let dy = dy.f_reshape([-1, last(dy)])?;
@@ -315,7 +315,7 @@ impl Function for LowRank {
                 }
             }
             if learns(1) {
-                // In the dtype of the matmul; autograd casts a gradient to the dtype of its input.
+                // Stays in the dtype of the matmul; autograd casts a gradient to the dtype of its input.
                 let dx = Tensor::f_empty(rows.size(), (self.compute, x.device()))?;
                 mm_into(&dx, &dh, &self.joint_a(&a)?, false)?;
                 results[1] = Some(dx.f_view(x.size().as_slice())?);
@@ -344,7 +344,7 @@ impl Function for LowRank {
 }
 
 impl LowRank {
-    /// Returns the indices of the A's among the inputs.
+    /// Returns the indices of the A matrices among the inputs.
     fn inputs_of_a(&self) -> Vec<usize> {
         let mut index = 2;
         let input = |addend: &AddendShape| {
@@ -355,7 +355,7 @@ impl LowRank {
         self.addends.iter().map(input).collect()
     }
 
-    /// Computes `dhᵀ · x`, `(Σr, I)`, with `x` cast a block at a time.
+    /// Computes `dhᵀ · x`, `(Σr, I)`, casting `x` block by block.
     fn gradient_of_a(&self, dh: &Tensor, x: &Tensor) -> FunctionResult<Tensor> {
         let size = [dh.size()[1], x.size()[1]];
         if x.kind() == self.compute {
@@ -372,7 +372,7 @@ impl LowRank {
     }
 }
 
-/// Returns ranges of rows: one if `whole` (nothing is cast), else such that a block of `width` columns has
+/// Returns ranges of rows: one if `whole` (nothing is cast), else ranges in which blocks of `width` columns have
 /// [`BLOCK`] elements.
 fn blocks(rows: i64, width: i64, whole: bool) -> Vec<(i64, i64)> {
     let step = if whole { rows } else { BLOCK / width.max(1) }.max(1);

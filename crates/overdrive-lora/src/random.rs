@@ -5,10 +5,10 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 
-/// The number of elements that are drawn at a time; bounds the copy beside the tensor to 256 KiB.
+/// The number of elements that are drawn at a time, which limits the temporary copy to 256 KiB.
 const CHUNK: i64 = 1 << 16;
 
-/// Returns a tensor that is uniform in `±bound`.
+/// Returns a tensor of the uniform distribution in `±bound`.
 pub(crate) fn uniform_tensor(
     generator: &mut Generator,
     shape: [i64; 2],
@@ -30,7 +30,7 @@ pub(crate) fn normal_tensor(
     fill(shape, (kind, device), || std * generator.normal())
 }
 
-/// Draws on the CPU and in fp32, whatever the device and dtype: the same seed gives the same adapter
+/// Draws on the CPU in fp32, regardless of device and dtype, so that the same seed gives the same adapter
 /// everywhere, up to rounding.
 fn fill(
     shape: [i64; 2],

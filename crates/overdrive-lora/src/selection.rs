@@ -41,13 +41,13 @@ pub(crate) fn resolve<H: AdapterHost + ?Sized>(
     Ok((config, layers))
 }
 
-/// Refuses embeddings and norms as targets: they would silently stay without an adapter.
+/// Refuses embeddings and norms as targets, which would silently get no adapter.
 fn refuse_other_modules<H: AdapterHost + ?Sized>(
     host: &mut H,
     config: &LoraConfig,
     matcher: &Matcher<'_>,
 ) -> Result<()> {
-    // `all-linear` selects by type and cannot name a module that is no linear layer.
+    // `all-linear` selects by type, so it cannot name a module that is not a linear layer.
     if config.target_modules == Some(TargetModules::AllLinear) {
         return Ok(());
     }
@@ -56,7 +56,7 @@ fn refuse_other_modules<H: AdapterHost + ?Sized>(
         if !matcher.targets(module)? {
             return Ok(());
         }
-        let value = format!("`{module}`, which is no linear layer");
+        let value = format!("`{module}`, which is not a linear layer");
         let expected = "linear layers; `modules_to_save` trains a full copy of any other module";
         Err(overdrive_core::Error::option("target_modules", value, expected).into())
     })
@@ -68,8 +68,8 @@ fn default_targets(names: &[String]) -> Option<TargetModules> {
         let suffix = format!(".{wanted}");
         names.iter().any(|name| name.ends_with(&suffix))
     };
-    // From PEFT's table: Phi-2; Llama and its relatives; GPT-2; BLOOM, Falcon and GPT-NeoX. First the layers that
-    // an architecture is known by, since others have layers of the same names.
+    // From PEFT's table: Phi-2; Llama and related models; GPT-2; BLOOM, Falcon and GPT-NeoX. Each entry begins with the
+    // layers that identify the architecture, since others share the remaining names.
     let choices: [(&[&str], &[&str]); 4] = [
         (&["v_proj", "mlp.fc1"], &["q_proj", "v_proj", "fc1", "fc2"]),
         (&["q_proj", "v_proj"], &["q_proj", "v_proj"]),
@@ -97,7 +97,7 @@ fn describe(config: &LoraConfig) -> String {
     text
 }
 
-/// Returns the names with `*` for numbers, each once.
+/// Returns the distinct names, with `*` in place of numbers.
 fn kinds_of(names: &[String]) -> Vec<String> {
     let mut kinds: Vec<String> = Vec::new();
     for name in names {
@@ -167,7 +167,7 @@ pub(crate) fn modules_to_save<H: AdapterHost + ?Sized>(
         }
         Ok(())
     })?;
-    // A model without adapter state has nowhere to keep the copies.
+    // A model without adapter state cannot store copies.
     let can_copy = module_copies(host).is_some();
     visit_parameters(host, |name, _| {
         let module = name.rsplit_once('.').map_or(name, |(module, _)| module);

@@ -10,9 +10,9 @@ use crate::host::{is_bias, module_copies, visit_linears, visit_parameters};
 use crate::layer_adapters::adapters_of;
 use crate::{BiasMode, Result};
 
-/// Returns every tensor that requires a gradient with the name that PEFT gives it:
+/// Returns every tensor that requires a gradient with PEFT's name for it:
 /// `base_model.model.….q_proj.lora_A.{adapter}.weight`, `….base_layer.bias`,
-/// `….modules_to_save.{adapter}.weight`. The tensors are handles of the model's own, for an optimizer.
+/// `….modules_to_save.{adapter}.weight`. The tensors share storage with the model's, for an optimizer.
 ///
 /// # Errors
 /// The error of a model whose layers cannot be visited now.
@@ -28,7 +28,7 @@ pub fn trainable_parameters<H: AdapterHost + ?Sized>(
     Ok(parameters)
 }
 
-/// Calls `see` with every dense parameter and PEFT's name for it. Tied ones come twice.
+/// Calls `see` with every dense parameter and PEFT's name for it. Tied parameters are visited twice.
 fn visit_all<H: AdapterHost + ?Sized>(
     host: &mut H,
     see: &mut dyn FnMut(String, &Tensor),
@@ -165,13 +165,13 @@ pub fn mark_only_lora_as_trainable<H: AdapterHost + ?Sized>(host: &mut H) -> Res
     })
 }
 
-/// The number of trainable parameters, and of all.
+/// The number of trainable parameters and of all parameters.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct ParameterCounts {
     /// The number of elements that require a gradient.
     pub trainable: u64,
-    /// The number of all elements, adapters included: quantized weights count the elements that they stand
-    /// for, tied parameters count once.
+    /// The number of all elements, adapters included. Quantized weights count their elements before
+    /// quantization; tied parameters count once.
     pub all: u64,
 }
 
@@ -209,7 +209,7 @@ fn grouped(number: u64) -> String {
     text
 }
 
-/// Counts parameters (PEFT's `get_nb_trainable_parameters`): those of linear layers, of adapters, and those that
+/// Counts the parameters (PEFT's `get_nb_trainable_parameters`) of linear layers and adapters, and those that
 /// [`AdapterHost::visit_parameters`] visits.
 ///
 /// # Errors
@@ -221,8 +221,8 @@ pub fn parameter_counts<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Paramet
     };
     let mut seen = HashSet::new();
     visit_all(host, &mut |_, tensor| {
-        // Tied parameters are visited twice and share their memory. The size distinguishes a slice
-        // from the tensor that it begins.
+        // Tied parameters are visited twice and share their memory. The size distinguishes a tensor from
+        // a slice at its beginning.
         if seen.insert((tensor.data_ptr() as usize, tensor.numel())) {
             let elements = tensor.numel() as u64;
             counts.all += elements;

@@ -15,29 +15,29 @@ use crate::{Error, LoraAdapter, LoraConfig, Result, TargetModules};
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Combination {
-    /// The best approximation of the weighted sum of all `B · A` by one of this rank (`None`: the largest
-    /// rank of the adapters), by singular value decomposition.
+    /// The best approximation of the weighted sum of all `B · A` at this rank (`None`: the largest rank of the
+    /// adapters), by singular value decomposition.
     Svd {
         /// The new rank.
         rank: Option<i64>,
     },
-    /// The concatenation of all A's and of all B's: exact, with the sum of the ranks.
+    /// The concatenation of all A and of all B matrices: exact; the rank is the sum of the ranks.
     #[default]
     Cat,
-    /// Weighted sums of A's and of B's. It needs adapters of one rank, and is a rough approximation, as it
-    /// contains products of the A of one adapter with the B of another.
+    /// Weighted sums of the A and of the B matrices. It needs adapters of the same rank, and is a rough
+    /// approximation, since it contains products of one adapter's A with another's B.
     Linear,
 }
 
 /// Adds the adapter `name`, a weighted sum of others (PEFT's `add_weighted_adapter`). It is neither active nor
 /// trainable.
 ///
-/// Its scale is 1, as `lora_alpha` is its rank. Its configuration is otherwise that of the first adapter.
+/// Its `lora_alpha` equals its rank, so its scale is 1. Its configuration is otherwise that of the first adapter.
 ///
 /// # Errors
-/// [`Error::UnknownAdapter`], [`Error::BadName`], [`Error::NotCombinable`] for no adapter, for different ranks
-/// with [`Combination::Linear`], for DoRA, and for biases of B or full copies, which have no sum, and
-/// [`Error::Common`] for a rank out of range, [`Error::Merged`]. The model is then unchanged.
+/// [`Error::UnknownAdapter`], [`Error::BadName`], [`Error::Merged`], [`Error::Common`] for a rank out of range, and
+/// [`Error::NotCombinable`] for no adapter, for different ranks with [`Combination::Linear`], and for DoRA, biases
+/// of B or full copies, which cannot be summed. The model is then unchanged.
 pub fn add_weighted_adapter<H: AdapterHost + ?Sized>(
     host: &mut H,
     name: &str,
@@ -59,7 +59,7 @@ pub fn add_weighted_adapter<H: AdapterHost + ?Sized>(
             available,
         });
     }
-    // Shared by all layers: the ranks are padded to one, so one configuration describes them.
+    // All layers share one configuration, since their ranks are padded to the same rank.
     let config = Arc::new(plan(host, adapters, combination)?);
     let added = visit_linears(host, |layer, linear| {
         let size = linear.weight().size();
@@ -88,16 +88,15 @@ pub fn add_weighted_adapter<H: AdapterHost + ?Sized>(
         Ok(())
     });
     if added.is_err() {
-        // A decomposition can fail at a later layer; the first error is the one to report.
+        // A decomposition can fail at a later layer; the first error is reported.
         let _ = delete_adapter(host, name);
     }
     added?;
-    // As in PEFT, a new adapter waits until `set_adapter`.
+    // As in PEFT, a new adapter is inactive until `set_adapter`.
     set_requires_grad(host, &[name], false)
 }
 
-/// Checks all layers and returns the new configuration, so that nothing is changed before everything is known
-/// to fit.
+/// Checks all layers and returns the new configuration; nothing is changed until all checks have passed.
 fn plan<H: AdapterHost + ?Sized>(
     host: &mut H,
     adapters: &[(&str, f64)],
@@ -125,7 +124,7 @@ fn plan<H: AdapterHost + ?Sized>(
                 continue;
             };
             if adapter.magnitude.is_some() || adapter.bias.is_some() {
-                let reason = "it has DoRA's magnitudes or a bias of B, which have no sum";
+                let reason = "it has DoRA magnitudes or a bias of B, which cannot be summed";
                 return Err(refused(format!("the adapter `{name}`"), reason));
             }
             if first.is_none() {
@@ -158,7 +157,7 @@ fn plan<H: AdapterHost + ?Sized>(
         }
     }
     let Some(first) = first else {
-        let reason = "at least one must have weights in a linear layer";
+        let reason = "at least one adapter must have weights in a linear layer";
         return Err(refused("no adapters".to_owned(), reason));
     };
     overdrive_core::check_positive("rank", rank)?;
@@ -208,8 +207,8 @@ fn combine(
             let mut a = Tensor::f_zeros([rank, inputs], place)?;
             let mut b = Tensor::f_zeros([outputs, rank], place)?;
             for (adapter, weight) in adapters {
-                // A and B have the root of the weight each, so that their product has the weight; the sign
-                // can only be in one of them.
+                // A and B are each scaled by the square root of the weight, so that their product has the weight;
+                // only one of them has the sign.
                 let weight = weight * adapter.scale;
                 let root = weight.abs().sqrt();
                 let _same =
@@ -227,7 +226,7 @@ fn combine(
             for (adapter, weight) in adapters {
                 let _same = sum.f_add_(&change(adapter, kind)?.f_mul_scalar(*weight)?)?;
             }
-            // The singular values go to B, so that A's rows stay orthonormal as in PEFT.
+            // B takes the singular values, so that A's rows stay orthonormal as in PEFT.
             let (u, s, vh) = svd(&sum)?;
             let u = u.f_narrow(1, 0, rank)?.f_mul(&s.f_narrow(0, 0, rank)?)?;
             (vh.f_narrow(0, 0, rank)?.f_contiguous()?, u.f_contiguous()?)
@@ -236,7 +235,7 @@ fn combine(
     if a.size()[0] == rank {
         return Ok((a, b));
     }
-    // A layer that has fewer of the adapters than others has a smaller sum of ranks.
+    // In a layer that has only some of the adapters, the sum of ranks is smaller.
     let own = a.size()[0];
     let whole = (
         Tensor::f_zeros([rank, inputs], place)?,

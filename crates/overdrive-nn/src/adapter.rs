@@ -5,12 +5,12 @@ use tch::Tensor;
 
 use crate::{Linear, LinearWeight, Result};
 
-/// A change of a [`Linear`] layer's output that is computed beside its weight.
+/// A modification of a [`Linear`] layer's output that is computed beside its weight.
 ///
-/// A layer has one adapter, which may stand for several: overdrive-lora keeps all LoRA adapters of a layer
-/// in one. The layer asks [`is_active`](Adapter::is_active) in every forward pass and computes its weight
-/// alone, by the same path as without an adapter, where that is false. Where rows of a batch have adapters of their
-/// own, [`AdapterRows`](crate::AdapterRows) names them.
+/// A layer has one `Adapter`, which may hold several: overdrive-lora keeps all LoRA adapters of a layer in one. In
+/// every forward pass the layer calls [`is_active`](Adapter::is_active); if that returns `false`, it computes its
+/// weight alone, exactly as a layer without an adapter does. If the rows of a batch use different adapters,
+/// [`AdapterRows`](crate::AdapterRows) names the adapter of each row.
 ///
 /// ```
 /// use overdrive_nn::{Adapter, Linear, Result};
@@ -42,24 +42,24 @@ use crate::{Linear, LinearWeight, Result};
 /// # }
 /// ```
 pub trait Adapter: Any + Debug + Send {
-    /// Returns `true` if [`forward`](Adapter::forward) has to compute the layer's output. It is asked in
-    /// every forward pass and should cost next to nothing.
+    /// Returns `true` if [`forward`](Adapter::forward) has to compute the layer's output. The layer calls it in
+    /// every forward pass, so it should be cheap.
     fn is_active(&self) -> bool;
 
-    /// Returns the names of the adapters that the layer's output depends on now beyond its own weight and
-    /// bias: neither those that are switched off nor those that are merged into the weight.
+    /// Returns the names of the adapters that currently change the layer's output: neither disabled adapters
+    /// nor those that are merged into the weight.
     fn active_names(&self) -> Vec<&str>;
 
-    /// Computes the output `(…, O)` of `layer` for `x (…, I)`: its weight and what the adapter adds. `fused`
-    /// is to be handed on to [`LinearWeight::forward`].
+    /// Computes the output `(…, O)` of `layer` for `x (…, I)`, from its weight and the adapter. Implementations
+    /// pass `fused` to [`LinearWeight::forward`].
     ///
     /// # Errors
     /// Shapes that do not fit, and errors of libtorch.
     fn forward(&self, layer: &Linear, x: &Tensor, fused: bool) -> Result<Tensor>;
 
-    /// Computes the outputs of several layers of the same `x` side by side, `(…, ΣO)`, or returns `None` if
-    /// this adapter has no joint form of them: then each layer is computed on its own, which is the
-    /// default. It is called on the first active adapter of `layers`.
+    /// Computes the outputs of several layers of the same `x` side by side, `(…, ΣO)`, or returns `None`, the
+    /// default, if this adapter cannot compute them jointly; each layer is then computed separately. It is
+    /// called on the first active adapter of `layers`.
     ///
     /// # Errors
     /// As [`forward`](Adapter::forward).
@@ -68,17 +68,17 @@ pub trait Adapter: Any + Debug + Send {
         Ok(None)
     }
 
-    /// Returns the names of all adapters that the layer has, active or not. Default: the active ones.
+    /// Returns the names of all adapters of the layer, active or not. Default: the active ones.
     fn names(&self) -> Vec<&str> {
         self.active_names()
     }
 
-    /// Returns the weight and bias that the layer computes with in place of its own, such as a copy that
-    /// is trained in full. Default: none.
+    /// Returns the weight and bias that replace the layer's own in the forward pass, such as a fully trained
+    /// copy. Default: none.
     fn replacement(&self) -> Option<(&LinearWeight, Option<&Tensor>)> {
         None
     }
 
-    /// Reacts to [`Linear::replace_weight`]: whatever was computed from the old weight is out of date.
+    /// Reacts to [`Linear::replace_weight`] by discarding everything that was computed from the old weight.
     fn weight_replaced(&mut self) {}
 }

@@ -15,9 +15,9 @@ thread_local! {
 /// The adapter of each row of a batch whose rows belong to different adapters (PEFT's `adapter_names`, vLLM's
 /// LoRA requests).
 ///
-/// While it is [in scope](AdapterRows::scope) on a thread, the layers of a model compute their weights once for all
-/// rows, and the adapter of a row for that row alone. A layer that does not have the adapter computes its weight
-/// alone. A row without a name is computed with the adapters that are active in the model, as without a scope.
+/// While it is [in scope](AdapterRows::scope) on a thread, the layers of a model multiply all rows by their weights
+/// at once, and apply each adapter to its own rows only. A layer without the adapter of a row computes its weight
+/// alone for that row. A row without a name uses the adapters that are active in the model, as without a scope.
 ///
 /// A row is one input vector of a layer: an input `(…, I)` has as many rows as its other dimensions have elements.
 ///
@@ -38,7 +38,7 @@ pub struct AdapterRows {
 }
 
 impl AdapterRows {
-    /// Returns the rows in order: numbers of consecutive rows with the adapter of each, `None` for the model alone.
+    /// Makes the rows from runs in order: the number of consecutive rows and their adapter, `None` for the model alone.
     pub fn new(rows: impl IntoIterator<Item = (usize, Option<Arc<str>>)>) -> AdapterRows {
         let mut runs: Vec<(usize, Option<Arc<str>>)> = Vec::new();
         for (count, name) in rows.into_iter().filter(|(count, _)| *count > 0) {
@@ -75,7 +75,7 @@ impl AdapterRows {
         self.runs.iter().filter_map(|(_, name)| name.as_deref())
     }
 
-    /// Puts the rows in scope on this thread until the result is dropped.
+    /// Puts the rows in scope on this thread until the returned guard is dropped.
     #[must_use = "the rows are in scope until the value is dropped"]
     pub fn scope(self) -> AdapterRowsScope {
         let before = CURRENT.with(|current| current.replace(Some(Rc::new(self))));
@@ -87,10 +87,10 @@ impl AdapterRows {
         CURRENT.with(|current| current.borrow().clone())
     }
 
-    /// Checks that `x (…, I)`, the input of `layer`, has these rows.
+    /// Checks that `x (…, I)`, the input of `layer`, has this number of rows.
     ///
     /// # Errors
-    /// [A shape](overdrive_core::Error::Shape) that does not fit.
+    /// [`Error::Shape`](overdrive_core::Error::Shape) if it has another number of rows.
     pub fn check(&self, layer: &str, x: &Tensor) -> Result<()> {
         let size = x.size();
         let rows: i64 = size[..size.len().saturating_sub(1)].iter().product();
@@ -98,11 +98,11 @@ impl AdapterRows {
             return Ok(());
         }
         let expected = format!(
-            "{} rows, as many as `AdapterRows` has: this layer sees other rows than the batch, so its adapter cannot \
-             be chosen by row",
+            "(…, I) with {} rows, the number in `AdapterRows`; a layer that does not see every row of the batch cannot \
+             choose its adapter by row",
             self.len()
         );
-        Err(overdrive_core::Error::shape(format!("the input of `{layer}`"), size, expected).into())
+        Err(overdrive_core::Error::shape(format!("input of {layer}"), size, expected).into())
     }
 }
 

@@ -33,15 +33,15 @@ enum Table {
 }
 
 impl Embedding {
-    /// Makes an embedding of a dense table `(V, D)`, which is shared, not copied.
+    /// Creates an embedding from a dense table `(V, D)`, which is shared, not copied.
     pub fn dense(table: Tensor) -> Embedding {
         Embedding(Table::Dense(table))
     }
 
-    /// Makes an embedding of a quantized table `(V, D)`, whose vectors have the dtype `kind`.
+    /// Creates an embedding from a quantized table `(V, D)`. Looked-up vectors have the dtype `kind`.
     ///
     /// # Errors
-    /// [`Error::Common`](crate::Error::Common) for a dtype that is not a floating one.
+    /// [`Error::Common`](crate::Error::Common) if `kind` is not a floating-point dtype.
     pub fn quantized(table: QuantizedWeight, kind: Kind) -> Result<Embedding> {
         let floating = matches!(
             kind,
@@ -72,10 +72,10 @@ impl Embedding {
         Embedding::quantize(&dense.ws, scheme, dense.ws.kind())
     }
 
-    /// Looks up the vectors `(…, D)` of ids `(…)`, i64.
+    /// Looks up the vectors `(…, D)` of i64 ids `(…)`.
     ///
     /// # Errors
-    /// An error of libtorch or of quantization for ids outside of the table.
+    /// An error of libtorch or of overdrive-quantization for ids outside the table.
     pub fn forward(&self, ids: &Tensor) -> Result<Tensor> {
         match &self.0 {
             Table::Dense(table) => Ok(Tensor::f_embedding(table, ids, -1, false, false)?),
@@ -91,7 +91,7 @@ impl Embedding {
         }
     }
 
-    /// Returns the table if it is dense, to replace it by another tensor of the same shape.
+    /// Returns the table if it is dense, so that it can be replaced by another tensor of the same shape.
     pub fn dense_table_mut(&mut self) -> Option<&mut Tensor> {
         match &mut self.0 {
             Table::Dense(table) => Some(table),
@@ -107,7 +107,7 @@ impl Embedding {
         }
     }
 
-    /// Returns another handle to the table, as the weight of a tied head.
+    /// Returns another handle to the table, for the weight of a tied head.
     pub fn as_linear_weight(&self) -> LinearWeight {
         match &self.0 {
             Table::Dense(table) => LinearWeight::Dense {
@@ -134,7 +134,7 @@ impl Embedding {
         }
     }
 
-    /// Returns the number of elements that the table stands for, V · D.
+    /// Returns the number of elements of the table before quantization, V · D.
     pub fn parameters(&self) -> usize {
         match &self.0 {
             Table::Dense(table) => table.numel(),
@@ -145,7 +145,7 @@ impl Embedding {
         }
     }
 
-    /// Returns the number of bytes of the table.
+    /// Returns the size of the table in bytes.
     pub fn bytes(&self) -> usize {
         match &self.0 {
             Table::Dense(table) => bytes(table),
@@ -158,7 +158,7 @@ impl nn::Module for Embedding {
     /// Computes [`Embedding::forward`].
     ///
     /// # Panics
-    /// It panics if [`Embedding::forward`] returns an error: the trait has no other way to report it, and the
+    /// Panics if [`Embedding::forward`] returns an error: the trait has no other way to report it, and the
     /// modules of tch do the same.
     fn forward(&self, ids: &Tensor) -> Tensor {
         match Embedding::forward(self, ids) {

@@ -5,9 +5,9 @@ pub enum Error {
     /// A tensor of the wrong shape, dtype or device, or an option out of its range.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
-    /// A checkpointed graph that has not been differentiated yet holds the layers.
+    /// A checkpointed graph that has not run its backward pass yet still uses the layers.
     #[error(
-        "the model's layers are held by a checkpointed graph; call `backward` or drop the loss before you change them"
+        "a checkpointed graph still uses the model's layers; call `backward` or drop the loss before you change them"
     )]
     InUse,
     /// An error of an adapter, or of a visitor of [`AdapterHost`](crate::AdapterHost).

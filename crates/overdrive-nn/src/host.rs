@@ -5,11 +5,11 @@ use tch::Tensor;
 
 use crate::{Linear, Result};
 
-/// A model that lends its layers: to adapters, to quantization, to exporters.
+/// A model that gives adapters, quantization and exporters access to its layers.
 ///
-/// Names are those of the checkpoint, as `model.layers.0.self_attn.q_proj`: patterns are matched against
+/// Names are those of the checkpoint, such as `model.layers.0.self_attn.q_proj`: patterns are matched against
 /// them, and files are written with them. Only [`visit_linears`](AdapterHost::visit_linears) must be
-/// implemented; the other methods open more of the model.
+/// implemented; the other methods give access to more of the model.
 ///
 /// ```
 /// use overdrive_nn::{AdapterHost, Linear, Result};
@@ -44,7 +44,7 @@ use crate::{Linear, Result};
 /// ```
 pub trait AdapterHost {
     /// Calls `visit` with each linear layer and its full name (as in the checkpoint, without `.weight`),
-    /// in the order of the model, until it fails.
+    /// in the order of the model; stops at the first error.
     ///
     /// # Errors
     /// The first error of `visit`; [`Error::InUse`](crate::Error::InUse) if the layers cannot be changed
@@ -54,11 +54,11 @@ pub trait AdapterHost {
         visit: &mut dyn FnMut(&str, &mut Linear) -> Result<()>,
     ) -> Result<()>;
 
-    /// Calls `visit` with each parameter that is not of a linear layer (embeddings, norms) and its full
-    /// name, `model.embed_tokens.weight`. `visit` may replace it by another tensor of the same shape,
-    /// which the model computes with from then on: `modules_to_save` of LoRA does.
+    /// Calls `visit` with each parameter outside the linear layers (embeddings, norms) and its full name, such
+    /// as `model.embed_tokens.weight`. `visit` may replace it by another tensor of the same shape, which the
+    /// model uses from then on: LoRA's `modules_to_save` does so.
     ///
-    /// The default visits none: `modules_to_save` is then for linear layers only, and counts are of them.
+    /// The default visits none: `modules_to_save` and parameter counts then cover linear layers only.
     ///
     /// # Errors
     /// As [`visit_linears`](AdapterHost::visit_linears).
@@ -70,14 +70,13 @@ pub trait AdapterHost {
         Ok(())
     }
 
-    /// Returns the state that adapters keep for the model as a whole. The default has none: adapters then
-    /// cannot replace parameters that are not of a linear layer.
+    /// Returns the state that adapters keep for the model as a whole. The default returns none: adapters then
+    /// cannot replace parameters outside the linear layers.
     fn adapter_state(&mut self) -> Option<&mut AdapterState> {
         None
     }
 
-    /// Returns the name of the layer that computes the model's outputs, which `all-linear` leaves out. The
-    /// default is `lm_head`.
+    /// Returns the name of the output layer, which `all-linear` leaves out. The default is `lm_head`.
     fn head(&self) -> Option<&str> {
         Some("lm_head")
     }
@@ -85,7 +84,7 @@ pub trait AdapterHost {
 
 /// State that adapter crates keep for a whole model, beside the [`Adapter`](crate::Adapter) of each layer.
 ///
-/// A model owns one and returns it by [`AdapterHost::adapter_state`]; it does not know what is in it.
+/// A model owns one and returns it from [`AdapterHost::adapter_state`]; its contents are opaque to the model.
 ///
 /// ```
 /// use overdrive_nn::AdapterState;
@@ -98,9 +97,9 @@ pub trait AdapterHost {
 pub struct AdapterState(Vec<Box<dyn Any + Send>>);
 
 impl AdapterState {
-    /// Returns the value of type `T`; it is made on the first call.
+    /// Returns the value of type `T`, which the first call creates.
     pub fn get_or_default<T: Any + Send + Default>(&mut self) -> &mut T {
-        // One value of each type, of which a program has one or two: a search is as good as a map.
+        // One value for each type. A program has one or two, so a linear search is as fast as a map.
         let index = match self.0.iter().position(|value| value.is::<T>()) {
             Some(index) => index,
             None => {

@@ -4,8 +4,8 @@ use crate::{Linear, LinearWeight, Result};
 
 /// Computes the outputs of several layers of the same `x` side by side, `(…, ΣO)`.
 ///
-/// That is one matmul if all weights are dense, or all quantized, and one more for all adapters. Nothing is
-/// copied if the dense weights lie one behind the other in memory (see
+/// It takes one matmul if all weights are dense, or all quantized, plus one for all adapters together. Nothing is
+/// copied if the dense weights are adjacent in memory (see
 /// [`overdrive_fused::joint_linear`]).
 ///
 /// ```
@@ -36,8 +36,9 @@ pub fn joint_forward(x: &Tensor, layers: &[&Linear]) -> Result<Tensor> {
     Ok(Tensor::f_cat(&each.collect::<Result<Vec<_>>>()?, -1)?)
 }
 
-/// Computes the same without active adapters: from the weights and biases that are
-/// [in use](Linear::in_use). An [`Adapter`](crate::Adapter) with a joint form adds to it.
+/// Computes what [`joint_forward`] does, but without active adapters: from the weights and biases that are
+/// [in use](Linear::in_use). An implementation of [`Adapter::forward_joint`](crate::Adapter::forward_joint)
+/// adds its output to the result.
 ///
 /// # Errors
 /// As [`Linear::forward`].
@@ -67,7 +68,7 @@ pub fn joint_base(x: &Tensor, layers: &[&Linear]) -> Result<Tensor> {
             let biases = (!biases.is_empty()).then_some(biases.as_slice());
             Ok(overdrive_fused::joint_linear(x, &weights, biases)?)
         }
-        // Mixed weights, Conv1D layouts and some biases only: a matmul each.
+        // Mixed weights, Conv1D layouts, or biases for only some layers: one matmul for each layer.
         _ => {
             let each = in_use
                 .iter()

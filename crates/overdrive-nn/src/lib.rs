@@ -1,4 +1,4 @@
-//! The layers that models are made of: linear layers with dense or quantized weights, and embeddings.
+//! The layers of a model: linear layers with dense or quantized weights, and embeddings.
 //!
 //! [`Linear`] is the one linear layer of this workspace. Its weight ([`LinearWeight`]) is dense or quantized,
 //! and an [`Adapter`] may change its output: overdrive-lora implements that trait. Layers of the same input
@@ -21,8 +21,8 @@
 //! # }
 //! ```
 //!
-//! A model lends its layers through [`AdapterHost`]; so adapters, quantization and exporters work with any
-//! model that has one.
+//! A model gives access to its layers through [`AdapterHost`]; adapters, quantization and exporters work with any
+//! model that implements it.
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 

@@ -41,11 +41,11 @@ pub struct Linear {
 }
 
 impl Linear {
-    /// Makes a layer of a weight `(O, I)` and a bias `(O,)`. The tensors are shared, not copied.
+    /// Creates a layer from a weight `(O, I)` and a bias `(O,)`. The tensors are shared, not copied.
     ///
     /// # Errors
-    /// [`Error::Common`](crate::Error::Common) for a dense weight that is no matrix, and for a bias of
-    /// another length or device.
+    /// [`Error::Common`](crate::Error::Common) for a dense weight that is not a matrix, and for a bias of
+    /// another length or on another device.
     pub fn new(weight: LinearWeight, bias: Option<Tensor>) -> Result<Linear> {
         if let LinearWeight::Dense { weight, .. } = &weight
             && weight.dim() != 2
@@ -72,7 +72,7 @@ impl Linear {
         })
     }
 
-    /// Makes a layer of a dense weight `(O, I)` and a bias `(O,)`.
+    /// Creates a layer from a dense weight `(O, I)` and a bias `(O,)`.
     ///
     /// # Errors
     /// As [`Linear::new`].
@@ -81,7 +81,7 @@ impl Linear {
         Linear::new(LinearWeight::Dense { weight, transposed }, bias)
     }
 
-    /// Makes a layer of a quantized weight `(O, I)` and a bias `(O,)`, which may be trained.
+    /// Creates a layer from a quantized weight `(O, I)` and a bias `(O,)`, which may be trained.
     ///
     /// # Errors
     /// As [`Linear::new`].
@@ -94,13 +94,12 @@ impl Linear {
     /// # Errors
     /// As [`QuantizedWeight::quantize`] and [`Linear::new`].
     pub fn quantize(weight: &Tensor, bias: Option<&Tensor>, scheme: Scheme) -> Result<Linear> {
-        // Detached, so that the layer does not add to the gradients of the dense layer's bias.
+        // Detached, so that this layer does not contribute to the gradient of the dense layer's bias.
         let bias = bias.map(Tensor::f_detach).transpose()?;
         Linear::quantized(QuantizedWeight::quantize(weight, scheme)?, bias)
     }
 
-    /// Quantizes a layer of tch. That layer keeps its memory until it and the store of its variables are
-    /// dropped.
+    /// Quantizes a layer of tch. The dense layer keeps its memory until it and its `VarStore` are dropped.
     ///
     /// # Errors
     /// As [`QuantizedWeight::quantize`].
@@ -108,20 +107,20 @@ impl Linear {
         Linear::quantize(&dense.ws, dense.bs.as_ref(), scheme)
     }
 
-    /// Gives the layer a name, as in the checkpoint without `.weight`. Inputs of a layer with a name are
-    /// reported to [`observe_inputs`](overdrive_quantization::observe_inputs), which calibration needs.
+    /// Sets the name of the layer: that of the checkpoint, without `.weight`. The inputs of a named layer are
+    /// reported to [`observe_inputs`](overdrive_quantization::observe_inputs), as calibration needs.
     pub fn with_name(mut self, name: &str) -> Linear {
         self.name = Arc::from(name);
         self
     }
 
-    /// Returns the name, or "" if the layer has none. It is shared, so that it can be kept while the layer
-    /// is changed.
+    /// Returns the name, or "" if the layer has none. It is shared, so that a caller can hold it while it
+    /// changes the layer.
     pub fn name(&self) -> &Arc<str> {
         &self.name
     }
 
-    /// Computes the output `(…, O)` of `x (…, I)`, with the adapter where one is active. Dense weights are
+    /// Computes the output `(…, O)` for `x (…, I)`, with the adapter if it is active. Dense weights are
     /// multiplied by overdrive-fused.
     ///
     /// # Errors
@@ -130,7 +129,7 @@ impl Linear {
         self.forward_with(x, true)
     }
 
-    /// Computes the same; if not `fused`, dense weights are multiplied by libtorch's operator.
+    /// Computes [`Linear::forward`]; if `fused` is false, dense weights are multiplied by libtorch's operator.
     ///
     /// # Errors
     /// As [`Linear::forward`].
@@ -139,9 +138,9 @@ impl Linear {
         self.compute(x, fused)
     }
 
-    /// Reports the input to the observer of this thread.
+    /// Reports the input to this thread's observer.
     pub(crate) fn observe(&self, x: &Tensor) -> Result<()> {
-        // Without a name an observer could not tell the layer from others.
+        // Without a name, an observer could not tell the layer from others.
         if self.name.is_empty() {
             return Ok(());
         }
@@ -164,13 +163,13 @@ impl Linear {
     /// Returns the weight and bias that the layer computes with: its own, or the adapter's
     /// [replacement](Adapter::replacement).
     pub fn in_use(&self) -> (&LinearWeight, Option<&Tensor>) {
-        // Asked even of an adapter that is not active: a full copy replaces the weight and adds nothing.
+        // An inactive adapter counts as well: a full copy replaces the weight and adds nothing.
         let replacement = self.adapter().and_then(Adapter::replacement);
         replacement.unwrap_or((&self.weight, self.bias.as_ref()))
     }
 
-    /// Returns the dense weight `(O, I)` if the layer is nothing else: no bias, no active adapter. Fused
-    /// losses need it.
+    /// Returns the dense weight `(O, I)` if the layer has neither a bias nor an active adapter. Fused losses
+    /// need it.
     pub fn dense_weight(&self) -> Option<&Tensor> {
         match self.in_use() {
             (
@@ -184,7 +183,7 @@ impl Linear {
         }
     }
 
-    /// Returns the weight, without what an adapter adds.
+    /// Returns the weight, without the adapter.
     pub fn weight(&self) -> &LinearWeight {
         &self.weight
     }
@@ -197,22 +196,22 @@ impl Linear {
     /// Replaces the weight by another one of the same size and returns the old one. An adapter that was
     /// merged into the old weight counts as part of it from then on.
     pub fn replace_weight(&mut self, weight: LinearWeight) -> LinearWeight {
-        // Before the exchange, while nobody can compute with a stale cache.
+        // Before the exchange, so that no forward pass uses a stale cache.
         if let Some(adapter) = &mut self.adapter {
             adapter.weight_replaced();
         }
         std::mem::replace(&mut self.weight, weight)
     }
 
-    /// Returns the number of elements that the weight and the bias stand for.
+    /// Returns the number of elements of the weight and the bias, before quantization.
     pub fn parameters(&self) -> usize {
         let [outputs, inputs] = self.weight.size();
-        // By the size and not by the storage: quantized weights are packed.
+        // Counted by shape and not by storage, since quantized weights are packed.
         let weight = usize::try_from(outputs * inputs).unwrap_or(0);
         weight + self.bias.as_ref().map_or(0, Tensor::numel)
     }
 
-    /// Returns the number of bytes of weight and bias, without adapters.
+    /// Returns the size of the weight and the bias in bytes, without adapters.
     pub fn bytes(&self) -> usize {
         self.weight.bytes() + self.bias.as_ref().map_or(0, bytes)
     }
@@ -227,7 +226,7 @@ impl Linear {
         (self.adapter()? as &dyn Any).downcast_ref()
     }
 
-    /// Gives the layer an adapter and returns the one that it had.
+    /// Sets the layer's adapter and returns the previous one.
     pub fn set_adapter(&mut self, adapter: Box<dyn Adapter>) -> Option<Box<dyn Adapter>> {
         self.adapter.replace(adapter)
     }
@@ -237,8 +236,8 @@ impl Linear {
         self.adapter.take()
     }
 
-    /// Lends the weight, the bias and, if it is of type `A`, the adapter at once: merging changes all of
-    /// them.
+    /// Returns mutable references to the weight, the bias and, if it is of type `A`, the adapter: merging
+    /// changes all of them.
     pub fn split_mut<A: Adapter>(
         &mut self,
     ) -> (&mut LinearWeight, Option<&Tensor>, Option<&mut A>) {
@@ -247,7 +246,7 @@ impl Linear {
         (&mut self.weight, self.bias.as_ref(), adapter)
     }
 
-    /// Switches training mode on or off; it is off at first. Adapters have dropout in training mode only.
+    /// Switches training mode on or off; it is off by default. Adapters apply dropout in training mode only.
     pub fn set_training(&mut self, training: bool) {
         self.training = training;
     }
@@ -262,7 +261,7 @@ impl nn::Module for Linear {
     /// Computes [`Linear::forward`].
     ///
     /// # Panics
-    /// It panics if [`Linear::forward`] returns an error: the trait has no other way to report it, and the
+    /// Panics if [`Linear::forward`] returns an error: the trait has no other way to report it, and the
     /// modules of tch do the same.
     fn forward(&self, x: &Tensor) -> Tensor {
         match Linear::forward(self, x) {

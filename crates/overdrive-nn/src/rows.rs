@@ -3,11 +3,11 @@ use tch::Tensor;
 
 use crate::{Linear, LinearWeight, Result, joint_forward};
 
-/// Computes what [`joint_forward`] does for rows of f32 in slices: `y (rows, ΣO)` of `x (rows, I)`, without a graph
-/// for autograd. A decoder that keeps its buffers computes its steps by it.
+/// Computes [`joint_forward`] on f32 slices, `y (rows, ΣO)` from `x (rows, I)`, without an autograd graph. It is for
+/// decoders that reuse their buffers.
 ///
-/// Weights for which there is no kernel on slices, and adapters that are active, are computed on tensors, and copied.
-/// Returns `false` then.
+/// Returns `true` if the kernels on slices computed the result. If a weight has no such kernel or an adapter is
+/// active, the result is computed on tensors and copied, and the function returns `false`.
 ///
 /// ```
 /// use overdrive_nn::{Linear, joint_forward_into};
@@ -24,7 +24,7 @@ use crate::{Linear, LinearWeight, Result, joint_forward};
 /// ```
 ///
 /// # Errors
-/// As [`Linear::forward`]; [`Error::Common`](crate::Error::Common) for slices that do not fit.
+/// As [`Linear::forward`]; [`Error::Common`](crate::Error::Common) for slices of the wrong length.
 pub fn joint_forward_into(x: &[f32], layers: &[&Linear], y: &mut [f32]) -> Result<bool> {
     let plain = |layer: &&Linear| layer.active_adapter().is_none();
     if !is_observed() && layers.iter().all(plain) && kernels(x, layers, y)? {
@@ -42,7 +42,7 @@ pub fn joint_forward_into(x: &[f32], layers: &[&Linear], y: &mut [f32]) -> Resul
     Ok(false)
 }
 
-/// Computes the layers by the kernels on slices; returns `false` if there is none for one of them.
+/// Computes the layers with the kernels on slices; returns `false` if one of the layers has no such kernel.
 fn kernels(x: &[f32], layers: &[&Linear], y: &mut [f32]) -> Result<bool> {
     let (mut quantized, mut dense) = (Vec::new(), Vec::new());
     for layer in layers {

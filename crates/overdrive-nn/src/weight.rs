@@ -6,7 +6,7 @@ use crate::Result;
 /// The weight of a [`Linear`](crate::Linear) layer.
 #[derive(Debug)]
 pub enum LinearWeight {
-    /// Elements of a floating dtype.
+    /// Elements of a floating-point dtype.
     Dense {
         /// `(O, I)`, or `(I, O)` if `transposed`.
         weight: Tensor,
@@ -32,7 +32,7 @@ impl LinearWeight {
         }
     }
 
-    /// Returns the device.
+    /// Returns the device of the weight.
     pub fn device(&self) -> Device {
         match self {
             LinearWeight::Dense { weight, .. } => weight.device(),
@@ -48,7 +48,7 @@ impl LinearWeight {
         }
     }
 
-    /// Returns the number of bytes that the weight takes.
+    /// Returns the size of the weight in bytes.
     pub fn bytes(&self) -> usize {
         match self {
             LinearWeight::Dense { weight, .. } => bytes(weight),
@@ -67,15 +67,15 @@ impl LinearWeight {
         }
     }
 
-    /// Returns the elements `(O, I)` in `kind`: a detached view of the weight itself if it is dense and of
+    /// Returns the elements `(O, I)` in the dtype `kind`: a detached view of the weight if it is dense and has
     /// that dtype, else a copy.
     ///
     /// # Errors
-    /// An error of libtorch when memory runs out.
+    /// An error of libtorch if memory runs out.
     pub fn to_dense(&self, kind: Kind) -> Result<Tensor> {
         Ok(match self {
             LinearWeight::Dense { weight, transposed } => {
-                // Callers read the elements or write to them in place; neither may be recorded by autograd.
+                // Callers read the elements or write to them in place, and autograd must record neither.
                 let weight = weight.f_detach()?;
                 let weight = if *transposed { weight.f_tr()? } else { weight };
                 weight.f_to_kind(kind)?
@@ -84,11 +84,10 @@ impl LinearWeight {
         })
     }
 
-    /// Computes `x · Wᵀ + bias`, `(…, O)`, of `x (…, I)` and `bias (O,)`.
+    /// Computes `x · Wᵀ + bias`, `(…, O)`, for `x (…, I)` and `bias (O,)`.
     ///
-    /// If `fused`, a dense weight is multiplied by overdrive-fused, else by libtorch's operator; the two
-    /// differ in speed only. A quantized weight is multiplied by [`overdrive_quantization::linear`] in both
-    /// cases.
+    /// If `fused` is true, a dense weight is multiplied by overdrive-fused, else by libtorch's operator; the two
+    /// differ in speed only. A quantized weight is always multiplied by [`overdrive_quantization::linear`].
     ///
     /// # Errors
     /// Shapes that do not fit, and errors of libtorch.
@@ -108,7 +107,7 @@ impl LinearWeight {
     }
 }
 
-/// Returns the number of bytes of a tensor's elements.
+/// Returns the size of a tensor's elements in bytes.
 pub(crate) fn bytes(tensor: &Tensor) -> usize {
     tensor.numel() * tensor.kind().elt_size_in_bytes()
 }

@@ -8,7 +8,7 @@ use crate::layers::bounded;
 use crate::proto::data_type;
 use crate::{Attention, Error, ExportOptions, Result};
 
-/// The numbers of heads of a layer, and their width.
+/// The numbers of heads of a layer, and the head size.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Heads {
     pub(crate) queries: i64,
@@ -36,14 +36,14 @@ pub(crate) struct Layer {
     pub(crate) window: Option<i64>,
 }
 
-/// The values that all layers share: masks, and the lengths that shapes need.
+/// The values that all layers share: masks, lengths and shapes.
 #[derive(Debug)]
 pub(crate) struct Context {
     form: Attention,
     use_cache: bool,
     /// The mask `(B, 1, T, S)`, or `(B, 1, 1, T, S)` for grouped queries.
     full: Option<Value>,
-    /// The mask of layers with a window.
+    /// The mask of layers with a sliding window.
     sliding: Option<Value>,
     /// The lengths for `GroupQueryAttention`: `S − 1` for each row, and `S`.
     lengths: Option<(Value, Value)>,
@@ -62,7 +62,7 @@ fn present_name(layer: usize, part: &str) -> String {
 }
 
 impl Context {
-    /// Writes the masks and lengths. `windows` has an entry for each layer.
+    /// Writes the masks and lengths. `windows` has one entry for each layer.
     pub(crate) fn new(
         graph: &mut Graph,
         options: &ExportOptions,
@@ -77,11 +77,8 @@ impl Context {
         };
         if form == Attention::GroupQuery && heads.dim % 8 != 0 {
             return Err(Error::unsupported(
-                "the width of a head",
-                format!(
-                    "{}, of which `GroupQueryAttention` takes multiples of 8",
-                    heads.dim
-                ),
+                "the head size with `GroupQueryAttention`",
+                format!("{} instead of a multiple of 8", heads.dim),
                 "choose another `attention`",
             ));
         }
@@ -166,14 +163,14 @@ impl Context {
         let Heads { queries, keys, dim } = layer.heads;
         let key = self.extended(graph, layer.number, "key", key);
         let value = self.extended(graph, layer.number, "value", value);
-        // The queries are scaled and not the scores, which are larger by the number of keys.
+        // Scales the queries instead of the scores, which have more elements.
         let scale = graph.number(layer.scale)?;
         let mut query = graph.op("Mul", &[query, &scale], &[]);
         if self.grouped_shape.is_some() {
             // The queries of a group become rows of one matmul, so keys need not be repeated.
             query = graph.reshape(&query, &[0, keys, -1, dim]);
         }
-        // After the concatenation, as caches hold keys as `(B, H, S, D)`.
+        // Transposes after the concatenation, since caches hold keys as `(B, H, S, D)`.
         let key = graph.transpose(&key, &[0, 1, 3, 2]);
         let mut scores = graph.op("MatMul", &[&query, &key], &[]);
         if let Some(cap) = layer.softcap {
@@ -184,7 +181,7 @@ impl Context {
         }
         let mask = self.mask(layer.window);
         let scores = graph.op("Add", &[&scores, &mask], &[]);
-        // In fp16 the exponentials of a long row would not add up to one.
+        // In fp16, the softmax of a long row would not sum to one.
         let scores = graph.widened(&scores);
         let axis = [("axis", Attribute::Int(-1))];
         let weights = graph.op("Softmax", &[&scores], &axis);
@@ -260,8 +257,8 @@ fn joined(graph: &mut Graph, heads: &str, width: i64) -> Value {
 }
 
 /// Writes the mask that is added to scores: 0 where a query attends to the key, the lowest finite number
-/// elsewhere. It is not minus infinity, as padding attends to nothing, and the softmax of a row of infinities is
-/// NaN.
+/// elsewhere. Minus infinity would not do: padding attends to nothing, and the softmax of a row of minus infinities
+/// is NaN.
 fn mask(
     graph: &mut Graph,
     past: &str,
@@ -274,7 +271,7 @@ fn mask(
     // `Range` takes scalars.
     let past = graph.op("Squeeze", &[past, &axes], &[]);
     let end = graph.op("Squeeze", &[total, &axes], &[]);
-    // By indices and not by `position_ids`: with padding on the left the two differ, and caches hold indices.
+    // Compares indices instead of `position_ids`: with padding on the left the two differ, and the cache is indexed.
     let keys = graph.op("Range", &[&zero, &end, &one], &[]);
     let queries = graph.op("Range", &[&past, &end, &one], &[]);
     let queries = graph.unsqueeze(&queries, &[1]);

@@ -1,5 +1,5 @@
-//! Tables of token embeddings. With a quantized table the graph looks up codes (the head's, if it is tied) and
-//! dequantizes the rows that it has looked up.
+//! Tables of token embeddings. For a quantized table, the graph looks up rows of codes (the head's, if it is tied) and
+//! dequantizes only these rows.
 
 use overdrive_quantization::{QuantizedWeight, Scheme};
 
@@ -11,7 +11,7 @@ use crate::proto::data_type;
 use crate::quantized_layouts;
 use crate::source::Table;
 
-/// The half of a byte that holds the first of two codes.
+/// The half of a byte that holds the first of its two codes.
 #[derive(Debug, Clone, Copy, PartialEq)]
 enum First {
     Low,
@@ -43,7 +43,7 @@ pub(crate) fn embedding(
                 let values = group_values(graph, module, weight, &groups);
                 of_groups(graph, &values, ids, width)
             }
-            // Whatever `dense_fallback` says: a dense table costs memory but no speed.
+            // Regardless of `dense_fallback`: a dense table costs memory but not speed.
             Err(_) => return Ok(in_full(graph, &name, weight, ids)),
         },
         // Otherwise a block would span two rows, and a row could not be looked up alone.
@@ -57,7 +57,7 @@ pub(crate) fn embedding(
     Ok(graph.narrowed(&numbers))
 }
 
-/// Looks up rows of the dequantized table, for layouts whose codes do not end with a row.
+/// Looks up rows of the dequantized table, for layouts in which a block spans two rows.
 fn in_full(graph: &mut Graph, name: &str, weight: &QuantizedWeight, ids: &str) -> Value {
     let (float, own) = (graph.float, weight.shallow_clone());
     let table = graph.weight(name, &weight.size(), float, move || {
@@ -66,7 +66,7 @@ fn in_full(graph: &mut Graph, name: &str, weight: &QuantizedWeight, ids: &str) -
     graph.op("Gather", &[&table, ids], &[])
 }
 
-/// Looks up codes with one scale for each row. The head has the codes transposed, so the graph holds them twice.
+/// Looks up codes with one scale for each row. The head stores the codes transposed, so the graph holds them twice.
 fn of_rows(graph: &mut Graph, name: &str, weight: &QuantizedWeight, ids: &str) -> Value {
     let [outputs, inputs] = weight.size();
     let own = weight.shallow_clone();
@@ -140,7 +140,7 @@ fn of_blocks(
     };
     let codes = rows(&values.codes, width / 2);
     let magnitudes = rows(&values.magnitudes, width / values.size);
-    // bitsandbytes has the first code in the high half of a byte.
+    // bitsandbytes stores the first code in the high half of a byte.
     let codes = unpacked(graph, &codes, First::High);
     // `Gather` takes int32 and int64 indices, not bytes.
     let codes = graph.cast(&codes, data_type::INT32);

@@ -17,7 +17,7 @@ pub enum Error {
     },
     /// The output of a layer depends on adapters, which a graph cannot hold.
     #[error(
-        "the layer `{layer}` has the adapters {}, and a graph holds plain weights; merge them with `overdrive_lora::merge_and_unload`, or remove them with `unload`",
+        "the layer `{layer}` has unmerged adapters ({}), which an ONNX graph cannot hold; merge them with `overdrive_lora::merge_and_unload`, or remove them with `unload`",
         names.join(", ")
     )]
     Adapters {
@@ -26,8 +26,8 @@ pub enum Error {
         /// The names of the adapters.
         names: Vec<String>,
     },
-    /// The model lacks a parameter of its configuration.
-    #[error("the model has no parameter `{name}`, which its configuration has")]
+    /// The model lacks a parameter that its configuration requires.
+    #[error("the model lacks the parameter `{name}`, which its configuration requires")]
     MissingParameter {
         /// The name in a Hugging Face checkpoint.
         name: String,

@@ -24,20 +24,20 @@ const FILE: &str = "model.onnx";
 /// Writes the model as the ONNX file `path`, and its weights into the file of the same name with the suffix
 /// `_data` where [`ExportOptions::external_data`] or their size requires it.
 ///
-/// The inputs are `input_ids`, `attention_mask` and `position_ids` (the running count of unmasked tokens,
-/// less one), and `past_key_values.{layer}.key` and `.value` of the shape `(batch_size, heads of keys,
-/// past_sequence_length, channels)`, empty at first. The outputs are `logits` and `present.{layer}.key` and
-/// `.value`, which are the past of the next step. These are the names of Hugging Face's exporter, and
-/// `ORTModelForCausalLM` of its `optimum` runs such files.
+/// The inputs are `input_ids`, `attention_mask` and `position_ids` (the running count of unmasked tokens
+/// minus one), and `past_key_values.{layer}.key` and `.value` of shape `(batch_size, num_key_value_heads,
+/// past_sequence_length, head_dim)`, empty at first. The outputs are `logits` and `present.{layer}.key` and
+/// `.value`, which are the past of the next step. The names are those of Hugging Face's exporter, so
+/// `ORTModelForCausalLM` of `optimum` runs the file.
 ///
-/// Each file is written under a temporary name, synced and renamed; after an error neither of them exists.
+/// Each file is written under a temporary name, synced and renamed; after an error, neither file exists.
 /// Weights are converted one at a time while they are written.
 ///
-/// The model is borrowed mutably because it lends its layers that way; it is not changed.
+/// The model is borrowed mutably because its layers are visited that way; it is not changed.
 ///
 /// # Errors
-/// [`Error::Common`] for options that do not fit and for files that cannot be written; [`Error::Unsupported`] for
-/// a feature that ONNX has no operator for; [`Error::Adapters`] for a model with an adapter that is not merged.
+/// [`Error::Common`] for invalid options and for files that cannot be written; [`Error::Unsupported`] for a feature
+/// that ONNX has no operator for; [`Error::Adapters`] for a model with an unmerged adapter.
 pub fn export(
     model: &mut CausalLm,
     path: impl AsRef<Path>,
@@ -82,7 +82,7 @@ pub fn export(
 
     let values = Values::of(options, model, Heads::of(model.config()), float);
     let proto = envelope(&graph, options, &values, &metadata(model, &source, options));
-    // Counted before the nodes move into the message.
+    // Counts the nodes before they move into the message.
     let nodes = graph.nodes.len();
     let domains = domains(&graph);
     let mut proto = proto;
@@ -106,8 +106,8 @@ pub fn export(
     })
 }
 
-/// Exports into a folder as `optimum` does: `model.onnx`, `config.json` and, if the model came with one,
-/// `generation_config.json`. Copy the tokenizer's files beside them.
+/// Exports to a folder as `optimum` does: `model.onnx`, `config.json` and, if the model came with one,
+/// `generation_config.json`. Copy the tokenizer's files into the folder.
 ///
 /// # Errors
 /// As [`export`].
@@ -117,13 +117,13 @@ pub fn export_pretrained(
     options: &ExportOptions,
 ) -> Result<ExportReport> {
     let dir = dir.as_ref();
-    // Checked here, too, so that a wrong option leaves no empty folder.
+    // Also checked here, so that an invalid option leaves no empty folder.
     options.validate()?;
     fs::create_dir_all(dir).map_err(overdrive_core::Error::io("create", dir))?;
     let report = export(model, dir.join(FILE), options)?;
-    // Written after the graph: a folder with a configuration is complete.
+    // Written after the graph, so that a folder with a configuration is complete.
     let mut config = model.config().to_json();
-    // It describes the safetensors files that the configuration came with, not the graph.
+    // This key describes the safetensors files that the configuration came with, not the graph.
     config.remove("quantization_config");
     write_json(dir, "config.json", config)?;
     if let Some(generation) = model.generation_config() {
@@ -161,7 +161,7 @@ fn logits(
         _ => "model.embed_tokens",
     };
     let mut logits = if source.ties_head(table) {
-        // Transposed by a node, so that the file holds the shared table once.
+        // A node transposes the shared table, so that the file holds it once.
         let transposed = graph.transpose(&format!("{table}.weight"), &[1, 0]);
         graph.op("MatMul", &[&hidden, &transposed], &[])
     } else {

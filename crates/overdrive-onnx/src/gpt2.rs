@@ -19,7 +19,7 @@ struct Builder<'a> {
     heads: Heads,
 }
 
-/// Writes the decoder; the result is the normalised hidden states `(B, T, C)`.
+/// Writes the decoder and returns its normalized hidden states `(B, T, C)`.
 pub(crate) fn hidden_states(
     graph: &mut Graph,
     source: &Source,

@@ -22,13 +22,13 @@ pub(crate) struct Graph {
     pub(crate) float: Element,
     pub(crate) nodes: Vec<NodeProto>,
     pub(crate) initializers: Vec<Initializer>,
-    /// The names of the constants by their contents, so that equal ones are written once.
+    /// The names of the constants by their contents, so that equal constants are written once.
     constants: HashMap<String, Value>,
-    /// Codes and scales of values that several layers multiply in 8 bits.
+    /// The codes and scales of inputs that several 8-bit layers share.
     pub(crate) quantized: HashMap<Value, (Value, Value)>,
-    /// The number of times that each name was asked for.
+    /// The number of times that each name was requested.
     names: HashMap<String, usize>,
-    /// The prefix of the names of nodes: the module that they compute.
+    /// The prefix of node names: the module that the nodes compute.
     scope: String,
 }
 
@@ -55,7 +55,7 @@ impl Graph {
         }
     }
 
-    /// Sets the module whose name the next nodes get as a prefix.
+    /// Sets the module whose name is the prefix of the next nodes.
     pub(crate) fn enter(&mut self, scope: &str) {
         scope.clone_into(&mut self.scope);
     }
@@ -129,7 +129,7 @@ impl Graph {
                 .map(|(name, value)| value.clone().into_proto(name))
                 .collect(),
             doc_string: None,
-            // An absent domain is ONNX's own.
+            // No domain means ONNX's own.
             domain: (!domain.is_empty()).then(|| domain.to_owned()),
         });
     }
@@ -145,7 +145,7 @@ impl Graph {
         }
     }
 
-    /// Adds a weight that is converted when it is written, unless one of that name exists.
+    /// Adds a weight that is converted when it is written, unless a weight of that name exists.
     pub(crate) fn weight(
         &mut self,
         name: impl Into<String>,
@@ -154,7 +154,7 @@ impl Graph {
         make: impl Fn() -> Result<Tensor> + 'static,
     ) -> Value {
         let name = name.into();
-        // A tied table is asked for by the embedding and by the head.
+        // The embedding and the head both request a tied table.
         if !self.initializers.iter().any(|own| own.name == name) {
             self.initializers.push(Initializer {
                 name: name.clone(),
@@ -168,7 +168,7 @@ impl Graph {
 
     /// Adds a small constant, or returns an equal one.
     fn constant(&mut self, what: &str, shape: &[i64], element: Element, bytes: Vec<u8>) -> Value {
-        // With dtype and shape: a scalar and a vector of one element are not interchangeable.
+        // The key has dtype and shape: a scalar and a vector of one element are not interchangeable.
         let key = format!("{element:?}{shape:?}{bytes:?}");
         if let Some(name) = self.constants.get(&key) {
             return name.clone();
@@ -216,7 +216,7 @@ impl Graph {
         if self.float == Element::F32 {
             return Ok(self.f32(number as f32));
         }
-        // Rounded by libtorch: Rust has no f16 of its own.
+        // libtorch rounds to f16, which Rust does not have.
         let half = Tensor::f_from_slice(&[number])?.f_to_kind(self.float.kind())?;
         let mut bytes = vec![0; half.kind().elt_size_in_bytes()];
         half.f_copy_data_u8(&mut bytes, 1)?;

@@ -6,7 +6,7 @@ use std::fmt;
 use tch::{Kind, Tensor};
 
 use crate::proto::{StringStringEntryProto, TensorProto, data_type};
-use crate::{Error, Result};
+use crate::Result;
 
 /// A named constant.
 pub(crate) struct Initializer {
@@ -50,7 +50,7 @@ impl Element {
         match self {
             Element::F32 => Kind::Float,
             Element::F16 => Kind::Half,
-            // As bytes: few operators of libtorch know these floats.
+            // Stored as bytes: few operators of libtorch support these floats.
             Element::F8 | Element::U8 => Kind::Uint8,
             Element::I8 => Kind::Int8,
             Element::I64 => Kind::Int64,
@@ -104,26 +104,26 @@ impl Initializer {
     /// Converts the weight; the result is contiguous and on the CPU.
     ///
     /// # Errors
-    /// Those of libtorch, and a tensor of another shape than was announced, which is a bug of this crate.
+    /// Errors of libtorch, and an internal error if the tensor has another shape or dtype than the planned one.
     pub(crate) fn make(&self, make: &dyn Fn() -> Result<Tensor>) -> Result<Tensor> {
         // A file has elements in row-major order, and transposed weights are views.
         let tensor = make()?
             .f_detach()?
             .f_to_device(tch::Device::Cpu)?
             .f_contiguous()?;
-        // The lengths in the file come from the planned shape; another one would damage it.
+        // The lengths in the file come from the planned shape; another shape would corrupt the file.
         if tensor.kind() == self.element.kind() && tensor.size() == self.shape {
             return Ok(tensor);
         }
-        Err(Error::unsupported(
-            format!("the tensor `{}`", self.name),
-            format!("{:?} of {:?}", tensor.size(), tensor.kind()),
-            format!(
-                "{:?} of {:?} was planned (please report this)",
-                self.shape,
-                self.element.kind()
-            ),
-        ))
+        let what = format!(
+            "the tensor `{}` is {:?} of shape {:?}, but {:?} of shape {:?} was planned",
+            self.name,
+            tensor.kind(),
+            tensor.size(),
+            self.element.kind(),
+            self.shape
+        );
+        Err(overdrive_core::Error::internal(what).into())
     }
 }
 

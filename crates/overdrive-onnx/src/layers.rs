@@ -41,7 +41,7 @@ pub(crate) fn norm_weight(graph: &mut Graph, name: &str, tensor: &Tensor, add_on
     let (float, shape) = (graph.float, tensor.size());
     let tensor = tensor.shallow_clone();
     graph.weight(name, &shape, float, move || {
-        // Added in fp32: in 16 bits 1 would swallow the low bits of the weight.
+        // Added in fp32: in 16 bits, adding 1 would lose the low bits of the weight.
         let wide = tensor.f_detach()?.f_to_kind(Kind::Float)?;
         Ok(wide.f_add_scalar(1.0)?.f_to_kind(float.kind())?)
     })

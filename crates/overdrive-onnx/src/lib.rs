@@ -1,8 +1,8 @@
 //! Writes language models of `overdrive-transformer` as ONNX, for runtimes without libtorch.
 //!
-//! [`export`] writes any [`CausalLm`](overdrive_transformer::CausalLm) as a graph of ONNX operators with a
-//! key/value cache as inputs and outputs, with the names of Hugging Face's exporter, for any batch size and
-//! length; [`export_pretrained`] adds the configuration that `optimum` reads.
+//! [`export`] writes any [`CausalLm`](overdrive_transformer::CausalLm) as a graph of ONNX operators for any batch size
+//! and length. The key/value cache is among its inputs and outputs, which have the names of Hugging Face's exporter.
+//! [`export_pretrained`] also writes the configuration that `optimum` reads.
 //!
 //! ```
 //! use overdrive_onnx::{ExportOptions, export};
@@ -30,8 +30,8 @@
 //! ```
 //!
 //! # Supported models
-//! Every architecture and rope scaling of `overdrive-transformer` is written; weights of any dtype become fp32 or
-//! fp16 ([`Precision`]), and quantized weights stay quantized, for the operator that multiplies them:
+//! Every architecture and RoPE scaling of `overdrive-transformer` can be exported. Weights of any dtype become fp32 or
+//! fp16 ([`Precision`]); quantized weights stay quantized, in the layout of the operator that multiplies them:
 //!
 //! | scheme | operators | in ONNX itself |
 //! |---|---|---|
@@ -41,12 +41,12 @@
 //! | `nf4`, `fp4` | `MatMulBnb4` | ONNX Runtime |
 //! | `fp8` | `DequantizeLinear` of `float8e4m3fn`, `MatMul` | yes, opset 19 |
 //!
-//! Adapters must be merged first (`overdrive_lora::merge_and_unload`): a graph holds plain weights.
+//! Merge adapters first (`overdrive_lora::merge_and_unload`): a graph cannot hold them.
 //!
 //! # How it is tested
-//! `onnx.checker` accepts each graph, and ONNX Runtime's logits equal this workspace's within 1e-4 in fp32
-//! for each architecture, at opsets 18 to 26, with padding on either side and with the cache; greedy
-//! continuations are the same. `tests/python/check_onnx.py` runs it if Python has `onnx` and `onnxruntime`.
+//! `onnx.checker` accepts each graph. ONNX Runtime's logits equal this workspace's within 1e-4 in fp32 for each
+//! architecture, at opsets 18 to 26, with padding on either side and with the cache; greedy continuations are
+//! identical. `tests/python/check_onnx.py` runs these checks if Python has `onnx` and `onnxruntime`.
 //!
 //! # Sources
 //! The format and its operators: <https://onnx.ai/onnx/>; ONNX Runtime's own:

@@ -1,4 +1,4 @@
-//! Linear layers: dense ones, and each form of quantized ones by the operator that reads it.
+//! Linear layers: dense layers, and each kind of quantized layer with the operator that reads it.
 
 use overdrive_nn::LinearWeight;
 use overdrive_quantization::{QuantizedWeight, Scheme};
@@ -83,7 +83,7 @@ fn quantized(
             if graph.opset < 19 {
                 return Err(Error::unsupported(
                     format!("`{name}.weight`"),
-                    "of 8-bit floats, for opset 18",
+                    "of 8-bit floats with opset 18",
                     "set `opset` to 19 or more",
                 ));
             }
@@ -98,7 +98,7 @@ fn quantized(
         other => Err(Error::unsupported(
             format!("`{name}.weight`"),
             format!("quantized by {other}"),
-            "make the model dense before (`CausalLm::dequantize`)",
+            "dequantize the model first (`CausalLm::dequantize`)",
         )),
     }
 }
@@ -162,8 +162,8 @@ fn scales(graph: &mut Graph, name: &str, weight: &QuantizedWeight) -> Value {
 }
 
 /// Writes a layer that quantizes activations to 8 bits token by token, `x ≈ (code − 128) · max / 127`, and
-/// multiplies integers: the arithmetic of [`overdrive_quantization::linear`]. The codes are unsigned, for which
-/// CPUs have faster instructions.
+/// multiplies integers: the arithmetic of [`overdrive_quantization::linear`]. The codes are unsigned because CPUs
+/// have faster instructions for them.
 fn bytes_by_bytes(
     graph: &mut Graph,
     name: &str,
@@ -173,7 +173,7 @@ fn bytes_by_bytes(
     let codes = codes(graph, name, weight, Element::I8);
     let [outputs, _] = weight.size();
     let scale_weight = weight.shallow_clone();
-    // The scales are fp32 in every precision: a sum of integers may be beyond fp16's range.
+    // The scales are fp32 in every precision: a sum of integers may exceed fp16's range.
     let scales = graph.weight(
         format!("{name}.weight_scale"),
         &[outputs],
@@ -190,7 +190,7 @@ fn bytes_by_bytes(
     Ok(graph.narrowed(&y))
 }
 
-/// Writes the codes of `x` and the scale of each token. They are written once for all layers of one `x`.
+/// Writes the codes of `x` and the scale of each token, once for all layers with the input `x`.
 fn token_codes(graph: &mut Graph, x: &str) -> (Value, Value) {
     // Query, key and value share their input, and so do gate and up.
     if let Some((codes, scale)) = graph.quantized.get(x) {
@@ -203,11 +203,11 @@ fn token_codes(graph: &mut Graph, x: &str) -> (Value, Value) {
     let most = graph.op("ReduceMax", &[&magnitudes, &axes], &keep);
     let span = graph.f32(127.0);
     let scale = graph.op("Div", &[&most, &span], &[]);
-    // A token of zeros would divide by zero; with any scale its codes are zeros.
+    // Prevents a division by zero for a token of zeros; its codes are zeros with any scale.
     let least = graph.f32(f32::MIN_POSITIVE);
     let scale = graph.op("Max", &[&scale, &least], &[]);
     let steps = graph.op("Div", &[&wide, &scale], &[]);
-    // `QuantizeLinear` has no scale that differs by token, so the division is a node before it.
+    // `QuantizeLinear` cannot take one scale for each token, so a node before it divides.
     let (one, middle) = (graph.f32(1.0), graph.bytes(&[128], &[]));
     let codes = graph.op("QuantizeLinear", &[&steps, &one, &middle], &[]);
     let made = (codes.clone(), scale.clone());
@@ -219,7 +219,7 @@ fn token_codes(graph: &mut Graph, x: &str) -> (Value, Value) {
 #[derive(Debug)]
 pub(crate) struct GroupValues {
     pub(crate) bits: u8,
-    /// The number of groups of a row, and of inputs of a group.
+    /// The number of groups in a row, and of inputs in a group.
     pub(crate) count: i64,
     pub(crate) size: i64,
     /// The codes, u8 `(O, G, S·bits/8)`.
@@ -265,7 +265,7 @@ pub(crate) fn group_values(
     }
 }
 
-/// Writes a layer in groups by ONNX Runtime's `MatMulNBits`.
+/// Writes a layer quantized in groups, with ONNX Runtime's `MatMulNBits`.
 fn groups_by_groups(
     graph: &mut Graph,
     options: &ExportOptions,
@@ -297,7 +297,7 @@ fn groups_by_groups(
     y
 }
 
-/// The constants of a weight of code books.
+/// The constants of a weight with a code book.
 #[derive(Debug)]
 pub(crate) struct BlockValues {
     /// The number of elements of a block.
@@ -341,7 +341,7 @@ pub(crate) fn block_values(
     })
 }
 
-/// Writes a layer in blocks by ONNX Runtime's `MatMulBnb4`, which has bitsandbytes' layout.
+/// Writes a layer quantized in blocks, with ONNX Runtime's `MatMulBnb4`, which has bitsandbytes' layout.
 fn blocks(graph: &mut Graph, name: &str, x: &str, weight: &QuantizedWeight) -> Result<Value> {
     let [outputs, inputs] = weight.size();
     let values = block_values(graph, name, weight)?;

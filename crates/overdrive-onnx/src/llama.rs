@@ -1,4 +1,4 @@
-//! The graph of a Llama, Mistral, Qwen or Gemma.
+//! The graph of a Llama, Mistral, Qwen or Gemma model.
 
 use overdrive_transformer::{CausalLm, LlamaConfig, LlamaFamily};
 
@@ -42,7 +42,7 @@ struct Builder<'a> {
     heads: Heads,
 }
 
-/// Writes the decoder; the result is the normalised hidden states `(B, T, C)`.
+/// Writes the decoder and returns its normalized hidden states `(B, T, C)`.
 pub(crate) fn hidden_states(
     graph: &mut Graph,
     source: &Source,
@@ -69,7 +69,7 @@ pub(crate) fn hidden_states(
     for (number, window) in windows.into_iter().enumerate() {
         let rotation = &rotations[usize::from(config.rotates_locally(number as i64))];
         let Some(rotation) = rotation else {
-            continue; // `rotations` has one for each layer's kind.
+            continue; // `rotations` has one entry for each kind of layer.
         };
         x = builder.block(number, window, &x, rotation, &context)?;
     }

@@ -17,27 +17,27 @@ use crate::Result;
 /// ```
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct ExportOptions {
-    /// The version of ONNX's operators, 18 to 26; default 21, which ONNX Runtime 1.18 and later run. From 20 on
-    /// GELU is one operator, from 23 on RMSNorm, rotation and attention are, too.
+    /// The version of ONNX's operators, 18 to 26; default 21, which ONNX Runtime 1.18 and later run. GELU is one
+    /// operator from 20 on; RMSNorm, RoPE and attention are from 23 on.
     pub opset: i64,
     /// The dtype of activations, caches and weights that are not quantized; default fp32.
     pub precision: Precision,
     /// The operators that compute attention; default [`Attention::Composed`].
     pub attention: Attention,
-    /// The dtype of activations that quantized weights are multiplied with; default: that of their scheme.
+    /// The dtype of the activations of quantized layers; default: that of their scheme.
     pub activations: Activations,
     /// If `true`, past keys and values are inputs and outputs. If `false`, the graph computes whole sequences
     /// only. Default: `true`.
     pub use_cache: bool,
     /// The positions whose logits are computed; default all.
     pub logits: LogitsFor,
-    /// The file of the weights; default: beside the graph if all together are 2 GB or more.
+    /// The file of the weights; default: a file beside the graph if the weights are 2 GB or more.
     pub external_data: ExternalData,
     /// If `true`, weights that no operator of ONNX multiplies in their quantized form (groups with offsets
-    /// that are no multiples of their scales, groups of reordered inputs) are written dequantized. Default:
-    /// `false`, an error with the name of the weight.
+    /// that are not multiples of their scales, groups of reordered inputs) are written dequantized. Default:
+    /// `false`, which returns an error with the name of the weight.
     pub dense_fallback: bool,
-    /// The entries of the file's metadata beside those that this crate writes.
+    /// Metadata to add to that which this crate writes.
     pub metadata: Vec<(String, String)>,
 }
 
@@ -48,7 +48,7 @@ pub enum Precision {
     /// 32 bits. Weights in bf16 and fp16 are converted exactly.
     #[default]
     Float32,
-    /// 16 bits; norms, positions and softmax are computed in 32. It is meant for GPUs: ONNX Runtime's CPU
+    /// 16 bits; norms, positions and softmax are computed in 32 bits. It is meant for GPUs: ONNX Runtime's CPU
     /// kernels cast to 32 bits and back.
     Float16,
 }
@@ -57,7 +57,7 @@ pub enum Precision {
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Attention {
-    /// Matmuls, a softmax and a mask, which every runtime has.
+    /// Matmuls, a softmax and a mask, which every runtime supports.
     #[default]
     Composed,
     /// ONNX's own `Attention`, of opset 23 and later.
@@ -68,19 +68,19 @@ pub enum Attention {
     GroupQuery,
 }
 
-/// The dtype of activations that quantized weights are multiplied with.
+/// The dtype of the activations of quantized layers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum Activations {
-    /// The activations of the weight's scheme: `int8` has activations quantized to 8 bits token by token, as in
-    /// this workspace's own kernels, 8-bit integers in groups have activations quantized by group, and all
+    /// The activations of the weight's scheme: `int8` quantizes activations to 8 bits token by token, as this
+    /// workspace's own kernels do, schemes of 8-bit integers in groups quantize activations by group, and all
     /// others have floating-point activations.
     #[default]
     Scheme,
-    /// Floating-point activations for every scheme: the values of the dequantized model.
+    /// Floating-point activations for every scheme, which give the results of the dequantized model.
     Float,
-    /// 8-bit activations wherever ONNX Runtime has a kernel for them: for 4-bit groups, too (`accuracy_level`
-    /// 4), which makes them faster by half.
+    /// 8-bit activations wherever ONNX Runtime has a kernel for them, including 4-bit groups (`accuracy_level`
+    /// 4), which makes these faster by half.
     Int8,
 }
 
@@ -91,8 +91,7 @@ pub enum LogitsFor {
     /// All positions: `(batch_size, sequence_length, vocabulary)`.
     #[default]
     All,
-    /// The last position: `(batch_size, 1, vocabulary)`, which is all that generation needs with padding on the
-    /// left.
+    /// The last position: `(batch_size, 1, vocabulary)`, which is enough for generation with padding on the left.
     Last,
 }
 
@@ -124,10 +123,10 @@ impl Default for ExportOptions {
 }
 
 impl ExportOptions {
-    /// Checks that the options fit one another.
+    /// Checks that the options are valid and compatible.
     ///
     /// # Errors
-    /// [`Error::Common`](crate::Error::Common) with the option that does not.
+    /// [`Error::Common`](crate::Error::Common) with the invalid option.
     pub fn validate(&self) -> Result<()> {
         let opset = self.opset;
         check_option((18..=26).contains(&opset), "opset", opset, "from 18 to 26")?;
@@ -151,7 +150,7 @@ impl ExportOptions {
         Ok(())
     }
 
-    /// Returns the version of the file format that goes with the operators.
+    /// Returns the IR version that belongs to the opset.
     pub(crate) fn ir_version(&self) -> i64 {
         // From the table of releases in onnx's `Versioning.md`.
         match self.opset {

@@ -1,11 +1,11 @@
 //! The messages of ONNX that a decoder needs, in the fields and numbers of `onnx.proto`.
 //!
-//! They are compatible with the files of every ONNX tool: a reader skips the fields that are not listed here.
+//! Files of every ONNX tool can be read: a reader skips the fields that are not listed here.
 //!
 //! Source: <https://github.com/onnx/onnx/blob/main/onnx/onnx.proto>.
 #![allow(
     missing_docs,
-    reason = "the fields are those of onnx.proto, where they are explained"
+    reason = "onnx.proto documents the fields"
 )]
 
 use prost::Message;
@@ -51,7 +51,7 @@ pub struct StringStringEntryProto {
     pub value: Option<String>,
 }
 
-/// Nodes in an order in which they can be computed.
+/// Nodes, sorted so that each comes after the nodes that compute its inputs.
 #[derive(Clone, PartialEq, Message)]
 pub struct GraphProto {
     #[prost(message, repeated, tag = "1")]

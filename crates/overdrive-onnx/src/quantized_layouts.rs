@@ -1,6 +1,5 @@
-//! Quantized weights in the layouts of ONNX Runtime's operators, converted from the layouts that
-//! `overdrive-quantization` writes into files: compressed-tensors' for rows and groups, bitsandbytes' for code
-//! books of 16 values.
+//! Quantized weights in the layouts of ONNX Runtime's operators, converted from the file layouts of
+//! `overdrive-quantization`: compressed-tensors' for rows and groups, bitsandbytes' for code books of 16 values.
 
 use overdrive_quantization::{GroupOptions, QuantizationConfig, QuantizedWeight, Scheme};
 use tch::{Kind, Tensor};
@@ -16,7 +15,7 @@ pub(crate) struct Rows {
     pub(crate) scales: Tensor,
 }
 
-/// The properties of a weight in groups that must be known before it is written.
+/// The properties of a weight quantized in groups that must be known before it is written.
 #[derive(Debug)]
 pub(crate) struct Groups {
     pub(crate) bits: u8,
@@ -26,7 +25,7 @@ pub(crate) struct Groups {
     pub(crate) zeros: Option<Tensor>,
 }
 
-/// A weight in blocks of a code book.
+/// A weight quantized in blocks with a code book.
 #[derive(Debug)]
 pub(crate) struct Blocks {
     /// If `true`, the code book is NF4's, else FP4's.
@@ -40,7 +39,7 @@ pub(crate) struct Blocks {
     pub(crate) magnitudes: Tensor,
 }
 
-/// The tensors that a file would hold, by their names after the module's.
+/// The tensors that a file would hold, by their names without the module's.
 struct Stored(Vec<(String, Tensor)>);
 
 impl Stored {
@@ -58,11 +57,8 @@ impl Stored {
 
     fn part(&self, part: &str) -> Result<&Tensor> {
         self.get(part).ok_or_else(|| {
-            Error::unsupported(
-                "a quantized weight",
-                format!("stored without `{part}`"),
-                "a layout that has it was planned (please report this)",
-            )
+            let what = format!("the layout of a quantized weight lacks `{part}`");
+            overdrive_core::Error::internal(what).into()
         })
     }
 }
@@ -106,16 +102,16 @@ pub(crate) fn rows(weight: &QuantizedWeight) -> Result<Rows> {
 /// Returns the properties of a weight in groups.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for groups that `MatMulNBits` does not read: zero points that are no integers,
-/// inputs that were reordered.
+/// [`Error::Unsupported`] for groups that `MatMulNBits` does not read: those with fractional zero points or
+/// reordered inputs.
 pub(crate) fn groups(weight: &QuantizedWeight, name: &str) -> Result<Groups> {
     let options = group_options(weight);
     let stored = Stored::of(weight, weight.scheme()).map_err(|error| {
         Error::unsupported(
             format!("`{name}.weight`"),
-            format!("in groups that no operator of ONNX Runtime reads ({error})"),
-            "quantize it anew (`CausalLm::dequantize`, then `quantize`), or set \
-             `dense_fallback` to write it in full",
+            format!("quantized in groups that no operator of ONNX Runtime reads ({error})"),
+            "quantize it again (`CausalLm::dequantize`, then `quantize`), or set \
+             `dense_fallback` to write it dequantized",
         )
     })?;
     let zeros = stored.get("weight_zero_point");
@@ -189,11 +185,8 @@ pub(crate) fn blocks(weight: &QuantizedWeight) -> Result<Blocks> {
         Scheme::Fp4(options) => (false, options),
         Scheme::Nf4(options) => (true, options),
         other => {
-            return Err(Error::unsupported(
-                "a weight",
-                format!("quantized by {other}"),
-                "blocks were planned (please report this)",
-            ));
+            let what = format!("a weight quantized by {other} has no code book");
+            return Err(overdrive_core::Error::internal(what).into());
         }
     };
     let stored = Stored::of(weight, weight.scheme())?;
@@ -211,20 +204,16 @@ pub(crate) fn blocks(weight: &QuantizedWeight) -> Result<Blocks> {
     })
 }
 
-/// Dequantizes magnitudes that are quantized themselves: `book[code] · scale + offset`, with a scale for 256.
+/// Dequantizes magnitudes that are quantized themselves: `book[code] · scale + offset`, with one scale for 256.
 fn nested(stored: &Stored, codes: &Tensor, scales: &Tensor, normal: bool) -> Result<Tensor> {
     let name = if normal { "nf4" } else { "fp4" };
     let state = stored.part(&format!("weight.quant_state.bitsandbytes__{name}"))?;
     let state = Vec::<u8>::try_from(state.f_view([-1])?)?;
-    // A state that is no JSON has no offset, which is the error below.
+    // A state that is not JSON has no offset, which is reported below.
     let state: serde_json::Value = serde_json::from_slice(&state).unwrap_or_default();
     let offset = state.get("nested_offset").and_then(|value| value.as_f64());
     let offset = offset.ok_or_else(|| {
-        Error::unsupported(
-            "a quantized weight",
-            "stored without `nested_offset`",
-            "a state that has it was planned (please report this)",
-        )
+        overdrive_core::Error::internal("the state of a quantized weight lacks `nested_offset`")
     })?;
     let book = stored.part("weight.nested_quant_map")?;
     let numbers = book.f_index_select(0, &codes.f_view([-1])?.f_to_kind(Kind::Int64)?)?;

@@ -9,9 +9,9 @@ pub struct ExportReport {
     pub path: PathBuf,
     /// The size of the graph's file in bytes.
     pub bytes: u64,
-    /// The file of the weights, if it is another one.
+    /// The file of the weights, if they are in a separate file.
     pub data_path: Option<PathBuf>,
-    /// The size of the weights' file in bytes; 0 if there is none.
+    /// The size of the weights' file in bytes; 0 if there is no such file.
     pub data_bytes: u64,
     /// The number of nodes (calls of operators).
     pub nodes: usize,
@@ -53,7 +53,7 @@ impl fmt::Display for ValueReport {
     }
 }
 
-/// Writes a few lines for people, with the first of the cache's inputs and outputs.
+/// Writes a summary in a few lines, with only the first input and output of the cache.
 impl fmt::Display for ExportReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let megabytes = |bytes: u64| bytes as f64 / 1e6;

@@ -1,7 +1,7 @@
 //! Rotary position embeddings: the cosines and sines of a forward pass, from `position_ids`.
 //!
-//! The graph computes the angles `position · frequency`, so it has no maximum length, and every rope scaling is
-//! that of the model.
+//! The graph computes the angles `position · frequency`, so it has no maximum length, and it scales them as the model
+//! does.
 
 use overdrive_transformer::RopeScaling;
 use tch::{Device, Kind, Tensor};
@@ -102,7 +102,7 @@ impl Rotation {
     }
 }
 
-/// Writes the inverse frequencies `(D/2,)`, and returns them with the factor of cosines and sines.
+/// Writes the inverse frequencies `(D/2,)` and returns them with the factor of cosines and sines.
 fn inverse(graph: &mut Graph, frequencies: &Frequencies<'_>) -> Result<(Value, f64)> {
     let short = graph.f32s(frequencies.short);
     let dim = frequencies.short.len() as i64 * 2;
@@ -112,7 +112,7 @@ fn inverse(graph: &mut Graph, frequencies: &Frequencies<'_>) -> Result<(Value, f
         }
         RopeScaling::Yarn(yarn) => (short, yarn.attention_scale()),
         RopeScaling::LongRope(long) => {
-            // By tensors, as in the model: its powers are rounded to fp32.
+            // Computed by tensors, as in the model, whose powers are rounded to fp32.
             let powers = Tensor::f_pow_scalar(frequencies.theta, &exponents(dim)?)?;
             let factors = Tensor::f_from_slice(&long.long_factor)?.f_to_kind(Kind::Float)?;
             let beyond = Vec::<f32>::try_from(factors.f_mul(&powers)?.f_reciprocal()?)?;

@@ -49,7 +49,7 @@ impl Source {
         let mut adapted: Option<Error> = None;
         model.visit_linears(&mut |name, linear| {
             let active = linear.adapter().map(|adapter| adapter.active_names());
-            // The first layer is enough for the message; the visit goes on, as it cannot stop without an error.
+            // The first layer is enough for the message. The visit continues, since only an error would stop it.
             if let Some(names @ [_, ..]) = active.as_deref()
                 && adapted.is_none()
             {
@@ -83,7 +83,7 @@ impl Source {
         self.linears.get(name).ok_or_else(|| missing(name))
     }
 
-    /// Returns a parameter that is not of a linear layer.
+    /// Returns a parameter outside the linear layers.
     pub(crate) fn parameter(&self, name: &str) -> Result<&Tensor> {
         self.parameters.get(name).ok_or_else(|| missing(name))
     }
@@ -123,7 +123,7 @@ impl Source {
         let Some(weight) = &self.quantized_table else {
             return Ok(Table::Dense(self.parameter(&format!("{name}.weight"))?));
         };
-        // `tie_word_embeddings` does not say whether they share codes: merging an adapter gives a tied head codes of its own.
+        // `tie_word_embeddings` does not tell whether they share codes: merging gives a tied head its own codes.
         let module = match self.linears.get(HEAD).map(|head| &head.weight) {
             Some(LinearWeight::Quantized(head)) if head.shares_storage_with(weight) => HEAD,
             _ => name,

@@ -20,13 +20,13 @@ use crate::{ExternalData, Result};
 /// The number of bytes below which a tensor stays in the graph: shapes and scalars, which runtimes read when they
 /// load the graph.
 const SMALL: u64 = 1 << 10;
-/// The alignment of tensors in a file of their own: a page, so that they can be mapped.
+/// The alignment of tensors in a separate file: a page, so that they can be mapped.
 const PAGE: u64 = 4 << 10;
 /// The alignment of large tensors: the granularity of mappings on Windows.
 const GRANULE: u64 = 64 << 10;
-/// The number of bytes from which a tensor is large.
+/// The number of bytes from which a tensor counts as large.
 const LARGE: u64 = 1 << 20;
-/// The most bytes of weights in the graph: protobuf's messages end below 2 GiB, which leaves room for the nodes.
+/// The limit in bytes for weights in the graph. Protobuf limits a message to 2 GiB; the difference is for the nodes.
 const MOST_BYTES: u64 = 2_000_000_000;
 /// The number of bytes of a tensor that are copied at a time.
 const CHUNK: usize = 16 << 20;
@@ -76,7 +76,7 @@ pub(crate) fn write(
     let bytes = fill(file.as_file(), path, |out| {
         put_model(out, path, &model, &graph, initializers, locations)
     })?;
-    // An older graph must not be found beside newer weights, should the machine stop here.
+    // If the machine stops here, an older graph must not be left beside newer weights.
     match fs::remove_file(path) {
         Err(error) if error.kind() != std::io::ErrorKind::NotFound => {
             return Err(Error::io("replace", path)(error).into());
@@ -117,7 +117,7 @@ fn put_data(
         let Some(offset) = offset else {
             continue;
         };
-        // The gap is below the alignment, so the zeros are few.
+        // The gap is smaller than the alignment, so this writes few zeros.
         let gap = offset.saturating_sub(out.bytes) as usize;
         out.put(path, &vec![0; gap])?;
         put_elements(out, path, initializer)?;
@@ -194,7 +194,7 @@ fn put_tensor(out: &mut Counter<'_>, path: &Path, tensor: &Tensor) -> Result<()>
     Ok(())
 }
 
-/// A file that counts the bytes that are written to it.
+/// A file that counts the bytes written to it.
 struct Counter<'a> {
     file: BufWriter<&'a File>,
     bytes: u64,
@@ -211,7 +211,7 @@ impl Counter<'_> {
     }
 }
 
-/// Fills the unfinished file for `path`, and returns the number of bytes.
+/// Writes the unfinished file for `path` and returns its number of bytes.
 fn fill(
     file: &File,
     path: &Path,
@@ -222,7 +222,7 @@ fn fill(
         bytes: 0,
     };
     fill(&mut out)?;
-    // Synced here already: an error must not come after the old graph was removed.
+    // Synced here, so that no error occurs after the old graph is removed.
     let flushed = out.file.flush().and_then(|()| file.sync_all());
     flushed.map_err(Error::io("write", path))?;
     Ok(out.bytes)

@@ -28,8 +28,8 @@ pub(crate) struct CodeBook {
 impl CodeBook {
     /// Returns the book with both signs, for running averages of gradients.
     pub(crate) fn signed() -> &'static CodeBook {
-        static BOOK: OnceLock<CodeBook> = OnceLock::new();
-        BOOK.get_or_init(|| CodeBook::new(dynamic_map(true), false))
+        static SIGNED: OnceLock<CodeBook> = OnceLock::new();
+        SIGNED.get_or_init(|| CodeBook::new(dynamic_map(true), false))
     }
 
     /// Returns the book of non-negative values, for running averages of squares.
@@ -37,8 +37,8 @@ impl CodeBook {
     /// A positive value never becomes 0, because the update would then be divided by `eps` alone.
     /// (bitsandbytes' CUDA kernel rounds to 0; the smallest value of its CPU kernel is 1.6e-5.)
     pub(crate) fn unsigned() -> &'static CodeBook {
-        static BOOK: OnceLock<CodeBook> = OnceLock::new();
-        BOOK.get_or_init(|| CodeBook::new(dynamic_map(false), true))
+        static UNSIGNED: OnceLock<CodeBook> = OnceLock::new();
+        UNSIGNED.get_or_init(|| CodeBook::new(dynamic_map(false), true))
     }
 
     fn new(codes: [f32; CODES], keep_above_zero: bool) -> Self {

@@ -11,9 +11,9 @@ use crate::{Error, GradScaling, Optimizer, OptimizerId, Result, StateDict};
 /// Several optimizers that step together, each with its own parameters, such as [`Muon`](crate::Muon) for
 /// the matrices of the hidden layers and [`AdamW`](crate::AdamW) for all other parameters.
 ///
-/// Groups, learning rates and parameters are those of the first optimizer, then those of the second, and
-/// so on. The state contains each optimizer under its name. Loading one takes a copy of the present states of all
-/// optimizers but the last, so that an error changes none of them.
+/// Groups, learning rates and parameters are those of the first optimizer, then those of the second, and so on. The
+/// state contains each optimizer under its name. Loading a state first copies the current states of all optimizers
+/// but the last, so that an error leaves all of them unchanged.
 ///
 /// ```
 /// use overdrive_optim::{
@@ -163,7 +163,7 @@ impl Optimizer for CombinedOptimizer {
         let own: Vec<&String> = self.optimizers.iter().map(|(name, _)| name).collect();
         if own.len() != stored.len() || own.iter().any(|name| !stored.contains(name)) {
             return Err(mismatch(format!(
-                "it is for the optimizers {stored:?}, and these are {own:?}"
+                "it is for the optimizers {stored:?}, but these are {own:?}"
             )));
         }
         // An error of a later optimizer gives the earlier ones their states back; that of the last is not needed.

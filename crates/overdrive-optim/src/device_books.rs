@@ -10,17 +10,17 @@ use crate::code_book::{BLOCK, CODES, CodeBook};
 /// The code books as tensors on a device.
 #[derive(Debug)]
 pub(crate) struct DeviceBooks {
-    /// The numbers of the codes of averages, and after them those of squares: f32 `(2 · CODES,)`.
-    pub(crate) numbers: Tensor,
-    /// The indices of the first codes of both among the numbers: i32 `(2, 1)`.
+    /// The values of the codes of averages, followed by those of the codes of squares: f32 `(2 · CODES,)`.
+    pub(crate) values: Tensor,
+    /// The indices in `values` of the first code of each book: i32 `(2, 1)`.
     pub(crate) first_codes: Tensor,
     /// The bounds between codes, one fewer than codes.
     pub(crate) bounds: [Tensor; 2],
-    /// Codes of 0, at most as many as a block lacks.
+    /// Codes of 0 that fill up the last block of a piece: one fewer than a block.
     pub(crate) zeros: [Tensor; 2],
 }
 
-/// The books of the devices that had an 8-bit update.
+/// The code books on each device that has run an 8-bit update.
 static BOOKS: Mutex<Vec<(Device, DeviceBooks)>> = Mutex::new(Vec::new());
 
 impl DeviceBooks {
@@ -39,7 +39,7 @@ impl DeviceBooks {
 
     fn new(device: Device) -> Result<Self> {
         let books = [CodeBook::signed(), CodeBook::unsigned()];
-        let numbers: Vec<f32> = books.iter().flat_map(|book| book.codes).collect();
+        let values: Vec<f32> = books.iter().flat_map(|book| book.codes).collect();
         let bounds = |book: &CodeBook| -> Result<Tensor> {
             // The last bound is infinity, which `bucketize` does not need.
             let bounds = Tensor::f_from_slice(&book.nearest.bounds()[..CODES - 1])?;
@@ -55,7 +55,7 @@ impl DeviceBooks {
         };
         let first_codes = Tensor::f_from_slice(&[0_i32, CODES as i32])?.f_view([2, 1])?;
         Ok(Self {
-            numbers: Tensor::f_from_slice(&numbers)?.f_to_device(device)?,
+            values: Tensor::f_from_slice(&values)?.f_to_device(device)?,
             first_codes: first_codes.f_to_device(device)?,
             bounds: [bounds(books[0])?, bounds(books[1])?],
             zeros: [zeros(books[0])?, zeros(books[1])?],
@@ -65,7 +65,7 @@ impl DeviceBooks {
     fn shallow_clone(&self) -> Self {
         let both = |pair: &[Tensor; 2]| [pair[0].shallow_clone(), pair[1].shallow_clone()];
         Self {
-            numbers: self.numbers.shallow_clone(),
+            values: self.values.shallow_clone(),
             first_codes: self.first_codes.shallow_clone(),
             bounds: both(&self.bounds),
             zeros: both(&self.zeros),
@@ -80,13 +80,10 @@ mod tests {
     #[test]
     fn a_device_has_its_books_once() {
         let [first, second] = [(); 2].map(|()| DeviceBooks::of(Device::Cpu).expect("memory"));
-        assert_eq!(first.numbers.data_ptr(), second.numbers.data_ptr());
+        assert_eq!(first.values.data_ptr(), second.values.data_ptr());
         for (row, zeros) in (0..).zip(&first.zeros) {
             let code = zeros.int64_value(&[0]);
-            assert_eq!(
-                first.numbers.double_value(&[row * CODES as i64 + code]),
-                0.0
-            );
+            assert_eq!(first.values.double_value(&[row * CODES as i64 + code]), 0.0);
         }
     }
 }

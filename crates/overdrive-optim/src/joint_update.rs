@@ -10,7 +10,7 @@ use crate::code_book::BLOCK;
 use crate::kernels::AdamNumbers;
 use crate::operators::{self, Piece};
 
-/// The number of elements that are updated with temporaries at once. These take up to 26 bytes an element: 208 MiB.
+/// The number of elements that are updated with temporaries at once. These take up to 26 bytes per element: 208 MiB.
 pub(crate) const WINDOW: usize = 1 << 23;
 
 /// The updates of a step that libtorch's operators compute.

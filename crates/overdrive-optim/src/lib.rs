@@ -24,10 +24,10 @@
 //! | [`Stateful`] | `torch.distributed.checkpoint.stateful.Stateful` |
 //! | [`TchOptimizer`] | tch's own optimizers, behind the [`Optimizer`] trait |
 //!
-//! The kernels of [`AdamW8bit`], [`Lion`] and [`Adafactor`] on a CPU take
-//! [numbers below 2⁻¹²⁶ for zero](overdrive_kernels#subnormal-numbers). libtorch's, which the others use, keep them unless
-//! [`set_flush_denormals`](overdrive_sys::denormals::set_flush_denormals) is called; second moments of parameters that get
-//! no gradient decay to such numbers.
+//! On a CPU, the kernels of [`AdamW8bit`], [`Lion`] and [`Adafactor`] treat [numbers below 2⁻¹²⁶ as
+//! zero](overdrive_kernels#subnormal-numbers). libtorch's kernels, which the other optimizers use, keep such numbers
+//! unless [`set_flush_denormals`](overdrive_sys::denormals::set_flush_denormals) is called; the second moments of
+//! parameters that get no gradient decay to them.
 //!
 //! ```
 //! use overdrive_optim::{

@@ -57,9 +57,9 @@ pub(crate) fn adam8(numbers: &AdamNumbers, pieces: &[Piece]) -> Result<()> {
         return Ok(());
     }
     let gathered = Gathered::new(pieces, &books)?;
-    // The codes of the squares choose among the second half of the numbers.
+    // The codes of the squares index the second half of the values.
     let index = gathered.codes.f_add(&books.first_codes)?.f_view([-1])?;
-    let values = books.numbers.f_index_select(0, &index)?;
+    let values = books.values.f_index_select(0, &index)?;
     drop(index);
     let mut blocks = values.f_view([-1, BLOCK as i64])?;
     let _ = blocks.f_mul_(&gathered.scales.f_unsqueeze(1)?)?;
@@ -96,9 +96,9 @@ fn adam8_by_kernel(numbers: &AdamNumbers, pieces: &[Piece], books: &DeviceBooks)
         launches.push((kernel, piece));
     }
     let codes = CODES as i64;
-    let halves = [0, codes].map(|first| books.numbers.f_narrow(0, first, codes));
+    let halves = [0, codes].map(|first| books.values.f_narrow(0, first, codes));
     let [signed, unsigned] = halves;
-    let numbers_of = [signed?, unsigned?];
+    let values_of = [signed?, unsigned?];
     for (kernel, piece) in launches {
         let Some(scales) = &piece.scales else {
             continue;
@@ -106,7 +106,7 @@ fn adam8_by_kernel(numbers: &AdamNumbers, pieces: &[Piece], books: &DeviceBooks)
         let [average, squares] = [0, 1].map(|index| CodedAverage {
             codes: &piece.averages[index],
             scales: &scales[index],
-            book: &numbers_of[index],
+            book: &values_of[index],
             bounds: &books.bounds[index],
         });
         let (parameter, gradient) = (&piece.parameter, &piece.gradient);

@@ -17,10 +17,10 @@ pub(crate) const WITHOUT_STATE: &str = "without_state";
 const SEPARATOR: char = '/';
 
 impl StateDict {
-    /// Returns the state of the parameters that this state lists, out of `shards`: the states that the ranks of
-    /// another number of processes have stored. So a sharded optimizer resumes on any number of ranks: `self` is
-    /// its new state, and the result is loaded into it. Shards are read one after another, and of each only the
-    /// tensors of these parameters are kept.
+    /// Returns the state of the parameters that this state lists, collected from `shards`: the states that the ranks
+    /// of a run with another number of processes stored. A sharded optimizer can therefore resume on any number of
+    /// ranks: `self` is its new state, and the result is loaded into it. Shards are read one after another, and only
+    /// the tensors of these parameters are kept from each.
     ///
     /// ```
     /// use overdrive_optim::{AdamW, AdamWConfig, Optimizer, ParamGroup, StateDict};
@@ -46,8 +46,8 @@ impl StateDict {
     /// ```
     ///
     /// # Errors
-    /// The first error of a shard; [`crate::Error::StateMismatch`] if the shards have different options, or a state is not
-    /// that of an optimizer.
+    /// The first error of a shard; [`crate::Error::StateMismatch`] if the shards have different options, or a state
+    /// is not that of an optimizer.
     pub fn gather<E: From<crate::Error>>(
         &self,
         shards: impl IntoIterator<Item = std::result::Result<StateDict, E>>,
@@ -107,7 +107,7 @@ fn list(metadata: &Value, prefix: &str, into: &mut Vec<String>) -> Result<()> {
     Ok(())
 }
 
-/// Returns the parameter that a tensor belongs to. Names of parameters contain dots, so the longest one is it.
+/// Returns the parameter that a tensor belongs to. Names of parameters contain dots, so the longest match is chosen.
 fn parameter_of<'a>(key: &'a str, parameters: &BTreeSet<String>) -> Option<&'a str> {
     let ends = key.rmatch_indices('.').map(|(end, _)| &key[..end]);
     ends.into_iter().find(|name| parameters.contains(*name))

@@ -2,23 +2,23 @@
 
     python3 compile_package.py --model FOLDER --output FILE.pt2 [--models logits,prefill,decode]
 
-Needs the torch of the libtorch that the program runs on (2.11.0 or 2.13.0: a package runs on no other one),
-transformers 5 and a C++ compiler. The folder holds config.json and model.safetensors, as
+Needs torch of the same version as the program's libtorch (2.11.0 or 2.13.0: a package runs on no other
+version), transformers 5 and a C++ compiler. The folder holds config.json and model.safetensors, as
 `CausalLm::save_pretrained` or the trainer writes them. It compiles through `torch.export` and
-AOTInductor, so neither Python nor a compiler is needed where the package runs.
+AOTInductor, so the machine that runs the package needs neither Python nor a compiler.
 
-Models of the package, each with dynamic `batch` and, but for `decode`, dynamic `length`:
+The models of a package have a dynamic `batch` and, except `decode`, a dynamic `length`:
 
     logits    input_ids (batch, length) -> logits (batch, length, vocabulary)
     prefill   input_ids (batch, length), positions (length,), keys_0.., values_0.. of
               (batch, heads, max_len, head_dim) each -> logits (batch, 1, vocabulary) of the last token;
-              the new keys and values are written into keys_N and values_N where `positions` says
-    decode    the same for one token a row: input_ids (batch, 1), positions (1,)
+              new keys and values are written to `positions` in keys_N and values_N
+    decode    the same for one token in each row: input_ids (batch, 1), positions (1,)
 
 The last two read and write the buffers of overdrive-kv-cache's `StaticCache` of the same `max_len`.
-Names of constants are those of the folder's weights. The metadata (key `overdrive`, JSON) names the
-torch version, the inputs and outputs with their kinds and sizes, tied weights, and what the code
-demands of the processor; overdrive-packages checks all of it before it loads any code.
+Constants have the names of the folder's weights. The metadata (key `overdrive`, JSON) records the
+torch version, the dtypes and sizes of inputs and outputs, tied weights, and the instruction sets that
+the code may use; overdrive-packages checks all of it before it loads any code.
 """
 
 import argparse
@@ -41,7 +41,7 @@ KINDS = ("logits", "prefill", "decode")
 
 
 class Slots(Cache):
-    """A cache over tensors that the caller owns: writes where `positions` says, shows its whole length."""
+    """A cache over the caller's tensors: writes at `positions` and returns its whole length."""
 
     def __init__(self, keys, values, positions):
         super().__init__(layers=[])
@@ -60,7 +60,7 @@ class Slots(Cache):
 
 
 def with_forward(model, forward):
-    """The model with another `forward`. Its parameters keep their names, which a wrapper would change."""
+    """Replaces the model's `forward`; unlike a wrapper, this keeps the names of the parameters."""
     known = type(model)
     model.__class__ = type(known.__name__, (known,), {"forward": forward})
     return known
@@ -84,7 +84,7 @@ def step(self, input_ids, positions, keys, values):
 
 
 def example(kind, config, arguments, dtype, device):
-    """Inputs of the model, and the names of those sizes that are dynamic."""
+    """Returns example inputs of the model, and the names of the dynamic sizes."""
     tokens = 1 if kind == "decode" else 7
     ids = torch.arange(2 * tokens, device=device).reshape(2, tokens) % config.vocab_size
     sizes = {0: "batch"} if kind == "decode" else {0: "batch", 1: "length"}
@@ -107,13 +107,13 @@ def example(kind, config, arguments, dtype, device):
 
 
 def leaves(names):
-    """The sizes of each input, lists of inputs laid out flat."""
+    """Yields the sizes of each input, with lists of inputs flattened."""
     for sizes in names.values():
         yield from sizes if isinstance(sizes, list) else [sizes]
 
 
 def as_dynamic(names, most):
-    """The same as torch.export wants it."""
+    """Returns the names in the form that torch.export takes."""
 
     def one(sizes):
         return {place: Dim.DYNAMIC(max=most[name]) for place, name in sizes.items()} or None
@@ -122,7 +122,7 @@ def as_dynamic(names, most):
 
 
 def describe(program, names, most):
-    """Inputs and outputs in the order in which the compiled code takes them, with kinds and sizes."""
+    """Returns inputs and outputs in the order of the compiled code, with dtypes and sizes."""
     signature = program.graph_signature
     values = {node.name: node.meta["val"] for node in program.graph.nodes if "val" in node.meta}
     declared = list(leaves(names))
@@ -141,14 +141,14 @@ def describe(program, names, most):
         dtype = str(value.dtype).removeprefix("torch.")
         return {"name": name, "dtype": dtype, "shape": [size(s) for s in value.shape]}
 
-    # The keys and values, which come after ids and positions.
+    # The model writes to keys and values, which come after ids and positions.
     inputs = [tensor(node, node) | {"mutated": place >= 2} for place, node in enumerate(signature.user_inputs)]
     outputs = [tensor("logits", node) for node in signature.user_outputs]
     return inputs, outputs
 
 
 def tied(model):
-    """Groups of names that stand for one weight; the compiled code knows it by one of them."""
+    """Returns groups of names of one tied weight; the compiled code uses one name of each group."""
     same = {}
     for name, tensor in model.state_dict(keep_vars=True).items():
         same.setdefault(tensor.data_ptr(), []).append(name)
@@ -156,7 +156,7 @@ def tied(model):
 
 
 def processor_flags():
-    """What the compiler may use of this processor: AOTInductor compiles with -march=native."""
+    """Returns the instruction sets that the compiler may use: AOTInductor compiles with -march=native."""
     compiler = os.environ.get("CXX", "g++")
     try:
         text = subprocess.run(
@@ -190,9 +190,9 @@ def compile_one(kind, model, arguments, dtype):
         options = {
             "aot_inductor.package": True,
             "aot_inductor.metadata": {"overdrive": json.dumps(metadata)},
-            # One row or one token runs the code of several; `check` below proves it for this model.
+            # One row or one token runs the code for several; `check` below tests this for the model.
             "aot_inductor.check_lowerbound": False,
-            # As many threads as libtorch has where the package runs, not as many as here.
+            # Use libtorch's number of threads at run time, not the number of this machine.
             "cpp.dynamic_threads": True,
             "max_autotune": arguments.max_autotune,
             "freezing": arguments.freeze,
@@ -204,7 +204,7 @@ def compile_one(kind, model, arguments, dtype):
 
 
 def check(kind, package, model, arguments, dtype):
-    """Runs the package on sizes other than those it was made with, one row and one token among them."""
+    """Compares the package with the model at sizes other than the example's, including one row and one token."""
     compiled = torch._inductor.package.load_package(str(package), kind)
     inputs, _ = example(kind, model.config, arguments, dtype, arguments.device)
     tolerance = 1e-4 if dtype == torch.float32 else 0.1
@@ -234,21 +234,21 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--model", type=Path, required=True, help="a Hugging Face folder")
     parser.add_argument("--output", type=Path, required=True, help="the package to write, FILE.pt2")
-    parser.add_argument("--models", default="logits", help="which of logits, prefill, decode, by commas")
+    parser.add_argument("--models", default="logits", help="a comma-separated list of logits, prefill, decode")
     parser.add_argument("--max-batch", type=int, default=64)
-    parser.add_argument("--max-length", type=int, help="tokens of a row and of the cache (default: the model's context)")
+    parser.add_argument("--max-length", type=int, help="tokens per row and in the cache (default: the model's context)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16", "float16"], default="float32")
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--max-autotune", action="store_true", help="measure kernels for products (slow to compile)")
+    parser.add_argument("--max-autotune", action="store_true", help="benchmark kernels for matmuls (slow to compile)")
     parser.add_argument(
-        "--freeze", action="store_true", help="pack the weights for this processor; they cannot be replaced then"
+        "--freeze", action="store_true", help="pack the weights for this processor; they can then not be replaced"
     )
     arguments = parser.parse_args()
     if arguments.output.suffix != ".pt2":
-        parser.error(f"--output {arguments.output}: the name of a package ends in .pt2")
+        parser.error(f"--output is {arguments.output}; it must end in .pt2")
     kinds = arguments.models.split(",")
     if unknown := [kind for kind in kinds if kind not in KINDS]:
-        parser.error(f"--models {arguments.models}: {unknown[0]!r} is none of {', '.join(KINDS)}")
+        parser.error(f"--models has {unknown[0]!r}; it must be a comma-separated list of {', '.join(KINDS)}")
 
     dtype = getattr(torch, arguments.dtype)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=dtype, attn_implementation="sdpa")
@@ -256,7 +256,7 @@ def main():
     if arguments.max_length is None:
         arguments.max_length = model.config.max_position_embeddings
     files = {kind: compile_one(kind, model, arguments, dtype) for kind in kinds}
-    # Whole or not at all: nobody loads half a package. The name inside the archive is that of the file.
+    # Renamed once complete, so that nobody loads half a package. The archive's top folder has the file's name.
     with tempfile.TemporaryDirectory(dir=arguments.output.resolve().parent) as folder:
         made = package_aoti(str(Path(folder) / arguments.output.name), files)
         for kind in kinds:

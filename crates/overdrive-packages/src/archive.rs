@@ -10,11 +10,11 @@ use zip::ZipArchive;
 
 use crate::{Error, Manifest, Result};
 
-/// The newest version of the archive that libtorch 2.11 and 2.13 write and read.
+/// The newest archive version that libtorch 2.11 and 2.13 write and read.
 const ARCHIVE_VERSION: &str = "0";
 
-/// The most bytes of all metadata of a package; that of a model has some kilobytes. An entry of a zip archive may
-/// unpack to a thousand times its bytes.
+/// The size limit in bytes for all metadata of a package; one model's takes a few kilobytes. It bounds memory, since a
+/// zip entry may unpack to a thousand times its compressed size.
 const MAX_TEXT_BYTES: u64 = 16 << 20;
 
 /// The models of a package (`.pt2`).
@@ -39,21 +39,21 @@ pub struct PackageInfo {
 pub struct ModelInfo {
     /// Its name in the package.
     pub name: String,
-    /// The metadata of the model: PyTorch's own keys, which begin with `AOTI_`, and those that were given when
-    /// it was compiled.
+    /// The metadata of the model: PyTorch's own keys, which begin with `AOTI_`, and those that the compilation
+    /// added.
     pub metadata: BTreeMap<String, String>,
     /// The manifest that compile_package.py wrote; `None` for a package made without it.
     pub manifest: Option<Manifest>,
 }
 
 impl ModelInfo {
-    /// Returns the device that it was compiled for: `cpu`, `cuda`; empty where the metadata does not say.
+    /// Returns the device that the model was compiled for, `cpu` or `cuda`; empty if the metadata does not name one.
     #[must_use]
     pub fn device(&self) -> &str {
         self.metadata("AOTI_DEVICE_KEY")
     }
 
-    /// Returns the metadata under `key`; empty where there is none.
+    /// Returns the metadata under `key`; empty if there is none.
     #[must_use]
     pub fn metadata(&self, key: &str) -> &str {
         self.metadata.get(key).map_or("", String::as_str)
@@ -61,12 +61,12 @@ impl ModelInfo {
 }
 
 impl PackageInfo {
-    /// Reads the whole file and verifies every checksum, which takes as long as reading the file. libtorch itself
-    /// does not verify them, and would load damaged code.
+    /// Reads the whole file and verifies every checksum. libtorch does not verify them, and would load damaged
+    /// code.
     ///
     /// # Errors
-    /// [`overdrive_core::Error::Io`] if the file cannot be read, [`Error::Damaged`] if it is not a package, not an
-    /// intact one, or has more than 16 MiB of metadata, [`Error::InvalidManifest`] for metadata of a later version.
+    /// [`overdrive_core::Error::Io`] if the file cannot be read, [`Error::Damaged`] if it is not a package, is
+    /// damaged, or has more than 16 MiB of metadata, [`Error::InvalidManifest`] for metadata of a later version.
     pub fn read(path: impl AsRef<Path>) -> Result<PackageInfo> {
         let path = path.as_ref();
         let damaged = |problem: String| Error::Damaged {
@@ -74,7 +74,7 @@ impl PackageInfo {
             problem,
         };
         let file = File::open(path).map_err(CommonError::io("open", path))?;
-        // On Linux a folder can be opened as a file; only reading it fails, with a message about zip archives.
+        // On Linux, opening a folder succeeds; reading it would fail with a message about zip archives.
         let metadata = file.metadata().map_err(CommonError::io("read", path))?;
         if metadata.is_dir() {
             return Err(damaged("it is a folder".to_owned()));
@@ -93,7 +93,7 @@ impl PackageInfo {
             // libtorch unpacks entries by their names: `../` would write outside its temporary folder.
             if entry.enclosed_name().is_none() {
                 return Err(damaged(format!(
-                    "its entry {name:?} leads out of its folder"
+                    "its entry {name:?} leads out of the package's folder"
                 )));
             }
             let is_text = contents.is_text(&name);
@@ -102,12 +102,12 @@ impl PackageInfo {
                     "its entry {name:?} brings its metadata to more than {MAX_TEXT_BYTES} bytes"
                 ))
             };
-            // The declared size, and below the real one: either may be wrong.
+            // Checks the declared size here and the real size below: either may be wrong.
             if is_text && entry.size() > text_left {
                 return Err(too_long());
             }
             let mut text = Vec::new();
-            // Libraries and weights may be gigabytes: they are read for their checksum only, which the reader
+            // Libraries and weights may take gigabytes, so they are read only for their checksum, which the reader
             // compares at the end of the entry.
             let read = match is_text {
                 true => {
@@ -143,7 +143,7 @@ impl PackageInfo {
         &self.models
     }
 
-    /// Returns the model of this name, or without a name the only model.
+    /// Returns the model called `name`, or the only model if `name` is `None`.
     ///
     /// # Errors
     /// [`Error::NoSuchModel`] if there is no such model, or if there are several and no name was given.
@@ -156,14 +156,14 @@ impl PackageInfo {
         found.ok_or_else(|| Error::NoSuchModel {
             path: self.path.clone(),
             requested: name
-                .unwrap_or("(none was named, and there are several)")
+                .unwrap_or("(no name was given, and there are several)")
                 .to_owned(),
             models: self.models.iter().map(|model| model.name.clone()).collect(),
         })
     }
 }
 
-/// The entries that were read from the archive.
+/// The entries read from the archive.
 #[derive(Default)]
 struct Contents {
     format: Option<String>,
@@ -178,7 +178,7 @@ struct ModelFiles {
 }
 
 impl Contents {
-    /// Returns `true` for an entry whose text is parsed, not only verified.
+    /// Returns `true` for an entry whose text is parsed as well as verified.
     fn is_text(&self, name: &str) -> bool {
         let inner = inner(name);
         matches!(inner, "archive_format" | "archive_version") || inner.ends_with("_metadata.json")
@@ -220,24 +220,24 @@ impl Contents {
         };
         if self.format.as_deref() != Some("pt2") {
             let found = match self.format {
-                None => "it is a zip archive without the entry archive_format".to_owned(),
+                None => "it is a zip archive without the entry `archive_format`".to_owned(),
                 Some(format) => format!("its format is {format:?}, not \"pt2\""),
             };
             return Err(damaged(found));
         }
         if let Some(version) = self.version.filter(|version| version != ARCHIVE_VERSION) {
             return Err(damaged(format!(
-                "its archive has version {version}, and libtorch reads version {ARCHIVE_VERSION}"
+                "its archive has version {version}; libtorch reads version {ARCHIVE_VERSION}"
             )));
         }
         if self.models.is_empty() {
             return Err(damaged(
-                "it holds no compiled model (an exported program alone cannot run without Python)"
+                "it holds no compiled model (an exported program that is not compiled needs Python)"
                     .to_owned(),
             ));
         }
         let parse = |(name, files): (String, ModelFiles)| {
-            // libtorch loads the first library that it finds; two would make the choice depend on their order.
+            // libtorch loads the first library that it finds; with two, their order would decide.
             if files.libraries != 1 {
                 let count = files.libraries;
                 return Err(damaged(format!(

@@ -18,7 +18,7 @@ pub(crate) fn check(path: &Path, model: &ModelInfo, allow_unknown_version: bool)
             running,
         })
     };
-    // A key that is missing says nothing: packages of older PyTorch versions lack some.
+    // A missing key is no mismatch: packages of older PyTorch versions lack some keys.
     let differs = |key: &str, running: &str| {
         let compiled_for = model.metadata(key);
         (!compiled_for.is_empty() && compiled_for != running).then(|| compiled_for.to_owned())
@@ -64,7 +64,7 @@ pub(crate) fn check(path: &Path, model: &ModelInfo, allow_unknown_version: bool)
 
 fn check_version(path: &Path, model: &ModelInfo, allow_unknown: bool) -> Result<()> {
     let running = build_info::libtorch_version()?;
-    // `2.11.0+cpu`: the build's suffix does not change the ABI.
+    // In `2.11.0+cpu`, the build's suffix does not change the ABI.
     let running = running.split('+').next().unwrap_or_default().to_owned();
     match &model.manifest {
         Some(manifest) if manifest.torch == running => Ok(()),
@@ -98,7 +98,7 @@ fn check_version(path: &Path, model: &ModelInfo, allow_unknown: bool) -> Result<
     }
 }
 
-/// Checks the compute capability, which the metadata has as `90` for 9.0.
+/// Checks the compute capability, which the metadata stores as `90` for 9.0.
 fn check_capability(
     model: &ModelInfo,
     mismatch: impl Fn(String, String) -> Result<()>,
@@ -117,7 +117,7 @@ fn check_capability(
     )
 }
 
-/// Returns the name that Python's `sys.platform` has for this system.
+/// Returns this system's name in Python's `sys.platform`.
 fn platform() -> &'static str {
     match std::env::consts::OS {
         "macos" => "darwin",
@@ -126,7 +126,7 @@ fn platform() -> &'static str {
     }
 }
 
-/// Returns the name that Python's `platform.machine()` has for this processor.
+/// Returns this processor's name in Python's `platform.machine()`.
 fn machine() -> &'static str {
     match (std::env::consts::ARCH, std::env::consts::OS) {
         ("aarch64", "macos") => "arm64",
@@ -134,10 +134,10 @@ fn machine() -> &'static str {
     }
 }
 
-/// Returns the instructions that the code may use and this processor lacks: those among the vector instructions
-/// that PyTorch chose and among all that the compiler was allowed to use.
+/// Returns the instruction sets that the code may use and this processor lacks, from the vector instructions that
+/// PyTorch chose and from everything that the compiler was allowed to use.
 fn missing_instructions(model: &ModelInfo) -> Vec<String> {
-    // An instruction that the processor lacks would kill the process (SIGILL): no error could be returned.
+    // An instruction that the processor lacks would kill the process (SIGILL) before it could return an error.
     let chosen = model.metadata("AOTI_CPU_ISA").to_ascii_lowercase();
     let chosen = chosen
         .split_ascii_whitespace()
@@ -155,8 +155,8 @@ fn missing_instructions(model: &ModelInfo) -> Vec<String> {
     missing
 }
 
-/// Returns `true` if this processor has the instructions that GCC calls `name`; `None` for names that are no
-/// instructions (`glibc`) or that Rust cannot detect.
+/// Returns `true` if this processor has the instruction set that GCC calls `name`; `None` for names that are not
+/// instruction sets (`glibc`) or that Rust cannot detect.
 #[cfg(target_arch = "x86_64")]
 fn has(name: &str) -> Option<bool> {
     use std::arch::is_x86_feature_detected as detected;

@@ -1,4 +1,4 @@
-//! The replacement of weights without a new compilation.
+//! The replacement of weights without recompiling.
 
 use std::path::Path;
 
@@ -12,27 +12,27 @@ use crate::{CompiledModel, Error, Result};
 /// Options of [`CompiledModel::replace_constants`].
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct ReplaceOptions {
-    /// If `true`, weights may be left out, which then keep their values. Buffers and constants of the code itself
-    /// (rotary frequencies) may always be left out. Default `false`: every weight of the model must be given.
+    /// If `true`, weights may be left out and then keep their values. Buffers and constants of the code (such as
+    /// rotary frequencies) may always be left out. Default `false`: every weight of the model must be given.
     pub partial: bool,
-    /// If `true`, the model uses the memory of the given tensors instead of a copy, and keeps it alive: a change of
-    /// a tensor in place changes the model. Default `false`.
+    /// If `true`, the model shares the memory of the given tensors instead of copying them: changing a tensor in
+    /// place changes the model. Default `false`.
     pub share: bool,
-    /// If `true`, tensors that the model does not know are ignored. Default `false`: they are an error.
+    /// If `true`, tensors that the model does not have are ignored. Default `false`: they are an error.
     pub ignore_unknown: bool,
 }
 
 impl CompiledModel {
-    /// Returns its constants, the weights and buffers of the Python module.
+    /// Returns the model's constants: the weights and buffers of the Python module.
     ///
     /// # Errors
-    /// Errors of libtorch, for constants that were packed for the processor.
+    /// Errors of libtorch for constants that were packed for the processor.
     pub fn constants(&self) -> Result<Vec<Constant>> {
         Ok(self.package.constants()?)
     }
 
-    /// Returns a copy of a constant, by its name or that of a weight that is tied to it; `None` where there is
-    /// none.
+    /// Returns a copy of the constant `name`, which may also be the name of a weight that is tied to it; `None` if
+    /// there is none.
     ///
     /// # Errors
     /// Errors of libtorch.
@@ -46,14 +46,14 @@ impl CompiledModel {
     }
 
     /// Replaces weights by tensors of the same names, shapes and dtypes: those of another checkpoint of
-    /// the model, or of this one after more training. Of tied weights one name is enough.
+    /// the model, or of this one after more training. For tied weights one name is enough.
     ///
     /// Everything is checked before anything is changed. The new weights are loaded beside the old ones while
-    /// other threads run, and replace them between two runs, so that no run sees a mixture. Until then both
-    /// occupy memory.
+    /// other threads run the model, and are swapped in between two runs, so no run sees a mixture. Until then,
+    /// both sets occupy memory.
     ///
     /// # Errors
-    /// [`Error::InvalidConstants`] with every problem; else errors of libtorch. Nothing is changed then.
+    /// [`Error::InvalidConstants`] with every problem, or errors of libtorch; the model is then unchanged.
     pub fn replace_constants(
         &self,
         tensors: &[(String, Tensor)],
@@ -62,13 +62,13 @@ impl CompiledModel {
         if self.info.manifest.as_ref().is_some_and(|m| !m.swappable) {
             return Err(Error::InvalidConstants {
                 problems: vec![
-                    "the weights of this package were packed for the processor; make it without --freeze"
+                    "the weights of this package are packed for the processor; compile it without --freeze"
                         .to_owned(),
                 ],
             });
         }
         let held = self.constants()?;
-        // All problems are collected, so that a wrong checkpoint is understood at the first attempt.
+        // Collects all problems, so that one attempt shows everything that is wrong with a checkpoint.
         let mut problems = Vec::new();
         let mut given: Vec<Option<(&str, &Tensor)>> = vec![None; held.len()];
         for (name, tensor) in tensors {
@@ -78,11 +78,11 @@ impl CompiledModel {
                 }
                 continue;
             };
-            // Two names of a tied weight may both be given, as in many checkpoints, if they agree.
+            // Both names of a tied weight may be given, as in many checkpoints, if their tensors agree.
             match given[index] {
                 Some((before, other)) if before == name || !same(other, tensor)? => {
                     problems.push(format!(
-                        "{name:?} and {before:?} stand for one constant and differ"
+                        "{name:?} and {before:?} name the same constant but differ"
                     ));
                 }
                 _ => given[index] = Some((name, tensor)),
@@ -91,7 +91,7 @@ impl CompiledModel {
             let kind = tensor.f_kind()?;
             if kind != constant.kind || tensor.size() != constant.shape {
                 problems.push(format!(
-                    "{name:?} is {kind:?} of shape {:?} and not {:?} of shape {:?}",
+                    "{name:?} is {kind:?} of shape {:?}; it must be {:?} of shape {:?}",
                     tensor.size(),
                     constant.kind,
                     constant.shape
@@ -120,7 +120,8 @@ impl CompiledModel {
     /// compiled for.
     ///
     /// # Errors
-    /// [`Error::InvalidConstants`], [`Error::Weights`], and [`Error::Common`] for the index; nothing is changed then.
+    /// [`Error::InvalidConstants`], [`Error::Weights`], and [`Error::Common`] for the index; the model is then
+    /// unchanged.
     pub fn replace_constants_from(&self, path: impl AsRef<Path>) -> Result<()> {
         let held = self.constants()?;
         let mut tensors = Vec::new();
@@ -136,7 +137,7 @@ impl CompiledModel {
         self.replace_constants(&tensors, ReplaceOptions::default())
     }
 
-    /// Returns the index of a constant by its name or that of a weight that is tied to it.
+    /// Returns the index of the constant `name`, which may also be the name of a weight that is tied to it.
     fn index_of(&self, held: &[Constant], name: &str) -> Option<usize> {
         let direct = held.iter().position(|constant| constant.name == name);
         direct.or_else(|| {
@@ -161,10 +162,10 @@ impl CompiledModel {
     }
 }
 
-/// Returns `true` for the name of a parameter.
+/// Returns `true` if `name` is that of a parameter.
 fn is_weight(name: &str) -> bool {
-    // PyTorch's modules call their parameters so; buffers and lifted constants have other names, and the package
-    // does not say which is which.
+    // A heuristic: PyTorch's modules use these names for parameters, and buffers and lifted constants have others. The
+    // package does not record which is which.
     name.ends_with("weight") || name.ends_with("bias")
 }
 
@@ -173,7 +174,7 @@ fn same(a: &Tensor, b: &Tensor) -> Result<bool> {
     Ok(a.f_kind()? == b.f_kind()? && a.size() == b.size() && a.f_equal(b)?)
 }
 
-/// Returns the safetensors files of a Hugging Face folder; a path that is no folder is the only file.
+/// Returns the safetensors files of a Hugging Face folder, or the path itself if it is not a folder.
 fn weight_files(path: &Path) -> Result<Vec<std::path::PathBuf>> {
     if !path.is_dir() {
         return Ok(vec![path.to_owned()]);
@@ -189,7 +190,7 @@ fn weight_files(path: &Path) -> Result<Vec<std::path::PathBuf>> {
     }
     let text = overdrive_core::text::read(&index)?;
     let parsed: Index = serde_json::from_str(&text).map_err(CommonError::parse("JSON", &index))?;
-    // Many tensors name the same shard.
+    // Many tensors are in the same shard.
     let names: std::collections::BTreeSet<String> = parsed.weight_map.into_values().collect();
     let key = format!("weight_map of {INDEX}");
     let in_folder = |name: &String| -> Result<_> { Ok(file_in(path, name, &key)?) };

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::{CompiledModel, Error, LoadOptions, Result, Size, TensorSpec};
 
-/// A decoder made of a package alone: its models `prefill` and `decode` over a [`StaticCache`].
+/// A decoder from a package: its models `prefill` and `decode` over a [`StaticCache`].
 ///
 /// ```no_run
 /// // Needs a package, which only Python can make.
@@ -32,8 +32,8 @@ pub struct CompiledDecoder {
 }
 
 impl CompiledDecoder {
-    /// Loads both models of a package, with an empty cache of `batch` rows and the length that they were
-    /// compiled for. [`LoadOptions::model`] is ignored.
+    /// Loads both models of a package and creates an empty cache with `batch` rows and the length that the models
+    /// were compiled for. [`LoadOptions::model`] is ignored.
     ///
     /// # Errors
     /// As for [`CompiledModel::load`]; [`Error::NotADecoder`] if the package has no such models.
@@ -49,7 +49,7 @@ impl CompiledDecoder {
         let cache = StaticCache::new(cache_config(&decode, batch, options)?)?;
         // Both run on the same buffers, passed in the same order.
         if prefill.input_names() != decode.input_names() {
-            return Err(not_a_decoder("prefill and decode take different inputs"));
+            return Err(not_a_decoder("its models `prefill` and `decode` take different inputs"));
         }
         Ok(CompiledDecoder {
             prefill,
@@ -62,7 +62,7 @@ impl CompiledDecoder {
     /// Appends prompts of one length, `(B, T)`, to the cache. Returns the logits of the last token, `(B, 1, V)`.
     ///
     /// # Errors
-    /// When shapes do not fit or the cache is too short.
+    /// If shapes do not fit or the cache is too short.
     pub fn prefill(&mut self, tokens: &Tensor) -> Result<Tensor> {
         self.run(tokens)
     }
@@ -86,7 +86,7 @@ impl CompiledDecoder {
     }
 
     /// Returns the models `prefill` and `decode`. Each has its own copy of the weights unless they
-    /// [share](crate::ReplaceOptions::share) one.
+    /// [share](crate::ReplaceOptions::share) them.
     pub fn models(&self) -> [&CompiledModel; 2] {
         [&self.prefill, &self.decode]
     }
@@ -95,7 +95,7 @@ impl CompiledDecoder {
         let new = match tokens.size().as_slice() {
             &[rows, new] if rows == self.batch && new > 0 => new,
             other => {
-                let expected = format!("{} rows of at least one token", self.batch);
+                let expected = format!("({}, T) with at least one token in each row", self.batch);
                 return Err(CommonError::shape("tokens", other, expected).into());
             }
         };
@@ -117,14 +117,14 @@ impl CompiledDecoder {
         let mut inputs = vec![tokens, &positions];
         inputs.extend(buffers.iter().map(|(keys, _)| *keys));
         inputs.extend(buffers.iter().map(|(_, values)| *values));
-        // `decode` was compiled for one token a row, `prefill` for a dynamic number of them.
+        // `decode` was compiled for one token in each row, `prefill` for a dynamic number.
         let model = match new {
             1 => &self.decode,
             _ => &self.prefill,
         };
         let logits = model.run(&inputs)?.into_iter().next();
         self.cache.advance(new)?;
-        logits.ok_or_else(|| not_a_decoder("the model has no output"))
+        logits.ok_or_else(|| not_a_decoder("a model has no output"))
     }
 }
 
@@ -142,7 +142,7 @@ fn cache_config(
 ) -> Result<StaticCacheConfig> {
     let specs = model
         .inputs()
-        .ok_or_else(|| not_a_decoder("its manifest with the inputs is missing"))?;
+        .ok_or_else(|| not_a_decoder("it has no manifest, which lists the inputs"))?;
     let caches: Vec<&TensorSpec> = specs.iter().filter(|spec| spec.mutated).collect();
     let first = caches
         .first()

@@ -9,8 +9,8 @@ pub enum Error {
     /// An input has another shape, dtype or device than the model was compiled for, or a file could not be read.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
-    /// The file is not a package, or a damaged one. No code of it was loaded.
-    #[error("{} is not an intact package: {problem}; copy it again, or make it again with compile_package.py", path.display())]
+    /// The file is not a package, or is damaged. None of its code was loaded.
+    #[error("{} is not an intact package: {problem}; copy it again, or compile it again with compile_package.py", path.display())]
     Damaged {
         /// The file.
         path: PathBuf,
@@ -22,13 +22,13 @@ pub enum Error {
     NoSuchModel {
         /// The package.
         path: PathBuf,
-        /// The name that was requested, or a note that none was.
+        /// The requested name, or a note that none was given.
         requested: String,
         /// The names of its models.
         models: Vec<String>,
     },
     /// The package was compiled for another version of libtorch than this program runs on.
-    #[error("{}: model {model:?} was compiled for libtorch {compiled_for}, and this is libtorch {running}; compiled code runs only on the version that it was made for: make the package again with torch=={running}", path.display())]
+    #[error("{}: model {model:?} was compiled for libtorch {compiled_for}, but this program runs libtorch {running}; compiled code runs only on its own version: compile the package again with torch=={running}", path.display())]
     VersionMismatch {
         /// The package.
         path: PathBuf,
@@ -39,8 +39,8 @@ pub enum Error {
         /// The version of this program.
         running: String,
     },
-    /// The package does not say for which version of libtorch it was compiled.
-    #[error("{}: model {model:?} does not say for which libtorch it was compiled, as PyTorch's own packages do not ({known}); run on another version it may crash. This is libtorch {running}: make the package with compile_package.py, which records the version, or set LoadOptions::allow_unknown_version if you know that they agree", path.display())]
+    /// The package does not record the version of libtorch that it was compiled for.
+    #[error("{}: model {model:?} does not record the libtorch version that it was compiled for ({known}), and may crash on another one; compile the package with compile_package.py, which records it, or set LoadOptions::allow_unknown_version if you know that it is {running}, the version of this program", path.display())]
     UnknownVersion {
         /// The package.
         path: PathBuf,
@@ -52,7 +52,7 @@ pub enum Error {
         running: String,
     },
     /// The package was compiled for another device, system or processor.
-    #[error("{}: model {model:?} was compiled for {compiled_for}, and this is {running}; make the package again on such a machine", path.display())]
+    #[error("{}: model {model:?} was compiled for {compiled_for}, and this is {running}; compile the package again on a machine like this one", path.display())]
     MachineMismatch {
         /// The package.
         path: PathBuf,
@@ -60,11 +60,11 @@ pub enum Error {
         model: String,
         /// The device, system or processor that it was compiled for.
         compiled_for: String,
-        /// That of this program.
+        /// The device, system or processor of this program.
         running: String,
     },
     /// The metadata that compile_package.py writes cannot be parsed.
-    #[error("{}: the metadata of model {model:?}: {problem}", path.display())]
+    #[error("{}: invalid metadata of model {model:?}: {problem}", path.display())]
     InvalidManifest {
         /// The package.
         path: PathBuf,
@@ -73,8 +73,8 @@ pub enum Error {
         /// The error of the parser.
         problem: String,
     },
-    /// The model takes another number of inputs.
-    #[error("the model takes {expected} inputs ({names}), and {given} were given")]
+    /// The number of inputs differs from the model's.
+    #[error("{given} inputs were given; the model takes {expected} ({names})")]
     InputCount {
         /// The number of inputs that it takes.
         expected: usize,
@@ -93,7 +93,7 @@ pub enum Error {
     },
     /// The model writes to an input that is not contiguous.
     #[error(
-        "input `{name}` has strides {strides:?} for shape {shape:?}; it must be contiguous, since the model writes to it"
+        "input `{name}` has shape {shape:?} and strides {strides:?}; it must be contiguous, since the model writes to it"
     )]
     NotContiguous {
         /// The name of the input.
@@ -103,7 +103,7 @@ pub enum Error {
         /// Its shape.
         shape: Vec<i64>,
     },
-    /// Tensors do not fit the constants that they should replace. Nothing was replaced.
+    /// Tensors do not fit the constants that they would replace. Nothing was replaced.
     #[error("nothing was replaced: {}", problems.join("; "))]
     InvalidConstants {
         /// The problem of each constant.
@@ -111,7 +111,7 @@ pub enum Error {
     },
     /// The package has no models that decode over a static cache.
     #[error(
-        "the package cannot decode: {problem}; make it with compile_package.py --models prefill,decode"
+        "the package cannot decode: {problem}; compile it with `compile_package.py --models prefill,decode`"
     )]
     NotADecoder {
         /// The problem.

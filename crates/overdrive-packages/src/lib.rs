@@ -1,4 +1,4 @@
-//! Packages of `torch.export` and AOTInductor (`.pt2`), run from Rust.
+//! Runs packages of `torch.export` and AOTInductor (`.pt2`) from Rust.
 //!
 //! `torch.export` and AOTInductor compile a PyTorch model ahead of time into a package of native code and weights.
 //! [`CompiledModel`] loads one through libtorch and runs it from any number of threads, with neither Python nor a
@@ -9,11 +9,11 @@
 //! python3 compile_package.py --model runs/tiny/model --output tiny.pt2 --models logits,prefill,decode
 //! ```
 //!
-//! * [`PackageInfo`] – the models of a package, read and verified without loading their code;
-//! * [`CompiledModel::run`], [`run_named`](CompiledModel::run_named) – inference, with inputs checked against the
-//!   dtypes and shapes that the code was compiled for, dynamic sizes within their bounds;
-//! * [`CompiledModel::replace_constants`] – other weights without a new compilation, between two runs;
-//! * [`CompiledDecoder`] – prefill and decode of a package over overdrive-kv-cache's `StaticCache`.
+//! * [`PackageInfo`] reads and verifies a package and lists its models, without loading their code;
+//! * [`CompiledModel::run`] and [`run_named`](CompiledModel::run_named) run inference; inputs are checked against the
+//!   dtypes, shapes and bounds of dynamic sizes that the code was compiled for;
+//! * [`CompiledModel::replace_constants`] replaces weights between two runs, without recompiling;
+//! * [`CompiledDecoder`] prefills and decodes over overdrive-kv-cache's `StaticCache`.
 //!
 //! ```
 //! use overdrive_packages::{CompiledModel, Error, LoadOptions};

@@ -9,11 +9,11 @@ use crate::Result;
 /// The newest `format_version` that this crate reads.
 const FORMAT_VERSION: u32 = 1;
 
-/// The metadata under the key `overdrive`: the versions that the code was compiled for, its inputs and outputs.
+/// The metadata under the key `overdrive`: the versions that the code was compiled for, and its inputs and outputs.
 #[derive(Debug, Clone, PartialEq, Eq, Deserialize)]
 #[non_exhaustive]
 pub struct Manifest {
-    /// The version of this format; 1.
+    /// The version of this format: 1.
     pub format_version: u32,
     /// The version of PyTorch that compiled it, such as `2.11.0`.
     pub torch: String,
@@ -26,10 +26,10 @@ pub struct Manifest {
     pub inputs: Vec<TensorSpec>,
     /// The outputs, in order.
     pub outputs: Vec<TensorSpec>,
-    /// Groups of names of one tied weight.
+    /// Groups of names, each of one tied weight.
     #[serde(default)]
     pub tied: Vec<Vec<String>>,
-    /// If `true`, weights can be replaced; `false` where they were packed for the processor. Default `true`.
+    /// If `true`, weights can be replaced; `false` if they are packed for the processor. Default `true`.
     #[serde(default = "default_swappable")]
     pub swappable: bool,
     /// The instructions that the code may use, by GCC's names.
@@ -47,7 +47,7 @@ fn default_swappable() -> bool {
 pub struct TensorSpec {
     /// The name.
     pub name: String,
-    /// The dtype by PyTorch's name: `float32`, `int64`.
+    /// PyTorch's name of the dtype: `float32`, `int64`.
     pub dtype: String,
     /// The shape.
     pub shape: Vec<Size>,
@@ -66,10 +66,10 @@ pub enum Size {
     Named {
         /// The name, such as `batch`.
         name: String,
-        /// The smallest size; `None` without a bound.
+        /// The smallest size; `None` for no bound.
         #[serde(default)]
         min: Option<i64>,
-        /// The largest size; `None` without a bound.
+        /// The largest size; `None` for no bound.
         #[serde(default)]
         max: Option<i64>,
     },
@@ -111,8 +111,8 @@ impl TensorSpec {
         format!("({})", sizes.join(", "))
     }
 
-    /// Checks the dtype and shape of a tensor. `sizes` are the dynamic sizes that previous inputs had by name; those
-    /// of this one are added.
+    /// Checks the dtype and shape of a tensor. `sizes` holds the dynamic sizes of previous inputs by name; those
+    /// of this tensor are added.
     pub(crate) fn check(&self, tensor: &Tensor, sizes: &mut Vec<(String, i64)>) -> Result<()> {
         let size = tensor.size();
         let kind = tensor.f_kind()?;
@@ -155,7 +155,7 @@ impl TensorSpec {
 impl Manifest {
     /// Parses a manifest of a version that this crate knows.
     pub(crate) fn parse(text: &str) -> std::result::Result<Manifest, String> {
-        // The version first: a later format may have other fields, and the message should name the version.
+        // Checks the version first: a later format may have other fields, and the message should name the version.
         #[derive(Deserialize)]
         struct Version {
             format_version: u32,
@@ -164,7 +164,7 @@ impl Manifest {
         let version = version.format_version;
         if version == 0 || version > FORMAT_VERSION {
             return Err(format!(
-                "format_version {version}, and this Overdrive reads up to {FORMAT_VERSION}"
+                "format_version {version}; this version of Overdrive reads up to {FORMAT_VERSION}"
             ));
         }
         serde_json::from_str(text).map_err(|error| error.to_string())

@@ -14,15 +14,15 @@ use crate::{Error, ModelInfo, PackageInfo, Result, TensorSpec, compatibility, tr
 pub struct LoadOptions {
     /// The name of the model in the package. Default `None`: the only one.
     pub model: Option<String>,
-    /// The number of threads that may run the model at a time; others wait. They share the weights. Default 1.
+    /// The number of threads that may run the model at a time; further threads wait. They share the weights. Default 1.
     pub runners: usize,
-    /// If `true`, the compiled code takes no locks, for work that a CUDA graph captures, and one thread runs at a
-    /// time. Default `false`.
+    /// If `true`, the compiled code takes no locks, so that a CUDA graph can capture it, and only one thread runs it at
+    /// a time. Default `false`.
     pub single_threaded: bool,
     /// The index of the CUDA device, for a package compiled for CUDA. Default `None`: the current one.
     pub device_index: Option<usize>,
-    /// If `true`, packages are loaded that do not say for which libtorch they were compiled, as those that were not
-    /// made by compile_package.py do not. On another version they may crash the process. Default `false`.
+    /// If `true`, packages load that do not record the libtorch version that they were compiled for; only
+    /// compile_package.py records it. On another version they may crash the process. Default `false`.
     pub allow_unknown_version: bool,
 }
 
@@ -39,7 +39,7 @@ impl Default for LoadOptions {
 }
 
 impl LoadOptions {
-    /// Returns the defaults for the model `name`.
+    /// Returns the default options for the model `name`.
     #[must_use]
     pub fn for_model(name: &str) -> Self {
         LoadOptions {
@@ -52,8 +52,8 @@ impl LoadOptions {
 /// A model that `torch.export` and AOTInductor compiled ahead of time. It runs on the libtorch that it was compiled
 /// for, without Python and without a compiler.
 ///
-/// It is [`Sync`]: threads share one and run it at the same time, as many as there are
-/// [runners](LoadOptions::runners). Each run also uses libtorch's own threads.
+/// It is [`Sync`]: up to [`runners`](LoadOptions::runners) threads can run it at the same time. Each run also uses
+/// libtorch's own threads.
 #[derive(Debug)]
 pub struct CompiledModel {
     pub(crate) package: Package,
@@ -64,11 +64,11 @@ pub struct CompiledModel {
 }
 
 impl CompiledModel {
-    /// Loads a model of a package, after checking that the file is intact ([`PackageInfo::read`]) and was compiled for
-    /// this libtorch, device and processor.
+    /// Loads a model from a package, after checking that the file is intact ([`PackageInfo::read`]) and was compiled
+    /// for this libtorch, device and processor.
     ///
-    /// libtorch unpacks the library, with its weights, into a folder of `/tmp`, and deletes it when the model is
-    /// dropped. A package is native code: load none that you would not run as a program.
+    /// libtorch unpacks the library, with its weights, into a folder in `/tmp`, and deletes it when the model is
+    /// dropped. A package is native code: only load packages that you would run as a program.
     ///
     /// # Errors
     /// [`Error::Damaged`], [`Error::NoSuchModel`], [`Error::VersionMismatch`],
@@ -120,7 +120,7 @@ impl CompiledModel {
         &self.info
     }
 
-    /// Returns the names of the inputs, in order. Those of a package that compile_package.py did not make come
+    /// Returns the names of the inputs, in order. For a package that compile_package.py did not make, they come
     /// from its call spec: keywords, or the indices of positional arguments.
     #[must_use]
     pub fn input_names(&self) -> &[String] {
@@ -133,13 +133,13 @@ impl CompiledModel {
         &self.outputs
     }
 
-    /// Returns dtypes and shapes of the inputs; `None` for a package that compile_package.py did not make.
+    /// Returns the dtypes and shapes of the inputs; `None` for a package that compile_package.py did not make.
     #[must_use]
     pub fn inputs(&self) -> Option<&[TensorSpec]> {
         Some(&self.info.manifest.as_ref()?.inputs)
     }
 
-    /// Returns dtypes and shapes of the outputs; `None` for a package that compile_package.py did not make.
+    /// Returns the dtypes and shapes of the outputs; `None` for a package that compile_package.py did not make.
     #[must_use]
     pub fn outputs(&self) -> Option<&[TensorSpec]> {
         Some(&self.info.manifest.as_ref()?.outputs)
@@ -149,12 +149,12 @@ impl CompiledModel {
     /// recorded.
     ///
     /// Inputs are checked against the [dtypes and shapes](CompiledModel::inputs) that the code was compiled
-    /// for. If the package does not have them, the compiled code itself checks its inputs, unless
-    /// `AOTI_RUNTIME_CHECK_INPUTS=0` is in the environment. An input that is not contiguous is copied;
-    /// one that the model writes to must be contiguous.
+    /// for. If the package does not record them, the compiled code checks its inputs, unless
+    /// `AOTI_RUNTIME_CHECK_INPUTS=0` is set in the environment. An input that is not contiguous is copied;
+    /// an input that the model writes to must be contiguous.
     ///
     /// # Errors
-    /// [`Error::InputCount`], [`Error::NotContiguous`], and [`Error::Common`] for another shape, dtype or device,
+    /// [`Error::InputCount`], [`Error::NotContiguous`], and [`Error::Common`] for a wrong shape, dtype or device,
     /// before anything runs; else errors of libtorch.
     pub fn run(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         if inputs.len() != self.inputs.len() {
@@ -190,7 +190,7 @@ impl CompiledModel {
         Ok(self.package.run(&handles)?)
     }
 
-    /// Runs the model on inputs by name, in any order. Returns the outputs with their names.
+    /// Runs the model on named inputs, in any order. Returns the outputs with their names.
     ///
     /// # Errors
     /// [`Error::InputName`] for a name that is unknown, given twice or missing; else as for

@@ -1,12 +1,12 @@
-//! A counting semaphore: as many threads inside the compiled code as it has runners.
+//! A counting semaphore that admits one thread to the compiled code for each runner.
 
 use std::sync::{Condvar, Mutex, PoisonError};
 
 /// Admits a fixed number of threads; the others wait outside.
 ///
 /// libtorch's container would let them wait inside, where they hold a lock that the first run with new
-/// constants needs exclusively: with more threads than runners all of them would deadlock. After a run that
-/// failed it does not wake the waiting threads either.
+/// constants needs exclusively: with more threads than runners, all would deadlock. Nor does it wake waiting
+/// threads after a failed run.
 #[derive(Debug)]
 pub(crate) struct Semaphore {
     available: Mutex<usize>,
@@ -23,7 +23,7 @@ impl Semaphore {
 
     /// Waits for a permit, which the guard returns when it is dropped.
     pub(crate) fn acquire(&self) -> Permit<'_> {
-        // A counter is valid after every panic, so a poisoned lock is no reason to fail.
+        // The counter is valid even after a panic, so a poisoned lock is no reason to fail.
         let available = self
             .available
             .lock()
@@ -37,7 +37,7 @@ impl Semaphore {
     }
 }
 
-/// The right to run, of a [`Semaphore`].
+/// A permit of a [`Semaphore`] to run the compiled code.
 #[must_use]
 pub(crate) struct Permit<'a>(&'a Semaphore);
 

@@ -16,7 +16,7 @@ pub(crate) fn argument_names(text: &str) -> Option<Vec<String>> {
     Some(names)
 }
 
-/// Returns a name for each leaf of the results; a single one is `output`.
+/// Returns a name for each leaf of the results; a single leaf is called `output`.
 pub(crate) fn result_names(text: &str) -> Option<Vec<String>> {
     let mut names = Vec::new();
     walk(&root(text)?, "", &mut names)?;
@@ -28,7 +28,7 @@ pub(crate) fn result_names(text: &str) -> Option<Vec<String>> {
     Some(names)
 }
 
-/// Returns the tree of `[1, {…}]`, a format version and a tree.
+/// Returns the tree from `[1, {…}]`, a format version and a tree.
 fn root(text: &str) -> Option<Value> {
     let Ok(Value::Array(mut elements)) = serde_json::from_str(text) else {
         return None;
@@ -47,7 +47,7 @@ fn walk(node: &Value, path: &str, names: &mut Vec<String>) -> Option<()> {
         names.push(path.to_owned());
         return Some(());
     }
-    // A dictionary has its keys in its context, as JSON within a JSON string.
+    // A dictionary stores its keys in its context, as JSON within a JSON string.
     let keys: Option<Vec<Value>> = node
         .get("context")
         .and_then(Value::as_str)

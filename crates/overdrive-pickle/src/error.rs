@@ -3,24 +3,24 @@ use std::path::PathBuf;
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// An error of reading a file of `torch.save`.
+/// An error while reading a file of `torch.save`.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
     /// The file could not be read.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
-    /// The file is truncated, damaged, of another format, or holds something else than weights.
-    #[error("{} is not a file of weights by torch.save: {reason}", path.display())]
+    /// The file is truncated, damaged, in another format, or holds something other than weights.
+    #[error("{} is not a weight file written by torch.save: {reason}", path.display())]
     BadFile {
         /// The file.
         path: PathBuf,
         /// The reason.
         reason: String,
     },
-    /// The file asks for a function or class that weights do not need. It was not run.
+    /// The file names a function or class that weights do not need. It was not run.
     #[error(
-        "{} asks for `{global}`, which weights do not need; nothing of it was run. If you trust its author, load it in \
+        "{} names `{global}`, which weights do not need; no code was run. If you trust the file's author, load it in \
          Python and save `model.state_dict()` as safetensors",
         path.display()
     )]
@@ -35,7 +35,7 @@ pub enum Error {
     Safetensors(#[from] overdrive_safetensors::Error),
 }
 
-/// A fault in a file, whose path is added later.
+/// A fault in a file; the path is added later.
 #[derive(Debug)]
 pub(crate) enum Fault {
     Bad(String),

@@ -17,10 +17,10 @@ use crate::storages::{Contents, contents};
 use crate::tensor::TensorRef;
 use crate::{Error, Result};
 
-/// The most entries besides tensors that are named.
+/// The largest number of other entries that are reported by name.
 const MAX_OTHERS: usize = 8;
 
-/// A file of weights by `torch.save`, mapped into memory.
+/// A weight file written by `torch.save`, mapped into memory.
 ///
 /// The file must not be truncated while it is mapped: accessing the lost pages would end the process.
 #[derive(Debug)]
@@ -48,13 +48,13 @@ enum Data {
 }
 
 impl PickledFile {
-    /// Maps the file and reads the names, shapes and places of its tensors: those of a dictionary, as
-    /// `torch.save(model.state_dict(), path)` writes it. Other values of the dictionary are left out;
+    /// Maps the file and reads the names, shapes and offsets of its tensors. The file must hold a dictionary of
+    /// tensors, as `torch.save(model.state_dict(), path)` writes it. Other values of the dictionary are skipped;
     /// [`PickledFile::others`] names them. Tensors that share a storage share its part of the map.
     ///
     /// # Errors
     /// [`Error::Common`] if the file cannot be opened or mapped, [`Error::Refused`] if it names a function or class that
-    /// weights do not need, [`Error::BadFile`] if it is truncated, damaged or of another format, or if a tensor leaves
+    /// weights do not need, [`Error::BadFile`] if it is truncated, damaged or in another format, or if a tensor exceeds
     /// its storage.
     pub fn open(path: impl AsRef<Path>) -> Result<PickledFile> {
         let path = path.as_ref();
@@ -87,7 +87,7 @@ impl PickledFile {
         stored.collect()
     }
 
-    /// Returns the names of the entries that are no tensors, at most 8 of them.
+    /// Returns the names of at most 8 entries that are not tensors.
     pub fn others(&self) -> &[String] {
         &self.others
     }
@@ -97,12 +97,12 @@ impl PickledFile {
             Data::Mapped(range) => &self.map[range.clone()],
             Data::Copied(bytes) => bytes,
         };
-        // `named` has checked that kind, shape and data belong together.
+        // `named` has checked that kind, shape and data match.
         StoredTensor::new(&named.name, named.kind, &named.shape, data).ok()
     }
 }
 
-/// Returns the tensors of the dictionary that a file holds, and the names of other entries, at most 8 of them.
+/// Returns the tensors of the dictionary in a file, and the names of at most 8 other entries.
 fn named(contents: &Contents, bytes: &[u8]) -> Checked<(Vec<Named>, Vec<String>)> {
     let Value::Dict(items) = contents.values.get(contents.values.result) else {
         return bad("it holds no dictionary; save `model.state_dict()`");
@@ -114,16 +114,16 @@ fn named(contents: &Contents, bytes: &[u8]) -> Checked<(Vec<Named>, Vec<String>)
             (Value::Text(name), Value::Tensor(tensor)) => drop(tensors.insert(name, tensor)),
             _ if others.len() == MAX_OTHERS => {}
             (Value::Text(name), _) => others.push(name.clone()),
-            _ => others.push("an entry whose name is no text".to_owned()),
+            _ => others.push("an entry whose name is not a string".to_owned()),
         }
     }
     if tensors.is_empty() && !others.is_empty() {
         let keys = others.join(", ");
         return bad(format!(
-            "it has no tensors by name but {keys}; save `model.state_dict()` alone"
+            "it has no named tensors, only {keys}; save `model.state_dict()` alone"
         ));
     }
-    // The copies of tensors with gaps; a hostile file could name one storage many times.
+    // The bytes left for copies of tensors with gaps: a hostile file could name one storage many times.
     let mut copies = bytes.len();
     let named = tensors.into_iter().map(|(name, tensor)| {
         let data = data(contents, tensor, bytes, &mut copies);

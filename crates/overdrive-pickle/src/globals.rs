@@ -1,4 +1,4 @@
-//! The functions and classes that files of weights name.
+//! The functions and classes that weight files may name.
 
 use tch::Kind;
 
@@ -13,17 +13,17 @@ pub(crate) enum Global {
     Device,
     /// `torch._utils._rebuild_tensor_v2`.
     Tensor,
-    /// `torch._utils._rebuild_tensor_v3`, for dtypes without a class of storages.
+    /// `torch._utils._rebuild_tensor_v3`, for dtypes without a storage class.
     TypedTensor,
     /// `torch._utils._rebuild_parameter`.
     Parameter,
-    /// A class of storages; `None`: `UntypedStorage`, whose elements are bytes.
+    /// A storage class; `None` is `UntypedStorage`, whose elements are bytes.
     Storage(Option<Kind>),
     /// A dtype.
     Kind(Kind),
 }
 
-/// The dtypes, with the class of their storages.
+/// The dtypes, with their storage classes.
 const KINDS: [(&str, &str, Kind); 12] = [
     ("DoubleStorage", "float64", Kind::Double),
     ("FloatStorage", "float32", Kind::Float),

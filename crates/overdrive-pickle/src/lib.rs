@@ -1,16 +1,16 @@
-//! Weights that `torch.save` wrote, such as `pytorch_model.bin`, read as `torch.load(weights_only=True)` reads them:
-//! the file is data, and nothing that it asks for is run.
+//! Reads weights that `torch.save` wrote, such as `pytorch_model.bin`, as `torch.load(weights_only=True)` does: the
+//! file is treated as data, and no code that it names is run.
 //!
-//! Python's pickle is a program for a small machine, which may call any function. [`PickledFile`] runs the opcodes that
-//! tensors need, knows the functions that rebuild tensors, and refuses a file that names any other, by its name. The
-//! tensors are views of the mapped file, checked against its length; those that are stored with gaps or transposed are
-//! copied.
+//! A Python pickle is a program for a small virtual machine and may call any function. [`PickledFile`] runs only the
+//! opcodes that tensors need and knows only the functions that rebuild tensors; it refuses a file that names another
+//! function, with an error that names it. The tensors are views of the mapped file, checked against its length; those
+//! stored transposed or with gaps are copied.
 //!
-//! Both formats are read: the zip archives that PyTorch writes since 1.6, and the older ones. The values come as
-//! [`StoredTensor`](overdrive_safetensors::StoredTensor)s, as those of safetensors files do.
+//! Both formats are supported: the zip archives of PyTorch 1.6 and later, and the format of earlier versions. As with
+//! safetensors files, the tensors are returned as [`StoredTensor`](overdrive_safetensors::StoredTensor)s.
 //!
 //! ```no_run
-//! // Needs a file, which only Python can make.
+//! // Needs a file written by Python.
 //! use overdrive_pickle::PickledFile;
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {

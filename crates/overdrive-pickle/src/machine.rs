@@ -1,7 +1,7 @@
-//! Python's pickle machine, with the opcodes that files of weights need.
+//! Python's pickle machine, with the opcodes that weight files need.
 //!
-//! Values are indices into one list, so nothing here recurses, whatever the depth of the values, and each opcode makes
-//! at most one of them: memory is bounded by the length of the pickle.
+//! Values are indices into one list, so deeply nested values need no recursion. Each opcode makes at most one value, so
+//! memory is bounded by the length of the pickle.
 
 use std::collections::HashMap;
 
@@ -55,7 +55,7 @@ impl Values {
 pub(crate) struct Machine {
     values: Vec<Value>,
     stack: Vec<Id>,
-    /// The lengths of the stack at the marks.
+    /// The length of the stack at each mark.
     marks: Vec<usize>,
     memo: HashMap<u32, Id>,
 }
@@ -83,7 +83,7 @@ impl Machine {
 
     fn step(&mut self, opcode: u8, reader: &mut Reader<'_>) -> Checked<()> {
         match opcode {
-            // PROTO: the opcodes below are all that matter.
+            // PROTO: the version is irrelevant, since only the opcodes below are supported.
             0x80 => drop(reader.byte()?),
             b'N' => self.push(Value::None),
             0x88 => self.push(Value::Bool(true)),
@@ -167,11 +167,11 @@ impl Machine {
                 self.push(value);
             }
             b'b' => {
-                // Attributes beside the items of a dictionary, such as `_metadata` with versions of modules.
+                // Attributes of a dictionary, such as `_metadata` with the versions of modules.
                 self.pop()?;
                 let target = self.pop()?;
                 if !matches!(self.value(target), Value::Dict(_)) {
-                    return bad("it sets attributes of something else than a dictionary");
+                    return bad("it sets attributes of something other than a dictionary");
                 }
                 self.stack.push(target);
             }
@@ -190,24 +190,24 @@ impl Machine {
         let (Value::Global(function), Value::Tuple(arguments)) =
             (self.value(function), self.value(arguments))
         else {
-            return bad("it calls something else than a function with arguments");
+            return bad("it calls something other than a function with arguments");
         };
         match function {
             Global::OrderedDict if arguments.is_empty() => Ok(Value::Dict(Vec::new())),
             Global::Device => Ok(Value::Device),
             Global::Size => match arguments.first().map(|&id| self.value(id)) {
-                // A long tuple that is copied again and again would fill memory.
+                // Repeated copies of a long tuple would fill memory.
                 Some(Value::Tuple(sizes)) if sizes.len() > MAX_RANK => {
                     bad(format!("it makes a shape of {} dimensions", sizes.len()))
                 }
                 Some(Value::Tuple(sizes)) if arguments.len() == 1 => {
                     Ok(Value::Tuple(sizes.clone()))
                 }
-                _ => bad("it makes a shape of something else than a tuple"),
+                _ => bad("it makes a shape of something other than a tuple"),
             },
             Global::Parameter => match arguments.first().map(|&id| self.value(id)) {
                 Some(Value::Tensor(tensor)) => Ok(Value::Tensor(tensor.clone())),
-                _ => bad("it makes a parameter of something else than a tensor"),
+                _ => bad("it makes a parameter of something other than a tensor"),
             },
             Global::Tensor => rebuild(self, arguments, false).map(Value::Tensor),
             Global::TypedTensor => rebuild(self, arguments, true).map(Value::Tensor),
@@ -227,7 +227,7 @@ impl Machine {
         self.push(Value::Int(value.into()));
     }
 
-    /// Takes the last value of the stack. Those before a mark belong to what encloses it.
+    /// Takes the last value of the stack. Values below a mark belong to the enclosing value.
     fn pop(&mut self) -> Checked<Id> {
         if self.stack.len() <= self.marks.last().copied().unwrap_or(0) {
             return Err(empty());
@@ -244,7 +244,7 @@ impl Machine {
         let list = *self.stack.last().ok_or_else(empty)?;
         match &mut self.values[list] {
             Value::List(list) => list.extend(items),
-            _ => return bad("it appends to something else than a list"),
+            _ => return bad("it appends to something other than a list"),
         }
         Ok(())
     }
@@ -256,7 +256,7 @@ impl Machine {
             Value::Dict(dict) if rest.is_empty() => {
                 dict.extend(pairs.iter().map(|&[key, value]| (key, value)));
             }
-            _ => return bad("it sets items of something else than a dictionary"),
+            _ => return bad("it sets items of something other than a dictionary"),
         }
         Ok(())
     }

@@ -1,4 +1,4 @@
-//! Bytes of a file, read from front to back.
+//! A reader of the bytes of a file, from front to back.
 
 use crate::error::{Checked, bad};
 

@@ -1,4 +1,4 @@
-//! The positions of the pickle and the storages in a file.
+//! The offsets of the pickle and the storages in a file.
 
 use std::collections::HashMap;
 use std::io::Cursor;
@@ -10,15 +10,15 @@ use crate::error::{Checked, bad};
 use crate::machine::{Machine, Value, Values};
 use crate::reader::Reader;
 
-/// The longest pickle that is read, in bytes; that of a large model has some megabytes.
+/// The longest pickle that is read, in bytes; a large model has a few megabytes.
 const MAX_PICKLE: usize = 64 << 20;
-/// The magic number of files before PyTorch 1.6, which is pickled.
+/// The pickled magic number of files from before PyTorch 1.6.
 const MAGIC: i128 = 0x1950_a86a_20f9_469c_fc6c;
 const OLD_VERSION: i128 = 1001;
 const ZIP: &[u8] = b"PK\x03\x04";
 const GIT_LFS_POINTER: &[u8] = b"version https://git-lfs";
 
-/// The values of a file, and the places of its storages by their keys.
+/// The values of a file, and the ranges of its storages by their keys.
 #[derive(Debug)]
 pub(crate) struct Contents {
     pub(crate) values: Values,
@@ -36,7 +36,7 @@ pub(crate) fn contents(bytes: &[u8]) -> Checked<Contents> {
     }
 }
 
-/// Reads a zip archive, as PyTorch writes it since 1.6: `NAME/data.pkl`, and storages in `NAME/data/KEY`.
+/// Reads a zip archive of PyTorch 1.6 or later: `NAME/data.pkl`, and storages in `NAME/data/KEY`.
 fn of_archive(bytes: &[u8]) -> Checked<Contents> {
     let mut archive = match ZipArchive::new(Cursor::new(bytes)) {
         Ok(archive) => archive,
@@ -49,7 +49,7 @@ fn of_archive(bytes: &[u8]) -> Checked<Contents> {
             Err(error) => return bad(format!("the zip archive is damaged ({error})")),
         };
         let Ok(name) = entry.name().map(|name| name.into_owned()) else {
-            return bad("a name in the zip archive is no text");
+            return bad("a name in the zip archive is not UTF-8");
         };
         // Storages are read in place.
         if entry.compression() != CompressionMethod::Stored {
@@ -66,14 +66,14 @@ fn of_archive(bytes: &[u8]) -> Checked<Contents> {
             .and_then(|(start, length)| start.checked_add(length));
         match start.zip(end).filter(|&(_, end)| end <= bytes.len()) {
             Some((start, end)) => entries.insert(name, start..end),
-            None => return bad(format!("`{name}` leaves the file")),
+            None => return bad(format!("`{name}` extends beyond the end of the file")),
         };
     }
     let pickles = entries.keys().filter(|name| {
         name.strip_suffix("/data.pkl")
             .is_some_and(|folder| !folder.contains('/'))
     });
-    // Of several, always the same one.
+    // The choice among several is deterministic.
     let Some(pickle) = pickles.min().cloned() else {
         return bad("the zip archive has no data.pkl");
     };
@@ -86,7 +86,7 @@ fn of_archive(bytes: &[u8]) -> Checked<Contents> {
     let range = entries[&pickle].clone();
     if range.len() > MAX_PICKLE {
         return bad(format!(
-            "its pickle has {} bytes, of at most {MAX_PICKLE}",
+            "its pickle has {} bytes; the limit is {MAX_PICKLE}",
             range.len()
         ));
     }
@@ -101,13 +101,13 @@ fn of_archive(bytes: &[u8]) -> Checked<Contents> {
     })
 }
 
-/// Reads a file of PyTorch before 1.6: five pickles (a magic number, a version, the system, the values and the keys of
-/// the storages), and each storage as its number of elements and the elements.
+/// Reads a file from before PyTorch 1.6: five pickles (a magic number, a version, a description of the system, the
+/// values and the keys of the storages), then for each storage its number of elements and the elements.
 fn of_old_file(bytes: &[u8]) -> Checked<Contents> {
-    let none = "it is neither a zip archive nor a file of PyTorch before 1.6";
+    let none = "it is neither a zip archive nor a file from before PyTorch 1.6";
     let end = bytes.len().min(MAX_PICKLE);
     let mut reader = Reader::new(&bytes[..end], 0);
-    // The protocol 2 of pickle; anything else would be a long search in a foreign file.
+    // Pickle protocol 2; without this check, a file of another format would be parsed at length.
     if !bytes.starts_with(&[0x80, 2]) {
         return bad(none);
     }
@@ -121,22 +121,22 @@ fn of_old_file(bytes: &[u8]) -> Checked<Contents> {
     let values = Machine::run(&mut reader)?;
     let keys = Machine::run(&mut reader)?;
     let Value::List(ids) = keys.get(keys.result) else {
-        return bad("the keys of its storages are no list");
+        return bad("the keys of its storages are not a list");
     };
     let mut storages = HashMap::new();
     let mut reader = Reader::new(bytes, reader.position());
     let lengths = storage_lengths(&values);
     for &id in ids {
         let Value::Text(key) = keys.get(id) else {
-            return bad("the key of a storage is no text");
+            return bad("the key of a storage is not a string");
         };
         let Some(&(elements, length)) = lengths.get(key) else {
-            return bad(format!("no tensor describes the storage {key}"));
+            return bad(format!("no tensor uses the storage {key}"));
         };
         let stated = i64::from_le_bytes(reader.array()?);
         if usize::try_from(stated) != Ok(elements) {
             return bad(format!(
-                "the storage {key} has {stated} elements, and {elements} in the pickle"
+                "the storage {key} has {stated} elements, but {elements} in the pickle"
             ));
         }
         let start = reader.position();
@@ -148,7 +148,7 @@ fn of_old_file(bytes: &[u8]) -> Checked<Contents> {
 
 fn check_system(values: &Values) -> Checked<()> {
     let Value::Dict(items) = values.get(values.result) else {
-        return bad("its description of the system is no dictionary");
+        return bad("its description of the system is not a dictionary");
     };
     let big = items.iter().any(|&(key, value)| {
         matches!(values.get(key), Value::Text(key) if key == "little_endian")
@@ -160,7 +160,7 @@ fn check_system(values: &Values) -> Checked<()> {
     Ok(())
 }
 
-/// Returns the number of elements and of bytes of each storage that the values describe.
+/// Returns the number of elements and the number of bytes of each storage that the values describe.
 fn storage_lengths(values: &Values) -> HashMap<&String, (usize, usize)> {
     let storages = values.storages();
     let lengths =

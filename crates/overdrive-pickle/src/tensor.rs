@@ -9,7 +9,7 @@ use crate::machine::{Id, Machine, Value};
 /// The largest number of dimensions, which is libtorch's.
 pub(crate) const MAX_RANK: usize = 64;
 
-/// The largest number of bytes of a storage's name, which each tensor in it copies. PyTorch's are decimal numbers.
+/// The longest name of a storage in bytes; each of its tensors copies the name. PyTorch's names are decimal numbers.
 const MAX_KEY: usize = 64;
 
 /// A storage: a block of elements, which several tensors may share.
@@ -17,7 +17,7 @@ const MAX_KEY: usize = 64;
 pub(crate) struct StorageRef {
     /// The name of the block in the file.
     pub(crate) key: String,
-    /// `None` for bytes.
+    /// The dtype of the elements; `None` for bytes.
     pub(crate) kind: Option<Kind>,
     /// The number of elements.
     pub(crate) elements: usize,
@@ -35,10 +35,10 @@ pub(crate) struct TensorRef {
 }
 
 /// Returns the storage that a persistent id describes: `("storage", class, key, location, elements)`, and in older
-/// files a view, which is None.
+/// files also a view, which is always `None`.
 pub(crate) fn storage(machine: &Machine, id: Id) -> Checked<StorageRef> {
     let Value::Tuple(items) = machine.value(id) else {
-        return bad("a storage is no tuple");
+        return bad("a storage is not a tuple");
     };
     let values: Vec<&Value> = items.iter().take(6).map(|&id| machine.value(id)).collect();
     match values[..] {
@@ -64,7 +64,7 @@ pub(crate) fn storage(machine: &Machine, id: Id) -> Checked<StorageRef> {
 }
 
 /// Returns the tensor that the arguments of `_rebuild_tensor_v2` (storage, offset, size, stride, …) or `_v3` (with a
-/// dtype as the seventh) describe, after it is checked against its storage.
+/// dtype as the seventh) describe, checked against its storage.
 pub(crate) fn rebuild(machine: &Machine, arguments: &[Id], typed: bool) -> Checked<TensorRef> {
     let values: Vec<&Value> = arguments
         .iter()
@@ -106,7 +106,7 @@ fn sizes(machine: &Machine, ids: &[Id]) -> Checked<Vec<usize>> {
     }
     let number = |&id: &Id| match machine.value(id) {
         Value::Int(value) => size(*value),
-        _ => bad("a dimension is no integer"),
+        _ => bad("a dimension is not an integer"),
     };
     ids.iter().map(number).collect()
 }
@@ -127,15 +127,15 @@ impl TensorRef {
     fn check(&self) -> Checked<()> {
         let wrong = |what: &str| bad(format!("a tensor of shape {:?} {what}", self.shape));
         if self.shape.len() != self.strides.len() {
-            return wrong("has another number of strides");
+            return wrong("has the wrong number of strides");
         }
-        // Also without the zeros: libtorch multiplies in any order.
+        // Zeros are left out of the product, because libtorch multiplies in any order.
         let product = self
             .shape
             .iter()
             .try_fold(1_usize, |all, &n| all.checked_mul(n.max(1)));
         if product.is_none_or(|product| i64::try_from(product).is_err()) {
-            return wrong("has more elements than memory");
+            return wrong("has more elements than memory can hold");
         }
         if self.elements() == 0 {
             return Ok(());
@@ -145,10 +145,10 @@ impl TensorRef {
             last + (n as u128 - 1) * stride as u128
         });
         let bytes = self.storage.bytes_per_element();
-        // The elements of an untyped storage are bytes, those of the tensor are not.
+        // An untyped storage counts bytes, and the tensor counts elements.
         let end = (last + 1).saturating_mul(self.kind.elt_size_in_bytes() as u128);
         if end > self.storage.elements as u128 * bytes as u128 {
-            return wrong("leaves its storage");
+            return wrong("exceeds its storage");
         }
         Ok(())
     }
@@ -158,7 +158,7 @@ impl TensorRef {
         self.shape.iter().product()
     }
 
-    /// Returns `true` if the elements lie one after the other.
+    /// Returns `true` if the elements are contiguous.
     pub(crate) fn is_contiguous(&self) -> bool {
         let mut expected = 1;
         for (&n, &stride) in self.shape.iter().zip(&self.strides).rev() {
@@ -170,7 +170,7 @@ impl TensorRef {
         true
     }
 
-    /// Copies the elements out of the bytes of the storage, one after the other.
+    /// Copies the elements out of the bytes of the storage into contiguous order.
     pub(crate) fn gather(&self, storage: &[u8]) -> Vec<u8> {
         let bytes = self.kind.elt_size_in_bytes();
         let mut copied = Vec::with_capacity(self.elements() * bytes);
@@ -197,7 +197,7 @@ impl StorageRef {
         self.kind.map_or(1, |kind| kind.elt_size_in_bytes())
     }
 
-    /// Returns the number of bytes; `None` if they exceed memory.
+    /// Returns the number of bytes; `None` on overflow.
     pub(crate) fn bytes(&self) -> Option<usize> {
         self.elements.checked_mul(self.bytes_per_element())
     }

@@ -31,7 +31,7 @@ pub fn autocast<T>(device: Device, dtype: Kind, body: impl FnOnce() -> T) -> Res
 /// Returns `true` if autocast is on for the device type of `device`, on this thread.
 ///
 /// # Errors
-/// When the device type has no autocast.
+/// Returns an error if the device type has no autocast.
 pub fn is_autocast_enabled(device: Device) -> Result<bool> {
     Ok(raw::state(device)?.enabled)
 }
@@ -90,8 +90,8 @@ impl Autocast {
         self
     }
 
-    /// Enters the region, which ends when the guard is dropped. Guards may be dropped in any order: the last one that is
-    /// left applies.
+    /// Enters the region, which ends when the guard is dropped. Guards may be dropped in any order: the region that
+    /// was entered last, among those still open, applies.
     ///
     /// # Errors
     /// [`Error::UnsupportedDtype`]; nothing is changed then.

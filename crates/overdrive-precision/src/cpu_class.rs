@@ -1,5 +1,5 @@
 //! The dtypes that each class of CPUs multiplies fast: the table behind
-//! [`Precision::recommend`](crate::Precision::recommend). That of GPUs is [`overdrive_core::gpu`].
+//! [`Precision::recommend`](crate::Precision::recommend). The table of GPUs is [`overdrive_core::gpu`].
 //!
 //! Source: the instructions that oneDNN has kernels for.
 
@@ -17,7 +17,7 @@ pub struct CpuClass {
     pub precision: Precision,
     /// The reason, as the end of a sentence that begins with the CPU.
     pub why: &'static str,
-    /// A warning of the cost of emulated bf16; `None` where there are instructions for it.
+    /// A warning about the cost of emulated bf16; `None` if the CPU has instructions for it.
     pub bf16_cost: Option<&'static str>,
 }
 
@@ -29,7 +29,7 @@ const CPU_CLASSES: [(CpuClass, HasFeatures); 5] = [
         CpuClass {
             name: "AMX",
             precision: Precision::Bf16,
-            why: "multiplies tiles of bf16 in hardware (AMX), several times faster than fp32, in half \
+            why: "multiplies tiles of bf16 in hardware (AMX), several times faster than fp32, with half \
                   the memory traffic",
             bf16_cost: None,
         },
@@ -40,7 +40,7 @@ const CPU_CLASSES: [(CpuClass, HasFeatures); 5] = [
             name: "AVX-512-BF16",
             precision: Precision::Bf16,
             why: "multiplies bf16 in hardware (AVX-512-BF16), up to twice as fast as fp32 where memory \
-                  keeps up, in half the memory traffic",
+                  keeps up, with half the memory traffic",
             bf16_cost: None,
         },
         |cpu| cpu.avx512_bf16,
@@ -49,7 +49,7 @@ const CPU_CLASSES: [(CpuClass, HasFeatures); 5] = [
         CpuClass {
             name: "ARM with bf16",
             precision: Precision::Bf16,
-            why: "multiplies bf16 in hardware (BFMMLA), in half the memory traffic of fp32",
+            why: "multiplies bf16 in hardware (BFMMLA), with half the memory traffic of fp32",
             bf16_cost: None,
         },
         |cpu| cpu.bf16,
@@ -58,7 +58,7 @@ const CPU_CLASSES: [(CpuClass, HasFeatures); 5] = [
         CpuClass {
             name: "AVX-512 without bf16",
             precision: Precision::Fp32,
-            why: "has wide vectors but no bf16 instructions: bf16 products are emulated, about three \
+            why: "has wide vectors but no bf16 instructions: bf16 matmuls are emulated, about three \
                   times slower than fp32",
             bf16_cost: Some(
                 "this CPU has no bf16 instructions: libtorch emulates them with AVX-512, about three \
@@ -71,7 +71,7 @@ const CPU_CLASSES: [(CpuClass, HasFeatures); 5] = [
         CpuClass {
             name: "no bf16 instructions",
             precision: Precision::Fp32,
-            why: "has no bf16 instructions: bf16 products are far slower than fp32, tens to thousands \
+            why: "has no bf16 instructions: bf16 matmuls are far slower than fp32, tens to thousands \
                   of times (one of 2048 x 2048 matrices takes seconds)",
             bf16_cost: Some(
                 "this CPU has no bf16 instructions: libtorch emulates them, tens to thousands of times \

@@ -11,24 +11,24 @@ use tch::{Device, Kind, Tensor};
 
 use crate::Result;
 
-/// The linear layer of a small model. Its products with [`ROWS`] rows take a few milliseconds.
+/// The linear layer of a small model. Its matmuls with [`ROWS`] rows take a few milliseconds.
 const INPUTS: i64 = 384;
 const OUTPUTS: i64 = 1024;
 const ROWS: i64 = 1024;
-/// The rows of the first products in bf16, which bound the time where they are emulated after all.
+/// The rows of the first matmuls in bf16, which bound the time if bf16 is emulated after all.
 const FEW_ROWS: i64 = 16;
-/// If products of [`FEW_ROWS`] take longer, no more rows are measured: in hardware they take less than 1 ms.
+/// If matmuls of [`FEW_ROWS`] take longer, no more rows are measured: in hardware they take less than 1 ms.
 const TOO_LONG: Duration = Duration::from_millis(50);
 const LEAST_ROUNDS: usize = 5;
 /// The two shortest times of a dtype must agree within this factor; else more rounds follow.
 const SPREAD: f64 = 1.05;
-/// No more rounds begin after that, and the figures are not kept: the machine is too busy.
+/// The time after which no more rounds begin. The figures are then not stored, because the machine is too busy.
 const BUDGET: Duration = Duration::from_secs(1);
 
 /// Returns the speed of matmuls on this processor: the stored one, else a new measurement of about 0.1
 /// seconds, which is stored. `None` if libtorch cannot measure it.
 ///
-/// It is read once in a process.
+/// The speed is determined once per process.
 pub(crate) fn of_this_processor() -> Option<MatmulSpeed> {
     static SPEED: OnceLock<Option<MatmulSpeed>> = OnceLock::new();
     *SPEED.get_or_init(|| {
@@ -42,7 +42,7 @@ pub(crate) fn of_this_processor() -> Option<MatmulSpeed> {
             reliable.map(|(speed, _)| speed.to_figures())
         });
         let stored = stored.as_ref().and_then(MatmulSpeed::from_figures);
-        // Figures that cannot be kept are those of this process; that is no error.
+        // Figures that cannot be stored are used by this process only; that is not an error.
         stored.or_else(|| {
             let (speed, _) = measured.or_else(|| measure().ok())?;
             Some(speed)
@@ -53,7 +53,7 @@ pub(crate) fn of_this_processor() -> Option<MatmulSpeed> {
 /// Returns the speed, and `true` if the times agreed.
 fn measure() -> Result<(MatmulSpeed, bool)> {
     let threads = threads::intra_op();
-    // A thread of its own has no autocast, no dispatch mode and no gradients of the caller.
+    // A separate thread has no autocast, no dispatch mode and no gradient recording of the caller.
     let measured = std::thread::scope(|scope| {
         let measuring = scope.spawn(|| {
             threads::set_intra_op(threads)?;
@@ -97,8 +97,8 @@ fn measure_here() -> Result<(MatmulSpeed, bool)> {
     Ok((speed, reliable))
 }
 
-/// The three matmuls of the layer in one dtype, and the two shortest times of a round of them in seconds: other
-/// work on the machine only makes a product slower.
+/// The three matmuls of the layer in one dtype, and the two shortest times of a round of them in seconds: other work
+/// on the machine only makes a matmul slower.
 struct Times {
     rows: i64,
     products: Vec<(Tensor, Tensor, Tensor)>,

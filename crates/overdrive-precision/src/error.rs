@@ -21,7 +21,7 @@ pub enum Error {
     },
     /// `unscale_` was called twice between two updates.
     #[error(
-        "unscale_() has already been called for this optimizer since the last update(): call it once a step, after the last backward"
+        "unscale_() has already been called for this optimizer since the last update(): call it once per step, after the last backward"
     )]
     AlreadyUnscaled,
     /// `unscale_` was called after `step`.
@@ -29,7 +29,7 @@ pub enum Error {
     UnscaleAfterStep,
     /// `step` was called twice between two updates.
     #[error(
-        "step() has already been called for this optimizer since the last update(): call update() once a step"
+        "step() has already been called for this optimizer since the last update(): call update() once per step"
     )]
     AlreadyStepped,
     /// `unscale_`, `step` or `update` was called before a loss was scaled.

@@ -17,14 +17,14 @@ use crate::{
 /// A gradient scaler (`torch.amp.GradScaler`). It multiplies the loss so that small fp16 gradients do not underflow,
 /// and skips the steps whose gradients overflowed.
 ///
-/// A step is `scaler.scale(&loss)?.backward()`, then [`step`](Self::step) for each optimizer, then
-/// one [`update`](Self::update). To read or clip gradients, call [`unscale_`](Self::unscale_)
-/// first. With several backward passes a step, scale each loss and unscale once, at the end.
+/// A step is `scaler.scale(&loss)?.backward()`, then [`step`](Self::step) for each optimizer, then one
+/// [`update`](Self::update). To read or clip gradients, call [`unscale_`](Self::unscale_) first. With several
+/// backward passes per step, scale each loss and unscale once, at the end.
 ///
 /// The scale is a tensor on the device of the first loss. No function waits for the device except
-/// [`step`](Self::step) with an optimizer that cannot skip by itself, and the getters that say so.
-/// Overflows are counted without waiting too ([`statistics`](Self::statistics)): flag and scale
-/// of each step are copied to the host asynchronously, and read when they have arrived.
+/// [`step`](Self::step) with an optimizer that cannot skip on the device, and the getters whose documentation says
+/// so. Overflows are counted without waiting too ([`statistics`](Self::statistics)): flag and scale of each step are
+/// copied to the host asynchronously, and read when they have arrived.
 #[derive(Debug)]
 pub struct GradScaler {
     config: GradScalerConfig,
@@ -85,8 +85,8 @@ impl GradScaler {
         })
     }
 
-    /// Returns the loss times the scale, on which to call backward. Several losses a step may be scaled. A disabled
-    /// scaler returns the loss itself.
+    /// Returns the loss times the scale, on which to call backward. Several losses may be scaled in a step. A
+    /// disabled scaler returns the loss itself.
     ///
     /// # Errors
     /// Errors of libtorch.
@@ -98,9 +98,9 @@ impl GradScaler {
         Ok(outputs.f_mul(&on(scale, outputs.device())?)?)
     }
 
-    /// Divides the gradients of `optimizer`'s parameters by the scale, in place, and records if
-    /// any contains an infinity or a NaN. Call it at most once a step, after the last backward; otherwise `step`
-    /// does it. A disabled scaler does nothing.
+    /// Divides the gradients of `optimizer`'s parameters by the scale, in place, and records whether any contains an
+    /// infinity or a NaN. Call it at most once per step, after the last backward; otherwise `step` does it. A
+    /// disabled scaler does nothing.
     ///
     /// # Errors
     /// [`Error::AlreadyUnscaled`], [`Error::UnscaleAfterStep`], [`Error::NotScaled`], and
@@ -208,7 +208,7 @@ impl GradScaler {
     }
 
     /// Updates the scale: it shrinks if any optimizer found an infinity, and grows after `growth_interval` steps
-    /// without one. Call it once a step, after `step` for every optimizer. A disabled scaler does nothing.
+    /// without one. Call it once per step, after `step` for every optimizer. A disabled scaler does nothing.
     ///
     /// # Errors
     /// [`Error::NotScaled`]; [`Error::NoInfChecks`] if no optimizer was unscaled or stepped.

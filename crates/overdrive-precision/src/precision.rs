@@ -106,7 +106,7 @@ impl Precision {
     /// `torch.amp.GradScaler`; `None` where it needs none.
     ///
     /// # Errors
-    /// Never with these defaults.
+    /// Does not fail with these defaults.
     pub fn new_scaler(self) -> Result<Option<GradScaler>> {
         self.needs_grad_scaler()
             .then(|| GradScaler::new(GradScalerConfig::default()))
@@ -129,7 +129,7 @@ impl Precision {
     /// Runs `body` in this precision's autocast region.
     ///
     /// # Errors
-    /// When the device type has no autocast; `body` is not run then.
+    /// Returns an error if the device type has no autocast; `body` is not run then.
     pub fn autocast<T>(self, device: Device, body: impl FnOnce() -> T) -> Result<T> {
         self.region(device).run(body)
     }

@@ -1,4 +1,4 @@
-//! The overflows of a gradient scaler, and the warning of a collapsed scale.
+//! The overflows of a gradient scaler, and the warning about a collapsed scale.
 
 use std::collections::VecDeque;
 use std::fmt;
@@ -132,8 +132,8 @@ impl ScalerStatistics {
         self.max_scale
     }
 
-    /// Returns the initial scale and the scale after each step that changed it, oldest first; of more than 256
-    /// the last ones.
+    /// Returns the initial scale and the scale after each step that changed it, oldest first; only the last 256 of
+    /// them.
     pub fn scale_changes(&self) -> impl ExactSizeIterator<Item = ScaleChange> + '_ {
         self.changes.iter().copied()
     }
@@ -205,7 +205,7 @@ pub enum CollapseKind {
     FrequentSkips,
 }
 
-/// A warning of a collapsed loss scale. [`Display`](fmt::Display) is a sentence with the remedy.
+/// A warning about a collapsed loss scale. [`Display`](fmt::Display) is a sentence with the remedy.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct ScaleWarning {

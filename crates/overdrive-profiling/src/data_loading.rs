@@ -55,7 +55,7 @@ impl LoaderTotals {
 pub struct DataLoading {
     /// The fraction of the steps' time that [`Phase::Data`](crate::Phase::Data) took, 0 to 1.
     pub share: f64,
-    /// The seconds of it a step.
+    /// The mean seconds of data loading per step.
     pub seconds_a_step: f64,
     /// The totals of the loader, if they were given.
     pub loader: Option<LoaderTotals>,

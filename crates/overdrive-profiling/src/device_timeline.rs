@@ -57,8 +57,8 @@ thread_local! {
     static STAND_IN: RefCell<Option<Box<MakeClock>>> = const { RefCell::new(None) };
 }
 
-/// For tests: the timers that this thread makes for the CPU use clocks of `make`, as those for a GPU use its events,
-/// until the guard is dropped.
+/// For tests: until the guard is dropped, the timers that this thread makes for the CPU use clocks of `make`, as
+/// those for a GPU use its events.
 #[doc(hidden)]
 pub fn serve_cpu_with(make: impl Fn() -> Box<dyn DeviceClock> + 'static) -> StandInClock {
     STAND_IN.set(Some(Box::new(make)));

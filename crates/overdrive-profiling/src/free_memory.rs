@@ -1,4 +1,4 @@
-//! The memory that a run can still take.
+//! The memory that is still available to a run.
 
 use std::fs;
 use std::path::Path;
@@ -8,9 +8,9 @@ use tch::{Device, Kind, Tensor};
 
 /// Returns the bytes that new tensors can take on `device`; `None` if the system does not report them.
 ///
-/// On an accelerator these are the free bytes of the device. On a CPU they are the memory that Linux calls available
-/// (free, and caches that it would give up), or what the limits of the control groups (the container, and those around it)
-/// leave of it, of whose usage the page cache does not count.
+/// On an accelerator these are the free bytes of the device. On a CPU they are the memory that Linux reports as
+/// available (free memory and reclaimable caches), or less if the limits of the control groups (that of the
+/// container, and its ancestors) leave less. The page cache does not count towards a group's usage.
 ///
 /// ```
 /// use overdrive_profiling::free_memory;
@@ -51,7 +51,7 @@ struct Controller {
     /// The limits: beyond `memory.high` the group is slowed down until it has given memory back.
     limits: &'static [&'static str],
     usage: &'static str,
-    /// The counters of `memory.stat` whose memory the system takes back when the group needs it: the page cache.
+    /// The counters of `memory.stat` whose memory the system reclaims when the group needs it: the page cache.
     reclaimable: &'static [&'static str],
 }
 
@@ -67,7 +67,7 @@ const VERSION_1: Controller = Controller {
     reclaimable: &["total_active_file", "total_inactive_file"],
 };
 
-/// Returns the bytes that the control groups of a process leave it: its own group and those around it, of both versions
+/// Returns the bytes that the control groups of a process leave it: its own group and the ancestors, of both versions
 /// under `mount`. `membership` is its `/proc/self/cgroup`. `None` without a limit.
 fn control_groups_rest(mount: &Path, membership: &str) -> Option<u64> {
     let rests = membership.lines().filter_map(|line| {
@@ -90,11 +90,11 @@ fn control_groups_rest(mount: &Path, membership: &str) -> Option<u64> {
 }
 
 impl Controller {
-    /// Returns the bytes between the usage of a group, without what can be taken back, and its least limit.
+    /// Returns the lowest limit of a group minus its usage, without reclaimable memory.
     fn rest(&self, group: &Path) -> Option<u64> {
         let read = |file: &str| fs::read_to_string(group.join(file)).ok();
         let number = |file: &str| read(file)?.trim().parse::<u64>().ok();
-        // `max` is no number.
+        // `max` is not a number.
         let limit = self.limits.iter().filter_map(|file| number(file)).min()?;
         let stat = read("memory.stat").unwrap_or_default();
         let reclaimable = stat.lines().filter_map(|line| {

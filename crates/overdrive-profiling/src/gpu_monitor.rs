@@ -19,8 +19,8 @@ use driver::Driver;
 #[serde(default)]
 #[non_exhaustive]
 pub struct GpuSample {
-    /// The fraction of the last sampling period (a sixth of a second to a second) in which any kernel ran, 0 to
-    /// 1. A high value does not mean fast: small kernels one after the other make 1 too.
+    /// The fraction of the last sampling period (a sixth of a second to a second) in which any kernel ran, 0 to 1. A
+    /// high value does not mean fast: small kernels one after another give 1 too.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub utilization: Option<f64>,
     /// The fraction of that period in which memory was read or written, 0 to 1.

@@ -1,4 +1,4 @@
-//! The reads of tensors by the host, each of which waits for the device.
+//! Reads of tensors by the host, each of which waits for the device.
 
 use std::cell::{Cell, RefCell};
 use std::rc::Rc;
@@ -30,17 +30,18 @@ const READERS: [&str; 12] = [
 /// The operators that take a mask as an index, whose elements they count.
 const INDEXERS: [&str; 3] = ["aten::index", "aten::index_put_", "aten::_index_put_impl_"];
 
-/// Counts, while it lives, the operators of this thread by which the host reads from a device and so waits for
-/// everything that the device was given (`torch.cuda.set_sync_debug_mode`): reads of single values, operators
-/// with results of a size that depends on the values, and copies to the host. A training step without any keeps a
-/// GPU busy while the host prepares the next one.
+/// Counts, while it lives, the operators of this thread with which the host reads from a device and so waits for all
+/// work queued on it (`torch.cuda.set_sync_debug_mode`): reads of single values, operators whose result size depends
+/// on the values, and copies to the host. A training step without any keeps a GPU busy while the host prepares the
+/// next one.
 ///
-/// It sees the operators of backward passes too, which stay on this thread while it lives, but no reads inside of
-/// operators and none of libraries that call CUDA themselves. On a CPU a copy to the host is not an operator; the
-/// reads that Overdrive makes through [`overdrive_sys::transfer::to_host`] are counted there as well. A copy that does not
-/// wait (`non_blocking`, to pinned memory) is no read: the host reads it when an event says that it has arrived.
+/// It also sees the operators of backward passes, which stay on this thread while it lives, but not reads inside
+/// operators, or of libraries that call CUDA themselves. On a CPU a copy to the host is not an operator; the reads
+/// that Overdrive makes through [`overdrive_sys::transfer::to_host`] are counted there as well. A copy that does not
+/// wait (`non_blocking`, to pinned memory) is not a read: the host reads the memory after an event reports that the
+/// data has arrived.
 ///
-/// [`HostReads::uploads`] has the copies in the other direction that wait too.
+/// [`HostReads::uploads`] lists the copies in the other direction that wait too.
 ///
 /// ```
 /// use overdrive_profiling::HostReads;
@@ -87,15 +88,16 @@ impl HostReads {
         self.names.borrow().clone()
     }
 
-    /// Returns the names of the operators so far that copied to the device from host memory which is not pinned: the
-    /// host waits for them as for a read, where [`overdrive_sys::transfer::to_device`] would not. There are none on a CPU.
+    /// Returns the names of the operators so far that copied to the device from host memory that is not pinned. The
+    /// host waits for them as for a read; [`overdrive_sys::transfer::to_device`] does not wait. There are none on a
+    /// CPU.
     #[must_use]
     pub fn uploads(&self) -> Vec<String> {
         self.uploads.borrow().clone()
     }
 }
 
-/// The memory that a copy reads whose target is known when it has run.
+/// The source of a copy whose target is known only after it has run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum CopyFrom {
     Device,
@@ -115,7 +117,7 @@ impl Counter {
         self.names.borrow_mut().push(call.full_name());
     }
 
-    /// Returns `true` for host memory that a GPU cannot read while the host goes on.
+    /// Returns `true` for host memory that a GPU cannot read asynchronously.
     fn is_pageable(&self, tensor: Option<&Tensor>) -> CallbackResult<bool> {
         let host = tensor.filter(|tensor| {
             self.device != Device::Cpu && tensor.defined() && tensor.device() == Device::Cpu
@@ -182,7 +184,8 @@ impl DispatchMode for Counter {
     }
 }
 
-/// Returns `true` if the host waits for a copy to its memory: the device can copy to pageable memory only while it waits.
+/// Returns `true` if the host waits for a copy to its memory: the device can copy to pageable memory only while it
+/// waits.
 fn waits(is_blocking: bool, is_pageable: bool) -> bool {
     is_blocking || is_pageable
 }

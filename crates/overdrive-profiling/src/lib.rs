@@ -4,17 +4,17 @@
 //! estimate are to a Python user. [overdrive-tracking] writes the measurements to files and services.
 //!
 //! - [`StepRecorder`] records a step: the time of each [`Phase`] (on a GPU by events in the device's own
-//!   stream, without waiting), tokens, samples and steps a second, MFU, memory, the GPU through NVML, the data
+//!   stream, without waiting), tokens, samples and steps per second, MFU, memory, the GPU through NVML, the data
 //!   loader ([`DataLoading`]), and the [`Bottleneck`] in a sentence; [`StepTimer`] is its clock alone;
 //! - [`profile`] and [`Profiler`] run libtorch's own profiler, over a closure or by a [`Schedule`]; the
 //!   [`Trace`] is a table of operators ([`KeyAverages`]) and a file for Chrome and Perfetto; [`emit_nvtx`] marks
 //!   operators for Nsight Systems;
-//! - [`Throughput`], [`ModelFlops`] and [`PeakFlops`] turn tokens and seconds into tokens a second and
+//! - [`Throughput`], [`ModelFlops`] and [`PeakFlops`] turn tokens and seconds into tokens per second and
 //!   MFU;
 //! - [`MemoryPlan`] estimates the memory of a run before it starts, and advises what would make it fit;
-//!   [`free_memory`] is what it can take;
-//! - [`Targets`] compares a run with the share of data loading and the use of the GPU that it should have;
-//! - [`HostReads`] counts the operators by which the host waits for the device, [`OperatorCounts`] their launches
+//!   [`free_memory`] returns the memory that is available to it;
+//! - [`Targets`] compares the share of data loading and the GPU utilization of a run with targets;
+//! - [`HostReads`] counts the operators with which the host waits for the device, [`OperatorCounts`] their launches
 //!   and bytes;
 //! - [`Machine`] names the machine that the numbers come from.
 //!
@@ -37,7 +37,7 @@
 //!
 //! | feature | default | adds |
 //! |---|---|---|
-//! | `nvml` | no | [`GpuMonitor`] reads NVIDIA's management library; without it, it returns that as the reason why not |
+//! | `nvml` | no | [`GpuMonitor`] reads NVIDIA's management library; without it, `open` returns an error |
 //!
 //! [overdrive-tracking]: ../overdrive_tracking/index.html
 

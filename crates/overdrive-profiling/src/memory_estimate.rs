@@ -47,7 +47,7 @@ pub struct DecoderShape {
     pub heads: u64,
     /// The number of key and value heads.
     pub kv_heads: u64,
-    /// The features a head.
+    /// The number of features per head.
     pub head_dim: u64,
     /// The size of the vocabulary (V).
     pub vocabulary: u64,
@@ -144,9 +144,9 @@ pub enum Recomputation {
     /// No block.
     #[default]
     Never,
-    /// Each block by itself.
+    /// Each block individually.
     EveryBlock,
-    /// Every n-th block by itself, from the first on.
+    /// Every n-th block individually, starting with the first.
     EveryNth(u64),
     /// This many segments, each recomputed as a whole, except the last one.
     Segments(u64),
@@ -200,7 +200,7 @@ pub struct MemoryPlan {
     pub shape: DecoderShape,
     /// The number of sequences of a micro-batch.
     pub batch: u64,
-    /// The number of tokens a sequence.
+    /// The number of tokens per sequence.
     pub length: u64,
     /// The precision.
     #[serde(default)]
@@ -225,7 +225,7 @@ pub struct MemoryPlan {
 
 impl MemoryPlan {
     /// Creates a plan with defaults: fp32, flash attention, no recomputation, libtorch's
-    /// operators, AdamW, one micro-batch a step.
+    /// operators, AdamW, one micro-batch per step.
     pub fn new(shape: DecoderShape, batch: u64, length: u64) -> Self {
         Self {
             shape,

@@ -1,8 +1,8 @@
-//! The arithmetic of a model a token, and its model FLOPs utilization (MFU).
+//! The arithmetic of a model per token, and its model FLOPs utilization (MFU).
 
 /// The shape of a decoder that determines its arithmetic.
 ///
-/// Training costs `6·N + 12·L·H·Q·T` floating-point operations a token: two for each weight forward
+/// Training costs `6·N + 12·L·H·Q·T` floating-point operations per token: two for each weight forward
 /// and four backward, and the same for the matrix products of attention, which have no weights (PaLM,
 /// Chowdhery et al. 2022, appendix B; nanoGPT's `estimate_mfu`). Of the four backward, two are for the
 /// gradient of the activations and two for that of the weight, which a frozen weight does not have: a model of
@@ -17,7 +17,7 @@
 ///     layers: 12, heads: 12, head_dim: 64, sequence_length: 1024,
 /// };
 /// assert_eq!(model.per_token(), 857_246_208.0);
-/// // 150,000 tokens a second on a device that can do 312 TFLOP/s:
+/// // 150,000 tokens per second on a device that can do 312 TFLOP/s:
 /// let mfu = model.utilization(150_000.0, 312e12);
 /// assert!((mfu - 0.412).abs() < 1e-3);
 /// ```
@@ -31,9 +31,9 @@ pub struct ModelFlops {
     pub layers: u64,
     /// The number of query heads (H).
     pub heads: u64,
-    /// The number of features a head (Q).
+    /// The number of features per head (Q).
     pub head_dim: u64,
-    /// The number of tokens a sequence (T).
+    /// The number of tokens per sequence (T).
     pub sequence_length: u64,
 }
 
@@ -46,7 +46,7 @@ impl ModelFlops {
     }
 
     /// Returns the model FLOPs utilization (MFU), 0 to 1, of `tokens_per_second` on a device with a peak of
-    /// `peak_flops` floating-point operations a second. NaN if the peak is not positive.
+    /// `peak_flops` floating-point operations per second. NaN if the peak is not positive.
     pub fn utilization(&self, tokens_per_second: f64, peak_flops: f64) -> f64 {
         if peak_flops > 0.0 {
             self.per_token() * tokens_per_second / peak_flops
@@ -80,7 +80,7 @@ mod tests {
             ..full
         };
         assert_eq!(lora.per_token(), 4_040_000.0 + 20_000.0 + 12_288.0);
-        // Forward and backward of 100 tokens a second on a device with 1 GFLOP/s.
+        // Forward and backward of 100 tokens per second on a device with 1 GFLOP/s.
         assert!((lora.utilization(100.0, 1e9) - 0.407_228_8).abs() < 1e-12);
     }
 }

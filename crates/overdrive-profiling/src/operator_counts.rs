@@ -10,7 +10,8 @@ use overdrive_sys::dispatch_mode::{DispatchMode, ModeGuard, OperatorCall, Result
 use overdrive_sys::saved_tensors::BackwardOnThisThread;
 use tch::Tensor;
 
-/// The operators that compute nothing: they allocate memory, or return a view that their schema does not name one.
+/// The operators that compute nothing: they allocate memory, or return a view that their schema does not declare as
+/// one.
 const IDLE: [&str; 7] = [
     "aten::_unsafe_view",
     "aten::empty",
@@ -32,10 +33,10 @@ const OVERWRITERS: [&str; 4] = [
 /// Counts, while it lives, the operators of this thread that launch work on a device, and the bytes of the tensors
 /// that they read and write.
 ///
-/// Views and allocations are not counted. An operator counts once, also one that launches several kernels (a sort)
-/// or one kernel for many tensors (`_foreach_mul_`), and the operators that a kernel calls itself are not seen. The
+/// Views and allocations are not counted. An operator counts once, even if it launches several kernels (a sort) or
+/// one kernel for many tensors (`_foreach_mul_`), and the operators that a kernel calls itself are not seen. The
 /// bytes are those of the arguments and the results: what a GPU moves at least if nothing stays in a cache. On a CPU
-/// the counts show, on a machine without a GPU, what the same calls would launch on one.
+/// the counts show, without a GPU, what the same calls would launch on one.
 ///
 /// ```
 /// use overdrive_profiling::OperatorCounts;

@@ -12,7 +12,7 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct PeakFlops {
-    /// The floating-point operations a second.
+    /// The floating-point operations per second.
     pub flops_per_second: f64,
     /// The source of the number.
     pub source: PeakSource,
@@ -31,12 +31,12 @@ pub enum PeakSource {
         /// The rows and columns of the matrices.
         width: i64,
     },
-    /// A number of the caller.
+    /// A value given by the caller.
     Given,
 }
 
 impl PeakFlops {
-    /// Returns a peak that the caller knows, in floating-point operations a second.
+    /// Returns a peak that the caller knows, in floating-point operations per second.
     pub fn given(flops_per_second: f64) -> Self {
         Self {
             flops_per_second,
@@ -79,8 +79,8 @@ impl PeakFlops {
     }
 }
 
-/// Returns the peak of the GPU that calls itself `name` in matrix products of `dtype` (fp32 ones in TF32 if `tf32`), in
-/// floating-point operations a second; `None` where the table of GPUs does not have it.
+/// Returns the peak of the GPU whose driver reports `name` in matrix products of `dtype` (fp32 ones in TF32 if
+/// `tf32`), in floating-point operations per second; `None` if the table of GPUs does not have it.
 fn data_sheet(name: &str, dtype: Kind, tf32: bool) -> Option<f64> {
     let (generation, model) = GpuModel::find(name)?;
     let tflops = match dtype {

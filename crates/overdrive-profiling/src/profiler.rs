@@ -62,7 +62,7 @@ impl ProfilerConfig {
     }
 }
 
-/// Runs `work` under the profiler. Returns its value and the trace. A process takes one profile at a time.
+/// Runs `work` under the profiler. Returns its value and the trace. A process can take only one profile at a time.
 ///
 /// ```
 /// use overdrive_profiling::{GroupBy, ProfilerConfig, profile, record_function};
@@ -85,7 +85,7 @@ impl ProfilerConfig {
 /// ```
 ///
 /// # Errors
-/// While another profile is being taken, in which case `work` does not run; errors of libtorch.
+/// Returns an error while another profile is being taken, in which case `work` does not run, and libtorch's errors.
 pub fn profile<T>(config: ProfilerConfig, work: impl FnOnce() -> T) -> Result<(T, Trace)> {
     let session = config.session()?;
     let value = work();
@@ -101,14 +101,14 @@ pub fn record_function(name: &str) -> Option<Range> {
     Range::begin(name).ok()
 }
 
-/// Marks operators, phases and [`record_function`]'s ranges as NVTX ranges until the guard is dropped, for NVIDIA's Nsight
-/// Systems (`torch.autograd.profiler.emit_nvtx`): `nsys profile -t cuda,nvtx PROGRAM`. With `record_shapes` the marks of
-/// operators have the shapes of their inputs.
+/// Marks operators, phases and [`record_function`]'s ranges as NVTX ranges until the guard is dropped, for NVIDIA's
+/// Nsight Systems (`torch.autograd.profiler.emit_nvtx`): `nsys profile -t cuda,nvtx PROGRAM`. With `record_shapes`
+/// the marks of operators have the shapes of their inputs.
 ///
-/// Marks are those of the thread that calls this, and of the threads that autograd starts for it.
+/// Only the thread that calls this and the threads that autograd starts for it are marked.
 ///
 /// # Errors
-/// Without libtorch's CUDA libraries; while a profile is being taken.
+/// Returns an error without libtorch's CUDA libraries, or while a profile is being taken.
 pub fn emit_nvtx(record_shapes: bool) -> Result<NvtxRanges> {
     Ok(NvtxRanges::start(record_shapes)?)
 }
@@ -153,7 +153,8 @@ impl<'a> Profiler<'a> {
     /// Starts with step 0 of the schedule.
     ///
     /// # Errors
-    /// [`overdrive_core::Error::InvalidOption`] for an option of the schedule; while another profile is being taken.
+    /// [`overdrive_core::Error::InvalidOption`] for an option of the schedule; an error while another profile is
+    /// being taken.
     pub fn start(
         config: ProfilerConfig,
         schedule: Schedule,

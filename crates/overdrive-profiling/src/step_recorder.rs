@@ -17,8 +17,8 @@ use crate::{
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum Timing {
-    /// Events in the device's work, for which nothing waits; for a CPU, and for devices without events, the clock of
-    /// the host. The default.
+    /// Events in the device's stream, without waiting; for a CPU, and for devices without events, the clock of the
+    /// host. The default.
     #[default]
     Events,
     /// The clock of the host, waiting for the device at every phase boundary.
@@ -32,7 +32,7 @@ pub struct StepRecorderConfig {
     pub device: Device,
     /// The clock of the phases. Default [`Timing::Events`].
     pub timing: Timing,
-    /// The number of steps of the rates and the bottleneck. Default 20.
+    /// The number of steps over which rates and the bottleneck are computed. Default 20.
     pub window: usize,
     /// The model's arithmetic, for MFU. Default `None`: no MFU.
     pub model: Option<ModelFlops>,
@@ -40,7 +40,7 @@ pub struct StepRecorderConfig {
     pub peak_flops: Option<PeakFlops>,
     /// The number of devices that share the work of a step, each with this peak; MFU is over all of them. Default 1.
     pub devices: usize,
-    /// The least time between two queries of the GPU's driver. Default 1 s.
+    /// The minimum time between two queries of the GPU's driver. Default 1 s.
     pub gpu_interval: Duration,
     /// The thresholds of a bottleneck.
     pub thresholds: BottleneckThresholds,
@@ -226,8 +226,8 @@ impl StepRecorder {
         });
     }
 
-    /// Returns the records of the steps that the device has finished since the last call, oldest first: on a CPU of all,
-    /// on a GPU often of all but the last ones. Does not wait.
+    /// Returns the records of the steps that the device has finished since the last call, oldest first: on a CPU of
+    /// all, on a GPU often of all but the last ones. Does not wait.
     ///
     /// # Errors
     /// Errors of the work on the device.
@@ -236,8 +236,8 @@ impl StepRecorder {
     }
 
     /// Waits until the device has finished all steps, and returns the records that no call has returned yet, oldest
-    /// first. For the end of a run; also for a place where the host has just read a result of the last step, because
-    /// then there is nothing to wait for.
+    /// first. Call it at the end of a run, or where the host has just read a result of the last step, because then
+    /// there is nothing to wait for.
     ///
     /// # Errors
     /// Errors of the work on the device.
@@ -368,11 +368,11 @@ pub struct StepRecord {
     pub phases: PhaseSeconds,
     /// The time of the device by phase; `None` on a CPU, where it is that of the host.
     pub device_phases: Option<PhaseSeconds>,
-    /// The tokens a second over the window of steps that ends with this one.
+    /// The tokens per second over the window of steps that ends with this one.
     pub tokens_per_second: f64,
-    /// The samples a second over the window.
+    /// The samples per second over the window.
     pub samples_per_second: f64,
-    /// The steps a second over the window.
+    /// The steps per second over the window.
     pub steps_per_second: f64,
     /// The model FLOPs utilization over the window, 0 to 1; `None` if model or peak are unknown.
     pub mfu: Option<f64>,
@@ -518,7 +518,7 @@ mod tests {
         }
         let loading = recorder.data_loading().expect("two steps");
         assert_eq!(loading.loader, Some(totals));
-        // Sleeps last at least as long as asked for; how much longer is the machine's matter.
+        // Sleeps last at least as long as requested; how much longer depends on the machine.
         assert!(
             loading.seconds_a_step >= 0.005 && loading.share < 0.9,
             "{loading}"

@@ -17,9 +17,9 @@ use crate::{DevicePhases, Error, Phase, PhaseSeconds, Result};
 /// crates can time themselves. While a [`Profiler`](crate::Profiler) records, each phase is a range of
 /// its trace.
 ///
-/// CUDA kernels run asynchronously: the host launches the work of a step, and is done with the step before the GPU is.
-/// By the host's clock the phases are the times of launching, and the time of the work counts for whatever waits for a
-/// result, often after the step. There are three kinds of timers, which are the same on a CPU:
+/// CUDA kernels run asynchronously: the host launches the work of a step, and is done with the step before the GPU
+/// is. By the host's clock the phases measure the launches, and the time of the work is charged to whatever waits for
+/// a result, often after the step. There are three kinds of timers, which are the same on a CPU:
 ///
 /// - [`StepTimer::new`] uses the host's clock, which is right on a CPU only.
 /// - [`StepTimer::with_events`] also records events in the device's work. Nothing
@@ -92,8 +92,8 @@ impl StepTimer {
         }
     }
 
-    /// Creates a timer that also records an event in the work of `device` at each phase boundary, which takes a few
-    /// microseconds on the host. Here alone it waits for the work that the device was given so far. For a CPU, and for
+    /// Creates a timer that also records an event in the stream of `device` at each phase boundary, which takes a few
+    /// microseconds on the host. Only this call waits for the work queued on the device so far. For a CPU, and for
     /// devices without events, it is [`StepTimer::new`].
     ///
     /// # Errors
@@ -174,8 +174,8 @@ impl StepTimer {
         self.device_phases(false)
     }
 
-    /// Returns the same as [`take_device_phases`](Self::take_device_phases), after waiting for the steps that the device
-    /// has not finished. For the end of a run.
+    /// Returns the same as [`take_device_phases`](Self::take_device_phases), after waiting for the steps that the
+    /// device has not finished. For the end of a run.
     ///
     /// # Errors
     /// As for [`take_device_phases`](Self::take_device_phases).

@@ -8,9 +8,9 @@ use serde::{Deserialize, Serialize};
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct Targets {
-    /// The least fraction of the time in which the GPU runs a kernel, 0 to 1. Default 0.85.
+    /// The minimum fraction of the time in which the GPU runs a kernel, 0 to 1. Default 0.85.
     pub gpu_utilization: f64,
-    /// The greatest fraction of the steps' time that data loading takes, 0 to 1. Default 0.05.
+    /// The maximum fraction of the steps' time that data loading takes, 0 to 1. Default 0.05.
     pub data_loading: f64,
 }
 
@@ -31,14 +31,14 @@ pub enum TargetResult {
     DataLoading {
         /// The measured fraction, 0 to 1.
         share: f64,
-        /// The greatest fraction that meets the target.
+        /// The maximum fraction that meets the target.
         most: f64,
     },
     /// The mean utilization of the GPU.
     GpuUtilization {
         /// The measured fraction, 0 to 1.
         mean: f64,
-        /// The least fraction that meets the target.
+        /// The minimum fraction that meets the target.
         least: f64,
     },
 }

@@ -1,9 +1,9 @@
-//! Tokens a second.
+//! Tokens per second.
 
 use std::collections::VecDeque;
 use std::time::Duration;
 
-/// A meter of the tokens a second over the last few steps.
+/// A meter of the tokens per second over the last few steps.
 ///
 /// The rate is the tokens of the window divided by its time, not a mean of rates, so that a slow step
 /// weighs as much as it costs.
@@ -45,7 +45,7 @@ impl Throughput {
         self.tokens_seen += tokens;
     }
 
-    /// Returns the tokens a second over the window; 0 before the first step.
+    /// Returns the tokens per second over the window; 0 before the first step.
     pub fn tokens_per_second(&self) -> f64 {
         let tokens: u64 = self.steps.iter().map(|(tokens, _)| tokens).sum();
         let time: Duration = self.steps.iter().map(|(_, time)| time).sum();

@@ -52,8 +52,8 @@ impl Trace {
         })
     }
 
-    /// Returns why the trace has no work of a GPU, although it was to be recorded; `None` if it has some, or none
-    /// was to be recorded. The profiler logs it as a warning too.
+    /// Returns the reason why the trace has no GPU work, although it should have been recorded; `None` if the trace
+    /// has some, or if it was not requested. The profiler logs it as a warning too.
     pub fn gpu_warning(&self) -> Option<&str> {
         self.gpu_warning.as_deref()
     }
@@ -86,7 +86,7 @@ impl Trace {
         // Created before Kineto writes it by its name; Kineto does not report when it cannot.
         let partial = files::unfinished(path)?.into_temp_path();
         self.write_to(&partial)?;
-        // Opened again, in case that Kineto has replaced the file.
+        // Opened again, in case Kineto has replaced the file.
         let file = File::open(&partial).map_err(CommonError::io("read", &partial))?;
         Ok(files::commit(
             NamedTempFile::from_parts(file, partial),
@@ -122,7 +122,7 @@ fn gpu_warning(cupti_error: Option<&str>) -> String {
         None => format!("either no kernel ran while it was recorded, or {REMEDY}"),
     };
     format!(
-        "the trace has no work of a GPU: {cause}. `KINETO_LOG_LEVEL=0` shows the log of libtorch's profiler"
+        "the trace has no GPU work: {cause}. `KINETO_LOG_LEVEL=0` shows the log of libtorch's profiler"
     )
 }
 

@@ -52,7 +52,7 @@ fn a_trace_without_the_work_of_a_gpu_that_was_asked_for_says_so() {
     assert_eq!(of(false), None);
     let warning = of(true).unwrap();
     assert!(
-        warning.starts_with("the trace has no work of a GPU: ")
+        warning.starts_with("the trace has no GPU work: ")
             && warning.contains("`KINETO_LOG_LEVEL=0`"),
         "{warning}"
     );

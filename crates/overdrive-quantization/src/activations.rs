@@ -7,22 +7,22 @@ use crate::{Error, QuantizedWeight, Result, Scheme};
 #[serde(rename_all = "kebab-case")]
 #[non_exhaustive]
 pub enum Activations {
-    /// The dtype of the scheme. On CPUs with AVX2, weights of 4 bits and weights of 8 bits in groups (`int8-g32`, the
-    /// `Q8_0`, `Q6_K` and `Q5_…` of GGUF files) take activations in 8 bits while gradients are disabled (`tch::no_grad`), as
-    /// llama.cpp does. For 4 bits each 32 to 128 inputs share a scale, as in the weight, and the rounding error is a fraction of that
-    /// of the weight; for 8 bits each 16 or 32 do, and the error is at most about that of the weight. Weights whose groups
-    /// have fewer inputs take activations in 13 to 16 bits. Training and GPUs take floating-point activations,
-    /// whether an input needs a gradient or not.
+    /// The dtype of the scheme. On CPUs with AVX2, 4-bit weights and 8-bit weights in groups (`int8-g32`, the `Q8_0`,
+    /// `Q6_K` and `Q5_…` of GGUF files) use 8-bit activations while gradients are disabled (`tch::no_grad`), as
+    /// llama.cpp does. With 4-bit weights, each 32 to 128 inputs share a scale, as in the weight, and the rounding
+    /// error is a fraction of the weight's; with 8-bit weights, each 16 or 32 do, and the error is at most about the
+    /// weight's. With weights in smaller groups, activations have 13 to 16 bits. In training and on GPUs, activations
+    /// are floating-point, whether or not an input needs a gradient.
     #[default]
     Auto,
     /// Floating-point activations.
     Float,
-    /// Activations in 8 bits wherever there is a kernel for it, also with gradients (the gradient is that of
-    /// the matmul without rounding).
+    /// 8-bit activations wherever there is a kernel for them, even with gradients (the gradient is that of the
+    /// matmul without rounding).
     Int8,
-    /// 8-bit floats with a scale for each row, for weights of 8-bit floats: on a GPU of compute capability
-    /// 8.9 or more whose libtorch multiplies them; elsewhere activations stay floating-point. The
-    /// `FP8-dynamic` checkpoints of compressed-tensors ask for it. Activations keep only four significant
+    /// 8-bit floats with one scale for each row, for weights of 8-bit floats, on GPUs of compute capability 8.9
+    /// or more if libtorch supports them; elsewhere activations stay floating-point. `FP8-dynamic` checkpoints of
+    /// compressed-tensors request it. Activations keep only four significant
     /// bits.
     Float8,
 }
@@ -46,11 +46,11 @@ impl QuantizedWeight {
     /// GEMM, and for [`Activations::Float8`] with any other scheme.
     pub fn with_activations(mut self, activations: Activations) -> Result<QuantizedWeight> {
         if activations == Activations::Int8 && self.scheme == Scheme::Fp8 {
-            let found = "int8 with a weight in 8-bit floats";
+            let found = "int8 with a weight of 8-bit floats";
             return Err(Error::option("activations", found, "auto, float or float8"));
         }
         if activations == Activations::Float8 && self.scheme != Scheme::Fp8 {
-            let found = format!("float8 with a weight in {}", self.scheme);
+            let found = format!("float8 with a weight of scheme {}", self.scheme);
             return Err(Error::option("activations", found, "auto, float or int8"));
         }
         // The kernel is chosen in each call, so nothing else depends on it.

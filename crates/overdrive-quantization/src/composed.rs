@@ -1,5 +1,5 @@
-//! Quantization composed of libtorch's operators, for devices that the codecs do not run on. On the CPU they give the
-//! same codes as the codecs, which the tests check.
+//! Quantization with libtorch's operators, for devices that the codecs do not support. The tests check that on the CPU
+//! they give the same codes as the codecs.
 
 use tch::{Kind, Tensor};
 

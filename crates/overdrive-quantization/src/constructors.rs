@@ -1,4 +1,4 @@
-//! Weights made of codes and scales that exist already.
+//! Constructors of weights from existing codes and scales.
 
 use half::f16;
 use tch::{Device, Kind, Tensor};
@@ -29,7 +29,7 @@ pub struct GroupedParts {
 }
 
 impl QuantizedWeight {
-    /// Returns a weight of 8-bit integers with one scale for each row: `codes` i8 `(O, I)`, `scales` f32
+    /// Creates a weight of 8-bit integers with one scale for each row: `codes` i8 `(O, I)`, `scales` f32
     /// `(O,)`. `scheme` is `Int8Dynamic`, `Int8WeightOnly` or `LlmInt8`.
     ///
     /// # Errors
@@ -56,26 +56,26 @@ impl QuantizedWeight {
         Ok(QuantizedWeight::of(scheme, [outputs, inputs], storage))
     }
 
-    /// Returns a weight of 8-bit floats (e4m3) with one scale for each row: `codes` u8 (or `Float8e4m3fn`)
+    /// Creates a weight of 8-bit floats (e4m3) with one scale for each row: `codes` u8 (or `Float8e4m3fn`)
     /// `(O, I)`, `scales` f32 `(O,)`.
     ///
     /// # Errors
-    /// [`Error::Common`] if a tensor has another shape, dtype or device, [`Error::Values`] for scales that
-    /// are not finite and for codes of NaN.
+    /// [`Error::Common`] if a tensor has the wrong shape, dtype or device, [`Error::Values`] for scales that
+    /// are not finite and for codes that are NaN.
     pub fn from_fp8(codes: Tensor, scales: Tensor) -> Result<QuantizedWeight> {
         let [outputs, inputs] = matrix("codes", &codes, &[Kind::Uint8, Kind::Float8e4m3fn])?;
         check_row_scales(&scales, outputs, codes.device())?;
         // Kept as bytes: libtorch has few operators for 8-bit floats.
         let codes = codes.f_contiguous()?.f_view_dtype(Kind::Uint8)?;
-        // A NaN would spread over its whole output; quantization never makes one.
+        // A NaN would affect the whole output; quantization never produces one.
         let nan = codes
             .f_bitwise_and(i64::from(fp8::NAN))?
             .f_eq(i64::from(fp8::NAN))?;
         if nan.f_any()?.f_int64_value(&[])? != 0 {
             return Err(Error::values(
                 "codes",
-                "the code of NaN",
-                "codes of numbers",
+                "a code that is NaN",
+                "codes that are not NaN",
             ));
         }
         let scales = scales.f_contiguous()?;
@@ -83,7 +83,7 @@ impl QuantizedWeight {
         Ok(QuantizedWeight::of(Scheme::Fp8, [outputs, inputs], storage))
     }
 
-    /// Returns a weight of integers with one scale for each group of inputs.
+    /// Creates a weight of integers with one scale for each group of inputs.
     ///
     /// ```
     /// use overdrive_quantization::{GroupedParts, QuantizedWeight};
@@ -102,8 +102,8 @@ impl QuantizedWeight {
     /// ```
     ///
     /// # Errors
-    /// [`Error::Common`] if the tensors do not fit one another, and for other bits and group sizes;
-    /// [`Error::Values`] for scales and offsets that are not finite and for an order that is no permutation.
+    /// [`Error::Common`] if the tensors do not match, and for unsupported bits and group sizes;
+    /// [`Error::Values`] for scales and offsets that are not finite and for an order that is not a permutation.
     pub fn from_grouped(parts: GroupedParts) -> Result<QuantizedWeight> {
         let GroupedParts {
             bits,
@@ -165,13 +165,13 @@ impl QuantizedWeight {
         QuantizedWeight::of(scheme, [outputs, inputs], storage).laid_out()
     }
 
-    /// Returns a weight `(O, I)` of blocks of a 4-bit code book, as bitsandbytes packs them: `codes` u8, two
-    /// weights in a byte, the first in the high half, in any shape. `scheme` is [`Scheme::Nf4`] or
+    /// Creates a weight `(O, I)` of blocks with a 4-bit code book, packed as in bitsandbytes: `codes` u8, two weights
+    /// in a byte, the first in the high half, in any shape. `scheme` is [`Scheme::Nf4`] or
     /// [`Scheme::Fp4`].
     ///
     /// # Errors
-    /// [`Error::Common`] if a tensor has another shape, dtype or device, for another scheme, and for one
-    /// whose double quantization is not that of the magnitudes; [`Error::Values`] for magnitudes that are
+    /// [`Error::Common`] if a tensor has the wrong shape, dtype or device, for another scheme, and for a scheme
+    /// whose double quantization differs from that of the magnitudes; [`Error::Values`] for magnitudes that are
     /// not finite.
     pub fn from_blocks(
         scheme: Scheme,
@@ -185,7 +185,7 @@ impl QuantizedWeight {
             .checked_mul(inputs)
             .filter(|_| outputs > 0 && inputs > 0);
         let Some(len) = len else {
-            let expected = "(O, I), two positive numbers";
+            let expected = "(O, I), with both sizes positive";
             return Err(Error::shape("weight", [outputs, inputs], expected));
         };
         let device = codes.device();
@@ -201,7 +201,7 @@ impl QuantizedWeight {
         let blocks = len / block + i64::from(len % block != 0);
         let matches = matches!(magnitudes, Magnitudes::Quantized { .. }) == options.double_quant;
         if !matches {
-            let expected = "one with the double quantization that the magnitudes have";
+            let expected = "a scheme with the same double quantization as the magnitudes";
             return Err(Error::option("scheme", scheme, expected));
         }
         let magnitudes = match magnitudes {
@@ -328,7 +328,7 @@ fn finite(name: &'static str, tensor: &Tensor) -> Result<()> {
         Some(index) => {
             let number = tensor.f_flatten(0, -1)?.f_double_value(&[index as i64])?;
             let found = format!("{number} at index {index}");
-            Err(Error::values(name, found, "finite numbers"))
+            Err(Error::values(name, found, "finite values"))
         }
     }
 }

@@ -16,7 +16,7 @@ impl QuantizedWeight {
     /// and rounded once.
     ///
     /// # Errors
-    /// [`Error::Common`] for a kind that is not floating-point; an error of libtorch if memory runs out.
+    /// [`Error::Common`] for a dtype that is not floating-point; an error of libtorch if memory runs out.
     pub fn dequantize(&self, kind: Kind) -> Result<Tensor> {
         check_kind(kind)?;
         if !self.has_codec() {
@@ -24,7 +24,7 @@ impl QuantizedWeight {
         }
         let decoder = Decoder::new(self)?;
         let (width, rows) = (decoder.width, units_of_job(decoder.width));
-        // Double is computed in f32 too: the codes have no more bits.
+        // Double is computed in f32 as well, since the codes are not more precise.
         with_float!(kind, T => {
             let mut target = Fresh::<T>::new(&self.size())?;
             let jobs = target.elements_mut()?.chunks_mut(rows * width).enumerate();
@@ -38,12 +38,12 @@ impl QuantizedWeight {
         })
     }
 
-    /// Returns the rows `ids` (i64, any shape `(…)`) of the weight, dequantized to `kind`: `(…, I)`, as an
-    /// embedding does. Only those rows are read.
+    /// Returns the rows `ids` (i64, any shape `(…)`) of the weight, dequantized to `kind`, `(…, I)`, like an
+    /// embedding. Only these rows are read.
     ///
     /// # Errors
-    /// [`Error::Values`] for ids outside of the rows; [`Error::Common`] for ids of another kind or device and
-    /// for a kind that is not floating-point.
+    /// [`Error::Values`] for ids that are out of range; [`Error::Common`] for ids of another dtype or device and
+    /// for a dtype `kind` that is not floating-point.
     pub fn rows(&self, ids: &Tensor, kind: Kind) -> Result<Tensor> {
         check_kind(kind)?;
         if ids.f_kind()? != Kind::Int64 {
@@ -59,7 +59,7 @@ impl QuantizedWeight {
             let rows = device_dequantize::rows(self, &ids.f_flatten(0, -1)?, kind)?;
             return Ok(rows.f_view(&shape[..])?);
         }
-        // On a GPU the check would wait for the device; there libtorch checks the index itself.
+        // On a GPU the check would wait for the device; there, libtorch checks the index.
         let ids = ids.f_contiguous()?;
         let ids = elements::<i64>(&ids)?;
         if let Some(id) = ids.iter().find(|id| !(0..self.outputs).contains(id)) {
@@ -83,7 +83,7 @@ impl QuantizedWeight {
 }
 
 impl QuantizedWeight {
-    /// Returns `true` if the codecs read the weight where it lies.
+    /// Returns `true` if the codecs can read the weight in place.
     fn has_codec(&self) -> bool {
         self.device() == Device::Cpu && !matches!(self.storage, Storage::Tiled(_))
     }
@@ -99,7 +99,7 @@ fn check_kind(kind: Kind) -> Result<()> {
     }
 }
 
-/// The buffers that a thread keeps from row to row.
+/// The buffers that a thread reuses from row to row.
 #[derive(Debug, Default)]
 pub(crate) struct Scratch {
     floats: Vec<f32>,
@@ -185,7 +185,7 @@ impl<'a> Decoder<'a> {
                 order: order.as_ref().map(elements).transpose()?,
             },
             Storage::Tiled(_) => {
-                let expected = "with its codes in rows";
+                let expected = "a weight with its codes in rows";
                 return Err(Error::option("weight", weight.scheme, expected));
             }
             Storage::Blocks { codes, magnitudes } => {

@@ -1,8 +1,8 @@
-//! Dequantization by libtorch's operators, for devices that the codecs do not run on.
+//! Dequantization with libtorch's operators, for devices that the codecs do not support.
 //!
-//! A slice of the weight at a time goes from its codes to floats in f32 and, rounded once, straight to its place in
-//! the dense weight: besides that one, no tensor of the size of the weight is allocated. On the CPU the results are
-//! those of the codecs, which the tests check.
+//! The weight is dequantized slice by slice to f32 and, rounded once, written directly to its position in the dense
+//! weight; no other tensor of the size of the weight is allocated. The tests check that on the CPU the results are
+//! those of the codecs.
 
 use std::sync::{Mutex, PoisonError};
 
@@ -14,9 +14,9 @@ use crate::tiles::{self, Tiled};
 use crate::weight::{Magnitudes, Storage};
 use crate::{QuantizedWeight, Result, gpu};
 
-/// The elements that are dequantized at once, a multiple of every block size. Their temporaries take at most 8 bytes
-/// an element (128 MiB). Each slice is two or three launches, of microseconds each, so that smaller ones would make a
-/// GPU wait.
+/// The number of elements that are dequantized at once, a multiple of every block size. Their temporaries take at most
+/// 8 bytes per element (128 MiB). Each slice takes two or three launches of microseconds each, so a GPU would wait for
+/// smaller slices.
 const SLICE: i64 = 1 << 24;
 
 /// The numbers of both codes of a byte.

@@ -4,14 +4,14 @@ use std::path::PathBuf;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An error that all crates share: of an option, of the shape, dtype or device of a tensor, or of a file.
+    /// An error that all crates share: an invalid option, a wrong shape, dtype or device of a tensor, or a file error.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
     /// An error of the GPU kernels.
     #[error(transparent)]
     Gpu(#[from] overdrive_gpu::Error),
     /// A tensor of the right shape and dtype has values that cannot be used.
-    #[error("`{tensor}` holds {found}; it must hold {expected}")]
+    #[error("`{tensor}` contains {found}; it must contain {expected}")]
     Values {
         /// The name of the tensor or argument.
         tensor: &'static str,
@@ -20,7 +20,7 @@ pub enum Error {
         /// The values that are allowed.
         expected: String,
     },
-    /// A quantized weight in a file is damaged, or is not what its description says.
+    /// A quantized weight in a file is damaged, or does not match its description.
     #[error("the quantized weight `{name}` cannot be read: {reason}")]
     BadWeight {
         /// The name of the weight.
@@ -37,7 +37,7 @@ pub enum Error {
         reason: String,
     },
     /// A tensor of a checkpoint cannot be quantized.
-    #[error("the tensor `{name}`: {source}")]
+    #[error("cannot quantize the tensor `{name}`: {source}")]
     Tensor {
         /// The name of the tensor.
         name: String,

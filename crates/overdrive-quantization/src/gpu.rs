@@ -1,4 +1,4 @@
-//! The GPU kernels of overdrive-gpu for weights of 4 and 8 bits; `None` where libtorch's operators are used.
+//! The GPU kernels of overdrive-gpu for weights of 4 and 8 bits; `None` if libtorch's operators are used.
 
 use overdrive_gpu::{
     EightBitNumbers, EightBitWeight, FOUR_BIT_GROUPS, FourBitNumbers, FourBitScales, FourBitWeight,
@@ -69,7 +69,7 @@ pub(crate) fn takes_rows(weight: &QuantizedWeight) -> Result<bool> {
     Ok(FOUR_BIT_GROUPS.contains(&group) && overdrive_gpu::kernels(weight.device())?.is_some())
 }
 
-/// Returns a weight with 8-bit codes as the kernels take it.
+/// Returns a weight with 8-bit codes in the form that the kernels take.
 fn eight_bit(weight: &QuantizedWeight) -> Option<EightBitWeight<'_>> {
     let (codes, scales, numbers) = match &weight.storage {
         Storage::Int8 { codes, scales } => (codes, scales, EightBitNumbers::Integer),
@@ -89,8 +89,9 @@ fn eight_bit(weight: &QuantizedWeight) -> Option<EightBitWeight<'_>> {
     })
 }
 
-/// Calls `body` with a weight of 4 bits as the kernels take it, and returns `None` for any other. Scales in 8 bits are
-/// given as they are stored if they are `nested`, and else in full, which takes launches of libtorch's operators.
+/// Calls `body` with a 4-bit weight in the form that the kernels take, and returns `None` for any other weight. If
+/// `nested`, 8-bit scales are passed as they are stored; else they are dequantized, which takes launches of libtorch's
+/// operators.
 fn with_weight(
     weight: &QuantizedWeight,
     nested: bool,

@@ -1,18 +1,19 @@
-//! Quantized weights in 8 and 4 bits for tch: a quarter to an eighth of the memory and of the bytes that
-//! decoding reads, with the codes and file formats of the Python libraries.
+//! 8- and 4-bit quantized weights for tch. They take a quarter to an eighth of the memory, and decoding reads as much
+//! less, with the codes and file formats of the Python libraries.
 //!
 //! [`QuantizedWeight`] is the weight of a linear layer in one of the schemes of [`Scheme`]:
 //!
-//! | name | codes | one scale for | bits an element | as in |
+//! | name | codes | one scale for | bits per element | as in |
 //! |---|---|---|---|---|
 //! | `int8`, `int8-weight`, `llm-int8` | bytes | an output | 8.0 | `quantize_dynamic`, LLM.int8 |
 //! | `int4`, `int4-g32`, `int4-asym`, `int8-g32`, … | integers of 4 or 8 bits | a group of inputs | 4.13 to 8.5 | compressed-tensors, GPTQ, AWQ, GGUF |
-//! | `nf4`, `fp4`, `nf4-single`, … | a book of 16 numbers | 64 elements | 4.13, 4.5 | bitsandbytes (QLoRA) |
+//! | `nf4`, `fp4`, `nf4-single`, … | a code book of 16 values | 64 elements | 4.13, 4.5 | bitsandbytes (QLoRA) |
 //! | `fp8` | e4m3 floats | an output | 8.0 | compressed-tensors, vLLM |
 //!
-//! The CPU kernels take [numbers below 2⁻¹²⁶ for zero](overdrive_kernels#subnormal-numbers), in inputs, scales and results.
+//! The CPU kernels treat [numbers below 2⁻¹²⁶ as zero](overdrive_kernels#subnormal-numbers), in inputs, scales and
+//! results.
 //!
-//! [`QuantizationConfig`] reads weights from the files of a model and writes them; [`GgufFile`] reads GGUF
+//! [`QuantizationConfig`] reads and writes weights in model files; [`GgufFile`] reads GGUF
 //! files; [`quantize_checkpoint`] quantizes a Hugging Face folder.
 //!
 //! ```

@@ -17,14 +17,14 @@ use overdrive_core::Error as CoreError;
 
 /// Returns `x · weightᵀ + bias` for a quantized weight.
 ///
-/// `x (…, I)`, `bias (O,)`; the result is `(…, O)` in the dtype of `x`, or under autocast in its
-/// dtype. It can be differentiated in `x` and `bias`; the weight is frozen.
+/// `x (…, I)`, `bias (O,)`; the result is `(…, O)` in the dtype of `x`, or under autocast in autocast's
+/// dtype. It is differentiable in `x` and `bias`; the weight is frozen.
 ///
-/// The weight's [`Scheme`](crate::Scheme) and [`Activations`](crate::Activations) select the computation:
-/// either activations are quantized to 8 bits, row by row or group by group, and multiplied in integers,
-/// or they stay floats and the codes are dequantized, in registers for a few rows and in blocks of some
-/// megabytes for many. On the CPU the whole dense weight is never allocated. The gradient of `x` is
-/// `dy · weight` with the dequantized weight; the rounding of activations has the gradient of the identity.
+/// The weight's [`Scheme`](crate::Scheme) and [`Activations`](crate::Activations) select the computation.
+/// Either activations are quantized to 8 bits, by row or by group, and multiplied in integers, or they stay
+/// floats and the codes are dequantized, in registers for few rows and in blocks of some megabytes for many.
+/// On the CPU the whole dense weight is never allocated. The gradient of `x` is `dy · weight` with the
+/// dequantized weight; the rounding of activations has the gradient of the identity.
 ///
 /// ```
 /// use overdrive_quantization::{QuantizedWeight, Scheme, linear};
@@ -50,7 +50,7 @@ pub fn linear(x: &Tensor, weight: &QuantizedWeight, bias: Option<&Tensor>) -> Re
 /// together.
 ///
 /// # Errors
-/// As [`linear`]; [`Error::Common`] for no weight, or another number of biases.
+/// As [`linear`]; [`Error::Common`] for no weights, or if the number of biases differs.
 pub fn joint_linear(
     x: &Tensor,
     weights: &[&QuantizedWeight],
@@ -62,8 +62,8 @@ pub fn joint_linear(
     let differentiated = recording
         && (x.requires_grad() || biases.iter().flatten().any(|bias| bias.requires_grad()));
     if !differentiated {
-        // The first layer of a model in training has an input without a gradient, and must not round where the layers
-        // after it do not.
+        // In training, the input of a model's first layer needs no gradient; it must not be rounded if those of later
+        // layers are not.
         return forward(x, weights, biases, compute, recording);
     }
     let function = Linear {
@@ -80,12 +80,12 @@ pub fn joint_linear(
     Ok(apply(function, &inputs)?.remove(0))
 }
 
-/// Computes what [`joint_linear`] does for rows of f32 in slices: `y (rows, ΣO)` of `x (rows, I)`, with the weights
-/// and their biases. A decoder that keeps its buffers from step to step calls it. Returns `false`, and leaves `y`
-/// undefined, if a tensor is not on the CPU, a bias is not in f32, or a weight has no kernel for so many rows.
+/// Computes [`joint_linear`] on f32 slices: `y (rows, ΣO)` from `x (rows, I)`, the weights and their biases. It is for
+/// decoders that reuse their buffers. Returns `false` and leaves `y` undefined if a tensor is not on the CPU, a bias is
+/// not f32, or a weight has no kernel for this number of rows.
 ///
 /// # Errors
-/// [`Error::Common`] for slices that do not fit.
+/// [`Error::Common`] for slices of the wrong length.
 pub fn joint_linear_into(
     x: &[f32],
     layers: &[(&QuantizedWeight, Option<&Tensor>)],
@@ -147,7 +147,7 @@ fn compute_kind(x: &Tensor) -> Kind {
 fn check(x: &Tensor, weights: &[&QuantizedWeight], biases: &[Option<&Tensor>]) -> Result<()> {
     if weights.is_empty() || weights.len() != biases.len() {
         let found = format!("{} with {} biases", weights.len(), biases.len());
-        let expected = "at least one, with a bias or `None` for each";
+        let expected = "at least one weight, with a bias or `None` for each";
         return Err(Error::option("number of weights", found, expected));
     }
     let floating = |kind| {
@@ -190,8 +190,8 @@ fn check(x: &Tensor, weights: &[&QuantizedWeight], biases: &[Option<&Tensor>]) -
 
 /// The function of `x` and of the biases that are given, in this order.
 struct Linear {
-    /// The weights, as handles outside the saved tensors: hooks that move saved tensors (offloading) leave a
-    /// frozen weight in its place.
+    /// The weights, which are not saved tensors, so that hooks that move saved tensors (offloading) do not move
+    /// a frozen weight.
     weights: Vec<QuantizedWeight>,
     biased: Vec<bool>,
     compute: Kind,
@@ -217,7 +217,7 @@ impl Function for Linear {
             let y = forward(x, &weights, &biases, self.compute, true)?;
             Ok(vec![y])
         };
-        // Selective checkpointing keeps results by the name of their operator.
+        // Selective checkpointing selects results by the name of their operator.
         let codes = weights.iter().map(|weight| weight.storage.codes());
         let operands: Vec<&Tensor> = std::iter::once(x).chain(codes).collect();
         Ok(named_operator::call(NamedOperator::Mm, &operands, product)?)
@@ -237,7 +237,7 @@ impl Function for Linear {
         let outputs: i64 = self.weights.iter().map(|weight| weight.outputs).sum();
         let dy = dy.f_to_kind(self.compute)?;
         if context.needs_input_grad(0) {
-            // The engine casts gradients to the kinds of their inputs.
+            // The engine casts gradients to the dtypes of their inputs.
             results[0] = Some(blocks::backward(&dy, &self.weights)?);
         }
         if (1..=biases).any(|input| context.needs_input_grad(input)) {

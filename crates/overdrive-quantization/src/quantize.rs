@@ -14,17 +14,17 @@ use crate::{
 };
 
 impl QuantizedWeight {
-    /// Quantizes `weight (O, I)` of any floating-point dtype, on its device. The weight itself is not changed
-    /// and no gradient flows into it.
+    /// Quantizes `weight (O, I)` of any floating-point dtype, on its device. The weight is not changed, and gets no
+    /// gradient.
     ///
     /// The codes are bit for bit those of the original libraries: bitsandbytes' `quantize_4bit` on the CPU (NF4, FP4)
-    /// and `int8_vectorwise_quant` (8 bits by row), compressed-tensors (FP8). Groups have scales in f16 like
-    /// those of GPTQ, AWQ and GGUF; compressed-tensors' codes for a model in fp32 come with
-    /// [`quantize_groups`](QuantizedWeight::quantize_groups) and [`GroupScales::Float`].
+    /// and `int8_vectorwise_quant` (8 bits by row), compressed-tensors (FP8). Groups have f16 scales as in GPTQ, AWQ
+    /// and GGUF; for compressed-tensors' codes of an fp32 model, use
+    /// [`quantize_groups`](QuantizedWeight::quantize_groups) with [`GroupScales::Float`].
     ///
     /// # Errors
     /// [`Error::Common`] for other shapes and dtypes, for elements that are not finite, for groups that do not
-    /// divide the inputs, and for block sizes that bitsandbytes does not have.
+    /// divide the inputs, and for block sizes that bitsandbytes does not support.
     pub fn quantize(weight: &Tensor, scheme: Scheme) -> Result<QuantizedWeight> {
         quantize(weight, scheme, None, GroupScales::default())?.laid_out()
     }
@@ -55,12 +55,12 @@ impl QuantizedWeight {
         quantize(weight, Scheme::Grouped(options), None, scales)?.laid_out()
     }
 
-    /// Quantizes `weight` as [`quantize`](QuantizedWeight::quantize) does, with codes that cover a chosen range
-    /// instead of that from the least to the largest element. `range_of` returns it for the elements of a
-    /// group, or of a row if the scheme has one scale a row. Elements outside are clamped to it. A symmetric
+    /// Quantizes `weight` as [`quantize`](QuantizedWeight::quantize) does, but with codes that cover a chosen range
+    /// instead of the range from the smallest to the largest element. `range_of` returns the range for the elements of
+    /// a group, or of a row if the scheme has one scale for each row. Elements outside are clamped. A symmetric
     /// scheme covers the larger magnitude of the two ends on both sides of zero.
     ///
-    /// On another device than the CPU the weight is quantized on the CPU and moved back.
+    /// A weight on another device is quantized on the CPU and moved back.
     ///
     /// ```
     /// use overdrive_quantization::{QuantizedWeight, Scheme};
@@ -84,7 +84,7 @@ impl QuantizedWeight {
         range_of: &(dyn Fn(&[f32]) -> [f32; 2] + Sync),
     ) -> Result<QuantizedWeight> {
         if matches!(scheme, Scheme::Nf4(_) | Scheme::Fp4(_)) {
-            let expected = "one with scales that can be chosen: 8 bits by row, groups, or fp8";
+            let expected = "a scheme whose scales can be chosen: 8 bits by row, groups, or fp8";
             return Err(Error::option("scheme", scheme, expected));
         }
         quantize(weight, scheme, Some(range_of), GroupScales::default())?.laid_out()
@@ -166,7 +166,7 @@ impl<T: Float> Source<'_, T> {
         Some(low.abs().max(high.abs()))
     }
 
-    /// Adds the row and column of the element that is not finite to the error.
+    /// Adds to the error the row and column of the element that is not finite.
     fn found(&self, found: std::result::Result<(), NotFinite>) -> Result<()> {
         found.map_err(|NotFinite { index }| {
             let mut scratch = Vec::new();
@@ -350,8 +350,8 @@ pub(crate) fn double_quantized(magnitudes: &Tensor) -> Result<Magnitudes> {
     )
     .map_err(|NotFinite { index }| {
         let found =
-            format!("numbers in block {index} at which the mean of the magnitudes overflows");
-        let expected = "smaller numbers, or be quantized without double quantization";
+            format!("values in block {index} at which the mean of the magnitudes overflows");
+        let expected = "smaller values; or quantize it without double quantization";
         Error::values("weight", found, expected)
     })?;
     let code_book = Tensor::f_from_slice(dynamic::code_book())?;
@@ -364,6 +364,6 @@ pub(crate) fn double_quantized(magnitudes: &Tensor) -> Result<Magnitudes> {
 }
 
 pub(crate) fn not_finite(number: f32, row: usize, column: usize) -> Error {
-    let expected = "finite numbers; a weight that has diverged cannot be quantized";
+    let expected = "finite values; a weight that has diverged cannot be quantized";
     Error::values("weight", format!("{number} at [{row}, {column}]"), expected)
 }

@@ -1,11 +1,11 @@
-//! The error that quantization has made.
+//! The error of quantization.
 
 use tch::{Device, Kind, Tensor};
 
 use crate::tensors::elements;
 use crate::{Error, QuantizedWeight, Result};
 
-/// The difference between a quantized weight and the original.
+/// The difference between a quantized weight and its original.
 #[derive(Debug, Clone, Copy, PartialEq, serde::Serialize)]
 #[non_exhaustive]
 pub struct WeightError {
@@ -42,7 +42,7 @@ impl QuantizedWeight {
     /// [`Error::Common`] if `original` has another shape.
     pub fn error(&self, original: &Tensor) -> Result<WeightError> {
         if original.size() != self.size() {
-            let expected = format!("{:?}, that of the quantized weight", self.size());
+            let expected = format!("{:?}, as the quantized weight is", self.size());
             return Err(Error::shape("original", original.size(), expected));
         }
         // Blocks of rows of about 2^20 elements, so that the dense copy does not double the memory.

@@ -6,17 +6,18 @@ use serde::{Deserialize, Serialize};
 use crate::codec::code_book::Book;
 use crate::{Error, Result};
 
-/// The data type of a quantized weight, and what shares a scale.
+/// The format of a quantized weight: the type of its codes and the elements that share a scale.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[non_exhaustive]
 pub enum Scheme {
-    /// 8-bit integers with one scale for each output; the GEMM quantizes activations to 8 bits, with one
-    /// scale for each token. The same as `torch.ao.quantization.quantize_dynamic`.
+    /// 8-bit integers with one scale for each output; the GEMM quantizes activations to 8 bits with one scale
+    /// for each token, as `torch.ao.quantization.quantize_dynamic` does.
     Int8Dynamic,
-    /// The same weights; activations stay floating-point.
+    /// 8-bit integers with one scale for each output; activations stay floating-point.
     Int8WeightOnly,
-    /// The same weights; columns of activations with a magnitude beyond the threshold are multiplied in
-    /// full precision (LLM.int8, Dettmers et al. 2022, arXiv:2208.07339). bitsandbytes' `load_in_8bit`.
+    /// 8-bit integers with one scale for each output; columns of activations with a magnitude beyond the
+    /// threshold are multiplied in full precision (bitsandbytes' `load_in_8bit`; LLM.int8, Dettmers et al. 2022,
+    /// arXiv:2208.07339).
     LlmInt8 {
         /// The magnitude beyond which a column is an outlier; default 6.0.
         threshold: f64,
@@ -24,10 +25,10 @@ pub enum Scheme {
     /// Integers of 4 or 8 bits in groups along the inputs, each group with a scale and, if not symmetric, an
     /// offset.
     Grouped(GroupOptions),
-    /// 4-bit codes of a book of 16 numbers, the quantiles of a normal distribution, in blocks that are
+    /// 4-bit codes with a code book of 16 values, the quantiles of a normal distribution, in blocks that are
     /// scaled by their largest magnitude (Dettmers et al. 2023, arXiv:2305.14314).
     Nf4(BlockOptions),
-    /// The same blocks, with the book of the 4-bit floats.
+    /// The blocks of NF4 with a code book of 4-bit floats.
     Fp4(BlockOptions),
     /// 8-bit floats (e4m3) with one scale for each output.
     Fp8,
@@ -38,7 +39,7 @@ pub enum Scheme {
 pub struct GroupOptions {
     /// The number of bits of a code: 4 (the default) or 8.
     pub bits: u8,
-    /// The number of inputs of a group: 16, 32, 64, 128 (the default) or 256, and a divisor of the number of
+    /// The number of inputs in a group: 16, 32, 64, 128 (the default) or 256. It must divide the number of
     /// inputs.
     pub group_size: usize,
     /// If `true` (the default), the codes are symmetric about zero; otherwise each group has an offset.
@@ -55,18 +56,18 @@ impl Default for GroupOptions {
     }
 }
 
-/// The dtype of the scales of groups that are quantized here. Scales from files keep theirs.
+/// The dtype of the scales of groups that this crate quantizes. Scales from files keep their dtype.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default, Serialize, Deserialize)]
 #[serde(rename_all = "kebab-case")]
 pub enum GroupScales {
-    /// f16, also for the offsets of 4-bit codes: 4.5 bits for each element in groups of 32. The scales are
-    /// rounded up before the codes are chosen, by up to 1/1024, or with offsets by up to 1/64, so that 0
-    /// still has a code. A weight whose scales do not fit f16 (the largest is below 2⁻¹⁴ or above 2048) has
-    /// them in f32.
+    /// f16, also for the offsets of 4-bit codes: 4.5 bits per element in groups of 32. The scales are rounded up
+    /// before the codes are chosen, by up to 1/1024, or with offsets by up to 1/64, so that 0 still has a code.
+    /// Scales that do not fit f16 (the largest is below 2⁻¹⁴ or above 2048) are
+    /// f32.
     #[default]
     Half,
-    /// f32: 5 bits for each element in groups of 32. The codes equal those of compressed-tensors, bit for
-    /// bit, for a model in f32.
+    /// f32: 5 bits per element in groups of 32. The codes equal those of compressed-tensors for an f32 model, bit
+    /// for bit.
     Float,
 }
 
@@ -111,13 +112,13 @@ impl Scheme {
     ///
     /// # Errors
     /// [`Error::Common`] for a group size that is not supported or does not divide the inputs, a block size
-    /// that bitsandbytes does not have, and a threshold that is negative or NaN.
+    /// that bitsandbytes does not support, and a threshold that is negative or NaN.
     pub fn validate(&self, inputs: i64) -> Result<()> {
         match self {
             Scheme::Grouped(options) => options.validate(inputs),
             Scheme::Nf4(options) | Scheme::Fp4(options) => options.validate(),
             Scheme::LlmInt8 { threshold } if threshold.is_nan() || *threshold < 0.0 => {
-                // Not `check_non_negative`: an infinite threshold is valid, no column is beyond it.
+                // Not `check_non_negative`: an infinite threshold is valid and means that there are no outliers.
                 Err(Error::option(
                     "threshold",
                     threshold,
@@ -149,8 +150,7 @@ impl GroupOptions {
         }
         if inputs % size as i64 != 0 {
             let found = format!("{size} for a weight with {inputs} inputs");
-            let expected =
-                "a divisor of the inputs: use a smaller group, or a scheme by row or block";
+            let expected = "a divisor of the number of inputs; use a smaller group, or a scheme by row or block";
             return Err(Error::option("group_size", found, expected));
         }
         Ok(())
@@ -171,7 +171,7 @@ impl BlockOptions {
     }
 }
 
-/// Reads the names that [`Scheme`]'s `Display` writes: `int4` and `int8` with `-g` and the group size, and
+/// Parses the names that [`Scheme`]'s `Display` writes: `int4` and `int8` with `-g` and the group size, and
 /// `-asym` for groups with offsets; `nf4` and `fp4` with `-b` and the block size, and `-single` for no double
 /// quantization.
 impl FromStr for Scheme {

@@ -74,7 +74,7 @@ pub(crate) fn bytes(tensor: &impl Source) -> Result<&[u8]> {
     Ok(unsafe { std::slice::from_raw_parts(codes.as_ptr().cast(), codes.len()) })
 }
 
-/// A new tensor on the CPU that has no other handle yet, so that its elements can be borrowed for writing.
+/// A new CPU tensor without other handles, so that its elements can be borrowed for writing.
 #[derive(Debug)]
 pub(crate) struct Fresh<T> {
     tensor: Tensor,

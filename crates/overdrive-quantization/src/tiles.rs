@@ -1,4 +1,4 @@
-//! Codes of 4 bits in the order in which the tensor cores of a GPU take them, that of `_weight_int4pack_mm`.
+//! 4-bit codes in the order that the tensor cores of a GPU take: that of `_weight_int4pack_mm`.
 //!
 //! A tile has 8 outputs and 16 inputs. The operator's codes are i32 `(O/8, I/(16·n), 32, n/2)`, where `n`, the number
 //! of adjacent tiles along the inputs, is 2, 4 or 8. Entry `t` of the 32 has the codes of output `t / 4`, of the
@@ -37,8 +37,8 @@ pub(crate) struct Tiled {
     pub(crate) order: Option<Tensor>,
 }
 
-/// Returns `true` if a weight `(O, I)` lies in tiles on a GPU of this capability: from Ampere on, which has the
-/// operator.
+/// Returns `true` if a weight `(O, I)` is stored in tiles on a GPU of this capability: from Ampere on, where the
+/// operator exists.
 pub(crate) fn apply(capability: Capability, scheme: Scheme, size: [i64; 2]) -> bool {
     capability >= Some((8, 0)) && fit(scheme, size)
 }

@@ -40,9 +40,10 @@ pub(crate) enum Storage {
         /// i32 `(I,)`: the input of each column of the codes, if they were reordered (GPTQ's `desc_act`).
         order: Option<LocatedTensor>,
     },
-    /// The same in 4 bits, with the codes in the order of a GPU's tensor cores, and nowhere else.
+    /// 4-bit groups with the codes in the order of a GPU's tensor cores; only on GPUs.
     Tiled(Tiled),
-    /// Codes of a book of 16 numbers, with a magnitude for each block of the flattened weight: [`Scheme::Nf4`], [`Scheme::Fp4`].
+    /// Codes of a code book of 16 values, with a magnitude for each block of the flattened weight: [`Scheme::Nf4`],
+    /// [`Scheme::Fp4`].
     Blocks {
         /// u8 `(⌈O·I/2⌉,)`, weight `2j` in the high half of byte `j`, as in bitsandbytes.
         codes: Tensor,
@@ -77,7 +78,7 @@ pub enum Magnitudes {
 }
 
 impl QuantizedWeight {
-    /// Returns the weight of a storage whose tensors fit the scheme and the shape.
+    /// Creates a weight from a storage whose tensors fit the scheme and the shape.
     pub(crate) fn of(scheme: Scheme, [outputs, inputs]: [i64; 2], storage: Storage) -> Self {
         QuantizedWeight {
             scheme,
@@ -126,8 +127,8 @@ impl QuantizedWeight {
 
     /// Returns the weight on `device`: a copy, or another handle if it is there already.
     ///
-    /// A weight of 4 bits in groups stays in rows on a GPU where the kernels of overdrive-gpu are on. On others from Ampere
-    /// on it gets the order in which libtorch's operator takes it, and loses it where it leaves the GPU.
+    /// A 4-bit weight in groups stays in rows on a GPU on which the kernels of overdrive-gpu are on. On other GPUs from
+    /// Ampere on, it is converted to the order of libtorch's operator, and converted back when it leaves the GPU.
     ///
     /// # Errors
     /// An error of libtorch if memory runs out or there is no such device.
@@ -143,8 +144,8 @@ impl QuantizedWeight {
         .laid_out()
     }
 
-    /// Returns the weight in the order that its device multiplies fastest. The codes in their old order are freed
-    /// with their last handle.
+    /// Returns the weight in the order that is fastest on its device. The codes in their old order are freed with their
+    /// last handle.
     pub(crate) fn laid_out(self) -> Result<QuantizedWeight> {
         let Device::Cuda(index) = self.device() else {
             return Ok(self);
@@ -176,13 +177,13 @@ impl QuantizedWeight {
         })
     }
 
-    /// Returns the average number of bits of an element, with its share of scales and offsets.
+    /// Returns the average number of bits of an element, including its share of scales and offsets.
     pub fn bits_per_weight(&self) -> f64 {
         self.bytes() as f64 * 8.0 / (self.outputs * self.inputs) as f64
     }
 
-    /// Returns the number of bytes of all tensors of the weight. On a GPU without the kernels of overdrive-gpu a weight of 4
-    /// bits in groups has its scales twice: also in bf16, as libtorch's operator takes them.
+    /// Returns the number of bytes of all tensors of the weight. On a GPU without the kernels of overdrive-gpu, a 4-bit
+    /// weight in groups also stores its scales in bf16, for libtorch's operator.
     pub fn bytes(&self) -> usize {
         let bytes = |tensor: &&Tensor| tensor.numel() * tensor.kind().elt_size_in_bytes();
         self.storage.tensors().iter().map(bytes).sum()
@@ -215,25 +216,25 @@ impl Storage {
         self.map(|tensor| Ok(tensor.f_to_device(device)?))
     }
 
-    /// Returns `count` outputs from the `first` on, as views. Blocks of codes and tiles may span outputs: they have
-    /// none.
+    /// Returns views of `count` outputs from `first` on, or `None` for blocks of codes and tiles, which may span
+    /// outputs.
     pub(crate) fn narrowed(&self, first: i64, count: i64) -> Result<Storage> {
         self.by_row(|tensor| tensor.f_narrow(0, first, count))
     }
 
-    /// Returns a storage of the rows that `of` takes from each tensor.
+    /// Returns a storage with the rows that `of` selects from each tensor.
     pub(crate) fn by_row(
         &self,
         of: impl Fn(&Tensor) -> std::result::Result<Tensor, tch::TchError>,
     ) -> Result<Storage> {
         self.map(|tensor| match tensor.kind() {
-            // The order of the inputs; all other tensors have a row for each output.
+            // The order belongs to the inputs; all other tensors have one row for each output.
             Kind::Int => Ok(tensor.shallow_clone()),
             _ => Ok(of(tensor)?),
         })
     }
 
-    /// Returns a storage of the same form, with each tensor replaced by `of` of it.
+    /// Returns a storage of the same form, with `of` applied to each tensor.
     pub(crate) fn map<E>(
         &self,
         of: impl Fn(&Tensor) -> std::result::Result<Tensor, E>,

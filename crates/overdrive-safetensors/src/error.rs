@@ -5,14 +5,14 @@ use tch::Kind;
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// An error of reading or writing a safetensors file.
+/// An error while reading or writing a safetensors file.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A file could not be read or written, or a tensor to copy into has another shape than the stored one.
+    /// A file could not be read or written, or the target of a copy does not have the shape of the stored tensor.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
-    /// A file is truncated, damaged, or of another format.
+    /// A file is truncated, damaged, or in another format.
     #[error(
     "{} is not a complete safetensors file: {reason}; download or write it again",
     path.display()
@@ -31,17 +31,17 @@ pub enum Error {
         /// The name of the missing tensor.
         name: String,
     },
-    /// A stored tensor has a dtype for which tch has no kind.
-    #[error("the tensor `{name}` is stored as {format}, for which tch has no kind")]
+    /// A stored tensor has a dtype that tch does not support.
+    #[error("the tensor `{name}` is stored as {format}, a dtype that tch does not support")]
     UnreadableFormat {
         /// The name of the tensor.
         name: String,
         /// The dtype's name in the header.
         format: String,
     },
-    /// A tensor to write has a kind that safetensors files cannot hold.
+    /// A tensor to write has a dtype that safetensors files do not support.
     #[error(
-        "the tensor `{name}` is {kind:?}, which safetensors files cannot hold; convert it to another dtype first"
+        "the tensor `{name}` is {kind:?}, which safetensors files do not support; convert it to another dtype first"
     )]
     UnwritableKind {
         /// The name of the tensor.

@@ -3,8 +3,8 @@ use std::path::{Path, PathBuf};
 use crate::Result;
 use overdrive_core::Error as CommonError;
 
-/// Returns the path of the file `name` in the folder `dir`. It is for names that stand in a file, such as those of
-/// an index of shards, which must not lead out of the folder. `key` names their place in the error.
+/// Returns the path of the file `name` in the folder `dir`, for names that come from a file, such as an index of
+/// shards, and must not lead out of the folder. In the error, `key` is the origin of the name.
 ///
 /// ```
 /// use overdrive_safetensors::file_in;
@@ -18,7 +18,7 @@ use overdrive_core::Error as CommonError;
 /// ```
 ///
 /// # Errors
-/// [`Error::Common`](crate::Error::Common) for a name with a folder in it, for an absolute path, and for `..`.
+/// [`Error::Common`](crate::Error::Common) if the name contains a folder, is an absolute path or is `..`.
 pub fn file_in(dir: &Path, name: &str, key: &str) -> Result<PathBuf> {
     let last = Path::new(name).file_name();
     if last.is_some_and(|last| last == name) {

@@ -1,15 +1,15 @@
-//! safetensors files of [`tch`] tensors, written atomically and read through a memory map directly into the
-//! wanted dtype and device.
+//! Writes [`tch`] tensors to safetensors files atomically, and reads them through a memory map directly into the
+//! requested dtype and device.
 //!
 //! tch's own `write_safetensors` and `read_safetensors` hold a second copy of all tensors in memory, support
 //! only tensors on the CPU, and leave a partial file when a write fails. In this crate,
 //!
-//! * [`write()`] streams tensors of any device and strides in chunks of 16 MiB into a temporary file in the
-//!   same folder, flushes it to the disk and renames it: a reader finds the old file or the new one, and an
+//! * [`write()`] streams tensors with any device and strides in chunks of 16 MiB into a temporary file in the
+//!   same folder, flushes it to disk and renames it: a reader finds the old file or the new one, and an
 //!   error leaves nothing behind;
-//! * [`MappedFile`] checks the header against the file and reads only the tensors that are requested: one
-//!   pass over the bytes converts them to a dtype and device, into a new tensor
-//!   ([`StoredTensor::copy_to_tensor`]) or an existing one ([`StoredTensor::copy_into`]).
+//! * [`MappedFile`] checks the header against the file and reads only the requested tensors: one pass over the
+//!   bytes converts them to a dtype and device, into a new tensor ([`StoredTensor::copy_to_tensor`]) or an
+//!   existing one ([`StoredTensor::copy_into`]).
 //!
 //! ```
 //! use overdrive_safetensors::{MappedFile, write};

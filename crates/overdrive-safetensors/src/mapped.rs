@@ -18,10 +18,10 @@ use overdrive_core::Error as CommonError;
 /// The beginning of a Git LFS pointer file, which `git clone` without LFS leaves in place of a large file.
 const GIT_LFS_POINTER: &[u8] = b"version https://git-lfs";
 
-/// A safetensors file mapped into memory, whose pages the operating system reads on first access.
+/// A safetensors file mapped into memory; the operating system reads its pages on first access.
 ///
 /// The file must not be truncated while it is mapped: accessing the lost pages would end the process.
-/// Replacing it by another file, as [`write`](crate::write()) does, is harmless: the map keeps the old one.
+/// Replacing the file, as [`write`](crate::write()) does, is harmless: the map keeps the old one.
 #[derive(Debug)]
 pub struct MappedFile {
     path: PathBuf,
@@ -37,7 +37,7 @@ impl MappedFile {
     ///
     /// # Errors
     /// [`Error::Common`] if the file cannot be opened or mapped, [`Error::BadFile`] if it is truncated, damaged
-    /// or of another format.
+    /// or in another format.
     pub fn open(path: impl AsRef<Path>) -> Result<MappedFile> {
         let path = path.as_ref();
         let file = File::open(path).map_err(CommonError::io("read", path))?;
@@ -53,8 +53,8 @@ impl MappedFile {
                     false => error.to_string(),
                 },
             })?;
-        // The header's own check bounds the product of the dimensions by the file, which says nothing about the
-        // others beside a 0.
+        // The header's own check compares the product of the dimensions with the file, so that a dimension of 0 hides
+        // the size of the others.
         for (name, info) in header.tensors() {
             if info.shape.iter().any(|&n| i64::try_from(n).is_err()) {
                 return Err(Error::BadFile {
@@ -79,7 +79,7 @@ impl MappedFile {
         &self.path
     }
 
-    /// Returns the metadata of the header (`__metadata__`): names and text values.
+    /// Returns the metadata of the header (`__metadata__`), from names to string values.
     pub fn metadata(&self) -> &BTreeMap<String, String> {
         &self.metadata
     }
@@ -126,11 +126,11 @@ pub struct StoredTensor<'a> {
 }
 
 impl<'a> StoredTensor<'a> {
-    /// Returns a tensor over `data`, for readers of other formats: its elements, one after the other and little-endian.
+    /// Returns a tensor over `data`, its contiguous, little-endian elements, for readers of other formats.
     ///
     /// # Errors
-    /// [`Error::UnwritableKind`] for a kind that safetensors files cannot hold, [`Error::Common`] if `shape` is not that
-    /// of `data`.
+    /// [`Error::UnwritableKind`] for a kind that safetensors files do not support, [`Error::Common`] if `data` does not
+    /// have the size of `shape`.
     pub fn new(name: &str, kind: Kind, shape: &[i64], data: &'a [u8]) -> Result<StoredTensor<'a>> {
         let dtype = dtype_of(kind).ok_or_else(|| Error::UnwritableKind {
             name: name.to_owned(),
@@ -163,7 +163,7 @@ impl<'a> StoredTensor<'a> {
         &self.shape
     }
 
-    /// Returns the kind of the elements in the file; `None` if tch has no such kind.
+    /// Returns the kind of the elements in the file; `None` if tch does not support their dtype.
     pub fn kind(&self) -> Option<Kind> {
         kind_of(self.dtype)
     }
@@ -173,7 +173,7 @@ impl<'a> StoredTensor<'a> {
         self.dtype.to_string()
     }
 
-    /// Returns the elements' bytes, little-endian as in the file and without any alignment.
+    /// Returns the elements' bytes, little-endian as in the file and with no guaranteed alignment.
     pub fn data(&self) -> &'a [u8] {
         self.data
     }
@@ -190,11 +190,11 @@ impl<'a> StoredTensor<'a> {
         Ok(target)
     }
 
-    /// Returns `true` if both tensors have the same shape, and the same bytes after a conversion to the dtype of `other`. It
-    /// reads both.
+    /// Returns `true` if both tensors have the same shape, and the same bytes after conversion to the dtype of `other`.
+    /// Reads both.
     ///
     /// # Errors
-    /// An error of libtorch if memory for copies of two tensors runs out, which dtypes that differ need.
+    /// An error of libtorch if memory runs out; tensors of different dtypes are both copied.
     pub fn has_same_values(&self, other: &StoredTensor<'_>) -> Result<bool> {
         if self.shape() != other.shape() {
             return Ok(false);
@@ -227,17 +227,18 @@ impl<'a> StoredTensor<'a> {
             return Ok(());
         }
         if from == Kind::Bool {
-            // libtorch must not read a byte other than 0 and 1 as a bool, which a damaged file may hold.
+            // A damaged file may hold bools other than 0 and 1, which libtorch must not read.
             let bytes = Tensor::f_from_data_size(self.data, &self.shape, Kind::Uint8)?;
             target.f_copy_(&bytes.f_ne(0)?)?;
             return Ok(());
         }
         if self.data.as_ptr().align_offset(from.elt_size_in_bytes()) != 0 {
-            // Some writers do not pad the header. libtorch needs aligned elements, so they are copied once more.
+            // Some writers do not pad the header. libtorch needs aligned elements, so they are copied to an aligned
+            // buffer.
             target.f_copy_(&Tensor::f_from_data_size(self.data, &self.shape, from)?)?;
             return Ok(());
         }
-        // A tensor of the mapped bytes would be seen by dispatch modes, which may keep it for longer than the map.
+        // Dispatch modes would see a tensor over the mapped bytes, and might keep it for longer than the map.
         Ok(copy_bytes(self.data, from, &target)?)
     }
 

@@ -14,8 +14,8 @@ use overdrive_core::{Error as CommonError, files};
 /// The header key that the format reserves for the metadata.
 const METADATA: &str = "__metadata__";
 
-/// The size of the host buffer through which tensors are written, in bytes: large enough that the cost of
-/// a device copy and of a system call does not matter.
+/// The size of the host buffer through which tensors are written, in bytes: large enough to make the overhead of
+/// device copies and system calls negligible.
 const CHUNK_BYTES: usize = 16 << 20;
 
 /// Writes `tensors` and `metadata` (`__metadata__` of the header) into one safetensors file.
@@ -25,12 +25,12 @@ const CHUNK_BYTES: usize = 16 << 20;
 /// ordered by element size, largest first, and then by name: every tensor is aligned in the file, and equal
 /// input gives equal bytes.
 ///
-/// The file is written under a temporary name in the same folder, flushed to the disk and renamed: a reader
+/// The file is written under a temporary name in the same folder, flushed to disk and renamed: a reader
 /// finds the old file or the new one, never a partial one, and an error leaves nothing behind.
 ///
 /// # Errors
 /// [`Error::Common`] if the file cannot be written, [`Error::UnwritableKind`] and [`Error::BadName`] for
-/// tensors that the format cannot hold, and errors of libtorch. A previous file at `path` is then unchanged.
+/// tensors that the format does not support, and errors of libtorch. An existing file at `path` is then unchanged.
 pub fn write(
     path: impl AsRef<Path>,
     tensors: &[(String, Tensor)],

@@ -204,7 +204,7 @@ fn files_of_other_writers_may_be_unaligned_and_have_invalid_bools() {
     assert_eq!(file.tensor("u").unwrap().kind(), None);
     assert_eq!(
         read("u").unwrap_err().to_string(),
-        "the tensor `u` is stored as U16, for which tch has no kind"
+        "the tensor `u` is stored as U16, a dtype that tch does not support"
     );
 }
 
@@ -317,7 +317,7 @@ fn unsupported_tensors_are_refused_and_the_old_file_is_kept() {
     for (tensors, expected) in [
         (
             vec![named("z", one().to_kind(Kind::ComplexDouble))],
-            "the tensor `z` is ComplexDouble, which safetensors files cannot hold; convert it to another dtype first",
+            "the tensor `z` is ComplexDouble, which safetensors files do not support; convert it to another dtype first",
         ),
         (
             vec![named("w", one()), named("w", one())],

@@ -12,7 +12,7 @@ use crate::job::{Job, Step};
 
 /// The form of the answers of one route.
 pub(crate) trait Answer: Send + 'static {
-    /// Returns the fields that an answer and each of its chunks begin with: id, object, time and model.
+    /// Returns the first fields of an answer and of each of its chunks: id, object, time and model.
     fn head(&self, is_chunk: bool) -> Value;
 
     /// Returns the choice of a whole answer.
@@ -21,7 +21,7 @@ pub(crate) trait Answer: Send + 'static {
     /// Returns the choices of the chunks before the first token.
     fn begin(&mut self, choices: usize) -> Vec<Value>;
 
-    /// Returns the choice of the chunk of a token; `None` if there is nothing to say yet.
+    /// Returns the choice of the chunk of a token; `None` if no text is ready yet.
     fn token(
         &mut self,
         choice: usize,
@@ -66,7 +66,7 @@ pub(crate) async fn stream(
     let choices = events.answer.begin(job.choices());
     events.push_all(choices);
     let state = Some((job, events));
-    // The body owns the job: when the client disconnects it is dropped, and the job with it.
+    // The body owns the job: when the client disconnects, both are dropped.
     let body = unfold(state, |state| async move {
         let (mut job, mut events) = state?;
         loop {
@@ -151,7 +151,7 @@ impl<A: Answer> Events<A> {
         self.text.push_str("data: [DONE]\n\n");
     }
 
-    /// The status has been sent, and so the error is an event.
+    /// Sends the error as an event, because the status has already been sent.
     fn fail(&mut self, error: &ApiError) {
         self.push(&error.body());
         self.text.push_str("data: [DONE]\n\n");

@@ -1,10 +1,10 @@
-//! The errors of single requests, with OpenAI's body.
+//! The errors of single requests, with OpenAI's error body.
 
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use serde_json::{Value, json};
 
-/// An error that is answered to a client.
+/// An error that is sent to the client.
 #[derive(Debug)]
 pub(crate) struct ApiError {
     status: StatusCode,
@@ -25,7 +25,7 @@ impl ApiError {
         }
     }
 
-    /// A field of the request that is wrong.
+    /// Returns the error for an invalid field of the request.
     pub(crate) fn field(param: impl Into<String>, message: impl Into<String>) -> Self {
         ApiError {
             status: StatusCode::BAD_REQUEST,
@@ -35,7 +35,7 @@ impl ApiError {
         }
     }
 
-    /// A field whose value is out of its range.
+    /// Returns the error for a field whose value is out of range.
     pub(crate) fn range(param: &str, value: impl std::fmt::Display, expected: &str) -> Self {
         ApiError::field(
             param,
@@ -43,7 +43,7 @@ impl ApiError {
         )
     }
 
-    /// A request that does not fit the context.
+    /// Returns the error for a request that does not fit the context.
     pub(crate) fn context(param: &str, message: String) -> Self {
         ApiError {
             code: Some("context_length_exceeded"),
@@ -56,12 +56,12 @@ impl ApiError {
         self
     }
 
-    /// A failure of the server; the client cannot do better.
+    /// Returns the error for a failure of the server that the client cannot avoid.
     pub(crate) fn internal(message: impl Into<String>) -> Self {
         ApiError::new(StatusCode::INTERNAL_SERVER_ERROR, "internal_error", message)
     }
 
-    /// The body: OpenAI's object of an error.
+    /// Returns the body: OpenAI's error object.
     pub(crate) fn body(&self) -> Value {
         let kind = match self.status.as_u16() {
             401 => "authentication_error",
@@ -87,7 +87,7 @@ impl IntoResponse for ApiError {
             StatusCode::TOO_MANY_REQUESTS | StatusCode::SERVICE_UNAVAILABLE => {
                 headers.insert(header::RETRY_AFTER, HeaderValue::from_static("1"));
             }
-            // OpenAI's clients repeat a 408 by themselves, and this one would take as long again.
+            // OpenAI's clients retry after a 408, and the retry would take just as long.
             StatusCode::REQUEST_TIMEOUT => {
                 headers.insert("x-should-retry", HeaderValue::from_static("false"));
             }

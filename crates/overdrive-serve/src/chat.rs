@@ -44,7 +44,7 @@ pub(crate) async fn chat_completions(
     let has_logprobs = fields.take("logprobs")?.unwrap_or(false);
     sampling.config.logprobs = match (has_logprobs, fields.take::<usize>("top_logprobs")?) {
         (false, Some(count)) if count > 0 => {
-            let message = "`top_logprobs` is set and `logprobs` is not; set both or none";
+            let message = "`top_logprobs` is set and `logprobs` is not; set both or neither";
             return Err(ApiError::field("top_logprobs", message));
         }
         (false, _) => None,
@@ -59,7 +59,7 @@ pub(crate) async fn chat_completions(
     let (tools, forced) = Tools::take(&mut fields, template)?;
     if format.is_some() && forced.is_some() {
         let message =
-            "`response_format` and a `tool_choice` that requires a call exclude each other";
+            "`response_format` cannot be combined with a `tool_choice` that requires a call";
         return Err(ApiError::field("tool_choice", message));
     }
     let options = template_options(&mut fields, tools.as_ref())?;
@@ -73,7 +73,7 @@ pub(crate) async fn chat_completions(
         let shared = &preparing;
         let Some(template) = &shared.model.template else {
             return Err(ApiError::internal(
-                "the chat template is gone; this is a bug",
+                "internal error: the chat template is missing",
             ));
         };
         let prompt = template.encode(&shared.model.tokenizer, &messages, &options)?;
@@ -107,7 +107,7 @@ pub(crate) async fn chat_completions(
     }
 }
 
-/// Takes the options of the template, in vLLM's words.
+/// Takes the options of the template, under vLLM's names.
 fn template_options(fields: &mut Fields, tools: Option<&Tools>) -> ApiResult<ChatTemplateOptions> {
     let documents = fields.take("documents")?;
     let variables = fields.take("chat_template_kwargs")?.unwrap_or_default();
@@ -115,7 +115,7 @@ fn template_options(fields: &mut Fields, tools: Option<&Tools>) -> ApiResult<Cha
     let prompt: Option<bool> = fields.take("add_generation_prompt")?;
     if is_open && prompt == Some(true) {
         let message =
-            "`continue_final_message` and `add_generation_prompt` exclude each other; set one";
+            "`continue_final_message` and `add_generation_prompt` are both true; set only one";
         return Err(ApiError::field("continue_final_message", message));
     }
     Ok(ChatTemplateOptions {
@@ -142,7 +142,7 @@ struct Chat {
 /// A choice of a stream.
 struct Choice {
     reader: Option<ToolReader>,
-    /// The log-probabilities of the tokens whose text is not certain yet.
+    /// The log-probabilities of the tokens whose text is still held back.
     pending: Vec<Value>,
 }
 

@@ -94,7 +94,8 @@ pub(crate) async fn completions(
             return Err(ApiError::range("logprobs", count, &expected));
         }
         if echo {
-            let message = "`echo` and `logprobs` are set, and prompts have no log-probabilities here; leave one out";
+            let message = "`echo` cannot be combined with `logprobs`: prompts have no log-probabilities here; \
+                           leave one out";
             return Err(ApiError::field("echo", message));
         }
     }
@@ -103,7 +104,8 @@ pub(crate) async fn completions(
     let schema = response_format(&mut fields)?;
     let prompts = Prompts::take(&mut fields, "prompt")?;
     if prompts.len() == 0 {
-        return Err(ApiError::range("prompt", "[]", "a list with at least one"));
+        let expected = "a list with at least one prompt";
+        return Err(ApiError::range("prompt", "[]", expected));
     }
     let seats = shared.seats("prompt", prompts.len().saturating_mul(n))?;
 
@@ -155,7 +157,7 @@ fn echoed(shared: &Shared, text: Option<String>, ids: &[i64]) -> ApiResult<Strin
     match text {
         Some(text) => Ok(text),
         None => {
-            // Ids outside of this range are refused when the request is submitted.
+            // Ids outside this range are refused when the request is submitted.
             let ids: Vec<u32> = ids
                 .iter()
                 .filter_map(|&id| u32::try_from(id).ok())
@@ -176,7 +178,7 @@ struct Text {
     has_logprobs: bool,
     /// The characters of each choice's tokens so far.
     offsets: Vec<usize>,
-    /// The tokens whose text is not certain yet, of each choice of a stream.
+    /// The tokens whose text is still held back, for each choice of a stream.
     pending: Vec<Vec<(i64, TokenLogprobs)>>,
     shared: Arc<Shared>,
 }

@@ -1,4 +1,4 @@
-//! The connections of a server: their number, and the times in which a request must begin and an answer be taken.
+//! The connections of a server: their number, and the timeouts for sending a request and reading the answer.
 
 use std::collections::VecDeque;
 use std::future::Future;
@@ -19,8 +19,8 @@ use tokio_io_timeout::TimeoutStream;
 use crate::routes::{router, router_when_full};
 use crate::shared::Shared;
 
-/// The connections beyond `max_connections` that are open at once. The oldest makes room for a further one, so that those
-/// that ask nothing do not keep the operator's probes out.
+/// The number of connections beyond `max_connections` that are open at once. A further one replaces the oldest, so that
+/// idle connections do not keep the operator's probes out.
 const REFUSALS: usize = 64;
 
 /// The pause after the system has refused a connection, because it has no file descriptors left.
@@ -45,7 +45,7 @@ pub(crate) async fn serve(
     loop {
         let accepted = tokio::select! {
             accepted = listener.accept() => accepted,
-            // Ended connections are taken out of the set; it would grow otherwise.
+            // Ended connections are removed, so that the set does not grow.
             Some(_) = connections.join_next() => continue,
             () = &mut shutdown => break,
         };
@@ -90,7 +90,7 @@ pub(crate) async fn serve(
     while connections.join_next().await.is_some() {}
 }
 
-/// Serves one connection; after the end of `stopped`, only until the answer to the present request.
+/// Serves one connection; once `stopped` has ended, only until the current request is answered.
 async fn connection(
     stream: TcpStream,
     write_timeout: Duration,
@@ -99,13 +99,13 @@ async fn connection(
     mut stopped: watch::Receiver<()>,
     _seat: Option<OwnedSemaphorePermit>,
 ) {
-    // A token is a small packet, which should not wait for the next one. Without it the server is only slower.
+    // A token is a small packet and should not wait for the next one. A failure only makes the server slower.
     let _ = stream.set_nodelay(true);
     let mut stream = TimeoutStream::new(stream);
     stream.set_write_timeout(Some(write_timeout));
     let service = TowerToHyperService::new(routes);
     let mut serving = pin!(builder.serve_connection(TokioIo::new(Box::pin(stream)), service));
-    // An error is the client's: it has disconnected, takes nothing, or has sent something that is not HTTP.
+    // Errors here are the client's: it has disconnected, stopped reading, or sent something other than HTTP.
     tokio::select! {
         _ended = serving.as_mut() => return,
         _stopped = stopped.changed() => {}

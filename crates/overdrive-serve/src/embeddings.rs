@@ -39,7 +39,8 @@ pub(crate) async fn embeddings(
     };
     let inputs = Prompts::take(&mut fields, "input")?;
     if inputs.len() == 0 {
-        return Err(ApiError::range("input", "[]", "a list with at least one"));
+        let expected = "a list with at least one input";
+        return Err(ApiError::range("input", "[]", expected));
     }
     // Kept until the end of this function, or until the client disconnects.
     let _seats = shared.seats("input", inputs.len())?;
@@ -48,7 +49,7 @@ pub(crate) async fn embeddings(
     let tokens: usize = inputs.iter().map(Vec::len).sum();
     shared.metrics.prompt(tokens);
     let pooling = shared.options.pooling;
-    // Submitted one by one, so that the steps of other requests come between them.
+    // Submitted one by one, so that the engine can run steps of other requests between them.
     let compute = async {
         let mut data = Vec::with_capacity(inputs.len());
         for (index, ids) in inputs.into_iter().enumerate() {
@@ -68,7 +69,7 @@ pub(crate) async fn embeddings(
     let data = tokio::time::timeout(limit, compute).await.map_err(|_| {
         let limit = limit.as_secs_f64();
         let message = format!(
-            "the request was not answered within `max_time`, {limit} seconds; give fewer or shorter inputs"
+            "the request was not answered within {limit} seconds (`max_time`); give fewer or shorter inputs"
         );
         ApiError::new(StatusCode::REQUEST_TIMEOUT, "max_time", message)
     })??;

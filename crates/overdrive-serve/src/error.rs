@@ -2,7 +2,7 @@
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// An option out of its range.
+    /// An option is out of range.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
     /// An error of the engine.
@@ -16,12 +16,12 @@ pub enum Error {
         /// The error of the system.
         source: std::io::Error,
     },
-    /// The server had to end before all requests had ended.
-    #[error("{sequences} continuations had not ended {reason}, and were cancelled")]
+    /// The server stopped before all requests had ended.
+    #[error("{sequences} sequences were cancelled because they were still running {reason}")]
     Cut {
-        /// The number of continuations.
+        /// The number of cancelled sequences (continuations and embeddings).
         sequences: usize,
-        /// The reason for not waiting longer.
+        /// The time of the cancellation, as the end of the sentence.
         reason: String,
     },
 }

@@ -20,7 +20,7 @@ impl Fields {
     pub(crate) async fn read(request: Request, options: &ServerOptions) -> ApiResult<Fields> {
         let kind = request.headers().get(header::CONTENT_TYPE);
         let kind = kind.and_then(|kind| kind.to_str().ok()).unwrap_or_default();
-        // A page of a browser can send any other type to this machine without asking (CORS).
+        // A web page can send requests of other types to this machine without a CORS preflight.
         let essence = kind.split(';').next().unwrap_or_default().trim();
         if !essence.eq_ignore_ascii_case("application/json") {
             let message = format!("`Content-Type` is {kind:?}; it must be application/json");
@@ -39,7 +39,7 @@ impl Fields {
             .map_err(|_| {
                 let limit = options.body_timeout.as_secs_f64();
                 let message = format!(
-                    "the body did not arrive within `body_timeout`, {limit} seconds; send it faster"
+                    "the body did not arrive within {limit} seconds (`body_timeout`); send it faster"
                 );
                 ApiError::new(StatusCode::REQUEST_TIMEOUT, "body_timeout", message)
             })??;
@@ -53,7 +53,7 @@ impl Fields {
         };
         match serde_json::from_slice(bytes) {
             Ok(Value::Object(fields)) => Ok(Fields(fields)),
-            Ok(_) => Err(invalid("it is another value".to_owned())),
+            Ok(_) => Err(invalid("it is another JSON value".to_owned())),
             Err(error) => Err(invalid(error.to_string())),
         }
     }
@@ -71,10 +71,9 @@ impl Fields {
         }
     }
 
-    /// Takes a field that must be there.
+    /// Takes a required field.
     pub(crate) fn require<T: DeserializeOwned>(&mut self, name: &str) -> ApiResult<T> {
-        let missing =
-            || ApiError::field(name, format!("`{name}` is missing; the request needs it"));
+        let missing = || ApiError::field(name, format!("`{name}` is missing; it is required"));
         self.take(name)?.ok_or_else(missing)
     }
 
@@ -125,7 +124,7 @@ async fn collect(body: Body, most: usize) -> ApiResult<Vec<u8>> {
 
 fn too_large(most: usize) -> ApiError {
     let message = format!(
-        "the body is larger than `max_body_bytes`, {most}; shorten it, or start the server with a larger limit"
+        "the body is larger than {most} bytes (`max_body_bytes`); shorten it, or start the server with a larger limit"
     );
     ApiError::new(StatusCode::PAYLOAD_TOO_LARGE, "body_too_large", message)
 }

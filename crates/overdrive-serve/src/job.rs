@@ -13,13 +13,13 @@ use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
 use crate::api_error::{ApiError, ApiResult};
 use crate::shared::Shared;
 
-/// The requests of the engine that answer one HTTP request: one for each prompt. Dropping it, as happens when the
+/// The engine requests that answer one HTTP request, one for each prompt. Dropping the job, as happens when the
 /// client disconnects, cancels them.
 #[derive(Debug)]
 pub(crate) struct Job {
-    // Declared before the seats, and so dropped before them: a seat that is free has no request.
+    // Declared before the seats, so that it is dropped first: a free seat has no request.
     tickets: Vec<Ticket>,
-    // The engine never waits for a client: what it has generated is at most `max_tokens` events for each sequence.
+    // Unbounded, so that the engine never waits for a client: there are at most `max_tokens` events per sequence.
     events: UnboundedReceiver<(usize, Event)>,
     /// The first step, if it was awaited before the answer began.
     first: Option<ApiResult<Step>>,
@@ -80,11 +80,11 @@ impl Job {
         let mut tickets = Vec::with_capacity(requests.len());
         for (prompt, request) in requests.into_iter().enumerate() {
             let sender = sender.clone();
-            // Weak: with the job, which ends when the client disconnects, all of its seats are free.
+            // Weak: dropping the job, as happens when the client disconnects, frees all of its seats.
             let seats = Arc::downgrade(&seats);
             let mut open = n;
             let ticket = shared.engine.submit_with(request, move |event| {
-                // A seat ends with its sequence, whenever the client takes the answer.
+                // A seat is freed when its sequence ends, even if the client reads the answer later.
                 let ended = match &event {
                     Event::Finished { .. } => 1,
                     Event::Failed { .. } => open,
@@ -115,7 +115,7 @@ impl Job {
         })
     }
 
-    /// Waits for the first step, so that an error before it has its own status instead of a stream.
+    /// Waits for the first step, so that an error before it is returned with its own status and not in a stream.
     pub(crate) async fn begin(&mut self) -> ApiResult<()> {
         match self.next().await {
             Some(Err(error)) => Err(error),
@@ -183,14 +183,16 @@ impl Job {
                 }),
             },
             Event::Failed { error, .. } => Err(error.into()),
-            other => Err(ApiError::internal(format!("an unknown event: {other:?}"))),
+            other => Err(ApiError::internal(format!(
+                "internal error: unknown event {other:?}"
+            ))),
         }
     }
 
     fn late(&self) -> ApiError {
         let limit = self.shared.options.max_time.as_secs_f64();
         let message = format!(
-            "the request was not answered within `max_time`, {limit} seconds; lower max_tokens, or try again later"
+            "the request was not answered within {limit} seconds (`max_time`); lower max_tokens, or try again later"
         );
         ApiError::new(StatusCode::REQUEST_TIMEOUT, "max_time", message)
     }
@@ -210,7 +212,7 @@ impl Job {
     }
 }
 
-/// Returns OpenAI's name for the reason of an end.
+/// Returns OpenAI's name of a finish reason.
 pub(crate) fn finish_reason(reason: FinishReason) -> &'static str {
     match reason {
         FinishReason::Length | FinishReason::ContextFull => "length",

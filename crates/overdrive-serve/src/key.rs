@@ -11,7 +11,7 @@ const VARIABLE: &str = "OVERDRIVE_API_KEY";
 
 /// The key that clients of `/v1` send as `Authorization: Bearer KEY`.
 ///
-/// Only its SHA-256 is kept, and compared in a time that depends neither on the key nor on its length.
+/// Only its SHA-256 is kept. The comparison takes a time that depends neither on the key nor on its length.
 #[derive(Clone)]
 pub struct ApiKey([u8; 32]);
 
@@ -25,8 +25,8 @@ impl ApiKey {
     /// Returns the key with this text.
     ///
     /// # Errors
-    /// An [option](overdrive_core::Error::InvalidOption) if the text is empty or contains white space, which no
-    /// header could carry as it is.
+    /// An [option](overdrive_core::Error::InvalidOption) if the text is empty or contains white space, which a
+    /// header cannot carry unchanged.
     pub fn new(key: &str) -> Result<ApiKey> {
         let valid = !key.is_empty() && key.chars().all(|c| c.is_ascii_graphic());
         let expected = "printable ASCII without spaces; unset it to serve without a key";
@@ -37,7 +37,7 @@ impl ApiKey {
     /// Returns the key in the environment variable `OVERDRIVE_API_KEY`; `None` if it is not set.
     ///
     /// # Errors
-    /// As [`ApiKey::new`]: a variable that is set and empty does not open the server.
+    /// As for [`ApiKey::new`]: an empty variable is an error, not a server without a key.
     pub fn from_env() -> Result<Option<ApiKey>> {
         match std::env::var_os(VARIABLE) {
             None => Ok(None),
@@ -50,7 +50,7 @@ impl ApiKey {
         let given = header.and_then(|value| std::str::from_utf8(value).ok());
         let token = given.and_then(|value| {
             let (scheme, token) = value.split_once(' ')?;
-            // The name of a scheme has no case (RFC 9110).
+            // Scheme names are case-insensitive (RFC 9110).
             scheme.eq_ignore_ascii_case("bearer").then(|| token.trim())
         });
         token.is_some_and(|token| digest(token).ct_eq(&self.0).into())

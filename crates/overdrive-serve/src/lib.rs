@@ -1,7 +1,7 @@
 //! An HTTP server with OpenAI's API over an [`EngineHandle`](overdrive_generation::EngineHandle).
 //!
-//! `/v1/models`, `/v1/completions`, `/v1/chat/completions` and `/v1/embeddings` take and give the JSON of OpenAI's
-//! API, with the further sampling options of vLLM; `/health` and `/metrics` (Prometheus) are for the operator. All
+//! `/v1/models`, `/v1/completions`, `/v1/chat/completions` and `/v1/embeddings` use the JSON of OpenAI's API, with the
+//! additional sampling options of vLLM; `/health` and `/metrics` (Prometheus) are for the operator. All
 //! requests share the engine's batch and cache. A request is cancelled when its client disconnects.
 //!
 //! ```no_run
@@ -25,7 +25,7 @@
 //! # }
 //! ```
 //!
-//! A request is refused with OpenAI's error body, whose message names the field, its value and what is allowed.
+//! Refused requests get OpenAI's error body, whose message names the field, its value and what is allowed.
 #![forbid(unsafe_code)]
 #![deny(missing_docs)]
 

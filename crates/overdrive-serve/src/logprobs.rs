@@ -5,10 +5,10 @@ use serde_json::{Map, Value, json};
 
 use crate::shared::Shared;
 
-/// vLLM's value for a log-probability of minus infinity, which JSON does not have.
+/// vLLM's value for a log-probability of minus infinity, which JSON cannot represent.
 const LEAST: f32 = -9999.0;
 
-/// Returns the text and the bytes of a token. The text of a part of a character has U+FFFD.
+/// Returns the text and the bytes of a token. In the text, an incomplete character is U+FFFD.
 fn token(shared: &Shared, id: i64) -> (String, Vec<u8>) {
     let known = usize::try_from(id).ok();
     if let Some(Some(bytes)) = known.and_then(|id| shared.token_bytes.get(id)) {
@@ -37,8 +37,8 @@ pub(crate) fn chat_entry(shared: &Shared, id: i64, logprobs: &TokenLogprobs) -> 
     own
 }
 
-/// Returns a token as the keys of completions have it. A token that is a part of a character is written as OpenAI does,
-/// with an escape for each of its bytes, so that different parts have different keys.
+/// Returns a token as a key of `top_logprobs`. A token that is part of a character is written as OpenAI does, with an
+/// escape for each of its bytes, so that different parts have different keys.
 fn key(bytes: &[u8]) -> String {
     if let Ok(text) = std::str::from_utf8(bytes) {
         return text.to_owned();
@@ -65,7 +65,7 @@ pub(crate) fn completion_object<'a>(
     for (id, logprobs) in tokens {
         let (_, bytes) = token(shared, id);
         let top = logprobs.top.iter().copied();
-        // The chosen token is always among them; several tokens with the same bytes have the likeliest's value.
+        // The chosen token is always among them; of several tokens with the same bytes, the likeliest gives the value.
         let mut object = Map::new();
         for (id, logprob) in top.chain([(id, logprobs.logprob)]) {
             object

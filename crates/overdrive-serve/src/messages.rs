@@ -8,9 +8,9 @@ use crate::fields::Fields;
 
 /// Takes `messages`.
 ///
-/// Templates are written for a `content` that is a string and for `arguments` that are an object; OpenAI's API also has
-/// a list of parts and JSON text, which are converted. A message of a developer becomes one of the system, which is
-/// its older name, unless the template knows it.
+/// Templates expect `content` to be a string and `arguments` to be an object; OpenAI's API also allows a list of parts
+/// and JSON text, which are converted. The role `developer` becomes `system`, its older name, unless the template
+/// knows it.
 pub(crate) fn take(fields: &mut Fields, template: &ChatTemplate) -> ApiResult<Vec<Message>> {
     let messages: Vec<Map<String, Value>> = fields.require("messages")?;
     if messages.is_empty() {
@@ -39,7 +39,7 @@ pub(crate) fn take(fields: &mut Fields, template: &ChatTemplate) -> ApiResult<Ve
         if let Some(content) = fields.get_mut("content") {
             flatten(content, &param)?;
         }
-        // Some servers answer with an empty list; templates take a message with the key for one that calls tools.
+        // Some servers answer with an empty list; to templates, a message with this key calls tools.
         if fields
             .get("tool_calls")
             .and_then(Value::as_array)
@@ -72,7 +72,7 @@ fn flatten(content: &mut Value, param: &str) -> ApiResult<()> {
                         .and_then(Value::as_str)
                         .unwrap_or("unknown");
                     let message = format!(
-                        "`{param}.content` has a part of the type {kind:?}; this model reads text only"
+                        "`{param}.content` has a part of type {kind:?}; this model reads text only"
                     );
                     ApiError::field("messages", message)
                 };
@@ -98,7 +98,7 @@ fn parse_arguments(calls: &mut Value, param: &str) -> ApiResult<()> {
         if let Some(arguments) = call.pointer_mut("/function/arguments")
             && let Value::String(text) = arguments
         {
-            // Some clients send an empty text for none.
+            // Some clients send an empty text instead of no arguments.
             let text = if text.trim().is_empty() { "{}" } else { text };
             let parsed = serde_json::from_str::<Value>(text).map_err(|error| {
                 let name = format!("{param}.tool_calls");

@@ -7,13 +7,13 @@ use std::time::Duration;
 
 use overdrive_generation::EngineStatistics;
 
-/// The upper bounds of the buckets of a time to the first token, in seconds; vLLM's.
+/// The upper bounds of the buckets for the time to the first token, in seconds, as in vLLM.
 const FIRST_TOKEN: &[f64] = &[
     0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5, 10.0,
     20.0, 40.0, 80.0, 160.0, 640.0,
 ];
 
-/// The upper bounds of the buckets of the time of a whole request, in seconds; vLLM's.
+/// The upper bounds of the buckets for the time of a whole request, in seconds, as in vLLM.
 const WHOLE_REQUEST: &[f64] = &[
     0.3, 0.5, 0.8, 1.0, 1.5, 2.0, 2.5, 5.0, 10.0, 15.0, 20.0, 30.0, 40.0, 50.0, 60.0, 120.0, 240.0,
     480.0, 960.0, 1920.0,
@@ -72,12 +72,12 @@ impl Metrics {
         let gauges: [(&str, &str, f64); 6] = [
             (
                 "sequences_running",
-                "Sequences that the engine computes",
+                "Sequences in the engine's batch",
                 engine.running as f64,
             ),
             (
                 "sequences_waiting",
-                "Sequences that wait in the engine",
+                "Sequences waiting in the engine",
                 engine.waiting as f64,
             ),
             (
@@ -87,7 +87,7 @@ impl Metrics {
             ),
             (
                 "sequences_limit",
-                "Largest number of those (max_queue)",
+                "Limit on sequences in flight (max_queue)",
                 limit as f64,
             ),
             (
@@ -97,7 +97,7 @@ impl Metrics {
             ),
             (
                 "kv_cache_blocks_used",
-                "Blocks that sequences hold",
+                "Blocks held by sequences",
                 engine.blocks_used as f64,
             ),
         ];
@@ -108,12 +108,12 @@ impl Metrics {
         let totals: [(&str, &str, u64); 8] = [
             (
                 "prompt_tokens_total",
-                "Tokens of prompts",
+                "Prompt tokens",
                 counters.prompt_tokens,
             ),
             (
                 "reused_tokens_total",
-                "Tokens of prompts found in the cache",
+                "Prompt tokens found in the cache",
                 engine.reused_tokens,
             ),
             (
@@ -123,18 +123,18 @@ impl Metrics {
             ),
             (
                 "preemptions_total",
-                "Sequences whose blocks were taken back",
+                "Sequences preempted to free their blocks",
                 engine.preemptions,
             ),
-            ("engine_steps_total", "Steps of the engine", engine.steps),
+            ("engine_steps_total", "Engine steps", engine.steps),
             (
                 "requests_finished_total",
-                "Requests of the engine that ended",
+                "Engine requests that ended",
                 engine.finished,
             ),
             (
                 "requests_cancelled_total",
-                "Requests whose client disconnected, or that ran out of time",
+                "Requests whose client disconnected or that exceeded max_time",
                 engine.cancelled,
             ),
             (
@@ -150,7 +150,7 @@ impl Metrics {
         text.metric(
             "http_responses_total",
             "counter",
-            "Answers by route and status",
+            "Responses by route and status",
         );
         for ((route, status), count) in &counters.responses {
             let labels = format!("{{route=\"{route}\",status=\"{status}\"}}");

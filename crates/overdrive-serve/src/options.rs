@@ -4,10 +4,10 @@ use overdrive_core::{check_at_least, check_option};
 
 use crate::{ApiKey, Result};
 
-/// The pooling of the hidden states of a text into its embedding.
+/// How the hidden states of a text are pooled into its embedding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Pooling {
-    /// The hidden state of the last token, as decoders are trained for embeddings.
+    /// The hidden state of the last token, the usual choice for decoders.
     #[default]
     Last,
     /// The mean of the hidden states of all tokens.
@@ -34,37 +34,36 @@ impl std::str::FromStr for Pooling {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ServerOptions {
-    /// The key that requests to `/v1` must carry. Default `None`: none.
+    /// The key that requests to `/v1` must carry. Default `None`: no key is needed.
     pub api_key: Option<ApiKey>,
-    /// The largest number of open connections; a request on a further one is answered by 503, and the connection is
+    /// The largest number of open connections; requests on further ones are answered with 503, and the connection is
     /// closed. Default 512.
     pub max_connections: usize,
-    /// The time in which the head of a request must arrive, from the connection or the end of the last answer on;
-    /// the connection is then closed. It is also the time for which an idle connection is kept. Default 30 seconds.
+    /// The time within which the head of a request must arrive, counted from the connection or from the end of the last
+    /// answer. An idle connection is closed after the same time. Default 30 seconds.
     pub header_timeout: Duration,
-    /// The time for which a client may take nothing of an answer that is ready for it; the connection is then closed,
-    /// and what it has not taken is dropped. Default 30 seconds.
+    /// The time after which the connection is closed if the client reads nothing of an answer that is ready; the rest
+    /// of the answer is dropped. Default 30 seconds.
     pub write_timeout: Duration,
-    /// The largest body of a request in bytes; a larger one is answered by 413. Default 4 MiB.
+    /// The largest body of a request in bytes; a larger one is answered with 413. Default 4 MiB.
     pub max_body_bytes: usize,
-    /// The largest `max_tokens` of a request, and the default of one that names none; a larger one is answered by
-    /// 400. Default `None`: what the context holds.
+    /// The largest `max_tokens` of a request, and the value for requests without one; a larger one is answered with
+    /// 400. Default `None`: the context is the limit.
     pub max_tokens: Option<usize>,
-    /// The largest `n`; a larger one is answered by 400. Default 128, as OpenAI's.
+    /// The largest `n`; a larger one is answered with 400. Default 128, as in OpenAI's API.
     pub max_choices: usize,
-    /// The largest number of continuations (prompts times `n`) and embeddings that are computed or wait at once;
-    /// further ones are answered by 429. One that has ended no longer counts, although its client may not have taken
-    /// the answer. Default 256.
+    /// The largest number of continuations (prompts times `n`) and embeddings that run or wait at once; further ones
+    /// are answered with 429. One that has ended no longer counts, even if its client has not read the answer yet.
+    /// Default 256.
     pub max_queue: usize,
-    /// The time that a request may take, waiting included; one that takes longer is answered by 408. Default ten
-    /// minutes.
+    /// The longest time of a request, including the wait; a slower one is answered with 408. Default ten minutes.
     pub max_time: Duration,
-    /// The time in which the body of a request must arrive; a slower one is answered by 408. Default 30 seconds.
+    /// The time within which the body of a request must arrive; a slower one is answered with 408. Default 30 seconds.
     pub body_timeout: Duration,
-    /// The time that the requests which have begun get to end after a signal. Default 25 seconds, of the 30 after
-    /// which Kubernetes kills a container.
+    /// How long the server waits after a signal for requests that have begun. Default 25 seconds, because Kubernetes
+    /// kills a container after 30.
     pub drain_timeout: Duration,
-    /// The pooling of embeddings. Default [`Pooling::Last`].
+    /// The pooling of the hidden states into embeddings. Default [`Pooling::Last`].
     pub pooling: Pooling,
 }
 

@@ -39,8 +39,8 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .with_state(shared)
 }
 
-/// The routes of a connection beyond `max_connections`: those of the operator, whose probes would otherwise end a
-/// server because it is full.
+/// The routes of a connection beyond `max_connections`: only those of the operator, whose probes would otherwise kill a
+/// server for being full.
 pub(crate) fn router_when_full(shared: Arc<Shared>) -> Router {
     Router::new()
         .route(HEALTH, get(health))
@@ -52,7 +52,7 @@ pub(crate) fn router_when_full(shared: Arc<Shared>) -> Router {
 
 async fn full(State(shared): State<Arc<Shared>>) -> ApiError {
     let message = format!(
-        "the server is full: `max_connections`, {}, are open; try again later",
+        "the server is full: {} connections are open (`max_connections`); try again later",
         shared.options.max_connections
     );
     ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "max_connections", message)
@@ -63,7 +63,7 @@ async fn guard(State(shared): State<Arc<Shared>>, request: Request, next: Next) 
     let path = request.uri().path();
     let route = [MODELS, COMPLETIONS, CHAT, EMBEDDINGS, HEALTH, METRICS]
         .into_iter()
-        // Paths come from clients, and each would otherwise be a counter for ever.
+        // Paths come from clients; a counter for each unknown path would stay forever.
         .find(|route| path == *route || (*route == MODELS && path.starts_with("/v1/models/")))
         .unwrap_or("other");
     let needs_key = !matches!(route, HEALTH | METRICS);
@@ -72,7 +72,7 @@ async fn guard(State(shared): State<Arc<Shared>>, request: Request, next: Next) 
         Some(key) if needs_key && !key.admits(given.map(HeaderValue::as_bytes)) => {
             let message = match given {
                 None => "the request has no API key; send it as `Authorization: Bearer KEY`",
-                Some(_) => "the API key is wrong; it is that of OVERDRIVE_API_KEY of the server",
+                Some(_) => "the API key is wrong; send the value of the server's OVERDRIVE_API_KEY",
             };
             let status = StatusCode::UNAUTHORIZED;
             ApiError::new(status, "invalid_api_key", message).into_response()
@@ -84,7 +84,7 @@ async fn guard(State(shared): State<Arc<Shared>>, request: Request, next: Next) 
 }
 
 async fn health(State(shared): State<Arc<Shared>>) -> ApiResult<Response> {
-    // An engine whose thread has ended does not take the job.
+    // An engine whose thread has ended does not accept the job.
     shared.engine.run(|_| {})?;
     Ok(json_response(StatusCode::OK, &json!({"status": "ok"})))
 }
@@ -106,7 +106,7 @@ fn card(shared: &Shared, name: &str) -> Value {
         "owned_by": "overdrive",
         "parent": (name != model).then_some(model),
         "max_model_len": shared.engine.max_model_len(),
-        // Whether an answer has the same bits whatever else the server computes.
+        // `true` if an answer has the same bits whatever else is in the batch.
         "batch_invariant": shared.engine.is_batch_invariant(),
     })
 }

@@ -9,8 +9,8 @@ use crate::api_error::{ApiError, ApiResult};
 use crate::fields::{Fields, shorten};
 use crate::shared::Shared;
 
-/// The largest number of `stop` strings, and of bytes of one. Every new token is compared with them on the engine's
-/// thread, where all requests would wait for it. OpenAI's service allows four.
+/// The largest number of `stop` strings, and of bytes in each. The engine's thread compares every new token with them
+/// while all requests wait. OpenAI's service allows four.
 const MAX_STOPS: usize = 16;
 const MAX_STOP_BYTES: usize = 1024;
 
@@ -49,7 +49,7 @@ struct StreamOptions {
 /// The options that completions and chats have in common.
 #[derive(Debug)]
 pub(crate) struct Sampling {
-    /// The options of generation, but for the number of new tokens.
+    /// The options of generation, except for the number of new tokens.
     pub(crate) config: GenerationConfig,
     pub(crate) max_tokens: Option<usize>,
     pub(crate) stream: bool,
@@ -72,7 +72,7 @@ impl Sampling {
             config.top_p = top_p;
         }
         if let Some(top_k) = fields.take::<i64>("top_k")? {
-            // vLLM's -1 is all.
+            // In vLLM, -1 means all.
             config.top_k = match top_k {
                 -1 => 0,
                 _ => usize::try_from(top_k)
@@ -106,7 +106,7 @@ impl Sampling {
             config.stop_token_ids = ids;
         }
         if let Some(tokens) = fields.take("min_tokens")? {
-            // vLLM's rule, which counts for stop tokens and stop strings too, in place of the folder's.
+            // vLLM's rule, which also covers stop tokens and stop strings, replaces the folder's `min_new_tokens`.
             config.min_new_tokens = 0;
             config.min_tokens = tokens;
         }
@@ -123,7 +123,7 @@ impl Sampling {
         }
         if n > 1 && config.is_greedy() {
             let message = format!(
-                "`n` is {n} and `temperature` {}: all would be equal; raise it",
+                "`n` is {n} and `temperature` is {}, so all choices would be equal; raise the temperature",
                 config.temperature
             );
             return Err(ApiError::field("n", message));
@@ -134,10 +134,10 @@ impl Sampling {
         let stream = fields.take("stream")?.unwrap_or(false);
         let options: Option<StreamOptions> = fields.take("stream_options")?;
         if options.is_some() && !stream {
-            let message = "`stream_options` is set and `stream` is not; set both or none";
+            let message = "`stream_options` is set and `stream` is not; set both or neither";
             return Err(ApiError::field("stream_options", message));
         }
-        // The number of new tokens is chosen with the prompt; checked here is all the rest.
+        // The number of new tokens is checked later, with the prompt.
         config.max_new_tokens = None;
         config.max_length = None;
         config.validate()?;
@@ -168,7 +168,7 @@ impl Sampling {
         }
         if prompt > longest || prompt >= context {
             let message = format!(
-                "`{param}` has {prompt} tokens, and the context of this model is {context} with the answer; shorten it"
+                "`{param}` has {prompt} tokens, and the model's context is {context}, answer included; shorten it"
             );
             return Err(ApiError::context(param, message));
         }
@@ -178,7 +178,7 @@ impl Sampling {
             Some(0) => return Err(ApiError::range("max_tokens", 0, "at least 1")),
             Some(tokens) if limit.is_some_and(|limit| tokens > limit) => {
                 let limit = limit.unwrap_or_default();
-                let expected = format!("at most {limit}, the server's limit `max_tokens`");
+                let expected = format!("at most {limit}, the server's `max_tokens`");
                 return Err(ApiError::range("max_tokens", tokens, &expected));
             }
             Some(tokens) if tokens > room => {

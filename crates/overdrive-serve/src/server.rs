@@ -15,13 +15,13 @@ use crate::routes::router;
 use crate::shared::Shared;
 use crate::{Error, Result, ServedModel, ServerOptions};
 
-/// The threads that read requests and write answers. They do little; the processor's cores are the engine's.
+/// The number of threads that read requests and write answers. They do little; the CPU cores are for the engine.
 const IO_THREADS: usize = 2;
 
-/// The threads that tokenize prompts and compile grammars.
+/// The number of threads that tokenize prompts and compile grammars.
 const PREPARING_THREADS: usize = 4;
 
-/// The time that the threads get to end when the server does.
+/// How long the server waits for its threads when it stops.
 const END: Duration = Duration::from_secs(5);
 
 /// An HTTP server with OpenAI's API over an engine.
@@ -37,7 +37,7 @@ impl Server {
     /// An [option](overdrive_core::Error::InvalidOption) out of its range.
     pub fn new(engine: EngineHandle, model: ServedModel, options: ServerOptions) -> Result<Server> {
         options.validate()?;
-        let expected = "the name that clients give; at least one character";
+        let expected = "a name for clients to use, of at least one character";
         check_option(
             !model.name.is_empty(),
             "served_model_name",
@@ -45,7 +45,7 @@ impl Server {
             expected,
         )?;
         let clash = engine.adapters().iter().find(|own| **own == model.name);
-        let expected = "another name than those of the adapters";
+        let expected = "different from the names of the adapters";
         check_option(
             clash.is_none(),
             "served_model_name",
@@ -57,18 +57,18 @@ impl Server {
         Ok(Server { shared })
     }
 
-    /// Returns the routes, for a program with a runtime and routes of its own. It runs in tokio's runtime with the
-    /// timer on. The limits of connections (`max_connections`, `header_timeout`, `write_timeout`) are that
-    /// program's.
+    /// Returns the routes, for a program that has its own tokio runtime (with the timer enabled) and server. The limits
+    /// on connections (`max_connections`, `header_timeout`, `write_timeout`) are then up to that program.
     pub fn router(&self) -> Router {
         router(Arc::clone(&self.shared))
     }
 
-    /// Serves until SIGTERM or SIGINT. The server then takes no further connection, and requests that have begun get
-    /// `drain_timeout` to end; a second signal ends them at once.
+    /// Serves until SIGTERM or SIGINT. The server then accepts no further connections and waits up to `drain_timeout`
+    /// for requests that have begun; a second signal cancels them at once.
     ///
     /// # Errors
-    /// When the system gives no threads, signals or connections; [`Error::Cut`] if requests had to be cancelled.
+    /// [`Error::Listen`] if the system refuses threads, signal handlers or the listener; [`Error::Cut`] if requests
+    /// had to be cancelled.
     pub fn run(self, listener: TcpListener) -> Result<()> {
         let runtime = runtime()?;
         let failed = |source| Error::Listen {
@@ -88,10 +88,10 @@ impl Server {
         self.serve(runtime, listener, shutdown, hurry)
     }
 
-    /// Serves until `shutdown` is ready, and then ends as [`Server::run`] does after a signal.
+    /// Serves until `shutdown` is ready, and then stops as [`Server::run`] does after a signal.
     ///
     /// # Errors
-    /// As [`Server::run`].
+    /// As for [`Server::run`].
     pub fn run_until(
         self,
         listener: TcpListener,
@@ -147,8 +147,8 @@ impl Server {
         }
     }
 
-    /// Waits for `end`, and returns the number of sequences that are then in flight. A handler of `select!` would be
-    /// too late to count them: by then the connections are being dropped, and with them their requests.
+    /// Waits for `end`, and returns the number of sequences that are then in flight. A handler of `select!` could not
+    /// count them: by then the connections and their requests are being dropped.
     async fn counted(&self, end: impl Future<Output = ()>) -> usize {
         end.await;
         self.shared.in_flight()

@@ -25,11 +25,10 @@ pub struct ServedModel {
 }
 
 impl ServedModel {
-    /// Returns a model of this name. The [adapters](EngineHandle::adapters) of the engine are further names that
-    /// requests can give; all share the tokenizer, the template and the configuration. `tokenizer` is the engine's; its
-    /// truncation and padding do not change prompts. `config` has the end-of-text tokens and the sampling options of
-    /// requests that name none. As OpenAI's and vLLM's servers do, this one samples unless the temperature is 0,
-    /// whatever `do_sample` says.
+    /// Returns a model of this name. Requests can also name the [adapters](EngineHandle::adapters) of the engine; all
+    /// share the tokenizer, the template and the configuration. `tokenizer` is the engine's; its truncation and
+    /// padding do not change prompts. `config` has the end-of-text tokens and the defaults of the sampling options.
+    /// Like OpenAI's and vLLM's servers, this one samples unless the temperature is 0, whatever `do_sample` says.
     pub fn new(
         name: impl Into<Arc<str>>,
         tokenizer: Arc<Tokenizer>,
@@ -43,8 +42,8 @@ impl ServedModel {
         }
     }
 
-    /// Returns the model with a chat template, without which it has no `/v1/chat/completions`. If the
-    /// configuration names no end-of-text token, it becomes the template's `eos_token`.
+    /// Returns the model with a chat template, which `/v1/chat/completions` needs. If the configuration names no
+    /// end-of-text token, the template's `eos_token` is used.
     #[must_use]
     pub fn with_template(mut self, template: ChatTemplate) -> ServedModel {
         self.config = self.config.or_end_of_text(&template, &self.tokenizer);
@@ -53,25 +52,25 @@ impl ServedModel {
     }
 }
 
-/// Returns a tokenizer without truncation and padding, which are meant for batches of training, and would cut the end
-/// of a prompt in silence.
+/// Returns a tokenizer without truncation and padding, which are meant for training batches: truncation would silently
+/// cut the end of a prompt.
 fn without_limits(tokenizer: Arc<Tokenizer>) -> Arc<Tokenizer> {
     if tokenizer.get_truncation().is_none() && tokenizer.get_padding().is_none() {
         return tokenizer;
     }
     let mut copy = Tokenizer::clone(&tokenizer);
     copy.with_padding(None);
-    // Only a truncation that is switched on can be refused.
+    // Only enabling truncation can fail.
     let _switched_off = copy.with_truncation(None);
     Arc::new(copy)
 }
 
-/// The model that a request is answered by.
+/// The model that answers a request.
 #[derive(Debug, Clone)]
 pub(crate) struct ChosenModel {
     /// The name that the request gave, or that of the model.
     pub(crate) name: Arc<str>,
-    /// The adapter, if the name is one's.
+    /// The adapter, if the name is that of an adapter.
     pub(crate) adapter: Option<Arc<str>>,
 }
 
@@ -86,7 +85,7 @@ pub(crate) struct Shared {
     pub(crate) token_bytes: Vec<Option<Vec<u8>>>,
     /// The time at which the server was made, in seconds since 1970.
     pub(crate) created: u64,
-    // Made with the first request that needs it, because most servers get none.
+    // Made for the first request that needs it, because most servers get none.
     grammar: OnceLock<Result<GrammarVocabulary, String>>,
     seats: Arc<Semaphore>,
     run: u64,
@@ -100,7 +99,7 @@ impl Shared {
         options: ServerOptions,
     ) -> Shared {
         let config = &mut model.config;
-        // Options of a model's folder that the engine does not support, or that requests set.
+        // Options of the model's folder that the engine does not support, or that each request sets.
         config.do_sample = true;
         config.num_beams = 1;
         config.num_return_sequences = 1;
@@ -128,7 +127,7 @@ impl Shared {
         let most = self.options.max_queue;
         if sequences > most {
             let message = format!(
-                "the request asks for {sequences} sequences, and the limit `max_queue` is {most}; split it"
+                "the request asks for {sequences} sequences, and the server's `max_queue` is {most}; split the request"
             );
             return Err(ApiError::field(param, message));
         }
@@ -137,7 +136,7 @@ impl Shared {
             .try_acquire_many_owned(sequences)
             .map_err(|_| {
                 let message = format!(
-                    "the server is full: `max_queue`, {most} sequences, are computed or wait; try again later"
+                    "the server is full: {most} sequences are running or waiting (`max_queue`); try again later"
                 );
                 ApiError::new(StatusCode::TOO_MANY_REQUESTS, "queue_full", message)
             })
@@ -155,12 +154,12 @@ impl Shared {
         format!("{prefix}-{:016x}{number:08x}", self.run)
     }
 
-    /// Returns an id for the call of a tool: nine letters and digits, since Mistral's templates refuse every other form
-    /// when a client sends the call back.
+    /// Returns an id for a tool call: nine letters and digits, since Mistral's templates refuse any other form when a
+    /// client sends the call back.
     pub(crate) fn call_id(&self) -> String {
         const DIGITS: &[u8; 36] = b"0123456789abcdefghijklmnopqrstuvwxyz";
         let number = self.next.fetch_add(1, Ordering::Relaxed);
-        // The counter is in the lowest digits, so that no two ids of a run are equal.
+        // The counter is in the lowest digits, so that the ids of a run are unique.
         let mut rest = self.run.wrapping_add(number);
         let digit = |_| {
             let digit = DIGITS[(rest % 36) as usize];
@@ -184,7 +183,7 @@ impl Shared {
         })
     }
 
-    /// Returns the model or the adapter that the `model` of a request names; without a name it is the model.
+    /// Returns the model or adapter that a request's `model` names; without a name, the model.
     pub(crate) fn choose_model(&self, name: Option<String>) -> ApiResult<ChosenModel> {
         let Some(name) = name.filter(|name| *name != *self.model.name) else {
             return Ok(ChosenModel {
@@ -217,8 +216,8 @@ pub(crate) fn now() -> u64 {
     since.map_or(0, |since| since.as_secs())
 }
 
-/// Runs a computation that takes longer than a thread of the runtime should be held: the tokenization of a prompt, or
-/// the compilation of a grammar.
+/// Runs a computation that would block a thread of the runtime for too long: tokenizing a prompt or compiling a
+/// grammar.
 pub(crate) async fn blocking<T: Send + 'static>(
     work: impl FnOnce() -> ApiResult<T> + Send + 'static,
 ) -> ApiResult<T> {
@@ -226,7 +225,7 @@ pub(crate) async fn blocking<T: Send + 'static>(
         Ok(result) => result,
         // Its message is on stderr.
         Err(_) => Err(ApiError::internal(
-            "the request could not be prepared; this is a bug",
+            "internal error: a thread panicked while it prepared the request",
         )),
     }
 }

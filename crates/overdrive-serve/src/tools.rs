@@ -1,4 +1,4 @@
-//! The schema of an answer, and the tools that it may call.
+//! The schema of an answer, and the tools that the model may call.
 
 use overdrive_constraints::GrammarConstraint;
 use overdrive_generation::{ChatTemplate, Constraint};
@@ -8,7 +8,7 @@ use crate::api_error::{ApiError, ApiResult};
 use crate::fields::{Fields, shorten};
 use crate::shared::Shared;
 
-/// The mark with which models of the Hermes and Qwen families begin a call.
+/// The mark that begins a call in models of the Hermes and Qwen families.
 const BEGIN: &str = "<tool_call>";
 const END: &str = "</tool_call>";
 
@@ -63,14 +63,14 @@ pub(crate) fn response_format(fields: &mut Fields) -> ApiResult<Option<Schema>> 
 /// The tools of a request.
 #[derive(Debug, Clone)]
 pub(crate) struct Tools {
-    /// The tools as the template gets them.
+    /// The tools, in the form that the template reads.
     pub(crate) list: Vec<Value>,
-    /// The names and the schemas of their parameters.
+    /// The names of the tools and the schemas of their parameters.
     functions: Vec<(String, Value)>,
     is_parallel: bool,
 }
 
-/// The tools of a request that may call some, and the schema of the answer if it must.
+/// The tools of a request, and the schema of the answer if it must be a call.
 pub(crate) type ToolChoice = (Option<Tools>, Option<Schema>);
 
 impl Tools {
@@ -83,14 +83,13 @@ impl Tools {
             return match choice.as_ref().map(|choice| choice.as_str()) {
                 None | Some(Some("none" | "auto")) => Ok((None, None)),
                 _ => {
-                    let message = "`tool_choice` is set and there are no `tools`; give some";
+                    let message = "`tool_choice` is set without `tools`; give at least one tool";
                     Err(ApiError::field("tool_choice", message))
                 }
             };
         }
         if !has_tools(template) {
-            let message =
-                "`tools` are given, and the chat template of this model has none; leave them out";
+            let message = "`tools` is set, and this model's chat template does not support tools; leave it out";
             return Err(ApiError::field("tools", message));
         }
         let functions = list.iter().map(function).collect::<ApiResult<Vec<_>>>()?;
@@ -146,7 +145,7 @@ impl Tools {
         }
     }
 
-    /// Reads the calls in a JSON value: one, or a list of some.
+    /// Reads the calls in a JSON value: a single call or a list of calls.
     fn calls(&self, value: &Value) -> Option<Vec<ToolCall>> {
         match value {
             Value::Array(list) if !list.is_empty() => {
@@ -176,7 +175,7 @@ impl Tools {
     }
 }
 
-/// Points the references within a schema, which begin at its root, to the schema's new place in a larger one.
+/// Rewrites the references of a schema, which are relative to its root, for its place in a larger schema.
 fn move_references(schema: &mut Value, root: &str) {
     match schema {
         Value::Object(object) => {
@@ -196,7 +195,7 @@ fn move_references(schema: &mut Value, root: &str) {
     }
 }
 
-/// Returns `true` if a template of the model writes tools.
+/// Returns `true` if a chat template of the model supports tools.
 fn has_tools(template: &ChatTemplate) -> bool {
     template.names().any(|name| {
         let source = template.source(name);
@@ -235,12 +234,12 @@ pub(crate) struct ToolCall {
     pub(crate) arguments: String,
 }
 
-/// The reader of an answer that may call tools: it separates the text from the calls.
+/// Separates the text of an answer from its tool calls.
 ///
-/// It knows two forms: `<tool_call>{"name": …, "arguments": …}</tool_call>`, any number of them after a text (Hermes,
-/// Qwen), and an answer that is a JSON object with a `name`, or a list of them (Llama, Mistral, and every model whose
-/// answer a schema constrains). Text that may be a call is held back until that is decided; a call that cannot be
-/// read, or of an unknown tool, is text.
+/// It reads two forms: any number of `<tool_call>{"name": …, "arguments": …}</tool_call>` after a text (Hermes,
+/// Qwen), and an answer that is a JSON object with a `name` or a list of such objects (Llama, Mistral, and every model
+/// whose answer is constrained by a schema). Text that may begin a call is held back until that is certain; malformed
+/// calls and calls of unknown tools are text.
 #[derive(Debug)]
 pub(crate) struct ToolReader {
     tools: Tools,
@@ -254,7 +253,7 @@ enum State {
     Start,
     /// Text; its end may be the beginning of a mark.
     Text,
-    /// All the rest may be calls.
+    /// The rest of the answer may be calls.
     Held,
 }
 
@@ -267,7 +266,7 @@ impl ToolReader {
         }
     }
 
-    /// Appends a piece of the answer, and returns the text that is certainly no call.
+    /// Appends a piece of the answer, and returns the text that certainly belongs to no call.
     pub(crate) fn push(&mut self, piece: &str) -> String {
         self.pending.push_str(piece);
         if self.state == State::Start {
@@ -292,7 +291,7 @@ impl ToolReader {
         std::mem::replace(&mut self.pending, rest)
     }
 
-    /// Returns the number of bytes that belong neither to a mark nor to the white space before one.
+    /// Returns the number of leading bytes that belong neither to a mark nor to the white space before one.
     fn certain(&self) -> usize {
         let pending = &self.pending;
         let mark = (1..BEGIN.len())
@@ -329,7 +328,7 @@ impl ToolReader {
         };
         let mut calls = Vec::new();
         for block in blocks.split(BEGIN) {
-            // The last mark of an end may be missing, when the model's end of text stands for it.
+            // The last closing mark may be missing if the model ended its text instead.
             let call = block.split_once(END).map_or(block, |(call, _)| call);
             calls.extend(parse(call)?);
         }

@@ -16,7 +16,7 @@ pub enum Scope {
 }
 
 impl Scope {
-    /// Returns the words by which errors describe the scope.
+    /// Returns the description of the scope in errors.
     pub(crate) fn description(self) -> &'static str {
         match self {
             Self::Run => "once for all ranks",
@@ -56,7 +56,7 @@ pub(crate) enum Content {
 }
 
 impl Contents {
-    /// Returns the contents of a snapshot after `step` steps, without entries.
+    /// Returns empty contents for a snapshot after `step` steps.
     pub fn at(step: u64) -> Contents {
         Contents {
             step,
@@ -89,7 +89,7 @@ impl Contents {
     /// Adds the state dict of an optimizer or of averaged weights, as `<name>.safetensors`.
     ///
     /// # Errors
-    /// The same as those of [`Contents::tensors`].
+    /// As for [`Contents::tensors`].
     pub fn state(&mut self, name: &str, scope: Scope, state: StateDict) -> Result<&mut Contents> {
         self.push(name, scope, Content::State(state))
     }
@@ -124,7 +124,7 @@ impl Contents {
             let name = name.to_owned();
             Err(Error::BadName { name, reason })
         };
-        // A name becomes a file name of any file system, and must not lead out of the snapshot's folder.
+        // A name must be a valid file name on every file system and must not lead out of the snapshot's folder.
         let plain = |c: char| c.is_ascii_alphanumeric() || matches!(c, '-' | '_' | '.');
         if name.is_empty() || name.starts_with('.') || !name.chars().all(plain) {
             return refuse(

@@ -3,7 +3,7 @@ use std::path::{Path, PathBuf};
 /// The result of this crate's functions.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// An error of writing, finding or restoring snapshots.
+/// An error while writing, finding or restoring snapshots.
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
@@ -18,7 +18,7 @@ pub enum Error {
         /// The reason.
         reason: &'static str,
     },
-    /// A snapshot is incomplete or was changed, or the folder is no snapshot.
+    /// A snapshot is incomplete or was changed, or the folder is not a snapshot.
     #[error(
     "{} is not a complete snapshot ({reason}): use another one; `latest` finds the newest complete one",
         path.display()
@@ -31,15 +31,15 @@ pub enum Error {
     },
     /// A folder has snapshots, but a run can resume from none of them.
     #[error(
-        "no snapshot in {} can be resumed from: {}. Nothing was changed; restore a snapshot from a copy, or start \
-        a new run in another folder",
+        "no snapshot in {} can be resumed: {}. Nothing was changed; restore a snapshot from a copy, or start a new run \
+        in another folder",
         folder.display(),
         problems.join("; ")
     )]
     NoneComplete {
         /// The folder of the run.
         folder: PathBuf,
-        /// The damaged snapshots with the reasons, and with several ranks the steps that each of them has.
+        /// The damaged snapshots with the reasons, and for several ranks, the steps that each of them has.
         problems: Vec<String>,
     },
     /// A snapshot does not have a requested entry.
@@ -56,7 +56,7 @@ pub enum Error {
         /// The names of the snapshot's files.
         available: Vec<String>,
     },
-    /// The tensors of a snapshot have other names or shapes than those to fill.
+    /// The tensors of a snapshot do not have the names or shapes of the targets.
     #[error(
         "`{entry}` of the snapshot {} does not fit: {}. Nothing was loaded; use the configuration that \
         the snapshot was made with, or start a new run in another folder",
@@ -71,9 +71,9 @@ pub enum Error {
         /// The tensors that are missing, unexpected, or of another shape.
         differences: Vec<String>,
     },
-    /// The registered entries are not those of the snapshot.
+    /// The registered entries differ from those of the snapshot.
     #[error(
-        "the snapshot {} is of another kind of run: {}. Nothing was loaded; use the configuration that the \
+        "the snapshot {} belongs to another kind of run: {}. Nothing was loaded; use the configuration that the \
         snapshot was made with, or start a new run in another folder",
         path.display(),
         differences.join("; ")
@@ -132,7 +132,7 @@ pub enum Error {
         rank: usize,
         /// The step.
         step: u64,
-        /// The reason, as far as it is known.
+        /// The reason, if known.
         reason: String,
     },
     /// An error of a safetensors file.

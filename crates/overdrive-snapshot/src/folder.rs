@@ -24,7 +24,7 @@ pub(crate) fn unfinished(folder: &Path, step: u64, run: u64) -> PathBuf {
     folder.join(format!(".{PREFIX}{step}.{run:016x}.tmp"))
 }
 
-/// Returns the step in the name of a snapshot's folder; `None` for every name that [`path_of`] does not give.
+/// Returns the step in the name of a snapshot's folder; `None` for names that [`path_of`] does not return.
 fn step_of(path: &Path) -> Option<u64> {
     let name = path.file_name()?.to_str()?;
     let step: u64 = name.strip_prefix(PREFIX)?.parse().ok()?;
@@ -32,17 +32,17 @@ fn step_of(path: &Path) -> Option<u64> {
     (name == format!("{PREFIX}{step}")).then_some(step)
 }
 
-/// The snapshots of a folder.
+/// The snapshots in a folder.
 #[derive(Debug, Default)]
 pub(crate) struct Listing {
-    /// The snapshots whose manifests and file lengths are right, the newest first.
+    /// The snapshots with valid manifests and file lengths, the newest first.
     pub(crate) snapshots: Vec<Snapshot>,
-    /// The folders with the name of a snapshot that are damaged, each with the reason.
+    /// The damaged snapshots, each with the reason.
     pub(crate) damaged: Vec<(PathBuf, String)>,
 }
 
-/// Returns the snapshots whose manifests and file lengths are right, the newest first. Copies that a user has made
-/// under other names are left out: they may be of an abandoned branch, and rotation must not delete them.
+/// Returns the snapshots with valid manifests and file lengths, the newest first. Copies that a user made under other
+/// names are left out: they may belong to an abandoned branch, and rotation must not delete them.
 pub(crate) fn list(folder: &Path) -> Result<Vec<Snapshot>> {
     Ok(scan(folder)?.snapshots)
 }
@@ -57,14 +57,14 @@ pub(crate) fn scan(folder: &Path) -> Result<Listing> {
         };
         match Snapshot::open_unverified(&path) {
             Ok(snapshot) if snapshot.step() != step => tracing::warn!(
-                "snapshot skipped: {} is one of step {}",
+                "snapshot skipped: {} holds a snapshot of step {}",
                 path.display(),
                 snapshot.step()
             ),
             Ok(snapshot) => found.push(snapshot),
             Err(Error::Damaged { path, .. }) if is_gone(&path) => {}
             Err(Error::Damaged { path, reason }) => damaged.push((path, reason)),
-            // A file that cannot be read at the moment may be whole.
+            // A file that currently cannot be read may still be intact.
             Err(error) => return Err(error),
         }
     }
@@ -75,7 +75,7 @@ pub(crate) fn scan(folder: &Path) -> Result<Listing> {
     })
 }
 
-/// Returns `true` if a snapshot was deleted after its folder had been listed, as another rank does in rotation.
+/// Returns `true` if a snapshot was deleted after its folder was listed, for example by another rank's rotation.
 pub(crate) fn is_gone(path: &Path) -> bool {
     let found = fs::symlink_metadata(path);
     found.is_err_and(|error| error.kind() == io::ErrorKind::NotFound)
@@ -85,13 +85,13 @@ pub(crate) fn is_gone(path: &Path) -> bool {
 /// later steps, or all of them if `snapshot` lies in another folder.
 pub(crate) fn abandon_after(folder: &Path, snapshot: &Snapshot) -> Result<()> {
     let parent = fs::canonicalize(files::folder_of(snapshot.path()));
-    // Two paths of one folder: one of them may be relative, or lead through a link.
+    // Canonical paths are compared, because one of them may be relative or contain a link.
     let is_own = parent.is_ok_and(|parent| fs::canonicalize(folder).is_ok_and(|own| own == parent));
     abandon(folder, |step| !is_own || step > snapshot.step())
 }
 
-/// Moves the snapshots that are of another branch than one of `step` that is being saved. Steps only grow within a
-/// run: where there is a later one, the run has begun anew without these snapshots.
+/// Moves the snapshots that belong to another branch than the snapshot of `step` that is being saved. Steps only grow
+/// within a run: if there is a snapshot of a later step, the run has started again without these snapshots.
 pub(crate) fn abandon_for(folder: &Path, step: u64) -> Result<()> {
     let has_later = folders(folder)?
         .iter()
@@ -121,8 +121,7 @@ fn abandon(folder: &Path, is_abandoned: impl Fn(u64) -> bool) -> Result<()> {
     files::sync_folder(folder)?;
     let steps = abandoned.iter().rev().map(|(step, _)| step.to_string());
     tracing::warn!(
-        "the run continues without the snapshots of the steps {}: they were moved to {}, where nothing deletes \
-         them",
+        "the run continues without the snapshots of steps {}; they were moved to {}, where they are never deleted",
         steps.collect::<Vec<_>>().join(", "),
         aside.display()
     );
@@ -175,7 +174,7 @@ pub(crate) fn rotate(folder: &Path, limit: usize, best: Option<Best>) -> Result<
     Ok(removed)
 }
 
-/// Deletes a snapshot. It is renamed first, so that a partly deleted one is never taken for a complete one.
+/// Deletes a snapshot. It is renamed first, so that a partly deleted snapshot is never taken for a complete one.
 pub(crate) fn remove(path: &Path) -> Result<()> {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let hidden = path.with_file_name(format!(".{name}.deleted"));
@@ -185,7 +184,7 @@ pub(crate) fn remove(path: &Path) -> Result<()> {
     Ok(fs::remove_dir_all(&hidden).map_err(CommonError::io("delete", &hidden))?)
 }
 
-/// Removes the unfinished and partly deleted snapshots that killed processes have left. A complete snapshot that
+/// Removes the unfinished and partly deleted snapshots that killed processes left behind. A complete snapshot that
 /// was about to be replaced gets its name back.
 pub(crate) fn clean(folder: &Path) -> Result<()> {
     for path in folders(folder)? {
@@ -206,7 +205,7 @@ pub(crate) fn clean(folder: &Path) -> Result<()> {
                         continue;
                     }
                     Err(Error::Damaged { .. }) => {}
-                    // It may be whole, so it is not deleted.
+                    // The snapshot may be intact, so it is not deleted.
                     Err(error) => return Err(error),
                 }
             }
@@ -218,7 +217,7 @@ pub(crate) fn clean(folder: &Path) -> Result<()> {
     Ok(())
 }
 
-/// Checks that no plain file has the name of a snapshot's folder: it is the user's, and must not be replaced.
+/// Checks that no plain file has the name of a snapshot's folder: such a file is the user's and must not be replaced.
 pub(crate) fn check_no_file(path: &Path) -> Result<()> {
     match fs::metadata(path) {
         Ok(found) if !found.is_dir() => Err(Error::InTheWay {
@@ -240,7 +239,7 @@ pub(crate) fn publish(unfinished: &Path, path: &Path) -> Result<()> {
     }
     if let Err(source) = fs::rename(unfinished, path) {
         if exists {
-            // The old snapshot is better than none; the error of the first rename is returned.
+            // Restores the old snapshot; the error of the first rename is returned.
             let _ = fs::rename(&replaced, path);
         }
         return Err(CommonError::io("rename", unfinished)(source).into());
@@ -264,7 +263,7 @@ fn folders(folder: &Path) -> Result<Vec<PathBuf>> {
         match fs::metadata(&path) {
             Ok(metadata) if metadata.is_dir() => found.push(path),
             Ok(_) => {}
-            // A link without a target, or a file that was removed in the meantime.
+            // A dangling link, or a file that was removed in the meantime.
             Err(error) if error.kind() == io::ErrorKind::NotFound => {}
             Err(error) => return Err(CommonError::io("read", path)(error).into()),
         }

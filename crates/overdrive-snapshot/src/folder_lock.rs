@@ -10,9 +10,8 @@ use crate::{Error, Result};
 /// The name of the file that a running process keeps locked.
 const LOCK_FILE: &str = ".lock";
 
-/// The lock on the folder of a run, which one run at a time holds. A program that writes other files into the
-/// folder, or replaces a run, takes it first and passes it on in
-/// [`SnapshotOptions::lock`](crate::SnapshotOptions::lock).
+/// The lock on the folder of a run, held by one run at a time. A program that writes other files into the folder, or
+/// replaces a run, takes the lock first and passes it on in [`SnapshotOptions::lock`](crate::SnapshotOptions::lock).
 ///
 /// Clones share the lock. It is released when the last one is dropped, and by the operating system however the
 /// process ends.
@@ -25,7 +24,7 @@ pub struct FolderLock {
 impl FolderLock {
     /// Creates the folder if it does not exist, and locks it.
     ///
-    /// On a file system without locks it logs a warning and locks nothing: a run must be possible there.
+    /// On a file system without locks, logs a warning and locks nothing, so that runs are possible there.
     ///
     /// # Errors
     /// [`Error::Locked`] while another run holds the lock, [`Error::Common`] if the folder cannot be written.
@@ -37,7 +36,8 @@ impl FolderLock {
         })?;
         if let Some(error) = lock.unsupported() {
             tracing::warn!(
-                "the file system of {} has no locks ({error}): make sure that no other run writes into this folder",
+                "the file system of {} does not support locks ({error}); make sure that no other run writes into \
+                 this folder",
                 folder.display()
             );
         }

@@ -1,17 +1,17 @@
 //! Snapshots of training runs that survive killed processes and full disks.
 //!
 //! A snapshot is a folder of safetensors and JSON files, such as `checkpoint-120`, that is written atomically:
-//! the files are written under a temporary name, flushed to the disk, listed with lengths and SHA-256
-//! checksums in `manifest.json`, and the folder is renamed. [`SnapshotManager`]
+//! the files are written to a folder with a temporary name, flushed to disk and listed with lengths and SHA-256
+//! checksums in `manifest.json`; then the folder is renamed. [`SnapshotManager`]
 //!
 //! * writes everything that a [`RunState`] registers while training continues:
 //!   [`save_state`](SnapshotManager::save_state) copies the tensors and returns;
 //! * keeps the newest snapshots and the best one ([`SnapshotOptions`]);
 //! * finds the [`latest`](SnapshotManager::latest) complete snapshot by its checksums: damaged and incomplete
 //!   ones are skipped with a warning;
-//! * moves the snapshots of a branch that the run has abandoned, by resuming from an earlier one, to the folder
-//!   `abandoned-<n>`, and deletes only snapshots under the names that it gives: not `checkpoint-10-keep`;
-//! * writes one folder from many ranks, and lets them agree on the snapshot to resume from ([`Ranks`]).
+//! * moves the snapshots of a branch that the run abandons by resuming from an earlier one to the folder
+//!   `abandoned-<n>`, and deletes only snapshots whose names it has given, not `checkpoint-10-keep`;
+//! * writes one folder from many ranks, which agree on the snapshot to resume from ([`Ranks`]).
 //!
 //! A full disk or a folder that cannot be written does not end a run:
 //! [`outcomes`](SnapshotManager::outcomes) returns the error, and the last good snapshot is unchanged.

@@ -16,7 +16,7 @@ use overdrive_core::Error as CommonError;
 /// A manager that writes, finds and rotates the snapshots of one run.
 ///
 /// Only one run, of one or several processes, may write into a folder at a time. Dropping the manager waits until
-/// a snapshot that was begun is on the disk.
+/// the snapshot that is being saved is on disk.
 pub struct SnapshotManager {
     folder: PathBuf,
     options: SnapshotOptions,
@@ -32,8 +32,8 @@ pub struct SnapshotManager {
 }
 
 impl SnapshotManager {
-    /// Opens the folder of a run of one process, and creates it if it does not exist. Incomplete snapshots that
-    /// killed processes have left are removed.
+    /// Opens the folder of a single-process run, and creates it if it does not exist. Incomplete snapshots that
+    /// killed processes left behind are removed.
     ///
     /// # Errors
     /// [`Error::Locked`] while another run writes into the folder, [`Error::Common`] if it cannot be created or read.
@@ -41,10 +41,10 @@ impl SnapshotManager {
         SnapshotManager::with_ranks(folder, options, Box::new(SingleProcess))
     }
 
-    /// Opens the folder of a run of several processes. Every rank calls it.
+    /// Opens the folder of a run of several processes. Every rank must call it.
     ///
     /// # Errors
-    /// The same as those of [`SnapshotManager::open`], and [`Error::Common`] if a rank is lost.
+    /// As for [`SnapshotManager::open`], and [`Error::Common`] if a rank is lost.
     pub fn with_ranks(
         folder: impl AsRef<Path>,
         options: SnapshotOptions,
@@ -100,15 +100,15 @@ impl SnapshotManager {
         &self.folder
     }
 
-    /// Saves a snapshot: copies the tensors to the host, and returns while they are written
-    /// ([`SnapshotOptions::background`]). If the previous snapshot is still being written, it waits for it first. Every
-    /// rank calls it. In a shared folder only rank 0 copies and writes the entries of all ranks ([`Scope::Run`]).
+    /// Saves a snapshot: copies the tensors to the host, and returns while they are being written
+    /// ([`SnapshotOptions::background`]). Waits first for a previous snapshot that is still being written. Every rank
+    /// must call it. In a shared folder, only rank 0 copies and writes the entries of [`Scope::Run`].
     ///
-    /// Tensors on a GPU are copied to page-locked memory by a stream of its own
-    /// ([`SnapshotOptions::max_pinned_bytes`]): this call does not wait for them. Work that the GPU is given afterwards
-    /// does, so that it cannot change a tensor before it is copied.
+    /// Tensors on a GPU are copied to page-locked memory on a separate stream
+    /// ([`SnapshotOptions::max_pinned_bytes`]), and this call does not wait for the copies. GPU work that is launched
+    /// afterwards does wait, so that it cannot change a tensor before it is copied.
     ///
-    /// A full disk or a folder that cannot be written is not an error of this call: training continues, and
+    /// A full disk or an unwritable folder is not an error of this call: training continues, and
     /// [`outcomes`](SnapshotManager::outcomes) returns the error.
     ///
     /// # Errors
@@ -124,7 +124,7 @@ impl SnapshotManager {
         self.saves += 1;
         let ranks: Arc<dyn Ranks> = match self.options.shared_folder {
             true => Arc::clone(&self.ranks),
-            // A snapshot in a folder of its own does not depend on those of the others.
+            // Snapshots in separate folders do not depend on each other.
             false => Arc::new(SingleProcess),
         };
         Peers {
@@ -138,14 +138,14 @@ impl SnapshotManager {
     fn writers(&self) -> (usize, usize) {
         match self.options.shared_folder {
             true => (self.ranks.rank(), self.ranks.world_size()),
-            // A process that has a folder of its own is rank 0 of it.
+            // A process with its own folder counts as rank 0 of that folder.
             false => (0, 1),
         }
     }
 
     fn save_with(&mut self, contents: Contents, peers: &Peers) -> Result<()> {
         let began = Instant::now();
-        // One snapshot at a time: its copies are reused for the next, and memory holds one set.
+        // One snapshot at a time, so that memory holds one set of copies, which the next snapshot reuses.
         self.settle()?;
         let (rank, world_size) = self.writers();
         let own = contents.entries.into_iter();
@@ -193,8 +193,8 @@ impl SnapshotManager {
     /// data, selects the best snapshot.
     ///
     /// # Errors
-    /// Those of [`save`](SnapshotManager::save), and [`Error::NotSaved`], [`Error::BadName`]. The other ranks learn of
-    /// it: their save ends with [`Error::Peer`].
+    /// As for [`save`](SnapshotManager::save), and [`Error::NotSaved`], [`Error::BadName`]. The other ranks are
+    /// notified: their save ends with [`Error::Peer`].
     pub fn save_state(
         &mut self,
         step: u64,
@@ -211,14 +211,13 @@ impl SnapshotManager {
 
     /// Restores everything that `state` registers from a snapshot. Every rank calls it.
     ///
-    /// The run continues from this snapshot. Snapshots of later steps belong to a branch that it abandons, and are
-    /// moved to a new folder `abandoned-<n>` in the run's folder; so are all snapshots of the folder if this one
-    /// lies in another folder. A warning names the new folder.
+    /// The run continues from this snapshot. Snapshots of later steps belong to a branch that the run abandons; they
+    /// are moved to a new folder `abandoned-<n>` in the run's folder. If this snapshot is in another folder, all
+    /// snapshots of the run's folder are moved. A warning names the new folder.
     ///
-    /// The snapshot may be one of another number of processes ([`Snapshot::world_size`]): sharded optimizer states
-    /// are divided anew by the names of the parameters, and the random states are derived anew from that of
-    /// rank 0. With folders that are not shared, each rank has only its own entries, and the number must be the
-    /// same.
+    /// The snapshot may come from a different number of processes ([`Snapshot::world_size`]): sharded optimizer states
+    /// are resharded by the names of the parameters, and new random states are derived from that of rank 0. Without a
+    /// shared folder, each rank has only its own entries, so the number must be the same.
     ///
     /// # Errors
     /// [`Error::EntryMismatch`] before anything is changed; [`Error::NotRestored`] or [`Error::Differs`] for the
@@ -299,8 +298,8 @@ impl SnapshotManager {
         self.outcomes.push(outcome);
     }
 
-    /// Returns the snapshots whose files all exist with their lengths, the newest first. Only folders that are named
-    /// as the manager names them count: a copy under the name `checkpoint-10-keep` is the user's.
+    /// Returns the snapshots whose files all exist with the right lengths, the newest first. Only folders with the
+    /// manager's own names count: a copy named `checkpoint-10-keep` is the user's.
     ///
     /// # Errors
     /// [`Error::Common`] if the folder or a manifest cannot be read.
@@ -308,9 +307,9 @@ impl SnapshotManager {
         folder::list(&self.folder)
     }
 
-    /// Returns the newest snapshot whose checksums are right and which every rank has; `None` if there is no
-    /// `checkpoint-*` on any rank. Damaged ones are skipped with a warning. It is collective: all ranks call it. Of a
-    /// shared folder only rank 0 reads the files, and only until it has found the snapshot.
+    /// Returns the newest snapshot that has valid checksums and that every rank has; `None` if there is no
+    /// `checkpoint-*` on any rank. Damaged ones are skipped with a warning. This call is collective: all ranks must
+    /// make it. In a shared folder, only rank 0 reads the files, and only until it has found the snapshot.
     ///
     /// # Errors
     /// [`Error::NoneComplete`] if there are snapshots and none of them is complete on every rank, or another rank
@@ -318,7 +317,7 @@ impl SnapshotManager {
     /// rank is lost.
     pub fn latest(&self) -> Result<Option<Snapshot>> {
         let listed = folder::scan(&self.folder);
-        // A rank that fails sends that it did, so that the others do not wait for it.
+        // A rank that fails tells the others, so that they do not wait for it.
         let own: Vec<u64> = match &listed {
             Ok(found) => {
                 let steps = found.snapshots.iter().map(Snapshot::step);
@@ -355,14 +354,14 @@ impl SnapshotManager {
                 Ok(()) => {}
                 Err(Error::Damaged { path, .. }) if folder::is_gone(&path) => {}
                 Err(Error::Damaged { path, reason }) => damaged.push((path, reason)),
-                // It may be whole, and a run that falls back past it would lose its steps.
+                // The snapshot may be intact, and a run that fell back past it would lose steps.
                 Err(error) => return Err(error),
             }
             if let Some(rank) = codes.iter().position(|code| *code == [2]) {
                 return Err(self.none_complete(vec![unread(rank)]));
             }
             if let Some(newest) = found.filter(|_| codes.iter().all(|code| *code == [0])) {
-                // Of a shared folder one rank warns.
+                // For a shared folder, only one rank warns.
                 if self.owns_folder() {
                     for (path, reason) in damaged {
                         tracing::warn!(
@@ -379,7 +378,7 @@ impl SnapshotManager {
         if !all.iter().any(has_any) {
             return Ok(None);
         }
-        // A restart at step 0 would overwrite snapshots that can perhaps be repaired.
+        // A restart at step 0 would overwrite snapshots that might be repairable.
         let damaged = damaged.iter();
         let damaged = damaged.map(|(path, reason)| format!("{} ({reason})", path.display()));
         let mut problems: Vec<String> = damaged.collect();
@@ -387,7 +386,7 @@ impl SnapshotManager {
             let ranks = all.iter().enumerate();
             problems.extend(ranks.map(|(rank, sent)| {
                 let steps = steps_of(sent);
-                format!("rank {rank} has snapshots of the steps {steps:?}")
+                format!("rank {rank} has snapshots of steps {steps:?}")
             }));
         }
         Err(self.none_complete(problems))
@@ -400,11 +399,11 @@ impl SnapshotManager {
         }
     }
 
-    /// Opens the snapshot in any folder, as [`Snapshot::open`] does. It is collective: all ranks call it. Of a shared
-    /// folder only rank 0 reads the files.
+    /// Opens the snapshot in any folder, as [`Snapshot::open`] does. This call is collective: all ranks must make it.
+    /// In a shared folder, only rank 0 reads the files.
     ///
     /// # Errors
-    /// Those of [`Snapshot::open`]; [`Error::Damaged`] if another rank cannot open it.
+    /// As for [`Snapshot::open`], and [`Error::Damaged`] if another rank cannot open it.
     pub fn open_snapshot(&self, folder: impl AsRef<Path>) -> Result<Snapshot> {
         let opened = Snapshot::open_unverified(folder.as_ref())
             .and_then(|snapshot| self.verify(Some(&snapshot)).map(|()| snapshot));
@@ -470,7 +469,7 @@ impl std::fmt::Debug for SnapshotManager {
     }
 }
 
-/// The message that a rank could not read its snapshots.
+/// Returns the message that a rank could not read its snapshots.
 fn unread(rank: usize) -> String {
     format!("rank {rank} could not read its snapshots; its own output has the error")
 }

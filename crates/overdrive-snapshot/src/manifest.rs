@@ -72,7 +72,7 @@ impl Manifest {
             metric,
             ..
         } = self;
-        // The bits of the number: its decimal form could be parsed to a neighbouring one.
+        // The bits of the metric, because its decimal form may parse to a neighboring value.
         let metric = metric.map(f64::to_bits);
         let mut hasher = Sha256::new();
         hasher.update(format!("{format_version} {step} {world_size} {metric:?}\n"));
@@ -87,7 +87,7 @@ impl Manifest {
         hexadecimal(&hasher.finalize())
     }
 
-    /// Reads the manifest of the snapshot in `folder`, and checks that every file exists with its length.
+    /// Reads the manifest of the snapshot in `folder`, and checks that every file exists with the right length.
     pub(crate) fn read(folder: &Path) -> Result<Manifest> {
         let path = folder.join(MANIFEST);
         let bytes = match std::fs::read(&path) {
@@ -101,7 +101,7 @@ impl Manifest {
         };
         let manifest: Manifest = serde_json::from_slice(&bytes)
             .map_err(|error| Error::damaged(folder, format!("its manifest.json: {error}")))?;
-        // An unknown version is refused before the checksum: its fields may be hashed in another order.
+        // The version is checked before the checksum, because other versions may hash the fields in another order.
         if manifest.format_version != FORMAT_VERSION {
             let found = manifest.format_version;
             let reason = format!("it has format version {found}, expected {FORMAT_VERSION}");
@@ -119,7 +119,7 @@ impl Manifest {
                     format!("it has {} bytes instead of {}", metadata.len(), file.bytes)
                 }
                 Err(error) if error.kind() == io::ErrorKind::NotFound => error.to_string(),
-                // The file may be whole: only the system could not look at it.
+                // The file may be intact; the system only failed to read its metadata.
                 Err(error) => return Err(CommonError::io("read", path)(error).into()),
             };
             return Err(Error::damaged(folder, format!("{}: {reason}", file.name)));

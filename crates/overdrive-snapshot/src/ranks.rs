@@ -1,9 +1,9 @@
 use std::io;
 
-/// The processes of a run, as far as snapshots need them.
+/// The communication between the processes of a run that snapshots need.
 ///
-/// While training continues, the ranks communicate through the shared folder, and a rank that fails posts why, so that
-/// the others do not wait for it; only opening a folder
+/// While training continues, the ranks communicate through the shared folder, and a rank that fails posts the reason,
+/// so that the others do not wait for it. Only opening a folder
 /// ([`SnapshotManager::with_ranks`](crate::SnapshotManager::with_ranks)) and finding the snapshot to resume from
 /// ([`SnapshotManager::latest`](crate::SnapshotManager::latest)) are collective.
 pub trait Ranks: Send + Sync {
@@ -13,15 +13,15 @@ pub trait Ranks: Send + Sync {
     /// Returns the number of processes.
     fn world_size(&self) -> usize;
 
-    /// Returns the numbers that each rank has passed, in the order of the ranks. It is collective: all ranks call
-    /// it at the same point of the program.
+    /// Returns the values that each rank passed, in the order of the ranks. This call is collective: all ranks must
+    /// make it at the same point of the program.
     ///
     /// # Errors
     /// An error if a rank is lost.
     fn all_gather(&self, own: &[u64]) -> io::Result<Vec<Vec<u64>>>;
 
-    /// Makes a value readable for all ranks under a key, without waiting for them. Any thread may call it. Ranks
-    /// without this method (the default does nothing) learn of a failure in the middle of a save by the timeout.
+    /// Publishes a value under a key for all ranks, without waiting for them. Any thread may call it. The default does
+    /// nothing; the ranks then notice a failure during a save only by the timeout.
     ///
     /// # Errors
     /// An error if the value could not be sent.
@@ -29,10 +29,10 @@ pub trait Ranks: Send + Sync {
         Ok(())
     }
 
-    /// Returns the value that a rank has posted under the key; `None` if there is none. It does not wait for one.
+    /// Returns the value that a rank has posted under the key; `None` if there is none. Does not wait.
     ///
     /// # Errors
-    /// An error if it could not be asked for.
+    /// An error if the request failed.
     fn posted(&self, _key: &str) -> io::Result<Option<String>> {
         Ok(None)
     }
@@ -43,7 +43,7 @@ pub trait Ranks: Send + Sync {
     }
 }
 
-/// The [`Ranks`] of a run of one process.
+/// The [`Ranks`] of a single-process run.
 #[derive(Debug, Clone, Copy, Default)]
 pub struct SingleProcess;
 

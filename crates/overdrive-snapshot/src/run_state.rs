@@ -114,7 +114,7 @@ impl<T: Serialize + DeserializeOwned> Stateful for Json<'_, T> {
     }
 }
 
-/// A value that others hold too.
+/// A value that the program also holds.
 struct Shared(Rc<RefCell<dyn Stateful>>);
 
 impl Stateful for Shared {
@@ -127,7 +127,7 @@ impl Stateful for Shared {
     }
 }
 
-/// A state that has been taken already, and the function that loads one.
+/// A state that has already been taken, and the function that loads one.
 struct WithLoad<T, F> {
     state: T,
     load: Option<F>,
@@ -173,10 +173,10 @@ impl<'a> RunState<'a> {
         self.entry(name, Scope::Run, Value::Stateful(value))
     }
 
-    /// Registers a value that not every run has, such as the scaler of fp16; `None` registers nothing.
+    /// Registers an optional value, such as the scaler of fp16; `None` registers nothing.
     ///
-    /// A run resumes with a warning if only one side has the entry: a value that the snapshot lacks keeps its new
-    /// state, and a state that the run has no value for is left out.
+    /// If only the run or only the snapshot has the entry, the run resumes with a warning: a value without a stored
+    /// state keeps its new state, and a stored state without a value is ignored.
     pub fn register_optional<T: Stateful>(mut self, name: &str, value: Option<&'a mut T>) -> Self {
         self.optional.insert(name.to_owned());
         match value {
@@ -185,8 +185,8 @@ impl<'a> RunState<'a> {
         }
     }
 
-    /// Registers a value that differs between the ranks, such as sharded optimizer states. Another number of
-    /// processes can restore optimizer states only: [`StateDict::gather`] divides them anew.
+    /// Registers a value that differs between the ranks, such as sharded optimizer states. A different number of
+    /// processes can restore only optimizer states, which [`StateDict::gather`] reshards.
     pub fn register_per_rank(self, name: &str, value: &'a mut dyn Stateful) -> Self {
         self.entry(name, Scope::Rank, Value::Stateful(value))
     }
@@ -221,9 +221,9 @@ impl<'a> RunState<'a> {
         )
     }
 
-    /// Registers libtorch's random generators of the CPU and of every visible GPU, for each rank. A generator
-    /// that did not exist at saving keeps its state at restoring. Another number of processes gets new states, each
-    /// rank its own, which the state of rank 0 determines.
+    /// Registers libtorch's random generators of the CPU and of every visible GPU, for each rank. A generator that did
+    /// not exist when the snapshot was saved keeps its state. If the number of processes differs, each rank gets a new
+    /// state derived from that of rank 0.
     pub fn random_states(self) -> Self {
         self.entry(RANDOM, Scope::Rank, Value::Random)
     }
@@ -251,7 +251,7 @@ impl<'a> RunState<'a> {
         }
     }
 
-    /// Returns the contents of a snapshot after `step` steps, without the entries that another rank writes.
+    /// Returns the contents of a snapshot after `step` steps, without entries that other ranks write.
     pub(crate) fn contents(self, step: u64, metric: Option<f64>, rank: usize) -> Result<Contents> {
         let mut contents = Contents::at(step);
         if let Some(metric) = metric {
@@ -297,7 +297,7 @@ impl<'a> RunState<'a> {
         // All names are compared before the first value is changed.
         let stored = self.check(snapshot)?;
         for Entry { name, scope, value } in self.entries {
-            // An optional one, whose value stays new.
+            // An optional value, which keeps its new state.
             if !stored.contains_key(&name) {
                 continue;
             }
@@ -391,14 +391,14 @@ fn stored_state(snapshot: &Snapshot, name: &str, scope: Scope, rank: usize) -> R
     }
 }
 
-/// Loads the share of this rank from the states that another number of ranks has stored.
+/// Loads this rank's shard from the states that a different number of ranks stored.
 fn load_shards(
     target: &mut dyn Stateful,
     snapshot: &Snapshot,
     name: &str,
 ) -> std::result::Result<(), StateError> {
     let ranks = 0..snapshot.world_size();
-    // One after another, so that memory holds one shard besides this rank's share.
+    // One at a time, so that memory holds one stored shard besides this rank's own.
     let shards = ranks.map(|rank| {
         let shard = stored_state(snapshot, name, Scope::Rank, rank);
         shard.map_err(StateError::from)
@@ -429,8 +429,8 @@ fn set_random_states(snapshot: &Snapshot, name: &str, rank: usize) -> Result<()>
     Ok(())
 }
 
-/// Seeds the generators of this rank from the state of rank 0 in the snapshot. Another number of ranks cannot
-/// continue the stored sequences, and the seed of the run would begin with those of its first steps again.
+/// Seeds the generators of this rank from the state of rank 0 in the snapshot. A different number of ranks cannot
+/// continue the stored sequences, and the run's seed would repeat those of its first steps.
 fn derive_random_states(snapshot: &Snapshot, name: &str, rank: usize) -> Result<()> {
     let stored = snapshot.tensors(name, Scope::Rank, 0)?;
     let state = stored.tensor(&generator_name(Device::Cpu))?;

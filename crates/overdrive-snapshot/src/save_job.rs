@@ -16,13 +16,13 @@ use crate::{Error, Ranks, Result};
 use overdrive_core::{Error as CommonError, files};
 use overdrive_sys::transfer::CopyEvent;
 
-/// The interval at which a rank checks for the files of another: short beside the time that writing takes, and
+/// The interval at which a rank checks for the files of another: short compared with the time of writing, and
 /// long enough not to load a network file system.
 const POLL_INTERVAL: Duration = Duration::from_millis(20);
-/// The interval at which a rank that waits asks whether another has failed: one process answers all ranks.
+/// The interval at which a waiting rank asks whether another has failed: one process answers all ranks.
 const ASK_INTERVAL: Duration = Duration::from_millis(500);
-/// The part of `peer_timeout` that a rank which is lost has for the rest of its entries: one whose training has failed
-/// may still be writing.
+/// The divisor of `peer_timeout` for a lost rank, which still gets some time to finish its entries: a rank whose
+/// training has failed may still be writing.
 const LOST_RANK_PART: u32 = 60;
 
 /// The inputs of writing one snapshot.
@@ -32,11 +32,11 @@ pub(crate) struct SaveJob {
     pub(crate) metric: Option<f64>,
     /// The entries that this rank writes.
     pub(crate) entries: Vec<Entry>,
-    /// The ends of the copies of these entries.
+    /// The events that mark the end of the copies of these entries.
     pub(crate) copies: Vec<CopyEvent>,
     pub(crate) rank: usize,
     pub(crate) world_size: usize,
-    /// The id of the run, which tells its unfinished folders from those that a killed run has left.
+    /// The id of the run, which distinguishes its unfinished folders from those of a killed run.
     pub(crate) run: u64,
     pub(crate) peer_timeout: Duration,
     pub(crate) peers: Peers,
@@ -46,7 +46,7 @@ pub(crate) struct SaveJob {
 #[derive(Clone)]
 pub(crate) struct Peers {
     pub(crate) ranks: Arc<dyn Ranks>,
-    /// The key under which a rank posts that it has failed; no two saves have the same.
+    /// The key under which a rank posts that it has failed, unique to this save.
     pub(crate) key: String,
     pub(crate) step: u64,
 }
@@ -59,21 +59,21 @@ struct PeerFailure {
 }
 
 impl Peers {
-    /// Tells the other ranks that this one has failed, so that they do not wait for it.
+    /// Notifies the other ranks that this one has failed, so that they do not wait for it.
     pub(crate) fn post_failure(&self, error: &Error) {
         let failure = PeerFailure {
             rank: self.ranks.rank(),
             reason: error.to_string(),
         };
         if let Ok(text) = serde_json::to_string(&failure) {
-            // Ranks that cannot be reached wait for the timeout; the error of the save is the one to return.
+            // Unreachable ranks wait for the timeout; the error of the save is the one to return.
             let _ = self.ranks.post(&self.key, &text);
         }
     }
 
     /// Returns an error if another rank has posted that it failed.
     fn check(&self) -> Result<()> {
-        // Ranks that cannot be asked may all be writing: the files tell.
+        // If the request fails, the ranks may still be writing: their files will show it.
         let posted = self.ranks.posted(&self.key).ok().flatten();
         let failure = posted.and_then(|text| serde_json::from_str::<PeerFailure>(&text).ok());
         match failure {
@@ -88,8 +88,8 @@ impl Peers {
 }
 
 impl SaveJob {
-    /// Writes the snapshot. When it returns, the snapshot is complete, under its name and on the disk; after an
-    /// error nothing is left of it. Returns the folder and the number of bytes.
+    /// Writes the snapshot, and returns its folder and the number of bytes. The snapshot is then complete, under its
+    /// final name and on disk; after an error, nothing is left of it.
     pub(crate) fn write(&self) -> Result<(PathBuf, u64)> {
         let temporary = unfinished(&self.folder, self.step, self.run);
         let written = self.write_in(&temporary);
@@ -103,7 +103,7 @@ impl SaveJob {
         }
         // Rank 0 removes the files of all ranks, unless it has done so before this rank wrote.
         if self.rank == 0 || matches!(cause, Some(Error::Peer { rank: 0, .. })) {
-            // The error of the write is returned, so one of the clean-up is dropped.
+            // The error of the write is returned, so an error of the cleanup is dropped.
             let _ = fs::remove_dir_all(&temporary);
         }
         Err(cause.unwrap_or(error))
@@ -124,7 +124,7 @@ impl SaveJob {
             self.peers.check()?;
             let name = entry.file_name(self.rank);
             write_entry(entry, &temporary.join(&name))?;
-            // Hashed from the disk and not from memory, so that the checksum covers what was written.
+            // The file is hashed, not the tensors in memory, so that the checksum covers what was written.
             files.push(FileEntry::of(temporary, &name)?);
         }
         if self.rank != 0 {
@@ -139,7 +139,7 @@ impl SaveJob {
         let bytes = files.iter().map(|file| file.bytes).sum();
         let manifest = Manifest::new(self.step, self.world_size, self.metric, files);
         write_json(&temporary.join(MANIFEST), &manifest)?;
-        // The files' names must be on the disk before the folder gets the name of a snapshot.
+        // The directory entries must be on disk before the folder gets the name of a snapshot.
         files::sync_folder(temporary)?;
         abandon_for(&self.folder, self.step)?;
         publish(temporary, &path)?;
@@ -188,7 +188,7 @@ impl SaveJob {
             }
             if begun.elapsed() >= self.peer_timeout {
                 let seconds = self.peer_timeout.as_secs_f64();
-                let reason = format!("it did not finish within `peer_timeout`, {seconds} s");
+                let reason = format!("it did not finish within {seconds} s (`peer_timeout`)");
                 return Err(self.peer_error(rank, reason));
             }
             thread::sleep(POLL_INTERVAL);

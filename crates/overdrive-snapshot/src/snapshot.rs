@@ -11,10 +11,10 @@ use crate::manifest::Manifest;
 use crate::{Error, Result, Scope};
 use overdrive_core::Error as CommonError;
 
-/// The number of differences that an error names: enough to see the pattern in a model of many layers.
+/// The number of differences that an error names: enough to see the pattern in a model with many layers.
 const MAX_NAMED_DIFFERENCES: usize = 8;
 
-/// A complete snapshot on the disk.
+/// A complete snapshot on disk.
 #[derive(Debug, Clone)]
 pub struct Snapshot {
     path: PathBuf,
@@ -32,7 +32,7 @@ impl Snapshot {
         Ok(snapshot)
     }
 
-    /// Returns the snapshots in the folder of a run whose files all exist with their lengths, the newest first.
+    /// Returns the snapshots in the folder of a run whose files all exist with the right lengths, the newest first.
     /// Nothing is locked or changed, so a run may be writing there.
     ///
     /// # Errors
@@ -41,7 +41,7 @@ impl Snapshot {
         crate::folder::list(folder.as_ref())
     }
 
-    /// Opens a snapshot by its manifest: the files exist and have their lengths, but are not read.
+    /// Opens a snapshot by its manifest: checks that the files exist with the right lengths, but does not read them.
     ///
     /// # Errors
     /// [`Error::Damaged`] with the reason, [`Error::Common`].
@@ -78,7 +78,7 @@ impl Snapshot {
         self.manifest.metric
     }
 
-    /// Returns the size of all files together, in bytes.
+    /// Returns the total size of all files, in bytes.
     pub fn bytes(&self) -> u64 {
         self.manifest.files.iter().map(|file| file.bytes).sum()
     }

@@ -1,4 +1,4 @@
-//! Host copies of the tensors of a snapshot, which training may change while they are written.
+//! Host copies of the tensors of a snapshot, so that training can change the originals while the copies are written.
 
 use std::collections::HashMap;
 
@@ -12,30 +12,30 @@ use crate::contents::{Content, Entry};
 /// The host tensors of the last snapshot, which are reused: allocating new memory costs more than the copy.
 #[derive(Debug)]
 pub(crate) struct Staging {
-    /// The free tensors by the names of their entry and tensor.
+    /// The free tensors, by the names of the entry and the tensor.
     free: HashMap<(String, String), Staged>,
     budget: PinnedBudget,
-    /// The tensors in page-locked memory that are being written, by the same names.
+    /// The page-locked tensors that are being written, by the same names.
     pinned: HashMap<(String, String), u64>,
 }
 
 #[derive(Debug)]
 struct Staged {
     tensor: Tensor,
-    /// The bytes of page-locked memory that it takes; 0 in ordinary memory.
+    /// The bytes of page-locked memory that the tensor takes; 0 in ordinary memory.
     pinned_bytes: u64,
 }
 
-/// The page-locked memory that may still be taken.
+/// The page-locked memory that is still available.
 #[derive(Debug)]
 struct PinnedBudget {
     left: u64,
 }
 
 impl PinnedBudget {
-    /// Takes the memory of a tensor of `bytes`, and returns what it takes; 0 if it is too much.
+    /// Reserves memory for a tensor of `bytes`, and returns the reserved amount; 0 if too little is left.
     fn take(&mut self, bytes: u64) -> u64 {
-        // libtorch's allocator rounds them up so.
+        // libtorch's allocator rounds up to a power of two.
         let taken = bytes.checked_next_power_of_two().unwrap_or(u64::MAX);
         if bytes == 0 || taken > self.left {
             return 0;
@@ -49,11 +49,11 @@ impl PinnedBudget {
     }
 }
 
-/// The ends of the copies, the last one on each device: copies of one device are in order.
+/// The event at the end of the last copy on each device; the copies of one device run in order.
 type Ends = Vec<(Device, CopyEvent)>;
 
 impl Staging {
-    /// Returns a staging area with at most so many bytes of page-locked memory.
+    /// Returns a staging area with at most this many bytes of page-locked memory.
     pub(crate) fn new(max_pinned_bytes: u64) -> Self {
         Self {
             free: HashMap::new(),
@@ -64,8 +64,8 @@ impl Staging {
         }
     }
 
-    /// Copies all tensors of the entries to the host. Those on a GPU may be read when the events have been reached;
-    /// later work of the GPU's current stream waits for them, and the host does not.
+    /// Copies all tensors of the entries to the host. Copies from a GPU may be read once the events have completed;
+    /// later work on the GPU's current stream waits for them, but the host does not.
     pub(crate) fn copy(&mut self, entries: Vec<Entry>) -> Result<(Vec<Entry>, Vec<CopyEvent>)> {
         let _no_grad = tch::no_grad_guard();
         let mut ends = Ends::new();
@@ -100,7 +100,7 @@ impl Staging {
         tensor: &Tensor,
         ends: &mut Ends,
     ) -> Result<Tensor> {
-        // The handle without its autograd history: a copy must not keep a graph alive.
+        // Detached, so that a copy does not keep an autograd graph alive.
         let tensor = tensor.f_detach()?;
         let key = (entry.to_owned(), name.to_owned());
         let (size, kind, device) = (tensor.size(), tensor.f_kind()?, tensor.device());
@@ -126,7 +126,7 @@ impl Staging {
         device: Device,
     ) -> Result<Staged> {
         if let Some(free) = self.free.remove(key) {
-            // A parameter may have another shape or kind than at the last snapshot.
+            // A parameter may have changed its shape or kind since the last snapshot.
             if free.tensor.size() == size && free.tensor.f_kind()? == kind {
                 return Ok(free);
             }
@@ -143,7 +143,7 @@ impl Staging {
                         pinned_bytes,
                     });
                 }
-                // The system locks no more pages: the rest of the snapshot goes to ordinary memory.
+                // The system cannot lock more pages, so the rest of the snapshot goes to ordinary memory.
                 self.budget.left = 0;
             }
         }

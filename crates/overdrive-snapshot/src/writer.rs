@@ -20,13 +20,13 @@ pub struct SaveOutcome {
     pub result: Result<SaveReport>,
 }
 
-/// A report on a snapshot that was written.
+/// A report on a written snapshot.
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct SaveReport {
     /// The folder of the snapshot.
     pub path: PathBuf,
-    /// The number of bytes that this process wrote; on rank 0, that of all ranks.
+    /// The number of bytes that this process wrote; on rank 0, the total of all ranks.
     pub bytes: u64,
     /// The time that writing took, in seconds.
     pub seconds: f64,
@@ -34,11 +34,11 @@ pub struct SaveReport {
     pub blocked_seconds: f64,
     /// The snapshots that were deleted to keep the limit.
     pub removed: Vec<PathBuf>,
-    /// The error of deleting old snapshots, if that failed.
+    /// The error, if deleting old snapshots failed.
     pub rotation_error: Option<String>,
 }
 
-/// The snapshots that are kept after another one was written.
+/// The snapshots that are kept after a new one was written.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Rotation {
     pub(crate) limit: usize,
@@ -57,7 +57,7 @@ pub(crate) fn save(
             rotation.map(|Rotation { limit, best }| folder::rotate(&job.folder, limit, best));
         let (removed, rotation_error) = match rotated.transpose() {
             Ok(removed) => (removed.unwrap_or_default(), None),
-            // An old snapshot that cannot be deleted does not make the new one a failure.
+            // A failure to delete an old snapshot does not make the new one a failure.
             Err(error) => (Vec::new(), Some(error.to_string())),
         };
         SaveReport {
@@ -147,7 +147,7 @@ impl Writer {
 }
 
 impl Drop for Writer {
-    /// Waits until the snapshots that were begun are on the disk.
+    /// Waits until the pending snapshots are on disk.
     fn drop(&mut self) {
         // Closing the channel ends the thread's loop after the snapshots that it already has.
         drop(self.jobs.take());

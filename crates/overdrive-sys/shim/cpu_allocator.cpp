@@ -7,7 +7,7 @@
 // kernel and unmaps them every time, and the kernel zeroes every page again, which is a large part of a
 // step's time on a CPU. Here a freed block stays in a free list of its size class for the next step.
 //
-// Gives back: what is reserved stays below a quarter more than the recent peak of what was in use. The peak
+// Gives back: reserved memory stays below a quarter more than the recent peak of the memory in use. The peak
 // decays, so the memory of a phase that is over returns to the system.
 //
 // A block is a header of 64 bytes followed by the data, so that the data has the alignment that libtorch
@@ -108,7 +108,8 @@ char* map_huge_pages(uint64_t bytes) {
   return start;
 }
 
-// Cuts blocks that are smaller than huge pages out of mappings that have them. The caller holds the lock of the allocator.
+// Cuts blocks that are smaller than huge pages out of mappings that have them. The caller holds the allocator's
+// lock.
 class Cutter {
  public:
   char* cut(uint64_t bytes) {
@@ -133,8 +134,9 @@ class Cutter {
     return block;
   }
 
-  // Returns the pages of a block of less than MAPPED_FROM bytes to the system, and keeps its addresses for the next one: with
-  // a hole for each small block a process would soon have as many mappings as Linux allows (65,530).
+  // Returns the pages of a block of less than MAPPED_FROM bytes to the system, and keeps its addresses for the
+  // next one: with a hole for each small block a process would soon have as many mappings as Linux allows
+  // (65,530).
   void vacate(void* memory, uint64_t bytes) {
     auto* block = static_cast<Block*>(memory);
     char* address = static_cast<char*>(memory);

@@ -193,7 +193,7 @@ extern "C" void od_nvtx_stop() noexcept {
   try {
     kineto::disableProfiler();
   } catch (...) {
-    // The caller is a destructor, which has nobody to tell.
+    // The caller is a destructor, which cannot report an error.
   }
 }
 

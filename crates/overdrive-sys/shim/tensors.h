@@ -38,7 +38,8 @@ inline bool holds_elements(const at::Tensor& tensor) {
   return last < tensor.storage().nbytes() / tensor.itemsize();
 }
 
-// Returns why code that computes addresses from the sizes of a tensor alone must not get it; empty if it may.
+// Returns the reason why code that computes addresses from the sizes of a tensor alone must not use it; empty
+// if it may.
 inline std::string unfit_for_addresses(const at::Tensor& tensor) {
   if (!tensor.defined()) return "is undefined";
   std::ostringstream text;
@@ -46,9 +47,9 @@ inline std::string unfit_for_addresses(const at::Tensor& tensor) {
     text << "has the layout " << tensor.layout() << " and must be strided";
   } else if (!tensor.is_contiguous()) {
     text << "has shape " << tensor.sizes() << " and strides " << tensor.strides()
-         << " and must be contiguous: pass `contiguous()` of it";
+         << " and must be contiguous: call `contiguous()` first";
   } else if (tensor.is_conj() || tensor.is_neg()) {
-    text << "is a conjugated or negated view: pass `resolve_conj()` or `resolve_neg()` of it";
+    text << "is a conjugated or negated view: call `resolve_conj()` or `resolve_neg()` first";
   } else if (!holds_elements(tensor)) {
     text << "has shape " << tensor.sizes() << ", but its storage was resized to " << tensor.storage().nbytes()
          << " bytes";

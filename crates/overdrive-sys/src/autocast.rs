@@ -113,7 +113,7 @@ fn nesting(delta: i32) -> Result<i32> {
 }
 
 /// An autocast region of this thread, which ends when it is dropped, also by a panic. Regions may be dropped in any
-/// order: the last one that is left applies.
+/// order: the one that was entered last, among those still open, applies.
 #[derive(Debug)]
 #[must_use = "the region ends when it is dropped"]
 pub struct Region {
@@ -121,8 +121,8 @@ pub struct Region {
 }
 
 impl Region {
-    /// Enters a region with the state `state` for the type of `device`. It keeps cast weights for its end if
-    /// `cache_enabled`.
+    /// Enters a region with the state `state` for the type of `device`. With `cache_enabled`, casts of weights are
+    /// cached until the outermost region ends.
     ///
     /// # Errors
     /// As [`state()`] and [`set_state`]; nothing is changed then.

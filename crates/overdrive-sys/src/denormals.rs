@@ -1,22 +1,22 @@
-//! Arithmetic that takes subnormal (denormal) numbers for zero.
+//! Flushing of subnormal (denormal) numbers to zero.
 //!
-//! Each instruction with an operand or a result between 0 and 2⁻¹²⁶ (f32; 2⁻¹⁰²² in f64) costs Intel's processors over
-//! a hundred cycles instead of four. Training makes such numbers: the softmax weights of keys that a query ignores,
-//! their gradients, the second moments of an optimizer. In the mode that is set here the processor reads them as zero,
-//! and writes zero in their place; all other results are the same. Overdrive's kernels always run in it
-//! ([`flushing_denormals`]); libtorch's operators do after [`set_flush_denormals`].
+//! Each instruction with an operand or a result between 0 and 2⁻¹²⁶ (f32; 2⁻¹⁰²² in f64) takes Intel's processors
+//! over a hundred cycles instead of four. Training produces such numbers: the softmax weights of keys that a query
+//! ignores, their gradients, the second moments of an optimizer. In the mode that this module sets, the processor
+//! reads them as zero and writes zero in their place; all other results are the same. Overdrive's kernels always run
+//! in this mode ([`flushing_denormals`]); libtorch's operators do after [`set_flush_denormals`].
 //!
 //! The mode belongs to a thread: the bits FTZ and DAZ of MXCSR on x86-64, the bit FZ of FPCR on aarch64. On other
 //! processors these functions change nothing. On Linux, a new thread has the mode of the thread that starts it.
 //!
 //! # Rust and the mode
 //!
-//! Rust, like C++ without `FENV_ACCESS`, is compiled for the default mode, and its reference asks that code runs in no
-//! other (see `core::arch::x86_64::_mm_setcsr`). The mode is set by inline assembly that counts as an access to memory, so
-//! arithmetic between the loads and stores of a kernel stays on its side, and so does a result that a closure returns. What
-//! the compiler may do beyond that, as with PyTorch's `set_flush_denormal`, is to compute a constant ahead of time or to move
-//! an operation on registers across the switch: its result, if subnormal, is then kept instead of flushed. It changes no
-//! other result.
+//! Rust, like C++ without `FENV_ACCESS`, is compiled for the default mode, and its reference requires that code runs
+//! in no other (see `core::arch::x86_64::_mm_setcsr`). The mode is set by inline assembly that counts as a memory
+//! access, so the compiler moves neither the arithmetic between a kernel's loads and stores nor the result of a
+//! closure across it. What it may still do, as with PyTorch's `set_flush_denormal`, is compute a constant ahead of
+//! time or move an operation on registers across the switch: a subnormal result is then kept instead of flushed. No
+//! other result changes.
 
 use std::cell::Cell;
 use std::hint::black_box;
@@ -26,7 +26,7 @@ use crate::threads::on_each_thread;
 
 /// Runs `body` in the mode on this thread, and restores the mode that the thread had, also after a panic.
 ///
-/// It takes some 25 nanoseconds, and 8 where the mode is set already.
+/// It costs about 25 nanoseconds, or 8 if the mode is already set.
 ///
 /// ```
 /// use std::hint::black_box;
@@ -50,9 +50,9 @@ thread_local! {
     static KEEPS: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Runs `body` without the mode on this thread, whatever [`flushing_denormals`] is called in it, and restores the mode that
-/// the thread had, also after a panic. It is for results that must have every bit of another library's, such as those of
-/// codecs.
+/// Runs `body` without the mode on this thread, even if [`flushing_denormals`] is called inside it, and restores the
+/// mode that the thread had, also after a panic. Use it for results that must match another library's bit for bit,
+/// such as those of codecs.
 pub fn keeping_denormals<R>(body: impl FnOnce() -> R) -> R {
     struct Restores {
         removed: control::Word,
@@ -102,17 +102,17 @@ pub fn set_flush_denormals(flush: bool) -> bool {
     control::FLUSH != 0
 }
 
-/// Returns `true` if this thread takes subnormal numbers for zero.
+/// Returns `true` if this thread treats subnormal numbers as zero.
 #[inline]
 pub fn flushes_denormals() -> bool {
     control::FLUSH != 0 && control::read() & control::FLUSH == control::FLUSH
 }
 
-/// Returns whether an operation had a subnormal operand on this thread, or on one of libtorch's threads that work for it,
-/// since the last call, and forgets it: the processor's own record (the flag DE of MXCSR).
+/// Returns `true` if an operation on this thread, or on one of libtorch's threads that work for it, has had a
+/// subnormal operand since the last call, and clears the record: the processor's flag DE of MXCSR.
 ///
-/// Operations in the mode do not count, as they read zero. `None` means that the processor keeps no such record; only
-/// x86-64 does. A run that is slower than it should be on an Intel processor can be asked with it.
+/// Operations in the mode do not count, because they read zero. `None` means that the processor keeps no such record;
+/// only x86-64 does. Use it to diagnose a run that is slower than expected on an Intel processor.
 pub fn take_subnormal_operands() -> Option<bool> {
     let seen = AtomicBool::new(false);
     on_each_thread(&|| {
@@ -125,7 +125,7 @@ pub fn take_subnormal_operands() -> Option<bool> {
     (control::SUBNORMAL_OPERAND != 0).then(|| seen.into_inner())
 }
 
-/// The mode, until it is dropped. It stays inside [`flushing_denormals`], hence on its thread.
+/// The mode, until it is dropped. It stays inside [`flushing_denormals`], and so on its thread.
 struct Guard {
     /// The bits that were not set before.
     added: control::Word,
@@ -182,8 +182,8 @@ mod control {
 
     #[inline(always)]
     pub(super) fn write(word: Word) {
-        // SAFETY: `word` was read from the register, and the bits that are changed exist in each x86-64 processor, so it
-        // does not fault. What it means for compiled code is in the documentation of the module.
+        // SAFETY: `word` was read from the register, and the bits that are changed exist in each x86-64 processor, so
+        // it does not fault. What it means for compiled code is in the documentation of the module.
         unsafe {
             asm!("ldmxcsr [{}]", in(reg) &raw const word, options(nostack, preserves_flags));
         }
@@ -195,7 +195,7 @@ mod control {
     use std::arch::asm;
 
     pub(super) type Word = u64;
-    /// FZ, for operands and results of f32 and f64. (FZ16 is for arithmetic in f16, of which there is none.)
+    /// FZ, for operands and results of f32 and f64. (FZ16 is for arithmetic in f16, which is not used.)
     pub(super) const FLUSH: Word = 1 << 24;
     /// There is none: IDC is raised for the operands that the mode reads as zero.
     pub(super) const SUBNORMAL_OPERAND: Word = 0;

@@ -100,8 +100,8 @@ pub fn is_grad_enabled() -> bool {
     unsafe { ffi::od_grad_mode_get() != 0 }
 }
 
-/// A guard that enables or disables gradient recording on this thread until it is dropped, also by a panic. Guards may
-/// be dropped in any order: the last one that is left applies.
+/// A guard that enables or disables gradient recording on this thread until it is dropped, also by a panic. Guards
+/// may be dropped in any order: the one that was created last, among those still alive, applies.
 #[derive(Debug)]
 #[must_use = "the mode ends when the guard is dropped"]
 pub struct GradMode {

@@ -60,7 +60,7 @@ pub enum Error {
 pub type Result<T> = std::result::Result<T, Error>;
 
 impl Error {
-    /// Returns `true` if memory ran out on any device, which a smaller batch would cure.
+    /// Returns `true` if memory ran out on any device, so that a smaller batch may help.
     pub fn is_out_of_memory(&self) -> bool {
         match self {
             Self::OutOfMemory { .. } => true,

@@ -6,8 +6,8 @@ use parking_lot::ReentrantMutex;
 
 use crate::callback::{CallbackError, CallbackResult};
 
-/// A closure of a graph. Two backward passes may reach it at the same time: the second one waits. A pass that the
-/// closure itself runs may reach it too: that is an error, for it would wait for itself.
+/// A closure of a graph. Two backward passes may reach it at the same time: the second one waits. If a pass that the
+/// closure itself runs reaches it, that is an error, because it would wait for itself.
 pub(crate) struct Exclusive<T: ?Sized>(ReentrantMutex<RefCell<T>>);
 
 impl<T> Exclusive<T> {

@@ -27,8 +27,8 @@ use crate::function::handle;
 /// The environment variable that sets the library.
 const VARIABLE: &str = "OVERDRIVE_GEMM";
 
-/// Products with fewer multiplications are not worth the look into the table; they use the processor's default
-/// library, and do not cause a measurement.
+/// Matmuls with fewer multiplications are not worth a table lookup; they use the processor's default library, and do
+/// not cause a measurement.
 const MIN_PRODUCT: i64 = 1 << 24;
 
 /// The library that multiplies fp32 matrices on the CPU.
@@ -63,7 +63,7 @@ impl GemmLibrary {
         }
     }
 
-    /// Returns `true` if libtorch multiplies fp32 matrices by this library on this processor. By oneDNN it does so only
+    /// Returns `true` if libtorch can multiply fp32 matrices with this library on this processor. It uses oneDNN only
     /// on processors that compute bf16, on x86-64 those with AVX-512.
     pub fn is_available(self) -> bool {
         self != Self::OneDnn || one_dnn_available()
@@ -82,7 +82,7 @@ pub fn set_library(library: GemmLibrary) {
 /// Returns the library that was set for the process; [`GemmLibrary::Auto`] if none was.
 ///
 /// # Errors
-/// [`crate::Error::Common`] if `OVERDRIVE_GEMM` names none.
+/// [`crate::Error::Common`] if `OVERDRIVE_GEMM` is not the name of a library.
 pub fn library() -> Result<GemmLibrary> {
     static NAMED: OnceLock<String> = OnceLock::new();
     match CHOICE.load(Ordering::Relaxed) {
@@ -106,7 +106,7 @@ pub fn library() -> Result<GemmLibrary> {
 pub fn library_for(left: &Tensor, right: &Tensor) -> Result<GemmLibrary> {
     let chosen = library()?;
     if !chosen.is_available() {
-        let expected = "auto or torch: libtorch does not multiply by oneDNN on this processor";
+        let expected = "auto or torch, because libtorch does not use oneDNN on this processor";
         return Err(overdrive_core::Error::option(VARIABLE, "onednn", expected).into());
     }
     if chosen != GemmLibrary::Auto {
@@ -132,15 +132,15 @@ fn default_library() -> GemmLibrary {
     })
 }
 
-/// Returns `true` if libtorch multiplies by oneDNN on this processor.
+/// Returns `true` if libtorch uses oneDNN for matmuls on this processor.
 fn one_dnn_available() -> bool {
-    // libtorch asks for the instructions of bf16 for fp32, too, and refuses processors without, such as AMD's before
-    // Zen 4. Its conditions differ between versions and processors, so a product is tried.
+    // libtorch requires the instructions of bf16 for fp32 too, and refuses processors without them, such as AMD's
+    // before Zen 4. Its conditions differ between versions and processors, so a matmul is tried.
     static AVAILABLE: OnceLock<bool> = OnceLock::new();
     *AVAILABLE.get_or_init(|| {
         // SAFETY: a constant of the build.
         let is_built = unsafe { ffi::od_onednn_available() != 0 };
-        // A thread of its own has no autocast, no dispatch mode and no gradients of the caller.
+        // A separate thread has no autocast, no dispatch mode and no gradient recording of the caller.
         is_built
             && std::thread::spawn(trial_product)
                 .join()

@@ -1,8 +1,8 @@
 //! Safe wrappers around the parts of libtorch that `tch` does not bind.
 //!
-//! This is the only crate of Overdrive that contains C++ and calls libtorch beside `tch`. (overdrive-gpu calls the CUDA
-//! driver.) The shim (`shim/`) has a C interface in which every C++ exception becomes an error value with its message; the wrappers
-//! here turn those into [`Error`]. The other crates are built on these modules:
+//! This is the only crate of Overdrive that contains C++, or calls libtorch other than through `tch`. (overdrive-gpu
+//! calls the CUDA driver.) The shim (`shim/`) has a C interface in which every C++ exception becomes an error value
+//! with its message; the wrappers here turn those into [`Error`]. The other crates are built on these modules:
 //!
 //! * [`op`] – operators of libtorch by their schema names, also the ones tch does not generate;
 //! * [`memory`] – the current and the peak memory of tensors on every device, and a limit for the CPU;
@@ -18,7 +18,7 @@
 //!   [`transfer`] – the mechanisms under [overdrive-checkpointing];
 //! * [`threads`] – thread counts, and loops on libtorch's threads; [`raw`] – the elements of CPU tensors as
 //!   slices for such loops;
-//! * [`denormals`] – arithmetic that takes subnormal numbers for zero;
+//! * [`denormals`] – flushing of subnormal numbers to zero;
 //! * `c10d`, with the feature of that name – stores, process groups and the gradient reducer under
 //!   [overdrive-distributed];
 //! * `compiled`, with the feature of that name – packages of AOTInductor and CUDA graphs, under
@@ -26,11 +26,10 @@
 //! * [`process`] – what the standard library has no safe call for: the signal of a lost parent, ignored signals;
 //! * [`build_info`] – libtorch's version and CPU capability.
 //!
-//! Three things happen when a program that uses this crate starts, before `main`:
-//! the CUDA back end is loaded if its library lies beside `libtorch_cpu` (`OVERDRIVE_NO_CUDA=1`
-//! leaves it out, and hides the GPUs if it is linked), the log of libtorch's profiler is silenced unless `KINETO_LOG_LEVEL` is set, and
-//! libtorch's CPU allocator is replaced by one that counts and caches
-//! (`OVERDRIVE_CPU_ALLOCATOR=uncached` counts only, `=libtorch` leaves libtorch's own).
+//! In every program that uses this crate, three things happen before `main`: the CUDA back end is loaded if its
+//! library lies beside `libtorch_cpu` (`OVERDRIVE_NO_CUDA=1` leaves it out, and hides the GPUs if it is linked), the
+//! log of libtorch's profiler is silenced unless `KINETO_LOG_LEVEL` is set, and libtorch's CPU allocator is replaced
+//! by one that counts and caches (`OVERDRIVE_CPU_ALLOCATOR=uncached` only counts, `=libtorch` keeps libtorch's own).
 //!
 //! ```
 //! use overdrive_sys::{memory, op};

@@ -8,14 +8,14 @@ use crate::ffi;
 use crate::function::handle;
 use crate::raw::{Element, elements, slice, slice_mut};
 
-/// A tensor whose elements are borrowed over and over, as those of a weight: on the CPU they are found once.
+/// A tensor whose elements are borrowed repeatedly, such as a weight: on the CPU their address is found once.
 ///
-/// [`slice()`] reads all that libtorch knows of a tensor, which are some six lines of memory. A decoding step of a
-/// small model does that for hundreds of tensors after its weights have displaced those lines from the caches. This
-/// type reads one line of libtorch's: where the storage is now.
+/// [`slice()`] reads libtorch's description of a tensor, about six cache lines. A decoding step of a small model does
+/// that for hundreds of tensors, after its weights have displaced those lines from the caches. This type reads a
+/// single line: the current address of the storage.
 ///
-/// It is the tensor in all else. If another handle gives the tensor a new storage (`set_data`) or another shape, the
-/// elements stay those that were found first.
+/// In all other respects it is the tensor. If another handle gives the tensor a new storage (`set_data`) or another
+/// shape, the elements remain those that were found first.
 ///
 /// ```
 /// use overdrive_sys::raw::LocatedTensor;
@@ -60,8 +60,8 @@ impl LocatedTensor {
     /// As for [`slice()`].
     pub unsafe fn slice<T: Element>(&self) -> crate::Result<&[T]> {
         match self.found::<T>() {
-            // SAFETY: `found` has seen that the elements are still there, in a storage that lives as long as `self`; the
-            // caller vouches that nobody writes.
+            // SAFETY: `found` checked that the elements are still there, in a storage that lives as long as `self`;
+            // the caller promises that nobody writes.
             Some((data, len)) => Ok(unsafe { std::slice::from_raw_parts(data.as_ptr(), len) }),
             // SAFETY: as this function.
             None => unsafe { slice(&self.tensor) },
@@ -81,14 +81,14 @@ impl LocatedTensor {
     )]
     pub unsafe fn slice_mut<T: Element>(&self) -> crate::Result<&mut [T]> {
         match self.found::<T>() {
-            // SAFETY: as in `slice`; the caller vouches that nobody else touches the memory.
+            // SAFETY: as in `slice`; the caller promises that nobody else touches the memory.
             Some((data, len)) => Ok(unsafe { std::slice::from_raw_parts_mut(data.as_ptr(), len) }),
             // SAFETY: as this function.
             None => unsafe { slice_mut(&self.tensor) },
         }
     }
 
-    /// Returns where the elements are, unless they are of another type or the storage has moved.
+    /// Returns the location of the elements, unless they are of another type or the storage has moved.
     fn found<T: Element>(&self) -> Option<(NonNull<T>, usize)> {
         let place = self.place.as_ref()?;
         (place.kind == T::KIND && place.is_current()).then(|| (place.elements.cast(), place.len))

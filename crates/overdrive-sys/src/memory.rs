@@ -1,11 +1,11 @@
 //! The current and the peak memory of tensors on every device.
 //!
-//! On accelerators these are the statistics of libtorch's caching allocator
-//! (`torch.cuda.memory_allocated` and its relatives). On a CPU they are those of Overdrive's allocator, which
-//! replaces libtorch's at start-up: it counts the bytes of every tensor, keeps freed blocks for later tensors
-//! of their size, and accepts a limit. The blocks of live tensors and the kept ones together are at most a
-//! quarter more than the recent peak of the former (or 64 MiB more than the live ones); the others return to the
-//! system. The recent peak decays by a quarter after each 65,536 allocations that did not reach it.
+//! On accelerators these are the statistics of libtorch's caching allocator (`torch.cuda.memory_allocated` and its
+//! relatives). On a CPU they are those of Overdrive's allocator, which replaces libtorch's at start-up: it counts the
+//! bytes of every tensor, caches freed blocks for later tensors of their size, and accepts a limit. Live and cached
+//! blocks together are at most a quarter more than the recent peak of live blocks (or 64 MiB more than the live
+//! blocks); all other freed blocks are returned to the system. The recent peak decays by a quarter after each 65,536
+//! allocations that did not reach it.
 //!
 //! All values are for the process, not for the thread.
 
@@ -29,7 +29,7 @@ pub struct MemoryStats {
     pub peak_reserved_bytes: u64,
     /// The number of allocations since the start.
     pub allocations: u64,
-    /// The number of blocks taken from the system since the start. A loop that has found its memory takes none.
+    /// The number of blocks taken from the system since the start. A loop in a steady state takes none.
     pub system_allocations: u64,
     /// The number of blocks returned to the system since the start.
     pub system_releases: u64,
@@ -111,11 +111,11 @@ pub fn empty_cache(device: Device) -> Result<()> {
     check(status, "emptying the memory cache")
 }
 
-/// Limits the bytes of all tensors on the CPU and of the scratch of kernels together. An allocation over the
-/// limit fails with [`crate::Error::OutOfMemory`] (through tch, with an error whose text contains `out of
-/// memory`) and leaves the other tensors unchanged. Cached blocks count too: as many as necessary return to the
-/// system, now and before an allocation is refused. `None` removes the limit. It serves to test on a large
-/// machine the behaviour of a small one.
+/// Limits the bytes of all tensors on the CPU and of the scratch of kernels together. An allocation over the limit
+/// fails with [`crate::Error::OutOfMemory`] (through tch, with an error whose text contains `out of memory`) and
+/// leaves the other tensors unchanged. Cached blocks count too: as many as necessary are returned to the system, now
+/// and before an allocation is refused. `None` removes the limit. Use it to test the behaviour of a small machine on
+/// a large one.
 ///
 /// # Errors
 /// [`crate::Error::Common`] for a device other than the CPU.

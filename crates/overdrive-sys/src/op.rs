@@ -137,7 +137,7 @@ const FUSED: [&str; 3] = [
 /// with the leading arguments of its schema; the others take their defaults.
 ///
 /// The operator must be one whose arguments are checked: `aten::_foreach_*`, the fused optimizers, and some that tch
-/// binds too. A schema only has types. Many operators read beyond a tensor if a size or an index is wrong
+/// binds too. A schema contains only types. Many operators read beyond a tensor if a size or an index is wrong
 /// (`aten::native_group_norm`), and some reinterpret an address (`inductor::_reinterpret_tensor`), so every other
 /// operator needs [`call_unchecked`].
 ///
@@ -152,8 +152,8 @@ pub fn call(name: &str, overload: &str, args: &[Value<'_>]) -> Result<Vec<Output
         schema(name, overload)?;
         return Err(Error::BadArgument {
             operation: name.to_owned(),
-            message: "libtorch may not check the arguments of this operator, so it is not among those that \
-                      `op::call` calls; use tch's method of that name, or `op::call_unchecked`, which is unsafe"
+            message: "libtorch may not check the arguments of this operator, so `op::call` does not \
+                      call it; use tch's method of that name, or `op::call_unchecked`, which is unsafe"
                 .to_owned(),
         });
     }

@@ -2,8 +2,8 @@
 
 use std::process::Command;
 
-/// Makes the process that `command` starts get SIGTERM when its parent ends, however that ends: precisely, when the
-/// thread that starts the process ends (`PR_SET_PDEATHSIG`). Only Linux has such a signal; elsewhere this does
+/// Makes the process that `command` starts receive SIGTERM when its parent ends for any reason; more precisely, when
+/// the thread that started the process ends (`PR_SET_PDEATHSIG`). Only Linux has such a signal; elsewhere this does
 /// nothing.
 ///
 /// ```
@@ -26,7 +26,7 @@ pub fn terminate_with_parent(command: &mut Command) {
             if status != 0 {
                 return Err(Error::last_os_error());
             }
-            // A parent that ended before the call sends nothing any more.
+            // A parent that ended before the call sends no signal.
             // SAFETY: it has no arguments and cannot fail.
             if unsafe { libc::getppid() } != parent {
                 return Err(Error::from_raw_os_error(libc::ESRCH));
@@ -43,8 +43,8 @@ pub fn terminate_with_parent(command: &mut Command) {
     let _ = command;
 }
 
-/// Returns `true` if this process ignores the signal of this number, as a program does with SIGHUP that `nohup` has
-/// started.
+/// Returns `true` if this process ignores the signal of this number, as a program that `nohup` started does with
+/// SIGHUP.
 pub fn ignores_signal(signal: i32) -> bool {
     #[cfg(unix)]
     {

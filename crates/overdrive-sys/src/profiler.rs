@@ -182,8 +182,8 @@ pub struct ProfilerOptions {
     pub with_flops: bool,
 }
 
-/// A running profiler. A process takes one profile at a time, of the thread that started it and of the
-/// threads that autograd starts for that thread.
+/// A running profiler. A process can take one profile at a time: of the thread that started it, and of the threads
+/// that autograd starts for that thread.
 #[derive(Debug)]
 #[must_use = "the profile is discarded when this is dropped; call `stop`"]
 pub struct ProfilerSession {
@@ -224,7 +224,7 @@ impl ProfilerSession {
     }
 
     /// Returns the error that CUPTI, NVIDIA's profiling library, had when the profiler was started, such as
-    /// `CUPTI_ERROR_INSUFFICIENT_PRIVILEGES`. libtorch's profiler only logs it, and records no work of a GPU.
+    /// `CUPTI_ERROR_INSUFFICIENT_PRIVILEGES`. libtorch's profiler only logs it, and records no GPU work.
     pub fn cupti_error(&self) -> Option<&str> {
         self.cupti_error.as_deref()
     }

@@ -63,8 +63,8 @@ impl From<bool> for BoolByte {
 /// Returns the elements of a contiguous CPU tensor.
 ///
 /// # Errors
-/// [`Error::BadArgument`] if the tensor has another dtype, is not on the CPU or is not contiguous, if its memory holds
-/// other values than it has (a lazily negated or conjugated view), or if it does not lie in its storage, which another
+/// [`Error::BadArgument`] if the tensor has another dtype, is not on the CPU or is not contiguous, if its memory does
+/// not hold its values (a lazily negated or conjugated view), or if it does not lie in its storage, which another
 /// tensor may have shrunk.
 ///
 /// # Safety
@@ -76,8 +76,8 @@ pub unsafe fn slice<T: Element>(tensor: &Tensor) -> Result<&[T]> {
     if len == 0 {
         return Ok(&[]);
     }
-    // SAFETY: `elements` found `len` elements of `T` at the pointer, which live as long as the tensor;
-    // the caller vouches that nobody writes.
+    // SAFETY: `elements` found `len` elements of `T` at the pointer, which live as long as the tensor; the caller
+    // promises that nobody writes.
     Ok(unsafe { std::slice::from_raw_parts(pointer, len) })
 }
 
@@ -98,7 +98,7 @@ pub unsafe fn slice_mut<T: Element>(tensor: &Tensor) -> Result<&mut [T]> {
     if len == 0 {
         return Ok(&mut []);
     }
-    // SAFETY: as in `slice`; the caller vouches that nobody else touches the memory.
+    // SAFETY: as in `slice`; the caller promises that nobody else touches the memory.
     Ok(unsafe { std::slice::from_raw_parts_mut(pointer, len) })
 }
 

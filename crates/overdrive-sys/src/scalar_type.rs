@@ -11,9 +11,9 @@ use crate::function::handle;
 
 /// The dtype of a tensor (`at::ScalarType`), with those that tch's [`Kind`] lacks.
 ///
-/// libtorch has unsigned integers of 16, 32 and 64 bits and tch has not: `Tensor::kind` panics for such a tensor,
-/// and `f_kind` fails. Code that gets tensors which operators save or return, as the random state of flash attention
-/// on a GPU, compares this type.
+/// libtorch has unsigned integers of 16, 32 and 64 bits and tch does not: `Tensor::kind` panics for such a tensor,
+/// and `f_kind` fails. Code that handles tensors which operators save or return, such as the random state of flash
+/// attention on a GPU, compares this type instead.
 ///
 /// ```
 /// use overdrive_sys::ScalarType;

@@ -45,7 +45,8 @@ impl ScopedClosure {
     /// Calls the closure.
     ///
     /// # Errors
-    /// On another thread than that of the scope, after the scope has ended, and the closure's own errors.
+    /// Returns an error on another thread than that of the scope and after the scope has ended, and the closure's own
+    /// errors.
     pub fn call(&self, inputs: &[Tensor]) -> CallbackResult<()> {
         // Checked first: another thread must not even borrow the cell.
         if thread::current().id() != self.0.owner {

@@ -50,9 +50,8 @@ impl Drop for StorageId {
     }
 }
 
-/// Returns `true` if the memory of two tensors on the CPU may overlap: if the addresses from the first to the last
-/// element of one meet those of the other. Other devices and layouts have no such addresses, nor have tensors
-/// without elements.
+/// Returns `true` if the memory of two tensors on the CPU may overlap: if their address ranges, from the first to the
+/// last element, intersect. Tensors on other devices, of other layouts or without elements have no such range.
 pub fn memory_overlaps(a: &Tensor, b: &Tensor) -> bool {
     match (addresses(a), addresses(b)) {
         (Some(a), Some(b)) => a.start < b.end && b.start < a.end,

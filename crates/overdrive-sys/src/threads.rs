@@ -52,8 +52,8 @@ pub fn inter_op() -> usize {
 /// Ranges have at least `grain` elements, so short loops run on the calling thread only; so does every
 /// loop inside another parallel region. Many short loops in a row take less time in [`with_team`]. The split
 /// depends only on `len`, `grain` and [`intra_op`]. The other threads do not have the thread-local modes of the
-/// caller (autocast, no-grad), so `body` must not call operators. In `body` subnormal numbers are taken for zero
-/// ([`flushing_denormals`]), on every thread, the calling one included.
+/// caller (autocast, no-grad), so `body` must not call operators. In `body` subnormal numbers are treated as zero
+/// ([`flushing_denormals`]), on every thread, including the calling one.
 ///
 /// A panic in `body` resumes in the caller once all threads have finished.
 ///

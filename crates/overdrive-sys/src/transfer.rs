@@ -67,9 +67,9 @@ impl Drop for CopyEvent {
 /// Copies `from` into `to`, tensors of the same shape and dtype of which one is on the host and one on a
 /// device.
 ///
-/// The copy runs on a separate stream, after the work that the current stream has been given so far. The host
-/// tensor should be pinned; it must stay alive and unused until the copy is done. A copy between host tensors
-/// has finished when this returns.
+/// The copy runs on a separate stream, after the work queued on the current stream so far. The host tensor should be
+/// pinned; it must stay alive and unused until the copy is done. A copy between host tensors has finished when this
+/// returns.
 ///
 /// # Errors
 /// [`crate::Error::Torch`] with libtorch's error.
@@ -82,7 +82,7 @@ pub fn copy_async(from: &Tensor, to: &Tensor) -> Result<CopyEvent> {
     Ok(CopyEvent { raw })
 }
 
-/// Returns an uninitialised tensor in page-locked host memory, which a GPU copies from and to while the host goes on.
+/// Returns an uninitialised tensor in page-locked host memory, from and to which a GPU copies asynchronously.
 /// libtorch rounds such memory up to a power of two bytes and keeps it for later tensors.
 ///
 /// # Errors
@@ -100,10 +100,10 @@ pub fn empty_pinned(size: &[i64], kind: Kind) -> Result<Tensor> {
         .into_tensor()
 }
 
-/// Returns a copy of a CPU tensor in page-locked memory of the present accelerator; the tensor itself if it lies there
-/// already (`torch.Tensor.pin_memory`).
+/// Returns a copy of a CPU tensor in page-locked memory of the current accelerator; the tensor itself if it is
+/// already there (`torch.Tensor.pin_memory`).
 ///
-/// tch's method passes a device, which libtorch ignores, and warns of in every call.
+/// tch's method passes a device, which libtorch ignores with a warning in every call.
 ///
 /// # Errors
 /// [`Error::Torch`] if there is no GPU, if there is no more such memory, or for a tensor on a device.
@@ -111,10 +111,10 @@ pub fn pin_memory(host: &Tensor) -> Result<Tensor> {
     one("aten::pin_memory", "", &[Value::Tensor(host)])
 }
 
-/// Returns `true` for a CPU tensor in page-locked memory of the present accelerator (`torch.Tensor.is_pinned`); `false`
-/// if there is no accelerator.
+/// Returns `true` for a CPU tensor in page-locked memory of the current accelerator (`torch.Tensor.is_pinned`);
+/// `false` if there is no accelerator.
 ///
-/// tch's method passes a device, which libtorch ignores, and warns of in every call.
+/// tch's method passes a device, which libtorch ignores with a warning in every call.
 ///
 /// # Errors
 /// [`Error::Torch`] with libtorch's error.
@@ -123,10 +123,10 @@ pub fn is_pinned(tensor: &Tensor) -> Result<bool> {
     Ok(matches!(made.as_slice(), [Output::Bool(true)]))
 }
 
-/// Runs `body` with the stream of [`copy_async`] as the current stream of `device`, after the work that the current
-/// stream has been given so far, and returns its result with the event at the end of its work. Work that reads the
-/// result waits for the event. Tensors that `body` makes belong to that stream: each stream that uses one is
-/// [recorded](record_stream). For a CPU `body` runs as it is.
+/// Runs `body` with the stream of [`copy_async`] as the current stream of `device`, after the work queued on the
+/// current stream so far, and returns its result with the event at the end of its work. Work that reads the result
+/// must wait for the event. Tensors that `body` makes belong to that stream: [record](record_stream) each stream that
+/// uses one. For a CPU `body` runs unchanged.
 ///
 /// # Errors
 /// [`crate::Error::Torch`] with libtorch's error.
@@ -175,9 +175,9 @@ impl Drop for Entered {
     }
 }
 
-/// Keeps the memory of `tensor`, when its last handle is dropped, until the current stream of its device has done the
-/// work that it has been given by then (`torch.Tensor.record_stream`). Needed for a tensor of another stream. Nothing
-/// happens for a tensor on the CPU.
+/// Keeps the memory of `tensor` from being reused, once its last handle is dropped, until the current stream of its
+/// device has done the work queued on it by then (`torch.Tensor.record_stream`). Needed for a tensor that was
+/// allocated on another stream. Has no effect for a tensor on the CPU.
 ///
 /// # Errors
 /// [`crate::Error::Torch`] with libtorch's error.
@@ -192,8 +192,8 @@ pub fn record_stream(tensor: &Tensor) -> Result<()> {
 /// copy, so no tensor of the borrowed bytes outlives this call.
 ///
 /// # Errors
-/// [`crate::Error::BadArgument`] if `bytes` has another number of elements than `to` or is not aligned for them,
-/// or for `Bool`, because a byte other than 0 and 1 is no bool; libtorch's errors.
+/// [`crate::Error::BadArgument`] if `bytes` has another number of elements than `to` or is not aligned for them, or
+/// for `Bool`, because a byte other than 0 and 1 is not a valid bool; libtorch's errors.
 pub fn copy_bytes(bytes: &[u8], kind: Kind, to: &Tensor) -> Result<()> {
     let operation = "copying elements";
     let bad = |message: String| Error::BadArgument {
@@ -223,11 +223,11 @@ thread_local! {
     static COPYING_TO_HOST: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns a contiguous copy of `tensor` in the memory of the host, which is pinned if the tensor is on a GPU. It
-/// waits for everything that the device was given. The copy is one `aten::copy_`.
+/// Returns a contiguous copy of `tensor` in host memory, which is pinned if the tensor is on a GPU. It waits for all
+/// work queued on the device. The copy is one `aten::copy_`.
 ///
-/// A tensor on the CPU is copied too, so that a dispatch mode sees the same reads in a test on a CPU as it would on a
-/// GPU ([`is_copying_to_host`]).
+/// A tensor on the CPU is copied too, so that a dispatch mode sees the same reads in a test on a CPU as on a GPU
+/// ([`is_copying_to_host`]).
 ///
 /// # Errors
 /// [`Error::Torch`] and [`Error::OutOfMemory`] from libtorch.
@@ -252,8 +252,8 @@ pub fn is_copying_to_host() -> bool {
     COPYING_TO_HOST.get()
 }
 
-/// Returns the elements of a CPU tensor on `device`, without waiting for the work that the device was given: a GPU
-/// reads them from pinned memory, in the order of its current stream. A tensor for the CPU is returned as it is.
+/// Returns the elements of a CPU tensor on `device`, without waiting for the work queued on the device: a GPU reads
+/// them from pinned memory, in the order of its current stream. A tensor for the CPU is returned as it is.
 ///
 /// # Errors
 /// [`Error::Torch`] and [`Error::OutOfMemory`] from libtorch.
@@ -269,8 +269,8 @@ pub fn to_device(host: Tensor, device: Device) -> Result<Tensor> {
     }
 }
 
-/// Copies the elements of a CPU tensor into `to`, a tensor of the same shape and dtype, without waiting for the work that
-/// its device was given: a GPU reads them from pinned memory, in the order of its current stream.
+/// Copies the elements of a CPU tensor into `to`, a tensor of the same shape and dtype, without waiting for the work
+/// queued on its device: a GPU reads them from pinned memory, in the order of its current stream.
 ///
 /// # Errors
 /// [`Error::Torch`] and [`Error::OutOfMemory`] from libtorch.

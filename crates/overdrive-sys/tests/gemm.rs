@@ -19,7 +19,7 @@ fn both_libraries_multiply_matrices_and_their_transposes_and_add() {
             let error = mm_into(&one.zeros_like(), &one, &one, false).unwrap_err();
             assert_eq!(
                 error.to_string(),
-                "`OVERDRIVE_GEMM` is onednn; it must be auto or torch: libtorch does not multiply by oneDNN on this \
+                "`OVERDRIVE_GEMM` is onednn; it must be auto or torch, because libtorch does not use oneDNN on this \
                  processor"
             );
             continue;

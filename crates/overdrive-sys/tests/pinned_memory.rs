@@ -1,4 +1,4 @@
-//! Page-locked memory without the warnings of libtorch. The tests run themselves again, because libtorch writes its
+//! Page-locked memory without libtorch's warnings. The tests run themselves again, because libtorch writes its
 //! warnings to the standard error of the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 

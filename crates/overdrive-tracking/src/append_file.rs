@@ -3,15 +3,15 @@
 use std::fs::File;
 use std::io::{self, ErrorKind, Write};
 
-/// The bytes that may wait for room on the disk: days of metrics, and little beside the memory of a run.
+/// The largest number of bytes that wait for space on the disk: days of metrics, and little of a run's memory.
 const MAX_WAITING: usize = 64 << 20;
 
 /// A file to which records are appended. A record that cannot be written waits in memory and is written before the
-/// next one, from the byte where the disk became full: the file has no gap and no record twice.
+/// next one, from the byte where the disk became full, so that the file has no gaps and no duplicate records.
 #[derive(Debug)]
 pub(crate) struct AppendFile<W = File> {
     out: W,
-    /// The bytes that the file lacks. They begin within a record whose beginning has been written.
+    /// The bytes that are still to be written. They may begin in the middle of a partly written record.
     waiting: Vec<u8>,
 }
 
@@ -23,10 +23,10 @@ impl<W: Write> AppendFile<W> {
         }
     }
 
-    /// Appends a record in one write, or after an earlier failure with the records that wait.
+    /// Appends a record in one write, together with any records that wait after an earlier failure.
     ///
     /// # Errors
-    /// An error of the disk. The record waits then, or is lost if too much waits already.
+    /// An I/O error. The record then waits, or is lost if too many bytes are already waiting.
     pub(crate) fn append(&mut self, record: &[u8]) -> io::Result<()> {
         if self.waiting.len() > MAX_WAITING {
             self.write_waiting()?;
@@ -35,7 +35,7 @@ impl<W: Write> AppendFile<W> {
         self.write_waiting()
     }
 
-    /// Writes the bytes that wait.
+    /// Writes the waiting bytes.
     pub(crate) fn write_waiting(&mut self) -> io::Result<()> {
         let mut written = 0;
         let outcome = loop {
@@ -56,7 +56,7 @@ impl<W: Write> AppendFile<W> {
 }
 
 impl AppendFile {
-    /// Writes the bytes that wait, and flushes the file to the disk.
+    /// Writes the waiting bytes, and flushes the file to disk.
     pub(crate) fn sync(&mut self) -> io::Result<()> {
         self.write_waiting()?;
         self.out.sync_data()

@@ -27,7 +27,7 @@ pub enum Error {
         source: serde_json::Error,
     },
 
-    /// A record has an extra value that has no JSON form.
+    /// A record has an extra value that JSON cannot represent.
     #[error("the metrics of step {step} cannot be written as JSON: {source}")]
     NotJson {
         /// The step of the record.

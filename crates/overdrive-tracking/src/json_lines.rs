@@ -13,8 +13,8 @@ use crate::{Result, StepMetrics, Tracker};
 ///
 /// Every line reaches the operating system in one write before [`Tracker::log`] returns, so a
 /// program that is killed leaves complete lines. Only a power failure can truncate one: the
-/// file is synced to the disk by [`Tracker::finish`], not after each line. Lines that found no room on a
-/// full disk are written by the next call that finds some.
+/// file is synced to disk by [`Tracker::finish`], not after each line. Lines that did not fit on a full
+/// disk are written by the next call that finds space.
 #[derive(Debug)]
 pub struct JsonLines {
     file: AppendFile,
@@ -22,7 +22,7 @@ pub struct JsonLines {
 }
 
 impl JsonLines {
-    /// Creates a file, or empties an existing one. Missing folders are created.
+    /// Creates a file, or truncates an existing one. Missing folders are created.
     ///
     /// # Errors
     /// [`overdrive_core::Error::Io`].
@@ -50,7 +50,7 @@ impl JsonLines {
     /// [`overdrive_core::Error::Io`]; the file is unchanged then.
     pub fn resume(path: impl AsRef<Path>, step: u64) -> Result<Self> {
         let path = path.as_ref();
-        // Bytes and not a string: a truncated line may end within a character.
+        // Bytes, not a string, because a truncated line may end within a character.
         let text = match fs::read(path) {
             Err(error) if error.kind() == std::io::ErrorKind::NotFound => Vec::new(),
             read => read.map_err(CommonError::io("read", path))?,
@@ -64,7 +64,7 @@ impl JsonLines {
         if !text.starts_with(&kept) {
             files::write(path, &kept)?;
         } else if kept.len() < text.len() {
-            // Only lines at the end are removed, which needs no room on a full disk.
+            // Only lines at the end are removed, which needs no space on a full disk.
             File::options()
                 .write(true)
                 .open(path)

@@ -1,7 +1,7 @@
-//! Destinations of the metrics of a run: JSON Lines, TensorBoard, the terminal, a report.
+//! Destinations for the metrics of a run: JSON Lines, TensorBoard, the terminal, a report.
 //!
-//! For any training loop in Rust, with or without the rest of Overdrive: what Lightning's loggers and Hugging
-//! Face's `TensorBoardCallback` are to a Python user. [overdrive-profiling](overdrive_profiling) measures, this crate
+//! Works with any training loop in Rust, with or without the rest of Overdrive, like Lightning's loggers and Hugging
+//! Face's `TensorBoardCallback` in Python. [overdrive-profiling](overdrive_profiling) measures, and this crate
 //! records:
 //!
 //! - [`StepMetrics`] is the record of a step; [`StepMetrics::apply`] copies the measurements of a step into it, and
@@ -9,7 +9,7 @@
 //! - [`Tracker`]s take the records: [`JsonLines`], [`TensorBoard`], [`TerminalTable`], several at once with
 //!   [`Trackers`], or your own;
 //! - [`TrainingProgress`] shows the run at the terminal and in logs;
-//! - [`Report`] makes an HTML page of it.
+//! - [`Report`] writes an HTML page about the run.
 //!
 //! ```
 //! use std::time::Duration;

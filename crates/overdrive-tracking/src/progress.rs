@@ -9,19 +9,19 @@ use overdrive_core::units;
 
 use crate::StepMetrics;
 
-// By default a plain line appears at the latest after this time: CI jobs that are silent for long are stopped.
+// By default a plain line appears at least this often, because CI systems stop jobs that print nothing for long.
 const PLAIN_INTERVAL: Duration = Duration::from_secs(10);
 
-// By default a plain line appears at the latest after this fraction of the run: a short log shows all of it.
+// By default a plain line appears at least after this fraction of the run, so that a short log covers all of it.
 const PLAIN_LINES: u64 = 10;
 
-/// A progress bar with loss, learning rate, tokens a second, peak memory and the remaining time, on
+/// A progress bar with loss, learning rate, tokens per second, peak memory and the remaining time, on
 /// standard error.
 ///
 /// If standard error is not a terminal (a log of a CI job, a file), it prints a plain line instead at
 /// the first step, the last one, and after every tenth of the run or ten seconds, or at the steps
 /// of [`with_logging_steps`](Self::with_logging_steps). Output that cannot be written is dropped, since
-/// it is no reason to stop a training run.
+/// that is no reason to stop a training run.
 ///
 /// ```
 /// use overdrive_tracking::{StepMetrics, TrainingProgress};
@@ -48,7 +48,7 @@ enum Output {
 }
 
 impl TrainingProgress {
-    /// Creates the progress of `total_steps` optimizer steps: a bar on a terminal, else plain lines.
+    /// Creates the progress of `total_steps` optimizer steps: a bar on a terminal, otherwise plain lines.
     pub fn new(total_steps: u64) -> Self {
         if !std::io::stderr().is_terminal() {
             return Self::plain(total_steps, std::io::stderr());
@@ -64,7 +64,7 @@ impl TrainingProgress {
         Self::with_output(total_steps, Output::Bar(bar))
     }
 
-    /// Creates progress as plain lines on any writer.
+    /// Creates progress that prints plain lines to any writer.
     pub fn plain(total_steps: u64, writer: impl Write + Send + 'static) -> Self {
         Self::with_output(total_steps, Output::Plain(Box::new(writer)))
     }
@@ -92,9 +92,8 @@ impl TrainingProgress {
         }
     }
 
-    /// Shows a step; its `elapsed_seconds`, if it has them, give the remaining time. An evaluation gets a permanent line of
-    /// its own. Step 0, an evaluation
-    /// before training, has nothing else.
+    /// Shows a step. Its `elapsed_seconds`, if set, are used to estimate the remaining time. An evaluation gets its own
+    /// permanent line. For step 0, an evaluation before training, only this line is shown.
     pub fn update(&mut self, metrics: &StepMetrics) {
         if metrics.step == 0 {
             if let Some(text) = evaluation(metrics) {
@@ -103,13 +102,13 @@ impl TrainingProgress {
             return;
         }
         let now = Instant::now();
-        // Steps of a GPU are shown several at once, when their losses are read: the moment at which they are shown says
-        // nothing about their time.
+        // On a GPU, several steps are shown at once, when their losses are read, so the time of showing a step says
+        // nothing about its duration.
         let ended = metrics
             .elapsed_seconds
             .unwrap_or_else(|| now.duration_since(self.created).as_secs_f64());
-        // The rate counts from the first step that is shown: before it lies the compilation of kernels, and in a
-        // resumed run the work of other processes.
+        // The rate is counted from the first shown step, which excludes the compilation of kernels and, in a resumed
+        // run, the work of other processes.
         let (first_step, first_ended) = *self.first_step.get_or_insert((metrics.step, ended));
         let done_since = metrics.step.saturating_sub(first_step);
         let steps_left = self.total_steps.saturating_sub(metrics.step);
@@ -143,7 +142,7 @@ impl TrainingProgress {
         }
     }
 
-    /// Prints a line, on a terminal above the bar.
+    /// Prints a line; on a terminal, it appears above the bar.
     pub fn println(&mut self, text: &str) {
         match &mut self.output {
             Output::Bar(bar) => bar.println(text),
@@ -203,9 +202,12 @@ fn figures(metrics: &StepMetrics) -> String {
 
 fn evaluation(metrics: &StepMetrics) -> Option<String> {
     let loss = metrics.eval_loss?;
-    let mut text = format!("eval at step {}: loss {loss:.3} nats a token", metrics.step);
+    let mut text = format!(
+        "eval at step {}: loss {loss:.3} nats per token",
+        metrics.step
+    );
     if let Some(bits) = metrics.eval_bits_per_byte {
-        text.push_str(&format!(", {bits:.3} bits a byte"));
+        text.push_str(&format!(", {bits:.3} bits per byte"));
     }
     Some(text)
 }
@@ -331,7 +333,7 @@ mod tests {
         };
         progress.update(&metrics);
         let text = log.text();
-        let line = "eval at step 5: loss 4.432 nats a token, 2.010 bits a byte";
+        let line = "eval at step 5: loss 4.432 nats per token, 2.010 bits per byte";
         assert_eq!(text.lines().nth(1), Some(line), "{text}");
     }
 

@@ -55,17 +55,17 @@ pub struct Report {
     pub title: String,
     /// One or two sentences under the title: model, data.
     pub description: String,
-    /// The records of the run, in order: as they were logged, or from [`read_metrics`](crate::read_metrics).
+    /// The records of the run, in order, as logged or as returned by [`read_metrics`](crate::read_metrics).
     pub metrics: Vec<StepMetrics>,
     /// The number of trained parameters.
     pub parameters: Option<u64>,
     /// The configuration: any JSON object; objects inside it are shown as `outer.inner`.
     pub configuration: Value,
-    /// Texts of the trained model.
+    /// Texts that the trained model generated.
     pub samples: Vec<Sample>,
-    /// The machine the run was on.
+    /// The machine on which the run was made.
     pub machine: Option<Machine>,
-    /// Notes for readers of the numbers: an interrupted run, skipped steps.
+    /// Notes that help to read the figures: an interrupted run, skipped steps.
     pub notes: Vec<String>,
 }
 

@@ -29,13 +29,13 @@ use crate::{Error, Result};
 pub struct StepMetrics {
     /// The number of optimizer steps, including this one: the first step is 1.
     pub step: u64,
-    /// The mean training loss of the step, in nats a token; NaN if the step had none.
+    /// The mean training loss of the step, in nats per token; NaN if the step had none.
     #[serde(deserialize_with = "null_is_nan")]
     pub loss: f64,
     /// The learning rate of the step (of the first parameter group).
     #[serde(deserialize_with = "null_is_nan")]
     pub learning_rate: f64,
-    /// The training tokens a second, of this step or smoothed, as the caller chooses.
+    /// The training tokens per second, of this step or smoothed, as the caller chooses.
     #[serde(deserialize_with = "null_is_nan")]
     pub tokens_per_second: f64,
     /// The peak bytes of live tensors on the training device since the run began.
@@ -60,8 +60,8 @@ pub struct StepMetrics {
     /// The number of training tokens since the run began.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub tokens_seen: Option<u64>,
-    /// The seconds of wall time from the beginning of the run to the end of the step, on a GPU to the moment at which it
-    /// had finished the step.
+    /// The wall time in seconds from the beginning of the run to the end of the step; on a GPU, to the moment at which
+    /// the GPU finished the step.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub elapsed_seconds: Option<f64>,
     /// The model FLOPs utilization: the fraction of the device's peak that the model's own arithmetic used,
@@ -72,25 +72,25 @@ pub struct StepMetrics {
         deserialize_with = "null_is_some_nan"
     )]
     pub mfu: Option<f64>,
-    /// The mean validation loss in nats a token, if an evaluation followed the step.
+    /// The mean validation loss in nats per token, if an evaluation followed the step.
     #[serde(
         default,
         skip_serializing_if = "Option::is_none",
         deserialize_with = "null_is_some_nan"
     )]
     pub eval_loss: Option<f64>,
-    /// The validation loss in bits a byte of the original text, which is comparable across tokenizers.
+    /// The validation loss in bits per byte of the original text, which is comparable across tokenizers.
     #[serde(
         default,
         skip_serializing_if = "Option::is_none",
         deserialize_with = "null_is_some_nan"
     )]
     pub eval_bits_per_byte: Option<f64>,
-    /// The time of the host by phase. The host only launches the work of a GPU and runs ahead of it:
-    /// [`time_by_phase`](Self::time_by_phase) is right for every device.
+    /// The host time by phase. The host only launches the work of a GPU and runs ahead of it:
+    /// [`time_by_phase`](Self::time_by_phase) is correct for every device.
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub phase_seconds: Option<PhaseSeconds>,
-    /// The time of the device by phase, if it has its own clock
+    /// The device time by phase, if the device has its own clock
     /// ([`StepTimer::with_events`](overdrive_profiling::StepTimer::with_events)).
     #[serde(default, skip_serializing_if = "Option::is_none")]
     pub device_phase_seconds: Option<PhaseSeconds>,
@@ -119,8 +119,8 @@ pub struct StepMetrics {
 }
 
 impl StepMetrics {
-    /// Copies what a [`StepRecorder`](overdrive_profiling::StepRecorder) measured: times, rates, memory, the GPU and
-    /// the loader. Step, loss, learning rate and the other fields keep their values.
+    /// Copies the measurements of a [`StepRecorder`](overdrive_profiling::StepRecorder): times, rates, memory, the GPU
+    /// and the loader. Step, loss, learning rate and the other fields keep their values.
     pub fn apply(&mut self, record: &StepRecord) {
         self.tokens_per_second = record.tokens_per_second;
         self.samples_per_second = (record.work.samples > 0).then_some(record.samples_per_second);
@@ -142,7 +142,7 @@ impl StepMetrics {
     /// Returns the record as one line of JSON, without the line break.
     ///
     /// # Errors
-    /// [`Error::NotJson`] if an extra value has no JSON form.
+    /// [`Error::NotJson`] if JSON cannot represent an extra value.
     pub fn to_json_line(&self) -> Result<String> {
         serde_json::to_string(self).map_err(|source| Error::NotJson {
             step: self.step,
@@ -234,8 +234,8 @@ impl StepMetrics {
 pub struct MetricsFile {
     /// The records, in the order of the file.
     pub records: Vec<StepMetrics>,
-    /// The last line, if it is truncated, as a power failure can leave it. It is in
-    /// none of the records.
+    /// The last line, if it is truncated, for example by a power failure. It is not in
+    /// the records.
     pub truncated: Option<String>,
 }
 

@@ -22,15 +22,15 @@ use crate::{Result, StepMetrics, Tracker};
 /// The tags are those of Hugging Face's trainer (`train/loss`, `train/learning_rate`, `eval/loss`;
 /// see [`StepMetrics::scalars`]). `tensorboard --logdir DIR` shows them. Values are stored as
 /// fp32, the precision of TensorBoard's scalar plugin. The events of each call reach the
-/// operating system before it returns; those that found no room on a full disk are written by the next
-/// call that finds some.
+/// operating system before it returns; events that did not fit on a full disk are written by the next
+/// call that finds space.
 #[derive(Debug)]
 pub struct TensorBoard {
     file: AppendFile,
     path: PathBuf,
 }
 
-// Two writers that a process opens within one second need different file names.
+// Makes the file names unique if a process opens two writers within one second.
 static WRITERS: AtomicU64 = AtomicU64::new(0);
 
 impl TensorBoard {
@@ -94,7 +94,7 @@ impl Tracker for TensorBoard {
 
     fn log_text(&mut self, step: u64, tag: &str, text: &str) -> Result<()> {
         let value = SummaryValue {
-            // TensorFlow 2's suffix, by which the text plugin finds its series.
+            // TensorFlow 2's suffix, which the text plugin uses to find its series.
             tag: format!("{tag}/text_summary"),
             metadata: Some(SummaryMetadata {
                 plugin_data: Some(PluginData {

@@ -9,10 +9,10 @@ use overdrive_core::units;
 // A terminal shows about 40 rows: one heading is always visible.
 const HEADING_EVERY: u64 = 40;
 
-/// A tracker that prints a row for every few steps, on a terminal or into a log file.
+/// A tracker that prints a row every few steps, to a terminal or a log file.
 ///
 /// Columns without a value in the first row (MFU, GPU) are left out. Output that cannot be
-/// written is dropped, since it is no reason to stop a training run.
+/// written is dropped, since that is no reason to stop a training run.
 ///
 /// ```
 /// use overdrive_tracking::{StepMetrics, TerminalTable, Tracker, Trackers};
@@ -102,7 +102,7 @@ const COLUMNS: [Column; 11] = [
 ];
 
 impl TerminalTable {
-    /// Creates a table on standard output with a row for the first step and every `every`-th; 0 counts as 1.
+    /// Creates a table on standard output with a row for the first step and every `every`-th step; 0 counts as 1.
     pub fn new(every: u64) -> Self {
         Self::on(std::io::stdout(), every)
     }

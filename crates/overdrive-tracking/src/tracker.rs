@@ -6,12 +6,12 @@ use crate::{Result, StepMetrics};
 
 /// A destination of metrics: a file, TensorBoard, an experiment-tracking service.
 ///
-/// Implement it for your own destination; its errors go into [`Error::Tracker`](crate::Error::Tracker).
+/// Implement it for your own destination, with its errors wrapped in [`Error::Tracker`](crate::Error::Tracker).
 pub trait Tracker {
     /// Records one step.
     ///
     /// # Errors
-    /// When the record cannot be stored. Training can continue after it.
+    /// An error if the record cannot be stored. Training can continue.
     fn log(&mut self, metrics: &StepMetrics) -> Result<()>;
 
     /// Records a text (the configuration, a sample of the model) under a tag. The default ignores it, for trackers of
@@ -32,7 +32,7 @@ pub trait Tracker {
 
 /// A tracker that sends every record to several others.
 ///
-/// Each tracker gets every record, also when one before it fails; the first failure is returned.
+/// Each tracker gets every record, even if an earlier one fails; the first error is returned.
 ///
 /// ```
 /// use overdrive_tracking::{JsonLines, StepMetrics, TensorBoard, Tracker, Trackers};
@@ -75,9 +75,9 @@ impl Trackers {
         self.trackers.is_empty()
     }
 
-    /// Records one step as [`Tracker::log`] does, for a loop that must go on also when the disk is full. Returns a
-    /// line for the user when a tracker fails and when all work again, and `None` in between. The files of this
-    /// crate then get the records that they lack.
+    /// Records one step as [`Tracker::log`] does, for a loop that must continue even when the disk is full. Returns a
+    /// line for the user when a tracker first fails and when all trackers work again, and otherwise `None`. The files
+    /// of this crate get the missing records later.
     #[must_use = "the line tells the user that metrics are missing"]
     pub fn log_or_warn(&mut self, metrics: &StepMetrics) -> Option<String> {
         let step = metrics.step;
@@ -85,11 +85,11 @@ impl Trackers {
         let failed_before = std::mem::replace(&mut self.failing, outcome.is_err());
         match outcome {
             Err(error) if !failed_before => Some(format!(
-                "warning: the metrics of step {step} were not recorded: {error}; training continues, and the next \
-                 steps try again"
+                "warning: the metrics of step {step} were not recorded: {error}; training continues, and recording \
+                 is retried at the next steps"
             )),
             Ok(()) if failed_before => {
-                Some(format!("metrics are recorded again since step {step}"))
+                Some(format!("metrics are recorded again from step {step} on"))
             }
             _ => None,
         }

@@ -5,7 +5,7 @@ use crate::CausalLm;
 use crate::causal_lm::Backbone;
 use crate::projections::visit_linear;
 
-/// Lends every linear layer of the blocks under the name of its module in transformers, and `lm_head` last.
+/// Visits every linear layer of the blocks under its transformers module name, and `lm_head` last.
 impl AdapterHost for CausalLm {
     fn visit_linears(
         &mut self,

@@ -1,4 +1,4 @@
-//! Softmax attention by each of the implementations.
+//! Softmax attention with each of the implementations.
 
 use overdrive_attention::{
     AttentionOptions, Backend, PackedLengths, Window, attention, attention_varlen,
@@ -23,8 +23,8 @@ pub(crate) struct AttendOptions {
 /// The cache of a forward pass and the layer that uses it.
 pub(crate) type CachedLayer<'a, 'c> = (usize, &'a mut (dyn KvCache + 'c));
 
-/// Computes attention of new tokens over themselves and the tokens of the cache, if there is one. Queries, keys
-/// and values are `(B, H, T, D)`, the result `(B, T, H·D)`.
+/// Computes attention of new tokens over themselves and over the tokens of the cache, if there is one. Queries, keys
+/// and values are `(B, H, T, D)`; the result is `(B, T, H·D)`.
 pub(crate) fn attend_with_cache(
     query: &Tensor,
     key: &Tensor,
@@ -39,7 +39,7 @@ pub(crate) fn attend_with_cache(
     let backend = match options.implementation {
         AttentionImplementation::Flash if options.dropout == 0.0 => Backend::Auto,
         AttentionImplementation::Eager if options.dropout == 0.0 => Backend::Math,
-        // A cache's own attention has neither dropout nor libtorch's choice of a kernel.
+        // A cache's own attention supports neither dropout nor libtorch's kernel selection.
         _ => {
             let held = cache.append(layer, key, value)?;
             if held.window.is_some() {
@@ -56,7 +56,7 @@ pub(crate) fn attend_with_cache(
     Ok(mixed.f_transpose(1, 2)?.f_flatten(2, 3)?)
 }
 
-/// Returns the options of a cache's attention on rows; `None` if it has to be on tensors.
+/// Returns the options of a cache's attention on rows; `None` if attention needs tensors.
 pub(crate) fn rows_options<'m>(
     mask: &'m Mask,
     options: &AttendOptions,
@@ -155,7 +155,7 @@ fn with_backend(
 
 fn sliding(window: Option<i64>) -> Window {
     window.map_or_else(Window::default, |size| {
-        // The configuration admits positive windows only, so the conversion does not fail.
+        // The configuration allows only positive windows, so the conversion does not fail.
         Window::sliding(usize::try_from(size).unwrap_or(0))
     })
 }

@@ -13,7 +13,7 @@ use crate::projections::{JointLinear, LinearVisitor, ParameterVisitor, visit_lin
 use crate::rope::Rotation;
 use crate::{Execution, LlamaConfig, LlamaFamily, Result};
 
-/// Returns the names of the norms of queries and keys; those of Phi-2 are LayerNorms.
+/// Returns the names of the norms of queries and keys, which are LayerNorms in Phi-2.
 fn norm_names(of_phi: bool) -> [&'static str; 2] {
     match of_phi {
         true => ["q_layernorm", "k_layernorm"],
@@ -28,7 +28,7 @@ pub(crate) struct AttentionStep<'a, 'c> {
     pub(crate) mask: &'a Mask,
     pub(crate) cache: Option<&'a mut (dyn KvCache + 'c)>,
     pub(crate) dropout: f64,
-    /// The dropout of what a layer adds to the residual stream (Phi).
+    /// The dropout of a layer's addition to the residual stream (Phi).
     pub(crate) residual_dropout: f64,
     pub(crate) execution: &'a Execution,
 }
@@ -38,7 +38,7 @@ pub(crate) struct AttentionStep<'a, 'c> {
 pub(crate) struct RotaryAttention {
     qkv: JointLinear,
     o: Linear,
-    /// The norms of queries and keys, head by head (Qwen3, Gemma 3 and some of Phi).
+    /// The norms of queries and keys per head (Qwen3, Gemma 3 and some Phi models).
     norms: Option<(Norm, Norm)>,
     shape: QkvShape,
     /// The factor of the scores; `None` is 1/sqrt(D).
@@ -115,7 +115,7 @@ impl RotaryAttention {
     pub(crate) fn forward(&self, x: &Tensor, step: AttentionStep<'_, '_>) -> Result<Tensor> {
         let fused = step.execution.fused_kernels;
         let [query, key, value] = match (&self.norms, fused) {
-            // Norms of heads stand between the matmul and the rotation, so they break the fused pass.
+            // Per-head norms come between the matmul and the rotation, so they prevent the fused pass.
             (None, true) => self.heads_in_one_pass(x, step.rotation)?,
             _ => self.heads(x, step.rotation, fused)?,
         };
@@ -125,8 +125,8 @@ impl RotaryAttention {
         Ok(self.o.forward_with(&mixed, fused)?)
     }
 
-    /// Computes attention of rows of f32 in slices, of `[B, T]` tokens, over the cache; `joint` and `scratch` are
-    /// memory to compute in. Returns `false` if something took operators on tensors.
+    /// Computes attention over the cache for `[B, T]` tokens, as rows of f32 in slices; `joint` and `scratch` are
+    /// scratch buffers. Returns `false` if it needed operators on tensors.
     pub(crate) fn forward_rows(
         &self,
         x: &[f32],
@@ -161,9 +161,7 @@ impl RotaryAttention {
         );
         let (layer, mask) = (step.layer, step.mask);
         let Some(cache) = step.cache else {
-            return Err(
-                Error::option("a cache", "none", "one, for rows (please report this)").into(),
-            );
+            return Err(Error::internal("attention on rows was called without a cache").into());
         };
         let new = QkvRows {
             rows: joint,
@@ -201,7 +199,7 @@ impl RotaryAttention {
         }
     }
 
-    /// Returns the rotated query and key, and the value, `(B, H, T, D)`, out of one matmul and one pass over
+    /// Returns the rotated query and key, and the value, `(B, H, T, D)`, computed by one matmul and one pass over
     /// its result.
     fn heads_in_one_pass(&self, x: &Tensor, rotation: &Rotation) -> Result<[Tensor; 3]> {
         let qkv = self.qkv.forward_joint(x)?;
@@ -211,7 +209,7 @@ impl RotaryAttention {
         Ok([query, key, value])
     }
 
-    /// Computes the same step by step, with the norms of heads if the model has them.
+    /// Computes the same result step by step, with per-head norms if the model has them.
     fn heads(&self, x: &Tensor, rotation: &Rotation, fused: bool) -> Result<[Tensor; 3]> {
         let (d, kv_heads) = (self.shape.head_dim, self.shape.kv_heads);
         let widths = [self.shape.heads * d, kv_heads * d, kv_heads * d];

@@ -86,12 +86,12 @@ impl CausalLm {
         Ok(model)
     }
 
-    /// Makes a model whose parameters have arbitrary values, for a caller that sets all of them
-    /// (`torch.nn.utils.skip_init`). [`CausalLm::new`] draws its values on the host, which takes longer than anything
-    /// else for a model of billions of parameters on a GPU.
+    /// Makes a model with uninitialized parameters, for a caller that sets all of them
+    /// (`torch.nn.utils.skip_init`). [`CausalLm::new`] draws the values on the host, which dominates the time of making
+    /// a model with billions of parameters on a GPU.
     ///
     /// # Errors
-    /// As [`CausalLm::new`].
+    /// As for [`CausalLm::new`].
     pub fn empty(config: &ModelConfig, device: Device, kind: Kind) -> Result<CausalLm> {
         config.validate()?;
         let specs = config.parameters();
@@ -108,15 +108,15 @@ impl CausalLm {
 
     /// Reads a model from a Hugging Face folder, or from a GGUF file as [`CausalLm::from_gguf`] does.
     ///
-    /// Of a folder it reads `config.json`, `model.safetensors` (or shards with
+    /// From a folder, reads `config.json`, `model.safetensors` (or shards with
     /// `model.safetensors.index.json`) and, if it exists, `generation_config.json`.
     ///
-    /// Files are memory-mapped, and each tensor is converted straight to its device and dtype: loading takes
-    /// the memory of the model, and a copy of one tensor if the device is not the CPU.
+    /// Files are memory-mapped, and each tensor is converted directly to its device and dtype: loading takes
+    /// the memory of the model, plus a copy of one tensor if the device is not the CPU.
     ///
-    /// A head that `tie_word_embeddings` ties and whose stored weight differs from the embedding is untied, as in
-    /// transformers 5: [`CausalLm::config`] says so, and so does a warning. Every other tensor that is not used, such as a
-    /// second copy with other values, is named in a warning, but for buffers that older versions of transformers saved.
+    /// If `tie_word_embeddings` is set but the stored head differs from the embedding, the head is untied, as in
+    /// transformers 5, in [`CausalLm::config`] too, and a warning is logged. A warning names all other unused tensors,
+    /// such as a second copy with different values, except buffers that older versions of transformers saved.
     ///
     /// # Errors
     /// [`Error::Unsupported`] for an architecture or option that this crate does not implement;
@@ -168,7 +168,7 @@ impl CausalLm {
             .then(|| parameter_map.take("lm_head.bias"));
         let bias = bias.transpose()?;
         let head = match parameter_map.take_quantized("lm_head") {
-            // A quantized head has a weight of its own even where the dense one is tied.
+            // A quantized head has its own weight even if the dense head is tied.
             Some(quantized) => Linear::quantized(quantized, bias)?,
             None if config.tie_word_embeddings() => Linear::new(tied, bias)?,
             None => Linear::dense(parameter_map.take("lm_head.weight")?, bias)?,
@@ -187,8 +187,8 @@ impl CausalLm {
         })
     }
 
-    /// Computes the logits, `(B, T, V)` or `(B, 1, V)` by [`ForwardInput::logits`], in the dtype of the
-    /// parameters (under autocast in its dtype).
+    /// Computes the logits, `(B, T, V)` or `(B, 1, V)` depending on [`ForwardInput::logits`], in the dtype of the
+    /// parameters (under autocast, in its dtype).
     ///
     /// # Errors
     /// [`Error::Common`] for shapes that do not fit, [`Error::ContextExceeded`], and errors of libtorch. The
@@ -198,7 +198,7 @@ impl CausalLm {
         self.logits(&hidden)
     }
 
-    /// Computes the normalised hidden states `(B, T, C)` before the head, for embeddings of text or a loss that
+    /// Computes the normalised hidden states `(B, T, C)` before the head, for text embeddings or a loss that
     /// does not need all logits at once.
     ///
     /// # Errors
@@ -245,7 +245,7 @@ impl CausalLm {
         hidden
     }
 
-    /// Returns what a forward pass asks the routers of experts for.
+    /// Returns the values that a forward pass requests from the routers of experts.
     fn balance(
         &self,
         input: &ForwardInput<'_>,
@@ -283,8 +283,8 @@ impl CausalLm {
     /// Computes the summed cross-entropy of `input_ids (B, T)` against `labels (B, T)`, both i64, and the
     /// number of tokens in the sum; labels of [`IGNORE_INDEX`](crate::IGNORE_INDEX) are not counted.
     ///
-    /// With [`Execution::fused_kernels`] the logits are computed, and turned into gradients, a chunk at a time,
-    /// and are never in memory as a whole, except for a model that bounds them (Gemma 2).
+    /// With [`Execution::fused_kernels`] the logits and their gradients are computed in chunks and never held in
+    /// memory as a whole, except for a model that bounds them (Gemma 2).
     ///
     /// The result is a sum and a count, so that gradient accumulation can weight micro-batches by their tokens;
     /// [`LossOutput::mean`] is transformers' loss.
@@ -312,7 +312,7 @@ impl CausalLm {
         labels: &Tensor,
         shift: LabelShift,
     ) -> Result<LossOutput> {
-        // Checked before the forward pass, which a wrong label should not cost.
+        // Checked before the forward pass, so that a wrong label does not cost one.
         let targets = shifted(labels, &input.input_ids.size(), shift)?;
         let coefficient = self.config.aux_loss_coefficient();
         let label_count = input.label_count;
@@ -380,8 +380,8 @@ impl CausalLm {
         any
     }
 
-    /// Lends each quantized weight with the name of its module; a table that the head shares comes once, as the
-    /// embedding's.
+    /// Visits each quantized weight with the name of its module; a table that the head shares is visited once, as
+    /// the embedding's.
     pub(crate) fn for_each_quantized(&self, see: &mut dyn FnMut(&str, &QuantizedWeight)) {
         let table = self.quantized_embedding();
         if let Some(table) = table {
@@ -447,7 +447,7 @@ impl CausalLm {
         }
     }
 
-    /// Makes the head a parameter of its own in the configuration.
+    /// Unties the head in the configuration.
     pub(crate) fn untie(&mut self) {
         self.config.set_tied(false);
     }
@@ -464,7 +464,7 @@ impl CausalLm {
             .sort_by_key(|(name, _)| order.get(name.as_str()).copied());
     }
 
-    /// Makes every dense parameter require a gradient, or not.
+    /// Sets whether every dense parameter requires a gradient.
     ///
     /// # Errors
     /// An error of libtorch.
@@ -473,7 +473,7 @@ impl CausalLm {
     }
 
     /// Switches training mode, in which the dropouts of the configuration and of adapters apply, on or off. It
-    /// is off at first.
+    /// is initially off.
     ///
     /// # Errors
     /// [`overdrive_nn::Error::InUse`] while a checkpointed graph holds the blocks.
@@ -504,8 +504,8 @@ impl CausalLm {
         }
     }
 
-    /// Returns the number of tokens that each layer attends to, its own included: its sliding window, or `None`
-    /// for all tokens. A cache need not keep more.
+    /// Returns the number of tokens that each layer attends to, including the current one: its sliding window, or
+    /// `None` for all tokens. A cache need not keep more.
     pub fn layer_windows(&self) -> Vec<Option<i64>> {
         match &self.backbone {
             Backbone::Llama(model) => model.windows(),

@@ -1,8 +1,8 @@
-//! The forward pass of few tokens over a cache, on rows of f32 in slices.
+//! The forward pass for a few tokens over a cache, on rows of f32 in slices.
 //!
-//! On tensors each operator checks its arguments, is dispatched and makes a new tensor, which is a few percent of a
-//! decoding step of a small model. Here the operators of a block run on buffers that are kept from step to step. The kernels are
-//! those of the operators on tensors, so the results are the same.
+//! On tensors, each operator checks its arguments, is dispatched and allocates a new tensor, which takes a few percent
+//! of a decoding step of a small model. Here the operators of a block run on buffers that are reused from step to step.
+//! The kernels are those of the tensor operators, so the results are the same.
 
 use overdrive_fused::rows;
 use overdrive_sys::{autocast, engine};
@@ -11,8 +11,8 @@ use tch::{Device, Kind, Tensor};
 use crate::input::ForwardInput;
 use crate::{Execution, Result};
 
-/// The largest number of tokens (of all rows of a batch) of such a pass. For more of them the operators are divided
-/// among threads, and calls are a small part of the time.
+/// The largest number of tokens (in all rows of a batch) for such a pass. With more tokens, operators are split among
+/// threads, and the overhead of calls is a small part of the time.
 const MAX_TOKENS: i64 = 16;
 
 /// Returns `true` if a forward pass of these tokens, embedded as `x`, runs on slices.
@@ -48,7 +48,7 @@ pub(crate) struct DecodeBuffers {
     pub(crate) joint: Vec<f32>,
     /// The input of the last matmul of a feed-forward block.
     pub(crate) inner: Vec<f32>,
-    /// No layer took operators on tensors in the last pass.
+    /// `true` if no layer needed operators on tensors in the last pass.
     pub(crate) on_slices: bool,
 }
 

@@ -6,8 +6,8 @@ use crate::checkpoint::CheckpointProblems;
 #[derive(Debug, thiserror::Error)]
 #[non_exhaustive]
 pub enum Error {
-    /// A key of the configuration or an option out of its range, an input tensor of the wrong shape, dtype or
-    /// device, or a file that cannot be read, written or parsed.
+    /// A key of the configuration or an option is out of range, an input tensor has the wrong shape, dtype or
+    /// device, or a file cannot be read, written or parsed.
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
     /// The configuration asks for something that this crate does not implement.
@@ -20,7 +20,7 @@ pub enum Error {
         /// The values that are supported.
         supported: String,
     },
-    /// The tensors of a checkpoint are not those of its configuration.
+    /// The tensors of a checkpoint do not match its configuration.
     #[error("the checkpoint in {} does not fit its configuration: {problems}", path.display())]
     Checkpoint {
         /// The folder.
@@ -47,7 +47,7 @@ pub enum Error {
     },
     /// A file that the index names does not exist.
     #[error(
-        "{} is missing, in which {index} has {tensors} tensors; fetch it again",
+        "{} is missing, but {index} lists {tensors} tensors in it; fetch it again",
         path.display()
     )]
     MissingShard {
@@ -58,7 +58,7 @@ pub enum Error {
         /// The number of tensors that the index assigns to it.
         tensors: usize,
     },
-    /// A weight file in PyTorch's own format is damaged, or asks for code.
+    /// A weight file in PyTorch's own format is damaged, or names code to run.
     #[error(transparent)]
     Pickle(#[from] overdrive_pickle::Error),
     /// Another error of a weight file.
@@ -66,19 +66,20 @@ pub enum Error {
     WeightFile(overdrive_safetensors::Error),
     /// The input has more positions than the model.
     #[error(
-        "{positions} positions exceed the model's context of {limit}; shorten the input, or raise `{key}` if the positions allow it"
+        "{positions} positions exceed the model's context of {limit}; shorten the input, or raise `{key}` if the model \
+         supports it"
     )]
     ContextExceeded {
         /// The number of past and new tokens.
         positions: i64,
-        /// The most positions that the model takes.
+        /// The largest number of positions.
         limit: i64,
         /// The key of the configuration that sets the limit.
         key: &'static str,
     },
     /// The cache was made for a model with another number of layers.
     #[error(
-        "the cache has {cache} layers and the model {model}; make the cache with the model's number"
+        "the cache has {cache} layers and the model has {model}; create the cache with the model's number of layers"
     )]
     CacheLayers {
         /// The number of layers of the cache.

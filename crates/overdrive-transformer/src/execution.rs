@@ -3,7 +3,7 @@ use std::str::FromStr;
 
 use overdrive_checkpointing::{CheckpointOptions, Schedule};
 
-/// The implementations that compute a model. The results differ by rounding only.
+/// The implementations that compute a model. The results differ only by rounding.
 ///
 /// The defaults are the fastest ones measured. The others are there for comparison, to narrow down the source
 /// of a difference, and to trade time for memory.
@@ -11,20 +11,19 @@ use overdrive_checkpointing::{CheckpointOptions, Schedule};
 #[non_exhaustive]
 pub struct Execution {
     /// If `true`, norms, rotary positions, gates and the loss are computed in one pass each, with one matmul
-    /// for query, key and value and one for gate and up (`overdrive-fused`); if `false`, by libtorch's
-    /// operators one by one. The fused loss never holds all logits. Gradients of gradients need `false`.
-    /// Default: `true`.
+    /// for query, key and value and one for gate and up (`overdrive-fused`); if `false`, with separate libtorch
+    /// operators. The fused loss never holds all logits. Higher-order gradients need `false`. Default: `true`.
     pub fused_kernels: bool,
     /// If `true`, a forward pass of few tokens over a cache, on a CPU in fp32 without gradients, runs on buffers that
-    /// are kept from step to step, without a tensor for each result: small models decode faster. It needs
+    /// are reused from step to step, without a tensor for each result, so that small models decode faster. Needs
     /// `fused_kernels`. Default: `true`.
     pub fused_decoding: bool,
     /// The implementation of attention. Default: flash.
     pub attention: AttentionImplementation,
-    /// The blocks that are recomputed in backward instead of saving their activations; none with a cache.
+    /// The blocks that are recomputed in backward instead of saving their activations; ignored with a cache.
     /// Default: none. transformers' `gradient_checkpointing_enable` is `Schedule::EveryBlock`.
     pub checkpointing: Schedule,
-    /// The options of recomputation: the activations that are saved nevertheless, and the repetition of dropout.
+    /// The options of recomputation: the activations that are still saved, and how dropout is repeated.
     pub checkpoint_options: CheckpointOptions,
 }
 
@@ -86,7 +85,7 @@ impl FromStr for AttentionImplementation {
                 Ok(Self::Flash)
             }
             other => Err(format!(
-                "{other:?} is no attention implementation: eager, sdpa or flash_attention_2"
+                "{other:?} is not an attention implementation; use eager, sdpa or flash_attention_2"
             )),
         }
     }

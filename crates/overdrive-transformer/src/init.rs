@@ -56,7 +56,7 @@ pub(crate) fn initialise(
             Init::TruncatedNormal { std, cutoff } => random.push((flat, spec, (std, cutoff))),
         }
     }
-    // The largest first, so that no core is left with it alone at the end.
+    // The largest first, so that no core is left alone with it at the end.
     random.sort_by_key(|(_, spec, _)| Reverse(spec.numel()));
     let jobs: Vec<_> = random.iter().map(|(_, spec, std)| (*spec, *std)).collect();
     let values: i64 = jobs.iter().map(|(spec, _)| spec.numel()).sum();
@@ -67,7 +67,7 @@ pub(crate) fn initialise(
     };
     let next = AtomicUsize::new(0);
     thread::scope(|scope| {
-        // Bounded, so that the values that wait for their copy stay few.
+        // Bounded, so that few values wait for their copy.
         let (sender, receiver) = sync_channel(workers);
         for _ in 0..workers.min(jobs.len()) {
             let (sender, jobs, next) = (sender.clone(), &jobs, &next);
@@ -96,8 +96,8 @@ pub(crate) fn initialise(
 /// A part of a parameter: the index of its first value, and the values.
 type Part = (i64, Vec<f32>);
 
-/// Sends the values of a parameter in order, with a standard deviation and a cutoff. Returns `false` once nobody
-/// receives them.
+/// Sends the values of a parameter in order, with a standard deviation and a cutoff. Returns `false` once the receiver
+/// is gone.
 fn draw(
     spec: &ParameterSpec,
     (std, cutoff): (f64, f64),

@@ -42,9 +42,9 @@ pub struct ForwardInput<'a> {
     /// padding on the left, pass the positions that `transformers.generate` uses: the running count of unmasked
     /// tokens, minus one.
     pub position_ids: Option<&'a Tensor>,
-    /// A number that all of `position_ids` are below, where the host knows one without reading them; they must not
-    /// be negative then. Without it the forward pass reads the smallest and the largest position, which waits for
-    /// the device, and which a CUDA graph cannot capture. The model prepares for every position below it, and
+    /// An upper bound that all `position_ids` are below, if the host knows one without reading them; they must then not
+    /// be negative. Without a bound, the forward pass reads the smallest and the largest position, which waits for the
+    /// device and cannot be captured in a CUDA graph. The model prepares for every position below the bound, and
     /// refuses a bound beyond its context; default: unknown.
     pub position_bound: Option<i64>,
     /// The mask `(B, S)` of any dtype, 1 for a token and 0 for padding, past tokens included; default: no
@@ -121,8 +121,8 @@ impl<'a> ForwardInput<'a> {
         self
     }
 
-    /// Checks all shapes, and returns the numbers of new and past tokens. It reads `position_ids` if they are given
-    /// without a bound, so it is called once for a forward pass.
+    /// Checks all shapes, and returns the numbers of new and past tokens. Reads `position_ids` if they have no bound,
+    /// so it is called only once per forward pass.
     pub(crate) fn shape(&self) -> Result<Shape> {
         let &[batch, tokens] = self.input_ids.size().as_slice() else {
             return Err(Error::shape("input_ids", self.input_ids.size(), "(B, T)").into());
@@ -168,28 +168,28 @@ impl<'a> ForwardInput<'a> {
         };
         if batch != 1 {
             return refused(
-                format!("given with {batch} rows of `input_ids`"),
-                "given with one row that holds all sequences",
+                format!("set with {batch} rows of `input_ids`"),
+                "used with a single row that holds all sequences",
             );
         }
         if sequences.total_queries() != tokens || !sequences.is_square() {
             let (queries, keys) = (sequences.total_queries(), sequences.total_keys());
             return refused(
-                format!("of {queries} queries and {keys} keys for {tokens} tokens"),
-                "of as many queries and keys as tokens, sequence by sequence",
+                format!("lengths of {queries} queries and {keys} keys for {tokens} tokens"),
+                "lengths whose queries and keys equal the tokens, in each sequence",
             );
         }
         if self.cache.is_some() || self.attention_mask.is_some() {
             return refused(
-                "given with a cache or an `attention_mask`".to_owned(),
-                "given with neither; their lengths separate the sequences",
+                "set with a cache or an `attention_mask`".to_owned(),
+                "used with neither, because the lengths already separate the sequences",
             );
         }
         Ok(())
     }
 
-    /// Returns the number after the largest position, and checks that none is negative. It reads the positions
-    /// only if the host knows no bound of them.
+    /// Returns the largest position plus one, and checks that none is negative. Reads the positions only if the host
+    /// knows no bound.
     fn position_end(&self, past: i64, tokens: i64) -> Result<i64> {
         match (self.position_ids, self.position_bound) {
             (None, _) => Ok(past + tokens),

@@ -1,30 +1,30 @@
 //! Llama-, Gemma- and GPT-2-family language models over `tch` that read and write Hugging Face checkpoints.
 //!
-//! [`CausalLm`] is a decoder with its language-model head. It is made from scratch by
-//! [`CausalLm::new`], read from a folder of the Hub by [`CausalLm::from_pretrained`], and written by
-//! [`CausalLm::save_pretrained`] to one that `transformers` loads.
+//! [`CausalLm`] is a decoder with its language-model head. [`CausalLm::new`] makes a new model,
+//! [`CausalLm::from_pretrained`] loads a Hugging Face folder, and [`CausalLm::save_pretrained`] writes a folder that
+//! `transformers` loads.
 //!
 //! | `model_type` | models | features |
 //! |---|---|---|
-//! | `llama` | Llama 1 to 3, and models saved in its format | RMSNorm, rotary positions, grouped queries, SwiGLU; biases where `attention_bias`, `mlp_bias` |
+//! | `llama` | Llama 1 to 3, and models saved in its format | RMSNorm, rotary positions, grouped queries, SwiGLU; biases if `attention_bias` or `mlp_bias` is set |
 //! | `mistral` | Mistral | a sliding window in every layer |
 //! | `mixtral` | Mixtral | Mistral with a mixture of experts in every layer |
 //! | `qwen2` | Qwen 1.5 to 2.5 | biases on query, key and value; windows from a layer on |
 //! | `qwen3` | Qwen 3 | normalised queries and keys |
 //! | `qwen3_moe` | Qwen 3 with experts (30B-A3B, 235B-A22B) | Qwen3 with a mixture of experts in some or all layers |
-//! | `phi` | Phi-1, 1.5 and 2 | attention and the feed-forward block read one LayerNorm and are added together; biases, rotation of the first channels of a head |
-//! | `phi3` | Phi-3, Phi-3.5, Phi-4 | query, key and value in one layer, gate and up in another one; LongRoPE |
+//! | `phi` | Phi-1, 1.5 and 2 | attention and the feed-forward block in parallel, with one LayerNorm; biases, rotation of the first channels of a head |
+//! | `phi3` | Phi-3, Phi-3.5, Phi-4 | one layer for query, key and value, and one for gate and up; LongRoPE |
 //! | `gemma` | Gemma 1 | norms with the gain `1 + weight`, a scaled embedding |
 //! | `gemma2` | Gemma 2 | norms with the gain `1 + weight` before and after attention and the feed-forward block, bounded scores and logits, a window in every other layer |
 //! | `gemma3_text` | Gemma 3 (text) | as Gemma 2, with normalised queries and keys instead of the bounds, and rotary frequencies by layer type |
-//! | `gemma3` | the text of Gemma 3 with images | as `gemma3_text`, as which it is saved |
+//! | `gemma3` | the text model of multimodal Gemma 3 | as `gemma3_text`, and saved as `gemma3_text` |
 //! | `gpt2` | GPT-2 | learned positions, LayerNorm |
 //!
 //! [`MaskedLm`], [`SequenceClassifier`] and [`EncoderModel`] are bidirectional encoders ([`EncoderFamily`]):
 //!
 //! | `model_type` | models | features |
 //! |---|---|---|
-//! | `bert` | BERT, and models saved in its format | learned positions, types of tokens, norms after each block |
+//! | `bert` | BERT, and models saved in its format | learned positions, token types, norms after each block |
 //! | `roberta` | RoBERTa, and models saved in its format | positions that skip padding |
 //! | `modernbert` | ModernBERT | rotary positions, a window in two of three layers, gated blocks, no biases |
 //!
@@ -33,8 +33,8 @@
 //!
 //! Rotary positions are scaled by any [`RopeScaling`]: linear, dynamic, YaRN, LongRoPE, Llama 3. Dynamic
 //! scaling and LongRoPE choose their frequencies by the largest position of a forward pass, as in
-//! `transformers`: the sequences of a batch then influence one another, and keys in a cache keep the
-//! frequencies that they were written with.
+//! `transformers`: the sequences of a batch then affect one another, and keys in a cache keep the
+//! frequencies with which they were written.
 //!
 //! Logits equal those of `transformers` within 1e-5 in fp32 (the largest difference measured is 2.6e-6) on
 //! random checkpoints of each architecture and scaling, also at positions around 100,000; the fixtures and the
@@ -71,14 +71,14 @@
 //! ```
 //!
 //! # Precision
-//! Everything works under autocast (`overdrive-precision`): matmuls run in the low precision; normalisation,
+//! Everything works under autocast (`overdrive-precision`): matmuls run in low precision, and normalisation,
 //! rotation, softmax and the loss in fp32, as in PyTorch.
 //!
 //! # Speed
 //! [`Execution`] selects among equivalent implementations; its defaults are the fastest ones in the benchmark
-//! `execution_time`. On Linux most of the time of a CPU step outside of matmuls is page faults of large buffers
-//! that glibc returns to the system after each use; `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` (see
-//! `mallopt(3)`) keep them.
+//! `execution_time`. On Linux, a CPU step spends most of its time outside matmuls on page faults of large buffers,
+//! which glibc returns to the system after each use; set `MALLOC_MMAP_THRESHOLD_` and `MALLOC_TRIM_THRESHOLD_` (see
+//! `mallopt(3)`) to keep them.
 //!
 //! # Sources
 //! Touvron et al. 2023 (LLaMA, arXiv:2302.13971); Su et al. 2021 (rotary positions,

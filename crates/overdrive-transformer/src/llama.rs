@@ -47,7 +47,7 @@ pub(crate) struct Llama {
     residual_dropout: f64,
     embedding_dropout: f64,
     head_dim: i64,
-    /// The buffers of decoding steps. The model's tensors are not `Sync`, so one thread at a time is here.
+    /// The buffers of decoding steps. The model's tensors are not `Sync`, so only one thread at a time uses them.
     buffers: RefCell<DecodeBuffers>,
 }
 
@@ -213,7 +213,7 @@ impl Llama {
         let local = context.local_rotation.as_ref().map(angles).transpose()?;
         let mut buffers = self.buffers.borrow_mut();
         buffers.begin(x)?;
-        // Operators would run on one thread each: not where the last pass needed some.
+        // Operators would run on one thread each, so threads are not limited if the last pass needed operators.
         let team = std::mem::replace(&mut buffers.on_slices, true);
         let mut layers = || {
             for (layer, plan) in self.plans.iter().enumerate() {

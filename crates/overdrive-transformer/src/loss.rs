@@ -27,7 +27,7 @@ pub struct LossOutput {
     /// labels.
     pub count: Tensor,
     /// The load-balancing loss of a mixture of experts, transformers' `aux_loss`, if the configuration has
-    /// `output_router_logits`: a scalar. `sum` contains it already, times `router_aux_loss_coef` and the count.
+    /// `output_router_logits`: a scalar. It is already included in `sum`, times `router_aux_loss_coef` and the count.
     pub aux_loss: Option<Tensor>,
 }
 
@@ -50,8 +50,8 @@ impl LossOutput {
         })
     }
 
-    /// Returns the mean over the counted tokens, which is transformers' loss; 0 if none was counted (PyTorch's
-    /// mean is NaN then, and one empty batch would spoil a run).
+    /// Returns the mean over the counted tokens, which is transformers' loss; 0 if none was counted (where PyTorch's
+    /// mean is NaN, so that one empty batch would ruin a run).
     ///
     /// # Errors
     /// An error of libtorch.
@@ -89,7 +89,7 @@ pub fn causal_lm_loss(logits: &Tensor, labels: &Tensor, shift: LabelShift) -> Re
     })
 }
 
-/// Computes the summed cross-entropy of `hidden (B, T, C)` under the dense `head (V, C)` without all logits at once.
+/// Computes the summed cross-entropy of `hidden (B, T, C)` with the dense `head (V, C)` without holding all logits.
 /// `targets` are [`shifted`]; `label_count` is the number of those that count, if it is known.
 pub(crate) fn fused_loss(
     hidden: &Tensor,

@@ -61,7 +61,7 @@ impl FeedForward {
         let Some(experts) = config.experts_of(layer) else {
             return vec![mlp_modules(&prefix, config).0];
         };
-        // All experts one behind the other, as a grouped matmul of all of them needs it.
+        // All experts contiguously, as a grouped matmul needs them.
         let (mut inner, mut outer) = (Vec::new(), Vec::new());
         for expert in 0..experts.num_experts {
             let [gate, up, down] = expert_modules(config.family, &prefix, expert);

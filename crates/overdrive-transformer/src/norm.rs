@@ -6,7 +6,7 @@ use crate::projections::ParameterVisitor;
 use crate::rms_norm::RmsNorm;
 use crate::{LlamaConfig, LlamaFamily, Result};
 
-/// The norm of a family where its kind depends on the family: after the last layer, and of heads.
+/// A norm whose kind depends on the family: the one after the last layer, and those of heads.
 #[derive(Debug)]
 pub(crate) enum Norm {
     Rms(RmsNorm),
@@ -43,8 +43,8 @@ impl Norm {
         match self {
             Norm::Rms(norm) => norm.forward_rows(x, y),
             Norm::Layer(_) => {
-                let expected = "an RMSNorm, on slices (please report this)";
-                Err(overdrive_core::Error::option("norm", "a LayerNorm", expected).into())
+                let what = "a LayerNorm has no forward pass on slices";
+                Err(overdrive_core::Error::internal(what).into())
             }
         }
     }

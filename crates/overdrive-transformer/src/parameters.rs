@@ -230,8 +230,8 @@ impl ParameterMap {
         // The list of parameters and the modules are both derived from one configuration; a test
         // builds each architecture, so this is an error of this crate and not of its user.
         self.dense.remove(name).ok_or_else(|| {
-            let expected = "a parameter of this architecture (please report this)";
-            overdrive_core::Error::option(name.to_owned(), "missing", expected).into()
+            let what = format!("the architecture's parameter list lacks `{name}`");
+            overdrive_core::Error::internal(what).into()
         })
     }
 }

@@ -1,4 +1,4 @@
-//! The layers of Phi-1, 1.5 and 2: attention and the feed-forward block read one norm and are added together.
+//! The layers of Phi-1, 1.5 and 2: attention and the feed-forward block share one norm and run in parallel.
 
 use overdrive_fused::Activation;
 use overdrive_nn::Linear;
@@ -114,7 +114,7 @@ impl ParallelBlock {
             .visit_parameters(&format!("{prefix}.input_layernorm"), visit)
     }
 
-    /// Returns what the layer adds to the residual stream `x`.
+    /// Returns the layer's addition to the residual stream `x`.
     pub(crate) fn forward(&self, x: &Tensor, step: AttentionStep<'_, '_>) -> Result<Tensor> {
         let (fused, dropout) = (step.execution.fused_kernels, step.residual_dropout);
         let normalised = self.norm.forward(x)?;

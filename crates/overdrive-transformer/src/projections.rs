@@ -1,4 +1,4 @@
-//! The linear layers of a decoder block: those that share an input are computed together.
+//! The linear layers of a decoder block; layers that share an input are computed together.
 
 use std::sync::Arc;
 
@@ -42,8 +42,8 @@ pub(crate) fn visit_shared<B>(
     Ok(())
 }
 
-/// Several linear layers of one input, or the one that a model has in place of them: query, key and value, or gate
-/// and up.
+/// Several linear layers with the same input (query, key and value, or gate and up), or the one joint layer that some
+/// models have instead.
 #[derive(Debug)]
 pub(crate) struct JointLinear(Vec<Linear>);
 
@@ -57,13 +57,13 @@ impl JointLinear {
         Ok(JointLinear(layers.collect::<Result<_>>()?))
     }
 
-    /// Computes all outputs side by side, `(…, Σ out)`, by one matmul.
+    /// Computes all outputs side by side, `(…, Σ out)`, in one matmul.
     pub(crate) fn forward_joint(&self, x: &Tensor) -> Result<Tensor> {
         let layers: Vec<&Linear> = self.0.iter().collect();
         Ok(joint_forward(x, &layers)?)
     }
 
-    /// Computes what [`forward_joint`](Self::forward_joint) does for rows of f32 in slices; returns `false` if it took
+    /// Computes [`forward_joint`](Self::forward_joint) for rows of f32 in slices; returns `false` if it needed
     /// operators on tensors.
     pub(crate) fn forward_rows(&self, x: &[f32], y: &mut [f32]) -> Result<bool> {
         let layers: Vec<&Linear> = self.0.iter().collect();
@@ -82,8 +82,8 @@ impl JointLinear {
         outputs.sum::<i64>().unsigned_abs() as usize
     }
 
-    /// Computes the outputs of these `widths` one by one, those of dense weights by libtorch's operator. A model
-    /// with one layer in place of several has them side by side in its output.
+    /// Computes the outputs of these `widths` one by one, with libtorch's operator for dense weights. If the model has
+    /// one joint layer, its output is split.
     pub(crate) fn forward_each<const N: usize>(
         &self,
         x: &Tensor,
@@ -95,8 +95,8 @@ impl JointLinear {
             each = joint.f_split_with_sizes(widths.as_slice(), -1)?;
         }
         each.try_into().map_err(|each: Vec<_>| {
-            let expected = format!("{N} (please report this)");
-            Error::option("the number of joint layers", each.len(), expected).into()
+            let count = each.len();
+            Error::internal(format!("{count} joint layers instead of {N}")).into()
         })
     }
 

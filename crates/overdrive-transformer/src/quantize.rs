@@ -25,7 +25,7 @@ pub struct QuantizeOptions {
 }
 
 impl QuantizeOptions {
-    /// Quantizes all linear layers of the blocks by `scheme`; the head stays dense.
+    /// Quantizes all linear layers of the blocks with `scheme`; the head stays dense.
     pub fn new(scheme: Scheme) -> Self {
         QuantizeOptions {
             scheme,
@@ -34,7 +34,7 @@ impl QuantizeOptions {
         }
     }
 
-    /// Quantizes the head by `scheme`, too, and the embedding if it is tied to the head.
+    /// Also quantizes the head with `scheme`, and the embedding if it is tied to the head.
     pub fn with_head(mut self, scheme: Scheme) -> Self {
         self.head = Some(scheme);
         self
@@ -67,8 +67,8 @@ impl QuantizeOptions {
 }
 
 impl CausalLm {
-    /// Quantizes the model in place, layer by layer: each dense weight is freed when its quantized form exists.
-    /// To load a checkpoint without ever having all of it in memory, see
+    /// Quantizes the model in place, layer by layer: each dense weight is freed as soon as it is quantized.
+    /// To load a checkpoint without holding all dense weights in memory, see
     /// [`LoadOptions::quantization`](crate::LoadOptions::quantization).
     ///
     /// # Errors
@@ -172,8 +172,8 @@ impl CausalLm {
         Ok(())
     }
 
-    /// Sets the dtype in which activations are multiplied with every quantized weight that has a choice:
-    /// [`Activations::Float`] keeps them as they are, at the cost of speed.
+    /// Sets the dtype of the activations in matrix products with quantized weights, where the scheme leaves a choice:
+    /// [`Activations::Float`] leaves them unquantized, at the cost of speed.
     ///
     /// # Errors
     /// [`Error::Nn`](crate::Error::Nn) where the scheme of a weight does not allow it, and while a graph needs the

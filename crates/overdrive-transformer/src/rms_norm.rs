@@ -168,7 +168,7 @@ fn normalised(x: &Tensor, weight: &Tensor, eps: f64, fused: bool) -> Result<Tens
 /// are fp32.
 fn composed(x: &Tensor, weight: &Tensor, eps: f64) -> Result<Tensor> {
     let width = weight.size()[0];
-    // One kernel on a GPU; on a CPU it decomposes into more passes than ours.
+    // One kernel on a GPU; on a CPU, it decomposes into more passes than the code below.
     if x.device() != Device::Cpu && x.kind() == weight.kind() {
         return Ok(x.f_rms_norm([width], Some(weight), eps)?);
     }

@@ -117,7 +117,7 @@ fn a_missing_shard_is_named_with_what_should_be_in_it() {
     let message = refusal(dir.path());
     assert!(
         message.ends_with(
-            "model-00002-of-00003.safetensors is missing, in which model.safetensors.index.json has 10 tensors; fetch it again"
+            "model-00002-of-00003.safetensors is missing, but model.safetensors.index.json lists 10 tensors in it; fetch it again"
         ),
         "{message}"
     );

@@ -16,7 +16,7 @@
 //! | [`nn`] | `nn` | the linear layer, dense or quantized, with a slot for adapters; embeddings |
 //! | [`transformer`] | `transformer` | Llama, Gemma and GPT-2 families from and to Hugging Face folders |
 //! | [`kv_cache`] | `kv-cache` | growing, static, sliding, quantized and paged key/value caches |
-//! | [`quantization`] | `quantization` | INT8, INT4, NF4, FP4, FP8 weights and their products; GGUF, GPTQ, AWQ |
+//! | [`quantization`] | `quantization` | INT8, INT4, NF4, FP4, FP8 weights and their matmuls; GGUF, GPTQ, AWQ |
 //! | [`lora`] | `lora` | LoRA, DoRA and QLoRA adapters in PEFT's format |
 //! | [`generation`] | `generation` | sampling, beams, speculation, constraints; continuous batching; chat |
 //! | [`jinja`] | `jinja` | Jinja templates with Python's values: chat templates, as jinja2 renders them |

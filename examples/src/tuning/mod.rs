@@ -1,5 +1,5 @@
-//! The trials of the example `tune`: short runs of the example `train`, each in its own process, so that its peak
-//! memory is its own.
+//! The trials of the example `tune`: short runs of the example `train`, each in a separate process, so that its peak
+//! memory can be measured.
 
 mod sizes;
 mod trial;

@@ -2,7 +2,7 @@ use std::str::FromStr;
 
 use overdrive::core::Error;
 
-/// A limit of memory in bytes, which is written as `800MB`, `6GiB` or a number of bytes.
+/// A memory limit in bytes, written as `800MB`, `6GiB` or a plain number.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct MemoryLimit(pub u64);
 

@@ -12,20 +12,20 @@ use overdrive::trainer::{
     TuneCandidate,
 };
 
-/// The most micro-batches of a step of a trial. Further ones cost what the second one costs, so that the speed of a
-/// whole step follows from two.
+/// The maximum number of micro-batches in a step of a trial. Each further micro-batch costs as much as the second, so
+/// the speed of a whole step follows from two.
 const MOST_ACCUMULATION: u64 = 2;
 
-/// The time between two looks at a trial, which takes seconds.
+/// The interval at which a running trial, which takes seconds, is polled.
 const POLL: Duration = Duration::from_millis(20);
 
-/// The trials: the program that trains, and the numbers of its steps.
+/// The program that trains, and the numbers of steps of its trials.
 #[derive(Debug)]
 pub struct Trials {
     program: PathBuf,
-    /// The number of measured steps of a trial.
+    /// The number of measured steps in a trial.
     pub steps: u64,
-    /// The number of steps before them, in which caches fill.
+    /// The number of warm-up steps before them, in which caches fill.
     pub warmup: u64,
 }
 
@@ -33,14 +33,14 @@ impl Trials {
     /// Finds the program `train` beside this one, as Cargo places examples.
     ///
     /// # Errors
-    /// An error with the command that builds it, if it is not there.
+    /// Returns an error that names the build command if the program does not exist.
     pub fn beside_this_program(steps: u64, warmup: u64) -> Result<Self> {
         let here = std::env::current_exe().context("this program has no path")?;
         let folder = here.parent().unwrap_or(Path::new("."));
         let program = folder.join(format!("train{}", std::env::consts::EXE_SUFFIX));
         if !program.is_file() {
             bail!(
-                "{} is not there; build it with `cargo build --release -p overdrive-examples --example train`, or run \
+                "{} does not exist; build it with `cargo build --release -p overdrive-examples --example train`, or run \
                  `cargo xtask tune`",
                 program.display()
             );
@@ -60,7 +60,7 @@ impl Trials {
     /// Trains for a few steps with the settings of `candidate`.
     ///
     /// # Errors
-    /// An error with the last lines of the run, if it fails for another reason than memory.
+    /// Returns an error with the last lines of the run if it fails for a reason other than memory.
     pub fn run(
         &self,
         arguments: &TrainingArguments,
@@ -78,7 +78,7 @@ impl Trials {
             let text = String::from_utf8_lossy(&output.stderr);
             let lines: Vec<&str> = text.lines().collect();
             let last = lines[lines.len().saturating_sub(5)..].join("\n");
-            bail!("a trial ended with {}:\n{last}", output.status);
+            bail!("a trial failed with {}:\n{last}", output.status);
         }
         let run = RunFolder::open(folder.path().join("run"))?;
         let records = read_metrics(run.metrics())?.records;
@@ -86,14 +86,16 @@ impl Trials {
         let measured = measure(&records, self.warmup, effective);
         let measured = measured.ok_or_else(|| {
             let found = records.len();
-            anyhow!("the trial has {found} steps, which are too few to measure; give more data or fewer steps")
+            anyhow!(
+                "the trial ran {found} steps, too few to measure; give more data or fewer steps"
+            )
         })?;
         Ok(TrialEnd::Measured(measured))
     }
 
-    /// Runs the program to its end, or to a signal that ends this one.
+    /// Runs the program until it ends or a signal interrupts the search.
     fn output(&self, config: &Path, folder: &Path) -> Result<Output> {
-        // Into files: nobody reads a pipe while this waits.
+        // To files, because nothing reads a pipe while this function waits.
         let (out, err) = (folder.join("stdout"), folder.join("stderr"));
         let mut command = Command::new(&self.program);
         command
@@ -114,7 +116,7 @@ impl Trials {
                 // It has nothing to save.
                 child.kill()?;
                 child.wait()?;
-                bail!("a signal has ended the search; the same command starts it again");
+                bail!("a signal interrupted the search; run the command again to restart it");
             }
             std::thread::sleep(POLL);
         };
@@ -125,7 +127,8 @@ impl Trials {
         })
     }
 
-    /// Returns the configuration of a trial: a few steps of at most two micro-batches, without anything between them.
+    /// Returns the configuration of a trial: a few steps of at most two micro-batches, without evaluation, snapshots or
+    /// logs in between.
     fn shortened(&self, arguments: &TrainingArguments, run: &Path) -> TrainingArguments {
         let accumulation = arguments.gradient_accumulation_steps.min(MOST_ACCUMULATION);
         TrainingArguments {

@@ -34,7 +34,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
                 };
                 let allowed = factor * tolerance(kind).max(1e-4);
                 Ok(
-                    Finding::judged(far <= allowed, "other logits than on the CPU")
+                    Finding::judged(far <= allowed, "the logits differ from the CPU's")
                         .with("output error", far)
                         .with("tolerance", allowed),
                 )
@@ -52,7 +52,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             let allowed = 4.0 * tolerance(kind).max(1e-4);
             Ok(Finding::judged(
                 far <= allowed,
-                "other logits than of each sequence alone on the CPU",
+                "the logits differ from those of each sequence alone on the CPU",
             )
             .with("output error", far)
             .with("tolerance", allowed))
@@ -137,11 +137,12 @@ fn changed(config: &LlamaConfig, kind: CacheImplementation, device: Device) -> R
     cache.truncate(PROMPT)?;
     let second = distance(&forward(&model, &next, cache.as_mut())?, &expected)?;
     let far = first.max(second);
-    Ok(
-        Finding::judged(far < 1e-4, "other logits than of the untouched cache")
-            .with("output error", far)
-            .with("tolerance", 1e-4),
+    Ok(Finding::judged(
+        far < 1e-4,
+        "the logits differ from those of the untouched cache",
     )
+    .with("output error", far)
+    .with("tolerance", 1e-4))
 }
 
 /// Returns the last logits of sequences that share one row over a paged cache.

@@ -118,9 +118,9 @@ fn measure(
     })
 }
 
-/// The variants of `gpu_decode.py`, with their names in the report and the most seconds of each.
+/// The variants of `gpu_decode.py`, with their names in the report and their time limits in seconds.
 const PEERS: [(&str, &str, u64); 2] = [("dynamic", "eager", 45), ("static", "compile", 90)];
-/// The time that is kept for our other rows, which took 30 s on an H200.
+/// The time reserved for our other rows, which took 30 s on an H200.
 const KEPT: Duration = Duration::from_secs(35);
 
 /// Measures the same model in transformers, each variant in one process.
@@ -168,7 +168,7 @@ fn transformers(
     Ok(())
 }
 
-/// Measures a model with so many streams and new tokens.
+/// Measures a model with the given numbers of streams and new tokens.
 type Work = fn(&CausalLm, usize, usize) -> Result<Finding>;
 
 /// A model in one scheme after another.
@@ -283,8 +283,8 @@ fn generated(model: &CausalLm, streams: usize, new: usize) -> Result<Finding> {
     Ok(figures(model, tokens, tokens / streams, seconds)?.with("prefill tokens/s", prefill))
 }
 
-/// Makes the logits as unequal as those of a trained model: the tokens with 95 % of the probability are tens, not a
-/// third of the vocabulary.
+/// Makes the logits as uneven as those of a trained model: tens of tokens, not a third of the vocabulary, have 95 % of
+/// the probability.
 fn sharpen(model: &CausalLm) -> Result<()> {
     let parameters = model.named_parameters();
     let norm = parameters

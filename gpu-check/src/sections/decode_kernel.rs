@@ -192,11 +192,12 @@ fn codes(context: &mut Context) -> Result<()> {
                 drop(off);
                 let far = distance(&found, &composed)?;
                 let allowed = 2.0 * tolerance(kind);
-                Ok(
-                    Finding::judged(far <= allowed, "another output than without the kernel")
-                        .with("output error", far)
-                        .with("tolerance", allowed),
+                Ok(Finding::judged(
+                    far <= allowed,
+                    "the output differs from the one without the kernel",
                 )
+                .with("output error", far)
+                .with("tolerance", allowed))
             })?;
         }
     }
@@ -297,7 +298,7 @@ fn replayed(device: Device) -> Result<Finding> {
         allowed = 1.0;
     }
     Ok(
-        Finding::judged(most <= allowed, "another output than on the CPU")
+        Finding::judged(most <= allowed, "the output differs from the CPU's")
             .with("output error, in tolerances", most),
     )
 }

@@ -38,13 +38,13 @@ const SMALL: Shape = Shape {
     batch: 2,
 };
 const RANK: i64 = 16;
-/// The free bytes that the weights need in bf16, before they are quantized one after another.
+/// The free bytes that the bf16 weights need before they are quantized one by one.
 const DENSE_BYTES: u64 = 18_000_000_000;
 /// The free bytes that a step without checkpoints needs on either side, by an estimate.
 const STEP_BYTES: u64 = 60_000_000_000;
-/// The most seconds of PEFT with bitsandbytes.
+/// The time limit in seconds of PEFT with bitsandbytes.
 const PEER: Duration = Duration::from_secs(60);
-/// The time that is kept for our variants.
+/// The time reserved for our variants.
 const KEPT: Duration = Duration::from_secs(12);
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
@@ -154,7 +154,7 @@ fn figures(tokens: f64, seconds: f64, peak_bytes: f64, loss: f64) -> Finding {
         .with("loss", loss)
 }
 
-/// Measures the same step by PEFT with the layers of bitsandbytes.
+/// Measures the same step with PEFT and the layers of bitsandbytes.
 fn peft(context: &mut Context, shape: Shape) -> Result<()> {
     let device = context.device();
     let limit = peer::time_for(context, PEER, KEPT);

@@ -68,11 +68,12 @@ fn replayed(device: Device) -> Result<Finding> {
     let other = Tensor::f_randn([256, 256], (Kind::Float, device))?;
     input.f_copy_(&other)?;
     let far = distance(graph.replay()?, &other.f_matmul(&other)?.f_tanh()?)?;
-    Ok(
-        Finding::judged(far < 1e-5, "another result than without the graph")
-            .with("output error", far)
-            .with("pool bytes", graph.pool_bytes() as f64),
+    Ok(Finding::judged(
+        far < 1e-5,
+        "the result differs from the one without the graph",
     )
+    .with("output error", far)
+    .with("pool bytes", graph.pool_bytes() as f64))
 }
 
 /// Compares the logits of single decode steps at positions on the device with those of the whole sequence.
@@ -88,11 +89,12 @@ fn stepwise(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding>
     }
     let far = distance(&Tensor::f_cat(&found, 1)?, &whole.f_narrow(1, 16, 8)?)?;
     let allowed = 4.0 * tolerance(kind);
-    Ok(
-        Finding::judged(far <= allowed, "other logits than of the whole sequence")
-            .with("output error", far)
-            .with("tolerance", allowed),
+    Ok(Finding::judged(
+        far <= allowed,
+        "the logits differ from those of the whole sequence",
     )
+    .with("output error", far)
+    .with("tolerance", allowed))
 }
 
 fn decoded(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> {
@@ -113,12 +115,13 @@ fn decoded(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> 
         most = if far.is_nan() { far } else { most.max(far) };
     }
     let allowed = 4.0 * tolerance(kind);
-    Ok(
-        Finding::judged(most <= allowed, "other logits than without the graph")
-            .with("output error", most)
-            .with("tolerance", allowed)
-            .with("pool bytes", graph.pool_bytes() as f64),
+    Ok(Finding::judged(
+        most <= allowed,
+        "the logits differ from those without the graph",
     )
+    .with("output error", most)
+    .with("tolerance", allowed)
+    .with("pool bytes", graph.pool_bytes() as f64))
 }
 
 /// Returns ids, the same each time.
@@ -182,13 +185,15 @@ fn served(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> {
     let equal = pairs().filter(|(a, b)| a == b).count() as f64 / pairs().count() as f64;
     // In bf16 the rounding of a batch of another size may decide between two tokens, and what follows is another text.
     let right = expected == found || kind == Kind::BFloat16 && equal > 0.5;
-    Ok(Finding::judged(right, "other tokens than without graphs")
-        .with("equal tokens", equal)
-        .with("steps", counts.steps as f64)
-        .with("replayed", counts.replayed_steps as f64)
-        .with("ahead", counts.steps_ahead as f64)
-        .with("graphs", counts.graphs as f64)
-        .with("graph bytes", counts.graph_bytes as f64))
+    Ok(
+        Finding::judged(right, "the tokens differ from those without graphs")
+            .with("equal tokens", equal)
+            .with("steps", counts.steps as f64)
+            .with("replayed", counts.replayed_steps as f64)
+            .with("ahead", counts.steps_ahead as f64)
+            .with("graphs", counts.graphs as f64)
+            .with("graph bytes", counts.graph_bytes as f64),
+    )
 }
 
 type Loss = Box<dyn FnMut(&[Tensor]) -> Result<DeviceLoss, WorkError>>;
@@ -237,12 +242,13 @@ fn trained(config: &LlamaConfig, device: Device) -> Result<Finding> {
         found = graph.step()?.mean_loss.f_double_value(&[])?;
     }
     let far = (found - expected).abs() / expected;
-    Ok(
-        Finding::judged(far < 1e-3, "another loss than without the graph")
-            .with("output error", far)
-            .with("tolerance", 1e-3)
-            .with("last loss", found),
+    Ok(Finding::judged(
+        far < 1e-3,
+        "the loss differs from the one without the graph",
     )
+    .with("output error", far)
+    .with("tolerance", 1e-3)
+    .with("last loss", found))
 }
 
 /// Captures work that reads the device, which must fail, and uses the device's memory afterwards.
@@ -257,7 +263,7 @@ fn after_failure(device: Device) -> Result<Finding> {
     let error = error.ok_or_else(|| anyhow!("work that reads the device was captured"))?;
     ensure!(
         matches!(error, Error::CannotCapture { .. }),
-        "another error: {error}"
+        "an unexpected error: {error}"
     );
     memory::empty_cache(device)?;
     let expected = input.f_to_device(Device::Cpu)?.f_square()?;
@@ -269,7 +275,7 @@ fn after_failure(device: Device) -> Result<Finding> {
     }
     let far = distance(&input.f_square()?, &expected)?;
     Ok(
-        Finding::judged(far < 1e-6, "another result than on the CPU")
+        Finding::judged(far < 1e-6, "the result differs from the CPU's")
             .noting(error.to_string())
             .with("output error", far),
     )

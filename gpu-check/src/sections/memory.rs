@@ -77,7 +77,10 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         let error = failed
             .err()
             .ok_or_else(|| anyhow!("the large batch fits"))?;
-        ensure!(is_out_of_memory(error.as_ref()), "another error: {error:#}");
+        ensure!(
+            is_out_of_memory(error.as_ref()),
+            "the error is not about memory: {error:#}"
+        );
         drop(taken);
         memory::empty_cache(device)?;
         trainer.fit(&model, &small, 1)?;
@@ -113,16 +116,16 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
 /// The memory around an allocation that fails.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Around {
-    /// The bytes that the first work has allocated and keeps, such as the workspace of a library.
+    /// The bytes that the first work allocated and keeps, such as the workspace of a library.
     pub kept_by_work: u64,
     /// The allocated bytes after that work.
     pub before: u64,
-    /// The allocated bytes after the failure and the same work again.
+    /// The allocated bytes after the failure and a repetition of the work.
     pub after: u64,
 }
 
 impl Around {
-    /// Requires that the failure keeps nothing.
+    /// Checks that the failure leaks nothing.
     pub fn judge(self) -> Finding {
         let reason = format!("{} bytes before and {} after", self.before, self.after);
         let finding = Finding::judged(self.after == self.before, reason);

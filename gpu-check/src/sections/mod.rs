@@ -1,4 +1,4 @@
-//! The sections. Those that show whether something is wrong come first, figures come last.
+//! The sections: correctness checks come first, figures last.
 //!
 //! A new section is a file here and an entry in [`SECTIONS`].
 
@@ -73,9 +73,9 @@ impl Target {
 /// The purpose of a section.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub enum Kind {
-    /// It shows whether something is wrong.
+    /// It checks correctness.
     Correctness,
-    /// It measures.
+    /// It measures figures.
     Figures,
 }
 
@@ -106,10 +106,10 @@ pub struct Section {
     run: fn(&mut Context) -> Result<()>,
 }
 
-/// The part of its time that a process keeps to report its last check.
+/// The share of its time that a process reserves to report its last check.
 pub const GRACE: Duration = Duration::from_secs(3);
 
-/// The limit of a section on a CPU: its sizes are for seconds, its processor may be slow.
+/// The limit of a section on a CPU: its sizes take seconds, but the processor may be slow.
 const CPU_LIMIT: Duration = Duration::from_secs(240);
 
 impl Section {
@@ -320,9 +320,9 @@ pub const MACHINERY: &[Section] = &[
     },
 ];
 
-/// Returns the time for the first of `sections`, for all of which `left` is there. On a GPU it is the section's limit, or
-/// less where the sections after it would not get their plans: the limits together are longer than a run. On a CPU it is
-/// the limit.
+/// Returns the time for the first of `sections`, when `left` remains for all of them. On a GPU this is the section's
+/// limit, or less if the following sections would not get their planned time, because the sum of the limits exceeds the
+/// time of a run. On a CPU it is the limit.
 pub fn share(sections: &[&Section], target: Target, left: Duration) -> Duration {
     let Some((first, later)) = sections.split_first() else {
         return Duration::ZERO;
@@ -339,8 +339,8 @@ pub fn share(sections: &[&Section], target: Target, left: Duration) -> Duration 
     limit.min(left.mul_f64(own.as_secs_f64() / (own + kept).as_secs_f64()))
 }
 
-/// Runs checks of what libtorch's operators compute, also where the kernels of overdrive-gpu are the default; the section
-/// `own_kernels` runs the same with those.
+/// Runs the checks with libtorch's operators even if the kernels of overdrive-gpu are the default; the section
+/// `own_kernels` runs the same checks with these kernels.
 fn composed(context: &mut Context, run: fn(&mut Context) -> Result<()>) -> Result<()> {
     let _off = kernels_set(Some(false));
     run(context)

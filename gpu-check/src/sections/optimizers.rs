@@ -130,7 +130,7 @@ fn steps(context: &mut Context, is_wanted: impl Fn(&str) -> bool) -> Result<()> 
                 let most = furthest(&there, &here)?;
                 let allowed = allowed(factor, kind);
                 Ok(
-                    Finding::judged(most <= allowed, "other updates than on the CPU")
+                    Finding::judged(most <= allowed, "the updates differ from the CPU's")
                         .with("output error", most)
                         .with("tolerance", allowed),
                 )
@@ -154,8 +154,8 @@ pub fn furthest(there: &[Tensor], here: &[Tensor]) -> Result<f64> {
     Ok(most)
 }
 
-/// Returns the largest distance that is right, of the updates: in bf16 a parameter is rounded in each step. It is never
-/// more than a sixth, beyond which a step with another rate, momentum or decay would pass.
+/// Returns the allowed distance between the updates: in bf16 a parameter is rounded in each step. It never exceeds a
+/// sixth, because a step with a different rate, momentum or decay would then pass.
 pub fn allowed(factor: f64, kind: Kind) -> f64 {
     (factor * 10.0 * tolerance(kind)).min(10.0 * tolerance(Kind::BFloat16))
 }
@@ -177,7 +177,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         let (there, here) = (there?, here?);
         let far = there.iter().zip(&here).map(|(a, b)| (a - b).abs() / b);
         let far = far.fold(0.0, f64::max);
-        Ok(Finding::judged(far < 1e-5, "other norms")
+        Ok(Finding::judged(far < 1e-5, "the norms differ")
             .with("output error", far)
             .with("tolerance", 1e-5))
     })?;
@@ -193,7 +193,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         });
         let [there, here] = averages;
         let far = distance(&there?, &here?)?;
-        Ok(Finding::judged(far < 1e-6, "other averages")
+        Ok(Finding::judged(far < 1e-6, "the averages differ")
             .with("output error", far)
             .with("tolerance", 1e-6))
     })
@@ -210,15 +210,15 @@ pub struct Inputs {
 }
 
 impl Inputs {
-    /// Gradients of full rank, of which Muon's iteration amplifies no rounding, and updates as large as the parameters,
-    /// which bf16 can hold.
+    /// Gradients of full rank, whose rounding Muon's iteration does not amplify, and updates as large as the
+    /// parameters, which bf16 can represent.
     pub const FULL_RANK: Self = Self {
         is_drawn: true,
         scale: 0.02,
         learning_rate: 0.1,
     };
-    /// Those of the report of 27 November 2026, in which two right implementations differ: gradients of rank 2, and
-    /// updates below the resolution of bf16.
+    /// The values of the report of 27 November 2026, for which two correct implementations differ: gradients of rank 2,
+    /// and updates below the resolution of bf16.
     pub const WAVES: Self = Self {
         is_drawn: false,
         scale: 1.0,

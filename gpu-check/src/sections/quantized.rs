@@ -26,7 +26,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             let there = there.dequantize(Kind::Float)?.f_to_device(Device::Cpu)?;
             let far = distance(&there, &here.dequantize(Kind::Float)?)?;
             // A quotient on the border of two codes may be rounded otherwise there.
-            Ok(Finding::judged(far < 1e-3, "other codes")
+            Ok(Finding::judged(far < 1e-3, "the codes differ")
                 .with("output error", far)
                 .with("tolerance", 1e-3))
         })?;

@@ -17,7 +17,7 @@ use crate::models::{model, prompts, tokens};
 use crate::timing::synchronize;
 use crate::training::Trainer;
 
-/// The most by which the reported tokens/s may differ from those of the time around the steps.
+/// The allowed deviation of the reported tokens/s from the rate computed from the time around the steps.
 const TOLERANCE: f64 = 0.1;
 
 /// Compares the rates of a [`StepRecorder`] with the time between two moments at which the device had finished. A host
@@ -73,7 +73,7 @@ pub(super) fn training(context: &mut Context, config: &LlamaConfig) -> Result<()
         let off = (last.tokens_per_second / rate - 1.0).abs();
         let right = records.len() == steps && off <= TOLERANCE && most <= 1.0;
         Ok(
-            Finding::judged(right, "other rates than those of the device")
+            Finding::judged(right, "the rates differ from those of the device")
                 .with("tokens/s", last.tokens_per_second)
                 .with("tokens/s around", rate)
                 .with("tolerance", TOLERANCE)
@@ -83,7 +83,8 @@ pub(super) fn training(context: &mut Context, config: &LlamaConfig) -> Result<()
     })
 }
 
-/// The times that the first prompt may take of a later one, after a warm-up, beside some kernels for its shape.
+/// The allowed ratio of the time of the first prompt after a warm-up to that of a later prompt, apart from the kernels
+/// for its shape.
 const TIMES: f64 = 5.0;
 /// The seconds that those kernels may take.
 const SPARE: f64 = 0.1;

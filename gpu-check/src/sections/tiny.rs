@@ -294,7 +294,7 @@ fn generation(context: &mut Context, config: &LlamaConfig) -> Result<()> {
         let here = generate(&model(config, Device::Cpu, Kind::Float)?, &prompts, &greedy)?;
         let right = there.sequences == here.sequences;
         let rate = there.timings.decode_tokens_per_second();
-        Ok(Finding::judged(right, "other tokens").with("tokens/s", rate))
+        Ok(Finding::judged(right, "the tokens differ").with("tokens/s", rate))
     })?;
     let sampled = GenerationConfig {
         do_sample: true,
@@ -356,7 +356,7 @@ fn generation(context: &mut Context, config: &LlamaConfig) -> Result<()> {
             together.push(completions.first().map(|done| done.tokens.clone()));
         }
         let alone: Vec<_> = alone.into_iter().map(Some).collect();
-        Ok(Finding::judged(together == alone, "other tokens"))
+        Ok(Finding::judged(together == alone, "the tokens differ"))
     })
 }
 
@@ -407,7 +407,7 @@ fn save(context: &mut Context, config: &LlamaConfig) -> Result<()> {
         };
         let right = (resumed - expected).abs() <= allowed;
         Ok(
-            Finding::judged(right, "another loss than without the pause")
+            Finding::judged(right, "the loss differs from the one without the pause")
                 .with("last loss", resumed)
                 .with("loss without the pause", expected),
         )
@@ -426,6 +426,6 @@ fn save(context: &mut Context, config: &LlamaConfig) -> Result<()> {
             .iter()
             .zip(loaded.named_parameters())
             .all(|((_, a), (_, b))| a == &b);
-        Ok(Finding::judged(same, "other weights"))
+        Ok(Finding::judged(same, "the weights differ"))
     })
 }

@@ -21,8 +21,8 @@ const FIXED_BYTES: f64 = 22e9;
 /// logits of 128,256 classes in bf16 and f32 with their gradients.
 const SEQUENCE_BYTES: f64 = 7.4e9;
 
-/// Returns the batch of the step for a GPU with so many free bytes: a power of two, 8 at most. Both sides take it, so it
-/// is for the one that needs more memory.
+/// Returns the batch size of the step for a GPU with this many free bytes: a power of two, at most 8. Both sides use
+/// it, so it is chosen for the side that needs more memory.
 pub fn batch_for(free_bytes: u64) -> i64 {
     // A tenth is for fragments and work spaces.
     let fits = (free_bytes as f64 * 0.9 - FIXED_BYTES) / SEQUENCE_BYTES;
@@ -163,8 +163,8 @@ fn figures(
         .with("loss", loss))
 }
 
-/// The variants of `gpu_step.py`, the most telling first, with the most seconds of each: on an H200 compiling took 55 s,
-/// Liger 28 and eager 12.
+/// The variants of `gpu_step.py`, the most important first, with their time limits in seconds: on an H200 compiling
+/// took 55 s, Liger 28 and eager 12.
 const VARIANTS: [(&str, u64); 5] = [
     ("eager", 30),
     ("compile", 90),
@@ -172,7 +172,7 @@ const VARIANTS: [(&str, u64); 5] = [
     ("adamw-8bit", 35),
     ("flash-attn", 30),
 ];
-/// The time that is kept for our variants, which took 6 s on an H200.
+/// The time reserved for our variants, which took 6 s on an H200.
 const KEPT: Duration = Duration::from_secs(12);
 
 /// Measures the same step in PyTorch, one variant a process.

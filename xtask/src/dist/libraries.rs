@@ -70,11 +70,11 @@ pub(crate) fn check(made: &Path, programs: &[Program], torch: &Libtorch) -> Resu
     Ok(())
 }
 
-const IN_ONE_FOLDER: &str = "Unset LIBTORCH and LIBTORCH_USE_PYTORCH, so that `cargo xtask setup` takes a \
+const IN_ONE_FOLDER: &str = "Unset LIBTORCH and LIBTORCH_USE_PYTORCH, so that `cargo xtask setup` uses a \
                              libtorch that has all its libraries in one folder.";
 
-const RUN_PATH: &str = "Let the program's build script call overdrive_build::link() before it passes other \
-                        linker arguments on: the run path has to begin with $ORIGIN/lib.";
+const RUN_PATH: &str = "Call overdrive_build::link() in the program's build script before it passes other \
+                        linker arguments: the run path must begin with $ORIGIN/lib.";
 
 /// Parses the list of the loader, one `name => path (address)` per line.
 fn judge(program: &str, list: &str, made: &Path, outside: &Path) -> Result<()> {
@@ -86,10 +86,13 @@ fn judge(program: &str, list: &str, made: &Path, outside: &Path) -> Result<()> {
         let (problem, remedy) = if path == "not found" {
             ("is not found by".to_owned(), IN_ONE_FOLDER)
         } else if Path::new(path).starts_with(outside) {
-            let problem = format!("is in {}, and not in the folder, for", outside.display());
+            let problem = format!(
+                "is loaded from {} instead of the folder by",
+                outside.display()
+            );
             (problem, RUN_PATH)
         } else if made.join("lib").join(library).exists() && !Path::new(path).starts_with(made) {
-            let problem = format!("is taken from {path}, although it is in the folder, by");
+            let problem = format!("is loaded from {path}, although the folder contains it, by");
             (problem, RUN_PATH)
         } else {
             continue;

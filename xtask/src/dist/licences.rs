@@ -89,7 +89,7 @@ fn metadata(host: &str, features: Option<&str>) -> Result<Value> {
 fn linked(metadata: &Value, tree: &str) -> Result<BTreeSet<Crate>> {
     let missing = |line: &str| {
         Failure::new(format!(
-            "the output of cargo tree and cargo metadata has an unknown form: {line:?}"
+            "the output of cargo tree and cargo metadata has an unknown format: {line:?}"
         ))
     };
     let packages = metadata["packages"].as_array().into_iter().flatten();
@@ -203,9 +203,12 @@ fn written(crates: &BTreeSet<Crate>, texts: &[Vec<String>]) -> String {
                 let text = if text.is_empty() {
                     "ask its authors".to_owned()
                 } else {
-                    format!("that of the licence is {text}")
+                    format!("the licence is in {text}")
                 };
-                format!(" (the crate holds no text; {text}; {})", one.repository)
+                format!(
+                    " (the crate contains no licence text; {text}; {})",
+                    one.repository
+                )
             } else {
                 String::new()
             }
@@ -285,7 +288,7 @@ mod tests {
         assert!(out.contains("\na 1.0.0, b 1.0.0\n"), "{out}");
         assert!(
             out.contains(
-                "c 1.0.0: MIT (the crate holds no text; that of the licence is LICENSE-MIT; https://example.org)"
+                "c 1.0.0: MIT (the crate contains no licence text; the licence is in LICENSE-MIT; https://example.org)"
             ),
             "{out}"
         );
@@ -308,7 +311,9 @@ mod tests {
             ),
             "{out}"
         );
-        assert!(out.contains("b 1.0.0: ISC (the crate holds no text; ask its authors; )"));
+        assert!(
+            out.contains("b 1.0.0: ISC (the crate contains no licence text; ask its authors; )")
+        );
         assert!(every_one_has_a_licence(&crates).is_ok());
         let text = every_one_has_a_licence(&BTreeSet::from([one("d", "")])).unwrap_err();
         assert!(text.to_string().contains("no licence: d"), "{text}");

@@ -123,18 +123,18 @@ impl Manifest {
             _ => "no Rust, no Python, no compiler".to_owned(),
         };
         let cuda = if self.cuda {
-            "The libraries in `lib/` are those with CUDA: a GPU is used where the machine has a driver for it.\n"
+            "The libraries in `lib/` are built with CUDA: a GPU is used if the machine has a driver for it.\n"
         } else {
             &CUDA_OF_PYTORCH.replace("VERSION", &self.libtorch)
         };
         format!(
             "# Overdrive {}\n\nTraining and serving with libtorch {}, {} on {}, {}.\n\n\
-             Needs: {system}.\n\nThe folder can lie anywhere: each program finds `lib/` beside itself. Every \
+             Needs: {system}.\n\nThe folder can be put anywhere: each program finds `lib/` beside itself. Every \
              program has `--help`.\n\n| program | what it does |\n|---|---|\n{list}\n\
              `./train --data my-text/ --out runs/mine` trains; `./launch --nproc 2 train …` does so with two \
-             processes.\n\n## GPUs\n\n{cuda}\n## Is it whole?\n\n```sh\nsha256sum --check --quiet {SUMS}\n```\n\n\
-             `{MANIFEST}` holds the same with sizes, and what was built from which commit. Licences: `LICENSE` \
-             (Overdrive), `licences/` (what it is linked with).\n",
+             processes.\n\n## GPUs\n\n{cuda}\n## Verifying the files\n\n```sh\nsha256sum --check --quiet {SUMS}\n```\n\n\
+             `{MANIFEST}` lists the same checksums with sizes, the versions and the commit. Licences: `LICENSE` \
+             (Overdrive), `licences/` (the libraries and crates that it is linked with).\n",
             env!("CARGO_PKG_VERSION"),
             self.libtorch,
             std::env::consts::ARCH,
@@ -145,15 +145,15 @@ impl Manifest {
 }
 
 const CUDA_OF_PYTORCH: &str = "\
-The libraries in `lib/` are those for CPUs. The same programs use a GPU on the libraries of a PyTorch VERSION with
-CUDA, which are looked at before `lib/`:
+The libraries in `lib/` are built for CPUs. The same programs use a GPU with the libraries of an installed PyTorch
+VERSION with CUDA, which take precedence over `lib/`:
 
 ```sh
 export LD_LIBRARY_PATH=$(python3 -c 'import os, torch; print(os.path.join(os.path.dirname(torch.__file__), \"lib\"))')
 ./train --data my-text/
 ```
 
-`OVERDRIVE_NO_CUDA=1` leaves CUDA out again.
+`OVERDRIVE_NO_CUDA=1` turns CUDA off again.
 ";
 
 impl Needs {

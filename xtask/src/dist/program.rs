@@ -31,7 +31,7 @@ pub(crate) fn of_kind(messages: &str, kind: &str) -> Result<Vec<Program>> {
     let mut programs: Vec<Program> = lines.filter_map(|line| of_message(line, kind)).collect();
     programs.sort_by(|a, b| a.file.cmp(&b.file));
     if programs.is_empty() {
-        return Err(Failure::new(format!("cargo has built no {kind}")));
+        return Err(Failure::new(format!("cargo built no {kind}")));
     }
     Ok(programs)
 }
@@ -80,7 +80,7 @@ impl Program {
             ))),
             Err(error) => {
                 eprintln!(
-                    "note: there is no `strip` here ({error}); {} keeps its symbols",
+                    "note: `strip` is not available ({error}); {} keeps its symbols",
                     self.file
                 );
                 copy(&self.built, to)

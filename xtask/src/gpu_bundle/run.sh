@@ -15,12 +15,12 @@ import sys
 try:
     version = importlib.metadata.version("torch")
 except importlib.metadata.PackageNotFoundError:
-    sys.exit("this Python has no torch; OVERDRIVE_PYTHON names another one")
+    sys.exit("this Python has no torch; set OVERDRIVE_PYTHON to another interpreter")
 if not version.startswith("2.11."):
-    sys.exit(f"this Python has torch {version}; the program needs 2.11; OVERDRIVE_PYTHON names another Python")
+    sys.exit(f"this Python has torch {version}; the program needs 2.11; set OVERDRIVE_PYTHON to another interpreter")
 torch = os.path.dirname(os.path.realpath(importlib.util.find_spec("torch").origin))
 folders = [os.path.join(torch, "lib")]
-# CUDA's libraries are packages of their own.
+# CUDA's libraries are in separate packages.
 nvidia = importlib.util.find_spec("nvidia")
 for root in nvidia.submodule_search_locations if nvidia else []:
     folders += sorted(glob.glob(os.path.join(os.path.realpath(root), "*", "lib")))
@@ -28,7 +28,7 @@ print(":".join(folders))
 PYTHON
 )
 
-# Python itself is started with the path as it was.
+# Python itself is started with the original path.
 export OVERDRIVE_OUTER_LIBRARY_PATH="${LD_LIBRARY_PATH-}"
 export LD_LIBRARY_PATH="$libraries${LD_LIBRARY_PATH:+:$LD_LIBRARY_PATH}"
 OVERDRIVE_COMMIT=$(cat "$here/commit")

@@ -22,7 +22,7 @@ pub(super) fn fetch(
 ) -> Result<Found> {
     let cache = cache::dir(environment).ok_or_else(|| {
         Failure::new("there is no cache folder: neither XDG_CACHE_HOME nor HOME is set")
-            .remedy("Set XDG_CACHE_HOME to a folder that you may write.")
+            .remedy("Set XDG_CACHE_HOME to a writable folder.")
     })?;
     let target = cache::libtorch_dir(environment, release, variant)
         .ok_or_else(|| Failure::new("there is no cache folder"))?;
@@ -111,8 +111,8 @@ fn fetch_archives(
         match archive::fetch(&url, downloads) {
             Ok(file) => {
                 eprintln!(
-                    "note: no hash is known for this archive; it is checked by TLS, by its own \
-                     checksums and by its version"
+                    "note: no hash is published for this archive; it is checked by TLS, its own \
+                     checksums and its version"
                 );
                 return Ok(vec![file]);
             }
@@ -134,7 +134,7 @@ fn fetch_archives(
                 return Err(Failure::new(format!("libtorch could not be fetched:{list}")).remedy(
                     format!(
                         "Solve one of these problems and run the command again (it resumes where it \
-                         stopped); or set LIBTORCH to a libtorch {version}, or LIBTORCH_USE_PYTORCH=1 where \
+                         stopped), or set LIBTORCH to a libtorch {version}, or LIBTORCH_USE_PYTORCH=1 if \
                          Python has PyTorch {version}.",
                     ),
                 ));

@@ -60,13 +60,13 @@ fn assemble(
             .map(|path| format!("\n  - {}", path.display()))
             .collect();
         return Err(Failure::new(format!(
-            "the fetched files are not a complete libtorch {version}: it says version {}, and lacks \
-             {} files{names}",
+            "the fetched files are not a complete libtorch {version}: their version is {}, and \
+             {} files are missing{names}",
             libtorch.version.as_deref().unwrap_or("unknown"),
             missing.len(),
         ))
         .remedy(format!(
-            "Set LIBTORCH to a libtorch {version} that you have, and report this."
+            "Set LIBTORCH to an installed libtorch {version}, and report this."
         )));
     }
     let manifest = manifest::of(made)?;

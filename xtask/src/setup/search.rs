@@ -42,8 +42,8 @@ pub(super) fn existing(
             }));
         }
         eprintln!(
-            "warning: the libtorch that was chosen earlier, {}, is no longer usable; going on \
-             without it",
+            "warning: the libtorch that was chosen earlier, {}, is no longer usable and is \
+             ignored",
             record.libtorch.display()
         );
     }

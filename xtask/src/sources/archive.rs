@@ -62,7 +62,7 @@ pub(crate) fn fetch(url: &str, downloads: &Path) -> Result<PathBuf, SourceError>
             }
             Outcome::Unavailable(reason) => return Err(SourceError::Unavailable(reason)),
             Outcome::BrokeOff(reason) => {
-                eprintln!("  the download broke off ({reason}); resuming where it stopped");
+                eprintln!("  the download was interrupted ({reason}); resuming where it stopped");
                 last = reason;
             }
             Outcome::NotResumable => {
@@ -75,7 +75,7 @@ pub(crate) fn fetch(url: &str, downloads: &Path) -> Result<PathBuf, SourceError>
         std::thread::sleep(Duration::from_secs(u64::from(attempt - 1)));
     }
     Err(SourceError::Unavailable(format!(
-        "the download broke off {ATTEMPTS} times, last: {last}"
+        "the download was interrupted {ATTEMPTS} times; the last time: {last}"
     )))
 }
 
@@ -139,15 +139,15 @@ fn outcome(code: Option<i32>, status: &str) -> Outcome {
     let unavailable = |reason: &str| Outcome::Unavailable(reason.to_owned());
     match code {
         Some(0) => Outcome::Complete,
-        Some(5) => unavailable("the name of the proxy is not known"),
-        Some(6) => unavailable("the name of the server is not known; is the network there?"),
+        Some(5) => unavailable("the proxy's host name cannot be resolved"),
+        Some(6) => unavailable("the server's host name cannot be resolved; is the network up?"),
         Some(7) => unavailable("the server cannot be reached"),
         // 416: there is nothing after the part. (Recent curl takes the part for the complete file and exits
         // with 0; unpacking shows whether it is.)
         Some(22) if status == "416" => Outcome::NotResumable,
         Some(22) => Outcome::Unavailable(format!("the server answered {status}")),
         Some(33 | 36) => Outcome::NotResumable,
-        Some(35 | 60) => unavailable("no secure connection to the server could be made"),
+        Some(35 | 60) => unavailable("a TLS connection to the server could not be established"),
         // Before there was a status, no server had answered.
         Some(28) if status == "000" => unavailable("the server did not answer in time"),
         Some(code) => Outcome::BrokeOff(format!("curl ended with {code}")),

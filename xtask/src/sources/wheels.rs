@@ -52,7 +52,7 @@ pub(crate) fn plan(
         ],
         _ => {
             return Err(Failure::new(format!(
-                "no wheels are known of {release}; set LIBTORCH to one"
+                "no wheels are known for {release}; set LIBTORCH to an installed one"
             )));
         }
     };
@@ -159,7 +159,7 @@ pub(crate) fn fetch(
         let file = into.join(wheel.file);
         if !file.is_file() {
             return Err(SourceError::Unavailable(format!(
-                "pip found {} but downloaded another file than {}",
+                "pip found {} but downloaded a different file than {}",
                 wheel.requirement(),
                 wheel.file
             )));
@@ -248,15 +248,15 @@ fn refusal(said: &[String], python: &Path) -> SourceError {
     ];
     if unreachable.iter().any(|word| all.contains(word)) {
         return SourceError::Unavailable(
-            "pip did not reach its package index; is the network there, and is pip's proxy or \
+            "pip could not reach its package index; is the network up, and is pip's proxy or \
              index set (`pip config list`)?"
                 .to_owned(),
         );
     }
     if all.contains("(from versions: none)") {
         return SourceError::Unavailable(
-            "pip's package index lists no such package; is it the right index, and does it \
-             answer (`pip config list`, `pip download` with -v)?"
+            "pip's package index does not list this package; is it the right index, and does it \
+             respond (`pip config list`, `pip download -v`)?"
                 .to_owned(),
         );
     }

@@ -63,11 +63,11 @@ async fn main() -> anyhow::Result<()> {
         Response::CompletionDone(_) => {}
         Response::CompletionModelError(message, _) => bail!(message),
         Response::ValidationError(error) | Response::InternalError(error) => bail!("{error}"),
-        _ => bail!("an answer of another kind"),
+        _ => bail!("an answer of an unexpected kind"),
     }
     let calls = calls.lock().expect("the notes");
     if calls.len() != steps + 2 {
-        bail!("{} tokens in place of {}", calls.len(), steps + 2);
+        bail!("{} tokens instead of {}", calls.len(), steps + 2);
     }
     let mut seconds: Vec<f64> = calls[..=steps]
         .windows(2)

@@ -1,8 +1,8 @@
 //! The backward pass: gradients of queries, keys and values.
 //!
-//! One task has a key head to itself (or, where those are fewer than the threads, a share of its
-//! queries and sums of its own, added up in order afterwards): nothing is summed by two threads, and
-//! no score is computed twice.
+//! Each task processes one key head or, if there are fewer heads than threads, a share of its queries with
+//! separate sums that are added in order afterwards. So no two threads add to the same sum, and no score is
+//! computed twice.
 
 use std::f64::consts::LOG2_E;
 
@@ -20,7 +20,7 @@ pub(crate) struct BackwardInputs<'a, E: Accumulate> {
     pub(crate) gradient: View<'a, E>,
     /// The output.
     pub(crate) output: View<'a, E>,
-    /// The log-sum-exp, one number a row.
+    /// The log-sum-exp, one value for each row.
     pub(crate) logsumexp: View<'a, E::Acc>,
     /// The gradient of the log-sum-exp, if that was used.
     pub(crate) logsumexp_gradient: Option<View<'a, E::Acc>>,
@@ -60,7 +60,7 @@ impl Plan {
             .unwrap_or(0);
         let tasks = sequences.len() * problem.kv_heads;
         let workers = threads::workers();
-        // Split by queries, whose gradients do not overlap; each split pays with sums of all keys.
+        // Splits the queries, whose gradients do not overlap; each split needs sums for all keys.
         let splits = match tasks {
             0 => 1,
             count if count < 2 * workers => (2 * workers)
@@ -87,8 +87,8 @@ impl Plan {
         self.keys * (self.key_width + self.value_width)
     }
 
-    /// Returns the size of a task: queries and output gradients twice (by row and by column), two or three score tiles,
-    /// query gradients, converted keys and values, two elements a row.
+    /// Returns the workspace of a task: queries and output gradients twice (by row and by column), two or three score
+    /// tiles, query gradients, converted keys and values, two elements for each row.
     pub(super) fn task(&self) -> usize {
         let tiles = if self.softcap { 3 } else { 2 };
         ROWS * (3 * self.key_width + 2 * self.value_width + 2)
@@ -122,7 +122,7 @@ pub(crate) fn backward<E: Accumulate>(
         });
         return;
     }
-    // Sums of their own for each split, added in order afterwards: so a run repeats bit for bit.
+    // Separate sums for each split, added in order afterwards, so that results are reproducible bit for bit.
     let (all, workspace) = workspace.split_at_mut(plan.tasks * plan.splits * plan.sums());
     let shared = SharedSlice::new(all);
     threads::for_each_task(
@@ -158,8 +158,8 @@ pub(crate) fn backward<E: Accumulate>(
     });
 }
 
-/// Goes through every `splits`-th block of queries of one key head: writes their gradients, and leaves those of keys
-/// and values in `sums`.
+/// Processes every `splits`-th block of queries of one key head: writes their gradients, and adds those of keys and
+/// values to `sums`.
 fn sweep<E: Accumulate>(
     problem: &AttentionInputs<'_, E>,
     plan: &Plan,
@@ -224,7 +224,7 @@ impl<'s, R: Real> Workspace<'s, R> {
         let (gradients, scratch) = scratch.split_at_mut(ROWS * value_width);
         let (scores, scratch) = scratch.split_at_mut(ROWS * KEYS);
         let (score_gradients, scratch) = scratch.split_at_mut(ROWS * KEYS);
-        // Without a softcap there is no derivative to keep.
+        // Without a softcap there is no derivative to store.
         let capped = if plan.softcap { ROWS * KEYS } else { 0 };
         let (derivatives, scratch) = scratch.split_at_mut(capped);
         let (keys, scratch) = scratch.split_at_mut(KEYS * key_width);
@@ -272,17 +272,17 @@ impl<'s, R: Real> Workspace<'s, R> {
             self.gradients,
             self.value_width,
         );
-        // The queries by row carry the scale alone: dK has no log2(e).
+        // The queries by row include only the scale: dK has no log2(e).
         self.query_sums.fill(R::ZERO);
         // A row that sees no key, and the lanes past the last row, have weights of zero.
         self.logsumexp.fill(R::INFINITY);
         self.delta.fill(R::ZERO);
         for row in 0..block.rows {
             let logsumexp = block.query_row(&inputs.logsumexp, row, 1)[0];
-            // False for NaN, which then passes on into the gradients.
+            // False for NaN, which then propagates to the gradients.
             let sees_none = logsumexp <= R::LOWEST;
             if !sees_none {
-                // Callers have the natural logarithm; scores here are in units of log2.
+                // Callers pass natural logarithms; scores here are in units of log2.
                 self.logsumexp[row] = logsumexp * R::of(LOG2_E);
             }
             let output = block.query_row(&inputs.output, row, value_dim);
@@ -321,7 +321,7 @@ impl<'s, R: Real> Workspace<'s, R> {
         if problem.rules.softcap.is_some() {
             multiply(set, gradients, self.derivatives);
         }
-        // Only now: the gradients of the scores need the weights before dropout, dV those after it.
+        // Applied only now: the gradients of the scores need the weights before dropout, dV those after it.
         adjustment.drop_weights(scores, start);
 
         // dV += weightsᵀ · dO, dK += dSᵀ · Q, dQ += dS · K.
@@ -371,8 +371,8 @@ impl<'s, R: Real> Workspace<'s, R> {
         matmul(set, &mut to_queries);
     }
 
-    /// Leaves the weights of a block of keys in `scores` and the gradients of its scores, as they are
-    /// after the softcap, in `score_gradients`.
+    /// Computes the weights of a block of keys in `scores`, and the gradients of its scores after the softcap in
+    /// `score_gradients`.
     pub(super) fn score_gradients<E: Accumulate<Acc = R>>(
         &mut self,
         block: &RowBlock<'_, '_, E>,
@@ -442,7 +442,7 @@ impl<'s, R: Real> Workspace<'s, R> {
             let to = unsafe { outputs.query.row_mut(sequence.batch, head, at, dim) };
             let column = self.query_sums[row..].iter().step_by(block.lanes);
             for (to, from) in to.iter_mut().zip(column) {
-                // The keys carry no scale, so dQ gets it here; dK has it from the queries by row.
+                // The keys do not include the scale, so dQ gets it here; dK has it from the queries by row.
                 *to = E::from_acc(*from * scale);
             }
         }

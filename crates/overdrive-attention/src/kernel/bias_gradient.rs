@@ -1,8 +1,8 @@
-//! The gradient of an additive bias, which may be one for many heads, batches, queries or keys.
+//! The gradient of an additive bias, which many heads, batches, queries or keys may share.
 //!
-//! It is a pass of its own with two of the five matmuls: each task has the rows of the bias to itself and
-//! goes through all heads that share them, so that nothing is summed by two threads and nothing of
-//! the size of the scores is held, other than the bias where it has that size.
+//! It is a separate pass with two of the five matmuls. Each task processes its own rows of the bias for all
+//! heads that share them, so no two threads add to the same sum, and nothing of the size of the scores is
+//! stored, except for a bias of that size.
 
 use overdrive_kernels::{Accumulate, SharedSlice, threads};
 
@@ -10,12 +10,12 @@ use super::backward::{BackwardInputs, Plan, Workspace};
 use super::block::{ROWS, RowBlock};
 use super::inputs::AttentionInputs;
 
-/// The division of the work by the shape of the bias, in which a size of 1 stands for all.
+/// The division of the work by the shape of the bias, in which a size of 1 means all.
 struct BiasTasks {
     batches: usize,
     /// The number of heads: 1, or the number of key heads.
     heads: usize,
-    /// The number of chunks of queries; 1 where all queries share a row.
+    /// The number of chunks of queries; 1 if all queries share a row.
     chunks: usize,
     /// The number of queries in a chunk.
     queries: usize,
@@ -29,7 +29,7 @@ impl BiasTasks {
             .map(|s| s.queries)
             .max()
             .unwrap_or(0);
-        // A row of the bias that all queries share is one sum, which a single task must make.
+        // A row of the bias that all queries share is one sum, which a single task must compute.
         let queries = match shape[2] {
             1 => most.max(1),
             _ => (ROWS / problem.group()).max(1),
@@ -75,7 +75,7 @@ pub(crate) fn bias_gradient<E: Accumulate>(
             1 => 0..problem.kv_heads,
             _ => head..head + 1,
         };
-        // No sums of keys and values: this pass stops at the gradients of the scores.
+        // No sums for keys and values: this pass stops at the gradients of the scores.
         let mut work = Workspace::new(&plan, scratch, &mut [], &mut []);
         for (index, sequence) in problem.sequences.iter().enumerate() {
             if division.batches > 1 && sequence.batch != batch {
@@ -123,12 +123,12 @@ fn add_block<E: Accumulate>(
     }
 }
 
-/// Returns the strides of a contiguous tensor, 0 where the size is 1.
+/// Returns the strides of a contiguous tensor, 0 for dimensions of size 1.
 fn strides(shape: [usize; 4]) -> [usize; 4] {
     let mut strides = [0; 4];
     let mut stride = 1;
     for (size, to) in shape.iter().zip(&mut strides).rev() {
-        // With stride 0 all entries of a broadcast dimension add to the same element.
+        // With stride 0, all entries of a broadcast dimension add to the same element.
         *to = if *size == 1 { 0 } else { stride };
         stride *= size;
     }

@@ -23,7 +23,7 @@ pub(super) struct RowBlock<'p, 'a, E: Accumulate> {
     pub(super) kv_head: usize,
     pub(super) first: usize,
     pub(super) rows: usize,
-    /// `rows`, filled up to whole vectors.
+    /// `rows`, rounded up to whole vectors.
     pub(super) lanes: usize,
 }
 
@@ -39,7 +39,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         RowBlock::within(problem, index, kv_head, first, end)
     }
 
-    /// Returns a block that ends at row `end` at the latest.
+    /// Creates a block that ends at or before row `end`.
     pub(super) fn within(
         problem: &'p AttentionInputs<'a, E>,
         index: usize,
@@ -56,7 +56,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
             kv_head,
             first,
             rows,
-            // Whole vectors, so that no kernel has a masked or scalar tail over rows.
+            // Whole vectors, so that no kernel needs a masked or scalar tail over rows.
             lanes: rows.next_multiple_of(problem.set.lanes::<E::Acc>()),
         }
     }
@@ -89,7 +89,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         factor: E::Acc,
         to: &mut [E::Acc],
     ) {
-        // Lanes without a row are computed with the others; zeros keep them finite.
+        // Lanes without a row are computed as well; zeros keep them finite.
         if self.rows < self.lanes {
             to[..dim * self.lanes].fill(E::Acc::ZERO);
         }
@@ -121,11 +121,11 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         }
     }
 
-    /// Returns the factor on queries that leaves in a product what [`scores::Adjustment::scores`] expects.
+    /// Returns the factor of the queries with which a product is what [`scores::Adjustment::scores`] expects.
     pub(super) fn query_factor(&self) -> E::Acc {
         let rules = &self.problem.rules;
         E::Acc::of(match rules.softcap {
-            // Exponentials to base 2 need scores times log2(e): folded into the queries it costs nothing.
+            // Exponentials to base 2 need scores times log2(e), which costs nothing if folded into the queries.
             None => rules.scale * std::f64::consts::LOG2_E,
             // tanh takes the score over the cap; the cap and log2(e) are multiplied in after it.
             Some(cap) => rules.scale / cap,
@@ -135,7 +135,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
     /// Returns the keys that some row sees, as at most two ranges in order: sink tokens, then the window.
     pub(super) fn spans(&self) -> [(usize, usize); 2] {
         let rules = &self.problem.rules;
-        // Both limits rise with the query: the first row sees the earliest key, the last row the latest.
+        // Both limits increase with the query: the first row sees the earliest key, the last row the latest.
         let (start, _) = visible(rules, &self.sequence, self.query_and_head(0).0);
         let (_, end) = visible(rules, &self.sequence, self.query_and_head(self.rows - 1).0);
         // Sink tokens that the window covers must not be visited twice.
@@ -151,7 +151,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
     ) -> impl Iterator<Item = (usize, usize)> + use<E> {
         self.spans().into_iter().flat_map(move |(start, end)| {
             let (start, end) = (start.max(from), end.min(to));
-            // The same bounds whatever the other rows see, so that they do not change the order of a row's sums.
+            // The bounds do not depend on what the other rows see, so the order of a row's sums does not either.
             let first = if start < end {
                 start / KEYS * KEYS
             } else {
@@ -178,8 +178,8 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         }
     }
 
-    /// Returns the number of keys that are evenly spaced between multiples of it: those of a block of a pool, if the keys
-    /// are in a pool.
+    /// Returns the number of keys that are evenly spaced between multiples of it: those of a block of a pool, if the
+    /// keys are in a pool.
     pub(super) fn run_length(&self) -> usize {
         self.problem
             .pages
@@ -219,7 +219,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
     fn row_keys(&self, dropout: &dropout::Dropout) -> dropout::RowKeys {
         let ids = (0..self.rows).map(|row| {
             let (query, head) = self.query_and_head(row);
-            // The head in the upper half and the query in the lower: no two rows have the same id.
+            // The head is in the upper half and the query in the lower, so that no two rows have the same id.
             let lane = (self.sequence.batch * self.problem.heads + head) as u64;
             (lane << 32) + (self.sequence.query_start + query) as u64
         });
@@ -229,7 +229,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
 
 /// Returns the keys (or values) `start..start + count` of the block's head: in place if they need no
 /// conversion and, with `whole_vectors`, fill whole vectors; else copied into `scratch` with rows of
-/// `width`, filled up with zeros.
+/// `width`, padded with zeros.
 pub(super) fn key_rows<'s, E: Accumulate>(
     block: &RowBlock<'_, 's, E>,
     view: &View<'s, E>,

@@ -1,10 +1,10 @@
-//! Dropout by a counter: the dropped weights depend on the seed and the position alone, so that the backward
-//! pass drops the same ones without a stored mask.
+//! Counter-based dropout: the dropped weights depend only on the seed and the position, so the backward pass
+//! drops the same weights without a stored mask.
 
 use overdrive_core::random::random_u64;
 use overdrive_kernels::Real;
 
-/// The stream of random numbers that dropout of attention draws from.
+/// The stream of random numbers for the dropout of attention.
 //
 // The letters "drop".
 const DROPOUT_STREAM: u32 = 0x6472_6f70;
@@ -23,7 +23,7 @@ pub(crate) struct Dropout {
 pub(super) struct RowKeys {
     first: [u32; super::block::ROWS],
     second: [u32; super::block::ROWS],
-    /// The bound below which a weight's word drops it.
+    /// The bound below which a weight's word drops the weight.
     threshold: u32,
     survivor: f64,
 }
@@ -62,7 +62,7 @@ impl RowKeys {
             // Long sequences wrap around at 2^32 keys.
             // The odd factor, about 2^32 over the golden ratio, is one-to-one on words and spreads neighbouring
             // keys over all bits.
-            #[allow(clippy::cast_possible_truncation, reason = "as said")]
+            #[allow(clippy::cast_possible_truncation, reason = "the counter wraps around")]
             let counter = ((start + key) as u32).wrapping_mul(0x9e37_79b1);
             for ((x, &first), &second) in row.iter_mut().zip(&self.first).zip(&self.second) {
                 // Two rounds of multiply and shift, Wellons' `lowbias32`, with a row's word before each. Not Philox,

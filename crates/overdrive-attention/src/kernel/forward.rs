@@ -13,14 +13,15 @@ use super::scores::softmax;
 //
 // Four rows fill a quarter of the sixteen f32 lanes of AVX-512; as columns they would waste the others.
 const FEW_ROWS: usize = 4;
-/// The largest number of rows for which keys of a pool are multiplied block by block rather than copied together.
+/// The largest number of rows for which keys of a pool are multiplied block by block instead of gathered.
 const FEW_LANES: usize = 16;
-/// The least number of keys in a split, where the keys of few queries are split among threads.
+/// The minimum number of keys in a split, if the keys of few queries are split among threads.
 //
-// Each split adds a merge of its sums, whose cost several blocks of keys have to carry.
+// Each split adds a merge of its sums, so it should have several blocks of keys.
 const SPLIT_KEYS: usize = 512;
 
-/// The number of products below which waking another thread takes longer than it saves: some microseconds of one.
+/// The number of multiplications below which waking another thread takes longer than it saves, a few microseconds of
+/// one thread.
 const MIN_PARALLEL_PRODUCTS: usize = 64 << 10;
 
 /// The outputs of the forward pass.
@@ -58,8 +59,8 @@ impl Plan {
             most_keys = most_keys.max(sequence.keys);
             scores += rows * problem.kv_heads * sequence.keys;
             for kv_head in 0..problem.kv_heads {
-                // From the last: under a causal mask the longest come first and the threads end
-                // together.
+                // From the last block on, so that under a causal mask the longest come first and the
+                // threads finish together.
                 let firsts = (0..rows.div_ceil(ROWS)).rev().map(|block| block * ROWS);
                 tasks.extend(firsts.map(|first| Task {
                     sequence: index,
@@ -73,7 +74,7 @@ impl Plan {
             0 => 1,
             // The number of tasks depends on the other sequences.
             _ if is_batch_invariant() => 1,
-            // Two splits for each thread, so that one slow split does not hold up all.
+            // Two splits for each thread, so that one slow split does not delay all threads.
             count if count < workers * 2 => (workers * 2)
                 .div_ceil(count)
                 .min(most_keys / SPLIT_KEYS)
@@ -103,8 +104,8 @@ impl Sizes {
         }
     }
 
-    /// Returns the size of a task: queries, scores, sums, rows of the result, converted keys and values, three elements a
-    /// row.
+    /// Returns the workspace of a task: queries, scores, sums, rows of the result, converted keys and values, three
+    /// elements for each row.
     fn task(&self) -> usize {
         let rows = ROWS * (self.key_width + KEYS + 2 * self.value_width + 3);
         rows + KEYS * (self.key_width + self.value_width)
@@ -170,13 +171,13 @@ pub(crate) fn forward<E: Accumulate>(
         // SAFETY: one split each.
         let to = unsafe { shared.range_mut(index * sizes.split()..(index + 1) * sizes.split()) };
         let (rows, maxima, sums) = sizes.split_mut(to);
-        // Copied out, because the next task of this thread takes over its workspace.
+        // Copied out, because the next task of this thread reuses its workspace.
         let held = block.rows * sizes.value_width;
         rows[..held].copy_from_slice(&work.rows[..held]);
         maxima.copy_from_slice(work.maxima);
         sums.copy_from_slice(work.sums);
     });
-    // In the order of the splits, so that a run repeats bit for bit.
+    // In the order of the splits, so that results are reproducible bit for bit.
     threads::for_each_task(count, true, workspace, |task, _| {
         let block = block(&plan.tasks[task]);
         let len = plan.splits * sizes.split();
@@ -234,14 +235,14 @@ impl<'s, R: Real> Workspace<'s, R> {
             maxima,
             sums,
             factors,
-            // The dot products of few rows add in another order than the matmul of more.
+            // The dot products for few rows add in a different order than the matmul for more.
             few: block.rows <= FEW_ROWS && !is_batch_invariant(),
             key_width: sizes.key_width,
             value_width: sizes.value_width,
         }
     }
 
-    /// Computes the online softmax over the keys `from..to` that the block sees: leaves `rows`, `maxima`, `sums`.
+    /// Computes the online softmax over the keys `from..to` that the block sees, in `rows`, `maxima` and `sums`.
     fn sweep<E: Accumulate<Acc = R>>(
         &mut self,
         block: &RowBlock<'_, '_, E>,
@@ -262,10 +263,10 @@ impl<'s, R: Real> Workspace<'s, R> {
         } else {
             block.pack_columns(&problem.query, key_dim, factor, self.queries);
         }
-        // Finite, because a row that has seen no key yet would compute inf - inf.
+        // Finite, because a row that has not seen a key yet would compute inf - inf.
         self.maxima.fill(R::LOWEST);
         self.sums.fill(R::ZERO);
-        // Not all of the workspace, which would take as long as the attention of one token.
+        // Clears only part of the workspace; all of it would take as long as the attention of one token.
         if self.few {
             self.rows[..block.rows * self.value_width].fill(R::ZERO);
         } else {
@@ -302,8 +303,8 @@ impl<'s, R: Real> Workspace<'s, R> {
         }
     }
 
-    /// Returns the runs of keys (or values) of one matmul each: where a matmul has few queries, copying
-    /// keys of a pool together would cost as much as the matmul, and each block is read in place.
+    /// Returns the runs of keys (or values) of one matmul each. For few queries, gathering the keys of a pool
+    /// would cost as much as the matmul, so each block is read in place.
     fn key_runs<E: Accumulate<Acc = R>>(
         &self,
         block: &RowBlock<'_, '_, E>,
@@ -469,7 +470,7 @@ fn merge<E: Accumulate>(
     }
 }
 
-/// Joins the sink logits, divides by the sums and writes the rows out.
+/// Adds the sink logits, divides by the sums and writes the rows to the output.
 fn finish<E: Accumulate>(
     block: &RowBlock<'_, '_, E>,
     sizes: &Sizes,
@@ -489,7 +490,7 @@ fn finish<E: Accumulate>(
             sum = sum * factor + (sink - new).exp2();
             maximum = new;
         }
-        // A query that sees no key: its result is zero, not 0/0.
+        // The result of a query that sees no key is zero instead of 0/0.
         let empty = sum == E::Acc::ZERO;
         let inverse = if empty { E::Acc::ZERO } else { factor / sum };
         let at = sequence.query_start + query;

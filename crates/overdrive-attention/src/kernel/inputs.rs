@@ -26,7 +26,7 @@ impl<'a, E> View<'a, E> {
     }
 }
 
-/// As [`View`], of an output that threads write to, each to rows of its own.
+/// A [`View`] of an output to which threads write, each to its own rows.
 #[derive(Debug)]
 pub(crate) struct ViewMut<'a, E> {
     shared: SharedSlice<'a, E>,
@@ -46,7 +46,7 @@ impl<'a, E> ViewMut<'a, E> {
     }
 
     /// # Safety
-    /// No other thread has this row.
+    /// No other thread accesses this row.
     #[allow(clippy::mut_from_ref, reason = "as `SharedSlice::range_mut`")]
     pub(super) unsafe fn row_mut(
         &self,
@@ -77,7 +77,7 @@ pub(crate) struct Sequence {
 }
 
 /// The positions of keys and values in the blocks of a pool: key `k` of sequence `n` is row `k % block_size` of
-/// block `tables[n][k / block_size]`, which takes the place of the batch in their views.
+/// block `tables[n][k / block_size]`; the block is the batch index in their views.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Pages<'a> {
     /// The block table of each sequence.
@@ -122,7 +122,7 @@ pub(crate) struct Rules<'a, R> {
     /// The number of keys at the beginning that `left` does not hide.
     pub(crate) sink_tokens: usize,
     pub(crate) slopes: Option<Slopes<'a, R>>,
-    /// A logit of each head that joins the softmax without a value.
+    /// A logit for each head that takes part in the softmax without a value.
     pub(crate) sinks: Option<&'a [R]>,
     pub(crate) bias: Option<Bias<'a, R>>,
     pub(crate) dropout: Option<Dropout>,
@@ -161,7 +161,7 @@ pub(super) fn visible<R>(
     index: usize,
 ) -> (usize, usize) {
     let position = position(rules, sequence, index);
-    // A window wider than any sequence may not overflow.
+    // A window wider than any sequence must not overflow.
     let wide = |limit: usize| {
         i64::try_from(limit)
             .unwrap_or(i64::MAX / 4)
@@ -179,7 +179,7 @@ pub(super) fn visible<R>(
 /// Returns the position of query `index` among the keys.
 pub(super) fn position<R>(rules: &Rules<'_, R>, sequence: &Sequence, index: usize) -> i64 {
     let signed = |n: usize| i64::try_from(n).unwrap_or(i64::MAX / 4);
-    // With fewer queries than keys the queries are the last ones, as in decoding.
+    // With fewer queries than keys, the queries belong to the last keys, as in decoding.
     let offset = match rules.bottom_right {
         true => signed(sequence.keys) - signed(sequence.queries),
         false => 0,

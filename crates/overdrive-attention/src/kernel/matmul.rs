@@ -1,21 +1,21 @@
 //! Matmuls of small matrices: `C = start(C) + A · B`.
 #![allow(
     unsafe_code,
-    reason = "the innermost loop reads and writes by pointer, in bounds that are checked once"
+    reason = "the innermost loop reads and writes through pointers, within bounds that are checked once"
 )]
 
 use overdrive_kernels::{Real, Simd, Vector, vectorized};
 
-/// The content of `C` before `A · B` is added.
+/// The value of `C` before `A · B` is added.
 #[derive(Debug, Clone, Copy)]
 pub(super) enum Start<'a, R> {
-    /// The zeros.
+    /// Zeros.
     Zero,
-    /// The values that it holds.
+    /// The current values.
     Add,
-    /// The values that it holds, each column times a factor.
+    /// The current values, each column times a factor.
     ScaleColumns(&'a [R]),
-    /// The values that it holds, each row times a factor.
+    /// The current values, each row times a factor.
     ScaleRows(&'a [R]),
 }
 
@@ -27,7 +27,7 @@ pub(super) struct Matmul<'a, R> {
     pub(super) n: usize,
     pub(super) k: usize,
     pub(super) a: &'a [R],
-    /// The distance of the rows of `A`, or of its columns where `a_by_columns`.
+    /// The distance between the rows of `A`, or between its columns if `a_by_columns`.
     pub(super) lda: usize,
     /// If `true`, the columns of `A` are contiguous rather than its rows.
     pub(super) a_by_columns: bool,
@@ -38,11 +38,11 @@ pub(super) struct Matmul<'a, R> {
     pub(super) start: Start<'a, R>,
 }
 
-/// A matmul whose matrices fit its sizes; only [`Matmul::checked`] makes one.
+/// A matmul whose matrices fit its sizes; created only by [`Matmul::checked`].
 struct Checked<'p, 'a, R>(&'p mut Matmul<'a, R>);
 
 impl<'a, R> Matmul<'a, R> {
-    /// Checks everything that the tiles rely on when they leave slices for pointers.
+    /// Checks everything that the tiles rely on when they access elements through pointers.
     #[inline(always)]
     fn checked(&mut self) -> Checked<'_, 'a, R> {
         let reach = |rows: usize, distance: usize, width: usize| match rows {
@@ -70,7 +70,7 @@ vectorized! {
     pub(super) fn matmul<S: Simd, R: Real>(s: S, p: &mut Matmul<'_, R>) {
         // There are no masked stores: callers pad the columns of `B` and `C` to whole vectors.
         assert!(p.n.is_multiple_of(R::Vector::<S>::LEN));
-        // A constant of the loops below, so that the innermost one has no branch on the layout of `A`.
+        // A constant in the loops below, so that the innermost loop has no branch on the layout of `A`.
         let by_columns = p.a_by_columns;
         let p = p.checked();
         if by_columns {
@@ -129,7 +129,7 @@ fn panel<V: Vector, const WIDTH: usize, const BY_COLUMNS: bool>(
     }
 }
 
-/// Computes `HEIGHT` rows by `WIDTH` vectors of `C`, in registers while the sum over `k` runs.
+/// Computes `HEIGHT` rows by `WIDTH` vectors of `C`, held in registers during the sum over `k`.
 #[inline(always)]
 fn tile<V: Vector, const HEIGHT: usize, const WIDTH: usize, const BY_COLUMNS: bool>(
     s: V::Token,
@@ -199,7 +199,7 @@ fn tile<V: Vector, const HEIGHT: usize, const WIDTH: usize, const BY_COLUMNS: bo
     }
 }
 
-/// The rows of equal distance in a slice.
+/// Rows at equal distances in a slice.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rows<'a, R> {
     pub(super) data: &'a [R],
@@ -215,8 +215,8 @@ impl<'a, R> Rows<'a, R> {
 }
 
 vectorized! {
-    /// Returns `tile[key · lanes + row] = keys[key] · rows[row]`, for so few rows that they would leave the
-    /// lanes of [`matmul`] empty: the vectors lie along the head dimension instead.
+    /// Computes `tile[key · lanes + row] = keys[key] · rows[row]` for few rows, which would leave lanes of
+    /// [`matmul`] empty; the vectors run along the head dimension instead.
     pub(super) fn dot_products<S: Simd, R: Real>(
         s: S,
         tile: &mut [R],
@@ -234,7 +234,8 @@ vectorized! {
     }
 }
 
-/// Returns the dot product of two rows, in two partial sums: one would wait for itself.
+/// Returns the dot product of two rows, in two partial sums, since one would be a single chain of dependent
+/// additions.
 #[inline(always)]
 fn dot<V: Vector>(s: V::Token, a: &[V::Scalar], b: &[V::Scalar]) -> V::Scalar {
     let (mut even, mut odd) = (V::splat(s, V::Scalar::ZERO), V::splat(s, V::Scalar::ZERO));
@@ -249,7 +250,7 @@ fn dot<V: Vector>(s: V::Token, a: &[V::Scalar], b: &[V::Scalar]) -> V::Scalar {
         (a, b) = (&a[V::LEN..], &b[V::LEN..]);
     }
     let mut sum = even.add(odd).sum();
-    // Element by element: after the last one comes another row, not padding.
+    // Element by element, since another row follows the last element instead of padding.
     for (a, b) in a.iter().zip(b) {
         sum += *a * *b;
     }

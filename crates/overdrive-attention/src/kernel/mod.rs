@@ -1,11 +1,11 @@
 //! The blockwise kernel on plain slices: online softmax forward, recomputing backward, O(T) memory.
 //!
-//! A block of up to 64 queries lies across vector lanes, one query a lane, so that the softmax over
-//! keys is a column of plain vector operations without a reduction across lanes, and keys and values
-//! are read in place, broadcast one element at a time: only the queries are repacked.
-//! All five matmuls of forward and backward are one micro-kernel ([`matmul`](matmul::matmul)).
+//! A block of up to 64 queries is laid out across vector lanes, one query in each lane. So the softmax over
+//! keys consists of plain vector operations without a reduction across lanes, and keys and values are read
+//! in place, broadcast one element at a time: only the queries are repacked.
+//! All five matmuls of forward and backward use one micro-kernel ([`matmul`](matmul::matmul)).
 //!
-//! The order of additions depends only on the inputs and the number of threads: results repeat
+//! The order of additions depends only on the inputs and the number of threads, so results are reproducible
 //! bit for bit.
 //!
 //! Method: Dao 2023, FlashAttention-2, <https://arxiv.org/abs/2307.08691>.

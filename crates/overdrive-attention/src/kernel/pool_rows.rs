@@ -9,8 +9,8 @@ use crate::Result;
 /// Copies row `t` of head `h` of `rows` to row `slots[t] % block_size` of head `h` of block
 /// `slots[t] / block_size` of `pool (blocks, heads, block_size, dim)`, contiguous and on the CPU.
 ///
-/// The caller has checked that every slot is in the pool and no tensor but `pool` shares its memory
-/// with `rows`.
+/// The caller has checked that every slot is in the pool, and that `pool` does not share memory with
+/// `rows`.
 pub(crate) fn write_rows<E: raw::Element>(
     rows: &View<'_, E>,
     pool: &Tensor,

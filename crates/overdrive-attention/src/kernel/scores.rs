@@ -20,7 +20,7 @@ pub(super) struct Adjustment<'p, E: Accumulate> {
     pub(super) rows: usize,
     /// The query and head of each row.
     pub(super) queries_and_heads: [(usize, usize); ROWS],
-    /// The first key that each row sees, sink tokens aside.
+    /// The first key that each row sees, except for sink tokens.
     pub(super) starts: [usize; ROWS],
     /// The key after the last one that each row sees.
     pub(super) ends: [usize; ROWS],
@@ -31,9 +31,9 @@ pub(super) struct Adjustment<'p, E: Accumulate> {
 }
 
 impl<E: Accumulate> Adjustment<'_, E> {
-    /// Turns the products of a tile, whose queries carry `RowBlock::query_factor`, into scores.
+    /// Converts the products of a tile, whose queries include `RowBlock::query_factor`, to scores.
     ///
-    /// With a softcap, `derivative` takes its derivative at each score.
+    /// With a softcap, `derivative` receives its derivative at each score.
     pub(super) fn scores(
         &self,
         tile: &mut [E::Acc],
@@ -50,7 +50,7 @@ impl<E: Accumulate> Adjustment<'_, E> {
         if let Some(bias) = &self.rules.bias {
             self.bias(bias, tile, start);
         }
-        // Most tiles of a causal block lie below the diagonal and need no mask.
+        // Most tiles of a causal block are below the diagonal and need no mask.
         if !self.sees_all(start, tile.len() / self.lanes) {
             self.mask(tile, start);
         }
@@ -58,7 +58,7 @@ impl<E: Accumulate> Adjustment<'_, E> {
 
     /// Returns `true` if every row sees every key of `start..start + count`.
     fn sees_all(&self, start: usize, count: usize) -> bool {
-        // Starts and ends rise with the query, so first and last row bound them.
+        // Starts and ends increase with the query, so the first and last row bound them.
         let (end, window) = (self.ends[0], self.starts[self.rows - 1]);
         end >= start + count && (window <= start || start + count <= self.rules.sink_tokens)
     }
@@ -74,7 +74,7 @@ impl<E: Accumulate> Adjustment<'_, E> {
         for row in 0..self.rows {
             (from[row], to[row]) = (relative(self.starts[row]), relative(self.ends[row]));
         }
-        // Counted from the tile, as the keys of the tile are.
+        // Relative to the tile, as its keys are.
         let sinks = self.rules.sink_tokens.saturating_sub(start);
         hide(self.set, tile, self.lanes, &from, &to, sinks);
     }
@@ -84,14 +84,14 @@ impl<E: Accumulate> Adjustment<'_, E> {
         for row in 0..self.rows {
             // Subtracted as integers: a position beyond 2^24 is not exact in f32.
             positions[row] = E::Acc::of((self.positions[row] - start as i64) as f64);
-            // In units of log2 as the scores are, and negative because distance lowers a score.
+            // In units of log2, as the scores are, and negative because distance lowers a score.
             slopes[row] = self.slopes[row] * E::Acc::of(-LOG2_E);
         }
         slope(self.set, tile, self.lanes, &positions, &slopes);
     }
 
     fn bias(&self, bias: &Bias<'_, E::Acc>, tile: &mut [E::Acc], start: usize) {
-        // Not in vectors: neighbours in a tile are queries, whose biases lie a row of memory apart.
+        // Not vectorized: neighbours in a tile are queries, whose biases are a row apart in memory.
         let [by_batch, by_head, by_query, by_key] = bias.strides;
         let log2_e = E::Acc::of(LOG2_E);
         for row in 0..self.rows {
@@ -110,7 +110,7 @@ impl<E: Accumulate> Adjustment<'_, E> {
         }
     }
 
-    /// Drops weights of `tile` and scales the others up, the same ones whenever it is called.
+    /// Drops weights of `tile` and scales up the others; every call drops the same weights.
     pub(super) fn drop_weights(&self, tile: &mut [E::Acc], start: usize) {
         if let Some(keys) = &self.dropout {
             drop_out(self.set, tile, self.lanes, start, keys);
@@ -148,12 +148,12 @@ vectorized! {
     }
 }
 
-/// Returns tanh, from `2^x` where it is bent and from its series near zero, where that would cancel.
+/// Returns tanh, computed from `2^x` and, near zero, where that would cancel, from its series.
 #[inline(always)]
 fn tanh<V: Vector>(s: V::Token, x: V) -> V {
     let splat = |value: f64| V::splat(s, V::Scalar::of(value));
     let one = splat(1.0);
-    // tanh(20) is 1 in either precision; NaN passes.
+    // tanh(20) is 1 in either precision; NaN passes through.
     let bounded = splat(-20.0).max(splat(20.0).min(x));
     let power = bounded.mul(splat(2.0 * LOG2_E)).exp2();
     let bent = power.sub(one).div(power.add(one));
@@ -198,7 +198,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// Hides the keys outside `from..to` of each row; the first `sinks` only where they are past `to`.
+    /// Hides the keys outside `from..to` of each row, but the first `sinks` keys only if they are past `to`.
     fn hide<S: Simd, R: Real>(
         s: S,
         tile: &mut [R],
@@ -226,7 +226,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// Applies dropout; the compiler makes the vectors.
+    /// Applies dropout; the compiler vectorizes the loop.
     fn drop_out<S: Simd, R: Real>(
         _s: S,
         tile: &mut [R],
@@ -250,10 +250,10 @@ vectorized! {
         factors: &mut [R],
     ) {
         assert!(tile.len() <= KEYS * lanes);
-        // One vector of rows at a time, over all keys: maximum and sum stay in registers.
+        // One vector of rows at a time over all keys, so that maximum and sum stay in registers.
         for at in (0..lanes).step_by(R::Vector::<S>::LEN) {
             let before = R::Vector::<S>::load(s, &maxima[at..]);
-            // In two chains, because each comparison waits for the one before it.
+            // Two chains, because each comparison depends on the previous one.
             let (mut even, mut odd) = (before, before);
             let mut pairs = tile.chunks_exact(2 * lanes);
             for pair in pairs.by_ref() {
@@ -265,7 +265,7 @@ vectorized! {
                 even = even.max(R::Vector::<S>::load(s, &last[at..]));
             }
             let maximum = even.max(odd);
-            // 1 for a row that has seen no key yet: its maximum stays the lowest finite number, its sum 0.
+            // 1 for a row that has not seen a key yet: its maximum stays the lowest finite number, its sum 0.
             let factor = before.sub(maximum).exp2();
             let mut sum = R::Vector::<S>::load(s, &sums[at..]).mul(factor);
             for row in tile.chunks_exact_mut(lanes) {

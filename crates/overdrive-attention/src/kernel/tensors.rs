@@ -6,12 +6,12 @@ use tch::{Device, Kind, Tensor};
 use super::inputs::{View, ViewMut};
 use crate::Result;
 
-/// The elements of a CPU tensor of four dimensions, with the strides to find them, not copied unless
-/// the last dimension has gaps.
+/// The elements and strides of a CPU tensor of four dimensions, copied only if the last dimension has
+/// gaps.
 #[derive(Debug)]
 pub(crate) struct Strided {
     flat: Tensor,
-    /// The strides of the four dimensions; 0 where the size is 1.
+    /// The strides of the four dimensions; 0 for dimensions of size 1.
     pub(crate) strides: [usize; 4],
 }
 
@@ -24,7 +24,7 @@ impl Strided {
             .zip(&strides)
             .map(|(size, stride)| (size - 1).max(0) * stride)
             .sum();
-        // Up to the last element and no further: libtorch refuses a view that leaves the storage.
+        // Only up to the last element: libtorch refuses a view beyond the storage.
         let len = if tensor.numel() == 0 { 0 } else { reach + 1 };
         let mut found = [0; 4];
         for ((to, size), stride) in found.iter_mut().zip(&sizes).zip(&strides) {
@@ -68,12 +68,12 @@ impl Strided {
     }
 }
 
-/// A new contiguous tensor, to which nobody else has a handle yet.
+/// A new contiguous tensor without other handles.
 #[derive(Debug)]
 pub(crate) struct Fresh(Tensor);
 
 impl Fresh {
-    /// Returns an uninitialised tensor.
+    /// Returns an uninitialized tensor.
     pub(crate) fn empty(shape: &[i64], kind: Kind) -> Result<Fresh> {
         Ok(Fresh(Tensor::f_empty(shape, (kind, Device::Cpu))?))
     }

@@ -245,7 +245,7 @@ fn what_does_not_describe_the_pack_is_refused_by_name() {
     );
     assert_eq!(
         message(PackedLengths::new(&of(&[0, 2]), &of(&[0, 5, 6]))),
-        "cu_seqlens_k: describes 2 sequences, but cu_seqlens_q 1"
+        "cu_seqlens_k: describes 2 sequences, but cu_seqlens_q describes 1"
     );
     assert_eq!(
         message(PackedLengths::new(
@@ -260,7 +260,7 @@ fn what_does_not_describe_the_pack_is_refused_by_name() {
     let error = attention_varlen(&pack, &short, &pack, &lengths, &options).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "`key` has shape [6, 2, 8]; it must be [7, heads, dim], the length of the pack first"
+        "`key` has shape [6, 2, 8]; it must be [7, heads, dim], with the length of the pack first"
     );
     let mask = Tensor::ones([7, 7], (Kind::Bool, CPU));
     let options = AttentionOptions {
@@ -275,7 +275,7 @@ fn what_does_not_describe_the_pack_is_refused_by_name() {
     let error = merge(&[pack], &[], Layout::Bhtd).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "merging 1 outputs with 0 log-sum-exps; give at least one, and as many of each"
+        "cannot merge 1 outputs and 0 log-sum-exps; pass at least one output, and one log-sum-exp for each"
     );
 }
 

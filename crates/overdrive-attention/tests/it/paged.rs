@@ -274,7 +274,7 @@ fn tables_and_lengths_that_do_not_fit_are_named() {
     };
     assert_eq!(
         of(&[vec![0], vec![1]], &[1, 1], &[3]),
-        "key_lengths: 1 of them for 2 block tables"
+        "key_lengths: has 1 entries for 2 block tables"
     );
     assert_eq!(
         of(&[vec![0]], &[3], &[3]),

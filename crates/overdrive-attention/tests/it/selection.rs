@@ -125,7 +125,7 @@ fn explain_names_the_one_that_runs_and_what_stands_against_the_others() {
     assert_eq!(explanation.backend, None);
     assert_eq!(
         explanation.reason,
-        "flash was asked for and cannot run this"
+        "flash was requested but cannot run this attention"
     );
 }
 
@@ -164,7 +164,7 @@ fn shapes_that_do_not_fit_are_named_in_the_callers_layout() {
     );
     assert_eq!(
         text(&x, &zeros(&[2, 3, 6, 8]), &x, Layout::Bhtd),
-        "`key` has shape [2, 3, 6, 8]; it must be a number of heads that divides the 4 of the query"
+        "`key` has shape [2, 3, 6, 8]; it must be a tensor whose number of heads divides the 4 of the query"
     );
     assert_eq!(
         text(&x, &zeros(&[2, 9, 6, 7]), &x, Layout::Bthd),
@@ -176,7 +176,7 @@ fn shapes_that_do_not_fit_are_named_in_the_callers_layout() {
     );
     assert_eq!(
         text(&x, &x.to_kind(Kind::Double), &x, Layout::Bhtd),
-        "`key` is Double; it must be Float as the query"
+        "`key` is Double; it must be Float, as the query is"
     );
     let integers = x.to_kind(Kind::Int64);
     assert_eq!(
@@ -219,7 +219,7 @@ fn options_out_of_range_are_named_with_what_they_may_be() {
             ..AttentionOptions::default()
         }),
         "`window.right` is Some(2) with causal; it must be Some(0) or None under a causal mask, which \
-         hides what comes after"
+         hides later keys"
     );
     let mask = zeros(&[5, 9]);
     assert_eq!(

@@ -369,7 +369,7 @@ fn backward_of_any_kind_stays_on_the_thread_of_a_scope() {
             Ok(None)
         })
         .unwrap();
-        // As an accumulator and data parallel training call it, which know no scope.
+        // As an accumulator and data parallel training call it, which do not know the scope.
         y.sum(Kind::Float).f_backward().unwrap();
         receive.recv().unwrap()
     };

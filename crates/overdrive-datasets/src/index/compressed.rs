@@ -129,7 +129,7 @@ impl Read for Frames<'_> {
                 if let (Some(expected), Some(found)) = sums
                     && expected != found
                 {
-                    return Err(std::io::Error::other("it does not have its checksum"));
+                    return Err(std::io::Error::other("its checksum is wrong"));
                 }
                 self.frame = None;
             }
@@ -147,7 +147,7 @@ impl Read for Frames<'_> {
     }
 }
 
-/// The blocks of a compressed file, of which each can be unpacked alone.
+/// The blocks of a compressed file, each of which can be unpacked alone.
 #[derive(Debug)]
 pub(crate) struct Blocks {
     compression: Compression,
@@ -399,7 +399,8 @@ pub(crate) fn unpack_to_temporary_file(
     let unpacked =
         std::io::copy(&mut reader, &mut file).map_err(CommonError::io("unpack", path))?;
     if unpacked > expected {
-        let problem = format!("it unpacks to more than the {expected} bytes of its headers");
+        let problem =
+            format!("it unpacks to more than the {expected} bytes that its headers declare");
         return Err(Error::invalid_file(path, problem));
     }
     Ok(file)

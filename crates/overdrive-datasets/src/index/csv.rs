@@ -18,7 +18,7 @@ pub(crate) struct CsvScan {
     pub(crate) delimiter: u8,
     /// The quote; `None` makes quotes ordinary characters.
     pub(crate) quote: Option<u8>,
-    /// The most bytes of a row, with the line ends after it.
+    /// The maximum size of a row in bytes, including the line ends after it.
     pub(crate) max_row_bytes: u64,
 }
 
@@ -91,7 +91,7 @@ impl Scan for CsvScan {
                 row_start = row;
                 sink(row as u64)?;
             }
-            // At once, and not at the end of a file of which a quote makes one row.
+            // Checked at once, because an unclosed quote turns the rest of the file into one row.
             self.check_row(path, data, row_start..range.end)
         })?;
         Ok(data.len() as u64)

@@ -151,13 +151,15 @@ impl Header {
             .get(..HEADER_BYTES)
             .ok_or_else(|| damaged("it is shorter than a header"))?;
         if bytes[..8] != MAGIC {
-            return Err(damaged("it does not start as an index does"));
+            return Err(damaged(
+                "it does not begin with the magic bytes of an index",
+            ));
         }
         if u32_at(bytes, 8) != VERSION {
-            return Err(damaged("another version of the format wrote it"));
+            return Err(damaged("it has another format version"));
         }
         if crc32c::crc32c(&bytes[..CHECKED_BYTES]) != u32_at(bytes, CHECKED_BYTES) {
-            return Err(damaged("its header does not have its checksum"));
+            return Err(damaged("the checksum of its header is wrong"));
         }
         let header = Self {
             identity: Identity {
@@ -183,15 +185,13 @@ impl Header {
         }
         let (blocks, directory) = header.offset_bytes(file);
         if crc32c::crc32c(directory) != header.offsets.directory_crc {
-            return Err(damaged("its directory does not have its checksum"));
+            return Err(damaged("the checksum of its directory is wrong"));
         }
         let table = OffsetTable::new(blocks, directory, header.offsets.count as usize);
         // Validating all blocks reads the whole index once, which is small beside the data.
         match table.first_damaged_block(data_bytes) {
             None => Ok(header),
-            Some(block) => Err(damaged(&format!(
-                "block {block} does not have its checksum"
-            ))),
+            Some(block) => Err(damaged(&format!("the checksum of block {block} is wrong"))),
         }
     }
 

@@ -147,7 +147,7 @@ impl IndexedFile {
         }
         let map = map_opened(&file, path)?;
         let scan_key = scan.key();
-        // A file has one index by whatever path it is opened; a path that cannot be resolved has its own.
+        // A file has one index under any path; a path that cannot be resolved has its own.
         let true_path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let identity = Identity::of(&true_path, &metadata, &map, &scan_key);
         let data = match Compression::of(path, &map)? {

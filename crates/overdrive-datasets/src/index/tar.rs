@@ -100,7 +100,7 @@ impl<'a> Members<'a> {
                 b'L' => long_name = Some(until_zero(bytes)),
                 b'S' => {
                     return Err(error(
-                        "sparse files are not supported; make the archive anew",
+                        "sparse files are not supported; create the archive without them",
                     ));
                 }
                 _ if is_file => {
@@ -133,7 +133,7 @@ fn check_sum(header: &[u8]) -> std::result::Result<(), String> {
     match number(&header[148..156]) {
         Some(expected) if expected == sum => Ok(()),
         _ => Err(
-            "the header does not have its checksum: it is not a tar archive, or a damaged one"
+            "the checksum of the header is wrong: the file is not a tar archive, or it is damaged"
                 .to_owned(),
         ),
     }

@@ -43,8 +43,8 @@ pub struct RenderedChat {
 ///
 /// ```
 ///
-/// and an answer, which enters the loss, ends with the end-of-text token instead of the empty line. Tools, their calls and
-/// reasoning are errors.
+/// and an answer, which enters the loss, ends with the end-of-text token instead of the empty line. Tools, their
+/// calls and reasoning are errors.
 #[derive(Debug, Clone)]
 pub struct PlainChat {
     end: String,
@@ -75,7 +75,7 @@ impl ChatFormat for PlainChat {
     ) -> Result<RenderedChat, String> {
         if tools.is_some() {
             return Err(
-                "the record has tools, which need a chat template, and the model has none"
+                "the record has tools, which need a chat template, but the model has none"
                     .to_owned(),
             );
         }
@@ -84,7 +84,7 @@ impl ChatFormat for PlainChat {
         for (index, message) in messages.iter().enumerate() {
             if let Some(key) = needs_template(message) {
                 return Err(format!(
-                    "message {} has `{key}`, which needs a chat template, and the model has none",
+                    "message {} has `{key}`, which needs a chat template, but the model has none",
                     index + 1
                 ));
             }

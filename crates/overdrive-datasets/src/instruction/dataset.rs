@@ -39,9 +39,9 @@ pub enum OnBadRecord {
 pub struct InstructionOptions {
     /// The handling of invalid records. Default: an error.
     pub on_bad_record: OnBadRecord,
-    /// The number of records that are read at most, from the first one on. Default: `None`, all.
+    /// The maximum number of records to read, from the first one. Default: `None`, all.
     pub max_records: Option<usize>,
-    /// The answer of each record that is read: that of instruction data, or one of the two of preference data
+    /// The answer to read from each record: that of instruction data, or one of the two of preference data
     /// ([`InstructionRecord::from_preference_json`]). Default: that of instruction data.
     pub answer: AnswerKey,
 }
@@ -170,12 +170,11 @@ impl InstructionDataset {
         dataset.checked(&names)
     }
 
-    /// As [`open`](Self::open), with the tokens of all records in a file of `cache`: the first start encodes each record
-    /// once and writes it, and later ones read it. Examples are then read from the file, without tokenizing.
-    ///
-    /// The name of the file is a hash of the bytes of the records, the tokenizer, the format and the options of the
-    /// encoder, and the version of the format: if any of them changes, a new file is made, and no stale one is read. A
-    /// damaged file is replaced. Several processes may call it at once: one writes and the others wait.
+    /// Opens files as [`open`](Self::open) does, and keeps the tokens of all records in a file of `cache`: the first
+    /// run encodes each record once and writes it, and later runs read the file instead of tokenizing. The name of
+    /// the file is a hash of the bytes of the records, the tokenizer, the format and the options of the encoder, and
+    /// the version of the format: if any of them changes, a new file is made, and no stale one is read. A damaged
+    /// file is replaced. Several processes may call it at once: one writes and the others wait.
     ///
     /// # Errors
     /// Those of [`open`](Self::open), and an error if the file cannot be written.
@@ -257,7 +256,8 @@ impl InstructionDataset {
 
     fn set_report(&mut self, scan: ScanReport) {
         self.report = scan.report;
-        // The message has the path of the file now, which may be another than in the start that wrote the report.
+        // The message names the current path of the file, which may differ from the path in the run that wrote the
+        // report.
         self.report.first_broken = scan.first_broken.map(|(number, problem)| {
             let position = self.position_of(number);
             let file = &self.files[position.file];
@@ -335,8 +335,8 @@ impl InstructionDataset {
         &self.report
     }
 
-    /// Returns a digest of the records that were read, before splits: of their bytes in their order, whatever the
-    /// names and the times of the files are.
+    /// Returns a digest of the records that were read, before splits: of their bytes in order, whatever the names and
+    /// modification times of the files are.
     pub fn content_digest(&self) -> Sha256Digest {
         self.content
     }
@@ -346,7 +346,7 @@ impl InstructionDataset {
         self.examples.as_ref().map(|examples| examples.bytes())
     }
 
-    /// Returns `true` if an earlier start has written the file with the encoded examples.
+    /// Returns `true` if an earlier run wrote the file with the encoded examples.
     pub fn was_cached(&self) -> bool {
         self.was_cached
     }
@@ -493,20 +493,20 @@ impl fmt::Display for InstructionReport {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         write!(
             f,
-            "{} of {} records, {} tokens ({} learned), the longest {}",
+            "{} of {} records, {} tokens ({} in the loss), longest {}",
             self.kept, self.records, self.tokens, self.learned_tokens, self.longest
         )?;
         for (count, what) in [
-            (self.truncated, "cut off"),
-            (self.without_answer, "without an answer left out"),
-            (self.broken, "broken left out"),
+            (self.truncated, "truncated"),
+            (self.without_answer, "skipped without an answer"),
+            (self.broken, "skipped as invalid"),
         ] {
             if count > 0 {
                 write!(f, "; {count} {what}")?;
             }
         }
         match &self.first_broken {
-            Some(first) => write!(f, " (the first: {first})"),
+            Some(first) => write!(f, " (first: {first})"),
             None => Ok(()),
         }
     }

@@ -20,7 +20,7 @@ use overdrive_core::{Error as CommonError, check_at_least, check_option};
 #[derive(Debug, Clone, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct EncodeOptions {
-    /// The largest number of tokens of a sequence, to which it is truncated (TRL's `max_length`). Default: 1024.
+    /// The maximum number of tokens of a sequence; longer ones are truncated (TRL's `max_length`). Default: 1024.
     pub max_seq_length: usize,
     /// If `true`, only the answer of a prompt and an answer enters the loss. Default: `true`, as in TRL.
     pub completion_only_loss: bool,
@@ -61,7 +61,7 @@ impl InstructionEncoder {
     /// Returns an encoder with the model's chat template, if it has one, and its end-of-text token.
     ///
     /// # Errors
-    /// [`Error::Common`] for an `end_of_text` that the tokenizer does not have, fewer than two tokens a sequence,
+    /// [`Error::Common`] for an `end_of_text` that the tokenizer does not have, fewer than two tokens per sequence,
     /// or a `prompt_template` without `{prompt}`.
     pub fn new(
         mut tokenizer: Tokenizer,
@@ -270,7 +270,7 @@ impl InstructionEncoder {
                 .filter(|message| role(message) != "assistant");
             if prompts.any(has_no_weight) {
                 return Err(
-                    "a message that is no answer has `weight` 0, and this run trains on the whole conversation; \
+                    "a message that is not an answer has `weight` 0, but this run trains on the whole conversation; \
                      remove the weight, or set assistant_only_loss = true"
                         .to_owned(),
                 );
@@ -347,7 +347,7 @@ impl InstructionEncoder {
         {
             let end = i64::from(*end);
             if input_ids.last() == Some(&end) {
-                // The text or the tokenizer has added the token already; it enters the loss all the same.
+                // The text or the tokenizer has already added the token; it enters the loss nevertheless.
                 labels.pop();
             } else {
                 input_ids.push(end);
@@ -421,8 +421,8 @@ fn left_out(
     let (count, marked) = (of_assistant.clone().count(), answers.len());
     if count != marked {
         return Err(format!(
-            "a message has `weight` 0, and the chat template marks {marked} answers for {count} messages of the \
-             assistant, so the answer of that message is not known; use a template that marks each answer once"
+            "a message has `weight` 0, but the chat template marks {marked} answers for {count} messages of the \
+             assistant, so the answer to leave out cannot be identified; use a template that marks each answer once"
         ));
     }
     let weighted = of_assistant.zip(answers);
@@ -451,8 +451,8 @@ fn without(learned: Vec<Range<usize>>, left_out: &[Range<usize>]) -> Vec<Range<u
     kept
 }
 
-/// Returns the prompt of Stanford Alpaca, with or without an input. A system prompt takes the place of its first paragraph,
-/// as in Axolotl and LLaMA-Factory.
+/// Returns the prompt of Stanford Alpaca, with or without an input. A system prompt takes the place of its first
+/// paragraph, as in Axolotl and LLaMA-Factory.
 fn alpaca_prompt(system: Option<&str>, instruction: &str, input: &str) -> String {
     let (task, material) = match input.is_empty() {
         true => (

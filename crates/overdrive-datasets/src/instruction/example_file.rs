@@ -1,4 +1,4 @@
-//! The file of encoded examples, which a later start reads instead of tokenizing.
+//! The file of encoded examples, which a later run reads instead of tokenizing.
 //!
 //! All numbers are little-endian.
 //!
@@ -32,7 +32,7 @@ use crate::store_format::{digest_at, u64_at};
 use crate::{Error, IGNORE_INDEX, Result, Sha256Digest, TokenizedExample};
 
 const MAGIC: [u8; 8] = *b"OVDEXAMP";
-/// To be increased when the format changes, or when the same record gives other tokens.
+/// Increase this when the format changes, or when the same record gives other tokens.
 pub(super) const FORMAT_VERSION: u64 = 2;
 const HEADER_BYTES: usize = 128;
 const CHECKED_BYTES: usize = 96;
@@ -201,8 +201,8 @@ pub(super) struct ExampleFile {
 }
 
 impl ExampleFile {
-    /// Opens a file of examples and compares its checksums; `None` if there is none, or if it is damaged or of
-    /// another key, and has to be built again.
+    /// Opens a file of examples and compares its checksums; `None` if there is no file, or if it is damaged or
+    /// belongs to another key and must be built again.
     pub(super) fn open(path: &Path, key: Sha256Digest) -> Result<Option<Self>> {
         if !path.exists() {
             return Ok(None);
@@ -211,7 +211,7 @@ impl ExampleFile {
         Ok(match Self::of_map(path, map, key) {
             Ok(file) => Some(file),
             Err(problem) => {
-                tracing::warn!("{} {problem}; it is made again", path.display());
+                tracing::warn!("{} {problem}; building it again", path.display());
                 None
             }
         })
@@ -229,11 +229,11 @@ impl ExampleFile {
             return Err("has a damaged header");
         }
         if u64_at(header, 8) != FORMAT_VERSION || digest_at(header, 32) != key {
-            return Err("does not have the content of its name");
+            return Err("does not match its name");
         }
-        // All of it is read once: a start that trains on damaged tokens would be worse than one that takes longer.
+        // All of it is read once: training on damaged tokens would be worse than a slower start.
         if Sha256Digest::of(&map[HEADER_BYTES..]) != digest_at(header, 64) {
-            return Err("does not have the checksum in its header");
+            return Err("does not match the checksum in its header");
         }
         let count = |at| usize::try_from(u64_at(header, at)).map_err(|_| "is too large");
         let file = Self {

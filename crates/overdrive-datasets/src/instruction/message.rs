@@ -136,7 +136,7 @@ fn from_share_gpt(fields: &mut Map<String, Value>) -> Result<(), String> {
     let Value::String(from) = from else {
         return Err(format!("has a `from` that is {}", kind(&from)));
     };
-    let said = fields.remove("value").ok_or("has `from`, and no `value`")?;
+    let said = fields.remove("value").ok_or("has `from` but no `value`")?;
     let role = match from.as_str() {
         "human" | "user" => "user",
         "gpt" | "assistant" | "chatgpt" | "model" | "bot" | "function_call" => "assistant",
@@ -197,7 +197,7 @@ fn read_weight(fields: &mut ChatMessage) -> Result<(), String> {
     }
     match found {
         Some((key, true)) if role(fields) != "assistant" => Err(format!(
-            "has `{key}`, and is from the {}; only messages of the assistant can enter the loss",
+            "has `{key}`, but is from the {}; only messages of the assistant can enter the loss",
             role(fields)
         )),
         Some((_, false)) => {
@@ -208,8 +208,8 @@ fn read_weight(fields: &mut ChatMessage) -> Result<(), String> {
     }
 }
 
-/// Brings the calls of tools into the form that templates read: a list under `tool_calls`, with arguments as JSON and not
-/// as a text of JSON.
+/// Converts the calls of tools to the form that templates read: a list under `tool_calls`, with arguments as JSON and
+/// not as text of JSON.
 fn read_calls(fields: &mut ChatMessage) -> Result<(), String> {
     if let Some(call) = fields
         .remove("function_call")
@@ -243,7 +243,7 @@ fn read_calls(fields: &mut ChatMessage) -> Result<(), String> {
             None => Some(call),
         };
         let Some(Value::Object(function)) = function else {
-            return Err("has a call that is no object with `name` and `arguments`".to_owned());
+            return Err("has a call that is not an object with `name` and `arguments`".to_owned());
         };
         if !function.get("name").is_some_and(Value::is_string) {
             return Err("has a call without a `name`".to_owned());
@@ -251,7 +251,7 @@ fn read_calls(fields: &mut ChatMessage) -> Result<(), String> {
         if let Some(arguments) = function.get_mut("arguments")
             && let Value::String(text) = arguments
         {
-            // Some programs write an empty text for none.
+            // Some programs write an empty text for no arguments.
             let text = if text.trim().is_empty() { "{}" } else { text };
             let parsed: Value = serde_json::from_str(text)
                 .map_err(|error| format!("has a call whose `arguments` are not JSON: {error}"))?;

@@ -68,15 +68,16 @@ impl AnswerKey {
 ///
 /// | key | effect |
 /// |---|---|
-/// | `system` (or `system_prompt`) | the system message; an error beside another one among the messages |
+/// | `system` (or `system_prompt`) | the system message; an error if the messages have one too |
 /// | `tools` (or OpenAI's `functions`), a list or a text of JSON | the tools that the chat template renders |
 /// | `history`: `[[question, answer], …]` | earlier turns before a question; their answers enter the loss, as in LLaMA-Factory |
 ///
 /// A message with `weight` 0 (or `train`, `training` or `loss` that is `false`) does not enter the loss. OpenAI's
-/// `function_call`, a text of JSON as `arguments`, a list of text parts as `content`, and ShareGPT's `function_call` are
-/// brought into the form that templates read. Keys that would change the text and are not supported are errors: images,
-/// preferences (`chosen`, `rejected`, `kto_tag`), `documents`, `refusal`. A missing key, null and an empty text or list are
-/// the same. All other keys are ignored, and so is OpenAI's `parallel_tool_calls`, which no template renders.
+/// `function_call`, a text of JSON as `arguments`, a list of text parts as `content`, and ShareGPT's `function_call`
+/// are converted to the form that templates read. Keys that would change the text and are not supported are errors:
+/// images, preferences (`chosen`, `rejected`, `kto_tag`), `documents`, `refusal`. A missing key, null and an empty
+/// text or list are the same. All other keys are ignored, and so is OpenAI's `parallel_tool_calls`, which no template
+/// renders.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub enum InstructionRecord {
@@ -134,13 +135,13 @@ impl InstructionRecord {
         }
     }
 
-    /// Parses a record of preference data with one of its answers, `answer`, as its answer. The record has the columns of
+    /// Parses a record of preference data and keeps the answer that `answer` selects. The record has the columns of
     /// TRL:
     ///
     /// | keys | form |
     /// |---|---|
     /// | `prompt`, `chosen`, `rejected`, each a text | a question and two answers |
-    /// | `prompt`, `chosen`, `rejected`, each `[{role, content}, …]` | a conversation and two ways in which it goes on |
+    /// | `prompt`, `chosen`, `rejected`, each `[{role, content}, …]` | a conversation and two continuations |
     /// | `chosen`, `rejected`, each `[{role, content}, …]` | two conversations; the messages with which both begin are the prompt |
     ///
     /// The keys beside these are those of instruction data.
@@ -187,7 +188,7 @@ impl InstructionRecord {
         }
         if let Some((_, prompt)) = take(&mut fields, &["prompt"]) {
             let (key, answer) = take(&mut fields, answer.keys())
-                .ok_or("it has `prompt`, and neither `response` nor `completion`")?;
+                .ok_or("it has `prompt`, but neither `response` nor `completion`")?;
             return match prompt {
                 Value::Array(_) => {
                     let mut all = messages("prompt", prompt)?;
@@ -210,7 +211,7 @@ impl InstructionRecord {
         }
         if let Some((_, instruction)) = take(&mut fields, &["instruction"]) {
             let (key, output) = take(&mut fields, &["output", "response"])
-                .ok_or("it has `instruction`, and neither `output` nor `response`")?;
+                .ok_or("it has `instruction`, but neither `output` nor `response`")?;
             let instruction = text("instruction", instruction)?;
             let input = take(&mut fields, &["input", "context"]);
             let input = input.map(|(key, value)| text(key, value)).transpose()?;
@@ -229,7 +230,7 @@ impl InstructionRecord {
         if let Some((key, value)) = take(&mut fields, &["text"]) {
             if let Some(other) = context.first_key() {
                 return Err(format!(
-                    "it has `{other}` beside `text`, which is a whole text; use `messages`, or put it into the text"
+                    "it has `{other}` beside `text`, which must be the complete text; use `messages`, or put it into the text"
                 ));
             }
             return Ok(InstructionRecord::Text(text(key, value)?));
@@ -257,8 +258,8 @@ fn fields_of(bytes: &[u8]) -> Result<Map<String, Value>, String> {
     Ok(fields)
 }
 
-/// Moves the messages with which both answers begin to `prompt`, unless there is a prompt of messages, or of text before
-/// answers of text. A text beside two whole conversations repeats their beginning.
+/// Moves the messages with which both answers begin to `prompt`, unless there is a prompt of messages, or of text
+/// before answers of text. A text beside two whole conversations repeats their beginning.
 fn split_off_prompt(fields: &mut Map<String, Value>) -> Result<(), String> {
     let (chosen, rejected) = (fields.get("chosen"), fields.get("rejected"));
     let lists = chosen
@@ -268,8 +269,8 @@ fn split_off_prompt(fields: &mut Map<String, Value>) -> Result<(), String> {
         (None | Some(Value::String(_)), Some(lists)) => lists,
         (None, None) => {
             return Err(
-                "it has no `prompt`; only where `chosen` and `rejected` are lists of messages is it their common \
-                 beginning"
+                "it has no `prompt`, which may be left out only if `chosen` and `rejected` are lists of messages with \
+                 a common beginning"
                     .to_owned(),
             );
         }
@@ -279,8 +280,8 @@ fn split_off_prompt(fields: &mut Map<String, Value>) -> Result<(), String> {
     let common = messages.take_while(|(one, other)| one == other).count();
     if common == 0 {
         return Err(
-            "its `chosen` and `rejected` have no first message in common, and `prompt` is no list of messages; put the \
-             messages before the answers into `prompt`"
+            "its `chosen` and `rejected` have no first message in common, and `prompt` is not a list of messages; put \
+             the messages before the answers into `prompt`"
                 .to_owned(),
         );
     }
@@ -448,7 +449,7 @@ fn history(fields: &mut Map<String, Value>) -> Result<Vec<(String, String)>, Str
         });
         texts.collect()
     });
-    pairs.ok_or_else(|| "`history` is no list of pairs of a question and its answer".to_owned())
+    pairs.ok_or_else(|| "`history` is not a list of pairs of a question and its answer".to_owned())
 }
 
 /// Removes the list of tools. It may also be JSON in a text, since the columns of some datasets have one type.
@@ -604,7 +605,10 @@ mod tests {
                 chat(r#""history": [["a", "b"]]"#),
                 "it has `history` beside `conversations`; put the earlier turns into `conversations`",
             ),
-            (chat(r#""history": ["a"]"#), "`history` is no list of pairs"),
+            (
+                chat(r#""history": ["a"]"#),
+                "`history` is not a list of pairs",
+            ),
             (
                 chat(r#""images": ["a.png"]"#),
                 "`images` is not supported; only text is supported",
@@ -628,7 +632,7 @@ mod tests {
             ),
             (
                 r#"{"text": "a", "system": "b"}"#.to_owned(),
-                "it has `system` beside `text`, which is a whole text",
+                "it has `system` beside `text`, which must be the complete text",
             ),
             (
                 said(r#""weight": 0.5"#),
@@ -652,7 +656,7 @@ mod tests {
             ),
             (
                 r#"{"messages": [{"role": "user", "content": "a", "weight": 1}]}"#.to_owned(),
-                "message 1 of `messages` has `weight`, and is from the user; only messages of the assistant",
+                "message 1 of `messages` has `weight`, but is from the user; only messages of the assistant",
             ),
             (
                 r#"{"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}"#
@@ -677,7 +681,7 @@ mod tests {
         for (json, problem) in [
             (
                 r#"{"prompt": "a"}"#,
-                "it has `prompt`, and neither `response` nor `completion`",
+                "it has `prompt`, but neither `response` nor `completion`",
             ),
             (
                 r#"{"question": "a"}"#,

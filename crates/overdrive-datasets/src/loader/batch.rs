@@ -34,7 +34,7 @@ pub struct Batch {
     /// The number of labels that enter the loss: those that are not [`crate::IGNORE_INDEX`]. It is counted on
     /// the host, so that no device synchronization is needed.
     pub label_count: usize,
-    /// The least and the largest of the tokens, the labels that count and the padding token.
+    /// The smallest and the largest id among the tokens, the labels that enter the loss and the padding token.
     pub(crate) id_range: (i64, i64),
 }
 
@@ -44,9 +44,9 @@ impl Batch {
         self.input_ids.numel()
     }
 
-    /// Checks that all tokens and labels are ids of a vocabulary of `vocab_size` tokens. The ids were compared when
-    /// the batch was made, so that nothing is read from a device, where an id outside of the vocabulary would end
-    /// in an error of the device that names no cause.
+    /// Checks that all tokens and labels are ids of a vocabulary of `vocab_size` tokens. The range of the ids was
+    /// recorded when the batch was made, so nothing is read from a device. On a GPU an id outside the vocabulary
+    /// would end in a device error that does not name the cause.
     ///
     /// # Errors
     /// [`crate::Error::Common`] with the id and the remedy.
@@ -65,7 +65,7 @@ impl Batch {
     }
 }
 
-/// Checks the least and the largest id of a batch.
+/// Checks the smallest and the largest id of a batch.
 pub(super) fn check_id_range((least, largest): (i64, i64), vocab_size: i64) -> Result<()> {
     let unfit = if least < 0 { least } else { largest };
     let expected = format!(

@@ -50,7 +50,7 @@ pub struct DataLoader<T> {
 
 /// The position of a loader: all of its state.
 ///
-/// All processes that train together have the same one. A loader of another number of processes, or with another
+/// All processes that train together have the same position. A loader with another number of processes, or another
 /// batch size, resumes from it at the same record ([`DataLoader::load_state_dict`]).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, serde::Serialize, serde::Deserialize)]
 #[serde(default, deny_unknown_fields)]
@@ -59,12 +59,12 @@ pub struct LoaderState {
     pub epoch: u64,
     /// The first batch of the epoch that has not been returned.
     pub next_batch: usize,
-    /// The number of batches of the epoch, on each process; 0 in a state that does not have it.
+    /// The number of batches of the epoch, on each process; 0 if the state does not store it.
     pub batches: usize,
-    /// The number of records of a batch, over all processes; 0 in a state that does not have it.
+    /// The number of records of a batch, over all processes; 0 if the state does not store it.
     pub joint_batch_size: usize,
-    /// The number of records in a group of similar lengths ([`BatchSampler::group_len`]), which the run keeps from
-    /// its beginning; 0 without groups, and in a state that does not have it.
+    /// The number of records in a group of similar lengths ([`BatchSampler::group_len`]), which stays the same over
+    /// the whole run; 0 without groups, or if the state does not store it.
     #[serde(skip_serializing_if = "is_zero")]
     pub group_len: usize,
 }
@@ -139,9 +139,10 @@ impl<T: Send + 'static> DataLoader<T> {
     /// Returns a loader of the batches that `batches` lists, converted by `collate`.
     ///
     /// The options that choose the records of a batch (`batch_size`, `shuffle`, `seed`, `drop_last`, `rank`,
-    /// `world_size`) have no effect then, except that the product of `batch_size` and `world_size` is stored in the
-    /// state, so that a loader with another one finds the position. `collate` runs on the workers, and on the requesting thread if batches
-    /// take microseconds and none is ready. It receives the records in their order, at least one.
+    /// `world_size`) then have no effect, except that the product of `batch_size` and `world_size` is stored in the
+    /// state, so that a loader with another product finds the position. `collate` runs on the workers, and on the
+    /// requesting thread if batches take microseconds and none is ready. It receives the records in their order, at
+    /// least one.
     ///
     /// # Errors
     /// Returns an error if `prefetch_factor` is 0 and there are workers.
@@ -300,10 +301,10 @@ impl<T: Send + 'static> DataLoader<T> {
 
     /// Resumes from `state`, with exactly the batches that followed it.
     ///
-    /// If the state is that of another number of processes or another batch size, the loader resumes at the record
-    /// where that one stopped. If the record is inside a batch of this loader, it resumes at the beginning of the
-    /// batch, so that no record is left out of the epoch. The order of the records is that of the run that stored the
-    /// state, also where it depends on the batch size ([`LoaderState::group_len`]).
+    /// If the state comes from a loader with another number of processes or another batch size, this loader resumes
+    /// at the record where that one stopped. If the record is inside a batch of this loader, it resumes at the
+    /// beginning of the batch, so that no record is left out of the epoch. The order of the records is that of the
+    /// run that stored the state, even where it depends on the batch size ([`LoaderState::group_len`]).
     ///
     /// # Errors
     /// Returns an error if the epoch has fewer batches: the data or the options have changed.

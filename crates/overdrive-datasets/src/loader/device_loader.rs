@@ -17,8 +17,9 @@ pub trait OnDevice: Sized + Send + 'static {
     /// Copies the batch to `device`. With `non_blocking`, the copy from page-locked memory may still be running
     /// on return; kernels that are launched on the device's current stream afterwards run after it.
     ///
-    /// A batch that is there already stays there. It may belong to another stream, that of the copies; from this
-    /// call on its memory is not used for anything else before the current stream has read it.
+    /// A batch that is already on `device` stays there. It may have been allocated on another stream, that of the
+    /// copies; this call records its use on the current stream, so that its memory is not reused before that stream
+    /// has read it.
     ///
     /// # Errors
     /// Returns an error if the device has no memory for it.
@@ -67,10 +68,10 @@ pub(super) use on_device_by_map;
 
 /// A loader whose batches are on a device.
 ///
-/// On a GPU, the copy of the next batch from page-locked memory (`pin_memory` of PyTorch) is queued on a stream of its
-/// own before the current batch is returned, so that it runs while the GPU computes the training step. The step of
+/// On a GPU, the copy of the next batch from page-locked memory (`pin_memory` of PyTorch) is queued on a separate
+/// stream before the current batch is returned, so that it runs while the GPU computes the training step. The step of
 /// the next batch waits for its copy on the device, not on the host. On the CPU nothing is copied.
-/// [`DeviceLoader::state_dict`] counts the returned batches only: a batch whose copy is running is returned again
+/// [`DeviceLoader::state_dict`] counts only the returned batches: a batch whose copy is running is returned again
 /// after a restart.
 ///
 /// The iterator yields the batches of one pass and then `None`; iterating again yields those of the next
@@ -127,7 +128,7 @@ struct Copying<T> {
 }
 
 impl<T: OnDevice> DeviceLoader<T> {
-    /// Brings the batches of `loader` to `device`.
+    /// Returns a loader that copies the batches of `loader` to `device`.
     pub fn new(loader: DataLoader<T>, device: Device) -> Self {
         Self {
             state: loader.state_dict(),

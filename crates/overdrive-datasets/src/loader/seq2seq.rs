@@ -11,8 +11,8 @@ use crate::{IGNORE_INDEX, Result};
 pub struct Seq2SeqExample {
     /// The tokens that the encoder reads, end of sequence included.
     pub input_ids: Vec<i64>,
-    /// The tokens that the decoder learns, end of sequence included; [`IGNORE_INDEX`] for those that do not enter the
-    /// loss. All others count, the first one too: the decoder begins with a token of its own.
+    /// The labels of the decoder, end of sequence included; [`IGNORE_INDEX`] for tokens that do not enter the loss.
+    /// The first token enters it too, because the decoder begins with a start token.
     pub labels: Vec<i64>,
 }
 
@@ -46,7 +46,7 @@ pub struct Seq2SeqBatch {
     pub labels: Tensor,
     /// The number of labels that enter the loss.
     pub label_count: usize,
-    /// The least and the largest of the tokens, the labels that count and the padding token.
+    /// The smallest and the largest id among the tokens, the labels that enter the loss and the padding token.
     id_range: (i64, i64),
 }
 
@@ -151,8 +151,8 @@ pub(super) fn padded_rows(rows: &[&[i64]], pad: i64, multiple_of: usize) -> Resu
     Ok(Tensor::f_from_slice(&values)?.f_view([rows.len() as i64, width as i64])?)
 }
 
-/// Returns the attention mask of rows of these lengths: 1 for an element, 0 for padding on the right. `None` if no row is
-/// padded.
+/// Returns the attention mask of rows of these lengths: 1 for an element, 0 for padding on the right. `None` if no
+/// row is padded.
 pub(super) fn mask_of(
     lengths: impl Iterator<Item = usize>,
     multiple_of: usize,

@@ -13,8 +13,8 @@ use symphonia::core::meta::MetadataOptions;
 
 type Outcome<T> = std::result::Result<T, String>;
 
-/// The time by which audio may be longer than the bound. A clip is chosen by the duration in its manifest, which is
-/// rounded, often to tenths of a second.
+/// The tolerance of the bound on the duration. A clip is chosen by the duration in its manifest, which is rounded,
+/// often to tenths of a second.
 const ROUNDING_S: f64 = 0.1;
 
 /// Audio of one channel.

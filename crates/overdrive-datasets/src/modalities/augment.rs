@@ -13,17 +13,18 @@ const AUGMENT_STREAM: u32 = 0xA06;
 /// The number of random crops that are tried before the image is cropped in the middle, as in torchvision.
 const ATTEMPTS: usize = 10;
 
-/// Random changes of training images: `RandomResizedCrop` and `RandomHorizontalFlip` of torchvision, with their defaults.
+/// Random changes of training images: `RandomResizedCrop` and `RandomHorizontalFlip` of torchvision, with their
+/// defaults.
 ///
-/// They are a function of the seed and the number of the image, whatever thread reads it and in which order. Another
-/// seed for each epoch ([`crate::ImageCaptionDataset::with_seed`]) gives each epoch other crops.
+/// They depend only on the seed and the index of the image, not on the thread that reads it or the order of reading.
+/// A different seed for each epoch ([`crate::ImageCaptionDataset::with_seed`]) gives each epoch different crops.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct ImageAugmentation {
     /// The seed. Default: 0.
     pub seed: u64,
-    /// The least and the largest share of the image's area in the crop. Default: 0.08 to 1.
+    /// The range of the crop's share of the image's area. Default: 0.08 to 1.
     pub scale: (f64, f64),
-    /// The least and the largest ratio of the crop's width to its height. Default: 3/4 to 4/3.
+    /// The range of the ratio of the crop's width to its height. Default: 3/4 to 4/3.
     pub ratio: (f64, f64),
     /// The probability that the image is mirrored. Default: 0.5.
     pub flip: f64,

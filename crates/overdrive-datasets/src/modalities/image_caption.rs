@@ -137,8 +137,8 @@ impl ImageCaptionDataset {
         })
     }
 
-    /// Returns the same images with the augmentation's crops and flips of another seed, such as the sum of a seed and the
-    /// number of the epoch. Without augmentation nothing changes.
+    /// Returns the same images with another augmentation seed, such as the sum of a seed and the number of the epoch.
+    /// Without augmentation nothing changes.
     #[must_use]
     pub fn with_seed(&self, seed: u64) -> Self {
         let mut changed = self.clone();
@@ -214,7 +214,7 @@ impl ImageCaptionDataset {
     }
 }
 
-/// Decodes an image and turns it as its EXIF data says.
+/// Decodes an image and rotates it according to its EXIF orientation.
 fn decode(path: &Path) -> image::ImageResult<DynamicImage> {
     // The content and not the extension decides about the format.
     let reader = ImageReader::open(path)?.with_guessed_format()?;

@@ -47,8 +47,8 @@ pub struct SpeechOptions {
     /// `duration` of a row may be rounded, the audio of a clip that is kept may be up to 0.1 s longer. Default: `None`,
     /// no bound.
     pub max_duration: Option<f64>,
-    /// The options of manifests in CSV and TSV. Quotes are ordinary characters in a `.tsv`, as in Common Voice's, unless
-    /// `delimiter` is given.
+    /// The options of manifests in CSV and TSV. Quotes are ordinary characters in a `.tsv`, as in Common Voice's,
+    /// unless `delimiter` is given.
     pub csv: CsvOptions,
     /// The options of manifests in JSON and JSON Lines.
     pub json: JsonOptions,
@@ -76,7 +76,7 @@ impl SpeechOptions {
             (100..=1_000_000).contains(&self.sampling_rate),
             "sampling_rate",
             self.sampling_rate,
-            "from 100 to 1,000,000 samples a second",
+            "from 100 to 1,000,000 samples per second",
         )?;
         for (option, bound) in [
             ("min_duration", self.min_duration),

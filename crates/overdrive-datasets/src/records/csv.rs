@@ -26,8 +26,8 @@ pub struct CsvOptions {
     /// If `true`, rows may have more or fewer fields than there are columns; otherwise such a row is an error.
     /// Default: `false`.
     pub flexible: bool,
-    /// The most bytes of a row, at least 1. A quote that is not closed makes the rest of a file one row; beyond this
-    /// limit opening the file fails with the line of the quote. Default: 64 MiB.
+    /// The maximum size of a row in bytes, at least 1. An unclosed quote turns the rest of a file into one row;
+    /// beyond this limit, opening the file fails with the line of the quote. Default: 64 MiB.
     pub max_row_bytes: u64,
     /// The options of the files' indexes.
     pub index: IndexOptions,
@@ -55,7 +55,7 @@ impl CsvOptions {
             _ => Err(CommonError::option(
                 option,
                 format!("{character:?}"),
-                "one ASCII character that ends no line",
+                "one ASCII character that is not a line end",
             )),
         };
         let scan = CsvScan {
@@ -93,8 +93,8 @@ impl CsvColumns {
 /// The rows of CSV files (RFC 4180): fields may be quoted, and quoted fields may contain delimiters, line ends and
 /// doubled quotes.
 ///
-/// Rows end with `\n`, `\r\n` or `\r`, which a file may mix; empty lines are skipped, as is a byte order mark. A quote in
-/// the middle of an unquoted field is an ordinary character.
+/// Rows end with `\n`, `\r\n` or `\r`, which a file may mix; empty lines are skipped, as is a byte order mark. A
+/// quote in the middle of an unquoted field is an ordinary character.
 ///
 /// ```
 /// use overdrive_datasets::{CsvOptions, CsvRecords, Dataset};
@@ -167,7 +167,7 @@ impl Dataset for CsvRecords {
             if ends.len() != columns && !self.flexible {
                 let reference = if self.has_header { "the header" } else { "the first row" };
                 return Err(format!(
-                    "{} field(s), and {reference} has {columns}; set CsvOptions::flexible to accept it",
+                    "{} field(s), but {reference} has {columns}; set CsvOptions::flexible to accept it",
                     ends.len()
                 ));
             }
@@ -304,7 +304,7 @@ fn columns(
                     number: RecordNumber::Record(0),
                     offset: 0,
                     problem: format!(
-                        "its columns are {names:?}, and those of the files before it {first:?}; \
+                        "its columns are {names:?}, but the files before it have {first:?}; \
                     open them separately, or set CsvOptions::has_header to false"
                     ),
                 });

@@ -12,9 +12,9 @@ const GROUP: usize = 50;
 
 /// Batches of records of similar length, which need little padding: Hugging Face's `group_by_length`.
 ///
-/// The records of an epoch are shuffled and divided into groups of 50 batches, as there, and each group is sorted,
-/// longest first, and divided into batches. The longest record of all is in the first batch, so that a lack of
-/// memory shows at once. Only groups are sorted: no list of all records is kept.
+/// The records of an epoch are shuffled and divided into groups of 50 batches, as in transformers; each group is
+/// sorted, longest first, and divided into batches. The longest record of all is in the first batch, so that a lack
+/// of memory shows at once. Only groups are sorted: no list of all records is kept.
 ///
 /// The length of the groups is part of a loader's state ([`crate::LoaderState::group_len`]), so that a run that resumes
 /// with another batch size reads the records in the order in which it began.
@@ -108,7 +108,7 @@ impl BatchSampler for LengthGroupedBatches {
         self.batch_in_groups_of(0, epoch, number)
     }
 
-    /// Few records are divided into four groups all the same: with a single group all epochs would be equal.
+    /// Even few records are divided into four groups: with a single group all epochs would be equal.
     fn group_len(&self) -> usize {
         let batches = GROUP.min((self.total() / 4).max(1));
         batches.saturating_mul(self.batch_size)

@@ -201,13 +201,13 @@ fn write<T: Serialize + DeserializeOwned>(
             serde_json::to_writer(&mut lines, &result).map_err(|error| {
                 invalid(format!("the result cannot be written as JSON: {error}"))
             })?;
-            // serde_json writes NaN and infinity as null, which is read as no number.
+            // serde_json writes NaN and infinity as null, which cannot be read back as a number.
             let written = &lines[start..];
             if memchr::memmem::find(written, b"null").is_some()
                 && let Err(error) = serde_json::from_slice::<T>(written)
             {
                 return Err(invalid(format!(
-                    "the result cannot be read back from JSON, which has no NaN and infinity: {error}"
+                    "the result cannot be read back from JSON, which has no NaN or infinity: {error}"
                 )));
             }
             lines.push(b'\n');

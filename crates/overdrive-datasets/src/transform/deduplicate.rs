@@ -39,7 +39,7 @@ struct Limits {
     buffer_bytes: usize,
 }
 
-/// 64 MiB, and 32 KiB (the capacity of a vector doubles) for each partition, of which a billion records have 512.
+/// 64 MiB, and 32 KiB (the capacity of a vector doubles) for each partition; a billion records have 512 partitions.
 const LIMITS: Limits = Limits {
     entries: (64 << 20) / size_of::<Entry>(),
     buffer_bytes: ENTRY_BYTES << 10,

@@ -200,7 +200,7 @@ impl<D: Dataset> Selection<D> {
     }
 }
 
-// Shuffles and splits under the same seed use different permutations, and neither one of an epoch.
+// Shuffles and splits under the same seed use different permutations, and neither uses that of an epoch.
 const SHUFFLE: u64 = 1 << 62;
 const SPLIT: u64 = 1 << 63;
 

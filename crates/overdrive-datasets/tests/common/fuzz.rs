@@ -372,7 +372,7 @@ fn read_tar(path: &Path, number: u64) -> Result<()> {
 
 fn read_instruction(path: &Path, _number: u64) -> Result<()> {
     let bytes = std::fs::read(path).expect("a file that was just written");
-    // What is wrong is said in words, which stand for an error here.
+    // The problem is a message here; this error stands for it.
     let is_preference = bytes.windows(8).any(|key| key == b"\"chosen\"");
     let record = match is_preference {
         true => InstructionRecord::from_preference_json(&bytes, AnswerKey::Chosen),
@@ -439,7 +439,7 @@ fn read_with_damaged_index(path: &Path, number: u64) -> Result<()> {
         }
     }
     write(&index, &bytes);
-    // It is noticed, and built again.
+    // The damage is detected, and the index is built again.
     let lines = open()?;
     assert_eq!(lines.len(), 60_000);
     for line in [0, 29_999, 59_999] {

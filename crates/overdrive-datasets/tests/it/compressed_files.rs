@@ -107,7 +107,7 @@ fn a_block_that_unpacks_to_more_than_its_header_says_is_refused_before_it_fills_
     std::fs::write(&path, block).unwrap();
     let error = open(&path, false).unwrap_err().to_string();
     assert!(
-        error.contains("it unpacks to more than the 1 bytes of its headers"),
+        error.contains("it unpacks to more than the 1 bytes that its headers declare"),
         "{error}"
     );
 }

@@ -155,7 +155,7 @@ fn a_limited_corpus_is_a_stable_mixture() {
 fn the_cargo_registry_is_a_corpus_of_rust() {
     let corpus = match Corpus::cargo_registry(200_000) {
         Ok(corpus) => corpus,
-        // A vendored build has no registry; then the error says what to do.
+        // A vendored build has no registry; the error then names the remedy.
         Err(error) => {
             assert!(error.to_string().contains("cargo fetch"), "{error}");
             return;

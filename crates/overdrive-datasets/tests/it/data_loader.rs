@@ -166,7 +166,7 @@ fn an_epoch_continues_after_an_iterator_that_was_dropped() {
     );
     let mut epoch = loader.epoch();
     assert_eq!(epoch.by_ref().count(), 4);
-    // Ended is ended: the next epoch is another iterator's.
+    // An iterator that has ended stays ended: the next epoch needs another one.
     assert!(epoch.next().is_none());
     assert!(
         loader
@@ -364,7 +364,7 @@ fn invalid_records_are_skipped_or_replaced_and_counted() {
         // 1, then 4 and 5 for the first of the third batch, 5 for its second, and 7.
         assert_eq!(loader.stats().failed_records, 5);
     }
-    // Nothing can take the place of anything.
+    // No readable record can replace another.
     let numbers = Numbers {
         broken: vec![0, 1],
         ..Numbers::new(2)

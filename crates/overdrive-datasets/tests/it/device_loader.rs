@@ -148,7 +148,7 @@ fn an_endless_loader_continues_over_passes_and_resumes_in_any() {
     assert_eq!(resumed.take(5).map(ids).collect::<Vec<_>>(), rest);
     assert_eq!(endless.stats().batches, 11);
 
-    // A pass without a batch is the end of them, not a loop for ever.
+    // A pass without a batch ends the iteration instead of looping forever.
     let none = loader_of(
         Sequences(0),
         RowLayout::EndToEnd,

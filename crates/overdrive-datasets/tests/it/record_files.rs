@@ -92,7 +92,7 @@ fn a_row_with_a_missing_field_is_an_error_with_its_position() {
     assert!(error.is_about_record());
     let text = error.to_string();
     assert!(
-        text.contains("rows.csv, record 1 (byte 8): 1 field(s), and the header has 2"),
+        text.contains("rows.csv, record 1 (byte 8): 1 field(s), but the header has 2"),
         "{text}"
     );
     let text = rows.get(2).unwrap_err().to_string();

@@ -159,7 +159,7 @@ fn an_offset_and_a_duration_select_an_excerpt_of_the_file() {
 #[test]
 fn clips_outside_the_bounds_are_left_out_by_row_or_header() {
     let dir = tempfile::tempdir().unwrap();
-    // 0.3 s and 0.276 s; the third says what it is itself, the fourth is not there.
+    // 0.3 s and 0.276 s; the third states its duration, the fourth does not exist.
     let manifest = r#"{"path": "pcm16.wav", "text": "a"}
 {"path": "mono8k.wav", "text": "b"}
 {"path": "pcm16.wav", "duration": 9.5, "text": "c"}

@@ -339,7 +339,7 @@ fn a_result_that_json_cannot_hold_is_an_error_of_its_record_and_nothing_is_cache
     let error = cache.map(&numbers(5), inverse, &options).unwrap_err();
     let error = error.to_string();
     assert!(error.contains("record 3 "), "{error}");
-    assert!(error.contains("NaN and infinity"), "{error}");
+    assert!(error.contains("NaN or infinity"), "{error}");
     let error = cache
         .map_batched(
             &numbers(5),
@@ -484,7 +484,7 @@ fn an_error_of_a_batched_function_names_the_records_and_follows_the_policy() {
         .to_string();
     assert!(error.contains("`batch_size` is 0"), "{error}");
 
-    // A function that changes its mind is found out when a batch is read again.
+    // A function that returns other results is detected when a batch is read again.
     let calls = AtomicUsize::new(0);
     let fickle = |mut numbers: Vec<usize>| {
         numbers.truncate(10 - calls.fetch_add(1, Ordering::SeqCst));
@@ -493,7 +493,7 @@ fn an_error_of_a_batched_function_names_the_records_and_follows_the_policy() {
     let mapped = numbers(10).map_batched(10, fickle).unwrap();
     let error = mapped.get(0).unwrap_err().to_string();
     assert!(
-        error.contains("9 results, and 10 when they were counted"),
+        error.contains("9 results, but 10 when they were counted"),
         "{error}"
     );
 }

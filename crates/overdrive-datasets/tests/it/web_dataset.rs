@@ -138,7 +138,7 @@ fn truncated_and_damaged_archives_are_refused_with_the_offset() {
     damaged[512] ^= 1;
     let error = open(&damaged).unwrap_err().to_string();
     assert!(
-        error.contains("at byte 512, the header does not have its checksum"),
+        error.contains("at byte 512, the checksum of the header is wrong"),
         "{error}"
     );
     let error = open(b"not a tar archive").unwrap_err().to_string();

@@ -1,4 +1,4 @@
-//! Activations after a bias, and gated units.
+//! Activations after a bias, and gated linear units.
 
 use overdrive_kernels::math::{normal, sigmoid};
 use overdrive_kernels::threads::{block_rows, run_jobs};
@@ -6,7 +6,7 @@ use overdrive_kernels::{Element, Kernel, Simd, dispatch, each_vector, load, stor
 
 use crate::Activation;
 
-/// Gates and gated values: `(rows, 2·width)` in one buffer, or each in its own.
+/// Gates and gated values: `(rows, 2·width)` in one buffer, or in two.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Gated<'a, T> {
     /// The rows of `width` gates and `width` gated values, and the width.
@@ -15,7 +15,7 @@ pub(crate) enum Gated<'a, T> {
     Pair(&'a [T], &'a [T]),
 }
 
-/// As [`Gated`], to be written.
+/// A mutable [`Gated`].
 #[derive(Debug)]
 pub(crate) enum GatedMut<'a, T> {
     Joint(&'a mut [T], usize),
@@ -137,7 +137,7 @@ pub(crate) fn biased_backward<T: Element>(
             d_bias,
         });
     });
-    // In the order of the blocks, which do not depend on the number of threads: so neither does the sum.
+    // In the order of the blocks, which do not depend on the number of threads, so the sum does not either.
     d_bias.fill(0.0);
     for block in partial.chunks(width) {
         for (sum, partial) in d_bias.iter_mut().zip(block) {
@@ -146,10 +146,10 @@ pub(crate) fn biased_backward<T: Element>(
     }
 }
 
-/// Returns the elements of a block of `total`, where each of them touches `streams` others in memory: whole rows,
-/// where there are rows.
+/// Returns the number of elements in a block of `total`, where each element accesses `streams` values in memory. If
+/// there are rows, a block has whole rows.
 fn step<T>(width: Option<usize>, total: usize, streams: usize) -> usize {
-    // Without rows any length will do that is whole vectors.
+    // Without rows, any number of whole vectors works.
     let width = width.unwrap_or(1024).max(1);
     width * block_rows(total.div_ceil(width), width * size_of::<T>() * streams)
 }
@@ -218,7 +218,7 @@ impl Function for GeluTanh {
     fn value_and_slope<S: Simd>(self, s: S, x: S::F) -> (S::F, S::F) {
         let one = s.splat(1.0);
         let scale = s.splat(TWICE_SQRT_2_OVER_PI);
-        // Bounded, far beyond where the sigmoid is 0 or 1, so that 0 · ∞ cannot come about.
+        // Bounded, far beyond where the sigmoid is 0 or 1, so that 0 · ∞ cannot occur.
         let square = s.min(s.splat(1e10), s.mul(x, x));
         let inner = s.mul_add(s.splat(CUBIC), square, one);
         let sigmoid = sigmoid(s, s.mul(s.mul(x, scale), inner));
@@ -252,7 +252,7 @@ impl Function for Relu {
     #[inline(always)]
     fn value<S: Simd>(self, s: S, x: S::F) -> S::F {
         let zero = s.splat(0.0);
-        // NaN is not below zero, so it passes.
+        // NaN is not below zero, so it passes through.
         s.select_lt(x, zero, zero, x)
     }
 
@@ -288,8 +288,8 @@ macro_rules! with_function {
     };
 }
 
-/// The forward pass of one row, or of all values where gates and gated values are separate: one loop serves both
-/// layouts.
+/// The forward pass of one row, or of all values if gates and gated values are in separate buffers, so that one loop
+/// serves both layouts.
 struct Forward<'a, T> {
     activation: Activation,
     gate: &'a [T],
@@ -354,7 +354,7 @@ fn multiply_backward<S: Simd, T: Element>(
         #[inline(always)]
         |span| {
             let dy = load(s, dy, span);
-            // Both from one exponential.
+            // Both are computed from one exponential.
             let (value, slope) = function.value_and_slope(s, load(s, gate, span));
             store(s, s.mul(dy, value), d_up, span);
             let through = s.mul(dy, load(s, up, span));

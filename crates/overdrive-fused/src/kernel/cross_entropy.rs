@@ -6,8 +6,8 @@ use overdrive_kernels::{Element, Kernel, Simd, dispatch, each_vector, load, stor
 
 /// The coefficients of the loss of a row.
 ///
-/// With `x` the logits, capped where there is a cap `c` as `c·tanh(x/c)`, and `lse` the logarithm of
-/// the sum of their exponentials: `lse - (1-ε)·x[label] - ε·mean(x) + z·lse²`.
+/// The loss is `lse - (1-ε)·x[label] - ε·mean(x) + z·lse²`, where `x` are the logits (`c·tanh(x/c)` if there is a
+/// cap `c`) and `lse` is their log-sum-exp.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Terms {
     pub(crate) ignore_index: i64,
@@ -20,7 +20,7 @@ pub(crate) struct Terms {
 
 /// Computes the loss of each row of `logits (labels.len(), classes)`, and its `lse`; 0 for ignored rows.
 ///
-/// Labels that are not ignored are in `0..classes`: the caller has checked that.
+/// The caller has checked that labels that are not ignored are in `0..classes`.
 pub(crate) fn loss<T: Element>(
     terms: Terms,
     logits: &[T],
@@ -70,7 +70,7 @@ pub(crate) fn gradient<T: Element>(
     });
 }
 
-/// Does the work of [`loss`] and [`gradient`] in one pass.
+/// Computes [`loss`] and [`gradient`] in one pass.
 pub(crate) fn loss_and_gradient<T: Element>(
     terms: Terms,
     logits: &mut [T],
@@ -112,7 +112,7 @@ impl<T: Element> Kernel for Loss<'_, T> {
         for ((row, label), (loss, lse)) in rows {
             (*loss, *lse) = match self.terms.class(label) {
                 Some(class) => row_loss(s, self.terms, row, class),
-                // The row is not read: a NaN in a padding position has no influence.
+                // The row is not read, so a NaN in a padding position has no effect.
                 None => (0.0, 0.0),
             };
         }
@@ -137,7 +137,7 @@ impl<T: Element> Kernel for Gradient<'_, T> {
         for ((row, &label), &lse) in rows.zip(self.labels).zip(self.lse) {
             match self.terms.class(label) {
                 Some(class) => row_gradient(s, self.terms, row, class, lse, self.scale),
-                // Written, because this memory still holds logits.
+                // Must be written, because this memory still holds logits.
                 None => row.fill(T::ZERO),
             }
         }
@@ -164,7 +164,7 @@ impl<T: Element> Kernel for LossAndGradient<'_, T> {
                 Some(class) => {
                     let lse;
                     (*loss, lse) = row_loss(s, self.terms, row, class);
-                    // Right after its loss, while the row is in a cache.
+                    // Directly after its loss, while the row is in the cache.
                     row_gradient(s, self.terms, row, class, lse, self.scale);
                 }
                 None => {
@@ -249,10 +249,10 @@ fn row_loss<S: Simd, T: Element>(s: S, terms: Terms, row: &[T], class: usize) ->
     (loss, lse)
 }
 
-/// Returns the largest element; if one is NaN, any value (the loss is NaN then in any case).
+/// Returns the largest element, or any value if one is NaN (in which case the loss is NaN anyway).
 #[inline(always)]
 fn row_max<S: Simd, T: Element>(s: S, row: &[T]) -> f32 {
-    // Four at a time, because each comparison waits for the one before it.
+    // Four at a time, because each comparison depends on the previous one.
     let mut max = [s.splat(f32::NEG_INFINITY); 4];
     let mut vectors = row.chunks_exact(4 * overdrive_kernels::LANES);
     for four in &mut vectors {
@@ -315,7 +315,7 @@ fn row_gradient<S: Simd, T: Element>(
             },
         ),
     }
-    // Again for the label, so that in bf16 it is rounded once.
+    // Computed again for the label, so that in bf16 it is rounded once.
     let ratio = softcap.map(|cap| (at_label / cap).tanh());
     let x = match (softcap, ratio) {
         (Some(cap), Some(ratio)) => cap * ratio,

@@ -1,9 +1,9 @@
-//! Linear layers, `y = x · wᵀ + b`, for few rows of `x`: the decoding of one token of a few sequences.
+//! Linear layers, `y = x · wᵀ + b`, for few rows of `x`, as in decoding one token for a few sequences.
 //!
-//! Such a matmul does little arithmetic on each weight, so its floor is the time to read the weights
-//! once. General matmuls pack a weight before they use it, which reads and writes it again; here each
-//! row of the weight goes through the registers with a few rows of `x` at a time, and is still in the
-//! first cache for the next few.
+//! Such a matmul does little arithmetic on each weight, so the time to read the weights once is its lower
+//! bound. General matmuls pack a weight before they use it, which reads and writes it again. Here each row of
+//! the weight is multiplied with a few rows of `x` at a time, and is still in the L1 cache for the next
+//! few.
 
 use std::ops::Range;
 
@@ -12,14 +12,14 @@ use overdrive_kernels::{
     ColumnsMut, Element, Kernel, LANES, Simd, dispatch, each_vector, is_batch_invariant, load,
 };
 
-/// The bytes of weight that a thread takes at a time: enough to be read as a stream, few enough that a
-/// thread held up by something else does not hold up the others.
+/// The number of bytes of weight that a thread takes at a time: enough to be read as a stream, and few enough
+/// that a delayed thread does not delay the others.
 const CHUNK_BYTES: usize = 128 << 10;
 
-/// The bytes of weight that are not worth waking another thread for.
+/// The number of bytes of weight below which waking another thread does not pay.
 const MIN_PARALLEL_BYTES: usize = 64 << 10;
 
-/// The linear layers of the same `x`, whose results stand side by side.
+/// Linear layers of the same `x`, with their results side by side.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Layer<'a, W> {
     /// The weight, row-major, one row for each output.
@@ -73,7 +73,7 @@ impl<W: Element> Kernel for Outputs<'_, '_, W> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        // One row reuses no weight, and one stream at a time is what the hardware prefetches best.
+        // One row does not reuse weights, and the hardware prefetches a single stream best.
         if self.x.len() == self.width && !is_batch_invariant() {
             for output in self.outputs.clone() {
                 let sum = dot(s, self.x, self.weight(output));
@@ -81,7 +81,7 @@ impl<W: Element> Kernel for Outputs<'_, '_, W> {
             }
             return;
         }
-        // The sums of four by four fit into 32 registers with their operands, but not into 16.
+        // The sums of a four by four tile and their operands fit into 32 registers, but not into 16.
         match S::TILE {
             4 => self.tiles::<S, 4>(s),
             _ => self.tiles::<S, 2>(s),
@@ -130,7 +130,7 @@ impl<'a, W: Element> Outputs<'a, '_, W> {
             self.tile::<S, R, T>(s, output, row);
             row += T;
         }
-        // All rows that are left at once: each visit reads the weights from the cache again.
+        // All remaining rows at once, since each pass reads the weights from the cache again.
         match rows - row {
             0 => {}
             1 => self.tile::<S, R, 1>(s, output, row),
@@ -161,8 +161,8 @@ impl<'a, W: Element> Outputs<'a, '_, W> {
             }
             for (weight, sums) in weight_vectors.into_iter().zip(&mut sums) {
                 if row == 0 {
-                    // The same vector of the next tile: several short streams at once are more than
-                    // the machine foresees by itself.
+                    // Prefetches the same vector of the next tile: the hardware does not predict several
+                    // short streams at once.
                     let here = weight.as_ptr().wrapping_add(vector).cast::<W>();
                     s.prefetch(here.wrapping_add(R * width));
                 }
@@ -198,7 +198,8 @@ impl<'a, W: Element> Outputs<'a, '_, W> {
     }
 }
 
-/// Returns the dot product of two rows, in four partial sums: one would wait for itself.
+/// Returns the dot product of two rows, in four partial sums, since one would be a single chain of dependent
+/// additions.
 #[inline(always)]
 fn dot<S: Simd, W: Element>(s: S, x: &[f32], weight: &[W]) -> f32 {
     const PARTS: usize = 4;

@@ -3,9 +3,9 @@
 use overdrive_kernels::threads::{block_rows, run_jobs};
 use overdrive_kernels::{Element, Kernel, Simd, dispatch, each_vector, load, store};
 
-/// Normalises the rows of `x`; with a residual, of `x + residual`, which goes to `sum`.
+/// Normalizes the rows of `x` or, with a residual, of `x + residual`, which is written to `sum`.
 ///
-/// `inverse` gets the reciprocal root mean square of each row. `x`, `y` and `residual_and_sum`, if given,
+/// `inverse` receives the reciprocal root mean square of each row. `x`, `y` and `residual_and_sum`, if given,
 /// have `inverse.len()` rows as wide as `weight`.
 pub(crate) fn forward<T: Element>(
     x: &[T],
@@ -52,13 +52,13 @@ pub(crate) fn forward<T: Element>(
 /// The tensors that backward reads.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct Saved<'a, T> {
-    /// The rows that were normalised.
+    /// The rows before normalization.
     pub(crate) x: &'a [T],
     pub(crate) weight: &'a [T],
     pub(crate) inverse: &'a [f32],
 }
 
-/// Computes the gradients from `dy`: `dx`, to which `extra` is added where given, and `dw`.
+/// Computes the gradients from `dy`: `dx`, to which `extra` is added if given, and `dw`.
 pub(crate) fn backward<T: Element>(
     saved: Saved<'_, T>,
     dy: &[T],
@@ -70,7 +70,7 @@ pub(crate) fn backward<T: Element>(
     let width = weight.len();
     let rows = block_rows(inverse.len(), size_of_val(weight) * 3);
     let cells = rows * width;
-    // A row for each block, not for each thread: threads take blocks in any order.
+    // One row for each block instead of each thread, since threads take blocks in any order.
     let mut partial = vec![0.0_f32; inverse.len().div_ceil(rows.max(1)) * width];
     let blocks = x
         .chunks(cells)
@@ -89,7 +89,7 @@ pub(crate) fn backward<T: Element>(
             dw,
         });
     });
-    // In the order of the blocks, which do not depend on the number of threads: so neither does the sum.
+    // In the order of the blocks, which do not depend on the number of threads, so the sum does not either.
     dw.fill(0.0);
     for block in partial.chunks(width) {
         for (sum, part) in dw.iter_mut().zip(block) {
@@ -127,7 +127,7 @@ impl<T: Element> Kernel for Forward<'_, T> {
                 },
             );
             *inverse = reciprocal(s.reduce_add(squares), width, self.eps);
-            // A second pass over a row that is still in the first cache.
+            // A second pass over a row that is still in the L1 cache.
             normalise(s, x, self.weight, *inverse, y);
         }
     }

@@ -21,10 +21,10 @@ pub(crate) struct Angles<'a> {
     pub(crate) cos: &'a [f32],
     pub(crate) sin: &'a [f32],
     pub(crate) pairs: usize,
-    /// The distance between the tables of two sequences: 0 where all share one.
+    /// The distance between the tables of two sequences: 0 if all share one.
     pub(crate) sequence: usize,
     pub(crate) convention: Convention,
-    /// If `true`, the rotation is inverted, as a gradient needs it.
+    /// If `true`, the rotation is inverted, as for a gradient.
     pub(crate) reverse: bool,
 }
 
@@ -40,7 +40,7 @@ impl<'a> Angles<'a> {
     }
 }
 
-/// Heads to be copied, rotated or not, into some columns of each token's row.
+/// Heads to copy, rotated or not, into some columns of each token's row.
 #[derive(Debug, Clone, Copy)]
 pub(crate) struct HeadCopy<'a, T> {
     pub(crate) from: Heads<'a, T>,
@@ -50,9 +50,9 @@ pub(crate) struct HeadCopy<'a, T> {
     pub(crate) angles: Option<Angles<'a>>,
 }
 
-/// Fills `rows`, of `width` elements for each token of each sequence, with the heads of `copies`.
+/// Fills `rows`, which have `width` elements for each token of each sequence, with the heads of `copies`.
 ///
-/// `length` is the number of tokens of a sequence, `dim` that of the channels of a head.
+/// `length` is the number of tokens of a sequence, `dim` the number of channels of a head.
 pub(crate) fn gather<T: Element>(
     copies: &[HeadCopy<'_, T>],
     length: usize,
@@ -60,7 +60,7 @@ pub(crate) fn gather<T: Element>(
     rows: &mut [T],
     width: usize,
 ) {
-    // Twice, because each element is read and written.
+    // Twice, since each element is read and written.
     let tokens = block_rows(rows.len() / width, width * size_of::<T>() * 2);
     let blocks = rows.chunks_mut(tokens * width).enumerate();
     run_jobs(blocks, |(block, rows)| {
@@ -105,8 +105,8 @@ pub(crate) fn scatter<T: Element>(
     });
 }
 
-/// Rotates the first `heads` heads of each token in place, by the halves of their channels; the tokens are rows of
-/// `width` elements, and few.
+/// Rotates the first `heads` heads of each token in place, pairing the halves of their channels; for few tokens, which
+/// are rows of `width` elements.
 pub(crate) fn rotate_in_place(
     rows: &mut [f32],
     width: usize,
@@ -189,7 +189,7 @@ impl<T: Element> Kernel for Gather<'_, '_, T> {
                 let (cos, sin) = angles.of(sequence, token);
                 (angles, cos, sin)
             });
-            // Once a token, because all heads of a token share the table.
+            // Once for each token, because all heads of a token share the table.
             if let Some((angles, cos, sin)) = angles
                 && angles.convention == Convention::Interleaved
             {
@@ -241,7 +241,7 @@ fn halves<S: Simd, T: Element>(
     y: &mut [T],
 ) {
     let half = cos.len();
-    // The inverse rotation has the other sign of the sine: one loop serves both directions.
+    // The inverse rotation negates the sine, so one loop serves both directions.
     let sign = s.splat(if reverse { -1.0 } else { 1.0 });
     let (x, x_upper) = x.split_at(half);
     let (y, y_upper) = y.split_at_mut(half);
@@ -264,8 +264,8 @@ fn pairs<S: Simd, T: Element>(s: S, x: &[T], cos: &[f32], sin: &[f32], y: &mut [
         #[inline(always)]
         |span| {
             let x = load(s, x, span);
-            // With cosine and sine spread over both channels a pair needs one shuffle; taking even and odd
-            // channels apart would need two for the loads and two for the stores.
+            // With cosine and sine repeated for both channels, a pair needs one shuffle; separating even and odd
+            // channels would need two for the loads and two for the stores.
             let rotated = s.mul(s.swap_pairs(x), load(s, sin, span));
             store(s, s.mul_add(x, load(s, cos, span), rotated), y, span);
         },

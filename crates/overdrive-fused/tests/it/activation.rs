@@ -139,7 +139,7 @@ fn f64_and_empty_batches_go_to_libtorchs_operators() {
 fn shapes_that_do_not_fit_are_refused() {
     assert_eq!(
         swiglu(&values(&[2, 7], 1)).unwrap_err().to_string(),
-        "`gate_up of glu` has shape [2, 7]; it must be (…, 2·I): as many gates as gated values"
+        "`gate_up of glu` has shape [2, 7]; it must be (…, 2·I), with as many gates as gated values"
     );
     assert_eq!(
         swiglu_pair(&values(&[2, 7], 1), &values(&[2, 6], 1))

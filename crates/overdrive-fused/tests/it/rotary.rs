@@ -199,7 +199,7 @@ fn shapes_that_do_not_fit_are_refused_with_what_was_expected() {
     let error = split_qkv_rotary(&values(&[1, 4, 16], 1), &angles, &angles, shape, &options);
     assert_eq!(
         error.unwrap_err().to_string(),
-        "`cos of split_qkv_rotary` has shape [3, 2]; it must be (4, R/2) or (1, 4, R/2) with R at most the head size 4, cos and sin alike"
+        "`cos of split_qkv_rotary` has shape [3, 2]; it must be (4, R/2) or (1, 4, R/2) with R at most the head size 4, for both cos and sin"
     );
     let x = values(&[2, 3, 4], 1);
     let error = rotary(&x, &x, &angles, &angles, &options);

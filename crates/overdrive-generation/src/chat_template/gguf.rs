@@ -58,7 +58,7 @@ pub(crate) fn templates_of_gguf(file: &GgufFile) -> Result<BTreeMap<String, Stri
             _ => continue,
         };
         let source = value.as_str().ok_or_else(|| {
-            overdrive_core::Error::option(key.clone(), "no text", "the source of a template")
+            overdrive_core::Error::option(key.clone(), "not a string", "the source of a template")
         })?;
         sources.insert(name.to_owned(), source.to_owned());
     }

@@ -19,11 +19,11 @@ use crate::{Error, Result};
 
 /// A chat template: the Jinja template of a model that renders its conversations.
 ///
-/// It renders the same text as transformers' `apply_chat_template`, with its settings of Jinja and its additions
+/// It renders the same text as transformers' `apply_chat_template`, with the same Jinja settings and additions
 /// (`raise_exception`, `strftime_now`, `tojson` in Python's format, `break` and `continue`, the `generation` tag). Values
-/// print, compare, slice and convert as in Python, and what jinja2 refuses is refused. [`overdrive_jinja`] names what is
-/// not supported, and the limits of a template, which is a program that comes with a model: among others ten million
-/// steps and 64 MiB of text in one rendering. Beyond them parsing or rendering returns an error.
+/// print, compare, slice and convert as in Python, and templates that jinja2 refuses are refused. [`overdrive_jinja`]
+/// lists the unsupported features and the limits of a template, such as ten million steps and 64 MiB of text per
+/// rendering; beyond them, parsing or rendering returns an error.
 ///
 /// ```
 /// use overdrive_generation::{ChatTemplate, ChatTemplateOptions, Message};
@@ -46,7 +46,7 @@ pub struct ChatTemplate {
     special_tokens: Map<String, Value>,
 }
 
-/// The options of rendering a conversation, in the words of `apply_chat_template`.
+/// The options of rendering a conversation, named as in `apply_chat_template`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ChatTemplateOptions {
@@ -58,7 +58,7 @@ pub struct ChatTemplateOptions {
     pub continue_final_message: bool,
     /// The functions that the model may call, as JSON schemas. Default `None`.
     pub tools: Option<Vec<Value>>,
-    /// The documents that it may cite, as objects with `title` and `text`. Default `None`.
+    /// The documents that the model may cite, as objects with `title` and `text`. Default `None`.
     pub documents: Option<Vec<Value>>,
     /// The other variables of the template, such as `enable_thinking` or `date_string`.
     pub variables: Map<String, Value>,
@@ -176,9 +176,9 @@ impl ChatTemplate {
         self.render_with(messages, options, false)
     }
 
-    /// Renders a conversation, and returns the byte ranges that the assistant has written: those
-    /// between the template's `{% generation %}` tags, for a loss mask
-    /// (`return_assistant_tokens_mask`). `None` for a template without such tags.
+    /// Renders a conversation, and returns the byte ranges of the assistant's text, which is between
+    /// the template's `{% generation %}` tags, for a loss mask
+    /// (`return_assistant_tokens_mask`). `None` for a template without these tags.
     ///
     /// # Errors
     /// As [`ChatTemplate::render`].
@@ -249,8 +249,8 @@ impl ChatTemplate {
         }
     }
 
-    /// Renders a conversation and encodes it, without further special tokens, which the template has
-    /// written.
+    /// Renders a conversation and encodes it without adding special tokens, because the template has already
+    /// written them.
     ///
     /// # Errors
     /// As [`ChatTemplate::render`], and [`Error::Tokenizer`].
@@ -284,7 +284,7 @@ fn parse(source: &str) -> Result<Template> {
     Template::parse(source).map_err(refused)
 }
 
-/// The remedy for a template that fails by itself, and does not refuse the conversation.
+/// The remedy for a template that fails for reasons other than the conversation.
 const REMEDY: &str = "correct it, or give another template (`--chat-template` in the examples)";
 
 /// The message of `raise_exception` is returned alone; other errors come with their line.
@@ -313,7 +313,7 @@ fn leave_open(messages: &mut [Map<String, Value>]) -> Result<String> {
         _ => None,
     };
     let Some(text) = text else {
-        let text = "continue_final_message is set, and the last message has no text to continue";
+        let text = "continue_final_message is set, but the last message has no text to continue";
         return Err(Error::Conversation(text.to_owned()));
     };
     let before = text.clone();
@@ -324,11 +324,11 @@ fn leave_open(messages: &mut [Map<String, Value>]) -> Result<String> {
 fn cut_at_open_end(rendered: &str, last: &str) -> Result<String> {
     let mark = rendered.rfind(OPEN_END.trim_end());
     let Some(mark) = mark.filter(|_| rendered.contains(last.trim())) else {
-        let text = "continue_final_message is set, and the template drops the last message or a part of it";
+        let text = "continue_final_message is set, but the template drops the last message or a part of it";
         return Err(Error::Conversation(text.to_owned()));
     };
     let (before, end) = rendered.split_at(mark);
-    // A template that trims messages has removed the mark's own space, and would remove the text's.
+    // A template that trims messages removes the mark's space, and would also remove the text's.
     Ok(match end.starts_with(OPEN_END) {
         true => before.to_owned(),
         false => before.trim_end().to_owned(),

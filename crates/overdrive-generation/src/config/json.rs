@@ -6,7 +6,7 @@ use super::validate::CACHES;
 use crate::optional_file::read_object;
 use crate::{CacheConfig, Error, GenerationConfig, Result};
 
-/// The keys of transformers that change the result unless they have this value (or are null).
+/// The keys of transformers that change the result unless they have the given value (or are null).
 const UNSUPPORTED: [(&str, &str); 17] = [
     ("encoder_no_repeat_ngram_size", "0"),
     ("encoder_repetition_penalty", "1.0"),
@@ -54,7 +54,7 @@ impl GenerationConfig {
     /// also the start, forced and padding tokens of `config.json`.
     ///
     /// # Errors
-    /// When a file cannot be read or parsed, a value does not fit its key, or a key asks for
+    /// An error if a file cannot be read or parsed, a value does not fit its key, or a key requests
     /// something that this crate does not support.
     pub fn from_dir(dir: impl AsRef<Path>) -> Result<GenerationConfig> {
         GenerationConfig::from_map(&GenerationConfig::map_from_dir(dir)?)
@@ -85,8 +85,8 @@ impl GenerationConfig {
         Ok(map)
     }
 
-    /// Returns the `cache_implementation` of such an object, as JSON, if neither this crate nor transformers knows
-    /// it; [`from_map`](GenerationConfig::from_map) logs and ignores it.
+    /// Returns the `cache_implementation` of such an object, as JSON, if it is unknown to both this crate and
+    /// transformers; [`from_map`](GenerationConfig::from_map) logs and ignores it.
     pub fn unknown_cache(map: &Map<String, Value>) -> Option<String> {
         let value = map.get("cache_implementation")?;
         let known = match value {
@@ -100,8 +100,8 @@ impl GenerationConfig {
     }
 
     /// Reads the object of a `generation_config.json`. Keys that do not change the generated tokens
-    /// (`transformers_version`, `output_attentions`, …) and null values are ignored. The cache is a hint: a
-    /// kind that this crate does not have, or does not know, leaves the default.
+    /// (`transformers_version`, `output_attentions`, …) and null values are ignored. The cache is a hint: for an
+    /// unsupported or unknown kind, the default is used.
     ///
     /// # Errors
     /// As [`GenerationConfig::from_dir`].
@@ -165,7 +165,7 @@ fn end_of_text(config: &Map<String, Value>) -> Option<Value> {
         })
 }
 
-/// Removes from `given` what is said about a cache that this crate does not have.
+/// Removes the settings of unsupported caches from `given`.
 fn take_hints(given: &mut Map<String, Value>) {
     if let Some(Value::Object(settings)) = given.get_mut("cache_config") {
         // transformers has further keys for its backends of quantization.
@@ -180,7 +180,7 @@ fn take_hints(given: &mut Map<String, Value>) {
             && bits != 4
             && bits != 8
         {
-            tracing::warn!("a cache of {bits} bits is not supported; a quantized cache has 4");
+            tracing::warn!("a {bits}-bit cache is not supported; quantized caches use 4 bits");
             settings.remove("nbits");
         }
     }
@@ -188,7 +188,7 @@ fn take_hints(given: &mut Map<String, Value>) {
         .get("cache_config")
         .is_some_and(|settings| settings.get("window_length").is_some());
     if let Some(name) = GenerationConfig::unknown_cache(given) {
-        tracing::warn!("`cache_implementation` is {name}, which is not known; it is ignored");
+        tracing::warn!("`cache_implementation` is {name}, which is unknown and ignored");
     }
     let name = given.get("cache_implementation").and_then(Value::as_str);
     // Without a length of its own this name stands for the model's windows, as `hybrid` does.

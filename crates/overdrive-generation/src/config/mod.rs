@@ -14,7 +14,7 @@ mod validate;
 pub use cache::CacheConfig;
 pub use modes::{EarlyStopping, LogprobsMode, NumAssistantTokensSchedule};
 
-/// The temperature below which a division of logits by it may overflow; vLLM's bound of greedy search.
+/// The temperature below which dividing logits by it may overflow; vLLM's threshold for greedy search.
 const GREEDY_TEMPERATURE: f64 = 1e-5;
 
 /// The options of generation, with the keys of transformers' `GenerationConfig` and its defaults.
@@ -25,8 +25,8 @@ const GREEDY_TEMPERATURE: f64 = 1e-5;
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
 pub struct GenerationConfig {
-    /// The largest number of new tokens; the model's context ends a sequence before that. Default `None`: as
-    /// `max_length` says, else 20.
+    /// The largest number of new tokens; the model's context may end a sequence earlier. Default `None`:
+    /// `max_length` if it is set, else 20.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub max_new_tokens: Option<usize>,
     /// The largest number of tokens of prompt and continuation together, if `max_new_tokens` is `None`.
@@ -38,7 +38,7 @@ pub struct GenerationConfig {
     /// The number of new tokens before which no end-of-text token is chosen. Default 0.
     pub min_new_tokens: usize,
     /// The number of new tokens before which neither an end-of-text token nor one of `stop_token_ids` is chosen, and
-    /// with which a stop string does not count. Default 0.
+    /// in which stop strings are ignored. Default 0.
     pub min_tokens: usize,
     /// The condition that ends a beam search. Default `false`.
     pub early_stopping: EarlyStopping,
@@ -49,7 +49,7 @@ pub struct GenerationConfig {
     /// tokenizer. A string that is a special token ends it with that token. Default empty.
     #[serde(with = "one_or_many::strings", skip_serializing_if = "Vec::is_empty")]
     pub stop_strings: Vec<String>,
-    /// The tokens that end a sequence besides `eos_token_id`; of the minimum lengths only `min_tokens`
+    /// Further tokens that end a sequence, besides `eos_token_id`; of the minimum lengths, only `min_tokens`
     /// excludes them. Default empty.
     #[serde(skip_serializing_if = "Vec::is_empty")]
     pub stop_token_ids: Vec<i64>,
@@ -58,8 +58,8 @@ pub struct GenerationConfig {
     pub do_sample: bool,
     /// The number of beams, at most 16,384. Default 1: no beam search.
     pub num_beams: usize,
-    /// If `true`, keys and values of earlier tokens are cached; if `false`, every step computes the
-    /// whole sequence again, as a reference. Default `true`.
+    /// If `true`, keys and values of earlier tokens are cached; if `false`, every step recomputes the
+    /// whole sequence, as a reference. Default `true`.
     pub use_cache: bool,
     /// The kind of cache: `dynamic`, `static`, `sliding_window`, `int8`, `int4` (also called
     /// `quantized`) or `paged`. Default `None`: paged for prompts of different lengths, which then need
@@ -77,9 +77,9 @@ pub struct GenerationConfig {
     /// The divisor of the logits before sampling; above 1 the distribution is flatter, below 1 sharper;
     /// below 1e-5 it is greedy, as in vLLM. Default 1.
     pub temperature: f64,
-    /// The number of likeliest tokens among which one is sampled; 0 is all. Default 50.
+    /// The number of likeliest tokens from which one is sampled; 0 means all. Default 50.
     pub top_k: usize,
-    /// Samples among the fewest tokens whose probabilities reach `top_p` together, in (0, 1]. Default
+    /// Samples from the smallest set of tokens whose probabilities sum to at least `top_p`, in (0, 1]. Default
     /// 1: all (Holtzman et al. 2019, arXiv:1904.09751).
     pub top_p: f64,
     /// Samples among tokens at least `min_p` times as likely as the likeliest, in [0, 1]. Default
@@ -138,8 +138,8 @@ pub struct GenerationConfig {
     /// The tokens of which one must be the last at the length limit, whatever a constraint allows. Default empty.
     #[serde(with = "one_or_many::ids", skip_serializing_if = "Vec::is_empty")]
     pub forced_eos_token_id: Vec<i64>,
-    /// If `true`, NaN in the model's logits becomes 0 and infinities the largest numbers, instead of an error. Tokens
-    /// that another option or a constraint excludes stay excluded. Default `false`.
+    /// If `true`, NaN in the model's logits becomes 0 and infinities become the largest finite numbers, instead of an
+    /// error. Tokens that another option or a constraint excludes stay excluded. Default `false`.
     pub remove_invalid_values: bool,
     /// `(start, factor)`: after `start` new tokens the score of the end-of-text tokens gains its
     /// absolute value times `factor^(tokens beyond) - 1`. Default `None`.
@@ -154,22 +154,22 @@ pub struct GenerationConfig {
 
     /// The number of continuations of each prompt, sampled or the best of a beam search, at most 16,384. Default 1.
     pub num_return_sequences: usize,
-    /// The number of likeliest tokens whose log-probabilities are returned beside that of each chosen
+    /// The number of likeliest tokens whose log-probabilities are returned in addition to that of each chosen
     /// token. Default `None`: no log-probabilities.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub logprobs: Option<usize>,
-    /// The scores of which log-probabilities are returned. Default those of the model, before any
+    /// The scores from which log-probabilities are computed. Default: those of the model, before any
     /// change.
     pub logprobs_mode: LogprobsMode,
 
     /// The ids that end a sequence, one or a list in JSON. Default empty.
     #[serde(with = "one_or_many::ids")]
     pub eos_token_id: Vec<i64>,
-    /// The id that fills rows that finish early; the model never sees it. Default `None`: the first of
+    /// The id that pads rows that finish early; the model never sees it. Default `None`: the first of
     /// `eos_token_id`, else 0. An id outside the vocabulary, such as -1, counts as `None`.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub pad_token_id: Option<i64>,
-    /// The seed of the sampling. Default `None`: another at each call.
+    /// The seed of the sampling. Default `None`: a different one for each call.
     #[serde(skip_serializing_if = "Option::is_none")]
     pub seed: Option<u64>,
 
@@ -270,7 +270,7 @@ impl GenerationConfig {
             .unwrap_or(0)
     }
 
-    /// Adds the end-of-text token of a chat template, such as `<|im_end|>`, if none is named.
+    /// Adds the end-of-text token of a chat template, such as `<|im_end|>`, if the configuration has none.
     pub fn or_end_of_text(mut self, template: &ChatTemplate, tokenizer: &Tokenizer) -> Self {
         if self.eos_token_id.is_empty() {
             let end = template.special_token("eos_token");

@@ -5,7 +5,7 @@ use serde_json::Value;
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(try_from = "Value", into = "Value")]
 pub enum EarlyStopping {
-    /// `false`: the best running beam, at its present length, cannot beat the worst finished one.
+    /// `false`: the best running beam, at its current length, cannot beat the worst finished one.
     #[default]
     Heuristic,
     /// `true`: `num_beams` beams have finished.
@@ -44,8 +44,8 @@ pub enum NumAssistantTokensSchedule {
     /// The number stays the same.
     #[default]
     Constant,
-    /// The number rises by two after a round whose proposals were all accepted, and falls by one after
-    /// any other. Every call begins with the configured number.
+    /// The number grows by two after a round in which all proposals were accepted, and shrinks by one after
+    /// any other round. Every call begins with the configured number.
     #[serde(alias = "heuristic_transient")]
     Heuristic,
 }

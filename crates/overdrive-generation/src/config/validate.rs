@@ -13,15 +13,15 @@ pub(crate) const CACHES: [&str; 7] = [
     "paged",
 ];
 
-/// The largest number of rows that one prompt may become: vLLM's bound of `n`. Each row has a sampler and a copy
-/// of the prompt before anything is computed, so that one request could otherwise take all memory.
+/// The largest number of rows for one prompt, as vLLM's bound of `n`. Each row gets a sampler and a copy of the
+/// prompt before anything is computed, so that without a bound one request could take all memory.
 const MAX_ROWS: usize = 16_384;
 
 /// The largest number of tokens of a cache's window or of a proposal: these are added to one another and to lengths.
 const MAX_CACHE_TOKENS: i64 = i32::MAX as i64;
 
 impl GenerationConfig {
-    /// Checks every option against its range, and that none excludes another.
+    /// Checks every option against its range, and that no options conflict.
     ///
     /// # Errors
     /// An [option](overdrive_core::Error::InvalidOption) out of its range; [`Error::Incompatible`] with
@@ -192,7 +192,7 @@ impl GenerationConfig {
             "a smaller num_beams",
             "a search returns at most `num_beams` sequences",
         )?;
-        let why = "a beam's text is only certain at its end";
+        let why = "a beam's text is only final at its end";
         exclude(
             beams && !self.stop_strings.is_empty(),
             "stop_strings",
@@ -206,7 +206,7 @@ impl GenerationConfig {
             "num_beams",
             why,
         )?;
-        let why = "proposals are verified against one sequence a row";
+        let why = "proposals are verified against one sequence per row";
         let lookup = self.prompt_lookup_num_tokens.is_some();
         exclude(
             beams && lookup,

@@ -7,7 +7,7 @@ use super::Constraint;
 use crate::prompts::encode;
 use crate::{Error, Result, TokenMask};
 
-/// A constraint to one of a list of continuations (vLLM's `choice`).
+/// A constraint that allows only one of a list of continuations (vLLM's `choice`).
 ///
 /// The choices are token sequences in a trie. If one choice is a prefix of another, the end-of-text
 /// tokens are allowed after the shorter one. A choice that is a prefix of no other ends the sequence
@@ -36,7 +36,7 @@ impl ChoiceConstraint {
     /// there is no end-of-text token to distinguish them.
     pub fn new(choices: &[Vec<i64>], end_of_text: &[i64]) -> Result<ChoiceConstraint> {
         if choices.is_empty() || choices.iter().any(Vec::is_empty) {
-            let why = "a list of choices needs at least one, and none may be empty";
+            let why = "the list of choices needs at least one entry, and no entry may be empty";
             return Err(Error::Constraint(why.to_owned()));
         }
         let mut nodes = vec![Node::default()];
@@ -55,7 +55,8 @@ impl ChoiceConstraint {
         }
         let open = nodes.iter().any(|node| node.ends && !node.next.is_empty());
         if open && end_of_text.is_empty() {
-            let why = "one choice begins another; give an `eos_token_id` to end the shorter";
+            let why =
+                "one choice is a prefix of another; set `eos_token_id` to end the shorter one";
             return Err(Error::Constraint(why.to_owned()));
         }
         Ok(ChoiceConstraint {
@@ -65,8 +66,7 @@ impl ChoiceConstraint {
         })
     }
 
-    /// Builds the constraint from strings, each in the tokens into which `tokenizer` splits it, without
-    /// special ones.
+    /// Builds the constraint from strings, which `tokenizer` encodes without special tokens.
     ///
     /// # Errors
     /// As [`ChoiceConstraint::new`], and [`Error::Tokenizer`].
@@ -150,8 +150,8 @@ mod tests {
     fn choices_that_cannot_be_told_apart_are_refused() {
         for (choices, part) in [
             (vec![], "at least one"),
-            (vec![vec![1], vec![]], "none may be empty"),
-            (vec![vec![1], vec![1, 2]], "begins another"),
+            (vec![vec![1], vec![]], "no entry may be empty"),
+            (vec![vec![1], vec![1, 2]], "prefix of another"),
         ] {
             let error = ChoiceConstraint::new(&choices, &[]).unwrap_err();
             assert!(error.to_string().contains(part), "{error}");

@@ -9,7 +9,7 @@ pub use choice::ChoiceConstraint;
 /// Each step calls [`allowed`](Constraint::allowed), chooses among those tokens, and calls
 /// [`advance`](Constraint::advance) with the choice, until [`is_finished`](Constraint::is_finished).
 pub trait Constraint: std::fmt::Debug + Send {
-    /// Adds to `mask`, which is empty, every token that may come next, end-of-text tokens included if
+    /// Adds every token that may come next to `mask`, which is empty, including end-of-text tokens if
     /// the text may end here.
     ///
     /// # Errors

@@ -71,7 +71,7 @@ impl<'a> Decoder<'a> {
             return Err(Error::Incompatible {
                 first: "cache_config.num_sink_tokens",
                 second: "prompts of different lengths",
-                why: "the first columns of a padded row are padding, and a sliding cache would keep them in place of \
+                why: "the first columns of a padded row are padding, and a sliding cache would keep them instead of \
                       its first tokens; generate prompts of one length together",
             });
         }

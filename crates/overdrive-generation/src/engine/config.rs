@@ -2,24 +2,24 @@ use overdrive_core::{check_at_least, check_fraction, check_option};
 
 use crate::Result;
 
-/// The options with which an [`Engine`](crate::Engine) shares its model and memory among requests, in
-/// vLLM's words.
+/// The options with which an [`Engine`](crate::Engine) shares its model and memory among requests, named
+/// as in vLLM.
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct EngineConfig {
     /// The largest number of sequences that are computed at once; more wait. Default 256. A request of
     /// `n` samples counts as `n` sequences once its prompt is read.
     pub max_num_seqs: usize,
-    /// The token budget of one step, over all sequences: the longest time for which a long prompt
-    /// delays the others. At least `max_num_seqs`. Default 2048 on a GPU and 512 on a CPU, which take
-    /// some tenths of a second for them.
+    /// The token budget of one step, over all sequences, which limits how long a long prompt delays the
+    /// others. At least `max_num_seqs`. Default 2048 on a GPU and 512 on a CPU, which takes some tenths of
+    /// a second.
     pub max_num_batched_tokens: Option<usize>,
     /// The largest number of tokens of a prompt and its continuation. Default `None`: the model's
     /// context, or what the cache holds if that is less.
     pub max_model_len: Option<usize>,
-    /// The tokens of one block of the cache. Default 16.
+    /// The number of tokens in a block of the cache. Default 16.
     pub block_size: usize,
-    /// The blocks of the cache. Default `None`: as many as fit into `kv_cache_memory_bytes`.
+    /// The number of blocks of the cache. Default `None`: as many as fit into `kv_cache_memory_bytes`.
     pub num_blocks: Option<usize>,
     /// The bytes of the cache if `num_blocks` is `None`. Default 1 GiB; more, up to 4 GiB, if one sequence of
     /// the full context needs it, and less if `max_num_seqs` of them take less.
@@ -29,10 +29,10 @@ pub struct EngineConfig {
     /// The fraction of the blocks, in [0, 1), that stays free when a sequence is admitted beside
     /// others, so that those can grow. Default 0.01.
     pub watermark: f64,
-    /// If `true`, every step launches its operations one after another. Default `false`: on a GPU, steps in which every
-    /// sequence gets its next token are captured in CUDA graphs, one for 1, 2, 4, 8, 16, 24, … sequences, when their
-    /// number first appears (a tenth of a second), and replayed, where the kernels of overdrive-gpu are used. Does nothing
-    /// on a CPU.
+    /// If `true`, every step launches its operations one by one (vLLM's eager mode). Default `false`: on a GPU with the
+    /// kernels of overdrive-gpu, steps in which every sequence gets its next token are captured in CUDA graphs and
+    /// replayed. There is one graph each for 1, 2, 4, 8, 16, 24, … sequences, captured when the number first occurs (a
+    /// tenth of a second). No effect on a CPU.
     pub enforce_eager: bool,
 }
 

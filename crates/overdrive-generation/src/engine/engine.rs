@@ -25,16 +25,16 @@ use crate::{EngineConfig, Error, FinishReason, Result};
 ///
 /// A [`step`](Engine::step) computes one new token of every running sequence and, within a token
 /// budget, chunks of prompts that are still to be read, all in one row through the model. Keys and
-/// values are stored in the blocks of a [`PagedCache`]. If these run out, sequences wait, or the latest
-/// one gives its blocks back and is computed again later; a request that would fit alone never fails
-/// for want of memory. Requests are served in order of arrival.
+/// values are stored in the blocks of a [`PagedCache`]. If blocks run out, sequences wait, or the latest
+/// one releases its blocks and is recomputed later; a request that would fit alone never fails
+/// for lack of cache memory. Requests are served in order of arrival.
 ///
 /// A request gets the tokens that [`generate`](crate::generate) returns for its prompt alone, whatever
 /// else is computed beside it, up to the rounding of a wider batch.
 ///
-/// An engine computes on the thread that calls it, in that thread's mode for subnormal numbers, which a program sets by
-/// [`set_flush_denormals`](overdrive_sys::denormals::set_flush_denormals). An [`EngineHandle`](crate::EngineHandle) sets it
-/// on its own thread.
+/// An engine computes on the thread that calls it, in that thread's mode for subnormal numbers, which a program sets
+/// with [`set_flush_denormals`](overdrive_sys::denormals::set_flush_denormals). An
+/// [`EngineHandle`](crate::EngineHandle) sets it on its own thread.
 ///
 /// `M` is a [`CausalLm`](overdrive_transformer::CausalLm), a reference to one, or a model of your own.
 ///

@@ -102,10 +102,10 @@ impl EngineHandle {
     /// Starts the thread, makes the engine on it, [warms it up](Engine::warm_up), and waits until it is ready.
     ///
     /// `make` should load the model. OpenMP keeps a set of threads for each thread that has computed something. Once
-    /// these are together more than the cores, GNU's OpenMP lets them sleep between two operators in place of
-    /// waiting, and a small model decodes at two thirds of its speed. Loading on the engine's thread leaves one set.
+    /// there are more of these threads than cores, GNU's OpenMP lets them sleep between operators instead of spinning,
+    /// and a small model decodes at two thirds of its speed. Loading on the engine's thread leaves only one set.
     ///
-    /// The thread, and those that compute for it, take subnormal numbers for zero. `make` may switch that off by
+    /// The thread, and those that compute for it, flush subnormal numbers to zero. `make` may switch this off with
     /// [`set_flush_denormals`].
     ///
     /// ```

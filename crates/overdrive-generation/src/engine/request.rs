@@ -194,7 +194,7 @@ impl RequestLimits {
         check_ids(config, self.vocab_size)?;
         if !config.stop_strings.is_empty() && !self.has_text {
             let (key, found) = ("stop_strings", format!("{:?}", config.stop_strings));
-            let hint = "give it the tokenizer with Engine::with_tokenizer";
+            let hint = "set the tokenizer with Engine::with_tokenizer";
             return Err(Error::NotInEngine { key, found, hint });
         }
         check(std::slice::from_ref(prompt), self.context, self.vocab_size)?;

@@ -32,7 +32,7 @@ pub(super) struct ScheduledSequence<I, T> {
     namespace: u64,
     /// The number of tokens that are in the cache.
     pub(super) computed: usize,
-    /// The id in the cache, while the sequence runs.
+    /// The sequence's id in the cache, while it runs.
     cache_id: Option<I>,
     /// The number of tokens that had been computed before the last preemption.
     preempted_len: usize,
@@ -364,10 +364,10 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
 
     /// Inserts a sequence among the waiting by its arrival.
     fn wait(&mut self, sequence: ScheduledSequence<I, T>) {
-        let cache_id = self
+        let position = self
             .waiting
             .partition_point(|other| other.arrival < sequence.arrival);
-        self.waiting.insert(cache_id, sequence);
+        self.waiting.insert(position, sequence);
     }
 }
 

@@ -18,7 +18,7 @@ pub(super) fn tokenizer(vocabulary: &Vocabulary<'_>) -> Result<(Tokenizer, Ends)
         }
         None => {
             tracing::warn!(
-                "the file has no `{key}`, the rule by which its tokenizer finds words; llama.cpp's default is taken, \
+                "the file has no `{key}`, the rule by which its tokenizer splits words; llama.cpp's default is used, \
                  and the model's tokenizer.json would be right"
             );
             DEFAULT

@@ -22,8 +22,8 @@ const MODEL: &str = "tokenizer.ggml.model";
 /// The values of `tokenizer.ggml.model` that are read, for messages.
 const KNOWN: &str = "gpt2 (byte-level BPE), llama (SentencePiece BPE), t5 (SentencePiece unigram), bert (WordPiece) and gemma4";
 
-/// Builds the tokenizer that the metadata of a GGUF file describe (`tokenizer.ggml.*`). Its ids are those of
-/// llama.cpp, control tokens within the text included.
+/// Builds the tokenizer that the metadata of a GGUF file describes (`tokenizer.ggml.*`). Its ids equal those of
+/// llama.cpp, including control tokens within the text.
 ///
 /// | `tokenizer.ggml.model` | tokenizer |
 /// |---|---|
@@ -37,8 +37,8 @@ const KNOWN: &str = "gpt2 (byte-level BPE), llama (SentencePiece BPE), t5 (Sente
 /// `add_eos_token`, `add_space_prefix` and `remove_extra_whitespaces` are followed, with llama.cpp's defaults.
 ///
 /// # Errors
-/// [`Error::UnknownTokenizer`] for a kind of tokenizer or a rule for words that is not known, and
-/// [`Error::Common`] for metadata that are missing or wrong.
+/// [`Error::UnknownTokenizer`] for an unknown kind of tokenizer or word rule, and [`Error::Common`] for missing or
+/// invalid metadata.
 pub fn tokenizer_from_gguf(file: &GgufFile) -> Result<Tokenizer> {
     let vocabulary = Vocabulary::read(file)?;
     let (mut tokenizer, ends) = match vocabulary.model()? {

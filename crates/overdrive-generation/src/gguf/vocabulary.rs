@@ -218,7 +218,7 @@ pub(crate) fn special(file: &GgufFile, name: &str, tokens: usize) -> Result<Opti
             _ => return Ok(None),
         },
     };
-    // Some converters write -1, or its 32 bits without a sign, for a token that there is not.
+    // Some converters write -1, or its bits as a u32, for a token that does not exist.
     Ok(u32::try_from(id).ok().filter(|&id| (id as usize) < tokens))
 }
 

@@ -166,7 +166,7 @@ fn conversations_are_read_from_the_usual_shapes_of_json() {
         ),
         (
             json!({"messages": [{"role": "system", "content": "a"}], "system": "b"}),
-            "another system message",
+            "`system` in addition to a system message",
         ),
     ] {
         let error = conversation_from_json(&value).unwrap_err().to_string();

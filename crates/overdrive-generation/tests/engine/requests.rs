@@ -314,13 +314,13 @@ fn requests_that_cannot_be_served_are_refused_with_the_numbers() {
     };
     assert_eq!(
         refused(vec![1; 32], &|_| {}),
-        "the request takes 32 tokens of prompt and 10 new ones, 11 blocks of 4 tokens, and the cache \
-         has 10; shorten the prompt or max_new_tokens, or give the engine more num_blocks or \
+        "the request needs 32 prompt tokens and 10 new ones, 11 blocks of 4 tokens, and the cache \
+         has 10; shorten the prompt, lower max_new_tokens, or raise the engine's num_blocks or \
          kv_cache_memory_bytes"
     );
     assert!(refused(vec![], &|_| {}).contains("empty"));
-    assert!(refused(vec![1; 300], &|_| {}).contains("the model's context 256"));
-    assert!(refused(vec![1, 128], &|_| {}).contains("the model's vocabulary is 0..128"));
+    assert!(refused(vec![1; 300], &|_| {}).contains("the model's context is 256"));
+    assert!(refused(vec![1, 128], &|_| {}).contains("the model's vocabulary 0..128"));
     assert!(refused(vec![1], &|c| c.eos_token_id = vec![128]).contains("eos_token_id"));
     assert!(refused(vec![1], &|c| c.temperature = -1.0).contains("temperature"));
     assert!(refused(vec![1], &|c| c.num_beams = 2).contains("use generate"));

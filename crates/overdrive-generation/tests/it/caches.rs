@@ -207,7 +207,9 @@ fn a_model_whose_attention_needs_one_tensor_pads_its_batch() {
     assert_eq!(got.sequences, want.sequences);
     let error = generate(&model, &prompts, &with_cache("paged", greedy(20))).unwrap_err();
     assert!(
-        error.to_string().contains("cannot show them as one tensor"),
+        error
+            .to_string()
+            .contains("cannot return them as one tensor"),
         "{error}"
     );
 }

@@ -200,7 +200,7 @@ fn an_endless_loop_ends_with_an_error_that_names_its_line() {
     let source =
         "a\n{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}";
     let error = refusal(source);
-    let expected = "chat template: line 2: it has taken the most steps of one rendering";
+    let expected = "chat template: line 2: it exceeds the step limit of one rendering";
     assert!(error.starts_with(expected), "{error}");
     // Through macros, which call one another.
     let error = refusal("{% macro m(x) %}{{ m(x) }}{{ m(x) }}{% endmacro %}{{ m(1) }}");

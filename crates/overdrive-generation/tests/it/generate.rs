@@ -311,13 +311,13 @@ fn bad_prompts_and_configurations_are_refused_with_their_reason() {
         (refused(&[vec![1], vec![]], greedy(1)), "prompt 1 is empty"),
         (
             refused(&[vec![3; 65]], greedy(1)),
-            "65 tokens and the model's context 64",
+            "65 tokens, and the model's context is 64",
         ),
         (
             refused(&[vec![1, 128]], greedy(1)),
             "token 1 of prompt 0 is 128",
         ),
-        (refused(&[vec![-1]], greedy(1)), "vocabulary is 0..128"),
+        (refused(&[vec![-1]], greedy(1)), "vocabulary 0..128"),
         (
             refused(
                 &ok(),

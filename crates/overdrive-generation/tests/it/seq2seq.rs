@@ -186,7 +186,7 @@ fn wrong_prompts_and_options_are_refused_by_name() {
     assert!(error(&[], &fixture.config).contains("no prompt"));
     assert!(error(&[vec![5, 64]], &fixture.config).contains("token 1 of prompt 0 is 64"));
     assert!(
-        error(&[vec![5; 33]], &fixture.config).contains("33 tokens and the model's context 32")
+        error(&[vec![5; 33]], &fixture.config).contains("33 tokens, and the model's context is 32")
     );
     let config = GenerationConfig {
         decoder_start_token_id: Some(99),

@@ -23,7 +23,8 @@ use sequences::Getter;
 
 use text::{format, indent, title, truncate, wordwrap};
 
-/// The names of the filters, sorted. `urlize` and `random` are missing, because a prompt has no links and must not vary.
+/// The names of the filters, sorted. `urlize` and `random` are omitted: prompts have no links and must be
+/// deterministic.
 const NAMES: [&str; 52] = [
     "abs",
     "attr",

@@ -68,7 +68,7 @@ impl Runtime {
         match self.steps > MAX_STEPS {
             false => Ok(()),
             true => Err(Error::limit(
-                "it has taken the most steps of one rendering; it probably loops without an end",
+                "it exceeds the step limit of one rendering; it probably loops forever",
             )),
         }
     }

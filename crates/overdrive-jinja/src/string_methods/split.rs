@@ -86,7 +86,7 @@ pub(crate) fn lines<'t>(runtime: &mut Runtime, word: &'t str) -> Result<Vec<(&'t
     Ok(lines)
 }
 
-/// Implements `str.join`: an element that is no string is an error.
+/// Implements `str.join`: an element that is not a string is an error.
 pub(crate) fn join(runtime: &mut Runtime, this: &Text, items: &Value) -> Result<Value> {
     let mut elements = Elements::new(items)?;
     let mut out = String::new();

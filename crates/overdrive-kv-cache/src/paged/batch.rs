@@ -10,22 +10,22 @@ use crate::{AttendOptions, Error, KvCache, KvView, Result};
 /// The name of this cache in errors.
 const NAME: &str = "a batch of a paged cache";
 
-/// A step of a model with new tokens of several sequences of a [`PagedCache`], all in one row.
+/// A step of a model over new tokens of several sequences of a [`PagedCache`], concatenated in one row.
 ///
-/// The model is given [`input_ids`](PagedBatch::input_ids) and
-/// [`position_ids`](PagedBatch::position_ids) `(1, N)` and this as its cache; each sequence sees its
-/// own tokens only, without padding and without a mask. The logits at
+/// Run the model on [`input_ids`](PagedBatch::input_ids) and
+/// [`position_ids`](PagedBatch::position_ids) `(1, N)` with this batch as its cache; each sequence sees only
+/// its own tokens, without padding or a mask. The logits at
 /// [`last_indices`](PagedBatch::last_indices) are those of the next tokens.
 ///
 /// Each layer attends once; [`truncate(0)`](KvCache::truncate) restarts the step. The sequences do not
-/// change before [`commit`](PagedBatch::commit): a batch that is dropped, because the model failed or
-/// was interrupted, leaves the cache as it was.
+/// change before [`commit`](PagedBatch::commit): dropping the batch, because the model failed or was
+/// interrupted, leaves the cache unchanged.
 #[derive(Debug)]
 pub struct PagedBatch<'a> {
     step: PagedStep<'a>,
     slots: PagedSlots,
     layout: PagedLayout,
-    /// `true` for each layer that has been given the new tokens.
+    /// `true` for each layer that has received the new tokens.
     written: Vec<bool>,
 }
 
@@ -46,7 +46,7 @@ impl<'a> PagedBatch<'a> {
     /// Adds the new tokens to their sequences.
     ///
     /// # Errors
-    /// [`Error::StepNotRun`] if a layer has not been given them; the step is then undone.
+    /// [`Error::StepNotRun`] if a layer has not received them; the step is then undone.
     pub fn commit(self) -> Result<()> {
         if let Some(layer) = self.written.iter().position(|written| !written) {
             // Dropping the step on return cancels it.
@@ -56,7 +56,7 @@ impl<'a> PagedBatch<'a> {
         Ok(())
     }
 
-    /// Returns the number of new tokens of all sequences together.
+    /// Returns the total number of new tokens.
     pub fn tokens(&self) -> usize {
         self.slots.len()
     }
@@ -85,7 +85,7 @@ impl<'a> PagedBatch<'a> {
         self.row(positions.map(to_i64).collect())
     }
 
-    /// Returns the number of tokens of the longest sequence, its new ones included: all positions are below it.
+    /// Returns the length of the longest sequence, including its new tokens: all positions are below it.
     pub fn longest(&self) -> i64 {
         let lengths = self
             .step
@@ -95,8 +95,8 @@ impl<'a> PagedBatch<'a> {
         to_i64(lengths.max().unwrap_or(0))
     }
 
-    /// Returns the index in the row of the last new token of each sequence; a sequence without new
-    /// tokens has none.
+    /// Returns the index in the row of the last new token of each sequence that has new
+    /// tokens.
     pub fn last_indices(&self) -> Vec<i64> {
         let ends = self.step.prepared.iter().scan(0, |end, new| {
             let length = new.tokens.len();
@@ -174,7 +174,7 @@ impl KvCache for PagedBatch<'_> {
             return Err(Error::Unsupported {
                 cache: NAME,
                 what: "take a mask",
-                hint: "its sequences are kept apart without one; give the model no attention mask",
+                hint: "it separates its sequences without one; pass no attention mask to the model",
             });
         }
         let options = options.causal();
@@ -253,7 +253,7 @@ impl KvCache for PagedBatch<'_> {
     }
 }
 
-/// New tokens of some sequences, and the blocks that were taken for them. Dropped, they are given back.
+/// The new tokens of some sequences, and the blocks that were allocated for them. Dropping it frees the blocks.
 #[derive(Debug)]
 pub(super) struct PagedStep<'a> {
     cache: &'a mut PagedCache,
@@ -285,7 +285,7 @@ impl<'a> PagedStep<'a> {
         self.cache.block_tables().commit(prepared);
     }
 
-    /// Leaves the new tokens to the cache, apart from their sequences.
+    /// Hands the new tokens over to the cache without adding them to their sequences.
     pub(super) fn launch(mut self) {
         let prepared = std::mem::take(&mut self.prepared);
         self.cache.block_tables().launch(prepared);

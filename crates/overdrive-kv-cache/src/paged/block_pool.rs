@@ -1,18 +1,18 @@
-//! The states of the blocks of a pool, without their content.
+//! The states of the blocks of a pool, without their contents.
 
 use std::collections::BTreeMap;
 
 /// The number of a block in its pool.
 pub(super) type BlockId = u32;
 
-/// A pool whose blocks are free, evictable (no sequence refers to them, but their content may be
+/// A pool whose blocks are free, evictable (no sequence refers to them, but their contents may be
 /// reused), or used.
 #[derive(Debug)]
 pub(super) struct BlockPool {
     references: Vec<u32>,
     free: Vec<BlockId>,
     /// The evictable blocks in the order of their release; the first is evicted first.
-    // Ordered, because a block may leave from the middle when a sequence finds it again.
+    // Ordered, because a block may be removed from the middle when a sequence reuses it.
     evictable: BTreeMap<u64, BlockId>,
     /// The time of release of each evictable block.
     released_at: Vec<Option<u64>>,
@@ -20,8 +20,8 @@ pub(super) struct BlockPool {
 }
 
 impl BlockPool {
-    /// Returns a pool of free blocks. Low numbers are given out first, so that the end of a pool that
-    /// is never full stays untouched.
+    /// Creates a pool of free blocks. Low block ids are allocated first, so that the end of a pool that is
+    /// never full stays untouched.
     pub(super) fn new(blocks: BlockId) -> BlockPool {
         let count = blocks as usize;
         BlockPool {
@@ -38,7 +38,7 @@ impl BlockPool {
         self.references.len()
     }
 
-    /// Returns the number of blocks that can be taken: free and evictable ones.
+    /// Returns the number of blocks that can be allocated: free and evictable blocks.
     pub(super) fn available(&self) -> usize {
         self.free.len() + self.evictable.len()
     }
@@ -55,8 +55,8 @@ impl BlockPool {
         self.released_at[block as usize].is_some()
     }
 
-    /// Takes a block, which then has one reference: a free one, else the evictable one that was
-    /// released first. `evicted` is called with the latter.
+    /// Allocates a block with one reference: a free block, else the evictable block that was released first,
+    /// with which `evicted` is called.
     pub(super) fn take(&mut self, evicted: impl FnOnce(BlockId)) -> Option<BlockId> {
         let block = match self.free.pop() {
             Some(block) => block,
@@ -79,7 +79,7 @@ impl BlockPool {
         self.references[block as usize] += 1;
     }
 
-    /// Removes a reference. After the last one the block is evictable if `keep` is `true`, else free.
+    /// Removes a reference. Without references, the block is evictable if `keep` is `true`, else free.
     pub(super) fn release(&mut self, block: BlockId, keep: bool) {
         let references = &mut self.references[block as usize];
         debug_assert!(*references > 0, "block {block} was released twice");
@@ -106,7 +106,7 @@ impl BlockPool {
         blocks
     }
 
-    /// Checks the pool against `expected`, the references that tables hold to each block.
+    /// Checks the pool against `expected`, the number of references that tables hold to each block.
     pub(super) fn audit(&self, expected: &[u32]) -> Result<(), String> {
         let mut free = vec![false; self.len()];
         for block in &self.free {

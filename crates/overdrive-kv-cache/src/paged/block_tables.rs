@@ -1,4 +1,4 @@
-//! The block tables of all sequences, without the blocks' content.
+//! The block tables of all sequences, without the blocks' contents.
 
 use std::collections::{HashMap, HashSet};
 
@@ -6,7 +6,7 @@ use super::block_pool::{BlockId, BlockPool};
 use super::prefix_index::{Prefix, PrefixIndex};
 use crate::{Error, Result};
 
-/// The id of a sequence in a [`PagedCache`](crate::PagedCache); a cache never gives out an id twice.
+/// The id of a sequence in a [`PagedCache`](crate::PagedCache); a cache never reuses an id.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, PartialOrd, Ord)]
 pub struct SequenceId(u64);
 
@@ -16,56 +16,56 @@ impl std::fmt::Display for SequenceId {
     }
 }
 
-/// The counters of a [`PagedCache`](crate::PagedCache) since it was made.
+/// The counters of a [`PagedCache`](crate::PagedCache) since its creation.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct PagedStatistics {
-    /// The tokens of added sequences that were found in shared blocks.
+    /// The number of tokens of added sequences that were found in shared blocks.
     pub hits: u64,
-    /// The tokens of added sequences that were not.
+    /// The number of tokens of added sequences that were not found in shared blocks.
     pub misses: u64,
-    /// The evictable blocks whose content was dropped because their memory was needed.
+    /// The number of evictable blocks whose contents were dropped because their memory was needed.
     pub evictions: u64,
-    /// The blocks that were copied because a sequence appended to one that others share.
+    /// The number of blocks that were copied because a sequence appended to a shared block.
     pub copies: u64,
-    /// The blocks that were given back because another block with the same content existed when they
-    /// became full.
+    /// The number of blocks that were freed when they became full because another block had the same
+    /// contents.
     pub merged: u64,
 }
 
 /// A sequence and the blocks that hold it.
 #[derive(Debug, Clone, Default)]
 struct Sequence {
-    /// The blocks, as many as the tokens need.
+    /// The blocks that hold the tokens.
     table: Vec<BlockId>,
     /// The tokens whose keys and values are in the blocks.
     tokens: Vec<i64>,
-    /// Only sequences of one namespace share blocks by their tokens.
+    /// The namespace; only sequences of the same namespace share blocks by their tokens.
     namespace: u64,
 }
 
-/// The new tokens of a sequence and the blocks for them, which count only when committed.
+/// The new tokens of a sequence and their blocks, which take effect when the step is committed.
 #[derive(Debug)]
 pub(super) struct PreparedSequence {
     pub(super) id: SequenceId,
     pub(super) tokens: Vec<i64>,
-    /// The number of tokens that the sequence has already.
+    /// The number of tokens before the step.
     pub(super) past: usize,
     /// The table of the sequence with the new blocks.
     pub(super) table: Vec<BlockId>,
-    /// The blocks that were taken from the pool for it.
+    /// The blocks that were allocated for it.
     taken: Vec<BlockId>,
     /// A shared block and the new block that replaces it with a copy of its content.
     pub(super) copy: Option<(BlockId, BlockId)>,
 }
 
-/// The sequences, their tables and the blocks of those.
+/// The sequences, their tables and the pool of blocks.
 #[derive(Debug)]
 pub(super) struct BlockTables {
     pool: BlockPool,
     index: PrefixIndex,
     sequences: HashMap<SequenceId, Sequence>,
-    /// The new tokens of a step that a device has been given.
+    /// The new tokens of a launched step.
     launched: Vec<PreparedSequence>,
     next: u64,
     block_size: usize,
@@ -108,7 +108,7 @@ impl BlockTables {
     /// Returns the blocks that [`add`](BlockTables::add) would find.
     pub(super) fn cached_blocks(&self, namespace: u64, tokens: &[i64]) -> Vec<BlockId> {
         let mut before = Prefix::Empty(namespace);
-        // One token is always left to compute: the logits of the last one are needed.
+        // At least one token is left to compute, since the logits of the last one are needed.
         let usable = tokens.len().saturating_sub(1);
         let mut table = Vec::new();
         // Without sharing the index is empty.
@@ -157,7 +157,7 @@ impl BlockTables {
     }
 
     pub(super) fn release_all(&mut self) {
-        // Oldest first, so that the order of eviction does not depend on that of a hash map.
+        // Oldest first, so that the order of eviction does not depend on a hash map.
         let mut sequences: Vec<_> = std::mem::take(&mut self.sequences).into_iter().collect();
         sequences.sort_unstable_by_key(|(id, _)| *id);
         for (_, sequence) in sequences {
@@ -172,7 +172,7 @@ impl BlockTables {
         }
     }
 
-    /// Takes blocks for the new tokens of some sequences, for all of them or for none.
+    /// Allocates blocks for the new tokens of some sequences, for all of them or for none.
     pub(super) fn prepare(
         &mut self,
         new_tokens: &[(SequenceId, &[i64])],
@@ -188,7 +188,7 @@ impl BlockTables {
         let mut needed = 0_usize;
         for (id, tokens) in new_tokens {
             needed = needed.saturating_add(self.blocks_needed(*id, tokens.len())?);
-            // Two entries would each plan with the same open block.
+            // Two entries would both plan to fill the same open block.
             if !seen.insert(*id) {
                 return Err(Error::SequenceTwice { id: *id });
             }
@@ -204,7 +204,7 @@ impl BlockTables {
         Ok(all)
     }
 
-    /// Takes the blocks of one sequence; the caller has checked that there are enough.
+    /// Allocates the blocks of one sequence; the caller has checked that there are enough.
     fn prepare_one(&mut self, id: SequenceId, tokens: &[i64]) -> Result<PreparedSequence> {
         let needed = self.blocks_needed(id, tokens.len())?;
         let shared = self.shared_last_block(id, tokens.len())?;
@@ -213,7 +213,7 @@ impl BlockTables {
         let mut taken = Vec::with_capacity(needed);
         for _ in 0..needed {
             let (index, statistics) = (&mut self.index, &mut self.statistics);
-            // The content of an evicted block is gone, so the index must forget it first.
+            // The contents of an evicted block are lost, so it is removed from the index first.
             let block = self.pool.take(|evicted| {
                 index.remove(evicted);
                 statistics.evictions += 1;
@@ -222,8 +222,8 @@ impl BlockTables {
         }
         let mut unused = taken.iter().copied();
         let copy = match (shared, table.last_mut()) {
-            // The sequence keeps its reference to the shared block until the commit, and so does every
-            // other one: none of them may write to a block that an undone step has to leave as it was.
+            // Every sequence keeps its reference to the shared block until the commit, so none of them
+            // writes to a block that an undone step must leave unchanged.
             (Some(from), Some(last)) => unused.next().map(|to| {
                 *last = to;
                 self.statistics.copies += 1;
@@ -232,7 +232,7 @@ impl BlockTables {
             _ => None,
         };
         if copy.is_none() && past % self.block_size != 0 && !tokens.is_empty() {
-            // The block was full before a truncation; it will hold other tokens than the index says.
+            // The block was full before a truncation; its tokens will differ from those in the index.
             if let Some(last) = table.last() {
                 self.index.remove(*last);
             }
@@ -248,7 +248,7 @@ impl BlockTables {
         })
     }
 
-    /// Gives back the blocks of a step that is not committed.
+    /// Frees the blocks of a step that is not committed.
     pub(super) fn cancel(&mut self, prepared: Vec<PreparedSequence>) {
         for new in prepared.into_iter().rev() {
             for block in new.taken.into_iter().rev() {
@@ -279,12 +279,12 @@ impl BlockTables {
         self.cancel(undone);
     }
 
-    /// Counts the new tokens, and adds full blocks to the index.
+    /// Adds the new tokens to their sequences, and full blocks to the index.
     pub(super) fn commit(&mut self, prepared: Vec<PreparedSequence>) {
         for new in prepared {
             let Some(sequence) = self.sequences.get_mut(&new.id) else {
                 // The batch borrows the cache, so that no sequence can be released during a step.
-                debug_assert!(false, "a sequence went away during a step");
+                debug_assert!(false, "a sequence was released during a step");
                 continue;
             };
             sequence.table = new.table;
@@ -298,8 +298,8 @@ impl BlockTables {
         }
     }
 
-    /// Adds the full blocks of a sequence, from block `first` on, to the index. Blocks whose content is
-    /// there already are replaced by the ones in the index.
+    /// Adds the full blocks of a sequence, from block `first` on, to the index. Blocks whose contents are
+    /// already indexed are replaced by the indexed blocks.
     fn register(&mut self, id: SequenceId, first: usize) {
         let Some(sequence) = self.sequences.get_mut(&id) else {
             return;
@@ -330,8 +330,8 @@ impl BlockTables {
         }
     }
 
-    /// Removes a reference to each block, the last block first: a later block of a sequence is then
-    /// evicted before the earlier ones, without which it could not be found.
+    /// Removes a reference to each block, the last block first, so that later blocks of a sequence are evicted
+    /// before the earlier blocks that are needed to find them.
     fn release_blocks(&mut self, table: Vec<BlockId>) {
         for block in table.into_iter().rev() {
             self.pool.release(block, self.index.contains(block));
@@ -353,8 +353,8 @@ impl BlockTables {
         Ok(more + usize::from(copied))
     }
 
-    /// Returns the last block of a sequence, if new tokens would be written to it and other sequences
-    /// refer to it too.
+    /// Returns the last block of a sequence if new tokens would be written to it and other sequences share
+    /// it.
     fn shared_last_block(&self, id: SequenceId, new_tokens: usize) -> Result<Option<BlockId>> {
         let sequence = self.sequence(id)?;
         let open = new_tokens > 0 && sequence.tokens.len() % self.block_size != 0;
@@ -404,10 +404,10 @@ impl BlockTables {
             .ok_or(Error::NoSuchSequence { id })
     }
 
-    /// Checks everything that has to hold between two steps.
+    /// Checks all invariants between two steps.
     pub(super) fn audit(&self) -> std::result::Result<(), String> {
         let mut references = vec![0; self.pool.len()];
-        // The content of each block according to the first table that has it.
+        // The contents of each block according to the first table that has it.
         let mut held: HashMap<BlockId, (usize, &[i64])> = HashMap::new();
         for (id, sequence) in &self.sequences {
             if sequence.table.len() != sequence.tokens.len().div_ceil(self.block_size) {
@@ -423,7 +423,7 @@ impl BlockTables {
                 let (other_position, others) = *held.entry(*block).or_insert((position, tokens));
                 let common = others.len().min(tokens.len());
                 if other_position != position || others[..common] != tokens[..common] {
-                    return Err(format!("block {block} is shared by sequences that differ"));
+                    return Err(format!("block {block} is shared by sequences with other tokens"));
                 }
                 let full = tokens.len() == self.block_size;
                 match self.index.tokens(*block) {

@@ -9,21 +9,21 @@ use crate::{Error, KvView, Result};
 
 /// The keys and values of many sequences in one pool of blocks of equal size.
 ///
-/// Each sequence has a table of the blocks that hold it. Memory is taken block by block, so that a
-/// sequence wastes less than one block however long it becomes. Sequences with a common prefix share
-/// its blocks, and a fork shares all blocks and copies the last one when either appends to it. The
-/// blocks of a released sequence are kept while their memory is not needed, and a later sequence with
-/// the same prefix finds them ([`PagedCacheConfig::enable_prefix_caching`]); the block released first
-/// is evicted first. Tokens are compared, not only their hashes: a sequence never gets keys of another
+/// Each sequence has a table of its blocks. Memory is allocated block by block, so a sequence of any length
+/// wastes less than one block. Sequences with a common prefix share its blocks, and a fork shares all
+/// blocks and copies the last one when either sequence appends to it. The blocks of a released sequence
+/// are kept until their memory is needed, and a later sequence with the same prefix reuses them
+/// ([`PagedCacheConfig::enable_prefix_caching`]); the block released first is evicted first. Tokens are
+/// compared, not only their hashes, so a sequence never gets the keys of another
 /// prefix.
 ///
-/// Keys that depend on more than the preceding tokens (another adapter, other positions, an image
-/// behind a placeholder) need a namespace of their own: sequences of different namespaces share no blocks
+/// Keys that depend on more than the preceding tokens (an adapter, other positions, an image behind a
+/// placeholder) need their own namespace: sequences of different namespaces share no blocks
 /// ([`add_in`](PagedCache::add_in)).
 ///
-/// A step of the model goes through a [`PagedBatch`]. The pool is allocated once, keys and values
-/// `(num_blocks, kv_heads, block_size, head_dim)` a layer. On a CPU its pages count as used memory only
-/// once they are written, lowest first.
+/// A step of the model uses a [`PagedBatch`]. The pool is allocated once: keys and values
+/// `(num_blocks, kv_heads, block_size, head_dim)` for each layer. On a CPU its pages use memory only once
+/// they are written, lowest first.
 ///
 /// The method is vLLM's (Kwon et al. 2023, [arXiv:2309.06180](https://arxiv.org/abs/2309.06180)).
 ///
@@ -80,7 +80,7 @@ impl PagedCache {
     /// ([`PagedCacheConfig::validate`]); [`Error::Torch`] if memory runs out.
     pub fn new(config: PagedCacheConfig) -> Result<PagedCache> {
         config.validate()?;
-        // One more than the tables know, for the rows of a captured step that belong to no sequence.
+        // One block more than the tables know, for the rows of a captured step that belong to no sequence.
         let (blocks, block_size) = (to_i64(config.num_blocks) + 1, config.block_size);
         // Not initialized: a block is read only up to the tokens that were written to it.
         let pool = |dim: i64| {
@@ -106,10 +106,10 @@ impl PagedCache {
         })
     }
 
-    /// Adds a sequence and returns its id and the number of its `tokens` that are in shared blocks
-    /// already. These are always fewer than all, so that one is left to compute logits from. The others
-    /// are given to [`batch`](PagedCache::batch), in one step or in several. Takes no memory except for
-    /// references to the shared blocks.
+    /// Adds a sequence and returns its id and the number of its `tokens` that are already in shared blocks.
+    /// At least one token is left to compute logits from. Pass the others to [`batch`](PagedCache::batch),
+    /// in one step or several. This allocates no blocks; it only adds references to
+    /// shared blocks.
     ///
     /// # Errors
     /// None at present.
@@ -117,7 +117,7 @@ impl PagedCache {
         self.add_in(0, tokens)
     }
 
-    /// Adds a sequence, as [`add`](PagedCache::add), which shares blocks only with sequences of the same
+    /// Adds a sequence as [`add`](PagedCache::add) does, but shares blocks only with sequences of the same
     /// namespace. `add` uses namespace 0.
     ///
     /// # Errors
@@ -140,7 +140,7 @@ impl PagedCache {
         self.tables.fork(id)
     }
 
-    /// Drops all but the first `len` tokens of a sequence and gives back the blocks of the others.
+    /// Drops all but the first `len` tokens of a sequence and frees the blocks of the others.
     ///
     /// # Errors
     /// [`Error::NoSuchSequence`], [`Error::TruncateBeyondEnd`].
@@ -148,7 +148,7 @@ impl PagedCache {
         self.tables.truncate(id, len)
     }
 
-    /// Removes a sequence. Later sequences can find its full blocks until their memory is needed.
+    /// Removes a sequence. Later sequences can reuse its full blocks until their memory is needed.
     ///
     /// # Errors
     /// [`Error::NoSuchSequence`].
@@ -156,48 +156,48 @@ impl PagedCache {
         self.tables.release(id)
     }
 
-    /// Removes every sequence; prefixes can still be found.
+    /// Removes every sequence; prefixes can still be reused.
     pub fn release_all(&mut self) {
         self.tables.release_all();
     }
 
-    /// Drops the blocks that no sequence holds, so that later sequences find only prefixes of current
-    /// ones. Call it after [`release_all`](PagedCache::release_all) when the weights of the model
+    /// Drops the blocks that no sequence holds, so that later sequences reuse only prefixes of current
+    /// sequences. Call it after [`release_all`](PagedCache::release_all) when the weights of the model
     /// change.
     pub fn forget_prefixes(&mut self) {
         self.tables.forget_prefixes();
     }
 
-    /// Begins a step: takes the blocks that the new tokens of some sequences need, for all or for none,
-    /// and returns the [`KvCache`](crate::KvCache) with which to run the model. The new tokens lie in
-    /// one row in the order of `new_tokens`. They count when the step is
+    /// Begins a step: allocates the blocks for the new tokens of some sequences, for all or for none, and
+    /// returns the [`KvCache`](crate::KvCache) with which to run the model. The new tokens are concatenated in
+    /// the order of `new_tokens`. They take effect when the step is
     /// [committed](PagedBatch::commit).
     ///
     /// # Errors
     /// [`Error::OutOfBlocks`], [`Error::NoSuchSequence`], [`Error::SequenceTwice`], or an error of
-    /// libtorch; the cache is then as it was.
+    /// libtorch; the cache is then unchanged.
     pub fn batch<'a>(&'a mut self, new_tokens: &[(SequenceId, &[i64])]) -> Result<PagedBatch<'a>> {
         let step = self.step(new_tokens)?;
         let (slots, layout) = step.cache().tables_of(step.prepared())?;
         Ok(PagedBatch::new(step, slots, layout))
     }
 
-    /// Ends the step that was [launched](crate::PagedDecodeStep::launch), if there is one: `token` returns the new token
-    /// of each of its sequences, which is added to it. Where it returns `None`, and for a sequence that is no longer
-    /// there, the block of the new token is given back.
+    /// Ends the step that was [launched](crate::PagedDecodeStep::launch), if there is one. `token` returns the new
+    /// token of each of its sequences, which is added to the sequence. If it returns `None`, or the sequence was
+    /// released, the block of the new token is freed.
     pub fn land(&mut self, token: impl FnMut(SequenceId) -> Option<i64>) {
         self.tables.land(token);
     }
 
-    /// Takes the blocks for new tokens, and copies shared ones.
+    /// Allocates the blocks for new tokens, and copies shared blocks.
     pub(super) fn step<'a>(
         &'a mut self,
         new_tokens: &[(SequenceId, &[i64])],
     ) -> Result<PagedStep<'a>> {
         let prepared = self.tables.prepare(new_tokens)?;
         let step = PagedStep::new(self, prepared);
-        // Whole blocks are copied although only the first tokens of one are filled: one copy a layer is
-        // cheaper than two narrow ones.
+        // Copies whole blocks although only their first tokens are filled: one copy per layer is
+        // cheaper than two of narrowed tensors.
         for (from, to) in step.prepared().iter().filter_map(|new| new.copy) {
             for layer in &step.cache().layers {
                 for pool in [&layer.keys, &layer.values] {
@@ -231,7 +231,7 @@ impl PagedCache {
         Ok((slots, layout))
     }
 
-    /// Returns a dense copy of the tokens of a sequence in a layer, for any other attention: keys and
+    /// Returns a dense copy of the tokens of a sequence in a layer, for another attention: keys and
     /// values `(1, H_kv, len, D)`.
     ///
     /// # Errors
@@ -261,12 +261,12 @@ impl PagedCache {
         self.tables.len(id)
     }
 
-    /// Returns `true` if no sequence is held.
+    /// Returns `true` if the cache holds no sequences.
     pub fn is_empty(&self) -> bool {
         self.sequences() == 0
     }
 
-    /// Returns the tokens of a sequence whose keys and values are held.
+    /// Returns the cached tokens of a sequence.
     ///
     /// # Errors
     /// [`Error::NoSuchSequence`].
@@ -279,29 +279,29 @@ impl PagedCache {
         self.tables.sequences()
     }
 
-    /// Returns the number of blocks that a step with `new_tokens` of this sequence takes, a copy of a
-    /// shared block included; 0 for a sequence that is not in the cache.
+    /// Returns the number of blocks that a step with `new_tokens` of this sequence allocates, including the copy
+    /// of a shared block; 0 for a sequence that is not in the cache.
     pub fn blocks_needed(&self, id: SequenceId, new_tokens: usize) -> usize {
         self.tables.blocks_needed(id, new_tokens).unwrap_or(0)
     }
 
-    /// Returns the number of blocks that a sequence of `tokens` tokens takes if it shares none.
+    /// Returns the number of blocks of a sequence of `tokens` tokens that shares none.
     pub fn blocks_for(&self, tokens: usize) -> usize {
         tokens.div_ceil(self.block_size)
     }
 
-    /// Returns the number of blocks that a step can take: free ones, and evictable ones.
+    /// Returns the number of blocks that a step can allocate: free and evictable blocks.
     pub fn free_blocks(&self) -> usize {
         self.tables.available()
     }
 
-    /// Returns the number of [`free_blocks`](PagedCache::free_blocks) whose content later sequences can
-    /// still find.
+    /// Returns the number of [`free_blocks`](PagedCache::free_blocks) whose contents later sequences can
+    /// still reuse.
     pub fn evictable_blocks(&self) -> usize {
         self.tables.evictable()
     }
 
-    /// Returns the number of blocks that sequences hold; a shared one counts once.
+    /// Returns the number of blocks that sequences hold; a shared block counts once.
     pub fn used_blocks(&self) -> usize {
         self.num_blocks() - self.free_blocks()
     }
@@ -326,32 +326,32 @@ impl PagedCache {
         &self.config
     }
 
-    /// Returns the bytes of the pool.
+    /// Returns the size of the pool in bytes.
     pub fn bytes(&self) -> u64 {
         self.num_blocks() as u64 * self.bytes_per_block()
     }
 
-    /// Returns the bytes of one block over all layers.
+    /// Returns the size of one block in bytes, in all layers together.
     pub fn bytes_per_block(&self) -> u64 {
         self.config.bytes_per_block()
     }
 
-    /// Returns the bytes that one token of a full block takes over all layers.
+    /// Returns the number of bytes of one token of a full block, in all layers together.
     pub fn bytes_per_token(&self) -> f64 {
         self.bytes_per_block() as f64 / self.block_size as f64
     }
 
-    /// Returns the counters since the cache was made.
+    /// Returns the counters since the creation of the cache.
     pub fn statistics(&self) -> PagedStatistics {
         self.tables.statistics()
     }
 
-    /// Checks the bookkeeping: every block is free, evictable or held by as many tables as it counts,
-    /// and holds the tokens that its sequences and the prefix index assume. For soak tests; reads every
-    /// table.
+    /// Checks that every block is free, evictable or held by as many tables as its reference count says, and
+    /// holds the tokens that its sequences and the prefix index assume. It reads every table and is meant for
+    /// soak tests.
     ///
     /// # Errors
-    /// A description of the first contradiction, which is a bug in this crate.
+    /// A description of the first violated invariant, which is a bug in this crate.
     pub fn audit(&self) -> std::result::Result<(), String> {
         self.tables.audit()
     }

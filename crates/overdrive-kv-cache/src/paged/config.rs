@@ -14,11 +14,11 @@ pub struct PagedCacheConfig {
     pub head_dim: i64,
     /// The channels of a value. Default `None`: those of a key.
     pub value_head_dim: Option<i64>,
-    /// The tokens of a block. Default 16. A shared prefix is a whole number of blocks; the last block
+    /// The number of tokens in a block. Default 16. A shared prefix is a whole number of blocks; the last block
     /// of a sequence is half empty on average.
     pub block_size: i64,
-    /// The blocks of the pool, for all sequences together. Default 1024. A sequence of `n` tokens takes
-    /// `n / block_size` of them, rounded up.
+    /// The number of blocks in the pool, for all sequences together. Default 1024. A sequence of `n` tokens takes
+    /// `n / block_size` blocks, rounded up.
     pub num_blocks: usize,
     /// The dtype. Default f32.
     pub kind: Kind,
@@ -46,7 +46,7 @@ impl Default for PagedCacheConfig {
 }
 
 impl PagedCacheConfig {
-    /// Returns the bytes of keys and values of one block, over all layers.
+    /// Returns the number of bytes of the keys and values of one block, in all layers together.
     pub fn bytes_per_block(&self) -> u64 {
         let row = self.head_dim.saturating_add(self.value_dim());
         [self.kv_heads, self.block_size, row]
@@ -56,7 +56,7 @@ impl PagedCacheConfig {
             .saturating_mul(self.kind.elt_size_in_bytes() as u64)
     }
 
-    /// Returns this configuration with as many blocks as fit into `bytes`, at least one.
+    /// Returns this configuration with the number of blocks that fit into `bytes`, at least one.
     #[must_use]
     pub fn with_memory(mut self, bytes: u64) -> Self {
         let blocks = bytes / self.bytes_per_block().max(1);
@@ -89,7 +89,7 @@ impl PagedCacheConfig {
         let countable = bytes.is_some_and(|bytes| i64::try_from(bytes).is_ok());
         // Block numbers are u32, and libtorch counts bytes in i64.
         let valid = blocks > 0 && u32::try_from(blocks).is_ok() && countable;
-        let expected = "at least 1, at most 4294967295, and no more bytes than an i64 counts";
+        let expected = "from 1 to 4294967295, with a pool size in bytes that fits an i64";
         check_option(valid, "num_blocks", blocks, expected)?;
         let valid = matches!(
             self.kind,

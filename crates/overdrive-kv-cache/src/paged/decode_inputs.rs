@@ -1,4 +1,4 @@
-//! The inputs of decoding steps in memory that never moves.
+//! The inputs of decoding steps at fixed addresses.
 
 use overdrive_attention::{PagedLayout, PagedSlots};
 use overdrive_sys::transfer::copy_to;
@@ -9,14 +9,14 @@ use super::cache::{PagedCache, to_i64};
 use super::{PagedBatch, PagedStep};
 use crate::{Error, Result};
 
-/// The parts of the tensor begin at addresses that are multiples of 16 bytes.
+/// The alignment of the parts of the tensor, 16 bytes, in words.
 const ALIGNMENT: usize = 4;
 
-/// The inputs of a decoding step over a [`PagedCache`], one new token for each of some sequences, in a tensor that never
-/// moves: a captured step reads from it, and a replay finds the next tokens there.
+/// The inputs of a decoding step over a [`PagedCache`], one new token for each of some sequences, in a tensor at a
+/// fixed address: a captured step reads from it, and each replay finds the next tokens there.
 ///
-/// [`PagedCache::decode_step`] fills it in one copy. A step may have more rows than sequences, since a graph has a
-/// fixed number of them: the rows behind compute tokens of their own in a block of the pool that no sequence has.
+/// [`PagedCache::decode_step`] fills it in one copy. Since a graph has a fixed number of rows, a step may have more
+/// rows than sequences: the padding rows compute their own tokens in a block of the pool that no sequence uses.
 ///
 /// ```
 /// use overdrive_kv_cache::{AttendOptions, KvCache, PagedCache, PagedCacheConfig};
@@ -41,18 +41,18 @@ const ALIGNMENT: usize = 4;
 /// ```
 #[derive(Debug)]
 pub struct PagedDecodeInputs {
-    /// i32: the i64 parts first, each number as two words.
+    /// i32: the i64 parts first, each value as two words.
     words: Tensor,
-    /// The numbers that were copied to `words` last.
+    /// The values that were last copied to `words`.
     host: Vec<i32>,
     parts: Parts,
     block_size: usize,
     longest: usize,
-    /// The block of rows without a sequence.
+    /// The block of padding rows.
     padding: i32,
 }
 
-/// Where the parts begin, in words.
+/// The offsets of the parts, in words.
 #[derive(Debug, Clone, Copy)]
 struct Parts {
     rows: usize,
@@ -89,16 +89,16 @@ impl PagedDecodeInputs {
         self.parts.rows
     }
 
-    /// Returns the bytes of the tensor.
+    /// Returns the size of the tensor in bytes.
     pub fn bytes(&self) -> u64 {
         4 * self.parts.end() as u64
     }
 
-    /// Writes the numbers of a step of `rows` rows. Returns `false`, with nothing written, if the blocks are more than
-    /// there is room for, or a sequence is longer than the longest.
+    /// Writes the inputs of a step of `rows` rows. Returns `false`, without writing anything, if there is no room for
+    /// the blocks or a sequence is longer than the longest that is supported.
     fn load(&mut self, prepared: &[PreparedSequence], rows: usize) -> Result<bool> {
         let parts = self.parts;
-        // A row without a sequence has one key, its own, in the block of padding.
+        // A padding row has one key, its own, in the padding block.
         let used: usize = prepared.iter().map(|new| new.table.len()).sum();
         let fits = prepared.len() <= rows
             && rows <= parts.rows
@@ -130,7 +130,7 @@ impl PagedDecodeInputs {
                 // Little-endian; no number is negative or has more than 31 bits.
                 host[parts.long(part) + 2 * row] = int(number);
             }
-            // The rows behind share the last place of the table.
+            // The padding rows share the last entry of the table.
             let (start, count) = match prepared.get(row) {
                 Some(new) => (end, to_i64(new.past + 1)),
                 None => (used, 1),
@@ -177,7 +177,7 @@ impl PagedDecodeInputs {
                 &blocks, &starts, &counts, longest, size,
             )?);
         }
-        // The kernel of the CPU takes the tables of the host: those of this step.
+        // The CPU kernel takes the host's tables of this step.
         let read = |tensor: &Tensor| Ok::<_, Error>(Vec::<i32>::try_from(tensor)?);
         let (starts, counts, blocks) = (read(&starts)?, read(&counts)?, read(&blocks)?);
         let natural = |number: i32| usize::try_from(number).unwrap_or(0);
@@ -204,8 +204,8 @@ fn int(number: i64) -> i32 {
 }
 
 impl PagedCache {
-    /// Returns `true` if steps over a cache of a device can be captured: where attention reads the tables on the device,
-    /// which the kernels of overdrive-gpu do.
+    /// Returns `true` if steps over a cache on `device` can be captured. This requires an attention that reads the
+    /// tables on the device, as the kernels of overdrive-gpu do.
     pub fn can_be_captured(device: Device) -> bool {
         PagedLayout::is_read_by(device)
     }
@@ -217,7 +217,7 @@ impl PagedCache {
     pub fn decode_inputs(&self, rows: usize, longest: usize) -> Result<PagedDecodeInputs> {
         let rows = rows.next_multiple_of(ALIGNMENT).max(ALIGNMENT);
         let blocks = self.num_blocks();
-        // Sequences that share blocks name each more than once; steps that name more are not captured.
+        // Shared blocks occur once for each sequence; steps with more entries than fit are not captured.
         let most = rows.saturating_mul(self.blocks_for(longest));
         let table = most.min(2 * blocks) + rows;
         let parts = Parts {
@@ -236,8 +236,8 @@ impl PagedCache {
         })
     }
 
-    /// Begins a step with one new token for each of some sequences, as [`batch`](PagedCache::batch), whose inputs are
-    /// copied to `inputs`, with `rows` rows in all. `None`, with nothing done, if there is no room for them in
+    /// Begins a step with one new token for each of some sequences, as [`batch`](PagedCache::batch) does, and copies
+    /// its inputs to `inputs`, with `rows` rows in total. Returns `None`, without any change, if they do not fit into
     /// `inputs`.
     ///
     /// # Errors
@@ -255,13 +255,13 @@ impl PagedCache {
         let step = self.step(&new_tokens)?;
         match inputs.load(step.prepared(), rows)? {
             true => Ok(Some(PagedDecodeStep { step, inputs, rows })),
-            // Dropped, the step gives its blocks back.
+            // Dropping the step frees its blocks.
             false => Ok(None),
         }
     }
 }
 
-/// A decoding step over a [`PagedCache`], of [`PagedCache::decode_step`]. Dropped, it has not happened.
+/// A decoding step over a [`PagedCache`], from [`PagedCache::decode_step`]. Dropping it cancels the step.
 #[derive(Debug)]
 pub struct PagedDecodeStep<'a> {
     step: PagedStep<'a>,
@@ -286,8 +286,8 @@ impl PagedDecodeStep<'_> {
         Ok(self.inputs.longs(1, self.rows)?.f_unsqueeze(0)?)
     }
 
-    /// Returns the cache with which to run the model, for as often as it is run. All that a GPU does with it depends on
-    /// the content of the inputs alone.
+    /// Returns the cache with which to run the model, any number of times. The work on a GPU depends only on the
+    /// contents of the inputs.
     ///
     /// # Errors
     /// An error of libtorch.
@@ -299,7 +299,8 @@ impl PagedDecodeStep<'_> {
         Ok(PagedBatch::new(self.step.without_tokens(), slots, layout))
     }
 
-    /// Replaces the new tokens by those of a tensor of the same device, i32 or i64 `(N,)`, which the host need not know.
+    /// Replaces the new tokens by those of a tensor on the same device, i32 or i64 `(N,)`, without reading it on the
+    /// host.
     ///
     /// # Errors
     /// An error of libtorch.
@@ -308,12 +309,12 @@ impl PagedDecodeStep<'_> {
         Ok(to.f_copy_(ids)?)
     }
 
-    /// Adds the new tokens to their sequences: the model has been run, or its captured step replayed.
+    /// Adds the new tokens to their sequences. Call it after running the model or replaying its captured step.
     pub fn commit(self) {
         self.step.commit();
     }
 
-    /// Ends the borrow of the cache, which keeps the new tokens apart until [`PagedCache::land`].
+    /// Ends the borrow of the cache, which keeps the new tokens separate until [`PagedCache::land`].
     pub fn launch(self) {
         self.step.launch();
     }

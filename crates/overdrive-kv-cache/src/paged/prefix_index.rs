@@ -1,4 +1,4 @@
-//! The index of blocks by the tokens that they hold and the tokens before those.
+//! The index of blocks by their tokens and all preceding tokens.
 
 use std::collections::HashMap;
 use std::sync::Arc;
@@ -7,12 +7,12 @@ use super::block_pool::BlockId;
 
 /// Identifies all tokens from the beginning of a sequence to the end of a block.
 ///
-/// It is used like a hash of the whole prefix, but unlike a hash it is never the same for two prefixes.
+/// It is used like a hash of the whole prefix, but it never collides.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 pub(super) enum Prefix {
-    /// The prefix without tokens, of a namespace.
+    /// The empty prefix of a namespace.
     Empty(u64),
-    /// A number that is given out once, for exactly one sequence of tokens of one namespace.
+    /// A unique number for exactly one sequence of tokens in one namespace.
     Tokens(u64),
 }
 
@@ -24,11 +24,11 @@ struct Content {
     tokens: Arc<[i64]>,
 }
 
-/// The blocks by content.
+/// The blocks by their contents.
 #[derive(Debug)]
 pub(super) struct PrefixIndex {
     blocks: HashMap<Content, (BlockId, Prefix)>,
-    /// The content of each block of the pool that is in the index.
+    /// The contents of each block of the pool that is in the index.
     contents: Vec<Option<(Content, Prefix)>>,
     last: u64,
 }
@@ -62,7 +62,7 @@ impl PrefixIndex {
         self.contents[block as usize].is_some()
     }
 
-    /// Adds a block whose content no other block has; returns the prefix that ends with it.
+    /// Adds a block with unique contents; returns the prefix that ends with it.
     pub(super) fn insert(&mut self, before: Prefix, tokens: &[i64], block: BlockId) -> Prefix {
         self.last += 1;
         let prefix = Prefix::Tokens(self.last);
@@ -74,7 +74,7 @@ impl PrefixIndex {
         prefix
     }
 
-    /// Removes a block. Blocks that follow it in the index can then no longer be reached.
+    /// Removes a block. Blocks that follow it can then no longer be found.
     pub(super) fn remove(&mut self, block: BlockId) {
         if let Some((content, _)) = self.contents[block as usize].take() {
             self.blocks.remove(&content);

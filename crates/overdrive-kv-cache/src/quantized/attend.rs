@@ -13,11 +13,11 @@ use super::kernel;
 use super::layer::{Layer, Recent};
 use crate::{AttendOptions, Result};
 
-/// The largest number of rows of queries that share a key for which the kernel on codes is used; more are worth a
-/// dense copy of the layer.
+/// The largest number of query rows that share a key for which the kernel on codes is used; for more, a dense copy of
+/// the layer is faster.
 const FEW_ROWS: i64 = 64;
 
-/// Returns the attention by the kernel on codes.
+/// Computes the attention with the kernel on codes.
 pub(super) fn attend_to_codes(
     query: &Tensor,
     held: &Layer,

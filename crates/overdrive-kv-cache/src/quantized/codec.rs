@@ -1,18 +1,18 @@
-//! Numbers as codes of 8 or 4 bits, on plain slices.
+//! Quantization of values to 8- or 4-bit codes, on plain slices.
 //!
-//! A group of numbers shares a scale and a least number, `x ≈ least + scale · code` (asymmetric, as in
-//! KIVI and transformers), so that the error is at most half a scale, `(max - min) / 255 / 2` with 8
-//! bits and `(max - min) / 15 / 2` with 4. A group with a number that is not finite,
-//! or with a range that is not, comes back as NaN.
+//! A group of values shares a scale and a minimum, `x ≈ least + scale · code` (asymmetric, as in KIVI and
+//! transformers), so the error is at most half a scale: `(max - min) / 255 / 2` with 8 bits and
+//! `(max - min) / 15 / 2` with 4. A group with a value or a range that is not finite
+//! dequantizes to NaN.
 
-/// The elements that share a scale (transformers' `axis_key` and `axis_value`).
+/// The axis along which elements share a scale (transformers' `axis_key` and `axis_value`).
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum QuantizationAxis {
-    /// Groups of channels of one token.
+    /// A scale for each group of channels of one token.
     #[default]
     Token,
-    /// The same channel of a group of tokens. Keys have channels that are large in every token (KIVI,
-    /// Liu et al. 2024, <https://arxiv.org/abs/2402.02750>), which then do not coarsen the others.
+    /// A scale for one channel of a group of tokens. Keys have channels that are large in every token (KIVI,
+    /// Liu et al. 2024, <https://arxiv.org/abs/2402.02750>); this way they do not coarsen the other channels.
     Channel,
 }
 
@@ -45,22 +45,22 @@ impl QuantizationBits {
 
 /// The format of quantized rows of `dim` elements.
 ///
-/// With 4 bits a byte holds the numbers `i` and `i + group/2` of a group of channels, so that a vector
-/// of bytes becomes two vectors of neighbours without a shuffle.
+/// With 4 bits, a byte holds the values `i` and `i + group/2` of a group of channels, so that a vector of bytes
+/// unpacks into two vectors of consecutive values without a shuffle.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Format {
     pub(crate) bits: QuantizationBits,
     pub(crate) axis: QuantizationAxis,
-    /// Numbers in a row; a multiple of `group`.
+    /// The number of values in a row, a multiple of `group`.
     pub(crate) dim: usize,
-    /// Channels of a group; even.
+    /// The number of channels in a group, even.
     pub(crate) group: usize,
-    /// Tokens of a group.
+    /// The number of tokens in a group.
     pub(crate) block: usize,
 }
 
 impl Format {
-    /// Bytes of the codes of a row.
+    /// Returns the number of bytes of a row's codes.
     pub(crate) fn row_bytes(&self) -> usize {
         match self.bits {
             QuantizationBits::Eight => self.dim,
@@ -68,7 +68,7 @@ impl Format {
         }
     }
 
-    /// Rows that share a line of scales.
+    /// Returns the number of rows that share a line of scales.
     pub(crate) fn rows_per_line(&self) -> usize {
         match self.axis {
             QuantizationAxis::Token => 1,
@@ -76,7 +76,7 @@ impl Format {
         }
     }
 
-    /// Numbers of a line: the scales, then the least numbers.
+    /// Returns the number of values in a line: the scales, then the minima.
     pub(crate) fn line_len(&self) -> usize {
         match self.axis {
             QuantizationAxis::Token => 2 * (self.dim / self.group),
@@ -84,12 +84,12 @@ impl Format {
         }
     }
 
-    /// Bytes that a row takes in all.
+    /// Returns the total number of bytes of a row, including its share of the scales.
     pub(crate) fn bytes_per_row(&self) -> f64 {
         self.row_bytes() as f64 + (4 * self.line_len()) as f64 / self.rows_per_line() as f64
     }
 
-    /// Codes whole lines of rows.
+    /// Quantizes whole lines of rows.
     pub(crate) fn quantize(&self, rows: &[f32], codes: &mut [u8], lines: &mut [f32]) {
         let per_line = self.rows_per_line();
         let rows = rows.chunks_exact(per_line * self.dim);
@@ -121,7 +121,7 @@ impl Format {
         }
     }
 
-    /// Scale and least number of a group.
+    /// The scale and minimum of a group.
     fn range(&self, group: impl Iterator<Item = f32>) -> (f32, f32) {
         let (mut low, mut high, mut finite) = (f32::INFINITY, f32::NEG_INFINITY, true);
         for x in group {
@@ -168,7 +168,7 @@ impl Format {
         }
     }
 
-    /// The rows that `codes` stand for, from the first of a line on.
+    /// Dequantizes `codes` to rows, beginning with the first row of a line.
     ///
     /// Inlined, so that it is compiled for the instruction set of its caller.
     #[inline(always)]

@@ -4,23 +4,22 @@ use super::codec::{Format, QuantizationAxis, QuantizationBits};
 use crate::Result;
 use crate::key_values::Spec;
 
-/// The options of a [`QuantizedCache`](crate::QuantizedCache); transformers' names in parentheses.
+/// The options of a [`QuantizedCache`](crate::QuantizedCache), with transformers' names in parentheses.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct QuantizedCacheConfig {
     /// The layers of the model. Default 1.
     pub layers: usize,
     /// The bits of a quantized value (`nbits`). Default 8.
     pub bits: QuantizationBits,
-    /// The number of values that share a scale (`q_group_size`), even. Default 64. Along the channels
-    /// of a token it is the largest even divisor of the head size up to this number; along the tokens
-    /// of a channel it is this number exactly. It is also the number of tokens that are quantized at
-    /// once.
+    /// The number of values that share a scale (`q_group_size`), even. Default 64. Along the channels of a
+    /// token, groups have the largest even divisor of the head size up to this number; along the tokens of a
+    /// channel, they have exactly this number. It is also the number of tokens that are quantized at once.
     pub group_size: i64,
-    /// The least number of last tokens that stay in full precision (`residual_length`). Default 128. Up
-    /// to `group_size` more wait to be quantized.
+    /// The minimum number of recent tokens that stay in full precision (`residual_length`). Default 128. Up
+    /// to `group_size` more tokens wait to be quantized.
     pub residual_length: i64,
-    /// The axis along which keys share a scale (`axis_key`). Default: the tokens of a channel, which
-    /// KIVI found best.
+    /// The axis along which keys share a scale (`axis_key`). Default: the tokens of a channel, the best choice
+    /// according to KIVI.
     pub axis_keys: QuantizationAxis,
     /// The axis along which values share a scale (`axis_value`). Default: the channels of a token.
     pub axis_values: QuantizationAxis,
@@ -40,7 +39,7 @@ impl Default for QuantizedCacheConfig {
 }
 
 impl QuantizedCacheConfig {
-    /// Returns the configuration of INT8 for `layers` layers.
+    /// Returns the INT8 configuration for `layers` layers.
     pub fn int8(layers: usize) -> QuantizedCacheConfig {
         QuantizedCacheConfig {
             layers,
@@ -48,7 +47,7 @@ impl QuantizedCacheConfig {
         }
     }
 
-    /// Returns the configuration of INT4 for `layers` layers.
+    /// Returns the INT4 configuration for `layers` layers.
     pub fn int4(layers: usize) -> QuantizedCacheConfig {
         QuantizedCacheConfig {
             bits: QuantizationBits::Four,
@@ -92,7 +91,7 @@ impl QuantizedCacheConfig {
                 block: size(self.group_size),
             }),
             None => {
-                let expected = "an even number, for a cache that packs values in pairs";
+                let expected = "an even number, since the cache packs values in pairs";
                 Err(overdrive_core::Error::option("head_dim", dim, expected).into())
             }
         }

@@ -1,4 +1,4 @@
-//! Attention over a quantized cache on a GPU, by the kernel of overdrive-gpu that reads the codes where they lie.
+//! Attention over a quantized cache on a GPU, with the kernel of overdrive-gpu that reads the codes in place.
 
 use overdrive_attention::Backend;
 use overdrive_gpu::{CodedHeads, Decode, DecodeLayout, kernels, report_fallback};
@@ -9,10 +9,10 @@ use super::layer::{Layer, Recent};
 use super::store::Store;
 use crate::{AttendOptions, Result};
 
-/// The values that share a scale in the formats of the kernel.
+/// The number of values that share a scale in the kernel's formats.
 const GROUP: usize = 64;
 
-/// Returns the attention of the last tokens; `None` if there is no kernel for this cache and these options.
+/// Returns the attention of the last tokens; `None` if no kernel supports this cache and these options.
 pub(super) fn attend_on_gpu(
     query: &Tensor,
     held: &Layer,
@@ -54,7 +54,7 @@ fn heads(store: &Store) -> CodedHeads<'_> {
     }
 }
 
-/// Returns why the kernel cannot compute an attention.
+/// Returns the reason why the kernel cannot compute an attention, if there is one.
 fn unfit(query: &Tensor, held: &Layer, options: &AttendOptions<'_>) -> Option<&'static str> {
     let spec = &held.spec;
     let of = |format: &Format, axis| {
@@ -62,19 +62,19 @@ fn unfit(query: &Tensor, held: &Layer, options: &AttendOptions<'_>) -> Option<&'
             == (QuantizationBits::Eight, axis, GROUP, GROUP)
     };
     let &[batch, heads, _, dim] = query.size().as_slice() else {
-        return Some("the query has other dimensions than (B, H, T, D)");
+        return Some("the query is not of shape (B, H, T, D)");
     };
     if options.mask.is_some() {
-        return Some("the kernel has no mask");
+        return Some("the kernel does not support a mask");
     }
     if options.backend != Backend::Auto {
-        return Some("another back end was asked for");
+        return Some("another back end was requested");
     }
     if !of(&held.keys.format, QuantizationAxis::Channel)
         || !of(&held.values.format, QuantizationAxis::Token)
     {
         return Some(
-            "the kernel has codes of 8 bits only, in groups of 64: keys by channel, values by token, heads of 64, 128 or 256",
+            "the kernel supports only 8-bit codes in groups of 64, with keys by channel, values by token, and heads of 64, 128 or 256",
         );
     }
     let fits = (batch, dim, spec.value_dim) == (spec.batch, spec.key_dim, spec.key_dim)
@@ -86,6 +86,6 @@ fn unfit(query: &Tensor, held: &Layer, options: &AttendOptions<'_>) -> Option<&'
             .softcap
             .is_none_or(|cap| cap.is_finite() && cap > 0.0);
     (!fits).then_some(
-        "the query has another shape or dtype than the cache, or an option is out of its range",
+        "the shape or dtype of the query does not match the cache, or an option is out of range",
     )
 }

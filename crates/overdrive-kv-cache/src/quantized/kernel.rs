@@ -1,8 +1,8 @@
 //! Attention of a few queries over quantized keys and values, a block of keys at a time.
 //!
-//! A block of keys is dequantized into memory that stays in the nearest cache and multiplied with the queries
-//! that share it, and so are the values: main memory is read as codes only. Online softmax over the blocks
-//! (Dao 2023, <https://arxiv.org/abs/2307.08691>).
+//! A block of keys is dequantized into memory that stays in the L1 cache and multiplied with the queries that
+//! share it, and likewise a block of values, so only codes are read from main memory. The softmax over the blocks
+//! is online (Dao 2023, <https://arxiv.org/abs/2307.08691>).
 
 use overdrive_kernels::math::exp;
 use overdrive_kernels::threads::{chunk_len, run_jobs, workers};
@@ -11,21 +11,21 @@ use overdrive_sys::raw::BoolByte;
 
 use super::codec::Format;
 
-/// The least number of keys in a block.
+/// The minimum number of keys in a block.
 const KEYS: usize = 64;
-/// The least number of keys in a split, where the keys of few heads are split among threads.
+/// The minimum number of keys in a split, if the keys of few heads are split among threads.
 const SPLIT_KEYS: usize = 512;
 /// The start of a running maximum: finite, because the difference of two infinities is NaN.
 const LOWEST: f32 = -1e30;
 
-/// Rows of all heads, contiguous within a head; `head` is the distance between heads in elements.
+/// The rows of all heads, contiguous within a head; `head` is the distance between heads in elements.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Rows<'a> {
     pub(super) data: &'a [f32],
     pub(super) head: usize,
 }
 
-/// Codes and scales of all heads, each with room for `capacity` tokens.
+/// The codes and scales of all heads, each with room for `capacity` tokens.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Codes<'a> {
     pub(super) format: Format,
@@ -34,8 +34,8 @@ pub(super) struct Codes<'a> {
     pub(super) capacity: usize,
 }
 
-/// The inputs of attention: queries `(B, H, T, D)`, contiguous, over `quantized` tokens of codes and `recent`
-/// ones after them.
+/// The inputs of attention: contiguous queries `(B, H, T, D)` over `quantized` tokens as codes, followed by
+/// `recent` tokens.
 #[derive(Debug)]
 pub(super) struct AttendInputs<'a> {
     pub(super) batch: usize,
@@ -62,7 +62,7 @@ impl AttendInputs<'_> {
         self.quantized + self.recent
     }
 
-    /// Returns the number of rows of queries that share a key.
+    /// Returns the number of query rows that share a key.
     fn rows(&self) -> usize {
         self.heads / self.kv_heads * self.queries
     }
@@ -73,7 +73,7 @@ impl AttendInputs<'_> {
         KEYS.div_ceil(line) * line
     }
 
-    /// Returns the tokens that query `query` sees where there is no mask.
+    /// Returns the tokens that query `query` sees if there is no mask.
     fn seen(&self, query: usize) -> (usize, usize) {
         let end = self.tokens() + 1 + query - self.queries;
         (
@@ -120,7 +120,7 @@ pub(super) fn attend(set: InstructionSet, inputs: &AttendInputs<'_>, output: &mu
     let (len, step) = (Partial::len(inputs), inputs.step());
     let splits = match heads {
         _ if output.is_empty() => return,
-        // Two for each thread, so that one slow split does not hold up all.
+        // Two for each thread, so that one slow split does not delay all threads.
         heads if heads < 2 * workers() => (2 * workers())
             .div_ceil(heads)
             .min(inputs.tokens() / SPLIT_KEYS)
@@ -133,7 +133,7 @@ pub(super) fn attend(set: InstructionSet, inputs: &AttendInputs<'_>, output: &mu
         split => inputs.tokens() * split / splits / step * step,
     };
     let mut results = vec![0.0; heads * splits * len];
-    // One chunk a thread, so that the scratch is allocated once in each.
+    // One chunk for each thread, so that each allocates its scratch once.
     let chunk = chunk_len(heads * splits, 1);
     let jobs = results.chunks_mut(chunk * len).enumerate();
     run_jobs(jobs, |(job, results)| {
@@ -178,7 +178,7 @@ pub(super) fn attend(set: InstructionSet, inputs: &AttendInputs<'_>, output: &mu
     }
 }
 
-/// Writes the rows that codes stand for.
+/// Dequantizes codes to rows.
 pub(super) fn dequantize(format: &Format, codes: &[u8], lines: &[f32], rows: &mut [f32]) {
     dequantize_rows(InstructionSet::best(), format, codes, lines, rows);
 }
@@ -263,7 +263,7 @@ vectorized! {
                 hide(inputs, (batch, row % group), start, scores);
                 let highest = scores.iter().copied().fold(LOWEST, f32::max);
                 let maximum = maxima[row].max(highest);
-                // Of two floats, once a block: not worth a vector.
+                // Two floats for each block are not worth a vector.
                 let factor = (maxima[row] - maximum).exp();
                 maxima[row] = maximum;
                 weights[row] = weights[row] * factor + exponentiate(s, scores, maximum);
@@ -360,7 +360,7 @@ fn add_values<S: Simd>(
     values: &[f32],
     dim: usize,
 ) {
-    // As many sums as stay in registers while the values go by.
+    // As many sums as fit into registers.
     const VECTORS: usize = 4;
     const WIDE: usize = VECTORS * LANES;
     let factor = s.splat(factor);

@@ -1,4 +1,4 @@
-//! The tokens of one layer: quantized ones, and the last tokens as they were given.
+//! The tokens of one layer: quantized tokens, and the last tokens in full precision.
 
 use tch::Tensor;
 
@@ -39,8 +39,8 @@ impl Layer {
         self.quantized + self.tail_len
     }
 
-    /// Appends tokens and returns the ones that they see in full precision. If the tail has no more
-    /// room, its oldest tokens are quantized, after this step has read them as they were.
+    /// Appends tokens and returns the tokens that they see in full precision. If the tail is full, its oldest
+    /// tokens are quantized for later steps; this step still reads them in full precision.
     pub(super) fn push(&mut self, new: &KeyValues<'_>) -> Result<Recent> {
         if self.tail_len + new.tokens > self.tail.capacity {
             self.quantize_tail()?;
@@ -59,8 +59,8 @@ impl Layer {
             });
         }
         let (keys, values) = self.tail.view(0, self.tail_len)?;
-        // More new tokens than the tail takes, a prompt for example: tail and new tokens are quantized
-        // together, straight from their tensors.
+        // More new tokens than the tail has room for, such as a prompt: quantizes tail and new tokens
+        // together, directly from their tensors.
         let join = |held: &Tensor, new: &Tensor| match self.tail_len {
             0 => new.f_contiguous(),
             _ => Tensor::f_cat(&[held, new], 2),
@@ -95,8 +95,8 @@ impl Layer {
         self.encode(&keys, &values)?;
         let rest = self.tail_len - coded;
         let (keys, values) = self.tail.view(coded, rest)?;
-        // The remaining tokens move to the beginning of their own buffer; source and target may
-        // overlap, so the copy goes through other memory.
+        // The remaining tokens move to the beginning of the same buffer; source and target may overlap,
+        // so the copy goes through other memory.
         let (keys, values) = (copied(&keys)?, copied(&values)?);
         let moved = KeyValues {
             keys: &keys,
@@ -123,14 +123,14 @@ impl Layer {
         Ok(())
     }
 
-    /// Drops all but the first `len` tokens. The remaining tokens of a block that is cut return to the
-    /// tail as the values of their codes.
+    /// Drops all but the first `len` tokens. The remaining tokens of a block that is cut are dequantized into
+    /// the tail.
     pub(super) fn truncate(&mut self, len: i64) -> Result<()> {
         if len >= self.quantized {
             self.tail_len = len - self.quantized;
             return Ok(());
         }
-        // Scales cover whole blocks, so that a cut block cannot keep its codes.
+        // Scales cover whole blocks, so a cut block cannot keep its codes.
         let whole = len / self.block * self.block;
         let rest = len - whole;
         if rest > 0 {

@@ -23,26 +23,26 @@ use gpu::attend_on_gpu;
 use layer::{Layer, Recent};
 use store::Store;
 
-/// A cache that keeps all but the last tokens as quantized values of 8 or 4 bits.
+/// A cache that quantizes all but the last tokens to 8 or 4 bits.
 ///
 /// A group of values shares a scale and a minimum (asymmetric quantization): keys of one channel over a
-/// group of tokens, values of one token, as KIVI found best (Liu et al. 2024, [arXiv:2402.02750];
-/// transformers' `QuantizedCache`). At least the last `residual_length` tokens stay in full precision,
-/// and a step sees its own new tokens in full precision: a prompt that is read in one step has exact
-/// outputs.
+/// group of tokens, and values of one token, the best choice according to KIVI (Liu et al. 2024,
+/// [arXiv:2402.02750]; transformers' `QuantizedCache`). At least the last `residual_length` tokens stay in
+/// full precision, and a step sees its own new tokens in full precision, so a prompt that is processed in
+/// one step has exact outputs.
 ///
-/// | of f32, heads of 64 | bytes a token, head and layer | share |
+/// | from f32, heads of 64 | bytes per token, head and layer | relative size |
 /// |---|---|---|
 /// | f32 | 512 | 1 |
 /// | INT8 | 144 | 1/3.6 |
 /// | INT4 | 80 | 1/6.4 |
 ///
-/// [`attend`](KvCache::attend) of few queries on a CPU reads the codes themselves, a block at a time.
-/// For many queries, or on other devices, it dequantizes one layer into memory that all layers share,
-/// and so does [`append`](KvCache::append), whose view is of that memory. A GPU does this in each step: one operator
-/// for INT8 and four for INT4 read the codes and write keys, or values, in the dtype of the cache. On Hopper, and
-/// elsewhere with `OVERDRIVE_GPU_KERNELS=1`, a kernel of overdrive-gpu reads the codes of INT8 themselves, for up to 16
-/// queries, heads of 64, 128 or 256 channels (f32: 64 or 128) and the default groups and axes.
+/// On a CPU, [`attend`](KvCache::attend) with few queries reads the codes directly, block by block. With many
+/// queries, or on other devices, it dequantizes one layer into memory that all layers share, and so does
+/// [`append`](KvCache::append), which returns a view of that memory. On a GPU each step does this: one operator for
+/// INT8 or four for INT4 read the codes and write keys, or values, in the dtype of the cache. On Hopper, and elsewhere
+/// with `OVERDRIVE_GPU_KERNELS=1`, a kernel of overdrive-gpu reads INT8 codes directly, for up to 16 queries, heads of
+/// 64, 128 or 256 channels (f32: 64 or 128) and the default groups and axes.
 ///
 /// # Error bound
 ///
@@ -55,7 +55,7 @@ use store::Store;
 /// ```
 ///
 /// with the extremes of that channel of the values. [`truncate`](KvCache::truncate) into the quantized
-/// tokens dequantizes those of a cut block, which are quantized again later: half a step more.
+/// tokens dequantizes the tokens of a cut block; quantizing them again later adds half a step.
 ///
 /// [arXiv:2402.02750]: https://arxiv.org/abs/2402.02750
 ///
@@ -84,10 +84,10 @@ pub struct QuantizedCache {
 }
 
 impl QuantizedCache {
-    /// Returns an empty cache; memory is taken at the first append.
+    /// Creates an empty cache; memory is allocated at the first append.
     ///
     /// # Errors
-    /// When an option is out of its range.
+    /// If an option is out of range.
     pub fn new(config: QuantizedCacheConfig) -> Result<QuantizedCache> {
         config.validate()?;
         Ok(QuantizedCache {
@@ -102,7 +102,7 @@ impl QuantizedCache {
         &self.config
     }
 
-    /// Returns the number of quantized tokens; the others are in full precision.
+    /// Returns the number of quantized tokens; all others are in full precision.
     pub fn quantized_len(&self) -> i64 {
         let layers = self.layers.iter();
         let coded = layers.map(|layer| layer.as_ref().map_or(0, |held| held.quantized));
@@ -145,8 +145,8 @@ impl QuantizedCache {
             };
             of(&dense[0], spec.key_dim) && of(&dense[1], spec.value_dim)
         };
-        // Layers run one after another, so one buffer serves all of them: dequantized layers of their
-        // own would take the memory that quantization saves.
+        // Layers run one after another, so one buffer serves all of them: a dequantized copy of each
+        // would take the memory that quantization saves.
         let dense = match self.dense.take().filter(fits) {
             Some(dense) => dense,
             None => {
@@ -274,8 +274,8 @@ impl KvCache for QuantizedCache {
         }))
     }
 
-    /// Returns the bytes of codes, scales, tail and the memory that layers share, free capacity
-    /// included.
+    /// Returns the number of bytes of codes, scales, tails and the memory that layers share, including free
+    /// capacity.
     fn bytes(&self) -> u64 {
         let layers = self.layers.iter().flatten();
         let held = layers.map(|held| held.keys.bytes() + held.values.bytes() + held.tail.bytes());

@@ -76,7 +76,7 @@ impl Store {
         }
     }
 
-    /// Returns a store for `capacity` tokens with a copy of the first `tokens`.
+    /// Returns a store for `capacity` tokens with a copy of the first `tokens` tokens.
     pub(super) fn resized(&self, capacity: i64, tokens: i64) -> Result<Store> {
         let device = self.codes.device();
         let resized = Store::empty((self.batch, self.heads), device, self.format, capacity)?;
@@ -191,7 +191,7 @@ impl Store {
         ])
     }
 
-    /// Dequantizes the tokens from `from` on, the beginning of a block, to `to (B, H, n, D)` through libtorch's
+    /// Dequantizes the tokens from `from` on, the beginning of a block, to `to (B, H, n, D)` with libtorch's
     /// operators: one launch for 8 bits and four for 4 bits, which read the codes and write values of `to`'s dtype.
     fn dequantize_to(&self, from: i64, to: &Tensor) -> Result<()> {
         let (format, tokens) = (&self.format, to.size()[2]);
@@ -202,7 +202,7 @@ impl Store {
         let (half_line, group) = (format.line_len() as i64 / 2, format.group as i64);
         let codes = self.codes.f_narrow(2, from, tokens)?;
         let lines = self.lines.f_narrow(2, from / per_line, tokens / per_line)?;
-        // The parts of a row that have one code a byte: all of it, or the low and the high bits of each byte.
+        // The parts of a row with one code in each byte: the whole byte, or its low and its high bits.
         let nibbles = match format.bits {
             QuantizationBits::Eight => vec![codes],
             QuantizationBits::Four => vec![
@@ -240,7 +240,7 @@ impl Store {
         Ok(())
     }
 
-    /// Dequantizes the tokens `from..from + tokens` to f32 through libtorch's operators; `from` is the
+    /// Dequantizes the tokens `from..from + tokens` to f32 with libtorch's operators; `from` is the
     /// beginning of a block.
     pub(super) fn dequantize_by_operators(&self, from: i64, tokens: i64) -> Result<Tensor> {
         let size = [self.batch, self.heads, tokens, self.format.dim as i64];
@@ -266,15 +266,15 @@ impl Store {
         let range = high.f_sub(&low)?;
         let scales = range.f_div_scalar(highest)?;
         let not_finite = range.f_isfinite()?.f_logical_not()?;
-        // A group with a value that is not finite reads back as NaN, as with the slices: it must not
-        // pass for numbers.
+        // As on slices, a group with a value that is not finite dequantizes to NaN, so that it does not
+        // pass for valid values.
         let unknown = |x: &Tensor| x.f_masked_fill(&not_finite, f64::NAN);
         let lines = Tensor::f_cat(&[unknown(&scales)?, unknown(&low)?], -1)?;
         let [scales, least] = self.lines_by_row(&lines, tokens)?;
         let codes = rows
             .f_sub(&least)?
             .f_div(&scales)?
-            // A constant group has scale 0, and 0/0 is NaN: its code is 0, which stands for the
+            // A constant group has scale 0, and 0/0 is NaN: its code is 0, which means the
             // minimum.
             .f_nan_to_num(0.0, highest, 0.0)?
             .f_round()?

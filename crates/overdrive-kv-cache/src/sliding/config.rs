@@ -5,24 +5,24 @@ use crate::Result;
 /// The options of a [`SlidingCache`](crate::SlidingCache).
 #[derive(Debug, Clone, PartialEq)]
 pub struct SlidingCacheConfig {
-    /// The window of each layer of the model: the number of tokens that a query sees, its own included
-    /// (Hugging Face's `sliding_window`); `None` for a layer that keeps every token. There must be one
-    /// entry for each layer. Default empty.
+    /// The window of each layer of the model, one entry for each layer: the number of tokens that a query
+    /// sees, including its own (Hugging Face's `sliding_window`); `None` for a layer that keeps every token.
+    /// Default empty.
     pub windows: Vec<Option<i64>>,
-    /// The number of first tokens that layers with a window keep besides it, as attention sinks.
-    /// Default 0. Models that were trained with full attention need a few (4 in StreamingLLM) to
+    /// The number of first tokens that layers with a window keep as attention sinks, in addition to the
+    /// window. Default 0. Models that were trained with full attention need a few (4 in StreamingLLM) to
     /// generate beyond a window.
     pub sinks: i64,
-    /// The number of tokens that are kept beyond the window, so that up to `slack + 1` can be taken
-    /// back after speculation. Default 0.
+    /// The number of tokens to keep beyond the window, so that up to `slack + 1` tokens can be undone
+    /// after speculation. Default 0.
     pub slack: i64,
     /// The rotary frequencies in radians per token, `1 / base^(2i/D)` as the model scales them, for
-    /// channels `i` and `i + D/2` (Llama's half-split convention). With them the sinks are rotated
-    /// forward as tokens are dropped, so that no distance exceeds the cache. Default `None`: sinks keep
-    /// their positions, at growing distances. Not for frequencies that change with the length (dynamic
-    /// NTK scaling).
+    /// channels `i` and `i + D/2` (Llama's half-split convention). If given, the sinks are rotated forward
+    /// as tokens are dropped, so that no distance exceeds the cache. Default `None`: sinks keep their
+    /// positions, at growing distances. Not for frequencies that change with the length (dynamic NTK
+    /// scaling).
     pub inverse_frequencies: Option<Vec<f64>>,
-    /// The largest number of tokens for which memory is taken at the first append. Default 64.
+    /// The largest number of tokens to allocate at the first append. Default 64.
     pub initial_capacity: i64,
 }
 
@@ -67,7 +67,7 @@ impl SlidingCacheConfig {
     }
 }
 
-/// Returns the windows as text, `128,full,128`, or a single one if all are the same.
+/// Returns the windows as text, `128,full,128`, or a single window if all are the same.
 pub(super) fn windows_text(windows: &[Option<i64>]) -> String {
     let text = |window: &Option<i64>| window.map_or("full".to_owned(), |n| n.to_string());
     match windows {

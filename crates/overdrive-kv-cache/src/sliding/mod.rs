@@ -1,4 +1,4 @@
-//! Caches of a sliding window.
+//! Caches with a sliding window.
 
 mod config;
 mod ring;
@@ -17,33 +17,33 @@ pub use config::SlidingCacheConfig;
 use ring::{Limits, Ring};
 use rotation::{Rotation, rotate};
 
-/// A cache that keeps the last tokens of a sequence of any length, and the first ones as attention
+/// A cache that keeps the last tokens of a sequence of any length, and its first tokens as attention
 /// sinks.
 ///
-/// Each layer keeps the tokens of its window: a layer with a window of `w` keeps `sinks + w + slack`
-/// tokens in a ring, however long the sequence (StreamingLLM: Xiao et al. 2023, [arXiv:2309.17453]); a
-/// layer without one grows, as in a [`DynamicCache`](crate::DynamicCache). With the model's own windows
-/// (Mistral, Gemma, Qwen) and no sinks, only the memory changes, not the result.
+/// A layer with a window of `w` keeps `sinks + w + slack` tokens in a ring buffer, however long the sequence
+/// is (StreamingLLM: Xiao et al. 2023, [arXiv:2309.17453]); a layer without a window grows, as in a
+/// [`DynamicCache`](crate::DynamicCache). With the model's own windows (Mistral, Gemma, Qwen) and no sinks,
+/// only the memory changes, not the result.
 ///
-/// [`attend`](KvCache::attend) of one token copies that token only: the result of a single query does
-/// not depend on the order of the keys, so it reads the ring in the order of its slots.
-/// [`append`](KvCache::append), whose view is in order, copies the ring at every step once it has
-/// wrapped around, and so does `attend` of several tokens.
+/// [`attend`](KvCache::attend) with one token copies that token only: the result of a single query does not
+/// depend on the order of the keys, so it reads the ring in slot order. [`append`](KvCache::append) returns
+/// a view in token order, so it copies the ring at every step once the ring has wrapped around, and so does
+/// `attend` with several tokens.
 ///
 /// # Sinks under rotary positions
 ///
-/// The distance of plain sinks from the query grows without bound. StreamingLLM numbers the tokens of
-/// the cache instead of those of the sequence, so that no distance exceeds the cache. As only distances
-/// matter to rotary positions, this cache has the same effect at the price of a few keys: if
-/// [`SlidingCacheConfig::inverse_frequencies`] are given, it rotates the sinks forward by as many
-/// tokens as have been dropped. [`span`](KvCache::span) is then the sinks and the window.
+/// The distance of plain sinks from the query grows without bound. StreamingLLM numbers the tokens in the
+/// cache instead of in the sequence, so that no distance exceeds the cache. Since rotary embeddings depend
+/// only on distances, this cache gets the same effect by rotating a few keys: if
+/// [`SlidingCacheConfig::inverse_frequencies`] is given, it rotates the sinks forward by the number of
+/// dropped tokens. [`span`](KvCache::span) is then the sinks and the window.
 ///
 /// # Truncation
 ///
-/// [`truncate`](KvCache::truncate) by up to `slack + 1` tokens is always possible, and by any number as
-/// long as nothing has been dropped, or into the sinks; otherwise it fails with
-/// [`Error::AlreadyDropped`]. A step of more than `slack + 1` tokens that fails half-way can therefore
-/// not be undone in general; use [`reset`](KvCache::reset) then.
+/// [`truncate`](KvCache::truncate) can always remove up to `slack + 1` tokens, any number if nothing has been
+/// dropped, and everything but (part of) the sinks; otherwise it fails with [`Error::AlreadyDropped`]. A
+/// step of more than `slack + 1` tokens that fails halfway can therefore not be undone in general; use
+/// [`reset`](KvCache::reset) then.
 ///
 /// ```
 /// use overdrive_kv_cache::{AttendOptions, KvCache, SlidingCache, SlidingCacheConfig};
@@ -70,17 +70,17 @@ use rotation::{Rotation, rotate};
 pub struct SlidingCache {
     config: SlidingCacheConfig,
     layers: Vec<Option<Ring>>,
-    /// The last rotation of sink keys; layers of the same window share it.
+    /// The last rotation of sink keys; layers with the same window share it.
     key_rotation: Option<Rotation>,
-    /// The last rotations of queries, for this past, number of tokens, and window.
+    /// The last rotations of queries, with the past length, number of tokens and window that they are for.
     query_rotation: Option<((i64, i64, i64), Rotation)>,
 }
 
 impl SlidingCache {
-    /// Returns an empty cache; memory is taken at the first append.
+    /// Creates an empty cache; memory is allocated at the first append.
     ///
     /// # Errors
-    /// When an option is out of its range.
+    /// If an option is out of range.
     pub fn new(config: SlidingCacheConfig) -> Result<SlidingCache> {
         config.validate()?;
         Ok(SlidingCache {
@@ -96,7 +96,7 @@ impl SlidingCache {
         &self.config
     }
 
-    /// Returns the ring of a layer, which is made for `new` if there is none yet.
+    /// Returns the ring of a layer, which is created for `new` if there is none yet.
     fn ring(&mut self, layer: usize, new: &KeyValues<'_>) -> Result<&mut Ring> {
         let limits = self.limits(layer);
         match &mut self.layers[layer] {
@@ -156,8 +156,8 @@ impl SlidingCache {
         Ok(())
     }
 
-    /// Computes the attention of one query over a ring that has dropped tokens, in the order of its
-    /// slots. Returns `None` if the mask does not have a column for each token.
+    /// Computes the attention of one query over a ring that has dropped tokens, in slot order. Returns `None`
+    /// if the mask does not have a column for each token.
     fn attend_to_ring(
         &mut self,
         layer: usize,
@@ -207,9 +207,9 @@ impl SlidingCache {
         attend_to_view(query, &ring.unordered()?, &options).map(Some)
     }
 
-    /// Computes the attention of several queries, each of which sees the sinks at another distance: the
-    /// queries are rotated backward instead of the sinks forward, and the attention over the sinks and
-    /// that over the rest are merged.
+    /// Computes the attention of several queries, each of which sees the sinks at another distance: rotates
+    /// the queries backward instead of the sinks forward, and merges the attention over the sinks with that
+    /// over the rest.
     fn attend_with_rotated_queries(
         &mut self,
         layer: usize,
@@ -224,7 +224,7 @@ impl SlidingCache {
         };
         let limits = self.limits(layer);
         let window = limits.window.unwrap_or(i64::MAX);
-        // The layers of one window need the same rotations in a step, each of which is computed on the
+        // Layers with the same window need the same rotations in a step, which are computed on the
         // host.
         let key = (past, tokens, window);
         let known = self.query_rotation.take();
@@ -237,8 +237,8 @@ impl SlidingCache {
                     Rotation::new(frequencies.unwrap_or(&[]), &back, &new.spec)?
                 }
             };
-        // Only distances matter to rotary positions: moving the query back equals moving the sinks
-        // forward, and one copy of the sinks serves every query.
+        // Rotary embeddings depend only on distances: moving the query back equals moving the sinks
+        // forward, and one copy of the sinks serves all queries.
         let query_at_sinks = rotate(query, &rotation)?;
         self.query_rotation = Some((key, rotation));
 
@@ -303,7 +303,7 @@ impl SlidingCache {
     }
 }
 
-/// Returns the view of a query at `position`, the last token, in order.
+/// Returns the view for a query at `position`, the last token, in token order.
 fn in_order(ring: &Ring, position: i64) -> Result<KvView> {
     let from = ring.limits.first_seen(position).max(ring.sinks());
     let (keys, values) = ring.ordered(true, from, None)?;
@@ -319,8 +319,8 @@ fn view(ring: &Ring, keys: Tensor, values: Tensor, from: i64) -> KvView {
 }
 
 impl KvCache for SlidingCache {
-    /// Does what the trait says. Fails with [`Error::Unsupported`] for several tokens whose distances to
-    /// rotated sinks differ, which one view cannot show; [`attend`](KvCache::attend) supports them.
+    /// See [`KvCache::append`]. Fails with [`Error::Unsupported`] for several tokens whose distances to
+    /// rotated sinks differ, which one view cannot represent; [`attend`](KvCache::attend) supports them.
     fn append(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<KvView> {
         self.check_layer(layer)?;
         let new = KeyValues::new(layer, keys, values)?;
@@ -329,12 +329,12 @@ impl KvCache for SlidingCache {
         if rotations.is_some() && new.tokens > 1 {
             return Err(Error::Unsupported {
                 cache: "a sliding cache that rotates its sinks",
-                what: "show several new tokens one view",
+                what: "return one view for several new tokens",
                 hint: "each sees the sinks at another distance; call `attend` instead of `append`",
             });
         }
         let ring = self.ring(layer, &new)?;
-        // Nothing is dropped by this step: the filled part of the buffer is the view, without a copy.
+        // This step drops nothing, so the view is the filled part of the buffer, without a copy.
         if ring.stays_linear(new.tokens) {
             ring.push(&new)?;
             self.rotate_sinks(layer, past + new.tokens - 1)?;
@@ -348,7 +348,7 @@ impl KvCache for SlidingCache {
             return in_order(self.ring(layer, &new)?, past);
         }
         let from = ring.limits.first_seen(past);
-        // The view is built before the append, which overwrites tokens that the first of several
+        // Builds the view before the append, which overwrites tokens that the first of several
         // queries still sees.
         let (keys, values) = ring.ordered(true, from, Some(&new))?;
         ring.push(&new)?;
@@ -367,8 +367,8 @@ impl KvCache for SlidingCache {
         let new = KeyValues::new(layer, keys, values)?;
         let ring = self.ring(layer, &new)?;
         let (past, in_place) = (ring.total, !ring.stays_linear(new.tokens));
-        // A single query attends to keys in any order: the ring is read as it is, and nothing is
-        // sorted.
+        // A single query attends to keys in any order, so it reads the ring without
+        // sorting.
         if new.tokens == 1 && in_place {
             if let Some(output) = self.attend_to_ring(layer, query, &new, options)? {
                 return Ok(output);
@@ -395,7 +395,7 @@ impl KvCache for SlidingCache {
 
     fn span(&self) -> Option<i64> {
         let windows = self.config.windows.iter().copied();
-        // One layer without a window sees everything, and then there is no bound.
+        // If any layer has no window, there is no bound.
         let widest = windows.reduce(|a, b| Some(a?.max(b?))).flatten()?;
         match self.config.sinks {
             0 => Some(widest),
@@ -453,7 +453,7 @@ impl KvCache for SlidingCache {
         rings.map(|ring| ring.buffer.bytes()).sum()
     }
 
-    /// Returns the bytes of a token that is kept; past the window a new token replaces an old one.
+    /// Returns the number of bytes of a cached token; beyond the window, a new token replaces an old one.
     fn bytes_per_token(&self) -> f64 {
         let rings = self.layers.iter().flatten();
         rings
@@ -503,7 +503,7 @@ impl KvCache for SlidingCache {
             let ring = ring.ok_or_else(|| Error::BadState {
                 name: name_of(layer, "place"),
                 found: format!(
-                    "{total} tokens kept from {first} on, which does not fit {} tokens in a cache of {:?}",
+                    "{total} tokens kept from {first} on, which do not match {} tokens in a cache of {:?}",
                     kept.tokens,
                     self.limits(layer)
                 ),

@@ -48,7 +48,7 @@ pub(super) struct Ring {
 
 impl Ring {
     pub(super) fn new(spec: Spec, limits: Limits, capacity: i64) -> Result<Ring> {
-        // Never more than the ring needs, however large the capacity that the caller expects.
+        // Never more than the ring needs, even if the caller expects a larger capacity.
         let most = limits.ring().map_or(i64::MAX, |ring| limits.sinks + ring);
         Ok(Ring {
             buffer: Buffer::new(spec, capacity.clamp(1, most))?,
@@ -65,7 +65,7 @@ impl Ring {
         self.first == self.limits.sinks
     }
 
-    /// Returns `true` if it still does with `new` more tokens.
+    /// Returns `true` if this also holds with `new` more tokens.
     pub(super) fn stays_linear(&self, new: i64) -> bool {
         let ring = self.limits.ring();
         let fits = ring.is_none_or(|ring| self.total + new <= self.limits.sinks + ring);
@@ -104,8 +104,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Writes `count` of the `new` tokens, beginning with token `from` of them, into the slots of the
-    /// positions from `token` on. If there are more than the ring holds, it writes the last ones.
+    /// Writes `count` of the `new` tokens, beginning with the new token `from`, into the slots of the positions
+    /// from `token` on. If there are more than the ring holds, it writes the last ones.
     fn write(&mut self, token: i64, new: &KeyValues<'_>, from: i64, count: i64) -> Result<()> {
         if count == 0 {
             return Ok(());
@@ -142,8 +142,8 @@ impl Ring {
         }
     }
 
-    /// Returns the sinks (if `with_sinks`), the tokens from `from` on, and the `new` ones, in order.
-    /// Copied, unless they lie in one run.
+    /// Returns the sinks (if `with_sinks`), the tokens from `from` on, and the `new` tokens, in order; copied
+    /// unless they are contiguous.
     pub(super) fn ordered(
         &self,
         with_sinks: bool,
@@ -173,7 +173,7 @@ impl Ring {
         }
     }
 
-    /// Returns a view of all slots, in the order of the buffer.
+    /// Returns a view of all slots, in slot order.
     pub(super) fn unordered(&self) -> Result<KvView> {
         let (keys, values) = self.buffer.view(0, self.used())?;
         Ok(KvView::new(keys, values))
@@ -195,8 +195,8 @@ impl Ring {
         Ok(Some(seen))
     }
 
-    /// Returns the columns of `mask (…, S)` in the order of the slots; `None` if slots hold tokens that
-    /// were taken back, for which there is no column.
+    /// Returns the columns of `mask (…, S)` in slot order; `None` if slots hold tokens that were removed by a
+    /// truncation, for which there is no column.
     pub(super) fn columns_by_slot(&self, mask: &Tensor) -> Result<Option<Tensor>> {
         let Some(ring) = self.limits.ring() else {
             return Ok(None);
@@ -205,7 +205,7 @@ impl Ring {
         if self.first != self.total - ring || mask.size().last() != Some(&self.total) {
             return Ok(None);
         }
-        // The next token would lie in slot `next`, where the oldest is.
+        // The next token would go to slot `next`, which holds the oldest token.
         let next = (self.total - sinks) % ring;
         let columns = [
             mask.f_narrow(-1, 0, sinks)?,
@@ -215,7 +215,7 @@ impl Ring {
         Ok(Some(Tensor::f_cat(&columns, -1)?))
     }
 
-    /// Returns the sink keys as they were given.
+    /// Returns the original sink keys.
     pub(super) fn original_sinks(&self) -> Result<Tensor> {
         match &self.unrotated_sinks {
             Some(given) => Ok(given.shallow_clone()),
@@ -223,13 +223,13 @@ impl Ring {
         }
     }
 
-    /// Rotates the sink keys in the buffer to `rotation.tokens` tokens after their given positions.
+    /// Rotates the sink keys in the buffer to `rotation.tokens` tokens after their original positions.
     pub(super) fn rotate_sinks(&mut self, rotation: &Rotation) -> Result<()> {
         if rotation.tokens == self.rotation {
             return Ok(());
         }
-        // Always rotated from the keys as they were given: rotating the rotated ones would add up
-        // rounding errors.
+        // Always rotates the original keys: rotating rotated keys would accumulate rounding
+        // errors.
         let given = match self.unrotated_sinks.take() {
             Some(given) => given,
             None => copied(&self.original_sinks()?)?,
@@ -241,7 +241,7 @@ impl Ring {
         Ok(())
     }
 
-    /// Restores the sink keys in the buffer as they were given.
+    /// Restores the original sink keys in the buffer.
     pub(super) fn restore_sinks(&mut self) -> Result<()> {
         if let Some(given) = self.unrotated_sinks.take() {
             self.buffer
@@ -269,8 +269,8 @@ impl Ring {
         Ok(())
     }
 
-    /// Returns a ring with the memory that `buffer` makes of this one's buffer and number of used
-    /// slots.
+    /// Returns a copy of this ring whose buffer is the result of `buffer` for this ring's buffer and number of
+    /// used slots.
     pub(super) fn with(
         &self,
         buffer: impl Fn(&Buffer, i64) -> Result<Buffer>,
@@ -286,7 +286,7 @@ impl Ring {
         })
     }
 
-    /// Returns everything that is kept, in order, with the sink keys as they were given.
+    /// Returns all cached tokens in order, with the original sink keys.
     pub(super) fn kept(&self) -> Result<(Tensor, Tensor)> {
         let (keys, values) = self.ordered(true, self.first, None)?;
         let Some(given) = &self.unrotated_sinks else {
@@ -327,8 +327,8 @@ impl Ring {
         ring.write(first.max(sinks), kept, sinks, after)?;
         (ring.total, ring.first) = (total, first);
         if dropped {
-            // Attention reads slots that no token was written to and masks them: they must hold finite
-            // values, because 0 · NaN is NaN.
+            // Attention reads and masks slots that were never written; they must hold finite values,
+            // because 0 · NaN is NaN.
             let held = ring.used() - kept.tokens;
             if held > 0 {
                 ring.clear_free_slots()?;

@@ -1,4 +1,4 @@
-//! Rotations of keys and queries that have been rotated to their positions already.
+//! Further rotations of keys and queries that are already rotated to their positions.
 
 use tch::{Kind, Tensor};
 
@@ -55,7 +55,7 @@ impl Rotation {
         })
     }
 
-    /// Returns `true` if the rotation was made for such keys.
+    /// Returns `true` if the rotation is for keys of `spec`.
     pub(super) fn fits(&self, spec: &Spec) -> bool {
         let of = |spec: &Spec| (spec.key_dim, spec.kind, spec.device);
         of(&self.spec) == of(spec)

@@ -299,7 +299,7 @@ fn a_step_takes_all_its_blocks_or_none() {
     let refused = cache.batch(&[(one, &[1; 6]), (two, &[2; 6])]).unwrap_err();
     assert_eq!(
         refused.to_string(),
-        "the step needs 4 blocks and 3 are free; run fewer sequences or tokens at once, release sequences, or raise `num_blocks`"
+        "the step needs 4 blocks, but 3 are free; run fewer sequences or tokens at once, release sequences, or raise `num_blocks`"
     );
     assert_eq!(cache.free_blocks(), 3);
     step(&mut cache, &[(one, &[1; 6])]);

@@ -32,7 +32,7 @@ proptest! {
         let config = config(&windows, sinks, slack);
         let mut compared = Compared::new(cache(&config), &windows, sinks);
         for action in actions {
-            compared.run(action, || cache(&config), Some("keeps none before token"))?;
+            compared.run(action, || cache(&config), Some("has dropped the tokens before"))?;
         }
     }
 

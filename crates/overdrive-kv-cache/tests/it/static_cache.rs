@@ -147,7 +147,7 @@ fn beams_grow_out_of_one_row() {
         .unwrap_err();
     assert_eq!(
         error.to_string(),
-        "`rows` has shape [3]; it must be at most (2,), the `batch` that the cache was made for"
+        "`rows` has shape [3]; it must be at most (2,), the `batch` of the cache"
     );
 }
 

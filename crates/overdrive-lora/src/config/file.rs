@@ -9,11 +9,11 @@ use super::{InitLoraWeights, LayerIndices, LoraConfig, TargetModules};
 use crate::file::CONFIG;
 use crate::{Error, Result};
 
-/// Keys whose value does not matter here: they name the writer of the file, or belong to a key that is not
-/// set. Every other key that is not read must be at its default: null, false, or empty.
+/// Keys whose value is ignored: they describe the writer of the file, or depend on a key that is not set. Every
+/// other key that is not read must be at its default: null, false, or empty.
 const INDIFFERENT: [&str; 8] = [
     "auto_mapping",
-    // How an adapter was initialised from data matters only where it is initialised.
+    // Options of data-based initialization, which matter only when an adapter is initialized.
     "corda_config",
     "eva_config",
     // Read with `init_lora_weights`; ignored for the other methods, as in PEFT.
@@ -28,16 +28,16 @@ impl LoraConfig {
     /// Reads the text of an `adapter_config.json`. Keys that are absent or null have their defaults.
     ///
     /// # Errors
-    /// [`Error::Common`] with the key and what it must be, [`Error::UnsupportedKey`] for a key that is set and
-    /// not implemented here.
+    /// [`Error::Common`] with the key and its allowed values, [`Error::UnsupportedKey`] for a key that is set and
+    /// not implemented.
     pub fn from_json(text: &str) -> Result<LoraConfig> {
         LoraConfig::from_value(serde_json::from_str(text).map_err(Common::parse("JSON", CONFIG))?)
     }
 
-    /// Returns the configuration of the content of an `adapter_config.json`.
+    /// Reads the configuration from the content of an `adapter_config.json`.
     pub(crate) fn from_value(keys: Value) -> Result<LoraConfig> {
         let Value::Object(keys) = keys else {
-            return Err(Common::option(CONFIG, "no object", "a JSON object").into());
+            return Err(Common::option(CONFIG, "not an object", "a JSON object").into());
         };
         let config = LoraConfig::from_keys(keys)?;
         config.validate()?;
@@ -48,7 +48,7 @@ impl LoraConfig {
         let default = LoraConfig::default();
         let peft_type: Option<String> = take(&mut keys, "peft_type", None)?;
         if let Some(kind) = peft_type.filter(|kind| kind != "LORA") {
-            let expected = "\"LORA\", the one method that is implemented here";
+            let expected = "\"LORA\", the only method that is implemented";
             return Err(Common::option("peft_type", format!("\"{kind}\""), expected).into());
         }
         let init = match keys.shift_remove("init_lora_weights") {
@@ -137,7 +137,7 @@ impl LoraConfig {
             .into_iter()
             .map(|(key, value)| (key.to_owned(), value))
             .collect();
-        // The alternate form of a `Value` is indented JSON, and cannot fail as `to_string_pretty` can.
+        // The alternate form of a `Value` is indented JSON; unlike `to_string_pretty`, it cannot fail.
         format!("{:#}", Value::Object(object))
     }
 }
@@ -168,7 +168,7 @@ fn is_idle(key: &str, value: &Value) -> bool {
     is_default || INDIFFERENT.contains(&key)
 }
 
-/// Takes a key out, or returns its default where it is absent or null.
+/// Takes a key out, or returns its default if it is absent or null.
 fn take<T: DeserializeOwned>(keys: &mut Map<String, Value>, key: &str, default: T) -> Result<T> {
     // `swap_remove` would reorder the rest, and the error names the first unsupported key of the file.
     match keys.shift_remove(key) {
@@ -192,9 +192,9 @@ fn patterns<V: DeserializeOwned>(
     patterns.into_iter().map(read).collect()
 }
 
-/// Returns the error of a value of the wrong type.
+/// Returns the error for a value of the wrong type.
 fn wrong_type(key: &str, value: &Value, source: &serde_json::Error) -> Error {
-    let expected = format!("of the type of PEFT's configuration ({source})");
+    let expected = format!("of the type in PEFT's configuration ({source})");
     Common::option(key.to_owned(), value, expected).into()
 }
 
@@ -203,7 +203,7 @@ fn object<V>(pattern: &[(String, V)], value: impl Fn(&V) -> Value) -> Value {
     Value::Object(entries.collect())
 }
 
-/// Writes a whole number without a point, as Python writes integers.
+/// Writes a whole number without a decimal point, as Python writes integers.
 fn number(value: f64) -> Value {
     // From 2^53 on an f64 does not hold every integer.
     if value.fract() == 0.0 && value.abs() < 2f64.powi(53) {

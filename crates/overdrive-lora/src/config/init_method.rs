@@ -10,32 +10,32 @@ use crate::Result;
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum InitLoraWeights {
-    /// `true`: A uniform in `±1/√I` (`kaiming_uniform(a=√5)`), B zero. The adapter changes nothing at first.
+    /// `true`: A is uniform in `±1/√I` (`kaiming_uniform(a=√5)`), B is zero. The adapter changes nothing at first.
     #[default]
     Default,
-    /// `false`: A and B both as `nn.Linear` initialises them; for tests.
+    /// `false`: A and B are both initialized as `nn.Linear` does; for tests.
     Random,
-    /// `"gaussian"`: A normal with deviation `1/r`, B zero.
+    /// `"gaussian"`: A is normal with standard deviation `1/r`, B is zero.
     Gaussian,
-    /// `"orthogonal"`: A and B of orthogonal subspaces; the weight is unchanged. Even ranks only.
+    /// `"orthogonal"`: A and B span orthogonal subspaces; the weight is unchanged. Even ranks only.
     Orthogonal,
-    /// `"olora"`: the QR decomposition of the weight, from which the adapter is subtracted (Büyükakyüz 2024,
+    /// `"olora"`: the QR decomposition of the weight; the adapter is subtracted from the weight (Büyükakyüz 2024,
     /// arXiv:2406.01775).
     Olora,
-    /// `"pissa"`: the largest singular values of the weight, from which the adapter is subtracted (Meng et
+    /// `"pissa"`: the largest singular values of the weight; the adapter is subtracted from the weight (Meng et
     /// al. 2024, arXiv:2404.02948).
     Pissa,
-    /// `"pissa_niter_N"`: PiSSA by N rounds of subspace iteration.
+    /// `"pissa_niter_N"`: PiSSA with N rounds of subspace iteration.
     PissaFast(u32),
     /// `"loftq"`: the weight is replaced by its quantized values, and A and B are the largest singular values of
     /// the rounding error (Li et al. 2023, arXiv:2310.08659).
     Loftq(LoftqConfig),
     /// `"eva"`: A from the singular vectors of the layer's inputs, B zero (Paischer et al. 2024,
-    /// arXiv:2410.07170). Only adapters that are loaded have it: here nothing is initialised from inputs.
+    /// arXiv:2410.07170). Only for loading adapters: this crate does not initialize from inputs.
     Eva,
-    /// `"corda"`: the part of the weight that the covariance of its inputs chooses, which is subtracted from the
-    /// weight (Yang et al. 2024, arXiv:2406.05223). Only adapters that are loaded have it, over the weights that
-    /// were left: see [`LoadAdapterOptions::residual_base`](crate::LoadAdapterOptions::residual_base).
+    /// `"corda"`: the part of the weight that the covariance of its inputs selects; it is subtracted from the weight
+    /// (Yang et al. 2024, arXiv:2406.05223). Only for loading adapters over the residual weights: see
+    /// [`LoadAdapterOptions::residual_base`](crate::LoadAdapterOptions::residual_base).
     Corda,
 }
 
@@ -67,7 +67,7 @@ impl LoftqConfig {
 }
 
 impl InitLoraWeights {
-    /// Returns `true` if the initialisation changes the layer's weight.
+    /// Returns `true` if the initialization changes the layer's weight.
     pub(crate) fn changes_base(self) -> bool {
         matches!(
             self,

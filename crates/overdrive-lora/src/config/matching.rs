@@ -55,13 +55,12 @@ enum Targets<'c> {
 #[derive(Debug)]
 enum Rule<'c> {
     Names(&'c [String]),
-    // Boxed, as a compiled pattern is much larger than a slice.
+    // Boxed, since a compiled pattern is much larger than a slice.
     Pattern(Box<Regex>),
 }
 
 impl Rule<'_> {
-    /// Returns two flags: the first is `true` if the rule selects the whole name, the second if it selects the
-    /// name's last components.
+    /// Returns whether the rule selects the whole name, and whether it selects the name's last components.
     fn matches(&self, key: &'static str, name: &str) -> Result<(bool, bool)> {
         Ok(match self {
             Rule::Names(names) => (
@@ -90,7 +89,7 @@ impl<'c> Matcher<'c> {
         let excluded = match &config.exclude_modules {
             None => Rule::Names(&[]),
             Some(Names::Many(names)) => Rule::Names(names),
-            // An empty string is false in Python, so PEFT excludes nothing by it.
+            // An empty string is false in Python, so with it PEFT excludes nothing.
             Some(Names::One(pattern)) if pattern.is_empty() => Rule::Names(&[]),
             Some(Names::One(pattern)) => whole("exclude_modules", pattern)?,
         };
@@ -107,7 +106,7 @@ impl<'c> Matcher<'c> {
 
     /// Returns `true` if the linear layer `name` gets an adapter.
     pub(crate) fn targets(&self, name: &str) -> Result<bool> {
-        // Exclusions come first, as in PEFT: they win over every rule that selects.
+        // As in PEFT, exclusions take precedence over every rule that selects.
         let (whole, suffix) = self.excluded.matches("exclude_modules", name)?;
         if whole || suffix {
             return Ok(false);
@@ -149,7 +148,7 @@ fn layers(config: &LoraConfig) -> Result<Option<(Vec<u64>, Vec<Regex>)>> {
     };
     let mut compiled = Vec::new();
     if patterns.is_empty() {
-        // PEFT's default: the first number in the name, whatever its list is called.
+        // PEFT's default: the first number in the name, whatever the name of its list.
         compiled.push(compile("layers_pattern", r"\A.*?\.[^.]*\.(?P<idx>\d+)\.")?);
     }
     for pattern in patterns {
@@ -191,7 +190,7 @@ fn matches(key: &'static str, pattern: &Regex, name: &str) -> Result<bool> {
         .map_err(|source| too_complex(key, pattern, &source))
 }
 
-/// Returns the error of a pattern whose match exceeds the limit of backtracking.
+/// Returns the error for a pattern whose match exceeds the backtracking limit.
 fn too_complex(key: &'static str, pattern: &Regex, source: &fancy_regex::Error) -> Error {
     let expected = format!("a simpler regular expression ({source})");
     overdrive_core::Error::option(key, format!("`{}`", pattern.as_str()), expected).into()

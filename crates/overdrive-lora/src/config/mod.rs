@@ -26,11 +26,11 @@ pub enum BiasMode {
     LoraOnly,
 }
 
-/// The configuration of an adapter: keys, defaults and meaning of PEFT 0.21's `LoraConfig`, read from and
-/// written to `adapter_config.json`.
+/// The configuration of an adapter, read from and written to `adapter_config.json`. Its keys, defaults and semantics
+/// are those of PEFT 0.21's `LoraConfig`.
 ///
-/// Keys of PEFT for other methods (`megatron_config`, `layer_replication`, `trainable_token_indices`, …) are
-/// accepted at their defaults; where one is set, the error names it.
+/// PEFT's keys for other methods (`megatron_config`, `layer_replication`, `trainable_token_indices`, …) are
+/// accepted at their defaults; if one is set, an error names it.
 ///
 /// ```
 /// use overdrive_lora::LoraConfig;
@@ -44,12 +44,12 @@ pub struct LoraConfig {
     pub r: i64,
     /// The numerator of the scale `lora_alpha / r` of `B · A`; default 8.
     pub lora_alpha: f64,
-    /// The probability that an input element of A is dropped in training; default 0.
+    /// The dropout probability of A's inputs in training; default 0.
     pub lora_dropout: f64,
     /// The linear layers that get an adapter. Default `None`: PEFT's default for the architecture (`q_proj`
     /// and `v_proj`, or GPT-2's `c_attn`).
     pub target_modules: Option<TargetModules>,
-    /// The layers among them that get none, as names or a pattern; default none.
+    /// The layers to exclude from the targets, as names or a pattern; default none.
     pub exclude_modules: Option<Names>,
     /// The biases that are trained; default none.
     pub bias: BiasMode,
@@ -67,14 +67,14 @@ pub struct LoraConfig {
     /// The name of the model's list of layers, such as `layers` or `h`; default: the component before the
     /// first number. Only with `layers_to_transform`.
     pub layers_pattern: Option<Names>,
-    /// Other ranks by name or regular expression; the first that matches counts, in the order of the file.
+    /// Ranks that differ from `r`, by name or regular expression; the first match in the order of the file applies.
     pub rank_pattern: Vec<(String, i64)>,
-    /// Other alphas by name or regular expression, likewise.
+    /// Alphas that differ from `lora_alpha`, by name or regular expression; likewise.
     pub alpha_pattern: Vec<(String, f64)>,
     /// If `true`, B has a bias; default `false`.
     pub lora_bias: bool,
-    /// PEFT's flag for weights that are stored `(I, O)`, as GPT-2's are. Layers know their layout themselves:
-    /// the flag is only kept for the file.
+    /// PEFT's flag for weights that are stored as `(I, O)`, as GPT-2's are. It is only kept for the file, since
+    /// layers know their layout.
     pub fan_in_fan_out: bool,
     /// The path or Hub name of the base model; only kept for the file.
     pub base_model_name_or_path: Option<String>,
@@ -82,7 +82,7 @@ pub struct LoraConfig {
     pub revision: Option<String>,
     /// The task of the model (`CAUSAL_LM`); only kept for the file.
     pub task_type: Option<String>,
-    /// PEFT's flag for an adapter that is loaded frozen. Files have `true`;
+    /// PEFT's flag for an adapter that is loaded frozen. It is `true` in files;
     /// [`load_adapter`](crate::load_adapter) uses its own options instead.
     pub inference_mode: bool,
 }
@@ -123,7 +123,7 @@ pub(crate) struct LayerOptions {
 }
 
 impl LoraConfig {
-    /// Returns rank, alpha and scale of the layer `name`.
+    /// Returns the rank, alpha and scale of the layer `name`.
     pub(crate) fn layer_options(&self, name: &str) -> Result<LayerOptions> {
         let rank = matching::pattern_value("rank_pattern", &self.rank_pattern, name)?;
         let alpha = matching::pattern_value("alpha_pattern", &self.alpha_pattern, name)?;
@@ -142,7 +142,7 @@ impl LoraConfig {
         alpha / if self.use_rslora { rank.sqrt() } else { rank }
     }
 
-    /// Checks the values, as PEFT does when it makes a configuration.
+    /// Checks the values as PEFT does when it creates a configuration.
     ///
     /// # Errors
     /// [`Error::Common`](crate::Error::Common) with the key.
@@ -159,7 +159,7 @@ impl LoraConfig {
         let dropout = self.lora_dropout;
         let probability = (0.0..=1.0).contains(&dropout);
         check_option(probability, "lora_dropout", dropout, "from 0 to 1")?;
-        // PEFT looks for layer indices only behind listed names, and refuses the two together.
+        // PEFT applies layer indices only to listed names, and refuses the two together.
         let by_pattern = matches!(
             self.target_modules,
             Some(TargetModules::Pattern(_) | TargetModules::AllLinear)
@@ -168,7 +168,7 @@ impl LoraConfig {
             !by_pattern || self.layers_to_transform.is_none(),
             "layers_to_transform",
             "set",
-            "unset where `target_modules` is a pattern or \"all-linear\"; list names instead",
+            "unset if `target_modules` is a pattern or \"all-linear\"; list names instead",
         )?;
         let has_pattern = self.layers_pattern.as_ref().is_some_and(|p| !p.is_empty());
         check_option(
@@ -183,7 +183,7 @@ impl LoraConfig {
             "true",
             "false with `use_dora`",
         )?;
-        // As in PEFT: the other initialisations have no values for the bias of B.
+        // As in PEFT: the other initialization methods have no values for the bias of B.
         let plain = matches!(
             self.init_lora_weights,
             InitLoraWeights::Default | InitLoraWeights::Random
@@ -199,7 +199,7 @@ impl LoraConfig {
             // A and B each get half of the rows of one orthogonal r × r matrix.
             let ranks = self.rank_pattern.iter().map(|(_, rank)| *rank);
             for rank in ranks.chain([self.r]) {
-                let expected = "even where `init_lora_weights` is \"orthogonal\"";
+                let expected = "even if `init_lora_weights` is \"orthogonal\"";
                 check_option(rank % 2 == 0, "r", rank, expected)?;
             }
         }

@@ -3,7 +3,7 @@ use serde::{Deserialize, Serialize};
 /// The modules that get an adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub enum TargetModules {
-    /// Names of modules, whole or by their last components: `q_proj` selects
+    /// Names of modules, complete or only their last components: `q_proj` selects
     /// `model.layers.0.self_attn.q_proj`.
     Names(Vec<String>),
     /// A regular expression in Python's syntax that matches the whole name.

@@ -13,7 +13,7 @@ use crate::{BiasMode, LoraConfig, Result};
 pub(super) struct Entry {
     /// The key, without `base_model.model.`.
     pub(super) key: String,
-    /// The key under which files of older versions of PEFT have it.
+    /// The key in files of older PEFT versions.
     pub(super) older: Option<String>,
     pub(super) shape: Vec<i64>,
 }

@@ -16,17 +16,17 @@ use crate::{
     set_requires_grad,
 };
 
-/// The options of loading an adapter.
+/// Options for loading an adapter.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub struct LoadAdapterOptions {
     /// If `true`, the adapter is trainable (PEFT's `is_trainable`). Default: `false`.
     pub trainable: bool,
-    /// If `true`, 16-bit tensors of the file become fp32 beside 16-bit weights. Default: `true`. See
+    /// If `true`, 16-bit tensors of the file become fp32 if the weights have 16 bits. Default: `true`. See
     /// [`AddOptions::autocast_adapter_dtype`].
     pub autocast_adapter_dtype: bool,
-    /// If `true`, the model has the weights that the initialisation of the adapter left (a residual model, which
-    /// was saved with it), and they are not changed again. Default: `false`: the model has the weights from
-    /// before, and PiSSA, OLoRA and LoftQ change them as they did then.
+    /// If `true`, the model already has the residual weights that the adapter's initialization produced (and that
+    /// were saved with it), and they are not changed again. Default: `false`: the model has its original weights,
+    /// and PiSSA, OLoRA and LoftQ change them as they did at initialization.
     pub residual_base: bool,
 }
 
@@ -44,7 +44,7 @@ impl Default for LoadAdapterOptions {
 #[derive(Debug, Clone, PartialEq)]
 #[non_exhaustive]
 pub struct LoadedAdapter {
-    /// The configuration, with its targets filled in.
+    /// The configuration with its targets filled in.
     pub config: LoraConfig,
     /// The names of the linear layers that have the adapter.
     pub layers: Vec<String>,
@@ -62,20 +62,21 @@ pub fn read_config(dir: impl AsRef<Path>) -> Result<LoraConfig> {
 }
 
 /// Loads a folder that PEFT or [`save_adapter`](crate::save_adapter) wrote as the adapter `name`. It is active
-/// at once if no other is.
+/// immediately if no other adapter is active.
 ///
-/// Saved biases and full copies are loaded with it. Weights of the embedding and of the head that PEFT has saved beside the
-/// adapter take the place of the model's, for all of its adapters; if they differ, a warning names them. A name in `modules_to_save` that no module has is ignored: PEFT
-/// adds the classifiers of all architectures (`classifier`, `score`) to the configuration of a classifier.
+/// Saved biases and full copies are loaded with it. Weights of the embedding and the head that PEFT saved with the
+/// adapter replace the model's, for all of its adapters; if they differ, a warning names them. Names in
+/// `modules_to_save` that match no module are ignored, since PEFT adds the classifiers of all architectures
+/// (`classifier`, `score`) to the configuration of a classifier.
 ///
-/// An adapter that was initialised from the weight (PiSSA, OLoRA) is subtracted from the model's weight again, and
-/// LoftQ quantizes the weight again, as in PEFT. CorDA cannot do so without the data that it was initialised with:
-/// such an adapter needs the weights that it left and [`LoadAdapterOptions::residual_base`].
+/// As in PEFT, an adapter that was initialized from the weight (PiSSA, OLoRA) is subtracted from the model's weight
+/// again, and LoftQ quantizes the weight again. CorDA cannot repeat its initialization without the data that it used:
+/// such an adapter needs the residual weights and [`LoadAdapterOptions::residual_base`].
 ///
 /// # Errors
-/// [`Error::Common`] for an adapter of CorDA over other weights;
-/// [`Error::Checkpoint`] naming every tensor that is missing, unexpected or misshapen;
-/// [`Error::NoTarget`] and others as [`add_adapter`]. The model is then unchanged.
+/// [`Error::Common`] for a CorDA adapter without [`LoadAdapterOptions::residual_base`];
+/// [`Error::Checkpoint`] with every tensor that is missing, unexpected or has the wrong shape;
+/// [`Error::NoTarget`] and others as for [`add_adapter`]. The model is then unchanged.
 pub fn load_adapter<H: AdapterHost + ?Sized>(
     host: &mut H,
     dir: impl AsRef<Path>,
@@ -91,13 +92,13 @@ pub fn load_adapter<H: AdapterHost + ?Sized>(
     let wanted = expected(host, &config, &layers, &saved)?;
     let stored = fit(&file, &wanted, host, config.bias)?;
     let making = LoraConfig {
-        // Random values would be overwritten by the file's; the default draws the fewest.
+        // The file's values overwrite the random ones; the default method draws the fewest.
         init_lora_weights: match config.init_lora_weights {
             _ if options.residual_base => InitLoraWeights::Default,
             InitLoraWeights::Corda => {
-                let expected = "another one, unless the model has the weights that it left: load those with \
+                let expected = "another method, unless the model has the residual weights: load these with \
                                 `residual_base`, or with `init_lora_weights` true in adapter_config.json; or \
-                                let PEFT convert the adapter with `path_initial_model_for_weight_conversion`";
+                                convert the adapter with PEFT (`path_initial_model_for_weight_conversion`)";
                 let option = "init_lora_weights";
                 return Err(overdrive_core::Error::option(option, "\"corda\"", expected).into());
             }
@@ -140,13 +141,13 @@ fn open(dir: &Path) -> Result<MappedFile> {
     Ok(MappedFile::open(path)?)
 }
 
-/// The tensors of a file by their keys, and the weights of the model, by their names, that it holds beside the adapter.
+/// The adapter's tensors in a file by key, and the model's weights that the file also holds by name.
 struct Fitted<'f> {
     tensors: HashMap<String, StoredTensor<'f>>,
     bases: HashMap<String, StoredTensor<'f>>,
 }
 
-/// The last parts of the names of embeddings.
+/// The last components of the names of embeddings.
 const EMBEDDINGS: [&str; 5] = [
     "embed_tokens.weight",
     "wte.weight",
@@ -155,8 +156,8 @@ const EMBEDDINGS: [&str; 5] = [
     "tok_embeddings.weight",
 ];
 
-/// Takes the weights of the model out of `stored`: PEFT saves the weight of a head or an embedding that has an adapter,
-/// and, where the vocabulary was changed or with `save_embedding_layers`, both as they are.
+/// Takes the model's weights out of `stored`. PEFT saves the weight of a head or an embedding that has an adapter,
+/// and both if the vocabulary was resized or with `save_embedding_layers`.
 fn bases<'f, H: AdapterHost + ?Sized>(
     host: &mut H,
     stored: &mut HashMap<String, StoredTensor<'f>>,
@@ -172,7 +173,7 @@ fn bases<'f, H: AdapterHost + ?Sized>(
             return;
         }
         problems.push(format!(
-            "`{}` is {:?} where the model has {shape:?}: load the adapter into a model of the vocabulary that it was \
+            "`{}` is {:?} where the model has {shape:?}: load the adapter into a model with the vocabulary that it was \
              trained with",
             own.name(),
             own.shape()
@@ -213,8 +214,8 @@ fn bases<'f, H: AdapterHost + ?Sized>(
         && !one.has_same_values(other)?
     {
         problems.push(format!(
-            "`{}` differs from `{}`, and the model has one weight for both; set `tie_word_embeddings` to false in its \
-             config.json, and store a head",
+            "`{}` differs from `{}`, but the model ties the two; set `tie_word_embeddings` to false in its \
+             config.json, and save a head in its checkpoint",
             one.name(),
             other.name()
         ));
@@ -243,11 +244,11 @@ fn fit<'f, H: AdapterHost + ?Sized>(
     let mut problems = Vec::new();
     for tensor in file.tensors() {
         let key = tensor.name();
-        // Files without PEFT's prefix are accepted, too.
+        // Files without PEFT's prefix are accepted as well.
         let key = key.strip_prefix(PREFIX).unwrap_or(key).to_owned();
         if let Some(other) = stored.insert(key, tensor) {
             problems.push(format!(
-                "`{}` is there twice, with and without `{PREFIX}`",
+                "`{}` occurs twice, with and without `{PREFIX}`",
                 other.name()
             ));
         }
@@ -283,7 +284,7 @@ fn fit<'f, H: AdapterHost + ?Sized>(
     rest.sort_unstable();
     problems.extend(
         rest.iter()
-            .map(|name| format!("`{name}` is not of this model and adapter")),
+            .map(|name| format!("`{name}` does not belong to this model and adapter")),
     );
     if problems.is_empty() {
         return Ok(Fitted { tensors, bases });
@@ -334,7 +335,7 @@ fn fill<H: AdapterHost + ?Sized>(
     })?;
     if !replaced.is_empty() {
         tracing::warn!(
-            "the adapter `{name}` has replaced weights of the model, for all of its adapters: {}",
+            "loading the adapter `{name}` replaced weights of the model, which affects all of its adapters: {}",
             replaced.join(", ")
         );
     }

@@ -13,8 +13,8 @@ use crate::{Error, LoraConfig, Result};
 /// `adapter_config.json`, each atomically. PEFT's `PeftModel.from_pretrained` and
 /// [`load_adapter`](crate::load_adapter) read them. The folder is created if it does not exist.
 ///
-/// The file has `inference_mode: true`, as PEFT's does. It holds the adapter alone, even
-/// while that is merged.
+/// The configuration has `inference_mode: true`, as PEFT's does. The tensors are those of the adapter alone, even
+/// while it is merged.
 ///
 /// # Errors
 /// [`Error::UnknownAdapter`], [`Error::Common`] and [`Error::File`] if a file cannot be written.
@@ -39,7 +39,7 @@ pub fn save_adapter<H: AdapterHost + ?Sized>(
     // PEFT's own files have this key, and transformers refuses a file without it.
     let metadata = [("format".to_owned(), "pt".to_owned())].into();
     overdrive_safetensors::write(dir.join(WEIGHTS), &tensors, &metadata)?;
-    // The configuration is written last: a folder that has one is complete.
+    // Writes the configuration last, so that a folder that has one is complete.
     let config = LoraConfig {
         inference_mode: true,
         ..config
@@ -62,7 +62,7 @@ fn config_of<H: AdapterHost + ?Sized>(host: &mut H, name: &str) -> Result<Option
     if config.is_some() {
         return Ok(config);
     }
-    // An adapter of full copies alone: its configuration is their names.
+    // For an adapter of full copies alone, the configuration holds their names.
     let mut modules: Vec<String> = Vec::new();
     visit_linears(host, |layer, linear| {
         if adapters_of(linear).is_some_and(|own| own.copy(name).is_some()) {

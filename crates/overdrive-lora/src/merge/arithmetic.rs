@@ -1,4 +1,4 @@
-//! Weights with and without an adapter's change.
+//! Weights with and without an adapter's update.
 
 use overdrive_nn::LinearWeight;
 use overdrive_quantization::QuantizedWeight;
@@ -11,7 +11,7 @@ use crate::{LoraAdapter, Result};
 pub(super) fn wide(base: &LinearWeight) -> Kind {
     match base.kind() {
         Some(Kind::Double) => Kind::Double,
-        // 16 bits would round the sum before it is scaled or quantized.
+        // In 16 bits, the sum would be rounded before it is scaled or quantized.
         _ => Kind::Float,
     }
 }
@@ -71,7 +71,7 @@ pub(super) fn without(
     })
 }
 
-/// Merges into a quantized weight: dequantizes it, changes it, and quantizes it again by its scheme.
+/// Merges into a quantized weight: dequantizes it, updates it, and quantizes it again by its scheme.
 pub(super) fn requantize(
     weight: &QuantizedWeight,
     adapter: &LoraAdapter,

@@ -51,7 +51,7 @@ pub(crate) fn merge(
                 done.push((*name).to_owned());
             }
             Err(error) => {
-                // Only what this call has merged; earlier merges stay.
+                // Unmerges only what this call has merged; earlier merges stay.
                 target.unmerge(done.len())?;
                 return Err(error);
             }
@@ -74,7 +74,7 @@ pub(crate) fn bias_obstacle(
     let biased = |name: &&&str| own.get(name).is_some_and(|own| own.bias.is_some());
     let name = names.iter().find(biased).filter(|_| bias.is_none())?;
     let value = format!("true for the adapter `{name}` of `{layer}`");
-    let expected = "false to be merged, as the layer has no bias that could take it";
+    let expected = "false for merging, since the layer has no bias to merge into";
     Some(overdrive_core::Error::option("lora_bias", value, expected).into())
 }
 
@@ -105,7 +105,7 @@ impl Target<'_> {
         };
         let factor = match &adapter.magnitude {
             None => None,
-            // The norm is that of the weight without any adapter, as in the forward pass.
+            // As in the forward pass, the norm is that of the weight without any adapter.
             Some(magnitude) => {
                 let clean = self.unmerged_weight()?;
                 let clean = clean.as_ref().unwrap_or(self.weight);
@@ -123,7 +123,7 @@ impl Target<'_> {
             adapter: name.to_owned(),
             layer: layer.to_owned(),
         };
-        // Before the weight is touched, so that the error leaves the layer unchanged.
+        // Checked before the weight is changed, so that the error leaves the layer unchanged.
         if options.safe && bias.as_ref().is_some_and(|bias| !is_finite(bias)) {
             return Err(refuse());
         }
@@ -137,7 +137,7 @@ impl Target<'_> {
                     return Err(refuse());
                 }
                 report = Some(error);
-                // Always kept: a subtraction cannot undo the rounding of the quantization.
+                // Always kept: a subtraction cannot undo the rounding of quantization.
                 let bias = keep_bias()?;
                 Some((self.exchange(LinearWeight::Quantized(quantized)), bias))
             }
@@ -149,7 +149,7 @@ impl Target<'_> {
                     .then(|| target.f_detach_copy())
                     .transpose()?;
                 let same_kind = weight.kind() == adapter.a.kind();
-                // In place and without a temporary of the weight's size, where rounding is the same.
+                // Updates in place, without a temporary of the weight's size, if this rounds the same.
                 if factor.is_none() && same_kind && !options.safe {
                     add_change(&mut target, adapter, transposed, adapter.scale)?;
                 } else {
@@ -244,7 +244,7 @@ impl Target<'_> {
 
     fn restore(&mut self, original: LinearWeight) -> Result<()> {
         match (&*self.weight, &original) {
-            // The elements are copied back instead of the tensor: an optimizer or a tied layer may hold it.
+            // Copies the elements back and keeps the tensor, since an optimizer or a tied layer may hold it.
             (LinearWeight::Dense { weight, .. }, LinearWeight::Dense { weight: old, .. }) => {
                 weight.f_detach()?.f_copy_(old)?;
             }

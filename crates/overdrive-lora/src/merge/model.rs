@@ -12,15 +12,15 @@ use crate::host::{module_copies, visit_linears, visit_parameters};
 use crate::layer_adapters::adapters_of;
 use crate::{Error, LoraLinear, Result};
 
-/// Merges adapters into the weights of all layers (`None`: the active ones), as PEFT's `merge_adapter`: the
-/// model then computes at the cost of its weights alone, until [`unmerge_adapters`].
+/// Merges adapters into the weights of all layers (`None`: the active adapters), as PEFT's `merge_adapter` does.
+/// Until [`unmerge_adapters`], the model runs at the cost of its weights alone.
 ///
-/// Quantized weights are dequantized, changed, and quantized again by their scheme; the report has the error
-/// of that.
+/// Quantized weights are dequantized, updated, and quantized again by their scheme; the report has the resulting
+/// error.
 ///
 /// # Errors
-/// [`Error::UnknownAdapter`], and as [`LoraLinear::merge_adapters`]; the layers that this call has merged are
-/// then unmerged again.
+/// [`Error::UnknownAdapter`], and as [`LoraLinear::merge_adapters`]; everything that this call has merged is then
+/// unmerged again.
 pub fn merge_adapters<H: AdapterHost + ?Sized>(
     host: &mut H,
     adapters: Option<&[&str]>,
@@ -36,7 +36,7 @@ pub fn merge_adapters<H: AdapterHost + ?Sized>(
         report.layers.extend(merged);
         Ok(())
     });
-    // A model that is merged in some layers only would compute neither with nor without the adapter.
+    // A model with merged adapters in only some layers would be neither with nor without the adapter.
     if merged.is_err() {
         visit_linears(host, |name, linear| {
             let own = report.layers.iter().find(|own| own.name == name);
@@ -46,7 +46,7 @@ pub fn merge_adapters<H: AdapterHost + ?Sized>(
     merged.map(|()| report)
 }
 
-/// Takes all merged adapters out of the weights again.
+/// Unmerges all merged adapters from the weights.
 ///
 /// # Errors
 /// An error of libtorch when memory runs out.
@@ -54,8 +54,8 @@ pub fn unmerge_adapters<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
     visit_linears(host, |_, linear| linear.unmerge_adapters())
 }
 
-/// Merges the active adapters permanently and removes all of them; full copies of active adapters
-/// (`modules_to_save`) replace the elements of the model's own parameters. A plain model remains.
+/// Merges the active adapters permanently and removes all adapters, which leaves a plain model. Full copies of active
+/// adapters (`modules_to_save`) overwrite the elements of the model's own parameters.
 ///
 /// # Errors
 /// As [`merge_adapters`], and those of [`merge_obstacle`]; the model is then unchanged.
@@ -64,7 +64,7 @@ pub fn merge_and_unload<H: AdapterHost + ?Sized>(
     options: &MergeOptions,
 ) -> Result<MergeReport> {
     let options = MergeOptions {
-        // Nobody can unmerge after this: a copy of the weights would be memory for nothing.
+        // Unmerging is impossible after this, so a copy of the weights would waste memory.
         keep_original: false,
         ..*options
     };
@@ -89,12 +89,12 @@ pub fn merge_and_unload<H: AdapterHost + ?Sized>(
     Ok(report)
 }
 
-/// Returns the error that [`merge_and_unload`] would give because the active adapters cannot be merged, or `None`.
-/// Such adapters work beside the weights. The model is not changed.
+/// Returns the error that [`merge_and_unload`] would return because the active adapters cannot be merged, or `None`.
+/// Such adapters still work unmerged. The model is not changed.
 ///
 /// - [`Error::TiedCopy`]: a full copy (`modules_to_save`) of a parameter that the model uses twice, such as an
-///   embedding with a tied head. It can replace one of the two only.
-/// - [`Error::TiedAdapter`]: an adapter of such a parameter, whose change would reach the other use, too.
+///   embedding with a tied head. It can only replace one of the two.
+/// - [`Error::TiedAdapter`]: an adapter of such a parameter, whose update would affect the other use as well.
 /// - [`Error::Common`]: `lora_bias` for a layer without a bias.
 ///
 /// # Errors
@@ -110,8 +110,8 @@ pub fn merge_obstacle<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Option<Er
     Ok(obstacle)
 }
 
-/// Returns the error of a full copy or an adapter of a tied parameter: only one of the two layers that share the
-/// parameter uses it, and writing to the parameter would change both.
+/// Returns the error for a full copy or an adapter of a tied parameter: only one of the two layers that share the
+/// parameter uses the adapter, and writing to the parameter would change both.
 fn tied_obstacle<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Option<Error>> {
     let mut parameters: Vec<(String, usize)> = Vec::new();
     let (mut copied, mut adapted) = (Vec::new(), Vec::new());
@@ -154,8 +154,8 @@ fn tied_obstacle<H: AdapterHost + ?Sized>(host: &mut H) -> Result<Option<Error>>
     Ok(adapted.map(|(name, other)| Error::TiedAdapter { name, other }))
 }
 
-/// Removes all adapters and full copies without merging them; merged adapters are unmerged first. Biases stay
-/// as they were trained.
+/// Removes all adapters and full copies without merging them; merged adapters are unmerged first. Trained biases
+/// stay.
 ///
 /// # Errors
 /// As [`unmerge_adapters`].
@@ -169,14 +169,14 @@ pub fn unload<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
 }
 
 fn remove_adapters(linear: &mut Linear) {
-    // An adapter of another crate stays.
+    // Keeps adapters of other crates.
     if adapters_of(linear).is_some() {
         linear.take_adapter();
     }
 }
 
 fn drop_copies<H: AdapterHost + ?Sized>(host: &mut H) -> Result<()> {
-    // The model's own tensors go back first: `clear` drops the copies for good.
+    // Restores the model's own tensors first, since `clear` drops the copies.
     place_copies(host, &[])?;
     if let Some(copies) = module_copies(host) {
         copies.entries.clear();

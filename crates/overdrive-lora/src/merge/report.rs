@@ -1,14 +1,14 @@
 use overdrive_quantization::Scheme;
 
-/// The options of merging.
+/// Options for merging.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub struct MergeOptions {
-    /// If `true`, each merged weight is computed beside the old one and taken only if all its elements are
+    /// If `true`, each merged weight is computed separately and replaces the old one only if all its elements are
     /// finite (PEFT's `safe_merge`). Default: `false`.
     pub safe: bool,
     /// If `true`, a copy of each dense weight is kept, so that [`unmerge_adapters`](crate::unmerge_adapters)
-    /// restores it bit for bit; it costs the memory of the weights. Default: `false`: the change is
-    /// subtracted again, which is exact up to rounding. Quantized weights are always kept.
+    /// restores it bit for bit, at the cost of the weights' memory. Default: `false`: the update is subtracted
+    /// again, which is exact up to rounding. Quantized weights are always kept.
     pub keep_original: bool,
 }
 
@@ -28,7 +28,7 @@ pub struct MergedLayer {
     pub name: String,
     /// The adapters, in the order in which they were merged.
     pub adapters: Vec<String>,
-    /// The error of quantizing again, if the weight is quantized.
+    /// The error of requantization, if the weight is quantized.
     pub requantized: Option<Requantized>,
 }
 
@@ -36,11 +36,11 @@ pub struct MergedLayer {
 #[derive(Debug, Clone, Copy, PartialEq)]
 #[non_exhaustive]
 pub struct Requantized {
-    /// The scheme that the weight has kept.
+    /// The scheme of the weight, which merging does not change.
     pub scheme: Scheme,
     /// `‖Q − W‖ / ‖W‖` (Frobenius) of the quantized weight against the merged one in fp32.
     pub error: f64,
-    /// `‖Q − W‖ / ‖change‖`; near or above 1 the adapter is lost in rounding.
+    /// `‖Q − W‖ / ‖update‖`; near or above 1, rounding loses the adapter.
     pub error_of_change: f64,
 }
 

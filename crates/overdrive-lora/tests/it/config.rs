@@ -121,7 +121,7 @@ fn unsupported_keys_are_refused_by_name() {
             r#"{"init_lora_weights": "orthogonal", "r": 3}"#,
             "`r` is 3; it must be even",
         ),
-        ("[1]", "`adapter_config.json` is no object"),
+        ("[1]", "`adapter_config.json` is not an object"),
         ("{", "adapter_config.json is not valid JSON"),
     ] {
         assert!(refused(text).contains(says), "{text}: {}", refused(text));

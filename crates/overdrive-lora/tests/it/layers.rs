@@ -139,12 +139,12 @@ fn adapters_are_switched_summed_disabled_and_deleted() {
         "there is no adapter `c`; the model has none"
     );
     let error = add_adapter(&mut host, "a.b", &all(2), &AddOptions::default()).unwrap_err();
-    assert!(error.to_string().contains("it holds a dot"), "{error}");
+    assert!(error.to_string().contains("it contains a dot"), "{error}");
     add_adapter(&mut host, "a", &all(2), &AddOptions::default()).unwrap();
     let error = add_adapter(&mut host, "a", &all(2), &AddOptions::default()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "`a` cannot be the name of a new adapter: it is taken"
+        "`a` cannot be the name of a new adapter: another adapter has it"
     );
 }
 

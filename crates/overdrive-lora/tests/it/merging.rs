@@ -239,7 +239,7 @@ fn biases_of_b_are_merged_into_the_layers_bias_or_refused_where_there_is_none() 
     assert!(
         error
             .to_string()
-            .contains("as the layer has no bias that could take it"),
+            .contains("since the layer has no bias to merge into"),
         "{error}"
     );
 }

@@ -227,8 +227,8 @@ impl Bucket {
         Ok(())
     }
 
-    /// Returns the parameters in the layout of their averages, as copies where it is another one: a parameter with
-    /// gaps (a view), or one that was given other memory. `None` if all have it, as in nearly every model.
+    /// Returns the parameters in the layout of their averages, as copies where the layouts differ: for a parameter
+    /// with gaps (a view), or one whose memory was replaced. `None` if all layouts agree, as in nearly every model.
     fn dense_parameters(&self) -> Result<Option<Vec<Tensor>>> {
         let is_dense = |(parameter, average): (&Tensor, &Tensor)| same_layout(parameter, average);
         let pairs = self.parameters.iter().zip(&self.exp_avgs);

@@ -43,7 +43,7 @@ pub struct AdamWConfig {
     /// unit in the last place of a bfloat16 (a 512th of the value) is lost. Costs 12 bytes per parameter
     /// instead of 4. Default: `false`.
     pub master_weights: bool,
-    /// If `true`, a step can be captured in a CUDA graph (`capturable=True` of torch): states are made at once
+    /// If `true`, a step can be captured in a CUDA graph (`capturable=True` of torch): states are created immediately
     /// and keep their memory when a state is loaded, and learning rates are tensors on the parameters' device, so
     /// that a schedule can set them between replays. Needs the fused kernel. Default: `false`.
     pub capturable: bool,

@@ -315,8 +315,8 @@ impl Optimizer for AdamW {
     }
 
     fn step_scaled(&mut self, scaling: &GradScaling<'_>) -> Result<bool> {
-        // Not by the parameters that have gradients, nor by their memory: ranks that answered differently would
-        // issue different collectives, and wait for ever.
+        // The answer must depend neither on which parameters have gradients nor on their memory: ranks with different
+        // answers would issue different collectives and wait forever.
         if !self.supports_step_scaled() {
             return Ok(false);
         }

@@ -30,10 +30,10 @@ pub(crate) use with_elements;
 /// Returns the elements of a tensor that a step reads: a gradient.
 ///
 /// # Safety
-/// Nobody writes them meanwhile. Kernels rely on the rule of every in-place operator: the caller of `step`
-/// leaves parameters and gradients alone until it returns.
+/// No other code writes these elements while the slice lives. Kernels rely on the rule of every in-place operator:
+/// the caller of `step` does not touch parameters and gradients until it returns.
 pub(super) unsafe fn read<T: Element>(tensor: &Tensor) -> Result<&[T]> {
-    // SAFETY: the caller's word.
+    // SAFETY: the caller's promise.
     Ok(unsafe { raw::slice(tensor)? })
 }
 
@@ -47,7 +47,7 @@ pub(super) unsafe fn read<T: Element>(tensor: &Tensor) -> Result<&[T]> {
     reason = "a tensor is a handle: its elements are shared memory, for which the caller vouches"
 )]
 pub(super) unsafe fn write<T: Element>(tensor: &Tensor) -> Result<&mut [T]> {
-    // SAFETY: the caller's word.
+    // SAFETY: the caller's promise.
     Ok(unsafe { raw::slice_mut(tensor)? })
 }
 

@@ -297,7 +297,7 @@ fn a_parameter_with_gaps_is_updated_without_changing_its_neighbours() {
     assert_eq!(whole.narrow(1, 2, 2).abs().max().double_value(&[]), 0.0);
 }
 
-/// The ranks of a sharded optimizer have other parameters: were this decided by their memory, a gradient scaler would
+/// The ranks of a sharded optimizer have other parameters: if this depended on their memory, a gradient scaler would
 /// issue other collectives on each of them.
 #[test]
 fn a_parameter_with_gaps_takes_scaled_steps_as_a_dense_one_does() {

@@ -1,7 +1,7 @@
 //! Packages that Python makes here and now, beside transformers and our own model.
 //!
-//! They need a Python with the torch of this libtorch, transformers 5 and safetensors, and a C++ compiler; where there is
-//! none each test says so and passes. `OVERDRIVE_PYTHON` names the interpreter.
+//! They need a Python with the torch of this libtorch, transformers 5 and safetensors, and a C++ compiler; where there
+//! is none each test says so and passes. `OVERDRIVE_PYTHON` names the interpreter.
 
 mod plain;
 mod weights;
@@ -75,7 +75,8 @@ fn libtorch_version() -> String {
     version.split('+').next().unwrap().to_owned()
 }
 
-/// Returns the Python interpreter if it can import the torch of this libtorch and `modules`, and there is a C++ compiler.
+/// Returns the Python interpreter if it can import the torch of this libtorch and `modules`, and there is a C++
+/// compiler.
 fn python(modules: &[&str]) -> Option<String> {
     let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
     let imports = [&["sys", "torch"][..], modules].concat().join(", ");
@@ -222,7 +223,7 @@ fn inputs_that_the_code_was_not_compiled_for_are_refused_by_name() {
     let ids = |rows: i64, len: i64| Tensor::zeros([rows, len], (Kind::Int64, Device::Cpu));
 
     assert!(
-        error(&[]).contains("1 inputs (input_ids), and 0 were given"),
+        error(&[]).contains("0 inputs were given; the model takes 1 (input_ids)"),
         "{}",
         error(&[])
     );
@@ -275,7 +276,7 @@ fn a_package_decodes_over_our_static_cache_as_our_model_does() {
     let error = decoder.prefill(&Tensor::zeros([3, 27], (Kind::Int64, Device::Cpu)));
     assert!(matches!(error.unwrap_err(), Error::Cache(_)));
     let error = decoder.step(&Tensor::zeros([2, 1], (Kind::Int64, Device::Cpu)));
-    assert!(error.unwrap_err().to_string().contains("3 rows"));
+    assert!(error.unwrap_err().to_string().contains("(3, T)"));
     let error = CompiledDecoder::load(fixture.package(), 5, &LoadOptions::default());
     let mut too_wide = error.unwrap();
     let error = too_wide.step(&Tensor::zeros([5, 1], (Kind::Int64, Device::Cpu)));

@@ -100,7 +100,7 @@ fn entries_that_are_no_tensors_are_named() {
     ];
     assert_eq!(
         others(&more.concat()),
-        ["step", "state_dict", "an entry whose name is no text"]
+        ["step", "state_dict", "an entry whose name is not a string"]
     );
 }
 
@@ -132,11 +132,11 @@ fn tensors_stay_in_their_storages() {
         &'static str,
     );
     let cases: [Case; 15] = [
-        ("0", 2, 0, &[3], &[1], "leaves its storage"),
-        ("0", 2, 1, &[2], &[1], "leaves its storage"),
-        ("0", 2, 0, &[2], &[2], "leaves its storage"),
-        ("0", 2, MAX, &[1], &[1], "leaves its storage"),
-        ("0", 2, 0, &[2], &[MAX], "leaves its storage"),
+        ("0", 2, 0, &[3], &[1], "exceeds its storage"),
+        ("0", 2, 1, &[2], &[1], "exceeds its storage"),
+        ("0", 2, 0, &[2], &[2], "exceeds its storage"),
+        ("0", 2, MAX, &[1], &[1], "exceeds its storage"),
+        ("0", 2, 0, &[2], &[MAX], "exceeds its storage"),
         ("0", 3, 0, &[3], &[1], "has 8 bytes"),
         ("0", MAX, MAX - 1, &[1], &[1], "has 8 bytes"),
         ("1", 2, 0, &[2], &[1], "is not in the file"),
@@ -204,7 +204,7 @@ fn values_within_themselves_and_deep_ones_end() {
     let cycle = [&b"\x80\x02]q\x00h\x00a."[..]].concat();
     assert!(refusal(&cycle).contains("no dictionary"));
     let itself = b"\x80\x02}q\x00X\x01\x00\x00\x00ah\x00s.";
-    assert!(refusal(itself).contains("no tensors by name but a"));
+    assert!(refusal(itself).contains("no named tensors, only a"));
     // A million tuples, one within the other, and as many calls.
     let deep = [&b"\x80\x02)"[..], &vec![0x85; 1_000_000], b"."].concat();
     assert!(refusal(&deep).contains("no dictionary"));

@@ -162,7 +162,7 @@ fn another_thread_is_not_in_the_region() {
 }
 
 #[test]
-fn a_precision_brings_its_region() {
+fn a_precision_has_its_region() {
     assert_eq!(
         Precision::Bf16.autocast(CPU, product_kind).unwrap(),
         Kind::BFloat16

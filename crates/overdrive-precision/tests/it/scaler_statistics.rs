@@ -93,7 +93,7 @@ fn a_disabled_scaler_counts_nothing() {
 }
 
 #[test]
-fn saved_statistics_are_gone_on_with() {
+fn counting_resumes_from_saved_statistics() {
     let mut first = Run::new(GradScalerConfig::default());
     first.step(f64::INFINITY);
     let state = first.scaler.state_dict().unwrap().unwrap();

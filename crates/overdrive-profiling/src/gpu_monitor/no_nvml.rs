@@ -1,4 +1,4 @@
-//! Stands for NVIDIA's management library in a build without the feature `nvml`.
+//! The stand-in for NVIDIA's management library in a build without the feature `nvml`.
 
 use super::{GpuProcess, GpuSample};
 

@@ -42,7 +42,7 @@ impl Driver {
         }
     }
 
-    /// Returns the processes that compute on the GPU, none if it cannot be asked.
+    /// Returns the processes that compute on the GPU; none if the driver cannot be queried.
     pub(super) fn processes(&self, pci_bus_id: &str) -> Vec<GpuProcess> {
         let device = self.0.device_by_pci_bus_id(pci_bus_id);
         let processes = device.and_then(|device| device.running_compute_processes());

@@ -2,8 +2,8 @@
 
 use super::{MemoryPlan, MemoryPrecision};
 
-// The chunks of overdrive-fused's loss, which this crate does not depend on: the size that it aims at, and its
-// least number of rows.
+// The chunking of overdrive-fused's loss, repeated here because this crate does not depend on it: the target size and
+// the minimum number of rows.
 const CHUNK_BYTES: u64 = 32 << 20;
 const CHUNK_ROWS: u64 = 256;
 

@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use super::DecoderShape;
 
-/// The state of an optimizer, in bytes a weight.
+/// The state of an optimizer, in bytes per weight.
 #[derive(Debug, Clone, Copy, Default, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]
 #[non_exhaustive]
@@ -26,7 +26,7 @@ pub enum OptimizerMemory {
     Adafactor,
     /// One fp32 buffer for the blocks' matrices: 4; AdamW for embeddings and head: 8.
     Muon,
-    /// Any other, in bytes a weight: fp32 master weights of bf16 ones are 4 more, an average of the
+    /// Any other, in bytes per weight: fp32 master weights of bf16 ones are 4 more, an average of the
     /// weights (EMA) is 4 more.
     Other(f64),
 }
@@ -37,7 +37,7 @@ impl OptimizerMemory {
         let weights = shape.parameters();
         match self {
             Self::AdamW => 8 * weights,
-            // Two bytes a weight, and two fp32 scales for each block of 256; embeddings keep fp32 states.
+            // Two bytes per weight, and two fp32 scales for each block of 256; embeddings keep fp32 states.
             Self::AdamW8bit => {
                 let quantized = weights - shape.embedding();
                 8 * shape.embedding() + 2 * quantized + 2 * 4 * quantized.div_ceil(256)

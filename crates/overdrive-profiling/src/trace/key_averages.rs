@@ -204,7 +204,7 @@ impl KeyAverages {
             ("self CPU", |row| some(row.self_cpu_ns).map(time)),
             ("CPU total", |row| some(row.total_cpu_ns).map(time)),
             ("calls", |row| some(row.calls).map(units::thousands)),
-            ("CPU a call", |row| {
+            ("CPU per call", |row| {
                 some(row.total_cpu_ns).map(|total| time(total / row.calls.max(1)))
             }),
             ("self device", |row| some(row.self_device_ns).map(time)),

@@ -8,15 +8,15 @@ use super::grid::Grid;
 use crate::Result;
 use crate::codec::units_of_job;
 
-/// The options of the search for the range of each group (row, block) that has the least squared error of its
-/// elements, each weighted by the mean square of its input if that is known. A few large elements are clipped
-/// so that the many others are rounded better.
+/// The options of the search for the range of each group (row, block) that minimizes the squared error of its
+/// elements, each weighted by the mean square of its input if known. A few large elements are clipped so that
+/// the many others are rounded more finely.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct ClipOptions {
-    /// The smallest range that is tried, as a fraction of the full range; default 0.5, in `0..1`.
+    /// The smallest range to try, as a fraction of the full range; default 0.5, in `0..1`.
     pub least: f64,
-    /// The number of ranges between the smallest one and one a little above the full range; default 40.
+    /// The number of ranges to try between the smallest one and slightly more than the full range; default 40.
     pub steps: u32,
 }
 

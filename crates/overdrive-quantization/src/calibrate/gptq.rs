@@ -12,16 +12,16 @@ use crate::{Error, Result};
 /// paper).
 const BLOCK: i64 = 128;
 
-/// The options of GPTQ (Frantar et al. 2022, arXiv:2210.17323): the weight is rounded column by column, and the
-/// columns that are not rounded yet compensate the error of each, as far as their inputs are correlated.
+/// The options of GPTQ (Frantar et al. 2022, arXiv:2210.17323): the weight is rounded column by column, and
+/// columns that are not rounded yet compensate for the errors, as far as their inputs are correlated.
 ///
-/// The scales are chosen before, from the whole weight (the authors call that static groups), so that columns
-/// can be rounded in any order and the result is stored like any weight of its scheme.
+/// The scales are chosen in advance from the whole weight (the authors' static groups), so that columns can be
+/// rounded in any order and the result is stored like any weight of its scheme.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]
 pub struct GptqOptions {
-    /// The fraction of the mean of the second moments' diagonal that is added to it; default 0.01. A small
-    /// calibration set needs more.
+    /// The damping: this fraction of the mean of the second moments' diagonal is added to the diagonal; default
+    /// 0.01. A small calibration set needs more.
     pub damp_percent: f64,
     /// If `true` (the default), the columns with the largest mean squares of their inputs are rounded first.
     pub desc_act: bool,
@@ -146,7 +146,7 @@ fn round_block(
     errors
 }
 
-/// Returns the upper Cholesky factor `U` of `moments⁻¹ = UᵀU`, with as much damping as it takes.
+/// Returns the upper Cholesky factor `U` of `moments⁻¹ = UᵀU`, with as much damping as necessary.
 fn inverse_factor(moments: &Tensor, damp_percent: f64) -> Result<Tensor> {
     let mean = moments
         .f_diagonal(0, 0, 1)?
@@ -168,9 +168,8 @@ fn inverse_factor(moments: &Tensor, damp_percent: f64) -> Result<Tensor> {
         // A larger damping keeps the result defined, at the price of less compensation.
         damp *= 10.0;
     }
-    let found = format!("{damp_percent}, and up to a thousand times that was tried");
-    let expected =
-        "so large that the second moments of the inputs have an inverse; use more calibration data";
+    let found = format!("{damp_percent} (up to a thousand times as much was tried)");
+    let expected = "large enough for the second moments of the inputs to be invertible; use more calibration data";
     Err(Error::option("damp_percent", found, expected))
 }
 

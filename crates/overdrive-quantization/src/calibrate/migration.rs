@@ -1,5 +1,5 @@
-//! Migration of outliers between activations and weights, before either is quantized: SmoothQuant (Xiao et al.
-//! 2022, arXiv:2211.10438), and the search for its strength by AWQ (Lin et al. 2023, arXiv:2306.00978).
+//! Migration of outliers from activations to weights before quantization: SmoothQuant (Xiao et al. 2022,
+//! arXiv:2211.10438), and AWQ's search for the strength (Lin et al. 2023, arXiv:2306.00978).
 
 use tch::{Kind, Tensor};
 
@@ -13,10 +13,10 @@ pub enum Migration {
     /// SmoothQuant, `max|x|^α / max|w|^(1−α)` of each input, for schemes that quantize activations. `α` is in
     /// `0..=1`, in the paper 0.5.
     Strength(f64),
-    /// AWQ, `rms(x)^α` with the `α` in `0, 1/steps, …, 1` whose quantized weights change the outputs least,
-    /// for schemes that quantize only weights.
+    /// AWQ, `rms(x)^α` with the `α` in `0, 1/steps, …, 1` that minimizes the change of the outputs, for schemes
+    /// that quantize only weights.
     Search {
-        /// The number of steps; AWQ has 20.
+        /// The number of steps; AWQ uses 20.
         steps: u32,
     },
 }
@@ -24,11 +24,11 @@ pub enum Migration {
 /// Returns the scales that divide the inputs of the layers with `weights (O, I)` and multiply the columns of the
 /// weights, so that both are easy to quantize: positive, f32 `(I,)`. All layers have the same input.
 ///
-/// The division costs nothing where it is folded into what produces the input: the weight of a norm, or the
-/// rows of the layer before ([`fold_into_rows`]).
+/// The division costs nothing if it is folded into the producer of the input: the weight of a norm, or the rows
+/// of the previous layer ([`fold_into_rows`]).
 ///
 /// # Errors
-/// [`Error::Common`] for no weight, another number of inputs and a strength out of range; the errors of
+/// [`Error::Common`] for no weights, a wrong number of inputs and a strength out of range; the errors of
 /// quantization.
 pub fn migration_scales(
     weights: &[&Tensor],
@@ -39,7 +39,7 @@ pub fn migration_scales(
     let inputs = statistics.inputs();
     if weights.is_empty() || weights.iter().any(|w| w.size().get(1) != Some(&inputs)) {
         let shapes: Vec<_> = weights.iter().map(|weight| weight.size()).collect();
-        let expected = format!("at least one of shape (O, {inputs})");
+        let expected = format!("at least one weight, all of shape (O, {inputs})");
         return Err(Error::option(
             "weights",
             format!("of shapes {shapes:?}"),

@@ -12,7 +12,7 @@ pub trait InputObserver {
     /// Observes `x (…, I)`, the input of the layer `name` (as in the checkpoint, without `.weight`).
     ///
     /// # Errors
-    /// An error that makes the observation useless; the forward pass fails with it.
+    /// An error with which the forward pass fails.
     fn observe(&mut self, name: &str, x: &Tensor) -> Result<()>;
 }
 
@@ -67,7 +67,7 @@ pub fn is_observed() -> bool {
 }
 
 /// Passes the input of the layer `name` to the observer of this thread, if there is one. Layers that an
-/// observer runs itself are not observed.
+/// observer runs are not observed.
 ///
 /// # Errors
 /// Those of the observer.
@@ -84,8 +84,8 @@ pub fn observe_input(name: &str, x: &Tensor) -> Result<()> {
     }
 }
 
-/// An observer that collects [`InputStatistics`] for each layer. Layers that take the same tensor one after
-/// another (query, key and value) share one.
+/// An observer that collects [`InputStatistics`] for each layer. Consecutive layers with the same input tensor
+/// (query, key and value) share one.
 #[derive(Debug)]
 pub struct InputCollector {
     moments: Moments,
@@ -98,7 +98,7 @@ pub struct InputCollector {
 }
 
 impl InputCollector {
-    /// Returns a collector that has seen no input.
+    /// Creates an empty collector.
     pub fn new(moments: Moments) -> InputCollector {
         InputCollector {
             moments,

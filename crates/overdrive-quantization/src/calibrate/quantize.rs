@@ -66,7 +66,7 @@ pub fn quantize_calibrated(
     }
     let [_, inputs] = packed.size();
     if let Some(statistics) = statistics.filter(|statistics| statistics.inputs() != inputs) {
-        let expected = format!("({inputs},), one number for each input of the weight");
+        let expected = format!("({inputs},), one value for each input of the weight");
         return Err(Error::shape("statistics", [statistics.inputs()], expected));
     }
     let weight = weight.f_detach()?.f_to_kind(Kind::Float)?;

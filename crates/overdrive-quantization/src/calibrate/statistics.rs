@@ -24,7 +24,7 @@ pub struct InputStatistics {
 }
 
 impl InputStatistics {
-    /// Returns statistics of no rows, for layers of `inputs` inputs, on `device`.
+    /// Creates empty statistics for layers of `inputs` inputs on `device`.
     ///
     /// # Errors
     /// [`Error::Common`] if `inputs` is not positive, and errors of libtorch.
@@ -62,7 +62,7 @@ impl InputStatistics {
         // One test for NaN and infinity on the maxima, which are far fewer than the inputs.
         let largest = rows.f_abs()?.f_amax([0], false)?;
         if !largest.f_isfinite()?.f_all()?.f_int64_value(&[])?.eq(&1) {
-            let expected = "finite activations; a model in fp16 may overflow, use bf16 or fp32";
+            let expected = "finite activations; an fp16 model may overflow, so use bf16 or fp32";
             return Err(Error::values("x", "infinity or NaN", expected));
         }
         self.largest = self.largest.f_maximum(&largest)?;
@@ -147,7 +147,7 @@ impl InputStatistics {
     }
 
     /// Returns the mean squared error of the outputs, summed over a row, if `approximate` replaces
-    /// `weight (O, I)`: `tr(Δ · E[xᵀx] · Δᵀ)`. If only the diagonal was collected, the inputs are taken as
+    /// `weight (O, I)`: `tr(Δ · E[xᵀx] · Δᵀ)`. If only the diagonal was collected, the inputs are assumed to be
     /// uncorrelated.
     ///
     /// # Errors
@@ -155,10 +155,7 @@ impl InputStatistics {
     pub fn output_error(&self, weight: &Tensor, approximate: &Tensor) -> Result<f64> {
         let inputs = self.inputs();
         if weight.size() != approximate.size() || weight.size().last() != Some(&inputs) {
-            let expected = format!(
-                "that of the weight, {:?}, with {inputs} inputs",
-                weight.size()
-            );
+            let expected = format!("{:?} with {inputs} inputs, as the weight is", weight.size());
             return Err(Error::shape("approximate", approximate.size(), expected));
         }
         let difference = weight

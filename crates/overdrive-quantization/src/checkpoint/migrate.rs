@@ -1,5 +1,4 @@
-//! Migration in a whole model: the division of the inputs of a layer is folded into the norm or the layer
-//! before it.
+//! Migration in a whole model: the division of a layer's inputs is folded into the norm or the layer before it.
 
 use std::collections::BTreeMap;
 
@@ -137,9 +136,9 @@ impl Migrations {
         }
         if found.changes.is_empty() {
             let value =
-                format!("enabled for a model `{model_type}`, where it finds nothing to change");
-            let expected = "unset for this folder: it needs norms called `model.layers.*.input_layernorm`, and layers \
-                            behind them that are all quantized and were observed";
+                format!("enabled for a model `{model_type}`, in which it finds nothing to change");
+            let expected = "unset for this folder: it needs norms called `model.layers.*.input_layernorm`, and all \
+                            layers after them must be quantized and observed";
             return Err(Error::option("migration", value, expected));
         }
         Ok(found)

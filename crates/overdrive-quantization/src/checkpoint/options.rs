@@ -14,18 +14,18 @@ pub struct CheckpointOptions {
     pub head: Option<Scheme>,
     /// The scheme of the embedding; default `None`: it stays dense.
     pub embedding: Option<Scheme>,
-    /// The linear layers that stay dense: those whose name is one of these or ends with `.` and one of these,
-    /// as `llm_int8_skip_modules` of transformers; default none.
+    /// The linear layers that stay dense: those whose name is one of these or ends with `.` and one of these, as
+    /// in transformers' `llm_int8_skip_modules`; default none.
     pub skip_modules: Vec<String>,
     /// A filter of the linear layers by name; default: all are quantized.
     pub filter: Option<Filter>,
-    /// The largest number of bytes of tensors in a file (a larger tensor has its own file); default 5 GB.
+    /// The maximum number of bytes of tensors in a file (a larger tensor gets its own file); default 5 GB.
     pub max_shard_bytes: u64,
     /// The calibration; default: rounding to the nearest.
     pub calibration: CalibrationOptions,
     /// The statistics of the inputs of the layers, which GPTQ and migration need; default none.
     pub statistics: Option<Rc<InputCollector>>,
-    /// The migration between activations and weights of a model of the Llama family, of Phi or Gemma; default none. It is
+    /// The migration from activations to weights, for models of the Llama family, Phi and Gemma; default none. It is
     /// an error if the model has no norm or layer that it can change.
     pub migration: Option<Migration>,
     /// The callback for progress; default none.

@@ -15,22 +15,22 @@ use super::tensor_role::{Role, role};
 use crate::calibrate::quantize_calibrated;
 use crate::{Error, QuantizationConfig, QuantizedWeight, Result, Scheme};
 
-/// Quantizes the linear layers of the Hugging Face folder `dir` to the new folder `out`.
+/// Quantizes the linear layers of the Hugging Face folder `dir` and writes the new folder `out`.
 ///
-/// The folder is read tensor by tensor through a memory map and written at the same time: the memory is that
-/// of one tensor in f32, its quantized form and a dequantized block for the report, however large the model.
-/// Norms, biases and position embeddings stay dense, embedding and output head as well unless
-/// [`CheckpointOptions`] has schemes for them. `config.json` gains a `quantization_config`; the tokenizer,
+/// The folder is read tensor by tensor through a memory map and written at the same time. For a model of any
+/// size, this takes the memory of one tensor in f32, its quantized form and a dequantized block for the report.
+/// Norms, biases and position embeddings stay dense, and so do the embedding and the output head unless
+/// [`CheckpointOptions`] has schemes for them. `config.json` gets a `quantization_config`; the tokenizer,
 /// generation settings and all other files that are not weights are copied.
 ///
-/// NF4, FP4 and LLM.int8 are written in the layout of bitsandbytes, the others in that of compressed-tensors:
-/// transformers and `CausalLm::from_pretrained` load the folder.
+/// NF4, FP4 and LLM.int8 are written in the layout of bitsandbytes, the others in that of compressed-tensors;
+/// transformers and `CausalLm::from_pretrained` can load the folder.
 ///
-/// `out` must not exist, or be empty. The folder is written under another name beside it and renamed when it
-/// is complete; after an error nothing is left.
+/// `out` must not exist or must be empty. The folder is written under a temporary name beside it and renamed when
+/// it is complete; after an error, nothing remains.
 ///
 /// # Errors
-/// [`Error::BadCheckpoint`] for a folder that is quantized already, has no weights or is damaged, and for an
+/// [`Error::BadCheckpoint`] for a folder that is already quantized, has no weights or is damaged, and for an
 /// `out` that is not empty; [`Error::Tensor`] with the name of a tensor that does not fit the scheme;
 /// [`Error::Common`] for files that cannot be read or written.
 pub fn quantize_checkpoint(
@@ -40,7 +40,7 @@ pub fn quantize_checkpoint(
     options: &CheckpointOptions,
 ) -> Result<CheckpointReport> {
     let (dir, out) = (dir.as_ref(), out.as_ref());
-    // Everything that can be refused is checked before the first tensor is quantized.
+    // All checks come before the first tensor is quantized.
     let source = Source::open(dir)?;
     let work = WorkFolder::beside(out)?;
     let job = Job::new(&source, scheme, options)?;
@@ -215,8 +215,8 @@ impl<'a> Job<'a> {
         }
         if self.source.is_tied_by_config() && !self.source.is_tied() {
             tracing::warn!(
-                "`tie_word_embeddings` is true, and lm_head.weight differs from the embedding: the head is not tied, \
-                 and `tie_word_embeddings` is false in the quantized folder"
+                "`tie_word_embeddings` is true, but lm_head.weight differs from the embedding: the head is treated as \
+                 untied, and `tie_word_embeddings` is false in the quantized folder"
             );
             config.insert("tie_word_embeddings".to_owned(), false.into());
         }
@@ -237,8 +237,8 @@ fn check_compatible(option: &'static str, other: Option<Scheme>, scheme: Scheme)
     match other {
         Some(other) if other != scheme && !(by_bitsandbytes(other) && by_bitsandbytes(scheme)) => {
             let expected = format!(
-                "{scheme}, as the other layers, or both of nf4, fp4 and llm-int8: one \
-                 quantization_config describes all of them"
+                "{scheme}, as for the other layers, or both must be among nf4, fp4 and llm-int8, since \
+                 one quantization_config describes all layers"
             );
             Err(Error::option(option, other, expected))
         }
@@ -264,12 +264,12 @@ impl WorkFolder {
         if target.exists() {
             let mut entries = fs::read_dir(target).map_err(CoreError::io("list", target))?;
             if entries.next().is_some() {
-                let reason = "it is not empty; give the name of a new folder";
+                let reason = "it is not empty; choose a new folder";
                 return Err(bad(target, reason));
             }
         }
         if target.file_name().is_none() {
-            return Err(bad(target, "it is not the name of a folder"));
+            return Err(bad(target, "it does not name a folder"));
         }
         let parent = files::folder_of(target);
         fs::create_dir_all(parent).map_err(CoreError::io("create", parent))?;

@@ -50,7 +50,7 @@ impl CheckpointReport {
         self.fp32_bytes() as f64 / self.file_bytes.max(1) as f64
     }
 
-    /// Returns the relative error `‖w − ŵ‖ / ‖w‖` over all quantized weights together.
+    /// Returns the relative error `‖w − ŵ‖ / ‖w‖` of all quantized weights together.
     pub fn relative_error(&self) -> f64 {
         let (mut errors, mut squares) = (0.0, 0.0);
         for tensor in self.quantized() {
@@ -74,10 +74,10 @@ pub(super) fn relative(errors: f64, squares: f64) -> f64 {
 }
 
 impl fmt::Display for CheckpointReport {
-    /// Writes a table with a line for each quantized weight and one for all dense tensors.
+    /// Writes a table with one line for each quantized weight and one for all dense tensors.
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
         let longest = self.quantized().map(|tensor| tensor.name.len()).max();
-        let width = longest.unwrap_or(0).max("kept as they are (000)".len());
+        let width = longest.unwrap_or(0).max("not quantized (000)".len());
         let mib = |bytes: u64| bytes as f64 / f64::from(1 << 20);
         writeln!(
             f,
@@ -113,7 +113,7 @@ impl fmt::Display for CheckpointReport {
             .iter()
             .filter(|tensor| tensor.scheme.is_none())
             .collect();
-        let name = format!("kept as they are ({})", kept.len());
+        let name = format!("not quantized ({})", kept.len());
         let sum = |of: fn(&TensorReport) -> u64| kept.iter().map(|tensor| of(tensor)).sum();
         line(&name, "", "", sum(|t| t.fp32_bytes), sum(|t| t.bytes), "")?;
         let error = percent(self.relative_error());

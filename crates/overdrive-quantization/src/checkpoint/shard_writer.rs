@@ -105,7 +105,7 @@ impl ShardWriter {
                 "dtype": entry.dtype, "shape": entry.shape, "data_offsets": [start, end],
             });
             if header.insert(entry.name.clone(), value).is_some() {
-                let reason = format!("two of its tensors would be written as `{}`", entry.name);
+                let reason = format!("two of its tensors would have the name `{}`", entry.name);
                 return Err(bad(&self.dir, &reason));
             }
             names.push(entry.name);

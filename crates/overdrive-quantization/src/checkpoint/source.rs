@@ -40,10 +40,7 @@ impl Source {
             .get("quantization_config")
             .is_some_and(|value| !value.is_null())
         {
-            return Err(bad(
-                dir,
-                "it is quantized already; use the folder that it was made of",
-            ));
+            return Err(bad(dir, "it is already quantized; use the original folder"));
         }
         let mut files = Vec::new();
         let mut names = BTreeMap::new();
@@ -67,7 +64,7 @@ impl Source {
                     names.insert(name.clone(), file_index);
                 }
                 for stored in file.tensors() {
-                    // A tensor that the index leaves out is one of the model all the same.
+                    // A tensor that the index omits is part of the model nevertheless.
                     if !index.weight_map.contains_key(stored.name()) {
                         names.insert(stored.name().to_owned(), file_index);
                     }
@@ -89,8 +86,8 @@ impl Source {
         Ok(source)
     }
 
-    /// Returns all tensors, file by file and in the order of the files, which is the order that a disk reads
-    /// fastest.
+    /// Returns all tensors, file by file and in the order of the files, which is the fastest order to read from a
+    /// disk.
     pub(super) fn tensors(&self) -> Vec<StoredTensor<'_>> {
         let of_file = |(file_index, file)| {
             let all: Vec<StoredTensor<'_>> = MappedFile::tensors(file);

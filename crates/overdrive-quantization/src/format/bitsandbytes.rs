@@ -17,7 +17,7 @@ use crate::tensors::elements;
 use crate::weight::{Magnitudes, Storage};
 use crate::{BlockOptions, Error, QuantizedWeight, Result, Scheme};
 
-/// The `quantization_config` of a model that bitsandbytes has quantized; keys as in transformers'
+/// The `quantization_config` of a model that bitsandbytes quantized, with the keys of transformers'
 /// `BitsAndBytesConfig`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default)]
@@ -163,8 +163,8 @@ impl BitsAndBytesConfig {
         }
         if module.optional("SCB")?.is_none() {
             return Err(module.bad(format!(
-                "the file has neither `{0}.{1}` nor `{0}.SCB`: the weight is not quantized, or not by \
-                 bitsandbytes",
+                "the file has neither `{0}.{1}` nor `{0}.SCB`: bitsandbytes did not quantize this \
+                 weight",
                 module.name,
                 state_part(Book::Nf4)
             )));
@@ -242,7 +242,7 @@ impl BitsAndBytesConfig {
                 Ok(tensors)
             }
             _ => {
-                let expected = "nf4, fp4 or llm-int8, which bitsandbytes has";
+                let expected = "nf4, fp4 or llm-int8, the schemes of bitsandbytes";
                 Err(Error::option("scheme", weight.scheme, expected))
             }
         }
@@ -270,10 +270,10 @@ fn read_blocks(module: Module<'_>, book: Book, state: &[u8]) -> Result<Quantized
         )));
     }
     let state: QuantState = serde_json::from_slice(state)
-        .map_err(|error| module.bad(format!("its state is not JSON of bitsandbytes: {error}")))?;
+        .map_err(|error| module.bad(format!("its state is not bitsandbytes' JSON: {error}")))?;
     if state.quant_type != book.name() {
         return Err(module.bad(format!(
-            "its state is called {} and says {}",
+            "its state is called {}, but describes {}",
             book.name(),
             state.quant_type
         )));
@@ -291,7 +291,7 @@ fn read_blocks(module: Module<'_>, book: Book, state: &[u8]) -> Result<Quantized
     let differs = |(a, b): &(&f32, &f32)| (*a - *b).is_nan() || (*a - *b).abs() >= 1e-6;
     if let Some((found, expected)) = known.into_iter().find(differs) {
         return Err(module.bad(format!(
-            "its code book has {found} where {} has {expected}",
+            "its code book has {found} where the code book of {} has {expected}",
             book.name()
         )));
     }
@@ -316,8 +316,8 @@ fn read_blocks(module: Module<'_>, book: Book, state: &[u8]) -> Result<Quantized
         }
         _ => {
             return Err(module.bad(format!(
-                "its magnitudes are quantized in blocks of {:?} about {:?}; they must be in blocks of 256 \
-                 about a number",
+                "its magnitudes are quantized in blocks of {:?} with the offset {:?}; they must be in blocks of \
+                 256 with an offset",
                 state.nested_blocksize, state.nested_offset
             )));
         }

@@ -52,8 +52,8 @@ const METHODS: [&str; 4] = ["bitsandbytes", "compressed-tensors", "gptq", "awq"]
 
 impl QuantizationConfig {
     /// Returns the layout in which [`write_weight`](QuantizationConfig::write_weight) writes weights of this
-    /// scheme: bitsandbytes for NF4, FP4 and LLM.int8, compressed-tensors for the others. `not_quantized` are
-    /// the names of the linear layers that stay dense, such as `lm_head`.
+    /// scheme: bitsandbytes for NF4, FP4 and LLM.int8, compressed-tensors for the others. `not_quantized` lists
+    /// the linear layers that stay dense, such as `lm_head`.
     pub fn for_scheme(scheme: Scheme, not_quantized: Vec<String>) -> QuantizationConfig {
         match CompressedTensorsConfig::of(scheme, not_quantized.clone()) {
             Some(config) => QuantizationConfig::CompressedTensors(config),
@@ -66,11 +66,11 @@ impl QuantizationConfig {
     /// Reads the JSON object.
     ///
     /// # Errors
-    /// [`Error::Common`] for a method that is not known and for keys that do not fit it.
+    /// [`Error::Common`] for an unknown method and for invalid keys.
     pub fn from_json(value: &Value) -> Result<QuantizationConfig> {
         let method = match value.get("quant_method").and_then(Value::as_str) {
             Some(method) => method,
-            // Old versions of transformers wrote no method: there was only this one.
+            // Old versions of transformers did not write the method, since there was only this one.
             None if value
                 .get("load_in_4bit")
                 .or(value.get("load_in_8bit"))
@@ -140,8 +140,8 @@ impl QuantizationConfig {
         }
     }
 
-    /// Returns the scheme of the weights; if modules differ, that of the first group. The file describes each
-    /// weight more exactly: see [`QuantizedWeight::scheme`] of a weight that was read.
+    /// Returns the scheme of the weights; if modules differ, that of the first group. The exact scheme of each
+    /// weight is in the file: see [`QuantizedWeight::scheme`] of a weight that was read.
     ///
     /// # Errors
     /// [`Error::Common`] for `config_groups` that do not parse.
@@ -158,8 +158,8 @@ impl QuantizationConfig {
         })
     }
 
-    /// Returns `true` if the lists of exceptions do not name the linear layer `module`. bitsandbytes and GPTQ
-    /// exclude the output head by default. [`is_stored`](QuantizationConfig::is_stored) looks at the file
+    /// Returns `true` if the linear layer `module` is not on the list of exceptions. bitsandbytes and GPTQ
+    /// exclude the output head by default. [`is_stored`](QuantizationConfig::is_stored) checks the file
     /// instead.
     ///
     /// # Errors
@@ -202,8 +202,8 @@ impl QuantizationConfig {
     /// Reads the weight of the module (`model.layers.0.mlp.up_proj`, without `.weight`) to the CPU.
     ///
     /// # Errors
-    /// [`Error::BadWeight`] for a weight that is missing, damaged, or not what the configuration or its own
-    /// description says.
+    /// [`Error::BadWeight`] for a weight that is missing or damaged, or does not match the configuration or its own
+    /// description.
     pub fn read_weight(&self, source: &dyn TensorSource, module: &str) -> Result<QuantizedWeight> {
         let module = Module {
             source,
@@ -217,12 +217,12 @@ impl QuantizationConfig {
         }
     }
 
-    /// Returns the tensors of a weight with the names that they have in a file. Codes share the memory of the
-    /// weight if the layout has the same codes.
+    /// Returns the tensors of a weight with their names in a file. Codes share the memory of the weight if the
+    /// layout has the same codes.
     ///
     /// # Errors
-    /// [`Error::Common`] for a weight that the layout does not have, and for GPTQ and AWQ, which are only read;
-    /// [`Error::BadWeight`] for zero points that are not integers (some weights from GGUF files).
+    /// [`Error::Common`] for a weight that the layout does not support, and for GPTQ and AWQ, which cannot be
+    /// written; [`Error::BadWeight`] for zero points that are not integers (some weights from GGUF files).
     pub fn write_weight(
         &self,
         weight: &QuantizedWeight,
@@ -239,7 +239,7 @@ impl QuantizationConfig {
             }
             QuantizationConfig::CompressedTensors(config) => config.write(weight, module),
             _ => {
-                let expected = "bitsandbytes or compressed-tensors to be written";
+                let expected = "bitsandbytes or compressed-tensors for writing";
                 let option = "quantization_config.quant_method";
                 Err(Error::option(option, self.method(), expected))
             }
@@ -247,8 +247,8 @@ impl QuantizationConfig {
     }
 
     /// Returns the names of the static scales that a file may have for the activations of this module and for
-    /// the queries, keys and values of the attention layer around it. They are not used: activations are
-    /// quantized by the token as they are computed, caches by their own options.
+    /// the queries, keys and values of its attention layer. They are not used: activations are quantized
+    /// dynamically for each token, and caches according to their own options.
     pub fn static_scale_names(&self, module: &str) -> Vec<String> {
         let QuantizationConfig::CompressedTensors(_) = self else {
             return Vec::new();
@@ -266,7 +266,7 @@ impl QuantizationConfig {
         names
     }
 
-    /// Returns the configuration with which weights are written after they were read without their static
+    /// Returns the configuration for writing weights that were read without their static
     /// scales.
     pub fn without_static_scales(self) -> QuantizationConfig {
         match self {
@@ -277,7 +277,7 @@ impl QuantizationConfig {
         }
     }
 
-    /// Returns the names of all tensors that a file may have for the weight of this module; it has some of
+    /// Returns the names of all tensors that a file may have for the weight of this module; a file has some of
     /// them. `{module}.weight` may also be a dense weight.
     pub fn tensor_names(&self, module: &str) -> Vec<String> {
         let parts = match self {
@@ -306,7 +306,7 @@ fn parsed<T: serde::de::DeserializeOwned>(object: Value) -> Result<T> {
 }
 
 fn not_an_object(error: &serde_json::Error) -> Error {
-    let expected = "an object with the keys of its quant_method";
+    let expected = "an object with the keys of its `quant_method`";
     Error::option(
         "quantization_config",
         format!("invalid ({error})"),

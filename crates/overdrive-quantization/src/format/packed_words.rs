@@ -43,7 +43,7 @@ impl Groups {
         let group = match groups {
             1.. if inputs % groups == 0 => inputs / groups,
             _ => {
-                let reason = format!("{groups} groups do not divide its {inputs} inputs");
+                let reason = format!("its {inputs} inputs are not divisible by {groups} groups");
                 return Err(module.bad(reason));
             }
         };
@@ -53,7 +53,7 @@ impl Groups {
             .find(|size| group % size == 0)
         else {
             return Err(module.bad(format!(
-                "its groups have {group} inputs; they must have a multiple of 16"
+                "its groups have {group} inputs; the number must be a multiple of 16"
             )));
         };
         // Zero points that are all the middle are a symmetric weight, which needs no offsets.
@@ -123,7 +123,7 @@ pub(super) fn order_of(
     for (column, found) in order.iter().map(group_at).enumerate() {
         if usize::try_from(found) != Ok(group_at_column(column)) {
             return Err(module.bad(format!(
-                "`{part}` does not give each of its {groups} groups {group} inputs (group {found})"
+                "`{part}` does not assign {group} inputs to each of its {groups} groups (group {found})"
             )));
         }
     }

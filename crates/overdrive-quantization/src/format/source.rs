@@ -73,12 +73,8 @@ impl<'a> Module<'a> {
 
     /// Returns the tensor `{module}.{part}`, which must exist.
     pub(super) fn required(&self, part: &str) -> Result<StoredTensor<'a>> {
-        self.optional(part)?.ok_or_else(|| {
-            self.bad(format!(
-                "the file has no tensor `{}.{part}`, which it needs",
-                self.name
-            ))
-        })
+        self.optional(part)?
+            .ok_or_else(|| self.bad(format!("the file has no tensor `{}.{part}`", self.name)))
     }
 
     /// Reads a tensor of one of `kinds` and of `shape` to the CPU; `None` in the shape is any positive number.

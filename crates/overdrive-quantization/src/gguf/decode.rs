@@ -8,7 +8,7 @@ use half::f16;
 
 use super::tensor_type::{GgufType, SUPER};
 
-/// The destination of the codes, scales and offsets of a block; `offsets` is empty for symmetric types.
+/// The destinations of the codes, scales and offsets of a block; `offsets` is empty for symmetric types.
 pub(super) struct GroupsMut<'a> {
     pub(super) codes: &'a mut [u8],
     pub(super) scales: &'a mut [f32],

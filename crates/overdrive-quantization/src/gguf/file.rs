@@ -18,7 +18,7 @@ const MAX_DIMENSIONS: u32 = 4;
 
 /// A memory-mapped GGUF file, or the files of a split model as one.
 ///
-/// The files must not be truncated while they are mapped: an access to the lost pages ends the process.
+/// The files must not be truncated while they are mapped: access to the lost pages ends the process.
 #[derive(Debug)]
 pub struct GgufFile {
     path: PathBuf,
@@ -33,7 +33,7 @@ pub(super) struct Shard {
     pub(super) path: PathBuf,
     map: Mmap,
     metadata: BTreeMap<String, GgufValue>,
-    /// The place of the file in a split model.
+    /// The position of the file in a split model.
     pub(super) split: Option<Split>,
     pub(super) tensors: Vec<Info>,
 }
@@ -68,11 +68,11 @@ impl Shard {
 }
 
 impl GgufFile {
-    /// Maps the file, reads its metadata, and checks that every tensor lies within it; no tensor is read
-    /// yet. It reads versions 2 and 3 in little-endian byte order.
+    /// Maps the file, reads its metadata, and checks that every tensor is within the file; no tensor is read
+    /// yet. Versions 2 and 3 in little-endian byte order are supported.
     ///
-    /// A model in several files (`NAME-00001-of-00003.gguf`) is opened by any of them; the others lie in the same
-    /// folder. Its metadata are those of the first file.
+    /// A model in several files (`NAME-00001-of-00003.gguf`) can be opened by any of them; all must be in the same
+    /// folder. Its metadata is that of the first file.
     ///
     /// # Errors
     /// [`Error::Common`](crate::Error::Common) with `Io` if a file cannot be opened or mapped, and with
@@ -93,7 +93,7 @@ impl GgufFile {
         })
     }
 
-    /// Returns the path of the file, as it was given.
+    /// Returns the path that was passed to `open`.
     pub fn path(&self) -> &Path {
         &self.path
     }
@@ -128,7 +128,7 @@ fn header(bytes: &[u8]) -> Parsed<Header> {
     let magic = reader.u32()?.to_le_bytes();
     if &magic != b"GGUF" {
         return Err(match bytes.starts_with(b"version https://git-lfs") {
-            true => "it is a Git LFS pointer and not the file itself".to_owned(),
+            true => "it is a Git LFS pointer; download the file itself".to_owned(),
             false => "it does not begin with `GGUF`".to_owned(),
         });
     }
@@ -140,7 +140,7 @@ fn header(bytes: &[u8]) -> Parsed<Header> {
         }
         version => {
             return Err(format!(
-                "its version is {version}; it must be 2 or 3; llama.cpp's `gguf` tools convert it"
+                "its version is {version}; it must be 2 or 3; convert it with llama.cpp's `gguf` tools"
             ));
         }
     }
@@ -189,8 +189,8 @@ fn info(reader: &mut HeaderReader<'_>) -> Parsed<Info> {
         Ok(kind) => kind,
         Err(name) => {
             return wrong(format!(
-                "is of {name}, which is not read here; F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 and \
-                 Q2_K to Q6_K are"
+                "is of {name}, which is not supported; use F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1 or \
+                 Q2_K to Q6_K"
             ));
         }
     };
@@ -206,13 +206,13 @@ fn info(reader: &mut HeaderReader<'_>) -> Parsed<Info> {
     let width = shape.first().copied().unwrap_or(1);
     if !width.is_multiple_of(block) {
         return wrong(format!(
-            "has rows of {width} elements, and blocks of {kind} have {block}"
+            "has rows of {width} elements; they must be a multiple of {block}, the block size of {kind}"
         ));
     }
     let Some(bytes) = (elements / block).checked_mul(bytes) else {
         return wrong(format!("has the impossible shape {shape:?}"));
     };
-    // The product of an empty tensor says nothing about its other dimensions.
+    // The product of the dimensions of an empty tensor does not bound the others.
     if shape.iter().any(|&n| i64::try_from(n).is_err()) {
         return wrong(format!("has the impossible shape {shape:?}"));
     }
@@ -246,7 +246,7 @@ fn locate(
     for info in infos {
         if !info.offset.is_multiple_of(alignment) {
             return Err(format!(
-                "the tensor `{}` begins at {}, which is no multiple of the alignment, {alignment}",
+                "the tensor `{}` begins at {}, which is not a multiple of the alignment, {alignment}",
                 info.name, info.offset
             ));
         }

@@ -1,7 +1,7 @@
 use super::value::{GgufArray, GgufValue};
 
-/// The depth to which arrays may be nested. The format sets no limit, so a damaged file could overflow the
-/// stack; no writer goes beyond two.
+/// The maximum depth of nested arrays. The format sets no limit, so a damaged file could overflow the
+/// stack; no writer uses more than two.
 const MAX_DEPTH: usize = 4;
 
 /// A reader of the header. Every length is checked against the rest of the file before anything of that
@@ -32,7 +32,7 @@ impl<'a> HeaderReader<'a> {
     fn take(&mut self, count: usize) -> Parsed<&'a [u8]> {
         if count > self.remaining() {
             return Err(format!(
-                "it ends at byte {}, within its header: {count} bytes were to follow byte {}",
+                "it is truncated: it ends at byte {}, but its header needs {count} bytes from byte {} on",
                 self.bytes.len(),
                 self.position
             ));
@@ -83,7 +83,7 @@ impl<'a> HeaderReader<'a> {
             10 => GgufValue::U64(self.u64()?),
             11 => GgufValue::I64(i64::from_le_bytes(self.array()?)),
             12 => GgufValue::F64(f64::from_le_bytes(self.array()?)),
-            other => return Err(format!("it has a value of the unknown type {other}")),
+            other => return Err(format!("it has a value of unknown type {other}")),
         })
     }
 
@@ -116,7 +116,7 @@ impl<'a> HeaderReader<'a> {
             10 => GgufArray::U64(self.numbers(count, u64::from_le_bytes)?),
             11 => GgufArray::I64(self.numbers(count, i64::from_le_bytes)?),
             12 => GgufArray::F64(self.numbers(count, f64::from_le_bytes)?),
-            other => return Err(format!("it has an array of the unknown type {other}")),
+            other => return Err(format!("it has an array of unknown type {other}")),
         })
     }
 

@@ -74,8 +74,8 @@ impl Split {
         let end = self.end_of_name(self.no);
         let Some(prefix) = name.and_then(|name| name.strip_suffix(&end)) else {
             return Err(format!(
-                "it is file {} of {} of a split model, and its name does not end in `{end}`; rename it, so that \
-                 the other files are found",
+                "it is file {} of {} of a split model, but its name does not end in `{end}`; rename it, so that \
+                 the other files can be found",
                 self.no + 1,
                 self.count
             ));
@@ -90,7 +90,7 @@ impl Split {
             return Ok(paths);
         }
         Err(format!(
-            "it is file {} of {} of a split model, and {} beside it; put all files into one folder",
+            "it is file {} of {} of a split model, but {} in its folder; put all files into one folder",
             self.no + 1,
             self.count,
             match &missing[..] {
@@ -129,7 +129,7 @@ impl Split {
             for info in &shard.tensors {
                 if !names.insert(info.name.as_str()) {
                     let reason = format!(
-                        "another file of the split model has the tensor `{}`, too",
+                        "another file of the split model also has the tensor `{}`",
                         info.name
                     );
                     return Err(Error::parse("GGUF", &shard.path)(reason).into());

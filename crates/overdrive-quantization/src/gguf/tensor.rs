@@ -45,9 +45,9 @@ impl<'a> GgufTensor<'a> {
         self.shape
     }
 
-    /// Returns the slice `index` of the first dimension, in place: an expert's matrix `(O, I)` of a stack
-    /// `(E, O, I)`, for example. It has the name of the whole tensor. The result is `None` if there is no such slice,
-    /// or if it would not be a matrix or of more dimensions.
+    /// Returns the slice `index` of the first dimension without copying it, such as an expert's matrix `(O, I)` from a
+    /// stack `(E, O, I)`. It has the name of the whole tensor. Returns `None` if there is no such slice, or if it would
+    /// have fewer than two dimensions.
     pub fn slice(&self, index: usize) -> Option<GgufTensor<'a>> {
         let &[count, _, _, ..] = self.shape else {
             return None;
@@ -98,7 +98,7 @@ impl<'a> GgufTensor<'a> {
         }
         let order = self.order(rows)?;
         let Some(groups) = self.info.kind.groups() else {
-            return Err(self.damaged("its type has no elements"));
+            return Err(self.damaged("its type is not a type of elements"));
         };
         let width = self.width();
         let mut numbers = vec![0f32; order.len() * width];
@@ -220,7 +220,7 @@ impl<'a> GgufTensor<'a> {
         match rows.iter().find(|row| !(0..count).contains(*row)) {
             None => Ok(()),
             Some(row) => {
-                let expected = format!("rows in 0..{count}, those of `{}`", self.info.name);
+                let expected = format!("rows in 0..{count}, the rows of `{}`", self.info.name);
                 Err(Error::values("rows", row.to_string(), expected))
             }
         }

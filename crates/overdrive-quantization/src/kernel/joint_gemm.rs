@@ -7,8 +7,8 @@ use overdrive_kernels::{
     ColumnsMut, Element, InstructionSet, each_vector, load, store, vectorized,
 };
 
-/// The bytes of weight that a thread takes at a time: enough to be read as a stream, few enough that a thread
-/// that is held up by something else does not hold up the others.
+/// The number of bytes of weight that a thread takes at a time: enough to be read as a stream, and few enough
+/// that a delayed thread does not delay the others.
 const CHUNK_BYTES: usize = 128 << 10;
 
 /// The work (bytes of weight, for each row of activations) below which waking another thread costs more than
@@ -53,7 +53,7 @@ impl<'a, T> JointGemm<'a, T> {
     }
 }
 
-/// Computes `y (rows, columns)`. The first columns of the GEMMs rise.
+/// Computes `y (rows, columns)`. The GEMMs are in ascending order of their first columns.
 pub(crate) fn joint_gemm<T: Element>(
     gemms: &[JointGemm<'_, T>],
     rows: usize,
@@ -63,7 +63,7 @@ pub(crate) fn joint_gemm<T: Element>(
     if columns == 0 || rows == 0 {
         return;
     }
-    // A wrong length is a mistake of this crate, which `row_mut` would find only in the last row.
+    // A wrong length is a bug in this crate, which `row_mut` would detect only in the last row.
     assert_eq!(
         y.len(),
         rows * columns,
@@ -74,14 +74,14 @@ pub(crate) fn joint_gemm<T: Element>(
         .map(|joint| joint.gemm.outputs() * joint.gemm.row_bytes());
     let bytes: usize = bytes.sum();
     let parallel = bytes.saturating_mul(rows) > MIN_PARALLEL_BYTES;
-    // A weight that several rows of activations are multiplied with stays in the second cache meanwhile.
+    // A weight that is multiplied with several rows of activations stays in the L2 cache meanwhile.
     let most = if rows > 1 {
         2 * CHUNK_BYTES
     } else {
         CHUNK_BYTES
     };
-    // At least a few chunks for each thread, so that one that starts late does not hold up the others. With twice as many
-    // a decoding step of SmolLM2-135M took 2 to 4 % longer.
+    // A few chunks for each thread, so that one that starts late does not delay the others. With twice as many, a
+    // decoding step of SmolLM2-135M took 2 to 4 % longer.
     let chunk_bytes = most.min(bytes / (4 * overdrive_kernels::threads::workers()));
     // A chunk or two more than that for each weight.
     let mut blocks = Vec::with_capacity(bytes / chunk_bytes.max(1) + 2 * gemms.len());
@@ -96,7 +96,7 @@ pub(crate) fn joint_gemm<T: Element>(
         let range = columns.range();
         let of_range = gemms.iter().rfind(|joint| joint.first <= range.start);
         let Some(JointGemm { first, gemm, bias }) = of_range else {
-            unreachable!("each block is of a GEMM");
+            unreachable!("each block belongs to a GEMM");
         };
         let outputs = range.start - first..range.end - first;
         let mut block = Block {

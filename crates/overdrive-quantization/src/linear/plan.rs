@@ -6,13 +6,13 @@ use crate::{Activations, QuantizedWeight, Scheme};
 /// The form of the activations, which does not depend on the kernel.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(super) enum Plan {
-    /// Activations in 8 bits, one scale a row.
+    /// Activations in 8 bits, with one scale for each row.
     Int8,
     /// The same, with columns beyond a threshold in full precision (`LLM.int8()`).
     Split(f64),
     /// Activations as integers with a scale for each group of inputs, by the kernels of 4 bits.
     ByGroup,
-    /// Activations in 8-bit floats, one scale a row, if the device has such matmuls.
+    /// Activations in 8-bit floats, with one scale for each row, if the device has such matmuls.
     Float8,
     /// Activations in their own dtype.
     Float,

@@ -387,7 +387,7 @@ fn invalid_statistics_and_options_are_refused_with_a_reason() {
     let other = statistics(&normal([8, 16], 52), Moments::Full);
     assert_eq!(
         text(quantize_calibrated(&weight, scheme, Some(&other), &gptq())),
-        "`statistics` has shape [16]; it must be (32,), one number for each input of the weight"
+        "`statistics` has shape [16]; it must be (32,), one value for each input of the weight"
     );
     let options = CalibrationOptions {
         gptq: Some(GptqOptions {

@@ -140,7 +140,7 @@ fn every_scheme_is_written_so_that_it_reads_back() {
             "{name}: {report}"
         );
         let text = report.to_string();
-        assert!(text.contains("kept as they are (9)"), "{text}");
+        assert!(text.contains("not quantized (9)"), "{text}");
         let json = serde_json::to_string(&report).unwrap();
         let again: overdrive_quantization::CheckpointReport = serde_json::from_str(&json).unwrap();
         assert_eq!(again.tensors.len(), report.tensors.len());
@@ -286,7 +286,7 @@ fn layers_stay_dense_by_name_and_by_filter_and_shards_have_an_index() {
     );
     let text = error.unwrap_err().to_string();
     assert!(
-        text.ends_with("it is quantized already; use the folder that it was made of"),
+        text.ends_with("it is already quantized; use the original folder"),
         "{text}"
     );
 }
@@ -454,7 +454,7 @@ fn a_migration_that_finds_nothing_to_change_is_refused() {
     let error = quantize_checkpoint(&dir, &out, Scheme::Int8Dynamic, &options).unwrap_err();
     let error = error.to_string();
     assert!(
-        error.starts_with("`migration` is enabled for a model `gemma3`, where it finds nothing"),
+        error.starts_with("`migration` is enabled for a model `gemma3`, in which it finds nothing"),
         "{error}"
     );
     assert!(!out.exists());
@@ -481,7 +481,10 @@ fn invalid_folders_and_schemes_are_refused_and_leave_no_files() {
         "int4".parse().unwrap(),
         &options(),
     ));
-    assert!(found.starts_with("the tensor `model.layers.0."), "{found}");
+    assert!(
+        found.starts_with("cannot quantize the tensor `model.layers.0."),
+        "{found}"
+    );
     assert!(found.contains("group_size"), "{found}");
     let mut head = options();
     head.head = Some(Scheme::Int8Dynamic);
@@ -492,7 +495,7 @@ fn invalid_folders_and_schemes_are_refused_and_leave_no_files() {
         &head,
     ));
     assert!(
-        found.starts_with("`head` is int8; it must be nf4, as the other layers"),
+        found.starts_with("`head` is int8; it must be nf4, as for the other layers"),
         "{found}"
     );
     let nothing = folder.path().join("nothing");
@@ -541,7 +544,7 @@ fn invalid_folders_and_schemes_are_refused_and_leave_no_files() {
         &options(),
     ));
     assert!(
-        found.ends_with("it is not empty; give the name of a new folder"),
+        found.ends_with("it is not empty; choose a new folder"),
         "{found}"
     );
     let bad = llama(false)
@@ -559,7 +562,7 @@ fn invalid_folders_and_schemes_are_refused_and_leave_no_files() {
         &options(),
     ));
     assert!(
-        found.starts_with("the tensor `model.layers.1.mlp.up_proj.weight`: "),
+        found.starts_with("cannot quantize the tensor `model.layers.1.mlp.up_proj.weight`: "),
         "{found}"
     );
     let mut left: Vec<_> = fs::read_dir(folder.path())

@@ -103,7 +103,7 @@ fn rows_can_be_permuted_while_they_are_read() {
         .to_quantized(Some(&[7]), Device::Cpu);
     assert_eq!(
         error.unwrap_err().to_string(),
-        "`rows` holds 7; it must hold rows in 0..7, those of `Q4_0`"
+        "`rows` contains 7; it must contain rows in 0..7, the rows of `Q4_0`"
     );
 }
 
@@ -279,8 +279,8 @@ fn files_of_a_split_model_that_are_missing_or_foreign_are_named() {
     write(2, shard(1, 3, 3, "b", 0.0));
     assert_eq!(
         message(path(2)),
-        "m-00002-of-00003.gguf: it is file 2 of 3 of a split model, and m-00001-of-00003.gguf, \
-         m-00003-of-00003.gguf are missing beside it; put all files into one folder"
+        "m-00002-of-00003.gguf: it is file 2 of 3 of a split model, but m-00001-of-00003.gguf, \
+         m-00003-of-00003.gguf are missing in its folder; put all files into one folder"
     );
     write(1, shard(0, 3, 3, "a", 0.0));
     // By its keys the third is of a model in four files.
@@ -293,7 +293,7 @@ fn files_of_a_split_model_that_are_missing_or_foreign_are_named() {
     write(3, shard(2, 3, 3, "a", 0.0));
     assert_eq!(
         message(path(1)),
-        "m-00003-of-00003.gguf: another file of the split model has the tensor `a`, too"
+        "m-00003-of-00003.gguf: another file of the split model also has the tensor `a`"
     );
     for number in 1..=3u16 {
         let name = ["a", "b", "c"][usize::from(number) - 1];
@@ -307,8 +307,8 @@ fn files_of_a_split_model_that_are_missing_or_foreign_are_named() {
     std::fs::write(&renamed, shard(0, 3, 3, "a", 0.0)).unwrap();
     assert_eq!(
         message(renamed.clone()),
-        "model.gguf: it is file 1 of 3 of a split model, and its name does not end in \
-         `-00001-of-00003.gguf`; rename it, so that the other files are found"
+        "model.gguf: it is file 1 of 3 of a split model, but its name does not end in \
+         `-00001-of-00003.gguf`; rename it, so that the other files can be found"
     );
     std::fs::write(&renamed, shard(3, 3, 3, "a", 0.0)).unwrap();
     assert_eq!(
@@ -356,7 +356,7 @@ fn inconsistent_files_are_refused_with_a_reason() {
         (one(&[32, 2], 8, u64::MAX - 31), "it is truncated"),
         (
             one(&[33, 2], 8, 0),
-            "the tensor `w` has rows of 33 elements, and blocks of Q8_0 have 32",
+            "the tensor `w` has rows of 33 elements; they must be a multiple of 32",
         ),
         (
             one(&[u64::MAX, u64::MAX], 0, 0),
@@ -373,16 +373,16 @@ fn inconsistent_files_are_refused_with_a_reason() {
         (one(&[1; 5], 0, 0), "the tensor `w` has 5 dimensions"),
         (
             one(&[32], 20, 0),
-            "the tensor `w` is of IQ4_NL, which is not read here",
+            "the tensor `w` is of IQ4_NL, which is not supported",
         ),
         (one(&[32], 77, 0), "the tensor `w` is of type 77"),
         (
             Bytes::header(3, u64::MAX, 0).open().unwrap_err(),
-            "it ends at byte 24, within its header",
+            "it is truncated: it ends at byte 24, but its header needs",
         ),
         (
             Bytes::header(3, 0, u64::MAX).open().unwrap_err(),
-            "it ends at byte 24, within its header",
+            "it is truncated: it ends at byte 24, but its header needs",
         ),
         (
             Bytes::header(3, 0, 1)
@@ -401,7 +401,7 @@ fn inconsistent_files_are_refused_with_a_reason() {
                 .u64(u64::MAX)
                 .open()
                 .unwrap_err(),
-            "in the value of `k`: it ends at byte",
+            "in the value of `k`: it is truncated: it ends at byte",
         ),
         (
             Bytes::header(3, 0, 1)
@@ -410,7 +410,7 @@ fn inconsistent_files_are_refused_with_a_reason() {
                 .u64(0)
                 .open()
                 .unwrap_err(),
-            "in the value of `k`: it has a value of the unknown type 13",
+            "in the value of `k`: it has a value of unknown type 13",
         ),
         (
             (0..9)

@@ -115,10 +115,7 @@ fn a_full_queue_is_answered_by_429_and_empties_again() {
     );
     assert_eq!(answer.headers["retry-after"], "1");
     assert!(
-        error["message"]
-            .as_str()
-            .unwrap()
-            .contains("`max_queue`, 3"),
+        error["message"].as_str().unwrap().contains("3 sequences"),
         "{error}"
     );
     // It could never be served, and need not be tried again.

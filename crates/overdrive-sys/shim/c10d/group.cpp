@@ -360,7 +360,8 @@ extern "C" od_status* od_group_nccl(const od_store* store, int32_t rank, int32_t
   return guard([&] {
 #ifdef OVERDRIVE_NCCL
     const at::Device bound(c10::DeviceType::CUDA, static_cast<c10::DeviceIndex>(device));
-    // As `torch.cuda.set_device`: what names no device, a library's handle for one, would go to the first one.
+    // As `torch.cuda.set_device` does: what names no device, such as the handle of a library, would otherwise
+    // go to the first one.
     c10::impl::VirtualGuardImpl(c10::DeviceType::CUDA).setDevice(bound);
     auto options = c10d::ProcessGroupNCCL::Options::create();
     options->timeout = std::chrono::milliseconds(timeout_ms);

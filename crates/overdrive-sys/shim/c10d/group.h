@@ -8,7 +8,7 @@
 struct od_group {
   c10::intrusive_ptr<c10d::ProcessGroup> group;
   std::shared_ptr<overdrive::Watch> watch;
-  // Here, not in the watch, which a thread of the backend may be the last to let go of.
+  // Here, not in the watch, which a thread of the backend may be the last to release.
   std::function<void()> close_connections;
   // Ends a group that has not failed, after the collectives that run.
   std::function<void()> leave = [] {};

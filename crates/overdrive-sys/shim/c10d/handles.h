@@ -8,7 +8,7 @@
 
 namespace overdrive {
 
-// Runs what frees something: an error of it has no one to go to.
+// Runs a function that frees something; its error could be reported to nobody.
 template <class Body>
 void discard(Body&& body) noexcept {
   try {

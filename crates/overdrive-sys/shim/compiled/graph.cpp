@@ -236,7 +236,7 @@ extern "C" od_status* od_graph_begin(od_graph* graph, const od_graph* pool_of) n
     // Returns unused cached blocks to the device: the graph's pool cannot use them, and needs the memory.
     c10::getDeviceAllocator(c10::kCUDA)->emptyCache();
     graph->reserved_at_begin = reserved_bytes(graph->device.index());
-    // Chosen here, because libtorch does not tell the pool of a capture that failed.
+    // Chosen here, because libtorch does not return the pool of a capture that failed.
     graph->pool = pool_of ? functions().pool(const_cast<GraphStorage*>(&pool_of->storage))
                           : functions().new_pool();
     try {

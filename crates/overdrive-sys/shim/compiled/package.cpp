@@ -45,7 +45,7 @@ struct Runner : torch::inductor::AOTIModelContainerRunner {
     const auto get = reinterpret_cast<decltype(&AOTInductorModelContainerGetNumInputs)>(
         library->sym("AOTInductorModelContainerGetNumInputs"));
     size_t inputs = 0;
-    TORCH_CHECK(get(container, &inputs) == 0, "the model does not tell its number of inputs");
+    TORCH_CHECK(get(container, &inputs) == 0, "the model does not report its number of inputs");
     return inputs;
   }
 };
@@ -153,7 +153,7 @@ extern "C" od_status* od_package_run(od_package* package, const od_tensor* input
   return overdrive::guard([&] {
     // The code takes as many handles from the list as it has inputs, whatever its length.
     if (n != package->inputs) {
-      throw overdrive::BadArgument("the model takes " + std::to_string(package->inputs) + " inputs, and " +
+      throw overdrive::BadArgument("the model takes " + std::to_string(package->inputs) + " inputs, but " +
                                    std::to_string(n) + " were given");
     }
     auto list = overdrive::as_tensors(inputs, n);
@@ -201,7 +201,7 @@ extern "C" od_status* od_package_prepare(od_package* package, const char* const*
       const auto from = (fresh == given.end() ? old->second : *fresh->second).detach();
       // Its elements are copied, or the code uses them.
       if (!overdrive::holds_elements(from)) {
-        throw overdrive::BadArgument("the storage of constant " + name + " was resized: give it anew");
+        throw overdrive::BadArgument("the storage of constant " + name + " was resized: pass the constant again");
       }
       if (from.sizes() != old->second.sizes() || from.scalar_type() != old->second.scalar_type()) {
         throw overdrive::BadArgument("constant " + name + " has another dtype or shape");

@@ -154,8 +154,9 @@ impl Package {
     /// sizes by the code, unless `AOTI_RUNTIME_CHECK_INPUTS=0` is in the environment.
     ///
     /// # Errors
-    /// [`Error::BadArgument`] for another number of inputs than the code takes, for an input that is not
-    /// contiguous, and if the storage of a constant that was given to share was resized since; [`Error::Torch`] if the code fails (it writes the reason to standard error) or libtorch throws.
+    /// [`Error::BadArgument`] for another number of inputs than the code takes, for an input that is not contiguous,
+    /// and if the storage of a shared constant was resized; [`Error::Torch`] if the code fails (it writes the reason
+    /// to standard error) or libtorch throws.
     pub fn run(&self, inputs: &[&Tensor]) -> Result<Vec<Tensor>> {
         let handles: Vec<RawTensor> = inputs.iter().map(|tensor| handle(tensor)).collect();
         let mut outputs: Vec<Tensor> = Vec::new();

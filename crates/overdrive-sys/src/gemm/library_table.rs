@@ -1,4 +1,4 @@
-//! The faster matmul library for each class of shapes, by a measurement that is made once for a processor.
+//! The faster matmul library for each class of shapes, measured once per processor.
 
 use std::collections::BTreeMap;
 use std::sync::OnceLock;
@@ -16,18 +16,18 @@ use crate::{build_info, threads};
 const SUBJECT: &str = "matmul-libraries";
 /// The other library must be faster by this factor, so that noise does not decide.
 const MARGIN: f64 = 1.03;
-/// The shapes with fewer rows are not of training, and their speed depends on the number of rows.
+/// Shapes with fewer rows do not occur in training, and their speed depends on the number of rows.
 const MIN_ROWS: i64 = 256;
-/// Layers with fewer inputs or outputs (adapters) are not like any measured one.
+/// Layers with fewer inputs or outputs (adapters) are unlike any measured one.
 const MIN_WIDTH: i64 = 128;
-/// The sizes of the inputs and outputs of a layer that are measured, and the greatest that each stands for.
+/// The sizes of the inputs and outputs of a layer that are measured, and the largest size that each stands for.
 const WIDTHS: [(i64, i64); 3] = [(384, 512), (1024, 2048), (4096, i64::MAX)];
-/// About as many multiplications and additions are in a measured product: a few milliseconds.
+/// The approximate number of multiplications and additions of a measured matmul, which takes a few milliseconds.
 const PRODUCT_FLOPS: i64 = 1 << 30;
 const ROUNDS: usize = 5;
 /// The two shortest times of a library must agree within this factor.
 const SPREAD: f64 = 1.05;
-/// Classes that are not measured by then (a slow or busy machine) keep the default.
+/// The time after which no more classes are measured (on a slow or busy machine); the others keep the default.
 const BUDGET: Duration = Duration::from_secs(3);
 
 /// One of the three matmuls of a linear layer, which differ in the transposed factor.
@@ -145,8 +145,8 @@ impl LibraryTable {
 
     /// Returns this processor's table: the stored one, else a new one, which takes about a second to measure.
     ///
-    /// It is read once in a process. Where nothing can be stored, nothing is measured, and every shape uses
-    /// the default: a resumed run would otherwise measure anew and could get another table.
+    /// The table is read once per process. Where nothing can be stored, nothing is measured, and every shape uses the
+    /// default: a resumed run would otherwise measure again and could get another table.
     pub(super) fn of_this_processor() -> &'static Self {
         static TABLE: OnceLock<LibraryTable> = OnceLock::new();
         TABLE.get_or_init(|| {
@@ -167,7 +167,7 @@ impl LibraryTable {
 /// Measures the ratios for [`LibraryTable::new`].
 fn measure() -> Result<Figures> {
     let threads = threads::intra_op();
-    // A thread of its own has no autocast, no dispatch mode and no gradients of the caller.
+    // A separate thread has no autocast, no dispatch mode and no gradient recording of the caller.
     std::thread::scope(|scope| {
         let measuring = scope.spawn(|| {
             threads::set_intra_op(threads)?;

@@ -13,10 +13,10 @@ use super::{Loop, thread_limit};
 use crate::denormals::flushing_denormals;
 use crate::ffi;
 
-/// The number of times that a thread looks for a loop before it offers its core to other programs between two looks.
-// Some 50 microseconds, more than passes between two loops of a decoding step. Beside two busy programs on two cores such a
-// step took 1.4 times as long with 200,000 looks, and six times with 100.
-const LOOKS: usize = 2000;
+/// The number of times that a thread polls for a loop before it begins to yield its core between polls.
+// Some 50 microseconds, more than passes between two loops of a decoding step. Beside two busy programs on two cores
+// such a step took 1.4 times as long with 200,000 polls, and six times as long with 100.
+const POLLS: usize = 2000;
 
 /// The loop is open to threads that have not taken part in it.
 const OPEN: u64 = 1 << 31;
@@ -29,13 +29,13 @@ thread_local! {
     static LED: Cell<*const Team> = const { Cell::new(null()) };
 }
 
-/// Runs `body` on this thread, with libtorch's other threads standing by: a [`parallel_for`](super::parallel_for) in it
-/// begins and ends in a fraction of a microsecond, not in two. A thread that the operating system has
-/// stopped before it began with a loop is not waited for; its share is done by the others.
+/// Runs `body` on this thread, with libtorch's other threads standing by: a [`parallel_for`](super::parallel_for) in
+/// it begins and ends in a fraction of a microsecond instead of two. A loop does not wait for a thread that the
+/// operating system has stopped before it joined; the others do its share.
 ///
-/// It is for many short loops one right after the other, as in the step of a decoder. Operators that `body` calls give
-/// the same results, but each runs on one thread, since to OpenMP all of `body` is a parallel region. Inside of such
-/// a region, or of another team, `body` is just run. Both take subnormal numbers for zero in `body`
+/// Use it for many short loops in a row, as in a decoding step. Operators that `body` calls give the same results,
+/// but each runs on one thread, because OpenMP regards all of `body` as a parallel region. Inside such a region, or
+/// inside another team, `body` simply runs. In every case subnormal numbers are treated as zero in `body`
 /// ([`flushing_denormals`]), on all threads of the team.
 ///
 /// ```
@@ -62,7 +62,7 @@ pub fn with_team<R>(body: impl FnOnce() -> R) -> R {
     let (mut body, mut result) = (Some(body), None);
     let mut lead = || {
         if let Some(body) = body.take() {
-            // Caught, so that the others are let go.
+            // Caught, so that the other threads are released.
             result = Some(catch_unwind(AssertUnwindSafe(body)));
         }
     };
@@ -167,24 +167,24 @@ impl Team {
         // The first share is this thread's, as in a region of OpenMP, so that it finds its data in its cache.
         work.run_share(0, shares);
         shared.take_shares();
-        // From here on none comes in, and `shared` ends when the last one is out.
+        // From here on no thread joins, and `shared` ends when the last one has left.
         self.state.fetch_and(!OPEN, Ordering::Relaxed);
-        let mut looks = 0;
+        let mut polls = 0;
         while self.state.load(Ordering::Acquire) << 32 != 0 {
-            pause(&mut looks);
+            pause(&mut polls);
         }
     }
 
     /// Takes part in loops until the team ends.
     fn follow(&self) {
-        let (mut done, mut looks) = (0, 0);
+        let (mut done, mut polls) = (0, 0);
         loop {
             let state = self.state.load(Ordering::Acquire);
             if state == DISMISSED {
                 return;
             }
             if state & OPEN == 0 || state >> 32 == done {
-                pause(&mut looks);
+                pause(&mut polls);
                 continue;
             }
             let counted =
@@ -197,15 +197,15 @@ impl Team {
             let shared = unsafe { &*self.shared.load(Ordering::Relaxed).cast::<Shared<'_>>() };
             shared.take_shares();
             self.state.fetch_sub(1, Ordering::Release);
-            (done, looks) = (state >> 32, 0);
+            (done, polls) = (state >> 32, 0);
         }
     }
 }
 
 /// Waits for a moment.
-fn pause(looks: &mut usize) {
-    if *looks < LOOKS {
-        *looks += 1;
+fn pause(polls: &mut usize) {
+    if *polls < POLLS {
+        *polls += 1;
         std::hint::spin_loop();
     } else {
         std::thread::yield_now();

@@ -106,7 +106,7 @@ impl Chart {
         let (left, width) = (8, width + 16);
         let mut legend = String::new();
         let mut x = width.saturating_sub(16);
-        // From the right to the left, so in reverse order.
+        // Drawn from right to left, so in reverse order.
         for series in self.series.iter().rev() {
             // Anchored at the right end; about 6.4 pixels a letter at this size.
             let text_width = series.name.chars().count() as u32 * 64 / 10;
@@ -346,7 +346,7 @@ mod tests {
     fn chart(points: Vec<(f64, f64)>) -> Chart {
         Chart {
             title: "Loss",
-            y_label: "nats a token",
+            y_label: "nats per token",
             y_format: overdrive_core::units::compact,
             from_zero: false,
             size: (600, 300),

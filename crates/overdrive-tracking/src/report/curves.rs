@@ -32,7 +32,7 @@ pub(super) fn loss(metrics: &[StepMetrics]) -> Chart {
     }
     Chart {
         title: "Loss",
-        y_label: "nats a token",
+        y_label: "nats per token",
         y_format: units::compact,
         from_zero: false,
         size: LARGE,
@@ -57,7 +57,7 @@ pub(super) fn others(metrics: &[StepMetrics]) -> Vec<Chart> {
         small("Learning rate", "", units::compact, |step| {
             Some(step.learning_rate)
         }),
-        small("Throughput", "tokens a second", units::rounded, |step| {
+        small("Throughput", "tokens per second", units::rounded, |step| {
             Some(step.tokens_per_second)
         }),
         small("Peak memory", "MiB", units::rounded, mebibytes),
@@ -95,7 +95,7 @@ fn smoothed(points: &[(f64, f64)], span: usize) -> Vec<(f64, f64)> {
     (0..points.len())
         .map(|middle| {
             let (x, y) = points[middle];
-            // Such a point breaks the smoothed line too.
+            // A non-finite point breaks the smoothed line too.
             if !y.is_finite() {
                 return (x, y);
             }

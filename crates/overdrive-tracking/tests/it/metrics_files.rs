@@ -466,7 +466,7 @@ fn a_failing_tracker_is_told_once_and_once_more_when_it_works_again() {
         "{first}"
     );
     let again = lines[5].as_ref().expect("step 6 works again");
-    assert!(again.contains("again since step 6"), "{again}");
+    assert!(again.contains("again from step 6 on"), "{again}");
     // The other trackers get every step.
     assert_eq!(read_metrics(&path).expect("read").records.len(), 8);
 }

@@ -9,7 +9,7 @@ use super::quantized::Views;
 use crate::parameters::ParameterSpec;
 use crate::{CausalLm, LlamaFamily, ModelConfig};
 
-/// The properties of a configuration that reading and writing its checkpoints needs.
+/// The properties of a configuration that are needed to read and write its checkpoints.
 pub(crate) trait CheckpointConfig {
     /// Returns every parameter in the order of transformers' `named_parameters`, without tied ones.
     fn parameters(&self) -> Vec<ParameterSpec>;
@@ -29,14 +29,14 @@ pub(crate) trait CheckpointConfig {
     /// Returns the module of the output layer that shares the weight of the embedding, if one does.
     fn tied_head(&self) -> Option<&'static str>;
 
-    /// Gives the output layer a weight of its own.
+    /// Unties the output layer.
     fn untie_head(&mut self);
 
     /// Returns the prefix of the backbone's names in a checkpoint of a model with a head.
     fn prefix(&self) -> &'static str;
 
-    /// Returns the tensors of a checkpoint that are of this model, under the names that a checkpoint of this model
-    /// alone has: a checkpoint may hold a larger model.
+    /// Returns the tensors of a checkpoint that belong to this model, under the names of this model's own checkpoints:
+    /// a checkpoint may hold a larger model.
     fn own_tensors<'a>(&self, views: Views<'a>) -> Views<'a> {
         views
     }
@@ -45,7 +45,7 @@ pub(crate) trait CheckpointConfig {
     /// [prefix](Self::prefix) if `prefixed`; `None` if the model has no use for it.
     fn parameter_name(&self, name: &str, prefixed: bool) -> Option<String>;
 
-    /// Returns the dtype of a parameter in a model of the dtype `kind`.
+    /// Returns the dtype of a parameter in a model of dtype `kind`.
     fn kind_of(&self, parameter: &ParameterSpec, kind: Kind) -> Kind {
         let _ = parameter;
         kind
@@ -113,7 +113,7 @@ impl CheckpointConfig for ModelConfig {
     }
 }
 
-/// The contents of a checkpoint that is written.
+/// The contents of a checkpoint to write.
 pub(crate) struct Contents<'m> {
     pub(crate) config: &'m dyn CheckpointConfig,
     /// The dense parameters by name.

@@ -23,6 +23,6 @@ pub(crate) use write::write;
 const SINGLE: &str = "model.safetensors";
 /// The name of the index of shards.
 const INDEX: &str = "model.safetensors.index.json";
-/// Their names in folders that PyTorch's own format was saved to.
+/// The corresponding names in folders in PyTorch's own format.
 const SINGLE_PICKLE: &str = "pytorch_model.bin";
 const INDEX_PICKLE: &str = "pytorch_model.bin.index.json";

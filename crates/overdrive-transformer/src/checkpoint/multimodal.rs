@@ -1,11 +1,11 @@
-//! The tensors of the text in a folder of a model that also reads images.
+//! The tensors of the text model in the folder of a multimodal model.
 
 use super::quantized::Views;
 
-/// The modules of a multimodal Gemma 3 that are not of its text.
+/// The modules of a multimodal Gemma 3 that do not belong to its text model.
 const OF_IMAGES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
 
-/// Renames the tensors of the text as those of a model without images, and drops the others of a multimodal model.
+/// Renames the tensors of the text model of a multimodal model as in a text-only model, and drops the others.
 pub(super) fn text<'a>(views: Views<'a>) -> Views<'a> {
     let mut dropped = Vec::new();
     let mut kept = Views::new();
@@ -17,17 +17,18 @@ pub(super) fn text<'a>(views: Views<'a>) -> Views<'a> {
     }
     if let Some(first) = dropped.iter().min() {
         tracing::warn!(
-            "{} tensors of the vision tower and its projector ({first}, ...) are not read: the model takes text only",
+            "{} tensors of the vision tower and its projector ({first}, ...) are not read: this model supports only \
+             text",
             dropped.len()
         );
     }
     kept
 }
 
-/// Returns the name in a model without images, or `None` for a tensor that is not of the text.
+/// Returns the name in a text-only model, or `None` for a tensor outside the text model.
 fn text_name(name: &str) -> Option<String> {
-    // transformers 5 has the parts of the model below `model`, and the head beside it; older files have the
-    // whole text model below `language_model`.
+    // transformers 5 stores the parts of the model under `model.`, and the head beside it; older files store the
+    // whole text model under `language_model.`.
     let part = name.strip_prefix("model.").unwrap_or(name);
     if OF_IMAGES.iter().any(|prefix| part.starts_with(prefix)) {
         return None;

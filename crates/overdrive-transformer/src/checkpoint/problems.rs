@@ -8,15 +8,15 @@ pub struct CheckpointProblems {
     pub missing: Vec<String>,
     /// The tensors that are not parameters.
     pub unexpected: Vec<String>,
-    /// The parameters of another shape.
+    /// The parameters with the wrong shape.
     pub misshapen: Vec<Misshapen>,
-    /// The parameters in a format that is no floating-point dtype: name and format.
+    /// The parameters whose format is not a floating-point dtype: name and format.
     pub unreadable: Vec<(String, String)>,
-    /// The biases of quantized layers that are not zero and that the configuration does not have.
+    /// The nonzero biases of quantized layers that the configuration does not have.
     pub nonzero_biases: Vec<String>,
 }
 
-/// A parameter of another shape than in its configuration.
+/// A parameter whose shape differs from the configuration.
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct Misshapen {
@@ -56,7 +56,7 @@ impl fmt::Display for CheckpointProblems {
             ("of another shape", misshapen.collect()),
             ("of an unreadable format", unreadable.collect()),
             (
-                "not zero though the configuration has no bias there (its keys are `attention_bias` and `mlp_bias`)",
+                "not zero, but the configuration has no such bias (its keys are `attention_bias` and `mlp_bias`)",
                 self.nonzero_biases.clone(),
             ),
         ];

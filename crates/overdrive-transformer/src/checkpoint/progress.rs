@@ -15,8 +15,8 @@ use std::sync::Arc;
 pub struct LoadProgress(Arc<dyn Fn(u64, u64) + Send + Sync>);
 
 impl LoadProgress {
-    /// Makes a callback. `report` is called with the number of bytes of the weight files that are read and with
-    /// their total: before the first tensor, and after each. It runs on the thread that loads.
+    /// Creates a callback. `report` is called before the first tensor and after each one, with the number of bytes
+    /// that have been read from the weight files and with their total. It runs on the loading thread.
     pub fn new(report: impl Fn(u64, u64) + Send + Sync + 'static) -> LoadProgress {
         LoadProgress(Arc::new(report))
     }
@@ -33,7 +33,7 @@ impl fmt::Debug for LoadProgress {
 }
 
 impl PartialEq for LoadProgress {
-    /// Returns `true` for the same callback.
+    /// Returns `true` if both are the same callback.
     fn eq(&self, other: &Self) -> bool {
         Arc::ptr_eq(&self.0, &other.0)
     }

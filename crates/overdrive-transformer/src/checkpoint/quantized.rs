@@ -43,8 +43,8 @@ pub(super) fn is_stored(
     Ok(layout.is_stored(&Source(views), module)?)
 }
 
-/// Takes the quantized weights among `specs`, and that of a separate head beside a tied embedding, out of
-/// `views`, and returns them by the names of their layers. `read` is called with the bytes of each.
+/// Removes the quantized weights of `specs`, and of a separate head beside a tied embedding, from `views`, and returns
+/// them by the names of their layers. `read` is called with the bytes of each.
 pub(super) fn take(
     layout: &QuantizationConfig,
     specs: &[ParameterSpec],
@@ -87,7 +87,7 @@ pub(super) fn take(
     Ok(quantized)
 }
 
-/// Takes the static scales beside the quantized weights out of `views`, and logs that they are not used.
+/// Removes the static scales of the quantized weights from `views`, and logs that they are not used.
 fn leave_static_scales(
     layout: &QuantizationConfig,
     quantized: &HashMap<String, QuantizedWeight>,
@@ -101,14 +101,14 @@ fn leave_static_scales(
     if let Some(first) = found.first() {
         tracing::warn!(
             "{} static scales and zero points of the checkpoint ({first}, ...) are not used: activations are quantized \
-             by the token as they are computed, and the cache by its own options",
+             dynamically per token, and the cache by its own options",
             found.len()
         );
     }
 }
 
-/// Takes biases of zeros that the configuration does not have out of `views`: AutoGPTQ writes one for every
-/// quantized layer.
+/// Removes zero biases that the configuration does not have from `views`: AutoGPTQ writes one for every quantized
+/// layer.
 fn take_zero_biases(
     specs: &[ParameterSpec],
     quantized: &HashMap<String, QuantizedWeight>,
@@ -175,7 +175,7 @@ pub(super) fn written(contents: &Contents<'_>) -> Result<Written> {
     Ok(Written { tensors, layout })
 }
 
-/// Returns the layout that the model was read in, if it can be written, else that of the one scheme of its
+/// Returns the layout in which the model was read, if it can be written, else the layout of the one scheme of its
 /// weights.
 fn layout_of(
     config: &dyn CheckpointConfig,
@@ -204,7 +204,7 @@ fn layout_of(
         return Err(Error::Unsupported {
             key: "quantization_config".to_owned(),
             found: format!("weights of several schemes ({})", names.join(", ")),
-            supported: "one scheme a folder, or `CausalLm::dequantize` before".to_owned(),
+            supported: "one scheme per folder; call `CausalLm::dequantize` first".to_owned(),
         });
     };
     let layers = specs.iter().filter(|spec| {

@@ -44,14 +44,14 @@ impl Default for LoadOptions {
     }
 }
 
-/// Reads the parameters of `config` from the weight files in `dir`, in the order of the configuration. A tied head that
-/// the files hold with other values than the embedding is untied in the configuration.
+/// Reads the parameters of `config` from the weight files in `dir`, in the order of the configuration. A tied head
+/// whose stored values differ from the embedding is untied in the configuration.
 ///
-/// Each tensor of the files is read, compared with the one that is read in its place, or named in a warning; one that the
-/// configuration does not have is an error.
+/// Each tensor of the files is read, compared with the tensor that is read in its place, or named in a warning; a
+/// tensor that the configuration does not have is an error.
 ///
-/// Each tensor is converted from the mapped file into the memory where the model keeps it: there is no second
-/// copy of it on the CPU, and a copy of at most one tensor with another device.
+/// Each tensor is converted from the mapped file directly into the model's memory: there is no second copy on the
+/// CPU, and a copy of at most one tensor for another device.
 pub(crate) fn read(
     dir: &Path,
     config: &mut dyn CheckpointConfig,
@@ -64,14 +64,14 @@ pub(crate) fn read(
     let (mut views, mut copies) = (HashMap::new(), Vec::new());
     for (file, path) in files.iter().zip(&weights.paths) {
         for stored in file.tensors() {
-            // A tensor that lies in two shards is read from the one that the index names.
+            // A tensor that is in two shards is read from the one that the index names.
             match weights.names_other_file(stored.name(), path) {
                 true => copies.push(stored),
                 false => drop(views.insert(stored.name().to_owned(), stored)),
             }
         }
         for name in file.others() {
-            unused.add(name, "it is no tensor");
+            unused.add(name, "it is not a tensor");
         }
     }
     for copy in &copies {
@@ -83,8 +83,8 @@ pub(crate) fn read(
     if has_own_head(config, &views)? {
         let head = config.tied_head().unwrap_or_default();
         tracing::warn!(
-            "`tie_word_embeddings` is true in {}, and {head}.weight differs from the embedding: the head is not tied. \
-             Set `tie_word_embeddings` to false in config.json",
+            "`tie_word_embeddings` is true in {}, but {head}.weight differs from the embedding, so the head was not \
+             tied. Set `tie_word_embeddings` to false in config.json",
             dir.display()
         );
         config.untie_head();
@@ -103,7 +103,7 @@ pub(crate) fn read(
         // A second quantization would add its rounding to that of the first.
         Some(_) if options.quantization.is_some() => {
             let expected =
-                "unset for a checkpoint that is quantized already; load it without the option";
+                "unset for a checkpoint that is already quantized; load it without the option";
             return Err(Common::option("quantization", "set", expected).into());
         }
         Some(layout) => quantized::take(
@@ -142,7 +142,7 @@ pub(crate) fn read(
         .enumerate()
         .map(|(index, (name, _))| (name.clone(), index))
         .collect();
-    // In the order of the files: a disk reads ahead.
+    // In the order of the files, because disks read ahead.
     let mut order: Vec<usize> = (0..sources.len()).collect();
     order.sort_by_key(|&index| sources[index].0.data().as_ptr());
     for index in order {
@@ -216,14 +216,14 @@ fn renamed<'a>(
     let prefix = config.prefix();
     let prefixed = views.keys().any(|name| name.starts_with(prefix));
     let (mut own, mut copies) = (Views::new(), Vec::new());
-    // A `HashMap` has no order, and of two tensors the same one must be used at every run.
+    // A `HashMap` has no order, and every run must use the same one of two tensors.
     let mut views: Vec<(String, StoredTensor<'a>)> = views.into_iter().collect();
     views.sort_by(|(one, _), (other, _)| one.cmp(other));
     for (name, view) in views {
         let Some(wanted) = config.parameter_name(&name, prefixed) else {
             continue;
         };
-        // Of two tensors for one parameter, the one with its very name counts, else the first.
+        // Of two tensors for one parameter, the one with exactly its name is used, else the first.
         let is_own = wanted == name;
         let (used, copy) = match own.remove(&wanted) {
             Some(other) if is_own => (view, Some(other)),
@@ -299,7 +299,7 @@ fn check<'a>(
         .filter(|name| !is_buffer(name))
         .cloned()
         .collect();
-    // A `HashMap` has no order, and a message should be the same at every run.
+    // A `HashMap` has no order, and the message should be the same in every run.
     problems.unexpected.sort();
     if problems.is_empty() {
         return Ok(sources);

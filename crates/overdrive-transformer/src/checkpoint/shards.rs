@@ -48,7 +48,7 @@ pub(super) enum WeightFile {
 }
 
 impl WeightFile {
-    /// Maps a file, whose format its name tells.
+    /// Maps a file; its name determines the format.
     pub(super) fn open(path: &PathBuf) -> Result<WeightFile> {
         Ok(match path.extension() {
             Some(end) if end == "bin" => WeightFile::Pickle(PickledFile::open(path)?),
@@ -63,7 +63,7 @@ impl WeightFile {
         }
     }
 
-    /// Returns the names of the entries that are no tensors.
+    /// Returns the names of the entries that are not tensors.
     pub(super) fn others(&self) -> &[String] {
         match self {
             WeightFile::Safetensors(_) => &[],

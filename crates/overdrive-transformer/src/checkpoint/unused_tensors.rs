@@ -19,16 +19,16 @@ const BUFFERS: [&str; 8] = [
     "decoder.block.0.layer.1.EncDecAttention.relative_attention_bias.weight",
 ];
 
-/// The most tensors that a warning names.
+/// The largest number of tensors that the warning names.
 const NAMED: usize = 8;
 
-/// Returns `true` for tensors that a model does without, and that are no part of its weights.
+/// Returns `true` for tensors that are not part of a model's weights and that it does not need.
 pub(super) fn is_buffer(name: &str) -> bool {
     BUFFERS.iter().any(|end| name.ends_with(end))
 }
 
-/// The entries of the files that the model does not compute with, each with the reason. One warning names them; those that
-/// are equal to the tensor that is used in their place are not among them.
+/// The entries of the files that the model does not use, each with the reason, for one warning. Copies that equal the
+/// tensor used in their place are not recorded.
 #[derive(Debug, Default)]
 pub(super) struct UnusedTensors(Vec<(String, String)>);
 
@@ -38,7 +38,7 @@ impl UnusedTensors {
         self.0.push((name.to_owned(), reason.into()));
     }
 
-    /// Records `copy`, in whose place `used` is read, unless the two have the same values.
+    /// Records `copy`, which `used` replaces, unless the two have the same values.
     pub(super) fn compare(
         &mut self,
         copy: &StoredTensor<'_>,
@@ -62,7 +62,7 @@ impl UnusedTensors {
         if self.0.is_empty() {
             return;
         }
-        // A `HashMap` has no order, and a message should be the same at every run.
+        // A `HashMap` has no order, and the message should be the same in every run.
         self.0.sort();
         let listed = self.0.iter().take(NAMED);
         let listed: Vec<String> = listed
@@ -73,7 +73,7 @@ impl UnusedTensors {
             more => format!(" and {more} more"),
         };
         tracing::warn!(
-            "{} tensors of {} are not used: {}{more}",
+            "{} tensors in {} are not used: {}{more}",
             self.0.len(),
             dir.display(),
             listed.join(", ")

@@ -16,7 +16,7 @@ use crate::{Error, Result};
 #[derive(Debug, Clone, PartialEq, Eq)]
 #[non_exhaustive]
 pub struct SaveOptions {
-    /// The most bytes of tensors in one file (a larger tensor has a file of its own); default 50 GB, as in
+    /// The largest number of bytes of tensors in one file (a larger tensor gets its own file); default 50 GB, as in
     /// transformers 5.
     pub max_shard_bytes: u64,
 }
@@ -53,7 +53,7 @@ pub(crate) fn write(dir: &Path, contents: &Contents<'_>, options: &SaveOptions) 
     fs::create_dir_all(dir).map_err(Common::io("create", dir))?;
     let Written { tensors, layout } = quantized::written(contents)?;
     let written = write_weights(dir, tensors, options)?;
-    // After the new weights are complete: until then a reader can use the old ones.
+    // Only after the new weights are complete, so that a reader can use the old ones until then.
     remove_stale(dir, &written)?;
 
     if let Some(generation) = &contents.generation {

@@ -5,8 +5,8 @@ use super::fields::{Fields, bad};
 use super::sizes::check_size;
 use crate::Result;
 
-/// The largest number of experts of all layers: a hostile file must not make the list of parameters long. The
-/// largest published model (Kimi K2) has 23,040.
+/// The largest number of experts in all layers, so that a hostile file cannot create a very long list of parameters.
+/// The largest published model (Kimi K2) has 23,040.
 const MAX_EXPERTS: i64 = 1 << 17;
 
 /// The mixture of experts of a [`LlamaConfig`](crate::LlamaConfig), with the keys and defaults of transformers'
@@ -23,11 +23,11 @@ pub struct ExpertsConfig {
     /// If `true`, the weights of a token's experts are divided by their sum; default `false` for Qwen3-MoE. Mixtral
     /// always divides.
     pub norm_topk_prob: bool,
-    /// Every layer whose number, from 1 on, is a multiple of it has experts (Qwen3-MoE); default 1.
+    /// Layers whose number, counted from 1, is a multiple of this value have experts (Qwen3-MoE); default 1.
     pub decoder_sparse_step: i64,
-    /// The layers that have no experts nevertheless, from 0 on (Qwen3-MoE); default none.
+    /// The layers without experts despite `decoder_sparse_step`, counted from 0 (Qwen3-MoE); default none.
     pub mlp_only_layers: Vec<i64>,
-    /// If `true`, the loss has the term that balances the load of the experts; default `false`.
+    /// If `true`, the loss includes the load-balancing term; default `false`.
     pub output_router_logits: bool,
     /// The factor of that term; default 0.001.
     pub router_aux_loss_coef: f64,

@@ -3,8 +3,8 @@ use serde_json::{Map, Value};
 use super::sizes::{MAX_SIZE, too_large};
 use crate::{Error, Result};
 
-/// A JSON object whose keys are taken one by one, each with the type it must have; the unknown ones remain. A
-/// key with the value `null` counts as absent, as in transformers.
+/// A JSON object whose keys are taken one by one and checked for their types; unknown keys remain. A key with the
+/// value `null` counts as absent, as in transformers.
 #[derive(Debug, Default)]
 pub(crate) struct Fields(Map<String, Value>);
 

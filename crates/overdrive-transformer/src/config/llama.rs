@@ -40,7 +40,7 @@ pub struct LlamaConfig {
     pub tie_word_embeddings: bool,
     /// The base of the rotary frequencies; default 10000.
     pub rope_theta: f64,
-    /// The part of a head's channels, from the first one on, that is rotated (Phi-2 and Phi-3); default 1.
+    /// The fraction of a head's channels that is rotated, starting with the first one (Phi-2 and Phi-3); default 1.
     pub partial_rotary_factor: f64,
     /// The rope scaling; default none.
     pub rope_scaling: RopeScaling,
@@ -55,10 +55,9 @@ pub struct LlamaConfig {
     pub mlp_bias: bool,
     /// The dropout of attention weights in training; default 0.
     pub attention_dropout: f64,
-    /// The dropout of what attention and the feed-forward block add to the residual stream, in training (Phi-2
-    /// and Phi-3); default 0.
+    /// The dropout of the outputs of attention and the feed-forward block in training (Phi-2 and Phi-3); default 0.
     pub resid_pdrop: f64,
-    /// The dropout of embeddings in training (Phi-2); default 0. Phi-3 has the key and no such dropout, as in
+    /// The dropout of embeddings in training (Phi-2); default 0. Phi-3 has the key but ignores it, as in
     /// transformers.
     pub embd_pdrop: f64,
     /// If `true`, queries and keys are normalised head by head (Phi-2); default `false`.
@@ -78,7 +77,7 @@ pub struct LlamaConfig {
     pub attn_logit_softcapping: Option<f64>,
     /// The bound of Gemma's logits, likewise; default `None`.
     pub final_logit_softcapping: Option<f64>,
-    /// The mixture of experts, which Mixtral and Qwen3-MoE must have and no other family may; default `None`.
+    /// The mixture of experts: required for Mixtral and Qwen3-MoE, `None` for all other families; default `None`.
     pub experts: Option<ExpertsConfig>,
     /// The id of the beginning-of-sequence token; default 1.
     pub bos_token_id: Option<i64>,

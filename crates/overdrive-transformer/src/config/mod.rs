@@ -67,15 +67,15 @@ pub enum ModelConfig {
 /// The supported values of `model_type`, for messages.
 const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, gpt2";
 
-/// Returns the supported values of `model_type`; for a model that is no decoder, also the type that reads it.
+/// Returns the supported values of `model_type`; for a model that is not a decoder, also the Rust type that reads it.
 fn supported(model_type: Option<&str>) -> String {
     match model_type {
         Some(name) if Seq2SeqConfig::is_model_type(name) => {
-            format!("{SUPPORTED}; a model of the type {name} is read by Seq2SeqLm")
+            format!("{SUPPORTED}; use Seq2SeqLm for models of type {name}")
         }
         Some(name) if EncoderFamily::from_model_type(name).is_some() => {
             format!(
-                "{SUPPORTED}; a model of the type {name} is read by EncoderModel, MaskedLm or SequenceClassifier"
+                "{SUPPORTED}; use EncoderModel, MaskedLm or SequenceClassifier for models of type {name}"
             )
         }
         _ => SUPPORTED.to_owned(),
@@ -186,9 +186,9 @@ impl ModelConfig {
         self.context().0
     }
 
-    /// Returns the largest number of positions that sequences of one forward pass may have without an influence
-    /// on one another. It is below [`max_position_embeddings`](Self::max_position_embeddings) for dynamic and
-    /// LongRoPE scaling: beyond the original context, their frequencies are those of the longest sequence.
+    /// Returns the largest number of positions with which the sequences of one forward pass do not affect one another.
+    /// It is below [`max_position_embeddings`](Self::max_position_embeddings) for dynamic and LongRoPE scaling: beyond
+    /// the original context, all sequences get the frequencies of the longest one.
     pub fn ragged_context(&self) -> i64 {
         match self {
             ModelConfig::Llama(config) => config.ragged_context(),
@@ -196,9 +196,9 @@ impl ModelConfig {
         }
     }
 
-    /// Returns the number of positions beyond which a generation starts its cache again, with all tokens in one
-    /// pass, so that all keys have the frequencies of long sequences: the original context of Phi-3 with LongRoPE.
-    /// transformers does so for this family alone; in others keys keep the frequencies that they were written with.
+    /// Returns the number of positions beyond which a generation rebuilds its cache with all tokens in one pass, so
+    /// that all keys have the frequencies of long sequences: the original context of Phi-3 with LongRoPE. transformers
+    /// does this only for Phi-3; in other families keys keep the frequencies with which they were written.
     pub fn cache_restart(&self) -> Option<i64> {
         match self {
             ModelConfig::Llama(config) => config.cache_restart(),

@@ -1,12 +1,12 @@
-//! The text of a folder of Gemma 3 with images: its configuration lies in `text_config`.
+//! The text model in a folder of a multimodal Gemma 3, whose configuration is in `text_config`.
 
 use super::family::LlamaFamily;
 use super::fields::Fields;
 use super::llama::LlamaConfig;
 use crate::{Error, Result};
 
-/// Reads the configuration of the text. What is beside it in the file is about images, except the ids of special
-/// tokens, whether the head is tied, and the quantization of the weights.
+/// Reads the configuration of the text model. The keys outside it concern images, except the ids of special tokens,
+/// whether the head is tied, and the quantization of the weights.
 pub(super) fn text(mut fields: Fields) -> Result<LlamaConfig> {
     let mut text = fields.object("text_config")?.unwrap_or_default();
     let family = LlamaFamily::Gemma3;

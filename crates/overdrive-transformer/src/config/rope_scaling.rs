@@ -326,7 +326,8 @@ impl RopeScaling {
             RopeScaling::Default => return Ok(()),
             // The exponent of the base is D / (D - 2).
             RopeScaling::Dynamic { .. } if rotated == 2 => {
-                let expected = "another type: the base of a single pair cannot grow";
+                let expected =
+                    "another type, because the base of a single pair of channels cannot grow";
                 return wrong("rope_type", "dynamic".into(), expected);
             }
             RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor } => factor,

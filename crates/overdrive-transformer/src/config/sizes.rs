@@ -1,5 +1,5 @@
-//! The bounds of the sizes in a configuration. A file may name any number; nothing is allocated, multiplied or
-//! counted to before these checks.
+//! The bounds of the sizes in a configuration. A file may contain any number; sizes are not used for allocation,
+//! multiplication or loops before these checks.
 
 use super::fields::bad;
 use crate::{Error, Result};
@@ -14,7 +14,7 @@ const MAX_LAYERS: i64 = 1 << 16;
 /// The largest number of parameters: libtorch counts bytes in an i64, and an fp64 parameter has eight.
 const MAX_PARAMETERS: i128 = i64::MAX as i128 / 8;
 
-/// The number of layers up to which a list of what the files lack is clearer than their number.
+/// The number of layers up to which a list of missing tensors is clearer than their count.
 const LISTED_LAYERS: i64 = 128;
 
 /// Checks that a size is positive and at most [`MAX_SIZE`].
@@ -34,7 +34,7 @@ pub(super) fn too_large(key: &str, size: impl Into<serde_json::Value>) -> Error 
     bad(key, &size.into(), &expected)
 }
 
-/// Checks the number of layers, before anything is made or counted for each.
+/// Checks the number of layers, before anything is created or counted per layer.
 pub(crate) fn check_layers(key: &str, layers: i64) -> Result<()> {
     if (1..=MAX_LAYERS).contains(&layers) {
         return Ok(());
@@ -58,9 +58,7 @@ pub(crate) fn check_parameters(parameters: i128, keys: &str) -> Result<()> {
     if parameters <= MAX_PARAMETERS {
         return Ok(());
     }
-    let expected = format!(
-        "of at most {MAX_PARAMETERS} parameters, whose bytes can be counted; make {keys} smaller"
-    );
+    let expected = format!("of at most {MAX_PARAMETERS} parameters; make {keys} smaller");
     let found = format!("of {parameters} parameters");
     Err(overdrive_core::Error::option("config.json", found, expected).into())
 }

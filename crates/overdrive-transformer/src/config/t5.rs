@@ -122,8 +122,8 @@ impl T5Config {
         fields.boolean("tie_word_embeddings", &mut config.tie_word_embeddings)?;
         config.scale_decoder_outputs = config.tie_word_embeddings;
         fields.boolean("scale_decoder_outputs", &mut config.scale_decoder_outputs)?;
-        // Version 5 of transformers writes `true` for a model that it read with `false`; its weights tell whether
-        // there is a head, see `CheckpointConfig::may_be_missing`.
+        // transformers 5 writes `true` for a model that it read with `false`; the weights show whether there is a
+        // head, see `CheckpointConfig::may_be_missing`.
         config.tie_word_embeddings &= config.scale_decoder_outputs;
         // Derived from `feed_forward_proj`.
         let _ = (fields.take("dense_act_fn"), fields.take("is_gated_act"));

@@ -1,5 +1,5 @@
-//! The one backbone of all encoders. The values of a family (norms before or after, gates, windows, positions) are
-//! fields; there is no second computation.
+//! The backbone of all encoders. The differences between the families (norms before or after, gates, windows,
+//! positions) are fields of one implementation.
 
 use overdrive_attention::PackedLengths;
 use overdrive_checkpointing::{Shared, checkpoint};

@@ -34,7 +34,7 @@ impl EncoderFamily {
         }
     }
 
-    /// Returns the family of a `model_type`, or `None` for one that is no encoder of this crate.
+    /// Returns the family of a `model_type`, or `None` if it is not a supported encoder.
     pub fn from_model_type(name: &str) -> Option<Self> {
         Self::ALL
             .into_iter()
@@ -170,7 +170,7 @@ pub struct EncoderConfig {
 }
 
 impl EncoderConfig {
-    /// Makes the configuration that transformers' class of the family has by default: the base model.
+    /// Returns the default configuration of the family's class in transformers: the base model.
     pub fn new(family: EncoderFamily) -> EncoderConfig {
         let modern = family == EncoderFamily::ModernBert;
         let (vocab_size, pad) = match family {
@@ -276,7 +276,7 @@ impl EncoderConfig {
         self.hidden_size / self.num_attention_heads.max(1)
     }
 
-    /// Returns the most tokens that a sequence may have.
+    /// Returns the largest number of tokens in a sequence.
     pub fn context(&self) -> i64 {
         self.max_position_embeddings - self.first_position()
     }

@@ -43,11 +43,11 @@ pub type MaskedLm = Encoder<MaskedLmHead>;
 /// `ModernBertForSequenceClassification`.
 pub type SequenceClassifier = Encoder<ClassifierHead>;
 
-/// An encoder without a head but BERT's and RoBERTa's pooler, for embeddings: `BertModel`, `RobertaModel`,
+/// An encoder without a head, except for the pooler of BERT and RoBERTa, for embeddings: `BertModel`, `RobertaModel`,
 /// `ModernBertModel`.
 pub type EncoderModel = Encoder<BaseHead>;
 
-/// The layers behind the backbone: `output(norm(activation(dense(x))))`, of which a head has some.
+/// The layers after the backbone: `output(norm(activation(dense(x))))`; each head has some of them.
 #[derive(Debug)]
 pub(super) struct Head {
     dense: Option<Linear>,
@@ -232,9 +232,9 @@ impl SequenceClassifier {
     /// Computes the summed loss of the sequences and the number of its terms; [`LossOutput::mean`] is
     /// transformers' loss.
     ///
-    /// The loss is that of the configuration's [`ProblemType`], or, if it has none: of a regression for one class,
-    /// of a single label for classes `(B,)` in i64, of several labels for floats `(B, num_labels)`. A class of
-    /// [`IGNORE_INDEX`](crate::IGNORE_INDEX) is not counted.
+    /// The configuration's [`ProblemType`] selects the loss. If it has none, one class means regression, i64 labels
+    /// `(B,)` mean single-label and float labels `(B, num_labels)` multi-label classification. Labels of
+    /// [`IGNORE_INDEX`](crate::IGNORE_INDEX) are not counted.
     ///
     /// # Errors
     /// As [`Encoder::hidden_states`]; [`Error::Common`](crate::Error::Common) for labels of another shape or dtype.

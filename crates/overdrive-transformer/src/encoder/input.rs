@@ -106,9 +106,9 @@ impl<'a> EncoderInput<'a> {
                 || !sequences.is_square()
                 || self.attention_mask.is_some())
         {
-            let found = format!("of {} tokens", sequences.total_queries());
+            let found = format!("{} tokens", sequences.total_queries());
             let expected = format!(
-                "given for one row without an attention_mask, of {tokens} tokens here, in {batch} rows"
+                "{tokens} tokens in one row without an attention_mask; input_ids has {batch} rows"
             );
             return Err(Error::option("sequences", found, expected).into());
         }
@@ -243,8 +243,8 @@ impl Rows {
         }
     }
 
-    /// Puts hidden states of the computed tokens `(…, C)` back to the places of the input `(B, T, C)`, with zeros
-    /// for padding.
+    /// Returns the hidden states of the computed tokens `(…, C)` at their positions in the input `(B, T, C)`, with
+    /// zeros for padding.
     pub(super) fn padded(&self, hidden: Tensor) -> Result<Tensor> {
         let Arrangement::Unpadded { indices, size, .. } = &self.arrangement else {
             return Ok(hidden);

@@ -11,7 +11,7 @@ use super::{HeadKind, config_json};
 use crate::ParameterSpec;
 use crate::checkpoint::CheckpointConfig;
 
-/// The beginnings of the backbone's names, without the prefix of a model with a head.
+/// The first components of the backbone's names, without the prefix of a model with a head.
 const BACKBONE: [&str; 5] = [
     "embeddings.",
     "encoder.",
@@ -24,7 +24,7 @@ const BACKBONE: [&str; 5] = [
 pub(super) struct Layout<'c> {
     config: Cow<'c, EncoderConfig>,
     kind: HeadKind,
-    /// The tensors that reading has met and that the model has no use for.
+    /// The tensors that were found and that the model does not use.
     unused: RefCell<Vec<String>>,
 }
 

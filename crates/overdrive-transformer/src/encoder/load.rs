@@ -43,8 +43,8 @@ fn clear_padding(config: &EncoderConfig, spec: &ParameterSpec, tensor: &Tensor) 
     Ok(())
 }
 
-/// Reads the parameters from a folder, and initializes those of the head that it lacks. The configuration that is returned
-/// is that of the parameters: a head whose stored weight differs from the embedding is untied in it.
+/// Reads the parameters from a folder, and initializes missing parameters of the head. The returned configuration
+/// matches the parameters: a head whose stored weight differs from the embedding is untied in it.
 pub(super) fn read(
     dir: &Path,
     config: &EncoderConfig,
@@ -91,7 +91,7 @@ pub(super) fn read(
 fn log(dir: &Path, report: &LoadReport) {
     if !report.initialized.is_empty() {
         tracing::warn!(
-            "{} parameters are not in {} and have initial values; train the model before you use it: {}",
+            "{} parameters are missing from {} and were initialized; train the model before you use it: {}",
             report.initialized.len(),
             dir.display(),
             report.initialized.join(", ")
@@ -99,7 +99,7 @@ fn log(dir: &Path, report: &LoadReport) {
     }
     if !report.unused.is_empty() {
         tracing::warn!(
-            "{} tensors of {} are not used by this head: {}",
+            "{} tensors in {} are not used by this head: {}",
             report.unused.len(),
             dir.display(),
             report.unused.join(", ")

@@ -23,7 +23,7 @@ pub use pooling::{Pooling, PoolingMode};
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 #[non_exhaustive]
 pub enum HeadKind {
-    /// No head but BERT's and RoBERTa's pooler: `BertModel`.
+    /// No head, except for the pooler of BERT and RoBERTa: `BertModel`.
     Base,
     /// Logits of the vocabulary: `BertForMaskedLM`.
     MaskedLm,
@@ -31,7 +31,7 @@ pub enum HeadKind {
     Classifier,
 }
 
-/// The type of a head, by which the compiler tells [`MaskedLm`], [`SequenceClassifier`] and [`EncoderModel`] apart.
+/// The type of a head, which distinguishes [`MaskedLm`], [`SequenceClassifier`] and [`EncoderModel`] at compile time.
 pub trait EncoderHead: sealed::Sealed + std::fmt::Debug {
     /// The head.
     const KIND: HeadKind;

@@ -22,9 +22,9 @@ use crate::{Execution, InitOptions, LoadOptions, ParameterSpec, Result, SaveOpti
 #[derive(Debug, Clone, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub struct LoadReport {
-    /// The parameters of the head that no file holds; they have initial values and should be trained.
+    /// The parameters of the head that are missing from the files; they were initialized and should be trained.
     pub initialized: Vec<String>,
-    /// The tensors of the files that the model has no use for, such as another head.
+    /// The tensors in the files that the model does not use, such as another head.
     pub unused: Vec<String>,
 }
 
@@ -64,9 +64,9 @@ impl<H: EncoderHead> Encoder<H> {
 
     /// Reads a model from a Hugging Face folder: `config.json` and `model.safetensors` (or shards).
     ///
-    /// It reads checkpoints of any of transformers' classes of the family, with and without the prefix of a model
-    /// with a head, and with the names `gamma` and `beta` of old ones. Parameters of the head that the checkpoint
-    /// lacks are initialized (with the seed 0) and logged, and so are tensors without a use.
+    /// Reads checkpoints of all of the family's classes in transformers, with and without the prefix of a model with a
+    /// head, and with the names `gamma` and `beta` of old checkpoints. Missing parameters of the head are initialized
+    /// (with seed 0) and logged; unused tensors are logged.
     ///
     /// # Errors
     /// As [`CausalLm::from_pretrained`](crate::CausalLm::from_pretrained).
@@ -75,7 +75,7 @@ impl<H: EncoderHead> Encoder<H> {
         Encoder::from_pretrained_with(dir, &config, options, 0)
     }
 
-    /// Reads a model with another configuration than the folder's, for example with the classes of a task:
+    /// Reads a model with a configuration other than the folder's, for example with the classes of a task:
     ///
     /// ```no_run
     /// // A folder of the Hub is needed.
@@ -162,7 +162,7 @@ impl<H: EncoderHead> Encoder<H> {
     /// Computes the hidden states of the tokens that are not padding, and returns them with their arrangement.
     pub(super) fn computed(&self, input: EncoderInput<'_>) -> Result<(Rows, Tensor)> {
         if self.config.is_modern() && input.token_type_ids.is_some() {
-            let expected = "unset: ModernBERT has no types of tokens";
+            let expected = "unset: ModernBERT has no token types";
             return Err(overdrive_core::Error::option("token_type_ids", "set", expected).into());
         }
         let rows = input.rows(&self.config)?;
@@ -268,7 +268,7 @@ impl<H: EncoderHead> Encoder<H> {
         &self.config
     }
 
-    /// Returns the parameters that the checkpoint lacked, and its tensors without a use.
+    /// Returns the parameters that were missing from the checkpoint, and its unused tensors.
     pub fn load_report(&self) -> &LoadReport {
         &self.report
     }
@@ -291,7 +291,7 @@ impl<H: EncoderHead> Encoder<H> {
     }
 }
 
-/// Lends every linear layer under the name of its module in transformers, those of the head last.
+/// Visits every linear layer under its transformers module name, those of the head last.
 impl<H: EncoderHead> AdapterHost for Encoder<H> {
     fn visit_linears(
         &mut self,

@@ -9,7 +9,7 @@ use super::backbone::wide;
 use super::input::Rows;
 use crate::{Error, Result};
 
-/// The states of tokens that make the embedding of a sequence.
+/// The token states that are pooled into the embedding of a sequence.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 #[non_exhaustive]
 pub enum PoolingMode {

@@ -7,9 +7,9 @@ use crate::quantize::quantize_parameter;
 use crate::{QuantizeOptions, Result};
 
 impl<H: EncoderHead> Encoder<H> {
-    /// Quantizes the model in place, layer by layer: each dense weight is freed when its quantized form exists. The
-    /// classifier, or the output layer of a masked language model with the embedding that it shares, is quantized
-    /// by [`QuantizeOptions::head`] only. To load a checkpoint without ever having all of it in memory, see
+    /// Quantizes the model in place, layer by layer: each dense weight is freed as soon as it is quantized. The
+    /// classifier, or the output layer of a masked language model with the embedding that it shares, is quantized only
+    /// with [`QuantizeOptions::head`]. To load a checkpoint without holding all dense weights in memory, see
     /// [`LoadOptions::quantization`](crate::LoadOptions::quantization).
     ///
     /// # Errors

@@ -9,8 +9,8 @@ use crate::{Error, Result};
 
 /// The supported values of `general.architecture`, for messages.
 const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3";
-/// The number of layers of the one Gemma 2 and the one Gemma 3 whose queries are not scaled by the width
-/// of a head but by hidden_size / num_attention_heads, which no key says.
+/// The number of layers of the Gemma 2 and Gemma 3 models whose queries are scaled by hidden_size /
+/// num_attention_heads and not by the width of a head, for which GGUF has no key.
 const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
     [(LlamaFamily::Gemma2, 46), (LlamaFamily::Gemma3, 62)];
 
@@ -73,7 +73,7 @@ impl Keys<'_> {
                 Some(other) if other != head_dim => Err(Error::Unsupported {
                     key: self.key(key),
                     found: other.to_string(),
-                    supported: format!("that of keys, {head_dim}"),
+                    supported: format!("{head_dim}, the length of keys"),
                 }),
                 _ => Ok(()),
             }
@@ -147,7 +147,7 @@ impl Keys<'_> {
             _ if experts > 0 => Err(Error::Unsupported {
                 key: self.key("expert_count"),
                 found: experts.to_string(),
-                supported: "0; experts are read in the architectures llama and qwen3moe".to_owned(),
+                supported: "0; only llama and qwen3moe files may have experts".to_owned(),
             }),
             _ => Ok(family),
         }
@@ -204,7 +204,7 @@ impl Keys<'_> {
                         Some(layers.map(|layer| of((layer + 1) % every != 0)).collect())
                     }
                     _ => {
-                        return Err(self.wrong(key, "a positive integer or a list of truth values"));
+                        return Err(self.wrong(key, "a positive integer or a list of booleans"));
                     }
                 }
             }
@@ -265,9 +265,10 @@ impl Keys<'_> {
                 let lists = ["rope_factors_short.weight", "rope_factors_long.weight"];
                 let [short, long] = lists.map(|name| self.factors(name));
                 let (Some(short_factor), Some(long_factor)) = (short?, long?) else {
-                    return Err(
-                        self.wrong(key, "another, or rope_factors_short and _long to be there")
-                    );
+                    return Err(self.wrong(
+                        key,
+                        "another type, unless the file has rope_factors_short and _long",
+                    ));
                 };
                 RopeScaling::LongRope(LongRope {
                     short_factor,

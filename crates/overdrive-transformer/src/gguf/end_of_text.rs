@@ -70,7 +70,7 @@ pub fn end_of_text_tokens(file: &GgufFile) -> Result<Vec<i64>> {
         let id = value
             .as_i64()
             .ok_or_else(|| Common::option(key, format!("{value:?}"), "a token id"))?;
-        // Some converters write -1, or its 32 bits without a sign, for a token that there is not.
+        // Some converters write -1, or its bits as a u32, for a token that does not exist.
         let exists = id >= 0 && id < i64::from(u32::MAX);
         if exists && (texts.is_empty() || (id as usize) < texts.len()) && !ids.contains(&id) {
             ids.push(id);

@@ -7,8 +7,8 @@ use serde_json::{Map, Value};
 use super::end_of_text::end_of_text_tokens;
 use crate::Result;
 
-/// The keys of `general.sampling` and those of `generation_config.json` with the same meaning.
-const NUMBERS: [(&str, &str); 5] = [
+/// The keys of `generation_config.json` and the corresponding keys of `general.sampling`.
+const SAMPLING_KEYS: [(&str, &str); 5] = [
     ("temp", "temperature"),
     ("top_k", "top_k"),
     ("top_p", "top_p"),
@@ -29,7 +29,7 @@ pub fn generation_config_from_gguf(file: &GgufFile) -> Result<Map<String, Value>
         ("padding_token_id", "pad_token_id"),
     ] {
         let id = file.value(&format!("tokenizer.ggml.{key}"));
-        // Some converters write -1, or its 32 bits without a sign, for a token that there is not.
+        // Some converters write -1, or its bits as a u32, for a token that does not exist.
         let exists = |id: &i64| *id >= 0 && *id < i64::from(u32::MAX);
         if let Some(id) = id.and_then(GgufValue::as_i64).filter(exists) {
             map.insert(name.to_owned(), id.into());
@@ -39,7 +39,7 @@ pub fn generation_config_from_gguf(file: &GgufFile) -> Result<Map<String, Value>
     if !ends.is_empty() {
         map.insert("eos_token_id".to_owned(), ends.into());
     }
-    for (key, name) in NUMBERS {
+    for (key, name) in SAMPLING_KEYS {
         let key = format!("general.sampling.{key}");
         let Some(value) = file.value(&key) else {
             continue;
@@ -47,7 +47,7 @@ pub fn generation_config_from_gguf(file: &GgufFile) -> Result<Map<String, Value>
         let wrong = || Common::option(key.clone(), format!("{value:?}"), "a finite number");
         let number = match name {
             "top_k" => value.as_i64().map(|count| count.max(0).into()),
-            // Through its decimal digits: 0.8 in 32 bits is 0.800000011920929.
+            // Converted through its decimal digits, because 0.8 as an f32 is 0.800000011920929.
             _ => value
                 .as_f64()
                 .and_then(|number| (number as f32).to_string().parse::<f64>().ok())
@@ -65,7 +65,7 @@ pub fn generation_config_from_gguf(file: &GgufFile) -> Result<Map<String, Value>
             .and_then(GgufValue::as_f64)
             .is_some_and(|number| number > 0.0)
         {
-            tracing::warn!("`general.sampling.{name}` of the file is not supported; it is ignored");
+            tracing::warn!("`general.sampling.{name}` in the file is not supported and is ignored");
         }
     }
     Ok(map)

@@ -27,7 +27,7 @@ pub(super) fn tensors(
     let ModelConfig::Llama(llama) = config else {
         return Err(Error::Unsupported {
             key: "general.architecture".to_owned(),
-            found: "not of the Llama family".to_owned(),
+            found: "another family".to_owned(),
             supported: "models of the Llama family".to_owned(),
         });
     };
@@ -59,8 +59,8 @@ pub(super) fn tensors(
                     .tensor
                     .to_quantized(source.rows.as_deref(), options.device)?;
                 weight.ok_or_else(|| {
-                    let expected = "in groups (please report this)";
-                    overdrive_core::Error::option(source.spec.name.clone(), "dense", expected)
+                    let name = &source.spec.name;
+                    overdrive_core::Error::internal(format!("`{name}` has no quantized groups"))
                 })?
             }
             Some(scheme) => quantize_parameter(

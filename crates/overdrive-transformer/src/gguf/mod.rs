@@ -16,16 +16,16 @@ use overdrive_quantization::GgufFile;
 use crate::{CausalLm, LoadOptions, ModelConfig, Result};
 
 impl CausalLm {
-    /// Reads a GGUF file of the architectures `llama` (Mistral and Mixtral too), `qwen2`, `qwen3`, `qwen3moe`, `phi2`,
-    /// `phi3`, `gemma`,
-    /// `gemma2` and `gemma3`. A model in several files (`NAME-00001-of-00003.gguf`) is opened by any of them.
+    /// Reads a GGUF file of the architectures `llama` (including Mistral and Mixtral), `qwen2`, `qwen3`, `qwen3moe`,
+    /// `phi2`, `phi3`, `gemma`, `gemma2` and `gemma3`. For a model in several files (`NAME-00001-of-00003.gguf`), pass
+    /// any of them.
     ///
-    /// Matrices in groups (`Q8_0`, `Q4_0`, `Q4_K`, `Q6_K`, … see
-    /// [`GgufFile`](overdrive_quantization::GgufFile)) stay quantized as they are; with
-    /// [`LoadOptions::quantization`] they are dequantized and quantized again, one at a time. Everything else
-    /// is converted to [`LoadOptions::kind`]. By default a file whose matrices are all F16, or all BF16, keeps
-    /// them, and its norms, which llama.cpp stores in fp32, are converted to the same dtype: a model computes in
-    /// one dtype. That of any other file is fp32.
+    /// Quantized matrices (`Q8_0`, `Q4_0`, `Q4_K`, `Q6_K`, … see
+    /// [`GgufFile`](overdrive_quantization::GgufFile)) keep their quantization; with
+    /// [`LoadOptions::quantization`] they are dequantized and quantized again, one at a time. All other tensors
+    /// are converted to [`LoadOptions::kind`]. By default, if all matrices of a file are F16, or all BF16, the model
+    /// has this dtype, and its norms, which llama.cpp stores in fp32, are converted to it. Any other file is loaded
+    /// in fp32.
     ///
     /// The configuration's `eos_token_id` has every token that ends a text or a turn in llama.cpp: those that
     /// the metadata names (`eos`, `eot`, `eom`), and those with a known text such as `<|im_end|>`.

@@ -64,8 +64,8 @@ impl Layer {
         match self {
             Layer::Serial(block) => block.forward_rows(buffers, first, step, angles),
             Layer::Parallel(_) => {
-                let expected = "one after another, on slices (please report this)";
-                Err(overdrive_core::Error::option("layers", "parallel", expected).into())
+                let what = "a parallel layer has no forward pass on slices";
+                Err(overdrive_core::Error::internal(what).into())
             }
         }
     }
@@ -99,8 +99,8 @@ impl Block {
         })
     }
 
-    /// Computes the block on slices as [`forward`](Self::forward) does on tensors; the `first` one has no output of
-    /// another one to add.
+    /// Computes the block on slices, as [`forward`](Self::forward) does on tensors; the `first` block has no previous
+    /// output to add.
     pub(super) fn forward_rows(
         &self,
         buffers: &mut DecodeBuffers,

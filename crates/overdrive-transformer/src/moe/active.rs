@@ -2,8 +2,8 @@ use crate::config::ModelConfig;
 use crate::{CausalLm, ParameterSpec};
 
 impl CausalLm {
-    /// Returns the number of elements of the parameters that compute a token, which is what its arithmetic depends on:
-    /// all parameters except those of the experts that are not chosen.
+    /// Returns the number of parameter elements that are active for a token, which determines its arithmetic: all
+    /// parameters except those of the experts that are not chosen.
     pub fn num_active_parameters(&self) -> i64 {
         let specs = self.config().parameters();
         let of_experts = |spec: &&ParameterSpec| is_of_expert(&spec.name);

@@ -3,7 +3,7 @@ use tch::{Kind, Tensor};
 use super::Routing;
 use crate::Result;
 
-/// The load of the experts, summed over tokens and layers: what the balancing loss is made of.
+/// The load of the experts, summed over tokens and layers, from which the balancing loss is computed.
 #[derive(Debug)]
 pub(crate) struct ExpertLoad {
     /// The number of tokens of each expert `(E,)`, fp32.
@@ -57,7 +57,7 @@ impl ExpertLoad {
         })
     }
 
-    /// Returns the sum of two loads, of which either may be none.
+    /// Returns the sum of two loads; either may be `None`.
     pub(crate) fn sum(a: Option<ExpertLoad>, b: Option<ExpertLoad>) -> Result<Option<ExpertLoad>> {
         match (a, b) {
             (Some(a), Some(b)) => Ok(Some(a.plus(&b)?)),
@@ -77,7 +77,7 @@ impl ExpertLoad {
     }
 }
 
-/// The values that a forward pass asks the routers for.
+/// The values that a forward pass requests from the routers.
 #[derive(Debug, Default)]
 pub(crate) struct LoadBalance {
     /// If `true`, each layer returns the load of its experts.
@@ -89,7 +89,7 @@ pub(crate) struct LoadBalance {
 }
 
 impl LoadBalance {
-    /// Returns another handle of the same.
+    /// Returns another handle to the same values.
     pub(crate) fn share(&self) -> LoadBalance {
         LoadBalance {
             is_wanted: self.is_wanted,

@@ -1,6 +1,6 @@
-//! All experts by two grouped matmuls of libtorch, for GPUs: no number of tokens is read on the host.
+//! All experts in two of libtorch's grouped matmuls, for GPUs: the host reads no token counts.
 //!
-//! The operator is tested on a CPU, where libtorch computes it group by group. It was not run on a GPU.
+//! The operator is tested on a CPU, where libtorch computes it group by group. It has not been run on a GPU.
 
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
 use overdrive_fused::glu;
@@ -10,7 +10,7 @@ use tch::{Kind, Tensor};
 use crate::Result;
 use crate::mlp::GatedMlp;
 
-/// The number of elements whose multiple every row must be: the kernel loads 16 bytes at a time.
+/// The row length must be a multiple of this many elements, because the kernel loads 16 bytes at a time.
 const ALIGNMENT: i64 = 8;
 
 /// Returns `true` if a GPU has the kernel for rows like `x`: those of libtorch 2.11 are for bf16.
@@ -52,7 +52,7 @@ pub(super) fn feed_forward(
     Ok(Some(linear(&gated, ends, &outer, outer_stack)?))
 }
 
-/// Returns weights that lie one behind the other in memory as one tensor `(count, O, I)`, without a copy.
+/// Returns weights that are contiguous in memory as one tensor `(count, O, I)`, without a copy.
 fn stack(weights: &[&Tensor], count: i64, kind: Kind) -> Result<Option<Tensor>> {
     let Some(&first) = weights.first() else {
         return Ok(None);

@@ -77,7 +77,7 @@ impl Router {
     }
 
     /// Chooses the experts of rows of fp32 in slices by their `scores`, `experts` for each row. `choose` receives the
-    /// row, the expert and the weight, `K` times a row.
+    /// row, the expert and the weight, `K` times per row.
     pub(super) fn choose(
         &self,
         scores: &[f32],
@@ -88,7 +88,7 @@ impl Router {
         for (row, scores) in scores.chunks_exact(experts).enumerate() {
             best.clear();
             best.extend(scores.iter().copied().zip(0..));
-            // By index where scores are equal, so that the choice does not depend on the sort.
+            // Equal scores are ordered by index, so that the choice does not depend on the sort.
             best.sort_unstable_by(|a, b| b.0.total_cmp(&a.0).then(a.1.cmp(&b.1)));
             let Some(&(largest, _)) = best.first() else {
                 continue;

@@ -13,8 +13,8 @@ struct Choice {
 }
 
 impl MixtureOfExperts {
-    /// Computes the block for rows of f32 in slices; `joint` and `inner` are memory to compute in. Only the weights of
-    /// the chosen experts are read, each once. Returns `false` if something took operators on tensors.
+    /// Computes the block for rows of f32 in slices; `joint` and `inner` are scratch buffers. Only the weights of the
+    /// chosen experts are read, each once. Returns `false` if it needed operators on tensors.
     pub(crate) fn forward_rows(
         &self,
         x: &[f32],

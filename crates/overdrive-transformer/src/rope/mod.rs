@@ -11,17 +11,16 @@ use crate::input::{ForwardInput, Shape};
 use crate::{Result, RopeScaling};
 use frequencies::Frequencies;
 
-/// The most positions that the tables hold for a forward pass that states no bound of its positions; beyond it the
-/// rows that it needs are computed. With 64 frequencies the tables are then 16 MiB.
+/// The largest number of positions in the tables for a forward pass without a bound on its positions; rows beyond it
+/// are computed when needed. With 64 frequencies, the tables take 16 MiB.
 const MOST_POSITIONS: i64 = 1 << 15;
 
 /// The frequencies of a model, and the tables of their cosines and sines.
 #[derive(Debug)]
 pub(crate) struct Rotary {
     frequencies: Frequencies,
-    /// The tables, made by the first forward pass for the length that it needs; a longer one makes longer ones
-    /// beside them. None is freed before the model, because a captured CUDA graph reads the addresses of those that
-    /// it found.
+    /// The tables. The first forward pass makes them for the length that it needs; a longer pass adds longer ones.
+    /// Tables are freed only with the model, because captured CUDA graphs hold their addresses.
     tables: RefCell<Vec<Tables>>,
 }
 
@@ -72,14 +71,14 @@ impl Rotary {
             Kind::Double => Kind::Double,
             _ => Kind::Float,
         };
-        // Computing them copies the frequencies to the device, which a captured step cannot. Who states a bound comes
-        // again, so that long tables pay.
+        // Computing rows copies the frequencies to the device, which a captured step cannot do. A caller that states a
+        // bound runs many steps, so long tables pay off.
         let too_long = needed > MOST_POSITIONS && input.position_bound.is_none();
         // Frequencies beyond the original context may depend on the length, so tables of them would not be reused.
         if too_long || !self.frequencies.is_short(needed) {
             return self.computed(input, shape, needed, kind);
         }
-        // tch's tensors are `Send` but not `Sync`, so only one thread at a time is here.
+        // tch's tensors are `Send` but not `Sync`, so only one thread at a time gets here.
         let mut tables = self.tables.borrow_mut();
         let fits = |t: &Tables| t.len >= needed && t.device == device;
         let index = match tables.iter().position(fits) {

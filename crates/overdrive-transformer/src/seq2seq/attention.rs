@@ -20,7 +20,7 @@ pub(super) struct AttentionLayout {
     pub(super) scale: Option<f64>,
 }
 
-/// Attention over the same tokens, or over the states of an encoder.
+/// Self-attention, or attention over the states of an encoder.
 #[derive(Debug)]
 pub(super) struct Attention {
     query: Linear,
@@ -103,8 +103,8 @@ impl Attention {
         });
         let heads = heads.collect::<Result<Vec<_>>>()?;
         heads.try_into().map_err(|heads: Vec<_>| {
-            let expected = format!("{N} (please report this)");
-            Error::option("the number of joint layers", heads.len(), expected).into()
+            let count = heads.len();
+            Error::internal(format!("{count} joint layers instead of {N}")).into()
         })
     }
 

@@ -20,7 +20,7 @@ pub(super) struct Block {
     pub(super) cross: Option<(Attention, Norm)>,
     pub(super) feed_forward: FeedForward,
     pub(super) feed_forward_norm: Norm,
-    /// `true` if a norm stands before its sublayer (T5), `false` if it follows the sum (BART).
+    /// `true` if a norm comes before its sublayer (T5), `false` if it follows the sum (BART).
     pub(super) pre_norm: bool,
     /// The sums after which fp16 values are bounded.
     pub(super) bounded: Bounded,
@@ -29,11 +29,11 @@ pub(super) struct Block {
 /// The sums after which fp16 values are bounded, as in transformers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) enum Bounded {
-    /// Each sublayer's (T5).
+    /// The sum after each sublayer (T5).
     Sublayers,
-    /// The block's (BART's encoder).
+    /// The sum after the block (BART's encoder).
     Block,
-    /// None (BART's decoder).
+    /// No sum (BART's decoder).
     Never,
 }
 

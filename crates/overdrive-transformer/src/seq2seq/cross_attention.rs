@@ -2,8 +2,8 @@ use tch::Tensor;
 
 use crate::Result;
 
-/// The keys and values of an encoder's states in each layer of a decoder: they are computed once, and no later step
-/// reads the states.
+/// The keys and values of an encoder's states in each layer of a decoder, computed once so that later steps do not need
+/// the states.
 ///
 /// [`Seq2SeqLm::cross_attention_cache`](crate::Seq2SeqLm::cross_attention_cache) makes it. It does not grow.
 #[derive(Debug)]
@@ -62,6 +62,6 @@ impl CrossAttentionCache {
 pub(super) enum CrossLayer {
     /// The encoder's states `(B, S, C)`.
     States(Tensor),
-    /// Keys and values that are computed already.
+    /// Precomputed keys and values.
     KeysValues(Tensor, Tensor),
 }

@@ -50,7 +50,7 @@ fn with_bias(bias: Option<Tensor>, allowed: Tensor) -> Result<Mask> {
     let Some(bias) = bias else {
         return Ok(Mask::Marked(allowed));
     };
-    // The lowest number and not -∞, as in transformers: a row of padding alone has a softmax then.
+    // The lowest number and not -∞, as in transformers, so that the softmax of a row of only padding is defined.
     let lowest = match bias.kind() {
         Kind::Half => -65504.0,
         Kind::BFloat16 => -3.3895313892515355e38,

@@ -1,7 +1,7 @@
 //! Encoder-decoder models: T5 and BART.
 //!
-//! The two differ in names, norms, positions and where the norms stand; [`stack`], [`block`] and [`attention`]
-//! have what they share.
+//! The two differ in their names, their positions, and the kind and place of their norms; [`stack`], [`block`] and
+//! [`attention`] have the shared code.
 
 mod attention;
 pub(crate) mod bart;

@@ -47,9 +47,9 @@ impl RelativeBias {
 
     /// Returns the bucket of each distance of a key from a query, positive for a key after it.
     ///
-    /// Half of the buckets are exact distances, the others grow logarithmically up to the maximum distance. The
-    /// operators and their order are those of transformers: a rounding decides about the bucket of a distance that
-    /// lies on a border.
+    /// Half of the buckets are exact distances; the others grow logarithmically up to the maximum distance. The
+    /// operators and their order are those of transformers, because rounding decides the bucket of a distance on a
+    /// boundary.
     fn buckets(&self, distance: &Tensor) -> Result<Tensor> {
         let mut count = self.table.size()[0];
         let (offset, distance) = if self.bidirectional {

@@ -128,7 +128,7 @@ fn adapters_that_peft_initialised_from_weights_or_data_load() {
         let refused = add_adapter(&mut model, "a", &config, &AddOptions::default());
         let message = refused.unwrap_err().to_string();
         assert!(
-            message.contains("it must be another one for a new adapter"),
+            message.contains("it must be another method for a new adapter"),
             "{message}"
         );
     }

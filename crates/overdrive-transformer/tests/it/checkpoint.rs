@@ -388,7 +388,7 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
         ("t5", "Seq2SeqLm"),
         ("modernbert", "EncoderModel, MaskedLm or"),
     ] {
-        let part = format!("; a model of the type {other} is read by {reader}");
+        let part = format!("; use {reader} for models of type {other}");
         check("gpt2", "model_type", json!(other), &part);
     }
     check("gpt2", "model_type", json!(null), "`model_type` is missing");

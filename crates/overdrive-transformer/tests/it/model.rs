@@ -211,7 +211,7 @@ fn inputs_that_do_not_fit_are_refused_and_a_failed_step_is_undone() {
     let two_rows = Tensor::ones([2, 1], tch::kind::INT64_CPU);
     assert!(
         refused(ForwardInput::new(&two_rows).with_cache(&mut cache))
-            .contains("reset the cache before another batch")
+            .contains("reset the cache before using it for another batch")
     );
     assert_eq!(cache.len(), 5);
     model.set_requires_grad(true).unwrap();

@@ -333,7 +333,7 @@ fn unsupported_quantization_is_refused_with_a_reason() {
     assert_eq!(
         error.unwrap_err().to_string(),
         "`quantization_config` is weights of several schemes (int8, nf4), which is not \
-         supported; supported: one scheme a folder, or `CausalLm::dequantize` before"
+         supported; supported: one scheme per folder; call `CausalLm::dequantize` first"
     );
 
     let mut model = CausalLm::new(&llama(false), &InitOptions::default()).unwrap();
@@ -348,7 +348,7 @@ fn unsupported_quantization_is_refused_with_a_reason() {
     assert!(
         error
             .to_string()
-            .contains("for a checkpoint that is quantized already"),
+            .contains("for a checkpoint that is already quantized"),
         "{error}"
     );
 

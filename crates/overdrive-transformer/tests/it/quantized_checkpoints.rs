@@ -32,7 +32,7 @@ fn static_scales_of_activations_and_the_cache_are_left_with_a_warning() {
     assert!(
         warnings[0].starts_with(
             "32 static scales and zero points of the checkpoint \
-             (model.layers.0.mlp.down_proj.input_scale, ...) are not used: activations are quantized by the token"
+             (model.layers.0.mlp.down_proj.input_scale, ...) are not used: activations are quantized dynamically per token"
         ),
         "{warnings:?}"
     );

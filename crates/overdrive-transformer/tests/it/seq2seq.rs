@@ -597,7 +597,7 @@ fn wrong_inputs_and_configurations_are_refused_by_name() {
     let input = DecoderInput::new(decoder, &encoded).with_cache(&mut cache);
     let error = model.decode(input).unwrap_err().to_string();
     assert!(
-        error.contains("the cache has 5 layers and the model 2"),
+        error.contains("the cache has 5 layers and the model has 2"),
         "{error}"
     );
     for (text, expected) in [

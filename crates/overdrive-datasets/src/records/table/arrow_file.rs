@@ -73,7 +73,7 @@ impl ArrowFile {
                     // All dictionaries are read on opening, so one cannot replace another later.
                     if !batch.isDelta() && dictionaries.contains(&batch.id()) {
                         return Err(
-                            "it replaces a dictionary on the way, which is not supported; \
+                            "it replaces a dictionary in mid-stream, which is not supported; \
                                     write it with unified dictionaries, or as Parquet"
                                 .to_owned(),
                         );

@@ -11,11 +11,11 @@ use parquet::file::metadata::PageIndexPolicy;
 
 use super::{Block, TableFile};
 
-/// The largest number of rows that are decoded for one of them.
+/// The maximum number of rows that are decoded to read one row.
 const BLOCK_ROWS: usize = 4096;
 
-/// The largest number of rows of a file, of which each block has an entry: 2^36 rows have 2^24. The number stands in
-/// the file, and need not be that of its bytes.
+/// The maximum number of rows of a file. Each block has an entry in memory (2^24 entries for 2^36 rows), and the
+/// number in the metadata need not match the size of the file.
 const MAX_ROWS: usize = 1 << 36;
 
 #[derive(Debug)]
@@ -39,7 +39,7 @@ impl ParquetFile {
             all_rows = all_rows.saturating_add(rows);
             if all_rows > MAX_ROWS {
                 return Err(format!(
-                    "its first {} row groups have {all_rows} rows by its metadata, and at most {MAX_ROWS} are read",
+                    "its first {} row groups declare {all_rows} rows; at most {MAX_ROWS} rows are supported",
                     index + 1
                 ));
             }

@@ -137,7 +137,7 @@ fn a_label_that_is_no_class_is_refused_with_its_row_and_value() {
         all[row] = bad;
         let labels = Tensor::from_slice(&all).reshape([2, 3]);
         let expected = format!(
-            "the label of row {row} is {bad}; it must be in 0..8, or -100 for a row to ignore"
+            "the label of row {row} is {bad}; it must be in 0..8, or -100 for an ignored row"
         );
         let error = cross_entropy(&logits, &labels, &CrossEntropyOptions::default()).unwrap_err();
         assert_eq!(error.to_string(), format!("cross_entropy: {expected}"));
@@ -163,7 +163,7 @@ fn shapes_dtypes_and_options_that_do_not_fit_are_refused() {
     let fit = labels(&[5], 8, 0, 1);
     assert_eq!(
         loss(&values(&[5, 3], 1), &fit, &options),
-        "`hidden of linear_cross_entropy` has shape [5, 3]; it must be (…, 4), as weight is [8, 4]"
+        "`hidden of linear_cross_entropy` has shape [5, 3]; it must be (…, 4) for a weight of shape [8, 4]"
     );
     assert_eq!(
         loss(&hidden, &labels(&[4], 8, 0, 1), &options),

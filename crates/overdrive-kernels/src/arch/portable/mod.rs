@@ -9,7 +9,7 @@ mod vector;
 use crate::Kernel;
 use crate::dispatch::Token;
 
-/// The token of what every machine has.
+/// The token of the instruction set that every machine supports.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub struct Portable;
 

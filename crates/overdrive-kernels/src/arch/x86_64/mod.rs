@@ -4,9 +4,9 @@
 /// Evaluates an expression of intrinsics.
 macro_rules! intrinsics {
     ($call:expr) => {
-        // SAFETY: this is used in methods of a token or a vector of an instruction set only, whose values
+        // SAFETY: this is only used in methods of a token or a vector of an instruction set, whose values
         // prove that the machine has the instructions; loads and stores go through references to arrays of the
-        // size that they access, or through pointers for which the caller of an unsafe method vouches.
+        // size that they access, or through pointers whose validity the caller of an unsafe method ensures.
         unsafe { $call }
     };
 }

@@ -25,7 +25,7 @@ fn tensors_and_ids_that_do_not_fit_are_refused_by_name() {
         Err(Error::TruncateBeyondEnd { len: 1, held: 0 })
     ));
     let twice = cache.batch(&[(id, &[1]), (id, &[2])]).unwrap_err();
-    assert!(message_of(twice).starts_with("sequence 0 is twice in one step"));
+    assert!(message_of(twice).starts_with("sequence 0 occurs twice in one step"));
 
     let mut batch = cache.batch(&[(id, &[1, 2])]).unwrap();
     let row = |heads, tokens, dim, kind| Tensor::zeros([1, heads, tokens, dim], (kind, CPU));

@@ -17,8 +17,8 @@ fn an_adapter_that_is_not_merged_is_refused_by_name() {
     assert!(matches!(error, Error::Adapters { .. }));
     assert_eq!(
         error.to_string(),
-        "the layer `model.layers.0.self_attn.q_proj` has the adapters taught, and a graph holds plain \
-         weights; merge them with `overdrive_lora::merge_and_unload`, or remove them with `unload`"
+        "the layer `model.layers.0.self_attn.q_proj` has unmerged adapters (taught), which an ONNX graph \
+         cannot hold; merge them with `overdrive_lora::merge_and_unload`, or remove them with `unload`"
     );
     assert!(names(dir.path()).is_empty());
     // A merged adapter is part of the weights, even while the layer still holds it.
@@ -65,7 +65,7 @@ fn invalid_options_are_refused_with_the_allowed_values() {
     let error = export(&mut quantized("fp8"), dir.path().join("m.onnx"), &old).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "`model.layers.0.self_attn.q_proj.weight` is of 8-bit floats, for opset 18, which cannot be \
+        "`model.layers.0.self_attn.q_proj.weight` is of 8-bit floats with opset 18, which cannot be \
          written as ONNX; set `opset` to 19 or more"
     );
 }
@@ -81,7 +81,7 @@ fn heads_that_group_query_attention_does_not_take_are_refused() {
     let error = export(&mut fixture("mistral"), &path, &options).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "the width of a head is 12, of which `GroupQueryAttention` takes multiples of 8, which cannot be \
+        "the head size with `GroupQueryAttention` is 12 instead of a multiple of 8, which cannot be \
          written as ONNX; choose another `attention`"
     );
 }

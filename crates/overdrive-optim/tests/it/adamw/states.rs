@@ -30,7 +30,7 @@ fn a_resumed_run_is_bit_equal_to_one_that_was_not_interrupted() {
         second.optimizer.learning_rates(),
         first.optimizer.learning_rates()
     );
-    // The state was copied: going on with the first run must not reach into the second.
+    // The state was copied: continuing the first run must not change the second.
     first.step(10);
     for t in 10..20 {
         second.step(t);

@@ -36,7 +36,7 @@ fn another_number_of_inputs_than_the_code_takes_is_refused_before_it_runs() {
             matches!(error, overdrive_sys::Error::BadArgument { .. }),
             "{error}"
         );
-        let expected = format!("takes 1 inputs, and {} were given", given.len());
+        let expected = format!("takes 1 inputs, but {} were given", given.len());
         assert!(error.to_string().contains(&expected), "{error}");
     }
     // Its code computes addresses from contiguous sizes.

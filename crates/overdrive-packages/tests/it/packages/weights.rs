@@ -143,7 +143,7 @@ fn constants_that_do_not_fit_change_nothing_and_are_all_named() {
     assert!(
         error
             .to_string()
-            .contains("stand for one constant and differ"),
+            .contains("name the same constant but differ"),
         "{error}"
     );
     weights.pop();

@@ -3,7 +3,7 @@ use serde_json::{Map, Value};
 
 use crate::{GroupOptions, Scheme};
 
-/// A group of modules that are quantized alike.
+/// A group of modules with the same quantization.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct ConfigGroup {
     /// The names of the modules, regular expressions after `re:`, and classes: `Linear` is any linear layer.

@@ -14,7 +14,7 @@ const CONFIG_GROUPS: &str = "quantization_config.config_groups";
 /// The `quantization_config` of a model in the layouts of compressed-tensors.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub struct CompressedTensorsConfig {
-    /// The groups of modules that are quantized alike; the first one that names a module applies.
+    /// The groups of modules with the same quantization; the first group that names a module applies.
     pub config_groups: Map<String, Value>,
     /// The layout: `int-quantized`, `pack-quantized`, `float-quantized`, `naive-quantized` or
     /// `mixed-precision`.
@@ -137,8 +137,8 @@ impl CompressedTensorsConfig {
         for args in groups.iter().filter_map(|group| group.weights.as_ref()) {
             if scheme_of(args, false).is_none() {
                 let strategy = args.strategy.as_deref().unwrap_or("tensor");
-                let found = format!("{} bits of {} by {strategy}", args.num_bits, args.kind);
-                let expected = "4 or 8 bits of int by tensor, channel or group, or 8 bits of float by \
+                let found = format!("{}-bit {} by {strategy}", args.num_bits, args.kind);
+                let expected = "4-bit or 8-bit int by tensor, channel or group, or 8-bit float by \
                                 tensor or channel";
                 return Err(Error::option(CONFIG_GROUPS, found, expected));
             }
@@ -171,8 +171,8 @@ impl CompressedTensorsConfig {
         self
     }
 
-    /// Returns the group of a module: one that names it, otherwise one that takes any `Linear`, otherwise one of another
-    /// class of modules.
+    /// Returns the group of a module: one that names it, otherwise one that takes any `Linear`, otherwise one of
+    /// another class of modules.
     pub(super) fn group_of(&self, module: &str) -> Result<Option<ConfigGroup>> {
         let groups = self.groups()?;
         for group in &groups {

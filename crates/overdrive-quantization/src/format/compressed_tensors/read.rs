@@ -65,7 +65,7 @@ impl CompressedTensorsConfig {
         let inputs = usize::try_from(columns).unwrap_or_default();
         if rows != outputs as i64 || inputs == 0 || inputs.div_ceil(per_word) != width {
             return Err(module.bad(format!(
-                "`weight_shape` is [{rows}, {columns}]; {outputs} rows of {width} words do not have that shape"
+                "`weight_shape` is [{rows}, {columns}], which does not match {outputs} rows of {width} words"
             )));
         }
         let mut codes = Vec::with_capacity(outputs * inputs);
@@ -177,7 +177,7 @@ fn bits_of(module: Module<'_>, args: &QuantizationArgs) -> Result<u8> {
     match (args.kind.as_str(), args.num_bits) {
         ("int", bits @ (4 | 8)) => Ok(bits),
         (kind, bits) => Err(module.bad(format!(
-            "it has {bits} bits of {kind}; it must have 4 or 8 bits of int"
+            "its codes are {bits}-bit {kind}; they must be 4-bit or 8-bit int"
         ))),
     }
 }

@@ -132,8 +132,8 @@ fn packed_zeros(
             return Err(Error::BadWeight {
                 name: format!("{module}.weight"),
                 reason: format!(
-                    "its group {} has the zero point {exact}; compressed-tensors has integers from 0 to \
-                     {most}; dequantize the weight and quantize it again",
+                    "its group {} has the zero point {exact}; for compressed-tensors it must be an integer from 0 \
+                     to {most}; dequantize the weight and quantize it again",
                     index % groups
                 ),
             });
@@ -151,7 +151,7 @@ fn unsupported(weight: &QuantizedWeight) -> Error {
         Storage::Grouped { order: Some(_), .. } => "groups of reordered inputs".to_owned(),
         _ => weight.scheme.to_string(),
     };
-    let expected = "8 bits by row, groups in order or fp8, which compressed-tensors has; dequantize the \
-                    weight and quantize it again";
+    let expected = "8 bits by row, groups in order or fp8, the schemes of compressed-tensors; dequantize \
+                    the weight and quantize it again";
     Error::option("scheme", found, expected)
 }

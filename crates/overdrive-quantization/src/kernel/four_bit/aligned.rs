@@ -1,11 +1,11 @@
-//! Memory that is aligned to lines of the cache: a vector that lies in two lines takes twice as long to load.
+//! Memory that is aligned to cache lines: a vector that spans two lines takes twice as long to load.
 #![allow(unsafe_code)]
 
 use std::ops::{Deref, DerefMut};
 
 use overdrive_kernels::capacity_bytes;
 
-/// The number of bytes of a line of the cache, and of a vector.
+/// The number of bytes in a cache line and in a vector.
 const LINE: usize = 64;
 
 #[derive(Debug, Clone, Copy)]
@@ -18,7 +18,7 @@ impl Number for f32 {}
 impl Number for i16 {}
 impl Number for i8 {}
 
-/// A vector of numbers that begins with a line of the cache.
+/// A vector of numbers that begins at a cache line.
 #[derive(Debug)]
 pub(crate) struct AlignedVec<T> {
     lines: Vec<Line>,

@@ -1,10 +1,10 @@
 //! GEMM and GEMV with weights of 4 bits (NF4, FP4, integers in groups) and of 8 bits in groups.
 //!
-//! Codes become bytes, activations are quantized on the fly to bytes with a scale for each 32 to 128 inputs (32 for
-//! codes of 8 bits), and their products are summed exactly in 32 bits over the inputs that share a scale. Where the
-//! layout of the weight does not allow it, both become words of 13 to 16 bits. Which of both does not depend on the
-//! number of rows, and in bytes neither does any bit of the result of a row: the kernels of few and of many rows add the
-//! groups in the same order.
+//! Codes are unpacked to bytes, activations are quantized on the fly to bytes with one scale for each 32 to 128 inputs
+//! (32 for 8-bit codes), and their products are summed exactly in 32 bits over the inputs that share a scale. If the
+//! layout of the weight does not allow this, both are words of 13 to 16 bits. The choice does not depend on the number
+//! of rows. With bytes, neither does any bit of a row's result: the kernels for few and for many rows add the groups in
+//! the same order.
 //!
 //! | module | content |
 //! |---|---|
@@ -17,7 +17,7 @@
 //! | `word_gemv`, `word_gemm` | one to three rows of activations in words; more rows |
 //! | `byte_gemv`, `byte_gemm` | one to three rows of activations in bytes; more rows |
 //! | `dequantize` | dequantized rows, and the GEMM in floats |
-//! | `aligned` | memory that is aligned to lines of the cache |
+//! | `aligned` | memory that is aligned to cache lines |
 
 mod aligned;
 mod byte_gemm;

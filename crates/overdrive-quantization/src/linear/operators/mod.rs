@@ -1,4 +1,4 @@
-//! Matmuls by libtorch's operators: on a GPU, in f64, and of empty tensors.
+//! Matmuls with libtorch's operators: on a GPU, in f64, and of empty tensors.
 //!
 //! | module | operator | weights | activations |
 //! |---|---|---|---|
@@ -7,8 +7,8 @@
 //! | `int4_pack` | `_weight_int4pack_mm` | 4 bits in groups, in tiles | a few rows of bf16 or f16 |
 //! | `scaled_mm` | `_scaled_mm` | 8-bit floats | in 8-bit floats by row |
 //!
-//! Weights that none of them takes are dequantized and multiplied. The kernels of overdrive-gpu, where they are on, come
-//! first for a few rows.
+//! Other weights are dequantized and multiplied. If the kernels of overdrive-gpu are on, they take precedence for a few
+//! rows.
 
 mod int4_pack;
 mod int8_pack;

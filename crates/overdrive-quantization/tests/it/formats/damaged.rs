@@ -78,12 +78,12 @@ fn inconsistent_files_are_refused_with_the_reason() {
         (
             "bnb_nf4",
             |t, _| state(t, |s| s["shape"] = json!([i64::MAX, 2])),
-            "two positive numbers",
+            "both sizes positive",
         ),
         (
             "bnb_nf4",
             |t, _| state(t, |s| s["shape"] = json!([-24, -128])),
-            "two positive numbers",
+            "both sizes positive",
         ),
         (
             "bnb_nf4",
@@ -142,9 +142,9 @@ fn inconsistent_files_are_refused_with_the_reason() {
                     Tensor::from_slice(b"{}"),
                 );
             },
-            "not JSON of bitsandbytes",
+            "not bitsandbytes' JSON",
         ),
-        ("bnb_int8", |t, _| drop(t.remove("SCB")), "not quantized"),
+        ("bnb_int8", |t, _| drop(t.remove("SCB")), "did not quantize"),
         (
             "bnb_int8",
             |t, _| drop(t.get("SCB").unwrap().shallow_clone().fill_(f64::INFINITY)),
@@ -155,7 +155,7 @@ fn inconsistent_files_are_refused_with_the_reason() {
             |t, _| {
                 t.insert("weight_shape".into(), Tensor::from_slice(&[24i64, 1 << 40]));
             },
-            "do not have that shape",
+            "does not match",
         ),
         (
             "ct_int4",
@@ -178,17 +178,17 @@ fn inconsistent_files_are_refused_with_the_reason() {
                         .fill_(0x7F),
                 )
             },
-            "the code of NaN",
+            "a code that is NaN",
         ),
         (
             "gptq_4_act",
             |t, _| drop(t.get("g_idx").unwrap().shallow_clone().fill_(1)),
-            "does not give each",
+            "does not assign",
         ),
         (
             "gptq_4_act",
             |t, _| drop(t.get("g_idx").unwrap().get(0).fill_(-5)),
-            "does not give each",
+            "does not assign",
         ),
         (
             "awq_4",

@@ -358,7 +358,7 @@ fn configurations_that_cannot_be_read_are_refused_by_name() {
             json!({"quant_method": "compressed-tensors", "config_groups": {"g": {
                 "targets": ["Linear"], "weights": {"num_bits": 4, "type": "float", "strategy": "group",
                 "group_size": 16}}}}),
-            "4 bits of float by group",
+            "4-bit float by group",
         ),
         (
             json!({"quant_method": "compressed-tensors", "config_groups": {"W8A8": ["Linear"]}}),

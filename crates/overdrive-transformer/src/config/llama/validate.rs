@@ -27,7 +27,7 @@ impl LlamaConfig {
         let heads = self.num_attention_heads;
         if self.head_dim.is_none() && self.hidden_size % heads != 0 {
             let expected =
-                format!("a multiple of num_attention_heads ({heads}), or head_dim given");
+                format!("a multiple of num_attention_heads ({heads}), unless head_dim is set");
             return Err(bad("hidden_size", &self.hidden_size.into(), &expected));
         }
         if heads % self.kv_heads() != 0 {
@@ -102,10 +102,10 @@ impl LlamaConfig {
             if needed == self.experts.is_some() {
                 return Ok(());
             }
-            let found = if needed { "missing" } else { "given" };
+            let found = if needed { "missing" } else { "set" };
             let expected = format!(
                 "{} for the family {}; start from `LlamaConfig::of`",
-                if needed { "given" } else { "`None`" },
+                if needed { "set" } else { "`None`" },
                 self.family.model_type()
             );
             return Err(bad("experts", &found.into(), &expected));

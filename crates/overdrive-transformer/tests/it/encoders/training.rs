@@ -286,7 +286,7 @@ fn inputs_that_do_not_fit_are_refused_with_what_is_allowed() {
     let refused = modern.hidden_states(EncoderInput::new(&ids).with_token_type_ids(&ids));
     let refused = refused.unwrap_err().to_string();
     assert!(
-        refused.contains("ModernBERT has no types of tokens"),
+        refused.contains("ModernBERT has no token types"),
         "{refused}"
     );
     // No label counts: a loss of 0 that can be differentiated.

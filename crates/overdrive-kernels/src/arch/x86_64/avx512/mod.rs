@@ -5,9 +5,9 @@ mod floats;
 mod four_bit;
 mod vector;
 
-// VNNI is demanded, although only `Int8` needs it: it came one generation after the other four (Cascade Lake,
-// Zen 4 have all), and with a second AVX-512 token each kernel would be compiled once more for Skylake-X alone,
-// which runs the AVX2 kernels instead.
+// VNNI is required although only `Int8` needs it: it came one generation after the other four (Cascade Lake and
+// Zen 4 have all of them). With a second AVX-512 token, each kernel would be compiled once more only for
+// Skylake-X, which runs the AVX2 kernels instead.
 token! {
     /// A proof that the machine has AVX-512 F, BW, DQ, VL and VNNI.
     Avx512:
