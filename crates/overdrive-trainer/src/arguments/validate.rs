@@ -82,7 +82,7 @@ impl FinetuneArguments {
     ///
     /// # Errors
     /// [`Error::Common`](crate::Error::Common) and [`Error::Unsupported`](crate::Error::Unsupported), and those
-    /// of [`TrainingArguments::validate`] and [`LoraConfig::validate`].
+    /// of [`TrainingArguments::validate`] and [`LoraConfig::validate`](overdrive_lora::LoraConfig::validate).
     pub fn validate(&self) -> Result<()> {
         self.training.validate()?;
         check_ranges(&as_value(self)?, &as_value(&Self::default())?)?;

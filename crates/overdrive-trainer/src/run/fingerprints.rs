@@ -40,7 +40,7 @@ const SAMPLED_BYTES: u64 = 4096;
 /// model, and the arguments on which the order of the data depends. Snapshots store them, so that a run does not
 /// resume with other inputs by accident, and the processes of a run compare theirs.
 ///
-/// [`TextData::fingerprints`] and [`InstructionData::fingerprints`] return them.
+/// [`TextData::fingerprints`] and [`InstructionData::fingerprints`](crate::InstructionData::fingerprints) return them.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(transparent)]
 pub struct Fingerprints(BTreeMap<String, String>);

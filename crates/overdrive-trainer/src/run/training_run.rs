@@ -30,7 +30,7 @@ use crate::{Error, Interrupt, ProgramError, Result, RunEnd, print_line};
 ///
 /// The run owns the process group, precision and loss scaler, gradient accumulation and clipping, optimizer,
 /// learning-rate schedule, averaged weights, early stopping, snapshots, trackers and the flag of Ctrl-C. It is
-/// built from [`TrainingArguments`], each part of which [`RunBuilder`] can replace, and restores itself from the
+/// built from [`TrainingArguments`], each part of which [`RunBuilder`](crate::RunBuilder) can replace, and restores itself from the
 /// snapshot that `resume_from_checkpoint` names. All processes of the group drive it alike; each gets its share of the
 /// batches, and losses, norms and the decision to stop are the same on all of them.
 ///

@@ -182,11 +182,11 @@ impl InstructionData {
 }
 
 impl InstructionData {
-    /// Returns the fingerprints of a fine-tuning run on this data, and compares them as [`TextData::fingerprints`]
+    /// Returns the fingerprints of a fine-tuning run on this data, and compares them as [`TextData::fingerprints`](crate::TextData::fingerprints)
     /// does. The model that is fine-tuned is identified by its configuration and a sample of its weights.
     ///
     /// # Errors
-    /// Those of [`TextData::fingerprints`], and an error if a file of the model cannot be read.
+    /// Those of [`TextData::fingerprints`](crate::TextData::fingerprints), and an error if a file of the model cannot be read.
     pub fn fingerprints(
         &self,
         arguments: &FinetuneArguments,
