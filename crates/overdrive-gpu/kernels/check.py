@@ -623,12 +623,15 @@ def decode_attention(launch):
     flat = launch.given("query", launch.random.standard_normal(extent))
     steps = [8 * s["q_row"], 8 * s["q_head"], 8]
     query = np.lib.stride_tricks.as_strided(flat, (total, heads * group, dim), steps)
-    for name, shape in [("partial", (splits, total, heads * group, dim)), ("lse", (splits, total, heads * group)),
-                        ("y", (total, heads * group, dim)), ("y_lse", (heads * group, total))]:
-        launch.output(name, *shape)
-    launch.run()
-    if s["direct"]:
+    if constants["DIRECT"]:
         assert splits == 1, launch.describe()
+        launch.output("y", total, heads * group, dim)
+        launch.output("y_lse", heads * group, total)
+    else:
+        launch.output("partial", splits, total, heads * group, dim)
+        launch.output("lse", splits, total, heads * group)
+    launch.run()
+    if constants["DIRECT"]:
         means, lse = launch.buffers["y"].get()[None], launch.buffers["y_lse"].get().T[None]
     else:
         means, lse = launch.buffers["partial"].get(), launch.buffers["lse"].get()
@@ -662,8 +665,8 @@ def decode_attention(launch):
     factor = 2 if constants["CODED"] and kind == "bf16" else 1
     worst = launch.close("lse", expected_lse, factor=factor, found=found, kind=kind)
     # Results of one split are rounded to the dtype of the queries.
-    kind = launch.kind if s["direct"] else kind
-    return max(worst, launch.close("partial", expected, factor=factor, found=mean, kind=kind))
+    name, kind = ("y", launch.kind) if constants["DIRECT"] else ("partial", kind)
+    return max(worst, launch.close(name, expected, factor=factor, found=mean, kind=kind))
 
 
 def paged_write(launch):
@@ -733,6 +736,8 @@ def main():
         worst[slot] = max(worst.get(slot, 0.0), error)
     # There is no attention of f32 with heads of 256, so that nothing launches the combination of its splits.
     missing = {key for key in missing if key[:2] != ("decode_combine", "f32") or ("DIM", 256) not in key[3]}
+    # A copy of 16 bits is the same code for both dtypes, so that its launches count as those of one.
+    missing = {key for key in missing if key[:2] != ("paged_write", "f16")}
     assert not missing, f"no launch of {sorted(missing)}"
     for (kernel, dtype), error in worst.items():
         print(f"{kernel:18} {dtype:5} {error:.1e}")

@@ -44,13 +44,13 @@ def spread(x, BLOCK: tl.constexpr, GROUP: tl.constexpr, DIM: tl.constexpr):
 def decode_attention(query, keys, values, partial, lse, y, y_lse, counts, table, key_starts, query_starts, key_codes,
                      value_codes, key_lines, value_lines, queries, total, room, coded, capacity, kv_heads, group, dim,
                      block_size, q_row, q_head, k_sequence, k_head, k_token, v_sequence, v_head, v_token, left, right,
-                     scale, softcap, direct, PAGED: tl.constexpr, CODED: tl.constexpr, GROUP: tl.constexpr, ROWS: tl.constexpr,
-                     BLOCK: tl.constexpr, DIM: tl.constexpr):
+                     scale, softcap, PAGED: tl.constexpr, CODED: tl.constexpr, DIRECT: tl.constexpr, GROUP: tl.constexpr,
+                     ROWS: tl.constexpr, BLOCK: tl.constexpr, DIM: tl.constexpr):
     """Computes for a split and ROWS rows the mean of the values, and the logarithm of its denominator.
 
     Rows are the queries of a sequence, at most `queries`, times the `group` of heads that share a head of keys.
     `partial` is (splits, total, heads, dim), `lse` without the last. A row that sees no key gets zeros and -inf. With
-    `direct` there is one split, whose results go to `y` (total, heads, dim) and `y_lse` (heads, total) instead.
+    DIRECT there is one split, whose results go to `y` (total, heads, dim) and `y_lse` (heads, total) instead.
     """
     parts = tl.cdiv(queries * group, ROWS)
     program = tl.program_id(0)
@@ -139,7 +139,7 @@ def decode_attention(query, keys, values, partial, lse, y, y_lse, counts, table,
     at_row = (tl.program_id(1) * total + row) * (kv_heads * group) + query_head
     mean = sums / denominator[:, None]
     logarithm = tl.where(weight == 0.0, float("-inf"), highest + tl.log(denominator))
-    if direct != 0:
+    if DIRECT:
         tl.store(y_lse + query_head.to(tl.int64) * total + row, logarithm, mask=used)
         tl.store(y + at_row[:, None] * dim + channel[None, :], mean.to(y.dtype.element_ty), mask=mask)
     else:

@@ -152,27 +152,46 @@ impl Kernels {
     }
 
     fn decode_kernels(&self, call: &Decode<'_>, sizes: &Sizes) -> Result<Option<(Loaded, Loaded)>> {
+        let split = self.decode_kernel(call, sizes, false)?;
+        let sinks = vec![("SINKS", call.sinks.is_some().into())];
+        let combine = self.find_decode("decode_combine", call, sizes, sinks)?;
+        Ok(split.zip(combine))
+    }
+
+    /// Returns the kernel for a split, or the one that writes the results of a single split.
+    fn decode_kernel(
+        &self,
+        call: &Decode<'_>,
+        sizes: &Sizes,
+        direct: bool,
+    ) -> Result<Option<Loaded>> {
+        let is_paged = matches!(call.layout, DecodeLayout::Paged { .. });
+        let is_coded = matches!(call.layout, DecodeLayout::Coded { .. });
+        let constants = vec![
+            ("PAGED", is_paged.into()),
+            ("CODED", is_coded.into()),
+            ("DIRECT", direct.into()),
+        ];
+        self.find_decode("decode_attention", call, sizes, constants)
+    }
+
+    fn find_decode(
+        &self,
+        kernel: &'static str,
+        call: &Decode<'_>,
+        sizes: &Sizes,
+        constants: Vec<(&'static str, i64)>,
+    ) -> Result<Option<Loaded>> {
         let Some(dtype) = dtype(call.query.kind()) else {
             return Ok(None);
         };
-        let find = |kernel, constants| {
-            self.find(&Request {
-                kernel,
-                dtype,
-                constants,
-                least: ("DIM", sizes.dim),
-                aligned: true,
-            })
-        };
-        let is_paged = matches!(call.layout, DecodeLayout::Paged { .. });
-        let is_coded = matches!(call.layout, DecodeLayout::Coded { .. });
-        let of_layout = vec![("PAGED", is_paged.into()), ("CODED", is_coded.into())];
-        let split = find("decode_attention", of_layout)?;
-        let combine = find(
-            "decode_combine",
-            vec![("SINKS", call.sinks.is_some().into())],
-        )?;
-        Ok(split.zip(combine))
+        self.find(&Request {
+            kernel,
+            dtype,
+            constants,
+            least: ("DIM", sizes.dim),
+            aligned: true,
+        })
     }
 
     fn run_decode(
@@ -205,25 +224,31 @@ impl Kernels {
         let float = (Kind::Float, device);
         let y = Tensor::f_empty([total, heads, dim], (kind, device))?;
         let lse = Tensor::f_empty([heads, total], float)?;
-        // The results of one split are those of the call, without a second launch.
-        let is_direct = splits == 1 && call.sinks.is_none();
-        let (partial, partial_lse) = match is_direct {
-            true => (lse.shallow_clone(), lse.shallow_clone()),
-            false => (
+        // The results of one split are those of the call, without a second launch. Codes have no kernel for that.
+        let direct = match splits == 1 && call.sinks.is_none() {
+            true => self.decode_kernel(call, sizes, true)?,
+            false => None,
+        };
+        let partials = match direct {
+            Some(_) => None,
+            None => Some((
                 Tensor::f_empty([splits as i64, total, heads, dim], float)?,
                 Tensor::f_empty([splits as i64, total, heads], float)?,
-            ),
+            )),
         };
         let query = aligned_rows(call.query)?;
         let mut arguments = vec![
             ("query", Elements(&query)),
             ("keys", Elements(call.keys)),
             ("values", Elements(call.values)),
-            ("partial", Elements(&partial)),
-            ("lse", Elements(&partial_lse)),
-            ("y", Elements(&y)),
-            ("y_lse", Elements(&lse)),
         ];
+        arguments.extend(
+            match &partials {
+                Some((partial, partial_lse)) => [("partial", partial), ("lse", partial_lse)],
+                None => [("y", &y), ("y_lse", &lse)],
+            }
+            .map(|(name, tensor)| (name, Elements(tensor))),
+        );
         let tables = tables(call)?;
         arguments.extend(tables.iter().map(|(name, table)| (*name, Elements(table))));
         arguments.extend([
@@ -253,12 +278,12 @@ impl Kernels {
             ("right", limit(call.right)),
             ("scale", F32(call.scale)),
             ("softcap", F32(call.softcap.unwrap_or(0.0))),
-            ("direct", I32(i64::from(is_direct))),
         ]);
-        self.launch(split, [programs, splits], &arguments)?;
-        if is_direct {
+        let kernel = direct.as_ref().unwrap_or(split);
+        self.launch(kernel, [programs, splits], &arguments)?;
+        let Some((partial, partial_lse)) = partials else {
             return Ok((y, lse));
-        }
+        };
         let sinks = match call.sinks {
             Some(sinks) => Some(dense(&sinks.f_to_kind(Kind::Float)?)?),
             None => None,
@@ -406,7 +431,9 @@ fn check(call: &Decode<'_>) -> Result<Sizes> {
         return Err(Common::shape("query", q, expected).into());
     };
     if dim == 0 || key_dim != dim || kv_heads == 0 || heads == 0 || heads % kv_heads != 0 {
-        let expected = format!("of a number of heads that divides {heads}, with {dim} channels, as the query has");
+        let expected = format!(
+            "of a number of heads that divides {heads}, with {dim} channels, as the query has"
+        );
         return Err(Common::shape("keys", k, expected).into());
     }
     if call.values.size() != k {
