@@ -6,7 +6,9 @@ pub enum Error {
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
     /// A library cannot be loaded or lacks a function.
-    #[error("cannot load {library}: {reason}; install NVIDIA's driver, or set OVERDRIVE_GPU_KERNELS=0")]
+    #[error(
+        "cannot load {library}: {reason}; install NVIDIA's driver, or set OVERDRIVE_GPU_KERNELS=0"
+    )]
     Library {
         /// The file that was opened.
         library: String,
@@ -26,9 +28,7 @@ pub enum Error {
         code: i32,
     },
     /// The embedded kernels do not match the code that calls them, because of an error in this build.
-    #[error(
-        "the embedded kernels do not match this program: {reason}; run `cargo xtask kernels`"
-    )]
+    #[error("the embedded kernels do not match this program: {reason}; run `cargo xtask kernels`")]
     Embedded {
         /// The difference.
         reason: String,
