@@ -29,7 +29,10 @@ pub(crate) fn paged(call: &PagedCall<'_>) -> Result<Option<(Tensor, Tensor)>> {
         return Ok(None);
     }
     if call.sizes.key_dim != call.sizes.value_dim {
-        report_fallback(OPERATION, "keys and values differ in the number of channels");
+        report_fallback(
+            OPERATION,
+            "keys and values differ in the number of channels",
+        );
         return Ok(None);
     }
     let made;
@@ -101,7 +104,10 @@ fn kernels_for(device: Device, options: &AttentionOptions<'_>) -> Result<Option<
         return Ok(None);
     }
     if options.sink_tokens > 0 && options.window.left.is_some() {
-        report_fallback(OPERATION, "the kernel does not support sink tokens under a window");
+        report_fallback(
+            OPERATION,
+            "the kernel does not support sink tokens under a window",
+        );
         return Ok(None);
     }
     Ok(Some(kernels))

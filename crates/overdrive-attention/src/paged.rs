@@ -293,8 +293,7 @@ fn refuse(query: &Tensor, options: &AttentionOptions<'_>) -> Result<()> {
     }
     if query.requires_grad() && overdrive_autograd::is_grad_enabled() {
         let value = "a tensor that requires a gradient".to_owned();
-        let expected =
-            "without a gradient (run under no_grad): attention over paged keys has no backward pass";
+        let expected = "without a gradient (run under no_grad): attention over paged keys has no backward pass";
         return invalid("query", value, expected);
     }
     Ok(())

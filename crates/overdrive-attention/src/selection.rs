@@ -136,8 +136,8 @@ fn explanation(call: &Call<'_>) -> Explanation {
         }
         forced if able(forced) => (Some(forced), "it was requested".to_owned()),
         forced => (
-        None,
-        format!("{forced} was requested but cannot run this attention"),
+            None,
+            format!("{forced} was requested but cannot run this attention"),
         ),
     };
     Explanation {

@@ -84,7 +84,7 @@ pub fn rotary(
         } else {
             tables.rotate(&x)?
         };
-        from_length(rotated, options.layout)
+        convert_layout(rotated, options.layout)
     };
     if (q.size().first(), q.size().last()) != (k.size().first(), k.size().last()) {
         return Err(wrong_shape(
@@ -159,7 +159,7 @@ pub fn split_qkv_rotary(
         }
         parts
     };
-    let mut parts = parts.into_iter().map(|x| from_length(x, options.layout));
+    let mut parts = parts.into_iter().map(|x| convert_layout(x, options.layout));
     match (parts.next(), parts.next(), parts.next()) {
         (Some(q), Some(k), Some(v)) => Ok((q?, k?, v?)),
         _ => unreachable!("three counts give three parts"),
@@ -177,11 +177,11 @@ fn by_length(x: &Tensor, name: &'static str, layout: Layout) -> Result<Tensor> {
         ));
     }
     check_floating("rotary", name, x)?;
-    from_length(x.shallow_clone(), layout)
+    convert_layout(x.shallow_clone(), layout)
 }
 
 /// Converts `(B, T, H, D)` to the layout or back, by the same transpose.
-fn from_length(x: Tensor, layout: Layout) -> Result<Tensor> {
+fn convert_layout(x: Tensor, layout: Layout) -> Result<Tensor> {
     Ok(match layout {
         Layout::Bthd => x,
         Layout::Bhtd => x.f_transpose(1, 2)?,

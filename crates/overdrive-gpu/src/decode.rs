@@ -431,9 +431,8 @@ fn check(call: &Decode<'_>) -> Result<Sizes> {
         return Err(Common::shape("query", q, expected).into());
     };
     if dim == 0 || key_dim != dim || kv_heads == 0 || heads == 0 || heads % kv_heads != 0 {
-        let expected = format!(
-            "of a number of heads that divides {heads}, with {dim} channels, as the query has"
-        );
+        let expected =
+            format!("a tensor whose number of heads divides {heads}, with {dim} channels");
         return Err(Common::shape("keys", k, expected).into());
     }
     if call.values.size() != k {

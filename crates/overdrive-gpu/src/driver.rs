@@ -90,7 +90,7 @@ pub(crate) struct Driver {
     /// Identifies captures; drivers before 11.3 do not have it.
     capture_info: Option<CaptureInfo>,
     current_stream: unsafe extern "C" fn(i32, *mut Handle) -> i32,
-    // Last, so that they are unloaded after the pointers into them are gone.
+    // Last, so that they are unloaded after the pointers into them are dropped.
     _libraries: [Library; 2],
 }
 
@@ -359,7 +359,7 @@ impl Context {
         let _entered = self.enter()?;
         let stream = self.stream()?;
         let (mut status, mut capture) = (0, 0);
-        // SAFETY: libtorch's stream; writes two integers, and null is allowed for what is not asked for.
+        // SAFETY: libtorch's stream; writes two integers, and null is allowed for values that are not requested.
         let asked = unsafe {
             capture_info(
                 stream,

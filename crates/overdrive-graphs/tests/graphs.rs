@@ -465,7 +465,9 @@ fn on_a_gpu_replays_give_what_the_steps_give() {
     let error = CudaGraph::capture(device, CaptureOptions::default(), reads).unwrap_err();
     assert!(matches!(error, Error::CannotCapture { .. }), "{error:?}");
     assert!(
-        error.to_string().contains("must not read values on the host"),
+        error
+            .to_string()
+            .contains("must not read values on the host"),
         "{error}"
     );
     // The process goes on: allocations, random numbers, and other captures.

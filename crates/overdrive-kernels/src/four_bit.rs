@@ -56,7 +56,7 @@ pub trait FourBit: Floats {
 
     /// Reads a table of 16 words.
     fn word_table(self, values: &[i16; 16]) -> Self::WordTable;
-    /// Returns the words that the lowest, second, third and highest 4 bits of each 16 stand for.
+    /// Returns the words of the lowest, second, third and highest 4 bits of each 16.
     fn look_up_words(self, codes: Self::Packed, table: Self::WordTable) -> [Self::Words; 4];
     /// Returns the lower and the higher byte of each 16 bits as signed words.
     fn widen_signed(self, codes: Self::Packed) -> [Self::Words; 2];
@@ -78,8 +78,8 @@ pub trait FourBit: Floats {
         codes: Self::Packed,
         table: Self::Bytes,
     ) -> [Self::Bytes; 2];
-    /// Returns codes of 8 bits as numbers, as [`dot_bytes`](Self::dot_bytes) multiplies them: signed ones plus
-    /// [`BOOK_ZERO`](Self::BOOK_ZERO), others plus `BOOK_ZERO - 128`.
+    /// Returns 8-bit codes as [`dot_bytes`](Self::dot_bytes) multiplies them: signed codes plus
+    /// [`BOOK_ZERO`](Self::BOOK_ZERO), unsigned codes plus `BOOK_ZERO - 128`.
     fn unpack_bytes<const SIGNED: bool>(self, codes: Self::Packed) -> Self::Bytes;
     /// Reads bytes.
     fn load_bytes(self, from: &[i8; BYTES]) -> Self::Bytes;

@@ -91,7 +91,7 @@ impl<'a, T: Copy> ColumnsMut<'a, T> {
     pub fn split_at(self, column: usize) -> (Self, Self) {
         let middle = column.clamp(self.columns.start, self.columns.end);
         let columns = [self.columns.start..middle, middle..self.columns.end];
-        // Both have the lifetime of `self`, which is gone, and no column in common.
+        // Both have the lifetime of `self`, which is consumed, and no common column.
         let [before, after] = columns.map(|columns| ColumnsMut { columns, ..self });
         (before, after)
     }

@@ -161,7 +161,7 @@ impl Buffer {
     }
 }
 
-/// Returns a copy of a tensor with memory of its own.
+/// Returns a copy of a tensor that owns its memory.
 pub(crate) fn copied(tensor: &Tensor) -> std::result::Result<Tensor, tch::TchError> {
     let mut copy = tensor.f_empty_like()?;
     copy.f_copy_(tensor)?;

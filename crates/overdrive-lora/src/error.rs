@@ -9,9 +9,7 @@ pub enum Error {
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
     /// A key of an adapter's configuration requires a feature that this crate does not implement.
-    #[error(
-        "`{key}` is {value}, which is not supported; unset it, or use the adapter with PEFT"
-    )]
+    #[error("`{key}` is {value}, which is not supported; unset it, or use the adapter with PEFT")]
     UnsupportedKey {
         /// The key.
         key: String,

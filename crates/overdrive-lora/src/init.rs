@@ -228,7 +228,8 @@ fn from_weight(
     let largest = draw.size[0].min(draw.size[1]);
     if draw.rank > largest {
         let found = format!("{} for `{}`", draw.rank, draw.name);
-        let expected = format!("at most {largest}, since `init_lora_weights` decomposes the weight");
+        let expected =
+            format!("at most {largest}, since `init_lora_weights` decomposes the weight");
         return Err(Error::option("r", found, expected).into());
     }
     // As in PEFT, OLoRA quantizes the rest by the same scheme.

@@ -225,7 +225,7 @@ impl Context {
         let past = ["key", "value"].map(|part| past_name(layer.number, part));
         let present = ["key", "value"].map(|part| present_name(layer.number, part));
         let inputs = [
-            // Empty names stand for optional inputs: the tables of cosines and sines, and positions.
+            // Empty names mean absent optional inputs: the tables of cosines and sines, and positions.
             query, key, value, &past[0], &past[1], &last, &total, "", "", "", &mask,
         ];
         let mixed = format!("/layers.{}/GroupQueryAttention_output_0", layer.number);

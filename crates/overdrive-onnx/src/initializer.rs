@@ -5,8 +5,8 @@ use std::fmt;
 
 use tch::{Kind, Tensor};
 
-use crate::proto::{StringStringEntryProto, TensorProto, data_type};
 use crate::Result;
+use crate::proto::{StringStringEntryProto, TensorProto, data_type};
 
 /// A named constant.
 pub(crate) struct Initializer {

@@ -349,7 +349,7 @@ fn blocks(graph: &mut Graph, name: &str, x: &str, weight: &QuantizedWeight) -> R
         ("K", Attribute::Int(inputs)),
         ("N", Attribute::Int(outputs)),
         ("block_size", Attribute::Int(values.size)),
-        // 0 stands for FP4, 1 for NF4.
+        // 0 means FP4, 1 means NF4.
         ("quant_type", Attribute::Int(i64::from(values.normal))),
     ];
     let inputs = [x, &values.codes, &values.magnitudes];

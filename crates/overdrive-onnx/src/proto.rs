@@ -3,10 +3,7 @@
 //! Files of every ONNX tool can be read: a reader skips the fields that are not listed here.
 //!
 //! Source: <https://github.com/onnx/onnx/blob/main/onnx/onnx.proto>.
-#![allow(
-    missing_docs,
-    reason = "onnx.proto documents the fields"
-)]
+#![allow(missing_docs, reason = "onnx.proto documents the fields")]
 
 use prost::Message;
 

@@ -49,7 +49,9 @@ impl CompiledDecoder {
         let cache = StaticCache::new(cache_config(&decode, batch, options)?)?;
         // Both run on the same buffers, passed in the same order.
         if prefill.input_names() != decode.input_names() {
-            return Err(not_a_decoder("its models `prefill` and `decode` take different inputs"));
+            return Err(not_a_decoder(
+                "its models `prefill` and `decode` take different inputs",
+            ));
         }
         Ok(CompiledDecoder {
             prefill,

@@ -174,7 +174,7 @@ fn of_blocks(
         let bytes = codes.f_narrow(0, first / 2, (count + 1) / 2)?;
         let numbers = pairs.numbers(&bytes)?;
         let whole = count / block * block;
-        // A last block that is shorter has a row of its own.
+        // A shorter last block has its own row.
         for (begin, len, width) in [(0, whole, block), (whole, count - whole, count - whole)] {
             if len == 0 {
                 continue;

@@ -228,7 +228,7 @@ fn row_loss<S: Simd, T: Element>(s: S, terms: Terms, row: &[T], class: usize) ->
         },
     );
     let (mut sum, mut total) = (s.reduce_add(sum), s.reduce_add(total));
-    // Lanes past the end would add exponentials of their own.
+    // Lanes past the end would add further exponentials.
     for &x in tail {
         let x = x.to_f32();
         let x = softcap.map_or(x, |cap| cap * (x / cap).tanh());

@@ -32,7 +32,7 @@ pub(crate) struct Layer<'a, W> {
 pub(crate) fn few_rows<W: Element>(x: &[f32], width: usize, layers: &[Layer<'_, W>], y: &mut [W]) {
     let outputs: usize = layers.iter().map(|layer| layer.weight.len() / width).sum();
     let row_bytes = width * size_of::<W>();
-    // At least as many as a tile has.
+    // At least the number in a tile.
     let chunk = (CHUNK_BYTES / row_bytes.max(1)).max(4);
     let parallel = outputs * row_bytes > MIN_PARALLEL_BYTES;
     parallel_columns(y, outputs, chunk, parallel, |mut target| {

@@ -423,7 +423,9 @@ impl BlockTables {
                 let (other_position, others) = *held.entry(*block).or_insert((position, tokens));
                 let common = others.len().min(tokens.len());
                 if other_position != position || others[..common] != tokens[..common] {
-                    return Err(format!("block {block} is shared by sequences with other tokens"));
+                    return Err(format!(
+                        "block {block} is shared by sequences with other tokens"
+                    ));
                 }
                 let full = tokens.len() == self.block_size;
                 match self.index.tokens(*block) {

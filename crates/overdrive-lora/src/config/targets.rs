@@ -56,6 +56,6 @@ impl Names {
 pub enum LayerIndices {
     /// One index.
     One(u64),
-    /// Several indices; an empty list stands for all.
+    /// Several indices; an empty list means all.
     Many(Vec<u64>),
 }

@@ -87,7 +87,7 @@ pub(super) fn requantize(
         .with_activations(weight.activations())?;
     let lost = norm(&packed.dequantize(Kind::Float)?.f_sub(&merged)?)?;
     let change = norm(&merged.f_sub(&before)?)?;
-    // An exact result has no error, whatever it is divided by.
+    // An exact result has no error, regardless of the divisor.
     let ratio = |lost: f64, whole: f64| if lost == 0.0 { 0.0 } else { lost / whole };
     let error = Requantized {
         scheme: weight.scheme(),

@@ -52,7 +52,7 @@ pub(super) fn clip(grid: &mut Grid, weight: &[f32], importance: &[f32], options:
     let ratios: Vec<f32> = std::iter::once(1.0)
         .chain(tries.map(|fraction| (options.least + width * fraction) as f32))
         .collect();
-    // A mutex for each group, which is never contended: a job has groups of its own.
+    // A mutex for each group, which is never contended, since each job has its own groups.
     let best: Vec<Mutex<f32>> = grid.steps.iter().map(|_| Mutex::new(1.0)).collect();
     let units = units_of_job(group * ratios.len());
     let starts = (0..best.len()).step_by(units);

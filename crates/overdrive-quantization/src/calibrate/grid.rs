@@ -133,8 +133,8 @@ impl Grid {
         }
     }
 
-    /// Writes the steps and offsets to `weight`, the one that the grid was made of, and reads them back as they
-    /// are stored: scales are rounded to f16, and the magnitudes of blocks may be quantized.
+    /// Writes the steps and offsets to `weight`, from which the grid was created, and reads them back as stored:
+    /// scales are rounded to f16, and the magnitudes of blocks may be quantized.
     pub(super) fn set_steps(&mut self, weight: &mut QuantizedWeight) -> Result<()> {
         let device = weight.device();
         match &mut weight.storage {

@@ -72,13 +72,13 @@ pub fn is_observed() -> bool {
 /// # Errors
 /// Those of the observer.
 pub fn observe_input(name: &str, x: &Tensor) -> Result<()> {
-    // Cloned, so that the slot is not borrowed while the observer runs layers of its own.
+    // Cloned, so that the slot is not borrowed while the observer itself runs layers.
     let observer = OBSERVER.with(|slot| slot.borrow().clone());
     match observer {
         None => Ok(()),
         Some(observer) => match observer.try_borrow_mut() {
             Ok(mut observer) => observer.observe(name, x),
-            // The observer is running: this layer is one of its own.
+            // The observer is running, so this layer is one that it runs.
             Err(_) => Ok(()),
         },
     }

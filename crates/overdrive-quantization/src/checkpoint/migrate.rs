@@ -41,7 +41,7 @@ impl Change {
 /// The name of a norm or of a layer, and those of all the layers that read its output.
 type Group = (&'static str, &'static [&'static str]);
 
-/// Returns the groups of a layer. `doubled` is `true` if norms follow attention and the feed-forward block, too.
+/// Returns the groups of a layer. `doubled` is `true` if norms also follow attention and the feed-forward block.
 fn groups(model_type: &str, doubled: bool) -> &'static [Group] {
     const QKV: Group = (
         "input_layernorm",

@@ -28,7 +28,7 @@ pub(super) fn role(stored: &StoredTensor<'_>, model_type: &str) -> Role {
     if !float || stored.shape().len() != 2 || stored.shape().contains(&0) {
         return Role::Other;
     }
-    // The text is quantized, and the tower that reads images stays as it is, as in other tools.
+    // As in other tools, the text model is quantized and the vision tower is not.
     if module.contains("vision_tower.") || module.contains("multi_modal_projector.") {
         return Role::Other;
     }

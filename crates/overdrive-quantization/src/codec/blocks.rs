@@ -35,8 +35,8 @@ pub(crate) fn quantize(
             let fp4 = book == Book::Fp4;
             encode(set, numbers, 1.0 / divisor, fp4, packed);
         } else {
-            // bitsandbytes divides the last, shorter block, where it multiplies the others by the
-            // inverse, and stores the divisor.
+            // bitsandbytes divides the last, shorter block, stores the divisor, and multiplies the others
+            // by the inverse.
             *magnitude = divisor;
             let mut scaled: Vec<f32> = numbers.iter().map(|x| x / divisor).collect();
             // It pads the last byte with a 0.

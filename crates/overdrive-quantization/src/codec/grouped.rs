@@ -2,7 +2,7 @@
 //!
 //! The scales, zero points and codes equal those of compressed-tensors (`calculate_qparams`,
 //! `quantize`): a symmetric group's scale is its largest magnitude over half the range (7.5, 127.5), and
-//! the others' zero point is an integer, so that 0 has a code of its own.
+//! the others' zero point is an integer, so that 0 has its own code.
 //!
 //! Scales in f16 are rounded up before the codes are chosen, so that the codes still cover the range; with
 //! offsets they are rounded to so few digits that the offset, a multiple of the scale, is a number of f16 as
@@ -38,7 +38,7 @@ pub(crate) const HALF_DIGITS: u32 = 11;
 /// The number of bits that leaves room for those of a zero point of 4 bits.
 pub(crate) const LEAST_DIGITS: u32 = HALF_DIGITS - 4;
 
-/// Returns the smallest number of so many bits that is not below `scale`, and is a multiple of [`HALF_STEP`].
+/// Returns the smallest number with this number of bits that is not below `scale` and a multiple of [`HALF_STEP`].
 pub(crate) fn rounded_up(scale: f32, digits: u32) -> f32 {
     let unit = 1u32 << (24 - digits);
     let rounded = f32::from_bits(scale.to_bits().saturating_add(unit - 1) & !(unit - 1));
@@ -286,7 +286,7 @@ vectorized! {
 }
 
 vectorized! {
-    /// Does the same as [`dequantize_row_4`] with a code in each byte, signed if `signed`.
+    /// Like [`dequantize_row_4`], but with one code in each byte, signed if `signed`.
     pub(crate) fn dequantize_row_8<S: Simd>(
         _s: S,
         codes: &[u8],

@@ -131,7 +131,7 @@ impl BitsAndBytesConfig {
         self.scheme().validate(0)
     }
 
-    /// Returns the scheme of the weights; each weight in a file has a description of its own as well.
+    /// Returns the scheme of the weights; each weight in a file also has its own description.
     pub(super) fn scheme(&self) -> Scheme {
         let options = BlockOptions {
             double_quant: self.bnb_4bit_use_double_quant,

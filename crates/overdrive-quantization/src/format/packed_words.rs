@@ -1,4 +1,4 @@
-//! Codes that are packed in 32-bit words, and group-wise weights made of them.
+//! Codes that are packed in 32-bit words, and group-wise weights from such codes.
 
 use overdrive_safetensors::StoredTensor;
 use tch::{Kind, Tensor};

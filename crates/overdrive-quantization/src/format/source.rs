@@ -1,4 +1,4 @@
-//! The source of the tensors of a quantized weight, and the checks made as they are read.
+//! The source of the tensors of a quantized weight, and the checks when they are read.
 
 use overdrive_safetensors::{Error as FileError, MappedFile, StoredTensor};
 use tch::{Device, Kind, Tensor};

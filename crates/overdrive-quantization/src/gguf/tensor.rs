@@ -98,7 +98,7 @@ impl<'a> GgufTensor<'a> {
         }
         let order = self.order(rows)?;
         let Some(groups) = self.info.kind.groups() else {
-            return Err(self.damaged("its type is not a type of elements"));
+            return Err(self.damaged("its type has neither a dtype nor blocks"));
         };
         let width = self.width();
         let mut numbers = vec![0f32; order.len() * width];

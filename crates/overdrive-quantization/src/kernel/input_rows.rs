@@ -12,7 +12,7 @@ pub(crate) struct InputRows<'a, T> {
     x: &'a [T],
     pub(crate) rows: usize,
     pub(crate) width: usize,
-    // Converted on demand: the INT8 kernels do not need floats, nor the float kernels bytes.
+    // Converted on demand: INT8 kernels do not need floats, and float kernels do not need bytes.
     floats: OnceCell<Vec<f32>>,
     int8: OnceCell<Int8Rows>,
 }

@@ -29,7 +29,7 @@ thread_local! {
     static BUFFERS: Kept<RowBuffers> = const { Kept::new() };
 }
 
-/// Rows of activations, each quantized symmetrically to `-127..=127` with a scale of its own:
+/// Rows of activations, each quantized symmetrically to `-127..=127` with its own scale:
 /// `x ≈ codes · scale`.
 #[derive(Debug)]
 pub(crate) struct Int8Rows {

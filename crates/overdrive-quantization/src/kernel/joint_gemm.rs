@@ -15,7 +15,7 @@ const CHUNK_BYTES: usize = 128 << 10;
 /// it saves.
 const MIN_PARALLEL_BYTES: usize = 64 << 10;
 
-/// Chunks have a multiple of so many outputs, the tile of most kernels.
+/// Chunks have a multiple of this number of outputs, the tile of most kernels.
 // A chunk that ends inside a tile would compute the rest with a slower one.
 const TILE: usize = 32;
 

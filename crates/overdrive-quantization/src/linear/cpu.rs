@@ -14,10 +14,10 @@ use crate::tensors::{Fresh, elements, with_float};
 use crate::weight::Storage;
 use crate::{QuantizedWeight, Result};
 
-/// The largest number of rows for which codes are dequantized in registers, not in blocks.
+/// The largest number of rows for which codes are dequantized in registers instead of in blocks.
 const FEW_ROWS: usize = 32;
 
-/// Returns `true` if codes are dequantized in registers for so many rows.
+/// Returns `true` if codes are dequantized in registers for this number of rows.
 fn is_few(rows: usize) -> bool {
     // A matmul of the library with a dequantized block adds in an order that depends on the number of rows.
     rows <= FEW_ROWS || is_batch_invariant()
@@ -74,7 +74,7 @@ fn joint<T: Element>(
     Ok(y)
 }
 
-/// Writes the results for rows of f32; returns `false` if a weight has no kernel for so many rows.
+/// Writes the results for f32 rows; returns `false` if a weight has no kernel for this number of rows.
 pub(super) fn forward_into(
     x: &[f32],
     width: usize,
@@ -122,7 +122,7 @@ impl<'a, T> Layer<'a, T> {
     }
 }
 
-/// Writes the results of the weights that have a kernel for so many rows; returns the first column and the index of
+/// Writes the results of the weights that have a kernel for this number of rows; returns the first column and index of
 /// each of the others.
 fn run_kernels<T: Element>(
     rows: &InputRows<'_, T>,

@@ -62,8 +62,8 @@ impl Floats for Portable {
         Array(from.map(
             #[inline(always)]
             |code| {
-                // The bits of an f16, whose bias is 8 more than that of e4m3. Not of an f32, where the least of e4m3 would be
-                // subnormal, hence zero here.
+                // The bits of an f16, whose bias is 8 more than that of e4m3. Not of an f32, where the least of e4m3
+                // would be subnormal, hence zero here.
                 let code = u16::from(code);
                 f32::from_bits(widened((code & 0x80) << 8 | (code & 0x7f) << 7))
             },
@@ -116,7 +116,7 @@ fn widened(half: u16) -> u32 {
     const BIAS: u32 = (127 - 15) << 23;
     let magnitude = u32::from(half & 0x7FFF) << 13;
     let normal = magnitude + BIAS;
-    // Without an exponent of its own: as one more than 2⁻¹⁴, which is taken off.
+    // A subnormal number: computed as an addend to 2⁻¹⁴, which is then subtracted.
     let tiny = (f32::from_bits(normal + (1 << 23)) - 6.103_515_6e-5).to_bits();
     // Infinity and NaN have the largest exponent in both formats.
     let special = normal + BIAS;

@@ -106,12 +106,12 @@ impl<T: Scalar, const N: usize> Vector for Array<T, N> {
     }
     #[inline(always)]
     unsafe fn load_pointer(_: Portable, from: *const T) -> Self {
-        // SAFETY: the caller vouches for `N` readable floats; an array of `T` has no padding.
+        // SAFETY: the caller guarantees `N` readable floats; an array of `T` has no padding.
         Array(unsafe { from.cast::<[T; N]>().read_unaligned() })
     }
     #[inline(always)]
     unsafe fn store_pointer(self, to: *mut T) {
-        // SAFETY: the caller vouches for `N` writable floats.
+        // SAFETY: the caller guarantees `N` writable floats.
         unsafe { to.cast::<[T; N]>().write_unaligned(self.0) }
     }
     #[inline(always)]

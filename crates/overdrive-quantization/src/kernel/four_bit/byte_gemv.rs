@@ -2,9 +2,9 @@
 //!
 //! A vector of 64 bytes has the codes of 128 neighbouring inputs in 4 bits: its low halves are multiplied with one
 //! vector of activations, its high halves with another, and a lane sums the products of 8 inputs. Or it has those of
-//! 64 inputs in 8 bits, and a lane sums the products of 4. The sums of each four lanes are kept for 16 outputs; then the
-//! lanes are outputs, and the sums of groups are scaled and added as [`ByteGemm`](super::byte_gemm::ByteGemm) does it, in
-//! the same order, so that both have the same results bit for bit.
+//! 64 inputs in 8 bits, and a lane sums the products of 4. The sums of each four lanes are kept for 16 outputs; then
+//! the lanes are outputs, and the sums of groups are scaled and added as [`ByteGemm`](super::byte_gemm::ByteGemm) does
+//! it, in the same order, so that both have the same results bit for bit.
 #![allow(unsafe_code)]
 
 use std::ops::Range;
@@ -267,7 +267,7 @@ struct Tile<'a, S: Simd> {
     bytes: usize,
     /// The position of the first row among 16 outputs.
     index: usize,
-    /// The last row, which stands for those that do not exist.
+    /// The last row, which replaces rows that do not exist.
     last: usize,
     /// The addresses of the scales and offsets that are prefetched, [`step`](Self::step) bytes a unit.
     next: [*const u8; 2],
@@ -275,8 +275,8 @@ struct Tile<'a, S: Simd> {
 }
 
 impl<S: Simd> Tile<'_, S> {
-    /// Writes the sums of fours of lanes to the columns of the rows in `totals (units, fours, 16)`; `WHOLE` if there are
-    /// [`TILE`] rows.
+    /// Writes the sums of fours of lanes to the columns of the rows in `totals (units, fours, 16)`; `WHOLE` if there
+    /// are [`TILE`] rows.
     // The rows follow each other at one distance, so that a few registers hold the addresses of all.
     #[inline(always)]
     #[allow(

@@ -8,8 +8,8 @@ use super::aligned::AlignedVec;
 use super::coded_weight::{ByteCoding, CodedWeight};
 use crate::codec::floats::{max_magnitude_of, round_bits};
 
-/// The largest number of inputs that share a scale with weights of 8 bits; with weights of 4 bits it is [`UNIT`]. As many
-/// share one as in the weight, up to that.
+/// The largest number of inputs that share a scale with weights of 8 bits; with weights of 4 bits it is [`UNIT`]. As
+/// many share one as in the weight, up to that.
 ///
 /// The rounding error of a group of `n` inputs is at most `√(n / 12) / 127` of its norm where the errors are spread
 /// evenly, 2.6 % for 128; that of weights in 4 bits is some 8 %. For 32 it is that of
@@ -42,7 +42,7 @@ impl ByteLayout {
             sums: weight.offsets.is_some(),
             inputs: weight.inputs,
             group: weight.scales.block.min(match coding.per_byte() {
-                // The error of activations shall not be larger than that of the weight.
+                // The error of activations must not be larger than that of the weight.
                 1 => MAX_GROUP_OF_BYTES,
                 _ => UNIT,
             }),

@@ -113,14 +113,14 @@ pub(crate) enum ByteNumbers {
     Unsigned,
 }
 
-/// The kinds of [`ByteNumbers`], for which there is code of its own.
+/// The kinds of [`ByteNumbers`] with specialized code.
 pub(super) const BOOK: u8 = 0;
 pub(super) const NIBBLES: u8 = 1;
 pub(super) const SIGNED: u8 = 2;
 pub(super) const UNSIGNED: u8 = 3;
 
-/// The least number of inputs that share a scale with codes of 4 bits as bytes: to scale the sum of 32 products takes more
-/// than a third of the time of the products.
+/// The least number of inputs that share a scale with codes of 4 bits as bytes: to scale the sum of 32 products takes
+/// more than a third of the time of the products.
 pub(super) const MIN_GROUP_OF_NIBBLES: usize = 32;
 
 /// The same with codes of 8 bits: GGUF's `Q6_K` has groups of 16.

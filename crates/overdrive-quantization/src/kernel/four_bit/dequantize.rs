@@ -21,7 +21,7 @@ pub(crate) fn dequantize_rows<T: Element>(
     dequantize_on(InstructionSet::best(), weight, rows, out);
 }
 
-/// Does the same as [`dequantize_rows`], with one instruction set.
+/// Computes [`dequantize_rows`] with one instruction set.
 pub(crate) fn dequantize_on<T: Element>(
     set: InstructionSet,
     weight: &CodedWeight<'_>,

@@ -53,7 +53,7 @@ impl ScaleRows {
         let numbers = match borrowed {
             Some(numbers) => numbers,
             None => {
-                // Grown only, since clearing would write every number twice.
+                // Only grown, since clearing would write every number twice.
                 if raw.floats.len() < all + LANES {
                     raw.floats.resize(all + LANES, 0.0);
                 }
@@ -69,7 +69,7 @@ impl ScaleRows {
                 Numbers::Floats(&raw.floats)
             }
         };
-        // Without repetition each granule has a number of its own.
+        // Without repetition, each granule has its own value.
         let repeat = repeat.unwrap_or(1);
         ReadScales {
             numbers,

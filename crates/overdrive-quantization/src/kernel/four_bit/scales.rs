@@ -120,7 +120,7 @@ impl Magnitudes<'_> {
                 scales,
                 offset,
             } => {
-                // Grown only, since clearing would write every number twice.
+                // Only grown, since clearing would write every number twice.
                 if bits.len() < out.len() {
                     bits.resize(out.len(), 0);
                 }

@@ -191,7 +191,7 @@ impl WordGemv<'_> {
     }
 
     /// Computes some outputs, at most [`TILE`], from `index` of the batch on, of row `n` of the activations. The
-    /// last output stands for missing ones.
+    /// last output replaces missing ones.
     #[inline(always)]
     #[allow(clippy::too_many_arguments, reason = "the batch, and the index in it")]
     fn tile<S: Simd, D: Decode<S>, const F: bool>(

@@ -19,7 +19,7 @@ const MAX_UNIT: usize = 8 * LANES;
 /// The number of activations below which one thread quantizes all.
 const PARALLEL: usize = 32 << 10;
 
-/// Returns `true` if so many rows are multiplied by the GEMV, which adds in another order than the GEMM.
+/// Returns `true` if this number of rows is multiplied by the GEMV, which adds in a different order than the GEMM.
 pub(super) fn is_few(rows: usize) -> bool {
     rows <= MAX_ROWS && !is_batch_invariant()
 }

@@ -33,7 +33,7 @@ pub(crate) struct Int8Gemm<'a> {
     pub(crate) codes: &'a [i8],
     /// The scale of each output.
     pub(crate) scales: &'a [f32],
-    /// The outlier columns that `x` lacks, if columns were split off.
+    /// The outlier columns that were split off from `x`, if any.
     pub(crate) split: Option<&'a OutlierSplit>,
     pub(crate) set: InstructionSet,
 }

@@ -7,7 +7,7 @@ use overdrive_kernels::arch::Avx512;
 
 use crate::kernel::int8_rows::GROUP_ROWS;
 
-/// The number of outputs at a time. Sums must exist for as many, although they may be meaningless.
+/// The number of outputs at a time. Sums must exist for all of them, although they may be meaningless.
 pub(super) const OUTPUTS: usize = 16;
 
 /// Transposes the sums of eight rows of 16 outputs: `sums` has those of one output every `stride` integers, and

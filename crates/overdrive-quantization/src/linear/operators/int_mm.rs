@@ -10,14 +10,14 @@ pub(super) fn applies(x: &Tensor, weight: &QuantizedWeight) -> bool {
     x.numel() > 0 && x.kind() != Kind::Double && (x.device() == Device::Cpu || aligned)
 }
 
-/// The least rows that `_int_mm` takes on a GPU: more than 16, and a multiple of 8.
+/// The minimum number of rows that `_int_mm` takes on a GPU: more than 16, and a multiple of 8.
 const LEAST_ROWS: i64 = 24;
 
 /// Quantizes `x (rows, I)` by row and returns it times the codes, in f32 `(rows, O)`.
 pub(super) fn product(x: &Tensor, codes: &Tensor, scales: &Tensor) -> Result<Tensor> {
     let x = x.f_to_kind(Kind::Float)?;
     let most = x.f_abs()?.f_amax([1], true)?;
-    // A row of zeros has codes of zero, whatever it is divided by.
+    // A row of zeros has zero codes, regardless of the divisor.
     let inverse = most
         .f_clamp_min(1e-30)?
         .f_reciprocal()?
@@ -38,7 +38,7 @@ pub(super) fn product(x: &Tensor, codes: &Tensor, scales: &Tensor) -> Result<Ten
     Ok(y.f_mul(scales)?)
 }
 
-/// Returns the same with the columns beyond the threshold in full precision.
+/// Like [`product`], but with the columns beyond the threshold in full precision.
 pub(super) fn split(x: &Tensor, codes: &Tensor, scales: &Tensor, threshold: f64) -> Result<Tensor> {
     let large = x.f_abs()?.f_amax([0], true)?.f_gt(threshold)?;
     let rest = x.f_masked_fill(&large, 0.0)?;

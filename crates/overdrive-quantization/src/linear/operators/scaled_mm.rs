@@ -67,7 +67,7 @@ pub(super) fn product(
 fn quantized(x: &Tensor) -> Result<(Tensor, Tensor)> {
     let x = x.f_to_kind(Kind::Float)?;
     let most = f64::from(fp8::MAX);
-    // A row of zeros has codes of zero, whatever it is divided by.
+    // A row of zeros has zero codes, regardless of the divisor.
     let scales = x
         .f_abs()?
         .f_amax([1], true)?

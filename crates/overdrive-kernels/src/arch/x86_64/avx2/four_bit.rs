@@ -213,7 +213,7 @@ impl FourBit for Avx2 {
                         out[half] = _mm256_add_epi32(out[half], _mm256_madd_epi16(words, ones));
                     }
                 } else {
-                    // Four products of codes fit, too.
+                    // Four products of codes also fit.
                     let words = _mm256_add_epi16(
                         _mm256_maddubs_epi16(first, low[half]),
                         _mm256_maddubs_epi16(second, high[half]),
