@@ -1,6 +1,6 @@
 //! The errors, checks, constants and random numbers that all crates of Overdrive share, [files that are written
-//! atomically](files), [output that overwrites no input](OutputFolder), [text in whatever form people save it](text),
-//! [numbers formatted for people](units), and the [table of GPUs](gpu).
+//! atomically](files), [output that overwrites no input](OutputFolder), [lines on standard output](print_line),
+//! [text in whatever form people save it](text), [numbers formatted for people](units), and the [table of GPUs](gpu).
 //!
 //! Every crate has an error enum of its own for what only it can get wrong. What all of them can get wrong
 //! (an option out of its range, a tensor of another shape, dtype or device, a file that cannot be read,
@@ -44,8 +44,10 @@ pub mod files;
 pub mod gpu;
 mod lock;
 mod output;
+mod print;
 pub mod random;
 pub mod text;
+mod unfinished;
 pub mod units;
 
 pub use check::{
@@ -53,4 +55,5 @@ pub use check::{
 };
 pub use constants::{IGNORE_INDEX, INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
 pub use error::{Error, Result};
-pub use output::{OutputFolder, check_not_read, is_same_file};
+pub use output::{OutputFolder, UnfinishedOutput, check_not_read, is_same_file};
+pub use print::{print_error_line, print_line};

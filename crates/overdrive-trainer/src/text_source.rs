@@ -79,7 +79,11 @@ impl TextSource {
     }
 
     /// Logs the files and records that were found.
-    pub(crate) fn describe(&self, arguments: &TrainingArguments, say: &mut dyn FnMut(&str)) {
+    pub(crate) fn describe(
+        &self,
+        arguments: &TrainingArguments,
+        say: &mut dyn FnMut(&str),
+    ) -> Result<()> {
         let megabytes = |bytes: u64| bytes as f64 / 1e6;
         let records = match self {
             Self::Files(corpus) => {
@@ -107,7 +111,7 @@ impl TextSource {
                 if others > 0 && !arguments.data.is_empty() {
                     say(&format!("            {others} files skipped"));
                 }
-                return;
+                return Ok(());
             }
             Self::Records(records) => records,
             Self::Unique(unique) => unique.records.dataset(),
@@ -117,7 +121,7 @@ impl TextSource {
             records.len(),
             records.files(),
             megabytes(records.total_bytes()),
-            records.fingerprint().to_string(),
+            records.fingerprint()?.to_string(),
         ));
         if let Self::Unique(unique) = self {
             say(&format!(
@@ -125,6 +129,7 @@ impl TextSource {
                 unique.duplicates
             ));
         }
+        Ok(())
     }
 
     /// Returns a byte-level BPE of `vocab_size` tokens, trained on the documents or read from the cache.
@@ -155,24 +160,24 @@ impl TextSource {
         cache: &Path,
     ) -> Result<BuiltTokens> {
         let options = BuildOptions::default();
-        let key = |records: &TextRecords, name| {
+        let key = |records: &TextRecords, name| -> Result<_> {
             // The column is part of the key: other columns of the same files give other tokens.
             let name = format!("{name} of {}", arguments.dataset_text_field);
-            MapCache {
-                input: records.fingerprint(),
+            let cache = MapCache {
+                input: records.fingerprint()?,
                 name: &name,
                 version: 1,
-            }
-            .fingerprint()
+            };
+            Ok(cache.fingerprint())
         };
         Ok(match self {
             Self::Files(corpus) => build_tokens(corpus, tokenizer, &options, cache)?,
             Self::Records(records) => {
-                let key = key(records, "texts");
+                let key = key(records, "texts")?;
                 build_dataset_tokens(records, key, tokenizer, &options, cache)?
             }
             Self::Unique(unique) => {
-                let key = key(unique.records.dataset(), "different texts");
+                let key = key(unique.records.dataset(), "different texts")?;
                 build_dataset_tokens(&unique.records, key, tokenizer, &options, cache)?
             }
         })
@@ -331,5 +336,6 @@ fn write_sample(texts: &dyn Dataset<Item = String>, path: &Path) -> Result<()> {
             writeln!(file, "{record}").map_err(CommonError::io("write", path))?;
         }
     }
+    texts.check_unchanged()?;
     Ok(file.flush().map_err(CommonError::io("write", path))?)
 }

@@ -22,6 +22,6 @@ pub fn tokenize(
     mut say: impl FnMut(&str),
 ) -> Result<(TokenStore, BuildReport)> {
     let source = TextSource::open(arguments)?;
-    source.describe(arguments, &mut say);
+    source.describe(arguments, &mut say)?;
     source.build_to(path, tokenizer, options)
 }

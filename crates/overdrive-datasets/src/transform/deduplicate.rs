@@ -106,6 +106,7 @@ impl<D: Dataset> Selection<D> {
                 sink.push((hash, index as u64))?;
             }
         }
+        dataset.check_unchanged()?;
         // One bit per record, set if an earlier record is equal.
         let mut drop = vec![0_u64; len.div_ceil(64)];
         let mut duplicates = 0;
