@@ -164,14 +164,14 @@ impl RecordFiles {
         let (file, record) = self.find(index)?;
         let (offset, bytes) = file.bytes(record)?;
         read(&bytes).map_err(|problem| match file.check_unchanged() {
-            Ok(()) => Error::InvalidRecord {
+            // The record may be half of an old and half of a new one.
+            Err(changed @ Error::FileChanged { .. }) => changed,
+            _ => Error::InvalidRecord {
                 path: file.path.clone(),
                 number: RecordNumber::Record(record - self.skip),
                 offset,
                 problem,
             },
-            // The record may be half of an old and half of a new one.
-            Err(changed) => changed,
         })
     }
 

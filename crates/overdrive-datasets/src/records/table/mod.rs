@@ -186,13 +186,13 @@ impl<T> TableRecords<T> {
             )),
         });
         batch.map_err(|problem| match state.check(path) {
-            Ok(()) => Error::InvalidRecord {
+            Err(changed @ Error::FileChanged { .. }) => changed,
+            _ => Error::InvalidRecord {
                 path: path.clone(),
                 number: RecordNumber::Record(index - self.rows_before(file)),
                 offset: block.offset,
                 problem: format!("its block of the file cannot be decoded: {problem}"),
             },
-            Err(changed) => changed,
         })
     }
 
