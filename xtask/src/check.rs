@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use overdrive_core::print_line;
 use serde_json::Value;
 
 use crate::cargo::{self, Cargo};
@@ -101,7 +102,9 @@ fn training() -> Result<()> {
     let metrics = fs::read_to_string(&path)
         .map_err(|error| Failure::io("the training left no metrics in", &path, &error))?;
     let (first, last) = judge(&metrics, &path)?;
-    println!("the loss fell from {first:.3} to {last:.3} in {STEPS} steps");
+    print_line(format_args!(
+        "the loss fell from {first:.3} to {last:.3} in {STEPS} steps"
+    ));
     Ok(())
 }
 

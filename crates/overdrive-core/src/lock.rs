@@ -311,7 +311,9 @@ mod tests {
         fs::write(&path, "").expect("writes");
         let set = |mode| fs::set_permissions(&path, fs::Permissions::from_mode(mode));
         set(0o444).expect("sets");
-        let lock = FileLock::try_acquire(&path).expect("readable").expect("free");
+        let lock = FileLock::try_acquire(&path)
+            .expect("readable")
+            .expect("free");
         assert!(FileLock::try_acquire(&path).expect("readable").is_none());
         drop(lock);
     }

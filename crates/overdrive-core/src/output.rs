@@ -459,7 +459,11 @@ mod tests {
             "model.safetensors.index.json",
         ];
         let unfinished = write(&first);
-        assert_eq!(names(&out).len(), first.len(), "all are in the unfinished folder");
+        assert_eq!(
+            names(&out).len(),
+            first.len(),
+            "all are in the unfinished folder"
+        );
         assert!(!out.join("config.json").exists());
         unfinished.finish().expect("moves");
         fs::write(out.join("notes.txt"), "mine").expect("writes");

@@ -93,10 +93,7 @@ pub fn unfinished_folder(path: impl AsRef<Path>) -> Result<UnfinishedFolder> {
         let folder = builder.tempdir_in(folder_of(path))?;
         // Only Unix opens folders. A folder that cannot be opened is recognized by its age.
         let lock = File::open(folder.path()).ok().filter(|_| cfg!(unix));
-        if lock
-            .as_ref()
-            .is_none_or(|lock| claim(lock, folder.path()))
-        {
+        if lock.as_ref().is_none_or(|lock| claim(lock, folder.path())) {
             return Ok(UnfinishedFolder {
                 folder,
                 _lock: lock,
@@ -179,11 +176,12 @@ fn is_leftover(entry: &DirEntry) -> bool {
         }
     }
     let is_own = process == own_process().as_bytes();
-    !is_own && last_written(entry).is_some_and(|written| {
-        written
-            .elapsed()
-            .is_ok_and(|since_then| since_then >= LEFTOVER_AGE)
-    })
+    !is_own
+        && last_written(entry).is_some_and(|written| {
+            written
+                .elapsed()
+                .is_ok_and(|since_then| since_then >= LEFTOVER_AGE)
+        })
 }
 
 /// Returns the last time at which a file was written, or a folder or a file in it.

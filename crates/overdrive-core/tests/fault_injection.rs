@@ -49,14 +49,16 @@ fn check_whole(out: &Path, place: &str) {
             .filter(|(path, _)| !path.to_string_lossy().starts_with('.'))
             .collect();
         let is_old = visible == expected(&OLD, "old");
-        assert!(is_old || visible == expected(&NEW, "new"), "{place}: {visible:?}");
+        assert!(
+            is_old || visible == expected(&NEW, "new"),
+            "{place}: {visible:?}"
+        );
     }
 }
 
 #[test]
 fn a_program_that_is_killed_at_any_call_leaves_a_whole_folder_or_one_that_is_no_model() {
-    let test =
-        "a_program_that_is_killed_at_any_call_leaves_a_whole_folder_or_one_that_is_no_model";
+    let test = "a_program_that_is_killed_at_any_call_leaves_a_whole_folder_or_one_that_is_no_model";
     for is_new in [false, true] {
         // The process that is killed runs this test too.
         let prepare = |folder: &Path| {

@@ -131,7 +131,10 @@ fn a_build_that_waits_for_a_stopped_process_says_so_and_how_to_resume_it() {
         });
         let started = Instant::now();
         while warnings.0.lock().unwrap().is_empty() {
-            assert!(started.elapsed() < Duration::from_secs(60), "it waits without a word");
+            assert!(
+                started.elapsed() < Duration::from_secs(60),
+                "it waits without a word"
+            );
             std::thread::sleep(Duration::from_millis(1));
         }
         assert!(!waiting.is_finished());

@@ -192,6 +192,52 @@ mod tests {
         assert!(clone.requested());
     }
 
+    #[cfg(unix)]
+    const FOLDER: &str = "OVERDRIVE_TEST_SIGNALS_FOLDER";
+
+    #[cfg(unix)]
+    #[test]
+    #[ignore = "started by the other test, in a process of its own"]
+    fn writes_until_a_signal_comes() {
+        let folder = std::path::PathBuf::from(std::env::var_os(FOLDER).unwrap());
+        end_at_signals().unwrap();
+        let _file = files::unfinished(folder.join("a.bin")).unwrap();
+        let model = files::unfinished_folder(folder.join("model")).unwrap();
+        std::fs::write(model.path().join("model.safetensors"), "half").unwrap();
+        std::fs::write(folder.join("ready"), "").unwrap();
+        thread::sleep(Duration::from_secs(120));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_signal_ends_a_program_by_itself_and_removes_what_is_not_finished() {
+        use std::os::unix::process::ExitStatusExt;
+        use std::process::{Command, Stdio};
+        for signal in [SIGINT, SIGTERM] {
+            let dir = tempfile::tempdir().unwrap();
+            let name = "interrupt::tests::writes_until_a_signal_comes";
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", name, "--ignored"])
+                .env(FOLDER, dir.path())
+                .stdout(Stdio::null())
+                .spawn()
+                .unwrap();
+            let started = Instant::now();
+            while !dir.path().join("ready").exists() {
+                assert!(started.elapsed() < Duration::from_secs(60));
+                assert!(child.try_wait().unwrap().is_none(), "it ended by itself");
+                thread::sleep(Duration::from_millis(1));
+            }
+            let (flag, process) = (format!("-{signal}"), child.id().to_string());
+            let sent = Command::new("kill").args([flag, process]).status();
+            assert!(sent.unwrap().success());
+            assert_eq!(child.wait().unwrap().signal(), Some(signal));
+            let left = std::fs::read_dir(dir.path()).unwrap();
+            let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+            assert_eq!(left, ["ready"]);
+        }
+    }
+
     #[test]
     fn only_ctrl_c_after_a_second_ends_at_once() {
         let (soon, later) = (Duration::from_millis(999), Duration::from_secs(1));

@@ -56,7 +56,10 @@ fn write_in_place(path: &Path, bytes: &[u8]) {
 
 /// Returns a function that writes `bytes` over the file when it is called for the 1000th time or later.
 fn once_later(path: PathBuf, bytes: Vec<u8>) -> impl Fn() + Send + Sync {
-    let (calls, done) = (std::sync::atomic::AtomicUsize::new(0), AtomicBool::new(false));
+    let (calls, done) = (
+        std::sync::atomic::AtomicUsize::new(0),
+        AtomicBool::new(false),
+    );
     move || {
         let call = calls.fetch_add(1, Ordering::SeqCst);
         if call >= 1000 && !done.swap(true, Ordering::SeqCst) {
@@ -142,20 +145,40 @@ fn records_of_a_file_that_changes_while_they_are_read_are_refused() {
     };
     let path = dir.path().join("lines.txt");
     let versions = ['a', 'b'].map(|version| lines(|index| text(version, index)));
-    check_reader(&path, [versions[0].as_bytes(), versions[1].as_bytes()], || {
-        let index = memory();
-        TextLines::open([&path], &TextOptions { index, ..TextOptions::default() })
-    });
+    check_reader(
+        &path,
+        [versions[0].as_bytes(), versions[1].as_bytes()],
+        || {
+            let index = memory();
+            TextLines::open(
+                [&path],
+                &TextOptions {
+                    index,
+                    ..TextOptions::default()
+                },
+            )
+        },
+    );
 
     let text_of = |record: Value| Ok(record["text"].as_str().unwrap().to_owned());
     let path = dir.path().join("records.jsonl");
     let versions = ['a', 'b'].map(|version| lines(json(version)));
     let open = || {
         let index = memory();
-        let records = JsonRecords::<Value>::open([&path], &JsonOptions { index, ..JsonOptions::default() });
+        let records = JsonRecords::<Value>::open(
+            [&path],
+            &JsonOptions {
+                index,
+                ..JsonOptions::default()
+            },
+        );
         Ok(records?.map(text_of))
     };
-    check_reader(&path, [versions[0].as_bytes(), versions[1].as_bytes()], open);
+    check_reader(
+        &path,
+        [versions[0].as_bytes(), versions[1].as_bytes()],
+        open,
+    );
 
     let path = dir.path().join("array.json");
     let versions = ['a', 'b'].map(|version| {
@@ -164,21 +187,44 @@ fn records_of_a_file_that_changes_while_they_are_read_are_refused() {
     });
     let open = || {
         let index = memory();
-        let records = JsonRecords::<Value>::open([&path], &JsonOptions { index, ..JsonOptions::default() });
+        let records = JsonRecords::<Value>::open(
+            [&path],
+            &JsonOptions {
+                index,
+                ..JsonOptions::default()
+            },
+        );
         Ok(records?.map(text_of))
     };
-    check_reader(&path, [versions[0].as_bytes(), versions[1].as_bytes()], open);
+    check_reader(
+        &path,
+        [versions[0].as_bytes(), versions[1].as_bytes()],
+        open,
+    );
 
     let path = dir.path().join("rows.csv");
     let versions = ['a', 'b'].map(|version| {
-        format!("id,text\n{}", lines(|index| format!("{index},{}", text(version, index))))
+        format!(
+            "id,text\n{}",
+            lines(|index| format!("{index},{}", text(version, index)))
+        )
     });
     let open = || {
         let index = memory();
-        let rows = CsvRecords::open([&path], &CsvOptions { index, ..CsvOptions::default() })?;
+        let rows = CsvRecords::open(
+            [&path],
+            &CsvOptions {
+                index,
+                ..CsvOptions::default()
+            },
+        )?;
         Ok(rows.map(|row| Ok(row.get("text").unwrap().to_owned())))
     };
-    check_reader(&path, [versions[0].as_bytes(), versions[1].as_bytes()], open);
+    check_reader(
+        &path,
+        [versions[0].as_bytes(), versions[1].as_bytes()],
+        open,
+    );
 }
 
 #[test]
@@ -231,9 +277,8 @@ fn cached_tokens_belong_to_the_content_whatever_length_and_time_say() {
     write_in_place(&path, &new);
     let after = build();
     assert!(!after.was_cached(), "the old tokens are used");
-    let all = |built: &overdrive_datasets::BuiltTokens| {
-        built.store.tokens(0..built.store.len()).unwrap()
-    };
+    let all =
+        |built: &overdrive_datasets::BuiltTokens| built.store.tokens(0..built.store.len()).unwrap();
     assert_ne!(all(&before), all(&after));
 
     // The same content at another time and under another name has the same tokens.
@@ -250,7 +295,11 @@ fn cached_tokens_belong_to_the_content_whatever_length_and_time_say() {
 fn change_a_byte(path: &Path, from: u8, to: u8) {
     let mut bytes = std::fs::read(path).unwrap();
     let middle = bytes.len() / 2;
-    let at = middle + bytes[middle..].iter().position(|&byte| byte == from).unwrap();
+    let at = middle
+        + bytes[middle..]
+            .iter()
+            .position(|&byte| byte == from)
+            .unwrap();
     bytes[at] = to;
     std::fs::write(path, bytes).unwrap();
 }
@@ -258,7 +307,9 @@ fn change_a_byte(path: &Path, from: u8, to: u8) {
 fn only(folder: &Path, end: &str) -> PathBuf {
     let entries = std::fs::read_dir(folder).unwrap();
     let mut paths = entries.map(|entry| entry.unwrap().path());
-    paths.find(|path| path.to_string_lossy().ends_with(end)).unwrap()
+    paths
+        .find(|path| path.to_string_lossy().ends_with(end))
+        .unwrap()
 }
 
 #[test]

@@ -120,8 +120,14 @@ fn columns_are_returned_unconverted() {
     let (batch, row) = rows.batch(200).unwrap();
     assert_eq!((batch.num_rows(), row), (130, 70));
     assert_eq!(batch.schema().field(2).name(), "score");
-    assert_ne!(table("stream.arrow").fingerprint().unwrap(), rows.fingerprint().unwrap());
-    assert_eq!(table("file.arrow").fingerprint().unwrap(), rows.fingerprint().unwrap());
+    assert_ne!(
+        table("stream.arrow").fingerprint().unwrap(),
+        rows.fingerprint().unwrap()
+    );
+    assert_eq!(
+        table("file.arrow").fingerprint().unwrap(),
+        rows.fingerprint().unwrap()
+    );
 }
 
 #[test]

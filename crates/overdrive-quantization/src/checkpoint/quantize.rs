@@ -1,8 +1,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use overdrive_core::files::{self, UnfinishedFolder};
 use overdrive_core::Error as CoreError;
+use overdrive_core::files::{self, UnfinishedFolder};
 use overdrive_safetensors::StoredTensor;
 use tch::{Device, Kind, Tensor};
 
