@@ -163,9 +163,9 @@ fn a_program_that_fails_before_the_tokenizer_leaves_no_model_and_runs_again() {
     let (model, out) = (dir.path().join("model"), dir.path().join("out"));
     write_model(&model);
     let run = |more: &[&str]| {
-        let own = ["export_onnx", "--out", out.to_str().unwrap()];
-        let flags = own.iter().chain(&["--model", model.to_str().unwrap()]);
-        crate::export_onnx_example::run(&Parser::parse_from(flags.chain(more)))
+        let (model, out) = (model.to_str().unwrap(), out.to_str().unwrap());
+        let own = ["export_onnx", "--model", model, "--out", out];
+        crate::export_onnx_example::run(&Parser::parse_from(own.iter().chain(more)))
     };
     let visible = || {
         let files = contents(&out).into_keys();
