@@ -37,8 +37,8 @@ const EXTENSIONS: [&str; 5] = ["safetensors", "bin", "gguf", "onnx", "tokens"];
 
 /// A folder that a program may write: it is new, holds nothing of a model or a run, or the same program has written it.
 ///
-/// [`begin`](Self::begin) writes it as a whole. A program that is killed leaves a folder that no other takes for a model,
-/// and that it may write again.
+/// [`begin`](Self::begin) writes it as a whole. A program that is killed leaves a folder that no other program takes for
+/// a model, and that it may write again.
 ///
 /// ```
 /// use overdrive_core::OutputFolder;

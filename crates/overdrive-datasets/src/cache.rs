@@ -44,8 +44,8 @@ impl BuiltTokens {
 /// The store's name in `cache_dir` is a hash of the files' names and contents, the tokenizer, the options and
 /// the format version: if any of them changes, a new store is built, and no stale one is opened. A store that does not
 /// have its checksums is replaced. Several processes may call it at once: on a file system with locks the others wait
-/// for the first, and log a warning that names it after two seconds; otherwise each builds the same file. The cache is never cleaned; the folder or files in it
-/// may be deleted at any time.
+/// for the first, and log a warning that names it after two seconds; otherwise each builds the same file. The cache is
+/// never cleaned; the folder or files in it may be deleted at any time.
 ///
 /// # Errors
 /// Those of [`crate::build_tokens_to`], and [`Error::CacheFolder`] if this process may not write to the cache folder.

@@ -79,9 +79,9 @@ impl MapCache<'_> {
     /// call it at once: one computes and the others wait.
     ///
     /// # Errors
-    /// Returns an error if a record cannot be read, a file of the records changes meanwhile, `function` fails, its result cannot be stored as JSON (for
-    /// example a map whose keys are not strings, or a number that is NaN or infinite), or the file cannot be
-    /// written. Nothing is cached then.
+    /// Returns an error if a record cannot be read, a file of the records changes meanwhile, `function` fails, its
+    /// result cannot be stored as JSON (for example a map whose keys are not strings, or a number that is NaN or
+    /// infinite), or the file cannot be written. Nothing is cached then.
     pub fn map<D, T>(
         &self,
         dataset: &D,

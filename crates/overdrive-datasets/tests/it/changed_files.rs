@@ -1,5 +1,5 @@
-//! Files that are written to while their records are read, files that changed without their length and time, and files of
-//! the cache whose bits changed.
+//! Files that are written to while their records are read, files that changed without their length and time, and files
+//! of the cache whose bits changed.
 
 use std::fs::File;
 use std::io::{Seek, SeekFrom, Write};
