@@ -108,10 +108,9 @@ pub(crate) fn run(flags: &Flags) -> Result<()> {
     let mut report = export_pretrained(&mut model, unfinished.path(), &options)?;
     source.copy_tokenizer(unfinished.path())?;
     unfinished.finish()?;
-    for path in [Some(&mut report.path), report.data_path.as_mut()] {
-        if let Some(path) = path {
-            *path = flags.out.join(path.file_name().unwrap_or_default());
-        }
+    // The report names the files by the places that they have now.
+    for path in [&mut report.path].into_iter().chain(&mut report.data_path) {
+        *path = flags.out.join(path.file_name().unwrap_or_default());
     }
     print_line(report.to_string().trim_end());
     if flags.compare {
