@@ -117,8 +117,9 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
         "{percent:.1}% of {of} held-out texts are classified correctly"
     ));
     if let Some(output) = &output {
-        output.create()?;
-        task.save(output.path(), folder, flags.lora.is_some())?;
+        let unfinished = output.begin()?;
+        task.save(unfinished.path(), folder, flags.lora.is_some())?;
+        unfinished.finish()?;
         print_line(format_args!("written {}", output.path().display()));
     }
     Ok(accuracy)

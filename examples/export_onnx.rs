@@ -104,10 +104,15 @@ pub(crate) fn run(flags: &Flags) -> Result<()> {
     let output = OutputFolder::check("export_onnx", "--out", &flags.out, &source.inputs())?;
     options.dense_fallback = source.path.is_file();
     let mut model = load(&source)?;
-    output.create()?;
-    let report = export_pretrained(&mut model, &flags.out, &options)?;
+    let unfinished = output.begin()?;
+    let mut report = export_pretrained(&mut model, unfinished.path(), &options)?;
+    source.copy_tokenizer(unfinished.path())?;
+    unfinished.finish()?;
+    // The report names the files by the places that they have now.
+    for path in [&mut report.path].into_iter().chain(&mut report.data_path) {
+        *path = flags.out.join(path.file_name().unwrap_or_default());
+    }
     print_line(report.to_string().trim_end());
-    source.copy_tokenizer(&flags.out)?;
     if flags.compare {
         let comparison = OnnxComparison {
             prompt: flags.prompt,

@@ -44,13 +44,15 @@ pub(crate) fn run(flags: &Flags) -> Result<()> {
         ("--model", flags.model.as_path()),
         ("--adapter", flags.adapter.as_path()),
     ];
-    OutputFolder::check("merge", "--out", &flags.out, &inputs)?.create()?;
-    FinetuneModel::save_merged(&flags.model, &flags.adapter, &flags.out)?;
+    let output = OutputFolder::check("merge", "--out", &flags.out, &inputs)?.begin()?;
+    let folder = output.path();
+    FinetuneModel::save_merged(&flags.model, &flags.adapter, folder)?;
     // The adapter may have been trained with another chat template than the model's, which then lies beside it.
-    let copied = copy_tokenizer(&flags.adapter, &flags.out)?;
+    let copied = copy_tokenizer(&flags.adapter, folder)?;
     if !copied.iter().any(|name| name.ends_with("tokenizer.json")) {
-        ModelFiles::open(&flags.model)?.copy_tokenizer(&flags.out)?;
+        ModelFiles::open(&flags.model)?.copy_tokenizer(folder)?;
     }
+    output.finish()?;
     print_line(format!("merged      {}", flags.out.display()));
     Ok(())
 }

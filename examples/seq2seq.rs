@@ -93,12 +93,13 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
         100.0 * exact,
         held_out.len()
     ));
-    output.create()?;
-    model.save_pretrained(&flags.out, &SaveOptions::default())?;
+    let output = output.begin()?;
+    model.save_pretrained(output.path(), &SaveOptions::default())?;
     match &flags.model {
-        Some(folder) => drop(copy_tokenizer(folder, &flags.out)?),
-        None => save_tokenizer(&flags.out, &tokenizer, Some(END), 512)?,
+        Some(folder) => drop(copy_tokenizer(folder, output.path())?),
+        None => save_tokenizer(output.path(), &tokenizer, Some(END), 512)?,
     }
+    output.finish()?;
     Ok(exact)
 }
 

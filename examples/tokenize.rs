@@ -101,14 +101,19 @@ pub(crate) fn run(flags: &Flags, mut say: impl FnMut(&str)) -> Result<PathBuf> {
         threads: flags.threads,
         ..BuildOptions::default()
     };
-    output.create()?;
-    let path = flags.out.join("text.tokens");
+    let output = output.begin()?;
+    let path = output.path().join("text.tokens");
     let (store, report) = tokenize(&arguments, &tokenizer, &options, &path, &mut say)?;
     if store.is_empty() {
         bail!("the text has no tokens; give other files or another `--text-column`");
     }
     let context = usize::try_from(arguments.context_length)?;
-    save_tokenizer(&flags.out, &tokenizer, end_of_document.as_deref(), context)?;
+    save_tokenizer(
+        output.path(),
+        &tokenizer,
+        end_of_document.as_deref(),
+        context,
+    )?;
     let (tokens, bytes) = (report.tokens as f64, report.text_bytes as f64);
     let seconds = report.elapsed.as_secs_f64();
     say(&format!(
@@ -123,6 +128,9 @@ pub(crate) fn run(flags: &Flags, mut say: impl FnMut(&str)) -> Result<PathBuf> {
         bytes / 1e6 / seconds,
         tokens / 1e6 / seconds,
     ));
+    // Not every system renames a file that is mapped.
+    drop(store);
+    output.finish()?;
     Ok(flags.out.clone())
 }
 

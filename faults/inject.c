@@ -151,7 +151,10 @@ static int halved(size_t *length) {
     }
 
 /* --- Opening. */
-static int makes_file(int flags) { return (flags & (O_CREAT | __O_TMPFILE)) ? ROOM : OTHER; }
+static int makes_file(int flags) {
+    /* O_TMPFILE includes O_DIRECTORY, which makes nothing. */
+    return (flags & O_CREAT) || (flags & O_TMPFILE) == O_TMPFILE ? ROOM : OTHER;
+}
 
 #define OPEN(name)                                                     \
     int name(const char *path, int flags, ...) {                       \

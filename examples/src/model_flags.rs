@@ -2,9 +2,10 @@
 
 use std::path::{Path, PathBuf};
 
-use anyhow::{Context, Result};
+use anyhow::Result;
 use clap::Args;
-use overdrive::core::{Error, files};
+use overdrive::core::Error;
+use overdrive::core::files::{self, UnfinishedFolder};
 use overdrive::datasets::{copy_tokenizer, load_tokenizer};
 use overdrive::generation::{ModelFiles, Tokenizer, set_batch_invariant};
 use overdrive::lora::{
@@ -16,7 +17,6 @@ use overdrive::transformer::{
     CausalLm, LoadOptions, LoadProgress, QuantizeOptions, SaveOptions, Seq2SeqLm,
 };
 use tch::{Device, Kind};
-use tempfile::TempDir;
 
 use crate::{ByteProgress, local_adapter, local_model};
 
@@ -170,12 +170,10 @@ impl ModelFlags {
 }
 
 /// Writes the model of the GGUF file or folder `path` as a folder with dense weights in safetensors, under `parent`,
-/// which is deleted when the returned handle is dropped.
-pub fn unpack_model(path: &Path, parent: &Path) -> Result<TempDir> {
-    let folder = tempfile::Builder::new()
-        .prefix(".unpacked-")
-        .tempdir_in(parent)
-        .with_context(|| parent.display().to_string())?;
+/// which is deleted when the returned handle is dropped, when a signal ends the program, or else by the next one that
+/// writes there.
+pub fn unpack_model(path: &Path, parent: &Path) -> Result<UnfinishedFolder> {
+    let folder = files::unfinished_folder(parent.join("unpacked"))?;
     let mut model = load_model(path, LoadOptions::default())?;
     model.dequantize()?;
     model.save_pretrained(folder.path(), &SaveOptions::default())?;

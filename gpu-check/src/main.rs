@@ -12,6 +12,7 @@ use std::time::Duration;
 
 use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
+use overdrive::core::print_line;
 use overdrive_gpu_check::runner::{self, Options};
 use overdrive_gpu_check::sections::{self, Kind, MACHINERY, SECTIONS, Section, Target, Work};
 use overdrive_gpu_check::summary;
@@ -92,7 +93,7 @@ fn run(flags: Flags) -> Result<ExitCode> {
         }) => {
             let limit = Duration::try_from_secs_f64(seconds)?;
             sections::run_here(section(&name)?, device, first, limit, |line| {
-                println!("{}", line.to_text());
+                print_line(format_args!("{}", line.to_text()));
             });
             return Ok(ExitCode::SUCCESS);
         }
@@ -113,7 +114,7 @@ fn run(flags: Flags) -> Result<ExitCode> {
     }
     if flags.list {
         for section in SECTIONS {
-            println!("{:12} {}", section.name, section.about);
+            print_line(format_args!("{:12} {}", section.name, section.about));
         }
         return Ok(ExitCode::SUCCESS);
     }
@@ -140,13 +141,13 @@ fn run(flags: Flags) -> Result<ExitCode> {
         budget: Duration::try_from_secs_f64(flags.minutes * 60.0)?,
         is_gpu_required: target == Target::Cuda,
     })?;
-    println!(
+    print_line(format_args!(
         "== {:.0} s; report: {} ==",
         report.seconds,
         flags.report.display()
-    );
+    ));
     for line in summary::lines(&report) {
-        println!("{line}");
+        print_line(format_args!("{line}"));
     }
     Ok(match report.failed {
         0 => ExitCode::SUCCESS,

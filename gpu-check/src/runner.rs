@@ -10,6 +10,7 @@ use std::thread;
 use std::time::{Duration, Instant};
 
 use anyhow::{Context as _, Result};
+use overdrive::core::print_line;
 use overdrive::sys::process::terminate_with_parent;
 use rustix::process::{Pid, Signal, kill_process_group};
 
@@ -61,7 +62,7 @@ pub fn run(options: &Options) -> Result<Report> {
             checks: Vec::new(),
             own_kernels: None,
         });
-        println!("== {}: {} ==", section.name, section.about);
+        print_line(format_args!("== {}: {} ==", section.name, section.about));
         let mut add = |check: Check| -> Result<()> {
             let check = match options.is_gpu_required {
                 true => check.required(),
@@ -115,11 +116,11 @@ fn print_check(check: &Check) {
         "" => String::new(),
         detail => format!("  ({detail})"),
     };
-    println!(
+    print_line(format_args!(
         "{outcome} {}{}{detail}",
         check.name,
         figures.collect::<String>()
-    );
+    ));
 }
 
 /// The progress of a section over its processes.

@@ -5,6 +5,7 @@ use std::fs;
 use std::path::Path;
 use std::process::Command;
 
+use overdrive_core::print_line;
 use serde_json::Value;
 
 use crate::cargo::{self, Cargo};
@@ -102,7 +103,9 @@ fn training() -> Result<()> {
         Failure::io("could not read the metrics of the training", &path, &error)
     })?;
     let (first, last) = judge(&metrics, &path)?;
-    println!("the loss fell from {first:.3} to {last:.3} in {STEPS} steps");
+    print_line(format_args!(
+        "the loss fell from {first:.3} to {last:.3} in {STEPS} steps"
+    ));
     Ok(())
 }
 

@@ -12,6 +12,8 @@ use std::io;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use overdrive_core::print_line;
+
 use crate::failure::{Failure, Result};
 use crate::lock;
 use crate::setup::{self, Request};
@@ -51,7 +53,7 @@ pub(crate) fn dist(out: Option<&Path>, features: Option<&str>, archive: bool) ->
     manifest.write(&made.0, &programs)?;
     unpack::sync(&made.0)?;
     unpack::publish(&made.0, &target)?;
-    println!(
+    print_line(format_args!(
         "{} programs with libtorch {} ({}), {}, are in {}",
         programs.len(),
         found
@@ -62,16 +64,19 @@ pub(crate) fn dist(out: Option<&Path>, features: Option<&str>, archive: bool) ->
         if found.libtorch.cuda { "CUDA" } else { "CPU" },
         space::megabytes(manifest.bytes()),
         target.display()
-    );
-    println!(
+    ));
+    print_line(format_args!(
         "copy the folder anywhere, and run {}/train --help",
         name(&target)
-    );
+    ));
     if archive {
         let variant = if found.libtorch.cuda { "cuda" } else { "cpu" };
         let version = env!("CARGO_PKG_VERSION");
         let file = format!("overdrive-{version}-{}-{variant}.tar.gz", cargo::host()?);
-        println!("packed in {}", archive::pack(&target, &file)?.display());
+        print_line(format_args!(
+            "packed in {}",
+            archive::pack(&target, &file)?.display()
+        ));
     }
     Ok(())
 }

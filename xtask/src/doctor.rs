@@ -12,6 +12,7 @@ use overdrive_build::cache::{self, Variant};
 use overdrive_build::cpu::CpuFeatures;
 use overdrive_build::measured::Processor;
 use overdrive_build::{Environment, Libtorch, MatmulSpeed, Release, locate};
+use overdrive_core::print_line;
 
 use crate::failure::{Failure, Result};
 use crate::record::Record;
@@ -34,7 +35,7 @@ struct Problem {
 
 impl Findings {
     fn say(&self, what: &str, value: impl Display) {
-        println!("{what:<14} {value}");
+        print_line(format_args!("{what:<14} {value}"));
     }
 
     fn warn(&mut self, what: impl Into<String>, remedy: impl Into<String>) {
@@ -420,14 +421,17 @@ fn disk(findings: &mut Findings, environment: &Environment, have_libtorch: bool)
 }
 
 fn verdict(findings: &Findings) -> Result<()> {
-    println!();
+    print_line("");
     if findings.problems.is_empty() {
-        println!("no problems");
+        print_line("no problems");
         return Ok(());
     }
     for problem in &findings.problems {
         let kind = if problem.fatal { "problem" } else { "warning" };
-        println!("{kind}: {}\n  remedy: {}", problem.what, problem.remedy);
+        print_line(format_args!(
+            "{kind}: {}\n  remedy: {}",
+            problem.what, problem.remedy
+        ));
     }
     if findings.problems.iter().any(|problem| problem.fatal) {
         return Err(Failure::silent(1));

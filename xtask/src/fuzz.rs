@@ -7,6 +7,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::{Command, Stdio};
 
+use overdrive_core::print_line;
+
 use crate::cargo::{self, Cargo};
 use crate::failure::{Failure, Result};
 use crate::setup::{self, Request};
@@ -56,14 +58,20 @@ pub(crate) fn fuzz(target: Option<&str>, minutes: f64) -> Result<()> {
     let seconds = (minutes * 60.0).ceil() as u64;
     let folder = cargo::workspace().join("target/fuzz");
     let mut found = Vec::new();
-    println!("{:<22} {:>12} {:>9}", "target", "executions", "seconds");
+    print_line(format_args!(
+        "{:<22} {:>12} {:>9}",
+        "target", "executions", "seconds"
+    ));
     for name in chosen {
         let searched = search(&program, name, seconds, &folder, &scratch);
         let _ = fs::remove_dir_all(&scratch);
         let log = searched?;
-        println!("{name:<22} {:>12} {seconds:>9}", log.executions);
+        print_line(format_args!(
+            "{name:<22} {:>12} {seconds:>9}",
+            log.executions
+        ));
         if !log.succeeded {
-            println!("  found something: {}", log.path.display());
+            print_line(format_args!("  found something: {}", log.path.display()));
             found.push(name);
         }
     }

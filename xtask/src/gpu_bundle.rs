@@ -5,6 +5,7 @@ use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
 use std::path::{Path, PathBuf};
 
+use overdrive_core::print_line;
 use serde_json::{Value, json};
 
 use crate::dist::manifest::{Needs, commit};
@@ -62,16 +63,16 @@ pub(crate) fn gpu_bundle(out: Option<&Path>) -> Result<()> {
     let bytes = checked_size(&made.0, MOST_BYTES)?;
     unpack::sync(&made.0)?;
     unpack::publish(&made.0, &target)?;
-    println!(
+    print_line(format_args!(
         "{}, {}; it needs {}",
         target.display(),
         space::megabytes(bytes),
         system(needs)
-    );
-    println!(
+    ));
+    print_line(format_args!(
         "copy the folder to the machine with the GPU, and run {}/run.sh",
         name(&target)
-    );
+    ));
     Ok(())
 }
 

@@ -8,6 +8,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 use std::process::Command;
 
+use overdrive_core::print_line;
+
 use crate::failure::{Failure, Result};
 use crate::markdown::{self, Block, Kind};
 use crate::{cargo, figures};
@@ -33,7 +35,10 @@ pub(crate) fn book(commands: &[String]) -> Result<()> {
     if !status.success() {
         return Err(Failure::new(format!("mdbook ended with {status}")));
     }
-    println!("the guide is in {}", out.join("index.html").display());
+    print_line(format_args!(
+        "the guide is in {}",
+        out.join("index.html").display()
+    ));
     Ok(())
 }
 

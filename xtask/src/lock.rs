@@ -8,39 +8,21 @@ use overdrive_core::files::FileLock;
 
 use crate::failure::{Failure, Result};
 
-/// Takes the lock at `path`. If another process holds it, prints what that process is `doing` and waits.
+/// Takes the lock at `path`. While another process holds it, `say` receives what that process is `doing`, and it waits.
 pub(crate) fn take(path: &Path, doing: &str, say: impl FnOnce(&str)) -> Result<FileLock> {
     let fail = |error: &std::io::Error| Failure::io("could not lock", path, error);
-    let refused = |error: Error| match error {
-        Error::Io { source, .. } => fail(&source),
-        other => Failure::new(other.to_string()),
-    };
     if let Some(parent) = path.parent() {
         fs::create_dir_all(parent)
             .map_err(|error| Failure::io("could not create", parent, &error))?;
     }
-    let lock = match FileLock::try_acquire(path).map_err(refused)? {
-        Some(lock) => lock,
-        None => {
-            // Only for the message: a holder that has not written its process id yet is "another".
-            let holder = fs::read_to_string(path).unwrap_or_default();
-            let holder = match holder.trim() {
-                "" => "another process".to_owned(),
-                pid => format!("process {pid}"),
-            };
-            say(&format!(
-                "{holder} is {doing}; waiting for it to finish ({})",
-                path.display()
-            ));
-            FileLock::acquire(path).map_err(refused)?
-        }
-    };
-    if let Some(error) = lock.unsupported() {
-        return Err(fail(error));
+    let lock = FileLock::acquire(path, doing, say).map_err(|error| match error {
+        Error::Io { source, .. } => fail(&source),
+        other => Failure::new(other.to_string()),
+    })?;
+    match lock.unsupported() {
+        Some(error) => Err(fail(error)),
+        None => Ok(lock),
     }
-    // The process id is only for the message of waiting processes; the lock itself is the system's.
-    let _ = fs::write(path, std::process::id().to_string());
-    Ok(lock)
 }
 
 #[cfg(test)]
@@ -66,7 +48,7 @@ mod tests {
             });
             let text = hears.recv_timeout(Duration::from_secs(10)).unwrap();
             assert!(
-                text.contains(&format!("process {} is at it", std::process::id())),
+                text.contains(&format!("process {} has been at it", std::process::id())),
                 "{text}"
             );
             assert!(text.contains("waiting"), "{text}");

@@ -8,6 +8,8 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::{Component, Path, PathBuf};
 
+use overdrive_core::print_line;
+
 use crate::cargo::{self, Cargo};
 use crate::dist::Made;
 use crate::failure::{Failure, Result};
@@ -60,16 +62,19 @@ pub(crate) fn new(folder: &Path, name: Option<&str>, source: &Source) -> Result<
         let _ = fs::remove_dir_all(&folder);
         return Err(failure);
     }
-    println!(
+    print_line(format_args!(
         "{} depends on crates of Overdrive ({})",
         folder.display(),
         described(source)
-    );
-    println!("libtorch is taken from {} ({CONFIG})", found.root.display());
-    println!(
+    ));
+    print_line(format_args!(
+        "libtorch is taken from {} ({CONFIG})",
+        found.root.display()
+    ));
+    print_line(format_args!(
         "run it:   cd {} && cargo run && cargo test",
         folder.display()
-    );
+    ));
     Ok(())
 }
 
@@ -162,23 +167,26 @@ pub(crate) fn connect(project: &Path, found: &Found) -> Result<()> {
         .remedy("Name the folder of a Cargo project; `cargo xtask new DIR` makes one."));
     }
     found.record_in(project)?;
-    println!(
+    print_line(format_args!(
         "{} now records it",
         project.join(".cargo/libtorch.toml").display()
-    );
+    ));
     let config = project.join(CONFIG);
     let included = template(CONFIG)?;
     match fs::read_to_string(&config) {
         Ok(text) if text.contains("libtorch.toml") => {}
-        Ok(_) => println!("add these lines to {}:\n\n{included}", config.display()),
+        Ok(_) => print_line(format_args!(
+            "add these lines to {}:\n\n{included}",
+            config.display()
+        )),
         Err(_) => put(&config, &included)?,
     }
     let ignored = fs::read_to_string(project.join(".gitignore"));
     if !ignored.is_ok_and(|text| text.contains("libtorch.toml")) {
-        println!("add this line to .gitignore: /.cargo/libtorch.toml");
+        print_line("add this line to .gitignore: /.cargo/libtorch.toml");
     }
-    println!(
-        "its build.rs must call overdrive_build::link(), so that its programs find libtorch when they start"
+    print_line(
+        "its build.rs must call overdrive_build::link(), so that its programs find libtorch when they start",
     );
     Ok(())
 }

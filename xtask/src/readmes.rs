@@ -5,6 +5,8 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use overdrive_core::print_line;
+
 use crate::cargo;
 use crate::failure::{Failure, Result};
 
@@ -26,7 +28,7 @@ pub(crate) fn readmes(check: bool) -> Result<()> {
         } else {
             fs::write(&path, wanted)
                 .map_err(|error| Failure::io("could not write", &path, &error))?;
-            println!("{}", path.display());
+            print_line(format_args!("{}", path.display()));
         }
     }
     match differ.is_empty() {

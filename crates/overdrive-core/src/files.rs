@@ -3,20 +3,20 @@
 //! [`write()`] replaces a small file atomically. A large one is written to an [`unfinished`] file, which [`commit`]
 //! gives its name. Unfinished files lie in the folder of the file that they become, because a rename is atomic only
 //! within a file system. They are created exclusively and with random names: the processes of two containers can
-//! have the same id and share a folder.
+//! have the same id and share a folder. What a killed process has left is removed by the next one that writes into the
+//! folder, and [`remove_unfinished`] removes what this process has not finished when a signal ends it.
 
-use std::ffi::{OsStr, OsString};
 use std::fs::File;
-use std::io::{self, Write};
+use std::io::Write;
 use std::path::Path;
 
-use tempfile::{Builder, NamedTempFile, TempDir};
+use tempfile::NamedTempFile;
 
 pub use crate::lock::FileLock;
+pub use crate::unfinished::{
+    UnfinishedFolder, is_unfinished, remove_unfinished, unfinished, unfinished_folder,
+};
 use crate::{Error, Result};
-
-/// The suffix of the names of unfinished files and folders.
-const UNFINISHED: &str = ".tmp";
 
 /// Writes `bytes` to `path` atomically: after a crash or an error the file has its old content or the new one.
 ///
@@ -37,38 +37,6 @@ pub fn write(path: impl AsRef<Path>, bytes: &[u8]) -> Result<()> {
         .write_all(bytes)
         .map_err(Error::io("write", path))?;
     commit(file, path)
-}
-
-/// Creates an unfinished file for `path`, with the usual permissions. Dropping the handle removes the file.
-///
-/// # Errors
-/// [`Error::Io`] with `path`.
-pub fn unfinished(path: impl AsRef<Path>) -> Result<NamedTempFile> {
-    let path = path.as_ref();
-    let created = beginning(path).and_then(|beginning| {
-        let mut builder = Builder::new();
-        builder.prefix(&beginning).suffix(UNFINISHED);
-        // By default only the owner could read it. The umask of the process still applies.
-        #[cfg(unix)]
-        builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o666));
-        builder.tempfile_in(folder_of(path))
-    });
-    created.map_err(Error::io("write", path))
-}
-
-/// Creates an unfinished folder for `path`. Dropping the handle removes the folder, unless it was renamed.
-///
-/// # Errors
-/// [`Error::Io`] with `path`.
-pub fn unfinished_folder(path: impl AsRef<Path>) -> Result<TempDir> {
-    let path = path.as_ref();
-    let created = beginning(path).and_then(|beginning| {
-        Builder::new()
-            .prefix(&beginning)
-            .suffix(UNFINISHED)
-            .tempdir_in(folder_of(path))
-    });
-    created.map_err(Error::io("create the folder", path))
 }
 
 /// Flushes an unfinished file to the disk, renames it to `path`, and flushes the folder.
@@ -109,26 +77,9 @@ pub fn folder_of(path: &Path) -> &Path {
     }
 }
 
-/// Returns `true` if `name` is the name of an unfinished file or folder for `path`.
-pub fn is_unfinished(name: &OsStr, path: &Path) -> bool {
-    let name = name.as_encoded_bytes();
-    beginning(path).is_ok_and(|beginning| name.starts_with(beginning.as_encoded_bytes()))
-        && name.ends_with(UNFINISHED.as_bytes())
-}
-
-/// Returns the prefix of the names of unfinished files for `path`.
-fn beginning(path: &Path) -> io::Result<OsString> {
-    let name = path
-        .file_name()
-        .ok_or_else(|| io::Error::new(io::ErrorKind::InvalidInput, "the path names no file"))?;
-    let mut hidden = OsString::from(".");
-    hidden.push(name);
-    hidden.push(".");
-    Ok(hidden)
-}
-
 #[cfg(test)]
 mod tests {
+    use std::ffi::OsString;
     use std::fs;
 
     use super::*;
@@ -150,28 +101,6 @@ mod tests {
         assert_eq!(fs::read(&path).expect("reads"), b"new");
         assert_eq!(fs::read(&old).expect("reads"), b"old");
         assert_eq!(names(folder.path()).len(), 2, "nothing else is left");
-    }
-
-    #[test]
-    fn an_unfinished_file_is_found_by_its_name_and_removed_when_it_is_dropped() {
-        let folder = tempfile::tempdir().expect("temporary folder");
-        let path = folder.path().join("a.json");
-        let (one, other) = (unfinished(&path), unfinished(&path));
-        let (one, other) = (one.expect("made"), other.expect("made"));
-        assert_ne!(one.path(), other.path());
-        for name in names(folder.path()) {
-            assert!(is_unfinished(&name, &path), "{name:?}");
-            assert!(!is_unfinished(&name, &folder.path().join("b.json")));
-        }
-        assert!(!is_unfinished(OsStr::new("a.json"), &path));
-        drop((one, other));
-        let made = unfinished_folder(&path).expect("made");
-        assert!(is_unfinished(
-            made.path().file_name().expect("a name"),
-            &path
-        ));
-        drop(made);
-        assert!(names(folder.path()).is_empty());
     }
 
     #[cfg(unix)]

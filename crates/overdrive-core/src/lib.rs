@@ -1,6 +1,6 @@
 //! The errors, checks, constants and random numbers that all crates of Overdrive share, [atomic file writes](files),
-//! [output folders that never overwrite an input](OutputFolder), [decoding of text files](text), [number
-//! formatting](units), and the [table of GPUs](gpu).
+//! [output folders that never overwrite an input](OutputFolder), [lines on standard output](print_line), [decoding of
+//! text files](text), [number formatting](units), and the [table of GPUs](gpu).
 //!
 //! Every crate has its own error enum for the errors that only it can return. The errors common to all of them (an
 //! option out of its range, a tensor of the wrong shape, dtype or device, a file that cannot be read, written or
@@ -44,8 +44,10 @@ pub mod files;
 pub mod gpu;
 mod lock;
 mod output;
+mod print;
 pub mod random;
 pub mod text;
+mod unfinished;
 pub mod units;
 
 pub use check::{
@@ -53,4 +55,5 @@ pub use check::{
 };
 pub use constants::{IGNORE_INDEX, INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
 pub use error::{Error, Result};
-pub use output::{OutputFolder, check_not_read, is_same_file};
+pub use output::{OutputFolder, UnfinishedOutput, check_not_read, is_same_file};
+pub use print::{print_error_line, print_line};

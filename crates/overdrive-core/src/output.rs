@@ -1,11 +1,15 @@
-//! Output folders and files: a program overwrites neither its inputs nor a folder that another program wrote.
+//! Output folders and files: a program overwrites neither its inputs nor a folder that another program wrote, and
+//! leaves no half-written folder behind.
 
+use std::collections::BTreeSet;
 use std::fs;
+use std::io;
 use std::path::{Path, PathBuf};
 
-use crate::{Error, Result, files, text};
+use crate::files::{self, UnfinishedFolder};
+use crate::{Error, Result, text};
 
-/// The name of the marker file that identifies the program that wrote a folder.
+/// The name of the marker file of a folder: the program that wrote it, and the files that it has put there, one a line.
 const MARK: &str = ".overdrive-output";
 
 /// The names of the files of a model, an adapter or a run that a program would overwrite.
@@ -33,6 +37,9 @@ const EXTENSIONS: [&str; 5] = ["safetensors", "bin", "gguf", "onnx", "tokens"];
 /// A folder that a program may write to: it is new, holds no files of a model or a run, or was written by the same
 /// program.
 ///
+/// [`begin`](Self::begin) writes it as a whole. A program that is killed leaves a folder that no other program takes for
+/// a model, and that it may write again.
+///
 /// ```
 /// use overdrive_core::OutputFolder;
 ///
@@ -44,7 +51,12 @@ const EXTENSIONS: [&str; 5] = ["safetensors", "bin", "gguf", "onnx", "tokens"];
 /// // Before the work; no file is written yet.
 /// let inputs = [("--tokenizer", model.as_path())];
 /// let output = OutputFolder::check("tokenize", "--out", &out, &inputs)?;
-/// output.create()?;
+/// let unfinished = output.begin()?;
+/// std::fs::write(unfinished.path().join("tokenizer_config.json"), "{}")?;
+/// std::fs::write(unfinished.path().join("config.json"), "{}")?;
+/// assert!(!out.join("config.json").exists());
+/// unfinished.finish()?;
+/// assert!(out.join("config.json").exists());
 /// // The program may write it again, and no other program may.
 /// assert!(OutputFolder::check("tokenize", "--out", &out, &inputs).is_ok());
 /// assert!(OutputFolder::check("merge", "--out", &out, &inputs).is_err());
@@ -79,12 +91,12 @@ impl OutputFolder {
         if path.exists() && !path.is_dir() {
             return refused("a folder, but a file of this name exists".to_owned());
         }
-        let mark = text::read_optional(path.join(MARK))?;
-        let is_own = mark.as_deref().is_some_and(|mark| mark.trim() == program);
+        let mark = Mark::read(&path)?;
+        let is_own = mark.as_ref().is_some_and(|mark| mark.program == program);
         if let Some(other) = mark.filter(|_| !is_own) {
             return refused(format!(
                 "another folder, because `{}` wrote this one; choose another or remove it",
-                other.trim()
+                other.program
             ));
         }
         let output = Self {
@@ -123,21 +135,153 @@ impl OutputFolder {
         )
     }
 
-    /// Creates the folder, if it does not exist, and marks it as written by the program.
+    /// Creates the folder, if it does not exist, and marks it as written by the program, which writes its files one by
+    /// one. [`begin`](Self::begin) is for those that need all of their files, such as a model.
     ///
     /// # Errors
     /// [`Error::Io`] if it cannot be written.
     pub fn create(&self) -> Result<()> {
         fs::create_dir_all(&self.path).map_err(Error::io("create the folder", &self.path))?;
-        files::write(
-            self.path.join(MARK),
-            format!("{}\n", self.program).as_bytes(),
-        )
+        let files = Mark::read(&self.path)?.map_or_else(BTreeSet::new, |mark| mark.files);
+        self.mark(files)
+    }
+
+    /// Creates the folder as [`create`](Self::create) does, and in it an unfinished folder for the files, which
+    /// [`UnfinishedOutput::finish`] gives their places. What killed programs have left is removed.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if it cannot be written.
+    pub fn begin(&self) -> Result<UnfinishedOutput> {
+        self.create()?;
+        // Inside, and not beside: the folder may be a mount.
+        let files = files::unfinished_folder(self.path.join("output"))?;
+        Ok(UnfinishedOutput {
+            output: self.clone(),
+            files,
+        })
+    }
+
+    fn mark(&self, files: BTreeSet<PathBuf>) -> Result<()> {
+        let program = self.program.to_owned();
+        Mark { program, files }.write(&self.path)
     }
 
     /// Returns the path of the folder.
     pub fn path(&self) -> &Path {
         &self.path
+    }
+}
+
+/// The files of an output folder before they have their places; dropped, they are removed.
+#[derive(Debug)]
+pub struct UnfinishedOutput {
+    output: OutputFolder,
+    files: UnfinishedFolder,
+}
+
+impl UnfinishedOutput {
+    /// Returns the folder to which the program writes.
+    pub fn path(&self) -> &Path {
+        self.files.path()
+    }
+
+    /// Moves the files into the output folder, in place of those that the program has written there before. Whenever it
+    /// is stopped, the folder has all files or lacks the one by which it is recognized as a model or as tokens.
+    ///
+    /// # Errors
+    /// [`Error::Io`] if a file cannot be moved.
+    pub fn finish(self) -> Result<()> {
+        let (from, to) = (self.path(), self.output.path());
+        let mut new = BTreeSet::new();
+        list_files(from, Path::new(""), &mut new)?;
+        let old = Mark::read(to)?.map_or_else(BTreeSet::new, |mark| mark.files);
+        // Whoever removes what a stopped run has left finds all of it.
+        self.output.mark(old.union(&new).cloned().collect())?;
+        for name in old.iter().chain(&new).filter(|name| is_entrance(name)) {
+            remove_file(&to.join(name))?;
+        }
+        files::sync_folder(to)?;
+        for name in old.difference(&new) {
+            remove_file(&to.join(name))?;
+        }
+        let (last, first): (Vec<&PathBuf>, Vec<&PathBuf>) =
+            new.iter().partition(|name| is_entrance(name));
+        for names in [first, last] {
+            for name in names {
+                let target = to.join(name);
+                let folder = files::folder_of(&target);
+                fs::create_dir_all(folder).map_err(Error::io("create the folder", folder))?;
+                fs::rename(from.join(name), &target).map_err(Error::io("write", &target))?;
+            }
+            files::sync_folder(to)?;
+        }
+        self.output.mark(new)
+    }
+}
+
+/// Returns `true` for the files by which others recognize a model, an adapter or tokens.
+fn is_entrance(name: &Path) -> bool {
+    let names = ["config.json", "adapter_config.json"];
+    names.iter().any(|entrance| name == Path::new(entrance))
+        || name.extension().is_some_and(|end| end == "tokens")
+}
+
+fn remove_file(path: &Path) -> Result<()> {
+    match fs::remove_file(path) {
+        Err(error) if error.kind() != io::ErrorKind::NotFound => {
+            Err(Error::io("replace", path)(error))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Adds the files of `root/folder` and the folders in it, by their paths in `root`.
+fn list_files(root: &Path, folder: &Path, found: &mut BTreeSet<PathBuf>) -> Result<()> {
+    let path = root.join(folder);
+    for entry in fs::read_dir(&path).map_err(Error::io("list", &path))? {
+        let entry = entry.map_err(Error::io("list", &path))?;
+        let name = folder.join(entry.file_name());
+        let kind = entry.file_type().map_err(Error::io("list", &path))?;
+        match kind.is_dir() {
+            true => list_files(root, &name, found)?,
+            false => drop(found.insert(name)),
+        }
+    }
+    Ok(())
+}
+
+/// The content of the file [`MARK`].
+#[derive(Debug)]
+struct Mark {
+    program: String,
+    files: BTreeSet<PathBuf>,
+}
+
+impl Mark {
+    fn read(folder: &Path) -> Result<Option<Mark>> {
+        let text = text::read_optional(folder.join(MARK))?;
+        Ok(text.map(|text| {
+            let mut lines = text.lines().map(str::trim);
+            let program = lines.next().unwrap_or_default().to_owned();
+            // The file could have been edited: only paths in the folder are the program's.
+            let is_inside = |path: &Path| {
+                let mut parts = path.components();
+                parts.all(|part| matches!(part, std::path::Component::Normal(_)))
+            };
+            let files = lines.filter(|line| !line.is_empty()).map(PathBuf::from);
+            Mark {
+                program,
+                files: files.filter(|path| is_inside(path)).collect(),
+            }
+        }))
+    }
+
+    fn write(&self, folder: &Path) -> Result<()> {
+        let mut text = format!("{}\n", self.program);
+        for file in &self.files {
+            text += &format!("{}\n", file.display());
+        }
+        files::write(folder.join(MARK), text.as_bytes())
     }
 }
 
@@ -287,6 +431,52 @@ mod tests {
         assert!(
             error.ends_with("it must be a folder, but a file of this name exists"),
             "{error}"
+        );
+    }
+
+    fn names(folder: &Path) -> Vec<String> {
+        let mut found = BTreeSet::new();
+        list_files(folder, Path::new(""), &mut found).expect("a folder");
+        let names = found.iter().filter(|name| *name != Path::new(MARK));
+        names.map(|name| name.display().to_string()).collect()
+    }
+
+    #[test]
+    fn an_output_that_is_written_again_replaces_its_own_files_and_keeps_the_others() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let out = folder.path().join("out");
+        let write = |names: &[&str]| {
+            let output = OutputFolder::check("merge", "--out", &out, &[]).expect("its own");
+            let unfinished = output.begin().expect("made");
+            for name in names {
+                let path = unfinished.path().join(name);
+                fs::create_dir_all(files::folder_of(&path)).expect("made");
+                fs::write(path, name).expect("writes");
+            }
+            unfinished
+        };
+        let first = [
+            "config.json",
+            "model-1.safetensors",
+            "templates/a.jinja",
+            "model.safetensors.index.json",
+        ];
+        let unfinished = write(&first);
+        assert_eq!(
+            names(&out).len(),
+            first.len(),
+            "all are in the unfinished folder"
+        );
+        assert!(!out.join("config.json").exists());
+        unfinished.finish().expect("moves");
+        fs::write(out.join("notes.txt"), "mine").expect("writes");
+        drop(write(&["config.json", "half.safetensors"]));
+        write(&["config.json", "model.safetensors"])
+            .finish()
+            .expect("moves");
+        assert_eq!(
+            names(&out),
+            ["config.json", "model.safetensors", "notes.txt"]
         );
     }
 

@@ -2,6 +2,7 @@
 
 use std::collections::HashSet;
 use std::convert::Infallible;
+use std::io::Write;
 use std::path::Path;
 use std::sync::Mutex;
 
@@ -11,7 +12,7 @@ use tokenizers::{AddedToken, Tokenizer, Trainer};
 
 use crate::bpe_sample::{choose_blocks, read_block};
 use crate::byte_level::{ByteAlphabet, Words};
-use crate::cache::{Cached, cached};
+use crate::cache::{Cached, cached, commit_with_digest, is_intact};
 use crate::digest::FieldHasher;
 use crate::{Corpus, Error, Result, load_tokenizer};
 use overdrive_core::{Error as CommonError, check_option, files};
@@ -63,7 +64,7 @@ pub struct TrainedBpe {
 ///
 /// # Errors
 /// Returns an error if `vocab_size` cannot hold all bytes and the special tokens, or if the corpus cannot be
-/// read.
+/// read or has changed since it was listed.
 pub fn train_bpe(corpus: &Corpus, options: &BpeOptions) -> Result<TrainedBpe> {
     let alphabet: HashSet<char> = ByteLevel::alphabet().into_iter().collect();
     let special_tokens = options.special_tokens.len();
@@ -137,24 +138,18 @@ pub fn train_bpe_cached(
         .for_each(|token| hasher.add(token.as_bytes()));
     let name = format!("{}.tokenizer.json", hasher.finish().short());
     let path = cache_dir.as_ref().join(name);
-    let open = || match load_tokenizer(&path) {
-        Ok(tokenizer) => Ok(Some(trained(tokenizer, options, true))),
-        Err(Error::Common(CommonError::Io { source, .. }))
-            if source.kind() == std::io::ErrorKind::NotFound =>
-        {
-            Ok(None)
-        }
-        Err(Error::Tokenizer { source, .. }) => {
-            tracing::warn!("training again: {} is damaged: {source}", path.display());
-            Ok(None)
-        }
-        Err(error) => Err(error),
+    let open = || match is_intact(&path)? {
+        true => Ok(Some(trained(load_tokenizer(&path)?, options, true))),
+        false => Ok(None),
     };
     let train = || {
         let bpe = train_bpe(corpus, options)?;
         let json = bpe.tokenizer.to_string(true);
         let json = json.map_err(Error::tokenizer("write the tokenizer as JSON"))?;
-        files::write(&path, json.as_bytes())?;
+        let mut file = files::unfinished(&path)?;
+        file.write_all(json.as_bytes())
+            .map_err(CommonError::io("write", &path))?;
+        commit_with_digest(file, &path)?;
         Ok(bpe)
     };
     match cached(&path, open, train)? {
@@ -214,6 +209,6 @@ fn count_words(trainer: &mut BpeTrainer, corpus: &Corpus, sample_bytes: u64) -> 
         .unwrap_or_else(|poisoned| poisoned.into_inner())
     {
         Some(error) => Err(error),
-        None => Ok(()),
+        None => corpus.check_unchanged(),
     }
 }

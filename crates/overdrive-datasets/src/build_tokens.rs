@@ -121,7 +121,8 @@ pub fn build_tokens_to(
 /// text. [`crate::build_dataset_tokens`] does the same with a cache.
 ///
 /// # Errors
-/// Those of [`build_tokens_to`], and an error if a record cannot be read.
+/// Those of [`build_tokens_to`], and an error if a record cannot be read or a file of the records changed
+/// ([`Dataset::check_unchanged`]).
 pub fn build_dataset_tokens_to<D>(
     path: impl AsRef<Path>,
     dataset: &D,
@@ -203,7 +204,8 @@ impl<D: Dataset<Item = String> + ?Sized> DocumentSource for DatasetDocuments<'_,
                 }
             }
             Ok(())
-        })
+        })?;
+        self.0.check_unchanged()
     }
 
     fn progress(&self) -> ProgressBar {

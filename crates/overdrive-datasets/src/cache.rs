@@ -1,8 +1,8 @@
 //! The cache of token stores, and the lock under which cached files are built.
 
 use std::path::{Path, PathBuf};
-use std::time::Duration;
 
+use tempfile::NamedTempFile;
 #[cfg(feature = "tokenizers")]
 use tokenizers::Tokenizer;
 
@@ -15,12 +15,10 @@ use crate::build_tokens::{
 };
 #[cfg(feature = "tokenizers")]
 use crate::digest::FieldHasher;
+use crate::mmap::{map_file, map_opened};
 #[cfg(feature = "tokenizers")]
-use crate::{Corpus, Dataset, FORMAT_VERSION, Sha256Digest, TokenStore, tokenizer_digest};
-use crate::{Error, Result};
-
-/// The age from which an unfinished file is one that a killed build left: no build pauses for so long.
-const LEFTOVER_AGE: Duration = Duration::from_secs(24 * 60 * 60);
+use crate::{Corpus, Dataset, FORMAT_VERSION, TokenStore, tokenizer_digest};
+use crate::{Error, Result, Sha256Digest};
 
 /// A token store from the cache.
 #[derive(Debug)]
@@ -44,13 +42,13 @@ impl BuiltTokens {
 /// Tokenizes a corpus, or opens the store that an earlier call made of it.
 ///
 /// The store's name in `cache_dir` is a hash of the files' names and contents, the tokenizer, the options and
-/// the format version: if any of them changes, a new store is built, and no stale one is opened. A damaged
-/// store is replaced. Several processes may call it at once: on a file system with locks the others wait for
-/// the first, and otherwise each builds the same file. The cache is never cleaned; the folder or files in it
-/// may be deleted at any time.
+/// the format version: if any of them changes, a new store is built, and no stale one is opened. A store that does not
+/// have its checksums is replaced. Several processes may call it at once: on a file system with locks the others wait
+/// for the first, and log a warning that names it after two seconds; otherwise each builds the same file. The cache is
+/// never cleaned; the folder or files in it may be deleted at any time.
 ///
 /// # Errors
-/// Those of [`crate::build_tokens_to`], and an error if the cache folder cannot be written.
+/// Those of [`crate::build_tokens_to`], and [`Error::CacheFolder`] if this process may not write to the cache folder.
 #[cfg(feature = "tokenizers")]
 pub fn build_tokens(
     corpus: &Corpus,
@@ -85,7 +83,7 @@ pub fn build_tokens(
 /// # let corpus = Corpus::from_paths([&path], &CorpusOptions { text_field: "q".into(), ..Default::default() })?;
 /// # let tokenizer = train_bpe(&corpus, &BpeOptions { vocab_size: 270, ..Default::default() })?.tokenizer;
 /// let pairs = JsonRecords::<serde_json::Value>::open([&path], &JsonOptions::default())?;
-/// let input = pairs.records().fingerprint();
+/// let input = pairs.records().fingerprint()?;
 /// let key = MapCache { input, name: "question and answer", version: 1 }.fingerprint();
 /// let texts = pairs.map(|pair| Ok(format!("{} {}", pair["q"], pair["a"])));
 /// let built = build_dataset_tokens(&texts, key, &tokenizer, &BuildOptions::default(), cache_dir)?;
@@ -94,7 +92,8 @@ pub fn build_tokens(
 /// ```
 ///
 /// # Errors
-/// Those of [`crate::build_dataset_tokens_to`], and an error if the cache folder cannot be written.
+/// Those of [`crate::build_dataset_tokens_to`], and [`Error::CacheFolder`] if this process may not write to the cache
+/// folder.
 #[cfg(feature = "tokenizers")]
 pub fn build_dataset_tokens<D>(
     dataset: &D,
@@ -194,16 +193,57 @@ pub(crate) fn cached<H, B>(
     open: impl Fn() -> Result<Option<H>>,
     build: impl FnOnce() -> Result<B>,
 ) -> Result<Cached<H, B>> {
-    // An existing file needs no lock, so that readers never wait for a build.
-    if let Some(hit) = open()? {
-        return Ok(Cached::Hit(hit));
+    let cached = || {
+        // An existing file needs no lock, so that readers never wait for a build.
+        if let Some(hit) = open()? {
+            return Ok(Cached::Hit(hit));
+        }
+        let _lock = lock(path)?;
+        // Another process may have built it while this one waited.
+        if let Some(hit) = open()? {
+            return Ok(Cached::Hit(hit));
+        }
+        build().map(Cached::Built)
+    };
+    cached().map_err(|error: Error| error.of_cache(files::folder_of(path)))
+}
+
+/// Gives a complete file its name in the cache, and writes its digest beside it, for a format without one of its own.
+pub(crate) fn commit_with_digest(file: NamedTempFile, path: &Path) -> Result<()> {
+    let digest = Sha256Digest::of_blocks(&map_opened(file.as_file(), path)?);
+    files::commit(file, path)?;
+    files::write(digest_path(path), format!("{digest}\n").as_bytes())?;
+    Ok(())
+}
+
+/// Returns `true` if the file is in the cache with the content that [`commit_with_digest`] has written.
+pub(crate) fn is_intact(path: &Path) -> Result<bool> {
+    if !path.exists() {
+        return Ok(false);
     }
-    let _lock = lock(path)?;
-    // Another process may have built it while this one waited.
-    if let Some(hit) = open()? {
-        return Ok(Cached::Hit(hit));
+    let digest_path = digest_path(path);
+    let stored = match std::fs::read(&digest_path) {
+        Ok(stored) => stored,
+        // A build that was killed before it wrote the digest leaves none.
+        Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
+        Err(error) => return Err(CommonError::io("read", digest_path)(error).into()),
+    };
+    let found = Sha256Digest::of_blocks(&map_file(path)?).to_string();
+    let is_intact = stored.trim_ascii() == found.as_bytes();
+    if !is_intact {
+        tracing::warn!(
+            "{} does not have its checksum; making it again",
+            path.display()
+        );
     }
-    build().map(Cached::Built)
+    Ok(is_intact)
+}
+
+/// Returns the path of the digest of a file of the cache.
+fn digest_path(path: &Path) -> PathBuf {
+    let mut name = path.as_os_str().to_owned();
+    name.push(".digest");
+    name.into()
 }
 
 #[cfg(feature = "tokenizers")]
@@ -217,6 +257,8 @@ fn open_cached(
     }
     let opened = TokenStore::open(path).and_then(|store| {
         store.expect_tokenizer(tokenizer)?;
+        // Other tokens would be trained on without notice.
+        store.verify()?;
         Ok(store)
     });
     match opened {
@@ -242,33 +284,14 @@ fn lock(path: &Path) -> Result<FileLock> {
     let lock_path = path.with_extension("lock");
     let folder = files::folder_of(path);
     std::fs::create_dir_all(folder).map_err(CommonError::io("create the folder", folder))?;
-    let lock = FileLock::acquire(&lock_path)?;
-    match lock.unsupported() {
-        None => remove_leftovers(path),
+    let name = path.file_name().unwrap_or_default().to_string_lossy();
+    let lock = FileLock::acquire(&lock_path, &format!("building {name}"), |waiting| {
+        tracing::warn!("{waiting}");
+    })?;
+    if let Some(error) = lock.unsupported() {
         // Two builds may then run at once; each writes an unfinished file of its own and renames it, so the
         // result is the same.
-        Some(error) => tracing::debug!("no lock on {}: {error}", lock_path.display()),
+        tracing::debug!("no lock on {}: {error}", lock_path.display());
     }
     Ok(lock)
-}
-
-/// Removes the unfinished files that killed builds of `path` left. Only the holder of the lock may call it.
-fn remove_leftovers(path: &Path) {
-    let Ok(entries) = std::fs::read_dir(files::folder_of(path)) else {
-        return;
-    };
-    for entry in entries.flatten() {
-        // On some network file systems a lock excludes only the processes of this machine: a file that was written
-        // to lately may be that of another machine.
-        let written = entry.metadata().and_then(|entry| entry.modified());
-        let age = written.map(|written| written.elapsed().unwrap_or_default());
-        let is_old = age.is_ok_and(|age| age >= LEFTOVER_AGE);
-        if !is_old || !files::is_unfinished(&entry.file_name(), path) {
-            continue;
-        }
-        // A leftover that cannot be removed only takes space, so it is not an error.
-        if let Err(error) = std::fs::remove_file(entry.path()) {
-            tracing::debug!("cannot remove {}: {error}", entry.path().display());
-        }
-    }
 }

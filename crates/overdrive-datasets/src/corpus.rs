@@ -13,6 +13,7 @@ use walkdir::WalkDir;
 use overdrive_core::Error as CommonError;
 
 use crate::digest::FieldHasher;
+use crate::file_state::FileState;
 use crate::{Error, Result, Sha256Digest};
 
 /// The format of a text file.
@@ -55,6 +56,8 @@ pub struct CorpusFile {
     pub format: TextFormat,
     /// The SHA-256 of the content.
     pub digest: Sha256Digest,
+    /// The state of the file before it was hashed.
+    state: FileState,
 }
 
 /// The selection of files of a [`Corpus`].
@@ -228,6 +231,14 @@ impl Corpus {
         hasher.finish()
     }
 
+    /// Checks that no file has changed since it was listed, for those who read only samples of the files; the others
+    /// compare the digest.
+    #[cfg(feature = "tokenizers")]
+    pub(crate) fn check_unchanged(&self) -> Result<()> {
+        let mut files = self.files.iter();
+        files.try_for_each(|file| file.state.check(&file.path))
+    }
+
     pub(crate) fn from_candidates(
         candidates: Vec<Candidate>,
         mut skipped: Skipped,
@@ -372,7 +383,11 @@ fn walk_error(root: &Path, error: walkdir::Error) -> Error {
 
 /// The result of reading a file.
 enum Content {
-    Text { bytes: u64, digest: Sha256Digest },
+    Text {
+        bytes: u64,
+        digest: Sha256Digest,
+        state: FileState,
+    },
     NotUtf8,
     Empty,
     TooLarge,
@@ -387,8 +402,12 @@ struct FileFilter<'a> {
 
 impl FileFilter<'_> {
     fn accept(&mut self, file: &Candidate, content: Content) -> Option<CorpusFile> {
-        let (bytes, digest) = match content {
-            Content::Text { bytes, digest } => (bytes, digest),
+        let (bytes, digest, state) = match content {
+            Content::Text {
+                bytes,
+                digest,
+                state,
+            } => (bytes, digest, state),
             Content::NotUtf8 => {
                 self.skipped.not_utf8 += 1;
                 self.skipped.example(&file.path);
@@ -416,6 +435,7 @@ impl FileFilter<'_> {
             bytes,
             format,
             digest,
+            state,
         })
     }
 }
@@ -486,6 +506,7 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
     }
     let path = &candidate.path;
     let mut file = File::open(path).map_err(CommonError::io("open", path))?;
+    let metadata = file.metadata().map_err(CommonError::io("read", path))?;
     // One byte more than the listed length, so that growth of an empty file is detected too.
     let mut block = vec![0; BLOCK_BYTES.min(candidate.bytes as usize + 1)];
     let mut hasher = Sha256::new();
@@ -525,6 +546,7 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
         _ => Content::Text {
             bytes,
             digest: Sha256Digest::finish(hasher),
+            state: FileState::of(&metadata),
         },
     })
 }

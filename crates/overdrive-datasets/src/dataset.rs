@@ -26,6 +26,17 @@ pub trait Dataset: Send + Sync {
     /// # Errors
     /// Returns an error if `index` is not below [`Dataset::len`], or if the record cannot be read.
     fn get(&self, index: usize) -> Result<Self::Item>;
+
+    /// Checks that the files behind the records have not changed since they were opened. What stores results of the
+    /// records, such as [`build_dataset_tokens`](crate::build_dataset_tokens) and [`MapCache`](crate::MapCache), calls
+    /// it after the last one. By default it returns `Ok(())`, for records that come from no file; a dataset over
+    /// another one passes the call on.
+    ///
+    /// # Errors
+    /// [`Error::FileChanged`], or another error if a file is not there any more.
+    fn check_unchanged(&self) -> Result<()> {
+        Ok(())
+    }
 }
 
 impl<D: Dataset + ?Sized> Dataset for &D {
@@ -37,6 +48,10 @@ impl<D: Dataset + ?Sized> Dataset for &D {
 
     fn get(&self, index: usize) -> Result<Self::Item> {
         (**self).get(index)
+    }
+
+    fn check_unchanged(&self) -> Result<()> {
+        (**self).check_unchanged()
     }
 }
 
@@ -76,6 +91,10 @@ impl<D: Dataset + ?Sized> Dataset for Arc<D> {
     fn get(&self, index: usize) -> Result<Self::Item> {
         (**self).get(index)
     }
+
+    fn check_unchanged(&self) -> Result<()> {
+        (**self).check_unchanged()
+    }
 }
 
 impl<D: Dataset + ?Sized> Dataset for Box<D> {
@@ -87,5 +106,9 @@ impl<D: Dataset + ?Sized> Dataset for Box<D> {
 
     fn get(&self, index: usize) -> Result<Self::Item> {
         (**self).get(index)
+    }
+
+    fn check_unchanged(&self) -> Result<()> {
+        (**self).check_unchanged()
     }
 }

@@ -2,6 +2,7 @@
 
 use std::fmt;
 
+use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 /// A SHA-256 digest, displayed in hexadecimal.
@@ -17,6 +18,15 @@ impl Sha256Digest {
     /// Returns the digest of `bytes`.
     pub fn of(bytes: &[u8]) -> Self {
         Self(Sha256::digest(bytes).into())
+    }
+
+    /// Returns a digest of `bytes` that all cores compute: that of the digests of blocks of 4 MiB.
+    pub(crate) fn of_blocks(bytes: &[u8]) -> Self {
+        const BLOCK: usize = 4 << 20;
+        let blocks: Vec<Self> = bytes.par_chunks(BLOCK).map(Self::of).collect();
+        let mut hasher = FieldHasher::default().field(&(bytes.len() as u64).to_le_bytes());
+        blocks.iter().for_each(|block| hasher.add(&block.0));
+        hasher.finish()
     }
 
     /// Returns `true` for any value other than [`Sha256Digest::UNKNOWN`].
@@ -78,6 +88,19 @@ mod tests {
         let hex = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
         assert_eq!(Sha256Digest::of(b"abc").to_string(), hex);
         assert_eq!(Sha256Digest::of(b"abc").short(), hex[..32]);
+    }
+
+    #[test]
+    fn the_digest_of_blocks_depends_on_every_byte_and_on_the_length() {
+        let mut bytes = vec![0; (8 << 20) + 1];
+        let zeros = Sha256Digest::of_blocks(&bytes);
+        assert_ne!(Sha256Digest::of_blocks(&bytes[1..]), zeros);
+        for at in [0, 4 << 20, 8 << 20] {
+            bytes[at] = 1;
+            assert_ne!(Sha256Digest::of_blocks(&bytes), zeros, "byte {at}");
+            bytes[at] = 0;
+        }
+        assert_eq!(Sha256Digest::of_blocks(&bytes), zeros);
     }
 
     #[test]

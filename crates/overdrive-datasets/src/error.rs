@@ -172,6 +172,19 @@ pub enum Error {
         source: Box<dyn std::error::Error + Send + Sync>,
     },
 
+    /// This process may not read or write the cache folder, which another user may have made.
+    #[error(
+        "the cache folder {} cannot be used: {source}; set `XDG_CACHE_HOME` to a folder of your own, which moves \
+         the default cache, or let the owner of this folder permit it",
+        folder.display()
+    )]
+    CacheFolder {
+        /// The folder.
+        folder: PathBuf,
+        /// The file and the answer of the operating system.
+        source: overdrive_core::Error,
+    },
+
     /// The environment names no folder for caches.
     #[error("no cache folder: none of {tried} is set; pass a folder explicitly")]
     NoCacheFolder {
@@ -255,8 +268,31 @@ impl Error {
     /// Returns the file of an input/output error; `None` for other errors.
     pub(crate) fn io_path(&self) -> Option<&Path> {
         match self {
-            Self::Common(overdrive_core::Error::Io { path, .. }) => Some(path),
+            Self::Common(overdrive_core::Error::Io { path, .. })
+            | Self::CacheFolder {
+                source: overdrive_core::Error::Io { path, .. },
+                ..
+            } => Some(path),
             _ => None,
+        }
+    }
+
+    /// Returns the error of a cache folder in place of that of a file in it, if the system denies the access.
+    pub(crate) fn of_cache(self, folder: &Path) -> Self {
+        use std::io::ErrorKind::{PermissionDenied, ReadOnlyFilesystem};
+        let is_denied = |source: &overdrive_core::Error| match source {
+            overdrive_core::Error::Io { path, source, .. } => {
+                path.starts_with(folder)
+                    && [PermissionDenied, ReadOnlyFilesystem].contains(&source.kind())
+            }
+            _ => false,
+        };
+        match self {
+            Self::Common(source) if is_denied(&source) => Self::CacheFolder {
+                folder: folder.to_owned(),
+                source,
+            },
+            other => other,
         }
     }
 

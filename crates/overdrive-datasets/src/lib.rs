@@ -97,6 +97,7 @@ mod digest;
 mod documents;
 mod error;
 mod error_policy;
+mod file_state;
 mod index;
 #[cfg(feature = "tokenizers")]
 mod instruction;

@@ -170,7 +170,7 @@ fn a_fault_in_any_call_of_a_cached_map_is_an_error_or_harmless() {
             };
             let records = JsonRecords::<Value>::open([data], &json)?;
             let map = MapCache {
-                input: records.records().fingerprint(),
+                input: records.records().fingerprint()?,
                 name: "double",
                 version: 1,
             };

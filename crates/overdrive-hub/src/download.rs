@@ -61,7 +61,10 @@ impl Download<'_> {
         let blob = self.cache.blob(&remote.etag);
         make_folder(folder_of(&blob))?;
         // Waits for any other process that downloads the same file; the file then exists.
-        let lock = FileLock::acquire(self.cache.lock(&remote.etag)?)?;
+        let work = format!("downloading {} of {}", remote.name, self.repository);
+        let lock = FileLock::acquire(self.cache.lock(&remote.etag)?, &work, |waiting| {
+            tracing::warn!("{waiting}");
+        })?;
         if !blob.exists() {
             // Where file locks do not work, each process writes its own file, which no other process resumes.
             let own = match lock.unsupported() {

@@ -84,7 +84,8 @@ impl Trace {
             fs::create_dir_all(folder).map_err(CommonError::io("create the folder", folder))?;
         }
         // Created before Kineto writes it by its name; Kineto does not report when it cannot.
-        let partial = files::unfinished(path)?.into_temp_path();
+        // The file of before stays open, since its lock says that this process is writing.
+        let (_locked, partial) = files::unfinished(path)?.into_parts();
         self.write_to(&partial)?;
         // Opened again, in case Kineto has replaced the file.
         let file = File::open(&partial).map_err(CommonError::io("read", &partial))?;

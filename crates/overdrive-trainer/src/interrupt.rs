@@ -6,11 +6,11 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 use std::thread;
 use std::time::{Duration, Instant};
 
-use overdrive_core::INTERRUPTED_EXIT_CODE;
+use overdrive_core::{INTERRUPTED_EXIT_CODE, files};
 use overdrive_sys::process::ignores_signal;
 use signal_hook::consts::{SIGHUP, SIGINT, SIGQUIT, SIGTERM};
-use signal_hook::flag;
 use signal_hook::iterator::Signals;
+use signal_hook::low_level::{self, emulate_default_handler};
 
 use crate::{Error, Result};
 
@@ -48,27 +48,38 @@ pub struct Interrupt {
 // The process has one set of signal handlers, so it has one flag.
 static INSTALLED: Mutex<Option<Interrupt>> = Mutex::new(None);
 
-/// The signals that end a process 1, each with a flag that says whether they still do.
-static ENDING: OnceLock<Vec<(i32, Arc<AtomicBool>)>> = OnceLock::new();
+/// The signals that end this process, each with a flag that says whether they still do.
+static ENDING: OnceLock<Vec<(i32, AtomicBool)>> = OnceLock::new();
 
-/// Lets Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end this process if it is process 1, as the program of a container is: the
-/// system gives such a process no signal that it has no handler for. [`Interrupt`] takes them over when it is installed.
-pub(crate) fn let_signals_end_process_one() -> io::Result<()> {
-    if std::process::id() != 1 {
-        return Ok(());
-    }
-    let signals = [SIGINT, SIGTERM, SIGQUIT, SIGHUP];
-    let ending = signals.map(|signal| (signal, Arc::new(AtomicBool::new(true))));
-    for (signal, ends) in &ending {
-        let code = INTERRUPTED_EXIT_CODE.into();
-        flag::register_conditional_shutdown(*signal, code, Arc::clone(ends))?;
-    }
-    let _known = ENDING.set(ending.into());
+/// Removes the files and folders that this process has not finished when Ctrl-C, SIGTERM, SIGHUP or SIGQUIT ends it.
+/// Process 1, as the program of a container is, ends at them too: the system gives such a process no signal that it has
+/// no handler for. [`Interrupt`] takes the signals over when it is installed.
+pub(crate) fn end_at_signals() -> io::Result<()> {
+    let all = [SIGINT, SIGTERM, SIGQUIT, SIGHUP];
+    let handled: Vec<i32> = all.into_iter().filter(|&it| !ignores_signal(it)).collect();
+    let mut signals = Signals::new(&handled)?;
+    let ending = handled.iter().map(|&it| (it, AtomicBool::new(true)));
+    let ending = ENDING.get_or_init(|| ending.collect());
+    thread::Builder::new()
+        .name("od-ending".to_owned())
+        .spawn(move || {
+            for signal in signals.forever() {
+                let ends = ending.iter().find(|(ending, _)| *ending == signal);
+                if ends.is_some_and(|(_, ends)| ends.load(Ordering::SeqCst)) {
+                    files::remove_unfinished();
+                    // The process ends by the signal itself, as its parent expects. Process 1 cannot.
+                    if std::process::id() != 1 {
+                        let _ended = emulate_default_handler(signal);
+                    }
+                    low_level::exit(INTERRUPTED_EXIT_CODE.into());
+                }
+            }
+        })?;
     Ok(())
 }
 
 impl Interrupt {
-    /// Leaves these signals to handlers of the program's own, such as those of a server. A process 1 that
+    /// Leaves these signals to handlers of the program's own, such as those of a server. A program that
     /// [`exit`](crate::exit()) runs ends at signals until then.
     pub fn hand_over(signals: &[i32]) {
         for (signal, ends) in ENDING.get().into_iter().flatten() {
@@ -85,8 +96,11 @@ impl Interrupt {
     /// # Errors
     /// [`Error::Signals`] if the system refuses.
     pub fn install() -> Result<Self> {
-        // Without destructors: they may wait for the threads that are to be stopped.
-        Self::install_with(|| signal_hook::low_level::exit(INTERRUPTED_EXIT_CODE.into()))
+        Self::install_with(|| {
+            files::remove_unfinished();
+            // Without destructors: they may wait for the threads that are to be stopped.
+            low_level::exit(INTERRUPTED_EXIT_CODE.into());
+        })
     }
 
     /// Installs the handlers as [`install`](Self::install) does, for a program that has to end others first: the second
@@ -176,6 +190,52 @@ mod tests {
         assert!(!clone.requested());
         interrupt.request();
         assert!(clone.requested());
+    }
+
+    #[cfg(unix)]
+    const FOLDER: &str = "OVERDRIVE_TEST_SIGNALS_FOLDER";
+
+    #[cfg(unix)]
+    #[test]
+    #[ignore = "started by the other test, in a process of its own"]
+    fn writes_until_a_signal_comes() {
+        let folder = std::path::PathBuf::from(std::env::var_os(FOLDER).unwrap());
+        end_at_signals().unwrap();
+        let _file = files::unfinished(folder.join("a.bin")).unwrap();
+        let model = files::unfinished_folder(folder.join("model")).unwrap();
+        std::fs::write(model.path().join("model.safetensors"), "half").unwrap();
+        std::fs::write(folder.join("ready"), "").unwrap();
+        thread::sleep(Duration::from_secs(120));
+    }
+
+    #[cfg(unix)]
+    #[test]
+    fn a_signal_ends_a_program_by_itself_and_removes_what_is_not_finished() {
+        use std::os::unix::process::ExitStatusExt;
+        use std::process::{Command, Stdio};
+        for signal in [SIGINT, SIGTERM] {
+            let dir = tempfile::tempdir().unwrap();
+            let name = "interrupt::tests::writes_until_a_signal_comes";
+            let mut child = Command::new(std::env::current_exe().unwrap())
+                .args(["--exact", name, "--ignored"])
+                .env(FOLDER, dir.path())
+                .stdout(Stdio::null())
+                .spawn()
+                .unwrap();
+            let started = Instant::now();
+            while !dir.path().join("ready").exists() {
+                assert!(started.elapsed() < Duration::from_secs(60));
+                assert!(child.try_wait().unwrap().is_none(), "it ended by itself");
+                thread::sleep(Duration::from_millis(1));
+            }
+            let (flag, process) = (format!("-{signal}"), child.id().to_string());
+            let sent = Command::new("kill").args([flag, process]).status();
+            assert!(sent.unwrap().success());
+            assert_eq!(child.wait().unwrap().signal(), Some(signal));
+            let left = std::fs::read_dir(dir.path()).unwrap();
+            let left: Vec<_> = left.map(|entry| entry.unwrap().file_name()).collect();
+            assert_eq!(left, ["ready"]);
+        }
     }
 
     #[test]

@@ -1,16 +1,14 @@
 //! The frame of a training program: its warnings, its error, its exit code.
 
 use std::error::Error as StdError;
-use std::fmt::Display;
-use std::io::{Write, stdout};
 use std::iter::successors;
 use std::process::ExitCode;
 
-use overdrive_core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
+use overdrive_core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE, print_error_line};
 use tracing_subscriber::filter::{LevelFilter, Targets};
 use tracing_subscriber::prelude::*;
 
-use crate::interrupt::let_signals_end_process_one;
+use crate::interrupt::end_at_signals;
 
 /// The way in which a run ended.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
@@ -44,9 +42,10 @@ where
 }
 
 /// Runs a program and returns its exit code. Warnings of the libraries are printed on stderr (`RUST_LOG` selects other
-/// messages), and an error in one line, without a backtrace, because the cause is usually in the arguments. In a container,
-/// where the program is process 1 and the system would keep signals from it, Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end it
-/// with 130 until [`Interrupt`](crate::Interrupt) is installed.
+/// messages), and an error in one line, without a backtrace, because the cause is usually in the arguments. Until
+/// [`Interrupt`](crate::Interrupt) is installed, Ctrl-C, SIGTERM, SIGHUP and SIGQUIT end the program, and the files that
+/// it has not finished are removed. In a container, where it is process 1 and the system would keep signals from it, the
+/// exit code is 130.
 ///
 /// `E` is `anyhow::Error` or `Box<dyn Error + Send + Sync>`.
 ///
@@ -77,8 +76,8 @@ where
 {
     print_warnings();
     // First of all: data may be tokenized for an hour before the first step.
-    if let Err(error) = let_signals_end_process_one() {
-        tracing::warn!("signals do not end this process: {error}");
+    if let Err(error) = end_at_signals() {
+        tracing::warn!("signals are not handled, and unfinished files stay behind at one: {error}");
     }
     program().unwrap_or_else(|error| {
         let error: &(dyn StdError + 'static) = error.as_ref();
@@ -89,16 +88,12 @@ where
                 text = format!("{text}: {cause}");
             }
         }
-        eprintln!("error: {text}");
+        print_error_line(format_args!("error: {text}"));
         ExitCode::FAILURE
     })
 }
 
-/// Prints a line. One that cannot be written, because stdout is a file on a full disk or nobody reads it, does not
-/// end a run as `println!` would.
-pub fn print_line(line: impl Display) {
-    let _ = writeln!(stdout(), "{line}");
-}
+pub use overdrive_core::print_line;
 
 /// The variable that selects other messages, as in most Rust programs.
 const SELECTION: &str = "RUST_LOG";

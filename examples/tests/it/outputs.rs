@@ -152,6 +152,33 @@ fn no_program_writes_over_the_model_that_it_reads_or_over_another_one() {
     }
 }
 
+#[cfg(feature = "onnx")]
+#[test]
+fn a_program_that_fails_before_the_tokenizer_leaves_no_model_and_runs_again() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let (model, out) = (dir.path().join("model"), dir.path().join("out"));
+    write_model(&model);
+    let run = |more: &[&str]| {
+        let (model, out) = (model.to_str().unwrap(), out.to_str().unwrap());
+        let own = ["export_onnx", "--model", model, "--out", out];
+        crate::export_onnx_example::run(&Parser::parse_from(own.iter().chain(more)))
+    };
+    let visible = || {
+        let files = contents(&out).into_keys();
+        let names = files.map(|path| path.file_name().unwrap().to_string_lossy().into_owned());
+        names.collect::<Vec<String>>()
+    };
+    let missing = dir.path().join("missing.json");
+    run(&["--tokenizer", missing.to_str().unwrap()]).unwrap_err();
+    assert_eq!(visible(), [".overdrive-output"], "it looks like a model");
+    assert_eq!(fs::read_dir(&out).unwrap().count(), 1);
+    run(&[]).unwrap();
+    for name in ["config.json", "model.onnx", "tokenizer.json"] {
+        assert!(visible().iter().any(|found| found == name), "{name}");
+    }
+}
+
 #[test]
 fn a_line_that_is_not_utf_8_does_not_end_a_conversation() {
     let _alone = alone();
@@ -174,7 +201,18 @@ fn a_line_that_is_not_utf_8_does_not_end_a_conversation() {
 #[test]
 fn no_program_panics_when_nobody_reads_what_it_prints() {
     // `println!` does; `print_line` and `print_now` do not.
-    for folder in ["", "src", "src/tuning"] {
+    let programs = ["", "src", "src/tuning"];
+    let others = [
+        "xtask/src",
+        "xtask/src/setup",
+        "gpu-check/src",
+        "gpu-check/src/sections",
+    ];
+    let others = others.map(|folder| format!("../{folder}"));
+    for folder in programs
+        .into_iter()
+        .chain(others.iter().map(String::as_str))
+    {
         let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join(folder);
         for entry in fs::read_dir(folder).unwrap() {
             let path = entry.unwrap().path();

@@ -4,6 +4,7 @@ use std::time::{Duration, Instant, SystemTime};
 
 use anyhow::{Context as _, Result, anyhow, ensure};
 use clap::ValueEnum;
+use overdrive::core::print_line;
 use overdrive::generation::{GenerationConfig, generate};
 use overdrive::precision::Precision;
 use overdrive::sys::process::terminate_with_parent;
@@ -149,7 +150,7 @@ pub fn run_start(target: Target, work: Work, model: &Path, began: u64) -> Result
         libraries: libraries.as_secs_f64(),
         ..phases
     };
-    println!("{}", serde_json::to_string(&phases)?);
+    print_line(format_args!("{}", serde_json::to_string(&phases)?));
     Ok(())
 }
 

@@ -29,7 +29,7 @@ pub(super) fn fetch(
     let platform = Platform::here()?;
     let plan = wheels::plan(release, platform, variant)?;
     let downloads = cache.join("downloads");
-    // Set by the callback, which the lock calls only if it has to wait.
+    // Set by the callback, which the lock calls only if it has to wait for more than two seconds.
     let mut waited = false;
     let doing = "fetching libtorch into the same cache";
     let _lock = lock::take(&cache.join("setup.lock"), doing, |text| {

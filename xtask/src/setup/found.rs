@@ -6,6 +6,7 @@ use std::path::{Path, PathBuf};
 use overdrive_build::Libtorch;
 #[cfg(test)]
 use overdrive_build::Source;
+use overdrive_core::print_line;
 
 use crate::failure::{Failure, Result};
 use crate::record::{Choice, Record};
@@ -46,19 +47,19 @@ impl Found {
             .version
             .as_deref()
             .unwrap_or("of unknown version");
-        println!(
+        print_line(format_args!(
             "libtorch {version} ({kind}) is at {} ({})",
             self.root.display(),
             self.how
-        );
+        ));
         if let Some(release) = torch::other() {
-            println!(
+            print_line(format_args!(
                 "`cargo xtask … --torch {}` builds with it, in target/torch-{}; plain cargo builds with the \
                  tch of Cargo.lock, which `cargo update tch --precise {}` changes",
                 release.series(),
                 release.series(),
                 release.tch
-            );
+            ));
             return;
         }
         let done = if self.recorded {
@@ -66,9 +67,11 @@ impl Found {
         } else {
             "records"
         };
-        println!(".cargo/libtorch.toml {done} it: cargo build, test, run and bench now work");
-        println!(
-            "for a project of your own: cargo xtask new DIR, or cargo xtask setup --project DIR"
+        print_line(format_args!(
+            ".cargo/libtorch.toml {done} it: cargo build, test, run and bench now work"
+        ));
+        print_line(
+            "for a project of your own: cargo xtask new DIR, or cargo xtask setup --project DIR",
         );
     }
 

@@ -12,46 +12,41 @@
 //! | 32..40 | length of the data |
 //! | 40..48 | modification time of the data, seconds |
 //! | 48..52 | the same, nanoseconds |
-//! | 52..56 | zeros |
-//! | 56..88 | SHA-256 of a sample of the data |
-//! | 88..120 | SHA-256 of the data's path and of the scan's key |
-//! | 120..124 | zeros |
-//! | 124..128 | CRC-32C of bytes 0..124 |
-//! | 128.. | blocks (`offsets`), then their directory, with a CRC-32C of each block |
+//! | 52..56 | change time of the data (Unix), nanoseconds |
+//! | 56..64 | the same, seconds |
+//! | 64..96 | SHA-256 of a sample of the data |
+//! | 96..128 | SHA-256 of the data's path and of the scan's key |
+//! | 128..132 | zeros |
+//! | 132..136 | CRC-32C of bytes 0..132 |
+//! | 136.. | blocks (`offsets`), then their directory, with a CRC-32C of each block |
 
-use std::fs::Metadata;
 use std::path::Path;
-use std::time::{SystemTime, UNIX_EPOCH};
 
 use crate::digest::FieldHasher;
+use crate::file_state::{FileState, Time};
 use crate::store_format::{digest_at, u32_at, u64_at};
 use crate::{Error, Result, Sha256Digest};
 
 use super::offsets::{FinishedOffsets, OffsetTable};
 
 const MAGIC: [u8; 8] = *b"OVDINDEX";
-const VERSION: u32 = 1;
-pub(crate) const HEADER_BYTES: usize = 128;
-const CHECKED_BYTES: usize = 124;
+const VERSION: u32 = 2;
+pub(crate) const HEADER_BYTES: usize = 136;
+const CHECKED_BYTES: usize = 132;
 
 /// The identity of the data that an index belongs to.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) struct Identity {
-    bytes: u64,
-    modified_s: i64,
-    modified_ns: u32,
+    pub(crate) state: FileState,
     sample: Sha256Digest,
     key: Sha256Digest,
 }
 
 impl Identity {
-    /// Returns the identity of the file at `path` with this metadata and content, for the scan with this key.
-    pub(crate) fn of(path: &Path, metadata: &Metadata, data: &[u8], scan_key: &[u8]) -> Self {
-        let (modified_s, modified_ns) = modified(metadata);
+    /// Returns the identity of the file at `path` with this state and content, for the scan with this key.
+    pub(crate) fn of(path: &Path, state: FileState, data: &[u8], scan_key: &[u8]) -> Self {
         Self {
-            bytes: metadata.len(),
-            modified_s,
-            modified_ns,
+            state,
             sample: sample(data),
             key: FieldHasher::default()
                 .field(&VERSION.to_le_bytes())
@@ -66,36 +61,22 @@ impl Identity {
         self.key
     }
 
-    /// Returns a key of the content (by its sample) and the format, without the path.
-    pub(crate) fn content(&self, scan_key: &[u8]) -> Sha256Digest {
-        FieldHasher::default()
-            .field(&self.bytes.to_le_bytes())
-            .field(&self.modified_s.to_le_bytes())
-            .field(&self.modified_ns.to_le_bytes())
-            .field(&self.sample.0)
-            .field(scan_key)
-            .finish()
-    }
-
-    /// Returns `true` if a file with this metadata may still be the same.
-    pub(crate) fn fits(&self, metadata: &Metadata) -> bool {
-        self.bytes == metadata.len() && (self.modified_s, self.modified_ns) == modified(metadata)
-    }
-}
-
-/// Returns the modification time as seconds and nanoseconds since 1970; zeros if the file system has none.
-fn modified(metadata: &Metadata) -> (i64, u32) {
-    match metadata
-        .modified()
-        .unwrap_or(UNIX_EPOCH)
-        .duration_since(SystemTime::UNIX_EPOCH)
-    {
-        Ok(after) => (after.as_secs() as i64, after.subsec_nanos()),
-        // A modification time before 1970 is legal, though rare.
-        Err(before) => {
-            let before = before.duration();
-            (-(before.as_secs() as i64), before.subsec_nanos())
+    /// Returns a key of the unpacked content: of the state and a sample of the compressed file, without its path.
+    pub(crate) fn unpacked_key(&self) -> Sha256Digest {
+        let FileState {
+            bytes,
+            modified,
+            changed,
+        } = self.state;
+        let mut hasher = FieldHasher::default()
+            .field(b"unpacked 2")
+            .field(&bytes.to_le_bytes())
+            .field(&self.sample.0);
+        for time in [modified, changed] {
+            hasher.add(&time.s.to_le_bytes());
+            hasher.add(&time.ns.to_le_bytes());
         }
+        hasher.finish()
     }
 }
 
@@ -133,11 +114,13 @@ impl Header {
         put(12, &offsets.directory_crc.to_le_bytes());
         put(16, &offsets.count.to_le_bytes());
         put(24, &offsets.blocks_bytes.to_le_bytes());
-        put(32, &identity.bytes.to_le_bytes());
-        put(40, &identity.modified_s.to_le_bytes());
-        put(48, &identity.modified_ns.to_le_bytes());
-        put(56, &identity.sample.0);
-        put(88, &identity.key.0);
+        put(32, &identity.state.bytes.to_le_bytes());
+        put(40, &identity.state.modified.s.to_le_bytes());
+        put(48, &identity.state.modified.ns.to_le_bytes());
+        put(52, &identity.state.changed.ns.to_le_bytes());
+        put(56, &identity.state.changed.s.to_le_bytes());
+        put(64, &identity.sample.0);
+        put(96, &identity.key.0);
         let crc = crc32c::crc32c(&bytes[..CHECKED_BYTES]);
         bytes[CHECKED_BYTES..].copy_from_slice(&crc.to_le_bytes());
         bytes
@@ -163,11 +146,19 @@ impl Header {
         }
         let header = Self {
             identity: Identity {
-                bytes: u64_at(bytes, 32),
-                modified_s: u64_at(bytes, 40) as i64,
-                modified_ns: u32_at(bytes, 48),
-                sample: digest_at(bytes, 56),
-                key: digest_at(bytes, 88),
+                state: FileState {
+                    bytes: u64_at(bytes, 32),
+                    modified: Time {
+                        s: u64_at(bytes, 40) as i64,
+                        ns: u32_at(bytes, 48),
+                    },
+                    changed: Time {
+                        s: u64_at(bytes, 56) as i64,
+                        ns: u32_at(bytes, 52),
+                    },
+                },
+                sample: digest_at(bytes, 64),
+                key: digest_at(bytes, 96),
             },
             offsets: FinishedOffsets {
                 count: u64_at(bytes, 16),

@@ -15,7 +15,9 @@ use super::compressed::{Blocks, Compression, unpack_to_temporary_file};
 use super::format::{HEADER_BYTES, Header, Identity, damaged_index};
 use super::scan::cores;
 use super::{OffsetTable, OffsetsWriter, Scan};
-use crate::cache::{Cached, cache_folder, cached};
+use crate::cache::{Cached, cache_folder, cached, commit_with_digest, is_intact};
+use crate::digest::FieldHasher;
+use crate::file_state::FileState;
 use crate::mmap::{map_file, map_opened};
 use crate::{Error, RecordNumber, Result, Sha256Digest};
 
@@ -96,13 +98,16 @@ impl IndexReport {
 /// A file and the index of its records.
 #[derive(Debug)]
 pub(crate) struct IndexedFile {
+    /// The file that the user named.
     pub(crate) path: PathBuf,
+    /// The file with the data: the same, or the unpacked one.
+    data_path: PathBuf,
     data: Data,
     /// The length of the data, unpacked if the file is compressed.
     data_bytes: u64,
     header: Header,
     index: IndexBytes,
-    fingerprint: Sha256Digest,
+    scan_key: Vec<u8>,
 }
 
 #[derive(Debug)]
@@ -149,7 +154,7 @@ impl IndexedFile {
         let scan_key = scan.key();
         // A file has one index under any path; a path that cannot be resolved has its own.
         let true_path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
-        let identity = Identity::of(&true_path, &metadata, &map, &scan_key);
+        let identity = Identity::of(&true_path, FileState::of(&metadata), &map, &scan_key);
         let data = match Compression::of(path, &map)? {
             None => Data::Mapped(map),
             Some(compression) if options.unpack => {
@@ -193,8 +198,9 @@ impl IndexedFile {
         let header = Header::decode(index.as_slice(), path, data_bytes)?;
         let file = Self {
             path: path.to_owned(),
+            data_path: path.to_owned(),
             data_bytes,
-            fingerprint: identity.content(&scan_key),
+            scan_key,
             data: match data {
                 Data::Mapped(_) if !keep_mapped => Data::OnDemand,
                 data => data,
@@ -219,9 +225,19 @@ impl IndexedFile {
         self.header.offsets.count as usize - 1
     }
 
-    /// Returns a digest that changes with the content or with its division into records.
-    pub(crate) fn fingerprint(&self) -> Sha256Digest {
-        self.fingerprint
+    /// Returns a digest of the content and of its division into records. It reads the whole file, on all cores.
+    pub(crate) fn fingerprint(&self) -> Result<Sha256Digest> {
+        let content = match &self.data {
+            Data::Mapped(map) | Data::Blocks(map, _) => Sha256Digest::of_blocks(map),
+            Data::OnDemand => Sha256Digest::of_blocks(&map_file(&self.data_path)?),
+        };
+        let hasher = FieldHasher::default().field(&content.0);
+        Ok(hasher.field(&self.scan_key).finish())
+    }
+
+    /// Checks that the file has not changed since it was opened.
+    pub(crate) fn check_unchanged(&self) -> Result<()> {
+        self.header.identity.state.check(&self.data_path)
     }
 
     /// Returns the byte range of record `index`, from its start to that of the next one.
@@ -270,7 +286,7 @@ impl IndexedFile {
                     problem,
                 },
             )?),
-            Data::OnDemand => Cow::Owned(read_range(&self.path, range)?),
+            Data::OnDemand => Cow::Owned(read_range(&self.data_path, range)?),
         })
     }
 }
@@ -293,15 +309,16 @@ fn unpacked(
     data: &[u8],
     identity: Identity,
 ) -> Result<PathBuf> {
-    let name = format!("{}.unpacked", identity.content(b"unpacked 1").short());
+    let name = format!("{}.unpacked", identity.unpacked_key().short());
     let unpacked = cache_folder("unpacked")?.join(name);
-    let open = || Ok(unpacked.exists().then_some(()));
+    let open = || Ok(is_intact(&unpacked)?.then_some(()));
     let build = || {
         let mut file = files::unfinished(&unpacked)?;
         compression
             .unpack(data, &mut file)
             .map_err(CommonError::io("unpack", path))?;
-        Ok(files::commit(file, &unpacked)?)
+        identity.state.check(path)?;
+        commit_with_digest(file, &unpacked)
     };
     match cached(&unpacked, open, build)? {
         Cached::Hit(()) | Cached::Built(()) => Ok(unpacked),
@@ -433,12 +450,7 @@ impl Builder<'_> {
             .finish()
             .map_err(CommonError::io("write", out_path))?;
         // An index of data that changed during the search could be wrong without notice.
-        let now = std::fs::metadata(self.path).map_err(CommonError::io("read", self.path))?;
-        if !self.identity.fits(&now) {
-            return Err(Error::FileChanged {
-                path: self.path.to_owned(),
-            });
-        }
+        self.identity.state.check(self.path)?;
         Ok((
             out,
             Header {

@@ -163,6 +163,7 @@ impl InstructionDataset {
     ) -> Result<InstructionDataset> {
         let (mut dataset, names) = InstructionDataset::of_files(paths, encoder, options.answer)?;
         let scan = dataset.scan(options, None)?;
+        dataset.check_unchanged()?;
         dataset.record_indices = RecordIndices::SortedIndices(scan.kept.finish());
         dataset.lengths = scan.lengths;
         dataset.content = scan.content;
@@ -475,6 +476,14 @@ impl Dataset for InstructionDataset {
         self.encoder
             .encode(&record)
             .map_err(|problem| self.files[position.file].bad_record(position.record, problem))
+    }
+
+    fn check_unchanged(&self) -> Result<()> {
+        match self.examples {
+            // The records are not read any more.
+            Some(_) => Ok(()),
+            None => self.files.iter().try_for_each(RecordFile::check_unchanged),
+        }
     }
 }
 

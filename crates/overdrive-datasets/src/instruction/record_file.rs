@@ -27,6 +27,10 @@ impl RecordFile {
         self.0.len()
     }
 
+    pub(super) fn check_unchanged(&self) -> Result<()> {
+        self.0.check_unchanged()
+    }
+
     /// Returns the bytes of a record, without the comma after an element of an array.
     pub(super) fn record(&self, index: usize) -> Result<Cow<'_, [u8]>> {
         let trim = |bytes: &[u8]| {

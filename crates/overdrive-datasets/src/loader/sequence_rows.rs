@@ -63,6 +63,10 @@ impl<D: Dataset<Item = TokenizedExample>> Dataset for SequenceRows<D> {
         });
         segments.collect()
     }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.sequences.check_unchanged()
+    }
 }
 
 #[cfg(test)]

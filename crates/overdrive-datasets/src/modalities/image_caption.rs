@@ -251,4 +251,8 @@ impl Dataset for ImageCaptionDataset {
                 path: location.path.clone(),
             })
     }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.rows.check_unchanged()
+    }
 }

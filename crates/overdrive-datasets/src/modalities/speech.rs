@@ -420,4 +420,8 @@ impl Dataset for SpeechDataset {
         self.read(row_index, &row)
             .map_err(|problem| self.problem(row_index, problem))
     }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.records().check_unchanged()
+    }
 }

@@ -193,4 +193,8 @@ impl<D: Dataset<Item = String>> Dataset for TextDataset<D> {
     fn get(&self, index: usize) -> Result<Vec<u32>> {
         self.encode(&self.texts.get(index)?)
     }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.texts.check_unchanged()
+    }
 }

@@ -178,6 +178,10 @@ impl Dataset for CsvRecords {
             })
         })
     }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.records.check_unchanged()
+    }
 }
 
 /// A row of text fields; [`CsvRow::parse`] converts them to numbers.

@@ -119,6 +119,10 @@ impl<T: DeserializeOwned> Dataset for JsonRecords<T> {
         };
         self.records.read(index, parse)
     }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.records.check_unchanged()
+    }
 }
 
 /// Removes white space and the comma after an element.

@@ -142,4 +142,8 @@ impl Dataset for WebDataset {
             Ok(sample)
         })
     }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.records.check_unchanged()
+    }
 }

@@ -100,4 +100,8 @@ impl Dataset for TextLines {
             utf8(text).map(str::to_owned)
         })
     }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.records.check_unchanged()
+    }
 }

@@ -31,6 +31,10 @@ where
         })
     }
 
+    pub(super) fn dataset(&self) -> &D {
+        &self.dataset
+    }
+
     /// Returns the number of batches.
     pub(super) fn len(&self) -> usize {
         self.dataset.len().div_ceil(self.batch_size)
@@ -142,6 +146,10 @@ where
             });
         }
         results.get(index - start).cloned().ok_or_else(no_such)
+    }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.batches.dataset().check_unchanged()
     }
 }
 

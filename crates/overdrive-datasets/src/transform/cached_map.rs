@@ -6,11 +6,12 @@ use std::path::{Path, PathBuf};
 use rayon::prelude::*;
 use serde::Serialize;
 use serde::de::DeserializeOwned;
+use tempfile::NamedTempFile;
 
 use overdrive_core::{Error as CommonError, files};
 
 use super::batched_map::Batches;
-use crate::cache::{Cached, cache_folder, cached};
+use crate::cache::{Cached, cache_folder, cached, commit_with_digest, is_intact};
 use crate::digest::FieldHasher;
 use crate::{
     Dataset, Error, IndexOptions, JsonLayout, JsonOptions, JsonRecords, RecordNumber, Result,
@@ -41,7 +42,7 @@ pub struct CacheOptions {
 /// # std::fs::write(&path, "one two\nthree\n").unwrap();
 /// # let options = CacheOptions { folder: Some(dir.path().join("maps")), ..CacheOptions::default() };
 /// let lines = TextLines::open([&path], &TextOptions::default())?;
-/// let cache = MapCache { input: lines.records().fingerprint(), name: "words", version: 1 };
+/// let cache = MapCache { input: lines.records().fingerprint()?, name: "words", version: 1 };
 /// let split = |line: String| Ok(line.split(' ').map(str::to_owned).collect::<Vec<_>>());
 /// let words = cache.map(&lines, split, &options)?;
 /// assert_eq!(words.get(0)?, ["one", "two"]);
@@ -78,9 +79,9 @@ impl MapCache<'_> {
     /// call it at once: one computes and the others wait.
     ///
     /// # Errors
-    /// Returns an error if a record cannot be read, `function` fails, its result cannot be stored as JSON (for
-    /// example a map whose keys are not strings, or a number that is NaN or infinite), or the file cannot be
-    /// written. Nothing is cached then.
+    /// Returns an error if a record cannot be read, a file of the records changes meanwhile, `function` fails, its
+    /// result cannot be stored as JSON (for example a map whose keys are not strings, or a number that is NaN or
+    /// infinite), or the file cannot be written. Nothing is cached then.
     pub fn map<D, T>(
         &self,
         dataset: &D,
@@ -93,7 +94,8 @@ impl MapCache<'_> {
     {
         let path = self.path(options)?;
         let result = |index: usize| Ok(vec![function(dataset.get(index)?)?]);
-        let results = results(&path, dataset.len(), 1, result, options)?;
+        let unchanged = || dataset.check_unchanged();
+        let results = results(&path, dataset.len(), 1, result, unchanged, options)?;
         if results.len() != dataset.len() {
             return Err(Error::DamagedFile {
                 path,
@@ -135,6 +137,7 @@ impl MapCache<'_> {
             batches.len(),
             batch_size,
             results_of,
+            || batches.dataset().check_unchanged(),
             options,
         )
     }
@@ -148,17 +151,22 @@ impl MapCache<'_> {
     }
 }
 
-/// Returns the results at `path`. If there is no such file, they are computed by `results_of` for `batches` batches of
-/// `batch_size` records.
+/// Returns the results at `path`. If there is no such file, or it is damaged, they are computed by `results_of` for
+/// `batches` batches of `batch_size` records, whose files have to be `unchanged` afterwards.
 fn results<T: Serialize + DeserializeOwned + Send>(
     path: &Path,
     batches: usize,
     batch_size: usize,
     results_of: impl Fn(usize) -> Result<Vec<T>> + Sync,
+    unchanged: impl Fn() -> Result<()>,
     options: &CacheOptions,
 ) -> Result<JsonRecords<T>> {
-    let open = || Ok(path.exists().then_some(()));
-    let build = || write(path, batches, batch_size, results_of, options.threads);
+    let open = || Ok(is_intact(path)?.then_some(()));
+    let build = || {
+        let file = write(path, batches, batch_size, results_of, options.threads)?;
+        unchanged()?;
+        commit_with_digest(file, path)
+    };
     // In both cases the complete file exists now.
     match cached(path, open, build)? {
         Cached::Hit(()) | Cached::Built(()) => {}
@@ -176,7 +184,7 @@ fn write<T: Serialize + DeserializeOwned>(
     batch_size: usize,
     results_of: impl Fn(usize) -> Result<Vec<T>> + Sync,
     threads: Option<usize>,
-) -> Result<()> {
+) -> Result<NamedTempFile> {
     let pool = rayon::ThreadPoolBuilder::new()
         // Rayon starts one thread per core for 0.
         .num_threads(threads.unwrap_or(0))
@@ -228,5 +236,5 @@ fn write<T: Serialize + DeserializeOwned>(
     let file = out
         .into_inner()
         .map_err(|error| CommonError::io("write", path)(error.into_error()))?;
-    Ok(files::commit(file, path)?)
+    Ok(file)
 }

@@ -8,6 +8,7 @@ use rayon::prelude::*;
 use sha2::{Digest, Sha256};
 
 use overdrive_core::Error as CommonError;
+use overdrive_core::files::{self, UnfinishedFolder};
 
 use super::selection::{Selection, SortedIndices};
 use crate::{Dataset, Result};
@@ -106,6 +107,7 @@ impl<D: Dataset> Selection<D> {
                 sink.push((hash, index as u64))?;
             }
         }
+        dataset.check_unchanged()?;
         // One bit per record, set if an earlier record is equal.
         let mut drop = vec![0_u64; len.div_ceil(64)];
         let mut duplicates = 0;
@@ -145,7 +147,7 @@ enum Entries {
 
 /// Entries in files by the first bits of their hash, so that equal entries are in the same file.
 struct PartitionFiles {
-    folder: tempfile::TempDir,
+    folder: UnfinishedFolder,
     /// The entries of each partition that follow those in its file. A file is opened for each write: a billion records
     /// have 512 partitions, and a process may often have no more than 1024 open files.
     buffers: Vec<Vec<u8>>,
@@ -182,10 +184,8 @@ impl Entries {
 impl PartitionFiles {
     fn new(partitions: usize, options: &DeduplicateOptions, limits: Limits) -> Result<Self> {
         let base = options.temp_dir.clone().unwrap_or_else(std::env::temp_dir);
-        let folder = tempfile::Builder::new()
-            .prefix("overdrive-deduplicate-")
-            .tempdir_in(&base)
-            .map_err(CommonError::io("create a folder in", &base))?;
+        // A name that the next program recognizes, should this one be killed.
+        let folder = files::unfinished_folder(base.join("deduplicate"))?;
         let files = Self {
             folder,
             buffers: vec![Vec::new(); partitions],
@@ -330,7 +330,11 @@ mod tests {
         }
         let open = std::fs::read_dir("/proc/self/fd").unwrap();
         let open = open.filter_map(|file| std::fs::read_link(file.unwrap().path()).ok());
-        assert_eq!(open.filter(|path| path.starts_with(base.path())).count(), 0);
+        assert_eq!(
+            open.filter(|path| path.starts_with(base.path()) && path.is_file())
+                .count(),
+            0
+        );
 
         let mut indices = Vec::new();
         let collect = |entries: &mut Vec<Entry>| {

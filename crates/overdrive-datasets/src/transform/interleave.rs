@@ -125,6 +125,10 @@ impl<D: Dataset> Dataset for Interleave<D> {
         let (number, record) = self.source(index);
         self.datasets[number].get(record)
     }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.datasets.iter().try_for_each(Dataset::check_unchanged)
+    }
 }
 
 /// Returns the number of positions of each weight in the pattern: its share rounded down, and the remaining

@@ -29,6 +29,10 @@ where
     fn get(&self, index: usize) -> Result<T> {
         (self.function)(self.dataset.get(index)?)
     }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.dataset.check_unchanged()
+    }
 }
 
 /// The concatenation of two datasets.
@@ -61,5 +65,10 @@ impl<A: Dataset, B: Dataset<Item = A::Item>> Dataset for Concat<A, B> {
                 len: self.len(),
             }),
         }
+    }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.first.check_unchanged()?;
+        self.second.check_unchanged()
     }
 }

@@ -237,6 +237,10 @@ impl<D: Dataset> Dataset for Selection<D> {
         })?;
         self.dataset.get(source)
     }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.dataset.check_unchanged()
+    }
 }
 
 #[cfg(test)]

@@ -376,21 +376,23 @@ fn builds_at_the_same_time_agree_and_leave_no_temporary_file() {
     let dir = text_folder();
     let cache = tempfile::tempdir().unwrap();
     let (corpus, tokenizer) = (corpus(dir.path()), tokenizer());
-    // What a killed build left.
+    // What a killed build of another machine left.
     let stale = {
-        let built = build_tokens(&corpus, &tokenizer, &options(), cache.path()).unwrap();
-        let path = built.store.path().to_owned();
-        std::fs::remove_file(&path).unwrap();
-        let name = path.file_name().unwrap().to_string_lossy().into_owned();
-        let stale = path.with_file_name(format!(".{name}.x8s.tmp"));
+        let other = tempfile::tempdir().unwrap();
+        let built = build_tokens(&corpus, &tokenizer, &options(), other.path()).unwrap();
+        let name = built.store.path().file_name().unwrap().to_string_lossy();
+        let unfinished = |random| {
+            let name = format!(".{name}.overdrive-ffffffff-0123abcd-{random}.tmp");
+            cache.path().join(name)
+        };
+        let stale = unfinished("x8s");
         std::fs::write(&stale, "half a store").unwrap();
         let file = std::fs::File::options().write(true).open(&stale).unwrap();
         let two_days = std::time::Duration::from_secs(2 * 24 * 60 * 60);
         file.set_modified(std::time::SystemTime::now() - two_days)
             .unwrap();
         // What another machine, which this one's lock does not exclude, is writing.
-        let fresh = path.with_file_name(format!(".{name}.x9s.tmp"));
-        std::fs::write(fresh, "half a store").unwrap();
+        std::fs::write(unfinished("x9s"), "half a store").unwrap();
         stale
     };
     let built: Vec<_> = std::thread::scope(|scope| {

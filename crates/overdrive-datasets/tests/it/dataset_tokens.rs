@@ -41,7 +41,7 @@ fn the_tokens_are_those_of_the_corpus_for_any_number_of_threads() {
     assert_eq!(report.documents, 588);
 
     let records = JsonRecords::<Value>::open([&path], &JsonOptions::default()).unwrap();
-    let fingerprint = records.records().fingerprint();
+    let fingerprint = records.records().fingerprint().unwrap();
     let texts = records.map(|record| Ok(record["text"].as_str().unwrap_or("").to_owned()));
     for threads in [1, 3, 9] {
         let path = dir.path().join(format!("{threads}.tokens"));

@@ -10,6 +10,7 @@ mod common;
 
 mod bpe;
 mod build_tokens;
+mod changed_files;
 mod compressed_files;
 mod corpus;
 mod data_loader;

@@ -120,8 +120,43 @@ fn columns_are_returned_unconverted() {
     let (batch, row) = rows.batch(200).unwrap();
     assert_eq!((batch.num_rows(), row), (130, 70));
     assert_eq!(batch.schema().field(2).name(), "score");
-    assert_ne!(table("stream.arrow").fingerprint(), rows.fingerprint());
-    assert_eq!(table("file.arrow").fingerprint(), rows.fingerprint());
+    assert_ne!(
+        table("stream.arrow").fingerprint().unwrap(),
+        rows.fingerprint().unwrap()
+    );
+    assert_eq!(
+        table("file.arrow").fingerprint().unwrap(),
+        rows.fingerprint().unwrap()
+    );
+}
+
+#[test]
+fn a_file_that_is_written_in_place_is_reported_and_has_another_fingerprint() {
+    for name in ["none.parquet", "file.arrow"] {
+        let dir = tempfile::tempdir().unwrap();
+        let path = dir.path().join(name);
+        std::fs::copy(fixture(&format!("tables/{name}")), &path).unwrap();
+        let mut bytes = std::fs::read(&path).unwrap();
+        let modified = std::fs::metadata(&path).unwrap().modified().unwrap();
+        let rows = TableRecords::<Value>::open([&path]).unwrap();
+        let fingerprint = rows.fingerprint().unwrap();
+        rows.check_unchanged().unwrap();
+        std::thread::sleep(std::time::Duration::from_millis(30));
+        // A byte of a value, which is in no footer and no header.
+        let middle = bytes.len() / 2;
+        bytes[middle] ^= 1;
+        let mut file = std::fs::File::options().write(true).open(&path).unwrap();
+        std::io::Write::write_all(&mut file, &bytes).unwrap();
+        file.set_modified(modified).unwrap();
+        let error = rows.check_unchanged().unwrap_err();
+        assert!(
+            matches!(&error, Error::FileChanged { path: found } if *found == path),
+            "{error}"
+        );
+        if let Ok(rows) = TableRecords::<Value>::open([&path]) {
+            assert_ne!(rows.fingerprint().unwrap(), fingerprint, "{name}");
+        }
+    }
 }
 
 #[test]

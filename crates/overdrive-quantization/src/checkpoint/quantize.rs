@@ -1,10 +1,10 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
-use overdrive_core::{Error as CoreError, files};
+use overdrive_core::Error as CoreError;
+use overdrive_core::files::{self, UnfinishedFolder};
 use overdrive_safetensors::StoredTensor;
 use tch::{Device, Kind, Tensor};
-use tempfile::TempDir;
 
 use super::migrate::Migrations;
 use super::options::CheckpointOptions;
@@ -255,7 +255,7 @@ fn errors(weight: &Tensor, packed: &QuantizedWeight) -> Result<(f64, f64)> {
 
 /// An unfinished folder that is removed unless it was renamed, also after a panic.
 struct WorkFolder {
-    folder: TempDir,
+    folder: UnfinishedFolder,
     target: PathBuf,
 }
 
@@ -291,7 +291,7 @@ impl WorkFolder {
         let path = self.path();
         fs::rename(path, &self.target).map_err(CoreError::io("rename", path))?;
         // The folder has its name now, and is not to be removed.
-        let _ = self.folder.keep();
+        self.folder.keep();
         Ok(files::sync_folder(files::folder_of(&self.target))?)
     }
 }

@@ -60,7 +60,7 @@ impl TextData {
             return Self::of_tokens(&files, arguments, say);
         }
         let source = TextSource::open(arguments)?;
-        source.describe(arguments, &mut say);
+        source.describe(arguments, &mut say)?;
         let of_snapshot = match &arguments.tokenizer {
             Some(_) => None,
             None => tokenizer_of_snapshot(arguments)?,

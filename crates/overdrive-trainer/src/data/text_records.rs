@@ -103,16 +103,16 @@ impl TextRecords {
         self.files.len()
     }
 
-    /// Returns a digest that changes with the text.
-    pub(crate) fn fingerprint(&self) -> Sha256Digest {
-        match &self.source {
+    /// Returns a digest of the content of the files.
+    pub(crate) fn fingerprint(&self) -> Result<Sha256Digest> {
+        Ok(match &self.source {
             #[cfg(feature = "parquet")]
-            Source::Table(rows) => rows.fingerprint(),
-            // Digests of names, sizes and times, not of the content: a file may be larger than memory.
-            _ => self
-                .bytes()
-                .map_or_else(|| Sha256Digest::of(b""), RecordFiles::fingerprint),
-        }
+            Source::Table(rows) => rows.fingerprint()?,
+            _ => match self.bytes() {
+                Some(files) => files.fingerprint()?,
+                None => Sha256Digest::of(b""),
+            },
+        })
     }
 
     /// Returns the total size of the files in bytes.
@@ -240,6 +240,14 @@ impl Dataset for TextRecords {
     fn get(&self, index: usize) -> overdrive_datasets::Result<String> {
         let text = self.record(index)?.take_text(&self.column);
         text.map_err(|problem| self.broken(index, problem))
+    }
+
+    fn check_unchanged(&self) -> overdrive_datasets::Result<()> {
+        match &self.source {
+            #[cfg(feature = "parquet")]
+            Source::Table(rows) => rows.check_unchanged(),
+            _ => self.bytes().map_or(Ok(()), RecordFiles::check_unchanged),
+        }
     }
 }
 

@@ -80,7 +80,11 @@ impl TextSource {
     }
 
     /// Logs the files and records that were found.
-    pub(crate) fn describe(&self, arguments: &TrainingArguments, say: &mut dyn FnMut(&str)) {
+    pub(crate) fn describe(
+        &self,
+        arguments: &TrainingArguments,
+        say: &mut dyn FnMut(&str),
+    ) -> Result<()> {
         let megabytes = |bytes: u64| bytes as f64 / 1e6;
         let records = match self {
             Self::Files(corpus) => {
@@ -108,7 +112,7 @@ impl TextSource {
                 if others > 0 && !arguments.data.is_empty() {
                     say(&format!("            {others} files skipped"));
                 }
-                return;
+                return Ok(());
             }
             Self::Records(records) => records,
             Self::Unique(unique) => unique.records.dataset(),
@@ -118,7 +122,7 @@ impl TextSource {
             records.len(),
             records.files(),
             megabytes(records.total_bytes()),
-            records.fingerprint().to_string(),
+            records.fingerprint()?.to_string(),
         ));
         if let Self::Unique(unique) = self {
             say(&format!(
@@ -126,6 +130,7 @@ impl TextSource {
                 unique.duplicates
             ));
         }
+        Ok(())
     }
 
     /// Returns a byte-level BPE of `vocab_size` tokens, trained on the documents or read from the cache.
@@ -156,24 +161,24 @@ impl TextSource {
         cache: &Path,
     ) -> Result<BuiltTokens> {
         let options = BuildOptions::default();
-        let key = |records: &TextRecords, name| {
+        let key = |records: &TextRecords, name| -> Result<_> {
             // The column is part of the key: other columns of the same files give other tokens.
             let name = format!("{name} of {}", arguments.dataset_text_field);
-            MapCache {
-                input: records.fingerprint(),
+            let cache = MapCache {
+                input: records.fingerprint()?,
                 name: &name,
                 version: 1,
-            }
-            .fingerprint()
+            };
+            Ok(cache.fingerprint())
         };
         Ok(match self {
             Self::Files(corpus) => build_tokens(corpus, tokenizer, &options, cache)?,
             Self::Records(records) => {
-                let key = key(records, "texts");
+                let key = key(records, "texts")?;
                 build_dataset_tokens(records, key, tokenizer, &options, cache)?
             }
             Self::Unique(unique) => {
-                let key = key(unique.records.dataset(), "different texts");
+                let key = key(unique.records.dataset(), "different texts")?;
                 build_dataset_tokens(&unique.records, key, tokenizer, &options, cache)?
             }
         })
@@ -332,6 +337,7 @@ fn write_sample(texts: &dyn Dataset<Item = String>, path: &Path) -> Result<()> {
             writeln!(file, "{record}").map_err(CommonError::io("write", path))?;
         }
     }
+    texts.check_unchanged()?;
     Ok(file.flush().map_err(CommonError::io("write", path))?)
 }
 
@@ -350,6 +356,6 @@ pub fn tokenize(
     mut say: impl FnMut(&str),
 ) -> Result<(TokenStore, BuildReport)> {
     let source = TextSource::open(arguments)?;
-    source.describe(arguments, &mut say);
+    source.describe(arguments, &mut say)?;
     source.build_to(path, tokenizer, options)
 }

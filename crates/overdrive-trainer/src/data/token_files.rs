@@ -115,6 +115,8 @@ impl TokenFiles {
             let store = TokenStore::open_any(path, &options);
             let store =
                 store.or_else(|error| too_small(error, path, tokenizer.is_some(), options))?;
+            // Bits that a disk has changed would be trained on without notice.
+            store.verify()?;
             if let Some(tokenizer) = tokenizer {
                 store.expect_tokenizer(tokenizer_digest(tokenizer)?)?;
             }

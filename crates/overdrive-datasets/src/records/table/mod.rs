@@ -7,7 +7,7 @@ use std::collections::VecDeque;
 use std::marker::PhantomData;
 use std::panic::{AssertUnwindSafe, catch_unwind};
 use std::path::{Path, PathBuf};
-use std::sync::{Arc, Mutex, PoisonError};
+use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use arrow_array::RecordBatch;
 use arrow_json::LineDelimitedWriter;
@@ -15,10 +15,9 @@ use serde::de::DeserializeOwned;
 
 use self::arrow_file::ArrowFile;
 use self::parquet_file::ParquetFile;
-use overdrive_core::Error as CommonError;
-
 use super::find_files;
 use crate::digest::FieldHasher;
+use crate::file_state::FileState;
 use crate::mmap::map_file;
 use crate::{Dataset, Error, RecordNumber, Result, Sha256Digest};
 
@@ -66,14 +65,21 @@ trait TableFile: Send + Sync + std::fmt::Debug {
 /// # Ok::<(), overdrive_datasets::Error>(())
 /// ```
 pub struct TableRecords<T = serde_json::Value> {
-    files: Vec<(PathBuf, Box<dyn TableFile>)>,
+    files: Vec<OpenTable>,
     /// The file and the index in the file of each block.
     blocks: Vec<(u32, u32)>,
     /// The number of rows up to and including each block.
     ends: Vec<usize>,
     cache: Mutex<VecDeque<(usize, RecordBatch)>>,
-    fingerprint: Sha256Digest,
+    fingerprint: OnceLock<Sha256Digest>,
     item: PhantomData<fn() -> T>,
+}
+
+struct OpenTable {
+    path: PathBuf,
+    /// The state of the file before it was opened.
+    state: FileState,
+    table: Box<dyn TableFile>,
 }
 
 impl<T> TableRecords<T> {
@@ -84,18 +90,12 @@ impl<T> TableRecords<T> {
     /// Returns an error if no file is found, or if a file cannot be read or has neither format.
     pub fn open<P: AsRef<Path>>(paths: impl IntoIterator<Item = P>) -> Result<Self> {
         let paths = find_files(paths, &["parquet", "arrow", "feather", "ipc"])?;
-        let mut fingerprint = FieldHasher::default().field(b"table 1");
         let (mut files, mut blocks, mut ends) = (Vec::new(), Vec::new(), Vec::new());
         let mut rows = 0_usize;
         for (number, path) in paths.into_iter().enumerate() {
-            let file = open_file(&path)?;
-            // The blocks have the lengths and offsets of all row groups or batches; an edit that keeps all of
-            // them hardly ever keeps the modification time too.
-            let metadata = std::fs::metadata(&path).map_err(CommonError::io("read", &path))?;
-            fingerprint.add(&metadata.len().to_le_bytes());
-            fingerprint.add(format!("{:?}", metadata.modified().ok()).as_bytes());
-            for (at, block) in file.blocks().iter().enumerate() {
-                fingerprint.add(format!("{block:?}").as_bytes());
+            let state = FileState::read(&path)?;
+            let table = open_file(&path)?;
+            for (at, block) in table.blocks().iter().enumerate() {
                 rows = rows.checked_add(block.rows).ok_or_else(|| {
                     let problem =
                         "the rows of its batches cannot be counted: its metadata are damaged";
@@ -104,22 +104,37 @@ impl<T> TableRecords<T> {
                 blocks.push((number as u32, at as u32));
                 ends.push(rows);
             }
-            files.push((path, file));
+            files.push(OpenTable { path, state, table });
         }
         Ok(Self {
             files,
             blocks,
             ends,
             cache: Mutex::default(),
-            fingerprint: fingerprint.finish(),
+            fingerprint: OnceLock::new(),
             item: PhantomData,
         })
     }
 
-    /// Returns a digest that changes when a file or the order of the files changes; see
-    /// [`crate::RecordFiles::fingerprint`].
-    pub fn fingerprint(&self) -> Sha256Digest {
-        self.fingerprint
+    /// Returns a digest of the files' contents and their order; names and times do not matter. The first call reads all
+    /// files, as [`crate::RecordFiles::fingerprint`] does.
+    ///
+    /// # Errors
+    /// Returns an error if a file cannot be read.
+    pub fn fingerprint(&self) -> Result<Sha256Digest> {
+        if let Some(known) = self.fingerprint.get() {
+            return Ok(*known);
+        }
+        let mut hasher = FieldHasher::default().field(b"table 2");
+        for file in &self.files {
+            hasher.add(&Sha256Digest::of_blocks(&map_file(&file.path)?).0);
+        }
+        Ok(*self.fingerprint.get_or_init(|| hasher.finish()))
+    }
+
+    fn check_files(&self) -> Result<()> {
+        let mut files = self.files.iter();
+        files.try_for_each(|file| file.state.check(&file.path))
     }
 
     /// Returns the number of rows.
@@ -141,7 +156,7 @@ impl<T> TableRecords<T> {
             });
         };
         let row =
-            index + self.files[file as usize].1.blocks()[at as usize].rows - self.ends[number];
+            index + self.files[file as usize].table.blocks()[at as usize].rows - self.ends[number];
         // The list is valid whenever the lock is released. Nothing is decoded under the lock.
         let lock = || self.cache.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some((_, batch)) = lock().iter().find(|(other, _)| *other == number) {
@@ -157,7 +172,7 @@ impl<T> TableRecords<T> {
     }
 
     fn decode(&self, file: usize, at: usize, index: usize) -> Result<RecordBatch> {
-        let (path, table) = &self.files[file];
+        let OpenTable { path, state, table } = &self.files[file];
         let block = &table.blocks()[at];
         // A decoder of another crate may panic on a damaged file, which becomes an error of these rows.
         let batch = catch_unwind(AssertUnwindSafe(|| table.read(block)))
@@ -170,11 +185,14 @@ impl<T> TableRecords<T> {
                 block.rows
             )),
         });
-        batch.map_err(|problem| Error::InvalidRecord {
-            path: path.clone(),
-            number: RecordNumber::Record(index - self.rows_before(file)),
-            offset: block.offset,
-            problem: format!("its block of the file cannot be decoded: {problem}"),
+        batch.map_err(|problem| match state.check(path) {
+            Err(changed @ Error::FileChanged { .. }) => changed,
+            _ => Error::InvalidRecord {
+                path: path.clone(),
+                number: RecordNumber::Record(index - self.rows_before(file)),
+                offset: block.offset,
+                problem: format!("its block of the file cannot be decoded: {problem}"),
+            },
         })
     }
 
@@ -203,7 +221,7 @@ impl<T: DeserializeOwned> Dataset for TableRecords<T> {
             .map_err(|problem| {
                 let number = self.ends.partition_point(|&end| end <= index);
                 let (file, at) = self.blocks[number];
-                let (path, table) = &self.files[file as usize];
+                let OpenTable { path, table, .. } = &self.files[file as usize];
                 Error::InvalidRecord {
                     path: path.clone(),
                     number: RecordNumber::Record(index - self.rows_before(file as usize)),
@@ -211,6 +229,10 @@ impl<T: DeserializeOwned> Dataset for TableRecords<T> {
                     problem: format!("unexpected row: {problem}"),
                 }
             })
+    }
+
+    fn check_unchanged(&self) -> Result<()> {
+        self.check_files()
     }
 }
 

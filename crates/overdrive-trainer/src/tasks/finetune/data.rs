@@ -393,6 +393,10 @@ impl<const N: usize> Dataset for Records<N> {
     fn get(&self, index: usize) -> overdrive_datasets::Result<Vec<InstructionRecord>> {
         self.0.iter().map(|answers| answers.record(index)).collect()
     }
+
+    fn check_unchanged(&self) -> overdrive_datasets::Result<()> {
+        self.0.iter().try_for_each(Dataset::check_unchanged)
+    }
 }
 
 /// Removes records that are equal to an earlier one from datasets of the same records.

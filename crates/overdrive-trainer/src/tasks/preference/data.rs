@@ -167,6 +167,11 @@ impl Dataset for Pairs {
             rejected: self.rejected.get(index)?,
         })
     }
+
+    fn check_unchanged(&self) -> overdrive_datasets::Result<()> {
+        self.chosen.check_unchanged()?;
+        self.rejected.check_unchanged()
+    }
 }
 
 /// Returns the lengths by which pairs are grouped: those of the longer rows, which make the width of a batch.
