@@ -251,7 +251,7 @@ mod tests {
             drop(first);
             let own = std::process::id();
             for part in [
-                format!("process {own} has been building it for 15m 0"),
+                format!("process {own} has been building it for 15m"),
                 format!("`kill {own}` ends it"),
                 path.display().to_string(),
             ] {
