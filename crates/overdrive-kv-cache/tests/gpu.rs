@@ -165,7 +165,8 @@ fn a_decode_step_of_a_paged_cache_runs_the_kernel_and_a_prompt_does_not() {
             .each_ref()
             .map(|prompt| cache.add(prompt).unwrap().0)
     });
-    for (step, launches) in [(0, 0), (1, 2), (2, 2)] {
+    // The few keys are not split, so that no launch combines splits.
+    for (step, launches) in [(0, 0), (1, 1), (2, 1)] {
         let tokens: [Vec<i64>; 3] = match step {
             0 => prompts.clone(),
             // Three tokens of the last sequence, as in speculation.

@@ -92,8 +92,10 @@ fn mixed_norms(context: &mut Context) -> Result<()> {
             |run, x| {
                 mixed(run, || {
                     let (stream, weight) = (wide(run, &x[0])?, wide(run, &x[2])?);
-                    let (normalised, sum) = add_rms_norm(&stream, &x[1], &weight, 1e-6)?;
-                    Ok(vec![normalised, sum])
+                    // Models add the stream to the output of a layer, others the other way round.
+                    let (first, sum) = add_rms_norm(&stream, &x[1], &weight, 1e-6)?;
+                    let (second, other_sum) = add_rms_norm(&x[1], &stream, &weight, 1e-6)?;
+                    Ok(vec![first, sum, second, other_sum])
                 })
             },
         )?;

@@ -195,6 +195,12 @@ static float decode_number(const Decode* d, int value, int sequence, int head, i
   return (value ? d->values : d->keys)[first * stride[0] + head * stride[1] + row * stride[2] + c];
 }
 
+// Returns the place of the logarithm of a row of a split. Those of one split lie as in the results, (heads, total): the
+// arguments do not tell the kernel that writes the results from the one that leaves them to `combine`.
+static long long decode_place(int splits, int split, int total, int heads, int token, int head) {
+  return splits == 1 ? (long long)head * total + token : ((long long)split * total + token) * heads + head;
+}
+
 // Key `j` goes to split `j % splits`.
 static void decode(int count, unsigned programs, unsigned splits, void** p) {
   int paged = count == 30, coded = count == 31, i = 5;
@@ -232,7 +238,8 @@ static void decode(int count, unsigned programs, unsigned splits, void** p) {
         weight = weight * factor + share;
         highest = now;
       }
-      FLOATS(4)[row] = (float)(weight > 0 ? highest + log(weight) : -INFINITY);
+      long long place = decode_place((int)splits, split, total, heads, first + t, h);
+      FLOATS(4)[place] = (float)(weight > 0 ? highest + log(weight) : -INFINITY);
       for (int c = 0; c < dim; ++c) FLOATS(3)[row * dim + c] = weight > 0 ? (float)(sums[c] / weight) : 0;
       free(sums);
     }
@@ -244,18 +251,38 @@ static void combine(int sinks, unsigned total, unsigned heads, void** p) {
   for (unsigned row = 0; row < total * heads; ++row) {
     unsigned head = row % heads;
     double highest = sinks ? FLOATS(2)[head] : -INFINITY, weight;
-    for (int s = 0; s < splits; ++s) highest = fmax(highest, FLOATS(1)[(long)s * total * heads + row]);
+    const float* each = FLOATS(1);
+    int token = (int)(row / heads);
+#define PLACE(s) decode_place(splits, s, (int)total, (int)heads, token, (int)head)
+    for (int s = 0; s < splits; ++s) highest = fmax(highest, each[PLACE(s)]);
     double base = isinf(highest) ? 0 : highest;
     weight = sinks ? exp(FLOATS(2)[head] - base) : 0;
-    for (int s = 0; s < splits; ++s) weight += exp(FLOATS(1)[(long)s * total * heads + row] - base);
+    for (int s = 0; s < splits; ++s) weight += exp(each[PLACE(s)] - base);
     FLOATS(3 + sinks)[head * total + row / heads] = (float)(weight > 0 ? base + log(weight) : -INFINITY);
     for (int c = 0; c < dim; ++c) {
       double sum = 0;
       for (int s = 0; s < splits; ++s) {
         long at = (long)s * total * heads + row;
-        sum += exp(FLOATS(1)[at] - base) * FLOATS(0)[at * dim + c];
+        sum += exp(each[PLACE(s)] - base) * FLOATS(0)[at * dim + c];
       }
       FLOATS(2 + sinks)[(long)row * dim + c] = weight > 0 ? (float)(sum / weight) : 0;
+    }
+#undef PLACE
+  }
+}
+
+// Copies heads of tokens to rows of blocks.
+static void write_rows(unsigned tokens, unsigned heads, void** p) {
+  int dim = INTEGER(6);
+  for (int which = 0; which < 2; ++which) {
+    const float* from = FLOATS(which);
+    float* pool = FLOATS(2 + which);
+    for (unsigned at = 0; at < tokens * heads; ++at) {
+      long long token = at / heads, head = at % heads;
+      long long block = (*(int64_t**)p[4])[token], row = (*(int64_t**)p[5])[token];
+      const float* source = from + token * LONG(7 + 2 * which) + head * LONG(8 + 2 * which);
+      float* target = pool + block * LONG(11 + 3 * which) + head * LONG(12 + 3 * which) + row * LONG(13 + 3 * which);
+      memcpy(target, source, (size_t)dim * sizeof(float));
     }
   }
 }
@@ -271,6 +298,7 @@ static int compute(const char* name, int count, unsigned blocks, unsigned blocks
   else if (strcmp(name, "adam8") == 0) adam(p);
   else if (strcmp(name, "decode_attention") == 0) decode(count, blocks, blocks_y, p);
   else if (strcmp(name, "decode_combine") == 0) combine(count == 9, blocks, blocks_y, p);
+  else if (strcmp(name, "paged_write") == 0) write_rows(blocks, blocks_y, p);
   else return 98;
   return 0;
 }
