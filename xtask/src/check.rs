@@ -247,6 +247,6 @@ mod tests {
     #[test]
     fn a_step_that_is_missing_is_named() {
         let text = metrics(|_| "1.0".into()).replace("\"step\":7,", "\"step\":8,");
-        assert!(judged(&text).unwrap_err().contains("step 7 was expected"));
+        assert!(judged(&text).unwrap_err().contains("expected step 7"));
     }
 }

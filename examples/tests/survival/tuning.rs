@@ -135,7 +135,7 @@ fn a_trial_that_is_killed_ran_out_of_memory() {
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
     let trials = Trials::of(script, 2, 1);
     let error = tune(&flags(&shop, &["--memory-limit", "1GiB"]), &trials);
-    assert!(error.unwrap_err().to_string().contains("nothing fits"));
+    assert!(error.unwrap_err().to_string().contains("no setting fits"));
     let table = fs::read_to_string(shop.path("results/tune.md")).unwrap();
     assert!(table.contains("SIGKILL"), "{table}");
 }

@@ -386,7 +386,7 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
     );
     for (other, reader) in [
         ("t5", "Seq2SeqLm"),
-        ("modernbert", "EncoderModel, MaskedLm or"),
+        ("modernbert", "EncoderModel, MaskedLm or SequenceClassifier"),
     ] {
         let part = format!("; use {reader} for models of type {other}");
         check("gpt2", "model_type", json!(other), &part);

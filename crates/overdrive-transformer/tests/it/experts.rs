@@ -195,7 +195,7 @@ fn wrong_keys_of_experts_are_named() {
     let error = CausalLm::new(&config.into(), &InitOptions::default()).unwrap_err();
     assert_eq!(
         error.to_string(),
-        "`experts` is \"missing\"; it must be given for the family mixtral; start from `LlamaConfig::of`"
+        "`experts` is \"missing\"; it must be set for the family mixtral; start from `LlamaConfig::of`"
     );
 }
 

@@ -125,7 +125,7 @@ fn groups_that_no_operator_reads_are_refused_or_written_in_full() {
     let error = export(&mut model, &path, &ExportOptions::default())
         .unwrap_err()
         .to_string();
-    let begins = "`model.layers.0.self_attn.o_proj.weight` is in groups that no operator of ONNX Runtime reads";
+    let begins = "`model.layers.0.self_attn.o_proj.weight` is quantized in groups that no operator of ONNX Runtime reads";
     assert!(error.starts_with(begins), "{error}");
     assert!(error.contains("`dense_fallback`"), "{error}");
     let options = ExportOptions {

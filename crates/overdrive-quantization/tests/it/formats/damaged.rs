@@ -93,7 +93,7 @@ fn inconsistent_files_are_refused_with_the_reason() {
         (
             "bnb_nf4",
             |t, _| state(t, |s| s["quant_type"] = json!("fp4")),
-            "says fp4",
+            "describes fp4",
         ),
         (
             "bnb_nf4",
