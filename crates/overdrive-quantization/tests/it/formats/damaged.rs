@@ -103,7 +103,7 @@ fn inconsistent_files_are_refused_with_the_reason() {
         (
             "bnb_nf4",
             |t, _| state(t, |s| s["nested_offset"] = Value::Null),
-            "about None",
+            "the offset None",
         ),
         (
             "bnb_nf4",
