@@ -29,19 +29,20 @@ pub(crate) fn add_rms_norm_mixed(
     residual: &Tensor,
     weight: &Tensor,
 ) -> Result<Option<RmsNorm>> {
-    let device = x.device();
-    let low = match autocast::state(device) {
-        Ok(state) if state.enabled => state.dtype,
-        _ => return Ok(None),
+    let (device, low) = (x.device(), residual.kind());
+    let is_wide = |tensor: &Tensor| tensor.kind() == Kind::Float && tensor.device() == device;
+    let is_mixed = low != Kind::Float && is_wide(x) && is_wide(weight);
+    if !is_mixed || residual.device() != device {
+        return Ok(None);
+    }
+    let Some(kernels) = kernels(x)? else {
+        return Ok(None);
     };
-    let fits = residual.kind() == low
-        && residual.device() == device
-        && [x, weight]
-            .iter()
-            .all(|tensor| tensor.kind() == Kind::Float && tensor.device() == device);
-    let width = x.size().last().copied().unwrap_or(1);
-    match kernels(x)? {
-        Some(kernels) if fits => Ok(kernels.add_rms_norm_mixed(low, width)?),
+    match autocast::state(device) {
+        Ok(state) if state.enabled && state.dtype == low => {
+            let width = x.size().last().copied().unwrap_or(1);
+            Ok(kernels.add_rms_norm_mixed(low, width)?)
+        }
         _ => Ok(None),
     }
 }

@@ -1,5 +1,5 @@
 use overdrive_sys::transfer::{CopyEvent, copy_async, empty_pinned, to_host};
-use tch::{Device, Tensor};
+use tch::Tensor;
 
 use crate::Result;
 
@@ -7,7 +7,8 @@ use crate::Result;
 #[derive(Debug)]
 pub(crate) struct HostCopy {
     host: Tensor,
-    /// The source, which is kept until it has been copied, and the end of the copy; `None` on a CPU.
+    /// The source, which is kept until it has been copied, and the end of the copy; `None` if the copy is done, as it is
+    /// from the start on devices other than CUDA.
     pending: Option<(Tensor, CopyEvent)>,
 }
 
@@ -17,7 +18,7 @@ impl HostCopy {
     /// # Errors
     /// An error of libtorch.
     pub(crate) fn begin(source: Tensor) -> Result<HostCopy> {
-        if source.device() == Device::Cpu {
+        if !source.device().is_cuda() {
             let host = to_host(&source)?;
             return Ok(HostCopy {
                 host,
