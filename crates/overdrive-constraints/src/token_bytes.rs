@@ -3,7 +3,7 @@
 use overdrive_generation::{Error, Result};
 use tokenizers::Tokenizer;
 
-/// How a tokenizer writes bytes in its tokens.
+/// The encoding of bytes in the tokens of a tokenizer.
 struct Decoding {
     /// If `true`, every character stands for a byte (GPT-2's table).
     byte_level: bool,

@@ -67,7 +67,7 @@ enum Source<'t> {
     Shared(Arc<Tokenizer>),
 }
 
-/// How a tokenizer's tokens become text.
+/// The decoding of a tokenizer's tokens to text.
 #[derive(Debug)]
 enum Decoding {
     /// The text of more tokens begins with the text of the first ones, except for an incomplete character at its end.

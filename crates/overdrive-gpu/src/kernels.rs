@@ -392,7 +392,7 @@ impl Kernels {
             return Ok(*known);
         }
         let Some(variant) = request.variant(&table()?.variants) else {
-            debug!("there is no kernel for {request:?}; libtorch's operators are used");
+            debug!("there is no kernel for {request:?}");
             loaded.insert(request.clone(), None);
             return Ok(None);
         };

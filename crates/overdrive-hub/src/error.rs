@@ -117,7 +117,7 @@ pub enum Error {
     Protocol {
         /// The address.
         url: String,
-        /// What is wrong with the answer.
+        /// The problem with the answer.
         reason: String,
     },
     /// A downloaded file is not the one that the hub describes.

@@ -4,7 +4,7 @@ use overdrive_core::{check_at_least, check_option};
 
 use crate::{ApiKey, Result};
 
-/// How the hidden states of a text are pooled into its embedding.
+/// The pooling of a text's hidden states into its embedding.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
 pub enum Pooling {
     /// The hidden state of the last token, the usual choice for decoders.
@@ -60,7 +60,7 @@ pub struct ServerOptions {
     pub max_time: Duration,
     /// The time within which the body of a request must arrive; a slower one is answered with 408. Default 30 seconds.
     pub body_timeout: Duration,
-    /// How long the server waits after a signal for requests that have begun. Default 25 seconds, because Kubernetes
+    /// The time that the server waits after a signal for requests that have begun. Default 25 seconds, because Kubernetes
     /// kills a container after 30.
     pub drain_timeout: Duration,
     /// The pooling of the hidden states into embeddings. Default [`Pooling::Last`].

@@ -21,7 +21,7 @@ const IO_THREADS: usize = 2;
 /// The number of threads that tokenize prompts and compile grammars.
 const PREPARING_THREADS: usize = 4;
 
-/// How long the server waits for its threads when it stops.
+/// The time that the server waits for its threads when it stops.
 const END: Duration = Duration::from_secs(5);
 
 /// An HTTP server with OpenAI's API over an engine.
