@@ -96,7 +96,7 @@ pub use engine::{
 pub use error::{Error, Result};
 pub use generate::{GenerateOptions, generate, generate_with, generate_with_options};
 pub use generation_model::{GenerationModel, RowDecoder};
-pub use gguf::tokenizer_from_gguf;
+pub use gguf::{export_gguf, tokenizer_from_gguf};
 pub use logprobs::TokenLogprobs;
 pub use model_files::{ModelFiles, copy_chat_template};
 pub use output::{

@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 use overdrive_core::{Error as Common, files, text};
 use overdrive_datasets::{copy_tokenizer, load_tokenizer, save_tokenizer};
 use overdrive_quantization::{GgufFile, GgufValue};
-use overdrive_transformer::{Seq2SeqConfig, generation_config_from_gguf};
+use overdrive_transformer::{ModelConfig, Seq2SeqConfig, generation_config_from_gguf};
 use serde_json::{Map, Value};
 use tokenizers::Tokenizer;
 
@@ -12,7 +12,7 @@ use crate::chat_template::{
     SPECIAL_TOKENS, special_token, templates_of_dir, templates_of_gguf, token_text,
 };
 use crate::optional_file::read_object;
-use crate::{ChatTemplate, GenerationConfig, Result, tokenizer_from_gguf};
+use crate::{ChatTemplate, Error, GenerationConfig, Result, gguf, tokenizer_from_gguf};
 
 /// The tokenizer, chat template and generation settings that come with a model: the files of a Hugging Face folder,
 /// or the metadata of a GGUF file.
@@ -139,6 +139,30 @@ impl ModelFiles {
                 Ok(token.map(str::to_owned))
             }
             Source::Gguf(file) => special_token(file, name),
+        }
+    }
+
+    /// Returns the metadata of a GGUF file of a model with this configuration: its tokenizer (`tokenizer.ggml.*`), its chat
+    /// templates and its sampling defaults (`general.sampling.*`). Those of another GGUF file are taken over.
+    ///
+    /// | tokenizer of the folder | `tokenizer.ggml.model` |
+    /// |---|---|
+    /// | byte-level BPE whose word rule llama.cpp knows | `gpt2`, with merges, and the rule in `tokenizer.ggml.pre` |
+    /// | SentencePiece BPE with byte fallback | `llama`, with scores |
+    ///
+    /// # Errors
+    /// [`Error::UnknownTokenizer`](crate::Error::UnknownTokenizer) for another tokenizer; an error if a file cannot be
+    /// read, or the tokenizer has more tokens than the model.
+    pub fn gguf_metadata(&self, config: &ModelConfig) -> Result<BTreeMap<String, GgufValue>> {
+        match &self.source {
+            Source::Gguf(file) => Ok(gguf::of_gguf(file.metadata())),
+            Source::Folder(folder) => {
+                let templates = match templates_of_dir(folder) {
+                    Err(Error::NoChatTemplate { .. }) => BTreeMap::new(),
+                    found => found?,
+                };
+                gguf::of_folder(self, folder, &templates, config)
+            }
         }
     }
 

@@ -133,7 +133,9 @@ pub use encoder::{
 };
 pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};
-pub use gguf::{end_of_text_tokens, generation_config_from_gguf};
+pub use gguf::{
+    GgufFileType, GgufOptions, end_of_text_tokens, generation_config_from_gguf,
+};
 pub use init::Init;
 pub use input::{ForwardInput, Logits};
 pub use loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss};

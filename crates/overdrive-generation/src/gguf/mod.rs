@@ -1,4 +1,4 @@
-//! The tokenizer, the chat template and the settings of a GGUF file.
+//! The tokenizer, the chat template and the settings of a GGUF file, read and written.
 
 mod byte_level;
 mod charsmap;
@@ -7,12 +7,15 @@ mod sentencepiece;
 mod unigram;
 mod vocabulary;
 mod word_piece;
+mod write;
 
 use overdrive_quantization::GgufFile;
 use serde_json::{Value, json};
 use tokenizers::{AddedToken, Tokenizer};
 
 pub(crate) use self::vocabulary::special;
+pub use self::write::export_gguf;
+pub(crate) use self::write::{of_folder, of_gguf};
 use self::vocabulary::{TokenType, Vocabulary};
 use crate::{Error, Result};
 

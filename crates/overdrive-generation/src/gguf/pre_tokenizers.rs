@@ -69,10 +69,10 @@ macro_rules! letters {
     };
 }
 
-const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+pub(super) const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 const LLAMA3: &str = words!(letters!(), r"\p{N}{1,3}");
 const QWEN2: &str = words!(letters!(), r"\p{N}");
-const DIGIT: &str = r"\p{N}";
+pub(super) const DIGIT: &str = r"\p{N}";
 const DIGITS_3: &str = r"\p{N}{1,3}";
 /// Chinese characters, hiragana and katakana.
 const CJK: &str = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+";
@@ -131,6 +131,20 @@ const fn with_bos(rule: WordRule) -> WordRule {
         add_bos: true,
         ..rule
     }
+}
+
+/// A name of every rule that is written.
+const WRITTEN: [&str; 17] = [
+    "gpt-2", "llama-bpe", "qwen2", "qwen35", "smollm", "glm4", "gpt-4o", "tekken", "deepseek-v3", "deepseek-llm",
+    "deepseek-coder", "falcon", "bloom", "superbpe", "seed-coder", "exaone-moe", "default",
+];
+
+/// Returns the name of the rule with these patterns.
+pub(super) fn name_of(patterns: &[String], ignore_merges: bool) -> Option<&'static str> {
+    let mut names = WRITTEN.into_iter();
+    names.find(|name| {
+        rule(name).is_some_and(|rule| rule.patterns == patterns && rule.ignore_merges == ignore_merges)
+    })
 }
 
 /// Returns the rule of a name.

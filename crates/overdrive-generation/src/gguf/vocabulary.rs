@@ -17,6 +17,20 @@ pub(super) enum TokenType {
     Byte,
 }
 
+impl TokenType {
+    /// Returns the number in a file.
+    pub(super) fn id(self) -> i32 {
+        match self {
+            TokenType::Normal => 1,
+            TokenType::Unknown => 2,
+            TokenType::Control => 3,
+            TokenType::UserDefined => 4,
+            TokenType::Unused => 5,
+            TokenType::Byte => 6,
+        }
+    }
+}
+
 /// The tokens of a GGUF file, and the keys that describe its tokenizer.
 #[derive(Debug)]
 pub(super) struct Vocabulary<'a> {

@@ -3,7 +3,7 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use overdrive_quantization::{GgufArray, GgufFile, GgufValue};
+use overdrive_quantization::{GgufArray, GgufFile, GgufValue, GgufWriter};
 
 pub(crate) fn fixture(name: &str) -> PathBuf {
     let folder = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/gguf");
@@ -35,62 +35,8 @@ pub(crate) fn changed(name: &str, changes: &[(&str, Option<GgufValue>)]) -> Gguf
 
 /// Writes a file without tensors, and opens it.
 pub(crate) fn write(metadata: &BTreeMap<String, GgufValue>, path: &Path) -> GgufFile {
-    let mut bytes = b"GGUF\x03\0\0\0".to_vec();
-    bytes.extend(0u64.to_le_bytes());
-    bytes.extend((metadata.len() as u64).to_le_bytes());
-    for (key, value) in metadata {
-        text(key, &mut bytes);
-        put(value, &mut bytes);
-    }
-    std::fs::write(path, bytes).unwrap();
+    GgufWriter::create(path, metadata, Vec::new())
+        .and_then(GgufWriter::finish)
+        .unwrap();
     GgufFile::open(path).unwrap()
-}
-
-fn text(text: &str, bytes: &mut Vec<u8>) {
-    bytes.extend((text.len() as u64).to_le_bytes());
-    bytes.extend(text.as_bytes());
-}
-
-fn put(value: &GgufValue, bytes: &mut Vec<u8>) {
-    let kind = |kind: u32| kind.to_le_bytes();
-    match value {
-        GgufValue::U32(number) => bytes.extend([kind(4), number.to_le_bytes()].concat()),
-        GgufValue::I32(number) => bytes.extend([kind(5), number.to_le_bytes()].concat()),
-        GgufValue::F32(number) => bytes.extend([kind(6), number.to_le_bytes()].concat()),
-        GgufValue::Bool(value) => {
-            bytes.extend(kind(7));
-            bytes.push(u8::from(*value));
-        }
-        GgufValue::String(value) => {
-            bytes.extend(kind(8));
-            text(value, bytes);
-        }
-        GgufValue::Array(array) => {
-            bytes.extend(kind(9));
-            let mut head = |of: u32, count: usize| {
-                bytes.extend(kind(of));
-                bytes.extend((count as u64).to_le_bytes());
-            };
-            match array {
-                GgufArray::U8(all) => {
-                    head(0, all.len());
-                    bytes.extend(all);
-                }
-                GgufArray::I32(all) => {
-                    head(5, all.len());
-                    bytes.extend(all.iter().flat_map(|number| number.to_le_bytes()));
-                }
-                GgufArray::F32(all) => {
-                    head(6, all.len());
-                    bytes.extend(all.iter().flat_map(|number| number.to_le_bytes()));
-                }
-                GgufArray::String(all) => {
-                    head(8, all.len());
-                    all.iter().for_each(|each| text(each, bytes));
-                }
-                other => panic!("{other:?} is not needed yet"),
-            }
-        }
-        other => panic!("{other:?} is not needed yet"),
-    }
 }

@@ -8,6 +8,7 @@ mod constraints;
 mod cuda;
 mod folder_settings;
 mod generate;
+mod gguf_export;
 mod gguf_files;
 mod gguf_settings;
 mod gguf_tokenizers;

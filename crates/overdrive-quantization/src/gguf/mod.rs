@@ -1,4 +1,4 @@
-//! GGUF files, the format of llama.cpp, read through a memory map.
+//! GGUF files, the format of llama.cpp: read through a memory map, written tensor by tensor.
 //!
 //! | type | elements | becomes |
 //! |---|---|---|
@@ -15,9 +15,13 @@
 //! The `_K` types store the scale of a group as the product of two numbers. That product is kept in f32,
 //! which is exact and takes up to 4 more bits per element than the file.
 //!
+//! [`GgufWriter`] writes `F32`, `F16`, `BF16`, `Q8_0`, `Q4_0`, `Q4_1`, `Q5_0`, `Q5_1`, `Q4_K` and `Q6_K`, with the bytes of
+//! llama.cpp's own quantizers.
+//!
 //! The format: <https://github.com/ggml-org/ggml/blob/master/docs/gguf.md>.
 
 mod decode;
+mod encode;
 mod file;
 mod header;
 mod mmap;
@@ -25,8 +29,10 @@ mod split;
 mod tensor;
 mod tensor_type;
 mod value;
+mod writer;
 
 pub use file::GgufFile;
 pub use tensor::GgufTensor;
 pub use tensor_type::GgufType;
 pub use value::{GgufArray, GgufValue};
+pub use writer::{GgufTensorInfo, GgufWriter};

@@ -83,6 +83,13 @@ impl GgufType {
         Err(known.map_or_else(|| format!("type {id}"), |(_, name)| (*name).to_owned()))
     }
 
+    /// Returns the number of the type in a file.
+    pub(super) fn id(self) -> u32 {
+        let found = TYPES.iter().find(|(kind, ..)| *kind == self);
+        // A test checks that every type is in the table.
+        found.map_or(0, |&(_, id, ..)| id)
+    }
+
     /// Returns the number of elements of a block; 1 for types without blocks.
     pub fn block_size(self) -> usize {
         self.sizes().0

@@ -3,7 +3,9 @@
 use std::path::PathBuf;
 
 use overdrive_core::Error as CoreError;
-use overdrive_quantization::{Error, GgufArray, GgufFile, GgufType, GgufValue, Scheme};
+use overdrive_quantization::{
+    Error, GgufArray, GgufFile, GgufTensorInfo, GgufType, GgufValue, GgufWriter, Scheme,
+};
 use overdrive_safetensors::MappedFile;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -520,4 +522,98 @@ proptest! {
             }
         }
     }
+}
+
+fn info(name: &str, shape: &[i64], tensor_type: GgufType) -> GgufTensorInfo {
+    GgufTensorInfo {
+        name: name.to_owned(),
+        shape: shape.to_vec(),
+        tensor_type,
+    }
+}
+
+#[test]
+fn blocks_are_written_with_the_bytes_of_llama_cpp() {
+    let blocks = MappedFile::open(fixture("blocks.safetensors")).unwrap();
+    let read = |name: &str| {
+        let tensor = blocks.tensor(name).unwrap();
+        tensor.copy_to_tensor(None, Device::Cpu).unwrap()
+    };
+    let x = read("x");
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("blocks.gguf");
+    use GgufType as T;
+    for kind in [
+        T::Q4_0,
+        T::Q4_1,
+        T::Q5_0,
+        T::Q5_1,
+        T::Q8_0,
+        T::Q4_K,
+        T::Q5_K,
+        T::Q6_K,
+    ] {
+        let infos = vec![info("x", &x.size(), kind)];
+        let mut writer = GgufWriter::create(&path, &Default::default(), infos).unwrap();
+        // In two parts, as a stack is written matrix by matrix.
+        writer.write(&x.narrow(0, 0, 3)).unwrap();
+        writer.write(&x.narrow(0, 3, x.size()[0] - 3)).unwrap();
+        writer.finish().unwrap();
+        let file = GgufFile::open(&path).unwrap();
+        let expected = Vec::<u8>::try_from(read(&kind.to_string()).reshape([-1])).unwrap();
+        let found = file.tensor("x").unwrap().data();
+        let block = kind.block_bytes();
+        for (at, (found, expected)) in found.chunks(block).zip(expected.chunks(block)).enumerate() {
+            assert_eq!(found, expected, "{kind}, block {at}");
+        }
+        assert_eq!(found.len(), expected.len());
+    }
+}
+
+#[test]
+fn metadata_and_dense_tensors_come_back_as_they_were() {
+    let source = GgufFile::open(fixture("types.gguf")).unwrap();
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("again.gguf");
+    let kinds = [GgufType::F32, GgufType::F16, GgufType::BF16];
+    let names = kinds.map(|kind| info(&kind.to_string(), &[3, 5], kind));
+    let mut metadata = source.metadata().clone();
+    let nested = GgufArray::Array(vec![GgufArray::U64(vec![1]), GgufArray::Bool(vec![true])]);
+    metadata.insert("nested".to_owned(), GgufValue::Array(nested));
+    let mut writer = GgufWriter::create(&path, &metadata, names.to_vec()).unwrap();
+    let x = Tensor::arange(15, (Kind::Float, Device::Cpu)).view([3, 5]) / 8;
+    for _ in kinds {
+        writer.write(&x).unwrap();
+    }
+    writer.finish().unwrap();
+    let again = GgufFile::open(&path).unwrap();
+    assert!(metadata.iter().all(|(key, value)| again.value(key) == Some(value)));
+    for tensor in again.tensors() {
+        let found = tensor.dequantize(None, Kind::Float, Device::Cpu).unwrap();
+        assert!(same(&found, &x), "{}", tensor.name());
+    }
+}
+
+#[test]
+fn a_file_that_cannot_be_completed_does_not_exist() {
+    let folder = tempfile::tempdir().unwrap();
+    let path = folder.path().join("x.gguf");
+    let begin = |shape: &[i64], kind| {
+        GgufWriter::create(&path, &Default::default(), vec![info("x", shape, kind)])
+    };
+    let text = |error: Error| error.to_string();
+    let error = text(begin(&[2, 48], GgufType::Q8_0).unwrap_err());
+    assert!(error.contains("a multiple of 32 elements"), "{error}");
+    let error = text(begin(&[2, 256], GgufType::Q3_K).unwrap_err());
+    assert!(error.contains("Q3_K") && error.contains("Q6_K for `x`"), "{error}");
+    let mut writer = begin(&[2, 32], GgufType::F16).unwrap();
+    for wrong in [f64::NAN, f64::INFINITY, 1e6] {
+        let mut writer = begin(&[2, 32], GgufType::F16).unwrap();
+        let x = Tensor::full([2, 32], wrong, (Kind::Float, Device::Cpu));
+        let error = text(writer.write(&x).unwrap_err());
+        assert!(error.contains("at most 6.5504e4 in `x`"), "{error}");
+    }
+    writer.write(&Tensor::ones([1, 32], (Kind::Float, Device::Cpu))).unwrap();
+    assert!(text(writer.finish().unwrap_err()).contains("`x` is incomplete"));
+    assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }

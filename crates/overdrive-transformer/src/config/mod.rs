@@ -253,6 +253,22 @@ impl ModelConfig {
         }
     }
 
+    /// Returns the id of the beginning-of-sequence token.
+    pub fn bos_token_id(&self) -> Option<i64> {
+        match self {
+            ModelConfig::Llama(config) => config.bos_token_id,
+            ModelConfig::Gpt2(config) => config.bos_token_id,
+        }
+    }
+
+    /// Returns the id of padding.
+    pub fn pad_token_id(&self) -> Option<i64> {
+        match self {
+            ModelConfig::Llama(config) => config.pad_token_id,
+            ModelConfig::Gpt2(config) => config.pad_token_id,
+        }
+    }
+
     /// Returns the ids of the end-of-sequence tokens; there may be none.
     pub fn eos_token_ids(&self) -> &[i64] {
         match self {

@@ -11,7 +11,7 @@ use crate::{Error, Result};
 const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3";
 /// The number of layers of the Gemma 2 and Gemma 3 models whose queries are scaled by hidden_size /
 /// num_attention_heads and not by the width of a head, for which GGUF has no key.
-const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
+pub(super) const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
     [(LlamaFamily::Gemma2, 46), (LlamaFamily::Gemma3, 62)];
 
 impl ModelConfig {
@@ -374,6 +374,27 @@ impl Keys<'_> {
     }
 }
 
+/// Returns the divisor of a frequency in Llama 3.1's scaling. `place` is the number of its pair of channels, divided by
+/// that of all pairs.
+pub(super) fn llama3_divisor(
+    theta: f64,
+    place: f64,
+    original: f64,
+    (low, high): (f64, f64),
+    factor: f64,
+) -> f64 {
+    let wavelength = std::f64::consts::TAU * theta.powf(place);
+    let rotations = original / wavelength;
+    if rotations > high {
+        return 1.0;
+    }
+    if rotations < low {
+        return factor;
+    }
+    let smooth = (rotations - low) / (high - low);
+    1.0 / ((1.0 - smooth) / factor + smooth)
+}
+
 /// Returns the scaling by the divisors `factors`: Llama 3.1's if its formula gives them, else LongRoPE with the
 /// same divisors at every length.
 fn llama3(config: &LlamaConfig, factors: Vec<f64>) -> RopeScaling {
@@ -384,16 +405,8 @@ fn llama3(config: &LlamaConfig, factors: Vec<f64>) -> RopeScaling {
     let (low, high) = (1.0, 4.0);
     let pairs = factors.len() as f64;
     let standard = |index: usize| {
-        let wavelength = std::f64::consts::TAU * config.rope_theta.powf(index as f64 / pairs);
-        let rotations = original as f64 / wavelength;
-        if rotations > high {
-            return 1.0;
-        }
-        if rotations < low {
-            return factor;
-        }
-        let smooth = (rotations - low) / (high - low);
-        1.0 / ((1.0 - smooth) / factor + smooth)
+        let (theta, place) = (config.rope_theta, index as f64 / pairs);
+        llama3_divisor(theta, place, original as f64, (low, high), factor)
     };
     // The file has fp32 divisors; another scaling differs by far more than their rounding.
     let is_standard = |(index, found): (usize, &f64)| (found / standard(index) - 1.0).abs() < 1e-4;

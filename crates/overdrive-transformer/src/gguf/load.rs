@@ -3,7 +3,7 @@ use std::collections::{BTreeSet, HashMap};
 use overdrive_quantization::{GgufFile, GgufTensor};
 use tch::{Kind, Tensor};
 
-use super::names::{fused_rows, gguf_name, row_order};
+use super::names::{fused_rows, llama_name, row_order};
 use crate::checkpoint::{CheckpointProblems, Misshapen};
 use crate::config::{LlamaConfig, check_layers_of_files};
 use crate::moe;
@@ -147,7 +147,7 @@ fn sources<'a>(
     let mut used: BTreeSet<String> = of_rope.iter().map(|name| (*name).to_owned()).collect();
     let mut sources = Vec::new();
     for spec in config.parameters() {
-        let name = gguf_name(&spec.name, llama.family);
+        let name = llama_name(&spec.name, llama.family);
         let found = name.as_deref().and_then(|name| stored.get(name).copied());
         let (mut shape, mut rows) = (spec.shape.clone(), row_order(&spec.name, llama));
         let fused = || {

@@ -1,13 +1,18 @@
-//! Models from GGUF files: metadata to configuration, llama.cpp's names to those of transformers.
+//! Models from and to GGUF files: metadata and configuration, llama.cpp's names and those of transformers.
 
 mod config;
 mod end_of_text;
+mod file_type;
 mod generation_config;
 mod load;
+mod metadata;
 mod names;
+mod save;
 
 pub use end_of_text::end_of_text_tokens;
+pub use file_type::GgufFileType;
 pub use generation_config::generation_config_from_gguf;
+pub use save::GgufOptions;
 
 use std::path::Path;
 

@@ -1,3 +1,4 @@
+use crate::ModelConfig;
 use crate::config::{LlamaConfig, LlamaFamily};
 use crate::moe;
 
@@ -22,8 +23,41 @@ const MODULES: [(&str, &str); 14] = [
 /// The stacks of the matrices of all experts, in the order gate, up, down.
 const STACKS: [&str; 3] = ["ffn_gate_exps", "ffn_up_exps", "ffn_down_exps"];
 
+/// The names of the modules of a block of GPT-2 in transformers and in llama.cpp.
+const GPT2_MODULES: [(&str, &str); 6] = [
+    ("ln_1", "attn_norm"),
+    ("attn.c_attn", "attn_qkv"),
+    ("attn.c_proj", "attn_output"),
+    ("ln_2", "ffn_norm"),
+    ("mlp.c_fc", "ffn_up"),
+    ("mlp.c_proj", "ffn_down"),
+];
+
 /// Returns llama.cpp's name of the parameter that transformers calls `name`.
-pub(super) fn gguf_name(name: &str, family: LlamaFamily) -> Option<String> {
+pub(super) fn gguf_name(name: &str, config: &ModelConfig) -> Option<String> {
+    match config {
+        ModelConfig::Llama(config) => llama_name(name, config.family),
+        ModelConfig::Gpt2(_) => gpt2_name(name),
+    }
+}
+
+fn gpt2_name(name: &str) -> Option<String> {
+    let (module, end) = name.rsplit_once('.')?;
+    let own = match module {
+        "transformer.wte" => "token_embd".to_owned(),
+        "transformer.wpe" => "position_embd".to_owned(),
+        "transformer.ln_f" => "output_norm".to_owned(),
+        "lm_head" => "output".to_owned(),
+        _ => {
+            let (layer, part) = module.strip_prefix("transformer.h.")?.split_once('.')?;
+            let (_, part) = GPT2_MODULES.iter().find(|(own, _)| *own == part)?;
+            format!("blk.{layer}.{part}")
+        }
+    };
+    Some(format!("{own}.{end}"))
+}
+
+pub(super) fn llama_name(name: &str, family: LlamaFamily) -> Option<String> {
     let (module, end) = name.rsplit_once('.')?;
     if let Some((layer, _, part)) = moe::expert_of(module) {
         return Some(format!("blk.{layer}.{}.{end}", STACKS[part]));
@@ -90,6 +124,16 @@ pub(super) fn row_order(name: &str, config: &LlamaConfig) -> Option<Vec<i64>> {
     Some((0..heads).flat_map(of_head).collect())
 }
 
+/// Returns the row of the parameter `name` at each row of the file, if the orders differ.
+pub(super) fn stored_rows(name: &str, config: &LlamaConfig) -> Option<Vec<i64>> {
+    let order = row_order(name, config)?;
+    let mut rows = vec![0; order.len()];
+    for (row, stored) in (0..).zip(order) {
+        rows[stored.unsigned_abs() as usize] = row;
+    }
+    Some(rows)
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may panic")]
@@ -120,7 +164,7 @@ mod tests {
             let parameters = crate::ModelConfig::Llama(config).parameters();
             let names = parameters
                 .iter()
-                .map(|spec| gguf_name(&spec.name, family).unwrap());
+                .map(|spec| llama_name(&spec.name, family).unwrap());
             let names: std::collections::BTreeSet<String> = names.collect();
             // The matrices of all experts lie in one tensor for each of the three parts.
             let of_experts = |spec: &&crate::ParameterSpec| moe::expert_of(spec.module()).is_some();
@@ -132,7 +176,11 @@ mod tests {
                 "{family:?}"
             );
         }
-        assert_eq!(gguf_name("model.layers.0.unknown.weight", F::Llama), None);
+        assert_eq!(llama_name("model.layers.0.unknown.weight", F::Llama), None);
+        let parameters = crate::ModelConfig::Gpt2(Default::default()).parameters();
+        let names = parameters.iter().map(|spec| gpt2_name(&spec.name).unwrap());
+        let names: std::collections::BTreeSet<String> = names.collect();
+        assert_eq!(names.len(), parameters.len());
     }
 
     #[test]
@@ -144,6 +192,8 @@ mod tests {
         };
         let order = row_order("model.layers.0.self_attn.q_proj.weight", &config);
         assert_eq!(order, Some(vec![0, 2, 1, 3, 4, 6, 5, 7]));
+        let stored = stored_rows("model.layers.0.self_attn.q_proj.weight", &config);
+        assert_eq!(stored, Some(vec![0, 2, 1, 3, 4, 6, 5, 7]));
         assert_eq!(
             row_order("model.layers.0.self_attn.v_proj.weight", &config),
             None

@@ -1,0 +1,462 @@
+//! GGUF files that this crate writes, read again by it and by llama.cpp.
+
+use std::io::Write as _;
+use std::path::{Path, PathBuf};
+use std::process::{Command, Stdio};
+
+use overdrive_core::files;
+use overdrive_generation::{Error, GenerationConfig, ModelFiles, Tokenizer, export_gguf, generate};
+use overdrive_quantization::{GgufFile, GgufType};
+use overdrive_transformer::{
+    CausalLm, ForwardInput, GgufFileType, Gpt2Config, InitOptions, LayerType, LlamaConfig,
+    LlamaFamily, LoadOptions, LongRope, ModelConfig, RopeScaling, SaveOptions, Yarn,
+};
+use serde_json::{Value, json};
+use tch::Tensor;
+use tokenizers::pre_tokenizers::byte_level::ByteLevel;
+
+use LlamaFamily as F;
+
+const TEXTS: [&str; 6] = [
+    "the other theory, then",
+    " leading and trailing  ",
+    "It's 1234.5 %!",
+    "größe\n\n\tnaïve 日本語 🙂",
+    "<tool>the</tool> <|end|>",
+    "",
+];
+const PROMPT: [i64; 5] = [40, 41, 90, 7, 60];
+
+/// Returns the vocabulary of byte-level BPE: every byte, and what the merges make.
+fn byte_level(patterns: &[Value], ignore_merges: bool) -> Value {
+    let mut letters: Vec<String> = ByteLevel::alphabet().iter().map(char::to_string).collect();
+    letters.sort();
+    let merges = [
+        ["t", "h"],
+        ["th", "e"],
+        ["Ġ", "the"],
+        ["e", "r"],
+        ["o", "ther"],
+        ["o", "the"],
+        ["othe", "r"],
+        ["i", "n"],
+        ["in", "g"],
+    ];
+    let joined = merges.iter().map(|pair| pair.concat());
+    let texts = ["<|end|>", "<tool>", "</tool>"].map(str::to_owned).into_iter();
+    let mut vocabulary = serde_json::Map::new();
+    // `o ther` stands for a merge that can never happen: its parts are no tokens yet.
+    for text in texts.chain(letters).chain(joined) {
+        let id = vocabulary.len();
+        vocabulary.entry(text).or_insert_with(|| id.into());
+    }
+    vocabulary.insert("ther".to_owned(), vocabulary.len().into());
+    let mut steps = patterns.to_vec();
+    let own_words = patterns.is_empty();
+    steps.push(json!({"type": "ByteLevel", "add_prefix_space": false, "trim_offsets": true, "use_regex": own_words}));
+    json!({
+        "version": "1.0",
+        "added_tokens": [added(0, "<|end|>", true), added(1, "<tool>", false), added(2, "</tool>", false)],
+        "pre_tokenizer": {"type": "Sequence", "pretokenizers": steps},
+        "decoder": {"type": "ByteLevel", "add_prefix_space": true, "trim_offsets": true, "use_regex": true},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges, "ignore_merges": ignore_merges},
+    })
+}
+
+fn added(id: usize, content: &str, special: bool) -> Value {
+    json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+        "normalized": false, "special": special})
+}
+
+/// Returns SentencePiece BPE as transformers converts it: all pairs of tokens whose union is a token are merges.
+fn sentencepiece(prefix: bool) -> Value {
+    let mut texts: Vec<String> = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
+    texts.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
+    let words = ["th", "▁t", "he", "▁th", "▁the", "er", "the", "ther", "▁other", "in", "ing", "▁o", "oth", "other"];
+    texts.extend(words.map(str::to_owned));
+    texts.extend("▁abcdefghijklmnopqrstuvwxyzI.,!'1234567890ö".chars().map(String::from));
+    let vocabulary: serde_json::Map<String, Value> =
+        texts.iter().enumerate().map(|(id, text)| (text.clone(), id.into())).collect();
+    let mut merges = Vec::new();
+    for word in words {
+        for (middle, _) in word.char_indices().skip(1) {
+            let (left, right) = word.split_at(middle);
+            if vocabulary.contains_key(left) && vocabulary.contains_key(right) {
+                merges.push([left, right]);
+            }
+        }
+    }
+    let mut steps = vec![json!({"type": "Replace", "pattern": {"String": " "}, "content": "▁"})];
+    if prefix {
+        steps.insert(0, json!({"type": "Prepend", "prepend": "▁"}));
+    }
+    json!({
+        "version": "1.0",
+        "added_tokens": [added(0, "<unk>", true), added(1, "<s>", true), added(2, "</s>", true)],
+        "normalizer": {"type": "Sequence", "normalizers": steps},
+        "post_processor": {
+            "type": "TemplateProcessing",
+            "single": [{"SpecialToken": {"id": "<s>", "type_id": 0}}, {"Sequence": {"id": "A", "type_id": 0}}],
+            "pair": [{"Sequence": {"id": "A", "type_id": 0}}, {"Sequence": {"id": "B", "type_id": 1}}],
+            "special_tokens": {"<s>": {"id": "<s>", "ids": [1], "tokens": ["<s>"]}},
+        },
+        "decoder": {"type": "Sequence", "decoders": [
+            {"type": "Replace", "pattern": {"String": "▁"}, "content": " "},
+            {"type": "ByteFallback"}, {"type": "Fuse"},
+        ]},
+        "model": {"type": "BPE", "vocab": vocabulary, "merges": merges, "unk_token": "<unk>",
+            "byte_fallback": true, "fuse_unk": true},
+    })
+}
+
+/// A model folder in a temporary one, and the model.
+struct Made {
+    folder: tempfile::TempDir,
+    model: CausalLm,
+}
+
+impl Made {
+    fn new(config: &ModelConfig, tokenizer: &Value) -> Made {
+        let folder = tempfile::tempdir().unwrap();
+        let options = InitOptions { seed: 3, ..InitOptions::default() };
+        let model = CausalLm::new(config, &options).unwrap();
+        {
+            // Norms of 1 and biases of 0 would not show that they are exchanged.
+            let _no_grad = tch::no_grad_guard();
+            for (at, (_, tensor)) in model.named_parameters().into_iter().enumerate() {
+                if tensor.dim() == 1 {
+                    let wave = Tensor::arange(tensor.numel() as i64, (tch::Kind::Float, tensor.device()));
+                    let mut tensor = tensor;
+                    let _same = tensor.f_add_(&((wave + at as i64).sin() * 0.2)).unwrap();
+                }
+            }
+        }
+        model.save_pretrained(folder.path(), &SaveOptions::default()).unwrap();
+        let write = |name: &str, value: &Value| {
+            files::write(folder.path().join(name), value.to_string().as_bytes()).unwrap();
+        };
+        write("tokenizer.json", tokenizer);
+        let settings = json!({
+            "eos_token": tokenizer["added_tokens"].as_array().unwrap().last().unwrap()["content"],
+            "chat_template": "{{ messages[0].content }}",
+        });
+        write("tokenizer_config.json", &settings);
+        Made { folder, model }
+    }
+
+    fn files(&self) -> ModelFiles {
+        ModelFiles::open(self.folder.path()).unwrap()
+    }
+
+    fn export(&self, file_type: GgufFileType) -> PathBuf {
+        let path = self.folder.path().join(format!("{file_type}.gguf"));
+        export_gguf(&self.model, &self.files(), &path, file_type, None).unwrap();
+        path
+    }
+}
+
+fn small(family: LlamaFamily) -> LlamaConfig {
+    let mut config = LlamaConfig {
+        vocab_size: 300,
+        hidden_size: 64,
+        intermediate_size: 128,
+        num_hidden_layers: 2,
+        num_attention_heads: 4,
+        num_key_value_heads: Some(2),
+        head_dim: Some(16),
+        max_position_embeddings: 256,
+        // Random weights of the usual deviation give logits too near to one another to tell tokens.
+        initializer_range: 0.12,
+        bos_token_id: None,
+        eos_token_id: vec![0],
+        pad_token_id: None,
+        query_pre_attn_scalar: 16.0,
+        ..LlamaConfig::of(family)
+    };
+    if let Some(experts) = &mut config.experts {
+        experts.num_experts = 4;
+        experts.num_experts_per_tok = 2;
+        experts.moe_intermediate_size = 96;
+        experts.norm_topk_prob = true;
+    }
+    if family.is_gemma() {
+        config.tie_word_embeddings = true;
+    }
+    if matches!(family, F::Gemma2 | F::Gemma3 | F::Mistral) {
+        config.sliding_window = Some(128);
+        config.num_hidden_layers = 6;
+    }
+    config
+}
+
+/// Every architecture, and every option that a file has a key for.
+fn configurations() -> Vec<(&'static str, ModelConfig)> {
+    let families = [
+        ("llama", F::Llama),
+        ("mistral", F::Mistral),
+        ("mixtral", F::Mixtral),
+        ("qwen2", F::Qwen2),
+        ("qwen3", F::Qwen3),
+        ("qwen3_moe", F::Qwen3Moe),
+        ("phi", F::Phi),
+        ("phi3", F::Phi3),
+        ("gemma", F::Gemma),
+        ("gemma2", F::Gemma2),
+        ("gemma3", F::Gemma3),
+    ];
+    let mut all: Vec<_> = families.map(|(name, family)| (name, small(family).into())).to_vec();
+    let llama = |change: &dyn Fn(&mut LlamaConfig)| {
+        let mut config = small(F::Llama);
+        change(&mut config);
+        ModelConfig::from(config)
+    };
+    all.push(("llama, tied, with biases", llama(&|config| {
+        config.tie_word_embeddings = true;
+        config.attention_bias = true;
+        config.mlp_bias = true;
+        config.rope_theta = 500_000.0;
+    })));
+    all.push(("llama, wide heads", llama(&|config| config.head_dim = Some(32))));
+    all.push(("llama 3.1", llama(&|config| {
+        config.rope_scaling = RopeScaling::Llama3 {
+            factor: 8.0,
+            low_freq_factor: 1.0,
+            high_freq_factor: 4.0,
+            original_max_position_embeddings: 8192,
+        };
+        config.max_position_embeddings = 65_536;
+    })));
+    all.push(("llama, linear", llama(&|config| config.rope_scaling = RopeScaling::Linear { factor: 4.0 })));
+    all.push(("llama, yarn", llama(&|config| {
+        config.rope_scaling = RopeScaling::Yarn(Yarn::new(4.0, 64));
+    })));
+    all.push(("phi3, long", {
+        let mut config = small(F::Phi3);
+        config.rope_scaling = RopeScaling::LongRope(LongRope {
+            short_factor: vec![1.0, 1.1, 1.2, 1.3, 1.4, 1.5, 1.6, 1.7],
+            long_factor: vec![2.0; 8],
+            original_max_position_embeddings: 128,
+            factor: 2.0,
+            attention_factor: None,
+        });
+        config.into()
+    }));
+    all
+}
+
+fn gpt2() -> ModelConfig {
+    ModelConfig::Gpt2(Gpt2Config {
+        vocab_size: 300,
+        n_positions: 128,
+        n_embd: 64,
+        n_layer: 2,
+        n_head: 4,
+        initializer_range: 0.12,
+        bos_token_id: None,
+        eos_token_id: vec![0],
+        ..Gpt2Config::default()
+    })
+}
+
+fn logits(model: &CausalLm) -> Tensor {
+    let _no_grad = tch::no_grad_guard();
+    let ids = Tensor::from_slice(&PROMPT).unsqueeze(0);
+    model.forward(ForwardInput::new(&ids)).unwrap()
+}
+
+fn tokens(model: &CausalLm, new: usize) -> Vec<i64> {
+    let config = GenerationConfig {
+        max_new_tokens: Some(new),
+        ..GenerationConfig::default()
+    };
+    let output = generate(model, &[PROMPT.to_vec()], &config).unwrap();
+    output.sequences[0][PROMPT.len()..].to_vec()
+}
+
+fn encoded(tokenizer: &Tokenizer) -> Vec<Vec<u32>> {
+    TEXTS.map(|text| tokenizer.encode(text, true).unwrap().get_ids().to_vec()).to_vec()
+}
+
+#[test]
+fn a_file_in_f32_is_the_same_model() {
+    for (name, config) in configurations() {
+        let made = Made::new(&config, &byte_level(&[], false));
+        let path = made.export(GgufFileType::F32);
+        let again = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap();
+        let parameters = made.model.named_parameters();
+        for ((own, before), (other, after)) in parameters.iter().zip(again.named_parameters()) {
+            assert_eq!(own, &other, "{name}");
+            let difference = (before - after).abs().max().double_value(&[]);
+            // Gemma's norms are stored with 1 added.
+            assert!(difference < 1e-6, "{name}: {own}");
+        }
+        let difference = (logits(&made.model) - logits(&again)).abs().max().double_value(&[]);
+        assert!(difference < 1e-4, "{name}: {difference}");
+        assert_eq!(tokens(&made.model, 8), tokens(&again, 8), "{name}");
+    }
+}
+
+#[test]
+fn matrices_have_the_type_that_was_asked_for() {
+    let config = LlamaConfig {
+        hidden_size: 256,
+        intermediate_size: 512,
+        head_dim: Some(64),
+        ..small(F::Llama)
+    };
+    let made = Made::new(&config.into(), &byte_level(&[], false));
+    let dense = logits(&made.model);
+    use {GgufFileType as T, GgufType as G};
+    for (file_type, matrix, most) in [
+        (T::F16, G::F16, 0.003),
+        (T::BF16, G::BF16, 0.03),
+        (T::Q8_0, G::Q8_0, 0.03),
+        (T::Q6_K, G::Q6_K, 0.08),
+        (T::Q5_1, G::Q5_1, 0.15),
+        (T::Q5_0, G::Q5_0, 0.15),
+        (T::Q4_K_M, G::Q4_K, 0.3),
+        (T::Q4_1, G::Q4_1, 0.3),
+        (T::Q4_0, G::Q4_0, 0.3),
+    ] {
+        let path = made.export(file_type);
+        let file = GgufFile::open(&path).unwrap();
+        let of = |name: &str| file.tensor(name).unwrap().tensor_type();
+        assert_eq!(of("blk.0.attn_q.weight"), matrix);
+        assert_eq!(of("blk.0.attn_norm.weight"), G::F32);
+        let again = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap();
+        let error = (logits(&again).to_kind(tch::Kind::Float) - &dense).square().mean(tch::Kind::Float);
+        let size = dense.square().mean(tch::Kind::Float);
+        let relative = (error / size).sqrt().double_value(&[]);
+        assert!(relative < most, "{file_type}: {relative}");
+    }
+}
+
+#[test]
+fn tokenizers_and_templates_come_back() {
+    let split = |regex: &str| json!({"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": false});
+    let llama3 = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+";
+    for (tokenizer, model, pre) in [
+        (byte_level(&[], false), "gpt2", "gpt-2"),
+        (byte_level(&[split(llama3)], true), "gpt2", "llama-bpe"),
+        (sentencepiece(true), "llama", "default"),
+        (sentencepiece(false), "llama", "default"),
+    ] {
+        let config = LlamaConfig { vocab_size: 330, ..small(F::Llama) };
+        let made = Made::new(&config.into(), &tokenizer);
+        let path = made.export(GgufFileType::F16);
+        let files = ModelFiles::open(&path).unwrap();
+        assert_eq!(encoded(&files.tokenizer().unwrap()), encoded(&made.files().tokenizer().unwrap()), "{pre}");
+        let file = GgufFile::open(&path).unwrap();
+        let text = |key: &str| file.value(key).and_then(|value| value.as_str()).map(str::to_owned);
+        assert_eq!(text("tokenizer.ggml.model").as_deref(), Some(model));
+        assert_eq!(text("tokenizer.ggml.pre").as_deref(), Some(pre));
+        assert_eq!(text("tokenizer.chat_template").as_deref(), Some("{{ messages[0].content }}"));
+        assert_eq!(text("general.name").as_deref(), Some("f16"));
+        // Rows beyond the tokens.
+        let names = file.value("tokenizer.ggml.tokens").unwrap().as_strings().unwrap();
+        assert_eq!((names.len(), names[329].as_str()), (330, "[PAD329]"));
+        // The metadata of another file are taken over.
+        let own = files.gguf_metadata(made.model.config()).unwrap();
+        let kept = |key: &&String| key.starts_with("tokenizer.");
+        assert!(file.metadata().keys().filter(kept).all(|key| own.get(key) == file.value(key)));
+    }
+}
+
+#[test]
+fn what_a_file_cannot_hold_is_refused() {
+    let refused = |config: LlamaConfig, tokenizer: &Value| {
+        let made = Made::new(&config.into(), tokenizer);
+        let path = made.folder.path().join("model.gguf");
+        let error = export_gguf(&made.model, &made.files(), &path, GgufFileType::F32, None).unwrap_err();
+        let left = std::fs::read_dir(made.folder.path()).unwrap();
+        let left = left.filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().contains("gguf"));
+        assert_eq!(left.count(), 0, "nothing is left behind");
+        error
+    };
+    let words = byte_level(&[], false);
+    let dynamic = LlamaConfig { rope_scaling: RopeScaling::Dynamic { factor: 2.0 }, ..small(F::Llama) };
+    let error = refused(dynamic, &words).to_string();
+    assert!(error.contains("`rope_type` is dynamic"), "{error}");
+    let biased = LlamaConfig { attention_bias: true, ..small(F::Qwen3) };
+    assert!(refused(biased, &words).to_string().contains("`attention_bias` is true"));
+    let mut layers = small(F::Gemma3);
+    layers.layer_types = Some(vec![LayerType::Sliding; 6]);
+    assert!(refused(layers, &words).to_string().contains("layer_types"));
+    let few = LlamaConfig { vocab_size: 200, ..small(F::Llama) };
+    assert!(refused(few, &words).to_string().contains("below 200, the number of rows"));
+    let mut unknown = words.clone();
+    unknown["pre_tokenizer"] = json!({"type": "Whitespace"});
+    assert!(matches!(refused(small(F::Llama), &unknown), Error::UnknownTokenizer { .. }));
+    let mut one_way = sentencepiece(true);
+    one_way["model"]["merges"].as_array_mut().unwrap().retain(|merge| merge[0] != "th");
+    let error = refused(LlamaConfig { vocab_size: 330, ..small(F::Llama) }, &one_way).to_string();
+    assert!(error.contains("does not join \"th\" and"), "{error}");
+}
+
+/// Runs a file in llama.cpp: the greedy continuation of the prompt, its log-probabilities, and the tokens of the texts.
+/// Returns `None` without a Python that has it.
+fn llama_cpp(path: &Path, new: usize, texts: &[&str]) -> Option<(Vec<i64>, Vec<f64>, Vec<Vec<u32>>)> {
+    let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
+    let probe = Command::new(&python).args(["-c", "import xllamacpp"]).output();
+    if !probe.is_ok_and(|output| output.status.success()) {
+        eprintln!("SKIPPED: {python} cannot import xllamacpp; set OVERDRIVE_PYTHON to one that can");
+        return None;
+    }
+    let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/llama_cpp.py");
+    let mut child = Command::new(&python)
+        .arg(script)
+        .stdin(Stdio::piped())
+        .stdout(Stdio::piped())
+        .stderr(Stdio::piped())
+        .spawn()
+        .unwrap();
+    let request = json!({"model": path, "prompt": PROMPT, "n": new, "texts": texts});
+    child.stdin.take().unwrap().write_all(request.to_string().as_bytes()).unwrap();
+    let output = child.wait_with_output().unwrap();
+    let errors = String::from_utf8_lossy(&output.stderr);
+    assert!(output.status.success(), "{errors}");
+    let answer: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {errors}"));
+    let take = |key: &str| answer[key].clone();
+    Some((
+        serde_json::from_value(take("tokens")).unwrap(),
+        serde_json::from_value(take("logprobs")).unwrap(),
+        serde_json::from_value(take("texts")).unwrap(),
+    ))
+}
+
+/// Checks that llama.cpp continues the prompt as the model does, and with which probabilities.
+fn compare(name: &str, made: &Made, file_type: GgufFileType, most: f64) -> Option<()> {
+    let path = made.export(file_type);
+    let new = 12;
+    let (tokens, logprobs, texts) = llama_cpp(&path, new, &TEXTS)?;
+    // This crate does not read GPT-2 from GGUF files.
+    let read = match made.model.config() {
+        ModelConfig::Gpt2(_) => None,
+        _ => Some(CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap()),
+    };
+    let model = read.as_ref().unwrap_or(&made.model);
+    let own = self::tokens(model, new);
+    assert_eq!(own, tokens, "{name}");
+    let all: Vec<i64> = PROMPT.iter().chain(&own).copied().collect();
+    let _no_grad = tch::no_grad_guard();
+    let logits = model.forward(ForwardInput::new(&Tensor::from_slice(&all).unsqueeze(0))).unwrap();
+    let logits = logits.get(0).to_kind(tch::Kind::Float).log_softmax(-1, tch::Kind::Float);
+    for (at, (token, logprob)) in own.iter().zip(&logprobs).enumerate() {
+        let own = logits.double_value(&[(PROMPT.len() + at) as i64 - 1, *token]);
+        assert!((own - logprob).abs() < most, "{name}, token {at}: {own} {logprob}");
+    }
+    assert_eq!(texts, encoded(&made.files().tokenizer().unwrap()), "{name}");
+    Some(())
+}
+
+#[test]
+fn llama_cpp_computes_the_same_model() {
+    let words = byte_level(&[], false);
+    for (name, config) in configurations().into_iter().chain([("gpt2", gpt2())]) {
+        let made = Made::new(&config, &words);
+        if compare(name, &made, GgufFileType::F32, 2e-3).is_none() {
+            return;
+        }
+    }
+    println!("llama.cpp agrees");
+}

@@ -1,0 +1,272 @@
+//! The metadata of a GGUF file that is written: the inverse of [`config`](super::config).
+
+use std::collections::BTreeMap;
+
+use overdrive_quantization::GgufValue;
+
+use super::config::LARGEST_GEMMAS;
+use crate::config::{Gpt2Config, LlamaConfig, LlamaFamily, ModelConfig, RopeScaling};
+use crate::{Error, Result};
+
+/// The keys of `general.architecture` and of the architecture, and what a loader reads from tensors.
+pub(super) struct Metadata {
+    architecture: &'static str,
+    pub(super) values: BTreeMap<String, GgufValue>,
+    /// Small tensors of rotary frequencies: name and elements.
+    pub(super) rope: Vec<(&'static str, Vec<f64>)>,
+}
+
+/// Returns the metadata of a configuration.
+///
+/// # Errors
+/// [`Error::Unsupported`] for an option that llama.cpp does not have in this architecture.
+pub(super) fn metadata(config: &ModelConfig) -> Result<Metadata> {
+    match config {
+        ModelConfig::Llama(config) => of_llama(config),
+        ModelConfig::Gpt2(config) => of_gpt2(config),
+    }
+}
+
+impl Metadata {
+    fn new(architecture: &'static str) -> Metadata {
+        let mut metadata = Metadata {
+            architecture,
+            values: BTreeMap::new(),
+            rope: Vec::new(),
+        };
+        let name = GgufValue::String(architecture.to_owned());
+        metadata.values.insert("general.architecture".to_owned(), name);
+        metadata
+    }
+
+    fn put(&mut self, name: &str, value: GgufValue) {
+        self.values.insert(format!("{}.{name}", self.architecture), value);
+    }
+
+    /// Sets integers, of which all are sizes or counts.
+    fn sizes<const N: usize>(&mut self, sizes: [(&str, i64); N]) -> Result<()> {
+        for (name, size) in sizes {
+            let size = u32::try_from(size).map_err(|_| {
+                overdrive_core::Error::option(format!("{}.{name}", self.architecture), size, "a number of 32 bits")
+            })?;
+            self.put(name, GgufValue::U32(size));
+        }
+        Ok(())
+    }
+
+    fn number(&mut self, name: &str, number: f64) {
+        self.put(name, GgufValue::F32(number as f32));
+    }
+
+    /// Returns the error of an option that the architecture does not have.
+    fn without(&self, key: &str, found: impl std::fmt::Display, supported: &str) -> Error {
+        Error::Unsupported {
+            key: key.to_owned(),
+            found: found.to_string(),
+            supported: format!("{supported}, in GGUF files of the architecture `{}`", self.architecture),
+        }
+    }
+
+    /// Checks an option against the only value that llama.cpp implements.
+    fn only(&self, is_so: bool, key: &str, found: impl std::fmt::Display, supported: &str) -> Result<()> {
+        match is_so {
+            true => Ok(()),
+            false => Err(self.without(key, found, supported)),
+        }
+    }
+}
+
+fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
+    use LlamaFamily as F;
+    let family = config.family;
+    let mut own = Metadata::new(match family {
+        F::Llama | F::Mistral | F::Mixtral => "llama",
+        F::Qwen2 => "qwen2",
+        F::Qwen3 => "qwen3",
+        F::Qwen3Moe => "qwen3moe",
+        F::Phi => "phi2",
+        F::Phi3 => "phi3",
+        F::Gemma => "gemma",
+        F::Gemma2 => "gemma2",
+        F::Gemma3 => "gemma3",
+    });
+    check_llama(&own, config)?;
+    let context = config.max_position_embeddings;
+    own.sizes([
+        ("block_count", config.num_hidden_layers),
+        ("context_length", context),
+        ("embedding_length", config.hidden_size),
+        ("feed_forward_length", config.intermediate_size),
+        ("vocab_size", config.vocab_size),
+        ("attention.head_count", config.num_attention_heads),
+        ("attention.head_count_kv", config.kv_heads()),
+        ("attention.key_length", config.head_dim()),
+        ("attention.value_length", config.head_dim()),
+        ("rope.dimension_count", config.rotary_dim()),
+    ])?;
+    own.number("rope.freq_base", config.rope_theta);
+    own.number(
+        match family {
+            F::Phi => "attention.layer_norm_epsilon",
+            _ => "attention.layer_norm_rms_epsilon",
+        },
+        config.rms_norm_eps,
+    );
+    if let Some(experts) = &config.experts {
+        own.sizes([
+            ("expert_count", experts.num_experts),
+            ("expert_used_count", experts.num_experts_per_tok),
+        ])?;
+        if family == F::Qwen3Moe {
+            own.sizes([("expert_feed_forward_length", experts.moe_intermediate_size)])?;
+        }
+    }
+    if let (true, Some(window)) = (!matches!(family, F::Qwen2 | F::Qwen3 | F::Qwen3Moe), config.sliding_window) {
+        own.sizes([("attention.sliding_window", window)])?;
+        if !family.is_later_gemma() && window < context {
+            tracing::warn!("llama.cpp attends to all tokens where this model attends to the last {window}");
+        }
+    }
+    if let Some(bound) = config.attention_softcap() {
+        own.number("attn_logit_softcapping", bound);
+    }
+    if let Some(bound) = config.logit_softcap() {
+        own.number("final_logit_softcapping", bound);
+    }
+    if family == F::Gemma3 {
+        own.number("rope.freq_base_swa", config.rope_local_base_freq);
+    }
+    rope(&mut own, config)?;
+    Ok(own)
+}
+
+/// Checks the options that GGUF files have no keys for.
+fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
+    use LlamaFamily as F;
+    let family = config.family;
+    let activations: &[&str] = match family {
+        F::Gemma => &["gelu_pytorch_tanh", "gelu", "gelu_new"],
+        F::Gemma2 | F::Gemma3 => &["gelu_pytorch_tanh", "gelu_new"],
+        F::Phi => &["gelu_new", "gelu_pytorch_tanh"],
+        _ => &["silu", "swish"],
+    };
+    let activation = config.hidden_act.as_str();
+    own.only(activations.contains(&activation), "hidden_act", activation, activations[0])?;
+    let biased = config.attention_bias && !matches!(family, F::Llama | F::Mistral | F::Mixtral | F::Qwen2);
+    own.only(!biased, "attention_bias", true, "false")?;
+    own.only(!config.qk_layernorm, "qk_layernorm", true, "false")?;
+    if family.is_phi() {
+        let width = config.hidden_size / config.num_attention_heads;
+        own.only(config.head_dim() == width, "head_dim", config.head_dim(), &width.to_string())?;
+    }
+    if matches!(family, F::Qwen2 | F::Qwen3 | F::Qwen3Moe) {
+        let slides = (0..config.num_hidden_layers).any(|layer| config.window(layer).is_some());
+        own.only(!slides, "use_sliding_window", true, "false")?;
+    }
+    if let Some(experts) = &config.experts {
+        own.only(experts.norm_topk_prob, "norm_topk_prob", false, "true")?;
+        let all = (0..config.num_hidden_layers).all(|layer| config.experts_of(layer).is_some());
+        own.only(all, "decoder_sparse_step", "a model with some layers without experts", "experts in every layer")?;
+    }
+    if family.is_gemma() && family != F::Gemma3 {
+        own.only(config.tie_word_embeddings, "tie_word_embeddings", false, "true")?;
+    }
+    if family.is_later_gemma() {
+        let largest = LARGEST_GEMMAS.contains(&(family, config.num_hidden_layers));
+        let expected = match largest {
+            true => config.hidden_size as f64 / config.num_attention_heads as f64,
+            false => config.head_dim() as f64,
+        };
+        let found = config.query_pre_attn_scalar;
+        own.only(found == expected, "query_pre_attn_scalar", found, &expected.to_string())?;
+        let every = if family == F::Gemma2 { 2 } else { 6 };
+        let usual = |layer: i64| config.window(layer).is_some() == ((layer + 1) % every != 0);
+        let is_usual = (0..config.num_hidden_layers).all(usual);
+        let supported = format!("a window in all layers but every {every}th");
+        own.only(is_usual, "layer_types", "another pattern", &supported)?;
+        own.only(
+            config.rope_local_scaling == RopeScaling::Default,
+            "rope_parameters.sliding_attention",
+            "scaled",
+            "not scaled",
+        )?;
+    }
+    if family == F::Gemma2 {
+        let has_bounds = config.attention_softcap().is_some() && config.logit_softcap().is_some();
+        own.only(has_bounds, "attn_logit_softcapping, final_logit_softcapping", "null", "two numbers")?;
+    }
+    Ok(())
+}
+
+fn rope(own: &mut Metadata, config: &LlamaConfig) -> Result<()> {
+    let kind = match &config.rope_scaling {
+        RopeScaling::Default => return Ok(()),
+        RopeScaling::Linear { factor } => {
+            own.number("rope.scaling.factor", *factor);
+            "linear"
+        }
+        RopeScaling::Yarn(yarn) => {
+            own.only(yarn.truncate, "truncate", false, "true")?;
+            own.number("rope.scaling.factor", yarn.factor);
+            own.sizes([("rope.scaling.original_context_length", yarn.original_max_position_embeddings)])?;
+            own.number("rope.scaling.yarn_beta_fast", yarn.beta_fast);
+            own.number("rope.scaling.yarn_beta_slow", yarn.beta_slow);
+            // llama.cpp multiplies YaRN's own factor by it; transformers replaces that by another.
+            let usual = crate::Yarn::new(yarn.factor, yarn.original_max_position_embeddings);
+            let attention = yarn.attention_scale() / usual.attention_scale();
+            if attention != 1.0 {
+                own.number("rope.scaling.attn_factor", attention);
+            }
+            "yarn"
+        }
+        RopeScaling::LongRope(long) => {
+            let has_factors = ["llama", "phi3"].contains(&own.architecture);
+            own.only(has_factors, "rope_type", "longrope", "default, linear, yarn")?;
+            own.sizes([("rope.scaling.original_context_length", long.original_max_position_embeddings)])?;
+            own.number("rope.scaling.attn_factor", long.attention_scale());
+            own.rope.push(("rope_factors_long.weight", long.long_factor.clone()));
+            own.rope.push(("rope_factors_short.weight", long.short_factor.clone()));
+            "longrope"
+        }
+        &RopeScaling::Llama3 {
+            factor,
+            low_freq_factor,
+            high_freq_factor,
+            original_max_position_embeddings,
+        } => {
+            own.only(own.architecture == "llama", "rope_type", "llama3", "default, linear, yarn")?;
+            let bounds = (low_freq_factor, high_freq_factor);
+            let original = original_max_position_embeddings as f64;
+            let pairs = config.rotary_dim() / 2;
+            let divisor = |pair: i64| {
+                super::config::llama3_divisor(config.rope_theta, pair as f64 / pairs as f64, original, bounds, factor)
+            };
+            own.rope.push(("rope_freqs.weight", (0..pairs).map(divisor).collect()));
+            return Ok(());
+        }
+        RopeScaling::Dynamic { .. } => {
+            return Err(own.without("rope_type", "dynamic", "default, linear, yarn, longrope, llama3"));
+        }
+    };
+    own.put("rope.scaling.type", GgufValue::String(kind.to_owned()));
+    Ok(())
+}
+
+fn of_gpt2(config: &Gpt2Config) -> Result<Metadata> {
+    let mut own = Metadata::new("gpt2");
+    let activation = config.activation_function.as_str();
+    let is_gelu = ["gelu_new", "gelu_pytorch_tanh"].contains(&activation);
+    own.only(is_gelu, "activation_function", activation, "gelu_new")?;
+    own.only(config.scale_attn_weights, "scale_attn_weights", false, "true")?;
+    own.only(!config.scale_attn_by_inverse_layer_idx, "scale_attn_by_inverse_layer_idx", true, "false")?;
+    own.sizes([
+        ("block_count", config.n_layer),
+        ("context_length", config.n_positions),
+        ("embedding_length", config.n_embd),
+        ("feed_forward_length", config.inner()),
+        ("vocab_size", config.vocab_size),
+        ("attention.head_count", config.n_head),
+    ])?;
+    own.number("attention.layer_norm_epsilon", config.layer_norm_epsilon);
+    Ok(own)
+}
