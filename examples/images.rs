@@ -17,9 +17,10 @@ use anyhow::{Context, Result};
 use clap::Parser;
 use image::{Rgb, RgbImage};
 use overdrive::core::OutputFolder;
+use overdrive::datasets::prelude::*;
 use overdrive::datasets::{
-    DataLoader, DataLoaderOptions, Dataset, DatasetExt, ImageAugmentation, ImageBatch,
-    ImageCaption, ImageCaptionDataset, ImageOptions, collate_captions,
+    ImageAugmentation, ImageBatch, ImageCaption, ImageCaptionDataset, ImageOptions,
+    collate_captions,
 };
 use overdrive_examples::{TextTokens, print_line};
 use tch::Kind;
@@ -111,9 +112,8 @@ pub(crate) fn run(flags: &Flags, mut say: impl FnMut(&str)) -> Result<Vec<ImageB
             seed: flags.seed + epoch,
             ..DataLoaderOptions::default()
         };
-        let batches = options.batches(pairs.len())?;
         let collate = move |rows: Vec<_>| collate_captions(&rows, pad_token);
-        let mut loader = DataLoader::with(pairs, batches, collate, options)?;
+        let mut loader = DataLoader::with_collate(pairs, collate, options)?;
         for batch in loader.epoch() {
             let batch = batch?;
             let pixels = &batch.pixel_values;

@@ -13,9 +13,10 @@ use std::time::Instant;
 
 use anyhow::{Context, Result, bail};
 use clap::Parser;
+use overdrive::datasets::prelude::*;
 use overdrive::datasets::{
-    CsvOptions, CsvRecords, Dataset, IndexOptions, JsonLayout, JsonOptions, JsonRecords,
-    RecordFiles, SampleBy, TextLines, TextOptions, WebDataset,
+    CsvOptions, CsvRecords, IndexOptions, JsonLayout, JsonOptions, JsonRecords, RecordFiles,
+    SampleBy, TextLines, TextOptions, WebDataset,
 };
 use overdrive_examples::{exit, print_line};
 use serde_json::Value;

@@ -16,7 +16,7 @@ use std::process::ExitCode;
 
 use anyhow::{Context, Result};
 use clap::Parser;
-use overdrive::checkpointing::{CheckpointOptions, Shared, checkpoint};
+use overdrive::checkpointing::Shared;
 use overdrive::optim::{Ema, LrSchedulerType};
 use overdrive::precision::Precision;
 use overdrive::trainer::{
@@ -72,11 +72,8 @@ impl Network {
 
     /// Returns the logits (B, 4). Backward recomputes the activations of the convolutions.
     fn forward(&self, images: &Tensor, train: bool) -> Result<Tensor> {
-        // A checkpoint gets its inputs as arguments; the closure must own the layers.
-        let layers = self.convolutions.clone();
-        let hidden = checkpoint(&[images], &CheckpointOptions::default(), move |inputs| {
-            Ok(layers.with(|layers| layers.forward_t(&inputs[0], train)))
-        })?;
+        let layers = &self.convolutions;
+        let hidden = layers.checkpoint(images, move |layers, x| layers.forward_t(x, train))?;
         Ok(self.head.forward(&hidden.f_flatten(1, -1)?))
     }
 }

@@ -13,9 +13,8 @@ use std::process::ExitCode;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use overdrive::core::OutputFolder;
-use overdrive::datasets::{
-    DataLoaderOptions, DeviceLoader, Seq2SeqExample, copy_tokenizer, save_tokenizer,
-};
+use overdrive::datasets::prelude::*;
+use overdrive::datasets::{Seq2SeqExample, copy_tokenizer, save_tokenizer};
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::LrSchedulerType;
 use overdrive::trainer::{TrainingArguments, TrainingRun};

@@ -15,9 +15,10 @@ use std::time::Instant;
 use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use overdrive::core::OutputFolder;
+use overdrive::datasets::prelude::*;
 use overdrive::datasets::{
-    DataLoader, DataLoaderOptions, Dataset, DatasetExt, LogMel, LogMelOptions, Speech, SpeechBatch,
-    SpeechDataset, SpeechExample, SpeechOptions, collate_speech,
+    LogMel, LogMelOptions, Speech, SpeechBatch, SpeechDataset, SpeechExample, SpeechOptions,
+    collate_speech,
 };
 use overdrive_examples::{TextTokens, print_line};
 
@@ -95,9 +96,8 @@ pub(crate) fn run(flags: &Flags, mut say: impl FnMut(&str)) -> Result<Vec<Speech
         seed: flags.seed.unwrap_or(0),
         ..DataLoaderOptions::default()
     };
-    let batches = options.batches(examples.len())?;
     let collate = |rows: Vec<SpeechExample>| collate_speech(&rows);
-    let mut loader = DataLoader::with(examples, batches, collate, options)?;
+    let mut loader = DataLoader::with_collate(examples, collate, options)?;
 
     let started = Instant::now();
     let mut read = Vec::new();

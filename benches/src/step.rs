@@ -198,10 +198,9 @@ impl Step {
     /// An error if memory runs out.
     pub fn loss(&self, (inputs, labels): &(Tensor, Tensor)) -> StepResult<Tensor> {
         let count = usize::try_from(self.shape.tokens())?;
-        let loss = self.precision.autocast(inputs.device(), || {
-            let input = ForwardInput::new(inputs).with_label_count(count);
-            self.model.loss_of(input, labels, LabelShift::Shifted)
-        })??;
+        let _autocast = self.precision.autocast(inputs.device())?;
+        let input = ForwardInput::new(inputs).with_label_count(count);
+        let loss = self.model.loss_of(input, labels, LabelShift::Shifted)?;
         Ok(loss.mean()?)
     }
 

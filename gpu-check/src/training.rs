@@ -17,10 +17,9 @@ pub(crate) fn loss(model: &CausalLm, ids: &Tensor, precision: Precision) -> Resu
     let size = ids.size();
     // Each row has one label less than tokens.
     let count = usize::try_from(size[0] * (size[1] - 1))?;
-    let output = precision.autocast(ids.device(), || {
-        let input = ForwardInput::new(ids).with_label_count(count);
-        model.loss_of(input, ids, LabelShift::HuggingFace)
-    })??;
+    let _autocast = precision.autocast(ids.device())?;
+    let input = ForwardInput::new(ids).with_label_count(count);
+    let output = model.loss_of(input, ids, LabelShift::HuggingFace)?;
     Ok(output.mean()?)
 }
 
@@ -34,14 +33,11 @@ pub(crate) fn packed_loss(
 ) -> Result<Tensor> {
     let count = usize::try_from(ids.size()[1] - 1)?;
     let sequences = PackedLengths::from_lengths(lengths, ids.device())?;
-    let output = precision.autocast(ids.device(), || {
-        let input = ForwardInput::new(ids).with_label_count(count);
-        model.loss_of(
-            input.with_sequences(&sequences),
-            ids,
-            LabelShift::HuggingFace,
-        )
-    })??;
+    let _autocast = precision.autocast(ids.device())?;
+    let input = ForwardInput::new(ids)
+        .with_label_count(count)
+        .with_sequences(&sequences);
+    let output = model.loss_of(input, ids, LabelShift::HuggingFace)?;
     Ok(output.mean()?)
 }
 

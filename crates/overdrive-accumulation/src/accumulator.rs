@@ -5,7 +5,7 @@ use overdrive_precision::{GradScaler, StepOutcome};
 use tch::{Kind, Tensor};
 
 use crate::sync::SyncError;
-use crate::{AccumulationConfig, Error, GradientSync, LossTerm, Result, SingleProcess, Window};
+use crate::{AccumulationConfig, Error, GradientSync, Result, SingleProcess, Window};
 
 /// Accumulates the gradients of micro-batches so that they equal those of one large batch: the loss of a
 /// step is the sum over all its tokens divided by their count.
@@ -15,16 +15,17 @@ use crate::{AccumulationConfig, Error, GradientSync, LossTerm, Result, SinglePro
 /// Here the losses of micro-batches are **sums**, and the divisor is the count of the whole window over
 /// all processes, also for uneven micro-batches and for the short window at the end of the data.
 ///
-/// There are two ways to set the divisor:
+/// There are two ways to give the counts, each of them once:
 ///
-/// * [`open`](Self::open) a [`Window`] whose counts are known beforehand. Every loss sum is divided
-///   before its backward. This is the better way, because gradients keep their usual magnitude, which
-///   fp16 needs.
-/// * Call [`backward`](Self::backward) without a window. [`step`](Self::step) divides the gradients of
-///   the sums, with one multiplication of each gradient.
+/// * [`open`](Self::open) a [`Window`] whose counts are known beforehand, then call
+///   [`backward`](Self::backward). Every loss sum is divided before its backward. This is the better way,
+///   because gradients keep their usual magnitude, which fp16 needs.
+/// * Call [`backward_counted`](Self::backward_counted) without a window. [`step`](Self::step) divides the
+///   gradients of the sums, with one multiplication of each gradient.
 ///
-/// A step performs, in this order: synchronize over processes, divide, unscale, clip, step the optimizer,
-/// update the scaler, drop the gradients.
+/// The accumulator owns the loss scaler of fp16, if there is one ([`with_scaler`](Self::with_scaler)). A step
+/// performs, in this order: synchronize over processes, divide, unscale, clip, step the optimizer, update the
+/// scaler, drop the gradients.
 ///
 /// ```
 /// use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window};
@@ -42,10 +43,10 @@ use crate::{AccumulationConfig, Error, GradientSync, LossTerm, Result, SinglePro
 /// accumulator.open(Window::new(micro_batches.iter().map(|batch| batch.numel() as u64)))?;
 /// for batch in &micro_batches {
 ///     let loss_sum = (&weight * batch).sum(Kind::Float);
-///     accumulator.backward(&loss_sum, batch.numel() as u64, None)?;
+///     accumulator.backward(&loss_sum)?;
 /// }
 /// assert_eq!(weight.grad().double_value(&[0]), 3.5); // 14 over 4 tokens, not (2 + 8) / 2
-/// let step = accumulator.step(&mut optimizer, None)?;
+/// let step = accumulator.step(&mut optimizer)?;
 /// assert_eq!((step.loss()?, step.tokens, step.stepped), (3.5, 4, true));
 /// # Ok(())
 /// # }
@@ -56,13 +57,12 @@ use crate::{AccumulationConfig, Error, GradientSync, LossTerm, Result, SinglePro
 pub struct GradientAccumulator<S = SingleProcess> {
     config: AccumulationConfig,
     sync: S,
+    scaler: Option<GradScaler>,
     /// The announced window, and the counts of all processes in it, term by term.
     window: Option<(Window, Vec<u64>)>,
     micro_batches: usize,
     /// The sums of the loss's terms, on their device, with their counts.
     terms: Vec<(Tensor, u64)>,
-    /// If `true`, the window's gradients are multiplied by a scaler's scale.
-    scaled: bool,
     /// If `true`, the caller has marked the next backward as the last of the window.
     next_is_last: bool,
 }
@@ -131,12 +131,22 @@ impl<S: GradientSync> GradientAccumulator<S> {
         Ok(Self {
             config,
             sync,
+            scaler: None,
             window: None,
             micro_batches: 0,
             terms: Vec::new(),
-            scaled: false,
             next_is_last: false,
         })
+    }
+
+    /// Scales the losses by `scaler`, which fp16 needs: [`Precision::new_scaler`] is `None` for the other
+    /// precisions. A disabled scaler has no effect.
+    ///
+    /// [`Precision::new_scaler`]: overdrive_precision::Precision::new_scaler
+    #[must_use]
+    pub fn with_scaler(mut self, scaler: Option<GradScaler>) -> Self {
+        self.scaler = scaler;
+        self
     }
 
     /// Announces the micro-batches of the next step. Their number may differ from
@@ -168,45 +178,26 @@ impl<S: GradientSync> GradientAccumulator<S> {
         Ok(())
     }
 
-    /// Adds the gradients of one micro-batch.
+    /// Adds the gradients of the next micro-batch of the open window.
     ///
-    /// `loss_sum` is the **sum** of the losses of its `tokens` tokens, a tensor of one element. With a
-    /// scaler the loss is scaled here; pass the same scaler to [`step`](Self::step).
-    ///
-    /// # Errors
-    /// [`Error::Common`] if the loss does not have one element; [`Error::ScalerMismatch`];
-    /// [`Error::WindowFull`] or [`Error::TokenCount`] if it does not match the announced window;
-    /// libtorch's errors. After an error of libtorch, such as out of memory, [`abandon`](Self::abandon)
-    /// the window before the next backward.
-    pub fn backward(
-        &mut self,
-        loss_sum: &Tensor,
-        tokens: u64,
-        scaler: Option<&mut GradScaler>,
-    ) -> Result<()> {
-        self.backward_terms(&[LossTerm::sum(loss_sum, tokens)], scaler)
-    }
-
-    /// Adds the gradients of one micro-batch whose loss is a mean: every micro-batch of the window, on
-    /// every process, has the same weight. Announce the window by [`Window::of_means`].
+    /// `loss` has one element: the **sum** of the losses of the tokens that the window counts, or the mean in a
+    /// window of [`Window::of_means`]. With a scaler the loss is scaled here.
     ///
     /// # Errors
-    /// As [`backward`](Self::backward).
-    pub fn backward_mean(
-        &mut self,
-        mean_loss: &Tensor,
-        scaler: Option<&mut GradScaler>,
-    ) -> Result<()> {
-        self.backward_terms(&[LossTerm::mean(mean_loss)], scaler)
+    /// [`Error::Common`] if the loss does not have one element; [`Error::NotAnnounced`] without a window;
+    /// [`Error::WindowFull`] after its last micro-batch; libtorch's errors. After an error of libtorch, such
+    /// as out of memory, [`abandon`](Self::abandon) the window before the next backward.
+    pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
+        self.backward_terms(&[loss])
     }
 
-    /// Adds the gradients of one micro-batch whose loss has several terms. Each is divided by its own
+    /// Adds the gradients of the next micro-batch, whose loss has several terms. Each is divided by its own
     /// count over the whole window and all processes, such as the tokens of a language loss and the pairs
     /// of a contrastive loss. Announce the window by [`Window::of_terms`]. To weight a term, multiply its
     /// sum.
     ///
     /// ```
-    /// use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, LossTerm, Window};
+    /// use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window};
     /// use tch::{Kind, Tensor};
     ///
     /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -216,8 +207,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// for tokens in [4, 2] {
     ///     let language = (&weight * 6.0 * tokens).sum(Kind::Float);
     ///     let penalty = (&weight * 0.5).sum(Kind::Float);
-    ///     let terms = [LossTerm::sum(&language, tokens as u64), LossTerm::mean(&penalty)];
-    ///     accumulator.backward_terms(&terms, None)?;
+    ///     accumulator.backward_terms(&[&language, &penalty])?;
     /// }
     /// assert_eq!(weight.grad().double_value(&[0]), 6.5); // 36 over 6 tokens, and the mean penalty
     /// # Ok(())
@@ -225,34 +215,38 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// ```
     ///
     /// # Errors
-    /// As [`backward`](Self::backward); [`Error::Terms`] for another number of terms than announced, and
-    /// [`Error::TermsNotAnnounced`] without a window.
-    pub fn backward_terms(
-        &mut self,
-        terms: &[LossTerm<'_>],
-        scaler: Option<&mut GradScaler>,
-    ) -> Result<()> {
-        if let Some(term) = terms.iter().find(|term| term.sum.numel() != 1) {
-            let expected = "one element: the sum over the tokens (Reduction::Sum)";
-            return Err(overdrive_core::Error::shape("loss", term.sum.size(), expected).into());
+    /// As [`backward`](Self::backward); [`Error::Terms`] for another number of terms than announced.
+    pub fn backward_terms(&mut self, terms: &[&Tensor]) -> Result<()> {
+        check_scalars(terms)?;
+        let (loss, counts) = self.announced_loss(terms)?;
+        self.accumulate(&loss, terms, &counts)
+    }
+
+    /// Adds the gradients of one micro-batch without a window: `loss_sum` is the **sum** of the losses of its
+    /// `tokens` tokens. For data whose counts are not known beforehand.
+    ///
+    /// # Errors
+    /// As [`backward`](Self::backward); [`Error::Announced`] if a window is open.
+    pub fn backward_counted(&mut self, loss_sum: &Tensor, tokens: u64) -> Result<()> {
+        if self.window.is_some() {
+            return Err(Error::Announced);
         }
-        let scaled = is_scaling(scaler.as_deref());
-        if self.micro_batches > 0 {
-            self.check_scaler("backward", scaled)?;
-        }
-        let loss = self.weighted_loss(terms)?;
+        check_scalars(&[loss_sum])?;
+        // `step` divides the gradients of the sums.
+        self.accumulate(loss_sum, &[loss_sum], &[tokens])
+    }
+
+    fn accumulate(&mut self, loss: &Tensor, terms: &[&Tensor], counts: &[u64]) -> Result<()> {
         // Scaled last: the weight may be tiny, and the scaler keeps the product in the range of fp16.
-        let loss = match scaler {
-            Some(scaler) => scaler.scale(&loss)?,
-            None => loss,
+        let loss = match &mut self.scaler {
+            Some(scaler) => scaler.scale(loss)?,
+            None => loss.shallow_clone(),
         };
-        self.sync
-            .before_backward(&loss, self.sync_gradients())
-            .map_err(sync_error)?;
+        let last = self.sync_gradients();
+        self.sync.before_backward(&loss, last).map_err(sync_error)?;
         loss.f_backward()?;
         // Only after a successful backward: a failed micro-batch does not count.
-        self.scaled = scaled;
-        self.record(terms)
+        self.record(terms, counts)
     }
 
     /// Applies the gradients of the window and drops them.
@@ -260,17 +254,12 @@ impl<S: GradientSync> GradientAccumulator<S> {
     /// Synchronizes with the device only with a scaler, in order to report whether it stepped.
     ///
     /// # Errors
-    /// [`Error::NothingAccumulated`], [`Error::WindowIncomplete`], [`Error::ScalerMismatch`],
-    /// [`Error::Sync`], and the errors of scaler, clipping and optimizer.
-    pub fn step<O: Optimizer + ?Sized>(
-        &mut self,
-        optimizer: &mut O,
-        scaler: Option<&mut GradScaler>,
-    ) -> Result<AccumulatedStep> {
+    /// [`Error::NothingAccumulated`], [`Error::WindowIncomplete`], [`Error::Sync`], and the errors of scaler,
+    /// clipping and optimizer.
+    pub fn step<O: Optimizer + ?Sized>(&mut self, optimizer: &mut O) -> Result<AccumulatedStep> {
         if self.micro_batches == 0 {
             return Err(Error::NothingAccumulated);
         }
-        self.check_scaler("step", is_scaling(scaler.as_deref()))?;
         let parameters = optimizer.parameters();
         let totals = self.synchronize(&parameters)?;
         // Without tokens all gradients are zero, but AdamW would still move the weights by its momentum
@@ -278,7 +267,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
         let (grad_norm, stepped) = if totals.iter().all(|&total| total == 0) {
             (None, false)
         } else {
-            self.clip_and_step(&parameters, optimizer, scaler)?
+            self.clip_and_step(&parameters, optimizer)?
         };
         optimizer.zero_grad()?;
         let report = AccumulatedStep {
@@ -334,21 +323,20 @@ impl<S: GradientSync> GradientAccumulator<S> {
         &self.config
     }
 
+    /// Returns the loss scaler.
+    #[must_use]
+    pub fn scaler(&self) -> Option<&GradScaler> {
+        self.scaler.as_ref()
+    }
+
+    /// Returns the loss scaler, for saving and loading its state.
+    pub fn scaler_mut(&mut self) -> Option<&mut GradScaler> {
+        self.scaler.as_mut()
+    }
+
     /// Returns the synchronization over processes.
     pub fn sync_mut(&mut self) -> &mut S {
         &mut self.sync
-    }
-
-    fn check_scaler(&self, call: &'static str, scaled: bool) -> Result<()> {
-        if scaled == self.scaled {
-            return Ok(());
-        }
-        let (now, before) = if scaled {
-            ("with", "had none")
-        } else {
-            ("without", "had one")
-        };
-        Err(Error::ScalerMismatch { call, now, before })
     }
 
     fn window_len(&self) -> usize {
@@ -358,16 +346,11 @@ impl<S: GradientSync> GradientAccumulator<S> {
         }
     }
 
-    /// Returns the loss from which backward starts: with an announced window the loss divided by the
-    /// count, else the sum, whose gradients `step` divides.
-    fn weighted_loss(&self, terms: &[LossTerm<'_>]) -> Result<Tensor> {
+    /// Returns the loss from which backward starts, the sum of the terms divided by their counts in the window, and
+    /// the counts of this micro-batch.
+    fn announced_loss(&self, terms: &[&Tensor]) -> Result<(Tensor, Vec<u64>)> {
         let position = self.micro_batches;
-        let Some((window, totals)) = &self.window else {
-            let [term] = terms else {
-                return Err(Error::TermsNotAnnounced);
-            };
-            return Ok(term.sum.shallow_clone());
-        };
+        let (window, totals) = self.window.as_ref().ok_or(Error::NotAnnounced)?;
         let announced = window.counts();
         let counts = announced.get(position).ok_or(Error::WindowFull {
             announced: announced.len(),
@@ -380,25 +363,19 @@ impl<S: GradientSync> GradientAccumulator<S> {
             });
         }
         let mut loss: Option<Tensor> = None;
-        for ((term, &announced), &total) in terms.iter().zip(counts).zip(totals) {
-            if announced != term.count {
-                return Err(Error::TokenCount {
-                    position,
-                    announced,
-                    given: term.count,
-                });
-            }
-            let weighted = term.sum.f_mul_scalar(self.weight(total))?;
+        for (term, &total) in terms.iter().zip(totals) {
+            let weighted = term.f_mul_scalar(self.weight(total))?;
             loss = Some(match loss {
                 Some(loss) => loss.f_add(&weighted)?,
                 None => weighted,
             });
         }
-        loss.ok_or(Error::Terms {
+        let loss = loss.ok_or(Error::Terms {
             position,
             expected: 1,
             given: 0,
-        })
+        })?;
+        Ok((loss, counts.clone()))
     }
 
     /// Returns the factor of loss sums: the number of processes, which undoes the mean of `synchronize`,
@@ -407,20 +384,20 @@ impl<S: GradientSync> GradientAccumulator<S> {
         self.sync.world_size() as f64 / total.max(1) as f64
     }
 
-    fn record(&mut self, terms: &[LossTerm<'_>]) -> Result<()> {
-        for (index, term) in terms.iter().enumerate() {
-            let sum = term.sum.f_detach()?.f_reshape([0i64; 0])?;
+    fn record(&mut self, terms: &[&Tensor], counts: &[u64]) -> Result<()> {
+        for (index, (term, &count)) in terms.iter().zip(counts).enumerate() {
+            let sum = term.f_detach()?.f_reshape([0i64; 0])?;
             // Summed in at least fp32: a bf16 sum of many micro-batches loses the small ones.
             let sum = match sum.f_kind()? {
                 Kind::Double => sum,
                 _ => sum.f_to_kind(Kind::Float)?,
             };
             match self.terms.get_mut(index) {
-                Some((so_far, count)) => {
+                Some((so_far, count_so_far)) => {
                     *so_far = so_far.f_add(&sum)?;
-                    *count += term.count;
+                    *count_so_far += count;
                 }
-                None => self.terms.push((sum, term.count)),
+                None => self.terms.push((sum, count)),
             }
         }
         self.micro_batches += 1;
@@ -455,16 +432,15 @@ impl<S: GradientSync> GradientAccumulator<S> {
     }
 
     fn clip_and_step<O: Optimizer + ?Sized>(
-        &self,
+        &mut self,
         parameters: &[Tensor],
         optimizer: &mut O,
-        mut scaler: Option<&mut GradScaler>,
     ) -> Result<(Option<Tensor>, bool)> {
         let grad_norm = match self.config.max_grad_norm {
             Some(max_norm) => {
                 // Before clipping, for two reasons: the limit is for unscaled gradients, and clipping
                 // would turn infinities, by which the scaler finds an overflow, into NaN.
-                if let Some(scaler) = scaler.as_deref_mut() {
+                if let Some(scaler) = &mut self.scaler {
                     scaler.unscale_(optimizer)?;
                 }
                 Some(clip_grad_norm(
@@ -476,7 +452,7 @@ impl<S: GradientSync> GradientAccumulator<S> {
             None => None,
         };
         // A scaler steps the optimizer itself, because it skips steps with infinities.
-        let Some(scaler) = scaler else {
+        let Some(scaler) = &mut self.scaler else {
             optimizer.step()?;
             return Ok((grad_norm, true));
         };
@@ -501,15 +477,17 @@ impl<S: GradientSync> GradientAccumulator<S> {
         self.window = None;
         self.micro_batches = 0;
         self.terms.clear();
-        self.scaled = false;
         self.next_is_last = false;
     }
 }
 
-/// Returns `true` for an enabled scaler. A disabled one passes losses through unchanged, as if there were
-/// none.
-fn is_scaling(scaler: Option<&GradScaler>) -> bool {
-    scaler.is_some_and(GradScaler::is_enabled)
+/// Checks that each term has one element.
+fn check_scalars(terms: &[&Tensor]) -> Result<()> {
+    let Some(wrong) = terms.iter().find(|term| term.numel() != 1) else {
+        return Ok(());
+    };
+    let expected = "one element: the sum over the tokens (Reduction::Sum)";
+    Err(overdrive_core::Error::shape("loss", wrong.size(), expected).into())
 }
 
 fn sync_error(source: SyncError) -> Error {

@@ -49,19 +49,6 @@ pub enum Error {
         seen: usize,
     },
 
-    /// A micro-batch has another token count than the window announced.
-    #[error(
-        "micro-batch {position} of the window has {given} tokens, but the window announced {announced}; the gradients of the earlier micro-batches are weighted by the announced counts"
-    )]
-    TokenCount {
-        /// The position in the window, from 0.
-        position: usize,
-        /// The announced count.
-        announced: u64,
-        /// The count that backward was given.
-        given: u64,
-    },
-
     /// The loss of a micro-batch has another number of terms than the first of its window.
     #[error(
         "the loss of micro-batch {position} has {given} terms; it must have {expected} as every micro-batch of the window (a term without elements has the count 0)"
@@ -75,30 +62,23 @@ pub enum Error {
         given: usize,
     },
 
-    /// Backward was called with a loss of several terms, but no window was announced.
+    /// Backward was called without a window.
     #[error(
-        "the counts of a loss with several terms must be known before backward, because accumulated gradients cannot be divided term by term; open a window by Window::of_terms first"
+        "backward was called without an open window, so the count of the loss is not known; call open before the first backward of each step, or pass the count to backward_counted"
     )]
-    TermsNotAnnounced,
+    NotAnnounced,
+
+    /// A count was passed although a window had announced it.
+    #[error(
+        "backward_counted was called although the open window has announced the counts of its micro-batches; call backward"
+    )]
+    Announced,
 
     /// A step was requested without a backward since the last step.
     #[error(
         "step was called without a backward since the last step: there are no gradients to apply"
     )]
     NothingAccumulated,
-
-    /// A gradient scaler was passed to some calls of a window and not to others.
-    #[error(
-        "{call} was called {now} a gradient scaler, but the earlier calls of the window {before}; pass the same scaler to every backward and to step"
-    )]
-    ScalerMismatch {
-        /// The method.
-        call: &'static str,
-        /// `with` or `without`: this call.
-        now: &'static str,
-        /// `had one` or `had none`: the earlier calls.
-        before: &'static str,
-    },
 
     /// The synchronization over processes failed.
     #[error("synchronizing over processes failed: {source}")]

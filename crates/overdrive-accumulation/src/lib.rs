@@ -9,7 +9,6 @@
 //! | item | counterpart |
 //! |---|---|
 //! | [`GradientAccumulator`], [`Window`] | Accelerate's `accumulate` with the token normalisation of transformers' Trainer |
-//! | [`LossTerm`] | a term of a loss, with its own divisor |
 //! | [`DeviceAccumulator`] | [`GradientAccumulator`] with counts on the device, for CUDA graphs |
 //! | [`GradientSync`] | the synchronization of DistributedDataParallel, with `no_sync` |
 //! | [`windows`] | `Trainer.get_batch_samples`, `sync_with_dataloader` |
@@ -37,15 +36,14 @@
 //! });
 //! let steps = NonZeroUsize::new(config.gradient_accumulation_steps).ok_or("no steps")?;
 //! for window in windows(data, steps) {
-//!     let counts: Vec<u64> =
-//!         window.iter().map(|(_, labels)| count_tokens(labels, -100)).collect::<Result<_, _>>()?;
-//!     accumulator.open(Window::new(counts.iter().copied()))?;
-//!     for ((inputs, labels), tokens) in window.iter().zip(counts) {
+//!     let counts = window.iter().map(|(_, labels)| count_tokens(labels, -100));
+//!     accumulator.open(Window::new(counts.collect::<Result<Vec<_>, _>>()?))?;
+//!     for (inputs, labels) in &window {
 //!         let logits = model.forward(inputs);
 //!         let loss_sum = logits.cross_entropy_loss::<Tensor>(labels, None, Reduction::Sum, -100, 0.0);
-//!         accumulator.backward(&loss_sum, tokens, None)?;
+//!         accumulator.backward(&loss_sum)?;
 //!     }
-//!     let step = accumulator.step(&mut optimizer, None)?;
+//!     let step = accumulator.step(&mut optimizer)?;
 //!     println!("loss {:.3}, gradient norm {:.3?}", step.loss()?, step.grad_norm()?);
 //! }
 //! # Ok(())
@@ -73,4 +71,4 @@ pub use config::AccumulationConfig;
 pub use device_accumulator::{DeviceAccumulator, DeviceLoss, DeviceStep};
 pub use error::{Error, Result};
 pub use sync::{GradientSync, SingleProcess, SyncError};
-pub use window::{LossTerm, Window, Windows, count_tokens, windows};
+pub use window::{Window, Windows, count_tokens, windows};

@@ -56,28 +56,6 @@ impl Window {
     }
 }
 
-/// One term of the loss of a micro-batch.
-#[derive(Debug, Clone, Copy)]
-pub struct LossTerm<'a> {
-    /// The sum of the term over the micro-batch, a tensor of one element.
-    pub sum: &'a Tensor,
-    /// The number of summands, such as tokens or pairs. The window's sum of the term is divided by the
-    /// total count.
-    pub count: u64,
-}
-
-impl<'a> LossTerm<'a> {
-    /// Returns a term that is a sum of `count` summands.
-    pub fn sum(sum: &'a Tensor, count: u64) -> Self {
-        Self { sum, count }
-    }
-
-    /// Returns a term that is a mean, with the same weight for each micro-batch of the window.
-    pub fn mean(mean: &'a Tensor) -> Self {
-        Self::sum(mean, 1)
-    }
-}
-
 /// Groups micro-batches into windows of `gradient_accumulation_steps`. The last window contains the remaining
 /// micro-batches and may be shorter; it is stepped too (Accelerate's `sync_with_dataloader`).
 ///

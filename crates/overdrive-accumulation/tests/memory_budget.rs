@@ -67,9 +67,9 @@ impl Trainer {
             let labels = Tensor::f_zeros([rows as i64], (Kind::Int64, Device::Cpu))?;
             let loss =
                 logits.f_cross_entropy_loss::<Tensor>(&labels, None, Reduction::Sum, -100, 0.0)?;
-            accumulator.backward(&loss, rows, None)?;
+            accumulator.backward(&loss)?;
         }
-        accumulator.step(&mut self.optimizer, None)?.loss()
+        accumulator.step(&mut self.optimizer)?.loss()
     }
 }
 

@@ -16,8 +16,75 @@ use crate::{CheckpointOptions, Error, Result};
 /// The result of a checkpointed closure, with any error type.
 pub type RegionResult<T> = CallbackResult<T>;
 
-/// Runs `region` on `inputs` and saves only the inputs for backward, which runs `region` again to
-/// recompute the other tensors that its operators save (`torch.utils.checkpoint.checkpoint`).
+/// The value of a checkpointed closure in the short forms: a tensor, or a `Result` with any error type.
+pub trait RegionValue {
+    /// The value without its error.
+    type Output;
+
+    /// Returns the value, or the error.
+    ///
+    /// # Errors
+    /// The error of the closure.
+    fn into_result(self) -> RegionResult<Self::Output>;
+}
+
+impl RegionValue for Tensor {
+    type Output = Self;
+
+    fn into_result(self) -> RegionResult<Self> {
+        Ok(self)
+    }
+}
+
+impl<T, E: Into<Box<dyn std::error::Error + Send + Sync>>> RegionValue
+    for std::result::Result<T, E>
+{
+    type Output = T;
+
+    fn into_result(self) -> RegionResult<T> {
+        self.map_err(Into::into)
+    }
+}
+
+/// Runs `region` on `input` and saves only the input for backward, which runs `region` again to recompute the
+/// other tensors that its operators save (`torch.utils.checkpoint.checkpoint`). The default options apply;
+/// [`checkpoint_with`] takes options, several inputs, and results of any structure.
+///
+/// The graph outlives this call and runs the closure in backward, so the closure is moved into it and cannot
+/// borrow a layer: in Python the graph would share ownership of the module. Layers are used without clones
+/// in two ways:
+///
+/// * [`Scope::checkpoint`] takes a closure that borrows: `scope.checkpoint(&x, |x| block.forward(x))`. Forward and
+///   backward run in one [`scope`].
+/// * [`Shared::checkpoint`](crate::Shared::checkpoint) lends its layer to the closure:
+///   `block.checkpoint(&x, |block, x| block.forward(x))`. This suits a model whose `forward` does not see backward.
+///
+/// # Errors
+/// As [`checkpoint_with`].
+///
+/// ```
+/// use overdrive_checkpointing::checkpoint;
+/// use tch::{Device, Kind, Tensor};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let x = Tensor::randn([8, 16], (Kind::Float, Device::Cpu)).set_requires_grad(true);
+/// let y = checkpoint(&x, |x| x.f_gelu("none")?.f_dropout(0.1, true))?;
+/// y.f_sum(Kind::Float)?.f_backward()?;
+/// assert!(x.grad().defined());
+/// # Ok(())
+/// # }
+/// ```
+pub fn checkpoint<V, F>(input: &Tensor, region: F) -> Result<V::Output>
+where
+    V: RegionValue,
+    F: Fn(&Tensor) -> V + Send + 'static,
+{
+    checkpoint_with(&[input], &CheckpointOptions::default(), move |inputs| {
+        region(&inputs[0]).into_result()
+    })
+}
+
+/// As [`checkpoint`], with any number of inputs, results of any type, and options.
 ///
 /// * Gradients equal those without a checkpoint bit for bit, if the closure computes the same in both passes.
 /// * The closure may return any type: tensors, differentiable or not, in any structure.
@@ -37,14 +104,15 @@ pub type RegionResult<T> = CallbackResult<T>;
 /// [`Error::Mismatch`], [`Error::Count`], [`Error::ChangedInPlace`].
 ///
 /// ```
-/// use overdrive_checkpointing::{CheckpointOptions, checkpoint};
+/// use overdrive_checkpointing::{CheckpointOptions, SavePolicy, checkpoint_with};
 /// use tch::{Device, Kind, Tensor};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
 /// let x = Tensor::randn([8, 16], (Kind::Float, Device::Cpu));
 /// let weight = Tensor::randn([16, 16], (Kind::Float, Device::Cpu)).set_requires_grad(true);
 /// let captured = weight.shallow_clone();
-/// let y = checkpoint(&[&x], &CheckpointOptions::default(), move |inputs| {
+/// let options = CheckpointOptions::keeping(SavePolicy::Matmuls);
+/// let y = checkpoint_with(&[&x], &options, move |inputs| {
 ///     Ok(inputs[0].f_matmul(&captured)?.f_gelu("none")?.f_dropout(0.1, true)?)
 /// })?;
 /// y.f_sum(Kind::Float)?.f_backward()?;
@@ -52,7 +120,11 @@ pub type RegionResult<T> = CallbackResult<T>;
 /// # Ok(())
 /// # }
 /// ```
-pub fn checkpoint<T, F>(inputs: &[&Tensor], options: &CheckpointOptions, region: F) -> Result<T>
+pub fn checkpoint_with<T, F>(
+    inputs: &[&Tensor],
+    options: &CheckpointOptions,
+    region: F,
+) -> Result<T>
 where
     F: Fn(&[Tensor]) -> RegionResult<T> + Send + 'static,
 {
@@ -91,7 +163,7 @@ pub struct Scope<'scope, 'env: 'scope> {
 }
 
 /// Runs `body`, in which closures of checkpoints may borrow values that live outside of it, such as
-/// layers behind `&self`, without clones or locks. Backward must run inside `body` too; afterwards the
+/// layers, without clones or locks. Backward must run inside `body` too; afterwards the
 /// checkpoints of the graph return an error.
 ///
 /// On a GPU libtorch runs backward on its own threads, which must not use the borrowed values. While `body`
@@ -101,7 +173,7 @@ pub struct Scope<'scope, 'env: 'scope> {
 /// receive their backward work from one thread.
 ///
 /// ```
-/// use overdrive_checkpointing::{CheckpointOptions, scope};
+/// use overdrive_checkpointing::scope;
 /// use tch::{Device, Kind, Tensor, nn, nn::Module};
 ///
 /// # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -109,13 +181,10 @@ pub struct Scope<'scope, 'env: 'scope> {
 /// let layers: Vec<nn::Linear> =
 ///     (0..4).map(|i| nn::linear(store.root() / i, 16, 16, Default::default())).collect();
 /// let x = Tensor::randn([8, 16], (Kind::Float, Device::Cpu));
-/// let options = CheckpointOptions::default();
 /// scope(|scope| {
 ///     let mut hidden = x.shallow_clone();
 ///     for layer in &layers {
-///         hidden = scope.checkpoint(&[&hidden], &options, |inputs| {
-///             Ok(layer.forward(&inputs[0]).f_gelu("none")?)
-///         })?;
+///         hidden = scope.checkpoint(&hidden, |x| layer.forward(x).f_gelu("none"))?;
 ///     }
 ///     scope.backward(&[&hidden.f_sum(Kind::Float)?])
 /// })?;
@@ -133,8 +202,22 @@ impl<'scope> Scope<'scope, '_> {
     /// As [`checkpoint`], with a closure that may borrow values that live outside of the scope.
     ///
     /// # Errors
-    /// As [`checkpoint`].
-    pub fn checkpoint<T, F>(
+    /// As [`checkpoint_with`].
+    pub fn checkpoint<V, F>(self, input: &Tensor, region: F) -> Result<V::Output>
+    where
+        V: RegionValue,
+        F: Fn(&Tensor) -> V + 'scope,
+    {
+        self.checkpoint_with(&[input], &CheckpointOptions::default(), move |inputs| {
+            region(&inputs[0]).into_result()
+        })
+    }
+
+    /// As [`checkpoint_with`], with a closure that may borrow values that live outside of the scope.
+    ///
+    /// # Errors
+    /// As [`checkpoint_with`].
+    pub fn checkpoint_with<T, F>(
         self,
         inputs: &[&Tensor],
         options: &CheckpointOptions,

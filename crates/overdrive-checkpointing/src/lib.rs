@@ -3,8 +3,9 @@
 //!
 //! | item | effect | counterpart |
 //! |---|---|---|
-//! | [`checkpoint`](fn@checkpoint) | recomputes the tensors that a closure saved | `torch.utils.checkpoint.checkpoint(use_reentrant=False)` |
+//! | [`checkpoint`](fn@checkpoint), [`checkpoint_with`] | recomputes the tensors that a closure saved | `torch.utils.checkpoint.checkpoint(use_reentrant=False)` |
 //! | [`scope`] | as `checkpoint`, for closures that borrow layers | |
+//! | [`Shared`] | a layer that a model shares with the graph: `block.checkpoint(&x, \|block, x\| …)` | |
 //! | [`checkpoint_sequential`], [`checkpoint_every_nth`], [`Schedule`] | chains of blocks: segments, every n-th, √n | `checkpoint_sequential` |
 //! | [`SavePolicy`] | keeps the results of some operators (matmuls, attention), recomputes the others | `create_selective_checkpoint_contexts` |
 //! | [`offload_saved_tensors`] | moves saved tensors to host memory or to a file | `torch.autograd.graph.save_on_cpu` |
@@ -24,7 +25,16 @@
 //!     (0..4).map(|i| nn::linear(store.root() / i, 16, 16, Default::default())).collect();
 //! let x = Tensor::randn([8, 16], (Kind::Float, Device::Cpu));
 //!
-//! // Recompute activations and dropout, keep the matmuls.
+//! scope(|scope| {
+//!     let mut hidden = x.shallow_clone();
+//!     for block in &blocks {
+//!         hidden = scope.checkpoint(&hidden, |x| block.forward(x).f_gelu("none")?.f_dropout(0.1, true))?;
+//!     }
+//!     scope.backward(&[&hidden.f_square()?.f_mean(Kind::Float)?])
+//! })?;
+//! assert!(blocks[0].ws.grad().defined());
+//!
+//! // A schedule over a chain of blocks. Recompute activations and dropout, keep the matmuls.
 //! let options = CheckpointOptions::keeping(SavePolicy::Matmuls);
 //! scope(|scope| {
 //!     let y = scope.scheduled(&blocks, &Schedule::EveryBlock, &x, &options, |layer, x| {
@@ -32,7 +42,6 @@
 //!     })?;
 //!     scope.backward(&[&y.f_square()?.f_mean(Kind::Float)?])
 //! })?;
-//! assert!(blocks[0].ws.grad().defined());
 //! # Ok(())
 //! # }
 //! ```
@@ -63,7 +72,7 @@ mod spill_file;
 mod versioned;
 
 pub use block_cost::{BlockCost, measure_blocks};
-pub use checkpoint::{RegionResult, Scope, checkpoint, scope};
+pub use checkpoint::{RegionResult, RegionValue, Scope, checkpoint, checkpoint_with, scope};
 pub use error::{Error, Result};
 pub use offload::{OffloadGuard, OffloadOptions, OffloadStats, SavedTo, offload_saved_tensors};
 pub use options::{CheckpointOptions, DeterminismCheck};

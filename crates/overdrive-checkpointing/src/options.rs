@@ -4,7 +4,7 @@ use serde::{Deserialize, Serialize};
 
 use crate::SavePolicy;
 
-/// The options of [`checkpoint`](crate::checkpoint()); the defaults are those of
+/// The options of [`checkpoint_with`](crate::checkpoint_with); the defaults are those of
 /// `torch.utils.checkpoint.checkpoint(use_reentrant=False)`.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(default, deny_unknown_fields)]

@@ -6,13 +6,15 @@ use std::sync::Arc;
 use parking_lot::ReentrantMutex;
 use tch::Tensor;
 
-use crate::{CheckpointOptions, Error, RegionResult, Result, Schedule, Scope, Shared, checkpoint};
+use crate::{
+    CheckpointOptions, Error, RegionResult, Result, Schedule, Scope, Shared, checkpoint_with,
+};
 
 /// Runs `input` through the blocks, one after another, in `segments` groups, of which all but the last are
 /// checkpointed (`torch.utils.checkpoint.checkpoint_sequential`).
 ///
 /// # Errors
-/// As [`checkpoint`]; [`Error::Common`] for a number of segments that is 0 or above the number of blocks.
+/// As [`checkpoint_with`]; [`Error::Common`] for a number of segments that is 0 or above the number of blocks.
 ///
 /// ```
 /// use overdrive_checkpointing::{CheckpointOptions, Shared, checkpoint_sequential};
@@ -53,7 +55,7 @@ where
 /// Runs `input` through the blocks and checkpoints every n-th, starting with the first.
 ///
 /// # Errors
-/// As [`checkpoint`]; [`Error::Common`] for an n of 0.
+/// As [`checkpoint_with`]; [`Error::Common`] for an n of 0.
 pub fn checkpoint_every_nth<B, F>(
     blocks: &[Shared<B>],
     n: usize,
@@ -72,7 +74,7 @@ where
 /// [`Plan::schedule`](crate::Plan::schedule).
 ///
 /// # Errors
-/// As [`checkpoint`] and [`Schedule::groups`].
+/// As [`checkpoint_with`] and [`Schedule::groups`].
 pub fn checkpoint_scheduled<B, F>(
     blocks: &[Shared<B>],
     schedule: &Schedule,
@@ -99,7 +101,7 @@ where
                 })
         };
         hidden = if group.checkpointed {
-            checkpoint(&[&hidden], options, run)?
+            checkpoint_with(&[&hidden], options, run)?
         } else {
             run(&[hidden]).map_err(Error::Closure)?
         };
@@ -111,7 +113,7 @@ impl<'scope> Scope<'scope, '_> {
     /// Runs `input` through blocks that live outside of the scope, according to a schedule.
     ///
     /// # Errors
-    /// As [`checkpoint`] and [`Schedule::groups`].
+    /// As [`checkpoint_with`] and [`Schedule::groups`].
     ///
     /// ```
     /// use overdrive_checkpointing::{CheckpointOptions, Schedule, scope};
@@ -156,7 +158,7 @@ impl<'scope> Scope<'scope, '_> {
                     })
             };
             hidden = if group.checkpointed {
-                self.checkpoint(&[&hidden], options, run)?
+                self.checkpoint_with(&[&hidden], options, run)?
             } else {
                 run(&[hidden]).map_err(Error::Closure)?
             };

@@ -12,7 +12,8 @@
 //! to a `Batch`, and `DeviceLoader` copies it to a device.
 //!
 //! ```
-//! use overdrive_datasets::{DataLoader, DataLoaderOptions, JsonOptions, JsonRecords};
+//! use overdrive_datasets::prelude::*;
+//! use overdrive_datasets::{JsonOptions, JsonRecords};
 //! # let dir = tempfile::tempdir().unwrap();
 //! # let path = dir.path().join("pairs.jsonl");
 //! # std::fs::write(&path, "{\"prompt\": \"2+2?\", \"response\": \"4\"}\n".repeat(10)).unwrap();
@@ -107,6 +108,7 @@ mod loader;
 mod mmap;
 mod modalities;
 mod packing;
+pub mod prelude;
 #[cfg(feature = "tokenizers")]
 mod progress_bar;
 mod records;

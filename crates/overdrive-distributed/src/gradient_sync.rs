@@ -35,9 +35,9 @@ use crate::{DistributedDataParallel, Error, Pending, ReduceOp, Result};
 /// accumulator.open(Window::new([3, 1]))?; // this rank's tokens in each micro-batch
 /// for tokens in [3, 1] {
 ///     let losses = &weight * Tensor::ones([tokens], (Kind::Float, group.device()));
-///     accumulator.backward(&losses.sum(Kind::Float), tokens as u64, None)?;
+///     accumulator.backward(&losses.sum(Kind::Float))?;
 /// }
-/// let step = accumulator.step(&mut optimizer, None)?;
+/// let step = accumulator.step(&mut optimizer)?;
 /// // `step.loss()` is this rank's; that of all:
 /// let loss = group.weighted_mean(step.loss()? * step.tokens as f64, step.tokens as f64)?;
 /// assert_eq!((loss, step.total_tokens), (1.0, 4));

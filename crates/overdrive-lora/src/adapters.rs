@@ -3,6 +3,7 @@
 use std::sync::Arc;
 
 use overdrive_nn::{AdapterHost, LinearWeight};
+use tch::Tensor;
 
 use crate::copies::{ModuleCopy, check_copies, place_copies};
 use crate::host::{module_copies, visit_linears, visit_parameters};
@@ -10,11 +11,59 @@ use crate::layer_adapters::{
     LayerAdapters, LayerCopy, adapters_mut, adapters_of, check_name, split_or_insert, taken,
 };
 use crate::selection::{SavedModules, modules_to_save, resolve};
-use crate::trainable::mark_only_lora_as_trainable;
+use crate::trainable::{mark_only_lora_as_trainable, trainable_parameters};
 use crate::{AddOptions, Error, LoraConfig, LoraLinear, Result};
 
-/// Adds an adapter to the linear layers that `config` selects and returns their names (PEFT's `get_peft_model` and
-/// `add_adapter`).
+/// The name of the adapter that [`add_lora`] adds, which is PEFT's.
+pub const DEFAULT_ADAPTER: &str = "default";
+
+/// Turns a model into one that trains a LoRA adapter: adds the adapter [`DEFAULT_ADAPTER`] to the linear layers that
+/// `config` selects, makes it the active one, freezes all other parameters, and returns the trainable parameters with
+/// PEFT's names, for an optimizer (PEFT's `get_peft_model`).
+///
+/// [`add_adapter`] takes another name and options.
+///
+/// # Errors
+/// As [`add_adapter`].
+///
+/// ```
+/// use overdrive_lora::{LoraConfig, add_lora};
+/// use overdrive_nn::{AdapterHost, Linear, Result};
+/// use overdrive_optim::{AdamW, AdamWConfig, ParamGroup};
+/// use tch::{Device, Kind, Tensor};
+///
+/// struct Scorer {
+///     score: Linear,
+/// }
+///
+/// impl AdapterHost for Scorer {
+///     fn visit_linears(&mut self, visit: &mut dyn FnMut(&str, &mut Linear) -> Result<()>) -> Result<()> {
+///         visit("score", &mut self.score)
+///     }
+/// }
+///
+/// # fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
+/// let weight = Tensor::ones([2, 16], (Kind::Float, Device::Cpu));
+/// let mut model = Scorer { score: Linear::dense(weight, None)? };
+/// let config = LoraConfig { r: 4, target_modules: Some("all-linear".into()), ..Default::default() };
+/// let parameters = add_lora(&mut model, &config)?;
+/// assert_eq!(parameters[0].0, "base_model.model.score.lora_A.default.weight");
+/// let optimizer = AdamW::new(vec![ParamGroup::new("lora", parameters)], AdamWConfig::default())?;
+/// # let _ = optimizer;
+/// # Ok(())
+/// # }
+/// ```
+pub fn add_lora<H: AdapterHost + ?Sized>(
+    host: &mut H,
+    config: &LoraConfig,
+) -> Result<Vec<(String, Tensor)>> {
+    add_adapter(host, DEFAULT_ADAPTER, config, &AddOptions::default())?;
+    // A model that had an adapter keeps that one active otherwise.
+    set_adapter(host, &[DEFAULT_ADAPTER])?;
+    trainable_parameters(host)
+}
+
+/// Adds an adapter to the linear layers that `config` selects and returns their names (PEFT's `add_adapter`).
 ///
 /// The model's own parameters are frozen, except for the biases that `config.bias` selects. The first adapter
 /// is active immediately; later adapters are neither computed nor trained until [`set_adapter`] activates them.

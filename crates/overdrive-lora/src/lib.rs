@@ -7,7 +7,8 @@
 //! | item | equals |
 //! |---|---|
 //! | [`LoraConfig`] | PEFT's `LoraConfig`, in `adapter_config.json` |
-//! | [`add_adapter`], [`set_adapter`], [`disable_adapters`], [`delete_adapter`] | `get_peft_model`, `set_adapter`, … |
+//! | [`add_lora`] | `get_peft_model` |
+//! | [`add_adapter`], [`set_adapter`], [`disable_adapters`], [`delete_adapter`] | the same names |
 //! | [`save_adapter`], [`load_adapter`] | `save_pretrained`, `PeftModel.from_pretrained`, with the same files |
 //! | [`load_adapter_for_rows`] | `adapter_names`: each row of a batch chooses its adapter |
 //! | [`merge_adapters`], [`unmerge_adapters`], [`merge_and_unload`], [`unload`] | the same, also for quantized weights |
@@ -20,8 +21,8 @@
 //!
 //! ```
 //! use overdrive_lora::{
-//!     AddOptions, LoadAdapterOptions, LoraConfig, MergeOptions, TargetModules, add_adapter, load_adapter,
-//!     merge_and_unload, parameter_counts, save_adapter, trainable_parameters,
+//!     LoadAdapterOptions, LoraConfig, MergeOptions, TargetModules, add_lora, load_adapter, merge_and_unload,
+//!     parameter_counts, save_adapter,
 //! };
 //! use overdrive_nn::{AdapterHost, Linear, Result};
 //! use tch::{Device, Kind, Tensor};
@@ -55,13 +56,13 @@
 //! # fn main() -> std::result::Result<(), Box<dyn std::error::Error>> {
 //! let mut model = Mlp::new()?;
 //! let config = LoraConfig { r: 4, target_modules: Some(TargetModules::AllLinear), ..Default::default() };
-//! add_adapter(&mut model, "default", &config, &AddOptions::default())?;
+//! let parameters = add_lora(&mut model, &config)?;
 //! assert_eq!(parameter_counts(&mut model)?.trainable, 2 * 4 * (8 + 32));
 //!
 //! let x = Tensor::randn([16, 8], (Kind::Float, Device::Cpu));
 //! for _ in 0..3 {
 //!     (model.forward(&x)? - &x).square().mean(Kind::Float).f_backward()?;
-//!     for (_, parameter) in trainable_parameters(&mut model)? {
+//!     for (_, parameter) in &parameters {
 //!         let step = parameter.grad() * -0.1;
 //!         tch::no_grad(|| parameter.shallow_clone().f_add_(&step))?;
 //!         parameter.grad().f_zero_()?;
@@ -109,8 +110,8 @@ mod weighted;
 
 pub use adapter::LoraAdapter;
 pub use adapters::{
-    active_adapters, adapter_names, add_adapter, delete_adapter, disable_adapters, enable_adapters,
-    set_adapter, set_requires_grad, set_training,
+    DEFAULT_ADAPTER, active_adapters, adapter_names, add_adapter, add_lora, delete_adapter,
+    disable_adapters, enable_adapters, set_adapter, set_requires_grad, set_training,
 };
 pub use by_row::load_adapter_for_rows;
 pub use config::{

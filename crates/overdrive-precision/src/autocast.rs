@@ -5,27 +5,39 @@ use tch::{Device, Kind};
 
 use crate::{Error, Result};
 
-/// Runs `body` with autocast to `dtype` on the device type of `device`. Returns its value.
+/// Enters a region of autocast to `dtype` on the device type of `device`, until the guard is dropped: the
+/// equivalent of `with torch.autocast(…):`.
 ///
 /// Inside, operators that gain from it (matrix products, convolutions, attention) run in `dtype`,
 /// those that need range (softmax, losses, norms) in fp32, and the rest in the dtype of their
-/// inputs, as in `torch.autocast`. Call backward outside the region: it runs in the dtypes of the forward.
-/// Regions nest; the previous state is restored at the end, also when `body` panics.
+/// inputs, as in `torch.autocast`. End the region before backward, which runs in the dtypes of the forward:
+/// bind the guard in the block or the function that computes the loss.
+/// Regions nest; the previous state is restored at the end, also by an early return or a panic.
+///
+/// # Why a guard
+///
+/// A closure would need a `Result` of its own around the result of its body, or an error type that both share, which
+/// a tch module and a model of another crate do not have. Under a guard `?` has its usual meaning, and the values
+/// of the forward pass stay in scope.
 ///
 /// # Errors
-/// [`Error::UnsupportedDtype`] unless `dtype` is `Half` or `BFloat16`; `body` is not run then.
+/// [`Error::UnsupportedDtype`] unless `dtype` is `Half` or `BFloat16`.
 ///
 /// ```
 /// use overdrive_precision::autocast;
 /// use tch::{Device, Kind, Tensor};
 ///
 /// let a = Tensor::ones([8, 8], (Kind::Float, Device::Cpu));
-/// let product = autocast(Device::Cpu, Kind::BFloat16, || a.matmul(&a))?;
+/// let product = {
+///     let _autocast = autocast(Device::Cpu, Kind::BFloat16)?;
+///     a.matmul(&a)
+/// };
 /// assert_eq!(product.kind(), Kind::BFloat16);
+/// assert_eq!(a.matmul(&a).kind(), Kind::Float);
 /// # Ok::<(), overdrive_precision::Error>(())
 /// ```
-pub fn autocast<T>(device: Device, dtype: Kind, body: impl FnOnce() -> T) -> Result<T> {
-    Autocast::new(device).dtype(dtype).run(body)
+pub fn autocast(device: Device, dtype: Kind) -> Result<AutocastGuard> {
+    Autocast::new(device).dtype(dtype).enter()
 }
 
 /// Returns `true` if autocast is on for the device type of `device`, on this thread.
@@ -43,15 +55,16 @@ pub fn is_autocast_enabled(device: Device) -> Result<bool> {
 /// use tch::{Device, Kind, Tensor};
 ///
 /// let a = Tensor::ones([2, 2], (Kind::Float, Device::Cpu));
-/// autocast(Device::Cpu, Kind::BFloat16, || -> overdrive_precision::Result<()> {
+/// let _autocast = autocast(Device::Cpu, Kind::BFloat16)?;
+/// {
 ///     let _full = Autocast::new(Device::Cpu).enabled(false).enter()?;
 ///     assert_eq!(a.matmul(&a).kind(), Kind::Float); // full precision until `_full` is dropped
-///     Ok(())
-/// })??;
+/// }
+/// assert_eq!(a.matmul(&a).kind(), Kind::BFloat16);
 /// # Ok::<(), overdrive_precision::Error>(())
 /// ```
 #[derive(Debug, Clone, Copy)]
-#[must_use = "nothing is cast until the region is entered with `enter` or `run`"]
+#[must_use = "nothing is cast until the region is entered with `enter`"]
 pub struct Autocast {
     device: Device,
     dtype: Option<Kind>,
@@ -114,15 +127,6 @@ impl Autocast {
             _region: raw::Region::enter(self.device, state, cache)?,
         })
     }
-
-    /// Runs `body` in the region.
-    ///
-    /// # Errors
-    /// As for [`enter`](Self::enter); `body` is not run then.
-    pub fn run<T>(self, body: impl FnOnce() -> T) -> Result<T> {
-        let _region = self.enter()?;
-        Ok(body())
-    }
 }
 
 /// An active autocast region. Dropping it restores the previous state, also in a panic.
@@ -130,11 +134,11 @@ impl Autocast {
 /// Autocast is a state of the thread, so the guard cannot be sent to another one:
 ///
 /// ```compile_fail
-/// let guard = overdrive_precision::Autocast::new(tch::Device::Cpu).enter().unwrap();
+/// let guard = overdrive_precision::autocast(tch::Device::Cpu, tch::Kind::BFloat16).unwrap();
 /// std::thread::spawn(move || drop(guard));
 /// ```
 #[derive(Debug)]
-#[must_use = "the region ends when the guard is dropped; bind it to a name such as `_region`"]
+#[must_use = "the region ends when the guard is dropped; bind it to a name such as `_autocast`, not to `_`"]
 pub struct AutocastGuard {
     _region: raw::Region,
 }

@@ -1,7 +1,7 @@
 //! Automatic mixed precision for `tch`: what `torch.amp` is to PyTorch.
 //!
-//! * [`autocast`] and [`Autocast`] – regions in which operators run in fp16 or bf16, on any device,
-//!   with a chosen dtype, nested, switched off inside, and restored after a panic;
+//! * [`autocast()`] and [`Autocast`] – guards of regions in which operators run in fp16 or bf16, on any device,
+//!   with a chosen dtype, nested, switched off inside, and restored by an early return or a panic;
 //! * [`GradScaler`] – dynamic loss scaling for fp16, equal to PyTorch's step for step, with overflow
 //!   statistics and a warning when the scale collapses;
 //! * [`Precision`] – fp32, TF32, fp16 or bf16, and the recommendation for a device, with its reason
@@ -14,7 +14,7 @@
 //!
 //! ```
 //! use overdrive_optim::{AdamW, AdamWConfig, Optimizer, ParamGroup};
-//! use overdrive_precision::{autocast, GradScaler, GradScalerConfig, Precision};
+//! use overdrive_precision::{GradScaler, GradScalerConfig, Precision};
 //! use tch::{Device, Kind, Tensor};
 //!
 //! # fn main() -> Result<(), Box<dyn std::error::Error>> {
@@ -31,8 +31,11 @@
 //! })?;
 //!
 //! let x = Tensor::ones([2, 4], (Kind::Float, device));
-//! let loss = choice.precision.autocast(device, || x.linear::<Tensor>(&weight, None).sum(Kind::Float))?;
-//! scaler.scale(&loss)?.backward();
+//! let loss = {
+//!     let _autocast = choice.precision.autocast(device)?;
+//!     x.f_linear::<Tensor>(&weight, None)?.f_sum(Kind::Float)?
+//! };
+//! scaler.scale(&loss)?.f_backward()?;
 //! scaler.step(&mut optimizer)?;
 //! scaler.update()?;
 //! optimizer.zero_grad()?;

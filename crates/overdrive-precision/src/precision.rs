@@ -9,7 +9,9 @@ use overdrive_core::gpu::GpuGeneration;
 use serde::{Deserialize, Serialize};
 use tch::{Device, Kind};
 
-use crate::{Autocast, CpuClass, GradScaler, GradScalerConfig, Result, cpu_speed, tf32};
+use crate::{
+    Autocast, AutocastGuard, CpuClass, GradScaler, GradScalerConfig, Result, cpu_speed, tf32,
+};
 
 /// The precision of matrix products, with parameters in fp32.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default, Serialize, Deserialize)]
@@ -118,20 +120,17 @@ impl Precision {
         self == Self::Fp16
     }
 
-    /// Returns the autocast region of this precision, switched off for fp32 and TF32.
-    pub fn region(self, device: Device) -> Autocast {
+    /// Enters this precision's autocast region, until the guard is dropped ([`autocast`](crate::autocast())). For fp32
+    /// and TF32 it switches autocast off.
+    ///
+    /// # Errors
+    /// Returns an error if the device type has no autocast.
+    pub fn autocast(self, device: Device) -> Result<AutocastGuard> {
         match self.autocast_dtype() {
             Some(dtype) => Autocast::new(device).dtype(dtype),
             None => Autocast::new(device).enabled(false),
         }
-    }
-
-    /// Runs `body` in this precision's autocast region.
-    ///
-    /// # Errors
-    /// Returns an error if the device type has no autocast; `body` is not run then.
-    pub fn autocast<T>(self, device: Device, body: impl FnOnce() -> T) -> Result<T> {
-        self.region(device).run(body)
+        .enter()
     }
 
     /// Allows TF32 in the whole process for [`Precision::Tf32`] and the two half precisions (whose remaining fp32

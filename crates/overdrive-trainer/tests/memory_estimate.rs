@@ -48,13 +48,13 @@ fn measured(model: &CausalLm, precision: Precision, batch: i64, length: i64, mic
     memory::reset_peak(Device::Cpu).unwrap();
     accumulator.open(Window::new(vec![tokens; micro])).unwrap();
     for _ in 0..micro {
-        let loss = precision
-            .autocast(Device::Cpu, || model.loss(&ids, &ids, LabelShift::Shifted))
-            .unwrap()
-            .unwrap();
-        accumulator.backward(&loss.sum, tokens, None).unwrap();
+        let loss = {
+            let _autocast = precision.autocast(Device::Cpu).unwrap();
+            model.loss(&ids, &ids, LabelShift::Shifted).unwrap()
+        };
+        accumulator.backward(&loss.sum).unwrap();
     }
-    accumulator.step(&mut optimizer, None).unwrap();
+    accumulator.step(&mut optimizer).unwrap();
     memory::stats(Device::Cpu).unwrap().peak_allocated_bytes
 }
 

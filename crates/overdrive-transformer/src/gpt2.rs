@@ -1,4 +1,4 @@
-use overdrive_checkpointing::{Shared, checkpoint};
+use overdrive_checkpointing::{Shared, checkpoint_with};
 use overdrive_fused::Activation;
 use overdrive_nn::{Embedding, Linear};
 use tch::Tensor;
@@ -158,7 +158,7 @@ impl Gpt2 {
             if group.checkpointed && input.cache.is_none() {
                 let members = self.blocks[group.blocks].to_vec();
                 let context = context.share();
-                x = checkpoint(&[&x], &execution.checkpoint_options, move |inputs| {
+                x = checkpoint_with(&[&x], &execution.checkpoint_options, move |inputs| {
                     let mut x = inputs[0].shallow_clone();
                     for block in &members {
                         x = block.with(|block| block.forward(&x, &context, None))?;

@@ -1,7 +1,7 @@
 use std::cell::RefCell;
 use std::ops::Range;
 
-use overdrive_checkpointing::{Shared, checkpoint};
+use overdrive_checkpointing::{Shared, checkpoint_with};
 use overdrive_fused::rows::RowAngles;
 use overdrive_kv_cache::KvCache;
 use overdrive_nn::{Embedding, Linear};
@@ -269,7 +269,7 @@ impl Llama {
             .collect();
         let (options, context) = (&context.execution.checkpoint_options, context.share());
         // The sum is passed, not its two addends: the checkpoint then saves one tensor.
-        let (x, load) = checkpoint(&[&stream.sum()?], options, move |inputs| {
+        let (x, load) = checkpoint_with(&[&stream.sum()?], options, move |inputs| {
             let mut stream = Stream::new(inputs[0].shallow_clone());
             for (layer, plan, block) in &members {
                 let step = context.step(*layer, *plan, None);

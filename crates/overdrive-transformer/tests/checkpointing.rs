@@ -69,11 +69,9 @@ fn gpt2() -> ModelConfig {
 fn step(model: &CausalLm, low: bool) -> (f64, Vec<(String, Tensor)>) {
     tch::manual_seed(3);
     let ids = Tensor::randint(64, [2, 24], (Kind::Int64, Device::Cpu));
-    let forward = || model.loss(&ids, &ids, LabelShift::HuggingFace).unwrap();
-    let loss = if low {
-        autocast(Device::Cpu, Kind::BFloat16, forward).unwrap()
-    } else {
-        forward()
+    let loss = {
+        let _autocast = low.then(|| autocast(Device::Cpu, Kind::BFloat16).unwrap());
+        model.loss(&ids, &ids, LabelShift::HuggingFace).unwrap()
     };
     let mean = loss.mean().unwrap();
     mean.backward();

@@ -68,7 +68,8 @@ fn mixed<T>(run: &Run, body: impl FnOnce() -> Result<T>) -> Result<T> {
         Kind::Half => Precision::Fp16,
         _ => return body(),
     };
-    precision.autocast(run.device, body)?
+    let _autocast = precision.autocast(run.device)?;
+    body()
 }
 
 /// Returns a tensor as the masters of mixed precision are: in f32, or as it is for the reference.

@@ -1,6 +1,8 @@
 //! Accumulated micro-batches compared with one large batch.
 
-use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window, count_tokens};
+use overdrive_accumulation::{
+    AccumulationConfig, GradientAccumulator, GradientSync, Window, count_tokens,
+};
 use overdrive_optim::{
     AdamW, AdamWConfig, ClipOptions, Optimizer, TchOptimizer, clip_grad_norm, decay_groups,
 };
@@ -189,6 +191,20 @@ impl Optimizer for Recorder {
     }
 }
 
+/// Runs backward of a micro-batch whose window was announced, or was not.
+pub(crate) fn backward<S: GradientSync>(
+    accumulator: &mut GradientAccumulator<S>,
+    announced: bool,
+    loss_sum: &Tensor,
+    batch: &Batch,
+) {
+    match announced {
+        true => accumulator.backward(loss_sum),
+        false => accumulator.backward_counted(loss_sum, batch.tokens()),
+    }
+    .unwrap();
+}
+
 /// Gradients that the accumulator would step with, and its report of the loss.
 pub(crate) fn accumulated(
     batches: &[Batch],
@@ -205,11 +221,9 @@ pub(crate) fn accumulated(
             .unwrap();
     }
     for batch in batches {
-        accumulator
-            .backward(&model.loss_sum(batch), batch.tokens(), None)
-            .unwrap();
+        backward(&mut accumulator, announced, &model.loss_sum(batch), batch);
     }
-    let step = accumulator.step(&mut optimizer, None).unwrap();
+    let step = accumulator.step(&mut optimizer).unwrap();
     assert!(step.stepped);
     assert_eq!(step.micro_batches, batches.len());
     assert_eq!(step.tokens, batches.iter().map(Batch::tokens).sum::<u64>());
@@ -268,14 +282,16 @@ fn scaling_and_clipping_compose_to_the_big_batchs_training() {
     for announced in [true, false] {
         let (plain, micro) = (Model::new(), Model::new());
         let (mut plain_optimizer, mut optimizer) = (plain.adamw(), micro.adamw());
-        let mut scaler = GradScaler::new(scaled_config).unwrap();
+        let scaler = GradScaler::new(scaled_config).unwrap();
         // A bound that clips some steps and lets others pass.
         let max_norm = 1.1;
         let config = AccumulationConfig {
             gradient_accumulation_steps: 3,
             max_grad_norm: Some(max_norm),
         };
-        let mut accumulator = GradientAccumulator::new(config).unwrap();
+        let mut accumulator = GradientAccumulator::new(config)
+            .unwrap()
+            .with_scaler(Some(scaler));
         let mut clipped = 0;
         for step in 0..12 {
             let batches = [
@@ -296,12 +312,9 @@ fn scaling_and_clipping_compose_to_the_big_batchs_training() {
                     .unwrap();
             }
             for batch in &batches {
-                let loss_sum = micro.loss_sum(batch);
-                accumulator
-                    .backward(&loss_sum, batch.tokens(), Some(&mut scaler))
-                    .unwrap();
+                backward(&mut accumulator, announced, &micro.loss_sum(batch), batch);
             }
-            let report = accumulator.step(&mut optimizer, Some(&mut scaler)).unwrap();
+            let report = accumulator.step(&mut optimizer).unwrap();
             assert!(report.stepped);
             let (norm, reported) = (norm.double_value(&[]), report.grad_norm().unwrap().unwrap());
             assert!((norm - reported).abs() <= 1e-5 * norm, "{norm} {reported}");
@@ -315,7 +328,7 @@ fn scaling_and_clipping_compose_to_the_big_batchs_training() {
         println!("announced {announced}: parameters after 12 steps differ by {worst:.1e}");
         assert!(worst <= 2e-6, "{worst:e}");
         assert_eq!(
-            scaler.get_scale().unwrap(),
+            accumulator.scaler().unwrap().get_scale().unwrap(),
             1024.0 * 16.0,
             "four growths in twelve steps"
         );
@@ -327,7 +340,7 @@ fn a_step_with_an_infinity_is_skipped_and_the_next_one_is_not() {
     for max_grad_norm in [None, Some(1.0)] {
         let model = Model::new();
         let mut optimizer = model.adamw();
-        let mut scaler = GradScaler::new(GradScalerConfig {
+        let scaler = GradScaler::new(GradScalerConfig {
             init_scale: 1024.0,
             ..Default::default()
         })
@@ -336,7 +349,9 @@ fn a_step_with_an_infinity_is_skipped_and_the_next_one_is_not() {
             gradient_accumulation_steps: 2,
             max_grad_norm,
         };
-        let mut accumulator = GradientAccumulator::new(config).unwrap();
+        let mut accumulator = GradientAccumulator::new(config)
+            .unwrap()
+            .with_scaler(Some(scaler));
         let before: Vec<Tensor> = model.parameters().iter().map(Tensor::copy).collect();
         for broken in [true, false] {
             for seed in 0..2 {
@@ -345,13 +360,12 @@ fn a_step_with_an_infinity_is_skipped_and_the_next_one_is_not() {
                 if broken && seed == 0 {
                     loss_sum *= f64::INFINITY;
                 }
-                accumulator
-                    .backward(&loss_sum, 4, Some(&mut scaler))
-                    .unwrap();
+                accumulator.backward_counted(&loss_sum, 4).unwrap();
             }
-            let report = accumulator.step(&mut optimizer, Some(&mut scaler)).unwrap();
+            let report = accumulator.step(&mut optimizer).unwrap();
             assert_eq!(report.stepped, !broken);
-            assert_eq!(scaler.get_scale().unwrap(), 512.0);
+            let scale = accumulator.scaler().unwrap().get_scale().unwrap();
+            assert_eq!(scale, 512.0);
             let unchanged = before
                 .iter()
                 .zip(model.parameters())
@@ -369,9 +383,9 @@ fn a_window_without_tokens_steps_nothing() {
     let before: Vec<Tensor> = model.parameters().iter().map(Tensor::copy).collect();
     let batch = Batch::new(0, 0, 5);
     accumulator
-        .backward(&model.loss_sum(&batch), 0, None)
+        .backward_counted(&model.loss_sum(&batch), 0)
         .unwrap();
-    let report = accumulator.step(&mut optimizer, None).unwrap();
+    let report = accumulator.step(&mut optimizer).unwrap();
     assert!(!report.stepped);
     assert_eq!(report.loss().unwrap(), 0.0);
     // No decay either.

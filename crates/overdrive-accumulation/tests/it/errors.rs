@@ -7,45 +7,24 @@ use tch::{Device, Kind, Tensor};
 use super::big_batch::{Batch, Model, no_clipping};
 
 #[test]
-fn a_scaler_must_be_given_to_all_calls_of_a_window_or_none() {
-    let model = Model::new();
-    let mut optimizer = model.adamw();
-    let mut scaler = GradScaler::new(GradScalerConfig::default()).unwrap();
-    let mut accumulator = GradientAccumulator::new(no_clipping(2)).unwrap();
-    let batch = Batch::new(0, 3, 0);
-    accumulator
-        .backward(&model.loss_sum(&batch), 3, Some(&mut scaler))
-        .unwrap();
-    let error = accumulator
-        .backward(&model.loss_sum(&batch), 3, None)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.starts_with(
-            "backward was called without a gradient scaler, but the earlier calls of the window had one;"
-        ),
-        "{error}"
-    );
-    let error = accumulator
-        .step(&mut optimizer, None)
-        .unwrap_err()
-        .to_string();
-    assert!(
-        error.starts_with("step was called without a gradient scaler"),
-        "{error}"
-    );
-    accumulator.step(&mut optimizer, Some(&mut scaler)).unwrap();
-
-    // A disabled scaler counts as none.
+fn a_disabled_scaler_changes_nothing() {
     let config = GradScalerConfig {
         enabled: false,
         ..Default::default()
     };
-    let mut disabled = GradScaler::new(config).unwrap();
-    accumulator
-        .backward(&model.loss_sum(&batch), 3, Some(&mut disabled))
-        .unwrap();
-    assert!(accumulator.step(&mut optimizer, None).unwrap().stepped);
+    let gradients = [None, Some(GradScaler::new(config).unwrap())].map(|scaler| {
+        let model = Model::new();
+        let mut optimizer = model.adamw();
+        let accumulator = GradientAccumulator::new(no_clipping(1)).unwrap();
+        let mut accumulator = accumulator.with_scaler(scaler);
+        let batch = Batch::new(0, 3, 0);
+        accumulator.open(Window::new([3])).unwrap();
+        accumulator.backward(&model.loss_sum(&batch)).unwrap();
+        let gradients = model.gradients();
+        assert!(accumulator.step(&mut optimizer).unwrap().stepped);
+        gradients
+    });
+    assert_eq!(gradients[0], gradients[1]);
 }
 
 #[test]
@@ -60,11 +39,11 @@ fn the_default_clips_nothing() {
     let mut accumulator = GradientAccumulator::new(AccumulationConfig::default()).unwrap();
     let batch = Batch::new(0, 3, 0);
     accumulator
-        .backward(&(model.loss_sum(&batch) * 1e6), 3, None)
+        .backward_counted(&(model.loss_sum(&batch) * 1e6), 3)
         .unwrap();
     assert!(
         accumulator
-            .step(&mut optimizer, None)
+            .step(&mut optimizer)
             .unwrap()
             .grad_norm
             .is_none()
@@ -77,14 +56,14 @@ fn misuse_is_an_error_that_names_the_remedy() {
     let mut optimizer = model.adamw();
     let mut accumulator = GradientAccumulator::new(no_clipping(2)).unwrap();
     assert!(matches!(
-        accumulator.step(&mut optimizer, None),
+        accumulator.step(&mut optimizer),
         Err(Error::NothingAccumulated)
     ));
 
     let batch = Batch::new(0, 3, 0);
     let per_token = Tensor::ones([3], (Kind::Float, Device::Cpu));
     let error = accumulator
-        .backward(&per_token, 3, None)
+        .backward_counted(&per_token, 3)
         .unwrap_err()
         .to_string();
     assert!(
@@ -92,27 +71,28 @@ fn misuse_is_an_error_that_names_the_remedy() {
         "{error}"
     );
 
+    let error = accumulator
+        .backward(&model.loss_sum(&batch))
+        .unwrap_err()
+        .to_string();
+    assert!(error.contains("call open before the first"), "{error}");
+
     accumulator.open(Window::new([3, 5])).unwrap();
-    accumulator
-        .backward(&model.loss_sum(&batch), 3, None)
-        .unwrap();
+    accumulator.backward(&model.loss_sum(&batch)).unwrap();
     let error = accumulator.open(Window::new([1])).unwrap_err().to_string();
     assert!(
         error.contains("has 1 micro-batches that were not stepped"),
         "{error}"
     );
     let error = accumulator
-        .backward(&model.loss_sum(&batch), 3, None)
+        .backward_counted(&model.loss_sum(&batch), 3)
         .unwrap_err()
         .to_string();
     assert!(
-        error.contains("micro-batch 1 of the window has 3 tokens, but the window announced 5"),
+        error.contains("the open window has announced the counts"),
         "{error}"
     );
-    let error = accumulator
-        .step(&mut optimizer, None)
-        .unwrap_err()
-        .to_string();
+    let error = accumulator.step(&mut optimizer).unwrap_err().to_string();
     assert!(
         error.contains("announced 2 micro-batches, of which 1 have run"),
         "{error}"
@@ -121,11 +101,9 @@ fn misuse_is_an_error_that_names_the_remedy() {
     assert!(model.parameters().iter().all(|p| !p.grad().defined()));
 
     accumulator.open(Window::new([3])).unwrap();
-    accumulator
-        .backward(&model.loss_sum(&batch), 3, None)
-        .unwrap();
+    accumulator.backward(&model.loss_sum(&batch)).unwrap();
     let error = accumulator
-        .backward(&model.loss_sum(&batch), 3, None)
+        .backward(&model.loss_sum(&batch))
         .unwrap_err()
         .to_string();
     assert!(

@@ -3,7 +3,9 @@
 use overdrive_accumulation::{GradientAccumulator, GradientSync, SyncError, Window};
 use tch::{Kind, Tensor};
 
-use super::big_batch::{Batch, Model, Recorder, big_batch_gradients, difference, no_clipping};
+use super::big_batch::{
+    Batch, Model, Recorder, backward, big_batch_gradients, difference, no_clipping,
+};
 
 /// Two processes played one after the other: the second averages with what the first left.
 struct Pair {
@@ -65,11 +67,9 @@ fn two_processes_with_uneven_tokens_equal_the_big_batch() {
                     .unwrap();
             }
             for batch in batches {
-                accumulator
-                    .backward(&model.loss_sum(batch), batch.tokens(), None)
-                    .unwrap();
+                backward(&mut accumulator, announced, &model.loss_sum(batch), batch);
             }
-            let report = accumulator.step(&mut optimizer, None).unwrap();
+            let report = accumulator.step(&mut optimizer).unwrap();
             assert_eq!(report.total_tokens, 16);
             gradients = std::mem::take(&mut optimizer.seen);
             let sync = accumulator.sync_mut();
@@ -114,29 +114,29 @@ fn sync_gradients_is_true_for_the_last_micro_batch() {
     let model = Model::new();
     let mut optimizer = model.adamw();
     let mut accumulator = GradientAccumulator::new(no_clipping(3)).unwrap();
-    let backward = |accumulator: &mut GradientAccumulator| {
+    let run = |accumulator: &mut GradientAccumulator| {
         let batch = Batch::new(0, 2, 0);
         accumulator
-            .backward(&model.loss_sum(&batch), 2, None)
+            .backward_counted(&model.loss_sum(&batch), 2)
             .unwrap();
     };
     let mut flags = Vec::new();
     for _ in 0..3 {
         flags.push((accumulator.sync_gradients(), accumulator.is_complete()));
-        backward(&mut accumulator);
+        run(&mut accumulator);
     }
     assert_eq!(flags, [(false, false), (false, false), (true, false)]);
     assert!(accumulator.is_complete());
-    accumulator.step(&mut optimizer, None).unwrap();
+    accumulator.step(&mut optimizer).unwrap();
 
     // The data ends after one more.
     assert!(!accumulator.sync_gradients());
     accumulator.mark_last();
     assert!(accumulator.sync_gradients());
-    backward(&mut accumulator);
+    run(&mut accumulator);
     assert!(accumulator.is_complete());
     assert_eq!(accumulator.pending(), 1);
-    accumulator.step(&mut optimizer, None).unwrap();
+    accumulator.step(&mut optimizer).unwrap();
     assert_eq!(accumulator.pending(), 0);
 
     // An announced window takes precedence over the configuration.

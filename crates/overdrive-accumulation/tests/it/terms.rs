@@ -1,6 +1,6 @@
 //! Losses that are means, and losses of several terms.
 
-use overdrive_accumulation::{AccumulationConfig, Error, GradientAccumulator, LossTerm, Window};
+use overdrive_accumulation::{AccumulationConfig, Error, GradientAccumulator, Window};
 use overdrive_optim::{ParamGroup, Sgd, SgdConfig};
 use tch::{Kind, Tensor};
 
@@ -58,15 +58,11 @@ fn each_term_is_divided_by_its_own_count_as_in_one_large_batch() {
     for (tokens, pairs) in micro_batches() {
         let language = tokens_loss(&small, &tokens);
         let contrast = pairs_loss(&small, &pairs) * 0.1;
-        let terms = [
-            LossTerm::sum(&language, tokens.len() as u64),
-            LossTerm::sum(&contrast, pairs.len() as u64),
-        ];
-        accumulator.backward_terms(&terms, None).unwrap();
+        accumulator.backward_terms(&[&language, &contrast]).unwrap();
     }
     let (a, b) = (small.grad(), large.grad());
     assert!(a.allclose(&b, 1e-6, 1e-6, false), "{a:?} {b:?}");
-    let step = accumulator.step(&mut optimizer(&small), None).unwrap();
+    let step = accumulator.step(&mut optimizer(&small)).unwrap();
     assert!((step.loss().unwrap() - loss.double_value(&[])).abs() < 1e-5);
     assert_eq!((step.tokens, step.total_tokens), (6, 6));
 }
@@ -78,7 +74,7 @@ fn means_have_the_same_weight_whatever_they_are_means_of() {
     accumulator.open(Window::of_means(3)).unwrap();
     for (tokens, _) in micro_batches() {
         let mean = (weight.get(0) * Tensor::from_slice(&tokens)).mean(Kind::Float);
-        accumulator.backward_mean(&mean, None).unwrap();
+        accumulator.backward(&mean).unwrap();
     }
     // (2 - 1 + 4.125) / 3
     let grad = Vec::<f32>::try_from(weight.grad()).unwrap();
@@ -86,7 +82,7 @@ fn means_have_the_same_weight_whatever_they_are_means_of() {
         (grad[0] - 5.125 / 3.0).abs() < 1e-6 && grad[1] == 0.0,
         "{grad:?}"
     );
-    let step = accumulator.step(&mut optimizer(&weight), None).unwrap();
+    let step = accumulator.step(&mut optimizer(&weight)).unwrap();
     assert!((step.loss().unwrap() - 0.5 * 5.125 / 3.0).abs() < 1e-6);
 }
 
@@ -94,11 +90,10 @@ fn means_have_the_same_weight_whatever_they_are_means_of() {
 fn terms_that_do_not_fit_the_window_are_an_error() {
     let weight = weight();
     let loss = tokens_loss(&weight, &[1.0]);
-    let terms = [LossTerm::sum(&loss, 1), LossTerm::mean(&loss)];
+    let terms = [&loss, &loss];
     let mut accumulator = accumulator();
-    let error = accumulator.backward_terms(&terms, None).unwrap_err();
-    assert!(matches!(error, Error::TermsNotAnnounced), "{error}");
-    assert!(accumulator.backward_terms(&[], None).is_err());
+    let error = accumulator.backward_terms(&terms).unwrap_err();
+    assert!(matches!(error, Error::NotAnnounced), "{error}");
 
     let uneven = Window::of_terms([vec![1, 1], vec![1]]);
     let error = accumulator.open(uneven).unwrap_err();
@@ -114,7 +109,8 @@ fn terms_that_do_not_fit_the_window_are_an_error() {
         "{error}"
     );
     accumulator.open(Window::new([1])).unwrap();
-    let error = accumulator.backward_terms(&terms, None).unwrap_err();
+    assert!(accumulator.backward_terms(&[]).is_err());
+    let error = accumulator.backward_terms(&terms).unwrap_err();
     assert!(
         matches!(
             error,
@@ -126,5 +122,5 @@ fn terms_that_do_not_fit_the_window_are_an_error() {
         ),
         "{error}"
     );
-    accumulator.backward_terms(&terms[..1], None).unwrap();
+    accumulator.backward_terms(&terms[..1]).unwrap();
 }

@@ -2,7 +2,7 @@
 
 use overdrive_attention::{AttentionOptions, Backend, attention};
 use overdrive_checkpointing::{
-    CheckpointOptions, OffloadOptions, SavePolicy, checkpoint, measure_blocks,
+    CheckpointOptions, OffloadOptions, SavePolicy, checkpoint_with, measure_blocks,
     offload_saved_tensors, scope,
 };
 use overdrive_sys::memory;
@@ -43,7 +43,7 @@ fn on_a_gpu_gradients_equal_the_plain_run() {
         let options = CheckpointOptions::keeping(policy);
         let found = gradients(device, |x, weight| {
             let weight = weight.shallow_clone();
-            checkpoint(&[x], &options, move |inputs| {
+            checkpoint_with(&[x], &options, move |inputs| {
                 Ok(forward(&inputs[0], &weight)?)
             })
             .unwrap()
@@ -61,7 +61,7 @@ fn on_a_gpu_a_scope_runs_every_backward_on_its_own_thread() {
         let options = CheckpointOptions::default();
         scope(|scope| {
             let y = scope
-                .checkpoint(&[&x], &options, |inputs| {
+                .checkpoint_with(&[&x], &options, |inputs| {
                     Ok(inputs[0].f_exp()?.f_mul(&x)?)
                 })
                 .unwrap();
@@ -151,7 +151,7 @@ fn flash_attention_on_a_gpu_is_checkpointed_offloaded_and_measured() {
         for policy in [SavePolicy::Nothing, SavePolicy::Attention] {
             let options = CheckpointOptions::keeping(policy);
             same(run(kind, &|x| {
-                checkpoint(&[x], &options, move |inputs| Ok(flash(&inputs[0])?)).unwrap()
+                checkpoint_with(&[x], &options, move |inputs| Ok(flash(&inputs[0])?)).unwrap()
             }));
         }
         let options = OffloadOptions {

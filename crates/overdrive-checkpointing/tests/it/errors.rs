@@ -6,7 +6,7 @@ use std::sync::atomic::{AtomicUsize, Ordering};
 
 use overdrive_autograd::{BackwardOptions, backward};
 use overdrive_checkpointing::{
-    CheckpointOptions, DeterminismCheck, Error, RegionResult, SavePolicy, checkpoint,
+    CheckpointOptions, DeterminismCheck, Error, RegionResult, SavePolicy, checkpoint_with,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -34,7 +34,7 @@ fn error_of(
     first: fn(&Tensor) -> RegionResult<Tensor>,
     later: fn(&Tensor) -> RegionResult<Tensor>,
 ) -> (String, Error) {
-    let run = || checkpoint(&[&leaf()], options, changing(first, later)).unwrap();
+    let run = || checkpoint_with(&[&leaf()], options, changing(first, later)).unwrap();
     let message = run().sum(Kind::Float).f_backward().unwrap_err().to_string();
     let loss = run().sum(Kind::Float);
     let error = backward(&[&loss], &BackwardOptions::default()).unwrap_err();
@@ -78,7 +78,7 @@ fn a_panic_of_the_first_pass_is_not_caught_and_leaves_no_hooks() {
     let _generator = crate::generator();
     let x = leaf();
     let payload = catch_unwind(AssertUnwindSafe(|| {
-        let _ = checkpoint(&[&x], &CheckpointOptions::default(), |inputs| {
+        let _ = checkpoint_with(&[&x], &CheckpointOptions::default(), |inputs| {
             let _ = inputs[0].f_exp()?;
             if inputs.len() == 1 {
                 panic!("first pass");
@@ -96,7 +96,7 @@ fn a_panic_of_the_first_pass_is_not_caught_and_leaves_no_hooks() {
 #[test]
 fn an_error_of_the_first_pass_is_returned_unchanged() {
     let _generator = crate::generator();
-    let error = checkpoint(
+    let error = checkpoint_with(
         &[&leaf()],
         &CheckpointOptions::default(),
         |_| -> RegionResult<()> { Err("no such layer".into()) },
@@ -157,7 +157,7 @@ fn fewer_or_more_saved_tensors_are_an_error() {
     );
     // An early stop comes before the extra tensor is saved.
     let x = leaf();
-    let y = checkpoint(
+    let y = checkpoint_with(
         &[&x],
         &CheckpointOptions::default(),
         changing(|x| Ok(x.f_exp()?), |x| Ok(x.f_exp()?.f_sin()?)),
@@ -175,7 +175,7 @@ fn without_the_check_backward_runs_with_the_other_shape() {
     };
     let x = leaf();
     let region = changing(|x| Ok(x.f_exp()?), |x| Ok(x.f_mul_scalar(2.0)?.f_exp()?));
-    let y = checkpoint(&[&x], &options, region).unwrap();
+    let y = checkpoint_with(&[&x], &options, region).unwrap();
     y.sum(Kind::Float).f_backward().unwrap();
     assert_eq!(x.grad(), (&x * 2.0).exp().detach());
 }
@@ -223,7 +223,7 @@ fn an_input_changed_in_place_after_the_first_pass_is_an_error() {
     let _generator = crate::generator();
     let x = leaf();
     let mut hidden = &x * 1.0;
-    let y = checkpoint(&[&hidden], &CheckpointOptions::default(), |inputs| {
+    let y = checkpoint_with(&[&hidden], &CheckpointOptions::default(), |inputs| {
         Ok(inputs[0].f_exp()?)
     })
     .unwrap();
@@ -277,7 +277,7 @@ fn an_early_stop_ends_the_recomputation_at_the_last_needed_tensor() {
             early_stop,
             ..CheckpointOptions::default()
         };
-        let y = checkpoint(&[&x], &options, counting(&ends)).unwrap();
+        let y = checkpoint_with(&[&x], &options, counting(&ends)).unwrap();
         y.sum(Kind::Float).backward();
         assert_eq!(ends.load(Ordering::Relaxed), expected);
         assert_eq!(x.grad(), (x.exp().cos() * x.exp()).detach());
@@ -289,7 +289,7 @@ fn a_closure_is_dropped_when_backward_is_done_with_it() {
     let _generator = crate::generator();
     let x = leaf();
     let ends = Arc::new(AtomicUsize::new(0));
-    let y = checkpoint(&[&x], &CheckpointOptions::default(), counting(&ends)).unwrap();
+    let y = checkpoint_with(&[&x], &CheckpointOptions::default(), counting(&ends)).unwrap();
     assert_eq!(Arc::strong_count(&ends), 2);
     let loss = y.sum(Kind::Float);
     loss.backward();
@@ -298,7 +298,7 @@ fn a_closure_is_dropped_when_backward_is_done_with_it() {
         1,
         "the graph still holds it, though nothing was retained"
     );
-    let y = checkpoint(&[&x], &CheckpointOptions::default(), counting(&ends)).unwrap();
+    let y = checkpoint_with(&[&x], &CheckpointOptions::default(), counting(&ends)).unwrap();
     drop(y);
     assert_eq!(Arc::strong_count(&ends), 1);
 }

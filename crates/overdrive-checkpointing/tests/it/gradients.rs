@@ -6,9 +6,10 @@ use overdrive_autograd::{
     GradOptions, backward_stays_on_this_thread, grad, no_grad, register_hook,
 };
 use overdrive_checkpointing::{
-    CheckpointOptions, DeterminismCheck, RegionResult, SavePolicy, checkpoint, scope,
+    CheckpointOptions, DeterminismCheck, Error, RegionResult, SavePolicy, Shared, checkpoint,
+    checkpoint_with, scope,
 };
-use overdrive_precision::Autocast;
+use overdrive_precision::autocast;
 use tch::{Device, Kind, Tensor};
 
 use crate::generator;
@@ -107,7 +108,7 @@ fn plain(blocks: &[Block], x: &Tensor) -> Tensor {
 fn owned(blocks: &[Block], x: &Tensor, options: &CheckpointOptions) -> Tensor {
     blocks.iter().fold(x.shallow_clone(), |x, block| {
         let block = block.shallow_clone();
-        checkpoint(&[&x], options, move |inputs| block.forward(&inputs[0])).unwrap()
+        checkpoint_with(&[&x], options, move |inputs| block.forward(&inputs[0])).unwrap()
     })
 }
 
@@ -154,37 +155,28 @@ fn gradients_with_dropout_equal_the_plain_run_with_every_option() {
 fn gradients_under_bf16_autocast_equal_the_plain_run_under_it() {
     let _generator = generator();
     let (blocks, x) = (blocks(2), input());
-    let autocast = |run: &dyn Fn(&Tensor) -> Tensor, x: &Tensor| {
-        let _autocast = Autocast::new(Device::Cpu)
-            .dtype(Kind::BFloat16)
-            .enter()
-            .unwrap();
+    let in_bf16 = |run: &dyn Fn(&Tensor) -> Tensor, x: &Tensor| {
+        let _autocast = autocast(Device::Cpu, Kind::BFloat16).unwrap();
         run(x)
     };
-    let expected = gradients(&blocks, &x, |x| autocast(&|x| plain(&blocks, x), x));
+    let expected = gradients(&blocks, &x, |x| in_bf16(&|x| plain(&blocks, x), x));
     let fp32 = gradients(&blocks, &x, |x| plain(&blocks, x));
     assert_ne!(expected, fp32, "autocast was off");
     for options in all_options() {
         let found = gradients(&blocks, &x, |x| {
-            autocast(&|x| owned(&blocks, x, &options), x)
+            in_bf16(&|x| owned(&blocks, x, &options), x)
         });
         assert_eq!(found, expected, "{options:?}");
     }
     // Backward inside of the region too, where the casts of weights are still cached.
     let found = {
-        let _autocast = Autocast::new(Device::Cpu)
-            .dtype(Kind::BFloat16)
-            .enter()
-            .unwrap();
+        let _autocast = autocast(Device::Cpu, Kind::BFloat16).unwrap();
         gradients(&blocks, &x, |x| {
             owned(&blocks, x, &CheckpointOptions::default())
         })
     };
     let expected = {
-        let _autocast = Autocast::new(Device::Cpu)
-            .dtype(Kind::BFloat16)
-            .enter()
-            .unwrap();
+        let _autocast = autocast(Device::Cpu, Kind::BFloat16).unwrap();
         gradients(&blocks, &x, |x| plain(&blocks, x))
     };
     assert_eq!(found, expected);
@@ -201,13 +193,13 @@ fn nested_checkpoints_equal_the_plain_run() {
             blocks.chunks(2).fold(x.shallow_clone(), |x, pair| {
                 let pair: Vec<Block> = pair.iter().map(Block::shallow_clone).collect();
                 let inner_options = inner_options.clone();
-                checkpoint(&[&x], &options, move |inputs| {
+                checkpoint_with(&[&x], &options, move |inputs| {
                     let mut x = inputs[0].shallow_clone();
                     for block in &pair {
                         let block = block.shallow_clone();
-                        x = checkpoint(&[&x], &inner_options, move |inputs| {
+                        x = checkpoint_with(&[&x], &inner_options, move |inputs| {
                             let block = block.shallow_clone();
-                            checkpoint(
+                            checkpoint_with(
                                 &[&inputs[0]],
                                 &CheckpointOptions::default(),
                                 move |inputs| block.forward(&inputs[0]),
@@ -229,17 +221,11 @@ fn a_scope_lends_layers_and_nests() {
     let _generator = generator();
     let (blocks, x) = (blocks(2), input());
     let expected = gradients(&blocks, &x, |x| plain(&blocks, x));
-    let options = CheckpointOptions::default();
     let found = scope(|scope| {
         gradients(&blocks, &x, |x| {
             blocks.iter().fold(x.shallow_clone(), |x, block| {
-                let options = &options;
                 scope
-                    .checkpoint(&[&x], options, move |inputs| {
-                        Ok(scope.checkpoint(&[&inputs[0]], options, |inputs| {
-                            block.forward(&inputs[0])
-                        })?)
-                    })
+                    .checkpoint(&x, move |x| scope.checkpoint(x, |x| block.forward(x)))
                     .unwrap()
             })
         })
@@ -248,17 +234,39 @@ fn a_scope_lends_layers_and_nests() {
 }
 
 #[test]
+fn a_shared_layer_is_lent_to_its_checkpoint() {
+    let _generator = generator();
+    let (blocks, x) = (blocks(2), input());
+    let expected = gradients(&blocks, &x, |x| plain(&blocks, x));
+    let handles = blocks.iter().map(Block::shallow_clone).map(Shared::new);
+    let shared: Vec<Shared<Block>> = handles.collect();
+    let found = gradients(&blocks, &x, |x| {
+        shared.iter().fold(x.shallow_clone(), |x, block| {
+            block.checkpoint(&x, |block, x| block.forward(x)).unwrap()
+        })
+    });
+    assert_eq!(found, expected);
+}
+
+#[test]
+fn the_short_form_takes_closures_with_and_without_a_result() {
+    let _generator = generator();
+    let x = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
+    let y = checkpoint(&x, |x| x.exp()).unwrap();
+    let z = checkpoint(&y, |y| y.f_exp()).unwrap();
+    z.sum(Kind::Float).backward();
+    assert_eq!(x.grad(), (x.exp().exp() * x.exp()).detach());
+    let wrong_shape = Tensor::ones([3], F32);
+    let error = checkpoint(&x, move |x| x.f_add(&wrong_shape)).unwrap_err();
+    assert!(matches!(error, Error::Closure(_)), "{error}");
+}
+
+#[test]
 fn backward_after_its_scope_is_an_error_that_says_so() {
     let _generator = generator();
     let blocks = blocks(1);
     let x = input();
-    let y = scope(|scope| {
-        scope
-            .checkpoint(&[&x], &CheckpointOptions::default(), |inputs| {
-                blocks[0].forward(&inputs[0])
-            })
-            .unwrap()
-    });
+    let y = scope(|scope| scope.checkpoint(&x, |x| blocks[0].forward(x)).unwrap());
     let error = y.sum(Kind::Float).f_backward().unwrap_err().to_string();
     assert!(error.contains("called after its scope ended"), "{error}");
 }
@@ -274,7 +282,7 @@ fn without_preserving_the_random_state_dropout_differs_and_with_it_the_generator
             preserve_rng_state,
             ..CheckpointOptions::default()
         };
-        let y = checkpoint(
+        let y = checkpoint_with(
             &[&x],
             &options,
             |inputs| Ok(inputs[0].f_dropout(0.5, true)?),
@@ -300,7 +308,7 @@ fn without_preserving_the_random_state_dropout_differs_and_with_it_the_generator
 fn a_closure_may_run_backward_itself() {
     let _generator = crate::generator();
     let x = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
-    let y = checkpoint(&[&x], &CheckpointOptions::default(), |inputs| {
+    let y = checkpoint_with(&[&x], &CheckpointOptions::default(), |inputs| {
         let inner = inputs[0].f_square()?.f_exp()?.f_sum(Kind::Float)?;
         let create = GradOptions {
             create_graph: true,
@@ -334,20 +342,13 @@ fn a_closure_may_run_backward_itself() {
 fn another_thread_may_run_backward_over_an_owned_checkpoint_and_not_over_a_lent_one() {
     let _generator = crate::generator();
     let x = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
-    let y = checkpoint(&[&x], &CheckpointOptions::default(), |inputs| {
-        Ok(inputs[0].f_exp()?)
-    })
-    .unwrap();
+    let y = checkpoint(&x, |x| x.f_exp()).unwrap();
     std::thread::spawn(move || y.sum(Kind::Float).backward())
         .join()
         .unwrap();
     assert_eq!(x.grad(), x.exp().detach());
     let error = scope(|scope| {
-        let y = scope
-            .checkpoint(&[&x], &CheckpointOptions::default(), |inputs| {
-                Ok(inputs[0].f_exp()?)
-            })
-            .unwrap();
+        let y = scope.checkpoint(&x, |x| x.f_exp()).unwrap();
         std::thread::spawn(move || y.sum(Kind::Float).f_backward())
             .join()
             .unwrap()

@@ -1,7 +1,7 @@
 //! Saved tensors that are offloaded to a file and fetched back.
 
 use overdrive_checkpointing::{
-    CheckpointOptions, OffloadOptions, SavedTo, checkpoint, offload_saved_tensors,
+    CheckpointOptions, OffloadOptions, SavedTo, checkpoint_with, offload_saved_tensors,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -112,7 +112,7 @@ fn around_checkpoints_their_inputs_are_offloaded() {
     let hidden = &x * 2.0;
     let (y, stats) = {
         let guard = offload_saved_tensors(&to_disk(0), &[]).unwrap();
-        let y = checkpoint(&[&hidden], &CheckpointOptions::default(), |inputs| {
+        let y = checkpoint_with(&[&hidden], &CheckpointOptions::default(), |inputs| {
             Ok(inputs[0].f_exp()?.f_sin()?.f_exp()?)
         })
         .unwrap();

@@ -3,7 +3,7 @@
 
 use overdrive_autograd::{GradOptions, grad};
 use overdrive_checkpointing::{
-    CheckpointOptions, OffloadOptions, RegionResult, SavePolicy, SavedTo, checkpoint,
+    CheckpointOptions, OffloadOptions, RegionResult, SavePolicy, SavedTo, checkpoint_with,
     offload_saved_tensors,
 };
 use proptest::prelude::*;
@@ -106,14 +106,14 @@ fn run_section(part: &Section, x: &Tensor, weight: &Tensor) -> Tensor {
         return run_all(&part.steps, x, weight).unwrap();
     }
     let (part, captured) = (part.clone(), weight.shallow_clone());
-    checkpoint(&[x], &part.options.clone(), move |inputs| {
+    checkpoint_with(&[x], &part.options.clone(), move |inputs| {
         if !part.nested {
             return run_all(&part.steps, &inputs[0], &captured);
         }
         let (first, second) = part.steps.split_at(part.steps.len() / 2);
         let middle = run_all(first, &inputs[0], &captured)?;
         let (second, captured) = (second.to_vec(), captured.shallow_clone());
-        Ok(checkpoint(&[&middle], &part.options, move |inputs| {
+        Ok(checkpoint_with(&[&middle], &part.options, move |inputs| {
             run_all(&second, &inputs[0], &captured)
         })?)
     })

@@ -3,7 +3,7 @@
 
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
 use overdrive_checkpointing::{
-    CheckpointOptions, Error, OffloadOptions, SavedTo, checkpoint, measure_blocks,
+    CheckpointOptions, Error, OffloadOptions, SavedTo, checkpoint_with, measure_blocks,
     offload_saved_tensors,
 };
 use overdrive_sys::op::{Value, call};
@@ -75,7 +75,7 @@ fn input() -> Tensor {
 fn checkpoints_keep_and_compare_tensors_of_dtypes_that_tch_does_not_know() {
     let _generator = crate::generator();
     let x = input();
-    let y = checkpoint(&[&x], &CheckpointOptions::default(), |inputs| {
+    let y = checkpoint_with(&[&x], &CheckpointOptions::default(), |inputs| {
         Ok(scaled(&inputs[0], UINT64)?)
     })
     .unwrap();
@@ -88,7 +88,7 @@ fn a_recomputation_that_saves_another_unsigned_dtype_is_an_error() {
     let _generator = crate::generator();
     let first = std::sync::atomic::AtomicBool::new(true);
     let x = input();
-    let y = checkpoint(&[&x], &CheckpointOptions::default(), move |inputs| {
+    let y = checkpoint_with(&[&x], &CheckpointOptions::default(), move |inputs| {
         let is_first = first.swap(false, std::sync::atomic::Ordering::SeqCst);
         Ok(scaled(&inputs[0], if is_first { UINT64 } else { UINT32 })?)
     })

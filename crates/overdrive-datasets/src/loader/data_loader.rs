@@ -136,13 +136,28 @@ impl<I: Send + 'static> DataLoader<Vec<I>> {
 }
 
 impl<T: Send + 'static> DataLoader<T> {
+    /// Returns a loader of batches of `options.batch_size` records, converted by `collate` (PyTorch's `collate_fn`).
+    ///
+    /// `collate` runs on the workers, and on the requesting thread if batches take microseconds and none is ready. It
+    /// receives the records in their order, at least one.
+    ///
+    /// # Errors
+    /// Returns an error if an option is outside its range.
+    pub fn with_collate<D, C>(dataset: D, collate: C, options: DataLoaderOptions) -> Result<Self>
+    where
+        D: Dataset + 'static,
+        C: Fn(Vec<D::Item>) -> Result<T> + Send + Sync + 'static,
+    {
+        let batches = options.batches(dataset.len())?;
+        Self::with(dataset, batches, collate, options)
+    }
+
     /// Returns a loader of the batches that `batches` lists, converted by `collate`.
     ///
     /// The options that choose the records of a batch (`batch_size`, `shuffle`, `seed`, `drop_last`, `rank`,
     /// `world_size`) then have no effect, except that the product of `batch_size` and `world_size` is stored in the
-    /// state, so that a loader with another product finds the position. `collate` runs on the workers, and on the
-    /// requesting thread if batches take microseconds and none is ready. It receives the records in their order, at
-    /// least one.
+    /// state, so that a loader with another product finds the position. `collate` is called as in
+    /// [`with_collate`](Self::with_collate).
     ///
     /// # Errors
     /// Returns an error if `prefetch_factor` is 0 and there are workers.

@@ -50,6 +50,18 @@ impl<T: OnDevice> OnDevice for Vec<T> {
     }
 }
 
+/// A batch of two parts, such as inputs and labels.
+impl<A: OnDevice, B: OnDevice> OnDevice for (A, B) {
+    fn pinned(self) -> Result<Self> {
+        Ok((self.0.pinned()?, self.1.pinned()?))
+    }
+
+    fn on_device(self, device: Device, non_blocking: bool) -> Result<Self> {
+        let first = self.0.on_device(device, non_blocking)?;
+        Ok((first, self.1.on_device(device, non_blocking)?))
+    }
+}
+
 /// Implements [`OnDevice`] for a batch with a method `map_tensors`, which changes each of its tensors.
 macro_rules! on_device_by_map {
     ($batch:ty) => {
@@ -78,11 +90,8 @@ pub(super) use on_device_by_map;
 /// pass. An [`DeviceLoader::endless`] loader yields pass after pass without a `None` between them.
 ///
 /// ```
-/// use overdrive_datasets::{
-///     DataLoader, DataLoaderOptions, DatasetExt, DeviceLoader, RowLayout, TextLines, TextOptions,
-///     TokenizedExample, collate,
-/// };
-/// # use overdrive_datasets::Dataset;
+/// use overdrive_datasets::prelude::*;
+/// use overdrive_datasets::{RowLayout, TextLines, TextOptions, TokenizedExample, collate};
 /// # let dir = tempfile::tempdir().unwrap();
 /// # let path = dir.path().join("lines.txt");
 /// # std::fs::write(&path, "some\nlines\n").unwrap();
@@ -93,9 +102,8 @@ pub(super) use on_device_by_map;
 ///     Ok(TokenizedExample::from(tokens))
 /// });
 /// let options = DataLoaderOptions { batch_size: 2, num_workers: 1, ..Default::default() };
-/// let batches = options.batches(rows.len())?;
 /// let padded = |rows: Vec<_>| collate(&rows, RowLayout::default());
-/// let loader = DataLoader::with(rows, batches, padded, options)?;
+/// let loader = DataLoader::with_collate(rows, padded, options)?;
 /// let mut loader = DeviceLoader::new(loader, tch::Device::Cpu).endless();
 /// for batch in loader.by_ref().take(3) {
 ///     let batch = batch?;

@@ -3,8 +3,8 @@
 use crate::common::counting_store;
 use overdrive_datasets::{
     Batch, DataLoader, DataLoaderOptions, Dataset, DatasetExt, DeviceLoader, Error, IGNORE_INDEX,
-    LastWindow, LoaderState, OnDevice, RandomWindows, Result, RowLayout, SequentialWindows,
-    TextLines, TextOptions, TokenView, TokenizedExample, collate,
+    InMemory, LastWindow, LoaderState, OnDevice, RandomWindows, Result, RowLayout,
+    SequentialWindows, TextLines, TextOptions, TokenView, TokenizedExample, collate,
 };
 use tch::{Device, Kind, Tensor};
 
@@ -270,4 +270,21 @@ fn a_row_that_makes_no_batch_is_an_error_at_its_position() {
         &outcomes[1],
         Err(Error::Common(overdrive_core::Error::InvalidOption { option, .. })) if option == "labels"
     ));
+}
+
+#[test]
+fn a_pair_is_a_batch_of_two_parts() {
+    let rows = InMemory(vec![1i64, 2, 3]);
+    let pair = |rows: Vec<i64>| {
+        let labels = Tensor::from_slice(&rows);
+        Ok((&labels * 2, vec![labels]))
+    };
+    let loader = DataLoader::with_collate(rows, pair, options(2, 0)).unwrap();
+    let batches: Vec<(Vec<i64>, Vec<i64>)> = DeviceLoader::new(loader, Device::Cpu)
+        .map(|batch| {
+            let (inputs, labels) = batch.unwrap();
+            (numbers(&inputs), numbers(&labels[0]))
+        })
+        .collect();
+    assert_eq!(batches, [(vec![2, 4], vec![1, 2]), (vec![6], vec![3])]);
 }

@@ -102,19 +102,21 @@ fn train(way: Way, group: &ProcessGroup) -> Vec<f64> {
         gradient_accumulation_steps: mine + usize::from(way == Way::CutShort),
         max_grad_norm: Some(0.5),
     };
-    let mut accumulator = GradientAccumulator::with_sync(config, &ddp).unwrap();
+    let accumulator = GradientAccumulator::with_sync(config, &ddp).unwrap();
     let scaler_config = GradScalerConfig {
         init_scale: 1024.0,
         ..GradScalerConfig::default()
     };
-    let mut scaler = (way == Way::Scaler).then(|| GradScaler::new(scaler_config).unwrap());
+    let scaler = (way == Way::Scaler).then(|| GradScaler::new(scaler_config).unwrap());
+    let mut accumulator = accumulator.with_scaler(scaler);
+    let announced = !matches!(way, Way::Unannounced | Way::CutShort);
     let mut numbers = Vec::new();
     for step in 0..STEPS {
         let own: Vec<usize> = (0..TOKENS.len())
             .skip(group.rank() * mine)
             .take(mine)
             .collect();
-        if !matches!(way, Way::Unannounced | Way::CutShort) {
+        if announced {
             let counts = own.iter().map(|&micro_batch| TOKENS[micro_batch] as u64);
             accumulator.open(Window::new(counts)).unwrap();
         }
@@ -133,16 +135,18 @@ fn train(way: Way, group: &ProcessGroup) -> Vec<f64> {
             } else {
                 forward()
             };
-            accumulator
-                .backward(&loss, tokens as u64, scaler.as_mut())
-                .unwrap();
+            match announced {
+                true => accumulator.backward(&loss),
+                false => accumulator.backward_counted(&loss, tokens as u64),
+            }
+            .unwrap();
         }
         // As a batch norm would: the buffer changes on rank 0, and the others have it in the next step.
         if group.is_main() {
             let value = pattern(&[8], step as f64) * 0.1;
             tch::no_grad(|| model.shift.shallow_clone().copy_(&value));
         }
-        let done = accumulator.step(&mut optimizer, scaler.as_mut()).unwrap();
+        let done = accumulator.step(&mut optimizer).unwrap();
         assert_eq!(done.total_tokens, 31);
         let tokens = done.tokens as f64;
         let loss_sum = if tokens > 0.0 {
@@ -151,7 +155,7 @@ fn train(way: Way, group: &ProcessGroup) -> Vec<f64> {
             0.0
         };
         let sums = group.sums([loss_sum, tokens]).unwrap();
-        if let Some(scaler) = &scaler {
+        if let Some(scaler) = accumulator.scaler() {
             numbers.push(scaler.get_scale().unwrap());
         }
         if done.stepped {
@@ -240,7 +244,7 @@ fn too_early(group: &ProcessGroup) {
     let loss = ddp
         .forward(|| Ok::<_, Error>(model.loss_sum(0, 0, 5, true)))
         .unwrap();
-    let error = accumulator.backward(&loss, 5, None).unwrap_err();
+    let error = accumulator.backward_counted(&loss, 5).unwrap_err();
     let source = std::error::Error::source(&error).unwrap().to_string();
     write(group, &source);
 }

@@ -10,7 +10,7 @@ use overdrive_attention::PackedLengths;
 use overdrive_distributed::{DdpConfig, DistributedDataParallel, ProcessGroup};
 use overdrive_lora::{AddOptions, LoraConfig, TargetModules, add_adapter, trainable_parameters};
 use overdrive_optim::{AdamW, AdamWConfig, ParamGroup};
-use overdrive_precision::{Autocast, GradScaler, GradScalerConfig};
+use overdrive_precision::{GradScaler, GradScalerConfig, autocast};
 use overdrive_transformer::{
     CausalLm, Execution, ForwardInput, IGNORE_INDEX, InitOptions, LabelShift, LlamaConfig,
     LossOutput, Schedule,
@@ -165,12 +165,13 @@ fn train(mode: Mode, group: &ProcessGroup, parts: usize) -> Vec<f64> {
         gradient_accumulation_steps: parts,
         max_grad_norm: Some(1.0),
     };
-    let mut accumulator = GradientAccumulator::with_sync(config, &ddp).unwrap();
+    let accumulator = GradientAccumulator::with_sync(config, &ddp).unwrap();
     let config = GradScalerConfig {
         init_scale: 4096.0,
         ..GradScalerConfig::default()
     };
-    let mut scaler = (mode == Mode::Scaler).then(|| GradScaler::new(config).unwrap());
+    let scaler = (mode == Mode::Scaler).then(|| GradScaler::new(config).unwrap());
+    let mut accumulator = accumulator.with_scaler(scaler);
     let share = LENGTHS.len() / group.world_size();
     let own: Vec<usize> = (0..LENGTHS.len())
         .skip(group.rank() * share)
@@ -182,13 +183,10 @@ fn train(mode: Mode, group: &ProcessGroup, parts: usize) -> Vec<f64> {
         let counts = micro_batches.iter().map(|texts| labels_in(texts));
         accumulator.open(Window::new(counts)).unwrap();
         for texts in &micro_batches {
-            let forward = || loss(&model, mode, step, texts);
-            let output = match scaler {
-                Some(_) => Autocast::new(Device::Cpu)
-                    .dtype(Kind::BFloat16)
-                    .run(forward)
-                    .unwrap(),
-                None => forward(),
+            let output = {
+                let low = mode == Mode::Scaler;
+                let _autocast = low.then(|| autocast(Device::Cpu, Kind::BFloat16).unwrap());
+                loss(&model, mode, step, texts)
             };
             let bad = mode == Mode::Scaler && step == OVERFLOWS && texts.contains(&7);
             let sum = if bad {
@@ -196,11 +194,9 @@ fn train(mode: Mode, group: &ProcessGroup, parts: usize) -> Vec<f64> {
             } else {
                 output.sum
             };
-            accumulator
-                .backward(&sum, labels_in(texts), scaler.as_mut())
-                .unwrap();
+            accumulator.backward(&sum).unwrap();
         }
-        let done = accumulator.step(&mut optimizer, scaler.as_mut()).unwrap();
+        let done = accumulator.step(&mut optimizer).unwrap();
         let tokens = done.tokens as f64;
         let [loss, labels] = group.sums([done.loss().unwrap() * tokens, tokens]).unwrap();
         if done.stepped {
@@ -208,7 +204,7 @@ fn train(mode: Mode, group: &ProcessGroup, parts: usize) -> Vec<f64> {
         } else {
             numbers.push(0.0);
         }
-        if let Some(scaler) = &scaler {
+        if let Some(scaler) = accumulator.scaler() {
             numbers.push(scaler.get_scale().unwrap());
         }
     }

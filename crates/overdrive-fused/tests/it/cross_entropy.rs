@@ -9,7 +9,7 @@ use overdrive_autograd::{BackwardOptions, GradOptions, backward, grad};
 use overdrive_fused::{
     CrossEntropyOptions, LinearCrossEntropyOptions, Reduction, cross_entropy, linear_cross_entropy,
 };
-use overdrive_precision::Autocast;
+use overdrive_precision::autocast;
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
@@ -163,10 +163,7 @@ fn autocast_decides_the_dtype_of_the_logits_as_it_does_for_linear() {
         .unwrap()
         .loss;
     let (loss, composed) = {
-        let _guard = Autocast::new(Device::Cpu)
-            .dtype(Kind::BFloat16)
-            .enter()
-            .unwrap();
+        let _guard = autocast(Device::Cpu, Kind::BFloat16).unwrap();
         let loss = linear_cross_entropy(&hidden, &weight, &labels, &options)
             .unwrap()
             .loss;

@@ -12,7 +12,7 @@ use overdrive_lora::{
     trainable_parameters,
 };
 use overdrive_nn::{Linear, joint_forward};
-use overdrive_precision::Autocast;
+use overdrive_precision::autocast;
 use overdrive_quantization::QuantizedWeight;
 use tch::{Device, Kind, Tensor};
 
@@ -228,10 +228,7 @@ fn under_autocast_matmuls_have_its_dtype_and_gradients_that_of_the_adapter() {
     let _ = x.grad().zero_();
     let _ = adapter.a().grad().zero_();
     let y = {
-        let _autocast = Autocast::new(Device::Cpu)
-            .dtype(Kind::BFloat16)
-            .enter()
-            .unwrap();
+        let _autocast = autocast(Device::Cpu, Kind::BFloat16).unwrap();
         layer.forward(&x).unwrap()
     };
     assert_eq!(y.kind(), Kind::BFloat16);

@@ -2,7 +2,8 @@
 
 use crate::common::{F32, Host, fixture, numbers};
 use overdrive_lora::{
-    AddOptions, Error, LoraConfig, LoraLinear, TargetModules, add_adapter, delete_adapter,
+    AddOptions, Error, LoraConfig, LoraLinear, TargetModules, active_adapters, add_adapter,
+    add_lora, delete_adapter, parameter_counts,
 };
 use serde_json::Value;
 
@@ -136,4 +137,32 @@ fn a_target_that_is_no_linear_layer_is_refused_by_name_and_not_left_out() {
         );
     }
     assert_eq!(with(TargetModules::AllLinear).unwrap().len(), 1);
+}
+
+#[test]
+fn one_call_adds_a_trainable_adapter_also_to_a_model_that_has_another() {
+    let config = LoraConfig {
+        r: 4,
+        target_modules: Some(TargetModules::names(["q"])),
+        ..LoraConfig::default()
+    };
+    let mut host = Host::new(&["q", "k"], 16, 16);
+    add_adapter(&mut host, "other", &config, &AddOptions::default()).unwrap();
+    let parameters = add_lora(&mut host, &config).unwrap();
+    let names: Vec<&str> = parameters.iter().map(|(name, _)| name.as_str()).collect();
+    assert_eq!(
+        names,
+        [
+            "base_model.model.q.lora_A.default.weight",
+            "base_model.model.q.lora_B.default.weight"
+        ]
+    );
+    assert_eq!(active_adapters(&mut host).unwrap(), ["default"]);
+    assert_eq!(parameter_counts(&mut host).unwrap().trainable, 2 * 4 * 16);
+    // The handles share storage with the model: B starts at zero.
+    let x = numbers(&[1, 16], 1.0, F32);
+    let before = host.layers[0].1.forward(&x).unwrap();
+    let _ = tch::no_grad(|| parameters[1].1.shallow_clone().fill_(1.0));
+    assert_ne!(host.layers[0].1.forward(&x).unwrap(), before);
+    assert!(add_lora(&mut host, &config).is_err());
 }

@@ -3,7 +3,7 @@
 use std::sync::Arc;
 
 use crate::common::{F32, Host, distance, numbers};
-use overdrive_checkpointing::{CheckpointOptions, scope};
+use overdrive_checkpointing::scope;
 use overdrive_lora::{
     AddOptions, InitLoraWeights, LoraConfig, LoraLinear, TargetModules, add_adapter,
     trainable_parameters,
@@ -103,11 +103,9 @@ fn checkpointed_training_with_a_paged_8_bit_optimizer_is_bit_equal_and_learns() 
         for _ in 0..30 {
             let loss = |y: &Tensor| (y - &target).square().mean(Kind::Float);
             let value = if checkpointed {
-                let options = CheckpointOptions::default();
                 let mut value = 0.0;
                 scope(|scope| {
-                    let y = scope
-                        .checkpoint(&[&x], &options, |inputs| Ok(forward(&host, &inputs[0])?))?;
+                    let y = scope.checkpoint(&x, |x| forward(&host, x))?;
                     let loss = loss(&y);
                     value = loss.double_value(&[]);
                     scope.backward(&[&loss])

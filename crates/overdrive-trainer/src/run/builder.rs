@@ -139,7 +139,8 @@ impl RunBuilder {
         let first = parameters.first();
         let device = first.map_or(Device::Cpu, |(_, parameter)| parameter.device());
         let ddp = arguments.data_parallel(&group, shared(&parameters))?;
-        let accumulator = GradientAccumulator::with_sync(arguments.accumulation(), ddp)?;
+        let mut accumulator = GradientAccumulator::with_sync(arguments.accumulation(), ddp)?
+            .with_scaler(precision.new_scaler()?);
         let snapshots = match &self.folder {
             Some(folder) => Some(folder.snapshots(&group, &arguments)?),
             None => None,
@@ -157,7 +158,6 @@ impl RunBuilder {
         let mut state = State {
             scheduler: arguments.new_scheduler(&plan, &mut optimizer)?,
             optimizer,
-            scaler: precision.new_scaler()?,
             ema: arguments.new_ema(shared(&parameters))?,
             best: arguments.early_stopping()?,
             done: Done::default(),
@@ -178,7 +178,8 @@ impl RunBuilder {
 
         if let (Some(snapshots), Some(snapshot)) = (&snapshots, &resumed) {
             let sharded = arguments.shards_optimizer();
-            let registered = state.registered(&parameters, &files, sharded);
+            let scaler = accumulator.scaler_mut();
+            let registered = state.registered(scaler, &parameters, &files, sharded);
             snapshots.load_state(snapshot, registered)?;
             // Not as the snapshot has it: its position may be counted in batches of another size.
             state.loader = loader.state_dict();
@@ -211,7 +212,6 @@ impl RunBuilder {
             log,
             interrupt,
             window: Vec::new(),
-            backwards: 0,
             stepped: None,
             has_ended,
             prints,

@@ -95,8 +95,6 @@ pub struct TrainingRun {
     pub(super) interrupt: Interrupt,
     /// The counts of each micro-batch of the step that runs.
     pub(super) window: Vec<Counts>,
-    /// The number of its micro-batches whose backward has run.
-    pub(super) backwards: usize,
     /// The last step, until it is logged.
     pub(super) stepped: Option<Stepped>,
     pub(super) has_ended: bool,
@@ -108,7 +106,6 @@ pub struct TrainingRun {
 pub(super) struct State {
     pub(super) optimizer: Box<dyn Optimizer>,
     pub(super) scheduler: LrScheduler,
-    pub(super) scaler: Option<GradScaler>,
     pub(super) ema: Option<Ema>,
     pub(super) best: EarlyStopping,
     pub(super) done: Done,
@@ -166,14 +163,19 @@ impl TrainingRun {
         self.log.loaded(loader_totals(loader));
         self.state.loader = loader.state_dict();
         self.window = batches.iter().map(Counts::of).collect();
-        self.backwards = 0;
-        let labels = self.window.iter().map(|counts| counts.labels);
+        let labels = self.window.iter().filter_map(|counts| counts.labels);
+        let labels: Vec<u64> = labels.collect();
         // The label counts of the whole step, so that each token has the same weight in its mean loss.
-        self.accumulator
-            .open(match labels.clone().collect::<Option<Vec<_>>>() {
-                Some(counts) => Window::new(counts),
-                None => Window::of_means(batches.len()),
-            })?;
+        let window = match labels.len() {
+            0 => Window::of_means(batches.len()),
+            counted if counted == batches.len() => Window::new(labels),
+            _ => {
+                return Err(Error::of_program(
+                    "some micro-batches of a step have a `label_count` and others have none; return it for all or for none",
+                ));
+            }
+        };
+        self.accumulator.open(window)?;
         Ok(Some(batches))
     }
 
@@ -185,9 +187,9 @@ impl TrainingRun {
         &self,
         forward: impl FnOnce() -> std::result::Result<T, E>,
     ) -> Result<T> {
-        let run = || self.precision.autocast(self.device, forward);
+        let _autocast = self.precision.autocast(self.device)?;
         self.log
-            .phase(Phase::Forward, run)?
+            .phase(Phase::Forward, forward)
             .map_err(Error::of_program)
     }
 
@@ -198,14 +200,9 @@ impl TrainingRun {
     /// # Errors
     /// An error if the step has no further micro-batch, or backward fails.
     pub fn backward(&mut self, loss: &Tensor) -> Result<()> {
-        let counts = self.window.get(self.backwards).copied();
-        let labels = counts.and_then(|counts| counts.labels);
-        let (accumulator, scaler) = (&mut self.accumulator, self.state.scaler.as_mut());
-        self.log.phase(Phase::Backward, || match labels {
-            Some(labels) => accumulator.backward(loss, labels, scaler),
-            None => accumulator.backward_mean(loss, scaler),
-        })?;
-        self.backwards += 1;
+        let accumulator = &mut self.accumulator;
+        self.log
+            .phase(Phase::Backward, || accumulator.backward(loss))?;
         Ok(())
     }
 
@@ -219,9 +216,9 @@ impl TrainingRun {
         // Read before the schedule moves on: it is the rate of this step.
         let learning_rate = state.scheduler.last_lr().first().copied();
         let accumulator = &mut self.accumulator;
-        let accumulated = self.log.phase(Phase::Optimizer, || {
-            accumulator.step(&mut state.optimizer, state.scaler.as_mut())
-        })?;
+        let accumulated = self
+            .log
+            .phase(Phase::Optimizer, || accumulator.step(&mut state.optimizer))?;
         if accumulated.stepped {
             state.scheduler.step(&mut state.optimizer)?;
             state.ema.as_mut().map(Ema::update).transpose()?;
@@ -235,7 +232,7 @@ impl TrainingRun {
         metrics.learning_rate = learning_rate.unwrap_or_default();
         // Values on the device are read when a line is due, so that the host does not wait for every step.
         if self.plan.log_due(step) {
-            let scale = state.scaler.as_ref().map(GradScaler::get_scale);
+            let scale = self.accumulator.scaler().map(GradScaler::get_scale);
             metrics.loss_scale = scale.transpose()?;
         }
         state.done = self.log.done();
@@ -342,9 +339,10 @@ impl TrainingRun {
         if let Some(snapshots) = &mut self.snapshots {
             if save_due {
                 let sharded = self.arguments.shards_optimizer();
-                let registered = self
-                    .state
-                    .registered(&self.parameters, &self.files, sharded);
+                let scaler = self.accumulator.scaler_mut();
+                let registered =
+                    self.state
+                        .registered(scaler, &self.parameters, &self.files, sharded);
                 snapshots.save_state(step, stepped.metric, registered)?;
             }
             self.log.warn_about(snapshots)?;
@@ -409,6 +407,7 @@ impl State {
     /// Registers the entries of a snapshot.
     pub(super) fn registered<'s>(
         &'s mut self,
+        scaler: Option<&'s mut GradScaler>,
         parameters: &[(String, Tensor)],
         files: &[(String, Vec<u8>)],
         sharded: bool,
@@ -416,7 +415,7 @@ impl State {
         let registered = RunState::new()
             .tensors("model", shared(parameters))
             .register("lr_scheduler", &mut self.scheduler)
-            .register_optional("scaler", self.scaler.as_mut())
+            .register_optional("scaler", scaler)
             .register("early_stopping", &mut self.best)
             .value("progress", &mut self.done)
             .value("loader", &mut self.loader)

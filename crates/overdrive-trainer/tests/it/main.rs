@@ -5,6 +5,7 @@
 mod chat_labels;
 mod configuration;
 mod dpo;
+mod label_counts;
 mod precision;
 mod run_folders;
 mod text_data;

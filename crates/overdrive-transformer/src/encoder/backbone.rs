@@ -2,7 +2,7 @@
 //! positions) are fields of one implementation.
 
 use overdrive_attention::PackedLengths;
-use overdrive_checkpointing::{Shared, checkpoint};
+use overdrive_checkpointing::{Shared, checkpoint_with};
 use overdrive_fused::{Activation, Layout, RotaryOptions, glu, rotary};
 use overdrive_nn::{Embedding, Linear};
 use tch::{Kind, Tensor};
@@ -193,7 +193,7 @@ impl Backbone {
             }
             let members = self.blocks[group.blocks].to_vec();
             let context = context.share();
-            x = checkpoint(&[&x], &execution.checkpoint_options, move |inputs| {
+            x = checkpoint_with(&[&x], &execution.checkpoint_options, move |inputs| {
                 let mut x = inputs[0].shallow_clone();
                 for block in &members {
                     x = block.with(|block| block.forward(&x, &context))?;

@@ -1,6 +1,6 @@
 use std::ops::Range;
 
-use overdrive_checkpointing::{Shared, checkpoint};
+use overdrive_checkpointing::{Shared, checkpoint_with};
 use overdrive_kv_cache::KvCache;
 use overdrive_nn::{Embedding, Linear};
 use tch::{Device, Kind, Tensor};
@@ -149,7 +149,7 @@ impl Stack {
             .collect();
         let context = context.share();
         let options = &input.execution.checkpoint_options;
-        Ok(checkpoint(&[&x], options, move |inputs| {
+        Ok(checkpoint_with(&[&x], options, move |inputs| {
             let mut x = inputs[0].shallow_clone();
             for (block, cross) in &members {
                 x = block.with(|block| block.forward(&x, &context, cross.as_ref(), None))?;

@@ -18,17 +18,13 @@ fn autocast_computes_matmuls_in_bf16_and_the_loss_and_gradients_in_fp32() {
             let mut execution = Execution::default();
             execution.fused_kernels = fused;
             model.set_execution(execution);
-            let (logits, loss) = autocast(Device::Cpu, Kind::BFloat16, || {
-                let logits = model
-                    .forward(ForwardInput::new(&want["input_ids"]))
-                    .unwrap();
+            let (logits, loss) = {
+                let _autocast = autocast(Device::Cpu, Kind::BFloat16).unwrap();
                 let (ids, labels) = (&want["input_ids"], &want["labels"]);
-                (
-                    logits,
-                    model.loss(ids, labels, LabelShift::HuggingFace).unwrap(),
-                )
-            })
-            .unwrap();
+                let logits = model.forward(ForwardInput::new(ids)).unwrap();
+                let loss = model.loss(ids, labels, LabelShift::HuggingFace).unwrap();
+                (logits, loss)
+            };
             assert_eq!(
                 (logits.kind(), loss.sum.kind()),
                 (Kind::BFloat16, Kind::Float),

@@ -97,15 +97,17 @@ pub fn train(settings: &Settings, device: Device) -> Result<Summary> {
         ..Default::default()
     };
     let mut optimizer = AdamW::new(decay_groups(store.variables(), 0.01), config)?;
-    let mut scaler = settings.precision.new_scaler()?; // `None` unless the precision is fp16
-    let mut accumulator = GradientAccumulator::new(AccumulationConfig {
+    let config = AccumulationConfig {
         gradient_accumulation_steps: settings.micro_batches,
         max_grad_norm: Some(1.0),
-    })?;
+    };
+    let scaler = settings.precision.new_scaler()?; // `None` unless the precision is fp16
+    let mut accumulator = GradientAccumulator::new(config)?.with_scaler(scaler);
     let mut snapshots = SnapshotManager::open(&settings.out, SnapshotOptions::default())?;
     let newest = snapshots.latest()?;
     if let Some(snapshot) = &newest {
-        snapshots.load_state(snapshot, state(&store, &mut optimizer, scaler.as_mut()))?;
+        let state = state(&store, &mut optimizer, accumulator.scaler_mut());
+        snapshots.load_state(snapshot, state)?;
     }
 
     let mut losses = Vec::new();
@@ -113,17 +115,20 @@ pub fn train(settings: &Settings, device: Device) -> Result<Summary> {
         accumulator.open(Window::of_means(settings.micro_batches))?;
         let parts = settings.micro_batches as i64;
         for (points, classes) in points.chunk(parts, 0).iter().zip(classes.chunk(parts, 0)) {
-            let forward = || network.forward(points).cross_entropy_for_logits(&classes);
-            let loss = settings.precision.autocast(device, forward)?;
-            accumulator.backward_mean(&loss, scaler.as_mut())?;
+            let loss = {
+                let _autocast = settings.precision.autocast(device)?;
+                network.forward(points).cross_entropy_for_logits(&classes)
+            };
+            accumulator.backward(&loss)?;
         }
-        let loss = accumulator.step(&mut optimizer, scaler.as_mut())?.loss()?;
+        let loss = accumulator.step(&mut optimizer)?.loss()?;
         losses.push(loss);
         if step % 20 == 0 {
             println!("step {step:3}  loss {loss:.4}");
         }
         if step % settings.save_steps == 0 || step == settings.steps {
-            snapshots.save_state(step, None, state(&store, &mut optimizer, scaler.as_mut()))?;
+            let state = state(&store, &mut optimizer, accumulator.scaler_mut());
+            snapshots.save_state(step, None, state)?;
         }
     }
     for outcome in snapshots.wait()? {

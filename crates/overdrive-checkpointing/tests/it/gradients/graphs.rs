@@ -70,7 +70,7 @@ fn second_derivatives_go_through_a_checkpoint() {
     };
     let f = |x: &Tensor| (x * x).exp().sin();
     let expected = second(&f(&x));
-    let y = checkpoint(&[&x], &CheckpointOptions::default(), move |inputs| {
+    let y = checkpoint_with(&[&x], &CheckpointOptions::default(), move |inputs| {
         Ok((&inputs[0] * &inputs[0]).f_exp()?.f_sin()?)
     })
     .unwrap();
@@ -82,13 +82,13 @@ fn under_no_grad_and_without_anything_to_differentiate_the_closure_just_runs() {
     let _generator = crate::generator();
     let x = Tensor::ones([2], F32);
     let y = no_grad(|| {
-        checkpoint(&[&x], &CheckpointOptions::default(), |inputs| {
+        checkpoint_with(&[&x], &CheckpointOptions::default(), |inputs| {
             Ok(inputs[0].f_exp()?)
         })
         .unwrap()
     });
     assert!(!y.requires_grad());
-    let y = checkpoint(&[&x], &CheckpointOptions::default(), |inputs| {
+    let y = checkpoint_with(&[&x], &CheckpointOptions::default(), |inputs| {
         Ok(inputs[0].f_exp()?)
     })
     .unwrap();
@@ -102,7 +102,7 @@ fn inputs_without_gradients_and_outputs_that_are_not_differentiable_pass_through
     let tokens = Tensor::from_slice(&[1i64, 3, 3]);
     let captured = table.shallow_clone();
     let (embedded, mask, count) =
-        checkpoint(&[&tokens], &CheckpointOptions::default(), move |inputs| {
+        checkpoint_with(&[&tokens], &CheckpointOptions::default(), move |inputs| {
             let embedded = Tensor::f_embedding(&captured, &inputs[0], -1, false, false)?.f_exp()?;
             let mask = inputs[0].f_gt(2)?;
             Ok((embedded, mask, 3usize))
@@ -121,7 +121,7 @@ fn inputs_without_gradients_and_outputs_that_are_not_differentiable_pass_through
 fn several_outputs_may_be_run_backward_one_after_another() {
     let _generator = crate::generator();
     let x = Tensor::from_slice(&[1f32, 2.0]).set_requires_grad(true);
-    let [a, b] = checkpoint(&[&x], &CheckpointOptions::default(), |inputs| {
+    let [a, b] = checkpoint_with(&[&x], &CheckpointOptions::default(), |inputs| {
         Ok([inputs[0].f_exp()?, inputs[0].f_sin()?])
     })
     .unwrap();

@@ -1,6 +1,7 @@
 //! DoRA: dropout, autocast, and the magnitude after changes.
 
 use super::*;
+use overdrive_precision::Autocast;
 
 #[test]
 fn dora_under_autocast_has_the_dtypes_and_values_of_lora_under_autocast() {

@@ -126,7 +126,8 @@ pub fn evaluate(
             break;
         }
         let batch = batch?;
-        let loss = precision.autocast(device, || batch_loss(model, &batch))??;
+        let _autocast = precision.autocast(device)?;
+        let loss = batch_loss(model, &batch)?;
         sum = sum.f_add(&loss.sum)?;
         tokens += batch.label_count;
     }

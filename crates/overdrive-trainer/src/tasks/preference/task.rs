@@ -168,10 +168,9 @@ impl PreferenceTask {
                 break;
             }
             let batch = batch?;
-            let output = precision.autocast(device, || {
-                let reference = self.reference_log_probs(&batch)?;
-                self.loss(&batch, &reference)
-            })??;
+            let _autocast = precision.autocast(device)?;
+            let reference = self.reference_log_probs(&batch)?;
+            let output = self.loss(&batch, &reference)?;
             sum = sum.f_add(&output.loss.f_mul_scalar(batch.pairs as f64)?)?;
             pairs += batch.pairs;
         }
