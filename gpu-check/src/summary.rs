@@ -102,7 +102,7 @@ const COMPARISONS: &[Comparison] = &[
 ];
 
 /// Returns the lines, at most ten.
-pub fn lines(report: &Report) -> Vec<String> {
+pub(crate) fn lines(report: &Report) -> Vec<String> {
     let mut lines = vec![format!(
         "{} passed, {} failed, {} skipped",
         report.passed, report.failed, report.skipped

@@ -179,18 +179,3 @@ fn executions(log: &str) -> u64 {
     };
     log.lines().rev().find_map(last).unwrap_or(0)
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn executions_are_read_from_the_statistics_or_the_last_line() {
-        let lines = "#2\tINITED cov: 12 ft: 13\n#4096\tpulse  cov: 40 exec/s: 2048\n";
-        assert_eq!(executions(lines), 4096);
-        let done =
-            format!("{lines}Done 5000 runs\nstat::number_of_executed_units: 5000\nstat::x: 1\n");
-        assert_eq!(executions(&done), 5000);
-        assert_eq!(executions("ERROR: no seeds\n"), 0);
-    }
-}

@@ -39,10 +39,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
 }
 
 /// Runs one of the processes: a sum over all of them, and a step of data parallel training.
-///
-/// # Errors
-/// An error if a result is wrong or the group fails.
-pub fn run_rank(target: Target) -> Result<()> {
+pub(crate) fn run_rank(target: Target) -> Result<()> {
     let mut config = GroupConfig::default();
     config.timeout = Duration::from_secs(60);
     config.backend = match target {

@@ -17,7 +17,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         model.set_requires_grad(true)?;
         let mut trainer = Trainer::new(model.named_parameters(), Precision::Bf16)?;
         let ids = tokens(2, 64, device)?;
-        trainer.fit(&model, &ids, 2)?;
+        trainer.steps(&model, &ids, 2)?;
         let settings = ProfilerConfig {
             cuda: Some(device != Device::Cpu),
             record_shapes: true,

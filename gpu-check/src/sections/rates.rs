@@ -33,7 +33,7 @@ pub(super) fn training(context: &mut Context, config: &LlamaConfig) -> Result<()
         let parameters = u64::try_from(model.num_parameters())?;
         let mut trainer = Trainer::new(model.named_parameters(), Precision::Fp32)?;
         let ids = tokens(rows, length, device)?;
-        trainer.fit(&model, &ids, 3)?;
+        trainer.steps(&model, &ids, 3)?;
         let mut recorder = StepRecorder::new(StepRecorderConfig {
             device,
             window: steps,

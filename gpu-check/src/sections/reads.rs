@@ -69,7 +69,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             let mut trainer = Trainer::new(model.named_parameters(), precision)?;
             let ids = tokens(2, 32, device)?;
             // The first steps create the states of the optimizer.
-            trainer.fit(&model, &ids, 2)?;
+            trainer.steps(&model, &ids, 2)?;
             let reads = HostReads::of(device);
             for _ in 0..3 {
                 let _loss = trainer.step(&model, &ids)?;
@@ -113,7 +113,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         add_adapter(&mut base, "default", &lora, &AddOptions::default())?;
         let mut trainer = Trainer::new(trainable_parameters(&mut base)?, Precision::Bf16)?;
         let ids = tokens(2, 32, device)?;
-        trainer.fit(&base, &ids, 2)?;
+        trainer.steps(&base, &ids, 2)?;
         let reads = HostReads::of(device);
         for _ in 0..3 {
             let _loss = trainer.step(&base, &ids)?;

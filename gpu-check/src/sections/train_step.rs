@@ -23,7 +23,7 @@ const SEQUENCE_BYTES: f64 = 7.4e9;
 
 /// Returns the batch size of the step for a GPU with this many free bytes: a power of two, at most 8. Both sides use
 /// it, so it is chosen for the side that needs more memory.
-pub fn batch_for(free_bytes: u64) -> i64 {
+fn batch_for(free_bytes: u64) -> i64 {
     // A tenth is for fragments and work spaces.
     let fits = (free_bytes as f64 * 0.9 - FIXED_BYTES) / SEQUENCE_BYTES;
     [8, 4, 2]
