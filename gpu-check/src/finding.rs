@@ -27,15 +27,18 @@ pub(crate) struct Figure {
 }
 
 /// The result of a check: its outcome, a remark and figures.
-#[derive(Debug, Clone, PartialEq)]
+#[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 pub(crate) struct Finding {
     /// The outcome.
     pub(crate) outcome: Outcome,
     /// `true` for a skip that is not a failure if a GPU is required.
+    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
     pub(crate) allowed: bool,
     /// A remark, or the reason of a failure or a skip.
+    #[serde(default, skip_serializing_if = "String::is_empty")]
     pub(crate) detail: String,
     /// The figures.
+    #[serde(default, skip_serializing_if = "Vec::is_empty")]
     pub(crate) figures: Vec<Figure>,
 }
 
@@ -114,10 +117,7 @@ impl Finding {
     pub(crate) fn into_check(self, name: String, seconds: f64) -> Check {
         Check {
             name,
-            outcome: self.outcome,
-            allowed: self.allowed,
-            detail: self.detail,
-            figures: self.figures,
+            finding: self,
             seconds,
         }
     }
@@ -128,17 +128,8 @@ impl Finding {
 pub(crate) struct Check {
     /// The name, unique in its section.
     pub(crate) name: String,
-    /// The outcome.
-    pub(crate) outcome: Outcome,
-    /// `true` for a skip that is not a failure if a GPU is required.
-    #[serde(default, skip_serializing_if = "std::ops::Not::not")]
-    pub(crate) allowed: bool,
-    /// A remark, or the reason of a failure or a skip.
-    #[serde(default, skip_serializing_if = "String::is_empty")]
-    pub(crate) detail: String,
-    /// The figures.
-    #[serde(default, skip_serializing_if = "Vec::is_empty")]
-    pub(crate) figures: Vec<Figure>,
+    #[serde(flatten)]
+    pub(crate) finding: Finding,
     /// The time of the check in seconds.
     pub(crate) seconds: f64,
 }
@@ -147,9 +138,10 @@ impl Check {
     /// Returns the check as a failure if it is a skip that a required GPU does not allow.
     #[must_use]
     pub(crate) fn required(mut self) -> Self {
-        if self.outcome == Outcome::Skipped && !self.allowed {
-            self.outcome = Outcome::Failed;
-            self.detail = format!("skipped, although a GPU is required: {}", self.detail);
+        let found = &mut self.finding;
+        if found.outcome == Outcome::Skipped && !found.allowed {
+            found.outcome = Outcome::Failed;
+            found.detail = format!("skipped, although a GPU is required: {}", found.detail);
         }
         self
     }

@@ -120,7 +120,7 @@ impl SectionReport {
     fn count(&self, outcome: Outcome) -> usize {
         self.checks
             .iter()
-            .filter(|check| check.outcome == outcome)
+            .filter(|check| check.finding.outcome == outcome)
             .count()
     }
 }
@@ -196,9 +196,13 @@ impl Report {
             .iter()
             .flat_map(|section| {
                 let failed = section.checks.iter();
-                let failed = failed.filter(|check| check.outcome == Outcome::Failed);
-                failed
-                    .map(|check| format!("- {}: {}: {}\n", section.name, check.name, check.detail))
+                let failed = failed.filter(|check| check.finding.outcome == Outcome::Failed);
+                failed.map(|check| {
+                    format!(
+                        "- {}: {}: {}\n",
+                        section.name, check.name, check.finding.detail
+                    )
+                })
             })
             .collect();
         if !failures.is_empty() {
@@ -229,7 +233,11 @@ pub(crate) fn markdown_path(path: &Path) -> PathBuf {
 /// Returns the checks of a section as a table with a column for each name of a figure.
 fn table(section: &SectionReport) -> String {
     let mut columns: Vec<&str> = Vec::new();
-    for figure in section.checks.iter().flat_map(|check| &check.figures) {
+    for figure in section
+        .checks
+        .iter()
+        .flat_map(|check| &check.finding.figures)
+    {
         if !columns.contains(&figure.name.as_str()) {
             columns.push(&figure.name);
         }
@@ -242,19 +250,23 @@ fn table(section: &SectionReport) -> String {
     text += &"---|".repeat(columns.len() + 2);
     text.push('\n');
     for check in &section.checks {
-        let outcome = match check.outcome {
+        let outcome = match check.finding.outcome {
             Outcome::Passed => "passed",
             Outcome::Failed => "**failed**",
             Outcome::Skipped => "skipped",
         };
         let _ = write!(text, "| {} | {outcome} |", check.name);
         for column in &columns {
-            let figure = check.figures.iter().find(|figure| figure.name == *column);
+            let figure = check
+                .finding
+                .figures
+                .iter()
+                .find(|figure| figure.name == *column);
             let cell = figure.map_or_else(String::new, |figure| value_text(figure.value));
             let _ = write!(text, " {cell} |");
         }
         // A bar would end the cell.
-        let detail = check.detail.replace('|', "\\|").replace('\n', " ");
+        let detail = check.finding.detail.replace('|', "\\|").replace('\n', " ");
         let _ = writeln!(text, " {detail} | {:.1} |", check.seconds);
     }
     text

@@ -102,14 +102,14 @@ pub(crate) fn run(options: &Options) -> Result<Report> {
 }
 
 fn print_check(check: &Check) {
-    let outcome = match check.outcome {
+    let outcome = match check.finding.outcome {
         Outcome::Passed => "ok    ",
         Outcome::Failed => "FAILED",
         Outcome::Skipped => "skip  ",
     };
-    let figures = check.figures.iter();
+    let figures = check.finding.figures.iter();
     let figures = figures.map(|figure| format!("  {} {}", figure.name, value_text(figure.value)));
-    let detail = match check.detail.as_str() {
+    let detail = match check.finding.detail.as_str() {
         "" => String::new(),
         detail => format!("  ({detail})"),
     };

@@ -7,11 +7,11 @@ use overdrive::distributed::ProcessGroup;
 use overdrive::optim::{AdamW, AdamWConfig, LrSchedulerType, ParamGroup};
 use overdrive::precision::{GradScaler, Precision};
 use overdrive::trainer::{RunFolder, SaveStrategy, TrainingArguments, TrainingRun};
-use overdrive::transformer::{CausalLm, ForwardInput, LabelShift};
+use overdrive::transformer::{CausalLm, ForwardInput, LabelShift, LlamaConfig};
 use overdrive_benches::step_from;
-use tch::{Device, Tensor};
+use tch::{Device, Kind, Tensor};
 
-use crate::models::tokens;
+use crate::models::{self, tokens};
 
 /// Returns the error of a benchmark's function as one of this program.
 pub(crate) fn of_step<T>(result: overdrive_benches::StepResult<T>) -> Result<T> {
@@ -101,6 +101,18 @@ pub(crate) struct Trainer {
 }
 
 impl Trainer {
+    /// Returns a new model in f32 whose parameters are trained.
+    pub(crate) fn of_model(
+        config: &LlamaConfig,
+        device: Device,
+        precision: Precision,
+    ) -> Result<(CausalLm, Self)> {
+        let model = models::model(config, device, Kind::Float)?;
+        model.set_requires_grad(true)?;
+        let trainer = Self::new(model.named_parameters(), precision)?;
+        Ok((model, trainer))
+    }
+
     pub(crate) fn new(parameters: Vec<(String, Tensor)>, precision: Precision) -> Result<Self> {
         let config = AdamWConfig {
             learning_rate: 3e-3,

@@ -5,6 +5,7 @@ mod programs;
 mod release;
 
 use std::ffi::{OsStr, OsString};
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 
@@ -205,23 +206,24 @@ impl Cargo {
     }
 
     /// Prints the command and replaces this process by it, so that Ctrl-C, signals, the terminal and the exit
-    /// code are cargo's own. (Systems without `exec` get a child process and its exit code.)
+    /// code are cargo's own.
     pub(crate) fn replace_this_process(&self) -> Result<()> {
         eprintln!("$ {}", self.line());
-        #[cfg(unix)]
-        {
-            use std::os::unix::process::CommandExt;
-            let error = self.command().exec();
-            Err(Failure::new(format!("could not start cargo: {error}")))
-        }
-        #[cfg(not(unix))]
-        self.run_quietly()
+        let error = self.command().exec();
+        Err(Failure::new(format!("could not start cargo: {error}")))
     }
 
     /// Prints the command, runs it, and returns a failing exit code as an error.
     pub(crate) fn run(&self) -> Result<()> {
         eprintln!("$ {}", self.line());
-        self.run_quietly()
+        let status = self
+            .command()
+            .status()
+            .map_err(|error| Failure::new(format!("could not start cargo: {error}")))?;
+        match status.success() {
+            true => Ok(()),
+            false => Err(Failure::silent(code_of(status))),
+        }
     }
 
     /// Prints the command, runs it, and returns its standard output.
@@ -238,26 +240,11 @@ impl Cargo {
         }
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
-
-    fn run_quietly(&self) -> Result<()> {
-        let status = self
-            .command()
-            .status()
-            .map_err(|error| Failure::new(format!("could not start cargo: {error}")))?;
-        if status.success() {
-            Ok(())
-        } else {
-            Err(Failure::silent(code_of(status)))
-        }
-    }
 }
 
 /// Returns the exit code in a shell's convention: 128 + the signal if one ended the child.
 fn code_of(status: ExitStatus) -> u8 {
-    #[cfg(unix)]
-    let signal = std::os::unix::process::ExitStatusExt::signal(&status);
-    #[cfg(not(unix))]
-    let signal = None::<i32>;
+    let signal = status.signal();
     // `code` is `None` if a signal ended the child.
     let code = status
         .code()

@@ -12,7 +12,7 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::guide::{is_of_guide, shown};
-use crate::markdown::{self, Block, Kind};
+use crate::markdown::{Block, Kind};
 use crate::new::normal;
 
 /// Units that make an integer of a paragraph a figure.
@@ -42,8 +42,10 @@ pub(crate) fn problems(root: &Path, pages: &BTreeMap<PathBuf, Vec<Block>>) -> Ve
         let mut before: &[Block] = &[];
         for (index, block) in blocks.iter().enumerate() {
             match &block.kind {
-                Kind::Heading(_) => exempt = false,
-                Kind::Comment if block.text.trim_start().starts_with("figures:") => exempt = true,
+                Kind::Heading => exempt = false,
+                Kind::Comment if block.comment().is_some_and(|c| c.starts_with("figures:")) => {
+                    exempt = true;
+                }
                 Kind::Paragraph | Kind::Table if !exempt => {
                     let is_table = block.kind == Kind::Table;
                     let mut linked = links(path, block);
@@ -105,8 +107,10 @@ fn reports(root: &Path, pages: &BTreeMap<PathBuf, Vec<Block>>) -> Vec<String> {
 /// Returns the reports that a block links to.
 fn links(page: &Path, block: &Block) -> Vec<PathBuf> {
     let folder = page.parent().unwrap_or(page);
-    let links = markdown::links(&block.text).into_iter();
-    let reports = links.filter(|link| link.contains("benchmarks/"));
+    let reports = block
+        .links
+        .iter()
+        .filter(|link| link.contains("benchmarks/"));
     reports
         .map(|link| normal(&folder.join(link.split('#').next().unwrap_or_default())))
         .collect()
@@ -114,9 +118,8 @@ fn links(page: &Path, block: &Block) -> Vec<PathBuf> {
 
 /// Returns what is wrong with the figures of one block.
 fn judge(block: &Block, linked: &[PathBuf], pages: &BTreeMap<PathBuf, Vec<Block>>) -> Vec<String> {
-    let text = markdown::without_targets(&markdown::without_code(&block.text));
     if linked.is_empty() {
-        let measured = numbers(&text)
+        let measured = numbers(&block.text)
             .into_iter()
             .find(|number| starts_with_one_of(number.rest, &MEASURED));
         let problem = |number: Number<'_>| {
@@ -130,10 +133,14 @@ fn judge(block: &Block, linked: &[PathBuf], pages: &BTreeMap<PathBuf, Vec<Block>
         .filter_map(|report| pages.get(report))
         .flatten();
     let there: Vec<f64> = blocks
-        .flat_map(|block| numbers(&block.text).into_iter().map(|number| number.value))
+        .flat_map(|block| {
+            numbers(&block.source)
+                .into_iter()
+                .map(|number| number.value)
+        })
         .collect();
     let names: Vec<String> = linked.iter().map(|report| shown(report)).collect();
-    let missing = figures(&text, &block.kind)
+    let missing = figures(block)
         .into_iter()
         .filter(|figure| !there.contains(&figure.value));
     missing
@@ -142,18 +149,11 @@ fn judge(block: &Block, linked: &[PathBuf], pages: &BTreeMap<PathBuf, Vec<Block>
 }
 
 /// Returns the figures of a paragraph or a table.
-fn figures<'a>(text: &'a str, kind: &Kind) -> Vec<Number<'a>> {
-    if *kind != Kind::Table {
-        let mut figures = numbers(text);
-        figures.retain(|number| number.text.contains([',', '.']) || has_unit(number.rest));
-        return figures;
-    }
-    let rows = text.lines().skip(2);
-    rows.flat_map(|row| {
-        let cells = row.trim().trim_matches('|').split('|').skip(1);
-        cells.flat_map(numbers)
-    })
-    .collect()
+fn figures(block: &Block) -> Vec<Number<'_>> {
+    let mut figures = numbers(&block.text);
+    let is_figure = |number: &Number<'_>| number.text.contains([',', '.']) || has_unit(number.rest);
+    figures.retain(|number| block.kind == Kind::Table || is_figure(number));
+    figures
 }
 
 /// A number and the text behind it.
@@ -246,10 +246,10 @@ fn starts_with_one_of(rest: &str, words: &[&str]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::markdown::blocks;
 
     /// Returns what is wrong with a README beside one report, without the place.
     fn judged(page: &str) -> Vec<String> {
-        let blocks = |text| markdown::blocks(text).unwrap();
         let (root, report) = (Path::new("/r"), Path::new("/r/docs/benchmarks/a.md"));
         let pages = BTreeMap::from([
             (report.to_owned(), blocks("| a | 1.52x | 2,107 |\n")),

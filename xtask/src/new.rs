@@ -13,6 +13,7 @@ use overdrive_core::print_line;
 use crate::cargo::{self, Cargo};
 use crate::dist::Made;
 use crate::failure::{Failure, Result};
+use crate::record::quoted;
 use crate::setup::{self, Found, Request};
 use crate::torch;
 
@@ -352,11 +353,6 @@ fn requirement(dependency: &str, root: &str, source: &Source, crates: &Path) -> 
         Source::Registry => return Ok(format!("{dependency} = \"{}\"", env!("CARGO_PKG_VERSION"))),
     };
     Ok(format!("{dependency} = {{ {value} }}"))
-}
-
-/// Returns a basic string of TOML.
-fn quoted(text: &str) -> String {
-    format!("\"{}\"", text.replace('\\', r"\\").replace('"', "\\\""))
 }
 
 /// Returns the tables [`PROFILES`] of the manifest `root`.

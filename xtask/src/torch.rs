@@ -228,7 +228,8 @@ fn link_all(from: &Path, to: &Path) -> Result<()> {
             continue;
         }
         let _ = fs::remove_file(&link);
-        symlink(&wanted, &link).map_err(|error| Failure::io("could not link", &link, &error))?;
+        std::os::unix::fs::symlink(&wanted, &link)
+            .map_err(|error| Failure::io("could not link", &link, &error))?;
     }
     for name in list(to)? {
         let link = to.join(&name);
@@ -237,18 +238,6 @@ fn link_all(from: &Path, to: &Path) -> Result<()> {
         }
     }
     Ok(())
-}
-
-#[cfg(unix)]
-fn symlink(to: &Path, link: &Path) -> std::io::Result<()> {
-    std::os::unix::fs::symlink(to, link)
-}
-
-#[cfg(not(unix))]
-fn symlink(_: &Path, _: &Path) -> std::io::Result<()> {
-    Err(std::io::Error::other(
-        "`--torch` needs symbolic links; change Cargo.lock by `cargo update tch --precise …` instead",
-    ))
 }
 
 /// Makes `command` build with the other release; without `--torch` changes nothing.
@@ -296,7 +285,6 @@ mod tests {
         );
     }
 
-    #[cfg(unix)]
     #[test]
     fn the_folder_of_another_release_follows_the_workspace() {
         let folder = tempfile::tempdir().unwrap();

@@ -110,10 +110,8 @@ fn collect(folder: &Path, files: &mut Vec<PathBuf>) -> io::Result<()> {
         if path.is_dir() {
             collect(&path, files)?;
         }
-        // Folders are flushed too, because they hold the names of the files. (Not on Windows.)
-        if cfg!(unix) || path.is_file() {
-            files.push(path);
-        }
+        // Folders are flushed too, because they hold the names of the files.
+        files.push(path);
     }
     Ok(())
 }
@@ -132,7 +130,7 @@ pub(crate) fn publish(made: &Path, target: &Path) -> Result<()> {
         return Err(Failure::io("could not create", target, &error));
     }
     // The rename itself is durable only after the parent folder is flushed.
-    if let Some(parent) = target.parent().filter(|_| cfg!(unix)) {
+    if let Some(parent) = target.parent() {
         File::open(parent)
             .and_then(|folder| folder.sync_all())
             .map_err(|e| Failure::io("could not write", parent, &e))?;

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::parity::{Input, KINDS, Run, constant, copied, leaf};
+use crate::parity::{Input, Run, constant, copied, leaf};
 
 /// The sizes of the dense cases.
 #[derive(Clone, Copy)]

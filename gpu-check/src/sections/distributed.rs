@@ -16,10 +16,7 @@ const RANKS: usize = 2;
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let device = context.device();
     context.check("two processes reduce and train", || {
-        let target = match device {
-            Device::Cpu => Target::Cpu,
-            _ => Target::Cuda,
-        };
+        let target = Target::of(device);
         if target == Target::Cuda {
             if tch::Cuda::device_count() < RANKS as i64 {
                 return Ok(Finding::skipped_allowed("needs two GPUs"));

@@ -11,7 +11,7 @@ use overdrive::precision::Precision;
 use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
-use crate::parity::{KINDS, Run, constant, leaf};
+use crate::parity::{Run, constant, leaf};
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
     norms(context)?;

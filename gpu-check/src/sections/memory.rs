@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::models::{config, model, tokens};
+use crate::models::{config, tokens};
 use crate::training::{Trainer, loss};
 
 /// More than any device has.
@@ -15,6 +15,7 @@ const TOO_MUCH: i64 = 1 << 44;
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let config = config(context);
     let device = context.device();
+    let block: i64 = context.sized(1 << 30, 4 << 20);
     context.check("a tensor that is too large, and work after it", || {
         let size = match device {
             Device::Cpu => 1 << 27,
@@ -36,7 +37,6 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         "memory that is filled to the end, and work after it",
         || {
             let before = memory::stats(device)?.allocated_bytes;
-            let block = context_block(device);
             let _limit = Limit::on(device, before + 64 * block.unsigned_abs())?;
             let mut held = Vec::new();
             let error = loop {
@@ -56,9 +56,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         },
     )?;
     context.check("a step that does not fit, and a smaller one", || {
-        let model = model(&config, device, Kind::Float)?;
-        model.set_requires_grad(true)?;
-        let mut trainer = Trainer::new(model.named_parameters(), Precision::Fp32)?;
+        let (model, mut trainer) = Trainer::of_model(&config, device, Precision::Fp32)?;
         let small = tokens(2, 64, device)?;
         trainer.steps(&model, &small, 2)?;
         let before = memory::stats(device)?.allocated_bytes;
@@ -135,13 +133,6 @@ impl Drop for Limit {
         if self.0 == Device::Cpu {
             let _ = memory::set_limit(Device::Cpu, None);
         }
-    }
-}
-
-fn context_block(device: Device) -> i64 {
-    match device {
-        Device::Cpu => 4 << 20,
-        _ => 1 << 30,
     }
 }
 

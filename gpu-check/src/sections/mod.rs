@@ -58,6 +58,14 @@ impl Target {
         }
     }
 
+    /// Returns the target of a device.
+    pub(crate) fn of(device: Device) -> Self {
+        match device {
+            Device::Cpu => Self::Cpu,
+            _ => Self::Cuda,
+        }
+    }
+
     /// Returns the device.
     pub(crate) fn device(self) -> Device {
         match self {

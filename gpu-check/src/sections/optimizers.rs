@@ -37,35 +37,29 @@ const ALL: [(&str, f64, Build); 13] = [
         adamw(groups, |config| config.master_weights = true)
     }),
     ("AdamW8bit", 30.0, |groups| {
-        Ok(Box::new(AdamW8bit::new(
-            groups,
-            AdamW8bitConfig::default(),
-        )?))
+        boxed(AdamW8bit::new(groups, AdamW8bitConfig::default()))
     }),
     ("PagedAdamW, 32 bits", 1.0, |groups| {
-        Ok(Box::new(PagedAdamW::new(
-            groups,
-            paged(StateBits::ThirtyTwo),
-        )?))
+        boxed(PagedAdamW::new(groups, paged(StateBits::ThirtyTwo)))
     }),
     ("PagedAdamW, 8 bits", 30.0, |groups| {
-        Ok(Box::new(PagedAdamW::new(groups, paged(StateBits::Eight))?))
+        boxed(PagedAdamW::new(groups, paged(StateBits::Eight)))
     }),
     ("Lion", 30.0, |groups| {
-        Ok(Box::new(Lion::new(groups, LionConfig::default())?))
+        boxed(Lion::new(groups, LionConfig::default()))
     }),
     ("Adafactor", 1.0, |groups| {
-        Ok(Box::new(Adafactor::new(
+        boxed(Adafactor::new(
             groups,
             AdafactorConfig::with_learning_rate(1e-2),
-        )?))
+        ))
     }),
     // The default iterates in bf16 on a GPU and in f32 on a CPU, so each side is told.
     ("Muon, iterating in f32", 30.0, |groups| {
-        Ok(Box::new(Muon::new(groups, muon(MuonPrecision::Float32))?))
+        boxed(Muon::new(groups, muon(MuonPrecision::Float32)))
     }),
     ("Muon, iterating in bf16", IN_BF16, |groups| {
-        Ok(Box::new(Muon::new(groups, muon(MuonPrecision::BFloat16))?))
+        boxed(Muon::new(groups, muon(MuonPrecision::BFloat16)))
     }),
     ("SGD", 1.0, |groups| {
         let config = SgdConfig {
@@ -73,14 +67,18 @@ const ALL: [(&str, f64, Build); 13] = [
             nesterov: true,
             ..SgdConfig::default()
         };
-        Ok(Box::new(Sgd::new(groups, config)?))
+        boxed(Sgd::new(groups, config))
     }),
 ];
+
+fn boxed<O: Optimizer + 'static>(made: overdrive::optim::Result<O>) -> Result<Box<dyn Optimizer>> {
+    Ok(Box::new(made?))
+}
 
 fn adamw(groups: Vec<ParamGroup>, change: fn(&mut AdamWConfig)) -> Result<Box<dyn Optimizer>> {
     let mut config = AdamWConfig::default();
     change(&mut config);
-    Ok(Box::new(AdamW::new(groups, config)?))
+    boxed(AdamW::new(groups, config))
 }
 
 fn muon(precision: MuonPrecision) -> MuonConfig {

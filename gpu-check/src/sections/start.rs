@@ -74,11 +74,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
                 written(&mut folder)?;
             }
             let folder = folder.as_ref().context("the file")?;
-            let target = match device {
-                Device::Cpu => Target::Cpu,
-                _ => Target::Cuda,
-            };
-            let phases = started(folder.path(), work, target)?;
+            let phases = started(folder.path(), work, Target::of(device))?;
             let finding = Finding::judged(phases.is_possible(), format!("{phases:?}"))
                 .with("s", phases.total())
                 .with("libraries s", phases.libraries)

@@ -1,5 +1,3 @@
-use std::collections::BTreeMap;
-
 use anyhow::{Context as _, Result, ensure};
 use overdrive::checkpointing::{
     OffloadOptions, SavePolicy, SavedTo, measure_blocks, offload_saved_tensors,
@@ -22,7 +20,7 @@ use tch::{Device, Kind, Tensor};
 use crate::context::Context;
 use crate::finding::Finding;
 use crate::models::{config, model, prompts, tokens};
-use crate::parity::{distance, name_of, tolerance};
+use crate::parity::{distance, furthest, name_of, tolerance};
 use crate::training::{arguments, loss, train as train_on_a_batch};
 
 use super::rates;
@@ -76,13 +74,13 @@ fn train(context: &mut Context, config: &LlamaConfig) -> Result<()> {
     Ok(())
 }
 
-/// Returns the gradients of a batch in bf16 autocast by name.
+/// Returns the gradients of a batch in bf16 autocast.
 fn gradients(
     config: &LlamaConfig,
     device: Device,
     execution: Option<Execution>,
     offload: Option<&OffloadOptions>,
-) -> Result<BTreeMap<String, Tensor>> {
+) -> Result<Vec<Tensor>> {
     let mut model = model(config, device, Kind::Float)?;
     if let Some(execution) = execution {
         model.set_execution(execution);
@@ -98,21 +96,13 @@ fn gradients(
     }
     drop(guard);
     loss.f_backward()?;
-    let named = model.named_parameters().into_iter();
-    Ok(named.map(|(name, tensor)| (name, tensor.grad())).collect())
+    let named = model.named_parameters();
+    Ok(named.iter().map(|(_, tensor)| tensor.grad()).collect())
 }
 
 /// Judges gradients beside those of the plain run. Kernels of backward on a GPU add in any order.
-fn same_gradients(
-    found: &BTreeMap<String, Tensor>,
-    plain: &BTreeMap<String, Tensor>,
-) -> Result<Finding> {
-    let mut most = 0.0_f64;
-    for (name, gradient) in found {
-        let far = distance(gradient, &plain[name])?;
-        most = if far.is_nan() { far } else { most.max(far) };
-    }
-    let allowed = tolerance(Kind::BFloat16);
+fn same_gradients(found: &[Tensor], plain: &[Tensor]) -> Result<Finding> {
+    let (most, allowed) = (furthest(found, plain)?, tolerance(Kind::BFloat16));
     Ok(Finding::judged(most <= allowed, "the gradients differ")
         .with("gradient error", most)
         .with("tolerance", allowed))
@@ -157,8 +147,7 @@ fn recompute(context: &mut Context, config: &LlamaConfig) -> Result<()> {
         })?;
     }
     context.check("measure blocks in bf16", || {
-        let (heads, dim) = (context_heads(config), 64);
-        let shape = [2, heads, 64, dim];
+        let shape = [2, config.num_attention_heads, 64, 64];
         let input = Tensor::f_randn(shape, (Kind::Float, device))?.f_to_kind(Kind::BFloat16)?;
         let costs = measure_blocks(2, &input, |_, x| {
             let options = overdrive::attention::AttentionOptions::causal();
@@ -167,10 +156,6 @@ fn recompute(context: &mut Context, config: &LlamaConfig) -> Result<()> {
         let bytes: u64 = costs.iter().map(|cost| cost.saved_bytes).sum();
         Ok(Finding::judged(bytes > 0, "no saved bytes").with("saved bytes", bytes as f64))
     })
-}
-
-fn context_heads(config: &LlamaConfig) -> i64 {
-    config.num_attention_heads
 }
 
 fn adapt(context: &mut Context, config: &LlamaConfig) -> Result<()> {
@@ -324,9 +309,9 @@ fn generation(context: &mut Context, config: &LlamaConfig) -> Result<()> {
             Ok(Finding::judged(right, "the same seed gave other tokens"))
         })?;
     }
+    let kind = context.sized(Kind::BFloat16, Kind::Float);
     for cache in CacheImplementation::ALL {
         context.check(format!("generate over the {cache} cache"), || {
-            let kind = context_kind(device);
             let model = model(config, device, kind)?;
             let mut options = greedy.clone();
             options.cache_implementation = Some(cache.name().to_owned());
@@ -362,13 +347,6 @@ fn generation(context: &mut Context, config: &LlamaConfig) -> Result<()> {
         let alone: Vec<_> = alone.into_iter().map(Some).collect();
         Ok(Finding::judged(together == alone, "the tokens differ"))
     })
-}
-
-fn context_kind(device: Device) -> Kind {
-    match device {
-        Device::Cpu => Kind::Float,
-        _ => Kind::BFloat16,
-    }
 }
 
 fn save(context: &mut Context, config: &LlamaConfig) -> Result<()> {

@@ -99,7 +99,6 @@ impl Program {
 mod tests {
     use super::*;
 
-    #[cfg(unix)]
     #[test]
     fn a_program_that_does_not_start_is_an_error_with_its_last_words() {
         use std::os::unix::fs::PermissionsExt;

@@ -265,20 +265,4 @@ mod tests {
             }
         });
     }
-
-    #[test]
-    fn a_site_out_of_reach_is_a_reason_and_no_end() {
-        let folder = tempfile::tempdir().unwrap();
-        // Bound and dropped: nothing listens on this port any more.
-        let port = TcpListener::bind("127.0.0.1:0")
-            .unwrap()
-            .local_addr()
-            .unwrap()
-            .port();
-        let refusal = fetch(&format!("http://127.0.0.1:{port}/x.zip"), folder.path()).unwrap_err();
-        assert!(
-            matches!(refusal, SourceError::Unavailable(_)),
-            "{refusal:?}"
-        );
-    }
 }

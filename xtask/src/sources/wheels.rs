@@ -289,44 +289,6 @@ mod tests {
     }
 
     #[test]
-    fn cuda_takes_every_nvidia_package_that_torch_pins() {
-        // Requires-Dist of torch: the extras of cuda-toolkit 13.0, and four of its own.
-        let pinned = [
-            "cublas",
-            "cuda-runtime",
-            "cufft",
-            "cufile",
-            "cuda-cupti",
-            "curand",
-            "cusolver",
-            "cusparse",
-            "nvjitlink",
-            "cuda-nvrtc",
-            "nvtx",
-            "cudnn-cu13",
-            "cusparselt-cu13",
-            "nccl-cu13",
-            "nvshmem-cu13",
-        ];
-        let platforms = [Platform::LinuxX86, Platform::LinuxArm];
-        let all = Release::ALL
-            .into_iter()
-            .flat_map(|release| platforms.map(|platform| (release, platform)));
-        for (release, platform) in all {
-            let wheels = plan(release, platform, Variant::Cuda13).unwrap();
-            assert_eq!(wheels.len(), 1 + pinned.len());
-            for name in pinned {
-                let start = format!("nvidia-{name}===");
-                assert!(
-                    wheels.iter().any(|w| w.requirement().starts_with(&start)),
-                    "{name}"
-                );
-            }
-            assert!(wheels.iter().all(|wheel| wheel.sha256.len() == 64));
-        }
-    }
-
-    #[test]
     fn pip_is_asked_for_one_file_by_all_its_tags() {
         let wheels = plan(Release::ALL[0], Platform::LinuxX86, Variant::Cpu).unwrap();
         let arguments = wheels[1].arguments(Path::new("/d")).join(" ");
