@@ -15,9 +15,9 @@
 )]
 
 use std::cell::Cell;
-use std::time::Instant;
 
 use criterion::{BenchmarkId, Criterion, Throughput, criterion_group, criterion_main};
+use overdrive_benches::{UNCACHED_BYTES, read_bandwidth};
 use overdrive_quantization::{QuantizedWeight, Scheme, linear};
 use overdrive_sys::op::{self, Output, Value};
 use tch::{Device, Kind, Tensor};
@@ -38,27 +38,6 @@ const SCHEMES: [&str; 7] = [
     "nf4",
     "fp8",
 ];
-
-/// More than the last-level cache of most machines.
-const BEYOND_CACHE: usize = 128 << 20;
-
-/// Returns the bytes per second of a plain sum over memory on all threads.
-fn read_bandwidth() -> f64 {
-    let words = vec![1_u64; BEYOND_CACHE / 4];
-    let seconds = (0..10).map(|_| {
-        let start = Instant::now();
-        let total = std::sync::atomic::AtomicU64::new(0);
-        overdrive_sys::threads::parallel_for(words.len(), 1 << 16, |range| {
-            let sum = words[range]
-                .iter()
-                .fold(0_u64, |sum, word| sum.wrapping_add(*word));
-            total.fetch_add(sum, std::sync::atomic::Ordering::Relaxed);
-        });
-        assert_eq!(total.into_inner(), words.len() as u64);
-        start.elapsed().as_secs_f64()
-    });
-    (words.len() * 8) as f64 / seconds.fold(f64::INFINITY, f64::min)
-}
 
 /// Returns a matmul with its own weight, and the bytes of the weight.
 type Product = (Box<dyn Fn(&Tensor) -> Tensor>, usize);
@@ -151,7 +130,7 @@ fn quantized_linear(criterion: &mut Criterion) {
             };
             let first = make();
             let bytes = first.1;
-            let count = BEYOND_CACHE.div_ceil(bytes).min(16);
+            let count = UNCACHED_BYTES.div_ceil(bytes).min(16);
             let mut products = vec![first];
             products.resize_with(count, make);
             println!(

@@ -18,8 +18,8 @@ use overdrive::datasets::LabeledTexts;
 use overdrive::distributed::ProcessGroup;
 use overdrive::lora::trainable_parameters;
 use overdrive::optim::LrSchedulerType;
-use overdrive::trainer::{TrainingArguments, TrainingRun};
-use overdrive_examples::{Classification, exit, print_line};
+use overdrive::trainer::{ClassificationTask, TrainingArguments, TrainingRun, exit, print_line};
+use tch::Device;
 
 /// Fine-tunes a sequence classifier on texts with labels
 #[derive(Parser)]
@@ -81,7 +81,9 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
     let data = LabeledTexts::open(&flags.data, &flags.text_column, &flags.label_column, None)?;
     let (train, test) = data.split(flags.held_out, flags.seed)?;
     let folder = flags.model.as_deref();
-    let mut task = Classification::load(folder, data, &train, flags.max_length, flags.seed)?;
+    let device = Device::cuda_if_available();
+    let (length, seed) = (flags.max_length, flags.seed);
+    let mut task = ClassificationTask::load(folder, data, &train, length, seed, device)?;
     task.make_trainable(flags.lora)?;
     let fresh = folder.is_none() || flags.lora.is_some();
     let batch_size = usize::from(flags.batch_size);

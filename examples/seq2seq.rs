@@ -14,15 +14,14 @@ use anyhow::{Context, Result, ensure};
 use clap::Parser;
 use overdrive::core::OutputFolder;
 use overdrive::datasets::prelude::*;
-use overdrive::datasets::{Seq2SeqExample, copy_tokenizer, save_tokenizer};
+use overdrive::datasets::{Seq2SeqExample, copy_tokenizer, load_tokenizer, save_tokenizer};
 use overdrive::distributed::ProcessGroup;
 use overdrive::optim::LrSchedulerType;
-use overdrive::trainer::{TrainingArguments, TrainingRun};
-use overdrive::transformer::{SaveOptions, Seq2SeqLm};
-use overdrive_examples::pairs::{
-    END, exact_matches, load_model, load_pairs, read_pairs, words_to_reverse,
+use overdrive::trainer::{
+    Seq2SeqPair, TrainingArguments, TrainingRun, exact_matches, exit, load_seq2seq, print_line,
 };
-use overdrive_examples::print_line;
+use overdrive::transformer::{InitOptions, LoadOptions, SaveOptions, Seq2SeqLm};
+use overdrive_examples::words::{END, letters, small_config, words_to_reverse};
 use tch::Device;
 
 /// Trains an encoder-decoder model (T5, BART) on source and target pairs
@@ -56,7 +55,7 @@ pub(crate) struct Flags {
 
 #[allow(dead_code, reason = "a test runs the rest in its own process")]
 fn main() -> ExitCode {
-    overdrive_examples::exit(|| run(&Flags::parse()).map(drop))
+    exit(|| run(&Flags::parse()).map(drop))
 }
 
 /// Trains, saves, and returns the share of held-out targets that the model writes exactly.
@@ -68,9 +67,26 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
         .collect();
     let output = OutputFolder::check("seq2seq", "--out", &flags.out, &inputs)?;
     let device = Device::cuda_if_available();
-    let (mut model, tokenizer) = load_model(flags.model.as_deref(), flags.seed, device)?;
+    let (mut model, tokenizer) = match &flags.model {
+        Some(folder) => {
+            let options = LoadOptions {
+                device,
+                ..LoadOptions::default()
+            };
+            let model = Seq2SeqLm::from_pretrained(folder, &options)?;
+            (model, load_tokenizer(folder)?)
+        }
+        None => {
+            let options = InitOptions {
+                device,
+                seed: flags.seed,
+                ..InitOptions::default()
+            };
+            (Seq2SeqLm::new(&small_config(), &options)?, letters()?)
+        }
+    };
     let pairs = match &flags.data {
-        Some(path) => read_pairs(path)?,
+        Some(path) => Seq2SeqPair::read(path)?,
         None => words_to_reverse(flags.seed, 4000),
     };
     ensure!(
@@ -80,10 +96,8 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
         flags.held_out,
         flags.batch_size
     );
-    let examples: Vec<_> = pairs
-        .iter()
-        .map(|pair| pair.encode(&tokenizer))
-        .collect::<Result<_>>()?;
+    let examples = pairs.iter().map(|pair| pair.encode(&tokenizer));
+    let examples = examples.collect::<overdrive::trainer::Result<Vec<_>>>()?;
     let (trained, held_out) = examples.split_at(examples.len() - flags.held_out);
     train(&mut model, trained, flags, device)?;
     let exact = exact_matches(&model, held_out)? as f64 / held_out.len() as f64;
@@ -128,7 +142,7 @@ fn train(
     };
     let pad = model.config().pad_token_id();
     let pad = pad.context("the model has no pad_token_id")?;
-    let mut loader = DeviceLoader::new(load_pairs(examples, pad, options)?, device);
+    let mut loader = load_seq2seq(examples, pad, options, device)?;
     model.set_requires_grad(true)?;
     model.set_training(true)?;
     let mut run = TrainingRun::builder(&arguments, &ProcessGroup::single())

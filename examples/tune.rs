@@ -18,11 +18,10 @@ use overdrive::core::{OutputFolder, files, units};
 use overdrive::precision::Precision;
 use overdrive::profiling::{DecoderShape, Machine};
 use overdrive::trainer::{
-    DeviceFacts, Interrupt, RecommendedSettings, Task, TextData, TrainArgs, TrainingArguments,
-    TuneOptions, Tuning, usable_memory,
+    DeviceFacts, Interrupt, RecommendedSettings, RunEnd, Task, TextData, TrainArgs,
+    TrainingArguments, Trials, TuneOptions, Tuning, exit_or_resume, print_line, usable_memory,
 };
-use overdrive_examples::tuning::{MemoryLimit, Trials};
-use overdrive_examples::{RunEnd, exit_or_resume, print_line};
+use overdrive_examples::MemoryLimit;
 use tch::Device;
 
 /// Finds the fastest settings of `train` for this machine and writes them as a configuration
@@ -60,7 +59,7 @@ fn main() -> ExitCode {
         let flags = Flags::parse();
         // A signal ends the trial that runs, which is a program of its own, and removes its folder.
         let interrupt = Interrupt::install()?;
-        let trials = Trials::beside_this_program(flags.trial_steps, flags.trial_warmup)?;
+        let trials = Trials::new(train_program()?, flags.trial_steps, flags.trial_warmup);
         match tune(&flags, &trials) {
             Err(error) if interrupt.requested() => {
                 eprintln!("{error:#}");
@@ -69,6 +68,20 @@ fn main() -> ExitCode {
             result => result.map(|_| RunEnd::Finished),
         }
     })
+}
+
+/// Returns the program `train` beside this one, as Cargo places examples.
+fn train_program() -> Result<PathBuf> {
+    let here = std::env::current_exe().context("this program has no path")?;
+    let program = here.with_file_name(format!("train{}", std::env::consts::EXE_SUFFIX));
+    if !program.is_file() {
+        bail!(
+            "{} does not exist; build it with `cargo build --release -p overdrive-examples --example train`, or run \
+             `cargo xtask tune`",
+            program.display()
+        );
+    }
+    Ok(program)
 }
 
 /// Searches, prints the grid, and writes the results.

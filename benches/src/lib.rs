@@ -14,5 +14,5 @@ mod trained;
 pub use memory::{UNCACHED_BYTES, read_bandwidth};
 pub use perplexity::{Perplexity, Windows};
 pub use random_model::random_model;
-pub use step::{Shape, Step, StepResult};
+pub use step::{Shape, Step, StepResult, step_from};
 pub use trained::Trained;

@@ -3,7 +3,7 @@
 use std::error::Error;
 
 use overdrive::optim::{AdamW, AdamWConfig, ClipOptions, Optimizer, clip_grad_norm, decay_groups};
-use overdrive::precision::Precision;
+use overdrive::precision::{GradScaler, Precision};
 use overdrive::trainer::Preset;
 use overdrive::transformer::{CausalLm, Execution, ForwardInput, LabelShift, LlamaConfig};
 use tch::{Device, Kind, Tensor};
@@ -209,12 +209,7 @@ impl Step {
     /// # Errors
     /// An error if memory runs out.
     pub fn run_on_device(&mut self, batch: &(Tensor, Tensor)) -> StepResult<Tensor> {
-        let loss = self.loss(batch)?;
-        loss.f_backward()?;
-        let _norm = clip_grad_norm(&self.optimizer.parameters(), 1.0, ClipOptions::default())?;
-        self.optimizer.step()?;
-        self.optimizer.zero_grad()?;
-        Ok(loss.f_detach()?)
+        step_from(self.loss(batch)?, &mut self.optimizer, None)
     }
 
     /// Runs a step as [`run_on_device`](Self::run_on_device) does, and reads the loss.
@@ -224,4 +219,36 @@ impl Step {
     pub fn run(&mut self, batch: &(Tensor, Tensor)) -> StepResult<f64> {
         Ok(self.run_on_device(batch)?.f_double_value(&[])?)
     }
+}
+
+/// Runs backward, clipping and the optimizer's step from `loss`, and returns it as a scalar on the device.
+///
+/// This is no `TrainingRun`, whose loader, clock and log are in no step of the programs that it is compared with.
+///
+/// # Errors
+/// An error if memory runs out.
+pub fn step_from(
+    loss: Tensor,
+    optimizer: &mut AdamW,
+    scaler: Option<&mut GradScaler>,
+) -> StepResult<Tensor> {
+    let clip = |optimizer: &AdamW| {
+        clip_grad_norm(&optimizer.parameters(), 1.0, ClipOptions::default()).map(drop)
+    };
+    match scaler {
+        None => {
+            loss.f_backward()?;
+            clip(optimizer)?;
+            optimizer.step()?;
+        }
+        Some(scaler) => {
+            scaler.scale(&loss)?.f_backward()?;
+            scaler.unscale_(optimizer)?;
+            clip(optimizer)?;
+            scaler.step(optimizer)?;
+            scaler.update()?;
+        }
+    }
+    optimizer.zero_grad()?;
+    Ok(loss.f_detach()?)
 }

@@ -2,30 +2,29 @@
 //! xtask example NAME`; `README.md` recommends an order for reading them.
 
 mod cache_flags;
-mod classification;
 #[cfg(feature = "constraints")]
 mod constraint_flags;
 mod generation_flags;
 mod local_model;
+mod memory_limit;
 mod model_flags;
 mod model_text;
 mod onnx_comparison;
-pub mod pairs;
 pub mod pictures;
 mod progress;
 mod speed;
 mod template_flags;
 mod text_tokens;
-pub mod tuning;
+pub mod words;
 
 use std::io::{Write, stdout};
 
 pub use cache_flags::{Cache, CacheFlags};
-pub use classification::Classification;
 #[cfg(feature = "constraints")]
 pub use constraint_flags::ConstraintFlags;
 pub use generation_flags::GenerationFlags;
 pub use local_model::{local_adapter, local_model, local_tokenizer, model_name, repository};
+pub use memory_limit::MemoryLimit;
 pub use model_flags::{ModelFlags, load_model, unpack_model};
 pub use model_text::ModelText;
 pub use onnx_comparison::OnnxComparison;

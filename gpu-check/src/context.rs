@@ -12,7 +12,7 @@ use crate::finding::{Finding, NO_TIME};
 use crate::line::Line;
 
 /// Runs the checks of a section and reports each of them.
-pub struct Context {
+pub(crate) struct Context {
     device: Device,
     deadline: Instant,
     /// The checks before this one were reported by an earlier process.
@@ -35,7 +35,7 @@ impl fmt::Debug for Context {
 
 /// The error that ends a section whose device is no longer usable.
 #[derive(Debug)]
-pub struct Lost;
+pub(crate) struct Lost;
 
 impl fmt::Display for Lost {
     fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
@@ -47,7 +47,7 @@ impl std::error::Error for Lost {}
 
 impl Context {
     /// Returns a context that reports the checks from number `first` on to `emit`. No check begins after `deadline`.
-    pub fn new(
+    pub(crate) fn new(
         device: Device,
         first: usize,
         deadline: Instant,
@@ -64,55 +64,49 @@ impl Context {
     }
 
     /// Lets the section continue on a device that rejects every operation, to find out why.
-    pub fn examine_the_device(&mut self) {
+    pub(crate) fn examine_the_device(&mut self) {
         self.is_watched = false;
     }
 
     /// Returns the error of the device if it cannot compute.
-    ///
-    /// # Errors
-    /// An error of libtorch.
-    pub fn check_device(&self) -> Result<()> {
+    pub(crate) fn check_device(&self) -> Result<()> {
         works(self.device)
     }
 
     /// Returns the device that is checked.
-    pub fn device(&self) -> Device {
+    pub(crate) fn device(&self) -> Device {
         self.device
     }
 
     /// Returns `true` for the sizes of a GPU, `false` for those of a test on a CPU.
-    pub fn is_full(&self) -> bool {
+    pub(crate) fn is_full(&self) -> bool {
         self.device != Device::Cpu
     }
 
     /// Returns the value for the device: the first on a GPU, the second on a CPU.
-    pub fn sized<T>(&self, full: T, small: T) -> T {
+    pub(crate) fn sized<T>(&self, full: T, small: T) -> T {
         if self.is_full() { full } else { small }
     }
 
     /// Returns `true` if an earlier process of the section ended prematurely, after reporting the first checks.
-    pub fn is_resumed(&self) -> bool {
+    pub(crate) fn is_resumed(&self) -> bool {
         self.first > 0
     }
 
     /// Returns the time until the section has to end.
-    pub fn time_left(&self) -> std::time::Duration {
+    pub(crate) fn time_left(&self) -> std::time::Duration {
         self.deadline.saturating_duration_since(Instant::now())
     }
 
     /// Reports that the section cannot continue.
-    pub fn fail(&mut self, name: &str, reason: &str) {
+    pub(crate) fn fail(&mut self, name: &str, reason: &str) {
         let index = self.next.max(self.first);
         let check = Finding::failed(first_lines(reason)).into_check(name.to_owned(), 0.0);
         (self.emit)(&Line::Done { index, check });
     }
 
     /// Runs one check. An error and a panic are failures of the check, and the section continues.
-    ///
-    /// # Errors
-    /// [`Lost`] if the device rejects every further operation, which ends the process.
-    pub fn check(
+    pub(crate) fn check(
         &mut self,
         name: impl Into<String>,
         work: impl FnOnce() -> Result<Finding>,

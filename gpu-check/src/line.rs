@@ -11,7 +11,7 @@ const MARK: &str = "@gpu-check ";
 /// An event of a section.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
 #[serde(rename_all = "lowercase")]
-pub enum Line {
+pub(crate) enum Line {
     /// A check begins. If this is the last line, the check ended the process.
     Begin {
         /// The number of the check in its section, from 0.
@@ -37,13 +37,13 @@ pub enum Line {
 
 impl Line {
     /// Returns the line as text.
-    pub fn to_text(&self) -> String {
+    pub(crate) fn to_text(&self) -> String {
         let json = serde_json::to_string(self);
         format!("{MARK}{}", json.unwrap_or_default())
     }
 
     /// Returns the event in a line of output; `None` for the output of a library.
-    pub fn of_text(text: &str) -> Option<Self> {
+    pub(crate) fn of_text(text: &str) -> Option<Self> {
         // A library may have left a line without its end.
         let at = text.find(MARK)?;
         serde_json::from_str(&text[at + MARK.len()..]).ok()

@@ -6,6 +6,26 @@
 //! cargo xtask gpu-check --device cpu --section doctor tiny
 //! ```
 
+//!
+//! A section is one file in `sections/`. The runner starts each section in its own process with a time limit, so that a
+//! crash, a hang or exhausted memory ends only that section. Every result is written to the report as soon as it is
+//! available.
+
+#![forbid(unsafe_code)]
+
+mod context;
+mod finding;
+mod line;
+mod models;
+mod parity;
+mod peer;
+mod report;
+mod runner;
+mod sections;
+mod summary;
+mod timing;
+mod training;
+
 use std::path::PathBuf;
 use std::process::ExitCode;
 use std::time::Duration;
@@ -13,9 +33,9 @@ use std::time::Duration;
 use anyhow::{Result, bail};
 use clap::{Parser, Subcommand};
 use overdrive::core::print_line;
-use overdrive_gpu_check::runner::{self, Options};
-use overdrive_gpu_check::sections::{self, Kind, MACHINERY, SECTIONS, Section, Target, Work};
-use overdrive_gpu_check::summary;
+
+use runner::Options;
+use sections::{Kind, MACHINERY, SECTIONS, Section, Target, Work};
 
 /// Checks and measures everything that Overdrive does on a GPU
 #[derive(Parser)]
@@ -33,7 +53,7 @@ struct Flags {
     /// Minutes for all sections together; sections that do not fit are reported as skipped
     #[arg(long, default_value_t = 9.0)]
     minutes: f64,
-    /// Print the names of the sections
+    /// Print the sections with their planned and their greatest seconds on a GPU
     #[arg(long)]
     list: bool,
     #[command(subcommand)]
@@ -114,7 +134,9 @@ fn run(flags: Flags) -> Result<ExitCode> {
     }
     if flags.list {
         for section in SECTIONS {
-            print_line(format_args!("{:12} {}", section.name, section.about));
+            let (planned, most) = (section.planned_seconds, section.cuda_seconds);
+            let (name, about) = (section.name, section.about);
+            print_line(format_args!("{name:14} {planned:4} {most:4}  {about}"));
         }
         return Ok(ExitCode::SUCCESS);
     }

@@ -2,7 +2,7 @@
 
 use anyhow::Result;
 use overdrive::transformer::{CausalLm, InitOptions, LlamaConfig};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Kind, TchError, Tensor};
 
 use crate::context::Context;
 
@@ -32,13 +32,13 @@ pub(crate) fn model(config: &LlamaConfig, device: Device, kind: Kind) -> Result<
 }
 
 /// Returns token ids `(rows, len)` that repeat with a period of 31, so that a model can learn them.
-pub(crate) fn tokens(rows: i64, len: i64, device: Device) -> Result<Tensor> {
+pub(crate) fn tokens(rows: i64, len: i64, device: Device) -> Result<Tensor, TchError> {
     let values: Vec<i64> = (0..rows)
         .flat_map(|row| (0..len).map(move |at| ((at + row * 5) % 31 * 16 + 3) % 512))
         .collect();
-    Ok(Tensor::f_from_slice(&values)?
+    Tensor::f_from_slice(&values)?
         .f_view([rows, len])?
-        .f_to_device(device)?)
+        .f_to_device(device)
 }
 
 /// Returns prompts of different lengths.

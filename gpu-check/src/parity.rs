@@ -9,11 +9,11 @@ use crate::context::Context;
 use crate::finding::Finding;
 
 /// The dtypes in which operations are compared.
-pub const KINDS: [Kind; 3] = [Kind::Float, Kind::BFloat16, Kind::Half];
+pub(crate) const KINDS: [Kind; 3] = [Kind::Float, Kind::BFloat16, Kind::Half];
 
 /// Returns the tolerance of ‖out − ref‖ / ‖ref‖: four times the unit roundoff of bf16 (2⁻⁸) and f16 (2⁻¹¹), for the
 /// rounding of intermediate results; in f32 1e-5, for sums of thousands of products in another order.
-pub fn tolerance(kind: Kind) -> f64 {
+pub(crate) fn tolerance(kind: Kind) -> f64 {
     match kind {
         Kind::BFloat16 => 4.0 / 256.0,
         Kind::Half => 4.0 / 2048.0,
@@ -22,7 +22,7 @@ pub fn tolerance(kind: Kind) -> f64 {
 }
 
 /// Returns the name of a dtype as it is in the report.
-pub fn name_of(kind: Kind) -> &'static str {
+pub(crate) fn name_of(kind: Kind) -> &'static str {
     match kind {
         Kind::Float => "f32",
         Kind::BFloat16 => "bf16",
@@ -34,7 +34,7 @@ pub fn name_of(kind: Kind) -> &'static str {
 
 /// A random input of an operation.
 #[derive(Debug, Clone)]
-pub struct Input {
+pub(crate) struct Input {
     shape: Vec<i64>,
     scale: f64,
     shift: f64,
@@ -42,7 +42,7 @@ pub struct Input {
 }
 
 /// Returns an input of normally distributed values that requires a gradient.
-pub fn leaf(shape: &[i64]) -> Input {
+pub(crate) fn leaf(shape: &[i64]) -> Input {
     Input {
         shape: shape.to_vec(),
         scale: 1.0,
@@ -52,7 +52,7 @@ pub fn leaf(shape: &[i64]) -> Input {
 }
 
 /// Returns an input of normally distributed values without a gradient.
-pub fn constant(shape: &[i64]) -> Input {
+pub(crate) fn constant(shape: &[i64]) -> Input {
     Input {
         has_gradient: false,
         ..leaf(shape)
@@ -62,20 +62,20 @@ pub fn constant(shape: &[i64]) -> Input {
 impl Input {
     /// Multiplies the values.
     #[must_use]
-    pub fn times(self, scale: f64) -> Self {
+    pub(crate) fn times(self, scale: f64) -> Self {
         Self { scale, ..self }
     }
 
     /// Adds to the values.
     #[must_use]
-    pub fn plus(self, shift: f64) -> Self {
+    pub(crate) fn plus(self, shift: f64) -> Self {
         Self { shift, ..self }
     }
 }
 
 /// The values of inputs, drawn for the first comparison and shared by all comparisons.
 #[derive(Debug)]
-pub struct Drawn<'a> {
+pub(crate) struct Drawn<'a> {
     inputs: &'a [Input],
     seed: i64,
     values: OnceCell<Vec<Tensor>>,
@@ -83,7 +83,7 @@ pub struct Drawn<'a> {
 
 impl<'a> Drawn<'a> {
     /// Returns the values of the inputs of `name`, the same in every run.
-    pub fn new(name: &str, inputs: &'a [Input]) -> Self {
+    pub(crate) fn new(name: &str, inputs: &'a [Input]) -> Self {
         Self {
             inputs,
             seed: seed_of(name),
@@ -116,28 +116,85 @@ fn seed_of(name: &str) -> i64 {
 
 /// The run of an operation: on the device in the dtype that is compared, or on the CPU in float64.
 #[derive(Debug)]
-pub struct Run {
+pub(crate) struct Run {
     /// The device of the inputs.
-    pub device: Device,
+    pub(crate) device: Device,
     /// The dtype of the inputs.
-    pub kind: Kind,
+    pub(crate) kind: Kind,
     /// `true` for the reference.
-    pub is_reference: bool,
+    pub(crate) is_reference: bool,
     remark: RefCell<String>,
 }
 
 impl Run {
     /// Adds a remark to the check, such as the implementation that ran.
-    pub fn note(&self, remark: &str) {
+    pub(crate) fn note(&self, remark: &str) {
         remark.clone_into(&mut self.remark.borrow_mut());
     }
 
     /// Returns constants on the device and in the dtype of the run.
-    ///
-    /// # Errors
-    /// An error of libtorch.
-    pub fn tensor(&self, values: &Tensor) -> Result<Tensor> {
+    pub(crate) fn tensor(&self, values: &Tensor) -> Result<Tensor> {
         Ok(values.f_to_kind(self.kind)?.f_to_device(self.device)?)
+    }
+
+    /// Runs the operation and its backward with `directions` as the gradients of the outputs, which the first run draws.
+    fn outcomes(
+        &self,
+        drawn: &[Tensor],
+        inputs: &[Input],
+        directions: &mut Vec<Tensor>,
+        operation: &Operation,
+    ) -> Result<Outcomes> {
+        let tensors: Vec<Tensor> = drawn
+            .iter()
+            .zip(inputs)
+            .map(|(values, input)| {
+                let tensor = self.tensor(values)?.f_detach()?;
+                Ok(tensor.f_set_requires_grad(input.has_gradient)?)
+            })
+            .collect::<Result<_>>()?;
+        let outputs = operation(self, &tensors)?;
+        ensure!(!outputs.is_empty(), "the operation returned nothing");
+        if directions.is_empty() {
+            for output in &outputs {
+                let values = Tensor::f_randn(output.size(), (Kind::Double, Device::Cpu))?;
+                // bf16 has the fewest digits, so that every run takes the same values.
+                directions.push(values.f_to_kind(Kind::BFloat16)?.f_to_kind(Kind::Double)?);
+            }
+        }
+        let mut loss: Option<Tensor> = None;
+        for (output, direction) in outputs.iter().zip(directions.iter()) {
+            if output.requires_grad() {
+                let direction = direction
+                    .f_to_kind(output.f_kind()?)?
+                    .f_to_device(self.device)?;
+                let sum = (output.f_mul(&direction)?).f_sum(Kind::Double)?;
+                loss = Some(match loss {
+                    Some(other) => other.f_add(&sum)?,
+                    None => sum,
+                });
+            }
+        }
+        if let Some(loss) = loss {
+            loss.f_backward()?;
+        }
+        let mut gradients = Vec::new();
+        for (tensor, input) in tensors.iter().zip(inputs) {
+            if input.has_gradient {
+                let gradient = tensor.f_grad()?;
+                ensure!(
+                    gradient.defined(),
+                    "input {} has no gradient",
+                    gradients.len()
+                );
+                gradients.push(to_host(&gradient)?);
+            }
+        }
+        Ok(Outcomes {
+            outputs: outputs.iter().map(to_host).collect::<Result<_>>()?,
+            gradients,
+            remark: self.remark.take(),
+        })
     }
 }
 
@@ -152,38 +209,39 @@ struct Outcomes {
 }
 
 impl Context {
-    /// Checks an operation in each of `kinds`: its outputs, and the gradients of the inputs that have one. `factor`
-    /// multiplies the [`tolerance`].
-    ///
-    /// # Errors
-    /// As [`Context::check`].
-    pub fn parity(
+    /// Checks an operation in each of [`KINDS`]: its outputs, and the gradients of the inputs that have one.
+    pub(crate) fn parity(
         &mut self,
         name: &str,
-        kinds: &[Kind],
-        factor: f64,
         inputs: &[Input],
         operation: impl Fn(&Run, &[Tensor]) -> Result<Vec<Tensor>>,
     ) -> Result<()> {
-        self.parity_of(name, kinds, factor, &Drawn::new(name, inputs), operation)
+        self.parity_in(name, &KINDS, inputs, operation)
     }
 
-    /// Does the same as [`Context::parity`] with values shared by several operations.
-    ///
-    /// # Errors
-    /// As [`Context::check`].
-    pub fn parity_of(
+    /// As [`Context::parity`], in these dtypes.
+    pub(crate) fn parity_in(
         &mut self,
         name: &str,
         kinds: &[Kind],
-        factor: f64,
+        inputs: &[Input],
+        operation: impl Fn(&Run, &[Tensor]) -> Result<Vec<Tensor>>,
+    ) -> Result<()> {
+        self.parity_of(name, kinds, &Drawn::new(name, inputs), operation)
+    }
+
+    /// As [`Context::parity_in`], with values that several operations share.
+    pub(crate) fn parity_of(
+        &mut self,
+        name: &str,
+        kinds: &[Kind],
         drawn: &Drawn<'_>,
         operation: impl Fn(&Run, &[Tensor]) -> Result<Vec<Tensor>>,
     ) -> Result<()> {
         let device = self.device();
         for &kind in kinds {
             self.check(format!("{name} {}", name_of(kind)), || {
-                compared(name, device, kind, factor, drawn, &operation)
+                compared(name, device, kind, drawn, &operation)
             })?;
         }
         Ok(())
@@ -194,7 +252,6 @@ fn compared(
     name: &str,
     device: Device,
     kind: Kind,
-    factor: f64,
     drawn: &Drawn<'_>,
     operation: &Operation,
 ) -> Result<Finding> {
@@ -208,24 +265,21 @@ fn compared(
     // For the directions of the gradients, whose values must not be those of an input.
     tch::manual_seed(seed_of(name) + 1_000_003);
     let mut directions = Vec::new();
-    let reference = run(
-        &new_run(Device::Cpu, Kind::Double, true),
-        &drawn,
-        inputs,
-        &mut directions,
-        operation,
-    )
-    .context("the reference in f64 on the CPU")?;
+    let mut run = |device, kind, is_reference| {
+        let run = Run {
+            device,
+            kind,
+            is_reference,
+            remark: RefCell::default(),
+        };
+        run.outcomes(&drawn, inputs, &mut directions, operation)
+    };
+    let reference = run(Device::Cpu, Kind::Double, true);
+    let reference = reference.context("the reference in f64 on the CPU")?;
     // The reference draws them in f64; both sides use the rounded values.
-    let found = run(
-        &new_run(device, kind, false),
-        &drawn,
-        inputs,
-        &mut directions,
-        operation,
-    )?;
+    let found = run(device, kind, false)?;
     let outputs = furthest(&found.outputs, &reference.outputs)?;
-    let allowed = tolerance(kind) * factor;
+    let allowed = tolerance(kind);
     let mut right = outputs <= allowed;
     let mut finding = Finding::passed().with("output error", outputs);
     if !reference.gradients.is_empty() {
@@ -244,75 +298,6 @@ fn compared(
     })
 }
 
-fn new_run(device: Device, kind: Kind, is_reference: bool) -> Run {
-    Run {
-        device,
-        kind,
-        is_reference,
-        remark: RefCell::default(),
-    }
-}
-
-/// Runs the operation and its backward with `directions` as the gradients of the outputs, which the first run draws.
-fn run(
-    run: &Run,
-    drawn: &[Tensor],
-    inputs: &[Input],
-    directions: &mut Vec<Tensor>,
-    operation: &Operation,
-) -> Result<Outcomes> {
-    let tensors: Vec<Tensor> = drawn
-        .iter()
-        .zip(inputs)
-        .map(|(values, input)| {
-            let tensor = run.tensor(values)?.f_detach()?;
-            Ok(tensor.f_set_requires_grad(input.has_gradient)?)
-        })
-        .collect::<Result<_>>()?;
-    let outputs = operation(run, &tensors)?;
-    ensure!(!outputs.is_empty(), "the operation returned nothing");
-    if directions.is_empty() {
-        for output in &outputs {
-            let values = Tensor::f_randn(output.size(), (Kind::Double, Device::Cpu))?;
-            // bf16 has the fewest digits, so that every run takes the same values.
-            directions.push(values.f_to_kind(Kind::BFloat16)?.f_to_kind(Kind::Double)?);
-        }
-    }
-    let mut loss: Option<Tensor> = None;
-    for (output, direction) in outputs.iter().zip(directions.iter()) {
-        if output.requires_grad() {
-            let direction = direction
-                .f_to_kind(output.f_kind()?)?
-                .f_to_device(run.device)?;
-            let sum = (output.f_mul(&direction)?).f_sum(Kind::Double)?;
-            loss = Some(match loss {
-                Some(other) => other.f_add(&sum)?,
-                None => sum,
-            });
-        }
-    }
-    if let Some(loss) = loss {
-        loss.f_backward()?;
-    }
-    let mut gradients = Vec::new();
-    for (tensor, input) in tensors.iter().zip(inputs) {
-        if input.has_gradient {
-            let gradient = tensor.f_grad()?;
-            ensure!(
-                gradient.defined(),
-                "input {} has no gradient",
-                gradients.len()
-            );
-            gradients.push(to_host(&gradient)?);
-        }
-    }
-    Ok(Outcomes {
-        outputs: outputs.iter().map(to_host).collect::<Result<_>>()?,
-        gradients,
-        remark: run.remark.take(),
-    })
-}
-
 /// Returns a copy of a tensor in memory of its own.
 pub(crate) fn copied(tensor: &Tensor) -> Result<Tensor> {
     let mut copy = tensor.f_empty_like()?;
@@ -327,7 +312,7 @@ fn to_host(tensor: &Tensor) -> Result<Tensor> {
 }
 
 /// Returns the largest of the distances of the pairs.
-fn furthest(found: &[Tensor], reference: &[Tensor]) -> Result<f64> {
+pub(crate) fn furthest(found: &[Tensor], reference: &[Tensor]) -> Result<f64> {
     ensure!(
         found.len() == reference.len(),
         "there are {} results, but {} reference results",
@@ -347,10 +332,7 @@ fn furthest(found: &[Tensor], reference: &[Tensor]) -> Result<f64> {
 }
 
 /// Returns ‖found − reference‖ / ‖reference‖ in float64 on the CPU. Values that are infinite in both count as equal.
-///
-/// # Errors
-/// An error if the shapes differ.
-pub fn distance(found: &Tensor, reference: &Tensor) -> Result<f64> {
+pub(crate) fn distance(found: &Tensor, reference: &Tensor) -> Result<f64> {
     ensure!(
         found.size() == reference.size(),
         "the shape is {:?}, but the shape of the reference is {:?}",

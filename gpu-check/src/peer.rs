@@ -50,9 +50,6 @@ pub(crate) fn time_for(context: &Context, most: Duration, kept: Duration) -> Dur
 
 /// Runs a script for at most `limit`, and returns the figures in its last line, a JSON object. If there is none, or a
 /// package is missing, it returns a finding that says so.
-///
-/// # Errors
-/// An error if Python cannot be started or prints something else.
 pub(crate) fn measure(
     script: &str,
     device: Device,
@@ -90,9 +87,6 @@ pub(crate) fn measure(
 }
 
 /// Returns a number of a program's figures.
-///
-/// # Errors
-/// Returns an error if no figure has this name.
 pub(crate) fn number(found: &Value, key: &str) -> Result<f64> {
     let value = found[key].as_f64();
     value.ok_or_else(|| anyhow!("`{key}` is missing in {found}"))
@@ -147,7 +141,7 @@ fn collect(mut pipe: impl Read + Send + 'static) -> thread::JoinHandle<String> {
 ///
 /// Exhausted memory is a failure: the sizes are chosen so that both sides fit, and a table without its baseline proves
 /// nothing. Other errors are not failures of Overdrive.
-pub fn without_figures(status: &str, errors: &str) -> Finding {
+pub(crate) fn without_figures(status: &str, errors: &str) -> Finding {
     let last = errors.lines().last().unwrap_or("it says nothing");
     let reason = format!("PyTorch failed: {status}: {last}");
     let is_out_of_memory = ["OutOfMemoryError", "out of memory"];

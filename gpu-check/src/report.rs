@@ -17,61 +17,61 @@ const FORMAT_VERSION: u64 = 1;
 
 /// The results of a run.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct Report {
+pub(crate) struct Report {
     /// The name of the format.
-    pub format: String,
+    pub(crate) format: String,
     /// The version of the format.
-    pub format_version: u64,
+    pub(crate) format_version: u64,
     /// The commit from which the program was built, if it is known.
-    pub commit: Option<String>,
+    pub(crate) commit: Option<String>,
     /// The device: `cpu` or `cuda`.
-    pub device: String,
+    pub(crate) device: String,
     /// The time at which the run began.
-    pub began: String,
+    pub(crate) began: String,
     /// The time of the run so far in seconds.
-    pub seconds: f64,
+    pub(crate) seconds: f64,
     /// `true` once every section has ended or was skipped.
-    pub complete: bool,
+    pub(crate) complete: bool,
     /// The number of checks that passed.
-    pub passed: usize,
+    pub(crate) passed: usize,
     /// The number of checks that failed.
-    pub failed: usize,
+    pub(crate) failed: usize,
     /// The number of checks that were skipped.
-    pub skipped: usize,
+    pub(crate) skipped: usize,
     /// The sections in the order in which they ran.
-    pub sections: Vec<SectionReport>,
+    pub(crate) sections: Vec<SectionReport>,
 }
 
 /// The results of a section.
 #[derive(Debug, Clone, PartialEq, Serialize, Deserialize)]
-pub struct SectionReport {
+pub(crate) struct SectionReport {
     /// The name.
-    pub name: String,
+    pub(crate) name: String,
     /// A description.
-    pub about: String,
+    pub(crate) about: String,
     /// The time of the section in seconds.
-    pub seconds: f64,
+    pub(crate) seconds: f64,
     /// The checks.
-    pub checks: Vec<Check>,
+    pub(crate) checks: Vec<Check>,
     /// The use of Overdrive's kernels; `None` if no process of the section came to its end.
     #[serde(default, skip_serializing_if = "Option::is_none")]
-    pub own_kernels: Option<KernelUse>,
+    pub(crate) own_kernels: Option<KernelUse>,
 }
 
 /// The use of the kernels of overdrive-gpu by the processes of a section.
 #[derive(Debug, Clone, Default, PartialEq, Eq, Serialize, Deserialize)]
-pub struct KernelUse {
+pub(crate) struct KernelUse {
     /// The value of `OVERDRIVE_GPU_KERNELS`, if it is set. Some checks turn the kernels on regardless of it.
-    pub switch: Option<String>,
+    pub(crate) switch: Option<String>,
     /// The images that were used, such as `sm_90a`; `None` if the kernels were never asked for.
-    pub target: Option<String>,
+    pub(crate) target: Option<String>,
     /// The number of launches of each kernel that was launched.
-    pub launches: BTreeMap<String, u64>,
+    pub(crate) launches: BTreeMap<String, u64>,
 }
 
 impl KernelUse {
     /// Returns the use by this process so far.
-    pub fn of_this_process(device: Device) -> Self {
+    pub(crate) fn of_this_process(device: Device) -> Self {
         let kernels = overdrive_gpu::opened(device);
         let launches = kernels.map(|kernels| kernels.launches());
         Self {
@@ -87,7 +87,7 @@ impl KernelUse {
     }
 
     /// Adds the use by another process.
-    pub fn add(&mut self, other: Self) {
+    pub(crate) fn add(&mut self, other: Self) {
         self.switch = other.switch.or(self.switch.take());
         self.target = other.target.or(self.target.take());
         for (kernel, count) in other.launches {
@@ -120,14 +120,14 @@ impl SectionReport {
     fn count(&self, outcome: Outcome) -> usize {
         self.checks
             .iter()
-            .filter(|check| check.outcome == outcome)
+            .filter(|check| check.finding.outcome == outcome)
             .count()
     }
 }
 
 impl Report {
     /// Returns an empty report.
-    pub fn new(device: &str, commit: Option<String>) -> Self {
+    pub(crate) fn new(device: &str, commit: Option<String>) -> Self {
         Self {
             format: FORMAT.to_owned(),
             format_version: FORMAT_VERSION,
@@ -144,7 +144,7 @@ impl Report {
     }
 
     /// Recounts the outcomes after `elapsed`.
-    pub fn update(&mut self, elapsed: std::time::Duration) {
+    pub(crate) fn update(&mut self, elapsed: std::time::Duration) {
         self.seconds = elapsed.as_secs_f64();
         let of = |outcome| self.sections.iter().map(|s| s.count(outcome)).sum();
         (self.passed, self.failed, self.skipped) = (
@@ -156,10 +156,7 @@ impl Report {
 
     /// Writes the report to `path` and, as Markdown, beside it. Each file is replaced atomically, so that an
     /// interrupted run leaves a readable report.
-    ///
-    /// # Errors
-    /// An error if a file cannot be written.
-    pub fn write(&self, path: &Path) -> Result<()> {
+    pub(crate) fn write(&self, path: &Path) -> Result<()> {
         files::write(
             path,
             format!("{}\n", serde_json::to_string_pretty(self)?).as_bytes(),
@@ -169,7 +166,7 @@ impl Report {
     }
 
     /// Returns the report as Markdown.
-    pub fn markdown(&self) -> String {
+    pub(crate) fn markdown(&self) -> String {
         let mut text = format!(
             "# GPU check on {}\n\n{}, commit {}, {:.0} s{}.\n\n",
             self.device,
@@ -199,9 +196,13 @@ impl Report {
             .iter()
             .flat_map(|section| {
                 let failed = section.checks.iter();
-                let failed = failed.filter(|check| check.outcome == Outcome::Failed);
-                failed
-                    .map(|check| format!("- {}: {}: {}\n", section.name, check.name, check.detail))
+                let failed = failed.filter(|check| check.finding.outcome == Outcome::Failed);
+                failed.map(|check| {
+                    format!(
+                        "- {}: {}: {}\n",
+                        section.name, check.name, check.finding.detail
+                    )
+                })
             })
             .collect();
         if !failures.is_empty() {
@@ -225,14 +226,18 @@ impl Report {
 }
 
 /// Returns the path of the Markdown beside the JSON.
-pub fn markdown_path(path: &Path) -> PathBuf {
+pub(crate) fn markdown_path(path: &Path) -> PathBuf {
     path.with_extension("md")
 }
 
 /// Returns the checks of a section as a table with a column for each name of a figure.
 fn table(section: &SectionReport) -> String {
     let mut columns: Vec<&str> = Vec::new();
-    for figure in section.checks.iter().flat_map(|check| &check.figures) {
+    for figure in section
+        .checks
+        .iter()
+        .flat_map(|check| &check.finding.figures)
+    {
         if !columns.contains(&figure.name.as_str()) {
             columns.push(&figure.name);
         }
@@ -245,26 +250,30 @@ fn table(section: &SectionReport) -> String {
     text += &"---|".repeat(columns.len() + 2);
     text.push('\n');
     for check in &section.checks {
-        let outcome = match check.outcome {
+        let outcome = match check.finding.outcome {
             Outcome::Passed => "passed",
             Outcome::Failed => "**failed**",
             Outcome::Skipped => "skipped",
         };
         let _ = write!(text, "| {} | {outcome} |", check.name);
         for column in &columns {
-            let figure = check.figures.iter().find(|figure| figure.name == *column);
+            let figure = check
+                .finding
+                .figures
+                .iter()
+                .find(|figure| figure.name == *column);
             let cell = figure.map_or_else(String::new, |figure| value_text(figure.value));
             let _ = write!(text, " {cell} |");
         }
         // A bar would end the cell.
-        let detail = check.detail.replace('|', "\\|").replace('\n', " ");
+        let detail = check.finding.detail.replace('|', "\\|").replace('\n', " ");
         let _ = writeln!(text, " {detail} | {:.1} |", check.seconds);
     }
     text
 }
 
 /// Returns a figure with four digits.
-pub fn value_text(value: Option<f64>) -> String {
+pub(crate) fn value_text(value: Option<f64>) -> String {
     match value {
         None => "not finite".to_owned(),
         Some(0.0) => "0".to_owned(),

@@ -28,24 +28,21 @@ const WRITE_EVERY: Duration = Duration::from_secs(1);
 
 /// The options of a run.
 #[derive(Debug)]
-pub struct Options {
+pub(crate) struct Options {
     /// The device.
-    pub target: Target,
+    pub(crate) target: Target,
     /// The sections in the order in which they run.
-    pub sections: Vec<&'static Section>,
+    pub(crate) sections: Vec<&'static Section>,
     /// The file of the report.
-    pub report: PathBuf,
+    pub(crate) report: PathBuf,
     /// The time for all sections together.
-    pub budget: Duration,
+    pub(crate) budget: Duration,
     /// If `true`, a skip is a failure unless it is allowed.
-    pub is_gpu_required: bool,
+    pub(crate) is_gpu_required: bool,
 }
 
 /// Runs the sections, prints a line for each check, and keeps the report up to date.
-///
-/// # Errors
-/// An error if the report cannot be written or this program cannot be started again.
-pub fn run(options: &Options) -> Result<Report> {
+pub(crate) fn run(options: &Options) -> Result<Report> {
     let commit = std::env::var("OVERDRIVE_COMMIT").ok();
     let mut report = Report::new(options.target.name(), commit);
     let began = Instant::now();
@@ -105,14 +102,14 @@ pub fn run(options: &Options) -> Result<Report> {
 }
 
 fn print_check(check: &Check) {
-    let outcome = match check.outcome {
+    let outcome = match check.finding.outcome {
         Outcome::Passed => "ok    ",
         Outcome::Failed => "FAILED",
         Outcome::Skipped => "skip  ",
     };
-    let figures = check.figures.iter();
+    let figures = check.finding.figures.iter();
     let figures = figures.map(|figure| format!("  {} {}", figure.name, value_text(figure.value)));
-    let detail = match check.detail.as_str() {
+    let detail = match check.finding.detail.as_str() {
         "" => String::new(),
         detail => format!("  ({detail})"),
     };

@@ -20,13 +20,21 @@ struct Comparison {
     peers: &'static [(&'static str, &'static str)],
 }
 
+const NOTHING: Comparison = Comparison {
+    title: "",
+    section: "",
+    ours: "",
+    figure: "tokens/s",
+    unit: "tokens/s",
+    further: &[],
+    peers: &[],
+};
+
 const COMPARISONS: &[Comparison] = &[
     Comparison {
         title: "training step",
         section: "train_step",
         ours: "Overdrive in ",
-        figure: "tokens/s",
-        unit: "tokens/s",
         further: &[("peak GiB", "GiB")],
         peers: &[
             ("PyTorch, eager", "PyTorch eager"),
@@ -35,6 +43,7 @@ const COMPARISONS: &[Comparison] = &[
             ("PyTorch, adamw-8bit", "PyTorch with AdamW in 8 bits"),
             ("PyTorch, flash-attn", "PyTorch with flash-attn"),
         ],
+        ..NOTHING
     },
     Comparison {
         title: "all techniques",
@@ -43,27 +52,22 @@ const COMPARISONS: &[Comparison] = &[
         figure: "speed",
         unit: "times the default's speed",
         further: &[("of default", "of its memory")],
-        peers: &[],
+        ..NOTHING
     },
     Comparison {
         title: "decode, 1 stream, generate",
         section: "decode",
         ours: "dense, 1 streams, generate",
-        figure: "tokens/s",
-        unit: "tokens/s",
-        further: &[],
         peers: &[
             ("transformers, eager, 1 streams", "transformers"),
             ("transformers, compile, 1 streams", "with torch.compile"),
         ],
+        ..NOTHING
     },
     Comparison {
         title: "decode, many streams, engine",
         section: "decode",
         ours: "dense, {many} streams, engine",
-        figure: "tokens/s",
-        unit: "tokens/s",
-        further: &[],
         peers: &[
             ("transformers, eager, {many} streams", "transformers"),
             (
@@ -71,15 +75,15 @@ const COMPARISONS: &[Comparison] = &[
                 "with torch.compile",
             ),
         ],
+        ..NOTHING
     },
     Comparison {
         title: "QLoRA of 8B",
         section: "finetune",
         ours: "QLoRA",
-        figure: "tokens/s",
-        unit: "tokens/s",
         further: &[("peak GiB", "GiB")],
         peers: &[("PEFT with bitsandbytes", "PEFT with bitsandbytes")],
+        ..NOTHING
     },
     Comparison {
         title: "from the file to the first token",
@@ -87,22 +91,20 @@ const COMPARISONS: &[Comparison] = &[
         ours: "from the file to the first token",
         figure: "s",
         unit: "s",
-        further: &[],
-        peers: &[],
+        ..NOTHING
     },
     Comparison {
         title: "from the file to the first step",
-        section: "start",
         ours: "from the file to the first step",
+        section: "start",
         figure: "s",
         unit: "s",
-        further: &[],
-        peers: &[],
+        ..NOTHING
     },
 ];
 
 /// Returns the lines, at most ten.
-pub fn lines(report: &Report) -> Vec<String> {
+pub(crate) fn lines(report: &Report) -> Vec<String> {
     let mut lines = vec![format!(
         "{} passed, {} failed, {} skipped",
         report.passed, report.failed, report.skipped
@@ -122,7 +124,7 @@ fn failures(report: &Report) -> Option<String> {
         .iter()
         .flat_map(|section| {
             let failed = section.checks.iter();
-            let failed = failed.filter(|check| check.outcome == Outcome::Failed);
+            let failed = failed.filter(|check| check.finding.outcome == Outcome::Failed);
             failed.map(|check| format!("{}: {}", section.name, check.name))
         })
         .collect();
@@ -176,9 +178,13 @@ impl Comparison {
 
 /// Returns a figure of a check that passed.
 fn figure(check: &Check, name: &str) -> Option<f64> {
-    if check.outcome != Outcome::Passed {
+    if check.finding.outcome != Outcome::Passed {
         return None;
     }
-    let found = check.figures.iter().find(|figure| figure.name == name);
+    let found = check
+        .finding
+        .figures
+        .iter()
+        .find(|figure| figure.name == name);
     found.and_then(|figure| figure.value)
 }

@@ -2,10 +2,16 @@
 
 use anyhow::{Result, anyhow};
 use overdrive::attention::PackedLengths;
-use overdrive::optim::{AdamW, AdamWConfig, ClipOptions, Optimizer, ParamGroup, clip_grad_norm};
+use overdrive::datasets::{DataLoader, DataLoaderOptions, DeviceLoader, InMemory};
+use overdrive::distributed::ProcessGroup;
+use overdrive::optim::{AdamW, AdamWConfig, LrSchedulerType, ParamGroup};
 use overdrive::precision::{GradScaler, Precision};
-use overdrive::transformer::{CausalLm, ForwardInput, LabelShift};
-use tch::Tensor;
+use overdrive::trainer::{RunFolder, SaveStrategy, TrainingArguments, TrainingRun};
+use overdrive::transformer::{CausalLm, ForwardInput, LabelShift, LlamaConfig};
+use overdrive_benches::step_from;
+use tch::{Device, Kind, Tensor};
+
+use crate::models::{self, tokens};
 
 /// Returns the error of a benchmark's function as one of this program.
 pub(crate) fn of_step<T>(result: overdrive_benches::StepResult<T>) -> Result<T> {
@@ -14,13 +20,8 @@ pub(crate) fn of_step<T>(result: overdrive_benches::StepResult<T>) -> Result<T> 
 
 /// Returns the mean loss of a batch in a precision.
 pub(crate) fn loss(model: &CausalLm, ids: &Tensor, precision: Precision) -> Result<Tensor> {
-    let size = ids.size();
-    // Each row has one label less than tokens.
-    let count = usize::try_from(size[0] * (size[1] - 1))?;
     let _autocast = precision.autocast(ids.device())?;
-    let input = ForwardInput::new(ids).with_label_count(count);
-    let output = model.loss_of(input, ids, LabelShift::HuggingFace)?;
-    Ok(output.mean()?)
+    mean_loss(model, ForwardInput::new(ids), ids)
 }
 
 /// Returns the mean loss of sequences of these lengths in the one row of `ids`. Their bounds are made here, as in a loop
@@ -31,24 +32,87 @@ pub(crate) fn packed_loss(
     lengths: &[i64],
     precision: Precision,
 ) -> Result<Tensor> {
-    let count = usize::try_from(ids.size()[1] - 1)?;
     let sequences = PackedLengths::from_lengths(lengths, ids.device())?;
     let _autocast = precision.autocast(ids.device())?;
-    let input = ForwardInput::new(ids)
-        .with_label_count(count)
-        .with_sequences(&sequences);
-    let output = model.loss_of(input, ids, LabelShift::HuggingFace)?;
-    Ok(output.mean()?)
+    mean_loss(model, ForwardInput::new(ids).with_sequences(&sequences), ids)
 }
 
-/// A model's parameters in training.
+fn mean_loss(model: &CausalLm, input: ForwardInput<'_>, ids: &Tensor) -> Result<Tensor> {
+    let size = ids.size();
+    // Each row has one label less than tokens.
+    let count = usize::try_from(size[0] * (size[1] - 1))?;
+    let input = input.with_label_count(count);
+    Ok(model.loss_of(input, ids, LabelShift::HuggingFace)?.mean()?)
+}
+
+/// Returns the arguments of a training of `steps` steps.
+pub(crate) fn arguments(steps: usize) -> TrainingArguments {
+    TrainingArguments {
+        max_steps: steps as i64,
+        learning_rate: 3e-3,
+        lr_scheduler_type: LrSchedulerType::Constant,
+        save_strategy: SaveStrategy::No,
+        ..TrainingArguments::default()
+    }
+}
+
+/// Trains on one batch with the run of the programs, and returns the loss of each step. With a folder the run is saved
+/// there.
+pub(crate) fn train(
+    model: &CausalLm,
+    parameters: Vec<(String, Tensor)>,
+    precision: Precision,
+    arguments: &TrainingArguments,
+) -> Result<Vec<f64>> {
+    let device = model.device();
+    let options = DataLoaderOptions {
+        batch_size: 4,
+        ..DataLoaderOptions::default()
+    };
+    let batches = options.batches(options.batch_size)?;
+    let collate = |rows: Vec<()>| Ok(tokens(rows.len() as i64, 64, Device::Cpu)?);
+    let rows = InMemory(vec![(); options.batch_size]);
+    let loader = DataLoader::with(rows, batches, collate, options)?;
+    let mut loader = DeviceLoader::new(loader, device);
+    let group = ProcessGroup::single();
+    let folder = arguments.output_dir.as_ref();
+    let folder = folder.map(|_| RunFolder::open_or_create(&group, arguments));
+    let mut run = TrainingRun::builder(arguments, &group)
+        .precision(precision)
+        .folder(folder.transpose()?)
+        .silent()
+        .start(parameters, &mut loader)?;
+    while let Some(batches) = run.next_batches(&mut loader)? {
+        for ids in &batches {
+            let loss = run.forward(|| mean_loss(model, ForwardInput::new(ids), ids))?;
+            run.backward(&loss)?;
+        }
+        run.step()?;
+        run.save_if_due()?;
+    }
+    Ok(run.finish()?.0.losses)
+}
+
+/// A model's parameters in training, for single steps on a batch that is there.
 pub(crate) struct Trainer {
-    pub(crate) optimizer: AdamW,
-    pub(crate) scaler: Option<GradScaler>,
+    optimizer: AdamW,
+    scaler: Option<GradScaler>,
     precision: Precision,
 }
 
 impl Trainer {
+    /// Returns a new model in f32 whose parameters are trained.
+    pub(crate) fn of_model(
+        config: &LlamaConfig,
+        device: Device,
+        precision: Precision,
+    ) -> Result<(CausalLm, Self)> {
+        let model = models::model(config, device, Kind::Float)?;
+        model.set_requires_grad(true)?;
+        let trainer = Self::new(model.named_parameters(), precision)?;
+        Ok((model, trainer))
+    }
+
     pub(crate) fn new(parameters: Vec<(String, Tensor)>, precision: Precision) -> Result<Self> {
         let config = AdamWConfig {
             learning_rate: 3e-3,
@@ -68,42 +132,11 @@ impl Trainer {
 
     /// Runs a step with this loss and returns it, still on the device.
     pub(crate) fn step_with(&mut self, loss: Tensor) -> Result<Tensor> {
-        match &mut self.scaler {
-            None => {
-                loss.f_backward()?;
-                let _norm =
-                    clip_grad_norm(&self.optimizer.parameters(), 1.0, ClipOptions::default())?;
-                self.optimizer.step()?;
-            }
-            Some(scaler) => {
-                scaler.scale(&loss)?.f_backward()?;
-                scaler.unscale_(&self.optimizer)?;
-                let _norm =
-                    clip_grad_norm(&self.optimizer.parameters(), 1.0, ClipOptions::default())?;
-                scaler.step(&mut self.optimizer)?;
-                scaler.update()?;
-            }
-        }
-        self.optimizer.zero_grad()?;
-        Ok(loss.f_detach()?)
+        of_step(step_from(loss, &mut self.optimizer, self.scaler.as_mut()))
     }
 
-    /// Runs steps on one batch and returns the first and the last loss.
-    pub(crate) fn fit(
-        &mut self,
-        model: &CausalLm,
-        ids: &Tensor,
-        steps: usize,
-    ) -> Result<(f64, f64)> {
-        let mut losses = Vec::new();
-        for _ in 0..steps {
-            losses.push(self.step(model, ids)?);
-        }
-        let read = |loss: Option<&Tensor>| -> Result<f64> {
-            Ok(loss
-                .ok_or_else(|| anyhow!("no step"))?
-                .f_double_value(&[])?)
-        };
-        Ok((read(losses.first())?, read(losses.last())?))
+    /// Runs `count` steps on one batch. The first step creates the states of the optimizer.
+    pub(crate) fn steps(&mut self, model: &CausalLm, ids: &Tensor, count: usize) -> Result<()> {
+        (0..count).try_for_each(|_| self.step(model, ids).map(drop))
     }
 }

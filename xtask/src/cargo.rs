@@ -5,6 +5,7 @@ mod programs;
 mod release;
 
 use std::ffi::{OsStr, OsString};
+use std::os::unix::process::{CommandExt as _, ExitStatusExt as _};
 use std::path::{Path, PathBuf};
 use std::process::{Command, ExitStatus, Stdio};
 
@@ -13,13 +14,10 @@ use crate::record::Record;
 use crate::torch;
 
 pub(crate) use checks::{
-    check_alone, docs, faults, fmt, kernel_launches, lint, test_alone, tests, training_for_check,
+    check_alone, docs, faults, fmt, kernel_launches, lint, tests, training_for_check,
 };
 pub(crate) use programs::{ablation, bench, example, gpu_check, gpu_check_program, train, tune};
-pub(crate) use release::{
-    choose_tch, deny, docs_without_libtorch, examples, metadata, own_metadata, publish_dry_run,
-    semver_checks, tree,
-};
+pub(crate) use release::{choose_tch, deny, examples, metadata, own_metadata, tree};
 
 /// Returns the root of this workspace.
 pub(crate) fn workspace() -> PathBuf {
@@ -118,12 +116,6 @@ impl Cargo {
         self
     }
 
-    fn packages(self, names: &[String]) -> Self {
-        let flags = names.iter().flat_map(|name| ["-p".into(), name.into()]);
-        let flags: Vec<OsString> = flags.collect();
-        self.and(&flags)
-    }
-
     fn features(self, features: Option<&str>) -> Self {
         match features {
             Some(features) => self.and(&["--features".into(), features.into()]),
@@ -214,23 +206,24 @@ impl Cargo {
     }
 
     /// Prints the command and replaces this process by it, so that Ctrl-C, signals, the terminal and the exit
-    /// code are cargo's own. (Systems without `exec` get a child process and its exit code.)
+    /// code are cargo's own.
     pub(crate) fn replace_this_process(&self) -> Result<()> {
         eprintln!("$ {}", self.line());
-        #[cfg(unix)]
-        {
-            use std::os::unix::process::CommandExt;
-            let error = self.command().exec();
-            Err(Failure::new(format!("could not start cargo: {error}")))
-        }
-        #[cfg(not(unix))]
-        self.run_quietly()
+        let error = self.command().exec();
+        Err(Failure::new(format!("could not start cargo: {error}")))
     }
 
     /// Prints the command, runs it, and returns a failing exit code as an error.
     pub(crate) fn run(&self) -> Result<()> {
         eprintln!("$ {}", self.line());
-        self.run_quietly()
+        let status = self
+            .command()
+            .status()
+            .map_err(|error| Failure::new(format!("could not start cargo: {error}")))?;
+        match status.success() {
+            true => Ok(()),
+            false => Err(Failure::silent(code_of(status))),
+        }
     }
 
     /// Prints the command, runs it, and returns its standard output.
@@ -247,26 +240,11 @@ impl Cargo {
         }
         Ok(String::from_utf8_lossy(&output.stdout).into_owned())
     }
-
-    fn run_quietly(&self) -> Result<()> {
-        let status = self
-            .command()
-            .status()
-            .map_err(|error| Failure::new(format!("could not start cargo: {error}")))?;
-        if status.success() {
-            Ok(())
-        } else {
-            Err(Failure::silent(code_of(status)))
-        }
-    }
 }
 
 /// Returns the exit code in a shell's convention: 128 + the signal if one ended the child.
 fn code_of(status: ExitStatus) -> u8 {
-    #[cfg(unix)]
-    let signal = std::os::unix::process::ExitStatusExt::signal(&status);
-    #[cfg(not(unix))]
-    let signal = None::<i32>;
+    let signal = status.signal();
     // `code` is `None` if a signal ended the child.
     let code = status
         .code()
@@ -322,61 +300,4 @@ fn quoted(word: &str) -> String {
         return word.to_owned();
     }
     format!("'{}'", word.replace('\'', r"'\''"))
-}
-
-#[cfg(test)]
-fn words(words: &[&str]) -> Vec<OsString> {
-    words.iter().map(OsString::from).collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn the_printed_command_can_be_pasted() {
-        let cargo = example("train", &words(&["--data", "my text.txt", "--steps", "3"]));
-        assert_eq!(
-            cargo.line(),
-            "cargo run --release -p overdrive-examples --example train -- --data 'my text.txt' \
-             --steps 3"
-        );
-        assert_eq!(
-            docs(&[]).line(),
-            format!(
-                "RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --workspace {}",
-                ALL_FEATURES.join(" ")
-            )
-        );
-        assert_eq!(
-            example("train", &words(&["--", "--steps", "3"])).line(),
-            example("train", &words(&["--steps", "3"])).line()
-        );
-        assert_eq!(quoted("it's"), r"'it'\''s'");
-        assert_eq!(quoted(""), "''");
-    }
-
-    #[test]
-    fn the_folders_of_our_own_build_are_not_passed_on() {
-        let workspace = Path::new("/w");
-        let cut = |paths: &str| without_own_folders(OsStr::new(paths), workspace);
-        assert_eq!(
-            cut("/w/target/xtask/release/deps:/opt/lib"),
-            Some("/opt/lib".into())
-        );
-        assert_eq!(cut("/w/target/xtask/release/deps"), None);
-    }
-
-    #[test]
-    fn the_host_is_read_from_what_rustc_prints() {
-        let version = "rustc 1.95.0\nbinary: rustc\nhost: x86_64-unknown-linux-gnu\n";
-        assert_eq!(host_of(version).unwrap(), "x86_64-unknown-linux-gnu");
-        assert!(host_of("").is_err());
-    }
-
-    #[test]
-    fn the_workspace_is_the_folder_with_the_virtual_manifest() {
-        let manifest = std::fs::read_to_string(workspace().join("Cargo.toml")).unwrap();
-        assert!(manifest.starts_with("[workspace]"));
-    }
 }

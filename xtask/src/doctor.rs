@@ -3,7 +3,6 @@
 mod gpu;
 mod machine;
 mod precision;
-mod recommended;
 mod tools;
 
 use std::fmt::Display;
@@ -91,31 +90,7 @@ pub(crate) fn doctor() -> Result<()> {
             libtorch.and_then(|torch| measured_speed(&environment, &torch)),
         ),
     );
-    settings(&findings, gpus.first().filter(|_| usable));
     verdict(&findings)
-}
-
-/// Prints where to start on this device, by the guide's table.
-fn settings(findings: &Findings, gpu: Option<&gpu::Gpu>) {
-    let memory = machine::memory();
-    let memory = [memory.total, memory.limit].into_iter().flatten().min();
-    let Some(rows) = recommended::rows(gpu, memory) else {
-        return findings.say("settings", format!("none in {}", recommended::PAGE));
-    };
-    let workers = match &*rows.workers {
-        "1" => "1 worker".to_owned(),
-        more => format!("{more} workers"),
-    };
-    let (device, attention) = (&rows.device, &rows.attention);
-    findings.say(
-        "settings",
-        format!(
-            "{attention} attention, {workers}; those of {device:?} in {}",
-            recommended::PAGE
-        ),
-    );
-    findings.say("  training", rows.training);
-    findings.say("  fine-tuning", rows.finetuning);
 }
 
 /// Returns the speed of matmuls that a program with this libtorch has stored, for the number of threads that
@@ -139,19 +114,19 @@ fn processor(findings: &mut Findings, features: CpuFeatures) {
         ),
     );
     let mut threads = format!("{} for libtorch by default", cpu.physical_cores);
-    let usable = machine::cgroup_cpus();
-    if let Some(limit) = usable {
-        threads += &format!("; the container allows {limit:.1} CPUs");
-        if limit + 0.5 < cpu.physical_cores as f64 {
-            findings.warn(
-                format!(
-                    "libtorch starts {} threads, and the container allows {limit:.1} CPUs: they \
-                     would wait for one another",
-                    cpu.physical_cores
-                ),
-                format!("export OMP_NUM_THREADS={}", limit.ceil()),
-            );
-        }
+    // By the affinity of the process and the quota of the container.
+    let usable = std::thread::available_parallelism().map_or(cpu.logical_cores, usize::from);
+    if usable < cpu.logical_cores {
+        threads += &format!("; this process may use {usable} CPUs");
+    }
+    if usable < cpu.physical_cores {
+        findings.warn(
+            format!(
+                "libtorch starts {} threads, and this process may use {usable} CPUs: they would wait for one another",
+                cpu.physical_cores
+            ),
+            format!("export OMP_NUM_THREADS={usable}"),
+        );
     }
     match std::env::var("OMP_NUM_THREADS") {
         Ok(value) => {

@@ -1,8 +1,7 @@
 //! The check that the figures of the README and the guide stand in the reports of `docs/benchmarks`.
 //!
 //! A paragraph or a table names its report by a link (`docs/benchmarks/training_….md#the-table`); a table without a
-//! link takes those of the paragraph before it. Then each figure in it must be a number of the report, or of the
-//! section that the link names. Figures are, in a table, the numbers outside of the first row and column; in a
+//! link takes those of the paragraph before it. Then each figure in it must be a number of the report. Figures are, in a table, the numbers outside of the first row and column; in a
 //! paragraph, those with a decimal point, a separator of thousands, or a unit. Inline code holds none.
 //!
 //! A speed or a ratio without a link is a problem. A comment `<!-- figures: REASON -->` exempts what follows up to
@@ -13,7 +12,8 @@ use std::fs;
 use std::path::{Path, PathBuf};
 
 use crate::guide::{is_of_guide, shown};
-use crate::markdown::{self, Block, Kind, anchor};
+use crate::markdown::{Block, Kind};
+use crate::new::normal;
 
 /// Units that make an integer of a paragraph a figure.
 const UNITS: [&str; 13] = [
@@ -42,8 +42,10 @@ pub(crate) fn problems(root: &Path, pages: &BTreeMap<PathBuf, Vec<Block>>) -> Ve
         let mut before: &[Block] = &[];
         for (index, block) in blocks.iter().enumerate() {
             match &block.kind {
-                Kind::Heading(_) => exempt = false,
-                Kind::Comment if block.text.trim_start().starts_with("figures:") => exempt = true,
+                Kind::Heading => exempt = false,
+                Kind::Comment if block.comment().is_some_and(|c| c.starts_with("figures:")) => {
+                    exempt = true;
+                }
                 Kind::Paragraph | Kind::Table if !exempt => {
                     let is_table = block.kind == Kind::Table;
                     let mut linked = links(path, block);
@@ -82,7 +84,12 @@ fn reports(root: &Path, pages: &BTreeMap<PathBuf, Vec<Block>>) -> Vec<String> {
                 parts.len() == 3 && is_date,
                 "is not named <claim>_<machine>_<YYYY-MM-DD>.md",
             ),
-            (names_a_command(&text), "names no command"),
+            (
+                ["cargo ", "python3 ", "target/release/"]
+                    .iter()
+                    .any(|command| text.contains(command)),
+                "names no command",
+            ),
             (text.contains("cores"), "names no machine"),
             (
                 list.contains(&*name),
@@ -97,120 +104,56 @@ fn reports(root: &Path, pages: &BTreeMap<PathBuf, Vec<Block>>) -> Vec<String> {
     wrong.collect()
 }
 
-fn names_a_command(text: &str) -> bool {
-    let commands = ["cargo ", "python3 ", "target/release/"];
-    commands.iter().any(|command| text.contains(command))
-}
-
-/// A report, or the section of one, that a block links to.
-#[derive(Debug, Clone, PartialEq, Eq)]
-struct Link {
-    report: PathBuf,
-    section: Option<String>,
-}
-
-impl Link {
-    /// Returns the blocks of the section, or of the report.
-    fn blocks<'a>(&self, pages: &'a BTreeMap<PathBuf, Vec<Block>>) -> &'a [Block] {
-        let blocks = pages.get(&self.report);
-        section(blocks.map(Vec::as_slice).unwrap_or_default(), &self.section)
-    }
-}
-
-fn links(page: &Path, block: &Block) -> Vec<Link> {
+/// Returns the reports that a block links to.
+fn links(page: &Path, block: &Block) -> Vec<PathBuf> {
     let folder = page.parent().unwrap_or(page);
-    let links = markdown::links(&block.text).into_iter();
-    links
-        .filter(|link| link.contains("benchmarks/"))
-        .map(|link| {
-            let (file, section) = match link.split_once('#') {
-                Some((file, section)) => (file, Some(section.to_owned())),
-                None => (&*link, None),
-            };
-            Link {
-                report: crate::new::normal(&folder.join(file)),
-                section,
-            }
-        })
+    let reports = block
+        .links
+        .iter()
+        .filter(|link| link.contains("benchmarks/"));
+    reports
+        .map(|link| normal(&folder.join(link.split('#').next().unwrap_or_default())))
         .collect()
 }
 
 /// Returns what is wrong with the figures of one block.
-fn judge(block: &Block, linked: &[Link], pages: &BTreeMap<PathBuf, Vec<Block>>) -> Vec<String> {
-    let text = markdown::without_targets(&markdown::without_code(&block.text));
+fn judge(block: &Block, linked: &[PathBuf], pages: &BTreeMap<PathBuf, Vec<Block>>) -> Vec<String> {
     if linked.is_empty() {
-        let measured = numbers(&text)
+        let measured = numbers(&block.text)
             .into_iter()
-            .find(|number| is_measured(number.rest));
-        return measured
-            .map(|number| {
-                format!(
-                    "{} has no report: link to one of {REPORTS}, or delete it",
-                    number.shown()
-                )
-            })
-            .into_iter()
-            .collect();
+            .find(|number| starts_with_one_of(number.rest, &MEASURED));
+        let problem = |number: Number<'_>| {
+            let shown = number.shown();
+            format!("{shown} has no report: link to one of {REPORTS}, or delete it")
+        };
+        return measured.map(problem).into_iter().collect();
     }
-    let there: Vec<f64> = linked
+    let blocks = linked
         .iter()
-        .flat_map(|link| link.blocks(pages))
-        .flat_map(|block| numbers(&block.text).into_iter().map(|number| number.value))
-        .collect();
-    let without_command = linked.iter().filter(|link| {
-        let mut blocks = link.blocks(pages).iter();
-        !blocks.any(|block| names_a_command(&block.text))
-    });
-    let mut problems: Vec<String> = without_command
-        .map(|link| {
-            let section = link.section.as_deref().unwrap_or_default();
-            format!("{}#{section} names no command", shown(&link.report))
+        .filter_map(|report| pages.get(report))
+        .flatten();
+    let there: Vec<f64> = blocks
+        .flat_map(|block| {
+            numbers(&block.source)
+                .into_iter()
+                .map(|number| number.value)
         })
         .collect();
-    let names: Vec<String> = linked.iter().map(|link| shown(&link.report)).collect();
-    let missing = figures(&text, &block.kind)
+    let names: Vec<String> = linked.iter().map(|report| shown(report)).collect();
+    let missing = figures(block)
         .into_iter()
         .filter(|figure| !there.contains(&figure.value));
-    problems
-        .extend(missing.map(|figure| format!("{} is not in {}", figure.shown(), names.join(", "))));
-    problems
-}
-
-/// Returns the blocks of the section with this anchor, of all if there is none.
-fn section<'a>(blocks: &'a [Block], anchor_of: &Option<String>) -> &'a [Block] {
-    let Some(wanted) = anchor_of else {
-        return blocks;
-    };
-    let level = |block: &Block| match block.kind {
-        Kind::Heading(level) => Some(level),
-        _ => None,
-    };
-    let start = blocks
-        .iter()
-        .position(|block| level(block).is_some() && anchor(&block.text) == *wanted);
-    let Some(start) = start else {
-        return &[];
-    };
-    let own = level(&blocks[start]);
-    let after = blocks[start + 1..]
-        .iter()
-        .position(|block| level(block).is_some_and(|other| Some(other) <= own));
-    &blocks[start..after.map_or(blocks.len(), |after| start + 1 + after)]
+    missing
+        .map(|figure| format!("{} is not in {}", figure.shown(), names.join(", ")))
+        .collect()
 }
 
 /// Returns the figures of a paragraph or a table.
-fn figures<'a>(text: &'a str, kind: &Kind) -> Vec<Number<'a>> {
-    if *kind != Kind::Table {
-        let mut figures = numbers(text);
-        figures.retain(|number| number.text.contains([',', '.']) || has_unit(number.rest));
-        return figures;
-    }
-    let rows = text.lines().skip(2);
-    rows.flat_map(|row| {
-        let cells = row.trim().trim_matches('|').split('|').skip(1);
-        cells.flat_map(numbers)
-    })
-    .collect()
+fn figures(block: &Block) -> Vec<Number<'_>> {
+    let mut figures = numbers(&block.text);
+    let is_figure = |number: &Number<'_>| number.text.contains([',', '.']) || has_unit(number.rest);
+    figures.retain(|number| block.kind == Kind::Table || is_figure(number));
+    figures
 }
 
 /// A number and the text behind it.
@@ -288,10 +231,6 @@ fn has_unit(rest: &str) -> bool {
     })
 }
 
-fn is_measured(rest: &str) -> bool {
-    starts_with_one_of(rest, &MEASURED)
-}
-
 /// Returns `true` if `rest` begins with one of the words, behind a space or none.
 fn starts_with_one_of(rest: &str, words: &[&str]) -> bool {
     let adjacent = rest.trim_start_matches('*');
@@ -307,135 +246,45 @@ fn starts_with_one_of(rest: &str, words: &[&str]) -> bool {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::markdown::blocks;
 
-    #[test]
-    fn numbers_are_read_with_separators_and_without_versions() {
-        let values =
-            |text: &str| -> Vec<f64> { numbers(text).iter().map(|number| number.value).collect() };
-        assert_eq!(
-            values("**2,107** of 1,234,567, 0.997 and 1/3.6"),
-            [2107.0, 1_234_567.0, 0.997, 1.0, 3.6]
-        );
-        assert_eq!(
-            values("libtorch 2.11.0, INT8, Zen4, 4096x4096, 184–235."),
-            [4096.0, 184.0, 235.0]
-        );
-        assert_eq!(values("1, 2,34"), [1.0, 2.0, 34.0]);
-    }
-
-    #[test]
-    fn a_unit_makes_a_figure_of_a_paragraph() {
-        let figures = |text: &str| -> Vec<String> {
-            let figures = figures(text, &Kind::Paragraph);
-            figures
-                .iter()
-                .map(|number| number.text.to_owned())
-                .collect()
-        };
-        let text = "2 cores: 89% of 516 MiB, 184–235 tokens/s, 12 to 13 times, 60.5, 2,107 of 4096 tokens, 2 blocks of 4096x4096";
-        assert_eq!(
-            figures(text),
-            ["89", "516", "184", "235", "12", "13", "60.5", "2,107"]
-        );
-    }
-
+    /// Returns what is wrong with a README beside one report, without the place.
     fn judged(page: &str) -> Vec<String> {
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path();
-        let report = "# A claim\n\n2 cores, `cargo xtask ablation`\n\n## Speed\n\n`cargo xtask bench`\n\n| a | 1.52x | 2,107 |\n\n### More\n\n9%\n\n\
-                      ## Memory\n\n`cargo xtask bench`\n\n| a | 89 % |\n\n## By hand\n\n7 ms\n";
-        for folder in ["docs/src", REPORTS] {
-            fs::create_dir_all(root.join(folder)).unwrap();
-        }
-        let name = "a_b-2cores_2026-11-21.md";
-        let mut pages = BTreeMap::new();
-        for (path, text) in [
-            (format!("{REPORTS}/{name}"), report),
-            ("README.md".to_owned(), page),
-            ("docs/src/benchmarks.md".to_owned(), name),
+        let (root, report) = (Path::new("/r"), Path::new("/r/docs/benchmarks/a.md"));
+        let pages = BTreeMap::from([
+            (report.to_owned(), blocks("| a | 1.52x | 2,107 |\n")),
+            (root.join("README.md"), blocks(page)),
+        ]);
+        let problems = problems(root, &pages).into_iter();
+        let own =
+            problems.filter_map(|problem| Some(problem.split_once("README.md:")?.1.to_owned()));
+        own.collect()
+    }
+
+    #[test]
+    fn figures_stand_in_the_report_that_is_linked_and_speeds_have_one() {
+        let link = "([report](docs/benchmarks/a.md#speed))";
+        let table =
+            |x| format!("By {link}:\n\n| 7 | 8 |\n|---|---|\n| 5 streams | **{x}x** `12` |\n");
+        for good in [
+            format!("1.52x the speed, 2107 tokens/s {link}.\n"),
+            table("1.52"),
+            "At most 64 MiB, 4096x4096, libtorch 2.11.0, `1.5x`.\n".to_owned(),
+            "<!-- figures: assumed -->\n9 ms\n".to_owned(),
         ] {
-            fs::write(root.join(&path), text).unwrap();
-            pages.insert(root.join(path), markdown::blocks(text).unwrap());
+            assert_eq!(judged(&good), Vec::<String>::new());
         }
-        problems(root, &pages)
-            .iter()
-            .map(|problem| {
-                problem
-                    .rsplit_once("README.md:")
-                    .unwrap_or(("", problem))
-                    .1
-                    .to_owned()
-            })
-            .collect()
-    }
-
-    const LINK: &str = "[report](docs/benchmarks/a_b-2cores_2026-11-21.md";
-
-    #[test]
-    fn figures_must_stand_in_the_report_that_is_linked() {
-        assert_eq!(
-            judged(&format!("1.52x the speed, 89% ({LINK})).\n")),
-            Vec::<String>::new()
-        );
-        assert_eq!(
-            judged(&format!("2107 and 9% ({LINK}#speed)).\n")),
-            Vec::<String>::new()
-        );
-        let found = judged(&format!("1.53x the speed ({LINK})).\n"));
-        assert_eq!(found.len(), 1);
-        assert!(
-            found[0].starts_with("1: \"1.53x the speed") && found[0].contains("is not in"),
-            "{found:?}"
-        );
-        let found = judged(&format!("89% ({LINK}#speed)).\n"));
-        assert_eq!(found.len(), 1, "another section: {found:?}");
-        let found = judged(&format!("7 ms ({LINK}#by-hand)).\n"));
-        assert!(
-            found.len() == 1 && found[0].ends_with("#by-hand names no command"),
-            "{found:?}"
-        );
-    }
-
-    #[test]
-    fn a_table_is_compared_without_its_first_row_and_column() {
-        let table = "| 7 | 8 |\n|---|---|\n| decode, 5 streams | **1.52x** `12` |\n";
-        assert_eq!(
-            judged(&format!("By {LINK}):\n\n{table}")),
-            Vec::<String>::new()
-        );
-        let found = judged(&format!("By {LINK}):\n\n{}", table.replace("1.52", "1.53")));
-        assert!(found.len() == 1 && found[0].starts_with("3: "), "{found:?}");
-    }
-
-    #[test]
-    fn a_speed_without_a_report_is_a_problem_unless_it_is_exempt() {
-        for text in [
-            "It is 1.52x as fast.",
-            "3 times as fast",
-            "60 tokens/s",
-            "| a | 9 ms |",
+        for (bad, line, what) in [
+            (format!("1.53x the speed {link}.\n"), 1, "is not in"),
+            (table("1.53"), 3, "is not in"),
+            ("It is 3 times as fast.\n".to_owned(), 1, "has no report"),
         ] {
-            assert!(judged(text)[0].contains("has no report"), "{text}");
+            let found = judged(&bad);
+            assert!(
+                found.len() == 1 && found[0].starts_with(&format!("{line}: ")),
+                "{found:?}"
+            );
+            assert!(found[0].contains(what), "{found:?}");
         }
-        for text in [
-            "At most 64 MiB, 89 %, 4096x4096.",
-            "Three times a day.",
-            "`1.52x`",
-        ] {
-            assert_eq!(judged(text), Vec::<String>::new());
-        }
-        let exempt = "<!-- figures: assumed -->\n9 ms\n\n10 ms\n\n# Next\n\n11 ms\n";
-        let found = judged(exempt);
-        assert!(found.len() == 1 && found[0].starts_with("8: "), "{found:?}");
-    }
-
-    #[test]
-    fn a_report_has_a_name_a_command_a_machine_and_a_line_in_the_guide() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join(REPORTS).join("notes.md");
-        let pages = BTreeMap::from([(path.clone(), Vec::new())]);
-        fs::create_dir_all(path.parent().unwrap()).unwrap();
-        fs::write(&path, "# Notes\n").unwrap();
-        assert_eq!(reports(folder.path(), &pages).len(), 4);
     }
 }

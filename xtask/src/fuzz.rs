@@ -58,20 +58,16 @@ pub(crate) fn fuzz(target: Option<&str>, minutes: f64) -> Result<()> {
     let seconds = (minutes * 60.0).ceil() as u64;
     let folder = cargo::workspace().join("target/fuzz");
     let mut found = Vec::new();
-    print_line(format_args!(
-        "{:<22} {:>12} {:>9}",
-        "target", "executions", "seconds"
-    ));
     for name in chosen {
         let searched = search(&program, name, seconds, &folder, &scratch);
         let _ = fs::remove_dir_all(&scratch);
-        let log = searched?;
+        let (log, succeeded) = searched?;
+        let what = if succeeded { "nothing" } else { "something" };
+        let log = log.display();
         print_line(format_args!(
-            "{name:<22} {:>12} {seconds:>9}",
-            log.executions
+            "{name:<22} found {what} in {seconds} s: {log}"
         ));
-        if !log.succeeded {
-            print_line(format_args!("  found something: {}", log.path.display()));
+        if !succeeded {
             found.push(name);
         }
     }
@@ -125,14 +121,14 @@ fn names(program: &Path, scratch: &Path) -> Result<String> {
     Ok(String::from_utf8_lossy(&output.stdout).into_owned())
 }
 
-/// The end of a search.
-struct Log {
-    path: PathBuf,
-    executions: u64,
-    succeeded: bool,
-}
-
-fn search(program: &Path, name: &str, seconds: u64, folder: &Path, scratch: &Path) -> Result<Log> {
+/// Searches, and returns the log, which ends with libFuzzer's statistics, and `true` if nothing was found.
+fn search(
+    program: &Path,
+    name: &str,
+    seconds: u64,
+    folder: &Path,
+    scratch: &Path,
+) -> Result<(PathBuf, bool)> {
     let corpus = folder.join("corpus").join(name);
     let artifacts = folder.join("artifacts").join(name);
     for needed in [&corpus, &artifacts] {
@@ -155,42 +151,5 @@ fn search(program: &Path, name: &str, seconds: u64, folder: &Path, scratch: &Pat
         .stderr(copy)
         .status()
         .map_err(|error| Failure::io("could not start", program, &error))?;
-    let text = fs::read(&path).map_err(fail)?;
-    Ok(Log {
-        executions: executions(&String::from_utf8_lossy(&text)),
-        path,
-        succeeded: status.success(),
-    })
-}
-
-/// Returns the number of inputs that were tried: libFuzzer's final count, or that of its last line before an end
-/// that gives no statistics.
-fn executions(log: &str) -> u64 {
-    let last = |line: &str| -> Option<u64> {
-        match line.strip_prefix("stat::number_of_executed_units:") {
-            Some(count) => count.trim().parse().ok(),
-            None => line
-                .strip_prefix('#')?
-                .split_whitespace()
-                .next()?
-                .parse()
-                .ok(),
-        }
-    };
-    log.lines().rev().find_map(last).unwrap_or(0)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn executions_are_read_from_the_statistics_or_the_last_line() {
-        let lines = "#2\tINITED cov: 12 ft: 13\n#4096\tpulse  cov: 40 exec/s: 2048\n";
-        assert_eq!(executions(lines), 4096);
-        let done =
-            format!("{lines}Done 5000 runs\nstat::number_of_executed_units: 5000\nstat::x: 1\n");
-        assert_eq!(executions(&done), 5000);
-        assert_eq!(executions("ERROR: no seeds\n"), 0);
-    }
+    Ok((path, status.success()))
 }

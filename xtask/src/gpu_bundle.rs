@@ -3,7 +3,7 @@
 
 use std::fs;
 use std::os::unix::fs::PermissionsExt as _;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
 use overdrive_core::print_line;
 use serde_json::{Value, json};
@@ -19,9 +19,6 @@ use crate::{cargo, hash, space, torch, unpack};
 const FORMAT: &str = "overdrive-gpu-bundle";
 const FORMAT_VERSION: u64 = 1;
 const MANIFEST: &str = "manifest.json";
-/// Machines with a GPU are often reached over links that refuse more than 64 MiB, of which a checkout with the sources
-/// takes half.
-const MOST_BYTES: u64 = 32 << 20;
 /// The comparison with PyTorch.
 const SCRIPTS: [&str; 4] = [
     "gpu_decode.py",
@@ -59,8 +56,7 @@ pub(crate) fn gpu_bundle(out: Option<&Path>) -> Result<()> {
         eprintln!("removed leftovers of an earlier run: {left}");
     }
     let made = Made(unpack::unfinished(&target));
-    let needs = gather(&made.0, built)?;
-    let bytes = checked_size(&made.0, MOST_BYTES)?;
+    let (needs, bytes) = gather(&made.0, built)?;
     unpack::sync(&made.0)?;
     unpack::publish(&made.0, &target)?;
     print_line(format_args!(
@@ -84,8 +80,8 @@ fn is_bundle(folder: &Path) -> bool {
         .is_some_and(|manifest| manifest["format"] == FORMAT)
 }
 
-/// Writes the files and returns what the program needs of the system.
-fn gather(made: &Path, built: &Program) -> Result<Needs> {
+/// Writes the files and returns what the program needs of the system, and its bytes.
+fn gather(made: &Path, built: &Program) -> Result<(Needs, u64)> {
     let scripts = made.join("python");
     fs::create_dir_all(&scripts).map_err(|error| failed("could not create", &scripts, &error))?;
     let program = made.join(&built.file);
@@ -117,7 +113,7 @@ fn gather(made: &Path, built: &Program) -> Result<Needs> {
         "program": {"bytes": bytes.len(), "sha256": hash::of_bytes(&bytes)},
     });
     write(&made.join(MANIFEST), &format!("{manifest:#}\n"))?;
-    Ok(needs)
+    Ok((needs, bytes.len() as u64))
 }
 
 fn write(path: &Path, text: &str) -> Result<()> {
@@ -141,40 +137,6 @@ fn readme(needs: Needs) -> String {
          (default: `python3`).\n",
         system(needs)
     )
-}
-
-/// Returns the bytes of a folder; an error that names its largest files if they are more than `most`.
-fn checked_size(folder: &Path, most: u64) -> Result<u64> {
-    let mut files = Vec::new();
-    list(folder, &mut files)?;
-    let bytes = files.iter().map(|(bytes, _)| bytes).sum();
-    if bytes <= most {
-        return Ok(bytes);
-    }
-    files.sort_by(|a, b| b.cmp(a));
-    let largest = files.iter().take(3).map(|(bytes, path)| {
-        let path = path.strip_prefix(folder).unwrap_or(path);
-        format!("{} has {}", path.display(), space::megabytes(*bytes))
-    });
-    Err(Failure::new(format!(
-        "the folder has {}; it must be at most {}; {}",
-        space::megabytes(bytes),
-        space::megabytes(most),
-        largest.collect::<Vec<_>>().join(", ")
-    )))
-}
-
-fn list(folder: &Path, files: &mut Vec<(u64, PathBuf)>) -> Result<()> {
-    let fail = |error: std::io::Error| failed("could not read", folder, &error);
-    for entry in fs::read_dir(folder).map_err(fail)? {
-        let entry = entry.map_err(fail)?;
-        let metadata = entry.metadata().map_err(fail)?;
-        match metadata.is_dir() {
-            true => list(&entry.path(), files)?,
-            false => files.push((metadata.len(), entry.path())),
-        }
-    }
-    Ok(())
 }
 
 #[cfg(test)]
@@ -263,49 +225,5 @@ mod tests {
             !output.status.success() && text.contains("2.10.1") && text.contains("2.11"),
             "{text}"
         );
-    }
-
-    #[test]
-    fn a_folder_that_is_too_large_is_refused_with_its_largest_files() {
-        let folder = tempfile::tempdir().unwrap();
-        fs::create_dir(folder.path().join("python")).unwrap();
-        for (file, megabytes) in [("gpu-check", 3), ("python/llama.py", 2), ("run.sh", 0)] {
-            let bytes = vec![0_u8; megabytes * 1_000_000];
-            fs::write(folder.path().join(file), bytes).unwrap();
-        }
-        assert_eq!(checked_size(folder.path(), 5_000_000).unwrap(), 5_000_000);
-        let error = checked_size(folder.path(), 4_999_999).unwrap_err();
-        let text = error.to_string();
-        let largest = format!(
-            "gpu-check has {}, python/llama.py has {}, run.sh",
-            space::megabytes(3_000_000),
-            space::megabytes(2_000_000)
-        );
-        assert!(text.contains(&largest), "{text}");
-        // What it measured is well below, with room for the sources beside it in 64 MiB.
-        assert_eq!(MOST_BYTES, 32 << 20);
-    }
-
-    #[test]
-    fn only_a_bundle_is_replaced() {
-        let folder = tempfile::tempdir().unwrap();
-        let path = folder.path().join(MANIFEST);
-        fs::write(&path, r#"{"format": "overdrive-dist"}"#).unwrap();
-        assert!(!is_bundle(folder.path()));
-        fs::write(&path, format!(r#"{{"format": "{FORMAT}"}}"#)).unwrap();
-        assert!(is_bundle(folder.path()));
-    }
-
-    #[test]
-    fn the_scripts_of_the_comparison_are_in_the_repository() {
-        for script in SCRIPTS {
-            assert!(
-                cargo::workspace()
-                    .join("benches/pytorch")
-                    .join(script)
-                    .exists(),
-                "{script}"
-            );
-        }
     }
 }

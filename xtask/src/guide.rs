@@ -107,7 +107,7 @@ fn entries(folder: &Path) -> Result<Vec<PathBuf>> {
 /// its viewer only.
 fn links_of_book(source: &Path) -> Result<()> {
     let mut problems = Vec::new();
-    let pages = pages(source, &mut problems)?;
+    let pages = pages(source)?;
     for (path, blocks) in &pages {
         let mut page = Page {
             path,
@@ -118,16 +118,12 @@ fn links_of_book(source: &Path) -> Result<()> {
     ended(&problems)
 }
 
-/// Returns the pages below `folder`; a page with an open block is a problem.
-fn pages(folder: &Path, problems: &mut Vec<String>) -> Result<BTreeMap<PathBuf, Vec<Block>>> {
-    let mut pages = BTreeMap::new();
-    for path in markdown::files(folder)? {
-        match markdown::blocks(&read(&path)?) {
-            Ok(blocks) => drop(pages.insert(path, blocks)),
-            Err(what) => problems.push(format!("{}: {what}", shown(&path))),
-        }
-    }
-    Ok(pages)
+/// Returns the pages below `folder`.
+fn pages(folder: &Path) -> Result<BTreeMap<PathBuf, Vec<Block>>> {
+    let files = markdown::files(folder)?.into_iter();
+    files
+        .map(|path| read(&path).map(|text| (path, markdown::blocks(&text))))
+        .collect()
 }
 
 /// Returns an error that lists `problems`, if there are any.
@@ -158,7 +154,7 @@ fn write(path: &Path, bytes: &[u8]) -> Result<()> {
 pub(crate) fn check(commands: &[String]) -> Result<()> {
     let root = cargo::workspace();
     let mut problems = Vec::new();
-    let pages = pages(&root, &mut problems)?;
+    let pages = pages(&root)?;
     for (path, blocks) in &pages {
         let mut page = Page {
             path,
@@ -204,14 +200,11 @@ impl Page<'_> {
     fn links(&mut self, blocks: &[Block], pages: &BTreeMap<PathBuf, Vec<Block>>) {
         let folder = self.path.parent().unwrap_or(self.path);
         for block in blocks {
-            if !matches!(block.kind, Kind::Paragraph | Kind::Table | Kind::Heading(_)) {
-                continue;
-            }
-            for link in markdown::links(&block.text) {
+            for link in &block.links {
                 if link.is_empty() || link.contains("://") || link.starts_with("mailto:") {
                     continue;
                 }
-                let (file, anchor) = link.split_once('#').unwrap_or((&link, ""));
+                let (file, anchor) = link.split_once('#').unwrap_or((link, ""));
                 let target = match file.is_empty() {
                     true => self.path.to_owned(),
                     false => crate::new::normal(&folder.join(file)),
@@ -234,8 +227,8 @@ impl Page<'_> {
     /// Checks that the subcommands and the examples exist that the page names.
     fn commands(&mut self, blocks: &[Block], commands: &[String], root: &Path) {
         for block in blocks {
-            for (at, _) in block.text.match_indices("cargo xtask ") {
-                let mut words = block.text[at..].split_whitespace().skip(2).map(|word| {
+            for (at, _) in block.source.match_indices("cargo xtask ") {
+                let mut words = block.source[at..].split_whitespace().skip(2).map(|word| {
                     word.trim_matches(|c: char| !c.is_ascii_alphanumeric() && c != '-' && c != '_')
                 });
                 let word = words.next().unwrap_or_default();
@@ -272,9 +265,8 @@ impl Page<'_> {
         for block in blocks {
             match &block.kind {
                 Kind::Comment => {
-                    if let Some(name) = block.text.trim().strip_prefix("from ") {
-                        file = Some(name.to_owned());
-                    }
+                    let name = block.comment().and_then(|text| text.strip_prefix("from "));
+                    file = name.map(str::to_owned).or(file);
                     continue;
                 }
                 Kind::Code(kind) => {
@@ -313,12 +305,9 @@ impl Page<'_> {
 /// Returns the anchors of a page's headings; GitHub numbers those that repeat.
 fn anchors(blocks: &[Block]) -> BTreeSet<String> {
     let mut seen: BTreeMap<String, usize> = BTreeMap::new();
-    let headings = blocks
-        .iter()
-        .filter(|block| matches!(block.kind, Kind::Heading(_)));
-    headings
-        .map(|heading| {
-            let anchor = markdown::anchor(&heading.text);
+    let anchors = blocks.iter().filter_map(Block::anchor);
+    anchors
+        .map(|anchor| {
             let count = seen.entry(anchor.clone()).or_insert(0);
             *count += 1;
             match *count {
@@ -335,102 +324,12 @@ fn summary(root: &Path, pages: &BTreeMap<PathBuf, Vec<Block>>, problems: &mut Ve
     let summary = guide.join("SUMMARY.md");
     let blocks = pages.get(&summary).into_iter().flatten();
     let listed: BTreeSet<PathBuf> = blocks
-        .flat_map(|block| markdown::links(&block.text))
+        .flat_map(|block| &block.links)
         .map(|link| guide.join(link))
         .collect();
     for page in pages.keys().filter(|page| page.starts_with(&guide)) {
         if *page != summary && !listed.contains(page) {
             problems.push(format!("docs/src/SUMMARY.md does not list {}", shown(page)));
         }
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn problems(text: &str) -> Vec<String> {
-        let folder = tempfile::tempdir().unwrap();
-        let root = folder.path();
-        fs::create_dir(root.join("examples")).unwrap();
-        fs::write(root.join("examples/train.rs"), "fn main() {}\n").unwrap();
-        fs::write(root.join("other.md"), "").unwrap();
-        let path = root.join("page.md");
-        let other = markdown::blocks("# Twice\n\n# Twice\n").unwrap();
-        let blocks = markdown::blocks(text).unwrap();
-        fs::write(&path, text).unwrap();
-        let pages = BTreeMap::from([
-            (path.clone(), blocks.clone()),
-            (root.join("other.md"), other),
-        ]);
-        let mut problems = Vec::new();
-        let mut page = Page {
-            path: &path,
-            problems: &mut problems,
-        };
-        page.links(&blocks, &pages);
-        page.commands(&blocks, &["train".to_owned(), "example".to_owned()], root);
-        page.code(&blocks, root);
-        problems
-            .iter()
-            .map(|problem| problem.split_once("page.md:").unwrap().1.to_owned())
-            .collect()
-    }
-
-    #[test]
-    fn each_link_of_the_book_leads_to_a_file_of_the_book() {
-        let folder = tempfile::tempdir().unwrap();
-        stage(folder.path()).unwrap();
-        let source = folder.path().join("src");
-        links_of_book(&source).unwrap();
-        fs::write(source.join("new.md"), "[code](../../crates)\n").unwrap();
-        let text = links_of_book(&source).unwrap_err().to_string();
-        assert!(text.contains("../../crates leads nowhere"), "{text}");
-    }
-
-    #[test]
-    fn links_lead_to_files_and_headings() {
-        let good =
-            "# A page\n\n[a](other.md#twice-1) [b](#a-page) [c](https://example.com/x) `[d](e)`\n";
-        assert_eq!(problems(good), Vec::<String>::new());
-        let bad = "[a](other.md#thrice)\n\n[b](nowhere.md)\n\n| [c](#d) |\n";
-        let found = problems(bad);
-        assert_eq!(found.len(), 3, "{found:?}");
-        assert!(
-            found[0].starts_with("1: ") && found[0].ends_with("has no heading #thrice"),
-            "{found:?}"
-        );
-        assert_eq!(found[1], "3: the link to nowhere.md leads nowhere");
-    }
-
-    #[test]
-    fn commands_and_examples_exist() {
-        let good = "`cargo xtask train --steps 3`, cargo xtask example train, `cargo xtask …`, cargo xtask example NAME";
-        assert_eq!(problems(good), Vec::<String>::new());
-        assert_eq!(
-            problems("```text\ncargo xtask fly\n```\n"),
-            ["1: there is no command cargo xtask fly"]
-        );
-        assert_eq!(
-            problems("`cargo xtask example fly`"),
-            ["1: there is no example fly"]
-        );
-    }
-
-    #[test]
-    fn blocks_of_code_show_what_they_say_and_nothing_hidden() {
-        let good = "<!-- from examples/train.rs -->\n```rust\nfn main() {}\n```\n```sh\n# a comment\n```\n```json\n{}\n```\n";
-        assert_eq!(problems(good), Vec::<String>::new());
-        let bad = "```\na\n```\n```rust\n# fn main() {\n```\n```json\n{,}\n```\n<!-- from examples/train.rs -->\n```rust\nx\n```\n";
-        let found = problems(bad);
-        assert_eq!(found.len(), 4, "{found:?}");
-        assert!(
-            found[0].contains("names no language") && found[1].contains("<!-- test"),
-            "{found:?}"
-        );
-        assert!(
-            found[2].contains("no JSON") && found[3].contains("not in examples/train.rs"),
-            "{found:?}"
-        );
     }
 }

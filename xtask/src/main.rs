@@ -26,7 +26,6 @@ mod new;
 mod progress;
 mod readmes;
 mod record;
-mod semver;
 mod setup;
 mod sources;
 mod space;
@@ -143,24 +142,6 @@ enum Command {
     /// Compile each crate alone: without features, and with each feature alone
     Matrix {
         /// The crates [default: all]
-        crates: Vec<String>,
-        /// Also run the tests of each crate alone
-        #[arg(long)]
-        tests: bool,
-    },
-    /// Rehearse publishing: build the documentation without libtorch, then cargo publish --workspace --dry-run
-    PublishCheck {
-        /// Only these crates and their dependencies in the workspace [default: all]
-        crates: Vec<String>,
-        /// Make the packages without building them
-        #[arg(long)]
-        no_verify: bool,
-    },
-    /// Compare the public interface of each crate with that of a revision: cargo semver-checks
-    Semver {
-        /// The revision to compare with, such as the tag of the last release
-        base: String,
-        /// The crates [default: all published ones]
         crates: Vec<String>,
     },
     /// Write the README of each crate from the documentation of its lib.rs
@@ -306,21 +287,9 @@ fn run(command: Command) -> Result<()> {
             check::deny_is_installed()?;
             cargo::deny(&further(2)).replace_this_process()
         }
-        Command::Matrix { crates, tests } => {
+        Command::Matrix { crates } => {
             setup::setup(Request::Any, false)?;
-            matrix::matrix(&crates, tests)
-        }
-        Command::Semver { base, crates } => semver::semver(&base, &crates),
-        Command::PublishCheck { crates, no_verify } => {
-            torch::refuse_other("publish-check")?;
-            setup::setup(Request::Any, false)?;
-            readmes::readmes(true)?;
-            if crates.is_empty() {
-                cargo::docs_without_libtorch().run()?;
-                return cargo::publish_dry_run(&[], !no_verify).run();
-            }
-            let crates = matrix::with_dependencies(&crates)?;
-            cargo::publish_dry_run(&crates, !no_verify).run()
+            matrix::matrix(&crates)
         }
         Command::Readmes { check } => readmes::readmes(check),
         Command::Fmt(_) => cargo::fmt(&further(2)).replace_this_process(),

@@ -3,26 +3,33 @@
 use std::fs;
 use std::path::{Path, PathBuf};
 
+use pulldown_cmark::{CodeBlockKind, Event, Options, Parser, Tag, TagEnd};
+
 use crate::failure::{Failure, Result};
 
 /// A block of a page.
-#[derive(Debug, Clone, PartialEq, Eq)]
+#[derive(Debug, Clone)]
 pub(crate) struct Block {
     /// The number of its first line, from 1.
     pub(crate) line: usize,
     pub(crate) kind: Kind,
-    /// Its lines; of code without the fences, of a heading without the `#`.
+    /// Its Markdown.
+    pub(crate) source: String,
+    /// Its text: that of code and comments as it is, of headings with inline code, of the others without; of a table only
+    /// the cells outside of the first row and column.
     pub(crate) text: String,
+    /// The targets of its links and images.
+    pub(crate) links: Vec<String>,
 }
 
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) enum Kind {
-    /// A heading of this level.
-    Heading(usize),
-    /// A paragraph or a list.
+    /// A heading of any level.
+    Heading,
+    /// A paragraph, a list or a quotation.
     Paragraph,
     Table,
-    /// A fenced block with the words after its fence.
+    /// A block of code with the words after its fence.
     Code(String),
     /// An HTML comment.
     Comment,
@@ -45,194 +52,90 @@ pub(crate) fn files(folder: &Path) -> Result<Vec<PathBuf>> {
     Ok(found)
 }
 
-/// Returns the blocks of a page; an error with the line if a block of code or a comment does not end.
-pub(crate) fn blocks(page: &str) -> std::result::Result<Vec<Block>, String> {
-    let mut blocks: Vec<Block> = Vec::new();
-    let mut lines = page.lines().enumerate();
-    let mut continues = false;
-    while let Some((number, line)) = lines.next() {
-        let line_number = number + 1;
-        let trimmed = line.trim_start();
-        let ticks = trimmed.chars().take_while(|c| *c == '`').count();
-        let block = |kind, text: String| Block {
-            line: line_number,
+/// Returns the blocks of a page; blocks of code also where they are within others.
+pub(crate) fn blocks(page: &str) -> Vec<Block> {
+    let mut blocks = Vec::new();
+    let (mut open, mut code): (Option<Block>, Option<Block>) = (None, None);
+    // The number of open elements, and the place in a table.
+    let (mut depth, mut is_body, mut column) = (0, false, 0);
+    for (event, range) in Parser::new_ext(page, Options::ENABLE_TABLES).into_offset_iter() {
+        let new = |kind| Block {
+            line: 1 + page[..range.start].matches('\n').count(),
             kind,
-            text,
+            source: page[range.clone()].to_owned(),
+            text: String::new(),
+            links: Vec::new(),
         };
-        if ticks >= 3 {
-            let (fence, kind) = trimmed.split_at(ticks);
-            let text = until(&mut lines, |line| line.trim() == fence)
-                .ok_or_else(|| format!("line {line_number}: the code block is not closed"))?;
-            blocks.push(block(Kind::Code(kind.trim().to_owned()), text));
-        } else if let Some(comment) = trimmed.strip_prefix("<!--") {
-            let text = match comment.split_once("-->") {
-                Some((comment, _)) => comment.to_owned(),
-                None => {
-                    let rest = until(&mut lines, |line| line.trim_end().ends_with("-->"));
-                    let rest = rest
-                        .ok_or_else(|| format!("line {line_number}: the comment is not closed"))?;
-                    format!("{comment}\n{rest}")
+        if let Event::Start(tag) = &event {
+            match tag {
+                Tag::CodeBlock(kind) => {
+                    let words = match kind {
+                        CodeBlockKind::Fenced(words) => words.trim(),
+                        CodeBlockKind::Indented => "",
+                    };
+                    code = Some(new(Kind::Code(words.to_owned())));
                 }
-            };
-            blocks.push(block(Kind::Comment, text));
-        } else if let Some((level, text)) = heading(line) {
-            blocks.push(block(Kind::Heading(level), text.to_owned()));
-        } else if !trimmed.is_empty() {
-            let kind = match trimmed.starts_with('|') {
-                true => Kind::Table,
-                false => Kind::Paragraph,
-            };
-            match blocks
-                .last_mut()
-                .filter(|last| continues && last.kind == kind)
-            {
-                Some(last) => last.text.push_str(&format!("\n{line}")),
-                None => blocks.push(block(kind, line.to_owned())),
+                Tag::Heading { .. } if depth == 0 => open = Some(new(Kind::Heading)),
+                Tag::Table(_) if depth == 0 => open = Some(new(Kind::Table)),
+                Tag::HtmlBlock if depth == 0 => open = Some(new(Kind::Comment)),
+                _ if depth == 0 => open = Some(new(Kind::Paragraph)),
+                _ => {}
             }
-            continues = true;
-            continue;
+            depth += 1;
         }
-        continues = false;
-    }
-    Ok(blocks)
-}
-
-/// Takes the lines before the one that `ends`; `None` if there is none such.
-fn until<'a>(
-    lines: &mut impl Iterator<Item = (usize, &'a str)>,
-    ends: impl Fn(&str) -> bool,
-) -> Option<String> {
-    let mut text = String::new();
-    for (_, line) in lines {
-        if ends(line) {
-            return Some(text);
+        if event == Event::End(TagEnd::CodeBlock) {
+            blocks.extend(code.take());
         }
-        text.push_str(line);
-        text.push('\n');
-    }
-    None
-}
-
-fn heading(line: &str) -> Option<(usize, &str)> {
-    let level = line.chars().take_while(|c| *c == '#').count();
-    let text = line[level..].strip_prefix(' ')?;
-    (1..=6).contains(&level).then(|| (level, text.trim()))
-}
-
-/// Returns `text` with spaces in the place of inline code.
-pub(crate) fn without_code(text: &str) -> String {
-    let mut out = String::new();
-    let mut rest = text;
-    while let Some(start) = rest.find('`') {
-        out.push_str(&rest[..start]);
-        let ticks = rest[start..].chars().take_while(|c| *c == '`').count();
-        let (fence, after) = rest[start..].split_at(ticks);
-        let Some(end) = after.find(fence) else {
-            rest = after;
+        if let Event::End(_) = event {
+            depth -= 1;
+            if depth == 0 {
+                blocks.extend(open.take());
+            }
+        }
+        if let (Some(code), Event::Text(text)) = (&mut code, &event) {
+            code.text.push_str(text);
+        }
+        let Some(block) = open.as_mut().filter(|_| code.is_none()) else {
             continue;
         };
-        out.push(' ');
-        rest = &after[end + ticks..];
+        match event {
+            Event::Start(Tag::Link { dest_url, .. } | Tag::Image { dest_url, .. }) => {
+                block.links.push(dest_url.into_string());
+            }
+            Event::Start(Tag::TableHead) => is_body = false,
+            Event::Start(Tag::TableRow) => (is_body, column) = (true, 0),
+            Event::Start(Tag::TableCell) => column += 1,
+            Event::Start(Tag::Item | Tag::Paragraph) | Event::SoftBreak | Event::HardBreak => {
+                block.text.push('\n');
+            }
+            Event::End(TagEnd::TableCell) => block.text.push(' '),
+            Event::Text(text) if block.kind != Kind::Table || is_body && column > 1 => {
+                block.text.push_str(&text);
+            }
+            Event::Code(text) if block.kind == Kind::Heading => block.text.push_str(&text),
+            Event::Code(_) => block.text.push(' '),
+            Event::Html(text) => block.text.push_str(&text),
+            _ => {}
+        }
     }
-    out + rest
+    blocks
 }
 
-/// Returns the targets of the links and images in `text`.
-pub(crate) fn links(text: &str) -> Vec<String> {
-    let text = without_code(text);
-    let inline = text.match_indices("](").filter_map(|(at, _)| {
-        let target = &text[at + 2..];
-        target.split_once(')').map(|(target, _)| target.to_owned())
-    });
-    let references = text.lines().filter_map(|line| {
-        let (_, target) = line.strip_prefix('[')?.split_once("]: ")?;
-        Some(target.trim().to_owned())
-    });
-    inline.chain(references).collect()
-}
-
-/// Returns `text` with the words of links and without their targets.
-pub(crate) fn without_targets(text: &str) -> String {
-    let mut out = String::new();
-    let mut rest = text;
-    while let Some(start) = rest.find("](") {
-        out.push_str(&rest[..=start]);
-        rest = rest[start + 2..]
-            .split_once(')')
-            .map_or("", |(_, rest)| rest);
+impl Block {
+    /// Returns the text of a comment.
+    pub(crate) fn comment(&self) -> Option<&str> {
+        let text = self.text.trim().strip_prefix("<!--")?.strip_suffix("-->")?;
+        (self.kind == Kind::Comment).then(|| text.trim())
     }
-    out + rest
-}
 
-/// Returns the anchor of a heading, as GitHub and mdBook make it.
-pub(crate) fn anchor(heading: &str) -> String {
-    without_targets(heading)
-        .to_lowercase()
-        .chars()
-        .filter_map(|c| match c {
+    /// Returns the anchor of a heading, as GitHub and mdBook make it.
+    pub(crate) fn anchor(&self) -> Option<String> {
+        let letters = self.text.trim().to_lowercase();
+        let letters = letters.chars().filter_map(|c| match c {
             ' ' => Some('-'),
             c if c.is_alphanumeric() || c == '-' || c == '_' => Some(c),
             _ => None,
-        })
-        .collect()
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn a_page_is_read_as_blocks() {
-        let page = "# A `page`\n\nOne line,\nand another.\n| a | b |\n|---|---|\n\n<!-- test\nlet x = 1;\n-->\n```rust\n\
-                    # not a heading\n```\n<!-- figures: none -->\n````text\n```\n````\n";
-        let blocks = blocks(page).unwrap();
-        let kinds: Vec<&Kind> = blocks.iter().map(|block| &block.kind).collect();
-        let code = |kind: &str| Kind::Code(kind.to_owned());
-        assert_eq!(
-            kinds,
-            [
-                &Kind::Heading(1),
-                &Kind::Paragraph,
-                &Kind::Table,
-                &Kind::Comment,
-                &code("rust"),
-                &Kind::Comment,
-                &code("text")
-            ]
-        );
-        let lines: Vec<usize> = blocks.iter().map(|block| block.line).collect();
-        assert_eq!(lines, [1, 3, 5, 8, 11, 14, 15]);
-        assert_eq!(blocks[4].text, "# not a heading\n");
-        assert_eq!(blocks[6].text, "```\n");
-        assert!(
-            super::blocks("a\n```rust\nlet")
-                .unwrap_err()
-                .starts_with("line 2")
-        );
-        assert!(super::blocks("<!-- a\n").is_err());
-    }
-
-    #[test]
-    fn links_are_found_outside_of_code() {
-        let text = "[a](b.md#c), `[x](y)`, ![i](p.png)\n[r]: other.md";
-        assert_eq!(links(text), ["b.md#c", "p.png", "other.md"]);
-        assert_eq!(without_targets("[a](b) and [c](d)"), "[a] and [c]");
-        assert_eq!(without_code("a `b` ``c`d`` e"), "a     e");
-    }
-
-    #[test]
-    fn anchors_are_those_of_github() {
-        assert_eq!(
-            anchor("A step beside PyTorch's, eager and compiled"),
-            "a-step-beside-pytorchs-eager-and-compiled"
-        );
-        assert_eq!(
-            anchor("`torch.save` of a [page](x.md)"),
-            "torchsave-of-a-page"
-        );
-        assert_eq!(
-            anchor("Random lines of 10 million (540 MB)"),
-            "random-lines-of-10-million-540-mb"
-        );
+        });
+        (self.kind == Kind::Heading).then(|| letters.collect())
     }
 }

@@ -13,21 +13,14 @@ use overdrive_core::print_line;
 use crate::cargo::{self, Cargo};
 use crate::dist::Made;
 use crate::failure::{Failure, Result};
+use crate::record::quoted;
 use crate::setup::{self, Found, Request};
 use crate::torch;
 
-/// The files of the template, without its manifest.
-const FILES: [&str; 7] = [
-    ".cargo/config.toml",
-    ".gitignore",
-    "README.md",
-    "build.rs",
-    "src/lib.rs",
-    "src/main.rs",
-    "tests/training.rs",
-];
 /// The name of the template's package, which is replaced in all its files.
 const TEMPLATE: &str = "my-model";
+/// The folder of the template.
+const TEMPLATES: &str = "xtask/templates/new";
 const CONFIG: &str = ".cargo/config.toml";
 /// The start of the tables of this workspace's manifest that a project shares: without them the CPU kernels would
 /// be compiled without optimization, and the glue of torch-sys with more than a test needs.
@@ -133,28 +126,15 @@ pub(crate) fn check_example() -> Result<()> {
     }
 }
 
-/// Returns the manifest of a project with the facade crate, and the parser of flags, in place of single crates.
+/// Returns the manifest of a project with the facade crate and the parser of flags.
 fn with_facade(manifest: &str, root: &str) -> Result<String> {
     let crates = cargo::workspace().join("crates");
     let facade = requirement("overdrive", root, &Source::Path, &crates)?;
     let features = "default-features = false, features = [\"distributed\", \"precision\", \"trainer\", \"transformer\"] }";
     let facade = facade.replace(" }", &format!(", {features}"));
     let clap = requirement("clap", root, &Source::Path, &crates)?;
-    let mut text = String::new();
-    let mut section = "";
-    for line in manifest.lines() {
-        if line.starts_with('[') {
-            section = line;
-        }
-        if section != "[dependencies]" || !line.starts_with("overdrive-") {
-            text.push_str(line);
-            text.push('\n');
-        }
-        if line == "[dependencies]" {
-            text.push_str(&format!("{clap}\n{facade}\n"));
-        }
-    }
-    Ok(text)
+    let table = "[dependencies]\n";
+    Ok(manifest.replace(table, &format!("{table}{clap}\n{facade}\n")))
 }
 
 /// Records libtorch in a project that exists.
@@ -266,9 +246,8 @@ fn write(folder: &Path, name: &str, source: &Source) -> Result<()> {
     fs::create_dir_all(parent).map_err(|error| Failure::io("could not create", parent, &error))?;
     // Not `create_dir_all`, which accepts a folder that another process has made meanwhile.
     fs::create_dir(folder).map_err(|error| Failure::io("could not create", folder, &error))?;
-    let written = FILES
-        .iter()
-        .try_for_each(|file| put(&folder.join(file), &named(&template(file)?, name)))
+    let copied = copy(&cargo::workspace().join(TEMPLATES), folder, name);
+    let written = copied
         .and_then(|()| put(&folder.join("Cargo.toml"), &manifest))
         // The versions with which this checkout was tested; Cargo leaves out what the project does not use.
         .and_then(|()| put(&folder.join("Cargo.lock"), &lock_file()?));
@@ -276,6 +255,28 @@ fn write(folder: &Path, name: &str, source: &Source) -> Result<()> {
         let _ = fs::remove_dir_all(folder);
     }
     written
+}
+
+/// Copies a folder of the template.
+fn copy(from: &Path, to: &Path, name: &str) -> Result<()> {
+    let fail = |error: std::io::Error| Failure::io("could not read", from, &error);
+    for entry in fs::read_dir(from).map_err(fail)? {
+        let (path, file) = entry
+            .map(|entry| (entry.path(), entry.file_name()))
+            .map_err(fail)?;
+        if ["libtorch.toml", "runs", "target"]
+            .map(OsString::from)
+            .contains(&file)
+        {
+            continue; // what is made here
+        }
+        if path.is_dir() {
+            copy(&path, &to.join(file), name)?;
+        } else {
+            put(&to.join(file), &named(&read(&path)?, name))?;
+        }
+    }
+    Ok(())
 }
 
 fn put(path: &Path, text: &str) -> Result<()> {
@@ -286,7 +287,7 @@ fn put(path: &Path, text: &str) -> Result<()> {
 }
 
 fn template(file: &str) -> Result<String> {
-    workspace_file(&format!("xtask/templates/new/{file}"))
+    workspace_file(&format!("{TEMPLATES}/{file}"))
 }
 
 fn workspace_file(file: &str) -> Result<String> {
@@ -354,11 +355,6 @@ fn requirement(dependency: &str, root: &str, source: &Source, crates: &Path) -> 
     Ok(format!("{dependency} = {{ {value} }}"))
 }
 
-/// Returns a basic string of TOML.
-fn quoted(text: &str) -> String {
-    format!("\"{}\"", text.replace('\\', r"\\").replace('"', "\\\""))
-}
-
 /// Returns the tables [`PROFILES`] of the manifest `root`.
 fn profiles(root: &str) -> String {
     let mut out = String::from(
@@ -395,20 +391,6 @@ mod tests {
     use super::*;
 
     #[test]
-    fn a_copied_example_depends_on_the_facade_alone() {
-        let root = workspace_file("Cargo.toml").unwrap();
-        let folder = std::env::temp_dir().join("copied");
-        let manifest = manifest(&folder, "copied", &Source::Path).unwrap();
-        let text = with_facade(&manifest, &root).unwrap();
-        assert!(
-            !text.contains("overdrive-optim") && text.contains("overdrive-build"),
-            "{text}"
-        );
-        let facade = "crates/overdrive\", default-features = false, features = [\"distributed\"";
-        assert!(text.contains(facade) && text.contains("clap = "), "{text}");
-    }
-
-    #[test]
     fn a_project_has_the_template_under_its_own_name_and_no_word_of_the_workspace() {
         let parent = tempfile::tempdir().unwrap();
         let folder = parent.path().join("spiral-2");
@@ -441,32 +423,13 @@ mod tests {
             "{manifest}"
         );
         assert!(read("src/main.rs").contains("use spiral_2::"));
-        for file in FILES {
+        assert!(read(CONFIG).contains("libtorch.toml"));
+        for file in ["README.md", "tests/training.rs", ".gitignore"] {
             let text = read(file);
-            assert!(
-                !text.contains("my-model") && !text.contains("my_model"),
-                "{file}: {text}"
-            );
+            let is_named = text.contains("my-model") || text.contains("my_model");
+            assert!(!is_named, "{file}: {text}");
         }
         assert!(folder.join("Cargo.lock").is_file());
-    }
-
-    #[test]
-    fn every_file_of_the_template_is_copied() {
-        let root = cargo::workspace().join("xtask/templates/new");
-        let mut found = Vec::new();
-        for folder in ["", "src", "tests", ".cargo"] {
-            for entry in fs::read_dir(root.join(folder)).unwrap() {
-                let path = entry.unwrap().path();
-                if path.is_file() {
-                    let file = path.strip_prefix(&root).unwrap().display().to_string();
-                    found.push(file);
-                }
-            }
-        }
-        found.retain(|file| file != "Cargo.toml" && file != ".cargo/libtorch.toml");
-        found.sort();
-        assert_eq!(found, FILES);
     }
 
     #[test]
@@ -535,19 +498,6 @@ mod tests {
             let text = of(folder, None).unwrap_err().to_string();
             assert!(text.contains("--name"), "{text}");
         }
-    }
-
-    #[test]
-    fn a_path_between_neighbours_is_relative() {
-        let path = relative(
-            Path::new("/home/a/my-model"),
-            Path::new("/home/a/overdrive/crates"),
-        );
-        assert_eq!(path, Path::new("../overdrive/crates"));
-        assert_eq!(
-            normal(Path::new("/w/main/../my/./model")),
-            Path::new("/w/my/model")
-        );
     }
 
     #[test]

@@ -117,7 +117,7 @@ impl Record {
 }
 
 /// Returns a basic string of TOML.
-fn quoted(text: &str) -> String {
+pub(crate) fn quoted(text: &str) -> String {
     format!("\"{}\"", text.replace('\\', r"\\").replace('"', "\\\""))
 }
 

@@ -228,7 +228,8 @@ fn link_all(from: &Path, to: &Path) -> Result<()> {
             continue;
         }
         let _ = fs::remove_file(&link);
-        symlink(&wanted, &link).map_err(|error| Failure::io("could not link", &link, &error))?;
+        std::os::unix::fs::symlink(&wanted, &link)
+            .map_err(|error| Failure::io("could not link", &link, &error))?;
     }
     for name in list(to)? {
         let link = to.join(&name);
@@ -237,18 +238,6 @@ fn link_all(from: &Path, to: &Path) -> Result<()> {
         }
     }
     Ok(())
-}
-
-#[cfg(unix)]
-fn symlink(to: &Path, link: &Path) -> std::io::Result<()> {
-    std::os::unix::fs::symlink(to, link)
-}
-
-#[cfg(not(unix))]
-fn symlink(_: &Path, _: &Path) -> std::io::Result<()> {
-    Err(std::io::Error::other(
-        "`--torch` needs symbolic links; change Cargo.lock by `cargo update tch --precise …` instead",
-    ))
 }
 
 /// Makes `command` build with the other release; without `--torch` changes nothing.
@@ -285,23 +274,6 @@ mod tests {
     }
 
     #[test]
-    fn a_version_that_is_not_known_is_refused_with_those_that_are() {
-        assert_eq!(named("2.13").unwrap().libtorch, "2.13.0");
-        let text = named("2.12").err().unwrap().to_string();
-        assert_eq!(text, "`--torch` is \"2.12\"; it must be 2.11 or 2.13");
-    }
-
-    #[test]
-    fn the_committed_lock_file_has_the_default_release() {
-        let lock = fs::read_to_string(cargo::workspace().join("Cargo.lock")).unwrap();
-        // The folder of another release has another lock file.
-        let committed = !cargo::workspace().join("Cargo.lock.of").exists();
-        let release = of_lock_file(&cargo::workspace()).unwrap();
-        assert_eq!(locked_tch(&lock), Some(release.tch));
-        assert!(!committed || release == Release::DEFAULT, "{release}");
-    }
-
-    #[test]
     fn a_lock_file_with_another_tch_is_refused_with_the_remedy() {
         let folder = tempfile::tempdir().unwrap();
         let text = "[[package]]\nname = \"tch\"\nversion = \"0.25.0\"\nsource = \"registry\"\n";
@@ -313,7 +285,6 @@ mod tests {
         );
     }
 
-    #[cfg(unix)]
     #[test]
     fn the_folder_of_another_release_follows_the_workspace() {
         let folder = tempfile::tempdir().unwrap();

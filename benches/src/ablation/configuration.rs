@@ -159,57 +159,18 @@ impl Configuration {
             RowPrecision::Mixed => precisions.mixed.unwrap_or_default(),
             RowPrecision::Recommended => precisions.recommended,
         };
-        flags.push(match precision {
-            Precision::Fp16 => "--fp16",
-            Precision::Bf16 => "--bf16",
-            Precision::Tf32 => "--tf32",
-            // The trainer would take the recommended precision by itself.
-            Precision::Fp32 => "--no-auto-precision",
-        });
+        flags.push(precision_flag(precision));
         flags
     }
 }
 
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    fn rows(recommended: Precision, mixed: Option<Precision>) -> Vec<(String, &'static str)> {
-        let precisions = Precisions {
-            recommended,
-            mixed,
-            reason: "measured".to_owned(),
-        };
-        let rows = Configuration::rows(&precisions).into_iter();
-        let last = |row: &Configuration| row.flags(&precisions).pop().unwrap_or_default();
-        rows.map(|row| (row.title(&precisions), last(&row)))
-            .collect()
-    }
-
-    #[test]
-    fn rows_of_all_take_the_recommended_precision_and_name_it() {
-        let of = |rows: &[(String, &'static str)], name: &str| {
-            let row = rows.iter().find(|(title, _)| title == name);
-            row.map(|(_, flag)| *flag)
-        };
-        // A CPU that has bf16 instructions, but multiplies fp32 faster.
-        let slow_bf16 = rows(Precision::Fp32, Some(Precision::Bf16));
-        assert_eq!(slow_bf16.len(), 7);
-        assert_eq!(of(&slow_bf16, "default"), Some("--no-auto-precision"));
-        assert_eq!(of(&slow_bf16, "+ mixed precision"), Some("--bf16"));
-        assert_eq!(of(&slow_bf16, "all (fp32)"), Some("--no-auto-precision"));
-        let fast_bf16 = rows(Precision::Bf16, Some(Precision::Bf16));
-        assert_eq!(of(&fast_bf16, "all (bf16)"), Some("--bf16"));
-        assert_eq!(
-            of(&fast_bf16, "all but checkpointing (bf16)"),
-            Some("--bf16")
-        );
-        assert_eq!(
-            of(&fast_bf16, "+ fused kernels"),
-            Some("--no-auto-precision")
-        );
-        // Without a low precision that row would repeat the default.
-        let none = rows(Precision::Fp32, None);
-        assert_eq!((none.len(), of(&none, "+ mixed precision")), (6, None));
+/// Returns the trainer's flag of a precision.
+pub(super) fn precision_flag(precision: Precision) -> &'static str {
+    match precision {
+        Precision::Fp16 => "--fp16",
+        Precision::Bf16 => "--bf16",
+        Precision::Tf32 => "--tf32",
+        // The trainer would take the recommended precision by itself.
+        Precision::Fp32 => "--no-auto-precision",
     }
 }

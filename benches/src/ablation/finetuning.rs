@@ -3,19 +3,14 @@ use std::path::{Path, PathBuf};
 
 use overdrive::precision::Precision;
 
-use super::stages::{Program, Stage, Stages, cost_of_tokens, median_cost};
+use super::configuration::precision_flag;
+use super::stages::{Program, Stages};
 use super::{Precisions, StageRuns};
 use crate::StepResult;
 
-/// The tokens whose time is the work.
-const TOKENS: f64 = 1e6;
-
-/// A stage: its name and its flags.
-type Named = (&'static str, Vec<&'static str>);
-
 /// Returns the stages: each is a change of the one before it. Eight padded questions have about as many tokens as one
 /// packed row of the default model.
-fn stages(precisions: &Precisions) -> Vec<Named> {
+fn stages(precisions: &Precisions) -> Vec<(&'static str, Vec<&'static str>)> {
     let padded = ["--micro-batch-size", "8"];
     let packed = ["--qlora", "--packing", "--micro-batch-size", "1"];
     let with = |first: &[&'static str], further: &[&'static str]| [first, further].concat();
@@ -25,9 +20,10 @@ fn stages(precisions: &Precisions) -> Vec<Named> {
         ("+ 4-bit weights (QLoRA)", with(&["--qlora"], &padded)),
         ("+ packing", packed.to_vec()),
     ];
-    match precisions.recommended {
-        Precision::Bf16 => stages.push(("+ bf16", with(&packed, &["--bf16"]))),
-        Precision::Fp16 => stages.push(("+ fp16", with(&packed, &["--fp16"]))),
+    let low = precisions.recommended;
+    match low {
+        Precision::Bf16 => stages.push(("+ bf16", with(&packed, &[precision_flag(low)]))),
+        Precision::Fp16 => stages.push(("+ fp16", with(&packed, &[precision_flag(low)]))),
         _ => {}
     }
     stages
@@ -54,29 +50,12 @@ pub fn finetuning_stages(
     };
     let program = Program::build("finetune")?;
     let data = Path::new(env!("CARGO_MANIFEST_DIR")).join("../examples/data/arithmetic.jsonl");
-    let settings = stages(precisions);
-    let mut rounds = vec![Vec::new(); settings.len()];
-    for round in 1..=runs.rounds {
-        for ((name, own), measured) in settings.iter().zip(&mut rounds) {
-            let folder = tempfile::tempdir()?;
-            let mut flags = runs.flags();
-            flags.extend(["--model".into(), model.clone().into_os_string()]);
-            flags.extend(["--data".into(), data.clone().into_os_string()]);
-            flags.extend(own.iter().map(OsString::from));
-            let records = program.run(&flags, &folder.path().join("run"))?;
-            let cost = cost_of_tokens(&records, runs.warmup, TOKENS)?;
-            println!("round {round}  {name:28} {:.1} s", cost.seconds);
-            measured.push(cost);
-        }
-    }
-    let stages = settings
-        .iter()
-        .zip(&rounds)
-        .map(|((name, flags), rounds)| Stage {
-            name: (*name).to_owned(),
-            flags: flags.iter().map(ToString::to_string).collect(),
-            cost: median_cost(rounds),
-        });
+    let shared = [
+        "--model".into(),
+        model.into_os_string(),
+        "--data".into(),
+        data.into_os_string(),
+    ];
     Ok(Stages {
         machine,
         work: format!(
@@ -86,7 +65,7 @@ pub fn finetuning_stages(
             runs.described(&described),
             runs.rounds
         ),
-        stages: stages.collect(),
+        stages: program.stages(runs, &shared, &stages(precisions))?,
         notes: vec![
             "Each stage has the changes of those before it. Padded rows come in micro-batches of 8, packed ones alone: \
              both have about as many tokens."

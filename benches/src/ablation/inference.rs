@@ -27,43 +27,24 @@ struct Settings {
     int8: bool,
 }
 
-const FIRST: Settings = Settings {
-    name: "4 beams, no cache",
-    beams: 4,
-    cache: false,
-    batch: false,
-    int8: false,
-};
-
 /// The stages: each is a change of the one before it. The quantized model comes last, because it stays quantized.
 const STAGES: [Settings; 5] = [
-    FIRST,
-    Settings {
-        name: "greedy",
-        beams: 1,
-        ..FIRST
-    },
-    Settings {
-        name: "+ a key/value cache",
-        beams: 1,
-        cache: true,
-        ..FIRST
-    },
-    Settings {
-        name: "+ all prompts in a batch",
-        beams: 1,
-        cache: true,
-        batch: true,
-        ..FIRST
-    },
-    Settings {
-        name: "+ INT8 weights",
-        beams: 1,
-        cache: true,
-        batch: true,
-        int8: true,
-    },
+    stage("4 beams, no cache", 4, [false, false, false]),
+    stage("greedy", 1, [false, false, false]),
+    stage("+ a key/value cache", 1, [true, false, false]),
+    stage("+ all prompts in a batch", 1, [true, true, false]),
+    stage("+ INT8 weights", 1, [true, true, true]),
 ];
+
+const fn stage(name: &'static str, beams: usize, [cache, batch, int8]: [bool; 3]) -> Settings {
+    Settings {
+        name,
+        beams,
+        cache,
+        batch,
+        int8,
+    }
+}
 
 impl Settings {
     fn run(&self, model: &CausalLm, prompts: &[Vec<i64>]) -> StepResult<StageCost> {

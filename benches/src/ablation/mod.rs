@@ -23,7 +23,7 @@ pub use finetuning::finetuning_stages;
 pub use inference::inference_stages;
 pub use picture::write_picture;
 pub use run::{Measurement, Trainer};
-pub use stages::{Program, Stage, StageCost, Stages, cost_of_tokens, median_cost};
+pub use stages::{Program, Stage, StageCost, Stages, median_cost};
 pub use table::{Row, Table};
 pub use training::training_stages;
 

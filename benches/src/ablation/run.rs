@@ -1,10 +1,8 @@
 use std::ffi::OsString;
-use std::path::PathBuf;
-use std::process::Command;
 
-use overdrive::tracking::read_metrics;
 use serde::{Deserialize, Serialize};
 
+use super::Program;
 use crate::StepResult;
 
 /// The result of a run.
@@ -21,7 +19,7 @@ pub struct Measurement {
 /// The example trainer and the flags that all runs share.
 #[derive(Debug)]
 pub struct Trainer {
-    program: PathBuf,
+    program: Program,
     shared: Vec<OsString>,
     /// The number of first steps that do not count, because caches fill and kernels are compiled.
     warmup: usize,
@@ -33,36 +31,12 @@ impl Trainer {
     /// # Errors
     /// An error if Cargo cannot build it.
     pub fn build(steps: u64, warmup: usize, further: &[OsString]) -> StepResult<Self> {
-        let cargo = std::env::var_os("CARGO").unwrap_or_else(|| "cargo".into());
-        let build = [
-            "build",
-            "--release",
-            "-p",
-            "overdrive-examples",
-            "--example",
-            "train",
-        ];
-        println!("$ cargo {}", build.join(" "));
-        let status = Command::new(cargo).args(build).status()?;
-        if !status.success() {
-            return Err(
-                "the trainer could not be built; run `cargo xtask setup` if libtorch is missing"
-                    .into(),
-            );
-        }
-        let here = std::env::current_exe()?;
-        let folder = here
-            .parent()
-            .ok_or("the path of this program has no parent folder")?;
-        let name = format!("train{}", std::env::consts::EXE_SUFFIX);
-        let mut shared: Vec<OsString> = ["--steps", &steps.to_string(), "--samples", "0"]
-            .map(OsString::from)
-            .to_vec();
-        shared.extend(["--eval-steps".into(), steps.to_string().into()]);
-        shared.extend(further.iter().cloned());
+        let steps = steps.to_string();
+        let shared = ["--steps", &steps, "--samples", "0", "--eval-steps", &steps];
+        let shared = shared.into_iter().map(OsString::from);
         Ok(Self {
-            program: folder.join("examples").join(name),
-            shared,
+            program: Program::build("train")?,
+            shared: shared.chain(further.iter().cloned()).collect(),
             warmup,
         })
     }
@@ -73,22 +47,9 @@ impl Trainer {
     /// An error with the output of the run if it fails.
     pub fn run(&self, flags: &[&str]) -> StepResult<Measurement> {
         let folder = tempfile::tempdir()?;
-        let out = folder.path().join("run");
-        let output = Command::new(&self.program)
-            .args(&self.shared)
-            .args(flags)
-            .arg("--out")
-            .arg(&out)
-            .output()?;
-        if !output.status.success() {
-            return Err(format!(
-                "train {} failed:\n{}",
-                flags.join(" "),
-                String::from_utf8_lossy(&output.stderr)
-            )
-            .into());
-        }
-        let records = read_metrics(out.join("metrics.jsonl"))?.records;
+        let flags = flags.iter().map(OsString::from);
+        let flags: Vec<_> = self.shared.iter().cloned().chain(flags).collect();
+        let records = self.program.run(&flags, &folder.path().join("run"))?;
         let mut seconds: Vec<f64> = records
             .iter()
             .skip(self.warmup)

@@ -7,8 +7,12 @@ use overdrive::core::units;
 use overdrive::tracking::{StepMetrics, read_metrics};
 use serde::{Deserialize, Serialize};
 
+use super::StageRuns;
 use super::picture::draw;
 use crate::StepResult;
+
+/// The tokens whose time is the work.
+const TOKENS: f64 = 1e6;
 
 /// The cost of a stage.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
@@ -153,18 +157,42 @@ impl Program {
         }
         Ok(read_metrics(out.join("metrics.jsonl"))?.records)
     }
+
+    /// Measures stages, given by their names and their flags, in turn: the time of a million tokens without padding.
+    ///
+    /// # Errors
+    /// As [`run`](Self::run).
+    pub fn stages(
+        &self,
+        runs: &StageRuns,
+        shared: &[OsString],
+        stages: &[(&str, Vec<&str>)],
+    ) -> StepResult<Vec<Stage>> {
+        let mut rounds = vec![Vec::new(); stages.len()];
+        for round in 1..=runs.rounds {
+            for ((name, own), measured) in stages.iter().zip(&mut rounds) {
+                let folder = tempfile::tempdir()?;
+                let mut flags = [&runs.flags(), shared].concat();
+                flags.extend(own.iter().map(OsString::from));
+                let records = self.run(&flags, &folder.path().join("run"))?;
+                let cost = cost_of_tokens(&records, runs.warmup, TOKENS)?;
+                println!("round {round}  {name:28} {:.1} s", cost.seconds);
+                measured.push(cost);
+            }
+        }
+        let stages = stages.iter().zip(&rounds);
+        let stages = stages.map(|((name, flags), rounds)| Stage {
+            name: (*name).to_owned(),
+            flags: flags.iter().map(ToString::to_string).collect(),
+            cost: median_cost(rounds),
+        });
+        Ok(stages.collect())
+    }
 }
 
 /// Returns the seconds that `tokens` tokens (without padding) take at the rate of the median step after `warmup` steps,
 /// and the peak.
-///
-/// # Errors
-/// An error if there is no step after the warm-up.
-pub fn cost_of_tokens(
-    records: &[StepMetrics],
-    warmup: usize,
-    tokens: f64,
-) -> StepResult<StageCost> {
+fn cost_of_tokens(records: &[StepMetrics], warmup: usize, tokens: f64) -> StepResult<StageCost> {
     let mut seconds_per_token: Vec<f64> = records
         .windows(2)
         .skip(warmup.saturating_sub(1))
@@ -193,67 +221,5 @@ pub fn median_cost(rounds: &[StageCost]) -> StageCost {
     StageCost {
         seconds: seconds.get(seconds.len() / 2).copied().unwrap_or(f64::NAN),
         peak_memory_bytes: peaks.get(peaks.len() / 2).copied().unwrap_or(0),
-    }
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-    use overdrive::profiling::PhaseSeconds;
-
-    fn step(step: u64, tokens_seen: u64, forward: f64) -> StepMetrics {
-        StepMetrics {
-            step,
-            tokens_seen: Some(tokens_seen),
-            peak_memory_bytes: 10 * step,
-            phase_seconds: Some(PhaseSeconds {
-                forward,
-                ..PhaseSeconds::default()
-            }),
-            ..StepMetrics::default()
-        }
-    }
-
-    #[test]
-    fn the_cost_is_that_of_tokens_and_not_of_steps() {
-        // Steps of 100 and of 50 tokens, all with 10 ms a token, and a slow first one.
-        let records = [
-            step(1, 100, 9.0),
-            step(2, 200, 1.0),
-            step(3, 250, 0.5),
-            step(4, 350, 1.0),
-        ];
-        let cost = cost_of_tokens(&records, 1, 1000.0).unwrap();
-        assert!((cost.seconds - 10.0).abs() < 1e-9);
-        assert_eq!(cost.peak_memory_bytes, 40);
-        assert!(cost_of_tokens(&records, 9, 1.0).is_err());
-    }
-
-    #[test]
-    fn the_ratios_are_those_to_the_first_stage() {
-        let stage = |name: &str, seconds, peak_memory_bytes| Stage {
-            name: name.to_owned(),
-            flags: Vec::new(),
-            cost: StageCost {
-                seconds,
-                peak_memory_bytes,
-            },
-        };
-        let stages = Stages {
-            machine: "A machine".to_owned(),
-            work: "Some work".to_owned(),
-            stages: vec![stage("first", 45.0, 1 << 30), stage("+ all", 9.0, 1 << 29)],
-            notes: vec!["A note.".to_owned()],
-        };
-        let table = stages.markdown();
-        assert!(table.contains("| first | 45s | 1.00x |"), "{table}");
-        assert!(
-            table.contains("| + all | 9.00 s | 5.00x |") && table.contains("| 50% |"),
-            "{table}"
-        );
-        let folder = tempfile::tempdir().unwrap();
-        stages.write(folder.path(), "table").unwrap();
-        let picture = std::fs::read_to_string(folder.path().join("table.svg")).unwrap();
-        assert!(picture.contains("+ all") && picture.contains("5.00x"));
     }
 }

@@ -96,33 +96,3 @@ impl Table {
         text
     }
 }
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn ratios_are_medians_of_the_rounds_own_ratios() {
-        let at = |step_seconds: f64, peak_memory_bytes| Measurement {
-            step_seconds,
-            peak_memory_bytes,
-            eval_loss: 5.0,
-        };
-        // The machine became half as fast between the rounds; the ratio did not change.
-        let default = [at(1.0, 100), at(2.0, 100), at(2.0, 100)];
-        let row = Row::new("x", &[], &[at(0.5, 40), at(1.0, 40), at(1.0, 40)], &default);
-        assert_eq!((row.speed, row.memory), (2.0, 0.4));
-        assert_eq!(row.measurement.step_seconds, 1.0);
-        let table = Table {
-            machine: "A machine".into(),
-            run: "A run".into(),
-            rows: vec![row],
-            notes: vec!["A note.".into()],
-        };
-        assert!(
-            table
-                .markdown()
-                .contains("| x | 1000 ms | 2.00x | 0 MiB | 40% | 5.000 |")
-        );
-    }
-}

@@ -16,6 +16,8 @@
 //! - [`batch_loss`] and [`evaluate`] are the loss of a language model, and [`FinetuneTask`] loads one with adapters;
 //! - [`dpo_loss`] is that of Direct Preference Optimization, and [`PreferenceTask`] loads a model with its reference and
 //!   [`PreferenceData`];
+//! - [`ClassificationTask`] loads or makes a sequence classifier with its texts, and [`Seq2SeqPair`] is a source with its
+//!   target for an encoder-decoder model;
 //! - [`RunFolder`] is the output folder of a run, with its snapshots and metrics; [`Interrupt`] lets the run
 //!   save and end on Ctrl-C.
 //!
@@ -57,8 +59,8 @@ mod tasks;
 
 pub use advice::{
     Attention, DEVICES, DeviceFacts, DeviceKind, Finding, MODELS, MachineFacts, ModelSize,
-    RecommendedSettings, RunCheck, Severity, Task, TrainedWeights, Trial, TrialEnd, TuneCandidate,
-    TuneOptions, TuneOutcome, TuneRow, Tuning,
+    RecommendedSettings, RunCheck, Severity, Task, TrainedWeights, Trial, TrialEnd, Trials,
+    TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning,
 };
 pub use arguments::{
     ComputeDtype, ConfigArgs, ConfigFormat, Configuration, DdpBackend, FinetuneArguments,
@@ -75,12 +77,13 @@ pub use run::{
     TrainingPlan, TrainingRun, find_executable_batch_size, usable_memory,
 };
 pub use tasks::{
-    DpoConfig, DpoLossType, DpoOutput, FinetuneMethod, FinetuneModel, FinetuneResults,
-    FinetuneTask, Finetuned, InstructionData, MethodComparison, PreferenceBatch, PreferenceData,
-    PreferenceExample, PreferenceLogProbs, PreferenceTask, RewardMetrics, RewardTotals,
-    TemplateFormat, TrainingMemory, TrainingResults, batch_loss, collate_preferences,
-    decoder_shape, describe_model, dpo_loss, evaluate, model_flops, new_model,
-    preference_log_probs, snapshot_files, write_results,
+    ClassificationTask, DpoConfig, DpoLossType, DpoOutput, FinetuneMethod, FinetuneModel,
+    FinetuneResults, FinetuneTask, Finetuned, InstructionData, LabeledBatch, MethodComparison,
+    PreferenceBatch, PreferenceData, PreferenceExample, PreferenceLogProbs, PreferenceTask,
+    RewardMetrics, RewardTotals, Seq2SeqPair, TemplateFormat, TrainingMemory, TrainingResults,
+    batch_loss, collate_preferences, decoder_shape, describe_model, dpo_loss, evaluate,
+    exact_matches, load_seq2seq, model_flops, new_model, preference_log_probs, snapshot_files,
+    write_results,
 };
 
 /// The flags of a training program: `--config` and one for each key of [`TrainingArguments`].

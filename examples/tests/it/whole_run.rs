@@ -5,13 +5,12 @@ use std::path::Path;
 
 use overdrive::datasets::{Batch, DeviceLoader};
 use overdrive::distributed::ProcessGroup;
-use overdrive::optim::Optimizer;
 use overdrive::precision::Precision;
-use overdrive::tracking::{JsonLines, StepMetrics, Tracker};
 use overdrive::trainer::{
-    ModelArguments, RunFolder, TextData, TrainingArguments, new_model, write_results,
+    ModelArguments, RunFolder, TextData, TrainingArguments, TrainingRun, batch_loss, new_model,
+    write_results,
 };
-use overdrive::transformer::{CausalLm, LabelShift};
+use overdrive::transformer::CausalLm;
 use tch::Device;
 
 use crate::alone;
@@ -73,33 +72,23 @@ fn run(folder: &Path) -> (f64, f64, Vec<f64>) {
     let before = loss_now();
 
     let run = RunFolder::create(&arguments).unwrap();
-    let plan = arguments
-        .plan(data.micro_batches_per_epoch(&arguments))
+    let group = ProcessGroup::single();
+    let mut loader = data.train_loader(&arguments, Device::Cpu).unwrap();
+    let mut training = TrainingRun::builder(&arguments, &group)
+        .precision(precision)
+        .folder(run.clone())
+        .silent()
+        .start(model.named_parameters(), &mut loader)
         .unwrap();
-    let mut optimizer = arguments
-        .new_optimizer(&ProcessGroup::single(), model.named_parameters())
-        .unwrap();
-    let mut scheduler = arguments.new_scheduler(&plan, &mut optimizer).unwrap();
-    let mut metrics = JsonLines::create(run.metrics()).unwrap();
-    let mut losses = Vec::new();
-    let batches = data.train_loader(&arguments, Device::Cpu).unwrap();
-    for (step, batch) in (1..=plan.total_steps).zip(batches) {
-        let batch = batch.unwrap();
-        let loss = model.loss(&batch.input_ids, &batch.labels, LabelShift::HuggingFace);
-        let loss = loss.unwrap().mean().unwrap();
-        loss.backward();
-        optimizer.step().unwrap();
-        optimizer.zero_grad().unwrap();
-        scheduler.step(&mut optimizer).unwrap();
-        losses.push(loss.double_value(&[]));
-        let record = StepMetrics {
-            step,
-            loss: losses[losses.len() - 1],
-            ..Default::default()
-        };
-        metrics.log(&record).unwrap();
+    while let Some(batches) = training.next_batches(&mut loader).unwrap() {
+        for batch in &batches {
+            let loss = training.forward(|| batch_loss(&model, batch)).unwrap();
+            training.backward(&loss.sum).unwrap();
+        }
+        training.step().unwrap();
+        training.save_if_due().unwrap();
     }
-    metrics.finish().unwrap();
+    let losses = training.finish().unwrap().0.losses;
     let after = loss_now();
 
     let results = write_results(&run, &arguments, &data, &model, None, None).unwrap();

@@ -4,9 +4,10 @@ use std::os::unix::fs::PermissionsExt;
 
 use overdrive::optim::{LrSchedulerType, ScheduleOptions};
 use overdrive::trainer::decoder_shape;
-use overdrive::trainer::{FinetuneArguments, Interrupt, TrialEnd, TuneCandidate, TuneOutcome};
+use overdrive::trainer::{
+    FinetuneArguments, Interrupt, TrialEnd, Trials, TuneCandidate, TuneOutcome,
+};
 use overdrive::transformer::{InitOptions, LlamaConfig, ModelConfig, SaveOptions};
-use overdrive_examples::tuning::Trials;
 
 use super::*;
 use crate::tune_example::{Flags as TuneFlags, tune};
@@ -62,7 +63,7 @@ fn flags(shop: &Workshop, further: &[&str]) -> TuneFlags {
 #[test]
 fn tuning_measures_other_processes_and_writes_a_configuration_that_trains() {
     let shop = Workshop::new();
-    let trials = Trials::of(program(&shop), 2, 1);
+    let trials = Trials::new(program(&shop), 2, 1);
     let tuning = tune(&flags(&shop, &["--memory-limit", "1GiB"]), &trials).unwrap();
     let best = tuning.best().unwrap();
     let measured = best.measured().unwrap();
@@ -109,7 +110,7 @@ fn a_trial_is_shorter_than_a_phase_of_the_schedule() {
         gradient_checkpointing: false,
         dataloader_num_workers: 0,
     };
-    let trials = Trials::of(program(&shop), 2, 1);
+    let trials = Trials::new(program(&shop), 2, 1);
     let end = trials.run(&arguments, &candidate).unwrap();
     assert!(matches!(end, TrialEnd::Measured(_)), "{end}");
 }
@@ -117,7 +118,7 @@ fn a_trial_is_shorter_than_a_phase_of_the_schedule() {
 #[test]
 fn a_limit_below_every_estimate_is_an_error_with_the_remedy() {
     let shop = Workshop::new();
-    let trials = Trials::of(program(&shop), 2, 1);
+    let trials = Trials::new(program(&shop), 2, 1);
     let error = tune(&flags(&shop, &["--memory-limit", "100KB"]), &trials).unwrap_err();
     let error = error.to_string();
     assert!(error.contains("--memory-limit"), "{error}");
@@ -133,7 +134,7 @@ fn a_trial_that_is_killed_ran_out_of_memory() {
     let script = shop.path("killed.sh");
     fs::write(&script, "#!/bin/sh\nkill -9 $$\n").unwrap();
     fs::set_permissions(&script, fs::Permissions::from_mode(0o755)).unwrap();
-    let trials = Trials::of(script, 2, 1);
+    let trials = Trials::new(script, 2, 1);
     let error = tune(&flags(&shop, &["--memory-limit", "1GiB"]), &trials);
     assert!(error.unwrap_err().to_string().contains("no setting fits"));
     let table = fs::read_to_string(shop.path("results/tune.md")).unwrap();
@@ -158,7 +159,7 @@ fn tunes_until_a_signal() {
         gradient_checkpointing: false,
         dataloader_num_workers: 0,
     };
-    let trials = Trials::of(script.into(), 2, 1);
+    let trials = Trials::new(script.into(), 2, 1);
     let error = trials.run(&arguments, &candidate).unwrap_err();
     assert!(error.to_string().contains("a signal"), "{error}");
 }

@@ -8,7 +8,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::parity::{Input, KINDS, Run, constant, copied, leaf};
+use crate::parity::{Input, Run, constant, copied, leaf};
 
 /// The sizes of the dense cases.
 #[derive(Clone, Copy)]
@@ -106,47 +106,35 @@ fn dense(context: &mut Context, sizes: Sizes) -> Result<()> {
         ),
     ];
     for (name, options) in cases {
-        context.parity(name, &KINDS, 1.0, &inputs(sizes, sizes.heads), |run, x| {
+        context.parity(name, &inputs(sizes, sizes.heads), |run, x| {
             noted(run, x, &options)
         })?;
     }
-    context.parity(
-        "grouped heads, causal",
-        &KINDS,
-        1.0,
-        &inputs(sizes, 2),
-        |run, x| noted(run, x, &causal),
-    )?;
+    context.parity("grouped heads, causal", &inputs(sizes, 2), |run, x| {
+        noted(run, x, &causal)
+    })?;
     let wide = Sizes {
         dim: context.sized(128, 24),
         ..sizes
     };
-    context.parity(
-        "larger heads, causal",
-        &KINDS,
-        1.0,
-        &inputs(wide, 2),
-        |run, x| noted(run, x, &causal),
-    )?;
+    context.parity("larger heads, causal", &inputs(wide, 2), |run, x| {
+        noted(run, x, &causal)
+    })?;
     let odd = Sizes {
         dim: context.sized(72, 10),
         ..sizes
     };
-    context.parity(
-        "heads of an odd size",
-        &KINDS,
-        1.0,
-        &inputs(odd, odd.heads),
-        |run, x| noted(run, x, &full),
-    )?;
+    context.parity("heads of an odd size", &inputs(odd, odd.heads), |run, x| {
+        noted(run, x, &full)
+    })?;
     let [query, key, value] = inputs(sizes, 2);
     let short = Sizes { tokens: 5, ..sizes };
     let [few, ..] = inputs(short, 2);
     let few = [few, key.clone(), value.clone()];
-    context.parity("few queries, bottom right", &KINDS, 1.0, &few, |run, x| {
+    context.parity("few queries, bottom right", &few, |run, x| {
         noted(run, x, &causal)
     })?;
-    context.parity("few queries, top left", &KINDS, 1.0, &few, |run, x| {
+    context.parity("few queries, top left", &few, |run, x| {
         let options = AttentionOptions {
             alignment: Alignment::TopLeft,
             ..causal
@@ -154,7 +142,7 @@ fn dense(context: &mut Context, sizes: Sizes) -> Result<()> {
         noted(run, x, &options)
     })?;
     let grouped = [query, key, value];
-    context.parity("log-sum-exp", &KINDS, 1.0, &grouped, |run, x| {
+    context.parity("log-sum-exp", &grouped, |run, x| {
         let (output, lse) = attention_with_lse(&x[0], &x[1], &x[2], &on(run, causal))?;
         // Its gradient is not that of every back end.
         Ok(vec![output, lse.f_detach()?])
@@ -172,7 +160,7 @@ fn dense(context: &mut Context, sizes: Sizes) -> Result<()> {
             continue;
         }
         let name = format!("causal by {backend}");
-        context.parity(&name, &kinds, 1.0, &inputs(sizes, sizes.heads), |run, x| {
+        context.parity_in(&name, &kinds, &inputs(sizes, sizes.heads), |run, x| {
             noted(run, x, &AttentionOptions { backend, ..causal })
         })?;
     }
@@ -214,7 +202,7 @@ fn in_both_layouts(context: &mut Context, sizes: Sizes) -> Result<()> {
             (first, &again),
         ] {
             let name = format!("{tokens} tokens, layout {name}");
-            context.parity(&name, &kinds, 1.0, &inputs, |run, x| {
+            context.parity_in(&name, &kinds, &inputs, |run, x| {
                 let options = AttentionOptions {
                     layout,
                     ..AttentionOptions::causal()
@@ -255,7 +243,7 @@ fn masked(context: &mut Context, sizes: Sizes) -> Result<()> {
         ("mask of padding", heads),
         ("mask of padding, grouped heads", 2),
     ] {
-        context.parity(name, &KINDS, 1.0, &inputs(sizes, kv_heads), |run, x| {
+        context.parity(name, &inputs(sizes, kv_heads), |run, x| {
             let mask = padding()?.f_to_device(run.device)?;
             noted(
                 run,
@@ -269,7 +257,7 @@ fn masked(context: &mut Context, sizes: Sizes) -> Result<()> {
     }
     let [query, key, value] = inputs(sizes, heads);
     let biased = [query, key, value, leaf(&[1, heads, tokens, tokens])];
-    context.parity("bias with a gradient", &KINDS, 1.0, &biased, |run, x| {
+    context.parity("bias with a gradient", &biased, |run, x| {
         noted(
             run,
             x,
@@ -280,7 +268,7 @@ fn masked(context: &mut Context, sizes: Sizes) -> Result<()> {
         )
     })?;
     let causal = AttentionOptions::causal();
-    context.parity("ALiBi", &KINDS, 1.0, &inputs(sizes, heads), |run, x| {
+    context.parity("ALiBi", &inputs(sizes, heads), |run, x| {
         let slopes: Vec<f32> = (1..=heads).map(|head| 0.5_f32.powi(head as i32)).collect();
         let slopes = Tensor::f_from_slice(&slopes)?.f_to_device(run.device)?;
         noted(
@@ -294,7 +282,7 @@ fn masked(context: &mut Context, sizes: Sizes) -> Result<()> {
     })?;
     let [query, key, value] = inputs(sizes, 2);
     let sinks = [query, key, value, leaf(&[heads])];
-    context.parity("attention sinks", &KINDS, 1.0, &sinks, |run, x| {
+    context.parity("attention sinks", &sinks, |run, x| {
         noted(
             run,
             x,
@@ -331,7 +319,7 @@ fn packed(context: &mut Context, sizes: Sizes) -> Result<()> {
         ("packed, softcap", softcap, 2),
     ];
     for (name, options, kv_heads) in cases {
-        context.parity(name, &KINDS, 1.0, &of(kv_heads), |run, x| {
+        context.parity(name, &of(kv_heads), |run, x| {
             let lengths = PackedLengths::from_lengths(&lengths, run.device)?;
             let options = on(run, options);
             let explanation = explain_varlen(&x[0], &x[1], &x[2], &lengths, &options)?;
@@ -358,7 +346,7 @@ fn inference(context: &mut Context, sizes: Sizes) -> Result<()> {
             keys.clone(),
         ];
         let name = format!("decode {queries} at a time with lengths");
-        context.parity(&name, &KINDS, 1.0, &given, |run, x| {
+        context.parity(&name, &given, |run, x| {
             let longest = usize::try_from(tokens)?;
             let lengths = [longest, longest / 2, 5];
             let (output, _) =
@@ -373,7 +361,7 @@ fn inference(context: &mut Context, sizes: Sizes) -> Result<()> {
         ..causal
     };
     for (name, options) in [("paged", causal), ("paged, sliding window", windowed)] {
-        context.parity(name, &KINDS, 1.0, &given, |run, x| {
+        context.parity(name, &given, |run, x| {
             let layout = PagedLayout::new(
                 vec![vec![5, 0, 2], vec![3], vec![7, 11]],
                 vec![1, 2, 4],
@@ -386,7 +374,7 @@ fn inference(context: &mut Context, sizes: Sizes) -> Result<()> {
         })?;
     }
     let written = [constant(&[5, 2, dim]), blocks];
-    context.parity("write to a paged pool", &KINDS, 1.0, &written, |run, x| {
+    context.parity("write to a paged pool", &written, |run, x| {
         let slots = PagedSlots::new(vec![3, 16, 17, 95, 40], 16, run.device)?;
         let mut pool = copied(&x[1])?;
         paged_write(&x[0], &mut pool, &slots)?;
@@ -396,23 +384,17 @@ fn inference(context: &mut Context, sizes: Sizes) -> Result<()> {
         constant(&[2, heads, 5, dim]),
         constant(&[2, 2, tokens, dim]),
     ];
-    context.parity(
-        "merge of two splits of the keys",
-        &KINDS,
-        1.0,
-        &halves,
-        |run, x| {
-            let options = on(run, AttentionOptions::default());
-            let half = tokens / 2;
-            let (mut outputs, mut lses) = (Vec::new(), Vec::new());
-            for (start, len) in [(0, half), (half, tokens - half)] {
-                let keys = x[1].f_narrow(2, start, len)?;
-                let (output, lse) = attention_with_lse(&x[0], &keys, &keys, &options)?;
-                outputs.push(output);
-                lses.push(lse);
-            }
-            let (output, lse) = merge(&outputs, &lses, Layout::Bhtd)?;
-            Ok(vec![output, lse])
-        },
-    )
+    context.parity("merge of two splits of the keys", &halves, |run, x| {
+        let options = on(run, AttentionOptions::default());
+        let half = tokens / 2;
+        let (mut outputs, mut lses) = (Vec::new(), Vec::new());
+        for (start, len) in [(0, half), (half, tokens - half)] {
+            let keys = x[1].f_narrow(2, start, len)?;
+            let (output, lse) = attention_with_lse(&x[0], &keys, &keys, &options)?;
+            outputs.push(output);
+            lses.push(lse);
+        }
+        let (output, lse) = merge(&outputs, &lses, Layout::Bhtd)?;
+        Ok(vec![output, lse])
+    })
 }

@@ -33,11 +33,11 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
                     _ => 4.0,
                 };
                 let allowed = factor * tolerance(kind).max(1e-4);
-                Ok(
-                    Finding::judged(far <= allowed, "the logits differ from the CPU's")
-                        .with("output error", far)
-                        .with("tolerance", allowed),
-                )
+                Ok(Finding::within(
+                    far,
+                    allowed,
+                    "the logits differ from the CPU's",
+                ))
             })?;
         }
     }
@@ -50,12 +50,11 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             let here = alone(&config)?;
             let far = distance(&there, &here)?;
             let allowed = 4.0 * tolerance(kind).max(1e-4);
-            Ok(Finding::judged(
-                far <= allowed,
+            Ok(Finding::within(
+                far,
+                allowed,
                 "the logits differ from those of each sequence alone on the CPU",
-            )
-            .with("output error", far)
-            .with("tolerance", allowed))
+            ))
         })?;
     }
     for cache in [CacheImplementation::Dynamic, CacheImplementation::Int8] {
@@ -137,12 +136,11 @@ fn changed(config: &LlamaConfig, kind: CacheImplementation, device: Device) -> R
     cache.truncate(PROMPT)?;
     let second = distance(&forward(&model, &next, cache.as_mut())?, &expected)?;
     let far = first.max(second);
-    Ok(Finding::judged(
-        far < 1e-4,
+    Ok(Finding::within(
+        far,
+        1e-4,
         "the logits differ from those of the untouched cache",
-    )
-    .with("output error", far)
-    .with("tolerance", 1e-4))
+    ))
 }
 
 /// Returns the last logits of sequences that share one row over a paged cache.

@@ -116,7 +116,7 @@ fn rows(context: &mut Context, name: &str, dim: i64, kinds: &[Kind]) -> Result<(
         let drawn = Drawn::new(&shape, &given);
         for (case, options) in cases() {
             let name = format!("{shape}, {case}");
-            context.parity_of(&name, kinds, 1.0, &drawn, |run, x| {
+            context.parity_of(&name, kinds, &drawn, |run, x| {
                 let (output, _) = at_lengths(x, &lengths, &on(run, &options))?;
                 Ok(vec![output])
             })?;
@@ -151,7 +151,7 @@ fn paged(context: &mut Context, name: &str, dim: i64, kinds: &[Kind]) -> Result<
         let drawn = Drawn::new(&shape, &given);
         for (case, options) in cases() {
             let name = format!("{shape}, {case}");
-            context.parity_of(&name, kinds, 1.0, &drawn, |run, x| {
+            context.parity_of(&name, kinds, &drawn, |run, x| {
                 let (layout, _) = layout(&queries, &lengths, run.device)?;
                 let options = on(run, &options);
                 let (output, lse) = attention_paged(&x[0], &x[1], &x[2], &layout, &options)?;
@@ -192,12 +192,11 @@ fn codes(context: &mut Context) -> Result<()> {
                 drop(off);
                 let far = distance(&found, &composed)?;
                 let allowed = 2.0 * tolerance(kind);
-                Ok(Finding::judged(
-                    far <= allowed,
+                Ok(Finding::within(
+                    far,
+                    allowed,
                     "the output differs from the one without the kernel",
-                )
-                .with("output error", far)
-                .with("tolerance", allowed))
+                ))
             })?;
         }
     }

@@ -16,10 +16,7 @@ const RANKS: usize = 2;
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let device = context.device();
     context.check("two processes reduce and train", || {
-        let target = match device {
-            Device::Cpu => Target::Cpu,
-            _ => Target::Cuda,
-        };
+        let target = Target::of(device);
         if target == Target::Cuda {
             if tch::Cuda::device_count() < RANKS as i64 {
                 return Ok(Finding::skipped_allowed("needs two GPUs"));
@@ -39,10 +36,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
 }
 
 /// Runs one of the processes: a sum over all of them, and a step of data parallel training.
-///
-/// # Errors
-/// An error if a result is wrong or the group fails.
-pub fn run_rank(target: Target) -> Result<()> {
+pub(crate) fn run_rank(target: Target) -> Result<()> {
     let mut config = GroupConfig::default();
     config.timeout = Duration::from_secs(60);
     config.backend = match target {

@@ -9,7 +9,7 @@ use overdrive::transformer::{CausalLm, Execution, QuantizeOptions, Schedule};
 use overdrive_benches::{Shape, random_model};
 use tch::{Device, Kind, Tensor};
 
-use super::train_step::shape_arguments;
+use super::train_step::{SMALL, shape_arguments, step_figures};
 use crate::context::Context;
 use crate::finding::Finding;
 use crate::peer::{self, number};
@@ -25,16 +25,6 @@ const LLAMA_8B: Shape = Shape {
     kv_heads: 8,
     hidden: 14_336,
     context: 2048,
-    batch: 2,
-};
-const SMALL: Shape = Shape {
-    vocab: 1000,
-    dim: 128,
-    layers: 2,
-    heads: 4,
-    kv_heads: 2,
-    hidden: 256,
-    context: 64,
     batch: 2,
 };
 const RANK: i64 = 16;
@@ -139,19 +129,10 @@ impl Tuning {
             };
             let weights = self.model.memory_footprint() as f64 / f64::from(1 << 30);
             let peak = memory::stats(device)?.peak_allocated_bytes as f64;
-            let finding = figures(self.batch.numel() as f64, time, peak, loss);
+            let finding = step_figures(self.batch.numel() as i64, time, peak, loss);
             Ok(finding.with("weights GiB", weights))
         })
     }
-}
-
-/// Returns the figures of a step of `seconds`.
-fn figures(tokens: f64, seconds: f64, peak_bytes: f64, loss: f64) -> Finding {
-    Finding::judged(loss.is_finite(), "the loss is not finite")
-        .with("tokens/s", tokens / seconds)
-        .with("ms", seconds * 1e3)
-        .with("peak GiB", peak_bytes / f64::from(1 << 30))
-        .with("loss", loss)
 }
 
 /// Measures the same step with PEFT and the layers of bitsandbytes.
@@ -165,8 +146,8 @@ fn peft(context: &mut Context, shape: Shape) -> Result<()> {
             Ok(found) => found,
             Err(finding) => return Ok(finding),
         };
-        let finding = figures(
-            shape.tokens() as f64,
+        let finding = step_figures(
+            shape.tokens(),
             number(&found, "step_seconds")?,
             number(&found, "peak_bytes")?,
             number(&found, "loss")?,

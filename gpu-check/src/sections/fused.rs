@@ -11,7 +11,7 @@ use overdrive::precision::Precision;
 use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
-use crate::parity::{KINDS, Run, constant, leaf};
+use crate::parity::{Run, constant, leaf};
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
     norms(context)?;
@@ -35,25 +35,15 @@ fn norms(context: &mut Context) -> Result<()> {
     // 100 is no multiple of a vector, 4096 takes a block of threads more than one pass.
     for width in [100, context.sized(4096, 256)] {
         let rows = [leaf(&[3, 17, width]), leaf(&[width]).times(0.1).plus(1.0)];
-        context.parity(
-            &format!("RMSNorm of {width}"),
-            &KINDS,
-            1.0,
-            &rows,
-            |_, x| Ok(vec![rms_norm(&x[0], &x[1], 1e-6)?]),
-        )?;
+        context.parity(&format!("RMSNorm of {width}"), &rows, |_, x| {
+            Ok(vec![rms_norm(&x[0], &x[1], 1e-6)?])
+        })?;
         let x = leaf(&[3, 17, width]);
         let rows = [x.clone(), x, leaf(&[width]).times(0.1).plus(1.0)];
-        context.parity(
-            &format!("add and RMSNorm of {width}"),
-            &KINDS,
-            1.0,
-            &rows,
-            |_, x| {
-                let (normalised, sum) = add_rms_norm(&x[0], &x[1], &x[2], 1e-6)?;
-                Ok(vec![normalised, sum])
-            },
-        )?;
+        context.parity(&format!("add and RMSNorm of {width}"), &rows, |_, x| {
+            let (normalised, sum) = add_rms_norm(&x[0], &x[1], &x[2], 1e-6)?;
+            Ok(vec![normalised, sum])
+        })?;
     }
     Ok(())
 }
@@ -85,10 +75,9 @@ fn mixed_norms(context: &mut Context) -> Result<()> {
     for width in [100, context.sized(2048, 256), context.sized(4096, 512)] {
         let x = leaf(&[3, 17, width]);
         let rows = [x.clone(), x, leaf(&[width]).times(0.1).plus(1.0)];
-        context.parity(
+        context.parity_in(
             &format!("add and RMSNorm of {width}, mixed precision"),
             &LOW,
-            1.0,
             &rows,
             |run, x| {
                 mixed(run, || {
@@ -135,7 +124,7 @@ fn rotations(context: &mut Context) -> Result<()> {
         ),
     ];
     for (name, convention, rotated) in cases {
-        context.parity(name, &KINDS, 1.0, &given, |run, x| {
+        context.parity(name, &given, |run, x| {
             let (cos, sin) = tables(run, tokens, rotated)?;
             let options = RotaryOptions {
                 convention,
@@ -155,7 +144,7 @@ fn rotations(context: &mut Context) -> Result<()> {
         ("split and rotary", Layout::Bhtd),
         ("split and rotary, (B, T, H, D)", Layout::Bthd),
     ] {
-        context.parity(name, &KINDS, 1.0, &joint, |run, x| {
+        context.parity(name, &joint, |run, x| {
             let (cos, sin) = tables(run, tokens, dim)?;
             let options = RotaryOptions {
                 convention: Convention::HalfSplit,
@@ -181,8 +170,8 @@ fn gates(context: &mut Context, width: i64) -> Result<()> {
     let joint = [joint];
     let pair = [half.clone(), half.clone()];
     let name = format!("SwiGLU of {width}");
-    context.parity(&name, &KINDS, 1.0, &joint, |_, x| Ok(vec![swiglu(&x[0])?]))?;
-    context.parity(&format!("{name}, a pair"), &KINDS, 1.0, &pair, |_, x| {
+    context.parity(&name, &joint, |_, x| Ok(vec![swiglu(&x[0])?]))?;
+    context.parity(&format!("{name}, a pair"), &pair, |_, x| {
         Ok(vec![swiglu_pair(&x[0], &x[1])?])
     })?;
     let biased = [half, leaf(&[width])];
@@ -194,17 +183,13 @@ fn gates(context: &mut Context, width: i64) -> Result<()> {
     ];
     for (name, activation) in all {
         let name = format!("{name} of {width}");
-        context.parity(&format!("gate of {name}"), &KINDS, 1.0, &joint, |_, x| {
+        context.parity(&format!("gate of {name}"), &joint, |_, x| {
             Ok(vec![glu(&x[0], activation)?])
         })?;
-        context.parity(
-            &format!("gate of {name}, a pair"),
-            &KINDS,
-            1.0,
-            &pair,
-            |_, x| Ok(vec![glu_pair(&x[0], &x[1], activation)?]),
-        )?;
-        context.parity(&format!("bias and {name}"), &KINDS, 1.0, &biased, |_, x| {
+        context.parity(&format!("gate of {name}, a pair"), &pair, |_, x| {
+            Ok(vec![glu_pair(&x[0], &x[1], activation)?])
+        })?;
+        context.parity(&format!("bias and {name}"), &biased, |_, x| {
             Ok(vec![bias_activation(&x[0], &x[1], activation)?])
         })?;
     }
@@ -216,24 +201,19 @@ fn linears(context: &mut Context) -> Result<()> {
     let weight = leaf(&[outputs, inputs]).times(0.1);
     for rows in [1, 7, context.sized(200, 40)] {
         let given = [leaf(&[rows, inputs]), weight.clone(), leaf(&[outputs])];
-        context.parity(
-            &format!("linear with bias, {rows} rows"),
-            &KINDS,
-            1.0,
-            &given,
-            |_, x| Ok(vec![linear(&x[0], &x[1], Some(&x[2]))?]),
-        )?;
+        context.parity(&format!("linear with bias, {rows} rows"), &given, |_, x| {
+            Ok(vec![linear(&x[0], &x[1], Some(&x[2]))?])
+        })?;
     }
     let given = [leaf(&[2, 9, inputs]), weight.clone(), weight];
-    context.parity("joint linear", &KINDS, 1.0, &given, |_, x| {
+    context.parity("joint linear", &given, |_, x| {
         Ok(vec![joint_linear(&x[0], &[&x[1], &x[2]], None)?])
     })?;
     // Weights in f32 whose gradients the matmul writes in f32.
     for (name, layers) in [("linear", 1), ("joint linear", 2)] {
-        context.parity(
+        context.parity_in(
             &format!("{name}, mixed precision"),
             &LOW,
-            1.0,
             &given[..=layers],
             |run, x| {
                 mixed(run, || {
@@ -296,18 +276,12 @@ fn losses(context: &mut Context) -> Result<()> {
     };
     for (name, options) in cases {
         let logits = [leaf(&[rows, classes]).times(2.0)];
-        context.parity(
-            &format!("cross-entropy, {name}"),
-            &KINDS,
-            1.0,
-            &logits,
-            |run, x| Ok(vec![cross_entropy(&x[0], &labels(run)?, &options)?.loss]),
-        )?;
+        context.parity(&format!("cross-entropy, {name}"), &logits, |run, x| {
+            Ok(vec![cross_entropy(&x[0], &labels(run)?, &options)?.loss])
+        })?;
         let given = [leaf(&[rows, width]), leaf(&[classes, width]).times(0.2)];
         context.parity(
             &format!("linear cross-entropy, {name}"),
-            &KINDS,
-            1.0,
             &given,
             |run, x| {
                 let options = LinearCrossEntropyOptions {
@@ -327,8 +301,6 @@ fn losses(context: &mut Context) -> Result<()> {
     ];
     context.parity(
         "linear cross-entropy, bias, chunks of its own",
-        &KINDS,
-        1.0,
         &given,
         |run, x| {
             let options = LinearCrossEntropyOptions {
@@ -340,7 +312,7 @@ fn losses(context: &mut Context) -> Result<()> {
         },
     )?;
     let logits = [constant(&[rows, classes])];
-    context.parity("count of labels", &KINDS, 1.0, &logits, |run, x| {
+    context.parity("count of labels", &logits, |run, x| {
         let output = cross_entropy(&x[0], &labels(run)?, &plain)?;
         Ok(vec![output.count.f_to_kind(Kind::Double)?])
     })

@@ -89,12 +89,11 @@ fn stepwise(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding>
     }
     let far = distance(&Tensor::f_cat(&found, 1)?, &whole.f_narrow(1, 16, 8)?)?;
     let allowed = 4.0 * tolerance(kind);
-    Ok(Finding::judged(
-        far <= allowed,
+    Ok(Finding::within(
+        far,
+        allowed,
         "the logits differ from those of the whole sequence",
-    )
-    .with("output error", far)
-    .with("tolerance", allowed))
+    ))
 }
 
 fn decoded(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> {
@@ -115,12 +114,11 @@ fn decoded(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Finding> 
         most = if far.is_nan() { far } else { most.max(far) };
     }
     let allowed = 4.0 * tolerance(kind);
-    Ok(Finding::judged(
-        most <= allowed,
+    Ok(Finding::within(
+        most,
+        allowed,
         "the logits differ from those without the graph",
     )
-    .with("output error", most)
-    .with("tolerance", allowed)
     .with("pool bytes", graph.pool_bytes() as f64))
 }
 
@@ -242,13 +240,10 @@ fn trained(config: &LlamaConfig, device: Device) -> Result<Finding> {
         found = graph.step()?.mean_loss.f_double_value(&[])?;
     }
     let far = (found - expected).abs() / expected;
-    Ok(Finding::judged(
-        far < 1e-3,
-        "the loss differs from the one without the graph",
+    Ok(
+        Finding::within(far, 1e-3, "the loss differs from the one without the graph")
+            .with("last loss", found),
     )
-    .with("output error", far)
-    .with("tolerance", 1e-3)
-    .with("last loss", found))
 }
 
 /// Captures work that reads the device, which must fail, and uses the device's memory afterwards.

@@ -6,7 +6,7 @@ use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::models::{config, model, tokens};
+use crate::models::{config, tokens};
 use crate::training::{Trainer, loss};
 
 /// More than any device has.
@@ -15,27 +15,28 @@ const TOO_MUCH: i64 = 1 << 44;
 pub(super) fn run(context: &mut Context) -> Result<()> {
     let config = config(context);
     let device = context.device();
+    let block: i64 = context.sized(1 << 30, 4 << 20);
     context.check("a tensor that is too large, and work after it", || {
         let size = match device {
             Device::Cpu => 1 << 27,
             _ => TOO_MUCH / 4,
         };
-        let memory = around(
-            || Ok(memory::stats(device)?.allocated_bytes),
-            || works(device),
-            || {
-                let allocated = memory::stats(device)?.allocated_bytes;
-                let _limit = Limit::on(device, allocated + (256 << 20))?;
-                refused(Tensor::f_empty([size], (Kind::Float, device)))
-            },
-        )?;
-        Ok(memory.judge())
+        let allocated = || Ok::<_, anyhow::Error>(memory::stats(device)?.allocated_bytes);
+        let first = allocated()?;
+        // cuBLAS allocates its work space, 32 MiB on Hopper, in the first matmul and keeps it, which is no leak.
+        works(device)?;
+        let before = allocated()?;
+        let limit = Limit::on(device, before + (256 << 20))?;
+        refused(Tensor::f_empty([size], (Kind::Float, device)))?;
+        drop(limit);
+        works(device)?;
+        let kept = before.saturating_sub(first) as f64;
+        Ok(same_bytes(before, allocated()?).with("bytes kept by the first work", kept))
     })?;
     context.check(
         "memory that is filled to the end, and work after it",
         || {
             let before = memory::stats(device)?.allocated_bytes;
-            let block = context_block(device);
             let _limit = Limit::on(device, before + 64 * block.unsigned_abs())?;
             let mut held = Vec::new();
             let error = loop {
@@ -51,19 +52,13 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             memory::empty_cache(device)?;
             works(device)?;
             let after = memory::stats(device)?.allocated_bytes;
-            Ok(Finding::judged(
-                after == before,
-                format!("{before} bytes before and {after} after"),
-            )
-            .with("filled bytes", filled))
+            Ok(same_bytes(before, after).with("filled bytes", filled))
         },
     )?;
     context.check("a step that does not fit, and a smaller one", || {
-        let model = model(&config, device, Kind::Float)?;
-        model.set_requires_grad(true)?;
-        let mut trainer = Trainer::new(model.named_parameters(), Precision::Fp32)?;
+        let (model, mut trainer) = Trainer::of_model(&config, device, Precision::Fp32)?;
         let small = tokens(2, 64, device)?;
-        trainer.fit(&model, &small, 2)?;
+        trainer.steps(&model, &small, 2)?;
         let before = memory::stats(device)?.allocated_bytes;
         let _limit = Limit::on(device, before + (32 << 20))?;
         // The rest of the device is taken, so that a batch of this size does not fit.
@@ -83,7 +78,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         );
         drop(taken);
         memory::empty_cache(device)?;
-        trainer.fit(&model, &small, 1)?;
+        trainer.steps(&model, &small, 1)?;
         let after = memory::stats(device)?.allocated_bytes;
         let reason = format!("{before} bytes before and {after} after");
         // Gradients of the failed step are gone with the next one.
@@ -113,46 +108,12 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     })
 }
 
-/// The memory around an allocation that fails.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct Around {
-    /// The bytes that the first work allocated and keeps, such as the workspace of a library.
-    pub kept_by_work: u64,
-    /// The allocated bytes after that work.
-    pub before: u64,
-    /// The allocated bytes after the failure and a repetition of the work.
-    pub after: u64,
-}
-
-impl Around {
-    /// Checks that the failure leaks nothing.
-    pub fn judge(self) -> Finding {
-        let reason = format!("{} bytes before and {} after", self.before, self.after);
-        let finding = Finding::judged(self.after == self.before, reason);
-        finding.with("bytes kept by the first work", self.kept_by_work as f64)
-    }
-}
-
-/// Returns the memory, which `allocated` reads, around `fail`. The same work runs before and after it: cuBLAS allocates
-/// its work space, 32 MiB on Hopper, in the first matmul and keeps it, which is no leak of the failure.
-///
-/// # Errors
-/// The error of a closure.
-pub fn around(
-    allocated: impl Fn() -> Result<u64>,
-    work: impl Fn() -> Result<()>,
-    fail: impl FnOnce() -> Result<()>,
-) -> Result<Around> {
-    let first = allocated()?;
-    work()?;
-    let before = allocated()?;
-    fail()?;
-    work()?;
-    Ok(Around {
-        kept_by_work: before.saturating_sub(first),
-        before,
-        after: allocated()?,
-    })
+/// Checks that a failure leaks nothing.
+fn same_bytes(before: u64, after: u64) -> Finding {
+    Finding::judged(
+        after == before,
+        format!("{before} bytes before and {after} after"),
+    )
 }
 
 /// Limits the memory of a CPU while it lives; a GPU has its own limit.
@@ -172,13 +133,6 @@ impl Drop for Limit {
         if self.0 == Device::Cpu {
             let _ = memory::set_limit(Device::Cpu, None);
         }
-    }
-}
-
-fn context_block(device: Device) -> i64 {
-    match device {
-        Device::Cpu => 4 << 20,
-        _ => 1 << 30,
     }
 }
 

@@ -37,15 +37,12 @@ mod start;
 mod tiny;
 mod train_step;
 
-pub use distributed::run_rank;
-pub use memory::{Around, around};
-pub use optimizers::{Build, Inputs, allowed, furthest, updates};
-pub use start::{Phases, Work, run_start};
-pub use train_step::batch_for;
+pub(crate) use distributed::run_rank;
+pub(crate) use start::{Work, run_start};
 
 /// The device of a run.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Target {
+pub(crate) enum Target {
     /// The CPU, with small sizes: a test of the program itself.
     Cpu,
     /// The first CUDA device.
@@ -54,15 +51,23 @@ pub enum Target {
 
 impl Target {
     /// Returns the name on the command line.
-    pub fn name(self) -> &'static str {
+    pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Cpu => "cpu",
             Self::Cuda => "cuda",
         }
     }
 
+    /// Returns the target of a device.
+    pub(crate) fn of(device: Device) -> Self {
+        match device {
+            Device::Cpu => Self::Cpu,
+            _ => Self::Cuda,
+        }
+    }
+
     /// Returns the device.
-    pub fn device(self) -> Device {
+    pub(crate) fn device(self) -> Device {
         match self {
             Self::Cpu => Device::Cpu,
             Self::Cuda => Device::Cuda(0),
@@ -72,7 +77,7 @@ impl Target {
 
 /// The purpose of a section.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub enum Kind {
+pub(crate) enum Kind {
     /// It checks correctness.
     Correctness,
     /// It measures figures.
@@ -81,7 +86,7 @@ pub enum Kind {
 
 impl Kind {
     /// Returns the kind of this name on the command line.
-    pub fn of_name(name: &str) -> Option<Self> {
+    pub(crate) fn of_name(name: &str) -> Option<Self> {
         match name {
             "correctness" => Some(Self::Correctness),
             "figures" => Some(Self::Figures),
@@ -92,29 +97,28 @@ impl Kind {
 
 /// Checks that belong together.
 #[derive(Debug)]
-pub struct Section {
+pub(crate) struct Section {
     /// The name on the command line and in the report.
-    pub name: &'static str,
-    /// A description.
-    pub about: &'static str,
-    /// The purpose of the section.
-    pub kind: Kind,
+    pub(crate) name: &'static str,
+    pub(crate) kind: Kind,
     /// The time in seconds that it always gets: somewhat more than it took on an H200.
-    planned_seconds: u64,
+    pub(crate) planned_seconds: u64,
     /// The time limit on a GPU in seconds, which it may reach where other sections leave time.
-    cuda_seconds: u64,
+    pub(crate) cuda_seconds: u64,
+    /// A description.
+    pub(crate) about: &'static str,
     run: fn(&mut Context) -> Result<()>,
 }
 
 /// The share of its time that a process reserves to report its last check.
-pub const GRACE: Duration = Duration::from_secs(3);
+pub(crate) const GRACE: Duration = Duration::from_secs(3);
 
 /// The limit of a section on a CPU: its sizes take seconds, but the processor may be slow.
 const CPU_LIMIT: Duration = Duration::from_secs(240);
 
 impl Section {
     /// Returns the time limit.
-    pub fn limit(&self, target: Target) -> Duration {
+    pub(crate) fn limit(&self, target: Target) -> Duration {
         match target {
             Target::Cpu => CPU_LIMIT,
             Target::Cuda => Duration::from_secs(self.cuda_seconds),
@@ -122,208 +126,77 @@ impl Section {
     }
 
     /// Returns the time that it gets in a run of nine minutes, whatever the sections before it take.
-    pub fn planned(&self) -> Duration {
+    pub(crate) fn planned(&self) -> Duration {
         Duration::from_secs(self.planned_seconds)
     }
 }
 
-/// All sections in the order in which they run. The plans of all of them are at most nine minutes, those of
-/// [`Kind::Correctness`] at most four (docs/src/gpu-check.md).
-pub const SECTIONS: &[Section] = &[
-    Section {
-        name: "doctor",
-        about: "the machine, its libraries and devices",
-        kind: Kind::Correctness,
-        planned_seconds: 10,
-        cuda_seconds: 40,
-        run: doctor::run,
-    },
-    Section {
-        name: "own_kernels",
-        about: "the kernels of Overdrive: loaded, beside f64, and launched",
-        kind: Kind::Correctness,
-        planned_seconds: 9,
-        cuda_seconds: 60,
-        run: own_kernels::run,
-    },
-    Section {
-        name: "tiny",
-        about: "a small model: train, adapt, quantize, generate, save, resume",
-        kind: Kind::Correctness,
-        planned_seconds: 27,
-        cuda_seconds: 60,
-        run: tiny::run,
-    },
-    Section {
-        name: "graphs",
-        about: "CUDA graphs: capture, replay, work after a failed capture",
-        kind: Kind::Correctness,
-        planned_seconds: 6,
-        cuda_seconds: 30,
-        run: graphs::run,
-    },
-    Section {
-        name: "attention",
-        about: "attention beside f64 on the CPU, forward and backward",
-        kind: Kind::Correctness,
-        planned_seconds: 26,
-        cuda_seconds: 50,
-        run: attention::run,
-    },
-    Section {
-        name: "fused",
-        about: "fused operators beside f64 on the CPU, forward and backward",
-        kind: Kind::Correctness,
-        planned_seconds: 7,
-        cuda_seconds: 30,
-        run: |context| composed(context, fused::run),
-    },
-    Section {
-        name: "quantized",
-        about: "quantized linear layers beside their dequantized weights in f64",
-        kind: Kind::Correctness,
-        planned_seconds: 6,
-        cuda_seconds: 30,
-        run: |context| composed(context, quantized::run),
-    },
-    Section {
-        name: "reads",
-        about: "reads of the device by the host in a step",
-        kind: Kind::Correctness,
-        planned_seconds: 7,
-        cuda_seconds: 25,
-        run: reads::run,
-    },
-    Section {
-        name: "caches",
-        about: "logits over each kind of cache beside the CPU",
-        kind: Kind::Correctness,
-        planned_seconds: 11,
-        cuda_seconds: 25,
-        run: caches::run,
-    },
-    Section {
-        name: "optimizers",
-        about: "steps of each optimizer beside the CPU",
-        kind: Kind::Correctness,
-        planned_seconds: 5,
-        cuda_seconds: 20,
-        run: |context| composed(context, optimizers::run),
-    },
-    Section {
-        name: "memory",
-        about: "out of memory, and work after it",
-        kind: Kind::Correctness,
-        planned_seconds: 5,
-        cuda_seconds: 20,
-        run: memory::run,
-    },
-    Section {
-        name: "profiler",
-        about: "traces of a step",
-        kind: Kind::Correctness,
-        planned_seconds: 5,
-        cuda_seconds: 15,
-        run: profiler::run,
-    },
-    Section {
-        name: "distributed",
-        about: "two processes: NCCL on GPUs, Gloo on a CPU",
-        kind: Kind::Correctness,
-        planned_seconds: 10,
-        cuda_seconds: 30,
-        run: distributed::run,
-    },
-    Section {
-        name: "decode_kernel",
-        about: "the decode kernel of Overdrive captured, its GB/s, and beside f64",
-        kind: Kind::Correctness,
-        planned_seconds: 6,
-        cuda_seconds: 40,
-        run: decode_kernel::run,
-    },
-    Section {
-        name: "train_step",
-        about: "a training step of a 1B Llama beside PyTorch",
-        kind: Kind::Figures,
-        planned_seconds: 145,
-        cuda_seconds: 220,
-        run: train_step::run,
-    },
-    Section {
-        name: "decode",
-        about: "decoding of a 1B Llama with 1 and 64 streams beside transformers",
-        kind: Kind::Figures,
-        planned_seconds: 115,
-        cuda_seconds: 190,
-        run: decode::run,
-    },
-    Section {
-        name: "finetune",
-        about: "QLoRA of an 8B Llama beside PEFT",
-        kind: Kind::Figures,
-        planned_seconds: 60,
-        cuda_seconds: 110,
-        run: finetune::run,
-    },
-    Section {
-        name: "start",
-        about: "from a file to the first token and the first step",
-        kind: Kind::Figures,
-        planned_seconds: 25,
-        cuda_seconds: 60,
-        run: start::run,
-    },
-    Section {
-        name: "ablation",
-        about: "the effect of each technique on a training step",
-        kind: Kind::Figures,
-        planned_seconds: 17,
-        cuda_seconds: 60,
-        run: ablation::run,
-    },
-    Section {
-        name: "kernels",
-        about: "launches and GB/s of single operations",
-        kind: Kind::Figures,
-        planned_seconds: 6,
-        cuda_seconds: 30,
-        run: kernels::run,
-    },
-    Section {
-        name: "backends",
-        about: "the back ends of attention by length",
-        kind: Kind::Figures,
-        planned_seconds: 17,
-        cuda_seconds: 40,
-        run: backends::run,
-    },
-];
+/// Declares sections: name, kind, planned seconds, seconds on a GPU at most, description, function.
+macro_rules! sections {
+    ($($name:literal $kind:ident $planned:literal $most:literal $about:literal $run:expr;)*) => {
+        &[$(Section {
+            name: $name,
+            kind: Kind::$kind,
+            planned_seconds: $planned,
+            cuda_seconds: $most,
+            about: $about,
+            run: $run,
+        }),*]
+    };
+}
+
+/// All sections in the order in which they run: what cannot work shows at once, and figures come last.
+#[rustfmt::skip]
+pub(crate) const SECTIONS: &[Section] = sections! {
+    "doctor" Correctness 10 40 "the machine, its libraries and devices" doctor::run;
+    "own_kernels" Correctness 9 60 "the kernels of Overdrive: loaded, beside f64, and launched" own_kernels::run;
+    "tiny" Correctness 27 60 "a small model: train, adapt, quantize, generate, save, resume" tiny::run;
+    "graphs" Correctness 6 30 "CUDA graphs: capture, replay, work after a failed capture" graphs::run;
+    "attention" Correctness 26 50 "attention beside f64 on the CPU, forward and backward" attention::run;
+    "fused" Correctness 7 30 "fused operators beside f64 on the CPU, forward and backward" |c| composed(c, fused::run);
+    "quantized" Correctness 6 30 "quantized linear layers beside their dequantized weights in f64" |c| composed(c, quantized::run);
+    "reads" Correctness 7 25 "reads of the device by the host in a step" reads::run;
+    "caches" Correctness 11 25 "logits over each kind of cache beside the CPU" caches::run;
+    "optimizers" Correctness 5 20 "steps of each optimizer beside the CPU" |c| composed(c, optimizers::run);
+    "memory" Correctness 5 20 "out of memory, and work after it" memory::run;
+    "profiler" Correctness 5 15 "traces of a step" profiler::run;
+    "distributed" Correctness 10 30 "two processes: NCCL on GPUs, Gloo on a CPU" distributed::run;
+    "decode_kernel" Correctness 6 40 "the decode kernel of Overdrive captured, its GB/s, and beside f64" decode_kernel::run;
+    "train_step" Figures 145 220 "a training step of a 1B Llama beside PyTorch" train_step::run;
+    "decode" Figures 115 190 "decoding of a 1B Llama with 1 and 64 streams beside transformers" decode::run;
+    "finetune" Figures 60 110 "QLoRA of an 8B Llama beside PEFT" finetune::run;
+    "start" Figures 25 60 "from a file to the first token and the first step" start::run;
+    "ablation" Figures 17 60 "the effect of each technique on a training step" ablation::run;
+    "kernels" Figures 6 30 "launches and GB/s of single operations" kernels::run;
+    "backends" Figures 17 40 "the back ends of attention by length" backends::run;
+};
 
 /// Sections that fail in every way, for the tests of the [runner](crate::runner); they run only when they are named.
-pub const MACHINERY: &[Section] = &[
-    Section {
-        name: "machinery",
-        about: "checks that fail in every way",
-        kind: Kind::Correctness,
-        planned_seconds: 60,
-        cuda_seconds: 60,
-        run: machinery::failures,
-    },
-    Section {
-        name: "machinery-hang",
-        about: "a check that never ends",
-        kind: Kind::Correctness,
-        planned_seconds: 60,
-        cuda_seconds: 60,
-        run: machinery::hang,
-    },
-];
+#[rustfmt::skip]
+pub(crate) const MACHINERY: &[Section] = sections! {
+    "machinery" Correctness 60 60 "checks that fail in every way" machinery::failures;
+    "machinery-hang" Correctness 60 60 "a check that never ends" machinery::hang;
+};
+
+// The plans of a run of nine minutes, and of its correctness checks in four (docs/src/gpu-check.md).
+const _: () = assert!(planned_seconds(false) <= 9 * 60 && planned_seconds(true) <= 4 * 60);
+
+const fn planned_seconds(of_correctness: bool) -> u64 {
+    let (mut sum, mut index) = (0, 0);
+    while index < SECTIONS.len() {
+        let section = &SECTIONS[index];
+        if !of_correctness || matches!(section.kind, Kind::Correctness) {
+            sum += section.planned_seconds;
+        }
+        index += 1;
+    }
+    sum
+}
 
 /// Returns the time for the first of `sections`, when `left` remains for all of them. On a GPU this is the section's
 /// limit, or less if the following sections would not get their planned time, because the sum of the limits exceeds the
 /// time of a run. On a CPU it is the limit.
-pub fn share(sections: &[&Section], target: Target, left: Duration) -> Duration {
+pub(crate) fn share(sections: &[&Section], target: Target, left: Duration) -> Duration {
     let Some((first, later)) = sections.split_first() else {
         return Duration::ZERO;
     };
@@ -347,7 +220,7 @@ fn composed(context: &mut Context, run: fn(&mut Context) -> Result<()>) -> Resul
 }
 
 /// Runs a section in this process and gives its events to `emit`.
-pub fn run_here(
+pub(crate) fn run_here(
     section: &Section,
     target: Target,
     first: usize,

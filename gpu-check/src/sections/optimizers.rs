@@ -10,10 +10,10 @@ use tch::{Device, Kind, Tensor};
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::parity::{copied, distance, name_of, tolerance};
+use crate::parity::{copied, distance, furthest, name_of, tolerance};
 
 /// Makes an optimizer of these groups.
-pub type Build = fn(Vec<ParamGroup>) -> Result<Box<dyn Optimizer>>;
+type Build = fn(Vec<ParamGroup>) -> Result<Box<dyn Optimizer>>;
 
 const STEPS: i64 = 6;
 /// The factor of the tolerance of arithmetic in bf16, whatever the dtype of the parameters.
@@ -21,67 +21,45 @@ const IN_BF16: f64 = 4.0 / 256.0 / 1e-5;
 
 /// The optimizers, and the factor of the tolerance: states of 8 bits may be rounded to the next code.
 const ALL: [(&str, f64, Build); 13] = [
-    ("AdamW", 1.0, |groups| {
-        Ok(Box::new(AdamW::new(groups, AdamWConfig::default())?))
-    }),
+    ("AdamW", 1.0, |groups| adamw(groups, |_| ())),
     ("AdamW, plain", 1.0, |groups| {
-        let config = AdamWConfig {
-            implementation: Implementation::Plain,
-            ..AdamWConfig::default()
-        };
-        Ok(Box::new(AdamW::new(groups, config)?))
+        adamw(groups, |config| {
+            config.implementation = Implementation::Plain
+        })
     }),
     ("AdamW, amsgrad", 1.0, |groups| {
-        let config = AdamWConfig {
-            amsgrad: true,
-            ..AdamWConfig::default()
-        };
-        Ok(Box::new(AdamW::new(groups, config)?))
+        adamw(groups, |config| config.amsgrad = true)
     }),
     ("AdamW, capturable", 1.0, |groups| {
-        let config = AdamWConfig {
-            capturable: true,
-            ..AdamWConfig::default()
-        };
-        Ok(Box::new(AdamW::new(groups, config)?))
+        adamw(groups, |config| config.capturable = true)
     }),
     ("AdamW, master weights", 1.0, |groups| {
-        let config = AdamWConfig {
-            master_weights: true,
-            ..AdamWConfig::default()
-        };
-        Ok(Box::new(AdamW::new(groups, config)?))
+        adamw(groups, |config| config.master_weights = true)
     }),
     ("AdamW8bit", 30.0, |groups| {
-        Ok(Box::new(AdamW8bit::new(
-            groups,
-            AdamW8bitConfig::default(),
-        )?))
+        boxed(AdamW8bit::new(groups, AdamW8bitConfig::default()))
     }),
     ("PagedAdamW, 32 bits", 1.0, |groups| {
-        Ok(Box::new(PagedAdamW::new(
-            groups,
-            paged(StateBits::ThirtyTwo),
-        )?))
+        boxed(PagedAdamW::new(groups, paged(StateBits::ThirtyTwo)))
     }),
     ("PagedAdamW, 8 bits", 30.0, |groups| {
-        Ok(Box::new(PagedAdamW::new(groups, paged(StateBits::Eight))?))
+        boxed(PagedAdamW::new(groups, paged(StateBits::Eight)))
     }),
     ("Lion", 30.0, |groups| {
-        Ok(Box::new(Lion::new(groups, LionConfig::default())?))
+        boxed(Lion::new(groups, LionConfig::default()))
     }),
     ("Adafactor", 1.0, |groups| {
-        Ok(Box::new(Adafactor::new(
+        boxed(Adafactor::new(
             groups,
             AdafactorConfig::with_learning_rate(1e-2),
-        )?))
+        ))
     }),
     // The default iterates in bf16 on a GPU and in f32 on a CPU, so each side is told.
     ("Muon, iterating in f32", 30.0, |groups| {
-        Ok(Box::new(Muon::new(groups, muon(MuonPrecision::Float32))?))
+        boxed(Muon::new(groups, muon(MuonPrecision::Float32)))
     }),
     ("Muon, iterating in bf16", IN_BF16, |groups| {
-        Ok(Box::new(Muon::new(groups, muon(MuonPrecision::BFloat16))?))
+        boxed(Muon::new(groups, muon(MuonPrecision::BFloat16)))
     }),
     ("SGD", 1.0, |groups| {
         let config = SgdConfig {
@@ -89,9 +67,19 @@ const ALL: [(&str, f64, Build); 13] = [
             nesterov: true,
             ..SgdConfig::default()
         };
-        Ok(Box::new(Sgd::new(groups, config)?))
+        boxed(Sgd::new(groups, config))
     }),
 ];
+
+fn boxed<O: Optimizer + 'static>(made: overdrive::optim::Result<O>) -> Result<Box<dyn Optimizer>> {
+    Ok(Box::new(made?))
+}
+
+fn adamw(groups: Vec<ParamGroup>, change: fn(&mut AdamWConfig)) -> Result<Box<dyn Optimizer>> {
+    let mut config = AdamWConfig::default();
+    change(&mut config);
+    boxed(AdamW::new(groups, config))
+}
 
 fn muon(precision: MuonPrecision) -> MuonConfig {
     MuonConfig {
@@ -125,38 +113,24 @@ fn steps(context: &mut Context, is_wanted: impl Fn(&str) -> bool) -> Result<()> 
         }
         for kind in [Kind::Float, Kind::BFloat16] {
             context.check(format!("{name} in {}", name_of(kind)), || {
-                let there = updates(build, Inputs::FULL_RANK, device, kind)?;
-                let here = updates(build, Inputs::FULL_RANK, Device::Cpu, kind)?;
+                let there = updates(build, device, kind)?;
+                let here = updates(build, Device::Cpu, kind)?;
                 let most = furthest(&there, &here)?;
                 let allowed = allowed(factor, kind);
-                Ok(
-                    Finding::judged(most <= allowed, "the updates differ from the CPU's")
-                        .with("output error", most)
-                        .with("tolerance", allowed),
-                )
+                Ok(Finding::within(
+                    most,
+                    allowed,
+                    "the updates differ from the CPU's",
+                ))
             })?;
         }
     }
     Ok(())
 }
 
-/// Returns the largest distance between the updates of two sides.
-///
-/// # Errors
-/// An error of libtorch.
-pub fn furthest(there: &[Tensor], here: &[Tensor]) -> Result<f64> {
-    let mut most = 0.0_f64;
-    for (there, here) in there.iter().zip(here) {
-        let far = distance(there, here)?;
-        // `max` would drop a NaN.
-        most = if far.is_nan() { far } else { most.max(far) };
-    }
-    Ok(most)
-}
-
 /// Returns the allowed distance between the updates: in bf16 a parameter is rounded in each step. It never exceeds a
 /// sixth, because a step with a different rate, momentum or decay would then pass.
-pub fn allowed(factor: f64, kind: Kind) -> f64 {
+fn allowed(factor: f64, kind: Kind) -> f64 {
     (factor * 10.0 * tolerance(kind)).min(10.0 * tolerance(Kind::BFloat16))
 }
 
@@ -165,8 +139,8 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     steps(context, |_| true)?;
     context.check("gradient clipping and its norm", || {
         let norms = [device, Device::Cpu].map(|device| -> Result<[f64; 2]> {
-            let parameters = parameters(Inputs::FULL_RANK, device, Kind::Float)?;
-            set_gradients(Inputs::FULL_RANK, &parameters, 1)?;
+            let parameters = parameters(device, Kind::Float)?;
+            set_gradients(&parameters, 1)?;
             let tensors: Vec<Tensor> = parameters.iter().map(|(_, t)| t.shallow_clone()).collect();
             let norm = clip_grad_norm(&tensors, 0.5, ClipOptions::default())?;
             clip_grad_value(&tensors, 1e-3)?;
@@ -177,13 +151,11 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         let (there, here) = (there?, here?);
         let far = there.iter().zip(&here).map(|(a, b)| (a - b).abs() / b);
         let far = far.fold(0.0, f64::max);
-        Ok(Finding::judged(far < 1e-5, "the norms differ")
-            .with("output error", far)
-            .with("tolerance", 1e-5))
+        Ok(Finding::within(far, 1e-5, "the norms differ"))
     })?;
     context.check("averages of weights", || {
         let averages = [device, Device::Cpu].map(|device| -> Result<Tensor> {
-            let parameters = parameters(Inputs::FULL_RANK, device, Kind::Float)?;
+            let parameters = parameters(device, Kind::Float)?;
             let first = parameters[0].1.shallow_clone();
             let mut ema = Ema::new(parameters, EmaConfig::default())?;
             let _same = tch::no_grad(|| first.shallow_clone().f_mul_scalar_(2.0))?;
@@ -193,85 +165,47 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         });
         let [there, here] = averages;
         let far = distance(&there?, &here?)?;
-        Ok(Finding::judged(far < 1e-6, "the averages differ")
-            .with("output error", far)
-            .with("tolerance", 1e-6))
+        Ok(Finding::within(far, 1e-6, "the averages differ"))
     })
 }
 
-/// The parameters and gradients of a comparison.
-#[derive(Debug, Clone, Copy)]
-pub struct Inputs {
-    /// `true` if gradients are drawn, and so of full rank; else they are waves, whose rank is 2.
-    is_drawn: bool,
-    /// The size of the parameters.
-    scale: f64,
-    learning_rate: f64,
-}
+/// As large as the updates, so that bf16 can represent these.
+const SCALE: f64 = 0.02;
+const LEARNING_RATE: f64 = 0.1;
 
-impl Inputs {
-    /// Gradients of full rank, whose rounding Muon's iteration does not amplify, and updates as large as the
-    /// parameters, which bf16 can represent.
-    pub const FULL_RANK: Self = Self {
-        is_drawn: true,
-        scale: 0.02,
-        learning_rate: 0.1,
-    };
-    /// The values of the report of 27 November 2026, for which two correct implementations differ: gradients of rank 2,
-    /// and updates below the resolution of bf16.
-    pub const WAVES: Self = Self {
-        is_drawn: false,
-        scale: 1.0,
-        learning_rate: 1e-2,
-    };
-
-    /// Returns the gradient of a parameter in a step.
-    fn gradient(self, parameter: &Tensor, step: i64) -> Result<Tensor> {
-        let size = parameter.size();
-        let numbers = match self.is_drawn {
-            true => {
-                tch::manual_seed(1000 * step + size[0]);
-                Tensor::f_randn(&size, (Kind::Float, Device::Cpu))?
-            }
-            false => {
-                let positions =
-                    Tensor::f_arange(parameter.numel() as i64, (Kind::Float, Device::Cpu))?;
-                ((positions * 0.11) + step as f64)
-                    .f_cos()?
-                    .f_view(&size[..])?
-            }
-        };
-        let gradient = (numbers * 0.1).f_to_kind(parameter.kind())?;
-        Ok(gradient.f_to_device(parameter.device())?)
-    }
+/// Returns the gradient of a parameter in a step: drawn, and so of full rank, because Muon's iteration makes rounding in the
+/// other directions as large as the update.
+fn gradient(parameter: &Tensor, step: i64) -> Result<Tensor> {
+    let size = parameter.size();
+    tch::manual_seed(1000 * step + size[0]);
+    let numbers = Tensor::f_randn(&size, (Kind::Float, Device::Cpu))? * 0.1;
+    let gradient = numbers.f_to_kind(parameter.kind())?;
+    Ok(gradient.f_to_device(parameter.device())?)
 }
 
 /// Returns matrices, one of which is large enough for states of 8 bits and paging. (Muon takes nothing else.)
-fn parameters(inputs: Inputs, device: Device, kind: Kind) -> Result<Vec<(String, Tensor)>> {
+fn parameters(device: Device, kind: Kind) -> Result<Vec<(String, Tensor)>> {
     [("small", [24, 40]), ("large", [96, 128])]
         .into_iter()
         .map(|(name, size)| {
             let values = Tensor::f_arange(size[0] * size[1], (Kind::Float, Device::Cpu))?;
-            let values = (values * 0.37).f_sin()?.f_view(size)? * inputs.scale;
+            let values = (values * 0.37).f_sin()?.f_view(size)? * SCALE;
             let tensor = copied(&values.f_to_kind(kind)?.f_to_device(device)?)?;
             Ok((name.to_owned(), tensor.f_set_requires_grad(true)?))
         })
         .collect()
 }
 
-fn set_gradients(inputs: Inputs, parameters: &[(String, Tensor)], step: i64) -> Result<()> {
+fn set_gradients(parameters: &[(String, Tensor)], step: i64) -> Result<()> {
     for (_, parameter) in parameters {
-        grad::set(parameter, &inputs.gradient(parameter, step)?)?;
+        grad::set(parameter, &gradient(parameter, step)?)?;
     }
     Ok(())
 }
 
 /// Returns how far a few steps move the parameters.
-///
-/// # Errors
-/// An error of the optimizer.
-pub fn updates(build: Build, inputs: Inputs, device: Device, kind: Kind) -> Result<Vec<Tensor>> {
-    let parameters = parameters(inputs, device, kind)?;
+fn updates(build: Build, device: Device, kind: Kind) -> Result<Vec<Tensor>> {
+    let parameters = parameters(device, kind)?;
     let before: Vec<Tensor> = parameters
         .iter()
         .map(|(_, tensor)| copied(&tensor.f_detach()?))
@@ -279,9 +213,9 @@ pub fn updates(build: Build, inputs: Inputs, device: Device, kind: Kind) -> Resu
     let shared = parameters.iter();
     let shared = shared.map(|(name, tensor)| (name.clone(), tensor.shallow_clone()));
     let group = ParamGroup::new("all", shared.collect()).with_weight_decay(0.1);
-    let mut optimizer = build(vec![group.with_learning_rate(inputs.learning_rate)])?;
+    let mut optimizer = build(vec![group.with_learning_rate(LEARNING_RATE)])?;
     for step in 0..STEPS {
-        set_gradients(inputs, &parameters, step)?;
+        set_gradients(&parameters, step)?;
         optimizer.step()?;
     }
     parameters

@@ -1,11 +1,11 @@
 use anyhow::Result;
 use overdrive::precision::Precision;
 use overdrive::profiling::{GroupBy, ProfilerConfig, profile, record_function};
-use tch::{Device, Kind};
+use tch::Device;
 
 use crate::context::Context;
 use crate::finding::Finding;
-use crate::models::{config, model, tokens};
+use crate::models::{config, tokens};
 use crate::timing::synchronize;
 use crate::training::Trainer;
 
@@ -13,11 +13,9 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
     let config = config(context);
     let device = context.device();
     context.check("trace of a training step", || {
-        let model = model(&config, device, Kind::Float)?;
-        model.set_requires_grad(true)?;
-        let mut trainer = Trainer::new(model.named_parameters(), Precision::Bf16)?;
+        let (model, mut trainer) = Trainer::of_model(&config, device, Precision::Bf16)?;
         let ids = tokens(2, 64, device)?;
-        trainer.fit(&model, &ids, 2)?;
+        trainer.steps(&model, &ids, 2)?;
         let settings = ProfilerConfig {
             cuda: Some(device != Device::Cpu),
             record_shapes: true,

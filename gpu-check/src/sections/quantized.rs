@@ -26,9 +26,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             let there = there.dequantize(Kind::Float)?.f_to_device(Device::Cpu)?;
             let far = distance(&there, &here.dequantize(Kind::Float)?)?;
             // A quotient on the border of two codes may be rounded otherwise there.
-            Ok(Finding::judged(far < 1e-3, "the codes differ")
-                .with("output error", far)
-                .with("tolerance", 1e-3))
+            Ok(Finding::within(far, 1e-3, "the codes differ"))
         })?;
         for kind in KINDS {
             for rows in [1, 4, 8, 16, context.sized(64, 17), context.sized(200, 33)] {
@@ -52,9 +50,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         let x = input(64, size[1], Kind::BFloat16, device)?;
         let far = beside_dense(&x, &weight)?;
         // E4M3 has four significant bits: half a unit in the last place is a 16th at most.
-        Ok(Finding::judged(far < 1.0 / 16.0, "beyond the tolerance")
-            .with("output error", far)
-            .with("tolerance", 1.0 / 16.0))
+        Ok(Finding::within(far, 1.0 / 16.0, "beyond the tolerance"))
     })
 }
 
@@ -104,9 +100,7 @@ fn product(
         }),
         _ => tolerance(kind),
     };
-    Ok(Finding::judged(far <= allowed, "beyond the tolerance")
-        .with("output error", far)
-        .with("tolerance", allowed))
+    Ok(Finding::within(far, allowed, "beyond the tolerance"))
 }
 
 fn gradient(dense: &Tensor, scheme: Scheme, device: Device) -> Result<Finding> {

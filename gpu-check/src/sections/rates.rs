@@ -28,12 +28,10 @@ pub(super) fn training(context: &mut Context, config: &LlamaConfig) -> Result<()
     // Steps that take a GPU longer than the host takes to launch them.
     let (rows, length) = context.sized((64, 512), (4, 64));
     context.check("tokens/s and MFU are those of the time around", || {
-        let model = model(config, device, Kind::Float)?;
-        model.set_requires_grad(true)?;
+        let (model, mut trainer) = Trainer::of_model(config, device, Precision::Fp32)?;
         let parameters = u64::try_from(model.num_parameters())?;
-        let mut trainer = Trainer::new(model.named_parameters(), Precision::Fp32)?;
         let ids = tokens(rows, length, device)?;
-        trainer.fit(&model, &ids, 3)?;
+        trainer.steps(&model, &ids, 3)?;
         let mut recorder = StepRecorder::new(StepRecorderConfig {
             device,
             window: steps,

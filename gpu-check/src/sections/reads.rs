@@ -63,13 +63,11 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             continue;
         }
         context.check(name, || {
-            let mut model = model(&config, device, Kind::Float)?;
-            model.set_requires_grad(true)?;
+            let (mut model, mut trainer) = Trainer::of_model(&config, device, precision)?;
             model.set_execution(execution);
-            let mut trainer = Trainer::new(model.named_parameters(), precision)?;
             let ids = tokens(2, 32, device)?;
             // The first steps create the states of the optimizer.
-            trainer.fit(&model, &ids, 2)?;
+            trainer.steps(&model, &ids, 2)?;
             let reads = HostReads::of(device);
             for _ in 0..3 {
                 let _loss = trainer.step(&model, &ids)?;
@@ -78,9 +76,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         })?;
     }
     context.check("a training step of packed sequences", || {
-        let model = model(&config, device, Kind::Float)?;
-        model.set_requires_grad(true)?;
-        let mut trainer = Trainer::new(model.named_parameters(), Precision::Bf16)?;
+        let (model, mut trainer) = Trainer::of_model(&config, device, Precision::Bf16)?;
         let ids = tokens(1, 64, device)?;
         let mut step = || -> Result<()> {
             let loss = packed_loss(&model, &ids, &[20, 12, 32], Precision::Bf16)?;
@@ -113,7 +109,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
         add_adapter(&mut base, "default", &lora, &AddOptions::default())?;
         let mut trainer = Trainer::new(trainable_parameters(&mut base)?, Precision::Bf16)?;
         let ids = tokens(2, 32, device)?;
-        trainer.fit(&base, &ids, 2)?;
+        trainer.steps(&base, &ids, 2)?;
         let reads = HostReads::of(device);
         for _ in 0..3 {
             let _loss = trainer.step(&base, &ids)?;

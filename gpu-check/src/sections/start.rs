@@ -25,7 +25,7 @@ const TOKENS: i64 = 128;
 
 /// The work of a process that has just been started.
 #[derive(Debug, Clone, Copy, PartialEq, Eq, ValueEnum)]
-pub enum Work {
+pub(crate) enum Work {
     /// The first token of a prompt.
     Token,
     /// The first step of training.
@@ -34,15 +34,15 @@ pub enum Work {
 
 /// The phases of a start in seconds.
 #[derive(Debug, Clone, Copy, PartialEq, Serialize, Deserialize)]
-pub struct Phases {
+struct Phases {
     /// From the start of the process until the device computes.
-    pub libraries: f64,
+    libraries: f64,
     /// Reading the file to the device.
-    pub file: f64,
+    file: f64,
     /// The first work.
-    pub first: f64,
+    first: f64,
     /// The same work once more, when every library and kernel is loaded.
-    pub again: f64,
+    again: f64,
 }
 
 pub(super) fn run(context: &mut Context) -> Result<()> {
@@ -74,11 +74,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
                 written(&mut folder)?;
             }
             let folder = folder.as_ref().context("the file")?;
-            let target = match device {
-                Device::Cpu => Target::Cpu,
-                _ => Target::Cuda,
-            };
-            let phases = started(folder.path(), work, target)?;
+            let phases = started(folder.path(), work, Target::of(device))?;
             let finding = Finding::judged(phases.is_possible(), format!("{phases:?}"))
                 .with("s", phases.total())
                 .with("libraries s", phases.libraries)
@@ -95,12 +91,12 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
 
 impl Phases {
     /// Returns the time from the start of the process to the end of the first work.
-    pub fn total(&self) -> f64 {
+    fn total(&self) -> f64 {
         self.libraries + self.file + self.first
     }
 
     /// Returns what the first work takes longer than the second: kernels and libraries are loaded at their first use.
-    pub fn kernels(&self) -> f64 {
+    fn kernels(&self) -> f64 {
         (self.first - self.again).max(0.0)
     }
 
@@ -135,10 +131,7 @@ fn now() -> Result<Duration> {
 }
 
 /// Does the work in this process, which was started at `began`, nanoseconds since 1970, and prints its phases.
-///
-/// # Errors
-/// An error of the work.
-pub fn run_start(target: Target, work: Work, model: &Path, began: u64) -> Result<()> {
+pub(crate) fn run_start(target: Target, work: Work, model: &Path, began: u64) -> Result<()> {
     let device = target.device();
     let _ones = Tensor::f_ones([1], (Kind::Float, device))?.f_double_value(&[0])?;
     let libraries = now()?.saturating_sub(Duration::from_nanos(began));

@@ -1,6 +1,4 @@
-use std::collections::BTreeMap;
-
-use anyhow::{Result, ensure};
+use anyhow::{Context as _, Result, ensure};
 use overdrive::checkpointing::{
     OffloadOptions, SavePolicy, SavedTo, measure_blocks, offload_saved_tensors,
 };
@@ -10,10 +8,9 @@ use overdrive::lora::{
     AddOptions, LoadAdapterOptions, LoraConfig, MergeOptions, TargetModules, add_adapter,
     load_adapter, merge_and_unload, save_adapter, trainable_parameters,
 };
-use overdrive::optim::Optimizer;
 use overdrive::precision::Precision;
 use overdrive::quantization::Scheme;
-use overdrive::snapshot::{RunState, SnapshotManager, SnapshotOptions};
+use overdrive::trainer::{ResumeFromCheckpoint, SaveStrategy, TrainingArguments};
 use overdrive::transformer::{
     CausalLm, CheckpointOptions, Execution, ForwardInput, LlamaConfig, LoadOptions,
     QuantizeOptions, SaveOptions, Schedule,
@@ -23,8 +20,8 @@ use tch::{Device, Kind, Tensor};
 use crate::context::Context;
 use crate::finding::Finding;
 use crate::models::{config, model, prompts, tokens};
-use crate::parity::{distance, name_of, tolerance};
-use crate::training::{Trainer, loss};
+use crate::parity::{distance, furthest, name_of, tolerance};
+use crate::training::{arguments, loss, train as train_on_a_batch};
 
 use super::rates;
 
@@ -43,7 +40,10 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
 }
 
 /// Judges a training: its loss is finite and fell by half a nat.
-fn learned((first, last): (f64, f64)) -> Finding {
+fn learned(losses: &[f64]) -> Finding {
+    let [first, .., last] = *losses else {
+        return Finding::failed("fewer than two steps");
+    };
     let right = last.is_finite() && last < first - 0.5;
     Finding::judged(right, "the loss did not fall by half a nat")
         .with("first loss", first)
@@ -66,21 +66,21 @@ fn train(context: &mut Context, config: &LlamaConfig) -> Result<()> {
             precision.apply()?;
             let model = model(config, device, Kind::Float)?;
             model.set_requires_grad(true)?;
-            let mut trainer = Trainer::new(model.named_parameters(), precision)?;
-            let ids = tokens(4, 64, device)?;
-            Ok(learned(trainer.fit(&model, &ids, steps)?))
+            let parameters = model.named_parameters();
+            let losses = train_on_a_batch(&model, parameters, precision, &arguments(steps))?;
+            Ok(learned(&losses))
         })?;
     }
     Ok(())
 }
 
-/// Returns the gradients of a batch in bf16 autocast by name.
+/// Returns the gradients of a batch in bf16 autocast.
 fn gradients(
     config: &LlamaConfig,
     device: Device,
     execution: Option<Execution>,
     offload: Option<&OffloadOptions>,
-) -> Result<BTreeMap<String, Tensor>> {
+) -> Result<Vec<Tensor>> {
     let mut model = model(config, device, Kind::Float)?;
     if let Some(execution) = execution {
         model.set_execution(execution);
@@ -96,21 +96,13 @@ fn gradients(
     }
     drop(guard);
     loss.f_backward()?;
-    let named = model.named_parameters().into_iter();
-    Ok(named.map(|(name, tensor)| (name, tensor.grad())).collect())
+    let named = model.named_parameters();
+    Ok(named.iter().map(|(_, tensor)| tensor.grad()).collect())
 }
 
 /// Judges gradients beside those of the plain run. Kernels of backward on a GPU add in any order.
-fn same_gradients(
-    found: &BTreeMap<String, Tensor>,
-    plain: &BTreeMap<String, Tensor>,
-) -> Result<Finding> {
-    let mut most = 0.0_f64;
-    for (name, gradient) in found {
-        let far = distance(gradient, &plain[name])?;
-        most = if far.is_nan() { far } else { most.max(far) };
-    }
-    let allowed = tolerance(Kind::BFloat16);
+fn same_gradients(found: &[Tensor], plain: &[Tensor]) -> Result<Finding> {
+    let (most, allowed) = (furthest(found, plain)?, tolerance(Kind::BFloat16));
     Ok(Finding::judged(most <= allowed, "the gradients differ")
         .with("gradient error", most)
         .with("tolerance", allowed))
@@ -155,8 +147,7 @@ fn recompute(context: &mut Context, config: &LlamaConfig) -> Result<()> {
         })?;
     }
     context.check("measure blocks in bf16", || {
-        let (heads, dim) = (context_heads(config), 64);
-        let shape = [2, heads, 64, dim];
+        let shape = [2, config.num_attention_heads, 64, 64];
         let input = Tensor::f_randn(shape, (Kind::Float, device))?.f_to_kind(Kind::BFloat16)?;
         let costs = measure_blocks(2, &input, |_, x| {
             let options = overdrive::attention::AttentionOptions::causal();
@@ -165,10 +156,6 @@ fn recompute(context: &mut Context, config: &LlamaConfig) -> Result<()> {
         let bytes: u64 = costs.iter().map(|cost| cost.saved_bytes).sum();
         Ok(Finding::judged(bytes > 0, "no saved bytes").with("saved bytes", bytes as f64))
     })
-}
-
-fn context_heads(config: &LlamaConfig) -> i64 {
-    config.num_attention_heads
 }
 
 fn adapt(context: &mut Context, config: &LlamaConfig) -> Result<()> {
@@ -199,10 +186,12 @@ fn adapt(context: &mut Context, config: &LlamaConfig) -> Result<()> {
             }
             add_adapter(&mut base, "default", lora, &AddOptions::default())?;
             let parameters = trainable_parameters(&mut base)?;
-            let mut trainer = Trainer::new(parameters, Precision::Bf16)?;
-            trainer.optimizer.set_learning_rate(1e-2)?;
-            let losses = trainer.fit(&base, &tokens(4, 64, device)?, steps)?;
-            Ok(learned(losses))
+            let arguments = TrainingArguments {
+                learning_rate: 1e-2,
+                ..arguments(steps)
+            };
+            let losses = train_on_a_batch(&base, parameters, Precision::Bf16, &arguments)?;
+            Ok(learned(&losses))
         })?;
     }
     context.check("save, load and merge an adapter", || {
@@ -211,7 +200,7 @@ fn adapt(context: &mut Context, config: &LlamaConfig) -> Result<()> {
         add_adapter(&mut trained, "default", &lora, &AddOptions::default())?;
         let parameters = trainable_parameters(&mut trained)?;
         let ids = tokens(4, 64, device)?;
-        Trainer::new(parameters, Precision::Fp32)?.fit(&trained, &ids, 3)?;
+        train_on_a_batch(&trained, parameters, Precision::Fp32, &arguments(3))?;
         let expected = logits(&trained, &ids)?;
         let folder = tempfile::tempdir()?;
         save_adapter(&mut trained, "default", folder.path())?;
@@ -320,9 +309,9 @@ fn generation(context: &mut Context, config: &LlamaConfig) -> Result<()> {
             Ok(Finding::judged(right, "the same seed gave other tokens"))
         })?;
     }
+    let kind = context.sized(Kind::BFloat16, Kind::Float);
     for cache in CacheImplementation::ALL {
         context.check(format!("generate over the {cache} cache"), || {
-            let kind = context_kind(device);
             let model = model(config, device, kind)?;
             let mut options = greedy.clone();
             options.cache_implementation = Some(cache.name().to_owned());
@@ -360,46 +349,28 @@ fn generation(context: &mut Context, config: &LlamaConfig) -> Result<()> {
     })
 }
 
-fn context_kind(device: Device) -> Kind {
-    match device {
-        Device::Cpu => Kind::Float,
-        _ => Kind::BFloat16,
-    }
-}
-
 fn save(context: &mut Context, config: &LlamaConfig) -> Result<()> {
     let device = context.device();
     context.check("a snapshot resumes the run", || {
         let folder = tempfile::tempdir()?;
-        let ids = tokens(4, 64, device)?;
-        let begin = || -> Result<(CausalLm, Trainer)> {
+        let last = |resume: Option<&str>| -> Result<f64> {
             let model = model(config, device, Kind::Float)?;
             model.set_requires_grad(true)?;
-            let trainer = Trainer::new(model.named_parameters(), Precision::Bf16)?;
-            Ok((model, trainer))
+            let root = folder.path();
+            // The first run goes on while its snapshot of step 3 is written.
+            let arguments = TrainingArguments {
+                output_dir: Some(root.to_owned()),
+                save_strategy: SaveStrategy::Steps,
+                save_steps: 3.0,
+                resume_from_checkpoint: resume
+                    .map(|name| ResumeFromCheckpoint::Folder(root.join(name))),
+                ..arguments(6)
+            };
+            let parameters = model.named_parameters();
+            let losses = train_on_a_batch(&model, parameters, Precision::Bf16, &arguments)?;
+            losses.last().copied().context("no step")
         };
-        let (model, mut trainer) = begin()?;
-        trainer.fit(&model, &ids, 3)?;
-        let mut snapshots = SnapshotManager::open(folder.path(), SnapshotOptions::default())?;
-        let state = RunState::new()
-            .tensors("model", model.named_parameters())
-            .register("optimizer", &mut trainer.optimizer)
-            .random_states();
-        snapshots.save_state(3, None, state)?;
-        // Training continues while the snapshot is written.
-        let (_, expected) = trainer.fit(&model, &ids, 3)?;
-        for outcome in snapshots.wait()? {
-            outcome.result?;
-        }
-        let (model, mut trainer) = begin()?;
-        let latest = snapshots.latest()?;
-        let latest = latest.ok_or_else(|| anyhow::anyhow!("there is no snapshot"))?;
-        let state = RunState::new()
-            .tensors("model", model.named_parameters())
-            .register("optimizer", &mut trainer.optimizer)
-            .random_states();
-        snapshots.load_state(&latest, state)?;
-        let (_, resumed) = trainer.fit(&model, &ids, 3)?;
+        let (expected, resumed) = (last(None)?, last(Some("checkpoint-3"))?);
         // Backward on a GPU adds in any order.
         let allowed = match device {
             Device::Cpu => 0.0,

@@ -23,7 +23,7 @@ const SEQUENCE_BYTES: f64 = 7.4e9;
 
 /// Returns the batch size of the step for a GPU with this many free bytes: a power of two, at most 8. Both sides use
 /// it, so it is chosen for the side that needs more memory.
-pub fn batch_for(free_bytes: u64) -> i64 {
+fn batch_for(free_bytes: u64) -> i64 {
     // A tenth is for fragments and work spaces.
     let fits = (free_bytes as f64 * 0.9 - FIXED_BYTES) / SEQUENCE_BYTES;
     [8, 4, 2]
@@ -32,20 +32,22 @@ pub fn batch_for(free_bytes: u64) -> i64 {
         .unwrap_or(1)
 }
 
+/// The shape of tests on a CPU.
+pub(super) const SMALL: Shape = Shape {
+    vocab: 1000,
+    dim: 128,
+    layers: 2,
+    heads: 4,
+    kv_heads: 2,
+    hidden: 256,
+    context: 64,
+    batch: 2,
+};
+
 /// Returns the shape of the step: Llama 3.2 1B on a GPU, in batches that its memory holds.
 pub(super) fn shape(context: &Context) -> Result<Shape> {
-    let small = Shape {
-        vocab: 1000,
-        dim: 128,
-        layers: 2,
-        heads: 4,
-        kv_heads: 2,
-        hidden: 256,
-        context: 64,
-        batch: 2,
-    };
     if !context.is_full() {
-        return Ok(small);
+        return Ok(SMALL);
     }
     Ok(Shape {
         batch: batch_for(memory::free_bytes(context.device())?),
@@ -155,12 +157,17 @@ fn figures(
         _ => Kind::BFloat16,
     };
     let peak = PeakFlops::of(device, kind)?.flops_per_second;
-    Ok(Finding::judged(loss.is_finite(), "the loss is not finite")
-        .with("tokens/s", rate)
+    let mfu = flops.utilization(rate, peak);
+    Ok(step_figures(shape.tokens(), seconds, peak_bytes, loss).with("MFU", mfu))
+}
+
+/// Returns the figures of a training step of `tokens` that took `seconds`.
+pub(super) fn step_figures(tokens: i64, seconds: f64, peak_bytes: f64, loss: f64) -> Finding {
+    Finding::judged(loss.is_finite(), "the loss is not finite")
+        .with("tokens/s", tokens as f64 / seconds)
         .with("ms", seconds * 1e3)
-        .with("MFU", flops.utilization(rate, peak))
         .with("peak GiB", peak_bytes / f64::from(1 << 30))
-        .with("loss", loss))
+        .with("loss", loss)
 }
 
 /// The variants of `gpu_step.py`, the most important first, with their time limits in seconds: on an H200 compiling

@@ -1,4 +1,4 @@
-//! The commands of a release: programs in a folder, published crates, their licences and interfaces.
+//! The commands of a release: programs in a folder, and the licences of what they are linked with.
 
 use std::ffi::OsString;
 use std::path::Path;
@@ -55,57 +55,9 @@ pub(crate) fn tree(host: &str, features: Option<&str>) -> Cargo {
     .features(features)
 }
 
-/// Builds the documentation as docs.rs does it: without a libtorch.
-pub(crate) fn docs_without_libtorch() -> Cargo {
-    let mut cargo = Cargo::new([
-        "doc",
-        "--no-deps",
-        "--workspace",
-        "--exclude",
-        "xtask",
-        "--exclude",
-        "overdrive-benches",
-        "--exclude",
-        "overdrive-examples",
-        "--exclude",
-        "overdrive-gpu-check",
-        "--exclude",
-        "overdrive-guide",
-        "--exclude",
-        "my-model",
-        "--features",
-        "overdrive/doc-only",
-    ]);
-    cargo.variables = vec![
-        ("RUSTDOCFLAGS", "-D warnings"),
-        ("LIBTORCH", "/no/libtorch"),
-    ];
-    cargo
-}
-
 /// Lists the packages of the workspace.
 pub(crate) fn own_metadata() -> Cargo {
     Cargo::new(["metadata", "--format-version=1", "--no-deps"])
-}
-
-/// Packages `crates` (every crate if it is empty) in the order of their dependencies, as `cargo publish` does it;
-/// with `verify`, builds each from its package.
-pub(crate) fn publish_dry_run(crates: &[String], verify: bool) -> Cargo {
-    let cargo = Cargo::new(["publish", "--dry-run"]);
-    let cargo = match crates {
-        [] => cargo.and(&["--workspace".into()]),
-        chosen => cargo.packages(chosen),
-    };
-    match verify {
-        true => cargo,
-        false => cargo.and(&["--no-verify".into()]),
-    }
-}
-
-/// Compares the public interface of `crates` with that of the revision `base`. The feature `doc-only`, which it turns
-/// on with the others, makes it work without libtorch.
-pub(crate) fn semver_checks(base: &str, crates: &[String]) -> Cargo {
-    Cargo::new(["semver-checks", "--baseline-rev", base]).packages(crates)
 }
 
 /// Writes `tch` and its `torch-sys` of this version into the lock file beside `manifest`.
@@ -116,26 +68,4 @@ pub(crate) fn choose_tch(manifest: &Path, version: &str) -> Cargo {
 /// Returns the command that checks the dependencies: advisories, licences, sources, bans, as `deny.toml` says.
 pub(crate) fn deny(further: &[OsString]) -> Cargo {
     Cargo::new(["deny", "--all-features", "check"]).and(further)
-}
-
-#[cfg(test)]
-mod tests {
-    use super::*;
-
-    #[test]
-    fn crates_are_published_by_name_or_all_of_them() {
-        let names = ["overdrive-core".to_owned(), "overdrive-pickle".to_owned()];
-        assert_eq!(
-            publish_dry_run(&names, true).line(),
-            "cargo publish --dry-run -p overdrive-core -p overdrive-pickle"
-        );
-        assert_eq!(
-            publish_dry_run(&[], false).line(),
-            "cargo publish --dry-run --workspace --no-verify"
-        );
-        assert_eq!(
-            semver_checks("v0.1.0", &names[..1]).line(),
-            "cargo semver-checks --baseline-rev v0.1.0 -p overdrive-core"
-        );
-    }
 }

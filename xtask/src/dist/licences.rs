@@ -318,17 +318,4 @@ mod tests {
         let text = every_one_has_a_licence(&BTreeSet::from([one("d", "")])).unwrap_err();
         assert!(text.to_string().contains("no licence: d"), "{text}");
     }
-
-    #[test]
-    fn the_licence_files_of_a_crate_are_read_and_its_sources_are_not() {
-        let folder = tempfile::tempdir().unwrap();
-        for (name, text) in [
-            ("LICENSE-MIT", "mit\r\nline\n"),
-            ("license", "own"),
-            ("README.md", "no"),
-        ] {
-            fs::write(folder.path().join(name), text).unwrap();
-        }
-        assert_eq!(texts_in(folder.path()).unwrap(), ["mit\nline", "own"]);
-    }
 }

@@ -143,26 +143,6 @@ fn parse_meminfo(text: &str) -> Memory {
     }
 }
 
-/// Returns the number of CPUs that the control group allows; `None` without a limit.
-pub(super) fn cgroup_cpus() -> Option<f64> {
-    if let Ok(text) = fs::read_to_string("/sys/fs/cgroup/cpu.max") {
-        return parse_cpu_max(&text);
-    }
-    let version_1 = |name: &str| fs::read_to_string(format!("/sys/fs/cgroup/cpu/{name}")).ok();
-    let (quota, period) = (
-        version_1("cpu.cfs_quota_us")?,
-        version_1("cpu.cfs_period_us")?,
-    );
-    parse_cpu_max(&format!("{} {}", quota.trim(), period.trim()))
-}
-
-/// Parses a quota: `200000 100000` is two CPUs, `max 100000` and `-1 100000` are no limit.
-fn parse_cpu_max(text: &str) -> Option<f64> {
-    let (quota, period) = text.trim().split_once(' ')?;
-    let (quota, period): (f64, f64) = (quota.parse().ok()?, period.parse().ok()?);
-    (quota > 0.0 && period > 0.0).then(|| quota / period)
-}
-
 /// Returns a value of macOS' `sysctl`.
 fn sysctl(name: &str) -> Option<String> {
     let output = Command::new("sysctl").args(["-n", name]).output().ok()?;
@@ -191,13 +171,6 @@ mod tests {
     }
 
     #[test]
-    fn cores_of_two_sockets_with_the_same_numbers_are_two() {
-        let text = "processor: 0\nphysical id: 0\ncore id: 0\n\nprocessor: 1\nphysical id: 1\n\
-                    core id: 0\n";
-        assert_eq!(parse_cpuinfo(text, 2).physical_cores, 2);
-    }
-
-    #[test]
     fn on_arm_each_processor_is_a_core() {
         let text = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd bf16\n\
                     CPU implementer\t: 0x41\nCPU part\t: 0xd40\n\nprocessor\t: 1\n\
@@ -213,12 +186,5 @@ mod tests {
         assert_eq!(memory.total, Some(8_000_000 * 1024));
         assert_eq!(memory.available, Some(500_000 * 1024));
         assert_eq!(parse_meminfo(""), Memory::default());
-    }
-
-    #[test]
-    fn the_limit_of_the_container_is_a_quotient() {
-        assert_eq!(parse_cpu_max("150000 100000\n"), Some(1.5));
-        assert_eq!(parse_cpu_max("max 100000\n"), None);
-        assert_eq!(parse_cpu_max("-1 100000"), None);
     }
 }

@@ -9,4 +9,6 @@ pub use recommended::{
     Attention, DEVICES, DeviceFacts, DeviceKind, MODELS, ModelSize, RecommendedSettings, Task,
     TrainedWeights,
 };
-pub use tuning::{Trial, TrialEnd, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning};
+pub use tuning::{
+    Trial, TrialEnd, Trials, TuneCandidate, TuneOptions, TuneOutcome, TuneRow, Tuning,
+};

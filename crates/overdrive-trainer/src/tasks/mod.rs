@@ -1,9 +1,13 @@
-//! The training tasks: a language model from scratch, fine-tuning, and training on preferences.
+//! The training tasks: a language model from scratch, fine-tuning, training on preferences, classification, and sources
+//! with targets.
 
+mod classification;
 mod finetune;
 mod language_model;
 mod preference;
+mod seq2seq;
 
+pub use classification::{ClassificationTask, LabeledBatch};
 pub use finetune::{
     FinetuneMethod, FinetuneModel, FinetuneResults, FinetuneTask, Finetuned, InstructionData,
     MethodComparison, TemplateFormat, TrainingMemory,
@@ -17,3 +21,4 @@ pub use preference::{
     PreferenceLogProbs, PreferenceTask, RewardMetrics, RewardTotals, collate_preferences, dpo_loss,
     preference_log_probs,
 };
+pub use seq2seq::{Seq2SeqPair, exact_matches, load_seq2seq};

@@ -1,22 +1,23 @@
-//! A small network that learns which arm of a spiral a point lies on: a model in plain tch, with an optimizer,
-//! mixed precision, gradient accumulation and checkpoints of Overdrive's crates.
+//! A small network that learns which arm of a spiral a point lies on: a model in plain tch, trained by the run that the
+//! programs of Overdrive use, with mixed precision, gradient accumulation and checkpoints.
 //!
-//! Replace [`network`] and [`spiral`] by your model and your data; [`train`] stays as it is.
+//! Replace [`network`] and [`spiral`] by your model and your data; the loop in [`train`] stays as it is.
 
-use std::f64::consts::TAU;
+use std::f32::consts::TAU;
 use std::path::PathBuf;
 
 use anyhow::Result;
-use overdrive_accumulation::{AccumulationConfig, GradientAccumulator, Window};
-use overdrive_optim::{AdamW, AdamWConfig, decay_groups};
-use overdrive_precision::{GradScaler, Precision};
-use overdrive_snapshot::{RunState, SnapshotManager, SnapshotOptions};
+use overdrive_datasets::{DataLoader, DataLoaderOptions, DeviceLoader, InMemory};
+use overdrive_distributed::ProcessGroup;
+use overdrive_optim::LrSchedulerType;
+use overdrive_precision::Precision;
+use overdrive_trainer::{ResumeFromCheckpoint, RunEnd, RunFolder, TrainingArguments, TrainingRun};
 use tch::nn::{self, Module, VarStore};
 use tch::{Device, Kind, Tensor};
 
 /// The number of arms, which are the classes.
 pub const ARMS: i64 = 3;
-const POINTS_PER_ARM: i64 = 200;
+const POINTS_PER_ARM: usize = 200;
 
 /// The settings of a run.
 #[derive(Debug, Clone)]
@@ -32,7 +33,7 @@ pub struct Settings {
     /// Precision of the forward pass. `Precision::recommend(device)` chooses it for a device.
     pub precision: Precision,
     /// Seed of the initial weights and of the order of the points.
-    pub seed: i64,
+    pub seed: u64,
 }
 
 impl Default for Settings {
@@ -48,6 +49,25 @@ impl Default for Settings {
     }
 }
 
+impl Settings {
+    /// Returns the settings under Hugging Face's names; `TrainingArguments` has many more.
+    fn arguments(&self) -> Result<TrainingArguments> {
+        Ok(TrainingArguments {
+            output_dir: Some(self.out.clone()),
+            resume_from_checkpoint: Some(ResumeFromCheckpoint::Latest(true)),
+            max_steps: i64::try_from(self.steps)?,
+            save_steps: self.save_steps as f64,
+            logging_steps: 20.0,
+            gradient_accumulation_steps: self.micro_batches as u64,
+            learning_rate: 1e-2,
+            lr_scheduler_type: LrSchedulerType::Constant,
+            weight_decay: 0.01,
+            seed: self.seed,
+            ..TrainingArguments::default()
+        })
+    }
+}
+
 /// The results of a run.
 #[derive(Debug)]
 pub struct Summary {
@@ -55,6 +75,8 @@ pub struct Summary {
     pub losses: Vec<f64>,
     /// The share of the points that are classified correctly at the end.
     pub accuracy: f64,
+    /// The end of the run: a signal, such as Ctrl-C, saves a checkpoint and ends it early.
+    pub end: RunEnd,
 }
 
 /// Returns the network: points (N, 2) to logits (N, 3).
@@ -67,94 +89,75 @@ pub fn network(path: &nn::Path) -> nn::Sequential {
         .add(nn::linear(path / "head", 64, ARMS, Default::default()))
 }
 
-/// Returns points (600, 2) on the arms of a spiral in random order, and the arm of each.
-pub fn spiral(device: Device) -> (Tensor, Tensor) {
-    let radius = Tensor::arange(POINTS_PER_ARM, (Kind::Float, device)) / POINTS_PER_ARM as f64;
-    let arms: Vec<Tensor> = (0..ARMS)
-        .map(|arm| {
-            let angle = &radius * 4.0 + TAU * arm as f64 / ARMS as f64;
-            Tensor::stack(&[&radius * angle.cos(), &radius * angle.sin()], 1)
-        })
-        .collect();
-    let points = Tensor::arange(ARMS * POINTS_PER_ARM, (Kind::Int64, device));
-    let classes = points.floor_divide_scalar(POINTS_PER_ARM);
-    let order = Tensor::randperm(ARMS * POINTS_PER_ARM, (Kind::Int64, device));
-    (
-        Tensor::cat(&arms, 0).index_select(0, &order),
-        classes.index_select(0, &order),
-    )
+/// Returns points on the arms of a spiral: x, y, and the number of the arm.
+pub fn spiral() -> Vec<[f32; 3]> {
+    let point = |index: usize| {
+        let (arm, at) = (index / POINTS_PER_ARM, index % POINTS_PER_ARM);
+        let radius = at as f32 / POINTS_PER_ARM as f32;
+        let angle = 4.0 * radius + TAU * arm as f32 / ARMS as f32;
+        [radius * angle.cos(), radius * angle.sin(), arm as f32]
+    };
+    (0..ARMS as usize * POINTS_PER_ARM).map(point).collect()
+}
+
+/// Returns a loader of `points` in batches of `size`, in a new order in each epoch.
+fn load(
+    points: &[[f32; 3]],
+    size: usize,
+    seed: u64,
+    device: Device,
+) -> Result<DeviceLoader<Tensor>> {
+    let options = DataLoaderOptions {
+        batch_size: size,
+        shuffle: true,
+        seed,
+        ..Default::default()
+    };
+    let batches = options.batches(points.len())?;
+    let collate = |points: Vec<[f32; 3]>| Ok(Tensor::from_slice2(&points));
+    let loader = DataLoader::with(InMemory(points.to_vec()), batches, collate, options)?;
+    Ok(DeviceLoader::new(loader, device))
+}
+
+/// Splits a batch (N, 3) into points (N, 2) and the arm of each (N).
+fn split(batch: &Tensor) -> (Tensor, Tensor) {
+    let arms = batch.select(1, 2).to_kind(Kind::Int64);
+    (batch.narrow(1, 0, 2), arms)
 }
 
 /// Trains the network, and resumes if the folder of the run holds a checkpoint.
 pub fn train(settings: &Settings, device: Device) -> Result<Summary> {
-    tch::manual_seed(settings.seed);
+    let arguments = settings.arguments()?;
+    arguments.apply()?; // the seed, the threads
+    let group = ProcessGroup::single();
     let store = VarStore::new(device);
     let network = network(&store.root());
-    let (points, classes) = spiral(device);
+    let points = spiral();
+    let size = points.len() / settings.micro_batches; // a step takes all points
+    let mut loader = load(&points, size, settings.seed, device)?;
+    let mut run = TrainingRun::builder(&arguments, &group)
+        .precision(settings.precision)
+        .folder(RunFolder::open_or_create(&group, &arguments)?)
+        .start(store.variables().into_iter().collect(), &mut loader)?;
 
-    let config = AdamWConfig {
-        learning_rate: 1e-2,
-        ..Default::default()
-    };
-    let mut optimizer = AdamW::new(decay_groups(store.variables(), 0.01), config)?;
-    let config = AccumulationConfig {
-        gradient_accumulation_steps: settings.micro_batches,
-        max_grad_norm: Some(1.0),
-    };
-    let scaler = settings.precision.new_scaler()?; // `None` unless the precision is fp16
-    let mut accumulator = GradientAccumulator::new(config)?.with_scaler(scaler);
-    let mut snapshots = SnapshotManager::open(&settings.out, SnapshotOptions::default())?;
-    let newest = snapshots.latest()?;
-    if let Some(snapshot) = &newest {
-        let state = state(&store, &mut optimizer, accumulator.scaler_mut());
-        snapshots.load_state(snapshot, state)?;
-    }
-
-    let mut losses = Vec::new();
-    for step in newest.map_or(0, |snapshot| snapshot.step()) + 1..=settings.steps {
-        accumulator.open(Window::of_means(settings.micro_batches))?;
-        let parts = settings.micro_batches as i64;
-        for (points, classes) in points.chunk(parts, 0).iter().zip(classes.chunk(parts, 0)) {
-            let loss = {
-                let _autocast = settings.precision.autocast(device)?;
-                network.forward(points).cross_entropy_for_logits(&classes)
-            };
-            accumulator.backward(&loss)?;
+    while let Some(batches) = run.next_batches(&mut loader)? {
+        for batch in &batches {
+            let (points, arms) = split(batch);
+            let forward = || anyhow::Ok(network.forward(&points).cross_entropy_for_logits(&arms));
+            let loss = run.forward(forward)?;
+            run.backward(&loss)?;
         }
-        let loss = accumulator.step(&mut optimizer)?.loss()?;
-        losses.push(loss);
-        if step % 20 == 0 {
-            println!("step {step:3}  loss {loss:.4}");
-        }
-        if step % settings.save_steps == 0 || step == settings.steps {
-            let state = state(&store, &mut optimizer, accumulator.scaler_mut());
-            snapshots.save_state(step, None, state)?;
-        }
+        run.step()?;
+        run.save_if_due()?;
     }
-    for outcome in snapshots.wait()? {
-        outcome.result?; // for example a full disk
-    }
+    let (summary, _) = run.finish()?;
 
     let _no_grad = tch::no_grad_guard();
-    let correct = network
-        .forward(&points)
-        .argmax(-1, false)
-        .eq_tensor(&classes);
+    let (points, arms) = split(&Tensor::from_slice2(&points).to_device(device));
+    let correct = network.forward(&points).argmax(-1, false).eq_tensor(&arms);
     Ok(Summary {
-        losses,
+        end: summary.end(),
+        losses: summary.losses,
         accuracy: correct.mean(Kind::Float).double_value(&[]),
     })
-}
-
-/// Lists everything that must survive a restart, for saving and for loading.
-fn state<'a>(
-    store: &VarStore,
-    optimizer: &'a mut AdamW,
-    scaler: Option<&'a mut GradScaler>,
-) -> RunState<'a> {
-    RunState::new()
-        .tensors("model", store.variables())
-        .register("optimizer", optimizer)
-        .register_optional("scaler", scaler)
-        .random_states()
 }

@@ -4,12 +4,19 @@
 //! cargo run
 //! ```
 
+use std::process::ExitCode;
+
 use anyhow::Result;
 use my_model::{Settings, train};
 use overdrive_precision::Precision;
+use overdrive_trainer::{RunEnd, exit_or_resume};
 use tch::Device;
 
-fn main() -> Result<()> {
+fn main() -> ExitCode {
+    exit_or_resume(run) // Ctrl-C saves a checkpoint and ends with code 75
+}
+
+fn run() -> Result<RunEnd> {
     let device = Device::cuda_if_available();
     let precision = Precision::recommend(device).precision;
     println!("{device:?}, {precision}");
@@ -23,5 +30,5 @@ fn main() -> Result<()> {
         100.0 * summary.accuracy,
         settings.out.display()
     );
-    Ok(())
+    Ok(summary.end)
 }

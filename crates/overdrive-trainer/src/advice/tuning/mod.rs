@@ -4,8 +4,10 @@ mod grid;
 mod search;
 #[cfg(test)]
 mod tests;
+mod trials;
 
 pub use grid::{TuneCandidate, TuneOutcome, TuneRow, Tuning};
+pub use trials::Trials;
 
 use std::fmt;
 

@@ -1,16 +1,19 @@
+//! Trials: short runs of a training program, each in a separate process, so that its peak memory can be measured.
+
 use std::fs::{self, File};
 use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use anyhow::{Context, Result, anyhow, bail};
-use overdrive::optim::{LrSchedulerType, ScheduleOptions};
-use overdrive::sys::process::terminate_with_parent;
-use overdrive::tracking::{StepMetrics, read_metrics};
-use overdrive::trainer::{
-    Interrupt, IntervalStrategy, RunFolder, SaveStrategy, TrainingArguments, Trial, TrialEnd,
-    TuneCandidate,
-};
+use overdrive_core::Error as CommonError;
+use overdrive_optim::{LrSchedulerType, ScheduleOptions};
+use overdrive_sys::process::terminate_with_parent;
+use overdrive_tracking::{StepMetrics, read_metrics};
+
+use super::{Trial, TrialEnd, TuneCandidate};
+use crate::arguments::{IntervalStrategy, SaveStrategy, TrainingArguments};
+use crate::run::RunFolder;
+use crate::{Error, Interrupt, Result};
 
 /// The maximum number of micro-batches in a step of a trial. Each further micro-batch costs as much as the second, so
 /// the speed of a whole step follows from two.
@@ -30,26 +33,8 @@ pub struct Trials {
 }
 
 impl Trials {
-    /// Finds the program `train` beside this one, as Cargo places examples.
-    ///
-    /// # Errors
-    /// Returns an error that names the build command if the program does not exist.
-    pub fn beside_this_program(steps: u64, warmup: u64) -> Result<Self> {
-        let here = std::env::current_exe().context("this program has no path")?;
-        let folder = here.parent().unwrap_or(Path::new("."));
-        let program = folder.join(format!("train{}", std::env::consts::EXE_SUFFIX));
-        if !program.is_file() {
-            bail!(
-                "{} does not exist; build it with `cargo build --release -p overdrive-examples --example train`, or run \
-                 `cargo xtask tune`",
-                program.display()
-            );
-        }
-        Ok(Self::of(program, steps, warmup))
-    }
-
     /// Returns the trials of a program that trains with the arguments `--config FILE`.
-    pub fn of(program: PathBuf, steps: u64, warmup: u64) -> Self {
+    pub fn new(program: PathBuf, steps: u64, warmup: u64) -> Self {
         Self {
             program,
             steps: steps.max(1),
@@ -60,13 +45,14 @@ impl Trials {
     /// Trains for a few steps with the settings of `candidate`.
     ///
     /// # Errors
-    /// Returns an error with the last lines of the run if it fails for a reason other than memory.
+    /// An error with the last lines of the run if it fails for a reason other than memory.
     pub fn run(
         &self,
         arguments: &TrainingArguments,
         candidate: &TuneCandidate,
     ) -> Result<TrialEnd> {
-        let folder = tempfile::tempdir()?;
+        let folder = tempfile::tempdir()
+            .map_err(CommonError::io("create a folder in", std::env::temp_dir()))?;
         let short = self.shortened(&candidate.of(arguments), &folder.path().join("run"));
         let config = folder.path().join("trial.json");
         short.write(&config)?;
@@ -78,19 +64,19 @@ impl Trials {
             let text = String::from_utf8_lossy(&output.stderr);
             let lines: Vec<&str> = text.lines().collect();
             let last = lines[lines.len().saturating_sub(5)..].join("\n");
-            bail!("a trial failed with {}:\n{last}", output.status);
+            return failed(format!("a trial failed with {}:\n{last}", output.status));
         }
         let run = RunFolder::open(folder.path().join("run"))?;
         let records = read_metrics(run.metrics())?.records;
         let effective = arguments.tokens_per_step();
         let measured = measure(&records, self.warmup, effective);
-        let measured = measured.ok_or_else(|| {
-            let found = records.len();
-            anyhow!(
-                "the trial ran {found} steps, too few to measure; give more data or fewer steps"
-            )
-        })?;
-        Ok(TrialEnd::Measured(measured))
+        match measured {
+            Some(measured) => Ok(TrialEnd::Measured(measured)),
+            None => failed(format!(
+                "the trial ran {} steps, too few to measure; give more data or fewer steps",
+                records.len()
+            )),
+        }
     }
 
     /// Runs the program until it ends or a signal interrupts the search.
@@ -102,28 +88,30 @@ impl Trials {
             .arg("--config")
             .arg(config)
             .stdin(Stdio::null())
-            .stdout(File::create(&out)?)
-            .stderr(File::create(&err)?);
+            .stdout(File::create(&out).map_err(CommonError::io("create", &out))?)
+            .stderr(File::create(&err).map_err(CommonError::io("create", &err))?);
         terminate_with_parent(&mut command);
-        let mut child = command
-            .spawn()
-            .with_context(|| format!("{} cannot be started", self.program.display()))?;
+        let io = |action: &'static str| CommonError::io(action, &self.program);
+        let mut child = command.spawn().map_err(io("start"))?;
         let status = loop {
-            if let Some(status) = child.try_wait()? {
+            if let Some(status) = child.try_wait().map_err(io("wait for"))? {
                 break status;
             }
             if Interrupt::is_requested() {
                 // It has nothing to save.
-                child.kill()?;
-                child.wait()?;
-                bail!("a signal interrupted the search; run the command again to restart it");
+                child.kill().map_err(io("end"))?;
+                child.wait().map_err(io("wait for"))?;
+                return failed(
+                    "a signal interrupted the search; run the command again to restart it",
+                );
             }
             std::thread::sleep(POLL);
         };
+        let read = |path: &Path| fs::read(path).map_err(CommonError::io("read", path));
         Ok(Output {
             status,
-            stdout: fs::read(out)?,
-            stderr: fs::read(err)?,
+            stdout: read(&out)?,
+            stderr: read(&err)?,
         })
     }
 
@@ -154,6 +142,10 @@ impl Trials {
             ..arguments.clone()
         }
     }
+}
+
+fn failed<T>(text: impl Into<String>) -> Result<T> {
+    Err(Error::of_program(text.into()))
 }
 
 /// Returns the measurements of the steps after the warm-up, for optimizer steps of `effective` tokens; `None` without

@@ -1,26 +1,26 @@
-//! The model and the data of the example `classify`.
+//! Fine-tuning of a sequence classifier on texts with labels.
 
 use std::path::Path;
 
-use anyhow::Result;
-use overdrive::datasets::{
+use overdrive_datasets::{
     Batch, DataLoader, DataLoaderOptions, DeviceLoader, InMemory, LabeledTexts, OnDevice,
     RowLayout, TokenizedExample, Tokenizer, collate, copy_tokenizer, encode_sequences,
     load_tokenizer, save_word_piece, train_word_piece,
 };
-use overdrive::lora::{
+use overdrive_lora::{
     AddOptions, LoraConfig, MergeOptions, TargetModules, add_adapter, merge_and_unload,
 };
-use overdrive::trainer::MicroBatch;
-use overdrive::transformer::{
+use overdrive_transformer::{
     EncoderConfig, EncoderFamily, EncoderInput, InitOptions, LoadOptions, SaveOptions,
     SequenceClassifier,
 };
 use tch::{Device, Kind, Tensor};
 
-/// A sequence classifier, its tokenizer and its texts.
+use crate::{MicroBatch, Result};
+
+/// A sequence classifier, its tokenizer and its texts, ready for training.
 #[derive(Debug)]
-pub struct Classification {
+pub struct ClassificationTask {
     /// The model.
     pub model: SequenceClassifier,
     tokenizer: Tokenizer,
@@ -28,17 +28,20 @@ pub struct Classification {
     rows: Vec<TokenizedExample>,
 }
 
-impl Classification {
+impl ClassificationTask {
     /// Loads the model in `folder` with the classes of `data`; `None` makes a small BERT of random weights and trains
     /// a tokenizer on the texts `train`. Texts are truncated to `max_length` tokens and to the model's context.
+    ///
+    /// # Errors
+    /// An error if the folder cannot be read or holds no BERT, RoBERTa or ModernBERT.
     pub fn load(
         folder: Option<&Path>,
         data: LabeledTexts,
         train: &[usize],
         max_length: usize,
         seed: u64,
+        device: Device,
     ) -> Result<Self> {
-        let device = Device::cuda_if_available();
         let (model, tokenizer) = match folder {
             Some(folder) => {
                 let config = EncoderConfig::from_dir(folder)?.with_labels(&data.labels);
@@ -54,7 +57,7 @@ impl Classification {
                 let texts: Vec<&str> = train.iter().map(|&index| &*data.texts[index]).collect();
                 let tokenizer = train_word_piece(&texts, 4096)?;
                 let mut config = EncoderConfig::new(EncoderFamily::Bert).with_labels(&data.labels);
-                config.vocab_size = i64::try_from(tokenizer.get_vocab_size(true))?;
+                config.vocab_size = tokenizer.get_vocab_size(true) as i64;
                 (config.hidden_size, config.intermediate_size) = (64, 256);
                 (config.num_hidden_layers, config.num_attention_heads) = (2, 4);
                 let options = InitOptions {
@@ -65,7 +68,7 @@ impl Classification {
                 (SequenceClassifier::new(&config, &options)?, tokenizer)
             }
         };
-        let context = usize::try_from(model.config().context())?;
+        let context = model.config().context().unsigned_abs() as usize;
         let rows = encode_sequences(&tokenizer, &data.texts, max_length.min(context))?;
         Ok(Self {
             model,
@@ -76,6 +79,9 @@ impl Classification {
     }
 
     /// Makes all weights trainable or, with a rank, adapters of that rank and the output layer.
+    ///
+    /// # Errors
+    /// An error if the rank is 0.
     pub fn make_trainable(&mut self, lora_rank: Option<u32>) -> Result<()> {
         let Some(rank) = lora_rank else {
             return Ok(self.model.set_requires_grad(true)?);
@@ -92,6 +98,9 @@ impl Classification {
     }
 
     /// Returns a loader of the texts `indices` in batches of `size`, in a new order in each epoch.
+    ///
+    /// # Errors
+    /// An error if the size is 0.
     pub fn loader(
         &self,
         indices: &[usize],
@@ -99,7 +108,7 @@ impl Classification {
         seed: u64,
     ) -> Result<DeviceLoader<LabeledBatch>> {
         let layout = RowLayout::Padded {
-            pad_token: u32::try_from(self.model.config().pad_token_id.unwrap_or(0))?,
+            pad_token: self.model.config().pad_token_id.unwrap_or(0).unsigned_abs() as u32,
             multiple_of: 1,
         };
         let options = DataLoaderOptions {
@@ -124,6 +133,9 @@ impl Classification {
     }
 
     /// Returns the logits `(B, classes)` of a batch.
+    ///
+    /// # Errors
+    /// An error of a token outside the vocabulary, or of libtorch.
     pub fn forward(&self, batch: &LabeledBatch) -> Result<Tensor> {
         batch.tokens.check_ids(self.model.config().vocab_size)?;
         let mut input = EncoderInput::new(&batch.tokens.input_ids);
@@ -131,7 +143,10 @@ impl Classification {
         Ok(self.model.forward(input)?)
     }
 
-    /// Returns the mean loss of a batch.
+    /// Returns the mean loss of a batch, a scalar.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
     pub fn loss(&self, batch: &LabeledBatch) -> Result<Tensor> {
         let logits = self.forward(batch)?;
         let loss = self.model.loss_of_logits(&logits, &batch.classes)?;
@@ -139,6 +154,9 @@ impl Classification {
     }
 
     /// Returns the fraction of the texts `test` whose class has the largest logit, in batches of `size`.
+    ///
+    /// # Errors
+    /// As [`forward`](Self::forward).
     pub fn accuracy(&self, test: &[usize], size: usize) -> Result<f64> {
         let _no_grad = tch::no_grad_guard();
         let mut right = 0;
@@ -151,7 +169,11 @@ impl Classification {
         Ok(right as f64 / test.len() as f64)
     }
 
-    /// Merges adapters, and writes a folder that transformers loads, with the tokenizer of `folder` or its own.
+    /// Writes a folder that transformers loads, with the tokenizer of `folder` or its own. `merges` merges the adapters
+    /// into the weights first.
+    ///
+    /// # Errors
+    /// An error if a file cannot be written.
     pub fn save(&mut self, out: &Path, folder: Option<&Path>, merges: bool) -> Result<()> {
         if merges {
             merge_and_unload(&mut self.model, &MergeOptions::default())?;
@@ -160,7 +182,7 @@ impl Classification {
         match folder {
             Some(folder) => drop(copy_tokenizer(folder, out)?),
             None => {
-                let context = usize::try_from(self.model.config().context())?;
+                let context = self.model.config().context().unsigned_abs() as usize;
                 save_word_piece(out, &self.tokenizer, context)?;
             }
         }
@@ -178,12 +200,12 @@ pub struct LabeledBatch {
 }
 
 impl OnDevice for LabeledBatch {
-    fn pinned(self) -> overdrive::datasets::Result<Self> {
+    fn pinned(self) -> overdrive_datasets::Result<Self> {
         let (tokens, classes) = (self.tokens.pinned()?, self.classes.pinned()?);
         Ok(Self { tokens, classes })
     }
 
-    fn on_device(self, device: Device, non_blocking: bool) -> overdrive::datasets::Result<Self> {
+    fn on_device(self, device: Device, non_blocking: bool) -> overdrive_datasets::Result<Self> {
         let tokens = self.tokens.on_device(device, non_blocking)?;
         let classes = self.classes.on_device(device, non_blocking)?;
         Ok(Self { tokens, classes })
