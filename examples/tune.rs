@@ -22,7 +22,7 @@ use overdrive::trainer::{
     TuneOptions, Tuning, usable_memory,
 };
 use overdrive_examples::tuning::{MemoryLimit, Trials};
-use overdrive_examples::{RunEnd, exit_or_resume, print_line};
+use overdrive_examples::{RunEnd, exit_or_resume, print_error_line, print_line};
 use tch::Device;
 
 /// Finds the fastest settings of `train` for this machine and writes them as a configuration
@@ -63,7 +63,7 @@ fn main() -> ExitCode {
         let trials = Trials::beside_this_program(flags.trial_steps, flags.trial_warmup)?;
         match tune(&flags, &trials) {
             Err(error) if interrupt.requested() => {
-                eprintln!("{error:#}");
+                print_error_line(format_args!("{error:#}"));
                 Ok(RunEnd::NotSaved)
             }
             result => result.map(|_| RunEnd::Finished),

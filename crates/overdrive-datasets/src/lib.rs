@@ -104,7 +104,6 @@ mod instruction;
 mod labeled_text;
 mod llm_c;
 mod loader;
-mod mmap;
 mod modalities;
 mod packing;
 #[cfg(feature = "tokenizers")]

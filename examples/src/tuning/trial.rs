@@ -4,6 +4,7 @@ use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
 use anyhow::{Context, Result, anyhow, bail};
+use overdrive::core::files;
 use overdrive::optim::{LrSchedulerType, ScheduleOptions};
 use overdrive::sys::process::terminate_with_parent;
 use overdrive::tracking::{StepMetrics, read_metrics};
@@ -66,7 +67,7 @@ impl Trials {
         arguments: &TrainingArguments,
         candidate: &TuneCandidate,
     ) -> Result<TrialEnd> {
-        let folder = tempfile::tempdir()?;
+        let folder = files::unfinished_folder(std::env::temp_dir().join("tune"))?;
         let short = self.shortened(&candidate.of(arguments), &folder.path().join("run"));
         let config = folder.path().join("trial.json");
         short.write(&config)?;

@@ -20,7 +20,6 @@
 mod decode;
 mod file;
 mod header;
-mod mmap;
 mod split;
 mod tensor;
 mod tensor_type;
