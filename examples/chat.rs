@@ -26,7 +26,9 @@ use overdrive::generation::{
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive::trainer::Interrupt;
 use overdrive::transformer::CausalLm;
-use overdrive_examples::{GenerationFlags, ModelFlags, TemplateFlags, print_line, print_now};
+use overdrive_examples::{
+    GenerationFlags, ModelFlags, TemplateFlags, print_error_line, print_line, print_now,
+};
 use signal_hook::consts::SIGINT;
 use signal_hook::flag;
 
@@ -80,7 +82,10 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
         interrupted: Arc::new(AtomicBool::new(false)),
     };
     chat.engine.warm_up()?;
-    eprintln!("ready after {:.1} s", began.elapsed().as_secs_f64());
+    print_error_line(format_args!(
+        "ready after {:.1} s",
+        began.elapsed().as_secs_f64()
+    ));
     // While an answer is streamed the signal only sets a flag; otherwise it ends the program.
     Interrupt::hand_over(&[SIGINT]);
     let at_prompt = Arc::new(AtomicBool::new(true));
@@ -101,7 +106,7 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
             Some(Ok(line)) => line,
             // The terminal has another encoding, which costs the line and not the conversation.
             Some(Err(error @ Error::Parse { .. })) => {
-                eprintln!("error: {error}");
+                print_error_line(format_args!("error: {error}"));
                 continue;
             }
             Some(Err(error)) => return Err(error.into()),
@@ -119,7 +124,7 @@ pub(crate) fn run(flags: &Flags, input: impl BufRead) -> Result<()> {
                     Ok(text) => messages.push(Message::assistant(text)),
                     Err(error) => {
                         // The next turn begins as this one did.
-                        eprintln!("error: {error}");
+                        print_error_line(format_args!("error: {error}"));
                         messages.pop();
                     }
                 }
@@ -164,9 +169,9 @@ impl Chat<'_> {
             return Ok(String::new());
         };
         if first.finish_reason == FinishReason::ContextFull {
-            eprintln!(
+            print_error_line(format_args!(
                 "the context is full; /reset starts a new conversation, --cache-mib and --max-model-len set its size"
-            );
+            ));
         }
         Ok(first.text.unwrap_or_default())
     }

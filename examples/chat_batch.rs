@@ -24,7 +24,7 @@ use overdrive::core::check_not_read;
 use overdrive::core::text::Lines;
 use overdrive::generation::{Answer, ChatBatchOptions, chat_batch_with, conversation_from_json};
 use overdrive::sys::denormals::set_flush_denormals;
-use overdrive_examples::{GenerationFlags, ModelFlags, TemplateFlags};
+use overdrive_examples::{GenerationFlags, ModelFlags, TemplateFlags, print_error_line};
 use serde_json::{Value, json};
 
 /// Answers a file of conversations
@@ -125,12 +125,12 @@ fn run(flags: &Flags) -> Result<()> {
         },
     )?;
     written?;
-    eprintln!(
+    print_error_line(format_args!(
         "ready after {:.1} s, {answers} answers, {} tokens, {:.1} tokens/s",
         (loading + statistics.warm_up).as_secs_f64(),
         statistics.generated_tokens,
         statistics.tokens_per_second()
-    );
+    ));
     Ok(())
 }
 

@@ -25,7 +25,8 @@ use overdrive::generation::{
 };
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive_examples::{
-    CacheFlags, ConstraintFlags, GenerationFlags, ModelFlags, local_model, print_now,
+    CacheFlags, ConstraintFlags, GenerationFlags, ModelFlags, local_model, print_error_line,
+    print_now,
 };
 
 /// Continues prompts with a model from a GGUF file or a Hugging Face folder
@@ -150,10 +151,12 @@ fn answer(
         }
     })?;
     print(flags, &output)?;
-    eprintln!("ready after {ready:.1} s, {}", output.timings);
+    print_error_line(format_args!("ready after {ready:.1} s, {}", output.timings));
     if let Some(guesses) = output.speculation {
         let (accepted, proposed) = (guesses.accepted, guesses.proposed);
-        eprintln!("{accepted} of {proposed} proposed tokens were accepted");
+        print_error_line(format_args!(
+            "{accepted} of {proposed} proposed tokens were accepted"
+        ));
     }
     Ok(())
 }

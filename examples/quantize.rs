@@ -13,7 +13,7 @@ use std::rc::Rc;
 
 use anyhow::Result;
 use clap::{Parser, ValueEnum};
-use overdrive::core::check_not_read;
+use overdrive::core::OutputFolder;
 use overdrive::quantization::{
     CheckpointOptions, ClipOptions, GptqOptions, Migration, Progress, Scheme, quantize_checkpoint,
 };
@@ -114,7 +114,8 @@ fn run(flags: &Flags) -> Result<()> {
     // The weights of a GGUF file are in llama.cpp's order and types, those of a pickle in storages: both are written as
     // safetensors first.
     let source = local_model(&flags.model)?;
-    check_not_read("--out", &flags.out, &[("--model", &source)])?;
+    // Now, and not after the calibration.
+    OutputFolder::check("quantize", "--out", &flags.out, &[("--model", &source)])?;
     let is_pickle = ["pytorch_model.bin", "pytorch_model.bin.index.json"]
         .iter()
         .any(|name| source.join(name).exists());

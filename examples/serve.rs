@@ -25,7 +25,9 @@ use overdrive::lora::{LoadAdapterOptions, load_adapter_for_rows};
 use overdrive::serve::{ApiKey, Pooling, ServedModel, Server, ServerOptions};
 use overdrive::trainer::Interrupt;
 use overdrive::transformer::CausalLm;
-use overdrive_examples::{ModelFlags, TemplateFlags, local_adapter, model_name, print_line};
+use overdrive_examples::{
+    ModelFlags, TemplateFlags, local_adapter, model_name, print_error_line, print_line,
+};
 use serde_json::Value;
 use signal_hook::consts::{SIGINT, SIGTERM};
 
@@ -110,10 +112,10 @@ fn run(flags: &Flags) -> Result<()> {
     options.pooling = flags.pooling;
     options.validate()?;
     if !flags.host.is_loopback() && options.api_key.is_none() {
-        eprintln!(
+        print_error_line(format_args!(
             "warning: every machine that can reach {} can use this server; OVERDRIVE_API_KEY sets a key",
             flags.host
-        );
+        ));
     }
     // Before the model is loaded, so that a port in use is found at once.
     let listener = TcpListener::bind((flags.host, flags.port))
@@ -125,7 +127,7 @@ fn run(flags: &Flags) -> Result<()> {
     let template = match flags.template.load(&files, source.adapter.as_deref()) {
         Ok(template) => Some(template),
         Err(error) if matches!(error.downcast_ref(), Some(Error::NoChatTemplate { .. })) => {
-            eprintln!("there is no /v1/chat/completions: {error}");
+            print_error_line(format_args!("there is no /v1/chat/completions: {error}"));
             None
         }
         Err(error) => return Err(error),
@@ -139,7 +141,10 @@ fn run(flags: &Flags) -> Result<()> {
     let began = Instant::now();
     // Loads the model and what its first pass needs: no connection is accepted, and so no health reported, before.
     let engine = EngineHandle::spawn_with(move || engine(&own, &source, texts))?;
-    eprintln!("ready after {:.1} s", began.elapsed().as_secs_f64());
+    print_error_line(format_args!(
+        "ready after {:.1} s",
+        began.elapsed().as_secs_f64()
+    ));
     let mut served = ServedModel::new(name.as_str(), tokenizer, config);
     if let Some(template) = template {
         served = served.with_template(template);

@@ -21,7 +21,7 @@ use overdrive::trainer::{
     DeviceFacts, Interrupt, RecommendedSettings, RunEnd, Task, TextData, TrainArgs,
     TrainingArguments, Trials, TuneOptions, Tuning, exit_or_resume, print_line, usable_memory,
 };
-use overdrive_examples::MemoryLimit;
+use overdrive_examples::{MemoryLimit, print_error_line};
 use tch::Device;
 
 /// Finds the fastest settings of `train` for this machine and writes them as a configuration
@@ -62,7 +62,7 @@ fn main() -> ExitCode {
         let trials = Trials::new(train_program()?, flags.trial_steps, flags.trial_warmup);
         match tune(&flags, &trials) {
             Err(error) if interrupt.requested() => {
-                eprintln!("{error:#}");
+                print_error_line(format_args!("{error:#}"));
                 Ok(RunEnd::NotSaved)
             }
             result => result.map(|_| RunEnd::Finished),

@@ -2,6 +2,7 @@
 
 use anyhow::Result;
 use clap::Args;
+use overdrive::core::print_error_line;
 use overdrive::generation::{GenerationConfig, ModelFiles};
 use serde::Serialize;
 use serde_json::Value;
@@ -99,9 +100,9 @@ impl GenerationFlags {
             keys.insert("max_new_tokens".to_owned(), default_new_tokens.into());
         }
         if let Some(name) = GenerationConfig::unknown_cache(&keys) {
-            eprintln!(
+            print_error_line(format_args!(
                 "the model's `cache_implementation` is {name}, which is unknown and is ignored"
-            );
+            ));
         }
         Ok(GenerationConfig::from_map(&keys)?)
     }

@@ -4,8 +4,8 @@ use std::path::{Path, PathBuf};
 
 use anyhow::Result;
 use clap::Args;
-use overdrive::core::Error;
 use overdrive::core::files::{self, UnfinishedFolder};
+use overdrive::core::{Error, print_error_line};
 use overdrive::datasets::{copy_tokenizer, load_tokenizer};
 use overdrive::generation::{ModelFiles, Tokenizer, set_batch_invariant};
 use overdrive::lora::{
@@ -107,10 +107,12 @@ impl ModelFlags {
             merge_obstacle(model)?.map(|error| error.to_string())
         };
         match obstacle {
-            Some(reason) => eprintln!("adapter: not merged into the weights ({reason})"),
+            Some(reason) => print_error_line(format_args!(
+                "adapter: not merged into the weights ({reason})"
+            )),
             None => {
                 merge_and_unload(model, &MergeOptions::default())?;
-                eprintln!("adapter: merged into the weights");
+                print_error_line(format_args!("adapter: merged into the weights"));
             }
         }
         Ok(())

@@ -12,6 +12,7 @@ use std::path::Path;
 
 use tempfile::NamedTempFile;
 
+pub use crate::file_map::{FileMap, MappedRegion};
 pub use crate::lock::FileLock;
 pub use crate::unfinished::{
     UnfinishedFolder, is_unfinished, remove_unfinished, unfinished, unfinished_folder,

@@ -35,11 +35,11 @@
 //! assert!(set_window(0).is_err());
 //! ```
 #![deny(missing_docs)]
-#![forbid(unsafe_code)]
 
 mod check;
 mod constants;
 mod error;
+mod file_map;
 pub mod files;
 pub mod gpu;
 mod lock;

@@ -66,6 +66,15 @@ impl FileLock {
         Ok(Some(lock))
     }
 
+    /// Describes the process that holds the lock on `path`, for how long, and how to free it, as the end of a sentence:
+    /// "process 12 has held the lock for 3 min; `kill 12` ends it and frees the lock". `None` if it has not written
+    /// itself into the file.
+    pub fn holder(path: impl AsRef<Path>) -> Option<String> {
+        let holder = Holder::read(path.as_ref())?;
+        let (who, held, remedy) = holder.describe();
+        Some(format!("{who} has held the lock for {held}; {remedy}"))
+    }
+
     /// Returns the error of a file system that does not support locks; `None` if the lock is held.
     pub fn unsupported(&self) -> Option<&io::Error> {
         self.unsupported.as_ref()
@@ -149,6 +158,30 @@ impl Holder {
         })
     }
 
+    /// Returns the name of the process, the time for which it has held the lock, and the way to free it.
+    fn describe(&self) -> (String, String, String) {
+        let now = SystemTime::now().duration_since(UNIX_EPOCH);
+        let held = now.unwrap_or_default().saturating_sub(self.since);
+        let held = units::seconds(held.as_secs_f64().max(1.0));
+        let Holder { process, host, .. } = self;
+        let is_here = self.namespace == namespace();
+        let place = match is_here {
+            true => String::new(),
+            false if host.is_empty() => " of another machine or container".to_owned(),
+            false => format!(" of {host}"),
+        };
+        let remedy = if !is_here {
+            "ending that process frees the lock".to_owned()
+        } else if self.is_stopped() {
+            format!(
+                "it is stopped: `kill -CONT {process}` resumes it, `kill -KILL {process}` ends it and frees the lock"
+            )
+        } else {
+            format!("`kill {process}` ends it and frees the lock")
+        };
+        (format!("process {process}{place}"), held, remedy)
+    }
+
     /// Returns `true` if the process is stopped, by Ctrl-Z or a debugger.
     fn is_stopped(&self) -> bool {
         let status = fs::read_to_string(format!("/proc/{}/stat", self.process));
@@ -166,28 +199,8 @@ fn waiting_for(path: &Path, work: &str) -> String {
     let Some(holder) = Holder::read(path) else {
         return format!("another process is {work}; waiting until it is done (lock {lock})");
     };
-    let now = SystemTime::now().duration_since(UNIX_EPOCH);
-    let held = now.unwrap_or_default().saturating_sub(holder.since);
-    let held = units::seconds(held.as_secs_f64().max(1.0));
-    let Holder { process, host, .. } = &holder;
-    let is_here = holder.namespace == namespace();
-    let place = match is_here {
-        true => String::new(),
-        false if host.is_empty() => " of another machine or container".to_owned(),
-        false => format!(" of {host}"),
-    };
-    let remedy = if !is_here {
-        "ending that process frees the lock".to_owned()
-    } else if holder.is_stopped() {
-        format!(
-            "it is stopped: `kill -CONT {process}` resumes it, `kill -KILL {process}` ends it and frees the lock"
-        )
-    } else {
-        format!("`kill {process}` ends it and frees the lock")
-    };
-    format!(
-        "process {process}{place} has been {work} for {held}; waiting until it is done (lock {lock}); {remedy}"
-    )
+    let (who, held, remedy) = holder.describe();
+    format!("{who} has been {work} for {held}; waiting until it is done (lock {lock}); {remedy}")
 }
 
 /// Returns a name of the system and the namespace in which this process has its number.

@@ -7,7 +7,7 @@ use tempfile::NamedTempFile;
 use tokenizers::Tokenizer;
 
 use overdrive_core::Error as CommonError;
-use overdrive_core::files::{self, FileLock};
+use overdrive_core::files::{self, FileLock, FileMap};
 
 #[cfg(feature = "tokenizers")]
 use crate::build_tokens::{
@@ -15,7 +15,6 @@ use crate::build_tokens::{
 };
 #[cfg(feature = "tokenizers")]
 use crate::digest::FieldHasher;
-use crate::mmap::{map_file, map_opened};
 #[cfg(feature = "tokenizers")]
 use crate::{Corpus, Dataset, FORMAT_VERSION, TokenStore, tokenizer_digest};
 use crate::{Error, Result, Sha256Digest};
@@ -210,7 +209,7 @@ pub(crate) fn cached<H, B>(
 
 /// Gives a complete file its name in the cache, and writes its digest beside it, for a format without one of its own.
 pub(crate) fn commit_with_digest(file: NamedTempFile, path: &Path) -> Result<()> {
-    let digest = Sha256Digest::of_blocks(&map_opened(file.as_file(), path)?);
+    let digest = Sha256Digest::of_blocks(&FileMap::of(file.as_file(), path)?);
     files::commit(file, path)?;
     files::write(digest_path(path), format!("{digest}\n").as_bytes())?;
     Ok(())
@@ -228,7 +227,7 @@ pub(crate) fn is_intact(path: &Path) -> Result<bool> {
         Err(error) if error.kind() == std::io::ErrorKind::NotFound => return Ok(false),
         Err(error) => return Err(CommonError::io("read", digest_path)(error).into()),
     };
-    let found = Sha256Digest::of_blocks(&map_file(path)?).to_string();
+    let found = Sha256Digest::of_blocks(&FileMap::open(path)?).to_string();
     let is_intact = stored.trim_ascii() == found.as_bytes();
     if !is_intact {
         tracing::warn!(

@@ -105,7 +105,6 @@ mod instruction;
 mod labeled_text;
 mod llm_c;
 mod loader;
-mod mmap;
 mod modalities;
 mod packing;
 pub mod prelude;

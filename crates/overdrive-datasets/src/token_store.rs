@@ -3,14 +3,13 @@
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
 use rayon::prelude::*;
 
 use overdrive_core::Error as CommonError;
+use overdrive_core::files::FileMap;
 
 use crate::digest::FieldHasher;
 use crate::llm_c::{self, HEADER_BYTES as LLM_C_HEADER_BYTES};
-use crate::mmap::map_file;
 use crate::store_format::{ENTRY_BYTES, HEADER_BYTES, Header, TokenWidth, u64_at};
 use crate::{Error, Result, Sha256Digest};
 
@@ -63,11 +62,11 @@ enum Documents {
 ///
 /// Opening reads the header and, in Overdrive's own format, validates the document table (16 bytes per document);
 /// tokens are read on demand. The file must not change while it is open: the process would read other tokens, or
-/// end with SIGBUS if the file was truncated.
+/// end if the file was truncated ([`FileMap`]).
 #[derive(Debug)]
 pub struct TokenStore {
     path: PathBuf,
-    map: Mmap,
+    map: FileMap,
     tokens: Range<usize>,
     width: TokenWidth,
     vocab_size: Option<u64>,
@@ -88,7 +87,7 @@ impl TokenStore {
     /// tokens and documents, since that reads the whole file.
     pub fn open(path: impl AsRef<Path>) -> Result<Self> {
         let path = path.as_ref();
-        let map = map_file(path)?;
+        let map = FileMap::open(path)?;
         let header = Header::decode(&map, path)?;
         let too_large = || Error::damaged(path, "its token count is too large for this machine");
         // `decode` made sure that these offsets are within the mapped file.
@@ -137,7 +136,7 @@ impl TokenStore {
     /// Those of [`TokenStore::open`] and [`TokenStore::open_raw`].
     pub fn open_any(path: impl AsRef<Path>, options: &RawOptions) -> Result<Self> {
         let path = path.as_ref();
-        let map = map_file(path)?;
+        let map = FileMap::open(path)?;
         if map.starts_with(&crate::MAGIC) {
             return Self::open(path);
         }
@@ -167,7 +166,7 @@ impl TokenStore {
                 ),
             ));
         }
-        let map = map_file(path)?;
+        let map = FileMap::open(path)?;
         if map.starts_with(&crate::MAGIC) {
             let problem =
                 "it is an Overdrive token store and not raw tokens; open it with TokenStore::open";
@@ -179,7 +178,7 @@ impl TokenStore {
     /// Returns the store of the tokens from byte `start` of a file on.
     fn of_raw(
         path: &Path,
-        map: Mmap,
+        map: FileMap,
         start: usize,
         width: TokenWidth,
         options: &RawOptions,

@@ -382,7 +382,7 @@ fn headerless_files_of_another_width_or_vocabulary_are_refused() {
     let error = TokenStore::open_nanogpt(&ours, TokenWidth::U16).unwrap_err();
     assert!(error.to_string().contains("TokenStore::open"), "{error}");
     let missing = TokenStore::open(dir.path().join("none")).unwrap_err();
-    assert!(missing.to_string().starts_with("cannot open "), "{missing}");
+    assert!(missing.to_string().starts_with("cannot read "), "{missing}");
 }
 
 #[test]

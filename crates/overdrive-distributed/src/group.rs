@@ -300,6 +300,14 @@ impl ProcessGroup {
         connected.monitor.as_ref()?.failure()
     }
 
+    /// Returns the ranks that are known to be lost, have left or do not beat, for a wait that is no collective: such as
+    /// for a file that another rank writes. The first calls return none: heartbeats are compared from then on.
+    pub(crate) fn lost_ranks(&self) -> Vec<usize> {
+        let connected = self.shared.connected.as_ref();
+        let monitor = connected.and_then(|connected| connected.monitor.as_ref());
+        monitor.map_or_else(Vec::new, Monitor::lost_ranks)
+    }
+
     /// Returns how many collectives this rank has started and how many of them are active, including those of
     /// backward. Both are 0 in a world of one.
     ///

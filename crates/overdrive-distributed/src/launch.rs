@@ -12,7 +12,7 @@ use std::time::{Duration, Instant};
 use overdrive_sys::c10d::{Store, StoreRole};
 use overdrive_sys::process::terminate_with_parent;
 
-use overdrive_core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE};
+use overdrive_core::{INTERRUPTED_EXIT_CODE, SAVED_EXIT_CODE, print_error_line};
 
 use crate::launcher_watch::STOP_GRACE;
 use crate::{Error, Result};
@@ -165,11 +165,11 @@ impl Launch {
                     last_lines,
                 }) if restart < self.max_restarts && !self.stopped() => {
                     restart += 1;
-                    eprintln!(
+                    print_error_line(format_args!(
                         "rank {rank} failed first: {status}{last_lines}\nrestarting all processes ({restart} \
                          of {})",
                         self.max_restarts
-                    );
+                    ));
                 }
                 other => return other,
             }

@@ -27,8 +27,19 @@ pub(crate) struct Monitor {
     group: Arc<Group>,
     stop: Arc<AtomicBool>,
     failure: Arc<Mutex<Option<Failure>>>,
+    silence: Arc<Mutex<Silence>>,
     thread: Option<JoinHandle<()>>,
 }
+
+/// The ranks without heartbeats, as far as somebody asks: each look reads the heartbeats of all.
+#[derive(Debug, Default)]
+struct Silence {
+    asked: Option<Instant>,
+    ranks: Vec<usize>,
+}
+
+/// The time after a question for which heartbeats are compared.
+const ASKED: Duration = Duration::from_secs(10);
 
 pub(crate) struct MonitorOptions {
     pub(crate) rank: usize,
@@ -61,12 +72,15 @@ impl Monitor {
     pub(crate) fn start(group: Arc<Group>, store: Store, options: MonitorOptions) -> Result<Self> {
         let stop = Arc::new(AtomicBool::new(false));
         let failure = Arc::new(Mutex::new(None));
+        let silence = Arc::new(Mutex::new(Silence::default()));
         let store = StoreThread::start(store, options.store_host.address.clone())?;
         let mut watcher = Watcher {
             group: Arc::clone(&group),
             store,
             stop: Arc::clone(&stop),
             failure: Arc::clone(&failure),
+            silence: Arc::clone(&silence),
+            seen: BTreeMap::new(),
             options,
             beats_sent: 0,
             launcher: LauncherWatch::default(),
@@ -84,8 +98,19 @@ impl Monitor {
             group,
             stop,
             failure,
+            silence,
             thread: Some(thread),
         })
+    }
+
+    /// Returns the ranks that are lost, have left, or have sent no heartbeat for a while.
+    pub(crate) fn lost_ranks(&self) -> Vec<usize> {
+        let mut silence = self.silence.lock().unwrap_or_else(PoisonError::into_inner);
+        silence.asked = Some(Instant::now());
+        let failed = self
+            .failure()
+            .map_or_else(Vec::new, |failure| failure.ranks);
+        [failed, silence.ranks.clone()].concat()
     }
 
     pub(crate) fn failure(&self) -> Option<Failure> {
@@ -122,6 +147,9 @@ struct Watcher {
     store: StoreThread,
     stop: Arc<AtomicBool>,
     failure: Arc<Mutex<Option<Failure>>>,
+    silence: Arc<Mutex<Silence>>,
+    /// The last heartbeat of each rank, and the time at which it was seen first.
+    seen: BTreeMap<usize, (u64, Instant)>,
     options: MonitorOptions,
     beats_sent: u64,
     launcher: LauncherWatch,
@@ -154,6 +182,7 @@ impl Watcher {
                 self.decide(failure);
                 break;
             }
+            self.listen();
             let is_gone = self.store.is_gone();
             if let Some(failure) = self.launcher.check(is_gone, &self.options) {
                 self.decide(failure);
@@ -199,6 +228,37 @@ impl Watcher {
         self.store
             .request(self.patience(), move |store| store.set(&key, &bytes))
             .is_some()
+    }
+
+    /// Compares the heartbeats of the other ranks with those before, while somebody asks for them.
+    fn listen(&mut self) {
+        let silence = Arc::clone(&self.silence);
+        let silence = || silence.lock().unwrap_or_else(PoisonError::into_inner);
+        let asked = silence().asked;
+        if !asked.is_some_and(|asked| asked.elapsed() < ASKED) {
+            // Heartbeats from before a pause prove nothing.
+            self.seen.clear();
+            silence().ranks.clear();
+            return;
+        }
+        let ranks = match self.heartbeats() {
+            Some(heartbeats) => heartbeats
+                .into_iter()
+                .filter(|(rank, heartbeat)| {
+                    let new = (heartbeat.count, Instant::now());
+                    let seen = self.seen.entry(*rank).or_insert(new);
+                    if seen.0 != heartbeat.count {
+                        *seen = new;
+                    }
+                    heartbeat.state == State::Left || seen.1.elapsed() >= self.patience()
+                })
+                .map(|(rank, _)| rank)
+                .collect(),
+            // It hosts the store, and its process is gone.
+            None if self.store.is_gone() => self.options.store_host.rank.into_iter().collect(),
+            None => return,
+        };
+        silence().ranks = ranks;
     }
 
     fn published_verdict(&self) -> Option<Failure> {

@@ -1,5 +1,7 @@
 //! Log lines of several ranks.
 
+use std::io::Write;
+
 use crate::ProcessGroup;
 
 /// Prints lines to standard error. Each line is one write, so lines of several ranks do not mix.
@@ -26,15 +28,17 @@ impl RankLog {
     /// Prints `line` on rank 0 only.
     pub fn main(&self, line: impl std::fmt::Display) {
         if self.rank == 0 {
-            // `eprintln!` may write a line in several calls.
-            let line = format!("{line}\n");
-            eprint!("{line}");
+            print_whole(&format!("{line}\n"));
         }
     }
 
     /// Prints `line` on every rank, after `[rank N]`.
     pub fn every(&self, line: impl std::fmt::Display) {
-        let line = format!("[rank {}] {line}\n", self.rank);
-        eprint!("{line}");
+        print_whole(&format!("[rank {}] {line}\n", self.rank));
     }
+}
+
+/// Writes a line in one call, so that the lines of several processes do not mix. Its reader may be gone.
+fn print_whole(line: &str) {
+    let _ = std::io::stderr().write_all(line.as_bytes());
 }

@@ -72,7 +72,6 @@ impl Ranks for ProcessGroup {
     }
 
     fn lost(&self) -> Vec<usize> {
-        self.failure()
-            .map_or_else(Vec::new, |failure| failure.ranks)
+        self.lost_ranks()
     }
 }

@@ -14,6 +14,7 @@ use common::{Outcome, group, launch, launch_with_grace, launch_within, scenario,
 use overdrive_distributed::{
     DdpConfig, DistributedDataParallel, Error, GroupConfig, ProcessGroup, ReduceOp, Rendezvous,
 };
+use overdrive_snapshot::{Contents, Scope, SnapshotManager, SnapshotOptions};
 use overdrive_sys::hook;
 use tch::{Device, Kind, Tensor, nn};
 
@@ -31,6 +32,9 @@ fn worker() {
     let group = group(TIMEOUT_S);
     if scenario.starts_with("inside_backward") {
         return inside_backward(&group, &scenario);
+    }
+    if scenario.starts_with("saving") {
+        return saving(&group, &scenario);
     }
     let culprit = usize::from(!scenario.ends_with("main"));
     let tensor = Tensor::ones([1000], (Kind::Float, Device::Cpu));
@@ -286,6 +290,55 @@ fn a_rank_that_dies_inside_a_buckets_all_reduce_is_named_by_every_survivor() {
         let error = outcome.launched.unwrap_err().to_string();
         let first = format!("rank {culprit} failed first: signal: 9");
         assert!(error.starts_with(&first), "{error}");
+    }
+}
+
+/// Rank 1 (or 0) is killed before it writes its entries of a snapshot, while no collective runs.
+fn saving(group: &ProcessGroup, scenario: &str) {
+    let folder = std::env::var_os("OD_FOLDER").unwrap();
+    let folder = std::path::Path::new(&folder).join("run");
+    let options = SnapshotOptions {
+        // More than it takes to find the lost rank; after that it is waited for a sixtieth of it.
+        peer_timeout: Duration::from_secs(60),
+        ..SnapshotOptions::default()
+    };
+    let ranks = Box::new(group.clone());
+    let mut snapshots = SnapshotManager::with_ranks(&folder, options, ranks).unwrap();
+    if group.rank() == usize::from(!scenario.ends_with("main")) {
+        signal(rustix::process::Signal::KILL);
+    }
+    let mut contents = Contents::at(1);
+    contents
+        .document("own", Scope::Rank, &group.rank())
+        .unwrap();
+    snapshots.save(contents).unwrap();
+    let outcome = snapshots.wait().unwrap().remove(0);
+    write(group, &outcome.result.unwrap_err().to_string());
+}
+
+#[test]
+fn a_rank_that_dies_while_it_writes_a_snapshot_is_named_by_those_that_wait_for_it() {
+    let free = std::net::TcpListener::bind("127.0.0.1:0").unwrap();
+    let port = free.local_addr().unwrap().port().to_string();
+    drop(free);
+    let of_rank_0 = [
+        ("TORCHELASTIC_USE_AGENT_STORE", OsStr::new("False")),
+        ("MASTER_PORT", OsStr::new(&port)),
+    ];
+    let cases: [(&str, usize, &[(&str, &OsStr)]); 3] = [
+        ("saving", 1, &[]),
+        ("saving_main", 0, &[]),
+        // The store goes with it.
+        ("saving_main", 0, &of_rank_0),
+    ];
+    for (scenario, culprit, env) in cases {
+        let grace = Duration::from_secs(60);
+        let outcome = launch_with_grace(module_path!(), scenario, 2, grace, env);
+        let error = outcome.rank(1 - culprit);
+        let expected = format!(
+            "rank {culprit} did not write its entries of the snapshot of step 1: it is lost"
+        );
+        assert_eq!(error, expected);
     }
 }
 

@@ -4,9 +4,14 @@
 use std::io;
 use std::ops::Range;
 
+use overdrive_core::files::MappedRegion;
 use tch::Tensor;
 
 use crate::Result;
+
+/// The last words of a process that cannot read a page of a state.
+const LOST_PAGE: &str = "error: a state of the paged optimizer cannot be read: the disk of its file failed or is full; \
+                         set `paging.folder` to another disk and start the program again";
 
 /// Returns the bytes of a page, at least 4096. State tensors in a file start at multiples of it.
 pub(crate) fn page_bytes() -> u64 {
@@ -25,6 +30,8 @@ pub(crate) fn page_bytes() -> u64 {
 /// It keeps a handle of its own of the file, so that the addresses do not depend on the state tensor.
 #[derive(Debug)]
 pub(crate) struct MappedPages {
+    // Before the file: its addresses must be out of the registry when others may get them.
+    _region: MappedRegion,
     file: Tensor,
     /// The bytes of the state tensor in the file; they start at a page.
     bytes: Range<u64>,
@@ -33,7 +40,10 @@ pub(crate) struct MappedPages {
 impl MappedPages {
     /// Returns the part `bytes` of `file`, which begins at a page.
     pub(crate) fn new(file: &Tensor, bytes: Range<u64>) -> Self {
+        let start = file.data_ptr().addr();
+        let addresses = start + bytes.start as usize..start + bytes.end as usize;
         Self {
+            _region: MappedRegion::new(addresses, LOST_PAGE),
             file: file.shallow_clone(),
             bytes,
         }

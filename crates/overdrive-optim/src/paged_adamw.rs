@@ -94,8 +94,8 @@ optimizer! {
     /// The disk space of a state is allocated when its parameter has its first gradient. A full disk is
     /// an error at that point, and leaves parameters and states unchanged. File systems that relocate
     /// rewritten data (btrfs, ZFS) can still become full later, and a disk error during the write-back of
-    /// pages ends the process with SIGBUS, as with every mapped file. The file has no name, so the system
-    /// deletes it when the process ends.
+    /// pages ends the process with a message. The file has no name, so the system deletes it when the
+    /// process ends.
     ///
     /// ```
     /// use overdrive_optim::{Optimizer, PagedAdamW, PagedAdamWConfig, PagingConfig, ParamGroup};

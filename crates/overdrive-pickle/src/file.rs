@@ -1,13 +1,10 @@
-//! Files of `torch.save` mapped into memory. This module has the only unsafe code of the crate.
-#![allow(unsafe_code)]
+//! Files of `torch.save` mapped into memory.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::ops::Range;
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
-use overdrive_core::Error as Common;
+use overdrive_core::files::FileMap;
 use overdrive_safetensors::StoredTensor;
 use tch::Kind;
 
@@ -22,11 +19,11 @@ const MAX_OTHERS: usize = 8;
 
 /// A weight file written by `torch.save`, mapped into memory.
 ///
-/// The file must not be truncated while it is mapped: accessing the lost pages would end the process.
+/// The file must not change while it is mapped ([`FileMap`]).
 #[derive(Debug)]
 pub struct PickledFile {
     path: PathBuf,
-    map: Mmap,
+    map: FileMap,
     tensors: Vec<Named>,
     others: Vec<String>,
 }
@@ -58,10 +55,7 @@ impl PickledFile {
     /// its storage.
     pub fn open(path: impl AsRef<Path>) -> Result<PickledFile> {
         let path = path.as_ref();
-        let file = File::open(path).map_err(Common::io("read", path))?;
-        // SAFETY: the map is read-only and private. If another process cuts the file short while it is mapped, touching
-        // the lost pages ends this process with SIGBUS, as with a mapped safetensors file.
-        let map = unsafe { Mmap::map(&file) }.map_err(Common::io("map", path))?;
+        let map = FileMap::open(path)?;
         let entries = contents(&map).and_then(|contents| named(&contents, &map));
         let path = path.to_owned();
         match entries {

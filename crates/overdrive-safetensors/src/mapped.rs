@@ -1,11 +1,8 @@
-//! safetensors files mapped into memory. This module has the only unsafe code of the crate.
-#![allow(unsafe_code)]
+//! safetensors files mapped into memory.
 
 use std::collections::BTreeMap;
-use std::fs::File;
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
 use overdrive_sys::transfer::copy_bytes;
 use safetensors::tensor::{Metadata, TensorInfo};
 use safetensors::{Dtype, SafeTensors};
@@ -14,18 +11,19 @@ use tch::{Device, Kind, Tensor};
 use crate::kinds::{dtype_of, kind_of};
 use crate::{Error, Result};
 use overdrive_core::Error as CommonError;
+use overdrive_core::files::FileMap;
 
 /// The beginning of a Git LFS pointer file, which `git clone` without LFS leaves in place of a large file.
 const GIT_LFS_POINTER: &[u8] = b"version https://git-lfs";
 
 /// A safetensors file mapped into memory; the operating system reads its pages on first access.
 ///
-/// The file must not be truncated while it is mapped: accessing the lost pages would end the process.
+/// The file must not change while it is mapped ([`FileMap`]).
 /// Replacing the file, as [`write`](crate::write()) does, is harmless: the map keeps the old one.
 #[derive(Debug)]
 pub struct MappedFile {
     path: PathBuf,
-    map: Mmap,
+    map: FileMap,
     header: Metadata,
     metadata: BTreeMap<String, String>,
     /// The offset of the tensors' data in the file, in bytes.
@@ -40,11 +38,7 @@ impl MappedFile {
     /// or in another format.
     pub fn open(path: impl AsRef<Path>) -> Result<MappedFile> {
         let path = path.as_ref();
-        let file = File::open(path).map_err(CommonError::io("read", path))?;
-        // SAFETY: the map is read-only and private. If another process cuts the file short while it
-        // is mapped, touching the lost pages ends this process with SIGBUS; that is the known limit of
-        // mapping a file, and the same in safetensors' own Python and Rust loaders.
-        let map = unsafe { Mmap::map(&file) }.map_err(CommonError::io("map", path))?;
+        let map = FileMap::open(path)?;
         let (length, header) =
             SafeTensors::read_metadata(&map).map_err(|error| Error::BadFile {
                 path: path.to_path_buf(),

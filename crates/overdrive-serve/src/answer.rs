@@ -10,6 +10,9 @@ use serde_json::{Value, json};
 use crate::api_error::{ApiError, ApiResult, json_response};
 use crate::job::{Job, Step};
 
+/// The type of an answer in server-sent events.
+pub(crate) const EVENT_STREAM: &str = "text/event-stream; charset=utf-8";
+
 /// The form of the answers of one route.
 pub(crate) trait Answer: Send + 'static {
     /// Returns the first fields of an answer and of each of its chunks: id, object, time and model.
@@ -94,10 +97,7 @@ pub(crate) async fn stream(
         }
     });
     let headers = [
-        (
-            header::CONTENT_TYPE,
-            HeaderValue::from_static("text/event-stream; charset=utf-8"),
-        ),
+        (header::CONTENT_TYPE, HeaderValue::from_static(EVENT_STREAM)),
         (header::CACHE_CONTROL, HeaderValue::from_static("no-cache")),
     ];
     Ok((headers, Body::from_stream(body)).into_response())

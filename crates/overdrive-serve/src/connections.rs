@@ -8,7 +8,9 @@ use std::sync::Arc;
 use std::time::Duration;
 
 use axum::Router;
+use hyper::body::Incoming;
 use hyper::server::conn::http1;
+use hyper::service::{Service, service_fn};
 use hyper_util::rt::{TokioIo, TokioTimer};
 use hyper_util::service::TowerToHyperService;
 use tokio::net::{TcpListener, TcpStream};
@@ -16,6 +18,7 @@ use tokio::sync::{OwnedSemaphorePermit, Semaphore, watch};
 use tokio::task::{AbortHandle, JoinSet};
 use tokio_io_timeout::TimeoutStream;
 
+use crate::peer::Peer;
 use crate::routes::{router, router_when_full};
 use crate::shared::Shared;
 
@@ -64,6 +67,8 @@ pub(crate) async fn serve(
         builder
             .timer(TokioTimer::new())
             .header_read_timeout(options.header_timeout)
+            // A client may close its sending half when it has asked: `Peer` finds out whether it waits.
+            .half_close(true)
             .keep_alive(is_kept);
         let limit = options.write_timeout;
         let serving = connection(
@@ -99,11 +104,14 @@ async fn connection(
     mut stopped: watch::Receiver<()>,
     _seat: Option<OwnedSemaphorePermit>,
 ) {
-    // A token is a small packet and should not wait for the next one. A failure only makes the server slower.
-    let _ = stream.set_nodelay(true);
-    let mut stream = TimeoutStream::new(stream);
+    let peer = Peer::new(stream);
+    let mut stream = TimeoutStream::new(peer.clone());
     stream.set_write_timeout(Some(write_timeout));
-    let service = TowerToHyperService::new(routes);
+    let routes = TowerToHyperService::new(routes);
+    let service = service_fn(move |request: hyper::Request<Incoming>| {
+        let version = request.version();
+        peer.clone().while_waiting(version, routes.call(request))
+    });
     let mut serving = pin!(builder.serve_connection(TokioIo::new(Box::pin(stream)), service));
     // Errors here are the client's: it has disconnected, stopped reading, or sent something other than HTTP.
     tokio::select! {

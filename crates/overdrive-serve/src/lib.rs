@@ -2,7 +2,8 @@
 //!
 //! `/v1/models`, `/v1/completions`, `/v1/chat/completions` and `/v1/embeddings` use the JSON of OpenAI's API, with the
 //! additional sampling options of vLLM; `/health` and `/metrics` (Prometheus) are for the operator. All
-//! requests share the engine's batch and cache. A request is cancelled when its client disconnects.
+//! requests share the engine's batch and cache. A request is cancelled when its client disconnects;
+//! a client that only closes its sending half gets its answer.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -43,6 +44,7 @@ mod logprobs;
 mod messages;
 mod metrics;
 mod options;
+mod peer;
 mod routes;
 mod sampling;
 mod server;

@@ -108,12 +108,28 @@ pub enum Error {
     },
     /// Another run writes snapshots into the folder.
     #[error(
-        "another run writes its snapshots into {}: wait for it to end, or choose another folder",
-        folder.display()
+        "another run writes its snapshots into {}{}: wait for it to end, or choose another folder",
+        folder.display(),
+        holder.as_ref().map_or_else(String::new, |holder| format!(" ({holder})"))
     )]
     Locked {
         /// The folder.
         folder: PathBuf,
+        /// The process that holds the lock, since when, and how to end it, if it is known.
+        holder: Option<String>,
+    },
+    /// The folder was moved, removed or replaced while the run wrote into it.
+    #[error(
+        "the folder {} was {} while the run wrote into it, and nothing is written under the old path anew: move it \
+        back, or give its new path, and resume the run",
+        folder.display(),
+        now.as_ref().map_or_else(|| "moved or removed".to_owned(), |now| format!("moved to {}", now.display()))
+    )]
+    Moved {
+        /// The folder, as the run was given it.
+        folder: PathBuf,
+        /// Its new path, if it is known.
+        now: Option<PathBuf>,
     },
     /// A plain file has the name of a snapshot's folder.
     #[error(

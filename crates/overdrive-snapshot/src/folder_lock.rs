@@ -1,4 +1,5 @@
-use std::fs;
+use std::fs::{self, File};
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
 
@@ -19,6 +20,8 @@ const LOCK_FILE: &str = ".lock";
 pub struct FolderLock {
     folder: PathBuf,
     lock: Arc<FileLock>,
+    /// The folder itself; `None` where the system opens no folders. While it is open, no other folder has its number.
+    opened: Option<Arc<File>>,
 }
 
 impl FolderLock {
@@ -31,8 +34,10 @@ impl FolderLock {
     pub fn acquire(folder: impl AsRef<Path>) -> Result<FolderLock> {
         let folder = folder.as_ref();
         fs::create_dir_all(folder).map_err(CommonError::io("create the folder", folder))?;
-        let lock = FileLock::try_acquire(folder.join(LOCK_FILE))?.ok_or_else(|| Error::Locked {
+        let path = folder.join(LOCK_FILE);
+        let lock = FileLock::try_acquire(&path)?.ok_or_else(|| Error::Locked {
             folder: folder.to_path_buf(),
+            holder: FileLock::holder(&path),
         })?;
         if let Some(error) = lock.unsupported() {
             tracing::warn!(
@@ -41,9 +46,11 @@ impl FolderLock {
                 folder.display()
             );
         }
+        let opened = File::open(folder).ok().filter(|_| cfg!(unix));
         Ok(FolderLock {
             folder: folder.to_path_buf(),
             lock: Arc::new(lock),
+            opened: opened.map(Arc::new),
         })
     }
 
@@ -56,4 +63,53 @@ impl FolderLock {
     pub fn is_exclusive(&self) -> bool {
         self.lock.unsupported().is_none()
     }
+
+    /// Checks that the folder still has its path, before something is written there: a run whose folder was moved must
+    /// not begin a second one under the old path.
+    ///
+    /// # Errors
+    /// [`Error::Moved`].
+    pub fn check_in_place(&self) -> Result<()> {
+        let is_moved = match fs::metadata(&self.folder) {
+            Err(error) => error.kind() == ErrorKind::NotFound,
+            Ok(found) => self.opened.as_ref().is_some_and(|opened| {
+                let opened = opened.metadata();
+                opened.is_ok_and(|opened| !is_same(&opened, &found))
+            }),
+        };
+        match is_moved {
+            true => Err(Error::Moved {
+                folder: self.folder.clone(),
+                now: self.opened.as_deref().and_then(path_of),
+            }),
+            false => Ok(()),
+        }
+    }
+}
+
+/// Returns the present path of an open folder, which Linux tells.
+fn path_of(opened: &File) -> Option<PathBuf> {
+    #[cfg(target_os = "linux")]
+    {
+        use std::os::fd::AsRawFd;
+        let path = fs::read_link(format!("/proc/self/fd/{}", opened.as_raw_fd())).ok()?;
+        // The link of a removed folder leads nowhere.
+        path.is_dir().then_some(path)
+    }
+    #[cfg(not(target_os = "linux"))]
+    {
+        let _ = opened;
+        None
+    }
+}
+
+#[cfg(unix)]
+fn is_same(one: &fs::Metadata, other: &fs::Metadata) -> bool {
+    use std::os::unix::fs::MetadataExt;
+    (one.dev(), one.ino()) == (other.dev(), other.ino())
+}
+
+#[cfg(not(unix))]
+fn is_same(_one: &fs::Metadata, _other: &fs::Metadata) -> bool {
+    true
 }

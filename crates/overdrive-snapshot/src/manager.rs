@@ -7,7 +7,7 @@ use std::time::Instant;
 use crate::folder::{self, Listing};
 use crate::options::SnapshotOptions;
 use crate::ranks::{Ranks, SingleProcess};
-use crate::save_job::{Peers, SaveJob};
+use crate::save_job::{Peers, QUIET_LIMIT, SaveJob};
 use crate::staging::Staging;
 use crate::writer::{Rotation, SaveOutcome, Writer, save};
 use crate::{Contents, Error, FolderLock, Result, RunState, Scope, Snapshot};
@@ -24,7 +24,8 @@ pub struct SnapshotManager {
     run: u64,
     /// The number of saves so far, the same on all ranks.
     saves: u64,
-    _lock: Option<FolderLock>,
+    /// The lock on the folder; `None` on a rank that shares the folder of rank 0.
+    lock: Option<FolderLock>,
     staging: Staging,
     writer: Option<Writer>,
     /// The outcomes since the last call of [`SnapshotManager::outcomes`].
@@ -83,7 +84,7 @@ impl SnapshotManager {
             ranks: ranks.into(),
             run: run.unwrap_or(0),
             saves: 0,
-            _lock: lock,
+            lock,
             staging: Staging::new(max_pinned_bytes),
             writer: None,
             outcomes: Vec::new(),
@@ -93,6 +94,16 @@ impl SnapshotManager {
     /// Returns `true` on rank 0.
     pub fn is_main(&self) -> bool {
         self.ranks.rank() == 0
+    }
+
+    /// Checks that the folder still has its path. Without a lock of its own, a rank leaves that to rank 0.
+    ///
+    /// # Errors
+    /// [`Error::Moved`].
+    pub fn check_in_place(&self) -> Result<()> {
+        self.lock
+            .as_ref()
+            .map_or(Ok(()), FolderLock::check_in_place)
     }
 
     /// Returns the folder of the snapshots.
@@ -112,7 +123,7 @@ impl SnapshotManager {
     /// [`outcomes`](SnapshotManager::outcomes) returns the error.
     ///
     /// # Errors
-    /// An error of libtorch while copying, and [`Error::WriterEnded`].
+    /// An error of libtorch while copying, [`Error::Moved`], and [`Error::WriterEnded`].
     pub fn save(&mut self, contents: Contents) -> Result<()> {
         let peers = self.peers(contents.step);
         self.save_with(contents, &peers)
@@ -147,6 +158,7 @@ impl SnapshotManager {
         let began = Instant::now();
         // One snapshot at a time, so that memory holds one set of copies, which the next snapshot reuses.
         self.settle()?;
+        self.check_in_place()?;
         let (rank, world_size) = self.writers();
         let own = contents.entries.into_iter();
         let own = own.filter(|entry| rank == 0 || entry.scope == Scope::Rank);
@@ -160,7 +172,10 @@ impl SnapshotManager {
             rank,
             world_size,
             run: self.run,
+            lock: self.lock.clone(),
             peer_timeout: self.options.peer_timeout,
+            interrupt: self.options.interrupt.clone(),
+            quiet_limit: QUIET_LIMIT,
             peers: peers.clone(),
         };
         // Only one rank may delete old snapshots of a shared folder.

@@ -2,17 +2,19 @@
 
 use std::collections::BTreeMap;
 use std::fs;
+use std::io::ErrorKind;
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, Ordering};
 use std::thread;
-use std::time::{Duration, Instant};
+use std::time::{Duration, Instant, SystemTime};
 
 use serde::{Deserialize, Serialize};
 
 use crate::contents::{Content, Entry};
 use crate::folder::{abandon_for, check_no_file, path_of, publish, unfinished};
 use crate::manifest::{FileEntry, MANIFEST, Manifest};
-use crate::{Error, Ranks, Result};
+use crate::{Error, FolderLock, Ranks, Result};
 use overdrive_core::{Error as CommonError, files};
 use overdrive_sys::transfer::CopyEvent;
 
@@ -24,6 +26,9 @@ const ASK_INTERVAL: Duration = Duration::from_millis(500);
 /// The divisor of `peer_timeout` for a lost rank, which still gets some time to finish its entries: a rank whose
 /// training has failed may still be writing.
 const LOST_RANK_PART: u32 = 60;
+/// The time without any change of the files after which a process that is to end waits no longer: long enough to compute
+/// the checksum of a large file, which changes none.
+pub(crate) const QUIET_LIMIT: Duration = Duration::from_secs(30);
 
 /// The inputs of writing one snapshot.
 pub(crate) struct SaveJob {
@@ -38,7 +43,11 @@ pub(crate) struct SaveJob {
     pub(crate) world_size: usize,
     /// The id of the run, which distinguishes its unfinished folders from those of a killed run.
     pub(crate) run: u64,
+    pub(crate) lock: Option<FolderLock>,
     pub(crate) peer_timeout: Duration,
+    /// The flag that is set when the process is to end.
+    pub(crate) interrupt: Option<Arc<AtomicBool>>,
+    pub(crate) quiet_limit: Duration,
     pub(crate) peers: Peers,
 }
 
@@ -96,6 +105,8 @@ impl SaveJob {
         let Err(error) = written else {
             return written;
         };
+        // Whatever failed in a folder that is no longer there.
+        let error = self.check_in_place().err().unwrap_or(error);
         // The failure of another rank is the cause.
         let cause = self.peers.check().err();
         if cause.is_none() {
@@ -118,7 +129,13 @@ impl SaveJob {
         for copy in &self.copies {
             copy.wait()?;
         }
-        fs::create_dir_all(temporary).map_err(CommonError::io("create the folder", temporary))?;
+        self.check_in_place()?;
+        // Not its parents: if the run's folder was moved, its old path must not become a second one.
+        match fs::create_dir(temporary) {
+            // Another rank was first.
+            Err(error) if error.kind() == ErrorKind::AlreadyExists => {}
+            made => made.map_err(CommonError::io("create the folder", temporary))?,
+        }
         let mut files = Vec::new();
         for entry in &self.entries {
             self.peers.check()?;
@@ -139,6 +156,7 @@ impl SaveJob {
         let bytes = files.iter().map(|file| file.bytes).sum();
         let manifest = Manifest::new(self.step, self.world_size, self.metric, files);
         write_json(&temporary.join(MANIFEST), &manifest)?;
+        self.check_in_place()?;
         // The directory entries must be on disk before the folder gets the name of a snapshot.
         files::sync_folder(temporary)?;
         abandon_for(&self.folder, self.step)?;
@@ -146,10 +164,16 @@ impl SaveJob {
         Ok((path, bytes))
     }
 
+    fn check_in_place(&self) -> Result<()> {
+        self.lock
+            .as_ref()
+            .map_or(Ok(()), FolderLock::check_in_place)
+    }
+
     /// Waits until another rank has written its entries, and returns its files.
     fn wait_for_rank(&self, temporary: &Path, rank: usize) -> Result<Vec<FileEntry>> {
         let list = temporary.join(done_file(rank));
-        self.wait_until(rank, || list.exists())?;
+        self.wait_until(temporary, rank, || list.exists())?;
         let bytes = fs::read(&list).map_err(CommonError::io("read", &list))?;
         let files: Vec<FileEntry> = serde_json::from_slice(&bytes)
             .map_err(|error| self.peer_error(rank, error.to_string()))?;
@@ -160,7 +184,7 @@ impl SaveJob {
 
     fn wait_for_rank_0(&self, temporary: &Path, path: &Path) -> Result<()> {
         // Rank 0 renames the folder when it has succeeded, and removes it when it has failed.
-        self.wait_until(0, || !temporary.exists())?;
+        self.wait_until(temporary, 0, || !temporary.exists())?;
         // A snapshot of the same step may be an earlier one.
         self.peers.check()?;
         match path.join(MANIFEST).exists() {
@@ -170,19 +194,36 @@ impl SaveJob {
     }
 
     /// Waits until `rank` is done, or until it is known that it will not be.
-    fn wait_until(&self, rank: usize, is_done: impl Fn() -> bool) -> Result<()> {
+    fn wait_until(&self, temporary: &Path, rank: usize, is_done: impl Fn() -> bool) -> Result<()> {
         let begun = Instant::now();
         let (mut asked, mut lost_since) = (begun, None);
+        let (mut changed, mut quiet_since) = (last_change(temporary), begun);
         self.peers.check()?;
         while !is_done() {
+            let is_ending = self.is_ending();
             if asked.elapsed() >= ASK_INTERVAL {
                 asked = Instant::now();
                 self.peers.check()?;
                 if self.peers.ranks.lost().contains(&rank) {
                     lost_since.get_or_insert(asked);
                 }
+                let change = last_change(temporary);
+                // The limit counts from the signal on.
+                if !is_ending || change != changed {
+                    (changed, quiet_since) = (change, asked);
+                }
             }
-            let patience = self.peer_timeout / LOST_RANK_PART;
+            if is_ending && quiet_since.elapsed() >= self.quiet_limit {
+                let seconds = self.quiet_limit.as_secs_f64();
+                let reason = format!(
+                    "it has written nothing for {seconds} s since a signal came to end this process"
+                );
+                return Err(self.peer_error(rank, reason));
+            }
+            let patience = match is_ending {
+                true => Duration::ZERO,
+                false => self.peer_timeout / LOST_RANK_PART,
+            };
             if lost_since.is_some_and(|since| since.elapsed() >= patience) {
                 return Err(self.peer_error(rank, "it is lost".into()));
             }
@@ -196,6 +237,12 @@ impl SaveJob {
         Ok(())
     }
 
+    /// Returns `true` if a signal has come, after which there may not be much time.
+    fn is_ending(&self) -> bool {
+        let flag = self.interrupt.as_ref();
+        flag.is_some_and(|flag| flag.load(Ordering::SeqCst))
+    }
+
     fn peer_error(&self, rank: usize, reason: String) -> Error {
         Error::Peer {
             rank,
@@ -203,6 +250,13 @@ impl SaveJob {
             reason,
         }
     }
+}
+
+/// Returns the time of the last change of a file in `folder`. Only its changes count: the clock is that of the disk.
+fn last_change(folder: &Path) -> Option<SystemTime> {
+    let entries = fs::read_dir(folder).into_iter().flatten().flatten();
+    let changes = entries.filter_map(|entry| entry.metadata().ok()?.modified().ok());
+    changes.max()
 }
 
 fn done_file(rank: usize) -> String {
@@ -228,4 +282,60 @@ fn write_json(path: &Path, value: &impl serde::Serialize) -> Result<()> {
     let bytes = serde_json::to_vec_pretty(value)
         .map_err(|error| CommonError::io("write", path)(std::io::Error::other(error)))?;
     Ok(files::write(path, &bytes)?)
+}
+
+#[cfg(test)]
+mod tests {
+    #![allow(clippy::unwrap_used, reason = "a test may panic")]
+    use std::io;
+
+    use super::*;
+
+    /// Rank 0 of two, of which the other is alive.
+    struct Alive;
+
+    impl Ranks for Alive {
+        fn rank(&self) -> usize {
+            0
+        }
+
+        fn world_size(&self) -> usize {
+            2
+        }
+
+        fn all_gather(&self, own: &[u64]) -> io::Result<Vec<Vec<u64>>> {
+            Ok(vec![own.to_vec(); 2])
+        }
+    }
+
+    #[test]
+    fn a_rank_that_is_to_end_does_not_wait_for_one_that_writes_nothing() {
+        let dir = tempfile::tempdir().unwrap();
+        let job = SaveJob {
+            folder: dir.path().to_owned(),
+            step: 3,
+            metric: None,
+            entries: Vec::new(),
+            copies: Vec::new(),
+            rank: 0,
+            world_size: 2,
+            run: 1,
+            lock: None,
+            peer_timeout: Duration::MAX,
+            interrupt: Some(Arc::new(AtomicBool::new(true))),
+            quiet_limit: Duration::from_millis(50),
+            peers: Peers {
+                ranks: Arc::new(Alive),
+                key: "save".to_owned(),
+                step: 3,
+            },
+        };
+        let error = job.write().unwrap_err();
+        assert_eq!(
+            error.to_string(),
+            "rank 1 did not write its entries of the snapshot of step 3: it has written nothing for 0.05 s since a \
+             signal came to end this process"
+        );
+        assert_eq!(fs::read_dir(dir.path()).unwrap().count(), 0);
+    }
 }

@@ -106,10 +106,10 @@ fn print_warnings() {
     let selected = match selection.is_empty() {
         true => warnings,
         false => selection.parse().unwrap_or_else(|error| {
-            eprintln!(
+            print_error_line(format_args!(
                 "warning: {SELECTION} is {selection:?}: {error}; warnings are printed. Give a level (error, warn, \
                  info, debug, trace), or a list such as warn,overdrive_datasets=debug"
-            );
+            ));
             warnings
         }),
     };

@@ -680,3 +680,42 @@ fn the_lines_about_padding_tell_padded_from_packed_batches() {
     assert!(end.contains("without padding, which was "), "{end}");
     assert!(fill.batches < 1.0 && fill.rows.is_none(), "{fill:?}");
 }
+
+#[test]
+fn a_data_file_that_is_emptied_after_the_last_step_does_not_take_the_results() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = prepare(folder.path(), 30);
+    arguments.merge = true;
+    arguments.training.max_steps = 2;
+    arguments.training.samples = 3;
+    let group = ProcessGroup::single();
+    let tuned = crate::finetune_example::finetune(&arguments, &group, true, quiet).unwrap();
+    // The program still has it in its memory map, without bytes.
+    let data = &arguments.training.data[0];
+    let emptied = std::fs::File::options().write(true).open(data).unwrap();
+    emptied.set_len(0).unwrap();
+    let results = tuned.write("base").unwrap().unwrap();
+    assert_eq!(results.samples.len(), 3);
+    let run = folder.path().join("run");
+    for file in ["report.html", "merged/model.safetensors"] {
+        assert!(run.join(file).is_file(), "{file}");
+    }
+}
+
+#[cfg(unix)]
+#[test]
+fn the_results_of_a_run_whose_folder_was_moved_are_not_written_to_its_old_path() {
+    let _alone = alone();
+    let folder = tempfile::tempdir().unwrap();
+    let mut arguments = prepare(folder.path(), 30);
+    arguments.training.max_steps = 2;
+    let group = ProcessGroup::single();
+    let tuned = crate::finetune_example::finetune(&arguments, &group, true, quiet).unwrap();
+    let (old, new) = (folder.path().join("run"), folder.path().join("moved"));
+    std::fs::rename(&old, &new).unwrap();
+    let error = tuned.write("base").unwrap_err().to_string();
+    let said = format!("the folder {} was moved", old.display());
+    assert!(error.starts_with(&said), "{error}");
+    assert!(!old.exists());
+}

@@ -11,8 +11,8 @@ use flate2::bufread::{GzDecoder, MultiGzDecoder};
 use ruzstd::decoding::{FrameDecoder, StreamingDecoder};
 
 use overdrive_core::Error as CommonError;
+use overdrive_core::files::FileMap;
 
-use crate::mmap::map_file;
 use crate::{Error, Result};
 
 /// The largest block, in unpacked bytes, that is unpacked for a single record.
@@ -93,7 +93,7 @@ impl Compression {
 
 /// Reads the first `bytes` of a file, unpacked if it is compressed.
 pub(crate) fn read_start(path: &Path, bytes: u64) -> Result<Vec<u8>> {
-    let data = map_file(path)?;
+    let data = FileMap::open(path)?;
     let reader: Box<dyn Read> = match Compression::of(path, &data)? {
         None => Box::new(&data[..]),
         Some(compression) => compression.reader(&data),

@@ -7,9 +7,8 @@ use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::time::{Duration, Instant};
 
-use memmap2::Mmap;
-
-use overdrive_core::{Error as CommonError, files};
+use overdrive_core::Error as CommonError;
+use overdrive_core::files::{self, FileMap};
 
 use super::compressed::{Blocks, Compression, unpack_to_temporary_file};
 use super::format::{HEADER_BYTES, Header, Identity, damaged_index};
@@ -18,7 +17,6 @@ use super::{OffsetTable, OffsetsWriter, Scan};
 use crate::cache::{Cached, cache_folder, cached, commit_with_digest, is_intact};
 use crate::digest::FieldHasher;
 use crate::file_state::FileState;
-use crate::mmap::{map_file, map_opened};
 use crate::{Error, RecordNumber, Result, Sha256Digest};
 
 /// The smallest file that gets an index file: smaller ones are searched faster than an index is opened.
@@ -113,16 +111,16 @@ pub(crate) struct IndexedFile {
 #[derive(Debug)]
 enum Data {
     /// A mapped file.
-    Mapped(Mmap),
+    Mapped(FileMap),
     /// A mapped file that is compressed in blocks.
-    Blocks(Mmap, Blocks),
+    Blocks(FileMap, Blocks),
     /// A file that is opened for each record, since a process can map only so many.
     OnDemand,
 }
 
 #[derive(Debug)]
 enum IndexBytes {
-    Mapped(Mmap),
+    Mapped(FileMap),
     Memory(Vec<u8>),
 }
 
@@ -150,7 +148,7 @@ impl IndexedFile {
             let is_folder = std::io::Error::from(std::io::ErrorKind::IsADirectory);
             return Err(CommonError::io("read", path)(is_folder).into());
         }
-        let map = map_opened(&file, path)?;
+        let map = FileMap::of(&file, path)?;
         let scan_key = scan.key();
         // A file has one index under any path; a path that cannot be resolved has its own.
         let true_path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
@@ -229,7 +227,7 @@ impl IndexedFile {
     pub(crate) fn fingerprint(&self) -> Result<Sha256Digest> {
         let content = match &self.data {
             Data::Mapped(map) | Data::Blocks(map, _) => Sha256Digest::of_blocks(map),
-            Data::OnDemand => Sha256Digest::of_blocks(&map_file(&self.data_path)?),
+            Data::OnDemand => Sha256Digest::of_blocks(&FileMap::open(&self.data_path)?),
         };
         let hasher = FieldHasher::default().field(&content.0);
         Ok(hasher.field(&self.scan_key).finish())
@@ -385,11 +383,11 @@ impl Builder<'_> {
     }
 
     /// Returns the index file, if it is valid and belongs to the data.
-    fn open_fitting(&self, index_path: &Path) -> Result<Option<Mmap>> {
+    fn open_fitting(&self, index_path: &Path) -> Result<Option<FileMap>> {
         if !index_path.exists() {
             return Ok(None);
         }
-        let map = map_file(index_path)?;
+        let map = FileMap::open(index_path)?;
         match Header::decode(&map, index_path, self.data_bytes) {
             Ok(header) if header.identity == self.identity => Ok(Some(map)),
             Ok(_) => {
@@ -405,7 +403,7 @@ impl Builder<'_> {
 
     /// Writes the index under a temporary name and renames it. It is not synced: an index that a power cut has
     /// damaged fails its checksums and is built again.
-    fn build_file(&self, index_path: &Path) -> Result<Mmap> {
+    fn build_file(&self, index_path: &Path) -> Result<FileMap> {
         let file = files::unfinished(index_path)?;
         // The parts of a large index are written through one buffer, and the header last.
         let mut out = BufWriter::with_capacity(1 << 18, file);
@@ -420,7 +418,7 @@ impl Builder<'_> {
             .map_err(CommonError::io("write", index_path))?;
         file.persist(index_path)
             .map_err(|error| CommonError::io("rename a file to", index_path)(error.error))?;
-        map_file(index_path)
+        Ok(FileMap::open(index_path)?)
     }
 
     /// Searches the data and writes the blocks and the directory to `out`.
@@ -441,9 +439,9 @@ impl Builder<'_> {
                 let expected = blocks.unpacked_bytes();
                 let file =
                     unpack_to_temporary_file(blocks.compression(), self.path, map, expected)?;
-                scan(&map_opened(&file, self.path)?, &mut push)
+                scan(&FileMap::of(&file, self.path)?, &mut push)
             }
-            Data::OnDemand => scan(&map_file(self.path)?, &mut push),
+            Data::OnDemand => scan(&FileMap::open(self.path)?, &mut push),
         }?;
         push(end)?;
         let (out, offsets) = offsets

@@ -19,15 +19,14 @@
 use std::io::{BufWriter, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
 use serde::{Deserialize, Serialize};
 use sha2::{Digest, Sha256};
 use tempfile::NamedTempFile;
 
-use overdrive_core::{Error as CommonError, files};
+use overdrive_core::Error as CommonError;
+use overdrive_core::files::{self, FileMap};
 
 use super::dataset::InstructionReport;
-use crate::mmap::map_file;
 use crate::store_format::{digest_at, u64_at};
 use crate::{Error, IGNORE_INDEX, Result, Sha256Digest, TokenizedExample};
 
@@ -195,7 +194,7 @@ impl ExampleWriter {
 #[derive(Debug)]
 pub(super) struct ExampleFile {
     path: PathBuf,
-    map: Mmap,
+    map: FileMap,
     examples: usize,
     tokens: usize,
 }
@@ -207,7 +206,7 @@ impl ExampleFile {
         if !path.exists() {
             return Ok(None);
         }
-        let map = map_file(path)?;
+        let map = FileMap::open(path)?;
         Ok(match Self::of_map(path, map, key) {
             Ok(file) => Some(file),
             Err(problem) => {
@@ -219,7 +218,7 @@ impl ExampleFile {
 
     fn of_map(
         path: &Path,
-        map: Mmap,
+        map: FileMap,
         key: Sha256Digest,
     ) -> std::result::Result<Self, &'static str> {
         let header = map.first_chunk::<HEADER_BYTES>();

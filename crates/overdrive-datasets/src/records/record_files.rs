@@ -27,8 +27,8 @@ pub struct RecordLocation {
 /// built on it.
 ///
 /// The files are memory-mapped. They must not change while they are open: changed bytes give other records, which
-/// [`check_unchanged`](Self::check_unchanged) finds afterwards, and truncating a file ends the process (SIGBUS), as
-/// with every memory map.
+/// [`check_unchanged`](Self::check_unchanged) finds afterwards, and truncating a file ends the process
+/// ([`FileMap`](overdrive_core::files::FileMap)).
 #[derive(Debug)]
 pub struct RecordFiles {
     files: Vec<IndexedFile>,

@@ -1,8 +1,6 @@
-use std::fs;
-use std::path::{Path, PathBuf};
+use std::path::Path;
 
-use overdrive_core::Error as CoreError;
-use overdrive_core::files::{self, UnfinishedFolder};
+use overdrive_core::OutputFolder;
 use overdrive_safetensors::StoredTensor;
 use tch::{Device, Kind, Tensor};
 
@@ -10,7 +8,7 @@ use super::migrate::Migrations;
 use super::options::CheckpointOptions;
 use super::report::{CheckpointReport, TensorReport, relative};
 use super::shard_writer::{ShardWriter, write_json};
-use super::source::{Source, bad};
+use super::source::Source;
 use super::tensor_role::{Role, role};
 use crate::calibrate::quantize_calibrated;
 use crate::{Error, QuantizationConfig, QuantizedWeight, Result, Scheme};
@@ -26,13 +24,12 @@ use crate::{Error, QuantizationConfig, QuantizedWeight, Result, Scheme};
 /// NF4, FP4 and LLM.int8 are written in the layout of bitsandbytes, the others in that of compressed-tensors;
 /// transformers and `CausalLm::from_pretrained` can load the folder.
 ///
-/// `out` must not exist or must be empty. The folder is written under a temporary name beside it and renamed when
-/// it is complete; after an error, nothing remains.
+/// `out` may not be a folder that is read, or one with files of a model that something else has written
+/// ([`OutputFolder`]). The files get their places in it when all are complete; after an error it has none of them.
 ///
 /// # Errors
-/// [`Error::BadCheckpoint`] for a folder that is already quantized, has no weights or is damaged, and for an
-/// `out` that is not empty; [`Error::Tensor`] with the name of a tensor that does not fit the scheme;
-/// [`Error::Common`] for files that cannot be read or written.
+/// [`Error::BadCheckpoint`] for a folder that is already quantized, has no weights or is damaged; [`Error::Tensor`] with the name of a tensor that does not fit the scheme;
+/// [`Error::Common`] for files that cannot be read or written, and for an `out` that is not free.
 pub fn quantize_checkpoint(
     dir: impl AsRef<Path>,
     out: impl AsRef<Path>,
@@ -42,8 +39,9 @@ pub fn quantize_checkpoint(
     let (dir, out) = (dir.as_ref(), out.as_ref());
     // All checks come before the first tensor is quantized.
     let source = Source::open(dir)?;
-    let work = WorkFolder::beside(out)?;
+    let output = OutputFolder::check("quantize", "out", out, &[("dir", dir)])?;
     let job = Job::new(&source, scheme, options)?;
+    let work = output.begin()?;
     let mut writer = ShardWriter::new(work.path(), options.max_shard_bytes)?;
     let stored = source.tensors();
     let total: u64 = stored.iter().map(|stored| stored.data().len() as u64).sum();
@@ -87,8 +85,7 @@ pub fn quantize_checkpoint(
     let file_bytes = writer.finish()?;
     source.copy_rest(work.path())?;
     write_json(&work.path().join("config.json"), &job.config(kept)?)?;
-    // The last step, so that `out` is either absent or complete.
-    work.rename()?;
+    work.finish()?;
     Ok(CheckpointReport {
         scheme,
         tensors,
@@ -251,47 +248,4 @@ fn errors(weight: &Tensor, packed: &QuantizedWeight) -> Result<(f64, f64)> {
     let squared_error = packed.error(weight)?.rms.powi(2) * weight.numel() as f64;
     let norm = weight.f_norm_scalaropt_dim(2.0, [0i64, 1].as_slice(), false)?;
     Ok((squared_error, norm.f_double_value(&[])?.powi(2)))
-}
-
-/// An unfinished folder that is removed unless it was renamed, also after a panic.
-struct WorkFolder {
-    folder: UnfinishedFolder,
-    target: PathBuf,
-}
-
-impl WorkFolder {
-    fn beside(target: &Path) -> Result<WorkFolder> {
-        if target.exists() {
-            let mut entries = fs::read_dir(target).map_err(CoreError::io("list", target))?;
-            if entries.next().is_some() {
-                let reason = "it is not empty; choose a new folder";
-                return Err(bad(target, reason));
-            }
-        }
-        if target.file_name().is_none() {
-            return Err(bad(target, "it does not name a folder"));
-        }
-        let parent = files::folder_of(target);
-        fs::create_dir_all(parent).map_err(CoreError::io("create", parent))?;
-        Ok(WorkFolder {
-            folder: files::unfinished_folder(target)?,
-            target: target.to_path_buf(),
-        })
-    }
-
-    fn path(&self) -> &Path {
-        self.folder.path()
-    }
-
-    fn rename(self) -> Result<()> {
-        if self.target.exists() {
-            // This fails unless the folder is empty.
-            fs::remove_dir(&self.target).map_err(CoreError::io("replace", &self.target))?;
-        }
-        let path = self.path();
-        fs::rename(path, &self.target).map_err(CoreError::io("rename", path))?;
-        // The folder has its name now, and is not to be removed.
-        self.folder.keep();
-        Ok(files::sync_folder(files::folder_of(&self.target))?)
-    }
 }

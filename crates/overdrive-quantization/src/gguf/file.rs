@@ -1,10 +1,9 @@
 use std::collections::BTreeMap;
 use std::path::{Path, PathBuf};
 
-use memmap2::Mmap;
+use overdrive_core::files::FileMap;
 
 use super::header::{HeaderReader, Parsed};
-use super::mmap::map;
 use super::split::Split;
 use super::tensor::{GgufTensor, Info};
 use super::tensor_type::GgufType;
@@ -18,7 +17,7 @@ const MAX_DIMENSIONS: u32 = 4;
 
 /// A memory-mapped GGUF file, or the files of a split model as one.
 ///
-/// The files must not be truncated while they are mapped: access to the lost pages ends the process.
+/// The files must not change while they are mapped ([`FileMap`]).
 #[derive(Debug)]
 pub struct GgufFile {
     path: PathBuf,
@@ -31,7 +30,7 @@ pub struct GgufFile {
 #[derive(Debug)]
 pub(super) struct Shard {
     pub(super) path: PathBuf,
-    map: Mmap,
+    map: FileMap,
     metadata: BTreeMap<String, GgufValue>,
     /// The position of the file in a split model.
     pub(super) split: Option<Split>,
@@ -40,7 +39,7 @@ pub(super) struct Shard {
 
 impl Shard {
     pub(super) fn open(path: &Path) -> Result<Shard> {
-        let map = map(path)?;
+        let map = FileMap::open(path)?;
         let parse = || {
             let (metadata, tensors) = header(&map)?;
             let split = Split::read(&metadata)?;

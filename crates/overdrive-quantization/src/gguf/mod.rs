@@ -24,7 +24,6 @@ mod decode;
 mod encode;
 mod file;
 mod header;
-mod mmap;
 mod split;
 mod tensor;
 mod tensor_type;

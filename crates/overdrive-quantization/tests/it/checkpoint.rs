@@ -544,7 +544,7 @@ fn invalid_folders_and_schemes_are_refused_and_leave_no_files() {
         &options(),
     ));
     assert!(
-        found.ends_with("it is not empty; choose a new folder"),
+        found.ends_with("different from that of `dir`, which it would overwrite"),
         "{found}"
     );
     let bad = llama(false)
@@ -570,5 +570,15 @@ fn invalid_folders_and_schemes_are_refused_and_leave_no_files() {
         .map(|e| e.unwrap().file_name())
         .collect();
     left.sort();
-    assert_eq!(left, ["broken", "dense", "nothing"]);
+    assert_eq!(left, ["broken", "dense", "nothing", "out"]);
+    let left: Vec<_> = fs::read_dir(&out)
+        .unwrap()
+        .map(|e| e.unwrap().file_name())
+        .collect();
+    assert_eq!(left, [".overdrive-output"], "the mark of the program");
+    // A folder that this program has written is written again.
+    for scheme in [Scheme::Int8Dynamic, "nf4".parse().unwrap()] {
+        quantize_checkpoint(&dir, &out, scheme, &options()).unwrap();
+        assert!(out.join("model.safetensors").exists());
+    }
 }

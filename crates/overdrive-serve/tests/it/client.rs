@@ -19,14 +19,16 @@ impl Answer {
         serde_json::from_str(&self.body).unwrap_or_else(|error| panic!("{error}: {self:?}"))
     }
 
-    /// Returns the events of a stream, whose last one must be the end.
+    /// Returns the events of a stream, without comments; the last one must be the end.
     pub(crate) fn events(&self) -> Vec<Value> {
         assert_eq!(self.status, 200, "{self:?}");
         assert!(self.headers["content-type"].starts_with("text/event-stream"));
         let events = self.body.strip_suffix("data: [DONE]\n\n").unwrap();
         let event =
             |event: &str| serde_json::from_str(event.strip_prefix("data: ").unwrap()).unwrap();
-        let whole = events.split("\n\n").filter(|event| !event.is_empty());
+        let whole = events
+            .split("\n\n")
+            .filter(|event| !event.is_empty() && !event.starts_with(':'));
         whole.map(event).collect()
     }
 
@@ -80,8 +82,11 @@ pub(crate) fn receive(mut stream: TcpStream) -> Answer {
     parse(&bytes).unwrap_or_else(|| panic!("{:?}", String::from_utf8_lossy(&bytes)))
 }
 
-/// Parses an answer; `None` if it is cut off.
+/// Parses an answer, after any interim ones; `None` if it is cut off.
 pub(crate) fn parse(bytes: &[u8]) -> Option<Answer> {
+    if let Some(rest) = bytes.strip_prefix(b"HTTP/1.1 100 Continue\r\n\r\n") {
+        return parse(rest);
+    }
     let end = bytes.windows(4).position(|four| four == b"\r\n\r\n")?;
     let head = std::str::from_utf8(&bytes[..end]).unwrap();
     let mut lines = head.split("\r\n");

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::io;
 use std::path::Path;
+use std::sync::atomic::AtomicBool;
 use std::sync::{Arc, Barrier, Mutex};
 use std::thread;
 use std::time::Duration;
@@ -291,6 +292,57 @@ fn a_rank_that_is_lost_is_not_waited_for() {
         "{error}"
     );
     assert!(litter(dir.path()).is_empty());
+}
+
+#[test]
+fn a_rank_that_is_to_end_does_not_wait_for_a_lost_one_at_all() {
+    let dir = tempfile::tempdir().unwrap();
+    let errors = each(2, |own| {
+        let rank = own.rank;
+        let lost = Arc::clone(&own.lost);
+        let options = SnapshotOptions {
+            // A sixtieth of it is more than a test takes.
+            peer_timeout: Duration::from_secs(60 * 60 * 60),
+            interrupt: Some(Arc::new(AtomicBool::new(true))),
+            ..SnapshotOptions::default()
+        };
+        let mut manager = manager(dir.path(), options, own);
+        if rank == 1 {
+            lost.lock().unwrap().push(1);
+            return None;
+        }
+        manager.save(sharded(1, rank)).unwrap();
+        failures(manager.wait().unwrap()).pop()
+    });
+    let error = errors[0].as_ref().unwrap();
+    assert!(
+        matches!(error, Error::Peer { rank: 1, reason, .. } if reason == "it is lost"),
+        "{error}"
+    );
+    assert!(litter(dir.path()).is_empty());
+}
+
+#[cfg(unix)]
+#[test]
+fn no_rank_makes_a_folder_anew_that_was_moved() {
+    let dir = tempfile::tempdir().unwrap();
+    let (old, new) = (dir.path().join("run"), dir.path().join("moved"));
+    let errors = each(2, |own| {
+        let (rank, barrier) = (own.rank, Arc::clone(&own.barrier));
+        let mut manager = manager(&old, SnapshotOptions::default(), own);
+        if rank == 0 {
+            std::fs::rename(&old, &new).unwrap();
+        }
+        barrier.wait();
+        let error = manager.save(sharded(1, rank)).err();
+        error.or(failures(manager.wait().unwrap()).pop())
+    });
+    let moved = errors[0].as_ref().unwrap();
+    assert!(matches!(moved, Error::Moved { .. }), "{moved}");
+    // Rank 1 fails by itself, or because rank 0 has.
+    assert!(errors[1].is_some());
+    assert!(!old.exists());
+    assert!(litter(&new).is_empty());
 }
 
 #[test]

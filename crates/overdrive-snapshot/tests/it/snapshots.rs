@@ -192,8 +192,56 @@ fn two_runs_do_not_write_into_one_folder() {
     let first = open(dir.path(), None, None);
     let error = SnapshotManager::open(dir.path(), SnapshotOptions::default()).unwrap_err();
     assert!(matches!(error, Error::Locked { .. }), "{error}");
+    // This process, as it has written itself into the lock.
+    let holder = format!("(process {} has held the lock for ", std::process::id());
+    assert!(error.to_string().contains(&holder), "{error}");
     drop(first);
     SnapshotManager::open(dir.path(), SnapshotOptions::default()).unwrap();
+}
+
+#[cfg(unix)]
+#[test]
+fn a_folder_that_is_moved_is_not_made_anew() {
+    let dir = tempfile::tempdir().unwrap();
+    let dir = dir.path().canonicalize().unwrap();
+    let (old, new) = (dir.join("run"), dir.join("moved"));
+    for background in [false, true] {
+        let options = SnapshotOptions {
+            background,
+            ..SnapshotOptions::default()
+        };
+        let mut manager = SnapshotManager::open(&old, options).unwrap();
+        manager.save(state(1, 8)).unwrap();
+        assert!(failures(manager.wait().unwrap()).is_empty());
+        fs::rename(&old, &new).unwrap();
+        let error = manager.save(state(2, 8)).unwrap_err();
+        assert!(
+            matches!(&error, Error::Moved { folder, .. } if *folder == old),
+            "{error}"
+        );
+        if cfg!(target_os = "linux") {
+            let said = format!("was moved to {} while", new.display());
+            assert!(error.to_string().contains(&said), "{error}");
+        }
+        assert!(!old.exists());
+        // Another folder under the old path is not the run's.
+        fs::create_dir(&old).unwrap();
+        assert!(matches!(
+            manager.save(state(2, 8)),
+            Err(Error::Moved { .. })
+        ));
+        assert_eq!(fs::read_dir(&old).unwrap().count(), 0);
+        fs::remove_dir(&old).unwrap();
+        // It goes on where it is moved back.
+        fs::rename(&new, &old).unwrap();
+        manager.save(state(2, 8)).unwrap();
+        assert!(failures(manager.wait().unwrap()).is_empty());
+        fs::remove_dir_all(&old).unwrap();
+        let error = manager.save(state(3, 8)).unwrap_err();
+        assert!(matches!(error, Error::Moved { now: None, .. }), "{error}");
+        drop(manager);
+        assert!(!old.exists());
+    }
 }
 
 #[test]

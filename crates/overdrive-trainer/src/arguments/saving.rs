@@ -1,6 +1,7 @@
 //! The arguments about snapshots.
 
 use std::path::{Path, PathBuf};
+use std::time::Duration;
 
 use overdrive_optim::{EarlyStopping, EarlyStoppingConfig};
 use overdrive_snapshot::{Best, Snapshot, SnapshotOptions};
@@ -41,6 +42,7 @@ impl TrainingArguments {
             total_limit: self.save_total_limit,
             // Whatever is loaded at the end: without evaluations no snapshot has a metric, and none is the best.
             best: Some(best),
+            peer_timeout: Duration::try_from_secs_f64(self.ddp_timeout).unwrap_or(Duration::MAX),
             ..SnapshotOptions::default()
         }
     }

@@ -17,6 +17,9 @@ use crate::Result;
 use crate::arguments::{SequenceMode, TrainingArguments};
 use crate::error::invalid;
 
+/// The number of tokens of a prompt of the samples.
+const PROMPT_TOKENS: usize = 24;
+
 /// The text of a run: tokenized, cached, and split by document.
 ///
 /// `data` may also name files of tokens: a store of Overdrive, or `.bin` files of nanoGPT and llm.c.
@@ -33,6 +36,9 @@ pub struct TextData {
     /// The documents that are held out for validation.
     pub validation: TokenView,
     vocab_size: u64,
+    /// The beginnings of validation documents that the samples continue. They are read with the rest: the files may
+    /// change before the run ends.
+    prompts: Vec<Vec<u32>>,
     /// The rows of documents, if a sequence is a document.
     rows: Option<DocumentRows>,
 }
@@ -94,6 +100,7 @@ impl TextData {
             tokenizer: Some(tokenizer),
             train,
             validation,
+            prompts: Vec::new(),
             rows: None,
         };
         data.prepared(lengths.as_deref(), cached, arguments, &mut say)
@@ -125,6 +132,7 @@ impl TextData {
             train,
             validation,
             vocab_size: opened.vocab_size,
+            prompts: Vec::new(),
             rows: None,
         };
         data.prepared(None, "", arguments, &mut say)
@@ -161,7 +169,16 @@ impl TextData {
         self.train_loader(arguments, Device::Cpu)?;
         self.validation_loader(arguments, Device::Cpu)?;
         arguments.check_metric(self.validation.bits_per_byte(1.0).is_some())?;
+        // Tokens without a tokenizer have no text.
+        if self.tokenizer.is_some() {
+            self.prompts = prompts(&self.validation, arguments)?;
+        }
         Ok(self)
+    }
+
+    /// Returns the beginnings of evenly spaced validation documents, at most `samples` of them.
+    pub(crate) fn prompts(&self) -> &[Vec<u32>] {
+        &self.prompts
     }
 
     /// Returns the size of the vocabulary.
@@ -278,6 +295,23 @@ fn tokenizer_of_snapshot(arguments: &TrainingArguments) -> Result<Option<(PathBu
         }
     }
     Ok(None)
+}
+
+fn prompts(validation: &TokenView, arguments: &TrainingArguments) -> Result<Vec<Vec<u32>>> {
+    let tokens = PROMPT_TOKENS.min(arguments.context() / 2);
+    let wanted = usize::try_from(arguments.samples).unwrap_or(usize::MAX);
+    let store = validation.store();
+    let long_enough: Vec<_> = validation
+        .document_numbers()
+        .filter_map(|number| store.document(number))
+        .filter(|document| document.tokens.len() > 2 * tokens)
+        .collect();
+    let every = (long_enough.len() / wanted.max(1)).max(1);
+    let chosen = long_enough.iter().step_by(every).take(wanted);
+    let starts = chosen.map(|document| document.tokens.start);
+    Ok(starts
+        .map(|start| store.tokens(start..start + tokens))
+        .collect::<overdrive_datasets::Result<_>>()?)
 }
 
 fn windows(view: &TokenView, arguments: &TrainingArguments) -> Result<SequentialWindows> {

@@ -11,6 +11,7 @@ use overdrive_datasets::{
 };
 
 use overdrive_core::Error as CommonError;
+use overdrive_core::files;
 
 use super::text_records::{RecordKind, TextRecords};
 use crate::arguments::{SampleBy, TrainingArguments};
@@ -145,8 +146,7 @@ impl TextSource {
             Self::Unique(unique) => &unique.records,
         };
         // The trainer of the tokenizers crate reads files.
-        let folder = tempfile::tempdir()
-            .map_err(CommonError::io("create a folder in", std::env::temp_dir()))?;
+        let folder = files::unfinished_folder(std::env::temp_dir().join("bpe_sample"))?;
         let sample = folder.path().join("sample.jsonl");
         write_sample(texts, &sample)?;
         let corpus = Corpus::from_paths([&sample], &CorpusOptions::default())?;

@@ -173,6 +173,13 @@ impl RunFolder {
         Ok(held.insert(lock).clone())
     }
 
+    /// Checks that the folder still has its path, before the results of the run are written there.
+    pub(crate) fn check_in_place(&self) -> Result<()> {
+        let held = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
+        // Without a lock, this value has not written there yet.
+        Ok(held.as_ref().map_or(Ok(()), FolderLock::check_in_place)?)
+    }
+
     /// Returns the path of the folder.
     pub fn root(&self) -> &Path {
         &self.root

@@ -337,6 +337,10 @@ impl TrainingRun {
         }
         self.state.done = self.log.done();
         if let Some(snapshots) = &mut self.snapshots {
+            if read_due {
+                // A run whose folder is gone ends soon, and not with its last step.
+                snapshots.check_in_place()?;
+            }
             if save_due {
                 let sharded = self.arguments.shards_optimizer();
                 let scaler = self.accumulator.scaler_mut();
@@ -372,6 +376,7 @@ impl TrainingRun {
         if let Some(mut snapshots) = self.snapshots.take() {
             snapshots.settle()?;
             self.log.warn_about(&mut snapshots)?;
+            snapshots.check_in_place()?;
             // No process leaves before all have written. A signal that came during the last save leaves the rest of the
             // work to the run that resumes.
             let stop = self.group.any(self.interrupt.requested())?;

@@ -292,3 +292,70 @@ fn the_configuration_is_replaced_and_not_written_in_place() {
     assert_ne!(second, third);
     assert_eq!(fs::read(&old).expect("there"), second);
 }
+
+#[cfg(unix)]
+#[test]
+fn a_run_whose_folder_is_moved_ends_with_an_error_and_makes_no_second_one() {
+    use overdrive_datasets::{DataLoader, DataLoaderOptions, DeviceLoader, InMemory};
+    use overdrive_trainer::{IntervalStrategy, SaveStrategy, TrainingRun};
+    use tch::nn::{self, Module};
+    use tch::{Device, Reduction, Tensor};
+
+    for save_strategy in [SaveStrategy::Steps, SaveStrategy::No] {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let (old, new) = (folder.path().join("mine"), folder.path().join("moved"));
+        let arguments = TrainingArguments {
+            max_steps: 20,
+            logging_steps: 2.0,
+            save_strategy,
+            save_steps: 4.0,
+            per_device_train_batch_size: 4,
+            gradient_accumulation_steps: 1,
+            eval_strategy: IntervalStrategy::No,
+            ..arguments(&old)
+        };
+        let run = RunFolder::create(&arguments).expect("made");
+        let store = nn::VarStore::new(Device::Cpu);
+        let model = nn::linear(store.root(), 1, 1, Default::default());
+        let numbers: Vec<f32> = (0..64u8).map(|number| f32::from(number) / 64.0).collect();
+        let options = DataLoaderOptions {
+            batch_size: 4,
+            ..Default::default()
+        };
+        let batches = options.batches(numbers.len()).expect("batches");
+        let collate = |rows: Vec<f32>| Ok(Tensor::from_slice(&rows).view([-1, 1]));
+        let loader = DataLoader::with(InMemory(numbers), batches, collate, options);
+        let mut loader = DeviceLoader::new(loader.expect("a loader"), Device::Cpu);
+        let parameters = store.variables().into_iter().collect();
+        let mut run = TrainingRun::builder(&arguments, &ProcessGroup::single())
+            .folder(run)
+            .interrupt(overdrive_trainer::Interrupt::manual())
+            .silent()
+            .start(parameters, &mut loader)
+            .expect("starts");
+        let error = loop {
+            if run.steps() == 5 {
+                fs::rename(&old, &new).expect("moves");
+            }
+            let batches = match run.next_batches(&mut loader) {
+                Ok(batches) => batches.expect("it does not come to its end"),
+                Err(error) => break error,
+            };
+            let x = &batches[0];
+            let loss = run.forward(|| model.forward(x).f_mse_loss(x, Reduction::Mean));
+            run.backward(&loss.expect("a loss")).expect("gradients");
+            run.step().expect("a step");
+        };
+        assert!(
+            matches!(
+                &error,
+                Error::Snapshot(overdrive_snapshot::Error::Moved { folder, .. }) if *folder == old
+            ),
+            "{error}"
+        );
+        assert_eq!(run.steps(), 6, "the next line of the log");
+        drop(run);
+        assert!(!old.exists());
+        assert!(new.join("metrics.jsonl").exists());
+    }
+}

@@ -9,13 +9,13 @@ use arrow_buffer::Buffer;
 use arrow_ipc::convert::try_fb_to_schema;
 use arrow_ipc::reader::FileDecoder;
 use arrow_ipc::{Block as IpcBlock, MessageHeader, root_as_message};
-use memmap2::Mmap;
+use overdrive_core::files::FileMap;
 
 use super::{Block, TableFile};
 
 #[derive(Debug)]
 pub(super) struct ArrowFile {
-    map: Arc<Mmap>,
+    map: Arc<FileMap>,
     decoder: FileDecoder,
     /// The location of each record batch.
     batches: Vec<IpcBlock>,
@@ -34,7 +34,7 @@ const CONTINUATION: [u8; 4] = [0xff; 4];
 
 impl ArrowFile {
     /// Reads the headers of all messages, and the dictionaries.
-    pub(super) fn open(map: Arc<Mmap>) -> Result<Self, String> {
+    pub(super) fn open(map: Arc<FileMap>) -> Result<Self, String> {
         // The file format is the stream format between two magic strings, the first one padded to 8 bytes.
         let start = if map.starts_with(b"ARROW1") { 8 } else { 0 };
         let neither = "it is neither Parquet nor Arrow IPC";

@@ -11,6 +11,7 @@ use std::sync::{Arc, Mutex, OnceLock, PoisonError};
 
 use arrow_array::RecordBatch;
 use arrow_json::LineDelimitedWriter;
+use overdrive_core::files::FileMap;
 use serde::de::DeserializeOwned;
 
 use self::arrow_file::ArrowFile;
@@ -18,7 +19,6 @@ use self::parquet_file::ParquetFile;
 use super::find_files;
 use crate::digest::FieldHasher;
 use crate::file_state::FileState;
-use crate::mmap::map_file;
 use crate::{Dataset, Error, RecordNumber, Result, Sha256Digest};
 
 /// The number of decoded blocks that are cached, over all files.
@@ -127,7 +127,7 @@ impl<T> TableRecords<T> {
         }
         let mut hasher = FieldHasher::default().field(b"table 2");
         for file in &self.files {
-            hasher.add(&Sha256Digest::of_blocks(&map_file(&file.path)?).0);
+            hasher.add(&Sha256Digest::of_blocks(&FileMap::open(&file.path)?).0);
         }
         Ok(*self.fingerprint.get_or_init(|| hasher.finish()))
     }
@@ -258,7 +258,7 @@ fn row_as_json(row: &RecordBatch) -> std::result::Result<Vec<u8>, String> {
 }
 
 fn open_file(path: &Path) -> Result<Box<dyn TableFile>> {
-    let map = map_file(path)?;
+    let map = FileMap::open(path)?;
     let malformed = |problem: String| Error::invalid_file(path, problem);
     // As with rows, a panic of the reader on a damaged file becomes an error.
     let opened = catch_unwind(AssertUnwindSafe(

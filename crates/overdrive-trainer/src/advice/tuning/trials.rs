@@ -5,7 +5,7 @@ use std::path::{Path, PathBuf};
 use std::process::{Command, Output, Stdio};
 use std::time::Duration;
 
-use overdrive_core::Error as CommonError;
+use overdrive_core::{Error as CommonError, files};
 use overdrive_optim::{LrSchedulerType, ScheduleOptions};
 use overdrive_sys::process::terminate_with_parent;
 use overdrive_tracking::{StepMetrics, read_metrics};
@@ -51,8 +51,7 @@ impl Trials {
         arguments: &TrainingArguments,
         candidate: &TuneCandidate,
     ) -> Result<TrialEnd> {
-        let folder = tempfile::tempdir()
-            .map_err(CommonError::io("create a folder in", std::env::temp_dir()))?;
+        let folder = files::unfinished_folder(std::env::temp_dir().join("tune"))?;
         let short = self.shortened(&candidate.of(arguments), &folder.path().join("run"));
         let config = folder.path().join("trial.json");
         short.write(&config)?;

@@ -11,7 +11,7 @@ use overdrive_datasets::{
 };
 use overdrive_distributed::ProcessGroup;
 use overdrive_generation::{
-    ChatTemplate, ChatTemplateOptions, Message, ModelFiles, copy_chat_template,
+    ChatTemplate, ChatTemplateOptions, Error as Refused, Message, ModelFiles, copy_chat_template,
 };
 use serde_json::Value;
 use tch::Device;
@@ -60,6 +60,18 @@ pub struct InstructionData {
     pub(crate) pad_token: u32,
     /// The source of the chat template, if records are formatted with one.
     chat_template: Option<String>,
+    /// The questions that the trained model is asked. They are read with the rest: the files may change before the run
+    /// ends.
+    questions: Vec<Question>,
+}
+
+/// A question of a record, without its answer.
+#[derive(Debug)]
+pub(crate) struct Question {
+    pub(crate) text: String,
+    pub(crate) ids: Vec<i64>,
+    /// The token that ends the answer.
+    pub(crate) end: Option<i64>,
 }
 
 impl InstructionData {
@@ -101,6 +113,11 @@ impl InstructionData {
     /// Returns the tokenizer of the model.
     pub fn tokenizer(&self) -> &Tokenizer {
         &self.tokenizer
+    }
+
+    /// Returns held-out questions, or training questions if none are held out, at most `samples` of them.
+    pub(crate) fn questions(&self) -> &[Question] {
+        &self.questions
     }
 
     /// Returns the source of the chat template, if records are formatted with one.
@@ -339,7 +356,9 @@ impl RecordReader {
                 (train, Some(Arc::new(held)))
             }
         };
+        let questions = questions(arguments, validation.as_deref().unwrap_or(&train))?;
         Ok(InstructionData {
+            questions,
             train: Arc::new(train),
             validation,
             // Many tokenizers have no padding token; padded positions have no label, so any token will do.
@@ -348,6 +367,29 @@ impl RecordReader {
             chat_template: self.sources.clone(),
         })
     }
+}
+
+/// Returns the questions of evenly spaced records, at most `samples` of them.
+fn questions(arguments: &FinetuneArguments, records: &InstructionDataset) -> Result<Vec<Question>> {
+    let mut questions = Vec::new();
+    let wanted = usize::try_from(arguments.training.samples).unwrap_or(usize::MAX);
+    let every = (records.len() / wanted.max(1)).max(1);
+    for index in (0..records.len()).step_by(every) {
+        if questions.len() == wanted {
+            break;
+        }
+        let asked = records.encoder().prompt(&records.record(index)?);
+        let Some((text, ids)) = asked.map_err(Refused::Conversation)? else {
+            continue;
+        };
+        if ids.is_empty() || ids.len() >= arguments.training.context() {
+            continue;
+        }
+        let end = records.get(index)?.labels.last().copied();
+        let end = end.filter(|&id| id >= 0);
+        questions.push(Question { text, ids, end });
+    }
+    Ok(questions)
 }
 
 /// Returns `true` if the packing splits examples that are longer than a row, which must then not be cut off before.

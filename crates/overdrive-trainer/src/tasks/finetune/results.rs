@@ -1,14 +1,13 @@
 use std::fmt;
 use std::path::PathBuf;
 
-use overdrive_datasets::Dataset;
-use overdrive_generation::{Error as Refused, GenerationConfig, generate};
+use overdrive_generation::{GenerationConfig, generate};
 use overdrive_optim::Ema;
 use overdrive_profiling::Machine;
 use overdrive_tracking::{Report, Sample, read_metrics};
 use overdrive_transformer::CausalLm;
 
-use super::data::InstructionData;
+use super::data::{InstructionData, Question};
 use super::{FinetuneModel, TrainingMemory};
 use crate::arguments::FinetuneArguments;
 use crate::data::BatchFill;
@@ -72,16 +71,18 @@ impl Finetuned {
             return Ok(None);
         };
         let arguments = &self.arguments;
+        folder.check_in_place()?;
         self.model.save(&folder, self.ema.as_mut())?;
         let beside = match arguments.use_peft {
             true => folder.root().to_owned(),
             false => folder.model(),
         };
         self.data.copy_tokenizer(arguments, &beside)?;
-        let samples = answers(arguments, &self.model.model, &self.data)?;
+        let samples = answers(&self.model.model, &self.data)?;
         let warning = report(arguments, &folder, name, &self.model, &samples)?;
         let merged = arguments.merge.then(|| folder.root().join("merged"));
         if let Some(path) = &merged {
+            folder.check_in_place()?;
             FinetuneModel::save_merged(&arguments.model_name_or_path, folder.root(), path)?;
             self.data.copy_tokenizer(arguments, path)?;
         }
@@ -98,41 +99,27 @@ impl Finetuned {
 }
 
 /// Generates answers of the model to some of the questions.
-fn answers(
-    arguments: &FinetuneArguments,
-    model: &CausalLm,
-    data: &InstructionData,
-) -> Result<Vec<Sample>> {
-    let records = data.validation.as_ref().unwrap_or(&data.train);
+fn answers(model: &CausalLm, data: &InstructionData) -> Result<Vec<Sample>> {
     let context = usize::try_from(model.config().max_position_embeddings()).unwrap_or(usize::MAX);
-    let mut samples = Vec::new();
-    let wanted = usize::try_from(arguments.training.samples).unwrap_or(usize::MAX);
-    let every = (records.len() / wanted.max(1)).max(1);
-    for index in (0..records.len()).step_by(every) {
-        if samples.len() == wanted {
-            break;
-        }
-        let asked = records.encoder().prompt(&records.record(index)?);
-        let Some((prompt, ids)) = asked.map_err(Refused::Conversation)? else {
-            continue;
-        };
-        if ids.is_empty() || ids.len() >= context {
-            continue;
-        }
-        let end = records.get(index)?.labels.last().copied();
+    let answer = |Question {
+                      text: prompt,
+                      ids,
+                      end,
+                  }: &Question|
+     -> Result<Sample> {
         let config = GenerationConfig {
-            max_new_tokens: Some(ANSWER_TOKENS.min(context - ids.len())),
+            max_new_tokens: Some(ANSWER_TOKENS.min(context.saturating_sub(ids.len()))),
             do_sample: false,
-            eos_token_id: end.filter(|&id| id >= 0).into_iter().collect(),
+            eos_token_id: end.iter().copied().collect(),
             ..GenerationConfig::default()
         };
-        let output = generate(model, std::slice::from_ref(&ids), &config)?;
-        samples.push(Sample {
-            prompt,
+        let output = generate(model, std::slice::from_ref(ids), &config)?;
+        Ok(Sample {
+            prompt: prompt.clone(),
             completion: text(data.tokenizer(), output.new_tokens(0))?,
-        });
-    }
-    Ok(samples)
+        })
+    };
+    data.questions().iter().map(answer).collect()
 }
 
 fn report(

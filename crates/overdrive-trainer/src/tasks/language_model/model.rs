@@ -13,6 +13,7 @@ use crate::arguments::{SaveStrategy, TrainingArguments};
 use crate::data::TextData;
 use crate::{Interrupt, Result};
 use overdrive_core::Error as CommonError;
+use overdrive_core::files;
 
 /// Returns a new model of the shape in the configuration, for the tokenizer of `data`, with trainable fp32 weights drawn
 /// from the seed.
@@ -200,7 +201,7 @@ pub fn snapshot_files(
 ) -> Result<Vec<(String, Vec<u8>)>> {
     let config = format!("{:#}\n", Value::Object(model.config().to_json()));
     let mut files = vec![("config.json".to_owned(), config.into_bytes())];
-    let folder = tempfile::tempdir().map_err(CommonError::io("create", std::env::temp_dir()))?;
+    let folder = files::unfinished_folder(std::env::temp_dir().join("snapshot_files"))?;
     data.save_tokenizer(folder.path(), arguments)?;
     let read = || -> std::io::Result<()> {
         for entry in std::fs::read_dir(folder.path())? {

@@ -51,6 +51,7 @@ pub fn write_results(
     best: Option<BestModel>,
     ema: Option<Ema>,
 ) -> Result<TrainingResults> {
+    run.check_in_place()?;
     model.save_pretrained(run.model(), &SaveOptions::default())?;
     data.save_tokenizer(run.model(), arguments)?;
     if let Some(mut ema) = ema {
