@@ -53,19 +53,14 @@ pub(crate) struct Flags {
     pub(crate) seed: u64,
 }
 
-#[allow(dead_code, reason = "a test runs the rest in its own process")]
 fn main() -> ExitCode {
     exit(|| run(&Flags::parse()).map(drop))
 }
 
 /// Trains, saves, and returns the share of held-out targets that the model writes exactly.
 pub(crate) fn run(flags: &Flags) -> Result<f64> {
-    let inputs: Vec<_> = flags
-        .model
-        .iter()
-        .map(|model| ("--model", model.as_path()))
-        .collect();
-    let output = OutputFolder::check("seq2seq", "--out", &flags.out, &inputs)?;
+    let input = flags.model.as_deref().map(|model| ("--model", model));
+    let output = OutputFolder::check("seq2seq", "--out", &flags.out, input.as_slice())?;
     let device = Device::cuda_if_available();
     let (mut model, tokenizer) = match &flags.model {
         Some(folder) => {
@@ -91,21 +86,16 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
     };
     ensure!(
         flags.held_out > 0 && pairs.len() >= flags.held_out + flags.batch_size,
-        "{} pairs are too few for --held-out {} and --batch-size {}",
-        pairs.len(),
-        flags.held_out,
-        flags.batch_size
+        "{} pairs are too few for this --held-out and --batch-size",
+        pairs.len()
     );
     let examples = pairs.iter().map(|pair| pair.encode(&tokenizer));
     let examples = examples.collect::<overdrive::trainer::Result<Vec<_>>>()?;
     let (trained, held_out) = examples.split_at(examples.len() - flags.held_out);
     train(&mut model, trained, flags, device)?;
     let exact = exact_matches(&model, held_out)? as f64 / held_out.len() as f64;
-    print_line(format_args!(
-        "{:.1}% of {} held-out targets are exact",
-        100.0 * exact,
-        held_out.len()
-    ));
+    let (percent, all) = (100.0 * exact, held_out.len());
+    print_line(format!("{percent:.1}% of {all} held-out targets are exact"));
     let output = output.begin()?;
     model.save_pretrained(output.path(), &SaveOptions::default())?;
     match &flags.model {
@@ -128,7 +118,6 @@ fn train(
         logging_steps: 100.0,
         learning_rate: flags.learning_rate,
         lr_scheduler_type: LrSchedulerType::Linear,
-        weight_decay: 0.0,
         seed: flags.seed,
         ..TrainingArguments::default()
     };
@@ -137,7 +126,6 @@ fn train(
         batch_size: flags.batch_size,
         shuffle: true,
         seed: flags.seed,
-        num_workers: 0,
         ..DataLoaderOptions::default()
     };
     let pad = model.config().pad_token_id();

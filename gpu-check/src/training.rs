@@ -34,7 +34,11 @@ pub(crate) fn packed_loss(
 ) -> Result<Tensor> {
     let sequences = PackedLengths::from_lengths(lengths, ids.device())?;
     let _autocast = precision.autocast(ids.device())?;
-    mean_loss(model, ForwardInput::new(ids).with_sequences(&sequences), ids)
+    mean_loss(
+        model,
+        ForwardInput::new(ids).with_sequences(&sequences),
+        ids,
+    )
 }
 
 fn mean_loss(model: &CausalLm, input: ForwardInput<'_>, ids: &Tensor) -> Result<Tensor> {

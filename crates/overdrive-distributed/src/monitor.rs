@@ -235,7 +235,7 @@ impl Watcher {
         let silence = Arc::clone(&self.silence);
         let silence = || silence.lock().unwrap_or_else(PoisonError::into_inner);
         let asked = silence().asked;
-        if !asked.is_some_and(|asked| asked.elapsed() < ASKED) {
+        if asked.is_none_or(|asked| asked.elapsed() >= ASKED) {
             // Heartbeats from before a pause prove nothing.
             self.seen.clear();
             silence().ranks.clear();

@@ -1,6 +1,6 @@
 """Runs a GGUF file in llama.cpp: reads a request from standard input, prints the answer. Both are JSON.
 
-Request: {"model": file, "prompt": ids, "n": number of tokens, "texts": texts to tokenize}
+Request: {"model": file, "lora": file or null, "prompt": ids, "n": number of tokens, "texts": texts to tokenize}
 Answer:  {"tokens": ids, "logprobs": of these tokens, "texts": ids of each text}
 
 Needs: pip install xllamacpp
@@ -21,6 +21,11 @@ def main() -> None:
     os.dup2(2, 1)
     params = llama.CommonParams()
     params.model.path = request["model"]
+    if request["lora"]:
+        adapter = llama.CommonAdapterLoraInfo()
+        adapter.path = request["lora"]
+        adapter.scale = 1.0
+        params.lora_adapters = [adapter]
     params.n_gpu_layers = 0
     params.n_ctx = 512
     params.n_parallel = 1

@@ -66,9 +66,7 @@ pub use format::{
     AwqConfig, BitsAndBytesConfig, CompressedTensorsConfig, ConfigGroup, GptqConfig,
     QuantizationArgs, QuantizationConfig, TensorSource,
 };
-pub use gguf::{
-    GgufArray, GgufFile, GgufTensor, GgufTensorInfo, GgufType, GgufValue, GgufWriter,
-};
+pub use gguf::{GgufArray, GgufFile, GgufTensor, GgufTensorInfo, GgufType, GgufValue, GgufWriter};
 pub use linear::{joint_linear, joint_linear_into, linear};
 pub use overdrive_kernels::instruction_set;
 pub use report::WeightError;

@@ -134,7 +134,7 @@ pub use encoder::{
 pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};
 pub use gguf::{
-    GgufFileType, GgufOptions, end_of_text_tokens, generation_config_from_gguf,
+    GgufFileType, GgufOptions, end_of_text_tokens, generation_config_from_gguf, save_gguf_adapter,
 };
 pub use init::Init;
 pub use input::{ForwardInput, Logits};

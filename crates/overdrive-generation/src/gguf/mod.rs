@@ -14,9 +14,9 @@ use serde_json::{Value, json};
 use tokenizers::{AddedToken, Tokenizer};
 
 pub(crate) use self::vocabulary::special;
+use self::vocabulary::{TokenType, Vocabulary};
 pub use self::write::export_gguf;
 pub(crate) use self::write::{of_folder, of_gguf};
-use self::vocabulary::{TokenType, Vocabulary};
 use crate::{Error, Result};
 
 /// The key that names the kind of tokenizer.

@@ -69,7 +69,8 @@ macro_rules! letters {
     };
 }
 
-pub(super) const GPT2: &str = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
+pub(super) const GPT2: &str =
+    r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+";
 const LLAMA3: &str = words!(letters!(), r"\p{N}{1,3}");
 const QWEN2: &str = words!(letters!(), r"\p{N}");
 pub(super) const DIGIT: &str = r"\p{N}";
@@ -135,15 +136,31 @@ const fn with_bos(rule: WordRule) -> WordRule {
 
 /// A name of every rule that is written.
 const WRITTEN: [&str; 17] = [
-    "gpt-2", "llama-bpe", "qwen2", "qwen35", "smollm", "glm4", "gpt-4o", "tekken", "deepseek-v3", "deepseek-llm",
-    "deepseek-coder", "falcon", "bloom", "superbpe", "seed-coder", "exaone-moe", "default",
+    "gpt-2",
+    "llama-bpe",
+    "qwen2",
+    "qwen35",
+    "smollm",
+    "glm4",
+    "gpt-4o",
+    "tekken",
+    "deepseek-v3",
+    "deepseek-llm",
+    "deepseek-coder",
+    "falcon",
+    "bloom",
+    "superbpe",
+    "seed-coder",
+    "exaone-moe",
+    "default",
 ];
 
 /// Returns the name of the rule with these patterns.
 pub(super) fn name_of(patterns: &[String], ignore_merges: bool) -> Option<&'static str> {
     let mut names = WRITTEN.into_iter();
     names.find(|name| {
-        rule(name).is_some_and(|rule| rule.patterns == patterns && rule.ignore_merges == ignore_merges)
+        rule(name)
+            .is_some_and(|rule| rule.patterns == patterns && rule.ignore_merges == ignore_merges)
     })
 }
 

@@ -18,7 +18,8 @@ use crate::{Error, ModelFiles, Result};
 pub(crate) type Metadata = BTreeMap<String, GgufValue>;
 
 /// The tokenizers that are written, for messages.
-const WRITTEN: &str = "byte-level BPE with a word rule of llama.cpp, and SentencePiece BPE with byte fallback";
+const WRITTEN: &str =
+    "byte-level BPE with a word rule of llama.cpp, and SentencePiece BPE with byte fallback";
 /// The keys of `generation_config.json` with a key in `general.sampling`.
 const SAMPLING: [(&str, &str); 5] = [
     ("temperature", "temp"),
@@ -79,7 +80,8 @@ pub(crate) fn of_gguf(metadata: &Metadata) -> Metadata {
         key.starts_with("tokenizer.") || key.starts_with("general.") && !of_weights.contains(&key)
     };
     let kept = metadata.iter().filter(|(key, _)| is_kept(key));
-    kept.map(|(key, value)| (key.clone(), value.clone())).collect()
+    kept.map(|(key, value)| (key.clone(), value.clone()))
+        .collect()
 }
 
 /// Returns the metadata of a Hugging Face folder.
@@ -125,7 +127,8 @@ impl Written<'_> {
     /// Sets the tokens, their types, and what joins them.
     fn vocabulary(&mut self, tokenizer: &Tokenizer, size: usize) -> Result<()> {
         let json = tokenizer.to_string(false).map_err(Error::Tokenizer)?;
-        let json: Value = serde_json::from_str(&json).map_err(|error| Error::Tokenizer(error.into()))?;
+        let json: Value =
+            serde_json::from_str(&json).map_err(|error| Error::Tokenizer(error.into()))?;
         let model = &json["model"];
         let kind = model["type"].as_str().unwrap_or("another model");
         if kind != "BPE" {
@@ -134,8 +137,14 @@ impl Written<'_> {
         let mut texts: Vec<Option<String>> = vec![None; size];
         for (text, id) in tokenizer.get_vocab(true) {
             let Some(place) = texts.get_mut(id as usize) else {
-                let expected = format!("below {size}, the number of rows of the model's table of tokens");
-                return Err(Common::option("tokenizer.json", format!("a token with the id {id}"), expected).into());
+                let expected =
+                    format!("below {size}, the number of rows of the model's table of tokens");
+                return Err(Common::option(
+                    "tokenizer.json",
+                    format!("a token with the id {id}"),
+                    expected,
+                )
+                .into());
             };
             *place = Some(text);
         }
@@ -151,7 +160,11 @@ impl Written<'_> {
             (Some(text), None) if is_sentencepiece && is_byte(text) => TokenType::Byte,
             (Some(_), None) => TokenType::Normal,
         };
-        let types = texts.iter().enumerate().map(|(id, text)| type_of(id, text).id()).collect();
+        let types = texts
+            .iter()
+            .enumerate()
+            .map(|(id, text)| type_of(id, text).id())
+            .collect();
         match is_sentencepiece {
             true => self.sentencepiece(&json, &texts, &merges)?,
             false => self.byte_level(&json, merges)?,
@@ -159,7 +172,10 @@ impl Written<'_> {
         // Rows of the table that stand for no token, as llama.cpp's converter names them.
         let named = texts.into_iter().enumerate();
         let named = named.map(|(id, text)| text.unwrap_or_else(|| format!("[PAD{id}]")));
-        self.put("ggml.tokens", GgufValue::Array(GgufArray::String(named.collect())));
+        self.put(
+            "ggml.tokens",
+            GgufValue::Array(GgufArray::String(named.collect())),
+        );
         self.put("ggml.token_type", GgufValue::Array(GgufArray::I32(types)));
         Ok(())
     }
@@ -179,9 +195,16 @@ impl Written<'_> {
                         self.put("ggml.add_space_prefix", GgufValue::Bool(true));
                     }
                 }
-                "Digits" if step["individual_digits"] == Value::Bool(true) => patterns.push(DIGIT.to_owned()),
+                "Digits" if step["individual_digits"] == Value::Bool(true) => {
+                    patterns.push(DIGIT.to_owned())
+                }
                 "Split" if step["pattern"]["Regex"].is_string() => {
-                    patterns.push(step["pattern"]["Regex"].as_str().unwrap_or_default().to_owned());
+                    patterns.push(
+                        step["pattern"]["Regex"]
+                            .as_str()
+                            .unwrap_or_default()
+                            .to_owned(),
+                    );
                 }
                 other => return Err(self.unknown("pre_tokenizer", other)),
             }
@@ -196,14 +219,21 @@ impl Written<'_> {
             match (step["type"].as_str(), step["prepend"].as_str()) {
                 // llama.cpp leaves characters as they are, also for models whose tokenizer composes them.
                 (None | Some("NFC"), _) => {}
-                (Some("Prepend"), Some(" ")) => self.put("ggml.add_space_prefix", GgufValue::Bool(true)),
+                (Some("Prepend"), Some(" ")) => {
+                    self.put("ggml.add_space_prefix", GgufValue::Bool(true))
+                }
                 (Some(other), _) => return Err(self.unknown("normalizer", other)),
             }
         }
         self.put("ggml.model", GgufValue::String("gpt2".to_owned()));
         self.put("ggml.pre", GgufValue::String(pre.to_owned()));
-        let merges = merges.into_iter().map(|(left, right)| format!("{left} {right}"));
-        self.put("ggml.merges", GgufValue::Array(GgufArray::String(merges.collect())));
+        let merges = merges
+            .into_iter()
+            .map(|(left, right)| format!("{left} {right}"));
+        self.put(
+            "ggml.merges",
+            GgufValue::Array(GgufArray::String(merges.collect())),
+        );
         Ok(())
     }
 
@@ -220,15 +250,21 @@ impl Written<'_> {
         }
         // SentencePiece joins any two tokens whose union is one. Other BPE has one way to each token.
         let all: HashSet<&str> = texts.iter().flatten().map(String::as_str).collect();
-        let listed: HashSet<(&str, &str)> =
-            merges.iter().map(|(left, right)| (left.as_str(), right.as_str())).collect();
+        let listed: HashSet<(&str, &str)> = merges
+            .iter()
+            .map(|(left, right)| (left.as_str(), right.as_str()))
+            .collect();
         for text in ranks.keys() {
-            let mut pairs = text.char_indices().skip(1).map(|(middle, _)| text.split_at(middle));
+            let mut pairs = text
+                .char_indices()
+                .skip(1)
+                .map(|(middle, _)| text.split_at(middle));
             let missing = pairs.find(|pair| {
                 all.contains(pair.0) && all.contains(pair.1) && !listed.contains(pair)
             });
             if let Some((left, right)) = missing {
-                let found = format!("BPE with bytes that does not join {left:?} and {right:?} to {text:?}");
+                let found =
+                    format!("BPE with bytes that does not join {left:?} and {right:?} to {text:?}");
                 return Err(self.unknown("model.merges", found));
             }
         }
@@ -240,7 +276,8 @@ impl Written<'_> {
         self.put("ggml.scores", GgufValue::Array(GgufArray::F32(scores)));
         self.put("ggml.model", GgufValue::String("llama".to_owned()));
         self.put("ggml.pre", GgufValue::String("default".to_owned()));
-        let prepends = steps(&json["normalizer"], "normalizers").any(|step| step["prepend"] == SPACE)
+        let prepends = steps(&json["normalizer"], "normalizers")
+            .any(|step| step["prepend"] == SPACE)
             || steps(&json["pre_tokenizer"], "pretokenizers").any(|step| {
                 let scheme = step["prepend_scheme"].as_str();
                 step["type"] == "Metaspace" && scheme.is_some_and(|scheme| scheme != "never")
@@ -249,7 +286,12 @@ impl Written<'_> {
         Ok(())
     }
 
-    fn special_tokens(&mut self, files: &ModelFiles, tokenizer: &Tokenizer, config: &ModelConfig) -> Result<()> {
+    fn special_tokens(
+        &mut self,
+        files: &ModelFiles,
+        tokenizer: &Tokenizer,
+        config: &ModelConfig,
+    ) -> Result<()> {
         for (name, key) in SPECIAL_TOKENS {
             let of_files = files.special_token(name)?;
             let of_config = match name {
@@ -338,6 +380,8 @@ fn steps<'v>(value: &'v Value, key: &str) -> impl Iterator<Item = &'v Value> {
 
 /// Returns `true` for the name of a byte, such as `<0x0A>`.
 fn is_byte(text: &str) -> bool {
-    let hex = text.strip_prefix("<0x").and_then(|rest| rest.strip_suffix('>'));
+    let hex = text
+        .strip_prefix("<0x")
+        .and_then(|rest| rest.strip_suffix('>'));
     hex.is_some_and(|hex| hex.len() == 2 && hex.bytes().all(|byte| byte.is_ascii_hexdigit()))
 }

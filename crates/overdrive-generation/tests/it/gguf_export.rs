@@ -6,10 +6,14 @@ use std::process::{Command, Stdio};
 
 use overdrive_core::files;
 use overdrive_generation::{Error, GenerationConfig, ModelFiles, Tokenizer, export_gguf, generate};
+use overdrive_lora::{
+    LoraConfig, MergeOptions, TargetModules, add_lora, merge_and_unload, save_adapter,
+};
 use overdrive_quantization::{GgufFile, GgufType};
 use overdrive_transformer::{
-    CausalLm, ForwardInput, GgufFileType, Gpt2Config, InitOptions, LayerType, LlamaConfig,
-    LlamaFamily, LoadOptions, LongRope, ModelConfig, RopeScaling, SaveOptions, Yarn,
+    CausalLm, ForwardInput, GgufFileType, GgufOptions, Gpt2Config, InitOptions, LayerType,
+    LlamaConfig, LlamaFamily, LoadOptions, LongRope, ModelConfig, RopeScaling, SaveOptions, Yarn,
+    save_gguf_adapter,
 };
 use serde_json::{Value, json};
 use tch::Tensor;
@@ -43,7 +47,9 @@ fn byte_level(patterns: &[Value], ignore_merges: bool) -> Value {
         ["in", "g"],
     ];
     let joined = merges.iter().map(|pair| pair.concat());
-    let texts = ["<|end|>", "<tool>", "</tool>"].map(str::to_owned).into_iter();
+    let texts = ["<|end|>", "<tool>", "</tool>"]
+        .map(str::to_owned)
+        .into_iter();
     let mut vocabulary = serde_json::Map::new();
     // `o ther` stands for a merge that can never happen: its parts are no tokens yet.
     for text in texts.chain(letters).chain(joined) {
@@ -72,11 +78,21 @@ fn added(id: usize, content: &str, special: bool) -> Value {
 fn sentencepiece(prefix: bool) -> Value {
     let mut texts: Vec<String> = ["<unk>", "<s>", "</s>"].map(str::to_owned).to_vec();
     texts.extend((0..=255).map(|byte| format!("<0x{byte:02X}>")));
-    let words = ["th", "▁t", "he", "▁th", "▁the", "er", "the", "ther", "▁other", "in", "ing", "▁o", "oth", "other"];
+    let words = [
+        "th", "▁t", "he", "▁th", "▁the", "er", "the", "ther", "▁other", "in", "ing", "▁o", "oth",
+        "other",
+    ];
     texts.extend(words.map(str::to_owned));
-    texts.extend("▁abcdefghijklmnopqrstuvwxyzI.,!'1234567890ö".chars().map(String::from));
-    let vocabulary: serde_json::Map<String, Value> =
-        texts.iter().enumerate().map(|(id, text)| (text.clone(), id.into())).collect();
+    texts.extend(
+        "▁abcdefghijklmnopqrstuvwxyzI.,!'1234567890ö"
+            .chars()
+            .map(String::from),
+    );
+    let vocabulary: serde_json::Map<String, Value> = texts
+        .iter()
+        .enumerate()
+        .map(|(id, text)| (text.clone(), id.into()))
+        .collect();
     let mut merges = Vec::new();
     for word in words {
         for (middle, _) in word.char_indices().skip(1) {
@@ -118,20 +134,26 @@ struct Made {
 impl Made {
     fn new(config: &ModelConfig, tokenizer: &Value) -> Made {
         let folder = tempfile::tempdir().unwrap();
-        let options = InitOptions { seed: 3, ..InitOptions::default() };
+        let options = InitOptions {
+            seed: 3,
+            ..InitOptions::default()
+        };
         let model = CausalLm::new(config, &options).unwrap();
         {
             // Norms of 1 and biases of 0 would not show that they are exchanged.
             let _no_grad = tch::no_grad_guard();
             for (at, (_, tensor)) in model.named_parameters().into_iter().enumerate() {
                 if tensor.dim() == 1 {
-                    let wave = Tensor::arange(tensor.numel() as i64, (tch::Kind::Float, tensor.device()));
+                    let wave =
+                        Tensor::arange(tensor.numel() as i64, (tch::Kind::Float, tensor.device()));
                     let mut tensor = tensor;
                     let _same = tensor.f_add_(&((wave + at as i64).sin() * 0.2)).unwrap();
                 }
             }
         }
-        model.save_pretrained(folder.path(), &SaveOptions::default()).unwrap();
+        model
+            .save_pretrained(folder.path(), &SaveOptions::default())
+            .unwrap();
         let write = |name: &str, value: &Value| {
             files::write(folder.path().join(name), value.to_string().as_bytes()).unwrap();
         };
@@ -204,32 +226,49 @@ fn configurations() -> Vec<(&'static str, ModelConfig)> {
         ("gemma2", F::Gemma2),
         ("gemma3", F::Gemma3),
     ];
-    let mut all: Vec<_> = families.map(|(name, family)| (name, small(family).into())).to_vec();
+    let mut all: Vec<_> = families
+        .map(|(name, family)| (name, small(family).into()))
+        .to_vec();
     let llama = |change: &dyn Fn(&mut LlamaConfig)| {
         let mut config = small(F::Llama);
         change(&mut config);
         ModelConfig::from(config)
     };
-    all.push(("llama, tied, with biases", llama(&|config| {
-        config.tie_word_embeddings = true;
-        config.attention_bias = true;
-        config.mlp_bias = true;
-        config.rope_theta = 500_000.0;
-    })));
-    all.push(("llama, wide heads", llama(&|config| config.head_dim = Some(32))));
-    all.push(("llama 3.1", llama(&|config| {
-        config.rope_scaling = RopeScaling::Llama3 {
-            factor: 8.0,
-            low_freq_factor: 1.0,
-            high_freq_factor: 4.0,
-            original_max_position_embeddings: 8192,
-        };
-        config.max_position_embeddings = 65_536;
-    })));
-    all.push(("llama, linear", llama(&|config| config.rope_scaling = RopeScaling::Linear { factor: 4.0 })));
-    all.push(("llama, yarn", llama(&|config| {
-        config.rope_scaling = RopeScaling::Yarn(Yarn::new(4.0, 64));
-    })));
+    all.push((
+        "llama, tied, with biases",
+        llama(&|config| {
+            config.tie_word_embeddings = true;
+            config.attention_bias = true;
+            config.mlp_bias = true;
+            config.rope_theta = 500_000.0;
+        }),
+    ));
+    all.push((
+        "llama, wide heads",
+        llama(&|config| config.head_dim = Some(32)),
+    ));
+    all.push((
+        "llama 3.1",
+        llama(&|config| {
+            config.rope_scaling = RopeScaling::Llama3 {
+                factor: 8.0,
+                low_freq_factor: 1.0,
+                high_freq_factor: 4.0,
+                original_max_position_embeddings: 8192,
+            };
+            config.max_position_embeddings = 65_536;
+        }),
+    ));
+    all.push((
+        "llama, linear",
+        llama(&|config| config.rope_scaling = RopeScaling::Linear { factor: 4.0 }),
+    ));
+    all.push((
+        "llama, yarn",
+        llama(&|config| {
+            config.rope_scaling = RopeScaling::Yarn(Yarn::new(4.0, 64));
+        }),
+    ));
     all.push(("phi3, long", {
         let mut config = small(F::Phi3);
         config.rope_scaling = RopeScaling::LongRope(LongRope {
@@ -274,7 +313,9 @@ fn tokens(model: &CausalLm, new: usize) -> Vec<i64> {
 }
 
 fn encoded(tokenizer: &Tokenizer) -> Vec<Vec<u32>> {
-    TEXTS.map(|text| tokenizer.encode(text, true).unwrap().get_ids().to_vec()).to_vec()
+    TEXTS
+        .map(|text| tokenizer.encode(text, true).unwrap().get_ids().to_vec())
+        .to_vec()
 }
 
 #[test]
@@ -290,7 +331,10 @@ fn a_file_in_f32_is_the_same_model() {
             // Gemma's norms are stored with 1 added.
             assert!(difference < 1e-6, "{name}: {own}");
         }
-        let difference = (logits(&made.model) - logits(&again)).abs().max().double_value(&[]);
+        let difference = (logits(&made.model) - logits(&again))
+            .abs()
+            .max()
+            .double_value(&[]);
         assert!(difference < 1e-4, "{name}: {difference}");
         assert_eq!(tokens(&made.model, 8), tokens(&again, 8), "{name}");
     }
@@ -324,7 +368,9 @@ fn matrices_have_the_type_that_was_asked_for() {
         assert_eq!(of("blk.0.attn_q.weight"), matrix);
         assert_eq!(of("blk.0.attn_norm.weight"), G::F32);
         let again = CausalLm::from_gguf(&path, &LoadOptions::default()).unwrap();
-        let error = (logits(&again).to_kind(tch::Kind::Float) - &dense).square().mean(tch::Kind::Float);
+        let error = (logits(&again).to_kind(tch::Kind::Float) - &dense)
+            .square()
+            .mean(tch::Kind::Float);
         let size = dense.square().mean(tch::Kind::Float);
         let relative = (error / size).sqrt().double_value(&[]);
         assert!(relative < most, "{file_type}: {relative}");
@@ -341,24 +387,47 @@ fn tokenizers_and_templates_come_back() {
         (sentencepiece(true), "llama", "default"),
         (sentencepiece(false), "llama", "default"),
     ] {
-        let config = LlamaConfig { vocab_size: 330, ..small(F::Llama) };
+        let config = LlamaConfig {
+            vocab_size: 330,
+            ..small(F::Llama)
+        };
         let made = Made::new(&config.into(), &tokenizer);
         let path = made.export(GgufFileType::F16);
         let files = ModelFiles::open(&path).unwrap();
-        assert_eq!(encoded(&files.tokenizer().unwrap()), encoded(&made.files().tokenizer().unwrap()), "{pre}");
+        assert_eq!(
+            encoded(&files.tokenizer().unwrap()),
+            encoded(&made.files().tokenizer().unwrap()),
+            "{pre}"
+        );
         let file = GgufFile::open(&path).unwrap();
-        let text = |key: &str| file.value(key).and_then(|value| value.as_str()).map(str::to_owned);
+        let text = |key: &str| {
+            file.value(key)
+                .and_then(|value| value.as_str())
+                .map(str::to_owned)
+        };
         assert_eq!(text("tokenizer.ggml.model").as_deref(), Some(model));
         assert_eq!(text("tokenizer.ggml.pre").as_deref(), Some(pre));
-        assert_eq!(text("tokenizer.chat_template").as_deref(), Some("{{ messages[0].content }}"));
+        assert_eq!(
+            text("tokenizer.chat_template").as_deref(),
+            Some("{{ messages[0].content }}")
+        );
         assert_eq!(text("general.name").as_deref(), Some("f16"));
         // Rows beyond the tokens.
-        let names = file.value("tokenizer.ggml.tokens").unwrap().as_strings().unwrap();
+        let names = file
+            .value("tokenizer.ggml.tokens")
+            .unwrap()
+            .as_strings()
+            .unwrap();
         assert_eq!((names.len(), names[329].as_str()), (330, "[PAD329]"));
         // The metadata of another file are taken over.
         let own = files.gguf_metadata(made.model.config()).unwrap();
         let kept = |key: &&String| key.starts_with("tokenizer.");
-        assert!(file.metadata().keys().filter(kept).all(|key| own.get(key) == file.value(key)));
+        assert!(
+            file.metadata()
+                .keys()
+                .filter(kept)
+                .all(|key| own.get(key) == file.value(key))
+        );
     }
 }
 
@@ -367,39 +436,86 @@ fn what_a_file_cannot_hold_is_refused() {
     let refused = |config: LlamaConfig, tokenizer: &Value| {
         let made = Made::new(&config.into(), tokenizer);
         let path = made.folder.path().join("model.gguf");
-        let error = export_gguf(&made.model, &made.files(), &path, GgufFileType::F32, None).unwrap_err();
+        let error =
+            export_gguf(&made.model, &made.files(), &path, GgufFileType::F32, None).unwrap_err();
         let left = std::fs::read_dir(made.folder.path()).unwrap();
-        let left = left.filter(|entry| entry.as_ref().unwrap().file_name().to_string_lossy().contains("gguf"));
+        let left = left.filter(|entry| {
+            entry
+                .as_ref()
+                .unwrap()
+                .file_name()
+                .to_string_lossy()
+                .contains("gguf")
+        });
         assert_eq!(left.count(), 0, "nothing is left behind");
         error
     };
     let words = byte_level(&[], false);
-    let dynamic = LlamaConfig { rope_scaling: RopeScaling::Dynamic { factor: 2.0 }, ..small(F::Llama) };
+    let dynamic = LlamaConfig {
+        rope_scaling: RopeScaling::Dynamic { factor: 2.0 },
+        ..small(F::Llama)
+    };
     let error = refused(dynamic, &words).to_string();
     assert!(error.contains("`rope_type` is dynamic"), "{error}");
-    let biased = LlamaConfig { attention_bias: true, ..small(F::Qwen3) };
-    assert!(refused(biased, &words).to_string().contains("`attention_bias` is true"));
+    let biased = LlamaConfig {
+        attention_bias: true,
+        ..small(F::Qwen3)
+    };
+    assert!(
+        refused(biased, &words)
+            .to_string()
+            .contains("`attention_bias` is true")
+    );
     let mut layers = small(F::Gemma3);
     layers.layer_types = Some(vec![LayerType::Sliding; 6]);
     assert!(refused(layers, &words).to_string().contains("layer_types"));
-    let few = LlamaConfig { vocab_size: 200, ..small(F::Llama) };
-    assert!(refused(few, &words).to_string().contains("below 200, the number of rows"));
+    let few = LlamaConfig {
+        vocab_size: 200,
+        ..small(F::Llama)
+    };
+    assert!(
+        refused(few, &words)
+            .to_string()
+            .contains("below 200, the number of rows")
+    );
     let mut unknown = words.clone();
     unknown["pre_tokenizer"] = json!({"type": "Whitespace"});
-    assert!(matches!(refused(small(F::Llama), &unknown), Error::UnknownTokenizer { .. }));
+    assert!(matches!(
+        refused(small(F::Llama), &unknown),
+        Error::UnknownTokenizer { .. }
+    ));
     let mut one_way = sentencepiece(true);
-    one_way["model"]["merges"].as_array_mut().unwrap().retain(|merge| merge[0] != "th");
-    let error = refused(LlamaConfig { vocab_size: 330, ..small(F::Llama) }, &one_way).to_string();
+    one_way["model"]["merges"]
+        .as_array_mut()
+        .unwrap()
+        .retain(|merge| merge[0] != "th");
+    let error = refused(
+        LlamaConfig {
+            vocab_size: 330,
+            ..small(F::Llama)
+        },
+        &one_way,
+    )
+    .to_string();
     assert!(error.contains("does not join \"th\" and"), "{error}");
 }
 
 /// Runs a file in llama.cpp: the greedy continuation of the prompt, its log-probabilities, and the tokens of the texts.
 /// Returns `None` without a Python that has it.
-fn llama_cpp(path: &Path, new: usize, texts: &[&str]) -> Option<(Vec<i64>, Vec<f64>, Vec<Vec<u32>>)> {
+fn llama_cpp(
+    path: &Path,
+    lora: Option<&Path>,
+    new: usize,
+    texts: &[&str],
+) -> Option<(Vec<i64>, Vec<f64>, Vec<Vec<u32>>)> {
     let python = std::env::var("OVERDRIVE_PYTHON").unwrap_or_else(|_| "python3".to_owned());
-    let probe = Command::new(&python).args(["-c", "import xllamacpp"]).output();
+    let probe = Command::new(&python)
+        .args(["-c", "import xllamacpp"])
+        .output();
     if !probe.is_ok_and(|output| output.status.success()) {
-        eprintln!("SKIPPED: {python} cannot import xllamacpp; set OVERDRIVE_PYTHON to one that can");
+        eprintln!(
+            "SKIPPED: {python} cannot import xllamacpp; set OVERDRIVE_PYTHON to one that can"
+        );
         return None;
     }
     let script = Path::new(env!("CARGO_MANIFEST_DIR")).join("tests/llama_cpp.py");
@@ -410,12 +526,18 @@ fn llama_cpp(path: &Path, new: usize, texts: &[&str]) -> Option<(Vec<i64>, Vec<f
         .stderr(Stdio::piped())
         .spawn()
         .unwrap();
-    let request = json!({"model": path, "prompt": PROMPT, "n": new, "texts": texts});
-    child.stdin.take().unwrap().write_all(request.to_string().as_bytes()).unwrap();
+    let request = json!({"model": path, "lora": lora, "prompt": PROMPT, "n": new, "texts": texts});
+    child
+        .stdin
+        .take()
+        .unwrap()
+        .write_all(request.to_string().as_bytes())
+        .unwrap();
     let output = child.wait_with_output().unwrap();
     let errors = String::from_utf8_lossy(&output.stderr);
     assert!(output.status.success(), "{errors}");
-    let answer: Value = serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {errors}"));
+    let answer: Value =
+        serde_json::from_slice(&output.stdout).unwrap_or_else(|error| panic!("{error}: {errors}"));
     let take = |key: &str| answer[key].clone();
     Some((
         serde_json::from_value(take("tokens")).unwrap(),
@@ -428,7 +550,7 @@ fn llama_cpp(path: &Path, new: usize, texts: &[&str]) -> Option<(Vec<i64>, Vec<f
 fn compare(name: &str, made: &Made, file_type: GgufFileType, most: f64) -> Option<()> {
     let path = made.export(file_type);
     let new = 12;
-    let (tokens, logprobs, texts) = llama_cpp(&path, new, &TEXTS)?;
+    let (tokens, logprobs, texts) = llama_cpp(&path, None, new, &TEXTS)?;
     // This crate does not read GPT-2 from GGUF files.
     let read = match made.model.config() {
         ModelConfig::Gpt2(_) => None,
@@ -439,14 +561,82 @@ fn compare(name: &str, made: &Made, file_type: GgufFileType, most: f64) -> Optio
     assert_eq!(own, tokens, "{name}");
     let all: Vec<i64> = PROMPT.iter().chain(&own).copied().collect();
     let _no_grad = tch::no_grad_guard();
-    let logits = model.forward(ForwardInput::new(&Tensor::from_slice(&all).unsqueeze(0))).unwrap();
-    let logits = logits.get(0).to_kind(tch::Kind::Float).log_softmax(-1, tch::Kind::Float);
+    let logits = model
+        .forward(ForwardInput::new(&Tensor::from_slice(&all).unsqueeze(0)))
+        .unwrap();
+    let logits = logits
+        .get(0)
+        .to_kind(tch::Kind::Float)
+        .log_softmax(-1, tch::Kind::Float);
     for (at, (token, logprob)) in own.iter().zip(&logprobs).enumerate() {
         let own = logits.double_value(&[(PROMPT.len() + at) as i64 - 1, *token]);
-        assert!((own - logprob).abs() < most, "{name}, token {at}: {own} {logprob}");
+        assert!(
+            (own - logprob).abs() < most,
+            "{name}, token {at}: {own} {logprob}"
+        );
     }
     assert_eq!(texts, encoded(&made.files().tokenizer().unwrap()), "{name}");
     Some(())
+}
+
+/// Trains nothing, but gives every second factor of a new adapter numbers.
+fn adapter(model: &mut CausalLm, folder: &Path) {
+    let config = LoraConfig {
+        r: 4,
+        lora_alpha: 6.0,
+        target_modules: Some(TargetModules::AllLinear),
+        ..LoraConfig::default()
+    };
+    let trained = add_lora(model, &config).unwrap();
+    {
+        let _no_grad = tch::no_grad_guard();
+        for (at, (_, mut tensor)) in trained.into_iter().enumerate() {
+            let wave = Tensor::arange(tensor.numel() as i64, (tch::Kind::Float, tensor.device()));
+            let _same = tensor
+                .f_copy_(&((wave + at as i64).sin() * 0.15).reshape(tensor.size()))
+                .unwrap();
+        }
+    }
+    save_adapter(model, "default", folder).unwrap();
+}
+
+#[test]
+fn llama_cpp_applies_an_adapter_alone() {
+    let mut made = Made::new(&small(F::Llama).into(), &byte_level(&[], false));
+    let folder = made.folder.path().join("adapter");
+    adapter(&mut made.model, &folder);
+    let error = made
+        .model
+        .save_gguf(folder.join("x.gguf"), &GgufOptions::new(GgufFileType::F32))
+        .unwrap_err();
+    assert!(
+        error.to_string().contains("`adapter` is default"),
+        "{error}"
+    );
+    let lora = folder.join("lora.gguf");
+    save_gguf_adapter(made.model.config(), &folder, &lora).unwrap();
+    let file = GgufFile::open(&lora).unwrap();
+    assert_eq!(
+        file.value("adapter.lora.alpha")
+            .and_then(|value| value.as_f64()),
+        Some(6.0)
+    );
+    assert_eq!(
+        file.tensor("blk.1.attn_k.weight.lora_b").unwrap().shape(),
+        [32, 4]
+    );
+    let with = tokens(&made.model, 12);
+    merge_and_unload(&mut made.model, &MergeOptions::default()).unwrap();
+    let base = CausalLm::from_pretrained(made.folder.path(), &LoadOptions::default()).unwrap();
+    assert_ne!(tokens(&base, 12), with, "the adapter changes the answer");
+    let plain = Made {
+        model: base,
+        folder: made.folder,
+    };
+    let path = plain.export(GgufFileType::F32);
+    if let Some((found, ..)) = llama_cpp(&path, Some(&lora), 12, &[]) {
+        assert_eq!(found, with);
+    }
 }
 
 #[test]

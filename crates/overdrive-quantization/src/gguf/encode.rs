@@ -282,7 +282,8 @@ fn q6_k(x: &[f32; SUPER], out: &mut Vec<u8>) {
         .map(|codes| {
             let low = (0..64).map(|at| (codes[at] & 15) | (codes[at + 64] << 4));
             let high = (0..32).map(|at| {
-                let quarters = (0..4).map(|quarter| (codes[at + 32 * quarter] >> 4) << (2 * quarter));
+                let quarters =
+                    (0..4).map(|quarter| (codes[at + 32 * quarter] >> 4) << (2 * quarter));
                 quarters.fold(0, |all, bits| all | bits)
             });
             (low.collect::<Vec<u8>>(), high.collect::<Vec<u8>>())

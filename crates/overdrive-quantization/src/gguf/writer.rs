@@ -132,9 +132,12 @@ impl GgufWriter {
             return Err(Common::internal("more tensors than declared").into());
         };
         let width = info.width();
-        if numbers.len() > missing || numbers.len() % width != 0 {
+        if numbers.len() > missing || !numbers.len().is_multiple_of(width) {
             let given = numbers.len();
-            let reason = format!("{given} elements for the {missing} missing ones of `{}`", info.name);
+            let reason = format!(
+                "{given} elements for the {missing} missing ones of `{}`",
+                info.name
+            );
             return Err(Common::internal(reason).into());
         }
         let largest = match info.tensor_type {
@@ -142,8 +145,11 @@ impl GgufWriter {
             // The scale of a block, too, is in fp16; it is smaller than its largest element.
             _ => half::f16::MAX.to_f32(),
         };
-        if let Some(wrong) = numbers.iter().find(|x| !(x.abs() <= largest)) {
-            let expected = format!("finite and at most {largest:e} in `{}`, to be written as {}", info.name, info.tensor_type);
+        if let Some(wrong) = numbers.iter().find(|x| x.is_nan() || x.abs() > largest) {
+            let expected = format!(
+                "finite and at most {largest:e} in `{}`, to be written as {}",
+                info.name, info.tensor_type
+            );
             return Err(Error::values("elements", wrong.to_string(), expected));
         }
         let bytes = encoded(info.tensor_type, &numbers, width);
@@ -162,16 +168,26 @@ impl GgufWriter {
     /// # Errors
     /// [`Error::Common`] with `Internal` if a declared tensor is missing, and with `Io` if the file cannot be written.
     pub fn finish(mut self) -> Result<()> {
-        let missing = self.current.take().map(|(info, _)| info).or_else(|| self.tensors.next());
+        let missing = self
+            .current
+            .take()
+            .map(|(info, _)| info)
+            .or_else(|| self.tensors.next());
         if let Some(info) = missing {
             return Err(Common::internal(format!("`{}` is incomplete", info.name)).into());
         }
-        let file = self.file.into_inner().map_err(|error| Common::io("write", &self.path)(error.into_error()))?;
+        let file = self
+            .file
+            .into_inner()
+            .map_err(|error| Common::io("write", &self.path)(error.into_error()))?;
         Ok(files::commit(file, &self.path)?)
     }
 
     fn put(&mut self, bytes: &[u8]) -> Result<()> {
-        Ok(self.file.write_all(bytes).map_err(Common::io("write", &self.path))?)
+        Ok(self
+            .file
+            .write_all(bytes)
+            .map_err(Common::io("write", &self.path))?)
     }
 }
 
@@ -190,14 +206,24 @@ impl GgufTensorInfo {
 }
 
 fn check(info: &GgufTensorInfo) -> Result<()> {
-    let GgufTensorInfo { name, shape, tensor_type } = info;
+    let GgufTensorInfo {
+        name,
+        shape,
+        tensor_type,
+    } = info;
     if !is_writable(*tensor_type) {
         let expected = "F32, F16, BF16, Q8_0, Q4_0, Q4_1, Q5_0, Q5_1, Q4_K or Q6_K";
-        return Err(Error::values("tensor_type", tensor_type.to_string(), format!("{expected} for `{name}`")));
+        return Err(Error::values(
+            "tensor_type",
+            tensor_type.to_string(),
+            format!("{expected} for `{name}`"),
+        ));
     }
     if shape.iter().any(|&n| n < 1) || !info.width().is_multiple_of(tensor_type.block_size()) {
         let block = tensor_type.block_size();
-        let expected = format!("positive, with rows of a multiple of {block} elements, the block size of {tensor_type}, for `{name}`");
+        let expected = format!(
+            "positive, with rows of a multiple of {block} elements, the block size of {tensor_type}, for `{name}`"
+        );
         return Err(Error::values("shape", format!("{shape:?}"), expected));
     }
     Ok(())
@@ -208,14 +234,21 @@ fn encoded(kind: GgufType, numbers: &[f32], width: usize) -> Vec<u8> {
     /// Enough work for a thread to be worth its start.
     const ELEMENTS_OF_JOB: usize = 1 << 16;
     let rows = (ELEMENTS_OF_JOB / width).max(1);
-    let jobs: Vec<_> = numbers.chunks(rows * width).map(|rows| (rows, Mutex::default())).collect();
+    let jobs: Vec<_> = numbers
+        .chunks(rows * width)
+        .map(|rows| (rows, Mutex::default()))
+        .collect();
     parallel_for(jobs.len(), 1, |range| {
         for (rows, bytes) in &jobs[range] {
-            let mut bytes: std::sync::MutexGuard<'_, Vec<u8>> = bytes.lock().unwrap_or_else(PoisonError::into_inner);
-            rows.chunks(width).for_each(|row| encode(kind, row, &mut bytes));
+            let mut bytes: std::sync::MutexGuard<'_, Vec<u8>> =
+                bytes.lock().unwrap_or_else(PoisonError::into_inner);
+            rows.chunks(width)
+                .for_each(|row| encode(kind, row, &mut bytes));
         }
     });
-    let bytes = jobs.into_iter().map(|(_, bytes)| bytes.into_inner().unwrap_or_else(PoisonError::into_inner));
+    let bytes = jobs
+        .into_iter()
+        .map(|(_, bytes)| bytes.into_inner().unwrap_or_else(PoisonError::into_inner));
     bytes.collect::<Vec<_>>().concat()
 }
 

@@ -587,7 +587,11 @@ fn metadata_and_dense_tensors_come_back_as_they_were() {
     }
     writer.finish().unwrap();
     let again = GgufFile::open(&path).unwrap();
-    assert!(metadata.iter().all(|(key, value)| again.value(key) == Some(value)));
+    assert!(
+        metadata
+            .iter()
+            .all(|(key, value)| again.value(key) == Some(value))
+    );
     for tensor in again.tensors() {
         let found = tensor.dequantize(None, Kind::Float, Device::Cpu).unwrap();
         assert!(same(&found, &x), "{}", tensor.name());
@@ -605,7 +609,10 @@ fn a_file_that_cannot_be_completed_does_not_exist() {
     let error = text(begin(&[2, 48], GgufType::Q8_0).unwrap_err());
     assert!(error.contains("a multiple of 32 elements"), "{error}");
     let error = text(begin(&[2, 256], GgufType::Q3_K).unwrap_err());
-    assert!(error.contains("Q3_K") && error.contains("Q6_K for `x`"), "{error}");
+    assert!(
+        error.contains("Q3_K") && error.contains("Q6_K for `x`"),
+        "{error}"
+    );
     let mut writer = begin(&[2, 32], GgufType::F16).unwrap();
     for wrong in [f64::NAN, f64::INFINITY, 1e6] {
         let mut writer = begin(&[2, 32], GgufType::F16).unwrap();
@@ -613,7 +620,9 @@ fn a_file_that_cannot_be_completed_does_not_exist() {
         let error = text(writer.write(&x).unwrap_err());
         assert!(error.contains("at most 6.5504e4 in `x`"), "{error}");
     }
-    writer.write(&Tensor::ones([1, 32], (Kind::Float, Device::Cpu))).unwrap();
+    writer
+        .write(&Tensor::ones([1, 32], (Kind::Float, Device::Cpu)))
+        .unwrap();
     assert!(text(writer.finish().unwrap_err()).contains("`x` is incomplete"));
     assert_eq!(std::fs::read_dir(folder.path()).unwrap().count(), 0);
 }

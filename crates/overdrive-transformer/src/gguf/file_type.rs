@@ -1,7 +1,7 @@
 use std::fmt;
 use std::str::FromStr;
 
-use overdrive_quantization::{GgufTensorInfo, GgufType};
+use overdrive_quantization::GgufType;
 
 /// The type of the matrices in a GGUF file that is written, under the names of llama.cpp's `llama-quantize`
 /// (`q4_k_m`, in either case).
@@ -54,7 +54,9 @@ impl GgufFileType {
     fn row(self) -> (&'static str, u32, GgufType) {
         let found = TYPES.iter().find(|(kind, ..)| *kind == self);
         // A test checks that every type is in the table.
-        found.map_or(("", 0, GgufType::F32), |&(_, name, id, base)| (name, id, base))
+        found.map_or(("", 0, GgufType::F32), |&(_, name, id, base)| {
+            (name, id, base)
+        })
     }
 
     /// Returns the number in `general.file_type`.
@@ -68,7 +70,11 @@ impl GgufFileType {
         let (&[_, _] | &[_, _, _]) = shape else {
             return GgufType::F32;
         };
-        let in_f32 = ["_norm.weight", "ffn_gate_inp.weight", "position_embd.weight"];
+        let in_f32 = [
+            "_norm.weight",
+            "ffn_gate_inp.weight",
+            "position_embd.weight",
+        ];
         if !name.ends_with(".weight") || in_f32.iter().any(|end| name.ends_with(end)) {
             return GgufType::F32;
         }
@@ -76,7 +82,9 @@ impl GgufFileType {
             return base;
         }
         let fits = |kind: GgufType| {
-            let width = shape.last().map_or(0, |width| width.unsigned_abs() as usize);
+            let width = shape
+                .last()
+                .map_or(0, |width| width.unsigned_abs() as usize);
             width.is_multiple_of(kind.block_size())
         };
         let is_head = name == "output.weight" || mixture.tied && name == "token_embd.weight";
@@ -93,13 +101,17 @@ impl GgufFileType {
             other => other,
         };
         let all = [kind, fallback];
-        all.into_iter().find(|&kind| fits(kind)).unwrap_or(GgufType::F16)
+        all.into_iter()
+            .find(|&kind| fits(kind))
+            .unwrap_or(GgufType::F16)
     }
 }
 
 /// Returns the type of a matrix in a file of `Q4_K_M`.
 fn in_mixture(name: &str, mixture: Mixture) -> GgufType {
-    let layer = name.strip_prefix("blk.").and_then(|rest| rest.split_once('.'));
+    let layer = name
+        .strip_prefix("blk.")
+        .and_then(|rest| rest.split_once('.'));
     let Some((layer, part)) = layer else {
         return GgufType::Q4_K;
     };
@@ -125,17 +137,14 @@ impl FromStr for GgufFileType {
     type Err = overdrive_core::Error;
 
     fn from_str(name: &str) -> Result<Self, Self::Err> {
-        let found = TYPES.iter().find(|(_, own, ..)| own.eq_ignore_ascii_case(name));
+        let found = TYPES
+            .iter()
+            .find(|(_, own, ..)| own.eq_ignore_ascii_case(name));
         found.map(|(kind, ..)| *kind).ok_or_else(|| {
             let names: Vec<&str> = TYPES.iter().map(|(_, name, ..)| *name).collect();
             overdrive_core::Error::option("type", name, format!("one of {}", names.join(", ")))
         })
     }
-}
-
-/// Also serves as the table of tests.
-pub(super) fn file_types() -> impl Iterator<Item = GgufFileType> {
-    TYPES.iter().map(|(kind, ..)| *kind)
 }
 
 #[cfg(test)]
@@ -146,17 +155,30 @@ mod tests {
 
     #[test]
     fn names_are_read_as_they_are_written() {
-        for kind in file_types() {
+        for (kind, ..) in TYPES {
             assert_eq!(kind.to_string().parse::<GgufFileType>().unwrap(), kind);
-            assert_eq!(kind.to_string().to_uppercase().parse::<GgufFileType>().unwrap(), kind);
+            assert_eq!(
+                kind.to_string()
+                    .to_uppercase()
+                    .parse::<GgufFileType>()
+                    .unwrap(),
+                kind
+            );
         }
         let error = "q4_k_s".parse::<GgufFileType>().unwrap_err().to_string();
-        assert!(error.starts_with("`type` is q4_k_s; it must be one of f32, f16"), "{error}");
+        assert!(
+            error.starts_with("`type` is q4_k_s; it must be one of f32, f16"),
+            "{error}"
+        );
     }
 
     #[test]
     fn matrices_get_the_types_of_llama_cpp() {
-        let mixture = Mixture { layers: 16, experts: 0, tied: false };
+        let mixture = Mixture {
+            layers: 16,
+            experts: 0,
+            tied: false,
+        };
         let of = |kind: GgufFileType, name: &str, shape: &[i64]| kind.type_of(name, shape, mixture);
         use {GgufFileType as F, GgufType as T};
         assert_eq!(of(F::Q4_0, "blk.0.attn_norm.weight", &[256]), T::F32);
@@ -166,17 +188,38 @@ mod tests {
         assert_eq!(of(F::Q4_0, "output.weight", &[512, 96]), T::Q8_0);
         assert_eq!(of(F::Q8_0, "output.weight", &[512, 256]), T::Q8_0);
         assert_eq!(of(F::Q4_0, "token_embd.weight", &[512, 256]), T::Q4_0);
-        let tied = Mixture { tied: true, ..mixture };
-        assert_eq!(F::Q4_0.type_of("token_embd.weight", &[512, 256], tied), T::Q6_K);
+        let tied = Mixture {
+            tied: true,
+            ..mixture
+        };
+        assert_eq!(
+            F::Q4_0.type_of("token_embd.weight", &[512, 256], tied),
+            T::Q6_K
+        );
         assert_eq!(of(F::Q6_K, "blk.3.attn_q.weight", &[96, 96]), T::Q8_0);
         assert_eq!(of(F::Q4_K_M, "blk.3.attn_q.weight", &[96, 96]), T::Q5_0);
         assert_eq!(of(F::Q4_0, "blk.3.attn_q.weight", &[96, 80]), T::F16);
         let more: Vec<usize> = (0..16)
-            .filter(|layer| of(F::Q4_K_M, &format!("blk.{layer}.ffn_down.weight"), &[256, 256]) == T::Q6_K)
+            .filter(|layer| {
+                of(
+                    F::Q4_K_M,
+                    &format!("blk.{layer}.ffn_down.weight"),
+                    &[256, 256],
+                ) == T::Q6_K
+            })
             .collect();
         assert_eq!(more, [0, 1, 4, 7, 10, 13, 14, 15]);
-        let eight = Mixture { experts: 8, ..mixture };
-        assert_eq!(F::Q4_K_M.type_of("blk.5.attn_k.weight", &[256, 256], eight), T::Q8_0);
-        assert_eq!(F::Q4_K_M.type_of("blk.5.attn_output.weight", &[256, 256], eight), T::Q5_K);
+        let eight = Mixture {
+            experts: 8,
+            ..mixture
+        };
+        assert_eq!(
+            F::Q4_K_M.type_of("blk.5.attn_k.weight", &[256, 256], eight),
+            T::Q8_0
+        );
+        assert_eq!(
+            F::Q4_K_M.type_of("blk.5.attn_output.weight", &[256, 256], eight),
+            T::Q5_K
+        );
     }
 }

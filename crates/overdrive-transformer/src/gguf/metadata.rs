@@ -35,19 +35,26 @@ impl Metadata {
             rope: Vec::new(),
         };
         let name = GgufValue::String(architecture.to_owned());
-        metadata.values.insert("general.architecture".to_owned(), name);
+        metadata
+            .values
+            .insert("general.architecture".to_owned(), name);
         metadata
     }
 
     fn put(&mut self, name: &str, value: GgufValue) {
-        self.values.insert(format!("{}.{name}", self.architecture), value);
+        self.values
+            .insert(format!("{}.{name}", self.architecture), value);
     }
 
     /// Sets integers, of which all are sizes or counts.
     fn sizes<const N: usize>(&mut self, sizes: [(&str, i64); N]) -> Result<()> {
         for (name, size) in sizes {
             let size = u32::try_from(size).map_err(|_| {
-                overdrive_core::Error::option(format!("{}.{name}", self.architecture), size, "a number of 32 bits")
+                overdrive_core::Error::option(
+                    format!("{}.{name}", self.architecture),
+                    size,
+                    "a number of 32 bits",
+                )
             })?;
             self.put(name, GgufValue::U32(size));
         }
@@ -63,12 +70,21 @@ impl Metadata {
         Error::Unsupported {
             key: key.to_owned(),
             found: found.to_string(),
-            supported: format!("{supported}, in GGUF files of the architecture `{}`", self.architecture),
+            supported: format!(
+                "{supported}, in GGUF files of the architecture `{}`",
+                self.architecture
+            ),
         }
     }
 
     /// Checks an option against the only value that llama.cpp implements.
-    fn only(&self, is_so: bool, key: &str, found: impl std::fmt::Display, supported: &str) -> Result<()> {
+    fn only(
+        &self,
+        is_so: bool,
+        key: &str,
+        found: impl std::fmt::Display,
+        supported: &str,
+    ) -> Result<()> {
         match is_so {
             true => Ok(()),
             false => Err(self.without(key, found, supported)),
@@ -121,10 +137,15 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
             own.sizes([("expert_feed_forward_length", experts.moe_intermediate_size)])?;
         }
     }
-    if let (true, Some(window)) = (!matches!(family, F::Qwen2 | F::Qwen3 | F::Qwen3Moe), config.sliding_window) {
+    if let (true, Some(window)) = (
+        !matches!(family, F::Qwen2 | F::Qwen3 | F::Qwen3Moe),
+        config.sliding_window,
+    ) {
         own.sizes([("attention.sliding_window", window)])?;
         if !family.is_later_gemma() && window < context {
-            tracing::warn!("llama.cpp attends to all tokens where this model attends to the last {window}");
+            tracing::warn!(
+                "llama.cpp attends to all tokens where this model attends to the last {window}"
+            );
         }
     }
     if let Some(bound) = config.attention_softcap() {
@@ -151,13 +172,24 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
         _ => &["silu", "swish"],
     };
     let activation = config.hidden_act.as_str();
-    own.only(activations.contains(&activation), "hidden_act", activation, activations[0])?;
-    let biased = config.attention_bias && !matches!(family, F::Llama | F::Mistral | F::Mixtral | F::Qwen2);
+    own.only(
+        activations.contains(&activation),
+        "hidden_act",
+        activation,
+        activations[0],
+    )?;
+    let biased =
+        config.attention_bias && !matches!(family, F::Llama | F::Mistral | F::Mixtral | F::Qwen2);
     own.only(!biased, "attention_bias", true, "false")?;
     own.only(!config.qk_layernorm, "qk_layernorm", true, "false")?;
     if family.is_phi() {
         let width = config.hidden_size / config.num_attention_heads;
-        own.only(config.head_dim() == width, "head_dim", config.head_dim(), &width.to_string())?;
+        own.only(
+            config.head_dim() == width,
+            "head_dim",
+            config.head_dim(),
+            &width.to_string(),
+        )?;
     }
     if matches!(family, F::Qwen2 | F::Qwen3 | F::Qwen3Moe) {
         let slides = (0..config.num_hidden_layers).any(|layer| config.window(layer).is_some());
@@ -166,10 +198,20 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
     if let Some(experts) = &config.experts {
         own.only(experts.norm_topk_prob, "norm_topk_prob", false, "true")?;
         let all = (0..config.num_hidden_layers).all(|layer| config.experts_of(layer).is_some());
-        own.only(all, "decoder_sparse_step", "a model with some layers without experts", "experts in every layer")?;
+        own.only(
+            all,
+            "decoder_sparse_step",
+            "a model with some layers without experts",
+            "experts in every layer",
+        )?;
     }
     if family.is_gemma() && family != F::Gemma3 {
-        own.only(config.tie_word_embeddings, "tie_word_embeddings", false, "true")?;
+        own.only(
+            config.tie_word_embeddings,
+            "tie_word_embeddings",
+            false,
+            "true",
+        )?;
     }
     if family.is_later_gemma() {
         let largest = LARGEST_GEMMAS.contains(&(family, config.num_hidden_layers));
@@ -178,7 +220,12 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
             false => config.head_dim() as f64,
         };
         let found = config.query_pre_attn_scalar;
-        own.only(found == expected, "query_pre_attn_scalar", found, &expected.to_string())?;
+        own.only(
+            found == expected,
+            "query_pre_attn_scalar",
+            found,
+            &expected.to_string(),
+        )?;
         let every = if family == F::Gemma2 { 2 } else { 6 };
         let usual = |layer: i64| config.window(layer).is_some() == ((layer + 1) % every != 0);
         let is_usual = (0..config.num_hidden_layers).all(usual);
@@ -193,7 +240,12 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
     }
     if family == F::Gemma2 {
         let has_bounds = config.attention_softcap().is_some() && config.logit_softcap().is_some();
-        own.only(has_bounds, "attn_logit_softcapping, final_logit_softcapping", "null", "two numbers")?;
+        own.only(
+            has_bounds,
+            "attn_logit_softcapping, final_logit_softcapping",
+            "null",
+            "two numbers",
+        )?;
     }
     Ok(())
 }
@@ -208,7 +260,10 @@ fn rope(own: &mut Metadata, config: &LlamaConfig) -> Result<()> {
         RopeScaling::Yarn(yarn) => {
             own.only(yarn.truncate, "truncate", false, "true")?;
             own.number("rope.scaling.factor", yarn.factor);
-            own.sizes([("rope.scaling.original_context_length", yarn.original_max_position_embeddings)])?;
+            own.sizes([(
+                "rope.scaling.original_context_length",
+                yarn.original_max_position_embeddings,
+            )])?;
             own.number("rope.scaling.yarn_beta_fast", yarn.beta_fast);
             own.number("rope.scaling.yarn_beta_slow", yarn.beta_slow);
             // llama.cpp multiplies YaRN's own factor by it; transformers replaces that by another.
@@ -221,11 +276,21 @@ fn rope(own: &mut Metadata, config: &LlamaConfig) -> Result<()> {
         }
         RopeScaling::LongRope(long) => {
             let has_factors = ["llama", "phi3"].contains(&own.architecture);
-            own.only(has_factors, "rope_type", "longrope", "default, linear, yarn")?;
-            own.sizes([("rope.scaling.original_context_length", long.original_max_position_embeddings)])?;
+            own.only(
+                has_factors,
+                "rope_type",
+                "longrope",
+                "default, linear, yarn",
+            )?;
+            own.sizes([(
+                "rope.scaling.original_context_length",
+                long.original_max_position_embeddings,
+            )])?;
             own.number("rope.scaling.attn_factor", long.attention_scale());
-            own.rope.push(("rope_factors_long.weight", long.long_factor.clone()));
-            own.rope.push(("rope_factors_short.weight", long.short_factor.clone()));
+            own.rope
+                .push(("rope_factors_long.weight", long.long_factor.clone()));
+            own.rope
+                .push(("rope_factors_short.weight", long.short_factor.clone()));
             "longrope"
         }
         &RopeScaling::Llama3 {
@@ -234,18 +299,34 @@ fn rope(own: &mut Metadata, config: &LlamaConfig) -> Result<()> {
             high_freq_factor,
             original_max_position_embeddings,
         } => {
-            own.only(own.architecture == "llama", "rope_type", "llama3", "default, linear, yarn")?;
+            own.only(
+                own.architecture == "llama",
+                "rope_type",
+                "llama3",
+                "default, linear, yarn",
+            )?;
             let bounds = (low_freq_factor, high_freq_factor);
             let original = original_max_position_embeddings as f64;
             let pairs = config.rotary_dim() / 2;
             let divisor = |pair: i64| {
-                super::config::llama3_divisor(config.rope_theta, pair as f64 / pairs as f64, original, bounds, factor)
+                super::config::llama3_divisor(
+                    config.rope_theta,
+                    pair as f64 / pairs as f64,
+                    original,
+                    bounds,
+                    factor,
+                )
             };
-            own.rope.push(("rope_freqs.weight", (0..pairs).map(divisor).collect()));
+            own.rope
+                .push(("rope_freqs.weight", (0..pairs).map(divisor).collect()));
             return Ok(());
         }
         RopeScaling::Dynamic { .. } => {
-            return Err(own.without("rope_type", "dynamic", "default, linear, yarn, longrope, llama3"));
+            return Err(own.without(
+                "rope_type",
+                "dynamic",
+                "default, linear, yarn, longrope, llama3",
+            ));
         }
     };
     own.put("rope.scaling.type", GgufValue::String(kind.to_owned()));
@@ -257,8 +338,18 @@ fn of_gpt2(config: &Gpt2Config) -> Result<Metadata> {
     let activation = config.activation_function.as_str();
     let is_gelu = ["gelu_new", "gelu_pytorch_tanh"].contains(&activation);
     own.only(is_gelu, "activation_function", activation, "gelu_new")?;
-    own.only(config.scale_attn_weights, "scale_attn_weights", false, "true")?;
-    own.only(!config.scale_attn_by_inverse_layer_idx, "scale_attn_by_inverse_layer_idx", true, "false")?;
+    own.only(
+        config.scale_attn_weights,
+        "scale_attn_weights",
+        false,
+        "true",
+    )?;
+    own.only(
+        !config.scale_attn_by_inverse_layer_idx,
+        "scale_attn_by_inverse_layer_idx",
+        true,
+        "false",
+    )?;
     own.sizes([
         ("block_count", config.n_layer),
         ("context_length", config.n_positions),

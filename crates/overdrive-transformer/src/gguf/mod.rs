@@ -1,5 +1,6 @@
 //! Models from and to GGUF files: metadata and configuration, llama.cpp's names and those of transformers.
 
+mod adapter;
 mod config;
 mod end_of_text;
 mod file_type;
@@ -9,6 +10,7 @@ mod metadata;
 mod names;
 mod save;
 
+pub use adapter::save_gguf_adapter;
 pub use end_of_text::end_of_text_tokens;
 pub use file_type::GgufFileType;
 pub use generation_config::generation_config_from_gguf;

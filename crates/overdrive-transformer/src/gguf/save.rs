@@ -66,10 +66,14 @@ impl CausalLm {
         let mut own = metadata(config)?;
         let text = |text: &str| GgufValue::String(text.to_owned());
         own.values.insert("general.type".to_owned(), text("model"));
-        own.values.insert("general.file_type".to_owned(), GgufValue::U32(options.file_type.id()));
+        own.values.insert(
+            "general.file_type".to_owned(),
+            GgufValue::U32(options.file_type.id()),
+        );
         own.values.extend(options.metadata.clone());
         let planned = plan(config, options.file_type)?;
-        let mut infos: Vec<GgufTensorInfo> = planned.iter().map(|tensor| tensor.info.clone()).collect();
+        let mut infos: Vec<GgufTensorInfo> =
+            planned.iter().map(|tensor| tensor.info.clone()).collect();
         infos.extend(own.rope.iter().map(|(name, divisors)| GgufTensorInfo {
             name: (*name).to_owned(),
             shape: vec![divisors.len() as i64],
@@ -77,7 +81,11 @@ impl CausalLm {
         }));
         let mut writer = GgufWriter::create(path, &own.values, infos)?;
         let weights = Weights::of(self);
-        let total: i64 = planned.iter().flat_map(|tensor| &tensor.parts).map(ParameterSpec::numel).sum();
+        let total: i64 = planned
+            .iter()
+            .flat_map(|tensor| &tensor.parts)
+            .map(ParameterSpec::numel)
+            .sum();
         let mut done = 0;
         let mut report = |elements: i64| {
             done += elements;
@@ -104,7 +112,10 @@ impl CausalLm {
 /// Assigns every parameter to a tensor of the file.
 fn plan(config: &ModelConfig, file_type: GgufFileType) -> Result<Vec<Planned>> {
     let experts = match config {
-        ModelConfig::Llama(config) => config.experts.as_ref().map_or(0, |experts| experts.num_experts),
+        ModelConfig::Llama(config) => config
+            .experts
+            .as_ref()
+            .map_or(0, |experts| experts.num_experts),
         ModelConfig::Gpt2(_) => 0,
     };
     let mixture = Mixture {
@@ -134,7 +145,11 @@ fn plan(config: &ModelConfig, file_type: GgufFileType) -> Result<Vec<Planned>> {
         }
         let tensor_type = file_type.type_of(&name, &shape, mixture);
         planned.push(Planned {
-            info: GgufTensorInfo { name, shape, tensor_type },
+            info: GgufTensorInfo {
+                name,
+                shape,
+                tensor_type,
+            },
             parts: vec![spec],
         });
     }
@@ -161,7 +176,10 @@ impl Weights {
 
     /// Returns a parameter in fp32 as llama.cpp stores it.
     fn stored(&self, spec: &ParameterSpec, config: &ModelConfig) -> Result<Tensor> {
-        let mut weight = match (self.dense.get(&spec.name), self.quantized.get(spec.module())) {
+        let mut weight = match (
+            self.dense.get(&spec.name),
+            self.quantized.get(spec.module()),
+        ) {
             (Some(dense), _) => {
                 let dense = dense.f_to_kind(Kind::Float)?;
                 match spec.role {
@@ -172,7 +190,9 @@ impl Weights {
             // A quantized weight is `(O, I)` whatever its role.
             (None, Some(quantized)) => quantized.dequantize(Kind::Float)?,
             (None, None) => {
-                return Err(overdrive_core::Error::internal(format!("no weight `{}`", spec.name)).into());
+                return Err(
+                    overdrive_core::Error::internal(format!("no weight `{}`", spec.name)).into(),
+                );
             }
         };
         if let ModelConfig::Llama(config) = config {
