@@ -20,8 +20,8 @@ use overdrive::optim::LrSchedulerType;
 use overdrive::trainer::{
     Seq2SeqPair, TrainingArguments, TrainingRun, exact_matches, exit, load_seq2seq, print_line,
 };
-use overdrive::transformer::{InitOptions, LoadOptions, SaveOptions, Seq2SeqLm};
-use overdrive_examples::words::{END, letters, small_config, words_to_reverse};
+use overdrive::transformer::{LoadOptions, SaveOptions, Seq2SeqLm};
+use overdrive_examples::words::{END, small_model, words_to_reverse};
 use tch::Device;
 
 /// Trains an encoder-decoder model (T5, BART) on source and target pairs
@@ -71,14 +71,7 @@ pub(crate) fn run(flags: &Flags) -> Result<f64> {
             let model = Seq2SeqLm::from_pretrained(folder, &options)?;
             (model, load_tokenizer(folder)?)
         }
-        None => {
-            let options = InitOptions {
-                device,
-                seed: flags.seed,
-                ..InitOptions::default()
-            };
-            (Seq2SeqLm::new(&small_config(), &options)?, letters()?)
-        }
+        None => small_model(flags.seed, device)?,
     };
     let pairs = match &flags.data {
         Some(path) => Seq2SeqPair::read(path)?,

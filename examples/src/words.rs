@@ -4,8 +4,9 @@ use anyhow::Result;
 use overdrive::core::random::Generator;
 use overdrive::datasets::Tokenizer;
 use overdrive::trainer::Seq2SeqPair;
-use overdrive::transformer::{Seq2SeqConfig, T5Config};
+use overdrive::transformer::{InitOptions, Seq2SeqConfig, Seq2SeqLm, T5Config};
 use serde_json::{Map, json};
+use tch::Device;
 
 /// Makes words of two to five of the first eight letters, each with the same word reversed.
 pub fn words_to_reverse(seed: u64, count: usize) -> Vec<Seq2SeqPair> {
@@ -26,7 +27,7 @@ pub fn words_to_reverse(seed: u64, count: usize) -> Vec<Seq2SeqPair> {
 pub const END: &str = "</s>";
 
 /// Returns a tokenizer of 29 tokens: padding, the end of sequence, an unknown letter, and the letters a to z.
-pub fn letters() -> Result<Tokenizer> {
+fn letters() -> Result<Tokenizer> {
     let special = ["<pad>", END, "<unk>"];
     let letters = (b'a'..=b'z').map(|letter| char::from(letter).to_string());
     let tokens = special.iter().map(ToString::to_string).chain(letters);
@@ -56,7 +57,7 @@ pub fn letters() -> Result<Tokenizer> {
 }
 
 /// Returns the configuration of a T5 of 0.2 million parameters for [`letters`].
-pub fn small_config() -> Seq2SeqConfig {
+fn small_config() -> Seq2SeqConfig {
     T5Config {
         vocab_size: 30,
         d_model: 64,
@@ -71,4 +72,14 @@ pub fn small_config() -> Seq2SeqConfig {
         ..T5Config::default()
     }
     .into()
+}
+
+/// Returns a small T5 of random weights with its tokenizer.
+pub fn small_model(seed: u64, device: Device) -> Result<(Seq2SeqLm, Tokenizer)> {
+    let options = InitOptions {
+        device,
+        seed,
+        ..InitOptions::default()
+    };
+    Ok((Seq2SeqLm::new(&small_config(), &options)?, letters()?))
 }

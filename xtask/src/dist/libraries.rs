@@ -104,7 +104,6 @@ fn judge(program: &str, list: &str, made: &Path, outside: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
-
     use super::*;
 
     #[test]
