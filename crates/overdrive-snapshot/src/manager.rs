@@ -2,6 +2,7 @@ use std::collections::hash_map::RandomState;
 use std::hash::{BuildHasher, Hasher};
 use std::path::{Path, PathBuf};
 use std::sync::Arc;
+use std::sync::atomic::AtomicBool;
 use std::time::Instant;
 
 use crate::folder::{self, Listing};
@@ -28,6 +29,8 @@ pub struct SnapshotManager {
     lock: Option<FolderLock>,
     staging: Staging,
     writer: Option<Writer>,
+    /// The flag that is set when the process is to end.
+    interrupt: Option<Arc<AtomicBool>>,
     /// The outcomes since the last call of [`SnapshotManager::outcomes`].
     outcomes: Vec<SaveOutcome>,
 }
@@ -87,8 +90,15 @@ impl SnapshotManager {
             lock,
             staging: Staging::new(max_pinned_bytes),
             writer: None,
+            interrupt: None,
             outcomes: Vec::new(),
         })
+    }
+
+    /// Sets the flag that tells later saves that the process is to end, such as by a signal. From then on a rank waits
+    /// neither for a lost rank nor for one that has written nothing for 30 seconds.
+    pub fn set_interrupt(&mut self, interrupt: Arc<AtomicBool>) {
+        self.interrupt = Some(interrupt);
     }
 
     /// Returns `true` on rank 0.
@@ -174,7 +184,7 @@ impl SnapshotManager {
             run: self.run,
             lock: self.lock.clone(),
             peer_timeout: self.options.peer_timeout,
-            interrupt: self.options.interrupt.clone(),
+            interrupt: self.interrupt.clone(),
             quiet_limit: QUIET_LIMIT,
             peers: peers.clone(),
         };

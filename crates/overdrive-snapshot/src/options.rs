@@ -1,5 +1,3 @@
-use std::sync::Arc;
-use std::sync::atomic::AtomicBool;
 use std::time::Duration;
 
 use crate::FolderLock;
@@ -36,9 +34,6 @@ pub struct SnapshotOptions {
     /// How long rank 0 waits for the entries of the other ranks, and the other ranks for rank 0. Default: 30 minutes. A
     /// rank that fails notifies the others at once; for a lost rank, they wait a sixtieth of this time.
     pub peer_timeout: Duration,
-    /// A flag that is set when the process is to end, such as by a signal. From then on a rank waits neither for a lost
-    /// rank nor for one that has written nothing for 30 seconds. Default: `None`.
-    pub interrupt: Option<Arc<AtomicBool>>,
     /// The lock on the folder, if the program has taken it already. Default: `None`, the manager takes it.
     pub lock: Option<FolderLock>,
 }
@@ -52,7 +47,6 @@ impl Default for SnapshotOptions {
             max_pinned_bytes: 16 << 30,
             shared_folder: true,
             peer_timeout: Duration::from_secs(30 * 60),
-            interrupt: None,
             lock: None,
         }
     }

@@ -5,7 +5,11 @@ use std::path::{Path, PathBuf};
 
 use overdrive::datasets::{TokenStore, load_tokenizer};
 use overdrive::distributed::ProcessGroup;
-use overdrive::trainer::{IntervalStrategy, ModelArguments, TextData, TrainingArguments};
+use overdrive::trainer::{
+    IntervalStrategy, ModelArguments, RunFolder, TextData, TrainingArguments, new_model,
+    write_results,
+};
+use tch::Device;
 
 use crate::tokenize_example::{Flags, run};
 
@@ -145,6 +149,35 @@ fn every_format_of_text_gives_the_same_folder_of_tokens_and_train_takes_it() {
         "{}",
         error(&lines)
     );
+}
+
+#[test]
+fn samples_continue_documents_of_a_file_that_is_emptied_after_the_last_step() {
+    let folder = tempfile::tempdir().unwrap();
+    let (text, out) = (folder.path().join("a.txt"), folder.path().join("tokens"));
+    let lines: String = (0..30).map(|number| document(number) + "\n").collect();
+    fs::write(&text, lines).unwrap();
+    let flags = Flags {
+        lines: true,
+        ..flags(text, out.clone())
+    };
+    run(&flags, |_| {}).unwrap();
+    let arguments = TrainingArguments {
+        samples: 2,
+        output_dir: Some(folder.path().join("run")),
+        ..arguments(&out)
+    };
+    let (data, _) = prepare(&arguments).unwrap();
+    let model = new_model(&arguments, &data, Device::Cpu).unwrap();
+    let run = RunFolder::create(&arguments).unwrap();
+    // The program still has it in its memory map, without bytes.
+    let tokens = fs::File::options()
+        .write(true)
+        .open(out.join("text.tokens"));
+    tokens.unwrap().set_len(0).unwrap();
+    let results = write_results(&run, &arguments, &data, &model, None, None).unwrap();
+    assert_eq!(results.samples.len(), 2);
+    assert!(results.samples[0].prompt.starts_with("document "));
 }
 
 /// Writes tokens as nanoGPT's prepare.py does.

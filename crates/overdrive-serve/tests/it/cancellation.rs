@@ -88,7 +88,7 @@ fn read_until(stream: &mut TcpStream, text: &str) -> Vec<u8> {
 fn a_client_that_closes_its_sending_half_gets_its_answer() {
     let server = TestServer::start(|_| {});
     let address = server.address;
-    let body = |stream: bool| json!({"prompt": "a", "max_tokens": 8, "stream": stream, "ignore_eos": true});
+    let body = |stream: bool| json!({"prompt": "a", "max_tokens": 8, "temperature": 0, "stream": stream, "ignore_eos": true});
     let ask = |stream: bool, version: &str| {
         let body = body(stream).to_string();
         let head = format!(

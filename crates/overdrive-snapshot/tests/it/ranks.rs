@@ -303,10 +303,10 @@ fn a_rank_that_is_to_end_does_not_wait_for_a_lost_one_at_all() {
         let options = SnapshotOptions {
             // A sixtieth of it is more than a test takes.
             peer_timeout: Duration::from_secs(60 * 60 * 60),
-            interrupt: Some(Arc::new(AtomicBool::new(true))),
             ..SnapshotOptions::default()
         };
         let mut manager = manager(dir.path(), options, own);
+        manager.set_interrupt(Arc::new(AtomicBool::new(true)));
         if rank == 1 {
             lost.lock().unwrap().push(1);
             return None;

@@ -141,12 +141,8 @@ impl RunBuilder {
         let ddp = arguments.data_parallel(&group, shared(&parameters))?;
         let mut accumulator = GradientAccumulator::with_sync(arguments.accumulation(), ddp)?
             .with_scaler(precision.new_scaler()?);
-        let interrupt = match self.interrupt {
-            Some(interrupt) => interrupt,
-            None => Interrupt::install()?,
-        };
-        let snapshots = match &self.folder {
-            Some(folder) => Some(folder.snapshots_until(&group, &arguments, Some(&interrupt))?),
+        let mut snapshots = match &self.folder {
+            Some(folder) => Some(folder.snapshots(&group, &arguments)?),
             None => None,
         };
         let resumed = match &snapshots {
@@ -173,6 +169,13 @@ impl RunBuilder {
         let mut log = RunLog::begin(
             &arguments, &plan, precision, device, devices, self.model, prints,
         )?;
+        let interrupt = match self.interrupt {
+            Some(interrupt) => interrupt,
+            None => Interrupt::install()?,
+        };
+        if let Some(snapshots) = &mut snapshots {
+            snapshots.set_interrupt(interrupt.flag());
+        }
         let mut files = self.files;
         files.push(fingerprints.to_file());
 

@@ -13,8 +13,8 @@ use serde::{Deserialize, Serialize};
 use super::fingerprints::Fingerprints;
 use super::folder::RunFolder;
 use super::plan::TrainingPlan;
+use crate::Result;
 use crate::arguments::{Metric, ReportTo, ResumeFromCheckpoint, TrainingArguments};
-use crate::{Interrupt, Result};
 
 impl RunFolder {
     /// Opens the snapshots of the folder, `checkpoint-<step>`. Each process of `group` calls it.
@@ -26,21 +26,10 @@ impl RunFolder {
         group: &ProcessGroup,
         arguments: &TrainingArguments,
     ) -> Result<SnapshotManager> {
-        self.snapshots_until(group, arguments, None)
-    }
-
-    /// Opens the snapshots of a run that `interrupt` ends.
-    pub(super) fn snapshots_until(
-        &self,
-        group: &ProcessGroup,
-        arguments: &TrainingArguments,
-        interrupt: Option<&Interrupt>,
-    ) -> Result<SnapshotManager> {
         // A rank that returned an error here would leave the others waiting: the manager fails on all of them.
         let lock = group.is_main().then(|| self.lock().ok()).flatten();
         let options = SnapshotOptions {
             lock,
-            interrupt: interrupt.map(Interrupt::flag),
             ..arguments.snapshot_options()
         };
         let ranks = Box::new(group.clone());
