@@ -301,3 +301,60 @@ fn quoted(word: &str) -> String {
     }
     format!("'{}'", word.replace('\'', r"'\''"))
 }
+
+#[cfg(test)]
+pub(crate) fn words(words: &[&str]) -> Vec<OsString> {
+    words.iter().map(OsString::from).collect()
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_printed_command_can_be_pasted() {
+        let cargo = example("train", &words(&["--data", "my text.txt", "--steps", "3"]));
+        assert_eq!(
+            cargo.line(),
+            "cargo run --release -p overdrive-examples --example train -- --data 'my text.txt' \
+             --steps 3"
+        );
+        assert_eq!(
+            docs(&[]).line(),
+            format!(
+                "RUSTDOCFLAGS='-D warnings' cargo doc --no-deps --workspace {}",
+                ALL_FEATURES.join(" ")
+            )
+        );
+        assert_eq!(
+            example("train", &words(&["--", "--steps", "3"])).line(),
+            example("train", &words(&["--steps", "3"])).line()
+        );
+        assert_eq!(quoted("it's"), r"'it'\''s'");
+        assert_eq!(quoted(""), "''");
+    }
+
+    #[test]
+    fn the_folders_of_our_own_build_are_not_passed_on() {
+        let workspace = Path::new("/w");
+        let cut = |paths: &str| without_own_folders(OsStr::new(paths), workspace);
+        assert_eq!(
+            cut("/w/target/xtask/release/deps:/opt/lib"),
+            Some("/opt/lib".into())
+        );
+        assert_eq!(cut("/w/target/xtask/release/deps"), None);
+    }
+
+    #[test]
+    fn the_host_is_read_from_what_rustc_prints() {
+        let version = "rustc 1.95.0\nbinary: rustc\nhost: x86_64-unknown-linux-gnu\n";
+        assert_eq!(host_of(version).unwrap(), "x86_64-unknown-linux-gnu");
+        assert!(host_of("").is_err());
+    }
+
+    #[test]
+    fn the_workspace_is_the_folder_with_the_virtual_manifest() {
+        let manifest = std::fs::read_to_string(workspace().join("Cargo.toml")).unwrap();
+        assert!(manifest.starts_with("[workspace]"));
+    }
+}

@@ -150,3 +150,103 @@ fn judge(metrics: &str, path: &Path) -> Result<(f64, f64)> {
     }
     Ok((first, last))
 }
+
+#[cfg(test)]
+mod tests {
+    use std::path::PathBuf;
+
+    use super::*;
+
+    fn metrics(loss: impl Fn(usize) -> String) -> String {
+        (1..=STEPS)
+            .map(|step| format!("{{\"step\":{step},\"loss\":{}}}\n", loss(step)))
+            .collect()
+    }
+
+    fn judged(metrics: &str) -> std::result::Result<(f64, f64), String> {
+        judge(metrics, Path::new("metrics.jsonl")).map_err(|failure| failure.to_string())
+    }
+
+    #[test]
+    fn a_loss_that_falls_passes() {
+        let (first, last) =
+            judged(&metrics(|step| format!("{}", 8.3 - step as f64 * 0.03))).unwrap();
+        assert!(
+            (first - 8.21).abs() < 1e-9 && (last - 6.56).abs() < 1e-9,
+            "{first} {last}"
+        );
+    }
+
+    #[test]
+    fn a_loss_that_stays_is_not_finite_or_ends_early_does_not_pass() {
+        assert!(
+            judged(&metrics(|_| "8.3".into()))
+                .unwrap_err()
+                .contains("must fall")
+        );
+        assert!(judged(&metrics(|step| format!("{}", 8.0 + step as f64))).is_err());
+        let nan = metrics(|step| {
+            if step == 9 {
+                "null".into()
+            } else {
+                format!("{}", 9 - step / 10)
+            }
+        });
+        assert!(judged(&nan).unwrap_err().contains("line 9"));
+        let early: String = metrics(|step| format!("{}", 9 - step / 10))
+            .lines()
+            .take(30)
+            .map(|l| format!("{l}\n"))
+            .collect();
+        assert!(
+            judged(&early)
+                .unwrap_err()
+                .contains("60 steps were requested, but there are 30")
+        );
+    }
+
+    /// Cargo skips such a test silently.
+    #[test]
+    fn a_library_whose_tests_are_off_has_none() {
+        let root = cargo::workspace();
+        let folders = fs::read_dir(root.join("crates")).unwrap();
+        let mut packages: Vec<PathBuf> = folders.map(|entry| entry.unwrap().path()).collect();
+        packages.extend(["examples", "benches", "gpu-check", "xtask"].map(|name| root.join(name)));
+        let mut off = 0;
+        for package in packages {
+            let manifest = fs::read_to_string(package.join("Cargo.toml")).unwrap();
+            if !manifest.contains("[lib]\ntest = false") {
+                continue;
+            }
+            off += 1;
+            for source in sources(&package.join("src")) {
+                let text = fs::read_to_string(&source).unwrap();
+                assert!(
+                    !text.contains("#[test]"),
+                    "{} has a test; its package's Cargo.toml says `[lib] test = false`",
+                    source.display()
+                );
+            }
+        }
+        assert!(off > 0, "some package turns the tests of its library off");
+    }
+
+    fn sources(folder: &Path) -> Vec<PathBuf> {
+        let mut found = Vec::new();
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            if path.is_dir() {
+                found.extend(sources(&path));
+            } else if path.extension().is_some_and(|extension| extension == "rs") {
+                found.push(path);
+            }
+        }
+        found
+    }
+
+    #[test]
+    fn a_step_that_is_missing_is_named() {
+        let text = metrics(|_| "1.0".into()).replace("\"step\":7,", "\"step\":8,");
+        assert!(judged(&text).unwrap_err().contains("expected step 7"));
+    }
+}

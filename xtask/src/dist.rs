@@ -235,4 +235,13 @@ mod tests {
                 .contains("not a folder")
         );
     }
+
+    #[test]
+    fn what_is_in_the_making_goes_when_the_making_fails() {
+        let folder = tempfile::tempdir().unwrap();
+        let made = Made(folder.path().join(".overdrive.unfinished-1"));
+        fs::create_dir_all(made.0.join("lib")).unwrap();
+        drop(made);
+        assert_eq!(fs::read_dir(folder.path()).unwrap().count(), 0);
+    }
 }

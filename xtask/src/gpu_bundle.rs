@@ -226,4 +226,27 @@ mod tests {
             "{text}"
         );
     }
+
+    #[test]
+    fn only_a_bundle_is_replaced() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join(MANIFEST);
+        fs::write(&path, r#"{"format": "overdrive-dist"}"#).unwrap();
+        assert!(!is_bundle(folder.path()));
+        fs::write(&path, format!(r#"{{"format": "{FORMAT}"}}"#)).unwrap();
+        assert!(is_bundle(folder.path()));
+    }
+
+    #[test]
+    fn the_scripts_of_the_comparison_are_in_the_repository() {
+        for script in SCRIPTS {
+            assert!(
+                cargo::workspace()
+                    .join("benches/pytorch")
+                    .join(script)
+                    .exists(),
+                "{script}"
+            );
+        }
+    }
 }

@@ -68,6 +68,15 @@ mod tests {
     const ABC: &str = "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad";
 
     #[test]
+    fn the_hash_is_the_one_of_the_standard() {
+        let folder = tempfile::tempdir().unwrap();
+        let path = folder.path().join("abc");
+        fs::write(&path, "abc").unwrap();
+        assert_eq!(sha256(&path).unwrap(), ABC);
+        assert!(verify(&path, ABC).is_ok());
+    }
+
+    #[test]
     fn a_file_with_another_hash_is_removed_and_both_hashes_are_said() {
         let folder = tempfile::tempdir().unwrap();
         let path = folder.path().join("abd");

@@ -109,3 +109,22 @@ fn run(command: &mut Command) -> Result<()> {
         ),
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    const TABLE_TEXT: &str = r#"{"hidden_pointers": 2, "sources": {"a.py": "1"}, "targets": {"x": 1}, "variants": [{"sha256": "7"}]}"#;
+
+    #[test]
+    fn code_that_differs_is_found_and_another_compression_is_not() {
+        compare(TABLE_TEXT, &TABLE_TEXT.replace(r#""x": 1"#, r#""x": 2"#)).unwrap();
+        let failure = compare(TABLE_TEXT, &TABLE_TEXT.replace("\"7\"", "\"8\"")).unwrap_err();
+        let text = failure.to_string();
+        assert!(
+            text.contains("`variants` of kernels.json differs"),
+            "{text}"
+        );
+        assert!(text.contains("cargo xtask kernels"), "{text}");
+    }
+}

@@ -150,3 +150,19 @@ fn without_item_links(paragraph: &str) -> String {
     }
     out + rest
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn the_documentation_of_a_crate_becomes_its_readme() {
+        let source = "//! Reads [`File`](crate::File)s and [a page](https://example.com) by [`open`], [`x`][y],\n//! [two\n//! lines](crate::z).\n//!\n\
+            //! ```no_run\n//! # fn main() {\n//! let a = [1];\n//! #[derive(Debug)]\n//! # }\n//! ```\n//!\n\
+            //! # Limits\n//!\n//! | a[0] |\n//!\n//! ```toml\n//! # a comment\n//! ```\n//!\n//! [y]: crate::y\nmod x;\n";
+        let wanted = "# a-crate\n\nReads `File`s and [a page](https://example.com) by `open`, `x`,\ntwo\nlines.\n\n\
+            ```rust\nlet a = [1];\n#[derive(Debug)]\n```\n\n## Limits\n\n| a[0] |\n\n```toml\n# a comment\n```\n\n---";
+        let readme = readme("a-crate", source);
+        assert!(readme.starts_with(wanted), "{readme}");
+    }
+}

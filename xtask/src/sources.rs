@@ -145,44 +145,102 @@ mod tests {
     }
 
     #[test]
-    fn a_build_takes_headers_licences_and_the_libraries_of_its_variant() {
+    fn of_the_wheels_a_cpu_build_takes_headers_and_seven_libraries() {
         for (name, to) in [
             ("torch/include/ATen/ATen.h", "include/ATen/ATen.h"),
             ("torch/lib/libtorch_cpu.so", "lib/libtorch_cpu.so"),
+            ("torch/lib/libc10.so", "lib/libc10.so"),
             ("torch/lib/libgomp.so.1", "lib/libgomp.so.1"),
+            ("torch/lib/libarm_compute.so", "lib/libarm_compute.so"),
             ("nvidia/cu13/lib/libcudart.so.13", "lib/libcudart.so.13"),
-            ("libtorch/lib/libtorch.so", "lib/libtorch.so"),
-            ("libtorch/build-version", "build-version"),
+            ("nvidia/cu13/lib/libcupti.so.13", "lib/libcupti.so.13"),
+        ] {
+            assert_eq!(cpu(name).as_deref(), Some(to), "{name}");
+        }
+        for name in [
+            "torch/lib/libtorch.so",
+            "torch/lib/libtorch_cuda.so",
+            "torch/lib/libc10_cuda.so",
+            "torch/lib/libtorch_python.so",
+            "torch/lib/libshm/libshm.h",
+            "torch/nn/functional.py",
+            "torch/_C.cpython-311-x86_64-linux-gnu.so",
+            "torch-2.11.0.dist-info/METADATA",
+            "nvidia/cu13/lib/libnvperf_host.so",
+            "nvidia/cu13/include/cupti.h",
+            "torch/include/",
+        ] {
+            assert_eq!(cpu(name), None, "{name}");
+        }
+    }
+
+    #[test]
+    fn a_cuda_build_takes_the_cuda_libraries_of_torch_and_of_nvidia() {
+        for name in [
+            "torch/lib/libtorch_cuda.so",
+            "torch/lib/libtorch_nvshmem.so",
+            "torch/lib/libtorch.so",
+        ] {
+            assert!(cuda(name).is_some(), "{name}");
+        }
+        assert_eq!(
+            cuda("nvidia/cudnn/lib/libcudnn.so.9").as_deref(),
+            Some("lib/libcudnn.so.9")
+        );
+        assert_eq!(cuda("nvidia/cu13/include/cuda.h"), None);
+        assert_eq!(cuda("torch/lib/libtorch_python.so"), None);
+    }
+
+    #[test]
+    fn of_the_official_archive_its_own_libtorch_so_is_taken_and_no_static_library() {
+        assert_eq!(
+            cpu("libtorch/lib/libtorch.so").as_deref(),
+            Some("lib/libtorch.so")
+        );
+        assert_eq!(
+            cpu("libtorch/build-version").as_deref(),
+            Some("build-version")
+        );
+        assert_eq!(
+            cpu("libtorch/lib/libgomp-98b21ff3.so.1").as_deref(),
+            Some("lib/libgomp-98b21ff3.so.1")
+        );
+        assert_eq!(cpu("libtorch/lib/libdnnl.a"), None);
+        assert_eq!(cpu("libtorch/share/cmake/Torch/TorchConfig.cmake"), None);
+    }
+
+    #[test]
+    fn the_licences_of_wheels_are_kept_by_package() {
+        for (name, to) in [
             (
                 "torch-2.11.0.dist-info/licenses/LICENSE",
                 "licences/torch-2.11.0/LICENSE",
             ),
+            (
+                "torch-2.11.0.dist-info/licenses/NOTICE",
+                "licences/torch-2.11.0/NOTICE",
+            ),
+            (
+                "nvidia_cuda_cupti-13.0.85.dist-info/licenses/License.txt",
+                "licences/nvidia_cuda_cupti-13.0.85/License.txt",
+            ),
         ] {
-            assert_eq!(cpu(name).as_deref(), Some(to), "{name}");
-            assert_eq!(cuda(name).as_deref(), Some(to), "{name}");
+            assert_eq!(cpu(name).as_deref(), Some(to));
         }
-        // Only a CUDA build takes these.
-        for name in [
-            "torch/lib/libtorch.so",
-            "torch/lib/libtorch_cuda.so",
-            "torch/lib/libtorch_nvshmem.so",
-            "nvidia/cudnn/lib/libcudnn.so.9",
-        ] {
-            assert_eq!((cpu(name), cuda(name).is_some()), (None, true), "{name}");
-        }
-        for name in [
-            "torch/lib/libtorch_python.so",
-            "torch/nn/functional.py",
-            "torch-2.11.0.dist-info/METADATA",
-            "nvidia/cu13/include/cupti.h",
-            "torch/include/",
-            "libtorch/lib/libdnnl.a",
-            "libtorch/share/cmake/Torch/TorchConfig.cmake",
-        ] {
-            assert_eq!((cpu(name), cuda(name)), (None, None), "{name}");
-        }
+        assert_eq!(cpu("torch-2.11.0.dist-info/RECORD"), None);
+    }
+
+    #[test]
+    fn on_a_mac_libraries_end_in_dylib() {
         let mac = |name: &str| destination(name, Variant::Cpu, Platform::MacArm);
-        assert!(mac("torch/lib/libtorch.dylib").is_some());
+        for name in [
+            "libtorch.dylib",
+            "libtorch_cpu.dylib",
+            "libc10.dylib",
+            "libomp.dylib",
+        ] {
+            assert!(mac(&format!("torch/lib/{name}")).is_some(), "{name}");
+        }
         assert_eq!(mac("torch/lib/libtorch_python.dylib"), None);
     }
 

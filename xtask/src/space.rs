@@ -34,3 +34,20 @@ pub(crate) fn megabytes(bytes: u64) -> String {
         format!("{} MB", bytes / 1_000_000)
     }
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_disk_that_is_too_small_is_said_with_both_numbers() {
+        let text = require(&std::env::temp_dir(), u64::MAX)
+            .unwrap_err()
+            .to_string();
+        assert!(
+            text.contains("free") && text.contains("XDG_CACHE_HOME"),
+            "{text}"
+        );
+        assert!(require(&std::env::temp_dir(), 0).is_ok());
+    }
+}

@@ -274,6 +274,23 @@ mod tests {
     }
 
     #[test]
+    fn a_version_that_is_not_known_is_refused_with_those_that_are() {
+        assert_eq!(named("2.13").unwrap().libtorch, "2.13.0");
+        let text = named("2.12").err().unwrap().to_string();
+        assert_eq!(text, "`--torch` is \"2.12\"; it must be 2.11 or 2.13");
+    }
+
+    #[test]
+    fn the_committed_lock_file_has_the_default_release() {
+        let lock = fs::read_to_string(cargo::workspace().join("Cargo.lock")).unwrap();
+        // The folder of another release has another lock file.
+        let committed = !cargo::workspace().join("Cargo.lock.of").exists();
+        let release = of_lock_file(&cargo::workspace()).unwrap();
+        assert_eq!(locked_tch(&lock), Some(release.tch));
+        assert!(!committed || release == Release::DEFAULT, "{release}");
+    }
+
+    #[test]
     fn a_lock_file_with_another_tch_is_refused_with_the_remedy() {
         let folder = tempfile::tempdir().unwrap();
         let text = "[[package]]\nname = \"tch\"\nversion = \"0.25.0\"\nsource = \"registry\"\n";
@@ -285,6 +302,7 @@ mod tests {
         );
     }
 
+    #[cfg(unix)]
     #[test]
     fn the_folder_of_another_release_follows_the_workspace() {
         let folder = tempfile::tempdir().unwrap();

@@ -218,6 +218,23 @@ mod tests {
     }
 
     #[test]
+    fn only_what_is_wanted_is_unpacked() {
+        let folder = tempfile::tempdir().unwrap();
+        let zip = folder.path().join("a.whl");
+        archive(&zip);
+        let into = folder.path().join("into");
+        unpack(&zip, &into, libraries).unwrap();
+        assert_eq!(
+            fs::read_to_string(into.join("lib/libc10.so")).unwrap(),
+            "LIBRARY"
+        );
+        let mut files = Vec::new();
+        collect(&into, &mut files).unwrap();
+        assert_eq!(files.len(), 2, "lib and the file in it: {files:?}");
+        sync(&into).unwrap();
+    }
+
+    #[test]
     fn a_flipped_byte_is_found_and_the_archive_removed() {
         let folder = tempfile::tempdir().unwrap();
         let zip = folder.path().join("a.whl");

@@ -110,3 +110,82 @@ pub(crate) fn kernel_launches() -> Cargo {
     cargo.variables.push(("OVERDRIVE_WRITE_LAUNCHES", "1"));
     cargo
 }
+
+#[cfg(test)]
+mod tests {
+    use std::fs;
+    use std::path::{Path, PathBuf};
+
+    use super::*;
+    use crate::cargo::{words, workspace};
+
+    #[test]
+    fn tests_that_need_a_gpu_run_where_there_is_one() {
+        let lines = |given: &[&str], gpu: bool| -> Vec<String> {
+            tests(&words(given), gpu).iter().map(Cargo::line).collect()
+        };
+        let [all, on_gpu] = &lines(&[], true)[..] else {
+            panic!("two commands")
+        };
+        assert_eq!(&lines(&[], false), std::slice::from_ref(all));
+        assert_eq!(on_gpu, &format!("{all} -- --ignored on_a_gpu"));
+        // Arguments of the user select the tests.
+        assert_eq!(lines(&["-p", "xtask"], true).len(), 1);
+    }
+
+    /// Returns the names of the tests in `folder` that need a GPU, with their files.
+    fn gpu_tests(folder: &Path, found: &mut Vec<(PathBuf, String)>) {
+        for entry in fs::read_dir(folder).unwrap() {
+            let path = entry.unwrap().path();
+            let is_output = path.file_name().is_some_and(|name| name == "target");
+            if path.is_dir() && !is_output {
+                gpu_tests(&path, found);
+            }
+            if path.extension().is_none_or(|extension| extension != "rs") {
+                continue;
+            }
+            let text = fs::read_to_string(&path).unwrap();
+            let mut lines = text.lines().map(str::trim);
+            while lines.any(|line| line == r#"#[ignore = "needs a CUDA GPU"]"#) {
+                let name = lines.find_map(|line| line.strip_prefix("fn ")).unwrap();
+                found.push((path.clone(), name.to_owned()));
+            }
+        }
+    }
+
+    /// `cargo xtask test` selects them by this part of their names.
+    #[test]
+    fn every_test_that_needs_a_gpu_says_so_in_its_name() {
+        let mut found = Vec::new();
+        for folder in ["benches", "crates", "examples", "gpu-check", "xtask"] {
+            gpu_tests(&workspace().join(folder), &mut found);
+        }
+        assert!(found.len() > 20, "{found:?}");
+        found.retain(|(_, name)| !name.contains("on_a_gpu"));
+        assert!(found.is_empty(), "they never run: {found:#?}");
+    }
+
+    #[test]
+    fn a_package_named_by_the_user_takes_the_place_of_the_workspace() {
+        let all = test(&[]).line();
+        assert!(all.contains("cargo test --no-fail-fast --workspace --features "));
+        for package in [&["-p", "xtask"][..], &["-pxtask"], &["--package", "xtask"]] {
+            assert!(
+                !test(&words(package)).line().contains("--workspace"),
+                "{package:?}"
+            );
+        }
+        // After `--` the arguments are for the test program.
+        assert!(test(&words(&["--", "-p"])).line().contains("--workspace"));
+    }
+
+    #[test]
+    fn lints_are_errors_also_with_arguments_of_the_users_own() {
+        assert!(lint(&[]).line().ends_with("speech -- -D warnings"));
+        assert!(
+            lint(&words(&["--", "-W", "clippy::pedantic"]))
+                .line()
+                .ends_with("speech -- -W clippy::pedantic -D warnings")
+        );
+    }
+}

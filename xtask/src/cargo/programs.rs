@@ -128,3 +128,60 @@ pub(crate) fn gpu_check_program() -> Cargo {
     let build = Cargo::new(["build"]).and(&GPU_CHECK.map(OsString::from));
     build.and(&["--message-format=json-render-diagnostics".into()])
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+    use crate::cargo::words;
+
+    #[test]
+    fn an_example_is_built_with_the_feature_that_it_needs() {
+        for (name, features) in [
+            ("generate", ""),
+            ("images", "--features image "),
+            ("packages", "--features packages "),
+            ("speech", "--features speech "),
+        ] {
+            assert_eq!(
+                example(name, &words(&["--", "--help"])).line(),
+                format!(
+                    "cargo run --release -p overdrive-examples {features}--example {name} -- --help"
+                )
+            );
+        }
+    }
+
+    #[test]
+    fn several_processes_are_started_by_the_example_that_does_it() {
+        let lines = |given: &[&str]| -> Vec<String> {
+            train(&words(given)).iter().map(Cargo::line).collect()
+        };
+        let plain = "cargo run --release -p overdrive-examples --no-default-features --example train -- --steps 3";
+        assert_eq!(lines(&["--steps", "3"]), [plain]);
+        assert_eq!(lines(&["--", "--steps", "3"]), [plain]);
+        let build =
+            "cargo build --release -p overdrive-examples --no-default-features --example train";
+        let launch = "cargo run --release -p overdrive-examples --no-default-features --example launch -- --nproc 2 train --steps 3";
+        assert_eq!(lines(&["--nproc", "2", "--steps", "3"]), [build, launch]);
+        let restarts = launch.replace("--nproc 2", "--nproc=2 --max-restarts 1");
+        assert_eq!(
+            lines(&["--steps", "3", "--nproc=2", "--max-restarts", "1"]),
+            [build, &restarts]
+        );
+    }
+
+    #[test]
+    fn tuning_builds_the_program_of_its_trials_first() {
+        let lines: Vec<String> = tune(&words(&["--effective-batch", "16"]))
+            .iter()
+            .map(Cargo::line)
+            .collect();
+        let of = |command: &str, example: &str| {
+            format!(
+                "cargo {command} --release -p overdrive-examples --no-default-features --example {example}"
+            )
+        };
+        let run = format!("{} -- --effective-batch 16", of("run", "tune"));
+        assert_eq!(lines, [of("build", "train"), run]);
+    }
+}

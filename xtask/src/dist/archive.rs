@@ -65,4 +65,11 @@ mod tests {
             "nothing unfinished is left"
         );
     }
+
+    #[test]
+    fn an_archive_that_fails_leaves_nothing() {
+        let parent = tempfile::tempdir().unwrap();
+        assert!(pack(&parent.path().join("nothing"), "overdrive-1.tar.gz").is_err());
+        assert_eq!(fs::read_dir(parent.path()).unwrap().count(), 0);
+    }
 }

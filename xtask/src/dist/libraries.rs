@@ -104,7 +104,33 @@ fn judge(program: &str, list: &str, made: &Path, outside: &Path) -> Result<()> {
 
 #[cfg(test)]
 mod tests {
+    use overdrive_build::Source;
+
     use super::*;
+
+    #[test]
+    fn libraries_are_taken_and_headers_python_and_the_linker_script_are_not() {
+        let folder = tempfile::tempdir().unwrap();
+        let lib = folder.path().join("lib");
+        fs::create_dir(&lib).unwrap();
+        for name in [
+            "libtorch_cpu.so",
+            "libc10.so",
+            "libcudart.so.13",
+            "libtorch_python.so",
+            "libdnnl.a",
+        ] {
+            fs::write(lib.join(name), b"\x7fELF\x02\x01").unwrap();
+        }
+        fs::write(lib.join("libtorch.so"), "INPUT(libtorch_cpu.so)\n").unwrap();
+        let torch = Libtorch::at(folder.path(), Source::Variable);
+        let names: Vec<_> = of(&torch)
+            .unwrap()
+            .iter()
+            .map(|path| path.file_name().unwrap().to_string_lossy().into_owned())
+            .collect();
+        assert_eq!(names, ["libc10.so", "libcudart.so.13", "libtorch_cpu.so"]);
+    }
 
     #[test]
     fn the_loaders_list_is_good_when_every_library_is_in_the_folder_or_the_systems() {
@@ -128,5 +154,17 @@ mod tests {
             outside.contains("/cache/lib") && outside.contains("$ORIGIN/lib"),
             "{outside}"
         );
+    }
+
+    #[test]
+    fn a_library_of_the_folder_that_is_taken_from_elsewhere_is_found_out() {
+        let made = tempfile::tempdir().unwrap();
+        fs::create_dir(made.path().join("lib")).unwrap();
+        fs::write(made.path().join("lib/libgomp.so.1"), "").unwrap();
+        let list = "\tlibgomp.so.1 => /usr/lib/libgomp.so.1 (0x1)\n";
+        let text = judge("train", list, made.path(), Path::new("/cache/lib"))
+            .unwrap_err()
+            .to_string();
+        assert!(text.contains("/usr/lib/libgomp.so.1"), "{text}");
     }
 }

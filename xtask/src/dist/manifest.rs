@@ -255,6 +255,33 @@ mod tests {
     }
 
     #[test]
+    fn every_file_is_listed_with_size_and_hash() {
+        let folder = tempfile::tempdir().unwrap();
+        fs::create_dir(folder.path().join("lib")).unwrap();
+        fs::write(folder.path().join("lib/abc"), "abc").unwrap();
+        fs::write(
+            folder.path().join("elf"),
+            b"\x7fELF GLIBC_2.34\0GLIBCXX_3.4.29\0",
+        )
+        .unwrap();
+        let (mut files, mut needs) = (Vec::new(), Needs::default());
+        entries(folder.path(), "", &mut files, &mut needs).unwrap();
+        files.sort_by(|a, b| a.path.cmp(&b.path));
+        assert_eq!(files.len(), 2);
+        assert_eq!(
+            files[1],
+            Entry {
+                path: "lib/abc".to_owned(),
+                bytes: 3,
+                // The SHA-256 of "abc", from FIPS 180-2.
+                sha256: "ba7816bf8f01cfea414140de5dae2223b00361a396177a9cb410ff61f20015ad"
+                    .to_owned(),
+            }
+        );
+        assert_eq!((needs.glibc, needs.libstdcxx), (Some(34), Some(29)));
+    }
+
+    #[test]
     fn the_newest_version_counts_by_number_and_not_by_letters() {
         let bytes = b"x\0GLIBC_2.9\0GLIBC_2.34\0GLIBC_2.4\0GLIBC_PRIVATE\0GLIBCXX_3.4.30\0";
         let needs = Needs::of(bytes);

@@ -100,6 +100,43 @@ mod tests {
     use super::*;
 
     #[test]
+    fn the_examples_are_found_among_cargos_messages_by_name() {
+        let artifact = |kind: &str, executable: &str| {
+            let target = format!(r#"{{"kind":["{kind}"],"src_path":""}}"#);
+            format!(
+                r#"{{"reason":"compiler-artifact","target":{target},"executable":{executable}}}"#
+            )
+        };
+        let messages = [
+            artifact("lib", "null"),
+            artifact("example", r#""/t/release/examples/train""#),
+            artifact("custom-build", r#""/t/release/build/x""#),
+            artifact("example", r#""/t/release/examples/chat""#),
+            r#"{"reason":"build-finished","success":true}"#.to_owned(),
+        ];
+        let files: Vec<String> = of_messages(&messages.join("\n"))
+            .unwrap()
+            .into_iter()
+            .map(|program| program.file)
+            .collect();
+        assert_eq!(files, ["chat", "train"]);
+        assert!(of_messages("").is_err());
+    }
+
+    #[test]
+    fn a_program_is_described_by_the_first_sentence_of_its_file() {
+        let source = "//! Trains a small Llama\n//! on real text: by default\n//! Rust. In minutes.\n\
+                      //!\n//! More.\nfn main() {}";
+        assert_eq!(
+            first_sentence(source),
+            "Trains a small Llama on real text: by default Rust"
+        );
+        assert_eq!(first_sentence("//! One line.\n"), "One line");
+        assert_eq!(first_sentence("fn main() {}"), "");
+    }
+
+    #[cfg(unix)]
+    #[test]
     fn a_program_that_does_not_start_is_an_error_with_its_last_words() {
         use std::os::unix::fs::PermissionsExt;
         let folder = tempfile::tempdir().unwrap();

@@ -171,6 +171,13 @@ mod tests {
     }
 
     #[test]
+    fn cores_of_two_sockets_with_the_same_numbers_are_two() {
+        let text = "processor: 0\nphysical id: 0\ncore id: 0\n\nprocessor: 1\nphysical id: 1\n\
+                    core id: 0\n";
+        assert_eq!(parse_cpuinfo(text, 2).physical_cores, 2);
+    }
+
+    #[test]
     fn on_arm_each_processor_is_a_core() {
         let text = "processor\t: 0\nBogoMIPS\t: 50.00\nFeatures\t: fp asimd bf16\n\
                     CPU implementer\t: 0x41\nCPU part\t: 0xd40\n\nprocessor\t: 1\n\

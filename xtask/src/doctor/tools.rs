@@ -99,3 +99,29 @@ pub(super) fn compiler(environment: &Environment) -> Result<String, CompilerFaul
         "install its standard library (libstdc++-dev) or a newer compiler; CXX names another",
     ))
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn a_compiler_that_is_not_there_is_named_with_the_remedy() {
+        let environment = Environment::made_up("linux", [("CXX", "no-such-compiler -O2")]);
+        let fault = compiler(&environment).unwrap_err();
+        assert!(fault.what.contains("no-such-compiler -O2"), "{fault:?}");
+        assert!(fault.remedy.contains("g++"), "{fault:?}");
+    }
+
+    #[test]
+    fn a_compiler_that_fails_is_quoted() {
+        // `false` is a program without output that fails.
+        let environment = Environment::made_up("linux", [("CXX", "false")]);
+        let fault = compiler(&environment).unwrap_err();
+        assert!(fault.what.contains("does not compile C++17"), "{fault:?}");
+    }
+
+    #[test]
+    fn a_python_that_is_not_there_is_none() {
+        assert!(python(Path::new("no-such-python")).is_none());
+    }
+}

@@ -238,6 +238,32 @@ mod tests {
     }
 
     #[test]
+    fn what_a_killed_run_left_is_not_downloaded_again() {
+        if no_curl() {
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("file+cpu.zip.part"), &BODY[..7]).unwrap();
+        let (url, asked) = serve(BODY, 100);
+        assert_eq!(fs::read(fetch(&url, folder.path()).unwrap()).unwrap(), BODY);
+        assert_eq!(asked.try_iter().collect::<Vec<_>>(), ["7"]);
+    }
+
+    #[test]
+    fn a_run_killed_before_the_renaming_has_lost_nothing() {
+        if no_curl() {
+            return;
+        }
+        let folder = tempfile::tempdir().unwrap();
+        fs::write(folder.path().join("file+cpu.zip.part"), BODY).unwrap();
+        // The server answers 416, which recent versions of curl treat as success and older ones as an error,
+        // after which the file is fetched again.
+        let (url, asked) = serve(BODY, 100);
+        assert_eq!(fs::read(fetch(&url, folder.path()).unwrap()).unwrap(), BODY);
+        assert_eq!(asked.try_iter().next().as_deref(), Some("20"));
+    }
+
+    #[test]
     #[cfg(all(target_os = "linux", target_env = "gnu"))]
     fn a_fault_in_any_call_of_a_download_leaves_what_the_next_run_completes() {
         use crate::faults::{Fault, under_injection};
@@ -264,5 +290,44 @@ mod tests {
                 assert!(calls > 0, "{fault:?}: no call was seen");
             }
         });
+    }
+
+    #[test]
+    fn a_site_out_of_reach_is_a_reason_and_no_end() {
+        let folder = tempfile::tempdir().unwrap();
+        // Bound and dropped: nothing listens on this port any more.
+        let port = TcpListener::bind("127.0.0.1:0")
+            .unwrap()
+            .local_addr()
+            .unwrap()
+            .port();
+        let refusal = fetch(&format!("http://127.0.0.1:{port}/x.zip"), folder.path()).unwrap_err();
+        assert!(
+            matches!(refusal, SourceError::Unavailable(_)),
+            "{refusal:?}"
+        );
+    }
+
+    #[test]
+    fn the_exit_codes_of_curl_have_words() {
+        assert_eq!(outcome(Some(0), "200"), Outcome::Complete);
+        assert_eq!(
+            outcome(Some(22), "403"),
+            Outcome::Unavailable("the server answered 403".to_owned())
+        );
+        assert_eq!(outcome(Some(22), "416"), Outcome::NotResumable);
+        assert!(matches!(outcome(Some(28), "000"), Outcome::Unavailable(_)));
+        assert!(matches!(outcome(Some(28), "206"), Outcome::BrokeOff(_)));
+        assert!(matches!(outcome(Some(18), "200"), Outcome::BrokeOff(_)));
+    }
+
+    #[test]
+    fn the_official_archives_are_pinned_to_the_version() {
+        assert_eq!(
+            url(Release::ALL[0], Platform::LinuxX86).unwrap(),
+            "https://download.pytorch.org/libtorch/cpu/\
+             libtorch-shared-with-deps-2.11.0%2Bcpu.zip"
+        );
+        assert_eq!(url(Release::DEFAULT, Platform::LinuxArm), None);
     }
 }

@@ -268,6 +268,14 @@ fn refusal(said: &[String], python: &Path) -> SourceError {
 mod tests {
     use super::*;
 
+    const ALL: [(Platform, Variant); 5] = [
+        (Platform::LinuxX86, Variant::Cpu),
+        (Platform::LinuxX86, Variant::Cuda13),
+        (Platform::LinuxArm, Variant::Cpu),
+        (Platform::LinuxArm, Variant::Cuda13),
+        (Platform::MacArm, Variant::Cpu),
+    ];
+
     #[test]
     fn a_cpu_libtorch_is_three_wheels_on_linux_and_one_on_a_mac() {
         for release in Release::ALL {
@@ -285,6 +293,71 @@ mod tests {
             assert_eq!(names(Platform::LinuxArm), three);
             assert_eq!(names(Platform::MacArm), [torch]);
             assert!(plan(release, Platform::MacArm, Variant::Cuda13).is_err());
+        }
+    }
+
+    #[test]
+    fn cuda_takes_every_nvidia_package_that_torch_pins() {
+        // Requires-Dist of torch: the extras of cuda-toolkit 13.0, and four of its own.
+        let pinned = [
+            "cublas",
+            "cuda-runtime",
+            "cufft",
+            "cufile",
+            "cuda-cupti",
+            "curand",
+            "cusolver",
+            "cusparse",
+            "nvjitlink",
+            "cuda-nvrtc",
+            "nvtx",
+            "cudnn-cu13",
+            "cusparselt-cu13",
+            "nccl-cu13",
+            "nvshmem-cu13",
+        ];
+        let platforms = [Platform::LinuxX86, Platform::LinuxArm];
+        let all = Release::ALL
+            .into_iter()
+            .flat_map(|release| platforms.map(|platform| (release, platform)));
+        for (release, platform) in all {
+            let wheels = plan(release, platform, Variant::Cuda13).unwrap();
+            assert_eq!(wheels.len(), 1 + pinned.len());
+            for name in pinned {
+                let start = format!("nvidia-{name}===");
+                assert!(
+                    wheels.iter().any(|w| w.requirement().starts_with(&start)),
+                    "{name}"
+                );
+            }
+        }
+    }
+
+    #[test]
+    fn every_wheel_has_a_hash_and_is_for_its_platform() {
+        let all = Release::ALL
+            .into_iter()
+            .flat_map(|release| ALL.map(|(platform, variant)| (release, platform, variant)));
+        for (release, platform, variant) in all {
+            let machine = match platform {
+                Platform::LinuxX86 => "x86_64",
+                Platform::LinuxArm => "aarch64",
+                Platform::MacArm => "arm64",
+            };
+            let mut hashes = Vec::new();
+            for wheel in plan(release, platform, variant).unwrap() {
+                assert!(wheel.file.ends_with(&format!("{machine}.whl")), "{wheel:?}");
+                assert!(wheel.sha256.len() == 64, "{wheel:?}");
+                assert!(
+                    wheel.sha256.bytes().all(|b| b.is_ascii_hexdigit()),
+                    "{wheel:?}"
+                );
+                hashes.push(wheel.sha256);
+            }
+            hashes.sort_unstable();
+            let count = hashes.len();
+            hashes.dedup();
+            assert_eq!(hashes.len(), count, "a hash stands twice");
         }
     }
 
