@@ -325,9 +325,10 @@ fn a_rank_that_dies_while_it_writes_a_snapshot_is_named_by_those_that_wait_for_i
         ("TORCHELASTIC_USE_AGENT_STORE", OsStr::new("False")),
         ("MASTER_PORT", OsStr::new(&port)),
     ];
-    let cases: [(&str, usize, &[(&str, &OsStr)]); 3] = [
-        ("saving", 1, &[]),
-        ("saving_main", 0, &[]),
+    let none = &of_rank_0[..0];
+    let cases = [
+        ("saving", 1, none),
+        ("saving_main", 0, none),
         // The store goes with it.
         ("saving_main", 0, &of_rank_0),
     ];

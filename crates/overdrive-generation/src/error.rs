@@ -214,6 +214,21 @@ pub enum Error {
         /// The values that are read.
         known: &'static str,
     },
+    /// A GGUF file cannot hold the tokenizer.
+    #[error(
+        "`{key}` of the tokenizer in {} is {found}, which a GGUF file cannot hold; it can hold {written}",
+        path.display()
+    )]
+    UnwritableTokenizer {
+        /// The folder of the tokenizer.
+        path: PathBuf,
+        /// The part of `tokenizer.json`.
+        key: &'static str,
+        /// What it is.
+        found: String,
+        /// What can be written.
+        written: &'static str,
+    },
     /// An error of reading or writing a folder's tokenizer.
     #[error(transparent)]
     Data(#[from] overdrive_datasets::Error),

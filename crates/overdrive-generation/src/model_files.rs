@@ -151,7 +151,7 @@ impl ModelFiles {
     /// | SentencePiece BPE with byte fallback | `llama`, with scores |
     ///
     /// # Errors
-    /// [`Error::UnknownTokenizer`](crate::Error::UnknownTokenizer) for another tokenizer; an error if a file cannot be
+    /// [`Error::UnwritableTokenizer`](crate::Error::UnwritableTokenizer) for another tokenizer; an error if a file cannot be
     /// read, or the tokenizer has more tokens than the model.
     pub fn gguf_metadata(&self, config: &ModelConfig) -> Result<BTreeMap<String, GgufValue>> {
         match &self.source {

@@ -115,12 +115,12 @@ impl Written<'_> {
         self.values.insert(format!("tokenizer.{name}"), value);
     }
 
-    fn unknown(&self, key: &'static str, found: impl Into<String>) -> Error {
-        Error::UnknownTokenizer {
+    fn unwritable(&self, key: &'static str, found: impl Into<String>) -> Error {
+        Error::UnwritableTokenizer {
             path: self.folder.to_owned(),
             key,
             found: found.into(),
-            known: WRITTEN,
+            written: WRITTEN,
         }
     }
 
@@ -132,7 +132,7 @@ impl Written<'_> {
         let model = &json["model"];
         let kind = model["type"].as_str().unwrap_or("another model");
         if kind != "BPE" {
-            return Err(self.unknown("model.type", kind));
+            return Err(self.unwritable("model.type", kind));
         }
         let mut texts: Vec<Option<String>> = vec![None; size];
         for (text, id) in tokenizer.get_vocab(true) {
@@ -206,15 +206,15 @@ impl Written<'_> {
                             .to_owned(),
                     );
                 }
-                other => return Err(self.unknown("pre_tokenizer", other)),
+                other => return Err(self.unwritable("pre_tokenizer", other)),
             }
         }
         if !is_byte_level {
-            return Err(self.unknown("pre_tokenizer", "no ByteLevel"));
+            return Err(self.unwritable("pre_tokenizer", "no ByteLevel"));
         }
         let ignores_merges = json["model"]["ignore_merges"] == Value::Bool(true);
         let pre = name_of(&patterns, ignores_merges)
-            .ok_or_else(|| self.unknown("pre_tokenizer", patterns.join(", then ")))?;
+            .ok_or_else(|| self.unwritable("pre_tokenizer", patterns.join(", then ")))?;
         for step in steps(&json["normalizer"], "normalizers") {
             match (step["type"].as_str(), step["prepend"].as_str()) {
                 // llama.cpp leaves characters as they are, also for models whose tokenizer composes them.
@@ -222,7 +222,7 @@ impl Written<'_> {
                 (Some("Prepend"), Some(" ")) => {
                     self.put("ggml.add_space_prefix", GgufValue::Bool(true))
                 }
-                (Some(other), _) => return Err(self.unknown("normalizer", other)),
+                (Some(other), _) => return Err(self.unwritable("normalizer", other)),
             }
         }
         self.put("ggml.model", GgufValue::String("gpt2".to_owned()));
@@ -264,8 +264,8 @@ impl Written<'_> {
             });
             if let Some((left, right)) = missing {
                 let found =
-                    format!("BPE with bytes that does not join {left:?} and {right:?} to {text:?}");
-                return Err(self.unknown("model.merges", found));
+                    format!("BPE with bytes that does not join `{left}` and `{right}` to `{text}`");
+                return Err(self.unwritable("model.merges", found));
             }
         }
         let score = |text: &Option<String>| {
