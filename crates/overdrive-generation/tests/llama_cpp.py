@@ -1,7 +1,8 @@
 """Runs a GGUF file in llama.cpp: reads a request from standard input, prints the answer. Both are JSON.
 
 Request: {"model": file, "lora": file or null, "prompt": ids, "n": number of tokens, "texts": texts to tokenize}
-Answer:  {"tokens": ids, "logprobs": of these tokens, "texts": ids of each text}
+Answer:  {"tokens": ids, "logprobs": pairs of a token and its log-probability, without tokens that are part of a
+         character, "texts": ids of each text}
 
 Needs: pip install xllamacpp
 """
@@ -62,7 +63,9 @@ def main() -> None:
     ]
     answer = {
         "tokens": completion["tokens"],
-        "logprobs": [token["logprob"] for token in completion["completion_probabilities"]],
+        "logprobs": [
+            (token["id"], token["logprob"]) for token in completion["completion_probabilities"]
+        ],
         "texts": texts,
     }
     os.write(answer_to, json.dumps(answer).encode())

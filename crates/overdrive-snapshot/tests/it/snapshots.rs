@@ -295,22 +295,18 @@ fn leftovers_of_killed_runs_are_removed_and_other_folders_kept() {
 }
 
 #[test]
-fn a_folder_that_cannot_be_written_is_an_outcome_and_the_last_good_snapshot_stays() {
+fn a_folder_that_is_gone_is_an_error_and_the_last_good_snapshot_stays() {
     let dir = tempfile::tempdir().unwrap();
     let folder = dir.path().join("run");
     let mut manager = open(&folder, Some(1), None);
     manager.save(state(1, 8)).unwrap();
     assert!(failures(manager.wait().unwrap()).is_empty());
-    // The name of the next one's temporary folder cannot be made where a file has the folder's name.
     let aside = dir.path().join("aside");
     fs::rename(&folder, &aside).unwrap();
     fs::write(&folder, "not a folder").unwrap();
-    manager.save(state(2, 8)).unwrap();
-    let outcomes = manager.wait().unwrap();
-    assert_eq!(outcomes[0].step, 2);
-    let error = outcomes[0].result.as_ref().unwrap_err().to_string();
+    let error = manager.save(state(2, 8)).unwrap_err().to_string();
     assert!(
-        error.contains("cannot create the folder") && error.contains(".checkpoint-2"),
+        error.contains("nothing is written under the old path anew"),
         "{error}"
     );
     fs::remove_file(&folder).unwrap();
