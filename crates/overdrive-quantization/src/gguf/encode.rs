@@ -211,9 +211,9 @@ fn scale_and_min<const MOST: u8>(
     if greatest == min {
         return (0.0, -min, [0; 32]);
     }
-    let least = min;
+    // From the least element of the best codes so far, as in llama.cpp.
     let codes_of =
-        |factor: f32| x.map(|x| nearest(factor * (x - least)).clamp(0, MOST.into()) as u8);
+        |factor: f32, min: f32| x.map(|x| nearest(factor * (x - min)).clamp(0, MOST.into()) as u8);
     let error_of = |codes: &[u8; 32], scale: f32, min: f32| {
         let all = codes.iter().zip(x).zip(weights);
         all.fold(0.0, |error: f32, ((&code, x), w)| {
@@ -221,13 +221,13 @@ fn scale_and_min<const MOST: u8>(
             error + w * (difference * difference)
         })
     };
-    let factor = most / (greatest - least);
+    let factor = most / (greatest - min);
     let mut scale = 1.0 / factor;
-    let mut codes = codes_of(factor);
+    let mut codes = codes_of(factor, min);
     let mut best = error_of(&codes, scale, min);
     for step in 0..=steps {
-        let factor = (first + 0.1 * f32::from(step) + most) / (greatest - least);
-        let tried = codes_of(factor);
+        let factor = (first + 0.1 * f32::from(step) + most) / (greatest - min);
+        let tried = codes_of(factor, min);
         let (mut sum_l, mut sum_l2, mut sum_xl) = (0.0, 0.0, 0.0);
         for ((&code, x), w) in tried.iter().zip(x).zip(weights) {
             let code = f32::from(code);
