@@ -136,7 +136,7 @@ mod registry {
     /// The slot that was added last; from it `next` leads to all others.
     static NEWEST: AtomicPtr<Slot> = AtomicPtr::new(ptr::null_mut());
 
-    /// What only the registering threads use.
+    /// The state of the registering threads, which the handler does not touch.
     static REGISTRY: Mutex<Registry> = Mutex::new(Registry {
         free: Vec::new(),
         lines: BTreeMap::new(),

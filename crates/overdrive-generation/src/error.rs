@@ -224,9 +224,9 @@ pub enum Error {
         path: PathBuf,
         /// The part of `tokenizer.json`.
         key: &'static str,
-        /// What it is.
+        /// The value of that part.
         found: String,
-        /// What can be written.
+        /// The tokenizers that can be written.
         written: &'static str,
     },
     /// An error of reading or writing a folder's tokenizer.

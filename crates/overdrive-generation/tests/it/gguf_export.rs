@@ -503,7 +503,7 @@ fn what_a_file_cannot_hold_is_refused() {
     assert!(error.contains("does not join `th` and"), "{error}");
 }
 
-/// What llama.cpp makes of a file.
+/// The answer of llama.cpp.
 #[derive(serde::Deserialize)]
 struct Answer {
     /// The greedy continuation of the prompt.

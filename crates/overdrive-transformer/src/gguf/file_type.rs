@@ -41,7 +41,7 @@ const TYPES: [(GgufFileType, &str, u32, GgufType); 10] = [
     (GgufFileType::BF16, "bf16", 32, GgufType::BF16),
 ];
 
-/// What the type of a matrix depends on, besides itself.
+/// The properties of a model on which the types of its matrices depend.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct Mixture {
     pub(super) layers: usize,
