@@ -45,7 +45,8 @@ pub struct ModelFlags {
     /// Scheme for the head and an embedding tied to it
     #[arg(long, value_name = "SCHEME", requires = "quantize")]
     pub quantize_head: Option<Scheme>,
-    /// Make the results of each sequence on CPUs bit-identical in every batch; slows down prefill
+    /// Make the results of each sequence on CPUs bit-identical in every batch for dense weights too, as they are for most
+    /// quantized ones; halves the speed of long prompts
     #[arg(long)]
     pub batch_invariant: bool,
 }

@@ -71,7 +71,7 @@ fn host_of(version: &str) -> Result<String> {
 }
 
 impl Cargo {
-    /// Runs `run` or `test` of another project with this workspace's target folder and without a network.
+    /// Runs `check`, `run` or `test` of another project with this workspace's target folder and without a network.
     pub(crate) fn of_project(project: &Path, command: &str, target: &Path) -> Self {
         let mut cargo = Self::new([command, "--offline", "--target-dir"]).and(&[target.into()]);
         cargo.folder = Some(project.to_path_buf());

@@ -4,6 +4,7 @@ use std::ffi::OsString;
 use std::fs;
 use std::path::Path;
 use std::process::Command;
+use std::time::Instant;
 
 use overdrive_core::print_line;
 use serde_json::Value;
@@ -28,9 +29,19 @@ const MEAN_OF: usize = 5;
 /// first. A model that learns nothing stays within a few hundredths.
 const LEAST_FALL: f64 = 1.0;
 
-/// Runs every check and stops at the first failure. `commands` are the subcommands of `cargo xtask`. The tests come last, so that the log ends with cargo's own
-/// summary of them.
+/// Runs every check and stops at the first failure. `commands` are the subcommands of `cargo xtask`. The tests come
+/// last, so that the log ends with cargo's own summary of them.
 pub(crate) fn check(commands: &[String]) -> Result<()> {
+    let begun = Instant::now();
+    let step = |what: &str| {
+        // A log shows where the time goes.
+        let seconds = begun.elapsed().as_secs();
+        eprintln!(
+            "== {what} (after {} min {} s) ==",
+            seconds / 60,
+            seconds % 60
+        );
+    };
     step("format");
     // The cheapest check comes first, before libtorch may have to be fetched.
     cargo::fmt(&["--".into(), "--check".into()]).run()?;
@@ -53,7 +64,7 @@ pub(crate) fn check(commands: &[String]) -> Result<()> {
     step("crates alone");
     matrix::matrix(&[matrix::CHECKED.to_owned()])?;
     step("a new project outside of the workspace");
-    new::check()?;
+    new::compile()?;
     step("documentation");
     cargo::docs(&[]).run()?;
     step("a short training run, whose loss must fall");
@@ -69,10 +80,6 @@ pub(crate) fn deny_is_installed() -> Result<()> {
         return Ok(());
     }
     Err(Failure::new("cargo-deny is not installed").remedy("cargo install --locked cargo-deny"))
-}
-
-fn step(what: &str) {
-    eprintln!("== {what} ==");
 }
 
 /// Trains on this repository's own sources and checks the metrics.

@@ -71,11 +71,26 @@ pub(crate) fn new(folder: &Path, name: Option<&str>, source: &Source) -> Result<
     Ok(())
 }
 
-/// Makes a project in a temporary folder, and runs its program and its tests there.
-pub(crate) fn check() -> Result<()> {
+/// Makes a project in a temporary folder, and compiles its program and its tests without generating code: Cargo
+/// takes the crates for others than those of this workspace, and builds all of them again.
+pub(crate) fn compile() -> Result<()> {
+    let (_parent, folder) = temporary()?;
+    Cargo::of_project(&folder, "check", &torch::target_folder())
+        .and(&["--all-targets".into()])
+        .run()
+}
+
+/// Makes a project in a temporary folder that lasts as long as the first value.
+fn temporary() -> Result<(Made, PathBuf)> {
     let parent = Made(std::env::temp_dir().join(format!("overdrive-new-{}", std::process::id())));
     let folder = parent.0.join("new-project");
     new(&folder, None, &Source::Path)?;
+    Ok((parent, folder))
+}
+
+/// Makes a project in a temporary folder, and runs its program and its tests there.
+pub(crate) fn check() -> Result<()> {
+    let (_parent, folder) = temporary()?;
     // The target folder of this workspace holds torch-sys, which takes minutes to compile.
     let target = torch::target_folder();
     for command in ["run", "test"] {
@@ -94,9 +109,7 @@ pub(crate) fn check() -> Result<()> {
 
 /// Copies the example `train` into a project of its own, and trains with it for two steps on the text of the guide.
 pub(crate) fn check_example() -> Result<()> {
-    let parent = Made(std::env::temp_dir().join(format!("overdrive-copy-{}", std::process::id())));
-    let folder = parent.0.join("copied-example");
-    new(&folder, None, &Source::Path)?;
+    let (_parent, folder) = temporary()?;
     let removed = fs::remove_file(folder.join("src/lib.rs"))
         .and_then(|()| fs::remove_dir_all(folder.join("tests")));
     removed.map_err(|error| Failure::io("could not remove files of", &folder, &error))?;

@@ -63,7 +63,7 @@ mod tensors;
 pub use activation::{Activation, bias_activation, glu, glu_pair, swiglu, swiglu_pair};
 pub use cross_entropy::cross_entropy;
 pub use error::{Error, Result};
-pub use linear::{adjacent, joint_linear, linear};
+pub use linear::{FEW_ROWS, adjacent, joint_linear, linear};
 pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy};
 pub use loss_options::{CrossEntropyOptions, CrossEntropyOutput, Reduction};
 pub use rms_norm::{add_rms_norm, rms_norm};

@@ -1,6 +1,6 @@
 use overdrive_autograd::{BackwardContext, ForwardContext, Function, FunctionResult, apply};
 use overdrive_kernels::{Element, is_batch_invariant};
-use overdrive_sys::gemm::mm_into;
+use overdrive_sys::gemm::{mm_into, product_kind};
 use overdrive_sys::named_operator::{self, NamedOperator};
 use overdrive_sys::{autocast, engine};
 use tch::{Device, Kind, Tensor};
@@ -104,16 +104,20 @@ pub fn adjacent(tensors: &[&Tensor]) -> Result<Vec<Tensor>> {
     Ok(joint.f_split_with_sizes(sizes.as_slice(), 0)?)
 }
 
-/// The number of rows of `x` up to which this crate's kernel, which reads the weights once, is faster than libtorch's
-/// packed matmul (the benchmark `few_rows`, Zen 4): by 2.3x at one row, 2x at 8 and 1.4x at 32 in fp32. In bf16,
-/// libtorch is faster from about 8 rows on, because it uses AVX-512-BF16.
+/// The number of rows of `x` up to which [`linear`] without gradients gives a row of f32 the same bits alone and beside
+/// others on a CPU.
+//
+// Up to it this crate's kernel, which reads the weights once, is faster than libtorch's packed matmul (the benchmark
+// `few_rows`, Zen 4): by 2.3x at one row, 2x at 8 and 1.4x at 32 in fp32.
+pub const FEW_ROWS: usize = 32;
+
+/// Returns the number of rows of `x` up to which this crate's kernel is used.
 fn few_rows_limit(kind: Kind) -> usize {
-    #[cfg(target_arch = "x86_64")]
-    if kind == Kind::BFloat16 && is_x86_feature_detected!("avx512bf16") {
-        return 8;
+    match kind {
+        // With instructions for bf16, libtorch is faster from about 8 rows on.
+        Kind::BFloat16 if product_kind(Device::Cpu, kind) == kind => 8,
+        _ => FEW_ROWS,
     }
-    let _ = kind;
-    32
 }
 
 /// Returns `true` if the matmul has few rows, needs no gradient, and all operands have the same dtype, which the kernel

@@ -1,5 +1,5 @@
-//! The results of a request do not depend on the requests beside it. A process of its own, because the switch belongs to the
-//! process.
+//! The results of a request do not depend on the requests beside it: by default for weights whose activations are
+//! integers, with the switch for all. A process of its own, because the switch belongs to the process.
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 use std::ops::ControlFlow;
@@ -13,8 +13,8 @@ use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig, QuantizeOptions}
 /// The tokens of a continuation and the bits of their log-probabilities.
 type Bits = Vec<(i64, u64)>;
 
-/// Returns a model whose widths are no multiples of 128, with weights in `scheme`.
-fn model(scheme: Option<&str>, window: Option<i64>) -> CausalLm {
+/// Returns a model whose widths are no multiples of 128, with weights in `scheme`, and the head too unless it is dense.
+fn model(scheme: Option<&str>, dense_head: bool, window: Option<i64>) -> CausalLm {
     let config = LlamaConfig {
         vocab_size: 200,
         hidden_size: 96,
@@ -30,9 +30,12 @@ fn model(scheme: Option<&str>, window: Option<i64>) -> CausalLm {
     let mut model = CausalLm::new(&config.into(), &InitOptions::default()).unwrap();
     if let Some(scheme) = scheme {
         let scheme = scheme.parse().unwrap();
-        model
-            .quantize(&QuantizeOptions::new(scheme).with_head(scheme))
-            .unwrap();
+        let options = QuantizeOptions::new(scheme);
+        let options = match dense_head {
+            true => options,
+            false => options.with_head(scheme),
+        };
+        model.quantize(&options).unwrap();
     }
     model
 }
@@ -66,9 +69,9 @@ fn bits(tokens: &[i64], logprobs: &[TokenLogprobs]) -> Bits {
 
 fn by_engine(model: &CausalLm, prompts: &[Vec<i64>], budget: usize) -> Vec<Bits> {
     let mut config = EngineConfig::default();
-    config.max_num_seqs = 8;
+    config.max_num_seqs = 64;
     config.max_num_batched_tokens = Some(budget);
-    config.num_blocks = Some(64);
+    config.num_blocks = Some(128);
     let mut engine = Engine::new(model, config).unwrap();
     for prompt in prompts {
         engine
@@ -93,38 +96,51 @@ fn by_generate(model: &CausalLm, prompts: &[Vec<i64>], chunk: Option<usize>) -> 
         .collect()
 }
 
+/// Asserts that `prompts` have the same bits alone and together, in steps and chunks of any size.
+fn assert_invariant(model: &CausalLm, prompts: &[Vec<i64>], what: &str) {
+    assert!(tch::no_grad(|| model.is_batch_invariant()), "{what}");
+    let alone: Vec<Bits> = prompts
+        .iter()
+        .flat_map(|prompt| by_engine(model, std::slice::from_ref(prompt), 512))
+        .collect();
+    for budget in [8, 20, 512] {
+        let together = by_engine(model, prompts, budget);
+        assert_eq!(together, alone, "{what}, steps of {budget}");
+    }
+    for chunk in [None, Some(1), Some(5), Some(64)] {
+        for (prompt, alone) in prompts.iter().zip(&alone) {
+            let found = by_generate(model, std::slice::from_ref(prompt), chunk);
+            assert_eq!(&found[0], alone, "{what}, chunks of {chunk:?}");
+        }
+    }
+}
+
 #[test]
 fn a_request_has_the_same_bits_alone_and_beside_others_in_any_chunks() {
     tch::set_num_threads(2);
-    set_batch_invariant(true);
     let prompts = prompts();
+    for scheme in ["int8", "int4-g32", "int4-g32-asym", "nf4-b32"] {
+        let model = model(Some(scheme), false, None);
+        assert_invariant(&model, &prompts, scheme);
+    }
+    // More sequences than rows that the dense head multiplies at a time.
+    let many: Vec<Vec<i64>> = (0..40).map(|first| vec![first, 7, 3 * first]).collect();
+    let dense_head = model(Some("int8"), true, None);
+    assert_invariant(&dense_head, &many, "int8 with a dense head");
+    for scheme in [None, Some("int8-weight"), Some("fp8"), Some("llm-int8")] {
+        let model = model(scheme, false, None);
+        assert!(!tch::no_grad(|| model.is_batch_invariant()), "{scheme:?}");
+    }
+
+    set_batch_invariant(true);
     for (scheme, window) in [
         (None, None),
         (None, Some(20)),
-        (Some("int8"), None),
         (Some("int8-weight"), None),
         (Some("fp8"), None),
-        (Some("int4-g32"), None),
-        (Some("int4-g32-asym"), None),
         (Some("nf4"), None),
     ] {
-        let model = model(scheme, window);
-        let alone: Vec<Bits> = prompts
-            .iter()
-            .flat_map(|prompt| by_engine(&model, std::slice::from_ref(prompt), 512))
-            .collect();
-        for budget in [8, 20, 512] {
-            let together = by_engine(&model, &prompts, budget);
-            assert_eq!(together, alone, "{scheme:?} {window:?}, steps of {budget}");
-        }
-        for chunk in [None, Some(1), Some(5), Some(64)] {
-            for (prompt, alone) in prompts.iter().zip(&alone) {
-                let found = by_generate(&model, std::slice::from_ref(prompt), chunk);
-                assert_eq!(
-                    &found[0], alone,
-                    "{scheme:?} {window:?}, chunks of {chunk:?}"
-                );
-            }
-        }
+        let model = model(scheme, false, window);
+        assert_invariant(&model, &prompts, &format!("{scheme:?} {window:?}"));
     }
 }

@@ -10,19 +10,19 @@ const ON: u8 = 2;
 static STATE: AtomicU8 = AtomicU8::new(UNSET);
 
 /// Sets whether the CPU kernels of this process compute each row (a token of a sequence) bit for bit as they would
-/// compute it alone, for any number of rows.
+/// compute it alone, for any number of rows (as vLLM's `VLLM_BATCH_INVARIANT`).
 ///
-/// By default a kernel adds the terms of a row in the order that is fastest for the number of rows, so results differ
-/// in their last bits: a sequence may get other tokens if it is decoded together with others, or if its prompt is
-/// processed in chunks of another size. Weights with 4 bits, or with 8 bits in groups, are always multiplied in the
-/// same integers and, if these are bytes, in the same order. The switch also fixes the order if they are words, and for
-/// attention, dense matmuls that are not recorded for gradients, and weights with 8 bits by row, at the cost of slower
-/// prefill (as vLLM's `VLLM_BATCH_INVARIANT`).
+/// Attention always does, and so do weights of 4 bits, of 8 bits in groups, and of `int8`, whose activations are rounded
+/// to integers. Dense weights, and those of 8 bits with activations in floats (`int8-weight`, `fp8`), do so for up to 32
+/// rows in one call: with more, a library multiplies them, which is faster, but adds in an order that depends on the
+/// number of rows. With the switch, a kernel of this workspace multiplies any number of rows, at half the speed for
+/// long prompts.
 ///
 /// Without a call, the environment variable `OVERDRIVE_BATCH_INVARIANT=1` sets it.
 ///
 /// Not covered: GPUs, libtorch's matmuls (f64, `fused_kernels: false`, weights with 4 bits and
-/// [`Activations::Float`]), `llm-int8`, whose outlier columns depend on the whole batch, and gradients.
+/// [`Activations::Float`]), the matmuls of adapters that are not merged, `llm-int8`, whose outlier columns depend on the
+/// whole batch, and gradients.
 ///
 /// [`Activations::Float`]: https://docs.rs/overdrive-quantization
 pub fn set_batch_invariant(on: bool) {

@@ -53,6 +53,8 @@ pub trait FourBit: Floats {
     fn transpose_packed(self, rows: [Self::Packed; LANES]) -> [Self::Packed; LANES];
     /// Transposes a matrix of floats.
     fn transpose_floats(self, rows: [Self::F; LANES]) -> [Self::F; LANES];
+    /// Transposes the square matrix of the first registers, as many as a register has lanes.
+    fn transpose_square(self, rows: &mut [Self::F32; LANES]);
 
     /// Reads a table of 16 words.
     fn word_table(self, values: &[i16; 16]) -> Self::WordTable;
@@ -126,8 +128,6 @@ pub trait FourBit: Floats {
     fn lane_indices(self, lanes: &[u32; LANES]) -> Self::Lanes;
     /// Returns the float of each lane's index.
     fn permute(self, from: &[f32; LANES], lanes: Self::Lanes) -> Self::F;
-    /// Returns the float of each lane's index, for indices below four.
-    fn permute_four(self, from: &[f32; 4], lanes: Self::Lanes) -> Self::F;
     /// Returns the numbers of 16 codes of 4 bits, in order; the low half of a byte is first unless
     /// `high_first`.
     fn decode_nibbles(self, codes: &[u8; 8], values: &[f32; 16], high_first: bool) -> Self::F;

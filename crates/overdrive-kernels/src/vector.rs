@@ -41,10 +41,14 @@ pub trait Real:
     fn exp2(self) -> Self;
     /// Returns the logarithm to base 2.
     fn log2(self) -> Self;
+    /// Returns the same slice if this type is f32.
+    fn as_f32(numbers: &[Self]) -> Option<&[f32]>;
+    /// Returns the same slice, mutable, if this type is f32.
+    fn as_f32_mut(numbers: &mut [Self]) -> Option<&mut [f32]>;
 }
 
 macro_rules! real {
-    ($type:ident, $vector:ident, $lowest:expr) => {
+    ($type:ident, $vector:ident, $lowest:expr, $numbers:ident => $as_f32:expr) => {
         impl Real for $type {
             type Vector<S: Simd> = S::$vector;
 
@@ -69,11 +73,19 @@ macro_rules! real {
             fn log2(self) -> $type {
                 $type::log2(self)
             }
+            #[inline(always)]
+            fn as_f32($numbers: &[Self]) -> Option<&[f32]> {
+                $as_f32
+            }
+            #[inline(always)]
+            fn as_f32_mut($numbers: &mut [Self]) -> Option<&mut [f32]> {
+                $as_f32
+            }
         }
     };
 }
-real!(f32, F32, -1e30);
-real!(f64, F64, -1e300);
+real!(f32, F32, -1e30, numbers => Some(numbers));
+real!(f64, F64, -1e300, _numbers => None);
 
 /// A vector of [`LEN`](Self::LEN) floats.
 ///

@@ -45,6 +45,15 @@ pub fn linear(x: &Tensor, weight: &QuantizedWeight, bias: Option<&Tensor>) -> Re
     joint_linear(x, &[weight], &[bias])
 }
 
+impl QuantizedWeight {
+    /// Returns `true` if [`linear`] without gradients gives a row of `x` the same bits alone and beside any others: on
+    /// a CPU, with activations that are rounded to integers.
+    pub fn is_batch_invariant(&self) -> bool {
+        // A weight that cannot be read fails where it is used.
+        self.device() == Device::Cpu && cpu::is_batch_invariant(self).unwrap_or(false)
+    }
+}
+
 /// Computes several linear layers of the same `x` and returns their results side by side, `(…, ΣO)`. The
 /// activations are read and quantized once, and the outputs of all layers are divided among the threads
 /// together.

@@ -66,6 +66,28 @@ fn both_libraries_multiply_matrices_and_their_transposes_and_add() {
     );
 }
 
+/// On a processor without instructions for them, they are computed in f32, by several blocks of columns here.
+#[test]
+fn products_in_half_precision_are_those_of_f32_rounded_once() {
+    let (n, k, m) = (5, 700, 3_100);
+    for (kind, epsilon) in [(Kind::BFloat16, 1.0 / 256.0), (Kind::Half, 1.0 / 2048.0)] {
+        let a = Tensor::randn([n, k], F32).to_kind(kind);
+        let b = Tensor::randn([m, k], F32).to_kind(kind).tr();
+        let wide = |t: &Tensor| t.to_kind(Kind::Double);
+        let exact = wide(&a).matmul(&wide(&b));
+        let off = |out: &Tensor, factor: f64| {
+            let difference = (wide(out) - &exact * factor).abs();
+            // Relative to the largest result: the sum in f32 has an error too.
+            (difference / exact.abs().max()).max().double_value(&[])
+        };
+        let out = Tensor::full([n, m], f64::NAN, (kind, Device::Cpu));
+        mm_into(&out, &a, &b, false).unwrap();
+        assert!(off(&out, 1.0) < epsilon, "{kind:?}");
+        mm_into(&out, &a, &b, true).unwrap();
+        assert!(off(&out, 2.0) < 3.0 * epsilon, "{kind:?}, added");
+    }
+}
+
 #[test]
 fn a_dtype_that_tch_does_not_know_is_an_error() {
     /// `at::ScalarType::UInt32`.

@@ -2,6 +2,7 @@ use std::collections::HashMap;
 use std::path::Path;
 
 use overdrive_attention::PackedLengths;
+use overdrive_autograd::is_grad_enabled;
 use overdrive_nn::{AdapterState, Embedding, Linear, LinearWeight};
 use overdrive_quantization::QuantizedWeight;
 use serde_json::{Map, Value};
@@ -271,9 +272,24 @@ impl CausalLm {
     /// # Errors
     /// An error of libtorch.
     pub fn logits(&self, hidden: &Tensor) -> Result<Tensor> {
-        let logits = self
-            .head
-            .forward_with(hidden, self.execution.fused_kernels)?;
+        let fused = self.execution.fused_kernels;
+        let few = overdrive_fused::FEW_ROWS as i64;
+        let logits = match hidden.size().as_slice() {
+            // A dense head with more rows would give them other bits than fewer.
+            &[.., channels]
+                if hidden.numel() as i64 > few * channels && self.is_batch_invariant() =>
+            {
+                let mut size = hidden.size();
+                let rows = hidden.f_reshape([-1, channels])?.f_split(few, 0)?;
+                let parts = rows.iter().map(|rows| self.head.forward_with(rows, fused));
+                let parts = parts.collect::<overdrive_nn::Result<Vec<_>>>()?;
+                let logits = Tensor::f_cat(&parts, 0)?;
+                size.pop();
+                size.push(logits.size()[1]);
+                logits.f_view(size.as_slice())?
+            }
+            _ => self.head.forward_with(hidden, fused)?,
+        };
         match self.softcap {
             None => Ok(logits),
             Some(cap) => bounded(logits, cap),
@@ -378,6 +394,32 @@ impl CausalLm {
         let mut any = false;
         self.for_each_quantized(&mut |_, _| any = true);
         any
+    }
+
+    /// Returns `true` if a sequence has the same bits alone and beside others on a CPU, for any chunks of its prompt:
+    /// always with [`set_batch_invariant`](overdrive_kernels::set_batch_invariant), else if the activations of all layers
+    /// are rounded to integers ([`QuantizedWeight::is_batch_invariant`]) and the head is too, or has weights in f32.
+    /// Gradients, experts and adapters are not covered.
+    pub fn is_batch_invariant(&self) -> bool {
+        if self.device() != Device::Cpu || overdrive_kernels::is_batch_invariant() {
+            return self.device() == Device::Cpu;
+        }
+        let has_experts =
+            matches!(&self.config, ModelConfig::Llama(config) if config.experts.is_some());
+        let mut all = !has_experts && self.execution.fused_kernels;
+        let mut see = |linear: &Linear| {
+            all &= linear.adapter().is_none()
+                && matches!(linear.weight(), LinearWeight::Quantized(weight) if weight.is_batch_invariant());
+        };
+        match &self.backbone {
+            Backbone::Llama(model) => model.for_each_linear(&mut see),
+            Backbone::Gpt2(model) => model.for_each_linear(&mut see),
+        }
+        let head = match self.head.weight() {
+            LinearWeight::Quantized(weight) => weight.is_batch_invariant(),
+            LinearWeight::Dense { weight, .. } => weight.kind() == Kind::Float,
+        };
+        all && head && self.head.adapter().is_none() && !is_grad_enabled()
     }
 
     /// Visits each quantized weight with the name of its module; a table that the head shares is visited once, as

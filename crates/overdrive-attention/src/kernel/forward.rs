@@ -2,23 +2,21 @@
 
 use std::f64::consts::{LN_2, LOG2_E};
 
-use overdrive_kernels::{Accumulate, Real, SharedSlice, is_batch_invariant, threads};
+use overdrive_kernels::{Accumulate, Real, SharedSlice, threads};
 
 use super::block::{KEYS, ROWS, RowBlock, key_rows};
 use super::inputs::{AttentionInputs, ViewMut};
-use super::matmul::{Matmul, Rows, Start, dot_products, matmul};
+use super::matmul::{FEW_ROWS, Matmul, Rows, Start, dot_products, matmul};
 use super::scores::softmax;
 
-/// The largest number of rows for which vectors run along the head dimension instead of the queries.
-//
-// Four rows fill a quarter of the sixteen f32 lanes of AVX-512; as columns they would waste the others.
-const FEW_ROWS: usize = 4;
 /// The largest number of rows for which keys of a pool are multiplied block by block instead of gathered.
 const FEW_LANES: usize = 16;
-/// The minimum number of keys in a split, if the keys of few queries are split among threads.
+/// The number of keys whose weighted values are summed on their own: a multiple of [`KEYS`].
 //
-// Each split adds a merge of its sums, so it should have several blocks of keys.
-const SPLIT_KEYS: usize = 512;
+// The threads share the segments of few queries. Each segment adds a merge of its sums, so it has several blocks of keys.
+// Segments begin at multiples of this number, whatever else is computed, so that a query has the same bits alone and
+// beside others.
+const SEGMENT: usize = 5 * KEYS;
 
 /// The number of multiplications below which waking another thread takes longer than it saves, a few microseconds of
 /// one thread.
@@ -44,8 +42,10 @@ struct Task {
 /// The division of the work into tasks.
 struct Plan {
     tasks: Vec<Task>,
-    /// The number of splits of the keys of every block.
-    splits: usize,
+    /// The number of segments of the longest keys.
+    segments: usize,
+    /// If `true`, the segments of a task are computed by several threads.
+    shares_segments: bool,
     /// The number of products of all queries with all keys and values.
     products: usize,
 }
@@ -69,24 +69,30 @@ impl Plan {
                 }));
             }
         }
-        let workers = threads::workers();
-        let splits = match tasks.len() {
-            0 => 1,
-            // The number of tasks depends on the other sequences.
-            _ if is_batch_invariant() => 1,
-            // Two splits for each thread, so that one slow split does not delay all threads.
-            count if count < workers * 2 => (workers * 2)
-                .div_ceil(count)
-                .min(most_keys / SPLIT_KEYS)
-                .max(1),
-            _ => 1,
-        };
+        let (workers, segments) = (threads::workers(), most_keys.div_ceil(SEGMENT));
         Plan {
+            // With two tasks for each thread, one slow task does not delay all threads.
+            shares_segments: workers > 1 && segments > 1 && tasks.len() < workers * 2,
             tasks,
-            splits,
+            segments,
             products: scores.saturating_mul(problem.key_dim + problem.value_dim),
         }
     }
+
+    /// Returns the size of the results that threads share.
+    fn shared_results(&self, sizes: &Sizes) -> usize {
+        match self.shares_segments {
+            true => self.tasks.len() * self.segments * sizes.result(),
+            false => 0,
+        }
+    }
+}
+
+/// Returns the keys `(from, to)` of a segment; `None` if the block sees none of them.
+fn segment<E: Accumulate>(block: &RowBlock<'_, '_, E>, number: usize) -> Option<(usize, usize)> {
+    let (from, to) = (number * SEGMENT, (number + 1) * SEGMENT);
+    let mut blocks = block.key_blocks(from, to);
+    blocks.next().map(|_| (from, to))
 }
 
 /// The sizes of the workspace of one task, in elements.
@@ -104,21 +110,27 @@ impl Sizes {
         }
     }
 
-    /// Returns the workspace of a task: queries, scores, sums, rows of the result, converted keys and values, three
-    /// elements for each row.
-    fn task(&self) -> usize {
-        let rows = ROWS * (self.key_width + KEYS + 2 * self.value_width + 3);
+    /// Returns the workspace of a segment: queries, scores, sums, a factor for each row, converted keys and values.
+    fn segment(&self) -> usize {
+        let rows = ROWS * (self.key_width + KEYS + self.value_width + 1);
         rows + KEYS * (self.key_width + self.value_width)
     }
 
-    /// Returns the size of the result of a split: rows, and the maximum and sum of each row.
-    fn split(&self) -> usize {
+    /// Returns the size of a result: weighted sums of values, row by row, and the maximum and the sum of each row.
+    fn result(&self) -> usize {
         ROWS * (self.value_width + 2)
     }
 
-    /// Splits the result of a split into rows, maxima and sums.
-    fn split_mut<'s, R>(&self, split: &'s mut [R]) -> (&'s mut [R], &'s mut [R], &'s mut [R]) {
-        let (rows, of_row) = split.split_at_mut(ROWS * self.value_width);
+    /// Splits a result into rows, maxima and sums.
+    fn parts<'s, R>(&self, result: &'s [R]) -> (&'s [R], &'s [R], &'s [R]) {
+        let (rows, of_row) = result.split_at(ROWS * self.value_width);
+        let (maxima, sums) = of_row.split_at(ROWS);
+        (rows, maxima, sums)
+    }
+
+    /// Splits a result into rows, maxima and sums.
+    fn parts_mut<'s, R>(&self, result: &'s mut [R]) -> (&'s mut [R], &'s mut [R], &'s mut [R]) {
+        let (rows, of_row) = result.split_at_mut(ROWS * self.value_width);
         let (maxima, sums) = of_row.split_at_mut(ROWS);
         (rows, maxima, sums)
     }
@@ -127,12 +139,13 @@ impl Sizes {
 /// Returns the number of elements that [`forward`] needs as workspace.
 pub(crate) fn forward_workspace<E: Accumulate>(problem: &AttentionInputs<'_, E>) -> usize {
     let (plan, sizes) = (Plan::new(problem), Sizes::of(problem));
-    let workers = threads::workers().min(plan.tasks.len() * plan.splits);
-    let splits = match plan.splits {
-        1 => 0,
-        splits => plan.tasks.len() * splits * sizes.split(),
+    let units = match plan.shares_segments {
+        true => plan.tasks.len() * plan.segments,
+        false => plan.tasks.len(),
     };
-    workers * sizes.task() + splits
+    // Of a thread: a segment, its result, and the merged result.
+    let of_thread = sizes.segment() + 2 * sizes.result();
+    threads::workers().min(units) * of_thread + plan.shared_results(&sizes)
 }
 
 /// Computes `outputs`; `workspace` has [`forward_workspace`] elements.
@@ -144,55 +157,53 @@ pub(crate) fn forward<E: Accumulate>(
     let (plan, sizes) = (Plan::new(problem), Sizes::of(problem));
     let count = plan.tasks.len();
     let block = |task: &Task| RowBlock::new(problem, task.sequence, task.kv_head, task.first);
-    if plan.splits == 1 {
-        let parallel = plan.products > MIN_PARALLEL_PRODUCTS;
-        threads::for_each_task(count, parallel, workspace, |task, scratch| {
+    let (results, workspace) = workspace.split_at_mut(plan.shared_results(&sizes));
+    let results = SharedSlice::new(results);
+    let range = |task: usize, number: usize| {
+        let at = (task * plan.segments + number) * sizes.result();
+        at..at + sizes.result()
+    };
+    if plan.shares_segments {
+        let units = count * plan.segments;
+        threads::for_each_task(units, true, workspace, |unit, scratch| {
+            let (task, number) = (unit / plan.segments, unit % plan.segments);
             let block = block(&plan.tasks[task]);
-            let mut work = Workspace::new(&block, &sizes, scratch);
-            work.sweep(&block, 0, block.sequence.keys);
-            let Workspace {
-                rows, maxima, sums, ..
-            } = work;
-            finish(&block, &sizes, outputs, rows, maxima, sums);
+            if let Some(keys) = segment(&block, number) {
+                // SAFETY: one segment each.
+                let result = unsafe { results.range_mut(range(task, number)) };
+                Workspace::new(&block, &sizes, scratch, result).sweep(&block, keys);
+            }
         });
-        return;
     }
-    let (results, workspace) = workspace.split_at_mut(count * plan.splits * sizes.split());
-    let shared = SharedSlice::new(results);
-    threads::for_each_task(count * plan.splits, true, workspace, |index, scratch| {
-        let (task, split) = (index / plan.splits, index % plan.splits);
+    let parallel = plan.shares_segments || plan.products > MIN_PARALLEL_PRODUCTS;
+    threads::for_each_task(count, parallel, workspace, |task, scratch| {
         let block = block(&plan.tasks[task]);
-        let mut work = Workspace::new(&block, &sizes, scratch);
-        let [_, (start, end)] = block.spans();
-        let bound = |split: usize| start + (end - start) * split / plan.splits;
-        // Sink tokens are few and belong to the first split.
-        let from = if split == 0 { 0 } else { bound(split) };
-        work.sweep(&block, from, bound(split + 1));
-        // SAFETY: one split each.
-        let to = unsafe { shared.range_mut(index * sizes.split()..(index + 1) * sizes.split()) };
-        let (rows, maxima, sums) = sizes.split_mut(to);
-        // Copied out, because the next task of this thread reuses its workspace.
-        let held = block.rows * sizes.value_width;
-        rows[..held].copy_from_slice(&work.rows[..held]);
-        maxima.copy_from_slice(work.maxima);
-        sums.copy_from_slice(work.sums);
-    });
-    // In the order of the splits, so that results are reproducible bit for bit.
-    threads::for_each_task(count, true, workspace, |task, _| {
-        let block = block(&plan.tasks[task]);
-        let len = plan.splits * sizes.split();
-        // SAFETY: the splits of one task each.
-        let splits = unsafe { shared.range_mut(task * len..(task + 1) * len) };
-        let (merged, others) = splits.split_at_mut(sizes.split());
-        for other in others.chunks_exact(sizes.split()) {
-            merge(&block, &sizes, merged, other);
+        let (result, scratch) = scratch.split_at_mut(sizes.result());
+        let (merged, scratch) = scratch.split_at_mut(sizes.result());
+        let rows = block.rows * sizes.value_width;
+        let (sums_of_values, maxima, sums) = sizes.parts_mut(merged);
+        sums_of_values[..rows].fill(E::Acc::ZERO);
+        maxima.fill(E::Acc::LOWEST);
+        sums.fill(E::Acc::ZERO);
+        // In the order of the segments, so that results are reproducible bit for bit.
+        for number in 0..plan.segments {
+            let Some(keys) = segment(&block, number) else {
+                continue;
+            };
+            let result = if plan.shares_segments {
+                // SAFETY: the segments of one task each.
+                unsafe { results.range_mut(range(task, number)) }
+            } else {
+                Workspace::new(&block, &sizes, scratch, result).sweep(&block, keys);
+                &mut *result
+            };
+            merge(&block, &sizes, merged, result);
         }
-        let (rows, maxima, sums) = sizes.split_mut(merged);
-        finish(&block, &sizes, outputs, rows, maxima, sums);
+        finish(&block, &sizes, outputs, merged);
     });
 }
 
-/// The workspace of one task.
+/// The workspace of one segment of a task.
 struct Workspace<'s, R> {
     queries: &'s mut [R],
     tile: &'s mut [R],
@@ -205,6 +216,7 @@ struct Workspace<'s, R> {
     maxima: &'s mut [R],
     sums: &'s mut [R],
     factors: &'s mut [R],
+    /// If `true`, vectors run along the keys and the values instead of the queries.
     few: bool,
     key_width: usize,
     value_width: usize,
@@ -215,16 +227,15 @@ impl<'s, R: Real> Workspace<'s, R> {
         block: &RowBlock<'_, '_, E>,
         sizes: &Sizes,
         scratch: &'s mut [R],
+        result: &'s mut [R],
     ) -> Workspace<'s, R> {
         let (queries, scratch) = scratch.split_at_mut(ROWS * sizes.key_width);
         let (tile, scratch) = scratch.split_at_mut(ROWS * KEYS);
         let (sums_by_column, scratch) = scratch.split_at_mut(ROWS * sizes.value_width);
-        let (rows, scratch) = scratch.split_at_mut(ROWS * sizes.value_width);
         let (keys, scratch) = scratch.split_at_mut(KEYS * sizes.key_width);
         let (values, scratch) = scratch.split_at_mut(KEYS * sizes.value_width);
-        let (maxima, scratch) = scratch.split_at_mut(ROWS);
-        let (sums, scratch) = scratch.split_at_mut(ROWS);
         let factors = &mut scratch[..ROWS];
+        let (rows, maxima, sums) = sizes.parts_mut(result);
         Workspace {
             queries,
             tile,
@@ -235,8 +246,7 @@ impl<'s, R: Real> Workspace<'s, R> {
             maxima,
             sums,
             factors,
-            // The dot products for few rows add in a different order than the matmul for more.
-            few: block.rows <= FEW_ROWS && !is_batch_invariant(),
+            few: block.rows <= FEW_ROWS && R::as_f32(&[]).is_some(),
             key_width: sizes.key_width,
             value_width: sizes.value_width,
         }
@@ -246,8 +256,7 @@ impl<'s, R: Real> Workspace<'s, R> {
     fn sweep<E: Accumulate<Acc = R>>(
         &mut self,
         block: &RowBlock<'_, '_, E>,
-        from: usize,
-        to: usize,
+        (from, to): (usize, usize),
     ) {
         let problem = block.problem;
         let (key_dim, value_dim) = (problem.key_dim, problem.value_dim);
@@ -333,9 +342,20 @@ impl<'s, R: Real> Workspace<'s, R> {
         for (first, count) in self.key_runs(block, keys) {
             let rows = key_rows(block, &problem.key, (first, count), dims, false, self.keys);
             let tile = &mut self.tile[(first - keys.0) * block.lanes..];
-            if self.few {
+            if self.few
+                && let (Some(tile), Some(keys), Some(queries)) = (
+                    R::as_f32_mut(tile),
+                    R::as_f32(rows.data),
+                    R::as_f32(self.queries),
+                )
+            {
+                let keys = Rows {
+                    data: keys,
+                    distance: rows.distance,
+                    count,
+                };
                 let queries = Rows {
-                    data: self.queries,
+                    data: queries,
                     distance: self.key_width,
                     count: block.rows,
                 };
@@ -343,7 +363,7 @@ impl<'s, R: Real> Workspace<'s, R> {
                     problem.set,
                     tile,
                     block.lanes,
-                    rows,
+                    keys,
                     queries,
                     problem.key_dim,
                 );
@@ -442,17 +462,17 @@ impl Iterator for KeyRuns {
     }
 }
 
-/// Adds the result of another split of the keys.
+/// Adds the result of another segment of the keys.
 fn merge<E: Accumulate>(
     block: &RowBlock<'_, '_, E>,
     sizes: &Sizes,
     merged: &mut [E::Acc],
     other: &[E::Acc],
 ) {
-    let (rows, maxima, sums) = sizes.split_mut(merged);
-    let (other_rows, of_row) = other.split_at(ROWS * sizes.value_width);
+    let (rows, maxima, sums) = sizes.parts_mut(merged);
+    let (other_rows, other_maxima, other_sums) = sizes.parts(other);
     for row in 0..block.rows {
-        let (maximum, sum) = (of_row[row], of_row[ROWS + row]);
+        let (maximum, sum) = (other_maxima[row], other_sums[row]);
         // Not `max`, which drops a NaN.
         let new = if maximum > maxima[row] {
             maximum
@@ -475,10 +495,9 @@ fn finish<E: Accumulate>(
     block: &RowBlock<'_, '_, E>,
     sizes: &Sizes,
     outputs: &ForwardOutputs<'_, E>,
-    rows: &[E::Acc],
-    maxima: &[E::Acc],
-    sums: &[E::Acc],
+    result: &[E::Acc],
 ) {
+    let (rows, maxima, sums) = sizes.parts(result);
     let sequence = &block.sequence;
     for row in 0..block.rows {
         let (query, head) = block.query_and_head(row);

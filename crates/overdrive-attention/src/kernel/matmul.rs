@@ -4,7 +4,7 @@
     reason = "the innermost loop reads and writes through pointers, within bounds that are checked once"
 )]
 
-use overdrive_kernels::{Real, Simd, Vector, vectorized};
+use overdrive_kernels::{LANES, Real, Simd, Vector, vectorized};
 
 /// The value of `C` before `A · B` is added.
 #[derive(Debug, Clone, Copy)]
@@ -214,45 +214,86 @@ impl<'a, R> Rows<'a, R> {
     }
 }
 
+/// The largest number of rows that [`dot_products`] takes.
+pub(super) const FEW_ROWS: usize = 4;
+
 vectorized! {
-    /// Computes `tile[key · lanes + row] = keys[key] · rows[row]` for few rows, which would leave lanes of
-    /// [`matmul`] empty; the vectors run along the head dimension instead.
-    pub(super) fn dot_products<S: Simd, R: Real>(
+    /// Computes `tile[key · lanes + row] = keys[key] · rows[row]` for at most [`FEW_ROWS`] rows, which would leave
+    /// lanes of [`matmul`] empty: the lanes are keys instead. Each sum has the order of [`matmul`], and so its bits.
+    pub(super) fn dot_products<S: Simd>(
         s: S,
-        tile: &mut [R],
+        tile: &mut [f32],
         lanes: usize,
-        keys: Rows<'_, R>,
-        rows: Rows<'_, R>,
+        keys: Rows<'_, f32>,
+        rows: Rows<'_, f32>,
         dim: usize,
     ) {
-        for key in 0..keys.count {
-            let key_row = keys.row(key, dim);
-            for row in 0..rows.count {
-                tile[key * lanes + row] = dot::<R::Vector<S>>(s, key_row, rows.row(row, dim));
-            }
+        match rows.count {
+            1 => dots::<S, 1>(s, tile, lanes, keys, rows, dim),
+            2 => dots::<S, 2>(s, tile, lanes, keys, rows, dim),
+            3 => dots::<S, 3>(s, tile, lanes, keys, rows, dim),
+            _ => dots::<S, FEW_ROWS>(s, tile, lanes, keys, rows, dim),
         }
     }
 }
 
-/// Returns the dot product of two rows, in two partial sums, since one would be a single chain of dependent
-/// additions.
 #[inline(always)]
-fn dot<V: Vector>(s: V::Token, a: &[V::Scalar], b: &[V::Scalar]) -> V::Scalar {
-    let (mut even, mut odd) = (V::splat(s, V::Scalar::ZERO), V::splat(s, V::Scalar::ZERO));
-    let (mut a, mut b) = (a.chunks_exact(2 * V::LEN), b.chunks_exact(2 * V::LEN));
-    for (a, b) in a.by_ref().zip(b.by_ref()) {
-        even = V::load(s, a).mul_add(V::load(s, b), even);
-        odd = V::load(s, &a[V::LEN..]).mul_add(V::load(s, &b[V::LEN..]), odd);
+fn dots<S: Simd, const COUNT: usize>(
+    s: S,
+    tile: &mut [f32],
+    lanes: usize,
+    keys: Rows<'_, f32>,
+    rows: Rows<'_, f32>,
+    dim: usize,
+) {
+    let len = S::F32::LEN;
+    let zero = S::F32::splat(s, 0.0);
+    // Plain loops: a closure that `array::map` calls would be compiled without the instruction set.
+    let mut row_slices: [&[f32]; COUNT] = [&[]; COUNT];
+    for (row, slice) in row_slices.iter_mut().enumerate() {
+        *slice = rows.row(row, dim);
     }
-    let (mut a, mut b) = (a.remainder(), b.remainder());
-    if a.len() >= V::LEN && b.len() >= V::LEN {
-        even = V::load(s, a).mul_add(V::load(s, b), even);
-        (a, b) = (&a[V::LEN..], &b[V::LEN..]);
+    let whole = dim - dim % len;
+    let mut first = 0;
+    while first < keys.count {
+        let count = len.min(keys.count - first);
+        let mut key_slices: [&[f32]; LANES] = [&[]; LANES];
+        for (lane, slice) in key_slices.iter_mut().take(len).enumerate() {
+            // Past the last key its elements are read again.
+            *slice = keys.row(first + lane.min(count - 1), dim);
+        }
+        let mut sums = [zero; COUNT];
+        let mut elements = [zero; LANES];
+        let mut at = 0;
+        while at < whole {
+            for (elements, key) in elements.iter_mut().zip(&key_slices).take(len) {
+                *elements = S::F32::load(s, &key[at..]);
+            }
+            s.transpose_square(&mut elements);
+            for (index, elements) in elements.iter().enumerate().take(len) {
+                for (sum, row) in sums.iter_mut().zip(&row_slices) {
+                    *sum = elements.mul_add(S::F32::splat(s, row[at + index]), *sum);
+                }
+            }
+            at += len;
+        }
+        for at in whole..dim {
+            let mut of_keys = [0.0; LANES];
+            for (of_keys, key) in of_keys.iter_mut().zip(&key_slices).take(len) {
+                *of_keys = key[at];
+            }
+            let elements = S::F32::load(s, &of_keys);
+            for (sum, row) in sums.iter_mut().zip(&row_slices) {
+                *sum = elements.mul_add(S::F32::splat(s, row[at]), *sum);
+            }
+        }
+        for (row, sums) in sums.iter().enumerate() {
+            let mut of_keys = [0.0; LANES];
+            sums.store(&mut of_keys);
+            for (key, sum) in of_keys[..count].iter().enumerate() {
+                tile[(first + key) * lanes + row] = *sum;
+            }
+        }
+        first += len;
     }
-    let mut sum = even.add(odd).sum();
-    // Element by element, since another row follows the last element instead of padding.
-    for (a, b) in a.iter().zip(b) {
-        sum += *a * *b;
-    }
-    sum
 }

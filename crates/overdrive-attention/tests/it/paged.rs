@@ -352,3 +352,58 @@ fn a_write_that_does_not_fit_says_so_and_writes_nothing() {
     assert!(PagedSlots::new(vec![0], 0, CPU).is_err());
     assert_eq!(pool.abs().max().double_value(&[]), 0.0);
 }
+
+/// A query has the same bits alone, where few rows share the keys and threads share their segments, and in a long
+/// prompt beside other texts.
+#[test]
+fn a_query_has_the_same_bits_alone_and_beside_others() {
+    let threads = tch::get_num_threads();
+    let query_lengths = [80_usize, 1, 33];
+    let key_lengths = [1100_usize, 700, 33];
+    let windowed = AttentionOptions {
+        window: Window {
+            left: Some(600),
+            right: None,
+        },
+        sink_tokens: 5,
+        ..AttentionOptions::causal()
+    };
+    for (group, key_dim, value_dim) in [(1, 64, 64), (3, 64, 64), (4, 37, 40), (7, 24, 64)] {
+        let sizes = Sizes {
+            kv_heads: 2,
+            group,
+            key_dim,
+            value_dim,
+        };
+        let pool = Pool::new(sizes, 16, &key_lengths, Kind::Float);
+        let total = query_lengths.iter().sum::<usize>() as i64;
+        let query = numbers(&[total, 2 * group, key_dim], 1, Kind::Float);
+        for (threads, options) in [(1, AttentionOptions::causal()), (4, windowed)] {
+            tch::set_num_threads(threads);
+            let layout = pool.layout(&query_lengths, &key_lengths);
+            let (together, _) =
+                attention_paged(&query, &pool.keys, &pool.values, &layout, &options).unwrap();
+            let mut first = 0;
+            for (text, (queries, keys)) in query_lengths.into_iter().zip(key_lengths).enumerate() {
+                for at in [0, queries / 2, queries - 1] {
+                    let row = (first + at) as i64;
+                    // The keys up to the query's own.
+                    let tables = vec![pool.tables[text].clone()];
+                    let seen = keys - queries + at + 1;
+                    let layout = PagedLayout::new(tables, vec![1], vec![seen], 16, CPU).unwrap();
+                    let query = query.narrow(0, row, 1);
+                    let (alone, _) =
+                        attention_paged(&query, &pool.keys, &pool.values, &layout, &options)
+                            .unwrap();
+                    assert_eq!(
+                        alone,
+                        together.narrow(0, row, 1),
+                        "{sizes:?}, {threads} threads, text {text}, query {at}"
+                    );
+                }
+                first += queries;
+            }
+        }
+    }
+    tch::set_num_threads(threads);
+}

@@ -8,9 +8,7 @@
 use std::ops::Range;
 
 use overdrive_kernels::threads::parallel_columns;
-use overdrive_kernels::{
-    ColumnsMut, Element, Kernel, LANES, Simd, dispatch, each_vector, is_batch_invariant, load,
-};
+use overdrive_kernels::{ColumnsMut, Element, Kernel, LANES, Simd, dispatch, each_vector, load};
 
 /// The number of bytes of weight that a thread takes at a time: enough to be read as a stream, and few enough
 /// that a delayed thread does not delay the others.
@@ -74,7 +72,7 @@ impl<W: Element> Kernel for Outputs<'_, '_, W> {
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
         // One row does not reuse weights, and the hardware prefetches a single stream best.
-        if self.x.len() == self.width && !is_batch_invariant() {
+        if self.x.len() == self.width {
             for output in self.outputs.clone() {
                 let sum = dot(s, self.x, self.weight(output));
                 self.set(0, output, sum + self.bias(output));
@@ -198,32 +196,27 @@ impl<'a, W: Element> Outputs<'a, '_, W> {
     }
 }
 
-/// Returns the dot product of two rows, in four partial sums, since one would be a single chain of dependent
-/// additions.
+/// Returns the dot product of two rows, in the order of [`Outputs::tile`]. The chains of additions of several outputs
+/// overlap in the processor.
 #[inline(always)]
 fn dot<S: Simd, W: Element>(s: S, x: &[f32], weight: &[W]) -> f32 {
-    const PARTS: usize = 4;
     let width = weight.len();
     assert_eq!(x.len(), width, "one row of each");
-    let mut sums = [s.splat(0.0); PARTS];
-    let (x_blocks, _) = whole_vectors(x).as_chunks::<PARTS>();
-    let (weight_blocks, _) = whole_vectors(weight).as_chunks::<PARTS>();
-    for (x, w) in x_blocks.iter().zip(weight_blocks) {
-        for ((x, w), sum) in x.iter().zip(w).zip(&mut sums) {
-            *sum = s.mul_add(s.load_f32(x), W::load(s, w), *sum);
-        }
+    let mut sum = s.splat(0.0);
+    for (x, w) in whole_vectors(x).iter().zip(whole_vectors(weight)) {
+        sum = s.mul_add(s.load_f32(x), W::load(s, w), sum);
     }
-    let whole = width - width % (LANES * PARTS);
+    let whole = width - width % LANES;
     each_vector(
         width - whole,
         #[inline(always)]
         |span| {
             let product = (load(s, &x[whole..], span), load(s, &weight[whole..], span));
-            sums[0] = s.mul_add(product.0, product.1, sums[0]);
+            sum = s.mul_add(product.0, product.1, sum);
         },
     );
-    let [a, b, c, d] = sums;
-    s.reduce_add(s.add(s.add(a, b), s.add(c, d)))
+    let zero = s.splat(0.0);
+    s.reduce_add_each([sum, zero, zero, zero])[0]
 }
 
 /// Returns the whole vectors of a row.

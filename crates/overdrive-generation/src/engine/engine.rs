@@ -140,7 +140,7 @@ impl<M: EngineModel> Engine<M> {
             flight: None,
             device: shape.device,
             limits: RequestLimits {
-                on_cpu: shape.device == Device::Cpu,
+                is_batch_invariant: tch::no_grad(|| model.is_batch_invariant()),
                 vocab_size: model.vocab_size() as i64,
                 context: context.min(most),
                 length,

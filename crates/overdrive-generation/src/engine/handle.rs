@@ -229,12 +229,10 @@ impl EngineHandle {
         self.limits.length
     }
 
-    /// Returns `true` if a request has the same bits whatever else the engine computes ([`set_batch_invariant`] on a
-    /// CPU).
-    ///
-    /// [`set_batch_invariant`]: crate::set_batch_invariant
+    /// Returns `true` if a request has the same bits whatever else the engine computes
+    /// ([`EngineModel::is_batch_invariant`]).
     pub fn is_batch_invariant(&self) -> bool {
-        self.limits.on_cpu && overdrive_kernels::is_batch_invariant()
+        self.limits.is_batch_invariant
     }
 
     /// Returns the largest number of tokens of a prompt.

@@ -28,6 +28,13 @@ pub trait EngineModel {
         Vec::new()
     }
 
+    /// Returns `true` if a sequence has the same bits whatever else is in a step. Default: on a CPU with
+    /// [`set_batch_invariant`](crate::set_batch_invariant).
+    fn is_batch_invariant(&self) -> bool {
+        let on_cpu = |shape: CacheShape| shape.device == Device::Cpu;
+        overdrive_kernels::is_batch_invariant() && self.cache_shape().is_ok_and(on_cpu)
+    }
+
     /// Returns `true` if the first pass loads what later ones use, such as the kernels of a GPU, so that
     /// [`Engine::warm_up`](crate::Engine::warm_up) makes one. Default: `true` unless the cache lies on the CPU.
     fn loads_on_first_use(&self) -> bool {
@@ -144,6 +151,10 @@ impl EngineModel for CausalLm {
         self.adapter_names()
     }
 
+    fn is_batch_invariant(&self) -> bool {
+        CausalLm::is_batch_invariant(self)
+    }
+
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         let input = ForwardInput::new(step.input_ids)
             .with_position_ids(step.position_ids)
@@ -182,6 +193,10 @@ impl<M: EngineModel + ?Sized> EngineModel for &M {
 
     fn adapters(&self) -> Vec<String> {
         (**self).adapters()
+    }
+
+    fn is_batch_invariant(&self) -> bool {
+        (**self).is_batch_invariant()
     }
 
     fn loads_on_first_use(&self) -> bool {

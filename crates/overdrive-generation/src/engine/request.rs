@@ -168,8 +168,8 @@ impl Completions {
 /// The limits of a request.
 #[derive(Debug, Clone)]
 pub(super) struct RequestLimits {
-    /// `true` if the model is on a CPU.
-    pub(super) on_cpu: bool,
+    /// `true` if an answer does not depend on the other requests.
+    pub(super) is_batch_invariant: bool,
     pub(super) vocab_size: i64,
     /// The largest number of tokens of a prompt that the model can read.
     pub(super) context: usize,

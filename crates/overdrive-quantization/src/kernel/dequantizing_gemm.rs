@@ -3,9 +3,7 @@
 
 use std::ops::Range;
 
-use overdrive_kernels::{
-    Buffers, InstructionSet, Kept, Kernel, LANES, Simd, capacity_bytes, is_batch_invariant,
-};
+use overdrive_kernels::{Buffers, InstructionSet, Kept, Kernel, LANES, Simd, capacity_bytes};
 
 use super::at;
 use super::joint_gemm::{Gemm, Results};
@@ -108,7 +106,7 @@ impl<C: Code> Kernel for Tiles<'_, '_, C> {
 
     #[inline(always)]
     fn run<S: Simd>(mut self, s: S) {
-        if self.gemm.x.len() == self.gemm.width && !is_batch_invariant() {
+        if self.gemm.x.len() == self.gemm.width {
             // One stream through the weight is faster than several short ones.
             for output in self.outputs.clone() {
                 let sum = dot(s, self.gemm.x, self.weight(output));
@@ -220,34 +218,27 @@ impl<'b, C: Code> Tiles<'_, 'b, C> {
     }
 }
 
-/// Returns the dot product of two rows, in four partial sums: one sum would wait for its own latency.
+/// Returns the dot product of two rows, in the order of [`Tiles::tile`]. The chains of additions of several outputs
+/// overlap in the processor.
 #[inline(always)]
 fn dot<S: Simd, C: Code>(s: S, x: &[f32], weight: &[C]) -> f32 {
-    const PARTS: usize = 4;
     let width = weight.len();
     assert_eq!(x.len(), width, "one row of each");
-    let mut sums = [s.splat(0.0); PARTS];
-    let whole = width - width % (LANES * PARTS);
+    let mut sum = s.splat(0.0);
+    let whole = width - width % LANES;
     let mut column = 0;
     while column < whole {
-        for (part, sum) in sums.iter_mut().enumerate() {
-            // SAFETY: `column + LANES * PARTS <= width`, the length of both.
-            let (x, w) = unsafe {
-                let column = column + part * LANES;
-                (at(x, column), at(weight, column))
-            };
-            *sum = s.mul_add(s.load_f32(x), C::load(s, w), *sum);
-        }
-        column += LANES * PARTS;
-    }
-    while column < width {
-        let end = (column + LANES).min(width);
-        let (x, w) = (padded(&x[column..end]), padded(&weight[column..end]));
-        sums[0] = s.mul_add(s.load_f32(&x), C::load(s, &w), sums[0]);
+        // SAFETY: `column + LANES <= width`, the length of both.
+        let (x, w) = unsafe { (at(x, column), at(weight, column)) };
+        sum = s.mul_add(s.load_f32(x), C::load(s, w), sum);
         column += LANES;
     }
-    let [a, b, c, d] = sums;
-    s.reduce_add(s.add(s.add(a, b), s.add(c, d)))
+    if whole < width {
+        let (x, w) = (padded(&x[whole..]), padded(&weight[whole..]));
+        sum = s.mul_add(s.load_f32(&x), C::load(s, &w), sum);
+    }
+    let zero = s.splat(0.0);
+    s.reduce_add_each([sum, zero, zero, zero])[0]
 }
 
 /// Returns the rest of a row, at most a vector, padded with zeros.

@@ -1,7 +1,7 @@
 //! Matmuls with a weight that is dequantized a block of outputs at a time: each block is used while it is in
 //! a cache, and the next one overwrites its memory.
 
-use overdrive_sys::gemm::mm_into;
+use overdrive_sys::gemm::{mm_into, product_kind};
 use tch::{Device, Kind, Tensor};
 
 use crate::kernel::four_bit::{coded_weight, dequantize_rows};
@@ -19,7 +19,7 @@ pub(super) fn forward(
     bias: Option<&Tensor>,
     y: &Tensor,
 ) -> Result<()> {
-    let computed = product_kind(x);
+    let computed = product_kind(x.device(), x.kind());
     let x = x.f_to_kind(computed)?;
     each_block(weight, computed, |first, block| {
         let count = block.size()[0];
@@ -44,7 +44,7 @@ pub(super) fn backward(dy: &Tensor, weights: &[QuantizedWeight]) -> Result<Tenso
     let dx = if dy.numel() == 0 || inputs == 0 {
         Tensor::f_zeros(&size, (dy.kind(), dy.device()))?
     } else {
-        let computed = product_kind(dy);
+        let computed = product_kind(dy.device(), dy.kind());
         let rows = dy.f_reshape([-1, outputs])?.f_to_kind(computed)?;
         let dx = Tensor::f_empty([rows.size()[0], inputs], (computed, dy.device()))?;
         let (mut column, mut begun) = (0, false);
@@ -60,14 +60,6 @@ pub(super) fn backward(dy: &Tensor, weights: &[QuantizedWeight]) -> Result<Tenso
         dx.f_to_kind(dy.kind())?.f_view(size.as_slice())?
     };
     Ok(dx)
-}
-
-/// Returns the dtype of the matmul: f32 for f16 on a CPU, where libtorch multiplies f16 slowly.
-fn product_kind(x: &Tensor) -> Kind {
-    match (x.device(), x.kind()) {
-        (Device::Cpu, Kind::Half) => Kind::Float,
-        (_, kind) => kind,
-    }
 }
 
 /// Calls `body` with the blocks `(outputs, I)` of the dense weight, in order, each with its first output.

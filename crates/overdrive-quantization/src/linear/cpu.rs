@@ -1,6 +1,6 @@
 //! The linear layer by the kernels of this crate.
 
-use overdrive_kernels::{Element, InstructionSet, is_batch_invariant};
+use overdrive_kernels::{Element, InstructionSet};
 use tch::{Kind, Tensor};
 
 use super::blocks;
@@ -20,7 +20,7 @@ const FEW_ROWS: usize = 32;
 /// Returns `true` if codes are dequantized in registers for this number of rows.
 fn is_few(rows: usize) -> bool {
     // A matmul of the library with a dequantized block adds in an order that depends on the number of rows.
-    rows <= FEW_ROWS || is_batch_invariant()
+    rows <= FEW_ROWS || overdrive_kernels::is_batch_invariant()
 }
 
 /// Returns the results for `x (…, I)`, on the CPU and not empty; `compute` is Float, `BFloat16` or Half.
@@ -88,6 +88,15 @@ pub(super) fn forward_into(
     });
     let layers: Vec<Layer<'_, f32>> = layers.collect::<Result<_>>()?;
     Ok(run_kernels(&rows, &layers, y)?.is_empty())
+}
+
+/// Returns `true` if a row has the same bits for any number of rows: the activations are integers.
+pub(super) fn is_batch_invariant(weight: &QuantizedWeight) -> Result<bool> {
+    Ok(match (plan(weight, true, false), &weight.storage) {
+        (Plan::Int8, Storage::Int8 { .. }) => weight.inputs.unsigned_abs() as usize <= MAX_WIDTH,
+        (Plan::ByGroup, _) => coded_weight(weight)?.is_some_and(|coded| coded.has_integers()),
+        _ => false,
+    })
 }
 
 /// A weight, and how it is multiplied.

@@ -239,6 +239,20 @@ impl FourBit for Portable {
     }
 
     #[inline(always)]
+    fn transpose_square(self, rows: &mut [Self::F32; LANES]) {
+        let from = *rows;
+        for (i, row) in from
+            .iter()
+            .enumerate()
+            .take(<Self::F32 as crate::Vector>::LEN)
+        {
+            for (j, number) in row.0.iter().enumerate() {
+                rows[j].0[i] = *number;
+            }
+        }
+    }
+
+    #[inline(always)]
     fn load_words(self, from: &[i16; WORDS]) -> [i16; WORDS] {
         *from
     }
@@ -306,15 +320,6 @@ impl FourBit for Portable {
         let mut out = [0.0; LANES];
         for (out, lane) in out.iter_mut().zip(lanes) {
             *out = from[lane as usize % LANES];
-        }
-        Array(out)
-    }
-
-    #[inline(always)]
-    fn permute_four(self, from: &[f32; 4], lanes: [u32; LANES]) -> Self::F {
-        let mut out = [0.0; LANES];
-        for (out, lane) in out.iter_mut().zip(lanes) {
-            *out = from[lane as usize % 4];
         }
         Array(out)
     }

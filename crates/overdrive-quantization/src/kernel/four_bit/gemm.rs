@@ -11,9 +11,11 @@ use super::byte_rows::{ByteLayout, ByteRows};
 use super::coded_weight::CodedWeight;
 use super::dequantize::float_gemm;
 use super::word_gemm::WordGemm;
-use super::word_gemv::{MAX_ROWS, WordGemv};
-use super::word_rows::{Layout, WordRows, is_few};
+use super::word_rows::{Layout, WordRows};
 use crate::kernel::joint_gemm::{Gemm, Results};
+
+/// The largest number of rows of activations in bytes that a GEMV multiplies.
+const MAX_ROWS: usize = 3;
 
 /// The quantized activations of some weights: once for the weights that take the same words or bytes.
 #[derive(Debug)]
@@ -183,13 +185,6 @@ impl Gemm for CodedGemm<'_> {
                 };
                 gemm.run(set);
             }
-            // More rows would not fit the registers beside the unpacked codes.
-            Input::Words(x) if is_few(x.rows) => set.run(WordGemv {
-                x,
-                weight,
-                outputs,
-                results,
-            }),
             Input::Words(x) => set.run(WordGemm {
                 x,
                 weight,

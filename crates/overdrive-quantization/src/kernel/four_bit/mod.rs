@@ -14,7 +14,7 @@
 //! | `unpack` | the unpacking of codes to words |
 //! | `word_rows`, `byte_rows`, `byte_panels` | rows of activations as words and as bytes |
 //! | `gemm` | the choice of the kernel |
-//! | `word_gemv`, `word_gemm` | one to three rows of activations in words; more rows |
+//! | `word_gemm` | activations in words |
 //! | `byte_gemv`, `byte_gemm` | one to three rows of activations in bytes; more rows |
 //! | `dequantize` | dequantized rows, and the GEMM in floats |
 //! | `aligned` | memory that is aligned to cache lines |
@@ -34,7 +34,6 @@ mod storage;
 mod tests;
 mod unpack;
 mod word_gemm;
-mod word_gemv;
 mod word_rows;
 
 pub(crate) use coded_weight::CodedWeight;

@@ -1,4 +1,4 @@
-//! The GEMM of more than three rows of activations in words. The lanes are outputs.
+//! The GEMM of activations in words. The lanes are outputs.
 //!
 //! 16 rows of the weight at a time are transposed, four bytes in a lane, and words of activations are
 //! broadcast. For a few rows codes are unpacked in registers; for many they are unpacked once, to the first

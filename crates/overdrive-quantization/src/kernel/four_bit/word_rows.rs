@@ -1,13 +1,10 @@
 //! Rows of activations as words of up to 16 bits, in the order in which codes are unpacked.
 
 use overdrive_kernels::threads::run_jobs;
-use overdrive_kernels::{
-    ColumnsMut, InstructionSet, Kernel, LANES, Simd, WORDS, is_batch_invariant,
-};
+use overdrive_kernels::{ColumnsMut, InstructionSet, Kernel, LANES, Simd, WORDS};
 
 use super::aligned::AlignedVec;
 use super::coded_weight::{CodedWeight, Coding, MAX_GRANULE, WordTable, levels};
-use super::word_gemv::MAX_ROWS;
 use crate::codec::floats::{max_magnitude_of, round_bits};
 
 /// The number of inputs that share a scale.
@@ -18,11 +15,6 @@ const MAX_UNIT: usize = 8 * LANES;
 
 /// The number of activations below which one thread quantizes all.
 const PARALLEL: usize = 32 << 10;
-
-/// Returns `true` if this number of rows is multiplied by the GEMV, which adds in a different order than the GEMM.
-pub(super) fn is_few(rows: usize) -> bool {
-    rows <= MAX_ROWS && !is_batch_invariant()
-}
 
 /// The layout of the words of activations. Weights of the same layout share them.
 #[derive(Debug, Clone, Copy, PartialEq)]
@@ -94,8 +86,7 @@ pub(crate) struct WordRows {
     /// The sums of the quantized activations of each granule, likewise; empty unless needed.
     pub(crate) sums: AlignedVec<f32>,
     pub(crate) rows: usize,
-    /// The number of rows of words and scales: those of the GEMM are padded to an even number, since it takes
-    /// two at a time.
+    /// The number of rows of words and scales, padded to an even number, since the GEMM takes two at a time.
     pub(crate) held: usize,
     pub(crate) granules: usize,
     pub(crate) granule: usize,
@@ -110,10 +101,7 @@ impl WordRows {
         let rows = x.len().checked_div(layout.inputs).unwrap_or(0);
         let units = layout.inputs.div_ceil(layout.unit_inputs());
         let parts = layout.parts();
-        let held = match is_few(rows) {
-            true => rows,
-            false => rows.next_multiple_of(2),
-        };
+        let held = rows.next_multiple_of(2);
         let granules = layout.inputs / layout.granule;
         let stride = granules.next_multiple_of(LANES);
         let floats = held * stride;

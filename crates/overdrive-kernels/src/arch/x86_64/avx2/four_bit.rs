@@ -318,6 +318,17 @@ impl FourBit for Avx2 {
     }
 
     #[inline(always)]
+    fn transpose_square(self, rows: &mut [F32x8; LANES]) {
+        let mut bits = [self.zero_sums()[0]; 8];
+        for (bits, row) in bits.iter_mut().zip(rows.iter()) {
+            *bits = intrinsics!(_mm256_castps_si256(row.0));
+        }
+        for (row, bits) in rows.iter_mut().zip(transpose8(self, bits)) {
+            *row = F32x8(intrinsics!(_mm256_castsi256_ps(bits)));
+        }
+    }
+
+    #[inline(always)]
     fn load_words(self, from: &[i16; WORDS]) -> Pair {
         load(self, from)
     }
@@ -391,29 +402,6 @@ impl FourBit for Avx2 {
             _mm256_permutevar8x32_ps(_mm256_loadu_ps(from.as_ptr().add(low)), lanes[0]),
             _mm256_permutevar8x32_ps(_mm256_loadu_ps(from.as_ptr().add(high)), lanes[1]),
         ))
-    }
-
-    #[inline(always)]
-    fn permute_four(self, from: &[f32; 4], lanes: Lanes) -> Self::F {
-        let Lanes {
-            starts: [_, high],
-            within: lanes,
-        } = lanes;
-        intrinsics!({
-            let from = _mm256_castps128_ps256(_mm_loadu_ps(from.as_ptr()));
-            // The second half begins at `high`, of which the first half of its lanes knows nothing.
-            #[allow(
-                clippy::cast_possible_truncation,
-                clippy::cast_possible_wrap,
-                reason = "at most 8"
-            )]
-            let second = _mm256_add_epi32(lanes[1], _mm256_set1_epi32(high as i32));
-            pair(
-                self,
-                _mm256_permutevar8x32_ps(from, lanes[0]),
-                _mm256_permutevar8x32_ps(from, second),
-            )
-        })
     }
 
     #[inline(always)]

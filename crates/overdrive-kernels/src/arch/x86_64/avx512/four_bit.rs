@@ -218,6 +218,11 @@ impl FourBit for Avx512 {
     }
 
     #[inline(always)]
+    fn transpose_square(self, rows: &mut [F32x16; LANES]) {
+        *rows = self.transpose_floats(*rows);
+    }
+
+    #[inline(always)]
     fn load_words(self, from: &[i16; WORDS]) -> __m512i {
         intrinsics!(_mm512_loadu_si512(from.as_ptr().cast()))
     }
@@ -265,14 +270,6 @@ impl FourBit for Avx512 {
             lanes,
             _mm512_loadu_ps(from.as_ptr())
         )))
-    }
-
-    #[inline(always)]
-    fn permute_four(self, from: &[f32; 4], lanes: __m512i) -> F32x16 {
-        intrinsics!({
-            let from = _mm512_castps128_ps512(_mm_loadu_ps(from.as_ptr()));
-            F32x16(_mm512_permutexvar_ps(lanes, from))
-        })
     }
 
     #[inline(always)]
