@@ -88,11 +88,9 @@ pub(crate) async fn completions(
     }
     let echo = fields.take("echo")?.unwrap_or(false);
     let logprobs: Option<usize> = fields.take("logprobs")?;
-    if let Some(count) = logprobs {
-        if count > MAX_LOGPROBS {
-            let expected = format!("from 0 to {MAX_LOGPROBS}");
-            return Err(ApiError::range("logprobs", count, &expected));
-        }
+    if let Some(count) = logprobs.filter(|count| *count > MAX_LOGPROBS) {
+        let expected = format!("from 0 to {MAX_LOGPROBS}");
+        return Err(ApiError::range("logprobs", count, &expected));
     }
     sampling.config.logprobs = logprobs;
     sampling.may_be_empty = echo;

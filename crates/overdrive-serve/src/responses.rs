@@ -42,16 +42,16 @@ pub(crate) async fn responses(
     let model = shared.choose_model(fields.take("model")?)?;
     let template = template(&shared, "input")?;
     fields.refuse(UNSUPPORTED)?;
-    for (name, neutral) in [
-        ("truncation", json!("disabled")),
-        ("top_logprobs", json!(0)),
+    let mut text: Map<String, Value> = fields.take("text")?.unwrap_or_default();
+    for (name, value, neutral) in [
+        ("truncation", fields.take("truncation")?, json!("disabled")),
+        ("top_logprobs", fields.take("top_logprobs")?, json!(0)),
+        ("text.verbosity", text.remove("verbosity"), json!("medium")),
     ] {
-        if let Some(value) = fields
-            .take::<Value>(name)?
-            .filter(|value| *value != neutral)
-        {
+        if let Some(value) = value.filter(|value| !value.is_null() && *value != neutral) {
             let found = shorten(&value.to_string());
-            return Err(ApiError::range(name, found, &format!("{neutral} here")));
+            let expected = format!("{neutral}; this server supports no other value");
+            return Err(ApiError::range(name, found, &expected));
         }
     }
     // Its only option pads the events of OpenAI's own service.
@@ -59,7 +59,6 @@ pub(crate) async fn responses(
     let mut sampling = Sampling::take(&mut fields, &shared)?;
     sampling.max_tokens = fields.take("max_output_tokens")?;
     sampling.max_tokens_field = "max_output_tokens";
-    let mut text: Map<String, Value> = fields.take("text")?.unwrap_or_default();
     let format = match text.remove("format") {
         None | Some(Value::Null) => None,
         Some(Value::Object(format)) => Some(format),
@@ -68,15 +67,12 @@ pub(crate) async fn responses(
             return Err(ApiError::range("text.format", found, "an object"));
         }
     };
-    let shown_format = json!(
-        format
-            .as_ref()
-            .map_or(json!({"type": "text"}), |own| json!(own))
-    );
-    let (tools, choice): (Vec<Value>, Option<Value>) = (
-        fields.take("tools")?.unwrap_or_default(),
-        fields.take("tool_choice")?,
-    );
+    let shown_format = match &format {
+        Some(format) => Value::Object(format.clone()),
+        None => json!({"type": "text"}),
+    };
+    let tools: Vec<Value> = fields.take("tools")?.unwrap_or_default();
+    let choice: Option<Value> = fields.take("tool_choice")?;
     let instructions: Option<String> = fields.take("instructions")?;
     let response = json!({
         "id": shared.id("resp"),
@@ -104,10 +100,8 @@ pub(crate) async fn responses(
         "usage": null,
     });
 
-    fields.set(
-        "tools",
-        tools.into_iter().map(tool).collect::<ApiResult<Vec<_>>>()?,
-    );
+    let functions = tools.into_iter().map(tool).collect::<ApiResult<Vec<_>>>()?;
+    fields.set("tools", functions);
     if let Some(choice) = choice {
         fields.set("tool_choice", chat_choice(choice));
     }

@@ -66,7 +66,8 @@ impl Request {
     /// They are those of the model's own distribution, before any change, and do not depend on how the prompt is read:
     /// in chunks, beside other requests, or a second time after its blocks were needed, up to the rounding of another
     /// batch. The prompt reads no cached prefix, whose positions would have no logits; later requests may reuse its
-    /// blocks. The logits of the prompt are computed in blocks of at most 64 MiB.
+    /// blocks. The logits of the prompt are computed in blocks of at most 64 MiB in f32, of which the host has one copy
+    /// more; [`EngineModel::forward_in_blocks`](crate::EngineModel::forward_in_blocks) says for which models.
     ///
     /// With a `max_length` of at most the length of the prompt, and without `max_new_tokens`, nothing is generated.
     #[must_use]

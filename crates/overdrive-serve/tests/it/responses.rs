@@ -251,6 +251,11 @@ fn what_is_not_supported_is_refused_by_name() {
         ),
         (json!({"n": 2}), "n", "does not support"),
         (json!({"truncation": "auto"}), "truncation", "disabled"),
+        (
+            json!({"text": {"verbosity": "low"}}),
+            "text.verbosity",
+            "medium",
+        ),
         (json!({"top_logprobs": 2}), "top_logprobs", "must be 0"),
         (
             json!({"tools": [{"type": "web_search"}]}),
