@@ -1,5 +1,6 @@
-//! An HTTP server with OpenAI's API: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/v1/embeddings`,
-//! `/health` and `/metrics`. All requests share one batch and one cache.
+//! An HTTP server with OpenAI's API: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/v1/responses`,
+//! `/v1/embeddings`, `/tokenize`, `/detokenize`, `/tokenizer_info`, `/health` and `/metrics`. All requests share one batch
+//! and one cache.
 //!
 //! SIGTERM and Ctrl-C let the requests in progress finish; a second signal aborts them. Clients need a key only if
 //! OVERDRIVE_API_KEY is set.
@@ -127,7 +128,9 @@ fn run(flags: &Flags) -> Result<()> {
     let template = match flags.template.load(&files, source.adapter.as_deref()) {
         Ok(template) => Some(template),
         Err(error) if matches!(error.downcast_ref(), Some(Error::NoChatTemplate { .. })) => {
-            print_error_line(format_args!("there is no /v1/chat/completions: {error}"));
+            print_error_line(format_args!(
+                "there is no /v1/chat/completions and no /v1/responses: {error}"
+            ));
             None
         }
         Err(error) => return Err(error),

@@ -91,7 +91,8 @@ pub use config::{
 pub use constraint::{ChoiceConstraint, Constraint};
 pub use engine::{
     CacheShape, Completion, Engine, EngineConfig, EngineHandle, EngineModel, EngineStatistics,
-    Event, Events, Latency, Outcome, RaggedStep, Request, RequestId, StepAdapters, Ticket,
+    Event, Events, Latency, Outcome, PromptLogprobs, RaggedStep, Request, RequestId, StepAdapters,
+    Ticket,
 };
 pub use error::{Error, Result};
 pub use generate::{GenerateOptions, generate, generate_with, generate_with_options};

@@ -86,6 +86,27 @@ fn by_engine(model: &CausalLm, prompts: &[Vec<i64>], budget: usize) -> Vec<Bits>
     each.collect()
 }
 
+/// Returns the tokens of prompts, without the first, and the bits of their log-probabilities.
+fn scored_by_engine(model: &CausalLm, prompts: &[Vec<i64>], budget: usize) -> Vec<Bits> {
+    let mut config = EngineConfig::default();
+    config.max_num_seqs = 8;
+    config.max_num_batched_tokens = Some(budget);
+    config.num_blocks = Some(64);
+    let mut engine = Engine::new(model, config).unwrap();
+    for prompt in prompts {
+        let request = Request::new(prompt.clone(), options(None)).with_prompt_logprobs(0);
+        engine.submit(request).unwrap();
+    }
+    let outcomes = engine.run_to_end().unwrap();
+    let each = outcomes.into_iter().zip(prompts);
+    let each = each.map(|((_, outcome), prompt)| {
+        let scores = outcome.unwrap().remove(0).prompt_logprobs.unwrap();
+        let scores: Vec<_> = scores.iter().skip(1).flatten().cloned().collect();
+        bits(&prompt[1..], &scores)
+    });
+    each.collect()
+}
+
 fn by_generate(model: &CausalLm, prompts: &[Vec<i64>], chunk: Option<usize>) -> Vec<Bits> {
     let go_on = |_: overdrive_generation::GeneratedToken<'_>| ControlFlow::Continue(());
     let none = GenerateOptions::default();
@@ -106,6 +127,20 @@ fn assert_invariant(model: &CausalLm, prompts: &[Vec<i64>], what: &str) {
     for budget in [8, 20, 512] {
         let together = by_engine(model, prompts, budget);
         assert_eq!(together, alone, "{what}, steps of {budget}");
+    }
+    // A continuation has the same bits when it is scored as part of a prompt, in any chunks.
+    let texts: Vec<Vec<i64>> = prompts
+        .iter()
+        .zip(&alone)
+        .map(|(prompt, new)| prompt.iter().copied().chain(new.iter().map(|one| one.0)))
+        .map(Iterator::collect)
+        .collect();
+    for budget in [8, 20, 512] {
+        let scored = scored_by_engine(model, &texts, budget);
+        for (own, new) in scored.iter().zip(&alone) {
+            let end = own.len() - new.len();
+            assert_eq!(own[end..], new[..], "{what}, steps of {budget}");
+        }
     }
     for chunk in [None, Some(1), Some(5), Some(64)] {
         for (prompt, alone) in prompts.iter().zip(&alone) {

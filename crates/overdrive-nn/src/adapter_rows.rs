@@ -70,6 +70,19 @@ impl AdapterRows {
         })
     }
 
+    /// Returns the adapters of `len` rows from row `start` on.
+    #[must_use]
+    pub fn narrow(&self, start: usize, len: usize) -> AdapterRows {
+        let end = start.saturating_add(len);
+        let mut first = 0;
+        AdapterRows::new(self.runs.iter().map(|(count, name)| {
+            let run = first..first + count;
+            first = run.end;
+            let inside = run.end.min(end).saturating_sub(run.start.max(start));
+            (inside, name.clone())
+        }))
+    }
+
     /// Returns the names of the adapters.
     pub fn names(&self) -> impl Iterator<Item = &str> {
         self.runs.iter().filter_map(|(_, name)| name.as_deref())

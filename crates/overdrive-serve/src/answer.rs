@@ -4,7 +4,7 @@ use axum::body::Body;
 use axum::http::{HeaderValue, StatusCode, header};
 use axum::response::{IntoResponse, Response};
 use futures_util::stream::unfold;
-use overdrive_generation::{Completion, TokenLogprobs};
+use overdrive_generation::{Completion, PromptLogprobs, TokenLogprobs};
 use serde_json::{Value, json};
 
 use crate::api_error::{ApiError, ApiResult, json_response};
@@ -23,6 +23,11 @@ pub(crate) trait Answer: Send + 'static {
 
     /// Returns the choices of the chunks before the first token.
     fn begin(&mut self, choices: usize) -> Vec<Value>;
+
+    /// Returns the choices of the chunks of a prompt that has been read for its log-probabilities.
+    fn prompt(&mut self, _prompt: usize, _logprobs: &PromptLogprobs) -> Vec<Value> {
+        Vec::new()
+    }
 
     /// Returns the choice of the chunk of a token; `None` if no text is ready yet.
     fn token(
@@ -55,19 +60,41 @@ pub(crate) async fn whole(mut job: Job, answer: impl Answer) -> ApiResult<Respon
 
 /// Returns the answer as server-sent events, which begin with the first token.
 pub(crate) async fn stream(
-    mut job: Job,
+    job: Job,
     answer: impl Answer,
     include_usage: bool,
 ) -> ApiResult<Response> {
-    job.begin().await?;
-    let mut events = Events {
+    let events = Chunks {
         head: answer.head(true),
         answer,
         include_usage,
         text: String::new(),
     };
-    let choices = events.answer.begin(job.choices());
-    events.push_all(choices);
+    stream_events(job, events).await
+}
+
+/// The events of a stream.
+pub(crate) trait Events: Send + 'static {
+    /// Writes the events before the first step.
+    fn begin(&mut self, job: &Job);
+
+    /// Writes the events of a step.
+    fn step(&mut self, step: Step);
+
+    /// Writes the last events.
+    fn finish(&mut self, job: &Job);
+
+    /// Writes the error as the last event, because the status has already been sent.
+    fn fail(&mut self, error: &ApiError);
+
+    /// Returns the text that has been written since the last call.
+    fn take_text(&mut self) -> String;
+}
+
+/// Sends server-sent events, which begin with the first token.
+pub(crate) async fn stream_events(mut job: Job, mut events: impl Events) -> ApiResult<Response> {
+    job.begin().await?;
+    events.begin(&job);
     let state = Some((job, events));
     // The body owns the job: when the client disconnects, both are dropped.
     let body = unfold(state, |state| async move {
@@ -87,8 +114,8 @@ pub(crate) async fn stream(
                     false
                 }
             };
-            if !goes_on || !events.text.is_empty() {
-                let text = std::mem::take(&mut events.text);
+            let text = events.take_text();
+            if !goes_on || !text.is_empty() {
                 return Some((
                     Ok::<_, std::convert::Infallible>(text),
                     goes_on.then_some((job, events)),
@@ -103,17 +130,27 @@ pub(crate) async fn stream(
     Ok((headers, Body::from_stream(body)).into_response())
 }
 
-/// The events of a stream that have not been sent.
-struct Events<A> {
+/// The events of a stream of chunks, each of which has the next tokens of a choice.
+struct Chunks<A> {
     answer: A,
     head: Value,
     include_usage: bool,
+    /// The events that have not been sent.
     text: String,
 }
 
-impl<A: Answer> Events<A> {
+impl<A: Answer> Events for Chunks<A> {
+    fn begin(&mut self, job: &Job) {
+        let choices = self.answer.begin(job.choices());
+        self.push_all(choices);
+    }
+
     fn step(&mut self, step: Step) {
         match step {
+            Step::Prompt { prompt, logprobs } => {
+                let chunks = self.answer.prompt(prompt, &logprobs);
+                self.push_all(chunks);
+            }
             Step::Token {
                 choice,
                 id,
@@ -130,17 +167,6 @@ impl<A: Answer> Events<A> {
         }
     }
 
-    fn push_all(&mut self, choices: Vec<Value>) {
-        for choice in choices {
-            let mut chunk = self.head.clone();
-            chunk["choices"] = json!([choice]);
-            if self.include_usage {
-                chunk["usage"] = Value::Null;
-            }
-            self.push(&chunk);
-        }
-    }
-
     fn finish(&mut self, job: &Job) {
         if self.include_usage {
             let mut chunk = self.head.clone();
@@ -151,10 +177,26 @@ impl<A: Answer> Events<A> {
         self.text.push_str("data: [DONE]\n\n");
     }
 
-    /// Sends the error as an event, because the status has already been sent.
     fn fail(&mut self, error: &ApiError) {
         self.push(&error.body());
         self.text.push_str("data: [DONE]\n\n");
+    }
+
+    fn take_text(&mut self) -> String {
+        std::mem::take(&mut self.text)
+    }
+}
+
+impl<A: Answer> Chunks<A> {
+    fn push_all(&mut self, choices: Vec<Value>) {
+        for choice in choices {
+            let mut chunk = self.head.clone();
+            chunk["choices"] = json!([choice]);
+            if self.include_usage {
+                chunk["usage"] = Value::Null;
+            }
+            self.push(&chunk);
+        }
     }
 
     fn push(&mut self, value: &Value) {

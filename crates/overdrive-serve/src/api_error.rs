@@ -51,6 +51,16 @@ impl ApiError {
         }
     }
 
+    /// Returns `true` if the error is about the field `param`.
+    pub(crate) fn names(&self, param: &str) -> bool {
+        self.param.as_deref() == Some(param)
+    }
+
+    /// Returns the message.
+    pub(crate) fn message(&self) -> &str {
+        &self.message
+    }
+
     pub(crate) fn with_param(mut self, param: &str) -> Self {
         self.param = Some(param.to_owned());
         self

@@ -5,7 +5,9 @@ use std::time::Instant;
 
 use axum::extract::{Request as HttpRequest, State};
 use axum::response::Response;
-use overdrive_generation::{ChatTemplateOptions, Completion, Request, TokenLogprobs};
+use overdrive_generation::{
+    ChatTemplate, ChatTemplateOptions, Completion, Message, Request, TokenLogprobs,
+};
 use serde_json::{Value, json};
 
 use crate::answer::{Answer, stream, whole};
@@ -16,7 +18,7 @@ use crate::logprobs::chat_entry;
 use crate::messages;
 use crate::sampling::{MAX_LOGPROBS, Sampling};
 use crate::shared::{Shared, blocking, now};
-use crate::tools::{ToolCall, ToolReader, Tools, response_format};
+use crate::tools::{Schema, ToolCall, ToolReader, Tools, response_format};
 
 pub(crate) async fn chat_completions(
     State(shared): State<Arc<Shared>>,
@@ -25,11 +27,7 @@ pub(crate) async fn chat_completions(
     let started = Instant::now();
     let mut fields = Fields::read(request, &shared.options).await?;
     let model = shared.choose_model(fields.take("model")?)?;
-    let Some(template) = &shared.model.template else {
-        let message =
-            "this model has no chat template; it may be a base model: use /v1/completions";
-        return Err(ApiError::field("messages", message));
-    };
+    let template = template(&shared, "messages")?;
     fields.refuse(&[
         "functions",
         "function_call",
@@ -54,7 +52,7 @@ pub(crate) async fn chat_completions(
         }
         (true, count) => Some(count.unwrap_or(0)),
     };
-    let messages = messages::take(&mut fields, template)?;
+    let messages = messages::take(&mut fields, "messages", template)?;
     let format = response_format(&mut fields)?;
     let (tools, forced) = Tools::take(&mut fields, template)?;
     if format.is_some() && forced.is_some() {
@@ -64,29 +62,15 @@ pub(crate) async fn chat_completions(
     }
     let options = template_options(&mut fields, tools.as_ref())?;
     let n = sampling.config.num_return_sequences;
-    let seats = shared.seats("n", n)?;
-
     let (include_usage, is_stream) = (sampling.include_usage, sampling.stream);
-    let preparing = Arc::clone(&shared);
-    let adapter = model.adapter;
-    let request = blocking(move || {
-        let shared = &preparing;
-        let Some(template) = &shared.model.template else {
-            return Err(ApiError::internal(
-                "internal error: the chat template is missing",
-            ));
-        };
-        let prompt = template.encode(&shared.model.tokenizer, &messages, &options)?;
-        let default = shared.model.config.max_new_tokens;
-        let config = sampling.for_prompt("messages", prompt.len(), default, shared)?;
-        let mut request = Request::new(prompt, config);
-        request.adapter = adapter;
-        Ok(match forced.or(format) {
-            Some(schema) => request.with_constraint(schema.constraint(shared)?),
-            None => request,
-        })
-    })
-    .await?;
+    let turn = Turn {
+        field: "messages",
+        messages,
+        options,
+        schema: forced.or(format),
+        adapter: model.adapter,
+    };
+    let job = turn.submit(&shared, sampling, started).await?;
     let choice = || Choice {
         reader: tools.clone().map(ToolReader::new),
         pending: Vec::new(),
@@ -100,15 +84,68 @@ pub(crate) async fn chat_completions(
         tools: tools.clone(),
         shared: Arc::clone(&shared),
     };
-    let job = Job::submit(&shared, vec![request], seats, started)?;
     match is_stream {
         true => stream(job, answer, include_usage).await,
         false => whole(job, answer).await,
     }
 }
 
+/// Returns the model's chat template, which the request needs for its field `param`.
+pub(crate) fn template<'a>(shared: &'a Shared, param: &str) -> ApiResult<&'a ChatTemplate> {
+    shared.model.template.as_ref().ok_or_else(|| {
+        let message =
+            "this model has no chat template; it may be a base model: use /v1/completions";
+        ApiError::field(param, message)
+    })
+}
+
+/// A conversation that the model continues with its next message.
+pub(crate) struct Turn {
+    /// The field that the messages come from.
+    pub(crate) field: &'static str,
+    pub(crate) messages: Vec<Message>,
+    pub(crate) options: ChatTemplateOptions,
+    /// The schema that the message must fit.
+    pub(crate) schema: Option<Schema>,
+    pub(crate) adapter: Option<Arc<str>>,
+}
+
+impl Turn {
+    pub(crate) async fn submit(
+        self,
+        shared: &Arc<Shared>,
+        sampling: Sampling,
+        started: Instant,
+    ) -> ApiResult<Job> {
+        let seats = shared.seats("n", sampling.config.num_return_sequences)?;
+        let preparing = Arc::clone(shared);
+        let request = blocking(move || {
+            let shared = &*preparing;
+            let template = template(shared, self.field)?;
+            let prompt = template.encode(&shared.model.tokenizer, &self.messages, &self.options);
+            let prompt = prompt.map_err(|error| match ApiError::from(error) {
+                error if error.names("messages") => error.with_param(self.field),
+                error => error,
+            })?;
+            let default = shared.model.config.max_new_tokens;
+            let config = sampling.for_prompt(self.field, prompt.len(), default, shared)?;
+            let mut request = Request::new(prompt, config);
+            request.adapter = self.adapter;
+            Ok(match self.schema {
+                Some(schema) => request.with_constraint(schema.constraint(shared)?),
+                None => request,
+            })
+        })
+        .await?;
+        Job::submit(shared, vec![request], seats, started)
+    }
+}
+
 /// Takes the options of the template, under vLLM's names.
-fn template_options(fields: &mut Fields, tools: Option<&Tools>) -> ApiResult<ChatTemplateOptions> {
+pub(crate) fn template_options(
+    fields: &mut Fields,
+    tools: Option<&Tools>,
+) -> ApiResult<ChatTemplateOptions> {
     let documents = fields.take("documents")?;
     let variables = fields.take("chat_template_kwargs")?.unwrap_or_default();
     let is_open = fields.take("continue_final_message")?.unwrap_or(false);

@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use axum::extract::{Request as HttpRequest, State};
 use axum::response::Response;
-use overdrive_generation::{Completion, Request, TextStream, TokenLogprobs};
+use overdrive_generation::{Completion, PromptLogprobs, Request, TextStream, TokenLogprobs};
 use serde::Deserialize;
 use serde_json::{Value, json};
 
@@ -88,18 +88,12 @@ pub(crate) async fn completions(
     }
     let echo = fields.take("echo")?.unwrap_or(false);
     let logprobs: Option<usize> = fields.take("logprobs")?;
-    if let Some(count) = logprobs {
-        if count > MAX_LOGPROBS {
-            let expected = format!("from 0 to {MAX_LOGPROBS}");
-            return Err(ApiError::range("logprobs", count, &expected));
-        }
-        if echo {
-            let message = "`echo` cannot be combined with `logprobs`: prompts have no log-probabilities here; \
-                           leave one out";
-            return Err(ApiError::field("echo", message));
-        }
+    if let Some(count) = logprobs.filter(|count| *count > MAX_LOGPROBS) {
+        let expected = format!("from 0 to {MAX_LOGPROBS}");
+        return Err(ApiError::range("logprobs", count, &expected));
     }
     sampling.config.logprobs = logprobs;
+    sampling.may_be_empty = echo;
     let special = fields.take("add_special_tokens")?.unwrap_or(true);
     let schema = response_format(&mut fields)?;
     let prompts = Prompts::take(&mut fields, "prompt")?;
@@ -119,13 +113,13 @@ pub(crate) async fn completions(
         let mut echoes = Vec::new();
         for (text, ids) in prompts.encode(shared, special)? {
             let config = sampling.for_prompt("prompt", ids.len(), Some(DEFAULT_TOKENS), shared)?;
-            echoes.push(if echo {
-                Some(echoed(shared, text, &ids)?)
-            } else {
-                None
+            echoes.push(match echo {
+                true => Some(Echo::new(shared, text, &ids)?),
+                false => None,
             });
             let mut request = Request::new(ids, config);
             request.adapter = adapter.clone();
+            request.prompt_logprobs = logprobs.filter(|_| echo);
             if let Some(constraint) = &constraint {
                 request = request.with_constraint(constraint.fork());
             }
@@ -152,18 +146,36 @@ pub(crate) async fn completions(
     }
 }
 
-/// Returns the text of a prompt.
-fn echoed(shared: &Shared, text: Option<String>, ids: &[i64]) -> ApiResult<String> {
-    match text {
-        Some(text) => Ok(text),
-        None => {
-            // Ids outside this range are refused when the request is submitted.
-            let ids: Vec<u32> = ids
-                .iter()
-                .filter_map(|&id| u32::try_from(id).ok())
-                .collect();
-            Ok(TextStream::decode(&shared.model.tokenizer, &ids, true)?)
-        }
+/// A prompt that its answers begin with.
+struct Echo {
+    text: String,
+    ids: Vec<i64>,
+}
+
+impl Echo {
+    fn new(shared: &Shared, text: Option<String>, ids: &[i64]) -> ApiResult<Echo> {
+        let text = match text {
+            Some(text) => text,
+            None => {
+                // Ids outside this range are refused when the request is submitted.
+                let known = ids.iter().filter_map(|&id| u32::try_from(id).ok());
+                let known: Vec<u32> = known.collect();
+                TextStream::decode(&shared.model.tokenizer, &known, true)?
+            }
+        };
+        Ok(Echo {
+            text,
+            ids: ids.to_vec(),
+        })
+    }
+
+    /// Returns the tokens with their log-probabilities.
+    fn tokens<'a>(
+        &'a self,
+        logprobs: &'a PromptLogprobs,
+    ) -> impl Iterator<Item = (i64, Option<&'a TokenLogprobs>)> {
+        let logprobs = logprobs.iter().map(Option::as_ref);
+        self.ids.iter().copied().zip(logprobs)
     }
 }
 
@@ -173,8 +185,8 @@ struct Text {
     created: u64,
     model: Arc<str>,
     n: usize,
-    /// The text that the choices of each prompt begin with.
-    echoes: Vec<Option<String>>,
+    /// What the choices of each prompt begin with.
+    echoes: Vec<Option<Echo>>,
     has_logprobs: bool,
     /// The characters of each choice's tokens so far.
     offsets: Vec<usize>,
@@ -190,7 +202,7 @@ impl Text {
             return Value::Null;
         }
         let tokens = std::mem::take(&mut self.pending[choice]);
-        let tokens = tokens.iter().map(|(id, one)| (*id, one));
+        let tokens = tokens.iter().map(|(id, one)| (*id, Some(one)));
         completion_object(&self.shared, tokens, &mut self.offsets[choice])
     }
 }
@@ -201,11 +213,14 @@ impl Answer for Text {
     }
 
     fn choice(&self, choice: usize, completion: Completion) -> Value {
-        let mut text = self.echoes[choice / self.n].clone().unwrap_or_default();
+        let echo = self.echoes[choice / self.n].as_ref();
+        let mut text = echo.map(|echo| echo.text.clone()).unwrap_or_default();
         text.push_str(&completion.text.unwrap_or_default());
         let logprobs = completion.logprobs.as_ref().map(|all| {
-            let tokens = completion.tokens.iter().copied().zip(all);
-            completion_object(&self.shared, tokens, &mut 0)
+            let read = echo.zip(completion.prompt_logprobs.as_ref());
+            let read = read.into_iter().flat_map(|(echo, all)| echo.tokens(all));
+            let new = completion.tokens.iter().copied().zip(all.iter().map(Some));
+            completion_object(&self.shared, read.chain(new), &mut 0)
         });
         let reason = finish_reason(completion.finish_reason);
         json!({"text": text, "index": choice, "logprobs": logprobs, "finish_reason": reason})
@@ -213,10 +228,27 @@ impl Answer for Text {
 
     fn begin(&mut self, choices: usize) -> Vec<Value> {
         let echo = |choice: usize| {
-            let text = self.echoes[choice / self.n].as_ref()?;
+            let text = &self.echoes[choice / self.n].as_ref()?.text;
             Some(json!({"text": text, "index": choice, "logprobs": null, "finish_reason": null}))
         };
-        (0..choices).filter_map(echo).collect()
+        match self.has_logprobs {
+            // The text of a prompt comes with its log-probabilities.
+            true => Vec::new(),
+            false => (0..choices).filter_map(echo).collect(),
+        }
+    }
+
+    fn prompt(&mut self, prompt: usize, logprobs: &PromptLogprobs) -> Vec<Value> {
+        let Some(echo) = &self.echoes[prompt] else {
+            return Vec::new();
+        };
+        let own = prompt * self.n..(prompt + 1) * self.n;
+        let chunk = |choice: usize| {
+            let offset = &mut self.offsets[choice];
+            let logprobs = completion_object(&self.shared, echo.tokens(logprobs), offset);
+            json!({"text": echo.text, "index": choice, "logprobs": logprobs, "finish_reason": null})
+        };
+        own.map(chunk).collect()
     }
 
     fn token(

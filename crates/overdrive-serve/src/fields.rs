@@ -71,6 +71,16 @@ impl Fields {
         }
     }
 
+    /// Returns a field that is not taken.
+    pub(crate) fn peek(&self, name: &str) -> Option<&Value> {
+        self.0.get(name)
+    }
+
+    /// Sets a field, for a route whose fields have the meaning of another one's in another form.
+    pub(crate) fn set(&mut self, name: &str, value: impl Into<Value>) {
+        self.0.insert(name.to_owned(), value.into());
+    }
+
     /// Takes a required field.
     pub(crate) fn require<T: DeserializeOwned>(&mut self, name: &str) -> ApiResult<T> {
         let missing = || ApiError::field(name, format!("`{name}` is missing; it is required"));

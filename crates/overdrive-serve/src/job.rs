@@ -5,7 +5,7 @@ use std::time::Instant;
 
 use axum::http::StatusCode;
 use overdrive_generation::{
-    Completion, Error, Event, FinishReason, Request, Ticket, TokenLogprobs,
+    Completion, Error, Event, FinishReason, PromptLogprobs, Request, Ticket, TokenLogprobs,
 };
 use tokio::sync::OwnedSemaphorePermit;
 use tokio::sync::mpsc::{UnboundedReceiver, unbounded_channel};
@@ -49,6 +49,11 @@ impl Seats {
 /// One event of a job.
 #[derive(Debug)]
 pub(crate) enum Step {
+    /// Prompt `prompt` has been read, and its log-probabilities were asked for.
+    Prompt {
+        prompt: usize,
+        logprobs: PromptLogprobs,
+    },
     /// Choice `choice` has one more token.
     Token {
         choice: usize,
@@ -155,6 +160,7 @@ impl Job {
             }
         }
         match event {
+            Event::Prompt { logprobs, .. } => Ok(Step::Prompt { prompt, logprobs }),
             Event::Token {
                 sample,
                 id,
@@ -200,6 +206,11 @@ impl Job {
     /// Returns the number of choices.
     pub(crate) fn choices(&self) -> usize {
         self.n * self.tickets.len()
+    }
+
+    /// Returns the numbers of tokens of the prompts and of the answers so far.
+    pub(crate) fn tokens(&self) -> (usize, usize) {
+        (self.prompt_tokens, self.completion_tokens)
     }
 
     /// Returns the tokens so far, as OpenAI's `usage`.

@@ -9,7 +9,7 @@ use crate::Result;
 /// The environment variable of [`ApiKey::from_env`].
 const VARIABLE: &str = "OVERDRIVE_API_KEY";
 
-/// The key that clients of `/v1` send as `Authorization: Bearer KEY`.
+/// The key that clients send as `Authorization: Bearer KEY` to every route except `/health` and `/metrics`.
 ///
 /// Only its SHA-256 is kept. The comparison takes a time that depends neither on the key nor on its length.
 #[derive(Clone)]

@@ -1,9 +1,9 @@
 //! An HTTP server with OpenAI's API over an [`EngineHandle`](overdrive_generation::EngineHandle).
 //!
-//! `/v1/models`, `/v1/completions`, `/v1/chat/completions` and `/v1/embeddings` use the JSON of OpenAI's API, with the
-//! additional sampling options of vLLM; `/health` and `/metrics` (Prometheus) are for the operator. All
-//! requests share the engine's batch and cache. A request is cancelled when its client disconnects;
-//! a client that only closes its sending half gets its answer.
+//! `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/v1/responses` and `/v1/embeddings` use the JSON of OpenAI's
+//! API, with the additional sampling options of vLLM; `/tokenize`, `/detokenize` and `/tokenizer_info` are vLLM's;
+//! `/health` and `/metrics` (Prometheus) are for the operator. All requests share the engine's batch and cache. A request
+//! is cancelled when its client disconnects; a client that only closes its sending half gets its answer.
 //!
 //! ```no_run
 //! use std::sync::Arc;
@@ -45,10 +45,12 @@ mod messages;
 mod metrics;
 mod options;
 mod peer;
+mod responses;
 mod routes;
 mod sampling;
 mod server;
 mod shared;
+mod tokenization;
 mod tools;
 
 pub use error::{Error, Result};

@@ -22,7 +22,8 @@ fn token(shared: &Shared, id: i64) -> (String, Vec<u8>) {
 }
 
 fn value(logprob: f32) -> Value {
-    json!(logprob.max(LEAST))
+    // A NaN becomes null.
+    json!(if logprob < LEAST { LEAST } else { logprob })
 }
 
 /// Returns the entry of a token in the `logprobs.content` of a chat.
@@ -56,14 +57,23 @@ fn characters(bytes: &[u8]) -> usize {
 }
 
 /// Returns the `logprobs` of a completion for some tokens; `offset`, the number of characters before them, is advanced.
+/// The first token of a prompt has no log-probability, which is `null` as in OpenAI's and vLLM's answers.
 pub(crate) fn completion_object<'a>(
     shared: &Shared,
-    tokens: impl Iterator<Item = (i64, &'a TokenLogprobs)>,
+    tokens: impl Iterator<Item = (i64, Option<&'a TokenLogprobs>)>,
     offset: &mut usize,
 ) -> Value {
     let (mut texts, mut values, mut tops, mut offsets) = (vec![], vec![], vec![], vec![]);
     for (id, logprobs) in tokens {
         let (_, bytes) = token(shared, id);
+        offsets.push(*offset);
+        *offset += characters(&bytes);
+        texts.push(key(&bytes));
+        let Some(logprobs) = logprobs else {
+            values.push(Value::Null);
+            tops.push(Value::Null);
+            continue;
+        };
         let top = logprobs.top.iter().copied();
         // The chosen token is always among them; of several tokens with the same bytes, the likeliest gives the value.
         let mut object = Map::new();
@@ -72,11 +82,8 @@ pub(crate) fn completion_object<'a>(
                 .entry(key(&token(shared, id).1))
                 .or_insert_with(|| value(logprob));
         }
-        offsets.push(*offset);
-        *offset += characters(&bytes);
-        texts.push(key(&bytes));
         values.push(value(logprobs.logprob));
-        tops.push(object);
+        tops.push(Value::Object(object));
     }
     json!({"tokens": texts, "token_logprobs": values, "top_logprobs": tops, "text_offset": offsets})
 }

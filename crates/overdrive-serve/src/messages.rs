@@ -6,30 +6,31 @@ use serde_json::{Map, Value};
 use crate::api_error::{ApiError, ApiResult};
 use crate::fields::Fields;
 
-/// Takes `messages`.
+/// Takes the messages in the field `name`.
 ///
 /// Templates expect `content` to be a string and `arguments` to be an object; OpenAI's API also allows a list of parts
 /// and JSON text, which are converted. The role `developer` becomes `system`, its older name, unless the template
 /// knows it.
-pub(crate) fn take(fields: &mut Fields, template: &ChatTemplate) -> ApiResult<Vec<Message>> {
-    let messages: Vec<Map<String, Value>> = fields.require("messages")?;
+pub(crate) fn take(
+    fields: &mut Fields,
+    name: &str,
+    template: &ChatTemplate,
+) -> ApiResult<Vec<Message>> {
+    let messages: Vec<Map<String, Value>> = fields.require(name)?;
     if messages.is_empty() {
-        return Err(ApiError::range(
-            "messages",
-            "[]",
-            "a list with at least one message",
-        ));
+        let expected = "a list with at least one message";
+        return Err(ApiError::range(name, "[]", expected));
     }
     let knows_developer = template.names().any(|name| {
         let source = template.source(name);
         source.is_some_and(|source| source.contains("developer"))
     });
     let message = |(index, mut fields): (usize, Map<String, Value>)| {
-        let param = format!("messages[{index}]");
+        let param = format!("{name}[{index}]");
         match fields.get("role").and_then(Value::as_str) {
             None => {
                 let message = format!("`{param}.role` must be a string, such as \"user\"");
-                return Err(ApiError::field("messages", message));
+                return Err(ApiError::field(name, message));
             }
             Some("developer") if !knows_developer => {
                 fields.insert("role".to_owned(), "system".into());
@@ -37,7 +38,7 @@ pub(crate) fn take(fields: &mut Fields, template: &ChatTemplate) -> ApiResult<Ve
             Some(_) => {}
         }
         if let Some(content) = fields.get_mut("content") {
-            flatten(content, &param)?;
+            flatten(content, &param).map_err(|message| ApiError::field(name, message))?;
         }
         // Some servers answer with an empty list; to templates, a message with this key calls tools.
         if fields
@@ -48,15 +49,15 @@ pub(crate) fn take(fields: &mut Fields, template: &ChatTemplate) -> ApiResult<Ve
             fields.shift_remove("tool_calls");
         }
         if let Some(calls) = fields.get_mut("tool_calls") {
-            parse_arguments(calls, &param)?;
+            parse_arguments(calls, &param).map_err(|message| ApiError::field(name, message))?;
         }
         Ok(Message::from(fields))
     };
     messages.into_iter().enumerate().map(message).collect()
 }
 
-/// Joins the texts of a list of parts by line breaks, as vLLM does.
-fn flatten(content: &mut Value, param: &str) -> ApiResult<()> {
+/// Joins the texts of a list of parts by line breaks, as vLLM does. The error is its message.
+fn flatten(content: &mut Value, param: &str) -> Result<(), String> {
     match content {
         Value::String(_) | Value::Null => Ok(()),
         Value::Array(parts) => {
@@ -71,10 +72,9 @@ fn flatten(content: &mut Value, param: &str) -> ApiResult<()> {
                         .get("type")
                         .and_then(Value::as_str)
                         .unwrap_or("unknown");
-                    let message = format!(
+                    format!(
                         "`{param}.content` has a part of type {kind:?}; this model reads text only"
-                    );
-                    ApiError::field("messages", message)
+                    )
                 };
                 texts.push(text.ok_or_else(missing)?);
             }
@@ -82,15 +82,14 @@ fn flatten(content: &mut Value, param: &str) -> ApiResult<()> {
             *content = joined.into();
             Ok(())
         }
-        _ => {
-            let message = format!("`{param}.content` must be a string or a list of parts");
-            Err(ApiError::field("messages", message))
-        }
+        _ => Err(format!(
+            "`{param}.content` must be a string or a list of parts"
+        )),
     }
 }
 
-/// Parses the arguments of the calls in an earlier answer.
-fn parse_arguments(calls: &mut Value, param: &str) -> ApiResult<()> {
+/// Parses the arguments of the calls in an earlier answer. The error is its message.
+fn parse_arguments(calls: &mut Value, param: &str) -> Result<(), String> {
     let Value::Array(calls) = calls else {
         return Ok(());
     };
@@ -101,9 +100,7 @@ fn parse_arguments(calls: &mut Value, param: &str) -> ApiResult<()> {
             // Some clients send an empty text instead of no arguments.
             let text = if text.trim().is_empty() { "{}" } else { text };
             let parsed = serde_json::from_str::<Value>(text).map_err(|error| {
-                let name = format!("{param}.tool_calls");
-                let message = format!("`{name}` has arguments that are not JSON: {error}");
-                ApiError::field("messages", message)
+                format!("`{param}.tool_calls` has arguments that are not JSON: {error}")
             })?;
             *arguments = parsed;
         }

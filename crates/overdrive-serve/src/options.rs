@@ -34,7 +34,7 @@ impl std::str::FromStr for Pooling {
 #[derive(Debug, Clone)]
 #[non_exhaustive]
 pub struct ServerOptions {
-    /// The key that requests to `/v1` must carry. Default `None`: no key is needed.
+    /// The key that requests must carry, except those to `/health` and `/metrics`. Default `None`: no key is needed.
     pub api_key: Option<ApiKey>,
     /// The largest number of open connections; requests on further ones are answered with 503, and the connection is
     /// closed. Default 512.

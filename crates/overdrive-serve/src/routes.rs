@@ -14,14 +14,34 @@ use crate::api_error::{ApiError, ApiResult, json_response};
 use crate::chat::chat_completions;
 use crate::completions::completions;
 use crate::embeddings::embeddings;
+use crate::responses::responses;
 use crate::shared::Shared;
+use crate::tokenization::{detokenize, tokenize, tokenizer_info};
 
 const MODELS: &str = "/v1/models";
 const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
+const RESPONSES: &str = "/v1/responses";
 const EMBEDDINGS: &str = "/v1/embeddings";
+const TOKENIZE: &str = "/tokenize";
+const DETOKENIZE: &str = "/detokenize";
+const TOKENIZER_INFO: &str = "/tokenizer_info";
 const HEALTH: &str = "/health";
 const METRICS: &str = "/metrics";
+
+/// All routes, in the order in which they are listed.
+const ROUTES: [&str; 10] = [
+    MODELS,
+    COMPLETIONS,
+    CHAT,
+    RESPONSES,
+    EMBEDDINGS,
+    TOKENIZE,
+    DETOKENIZE,
+    TOKENIZER_INFO,
+    HEALTH,
+    METRICS,
+];
 
 pub(crate) fn router(shared: Arc<Shared>) -> Router {
     Router::new()
@@ -32,7 +52,11 @@ pub(crate) fn router(shared: Arc<Shared>) -> Router {
         .route("/v1/models/{*name}", get(model))
         .route(COMPLETIONS, post(completions))
         .route(CHAT, post(chat_completions))
+        .route(RESPONSES, post(responses))
         .route(EMBEDDINGS, post(embeddings))
+        .route(TOKENIZE, post(tokenize))
+        .route(DETOKENIZE, post(detokenize))
+        .route(TOKENIZER_INFO, get(tokenizer_info))
         .fallback(unknown_path)
         .method_not_allowed_fallback(wrong_method)
         .layer(from_fn_with_state(Arc::clone(&shared), guard))
@@ -58,10 +82,10 @@ async fn full(State(shared): State<Arc<Shared>>) -> ApiError {
     ApiError::new(StatusCode::SERVICE_UNAVAILABLE, "max_connections", message)
 }
 
-/// Checks the key of requests to `/v1`, and counts the answers.
+/// Checks the key of requests, which only the operator's routes do without, and counts the answers.
 async fn guard(State(shared): State<Arc<Shared>>, request: Request, next: Next) -> Response {
     let path = request.uri().path();
-    let route = [MODELS, COMPLETIONS, CHAT, EMBEDDINGS, HEALTH, METRICS]
+    let route = ROUTES
         .into_iter()
         // Paths come from clients; a counter for each unknown path would stay forever.
         .find(|route| path == *route || (*route == MODELS && path.starts_with("/v1/models/")))
@@ -124,16 +148,14 @@ async fn model(State(shared): State<Arc<Shared>>, Path(name): Path<String>) -> A
 
 async fn unknown_path(request: Request) -> ApiError {
     let path = crate::fields::shorten(request.uri().path());
-    let message = format!(
-        "there is no {path}; this server has {MODELS}, {COMPLETIONS}, {CHAT}, {EMBEDDINGS}, {HEALTH} and {METRICS}"
-    );
+    let message = format!("there is no {path}; this server has {}", ROUTES.join(", "));
     ApiError::new(StatusCode::NOT_FOUND, "unknown_url", message)
 }
 
 async fn wrong_method(request: Request) -> ApiError {
     let (method, path) = (request.method(), request.uri().path());
     let right = match path {
-        COMPLETIONS | CHAT | EMBEDDINGS => "POST",
+        COMPLETIONS | CHAT | RESPONSES | EMBEDDINGS | TOKENIZE | DETOKENIZE => "POST",
         _ => "GET",
     };
     let message = format!("{path} does not support {method}; use {right}");

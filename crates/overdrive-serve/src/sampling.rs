@@ -52,6 +52,10 @@ pub(crate) struct Sampling {
     /// The options of generation, except for the number of new tokens.
     pub(crate) config: GenerationConfig,
     pub(crate) max_tokens: Option<usize>,
+    /// The field that `max_tokens` comes from.
+    pub(crate) max_tokens_field: &'static str,
+    /// `true` if `max_tokens` may be 0, for an answer that is the prompt.
+    pub(crate) may_be_empty: bool,
     pub(crate) stream: bool,
     pub(crate) include_usage: bool,
 }
@@ -144,6 +148,8 @@ impl Sampling {
         Ok(Sampling {
             config,
             max_tokens: None,
+            max_tokens_field: "max_tokens",
+            may_be_empty: false,
             stream,
             include_usage: options.unwrap_or_default().include_usage,
         })
@@ -166,7 +172,8 @@ impl Sampling {
             let message = format!("`{param}` has no tokens; give at least one");
             return Err(ApiError::field(param, message));
         }
-        if prompt > longest || prompt >= context {
+        let least = usize::from(self.max_tokens != Some(0));
+        if prompt > longest || prompt + least > context {
             let message = format!(
                 "`{param}` has {prompt} tokens, and the model's context is {context}, answer included; shorten it"
             );
@@ -174,20 +181,30 @@ impl Sampling {
         }
         let room = context - prompt;
         let limit = shared.options.max_tokens;
+        let field = self.max_tokens_field;
         let tokens = match self.max_tokens {
-            Some(0) => return Err(ApiError::range("max_tokens", 0, "at least 1")),
+            Some(0) if self.may_be_empty => {
+                return Ok(GenerationConfig {
+                    max_length: Some(prompt),
+                    ..self.config.clone()
+                });
+            }
+            Some(0) => {
+                let expected = "at least 1 (in completions, 0 with `echo`)";
+                return Err(ApiError::range(field, 0, expected));
+            }
             Some(tokens) if limit.is_some_and(|limit| tokens > limit) => {
                 let limit = limit.unwrap_or_default();
                 let expected = format!("at most {limit}, the server's `max_tokens`");
-                return Err(ApiError::range("max_tokens", tokens, &expected));
+                return Err(ApiError::range(field, tokens, &expected));
             }
             Some(tokens) if tokens > room => {
                 let message = format!(
-                    "`{param}` has {prompt} tokens and `max_tokens` is {tokens}, together {}, and the context of this \
-                     model is {context}; shorten the prompt or lower max_tokens to {room}",
+                    "`{param}` has {prompt} tokens and `{field}` is {tokens}, together {}, and the context of this \
+                     model is {context}; shorten the prompt or lower {field} to {room}",
                     prompt.saturating_add(tokens)
                 );
-                return Err(ApiError::context("max_tokens", message));
+                return Err(ApiError::context(field, message));
             }
             Some(tokens) => tokens,
             None => default.unwrap_or(room).min(room).min(limit.unwrap_or(room)),

@@ -31,31 +31,40 @@ impl Schema {
 
 /// Takes `response_format`.
 pub(crate) fn response_format(fields: &mut Fields) -> ApiResult<Option<Schema>> {
-    let Some(format) = fields.take::<Map<String, Value>>("response_format")? else {
-        return Ok(None);
-    };
+    let param = "response_format";
+    let format = fields.take::<Map<String, Value>>(param)?;
+    let format = format.map(|format| {
+        let inner = format.get("json_schema").cloned();
+        answer_format(format, inner, param)
+    });
+    Ok(format.transpose()?.flatten())
+}
+
+/// Returns the schema of the format of an answer; `inner` is the object that has the schema.
+pub(crate) fn answer_format(
+    format: Map<String, Value>,
+    inner: Option<Value>,
+    param: &'static str,
+) -> ApiResult<Option<Schema>> {
     let kind = format.get("type").and_then(Value::as_str);
-    let schema = |schema: Value| Schema {
-        schema,
-        param: "response_format",
-    };
+    let schema = |schema: Value| Schema { schema, param };
     match kind {
         Some("text") => Ok(None),
         Some("json_object") => Ok(Some(schema(json!({"type": "object"})))),
         Some("json_schema") => {
-            let given = format
-                .get("json_schema")
-                .and_then(|given| given.get("schema"));
+            let given = inner.as_ref().and_then(|given| given.get("schema"));
             let missing = || {
-                let message = "`response_format.json_schema.schema` is missing; it is the schema of the answer";
-                ApiError::field("response_format", message)
+                let message = format!(
+                    "`{param}` is of type json_schema and has no `schema`; it is the schema of the answer"
+                );
+                ApiError::field(param, message)
             };
             Ok(Some(schema(given.cloned().ok_or_else(missing)?)))
         }
         _ => {
             let found = shorten(&Value::Object(format).to_string());
             let expected = "an object whose `type` is text, json_object or json_schema";
-            Err(ApiError::range("response_format", found, expected))
+            Err(ApiError::range(param, found, expected))
         }
     }
 }
@@ -99,7 +108,8 @@ impl Tools {
             is_parallel,
         };
         let invalid = |choice: &Value| {
-            let expected = "none, auto, required, or {\"type\": \"function\", \"function\": {\"name\": …}} with the name of a tool";
+            let expected =
+                "none, auto, required, or an object of type function with the name of a tool";
             ApiError::range("tool_choice", shorten(&choice.to_string()), expected)
         };
         match &choice {

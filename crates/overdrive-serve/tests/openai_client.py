@@ -86,6 +86,47 @@ def check_tools():
         client.chat.completions.create(model=model, messages=history, max_tokens=2)
 
 
+def check_echo():
+    answer = client.completions.create(model=model, prompt="echo", max_tokens=0, echo=True, logprobs=2)
+    logprobs = answer.choices[0].logprobs
+    assert logprobs.token_logprobs[0] is None and len(logprobs.top_logprobs[1]) >= 2
+    assert answer.choices[0].text == "".join(logprobs.tokens), answer
+    assert answer.usage.completion_tokens == 0, answer
+
+
+def check_responses():
+    options = dict(model=model, input=messages, instructions="be brief", max_output_tokens=12, temperature=0)
+    whole = client.responses.create(**options)
+    assert whole.status in ("completed", "incomplete") and whole.store is False
+    assert whole.output_text == whole.output[0].content[0].text
+    assert whole.usage.total_tokens == whole.usage.input_tokens + whole.usage.output_tokens
+    chat = client.chat.completions.create(
+        model=model, messages=[{"role": "system", "content": "be brief"}, *messages], max_tokens=12, temperature=0)
+    assert whole.output_text == chat.choices[0].message.content
+    text, kinds = "", []
+    for event in client.responses.create(**options, stream=True):
+        kinds.append(event.type)
+        text += event.delta if event.type == "response.output_text.delta" else ""
+    assert text == whole.output_text
+    assert kinds[0] == "response.created" and kinds[-1] == f"response.{whole.status}"
+    # The client's own collector of events.
+    with client.responses.stream(**options) as stream:
+        assert [event.type for event in stream] == kinds
+    tool = {"type": "function", "name": "weather", "strict": True,
+            "parameters": {"type": "object", "properties": {"city": {"enum": ["Rome"]}}, "required": ["city"],
+                           "additionalProperties": False}}
+    options = dict(model=model, tools=[tool], temperature=0)
+    answer = client.responses.create(input=messages, tool_choice="required", max_output_tokens=200, **options)
+    if answer.status == "completed":
+        call = answer.output[0]
+        assert call.name == "weather" and json.loads(call.arguments) == {"city": "Rome"}
+        # The next turn: the call, and what the tool returned.
+        history = [*messages, *answer.output, {"type": "function_call_output", "call_id": call.call_id, "output": "sunny"}]
+        client.responses.create(input=history, max_output_tokens=2, **options)
+    error = refused(openai.BadRequestError, lambda: client.responses.create(model=model, input="a", store=True))
+    assert error.param == "store", error
+
+
 def check_embeddings():
     plain = client.embeddings.create(model=model, input=["a", "b"], encoding_format="float")
     packed = client.embeddings.create(model=model, input=["a", "b"])  # the client asks for base64
@@ -104,7 +145,8 @@ def check_errors():
     assert error.code == "context_length_exceeded", error
 
 
-for check in (check_models, check_completions, check_chat, check_schema, check_tools, check_embeddings, check_errors):
+for check in (check_models, check_completions, check_chat, check_schema, check_tools, check_echo, check_responses, check_embeddings,
+              check_errors):
     check()
     print(check.__name__, "agrees")
 print("all of it agrees with openai", openai.__version__)

@@ -11,6 +11,7 @@ use tokenizers::Tokenizer;
 
 use super::flight::Flight;
 use super::model::{EngineModel, RaggedStep, StepAdapters};
+use super::prompt_logprobs::{PromptScores, ScoredPosition, score_in_blocks};
 use super::request::{Completion, Completions, Event, Outcome, Request, RequestId, RequestLimits};
 use super::sample::{RequestContext, Sample};
 use super::scheduler::{Arrival, Chunk, Limits, ScheduledSequence, Scheduler};
@@ -18,7 +19,7 @@ use super::statistics::{EngineStatistics, LatencyWindow};
 use super::step_logits::{SequenceLogits, StepLogits};
 use crate::captured::CapturedSteps;
 use crate::rows::ChosenToken;
-use crate::{EngineConfig, Error, FinishReason, Result};
+use crate::{EngineConfig, Error, FinishReason, Result, TokenLogprobs};
 
 /// An inference engine that continues many prompts at once and keeps the batch full: requests join and
 /// leave at any step.
@@ -199,22 +200,28 @@ impl<M: EngineModel> Engine<M> {
             .map(|number| Sample::new(number, &shared))
             .collect::<Result<Vec<_>>>()?;
         let prompt = request.prompt;
-        self.live.insert(id, samples.len());
-        // Nothing to generate: the request ends without a step.
-        if limit.0 <= prompt.len() {
-            for sample in &mut samples {
-                let completion = sample.complete(&prompt, limit.1);
-                self.finish((id, sample.number), completion);
-            }
+        let siblings = samples.split_off(1);
+        let Some(mut first) = samples.pop() else {
+            return Err(Error::Scheduler("a request has no sample"));
+        };
+        self.live.insert(id, 1 + siblings.len());
+        first.siblings = siblings;
+        first.prompt_scores = request.prompt_logprobs.map(PromptScores::new);
+        // The only token of a prompt has no log-probability, and needs no step.
+        if let Some(logprobs) = first.extend_scores(Vec::new()) {
+            let request = id;
+            self.events.push(Event::Prompt { request, logprobs });
+        }
+        // Nothing to compute: the request ends without a step.
+        if first.prompt_scores.is_none() && first.is_full(prompt.len()) {
+            self.finish_all(id, first.complete_all(&prompt, limit.1));
             return Ok(id);
         }
-        let siblings = samples.split_off(1);
-        if let Some(mut first) = samples.pop() {
-            first.siblings = siblings;
-            // Keys and values depend on the adapter, so that only requests of one share blocks.
-            let namespace = adapter.map_or(0, |index| index as u64 + 1);
-            self.scheduler.submit((id.0, 0), namespace, prompt, first);
-        }
+        // Keys and values depend on the adapter, so that only requests of one share blocks.
+        let namespace = adapter.map_or(0, |index| index as u64 + 1);
+        let reusable = first.reusable();
+        self.scheduler
+            .submit((id.0, 0), namespace, (prompt, reusable), first);
         Ok(id)
     }
 
@@ -426,11 +433,8 @@ impl<M: EngineModel> Engine<M> {
         reason: FinishReason,
     ) {
         for mut sequence in gone {
-            let siblings = std::mem::take(&mut sequence.data.siblings);
-            for mut sample in std::iter::once(sequence.data).chain(siblings) {
-                let completion = sample.complete(&sequence.tokens, reason);
-                self.finish((sample.request, sample.number), completion);
-            }
+            let completions = sequence.data.complete_all(&sequence.tokens, reason);
+            self.finish_all(sequence.data.request, completions);
         }
     }
 
@@ -464,42 +468,77 @@ impl<M: EngineModel> Engine<M> {
         let mut batch = self.cache.batch(&step)?;
         let (ids, positions) = (batch.input_ids()?, batch.position_ids()?);
         let (mut ends, mut logits_indices) = (Vec::new(), Vec::new());
+        let (mut scored, mut scored_indices) = (Vec::new(), Vec::new());
         for (chunk, index) in chunks.iter().zip(batch.last_indices()) {
-            if chunk.end == running[chunk.sequence].tokens.len() {
+            let sequence = &running[chunk.sequence];
+            if chunk.end == sequence.tokens.len() {
                 ends.push(chunk.sequence);
                 logits_indices.push(index);
             }
+            for position in sequence.data.scored_positions(chunk, &sequence.tokens) {
+                let before_last = chunk.end - 1 - position.position;
+                scored_indices.push(index - before_last as i64);
+                scored.push(position);
+            }
         }
+        logits_indices.extend(scored_indices);
         // A step that only reads prompts needs no logits; one row is a shape that every kernel
         // supports.
         if logits_indices.is_empty() {
             logits_indices.push(ids.size()[1] - 1);
         }
+        let scored_rows = scored.iter().map(|position| position.sequence);
+        let rows: Vec<usize> = ends.iter().copied().chain(scored_rows).collect();
         let adapter = |sequence: usize| {
             let index = running[sequence].data.adapter?;
             self.limits.adapters.get(index).cloned()
         };
-        let adapters = StepAdapters::of(chunks, &ends, adapter);
+        let adapters = StepAdapters::of(chunks, &rows, adapter);
         let logits_indices = to_device(Tensor::f_from_slice(&logits_indices)?, self.device)?;
-        let logits = self.model.forward(RaggedStep {
+        let step = RaggedStep {
             input_ids: &ids,
             position_ids: &positions,
             position_bound: batch.longest(),
             cache: &mut batch,
             logits_indices: &logits_indices,
             adapters: adapters.as_ref(),
-        })?;
-        self.limits
-            .check_logits(&logits.size(), logits_indices.size()[0])?;
-        if !ends.is_empty() {
-            let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
+        };
+        let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
+        let (logits, scores) = if scored.is_empty() {
+            let logits = self.model.forward(step)?;
+            self.limits
+                .check_logits(&logits.size(), logits_indices.size()[0])?;
+            (Some(logits), Vec::new())
+        } else {
+            let limits = &self.limits;
+            score_in_blocks(&self.model, step, ends.len(), &scored, limits)?
+        };
+        if let Some(logits) = logits.filter(|_| !ends.is_empty()) {
             let last = std::mem::take(&mut self.logits);
             self.logits = last.read(&logits, vocabulary, &ends, &mut self.scheduler)?;
         }
         // Committed last: an error above leaves the cache as before the step, which is then computed
         // again.
         batch.commit()?;
+        self.record_scores(&scored, scores);
         Ok(ends)
+    }
+
+    /// Adds the log-probabilities of prompts that a step has computed to their sequences.
+    fn record_scores(&mut self, scored: &[ScoredPosition], scores: Vec<TokenLogprobs>) {
+        let mut scores = scores.into_iter();
+        for run in scored.chunk_by(|a, b| a.sequence == b.sequence) {
+            let new = scores.by_ref().take(run.len()).collect();
+            let Some(sequence) = self.scheduler.sequence(run[0].sequence) else {
+                continue;
+            };
+            let request = sequence.data.request;
+            let whole = sequence.data.extend_scores(new);
+            sequence.reusable = sequence.data.reusable();
+            if let Some(logprobs) = whole {
+                self.events.push(Event::Prompt { request, logprobs });
+            }
+        }
     }
 
     /// Chooses the next token of the running sequences `ends`, whose logits are in `logits`.
@@ -545,6 +584,13 @@ impl<M: EngineModel> Engine<M> {
         let request = sequence.data.request;
         if !self.live.contains_key(&request) {
             return Ok(true); // Another sample of the request has failed in this step.
+        }
+        // The prompt was read for its log-probabilities alone.
+        if sequence.data.is_full(sequence.tokens.len()) {
+            let reason = sequence.data.row.limit.1;
+            let completions = sequence.data.complete_all(&sequence.tokens, reason);
+            self.finish_all(request, completions);
+            return Ok(true);
         }
         for mut sibling in std::mem::take(&mut sequence.data.siblings) {
             let Some(sequence) = self.scheduler.sequence(index) else {
@@ -596,6 +642,13 @@ impl<M: EngineModel> Engine<M> {
             text: chosen.text,
             logprobs: chosen.logprobs,
         });
+    }
+
+    /// Records the end of samples of one request.
+    fn finish_all(&mut self, request: RequestId, completions: Vec<(usize, Completion)>) {
+        for (sample, completion) in completions {
+            self.finish((request, sample), completion);
+        }
     }
 
     /// Records the end of a sample.

@@ -48,6 +48,29 @@ pub trait EngineModel {
     /// Any error of the model. The engine undoes the step.
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor>;
 
+    /// Computes one step as [`forward`](EngineModel::forward) does, and calls `on_logits` with the number of each of
+    /// the `blocks` of rows, in order, and its logits: block `i` has the next `blocks[i]` of the `N` rows. For the
+    /// log-probabilities of prompts. By default the logits of all rows are in memory at once; a model that applies its
+    /// head to a block at a time needs the memory of one block.
+    ///
+    /// # Errors
+    /// As [`forward`](EngineModel::forward), and those of `on_logits`.
+    fn forward_in_blocks(
+        &self,
+        step: RaggedStep<'_, '_>,
+        blocks: &[usize],
+        on_logits: &mut dyn FnMut(usize, Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let logits = self.forward(step)?;
+        let mut start = 0;
+        for (number, &rows) in blocks.iter().enumerate() {
+            let rows = rows as i64;
+            on_logits(number, logits.f_narrow(0, start, rows)?)?;
+            start += rows;
+        }
+        Ok(())
+    }
+
     /// Returns the normalised hidden states `(B, T, C)` before the head, for embeddings of text.
     ///
     /// # Errors
@@ -102,26 +125,27 @@ pub struct StepAdapters {
 }
 
 impl StepAdapters {
-    /// Returns the adapters of a step whose sequences `ends` get a token, if any of its sequences has one.
+    /// Returns the adapters of a step, if any of its sequences has one; `rows` are the sequences of the tokens whose
+    /// logits are wanted.
     pub(super) fn of(
         chunks: &[Chunk],
-        ends: &[usize],
+        rows: &[usize],
         adapter: impl Fn(usize) -> Option<Arc<str>>,
     ) -> Option<StepAdapters> {
         // Most steps have none.
         chunks.iter().find_map(|chunk| adapter(chunk.sequence))?;
         let tokens = chunks.iter();
         let tokens = tokens.map(|chunk| (chunk.end - chunk.start, adapter(chunk.sequence)));
-        // Without a sequence that gets a token, the logits of the last one are computed and not used.
+        // If none are wanted, the logits of the last token are computed and not used.
         let last = chunks.last().map(|chunk| chunk.sequence);
-        let ends = if ends.is_empty() {
+        let rows = if rows.is_empty() {
             last.as_slice()
         } else {
-            ends
+            rows
         };
         Some(StepAdapters {
             tokens: AdapterRows::new(tokens),
-            logits: AdapterRows::new(ends.iter().map(|sequence| (1, adapter(*sequence)))),
+            logits: AdapterRows::new(rows.iter().map(|sequence| (1, adapter(*sequence)))),
         })
     }
 }
@@ -156,26 +180,49 @@ impl EngineModel for CausalLm {
     }
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
-        let input = ForwardInput::new(step.input_ids)
-            .with_position_ids(step.position_ids)
-            .with_position_bound(step.position_bound)
-            .with_cache(step.cache)
-            .with_logits(Logits::At(step.logits_indices));
-        let scope = |rows: fn(&StepAdapters) -> &AdapterRows| {
-            let rows = step.adapters.map(|adapters| rows(adapters).clone());
-            rows.map(AdapterRows::scope)
-        };
-        let tokens = scope(|adapters| &adapters.tokens);
-        let hidden = CausalLm::hidden_states(self, input)?;
-        drop(tokens);
+        let adapters = step.adapters;
+        let hidden = wanted_states(self, step)?;
         // The head sees fewer rows than the blocks.
-        let _logits = scope(|adapters| &adapters.logits);
+        let _logits = adapters.map(|adapters| adapters.logits.clone().scope());
         Ok(self.logits(&hidden)?.f_squeeze_dim(0)?)
+    }
+
+    fn forward_in_blocks(
+        &self,
+        step: RaggedStep<'_, '_>,
+        blocks: &[usize],
+        on_logits: &mut dyn FnMut(usize, Tensor) -> Result<()>,
+    ) -> Result<()> {
+        let adapters = step.adapters;
+        let hidden = wanted_states(self, step)?;
+        let mut start = 0;
+        for (number, &rows) in blocks.iter().enumerate() {
+            let scope = adapters.map(|adapters| adapters.logits.narrow(start, rows).scope());
+            let block = hidden.f_narrow(1, start as i64, rows as i64)?;
+            let logits = self.logits(&block)?.f_squeeze_dim(0)?;
+            drop(scope);
+            on_logits(number, logits)?;
+            start += rows;
+        }
+        Ok(())
     }
 
     fn hidden_states(&self, input_ids: &Tensor) -> Result<Tensor> {
         Ok(CausalLm::hidden_states(self, ForwardInput::new(input_ids))?)
     }
+}
+
+/// Returns the hidden states `(1, N, C)` of the tokens whose logits are wanted.
+fn wanted_states(model: &CausalLm, step: RaggedStep<'_, '_>) -> Result<Tensor> {
+    let input = ForwardInput::new(step.input_ids)
+        .with_position_ids(step.position_ids)
+        .with_position_bound(step.position_bound)
+        .with_cache(step.cache)
+        .with_logits(Logits::At(step.logits_indices));
+    let _tokens = step
+        .adapters
+        .map(|adapters| adapters.tokens.clone().scope());
+    Ok(CausalLm::hidden_states(model, input)?)
 }
 
 impl<M: EngineModel + ?Sized> EngineModel for &M {
@@ -205,6 +252,15 @@ impl<M: EngineModel + ?Sized> EngineModel for &M {
 
     fn forward(&self, step: RaggedStep<'_, '_>) -> Result<Tensor> {
         (**self).forward(step)
+    }
+
+    fn forward_in_blocks(
+        &self,
+        step: RaggedStep<'_, '_>,
+        blocks: &[usize],
+        on_logits: &mut dyn FnMut(usize, Tensor) -> Result<()>,
+    ) -> Result<()> {
+        (**self).forward_in_blocks(step, blocks, on_logits)
     }
 
     fn hidden_states(&self, input_ids: &Tensor) -> Result<Tensor> {

@@ -31,7 +31,14 @@ pub struct Request {
     /// [`EngineModel::adapters`](crate::EngineModel::adapters). Requests of several adapters share a batch.
     /// Default `None`: the model as it is.
     pub adapter: Option<Arc<str>>,
+    /// The number of likeliest tokens whose log-probabilities are returned for each position of the prompt, in addition
+    /// to that of the prompt's own token. Default `None`: the prompt has no log-probabilities.
+    pub prompt_logprobs: Option<usize>,
 }
+
+/// The log-probability of each token of a prompt given the tokens before it; `None` for the first one, which has none
+/// before it.
+pub type PromptLogprobs = Arc<[Option<TokenLogprobs>]>;
 
 impl Request {
     /// Returns a request to continue `prompt` with the options of `config`. `num_beams` must be 1, and
@@ -42,6 +49,7 @@ impl Request {
             config,
             constraint: None,
             adapter: None,
+            prompt_logprobs: None,
         }
     }
 
@@ -49,6 +57,22 @@ impl Request {
     #[must_use]
     pub fn with_constraint(mut self, constraint: Box<dyn Constraint>) -> Request {
         self.constraint = Some(constraint);
+        self
+    }
+
+    /// Returns the request with the log-probabilities of its prompt (vLLM's `prompt_logprobs`), and those of the `top`
+    /// likeliest tokens at each position.
+    ///
+    /// They are those of the model's own distribution, before any change, and do not depend on how the prompt is read:
+    /// in chunks, beside other requests, or a second time after its blocks were needed, up to the rounding of another
+    /// batch. The prompt reads no cached prefix, whose positions would have no logits; later requests may reuse its
+    /// blocks. The logits of the prompt are computed in blocks of at most 64 MiB in f32, of which the host has one copy
+    /// more; [`EngineModel::forward_in_blocks`](crate::EngineModel::forward_in_blocks) says for which models.
+    ///
+    /// With a `max_length` of at most the length of the prompt, and without `max_new_tokens`, nothing is generated.
+    #[must_use]
+    pub fn with_prompt_logprobs(mut self, top: usize) -> Request {
+        self.prompt_logprobs = Some(top);
         self
     }
 
@@ -64,6 +88,13 @@ impl Request {
 #[derive(Debug)]
 #[non_exhaustive]
 pub enum Event {
+    /// The prompt has been read, of a request that asks for its log-probabilities. Comes once, before the first token.
+    Prompt {
+        /// The request.
+        request: RequestId,
+        /// The log-probabilities.
+        logprobs: PromptLogprobs,
+    },
     /// A sample has one more token.
     Token {
         /// The request.
@@ -102,7 +133,7 @@ impl Event {
     /// Returns `true` if there are no more events of the request.
     pub fn is_last(&self) -> bool {
         match self {
-            Event::Token { .. } => false,
+            Event::Prompt { .. } | Event::Token { .. } => false,
             Event::Finished { is_last, .. } => *is_last,
             Event::Failed { .. } => true,
         }
@@ -111,7 +142,8 @@ impl Event {
     /// Returns the request of the event.
     pub fn request(&self) -> RequestId {
         match self {
-            Event::Token { request, .. }
+            Event::Prompt { request, .. }
+            | Event::Token { request, .. }
             | Event::Finished { request, .. }
             | Event::Failed { request, .. } => *request,
         }
@@ -129,6 +161,9 @@ pub struct Completion {
     pub text: Option<String>,
     /// The log-probabilities of each token, if `logprobs` asks for them.
     pub logprobs: Option<Vec<TokenLogprobs>>,
+    /// The log-probabilities of the prompt, if the request asks for them; `None` if it ended before the prompt had been
+    /// read.
+    pub prompt_logprobs: Option<PromptLogprobs>,
     /// The reason of the end; [`FinishReason::Stopped`] for a cancelled request.
     pub finish_reason: FinishReason,
     /// The time from the submission to the first token; `None` without tokens.
@@ -150,7 +185,7 @@ impl Completions {
     /// the last event.
     pub(crate) fn take(&mut self, event: Event) -> Option<Result<Vec<Completion>>> {
         match event {
-            Event::Token { .. } => None,
+            Event::Prompt { .. } | Event::Token { .. } => None,
             Event::Finished {
                 sample,
                 completion,

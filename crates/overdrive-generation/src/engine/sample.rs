@@ -3,11 +3,16 @@ use std::time::{Duration, Instant};
 
 use tokenizers::Tokenizer;
 
-use super::request::RequestId;
+use super::prompt_logprobs::{PromptScores, ScoredPosition};
+use super::request::{PromptLogprobs, RequestId};
+use super::scheduler::Chunk;
 use crate::device_sampling::RowLogits;
 use crate::row_text::RowText;
 use crate::rows::{ChosenToken, RowState, is_late};
-use crate::{Completion, Constraint, FinishReason, GenerationConfig, Result, Sampler, TokenMask};
+use crate::{
+    Completion, Constraint, FinishReason, GenerationConfig, Result, Sampler, TokenLogprobs,
+    TokenMask,
+};
 
 /// A sample of a request: one continuation of its prompt.
 #[derive(Debug)]
@@ -21,6 +26,10 @@ pub(super) struct Sample {
     first_token: Option<Duration>,
     /// The other samples of the request, until the prompt that they share has been read.
     pub(super) siblings: Vec<Sample>,
+    /// The log-probabilities of the prompt while it is read, if they are wanted.
+    pub(super) prompt_scores: Option<PromptScores>,
+    /// The log-probabilities of the prompt.
+    pub(super) prompt_logprobs: Option<PromptLogprobs>,
 }
 
 /// The data that the samples of a request have in common.
@@ -59,6 +68,8 @@ impl Sample {
             submitted: Instant::now(),
             first_token: None,
             siblings: Vec::new(),
+            prompt_scores: None,
+            prompt_logprobs: None,
         })
     }
 
@@ -68,6 +79,59 @@ impl Sample {
         let submitted = self.submitted;
         self.first_token.get_or_insert_with(|| submitted.elapsed());
         self.row.push(choice, tokens.len() + 1, self.is_late())
+    }
+
+    /// Returns the completions of the sample and of its siblings, with their numbers.
+    pub(super) fn complete_all(
+        &mut self,
+        tokens: &[i64],
+        reason: FinishReason,
+    ) -> Vec<(usize, Completion)> {
+        let siblings = std::mem::take(&mut self.siblings);
+        let mut all = vec![(self.number, self.complete(tokens, reason))];
+        for mut sibling in siblings {
+            all.push((sibling.number, sibling.complete(tokens, reason)));
+        }
+        all
+    }
+
+    /// Returns `true` if nothing is to be generated after `tokens` tokens.
+    pub(super) fn is_full(&self, tokens: usize) -> bool {
+        self.row.limit.0 <= tokens
+    }
+
+    /// Returns the number of leading tokens that need no reading if the cache has them: the logits of the others are
+    /// still wanted.
+    pub(super) fn reusable(&self) -> usize {
+        let scores = self.prompt_scores.as_ref();
+        scores.map_or(usize::MAX, PromptScores::read)
+    }
+
+    /// Returns the positions of a chunk of `tokens`, prompt included, that are to be scored.
+    pub(super) fn scored_positions(
+        &self,
+        chunk: &Chunk,
+        tokens: &[i64],
+    ) -> impl Iterator<Item = ScoredPosition> {
+        let prompt = &tokens[..self.row.prompt];
+        let scores = self.prompt_scores.iter();
+        scores.flat_map(move |scores| scores.positions(chunk, prompt))
+    }
+
+    /// Adds the log-probabilities of the prompt's next tokens. Returns those of all its tokens with the last of them;
+    /// the other samples get them, too.
+    pub(super) fn extend_scores(&mut self, new: Vec<TokenLogprobs>) -> Option<PromptLogprobs> {
+        let scores = self.prompt_scores.as_mut()?;
+        scores.extend(new);
+        if scores.len() < self.row.prompt {
+            return None;
+        }
+        let all: PromptLogprobs = self.prompt_scores.take()?.into();
+        for sibling in &mut self.siblings {
+            sibling.prompt_logprobs = Some(Arc::clone(&all));
+        }
+        self.prompt_logprobs = Some(Arc::clone(&all));
+        Some(all)
     }
 
     /// Returns `true` if `max_time` has passed since the submission.
@@ -87,6 +151,7 @@ impl Sample {
             tokens: tokens[row.prompt..].to_vec(),
             text: row.text.take().map(RowText::into_text),
             logprobs: has_logprobs.then(|| std::mem::take(&mut row.logprobs)),
+            prompt_logprobs: self.prompt_logprobs.take(),
             finish_reason: reason,
             time_to_first_token: self.first_token,
             time: self.submitted.elapsed(),

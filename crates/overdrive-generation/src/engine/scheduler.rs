@@ -34,6 +34,8 @@ pub(super) struct ScheduledSequence<I, T> {
     pub(super) computed: usize,
     /// The sequence's id in the cache, while it runs.
     cache_id: Option<I>,
+    /// The number of leading tokens that may be taken from the cache instead of being computed. Default: all.
+    pub(super) reusable: usize,
     /// The number of tokens that had been computed before the last preemption.
     preempted_len: usize,
     /// The data of the owner.
@@ -48,6 +50,7 @@ impl<I, T> ScheduledSequence<I, T> {
             namespace,
             computed: 0,
             cache_id: None,
+            reusable: usize::MAX,
             preempted_len: 0,
             data,
         }
@@ -117,8 +120,17 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         self.limits.max_sequences
     }
 
-    pub(super) fn submit(&mut self, arrival: Arrival, namespace: u64, tokens: Vec<i64>, data: T) {
-        self.wait(ScheduledSequence::new(arrival, namespace, tokens, data));
+    /// Submits a sequence, of whose tokens the first `reusable` may be taken from the cache.
+    pub(super) fn submit(
+        &mut self,
+        arrival: Arrival,
+        namespace: u64,
+        (tokens, reusable): (Vec<i64>, usize),
+        data: T,
+    ) {
+        let mut sequence = ScheduledSequence::new(arrival, namespace, tokens, data);
+        sequence.reusable = reusable;
+        self.wait(sequence);
     }
 
     pub(super) fn running(&self) -> &[ScheduledSequence<I, T>] {
@@ -316,7 +328,10 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
             let Some(mut sequence) = self.waiting.pop_front() else {
                 break;
             };
-            let (cache_id, cached) = match blocks.add(sequence.namespace, &sequence.tokens) {
+            // The cache leaves the last of the tokens to be computed.
+            let reusable = sequence.reusable.saturating_add(1);
+            let known = &sequence.tokens[..reusable.min(sequence.tokens.len())];
+            let (cache_id, cached) = match blocks.add(sequence.namespace, known) {
                 Ok(added) => added,
                 Err(error) => {
                     self.waiting.push_front(sequence);

@@ -6,7 +6,8 @@ use overdrive_generation::{Engine, EngineConfig, Error, GenerationConfig, Reques
 use overdrive_lora::{
     AddOptions, InitLoraWeights, LoraConfig, TargetModules, add_adapter, set_adapter,
 };
-use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig, QuantizeOptions};
+use overdrive_transformer::{CausalLm, ForwardInput, InitOptions, LlamaConfig, QuantizeOptions};
+use tch::{Kind, Tensor};
 
 /// The adapters of the tests, and the configuration of each.
 const ADAPTERS: [&str; 4] = ["all", "queries", "dora", "head"];
@@ -139,6 +140,46 @@ fn a_batch_of_several_adapters_gives_the_tokens_of_each_alone() {
             // With few blocks, those of the first round have been evicted.
             assert_eq!(statistics.reused_tokens > 0, blocks > 24, "{statistics:?}");
             assert_eq!(statistics.blocks_used, 0);
+        }
+    }
+}
+
+#[test]
+fn log_probabilities_of_prompts_are_those_of_each_adapter_alone() {
+    let mut model = model(None);
+    // One that is read at once, by a model with the adapter alone.
+    let mut alone = Vec::new();
+    for (name, prompt) in requests() {
+        set_adapter(&mut model, name.as_slice()).unwrap();
+        let ids = Tensor::from_slice(&prompt).unsqueeze(0);
+        let logits = tch::no_grad(|| model.forward(ForwardInput::new(&ids)).unwrap());
+        alone.push(logits.squeeze_dim(0).log_softmax(-1, Kind::Float));
+    }
+    set_adapter(&mut model, &[]).unwrap();
+    for (tokens, blocks) in [(64, 256), (16, 256), (64, 24)] {
+        let mut config = EngineConfig::default();
+        config.block_size = 4;
+        config.num_blocks = Some(blocks);
+        config.max_num_seqs = 10;
+        config.max_num_batched_tokens = Some(tokens);
+        let mut engine = Engine::new(&model, config).unwrap();
+        for (name, prompt) in requests() {
+            let mut request = Request::new(prompt, greedy(6)).with_prompt_logprobs(0);
+            request.adapter = name.map(Into::into);
+            engine.submit(request).unwrap();
+        }
+        let outcomes = engine.run_to_end().unwrap();
+        for (((name, prompt), (_, outcome)), want) in requests().iter().zip(outcomes).zip(&alone) {
+            let got = outcome.unwrap().remove(0).prompt_logprobs.unwrap();
+            assert_eq!(got.len(), prompt.len());
+            for (at, one) in got.iter().enumerate().skip(1) {
+                let want = want.double_value(&[at as i64 - 1, prompt[at]]);
+                let got = f64::from(one.as_ref().unwrap().logprob);
+                assert!(
+                    (got - want).abs() < 1e-4,
+                    "{name:?}, {at}: {got} and {want}"
+                );
+            }
         }
     }
 }

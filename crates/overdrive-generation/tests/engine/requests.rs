@@ -3,6 +3,7 @@
 mod failures;
 mod handle;
 mod one_request;
+mod prompt_logprobs;
 mod text_and_options;
 
 use std::cell::Cell;

@@ -11,6 +11,7 @@ use overdrive_transformer::CausalLm;
 use serde_json::json;
 
 use crate::client::{get, post};
+use crate::evaluation::check;
 use crate::support::{NAME, TestServer, alone_with, defaults, encode, model};
 
 const ADAPTERS: [&str; 2] = ["french", "pirate"];
@@ -52,6 +53,25 @@ fn model_with(root: &Path, name: &str) -> CausalLm {
         load_adapter(&mut model, root.join(name), name, &options).unwrap();
     }
     model
+}
+
+#[test]
+fn log_probabilities_of_a_prompt_are_those_of_its_adapter() {
+    let folder = tempfile::tempdir().unwrap();
+    write(folder.path());
+    let server = server(folder.path());
+    for name in [NAME, ADAPTERS[0], ADAPTERS[1], NAME] {
+        let body = json!({"model": name, "prompt": "the same prompt", "max_tokens": 1, "logprobs": 1, "echo": true,
+            "temperature": 0});
+        let answer = post(server.address, "/v1/completions", &body).json();
+        let model = model_with(folder.path(), name);
+        check(
+            &model,
+            &answer["choices"][0]["logprobs"],
+            &encode("the same prompt"),
+            1,
+        );
+    }
 }
 
 #[test]

@@ -36,18 +36,25 @@ fn the_model_is_listed_and_found_by_its_name() {
 fn paths_and_methods_that_do_not_exist_are_answered_with_those_that_do() {
     let server = TestServer::start(|_| {});
     let error = get(server.address, "/v1/nothing").error(404);
-    assert!(
-        error["message"]
-            .as_str()
-            .unwrap()
-            .contains("/v1/chat/completions"),
-        "{error}"
-    );
-    let error = get(server.address, "/v1/completions").error(405);
-    assert!(
-        error["message"].as_str().unwrap().contains("use POST"),
-        "{error}"
-    );
+    for path in [
+        "/v1/chat/completions",
+        "/v1/responses",
+        "/tokenize",
+        "/tokenizer_info",
+    ] {
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains(path), "{error}");
+    }
+    for path in [
+        "/v1/completions",
+        "/v1/responses",
+        "/tokenize",
+        "/detokenize",
+    ] {
+        let error = get(server.address, path).error(405);
+        let message = error["message"].as_str().unwrap();
+        assert!(message.contains("use POST"), "{error}");
+    }
 }
 
 #[test]
@@ -77,6 +84,12 @@ fn health_and_metrics_are_counted_and_need_no_key() {
     assert_eq!(ask(&[("Authorization", "Bearer sk-1")]).status, 200);
     get(server.address, "/v1/nothing").error(401);
     get(server.address, "/v1/models").error(401);
+    get(server.address, "/tokenizer_info").error(401);
+    for path in ["/v1/responses", "/tokenize", "/detokenize"] {
+        post(server.address, path, &body).error(401);
+        let labels = format!("http_responses_total{{route=\"{path}\",status=\"401\"}}");
+        assert_eq!(metric(server.address, &labels), 1.0);
+    }
 
     // The engine counts a step when it has ended, which may be after its last token was answered.
     wait("the last step", || {
@@ -158,9 +171,9 @@ fn wrong_fields_are_named_with_their_value_and_range() {
         (json!({"max_tokens": -1}), "max_tokens", "-1"),
         (json!({"logprobs": 21}), "logprobs", "from 0 to 20"),
         (
-            json!({"echo": true, "logprobs": 1}),
-            "echo",
-            "leave one out",
+            json!({"prompt_logprobs": 1}),
+            "prompt_logprobs",
+            "does not support",
         ),
         (json!({"best_of": 2}), "best_of", "equal to n"),
         (json!({"suffix": "x"}), "suffix", "does not support"),

@@ -110,7 +110,12 @@ fn run(trace: &[TracedSequence], limits: Limits, total: usize, block_size: usize
             let sequence = &trace[number];
             // The data is the length at which it ends.
             let length = sequence.prompt + sequence.new;
-            scheduler.submit((number as u64, 0), 0, vec![1; sequence.prompt], length);
+            scheduler.submit(
+                (number as u64, 0),
+                0,
+                (vec![1; sequence.prompt], usize::MAX),
+                length,
+            );
         }
         let cancelled = |number: u64| {
             let (at, sequence) = (arrivals[number as usize].0, &trace[number as usize]);
@@ -232,8 +237,8 @@ fn a_long_prompt_is_read_in_chunks_beside_the_tokens_of_others() {
         reserve: 0,
     };
     let mut scheduler: Scheduler<u32, ()> = Scheduler::new(limits);
-    scheduler.submit((0, 0), 0, vec![1; 3], ());
-    scheduler.submit((1, 0), 0, vec![1; 20], ());
+    scheduler.submit((0, 0), 0, (vec![1; 3], usize::MAX), ());
+    scheduler.submit((1, 0), 0, (vec![1; 20], usize::MAX), ());
     let mut steps = Vec::new();
     for _ in 0..4 {
         let chunks = scheduler.schedule(&mut pool).unwrap();
@@ -277,7 +282,7 @@ fn a_fork_shares_blocks_and_waits_if_there_is_no_seat() {
         reserve: 0,
     };
     let mut scheduler: Scheduler<u32, &str> = Scheduler::new(limits);
-    scheduler.submit((0, 0), 0, vec![1; 6], "first");
+    scheduler.submit((0, 0), 0, (vec![1; 6], usize::MAX), "first");
     let chunks = scheduler.schedule(&mut pool).unwrap();
     pool.take(scheduler.cache_id(0).unwrap(), 6);
     scheduler.computed(&chunks);

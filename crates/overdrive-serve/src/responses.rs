@@ -1,0 +1,401 @@
+//! `/v1/responses`.
+
+use std::sync::Arc;
+use std::time::Instant;
+
+use axum::extract::{Request, State};
+use axum::http::StatusCode;
+use axum::response::Response;
+use overdrive_generation::{FinishReason, Message};
+use serde_json::{Map, Value, json};
+
+use crate::answer::{Events, stream_events};
+use crate::api_error::{ApiError, ApiResult, json_response};
+use crate::chat::{Turn, template, template_options};
+use crate::fields::{Fields, shorten};
+use crate::job::{Job, Step, finish_reason};
+use crate::messages;
+use crate::sampling::Sampling;
+use crate::shared::{Shared, now};
+use crate::tools::{ToolReader, Tools, answer_format};
+
+/// Fields that would change the answer, or that ask for a state that this server does not keep.
+const UNSUPPORTED: &[&str] = &[
+    "store",
+    "previous_response_id",
+    "conversation",
+    "background",
+    "prompt",
+    "include",
+    "reasoning",
+    "max_tool_calls",
+    "context_management",
+    "n",
+];
+
+pub(crate) async fn responses(
+    State(shared): State<Arc<Shared>>,
+    request: Request,
+) -> ApiResult<Response> {
+    let started = Instant::now();
+    let mut fields = Fields::read(request, &shared.options).await?;
+    let model = shared.choose_model(fields.take("model")?)?;
+    let template = template(&shared, "input")?;
+    fields.refuse(UNSUPPORTED)?;
+    let mut text: Map<String, Value> = fields.take("text")?.unwrap_or_default();
+    for (name, value, neutral) in [
+        ("truncation", fields.take("truncation")?, json!("disabled")),
+        ("top_logprobs", fields.take("top_logprobs")?, json!(0)),
+        ("text.verbosity", text.remove("verbosity"), json!("medium")),
+    ] {
+        if let Some(value) = value.filter(|value| !value.is_null() && *value != neutral) {
+            let found = shorten(&value.to_string());
+            let expected = format!("{neutral}; this server supports no other value");
+            return Err(ApiError::range(name, found, &expected));
+        }
+    }
+    // Its only option pads the events of OpenAI's own service.
+    fields.take::<Value>("stream_options")?;
+    let mut sampling = Sampling::take(&mut fields, &shared)?;
+    sampling.max_tokens = fields.take("max_output_tokens")?;
+    sampling.max_tokens_field = "max_output_tokens";
+    let format = match text.remove("format") {
+        None | Some(Value::Null) => None,
+        Some(Value::Object(format)) => Some(format),
+        Some(other) => {
+            let found = shorten(&other.to_string());
+            return Err(ApiError::range("text.format", found, "an object"));
+        }
+    };
+    let shown_format = match &format {
+        Some(format) => Value::Object(format.clone()),
+        None => json!({"type": "text"}),
+    };
+    let tools: Vec<Value> = fields.take("tools")?.unwrap_or_default();
+    let choice: Option<Value> = fields.take("tool_choice")?;
+    let instructions: Option<String> = fields.take("instructions")?;
+    let response = json!({
+        "id": shared.id("resp"),
+        "object": "response",
+        "created_at": now(),
+        "status": "in_progress",
+        "background": false,
+        "error": null,
+        "incomplete_details": null,
+        "instructions": instructions,
+        "max_output_tokens": sampling.max_tokens,
+        "metadata": fields.take::<Value>("metadata")?.unwrap_or_else(|| json!({})),
+        "model": *model.name,
+        "output": [],
+        "parallel_tool_calls": fields.peek("parallel_tool_calls") != Some(&json!(false)),
+        "previous_response_id": null,
+        "reasoning": {"effort": null, "summary": null},
+        "store": false,
+        "temperature": sampling.config.temperature,
+        "text": {"format": shown_format},
+        "tool_choice": choice.clone().unwrap_or_else(|| json!("auto")),
+        "tools": tools,
+        "top_p": sampling.config.top_p,
+        "truncation": "disabled",
+        "usage": null,
+    });
+
+    let functions = tools.into_iter().map(tool).collect::<ApiResult<Vec<_>>>()?;
+    fields.set("tools", functions);
+    if let Some(choice) = choice {
+        fields.set("tool_choice", chat_choice(choice));
+    }
+    let format = format.map(|format| {
+        let inner = Some(Value::Object(format.clone()));
+        answer_format(format, inner, "text.format")
+    });
+    let format = format.transpose()?.flatten();
+    let (tools, forced) = Tools::take(&mut fields, template)?;
+    if format.is_some() && forced.is_some() {
+        let message = "`text.format` cannot be combined with a `tool_choice` that requires a call";
+        return Err(ApiError::field("tool_choice", message));
+    }
+    let input = fields.require("input")?;
+    fields.set("input", chat_messages(input)?);
+    let mut messages = messages::take(&mut fields, "input", template)?;
+    if let Some(instructions) = instructions {
+        messages.insert(0, Message::system(instructions));
+    }
+    let options = template_options(&mut fields, tools.as_ref())?;
+    let is_stream = sampling.stream;
+    let turn = Turn {
+        field: "input",
+        messages,
+        options,
+        schema: forced.or(format),
+        adapter: model.adapter,
+    };
+    let mut job = turn.submit(&shared, sampling, started).await?;
+    let mut writer = Writer {
+        reader: tools.map(ToolReader::new),
+        response,
+        message: None,
+        output: Vec::new(),
+        sequence: 0,
+        text: String::new(),
+        shared,
+    };
+    if is_stream {
+        return stream_events(job, writer).await;
+    }
+    while let Some(step) = job.next().await {
+        writer.step(step?);
+    }
+    writer.add_usage(&job);
+    Ok(json_response(StatusCode::OK, &writer.response))
+}
+
+/// Returns a tool in the form of a chat.
+fn tool(tool: Value) -> ApiResult<Value> {
+    match tool {
+        Value::Object(mut function) if function.get("type") == Some(&json!("function")) => {
+            function.shift_remove("type");
+            Ok(json!({"type": "function", "function": function}))
+        }
+        other => {
+            let kind = shorten(&other["type"].to_string());
+            let message = format!(
+                "`tools` has a tool of type {kind}, and this server runs no tools of its own; give functions only"
+            );
+            Err(ApiError::field("tools", message))
+        }
+    }
+}
+
+/// Returns `tool_choice` in the form of a chat.
+fn chat_choice(choice: Value) -> Value {
+    match choice.get("name") {
+        Some(name) if choice["type"] == "function" => {
+            json!({"type": "function", "function": {"name": name}})
+        }
+        _ => choice,
+    }
+}
+
+/// Returns the input, a text or a list of items, as the messages of a chat.
+fn chat_messages(input: Value) -> ApiResult<Value> {
+    let items = match input {
+        Value::String(text) => return Ok(json!([{"role": "user", "content": text}])),
+        Value::Array(items) => items,
+        other => {
+            let found = shorten(&other.to_string());
+            return Err(ApiError::range(
+                "input",
+                found,
+                "a string or a list of items",
+            ));
+        }
+    };
+    let mut messages: Vec<Value> = Vec::new();
+    for (index, item) in items.into_iter().enumerate() {
+        match item["type"].as_str().unwrap_or("message") {
+            "message" => messages.push(json!({"role": item["role"], "content": item["content"]})),
+            "function_call" => {
+                let call = json!({
+                    "id": item["call_id"], "type": "function",
+                    "function": {"name": item["name"], "arguments": item["arguments"]},
+                });
+                // A text and the calls after it are one message of the model.
+                match messages
+                    .last_mut()
+                    .filter(|last| last["role"] == "assistant")
+                {
+                    Some(last) => match last["tool_calls"].as_array_mut() {
+                        Some(calls) => calls.push(call),
+                        None => last["tool_calls"] = json!([call]),
+                    },
+                    None => messages
+                        .push(json!({"role": "assistant", "content": "", "tool_calls": [call]})),
+                }
+            }
+            "function_call_output" => messages.push(json!({
+                "role": "tool", "tool_call_id": item["call_id"], "content": item["output"],
+            })),
+            other => {
+                let message = format!(
+                    "`input[{index}]` has the type {other:?}; it must be message, function_call or \
+                     function_call_output"
+                );
+                return Err(ApiError::field("input", message));
+            }
+        }
+    }
+    Ok(Value::Array(messages))
+}
+
+/// The response while it is made, and the events of its stream that have not been sent.
+struct Writer {
+    shared: Arc<Shared>,
+    reader: Option<ToolReader>,
+    response: Value,
+    /// The id and the text of the message, once it has text.
+    message: Option<(String, String)>,
+    /// The items that are complete.
+    output: Vec<Value>,
+    /// The number of the next event.
+    sequence: u64,
+    text: String,
+}
+
+/// Returns the content of a message.
+fn part(text: &str) -> Value {
+    json!({"type": "output_text", "text": text, "annotations": [], "logprobs": []})
+}
+
+fn message(id: &str, status: &str, content: &[Value]) -> Value {
+    json!({"type": "message", "id": id, "status": status, "role": "assistant", "content": content})
+}
+
+impl Writer {
+    fn emit(&mut self, kind: &str, mut event: Value) {
+        event["type"] = kind.into();
+        event["sequence_number"] = self.sequence.into();
+        self.sequence += 1;
+        self.text
+            .push_str(&format!("event: {kind}\ndata: {event}\n\n"));
+    }
+
+    fn emit_response(&mut self, kind: &str) {
+        let event = json!({"response": self.response});
+        self.emit(kind, event);
+    }
+
+    fn emit_item(&mut self, kind: &str, item: &Value) {
+        let event = json!({"output_index": self.output.len(), "item": item});
+        self.emit(kind, event);
+    }
+
+    /// Emits an event about the text of the message.
+    fn emit_text(&mut self, kind: &str, id: &str, name: &str, value: Value) {
+        let mut event =
+            json!({"item_id": id, "output_index": self.output.len(), "content_index": 0});
+        event[name] = value;
+        if kind.starts_with("response.output_text") {
+            event["logprobs"] = json!([]);
+        }
+        self.emit(kind, event);
+    }
+
+    /// Appends text to the message, which begins with the first one.
+    fn push_text(&mut self, piece: &str) {
+        let (id, mut text) = self.message.take().unwrap_or_else(|| {
+            let id = self.shared.id("msg");
+            self.emit_item(
+                "response.output_item.added",
+                &message(&id, "in_progress", &[]),
+            );
+            self.emit_text("response.content_part.added", &id, "part", part(""));
+            (id, String::new())
+        });
+        if !piece.is_empty() {
+            self.emit_text("response.output_text.delta", &id, "delta", piece.into());
+            text.push_str(piece);
+        }
+        self.message = Some((id, text));
+    }
+
+    /// Completes the response with the rest of the text and the calls.
+    fn close(&mut self, reason: FinishReason) {
+        let (rest, calls) = self
+            .reader
+            .take()
+            .map(ToolReader::finish)
+            .unwrap_or_default();
+        if !rest.is_empty() || (calls.is_empty() && self.message.is_none()) {
+            self.push_text(&rest);
+        }
+        let is_cut = finish_reason(reason) == "length";
+        let status = if is_cut { "incomplete" } else { "completed" };
+        if let Some((id, text)) = self.message.take() {
+            self.emit_text(
+                "response.output_text.done",
+                &id,
+                "text",
+                text.as_str().into(),
+            );
+            self.emit_text("response.content_part.done", &id, "part", part(&text));
+            let item = message(&id, status, &[part(&text)]);
+            self.emit_item("response.output_item.done", &item);
+            self.output.push(item);
+        }
+        for call in calls {
+            let (id, call_id) = (self.shared.id("fc"), self.shared.call_id());
+            let item = |status: &str, arguments: &str| {
+                json!({"type": "function_call", "id": id, "call_id": call_id, "name": call.name,
+                    "arguments": arguments, "status": status})
+            };
+            self.emit_item("response.output_item.added", &item("in_progress", ""));
+            let index = self.output.len();
+            let arguments = &call.arguments;
+            let delta = json!({"item_id": id, "output_index": index, "delta": arguments});
+            self.emit("response.function_call_arguments.delta", delta);
+            let done = json!({"item_id": id, "output_index": index, "name": call.name, "arguments": arguments});
+            self.emit("response.function_call_arguments.done", done);
+            let item = item("completed", arguments);
+            self.emit_item("response.output_item.done", &item);
+            self.output.push(item);
+        }
+        self.response["output"] = std::mem::take(&mut self.output).into();
+        self.response["status"] = status.into();
+        if is_cut {
+            self.response["incomplete_details"] = json!({"reason": "max_output_tokens"});
+        }
+    }
+
+    fn add_usage(&mut self, job: &Job) {
+        let (input, output) = job.tokens();
+        self.response["usage"] = json!({
+            "input_tokens": input,
+            // The engine does not count them for each request.
+            "input_tokens_details": {"cached_tokens": 0},
+            "output_tokens": output,
+            "output_tokens_details": {"reasoning_tokens": 0},
+            "total_tokens": input + output,
+        });
+    }
+}
+
+impl Events for Writer {
+    fn begin(&mut self, _job: &Job) {
+        self.emit_response("response.created");
+        self.emit_response("response.in_progress");
+    }
+
+    fn step(&mut self, step: Step) {
+        match step {
+            Step::Prompt { .. } => {}
+            Step::Token { text, .. } => {
+                let text = match &mut self.reader {
+                    Some(reader) => reader.push(&text),
+                    None => text,
+                };
+                if !text.is_empty() {
+                    self.push_text(&text);
+                }
+            }
+            Step::Finished { completion, .. } => self.close(completion.finish_reason),
+        }
+    }
+
+    fn finish(&mut self, job: &Job) {
+        self.add_usage(job);
+        let status = self.response["status"].as_str().unwrap_or_default();
+        let kind = format!("response.{status}");
+        self.emit_response(&kind);
+    }
+
+    fn fail(&mut self, error: &ApiError) {
+        self.response["status"] = "failed".into();
+        self.response["error"] = json!({"code": "server_error", "message": error.message()});
+        self.emit_response("response.failed");
+    }
+
+    fn take_text(&mut self) -> String {
+        std::mem::take(&mut self.text)
+    }
+}
