@@ -12,19 +12,11 @@ use super::scales::{Floats, Magnitudes, Scales};
 pub(super) struct ScaleRows {
     pub(super) inputs: usize,
     pub(super) granule: usize,
-    /// The distance between rows: at least the number of granules, rounded up to whole vectors.
-    pub(super) stride: usize,
 }
 
 impl ScaleRows {
-    /// Returns the layout with a spare vector after each row.
     pub(super) fn new(inputs: usize, granule: usize) -> Self {
-        ScaleRows {
-            inputs,
-            granule,
-            // The last unit reads a whole vector from its first scale on.
-            stride: (inputs / granule).next_multiple_of(LANES) + LANES,
-        }
+        ScaleRows { inputs, granule }
     }
 
     /// Reads the scales of rows `first .. first + count`, for [`vector`](ReadScales::vector).
