@@ -73,7 +73,8 @@ fn the_estimate_is_within_15_percent_of_the_measured_peak_of_the_default_model()
         tied_embeddings: shape.tie_word_embeddings,
         experts: None,
     };
-    let batch = arguments.per_device_train_batch_size;
+    // Half of the preset's: it takes half the time, and activations are still most of the peak.
+    let batch = arguments.per_device_train_batch_size / 2;
     let length = arguments.context_length;
     let plan = MemoryPlan::new(decoder, batch, length);
     assert_eq!(decoder.parameters(), shape.parameters(arguments.vocab_size));
