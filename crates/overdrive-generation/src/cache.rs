@@ -19,7 +19,7 @@ pub(crate) fn build(
         None => CacheImplementation::default(),
     };
     let kind = match (named, settings.nbits) {
-        // `nbits` wins over the name.
+        // `nbits` takes precedence over the name.
         (Int8 | Int4, Some(4)) => Int4,
         (Int8 | Int4, Some(_)) => Int8,
         (named, _) => named,
@@ -40,7 +40,7 @@ pub(crate) fn build(
     })?)
 }
 
-/// Returns the shape of the cache of a decoder, with what a sliding cache keeps.
+/// Returns the shape of a decoder's cache, with the sizes that a sliding cache needs.
 pub(crate) fn shape(config: &GenerationConfig, model: &CausalLm) -> CacheShape {
     let settings = &config.cache_config;
     CacheShape {
@@ -80,7 +80,7 @@ pub(crate) fn slides(config: &GenerationConfig) -> bool {
     config.use_cache && config.cache_implementation.as_deref() == Some("sliding_window")
 }
 
-/// Returns the largest number of tokens of a proposal over a cache that drops old tokens; the cache keeps this many
+/// Returns the maximum number of proposed tokens with a cache that drops old tokens; the cache keeps this many
 /// extra tokens so that it can roll back.
 pub(crate) fn most_proposed(config: &GenerationConfig) -> usize {
     let lookup = config.prompt_lookup_num_tokens.unwrap_or(0);

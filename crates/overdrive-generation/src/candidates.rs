@@ -18,8 +18,8 @@ pub(crate) struct Candidate {
 /// The tokens that remain after the cuts, in the order of their ids, and the buffers to find them.
 ///
 /// The whole vocabulary is read only in vectorized passes. More expensive operations (an exponential, a
-/// comparison in a sort) are done only for candidates, except with `top_p` without `top_k`, which
-/// needs the sum of all exponentials, and with `typical_p`, `epsilon_cutoff` and `eta_cutoff` without
+/// comparison in a sort) are done only for candidates. The exceptions are `top_p` without `top_k`,
+/// which needs the sum of all exponentials, and `typical_p`, `epsilon_cutoff` and `eta_cutoff` without
 /// an earlier cut.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct Candidates {
@@ -41,7 +41,7 @@ pub(crate) enum NoCandidates {
 pub(crate) const TOP_H_TOKENS: usize = 100;
 
 impl Candidates {
-    /// Fills the list from processed scores, with at least `keep` tokens if there are so many.
+    /// Fills the list from processed scores, with at least `keep` tokens if the scores allow that many.
     pub(crate) fn select<S: RowScores + ?Sized>(
         &mut self,
         scores: &S,
@@ -66,7 +66,7 @@ impl Candidates {
             let least = max + temperature * (p as f32).ln() * 1.001 - 1e-3;
             self.take_from(scores, least, temperature)?;
         } else if config.top_h.is_some() {
-            // `top_h` looks at these alone.
+            // `top_h` considers only these tokens.
             let kth = scores.kth_best(TOP_H_TOKENS, &mut self.numbers);
             self.take_from(scores, kth.max(f32::MIN), temperature)?;
         } else {
@@ -107,7 +107,8 @@ impl Candidates {
         })
     }
 
-    /// Returns the candidate at `uniform` in [0, 1) of the cumulative distribution.
+    /// Returns the candidate whose interval of the cumulative distribution contains `uniform`, a
+    /// number in [0, 1).
     pub(crate) fn draw(&self, uniform: f64) -> Option<i64> {
         let mut left = uniform * self.total();
         for candidate in &self.list {
@@ -121,8 +122,8 @@ impl Candidates {
         best.map(|c| i64::from(c.id))
     }
 
-    /// Samples from the distribution minus that of `proposal`, token by token and at least 0; without a
-    /// proposal, from all tokens but `token`.
+    /// Samples from the difference between this distribution and that of `proposal`, with negative
+    /// probabilities set to 0; without a proposal, samples from all tokens except `token`.
     pub(crate) fn draw_residual(
         &self,
         token: i64,
@@ -176,8 +177,8 @@ impl Candidates {
         complete.then_some(()).ok_or(NoCandidates::Incomplete)
     }
 
-    /// Applies top-p over the whole vocabulary: the sum of all exponentials in one pass, and a sort of
-    /// ever more of the best until they reach `p`.
+    /// Applies top-p over the whole vocabulary: computes the sum of all exponentials in one pass, and
+    /// sorts a growing number of the best tokens until their sum reaches `p`.
     fn nucleus<S: RowScores + ?Sized>(
         &mut self,
         scores: &S,
@@ -244,8 +245,8 @@ impl Candidates {
         }
     }
 
-    /// Sorts the indices of the list by falling score; of equal scores the later index comes first, as
-    /// in transformers' ascending sort read from its end.
+    /// Sorts the indices of the list by descending score. Among equal scores the later index comes
+    /// first, as in transformers, which sorts in ascending order and reads from the end.
     fn sort(&mut self) {
         self.order.clear();
         self.order.extend(0..self.list.len() as u32);
@@ -266,8 +267,8 @@ impl Candidates {
         self.list.truncate(self.order.len());
     }
 
-    /// Keeps the best until they reach the fraction `p` of `total`; returns `true` if they did before
-    /// the list ended.
+    /// Keeps the best candidates until their weights reach the fraction `p` of `total`; returns
+    /// `true` if they reach it before the end of the list.
     fn keep_mass(&mut self, p: f64, total: f64, keep: usize) -> bool {
         self.sort();
         let (mut mass, mut count) = (0.0, 0);
@@ -314,8 +315,8 @@ impl Candidates {
         self.list.iter().map(term).sum()
     }
 
-    /// Keeps the best of the 100 likeliest, renormalized, until the sum of their entropy terms would
-    /// exceed `h` times the entropy.
+    /// Renormalizes the 100 likeliest candidates and keeps the best of them until the sum of their
+    /// entropy terms would exceed `h` times the entropy.
     fn top_h(&mut self, h: f64) {
         self.sort();
         self.keep_first(TOP_H_TOKENS);

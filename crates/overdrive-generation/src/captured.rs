@@ -12,36 +12,39 @@ use tracing::{debug, warn};
 use crate::Result;
 use crate::engine::{EngineModel, RaggedStep, StepAdapters};
 
-/// The most rows of a captured step, as in vLLM: the host's share of a larger one is small.
+/// The maximum number of rows of a captured step, as in vLLM: in a larger step, the host's share of
+/// the time is small.
 const MOST_ROWS: usize = 512;
 
-/// The most graphs: each adapter has some of its own.
+/// The maximum number of graphs, which is needed because each adapter has its own graphs.
 const MOST_GRAPHS: usize = 128;
 
-/// The runs before a capture, which load what it cannot: the kernels of these shapes, the tables of all positions.
+/// The number of runs before a capture. They load what a capture cannot load: the kernels for these shapes, and
+/// the tables of all positions.
 const WARM_UPS: usize = 1;
 
 /// The decoding steps of a model over a paged cache: one new token for each of some sequences. A step is captured ahead
 /// of time ([`prepare`](CapturedSteps::prepare)) or when its number of rows first appears, and replayed from then on.
 ///
-/// A graph has as many rows as sequences, or up to seven more ([`rows_for`]). What it reads lies in
-/// [`PagedDecodeInputs`], what it writes in [`Outputs`]; the pool of the cache and the weights do not move either.
+/// A graph has as many rows as there are sequences, or up to seven more ([`rows_for`]). It reads from
+/// [`PagedDecodeInputs`] and writes to [`Outputs`], whose addresses stay the same, like those of the cache's pool
+/// and the weights.
 #[derive(Debug)]
 pub(crate) struct CapturedSteps {
-    // Dropped first: they use what follows, and wait for a running replay.
+    // Dropped first: the graphs use the fields below, and dropping a graph waits for a running replay.
     graphs: BTreeMap<Key, BareGraph<()>>,
     inputs: PagedDecodeInputs,
     outputs: Outputs,
     /// The numbers of the rows, i64.
     rows: Tensor,
-    /// A number that all positions are below.
+    /// An exclusive upper bound of all positions.
     position_bound: i64,
     /// `true` after a capture that failed.
     is_off: bool,
     replays: u64,
 }
 
-/// The tensors that a graph writes; their first rows are those of the step.
+/// The tensors that a graph writes; their first rows belong to the sequences of the step.
 #[derive(Debug)]
 struct Outputs {
     /// The logits, f32 `(rows, V)`.
@@ -50,10 +53,10 @@ struct Outputs {
     best: Tensor,
 }
 
-/// A step that the device has been given. The next one overwrites the tensors.
+/// A step that has been launched on the device. The next step overwrites its tensors.
 #[derive(Debug)]
 pub(crate) struct Replayed<'a> {
-    /// To be committed or launched.
+    /// The step of the cache, which the caller must commit or launch.
     pub(crate) step: PagedDecodeStep<'a>,
     /// The logits, f32 `(N, V)`.
     pub(crate) logits: Tensor,
@@ -61,21 +64,22 @@ pub(crate) struct Replayed<'a> {
     pub(crate) best: Tensor,
 }
 
-/// The rows of a step, and the adapter of all of them.
+/// The number of rows of a step, and the adapter that all of them use.
 type Key = (usize, Option<Arc<str>>);
 
 /// The graphs of an engine.
 #[derive(Debug, Clone, Copy, Default)]
 pub(crate) struct GraphCounts {
     pub(crate) graphs: usize,
-    /// Of the pools of all graphs, and of what they read and write.
+    /// The size of the pools of all graphs, and of the tensors that the graphs read and write.
     pub(crate) bytes: u64,
     pub(crate) replays: u64,
 }
 
 impl CapturedSteps {
-    /// Returns the steps of up to `sequences` sequences of up to `longest` tokens; `None` where none is captured: on a
-    /// CPU, on a GPU without the kernels of overdrive-gpu, or without the memory for it, which is logged.
+    /// Returns the steps of up to `sequences` sequences of up to `longest` tokens. Returns `None` if steps cannot be
+    /// captured: on a CPU, on a GPU without the kernels of overdrive-gpu, or if there is too little memory, which is
+    /// logged.
     pub(crate) fn new<M: EngineModel>(
         model: &M,
         cache: &PagedCache,
@@ -120,15 +124,15 @@ impl CapturedSteps {
         })
     }
 
-    /// Returns `true` if steps of so many sequences are captured already.
+    /// Returns `true` if steps of this number of sequences are captured already.
     pub(crate) fn knows(&self, sequences: usize, adapter: Option<Arc<str>>) -> bool {
         let key = (rows_for(sequences), adapter);
         !self.is_off && (is_forced() || self.graphs.contains_key(&key))
     }
 
-    /// Gives the device a step with one new token for each of some sequences, which all have the same adapter; with `ids`,
-    /// i32 or i64 `(N,)`, these are the tokens. `None`, with nothing done, if the step cannot be replayed; then the
-    /// plain one runs.
+    /// Launches a step with one new token for each of some sequences, which all have the same adapter. If `ids`, i32 or
+    /// i64 `(N,)`, is given, it replaces the tokens. Returns `None`, without doing anything, if the step cannot be
+    /// replayed; the caller then runs the plain step.
     ///
     /// # Errors
     /// When the cache has no room, or a replay fails.
@@ -178,8 +182,8 @@ impl CapturedSteps {
         }))
     }
 
-    /// Captures the steps of all numbers of rows up to those of `sequences`, without an adapter, so that no request waits
-    /// for it. Their rows are tokens in a block of the cache that no sequence has.
+    /// Captures the steps without an adapter for every number of rows up to that of `sequences` sequences, so that no
+    /// request waits for a capture. The rows are tokens in a block of the cache that belongs to no sequence.
     ///
     /// # Errors
     /// When the model fails.
@@ -204,7 +208,7 @@ impl CapturedSteps {
             .filter(|rows| *rows <= most)
             .collect();
         sizes.dedup();
-        // The largest first: the others find room in its memory.
+        // The largest step is captured first: the others fit into its memory.
         for rows in sizes.into_iter().rev() {
             let key = (rows, None);
             if *is_off || graphs.len() >= MOST_GRAPHS || graphs.contains_key(&key) {
@@ -219,7 +223,7 @@ impl CapturedSteps {
         Ok(())
     }
 
-    /// Returns what was captured and replayed.
+    /// Returns the counters of captures and replays.
     pub(crate) fn counts(&self) -> GraphCounts {
         let bytes = self.outputs.scores.numel() as u64 * 4 + self.inputs.bytes();
         GraphCounts {
@@ -230,7 +234,8 @@ impl CapturedSteps {
     }
 }
 
-/// Captures a step unless it is captured already; `false` if it cannot be, which is logged. A forced CPU runs it.
+/// Captures a step unless it is captured already. Returns `false` if the capture fails, which is logged. On a CPU
+/// with forced capturing, runs the step instead.
 fn captured(
     graphs: &mut BTreeMap<Key, BareGraph<()>>,
     key: &Key,
@@ -243,7 +248,7 @@ fn captured(
     if graphs.contains_key(key) {
         return Ok(true);
     }
-    // One of them runs at a time, so that all take the memory of the largest.
+    // Only one graph runs at a time, so all of them share the memory of the largest.
     let pool_of = graphs.values().next();
     let options = CaptureOptions { warm_ups: WARM_UPS };
     match BareGraph::capture(device, options, pool_of, work) {
@@ -309,7 +314,7 @@ fn forward<M: EngineModel>(
     Ok(to.f_copy_(&Tensor::f_cat(&best, 1)?)?)
 }
 
-/// Says once in a process why steps are not captured.
+/// Logs the reason why steps are not captured, once per process.
 fn report(error: &dyn std::error::Error) {
     static REPORTED: Once = Once::new();
     REPORTED.call_once(|| {

@@ -116,7 +116,7 @@ pub fn chat_batch_with<M: EngineModel>(
     let mut engine =
         Engine::new(model, options.engine.clone())?.with_tokenizer(Arc::clone(tokenizer));
     engine.warm_up()?;
-    // The conversation of each request, and the answers that wait for those before them.
+    // The conversation of each request, and the finished answers that wait for earlier ones.
     let mut requests = HashMap::new();
     let mut waiting: BTreeMap<usize, Result<Answer>> = BTreeMap::new();
     for (index, messages) in conversations.iter().enumerate() {
@@ -137,7 +137,7 @@ pub fn chat_batch_with<M: EngineModel>(
                     },
                 );
             }
-            // The error of a conversation takes the place of its answer, and the others are computed.
+            // The error replaces the answer of this conversation; the others are still computed.
             Err(error) => drop(waiting.insert(index, Err(error))),
         }
     }
@@ -166,7 +166,7 @@ struct Pending {
     completions: Completions,
 }
 
-/// Moves the answer of a request that has ended to those that wait.
+/// Moves the answer of a finished request to the waiting answers.
 fn take(
     event: Event,
     requests: &mut HashMap<RequestId, Pending>,

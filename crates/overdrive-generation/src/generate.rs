@@ -127,7 +127,7 @@ fn token_by_token<M: GenerationModel + ?Sized>(
         let mut decoder = model.row_decoder(prompts, config, config.num_return_sequences)?;
         let mut logits = decoder.prefill()?;
         if config.num_return_sequences > 1 {
-            // A prompt is read once, however many samples continue it.
+            // A prompt is read once, regardless of the number of its samples.
             let copies: Vec<usize> = (0..prompts.len())
                 .flat_map(|prompt| std::iter::repeat_n(prompt, config.num_return_sequences))
                 .collect();

@@ -3,17 +3,18 @@ use tch::Tensor;
 
 use crate::Result;
 
-/// A tensor on its way to the host. Work that the device is given after [`begin`](HostCopy::begin) does not delay it.
+/// A tensor that is being copied to the host. Work that is launched on the device after [`begin`](HostCopy::begin)
+/// does not delay the copy.
 #[derive(Debug)]
 pub(crate) struct HostCopy {
     host: Tensor,
-    /// The source, which is kept until it has been copied, and the end of the copy; `None` if the copy is done, as it is
-    /// from the start on devices other than CUDA.
+    /// The source, which is kept until it has been copied, and the event that marks the end of the copy. `None` if the
+    /// copy is done; on devices other than CUDA it is done from the start.
     pending: Option<(Tensor, CopyEvent)>,
 }
 
 impl HostCopy {
-    /// Begins to copy a tensor of 32-bit integers, which nothing overwrites.
+    /// Begins to copy a tensor of 32-bit integers; nothing may overwrite the tensor during the copy.
     ///
     /// # Errors
     /// An error of libtorch.

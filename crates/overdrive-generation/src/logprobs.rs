@@ -38,8 +38,8 @@ impl<'a, S: RowScores + ?Sized> Logprobs<'a, S> {
         (f64::from(score) - self.normalizer) as f32
     }
 
-    /// Returns the log-probabilities beside a token of `score`, than which `better` tokens are likelier; `None` if
-    /// the likeliest tokens are not known.
+    /// Returns the log-probabilities of a token that has this `score` and `better` likelier tokens, with the
+    /// likeliest tokens; `None` if these are not known.
     pub(crate) fn beside(&self, score: f32, better: usize) -> Option<TokenLogprobs> {
         Some(TokenLogprobs {
             logprob: self.logprob(score),
@@ -114,7 +114,7 @@ mod tests {
         for (a, b) in same.top.iter().zip(&got.top) {
             assert!(a.0 == b.0 && (a.1 - b.1).abs() < 1e-6);
         }
-        // A token with the score of the last one may lie outside.
+        // A token outside the list may have the score of the last one in it.
         assert_eq!(Logprobs::of(&best, 4).of_token(0), None);
         assert_eq!(Logprobs::of(&best, 1).of_token(2), None);
     }

@@ -59,14 +59,14 @@ impl PaddedPrompts {
         }
         let options = (Kind::Int64, self.ids.device());
         let columns = Tensor::f_arange_start(past, past + tokens, options)?.f_unsqueeze(0)?;
-        // A row that has ended reads padding until the others end, and its output is not used: its
+        // A finished row reads padding until the other rows end, and its output is not used, so its
         // positions stop at the context.
         Ok(Some(
             columns.f_sub(&self.padding)?.f_clamp(0, self.context - 1)?,
         ))
     }
 
-    /// Returns a number that all of [`positions`](Self::positions) are below.
+    /// Returns an exclusive upper bound of [`positions`](Self::positions).
     pub(crate) fn position_bound(&self, past: i64, tokens: i64) -> i64 {
         (past + tokens).min(self.context)
     }

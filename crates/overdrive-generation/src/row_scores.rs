@@ -129,7 +129,7 @@ mod tests {
             (ids, complete)
         };
         assert_eq!(from(2.0), (vec![7], true));
-        // Another token outside may have the score of the last one.
+        // A token outside the list may have the score of the last one in it.
         assert_eq!(from(1.0), (vec![2, 5, 7], false));
         assert_eq!(
             (best.maximum(), best.kth_best(2, &mut Vec::new())),

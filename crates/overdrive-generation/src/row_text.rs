@@ -12,7 +12,7 @@ pub(crate) struct RowText<'t> {
     stop: StopFilter,
     /// The stop strings that are special tokens, by id and index: such a token leaves no text to compare.
     stop_tokens: Vec<(i64, usize)>,
-    /// The number of next tokens with which a stop string does not count.
+    /// The number of upcoming tokens in which stop strings are ignored.
     exempt: usize,
     text: String,
 }
@@ -35,7 +35,7 @@ impl<'t> RowText<'t> {
     }
 
     fn from_stream(stream: TextStream<'t>, prompt: &[i64], config: &GenerationConfig) -> Self {
-        // Ids that no tokenizer can have have been refused by the check of the prompt.
+        // The check of the prompt has already rejected ids that no tokenizer can have.
         let known: Vec<u32> = prompt
             .iter()
             .filter_map(|&id| u32::try_from(id).ok())
@@ -82,7 +82,7 @@ impl<'t> RowText<'t> {
         Ok((text, found.stop.or(by_id)))
     }
 
-    /// Returns the whole text, held back parts included.
+    /// Returns the whole text, including text that was held back.
     pub(crate) fn into_text(mut self) -> String {
         self.text.push_str(&self.stop.finish());
         self.text

@@ -16,7 +16,8 @@ use crate::{
 /// The callback of each new token.
 pub(crate) type OnToken<'a> = dyn FnMut(GeneratedToken<'_>) -> ControlFlow<()> + 'a;
 
-/// The state of a row apart from its tokens, which chooses the next token and decides whether the row ends with it.
+/// The state of a row apart from its tokens. It chooses the next token and decides whether the row ends with that
+/// token.
 #[derive(Debug)]
 pub(crate) struct RowState<'t> {
     /// The number of tokens of the prompt.
@@ -33,10 +34,10 @@ pub(crate) struct RowState<'t> {
 #[derive(Debug)]
 pub(crate) struct ChosenToken {
     pub(crate) id: i64,
-    /// The text that is certain with it.
+    /// The text that became certain with this token.
     pub(crate) text: String,
     pub(crate) logprobs: Option<TokenLogprobs>,
-    /// The reason if the row ends with it.
+    /// The reason, if the row ends with this token.
     pub(crate) finished: Option<FinishReason>,
 }
 
@@ -81,8 +82,8 @@ impl RowState<'_> {
         self.sampler.verify(scores, new, token, proposal)
     }
 
-    /// Records a chosen token, with which the row has `length` tokens, and checks whether the row ends with it, as it
-    /// does if its time is over (`is_late`).
+    /// Records a chosen token, after which the row has `length` tokens, and checks whether the row ends with it. The
+    /// row also ends if its time is over (`is_late`).
     pub(crate) fn push(
         &mut self,
         choice: Choice,
@@ -96,8 +97,8 @@ impl RowState<'_> {
         }
         let mut text = String::new();
         if let Some(stream) = &mut self.text {
-            // After the other reasons: a last token releases the text that is held back, and a stop
-            // string in it wins.
+            // Checked last: a final token releases the text that was held back, and a stop string
+            // in that text takes precedence over the other reasons.
             let (piece, stop) = stream.push(id, finished)?;
             text = piece;
             if let Some(number) = stop {
@@ -122,8 +123,8 @@ pub(crate) struct Row<'a> {
     pub(crate) finished: Option<FinishReason>,
 }
 
-/// Returns the length at which a row of a prompt of `prompt` tokens ends, and the reason, if there is `room` for so many
-/// tokens.
+/// Returns the length at which a row ends whose prompt has `prompt` tokens, and the reason; the model has `room` for
+/// that number of tokens.
 pub(crate) fn limit(
     config: &GenerationConfig,
     prompt: usize,
@@ -139,7 +140,7 @@ pub(crate) fn limit(
 
 /// Returns the number of tokens of a row for which the model has room.
 pub(crate) fn room<M: GenerationModel + ?Sized>(model: &M, config: &GenerationConfig) -> usize {
-    // After the last of n positions the model still gives logits, so that n + 1 tokens are possible.
+    // The last of n positions still gives logits, so n + 1 tokens are possible.
     model.max_positions(config).saturating_add(1)
 }
 
@@ -176,8 +177,8 @@ pub(crate) fn fork((constraint, mask): &MaskedConstraint) -> MaskedConstraint {
     (constraint.fork(), mask.clone())
 }
 
-/// Advances a constraint by the token `id`. Returns `false`, and leaves the constraint where it is, if it does not
-/// allow the token: one that `config` forces is chosen all the same.
+/// Advances a constraint by the token `id`. Returns `false`, and leaves the constraint unchanged, if it does not
+/// allow the token: a token that `config` forces is chosen nevertheless.
 pub(crate) fn advance(
     (constraint, mask): &mut MaskedConstraint,
     id: i64,
@@ -210,8 +211,8 @@ pub(crate) fn end_after(
             .is_finished()
             .then_some(FinishReason::Constraint);
     }
-    // An end-of-text token of the configuration is reported as such, even if the constraint ends too. One that was
-    // forced upon an incomplete text is not: that text ends with its length.
+    // An end-of-text token of the configuration is reported as such, even if the constraint ends too. If the token
+    // was forced although the text is incomplete, the length is the reported reason.
     if follows && config.eos_token_id.contains(&id) {
         finished = Some(FinishReason::EndOfText);
     } else if follows && config.stop_token_ids.contains(&id) {
@@ -233,7 +234,7 @@ pub(crate) fn allowed(constraint: &mut Option<MaskedConstraint>) -> Result<Optio
     Ok(Some(mask))
 }
 
-/// The rows of a call, and the ones that are still in the batch.
+/// The rows of a call, and the indices of those that are still in the batch.
 pub(crate) struct Rows<'a> {
     config: &'a GenerationConfig,
     pub(crate) rows: Vec<Row<'a>>,
@@ -241,7 +242,7 @@ pub(crate) struct Rows<'a> {
     batch: Vec<usize>,
     /// The logits of a step, on the host.
     scores: Vec<f32>,
-    /// The token that rows which have ended read.
+    /// The token that finished rows read.
     pad: i64,
     start: Instant,
 }
@@ -271,7 +272,7 @@ impl<'a> Rows<'a> {
                 let number = rows.len();
                 let sampler = match options.seeds.get(index) {
                     None => Sampler::new(config, seed, number)?,
-                    // A prompt with a seed of its own draws the same numbers in any batch.
+                    // A prompt with its own seed draws the same numbers in any batch.
                     Some(&own) => {
                         let config = GenerationConfig {
                             seed: Some(own),
@@ -357,8 +358,9 @@ impl<'a> Rows<'a> {
         Ok(())
     }
 
-    /// Chooses tokens as [`choose`](Rows::choose) does. If every row of the batch takes the token with its largest logit,
-    /// and its logits are on a device, `ahead` is called with these, i64 `(B, 1)`, before the host waits for them.
+    /// Chooses tokens as [`choose`](Rows::choose) does. If the logits are on a device and every row of the batch takes
+    /// the token with the largest logit, `ahead` is called with these tokens, i64 `(B, 1)`, before the host waits for
+    /// them.
     pub(crate) fn choose_ahead(
         &mut self,
         logits: &Tensor,
@@ -404,9 +406,9 @@ impl<'a> Rows<'a> {
         Ok(())
     }
 
-    /// Removes finished rows from the batch: at once if that is free, else when they are half of it,
-    /// because removing rows copies the cache. Returns the indices of the remaining rows if some were
-    /// removed.
+    /// Removes finished rows from the batch: at once if that is free, else when at least half of the
+    /// rows are finished, because removing rows copies the cache. Returns the indices of the
+    /// remaining rows if some were removed.
     pub(crate) fn drop_finished(&mut self, free: bool) -> Option<Vec<usize>> {
         let live: Vec<usize> = (0..self.batch.len())
             .filter(|&index| self.rows[self.batch[index]].finished.is_none())

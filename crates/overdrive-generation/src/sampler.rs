@@ -114,8 +114,8 @@ impl Sampler {
         Ok(Choice { id, logprobs })
     }
 
-    /// Processes `logits` up to the temperature, after copying the ones whose log-probabilities are
-    /// wanted.
+    /// Processes `logits` up to the temperature, after copying the original logits if their
+    /// log-probabilities are requested.
     pub(crate) fn prepare(
         &mut self,
         logits: &mut [f32],
@@ -132,7 +132,7 @@ impl Sampler {
         }
         self.changed = allowed.is_some() || changes(&self.config, history);
         if self.changed {
-            // Before the first change, which may hide a logit that is not finite.
+            // Checked before the first change, because a change may hide a logit that is not finite.
             if !self.config.remove_invalid_values && arg_max(logits).is_none() {
                 return Err(Error::BadLogits { row: self.row });
             }
@@ -149,10 +149,10 @@ impl Sampler {
         }
     }
 
-    /// Verifies a proposed `token`, drawn from `proposal` (or certain without one). Returns the token
-    /// to take, and `true` if it is the proposed one: under greedy search the best token, else a draw
-    /// with the distribution of [`Sampler::choose`] (Leviathan et al. 2023, arXiv:2211.17192, section
-    /// 2.3). `logits` are prepared.
+    /// Verifies a proposed `token`, which was drawn from `proposal` (or is certain without one).
+    /// Returns the token to take, and `true` if it is the proposed one. The token is the best one
+    /// under greedy search, else a draw with the distribution of [`Sampler::choose`] (Leviathan et
+    /// al. 2023, arXiv:2211.17192, section 2.3). `logits` are prepared.
     pub(crate) fn verify(
         &mut self,
         logits: &[f32],
@@ -181,7 +181,7 @@ impl Sampler {
         Ok((Choice { id, logprobs }, accepted))
     }
 
-    /// Returns the log-probabilities of the chosen token and of the others that are wanted. `logits`
+    /// Returns the log-probabilities of the chosen token and of the other requested tokens. `logits`
     /// are as [`Sampler::prepare`] and [`Sampler::select`] left them.
     pub(crate) fn logprobs_of(&mut self, logits: &[f32], id: i64) -> Option<TokenLogprobs> {
         let top = self.config.logprobs?;

@@ -7,7 +7,7 @@
 pub struct StopFilter {
     strings: Vec<String>,
     pending: String,
-    /// The number of bytes of `pending` within which a stop string may be complete without counting.
+    /// The number of bytes at the start of `pending` in which a complete stop string is ignored.
     exempt: usize,
     stopped: bool,
 }
@@ -76,8 +76,8 @@ impl StopFilter {
         std::mem::take(&mut self.pending)
     }
 
-    /// Returns the start and the index of the stop string that is complete first; of several that end
-    /// at the same byte, the longest.
+    /// Returns the start and the index of the stop string that ends first, and of the longest one if
+    /// several end at the same byte.
     fn first_stop(&self) -> Option<(usize, usize)> {
         self.strings
             .iter()
@@ -159,7 +159,7 @@ mod tests {
         assert_eq!(append(&mut stop, "b", true), (String::new(), Some(0)));
         let mut stop = filter(&["aa"]);
         assert_eq!(append(&mut stop, "aa", false), (String::new(), None));
-        // Of three letters the last two are a string that ends after the exempt text.
+        // The last two of three letters form a stop string that ends after the exempt text.
         assert_eq!(append(&mut stop, "a", true), ("a".to_owned(), Some(0)));
     }
 

@@ -204,7 +204,7 @@ impl<'t> TextStream<'t> {
             return Ok(String::new());
         };
         let before = bytes.last.replace(id);
-        // The first space of a text is for the tokenizer to keep or to drop.
+        // The tokenizer decides whether the first space of a text is kept or dropped.
         if let Some(byte) = byte
             && (before.is_some() || byte != b' ')
         {

@@ -16,7 +16,7 @@ pub(crate) fn maximum(scores: &[f32]) -> Option<f32> {
 #[inline]
 fn largest(scores: &[f32]) -> (f32, bool) {
     let mut most = [f32::NEG_INFINITY; LANES];
-    // The flags are as wide as the scores, so that both are updated by whole vectors.
+    // The flags are as wide as the scores, so that both can be updated with vector instructions.
     let mut wrong = [0u32; LANES];
     let blocks = scores.chunks_exact(LANES);
     let rest = blocks.remainder();
@@ -34,7 +34,7 @@ fn largest(scores: &[f32]) -> (f32, bool) {
     (most, wrong == [0; LANES])
 }
 
-/// Returns 1 for NaN and +∞, as wide as the element: a `bool` would have to be packed.
+/// Returns 1 for NaN and +∞, in an integer as wide as the element: a `bool` would have to be packed.
 #[inline]
 #[allow(
     clippy::neg_cmp_op_on_partial_ord,
@@ -55,8 +55,8 @@ fn any_from(block: &[f32], least: f32) -> bool {
 
 /// Returns the index of the first of the largest of `scores`; `None` as for [`maximum`].
 ///
-/// One pass: a stretch whose maximum exceeds all before is remembered, and only the last such is
-/// searched.
+/// The function makes one pass. It remembers the last stretch whose maximum exceeds all earlier
+/// ones, and searches only that stretch.
 pub(crate) fn arg_max(scores: &[f32]) -> Option<usize> {
     /// The length of a stretch, wide enough that the bookkeeping after each stretch costs nothing.
     const STRETCH: usize = 1024;
@@ -77,8 +77,8 @@ pub(crate) fn arg_max(scores: &[f32]) -> Option<usize> {
     Some(best.1 + offset)
 }
 
-/// Calls `found` with the index of each score of at least `least`, in order; a block without one costs
-/// a comparison an element.
+/// Calls `found` with the index of each score of at least `least`, in order. A block without such a
+/// score costs one comparison per element.
 pub(crate) fn for_each_from(scores: &[f32], least: f32, mut found: impl FnMut(usize, f32)) {
     for (number, block) in scores.chunks(BLOCK).enumerate() {
         if any_from(block, least) {
@@ -91,8 +91,8 @@ pub(crate) fn for_each_from(scores: &[f32], least: f32, mut found: impl FnMut(us
     }
 }
 
-/// Returns the `k`-th best of `scores`, `1 <= k <= scores.len()`, without sorting them: only scores
-/// that may still be among the best are kept, in `kept`, which is halved whenever it is full.
+/// Returns the `k`-th best of `scores`, `1 <= k <= scores.len()`, without sorting them: `kept`
+/// holds only scores that may still be among the best, and is halved whenever it is full.
 pub(crate) fn kth_best(scores: &[f32], k: usize, kept: &mut Vec<f32>) -> f32 {
     kept.clear();
     let room = (2 * k).max(64);

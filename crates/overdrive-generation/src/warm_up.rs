@@ -52,7 +52,8 @@ pub fn warm_up<M: GenerationModel + ?Sized>(
     }
     let began = Instant::now();
     let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
-    // Prompts of different lengths stay different: they are laid out in another way than those of one length.
+    // Prompts of different lengths keep different lengths, because their memory layout differs from that of
+    // prompts of equal length.
     let most = |prompt: &Vec<i64>| PROMPT - usize::from(prompt.len() < longest);
     let beginnings: Vec<Vec<i64>> = prompts
         .iter()
@@ -61,7 +62,7 @@ pub fn warm_up<M: GenerationModel + ?Sized>(
     let config = GenerationConfig {
         max_new_tokens: Some(NEW),
         max_time: None,
-        // Nothing ends the second token.
+        // No token ends the sequence early.
         eos_token_id: Vec::new(),
         stop_token_ids: Vec::new(),
         stop_strings: Vec::new(),
@@ -135,7 +136,7 @@ impl<M: EngineModel> Engine<M> {
         for config in [greedy, sampled] {
             small.submit(Request::new(prompt.clone(), config))?;
         }
-        // The error of a request is not that of the engine: the ones to come have their own.
+        // An error of a warm-up request is ignored: later requests report their own errors.
         let _outcomes = small.run_to_end()?;
         drop(small);
         self.capture_steps()?;

@@ -16,7 +16,7 @@ pub(super) struct Continuation {
     pub(super) score: f32,
 }
 
-/// Computes log-probabilities from logits `(V,)`, and processes those.
+/// Computes log-probabilities from logits `(V,)`, and applies the processors to them.
 pub(super) struct Scorer<'a> {
     pub(super) config: &'a GenerationConfig,
     pub(super) row: usize,
@@ -64,7 +64,7 @@ impl<'a> Scorer<'a> {
         Ok(!self.config.renormalize_logits || log_softmax(scores))
     }
 
-    /// Returns the `count` best of all continuations, best first; of equal ones the first.
+    /// Returns the `count` best of all continuations, best first; equal ones stay in their order.
     pub(super) fn best(&mut self, scores: &[f32], sums: &[f32], count: usize) -> Vec<Continuation> {
         let vocabulary = scores.len() / sums.len();
         let mut all = Vec::new();
@@ -120,7 +120,7 @@ fn log_softmax(scores: &mut [f32]) -> bool {
         return false;
     };
     let shift = sum_exp(scores, max, 1.0).ln();
-    // In two steps, as in libtorch: their sum would lose digits.
+    // Subtracted in two steps, as in libtorch: a single sum would lose digits.
     scores
         .iter_mut()
         .for_each(|score| *score = (*score - max) - shift as f32);

@@ -15,12 +15,13 @@ struct Beam {
     /// The beam of the previous step that it continues.
     parent: usize,
     constraint: Option<MaskedConstraint>,
-    /// The reason of its end, if it has ended and continues without a chance because there are too few others.
+    /// The reason why it ended. An ended beam continues, without a chance to win, only if there are too few
+    /// other beams.
     ended: Option<FinishReason>,
 }
 
 impl Beam {
-    /// Returns `true` if the beam is a result, and not there to fill up.
+    /// Returns `true` if the beam can be a result, rather than a filler.
     fn has_chance(&self) -> bool {
         self.score > IMPOSSIBLE / 2.0
     }
@@ -57,7 +58,8 @@ impl<'a> BeamSearch<'a> {
         random: Generator,
         row: usize,
     ) -> Self {
-        // All beams begin alike: only the first has a chance, or all would find the same continuations.
+        // All beams are equal at the start, so only the first has a chance: otherwise all of them would
+        // find the same continuations.
         let running = (0..config.num_beams).map(|number| Beam {
             ids: prompt.to_vec(),
             score: if number == 0 { 0.0 } else { IMPOSSIBLE },
@@ -170,7 +172,8 @@ impl<'a> BeamSearch<'a> {
             .collect::<Result<Vec<_>>>()?;
         self.finish(&found[..beams.min(found.len())]);
         let all_end = found.iter().all(|(_, ending)| ending.is_some());
-        // The best ones that do not end; if they are too few, ended ones fill up without a chance.
+        // The best continuations that do not end; if there are too few, ended ones fill up the
+        // beams without a chance.
         for (next, ending) in &mut found {
             if ending.is_some() {
                 next.score += IMPOSSIBLE;
@@ -230,7 +233,7 @@ impl<'a> BeamSearch<'a> {
         )
     }
 
-    /// Adds those of the best continuations that end, if they beat the finished ones.
+    /// Adds the best continuations that end to the finished beams, if they are better.
     fn finish(&mut self, best: &[(Continuation, Option<FinishReason>)]) {
         let first = self.config().early_stopping == EarlyStopping::FirstFinished;
         if !self.improvable || (first && self.is_full()) {

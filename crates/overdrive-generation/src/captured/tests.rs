@@ -17,12 +17,12 @@ thread_local! {
     static FORCED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns `true` if the CPU of this thread counts as a device whose steps are captured.
+/// Returns `true` if this thread treats the CPU as a device whose steps are captured.
 pub(crate) fn is_forced() -> bool {
     FORCED.get()
 }
 
-/// Makes the CPU of this thread such a device, until it is dropped.
+/// Makes this thread treat the CPU as such a device, until the value is dropped.
 struct Forced;
 
 impl Forced {
@@ -114,8 +114,8 @@ fn served(
     }
 }
 
-/// Checks that requests have got the same tokens. One that was cancelled may have got more of them: a request joins a step
-/// later where one has been launched ahead.
+/// Checks that requests got the same tokens. A cancelled request may have a different number of them: if a step has
+/// been launched ahead, a request joins one step later.
 fn assert_same(mut found: Tokens, mut expected: Tokens, cancelled: usize) {
     let requests: BTreeSet<RequestId> = expected.keys().map(|(request, _)| *request).collect();
     let cancelled = requests.into_iter().nth(cancelled);
@@ -155,7 +155,7 @@ fn requests_get_the_same_tokens() {
         let mut config = config(24 + seed as usize, sampled);
         config.num_return_sequences = if seed % 4 == 1 { 3 } else { 1 };
         config.repetition_penalty = if seed % 3 == 0 { 1.2 } else { 1.0 };
-        // The same beginning for some: blocks are shared.
+        // Some prompts have the same beginning, so that blocks are shared.
         let beginning = prompt(seed % 3, 17);
         Request::new([beginning, prompt(seed, seed)].concat(), config)
     };
@@ -186,12 +186,12 @@ fn greedy_sequences_run_ahead_until_one_ends() {
     let model = model();
     let request = |seed: i64| {
         let mut config = config(60 + 3 * seed as usize, None);
-        // Some end before their length: a row of the step ahead is computed for nothing.
+        // Some sequences end early: their rows of the step that was launched ahead are discarded.
         config.eos_token_id = vec![5, 17];
         Request::new(prompt(seed, 6 + seed), config)
     };
     let requests = || (0..6).map(request).collect();
-    // Blocks that are just enough, so that the step ahead takes the last of them.
+    // The smaller number of blocks is just enough, so that the step ahead takes the last block.
     for blocks in [200, 130] {
         let settings = || small(|settings| settings.num_blocks = Some(blocks));
         let (plain, _) = served(&model, settings(), &requests, Some(4));
@@ -212,7 +212,7 @@ fn nothing_is_replayed_where_it_is_turned_off_or_there_is_no_room() {
     let eager = small(|settings| settings.enforce_eager = true);
     let (_, counts) = served(&model, eager, &requests, None);
     assert_eq!(counts.replayed_steps, 0);
-    // Twelve samples name the blocks of one long prompt, more often than there are places for.
+    // Twelve samples refer to the blocks of one long prompt, which gives more table entries than fit.
     let requests = || {
         let mut shared = config(8, Some(1));
         shared.num_return_sequences = 12;
@@ -295,7 +295,7 @@ fn sequences_of_one_adapter_are_replayed_together() {
         let (captured, counts) = served(&model, small(|_| {}), &requests, None);
         drop(forced);
         assert_eq!(captured, plain);
-        // Those of different adapters only once one of them is left.
+        // Steps of different adapters are replayed only once a single adapter is left.
         assert_eq!(
             counts.replayed_steps > counts.steps / 2,
             mostly,

@@ -117,7 +117,7 @@ impl ChatTemplate {
         let mut special_tokens = Map::new();
         let legacy = read_object(&dir.join("special_tokens_map.json"))?.unwrap_or_default();
         take_special_tokens(&legacy, &mut special_tokens);
-        // Later entries replace earlier ones: `tokenizer_config.json` wins over the legacy file.
+        // Later entries replace earlier ones: `tokenizer_config.json` takes precedence over the legacy file.
         take_special_tokens(&config, &mut special_tokens);
         ChatTemplate::from_sources(templates_of_dir(dir)?, special_tokens)
     }
@@ -349,7 +349,7 @@ pub(crate) fn templates_of_dir(dir: &Path) -> Result<BTreeMap<String, String>> {
     {
         named(given, &mut sources)?;
     }
-    // The file wins over the entries of JSON, as in transformers, which writes either.
+    // The file takes precedence over the entries of JSON, as in transformers, which writes one or the other.
     if let Some(source) = read(&dir.join("chat_template.jinja"))? {
         sources.clear();
         sources.insert(DEFAULT.to_owned(), source);

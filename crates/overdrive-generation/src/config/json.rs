@@ -124,7 +124,7 @@ impl GenerationConfig {
             }
         }
         for (key, value) in &given {
-            // Key by key, so that an error can name its own.
+            // Read key by key, so that an error can name the key.
             let one = Value::Object([(key.clone(), value.clone())].into_iter().collect());
             serde_json::from_value::<GenerationConfig>(one).map_err(|error| {
                 // serde says "invalid type: string "x", expected f64".
@@ -191,7 +191,7 @@ fn take_hints(given: &mut Map<String, Value>) {
         tracing::warn!("`cache_implementation` is {name}, which is unknown and ignored");
     }
     let name = given.get("cache_implementation").and_then(Value::as_str);
-    // Without a length of its own this name stands for the model's windows, as `hybrid` does.
+    // Without a length, this name means the model's own windows, as `hybrid` does.
     let of_model = name == Some("sliding_window") && !windowed;
     if of_model || name.is_none_or(|name| !CACHES.contains(&name)) {
         given.remove("cache_implementation");

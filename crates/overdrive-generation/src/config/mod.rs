@@ -253,7 +253,7 @@ impl GenerationConfig {
     /// Returns the largest number of tokens to add to a prompt of `prompt` tokens.
     pub(crate) fn new_tokens(&self, prompt: usize) -> usize {
         match (self.max_new_tokens, self.max_length) {
-            // As in transformers, `max_new_tokens` wins over `max_length`.
+            // As in transformers, `max_new_tokens` takes precedence over `max_length`.
             (Some(new), _) => new,
             (None, Some(length)) => length.saturating_sub(prompt),
             // transformers' default `max_length` of 20 counts new tokens if nothing is set.
@@ -261,8 +261,8 @@ impl GenerationConfig {
         }
     }
 
-    /// Returns the id that fills rows, always one of the vocabulary: the embedding reads it, although the
-    /// attention masks it.
+    /// Returns the id that fills rows. It is always in the vocabulary, because the embedding reads it
+    /// although the attention masks it.
     pub(crate) fn pad(&self, vocab_size: i64) -> i64 {
         let ids = self.pad_token_id.iter().chain(&self.eos_token_id);
         ids.copied()

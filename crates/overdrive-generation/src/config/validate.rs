@@ -13,11 +13,12 @@ pub(crate) const CACHES: [&str; 7] = [
     "paged",
 ];
 
-/// The largest number of rows for one prompt, as vLLM's bound of `n`. Each row gets a sampler and a copy of the
-/// prompt before anything is computed, so that without a bound one request could take all memory.
+/// The maximum number of rows for one prompt, as vLLM's bound of `n`. Each row gets a sampler and a copy of the
+/// prompt before anything is computed, so without a bound one request could take all memory.
 const MAX_ROWS: usize = 16_384;
 
-/// The largest number of tokens of a cache's window or of a proposal: these are added to one another and to lengths.
+/// The maximum number of tokens of a cache's window or of a proposal. The bound keeps sums of these numbers and
+/// lengths from overflowing.
 const MAX_CACHE_TOKENS: i64 = i32::MAX as i64;
 
 impl GenerationConfig {

@@ -43,7 +43,7 @@ impl ChoiceConstraint {
         for choice in choices {
             let mut node = 0;
             for &id in choice {
-                // The number that a new node would have: an entry with it is new.
+                // The index that a new node would get; an entry with this index is new.
                 let new = nodes.len();
                 let next = *nodes[node].next.entry(id).or_insert(new);
                 if next == new {

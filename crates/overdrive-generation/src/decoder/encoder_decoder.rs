@@ -9,7 +9,8 @@ use crate::generation_model::{GenerationModel, RowDecoder, cache_shape};
 use crate::prompts::padded_on_the_right;
 use crate::{GenerationConfig, Result, cache};
 
-/// The positions for which memory is taken at once at most: a model with relative positions has no limit of its own.
+/// The maximum number of positions for which memory is allocated at once: a model with relative positions has no
+/// limit of its own.
 const MOST_RESERVED: usize = 4096;
 
 /// The rows of an encoder-decoder model. The encoder reads the prompts once, and its keys and values stay.

@@ -45,7 +45,7 @@ impl<'a> Decoder<'a> {
     /// Returns a decoder of `prompts`, each of which becomes `copies` rows later.
     ///
     /// Prompts of different lengths are concatenated without padding if the cache is paged or not
-    /// specified; on a GPU those of one length too, since steps over a paged cache are captured.
+    /// specified. On a GPU, so are prompts of equal length, because steps over a paged cache are captured.
     pub(crate) fn new(
         model: &'a CausalLm,
         prompts: &[Vec<i64>],
@@ -76,7 +76,7 @@ impl<'a> Decoder<'a> {
             });
         }
         let mut fallback = None;
-        // A cache that has to be started again needs the tokens, which padded rows keep.
+        // A cache that may have to be restarted needs the tokens, which only padded rows keep.
         let ragged = config.use_cache
             && (paged
                 || name.is_none()
@@ -161,8 +161,8 @@ impl RowDecoder for Decoder<'_> {
     }
 }
 
-/// Returns `true` if the steps of rows over a paged cache would be captured, and memory for their last tokens, which a
-/// paged cache takes at the beginning, is no concern.
+/// Returns `true` if the steps of rows over a paged cache would be captured, and if the memory for all their tokens,
+/// which a paged cache allocates at the beginning, is small enough.
 fn captures(model: &CausalLm, size: DecoderSize) -> bool {
     if !PagedCache::can_be_captured(model.device()) {
         return is_forced();

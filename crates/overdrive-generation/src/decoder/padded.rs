@@ -16,7 +16,7 @@ pub(super) struct Padded<'a> {
     restart: Option<Restart>,
 }
 
-/// The tokens of a cache that is started again when a sequence grows beyond a length, as transformers does for
+/// The tokens of a cache that is restarted when a sequence grows beyond a length, as transformers does for
 /// Phi-3 (see [`cache_restart`](overdrive_transformer::ModelConfig::cache_restart)).
 struct Restart {
     length: i64,
@@ -27,11 +27,11 @@ struct Restart {
 }
 
 impl Restart {
-    /// Takes the tokens `ids` after `past` ones, and returns those that the model has to read: all of them if the
-    /// cache has to be started again, which is emptied then.
+    /// Appends the tokens `ids`, and returns the tokens that the model has to read: all tokens so far if the
+    /// cache has to be restarted, which empties it.
     fn tokens(&mut self, cache: &mut dyn KvCache, ids: &Tensor) -> Result<Tensor> {
         let past = cache.len();
-        // Speculation takes tokens back.
+        // Speculation may have removed tokens from the cache.
         let before = self.tokens.f_narrow(1, 0, past)?;
         self.tokens = Tensor::f_cat(&[&before, ids], 1)?;
         let was_beyond = self.beyond;
@@ -138,8 +138,8 @@ impl<'a> Padded<'a> {
     pub(super) fn extend(&mut self, tokens: &[i64]) -> Result<Tensor> {
         let ids = Tensor::f_from_slice(tokens)?.f_unsqueeze(0)?;
         let ids = to_device(ids, self.model.device())?;
-        // Tokens up to the length at which the cache starts again get the logits of a short sequence, as they do
-        // one by one.
+        // Tokens up to the length at which the cache restarts get the logits of a short sequence, as they do if
+        // they are read one by one.
         let (tokens, short) = (ids.size()[1], self.tokens_before_restart());
         if !(1..tokens).contains(&short) {
             return self.forward(&ids, Logits::All);
@@ -150,7 +150,7 @@ impl<'a> Padded<'a> {
         Ok(Tensor::f_cat(&[first, rest], 1)?)
     }
 
-    /// Returns the number of tokens that fit before the cache starts again, 0 if it never does.
+    /// Returns the number of tokens that fit before the cache restarts, or 0 if it never restarts.
     fn tokens_before_restart(&self) -> i64 {
         match (&self.restart, &self.memory) {
             (Some(restart), Memory::Cache(cache)) => (restart.length - cache.len()).max(0),
@@ -190,7 +190,7 @@ impl<'a> Padded<'a> {
         let wanted = ids.size()[1];
         let ids = self.unread(ids)?;
         let logits = self.with_input(&ids, logits, CausalLm::forward)?;
-        // A cache that was started again has given the logits of all tokens.
+        // After a restart, the logits are those of all tokens.
         let (given, wanted) = (logits.size()[1], wanted.min(logits.size()[1]));
         Ok(logits.f_narrow(1, given - wanted, wanted)?)
     }

@@ -8,13 +8,13 @@ use crate::captured::CapturedSteps;
 use crate::engine::EngineModel;
 use crate::{GenerationConfig, Result};
 
-/// The tokens of a continuation from which on a capture, which takes as long as some steps, pays.
+/// The minimum number of new tokens for which a capture is worthwhile: it takes as long as several steps.
 const WORTH_A_CAPTURE: usize = 8;
 
 /// A batch of rows of any length over a paged cache: all new tokens of a step are concatenated in one
 /// row of the model, without padding.
 pub(super) struct Ragged<'a> {
-    /// The steps that are replayed; dropped before what they use.
+    /// The captured steps; dropped before the fields that they use.
     captured: Option<CapturedSteps>,
     /// The logits `(B, V)` of the step that has been begun.
     ahead: Option<Tensor>,
@@ -138,7 +138,7 @@ impl<'a> Ragged<'a> {
         Ok(())
     }
 
-    /// Forgets the step that has been begun, because another one follows.
+    /// Discards the step that has been begun, because a different one follows.
     fn turn_back(&mut self) {
         if self.ahead.take().is_some() {
             self.cache.land(|_| None);

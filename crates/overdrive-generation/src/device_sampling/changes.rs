@@ -7,7 +7,7 @@ use crate::processors::Scores;
 use crate::{Result, TokenMask};
 
 /// The changes of the scores of one row, by kind, in the order in which a device makes them. Exclusions may come at
-/// any time: no addition, product or difference brings an excluded token back.
+/// any time: no addition, multiplication or subtraction brings an excluded token back.
 #[derive(Debug, Default)]
 pub(crate) struct RowChanges {
     vocabulary: usize,
@@ -39,7 +39,7 @@ impl RowChanges {
 
     /// Returns `true` if a device can make the changes.
     pub(crate) fn is_for_device(&self) -> bool {
-        // A device adds in any order, which matters to the rounding of a token that is added to twice.
+        // A device adds in an arbitrary order, which affects the rounding if two values are added to the same token.
         let mut ids: Vec<i64> = self.additions.iter().map(|(id, _)| *id).collect();
         ids.sort_unstable();
         !self.only_on_host && ids.windows(2).all(|pair| pair[0] != pair[1])
@@ -182,7 +182,7 @@ fn keep_allowed(scores: &Tensor, batch: &Batch) -> Result<()> {
     }
     let (device, size) = (scores.device(), scores.size());
     let masked = batch.masked.len() as i64;
-    // A bit a token travels, and is spread on the device.
+    // One bit per token is copied to the device and expanded there.
     let words = upload(Tensor::f_from_slice(&batch.bits)?, device)?.f_view([masked, -1, 1])?;
     let shifts = Tensor::f_arange(32, (Kind::Int, device))?;
     let bits = words

@@ -11,8 +11,8 @@ use crate::host_copy::HostCopy;
 use crate::row_scores::BestScores;
 use crate::{Error, Result, TokenMask};
 
-/// The number of scores that are asked for beyond the needed ones: in bf16 many tokens have the score of the last
-/// one, and a cut keeps all of them.
+/// The number of scores that are requested beyond the needed ones: in bf16 many tokens have the same score as the
+/// last one, and a cut keeps all of them.
 pub(crate) const TIES: usize = 64;
 
 /// The part of the work that the device does for a row.
@@ -20,9 +20,9 @@ pub(crate) const TIES: usize = 64;
 pub(crate) enum Draw {
     /// The best token.
     Greedy,
-    /// The best tokens, so many, from which the host draws.
+    /// The given number of best tokens, from which the host draws.
     Candidates(usize),
-    /// A token of the whole distribution, at this number in [0, 1).
+    /// A token of the whole distribution, selected by this number in [0, 1).
     Whole(f64),
     /// Nothing: the host needs all scores.
     OnHost,
@@ -45,7 +45,7 @@ pub(crate) struct RowPlan {
 }
 
 impl RowPlan {
-    /// Returns `true` if the row takes the token with the largest logit, and nothing more is asked about it.
+    /// Returns `true` if the row takes the token with the largest logit and no other result is requested.
     pub(crate) fn is_greedy(&self) -> bool {
         self.draw == Draw::Greedy && !self.changed && self.raw.is_none()
     }
@@ -106,8 +106,8 @@ impl DeviceStep {
         DeviceStep::before_reading(logits, vocabulary, rows, |_| Ok(()))
     }
 
-    /// Computes a step like [`new`](DeviceStep::new). If every row takes the token with its largest logit, `ahead` is called
-    /// with these, i64 `(B, 1)` on the device, before the host waits for them.
+    /// Computes a step like [`new`](DeviceStep::new). If every row takes the token with the largest logit, `ahead` is
+    /// called with these tokens, i64 `(B, 1)` on the device, before the host waits for them.
     pub(crate) fn before_reading(
         logits: &Tensor,
         vocabulary: usize,
@@ -128,8 +128,8 @@ impl DeviceStep {
         Ok(step)
     }
 
-    /// Returns a step in which each row takes the token with its largest logit. `words` has both for each: the bits of the
-    /// logit, and the token.
+    /// Returns a step in which each row takes the token with the largest logit. `words` holds the bits of that logit
+    /// and the token for each row.
     pub(crate) fn greedy(
         logits: &Tensor,
         vocabulary: usize,
@@ -247,7 +247,8 @@ impl DeviceStep {
         }
         let all = Tensor::f_cat(&packed.tensors, 1)?;
         columns.width = packed.width;
-        // The one read of the step. Begun first, so that the host does not wait for what comes ahead.
+        // The only copy to the host in this step. It begins before `ahead` launches more work, so
+        // that the host does not wait for that work.
         let read = HostCopy::begin(all)?;
         if self.rows.len() == plans.len() && plans.iter().all(|plan| plan.is_greedy()) {
             ahead(&best)?;
@@ -369,8 +370,8 @@ fn total(scores: &Tensor, max: &Tensor, temperatures: Option<&Tensor>) -> Result
         .f_sum_dim_intlist(&[-1_i64][..], true, Kind::Double)?)
 }
 
-/// Draws from the whole distribution of the rows that want it: inverts the cumulative distribution, in the order of
-/// ids, at the number of the row. The other rows get a token without meaning.
+/// Draws from the whole distribution for the rows whose plan requests it: inverts the cumulative distribution, in
+/// the order of ids, at the number of the row. The other rows get a meaningless token.
 fn draw(scores: &Tensor, max: &Tensor, plans: &[&RowPlan]) -> Result<Option<Tensor>> {
     let device = scores.device();
     let number = |plan: &&RowPlan| match plan.draw {

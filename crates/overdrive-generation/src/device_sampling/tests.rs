@@ -16,12 +16,12 @@ thread_local! {
     static FORCED: Cell<bool> = const { Cell::new(false) };
 }
 
-/// Returns `true` if CPU tensors of this thread count as those of a device.
+/// Returns `true` if this thread treats CPU tensors as tensors of a device.
 pub(crate) fn is_forced() -> bool {
     FORCED.get() || crate::captured::is_forced()
 }
 
-/// Makes CPU tensors of this thread count as those of a device, until it is dropped.
+/// Makes this thread treat CPU tensors as tensors of a device, until the value is dropped.
 struct Forced;
 
 impl Forced {
@@ -127,7 +127,7 @@ fn assert_same(found: [Result<crate::Choice>; 2], name: &dyn std::fmt::Debug) {
     }
 }
 
-/// The options whose tokens are those of the host, whatever the rounding of sums.
+/// Returns the options with which device and host choose the same tokens regardless of the rounding of sums.
 fn exact_configs() -> Vec<GenerationConfig> {
     let mut configs = vec![
         GenerationConfig::default(),
@@ -261,7 +261,8 @@ fn exact_options_choose_the_tokens_of_the_host() {
     }
 }
 
-/// Checks that `id` is what the number of the row draws from `weights` by ids, up to the rounding of f32.
+/// Checks that `id` is the token that the random number of the row selects from `weights` in the order of
+/// ids, up to the rounding of f32.
 fn assert_law(config: &GenerationConfig, row: usize, weights: &[f64], id: i64) {
     let number = Generator::new(config.seed.unwrap_or(7), row as u32).uniform();
     let total: f64 = weights.iter().sum();
@@ -350,7 +351,7 @@ fn a_flat_distribution_whose_nucleus_is_not_among_the_candidates_is_read_whole()
             top_p: 0.9,
             ..sampled()
         },
-        // All tokens of the last score are kept, more than are asked for.
+        // All tokens with the last score are kept, which are more than requested.
         GenerationConfig {
             top_k: 50,
             ..sampled()

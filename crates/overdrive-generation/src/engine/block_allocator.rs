@@ -16,7 +16,7 @@ pub(super) trait BlockAllocator {
     /// Forks a sequence; the copy shares all blocks.
     fn fork(&mut self, id: Self::Id) -> Result<Self::Id>;
 
-    /// Gives the blocks of a sequence back.
+    /// Releases the blocks of a sequence.
     fn release(&mut self, id: Self::Id) -> Result<()>;
 
     /// Returns the number of blocks that `new` more tokens of a sequence take. Grows with `new`.

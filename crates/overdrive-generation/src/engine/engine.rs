@@ -72,7 +72,7 @@ use crate::{EngineConfig, Error, FinishReason, Result, TokenLogprobs};
 /// arXiv:2403.02310).
 #[derive(Debug)]
 pub struct Engine<M> {
-    /// The steps that are replayed; dropped before what they use.
+    /// The captured steps; dropped before the fields that they use.
     pub(super) captured: Option<CapturedSteps>,
     /// The step that the device computes between two calls of [`step`](Engine::step).
     pub(super) flight: Option<Flight>,
@@ -110,8 +110,9 @@ impl<M: EngineModel> Engine<M> {
             .unwrap_or(usize::MAX)
             .min(context.saturating_add(1));
         let num_blocks = config.blocks(token_bytes, most)?;
-        // A cache that cannot hold the context bounds the sequences unless the caller has set another bound:
-        // `max_length` of a model's folder is mostly its context, and every request would be refused.
+        // If the cache cannot hold the context, it bounds the sequences unless the caller has set another
+        // bound: `max_length` in a model's folder usually equals the context, and without this bound every
+        // request would be refused.
         let held = num_blocks
             .saturating_mul(config.block_size)
             .saturating_add(1);
@@ -188,8 +189,8 @@ impl<M: EngineModel> Engine<M> {
             config: request.config,
             prompt: &request.prompt,
             limit,
-            // Without a seed of its own each request draws other numbers; the samples of one request
-            // differ by their streams.
+            // Requests without their own seed draw different numbers; the samples of one request use
+            // different streams.
             seed: entropy(),
             constraint: request.constraint,
             adapter,
@@ -217,7 +218,7 @@ impl<M: EngineModel> Engine<M> {
             self.finish_all(id, first.complete_all(&prompt, limit.1));
             return Ok(id);
         }
-        // Keys and values depend on the adapter, so that only requests of one share blocks.
+        // Keys and values depend on the adapter, so only requests with the same adapter share blocks.
         let namespace = adapter.map_or(0, |index| index as u64 + 1);
         let reusable = first.reusable();
         self.scheduler
@@ -380,7 +381,7 @@ impl<M: EngineModel> Engine<M> {
         self.counts.warm_up += time;
     }
 
-    /// Captures the decoding steps of every number of sequences, where steps are captured and none is running.
+    /// Captures the decoding steps of every number of sequences, if this engine captures steps and none is running.
     pub(crate) fn capture_steps(&mut self) -> Result<()> {
         let _no_grad = tch::no_grad_guard();
         let sequences = self.scheduler.max_sequences();
@@ -438,10 +439,10 @@ impl<M: EngineModel> Engine<M> {
         }
     }
 
-    /// Computes the step that is due; returns the number of its tokens.
+    /// Computes the next step; returns the number of its tokens.
     fn compute(&mut self) -> Result<usize> {
         let mut chunks = self.scheduler.schedule(&mut self.cache)?;
-        // The rows of each adapter lie side by side, so that it is one matmul for all of them.
+        // The rows of each adapter are adjacent, so that one matmul computes all of them.
         let running = self.scheduler.running();
         chunks.sort_by_key(|chunk| running[chunk.sequence].data.adapter);
         if chunks.is_empty() {
@@ -517,8 +518,8 @@ impl<M: EngineModel> Engine<M> {
             let last = std::mem::take(&mut self.logits);
             self.logits = last.read(&logits, vocabulary, &ends, &mut self.scheduler)?;
         }
-        // Committed last: an error above leaves the cache as before the step, which is then computed
-        // again.
+        // Committed last: an error above leaves the cache in its state before the step, and the step
+        // is computed again.
         batch.commit()?;
         self.record_scores(&scored, scores);
         Ok(ends)
@@ -565,7 +566,7 @@ impl<M: EngineModel> Engine<M> {
             }
         }
         self.logits = logits.reusable();
-        // `remove_where` borrows the whole engine, and so the map leaves it for the call.
+        // `remove_where` borrows the whole engine, so the map is moved out during the call.
         let live = std::mem::take(&mut self.live);
         let settled = self.remove_where(|sequence| {
             ended.contains(&sequence.arrival) || !live.contains_key(&sequence.data.request)
@@ -617,7 +618,7 @@ impl<M: EngineModel> Engine<M> {
         let is_first = sequence.data.first_token().is_none();
         let chosen = logits.choose(&mut sequence.data, &sequence.tokens, true)?;
         sequence.tokens.push(chosen.id);
-        // Not once per sample: forks choose their first token in the same step.
+        // Counted once per request and not per sample: forks choose their first token in the same step.
         if is_first && let Some(time) = sequence.data.first_token() {
             self.first_tokens.push(time);
         }

@@ -40,7 +40,7 @@ impl Flight {
         sequences: Vec<SequenceId>,
         adapter: Option<usize>,
     ) -> Result<Flight> {
-        // A copy of its own: the next replay overwrites the tensor.
+        // A separate copy, because the next replay overwrites the tensor.
         let best = replayed
             .best
             .f_to_dtype(replayed.best.f_kind()?, false, true)?;
@@ -58,8 +58,8 @@ impl Flight {
 }
 
 impl<M: EngineModel> Engine<M> {
-    /// Launches a step in which every chunk is the last token of a sequence; `None` if it is another one or cannot be
-    /// replayed.
+    /// Launches a step in which every chunk is the last token of a sequence. Returns `None` for any other step, or if
+    /// the step cannot be replayed.
     pub(super) fn launch(&mut self, chunks: &[Chunk]) -> Result<Option<Flight>> {
         let Some(captured) = &mut self.captured else {
             return Ok(None);
@@ -87,8 +87,8 @@ impl<M: EngineModel> Engine<M> {
             .transpose()
     }
 
-    /// Reads the results of a flight, and lets its sequences that still run choose their tokens. Where the next step
-    /// follows from this one, the device gets it before the host waits.
+    /// Reads the results of a flight, and lets those of its sequences that still run choose their tokens. If the
+    /// next step follows from this one, it is launched before the host waits.
     pub(super) fn land(&mut self, flight: Flight) -> Result<usize> {
         let Flight {
             sequences,
@@ -103,7 +103,7 @@ impl<M: EngineModel> Engine<M> {
         let mut kept: Vec<i64> = Vec::with_capacity(sequences.len());
         let mut ends = Vec::with_capacity(sequences.len());
         for (row, sequence) in sequences.iter().enumerate() {
-            // In the same order, with others between them at most.
+            // The sequences are in the same order as before, at most with others between them.
             let from = ends.last().map_or(0, |last| last + 1);
             let found = |index: &usize| ids[*index] == *sequence;
             if let Some(index) = (from..count).chain(0..from).find(found) {
@@ -112,7 +112,8 @@ impl<M: EngineModel> Engine<M> {
             }
         }
         let running = self.scheduler.running();
-        // Committed before the results are known: the keys are written whatever they are, and the next step needs them.
+        // Committed before the results are known: the keys are written regardless of the results, and the next step
+        // needs them.
         self.cache.land(|id| {
             let index = ends.iter().find(|index| ids[**index] == id)?;
             running[*index].tokens.last().copied()
@@ -154,7 +155,7 @@ impl<M: EngineModel> Engine<M> {
         Ok(ends.len())
     }
 
-    /// Returns the logits of the running sequences `ends`, or what their samples need of them.
+    /// Returns the logits of the running sequences `ends`, or the results that their samples need.
     fn read(
         &mut self,
         results: Results,
@@ -187,8 +188,8 @@ impl<M: EngineModel> Engine<M> {
         Ok(StepLogits::Device(Box::new(step), plans.first))
     }
 
-    /// Returns `true` if the next step has the same sequences, whatever their tokens are, unless one of these ends its
-    /// sequence; its row is then computed for nothing.
+    /// Returns `true` if the next step has the same sequences regardless of their tokens. A sequence may still end
+    /// with its token; its row of the next step is then discarded.
     fn next_follows(&self, ends: &[usize]) -> Result<bool> {
         let running = self.scheduler.running();
         if ends.len() != running.len() || self.scheduler.admits() {
@@ -204,7 +205,7 @@ impl<M: EngineModel> Engine<M> {
         Ok(blocks <= self.cache.free_blocks())
     }
 
-    /// Launches the step with the tokens that only the device knows.
+    /// Launches the next step with tokens that only the device knows so far.
     fn follow(
         &mut self,
         sequences: &[SequenceId],

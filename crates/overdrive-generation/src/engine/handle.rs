@@ -13,8 +13,8 @@ use super::request::{Completion, Completions, Event, Request, RequestId, Request
 use super::statistics::EngineStatistics;
 use crate::{Error, Result};
 
-/// The number of consecutive failures of a step after which the requests are given up. A step may fail
-/// for want of memory that another thread holds for a moment.
+/// The number of consecutive failures of a step after which the requests fail. A step may fail because
+/// another thread temporarily holds memory that it needs.
 const ATTEMPTS: u32 = 3;
 
 /// The pause between the attempts.
@@ -138,7 +138,7 @@ impl EngineHandle {
         let thread = std::thread::Builder::new()
             .name("overdrive-engine".to_owned())
             .spawn(move || {
-                // The thread is the engine's own, and so are those that OpenMP starts for it.
+                // The thread belongs to the engine, and so do the threads that OpenMP starts for it.
                 set_flush_denormals(true);
                 let made = make().and_then(|mut engine| {
                     engine.warm_up()?;
@@ -147,7 +147,7 @@ impl EngineHandle {
                 let engine = match made {
                     Ok(engine) => engine,
                     Err(error) => {
-                        // The receiver waits for this.
+                        // `spawn_with` waits for this message.
                         let _sent = ready.send(Err(error));
                         return;
                     }
@@ -182,7 +182,7 @@ impl EngineHandle {
     pub fn submit(&self, request: Request) -> Result<Events> {
         let (events, receiver) = channel();
         let ticket = self.submit_with(request, move |event| {
-            // A client that has dropped its events has cancelled by that.
+            // A client that has dropped its events has cancelled its request.
             let _gone = events.send(event);
         })?;
         Ok(Events { receiver, ticket })
@@ -270,8 +270,7 @@ impl EngineHandle {
             return Ok(());
         };
         let sent = self.commands.send(command);
-        // Joined even if the thread no longer listens: it has ended then, and holds the model until it
-        // is joined.
+        // Joined even if the thread no longer listens: it has then ended, but it holds the model until it is joined.
         let joined = thread.join();
         sent.ok().and(joined.ok()).ok_or(Error::EngineStopped)
     }
@@ -365,8 +364,8 @@ impl<M: EngineModel> Worker<M> {
                     if failures < ATTEMPTS {
                         std::thread::sleep(PAUSE);
                     } else if self.engine.fail_all(&error.to_string()).is_err() {
-                        // The cache itself is broken: the engine cannot continue, and every client sees
-                        // its events end.
+                        // The cache itself is broken: the engine cannot continue, and the events of
+                        // every client end.
                         return;
                     } else {
                         failures = 0;
@@ -381,8 +380,8 @@ impl<M: EngineModel> Worker<M> {
         }
     }
 
-    /// Handles the commands that have been sent, up to the first computation beside requests, and waits for
-    /// one if there is nothing to do. Returns `false` at the end.
+    /// Handles the commands that have been sent, up to the first job, and waits for a command if there is
+    /// nothing to do. Returns `false` when the thread must end.
     fn listen(&mut self) -> bool {
         loop {
             let is_idle = self.engine.is_idle();
@@ -398,7 +397,7 @@ impl<M: EngineModel> Worker<M> {
                 Ok(Command::Submit(ticket, request, sink)) => self.submit(ticket, *request, sink),
                 Ok(Command::Run(job)) => {
                     (job.0)(self.engine.model());
-                    // One a step: clients that send ever more of them would otherwise hold up all requests.
+                    // One job per step: otherwise clients that keep sending jobs would block all requests.
                     if !is_idle {
                         return true;
                     }
@@ -417,7 +416,7 @@ impl<M: EngineModel> Worker<M> {
                 self.clients.insert(id, (ticket, sink));
                 self.tickets.insert(ticket, id);
             }
-            // The handle has checked the request before, so that this is rare.
+            // The handle has already checked the request, so this is rare.
             Err(error) => {
                 let request = self.engine.next_id();
                 (sink.0)(Event::Failed { request, error });
@@ -482,7 +481,7 @@ mod tests {
         };
         let (events, receiver) = channel();
         let sink = Sink(Box::new(move |event| events.send(event).unwrap()));
-        // The handle would refuse it; here it arrives at the engine.
+        // The handle would refuse this request; here it goes directly to the engine.
         worker.submit(0, Request::new([99], GenerationConfig::default()), sink);
         let events: Vec<Event> = receiver.iter().collect();
         let [Event::Failed { error, .. }] = &events[..] else {

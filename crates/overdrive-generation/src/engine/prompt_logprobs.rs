@@ -21,7 +21,7 @@ const BLOCK_BYTES: usize = 64 << 20;
 #[derive(Debug, Clone)]
 pub(super) struct PromptScores {
     top: usize,
-    /// Those of the first tokens, beginning with the `None` of the first one.
+    /// The log-probabilities of the tokens so far; the first token has `None`.
     tokens: Vec<Option<TokenLogprobs>>,
 }
 
@@ -48,8 +48,8 @@ impl PromptScores {
         self.tokens.extend(new.into_iter().map(Some));
     }
 
-    /// Returns the positions of a chunk that are to be scored: each has the logits of the next token of the `prompt`.
-    /// A sequence whose blocks were needed reads its tokens again, and positions before the first new one are skipped.
+    /// Returns the positions of a chunk that must be scored: the logits of each predict the next token of the
+    /// `prompt`. A preempted sequence reads its tokens again, and positions that have been scored are skipped.
     pub(super) fn positions(
         &self,
         chunk: &Chunk,
@@ -84,9 +84,8 @@ pub(super) struct ScoredPosition {
     top: usize,
 }
 
-/// Computes a step whose first `ends` rows of logits are those of sequences that get a token, and whose others are those
-/// of the `scored` positions. Returns the logits of the former, if there are any, and the log-probabilities at the
-/// latter.
+/// Computes a step. Its first `ends` rows of logits belong to sequences that get a token, the other rows to the
+/// `scored` positions. Returns the logits of the former, if there are any, and the log-probabilities at the latter.
 pub(super) fn score_in_blocks<M: EngineModel>(
     model: &M,
     step: RaggedStep<'_, '_>,
@@ -139,7 +138,7 @@ fn score(
     Ok(rows.zip(positions).filter_map(one).collect())
 }
 
-/// Scores the rows on their device, which returns the values that are asked for and not the logits.
+/// Scores the rows on their device, so that only the requested values are copied and not the logits.
 fn score_on_device(logits: &Tensor, positions: &[ScoredPosition]) -> Result<Vec<TokenLogprobs>> {
     let logits = logits.f_to_kind(Kind::Float)?;
     let vocabulary = logits.size().last().copied().unwrap_or(0);

@@ -233,7 +233,7 @@ impl RequestLimits {
             return Err(Error::NotInEngine { key, found, hint });
         }
         check(std::slice::from_ref(prompt), self.context, self.vocab_size)?;
-        // The last token is never read, and so takes no slot of the cache.
+        // The last token is never read, so it takes no slot of the cache.
         let tokens = (self.longest(request).0 - 1).max(prompt.len());
         let blocks = tokens.div_ceil(self.block_size);
         if blocks > self.num_blocks {
@@ -294,8 +294,8 @@ fn unsupported(config: &GenerationConfig) -> Result<()> {
         let hint = "its sequences are in the paged cache; use generate to run without a cache";
         return refuse("use_cache", false.to_string(), hint);
     }
-    // The kind of cache is a hint, and the paged one gives the same tokens; a window that the model does not
-    // have gives others.
+    // The kind of cache is a hint, and the paged cache gives the same tokens; but a window that the model
+    // does not have would give different tokens.
     if config.cache_implementation.as_deref() == Some("sliding_window")
         && let Some(window) = config.cache_config.window_length
     {

@@ -100,8 +100,8 @@ impl Sample {
         self.row.limit.0 <= tokens
     }
 
-    /// Returns the number of leading tokens that need no reading if the cache has them: the logits of the others are
-    /// still wanted.
+    /// Returns the number of leading tokens that need not be read if they are cached; the logits of the other tokens
+    /// are still needed.
     pub(super) fn reusable(&self) -> usize {
         let scores = self.prompt_scores.as_ref();
         scores.map_or(usize::MAX, PromptScores::read)
@@ -118,8 +118,8 @@ impl Sample {
         scores.flat_map(move |scores| scores.positions(chunk, prompt))
     }
 
-    /// Adds the log-probabilities of the prompt's next tokens. Returns those of all its tokens with the last of them;
-    /// the other samples get them, too.
+    /// Adds the log-probabilities of the prompt's next tokens. Returns those of the whole prompt once they are
+    /// complete; the other samples get them too.
     pub(super) fn extend_scores(&mut self, new: Vec<TokenLogprobs>) -> Option<PromptLogprobs> {
         let scores = self.prompt_scores.as_mut()?;
         scores.extend(new);

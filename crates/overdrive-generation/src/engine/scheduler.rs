@@ -83,8 +83,7 @@ pub(super) struct Limits {
     pub(super) max_sequences: usize,
     /// The token budget of a step; at least `max_sequences`.
     pub(super) tokens: usize,
-    /// The number of blocks left free when a sequence is admitted beside others, so that those can
-    /// grow.
+    /// The number of blocks that stay free when a sequence is admitted beside others, so that the others can grow.
     pub(super) reserve: usize,
 }
 
@@ -120,7 +119,7 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         self.limits.max_sequences
     }
 
-    /// Submits a sequence, of whose tokens the first `reusable` may be taken from the cache.
+    /// Submits a sequence; its first `reusable` tokens may be taken from the cache.
     pub(super) fn submit(
         &mut self,
         arrival: Arrival,
@@ -191,7 +190,7 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
             }
         }
         if chunks.is_empty() && !self.is_empty() {
-            // No running sequence would free blocks later, and the first of all does not fit.
+            // There is no running sequence that could free blocks, and the first waiting sequence does not fit.
             return Err(Error::Scheduler(
                 "no sequence can be computed although none holds the cache: blocks have been lost",
             ));
@@ -240,8 +239,8 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         Ok(())
     }
 
-    /// Removes every sequence for which `gone` returns `true`, gives its blocks back and returns it.
-    /// Afterwards the running ones are in order of arrival.
+    /// Removes every sequence for which `gone` returns `true`, releases its blocks and returns it.
+    /// Afterwards the running sequences are in order of arrival.
     pub(super) fn remove_where(
         &mut self,
         blocks: &mut impl BlockAllocator<Id = I>,
@@ -301,8 +300,8 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
                 plan.add_up_to(index, cache_id, rest, blocks);
             }
         }
-        // No sequence makes progress, so none will free blocks by ending: the later ones make room for
-        // the first.
+        // No sequence makes progress, so none will end and free blocks: the later sequences are
+        // preempted to make room for the first.
         while plan.is_empty() && !self.running.is_empty() {
             let (cache_id, rest) = (self.cache_id(0)?, self.running[0].rest());
             plan.add_up_to(0, cache_id, rest, blocks);
@@ -339,7 +338,7 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
                 }
             };
             let rest = sequence.tokens.len() - cached;
-            // The first sequence may use the whole pool: there is none beside it that could grow.
+            // The first sequence may use the whole pool: no other sequence needs room to grow.
             let reserve = match self.running.is_empty() {
                 true => 0,
                 false => self.limits.reserve,
@@ -349,7 +348,7 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
                 blocks.release(cache_id)?;
                 break;
             }
-            // A preempted sequence finds its own tokens again, which saves nothing over the whole run.
+            // A preempted sequence finds its own tokens in the cache again, which saves nothing over the whole run.
             self.counts.reused_tokens += cached.saturating_sub(sequence.preempted_len) as u64;
             sequence.cache_id = Some(cache_id);
             sequence.computed = cached;
@@ -377,7 +376,7 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         cache_id.map_or(Ok(()), |cache_id| blocks.release(cache_id))
     }
 
-    /// Inserts a sequence among the waiting by its arrival.
+    /// Inserts a sequence into the waiting sequences by its arrival.
     fn wait(&mut self, sequence: ScheduledSequence<I, T>) {
         let position = self
             .waiting

@@ -92,7 +92,7 @@ pub(super) struct LatencyWindow {
 }
 
 impl LatencyWindow {
-    // Enough for a stable 95th percentile, few enough that sorting them for a report costs nothing.
+    // Enough for a stable 95th percentile, and few enough that sorting them for a report is cheap.
     const KEPT: usize = 1024;
 
     pub(super) fn push(&mut self, time: Duration) {

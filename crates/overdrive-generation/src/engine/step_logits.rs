@@ -13,7 +13,7 @@ use crate::rows::ChosenToken;
 /// The logits of the sequences that get a token in a step.
 #[derive(Debug, Default)]
 pub(super) enum StepLogits {
-    /// No sequence gets one.
+    /// No sequence gets a token.
     #[default]
     None,
     /// The scores of each sequence, one after another.
@@ -51,7 +51,7 @@ impl StepLogits {
         Ok(StepLogits::Device(Box::new(step), plans.first))
     }
 
-    /// Returns the buffer for the next step, without memory of a device.
+    /// Returns the buffer for the next step, and drops tensors on a device.
     pub(super) fn reusable(self) -> StepLogits {
         match self {
             StepLogits::Host(scores) => StepLogits::Host(scores),

@@ -1,9 +1,9 @@
 //! SentencePiece's compiled normalization: a double-array trie and the texts that it points to.
 
-/// Checks that no text leads a reader of the map out of its trie or its texts.
+/// Checks that a reader of the map never leaves its trie or its texts, whatever the input.
 ///
-/// The map is the trie's length in bytes, the trie in 32-bit units, and the texts, each with a zero behind it. The
-/// unit of a node holds the offset of its children, which lie at the offset XOR their letter.
+/// The map consists of the trie's length in bytes, the trie in 32-bit units, and the texts, each followed by a
+/// zero byte. The unit of a node holds the offset of its children; a child is at the offset XOR its letter.
 pub(super) fn check(map: &[u8]) -> Result<(), String> {
     let (length, rest) = map
         .split_first_chunk::<4>()
@@ -26,7 +26,7 @@ pub(super) fn check(map: &[u8]) -> Result<(), String> {
         }
         let offset = (value >> 10) << ((value & (1 << 9)) >> 6);
         let children = node ^ offset as usize;
-        // A reader looks at the node of any letter before it knows if there is one.
+        // A reader accesses the node of any letter before it knows whether the node exists.
         if children | 0xff >= units.len() {
             return Err(outside.to_owned());
         }

@@ -65,7 +65,7 @@ struct Ends {
 }
 
 impl Ends {
-    /// Returns those that the file asks for, or by default llama.cpp's for the kind of tokenizer.
+    /// Returns the tokens that the file specifies, or else llama.cpp's default for the kind of tokenizer.
     fn read(vocabulary: &Vocabulary<'_>, bos: bool, eos: bool) -> Result<Ends> {
         let add_bos = vocabulary.flag("add_bos_token", bos)?;
         let add_eos = vocabulary.flag("add_eos_token", eos)?;
@@ -76,7 +76,7 @@ impl Ends {
     }
 }
 
-/// Adds the tokens that are matched in a text before everything else.
+/// Adds the tokens that are matched in a text before it is split.
 fn add_tokens(tokenizer: &mut Tokenizer, vocabulary: &Vocabulary<'_>) -> Result<()> {
     let strips = vocabulary.strips_after_special_tokens();
     let added = vocabulary.tokens().filter_map(|(id, text, kind)| {

@@ -4,7 +4,7 @@
 //! them, and each word is cut again by the next one. The expressions are those of the models' `tokenizer.json` files,
 //! where llama.cpp has rewritten one for its own engine.
 
-/// A rule, and what depends on it.
+/// A rule that splits text into words, and the settings that depend on it.
 #[derive(Debug, Clone, Copy)]
 pub(super) struct WordRule {
     pub(super) patterns: &'static [&'static str],
@@ -26,7 +26,7 @@ macro_rules! contractions {
     };
 }
 
-/// Words with a letter before them that is neither, numbers of some digits, other signs, and white space.
+/// A pattern for words, for numbers of some digits, for other signs, and for white space.
 macro_rules! words {
     ($words:expr, $digits:expr) => {
         concat!(
@@ -77,7 +77,7 @@ pub(super) const DIGIT: &str = r"\p{N}";
 const DIGITS_3: &str = r"\p{N}{1,3}";
 /// Chinese characters, hiragana and katakana.
 const CJK: &str = r"[\x{4E00}-\x{9FA5}\x{3040}-\x{309F}\x{30A0}-\x{30FF}]+";
-/// Chinese, Korean, and what lies between, of the first DeepSeek models.
+/// The ranges of Chinese and Korean characters, and of those between them, that the first DeepSeek models use.
 const ASIAN: &str = r"[\x{4E00}-\x{9FA5}\x{0800}-\x{4E00}\x{AC00}-\x{D7FF}]+";
 const CASED_3: &str = cased!(concat!(contractions!(), "?"), r"\p{N}{1,3}");
 const BLOOM: &str = r" ?[^(\s|.,!?…。，、।۔،)]+";
@@ -108,7 +108,7 @@ const KIMI: &str = concat!(
     r"?|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 );
 
-/// llama.cpp's rule for files without a name, which were made before there were names.
+/// llama.cpp's rule for files without the name of a rule: they were made before rules had names.
 pub(super) const DEFAULT: WordRule =
     plain(&[r"[\p{P}\$\+<=>\^~\|]+", GPT2, r"\p{N}+", r"[0-9][0-9][0-9]"]);
 
@@ -134,7 +134,7 @@ const fn with_bos(rule: WordRule) -> WordRule {
     }
 }
 
-/// A name of every rule that is written.
+/// One name for each rule that can be written.
 const WRITTEN: [&str; 17] = [
     "gpt-2",
     "llama-bpe",

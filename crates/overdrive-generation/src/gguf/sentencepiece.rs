@@ -33,7 +33,7 @@ pub(super) fn by_scores(vocabulary: &Vocabulary<'_>) -> Result<(Tokenizer, Ends)
     Ok((tokenizer, Ends::read(vocabulary, true, false)?))
 }
 
-/// Returns SentencePiece BPE with the merges of the file, which cross words but no line.
+/// Returns SentencePiece BPE with the merges of the file, which may cross word boundaries but not line breaks.
 pub(super) fn by_merges(vocabulary: &Vocabulary<'_>) -> Result<(Tokenizer, Ends)> {
     let merges = vocabulary.merges()?.ok_or_else(|| {
         let expected = "the merges of its BPE";
@@ -96,8 +96,8 @@ pub(super) fn set_spaces(
     set_decoder(tokenizer, steps)
 }
 
-/// Returns every pair of tokens that together are a token, the likeliest token first: SentencePiece joins the two
-/// neighbours whose union has the best score.
+/// Returns every pair of tokens whose concatenation is a token, ordered by the score of that token, best first:
+/// SentencePiece joins the two neighbours whose concatenation has the best score.
 fn merges_of_scores(vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Vec<(String, String)> {
     let is_text = |kind| matches!(kind, TokenType::Normal | TokenType::Unused);
     let texts = vocabulary.tokens().filter(|&(_, _, kind)| is_text(kind));
@@ -112,7 +112,7 @@ fn merges_of_scores(vocabulary: &Vocabulary<'_>, scores: &[f32]) -> Vec<(String,
         }
     }
     let score = |id: u32| scores[id as usize];
-    // Tokens of equal score are in the order of their training; the rest only makes the order a definite one.
+    // Tokens of equal score stay in the order of their training; the remaining keys only make the order deterministic.
     pairs.sort_unstable_by(|a, b| {
         let by_score = score(b.0).total_cmp(&score(a.0));
         let by_length = || b.1.len().cmp(&a.1.len());

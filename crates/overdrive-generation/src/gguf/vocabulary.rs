@@ -56,7 +56,7 @@ impl<'a> Vocabulary<'a> {
         let mut texts = Vec::with_capacity(tokens.len());
         let mut seen = HashSet::with_capacity(tokens.len());
         for (id, token) in tokens.iter().enumerate() {
-            // llama.cpp's name of a token without a text, which no text contains.
+            // llama.cpp's name for a token without text; it does not occur in any text.
             let text = match token.is_empty() {
                 true => format!("[EMPTY_{id}]"),
                 false => token.clone(),
@@ -188,8 +188,8 @@ impl<'a> Vocabulary<'a> {
         special(self.file, name, self.len())
     }
 
-    /// Returns `true` if white space after a special token belongs to it. A file has no key for it: llama.cpp goes
-    /// by the name of the model.
+    /// Returns `true` if white space after a special token belongs to the token. GGUF has no key for this
+    /// property; llama.cpp infers it from the name of the model.
     pub(super) fn strips_after_special_tokens(&self) -> bool {
         let name = self.file.value("general.name").and_then(GgufValue::as_str);
         let name = name.unwrap_or_default().to_lowercase();
@@ -205,7 +205,7 @@ impl<'a> Vocabulary<'a> {
         }
     }
 
-    /// Returns the error that the crate for tokenizers has refused the vocabulary.
+    /// Returns the error for a vocabulary that the tokenizers crate refuses.
     pub(super) fn refused(&self, error: impl std::fmt::Display) -> Error {
         Common::parse("GGUF", self.file.path())(format!("its tokenizer is inconsistent: {error}"))
             .into()

@@ -169,7 +169,7 @@ impl Written<'_> {
             true => self.sentencepiece(&json, &texts, &merges)?,
             false => self.byte_level(&json, merges)?,
         }
-        // Rows of the table that stand for no token, as llama.cpp's converter names them.
+        // Rows of the embedding without a token get the names that llama.cpp's converter gives them.
         let named = texts.into_iter().enumerate();
         let named = named.map(|(id, text)| text.unwrap_or_else(|| format!("[PAD{id}]")));
         self.put(
@@ -237,7 +237,8 @@ impl Written<'_> {
         Ok(())
     }
 
-    /// Sets the scores that lead SentencePiece to the merges: the rank of the first one that makes a token.
+    /// Sets the scores with which SentencePiece makes the same merges. They follow from the rank of the
+    /// first merge that produces each token.
     fn sentencepiece(
         &mut self,
         json: &Value,
@@ -248,7 +249,8 @@ impl Written<'_> {
         for (rank, (left, right)) in merges.iter().enumerate() {
             ranks.entry(format!("{left}{right}")).or_insert(rank);
         }
-        // SentencePiece joins any two tokens whose union is one. Other BPE has one way to each token.
+        // SentencePiece joins any two tokens whose concatenation is a token; other BPE applies only
+        // the listed merges.
         let all: HashSet<&str> = texts.iter().flatten().map(String::as_str).collect();
         let listed: HashSet<(&str, &str)> = merges
             .iter()

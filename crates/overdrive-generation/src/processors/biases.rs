@@ -26,7 +26,7 @@ pub(super) fn exclusions<S: Scores + ?Sized>(
     history: History<'_>,
     config: &GenerationConfig,
 ) {
-    // Again, because `remove_invalid_values` has given them finite scores.
+    // Excluded again, because `remove_invalid_values` has given these tokens finite scores.
     for (id, bias) in biases(history, config) {
         if bias == f32::NEG_INFINITY {
             scores.exclude(&[id]);

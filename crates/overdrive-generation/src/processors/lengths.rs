@@ -42,7 +42,7 @@ pub(super) fn forced<S: Scores + ?Sized>(
     }
 }
 
-/// Raises the score of the end of text ever more after a start.
+/// Raises the score of the end of text by a growing amount from a start position on.
 pub(super) fn decay<S: Scores + ?Sized>(
     scores: &mut S,
     history: History<'_>,

@@ -15,7 +15,7 @@ pub(crate) use penalties::TokenCounts;
 pub(crate) struct History<'a> {
     /// The ids of prompt and continuation.
     pub(crate) ids: &'a [i64],
-    /// The number of them that are continuation.
+    /// The number of ids that belong to the continuation.
     pub(crate) new: usize,
 }
 
@@ -79,8 +79,8 @@ pub(crate) fn process<S: Scores + ?Sized>(
     biases::bias(scores, history, config);
     penalties::penalize(scores, history, config, counts);
     if config.remove_invalid_values {
-        // Before all exclusions, which transformers' processor turns into finite scores: a beam search would fill up
-        // with tokens that a constraint does not allow.
+        // Runs before all exclusions. In transformers this processor also turns exclusions into finite scores, and a
+        // beam search would then fill up with tokens that a constraint does not allow.
         scores.make_valid();
     }
     penalties::no_repeated_ngram(scores, history, config);
@@ -89,7 +89,7 @@ pub(crate) fn process<S: Scores + ?Sized>(
     if let Some(allowed) = allowed {
         scores.keep_only(allowed);
     }
-    // After the constraint, which cannot exclude a forced token.
+    // Runs after the constraint, so that the constraint cannot exclude a forced token.
     lengths::forced(scores, history, config);
     lengths::decay(scores, history, config);
     scores.exclude(&config.suppress_tokens);

@@ -51,8 +51,8 @@ pub(super) fn no_repeated_ngram<S: Scores + ?Sized>(
     }
 }
 
-/// The number of occurrences of each token in a sequence, counted without sorting it and without
-/// clearing a table of the whole vocabulary: an entry is valid if it is of the current round.
+/// The number of occurrences of each token in a sequence. Counting needs neither a sort nor
+/// clearing a table of the whole vocabulary: an entry is valid only if it belongs to the current round.
 #[derive(Debug, Clone, Default)]
 pub(crate) struct TokenCounts {
     round: u32,

@@ -7,7 +7,7 @@ use crate::logprobs::{Logprobs, TokenLogprobs};
 use crate::processors::{History, changes, process};
 use crate::{Error, LogprobsMode, Result, TokenMask};
 
-/// The number of candidates of a cut whose size is not known before.
+/// The number of candidates for a cut whose size is not known in advance.
 const MANY: usize = 512;
 
 impl Sampler {
@@ -162,7 +162,7 @@ impl Sampler {
         if found.is_some() {
             return Ok(found);
         }
-        // More tokens than were returned have the score of the last one that is wanted.
+        // More tokens have the score of the last requested one than were returned.
         let mut scores = step.whole(row)?;
         self.prepare(&mut scores, ids, new, step.allowed(row))?;
         Ok(self.logprobs_of(&scores, id))

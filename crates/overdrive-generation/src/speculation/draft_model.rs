@@ -55,7 +55,7 @@ impl<'a> DraftModel<'a> {
             }
             Some(decoder) => {
                 let common = self.read.iter().zip(ids).take_while(|(a, b)| a == b);
-                // If all were read, the last one is read again: its logits are needed.
+                // If all tokens were read, the last one is read again, because its logits are needed.
                 let common = common.count().min(ids.len() - 1);
                 decoder.truncate(common)?;
                 let logits = decoder.extend(&ids[common..])?;

@@ -67,8 +67,8 @@ pub(crate) fn generate(
         if row.finished.is_some() {
             continue;
         }
-        // A draft draws from a stream of its own: with the row's stream its draws would decide on their
-        // own acceptance.
+        // A draft model draws from a separate stream: with the row's stream, its draws would influence
+        // their own acceptance.
         let mut proposer: Box<dyn Proposer> = match options.assistant_model {
             Some(assistant) => {
                 let sampler = row.state.sampler.split(1);
@@ -78,8 +78,8 @@ pub(crate) fn generate(
         };
         let mut decoding = SpeculativeDecoding {
             config,
-            // One decoder a row: rows accept different numbers of tokens, and would have to be
-            // truncated apart.
+            // One decoder per row: rows accept different numbers of tokens, and would have to be
+            // truncated separately.
             decoder: Decoder::new(model, std::slice::from_ref(&row.ids), config, 1)?,
             context: cache::context(model, config),
             scores: Vec::new(),
@@ -105,8 +105,8 @@ pub(crate) fn generate(
     Ok(output)
 }
 
-/// The largest difference of vocabulary sizes that is taken for padding without a look at the tokens, as in
-/// llama.cpp. Qwen2.5 pads to 151936 or 152064.
+/// The largest difference of vocabulary sizes that is treated as padding without comparing the tokens, as
+/// in llama.cpp. Qwen2.5 pads to 151936 or 152064.
 const PADDING: u64 = 128;
 
 /// Checks that the ids of both models are the same tokens.
@@ -125,8 +125,7 @@ fn check_vocabularies(
         }
         return Ok(());
     };
-    // An id that one of them does not have is padding there, or a special token that the other never
-    // proposes.
+    // An id that only one of the models has is padding, or a special token that the other model never proposes.
     let shared = u32::try_from(ours.min(theirs)).unwrap_or(u32::MAX);
     for id in 0..shared {
         if let (Some(model), Some(assistant)) = (own.id_to_token(id), other.id_to_token(id))
@@ -169,7 +168,7 @@ impl SpeculativeDecoding<'_> {
         on_token: &mut OnToken<'_>,
     ) -> Result<()> {
         let have = row.ids.len();
-        // The model gives one token more than is proposed.
+        // The model yields one token more than is proposed.
         let mut most = (row.state.limit.0 - have - 1).min(self.context.saturating_sub(have));
         if cache::slides(self.config) {
             most = most.min(cache::most_proposed(self.config));

@@ -201,7 +201,7 @@ proptest! {
         spare in 0usize..24,
         block_size in 1usize..9,
     ) {
-        // The longest sequence fits alone, and often little more does.
+        // The pool always holds the longest sequence alone, and often little more.
         let total = 64usize.div_ceil(block_size) + spare;
         let limits = Limits { max_sequences, tokens: max_sequences + extra, reserve };
         run(&trace, limits, total, block_size);
