@@ -293,7 +293,7 @@ impl Error {
 /// A result of this crate.
 pub type Result<T> = std::result::Result<T, Error>;
 
-/// Returns names as they stand in a sentence: between backticks, with commas.
+/// Returns names as they are written in a sentence: in backticks, separated by commas.
 pub(crate) fn listed(names: &[impl AsRef<str>]) -> String {
     let quoted = names.iter().map(|name| format!("`{}`", name.as_ref()));
     quoted.collect::<Vec<_>>().join(", ")

@@ -14,8 +14,8 @@ use signal_hook::low_level::{self, emulate_default_handler};
 
 use crate::{Error, Result};
 
-/// The time after the first signal in which Ctrl-C is the same request: a launcher, a container and a terminal may
-/// all send it to the same process.
+/// The time after the first signal in which Ctrl-C counts as the same request: a launcher, a container and a
+/// terminal may all send a signal to the same process.
 const SAME_REQUEST: Duration = Duration::from_secs(1);
 
 /// A flag that the first Ctrl-C sets, or SIGTERM, SIGHUP or SIGQUIT, which schedulers, containers and closed terminals
@@ -52,8 +52,8 @@ static INSTALLED: Mutex<Option<Interrupt>> = Mutex::new(None);
 static ENDING: OnceLock<Vec<(i32, AtomicBool)>> = OnceLock::new();
 
 /// Removes the files and folders that this process has not finished when Ctrl-C, SIGTERM, SIGHUP or SIGQUIT ends it.
-/// Process 1, as the program of a container is, ends at them too: the system gives such a process no signal that it has
-/// no handler for. [`Interrupt`] takes the signals over when it is installed.
+/// Process 1, such as the program of a container, needs these handlers to end at all: the system delivers only signals
+/// that such a process handles. [`Interrupt`] takes over the signals when it is installed.
 pub(crate) fn end_at_signals() -> io::Result<()> {
     let all = [SIGINT, SIGTERM, SIGQUIT, SIGHUP];
     let handled: Vec<i32> = all.into_iter().filter(|&it| !ignores_signal(it)).collect();
@@ -67,7 +67,7 @@ pub(crate) fn end_at_signals() -> io::Result<()> {
                 let ends = ending.iter().find(|(ending, _)| *ending == signal);
                 if ends.is_some_and(|(_, ends)| ends.load(Ordering::SeqCst)) {
                     files::remove_unfinished();
-                    // The process ends by the signal itself, as its parent expects. Process 1 cannot.
+                    // The process ends by the signal itself, as its parent expects. Process 1 cannot end this way.
                     if std::process::id() != 1 {
                         let _ended = emulate_default_handler(signal);
                     }
@@ -98,7 +98,7 @@ impl Interrupt {
     pub fn install() -> Result<Self> {
         Self::install_with(|| {
             files::remove_unfinished();
-            // Without destructors: they may wait for the threads that are to be stopped.
+            // Exits without running destructors: they may wait for the threads that must be stopped.
             low_level::exit(INTERRUPTED_EXIT_CODE.into());
         })
     }
@@ -129,7 +129,7 @@ impl Interrupt {
 
     /// Returns `true` if the loop should save and return.
     pub fn requested(&self) -> bool {
-        // Once a step the cost of this ordering does not matter.
+        // The flag is read once per step, so the cost of this ordering does not matter.
         self.raised.load(Ordering::SeqCst)
     }
 
@@ -174,7 +174,7 @@ impl Interrupt {
     }
 }
 
-/// Returns `true` if a signal is the second request of a person; `since_first` is the time since the first signal.
+/// Returns `true` if a signal is a user's second request to stop; `since_first` is the time since the first signal.
 fn ends_at_once(signal: i32, since_first: Duration) -> bool {
     signal == SIGINT && since_first >= SAME_REQUEST
 }

@@ -75,7 +75,7 @@ where
     E: AsRef<dyn StdError + Send + Sync>,
 {
     print_warnings();
-    // First of all: data may be tokenized for an hour before the first step.
+    // Installed before anything else: data may be tokenized for an hour before the first step.
     if let Err(error) = end_at_signals() {
         tracing::warn!("signals are not handled, and unfinished files stay behind at one: {error}");
     }
@@ -116,9 +116,9 @@ fn print_warnings() {
     let lines = tracing_subscriber::fmt::layer()
         .compact()
         .without_time()
-        // Stdout belongs to the results of a program.
+        // Stdout is reserved for the results of a program.
         .with_writer(std::io::stderr);
     let subscriber = tracing_subscriber::registry().with(lines).with(selected);
-    // It fails if there is one already, which then prints them.
+    // This call fails if the program has installed a subscriber already, which then prints the warnings.
     let _ = subscriber.try_init();
 }

@@ -273,7 +273,7 @@ impl Key {
         let number = text.parse::<f64>().ok().filter(|number| number.is_finite());
         let number = number.map(Value::from);
         let json = serde_json::from_str(text).ok();
-        // Text first: a name such as `no` or `1` must not become another type if the key accepts text.
+        // Text is tried first: a name such as `no` or `1` must not become another type if the key accepts text.
         let candidates = [Some(Value::from(text)), whole, number, json];
         let mut error = None;
         for candidate in candidates.into_iter().flatten() {
@@ -297,7 +297,7 @@ impl Key {
         A::read(values, COMMAND_LINE).map(drop)
     }
 
-    /// Returns the names that the key accepts, if its value is a name: those that its type has.
+    /// Returns the names that the key accepts, if its value is a name. They come from its type.
     pub(super) fn choices<A: Configuration>(&self) -> Vec<String> {
         match self.try_value::<A>(json!("?")) {
             Err(Error::UnknownChoice { choices, .. }) => choices,

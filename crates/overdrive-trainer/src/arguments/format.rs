@@ -10,7 +10,7 @@ use overdrive_core::{Error as CommonError, text};
 
 use crate::{Error, Result};
 
-/// The syntax of JSON files: that of RFC 8259 with comments and trailing commas, as people write configurations.
+/// The syntax of JSON files: RFC 8259 with comments and trailing commas, which are common in configurations.
 const JSON: ParseOptions = ParseOptions {
     allow_comments: true,
     allow_trailing_commas: true,

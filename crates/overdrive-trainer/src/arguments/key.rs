@@ -17,7 +17,7 @@ pub(super) enum Reader {
     Both,
     Train,
     Finetune,
-    /// No program: a key of another project, whose effect Overdrive does not have.
+    /// No program: a key of another project whose effect Overdrive does not support.
     Neither,
 }
 
@@ -32,7 +32,7 @@ pub(super) enum Harmless {
     Any,
 }
 
-/// A row of the table of keys: what is known of a key besides its type and its default.
+/// A row of the table of keys: the properties of a key besides its type and its default.
 #[derive(Debug)]
 pub(super) struct Key {
     /// The name in files. Keys of the section `model` are written `model.hidden_size`.
@@ -46,7 +46,8 @@ pub(super) struct Key {
     pub(super) flag: Option<&'static str>,
     /// The name of the flag's value in the help; empty for a switch.
     pub(super) value: &'static str,
-    /// Set for a flag with several values; if `true`, they may also be separated by commas.
+    /// The value is `Some` for a flag with several values; if it is `true`, the values may also be
+    /// separated by commas.
     pub(super) list: Option<bool>,
     pub(super) help: &'static str,
     /// The help in fine-tuning, if it differs.
@@ -58,15 +59,16 @@ pub(super) struct Key {
     pub(super) harmless: Harmless,
     /// The remedy in the error about a refused value.
     pub(super) instead: &'static str,
-    /// If `true`, each process may have another value: a path, a number of threads, what one process does alone.
+    /// If `true`, each process may have its own value, such as a path, a number of threads, or an option of what
+    /// one process does alone.
     pub(super) per_rank: bool,
-    /// If `true`, it decides which example has which number, so a run resumes with this value only.
+    /// If `true`, the key determines the numbering of the examples, so a run can resume only with the same value.
     pub(super) orders_data: bool,
 }
 
 /// Declares a struct of arguments under the headings of the help. A field has its documentation, its default after `=`,
-/// and after `=>` its row of the table of keys; one without a row is no key. The names of the keys start with the section
-/// after `in`.
+/// and its row of the table of keys after `=>`; a field without a row is not a key. The names of the keys start with
+/// the section after `in`.
 macro_rules! options {
     (
         $(#[$meta:meta])*
@@ -141,7 +143,7 @@ pub(super) const fn finetune(value: &'static str, help: &'static str) -> Key {
     key(Reader::Finetune, value, help)
 }
 
-/// Returns a key of another project. With a harmless value it is dropped, with any other it is an error.
+/// Returns the row of another project's key. A harmless value is dropped; any other value is an error.
 pub(super) const fn foreign(name: &'static str, harmless: Harmless, instead: &'static str) -> Key {
     let key = key(Reader::Neither, "", "").named(name, "");
     key.harmless(harmless).instead(instead)
@@ -255,7 +257,7 @@ pub(super) enum Range {
     AtLeast(u32),
     /// At most this integer.
     AtMost(u32),
-    /// A time in seconds above 0, and at most 10^9: clocks can be advanced by it.
+    /// A time in seconds above 0 and at most 10^9, so that adding it to a clock cannot overflow.
     Seconds,
     /// An integer number of steps from 1, or a fraction of the run below 1.
     Steps,

@@ -136,7 +136,8 @@ impl<A: Configuration> Layers<A> {
             file,
             program: A::PROGRAM,
         };
-        // Before the merge: a layer below has no alternative spellings, so conflicts are found within one file.
+        // Translated before the merge: the layers below have no alternative spellings, so only conflicts within
+        // one file are found.
         let values = keys::translate(values, source, &mut self.notes)?;
         let defaults = A::default().values()?;
         let mut merged = self.arguments.values()?;

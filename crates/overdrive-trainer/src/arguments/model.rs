@@ -77,7 +77,7 @@ impl ModelArguments {
     /// assert_eq!(untied.parameters(4096), 5_795_072 + 4096 * 256);
     /// ```
     pub fn parameters(&self, vocab_size: u64) -> u64 {
-        // In 128 bits, and saturating: `validate` refuses what does not fit.
+        // Computed in 128 bits with saturation: `validate` refuses values that do not fit.
         let product = |factors: &[u64]| {
             let factors = factors.iter().map(|&factor| u128::from(factor));
             factors.fold(1, u128::saturating_mul)

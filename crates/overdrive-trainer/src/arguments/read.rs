@@ -132,7 +132,7 @@ struct Node<'de> {
 }
 
 impl<'de> Node<'de> {
-    /// Reads the value; a mistake in it is completed, unless it is one of a value inside.
+    /// Reads the value. Adds its name to a mistake in it, unless the mistake belongs to a value inside.
     fn read<S: DeserializeSeed<'de>>(self, seed: S) -> Read<S::Value> {
         let (key, value) = (self.key.clone(), self.value);
         seed.deserialize(self).map_err(|mut mistake| {
@@ -207,7 +207,7 @@ impl<'de> MapAccess<'de> for Entries<'de> {
     }
 }
 
-/// Reads scalars. The expected type is written here, because a visitor knows its name in Rust only.
+/// Reads scalars. The expected type is given here, because a visitor knows only its Rust name.
 macro_rules! scalars {
     ($($expected:literal: $($method:ident)*;)*) => {
         $($(

@@ -40,7 +40,8 @@ impl TrainingArguments {
         };
         SnapshotOptions {
             total_limit: self.save_total_limit,
-            // Whatever is loaded at the end: without evaluations no snapshot has a metric, and none is the best.
+            // Set regardless of the model that is loaded at the end: without evaluations no snapshot has a
+            // metric, so there is no best snapshot.
             best: Some(best),
             peer_timeout: Duration::try_from_secs_f64(self.ddp_timeout).unwrap_or(Duration::MAX),
             ..SnapshotOptions::default()
@@ -83,12 +84,13 @@ impl TrainingArguments {
                 self.output_dir.clone().or_else(parent)
             }
         };
-        // A folder without a run is no error: the first start of a job that always resumes has none.
+        // A folder without a run is not an error: when a job that always resumes starts for the
+        // first time, there is no run.
         Ok(root.filter(|root| root.join(ARGUMENTS).is_file()))
     }
 
-    /// Returns the snapshots from which the run may resume, the first choice first. Their files have their lengths and
-    /// were not read.
+    /// Returns the snapshots from which the run may resume, the preferred one first. The lengths of their files were
+    /// checked, but not their contents.
     pub(crate) fn listed_snapshots(&self) -> Result<Vec<Snapshot>> {
         if let Some(ResumeFromCheckpoint::Folder(folder)) = &self.resume_from_checkpoint {
             return Ok(vec![Snapshot::open_unverified(folder)?]);
@@ -174,14 +176,14 @@ impl TrainingArguments {
     }
 }
 
-/// Returns the error of bits per byte where they do not exist.
+/// Returns the error for a task that has no bits per byte.
 pub(crate) fn not_counted<T>() -> Result<T> {
     let expected = "`loss` where the bytes of the text are not known: in fine-tuning, and for files of tokens such \
                     as nanoGPT's";
     invalid("metric_for_best_model", "bits_per_byte", expected)
 }
 
-/// Returns `true` if the name is one of `prefixes` and a number.
+/// Returns `true` if the file name consists of one of `prefixes` and a number.
 pub(crate) fn is_numbered(path: &Path, prefixes: &[&str]) -> bool {
     let name = path.file_name().unwrap_or_default().to_string_lossy();
     let number = prefixes.iter().find_map(|prefix| name.strip_prefix(prefix));

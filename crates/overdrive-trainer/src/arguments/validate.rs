@@ -58,7 +58,8 @@ impl TrainingArguments {
             let expected = "left out with `trace`: libtorch has one profiler; give one of the two";
             return invalid("emit_nvtx", true, expected);
         }
-        // A tokenizer is trained on text only. A folder may hold tokens: there the trainer of the tokenizer checks.
+        // A tokenizer is trained on text only. A folder may hold tokens too; the training of the tokenizer checks
+        // that case.
         let is_named = |path: &PathBuf| path.extension().is_some() && !is_token_file(path);
         let is_text = self.data.is_empty() || self.data.iter().any(is_named);
         if self.tokenizer.is_none() && is_text && self.vocab_size < 257 {
@@ -118,7 +119,7 @@ impl FinetuneArguments {
                             (`--eval-steps N`)";
             return invalid("eval_on_start", true, expected);
         }
-        // The tokens of a conversation are not those of a text whose bytes could be counted.
+        // The tokens of a conversation include those of the template, so bytes of text cannot be counted.
         self.training.check_metric(false)?;
         self.refuse_unread()?;
         self.lora_config().validate()?;
@@ -136,7 +137,7 @@ impl FinetuneArguments {
         let mut unread = Map::new();
         if let Value::Object(values) = as_value(&self.training)? {
             let defaults = as_value(&defaults)?;
-            // Shape and tokenizer are those of the model, whatever a preset of training sets.
+            // Shape and tokenizer come from the model, regardless of a preset of training.
             let of_model = ["preset", "model", "tokenizer", "vocab_size"];
             unread.extend(values.into_iter().filter(|(key, value)| {
                 defaults[key.as_str()] != *value && !of_model.contains(&key.as_str())

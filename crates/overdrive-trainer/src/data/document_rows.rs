@@ -91,7 +91,8 @@ impl DocumentRows {
         let long = lengths
             .iter()
             .filter(|&&length| u64::from(length) > context);
-        // `bfd_split` loses no tokens although it splits long documents, so the plan decides and not the lengths.
+        // `bfd_split` splits long documents without losing tokens, so the number of lost tokens follows from the
+        // plan and not from the lengths.
         let (lost, long) = (all - self.plan.tokens(), long.count());
         if lost > 0 {
             say(&format!(

@@ -19,12 +19,12 @@ use crate::error::invalid;
 pub(crate) struct Loading<'a> {
     pub(crate) arguments: &'a TrainingArguments,
     pub(crate) shard: DataShard,
-    /// If `true`, epochs repeat, each in its own order (training); else there is one, in the order of the data.
+    /// If `true`, epochs repeat, each in its own order (training); else there is one epoch, in the order of the data.
     pub(crate) endless: bool,
 }
 
 impl<'a> Loading<'a> {
-    /// Returns the options of a process with `shard`, a device for all of the data.
+    /// Returns the options of a process with `shard`; a device stands for a shard with all of the data.
     pub(crate) fn new(
         arguments: &'a TrainingArguments,
         shard: impl Into<DataShard>,
@@ -86,13 +86,13 @@ impl<'a> Loading<'a> {
             batch => batch,
         };
         let batches = ShardedBatches::new(batches, self.shard(&options)?);
-        // Stored with the position, from which a run of another number of processes resumes.
+        // Stored with the position, so that a run with a different number of processes can resume.
         let options = DataLoaderOptions {
             world_size: self.shard.world_size(),
             ..options
         };
         let loader = DataLoader::with(rows, batches, collate, options)?;
-        // Copies to the device while the model computes on the batch before.
+        // Copies a batch to the device while the model computes on the previous batch.
         let loader = DeviceLoader::new(loader, device).with_pin_memory(pin_memory);
         Ok(match self.endless {
             true => loader.endless(),
@@ -168,7 +168,7 @@ impl<'a> Loading<'a> {
         lengths: Option<Vec<u32>>,
         sequences: impl Fn(usize) -> [usize; N],
     ) -> Result<f64> {
-        // The first epoch stands for all: lengths and batch size are the same in every one.
+        // The first epoch represents all epochs: lengths and batch size are the same in each.
         let batches = self.batches_of_rows(records, lengths)?;
         let (mut tokens, mut positions) = (0, 0);
         for number in 0..batches.len(0) {

@@ -36,8 +36,8 @@ pub struct TextData {
     /// The documents that are held out for validation.
     pub validation: TokenView,
     vocab_size: u64,
-    /// The beginnings of validation documents that the samples continue. They are read with the rest: the files may
-    /// change before the run ends.
+    /// The beginnings of validation documents that the samples continue. They are read together with the data,
+    /// because the files may change before the run ends.
     prompts: Vec<Vec<u32>>,
     /// The rows of documents, if a sequence is a document.
     rows: Option<DocumentRows>,
@@ -106,8 +106,8 @@ impl TextData {
         data.prepared(lengths.as_deref(), cached, arguments, &mut say)
     }
 
-    /// Opens files of tokens. Their tokenizer is that of `arguments`, of the snapshot from which the run resumes, or of
-    /// the files' folder; without one the vocabulary is that of the files, or `vocab_size`.
+    /// Opens files of tokens. Their tokenizer comes from `arguments`, from the snapshot from which the run resumes, or
+    /// from the files' folder. Without a tokenizer, the vocabulary size comes from the files or from `vocab_size`.
     fn of_tokens(
         files: &TokenFiles,
         arguments: &TrainingArguments,
@@ -261,7 +261,7 @@ impl TextData {
     }
 }
 
-/// Splits the documents into those to train on and those for validation.
+/// Splits the documents into training and validation documents.
 fn split(all: &TokenView, arguments: &TrainingArguments) -> Result<(TokenView, TokenView)> {
     let split = SplitOptions {
         validation_fraction: arguments.validation_fraction,
@@ -282,7 +282,7 @@ fn split(all: &TokenView, arguments: &TrainingArguments) -> Result<(TokenView, T
 }
 
 /// Returns the tokenizer of the snapshot from which the run resumes, and the folder of the snapshot. The weights
-/// belong to the ids of that tokenizer, and one trained on changed data has other ids.
+/// belong to the ids of that tokenizer; a tokenizer trained on changed data would have other ids.
 fn tokenizer_of_snapshot(arguments: &TrainingArguments) -> Result<Option<(PathBuf, Tokenizer)>> {
     for snapshot in arguments.listed_snapshots()? {
         match snapshot.file("tokenizer.json") {

@@ -51,7 +51,7 @@ impl TextSource {
         if !arguments.remove_duplicates {
             return Ok(Self::Records(records));
         }
-        // Equal means byte for byte: near duplicates are kept.
+        // Documents are equal if all bytes are equal; near duplicates are kept.
         let key = |text: &String| text.clone().into_bytes();
         let options = DeduplicateOptions::default();
         Ok(Self::Unique(Selection::deduplicate(
@@ -162,7 +162,7 @@ impl TextSource {
     ) -> Result<BuiltTokens> {
         let options = BuildOptions::default();
         let key = |records: &TextRecords, name| -> Result<_> {
-            // The column is part of the key: other columns of the same files give other tokens.
+            // The column is part of the key: different columns of the same files give different tokens.
             let name = format!("{name} of {}", arguments.dataset_text_field);
             let cache = MapCache {
                 input: records.fingerprint()?,
@@ -262,8 +262,8 @@ fn add_folder(folder: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     Ok(())
 }
 
-/// The files beside the records of a data set: those of a repository on the hub, and those that `save_to_disk` of
-/// `datasets` writes.
+/// The names of files that accompany the records of a dataset: in a repository on the hub, and in a folder that
+/// `save_to_disk` of `datasets` writes.
 const DESCRIPTIONS: [&str; 8] = [
     "readme.md",
     "readme.txt",
@@ -275,7 +275,7 @@ const DESCRIPTIONS: [&str; 8] = [
     "state.json",
 ];
 
-/// Leaves out the files of a folder that describe a data set, if all others are files of records of one kind.
+/// Leaves out the files that describe a dataset, if all other files hold records in the same format.
 fn without_descriptions(files: Vec<PathBuf>, named: &[PathBuf]) -> Vec<PathBuf> {
     let describes = |file: &PathBuf| {
         let name = file.file_name().unwrap_or_default().to_string_lossy();
@@ -303,7 +303,7 @@ fn kind_of(files: &[PathBuf], arguments: &TrainingArguments) -> Result<Option<Re
         [None] if arguments.sample_by == SampleBy::Line => Ok(Some(RecordKind::Lines)),
         [kind] => Ok(*kind),
         _ => {
-            // A folder of text may contain other files, but a file that is named must be read as what it is.
+            // A folder of text may contain other files, but an explicitly named file must be read in its own format.
             let named = |file: &&PathBuf| arguments.data.contains(file);
             let table = files.iter().filter(named).find_map(|file| {
                 let kind = RecordKind::of(file)?;

@@ -27,11 +27,11 @@ pub(crate) struct OpenedTokens {
 }
 
 impl TokenFiles {
-    /// Returns the files of tokens among `data`: a file, with the one of validation beside it or after it, or a folder
-    /// that has them. `None` if `data` names text.
+    /// Returns the token files that `data` names: a file, with the validation file beside it or after it in the list,
+    /// or a folder that contains them. Returns `None` if `data` names text.
     ///
     /// # Errors
-    /// An error if they are named together with text, or if it is not clear which one is for training.
+    /// An error if token files are named together with text, or if it is not clear which one is for training.
     pub(crate) fn of(data: &[PathBuf]) -> Result<Option<Self>> {
         if let [folder] = data
             && folder.is_dir()
@@ -66,7 +66,7 @@ impl TokenFiles {
         }
     }
 
-    /// Checks that no option asks for text.
+    /// Checks that no option requires text.
     pub(crate) fn check(&self, arguments: &TrainingArguments) -> Result<()> {
         let expected =
             "left out with a file of tokens; give it to `tokenize`, which reads the text";
@@ -115,7 +115,7 @@ impl TokenFiles {
             let store = TokenStore::open_any(path, &options);
             let store =
                 store.or_else(|error| too_small(error, path, tokenizer.is_some(), options))?;
-            // Bits that a disk has changed would be trained on without notice.
+            // Without this check, training on tokens that a disk has corrupted would go unnoticed.
             store.verify()?;
             if let Some(tokenizer) = tokenizer {
                 store.expect_tokenizer(tokenizer_digest(tokenizer)?)?;
@@ -124,7 +124,7 @@ impl TokenFiles {
         };
         let train = open(&self.train)?;
         let validation = self.validation.as_deref().map(open).transpose()?;
-        // A store was made with a vocabulary, which may be larger than the tokens that occur.
+        // A store records the vocabulary size of its tokenizer, which may exceed the ids that occur.
         let of_stores = [Some(&train), validation.as_ref()].into_iter().flatten();
         let of_stores = of_stores.filter_map(TokenStore::vocab_size).max();
         Ok(OpenedTokens {
@@ -191,8 +191,8 @@ fn too_small(
     invalid("vocab_size", vocab_size, expected)
 }
 
-/// Returns the files of tokens in a folder: `train.bin` as nanoGPT names it, or the only file of tokens besides that of
-/// validation. `None` if it has none.
+/// Returns the token files in a folder: `train.bin`, as in nanoGPT, or the only token file besides the validation file.
+/// Returns `None` if there is none.
 fn in_folder(folder: &Path) -> Result<Option<TokenFiles>> {
     let entries = std::fs::read_dir(folder).and_then(Iterator::collect::<std::io::Result<Vec<_>>>);
     let entries = entries.map_err(CommonError::io("read the folder", folder))?;
@@ -211,7 +211,7 @@ fn in_folder(folder: &Path) -> Result<Option<TokenFiles>> {
     files.retain(|path| split_of(path) != Some(Split::Validation));
     match files.as_slice() {
         [] => Ok(None),
-        // A folder of text may have a file `.bin` among others; that of `tokenize` ends in `.tokens`.
+        // A folder of text may also contain a `.bin` file; the files of `tokenize` end in `.tokens`.
         [only] if only.extension().is_some_and(|end| end == "tokens") => {
             TokenFiles::of(std::slice::from_ref(only))
         }
@@ -229,7 +229,7 @@ fn in_folder(folder: &Path) -> Result<Option<TokenFiles>> {
     }
 }
 
-/// The split that the name of a file tells.
+/// The split that the name of a file indicates.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 enum Split {
     Train,
@@ -238,7 +238,7 @@ enum Split {
 
 fn split_of(path: &Path) -> Option<Split> {
     let stem = path.file_stem()?.to_str()?;
-    // Also `tiny_shakespeare_train` and `fineweb_val_000000`.
+    // Names such as `tiny_shakespeare_train` and `fineweb_val_000000` are recognized too.
     stem.split(['_', '-', '.']).find_map(|word| match word {
         "train" => Some(Split::Train),
         "val" | "valid" | "validation" => Some(Split::Validation),
@@ -246,7 +246,7 @@ fn split_of(path: &Path) -> Option<Split> {
     })
 }
 
-/// Returns the file of validation beside one to train on: `val.bin` beside `train.bin`.
+/// Returns the validation file beside a training file: `val.bin` beside `train.bin`.
 fn beside(train: &Path) -> Option<PathBuf> {
     if split_of(train) != Some(Split::Train) {
         return None;

@@ -98,8 +98,8 @@ impl TrainingArguments {
         self.fit_to(device, group, peak)
     }
 
-    /// Sets the largest batch plan whose `bytes` fit into the free memory of each process, if it is smaller than the present
-    /// one, and returns a line about it.
+    /// Sets the largest batch plan whose `bytes` fit into the free memory of each process, if it is smaller than the
+    /// current plan, and returns a log line about it.
     fn fit_to(
         &mut self,
         device: Device,
@@ -128,7 +128,7 @@ impl TrainingArguments {
             return;
         }
         self.overwrite_output_dir = false;
-        // No change for this attempt: the folder of a new run has no snapshot yet.
+        // Resuming changes nothing in this attempt: the folder of a new run has no snapshot yet.
         if !matches!(
             self.resume_from_checkpoint,
             Some(ResumeFromCheckpoint::Folder(_))
@@ -137,20 +137,21 @@ impl TrainingArguments {
         }
     }
 
-    /// Prepares another attempt after `error`, if memory ran out and `auto_find_batch_size` is set: micro-batches of at
-    /// most half the size, which continue the run in its folder. Returns `false` if there is none.
+    /// Prepares another attempt after `error`, if memory ran out and `auto_find_batch_size` is set: it continues the
+    /// run in its folder with micro-batches of at most half the size. Returns `false` if no attempt is left.
     fn retry(
         &mut self,
         group: &ProcessGroup,
         error: &(dyn StdError + 'static),
         say: &mut dyn FnMut(&str),
     ) -> Result<bool> {
-        // Memory may have run out on one process only, while the others wait for it.
+        // With several processes, memory may have run out on only one of them, while the others wait for it.
         let searches = self.auto_find_batch_size && group.world_size() == 1;
         if !searches || !is_out_of_memory(error) || !self.halve_batch(1)? {
             return Ok(false);
         }
-        // A snapshot that was named, perhaps of another run, is the last one until this run has saved its own.
+        // An explicitly named snapshot, which may belong to another run, stays the newest until this run has
+        // saved its own.
         if let (Some(root), Some(ResumeFromCheckpoint::Folder(_))) =
             (&self.output_dir, &self.resume_from_checkpoint)
             && !Snapshot::list(root)?.is_empty()
@@ -195,7 +196,7 @@ impl FinetuneArguments {
         let mut arguments = self.training.clone();
         arguments.set_batch_plan(plan);
         let all = arguments.memory_plan_of(shape, precision).estimate()?;
-        // Of all parameters, whose number fits into a `f64` as well as an estimate needs it.
+        // The fraction of all parameters; an `f64` is precise enough for an estimate.
         let trained = trainable as f64 / shape.parameters().max(1) as f64;
         let states = ((all.gradients + all.optimizer) as f64 * trained) as u64;
         Ok(states + all.cast_weights + all.activations + all.recomputed.max(all.logits))
@@ -301,7 +302,7 @@ pub fn usable_memory(device: Device) -> Option<u64> {
     free_memory(device).map(|bytes| (bytes as f64 * USED_FRACTION) as u64)
 }
 
-/// The numbers of a batch plan come from keys, so its errors are those of an option.
+/// Converts an error of a batch plan to the error of an option, because the numbers of the plan come from keys.
 pub(crate) fn accumulation_error(error: overdrive_accumulation::Error) -> Error {
     match error {
         overdrive_accumulation::Error::Common(common) => common.into(),

@@ -184,9 +184,10 @@ impl RunBuilder {
             let scaler = accumulator.scaler_mut();
             let registered = state.registered(scaler, &parameters, &files, sharded);
             snapshots.load_state(snapshot, registered)?;
-            // Not as the snapshot has it: its position may be counted in batches of another size.
+            // The loader's state replaces that of the snapshot, whose position may be counted in
+            // batches of another size.
             state.loader = loader.state_dict();
-            // A snapshot has the options of the run that saved it; those of this start count.
+            // A snapshot has the options of the run that saved it; the options of this start replace them.
             let (optimizer, scheduler) = (&mut state.optimizer, &mut state.scheduler);
             arguments.set_resumed_options(&plan, &options, optimizer, scheduler)?;
             if let (Some(ema), Some(decay)) = (&mut state.ema, arguments.ema_decay) {
@@ -199,7 +200,7 @@ impl RunBuilder {
             log.track(folder.trackers(&group, &arguments, state.done.steps)?);
         }
         log.track(self.trackers);
-        // A run that early stopping has ended does not start again.
+        // A run that ended by early stopping does not continue.
         let has_ended = state.best.should_stop();
         Ok(TrainingRun {
             arguments,

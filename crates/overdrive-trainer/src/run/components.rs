@@ -22,9 +22,9 @@ impl TrainingArguments {
     /// An error of libtorch.
     pub fn apply(&self) -> Result<Precision> {
         self.set_threads()?;
-        // After the number of threads, so that it reaches all of them.
+        // Set after the number of threads, so that it applies to all of them.
         set_flush_denormals(self.flush_denormals);
-        // Unset keeps libtorch's setting, which the user may have changed.
+        // If the key is not set, libtorch's setting stays, which the user may have changed.
         if let Some(allowed) = self.tf32 {
             overdrive_precision::tf32::allow(allowed)?;
         }

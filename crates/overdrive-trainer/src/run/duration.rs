@@ -6,7 +6,7 @@ use super::plan::TrainingPlan;
 
 /// The number of steps that are measured, after the first one, in which caches fill.
 const STEPS: u64 = 5;
-/// The seconds after which fewer steps suffice: whoever waits for slow steps wants to know soon.
+/// The number of seconds after which fewer steps suffice, so that slow runs also get an early estimate.
 const SOON: f64 = 20.0;
 
 /// The time of an epoch and of the run, which is known after the first steps of a process.
@@ -32,9 +32,9 @@ impl DurationEstimate {
         }
     }
 
-    /// Takes the moment at which a step (counted from 1) was finished, in seconds since any beginning. Returns the line
-    /// about the durations after the step at which it is due: when five steps after the first of this process, or 20
-    /// seconds of them, are measured. A run that is almost over by then has none.
+    /// Records the time at which a step (counted from 1) was finished, in seconds since an arbitrary start. Returns the
+    /// log line about the durations once five steps after the first of this process, or 20 seconds, have been measured.
+    /// A run that is almost over by then gets no line.
     pub(crate) fn after_step(&mut self, step: u64, elapsed_seconds: f64) -> Option<String> {
         if self.is_reported {
             return None;

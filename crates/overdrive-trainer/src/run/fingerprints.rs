@@ -87,8 +87,8 @@ impl Fingerprints {
         Ok(())
     }
 
-    /// Compares them with those of the other processes, each of which calls it, and with those of the run that is
-    /// resumed.
+    /// Compares the fingerprints with those of the other processes, all of which call this function, and with
+    /// those of the run that is resumed.
     pub(crate) fn compared(
         self,
         group: &ProcessGroup,
@@ -96,7 +96,7 @@ impl Fingerprints {
     ) -> Result<Self> {
         self.compare_ranks(group)?;
         // The snapshot is chosen and verified later, when the run's folder is open and has the arguments of this
-        // start; a run that is refused keeps its own.
+        // start. If the run is refused here, the folder keeps its own arguments.
         for snapshot in arguments.listed_snapshots()? {
             match snapshot.file(&file_name()) {
                 Ok(_) => {
@@ -146,8 +146,8 @@ impl Fingerprints {
         }
     }
 
-    /// Describes each value that both have and that differs. A value that one of them lacks was not stored by the
-    /// version that saved the snapshot, or belongs to a method that the other does not use.
+    /// Describes each value that differs and that both fingerprints have. If one of them lacks a value, the
+    /// version that saved the snapshot did not store it, or it belongs to a method that the other run does not use.
     fn differences(
         &self,
         other: &Self,
@@ -183,8 +183,8 @@ pub(crate) fn keys_of(arguments: &impl Serialize) -> Result<Map<String, Value>> 
 }
 
 impl TrainingArguments {
-    /// Compares the arguments with those of the other processes, each of which calls it: processes that differ would
-    /// train on in silence, or wait for each other for ever.
+    /// Compares the arguments with those of the other processes, all of which call this function. Processes with
+    /// different arguments would train without an error, or wait for each other forever.
     ///
     /// # Errors
     /// [`Error::RankDiffers`] on every process.
@@ -207,7 +207,7 @@ impl TrainingArguments {
         all.compare_ranks(group)
     }
 
-    /// Returns the values of the keys that decide which example has which number.
+    /// Returns the values of the keys that determine the numbering of the examples.
     pub(crate) fn order_fingerprints(&self) -> Result<Fingerprints> {
         let values = keys_of(self)?;
         let mut all = Fingerprints::default();
@@ -281,8 +281,8 @@ impl TextData {
     }
 }
 
-/// Returns a digest of the configuration of a model and of evenly spaced blocks of its weight files, or of those of
-/// a GGUF file.
+/// Returns a digest of the configuration of a model and of evenly spaced blocks of its weight files, or of evenly
+/// spaced blocks of a GGUF file.
 pub(crate) fn model_digest(folder: &Path) -> Result<Sha256Digest> {
     if folder.is_file() {
         let mut sample = Vec::new();
@@ -299,7 +299,7 @@ pub(crate) fn model_digest(folder: &Path) -> Result<Sha256Digest> {
         is_weights || path.file_name().is_some_and(|name| name == "config.json")
     };
     let mut paths: Vec<PathBuf> = paths.filter(is_read).collect();
-    // `read_dir` returns them in another order on another machine.
+    // The order of `read_dir` differs between machines.
     paths.sort();
     let mut sample = Vec::new();
     for path in paths {

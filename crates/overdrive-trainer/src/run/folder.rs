@@ -158,7 +158,7 @@ impl RunFolder {
         }
     }
 
-    /// Locks the folder against other runs, unless it is locked by this value already, and returns the lock.
+    /// Locks the folder against other runs, unless this value has locked it already, and returns the lock.
     pub(crate) fn lock(&self) -> Result<FolderLock> {
         let mut held = self.lock.lock().unwrap_or_else(PoisonError::into_inner);
         if let Some(lock) = held.as_ref() {
@@ -228,7 +228,7 @@ impl RunFolder {
             });
         }
         fs::create_dir_all(root).map_err(|source| not_writable(root, source))?;
-        // Before the lock too, so that a refused folder does not get a lock file.
+        // Checked before locking too, so that a refused folder does not get a lock file.
         run.check_free(overwrite)?;
         let lock = run.lock()?;
         run.check_free(overwrite)?;
@@ -243,8 +243,8 @@ impl RunFolder {
         Ok(run)
     }
 
-    /// Checks that the folder holds no run, or one that may be overwritten, and no file or snapshot of others that a
-    /// run would overwrite.
+    /// Checks that the folder holds no run, or one that may be overwritten, and no files or snapshots of other
+    /// programs that a run would overwrite.
     fn check_free(&self, overwrite: bool) -> Result<()> {
         // No run has written a plain file of this name, so an overwriting run does not remove it either.
         let mut named = self.numbered_entries(&[CHECKPOINT])?.into_iter();
@@ -268,7 +268,7 @@ impl RunFolder {
             self.model(),
             self.averaged_model(),
         ];
-        // A snapshot of the same step would replace one of another program, which has these names too.
+        // Other programs use the same names, so a snapshot could replace one of another program.
         let snapshots = self.numbered_folders(&[CHECKPOINT, ABANDONED])?;
         let mut taken = names.into_iter().chain(snapshots);
         match taken.find(|path| path.exists()) {
@@ -326,7 +326,8 @@ impl RunFolder {
 
     fn numbered(parent: &Path, name: &str) -> Result<Self> {
         fs::create_dir_all(parent).map_err(|source| not_writable(parent, source))?;
-        // After the highest and not in the first gap, so that numbers are in the order of the runs.
+        // The number follows the highest one and does not fill gaps, so that numbers are in the
+        // order of the runs.
         let mut number = highest_number(parent, name)? + 1;
         loop {
             let root = parent.join(format!("{name}-{number:03}"));
@@ -398,13 +399,13 @@ pub(crate) fn on_main(
 ) -> Result<RunFolder> {
     match group.world_size() {
         1 => open(),
-        // In a larger world the error travels as text, because not every error can be serialized.
+        // With several processes, the error is sent as text, because not every error can be serialized.
         _ => {
             let mut own = None;
             let opened = group.on_main("open the run's folder", || {
                 open().inspect(|run| own = Some(run.clone()))
             })?;
-            // What travels is the path. Rank 0 keeps the folder that it has locked.
+            // Only the path is sent. Rank 0 keeps the folder that it has locked.
             Ok(own.unwrap_or(opened))
         }
     }

@@ -55,7 +55,7 @@ pub(super) struct RunLog {
     duration: DurationEstimate,
     /// The steps whose losses and norms have not been read from the device yet.
     unread: Vec<Unread>,
-    /// The measurements of the first of them, those that the device is known to have finished.
+    /// The measurements of the first unread steps, which the device is known to have finished.
     finished: VecDeque<StepRecord>,
     /// The losses, counts and times so far.
     pub(super) summary: RunSummary,
@@ -92,7 +92,7 @@ impl RunLog {
         })
     }
 
-    /// Continues from the progress of the run before this process, and prints the differences that matter.
+    /// Continues from the progress that the run had before this process, and prints the relevant differences.
     pub(super) fn resume(&mut self, done: &Done) {
         if let Some(before) = done.batch {
             let now = self.batch;
@@ -120,12 +120,13 @@ impl RunLog {
         self.trackers = std::mem::take(&mut self.trackers).with(trackers);
     }
 
-    /// Prints a line between those of the steps.
+    /// Prints a line between the lines of the steps.
     pub(super) fn say(&mut self, line: &str) {
         self.progress.println(line);
     }
 
-    /// Takes the counters of the loader after it has loaded the batches of a step, whose waiting time they hold.
+    /// Records the counters of the loader, which include the waiting time, after the batches of a step have been
+    /// loaded.
     pub(super) fn loaded(&mut self, totals: LoaderTotals) {
         self.recorder.loader(totals);
     }
@@ -245,7 +246,7 @@ impl RunLog {
         self.progress.update(metrics);
     }
 
-    /// Notes the snapshots that were finished since the last call, and warns about those that failed.
+    /// Records the snapshots that were finished since the last call, and warns about those that failed.
     pub(super) fn warn_about(&mut self, snapshots: &mut SnapshotManager) -> Result<()> {
         let ended = snapshots.outcomes()?;
         let saved = ended.iter().filter(|outcome| outcome.result.is_ok());
@@ -260,7 +261,7 @@ impl RunLog {
     pub(super) fn finish(mut self, optimizer: &dyn Optimizer) -> Result<RunSummary> {
         let trackers = self.trackers.finish();
         self.progress.finish();
-        // The results of the run are still to be written, so neither is a reason to end here.
+        // The results of the run are not written yet, so neither failure may end the run here.
         if let Err(error) = trackers {
             self.say(&format!("warning: the metrics are incomplete: {error}"));
         }

@@ -17,7 +17,7 @@ const MUON: &str = "muon";
 
 type Built = overdrive_optim::Result<Box<dyn Optimizer>>;
 
-/// What a run and its estimates need of an optimizer.
+/// The properties of an optimizer that a run and its estimates need.
 pub(crate) struct Recipe {
     /// The states in the memory of the device.
     pub(crate) memory: OptimizerMemory,
@@ -40,8 +40,8 @@ impl Recipe {
         }
     }
 
-    /// Returns the recipe of an optimizer whose states are outside the device's memory, but as large as others in a
-    /// snapshot.
+    /// Returns the recipe of an optimizer whose states are not in the device's memory, but are as large in a
+    /// snapshot as those of other optimizers.
     fn paged(
         stored: OptimizerMemory,
         build: fn(&TrainingArguments, Vec<ParamGroup>) -> Built,

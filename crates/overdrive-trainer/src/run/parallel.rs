@@ -22,7 +22,7 @@ impl TrainingArguments {
     /// error if the machine has GPUs that several processes could not use; [`crate::Error::RankDiffers`] with the names
     /// and values of the arguments that differ, on every process.
     pub fn init_process_group(&self) -> Result<ProcessGroup> {
-        // Decided before the processes meet, so that each of them refuses at once.
+        // Decided before the rendezvous, so that each process fails at once.
         let processes = Rendezvous::from_env()?.world_size;
         let (backend, _) = self.backend_and_device(processes)?;
         let config = GroupConfig::default()
@@ -104,7 +104,8 @@ fn select_backend(
     Ok(match ddp_backend {
         _ if processes == 1 => (Backend::Gloo, OnGpu(has_gpu && !use_cpu)),
         Some(DdpBackend::Gloo) => (Backend::Gloo, OnGpu(false)),
-        // Asked for by name: without the feature, or without a GPU, the group's own error says what is missing.
+        // NCCL was requested explicitly: if the feature or a GPU is missing, the error of the process group
+        // says which.
         Some(DdpBackend::Nccl) => (Backend::Nccl, OnGpu(has_gpu && !use_cpu)),
         None if use_cpu || !has_gpu => (Backend::Gloo, OnGpu(false)),
         None if nccl => (Backend::Nccl, OnGpu(true)),

@@ -78,8 +78,8 @@ impl TrainingPlan {
     pub fn resumed(self, steps: u64, position: LoaderState) -> Self {
         let left = position.batches.saturating_sub(position.next_batch);
         let left_in_epoch = left.div_ceil(self.micro_batches.max(1)) as u64;
-        // The steps that lead to this position if all have the size of this plan.
-        // Saturating: the position stands in a file.
+        // The number of steps that lead to this position if all steps have the size in this plan.
+        // Saturating, because the position comes from a file.
         let epochs = position.epoch.saturating_add(1);
         let done = epochs
             .saturating_mul(self.steps_per_epoch)
@@ -231,7 +231,7 @@ mod tests {
         assert_eq!(smaller.total_steps, 1 + 3 + 7);
         let ends: Vec<u64> = (2..=11).filter(|&step| smaller.epoch_ends(step)).collect();
         assert_eq!(ends, [4, 11]);
-        // A number of steps stays what it is.
+        // A given number of steps does not change.
         assert_eq!(
             arguments()
                 .plan(25)

@@ -57,7 +57,7 @@ impl RunFolder {
         {
             tracing::warn!("the metrics of the abandoned branch are not kept: {error}");
         }
-        // Whatever `report_to` says, because a resumed run continues this file.
+        // Written regardless of `report_to`, because a resumed run continues this file.
         let mut trackers = Trackers::new().with(JsonLines::resume(self.metrics(), resumed_step)?);
         if arguments.reports_to(ReportTo::TensorBoard) {
             trackers = trackers.with(TensorBoard::create(self.tensorboard())?);
@@ -168,7 +168,7 @@ pub(crate) fn load_best(
             is_bits_per_byte,
         }))
     })?;
-    // All of them: parameters are replicated also where optimizer states are sharded.
+    // All parameters are broadcast: they are replicated even if optimizer states are sharded.
     for (_, parameter) in parameters {
         group.broadcast(parameter, 0)?;
     }

@@ -42,7 +42,7 @@ pub(super) struct StepTotals {
 }
 
 impl StepTotals {
-    /// Sums the step over all processes in one collective; in a world of one there is none.
+    /// Sums the step over all processes in one collective; a single process needs none.
     pub(super) fn over(
         group: &ProcessGroup,
         window: &[Counts],

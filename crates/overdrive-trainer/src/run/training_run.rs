@@ -93,7 +93,7 @@ pub struct TrainingRun {
     pub(super) files: Vec<(String, Vec<u8>)>,
     pub(super) log: RunLog,
     pub(super) interrupt: Interrupt,
-    /// The counts of each micro-batch of the step that runs.
+    /// The counts of each micro-batch of the current step.
     pub(super) window: Vec<Counts>,
     /// The last step, until it is logged.
     pub(super) stepped: Option<Stepped>,
@@ -115,7 +115,7 @@ pub(super) struct State {
     pub(super) registered: Vec<(String, Rc<RefCell<dyn Stateful>>)>,
 }
 
-/// A step whose line of the log is not written yet.
+/// A step whose log line is not written yet.
 pub(super) struct Stepped {
     step: u64,
     metrics: StepMetrics,
@@ -165,7 +165,7 @@ impl TrainingRun {
         self.window = batches.iter().map(Counts::of).collect();
         let labels = self.window.iter().filter_map(|counts| counts.labels);
         let labels: Vec<u64> = labels.collect();
-        // The label counts of the whole step, so that each token has the same weight in its mean loss.
+        // The label counts of the whole step, so that each token has the same weight in the mean loss of the step.
         let window = match labels.len() {
             0 => Window::of_means(batches.len()),
             counted if counted == batches.len() => Window::new(labels),
@@ -223,7 +223,7 @@ impl TrainingRun {
             state.scheduler.step(&mut state.optimizer)?;
             state.ema.as_mut().map(Ema::update).transpose()?;
         }
-        // One collective for all totals, including the wish to stop, so that all processes stop at the same step.
+        // One collective for all totals, including the stop request, so that all processes stop at the same step.
         let stop = self.interrupt.requested();
         let totals = StepTotals::over(&self.group, &self.window, &accumulated, stop)?;
         let step = state.done.steps + 1;
@@ -284,7 +284,7 @@ impl TrainingRun {
         &mut self,
         evaluate: impl FnOnce() -> std::result::Result<Evaluation, E>,
     ) -> Result<()> {
-        // On a stop the run saves and ends: whoever stops it may give it seconds.
+        // On a stop request the run only saves and ends: it may have just a few seconds.
         let due = |stepped: &Stepped| self.plan.eval_due(stepped.step) && !stepped.stop;
         if !self.stepped.as_ref().is_some_and(due) {
             return Ok(());
@@ -338,7 +338,7 @@ impl TrainingRun {
         self.state.done = self.log.done();
         if let Some(snapshots) = &mut self.snapshots {
             if read_due {
-                // A run whose folder is gone ends soon, and not with its last step.
+                // A run whose folder has been removed ends now, and not only after its last step.
                 snapshots.check_in_place()?;
             }
             if save_due {
@@ -377,8 +377,8 @@ impl TrainingRun {
             snapshots.settle()?;
             self.log.warn_about(&mut snapshots)?;
             snapshots.check_in_place()?;
-            // No process leaves before all have written. A signal that came during the last save leaves the rest of the
-            // work to the run that resumes.
+            // No process leaves before all have written. After a signal during the last save, the resumed run does the
+            // rest of the work.
             let stop = self.group.any(self.interrupt.requested())?;
             if self.group.all(self.log.summary.is_saved())? {
                 self.log.summary.interrupted |= stop;
@@ -425,7 +425,7 @@ impl State {
             .value("progress", &mut self.done)
             .value("loader", &mut self.loader)
             .random_states();
-        // A run does not drop its average by accident.
+        // A run must not drop its average by accident.
         let mut registered = match &mut self.ema {
             Some(ema) => registered.register("ema", ema),
             None => registered,

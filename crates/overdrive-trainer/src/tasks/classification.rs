@@ -89,7 +89,7 @@ impl ClassificationTask {
         let config = LoraConfig {
             r: rank.into(),
             target_modules: Some(TargetModules::AllLinear),
-            // As PEFT names it. RoBERTa's has two layers, and a pretrained folder holds neither.
+            // PEFT's name for the head. RoBERTa's head has two layers, and a pretrained folder holds neither.
             modules_to_save: Some(vec!["classifier".to_owned()]),
             ..LoraConfig::default()
         };

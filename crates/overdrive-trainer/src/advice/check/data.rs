@@ -10,8 +10,8 @@ use crate::data::TextData;
 /// The number of passes up to which repeated text is worth about as much as new text (Muennighoff et al., "Scaling
 /// Data-Constrained Language Models", 2023).
 const WORTHWHILE_PASSES: f64 = 4.0;
-/// The bytes of text a token below which a tokenizer does not fit the text: a byte-level one that knows no word of it
-/// has 1, GPT-2's has about 4 on English.
+/// The number of bytes of text per token below which a tokenizer does not suit the text: a byte-level tokenizer that
+/// knows none of its words has 1, GPT-2's has about 4 on English.
 const LEAST_BYTES_PER_TOKEN: f64 = 2.0;
 
 /// Returns the findings about the data, prepared as the run does it.
@@ -21,7 +21,7 @@ pub(super) fn findings(
 ) -> Vec<Finding> {
     let data = match data {
         Ok(data) => data,
-        // The errors of the data name their remedy themselves.
+        // Errors of the data already name their remedy.
         Err(error) => {
             return vec![Finding::failure(
                 "data",

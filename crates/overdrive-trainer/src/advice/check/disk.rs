@@ -25,12 +25,13 @@ pub(super) fn finding(
     } else {
         0
     };
-    // The model is written at the end, with its averages, besides what the snapshots take.
+    // The model and its averages are written at the end, in addition to the snapshots.
     let model = weights.saturating_add(averages);
     let snapshot = model.saturating_add(arguments.optim.recipe().stored.bytes(&shape));
     let plan = match sizes.micro_batches_per_epoch {
         Some(micro_batches) => Some(arguments.plan(micro_batches)?),
-        // Without data the number of snapshots is known only if they come by steps, of which the number was given.
+        // Without data, the number of snapshots is known only if they are saved by steps and the number of steps
+        // was given.
         None if arguments.max_steps > 0 && arguments.save_strategy == SaveStrategy::Steps => {
             Some(arguments.plan(1)?)
         }
@@ -62,7 +63,7 @@ pub(super) fn finding(
 fn kept_snapshots(arguments: &TrainingArguments, plan: &TrainingPlan) -> u64 {
     let written = match arguments.save_strategy {
         SaveStrategy::No => return 0,
-        // At most one an evaluation.
+        // At most one snapshot per evaluation.
         SaveStrategy::Best => plan
             .eval_steps
             .map_or(1, |every| plan.total_steps.div_ceil(every)),
@@ -71,7 +72,7 @@ fn kept_snapshots(arguments: &TrainingArguments, plan: &TrainingPlan) -> u64 {
             .map_or(1, |every| plan.total_steps.div_ceil(every)),
     };
     let limit = arguments.save_total_limit.map_or(u64::MAX, |limit| {
-        // The new one is complete before the oldest is removed, and the best one is kept beside the newest.
+        // The new snapshot is complete before the oldest is removed, and the best is kept beside the newest.
         let best = u64::from(plan.eval_steps.is_some() && limit == 1);
         limit as u64 + 1 + best
     });

@@ -42,7 +42,8 @@ impl MachineFacts {
     pub fn detect(arguments: &TrainingArguments, device: Device) -> Result<Self> {
         arguments.set_threads()?;
         let precision = arguments.precision();
-        // Before anything is allocated: inside a container the driver may list this process under another number.
+        // Counted before anything is allocated: inside a container, the driver may list this process under a
+        // different id.
         let gpu_processes = match device {
             Device::Cuda(index) => {
                 GpuMonitor::open(index).map_or_else(|_| Vec::new(), |gpu| gpu.other_processes())

@@ -62,7 +62,7 @@ pub(super) fn threads(facts: &MachineFacts, processes: usize) -> Finding {
             format!("`--threads {best}`, or OMP_NUM_THREADS={best}"),
         );
     }
-    // A quarter allows for hyper-threads, of which libtorch uses one a core.
+    // A quarter allows for hyper-threads: libtorch uses one thread per core.
     if all * 4 < processors && facts.device == tch::Device::Cpu {
         return Finding::warning(
             "threads",

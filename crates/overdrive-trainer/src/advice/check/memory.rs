@@ -38,7 +38,7 @@ pub(super) fn finding(
     if (needed as f64) < free as f64 * (1.0 - TOLERANCE) {
         return Ok(Finding::fine("memory", what));
     }
-    // A little less than the free memory, so that the advice is not itself at the edge.
+    // A little less than the free memory, so that the advised settings do not need all of it.
     let target = (free as f64 * (1.0 - TOLERANCE)) as u64;
     let advice = plan.advice(target / shared_by)?;
     let changes: Vec<String> = advice.changes.iter().map(ToString::to_string).collect();

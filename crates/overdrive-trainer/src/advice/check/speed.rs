@@ -12,7 +12,7 @@ const MOST_EVALUATION: f64 = 0.2;
 /// The share of the free memory that a run without checkpointing may take to be reported.
 const ROOM: f64 = 0.7;
 
-/// Returns the findings, of which each is a warning; one that is fine if there is none.
+/// Returns the findings, each of which is a warning; if there is none, returns one that says that all is fine.
 pub(super) fn findings(
     arguments: &TrainingArguments,
     facts: &MachineFacts,
@@ -112,7 +112,8 @@ fn evaluations(arguments: &TrainingArguments, sizes: &Sizes) -> Result<Option<Fi
     let Some(every) = plan.eval_steps else {
         return Ok(None);
     };
-    // A sequence of an evaluation costs a third of one of training, which has a backward pass of twice the work.
+    // A sequence costs a third as much in evaluation as in training, whose backward pass takes twice the work of
+    // the forward pass.
     let evaluated = all.min(most) / 3.0;
     let trained = (every * arguments.sequences_per_step()) as f64;
     let share = evaluated / (evaluated + trained);

@@ -92,7 +92,7 @@ fn a_run_with_room_has_no_failure() {
     ] {
         assert_eq!(found(&arguments, &facts, subject, 1), [], "{subject}");
     }
-    // A test is no release build, which is the only finding about speed.
+    // A test is not a release build; this is the only finding about speed.
     let speed = found(&arguments, &facts, "speed", 1);
     assert_eq!(
         speed.len(),
@@ -151,7 +151,7 @@ fn snapshots_are_counted_and_fit_or_fail() {
     let full = only(&arguments, &facts, "disk", 1);
     assert_eq!(full.severity, Severity::Failure);
     assert!(full.remedy.contains("save_total_limit"), "{full}");
-    // A limit of two keeps three for a moment.
+    // A limit of two keeps three snapshots for a moment.
     arguments.save_total_limit = Some(2);
     assert_eq!(found(&arguments, &facts, "disk", 1), []);
     facts.free_disk = Some(3 * 12 * parameters + 4 * parameters - 1);
@@ -278,7 +278,7 @@ fn the_start_of_a_run_tells_only_what_is_to_be_changed() {
         "{reported:?}"
     );
     if let Some(free) = free_memory(Device::Cpu) {
-        // Sequences of which one does not fit.
+        // Not even one of these sequences fits.
         arguments.per_device_train_batch_size = 1 + free / 1024;
         let reported = arguments.start_warnings(&data, Device::Cpu, 1).unwrap();
         assert!(of(&reported, "memory"), "{reported:?}");

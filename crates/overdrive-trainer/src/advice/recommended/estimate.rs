@@ -40,7 +40,7 @@ pub(super) fn peak(
     let frozen = match settings.trains {
         TrainedWeights::All => return Ok(all.peak),
         TrainedWeights::Lora => stored * shape.parameters(),
-        // One matrix at a time is dequantized for a product with many rows.
+        // One matrix at a time is dequantized for a matmul with many rows.
         TrainedWeights::Qlora => {
             stored * embeddings
                 + blocks.div_ceil(8000) * NF4_MILLIBITS

@@ -22,7 +22,7 @@ use crate::run::accumulation_error;
 /// The micro-batch below which checkpointing, an 8-bit optimizer or an adapter is chosen rather than a smaller one:
 /// very small micro-batches leave a device idle.
 const LEAST_MICRO_BATCH: u64 = 4;
-/// The tokens of a micro-batch beyond which a CPU gains nothing: its matrix products are at their peak.
+/// The number of tokens in a micro-batch beyond which a CPU gains nothing: its matmuls are at their peak.
 const MOST_CPU_TOKENS: u64 = 4096;
 
 /// The task of a training run.
@@ -167,7 +167,7 @@ fn largest(device: &DeviceFacts, length: u64, task: Task) -> u64 {
     }
 }
 
-/// Returns the settings without batch and estimate, the ones that cost no time first.
+/// Returns the settings without batch and estimate, those that cost no time first.
 fn candidates(
     device: &DeviceFacts,
     task: Task,

@@ -78,7 +78,7 @@ fn all_settings_fit_and_keep_the_effective_batch() {
 
 #[test]
 fn more_memory_never_costs_a_method_or_a_larger_batch() {
-    // A rank of the choices: fewer trained weights, then smaller micro-batches, are worse.
+    // The order of the choices: fewer trained weights are worse, then smaller micro-batches.
     for model in &MODELS {
         let mut last = 0;
         for memory_mib in [4, 8, 12, 16, 24, 48, 80, 160, 320].map(|gib| gib << 10) {

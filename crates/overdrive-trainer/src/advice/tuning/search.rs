@@ -13,9 +13,9 @@ use crate::arguments::TrainingArguments;
 
 /// A row counts as slower if it has less than this fraction of the fastest's rate.
 const SLOWER: f64 = 0.95;
-/// The rows with at least this fraction of the fastest's rate are as fast as it.
+/// A row counts as equally fast if it has at least this fraction of the fastest's rate.
 const AS_FAST: f64 = 0.98;
-/// The number of slower rows in a row that ends the way to smaller micro-batches.
+/// The number of consecutive slower rows after which the search stops trying smaller micro-batches.
 const PATIENCE: usize = 2;
 /// The share of data loading below which other numbers of workers gain nothing.
 const LOADING: f64 = 0.01;
@@ -94,7 +94,7 @@ where
             };
             match (rate, fastest) {
                 (None, _) => {}
-                // The recommended one comes first, and stays if another is not clearly faster.
+                // The recommended precision comes first, and is kept unless another one is clearly faster.
                 (Some(rate), Some((_, most))) if rate * AS_FAST <= most => {
                     slower.push((precision, rate));
                 }
@@ -212,7 +212,7 @@ where
         Ok(self.estimate(candidate)? <= self.options.limit_bytes)
     }
 
-    /// Adds a row that is not tried, unless there is one of these settings.
+    /// Adds a row that is not tried, unless there is a row with these settings.
     fn leave_out(&mut self, candidate: TuneCandidate, reason: &str) -> Result<(), E> {
         if self.rows.iter().any(|row| row.candidate == candidate) {
             return Ok(());
@@ -226,8 +226,8 @@ where
         Ok(())
     }
 
-    /// Tries the settings, unless a row of them exists or they do not fit by the estimate. Returns the rate of settings
-    /// that may be chosen.
+    /// Tries the settings, unless a row with them exists or they do not fit by the estimate. Returns the rate if the
+    /// settings may be chosen.
     fn rate(&mut self, candidate: TuneCandidate) -> Result<Option<f64>, E> {
         let rate = |row: &TuneRow| row.measured().map(|trial| trial.tokens_per_second);
         if let Some(row) = self.rows.iter().find(|row| row.candidate == candidate) {

@@ -54,7 +54,7 @@ fn micro(candidate: &TuneCandidate) -> f64 {
     candidate.batch.micro_batch() as f64
 }
 
-/// More is faster, less and less; checkpointing costs two fifths.
+/// Returns a rate that rises with the micro-batch, by less and less; checkpointing costs two fifths of it.
 fn rising(candidate: &TuneCandidate) -> f64 {
     let recomputes = if candidate.gradient_checkpointing {
         0.6
@@ -64,7 +64,7 @@ fn rising(candidate: &TuneCandidate) -> f64 {
     recomputes * 4000.0 * micro(candidate) / (micro(candidate) + 8.0)
 }
 
-/// A CPU, which has its peak at 8 sequences.
+/// Returns the rate of a CPU, which has its peak at 8 sequences.
 fn peaked(candidate: &TuneCandidate) -> f64 {
     4000.0 / (1.0 + 0.1 * (micro(candidate).log2() - 3.0).powi(2))
 }
@@ -79,7 +79,7 @@ fn the_largest_micro_batch_within_the_limit_is_found() {
         let options = options(estimate(64, largest, false));
         let (tuning, _) = tune(64, &options, 1.0, rising);
         let best = tuning.best().unwrap();
-        // Larger ones fit with checkpointing only, and have three fifths of the speed.
+        // Larger micro-batches fit only with checkpointing, and have three fifths of the speed.
         if largest > 4 {
             assert_eq!(best.candidate.batch.micro_batch(), largest);
             assert!(!best.candidate.gradient_checkpointing);
@@ -151,7 +151,7 @@ fn the_slower_precision_is_tried_once_and_left_out_with_a_reason() {
     assert_eq!(tried.len(), 1);
     let reported = |row: &&TuneRow| matches!(&row.outcome, TuneOutcome::LeftOut(why) if why.contains("slower than bf16"));
     assert!(left.len() > 6 && left.iter().all(reported));
-    // The other way round, where the CPU multiplies fp32 faster.
+    // The reverse case: a CPU that multiplies fp32 faster.
     let (tuning, _) = tune(64, &options, 1.0, |candidate| match candidate.precision {
         Precision::Bf16 => 0.5 * rising(candidate),
         _ => rising(candidate),

@@ -80,7 +80,7 @@ impl Trials {
 
     /// Runs the program until it ends or a signal interrupts the search.
     fn output(&self, config: &Path, folder: &Path) -> Result<Output> {
-        // To files, because nothing reads a pipe while this function waits.
+        // Written to files, because nothing reads a pipe while this function waits.
         let (out, err) = (folder.join("stdout"), folder.join("stderr"));
         let mut command = Command::new(&self.program);
         command
@@ -97,7 +97,7 @@ impl Trials {
                 break status;
             }
             if Interrupt::is_requested() {
-                // It has nothing to save.
+                // A trial has nothing to save.
                 child.kill().map_err(io("end"))?;
                 child.wait().map_err(io("wait for"))?;
                 return failed(
@@ -130,7 +130,8 @@ impl Trials {
             resume_from_checkpoint: None,
             load_best_model_at_end: false,
             early_stopping_patience: None,
-            // Phases of the whole schedule may be longer than a trial, whose speed depends on no learning rate.
+            // Phases of the whole schedule may be longer than a trial, and the speed does not depend on the
+            // learning rate.
             lr_scheduler_type: LrSchedulerType::Constant,
             lr_scheduler_kwargs: ScheduleOptions::default(),
             warmup_steps: 0.0,
@@ -154,7 +155,8 @@ fn measure(records: &[StepMetrics], warmup: u64, effective: u64) -> Option<Trial
     let warmup = usize::try_from(warmup.max(1)).unwrap_or(usize::MAX);
     let measured = records.get(warmup..)?;
     let (before, last) = (records.get(warmup - 1)?, measured.last()?);
-    // Between the ends of steps lies all that a step takes, also the wait for a device at its end.
+    // The time between the ends of two steps includes everything, also the wait for the device at
+    // the end of a step.
     let seconds = last.elapsed_seconds? - before.elapsed_seconds?;
     let tokens = last.tokens_seen?.saturating_sub(before.tokens_seen?) as f64;
     let phases = measured
@@ -195,7 +197,7 @@ fn out_of_memory(output: &Output) -> Option<String> {
     let text = String::from_utf8_lossy(&output.stderr);
     let says = |line: &&str| line.to_ascii_lowercase().contains("out of memory");
     let line = text.lines().find(says)?;
-    // A table of Markdown shows it.
+    // The message is shown in a Markdown table.
     let line: String = line.replace('|', " ").chars().take(120).collect();
     Some(line)
 }

@@ -15,8 +15,8 @@ macro_rules! without_effect {
     ($($name:literal,)*) => { &[$(foreign($name, Any, ""),)*] };
 }
 
-// With Liger's kernels the losses are the same: `fused_kernels`, on by default, does what they do. Batches are always in
-// order. As many on a line as fit, so that the list can be read as a list.
+// Liger's kernels do not change the losses: `fused_kernels`, on by default, is their equivalent. Batches are always in
+// order. Each line holds as many keys as fit, so that the list can be read as a list.
 #[rustfmt::skip]
 pub(super) static WITHOUT_EFFECT: &[Key] = without_effect! {
     "activation_checkpointing_kwargs", "torch_compile_backend", "torch_compile_mode", "use_liger_kernel",

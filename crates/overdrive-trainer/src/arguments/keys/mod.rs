@@ -51,13 +51,13 @@ pub(super) fn rows_of(program: Program) -> impl Iterator<Item = &'static Key> {
     rows().filter(move |key| key.is_read_by(program))
 }
 
-/// Returns `true` for a key that may have another value on each process.
+/// Returns `true` for a key that may have a different value on each process.
 pub(crate) fn differs_by_rank(name: &str) -> bool {
     rows().any(|key| key.per_rank && key.name == name)
 }
 
-/// Returns the keys that decide which example has which number. A run may resume with other values of all other keys of
-/// training: steps, batch sizes, learning rate, logging, evaluation, precision, devices.
+/// Returns the keys that determine the numbering of the examples. A run may resume with changed values of all other
+/// keys of training: steps, batch sizes, learning rate, logging, evaluation, precision, devices.
 pub(crate) fn keys_of_the_order() -> Vec<&'static str> {
     let keys = rows().filter(|key| key.orders_data);
     keys.map(|key| key.name).collect()

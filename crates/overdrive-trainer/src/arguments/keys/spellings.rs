@@ -8,7 +8,7 @@ pub(super) struct Section {
     pub(super) names: &'static [&'static str],
     /// Keys that have another name inside the section.
     pub(super) inside: &'static [(&'static str, &'static str)],
-    /// The only program that accepts them; the other one refuses the section.
+    /// The only program that accepts the section; the other program refuses it.
     pub(super) only: Option<Program>,
 }
 

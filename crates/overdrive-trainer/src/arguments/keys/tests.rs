@@ -117,7 +117,7 @@ fn reads(code: &str, field: &str) -> bool {
     code.match_indices(&format!(".{field}")).any(|(at, found)| {
         let is_name = |c: char| c.is_alphanumeric() || c == '_';
         let after = code[at + found.len()..].chars().next();
-        // A call is another thing of the same name.
+        // A method call with the same name does not read the field.
         let whole = !after.is_some_and(|c| is_name(c) || c == '(');
         // rustfmt may break the line before the field.
         let before = code[..at].trim_end();
@@ -276,7 +276,7 @@ fn a_value_outside_its_range_is_refused_by_the_name_of_its_key() {
                 {
                     refused += 1;
                 }
-                // A whole number from 0 has no -1, and 0 steps are `no`.
+                // Unsigned integers cannot be -1, and 0 steps mean `no`.
                 Err(Error::WrongType { .. }) => refused += 1,
                 _ => {}
             }

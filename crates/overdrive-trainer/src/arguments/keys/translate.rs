@@ -23,12 +23,12 @@ pub(in crate::arguments) struct Source<'a> {
     pub(in crate::arguments) program: Program,
 }
 
-/// Moves every value to the key of the table that it belongs to, and drops keys that request nothing. Each
-/// translation adds a line to `notes`.
+/// Moves every value to its key in the table, and drops keys that request nothing. Each translation adds a
+/// line to `notes`.
 ///
 /// # Errors
 /// [`Error::GivenTwice`] for two spellings of one key with different values, [`Error::UnknownChoice`], and
-/// [`Error::Unsupported`] for a key whose effect the program does not have.
+/// [`Error::Unsupported`] for a key whose effect the program does not support.
 pub(in crate::arguments) fn translate(
     mut values: Map<String, Value>,
     source: Source<'_>,
@@ -59,7 +59,7 @@ pub(in crate::arguments) fn translate(
             values.insert(strategy.to_owned(), json!("steps"));
         }
     }
-    // A dtype that is switched off is fp32 in the other projects, and not one to choose.
+    // In other projects, switching a dtype off means fp32, and not an automatic choice.
     let is_off = |key: &str| values.get(key) == Some(&Value::Bool(false));
     if source.program == Program::Train
         && !values.contains_key("auto_precision")
@@ -81,7 +81,8 @@ fn open_sections(
             let Some(Value::Object(mut inner)) = take_if(values, name, Value::is_object) else {
                 continue;
             };
-            // Trainers with sections switch them by `enabled` and keep the other keys in the file.
+            // Trainers with sections switch a section off with `enabled: false`, and keep its other
+            // keys in the file.
             if inner.shift_remove("enabled") == Some(Value::Bool(false)) {
                 notes.push(format!("`{name}` is not enabled, so it is ignored"));
                 continue;
@@ -101,7 +102,7 @@ fn open_sections(
     Ok(())
 }
 
-/// Renames alternative spellings, and returns the keys that were given under one.
+/// Renames alternative spellings, and returns the keys that were given under such a spelling.
 fn rename_spellings(
     values: &mut Map<String, Value>,
     source: Source<'_>,
@@ -182,7 +183,7 @@ fn apply(
 /// Drops the keys that `source.program` does not read and that request nothing.
 ///
 /// # Errors
-/// [`Error::Unsupported`] for one that requests something, with the remedy.
+/// [`Error::Unsupported`], with the remedy, for an unread key that requests something.
 pub(in crate::arguments) fn refuse_unread(
     values: &mut Map<String, Value>,
     source: Source<'_>,

@@ -21,7 +21,7 @@ use crate::arguments::{FinetuneArguments, IntervalStrategy, TrainingArguments};
 use crate::data::{BatchFill, DataShard, Loading};
 use crate::run::{Fingerprints, keys_of, model_digest};
 
-/// The keys of fine-tuning that decide what the weights of an adapter mean.
+/// The keys of fine-tuning on which the meaning of an adapter's weights depends.
 const ADAPTER_KEYS: [&str; 3] = ["lora_alpha", "lora_r", "use_rslora"];
 
 /// A model's chat template as the [`ChatFormat`] of instruction data.
@@ -60,8 +60,8 @@ pub struct InstructionData {
     pub(crate) pad_token: u32,
     /// The source of the chat template, if records are formatted with one.
     chat_template: Option<String>,
-    /// The questions that the trained model is asked. They are read with the rest: the files may change before the run
-    /// ends.
+    /// The questions that the trained model is asked. They are read together with the data, because the files may
+    /// change before the run ends.
     questions: Vec<Question>,
 }
 
@@ -265,7 +265,7 @@ impl RecordReader {
             format: format_digest(chat.as_ref()),
         };
         let chat = chat.map(|template| Arc::new(TemplateFormat(template)) as Arc<dyn ChatFormat>);
-        // The tokenizer's own end token comes first: a model may list several ids, of which one ends a turn.
+        // The tokenizer's end token takes precedence: a model may list several ids, only one of which ends a turn.
         let named = files.special_token("eos_token")?;
         let named = named.and_then(|text| tokenizer.token_to_id(&text));
         let end = named.or_else(|| eos_token_ids.first().and_then(|&id| u32::try_from(id).ok()));
@@ -335,7 +335,8 @@ impl RecordReader {
         Ok(all)
     }
 
-    /// Splits the examples into those to train on and those that are held out, the same ones for each number of examples.
+    /// Splits the examples into training and held-out examples. The split depends only on the arguments and the number
+    /// of examples.
     pub(crate) fn split(
         &self,
         arguments: &FinetuneArguments,
@@ -392,7 +393,7 @@ fn questions(arguments: &FinetuneArguments, records: &InstructionDataset) -> Res
     Ok(questions)
 }
 
-/// Returns `true` if the packing splits examples that are longer than a row, which must then not be cut off before.
+/// Returns `true` if the packing splits examples that are longer than a row; they must then not be truncated earlier.
 fn splits_long_examples(training: &TrainingArguments) -> bool {
     training.packing && training.packing_strategy != PackingStrategy::Bfd
 }
@@ -422,7 +423,7 @@ type TrainRows = (
     Option<Vec<u32>>,
 );
 
-/// The records as they are stored in the files, each with the answers that the datasets read.
+/// The stored records, each with the answers that all of the datasets read.
 struct Records<const N: usize>([InstructionDataset; N]);
 
 impl<const N: usize> Dataset for Records<N> {
@@ -441,7 +442,7 @@ impl<const N: usize> Dataset for Records<N> {
     }
 }
 
-/// Removes records that are equal to an earlier one from datasets of the same records.
+/// Removes records that are equal to an earlier one from several datasets over the same records.
 pub(crate) fn without_duplicates<const N: usize>(
     all: [InstructionDataset; N],
     say: &mut dyn FnMut(&str),

@@ -78,11 +78,12 @@ impl FinetuneModel {
         let mut model = CausalLm::from_pretrained(&arguments.model_name_or_path, &options)?;
         model.set_execution(arguments.training.execution());
         if !arguments.use_peft && model.is_quantized() {
-            // Those of a GGUF file stay quantized as they are loaded, and quantized weights cannot be trained.
+            // Weights of a GGUF file are loaded in quantized form, and quantized weights cannot be trained.
             model.dequantize()?;
         }
         if model.is_quantized() {
-            // Evaluations record no gradients, and would round activations where training does not.
+            // Evaluations record no gradients, so without this setting they would round activations
+            // that training does not round.
             model.set_activations(Activations::Float)?;
         }
         Ok(model)

@@ -28,7 +28,7 @@ pub struct FinetuneTask {
     pub(crate) measured: Measured,
 }
 
-/// What a task keeps of its preparation for its loaders and its results.
+/// The results of the preparation that a task keeps for its loaders and its results.
 #[derive(Debug)]
 pub(crate) struct Measured {
     pub(crate) shard: DataShard,
@@ -136,7 +136,7 @@ impl FinetuneTask {
     }
 }
 
-/// A loaded model, before its data.
+/// A loaded model, before its data is read.
 pub(crate) struct LoadedModel {
     pub(crate) model: FinetuneModel,
     pub(crate) precision: Precision,
@@ -184,7 +184,7 @@ impl LoadedModel {
         })
     }
 
-    /// Returns what a task keeps of it, with the fill and the widest row of its batches.
+    /// Returns the measurements that a task keeps, with the fill and the widest row of its batches.
     pub(crate) fn measured(&self, (fill, width): (BatchFill, u64)) -> Measured {
         Measured {
             shard: self.shard,

@@ -63,7 +63,7 @@ pub fn describe_model(
     let memory = arguments
         .memory_plan_of(decoder_shape(model), precision)
         .estimate()?;
-    // Weights and optimizer states are copied, to be written while the training goes on.
+    // Weights and optimizer states are copied, so that they can be written while training continues.
     let snapshot = match arguments.save_strategy {
         SaveStrategy::No => String::new(),
         _ => format!(
@@ -86,12 +86,12 @@ pub fn describe_model(
 /// # Errors
 /// An error if the batch has a token that is not in the model's vocabulary, or memory runs out.
 pub fn batch_loss(model: &CausalLm, batch: &Batch) -> Result<LossOutput> {
-    // Checked and counted where the batch was made, so that nothing is read from a device.
+    // The ids were checked and counted when the batch was made, so nothing is read from a device.
     batch.check_ids(model.config().vocab_size())?;
     let mut input = ForwardInput::new(&batch.input_ids).with_label_count(batch.label_count);
     if let Some(positions) = &batch.position_ids {
         input = input.with_position_ids(positions);
-        // They count from 0 in each sequence of the row.
+        // Positions start at 0 in each sequence of the row.
         if let Some(&longest) = batch.sequence_lengths.iter().max() {
             input = input.with_position_bound(longest);
         }

@@ -91,8 +91,8 @@ pub fn write_results(
     Ok(results)
 }
 
-/// Writes the report and its loss curve, unless its metrics could not be read (`unread`). Returns the warning if that
-/// fails: the model is written, and the report can be made from the metrics later.
+/// Writes the report and its loss curve, unless its metrics could not be read (`unread`). Returns a warning instead
+/// of an error if writing fails: the model is already written, and the report can be made from the metrics later.
 pub(crate) fn write_report(
     run: &RunFolder,
     report: &Report,

@@ -121,7 +121,7 @@ pub fn collate_preferences(
     let mut label_counts = Vec::with_capacity(rows.len());
     for (number, row) in (0..).zip(rows) {
         let before = targets.len();
-        // The position before a label predicts it; nothing predicts the first one.
+        // A label is predicted by the position before it; no position predicts the first label.
         for (position, &label) in (number * width..).zip(row.labels.iter().skip(1)) {
             if label != IGNORE_INDEX {
                 positions.push(position);

@@ -61,7 +61,8 @@ impl PreferenceData {
         let [chosen, rejected] = answers;
         Ok(Self {
             chosen: reader.split(arguments, &chosen, say)?,
-            // The split depends on the seed and the number of examples, so it is the same.
+            // The split depends only on the seed and the number of examples, so it equals that of
+            // the chosen answers.
             rejected: reader.split(arguments, &rejected, &mut |_| {})?,
         })
     }
@@ -174,7 +175,7 @@ impl Dataset for Pairs {
     }
 }
 
-/// Returns the lengths by which pairs are grouped: those of the longer rows, which make the width of a batch.
+/// Returns the lengths by which pairs are grouped: those of the longer rows, which determine the width of a batch.
 fn lengths(arguments: &FinetuneArguments, pairs: &Pairs) -> Option<Vec<u32>> {
     let longer = |pair| {
         let [chosen, rejected] = pairs.lengths(pair);
@@ -213,7 +214,8 @@ fn check(arguments: &FinetuneArguments) -> Result<()> {
     }
 }
 
-/// Returns the examples of the records that both datasets have: a record without a token of an answer is left out.
+/// Returns the examples of the records that both datasets contain: a dataset leaves out a record whose answer has
+/// no tokens.
 fn of_the_same_records(
     chosen: &InstructionDataset,
     rejected: &InstructionDataset,
@@ -224,7 +226,7 @@ fn of_the_same_records(
         numbers.collect::<overdrive_datasets::Result<Vec<usize>>>()
     };
     let (of_chosen, of_rejected) = (numbers(chosen)?, numbers(rejected)?);
-    // Both are in the order of the files.
+    // Both lists are in the order of the files.
     let kept = |own: &[usize], other: &[usize]| -> Vec<usize> {
         let is_shared = |index: &usize| other.binary_search(&own[*index]).is_ok();
         (0..own.len()).filter(is_shared).collect()

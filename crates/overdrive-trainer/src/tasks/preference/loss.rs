@@ -123,7 +123,8 @@ pub fn dpo_loss(
         DpoLossType::Sigmoid => scaled()?.f_log_sigmoid()?.f_neg()?,
         DpoLossType::Hinge => scaled()?.f_neg()?.f_add_scalar(1.0)?.f_relu()?,
         DpoLossType::Ipo => {
-            // The means, as TRL's authors have confirmed with those of IPO; the sums would grow with the answers.
+            // Means over the tokens, as TRL's authors have confirmed with the authors of IPO; sums would grow
+            // with the length of the answers.
             let mean = |ratio: &Tensor, tokens: &Tensor| ratio.f_div(&tokens.f_clamp_min(1.0)?);
             let chosen = mean(&chosen, &policy.chosen_tokens)?;
             let rejected = mean(&rejected, &policy.rejected_tokens)?;

@@ -123,7 +123,7 @@ impl PreferenceTask {
         };
         disable_adapters(model)?;
         let log_probs = preference_log_probs(model, batch);
-        // Also after an error, so that the policy is not left without its adapter.
+        // Enabled also after an error, so that the policy is not left without its adapter.
         enable_adapters(model)?;
         log_probs
     }
