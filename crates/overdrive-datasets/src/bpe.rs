@@ -103,7 +103,7 @@ pub fn train_bpe(corpus: &Corpus, options: &BpeOptions) -> Result<TrainedBpe> {
     tokenizer
         .add_special_tokens(special)
         .map_err(Error::tokenizer("add the special tokens"))?;
-    // A pass through JSON makes a trained tokenizer the same as one from the cache in every respect.
+    // The tokenizer is converted to JSON and back, so that a trained tokenizer is identical to one from the cache.
     let json = tokenizer
         .to_string(false)
         .map_err(Error::tokenizer("write the tokenizer"))?;
@@ -121,7 +121,8 @@ pub fn train_bpe_cached(
     options: &BpeOptions,
     cache_dir: impl AsRef<Path>,
 ) -> Result<TrainedBpe> {
-    // The version in the first field must change with the training, so that cached tokenizers are not reused.
+    // The version in the first field must change whenever the training changes, so that outdated tokenizers
+    // are not reused.
     let mut hasher = FieldHasher::default()
         .field(b"bpe 1")
         .field(&corpus.digest().0);

@@ -30,8 +30,8 @@ impl Block {
     }
 }
 
-/// Returns blocks of about `sample_bytes` together, spread over the whole corpus; all blocks if the corpus is
-/// not larger.
+/// Returns blocks with a total size of about `sample_bytes`, spread over the whole corpus, or all blocks if
+/// the corpus is not larger.
 ///
 /// Each file is divided into blocks of 128 KiB (most files are one block), and the blocks with the lowest
 /// random numbers are taken. The number depends on the file's content and the block's offset, so the sample is
@@ -56,7 +56,7 @@ pub(crate) fn choose_blocks(corpus: &Corpus, sample_bytes: u64) -> Vec<Block> {
         };
         let taken = blocks.iter().copied().take_while(enough).collect();
         blocks = taken;
-        // The order of the corpus again: reading a file's blocks in order is faster than jumping between files.
+        // Restores the order of the corpus: reading a file's blocks in order is faster than jumping between files.
         blocks.sort_unstable_by_key(|(_, block)| (block.file, block.start));
     }
     blocks.into_iter().map(|(_, block)| block).collect()
@@ -94,7 +94,7 @@ pub(crate) fn read_block(corpus: &Corpus, block: Block) -> Result<String> {
         TextFormat::Plain => Ok(String::from_utf8_lossy(lines).into_owned()),
         TextFormat::JsonLines => {
             let records = lines.split(|&byte| byte == b'\n');
-            // An invalid record is skipped here, and is an error with its line when the tokens are built.
+            // An invalid record is skipped here; it becomes an error with its line when the tokens are built.
             let texts = records.filter_map(|line| json_text(line, corpus.text_field()).ok()?);
             Ok(texts.collect::<Vec<_>>().join("\n"))
         }

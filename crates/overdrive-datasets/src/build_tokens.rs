@@ -61,7 +61,7 @@ impl Default for BuildOptions {
 impl BuildOptions {
     /// Adds to `hasher` the options that change the tokens, and the version of the code that makes the tokens.
     pub(crate) fn add_to(&self, hasher: &mut FieldHasher) {
-        // Increase this when the same text gives other tokens: cached stores are then built again.
+        // Increase this when the same text gives different tokens, so that cached stores are built again.
         const VERSION: &[u8] = b"build 1";
         hasher.add(VERSION);
         hasher.add(format!("{:?}", self.end_of_document).as_bytes());
@@ -184,8 +184,8 @@ impl<D: Dataset<Item = String> + ?Sized> DocumentSource for DatasetDocuments<'_,
         threads: usize,
         sink: &mut dyn FnMut(Chunk) -> bool,
     ) -> Result<()> {
-        // Records are read in blocks, so that threads rarely wait for each other. Reading is cheap beside
-        // tokenizing, unless records are parsed: a quarter of the threads keeps up.
+        // Records are read in blocks, so that threads rarely wait for each other. Reading is cheap
+        // compared with tokenizing, unless records are parsed: a quarter of the threads is enough.
         const BLOCK: usize = 256;
         let len = self.0.len();
         let blocks = len.div_ceil(BLOCK);
@@ -343,7 +343,7 @@ fn read_batches(
     batch_bytes: usize,
     mut send: impl FnMut(Vec<Chunk>) -> bool,
 ) -> Result<()> {
-    // The number of documents is bounded too, since each one has a fixed cost in memory.
+    // The number of documents is bounded too, because each document has a fixed cost in memory.
     const MAX_CHUNKS: usize = 1 << 14;
     let mut batch = Vec::new();
     let mut bytes = 0;

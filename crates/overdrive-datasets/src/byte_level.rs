@@ -199,7 +199,7 @@ impl ByteLevelEncoder {
     }
 
     pub(crate) fn encode(&self, text: &str) -> Result<Vec<u32>> {
-        // The entries of a cache are right even if a thread panicked, so a poisoned lock is harmless.
+        // The entries of a cache are valid even if a thread panicked, so a poisoned lock is harmless.
         let lock = || {
             self.caches
                 .lock()
@@ -262,7 +262,7 @@ mod tests {
     fn words_of_any_three_ascii_characters_are_those_of_the_pattern() {
         let pattern = SysRegex::new(PATTERN).unwrap();
         let scanner = Words::new().unwrap();
-        // One of each kind, and all that the pattern names.
+        // One character of each class, and all characters that the pattern names.
         let alphabet = b" \t\n\r\x0b\x0c\x1c\x00\x7fstmdrvelaZ09'\"_-{.";
         for text in (0..alphabet.len().pow(4)).map(|i| {
             let digit = |place: u32| alphabet[i / alphabet.len().pow(place) % alphabet.len()];
@@ -341,7 +341,7 @@ mod tests {
             let encoder = ByteLevelEncoder::of(&tokenizer).unwrap().expect("a GPT-2 tokenizer");
             for text in texts {
                 let expected = tokenizer.encode_fast(text.as_str(), false).unwrap();
-                // Twice: out of the model and out of the cache.
+                // Encoded twice: by the model, and from the cache.
                 for _ in 0..2 {
                     prop_assert_eq!(&encoder.encode(&text).unwrap(), expected.get_ids());
                 }

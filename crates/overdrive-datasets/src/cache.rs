@@ -104,7 +104,7 @@ pub fn build_dataset_tokens<D>(
 where
     D: Dataset<Item = String> + ?Sized,
 {
-    // The prefix keeps these keys apart from those of a corpus, whose digest has another meaning.
+    // The prefix distinguishes these keys from those of a corpus, whose digest has another meaning.
     let source = FieldHasher::default()
         .field(b"dataset")
         .field(&fingerprint.0)
@@ -207,7 +207,8 @@ pub(crate) fn cached<H, B>(
     cached().map_err(|error: Error| error.of_cache(files::folder_of(path)))
 }
 
-/// Gives a complete file its name in the cache, and writes its digest beside it, for a format without one of its own.
+/// Renames a complete file to its name in the cache and writes its digest beside it, for formats that contain no
+/// digest.
 pub(crate) fn commit_with_digest(file: NamedTempFile, path: &Path) -> Result<()> {
     let digest = Sha256Digest::of_blocks(&FileMap::of(file.as_file(), path)?);
     files::commit(file, path)?;
@@ -256,7 +257,7 @@ fn open_cached(
     }
     let opened = TokenStore::open(path).and_then(|store| {
         store.expect_tokenizer(tokenizer)?;
-        // Other tokens would be trained on without notice.
+        // Without this check, training on corrupted tokens would go unnoticed.
         store.verify()?;
         Ok(store)
     });

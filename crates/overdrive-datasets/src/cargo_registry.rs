@@ -10,8 +10,8 @@ use crate::{Corpus, CorpusOptions, Error, Result, Sha256Digest};
 
 /// The largest file that is taken: larger ones are generated code, mostly tables.
 const MAX_FILE_BYTES: u64 = 128 << 10;
-/// The largest share of one crate: otherwise bindings to operating systems, with tens of megabytes of
-/// constants, would be half of the text.
+/// The maximum size that one crate contributes: otherwise bindings to operating systems, with tens of
+/// megabytes of constants, would be half of the text.
 const MAX_CRATE_BYTES: u64 = 512 << 10;
 const HINT: &str = "build any Cargo project with dependencies first (cargo fetch puts their sources \
                     there), or give text of your own";

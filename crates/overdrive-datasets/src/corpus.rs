@@ -231,8 +231,8 @@ impl Corpus {
         hasher.finish()
     }
 
-    /// Checks that no file has changed since it was listed, for those who read only samples of the files; the others
-    /// compare the digest.
+    /// Checks that no file has changed since it was listed. Callers that read only samples of the files need it;
+    /// other callers compare the digest.
     #[cfg(feature = "tokenizers")]
     pub(crate) fn check_unchanged(&self) -> Result<()> {
         let mut files = self.files.iter();
@@ -319,10 +319,10 @@ pub(crate) fn find_files(
         });
         return Ok(());
     }
-    // The folder that was given may have a name with a dot, hence the depth; entries below it may not.
+    // Entries whose name begins with a dot are skipped, except the given folder itself, which has depth 0.
     let walk = WalkDir::new(root)
         .min_depth(1)
-        // Links could lead to a file twice, or in a circle.
+        // Links could lead to a file twice, or form a cycle.
         .follow_links(false)
         .sort_by_file_name();
     let visible = |entry: &walkdir::DirEntry| !entry.file_name().to_string_lossy().starts_with('.');
@@ -467,7 +467,7 @@ fn read_up_to(
     options: &CorpusOptions,
     skipped: &mut Skipped,
 ) -> Result<Vec<CorpusFile>> {
-    // Files are read in groups, in parallel; at most one group is read in vain.
+    // Files are read in groups, in parallel; at most one group is read unnecessarily.
     const GROUP: usize = 512;
     let mut filter = FileFilter {
         options,

@@ -20,7 +20,7 @@ impl Sha256Digest {
         Self(Sha256::digest(bytes).into())
     }
 
-    /// Returns a digest of `bytes` that all cores compute: that of the digests of blocks of 4 MiB.
+    /// Returns a digest of `bytes`, computed on all cores: the digest of the digests of blocks of 4 MiB.
     pub(crate) fn of_blocks(bytes: &[u8]) -> Self {
         const BLOCK: usize = 4 << 20;
         let blocks: Vec<Self> = bytes.par_chunks(BLOCK).map(Self::of).collect();
@@ -59,7 +59,7 @@ impl fmt::Debug for Sha256Digest {
 }
 
 /// A hasher of a sequence of fields. Each field is preceded by its length, so that different sequences of fields
-/// never become the same bytes.
+/// never give the same bytes.
 #[derive(Default)]
 pub(crate) struct FieldHasher(Sha256);
 

@@ -82,8 +82,8 @@ fn plain_chunks(
     sink: &mut impl FnMut(Chunk) -> bool,
 ) -> Result<bool> {
     let mut pending: Vec<u8> = Vec::new();
-    // A byte order mark is not part of the text. It is looked for before the first chunk is read, so that the chunks
-    // are those of the same file without one.
+    // A byte order mark is not part of the text. It is removed before the first chunk is read, so that the chunks
+    // equal those of the same file without the mark.
     let read = reader.by_ref().take(BOM_BYTES).read_to_end(&mut pending);
     read.map_err(CommonError::io("read", &file.path))?;
     pending.drain(..text_start(&pending));

@@ -70,7 +70,7 @@ impl LabeledTexts {
         };
         let (mut texts, mut classes) = (Vec::new(), Vec::new());
         for (text, own) in rows {
-            // Each label was checked against the given classes, or is one of those of the file.
+            // Each label was checked against the given classes, or the classes come from the file.
             let class = labels.iter().position(|label| *label == own);
             texts.push(text);
             classes.push(class.unwrap_or_default() as i64);

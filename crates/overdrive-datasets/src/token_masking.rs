@@ -150,7 +150,8 @@ impl TokenMasking {
             truncated: false,
         };
         for (token, label) in row.input_ids.iter_mut().zip(&mut row.labels) {
-            // Drawn for special tokens, too: the choice of a token does not depend on those before it.
+            // Drawn for special tokens too, so that the choice of a token does not depend on the
+            // tokens before it.
             let (choice, replacement) = (random.uniform(), random.uniform());
             let other = random.below(self.vocab_size);
             if choice >= self.options.mlm_probability || self.special.contains(token) {
@@ -161,7 +162,7 @@ impl TokenMasking {
             if replacement < masked {
                 *token = self.mask_token;
             } else if replacement < masked + self.options.random_replace_prob {
-                // Below `vocab_size`, which was an i64.
+                // The value is below `vocab_size`, which was an i64.
                 *token = other as i64;
             }
         }
@@ -236,7 +237,7 @@ mod tests {
         ] {
             assert_ne!(row, other);
         }
-        // Special tokens do not move the choice of the others.
+        // Special tokens do not change the choice of the other tokens.
         let mut other = tokens.clone();
         other[0] = 1;
         let shifted = with_seed(1).mask(2, 3, &other);

@@ -418,7 +418,7 @@ impl TokenStore {
         let Some(vocab_size) = self.vocab_size else {
             return Ok(());
         };
-        // Every value of the width is a valid token then.
+        // In this case every value of the width is a valid token.
         if vocab_size >= self.width.max_vocab_size() {
             return Ok(());
         }

@@ -101,7 +101,7 @@ impl TokenStoreWriter {
         // Zeros are not a valid header: the file becomes a store only when `finish` writes the real one.
         file.write_all(&[0; HEADER_BYTES])
             .map_err(CommonError::io("write", path))?;
-        // The table is collected in a file of its own, so that memory is constant for millions of documents.
+        // The table is collected in a separate file, so that memory stays constant for millions of documents.
         let table =
             tempfile::tempfile_in(folder).map_err(CommonError::io("create a file in", folder))?;
         Ok(Self {
@@ -237,7 +237,7 @@ impl TokenStoreWriter {
         std::io::copy(table, &mut self.file)?;
         self.header.tokens_digest = Sha256Digest::finish(std::mem::take(&mut self.tokens_hasher));
         self.header.table_digest = Sha256Digest::finish(std::mem::take(&mut self.table_hasher));
-        // The header is last: it makes the file a valid store.
+        // The header is written last, because it makes the file a valid store.
         self.file.seek(SeekFrom::Start(0))?;
         self.file.write_all(&self.header.encode())?;
         self.file.flush()

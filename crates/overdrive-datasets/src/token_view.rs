@@ -131,7 +131,7 @@ impl TokenView {
     /// # Errors
     /// Those of [`TokenView::copy_to`].
     pub fn tokens(&self, range: Range<usize>) -> Result<Vec<i64>> {
-        // Before memory is taken for a range of any length.
+        // Checked before memory is allocated, because the range may have any length.
         self.check_range(range.start, range.len())?;
         let mut out = vec![0; range.len()];
         self.copy_to(range.start, &mut out)?;
@@ -251,7 +251,7 @@ impl TokenView {
                 remedy: "give more files, or split by position (SplitBy::Position)",
             });
         }
-        // The fraction of the range of u64; the cast saturates.
+        // The fraction, scaled to the range of u64; the cast saturates.
         let threshold = (options.validation_fraction * 2.0_f64.powi(64)) as u64;
         let rank = |number: usize| random_u64(options.seed, SPLIT_STREAM, number as u64);
         let count = self
@@ -293,7 +293,7 @@ impl TokenView {
         let mut documents: Vec<Range<usize>> = Vec::new();
         for run in runs.filter(|run| !run.is_empty()) {
             match documents.last_mut() {
-                // Neighbouring documents are joined to one run, so that a view of nearly all documents is small.
+                // Neighbouring documents are joined into one run, so that a view of nearly all documents is small.
                 Some(last) if last.end == run.start => last.end = run.end,
                 _ => documents.push(run),
             }
@@ -321,7 +321,7 @@ impl TokenView {
                 len += tokens;
             }
             text_bytes = match text_bytes {
-                // For the whole store the header has the sum, so the table need not be read.
+                // For the whole store, the header holds the sum, so the table need not be read.
                 Some(_) if run.len() == store.document_count() => store.text_bytes(),
                 Some(sum) => {
                     let bytes = run.clone().filter_map(|n| store.document(n)?.text_bytes);

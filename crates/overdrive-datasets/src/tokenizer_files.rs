@@ -35,8 +35,8 @@ pub fn load_tokenizer(path: impl AsRef<Path>) -> Result<Tokenizer> {
         path.to_owned()
     };
     let json = text::read(&file)?;
-    // tokenizers 0.23 has an `expect` for each kind of decoder and normalizer, and panics on files that are wrong
-    // there; a template that names a special token it does not define panics at the first text.
+    // tokenizers 0.23 calls `expect` for each kind of decoder and normalizer, so it panics on invalid files; a
+    // template that names an undefined special token panics at the first text.
     let read = std::panic::catch_unwind(|| {
         let tokenizer = Tokenizer::from_bytes(json.as_bytes())?;
         // Whether these texts can be encoded does not matter.
@@ -192,7 +192,7 @@ mod tests {
         assert_eq!(encoding.get_ids(), [1, 1, 1, 0, 1]);
     }
 
-    /// The first was found by `cargo xtask fuzz tokenizer`.
+    /// `cargo xtask fuzz tokenizer` found the first of these files.
     #[test]
     fn files_on_which_the_tokenizers_crate_panics_are_errors() {
         let folder = tempfile::tempdir().unwrap();
@@ -228,7 +228,7 @@ mod tests {
             assert_eq!(text, name);
         }
         assert!(!to.path().join("model.safetensors").exists());
-        // A folder onto itself stays as it is.
+        // Copying a folder onto itself changes nothing.
         copy_tokenizer(to.path(), to.path()).unwrap();
         let text = std::fs::read_to_string(to.path().join("tokenizer.json")).unwrap();
         assert_eq!(text, "tokenizer.json");

@@ -100,9 +100,9 @@ impl SequentialWindows {
     /// [`Error::Common`] if `context` is below 2; [`Error::TooFew`] if there is no window.
     pub fn new(tokens: TokenView, context: usize, last: LastWindow) -> Result<Self> {
         check_context(context)?;
-        // The last token does not count: at the beginning of a window it would have nothing to predict, and a
-        // window that it completes did not exist while labels were shifted. So evaluations of the same text
-        // stay comparable with earlier ones.
+        // The last token does not count. At the beginning of a window it would have nothing to predict, and
+        // earlier versions, which shifted labels, had no window that it completes; leaving it out keeps
+        // evaluations comparable with theirs.
         let starts = tokens.len().saturating_sub(1);
         let available = match last {
             LastWindow::Drop => starts / context,

@@ -49,15 +49,15 @@ pub fn train_word_piece<S: AsRef<str> + Sync>(texts: &[S], vocab_size: usize) ->
             .map(|(word, ..)| word.to_owned())
             .collect())
     };
-    // The trainer numbers these in the order of a hash map, which differs from run to run, and merges follow the
-    // numbers; tokens that it is given keep their order.
+    // The trainer numbers the letters in the order of a hash map, which differs from run to run, and the merges
+    // depend on the numbers. Tokens that are passed to the trainer keep their order.
     let (mut letters, mut inner) = (BTreeSet::new(), BTreeSet::new());
     for text in texts {
         let words = words(text.as_ref()).map_err(Error::tokenizer("read the texts"))?;
         letters.extend(words.iter().flat_map(|word| word.chars()));
         inner.extend(words.iter().flat_map(|word| word.chars().skip(1)));
     }
-    // The trainer takes all of these, whatever the bound is.
+    // The trainer uses all of these tokens, regardless of the bound.
     let least = (SPECIAL.len() + letters.len() + inner.len()).max(SPECIAL.len() + 1);
     check_option(
         vocab_size >= least,

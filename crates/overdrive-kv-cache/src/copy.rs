@@ -14,7 +14,7 @@ use crate::Result;
 use crate::buffer::Buffer;
 
 /// The size in bytes above which libtorch's copy is used: it runs on all threads, and its start-up cost
-/// no longer matters.
+/// is negligible for large copies.
 const LARGE: i64 = 256 << 10;
 
 /// Copies the tokens `from..from + count` of `source (B, H, T, D)` to position `at` of `target (B', H,
@@ -40,17 +40,18 @@ pub(crate) fn copy_tokens(
         && count <= to[2] - at;
     if fits && bytes <= LARGE {
         let (strides, to_strides) = (source.stride(), target.stride());
-        // Without addresses (on another device, as a negated view) libtorch copies, or says why it cannot.
+        // If a tensor has no address (on another device, or as a negated view), libtorch copies it or
+        // returns the error.
         let addresses = raw::address(target).and_then(|to| Ok((to, raw::address(source)?)));
         if let Ok((to_start, start)) = addresses
             && dense_rows(&sizes, &strides)
             && dense_rows(&to, &to_strides)
         {
-            // SAFETY: both are of one kind and have addresses; `fits` keeps every row inside both tensors,
-            // whose elements `raw::address` found in their storages; nobody else writes to the
-            // buffer of a cache that is borrowed for writing, and who writes to the caller's tensor
-            // while it is read races with libtorch's own operators as well. `ptr::copy` allows the
-            // two to overlap, should the caller hand in a view of this very cache.
+            // SAFETY: both have the same dtype and have addresses; `fits` keeps every row inside both
+            // tensors, whose elements `raw::address` found in their storages. The cache is borrowed for
+            // writing, so nothing else writes to its buffer; code that writes to the caller's tensor while
+            // it is read would also race with libtorch's own operators. `ptr::copy` allows the two to
+            // overlap, in case the caller passes a view of this same cache.
             unsafe {
                 copy_rows(
                     Rows::new(to_start, &to_strides, element, at),
@@ -71,8 +72,8 @@ pub(crate) fn copy_tokens(
 
 /// Returns the elements of the keys and values of a buffer in f32 on the CPU, to be written.
 pub(crate) fn rows_of(buffer: &mut Buffer) -> Result<(&mut [f32], &mut [f32])> {
-    // SAFETY: the two tensors of a buffer were made by it and share no memory. It is borrowed for writing, and who
-    // reads a view that a cache has returned while the cache changes races with libtorch's own operators as well.
+    // SAFETY: the buffer made both tensors, and they share no memory. The buffer is borrowed for writing; code
+    // that reads a view of a cache while the cache changes would also race with libtorch's own operators.
     unsafe { Ok((buffer.keys.slice_mut()?, buffer.values.slice_mut()?)) }
 }
 

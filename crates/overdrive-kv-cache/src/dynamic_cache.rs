@@ -211,7 +211,7 @@ impl KvCache for DynamicCache {
 }
 
 impl DynamicCache {
-    /// Returns the layers with their buffers replaced by the results of `to`; lengths stay.
+    /// Returns the layers with their buffers replaced by the results of `to`; the lengths stay the same.
     fn map(&self, to: impl Fn(&Layer) -> Result<Buffer>) -> Result<Vec<Option<Layer>>> {
         let layer = |held: &Layer| -> Result<Layer> {
             Ok(Layer {

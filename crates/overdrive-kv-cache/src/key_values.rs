@@ -46,7 +46,7 @@ impl<'a> KeyValues<'a> {
             let expected = format!("on {:?}, the device of the keys", spec.device);
             return Err(overdrive_core::Error::device("values", values.device(), expected).into());
         }
-        // The cache writes in place; autograd would report that only in the backward pass.
+        // The cache writes in place, which autograd would report only in the backward pass.
         if keys.requires_grad() || values.requires_grad() {
             return Err(Error::RequiresGrad { layer });
         }

@@ -463,7 +463,7 @@ impl StaticStep<'_> {
         // There is no such kernel for a CPU, except in tests.
         let has_none =
             query.device() == Device::Cpu && overdrive_gpu::kernels(Device::Cpu)?.is_none();
-        // Several positions of a row need not be consecutive.
+        // The kernel supports one new token per row: the positions of several tokens need not be consecutive.
         if has_none || query.size().get(2) != Some(&1) {
             return Ok(None);
         }

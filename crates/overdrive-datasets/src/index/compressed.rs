@@ -40,7 +40,7 @@ impl Compression {
                 format!("{format} is not supported here; {hint}"),
             ))
         };
-        // Magic numbers and not extensions: a compressed file may have any name.
+        // Recognized by magic numbers and not by extensions: a compressed file may have any name.
         match data {
             [0x1f, 0x8b, 8, ..] => Ok(Some(Self::Gzip)),
             [0x28, 0xb5, 0x2f, 0xfd, ..] | [0x50..=0x5f, 0x2a, 0x4d, 0x18, ..] => {
@@ -385,8 +385,9 @@ fn zstandard_frame(data: &[u8]) -> std::result::Result<Block, String> {
     })
 }
 
-/// Unpacks into a file without a name, which is removed with its last handle. It is an error if there
-/// are more than the `expected` bytes that the headers of the blocks give, before they fill the disk.
+/// Unpacks into a file without a name, which is removed with its last handle. More than the
+/// `expected` bytes, which the headers of the blocks give, are an error, so that a damaged file
+/// cannot fill the disk.
 pub(crate) fn unpack_to_temporary_file(
     compression: Compression,
     path: &Path,

@@ -131,8 +131,8 @@ impl CsvScan {
         })
     }
 
-    /// Returns the state in which a chunk probably begins: a quote after a delimiter or line end, but not before
-    /// one, opens a field; a quote before one, but not after one, closes it.
+    /// Returns the state in which a chunk probably begins. A quote after a delimiter or line end, but not before
+    /// one, opens a field; a quote before a delimiter or line end, but not after one, closes a field.
     fn guess(&self, data: &[u8], first: usize, range: Range<usize>) -> State {
         let Some(quote) = self.quote else {
             return State::Outside;
@@ -144,7 +144,8 @@ impl CsvScan {
             match (opens, closes) {
                 (true, false) => return State::Outside,
                 (false, true) => return State::Inside,
-                // A doubled quote, an empty field, or a quote between two delimiters that are text: undecided.
+                // A doubled quote, an empty field, or a quote between two delimiters that are text does not
+                // decide the state.
                 _ => {}
             }
         }

@@ -61,7 +61,8 @@ impl Identity {
         self.key
     }
 
-    /// Returns a key of the unpacked content: of the state and a sample of the compressed file, without its path.
+    /// Returns a key of the unpacked content. It depends on the state and on a sample of the compressed file, but
+    /// not on its path.
     pub(crate) fn unpacked_key(&self) -> Sha256Digest {
         let FileState {
             bytes,
@@ -179,7 +180,7 @@ impl Header {
             return Err(damaged("the checksum of its directory is wrong"));
         }
         let table = OffsetTable::new(blocks, directory, header.offsets.count as usize);
-        // Validating all blocks reads the whole index once, which is small beside the data.
+        // Validating all blocks reads the whole index once, which is small compared with the data.
         match table.first_damaged_block(data_bytes) {
             None => Ok(header),
             Some(block) => Err(damaged(&format!("the checksum of block {block} is wrong"))),

@@ -114,7 +114,7 @@ enum Data {
     Mapped(FileMap),
     /// A mapped file that is compressed in blocks.
     Blocks(FileMap, Blocks),
-    /// A file that is opened for each record, since a process can map only so many.
+    /// A file that is opened for each record, because a process can map only a limited number of files.
     OnDemand,
 }
 
@@ -150,7 +150,7 @@ impl IndexedFile {
         }
         let map = FileMap::of(&file, path)?;
         let scan_key = scan.key();
-        // A file has one index under any path; a path that cannot be resolved has its own.
+        // All paths of a file share one index; a path that cannot be resolved has its own index.
         let true_path = path.canonicalize().unwrap_or_else(|_| path.to_owned());
         let identity = Identity::of(&true_path, FileState::of(&metadata), &map, &scan_key);
         let data = match Compression::of(path, &map)? {
@@ -332,7 +332,7 @@ fn index_path(path: &Path, key: Sha256Digest, location: &IndexLocation) -> Resul
         IndexLocation::Folder(folder) => Some(folder.join(name)),
         IndexLocation::Beside => {
             let file = path.file_name().unwrap_or_default().to_string_lossy();
-            // The beginning of the key keeps the indexes of several formats of one file apart.
+            // The beginning of the key distinguishes the indexes of one file in several formats.
             let name = format!(".{file}.{}.ovidx", &key.short()[..8]);
             Some(path.with_file_name(name))
         }
@@ -359,7 +359,7 @@ impl Builder<'_> {
         Ok(IndexBytes::Memory(bytes))
     }
 
-    /// Opens or builds the index at `index_path`; returns `true` with it if it was built now.
+    /// Opens or builds the index at `index_path`; the second value is `true` if the index was built now.
     fn open_or_build(&self, index_path: &Path, rebuild: bool) -> Result<(IndexBytes, bool)> {
         let open = || {
             if rebuild {

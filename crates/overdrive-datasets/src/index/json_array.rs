@@ -208,7 +208,7 @@ impl Cursor<'_> {
     }
 }
 
-/// A table of the bytes at which the nesting can change; memchr has no search for five bytes.
+/// A table of the bytes at which the nesting can change. It is needed because memchr cannot search for five bytes.
 const IS_STRUCTURE: [bool; 256] = {
     let mut table = [false; 256];
     let bytes = b"\"{}[]";

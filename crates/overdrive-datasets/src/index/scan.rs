@@ -23,8 +23,8 @@ pub(crate) trait Scan: Sync {
     fn key(&self) -> Vec<u8>;
 }
 
-/// The size of the chunks that are searched in parallel: large enough that handing them over does not matter,
-/// small enough for the second-level cache.
+/// The size of the chunks that are searched in parallel: large enough that the cost of passing them on is
+/// negligible, small enough for the second-level cache.
 pub(crate) const CHUNK_BYTES: usize = 1 << 20;
 
 /// The byte order mark of UTF-8, which is not part of the first record.
@@ -67,8 +67,8 @@ pub(crate) fn in_order<T: Send>(
         ahead: ahead.max(1),
     };
     std::thread::scope(|scope| {
-        // The scope joins the workers when this closure ends, also by an error or a panic: they must be told
-        // to stop first.
+        // The scope joins the workers when this closure ends, also after an error or a panic, so the workers
+        // must be stopped first.
         let _stop = StopOnDrop(&queue);
         for number in 0..threads.min(jobs) {
             std::thread::Builder::new()

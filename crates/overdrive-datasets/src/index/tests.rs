@@ -22,7 +22,7 @@ const CSV: CsvScan = CsvScan {
     max_row_bytes: u64::MAX,
 };
 
-/// Pieces, directory and count of `values`.
+/// Returns the blocks, the directory and the count of `values`.
 fn encode(values: &[u64]) -> (Vec<u8>, Vec<u8>, usize) {
     let mut writer = OffsetsWriter::new(Vec::new());
     for &value in values {

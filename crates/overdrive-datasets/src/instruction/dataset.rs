@@ -266,8 +266,8 @@ impl InstructionDataset {
         });
     }
 
-    /// Returns the records of each file that are read, in blocks, so that an early error in a long file is returned
-    /// early.
+    /// Returns the records of each file that must be read, in blocks, so that an error at the beginning of a long
+    /// file is returned early.
     fn blocks(&self, options: InstructionOptions) -> Vec<(usize, Range<usize>)> {
         const BLOCK_RECORDS: usize = 1 << 12;
         let mut left = options.max_records.unwrap_or(usize::MAX);
@@ -480,7 +480,7 @@ impl Dataset for InstructionDataset {
 
     fn check_unchanged(&self) -> Result<()> {
         match self.examples {
-            // The records are not read any more.
+            // With cached examples, the records are not read again.
             Some(_) => Ok(()),
             None => self.files.iter().try_for_each(RecordFile::check_unchanged),
         }

@@ -69,7 +69,7 @@ impl InstructionEncoder {
         end_of_text: Option<u32>,
         options: EncodeOptions,
     ) -> Result<InstructionEncoder> {
-        // One token has no next one to predict.
+        // A single token has no next token to predict.
         check_at_least("max_seq_length", options.max_seq_length, 2)?;
         check_option(
             options.prompt_template.contains("{prompt}"),
@@ -410,7 +410,7 @@ fn answers(
     }
 }
 
-/// Returns those of the `answers` whose messages have the weight 0.
+/// Returns the `answers` whose messages have the weight 0.
 fn left_out(
     messages: &[ChatMessage],
     answers: Vec<Range<usize>>,

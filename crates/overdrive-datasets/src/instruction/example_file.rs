@@ -31,7 +31,7 @@ use crate::store_format::{digest_at, u64_at};
 use crate::{Error, IGNORE_INDEX, Result, Sha256Digest, TokenizedExample};
 
 const MAGIC: [u8; 8] = *b"OVDEXAMP";
-/// Increase this when the format changes, or when the same record gives other tokens.
+/// Increase this when the format changes, or when the same record gives different tokens.
 pub(super) const FORMAT_VERSION: u64 = 2;
 const HEADER_BYTES: usize = 128;
 const CHECKED_BYTES: usize = 96;
@@ -102,7 +102,7 @@ impl ExampleWriter {
     pub(super) fn create(path: &Path) -> Result<Self> {
         let file = files::unfinished(path)?;
         let mut file = BufWriter::with_capacity(1 << 20, file);
-        // Zeros are not a valid header: the file becomes one of examples only when `finish` writes the real one.
+        // Zeros are not a valid header: the file becomes valid only when `finish` writes the real header.
         file.write_all(&[0; HEADER_BYTES])
             .map_err(CommonError::io("write", path))?;
         Ok(Self {
@@ -115,7 +115,7 @@ impl ExampleWriter {
         })
     }
 
-    /// Appends the example of a record, whose number is above those before.
+    /// Appends the example of a record; its number must be higher than all earlier ones.
     pub(super) fn push(&mut self, record: usize, example: &CompactExample) -> Result<()> {
         let bytes: Vec<u8> = example
             .tokens
@@ -230,7 +230,7 @@ impl ExampleFile {
         if u64_at(header, 8) != FORMAT_VERSION || digest_at(header, 32) != key {
             return Err("does not match its name");
         }
-        // All of it is read once: training on damaged tokens would be worse than a slower start.
+        // The whole file is read once: training on damaged tokens would be worse than a slower start.
         if Sha256Digest::of(&map[HEADER_BYTES..]) != digest_at(header, 64) {
             return Err("does not match the checksum in its header");
         }
@@ -241,7 +241,7 @@ impl ExampleFile {
             tokens: count(24)?,
             map,
         };
-        // The checksums are right, so the offsets are as they were written; they are checked all the same.
+        // The checksums are correct, so the offsets are as they were written; they are checked nevertheless.
         let end = file.report_start().filter(|&end| end <= file.map.len());
         end.ok_or("is shorter than its header says")?;
         let mut before = 0;

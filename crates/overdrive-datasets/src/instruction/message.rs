@@ -53,7 +53,7 @@ pub(super) fn is_blank(value: &Value) -> bool {
     }
 }
 
-/// Returns what a value is, for error messages.
+/// Returns the kind of a value, for error messages.
 pub(super) fn kind(value: &Value) -> &'static str {
     match value {
         Value::Null => "null",
@@ -107,7 +107,7 @@ fn read(value: Value) -> Result<ChatMessage, String> {
     if !fields.contains_key("role") && fields.contains_key("from") {
         from_share_gpt(&mut fields)?;
     }
-    // The role that OpenAI has replaced by `tool`; templates know the new one only.
+    // OpenAI has replaced this role by `tool`, and templates know only the new one.
     if role(&fields) == "function" {
         fields.insert("role".to_owned(), "tool".into());
     }
@@ -208,8 +208,8 @@ fn read_weight(fields: &mut ChatMessage) -> Result<(), String> {
     }
 }
 
-/// Converts the calls of tools to the form that templates read: a list under `tool_calls`, with arguments as JSON and
-/// not as text of JSON.
+/// Converts tool calls to the form that templates read: a list under `tool_calls`, with arguments as JSON values and
+/// not as text.
 fn read_calls(fields: &mut ChatMessage) -> Result<(), String> {
     if let Some(call) = fields
         .remove("function_call")
@@ -223,7 +223,7 @@ fn read_calls(fields: &mut ChatMessage) -> Result<(), String> {
         }
         fields.insert("tool_calls".to_owned(), json!([as_tool_call(call)]));
     }
-    // Templates take a message with the key for one that calls tools.
+    // Templates treat a message with this key as one that calls tools.
     if fields.get("tool_calls").is_some_and(is_blank) {
         fields.remove("tool_calls");
     }

@@ -174,7 +174,7 @@ impl InstructionRecord {
         answer: AnswerKey,
     ) -> Result<InstructionRecord, String> {
         for (key, remedy) in REFUSED {
-            // Published preference data has the good answer in `messages` too.
+            // Published preference data repeats the chosen answer in `messages`.
             let is_repeated =
                 fields.contains_key("messages") && ["chosen", "rejected"].contains(&key);
             let is_read = answer.keys().contains(&key);
@@ -258,8 +258,9 @@ fn fields_of(bytes: &[u8]) -> Result<Map<String, Value>, String> {
     Ok(fields)
 }
 
-/// Moves the messages with which both answers begin to `prompt`, unless there is a prompt of messages, or of text
-/// before answers of text. A text beside two whole conversations repeats their beginning.
+/// Moves the messages with which both answers begin to `prompt`, unless the record has a prompt of messages, or a
+/// prompt of text with answers of text. A text beside two whole conversations repeats their beginning, so it does
+/// not count as a prompt.
 fn split_off_prompt(fields: &mut Map<String, Value>) -> Result<(), String> {
     let (chosen, rejected) = (fields.get("chosen"), fields.get("rejected"));
     let lists = chosen
@@ -406,7 +407,7 @@ fn take(fields: &mut Map<String, Value>, keys: &[&'static str]) -> Option<(&'sta
         .find_map(|&key| Some((key, fields.remove(key)?)))
 }
 
-/// Removes all of these keys, which have one meaning, and returns the one that is not blank.
+/// Removes all of these keys, which are synonyms, and returns the one that is not blank.
 fn take_one(
     fields: &mut Map<String, Value>,
     keys: &[&'static str],
@@ -455,7 +456,7 @@ fn history(fields: &mut Map<String, Value>) -> Result<Vec<(String, String)>, Str
 /// Removes the list of tools. It may also be JSON in a text, since the columns of some datasets have one type.
 fn tools(fields: &mut Map<String, Value>) -> Result<Option<Value>, String> {
     let tools = tool_list(fields, "tools")?;
-    // The form that OpenAI has replaced by `tools`.
+    // OpenAI's older form, which `tools` has replaced.
     let functions = tool_list(fields, "functions")?;
     match (tools, functions) {
         (Some(_), Some(_)) => Err("it has `tools` and `functions`; keep `tools`".to_owned()),
@@ -667,7 +668,8 @@ mod tests {
             let error = read(&json).unwrap_err();
             assert!(error.contains(problem), "{json}: {error}");
         }
-        // The same system prompt twice is one, and published preference data has the good answer in `messages`.
+        // A system prompt that occurs twice counts once, and published preference data repeats the chosen
+        // answer in `messages`.
         let twice =
             r#"{"messages": [{"role": "system", "content": "a"}], "system": "a", "chosen": "b"}"#;
         assert_eq!(
@@ -734,7 +736,7 @@ mod tests {
         let (good, bad) = (says("Hello!"), says("What?"));
         let explicit =
             format!(r#"{{"prompt": [{user}], "chosen": [{good}], "rejected": [{bad}]}}"#);
-        // Whole conversations, as published data has them, with or without the question as a text.
+        // Whole conversations, as in published data, with or without the question as a text.
         let whole = format!(
             r#"{{"chosen": [{user}, {good}], "rejected": [{user}, {bad}], "messages": [{user}, {good}]}}"#
         );

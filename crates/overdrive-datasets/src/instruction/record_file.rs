@@ -58,7 +58,7 @@ impl RecordFile {
                 offset,
                 problem,
             },
-            // An error of the file is worse than that of a record, so it is the one to return.
+            // An error of the file is more serious than that of a record, so it is returned instead.
             Err(error) => error,
         }
     }

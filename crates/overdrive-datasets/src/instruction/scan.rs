@@ -49,7 +49,7 @@ impl Scanned {
     }
 }
 
-/// Returns the digest of a record's bytes, and that of a record which cannot be read.
+/// Returns the digest of a record's bytes; a record that cannot be read has a digest too.
 pub(super) fn digest_of(bytes: Option<&[u8]>) -> Sha256Digest {
     bytes.map_or(Sha256Digest::UNKNOWN, Sha256Digest::of)
 }

@@ -120,7 +120,7 @@ fn collate_rows<R: AsRef<[TokenizedExample]>>(
             (rows.len(), longest.next_multiple_of(multiple_of))
         }
     };
-    // One allocation each: the padded size is known.
+    // Each vector is allocated once, because the padded size is known.
     let mut host = HostBatch::with_capacity(count * width);
     for (number, row) in rows.iter().enumerate() {
         let row = row.as_ref();

@@ -39,7 +39,7 @@ use overdrive_core::{check_option, check_positive};
 /// # Ok::<(), overdrive_datasets::Error>(())
 /// ```
 pub struct DataLoader<T> {
-    // The first field, so that the threads have ended when the others are dropped.
+    // This field comes first, so that the threads have ended before the other fields are dropped.
     workers: Option<Workers<T>>,
     source: Arc<Source<T>>,
     options: DataLoaderOptions,
@@ -77,7 +77,7 @@ impl LoaderState {
     /// Returns the number of passes over the data so far, with the fraction of the current one.
     pub fn epochs(&self) -> f64 {
         let batches = self.batches.max(1) as f64;
-        // One division, so that 41 of 25 batches are 1.64 and not 1 + 0.64, which is another number.
+        // A single division gives 41 / 25 = 1.64; the sum 1 + 0.64 would round differently.
         (self.epoch as f64 * batches + self.next_batch as f64) / batches
     }
 
@@ -327,7 +327,7 @@ impl<T: Send + 'static> DataLoader<T> {
         let len = self.source.batches.len(state.epoch);
         let joint_batch_size = self.joint_batch_size().max(1);
         let next_batch = match state.joint_batch_size {
-            // A state without it is one of before it was stored.
+            // The value 0 means that the state is from a version that did not store the batch size.
             same if same == 0 || same == joint_batch_size => state.next_batch,
             // The last batches of an epoch may have fewer records, so its end is not found by counting them.
             _ if state.next_batch >= state.batches => len,

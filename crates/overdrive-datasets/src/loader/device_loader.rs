@@ -119,8 +119,8 @@ pub struct DeviceLoader<T> {
     device: Device,
     pin_memory: bool,
     endless: bool,
-    /// If `true`, the copy of the next batch starts before the current one is returned. Without a copy, being one
-    /// batch ahead would gain nothing and take its memory.
+    /// If `true`, the copy of the next batch starts before the current batch is returned. Without a copy,
+    /// preparing a batch ahead would gain nothing and cost its memory.
     ahead: bool,
     /// The next batch, whose copy has started, or the end of the epoch, and the state after it.
     next: Option<(Option<Result<Copying<T>>>, LoaderState)>,
@@ -191,7 +191,8 @@ impl<T: OnDevice> DeviceLoader<T> {
             None => self.start_copy(),
         };
         self.state = state;
-        // Before the next copy starts: its stream waits for the work of the current one.
+        // Finished before the next copy starts, because the stream of the copies waits for the work
+        // of the current stream.
         let batch = batch.map(|batch| self.finish_copy(batch?));
         if self.ahead {
             self.next = Some(self.start_copy());
@@ -295,7 +296,7 @@ mod tests {
 
     type Calls = Arc<Mutex<Vec<(usize, &'static str)>>>;
 
-    /// A batch that writes down what is done with it.
+    /// A batch that records the operations on it.
     #[derive(Debug)]
     struct Noted {
         number: usize,
@@ -342,7 +343,7 @@ mod tests {
             };
             let loader = DataLoader::with(Numbers, batches, noted, options).expect("three");
             let loader = DeviceLoader::new(loader, Device::Cpu);
-            // As on a GPU, with a stream of the CPU, which does the work at once.
+            // Works as on a GPU, but with a stream of the CPU, which runs its work at once.
             let mut loader = DeviceLoader {
                 ahead: true,
                 ..loader.with_pin_memory(pin_memory)
@@ -354,7 +355,7 @@ mod tests {
                 let calls = found.iter().filter(move |(other, _)| *other == number);
                 calls.map(|(_, call)| *call).collect::<Vec<_>>()
             };
-            // The second one was copied and not yet handed out, and the third not even begun.
+            // The second batch was copied but not yet returned, and the third not even begun.
             assert_eq!(of(0), own);
             assert_eq!(of(1), &own[..own.len().min(2)]);
             assert!(of(2).is_empty());

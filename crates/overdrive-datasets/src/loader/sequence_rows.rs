@@ -132,7 +132,8 @@ mod tests {
     fn packed_rows_are_concatenated_and_positions_start_again() {
         let packed = rows(Some(PackingStrategy::BfdSplit));
         let batch = collate(&packed, RowLayout::EndToEnd).unwrap();
-        // Longest first: the first four of the second, the first beside its last one, the third.
+        // Longest first: four tokens of the second sequence, its last token with the first
+        // sequence, then the third.
         assert_eq!(
             numbers(&batch.input_ids),
             [100, 101, 102, 103, 0, 1, 2, 104, 200]

@@ -69,8 +69,8 @@ struct Shared<T> {
     queue: Mutex<Queue<T>>,
     /// The condition that the loader waits for: the first item is ready.
     ready: Condvar,
-    /// The condition that the workers wait for: there is room, or they must stop. Two conditions, so that
-    /// passing on a batch wakes one thread and not all of them.
+    /// The condition that the workers wait for: there is room, or they must stop. There are two
+    /// conditions, so that passing on a batch wakes one thread and not all of them.
     room: Condvar,
 }
 
@@ -83,7 +83,7 @@ struct Queue<T> {
     taken: u64,
     /// The moving average of the time to make a batch; `None` before the first one.
     time: Option<Duration>,
-    /// The number of sleeping workers. With it and the next field, no system call wakes a thread in vain.
+    /// The number of sleeping workers. With this field and the next one, no system call wakes a thread unnecessarily.
     sleeping_workers: usize,
     /// If `true`, the loader sleeps.
     loader_sleeps: bool,
@@ -122,7 +122,8 @@ impl<T: Send + 'static> Workers<T> {
         // If a thread cannot be started, dropping this stops the ones that have been.
         let mut workers = Self {
             shared,
-            // Without a capacity: any number may be asked for, and the first thread that cannot be started ends it.
+            // No capacity is reserved: any number of threads may be requested, and the first one that cannot be
+            // started ends the loop.
             threads: Vec::new(),
         };
         for number in 0..count {
@@ -171,8 +172,8 @@ impl<T: Send + 'static> Workers<T> {
 
 impl<T> Shared<T> {
     fn lock(&self) -> MutexGuard<'_, Queue<T>> {
-        // The queue is valid whenever the lock is released. Of the user's code, only a sampler runs under it,
-        // whose panic `take` catches.
+        // The queue is valid whenever the lock is released. The only user code that runs under the lock is a
+        // sampler, whose panic `take` catches.
         self.queue.lock().unwrap_or_else(PoisonError::into_inner)
     }
 

@@ -13,8 +13,8 @@ use symphonia::core::meta::MetadataOptions;
 
 type Outcome<T> = std::result::Result<T, String>;
 
-/// The tolerance of the bound on the duration. A clip is chosen by the duration in its manifest, which is rounded,
-/// often to tenths of a second.
+/// The tolerance of the bound on the duration. Clips are selected by the duration in the manifest, which is
+/// rounded, often to tenths of a second.
 const ROUNDING_S: f64 = 0.1;
 
 /// Audio of one channel.
@@ -160,7 +160,7 @@ impl MonoBuffer {
         excerpt: &Excerpt,
     ) -> Outcome<()> {
         if self.rate == 0 {
-            // Any other rate is a damaged header, by which resampling could make audio of any length.
+            // Any other rate means a damaged header, with which resampling could produce audio of any length.
             if !(1_000..=768_000).contains(&rate) {
                 return Err(format!("its header has a rate of {rate} Hz"));
             }

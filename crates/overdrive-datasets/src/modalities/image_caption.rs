@@ -216,10 +216,10 @@ impl ImageCaptionDataset {
 
 /// Decodes an image and rotates it according to its EXIF orientation.
 fn decode(path: &Path) -> image::ImageResult<DynamicImage> {
-    // The content and not the extension decides about the format.
+    // The format is determined by the content, not by the extension.
     let reader = ImageReader::open(path)?.with_guessed_format()?;
     let mut decoder = reader.into_decoder()?;
-    // As `ImageReader::decode` does: the pixels count towards the limit of memory.
+    // As in `ImageReader::decode`, the pixels count towards the memory limit.
     let mut limits = Limits::default();
     limits.reserve(decoder.total_bytes())?;
     decoder.set_limits(limits)?;

@@ -48,8 +48,8 @@ impl Default for LogMelOptions {
 #[derive(Debug)]
 pub struct LogMel {
     options: LogMelOptions,
-    /// The filters, (n_fft / 2 + 1, feature_size) in row-major order. Kept as numbers, because a tensor cannot be
-    /// shared between threads.
+    /// The filters, (n_fft / 2 + 1, feature_size) in row-major order. They are kept as a vector, because a tensor
+    /// cannot be shared between threads.
     filters: Vec<f32>,
 }
 
@@ -102,7 +102,7 @@ impl LogMel {
             n_fft, hop_length, ..
         } = self.options;
         let mut samples = samples.to_vec();
-        // The windows of the first and the last frame are completed by reflection, for which there must be enough samples.
+        // The windows of the first and the last frame are completed by reflection, which needs enough samples.
         samples.resize(samples.len().max(n_fft).max(hop_length), 0.0);
         let cpu = (Kind::Float, tch::Device::Cpu);
         let _no_grad = tch::no_grad_guard();
@@ -111,7 +111,8 @@ impl LogMel {
         let ends = samples.len() - 1;
         let before = samples[1..=half].iter().rev();
         let after = samples[ends - half..ends].iter().rev();
-        // Reflected here and not by `stft_center`, with which tch always passes an option that libtorch refuses.
+        // Reflected here and not by `stft_center`, because tch's binding of it always passes an option that
+        // libtorch refuses.
         let reflected: Vec<f32> = before.chain(&samples).chain(after).copied().collect();
         let (n_fft, hop) = (n_fft as i64, hop_length as i64);
         let spectrum = Tensor::f_from_slice(&reflected)?.f_stft(

@@ -58,8 +58,8 @@ pub(super) struct Resampler {
     from: usize,
     to: usize,
     filter: Filter,
-    /// The weights of each of the `to` phases. It is empty if that would be too many: rates without a large common
-    /// divisor are rare, so their weights are computed for each sample.
+    /// The weights of each of the `to` phases. The table is empty if it would be too large: rates without a large
+    /// common divisor are rare, so their weights are computed for each sample.
     table: Vec<Weights>,
 }
 

@@ -215,7 +215,7 @@ mod tests {
         seen
     }
 
-    /// Best fit by looking at every row: what the quick one must equal.
+    /// Computes best fit by looking at every row; the fast implementation must give the same result.
     fn slow_best_fit(lengths: &[u32], capacity: u32) -> Vec<Vec<u32>> {
         let mut order: Vec<usize> = (0..lengths.len()).filter(|&i| lengths[i] > 0).collect();
         order.sort_by_key(|&i| std::cmp::Reverse(lengths[i].min(capacity)));

@@ -93,7 +93,7 @@ fn add_matches(pattern: &Path, files: &mut Vec<PathBuf>) -> Result<()> {
     let text = pattern
         .to_str()
         .ok_or_else(|| invalid(pattern.display().to_string()))?;
-    // Shells treat `*` so: it does not cross folders or match hidden files.
+    // As in shells, `*` does not cross folders or match hidden files.
     let options = glob::MatchOptions {
         require_literal_separator: true,
         require_literal_leading_dot: true,

@@ -124,7 +124,7 @@ impl RecordFiles {
         let (file, record) = self.find(index)?;
         Ok(RecordLocation {
             path: file.path.clone(),
-            // Error messages count records without the header, and so does this.
+            // Error messages count records without the header, so the header is subtracted.
             record: record - self.skip,
             offset: file.range(record)?.start,
         })
@@ -164,7 +164,7 @@ impl RecordFiles {
         let (file, record) = self.find(index)?;
         let (offset, bytes) = file.bytes(record)?;
         read(&bytes).map_err(|problem| match file.check_unchanged() {
-            // The record may be half of an old and half of a new one.
+            // A changed file may yield half of an old record and half of a new one.
             Err(changed @ Error::FileChanged { .. }) => changed,
             _ => Error::InvalidRecord {
                 path: file.path.clone(),

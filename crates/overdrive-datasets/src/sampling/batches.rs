@@ -23,8 +23,8 @@ pub trait BatchSampler: Send + Sync {
         0
     }
 
-    /// Returns batch `number` of an epoch in the order that groups of `group_len` records give, which may be those
-    /// of a sampler with another batch size; with 0, in its own order.
+    /// Returns batch `number` of an epoch, in the order of groups of `group_len` records, which may come from a
+    /// sampler with another batch size. With 0, the order is the sampler's own.
     fn batch_in_groups_of(&self, _group_len: usize, epoch: u64, number: usize) -> Vec<usize> {
         self.batch(epoch, number)
     }

@@ -60,14 +60,14 @@ impl<K: PartialEq + Copy, V> RecentValues<K, V> {
     /// The number of values: workers may be at both sides of a border between groups or batches.
     const CACHED: usize = 4;
 
-    /// Returns the value of `key`, which `compute` must always compute equally. Two threads that miss it at the
-    /// same time both compute it, so that neither blocks the other.
+    /// Returns the value of `key`; `compute` must always compute the same value for it. Two threads that miss
+    /// it at the same time both compute it, so that neither blocks the other.
     pub(crate) fn get_or(&self, key: K, compute: impl FnOnce() -> V) -> Arc<V> {
         let Ok(value) = self.try_get_or(key, || Ok::<V, Infallible>(compute()));
         value
     }
 
-    /// Does the same with a function that may fail; errors are not kept.
+    /// Works as [`get_or`](Self::get_or), for a function that may fail; errors are not cached.
     pub(crate) fn try_get_or<E>(
         &self,
         key: K,

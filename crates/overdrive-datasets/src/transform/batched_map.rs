@@ -50,8 +50,8 @@ where
                 .min(start.saturating_add(self.batch_size))
     }
 
-    /// Applies the function to a batch. An error of the function names the records of the batch; that of a record
-    /// which cannot be read names the record itself.
+    /// Applies the function to a batch. An error of the function names the records of the batch; if a record
+    /// cannot be read, the error names that record.
     pub(super) fn results(&self, batch: usize) -> Result<Vec<T>> {
         let records = self.range(batch).map(|index| self.dataset.get(index));
         self.apply(batch, records.collect::<Result<_>>()?)
@@ -198,7 +198,7 @@ where
             records.extend(read);
         }
         match self.batches.apply(batch, records) {
-            // A batch has no other one in its place, so `Replace` leaves it out as `Skip` does.
+            // No other batch can replace this one, so `Replace` leaves it out as `Skip` does.
             Err(error) if self.on_error != ErrorPolicy::Stop && error.is_about_record() => {
                 self.log.add(&error);
                 Ok(Vec::new())

@@ -151,8 +151,8 @@ impl MapCache<'_> {
     }
 }
 
-/// Returns the results at `path`. If there is no such file, or it is damaged, they are computed by `results_of` for
-/// `batches` batches of `batch_size` records, whose files have to be `unchanged` afterwards.
+/// Returns the results at `path`. If the file is missing or damaged, `results_of` computes them for `batches`
+/// batches of `batch_size` records, and `unchanged` then checks that the files of the records have not changed.
 fn results<T: Serialize + DeserializeOwned + Send>(
     path: &Path,
     batches: usize,

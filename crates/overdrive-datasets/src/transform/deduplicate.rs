@@ -36,7 +36,7 @@ pub struct Deduplicated<D> {
 struct Limits {
     /// The largest number of entries that are sorted at once.
     entries: usize,
-    /// The bytes of entries that wait until they are written, of each partition.
+    /// The size in bytes of the buffer of each partition, whose entries are not written yet.
     buffer_bytes: usize,
 }
 
@@ -112,7 +112,7 @@ impl<D: Dataset> Selection<D> {
         let mut drop = vec![0_u64; len.div_ceil(64)];
         let mut duplicates = 0;
         sink.for_each_partition(|entries| {
-            // Sorting makes equal hashes neighbours, with the first record in front.
+            // Sorting places equal hashes next to each other, with the first record in front.
             entries.par_sort_unstable();
             entries.dedup_by(|later, first| {
                 let is_equal = later.0 == first.0;
@@ -184,7 +184,7 @@ impl Entries {
 impl PartitionFiles {
     fn new(partitions: usize, options: &DeduplicateOptions, limits: Limits) -> Result<Self> {
         let base = options.temp_dir.clone().unwrap_or_else(std::env::temp_dir);
-        // A name that the next program recognizes, should this one be killed.
+        // The name lets a later program recognize the folder if this one is killed.
         let folder = files::unfinished_folder(base.join("deduplicate"))?;
         let files = Self {
             folder,
@@ -244,7 +244,8 @@ impl PartitionFiles {
             entries.push((u128::from_le_bytes(hash), u64::from_le_bytes(index)));
             if entries.len() >= limit {
                 deduplicate(entries);
-                // The remaining entries differ. If they are many, a larger limit keeps the number of passes low.
+                // The remaining entries differ. If there are many of them, a larger limit keeps the number of
+                // passes low.
                 limit = self.limits.entries.max(2 * entries.len());
             }
         }

@@ -82,7 +82,7 @@ impl<D: Dataset> Interleave<D> {
             let (block, rank) = (last / counts[number], last % counts[number]);
             let slot = (number as u32, rank as u32);
             let at = pattern.iter().position(|&other| other == slot);
-            // An endless dataset (RandomWindows) has its end at the largest number.
+            // An endless dataset (RandomWindows) ends at the largest number.
             block
                 .saturating_mul(PATTERN)
                 .saturating_add(at.unwrap_or(0) + 1)

@@ -52,7 +52,7 @@ impl<A: Dataset, B: Dataset<Item = A::Item>> Dataset for Concat<A, B> {
     type Item = A::Item;
 
     fn len(&self) -> usize {
-        // One of them may be endless, of the largest length.
+        // One of the datasets may be endless, with the largest possible length.
         self.first.len().saturating_add(self.second.len())
     }
 

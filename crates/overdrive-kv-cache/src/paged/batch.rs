@@ -281,11 +281,11 @@ impl<'a> PagedStep<'a> {
     /// Adds the new tokens to their sequences.
     pub(super) fn commit(mut self) {
         let prepared = std::mem::take(&mut self.prepared);
-        // Emptied above, so that `drop` has nothing left to cancel.
+        // The step is emptied above, so `drop` has nothing left to cancel.
         self.cache.block_tables().commit(prepared);
     }
 
-    /// Hands the new tokens over to the cache without adding them to their sequences.
+    /// Passes the new tokens to the cache without adding them to their sequences.
     pub(super) fn launch(mut self) {
         let prepared = std::mem::take(&mut self.prepared);
         self.cache.block_tables().launch(prepared);

@@ -111,7 +111,7 @@ impl BlockTables {
         // At least one token is left to compute, since the logits of the last one are needed.
         let usable = tokens.len().saturating_sub(1);
         let mut table = Vec::new();
-        // Without sharing the index is empty.
+        // If sharing is turned off, the index is empty.
         for tokens in tokens[..usable].chunks_exact(self.block_size) {
             let Some((block, prefix)) = self.index.find(before, tokens) else {
                 break;
@@ -172,7 +172,7 @@ impl BlockTables {
         }
     }
 
-    /// Allocates blocks for the new tokens of some sequences, for all of them or for none.
+    /// Allocates blocks for the new tokens of some sequences. If there are too few blocks, allocates none.
     pub(super) fn prepare(
         &mut self,
         new_tokens: &[(SequenceId, &[i64])],
@@ -188,7 +188,7 @@ impl BlockTables {
         let mut needed = 0_usize;
         for (id, tokens) in new_tokens {
             needed = needed.saturating_add(self.blocks_needed(*id, tokens.len())?);
-            // Two entries would both plan to fill the same open block.
+            // Two entries for one sequence would both plan to fill the same open block.
             if !seen.insert(*id) {
                 return Err(Error::SequenceTwice { id: *id });
             }

@@ -80,7 +80,7 @@ impl PagedCache {
     /// ([`PagedCacheConfig::validate`]); [`Error::Torch`] if memory runs out.
     pub fn new(config: PagedCacheConfig) -> Result<PagedCache> {
         config.validate()?;
-        // One block more than the tables know, for the rows of a captured step that belong to no sequence.
+        // One block more than the tables use: it belongs to the rows of a captured step without a sequence.
         let (blocks, block_size) = (to_i64(config.num_blocks) + 1, config.block_size);
         // Not initialized: a block is read only up to the tokens that were written to it.
         let pool = |dim: i64| {
@@ -197,7 +197,7 @@ impl PagedCache {
         let prepared = self.tables.prepare(new_tokens)?;
         let step = PagedStep::new(self, prepared);
         // Copies whole blocks although only their first tokens are filled: one copy per layer is
-        // cheaper than two of narrowed tensors.
+        // cheaper than two copies of narrowed tensors.
         for (from, to) in step.prepared().iter().filter_map(|new| new.copy) {
             for layer in &step.cache().layers {
                 for pool in [&layer.keys, &layer.values] {

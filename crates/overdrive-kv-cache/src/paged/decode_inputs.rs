@@ -41,7 +41,7 @@ const ALIGNMENT: usize = 4;
 /// ```
 #[derive(Debug)]
 pub struct PagedDecodeInputs {
-    /// i32: the i64 parts first, each value as two words.
+    /// All inputs as i32: the i64 parts come first, each value as two words.
     words: Tensor,
     /// The values that were last copied to `words`.
     host: Vec<i32>,
@@ -95,7 +95,7 @@ impl PagedDecodeInputs {
     }
 
     /// Writes the inputs of a step of `rows` rows. Returns `false`, without writing anything, if there is no room for
-    /// the blocks or a sequence is longer than the longest that is supported.
+    /// the blocks or if a sequence exceeds the maximum length.
     fn load(&mut self, prepared: &[PreparedSequence], rows: usize) -> Result<bool> {
         let parts = self.parts;
         // A padding row has one key, its own, in the padding block.
@@ -177,7 +177,7 @@ impl PagedDecodeInputs {
                 &blocks, &starts, &counts, longest, size,
             )?);
         }
-        // The CPU kernel takes the host's tables of this step.
+        // The CPU kernel needs the tables of this step on the host.
         let read = |tensor: &Tensor| Ok::<_, Error>(Vec::<i32>::try_from(tensor)?);
         let (starts, counts, blocks) = (read(&starts)?, read(&counts)?, read(&blocks)?);
         let natural = |number: i32| usize::try_from(number).unwrap_or(0);
@@ -231,7 +231,7 @@ impl PagedCache {
             parts,
             block_size: self.block_size(),
             longest,
-            // The pool has one block more than its tables know.
+            // The pool has one block more than its tables use.
             padding: int(to_i64(blocks)),
         })
     }

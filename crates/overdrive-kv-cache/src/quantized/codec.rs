@@ -121,7 +121,7 @@ impl Format {
         }
     }
 
-    /// The scale and minimum of a group.
+    /// Returns the scale and the minimum of a group.
     fn range(&self, group: impl Iterator<Item = f32>) -> (f32, f32) {
         let (mut low, mut high, mut finite) = (f32::INFINITY, f32::NEG_INFINITY, true);
         for x in group {
@@ -170,7 +170,7 @@ impl Format {
 
     /// Dequantizes `codes` to rows, beginning with the first row of a line.
     ///
-    /// Inlined, so that it is compiled for the instruction set of its caller.
+    /// It is inlined, so that it is compiled for the instruction set of its caller.
     #[inline(always)]
     pub(crate) fn dequantize(&self, codes: &[u8], lines: &[f32], rows: &mut [f32]) {
         let per_line = self.rows_per_line();
@@ -308,7 +308,7 @@ mod tests {
                 let low = group.iter().copied().fold(f32::INFINITY, f32::min);
                 let high = group.iter().copied().fold(f32::NEG_INFINITY, f32::max);
                 let step = (high - low) / format.bits.highest();
-                // Besides half a step, the rounding of f32.
+                // Half a step, plus the rounding of f32.
                 let bound = step * 0.5 * 1.0001 + 4.0 * f32::EPSILON * low.abs().max(high.abs());
                 prop_assert!((x - back).abs() <= bound, "{x} came back as {back}, bound {bound}");
             }

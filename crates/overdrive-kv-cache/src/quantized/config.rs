@@ -60,7 +60,7 @@ impl QuantizedCacheConfig {
     /// # Errors
     /// An [option](overdrive_core::Error::InvalidOption) out of its range.
     pub fn validate(&self) -> Result<()> {
-        // Even, because a byte holds two values of 4 bits.
+        // The group size must be even, because a byte holds two values of 4 bits.
         let even = self.group_size >= 2 && self.group_size % 2 == 0;
         check_option(even, "group_size", self.group_size, "even and at least 2")?;
         Ok(check_non_negative("residual_length", self.residual_length)?)

@@ -120,7 +120,7 @@ pub(super) fn attend(set: InstructionSet, inputs: &AttendInputs<'_>, output: &mu
     let (len, step) = (Partial::len(inputs), inputs.step());
     let splits = match heads {
         _ if output.is_empty() => return,
-        // Two for each thread, so that one slow split does not delay all threads.
+        // Two splits for each thread, so that one slow split does not delay all threads.
         heads if heads < 2 * workers() => (2 * workers())
             .div_ceil(heads)
             .min(inputs.tokens() / SPLIT_KEYS)
@@ -129,7 +129,7 @@ pub(super) fn attend(set: InstructionSet, inputs: &AttendInputs<'_>, output: &mu
     };
     let bound = |split: usize| match split {
         split if split == splits => inputs.tokens(),
-        // At the beginning of a line of scales.
+        // A split begins at a line of scales.
         split => inputs.tokens() * split / splits / step * step,
     };
     let mut results = vec![0.0; heads * splits * len];
@@ -168,7 +168,7 @@ pub(super) fn attend(set: InstructionSet, inputs: &AttendInputs<'_>, output: &mu
             }
         }
         for (row, to) in output.chunks_exact_mut(dim).enumerate() {
-            // A query that sees no key has zeros.
+            // The result of a query that sees no key is zero.
             let weight = merged.weights[row];
             let factor = if weight > 0.0 { 1.0 / weight } else { 0.0 };
             for (to, from) in to.iter_mut().zip(&merged.sums[row * dim..]) {
@@ -196,7 +196,8 @@ vectorized! {
 }
 
 vectorized! {
-    /// Does the online softmax of the queries of one key head over the tokens `tokens.0..tokens.1`.
+    /// Computes the online softmax of the queries of one key head over the tokens
+    /// `tokens.0..tokens.1`.
     fn attend_to_tokens<S: Simd>(
         s: S,
         inputs: &AttendInputs<'_>,
@@ -263,7 +264,7 @@ vectorized! {
                 hide(inputs, (batch, row % group), start, scores);
                 let highest = scores.iter().copied().fold(LOWEST, f32::max);
                 let maximum = maxima[row].max(highest);
-                // Two floats for each block are not worth a vector.
+                // With two floats for each block, vector instructions would gain nothing.
                 let factor = (maxima[row] - maximum).exp();
                 maxima[row] = maximum;
                 weights[row] = weights[row] * factor + exponentiate(s, scores, maximum);
@@ -360,7 +361,7 @@ fn add_values<S: Simd>(
     values: &[f32],
     dim: usize,
 ) {
-    // As many sums as fit into registers.
+    // The number of sums that fit into registers.
     const VECTORS: usize = 4;
     const WIDE: usize = VECTORS * LANES;
     let factor = s.splat(factor);

@@ -112,7 +112,7 @@ impl Layer {
     fn encode(&mut self, keys: &Tensor, values: &Tensor) -> Result<()> {
         let needed = self.quantized + keys.size()[2];
         if needed > self.keys.capacity {
-            // Doubled, as in a `DynamicCache`: appending copies fewer than two tokens for each.
+            // Doubled, as in a `DynamicCache`, so that fewer than two tokens are copied for each appended token.
             let capacity = needed.max(2 * self.keys.capacity);
             self.keys = self.keys.resized(capacity, self.quantized)?;
             self.values = self.values.resized(capacity, self.quantized)?;
@@ -123,8 +123,7 @@ impl Layer {
         Ok(())
     }
 
-    /// Drops all but the first `len` tokens. The remaining tokens of a block that is cut are dequantized into
-    /// the tail.
+    /// Drops all but the first `len` tokens. If a block is cut, its remaining tokens are dequantized into the tail.
     pub(super) fn truncate(&mut self, len: i64) -> Result<()> {
         if len >= self.quantized {
             self.tail_len = len - self.quantized;

@@ -65,7 +65,7 @@ impl Store {
 
     /// Returns all codes and scales, for the kernel.
     pub(super) fn codes(&self) -> Result<kernel::Codes<'_>> {
-        // SAFETY: nobody writes codes and scales but `quantize`, which borrows the store for writing.
+        // SAFETY: only `quantize` writes codes and scales, and it borrows the store for writing.
         unsafe {
             Ok(kernel::Codes {
                 format: self.format,
@@ -152,7 +152,7 @@ impl Store {
             return self.dequantize_to(0, &to.f_narrow(2, 0, tokens)?);
         }
         let (format, capacity, room) = (self.format, size(self.capacity), size(to.size()[2]));
-        // SAFETY: `to` is a scratch of the caller's own, the rest is read only.
+        // SAFETY: `to` is a scratch tensor that belongs to the caller; the others are only read.
         let (codes, lines, to) = unsafe {
             (
                 raw::slice::<u8>(&self.codes)?,
@@ -202,7 +202,7 @@ impl Store {
         let (half_line, group) = (format.line_len() as i64 / 2, format.group as i64);
         let codes = self.codes.f_narrow(2, from, tokens)?;
         let lines = self.lines.f_narrow(2, from / per_line, tokens / per_line)?;
-        // The parts of a row with one code in each byte: the whole byte, or its low and its high bits.
+        // The parts of a row, each with one code per byte: the whole byte, or its low bits and its high bits.
         let nibbles = match format.bits {
             QuantizationBits::Eight => vec![codes],
             QuantizationBits::Four => vec![
@@ -222,9 +222,9 @@ impl Store {
             let line = |start: i64| -> Result<Tensor> {
                 let values = lines.f_narrow(-1, start, half_line)?;
                 Ok(match format.axis {
-                    // A value for each group of a row.
+                    // One value for each group of a row.
                     QuantizationAxis::Token => values.f_unsqueeze(-1)?,
-                    // A value for each channel of a block of rows.
+                    // One value for each channel of a block of rows.
                     QuantizationAxis::Channel => of_part(&values, part)?.f_unsqueeze(3)?,
                 })
             };
@@ -266,8 +266,8 @@ impl Store {
         let range = high.f_sub(&low)?;
         let scales = range.f_div_scalar(highest)?;
         let not_finite = range.f_isfinite()?.f_logical_not()?;
-        // As on slices, a group with a value that is not finite dequantizes to NaN, so that it does not
-        // pass for valid values.
+        // As in the code for slices, a group with a value that is not finite dequantizes to NaN, so
+        // that it cannot be mistaken for valid values.
         let unknown = |x: &Tensor| x.f_masked_fill(&not_finite, f64::NAN);
         let lines = Tensor::f_cat(&[unknown(&scales)?, unknown(&low)?], -1)?;
         let [scales, least] = self.lines_by_row(&lines, tokens)?;
@@ -307,7 +307,7 @@ impl Store {
 mod tests {
     use super::*;
 
-    /// The operators run on a GPU, where the elements are not available as slices.
+    /// Compares the code for slices with the operators, which run on a GPU, where slices are not available.
     #[test]
     fn operators_and_slices_quantize_alike() {
         let device = Device::Cpu;
@@ -429,7 +429,7 @@ mod tests {
                 let exact = Tensor::f_empty([2, 2, 16, 16], (Kind::Float, device))?;
                 store.dequantize_into(16, &exact)?;
                 let read = to.f_narrow(2, 0, 16)?.f_to_kind(Kind::Float)?;
-                // Half a step of bf16 for values up to 1, beside the rounding of f32.
+                // Half a step of bf16 for values up to 1, plus the rounding of f32.
                 let off = (&read - &exact).abs().max().double_value(&[]);
                 assert!(off <= 2f64.powi(-9) + 1e-6, "{format:?} is off by {off}");
                 let rest = to.f_narrow(2, 16, 4)?.f_abs()?.f_max()?;

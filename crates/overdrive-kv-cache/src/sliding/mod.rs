@@ -183,8 +183,8 @@ impl SlidingCache {
             (Some(cache), _) => cache,
             (None, _) => return Ok(None),
         };
-        // Slots of the slack, and of a model window narrower than the cache's, hold tokens that this
-        // query must not see.
+        // If the ring has slack, or if the model's window is narrower than the cache's, some slots
+        // hold tokens that this query must not see.
         let seen = ring.seen_slots(window)?;
         let mask = match (options.mask, seen) {
             (None, seen) => seen,
@@ -207,9 +207,9 @@ impl SlidingCache {
         attend_to_view(query, &ring.unordered()?, &options).map(Some)
     }
 
-    /// Computes the attention of several queries, each of which sees the sinks at another distance: rotates
-    /// the queries backward instead of the sinks forward, and merges the attention over the sinks with that
-    /// over the rest.
+    /// Computes the attention of several queries, each of which sees the sinks at a different distance:
+    /// rotates the queries backward instead of the sinks forward, and merges the attention over the sinks
+    /// with the attention over the other tokens.
     fn attend_with_rotated_queries(
         &mut self,
         layer: usize,
@@ -263,7 +263,7 @@ impl SlidingCache {
                 let at_sinks = mask.f_narrow(-1, 0, ring.sinks())?;
                 (Some(at_sinks), Some(recent.columns_of(mask)?))
             }
-            // A query among the sinks sees those up to its own.
+            // A query among the sinks sees the sinks up to its own position.
             None if past < limits.sinks => {
                 let all = Tensor::f_ones([tokens, ring.sinks()], (Kind::Bool, new.spec.device))?;
                 (Some(all.f_tril(past)?), None)

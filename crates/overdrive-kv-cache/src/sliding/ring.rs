@@ -11,7 +11,7 @@ use crate::key_values::{KeyValues, Spec};
 /// The number of tokens that a layer keeps.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(super) struct Limits {
-    /// The number of tokens that a query sees besides the sinks; `None`: all.
+    /// The number of tokens that a query sees besides the sinks; `None` means all.
     pub(super) window: Option<i64>,
     pub(super) sinks: i64,
     pub(super) slack: i64,
@@ -48,7 +48,7 @@ pub(super) struct Ring {
 
 impl Ring {
     pub(super) fn new(spec: Spec, limits: Limits, capacity: i64) -> Result<Ring> {
-        // Never more than the ring needs, even if the caller expects a larger capacity.
+        // At most what the ring needs, even if the caller expects a larger capacity.
         let most = limits.ring().map_or(i64::MAX, |ring| limits.sinks + ring);
         Ok(Ring {
             buffer: Buffer::new(spec, capacity.clamp(1, most))?,
@@ -65,7 +65,7 @@ impl Ring {
         self.first == self.limits.sinks
     }
 
-    /// Returns `true` if this also holds with `new` more tokens.
+    /// Returns `true` if each token still lies in the slot of its position after `new` more tokens.
     pub(super) fn stays_linear(&self, new: i64) -> bool {
         let ring = self.limits.ring();
         let fits = ring.is_none_or(|ring| self.total + new <= self.limits.sinks + ring);
@@ -105,7 +105,7 @@ impl Ring {
     }
 
     /// Writes `count` of the `new` tokens, beginning with the new token `from`, into the slots of the positions
-    /// from `token` on. If there are more than the ring holds, it writes the last ones.
+    /// from `token` on. If the ring cannot hold all of them, writes only the last ones.
     fn write(&mut self, token: i64, new: &KeyValues<'_>, from: i64, count: i64) -> Result<()> {
         if count == 0 {
             return Ok(());
@@ -179,8 +179,8 @@ impl Ring {
         Ok(KvView::new(keys, values))
     }
 
-    /// Returns the slots that the last query sees through `window`, bool `(slots,)`; `None`: all of
-    /// them. For a ring that has dropped tokens.
+    /// Returns the slots that the last query sees through `window`, bool `(slots,)`, for a ring
+    /// that has dropped tokens; `None` means all slots.
     pub(super) fn seen_slots(&self, window: i64) -> Result<Option<Tensor>> {
         let from = self.first.max(self.total - window);
         let sinks = self.limits.sinks;
@@ -195,8 +195,8 @@ impl Ring {
         Ok(Some(seen))
     }
 
-    /// Returns the columns of `mask (…, S)` in slot order; `None` if slots hold tokens that were removed by a
-    /// truncation, for which there is no column.
+    /// Returns the columns of `mask (…, S)` in slot order. Returns `None` if slots hold tokens that a
+    /// truncation removed, because the mask has no columns for them.
     pub(super) fn columns_by_slot(&self, mask: &Tensor) -> Result<Option<Tensor>> {
         let Some(ring) = self.limits.ring() else {
             return Ok(None);
@@ -338,7 +338,7 @@ impl Ring {
     }
 
     fn clear_free_slots(&mut self) -> Result<()> {
-        // From the slot of the next token to that of the first one, around the end.
+        // The free slots go from that of the next token to that of the first token, around the end.
         let Some(ring) = self.limits.ring() else {
             return Ok(());
         };

@@ -6,10 +6,10 @@ use crate::Result;
 use crate::key_values::Spec;
 
 /// A rotation by whole tokens of `D` channels in the half-split convention: channel `i` rotates with
-/// channel `i + R/2`, `R` being twice the number of frequencies; channels from `R` on stay.
+/// channel `i + R/2`, where `R` is twice the number of frequencies; channels from `R` on are not rotated.
 #[derive(Debug)]
 pub(super) struct Rotation {
-    /// The number of tokens; the first if there are several.
+    /// The number of tokens of the first rotation.
     pub(super) tokens: i64,
     /// `(N, D)`: one row for each rotation, or one for all.
     cos: Tensor,
@@ -32,7 +32,7 @@ impl Rotation {
                 overdrive_core::Error::option("inverse_frequencies", found, expected).into(),
             );
         }
-        // In f64: at position 100,000 an f32 angle is off by up to 0.004 radians.
+        // Computed in f64: at position 100,000 an f32 angle is off by up to 0.004 radians.
         let (mut cos, mut sin) = (Vec::new(), Vec::new());
         for distance in tokens {
             let angles: Vec<f64> = frequencies.iter().map(|f| f * *distance as f64).collect();

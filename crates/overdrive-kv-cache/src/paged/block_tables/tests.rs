@@ -5,7 +5,8 @@ use proptest::prelude::*;
 use super::{BlockTables, PreparedSequence, SequenceId};
 use crate::Error;
 
-/// A hash of the first `n` tokens of a sequence, on all of which the key at that position depends.
+/// Returns a hash of all given tokens, which stands for the key at the last position: that key
+/// depends on all of them.
 fn key(tokens: &[i64]) -> u64 {
     tokens.iter().fold(17, |sum: u64, token| {
         sum.wrapping_mul(1_000_003).wrapping_add(*token as u64 + 1)
@@ -125,7 +126,7 @@ enum Action {
 }
 
 fn actions() -> impl Strategy<Value = Vec<Action>> {
-    // Two different tokens: prefixes meet all the time.
+    // With only two different tokens, sequences often share prefixes.
     let tokens = |most| prop::collection::vec(0..2_i64, 0..most);
     let new = (any::<usize>(), tokens(9_usize));
     let action = prop_oneof![
@@ -288,7 +289,7 @@ fn the_whole_pool_can_be_refilled_after_a_cut_in_the_middle_of_a_full_block() {
         .unwrap();
     model.check();
     assert_eq!(model.tables.available(), 0);
-    // The old middle cannot be found any more, its beginning can.
+    // The middle of the old sequence can no longer be found; its beginning still can.
     let old: Vec<i64> = (0..13).collect();
     assert_eq!(model.tables.cached_blocks(0, &old).len(), 1);
 }
