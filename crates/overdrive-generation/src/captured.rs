@@ -16,7 +16,7 @@ use crate::engine::{EngineModel, RaggedStep, StepAdapters};
 /// the time is small.
 const MOST_ROWS: usize = 512;
 
-/// The maximum number of graphs, which is needed because each adapter has its own graphs.
+/// The maximum number of graphs. A bound is needed because each adapter has its own graphs.
 const MOST_GRAPHS: usize = 128;
 
 /// The number of runs before a capture. They load what a capture cannot load: the kernels for these shapes, and
