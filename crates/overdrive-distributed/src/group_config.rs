@@ -51,7 +51,7 @@ impl Default for GroupConfig {
     fn default() -> Self {
         Self {
             backend: Backend::Gloo,
-            timeout: Duration::from_secs(30 * 60),
+            timeout: Self::DEFAULT_TIMEOUT,
             heartbeat: None,
             check_tensors: std::env::var("TORCH_DISTRIBUTED_DEBUG")
                 .is_ok_and(|value| value.eq_ignore_ascii_case("detail")),
@@ -61,6 +61,9 @@ impl Default for GroupConfig {
 }
 
 impl GroupConfig {
+    /// The default timeout, that of PyTorch's Gloo groups: 30 minutes.
+    pub const DEFAULT_TIMEOUT: Duration = Duration::from_secs(30 * 60);
+
     /// Sets the timeout.
     #[must_use]
     pub fn with_timeout(mut self, timeout: Duration) -> Self {

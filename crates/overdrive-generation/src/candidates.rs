@@ -1,6 +1,7 @@
 //! The tokens from which one is sampled, and the cuts that leave them.
 
 use crate::GenerationConfig;
+use crate::config::Cuts;
 use crate::row_scores::RowScores;
 use crate::vector_math::exp;
 
@@ -206,32 +207,42 @@ impl Candidates {
         }
     }
 
-    fn cut(&mut self, config: &GenerationConfig, keep: usize, top_p: bool) {
+    /// Applies the cuts; `with_top_p` is `false` if top-p has been applied to the whole vocabulary.
+    fn cut(&mut self, config: &GenerationConfig, keep: usize, with_top_p: bool) {
+        let Cuts {
+            top_k,
+            top_p,
+            min_p,
+            top_h,
+            typical_p,
+            epsilon_cutoff,
+            eta_cutoff,
+        } = config.cuts();
         self.weigh();
-        if let Some(h) = config.top_h {
+        if let Some(h) = top_h {
             self.top_h(h);
-            if config.top_k > 0 && config.top_k.max(keep) < self.list.len() {
-                let least = self.nth_best(config.top_k.max(keep));
+            if top_k > 0 && top_k.max(keep) < self.list.len() {
+                let least = self.nth_best(top_k.max(keep));
                 self.list.retain(|c| c.score >= least);
             }
         }
-        if top_p {
+        if with_top_p {
             let total = self.total();
-            self.keep_mass(config.top_p, total, keep);
+            self.keep_mass(top_p, total, keep);
         }
-        if let Some(p) = config.min_p {
+        if let Some(p) = min_p {
             let p = p as f32;
             self.retain_best(keep, |c| c.weight >= p);
         }
-        if config.typical_p < 1.0 {
-            self.typical(config.typical_p, keep);
+        if typical_p < 1.0 {
+            self.typical(typical_p, keep);
         }
-        if config.epsilon_cutoff > 0.0 {
-            let least = (config.epsilon_cutoff * self.total()) as f32;
+        if epsilon_cutoff > 0.0 {
+            let least = (epsilon_cutoff * self.total()) as f32;
             self.retain_best(keep, |c| c.weight >= least);
         }
-        if config.eta_cutoff > 0.0 {
-            let epsilon = config.eta_cutoff;
+        if eta_cutoff > 0.0 {
+            let epsilon = eta_cutoff;
             let eta = epsilon.min(epsilon.sqrt() * (-self.entropy()).exp());
             let least = (eta * self.total()) as f32;
             self.retain_best(keep, |c| c.weight >= least);

@@ -58,11 +58,11 @@ const CPU_CLASSES: [(CpuClass, HasFeatures); 5] = [
         CpuClass {
             name: "AVX-512 without bf16",
             precision: Precision::Fp32,
-            why: "has wide vectors but no bf16 instructions: bf16 matmuls are emulated, about three \
-                  times slower than fp32",
+            why: "has no bf16 instructions: the layers of Overdrive multiply bf16 in fp32, and libtorch emulates \
+                  its own bf16 matmuls with AVX-512, about three times slower than fp32",
             bf16_cost: Some(
-                "this CPU has no bf16 instructions: libtorch emulates them with AVX-512, about three \
-                 times slower than fp32; use fp32",
+                "this CPU has no bf16 instructions: the layers of Overdrive multiply bf16 in fp32, and libtorch \
+                 emulates its own bf16 matmuls, about three times slower; use fp32",
             ),
         },
         |cpu| cpu.avx512,
@@ -71,11 +71,11 @@ const CPU_CLASSES: [(CpuClass, HasFeatures); 5] = [
         CpuClass {
             name: "no bf16 instructions",
             precision: Precision::Fp32,
-            why: "has no bf16 instructions: bf16 matmuls are far slower than fp32, tens to thousands \
-                  of times (one of 2048 x 2048 matrices takes seconds)",
+            why: "has no bf16 instructions: the layers of Overdrive multiply bf16 in fp32, and libtorch emulates \
+                  its own bf16 matmuls, tens to thousands of times slower than fp32",
             bf16_cost: Some(
-                "this CPU has no bf16 instructions: libtorch emulates them, tens to thousands of times \
-                 slower than fp32; use fp32",
+                "this CPU has no bf16 instructions: the layers of Overdrive multiply bf16 in fp32, and libtorch \
+                 emulates its own bf16 matmuls, tens to thousands of times slower; use fp32",
             ),
         },
         |_| true,

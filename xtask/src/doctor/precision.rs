@@ -39,8 +39,8 @@ fn on_cuda(major: u32, minor: u32) -> String {
 
 fn on_cpu(features: CpuFeatures, speed: Option<MatmulSpeed>) -> String {
     if !features.multiplies_bf16() {
-        return "fp32 (this processor has no bf16 instructions for matmuls: they would be emulated, \
-                tens to thousands of times slower)"
+        return "fp32 (this processor has no bf16 instructions for matmuls: layers multiply bf16 in fp32, which \
+                saves no time, and libtorch's own operators emulate it)"
             .to_owned();
     }
     match speed {

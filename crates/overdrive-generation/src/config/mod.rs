@@ -244,6 +244,34 @@ impl Default for GenerationConfig {
     }
 }
 
+/// The options that exclude tokens by their probabilities. Its users name all fields, so that the compiler finds each
+/// place where a further one must act: a draw on a device would otherwise ignore it.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Cuts {
+    pub(crate) top_k: usize,
+    pub(crate) top_p: f64,
+    pub(crate) min_p: Option<f64>,
+    pub(crate) top_h: Option<f64>,
+    pub(crate) typical_p: f64,
+    pub(crate) epsilon_cutoff: f64,
+    pub(crate) eta_cutoff: f64,
+}
+
+impl GenerationConfig {
+    /// Returns the options that exclude tokens by their probabilities.
+    pub(crate) fn cuts(&self) -> Cuts {
+        Cuts {
+            top_k: self.top_k,
+            top_p: self.top_p,
+            min_p: self.min_p,
+            top_h: self.top_h,
+            typical_p: self.typical_p,
+            epsilon_cutoff: self.epsilon_cutoff,
+            eta_cutoff: self.eta_cutoff,
+        }
+    }
+}
+
 impl GenerationConfig {
     /// Returns `true` if the likeliest token is taken: without sampling, or with a temperature below 1e-5.
     pub fn is_greedy(&self) -> bool {

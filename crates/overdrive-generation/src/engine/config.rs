@@ -1,4 +1,5 @@
 use overdrive_core::{check_at_least, check_fraction, check_option};
+use overdrive_kv_cache::PagedCacheConfig;
 
 use crate::Result;
 
@@ -42,7 +43,7 @@ impl Default for EngineConfig {
             max_num_seqs: 256,
             max_num_batched_tokens: None,
             max_model_len: None,
-            block_size: 16,
+            block_size: PagedCacheConfig::default().block_size,
             num_blocks: None,
             kv_cache_memory_bytes: None,
             enable_prefix_caching: true,

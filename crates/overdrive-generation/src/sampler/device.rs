@@ -2,6 +2,7 @@
 
 use super::{Choice, Sampler};
 use crate::candidates::{NoCandidates, TOP_H_TOKENS};
+use crate::config::Cuts;
 use crate::device_sampling::{DeviceStep, Draw, RowChanges, RowPlan, RowResult, TIES};
 use crate::logprobs::{Logprobs, TokenLogprobs};
 use crate::processors::{History, changes, process};
@@ -67,17 +68,22 @@ impl Sampler {
                 None => Draw::Greedy,
             };
         }
-        let k = config.top_k;
-        if config.top_h.is_some() {
+        let Cuts {
+            top_k,
+            top_p,
+            min_p,
+            top_h,
+            typical_p,
+            epsilon_cutoff,
+            eta_cutoff,
+        } = config.cuts();
+        if top_h.is_some() {
             Draw::Candidates(TOP_H_TOKENS + TIES)
-        } else if k > 0 && k < vocabulary {
-            Draw::Candidates(k.saturating_add(k.max(TIES)))
-        } else if config.top_p < 1.0 || config.min_p.is_some_and(|p| p > 0.0) {
+        } else if top_k > 0 && top_k < vocabulary {
+            Draw::Candidates(top_k.saturating_add(top_k.max(TIES)))
+        } else if top_p < 1.0 || min_p.is_some_and(|p| p > 0.0) {
             Draw::Candidates(MANY)
-        } else if config.typical_p < 1.0
-            || config.epsilon_cutoff > 0.0
-            || config.eta_cutoff > 0.0
-            || logprobs.is_some()
+        } else if typical_p < 1.0 || epsilon_cutoff > 0.0 || eta_cutoff > 0.0 || logprobs.is_some()
         {
             Draw::OnHost
         } else {

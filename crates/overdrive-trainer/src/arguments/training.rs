@@ -3,6 +3,7 @@
 use std::path::PathBuf;
 
 use overdrive_datasets::PackingStrategy;
+use overdrive_distributed::GroupConfig;
 use overdrive_optim::{LrSchedulerType, ScheduleOptions};
 use overdrive_transformer::AttentionImplementation;
 use serde::{Deserialize, Serialize};
@@ -300,7 +301,7 @@ options! {
             ddp_broadcast_buffers: Option<bool> = None =>
                 both("", "Copy the buffers of rank 0 to all processes before each forward pass");
             /// The timeout of a collective in seconds. Default 1800.
-            ddp_timeout: f64 = 1800.0 => both("S", "Timeout of a collective in seconds").per_rank().range(Seconds);
+            ddp_timeout: f64 = GroupConfig::DEFAULT_TIMEOUT.as_secs_f64() => both("S", "Timeout of a collective in seconds").per_rank().range(Seconds);
         }
     }
 }
