@@ -301,7 +301,8 @@ options! {
             ddp_broadcast_buffers: Option<bool> = None =>
                 both("", "Copy the buffers of rank 0 to all processes before each forward pass");
             /// The timeout of a collective in seconds. Default 1800.
-            ddp_timeout: f64 = GroupConfig::DEFAULT_TIMEOUT.as_secs_f64() => both("S", "Timeout of a collective in seconds").per_rank().range(Seconds);
+            ddp_timeout: f64 = GroupConfig::DEFAULT_TIMEOUT.as_secs_f64() =>
+                both("S", "Timeout of a collective in seconds").per_rank().range(Seconds);
         }
     }
 }
