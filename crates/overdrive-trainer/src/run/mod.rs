@@ -18,6 +18,7 @@ mod recorder;
 mod snapshots;
 mod summary;
 mod totals;
+mod trackers;
 mod training_run;
 
 pub use batch_fit::{find_executable_batch_size, usable_memory};
