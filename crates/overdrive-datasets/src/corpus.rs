@@ -34,7 +34,7 @@ impl TextFormat {
         match extension_of(path).as_str() {
             "jsonl" | "ndjson" => Ok(Self::JsonLines),
             "parquet" => Err(("Parquet", parquet)),
-            "arrow" | "feather" => Err(("Arrow", parquet)),
+            "arrow" | "feather" | "ipc" => Err(("Arrow", parquet)),
             "gz" | "zst" | "bz2" | "xz" | "zip" | "tar" | "tgz" => {
                 Err(("a compressed file", unpack))
             }

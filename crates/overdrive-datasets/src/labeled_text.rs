@@ -5,7 +5,7 @@ use std::path::Path;
 use overdrive_core::check_option;
 use serde_json::{Map, Value};
 
-use crate::records::has_extension;
+use crate::records::RecordFormat;
 use crate::{
     CsvOptions, CsvRecords, Dataset, JsonOptions, JsonRecords, Permutation, RecordFiles, Result,
 };
@@ -47,7 +47,7 @@ impl LabeledTexts {
         labels: Option<&[String]>,
     ) -> Result<Self> {
         let path = path.as_ref();
-        let rows = match has_extension(path, &["csv", "tsv", "tab"]) {
+        let rows = match RecordFormat::of(path) == Some(RecordFormat::Csv) {
             true => csv_rows(path, text, label, labels)?,
             false => json_rows(path, text, label, labels)?,
         };

@@ -170,7 +170,8 @@ pub use packing::{PackPlan, PackingStrategy, Segment};
 pub use records::TableRecords;
 pub use records::{
     CsvColumns, CsvOptions, CsvRecords, CsvRow, JsonLayout, JsonOptions, JsonRecords, RecordFiles,
-    RecordLocation, SampleBy, TextLines, TextOptions, WebDataset, WebSample, find_files,
+    RecordFormat, RecordLocation, SampleBy, TextLines, TextOptions, WebDataset, WebSample,
+    find_files,
 };
 pub use sampling::{
     BatchSampler, ConsecutiveBatches, LastShare, LengthGroupedBatches, Lengths, Permutation,

@@ -2,6 +2,7 @@
 
 mod csv;
 mod find_files;
+mod format;
 mod json;
 mod record_files;
 #[cfg(feature = "parquet")]
@@ -12,6 +13,7 @@ mod text;
 pub use csv::{CsvColumns, CsvOptions, CsvRecords, CsvRow};
 pub use find_files::find_files;
 pub(crate) use find_files::has_extension;
+pub use format::RecordFormat;
 pub use json::{JsonLayout, JsonOptions, JsonRecords};
 pub use record_files::{RecordFiles, RecordLocation};
 #[cfg(feature = "parquet")]

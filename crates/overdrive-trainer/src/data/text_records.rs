@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use overdrive_datasets::{
-    CsvOptions, CsvRecords, CsvRow, Dataset, JsonOptions, JsonRecords, RecordFiles, RecordLocation,
-    RecordNumber, Sha256Digest, TextLines, TextOptions,
+    CsvOptions, CsvRecords, CsvRow, Dataset, JsonOptions, JsonRecords, RecordFiles, RecordFormat,
+    RecordLocation, RecordNumber, Sha256Digest, TextLines, TextOptions,
 };
 use serde_json::{Map, Value};
 
@@ -12,38 +12,25 @@ use crate::arguments::{describe, nearest};
 use crate::error::listed;
 use crate::{Error, Result};
 
-/// The format of a file of records.
+/// The form of the records of files.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum RecordKind {
     Lines,
-    Json,
-    Csv,
-    Table,
+    Format(RecordFormat),
 }
 
 impl RecordKind {
-    /// Returns the format by the extension; `None` for plain text.
+    /// Returns the form by the extension; `None` for plain text.
     pub(crate) fn of(path: &Path) -> Option<Self> {
-        let name = path.file_name()?.to_string_lossy().to_ascii_lowercase();
-        let name = [".gz", ".bgz", ".zst"]
-            .iter()
-            // A compressed file has the format of the name before its suffix.
-            .find_map(|packed| name.strip_suffix(packed))
-            .unwrap_or(&name);
-        match name.rsplit_once('.')?.1 {
-            "jsonl" | "ndjson" | "json" => Some(Self::Json),
-            "csv" | "tsv" | "tab" => Some(Self::Csv),
-            "parquet" | "arrow" | "feather" | "ipc" => Some(Self::Table),
-            _ => None,
-        }
+        RecordFormat::of(path).map(Self::Format)
     }
 
     pub(crate) fn name(self) -> &'static str {
         match self {
             Self::Lines => "lines of text",
-            Self::Json => "JSON",
-            Self::Csv => "CSV",
-            Self::Table => "Parquet or Arrow",
+            Self::Format(RecordFormat::Json) => "JSON",
+            Self::Format(RecordFormat::Csv) => "CSV",
+            Self::Format(RecordFormat::Table) => "Parquet or Arrow",
         }
     }
 }
@@ -83,9 +70,13 @@ impl TextRecords {
                 };
                 Source::Lines(TextLines::open(&files, &options)?)
             }
-            RecordKind::Json => Source::Json(JsonRecords::open(&files, &JsonOptions::default())?),
-            RecordKind::Csv => Source::Csv(CsvRecords::open(&files, &CsvOptions::default())?),
-            RecordKind::Table => open_table(&files)?,
+            RecordKind::Format(RecordFormat::Json) => {
+                Source::Json(JsonRecords::open(&files, &JsonOptions::default())?)
+            }
+            RecordKind::Format(RecordFormat::Csv) => {
+                Source::Csv(CsvRecords::open(&files, &CsvOptions::default())?)
+            }
+            RecordKind::Format(RecordFormat::Table) => open_table(&files)?,
         };
         let records = Self {
             source,

@@ -5,9 +5,9 @@ use std::path::{Path, PathBuf};
 
 use overdrive_datasets::{
     BpeOptions, BuildOptions, BuildReport, BuiltTokens, Corpus, CorpusOptions, Dataset,
-    DeduplicateOptions, Deduplicated, MapCache, Selection, TextFormat, TokenStore, Tokenizer,
-    TrainedBpe, build_dataset_tokens, build_dataset_tokens_to, build_tokens, build_tokens_to,
-    find_files, train_bpe_cached,
+    DeduplicateOptions, Deduplicated, MapCache, RecordFormat, Selection, TextFormat, TokenStore,
+    Tokenizer, TrainedBpe, build_dataset_tokens, build_dataset_tokens_to, build_tokens,
+    build_tokens_to, find_files, train_bpe_cached,
 };
 
 use overdrive_core::Error as CommonError;
@@ -307,7 +307,7 @@ fn kind_of(files: &[PathBuf], arguments: &TrainingArguments) -> Result<Option<Re
             let named = |file: &&PathBuf| arguments.data.contains(file);
             let table = files.iter().filter(named).find_map(|file| {
                 let kind = RecordKind::of(file)?;
-                (kind != RecordKind::Json).then_some((file, kind))
+                (kind != RecordKind::Format(RecordFormat::Json)).then_some((file, kind))
             });
             match table {
                 Some((file, kind)) => Err(Error::MixedData {

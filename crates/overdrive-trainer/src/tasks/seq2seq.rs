@@ -4,8 +4,8 @@ use std::path::Path;
 
 use overdrive_datasets::{
     CsvOptions, CsvRecords, DataLoader, DataLoaderOptions, Dataset, DeviceLoader,
-    Error as DataError, InMemory, JsonOptions, JsonRecords, Seq2SeqBatch, Seq2SeqExample,
-    Seq2SeqPadding, Tokenizer, collate_seq2seq,
+    Error as DataError, InMemory, JsonOptions, JsonRecords, RecordFormat, Seq2SeqBatch,
+    Seq2SeqExample, Seq2SeqPadding, Tokenizer, collate_seq2seq,
 };
 use overdrive_generation::{GenerationConfig, generate};
 use overdrive_transformer::Seq2SeqLm;
@@ -25,12 +25,19 @@ pub struct Seq2SeqPair {
 }
 
 impl Seq2SeqPair {
-    /// Reads the pairs of a CSV file with the columns `source` and `target`, or of JSON Lines with these keys.
+    /// Reads the pairs of a CSV file with the columns `source` and `target`, or of JSON Lines with these keys, by the
+    /// extension ([`RecordFormat`]).
     ///
     /// # Errors
     /// An error if the file cannot be read, or lacks one of them.
     pub fn read(path: &Path) -> Result<Vec<Self>> {
-        if path.extension().is_some_and(|extension| extension == "csv") {
+        let format = RecordFormat::of(path);
+        if format == Some(RecordFormat::Table) {
+            let expected =
+                "a CSV file or JSON Lines; convert Parquet and Arrow to JSON Lines first";
+            return invalid("data", path.display(), expected);
+        }
+        if format == Some(RecordFormat::Csv) {
             let rows = CsvRecords::open([path], &CsvOptions::default())?;
             let pair = |number| -> Result<Self> {
                 let row = rows.get(number)?;
