@@ -120,3 +120,32 @@ pub fn exact_matches(model: &Seq2SeqLm, examples: &[Seq2SeqExample]) -> Result<u
     }
     Ok(exact)
 }
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn pairs_are_read_in_the_format_that_the_name_tells() {
+        let folder = tempfile::tempdir().unwrap();
+        for (name, text) in [
+            ("pairs.csv", "source,target\none,two\n"),
+            ("pairs.CSV", "source,target\none,two\n"),
+            ("pairs.tsv", "source\ttarget\none\ttwo\n"),
+            (
+                "pairs.jsonl",
+                "{\"source\": \"one\", \"target\": \"two\"}\n",
+            ),
+            ("pairs", "{\"source\": \"one\", \"target\": \"two\"}\n"),
+        ] {
+            let path = folder.path().join(name);
+            std::fs::write(&path, text).unwrap();
+            let pairs = Seq2SeqPair::read(&path).unwrap();
+            assert_eq!(pairs.len(), 1, "{name}");
+            let pair = &pairs[0];
+            assert_eq!((pair.source.as_str(), pair.target.as_str()), ("one", "two"));
+        }
+        let error = Seq2SeqPair::read(&folder.path().join("pairs.parquet")).unwrap_err();
+        assert!(error.to_string().contains("convert Parquet"), "{error}");
+    }
+}
