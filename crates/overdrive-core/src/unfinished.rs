@@ -141,7 +141,9 @@ fn register(folder: &Path) -> bool {
 /// Removes what ended processes have left in the folder.
 fn remove_leftovers(folder: &Path) {
     for entry in entries(folder) {
-        if is_leftover(&entry) {
+        // The lock is held until the entry is gone: another thread or process may be about to claim what it has just
+        // made.
+        if let Some(_lock) = leftover(&entry) {
             remove(&entry);
         }
     }
@@ -161,27 +163,25 @@ fn remove(entry: &DirEntry) {
     };
 }
 
-fn is_leftover(entry: &DirEntry) -> bool {
+/// Returns the lock of a leftover, `None` in it if the age tells one; `None` for anything else.
+fn leftover(entry: &DirEntry) -> Option<Option<File>> {
     let name = entry.file_name();
-    let Some((system, process)) = makers(name.as_encoded_bytes()) else {
-        return false;
-    };
+    let (system, process) = makers(name.as_encoded_bytes())?;
     // On some network file systems a lock excludes only the processes of this machine.
     let is_local = system_id().is_some_and(|own| own.as_bytes() == system);
     if is_local && cfg!(unix) {
         match File::open(entry.path()).map(|file| (file.try_lock(), file)) {
-            Ok((Ok(()), _held)) => return true,
-            Ok((Err(TryLockError::WouldBlock), _)) => return false,
+            Ok((Ok(()), held)) => return Some(Some(held)),
+            Ok((Err(TryLockError::WouldBlock), _)) => return None,
             Ok((Err(TryLockError::Error(_)), _)) | Err(_) => {}
         }
     }
     let is_own = process == own_process().as_bytes();
-    !is_own
-        && last_written(entry).is_some_and(|written| {
-            written
-                .elapsed()
-                .is_ok_and(|since_then| since_then >= LEFTOVER_AGE)
-        })
+    let is_old = |written: SystemTime| {
+        let age = written.elapsed();
+        age.is_ok_and(|since_then| since_then >= LEFTOVER_AGE)
+    };
+    (!is_own && last_written(entry).is_some_and(is_old)).then_some(None)
 }
 
 /// Returns the last time at which a file was written, or a folder or a file in it.
@@ -290,6 +290,24 @@ mod tests {
             &path
         ));
         drop(made);
+        assert!(names(folder.path()).is_empty());
+    }
+
+    /// A folder exists for a moment before its lock is taken, in which another thread may take it for a leftover.
+    #[test]
+    fn folders_that_several_threads_make_at_once_stay_until_they_are_dropped() {
+        let folder = tempfile::tempdir().expect("temporary folder");
+        let path = folder.path().join("sample");
+        std::thread::scope(|scope| {
+            for _ in 0..4 {
+                scope.spawn(|| {
+                    for _ in 0..200 {
+                        let made = unfinished_folder(&path).expect("made");
+                        fs::write(made.path().join("a.jsonl"), "{}").expect("the folder exists");
+                    }
+                });
+            }
+        });
         assert!(names(folder.path()).is_empty());
     }
 
