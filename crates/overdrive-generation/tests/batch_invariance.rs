@@ -69,7 +69,7 @@ fn bits(tokens: &[i64], logprobs: &[TokenLogprobs]) -> Bits {
 
 fn by_engine(model: &CausalLm, prompts: &[Vec<i64>], budget: usize) -> Vec<Bits> {
     let mut config = EngineConfig::default();
-    config.max_num_seqs = 64;
+    config.max_num_seqs = budget.min(64);
     config.max_num_batched_tokens = Some(budget);
     config.num_blocks = Some(128);
     let mut engine = Engine::new(model, config).unwrap();
