@@ -256,44 +256,53 @@ fn dots<S: Simd, const COUNT: usize>(
     let whole = dim - dim % len;
     let mut first = 0;
     while first < keys.count {
-        let count = len.min(keys.count - first);
+        let count = LANES.min(keys.count - first);
         let mut key_slices: [&[f32]; LANES] = [&[]; LANES];
-        for (lane, slice) in key_slices.iter_mut().take(len).enumerate() {
+        for (lane, slice) in key_slices.iter_mut().enumerate() {
             // Past the last key its elements are read again.
             *slice = keys.row(first + lane.min(count - 1), dim);
         }
-        let mut sums = [zero; COUNT];
-        let mut elements = [zero; LANES];
+        // Registers of several keys at once, since those of one are few chains of dependent additions.
+        let mut sums = [[zero; COUNT]; LANES];
+        let groups = LANES / len;
         let mut at = 0;
         while at < whole {
-            for (elements, key) in elements.iter_mut().zip(&key_slices).take(len) {
-                *elements = S::F32::load(s, &key[at..]);
-            }
-            s.transpose_square(&mut elements);
-            for (index, elements) in elements.iter().enumerate().take(len) {
-                for (sum, row) in sums.iter_mut().zip(&row_slices) {
-                    *sum = elements.mul_add(S::F32::splat(s, row[at + index]), *sum);
+            for (group, sums) in sums.iter_mut().enumerate().take(groups) {
+                let mut elements = [zero; LANES];
+                let keys = key_slices.iter().skip(group * len);
+                for (elements, key) in elements.iter_mut().zip(keys).take(len) {
+                    *elements = S::F32::load(s, &key[at..]);
+                }
+                s.transpose_square(&mut elements);
+                for (index, elements) in elements.iter().enumerate().take(len) {
+                    for (sum, row) in sums.iter_mut().zip(&row_slices) {
+                        *sum = elements.mul_add(S::F32::splat(s, row[at + index]), *sum);
+                    }
                 }
             }
             at += len;
         }
         for at in whole..dim {
             let mut of_keys = [0.0; LANES];
-            for (of_keys, key) in of_keys.iter_mut().zip(&key_slices).take(len) {
+            for (of_keys, key) in of_keys.iter_mut().zip(&key_slices) {
                 *of_keys = key[at];
             }
-            let elements = S::F32::load(s, &of_keys);
-            for (sum, row) in sums.iter_mut().zip(&row_slices) {
-                *sum = elements.mul_add(S::F32::splat(s, row[at]), *sum);
+            for (group, sums) in sums.iter_mut().enumerate().take(groups) {
+                let elements = S::F32::load(s, &of_keys[group * len..]);
+                for (sum, row) in sums.iter_mut().zip(&row_slices) {
+                    *sum = elements.mul_add(S::F32::splat(s, row[at]), *sum);
+                }
             }
         }
-        for (row, sums) in sums.iter().enumerate() {
+        for row in 0..COUNT {
             let mut of_keys = [0.0; LANES];
-            sums.store(&mut of_keys);
+            for (group, sums) in sums.iter().enumerate().take(groups) {
+                sums[row].store(&mut of_keys[group * len..]);
+            }
             for (key, sum) in of_keys[..count].iter().enumerate() {
                 tile[(first + key) * lanes + row] = *sum;
             }
         }
-        first += len;
+        first += LANES;
     }
 }
