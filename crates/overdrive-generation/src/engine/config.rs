@@ -43,7 +43,7 @@ impl Default for EngineConfig {
             max_num_seqs: 256,
             max_num_batched_tokens: None,
             max_model_len: None,
-            block_size: PagedCacheConfig::default().block_size,
+            block_size: PagedCacheConfig::default().block_size.unsigned_abs() as usize,
             num_blocks: None,
             kv_cache_memory_bytes: None,
             enable_prefix_caching: true,
