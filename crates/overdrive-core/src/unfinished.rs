@@ -92,7 +92,11 @@ pub fn unfinished_folder(path: impl AsRef<Path>) -> Result<UnfinishedFolder> {
         builder.permissions(std::os::unix::fs::PermissionsExt::from_mode(0o777));
         let folder = builder.tempdir_in(folder_of(path))?;
         // Only Unix opens folders. A folder that cannot be opened is recognized by its age.
-        let lock = File::open(folder.path()).ok().filter(|_| cfg!(unix));
+        let lock = match File::open(folder.path()) {
+            // Another process has taken it for a leftover.
+            Err(error) if error.kind() == io::ErrorKind::NotFound => continue,
+            opened => opened.ok().filter(|_| cfg!(unix)),
+        };
         if lock.as_ref().is_none_or(|lock| claim(lock, folder.path())) {
             return Ok(UnfinishedFolder {
                 folder,
