@@ -117,9 +117,9 @@ mod tests {
     }
 
     #[test]
-    fn a_plain_avx2_cpu_is_warned_that_bf16_is_far_slower() {
+    fn a_plain_avx2_cpu_is_warned_that_bf16_saves_no_time() {
         let class = CpuClass::of(&CpuFeatures::from_flags("avx2 fma"));
-        assert!(class.why.contains("far slower than fp32"), "{}", class.why);
+        assert!(class.why.contains("multiply bf16 in fp32"), "{}", class.why);
         assert!(
             class
                 .bf16_cost
