@@ -185,7 +185,7 @@ struct Text {
     created: u64,
     model: Arc<str>,
     n: usize,
-    /// What the choices of each prompt begin with.
+    /// The echo of each prompt, if it is asked for.
     echoes: Vec<Option<Echo>>,
     has_logprobs: bool,
     /// The characters of each choice's tokens so far.

@@ -275,9 +275,12 @@ impl CausalLm {
         let fused = self.execution.fused_kernels;
         let few = overdrive_fused::FEW_ROWS as i64;
         let logits = match hidden.size().as_slice() {
-            // A dense head with more rows would give them other bits than fewer.
+            // A dense head with more rows would give them other bits than fewer, unless the switch is on.
             &[.., channels]
-                if hidden.numel() as i64 > few * channels && self.is_batch_invariant() =>
+                if hidden.numel() as i64 > few * channels
+                    && matches!(self.head.weight(), LinearWeight::Dense { .. })
+                    && !overdrive_kernels::is_batch_invariant()
+                    && self.is_batch_invariant() =>
             {
                 let mut size = hidden.size();
                 let rows = hidden.f_reshape([-1, channels])?.f_split(few, 0)?;
