@@ -3,7 +3,7 @@
 use std::collections::HashSet;
 use std::fmt;
 use std::fs::File;
-use std::io::Read;
+use std::io::{BufRead, BufReader, Read, Seek};
 use std::path::{Path, PathBuf};
 
 use rayon::prelude::*;
@@ -14,6 +14,7 @@ use overdrive_core::Error as CommonError;
 
 use crate::digest::FieldHasher;
 use crate::file_state::FileState;
+use crate::index::text_start;
 use crate::{Error, Result, Sha256Digest};
 
 /// The format of a text file.
@@ -103,7 +104,10 @@ pub struct Skipped {
     pub duplicates: usize,
     /// The number of empty files.
     pub empty: usize,
-    /// The first files that are not UTF-8 or not supported.
+    /// The number of JSON Lines files in folders whose first record has no field `text_field`; naming such a
+    /// file is an error.
+    pub without_field: usize,
+    /// The first files that are not UTF-8, not supported, or without the field.
     pub examples: Vec<PathBuf>,
 }
 
@@ -113,7 +117,12 @@ impl Skipped {
 
     /// Returns the number of files that were left out for any reason.
     pub fn total(&self) -> usize {
-        self.not_utf8 + self.unsupported + self.too_large + self.duplicates + self.empty
+        self.unreadable() + self.too_large + self.duplicates + self.empty
+    }
+
+    /// Returns the number of files that no option asked to leave out.
+    fn unreadable(&self) -> usize {
+        self.not_utf8 + self.unsupported + self.without_field
     }
 
     fn example(&mut self, path: &Path) {
@@ -128,6 +137,7 @@ impl fmt::Display for Skipped {
         let counts = [
             (self.not_utf8, "not UTF-8"),
             (self.unsupported, "of an unsupported format"),
+            (self.without_field, "JSON Lines without the text field"),
             (self.too_large, "too large"),
             (self.duplicates, "duplicates"),
             (self.empty, "empty"),
@@ -168,13 +178,17 @@ pub(crate) struct Candidate {
     pub(crate) name: String,
     pub(crate) bytes: u64,
     pub(crate) format: TextFormat,
+    /// If `true`, the file itself was given, not a folder that contains it.
+    pub(crate) is_named: bool,
 }
 
 impl Corpus {
     /// Collects the files among `paths`, and those in the folders among them and in their subfolders.
     ///
     /// Folders are read in the order of names; hidden files (`.name`) and symbolic links in them are left out. A
-    /// file that is reached twice, also by another path or a link, is taken once, under its first name.
+    /// file that is reached twice, also by another path or a link, is taken once, under its first name. Files in
+    /// folders that cannot be read as text are left out, with a warning: other formats, and JSON Lines whose first
+    /// record has no field `text_field`.
     ///
     /// # Errors
     /// Returns an error if a path does not exist, cannot be read or names a file of an unsupported format, or if
@@ -283,7 +297,7 @@ impl Corpus {
                 problem: format!("{skipped}{hint}"),
             });
         }
-        if skipped.not_utf8 + skipped.unsupported > 0 {
+        if skipped.unreadable() > 0 {
             tracing::warn!("left out of the corpus: {skipped}");
         }
         Ok(Self {
@@ -316,6 +330,7 @@ pub(crate) fn find_files(
             name,
             bytes: metadata.len(),
             format,
+            is_named: true,
         });
         return Ok(());
     }
@@ -346,6 +361,7 @@ pub(crate) fn find_files(
             name: relative_name(path, root),
             bytes,
             format,
+            is_named: false,
         });
     }
     Ok(())
@@ -391,6 +407,7 @@ enum Content {
     NotUtf8,
     Empty,
     TooLarge,
+    WithoutField,
 }
 
 /// Filters files by their contents, in order: a duplicate repeats an earlier file.
@@ -419,6 +436,11 @@ impl FileFilter<'_> {
             }
             Content::TooLarge => {
                 self.skipped.too_large += 1;
+                return None;
+            }
+            Content::WithoutField => {
+                self.skipped.without_field += 1;
+                self.skipped.example(&file.path);
                 return None;
             }
         };
@@ -506,6 +528,12 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
     }
     let path = &candidate.path;
     let mut file = File::open(path).map_err(CommonError::io("open", path))?;
+    if !candidate.is_named
+        && candidate.format == TextFormat::JsonLines
+        && !first_record_has_field(path, &file, &options.text_field)?
+    {
+        return Ok(Content::WithoutField);
+    }
     let metadata = file.metadata().map_err(CommonError::io("read", path))?;
     // One byte more than the listed length, so that growth of an empty file is detected too.
     let mut block = vec![0; BLOCK_BYTES.min(candidate.bytes as usize + 1)];
@@ -548,5 +576,27 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
             digest: Sha256Digest::finish(hasher),
             state: FileState::of(&metadata),
         },
+    })
+}
+
+/// Returns `false` if the first record of the JSON Lines `file` is valid JSON but has no field `field`, and leaves
+/// the file at its start. A folder of sources may hold records for other purposes; a file that is damaged is not
+/// one of them.
+fn first_record_has_field(path: &Path, file: &File, field: &str) -> Result<bool> {
+    let io = |error| CommonError::io("read", path)(error);
+    let mut reader = BufReader::new(file);
+    let mut line = Vec::new();
+    while line.trim_ascii().is_empty() {
+        line.clear();
+        if reader.read_until(b'\n', &mut line).map_err(io)? == 0 {
+            break;
+        }
+        line.drain(..text_start(&line));
+    }
+    reader.rewind().map_err(io)?;
+    Ok(match serde_json::from_slice(&line) {
+        Ok(serde_json::Value::Object(record)) => record.contains_key(field),
+        Ok(_) => false,
+        Err(_) => true,
     })
 }

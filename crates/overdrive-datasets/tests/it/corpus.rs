@@ -17,6 +17,8 @@ fn a_folder_gives_its_text_files_in_order_and_says_what_it_left_out() {
             ("cut.txt", "ü".as_bytes().split_at(1).0),
             ("empty.txt", b""),
             ("data.parquet", b"PAR1"),
+            ("questions.jsonl", b"\n{\"question\": \"3 + 3\"}\n"),
+            ("texts.jsonl", b"\xef\xbb\xbf{\"text\": \"t\"}\n"),
             (".hidden/x.txt", b"x"),
             ("big.txt", &[b'x'; 100]),
             ("copy.txt", b"b"),
@@ -33,11 +35,14 @@ fn a_folder_gives_its_text_files_in_order_and_says_what_it_left_out() {
         .iter()
         .map(|file| file.name.as_str())
         .collect();
-    assert_eq!(names, ["a/z.md", "b.txt"]);
+    assert_eq!(names, ["a/z.md", "b.txt", "texts.jsonl"]);
     let skipped = corpus.skipped().to_string();
-    let expected =
-        "2 not UTF-8, 1 of an unsupported format, 1 too large, 1 duplicates, 1 empty (such as ";
+    let expected = "2 not UTF-8, 1 of an unsupported format, 1 JSON Lines without the text field, 1 too large, \
+                    1 duplicates, 1 empty (such as ";
     assert!(skipped.starts_with(expected), "{skipped}");
+    // The same file is an error when it is named, at the time when its records are read.
+    let named = Corpus::from_paths([dir.path().join("questions.jsonl")], &options).unwrap();
+    assert_eq!(named.files().len(), 1);
 
     let only = CorpusOptions {
         extensions: Some(vec![".MD".to_owned()]),
