@@ -105,6 +105,7 @@ mod instruction;
 mod labeled_text;
 mod llm_c;
 mod loader;
+mod mixture;
 mod modalities;
 mod packing;
 pub mod prelude;
@@ -154,6 +155,7 @@ pub use loader::{
 pub use loader::{DataLoader, DataLoaderOptions, Epoch, LoaderState, LoaderStats, SequenceRows};
 #[cfg(all(feature = "tch", feature = "image"))]
 pub use loader::{ImageBatch, collate_captions, collate_images};
+pub use mixture::{Mixture, MixtureSampler};
 #[cfg(feature = "image")]
 pub use modalities::{
     ImageAugmentation, ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize,

@@ -2,9 +2,9 @@
 
 use std::sync::Arc;
 
-use crate::{Dataset, Error, Result, TokenStore, TokenView, TokenizedExample};
+use crate::{Dataset, Error, Result, TokenView, TokenizedExample};
 
-/// The documents of a view of a token store, each as a sequence whose tokens are all labels.
+/// The documents of a view of token stores, each as a sequence whose tokens are all labels.
 ///
 /// ```
 /// use overdrive_datasets::{Dataset, StoreOptions, TokenDocuments, TokenStoreWriter, TokenView};
@@ -20,8 +20,8 @@ use crate::{Dataset, Error, Result, TokenStore, TokenView, TokenizedExample};
 /// ```
 #[derive(Debug, Clone)]
 pub struct TokenDocuments {
-    store: Arc<TokenStore>,
-    /// The documents' numbers in the store.
+    view: TokenView,
+    /// The documents' numbers in the view ([`TokenView::document_numbers`]).
     numbers: Arc<[u32]>,
 }
 
@@ -32,7 +32,7 @@ impl TokenDocuments {
             .document_numbers()
             .filter_map(|number| u32::try_from(number).ok());
         Self {
-            store: Arc::clone(view.store()),
+            view: view.clone(),
             numbers: numbers.collect(),
         }
     }
@@ -45,21 +45,21 @@ impl TokenDocuments {
         let spread = (0..count).map(|index| self.numbers[index * all / count]);
         Self {
             numbers: spread.collect(),
-            store: self.store,
+            view: self.view,
         }
     }
 
     /// Returns the number of tokens of each document, without reading any.
     pub fn lengths(&self) -> Vec<u32> {
         let length = |&number: &u32| {
-            let document = self.store.document(number as usize);
-            let tokens = document.map_or(0, |document| document.tokens.len());
+            let document = self.view.document(number as usize);
+            let tokens = document.map_or(0, |(_, document)| document.tokens.len());
             u32::try_from(tokens).unwrap_or(u32::MAX)
         };
         self.numbers.iter().map(length).collect()
     }
 
-    /// Returns the number in the store of document `index`; `None` if there is no such document.
+    /// Returns the number in the view of document `index`; `None` if there is no such document.
     pub fn number(&self, index: usize) -> Option<usize> {
         self.numbers.get(index).map(|&number| number as usize)
     }
@@ -74,13 +74,13 @@ impl Dataset for TokenDocuments {
 
     fn get(&self, index: usize) -> Result<TokenizedExample> {
         let number = self.number(index);
-        let document = number.and_then(|number| self.store.document(number));
-        let document = document.ok_or(Error::NoSuchRecord {
+        let document = number.and_then(|number| self.view.document(number));
+        let (store, document) = document.ok_or(Error::NoSuchRecord {
             index,
             len: self.numbers.len(),
         })?;
         let mut input_ids = vec![0; document.tokens.len()];
-        self.store.copy_to(document.tokens.start, &mut input_ids)?;
+        store.copy_to(document.tokens.start, &mut input_ids)?;
         Ok(input_ids.into())
     }
 }

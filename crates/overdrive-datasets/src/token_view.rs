@@ -1,9 +1,9 @@
-//! Views of a token store as one stream of tokens, and splits.
+//! Views of token stores as one stream of tokens, and splits.
 
 use std::ops::Range;
 use std::sync::Arc;
 
-use crate::{Error, Result, TokenStore};
+use crate::{Document, Error, Result, TokenStore};
 use overdrive_core::random::random_u64;
 use overdrive_core::{Error as CommonError, check_option};
 
@@ -48,25 +48,27 @@ impl Default for SplitOptions {
     }
 }
 
-/// A contiguous range of tokens in the store.
+/// A contiguous range of tokens in a store.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 struct Segment {
     /// The position of its first token in the view.
     view_start: usize,
     /// The position of its first token in the store.
     store_start: usize,
+    /// The index of the store among those of the view.
+    store: usize,
 }
 
-/// A selection of a store's documents, concatenated to one stream of tokens.
+/// A selection of documents of a store, or of several stores, concatenated to one stream of tokens.
 ///
-/// A view copies no tokens: it is a list of ranges (16 bytes per run of neighbouring documents), and reading a
+/// A view copies no tokens: it is a list of ranges (24 bytes per run of neighbouring documents), and reading a
 /// window finds its range by binary search. Clones share the list.
 #[derive(Debug, Clone)]
 pub struct TokenView {
-    store: Arc<TokenStore>,
+    stores: Arc<[Arc<TokenStore>]>,
     segments: Arc<[Segment]>,
-    /// The documents in it, as runs of their numbers in the store; `None` when it was cut by
-    /// position.
+    /// The documents in it, as runs of their numbers; `None` when it was cut by position. The documents of all stores
+    /// are numbered consecutively.
     documents: Option<Arc<[Range<usize>]>>,
     len: usize,
     text_bytes: Option<u64>,
@@ -78,6 +80,58 @@ impl TokenView {
         let store = store.into();
         let documents = 0..store.document_count();
         Self::of_documents(store, std::iter::once(documents))
+    }
+
+    /// Returns the views one after the other, as one stream. Documents are numbered as if their stores were one.
+    ///
+    /// ```
+    /// use overdrive_datasets::{StoreOptions, TokenStoreWriter, TokenView};
+    /// # let dir = tempfile::tempdir().unwrap();
+    /// let store = |name: &str, tokens: &[u32]| {
+    ///     let mut writer = TokenStoreWriter::create(dir.path().join(name), StoreOptions::new(100))?;
+    ///     writer.push_document(tokens, tokens.len() as u64)?;
+    ///     writer.finish().map(TokenView::new)
+    /// };
+    /// let both = TokenView::concat(&[store("a.tokens", &[1, 2])?, store("b.tokens", &[3])?]);
+    /// assert_eq!(both.tokens(0..3)?, [1, 2, 3]);
+    /// assert_eq!(both.document_count(), Some(2));
+    /// # Ok::<(), overdrive_datasets::Error>(())
+    /// ```
+    pub fn concat(views: &[Self]) -> Self {
+        let mut stores = Vec::new();
+        let mut segments = Vec::new();
+        let mut documents = Some(Vec::new());
+        let mut text_bytes = Some(0);
+        let (mut len, mut numbered) = (0, 0);
+        for view in views {
+            segments.extend(view.segments.iter().map(|segment| Segment {
+                view_start: len + segment.view_start,
+                store: stores.len() + segment.store,
+                ..*segment
+            }));
+            let shift = |run: &Range<usize>| run.start + numbered..run.end + numbered;
+            documents = documents
+                .zip(view.documents.as_ref())
+                .map(|(mut all, own)| {
+                    all.extend(own.iter().map(shift));
+                    all
+                });
+            text_bytes = text_bytes.zip(view.text_bytes).map(|(sum, own)| sum + own);
+            len += view.len;
+            numbered += view
+                .stores
+                .iter()
+                .map(|store| store.document_count())
+                .sum::<usize>();
+            stores.extend(view.stores.iter().cloned());
+        }
+        Self {
+            stores: stores.into(),
+            segments: segments.into(),
+            documents: documents.map(Into::into),
+            len,
+            text_bytes,
+        }
     }
 
     /// Returns the number of tokens.
@@ -117,7 +171,7 @@ impl TokenView {
             let segment = self.segments[index - 1];
             let rest = self.segment_end(index - 1) - position;
             let (now, later) = out.split_at_mut(rest.min(out.len()));
-            self.store
+            self.stores[segment.store]
                 .copy_to(segment.store_start + (position - segment.view_start), now)?;
             position += now.len();
             out = later;
@@ -145,11 +199,25 @@ impl TokenView {
             .map(|runs| runs.iter().map(ExactSizeIterator::len).sum())
     }
 
-    /// Returns the numbers of its documents in the store, in order; none if the view was cut by position.
+    /// Returns the numbers of its documents in the store, in order; none if the view was cut by position. In a view of
+    /// several stores, the numbers of a store continue those of the store before it.
     pub fn document_numbers(&self) -> impl Iterator<Item = usize> + '_ {
         self.documents
             .iter()
             .flat_map(|runs| runs.iter().cloned().flatten())
+    }
+
+    /// Returns document `number`, one of [`document_numbers`](Self::document_numbers), and the store that its range of
+    /// tokens refers to; `None` if there is no such document.
+    pub fn document(&self, number: usize) -> Option<(&TokenStore, Document)> {
+        let mut local = number;
+        for store in self.stores.iter() {
+            match local.checked_sub(store.document_count()) {
+                None => return Some((store, store.document(local)?)),
+                Some(rest) => local = rest,
+            }
+        }
+        None
     }
 
     /// Returns the length of its text in UTF-8 bytes; `None` if the store does not have it. For a view that was cut
@@ -168,9 +236,9 @@ impl TokenView {
         Some(nats_per_token / std::f64::consts::LN_2 * self.len as f64 / bytes as f64)
     }
 
-    /// Returns the store of the view.
-    pub fn store(&self) -> &Arc<TokenStore> {
-        &self.store
+    /// Returns the stores of the view, in order: one, except for a view by [`concat`](Self::concat).
+    pub fn stores(&self) -> &[Arc<TokenStore>] {
+        &self.stores
     }
 
     /// Returns a view of the tokens in `range`.
@@ -196,12 +264,13 @@ impl TokenView {
                 segments.push(Segment {
                     view_start: start - range.start,
                     store_start: segment.store_start + (start - segment.view_start),
+                    store: segment.store,
                 });
             }
         }
         let share = range.len() as f64 / self.len as f64;
         Ok(Self {
-            store: self.store.clone(),
+            stores: self.stores.clone(),
             segments: segments.into(),
             documents: None,
             len: range.len(),
@@ -267,9 +336,18 @@ impl TokenView {
         let in_validation =
             |number: &usize| (rank(*number) < threshold) != (Some(*number) == exception);
         let side = |validation: bool| {
-            let numbers = self.document_numbers();
-            let numbers = numbers.filter(move |number| in_validation(number) == validation);
-            Self::of_documents(self.store.clone(), numbers.map(|number| number..number + 1))
+            let mut first = 0;
+            let views = self.stores.iter().map(|store| {
+                let (start, end) = (first, first + store.document_count());
+                first = end;
+                let numbers = self
+                    .document_numbers()
+                    .filter(|number| (start..end).contains(number))
+                    .filter(|number| in_validation(number) == validation)
+                    .map(|number| number - start..number - start + 1);
+                Self::of_documents(store.clone(), numbers)
+            });
+            Self::concat(&views.collect::<Vec<_>>())
         };
         Ok((side(false), side(true)))
     }
@@ -288,7 +366,7 @@ impl TokenView {
         Ok((self.slice(0..cut)?, self.slice(cut..self.len)?))
     }
 
-    /// Returns a view of the documents of `runs`, which must be in order and not overlap.
+    /// Returns a view of the documents of `runs` in one store, which must be in order and not overlap.
     fn of_documents(store: Arc<TokenStore>, runs: impl Iterator<Item = Range<usize>>) -> Self {
         let mut documents: Vec<Range<usize>> = Vec::new();
         for run in runs.filter(|run| !run.is_empty()) {
@@ -317,6 +395,7 @@ impl TokenView {
                 segments.push(Segment {
                     view_start: len,
                     store_start: start,
+                    store: 0,
                 });
                 len += tokens;
             }
@@ -331,7 +410,7 @@ impl TokenView {
             };
         }
         Self {
-            store,
+            stores: Arc::new([store]),
             segments: segments.into(),
             documents: Some(documents.into()),
             len,

@@ -319,7 +319,7 @@ fn equal_documents_are_left_out_before_they_are_tokenized_and_counted() {
         file
     });
     let mut arguments = arguments(folder.path(), "a.jsonl", &twice);
-    let documents = |data: &TextData| data.train.store().document_count();
+    let documents = |data: &TextData| data.train.stores()[0].document_count();
     assert_eq!(
         documents(&prepare(folder.path(), &arguments).unwrap().0),
         60
@@ -408,10 +408,8 @@ fn lengths_come_from_a_column_where_there_is_one() {
     // The column counts down, whatever the texts' lengths are: the first document of the training part
     // is the longest by it, and so in the first batch.
     let first = data.train.document_numbers().next().unwrap();
-    let document = data.train.store().document(first).unwrap().tokens;
-    let start = data
-        .train
-        .store()
+    let document = data.train.document(first).unwrap().1.tokens;
+    let start = data.train.stores()[0]
         .tokens(document.start..document.start + 1)
         .unwrap();
     let mut batches = data.train_loader(&arguments, Device::Cpu).unwrap();
@@ -493,5 +491,5 @@ fn folders_of_one_kind_are_records_and_others_text() {
     arguments.data = vec![parts];
     let (data, said) = prepare(folder.path(), &arguments).unwrap();
     assert!(said.contains("3 files, "), "{said}");
-    assert_eq!(data.train.store().document_count(), 41);
+    assert_eq!(data.train.stores()[0].document_count(), 41);
 }

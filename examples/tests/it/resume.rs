@@ -364,6 +364,66 @@ fn the_last_step_of_an_epoch_has_the_rest_of_it_and_a_run_resumes_at_any_step() 
 }
 
 #[test]
+fn a_mixture_resumes_with_the_same_records_and_logs_the_epochs_of_its_sources() {
+    let _alone = alone();
+    let dir = tempfile::tempdir().unwrap();
+    let text = arguments(dir.path()).data[0].clone();
+    let lines = "{\"text\": \"The lazy dog sleeps.\"}\n".repeat(30);
+    fs::write(dir.path().join("dog.jsonl"), lines).unwrap();
+    let mixed = TrainingArguments {
+        data: [(text, 0.7), (dir.path().join("dog.jsonl"), 0.3)]
+            .map(|(path, weight)| format!("{}:{weight}", path.display()).into())
+            .to_vec(),
+        data_schedule: vec!["6:0,1".to_owned()],
+        resume_from_checkpoint: latest(),
+        ..arguments(dir.path())
+    };
+    let whole = train(dir.path(), &mixed, "whole", u64::MAX / 8, &|_| 0.0);
+    whole.0.unwrap();
+    assert!(train(dir.path(), &mixed, "killed", 8, &|_| 0.0).0.is_err());
+    let resumed = train(dir.path(), &mixed, "killed", u64::MAX / 8, &|_| 0.0);
+    assert_eq!(resumed.0.unwrap().resumed_step, 5);
+    assert_eq!(losses(dir.path(), "killed"), losses(dir.path(), "whole"));
+
+    let metrics = read_metrics(dir.path().join("whole/metrics.jsonl")).unwrap();
+    let passes = |step: &StepMetrics| -> Vec<f64> {
+        let sources = step
+            .extra
+            .iter()
+            .filter(|(key, _)| key.starts_with("epoch/"));
+        sources
+            .map(|(_, passes)| passes.as_f64().unwrap())
+            .collect()
+    };
+    let passes: Vec<Vec<f64>> = metrics.records.iter().map(passes).collect();
+    // In the order of the names: `dog.jsonl`, which grows to the end, and `text`, which ends with step 6.
+    assert!(passes.windows(2).all(|steps| steps[0][0] <= steps[1][0]));
+    assert!(passes[5][1] > 0.0);
+    assert_eq!(passes[11][1], passes[5][1]);
+
+    // Other weights are another order of the data.
+    let changed = TrainingArguments {
+        data_schedule: Vec::new(),
+        max_steps: 14,
+        ..mixed
+    };
+    let data = dir.path().join("cache");
+    let data = TextData::prepare_in(&data, &changed, |_| {}).unwrap();
+    let changed = TrainingArguments {
+        output_dir: Some(dir.path().join("whole")),
+        ..changed
+    };
+    let error = data
+        .fingerprints(&changed, &ProcessGroup::single())
+        .unwrap_err();
+    let error = error.to_string();
+    assert!(
+        error.contains("`mixture` was 0.7 0.3 of tokens, after 24 rows 0 1"),
+        "{error}"
+    );
+}
+
+#[test]
 fn a_snapshot_is_the_folder_of_a_model() {
     let _alone = alone();
     let dir = tempfile::tempdir().unwrap();

@@ -233,6 +233,12 @@ impl<T: OnDevice> DeviceLoader<T> {
         self.state
     }
 
+    /// Returns the passes over each source of a [`crate::Mixture`] so far, as [`DataLoader::source_epochs`] does; only
+    /// batches that were handed out count.
+    pub fn source_epochs(&self) -> Vec<(String, f64)> {
+        self.loader.source_epochs_at(self.state)
+    }
+
     /// Resumes from `state`, with exactly the batches that came after it.
     ///
     /// # Errors

@@ -10,6 +10,7 @@ mod permutation;
 mod sampler;
 mod shard;
 mod token_budget;
+mod weight_pattern;
 
 pub use batches::{BatchSampler, ConsecutiveBatches, SampledBatches, ShardedBatches};
 pub use length_grouped::LengthGroupedBatches;
@@ -19,3 +20,4 @@ pub use permutation::Permutation;
 pub use sampler::{RandomSampler, Sampler, SequentialSampler};
 pub use shard::{LastShare, Shard};
 pub use token_budget::{TokenBudgetBatches, TokenBudgetOptions};
+pub(crate) use weight_pattern::{MIN_SHARE, WeightPattern};

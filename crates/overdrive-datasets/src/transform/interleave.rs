@@ -1,6 +1,6 @@
 //! The mixture of several datasets by weights.
 
-use crate::sampling::Permutation;
+use crate::sampling::{MIN_SHARE, WeightPattern};
 use crate::{Dataset, Error, Result};
 use overdrive_core::check_option;
 
@@ -38,15 +38,9 @@ pub enum Exhausted {
 #[derive(Debug, Clone)]
 pub struct Interleave<D> {
     datasets: Vec<D>,
-    /// The dataset at each position of the pattern, and the number of its records before that position.
-    pattern: Vec<(u32, u32)>,
-    /// The number of positions of each dataset in the pattern.
-    counts: Vec<usize>,
+    pattern: WeightPattern,
     len: usize,
 }
-
-/// The length of the pattern: a compromise between exact weights and memory (128 KiB).
-const PATTERN: usize = 1 << 14;
 
 impl<D: Dataset> Interleave<D> {
     /// Returns a mixture of `datasets` by weights, which need not sum to 1.
@@ -67,26 +61,19 @@ impl<D: Dataset> Interleave<D> {
             "at least one dataset, each with records",
         )?;
         let sum: f64 = weights.iter().sum();
-        let is_weight = |weight: &f64| sum.is_finite() && *weight >= sum / PATTERN as f64;
+        let is_weight = |weight: &f64| sum.is_finite() && *weight >= sum * MIN_SHARE;
         check_option(
             weights.len() == datasets.len() && sum > 0.0 && weights.iter().all(is_weight),
             "weights",
             format!("{weights:?}"),
             "one finite weight for each dataset, at least 1/16384 of their sum",
         )?;
-        let counts = counts(weights, sum);
-        let pattern = pattern(&counts, seed);
-        let ends = datasets.iter().enumerate().map(|(number, dataset)| {
+        let pattern = WeightPattern::new(weights, seed);
+        let ends = datasets
+            .iter()
+            .enumerate()
             // The end of a dataset is one past the position of its last record.
-            let last = dataset.len() - 1;
-            let (block, rank) = (last / counts[number], last % counts[number]);
-            let slot = (number as u32, rank as u32);
-            let at = pattern.iter().position(|&other| other == slot);
-            // An endless dataset (RandomWindows) ends at the largest number.
-            block
-                .saturating_mul(PATTERN)
-                .saturating_add(at.unwrap_or(0) + 1)
-        });
+            .map(|(number, dataset)| pattern.position(number, dataset.len() - 1) + 1);
         let len = match until {
             Exhausted::First => ends.min(),
             Exhausted::All => ends.max(),
@@ -95,15 +82,12 @@ impl<D: Dataset> Interleave<D> {
             len: len.unwrap_or(0),
             datasets,
             pattern,
-            counts,
         })
     }
 
     /// Returns the index of the dataset at `position`, counted from 0, and the index of its record.
     pub fn source(&self, position: usize) -> (usize, usize) {
-        let (number, before) = self.pattern[position % PATTERN];
-        let number = number as usize;
-        let record = position / PATTERN * self.counts[number] + before as usize;
+        let (number, record) = self.pattern.source(position);
         (number, record % self.datasets[number].len())
     }
 }
@@ -129,53 +113,4 @@ impl<D: Dataset> Dataset for Interleave<D> {
     fn check_unchanged(&self) -> Result<()> {
         self.datasets.iter().try_for_each(Dataset::check_unchanged)
     }
-}
-
-/// Returns the number of positions of each weight in the pattern: its share rounded down, and the remaining
-/// positions by the largest remainders.
-fn counts(weights: &[f64], sum: f64) -> Vec<usize> {
-    let shares: Vec<f64> = weights
-        .iter()
-        .map(|weight| weight / sum * PATTERN as f64)
-        .collect();
-    let mut counts: Vec<usize> = shares
-        .iter()
-        .map(|share| (*share as usize).max(1))
-        .collect();
-    let mut by_remainder: Vec<usize> = (0..shares.len()).collect();
-    by_remainder.sort_by(|&a, &b| shares[b].fract().total_cmp(&shares[a].fract()));
-    let total: usize = counts.iter().sum();
-    for number in by_remainder
-        .iter()
-        .cycle()
-        .take(PATTERN.saturating_sub(total))
-    {
-        counts[*number] += 1;
-    }
-    // A share of exactly one that was computed slightly smaller has been rounded up, which can make the
-    // total too large.
-    for _ in PATTERN..total {
-        if let Some(largest) = counts.iter_mut().max() {
-            *largest -= 1;
-        }
-    }
-    counts
-}
-
-fn pattern(counts: &[usize], seed: u64) -> Vec<(u32, u32)> {
-    let numbers: Vec<u32> = (0..)
-        .zip(counts)
-        .flat_map(|(number, &count)| std::iter::repeat_n(number, count))
-        .collect();
-    // The order is drawn once for all repetitions of the pattern, so that a position needs no draw of its own.
-    let order = Permutation::new(PATTERN, seed, 0);
-    let mut given = vec![0; counts.len()];
-    (0..PATTERN)
-        .map(|position| {
-            let number = numbers[order.apply(position)];
-            let before = given[number as usize];
-            given[number as usize] += 1;
-            (number, before)
-        })
-        .collect()
 }

@@ -26,6 +26,7 @@ mod instruction;
 mod instruction_batches;
 #[cfg(feature = "tch")]
 mod log_mel;
+mod mixture;
 mod packing;
 mod record_files;
 mod sampling;

@@ -426,3 +426,76 @@ fn a_sample_of_documents_is_spread_over_all() {
     ));
     assert_eq!(all.at_most(99).len(), 10);
 }
+
+#[test]
+fn views_of_several_stores_are_one_stream_with_consecutive_documents() {
+    let dir = tempfile::tempdir().unwrap();
+    let stores = [[5_u32, 1, 30, 2], [3, 4, 1, 20]].map(|lengths| {
+        let folder = dir.path().join(lengths[0].to_string());
+        std::fs::create_dir(&folder).unwrap();
+        let documents: Vec<Vec<u32>> = lengths
+            .iter()
+            .map(|&len| (0..len).map(|at| len + at).collect())
+            .collect();
+        store(&folder, 100, &documents)
+    });
+    let views = stores.map(TokenView::new);
+    let all = TokenView::concat(&views);
+    let tokens = |view: &TokenView| view.tokens(0..view.len()).unwrap();
+    assert_eq!(
+        tokens(&all),
+        [tokens(&views[0]), tokens(&views[1])].concat()
+    );
+    assert_eq!(
+        all.document_numbers().collect::<Vec<_>>(),
+        (0..8).collect::<Vec<_>>()
+    );
+    assert_eq!(
+        all.text_bytes(),
+        Some(views.iter().filter_map(TokenView::text_bytes).sum())
+    );
+    let documents = TokenDocuments::new(&all);
+    assert_eq!(documents.lengths(), [5, 1, 30, 2, 3, 4, 1, 20]);
+    assert_eq!(documents.get(4).unwrap().input_ids, [3, 4, 5]);
+    assert!(all.document(8).is_none());
+    // A slice across the border, and its split.
+    let middle = all.slice(36..40).unwrap();
+    assert_eq!(tokens(&middle), [2, 3, 3, 4]);
+    assert_eq!(middle.document_count(), None);
+    for seed in 0..20 {
+        let options = SplitOptions {
+            validation_fraction: 0.4,
+            seed,
+            by: SplitBy::Document,
+        };
+        let (train, held) = all.split(&options).unwrap();
+        let mut numbers: Vec<usize> = train
+            .document_numbers()
+            .chain(held.document_numbers())
+            .collect();
+        numbers.sort_unstable();
+        assert_eq!(numbers, (0..8).collect::<Vec<_>>());
+        assert_eq!(train.len() + held.len(), all.len());
+        let first = held.document_numbers().next().unwrap();
+        let (store, document) = held.document(first).unwrap();
+        let first: Vec<i64> = store
+            .tokens(document.tokens)
+            .unwrap()
+            .into_iter()
+            .map(i64::from)
+            .collect();
+        assert_eq!(held.tokens(0..first.len()).unwrap(), first);
+    }
+    // By position, the cut may lie within a store.
+    let (train, held) = all
+        .split(&SplitOptions {
+            by: SplitBy::Position,
+            ..SplitOptions::default()
+        })
+        .unwrap();
+    assert_eq!([tokens(&train), tokens(&held)].concat(), tokens(&all));
+    assert_eq!(
+        TokenView::concat(&[middle, all.clone()]).document_count(),
+        None
+    );
+}

@@ -121,6 +121,26 @@ pub enum SampleBy {
     Line,
 }
 
+/// What the weights of the sources of a mixture are shares of.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
+#[serde(rename_all = "snake_case")]
+pub enum MixtureWeights {
+    /// The tokens of the run.
+    #[default]
+    Tokens,
+    /// The rows of the batches: windows, documents or packed rows.
+    Samples,
+}
+
+impl std::fmt::Display for MixtureWeights {
+    fn fmt(&self, f: &mut std::fmt::Formatter<'_>) -> std::fmt::Result {
+        f.write_str(match self {
+            Self::Tokens => "tokens",
+            Self::Samples => "samples",
+        })
+    }
+}
+
 /// The times of a snapshot (`SaveStrategy` of transformers).
 #[derive(Debug, Clone, Copy, Default, PartialEq, Eq, Serialize, Deserialize)]
 #[serde(rename_all = "snake_case")]

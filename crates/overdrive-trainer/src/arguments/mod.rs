@@ -14,6 +14,7 @@ mod format;
 mod key;
 mod keys;
 mod layers;
+mod mixture;
 mod model;
 mod preset;
 mod read;
@@ -22,9 +23,9 @@ mod training;
 mod validate;
 
 pub use choices::{
-    ComputeDtype, DdpBackend, GradientCheckpointingArguments, IntervalStrategy, OptimizerName,
-    Preset, Quant4Type, ReportTo, ResumeFromCheckpoint, SampleBy, SaveStrategy, SequenceMode,
-    TargetModulesArgument,
+    ComputeDtype, DdpBackend, GradientCheckpointingArguments, IntervalStrategy, MixtureWeights,
+    OptimizerName, Preset, Quant4Type, ReportTo, ResumeFromCheckpoint, SampleBy, SaveStrategy,
+    SequenceMode, TargetModulesArgument,
 };
 pub use finetune::FinetuneArguments;
 pub use flags::ConfigArgs;

@@ -9,8 +9,8 @@ use overdrive_transformer::AttentionImplementation;
 use serde::{Deserialize, Serialize};
 
 use super::choices::{
-    DdpBackend, GradientCheckpointingArguments, IntervalStrategy, OptimizerName, Preset, ReportTo,
-    ResumeFromCheckpoint, SampleBy, SaveStrategy, SequenceMode,
+    DdpBackend, GradientCheckpointingArguments, IntervalStrategy, MixtureWeights, OptimizerName,
+    Preset, ReportTo, ResumeFromCheckpoint, SampleBy, SaveStrategy, SequenceMode,
 };
 use super::key::Harmless::Only;
 use super::key::Range::{
@@ -24,6 +24,7 @@ use super::model::ModelArguments;
 pub(crate) const DEFAULT_LENGTH_COLUMN: &str = "length";
 
 /// The remedy for keys of the tokenizer in fine-tuning.
+const NO_MIXTURE: &str = "leave it out: a mixture is for training from scratch";
 const HAS_TOKENIZER: &str = "leave it out: the tokenizer of the model is used";
 
 options! {
@@ -53,12 +54,21 @@ options! {
         }
         "Data" => {
             /// The text to train on: files or folders of text, JSON Lines, JSON arrays, CSV, TSV, and with the
-            /// feature `parquet` Parquet and Arrow. Default: the Rust source code that Cargo keeps.
+            /// feature `parquet` Parquet and Arrow. With weights, `a.jsonl:0.7` and `b.parquet:0.3`, each path is a source
+            /// of a mixture. Default: the Rust source code that Cargo keeps.
             #[serde(deserialize_with = "super::choices::one_or_many")]
             data: Vec<PathBuf> = Vec::new() =>
-                both("PATH", "Text to train on: files or folders of text, JSON Lines, CSV, Parquet, or of tokens (`tokenize`, .bin of nanoGPT and llm.c) [default: the Rust sources that Cargo keeps]").per_rank()
+                both("PATH", "Text to train on: files or folders of text, JSON Lines, CSV, Parquet, or of tokens (`tokenize`, .bin of nanoGPT and llm.c); with weights, a mixture: a.jsonl:0.7 b.txt:0.3 [default: the Rust sources that Cargo keeps]").per_rank()
                     .paths().also(&["train_file", "data_path", "dataset"])
                     .finetune("Records to train on: JSON Lines (or a JSON array) with `prompt` and `response`, `messages`, `instruction` and `output`, or `text`");
+            /// What the weights in `data` are shares of: `tokens` or `samples` (rows of the batches). Default `tokens`.
+            mixture_weights: MixtureWeights = MixtureWeights::default() =>
+                train("NAME", "What the weights of a mixture are shares of").harmless(Only("\"tokens\"")).instead(NO_MIXTURE);
+            /// Other weights in the course of the run, each as `STEPS:WEIGHT,WEIGHT`: after 2000 steps, `2000:0.2,0.8`.
+            /// Default: none.
+            data_schedule: Vec<String> = Vec::new() =>
+                train("STEPS:W,W", "Weights of a mixture after a number of steps, one for each source")
+                    .paths().harmless(Only("[]")).instead(NO_MIXTURE);
             /// The column or field of a record that holds its text (also `text_column`). Default `text`.
             dataset_text_field: String = "text".to_owned() =>
                 train("NAME", "Column or field of a record that holds its text").flag("text-column").also(&["text_column"]).harmless(Only("\"text\""))

@@ -60,8 +60,8 @@ impl TrainingArguments {
         }
         // A tokenizer is trained on text only. A folder may hold tokens too; the training of the tokenizer checks
         // that case.
-        let is_named = |path: &PathBuf| path.extension().is_some() && !is_token_file(path);
-        let is_text = self.data.is_empty() || self.data.iter().any(is_named);
+        let is_named = |path: PathBuf| path.extension().is_some() && !is_token_file(&path);
+        let is_text = self.data.is_empty() || self.data_paths().any(is_named);
         if self.tokenizer.is_none() && is_text && self.vocab_size < 257 {
             let expected = "at least 257, because a byte-level tokenizer has a token for each of the 256 bytes \
                             and one for the end of a document; give 257 or more, or a `tokenizer`";
@@ -73,6 +73,7 @@ impl TrainingArguments {
             return invalid("bf16", true, expected);
         }
         self.validate_loading()?;
+        self.validate_mixture()?;
         self.validate_saving()?;
         self.model.validate(self.vocab_size, self.context_length)
     }
@@ -95,6 +96,11 @@ impl FinetuneArguments {
         if self.training.data.is_empty() {
             let expected = "a file of records to train on; give it with `--data FILE`";
             return invalid("data", "not set", expected);
+        }
+        if let Some((path, weight)) = self.training.mixture_sources()?.first() {
+            let expected = "a path without a weight: a mixture is for training from scratch; repeat or select records in \
+                            the files instead";
+            return invalid("data", format!("{}:{weight}", path.display()), expected);
         }
         if self.load_in_4bit && self.load_in_8bit {
             let expected = "false if `load_in_8bit` is true; drop one of them";

@@ -68,8 +68,27 @@ impl DocumentRows {
 
     /// Returns a loader of the rows.
     pub(crate) fn load(&self, how: Loading<'_>) -> Result<DeviceLoader<Batch>> {
-        let rows = SequenceRows::new(self.documents.clone(), Arc::clone(&self.plan));
-        how.of_rows(rows, self.layout, self.lengths.clone())
+        how.of_rows(self.sequences(), self.layout, self.lengths.clone())
+    }
+
+    /// Returns the rows as a dataset.
+    pub(crate) fn sequences(&self) -> SequenceRows<TokenDocuments> {
+        SequenceRows::new(self.documents.clone(), Arc::clone(&self.plan))
+    }
+
+    /// Returns the layout of a batch.
+    pub(crate) fn layout(&self) -> RowLayout {
+        self.layout
+    }
+
+    /// Returns the number of rows.
+    pub(crate) fn len(&self) -> usize {
+        self.plan.len()
+    }
+
+    /// Returns the mean number of tokens of a row; 1 without rows.
+    pub(crate) fn mean_tokens(&self) -> f64 {
+        (self.plan.tokens() as f64 / self.plan.len().max(1) as f64).max(1.0)
     }
 
     /// Returns the number of training batches in an epoch.

@@ -4,14 +4,31 @@ use std::fmt;
 
 use overdrive_datasets::{
     Batch, BatchSampler, DataLoader, DataLoaderOptions, Dataset, DeviceLoader, LastShare,
-    LengthGroupedBatches, OnDevice, PackPlan, RowLayout, Shard, ShardedBatches, TokenizedExample,
-    collate,
+    LengthGroupedBatches, MixtureSampler, OnDevice, PackPlan, RowLayout, SampledBatches, Shard,
+    ShardedBatches, TokenizedExample, collate,
 };
 
 use super::shard::DataShard;
 use crate::Result;
 use crate::arguments::TrainingArguments;
 use crate::error::invalid;
+
+/// The order in which the rows of a loader become batches.
+#[derive(Debug)]
+pub(crate) enum RowOrder {
+    /// In training a random order in each epoch, else the order of the data.
+    Epochs,
+    /// Rows of similar lengths form a batch; one length for each row.
+    ByLength(Vec<u32>),
+    /// The order of a mixture.
+    Mixed(MixtureSampler),
+}
+
+impl From<Option<Vec<u32>>> for RowOrder {
+    fn from(lengths: Option<Vec<u32>>) -> Self {
+        lengths.map_or(Self::Epochs, Self::ByLength)
+    }
+}
 
 /// The options of a batch loader: `dataloader_num_workers` threads prepare `dataloader_prefetch_factor`
 /// batches ahead each. The batches and their order do not depend on the number of threads.
@@ -37,34 +54,34 @@ impl<'a> Loading<'a> {
         }
     }
 
-    /// Returns batches of rows. With `lengths`, one per row, rows of similar lengths form a batch.
+    /// Returns batches of rows.
     pub(crate) fn of_rows<D>(
         self,
         rows: D,
         layout: RowLayout,
-        lengths: Option<Vec<u32>>,
+        order: impl Into<RowOrder>,
     ) -> Result<DeviceLoader<Batch>>
     where
         D: Dataset + 'static,
         D::Item: AsRef<[TokenizedExample]>,
     {
-        self.collated(rows, lengths, move |rows: Vec<D::Item>| {
+        self.collated(rows, order, move |rows: Vec<D::Item>| {
             collate(&rows, layout)
         })
     }
 
-    /// Returns batches that `collate` makes of rows. With `lengths`, one per row, rows of similar lengths form a batch.
+    /// Returns batches that `collate` makes of rows.
     pub(crate) fn collated<D, B>(
         self,
         rows: D,
-        lengths: Option<Vec<u32>>,
+        order: impl Into<RowOrder>,
         collate: impl Fn(Vec<D::Item>) -> overdrive_datasets::Result<B> + Send + Sync + 'static,
     ) -> Result<DeviceLoader<B>>
     where
         D: Dataset + 'static,
         B: OnDevice,
     {
-        let batches = self.batches_of_rows(rows.len(), lengths)?;
+        let batches = self.batches_of_rows(rows.len(), order.into())?;
         let options = self.options();
         // An endless loader without batches would never return.
         if self.endless && batches.is_empty(0) {
@@ -124,14 +141,10 @@ impl<'a> Loading<'a> {
         })
     }
 
-    fn batches_of_rows(
-        &self,
-        rows: usize,
-        lengths: Option<Vec<u32>>,
-    ) -> Result<Box<dyn BatchSampler>> {
+    fn batches_of_rows(&self, rows: usize, order: RowOrder) -> Result<Box<dyn BatchSampler>> {
         let options = self.options();
-        Ok(match lengths {
-            Some(lengths) => Box::new(LengthGroupedBatches::new(
+        Ok(match order {
+            RowOrder::ByLength(lengths) => Box::new(LengthGroupedBatches::new(
                 lengths,
                 options.batch_size,
                 options.drop_last,
@@ -139,7 +152,13 @@ impl<'a> Loading<'a> {
                 // Sharded in `load`, in the same way for all samplers.
                 Shard::default(),
             )?),
-            None => Box::new(options.batches(rows)?),
+            RowOrder::Mixed(sampler) => Box::new(SampledBatches::new(
+                sampler,
+                options.batch_size,
+                options.drop_last,
+                Shard::default(),
+            )?),
+            RowOrder::Epochs => Box::new(options.batches(rows)?),
         })
     }
 
@@ -169,7 +188,7 @@ impl<'a> Loading<'a> {
         sequences: impl Fn(usize) -> [usize; N],
     ) -> Result<f64> {
         // The first epoch represents all epochs: lengths and batch size are the same in each.
-        let batches = self.batches_of_rows(records, lengths)?;
+        let batches = self.batches_of_rows(records, lengths.into())?;
         let (mut tokens, mut positions) = (0, 0);
         for number in 0..batches.len(0) {
             let records = batches.batch(0, number);

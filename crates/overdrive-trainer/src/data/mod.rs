@@ -2,6 +2,7 @@
 
 mod document_rows;
 mod loading;
+mod mixture;
 mod shard;
 mod text_data;
 mod text_records;

@@ -2,6 +2,7 @@
 
 use std::path::{Path, PathBuf};
 
+use overdrive_core::Error as CommonError;
 use overdrive_datasets::{
     Batch, Dataset, DeviceLoader, LastWindow, RowLayout, SequentialWindows, SplitBy, SplitOptions,
     TokenView, Tokenizer, default_cache_dir, load_tokenizer, save_tokenizer,
@@ -10,6 +11,7 @@ use tch::Device;
 
 use super::document_rows::DocumentRows;
 use super::loading::Loading;
+use super::mixture::{MixedText, TextMixture};
 use super::shard::DataShard;
 use super::text_source::TextSource;
 use super::token_files::TokenFiles;
@@ -27,6 +29,10 @@ const PROMPT_TOKENS: usize = 24;
 /// Without `data` it is the Rust source code that Cargo keeps on this machine. Without `tokenizer` a run that
 /// resumes uses that of its snapshot, and for a new run a byte-level BPE of `vocab_size` tokens is trained on the
 /// text. Both are cached (`overdrive_datasets::default_cache_dir`), so the next run on the same text reuses them.
+///
+/// With weights in `data` (`a.jsonl:0.7`, `b.parquet:0.3`) each path is a source of a mixture, which is tokenized,
+/// cached and split by itself. Each source has the share of its weight in the training data, and epochs of its own; the
+/// validation data holds the documents that each source holds out.
 #[derive(Debug)]
 pub struct TextData {
     /// The tokenizer; `None` for files of tokens without one.
@@ -39,8 +45,130 @@ pub struct TextData {
     /// The beginnings of validation documents that the samples continue. They are read together with the data,
     /// because the files may change before the run ends.
     prompts: Vec<Vec<u32>>,
-    /// The rows of documents, if a sequence is a document.
+    /// The rows of documents, if a sequence is a document and there is no mixture.
     rows: Option<DocumentRows>,
+    /// The sources, if `data` has weights.
+    pub(crate) mixture: Option<TextMixture>,
+}
+
+/// What `data`, or one source of a mixture, names.
+enum Input {
+    Text(TextSource),
+    Tokens(TokenFiles),
+}
+
+/// Text as tokens.
+struct OpenedText {
+    train: TokenView,
+    validation: TokenView,
+    /// The size of the vocabulary of a file of tokens.
+    vocab_size: Option<u64>,
+    /// The lengths of the documents in a column.
+    lengths: Option<Vec<u32>>,
+    was_cached: bool,
+}
+
+impl Input {
+    fn find(arguments: &TrainingArguments, say: &mut dyn FnMut(&str)) -> Result<Self> {
+        if let Some(files) = TokenFiles::of(&arguments.data)? {
+            files.check(arguments)?;
+            return Ok(Self::Tokens(files));
+        }
+        let source = TextSource::open(arguments)?;
+        source.describe(arguments, say)?;
+        Ok(Self::Text(source))
+    }
+
+    fn open(
+        &self,
+        arguments: &TrainingArguments,
+        tokenizer: Option<&Tokenizer>,
+        cache: &Path,
+        say: &mut dyn FnMut(&str),
+    ) -> Result<OpenedText> {
+        match (self, tokenizer) {
+            (Self::Text(source), Some(tokenizer)) => {
+                let built = source.build(arguments, tokenizer, cache)?;
+                let was_cached = built.was_cached();
+                let (train, validation) = split(&TokenView::new(built.store), arguments)?;
+                Ok(OpenedText {
+                    train,
+                    validation,
+                    vocab_size: None,
+                    lengths: source.column_lengths(arguments)?,
+                    was_cached,
+                })
+            }
+            (Self::Text(_), None) => {
+                Err(CommonError::internal("there is text without a tokenizer").into())
+            }
+            (Self::Tokens(files), tokenizer) => {
+                let opened = files.open(tokenizer, arguments)?;
+                opened.describe(say);
+                let train = TokenView::new(opened.train);
+                let (train, validation) = match opened.validation {
+                    Some(validation) => (train, TokenView::new(validation)),
+                    None => split(&train, arguments)?,
+                };
+                Ok(OpenedText {
+                    train,
+                    validation,
+                    vocab_size: Some(opened.vocab_size),
+                    lengths: None,
+                    was_cached: false,
+                })
+            }
+        }
+    }
+}
+
+/// Returns the tokenizer of the run: that of `arguments`, of the snapshot from which the run resumes, or of the folder
+/// of a file of tokens; else one that is trained on the text. Only files of tokens can do without.
+fn tokenizer(
+    inputs: &[Input],
+    arguments: &TrainingArguments,
+    cache: &Path,
+    say: &mut dyn FnMut(&str),
+) -> Result<Option<Tokenizer>> {
+    let mut texts = Vec::new();
+    let mut files = Vec::new();
+    for input in inputs {
+        match input {
+            Input::Text(text) => texts.push(text),
+            Input::Tokens(tokens) => files.push(tokens),
+        }
+    }
+    if let Some(path) = &arguments.tokenizer {
+        return Ok(Some(load_tokenizer(path)?));
+    }
+    if let Some((snapshot, tokenizer)) = tokenizer_of_snapshot(arguments)? {
+        if !texts.is_empty() {
+            let tokens = tokenizer.get_vocab_size(true);
+            let snapshot = snapshot.display();
+            say(&format!("tokenizer   that of {snapshot}, {tokens} tokens"));
+        }
+        return Ok(Some(tokenizer));
+    }
+    for files in &files {
+        if let Some(tokenizer) = files.tokenizer()? {
+            return Ok(Some(tokenizer));
+        }
+    }
+    if texts.is_empty() {
+        return Ok(None);
+    }
+    if !files.is_empty() {
+        let expected = "the tokenizer.json that made the files of tokens, since there is text beside them; give it with \
+                        `--tokenizer FILE`";
+        return invalid("tokenizer", "not set", expected);
+    }
+    let bpe = TextSource::train_joint_tokenizer(&texts, arguments, cache)?;
+    say(&format!(
+        "tokenizer   byte-level BPE, {} tokens{}",
+        bpe.vocab_size,
+        if bpe.was_cached { " (cached)" } else { "" },
+    ));
+    Ok(Some(bpe.tokenizer))
 }
 
 impl TextData {
@@ -62,80 +190,73 @@ impl TextData {
         arguments: &TrainingArguments,
         mut say: impl FnMut(&str),
     ) -> Result<Self> {
-        if let Some(files) = TokenFiles::of(&arguments.data)? {
-            return Self::of_tokens(&files, arguments, say);
+        let mixture = arguments.mixture_sources()?;
+        let of_path = |path: &PathBuf| TrainingArguments {
+            data: vec![path.clone()],
+            ..arguments.clone()
+        };
+        let parts: Vec<TrainingArguments> = match mixture.is_empty() {
+            true => vec![arguments.clone()],
+            false => mixture.iter().map(|(path, _)| of_path(path)).collect(),
+        };
+        let mut inputs = Vec::with_capacity(parts.len());
+        for part in &parts {
+            inputs.push(Input::find(part, &mut say)?);
         }
-        let source = TextSource::open(arguments)?;
-        source.describe(arguments, &mut say)?;
-        let of_snapshot = match &arguments.tokenizer {
-            Some(_) => None,
-            None => tokenizer_of_snapshot(arguments)?,
+        let tokenizer = tokenizer(&inputs, arguments, cache, &mut say)?;
+        let mut opened = Vec::with_capacity(parts.len());
+        for (part, input) in parts.iter().zip(&inputs) {
+            opened.push(input.open(part, tokenizer.as_ref(), cache, &mut say)?);
+        }
+        let of_files = opened.iter().filter_map(|text| text.vocab_size).max();
+        let vocab_size = match (&tokenizer, of_files) {
+            (Some(tokenizer), _) => tokenizer.get_vocab_size(true) as u64,
+            (None, of_files) => of_files.unwrap_or(arguments.vocab_size),
         };
-        let tokenizer = match (&arguments.tokenizer, of_snapshot) {
-            (Some(path), _) => load_tokenizer(path)?,
-            (None, Some((snapshot, tokenizer))) => {
-                let tokens = tokenizer.get_vocab_size(true);
-                let snapshot = snapshot.display();
-                say(&format!("tokenizer   that of {snapshot}, {tokens} tokens"));
-                tokenizer
-            }
-            (None, None) => {
-                let vocab_size = usize::try_from(arguments.vocab_size).unwrap_or(usize::MAX);
-                let bpe = source.train_tokenizer(vocab_size, cache)?;
-                say(&format!(
-                    "tokenizer   byte-level BPE, {} tokens{}",
-                    bpe.vocab_size,
-                    if bpe.was_cached { " (cached)" } else { "" },
-                ));
-                bpe.tokenizer
-            }
+        if of_files.is_some() {
+            say(&match tokenizer.is_some() {
+                true => format!("tokenizer   {vocab_size} tokens"),
+                false => format!(
+                    "tokenizer   none: a vocabulary of {vocab_size} tokens, and no samples; `--tokenizer` gives one"
+                ),
+            });
+        }
+        let views = |side: fn(&OpenedText) -> &TokenView| {
+            TokenView::concat(
+                &opened
+                    .iter()
+                    .map(|text| side(text).clone())
+                    .collect::<Vec<_>>(),
+            )
         };
-
-        let built = source.build(arguments, &tokenizer, cache)?;
-        let cached = if built.was_cached() { " (cached)" } else { "" };
-        let (train, validation) = split(&TokenView::new(built.store), arguments)?;
-        let lengths = source.column_lengths(arguments)?;
-        let data = Self {
-            vocab_size: tokenizer.get_vocab_size(true) as u64,
-            tokenizer: Some(tokenizer),
-            train,
-            validation,
-            prompts: Vec::new(),
-            rows: None,
-        };
-        data.prepared(lengths.as_deref(), cached, arguments, &mut say)
-    }
-
-    /// Opens files of tokens. Their tokenizer comes from `arguments`, from the snapshot from which the run resumes, or
-    /// from the files' folder. Without a tokenizer, the vocabulary size comes from the files or from `vocab_size`.
-    fn of_tokens(
-        files: &TokenFiles,
-        arguments: &TrainingArguments,
-        mut say: impl FnMut(&str),
-    ) -> Result<Self> {
-        files.check(arguments)?;
-        let tokenizer = match &arguments.tokenizer {
-            Some(path) => Some(load_tokenizer(path)?),
-            None => match tokenizer_of_snapshot(arguments)? {
-                Some((_, tokenizer)) => Some(tokenizer),
-                None => files.tokenizer()?,
-            },
-        };
-        let opened = files.open(tokenizer.as_ref(), arguments)?;
-        opened.describe(tokenizer.is_some(), &mut say);
-        let (train, validation) = match opened.validation {
-            Some(validation) => (TokenView::new(opened.train), TokenView::new(validation)),
-            None => split(&TokenView::new(opened.train), arguments)?,
-        };
-        let data = Self {
+        let mut data = Self {
             tokenizer,
-            train,
-            validation,
-            vocab_size: opened.vocab_size,
+            train: views(|text| &text.train),
+            validation: views(|text| &text.validation),
+            vocab_size,
             prompts: Vec::new(),
             rows: None,
+            mixture: None,
         };
-        data.prepared(None, "", arguments, &mut say)
+        let cached = match opened.iter().all(|text| text.was_cached) {
+            true => " (cached)",
+            false => "",
+        };
+        if mixture.is_empty() {
+            let lengths = opened.into_iter().next().and_then(|text| text.lengths);
+            return data.prepared(lengths.as_deref(), cached, arguments, &mut say);
+        }
+        let sources = mixture.into_iter().zip(opened);
+        let sources = sources.map(|((path, weight), text)| MixedText {
+            name: path.display().to_string(),
+            weight,
+            train: text.train,
+            rows: None,
+        });
+        data.mixture = Some(TextMixture {
+            sources: sources.collect(),
+        });
+        data.prepared(None, cached, arguments, &mut say)
     }
 
     /// Makes the rows and both loaders, and logs the numbers of tokens.
@@ -151,9 +272,17 @@ impl TextData {
             millions(self.train.len()),
             millions(self.validation.len()),
         ));
-        if arguments.sequence_mode() == SequenceMode::Documents {
-            // Padding is never attended to nor labelled, so any token will do.
-            let pad_token = self.end_of_text().unwrap_or(0);
+        // Padding is never attended to nor labelled, so any token will do.
+        let pad_token = self.end_of_text().unwrap_or(0);
+        let documents = arguments.sequence_mode() == SequenceMode::Documents;
+        if let Some(mixture) = &mut self.mixture {
+            mixture.describe(say);
+            for source in mixture.sources.iter_mut().filter(|_| documents) {
+                let rows = DocumentRows::to_train(&source.train, None, pad_token, arguments)?;
+                rows.describe(Loading::new(arguments, Device::Cpu, true), say)?;
+                source.rows = Some(rows);
+            }
+        } else if documents {
             let rows = DocumentRows::to_train(&self.train, lengths, pad_token, arguments)?;
             rows.describe(Loading::new(arguments, Device::Cpu, true), say)?;
             if lengths.is_some() {
@@ -205,7 +334,7 @@ impl TextData {
 
     /// Returns the token that ends a document.
     pub fn end_of_text(&self) -> Option<u32> {
-        self.train.store().end_of_document()
+        self.train.stores().first()?.end_of_document()
     }
 
     /// Returns an endless loader of the training data: windows or documents, prepared by
@@ -222,6 +351,9 @@ impl TextData {
         shard: impl Into<DataShard>,
     ) -> Result<DeviceLoader<Batch>> {
         let how = Loading::new(arguments, shard, true);
+        if let Some(mixture) = &self.mixture {
+            return mixture.load(how);
+        }
         match &self.rows {
             Some(rows) => rows.load(how),
             // All windows have the same length, so the layout pads nothing.
@@ -240,7 +372,7 @@ impl TextData {
         shard: impl Into<DataShard>,
     ) -> Result<DeviceLoader<Batch>> {
         let how = Loading::new(arguments, shard, false);
-        if self.rows.is_some() {
+        if arguments.sequence_mode() == SequenceMode::Documents {
             return DocumentRows::to_evaluate(&self.validation, arguments)?.load(how);
         }
         let mut windows = windows(&self.validation, arguments)?;
@@ -252,6 +384,9 @@ impl TextData {
 
     /// Returns the number of micro-batches of all processes in an epoch.
     pub fn micro_batches_per_epoch(&self, arguments: &TrainingArguments) -> u64 {
+        if let Some(mixture) = &self.mixture {
+            return mixture.micro_batches(arguments);
+        }
         if let Some(rows) = &self.rows {
             return rows.micro_batches(arguments);
         }
@@ -300,17 +435,16 @@ fn tokenizer_of_snapshot(arguments: &TrainingArguments) -> Result<Option<(PathBu
 fn prompts(validation: &TokenView, arguments: &TrainingArguments) -> Result<Vec<Vec<u32>>> {
     let tokens = PROMPT_TOKENS.min(arguments.context() / 2);
     let wanted = usize::try_from(arguments.samples).unwrap_or(usize::MAX);
-    let store = validation.store();
     let long_enough: Vec<_> = validation
         .document_numbers()
-        .filter_map(|number| store.document(number))
-        .filter(|document| document.tokens.len() > 2 * tokens)
+        .filter_map(|number| validation.document(number))
+        .filter(|(_, document)| document.tokens.len() > 2 * tokens)
         .collect();
     let every = (long_enough.len() / wanted.max(1)).max(1);
     let chosen = long_enough.iter().step_by(every).take(wanted);
-    let starts = chosen.map(|document| document.tokens.start);
+    let starts = chosen.map(|(store, document)| (store, document.tokens.start));
     Ok(starts
-        .map(|start| store.tokens(start..start + tokens))
+        .map(|(store, start)| store.tokens(start..start + tokens))
         .collect::<overdrive_datasets::Result<_>>()?)
 }
 

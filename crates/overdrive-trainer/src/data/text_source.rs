@@ -148,8 +148,48 @@ impl TextSource {
         // The trainer of the tokenizers crate reads files.
         let folder = files::unfinished_folder(std::env::temp_dir().join("bpe_sample"))?;
         let sample = folder.path().join("sample.jsonl");
-        write_sample(texts, &sample)?;
+        write_sample(texts, "text", &sample)?;
         let corpus = Corpus::from_paths([&sample], &CorpusOptions::default())?;
+        Ok(train_bpe_cached(&corpus, &options, cache)?)
+    }
+
+    /// Returns a byte-level BPE trained on the documents of all sources, as [`train_tokenizer`](Self::train_tokenizer)
+    /// does for one.
+    pub(crate) fn train_joint_tokenizer(
+        sources: &[&Self],
+        arguments: &TrainingArguments,
+        cache: &Path,
+    ) -> Result<TrainedBpe> {
+        let vocab_size = usize::try_from(arguments.vocab_size).unwrap_or(usize::MAX);
+        if let [source] = sources {
+            return source.train_tokenizer(vocab_size, cache);
+        }
+        let options = BpeOptions {
+            vocab_size,
+            ..BpeOptions::default()
+        };
+        let field = &arguments.dataset_text_field;
+        let folder = files::unfinished_folder(std::env::temp_dir().join("bpe_samples"))?;
+        let mut paths = Vec::new();
+        for (number, source) in sources.iter().enumerate() {
+            let texts: &dyn Dataset<Item = String> = match source {
+                Self::Files(corpus) => {
+                    paths.extend(corpus.files().iter().map(|file| file.path.clone()));
+                    continue;
+                }
+                Self::Records(records) => records,
+                Self::Unique(unique) => &unique.records,
+            };
+            let sample = folder.path().join(format!("sample{number}.jsonl"));
+            write_sample(texts, field, &sample)?;
+            paths.push(sample);
+        }
+        let text_field = field.clone();
+        let corpus = CorpusOptions {
+            text_field,
+            ..CorpusOptions::default()
+        };
+        let corpus = Corpus::from_paths(paths, &corpus)?;
         Ok(train_bpe_cached(&corpus, &options, cache)?)
     }
 
@@ -320,8 +360,8 @@ fn kind_of(files: &[PathBuf], arguments: &TrainingArguments) -> Result<Option<Re
     }
 }
 
-/// Writes a sample of the texts as JSON Lines: runs of records at evenly spaced positions.
-fn write_sample(texts: &dyn Dataset<Item = String>, path: &Path) -> Result<()> {
+/// Writes a sample of the texts as JSON Lines, each in the field `field`: runs of records at evenly spaced positions.
+fn write_sample(texts: &dyn Dataset<Item = String>, field: &str, path: &Path) -> Result<()> {
     let file = std::fs::File::create(path).map_err(CommonError::io("write", path))?;
     let mut file = BufWriter::new(file);
     let len = texts.len();
@@ -333,7 +373,7 @@ fn write_sample(texts: &dyn Dataset<Item = String>, path: &Path) -> Result<()> {
             }
             let text = texts.get(index)?;
             left = left.saturating_sub(text.len());
-            let record = serde_json::json!({ "text": text });
+            let record = serde_json::json!({ field: text });
             writeln!(file, "{record}").map_err(CommonError::io("write", path))?;
         }
     }

@@ -139,8 +139,8 @@ impl TokenFiles {
 }
 
 impl OpenedTokens {
-    /// Logs the files and their vocabulary.
-    pub(crate) fn describe(&self, has_tokenizer: bool, say: &mut dyn FnMut(&str)) {
+    /// Logs the files.
+    pub(crate) fn describe(&self, say: &mut dyn FnMut(&str)) {
         say(&format!(
             "corpus      {} tokens in {} ({} bytes each)",
             self.train.len(),
@@ -153,13 +153,6 @@ impl OpenedTokens {
                 "            validation on {tokens} tokens in {path}"
             ));
         }
-        say(&match has_tokenizer {
-            true => format!("tokenizer   {} tokens", self.vocab_size),
-            false => format!(
-                "tokenizer   none: a vocabulary of {} tokens, and no samples; `--tokenizer` gives one",
-                self.vocab_size
-            ),
-        });
     }
 }
 

@@ -216,6 +216,7 @@ impl RunBuilder {
             log,
             interrupt,
             window: Vec::new(),
+            source_epochs: Vec::new(),
             stepped: None,
             has_ended,
             prints,

@@ -250,15 +250,25 @@ impl TextData {
         group: &ProcessGroup,
     ) -> Result<Fingerprints> {
         let mut all = arguments.order_fingerprints()?;
-        let store = self.train.store();
-        all.set(
-            "data",
-            match store.content_digest() {
+        let digests = self.train.stores().iter().map(|store| {
+            Ok(match store.content_digest() {
                 Some(data) => data,
                 // Files of nanoGPT and llm.c have no checksum, and may be too large to read all of them.
                 None => model_digest(store.path())?,
-            },
-        );
+            })
+        });
+        let digests = digests.collect::<Result<Vec<Sha256Digest>>>()?;
+        match digests.as_slice() {
+            [one] => all.set("data", one),
+            several => {
+                let digests: Vec<String> = several.iter().map(ToString::to_string).collect();
+                all.set("data", Sha256Digest::of(digests.concat().as_bytes()));
+            }
+        }
+        if let Some(mixture) = &self.mixture {
+            let weights = mixture.fingerprint(arguments, group.world_size())?;
+            all.set("mixture", weights);
+        }
         if let Some(tokenizer) = &self.tokenizer {
             all.set("tokenizer", tokenizer_digest(tokenizer)?);
         }

@@ -95,6 +95,8 @@ pub struct TrainingRun {
     pub(super) interrupt: Interrupt,
     /// The counts of each micro-batch of the current step.
     pub(super) window: Vec<Counts>,
+    /// The passes over each source of a mixture, read before a line of the log is due.
+    pub(super) source_epochs: Vec<(String, f64)>,
     /// The last step, until it is logged.
     pub(super) stepped: Option<Stepped>,
     pub(super) has_ended: bool,
@@ -162,6 +164,9 @@ impl TrainingRun {
         let batches = self.log.phase(Phase::Data, || loader.next_batches(count))?;
         self.log.loaded(loader_totals(loader));
         self.state.loader = loader.state_dict();
+        if self.plan.log_due(self.state.done.steps + 1) {
+            self.source_epochs = loader.source_epochs();
+        }
         self.window = batches.iter().map(Counts::of).collect();
         let labels = self.window.iter().filter_map(|counts| counts.labels);
         let labels: Vec<u64> = labels.collect();
@@ -234,6 +239,11 @@ impl TrainingRun {
         if self.plan.log_due(step) {
             let scale = self.accumulator.scaler().map(GradScaler::get_scale);
             metrics.loss_scale = scale.transpose()?;
+            for (source, epochs) in self.source_epochs.drain(..) {
+                metrics
+                    .extra
+                    .insert(format!("epoch/{source}"), epochs.into());
+            }
         }
         state.done = self.log.done();
         self.stepped = Some(Stepped {
