@@ -30,7 +30,7 @@ struct Flags {
     /// hub
     #[arg(long)]
     model: PathBuf,
-    /// Scheme of the linear layers: int8, int8-weight, llm-int8, int4, int4-asym, nf4, nf4-single, fp4, fp8
+    /// Scheme of the linear layers: int8, int8-weight, llm-int8, int4, int4-asym, nf4, nf4-single, fp4, fp8, mxfp4, nvfp4
     #[arg(long)]
     scheme: Scheme,
     /// Output folder

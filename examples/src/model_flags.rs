@@ -39,7 +39,7 @@ pub struct ModelFlags {
     /// Compute in bf16, with half the memory
     #[arg(long)]
     pub bf16: bool,
-    /// Quantize the weights while they are loaded: int8, int8-weight, llm-int8, int4, nf4, fp4, fp8
+    /// Quantize the weights while they are loaded: int8, int8-weight, llm-int8, int4, nf4, fp4, fp8, mxfp4, nvfp4
     #[arg(long, value_name = "SCHEME")]
     pub quantize: Option<Scheme>,
     /// Scheme for the head and an embedding tied to it

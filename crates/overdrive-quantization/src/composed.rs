@@ -5,7 +5,7 @@ use tch::{Kind, Tensor};
 
 use crate::codec::code_book::Book;
 use crate::codec::grouped::{HALF_DIGITS, HALF_STEP, LEAST_DIGITS};
-use crate::codec::{LEAST_SCALE, fp8};
+use crate::codec::{LEAST_SCALE, fp8, microscaling};
 use crate::quantize::{double_quantized, in_half, not_finite};
 use crate::weight::{Magnitudes, Storage};
 use crate::{BlockOptions, GroupOptions, GroupScales, Result, Scheme};
@@ -30,6 +30,7 @@ pub(crate) fn quantize(weight: &Tensor, scheme: Scheme, scales: GroupScales) -> 
         Scheme::Nf4(options) => blocks(&weight, Book::Nf4, options),
         Scheme::Fp4(options) => blocks(&weight, Book::Fp4, options),
         Scheme::Fp8 => float8(&weight),
+        Scheme::Mxfp4 | Scheme::Nvfp4 => microscaling::quantize(&weight, scheme),
     }
 }
 

@@ -3,7 +3,7 @@
 use half::f16;
 use tch::{Device, Kind, Tensor};
 
-use crate::codec::fp8;
+use crate::codec::{fp8, microscaling};
 use crate::tensors::{bytes, elements};
 use crate::weight::{Magnitudes, Storage};
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
@@ -166,8 +166,8 @@ impl QuantizedWeight {
     }
 
     /// Creates a weight `(O, I)` of blocks with a 4-bit code book, packed as in bitsandbytes: `codes` u8, two weights
-    /// in a byte, the first in the high half, in any shape. `scheme` is [`Scheme::Nf4`] or
-    /// [`Scheme::Fp4`].
+    /// in a byte, the first in the high half, in any shape. `scheme` is [`Scheme::Nf4`],
+    /// [`Scheme::Fp4`], [`Scheme::Mxfp4`] or [`Scheme::Nvfp4`].
     ///
     /// # Errors
     /// [`Error::Common`] if a tensor has the wrong shape, dtype or device, for another scheme, and for a scheme
@@ -179,8 +179,8 @@ impl QuantizedWeight {
         codes: Tensor,
         magnitudes: Magnitudes,
     ) -> Result<QuantizedWeight> {
-        scheme.validate(0)?;
         let (_, options) = scheme.blocks()?;
+        scheme.validate(inputs)?;
         let len = outputs
             .checked_mul(inputs)
             .filter(|_| outputs > 0 && inputs > 0);
@@ -255,6 +255,86 @@ impl QuantizedWeight {
         let storage = Storage::Blocks { codes, magnitudes };
         Ok(QuantizedWeight::of(scheme, [outputs, inputs], storage))
     }
+
+    /// Creates an MXFP4 weight `(O, I)`, as gpt-oss and compressed-tensors store it: `codes` u8 `(O, I/2)`, two 4-bit
+    /// floats in a byte, the first in the low half, and `scales` u8 `(O, I/32)`, the exponents of powers of two with bias
+    /// 127. gpt-oss's `(O, I/32, 16)` codes are accepted as well.
+    ///
+    /// ```
+    /// use overdrive_quantization::QuantizedWeight;
+    /// use tch::{Kind, Tensor};
+    ///
+    /// // 32 times the code 3, which is 1.5, with a scale of 2⁴.
+    /// let codes = Tensor::from_slice(&[0x33_u8; 16]).view([1, 16]);
+    /// let scales = Tensor::from_slice(&[131_u8]).view([1, 1]);
+    /// let weight = QuantizedWeight::from_mxfp4(codes, scales)?;
+    /// assert_eq!(weight.dequantize(Kind::Float)?.double_value(&[0, 31]), 24.0);
+    /// # Ok::<(), overdrive_quantization::Error>(())
+    /// ```
+    ///
+    /// # Errors
+    /// [`Error::Common`] for tensors of another shape, dtype or device, and [`Error::Values`] for a scale that is NaN.
+    pub fn from_mxfp4(codes: Tensor, scales: Tensor) -> Result<QuantizedWeight> {
+        let numbers = microscaling::e8m0_numbers();
+        microscaled(Scheme::Mxfp4, codes, scales, &numbers, |scales| {
+            Ok(scales.f_eq(i64::from(microscaling::E8M0_NAN))?)
+        })
+    }
+
+    /// Creates an NVFP4 weight `(O, I)`, as compressed-tensors stores it: `codes` u8 `(O, I/2)`, two 4-bit floats in a byte,
+    /// the first in the low half; `scales` e4m3 or u8 with its bits, `(O, I/16)`; the elements are the products of both
+    /// divided by `global_scale`.
+    ///
+    /// # Errors
+    /// As [`from_mxfp4`](Self::from_mxfp4), and for a `global_scale` that is not positive and finite.
+    pub fn from_nvfp4(codes: Tensor, scales: Tensor, global_scale: f32) -> Result<QuantizedWeight> {
+        if !(global_scale.is_normal() && global_scale > 0.0) {
+            return Err(Error::option(
+                "global_scale",
+                global_scale,
+                "positive and finite",
+            ));
+        }
+        let scales = match scales.kind() {
+            Kind::Float8e4m3fn => scales.f_view_dtype(Kind::Uint8)?,
+            _ => scales,
+        };
+        let numbers = microscaling::e4m3_numbers(global_scale);
+        finite("global_scale", &Tensor::f_from_slice(&numbers)?)?;
+        microscaled(Scheme::Nvfp4, codes, scales, &numbers, |scales| {
+            Ok(scales.f_bitwise_and(0x7F)?.f_eq(i64::from(fp8::NAN))?)
+        })
+    }
+}
+
+/// Builds a weight of 4-bit floats, the first of two in the low half of a byte, with the numbers of its scales.
+fn microscaled(
+    scheme: Scheme,
+    codes: Tensor,
+    scales: Tensor,
+    numbers: &[f32; 256],
+    is_nan: impl Fn(&Tensor) -> Result<Tensor>,
+) -> Result<QuantizedWeight> {
+    let (_, options) = scheme.blocks()?;
+    let block = options.block_size as i64;
+    let codes = match codes.size()[..] {
+        [_, _, _] => codes.f_flatten(1, 2)?,
+        _ => codes,
+    };
+    let [outputs, width] = matrix("codes", &codes, &[Kind::Uint8])?;
+    let inputs = width * 2;
+    scheme.validate(inputs)?;
+    let shape = [outputs, inputs / block];
+    expect("scales", &scales, &[Kind::Uint8], &shape, codes.device())?;
+    if is_nan(&scales)?.f_any()?.f_int64_value(&[])? != 0 {
+        return Err(Error::values("scales", "NaN", "finite numbers"));
+    }
+    let high = codes.f_bitwise_left_shift_tensor_scalar(4)?;
+    let low = codes.f_bitwise_right_shift_tensor_scalar(4)?;
+    let scales = scales.f_contiguous()?.f_flatten(0, -1)?;
+    let magnitudes = microscaling::magnitudes(scales, numbers)?;
+    let codes = high.f_bitwise_or_tensor(&low)?;
+    QuantizedWeight::from_blocks(scheme, [outputs, inputs], codes, magnitudes)
 }
 
 /// Returns the shape of a matrix with at least one element, of one of `kinds`.

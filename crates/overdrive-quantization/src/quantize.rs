@@ -76,14 +76,14 @@ impl QuantizedWeight {
     /// ```
     ///
     /// # Errors
-    /// As [`quantize`](QuantizedWeight::quantize); [`Error::Common`] for NF4 and FP4, whose blocks are
+    /// As [`quantize`](QuantizedWeight::quantize); [`Error::Common`] for NF4, FP4, MXFP4 and NVFP4, whose blocks are
     /// scaled by their largest magnitude.
     pub fn quantize_with(
         weight: &Tensor,
         scheme: Scheme,
         range_of: &(dyn Fn(&[f32]) -> [f32; 2] + Sync),
     ) -> Result<QuantizedWeight> {
-        if matches!(scheme, Scheme::Nf4(_) | Scheme::Fp4(_)) {
+        if scheme.blocks().is_ok() {
             let expected = "a scheme whose scales can be chosen: 8 bits by row, groups, or fp8";
             return Err(Error::option("scheme", scheme, expected));
         }
@@ -142,6 +142,7 @@ fn on_cpu(
             Scheme::Nf4(options) => source.blocks(Book::Nf4, options),
             Scheme::Fp4(options) => source.blocks(Book::Fp4, options),
             Scheme::Fp8 => source.fp8(),
+            Scheme::Mxfp4 | Scheme::Nvfp4 => composed::quantize(weight, scheme, scales),
         }
     })
 }

@@ -32,6 +32,12 @@ pub enum Scheme {
     Fp4(BlockOptions),
     /// 8-bit floats (e4m3) with one scale for each output.
     Fp8,
+    /// 4-bit floats (e2m1) in blocks of 32 inputs, each with a power of two as its scale (OCP Microscaling Formats
+    /// 1.0; the experts of gpt-oss).
+    Mxfp4,
+    /// 4-bit floats (e2m1) in blocks of 16 inputs, each with an 8-bit float (e4m3) as its scale, and one scale for the
+    /// weight.
+    Nvfp4,
 }
 
 /// The options of [`Scheme::Grouped`].
@@ -93,7 +99,7 @@ impl Default for BlockOptions {
 
 impl Scheme {
     /// The common names that [`Scheme::from_str`] reads.
-    pub const NAMES: [&'static str; 12] = [
+    pub const NAMES: [&'static str; 14] = [
         "int8",
         "int8-weight",
         "llm-int8",
@@ -106,6 +112,8 @@ impl Scheme {
         "nf4-single",
         "fp4",
         "fp8",
+        "mxfp4",
+        "nvfp4",
     ];
 
     /// Checks that a weight with `inputs` inputs can be quantized with this scheme.
@@ -117,6 +125,18 @@ impl Scheme {
         match self {
             Scheme::Grouped(options) => options.validate(inputs),
             Scheme::Nf4(options) | Scheme::Fp4(options) => options.validate(),
+            Scheme::Mxfp4 | Scheme::Nvfp4 => {
+                let (_, options) = self.blocks()?;
+                let block = options.block_size as i64;
+                if inputs % block == 0 {
+                    return Ok(());
+                }
+                let found = format!("{self} for a weight with {inputs} inputs");
+                let expected = format!(
+                    "a scheme by row for inputs that are no multiple of {block}, such as fp8"
+                );
+                Err(Error::option("scheme", found, expected))
+            }
             Scheme::LlmInt8 { threshold } if threshold.is_nan() || *threshold < 0.0 => {
                 // Not `check_non_negative`: an infinite threshold is valid and means that there are no outliers.
                 Err(Error::option(
@@ -134,7 +154,9 @@ impl Scheme {
         match self {
             Scheme::Nf4(options) => Ok((Book::Nf4, options)),
             Scheme::Fp4(options) => Ok((Book::Fp4, options)),
-            other => Err(Error::option("scheme", other, "nf4 or fp4")),
+            Scheme::Mxfp4 => Ok((Book::E2m1, BlockOptions::in_eight_bits(32))),
+            Scheme::Nvfp4 => Ok((Book::E2m1, BlockOptions::in_eight_bits(16))),
+            other => Err(Error::option("scheme", other, "nf4, fp4, mxfp4 or nvfp4")),
         }
     }
 }
@@ -158,6 +180,14 @@ impl GroupOptions {
 }
 
 impl BlockOptions {
+    /// Returns the options of blocks whose scales have 8 bits.
+    const fn in_eight_bits(block_size: usize) -> Self {
+        BlockOptions {
+            block_size,
+            double_quant: true,
+        }
+    }
+
     fn validate(&self) -> Result<()> {
         let size = self.block_size;
         if size.is_power_of_two() && (32..=4096).contains(&size) {
@@ -188,6 +218,8 @@ impl FromStr for Scheme {
             "int8-weight" => Scheme::Int8WeightOnly,
             "llm-int8" => Scheme::LlmInt8 { threshold: 6.0 },
             "fp8" => Scheme::Fp8,
+            "mxfp4" => Scheme::Mxfp4,
+            "nvfp4" => Scheme::Nvfp4,
             _ => {
                 let mut parts = name.split('-');
                 match parts.next() {
@@ -245,6 +277,8 @@ impl fmt::Display for Scheme {
             Scheme::Nf4(options) => write!(f, "nf4{options}"),
             Scheme::Fp4(options) => write!(f, "fp4{options}"),
             Scheme::Fp8 => f.write_str("fp8"),
+            Scheme::Mxfp4 => f.write_str("mxfp4"),
+            Scheme::Nvfp4 => f.write_str("nvfp4"),
         }
     }
 }

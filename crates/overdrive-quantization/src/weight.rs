@@ -43,7 +43,7 @@ pub(crate) enum Storage {
     /// 4-bit groups with the codes in the order of a GPU's tensor cores; only on GPUs.
     Tiled(Tiled),
     /// Codes of a code book of 16 values, with a magnitude for each block of the flattened weight: [`Scheme::Nf4`],
-    /// [`Scheme::Fp4`].
+    /// [`Scheme::Fp4`], [`Scheme::Mxfp4`], [`Scheme::Nvfp4`].
     Blocks {
         /// u8 `(⌈O·I/2⌉,)`, weight `2j` in the high half of byte `j`, as in bitsandbytes.
         codes: Tensor,

@@ -7,7 +7,7 @@ use crate::codec::grouped::{HALF_DIGITS, half_scale, rounded_up};
 use crate::codec::{dynamic, fp8};
 use crate::tiles::Tiled;
 use crate::weight::{Magnitudes, Storage};
-use crate::{Error, QuantizedWeight, Result};
+use crate::{Error, QuantizedWeight, Result, Scheme};
 
 /// The values of each group: `number(code) · step + offset`.
 pub(super) struct Grid {
@@ -160,6 +160,24 @@ impl Grid {
             Storage::Blocks { magnitudes, .. } => {
                 match magnitudes {
                     Magnitudes::Full(full) => *full = like(&self.steps, full)?,
+                    // A step is one of the numbers that the codes of 8 bits have.
+                    Magnitudes::Quantized {
+                        codes, code_book, ..
+                    } if matches!(weight.scheme, Scheme::Mxfp4 | Scheme::Nvfp4) => {
+                        let numbers = floats(code_book)?;
+                        let nearest = |step: &f32| {
+                            let distance = |code: &u8| (numbers[usize::from(*code)] - step).abs();
+                            let codes = 0..=u8::MAX;
+                            codes
+                                .min_by(|a, b| distance(a).total_cmp(&distance(b)))
+                                .unwrap_or_default()
+                        };
+                        let packed: Vec<u8> = self.steps.iter().map(nearest).collect();
+                        let like = codes.size();
+                        *codes = Tensor::f_from_slice(&packed)?
+                            .f_view(&like[..])?
+                            .f_to_device(device)?;
+                    }
                     Magnitudes::Quantized {
                         codes,
                         scales,
@@ -272,7 +290,6 @@ mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
     use super::*;
-    use crate::Scheme;
 
     /// Returns numbers spread evenly over -1..1, the same in every run.
     fn numbers(size: [i64; 2]) -> Tensor {

@@ -1,12 +1,14 @@
-//! The code books of NF4 and FP4, those of bitsandbytes.
+//! The code books of NF4 and FP4, those of bitsandbytes, and of the 4-bit floats of MXFP4 and NVFP4.
 
-/// A book of 16 numbers in `-1..=1`.
+/// A book of 16 numbers.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]
 pub(crate) enum Book {
     /// The quantiles of a normal distribution, in ascending order (Dettmers et al. 2023, arXiv:2305.14314).
     Nf4,
-    /// The floats with a sign, two bits of exponent and one of mantissa.
+    /// The floats with a sign, two bits of exponent and one of mantissa, divided by the largest.
     Fp4,
+    /// The floats e2m1: a sign, two bits of exponent with bias 1, one of mantissa.
+    E2m1,
 }
 
 const NF4: [f32; 16] = [
@@ -48,6 +50,13 @@ const FP4: [f32; 16] = [
     -3.0 / 12.0,
 ];
 
+const E2M1: [f32; 16] = [
+    0.0, 0.5, 1.0, 1.5, 2.0, 3.0, 4.0, 6.0, -0.0, -0.5, -1.0, -1.5, -2.0, -3.0, -4.0, -6.0,
+];
+
+/// The codes of e2m1, as [`FP4_ORDER`].
+const E2M1_ORDER: u64 = 0x7654_3218_09AB_CDEF;
+
 /// The codes of FP4 in ascending order of their numbers, four bits each, the least in the low bits. Of its two
 /// zeros the code 0 comes first.
 pub(crate) const FP4_ORDER: u64 = 0x3254_7618_09EF_CDAB;
@@ -58,6 +67,7 @@ impl Book {
         match self {
             Book::Nf4 => &NF4,
             Book::Fp4 => &FP4,
+            Book::E2m1 => &E2M1,
         }
     }
 
@@ -66,6 +76,7 @@ impl Book {
         match self {
             Book::Nf4 => "nf4",
             Book::Fp4 => "fp4",
+            Book::E2m1 => "e2m1",
         }
     }
 
@@ -74,6 +85,7 @@ impl Book {
         match self {
             Book::Nf4 => rank as u8,
             Book::Fp4 => (FP4_ORDER >> (4 * rank)) as u8 & 15,
+            Book::E2m1 => (E2M1_ORDER >> (4 * rank)) as u8 & 15,
         }
     }
 
@@ -106,9 +118,11 @@ impl Book {
         // Computed at compile time: 2 KB for each book, and one look-up for two codes.
         static NF4_PAIRS: [[f32; 2]; 256] = pairs(Book::Nf4);
         static FP4_PAIRS: [[f32; 2]; 256] = pairs(Book::Fp4);
+        static E2M1_PAIRS: [[f32; 2]; 256] = pairs(Book::E2m1);
         match self {
             Book::Nf4 => &NF4_PAIRS,
             Book::Fp4 => &FP4_PAIRS,
+            Book::E2m1 => &E2M1_PAIRS,
         }
     }
 }
@@ -119,7 +133,7 @@ mod tests {
 
     #[test]
     fn every_code_has_one_rank_in_ascending_order() {
-        for book in [Book::Nf4, Book::Fp4] {
+        for book in [Book::Nf4, Book::Fp4, Book::E2m1] {
             let in_order: Vec<f32> = (0..16)
                 .map(|place| book.numbers()[usize::from(book.code_at(place))])
                 .collect();

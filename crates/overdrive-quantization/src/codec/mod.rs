@@ -11,6 +11,7 @@ pub(crate) mod floats;
 pub(crate) mod fp8;
 pub(crate) mod grouped;
 pub(crate) mod int8;
+pub(crate) mod microscaling;
 pub(crate) mod not_finite;
 #[cfg(test)]
 mod originals;

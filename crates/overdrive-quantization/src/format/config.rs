@@ -39,7 +39,7 @@ use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 pub enum QuantizationConfig {
     /// The layouts of bitsandbytes: NF4, FP4 and LLM.int8.
     BitsAndBytes(BitsAndBytesConfig),
-    /// The layouts of compressed-tensors: 8 bits by row, groups, and 8-bit floats.
+    /// The layouts of compressed-tensors: 8 bits by row, groups, and floats of 8 and 4 bits.
     CompressedTensors(CompressedTensorsConfig),
     /// Groups of integers, as GPTQ writes them.
     Gptq(GptqConfig),

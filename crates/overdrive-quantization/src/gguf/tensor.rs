@@ -97,6 +97,11 @@ impl<'a> GgufTensor<'a> {
             return Ok(Tensor::f_empty(self.shape, (kind, device))?);
         }
         let order = self.order(rows)?;
+        if self.info.kind == GgufType::MXFP4 {
+            let dense = self.microscaled(&order)?.dequantize(kind)?;
+            let shape = self.shape_of(order.len());
+            return Ok(dense.f_view(&shape[..])?.f_to_device(device)?);
+        }
         let Some(groups) = self.info.kind.groups() else {
             return Err(self.damaged("its type has neither a dtype nor blocks"));
         };
@@ -121,10 +126,7 @@ impl<'a> GgufTensor<'a> {
                 }
             }
         });
-        let mut shape = self.shape.to_vec();
-        if let Some(first) = shape.first_mut().filter(|_| self.shape.len() > 1) {
-            *first = (order.len() / self.rows_of_one()) as i64;
-        }
+        let shape = self.shape_of(order.len());
         let tensor = Tensor::f_from_slice(&numbers)?.f_view(&shape[..])?;
         Ok(tensor.f_to_device(device)?.f_to_kind(kind)?)
     }
@@ -139,12 +141,19 @@ impl<'a> GgufTensor<'a> {
         rows: Option<&[i64]>,
         device: Device,
     ) -> Result<Option<QuantizedWeight>> {
-        let (Some(groups), &[_, inputs]) = (self.info.kind.groups(), self.shape) else {
+        let &[_, inputs] = self.shape else {
             return Ok(None);
         };
         if self.data.is_empty() {
             return Ok(None);
         }
+        if self.info.kind == GgufType::MXFP4 {
+            let weight = self.microscaled(&self.order(rows)?)?;
+            return Ok(Some(weight.to_device(device)?));
+        }
+        let Some(groups) = self.info.kind.groups() else {
+            return Ok(None);
+        };
         let order = self.order(rows)?;
         let outputs = order.len() as i64;
         let decoded = self.decode(&order, groups)?;
@@ -181,6 +190,43 @@ impl<'a> GgufTensor<'a> {
         )))
     }
 
+    /// Returns the shape of so many rows of the last dimension.
+    fn shape_of(&self, rows: usize) -> Vec<i64> {
+        let mut shape = self.shape.to_vec();
+        if let Some(first) = shape.first_mut().filter(|_| self.shape.len() > 1) {
+            *first = (rows / self.rows_of_one()) as i64;
+        }
+        shape
+    }
+
+    /// Returns the rows `order` of the last dimension as MXFP4 on the CPU. A block has its exponent first, then the codes:
+    /// those of its first half in the low halves of bytes, those of its second in the high ones.
+    fn microscaled(&self, order: &[usize]) -> Result<QuantizedWeight> {
+        let (row_bytes, block) = (self.row_bytes(), self.info.kind.block_bytes());
+        let blocks = row_bytes / block;
+        let mut scales = Vec::with_capacity(order.len() * blocks);
+        let mut codes = Vec::with_capacity(order.len() * blocks * (block - 1));
+        for row in order {
+            for block in self.data[row * row_bytes..][..row_bytes].chunks_exact(block) {
+                scales.extend(&block[..1]);
+                let pairs = block[1..].as_chunks::<2>().0;
+                codes.extend(pairs.iter().map(|[first, second]| first & 15 | second << 4));
+                codes.extend(
+                    pairs
+                        .iter()
+                        .map(|[first, second]| first >> 4 | second & 0xF0),
+                );
+            }
+        }
+        let rows = order.len() as i64;
+        let codes = Tensor::f_from_slice(&codes)?.f_view([rows, -1])?;
+        let scales = Tensor::f_from_slice(&scales)?.f_view([rows, -1])?;
+        QuantizedWeight::from_mxfp4(codes, scales).map_err(|error| match error {
+            Error::Values { .. } => self.damaged("it has scales that are not finite"),
+            other => other,
+        })
+    }
+
     /// Returns the number of elements along the last dimension.
     fn width(&self) -> usize {
         // Never negative: the header has unsigned numbers.
@@ -212,7 +258,7 @@ impl<'a> GgufTensor<'a> {
 
     fn check_rows(&self, rows: &[i64]) -> Result<()> {
         // Blocks lie along the only dimension of a vector: it has no rows to select.
-        let vector = self.info.kind.groups().is_some() && self.shape.len() < 2;
+        let vector = self.info.kind.is_quantized() && self.shape.len() < 2;
         let count = match self.shape.first() {
             Some(&first) if !vector => first,
             _ => 0,

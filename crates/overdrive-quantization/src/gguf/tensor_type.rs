@@ -28,13 +28,14 @@ pub enum GgufType {
     Q4_K,
     Q5_K,
     Q6_K,
+    MXFP4,
 }
 
 /// The number of elements of a super-block of the `_K` types.
 pub(super) const SUPER: usize = 256;
 
 /// Every type, its number in a file, and the elements and bytes of its blocks.
-const TYPES: [(GgufType, u32, usize, usize); 18] = [
+const TYPES: [(GgufType, u32, usize, usize); 19] = [
     (GgufType::F32, 0, 1, 4),
     (GgufType::F16, 1, 1, 2),
     (GgufType::Q4_0, 2, 32, 18),
@@ -53,10 +54,11 @@ const TYPES: [(GgufType, u32, usize, usize); 18] = [
     (GgufType::I64, 27, 1, 8),
     (GgufType::F64, 28, 1, 8),
     (GgufType::BF16, 30, 1, 2),
+    (GgufType::MXFP4, 39, 32, 17),
 ];
 
 /// The types of the format that this crate does not read, for error messages.
-const OTHERS: [(u32, &str); 13] = [
+const OTHERS: [(u32, &str); 12] = [
     (9, "Q8_1"),
     (15, "Q8_K"),
     (16, "IQ2_XXS"),
@@ -69,7 +71,6 @@ const OTHERS: [(u32, &str); 13] = [
     (23, "IQ4_XS"),
     (29, "IQ1_M"),
     (34, "TQ1_0"),
-    (39, "MXFP4"),
 ];
 
 impl GgufType {
@@ -106,6 +107,11 @@ impl GgufType {
         found.map_or((1, 1), |&(_, _, numbers, bytes)| (numbers, bytes))
     }
 
+    /// Returns `true` for a type with blocks of codes.
+    pub fn is_quantized(self) -> bool {
+        self.block_size() > 1
+    }
+
     /// Returns the dtype of a type without blocks; `None` for quantized types.
     pub fn kind(self) -> Option<Kind> {
         Some(match self {
@@ -121,7 +127,8 @@ impl GgufType {
         })
     }
 
-    /// Returns the groups that represent the blocks of this type exactly; `None` for types without blocks.
+    /// Returns the groups that represent the blocks of this type exactly; `None` for types without blocks, and for MXFP4,
+    /// which is a scheme of its own.
     pub fn groups(self) -> Option<GroupOptions> {
         let (bits, group_size, symmetric) = match self {
             GgufType::Q4_0 => (4, 32, true),
@@ -164,7 +171,9 @@ mod tests {
         for (kind, id, numbers, bytes) in TYPES {
             assert_eq!(GgufType::from_id(id), Ok(kind));
             assert_eq!((kind.block_size(), kind.block_bytes()), (numbers, bytes));
-            assert_ne!(kind.kind().is_some(), kind.groups().is_some(), "{kind}");
+            assert_ne!(kind.kind().is_some(), kind.is_quantized(), "{kind}");
+            let grouped = kind.is_quantized() && kind != GgufType::MXFP4;
+            assert_eq!(kind.groups().is_some(), grouped, "{kind}");
             if let Some(groups) = kind.groups() {
                 assert_eq!(numbers % groups.group_size, 0, "{kind}");
             }

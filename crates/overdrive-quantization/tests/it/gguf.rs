@@ -45,6 +45,36 @@ fn numbers_of_every_type_equal_those_of_the_gguf_package() {
     assert_eq!(names, 19);
 }
 
+/// MXFP4, the type of gpt-oss's experts: `gen_gguf_mxfp4.py`.
+#[test]
+fn blocks_of_floats_equal_those_of_the_gguf_package() {
+    let file = GgufFile::open(fixture("mxfp4.gguf")).unwrap();
+    let numbers = MappedFile::open(fixture("mxfp4.safetensors")).unwrap();
+    for tensor in file.tensors() {
+        assert_eq!(tensor.tensor_type(), GgufType::MXFP4);
+        let expected = numbers.tensor(tensor.name()).unwrap();
+        let expected = expected.copy_to_tensor(None, Device::Cpu).unwrap();
+        let dense = tensor.dequantize(None, Kind::Float, Device::Cpu).unwrap();
+        assert!(same(&dense, &expected), "{}", tensor.name());
+        let rows = tensor
+            .dequantize(Some(&[2, 0]), Kind::Float, Device::Cpu)
+            .unwrap();
+        assert!(same(
+            &rows,
+            &expected.index_select(0, &Tensor::from_slice(&[2_i64, 0]))
+        ));
+        // Experts are matrices of a stack.
+        let (matrix, expected) = match tensor.slice(1) {
+            Some(expert) => (expert, expected.get(1)),
+            None => (tensor, expected),
+        };
+        let weight = matrix.to_quantized(None, Device::Cpu).unwrap().unwrap();
+        assert_eq!(weight.scheme(), Scheme::Mxfp4);
+        assert!(same(&weight.dequantize(Kind::Float).unwrap(), &expected));
+    }
+    assert_eq!(file.tensors().count(), 2);
+}
+
 #[test]
 fn every_matrix_of_groups_is_packed_without_changing_a_number() {
     let file = GgufFile::open(fixture("types.gguf")).unwrap();

@@ -38,7 +38,7 @@ pub(super) fn tensors(
             // Norms, biases and routers are dense; a matrix is, unless the file or the options quantize it.
             let matrix = is_matrix(&source.spec);
             !matrix
-                || source.tensor.tensor_type().groups().is_none()
+                || !source.tensor.tensor_type().is_quantized()
                     && scheme(source, config, options).is_none()
         });
     let all = dense.iter().chain(&quantized);

@@ -40,7 +40,7 @@ pub struct QuantizationArgs {
     /// The number of inputs of a group; -1 for one group in each row.
     #[serde(default)]
     pub group_size: Option<i64>,
-    /// The elements that share a scale: `tensor`, `channel`, `group`, `block` or `token`.
+    /// The elements that share a scale: `tensor`, `channel`, `group`, `tensor_group`, `block` or `token`.
     #[serde(default)]
     pub strategy: Option<String>,
     /// If `true`, scales are computed while the model runs.
@@ -69,6 +69,8 @@ pub(super) enum Strategy {
     Tensor,
     Channel,
     Group(i64),
+    /// Groups whose scales have a common scale.
+    TensorGroup(i64),
 }
 
 impl QuantizationArgs {
@@ -91,11 +93,18 @@ impl QuantizationArgs {
         }
     }
 
+    /// Names the dtype of the scales.
+    pub(super) fn with_scales_of(mut self, dtype: &str) -> Self {
+        self.other.insert("scale_dtype".to_owned(), dtype.into());
+        self
+    }
+
     pub(super) fn strategy(&self) -> Option<Strategy> {
         match (self.strategy.as_deref(), self.group_size) {
             (Some("tensor") | None, None) => Some(Strategy::Tensor),
             (Some("channel"), _) | (None, Some(-1)) => Some(Strategy::Channel),
             (Some("group") | None, Some(size)) if size > 0 => Some(Strategy::Group(size)),
+            (Some("tensor_group"), Some(size)) if size > 0 => Some(Strategy::TensorGroup(size)),
             _ => None,
         }
     }
@@ -105,11 +114,14 @@ impl QuantizationArgs {
 pub(super) fn scheme_of(args: &QuantizationArgs, dynamic: bool) -> Option<Scheme> {
     let strategy = args.strategy()?;
     match (args.kind.as_str(), args.num_bits, strategy) {
+        ("float", 4, Strategy::Group(32)) if args.symmetric => Some(Scheme::Mxfp4),
+        ("float", 4, Strategy::TensorGroup(16)) if args.symmetric => Some(Scheme::Nvfp4),
         ("float", 8, Strategy::Tensor | Strategy::Channel) => Some(Scheme::Fp8),
         ("int", 8, Strategy::Tensor | Strategy::Channel) if args.symmetric => Some(match dynamic {
             true => Scheme::Int8Dynamic,
             false => Scheme::Int8WeightOnly,
         }),
+        (_, _, Strategy::TensorGroup(_)) => None,
         ("int", 4 | 8, _) => Some(Scheme::Grouped(GroupOptions {
             bits: args.num_bits,
             group_size: match strategy {

@@ -16,8 +16,8 @@ const CONFIG_GROUPS: &str = "quantization_config.config_groups";
 pub struct CompressedTensorsConfig {
     /// The groups of modules with the same quantization; the first group that names a module applies.
     pub config_groups: Map<String, Value>,
-    /// The layout: `int-quantized`, `pack-quantized`, `float-quantized`, `naive-quantized` or
-    /// `mixed-precision`.
+    /// The layout: `int-quantized`, `pack-quantized`, `float-quantized`, `mxfp4-pack-quantized`,
+    /// `nvfp4-pack-quantized`, `naive-quantized` or `mixed-precision`.
     #[serde(default)]
     pub format: Option<String>,
     /// The modules that are not quantized: names, and regular expressions after `re:`.
@@ -36,6 +36,7 @@ impl CompressedTensorsConfig {
         "weight",
         "weight_packed",
         "weight_scale",
+        "weight_global_scale",
         "weight_zero_point",
         "weight_shape",
         "weight_g_idx",
@@ -86,6 +87,19 @@ impl CompressedTensorsConfig {
             Scheme::Fp8 => {
                 let weights = QuantizationArgs::of(8, "float", true, "channel", None);
                 ("float-quantized", weights, None)
+            }
+            Scheme::Mxfp4 => {
+                let weights = QuantizationArgs::of(4, "float", true, "group", Some(32));
+                (
+                    "mxfp4-pack-quantized",
+                    weights.with_scales_of("torch.uint8"),
+                    None,
+                )
+            }
+            Scheme::Nvfp4 => {
+                let weights = QuantizationArgs::of(4, "float", true, "tensor_group", Some(16));
+                let scales = "torch.float8_e4m3fn";
+                ("nvfp4-pack-quantized", weights.with_scales_of(scales), None)
             }
             _ => return None,
         };
@@ -138,8 +152,8 @@ impl CompressedTensorsConfig {
             if scheme_of(args, false).is_none() {
                 let strategy = args.strategy.as_deref().unwrap_or("tensor");
                 let found = format!("{}-bit {} by {strategy}", args.num_bits, args.kind);
-                let expected = "4-bit or 8-bit int by tensor, channel or group, or 8-bit float by \
-                                tensor or channel";
+                let expected = "4-bit or 8-bit int by tensor, channel or group, 8-bit float by tensor or channel, \
+                                4-bit float by groups of 32 (MXFP4) or by tensor_group of 16 (NVFP4)";
                 return Err(Error::option(CONFIG_GROUPS, found, expected));
             }
         }

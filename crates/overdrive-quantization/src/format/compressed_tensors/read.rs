@@ -2,7 +2,7 @@
 
 use tch::{Kind, Tensor};
 
-use super::args::{QuantizationArgs, Strategy};
+use super::args::{QuantizationArgs, Strategy, scheme_of};
 use super::config::CompressedTensorsConfig;
 use crate::format::packed_words::{Groups, code, order_of, words};
 use crate::format::source::{FLOATS, Module};
@@ -24,6 +24,9 @@ impl CompressedTensorsConfig {
                 args.strategy.as_deref().unwrap_or("nothing")
             )));
         };
+        if let Some(scheme @ (Scheme::Mxfp4 | Scheme::Nvfp4)) = scheme_of(&args, dynamic) {
+            return read_floats(module, scheme);
+        }
         if module.optional("weight_packed")?.is_some() {
             return self.read_packed(module, &args, strategy, dynamic);
         }
@@ -171,6 +174,19 @@ impl CompressedTensorsConfig {
         }
         .build(module)
     }
+}
+
+/// Reads a weight of 4-bit floats.
+fn read_floats(module: Module<'_>, scheme: Scheme) -> Result<QuantizedWeight> {
+    let codes = module.tensor("weight_packed", &[Kind::Uint8], &[None, None])?;
+    if scheme == Scheme::Mxfp4 {
+        let scales = module.tensor("weight_scale", &[Kind::Uint8], &[None, None])?;
+        return module.built(QuantizedWeight::from_mxfp4(codes, scales));
+    }
+    let scales = module.tensor("weight_scale", &[Kind::Float8e4m3fn], &[None, None])?;
+    let global = module.scales_f32("weight_global_scale", &[Some(1)])?;
+    let global = global.f_double_value(&[0])? as f32;
+    module.built(QuantizedWeight::from_nvfp4(codes, scales, global))
 }
 
 fn bits_of(module: Module<'_>, args: &QuantizationArgs) -> Result<u8> {

@@ -3,9 +3,10 @@
 use tch::{Device, Kind, Tensor};
 
 use super::config::CompressedTensorsConfig;
+use crate::codec::microscaling;
 use crate::constructors::code_bytes;
 use crate::tensors::elements;
-use crate::weight::Storage;
+use crate::weight::{Magnitudes, Storage};
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 
 impl CompressedTensorsConfig {
@@ -66,6 +67,34 @@ impl CompressedTensorsConfig {
                     tensors.push(named("weight_zero_point", zeros));
                 }
                 Ok(tensors)
+            }
+            Storage::Blocks {
+                codes,
+                magnitudes:
+                    Magnitudes::Quantized {
+                        codes: scales,
+                        code_book,
+                        ..
+                    },
+            } if matches!(weight.scheme, Scheme::Mxfp4 | Scheme::Nvfp4) => {
+                let rows = |tensor: &Tensor| tensor.f_view([weight.outputs, -1]);
+                let high = codes.f_bitwise_left_shift_tensor_scalar(4)?;
+                let low = codes.f_bitwise_right_shift_tensor_scalar(4)?;
+                let packed = named("weight_packed", rows(&high.f_bitwise_or_tensor(&low)?)?);
+                if weight.scheme == Scheme::Mxfp4 {
+                    return Ok(vec![packed, named("weight_scale", rows(scales)?)]);
+                }
+                let numbers = code_book.f_to_device(Device::Cpu)?;
+                let Some(global) = microscaling::global_scale(elements::<f32>(&numbers)?) else {
+                    return Err(unsupported(weight));
+                };
+                let scales = rows(&scales.f_view_dtype(Kind::Float8e4m3fn)?)?;
+                let global = Tensor::f_from_slice(&[global])?.f_to_device(scales.device())?;
+                Ok(vec![
+                    packed,
+                    named("weight_scale", scales),
+                    named("weight_global_scale", global),
+                ])
             }
             _ => Err(unsupported(weight)),
         }
@@ -151,7 +180,7 @@ fn unsupported(weight: &QuantizedWeight) -> Error {
         Storage::Grouped { order: Some(_), .. } => "groups of reordered inputs".to_owned(),
         _ => weight.scheme.to_string(),
     };
-    let expected = "8 bits by row, groups in order or fp8, the schemes of compressed-tensors; dequantize \
+    let expected = "8 bits by row, groups in order, fp8, mxfp4 or nvfp4, the schemes of compressed-tensors; dequantize \
                     the weight and quantize it again";
     Error::option("scheme", found, expected)
 }

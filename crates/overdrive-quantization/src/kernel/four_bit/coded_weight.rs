@@ -29,7 +29,7 @@ impl Coding {
         }
     }
 
-    /// Returns the coding of NF4 or FP4, with the numbers of the book, packed as bitsandbytes packs them.
+    /// Returns the coding of blocks with the numbers of a book, packed as bitsandbytes packs them.
     pub(crate) fn book(values: [f32; 16]) -> Coding {
         Coding::Nibbles {
             values,
@@ -130,7 +130,7 @@ pub(super) const MIN_GROUP_OF_BYTES: usize = 16;
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub(crate) struct ByteCoding {
     pub(crate) numbers: ByteNumbers,
-    /// The value of a step: `value ≈ byte · unit`, exactly for integers. The numbers of NF4 and FP4 are off by at
+    /// The value of a step: `value ≈ byte · unit`, exactly for integers and e2m1. The numbers of NF4 and FP4 are off by at
     /// most 1/254 of the largest, while their distances are 1/13 of it and more (except for the smallest of FP4,
     /// which is 1/192 and becomes 1/127).
     pub(crate) unit: f32,
@@ -161,7 +161,14 @@ impl ByteCoding {
         let most = values
             .iter()
             .fold(0.0_f32, |most, value| most.max(value.abs()));
-        let unit = if most > 0.0 { most / 127.0 } else { 1.0 };
+        // The steps of e2m1, whose numbers are multiples of 1/12 of the largest; the others have none.
+        let twelfth = most / 12.0;
+        let is_multiple = |value: &f32| (value / twelfth).fract() == 0.0;
+        let unit = match most {
+            0.0 => 1.0,
+            _ if values.iter().all(is_multiple) => twelfth,
+            _ => most / 127.0,
+        };
         // Adds half a step away from zero and truncates: without SSE4.1 `round` is a function call.
         #[allow(clippy::cast_possible_truncation, reason = "at most 127.5")]
         let book = values.map(|value| (value / unit + 0.5_f32.copysign(value)) as i8);

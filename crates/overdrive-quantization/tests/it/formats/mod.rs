@@ -118,7 +118,89 @@ fn schemes_of_files_are_the_schemes_of_their_configurations() {
     assert_eq!(weight.scheme(), Scheme::LlmInt8 { threshold: 5.0 });
 }
 
-const SCHEMES: [&str; 16] = [
+/// MXFP4 and NVFP4: read, made and written as compressed-tensors does (`fixtures/gen_microscaling.py`).
+#[test]
+fn floats_of_four_bits_are_those_of_compressed_tensors() {
+    let path = concat!(
+        env!("CARGO_MANIFEST_DIR"),
+        "/tests/fixtures/microscaling.safetensors"
+    );
+    let file = MappedFile::open(path).expect("gen_microscaling.py makes it");
+    let tensor = |name: String| {
+        file.tensor(&name)
+            .unwrap()
+            .copy_to_tensor(None, Device::Cpu)
+            .unwrap()
+    };
+    for (module, bits) in [("mxfp4", 4.25), ("nvfp4", 4.5)] {
+        let config = config_of(&file, module);
+        assert_eq!(config.scheme().unwrap().unwrap().to_string(), module);
+        let weight = config.read_weight(&file, module).unwrap();
+        let expected = tensor(format!("expected.{module}"));
+        assert_eq!(
+            weight.dequantize(Kind::Float).unwrap(),
+            expected,
+            "{module}"
+        );
+        // Besides the codes and scales there are tables of a few hundred bytes.
+        assert!(
+            weight.bits_per_weight() < bits + 4.0,
+            "{}",
+            weight.bits_per_weight()
+        );
+
+        let dense = tensor(format!("dense.{module}"));
+        let own = QuantizedWeight::quantize(&dense, weight.scheme()).unwrap();
+        assert_eq!(own.dequantize(Kind::Float).unwrap(), expected, "{module}");
+        let layout = QuantizationConfig::for_scheme(weight.scheme(), Vec::new());
+        for written in [&config, &layout] {
+            for (name, tensor_of_own) in written.write_weight(&own, module).unwrap() {
+                let expected = tensor(name.clone());
+                assert_eq!(tensor_of_own.kind(), expected.kind(), "{name}");
+                let bytes = |tensor: &Tensor| tensor.contiguous().view_dtype(Kind::Uint8);
+                assert_eq!(bytes(&tensor_of_own), bytes(&expected), "{name}");
+            }
+        }
+    }
+}
+
+#[test]
+fn scales_that_are_not_numbers_are_refused() {
+    let codes = || Tensor::zeros([2, 32], (Kind::Uint8, Device::Cpu));
+    let scales = |width, code: i64| Tensor::full([2, width], code, (Kind::Uint8, Device::Cpu));
+    let error = QuantizedWeight::from_mxfp4(codes(), scales(2, 255)).unwrap_err();
+    assert!(error.to_string().contains("`scales`"), "{error}");
+    for nan in [0x7F, 0xFF] {
+        let error = QuantizedWeight::from_nvfp4(codes(), scales(4, nan), 1.0).unwrap_err();
+        assert!(error.to_string().contains("NaN"), "{error}");
+    }
+    for global in [0.0, -1.0, f32::NAN, 1e-45] {
+        let error = QuantizedWeight::from_nvfp4(codes(), scales(4, 0), global).unwrap_err();
+        assert!(error.to_string().contains("`global_scale`"), "{error}");
+    }
+    let error = QuantizedWeight::from_mxfp4(codes(), scales(3, 0)).unwrap_err();
+    assert!(error.to_string().contains("`scales`"), "{error}");
+    let dense = Tensor::ones([4, 48], (Kind::Float, Device::Cpu));
+    let error = QuantizedWeight::quantize(&dense, Scheme::Mxfp4).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("mxfp4 for a weight with 48 inputs"),
+        "{error}"
+    );
+    assert!(QuantizedWeight::quantize(&dense, Scheme::Nvfp4).is_ok());
+    // Zeros stay zeros, and numbers too small for a scale become zeros.
+    for number in [0.0, 1e-42] {
+        let dense = Tensor::full([4, 64], number, (Kind::Float, Device::Cpu));
+        for scheme in [Scheme::Mxfp4, Scheme::Nvfp4] {
+            let weight = QuantizedWeight::quantize(&dense, scheme).unwrap();
+            let back = weight.dequantize(Kind::Float).unwrap();
+            assert!(largest(&back) <= 2e-38, "{scheme} {number}");
+        }
+    }
+}
+
+const SCHEMES: [&str; 18] = [
     "int8",
     "int8-weight",
     "llm-int8",
@@ -135,6 +217,8 @@ const SCHEMES: [&str; 16] = [
     "fp4-b32-single",
     "fp8",
     "int4-asym",
+    "mxfp4",
+    "nvfp4",
 ];
 
 fn random(shape: [i64; 2], seed: i64) -> Tensor {
