@@ -70,7 +70,16 @@ fn main() -> Outcome<()> {
             },
         ),
     ];
-    let names = ["int8", "int8-weight", "llm-int8", "fp8", "nf4", "fp4", "mxfp4", "nvfp4"];
+    let names = [
+        "int8",
+        "int8-weight",
+        "llm-int8",
+        "fp8",
+        "nf4",
+        "fp4",
+        "mxfp4",
+        "nvfp4",
+    ];
     let plain = names.map(|name| name.parse::<Scheme>());
     let schemes = plain.into_iter().chain(grouped());
     for scheme in schemes {

@@ -64,9 +64,9 @@ pub use advice::{
 };
 pub use arguments::{
     ComputeDtype, ConfigArgs, ConfigFormat, Configuration, DdpBackend, FinetuneArguments,
-    GradientCheckpointingArguments, IntervalStrategy, Layers, ModelArguments, OptimizerName,
-    Preset, Quant4Type, ReportTo, ResumeFromCheckpoint, SampleBy, SaveStrategy, SequenceMode,
-    TargetModulesArgument, TrainingArguments,
+    GradientCheckpointingArguments, IntervalStrategy, Layers, MixtureWeights, ModelArguments,
+    OptimizerName, Preset, Quant4Type, ReportTo, ResumeFromCheckpoint, SampleBy, SaveStrategy,
+    SequenceMode, TargetModulesArgument, TrainingArguments,
 };
 pub use data::{BatchFill, DataShard, TextData, tokenize};
 pub use error::{Error, ProgramError, Result};

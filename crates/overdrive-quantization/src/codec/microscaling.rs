@@ -2,7 +2,6 @@
 
 use tch::{Kind, Tensor};
 
-use super::code_book::Book;
 use super::fp8;
 use crate::composed::packed;
 use crate::weight::{Magnitudes, Storage};
@@ -146,6 +145,7 @@ fn exponents(most: &Tensor) -> Result<Tensor> {
 #[cfg(test)]
 mod tests {
     use super::*;
+    use crate::codec::code_book::Book;
 
     #[test]
     fn a_code_is_the_nearest_number_and_ties_go_to_the_even_code() {

@@ -325,6 +325,7 @@ fn read_blocks(module: Module<'_>, book: Book, state: &[u8]) -> Result<Quantized
     let scheme = match book {
         Book::Nf4 => Scheme::Nf4(options),
         Book::Fp4 => Scheme::Fp4(options),
+        Book::E2m1 => return Err(module.bad("bitsandbytes has no code book e2m1")),
     };
     module.built(QuantizedWeight::from_blocks(
         scheme,

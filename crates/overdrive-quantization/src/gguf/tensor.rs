@@ -204,8 +204,8 @@ impl<'a> GgufTensor<'a> {
     fn microscaled(&self, order: &[usize]) -> Result<QuantizedWeight> {
         let (row_bytes, block) = (self.row_bytes(), self.info.kind.block_bytes());
         let blocks = row_bytes / block;
-        let mut scales = Vec::with_capacity(order.len() * blocks);
-        let mut codes = Vec::with_capacity(order.len() * blocks * (block - 1));
+        let mut scales: Vec<u8> = Vec::with_capacity(order.len() * blocks);
+        let mut codes: Vec<u8> = Vec::with_capacity(order.len() * blocks * (block - 1));
         for row in order {
             for block in self.data[row * row_bytes..][..row_bytes].chunks_exact(block) {
                 scales.extend(&block[..1]);
