@@ -407,12 +407,11 @@ fn a_mixture_resumes_with_the_same_records_and_logs_the_epochs_of_its_sources() 
         max_steps: 14,
         ..mixed
     };
-    let data = dir.path().join("cache");
-    let data = TextData::prepare_in(&data, &changed, |_| {}).unwrap();
     let changed = TrainingArguments {
         output_dir: Some(dir.path().join("whole")),
         ..changed
     };
+    let data = TextData::prepare_in(&dir.path().join("cache"), &changed, |_| {}).unwrap();
     let error = data
         .fingerprints(&changed, &ProcessGroup::single())
         .unwrap_err();
