@@ -63,6 +63,10 @@ struct Flags {
     /// Size of the key/value cache in MiB [default: 1024 to 4096, depending on the model's context]
     #[arg(long)]
     cache_mib: Option<u64>,
+    /// Number of tokens to propose in a step of each sequence: those that followed an earlier occurrence of its last tokens.
+    /// Proposals change no answer. For texts that repeat their prompt: summaries, corrections, code; on CPUs only
+    #[arg(long, value_name = "N")]
+    prompt_lookup_num_tokens: Option<usize>,
     /// Do not capture CUDA graphs: on a GPU, launch the operations of each step one by one
     #[arg(long)]
     enforce_eager: bool,
@@ -124,7 +128,11 @@ fn run(flags: &Flags) -> Result<()> {
 
     let source = flags.model.local()?;
     let files = source.files()?;
-    let config = generation_config(&files)?;
+    let mut config = generation_config(&files)?;
+    if let Some(tokens) = flags.prompt_lookup_num_tokens {
+        config.prompt_lookup_num_tokens = Some(tokens);
+        config.validate()?;
+    }
     let template = match flags.template.load(&files, source.adapter.as_deref()) {
         Ok(template) => Some(template),
         Err(error) if matches!(error.downcast_ref(), Some(Error::NoChatTemplate { .. })) => {
@@ -148,6 +156,11 @@ fn run(flags: &Flags) -> Result<()> {
         "ready after {:.1} s",
         began.elapsed().as_secs_f64()
     ));
+    if flags.prompt_lookup_num_tokens.is_some() && !engine.speculates() {
+        print_error_line(
+            "no tokens are proposed: on a GPU the engine replays steps of one token a sequence",
+        );
+    }
     let mut served = ServedModel::new(name.as_str(), tokenizer, config);
     if let Some(template) = template {
         served = served.with_template(template);

@@ -68,6 +68,15 @@ fn bits(tokens: &[i64], logprobs: &[TokenLogprobs]) -> Bits {
 }
 
 fn by_engine(model: &CausalLm, prompts: &[Vec<i64>], budget: usize) -> Vec<Bits> {
+    by_engine_with(model, prompts, budget, &options(None))
+}
+
+fn by_engine_with(
+    model: &CausalLm,
+    prompts: &[Vec<i64>],
+    budget: usize,
+    options: &GenerationConfig,
+) -> Vec<Bits> {
     let mut config = EngineConfig::default();
     config.max_num_seqs = budget.min(64);
     config.max_num_batched_tokens = Some(budget);
@@ -75,7 +84,7 @@ fn by_engine(model: &CausalLm, prompts: &[Vec<i64>], budget: usize) -> Vec<Bits>
     let mut engine = Engine::new(model, config).unwrap();
     for prompt in prompts {
         engine
-            .submit(Request::new(prompt.clone(), options(None)))
+            .submit(Request::new(prompt.clone(), options.clone()))
             .unwrap();
     }
     let outcomes = engine.run_to_end().unwrap();
@@ -127,6 +136,15 @@ fn assert_invariant(model: &CausalLm, prompts: &[Vec<i64>], what: &str) {
     for budget in [8, 20, 512] {
         let together = by_engine(model, prompts, budget);
         assert_eq!(together, alone, "{what}, steps of {budget}");
+    }
+    // Proposed tokens are verified in steps of several rows.
+    let lookup = GenerationConfig {
+        prompt_lookup_num_tokens: Some(4),
+        ..options(None)
+    };
+    for budget in [8, 512] {
+        let together = by_engine_with(model, prompts, budget, &lookup);
+        assert_eq!(together, alone, "{what}, steps of {budget} with proposals");
     }
     // A continuation has the same bits when it is scored as part of a prompt, in any chunks.
     let texts: Vec<Vec<i64>> = prompts

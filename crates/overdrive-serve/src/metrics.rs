@@ -105,7 +105,7 @@ impl Metrics {
             text.metric(name, "gauge", help);
             text.sample(name, "", value);
         }
-        let totals: [(&str, &str, u64); 8] = [
+        let totals: [(&str, &str, u64); 10] = [
             (
                 "prompt_tokens_total",
                 "Prompt tokens",
@@ -120,6 +120,16 @@ impl Metrics {
                 "generation_tokens_total",
                 "Tokens generated",
                 engine.generated_tokens,
+            ),
+            (
+                "proposed_tokens_total",
+                "Tokens proposed by speculative decoding and verified",
+                engine.proposed_tokens,
+            ),
+            (
+                "accepted_tokens_total",
+                "Proposed tokens that were accepted",
+                engine.accepted_tokens,
             ),
             (
                 "preemptions_total",

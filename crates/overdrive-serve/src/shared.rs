@@ -105,7 +105,9 @@ impl Shared {
         config.num_return_sequences = 1;
         config.use_cache = true;
         config.cache_implementation = None;
-        config.prompt_lookup_num_tokens = None;
+        config.prompt_lookup_num_tokens = config
+            .prompt_lookup_num_tokens
+            .filter(|_| engine.speculates());
         config.logprobs = None;
         let bytes = token_bytes(&model.tokenizer, engine.vocab_size()).unwrap_or_default();
         Shared {

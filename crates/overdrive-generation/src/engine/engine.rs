@@ -16,7 +16,7 @@ use super::request::{Completion, Completions, Event, Outcome, Request, RequestId
 use super::sample::{RequestContext, Sample};
 use super::scheduler::{Arrival, Chunk, Limits, ScheduledSequence, Scheduler};
 use super::statistics::{EngineStatistics, LatencyWindow};
-use super::step_logits::{SequenceLogits, StepLogits};
+use super::step_logits::{SequenceLogits, StepEnd, StepLogits};
 use crate::captured::CapturedSteps;
 use crate::rows::ChosenToken;
 use crate::{EngineConfig, Error, FinishReason, Result, TokenLogprobs};
@@ -143,6 +143,7 @@ impl<M: EngineModel> Engine<M> {
             device: shape.device,
             limits: RequestLimits {
                 is_batch_invariant: tch::no_grad(|| model.is_batch_invariant()),
+                speculates: shape.device == Device::Cpu,
                 vocab_size: model.vocab_size() as i64,
                 context: context.min(most),
                 length,
@@ -441,6 +442,7 @@ impl<M: EngineModel> Engine<M> {
 
     /// Computes the next step; returns the number of its tokens.
     fn compute(&mut self) -> Result<usize> {
+        self.propose();
         let mut chunks = self.scheduler.schedule(&mut self.cache)?;
         // The rows of each adapter are adjacent, so that one matmul computes all of them.
         let running = self.scheduler.running();
@@ -454,18 +456,35 @@ impl<M: EngineModel> Engine<M> {
         let ends = self.forward(&chunks)?;
         self.scheduler.computed(&chunks);
         self.choose(&ends)?;
-        Ok(chunks.iter().map(|chunk| chunk.end - chunk.start).sum())
+        Ok(chunks.iter().map(Chunk::len).sum())
+    }
+
+    /// Proposes tokens to follow those of the sequences that decode and ask for it.
+    fn propose(&mut self) {
+        let context = self.limits.context;
+        for index in 0..self.scheduler.running().len() {
+            if let Some(sequence) = self.scheduler.sequence(index) {
+                sequence.proposed = match sequence.is_decoding() {
+                    true => sequence.data.propose(&sequence.tokens, context),
+                    false => 0,
+                };
+            }
+        }
     }
 
     /// Runs the model over `chunks`. The logits of the sequences whose last token is among them are in
-    /// `logits` afterwards; returns the indices of those sequences.
-    fn forward(&mut self, chunks: &[Chunk]) -> Result<Vec<usize>> {
+    /// `logits` afterwards; returns those sequences.
+    fn forward(&mut self, chunks: &[Chunk]) -> Result<Vec<StepEnd>> {
         let running = self.scheduler.running();
         let new_tokens = |chunk: &Chunk| {
-            let new = &running[chunk.sequence].tokens[chunk.start..chunk.end];
+            let sequence = &running[chunk.sequence];
+            let mut new = sequence.tokens[chunk.start..chunk.end].to_vec();
+            new.extend(sequence.data.proposal.iter().take(chunk.proposed));
             Ok((self.scheduler.cache_id(chunk.sequence)?, new))
         };
-        let step = chunks.iter().map(new_tokens).collect::<Result<Vec<_>>>()?;
+        let new_tokens = chunks.iter().map(new_tokens).collect::<Result<Vec<_>>>()?;
+        let step = new_tokens.iter().map(|(id, new)| (*id, new.as_slice()));
+        let step: Vec<(SequenceId, &[i64])> = step.collect();
         let mut batch = self.cache.batch(&step)?;
         let (ids, positions) = (batch.input_ids()?, batch.position_ids()?);
         let (mut ends, mut logits_indices) = (Vec::new(), Vec::new());
@@ -473,8 +492,11 @@ impl<M: EngineModel> Engine<M> {
         for (chunk, index) in chunks.iter().zip(batch.last_indices()) {
             let sequence = &running[chunk.sequence];
             if chunk.end == sequence.tokens.len() {
-                ends.push(chunk.sequence);
-                logits_indices.push(index);
+                ends.push(StepEnd {
+                    sequence: chunk.sequence,
+                    proposed: chunk.proposed,
+                });
+                logits_indices.extend(index - chunk.proposed as i64..=index);
             }
             for position in sequence.data.scored_positions(chunk, &sequence.tokens) {
                 let before_last = chunk.end - 1 - position.position;
@@ -489,7 +511,9 @@ impl<M: EngineModel> Engine<M> {
             logits_indices.push(ids.size()[1] - 1);
         }
         let scored_rows = scored.iter().map(|position| position.sequence);
-        let rows: Vec<usize> = ends.iter().copied().chain(scored_rows).collect();
+        let end_rows = |end: &StepEnd| std::iter::repeat_n(end.sequence, end.rows());
+        let end_rows: Vec<usize> = ends.iter().flat_map(end_rows).collect();
+        let rows: Vec<usize> = end_rows.iter().copied().chain(scored_rows).collect();
         let adapter = |sequence: usize| {
             let index = running[sequence].data.adapter?;
             self.limits.adapters.get(index).cloned()
@@ -512,11 +536,11 @@ impl<M: EngineModel> Engine<M> {
             (Some(logits), Vec::new())
         } else {
             let limits = &self.limits;
-            score_in_blocks(&self.model, step, ends.len(), &scored, limits)?
+            score_in_blocks(&self.model, step, end_rows.len(), &scored, limits)?
         };
         if let Some(logits) = logits.filter(|_| !ends.is_empty()) {
             let last = std::mem::take(&mut self.logits);
-            self.logits = last.read(&logits, vocabulary, &ends, &mut self.scheduler)?;
+            self.logits = last.read(&logits, vocabulary, &end_rows, &mut self.scheduler)?;
         }
         // Committed last: an error above leaves the cache in its state before the step, and the step
         // is computed again.
@@ -542,16 +566,17 @@ impl<M: EngineModel> Engine<M> {
         }
     }
 
-    /// Chooses the next token of the running sequences `ends`, whose logits are in `logits`.
-    pub(super) fn choose(&mut self, ends: &[usize]) -> Result<()> {
+    /// Chooses the next tokens of the running sequences `ends`, whose logits are in `logits`.
+    pub(super) fn choose(&mut self, ends: &[StepEnd]) -> Result<()> {
         let vocabulary = self.limits.vocab_size.unsigned_abs() as usize;
         let mut logits = std::mem::take(&mut self.logits);
         let mut ended: HashSet<Arrival> = HashSet::new();
-        for (number, &index) in ends.iter().enumerate() {
-            let Some(logits) = logits.of(number, vocabulary) else {
-                return Err(Error::Scheduler("a sequence of the step has no logits"));
-            };
-            match self.choose_one(index, logits) {
+        let mut first_row = 0;
+        for end in ends {
+            let index = end.sequence;
+            let chosen = self.choose_run(*end, &mut logits, (first_row, vocabulary));
+            first_row += end.rows();
+            match chosen {
                 Ok(false) => {}
                 Ok(true) => {
                     ended.insert(self.scheduler.running()[index].arrival);
@@ -573,6 +598,41 @@ impl<M: EngineModel> Engine<M> {
         });
         self.live = live;
         settled.map(|_| ())
+    }
+
+    /// Chooses the next token of a sequence, and the tokens after it as long as they are the proposed ones: those that it
+    /// would have without proposals. Returns `true` if the sequence has ended.
+    fn choose_run(
+        &mut self,
+        end: StepEnd,
+        logits: &mut StepLogits,
+        (first_row, vocabulary): (usize, usize),
+    ) -> Result<bool> {
+        let mut accepted = 0;
+        loop {
+            let Some(row) = logits.of(first_row + accepted, vocabulary) else {
+                return Err(Error::Scheduler("a sequence of the step has no logits"));
+            };
+            let has_ended = self.choose_one(end.sequence, row)?;
+            let Some(sequence) = self.scheduler.sequence(end.sequence) else {
+                return Ok(has_ended);
+            };
+            let proposed = sequence.data.proposal.get(accepted);
+            let follows = accepted < end.proposed && proposed == sequence.tokens.last();
+            accepted += usize::from(follows);
+            if !follows || has_ended {
+                // The keys of the tokens that were not accepted are dropped.
+                sequence.computed += accepted;
+                let computed = sequence.computed;
+                self.counts.proposed_tokens += end.proposed as u64;
+                self.counts.accepted_tokens += accepted as u64;
+                if accepted < end.proposed {
+                    let id = self.scheduler.cache_id(end.sequence)?;
+                    self.cache.truncate(id, computed)?;
+                }
+                return Ok(has_ended);
+            }
+        }
     }
 
     /// Chooses the next token of the running sequence `index`; returns `true` if it has ended. Before

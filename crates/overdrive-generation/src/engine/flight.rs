@@ -7,7 +7,7 @@ use tch::Tensor;
 use super::engine::Engine;
 use super::model::EngineModel;
 use super::scheduler::Chunk;
-use super::step_logits::{StepLogits, StepPlans};
+use super::step_logits::{StepEnd, StepLogits, StepPlans};
 use crate::Result;
 use crate::captured::Replayed;
 use crate::device_sampling::{DeviceStep, stays_on_device};
@@ -69,7 +69,7 @@ impl<M: EngineModel> Engine<M> {
         let shared = chunks.first().and_then(adapter);
         let decodes = |chunk: &Chunk| {
             let is_last = chunk.end == running[chunk.sequence].tokens.len();
-            is_last && chunk.end - chunk.start == 1 && adapter(chunk) == shared
+            is_last && chunk.len() == 1 && adapter(chunk) == shared
         };
         if !chunks.iter().all(decodes) {
             return Ok(None);
@@ -129,6 +129,7 @@ impl<M: EngineModel> Engine<M> {
                     sequence,
                     start: end - 1,
                     end,
+                    proposed: 0,
                 }
             })
             .collect();
@@ -151,6 +152,7 @@ impl<M: EngineModel> Engine<M> {
             }
         }
         self.scheduler.computed(&chunks);
+        let ends: Vec<StepEnd> = ends.into_iter().map(StepEnd::of).collect();
         self.choose(&ends)?;
         Ok(ends.len())
     }

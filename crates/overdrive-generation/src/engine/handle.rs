@@ -235,6 +235,11 @@ impl EngineHandle {
         self.limits.is_batch_invariant
     }
 
+    /// Returns `true` if requests can ask for prompt lookup (`prompt_lookup_num_tokens`): on CPUs.
+    pub fn speculates(&self) -> bool {
+        self.limits.speculates
+    }
+
     /// Returns the largest number of tokens of a prompt.
     pub fn max_prompt_len(&self) -> usize {
         self.limits.context

@@ -135,7 +135,7 @@ impl StepAdapters {
         // Most steps have none.
         chunks.iter().find_map(|chunk| adapter(chunk.sequence))?;
         let tokens = chunks.iter();
-        let tokens = tokens.map(|chunk| (chunk.end - chunk.start, adapter(chunk.sequence)));
+        let tokens = tokens.map(|chunk| (chunk.len(), adapter(chunk.sequence)));
         // If none are wanted, the logits of the last token are computed and not used.
         let last = chunks.last().map(|chunk| chunk.sequence);
         let rows = if rows.is_empty() {

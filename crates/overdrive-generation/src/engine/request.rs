@@ -205,6 +205,8 @@ impl Completions {
 pub(super) struct RequestLimits {
     /// `true` if an answer does not depend on the other requests.
     pub(super) is_batch_invariant: bool,
+    /// `true` if steps verify proposed tokens.
+    pub(super) speculates: bool,
     pub(super) vocab_size: i64,
     /// The largest number of tokens of a prompt that the model can read.
     pub(super) context: usize,
@@ -226,6 +228,12 @@ impl RequestLimits {
         self.adapter(request)?;
         // Refused rather than ignored: the result would silently differ from that of `generate`.
         unsupported(config)?;
+        if let Some(tokens) = config.prompt_lookup_num_tokens.filter(|_| !self.speculates) {
+            let (key, found) = ("prompt_lookup_num_tokens", tokens.to_string());
+            let hint =
+                "on a GPU it replays steps of one token a sequence; use generate to speculate";
+            return Err(Error::NotInEngine { key, found, hint });
+        }
         check_ids(config, self.vocab_size)?;
         if !config.stop_strings.is_empty() && !self.has_text {
             let (key, found) = ("stop_strings", format!("{:?}", config.stop_strings));
@@ -301,10 +309,6 @@ fn unsupported(config: &GenerationConfig) -> Result<()> {
     {
         let hint = "its cache keeps every token; use generate for a window";
         return refuse("cache_config.window_length", window.to_string(), hint);
-    }
-    if let Some(tokens) = config.prompt_lookup_num_tokens {
-        let hint = "it computes many sequences at once instead; use generate to speculate on one";
-        return refuse("prompt_lookup_num_tokens", tokens.to_string(), hint);
     }
     Ok(())
 }

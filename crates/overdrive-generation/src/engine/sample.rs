@@ -9,6 +9,7 @@ use super::scheduler::Chunk;
 use crate::device_sampling::RowLogits;
 use crate::row_text::RowText;
 use crate::rows::{ChosenToken, RowState, is_late};
+use crate::speculation::PromptLookup;
 use crate::{
     Completion, Constraint, FinishReason, GenerationConfig, Result, Sampler, TokenLogprobs,
     TokenMask,
@@ -30,6 +31,10 @@ pub(super) struct Sample {
     pub(super) prompt_scores: Option<PromptScores>,
     /// The log-probabilities of the prompt.
     pub(super) prompt_logprobs: Option<PromptLogprobs>,
+    /// The source of proposed tokens, if any are to be proposed.
+    lookup: Option<PromptLookup>,
+    /// The tokens that are proposed to follow.
+    pub(super) proposal: Vec<i64>,
 }
 
 /// The data that the samples of a request have in common.
@@ -70,7 +75,24 @@ impl Sample {
             siblings: Vec::new(),
             prompt_scores: None,
             prompt_logprobs: None,
+            lookup: config
+                .prompt_lookup_num_tokens
+                .map(|_| PromptLookup::new(config)),
+            proposal: Vec::new(),
         })
+    }
+
+    /// Proposes tokens to follow `tokens`, prompt included, for a model that reads at most `context` tokens; returns their
+    /// number.
+    pub(super) fn propose(&mut self, tokens: &[i64], context: usize) -> usize {
+        let have = tokens.len();
+        if let Some(lookup) = &self.lookup {
+            // The model yields one token more than is proposed.
+            let room = self.row.limit.0.saturating_sub(have + 1);
+            let most = room.min(context.saturating_sub(have));
+            self.proposal = lookup.find(tokens, most).to_vec();
+        }
+        self.proposal.len()
     }
 
     /// Chooses the token after `tokens`, prompt included.

@@ -10,6 +10,8 @@
 //!    first.
 //! 3. Waiting sequences are admitted in order of arrival while there are seats, tokens, and blocks for
 //!    the whole sequence, unless a sequence was preempted in this step.
+//! 4. Decoding sequences for which tokens are proposed get as many of them verified as the rest of the token budget
+//!    and of the blocks allows.
 //!
 //! The earliest sequence always makes progress: the blocks that it needs can be taken from later ones,
 //! and a sequence that does not fit an empty pool is never submitted. So every sequence ends.
@@ -36,6 +38,8 @@ pub(super) struct ScheduledSequence<I, T> {
     cache_id: Option<I>,
     /// The number of leading tokens that may be taken from the cache instead of being computed. Default: all.
     pub(super) reusable: usize,
+    /// The number of tokens that are proposed to follow `tokens`.
+    pub(super) proposed: usize,
     /// The number of tokens that had been computed before the last preemption.
     preempted_len: usize,
     /// The data of the owner.
@@ -51,6 +55,7 @@ impl<I, T> ScheduledSequence<I, T> {
             computed: 0,
             cache_id: None,
             reusable: usize::MAX,
+            proposed: 0,
             preempted_len: 0,
             data,
         }
@@ -60,7 +65,7 @@ impl<I, T> ScheduledSequence<I, T> {
         self.tokens.len() - self.computed
     }
 
-    fn is_decoding(&self) -> bool {
+    pub(super) fn is_decoding(&self) -> bool {
         self.rest() == 1
     }
 }
@@ -74,6 +79,15 @@ pub(super) struct Chunk {
     pub(super) start: usize,
     /// The end of the range, exclusive.
     pub(super) end: usize,
+    /// The number of proposed tokens that follow the range, which is then the last token of its sequence.
+    pub(super) proposed: usize,
+}
+
+impl Chunk {
+    /// Returns the number of tokens that go through the model.
+    pub(super) fn len(&self) -> usize {
+        self.end - self.start + self.proposed
+    }
 }
 
 /// The bounds of a step.
@@ -178,14 +192,16 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         if self.counts.preemptions == preemptions {
             self.admit(&mut plan, blocks)?;
         }
+        self.speculate(&mut plan, blocks)?;
         let mut chunks = Vec::with_capacity(self.running.len());
         for (sequence, (running, planned)) in self.running.iter().zip(&plan.planned).enumerate() {
             if planned.tokens > 0 {
-                let (start, end) = (running.computed, running.computed + planned.tokens);
+                let start = running.computed;
                 chunks.push(Chunk {
                     sequence,
                     start,
-                    end,
+                    end: start + planned.tokens,
+                    proposed: planned.proposed,
                 });
             }
         }
@@ -359,6 +375,20 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         Ok(())
     }
 
+    /// Applies rule 4.
+    fn speculate(
+        &mut self,
+        plan: &mut StepPlan,
+        blocks: &mut impl BlockAllocator<Id = I>,
+    ) -> Result<()> {
+        for (index, sequence) in self.running.iter().enumerate() {
+            if sequence.is_decoding() && sequence.proposed > 0 && plan.planned[index].tokens == 1 {
+                plan.propose_up_to(index, self.cache_id(index)?, sequence.proposed, blocks);
+            }
+        }
+        Ok(())
+    }
+
     fn preempt_latest(
         &mut self,
         plan: &mut StepPlan,
@@ -371,6 +401,7 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         self.counts.preemptions += 1;
         sequence.preempted_len = sequence.preempted_len.max(sequence.computed);
         sequence.computed = 0;
+        sequence.proposed = 0;
         let cache_id = sequence.cache_id.take();
         self.wait(sequence);
         cache_id.map_or(Ok(()), |cache_id| blocks.release(cache_id))
@@ -399,6 +430,7 @@ struct StepPlan {
 #[derive(Debug, Clone, Copy, Default)]
 struct Planned {
     tokens: usize,
+    proposed: usize,
     blocks: usize,
 }
 
@@ -435,9 +467,31 @@ impl StepPlan {
         self.blocks += needed;
         self.planned[index] = Planned {
             tokens,
+            proposed: 0,
             blocks: needed,
         };
         true
+    }
+
+    /// Plans as many of the `most` proposed tokens after the one of a decoding sequence as budget and blocks allow,
+    /// which may be none.
+    fn propose_up_to<B: BlockAllocator>(
+        &mut self,
+        index: usize,
+        cache_id: B::Id,
+        most: usize,
+        blocks: &B,
+    ) {
+        let free = self.free(blocks) + self.planned[index].blocks;
+        let mut proposed = most.min(self.budget);
+        while proposed > 0 && blocks.needed(cache_id, 1 + proposed) > free {
+            proposed -= 1;
+        }
+        let planned = &mut self.planned[index];
+        let needed = blocks.needed(cache_id, 1 + proposed);
+        self.blocks += needed - planned.blocks;
+        self.budget -= proposed;
+        (planned.proposed, planned.blocks) = (proposed, needed);
     }
 
     /// Plans as many of the `rest` tokens as budget and blocks allow, which may be none.
@@ -471,7 +525,7 @@ impl StepPlan {
     /// Drops the plans of the sequences from `running` on.
     fn drop_latest(&mut self, running: usize) {
         for planned in self.planned.drain(running..) {
-            self.budget += planned.tokens;
+            self.budget += planned.tokens + planned.proposed;
             self.blocks -= planned.blocks;
         }
     }

@@ -33,6 +33,10 @@ pub struct EngineStatistics {
     pub reused_tokens: u64,
     /// The tokens generated.
     pub generated_tokens: u64,
+    /// The tokens that were proposed by prompt lookup and verified.
+    pub proposed_tokens: u64,
+    /// Those of them that were accepted.
+    pub accepted_tokens: u64,
     /// The number of times a sequence was preempted and its blocks taken back.
     pub preemptions: u64,
     /// The tokens that were computed again after that.

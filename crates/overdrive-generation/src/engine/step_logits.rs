@@ -10,13 +10,38 @@ use crate::decoder::to_host;
 use crate::device_sampling::{DeviceStep, RowLogits, RowPlan, stays_on_device};
 use crate::rows::ChosenToken;
 
+/// A sequence that gets tokens in a step.
+#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+pub(super) struct StepEnd {
+    /// The index among the running sequences.
+    pub(super) sequence: usize,
+    /// The number of proposed tokens that the step has read; there is a row of logits for each, after that of the last
+    /// token.
+    pub(super) proposed: usize,
+}
+
+impl StepEnd {
+    /// Returns a sequence without proposals.
+    pub(super) fn of(sequence: usize) -> StepEnd {
+        StepEnd {
+            sequence,
+            proposed: 0,
+        }
+    }
+
+    /// Returns the number of rows of logits.
+    pub(super) fn rows(&self) -> usize {
+        1 + self.proposed
+    }
+}
+
 /// The logits of the sequences that get a token in a step.
 #[derive(Debug, Default)]
 pub(super) enum StepLogits {
     /// No sequence gets a token.
     #[default]
     None,
-    /// The scores of each sequence, one after another.
+    /// The scores of each row, one after another.
     Host(Vec<f32>),
     /// The results of a device, and the row of the first sample of each sequence among them.
     Device(Box<DeviceStep>, Vec<usize>),
@@ -30,7 +55,8 @@ pub(super) enum SequenceLogits<'a> {
 }
 
 impl StepLogits {
-    /// Returns the logits `(N, V)` of the running sequences `ends`; the buffer of the last step is reused.
+    /// Returns the logits `(N, V)`, on a device with one row for each of the running sequences `ends`; the buffer of the
+    /// last step is reused.
     pub(super) fn read(
         self,
         logits: &Tensor,
@@ -59,7 +85,7 @@ impl StepLogits {
         }
     }
 
-    /// Returns the logits of sequence `number` of the step.
+    /// Returns row `number` of the logits of the step.
     pub(super) fn of(&mut self, number: usize, vocabulary: usize) -> Option<SequenceLogits<'_>> {
         match self {
             StepLogits::None => None,

@@ -19,7 +19,7 @@ mod draft_model;
 mod prompt_lookup;
 
 use draft_model::DraftModel;
-use prompt_lookup::PromptLookup;
+pub(crate) use prompt_lookup::PromptLookup;
 
 /// The tokens of a proposal, one after another.
 #[derive(Debug, Default)]

@@ -4,14 +4,14 @@ use crate::{GenerationConfig, Result};
 /// Proposes the tokens that followed an earlier occurrence of the last tokens (Saxena 2023, prompt
 /// lookup decoding): the longest run of last tokens that occurs, at its first occurrence.
 #[derive(Debug)]
-pub(super) struct PromptLookup {
+pub(crate) struct PromptLookup {
     tokens: usize,
     longest: usize,
     end_of_text: Vec<i64>,
 }
 
 impl PromptLookup {
-    pub(super) fn new(config: &GenerationConfig) -> PromptLookup {
+    pub(crate) fn new(config: &GenerationConfig) -> PromptLookup {
         PromptLookup {
             tokens: config.prompt_lookup_num_tokens.unwrap_or(0),
             longest: config.max_matching_ngram_size,
@@ -19,7 +19,8 @@ impl PromptLookup {
         }
     }
 
-    fn find<'t>(&self, ids: &'t [i64], most: usize) -> &'t [i64] {
+    /// Returns at most `most` tokens to follow `ids`, of which there is at least one.
+    pub(crate) fn find<'t>(&self, ids: &'t [i64], most: usize) -> &'t [i64] {
         let most = self.tokens.min(most);
         for size in (1..=self.longest.min(ids.len() - 1)).rev() {
             let (before, last) = (&ids[..ids.len() - 1], &ids[ids.len() - size..]);

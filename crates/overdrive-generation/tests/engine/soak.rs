@@ -87,6 +87,11 @@ impl Random {
             max_new_tokens: Some(1 + self.below(16) as usize),
             do_sample,
             seed: Some(self.below(1000)),
+            // Proposals change no token.
+            prompt_lookup_num_tokens: match self.one_in(3) {
+                true => Some(1 + self.below(5) as usize),
+                false => None,
+            },
             eos_token_id: if self.one_in(2) { vec![7] } else { vec![] },
             num_return_sequences: match self.below(8) {
                 0 if do_sample => 1 + self.below(4) as usize,
@@ -204,6 +209,7 @@ fn soak(requests: usize, seed: u64) {
             // The reference may choose a token that the model of the engine may not.
             let config = GenerationConfig {
                 suppress_tokens: vec![POISON],
+                prompt_lookup_num_tokens: None,
                 ..config.clone()
             };
             let alone = generate(&reference, std::slice::from_ref(prompt), &config).unwrap();
@@ -223,6 +229,8 @@ fn soak(requests: usize, seed: u64) {
         statistics.cancelled
     );
     assert!(statistics.preemptions > 0 && statistics.reused_tokens > 0 && checked > 0);
+    assert!(statistics.accepted_tokens > 0);
+    assert!(statistics.accepted_tokens < statistics.proposed_tokens);
     let ends = statistics.finished + statistics.cancelled + statistics.failed;
     assert_eq!(ends, requests as u64);
     assert_eq!(

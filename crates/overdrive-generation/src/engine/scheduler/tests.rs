@@ -124,8 +124,13 @@ fn run(trace: &[TracedSequence], limits: Limits, total: usize, block_size: usize
         let gone = scheduler.remove_where(&mut pool, |sequence| cancelled(sequence.arrival.0));
         ended += gone.unwrap().len();
 
+        for (index, sequence) in scheduler.running.iter_mut().enumerate() {
+            // The owner proposes no tokens beyond the end of the sequence.
+            let most = sequence.data - sequence.tokens.len() - 1;
+            sequence.proposed = most.min((7 * index + step) % 5);
+        }
         let chunks = scheduler.schedule(&mut pool).unwrap();
-        let tokens: usize = chunks.iter().map(|chunk| chunk.end - chunk.start).sum();
+        let tokens: usize = chunks.iter().map(Chunk::len).sum();
         assert!(tokens <= limits.tokens && chunks.len() <= limits.max_sequences);
         assert!(scheduler.running().len() <= limits.max_sequences);
         assert_eq!(chunks.is_empty(), scheduler.is_empty());
@@ -157,16 +162,21 @@ fn run(trace: &[TracedSequence], limits: Limits, total: usize, block_size: usize
             );
         }
         for chunk in &chunks {
-            pool.take(
-                scheduler.cache_id(chunk.sequence).unwrap(),
-                chunk.end - chunk.start,
-            );
+            pool.take(scheduler.cache_id(chunk.sequence).unwrap(), chunk.len());
         }
         scheduler.computed(&chunks);
         for chunk in &chunks {
+            let id = scheduler.cache_id(chunk.sequence).unwrap();
             let sequence = scheduler.sequence(chunk.sequence).unwrap();
+            assert!(chunk.proposed == 0 || chunk.end == sequence.tokens.len());
+            assert!(chunk.proposed <= sequence.proposed);
             if chunk.end == sequence.tokens.len() {
-                sequence.tokens.push(1);
+                // Some of the proposed tokens are accepted, and the keys of the others dropped.
+                let accepted = chunk.proposed.min(step % 3);
+                sequence.tokens.extend(std::iter::repeat_n(1, accepted + 1));
+                sequence.computed += accepted;
+                *pool.sequences.get_mut(&id).unwrap() -= chunk.proposed - accepted;
+                assert_eq!(pool.sequences[&id], sequence.computed);
             }
         }
         let gone =

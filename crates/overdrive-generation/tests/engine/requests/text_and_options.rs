@@ -26,6 +26,7 @@ fn constraints_log_probabilities_and_a_time_limit_are_heeded() {
     )
     .unwrap();
     let mut engine = Engine::new(&model, config(|_| {})).unwrap();
+    let config_of_lookup = config_of.clone();
     let request = Request::new(prompt, config_of).with_constraint(Box::new(choices()));
     engine.submit(request).unwrap();
     let late = GenerationConfig {
@@ -42,6 +43,25 @@ fn constraints_log_probabilities_and_a_time_limit_are_heeded() {
     let got = outcomes.remove(0).1.unwrap().remove(0);
     assert_eq!(got.tokens, want.new_tokens(0));
     assert_eq!(got.finish_reason, want.finish_reasons[0]);
+    // A constraint holds for each of several tokens of a step.
+    let lookup = GenerationConfig {
+        prompt_lookup_num_tokens: Some(4),
+        ..config_of_lookup
+    };
+    let request = Request::new(vec![9, 8, 6, 5, 1, 9, 8, 6, 5], lookup);
+    engine
+        .submit(request.with_constraint(Box::new(choices())))
+        .unwrap();
+    let outcome = engine.run_to_end().unwrap().remove(0).1;
+    let constrained = outcome.unwrap().remove(0);
+    let allowed = [vec![9, 8, 7], vec![9, 8, 6, 5]];
+    let new = &constrained.tokens[..constrained.tokens.len() - 1];
+    assert!(
+        allowed.iter().any(|choice| choice == new),
+        "{constrained:?}"
+    );
+    assert!(engine.statistics().proposed_tokens > 0);
+
     let (got, want) = (got.logprobs.unwrap(), want.logprobs.unwrap().remove(0));
     assert_eq!(got.len(), want.len());
     for (got, want) in got.iter().zip(&want) {
