@@ -25,8 +25,8 @@ use overdrive::generation::{
 };
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive_examples::{
-    CacheFlags, ConstraintFlags, GenerationFlags, ModelFlags, local_model, print_error_line,
-    print_now,
+    CacheFlags, ConstraintFlags, GenerationFlags, ModelFlags, assistant_tokenizer, local_model,
+    print_error_line, print_now,
 };
 
 /// Continues prompts with a model from a GGUF file or a Hugging Face folder
@@ -117,9 +117,9 @@ fn answer(
     let assistant = assistant.map(local_model).transpose()?;
     let assistant = assistant.as_ref();
     let assistant_tokenizer = assistant
-        .filter(|path| path.is_file() || path.join("tokenizer.json").exists())
-        .map(|path| ModelFiles::open(path)?.tokenizer())
-        .transpose()?;
+        .map(|path| assistant_tokenizer(path))
+        .transpose()?
+        .flatten();
     let assistant = assistant
         .map(|path| flags.model.load_from(path))
         .transpose()?;

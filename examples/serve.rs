@@ -27,7 +27,8 @@ use overdrive::serve::{ApiKey, Pooling, ServedModel, Server, ServerOptions};
 use overdrive::trainer::Interrupt;
 use overdrive::transformer::CausalLm;
 use overdrive_examples::{
-    ModelFlags, TemplateFlags, local_adapter, model_name, print_error_line, print_line,
+    ModelFlags, TemplateFlags, assistant_tokenizer, local_adapter, local_model, model_name,
+    print_error_line, print_line,
 };
 use serde_json::Value;
 use signal_hook::consts::{SIGINT, SIGTERM};
@@ -67,6 +68,9 @@ struct Flags {
     /// Proposals change no answer. For texts that repeat their prompt: summaries, corrections, code; on CPUs only
     #[arg(long, value_name = "N")]
     prompt_lookup_num_tokens: Option<usize>,
+    /// Draft model with the same tokenizer: proposes tokens that the model verifies together; on CPUs only
+    #[arg(long, value_name = "MODEL")]
+    assistant_model: Option<PathBuf>,
     /// Do not capture CUDA graphs: on a GPU, launch the operations of each step one by one
     #[arg(long)]
     enforce_eager: bool,
@@ -191,7 +195,14 @@ fn engine(
     config.max_model_len = flags.max_model_len;
     config.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
     config.enforce_eager = flags.enforce_eager;
-    Ok(Engine::new(model, config)?.with_tokenizer(tokenizer))
+    let engine = Engine::new(model, config)?.with_tokenizer(tokenizer);
+    let Some(path) = &flags.assistant_model else {
+        return Ok(engine);
+    };
+    let path = local_model(path)?;
+    let tokenizer = assistant_tokenizer(&path)?;
+    let assistant = source.load_from(&path)?;
+    Ok(engine.with_assistant(assistant, tokenizer.as_ref())?)
 }
 
 /// Parses `NAME=DIR`.

@@ -23,7 +23,9 @@ pub use cache_flags::{Cache, CacheFlags};
 #[cfg(feature = "constraints")]
 pub use constraint_flags::ConstraintFlags;
 pub use generation_flags::GenerationFlags;
-pub use local_model::{local_adapter, local_model, local_tokenizer, model_name, repository};
+pub use local_model::{
+    assistant_tokenizer, local_adapter, local_model, local_tokenizer, model_name, repository,
+};
 pub use memory_limit::MemoryLimit;
 pub use model_flags::{ModelFlags, load_model, unpack_model};
 pub use model_text::ModelText;

@@ -3,6 +3,7 @@
 use std::path::{Path, PathBuf};
 
 use anyhow::Result;
+use overdrive::generation::{ModelFiles, Tokenizer};
 
 /// Returns the path of a model on this machine: `name` itself if it is a file or folder, else the path of the model
 /// with this name on the Hugging Face hub, which is downloaded if it is not in the cache. Without the feature `hub`,
@@ -12,6 +13,14 @@ pub fn local_model(name: &Path) -> Result<PathBuf> {
     return with_progress(|options| overdrive::hub::model_path(name, options));
     #[cfg(not(feature = "hub"))]
     Ok(name.to_owned())
+}
+
+/// Returns the tokenizer of the draft model at `path`; `None` for a folder without one.
+pub fn assistant_tokenizer(path: &Path) -> Result<Option<Tokenizer>> {
+    match path.is_file() || path.join("tokenizer.json").exists() {
+        true => Ok(Some(ModelFiles::open(path)?.tokenizer()?)),
+        false => Ok(None),
+    }
 }
 
 /// Returns the path of an adapter, as [`local_model`] does.

@@ -9,6 +9,7 @@ use overdrive_sys::transfer::to_device;
 use tch::{Device, Tensor};
 use tokenizers::Tokenizer;
 
+use super::assistant::{Assistant, Drafted};
 use super::flight::Flight;
 use super::model::{EngineModel, RaggedStep, StepAdapters};
 use super::prompt_logprobs::{PromptScores, ScoredPosition, score_in_blocks};
@@ -19,6 +20,7 @@ use super::statistics::{EngineStatistics, LatencyWindow};
 use super::step_logits::{SequenceLogits, StepEnd, StepLogits};
 use crate::captured::CapturedSteps;
 use crate::rows::ChosenToken;
+use crate::speculation::check_vocabularies;
 use crate::{EngineConfig, Error, FinishReason, Result, TokenLogprobs};
 
 /// An inference engine that continues many prompts at once and keeps the batch full: requests join and
@@ -79,6 +81,8 @@ pub struct Engine<M> {
     pub(super) model: M,
     pub(super) device: Device,
     tokenizer: Option<Arc<Tokenizer>>,
+    /// The draft model.
+    assistant: Option<Assistant>,
     pub(super) cache: PagedCache,
     pub(super) scheduler: Scheduler<SequenceId, Sample>,
     /// The number of unfinished samples of each request.
@@ -153,6 +157,7 @@ impl<M: EngineModel> Engine<M> {
                 adapters: model.adapters().into_iter().map(Arc::from).collect(),
             },
             tokenizer: None,
+            assistant: None,
             model,
             cache,
             scheduler: Scheduler::new(limits),
@@ -172,6 +177,33 @@ impl<M: EngineModel> Engine<M> {
         self.tokenizer = Some(tokenizer);
         self.limits.has_text = true;
         self
+    }
+
+    /// Returns the engine with a draft model: a smaller model with the same tokens, which proposes tokens to each sequence
+    /// whose request does not ask for prompt lookup. The model verifies them together in its next step. Answers have the
+    /// tokens that they have without a draft model; `num_assistant_tokens`, `num_assistant_tokens_schedule` and
+    /// `assistant_confidence_threshold` of a request bound the proposals. The draft model has a cache with as many blocks.
+    ///
+    /// `tokenizer` is that of the draft model: if the engine has one too, their tokens are compared.
+    ///
+    /// # Errors
+    /// On a GPU, where steps are replayed; if the vocabularies differ; if memory runs out.
+    pub fn with_assistant(
+        mut self,
+        assistant: impl EngineModel + Send + 'static,
+        tokenizer: Option<&Tokenizer>,
+    ) -> Result<Engine<M>> {
+        if !self.limits.speculates {
+            let (key, found) = ("assistant_model", "set".to_owned());
+            let hint =
+                "on a GPU it replays steps of one token a sequence; use generate to speculate";
+            return Err(Error::NotInEngine { key, found, hint });
+        }
+        let sizes = [self.limits.vocab_size, assistant.vocab_size() as i64];
+        check_vocabularies(sizes, self.tokenizer.as_deref().zip(tokenizer))?;
+        let (size, blocks) = (self.limits.block_size, self.limits.num_blocks);
+        self.assistant = Some(Assistant::new(Box::new(assistant), size, blocks)?);
+        Ok(self)
     }
 
     /// Submits a request; the following steps compute it.
@@ -442,7 +474,7 @@ impl<M: EngineModel> Engine<M> {
 
     /// Computes the next step; returns the number of its tokens.
     fn compute(&mut self) -> Result<usize> {
-        self.propose();
+        self.propose()?;
         let mut chunks = self.scheduler.schedule(&mut self.cache)?;
         // The rows of each adapter are adjacent, so that one matmul computes all of them.
         let running = self.scheduler.running();
@@ -459,17 +491,44 @@ impl<M: EngineModel> Engine<M> {
         Ok(chunks.iter().map(Chunk::len).sum())
     }
 
-    /// Proposes tokens to follow those of the sequences that decode and ask for it.
-    fn propose(&mut self) {
+    /// Proposes tokens to follow those of the sequences that decode.
+    fn propose(&mut self) -> Result<()> {
         let context = self.limits.context;
+        let mut without = Vec::new();
         for index in 0..self.scheduler.running().len() {
             if let Some(sequence) = self.scheduler.sequence(index) {
-                sequence.proposed = match sequence.is_decoding() {
-                    true => sequence.data.propose(&sequence.tokens, context),
-                    false => 0,
+                let decodes = sequence.is_decoding();
+                if decodes && !sequence.data.look_up(&sequence.tokens, context) {
+                    without.push(index);
+                }
+                sequence.proposed = if decodes {
+                    sequence.data.proposal.len()
+                } else {
+                    0
                 };
             }
         }
+        let Some(assistant) = &mut self.assistant else {
+            return Ok(());
+        };
+        let running = self.scheduler.running();
+        let drafted = without.iter().map(|&index| {
+            let sequence = &running[index];
+            Drafted {
+                arrival: sequence.arrival,
+                tokens: &sequence.tokens,
+                most: sequence.data.most_proposed(sequence.tokens.len(), context),
+                config: sequence.data.row.sampler.config(),
+            }
+        });
+        let proposals = assistant.propose(&drafted.collect::<Vec<_>>())?;
+        for (index, proposal) in without.into_iter().zip(proposals) {
+            if let Some(sequence) = self.scheduler.sequence(index) {
+                sequence.proposed = proposal.len();
+                sequence.data.proposal = proposal;
+            }
+        }
+        Ok(())
     }
 
     /// Runs the model over `chunks`. The logits of the sequences whose last token is among them are in
@@ -600,6 +659,11 @@ impl<M: EngineModel> Engine<M> {
         settled.map(|_| ())
     }
 
+    /// Returns the cache of the draft model, if there is one.
+    pub fn assistant_cache(&self) -> Option<&PagedCache> {
+        self.assistant.as_ref().map(Assistant::cache)
+    }
+
     /// Chooses the next token of a sequence, and the tokens after it as long as they are the proposed ones: those that it
     /// would have without proposals. Returns `true` if the sequence has ended.
     fn choose_run(
@@ -626,6 +690,11 @@ impl<M: EngineModel> Engine<M> {
                 let computed = sequence.computed;
                 self.counts.proposed_tokens += end.proposed as u64;
                 self.counts.accepted_tokens += accepted as u64;
+                if let Some(assistant) = &mut self.assistant {
+                    let config = sequence.data.row.sampler.config();
+                    let outcome = (end.proposed, accepted);
+                    assistant.update(sequence.arrival, config, outcome);
+                }
                 if accepted < end.proposed {
                     let id = self.scheduler.cache_id(end.sequence)?;
                     self.cache.truncate(id, computed)?;
@@ -737,6 +806,11 @@ impl<M: EngineModel> Engine<M> {
         &mut self,
         gone: impl FnMut(&ScheduledSequence<SequenceId, Sample>) -> bool,
     ) -> Result<Vec<ScheduledSequence<SequenceId, Sample>>> {
-        self.scheduler.remove_where(&mut self.cache, gone)
+        let gone = self.scheduler.remove_where(&mut self.cache, gone)?;
+        if let Some(assistant) = &mut self.assistant {
+            let running = self.scheduler.running();
+            assistant.retain(|arrival| running.iter().any(|other| other.arrival == arrival))?;
+        }
+        Ok(gone)
     }
 }

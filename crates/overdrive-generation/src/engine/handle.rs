@@ -235,7 +235,7 @@ impl EngineHandle {
         self.limits.is_batch_invariant
     }
 
-    /// Returns `true` if requests can ask for prompt lookup (`prompt_lookup_num_tokens`): on CPUs.
+    /// Returns `true` if the engine verifies proposed tokens (`prompt_lookup_num_tokens`, a draft model): on CPUs.
     pub fn speculates(&self) -> bool {
         self.limits.speculates
     }

@@ -1,5 +1,6 @@
 //! Continuous batching: many requests over one model and one paged cache.
 
+mod assistant;
 mod block_allocator;
 mod config;
 #[expect(

@@ -82,17 +82,22 @@ impl Sample {
         })
     }
 
-    /// Proposes tokens to follow `tokens`, prompt included, for a model that reads at most `context` tokens; returns their
-    /// number.
-    pub(super) fn propose(&mut self, tokens: &[i64], context: usize) -> usize {
-        let have = tokens.len();
+    /// Returns the largest number of tokens to propose after `have` tokens, for a model that reads at most `context`.
+    pub(super) fn most_proposed(&self, have: usize, context: usize) -> usize {
+        // The model yields one token more than is proposed.
+        let room = self.row.limit.0.saturating_sub(have + 1);
+        room.min(context.saturating_sub(have))
+    }
+
+    /// Proposes tokens of the text itself to follow `tokens`, prompt included, if the request asks for it; returns `true`
+    /// if it does.
+    pub(super) fn look_up(&mut self, tokens: &[i64], context: usize) -> bool {
+        self.proposal.clear();
+        let most = self.most_proposed(tokens.len(), context);
         if let Some(lookup) = &self.lookup {
-            // The model yields one token more than is proposed.
-            let room = self.row.limit.0.saturating_sub(have + 1);
-            let most = room.min(context.saturating_sub(have));
-            self.proposal = lookup.find(tokens, most).to_vec();
+            self.proposal.extend(lookup.find(tokens, most));
         }
-        self.proposal.len()
+        self.lookup.is_some()
     }
 
     /// Chooses the token after `tokens`, prompt included.

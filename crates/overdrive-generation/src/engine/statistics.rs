@@ -33,7 +33,7 @@ pub struct EngineStatistics {
     pub reused_tokens: u64,
     /// The tokens generated.
     pub generated_tokens: u64,
-    /// The tokens that were proposed by prompt lookup and verified.
+    /// The tokens that were proposed by prompt lookup or a draft model and verified.
     pub proposed_tokens: u64,
     /// Those of them that were accepted.
     pub accepted_tokens: u64,

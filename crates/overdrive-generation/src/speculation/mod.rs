@@ -3,6 +3,7 @@
 use std::time::Instant;
 
 use overdrive_transformer::CausalLm;
+use tokenizers::Tokenizer;
 
 use crate::cache;
 use crate::candidates::Candidates;
@@ -56,7 +57,9 @@ pub(crate) fn generate(
             let why = "a round of proposals keeps the tokens that it has read";
             return refuse("assistant_model", "use_cache false", why);
         }
-        check_vocabularies(model, assistant, options)?;
+        let tokenizers = options.tokenizer.zip(options.assistant_tokenizer);
+        let sizes = [model, assistant].map(|model| model.config().vocab_size());
+        check_vocabularies(sizes, tokenizers)?;
     }
     let vocabulary = model.config().vocab_size().unsigned_abs() as usize;
     let mut rows = Rows::new(model, prompts, config, options)?;
@@ -109,14 +112,12 @@ pub(crate) fn generate(
 /// in llama.cpp. Qwen2.5 pads to 151936 or 152064.
 const PADDING: u64 = 128;
 
-/// Checks that the ids of both models are the same tokens.
-fn check_vocabularies(
-    model: &CausalLm,
-    assistant: &CausalLm,
-    options: &GenerateOptions<'_>,
+/// Checks that the ids of a model and of its assistant, whose vocabularies have these sizes, are the same tokens.
+pub(crate) fn check_vocabularies(
+    [ours, theirs]: [i64; 2],
+    tokenizers: Option<(&Tokenizer, &Tokenizer)>,
 ) -> Result<()> {
-    let (ours, theirs) = (model.config().vocab_size(), assistant.config().vocab_size());
-    let (Some(own), Some(other)) = (options.tokenizer, options.assistant_tokenizer) else {
+    let Some((own, other)) = tokenizers else {
         if ours.abs_diff(theirs) > PADDING {
             return Err(Error::AssistantVocabulary {
                 assistant: theirs,

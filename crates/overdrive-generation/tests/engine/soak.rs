@@ -92,6 +92,8 @@ impl Random {
                 true => Some(1 + self.below(5) as usize),
                 false => None,
             },
+            num_assistant_tokens: 1 + self.below(4) as usize,
+            assistant_confidence_threshold: 0.0,
             eos_token_id: if self.one_in(2) { vec![7] } else { vec![] },
             num_return_sequences: match self.below(8) {
                 0 if do_sample => 1 + self.below(4) as usize,
@@ -113,7 +115,7 @@ struct Seen {
     ended: bool,
 }
 
-fn soak(requests: usize, seed: u64) {
+fn soak(requests: usize, seed: u64, assistant: Option<CausalLm>) {
     let reference = model();
     let mut config = EngineConfig::default();
     config.block_size = 4;
@@ -122,6 +124,9 @@ fn soak(requests: usize, seed: u64) {
     config.max_num_seqs = 12;
     config.max_num_batched_tokens = Some(24);
     let mut engine = Engine::new(Poisonable(model()), config).unwrap();
+    if let Some(assistant) = assistant {
+        engine = engine.with_assistant(assistant, None).unwrap();
+    }
     let mut random = Random(Generator::new(seed, 0));
     let mut seen: BTreeMap<RequestId, Seen> = BTreeMap::new();
     let mut wanted = BTreeMap::new();
@@ -243,9 +248,18 @@ fn soak(requests: usize, seed: u64) {
     );
     assert_eq!(engine.cache().sequences(), 0);
     assert_eq!(engine.cache().free_blocks(), 26);
+    if let Some(cache) = engine.assistant_cache() {
+        assert_eq!((cache.sequences(), cache.free_blocks()), (0, 26));
+    }
 }
 
 #[test]
 fn after_ten_thousand_random_requests_every_block_is_free() {
-    soak(10_000, 1);
+    soak(10_000, 1, None);
+}
+
+#[test]
+fn a_draft_model_changes_no_token_and_leaves_no_block() {
+    // The model itself, whose proposals are accepted unless a token is drawn or has no block.
+    soak(1500, 2, Some(model()));
 }
