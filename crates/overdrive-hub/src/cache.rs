@@ -6,6 +6,8 @@
 //! models--ORG--NAME/snapshots/COMMIT/FILE  a link to the content
 //! .locks/models--ORG--NAME/ETAG.lock       the lock of a download
 //! ```
+//!
+//! The folders of datasets begin with `datasets--`.
 
 use std::fs;
 use std::path::{Path, PathBuf};
@@ -13,7 +15,7 @@ use std::path::{Path, PathBuf};
 use overdrive_core::files::{self, folder_of};
 use overdrive_core::{Error as Common, Result};
 
-use crate::name::is_commit;
+use crate::name::{HubName, is_commit};
 
 /// The depth to which the folders of a repository are searched for files.
 const MAX_DEPTH: usize = 4;
@@ -26,8 +28,9 @@ pub(crate) struct RepositoryCache {
 }
 
 impl RepositoryCache {
-    pub(crate) fn new(cache: &Path, repository: &str) -> RepositoryCache {
-        let name = format!("models--{}", repository.replace('/', "--"));
+    pub(crate) fn new(cache: &Path, name: &HubName) -> RepositoryCache {
+        let kind = name.kind.plural();
+        let name = format!("{kind}--{}", name.repository.replace('/', "--"));
         RepositoryCache {
             folder: cache.join(&name),
             locks: cache.join(".locks").join(name),

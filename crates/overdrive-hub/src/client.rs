@@ -141,7 +141,8 @@ impl<'a> Client<'a> {
     pub(crate) fn listing(&self) -> Attempt<Listing> {
         let revision = utf8_percent_encode(self.name.revision(), SEGMENT);
         let (endpoint, repository) = (&self.options.endpoint, &self.name.repository);
-        let url = format!("{endpoint}/api/models/{repository}/revision/{revision}");
+        let kind = self.name.kind.plural();
+        let url = format!("{endpoint}/api/{kind}/{repository}/revision/{revision}");
         let mut response = self.accepted(&url, self.send("GET", &url, 0)?, None)?;
         let body = response.body_mut().with_config().limit(MAX_LISTING);
         let text = body
@@ -201,7 +202,8 @@ impl<'a> Client<'a> {
     pub(crate) fn file_url(&self, commit: &str, file: &str) -> String {
         let (endpoint, repository) = (&self.options.endpoint, &self.name.repository);
         let file = utf8_percent_encode(file, PATH);
-        format!("{endpoint}/{repository}/resolve/{commit}/{file}")
+        let prefix = self.name.kind.prefix();
+        format!("{endpoint}/{prefix}{repository}/resolve/{commit}/{file}")
     }
 
     /// Sends a request and follows redirects; only the endpoint's server receives the token. HEAD requests are not

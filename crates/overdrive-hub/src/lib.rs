@@ -21,6 +21,8 @@
 //! | `org/name:Q4_K_M` | the GGUF file of this quantization, as in llama.cpp |
 //! | `org/name/file.gguf` | this file; for a split model, the first file |
 //!
+//! [`dataset_paths`] does the same for the files of a dataset: `org/name`, `org/name/CONFIG`, `org/name:SPLIT`.
+//!
 //! Only the files that a model needs are downloaded: configurations, tokenizer and chat templates, and the weights in
 //! one format, preferably safetensors. A download is verified against the length and the checksum that the hub states,
 //! resumed after an interruption, and renamed when it is complete; processes that need the same file wait for each
@@ -32,6 +34,8 @@
 
 mod cache;
 mod client;
+mod dataset;
+mod dataset_files;
 mod download;
 mod error;
 mod hash;
@@ -41,6 +45,7 @@ mod progress;
 mod resolve;
 mod select;
 
+pub use dataset::dataset_paths;
 pub use error::{Error, Result};
 pub use options::HubOptions;
 pub use progress::DownloadProgress;

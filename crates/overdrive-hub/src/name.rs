@@ -1,8 +1,35 @@
 use std::path::Path;
 
+/// The kind of a repository: its place on the hub and in the cache.
+#[derive(Debug, Clone, Copy, Default, PartialEq, Eq)]
+pub(crate) enum RepositoryKind {
+    #[default]
+    Model,
+    Dataset,
+}
+
+impl RepositoryKind {
+    /// Returns the name in the paths of the API and in the names of the cache's folders.
+    pub(crate) fn plural(self) -> &'static str {
+        match self {
+            RepositoryKind::Model => "models",
+            RepositoryKind::Dataset => "datasets",
+        }
+    }
+
+    /// Returns the part of an address before the name of the repository.
+    pub(crate) fn prefix(self) -> &'static str {
+        match self {
+            RepositoryKind::Model => "",
+            RepositoryKind::Dataset => "datasets/",
+        }
+    }
+}
+
 /// A name on the hub: `ORG/NAME[/FILE.gguf][:QUANTIZATION][@REVISION]`.
 #[derive(Debug, Clone, PartialEq, Eq)]
 pub(crate) struct HubName {
+    pub(crate) kind: RepositoryKind,
     pub(crate) repository: String,
     /// A file of the repository.
     pub(crate) file: Option<String>,
@@ -40,6 +67,7 @@ impl HubName {
             && quantization.as_deref().is_none_or(is_quantization)
             && revision.as_deref().is_none_or(is_revision);
         valid.then_some(HubName {
+            kind: RepositoryKind::Model,
             repository,
             file,
             quantization,
@@ -53,7 +81,7 @@ impl HubName {
 }
 
 /// Returns `true` for the names that `huggingface_hub.utils.validate_repo_id` accepts.
-fn is_repository_part(part: &str) -> bool {
+pub(crate) fn is_repository_part(part: &str) -> bool {
     let allowed = |letter: char| letter.is_ascii_alphanumeric() || "-_.".contains(letter);
     let edge = |letter: char| "-.".contains(letter);
     !part.is_empty()
@@ -72,7 +100,7 @@ fn is_quantization(text: &str) -> bool {
 }
 
 /// Returns `true` if `name` is valid for a branch or tag by those of Git's rules that matter for paths and URLs.
-fn is_revision(text: &str) -> bool {
+pub(crate) fn is_revision(text: &str) -> bool {
     let allowed = |letter: char| letter.is_ascii_graphic() && !"\\:?*[~^%#".contains(letter);
     text.chars().all(allowed) && is_relative_file(text)
 }

@@ -65,7 +65,7 @@ fn find(path: &Path, options: &HubOptions, wanted: Wanted) -> Result<PathBuf> {
     let Some(name) = HubName::parse(&text) else {
         return Err(Error::NoSuchPath { name: text });
     };
-    let cache = RepositoryCache::new(&options.cache, &name.repository);
+    let cache = RepositoryCache::new(&options.cache, &name);
     let cached = in_cache(&cache, &name, wanted);
     if options.offline {
         return cached.map_err(|missing| Error::Offline {

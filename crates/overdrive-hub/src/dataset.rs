@@ -1,0 +1,227 @@
+use std::path::{Path, PathBuf};
+
+use crate::cache::RepositoryCache;
+use crate::client::{Client, Listing};
+use crate::dataset_files::{Choice, choose, shards_missing};
+use crate::download::{Download, Meter};
+use crate::name::{HubName, RepositoryKind, is_commit, is_repository_part, is_revision};
+use crate::{Error, HubOptions, Result};
+
+/// The description of a dataset, which lists its configurations.
+const README: &str = "README.md";
+
+/// Returns the paths of the files of a dataset on this machine: `name` itself if it is a file or folder, else the files
+/// of a split of the hub's dataset with this name, which are downloaded unless the cache has them.
+///
+/// The name is `ORG/NAME[/CONFIG][:SPLIT][@REVISION]`. Without a configuration it is the one that the dataset declares as
+/// its default, without a split `train`. Configurations are those of the dataset's README and, without any, folders;
+/// splits are found by the names of files, as Python's `datasets` finds them. Files are Parquet, JSON Lines, CSV or text,
+/// also compressed.
+///
+/// ```no_run
+/// use overdrive_hub::{HubOptions, dataset_paths};
+///
+/// # fn main() -> Result<(), overdrive_hub::Error> {
+/// for file in dataset_paths("roneneldan/TinyStories:validation", &HubOptions::from_env()?)? {
+///     println!("{}", file.display());
+/// }
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// As [`model_path`](crate::model_path); [`Error::NoFile`] if there is no such configuration or split, with those that
+/// there are.
+pub fn dataset_paths(name: impl AsRef<Path>, options: &HubOptions) -> Result<Vec<PathBuf>> {
+    let path = name.as_ref();
+    if path.exists() {
+        return Ok(vec![path.to_owned()]);
+    }
+    let text = path.to_string_lossy().into_owned();
+    let Some(name) = DatasetName::parse(&text) else {
+        return Err(Error::NoSuchPath { name: text });
+    };
+    let cache = RepositoryCache::new(&options.cache, &name.hub);
+    let cached = in_cache(&cache, &name);
+    if options.offline {
+        return cached.map_err(|missing| Error::Offline {
+            name: text,
+            missing,
+            cache: options.cache.clone(),
+        });
+    }
+    // A commit does not change.
+    if let (true, Ok(paths)) = (is_commit(name.hub.revision()), &cached) {
+        return Ok(paths.clone());
+    }
+    let client = Client::new(options, &name.hub);
+    let listing = match &cached {
+        // With a cached copy, requests to a hub that does not answer are not retried.
+        Ok(_) => client.listing().map_err(|failure| failure.error),
+        Err(_) => client.repeat(|| client.listing()),
+    };
+    match (listing, cached) {
+        (Ok(listing), _) => download(&client, &name, &listing, &cache, options),
+        (Err(error @ (Error::Unreachable { .. } | Error::Status { .. })), Ok(paths)) => {
+            tracing::warn!("{error}. Using the cached copy of `{text}`");
+            Ok(paths)
+        }
+        (Err(error), _) => Err(error),
+    }
+}
+
+/// The name of a dataset with what is wanted of it.
+#[derive(Debug, Clone, PartialEq, Eq)]
+struct DatasetName {
+    hub: HubName,
+    config: Option<String>,
+    split: Option<String>,
+}
+
+impl DatasetName {
+    /// Parses a name; `None` if the hub cannot have it.
+    fn parse(text: &str) -> Option<DatasetName> {
+        let (text, revision) = match text.split_once('@') {
+            Some((text, revision)) => (text, Some(revision.to_owned())),
+            None => (text, None),
+        };
+        let (text, split) = match text.split_once(':') {
+            Some((text, split)) => (text, Some(split.to_owned())),
+            None => (text, None),
+        };
+        let mut parts = text.split('/');
+        let (organization, name) = (parts.next()?, parts.next()?);
+        let config = parts.next().map(str::to_owned);
+        let word = |text: &String| {
+            let allowed = |letter: char| letter.is_ascii_alphanumeric() || "-_.+".contains(letter);
+            !text.is_empty() && !text.starts_with('.') && text.chars().all(allowed)
+        };
+        let valid = parts.next().is_none()
+            && [organization, name].into_iter().all(is_repository_part)
+            && config.as_ref().is_none_or(word)
+            && split.as_ref().is_none_or(word)
+            && revision.as_deref().is_none_or(is_revision);
+        valid.then(|| DatasetName {
+            hub: HubName {
+                kind: RepositoryKind::Dataset,
+                repository: format!("{organization}/{name}"),
+                file: None,
+                quantization: None,
+                revision,
+            },
+            config,
+            split,
+        })
+    }
+
+    fn choice(&self) -> Choice<'_> {
+        Choice {
+            repository: &self.hub.repository,
+            config: self.config.as_deref(),
+            split: self.split.as_deref(),
+        }
+    }
+}
+
+/// Returns the paths of a complete split in the cache, or the error's clause that names what is missing.
+fn in_cache(
+    cache: &RepositoryCache,
+    name: &DatasetName,
+) -> std::result::Result<Vec<PathBuf>, String> {
+    let absent = || format!("`{}` is not", name.hub.repository);
+    let commit = cache.commit(name.hub.revision()).ok_or_else(absent)?;
+    let (snapshot, files) = (cache.snapshot(&commit), cache.files(&commit));
+    if files.is_empty() {
+        return Err(absent());
+    }
+    let readme = std::fs::read_to_string(snapshot.join(README)).ok();
+    let chosen = choose(&files, readme.as_deref(), &name.choice());
+    let chosen = chosen.map_err(|error| format!("it is incomplete ({error})"))?;
+    if let Some(missing) = shards_missing(&chosen) {
+        return Err(format!("{missing} is not"));
+    }
+    Ok(chosen.iter().map(|file| snapshot.join(file)).collect())
+}
+
+fn download(
+    client: &Client<'_>,
+    name: &DatasetName,
+    listing: &Listing,
+    cache: &RepositoryCache,
+    options: &HubOptions,
+) -> Result<Vec<PathBuf>> {
+    let (commit, snapshot) = (listing.commit.as_str(), cache.snapshot(&listing.commit));
+    let download = Download {
+        client,
+        cache,
+        repository: &name.hub.repository,
+        commit,
+    };
+    let fetch = |files: &[String]| -> Result<()> {
+        let missing = files.iter().filter(|file| !snapshot.join(file).exists());
+        let remotes = missing.map(|file| client.repeat(|| client.remote(commit, file)));
+        let remotes = remotes.collect::<Result<Vec<_>>>()?;
+        let bytes = remotes.iter().filter_map(|remote| remote.size).sum();
+        let mut meter = Meter::new(options.progress.as_ref(), bytes);
+        remotes
+            .iter()
+            .try_for_each(|remote| download.fetch(remote, &mut meter))
+    };
+    let mut readme = None;
+    if listing.files.iter().any(|file| file == README) {
+        fetch(&[README.to_owned()])?;
+        readme = std::fs::read_to_string(snapshot.join(README)).ok();
+    }
+    let chosen = choose(&listing.files, readme.as_deref(), &name.choice())?;
+    fetch(&chosen)?;
+    if name.hub.revision() != commit {
+        cache.set_commit(name.hub.revision(), commit)?;
+    }
+    Ok(chosen.iter().map(|file| snapshot.join(file)).collect())
+}
+
+#[cfg(test)]
+mod tests {
+    use super::*;
+
+    #[test]
+    fn names_have_configurations_splits_and_revisions() {
+        let parsed = |text: &str| {
+            let name = DatasetName::parse(text)?;
+            let revision = name.hub.revision().to_owned();
+            Some((name.hub.repository, name.config, name.split, revision))
+        };
+        let some = |text: &str| Some(text.to_owned());
+        for (text, config, split, revision) in [
+            ("org/name", None, None, "main"),
+            ("org/name/20231101.en", some("20231101.en"), None, "main"),
+            ("org/name:validation", None, some("validation"), "main"),
+            ("org/name/main:test@v1", some("main"), some("test"), "v1"),
+            (
+                "org/name@refs/convert/parquet",
+                None,
+                None,
+                "refs/convert/parquet",
+            ),
+        ] {
+            let expected = ("org/name".to_owned(), config, split, revision.to_owned());
+            assert_eq!(parsed(text), Some(expected), "{text}");
+        }
+        for text in [
+            "",
+            "name",
+            "/a/b",
+            "./a",
+            "../a/b",
+            "a//b",
+            "org/name:",
+            "org/name/a/b",
+            "org/name/..",
+            "org/name@../x",
+            "a b/c",
+            "data/*.jsonl",
+        ] {
+            assert_eq!(DatasetName::parse(text), None, "{text}");
+        }
+    }
+}
