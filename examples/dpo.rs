@@ -20,7 +20,7 @@ use overdrive::trainer::{
     DpoConfig, DpoLossType, FinetuneArgs, FinetuneArguments, Finetuned, PreferenceTask,
     RewardTotals, RunEnd, TrainingRun, exit_or_resume, find_executable_batch_size, print_line,
 };
-use overdrive_examples::{local_model, model_name, repository};
+use overdrive_examples::{local_data, local_model, model_name, repository};
 
 /// Trains a model on preferences: pairs of a chosen and a rejected answer
 #[derive(Parser)]
@@ -61,6 +61,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
     };
     notes.iter().for_each(|note| say(note));
     arguments.model_name_or_path = local_model(&arguments.model_name_or_path)?;
+    arguments.training.data = local_data(&arguments.training.data)?;
     let tuned = find_executable_batch_size(&mut arguments, &group, &mut say, |arguments, say| {
         train(arguments, &config, &group, say)
     })?;

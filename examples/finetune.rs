@@ -21,7 +21,7 @@ use overdrive::trainer::{
     FinetuneArgs, FinetuneArguments, FinetuneTask, Finetuned, MethodComparison, RunEnd,
     TrainingRun, batch_loss, exit_or_resume, find_executable_batch_size, print_line,
 };
-use overdrive_examples::{local_model, model_name, repository};
+use overdrive_examples::{local_data, local_model, model_name, repository};
 
 /// Fine-tunes a model on prompts and responses
 #[derive(Parser)]
@@ -89,6 +89,7 @@ pub(crate) fn finetune(
 ) -> Result<Finetuned> {
     let mut arguments = arguments.clone();
     arguments.model_name_or_path = local_model(&arguments.model_name_or_path)?;
+    arguments.training.data = local_data(&arguments.training.data)?;
     if !writes {
         // Without a folder there are no snapshots.
         arguments.training.resume_from_checkpoint = None;

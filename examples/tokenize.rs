@@ -18,7 +18,7 @@ use overdrive::core::OutputFolder;
 use overdrive::datasets::{BuildOptions, load_tokenizer, save_tokenizer};
 use overdrive::generation::{ModelFiles, Tokenizer};
 use overdrive::trainer::{SampleBy, TrainingArguments, tokenize};
-use overdrive_examples::{local_tokenizer, print_line};
+use overdrive_examples::{local_data, local_tokenizer, print_line};
 
 /// The end-of-document token if the tokenizer's files name none.
 const END_OF_TEXT: &str = "<|endoftext|>";
@@ -86,7 +86,7 @@ pub(crate) fn run(flags: &Flags, mut say: impl FnMut(&str)) -> Result<PathBuf> {
         end_of_document.as_deref().unwrap_or("no token"),
     ));
     let arguments = TrainingArguments {
-        data: flags.data.clone(),
+        data: local_data(&flags.data)?,
         dataset_text_field: flags.text_column.clone(),
         sample_by: match flags.lines {
             true => SampleBy::Line,

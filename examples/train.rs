@@ -19,6 +19,7 @@ use std::process::ExitCode;
 use anyhow::{Result, bail};
 use clap::Parser;
 use overdrive::distributed::ProcessGroup;
+use overdrive::hub::{HubOptions, data_paths};
 use overdrive::precision::Precision;
 use overdrive::trainer::{
     self, DataShard, Evaluation, RunEnd, RunFolder, Severity, TextData, TrainArgs,
@@ -55,6 +56,7 @@ pub(crate) fn run(flags: &Flags) -> Result<RunEnd> {
         }
     };
     notes.iter().for_each(|note| say(note));
+    arguments.data = data_paths(&arguments.data, &HubOptions::from_env()?)?;
     let device = arguments.device(&group);
     if let Some(choice) = arguments.choose_precision(&group, device)? {
         say(&format!("precision   {choice}"));

@@ -24,7 +24,8 @@ pub use cache_flags::{Cache, CacheFlags};
 pub use constraint_flags::ConstraintFlags;
 pub use generation_flags::GenerationFlags;
 pub use local_model::{
-    assistant_tokenizer, local_adapter, local_model, local_tokenizer, model_name, repository,
+    assistant_tokenizer, local_adapter, local_data, local_model, local_tokenizer, model_name,
+    repository,
 };
 pub use memory_limit::MemoryLimit;
 pub use model_flags::{ModelFlags, load_model, unpack_model};

@@ -39,6 +39,15 @@ pub fn local_tokenizer(name: &Path) -> Result<PathBuf> {
     Ok(name.to_owned())
 }
 
+/// Returns the data of a run with the names of datasets on the hub replaced by the paths of their files, as
+/// [`local_model`] does.
+pub fn local_data(data: &[PathBuf]) -> Result<Vec<PathBuf>> {
+    #[cfg(feature = "hub")]
+    return with_progress(|options| overdrive::hub::data_paths(data, options));
+    #[cfg(not(feature = "hub"))]
+    Ok(data.to_vec())
+}
+
 /// Returns a name for the model at `path`: the repository that it was downloaded from, or else the file or folder.
 pub fn model_name(path: &Path) -> String {
     if let Some(name) = repository(path) {
@@ -61,15 +70,15 @@ pub fn repository(path: &Path) -> Option<String> {
 }
 
 #[cfg(feature = "hub")]
-fn with_progress(
-    find: impl FnOnce(&overdrive::hub::HubOptions) -> overdrive::hub::Result<PathBuf>,
-) -> Result<PathBuf> {
+fn with_progress<T>(
+    find: impl FnOnce(&overdrive::hub::HubOptions) -> overdrive::hub::Result<T>,
+) -> Result<T> {
     use overdrive::hub::{DownloadProgress, HubOptions};
     let bar = crate::ByteProgress::new("downloading")?;
     let shown = bar.clone();
     let mut options = HubOptions::from_env()?;
     options.progress = Some(DownloadProgress::new(move |done, all| shown.set(done, all)));
-    let path = find(&options);
+    let found = find(&options);
     bar.clear();
-    Ok(path?)
+    Ok(found?)
 }

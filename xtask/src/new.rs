@@ -143,7 +143,7 @@ pub(crate) fn check_example() -> Result<()> {
 fn with_facade(manifest: &str, root: &str) -> Result<String> {
     let crates = cargo::workspace().join("crates");
     let facade = requirement("overdrive", root, &Source::Path, &crates)?;
-    let features = "default-features = false, features = [\"distributed\", \"precision\", \"trainer\", \"transformer\"] }";
+    let features = "default-features = false, features = [\"distributed\", \"hub\", \"precision\", \"trainer\", \"transformer\"] }";
     let facade = facade.replace(" }", &format!(", {features}"));
     let clap = requirement("clap", root, &Source::Path, &crates)?;
     let table = "[dependencies]\n";

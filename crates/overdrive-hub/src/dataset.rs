@@ -2,7 +2,7 @@ use std::path::{Path, PathBuf};
 
 use crate::cache::RepositoryCache;
 use crate::client::{Client, Listing};
-use crate::dataset_files::{Choice, choose, shards_missing};
+use crate::dataset_files::{Choice, choose, is_data, shards_missing};
 use crate::download::{Download, Meter};
 use crate::name::{HubName, RepositoryKind, is_commit, is_repository_part, is_revision};
 use crate::{Error, HubOptions, Result};
@@ -70,6 +70,49 @@ pub fn dataset_paths(name: impl AsRef<Path>, options: &HubOptions) -> Result<Vec
     }
 }
 
+/// Returns the data of a training run with each name of a dataset on the hub replaced by the paths of its files
+/// ([`dataset_paths`]). Paths, patterns, and other texts that the hub cannot have as a name stay as they are. A weight, as
+/// in `ORG/NAME:0.7` of a mixture, is kept.
+///
+/// ```
+/// use std::path::PathBuf;
+/// use overdrive_hub::{HubOptions, data_paths};
+///
+/// let data = ["data/stories.jsonl", "books/*.txt:0.3"].map(PathBuf::from);
+/// assert_eq!(data_paths(&data, &HubOptions::default())?, data);
+/// # Ok::<(), overdrive_hub::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`dataset_paths`]; [`Error::Common`] for a dataset of several files with a weight, because a source of a mixture is one
+/// path.
+pub fn data_paths(data: &[PathBuf], options: &HubOptions) -> Result<Vec<PathBuf>> {
+    let mut found = Vec::new();
+    for path in data {
+        let text = path.to_string_lossy();
+        let weighted = text.rsplit_once(':');
+        let weighted = weighted.filter(|(_, weight)| weight.parse::<f64>().is_ok());
+        let (name, weight) = weighted.map_or((&*text, None), |(name, weight)| (name, Some(weight)));
+        if path.exists() || Path::new(name).exists() || DatasetName::parse(name).is_none() {
+            found.push(path.clone());
+            continue;
+        }
+        let files = dataset_paths(name, options)?;
+        match (weight, files.as_slice()) {
+            (None, _) => found.extend(files),
+            (Some(weight), [file]) => found.push(format!("{}:{weight}", file.display()).into()),
+            (Some(_), files) => {
+                let expected = format!(
+                    "a dataset of one file, and this one has {}; tokenize it and give the file of tokens with the weight",
+                    files.len()
+                );
+                return Err(overdrive_core::Error::option("data", &text, expected).into());
+            }
+        }
+    }
+    Ok(found)
+}
+
 /// The name of a dataset with what is wanted of it.
 #[derive(Debug, Clone, PartialEq, Eq)]
 struct DatasetName {
@@ -96,7 +139,9 @@ impl DatasetName {
             let allowed = |letter: char| letter.is_ascii_alphanumeric() || "-_.+".contains(letter);
             !text.is_empty() && !text.starts_with('.') && text.chars().all(allowed)
         };
-        let valid = parts.next().is_none()
+        // A file that is missing is no reason to ask the hub.
+        let valid = !is_data(name)
+            && parts.next().is_none()
             && [organization, name].into_iter().all(is_repository_part)
             && config.as_ref().is_none_or(word)
             && split.as_ref().is_none_or(word)
@@ -220,6 +265,8 @@ mod tests {
             "org/name@../x",
             "a b/c",
             "data/*.jsonl",
+            "data/train.jsonl",
+            "data/text.txt.gz",
         ] {
             assert_eq!(DatasetName::parse(text), None, "{text}");
         }

@@ -192,7 +192,8 @@ fn config_of<'c>(configs: &'c [Config], choice: &Choice<'_>) -> Result<Option<&'
     })
 }
 
-fn is_data(name: &str) -> bool {
+/// Returns `true` for the name of a file with records.
+pub(crate) fn is_data(name: &str) -> bool {
     let lower = name.to_ascii_lowercase();
     let mut parts = lower.rsplit('.');
     let mut ending = parts.next().unwrap_or_default();

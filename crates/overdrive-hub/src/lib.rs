@@ -45,7 +45,7 @@ mod progress;
 mod resolve;
 mod select;
 
-pub use dataset::dataset_paths;
+pub use dataset::{data_paths, dataset_paths};
 pub use error::{Error, Result};
 pub use options::HubOptions;
 pub use progress::DownloadProgress;

@@ -3,6 +3,7 @@
 
 mod broken_answers;
 mod cache;
+mod datasets;
 mod names;
 mod python;
 mod server;

@@ -83,6 +83,8 @@ impl Reply {
 type Fault = dyn FnMut(&Request, Reply) -> Reply + Send;
 
 struct State {
+    /// `true` if the repository is a dataset.
+    is_dataset: bool,
     files: BTreeMap<String, Vec<u8>>,
     cdn: String,
     fault: Mutex<Box<Fault>>,
@@ -105,6 +107,25 @@ impl Hub {
         files: &[(&str, &[u8])],
         fault: impl FnMut(&Request, Reply) -> Reply + Send + 'static,
     ) -> Hub {
+        Hub::start(files, false, fault)
+    }
+
+    pub(crate) fn of_dataset(files: &[(&str, &[u8])]) -> Hub {
+        Hub::of_dataset_with_faults(files, |_, reply| reply)
+    }
+
+    pub(crate) fn of_dataset_with_faults(
+        files: &[(&str, &[u8])],
+        fault: impl FnMut(&Request, Reply) -> Reply + Send + 'static,
+    ) -> Hub {
+        Hub::start(files, true, fault)
+    }
+
+    fn start(
+        files: &[(&str, &[u8])],
+        is_dataset: bool,
+        fault: impl FnMut(&Request, Reply) -> Reply + Send + 'static,
+    ) -> Hub {
         let listen = || TcpListener::bind("127.0.0.1:0").expect("a port");
         let url = |listener: &TcpListener| {
             format!("http://{}", listener.local_addr().expect("an address"))
@@ -114,6 +135,7 @@ impl Hub {
             .iter()
             .map(|(name, bytes)| ((*name).to_owned(), bytes.to_vec()));
         let state = Arc::new(State {
+            is_dataset,
             files: files.collect(),
             cdn: url(&cdn),
             fault: Mutex::new(Box::new(fault)),
@@ -247,6 +269,13 @@ fn write_reply(mut stream: &TcpStream, request: &Request, reply: &Reply) {
 }
 
 impl State {
+    fn kind(&self) -> &'static str {
+        match self.is_dataset {
+            true => "datasets",
+            false => "models",
+        }
+    }
+
     fn reply(&self, request: &Request) -> Reply {
         if let Some(sum) = request.path.strip_prefix("/cdn/") {
             let file = self.files.values().find(|bytes| sha256(bytes) == sum);
@@ -254,7 +283,7 @@ impl State {
         }
         if request
             .path
-            .starts_with(&format!("/api/models/{NAME}/revision/"))
+            .starts_with(&format!("/api/{}/{NAME}/revision/", self.kind()))
         {
             let revision = request.path.rsplit('/').next().unwrap_or_default();
             if !["main", "v1", COMMIT].contains(&revision) {
@@ -272,7 +301,8 @@ impl State {
             return Reply::status(200).body(body);
         }
         for revision in [COMMIT, "main", "v1"] {
-            let prefix = format!("/{NAME}/resolve/{revision}/");
+            let kind = if self.is_dataset { "/datasets" } else { "" };
+            let prefix = format!("{kind}/{NAME}/resolve/{revision}/");
             if let Some(name) = request.path.strip_prefix(&prefix) {
                 return match self.files.get(name) {
                     Some(bytes) => self.file(request, name, bytes),
@@ -285,7 +315,7 @@ impl State {
     }
 
     fn file(&self, request: &Request, name: &str, bytes: &[u8]) -> Reply {
-        let large = [".safetensors", ".bin", ".gguf"]
+        let large = [".safetensors", ".bin", ".gguf", ".parquet"]
             .iter()
             .any(|end| name.ends_with(end));
         if !large {

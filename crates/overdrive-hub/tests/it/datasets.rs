@@ -1,0 +1,130 @@
+//! Datasets: files of a split, downloaded once.
+
+use std::fs;
+use std::path::PathBuf;
+
+use overdrive_hub::{Error, data_paths, dataset_paths};
+
+use crate::server::{COMMIT, Hub, NAME, Reply, weights};
+
+const README: &[u8] = b"---\nconfigs:\n- config_name: default\n  data_files:\n  - split: train\n    path: data/part-*.parquet\n  - split: validation\n    path: data/held.parquet\n---\n";
+
+fn hub(files: &[(&str, &[u8])]) -> Hub {
+    Hub::of_dataset(files)
+}
+
+#[test]
+fn the_files_of_a_split_are_downloaded_once_into_the_cache_of_python() {
+    let (first, second) = (weights(1000), weights(2000));
+    let hub = hub(&[
+        ("README.md", README),
+        ("data/part-0.parquet", &first),
+        ("data/part-1.parquet", &second),
+        ("data/held.parquet", b"held"),
+    ]);
+    let folder = tempfile::tempdir().unwrap();
+    let options = hub.options(folder.path());
+    let snapshot = folder
+        .path()
+        .join("datasets--org--name/snapshots")
+        .join(COMMIT);
+    let train = dataset_paths(NAME, &options).unwrap();
+    assert_eq!(
+        train,
+        ["data/part-0.parquet", "data/part-1.parquet"].map(|file| snapshot.join(file))
+    );
+    assert_eq!(fs::read(&train[1]).unwrap(), second);
+    assert!(!snapshot.join("data/held.parquet").exists());
+    hub.requests();
+    assert_eq!(dataset_paths(NAME, &options).unwrap(), train);
+    assert_eq!(hub.requests().len(), 1, "only the commit is asked for");
+
+    // Another split completes the snapshot; offline, both are there, and a third is an error.
+    let held = dataset_paths(format!("{NAME}:validation"), &options).unwrap();
+    assert_eq!(held, [snapshot.join("data/held.parquet")]);
+    let mut offline = hub.options(folder.path());
+    offline.offline = true;
+    assert_eq!(dataset_paths(NAME, &offline).unwrap(), train);
+    assert_eq!(
+        dataset_paths(format!("{NAME}:validation"), &offline).unwrap(),
+        held
+    );
+    assert!(matches!(
+        dataset_paths("org/other", &offline),
+        Err(Error::Offline { .. })
+    ));
+    let error = dataset_paths(format!("{NAME}:test"), &options)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("no split `test`; it has train, validation"),
+        "{error}"
+    );
+    assert_eq!(
+        dataset_paths(folder.path(), &options).unwrap(),
+        [folder.path()]
+    );
+    let error = dataset_paths("data/missing.jsonl", &options).unwrap_err();
+    assert!(matches!(error, Error::NoSuchPath { .. }), "{error}");
+}
+
+#[test]
+fn a_download_that_was_cut_short_is_no_complete_split() {
+    let part = weights(1000);
+    let shard = |number| format!("data/train-{number:05}-of-00002.jsonl");
+    let names = [shard(0), shard(1)];
+    let files = [
+        (names[0].as_str(), &part[..]),
+        (names[1].as_str(), &part[1..]),
+    ];
+    let second = names[1].clone();
+    let broken = Hub::of_dataset_with_faults(&files, move |request, reply| {
+        match request.is("GET", &second) {
+            true => Reply::status(404).with("X-Error-Code", "EntryNotFound"),
+            false => reply,
+        }
+    });
+    let folder = tempfile::tempdir().unwrap();
+    assert!(dataset_paths(NAME, &broken.options(folder.path())).is_err());
+    let hub = hub(&files);
+    let mut offline = hub.options(folder.path());
+    offline.offline = true;
+    assert!(matches!(
+        dataset_paths(NAME, &offline),
+        Err(Error::Offline { .. })
+    ));
+    let paths = dataset_paths(NAME, &hub.options(folder.path())).unwrap();
+    assert_eq!(fs::read(&paths[1]).unwrap(), part[1..]);
+}
+
+#[test]
+fn the_data_of_a_run_keeps_paths_and_weights() {
+    let hub = hub(&[
+        ("train.jsonl", b"{\"text\": \"a\"}\n"),
+        ("validation.jsonl", b"{}\n"),
+    ]);
+    let folder = tempfile::tempdir().unwrap();
+    let options = hub.options(folder.path());
+    let local = folder.path().join("a.txt");
+    fs::write(&local, "text").unwrap();
+    let weighted = format!("{}:2", local.display());
+    let data = [
+        local.clone(),
+        PathBuf::from(&weighted),
+        format!("{NAME}:train:0.5").into(),
+        "b/*.txt".into(),
+    ];
+    let found = data_paths(&data, &options).unwrap();
+    let file = folder
+        .path()
+        .join("datasets--org--name/snapshots")
+        .join(COMMIT)
+        .join("train.jsonl");
+    let expected = [
+        local,
+        weighted.into(),
+        format!("{}:0.5", file.display()).into(),
+        "b/*.txt".into(),
+    ];
+    assert_eq!(found, expected);
+}
