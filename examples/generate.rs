@@ -20,7 +20,7 @@ use anyhow::{Context, Result, anyhow};
 use clap::Parser;
 use overdrive::core::text;
 use overdrive::generation::{
-    GenerateOptions, GenerateOutput, GenerationConfig, GenerationModel, ModelFiles, Tokenizer,
+    GenerateOptions, GenerateOutput, GenerationConfig, GenerationModel, Tokenizer,
     generate_with_options, warm_up,
 };
 use overdrive::sys::denormals::set_flush_denormals;
