@@ -13,6 +13,8 @@ pub(crate) struct AppendFile<W = File> {
     out: W,
     /// The bytes that are still to be written. They may begin in the middle of a partly written record.
     waiting: Vec<u8>,
+    /// The number of bytes that were written or wait.
+    taken: u64,
 }
 
 impl<W: Write> AppendFile<W> {
@@ -20,7 +22,14 @@ impl<W: Write> AppendFile<W> {
         Self {
             out,
             waiting: Vec::new(),
+            taken: 0,
         }
+    }
+
+    /// Returns the number of bytes that [`append`](Self::append) has taken: written, or waiting.
+    #[cfg(feature = "wandb")]
+    pub(crate) fn taken(&self) -> u64 {
+        self.taken
     }
 
     /// Appends a record in one write, together with any records that wait after an earlier failure.
@@ -32,6 +41,7 @@ impl<W: Write> AppendFile<W> {
             self.write_waiting()?;
         }
         self.waiting.extend_from_slice(record);
+        self.taken += record.len() as u64;
         self.write_waiting()
     }
 

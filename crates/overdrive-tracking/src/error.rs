@@ -45,6 +45,15 @@ pub enum Error {
         message: String,
     },
 
+    /// An MLflow server has not taken records.
+    #[error("the MLflow server {server} {reason}")]
+    MlFlow {
+        /// The address of the server.
+        server: String,
+        /// The reason, as the end of the sentence.
+        reason: String,
+    },
+
     /// An error of a [`Tracker`](crate::Tracker) outside this crate.
     #[error("the tracker `{tracker}` failed: {source}")]
     Tracker {

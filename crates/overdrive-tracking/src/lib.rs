@@ -63,18 +63,26 @@
 mod append_file;
 mod error;
 mod json_lines;
+#[cfg(feature = "mlflow")]
+mod mlflow;
 mod progress;
 mod report;
 mod step_metrics;
 mod tensor_board;
 mod terminal_table;
 mod tracker;
+#[cfg(feature = "wandb")]
+mod wandb;
 
 pub use error::{Error, Result};
 pub use json_lines::JsonLines;
+#[cfg(feature = "mlflow")]
+pub use mlflow::{MlFlow, MlFlowOptions};
 pub use progress::TrainingProgress;
 pub use report::{Report, Sample};
 pub use step_metrics::{MetricsFile, StepMetrics, read_metrics};
 pub use tensor_board::TensorBoard;
 pub use terminal_table::TerminalTable;
 pub use tracker::{Tracker, Trackers};
+#[cfg(feature = "wandb")]
+pub use wandb::{Wandb, WandbOptions};

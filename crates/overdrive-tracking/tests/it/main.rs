@@ -2,4 +2,10 @@
 #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
 mod metrics_files;
+#[cfg(feature = "mlflow")]
+mod mlflow;
+#[cfg(feature = "mlflow")]
+mod mlflow_server;
 mod report;
+#[cfg(feature = "wandb")]
+mod wandb;
