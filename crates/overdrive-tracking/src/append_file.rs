@@ -14,6 +14,10 @@ pub(crate) struct AppendFile<W = File> {
     /// The bytes that are still to be written. They may begin in the middle of a partly written record.
     waiting: Vec<u8>,
     /// The number of bytes that were written or wait.
+    #[cfg_attr(
+        not(feature = "wandb"),
+        expect(dead_code, reason = "only the W&B file asks for it")
+    )]
     taken: u64,
 }
 

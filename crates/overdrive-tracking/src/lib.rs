@@ -1,13 +1,14 @@
-//! Destinations for the metrics of a run: JSON Lines, TensorBoard, the terminal, a report.
+//! Destinations for the metrics of a run: JSON Lines, TensorBoard, MLflow, Weights & Biases, the terminal, a report.
 //!
 //! Works with any training loop in Rust, with or without the rest of Overdrive, like Lightning's loggers and Hugging
-//! Face's `TensorBoardCallback` in Python. [overdrive-profiling](overdrive_profiling) measures, and this crate
+//! Face's callbacks in Python. [overdrive-profiling](overdrive_profiling) measures, and this crate
 //! records:
 //!
 //! - [`StepMetrics`] is the record of a step; [`StepMetrics::apply`] copies the measurements of a step into it, and
 //!   [`read_metrics`] reads a file of records back;
 //! - [`Tracker`]s take the records: [`JsonLines`], [`TensorBoard`], [`TerminalTable`], several at once with
-//!   [`Trackers`], or your own;
+//!   [`Trackers`], or your own; with features `MlFlow`, which sends them to an MLflow server, and `Wandb`, which writes
+//!   an offline run of Weights & Biases;
 //! - [`TrainingProgress`] shows the run at the terminal and in logs;
 //! - [`Report`] writes an HTML page about the run.
 //!
@@ -56,6 +57,11 @@
 //! report.write_html(folder.path().join("report.html"))?;
 //! # Ok::<(), Box<dyn std::error::Error>>(())
 //! ```
+//!
+//! | feature | default | adds |
+//! |---|---|---|
+//! | `mlflow` | no | the tracker `MlFlow`: HTTP and TLS |
+//! | `wandb` | no | the tracker `Wandb` |
 
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]

@@ -43,7 +43,9 @@
 //!
 //! | feature | default | adds |
 //! |---|---|---|
+//! | `mlflow` | no | `report_to: mlflow`, an MLflow server (HTTP and TLS) |
 //! | `parquet` | no | reading of text from Parquet and Arrow files (arrow takes minutes to compile) |
+//! | `wandb` | no | `report_to: wandb`, an offline run of Weights & Biases |
 
 #![deny(missing_docs)]
 #![forbid(unsafe_code)]

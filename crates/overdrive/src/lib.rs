@@ -25,7 +25,7 @@
 //! | [`constraints`] | `constraints` | regular expressions and JSON schemas as constraints of generated text |
 //! | [`datasets`] | `datasets` | records of files of any size, loaders, samplers, packing, token stores |
 //! | [`profiling`] | `profiling` | step breakdown, traces, MFU, memory estimate |
-//! | [`tracking`] | `tracking` | metrics as JSON Lines and TensorBoard events, progress, reports |
+//! | [`tracking`] | `tracking`, `mlflow`, `wandb` | metrics as JSON Lines, TensorBoard events, on MLflow, for Weights & Biases; progress, reports |
 //! | [`safetensors`] | `safetensors` | tensors in files: mapped reads, writes whole or not at all |
 //! | [`pickle`] | `pickle` | weights that `torch.save` wrote, read without running anything |
 //! | [`snapshot`] | `snapshot` | the state of a run in folders that appear whole or not at all |

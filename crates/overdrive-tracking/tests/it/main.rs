@@ -5,7 +5,11 @@ mod metrics_files;
 #[cfg(feature = "mlflow")]
 mod mlflow;
 #[cfg(feature = "mlflow")]
+mod mlflow_python;
+#[cfg(feature = "mlflow")]
 mod mlflow_server;
 mod report;
 #[cfg(feature = "wandb")]
 mod wandb;
+#[cfg(feature = "wandb")]
+mod wandb_python;

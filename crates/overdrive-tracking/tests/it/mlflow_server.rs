@@ -11,7 +11,7 @@ use serde_json::{Value, json};
 
 /// What the server does with a request instead of answering it.
 pub(crate) enum Fault {
-    /// A response with this status and body, and `Retry-After: 0`.
+    /// A response with this status and body; 429 asks for no pause.
     Status(u16, &'static str),
     /// Status 200 with a body that is no JSON object.
     BadJson,
@@ -144,8 +144,13 @@ fn serve(stream: TcpStream, state: &Mutex<State>) {
         }
     };
     let length = text.len();
+    let pause = if status == 429 {
+        "Retry-After: 0\r\n"
+    } else {
+        ""
+    };
     let response = format!(
-        "HTTP/1.1 {status} X\r\nContent-Length: {length}\r\nConnection: close\r\nRetry-After: 0\r\n\r\n{text}"
+        "HTTP/1.1 {status} X\r\nContent-Length: {length}\r\n{pause}Connection: close\r\n\r\n{text}"
     );
     // A client whose request was held may be gone.
     let _ = (&stream).write_all(response.as_bytes());

@@ -91,11 +91,40 @@ pub enum IntervalStrategy {
 pub enum ReportTo {
     /// TensorBoard event files in the run folder.
     TensorBoard,
+    /// The MLflow server of `MLFLOW_TRACKING_URI`. Needs the feature `mlflow`.
+    MlFlow,
+    /// An offline run of Weights & Biases in the run folder, for `wandb sync`. Needs the feature `wandb`.
+    Wandb,
 }
 
 impl ReportTo {
     /// All destinations.
-    pub const ALL: [Self; 1] = [Self::TensorBoard];
+    pub const ALL: [Self; 3] = [Self::TensorBoard, Self::MlFlow, Self::Wandb];
+
+    /// Returns the name in `report_to`.
+    pub fn name(self) -> &'static str {
+        match self {
+            Self::TensorBoard => "tensorboard",
+            Self::MlFlow => "mlflow",
+            Self::Wandb => "wandb",
+        }
+    }
+
+    /// Returns `true` if this program was built with the destination.
+    pub fn is_built(self) -> bool {
+        match self {
+            Self::TensorBoard => true,
+            Self::MlFlow => cfg!(feature = "mlflow"),
+            Self::Wandb => cfg!(feature = "wandb"),
+        }
+    }
+
+    /// Returns `true` if `report_to: all` includes the destination, as in transformers: it was built, and the address of
+    /// its server is set if it has one.
+    fn is_available(self) -> bool {
+        let is_set = self != Self::MlFlow || std::env::var_os("MLFLOW_TRACKING_URI").is_some();
+        self.is_built() && is_set
+    }
 }
 
 /// The kind of a training sequence.
@@ -323,12 +352,16 @@ pub(super) fn report_to<'de, D: Deserializer<'de>>(
     for name in names {
         match name.as_str() {
             "none" => {}
-            "all" => destinations.extend(ReportTo::ALL),
-            "tensorboard" => destinations.push(ReportTo::TensorBoard),
-            other => {
-                let known = &["tensorboard", "all", "none"];
-                return Err(serde::de::Error::unknown_variant(other, known));
+            "all" => {
+                destinations.extend(ReportTo::ALL.into_iter().filter(|one| one.is_available()))
             }
+            other => match ReportTo::ALL.into_iter().find(|one| one.name() == other) {
+                Some(destination) => destinations.push(destination),
+                None => {
+                    let known = &["tensorboard", "mlflow", "wandb", "all", "none"];
+                    return Err(serde::de::Error::unknown_variant(other, known));
+                }
+            },
         }
     }
     Ok(destinations)

@@ -244,9 +244,11 @@ options! {
         "Reports" => {
             /// The number of steps between log lines; below 1 a fraction of all steps. Default 500.
             logging_steps: f64 = 500.0 => both("N", "Number of steps between log lines").range(Steps);
-            /// The destinations of metrics besides `metrics.jsonl`: `tensorboard`, `all` or `none`. Default `none`.
+            /// The destinations of metrics besides `metrics.jsonl`: `tensorboard`, `mlflow` (the server of
+            /// `MLFLOW_TRACKING_URI`), `wandb` (an offline run for `wandb sync`), `all` that the program was built with,
+            /// or `none`. Default `none`.
             #[serde(deserialize_with = "super::choices::report_to")]
-            report_to: Vec<ReportTo> = Vec::new() => both("NAME", "Destination of the metrics besides metrics.jsonl").per_rank().names();
+            report_to: Vec<ReportTo> = Vec::new() => both("NAME", "Destinations of the metrics besides metrics.jsonl: tensorboard, mlflow (the server of MLFLOW_TRACKING_URI), wandb (an offline run for `wandb sync`), all or none").per_rank().names();
             /// The path of a Chrome trace (chrome://tracing, Perfetto) of the sixth to eighth step, recorded by
             /// libtorch's profiler. Default: no trace.
             trace: Option<PathBuf> = None =>

@@ -72,6 +72,13 @@ impl TrainingArguments {
             let expected = "false if `fp16` is true; drop one, or add `--no-fp16` or `--no-bf16`";
             return invalid("bf16", true, expected);
         }
+        if let Some(missing) = self.report_to.iter().find(|one| !one.is_built()) {
+            let name = missing.name();
+            let expected = format!(
+                "a destination that this program was built with; build it with `--features {name}`, or leave it out"
+            );
+            return invalid("report_to", name, expected);
+        }
         self.validate_loading()?;
         self.validate_mixture()?;
         self.validate_saving()?;

@@ -23,6 +23,8 @@ const METRICS: &str = "metrics.jsonl";
 const REPORT: &str = "report.html";
 const LOSS: &str = "loss.svg";
 const TENSORBOARD: &str = "tensorboard";
+const WANDB: &str = "wandb";
+const MLFLOW_RUN_ID: &str = "mlflow_run_id";
 const MODEL: &str = "model";
 const AVERAGED_MODEL: &str = "model_ema";
 /// The prefix of the folders of snapshots, which overdrive-snapshot makes.
@@ -35,6 +37,8 @@ const CHECKPOINT: &str = "checkpoint-";
 ///     training_args.json   the configuration that ran
 ///     metrics.jsonl        one line per step
 ///     tensorboard/         event files
+///     wandb/               an offline run of Weights & Biases, if `report_to` has `wandb`
+///     mlflow_run_id        the ID of the run on the MLflow server, if `report_to` has `mlflow`
 ///     report.html          the report
 ///     loss.svg             the loss curve of the report
 ///     model/               config.json, model.safetensors, tokenizer.json
@@ -210,6 +214,16 @@ impl RunFolder {
         self.root.join(TENSORBOARD)
     }
 
+    /// Returns the folder of the offline runs of Weights & Biases.
+    pub fn wandb(&self) -> PathBuf {
+        self.root.join(WANDB)
+    }
+
+    /// Returns the file with the ID of the run on an MLflow server.
+    pub fn mlflow_run_id(&self) -> PathBuf {
+        self.root.join(MLFLOW_RUN_ID)
+    }
+
     /// Returns the folder of the model, in Hugging Face's layout.
     pub fn model(&self) -> PathBuf {
         self.root.join(MODEL)
@@ -265,6 +279,8 @@ impl RunFolder {
             self.report(),
             self.loss(),
             self.tensorboard(),
+            self.wandb(),
+            self.mlflow_run_id(),
             self.model(),
             self.averaged_model(),
         ];
@@ -281,15 +297,24 @@ impl RunFolder {
     /// that is still recognized as a run.
     fn clear(&self) -> Result<()> {
         let snapshots = self.numbered_folders(&[CHECKPOINT, ABANDONED])?;
-        for folder in
-            snapshots
-                .into_iter()
-                .chain([self.tensorboard(), self.model(), self.averaged_model()])
-        {
+        let folders = [
+            self.tensorboard(),
+            self.wandb(),
+            self.model(),
+            self.averaged_model(),
+        ];
+        for folder in snapshots.into_iter().chain(folders) {
             ignore_missing(fs::remove_dir_all(&folder))
                 .map_err(CommonError::io("remove", folder))?;
         }
-        for file in [self.metrics(), self.report(), self.loss(), self.arguments()] {
+        let files = [
+            self.metrics(),
+            self.mlflow_run_id(),
+            self.report(),
+            self.loss(),
+            self.arguments(),
+        ];
+        for file in files {
             ignore_missing(fs::remove_file(&file)).map_err(CommonError::io("remove", file))?;
         }
         Ok(())
@@ -419,7 +444,7 @@ fn not_writable(path: &Path, source: std::io::Error) -> Error {
 }
 
 /// Treats a missing file as removed.
-fn ignore_missing(removed: std::io::Result<()>) -> std::io::Result<()> {
+pub(super) fn ignore_missing(removed: std::io::Result<()>) -> std::io::Result<()> {
     match removed {
         Err(error) if error.kind() == ErrorKind::NotFound => Ok(()),
         other => other,

@@ -9,3 +9,4 @@ mod label_counts;
 mod precision;
 mod run_folders;
 mod text_data;
+mod trackers;

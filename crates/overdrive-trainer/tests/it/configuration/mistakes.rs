@@ -102,8 +102,8 @@ fn the_error_of_a_wrong_choice_lists_the_choices() {
     );
     assert!(text.ends_with("; did you mean `cosine`?"), "{text}");
     assert_eq!(
-        error("report_to: wandb"),
-        "run.yaml: `report_to` is `wandb`, which is not one of `tensorboard`, `all`, `none`"
+        error("report_to: wand"),
+        "run.yaml: `report_to` is `wand`, which is not one of `tensorboard`, `mlflow`, `wandb`, `all`, `none`; did you mean `wandb`?"
     );
     assert_eq!(
         error("preset: large"),
