@@ -1,6 +1,7 @@
 //! The MLflow tracker against a server that answers, fails, lies and falls silent.
 
 use std::fs;
+use std::net::TcpListener;
 use std::sync::mpsc;
 use std::time::Duration;
 
@@ -101,13 +102,15 @@ fn a_run_has_the_records_the_parameters_the_texts_and_its_end() {
 
 #[test]
 fn nothing_is_lost_or_doubled_whichever_request_fails_in_whichever_way() {
+    // Without parameters, the first batch is that of the metrics.
     let paths = [
-        "experiments/get-by-name",
-        "experiments/create",
-        "runs/create",
-        "runs/log-batch",
-        "runs/set-tag",
-        "runs/update",
+        ("experiments/get-by-name", 2),
+        ("experiments/create", 2),
+        ("runs/create", 2),
+        ("runs/log-batch", 2),
+        ("runs/log-batch", 0),
+        ("runs/set-tag", 2),
+        ("runs/update", 2),
     ];
     let faults: [fn() -> Fault; 7] = [
         || Fault::Status(500, "out of order"),
@@ -118,11 +121,15 @@ fn nothing_is_lost_or_doubled_whichever_request_fails_in_whichever_way() {
         || Fault::DropAfter,
         || Fault::EchoCredentials,
     ];
-    for path in paths {
+    for (path, params) in paths {
         for (index, fault) in faults.iter().enumerate() {
-            // Twice, so that a retry fails too. The second batch is that of metrics.
+            // Twice, so that a retry fails too.
             let server = Server::start().with(path, fault()).with(path, fault());
-            let mut tracker = MlFlow::start(options(&server)).unwrap();
+            let mut options = options(&server);
+            if params == 0 {
+                options.config.clear();
+            }
+            let mut tracker = MlFlow::start(options).unwrap();
             let mut errors = Vec::new();
             for number in 1..=5 {
                 errors.extend(tracker.log(&step(number)).err());
@@ -134,7 +141,7 @@ fn nothing_is_lost_or_doubled_whichever_request_fails_in_whichever_way() {
             let expected: Vec<_> = (1..=5).map(|step| (step, 8.0 / step as f64)).collect();
             assert_eq!(losses(&runs[0]), expected, "{path}, fault {index}");
             assert_eq!(runs[0].metrics.len(), 20, "{path}, fault {index}");
-            assert_eq!(runs[0].params.len(), 2, "{path}, fault {index}");
+            assert_eq!(runs[0].params.len(), params, "{path}, fault {index}");
             assert_eq!(runs[0].tags["sample"], "text");
             assert_eq!(runs[0].statuses.last().unwrap(), "FINISHED");
             for error in errors {
@@ -219,7 +226,11 @@ fn an_error_has_the_reason_and_never_the_credentials() {
 fn training_does_not_wait_for_a_server_that_is_slow() {
     let (release, held) = mpsc::channel();
     let server = Server::start().with("experiments/get-by-name", Fault::Hold(held));
-    let mut tracker = MlFlow::start(options(&server)).unwrap();
+    let mut tracker = MlFlow::start(MlFlowOptions {
+        request_timeout: Duration::from_secs(3600),
+        ..options(&server)
+    })
+    .unwrap();
     // The server answers nothing until this loop is over.
     for number in 1..=500 {
         tracker.log(&step(number)).unwrap();
@@ -228,13 +239,15 @@ fn training_does_not_wait_for_a_server_that_is_slow() {
     drop(release);
     tracker.finish().unwrap();
     assert_eq!(losses(&server.runs()[0]).len(), 500);
-    server.state(|state| {
-        assert_eq!(
-            state.batches,
-            [(0, 2), (1000, 0), (1000, 0)],
-            "parameters, then metrics by thousands"
-        );
-    });
+    let batches = server.state(|state| state.batches.clone());
+    assert_eq!(batches[0], (0, 2), "the parameters");
+    let sizes: Vec<usize> = batches[1..].iter().map(|(metrics, _)| *metrics).collect();
+    assert_eq!(sizes.iter().sum::<usize>(), 2000);
+    // The first one was taken before the others were logged.
+    assert!(
+        sizes.len() <= 3 && sizes.iter().all(|size| *size <= 1000),
+        "{sizes:?}"
+    );
 }
 
 #[test]
@@ -242,7 +255,7 @@ fn a_request_that_gets_no_response_is_sent_again() {
     let (_release, held) = mpsc::channel();
     let server = Server::start().with("runs/log-batch", Fault::Hold(held));
     let mut tracker = MlFlow::start(MlFlowOptions {
-        request_timeout: Duration::from_millis(200),
+        request_timeout: Duration::from_secs(1),
         ..options(&server)
     })
     .unwrap();
@@ -254,17 +267,12 @@ fn a_request_that_gets_no_response_is_sent_again() {
 #[test]
 fn the_end_of_a_run_does_not_wait_for_ever() {
     let server = Server::start();
-    let address = server
-        .address
-        .replace("http://127.0.0.1:", "http://127.0.0.1:1");
-    // A port beyond the last one is an address at which nobody answers.
-    let address = if address.len() > 22 {
-        "http://127.0.0.1:1".to_owned()
-    } else {
-        address
-    };
+    let listener = TcpListener::bind("127.0.0.1:0").unwrap();
+    let address = listener.local_addr().unwrap();
+    // Connections are refused from now on.
+    drop(listener);
     let mut tracker = MlFlow::start(MlFlowOptions {
-        tracking_uri: address,
+        tracking_uri: format!("http://{address}"),
         finish_timeout: Duration::from_millis(50),
         ..options(&server)
     })
@@ -345,15 +353,21 @@ fn a_resumed_run_continues_the_same_one() {
 
     // A server that does not know the run gets a new one, and so does the file.
     let other = Server::start();
+    fs::write(&file, "run7\n").unwrap();
     let mut moved = MlFlow::start(MlFlowOptions {
         tracking_uri: other.address.clone(),
         ..options()
     })
     .unwrap();
-    fs::write(&file, "run7\n").unwrap();
-    let _ = moved.log(&step(3));
-    let _ = moved.finish();
-    assert_eq!(losses(&other.runs()[0]).len(), 1);
+    let mut errors = Vec::new();
+    errors.extend(moved.log(&step(3)).err());
+    errors.extend(moved.finish().err());
+    let [error] = &errors[..] else {
+        panic!("reported once: {errors:?}")
+    };
+    let expected = "does not have the run run7, so a new one begins";
+    assert!(error.to_string().contains(expected), "{error}");
+    assert_eq!(losses(&other.runs()[0]), [(3, 8.0 / 3.0)]);
     assert_eq!(fs::read_to_string(&file).unwrap(), "run0\n");
 
     fs::write(&file, "../x").unwrap();
