@@ -11,6 +11,9 @@ use serde_json::{Map, Value};
 
 use crate::Result;
 
+/// The longest time of an option.
+const MAX_TIME: Duration = Duration::from_secs(24 * 60 * 60);
+
 /// The options of [`MlFlow`](crate::MlFlow).
 #[derive(Clone)]
 pub struct MlFlowOptions {
@@ -35,13 +38,13 @@ pub struct MlFlowOptions {
     pub password: Option<String>,
     /// The configuration of the run, logged as parameters. Keys of nested objects are joined by dots. Default: empty.
     pub config: Map<String, Value>,
-    /// The longest wait for the response to a request. Default 10 s.
+    /// The longest wait for the response to a request, at most a day. Default 10 s.
     pub request_timeout: Duration,
     /// The pause before the first retry after a failure; it doubles with each further failure, up to a minute.
     /// Default 1 s.
     pub retry_pause: Duration,
     /// The longest time that [`finish`](crate::Tracker::finish) waits for the delivery of the remaining records.
-    /// Default 30 s.
+    /// At most a day; default 30 s.
     pub finish_timeout: Duration,
 }
 
@@ -141,9 +144,14 @@ impl MlFlowOptions {
             ("retry_pause", self.retry_pause),
         ];
         for (option, time) in times {
-            if time.is_zero() {
-                return Err(CommonError::option(option, "0 s", "above 0 s").into());
+            if time.is_zero() || time > MAX_TIME {
+                let expected = "above 0 s and at most a day";
+                return Err(CommonError::option(option, format!("{time:?}"), expected).into());
             }
+        }
+        if self.finish_timeout > MAX_TIME {
+            let value = format!("{:?}", self.finish_timeout);
+            return Err(CommonError::option("finish_timeout", value, "at most a day").into());
         }
         Ok(())
     }

@@ -69,7 +69,7 @@ impl Sender {
                     self.queue.delivered(count, Some(notice));
                 }
                 FailureKind::Retry(_) | FailureKind::Missing => {
-                    let doubled = self.retry_pause * (1 << failures.min(6));
+                    let doubled = self.retry_pause.saturating_mul(1 << failures.min(6));
                     let pause = match failure.kind {
                         FailureKind::Retry(Some(requested)) => requested,
                         _ => doubled,

@@ -58,9 +58,8 @@ fn a_run_has_the_records_the_parameters_the_texts_and_its_end() {
     }
     tracker.log_text(3, "sample", "fn main() {}").unwrap();
     tracker.finish().unwrap();
-    let [run] = &server.runs()[..] else {
-        panic!("one run")
-    };
+    let runs = server.runs();
+    let [run] = &runs[..] else { panic!("one run") };
     assert_eq!(
         (run.experiment.as_str(), run.name.as_deref()),
         ("1", Some("tiny-001"))

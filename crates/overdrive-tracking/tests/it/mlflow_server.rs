@@ -94,7 +94,7 @@ fn serve(stream: TcpStream, state: &Mutex<State>) {
         return;
     }
     let target = line.split(' ').nth(1).unwrap().to_owned();
-    let (path, query) = target.split_once('?').unwrap_or((&target, ""));
+    let (path, query) = target.split_once('?').unwrap_or((target.as_str(), ""));
     let path = path.strip_prefix("/api/2.0/mlflow/").unwrap().to_owned();
     let (mut length, mut credentials) = (0, None);
     loop {
@@ -213,8 +213,8 @@ impl State {
                     let mut tags = run.tags.iter();
                     tags.any(|(key, value)| filter == format!("tags.`{key}` = '{value}'"))
                 });
-                let info = |index| json!([{ "info": { "run_id": format!("run{index}") } }]);
-                return Ok(found.map_or(json!({}), |index| json!({ "runs": info(index) })));
+                let runs = |index: usize| json!([{ "info": { "run_id": format!("run{index}") } }]);
+                return Ok(found.map_or(json!({}), |index| json!({ "runs": runs(index) })));
             }
             _ => {}
         }
