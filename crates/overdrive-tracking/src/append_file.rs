@@ -16,7 +16,7 @@ pub(crate) struct AppendFile<W = File> {
     /// The number of bytes that were written or wait.
     #[cfg_attr(
         not(feature = "wandb"),
-        expect(dead_code, reason = "only the W&B file asks for it")
+        allow(dead_code, reason = "only the W&B file asks for it")
     )]
     taken: u64,
 }

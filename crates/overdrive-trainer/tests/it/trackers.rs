@@ -2,17 +2,7 @@
 
 use std::fs;
 
-use overdrive_distributed::ProcessGroup;
-use overdrive_tracking::{StepMetrics, Tracker};
 use overdrive_trainer::{Preset, ReportTo, RunFolder, TrainingArguments};
-
-fn step(step: u64) -> StepMetrics {
-    StepMetrics {
-        step,
-        loss: 2.5,
-        ..StepMetrics::default()
-    }
-}
 
 #[test]
 fn a_destination_that_was_not_built_is_an_error_that_names_the_feature() {
@@ -64,6 +54,9 @@ fn files_of_trackers_are_those_of_a_run() {
 #[cfg(feature = "wandb")]
 #[test]
 fn an_offline_run_of_wandb_has_the_configuration_and_continues_in_a_resumed_run() {
+    use overdrive_distributed::ProcessGroup;
+    use overdrive_tracking::{StepMetrics, Tracker};
+
     let folder = tempfile::tempdir().expect("temporary folder");
     let arguments = TrainingArguments {
         output_dir: Some(folder.path().join("mine")),
@@ -75,7 +68,12 @@ fn an_offline_run_of_wandb_has_the_configuration_and_continues_in_a_resumed_run(
         let group = ProcessGroup::single();
         let trackers = run.trackers(&group, &arguments, resumed_step);
         let mut trackers = trackers.expect("opened");
-        trackers.log(&step(resumed_step + 1)).expect("logged");
+        let metrics = StepMetrics {
+            step: resumed_step + 1,
+            loss: 2.5,
+            ..StepMetrics::default()
+        };
+        trackers.log(&metrics).expect("logged");
         trackers.finish().expect("finished");
         drop(trackers);
         let entries = fs::read_dir(run.wandb()).expect("a folder");
@@ -100,6 +98,8 @@ fn an_offline_run_of_wandb_has_the_configuration_and_continues_in_a_resumed_run(
 #[cfg(feature = "mlflow")]
 #[test]
 fn a_new_run_does_not_continue_the_run_of_mlflow_that_an_earlier_one_has_left() {
+    use overdrive_distributed::ProcessGroup;
+
     let folder = tempfile::tempdir().expect("temporary folder");
     let arguments = TrainingArguments {
         output_dir: Some(folder.path().join("mine")),
