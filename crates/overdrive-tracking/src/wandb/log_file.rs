@@ -221,6 +221,20 @@ mod tests {
         }
     }
 
+    proptest! {
+        #[test]
+        fn any_bytes_are_read_to_a_complete_record_or_refused(
+            bytes in prop::collection::vec(any::<u8>(), 0..200),
+            start in prop_oneof![0..40_usize, BLOCK - 20..BLOCK + 20],
+        ) {
+            let mut file = vec![0; start];
+            file.extend(bytes);
+            if let Some((record, next)) = read_record(&file, start.min(file.len())) {
+                prop_assert!(next <= file.len() && record.len() <= file.len());
+            }
+        }
+    }
+
     #[test]
     fn a_damaged_record_and_all_after_it_are_dropped() {
         let folder = tempfile::tempdir().expect("temporary folder");
