@@ -29,6 +29,7 @@ pub(super) fn valid_name(name: &str) -> String {
     let is_plain = |segment: &str| !["", ".", ".."].contains(&segment);
     match name.split('/').all(is_plain) {
         true => name,
+        false if name.is_empty() => "_".to_owned(),
         false => name.replace(['/', '.'], "_"),
     }
 }
