@@ -106,6 +106,9 @@ pub(crate) fn config() -> Vec<Vec<u8>> {
         json!({"model_type": "qwen3_moe", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
             "moe_intermediate_size": 8, "mlp_only_layers": [0], "decoder_sparse_step": 2}),
+        json!({"model_type": "smollm3", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "no_rope_layers": [1, 0],
+            "no_rope_layer_interval": 2, "use_sliding_window": true, "sliding_window": 4}),
     ])
 }
 

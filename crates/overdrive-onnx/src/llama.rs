@@ -1,4 +1,4 @@
-//! The graph of a Llama, Mistral, Qwen or Gemma model.
+//! The graph of a Llama, Mistral, Qwen, Gemma or SmolLM3 model.
 
 use overdrive_transformer::{CausalLm, LlamaConfig, LlamaFamily};
 
@@ -13,7 +13,7 @@ use crate::{Attention, Error, ExportOptions, Result};
 
 /// The values of `model_type` that can be exported, for messages.
 pub(crate) const EXPORTED: &str =
-    "llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text and gpt2 can be";
+    "llama, mistral, qwen2, qwen3, gemma, gemma2, gemma3_text, smollm3 and gpt2 can be";
 
 /// Checks that the family can be exported.
 fn check_family(config: &LlamaConfig) -> Result<()> {
@@ -24,7 +24,8 @@ fn check_family(config: &LlamaConfig) -> Result<()> {
         | LlamaFamily::Qwen3
         | LlamaFamily::Gemma
         | LlamaFamily::Gemma2
-        | LlamaFamily::Gemma3 => Ok(()),
+        | LlamaFamily::Gemma3
+        | LlamaFamily::SmolLm3 => Ok(()),
         other => Err(Error::unsupported(
             "config key `model_type`",
             format!("{:?}", other.model_type()),
@@ -67,7 +68,7 @@ pub(crate) fn hidden_states(
     };
     let mut x = builder.embedded()?;
     for (number, window) in windows.into_iter().enumerate() {
-        let rotation = &rotations[usize::from(config.rotates_locally(number as i64))];
+        let rotation = &rotations[usize::from(config.has_second_rotary(number as i64))];
         let Some(rotation) = rotation else {
             continue; // `rotations` has one entry for each kind of layer.
         };
@@ -92,7 +93,7 @@ fn rotations(
     let mut rotations = [None, None];
     for (kind, (theta, scaling)) in kinds.into_iter().enumerate() {
         let layer = (0..model.num_layers())
-            .find(|&layer| usize::from(config.rotates_locally(layer as i64)) == kind);
+            .find(|&layer| usize::from(config.has_second_rotary(layer as i64)) == kind);
         let short = layer.and_then(|layer| model.rotary_inverse_frequencies(layer));
         let Some(short) = short else {
             continue;

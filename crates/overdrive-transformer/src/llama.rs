@@ -41,8 +41,8 @@ pub(crate) struct Llama {
     plans: Vec<Plan>,
     norm: Norm,
     rotary: Rotary,
-    /// The rotary positions of sliding blocks (Gemma 3).
-    local_rotary: Option<Rotary>,
+    /// The rotary positions of sliding blocks (Gemma 3), or of blocks without rotary embedding (SmolLM3).
+    second_rotary: Option<Rotary>,
     dropout: f64,
     residual_dropout: f64,
     embedding_dropout: f64,
@@ -55,7 +55,7 @@ pub(crate) struct Llama {
 #[derive(Debug, Clone, Copy)]
 struct Plan {
     window: Option<i64>,
-    local_rotary: bool,
+    second_rotary: bool,
 }
 
 impl Llama {
@@ -115,15 +115,18 @@ impl Llama {
             .clone()
             .map(|layer| Plan {
                 window: config.window(layer),
-                local_rotary: config.rotates_locally(layer),
+                second_rotary: config.has_second_rotary(layer),
             })
             .collect();
         let rotary = |theta, scaling| {
             let context = config.max_position_embeddings;
             Rotary::new(config.rotary_dim(), theta, scaling, context)
         };
-        let local = plans.iter().any(|plan| plan.local_rotary);
-        let local = local.then(|| rotary(config.rope_local_base_freq, &config.rope_local_scaling));
+        let second = plans.iter().any(|plan| plan.second_rotary);
+        let second = second.then(|| match config.family {
+            LlamaFamily::SmolLm3 => Ok(Rotary::identity(config.rotary_dim())),
+            _ => rotary(config.rope_local_base_freq, &config.rope_local_scaling),
+        });
         Ok(Llama {
             embedding,
             embedding_scale,
@@ -131,7 +134,7 @@ impl Llama {
             blocks: layers.map(block).collect::<Result<_>>()?,
             norm: Norm::take(parameters, final_norm(config.family), config)?,
             rotary: rotary(config.rope_theta, &config.rope_scaling)?,
-            local_rotary: local.transpose()?,
+            second_rotary: second.transpose()?,
             dropout: config.attention_dropout,
             residual_dropout: config.resid_pdrop,
             // Phi-3 has the key, and transformers does not use it.
@@ -157,7 +160,7 @@ impl Llama {
         // Rotations and masks are computed once for all layers.
         let context = Context {
             rotation: rotation(&self.rotary)?,
-            local_rotation: self.local_rotary.as_ref().map(rotation).transpose()?,
+            second_rotation: self.second_rotary.as_ref().map(rotation).transpose()?,
             masks: self.masks(input, shape)?,
             dropout: if training { self.dropout } else { 0.0 },
             residual_dropout: if training { self.residual_dropout } else { 0.0 },
@@ -210,7 +213,7 @@ impl Llama {
             RowAngles::new(&rotation.cos, &rotation.sin, tokens, self.head_dim)
         };
         let full = angles(&context.rotation)?;
-        let local = context.local_rotation.as_ref().map(angles).transpose()?;
+        let second = context.second_rotation.as_ref().map(angles).transpose()?;
         let mut buffers = self.buffers.borrow_mut();
         buffers.begin(x)?;
         // Operators would run on one thread each, so threads are not limited if the last pass needed operators.
@@ -218,9 +221,9 @@ impl Llama {
         let mut layers = || {
             for (layer, plan) in self.plans.iter().enumerate() {
                 let step = context.step(layer, *plan, Some(&mut *cache));
-                let angles = local
+                let angles = second
                     .as_ref()
-                    .filter(|_| plan.local_rotary)
+                    .filter(|_| plan.second_rotary)
                     .unwrap_or(&full);
                 self.blocks[layer]
                     .with(|block| block.forward_rows(&mut buffers, layer == 0, step, angles))?;
@@ -355,8 +358,8 @@ impl Llama {
 
     /// Returns the inverse frequencies of the rotary positions of a block.
     pub(crate) fn inverse_frequencies(&self, layer: usize) -> Option<&[f32]> {
-        let rotary = match &self.local_rotary {
-            Some(local) if self.plans.get(layer)?.local_rotary => local,
+        let rotary = match &self.second_rotary {
+            Some(second) if self.plans.get(layer)?.second_rotary => second,
             _ => &self.rotary,
         };
         (layer < self.plans.len()).then(|| rotary.inverse_frequencies())
@@ -392,7 +395,7 @@ fn rounded(number: f64, kind: Kind) -> Result<f64> {
 /// The values that all blocks of a forward pass share.
 struct Context {
     rotation: Rotation,
-    local_rotation: Option<Rotation>,
+    second_rotation: Option<Rotation>,
     masks: Masks,
     dropout: f64,
     residual_dropout: f64,
@@ -407,10 +410,10 @@ impl Context {
         plan: Plan,
         cache: Option<&'a mut (dyn KvCache + 'c)>,
     ) -> AttentionStep<'a, 'c> {
-        let local = self.local_rotation.as_ref().filter(|_| plan.local_rotary);
+        let second = self.second_rotation.as_ref().filter(|_| plan.second_rotary);
         AttentionStep {
             layer,
-            rotation: local.unwrap_or(&self.rotation),
+            rotation: second.unwrap_or(&self.rotation),
             mask: self.masks.of(plan.window),
             cache,
             dropout: self.dropout,
@@ -422,7 +425,7 @@ impl Context {
     fn share(&self) -> Context {
         Context {
             rotation: self.rotation.share(),
-            local_rotation: self.local_rotation.as_ref().map(Rotation::share),
+            second_rotation: self.second_rotation.as_ref().map(Rotation::share),
             masks: Masks {
                 full: self.masks.full.share(),
                 sliding: self.masks.sliding.as_ref().map(Mask::share),

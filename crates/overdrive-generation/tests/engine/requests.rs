@@ -21,7 +21,7 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
-const CASES: [&str; 9] = [
+const CASES: [&str; 10] = [
     "llama_gqa",
     "llama3_rope",
     "mistral",
@@ -29,6 +29,7 @@ const CASES: [&str; 9] = [
     "qwen3",
     "mixtral",
     "qwen3_moe",
+    "smollm3_sliding",
     "gpt2",
     "gpt2_scaled",
 ];

@@ -6,7 +6,7 @@ use crate::support::{greedy, load};
 use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate, generate_with};
 use overdrive_transformer::{AttentionImplementation, Execution};
 
-const CASES: [&str; 9] = [
+const CASES: [&str; 10] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -15,6 +15,7 @@ const CASES: [&str; 9] = [
     "qwen3",
     "mixtral",
     "qwen3_moe",
+    "smollm3_sliding",
     "gpt2",
 ];
 

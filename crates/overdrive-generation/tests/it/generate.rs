@@ -9,7 +9,7 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 15] = [
+const CASES: [&str; 17] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -23,6 +23,8 @@ const CASES: [&str; 15] = [
     "phi3",
     "phi3_longrope",
     "gemma",
+    "smollm3",
+    "smollm3_sliding",
     "gpt2",
     "gpt2_scaled",
 ];

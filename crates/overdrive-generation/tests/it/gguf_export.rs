@@ -204,6 +204,9 @@ fn small(family: LlamaFamily) -> LlamaConfig {
     if family.is_gemma() {
         config.tie_word_embeddings = true;
     }
+    if family == F::SmolLm3 {
+        config.num_hidden_layers = 4;
+    }
     if matches!(family, F::Gemma2 | F::Gemma3 | F::Mistral) {
         config.sliding_window = Some(128);
         config.num_hidden_layers = 6;
@@ -225,6 +228,7 @@ fn configurations() -> Vec<(&'static str, ModelConfig)> {
         ("gemma", F::Gemma),
         ("gemma2", F::Gemma2),
         ("gemma3", F::Gemma3),
+        ("smollm3", F::SmolLm3),
     ];
     let mut all: Vec<_> = families
         .map(|(name, family)| (name, small(family).into()))

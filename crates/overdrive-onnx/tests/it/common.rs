@@ -12,7 +12,7 @@ use tch::{Kind, Tensor};
 
 /// Every checkpoint that the fixtures of overdrive-transformer have, each of its architectures and
 /// scalings of positions.
-pub(crate) const CASES: [&str; 17] = [
+pub(crate) const CASES: [&str; 19] = [
     "gemma",
     "gemma2",
     "gemma3",
@@ -30,6 +30,8 @@ pub(crate) const CASES: [&str; 17] = [
     "qwen2_sliding",
     "qwen3",
     "qwen3_yarn_rope",
+    "smollm3",
+    "smollm3_sliding",
 ];
 
 pub(crate) fn fixture(case: &str) -> CausalLm {

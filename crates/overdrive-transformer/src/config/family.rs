@@ -34,6 +34,8 @@ pub enum LlamaFamily {
     Mixtral,
     /// Qwen3-MoE: a Qwen3 with mixtures of experts in some or all layers.
     Qwen3Moe,
+    /// SmolLM3: a Llama in which every fourth layer has no rotary positions.
+    SmolLm3,
 }
 
 impl LlamaFamily {
@@ -51,6 +53,7 @@ impl LlamaFamily {
             LlamaFamily::Gemma3 => "gemma3_text",
             LlamaFamily::Mixtral => "mixtral",
             LlamaFamily::Qwen3Moe => "qwen3_moe",
+            LlamaFamily::SmolLm3 => "smollm3",
         }
     }
 
@@ -68,6 +71,7 @@ impl LlamaFamily {
             LlamaFamily::Gemma3 => "Gemma3ForCausalLM",
             LlamaFamily::Mixtral => "MixtralForCausalLM",
             LlamaFamily::Qwen3Moe => "Qwen3MoeForCausalLM",
+            LlamaFamily::SmolLm3 => "SmolLM3ForCausalLM",
         }
     }
 
@@ -100,6 +104,7 @@ impl LlamaFamily {
             LlamaFamily::Gemma3,
             LlamaFamily::Mixtral,
             LlamaFamily::Qwen3Moe,
+            LlamaFamily::SmolLm3,
         ]
         .into_iter()
         .find(|family| family.model_type() == model_type)

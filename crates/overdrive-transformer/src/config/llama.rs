@@ -44,14 +44,19 @@ pub struct LlamaConfig {
     pub partial_rotary_factor: f64,
     /// The rope scaling; default none.
     pub rope_scaling: RopeScaling,
+    /// The layers with rotary positions, in the order of the layers (SmolLM3); default `None`: all but every
+    /// `no_rope_layer_interval`-th.
+    pub no_rope_layers: Option<Vec<bool>>,
+    /// The distance of layers without rotary positions (SmolLM3); default 4.
+    pub no_rope_layer_interval: i64,
     /// The base of the rotary frequencies of Gemma 3's sliding layers; default 10000.
     pub rope_local_base_freq: f64,
     /// The rope scaling of Gemma 3's sliding layers; default none.
     pub rope_local_scaling: RopeScaling,
-    /// If `true`, query, key, value and output projections have biases (Llama, Qwen3 and Gemma); default
+    /// If `true`, query, key, value and output projections have biases (Llama, Qwen3, Gemma and SmolLM3); default
     /// `false`.
     pub attention_bias: bool,
-    /// If `true`, the feed-forward block has biases (Llama); default `false`.
+    /// If `true`, the feed-forward block has biases (Llama and SmolLM3); default `false`.
     pub mlp_bias: bool,
     /// The dropout of attention weights in training; default 0.
     pub attention_dropout: f64,
@@ -64,12 +69,13 @@ pub struct LlamaConfig {
     pub qk_layernorm: bool,
     /// The number of tokens that a sliding layer attends to, its own included (all but Llama); default `None`.
     pub sliding_window: Option<i64>,
-    /// If `true`, Qwen's windows are in effect; default `false`.
+    /// If `true`, the windows of Qwen and SmolLM3 are in effect; default `false`.
     pub use_sliding_window: bool,
     /// The first of Qwen's layers with a window; default 28.
     pub max_window_layers: i64,
-    /// The attention types of Qwen's and Gemma's layers; default `None`: Qwen's slide from `max_window_layers`
-    /// on, all of Gemma 2's except every second, all of Gemma 3's except every sixth.
+    /// The attention types of Qwen's, Gemma's and SmolLM3's layers; default `None`: Qwen's slide from
+    /// `max_window_layers` on, all of Gemma 2's except every second, all of Gemma 3's except every sixth, and
+    /// SmolLM3's without rotary positions.
     pub layer_types: Option<Vec<LayerType>>,
     /// The number that replaces the head's width in Gemma's scale of scores, one over its root; default 256.
     pub query_pre_attn_scalar: f64,
@@ -108,6 +114,8 @@ impl Default for LlamaConfig {
             rope_theta: 10000.0,
             partial_rotary_factor: 1.0,
             rope_scaling: RopeScaling::Default,
+            no_rope_layers: None,
+            no_rope_layer_interval: 4,
             rope_local_base_freq: 10000.0,
             rope_local_scaling: RopeScaling::Default,
             attention_bias: false,
@@ -199,6 +207,20 @@ impl LlamaConfig {
                 rms_norm_eps: 1e-5,
                 eos_token_id: vec![32000],
                 pad_token_id: Some(32000),
+                ..llama
+            },
+            LlamaFamily::SmolLm3 => LlamaConfig {
+                vocab_size: 128_256,
+                hidden_size: 2048,
+                num_hidden_layers: 36,
+                num_attention_heads: 16,
+                num_key_value_heads: Some(4),
+                max_position_embeddings: 32768,
+                rope_theta: 2e6,
+                tie_word_embeddings: true,
+                bos_token_id: Some(128_000),
+                eos_token_id: vec![128_001],
+                pad_token_id: Some(128_004),
                 ..llama
             },
             LlamaFamily::Gemma => LlamaConfig {
@@ -364,9 +386,23 @@ impl LlamaConfig {
         self.final_logit_softcapping.filter(|_| gemma)
     }
 
-    /// Returns `true` if layer `layer` has the rotary frequencies of sliding layers.
-    pub fn rotates_locally(&self, layer: i64) -> bool {
-        self.family == LlamaFamily::Gemma3 && self.slides(layer)
+    /// Returns `true` if layer `layer` has other rotary frequencies than most layers: those of sliding layers
+    /// (Gemma 3), or none (SmolLM3), for which the model has frequencies of zero.
+    pub fn has_second_rotary(&self, layer: i64) -> bool {
+        match self.family {
+            LlamaFamily::Gemma3 => self.slides(layer),
+            LlamaFamily::SmolLm3 => !self.has_rotary(layer),
+            _ => false,
+        }
+    }
+
+    /// Returns `true` if layer `layer` of a SmolLM3 rotates queries and keys.
+    fn has_rotary(&self, layer: i64) -> bool {
+        match &self.no_rope_layers {
+            Some(layers) => layers.get(layer.unsigned_abs() as usize) == Some(&true),
+            // `max(1)`: this runs before the configuration is known to be valid, too.
+            None => (layer + 1) % self.no_rope_layer_interval.max(1) != 0,
+        }
     }
 
     /// Returns the number of tokens that layer `layer` attends to, or `None` for all.
@@ -385,6 +421,9 @@ impl LlamaConfig {
             LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::Phi3 => true,
             // All of its layers or none, whatever the file lists.
             LlamaFamily::Qwen3Moe => self.use_sliding_window,
+            LlamaFamily::SmolLm3 => {
+                self.use_sliding_window && listed().unwrap_or(!self.has_rotary(layer))
+            }
             LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
                 self.use_sliding_window && listed().unwrap_or(layer >= self.max_window_layers)
             }

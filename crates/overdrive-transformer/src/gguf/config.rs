@@ -8,7 +8,7 @@ use crate::config::{
 use crate::{Error, Result};
 
 /// The supported values of `general.architecture`, for messages.
-const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3";
+const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3";
 /// The number of layers of the Gemma 2 and Gemma 3 models whose queries are scaled by hidden_size /
 /// num_attention_heads and not by the width of a head, for which GGUF has no key.
 pub(super) const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
@@ -34,6 +34,7 @@ impl ModelConfig {
             Some("gemma2") => LlamaFamily::Gemma2,
             Some("gemma3") => LlamaFamily::Gemma3,
             Some("qwen3moe") => LlamaFamily::Qwen3Moe,
+            Some("smollm3") => LlamaFamily::SmolLm3,
             other => {
                 return Err(Error::Unsupported {
                     key: "general.architecture".to_owned(),

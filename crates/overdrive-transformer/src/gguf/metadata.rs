@@ -105,6 +105,7 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         F::Gemma => "gemma",
         F::Gemma2 => "gemma2",
         F::Gemma3 => "gemma3",
+        F::SmolLm3 => "smollm3",
     });
     check_llama(&own, config)?;
     let context = config.max_position_embeddings;
@@ -138,7 +139,7 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         }
     }
     if let (true, Some(window)) = (
-        !matches!(family, F::Qwen2 | F::Qwen3 | F::Qwen3Moe),
+        !matches!(family, F::Qwen2 | F::Qwen3 | F::Qwen3Moe | F::SmolLm3),
         config.sliding_window,
     ) {
         own.sizes([("attention.sliding_window", window)])?;
@@ -191,7 +192,14 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
             &width.to_string(),
         )?;
     }
-    if matches!(family, F::Qwen2 | F::Qwen3 | F::Qwen3Moe) {
+    if family == F::SmolLm3 {
+        let usual = |layer: i64| config.has_second_rotary(layer) == ((layer + 1) % 4 == 0);
+        let is_usual = (0..config.num_hidden_layers).all(usual);
+        let supported = "every fourth layer without rotary positions";
+        own.only(is_usual, "no_rope_layers", "another pattern", supported)?;
+        own.only(!config.mlp_bias, "mlp_bias", true, "false")?;
+    }
+    if matches!(family, F::Qwen2 | F::Qwen3 | F::Qwen3Moe | F::SmolLm3) {
         let slides = (0..config.num_hidden_layers).any(|layer| config.window(layer).is_some());
         own.only(!slides, "use_sliding_window", true, "false")?;
     }

@@ -105,10 +105,10 @@ pub(super) fn fused_rows(name: &str, config: &LlamaConfig) -> Option<(String, i6
 /// Returns the index of the stored row for each row of the parameter `name`, if the orders differ.
 ///
 /// llama.cpp rotates neighbouring channels of a head together, transformers channels that are half a head
-/// apart; in the architecture `llama` the rows of queries and keys are stored in llama.cpp's order.
+/// apart; in the architectures `llama` and `smollm3` the rows of queries and keys are stored in llama.cpp's order.
 pub(super) fn row_order(name: &str, config: &LlamaConfig) -> Option<Vec<i64>> {
-    use LlamaFamily::{Llama, Mistral, Mixtral};
-    if !matches!(config.family, Llama | Mistral | Mixtral) {
+    use LlamaFamily::{Llama, Mistral, Mixtral, SmolLm3};
+    if !matches!(config.family, Llama | Mistral | Mixtral | SmolLm3) {
         return None;
     }
     let heads = if name.contains(".q_proj.") {
@@ -155,6 +155,7 @@ mod tests {
             F::Gemma3,
             F::Mixtral,
             F::Qwen3Moe,
+            F::SmolLm3,
         ] {
             let config = LlamaConfig {
                 num_hidden_layers: 2,

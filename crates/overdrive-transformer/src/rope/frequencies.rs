@@ -101,6 +101,15 @@ impl Frequencies {
         })
     }
 
+    /// Returns frequencies of zero, which rotate nothing.
+    pub(super) fn zero(dim: i64) -> Frequencies {
+        Frequencies {
+            short: vec![0.0; (dim / 2).unsigned_abs() as usize],
+            beyond: Beyond::Same,
+            scale: 1.0,
+        }
+    }
+
     /// Returns the frequencies within the original context.
     pub(super) fn short(&self) -> &[f32] {
         &self.short

@@ -52,6 +52,15 @@ impl Rotary {
         })
     }
 
+    /// Makes the positions of layers without rotary embedding: all cosines are 1 and all sines 0, so that a rotation
+    /// returns its input exactly.
+    pub(crate) fn identity(dim: i64) -> Rotary {
+        Rotary {
+            frequencies: Frequencies::zero(dim),
+            tables: RefCell::default(),
+        }
+    }
+
     /// Returns the frequencies within the original context, `(D/2,)`.
     pub(crate) fn inverse_frequencies(&self) -> &[f32] {
         self.frequencies.short()

@@ -13,7 +13,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 25] = [
+pub(crate) const CASES: [&str; 27] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -39,6 +39,8 @@ pub(crate) const CASES: [&str; 25] = [
     "mixtral",
     "qwen3_moe",
     "qwen3_moe_step",
+    "smollm3",
+    "smollm3_sliding",
 ];
 
 /// A copy of a fixture in a temporary folder, for tests that change it.

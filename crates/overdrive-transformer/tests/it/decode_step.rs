@@ -22,6 +22,7 @@ fn tiny(family: LlamaFamily) -> CausalLm {
         hidden_size: 96,
         intermediate_size: 160,
         num_hidden_layers: 3,
+        no_rope_layer_interval: 2,
         num_attention_heads: 6,
         num_key_value_heads: Some(2),
         head_dim: Some(16),
@@ -122,6 +123,7 @@ fn decoding_on_slices_equals_decoding_on_tensors_in_every_family_and_cache() {
         LlamaFamily::Gemma3,
         LlamaFamily::Mixtral,
         LlamaFamily::Qwen3Moe,
+        LlamaFamily::SmolLm3,
     ] {
         check(&mut tiny(family), &format!("{family:?}"));
     }

@@ -1,5 +1,5 @@
-//! The special parts of Phi-2, Phi-3, Gemma 1 and the text of multimodal Gemma 3; the tests of all families have
-//! their fixtures, too.
+//! The special parts of Phi-2, Phi-3, SmolLM3, Gemma 1 and the text of multimodal Gemma 3; the tests of all families
+//! have their fixtures, too.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -466,5 +466,37 @@ fn a_folder_of_phi_with_a_number_for_another_family_is_refused_by_shape() {
             "model.layers.0.self_attn.qkv_proj.weight (found [64, 32], expected [96, 32])"
         ),
         "{message}"
+    );
+}
+
+#[test]
+fn layers_of_smollm3_without_rotary_positions_are_those_of_the_list_or_of_the_interval() {
+    let without = |config: Value| {
+        let config = parsed(config);
+        let layers = (0..config.num_hidden_layers).filter(|&n| config.has_second_rotary(n));
+        layers.collect::<Vec<i64>>()
+    };
+    let eight = |key: &str, value: Value| {
+        let mut config = json!({"model_type": "smollm3", "num_hidden_layers": 8});
+        config[key] = value;
+        config
+    };
+    assert_eq!(without(eight("use_cache", json!(true))), [3, 7]);
+    assert_eq!(without(eight("no_rope_layer_interval", json!(3))), [2, 5]);
+    let listed = json!([0, 1, 1, 0, 1, 1, 1, 1, 0]); // it may be longer than the model
+    assert_eq!(without(eight("no_rope_layers", listed)), [0, 3]);
+
+    assert_eq!(
+        refusal(eight("no_rope_layers", json!([1, 1, 2]))),
+        "`no_rope_layers` is [1,1,2]; it must be a list with 0 for each layer without rotary positions, and 1 for \
+         the others"
+    );
+    assert_eq!(
+        refusal(eight("no_rope_layers", json!([1, 1, 0]))),
+        "`no_rope_layers` is \"3 numbers\"; it must be a list with a number for each of num_hidden_layers (8)"
+    );
+    assert_eq!(
+        refusal(eight("no_rope_layer_interval", json!(0))),
+        "`no_rope_layer_interval` is 0; it must be a positive integer"
     );
 }

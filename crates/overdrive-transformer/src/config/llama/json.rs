@@ -63,6 +63,9 @@ impl LlamaConfig {
             .take("layer_types")
             .map(|value| layer_types(&value))
             .transpose()?;
+        if family == LlamaFamily::SmolLm3 {
+            config.read_rotary_layers(&mut fields)?;
+        }
         if let Some(experts) = &mut config.experts {
             experts.read(family, &mut fields)?;
         }
@@ -74,6 +77,26 @@ impl LlamaConfig {
         fields.token_id("pad_token_id", &mut config.pad_token_id)?;
         config.extra = without_written_keys(fields.into_rest());
         Ok(config)
+    }
+
+    fn read_rotary_layers(&mut self, fields: &mut Fields) -> Result<()> {
+        let interval = &mut self.no_rope_layer_interval;
+        fields.positive("no_rope_layer_interval", interval)?;
+        let Some(value) = fields.take("no_rope_layers") else {
+            return Ok(());
+        };
+        let with_rotary = |layer: &Value| match layer.as_i64() {
+            Some(0) => Some(false),
+            Some(1) => Some(true),
+            _ => None,
+        };
+        let layers = value.as_array().map(|layers| layers.iter().map(with_rotary));
+        self.no_rope_layers = layers.and_then(Iterator::collect);
+        if self.no_rope_layers.is_none() {
+            let expected = "a list with 0 for each layer without rotary positions, and 1 for the others";
+            return Err(bad("no_rope_layers", &value, expected));
+        }
+        Ok(())
     }
 
     fn read_activation(&self, fields: &mut Fields) -> Result<Option<String>> {
@@ -200,6 +223,18 @@ impl LlamaConfig {
                 json!({"sliding_window": self.sliding_window})
             }
             LlamaFamily::Qwen2 => windows,
+            LlamaFamily::SmolLm3 => {
+                let rotary = |layer| i64::from(self.has_rotary(layer));
+                let layers: Vec<i64> = (0..self.num_hidden_layers).map(rotary).collect();
+                json!({
+                    "attention_bias": self.attention_bias,
+                    "mlp_bias": self.mlp_bias,
+                    "sliding_window": self.sliding_window,
+                    "use_sliding_window": self.use_sliding_window,
+                    "no_rope_layers": layers,
+                    "no_rope_layer_interval": self.no_rope_layer_interval,
+                })
+            }
             LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe => {
                 map.insert("attention_bias".to_owned(), self.attention_bias.into());
                 windows

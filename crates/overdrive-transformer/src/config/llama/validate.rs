@@ -18,6 +18,7 @@ impl LlamaConfig {
             ("max_position_embeddings", self.max_position_embeddings),
             ("head_dim", self.head_dim()),
             ("sliding_window", self.sliding_window.unwrap_or(1)),
+            ("no_rope_layer_interval", self.no_rope_layer_interval),
         ] {
             check_size(key, value)?;
         }
@@ -65,6 +66,16 @@ impl LlamaConfig {
                 &format!("{} names", types.len()).into(),
                 &expected,
             ));
+        }
+        if let Some(layers) = &self.no_rope_layers
+            && (layers.len() as i64) < self.num_hidden_layers
+        {
+            let expected = format!(
+                "a list with a number for each of num_hidden_layers ({})",
+                self.num_hidden_layers
+            );
+            let found = format!("{} numbers", layers.len());
+            return Err(bad("no_rope_layers", &found.into(), &expected));
         }
         for (key, value) in [
             ("query_pre_attn_scalar", Some(self.query_pre_attn_scalar)),
