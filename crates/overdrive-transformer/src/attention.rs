@@ -38,8 +38,10 @@ pub(crate) struct AttentionStep<'a, 'c> {
 pub(crate) struct RotaryAttention {
     qkv: JointLinear,
     o: Linear,
-    /// The norms of queries and keys per head (Qwen3, Gemma 3 and some Phi models).
+    /// The norms of queries and keys (Qwen3, Gemma 3, OLMo and some Phi models).
     norms: Option<(Norm, Norm)>,
+    /// If `true`, the norms are of all heads together (OLMo), not of each head.
+    norms_all_heads: bool,
     shape: QkvShape,
     /// The factor of the scores; `None` is 1/sqrt(D).
     scale: Option<f64>,
@@ -79,6 +81,7 @@ impl RotaryAttention {
             qkv,
             o,
             norms: norms.transpose()?,
+            norms_all_heads: config.family.is_olmo(),
             shape: QkvShape {
                 heads: config.num_attention_heads,
                 kv_heads: config.kv_heads(),
@@ -115,7 +118,7 @@ impl RotaryAttention {
     pub(crate) fn forward(&self, x: &Tensor, step: AttentionStep<'_, '_>) -> Result<Tensor> {
         let fused = step.execution.fused_kernels;
         let [query, key, value] = match (&self.norms, fused) {
-            // Per-head norms come between the matmul and the rotation, so they prevent the fused pass.
+            // Norms come between the matmul and the rotation, so they prevent the fused pass.
             (None, true) => self.heads_in_one_pass(x, step.rotation)?,
             _ => self.heads(x, step.rotation, fused)?,
         };
@@ -209,7 +212,7 @@ impl RotaryAttention {
         Ok([query, key, value])
     }
 
-    /// Computes the same result step by step, with per-head norms if the model has them.
+    /// Computes the same result step by step, with norms of queries and keys if the model has them.
     fn heads(&self, x: &Tensor, rotation: &Rotation, fused: bool) -> Result<[Tensor; 3]> {
         let (d, kv_heads) = (self.shape.head_dim, self.shape.kv_heads);
         let widths = [self.shape.heads * d, kv_heads * d, kv_heads * d];
@@ -223,11 +226,18 @@ impl RotaryAttention {
             self.qkv.forward_each(x, widths)?
         };
         let by_head = |part: &Tensor| part.f_unflatten(-1, [-1, self.shape.head_dim]);
-        let (mut query, mut key, value) = (by_head(&query)?, by_head(&key)?, by_head(&value)?);
-        if let Some((q_norm, k_norm)) = &self.norms {
-            query = q_norm.forward(&query, fused)?;
-            key = k_norm.forward(&key, fused)?;
-        }
+        let value = by_head(&value)?;
+        let (mut query, mut key) = match &self.norms {
+            Some((q_norm, k_norm)) if self.norms_all_heads => {
+                let query = by_head(&q_norm.forward(&query, fused)?)?;
+                (query, by_head(&k_norm.forward(&key, fused)?)?)
+            }
+            Some((q_norm, k_norm)) => {
+                let query = q_norm.forward(&by_head(&query)?, fused)?;
+                (query, k_norm.forward(&by_head(&key)?, fused)?)
+            }
+            None => (by_head(&query)?, by_head(&key)?),
+        };
         if fused {
             let options = RotaryOptions {
                 layout: Layout::Bthd,

@@ -19,14 +19,15 @@ use crate::norm::Norm;
 use crate::parameters::ParameterMap;
 use crate::phi::ParallelBlock;
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_shared};
-use crate::rms_norm::RmsNorm;
 use crate::rope::{Rotary, Rotation};
 use crate::{Error, Execution, LlamaConfig, LlamaFamily, Result};
 
+mod block_norms;
 mod layer;
 mod parameters;
 mod stream;
 
+use block_norms::BlockNorms;
 use layer::{Block, Layer};
 pub(crate) use parameters::parameters;
 use stream::Stream;
@@ -41,7 +42,7 @@ pub(crate) struct Llama {
     plans: Vec<Plan>,
     norm: Norm,
     rotary: Rotary,
-    /// The rotary positions of sliding blocks (Gemma 3), or of blocks without rotary embedding (SmolLM3).
+    /// The rotary positions of sliding blocks (Gemma 3, OLMo 3), or of blocks without rotary embedding (SmolLM3).
     second_rotary: Option<Rotary>,
     dropout: f64,
     residual_dropout: f64,
@@ -91,21 +92,8 @@ impl Llama {
                 let block = ParallelBlock::take(parameters, &prefix, config)?;
                 return Ok(Shared::new(Layer::Parallel(block)));
             }
-            let mut norm =
-                |name: &str| RmsNorm::take(parameters, &format!("{prefix}.{name}"), config);
-            let input_norm = norm("input_layernorm")?;
-            let after_attention = norm("post_attention_layernorm")?;
-            let (mlp_norm, output_norms) = if config.output_norms() {
-                let after_mlp = norm("post_feedforward_layernorm")?;
-                let before_mlp = norm("pre_feedforward_layernorm")?;
-                (before_mlp, Some((after_attention, after_mlp)))
-            } else {
-                (after_attention, None)
-            };
             Ok(Shared::new(Layer::Serial(Block {
-                input_norm,
-                mlp_norm,
-                output_norms,
+                norms: BlockNorms::take(parameters, &prefix, config)?,
                 attention: RotaryAttention::take(parameters, &prefix, config)?,
                 mlp: FeedForward::take(parameters, layer, config)?,
             })))
@@ -328,17 +316,7 @@ impl Llama {
                 Layer::Parallel(block) => return block.visit_parameters(&prefix, visit),
             };
             block.attention.visit_parameters(&prefix, visit)?;
-            let name = |name: &str| format!("{prefix}.{name}_layernorm");
-            let (input, mlp) = (&mut block.input_norm, &mut block.mlp_norm);
-            input.visit_parameters(&name("input"), visit)?;
-            match &mut block.output_norms {
-                None => mlp.visit_parameters(&name("post_attention"), visit),
-                Some((attention, output)) => {
-                    attention.visit_parameters(&name("post_attention"), visit)?;
-                    mlp.visit_parameters(&name("pre_feedforward"), visit)?;
-                    output.visit_parameters(&name("post_feedforward"), visit)
-                }
-            }
+            block.norms.visit_parameters(&prefix, visit)
         })?;
         let name = match self.norm {
             Norm::Rms(_) => final_norm(LlamaFamily::Llama),

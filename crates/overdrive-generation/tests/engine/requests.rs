@@ -21,7 +21,7 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
-const CASES: [&str; 10] = [
+const CASES: [&str; 12] = [
     "llama_gqa",
     "llama3_rope",
     "mistral",
@@ -30,6 +30,8 @@ const CASES: [&str; 10] = [
     "mixtral",
     "qwen3_moe",
     "smollm3_sliding",
+    "olmo2",
+    "olmo3",
     "gpt2",
     "gpt2_scaled",
 ];

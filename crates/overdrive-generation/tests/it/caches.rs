@@ -6,7 +6,7 @@ use crate::support::{greedy, load};
 use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate, generate_with};
 use overdrive_transformer::{AttentionImplementation, Execution};
 
-const CASES: [&str; 10] = [
+const CASES: [&str; 12] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -16,6 +16,8 @@ const CASES: [&str; 10] = [
     "mixtral",
     "qwen3_moe",
     "smollm3_sliding",
+    "olmo2",
+    "olmo3",
     "gpt2",
 ];
 

@@ -9,7 +9,7 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 17] = [
+const CASES: [&str; 19] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -25,6 +25,8 @@ const CASES: [&str; 17] = [
     "gemma",
     "smollm3",
     "smollm3_sliding",
+    "olmo2",
+    "olmo3",
     "gpt2",
     "gpt2_scaled",
 ];

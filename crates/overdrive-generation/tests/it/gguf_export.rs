@@ -204,8 +204,11 @@ fn small(family: LlamaFamily) -> LlamaConfig {
     if family.is_gemma() {
         config.tie_word_embeddings = true;
     }
-    if family == F::SmolLm3 {
+    if matches!(family, F::SmolLm3 | F::Olmo3) {
         config.num_hidden_layers = 4;
+    }
+    if family == F::Olmo3 {
+        config.sliding_window = Some(6);
     }
     if matches!(family, F::Gemma2 | F::Gemma3 | F::Mistral) {
         config.sliding_window = Some(128);
@@ -229,6 +232,8 @@ fn configurations() -> Vec<(&'static str, ModelConfig)> {
         ("gemma2", F::Gemma2),
         ("gemma3", F::Gemma3),
         ("smollm3", F::SmolLm3),
+        ("olmo2", F::Olmo2),
+        ("olmo3", F::Olmo3),
     ];
     let mut all: Vec<_> = families
         .map(|(name, family)| (name, small(family).into()))
@@ -273,6 +278,11 @@ fn configurations() -> Vec<(&'static str, ModelConfig)> {
             config.rope_scaling = RopeScaling::Yarn(Yarn::new(4.0, 64));
         }),
     ));
+    all.push(("olmo3, yarn", {
+        let mut config = small(F::Olmo3);
+        config.rope_scaling = RopeScaling::Yarn(Yarn::new(4.0, 64));
+        config.into()
+    }));
     all.push(("phi3, long", {
         let mut config = small(F::Phi3);
         config.max_position_embeddings = 1024;

@@ -36,6 +36,12 @@ pub enum LlamaFamily {
     Qwen3Moe,
     /// SmolLM3: a Llama in which every fourth layer has no rotary positions.
     SmolLm3,
+    /// OLMo 2: norms follow attention and the feed-forward block instead of preceding them, and queries and keys
+    /// are normalised as a whole, not head by head.
+    Olmo2,
+    /// OLMo 3: an OLMo 2 whose layers have a sliding window, except every fourth, and whose scaling of rotary
+    /// positions is that of layers without a window.
+    Olmo3,
 }
 
 impl LlamaFamily {
@@ -54,6 +60,8 @@ impl LlamaFamily {
             LlamaFamily::Mixtral => "mixtral",
             LlamaFamily::Qwen3Moe => "qwen3_moe",
             LlamaFamily::SmolLm3 => "smollm3",
+            LlamaFamily::Olmo2 => "olmo2",
+            LlamaFamily::Olmo3 => "olmo3",
         }
     }
 
@@ -72,6 +80,8 @@ impl LlamaFamily {
             LlamaFamily::Mixtral => "MixtralForCausalLM",
             LlamaFamily::Qwen3Moe => "Qwen3MoeForCausalLM",
             LlamaFamily::SmolLm3 => "SmolLM3ForCausalLM",
+            LlamaFamily::Olmo2 => "Olmo2ForCausalLM",
+            LlamaFamily::Olmo3 => "Olmo3ForCausalLM",
         }
     }
 
@@ -83,6 +93,11 @@ impl LlamaFamily {
     /// Returns `true` for Gemma 2 and 3.
     pub(crate) fn is_later_gemma(self) -> bool {
         matches!(self, LlamaFamily::Gemma2 | LlamaFamily::Gemma3)
+    }
+
+    /// Returns `true` for OLMo 2 and 3.
+    pub(crate) fn is_olmo(self) -> bool {
+        matches!(self, LlamaFamily::Olmo2 | LlamaFamily::Olmo3)
     }
 
     /// Returns `true` for the families that may rotate the first channels of a head only, and have dropouts of
@@ -105,6 +120,8 @@ impl LlamaFamily {
             LlamaFamily::Mixtral,
             LlamaFamily::Qwen3Moe,
             LlamaFamily::SmolLm3,
+            LlamaFamily::Olmo2,
+            LlamaFamily::Olmo3,
         ]
         .into_iter()
         .find(|family| family.model_type() == model_type)

@@ -49,12 +49,13 @@ pub struct LlamaConfig {
     pub no_rope_layers: Option<Vec<bool>>,
     /// The distance of layers without rotary positions (SmolLM3); default 4.
     pub no_rope_layer_interval: i64,
-    /// The base of the rotary frequencies of Gemma 3's sliding layers; default 10000.
+    /// The base of the rotary frequencies of the sliding layers of Gemma 3 and OLMo 3; default 10000 (OLMo 3:
+    /// 500000).
     pub rope_local_base_freq: f64,
-    /// The rope scaling of Gemma 3's sliding layers; default none.
+    /// The rope scaling of the sliding layers of Gemma 3 and OLMo 3; default none.
     pub rope_local_scaling: RopeScaling,
-    /// If `true`, query, key, value and output projections have biases (Llama, Qwen3, Gemma and SmolLM3); default
-    /// `false`.
+    /// If `true`, query, key, value and output projections have biases (Llama, Qwen3, Gemma, SmolLM3 and
+    /// OLMo); default `false`.
     pub attention_bias: bool,
     /// If `true`, the feed-forward block has biases (Llama and SmolLM3); default `false`.
     pub mlp_bias: bool,
@@ -73,9 +74,9 @@ pub struct LlamaConfig {
     pub use_sliding_window: bool,
     /// The first of Qwen's layers with a window; default 28.
     pub max_window_layers: i64,
-    /// The attention types of Qwen's, Gemma's and SmolLM3's layers; default `None`: Qwen's slide from
-    /// `max_window_layers` on, all of Gemma 2's except every second, all of Gemma 3's except every sixth, and
-    /// SmolLM3's without rotary positions.
+    /// The attention types of the layers of Qwen, Gemma 2 and 3, SmolLM3 and OLMo 3; default `None`: Qwen's slide
+    /// from `max_window_layers` on, all of Gemma 2's except every second, all of Gemma 3's except every sixth, all
+    /// of OLMo 3's except every fourth, and SmolLM3's without rotary positions.
     pub layer_types: Option<Vec<LayerType>>,
     /// The number that replaces the head's width in Gemma's scale of scores, one over its root; default 256.
     pub query_pre_attn_scalar: f64,
@@ -209,6 +210,20 @@ impl LlamaConfig {
                 pad_token_id: Some(32000),
                 ..llama
             },
+            LlamaFamily::Olmo2 | LlamaFamily::Olmo3 => {
+                let third = family == LlamaFamily::Olmo3;
+                LlamaConfig {
+                    vocab_size: 50304,
+                    rms_norm_eps: 1e-5,
+                    rope_theta: if third { 5e5 } else { 1e4 },
+                    rope_local_base_freq: 5e5,
+                    sliding_window: third.then_some(4096),
+                    bos_token_id: None,
+                    eos_token_id: vec![50279],
+                    pad_token_id: Some(1),
+                    ..llama
+                }
+            }
             LlamaFamily::SmolLm3 => LlamaConfig {
                 vocab_size: 128_256,
                 hidden_size: 2048,
@@ -336,8 +351,18 @@ impl LlamaConfig {
     pub(crate) fn qk_norm(&self) -> bool {
         match self.family {
             LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe | LlamaFamily::Gemma3 => true,
+            LlamaFamily::Olmo2 | LlamaFamily::Olmo3 => true,
             LlamaFamily::Phi => self.qk_layernorm,
             _ => false,
+        }
+    }
+
+    /// Returns the widths of the norms of queries and keys: that of a head, or of all heads together (OLMo).
+    pub(crate) fn qk_norm_widths(&self) -> [i64; 2] {
+        let head = self.head_dim();
+        match self.family.is_olmo() {
+            true => [self.num_attention_heads * head, self.kv_heads() * head],
+            false => [head, head],
         }
     }
 
@@ -354,11 +379,6 @@ impl LlamaConfig {
     /// Returns `true` if norms multiply by `1 + weight`.
     pub fn norm_adds_one(&self) -> bool {
         self.family.is_gemma()
-    }
-
-    /// Returns `true` if norms follow attention and the feed-forward block, too.
-    pub(crate) fn output_norms(&self) -> bool {
-        self.family.is_later_gemma()
     }
 
     /// Returns the factor of the embedding.
@@ -387,10 +407,10 @@ impl LlamaConfig {
     }
 
     /// Returns `true` if layer `layer` has other rotary frequencies than most layers: those of sliding layers
-    /// (Gemma 3), or none (SmolLM3), for which the model has frequencies of zero.
+    /// (Gemma 3, OLMo 3), or none (SmolLM3), for which the model has frequencies of zero.
     pub fn has_second_rotary(&self, layer: i64) -> bool {
         match self.family {
-            LlamaFamily::Gemma3 => self.slides(layer),
+            LlamaFamily::Gemma3 | LlamaFamily::Olmo3 => self.slides(layer),
             LlamaFamily::SmolLm3 => !self.has_rotary(layer),
             _ => false,
         }
@@ -417,7 +437,9 @@ impl LlamaConfig {
             Some(types.get(layer.unsigned_abs() as usize) == Some(&LayerType::Sliding))
         };
         match self.family {
-            LlamaFamily::Llama | LlamaFamily::Phi | LlamaFamily::Gemma => false,
+            LlamaFamily::Llama | LlamaFamily::Phi | LlamaFamily::Gemma | LlamaFamily::Olmo2 => {
+                false
+            }
             LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::Phi3 => true,
             // All of its layers or none, whatever the file lists.
             LlamaFamily::Qwen3Moe => self.use_sliding_window,
@@ -429,6 +451,7 @@ impl LlamaConfig {
             }
             LlamaFamily::Gemma2 => listed().unwrap_or((layer + 1) % 2 != 0),
             LlamaFamily::Gemma3 => listed().unwrap_or((layer + 1) % 6 != 0),
+            LlamaFamily::Olmo3 => listed().unwrap_or((layer + 1) % 4 != 0),
         }
     }
 

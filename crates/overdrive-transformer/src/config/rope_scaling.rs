@@ -173,8 +173,8 @@ impl RopeScaling {
         }
     }
 
-    /// Reads the parameters of a model whose sliding layers have their own: `rope_local_base_freq` beside the
-    /// others (transformers 4), or an object of each type in `rope_parameters` (5). Returns those of full and
+    /// Reads the parameters of a model whose sliding layers have their own: `rope_theta` and `rope_scaling` of full
+    /// layers alone (transformers 4), or an object of each type in `rope_parameters` (5). Returns those of full and
     /// of sliding layers.
     pub(super) fn read_by_layer(
         fields: &mut Fields,
@@ -183,7 +183,6 @@ impl RopeScaling {
         part: &mut f64,
     ) -> Result<[RopeScaling; 2]> {
         fields.number("rope_theta", theta)?;
-        fields.number("rope_local_base_freq", local_theta)?;
         fields.number("partial_rotary_factor", part)?;
         let given = Given::read(fields, max_position_embeddings, false)?;
         let scaling = fields.object("rope_scaling")?;

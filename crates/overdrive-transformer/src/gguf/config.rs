@@ -8,7 +8,8 @@ use crate::config::{
 use crate::{Error, Result};
 
 /// The supported values of `general.architecture`, for messages.
-const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3";
+const SUPPORTED: &str =
+    "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2";
 /// The number of layers of the Gemma 2 and Gemma 3 models whose queries are scaled by hidden_size /
 /// num_attention_heads and not by the width of a head, for which GGUF has no key.
 pub(super) const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
@@ -35,6 +36,7 @@ impl ModelConfig {
             Some("gemma3") => LlamaFamily::Gemma3,
             Some("qwen3moe") => LlamaFamily::Qwen3Moe,
             Some("smollm3") => LlamaFamily::SmolLm3,
+            Some("olmo2") => LlamaFamily::Olmo2,
             other => {
                 return Err(Error::Unsupported {
                     key: "general.architecture".to_owned(),
@@ -127,14 +129,24 @@ impl Keys<'_> {
             pad_token_id: self.token("padding_token_id")?,
             ..defaults
         };
-        // Mistral's files have the architecture `llama`; only its windows differ.
-        if family == LlamaFamily::Llama && config.sliding_window.is_some() {
-            config.family = LlamaFamily::Mistral;
+        // Mistral's files have the architecture `llama`, and OLMo 3's `olmo2`; only their windows differ.
+        if config.sliding_window.is_some() {
+            config.family = match family {
+                LlamaFamily::Llama => LlamaFamily::Mistral,
+                LlamaFamily::Olmo2 => LlamaFamily::Olmo3,
+                other => other,
+            };
+        }
+        if config.family == LlamaFamily::Olmo3 {
+            config.rope_local_base_freq = config.rope_theta;
         }
         config.rope_scaling = self.rope_scaling(&config)?;
         self.experts(&mut config)?;
         if config.family.is_later_gemma() {
             self.gemma(&mut config)?;
+        }
+        if config.family == LlamaFamily::Olmo3 {
+            self.sliding_layers(&mut config)?;
         }
         Ok(config)
     }
@@ -183,6 +195,11 @@ impl Keys<'_> {
             true => config.hidden_size as f64 / config.num_attention_heads as f64,
             false => config.head_dim() as f64,
         };
+        self.sliding_layers(config)
+    }
+
+    /// Reads which layers slide, and the base of their rotary frequencies.
+    fn sliding_layers(&self, config: &mut LlamaConfig) -> Result<()> {
         if let Some(local) = self.number("rope.freq_base_swa")? {
             config.rope_local_base_freq = local;
         }

@@ -2,7 +2,7 @@
 
 use std::collections::BTreeMap;
 
-use overdrive_quantization::GgufValue;
+use overdrive_quantization::{GgufArray, GgufValue};
 
 use super::config::LARGEST_GEMMAS;
 use crate::config::{Gpt2Config, LlamaConfig, LlamaFamily, ModelConfig, RopeScaling};
@@ -106,6 +106,7 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         F::Gemma2 => "gemma2",
         F::Gemma3 => "gemma3",
         F::SmolLm3 => "smollm3",
+        F::Olmo2 | F::Olmo3 => "olmo2",
     });
     check_llama(&own, config)?;
     let context = config.max_position_embeddings;
@@ -143,7 +144,12 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         config.sliding_window,
     ) {
         own.sizes([("attention.sliding_window", window)])?;
-        if !family.is_later_gemma() && window < context {
+        if family == F::Olmo3 {
+            let slides = |layer| config.window(layer).is_some();
+            let slides = (0..config.num_hidden_layers).map(slides).collect();
+            let slides = GgufValue::Array(GgufArray::Bool(slides));
+            own.put("attention.sliding_window_pattern", slides);
+        } else if !family.is_later_gemma() && window < context {
             tracing::warn!(
                 "llama.cpp attends to all tokens where this model attends to the last {window}"
             );
@@ -183,7 +189,7 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
         config.attention_bias && !matches!(family, F::Llama | F::Mistral | F::Mixtral | F::Qwen2);
     own.only(!biased, "attention_bias", true, "false")?;
     own.only(!config.qk_layernorm, "qk_layernorm", true, "false")?;
-    if family.is_phi() {
+    if family.is_phi() || family.is_olmo() {
         let width = config.hidden_size / config.num_attention_heads;
         own.only(
             config.head_dim() == width,
@@ -213,6 +219,16 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
             "experts in every layer",
         )?;
     }
+    if family.is_olmo() {
+        let tied = config.tie_word_embeddings;
+        own.only(!tied, "tie_word_embeddings", true, "false")?;
+    }
+    if family == F::Olmo3 {
+        has_usual_windows(own, config, 4)?;
+        let (local, all) = (config.rope_local_base_freq, config.rope_theta);
+        let key = "rope_parameters.sliding_attention.rope_theta";
+        own.only(local == all, key, local, &all.to_string())?;
+    }
     if family.is_gemma() && family != F::Gemma3 {
         own.only(
             config.tie_word_embeddings,
@@ -234,17 +250,7 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
             found,
             &expected.to_string(),
         )?;
-        let every = if family == F::Gemma2 { 2 } else { 6 };
-        let usual = |layer: i64| config.window(layer).is_some() == ((layer + 1) % every != 0);
-        let is_usual = (0..config.num_hidden_layers).all(usual);
-        let supported = format!("a window in all layers but every {every}th");
-        own.only(is_usual, "layer_types", "another pattern", &supported)?;
-        own.only(
-            config.rope_local_scaling == RopeScaling::Default,
-            "rope_parameters.sliding_attention",
-            "scaled",
-            "not scaled",
-        )?;
+        has_usual_windows(own, config, if family == F::Gemma2 { 2 } else { 6 })?;
     }
     if family == F::Gemma2 {
         let has_bounds = config.attention_softcap().is_some() && config.logit_softcap().is_some();
@@ -256,6 +262,20 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
         )?;
     }
     Ok(())
+}
+
+/// Checks that all layers but each `every`-th one have a window, and rotary positions that are not scaled.
+fn has_usual_windows(own: &Metadata, config: &LlamaConfig, every: i64) -> Result<()> {
+    let usual = |layer: i64| config.window(layer).is_some() == ((layer + 1) % every != 0);
+    let is_usual = (0..config.num_hidden_layers).all(usual);
+    let supported = format!("a window in all layers but every {every}th");
+    own.only(is_usual, "layer_types", "another pattern", &supported)?;
+    own.only(
+        config.rope_local_scaling == RopeScaling::Default,
+        "rope_parameters.sliding_attention",
+        "scaled",
+        "not scaled",
+    )
 }
 
 fn rope(own: &mut Metadata, config: &LlamaConfig) -> Result<()> {

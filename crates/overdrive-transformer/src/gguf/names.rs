@@ -1,5 +1,5 @@
 use crate::ModelConfig;
-use crate::config::{LlamaConfig, LlamaFamily};
+use crate::config::{LlamaConfig, LlamaFamily, NormPosition};
 use crate::moe;
 
 /// The names of the modules of a block in transformers and in llama.cpp.
@@ -68,18 +68,26 @@ pub(super) fn llama_name(name: &str, family: LlamaFamily) -> Option<String> {
         "lm_head" => "output".to_owned(),
         _ => {
             let (layer, part) = module.strip_prefix("model.layers.")?.split_once('.')?;
-            let part = match part {
-                "input_layernorm" => "attn_norm",
-                "mlp.gate" | "block_sparse_moe.gate" => "ffn_gate_inp",
-                "post_attention_layernorm" if family.is_later_gemma() => "post_attention_norm",
-                "post_attention_layernorm" | "pre_feedforward_layernorm" => "ffn_norm",
-                "post_feedforward_layernorm" => "post_ffw_norm",
-                other => MODULES.iter().find(|(part, _)| *part == other)?.1,
+            let norm = family.block_norms().iter().find(|(_, name)| *name == part);
+            let part = match (norm, part) {
+                (Some((position, _)), _) => norm_name(*position),
+                (None, "mlp.gate" | "block_sparse_moe.gate") => "ffn_gate_inp",
+                (None, other) => MODULES.iter().find(|(part, _)| *part == other)?.1,
             };
             format!("blk.{layer}.{part}")
         }
     };
     Some(format!("{own}.{end}"))
+}
+
+/// Returns llama.cpp's name of the norm of a block.
+fn norm_name(position: NormPosition) -> &'static str {
+    match position {
+        NormPosition::BeforeAttention => "attn_norm",
+        NormPosition::AfterAttention => "post_attention_norm",
+        NormPosition::BeforeMlp => "ffn_norm",
+        NormPosition::AfterMlp => "post_ffw_norm",
+    }
 }
 
 /// Returns the tensor that holds query, key and value of a layer of Phi-2 in older files, if `name` is one of
@@ -156,6 +164,8 @@ mod tests {
             F::Mixtral,
             F::Qwen3Moe,
             F::SmolLm3,
+            F::Olmo2,
+            F::Olmo3,
         ] {
             let config = LlamaConfig {
                 num_hidden_layers: 2,

@@ -1,8 +1,10 @@
 use overdrive_fused::rows::RowAngles;
 
+use super::block_norms::BlockNorms;
 use super::stream::Stream;
 use crate::Result;
 use crate::attention::{AttentionStep, RotaryAttention};
+use crate::config::NormPosition::{AfterAttention, AfterMlp, BeforeAttention, BeforeMlp};
 use crate::decode_step::DecodeBuffers;
 use crate::gpt2::dropped;
 use crate::mlp::FeedForward;
@@ -24,13 +26,9 @@ pub(super) enum Layer {
 
 #[derive(Debug)]
 pub(super) struct Block {
-    pub(super) input_norm: RmsNorm,
+    pub(super) norms: BlockNorms,
     pub(super) attention: RotaryAttention,
-    /// The norm before the feed-forward block.
-    pub(super) mlp_norm: RmsNorm,
     pub(super) mlp: FeedForward,
-    /// The norms of the outputs of attention and of the feed-forward block (Gemma).
-    pub(super) output_norms: Option<(RmsNorm, RmsNorm)>,
 }
 
 impl Layer {
@@ -80,22 +78,20 @@ impl Block {
     ) -> Result<Stream> {
         let (fused, dropout) = (step.execution.fused_kernels, step.residual_dropout);
         let before = stream.load.take();
-        let (normalised, x) = stream.normalised(&self.input_norm, fused)?;
+        let (normalised, x) = stream.normalised(self.norms.at(BeforeAttention), fused)?;
         let mut mixed = self.attention.forward(&normalised, step)?;
-        if let Some((after_attention, _)) = &self.output_norms {
-            mixed = after_attention.forward(&mixed, fused)?;
+        if let Some(norm) = self.norms.at(AfterAttention) {
+            mixed = norm.forward(&mixed, fused)?;
         }
-        mixed = dropped(mixed, dropout)?;
-        // The sum and its norm are one pass over the stream.
-        let (normalised, x) = self.mlp_norm.forward_sum(&x, &mixed, fused)?;
+        let stream = Stream::with_delta(x, dropped(mixed, dropout)?);
+        let (normalised, x) = stream.normalised(self.norms.at(BeforeMlp), fused)?;
         let (mut delta, load) = self.mlp.forward(&normalised, fused, balance)?;
-        if let Some((_, after_mlp)) = &self.output_norms {
-            delta = after_mlp.forward(&delta, fused)?;
+        if let Some(norm) = self.norms.at(AfterMlp) {
+            delta = norm.forward(&delta, fused)?;
         }
         Ok(Stream {
-            x,
-            delta: Some(dropped(delta, dropout)?),
             load: ExpertLoad::sum(before, load)?,
+            ..Stream::with_delta(x, dropped(delta, dropout)?)
         })
     }
 
@@ -117,27 +113,43 @@ impl Block {
             inner,
             on_slices,
         } = buffers;
-        if first {
-            self.input_norm.forward_rows(x, normalised)?;
-        } else {
-            self.input_norm
-                .forward_sum_rows(x, delta, sum, normalised)?;
-            std::mem::swap(x, sum);
+        match self.norms.at(BeforeAttention) {
+            norm if !first => add_rows(norm, x, delta, sum, normalised)?,
+            Some(norm) => norm.forward_rows(x, normalised)?,
+            None => normalised.copy_from_slice(x),
         }
         *on_slices &= self
             .attention
             .forward_rows(normalised, step, angles, joint, inner, delta)?;
-        if let Some((after_attention, _)) = &self.output_norms {
-            after_attention.forward_rows(delta, sum)?;
+        if let Some(norm) = self.norms.at(AfterAttention) {
+            norm.forward_rows(delta, sum)?;
             std::mem::swap(delta, sum);
         }
-        self.mlp_norm.forward_sum_rows(x, delta, sum, normalised)?;
-        std::mem::swap(x, sum);
+        add_rows(self.norms.at(BeforeMlp), x, delta, sum, normalised)?;
         *on_slices &= self.mlp.forward_rows(normalised, joint, inner, delta)?;
-        if let Some((_, after_mlp)) = &self.output_norms {
-            after_mlp.forward_rows(delta, sum)?;
+        if let Some(norm) = self.norms.at(AfterMlp) {
+            norm.forward_rows(delta, sum)?;
             std::mem::swap(delta, sum);
         }
         Ok(())
     }
+}
+
+/// Adds `delta` to the stream `x`, and writes the normalised sum, or the sum if there is no norm, to `normalised`;
+/// `sum` is memory to compute in.
+fn add_rows(
+    norm: Option<&RmsNorm>,
+    x: &mut Vec<f32>,
+    delta: &[f32],
+    sum: &mut Vec<f32>,
+    normalised: &mut [f32],
+) -> Result<()> {
+    let Some(norm) = norm else {
+        x.iter_mut().zip(delta).for_each(|(x, delta)| *x += delta);
+        normalised.copy_from_slice(x);
+        return Ok(());
+    };
+    norm.forward_sum_rows(x, delta, sum, normalised)?;
+    std::mem::swap(x, sum);
+    Ok(())
 }

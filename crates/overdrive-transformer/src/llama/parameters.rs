@@ -46,9 +46,12 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
             linear("self_attn.o_proj", hidden, queries, config.output_bias());
         }
         if config.qk_norm() {
-            for name in ["q_norm", "k_norm"] {
+            for (name, width) in ["q_norm", "k_norm"]
+                .into_iter()
+                .zip(config.qk_norm_widths())
+            {
                 let name = format!("model.layers.{layer}.self_attn.{name}.weight");
-                add(name, &[head], one, Other);
+                add(name, &[width], one, Other);
             }
         }
         for (name, shape, role) in FeedForward::weights(config, layer) {
@@ -57,14 +60,7 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
                 add(format!("{name}.bias"), &shape[..1], Init::Zeros, Other);
             }
         }
-        let outputs = match config.output_norms() {
-            true => ["pre_feedforward_layernorm", "post_feedforward_layernorm"].as_slice(),
-            false => &[],
-        };
-        for name in ["input_layernorm", "post_attention_layernorm"]
-            .iter()
-            .chain(outputs)
-        {
+        for (_, name) in config.family.block_norms() {
             add(
                 format!("model.layers.{layer}.{name}.weight"),
                 &[hidden],

@@ -23,18 +23,37 @@ impl Stream {
         }
     }
 
-    /// Returns the normalised sum, and the sum.
-    pub(super) fn normalised(self, norm: &RmsNorm, fused: bool) -> Result<(Tensor, Tensor)> {
-        match self.delta {
-            None => Ok((norm.forward(&self.x, fused)?, self.x)),
-            Some(delta) => norm.forward_sum(&self.x, &delta, fused),
+    /// Makes a stream to which the output `delta` of a block is still to be added.
+    pub(super) fn with_delta(x: Tensor, delta: Tensor) -> Stream {
+        Stream {
+            x,
+            delta: Some(delta),
+            load: None,
+        }
+    }
+
+    /// Returns the normalised sum, which is the sum if there is no norm, and the sum.
+    pub(super) fn normalised(
+        self,
+        norm: Option<&RmsNorm>,
+        fused: bool,
+    ) -> Result<(Tensor, Tensor)> {
+        match (norm, self.delta) {
+            (None, None) => Ok((self.x.shallow_clone(), self.x)),
+            (None, Some(delta)) => {
+                let sum = self.x.f_add(&delta)?;
+                Ok((sum.shallow_clone(), sum))
+            }
+            (Some(norm), None) => Ok((norm.forward(&self.x, fused)?, self.x)),
+            // The sum and its norm are one pass over the stream.
+            (Some(norm), Some(delta)) => norm.forward_sum(&self.x, &delta, fused),
         }
     }
 
     /// Returns the normalised sum after the last layer.
     pub(super) fn finished(self, norm: &Norm, fused: bool) -> Result<Tensor> {
         match norm {
-            Norm::Rms(norm) => Ok(self.normalised(norm, fused)?.0),
+            Norm::Rms(norm) => Ok(self.normalised(Some(norm), fused)?.0),
             Norm::Layer(norm) => norm.forward(&self.sum()?),
         }
     }

@@ -13,7 +13,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 27] = [
+pub(crate) const CASES: [&str; 29] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -41,6 +41,8 @@ pub(crate) const CASES: [&str; 27] = [
     "qwen3_moe_step",
     "smollm3",
     "smollm3_sliding",
+    "olmo2",
+    "olmo3",
 ];
 
 /// A copy of a fixture in a temporary folder, for tests that change it.

@@ -124,6 +124,8 @@ fn decoding_on_slices_equals_decoding_on_tensors_in_every_family_and_cache() {
         LlamaFamily::Mixtral,
         LlamaFamily::Qwen3Moe,
         LlamaFamily::SmolLm3,
+        LlamaFamily::Olmo2,
+        LlamaFamily::Olmo3,
     ] {
         check(&mut tiny(family), &format!("{family:?}"));
     }

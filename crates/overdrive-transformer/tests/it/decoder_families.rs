@@ -1,4 +1,5 @@
-//! The special parts of Phi-2, Phi-3, SmolLM3, Gemma 1 and the text of multimodal Gemma 3; the tests of all families
+//! The special parts of Phi-2, Phi-3, SmolLM3, OLMo 3, Gemma 1 and the text of multimodal
+//! Gemma 3; the tests of all families
 //! have their fixtures, too.
 
 use std::collections::HashMap;
@@ -498,5 +499,41 @@ fn layers_of_smollm3_without_rotary_positions_are_those_of_the_list_or_of_the_in
     assert_eq!(
         refusal(eight("no_rope_layer_interval", json!(0))),
         "`no_rope_layer_interval` is 0; it must be a positive integer"
+    );
+}
+
+/// The keys of transformers 4 set the base and the scaling of full layers alone, as transformers 5 reads them.
+#[test]
+fn the_rotary_positions_of_olmo3_are_read_from_each_form_of_its_files() {
+    let yarn = json!({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192});
+    let old = parsed(json!({
+        "model_type": "olmo3", "num_hidden_layers": 8, "rope_theta": 500000.0, "rope_scaling": yarn,
+    }));
+    let RopeScaling::Yarn(scaling) = &old.rope_scaling else {
+        panic!("{:?}", old.rope_scaling);
+    };
+    assert_eq!(scaling.factor, 8.0);
+    assert_eq!(old.rope_local_scaling, RopeScaling::Default);
+    assert_eq!((old.rope_theta, old.rope_local_base_freq), (5e5, 5e5));
+    let slides: Vec<bool> = (0..8).map(|layer| old.has_second_rotary(layer)).collect();
+    assert_eq!(slides, [true, true, true, false, true, true, true, false]);
+    let written = ModelConfig::from(old.clone()).to_json();
+    assert_eq!(written["rope_scaling"]["factor"], 8.0);
+    assert_eq!(parsed(Value::Object(written)).rope_scaling, old.rope_scaling);
+
+    let new = parsed(json!({"model_type": "olmo3", "rope_parameters": {
+        "full_attention": {"rope_type": "default", "rope_theta": 3e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 2e5},
+    }}));
+    assert_eq!((new.rope_theta, new.rope_local_base_freq), (3e5, 2e5));
+    let again = parsed(Value::Object(ModelConfig::from(new).to_json()));
+    assert_eq!((again.rope_theta, again.rope_local_base_freq), (3e5, 2e5));
+    assert_eq!(
+        refusal(json!({"model_type": "olmo3", "rope_parameters": {"rope_type": "default"}})),
+        "`rope_parameters` is \"rope_type\", which is not supported; supported: full_attention, sliding_attention"
+    );
+    assert!(
+        refusal(json!({"model_type": "olmo3", "layer_types": ["chunked_attention"]}))
+            .contains("`layer_types` is \"chunked_attention\"")
     );
 }

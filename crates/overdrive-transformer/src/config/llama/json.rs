@@ -90,10 +90,13 @@ impl LlamaConfig {
             Some(1) => Some(true),
             _ => None,
         };
-        let layers = value.as_array().map(|layers| layers.iter().map(with_rotary));
+        let layers = value
+            .as_array()
+            .map(|layers| layers.iter().map(with_rotary));
         self.no_rope_layers = layers.and_then(Iterator::collect);
         if self.no_rope_layers.is_none() {
-            let expected = "a list with 0 for each layer without rotary positions, and 1 for the others";
+            let expected =
+                "a list with 0 for each layer without rotary positions, and 1 for the others";
             return Err(bad("no_rope_layers", &value, expected));
         }
         Ok(())
@@ -121,6 +124,9 @@ impl LlamaConfig {
         let (context, theta) = (self.max_position_embeddings, &mut self.rope_theta);
         let part = &mut self.partial_rotary_factor;
         if self.family == LlamaFamily::Gemma3 {
+            fields.number("rope_local_base_freq", &mut self.rope_local_base_freq)?;
+        }
+        if matches!(self.family, LlamaFamily::Gemma3 | LlamaFamily::Olmo3) {
             let thetas = [theta, &mut self.rope_local_base_freq];
             [self.rope_scaling, self.rope_local_scaling] =
                 RopeScaling::read_by_layer(fields, context, thetas, part)?;
@@ -256,6 +262,11 @@ impl LlamaConfig {
                 // The key of transformers 5; 4 prefers the other one.
                 "hidden_act": self.hidden_act,
             }),
+            LlamaFamily::Olmo2 => json!({"attention_bias": self.attention_bias}),
+            LlamaFamily::Olmo3 => json!({
+                "attention_bias": self.attention_bias,
+                "sliding_window": self.sliding_window,
+            }),
             LlamaFamily::Gemma2 | LlamaFamily::Gemma3 => json!({
                 "attention_bias": self.attention_bias,
                 "sliding_window": self.sliding_window,
@@ -284,25 +295,35 @@ impl LlamaConfig {
     }
 
     fn write_rope(&self, map: &mut Map<String, Value>) {
-        if self.family == LlamaFamily::Gemma3 {
-            if self.rope_local_scaling != RopeScaling::Default {
-                // transformers 4 has no key for it; this is the form of transformers 5.
-                let object = |scaling: &RopeScaling, theta: f64| {
-                    let mut value = match scaling {
-                        RopeScaling::Default => json!({"rope_type": "default"}),
-                        scaled => scaled.to_json(),
-                    };
-                    value["rope_theta"] = theta.into();
-                    value
-                };
-                let both = json!({
-                    "full_attention": object(&self.rope_scaling, self.rope_theta),
-                    "sliding_attention":
-                        object(&self.rope_local_scaling, self.rope_local_base_freq),
-                });
-                map.insert("rope_parameters".to_owned(), both);
-                return;
+        let scales_locally = self.rope_local_scaling != RopeScaling::Default;
+        let by_layer = match self.family {
+            // transformers 4 has no key for the scaling of sliding layers.
+            LlamaFamily::Gemma3 => scales_locally,
+            // `rope_theta` is the base of all layers in transformers 4, and of full layers in 5, where that of
+            // sliding ones is then the default.
+            LlamaFamily::Olmo3 => {
+                scales_locally || [self.rope_theta, self.rope_local_base_freq] != [5e5; 2]
             }
+            _ => false,
+        };
+        if by_layer {
+            // The form of transformers 5.
+            let object = |scaling: &RopeScaling, theta: f64| {
+                let mut value = match scaling {
+                    RopeScaling::Default => json!({"rope_type": "default"}),
+                    scaled => scaled.to_json(),
+                };
+                value["rope_theta"] = theta.into();
+                value
+            };
+            let both = json!({
+                "full_attention": object(&self.rope_scaling, self.rope_theta),
+                "sliding_attention": object(&self.rope_local_scaling, self.rope_local_base_freq),
+            });
+            map.insert("rope_parameters".to_owned(), both);
+            return;
+        }
+        if self.family == LlamaFamily::Gemma3 {
             let theta = self.rope_local_base_freq.into();
             map.insert("rope_local_base_freq".to_owned(), theta);
         }
