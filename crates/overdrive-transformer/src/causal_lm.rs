@@ -60,6 +60,8 @@ pub struct CausalLm {
     pub(crate) head: Linear,
     /// The bound of the logits.
     softcap: Option<f64>,
+    /// The divisor of the logits.
+    divisor: Option<f64>,
     execution: Execution,
     training: bool,
     /// The state that adapters keep for the model as a whole.
@@ -181,6 +183,7 @@ impl CausalLm {
             backbone,
             head,
             softcap: config.logit_softcap(),
+            divisor: config.logit_divisor(),
             execution: Execution::default(),
             training: false,
             adapter_state: AdapterState::default(),
@@ -293,6 +296,10 @@ impl CausalLm {
             }
             _ => self.head.forward_with(hidden, fused)?,
         };
+        let logits = match self.divisor {
+            None => logits,
+            Some(divisor) => divided(logits, divisor)?,
+        };
         match self.softcap {
             None => Ok(logits),
             Some(cap) => bounded(logits, cap),
@@ -355,6 +362,10 @@ impl CausalLm {
             Some(head) if self.execution.fused_kernels && self.softcap.is_none() => head,
             _ => return causal_lm_loss(&self.logits(hidden)?, targets, LabelShift::Shifted),
         };
+        // The logits are linear in the hidden states, of which there are fewer elements.
+        let divided = self.divisor.map(|divisor| hidden.f_div_scalar(divisor));
+        let divided = divided.transpose()?;
+        let hidden = divided.as_ref().unwrap_or(hidden);
         fused_loss(hidden, head, None, targets, label_count)
     }
 
@@ -615,6 +626,16 @@ impl CausalLm {
         }
         Ok(())
     }
+}
+
+/// Computes `logits / divisor`.
+fn divided(mut logits: Tensor, divisor: f64) -> Result<Tensor> {
+    if logits.requires_grad() {
+        return Ok(logits.f_div_scalar(divisor)?);
+    }
+    // The logits were computed here and have no other handle, so they can be changed in place.
+    let _same = logits.f_div_scalar_(divisor)?;
+    Ok(logits)
 }
 
 /// Computes `cap · tanh(logits / cap)`.

@@ -15,6 +15,7 @@
 //! | `smollm3` | SmolLM3 | no rotary positions in every fourth layer, or in those that `no_rope_layers` lists |
 //! | `olmo2` | OLMo 2 | norms after attention and the feed-forward block only; queries and keys normalised as a whole |
 //! | `olmo3` | OLMo 3 | as OLMo 2, with a window in three of four layers, whose rotary positions are not scaled |
+//! | `granite` | Granite 3 | factors of the embedding, the scores, the outputs of blocks and the logits |
 //! | `phi` | Phi-1, 1.5 and 2 | attention and the feed-forward block in parallel, with one LayerNorm; biases, rotation of the first channels of a head |
 //! | `phi3` | Phi-3, Phi-3.5, Phi-4 | one layer for query, key and value, and one for gate and up; LongRoPE |
 //! | `gemma` | Gemma 1 | norms with the gain `1 + weight`, a scaled embedding |

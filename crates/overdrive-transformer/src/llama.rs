@@ -36,7 +36,7 @@ use stream::Stream;
 #[derive(Debug)]
 pub(crate) struct Llama {
     pub(crate) embedding: Embedding,
-    /// The factor of the embeddings (Gemma).
+    /// The factor of the embeddings (Gemma, Granite).
     embedding_scale: Option<f64>,
     blocks: Vec<Shared<Layer>>,
     plans: Vec<Plan>,
@@ -82,10 +82,11 @@ impl Llama {
     pub(crate) fn take(parameters: &mut ParameterMap, config: &LlamaConfig) -> Result<Llama> {
         let embedding = parameters.take_embedding("model.embed_tokens")?;
         let embedding_scale = config.embedding_scale();
-        // transformers stores the scale in the model's dtype, and its rounding is part of the model.
-        let embedding_scale = embedding_scale
-            .map(|scale| rounded(scale, embedding.kind()))
-            .transpose()?;
+        // transformers stores Gemma's scale in the model's dtype, and its rounding is part of the model.
+        let embedding_scale = match embedding_scale {
+            Some(scale) if config.family.is_gemma() => Some(rounded(scale, embedding.kind())?),
+            other => other,
+        };
         let block = |layer| {
             let prefix = format!("model.layers.{layer}");
             if config.family == LlamaFamily::Phi {
@@ -96,6 +97,7 @@ impl Llama {
                 norms: BlockNorms::take(parameters, &prefix, config)?,
                 attention: RotaryAttention::take(parameters, &prefix, config)?,
                 mlp: FeedForward::take(parameters, layer, config)?,
+                residual_scale: config.residual_scale(),
             })))
         };
         let layers = 0..config.num_hidden_layers;

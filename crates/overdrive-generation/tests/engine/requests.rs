@@ -21,7 +21,7 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
-const CASES: [&str; 12] = [
+const CASES: [&str; 13] = [
     "llama_gqa",
     "llama3_rope",
     "mistral",
@@ -32,6 +32,7 @@ const CASES: [&str; 12] = [
     "smollm3_sliding",
     "olmo2",
     "olmo3",
+    "granite",
     "gpt2",
     "gpt2_scaled",
 ];

@@ -6,7 +6,7 @@ use crate::support::{greedy, load};
 use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate, generate_with};
 use overdrive_transformer::{AttentionImplementation, Execution};
 
-const CASES: [&str; 12] = [
+const CASES: [&str; 13] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -18,6 +18,7 @@ const CASES: [&str; 12] = [
     "smollm3_sliding",
     "olmo2",
     "olmo3",
+    "granite",
     "gpt2",
 ];
 

@@ -9,7 +9,7 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 19] = [
+const CASES: [&str; 20] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -27,6 +27,7 @@ const CASES: [&str; 19] = [
     "smollm3_sliding",
     "olmo2",
     "olmo3",
+    "granite",
     "gpt2",
     "gpt2_scaled",
 ];

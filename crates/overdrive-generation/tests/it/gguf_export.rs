@@ -207,6 +207,12 @@ fn small(family: LlamaFamily) -> LlamaConfig {
     if matches!(family, F::SmolLm3 | F::Olmo3) {
         config.num_hidden_layers = 4;
     }
+    if family == F::Granite {
+        config.embedding_multiplier = 4.0;
+        config.attention_multiplier = 0.4;
+        config.residual_multiplier = 0.5;
+        config.logits_scaling = 2.0;
+    }
     if family == F::Olmo3 {
         config.sliding_window = Some(6);
     }
@@ -234,6 +240,7 @@ fn configurations() -> Vec<(&'static str, ModelConfig)> {
         ("smollm3", F::SmolLm3),
         ("olmo2", F::Olmo2),
         ("olmo3", F::Olmo3),
+        ("granite", F::Granite),
     ];
     let mut all: Vec<_> = families
         .map(|(name, family)| (name, small(family).into()))
@@ -278,6 +285,13 @@ fn configurations() -> Vec<(&'static str, ModelConfig)> {
             config.rope_scaling = RopeScaling::Yarn(Yarn::new(4.0, 64));
         }),
     ));
+    all.push(("granite, tied, with biases", {
+        let mut config = small(F::Granite);
+        config.tie_word_embeddings = true;
+        config.attention_bias = true;
+        config.mlp_bias = true;
+        config.into()
+    }));
     all.push(("olmo3, yarn", {
         let mut config = small(F::Olmo3);
         config.rope_scaling = RopeScaling::Yarn(Yarn::new(4.0, 64));

@@ -42,6 +42,8 @@ pub enum LlamaFamily {
     /// OLMo 3: an OLMo 2 whose layers have a sliding window, except every fourth, and whose scaling of rotary
     /// positions is that of layers without a window.
     Olmo3,
+    /// Granite 3: a Llama with factors of the embedding, the scores, the outputs of blocks and the logits.
+    Granite,
 }
 
 impl LlamaFamily {
@@ -62,6 +64,7 @@ impl LlamaFamily {
             LlamaFamily::SmolLm3 => "smollm3",
             LlamaFamily::Olmo2 => "olmo2",
             LlamaFamily::Olmo3 => "olmo3",
+            LlamaFamily::Granite => "granite",
         }
     }
 
@@ -82,6 +85,7 @@ impl LlamaFamily {
             LlamaFamily::SmolLm3 => "SmolLM3ForCausalLM",
             LlamaFamily::Olmo2 => "Olmo2ForCausalLM",
             LlamaFamily::Olmo3 => "Olmo3ForCausalLM",
+            LlamaFamily::Granite => "GraniteForCausalLM",
         }
     }
 
@@ -122,6 +126,7 @@ impl LlamaFamily {
             LlamaFamily::SmolLm3,
             LlamaFamily::Olmo2,
             LlamaFamily::Olmo3,
+            LlamaFamily::Granite,
         ]
         .into_iter()
         .find(|family| family.model_type() == model_type)

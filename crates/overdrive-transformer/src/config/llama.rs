@@ -54,10 +54,10 @@ pub struct LlamaConfig {
     pub rope_local_base_freq: f64,
     /// The rope scaling of the sliding layers of Gemma 3 and OLMo 3; default none.
     pub rope_local_scaling: RopeScaling,
-    /// If `true`, query, key, value and output projections have biases (Llama, Qwen3, Gemma, SmolLM3 and
-    /// OLMo); default `false`.
+    /// If `true`, query, key, value and output projections have biases (Llama, Qwen3, Gemma, SmolLM3, OLMo
+    /// and Granite); default `false`.
     pub attention_bias: bool,
-    /// If `true`, the feed-forward block has biases (Llama and SmolLM3); default `false`.
+    /// If `true`, the feed-forward block has biases (Llama, SmolLM3 and Granite); default `false`.
     pub mlp_bias: bool,
     /// The dropout of attention weights in training; default 0.
     pub attention_dropout: f64,
@@ -84,6 +84,14 @@ pub struct LlamaConfig {
     pub attn_logit_softcapping: Option<f64>,
     /// The bound of Gemma's logits, likewise; default `None`.
     pub final_logit_softcapping: Option<f64>,
+    /// The factor of the embedding (Granite); default 1.
+    pub embedding_multiplier: f64,
+    /// The factor of the scores (Granite), in place of one over the root of the head's width; default 1.
+    pub attention_multiplier: f64,
+    /// The factor of the outputs of attention and of the feed-forward block (Granite); default 1.
+    pub residual_multiplier: f64,
+    /// The divisor of the logits (Granite); default 1.
+    pub logits_scaling: f64,
     /// The mixture of experts: required for Mixtral and Qwen3-MoE, `None` for all other families; default `None`.
     pub experts: Option<ExpertsConfig>,
     /// The id of the beginning-of-sequence token; default 1.
@@ -132,6 +140,10 @@ impl Default for LlamaConfig {
             query_pre_attn_scalar: 256.0,
             attn_logit_softcapping: None,
             final_logit_softcapping: None,
+            embedding_multiplier: 1.0,
+            attention_multiplier: 1.0,
+            residual_multiplier: 1.0,
+            logits_scaling: 1.0,
             experts: None,
             bos_token_id: Some(1),
             eos_token_id: vec![2],
@@ -150,7 +162,7 @@ impl LlamaConfig {
             ..LlamaConfig::default()
         };
         match family {
-            LlamaFamily::Llama => llama,
+            LlamaFamily::Llama | LlamaFamily::Granite => llama,
             LlamaFamily::Mistral => LlamaConfig {
                 intermediate_size: 14336,
                 num_key_value_heads: Some(8),
@@ -383,15 +395,35 @@ impl LlamaConfig {
 
     /// Returns the factor of the embedding.
     pub fn embedding_scale(&self) -> Option<f64> {
-        self.family
-            .is_gemma()
-            .then(|| (self.hidden_size as f64).sqrt())
+        match self.family {
+            LlamaFamily::Granite => Some(self.embedding_multiplier),
+            family => family
+                .is_gemma()
+                .then(|| (self.hidden_size as f64).sqrt()),
+        }
     }
 
     /// Returns the factor of the scores; `None` is one over the root of the head's width.
     pub fn attention_scale(&self) -> Option<f64> {
-        let scale = 1.0 / self.query_pre_attn_scalar.sqrt();
-        self.family.is_later_gemma().then_some(scale)
+        match self.family {
+            LlamaFamily::Granite => Some(self.attention_multiplier),
+            family => {
+                let scale = 1.0 / self.query_pre_attn_scalar.sqrt();
+                family.is_later_gemma().then_some(scale)
+            }
+        }
+    }
+
+    /// Returns the factor of the outputs of attention and of the feed-forward block.
+    pub(crate) fn residual_scale(&self) -> Option<f64> {
+        let granite = self.family == LlamaFamily::Granite;
+        granite.then_some(self.residual_multiplier)
+    }
+
+    /// Returns the divisor of the logits.
+    pub(crate) fn logit_divisor(&self) -> Option<f64> {
+        let granite = self.family == LlamaFamily::Granite;
+        granite.then_some(self.logits_scaling)
     }
 
     /// Returns the bound of scores. transformers reads it for Gemma 3 as well, and does not use it there.
@@ -437,9 +469,7 @@ impl LlamaConfig {
             Some(types.get(layer.unsigned_abs() as usize) == Some(&LayerType::Sliding))
         };
         match self.family {
-            LlamaFamily::Llama | LlamaFamily::Phi | LlamaFamily::Gemma | LlamaFamily::Olmo2 => {
-                false
-            }
+            LlamaFamily::Llama | LlamaFamily::Phi | LlamaFamily::Gemma | LlamaFamily::Olmo2 | LlamaFamily::Granite => false,
             LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::Phi3 => true,
             // All of its layers or none, whatever the file lists.
             LlamaFamily::Qwen3Moe => self.use_sliding_window,

@@ -60,14 +60,14 @@ pub use t5::T5Config;
     reason = "there is one a model; a box would only be in its users' way"
 )]
 pub enum ModelConfig {
-    /// Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Phi-2, Phi-3, Gemma 1, Gemma 2, Gemma 3, SmolLM3, OLMo 2 or OLMo 3.
+    /// Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Phi-2, Phi-3, Gemma 1, Gemma 2, Gemma 3, SmolLM3, OLMo 2, OLMo 3 or Granite.
     Llama(LlamaConfig),
     /// GPT-2.
     Gpt2(Gpt2Config),
 }
 
 /// The supported values of `model_type`, for messages.
-const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, smollm3, olmo2, olmo3, gpt2";
+const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, smollm3, olmo2, olmo3, granite, gpt2";
 
 /// Returns the supported values of `model_type`; for a model that is not a decoder, also the Rust type that reads it.
 fn supported(model_type: Option<&str>) -> String {
@@ -307,6 +307,14 @@ impl ModelConfig {
     pub(crate) fn logit_softcap(&self) -> Option<f64> {
         match self {
             ModelConfig::Llama(config) => config.logit_softcap(),
+            ModelConfig::Gpt2(_) => None,
+        }
+    }
+
+    /// Returns the divisor of the logits.
+    pub(crate) fn logit_divisor(&self) -> Option<f64> {
+        match self {
+            ModelConfig::Llama(config) => config.logit_divisor(),
             ModelConfig::Gpt2(_) => None,
         }
     }

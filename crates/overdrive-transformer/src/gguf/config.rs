@@ -9,7 +9,7 @@ use crate::{Error, Result};
 
 /// The supported values of `general.architecture`, for messages.
 const SUPPORTED: &str =
-    "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2";
+    "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2, granite";
 /// The number of layers of the Gemma 2 and Gemma 3 models whose queries are scaled by hidden_size /
 /// num_attention_heads and not by the width of a head, for which GGUF has no key.
 pub(super) const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
@@ -37,6 +37,7 @@ impl ModelConfig {
             Some("qwen3moe") => LlamaFamily::Qwen3Moe,
             Some("smollm3") => LlamaFamily::SmolLm3,
             Some("olmo2") => LlamaFamily::Olmo2,
+            Some("granite") => LlamaFamily::Granite,
             other => {
                 return Err(Error::Unsupported {
                     key: "general.architecture".to_owned(),
@@ -145,6 +146,9 @@ impl Keys<'_> {
         if config.family.is_later_gemma() {
             self.gemma(&mut config)?;
         }
+        if config.family == LlamaFamily::Granite {
+            self.granite(&mut config)?;
+        }
         if config.family == LlamaFamily::Olmo3 {
             self.sliding_layers(&mut config)?;
         }
@@ -178,6 +182,25 @@ impl Keys<'_> {
             experts.moe_intermediate_size = self.required("expert_feed_forward_length")?;
         }
         Ok(())
+    }
+
+    /// Reads the factors of Granite. As in llama.cpp, 0 stands for none of those that may be missing.
+    fn granite(&self, config: &mut LlamaConfig) -> Result<()> {
+        let factor = |key: &str, default: f64| -> Result<f64> {
+            let given = self.number(key)?.filter(|&factor| factor != 0.0);
+            Ok(given.unwrap_or(default))
+        };
+        config.logits_scaling = self.required_number("logit_scale")?;
+        config.embedding_multiplier = factor("embedding_scale", 1.0)?;
+        config.residual_multiplier = factor("residual_scale", 1.0)?;
+        let usual = (config.head_dim() as f64).sqrt().recip();
+        config.attention_multiplier = factor("attention.scale", usual)?;
+        // llama.cpp takes it as the switch of rotary positions.
+        let key = "rope.scaling.finetuned";
+        match self.value(key) {
+            Some(GgufValue::Bool(false)) => Err(self.wrong(key, "true or missing")),
+            _ => Ok(()),
+        }
     }
 
     fn gemma(&self, config: &mut LlamaConfig) -> Result<()> {

@@ -107,6 +107,7 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         F::Gemma3 => "gemma3",
         F::SmolLm3 => "smollm3",
         F::Olmo2 | F::Olmo3 => "olmo2",
+        F::Granite => "granite",
     });
     check_llama(&own, config)?;
     let context = config.max_position_embeddings;
@@ -161,6 +162,12 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
     if let Some(bound) = config.logit_softcap() {
         own.number("final_logit_softcapping", bound);
     }
+    if family == F::Granite {
+        own.number("embedding_scale", config.embedding_multiplier);
+        own.number("attention.scale", config.attention_multiplier);
+        own.number("residual_scale", config.residual_multiplier);
+        own.number("logit_scale", config.logits_scaling);
+    }
     if family == F::Gemma3 {
         own.number("rope.freq_base_swa", config.rope_local_base_freq);
     }
@@ -185,8 +192,11 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
         activation,
         activations[0],
     )?;
-    let biased =
-        config.attention_bias && !matches!(family, F::Llama | F::Mistral | F::Mixtral | F::Qwen2);
+    let has_biases = matches!(
+        family,
+        F::Llama | F::Mistral | F::Mixtral | F::Qwen2 | F::Granite
+    );
+    let biased = config.attention_bias && !has_biases;
     own.only(!biased, "attention_bias", true, "false")?;
     own.only(!config.qk_layernorm, "qk_layernorm", true, "false")?;
     if family.is_phi() || family.is_olmo() {

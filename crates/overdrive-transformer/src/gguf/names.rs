@@ -113,10 +113,14 @@ pub(super) fn fused_rows(name: &str, config: &LlamaConfig) -> Option<(String, i6
 /// Returns the index of the stored row for each row of the parameter `name`, if the orders differ.
 ///
 /// llama.cpp rotates neighbouring channels of a head together, transformers channels that are half a head
-/// apart; in the architectures `llama` and `smollm3` the rows of queries and keys are stored in llama.cpp's order.
+/// apart; in the architectures `llama`, `smollm3` and `granite` the rows of queries and keys are stored in
+/// llama.cpp's order.
 pub(super) fn row_order(name: &str, config: &LlamaConfig) -> Option<Vec<i64>> {
-    use LlamaFamily::{Llama, Mistral, Mixtral, SmolLm3};
-    if !matches!(config.family, Llama | Mistral | Mixtral | SmolLm3) {
+    use LlamaFamily::{Granite, Llama, Mistral, Mixtral, SmolLm3};
+    if !matches!(
+        config.family,
+        Llama | Mistral | Mixtral | SmolLm3 | Granite
+    ) {
         return None;
     }
     let heads = if name.contains(".q_proj.") {
@@ -166,6 +170,7 @@ mod tests {
             F::SmolLm3,
             F::Olmo2,
             F::Olmo3,
+            F::Granite,
         ] {
             let config = LlamaConfig {
                 num_hidden_layers: 2,

@@ -1,4 +1,5 @@
 use overdrive_fused::rows::RowAngles;
+use tch::Tensor;
 
 use super::block_norms::BlockNorms;
 use super::stream::Stream;
@@ -29,6 +30,8 @@ pub(super) struct Block {
     pub(super) norms: BlockNorms,
     pub(super) attention: RotaryAttention,
     pub(super) mlp: FeedForward,
+    /// The factor of the outputs of attention and of the feed-forward block (Granite).
+    pub(super) residual_scale: Option<f64>,
 }
 
 impl Layer {
@@ -83,7 +86,7 @@ impl Block {
         if let Some(norm) = self.norms.at(AfterAttention) {
             mixed = norm.forward(&mixed, fused)?;
         }
-        let stream = Stream::with_delta(x, dropped(mixed, dropout)?);
+        let stream = Stream::with_delta(x, dropped(self.scaled(mixed)?, dropout)?);
         let (normalised, x) = stream.normalised(self.norms.at(BeforeMlp), fused)?;
         let (mut delta, load) = self.mlp.forward(&normalised, fused, balance)?;
         if let Some(norm) = self.norms.at(AfterMlp) {
@@ -91,7 +94,7 @@ impl Block {
         }
         Ok(Stream {
             load: ExpertLoad::sum(before, load)?,
-            ..Stream::with_delta(x, dropped(delta, dropout)?)
+            ..Stream::with_delta(x, dropped(self.scaled(delta)?, dropout)?)
         })
     }
 
@@ -125,13 +128,30 @@ impl Block {
             norm.forward_rows(delta, sum)?;
             std::mem::swap(delta, sum);
         }
+        self.scale_rows(delta);
         add_rows(self.norms.at(BeforeMlp), x, delta, sum, normalised)?;
         *on_slices &= self.mlp.forward_rows(normalised, joint, inner, delta)?;
         if let Some(norm) = self.norms.at(AfterMlp) {
             norm.forward_rows(delta, sum)?;
             std::mem::swap(delta, sum);
         }
+        self.scale_rows(delta);
         Ok(())
+    }
+
+    /// Multiplies the output of attention or of the feed-forward block.
+    fn scaled(&self, delta: Tensor) -> Result<Tensor> {
+        match self.residual_scale {
+            None => Ok(delta),
+            Some(scale) => Ok(delta.f_mul_scalar(scale)?),
+        }
+    }
+
+    /// Multiplies rows in slices as [`scaled`](Self::scaled) does.
+    fn scale_rows(&self, delta: &mut [f32]) {
+        if let Some(scale) = self.residual_scale {
+            delta.iter_mut().for_each(|delta| *delta *= scale as f32);
+        }
     }
 }
 

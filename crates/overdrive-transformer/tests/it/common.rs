@@ -13,7 +13,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 29] = [
+pub(crate) const CASES: [&str; 30] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -43,6 +43,7 @@ pub(crate) const CASES: [&str; 29] = [
     "smollm3_sliding",
     "olmo2",
     "olmo3",
+    "granite",
 ];
 
 /// A copy of a fixture in a temporary folder, for tests that change it.

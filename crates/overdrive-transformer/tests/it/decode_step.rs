@@ -23,6 +23,8 @@ fn tiny(family: LlamaFamily) -> CausalLm {
         intermediate_size: 160,
         num_hidden_layers: 3,
         no_rope_layer_interval: 2,
+        residual_multiplier: 0.6,
+        logits_scaling: 1.5,
         num_attention_heads: 6,
         num_key_value_heads: Some(2),
         head_dim: Some(16),
@@ -126,6 +128,7 @@ fn decoding_on_slices_equals_decoding_on_tensors_in_every_family_and_cache() {
         LlamaFamily::SmolLm3,
         LlamaFamily::Olmo2,
         LlamaFamily::Olmo3,
+        LlamaFamily::Granite,
     ] {
         check(&mut tiny(family), &format!("{family:?}"));
     }

@@ -1,4 +1,4 @@
-//! The special parts of Phi-2, Phi-3, SmolLM3, OLMo 3, Gemma 1 and the text of multimodal
+//! The special parts of Phi-2, Phi-3, SmolLM3, OLMo 3, Granite, Gemma 1 and the text of multimodal
 //! Gemma 3; the tests of all families
 //! have their fixtures, too.
 
@@ -536,4 +536,24 @@ fn the_rotary_positions_of_olmo3_are_read_from_each_form_of_its_files() {
         refusal(json!({"model_type": "olmo3", "layer_types": ["chunked_attention"]}))
             .contains("`layer_types` is \"chunked_attention\"")
     );
+}
+
+#[test]
+fn factors_of_granite_must_be_positive() {
+    for key in [
+        "embedding_multiplier",
+        "attention_multiplier",
+        "residual_multiplier",
+        "logits_scaling",
+    ] {
+        let mut config = json!({"model_type": "granite"});
+        config[key] = json!(0);
+        let expected = format!("`{key}` is 0.0; it must be a positive number");
+        assert_eq!(refusal(config.clone()), expected);
+        config[key] = json!("large");
+        assert_eq!(
+            refusal(config),
+            format!("`{key}` is \"large\"; it must be a number")
+        );
+    }
 }

@@ -102,6 +102,7 @@ fn quantized_models_compute_with_the_values_of_their_file() {
         "smollm3",
         "olmo2",
         "olmo3",
+        "granite",
     ] {
         let path = fixture(&format!("{name}.gguf"));
         let mut model = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap();
@@ -291,7 +292,7 @@ fn missing_metadata_and_tensors_are_named() {
     assert_eq!(
         error,
         "`general.architecture` is \"lamma\", which is not supported; supported: llama, qwen2, \
-         qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2"
+         qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2, granite"
     );
 }
 

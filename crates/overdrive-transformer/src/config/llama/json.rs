@@ -63,6 +63,12 @@ impl LlamaConfig {
             .take("layer_types")
             .map(|value| layer_types(&value))
             .transpose()?;
+        if family == LlamaFamily::Granite {
+            fields.number("embedding_multiplier", &mut config.embedding_multiplier)?;
+            fields.number("attention_multiplier", &mut config.attention_multiplier)?;
+            fields.number("residual_multiplier", &mut config.residual_multiplier)?;
+            fields.number("logits_scaling", &mut config.logits_scaling)?;
+        }
         if family == LlamaFamily::SmolLm3 {
             config.read_rotary_layers(&mut fields)?;
         }
@@ -261,6 +267,14 @@ impl LlamaConfig {
                 "attention_bias": self.attention_bias,
                 // The key of transformers 5; 4 prefers the other one.
                 "hidden_act": self.hidden_act,
+            }),
+            LlamaFamily::Granite => json!({
+                "attention_bias": self.attention_bias,
+                "mlp_bias": self.mlp_bias,
+                "embedding_multiplier": self.embedding_multiplier,
+                "attention_multiplier": self.attention_multiplier,
+                "residual_multiplier": self.residual_multiplier,
+                "logits_scaling": self.logits_scaling,
             }),
             LlamaFamily::Olmo2 => json!({"attention_bias": self.attention_bias}),
             LlamaFamily::Olmo3 => json!({

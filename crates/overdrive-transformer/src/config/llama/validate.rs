@@ -81,6 +81,10 @@ impl LlamaConfig {
             ("query_pre_attn_scalar", Some(self.query_pre_attn_scalar)),
             ("attn_logit_softcapping", self.attn_logit_softcapping),
             ("final_logit_softcapping", self.final_logit_softcapping),
+            ("embedding_multiplier", Some(self.embedding_multiplier)),
+            ("attention_multiplier", Some(self.attention_multiplier)),
+            ("residual_multiplier", Some(self.residual_multiplier)),
+            ("logits_scaling", Some(self.logits_scaling)),
             ("rope_theta", Some(self.rope_theta)),
             ("rope_local_base_freq", Some(self.rope_local_base_freq)),
         ] {
