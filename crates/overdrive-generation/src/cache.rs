@@ -97,6 +97,10 @@ fn frequencies(model: &CausalLm) -> Option<Vec<f64>> {
     {
         return None;
     }
+    // A sliding cache rotates keys by halves of a head.
+    if matches!(model.config(), ModelConfig::Llama(config) if config.rotates_neighbours()) {
+        return None;
+    }
     let first = model.rotary_inverse_frequencies(0)?;
     let same =
         (1..model.num_layers()).all(|layer| model.rotary_inverse_frequencies(layer) == Some(first));

@@ -53,7 +53,7 @@ impl RotaryAttention {
     /// Returns the names of the layers whose weights lie together, without `.weight`.
     pub(crate) fn joint_names(prefix: &str, config: &LlamaConfig) -> Vec<String> {
         let name = |part: &str| format!("{prefix}.self_attn.{part}_proj");
-        if config.fused_projections() {
+        if config.has_joint_qkv() {
             return vec![name("qkv")];
         }
         ["q", "k", "v"].map(name).to_vec()
@@ -207,7 +207,10 @@ impl RotaryAttention {
     fn heads_in_one_pass(&self, x: &Tensor, rotation: &Rotation) -> Result<[Tensor; 3]> {
         let qkv = self.qkv.forward_joint(x)?;
         let (cos, sin) = (&rotation.cos, &rotation.sin);
-        let options = RotaryOptions::default();
+        let options = RotaryOptions {
+            convention: rotation.convention,
+            ..RotaryOptions::default()
+        };
         let (query, key, value) = split_qkv_rotary(&qkv, cos, sin, self.shape, &options)?;
         Ok([query, key, value])
     }
@@ -241,7 +244,7 @@ impl RotaryAttention {
         if fused {
             let options = RotaryOptions {
                 layout: Layout::Bthd,
-                ..RotaryOptions::default()
+                convention: rotation.convention,
             };
             (query, key) = rotary(&query, &key, &rotation.cos, &rotation.sin, &options)?;
         } else {

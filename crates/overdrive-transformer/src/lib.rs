@@ -7,7 +7,7 @@
 //! | `model_type` | models | features |
 //! |---|---|---|
 //! | `llama` | Llama 1 to 3, and models saved in its format | RMSNorm, rotary positions, grouped queries, SwiGLU; biases if `attention_bias` or `mlp_bias` is set |
-//! | `mistral` | Mistral | a sliding window in every layer |
+//! | `mistral` | Mistral, Mistral Small 3 (text) | a sliding window in every layer, or in none |
 //! | `mixtral` | Mixtral | Mistral with a mixture of experts in every layer |
 //! | `qwen2` | Qwen 1.5 to 2.5 | biases on query, key and value; windows from a layer on |
 //! | `qwen3` | Qwen 3 | normalised queries and keys |
@@ -16,8 +16,9 @@
 //! | `olmo2` | OLMo 2 | norms after attention and the feed-forward block only; queries and keys normalised as a whole |
 //! | `olmo3` | OLMo 3 | as OLMo 2, with a window in three of four layers, whose rotary positions are not scaled |
 //! | `granite` | Granite 3 | factors of the embedding, the scores, the outputs of blocks and the logits |
+//! | `glm4` | GLM-4 (0414) | norms before and after attention and the feed-forward block, one layer for gate and up, neighbouring channels of half a head rotated together |
 //! | `phi` | Phi-1, 1.5 and 2 | attention and the feed-forward block in parallel, with one LayerNorm; biases, rotation of the first channels of a head |
-//! | `phi3` | Phi-3, Phi-3.5, Phi-4 | one layer for query, key and value, and one for gate and up; LongRoPE |
+//! | `phi3` | Phi-3, Phi-3.5, Phi-4, Phi-4-mini | one layer for query, key and value, and one for gate and up; LongRoPE |
 //! | `gemma` | Gemma 1 | norms with the gain `1 + weight`, a scaled embedding |
 //! | `gemma2` | Gemma 2 | norms with the gain `1 + weight` before and after attention and the feed-forward block, bounded scores and logits, a window in every other layer |
 //! | `gemma3_text` | Gemma 3 (text) | as Gemma 2, with normalised queries and keys instead of the bounds, and rotary frequencies by layer type |

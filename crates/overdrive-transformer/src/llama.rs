@@ -2,6 +2,7 @@ use std::cell::RefCell;
 use std::ops::Range;
 
 use overdrive_checkpointing::{Shared, checkpoint_with};
+use overdrive_fused::Convention;
 use overdrive_fused::rows::RowAngles;
 use overdrive_kv_cache::KvCache;
 use overdrive_nn::{Embedding, Linear};
@@ -110,7 +111,11 @@ impl Llama {
             .collect();
         let rotary = |theta, scaling| {
             let context = config.max_position_embeddings;
-            Rotary::new(config.rotary_dim(), theta, scaling, context)
+            let rotary = Rotary::new(config.rotary_dim(), theta, scaling, context)?;
+            Ok::<_, Error>(match config.rotates_neighbours() {
+                true => rotary.with_convention(Convention::Interleaved),
+                false => rotary,
+            })
         };
         let second = plans.iter().any(|plan| plan.second_rotary);
         let second = second.then(|| match config.family {
@@ -164,8 +169,10 @@ impl Llama {
         if training {
             x = dropped(x, self.embedding_dropout)?;
         }
-        // A LayerNorm has no kernel on slices.
+        // Neither a LayerNorm nor the rotation of neighbouring channels has a kernel on slices.
+        let halves = context.rotation.convention == Convention::HalfSplit;
         let on_rows = matches!(self.norm, Norm::Rms(_))
+            && halves
             && decode_step::applies(input, &x, execution, training);
         let mut stream = Stream::new(x);
         if let Some(cache) = input.cache.as_deref_mut().filter(|_| on_rows) {

@@ -138,7 +138,7 @@ fn prefix_of(layer: i64) -> String {
 /// Returns the names of gate and up, in one or two layers, and of down, without `.weight`.
 fn mlp_modules(prefix: &str, config: &LlamaConfig) -> (Vec<String>, String) {
     let name = |part: &str| format!("{prefix}.mlp.{part}_proj");
-    let joint = match config.fused_projections() {
+    let joint = match config.has_joint_gate_up() {
         true => vec![name("gate_up")],
         false => vec![name("gate"), name("up")],
     };

@@ -21,7 +21,7 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
-const CASES: [&str; 13] = [
+const CASES: [&str; 14] = [
     "llama_gqa",
     "llama3_rope",
     "mistral",
@@ -33,6 +33,7 @@ const CASES: [&str; 13] = [
     "olmo2",
     "olmo3",
     "granite",
+    "glm4",
     "gpt2",
     "gpt2_scaled",
 ];

@@ -6,7 +6,7 @@ use crate::support::{greedy, load};
 use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate, generate_with};
 use overdrive_transformer::{AttentionImplementation, Execution};
 
-const CASES: [&str; 13] = [
+const CASES: [&str; 14] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -19,6 +19,7 @@ const CASES: [&str; 13] = [
     "olmo2",
     "olmo3",
     "granite",
+    "glm4",
     "gpt2",
 ];
 

@@ -9,7 +9,7 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 20] = [
+const CASES: [&str; 23] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -28,6 +28,9 @@ const CASES: [&str; 20] = [
     "olmo2",
     "olmo3",
     "granite",
+    "glm4",
+    "phi4_mini",
+    "mistral_small",
     "gpt2",
     "gpt2_scaled",
 ];

@@ -241,6 +241,7 @@ fn configurations() -> Vec<(&'static str, ModelConfig)> {
         ("olmo2", F::Olmo2),
         ("olmo3", F::Olmo3),
         ("granite", F::Granite),
+        ("glm4", F::Glm4),
     ];
     let mut all: Vec<_> = families
         .map(|(name, family)| (name, small(family).into()))

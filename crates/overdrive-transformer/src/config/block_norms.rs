@@ -30,6 +30,12 @@ impl LlamaFamily {
                 (AfterAttention, "post_attention_layernorm"),
                 (AfterMlp, "post_feedforward_layernorm"),
             ],
+            LlamaFamily::Glm4 => &[
+                (BeforeAttention, "input_layernorm"),
+                (BeforeMlp, "post_attention_layernorm"),
+                (AfterAttention, "post_self_attn_layernorm"),
+                (AfterMlp, "post_mlp_layernorm"),
+            ],
             _ => &[
                 (BeforeAttention, "input_layernorm"),
                 (BeforeMlp, "post_attention_layernorm"),

@@ -44,6 +44,9 @@ pub enum LlamaFamily {
     Olmo3,
     /// Granite 3: a Llama with factors of the embedding, the scores, the outputs of blocks and the logits.
     Granite,
+    /// GLM-4: norms precede and follow attention and the feed-forward block, gate and up are one layer, and
+    /// neighbouring channels of the first half of a head are rotated together.
+    Glm4,
 }
 
 impl LlamaFamily {
@@ -65,6 +68,7 @@ impl LlamaFamily {
             LlamaFamily::Olmo2 => "olmo2",
             LlamaFamily::Olmo3 => "olmo3",
             LlamaFamily::Granite => "granite",
+            LlamaFamily::Glm4 => "glm4",
         }
     }
 
@@ -86,6 +90,7 @@ impl LlamaFamily {
             LlamaFamily::Olmo2 => "Olmo2ForCausalLM",
             LlamaFamily::Olmo3 => "Olmo3ForCausalLM",
             LlamaFamily::Granite => "GraniteForCausalLM",
+            LlamaFamily::Glm4 => "Glm4ForCausalLM",
         }
     }
 
@@ -104,8 +109,12 @@ impl LlamaFamily {
         matches!(self, LlamaFamily::Olmo2 | LlamaFamily::Olmo3)
     }
 
-    /// Returns `true` for the families that may rotate the first channels of a head only, and have dropouts of
-    /// the residual stream.
+    /// Returns `true` for the families that may rotate the first channels of a head only.
+    pub(crate) fn rotates_partially(self) -> bool {
+        self.is_phi() || self == LlamaFamily::Glm4
+    }
+
+    /// Returns `true` for the families that have dropouts of the residual stream.
     pub(crate) fn is_phi(self) -> bool {
         matches!(self, LlamaFamily::Phi | LlamaFamily::Phi3)
     }
@@ -127,6 +136,7 @@ impl LlamaFamily {
             LlamaFamily::Olmo2,
             LlamaFamily::Olmo3,
             LlamaFamily::Granite,
+            LlamaFamily::Glm4,
         ]
         .into_iter()
         .find(|family| family.model_type() == model_type)

@@ -40,7 +40,8 @@ pub struct LlamaConfig {
     pub tie_word_embeddings: bool,
     /// The base of the rotary frequencies; default 10000.
     pub rope_theta: f64,
-    /// The fraction of a head's channels that is rotated, starting with the first one (Phi-2 and Phi-3); default 1.
+    /// The fraction of a head's channels that is rotated, starting with the first one (Phi-2, Phi-3 and GLM-4);
+    /// default 1 (GLM-4: 0.5).
     pub partial_rotary_factor: f64,
     /// The rope scaling; default none.
     pub rope_scaling: RopeScaling,
@@ -55,7 +56,7 @@ pub struct LlamaConfig {
     /// The rope scaling of the sliding layers of Gemma 3 and OLMo 3; default none.
     pub rope_local_scaling: RopeScaling,
     /// If `true`, query, key, value and output projections have biases (Llama, Qwen3, Gemma, SmolLM3, OLMo
-    /// and Granite); default `false`.
+    /// and Granite), or all but the output projection (GLM-4); default `false` (GLM-4: `true`).
     pub attention_bias: bool,
     /// If `true`, the feed-forward block has biases (Llama, SmolLM3 and Granite); default `false`.
     pub mlp_bias: bool,
@@ -222,6 +223,21 @@ impl LlamaConfig {
                 pad_token_id: Some(32000),
                 ..llama
             },
+            LlamaFamily::Glm4 => LlamaConfig {
+                vocab_size: 151_552,
+                intermediate_size: 13696,
+                num_hidden_layers: 40,
+                num_key_value_heads: Some(2),
+                head_dim: Some(128),
+                max_position_embeddings: 131_072,
+                rms_norm_eps: 1.5625e-7,
+                partial_rotary_factor: 0.5,
+                attention_bias: true,
+                bos_token_id: None,
+                eos_token_id: vec![151_329, 151_336, 151_338],
+                pad_token_id: Some(151_329),
+                ..llama
+            },
             LlamaFamily::Olmo2 | LlamaFamily::Olmo3 => {
                 let third = family == LlamaFamily::Olmo3;
                 LlamaConfig {
@@ -357,7 +373,7 @@ impl LlamaConfig {
 
     /// Returns `true` if the output projection of attention has a bias.
     pub(crate) fn output_bias(&self) -> bool {
-        self.qkv_bias() && self.family != LlamaFamily::Qwen2
+        self.qkv_bias() && !matches!(self.family, LlamaFamily::Qwen2 | LlamaFamily::Glm4)
     }
 
     pub(crate) fn qk_norm(&self) -> bool {
@@ -378,9 +394,20 @@ impl LlamaConfig {
         }
     }
 
-    /// Returns `true` if query, key and value are one layer, and gate and up another one.
-    pub(crate) fn fused_projections(&self) -> bool {
+    /// Returns `true` if query, key and value are one layer.
+    pub(crate) fn has_joint_qkv(&self) -> bool {
         self.family == LlamaFamily::Phi3
+    }
+
+    /// Returns `true` if gate and up are one layer.
+    pub(crate) fn has_joint_gate_up(&self) -> bool {
+        matches!(self.family, LlamaFamily::Phi3 | LlamaFamily::Glm4)
+    }
+
+    /// Returns `true` if neighbouring channels of a head are rotated together (GLM-4), and not those that are half of
+    /// the rotated channels apart.
+    pub fn rotates_neighbours(&self) -> bool {
+        self.family == LlamaFamily::Glm4
     }
 
     /// Returns `true` if the head has a bias.
@@ -397,9 +424,7 @@ impl LlamaConfig {
     pub fn embedding_scale(&self) -> Option<f64> {
         match self.family {
             LlamaFamily::Granite => Some(self.embedding_multiplier),
-            family => family
-                .is_gemma()
-                .then(|| (self.hidden_size as f64).sqrt()),
+            family => family.is_gemma().then(|| (self.hidden_size as f64).sqrt()),
         }
     }
 
@@ -469,7 +494,11 @@ impl LlamaConfig {
             Some(types.get(layer.unsigned_abs() as usize) == Some(&LayerType::Sliding))
         };
         match self.family {
-            LlamaFamily::Llama | LlamaFamily::Phi | LlamaFamily::Gemma | LlamaFamily::Olmo2 | LlamaFamily::Granite => false,
+            LlamaFamily::Llama
+            | LlamaFamily::Phi
+            | LlamaFamily::Gemma
+            | LlamaFamily::Olmo2
+            | LlamaFamily::Granite | LlamaFamily::Glm4 => false,
             LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::Phi3 => true,
             // All of its layers or none, whatever the file lists.
             LlamaFamily::Qwen3Moe => self.use_sliding_window,

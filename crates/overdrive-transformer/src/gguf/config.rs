@@ -9,7 +9,7 @@ use crate::{Error, Result};
 
 /// The supported values of `general.architecture`, for messages.
 const SUPPORTED: &str =
-    "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2, granite";
+    "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2, granite, glm4";
 /// The number of layers of the Gemma 2 and Gemma 3 models whose queries are scaled by hidden_size /
 /// num_attention_heads and not by the width of a head, for which GGUF has no key.
 pub(super) const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
@@ -38,6 +38,7 @@ impl ModelConfig {
             Some("smollm3") => LlamaFamily::SmolLm3,
             Some("olmo2") => LlamaFamily::Olmo2,
             Some("granite") => LlamaFamily::Granite,
+            Some("glm4") => LlamaFamily::Glm4,
             other => {
                 return Err(Error::Unsupported {
                     key: "general.architecture".to_owned(),
@@ -82,10 +83,10 @@ impl Keys<'_> {
                 _ => Ok(()),
             }
         };
-        // Attention has one width for keys and values, and rotates whole heads, except in Phi.
+        // Attention has one width for keys and values, and rotates whole heads, except in Phi and GLM-4.
         same("attention.value_length")?;
         let mut partial_rotary_factor = 1.0;
-        if family.is_phi() {
+        if family.rotates_partially() {
             let rotated = self.integer("rope.dimension_count")?.unwrap_or(head_dim);
             partial_rotary_factor = rotated as f64 / head_dim as f64;
         } else {

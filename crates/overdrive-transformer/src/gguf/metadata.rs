@@ -108,6 +108,7 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         F::SmolLm3 => "smollm3",
         F::Olmo2 | F::Olmo3 => "olmo2",
         F::Granite => "granite",
+        F::Glm4 => "glm4",
     });
     check_llama(&own, config)?;
     let context = config.max_position_embeddings;
@@ -194,7 +195,7 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
     )?;
     let has_biases = matches!(
         family,
-        F::Llama | F::Mistral | F::Mixtral | F::Qwen2 | F::Granite
+        F::Llama | F::Mistral | F::Mixtral | F::Qwen2 | F::Granite | F::Glm4
     );
     let biased = config.attention_bias && !has_biases;
     own.only(!biased, "attention_bias", true, "false")?;

@@ -117,10 +117,7 @@ pub(super) fn fused_rows(name: &str, config: &LlamaConfig) -> Option<(String, i6
 /// llama.cpp's order.
 pub(super) fn row_order(name: &str, config: &LlamaConfig) -> Option<Vec<i64>> {
     use LlamaFamily::{Granite, Llama, Mistral, Mixtral, SmolLm3};
-    if !matches!(
-        config.family,
-        Llama | Mistral | Mixtral | SmolLm3 | Granite
-    ) {
+    if !matches!(config.family, Llama | Mistral | Mixtral | SmolLm3 | Granite) {
         return None;
     }
     let heads = if name.contains(".q_proj.") {
@@ -171,6 +168,7 @@ mod tests {
             F::Olmo2,
             F::Olmo3,
             F::Granite,
+            F::Glm4,
         ] {
             let config = LlamaConfig {
                 num_hidden_layers: 2,

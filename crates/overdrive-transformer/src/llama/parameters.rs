@@ -36,7 +36,7 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
                 add(format!("{name}.bias"), &[output], Init::Zeros, Other);
             }
         };
-        if config.fused_projections() {
+        if config.has_joint_qkv() {
             linear("self_attn.o_proj", hidden, queries, false);
             linear("self_attn.qkv_proj", queries + 2 * keys, hidden, false);
         } else {

@@ -1,10 +1,12 @@
-//! Rotary position embeddings. The `D` rotated channels of a head, which are all of them except in Phi, are `D/2`
-//! pairs `(i, i + D/2)`; the pair `i` of the token at position `p` is rotated by the angle `p · inv_freq[i]`.
+//! Rotary position embeddings. The `D` rotated channels of a head, which are all of them except in Phi and GLM-4, are
+//! `D/2` pairs `(i, i + D/2)`, or neighbours `(2i, 2i + 1)` in GLM-4; the pair `i` of the token at position `p` is
+//! rotated by the angle `p · inv_freq[i]`.
 
 mod frequencies;
 
 use std::cell::RefCell;
 
+use overdrive_fused::Convention;
 use tch::{Device, Kind, Tensor};
 
 use crate::input::{ForwardInput, Shape};
@@ -22,6 +24,8 @@ pub(crate) struct Rotary {
     /// The tables. The first forward pass makes them for the length that it needs; a longer pass adds longer ones.
     /// Tables are freed only with the model, because captured CUDA graphs hold their addresses.
     tables: RefCell<Vec<Tables>>,
+    /// The channels that form a pair.
+    convention: Convention,
 }
 
 #[derive(Debug)]
@@ -40,6 +44,8 @@ struct Tables {
 pub(crate) struct Rotation {
     pub(crate) cos: Tensor,
     pub(crate) sin: Tensor,
+    /// The channels that form a pair.
+    pub(crate) convention: Convention,
 }
 
 impl Rotary {
@@ -49,6 +55,7 @@ impl Rotary {
         Ok(Rotary {
             frequencies: Frequencies::new(dim, theta, scaling, context)?,
             tables: RefCell::default(),
+            convention: Convention::default(),
         })
     }
 
@@ -58,7 +65,13 @@ impl Rotary {
         Rotary {
             frequencies: Frequencies::zero(dim),
             tables: RefCell::default(),
+            convention: Convention::default(),
         }
+    }
+
+    /// Sets the channels that form a pair.
+    pub(crate) fn with_convention(self, convention: Convention) -> Rotary {
+        Rotary { convention, ..self }
     }
 
     /// Returns the frequencies within the original context, `(D/2,)`.
@@ -120,6 +133,7 @@ impl Rotary {
         Ok(Rotation {
             cos: select(&tables.cos)?,
             sin: select(&tables.sin)?,
+            convention: self.convention,
         })
     }
 
@@ -151,6 +165,7 @@ impl Rotary {
         Ok(Rotation {
             cos: shaped(cos)?,
             sin: shaped(sin)?,
+            convention: self.convention,
         })
     }
 
@@ -189,6 +204,9 @@ impl Rotation {
             let rest = x.f_narrow(-1, rotated, channels - rotated)?;
             return Ok(Tensor::f_cat(&[first, rest], -1)?);
         }
+        if self.convention == Convention::Interleaved {
+            return self.apply_to_neighbours(x);
+        }
         let heads = |halves: [&Tensor; 2]| Tensor::f_cat(&halves, -1)?.f_unsqueeze(-2);
         let cos = heads([&self.cos, &self.cos])?;
         // The sign that goes with a roll by half a head.
@@ -201,10 +219,24 @@ impl Rotation {
             .f_to_kind(x.kind())?)
     }
 
+    /// Rotates the pairs of neighbouring channels of `x (B, T, H, D)`.
+    fn apply_to_neighbours(&self, x: &Tensor) -> Result<Tensor> {
+        let (cos, sin) = (self.cos.f_unsqueeze(-2)?, self.sin.f_unsqueeze(-2)?);
+        let pairs = x.f_to_kind(cos.kind())?.f_unflatten(-1, [-1, 2])?;
+        let (first, second) = (pairs.f_select(-1, 0)?, pairs.f_select(-1, 1)?);
+        let rotated = [
+            first.f_mul(&cos)?.f_sub(&second.f_mul(&sin)?)?,
+            second.f_mul(&cos)?.f_add(&first.f_mul(&sin)?)?,
+        ];
+        let rotated = Tensor::f_stack(&rotated, -1)?.f_flatten(-2, -1)?;
+        Ok(rotated.f_to_kind(x.kind())?)
+    }
+
     pub(crate) fn share(&self) -> Rotation {
         Rotation {
             cos: self.cos.shallow_clone(),
             sin: self.sin.shallow_clone(),
+            convention: self.convention,
         }
     }
 }

@@ -231,6 +231,11 @@ fn fresh_configs() -> Vec<(&'static str, ModelConfig)> {
         n_positions: 16,
         ..Gpt2Config::default()
     };
+    let glm4 = LlamaConfig {
+        head_dim: Some(8),
+        pad_token_id: Some(0),
+        ..small(LlamaFamily::Glm4)
+    };
     vec![
         ("fresh_llama", scaled.into()),
         ("fresh_mistral", small(LlamaFamily::Mistral).into()),
@@ -241,6 +246,7 @@ fn fresh_configs() -> Vec<(&'static str, ModelConfig)> {
         ("fresh_olmo2", small(LlamaFamily::Olmo2).into()),
         ("fresh_olmo3", small(LlamaFamily::Olmo3).into()),
         ("fresh_granite", small(LlamaFamily::Granite).into()),
+        ("fresh_glm4", glm4.into()),
         ("fresh_gpt2", gpt2.into()),
     ]
 }
@@ -386,7 +392,7 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
         "gpt2",
         "model_type",
         json!("mamba"),
-        "supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, smollm3, olmo2, olmo3, granite, gpt2",
+        "supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, smollm3, olmo2, olmo3, granite, glm4, gpt2",
     );
     for (other, reader) in [
         ("t5", "Seq2SeqLm"),

@@ -13,7 +13,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 30] = [
+pub(crate) const CASES: [&str; 33] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -44,6 +44,9 @@ pub(crate) const CASES: [&str; 30] = [
     "olmo2",
     "olmo3",
     "granite",
+    "glm4",
+    "phi4_mini",
+    "mistral_small",
 ];
 
 /// A copy of a fixture in a temporary folder, for tests that change it.

@@ -32,7 +32,7 @@ fn tiny(family: LlamaFamily) -> CausalLm {
         initializer_range: 0.2,
         sliding_window: (family != LlamaFamily::Llama).then_some(5),
         partial_rotary_factor: match family {
-            LlamaFamily::Phi | LlamaFamily::Phi3 => 0.75,
+            LlamaFamily::Phi | LlamaFamily::Phi3 | LlamaFamily::Glm4 => 0.75,
             _ => 1.0,
         },
         tie_word_embeddings: true,
@@ -129,6 +129,8 @@ fn decoding_on_slices_equals_decoding_on_tensors_in_every_family_and_cache() {
         LlamaFamily::Olmo2,
         LlamaFamily::Olmo3,
         LlamaFamily::Granite,
+        // On tensors as well: neighbouring channels are rotated.
+        LlamaFamily::Glm4,
     ] {
         check(&mut tiny(family), &format!("{family:?}"));
     }

@@ -505,7 +505,8 @@ fn layers_of_smollm3_without_rotary_positions_are_those_of_the_list_or_of_the_in
 /// The keys of transformers 4 set the base and the scaling of full layers alone, as transformers 5 reads them.
 #[test]
 fn the_rotary_positions_of_olmo3_are_read_from_each_form_of_its_files() {
-    let yarn = json!({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192});
+    let yarn =
+        json!({"rope_type": "yarn", "factor": 8.0, "original_max_position_embeddings": 8192});
     let old = parsed(json!({
         "model_type": "olmo3", "num_hidden_layers": 8, "rope_theta": 500000.0, "rope_scaling": yarn,
     }));
@@ -519,7 +520,10 @@ fn the_rotary_positions_of_olmo3_are_read_from_each_form_of_its_files() {
     assert_eq!(slides, [true, true, true, false, true, true, true, false]);
     let written = ModelConfig::from(old.clone()).to_json();
     assert_eq!(written["rope_scaling"]["factor"], 8.0);
-    assert_eq!(parsed(Value::Object(written)).rope_scaling, old.rope_scaling);
+    assert_eq!(
+        parsed(Value::Object(written)).rope_scaling,
+        old.rope_scaling
+    );
 
     let new = parsed(json!({"model_type": "olmo3", "rope_parameters": {
         "full_attention": {"rope_type": "default", "rope_theta": 3e5},

@@ -103,6 +103,7 @@ fn quantized_models_compute_with_the_values_of_their_file() {
         "olmo2",
         "olmo3",
         "granite",
+        "glm4",
     ] {
         let path = fixture(&format!("{name}.gguf"));
         let mut model = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap();
@@ -292,7 +293,7 @@ fn missing_metadata_and_tensors_are_named() {
     assert_eq!(
         error,
         "`general.architecture` is \"lamma\", which is not supported; supported: llama, qwen2, \
-         qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2, granite"
+         qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2, granite, glm4"
     );
 }
 

@@ -141,7 +141,7 @@ impl LlamaConfig {
             self.rope_scaling = RopeScaling::read(fields, context, theta, part, of_phi3)?;
         }
         // transformers cannot compute it for the others either.
-        if self.partial_rotary_factor != 1.0 && !self.family.is_phi() {
+        if self.partial_rotary_factor != 1.0 && !self.family.rotates_partially() {
             return Err(Error::Unsupported {
                 key: "partial_rotary_factor".to_owned(),
                 found: self.partial_rotary_factor.to_string(),
@@ -275,6 +275,10 @@ impl LlamaConfig {
                 "attention_multiplier": self.attention_multiplier,
                 "residual_multiplier": self.residual_multiplier,
                 "logits_scaling": self.logits_scaling,
+            }),
+            LlamaFamily::Glm4 => json!({
+                "attention_bias": self.attention_bias,
+                "partial_rotary_factor": self.partial_rotary_factor,
             }),
             LlamaFamily::Olmo2 => json!({"attention_bias": self.attention_bias}),
             LlamaFamily::Olmo3 => json!({
