@@ -11,6 +11,7 @@
 //! | `mixtral` | Mixtral | Mistral with a mixture of experts in every layer |
 //! | `qwen2` | Qwen 1.5 to 2.5 | biases on query, key and value; windows from a layer on |
 //! | `qwen3` | Qwen 3 | normalised queries and keys |
+//! | `qwen2_moe` | Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B) | Qwen2 with a mixture of experts, one of which computes every token behind a gate |
 //! | `qwen3_moe` | Qwen 3 with experts (30B-A3B, 235B-A22B) | Qwen3 with a mixture of experts in some or all layers |
 //! | `smollm3` | SmolLM3 | no rotary positions in every fourth layer, or in those that `no_rope_layers` lists |
 //! | `olmo2` | OLMo 2 | norms after attention and the feed-forward block only; queries and keys normalised as a whole |

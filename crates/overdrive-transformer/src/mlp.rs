@@ -3,7 +3,10 @@ use overdrive_nn::{Adapter, Linear, LinearWeight, joint_forward_into};
 use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
-use crate::moe::{ExpertLoad, LoadBalance, MixtureOfExperts, expert_modules, router_module};
+use crate::moe::{
+    ExpertLoad, LoadBalance, MixtureOfExperts, expert_modules, router_module, shared_gate_module,
+    shared_modules,
+};
 use crate::parameters::{ParameterMap, ParameterRole};
 use crate::projections::{JointLinear, LinearVisitor, visit_linear};
 use crate::{LlamaConfig, LlamaFamily, Result};
@@ -47,10 +50,18 @@ impl FeedForward {
             }
         };
         let mut weights: Vec<WeightSpec> = (0..experts.num_experts).flat_map(of_expert).collect();
-        // transformers has the router first in Mixtral, and last in Qwen3-MoE.
+        // transformers has the router last in Qwen3-MoE, and first in the others.
         match config.family {
-            LlamaFamily::Mixtral => weights.insert(0, router),
-            _ => weights.push(router),
+            LlamaFamily::Qwen3Moe => weights.push(router),
+            _ => weights.insert(0, router),
+        }
+        if let Some(inner) = experts.shared_expert_intermediate_size {
+            let [gate, up, down] = shared_modules(&prefix);
+            weights.push((gate, [inner, hidden], ParameterRole::Linear));
+            weights.push((up, [inner, hidden], ParameterRole::Linear));
+            weights.push((down, [hidden, inner], ParameterRole::Linear));
+            let gate = shared_gate_module(&prefix);
+            weights.push((gate, [1, hidden], ParameterRole::Router));
         }
         weights
     }
@@ -68,7 +79,12 @@ impl FeedForward {
             inner.extend([gate, up]);
             outer.push(down);
         }
-        vec![inner, outer]
+        let mut groups = vec![inner, outer];
+        if experts.shared_expert_intermediate_size.is_some() {
+            let [gate, up, _] = shared_modules(&prefix);
+            groups.push(vec![gate, up]);
+        }
+        groups
     }
 
     pub(crate) fn take(

@@ -33,8 +33,8 @@ pub enum ParameterRole {
     Conv1d,
     /// The weight `(V, C)` of an untied head.
     Head,
-    /// The weight `(E, I)` of the router of a mixture of experts. It is never quantized here, but read if a file
-    /// holds it quantized.
+    /// The weight `(E, I)` of the router of a mixture of experts, or `(1, I)` of the gate of its shared expert. It is
+    /// never quantized here, but read if a file holds it quantized.
     Router,
     /// A norm, a bias, a table of positions.
     Other,

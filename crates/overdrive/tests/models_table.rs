@@ -79,6 +79,7 @@ fn tiny(model_type: &str) -> serde_json::Value {
         "encoder_ffn_dim": 64, "decoder_ffn_dim": 64, "init_std": 0.2,
         // Mixtures of experts.
         "num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32,
+        "shared_expert_intermediate_size": 32,
     });
     match model_type {
         "gemma3" => {
@@ -301,7 +302,7 @@ fn decoder(
         .and_then(|tokens| is_served(&config, &tokens));
     // A router may choose another expert, which changes a token by much.
     let bound = match model_type {
-        "mixtral" | "qwen3_moe" => 0.25,
+        "mixtral" | "qwen2_moe" | "qwen3_moe" => 0.25,
         _ => 0.1,
     };
     let outcomes = [

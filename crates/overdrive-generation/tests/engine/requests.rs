@@ -21,7 +21,7 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
-const CASES: [&str; 14] = [
+const CASES: [&str; 15] = [
     "llama_gqa",
     "llama3_rope",
     "mistral",
@@ -34,6 +34,7 @@ const CASES: [&str; 14] = [
     "olmo3",
     "granite",
     "glm4",
+    "qwen2_moe",
     "gpt2",
     "gpt2_scaled",
 ];

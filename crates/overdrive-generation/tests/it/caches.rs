@@ -6,7 +6,7 @@ use crate::support::{greedy, load};
 use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate, generate_with};
 use overdrive_transformer::{AttentionImplementation, Execution};
 
-const CASES: [&str; 14] = [
+const CASES: [&str; 15] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -20,6 +20,7 @@ const CASES: [&str; 14] = [
     "olmo3",
     "granite",
     "glm4",
+    "qwen2_moe",
     "gpt2",
 ];
 

@@ -9,7 +9,7 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 23] = [
+const CASES: [&str; 24] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -31,6 +31,7 @@ const CASES: [&str; 23] = [
     "glm4",
     "phi4_mini",
     "mistral_small",
+    "qwen2_moe",
     "gpt2",
     "gpt2_scaled",
 ];

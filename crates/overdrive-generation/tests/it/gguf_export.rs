@@ -199,7 +199,10 @@ fn small(family: LlamaFamily) -> LlamaConfig {
         experts.num_experts = 4;
         experts.num_experts_per_tok = 2;
         experts.moe_intermediate_size = 96;
-        experts.norm_topk_prob = true;
+        experts.norm_topk_prob = family != F::Qwen2Moe;
+        if let Some(shared) = &mut experts.shared_expert_intermediate_size {
+            *shared = 160;
+        }
     }
     if family.is_gemma() {
         config.tie_word_embeddings = true;
@@ -242,6 +245,7 @@ fn configurations() -> Vec<(&'static str, ModelConfig)> {
         ("olmo3", F::Olmo3),
         ("granite", F::Granite),
         ("glm4", F::Glm4),
+        ("qwen2_moe", F::Qwen2Moe),
     ];
     let mut all: Vec<_> = families
         .map(|(name, family)| (name, small(family).into()))

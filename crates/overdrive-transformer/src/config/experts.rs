@@ -10,22 +10,26 @@ use crate::Result;
 const MAX_EXPERTS: i64 = 1 << 17;
 
 /// The mixture of experts of a [`LlamaConfig`](crate::LlamaConfig), with the keys and defaults of transformers'
-/// `MixtralConfig` and `Qwen3MoeConfig`; [`LlamaConfig::of`](crate::LlamaConfig::of) returns those of each.
+/// `MixtralConfig`, `Qwen2MoeConfig` and `Qwen3MoeConfig`; [`LlamaConfig::of`](crate::LlamaConfig::of) returns those of each.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExpertsConfig {
-    /// The number of experts of a layer (`num_local_experts` of Mixtral, `num_experts` of Qwen3-MoE; either key is
-    /// read); default 8 (Qwen3-MoE: 128).
+    /// The number of experts of a layer (`num_local_experts` of Mixtral, `num_experts` of Qwen's mixtures; either
+    /// key is read); default 8 (Qwen2-MoE: 60, Qwen3-MoE: 128).
     pub num_experts: i64,
-    /// The number of experts that compute a token; default 2 (Qwen3-MoE: 8).
+    /// The number of experts that compute a token; default 2 (Qwen2-MoE: 4, Qwen3-MoE: 8).
     pub num_experts_per_tok: i64,
-    /// The inner width of an expert of Qwen3-MoE; default 768. Mixtral's experts have `intermediate_size`.
+    /// The inner width of an expert of Qwen's mixtures; default 768 (Qwen2-MoE: 1408). Mixtral's experts have
+    /// `intermediate_size`.
     pub moe_intermediate_size: i64,
-    /// If `true`, the weights of a token's experts are divided by their sum; default `false` for Qwen3-MoE. Mixtral
+    /// The inner width of the expert that computes every token (Qwen2-MoE); default `None`, no such expert (Qwen2-MoE:
+    /// 5632).
+    pub shared_expert_intermediate_size: Option<i64>,
+    /// If `true`, the weights of a token's experts are divided by their sum; default `false` for Qwen's mixtures. Mixtral
     /// always divides.
     pub norm_topk_prob: bool,
-    /// Layers whose number, counted from 1, is a multiple of this value have experts (Qwen3-MoE); default 1.
+    /// Layers whose number, counted from 1, is a multiple of this value have experts (Qwen's mixtures); default 1.
     pub decoder_sparse_step: i64,
-    /// The layers without experts despite `decoder_sparse_step`, counted from 0 (Qwen3-MoE); default none.
+    /// The layers without experts despite `decoder_sparse_step`, counted from 0 (Qwen's mixtures); default none.
     pub mlp_only_layers: Vec<i64>,
     /// If `true`, the loss includes the load-balancing term; default `false`.
     pub output_router_logits: bool,
@@ -42,6 +46,7 @@ impl ExpertsConfig {
             num_experts: 8,
             num_experts_per_tok: 2,
             moe_intermediate_size: 768,
+            shared_expert_intermediate_size: None,
             norm_topk_prob: true,
             decoder_sparse_step: 1,
             mlp_only_layers: Vec::new(),
@@ -51,6 +56,14 @@ impl ExpertsConfig {
         };
         match family {
             LlamaFamily::Mixtral => Some(mixtral),
+            LlamaFamily::Qwen2Moe => Some(ExpertsConfig {
+                num_experts: 60,
+                num_experts_per_tok: 4,
+                moe_intermediate_size: 1408,
+                shared_expert_intermediate_size: Some(5632),
+                norm_topk_prob: false,
+                ..mixtral
+            }),
             LlamaFamily::Qwen3Moe => Some(ExpertsConfig {
                 num_experts: 128,
                 num_experts_per_tok: 8,
@@ -73,6 +86,9 @@ impl ExpertsConfig {
             return fields.number("router_jitter_noise", &mut self.router_jitter_noise);
         }
         fields.positive("moe_intermediate_size", &mut self.moe_intermediate_size)?;
+        if let Some(width) = &mut self.shared_expert_intermediate_size {
+            fields.positive("shared_expert_intermediate_size", width)?;
+        }
         fields.boolean("norm_topk_prob", &mut self.norm_topk_prob)?;
         fields.positive("decoder_sparse_step", &mut self.decoder_sparse_step)?;
         if let Some(value) = fields.take("mlp_only_layers") {
@@ -102,6 +118,9 @@ impl ExpertsConfig {
                 "mlp_only_layers": self.mlp_only_layers,
             }),
         };
+        if let Some(width) = self.shared_expert_intermediate_size {
+            map.insert("shared_expert_intermediate_size".to_owned(), width.into());
+        }
         for object in [common, own] {
             if let Value::Object(entries) = object {
                 map.extend(entries);
@@ -130,8 +149,21 @@ impl ExpertsConfig {
             ("num_experts_per_tok", self.num_experts_per_tok),
             ("moe_intermediate_size", self.moe_intermediate_size),
             ("decoder_sparse_step", self.decoder_sparse_step),
+            (
+                "shared_expert_intermediate_size",
+                self.shared_expert_intermediate_size.unwrap_or(1),
+            ),
         ] {
             check_size(key, value)?;
+        }
+        let needs_shared = family == LlamaFamily::Qwen2Moe;
+        if needs_shared != self.shared_expert_intermediate_size.is_some() {
+            let (found, expected) = match needs_shared {
+                true => ("missing", "set for the family qwen2_moe"),
+                false => ("set", "`None` for all families but qwen2_moe"),
+            };
+            let key = "shared_expert_intermediate_size";
+            return Err(bad(key, &found.into(), expected));
         }
         // The sizes are below 2^31 and the layers below 2^17.
         if self.num_experts * layers > MAX_EXPERTS {

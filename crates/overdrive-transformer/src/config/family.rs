@@ -47,6 +47,8 @@ pub enum LlamaFamily {
     /// GLM-4: norms precede and follow attention and the feed-forward block, gate and up are one layer, and
     /// neighbouring channels of the first half of a head are rotated together.
     Glm4,
+    /// Qwen2-MoE: a Qwen2 with mixtures of experts, of which one computes every token.
+    Qwen2Moe,
 }
 
 impl LlamaFamily {
@@ -69,6 +71,7 @@ impl LlamaFamily {
             LlamaFamily::Olmo3 => "olmo3",
             LlamaFamily::Granite => "granite",
             LlamaFamily::Glm4 => "glm4",
+            LlamaFamily::Qwen2Moe => "qwen2_moe",
         }
     }
 
@@ -91,6 +94,7 @@ impl LlamaFamily {
             LlamaFamily::Olmo3 => "Olmo3ForCausalLM",
             LlamaFamily::Granite => "GraniteForCausalLM",
             LlamaFamily::Glm4 => "Glm4ForCausalLM",
+            LlamaFamily::Qwen2Moe => "Qwen2MoeForCausalLM",
         }
     }
 
@@ -137,6 +141,7 @@ impl LlamaFamily {
             LlamaFamily::Olmo3,
             LlamaFamily::Granite,
             LlamaFamily::Glm4,
+            LlamaFamily::Qwen2Moe,
         ]
         .into_iter()
         .find(|family| family.model_type() == model_type)

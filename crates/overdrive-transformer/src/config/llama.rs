@@ -56,7 +56,8 @@ pub struct LlamaConfig {
     /// The rope scaling of the sliding layers of Gemma 3 and OLMo 3; default none.
     pub rope_local_scaling: RopeScaling,
     /// If `true`, query, key, value and output projections have biases (Llama, Qwen3, Gemma, SmolLM3, OLMo
-    /// and Granite), or all but the output projection (GLM-4); default `false` (GLM-4: `true`).
+    /// and Granite), or all but the output projection (GLM-4, and Qwen2-MoE, which calls it `qkv_bias`);
+    /// default `false` (GLM-4 and Qwen2-MoE: `true`).
     pub attention_bias: bool,
     /// If `true`, the feed-forward block has biases (Llama, SmolLM3 and Granite); default `false`.
     pub mlp_bias: bool,
@@ -93,7 +94,7 @@ pub struct LlamaConfig {
     pub residual_multiplier: f64,
     /// The divisor of the logits (Granite); default 1.
     pub logits_scaling: f64,
-    /// The mixture of experts: required for Mixtral and Qwen3-MoE, `None` for all other families; default `None`.
+    /// The mixture of experts: required for Mixtral, Qwen2-MoE and Qwen3-MoE, `None` for all other families; default `None`.
     pub experts: Option<ExpertsConfig>,
     /// The id of the beginning-of-sequence token; default 1.
     pub bos_token_id: Option<i64>,
@@ -221,6 +222,20 @@ impl LlamaConfig {
                 rms_norm_eps: 1e-5,
                 eos_token_id: vec![32000],
                 pad_token_id: Some(32000),
+                ..llama
+            },
+            LlamaFamily::Qwen2Moe => LlamaConfig {
+                vocab_size: 151_936,
+                hidden_size: 2048,
+                intermediate_size: 5632,
+                num_hidden_layers: 24,
+                num_attention_heads: 16,
+                num_key_value_heads: Some(16),
+                max_position_embeddings: 32768,
+                attention_bias: true,
+                sliding_window: Some(4096),
+                bos_token_id: None,
+                eos_token_id: Vec::new(),
                 ..llama
             },
             LlamaFamily::Glm4 => LlamaConfig {
@@ -373,7 +388,11 @@ impl LlamaConfig {
 
     /// Returns `true` if the output projection of attention has a bias.
     pub(crate) fn output_bias(&self) -> bool {
-        self.qkv_bias() && !matches!(self.family, LlamaFamily::Qwen2 | LlamaFamily::Glm4)
+        self.qkv_bias()
+            && !matches!(
+                self.family,
+                LlamaFamily::Qwen2 | LlamaFamily::Qwen2Moe | LlamaFamily::Glm4
+            )
     }
 
     pub(crate) fn qk_norm(&self) -> bool {
@@ -498,12 +517,17 @@ impl LlamaConfig {
             | LlamaFamily::Phi
             | LlamaFamily::Gemma
             | LlamaFamily::Olmo2
-            | LlamaFamily::Granite | LlamaFamily::Glm4 => false,
+            | LlamaFamily::Granite
+            | LlamaFamily::Glm4 => false,
             LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::Phi3 => true,
             // All of its layers or none, whatever the file lists.
             LlamaFamily::Qwen3Moe => self.use_sliding_window,
             LlamaFamily::SmolLm3 => {
                 self.use_sliding_window && listed().unwrap_or(!self.has_rotary(layer))
+            }
+            LlamaFamily::Qwen2Moe => {
+                let usual = layer % 2 == 0 && layer < self.max_window_layers;
+                self.use_sliding_window && listed().unwrap_or(usual)
             }
             LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
                 self.use_sliding_window && listed().unwrap_or(layer >= self.max_window_layers)
@@ -524,7 +548,7 @@ impl LlamaConfig {
     /// Returns the inner width of an expert, or of the feed-forward block of a family without experts.
     pub fn expert_intermediate_size(&self) -> i64 {
         match &self.experts {
-            Some(experts) if self.family == LlamaFamily::Qwen3Moe => experts.moe_intermediate_size,
+            Some(experts) if self.family != LlamaFamily::Mixtral => experts.moe_intermediate_size,
             _ => self.intermediate_size,
         }
     }

@@ -8,8 +8,7 @@ use crate::config::{
 use crate::{Error, Result};
 
 /// The supported values of `general.architecture`, for messages.
-const SUPPORTED: &str =
-    "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2, granite, glm4";
+const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2, granite, glm4, qwen2moe";
 /// The number of layers of the Gemma 2 and Gemma 3 models whose queries are scaled by hidden_size /
 /// num_attention_heads and not by the width of a head, for which GGUF has no key.
 pub(super) const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
@@ -39,6 +38,7 @@ impl ModelConfig {
             Some("olmo2") => LlamaFamily::Olmo2,
             Some("granite") => LlamaFamily::Granite,
             Some("glm4") => LlamaFamily::Glm4,
+            Some("qwen2moe") => LlamaFamily::Qwen2Moe,
             other => {
                 return Err(Error::Unsupported {
                     key: "general.architecture".to_owned(),
@@ -160,12 +160,12 @@ impl Keys<'_> {
     fn family_with_experts(&self, family: LlamaFamily) -> Result<LlamaFamily> {
         let experts = self.integer("expert_count")?.unwrap_or(0);
         match family {
-            LlamaFamily::Qwen3Moe => Ok(family),
+            LlamaFamily::Qwen2Moe | LlamaFamily::Qwen3Moe => Ok(family),
             LlamaFamily::Llama if experts > 0 => Ok(LlamaFamily::Mixtral),
             _ if experts > 0 => Err(Error::Unsupported {
                 key: self.key("expert_count"),
                 found: experts.to_string(),
-                supported: "0; only llama and qwen3moe files may have experts".to_owned(),
+                supported: "0; only llama, qwen2moe and qwen3moe files may have experts".to_owned(),
             }),
             _ => Ok(family),
         }
@@ -177,9 +177,13 @@ impl Keys<'_> {
         };
         experts.num_experts = self.required("expert_count")?;
         experts.num_experts_per_tok = self.required("expert_used_count")?;
-        // llama.cpp divides the weights by their sum in both architectures; its files have no key for it.
-        experts.norm_topk_prob = true;
-        if config.family == LlamaFamily::Qwen3Moe {
+        // llama.cpp divides the weights by their sum in all architectures but qwen2moe; its files have no key for it.
+        experts.norm_topk_prob = config.family != LlamaFamily::Qwen2Moe;
+        if let Some(shared) = &mut experts.shared_expert_intermediate_size {
+            let given = self.integer("expert_shared_feed_forward_length")?;
+            *shared = given.unwrap_or(config.intermediate_size);
+        }
+        if config.family != LlamaFamily::Mixtral {
             experts.moe_intermediate_size = self.required("expert_feed_forward_length")?;
         }
         Ok(())

@@ -3,7 +3,7 @@ use std::collections::{BTreeSet, HashMap};
 use overdrive_quantization::{GgufFile, GgufTensor};
 use tch::{Kind, Tensor};
 
-use super::names::{fused_rows, llama_name, row_order};
+use super::names::{fused_rows, gguf_shape, llama_name, row_order};
 use crate::checkpoint::{CheckpointProblems, Misshapen};
 use crate::config::{LlamaConfig, check_layers_of_files};
 use crate::moe;
@@ -82,7 +82,8 @@ pub(super) fn tensors(
             // llama.cpp stores what these norms multiply by, transformers what they add to one.
             numbers = numbers.f_sub_scalar(1.0)?;
         }
-        parameter.f_copy_(&numbers)?;
+        // A gate of one row is a vector in the file.
+        parameter.f_copy_(&numbers.f_view_as(parameter)?)?;
         report(source.tensor.data().len());
     }
     Ok(ModelTensors {
@@ -149,7 +150,7 @@ fn sources<'a>(
     for spec in config.parameters() {
         let name = llama_name(&spec.name, llama.family);
         let found = name.as_deref().and_then(|name| stored.get(name).copied());
-        let (mut shape, mut rows) = (spec.shape.clone(), row_order(&spec.name, llama));
+        let (mut shape, mut rows) = (gguf_shape(&spec), row_order(&spec.name, llama));
         let fused = || {
             let (name, height, part) = fused_rows(&spec.name, llama)?;
             let tensor = stored.get(name.as_str()).copied()?;

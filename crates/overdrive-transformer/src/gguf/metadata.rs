@@ -109,6 +109,7 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         F::Olmo2 | F::Olmo3 => "olmo2",
         F::Granite => "granite",
         F::Glm4 => "glm4",
+        F::Qwen2Moe => "qwen2moe",
     });
     check_llama(&own, config)?;
     let context = config.max_position_embeddings;
@@ -137,12 +138,18 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
             ("expert_count", experts.num_experts),
             ("expert_used_count", experts.num_experts_per_tok),
         ])?;
-        if family == F::Qwen3Moe {
+        if let Some(shared) = experts.shared_expert_intermediate_size {
+            own.sizes([("expert_shared_feed_forward_length", shared)])?;
+        }
+        if family != F::Mixtral {
             own.sizes([("expert_feed_forward_length", experts.moe_intermediate_size)])?;
         }
     }
     if let (true, Some(window)) = (
-        !matches!(family, F::Qwen2 | F::Qwen3 | F::Qwen3Moe | F::SmolLm3),
+        !matches!(
+            family,
+            F::Qwen2 | F::Qwen3 | F::Qwen2Moe | F::Qwen3Moe | F::SmolLm3
+        ),
         config.sliding_window,
     ) {
         own.sizes([("attention.sliding_window", window)])?;
@@ -195,12 +202,12 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
     )?;
     let has_biases = matches!(
         family,
-        F::Llama | F::Mistral | F::Mixtral | F::Qwen2 | F::Granite | F::Glm4
+        F::Llama | F::Mistral | F::Mixtral | F::Qwen2 | F::Qwen2Moe | F::Granite | F::Glm4
     );
     let biased = config.attention_bias && !has_biases;
     own.only(!biased, "attention_bias", true, "false")?;
     own.only(!config.qk_layernorm, "qk_layernorm", true, "false")?;
-    if family.is_phi() || family.is_olmo() {
+    if family.is_phi() || family.is_olmo() || family == F::Qwen2Moe {
         let width = config.hidden_size / config.num_attention_heads;
         own.only(
             config.head_dim() == width,
@@ -216,12 +223,21 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
         own.only(is_usual, "no_rope_layers", "another pattern", supported)?;
         own.only(!config.mlp_bias, "mlp_bias", true, "false")?;
     }
-    if matches!(family, F::Qwen2 | F::Qwen3 | F::Qwen3Moe | F::SmolLm3) {
+    if matches!(
+        family,
+        F::Qwen2 | F::Qwen3 | F::Qwen2Moe | F::Qwen3Moe | F::SmolLm3
+    ) {
         let slides = (0..config.num_hidden_layers).any(|layer| config.window(layer).is_some());
         own.only(!slides, "use_sliding_window", true, "false")?;
     }
     if let Some(experts) = &config.experts {
-        own.only(experts.norm_topk_prob, "norm_topk_prob", false, "true")?;
+        let (divides, usual) = (experts.norm_topk_prob, family != F::Qwen2Moe);
+        own.only(
+            divides == usual,
+            "norm_topk_prob",
+            divides,
+            &usual.to_string(),
+        )?;
         let all = (0..config.num_hidden_layers).all(|layer| config.experts_of(layer).is_some());
         own.only(
             all,
@@ -230,7 +246,7 @@ fn check_llama(own: &Metadata, config: &LlamaConfig) -> Result<()> {
             "experts in every layer",
         )?;
     }
-    if family.is_olmo() {
+    if family.is_olmo() || family == F::Qwen2Moe {
         let tied = config.tie_word_embeddings;
         own.only(!tied, "tie_word_embeddings", true, "false")?;
     }

@@ -1,9 +1,13 @@
 use crate::ModelConfig;
 use crate::config::{LlamaConfig, LlamaFamily, NormPosition};
 use crate::moe;
+use crate::parameters::{ParameterRole, ParameterSpec};
+
+/// The gate of the expert that computes every token.
+const SHARED_GATE: &str = "mlp.shared_expert_gate";
 
 /// The names of the modules of a block in transformers and in llama.cpp.
-const MODULES: [(&str, &str); 14] = [
+const MODULES: [(&str, &str); 18] = [
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
     ("self_attn.v_proj", "attn_v"),
@@ -18,6 +22,10 @@ const MODULES: [(&str, &str); 14] = [
     ("mlp.gate_up_proj", "ffn_up"),
     ("mlp.fc1", "ffn_up"),
     ("mlp.fc2", "ffn_down"),
+    ("mlp.shared_expert.gate_proj", "ffn_gate_shexp"),
+    ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
+    ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
+    (SHARED_GATE, "ffn_gate_inp_shexp"),
 ];
 
 /// The stacks of the matrices of all experts, in the order gate, up, down.
@@ -78,6 +86,19 @@ pub(super) fn llama_name(name: &str, family: LlamaFamily) -> Option<String> {
         }
     };
     Some(format!("{own}.{end}"))
+}
+
+/// Returns the shape of a parameter in GGUF files, where the gate of the shared expert is a vector.
+pub(super) fn gguf_shape(spec: &ParameterSpec) -> Vec<i64> {
+    let mut shape = spec.shape.clone();
+    match spec.role {
+        ParameterRole::Conv1d => shape.reverse(),
+        ParameterRole::Router if spec.module().ends_with(SHARED_GATE) => {
+            shape.remove(0);
+        }
+        _ => {}
+    }
+    shape
 }
 
 /// Returns llama.cpp's name of the norm of a block.
@@ -169,6 +190,7 @@ mod tests {
             F::Olmo3,
             F::Granite,
             F::Glm4,
+            F::Qwen2Moe,
         ] {
             let config = LlamaConfig {
                 num_hidden_layers: 2,

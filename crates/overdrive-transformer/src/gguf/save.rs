@@ -9,7 +9,7 @@ use tch::{Kind, Tensor};
 
 use super::file_type::{GgufFileType, Mixture};
 use super::metadata::metadata;
-use super::names::{gguf_name, stored_rows};
+use super::names::{gguf_name, gguf_shape, stored_rows};
 use crate::parameters::{ParameterRole, ParameterSpec};
 use crate::{CausalLm, LoadProgress, ModelConfig, Result};
 
@@ -98,7 +98,8 @@ impl CausalLm {
         let _no_grad = engine::GradMode::new(false);
         for tensor in &planned {
             for part in &tensor.parts {
-                writer.write(&weights.stored(part, config)?)?;
+                let stored = weights.stored(part, config)?;
+                writer.write(&stored.f_reshape(gguf_shape(part))?)?;
                 report(part.numel());
             }
         }
@@ -135,10 +136,7 @@ fn plan(config: &ModelConfig, file_type: GgufFileType) -> Result<Vec<Planned>> {
             stack.parts.push(spec);
             continue;
         }
-        let mut shape = spec.shape.clone();
-        if spec.role == ParameterRole::Conv1d {
-            shape.reverse();
-        }
+        let mut shape = gguf_shape(&spec);
         if crate::moe::expert_of(spec.module()).is_some() {
             shape.insert(0, 1);
             stacks.insert(name.clone(), planned.len());

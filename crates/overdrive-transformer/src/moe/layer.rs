@@ -7,17 +7,21 @@ use super::dispatch::Dispatch;
 use super::grouped;
 use super::names::expert_modules;
 use super::router::{Router, Routing};
+use super::shared::SharedExpert;
 use crate::Result;
 use crate::config::{ExpertsConfig, LlamaConfig};
 use crate::mlp::GatedMlp;
 use crate::parameters::ParameterMap;
 use crate::projections::LinearVisitor;
 
-/// A router and the feed-forward blocks that it chooses from: `Σ wₖ · expertₖ(x)` over the chosen ones of each token.
+/// A router and the feed-forward blocks that it chooses from: `Σ wₖ · expertₖ(x)` over the chosen ones of each token, and
+/// an expert that computes every token, if the model has one.
 #[derive(Debug)]
 pub(crate) struct MixtureOfExperts {
     pub(super) router: Router,
     pub(super) experts: Vec<GatedMlp>,
+    /// The expert that computes every token (Qwen2-MoE).
+    pub(super) shared: Option<SharedExpert>,
     /// The relative noise of the input in training.
     noise: f64,
 }
@@ -38,20 +42,30 @@ impl MixtureOfExperts {
                 .map(expert)
                 .collect::<Result<_>>()?,
             router: Router::take(parameters, prefix, config, experts)?,
+            shared: match experts.shared_expert_intermediate_size {
+                Some(_) => Some(SharedExpert::take(parameters, prefix, config)?),
+                None => None,
+            },
             noise: experts.router_jitter_noise,
         })
     }
 
     pub(crate) fn layers(&self) -> impl Iterator<Item = &Linear> {
         let experts = self.experts.iter().flat_map(GatedMlp::layers);
-        std::iter::once(self.router.layer()).chain(experts)
+        let shared = self.shared.iter().flat_map(SharedExpert::layers);
+        std::iter::once(self.router.layer())
+            .chain(experts)
+            .chain(shared)
     }
 
     pub(crate) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
         self.router.visit(visit)?;
         self.experts
             .iter_mut()
-            .try_for_each(|expert| expert.visit(visit))
+            .try_for_each(|expert| expert.visit(visit))?;
+        self.shared
+            .iter_mut()
+            .try_for_each(|shared| shared.visit(visit))
     }
 
     /// Computes the block for `x (…, C)`, and the load of its experts if `balance` wants it.
@@ -73,8 +87,11 @@ impl MixtureOfExperts {
             .is_wanted
             .then(|| ExpertLoad::of(&routing, balance.mask.as_ref()));
         let y = self.compute(&rows, &routing, fused)?;
-        let y = y.f_to_kind(x.kind())?.f_view(size.as_slice())?;
-        Ok((y, load.transpose()?))
+        let mut y = y.f_to_kind(x.kind())?;
+        if let Some(shared) = &self.shared {
+            y = y.f_add(&shared.forward(&rows, fused)?)?;
+        }
+        Ok((y.f_view(size.as_slice())?, load.transpose()?))
     }
 
     /// Computes the chosen experts of the rows `x (N, C)` and adds them up.

@@ -12,10 +12,13 @@ mod layer;
 mod names;
 mod router;
 mod rows;
+mod shared;
 #[cfg(test)]
 mod tests;
 
 pub(crate) use balance::{ExpertLoad, LoadBalance};
 pub(crate) use layer::MixtureOfExperts;
-pub(crate) use names::{expert_modules, expert_of, router_module};
+pub(crate) use names::{
+    expert_modules, expert_of, router_module, shared_gate_module, shared_modules,
+};
 pub(crate) use router::Routing;

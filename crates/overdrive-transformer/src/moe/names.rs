@@ -2,7 +2,7 @@
 
 use crate::LlamaFamily;
 
-/// The names of gate, up and down of an expert: of Mixtral, and of Qwen3-MoE.
+/// The names of gate, up and down of an expert: of Mixtral, and of Qwen's mixtures.
 const PARTS: [[&str; 3]; 2] = [["w1", "w3", "w2"], ["gate_proj", "up_proj", "down_proj"]];
 
 /// Returns the name of the module of the experts in the block `prefix`, and those of the parts of an expert.
@@ -24,6 +24,16 @@ pub(crate) fn router_module(family: LlamaFamily, prefix: &str) -> String {
     format!("{}.gate", modules(family, prefix).0)
 }
 
+/// Returns the names of gate, up and down of the expert that computes every token, without `.weight`.
+pub(crate) fn shared_modules(prefix: &str) -> [String; 3] {
+    PARTS[1].map(|part| format!("{prefix}.mlp.shared_expert.{part}"))
+}
+
+/// Returns the name of the gate of that expert's output, without `.weight`.
+pub(crate) fn shared_gate_module(prefix: &str) -> String {
+    format!("{prefix}.mlp.shared_expert_gate")
+}
+
 /// Returns the layer, the expert and the part (0 gate, 1 up, 2 down) that `module` names, if it is a part of an
 /// expert.
 pub(crate) fn expert_of(module: &str) -> Option<(&str, usize, usize)> {
@@ -43,7 +53,11 @@ mod tests {
 
     #[test]
     fn names_of_experts_are_read_as_they_are_written() {
-        for family in [LlamaFamily::Mixtral, LlamaFamily::Qwen3Moe] {
+        for family in [
+            LlamaFamily::Mixtral,
+            LlamaFamily::Qwen2Moe,
+            LlamaFamily::Qwen3Moe,
+        ] {
             let names = expert_modules(family, "model.layers.7", 12);
             for (part, name) in names.iter().enumerate() {
                 assert_eq!(expert_of(name), Some(("7", 12, part)), "{name}");
@@ -52,5 +66,8 @@ mod tests {
             assert_eq!(expert_of(&router), None);
         }
         assert_eq!(expert_of("model.layers.0.mlp.gate_proj"), None);
+        for name in shared_modules("model.layers.0") {
+            assert_eq!(expert_of(&name), None);
+        }
     }
 }

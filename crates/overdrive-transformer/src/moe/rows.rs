@@ -52,6 +52,9 @@ impl MixtureOfExperts {
                 }
             }
         }
+        if let Some(shared) = &self.shared {
+            on_slices &= shared.add_rows(x, width, [joint, inner], y)?;
+        }
         Ok(on_slices)
     }
 }

@@ -13,7 +13,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 33] = [
+pub(crate) const CASES: [&str; 34] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -47,6 +47,7 @@ pub(crate) const CASES: [&str; 33] = [
     "glm4",
     "phi4_mini",
     "mistral_small",
+    "qwen2_moe",
 ];
 
 /// A copy of a fixture in a temporary folder, for tests that change it.

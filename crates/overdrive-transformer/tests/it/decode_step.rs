@@ -42,6 +42,9 @@ fn tiny(family: LlamaFamily) -> CausalLm {
                 num_experts: 5,
                 num_experts_per_tok: 2,
                 moe_intermediate_size: 64,
+                shared_expert_intermediate_size: experts
+                    .shared_expert_intermediate_size
+                    .map(|_| 96),
                 ..experts
             }),
         ..LlamaConfig::of(family)
@@ -131,6 +134,7 @@ fn decoding_on_slices_equals_decoding_on_tensors_in_every_family_and_cache() {
         LlamaFamily::Granite,
         // On tensors as well: neighbouring channels are rotated.
         LlamaFamily::Glm4,
+        LlamaFamily::Qwen2Moe,
     ] {
         check(&mut tiny(family), &format!("{family:?}"));
     }

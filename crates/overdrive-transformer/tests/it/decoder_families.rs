@@ -1,4 +1,4 @@
-//! The special parts of Phi-2, Phi-3, SmolLM3, OLMo 3, Granite, Gemma 1 and the text of multimodal
+//! The special parts of Phi-2, Phi-3, Qwen2-MoE, SmolLM3, OLMo 3, Granite, Gemma 1 and the text of multimodal
 //! Gemma 3; the tests of all families
 //! have their fixtures, too.
 
@@ -560,4 +560,31 @@ fn factors_of_granite_must_be_positive() {
             format!("`{key}` is \"large\"; it must be a number")
         );
     }
+}
+
+#[test]
+fn the_keys_of_qwen2_moe_are_those_of_transformers() {
+    let config = parsed(json!({"model_type": "qwen2_moe", "qkv_bias": false, "sliding_window": 0}));
+    assert_eq!(
+        (config.attention_bias, config.sliding_window),
+        (false, None)
+    );
+    let experts = config.experts.as_ref().unwrap();
+    assert_eq!(experts.shared_expert_intermediate_size, Some(5632));
+    assert_eq!((experts.num_experts, experts.num_experts_per_tok), (60, 4));
+    let written = ModelConfig::from(config).to_json();
+    assert_eq!(written["qkv_bias"], false);
+    assert_eq!(written["shared_expert_intermediate_size"], 5632);
+    assert_eq!(
+        refusal(json!({"model_type": "qwen2_moe", "shared_expert_intermediate_size": -3})),
+        "`shared_expert_intermediate_size` is -3; it must be a positive integer"
+    );
+    let slides = parsed(json!({
+        "model_type": "qwen2_moe", "num_hidden_layers": 4, "use_sliding_window": true, "max_window_layers": 2,
+        "vocab_size": 8, "hidden_size": 16, "intermediate_size": 8, "num_attention_heads": 2,
+        "num_key_value_heads": 2, "num_experts": 2, "num_experts_per_tok": 1, "moe_intermediate_size": 8,
+        "shared_expert_intermediate_size": 8,
+    }));
+    let model = CausalLm::new(&slides.into(), &InitOptions::default()).unwrap();
+    assert_eq!(model.layer_windows(), [Some(4096), None, None, None]);
 }

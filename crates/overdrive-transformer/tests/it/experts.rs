@@ -12,7 +12,7 @@ use tch::Tensor;
 
 use crate::common::{copy_of, edit_config, expected, fixture, load, max_difference};
 
-const CASES: [&str; 3] = ["mixtral", "qwen3_moe", "qwen3_moe_step"];
+const CASES: [&str; 4] = ["mixtral", "qwen3_moe", "qwen3_moe_step", "qwen2_moe"];
 
 /// As in `parity.rs`.
 const TOLERANCE: f64 = 1e-5;

@@ -35,7 +35,7 @@ impl LlamaConfig {
         fields.number(config.norm_eps_key(), &mut config.rms_norm_eps)?;
         fields.boolean("tie_word_embeddings", &mut config.tie_word_embeddings)?;
         config.read_rope(&mut fields)?;
-        fields.boolean("attention_bias", &mut config.attention_bias)?;
+        fields.boolean(config.attention_bias_key(), &mut config.attention_bias)?;
         fields.boolean("mlp_bias", &mut config.mlp_bias)?;
         fields.number("attention_dropout", &mut config.attention_dropout)?;
         if family.is_phi() {
@@ -48,7 +48,10 @@ impl LlamaConfig {
         // An absent key is the family's default, and null is no window.
         if let Some(value) = fields.take_nullable("sliding_window") {
             let key = "sliding_window";
+            // Qwen2-MoE has 0 for no window.
+            let none = |value: &Value| family == LlamaFamily::Qwen2Moe && value.as_i64() == Some(0);
             config.sliding_window = value
+                .filter(|value| !none(value))
                 .map(|value| fields::positive(key, &value))
                 .transpose()?;
         }
@@ -151,6 +154,14 @@ impl LlamaConfig {
         Ok(())
     }
 
+    /// Returns the key of [`LlamaConfig::attention_bias`].
+    fn attention_bias_key(&self) -> &'static str {
+        match self.family {
+            LlamaFamily::Qwen2Moe => "qkv_bias",
+            _ => "attention_bias",
+        }
+    }
+
     /// Returns the key of [`LlamaConfig::rms_norm_eps`].
     fn norm_eps_key(&self) -> &'static str {
         match self.family {
@@ -247,8 +258,9 @@ impl LlamaConfig {
                     "no_rope_layer_interval": self.no_rope_layer_interval,
                 })
             }
-            LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe => {
-                map.insert("attention_bias".to_owned(), self.attention_bias.into());
+            LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe | LlamaFamily::Qwen2Moe => {
+                let key = self.attention_bias_key();
+                map.insert(key.to_owned(), self.attention_bias.into());
                 windows
             }
             LlamaFamily::Phi => json!({

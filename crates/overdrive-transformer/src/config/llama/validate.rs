@@ -147,7 +147,9 @@ impl LlamaConfig {
         let attention = 2 * heads * i128::from(self.head_dim());
         // At least as many as there are: a layer has experts or one block.
         let experts = self.experts.as_ref().map_or(0, |experts| {
-            i128::from(experts.num_experts) * i128::from(self.expert_intermediate_size())
+            let shared = experts.shared_expert_intermediate_size.unwrap_or(0);
+            let inner = i128::from(self.expert_intermediate_size());
+            i128::from(experts.num_experts) * inner + i128::from(shared)
         });
         let inner = inner.max(experts);
         let parameters = hidden * (2 * vocabulary + layers * (attention + 3 * inner));

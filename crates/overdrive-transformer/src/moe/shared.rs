@@ -1,0 +1,69 @@
+//! The expert of a mixture that computes every token.
+
+use overdrive_nn::{Linear, joint_forward_into};
+use tch::Tensor;
+
+use super::names::{shared_gate_module, shared_modules};
+use crate::Result;
+use crate::config::LlamaConfig;
+use crate::mlp::GatedMlp;
+use crate::parameters::ParameterMap;
+use crate::projections::{LinearVisitor, visit_linear};
+
+/// A feed-forward block whose output is multiplied by a gate of each token (Qwen2-MoE): `sigmoid(gate(x)) · mlp(x)`.
+#[derive(Debug)]
+pub(super) struct SharedExpert {
+    mlp: GatedMlp,
+    gate: Linear,
+}
+
+impl SharedExpert {
+    pub(super) fn take(
+        parameters: &mut ParameterMap,
+        prefix: &str,
+        config: &LlamaConfig,
+    ) -> Result<SharedExpert> {
+        let [gate, up, down] = shared_modules(prefix);
+        Ok(SharedExpert {
+            mlp: GatedMlp::take(parameters, &[gate, up], &down, config)?,
+            gate: parameters.take_linear(&shared_gate_module(prefix), false)?,
+        })
+    }
+
+    pub(super) fn layers(&self) -> impl Iterator<Item = &Linear> {
+        self.mlp.layers().chain([&self.gate])
+    }
+
+    pub(super) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
+        self.mlp.visit(visit)?;
+        visit_linear(&mut self.gate, visit)
+    }
+
+    /// Computes the block for the rows `x (N, C)`.
+    pub(super) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
+        let gate = self.gate.forward_with(x, fused)?.f_sigmoid()?;
+        Ok(self.mlp.forward(x, fused)?.f_mul(&gate)?)
+    }
+
+    /// Adds the block for rows of `width` elements of f32 in slices to `y`; `joint` and `inner` are scratch buffers.
+    /// Returns `false` if it needed operators on tensors.
+    pub(super) fn add_rows(
+        &self,
+        x: &[f32],
+        width: usize,
+        [joint, inner]: [&mut Vec<f32>; 2],
+        y: &mut [f32],
+    ) -> Result<bool> {
+        let (mut gates, mut outputs) = (vec![0.0; x.len() / width.max(1)], vec![0.0; x.len()]);
+        let gated = joint_forward_into(x, &[&self.gate], &mut gates)?;
+        let computed = self.mlp.forward_rows(x, joint, inner, &mut outputs)?;
+        let rows = y.chunks_exact_mut(width).zip(outputs.chunks_exact(width));
+        for ((y, outputs), gate) in rows.zip(gates) {
+            let factor = 1.0 / (1.0 + (-gate).exp());
+            for (y, output) in y.iter_mut().zip(outputs) {
+                *y += factor * output;
+            }
+        }
+        Ok(gated && computed)
+    }
+}
