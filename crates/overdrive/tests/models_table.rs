@@ -393,9 +393,13 @@ fn gguf(architecture: &str, extra: &[(&str, u32)]) -> Vec<u8> {
         let key = format!("{architecture}.{key}");
         put(&key, 4, &|bytes| bytes.extend(number.to_le_bytes()));
     }
-    for key in ["layer_norm_rms_epsilon", "layer_norm_epsilon"] {
-        let key = format!("{architecture}.attention.{key}");
-        put(&key, 6, &|bytes| bytes.extend(1e-5f32.to_le_bytes()));
+    for (key, number) in [
+        ("attention.layer_norm_rms_epsilon", 1e-5f32),
+        ("attention.layer_norm_epsilon", 1e-5),
+        ("logit_scale", 2.0),
+    ] {
+        let key = format!("{architecture}.{key}");
+        put(&key, 6, &|bytes| bytes.extend(number.to_le_bytes()));
     }
     let mut file = b"GGUF".to_vec();
     file.extend(3u32.to_le_bytes());

@@ -14,6 +14,9 @@ fn autocast_computes_matmuls_in_bf16_and_the_loss_and_gradients_in_fp32() {
         // rounding of bf16, so a token may go to another expert.
         let is_routed = case.contains("moe") || case == "mixtral";
         let (of_logits, of_loss) = if is_routed { (0.5, 0.05) } else { (0.1, 0.01) };
+        // The norms of this fixture's queries have gradients of 0.001, sums of larger numbers that cancel; those of
+        // transformers differ by 0.17 as well.
+        let of_gradients = if case == "olmo2" { 0.3 } else { 0.1 };
         for fused in [true, false] {
             let mut execution = Execution::default();
             execution.fused_kernels = fused;
@@ -43,7 +46,10 @@ fn autocast_computes_matmuls_in_bf16_and_the_loss_and_gradients_in_fp32() {
                 // An expert without tokens has a gradient of zeros.
                 let scale = max_magnitude(want).max(1e-6);
                 let relative = max_difference(&gradient, want) / scale;
-                assert!(relative < 0.1 || is_routed, "{case} {name}: {relative}");
+                assert!(
+                    relative < of_gradients || is_routed,
+                    "{case} {name}: {relative}"
+                );
                 parameter.zero_grad();
             }
         }
