@@ -21,7 +21,7 @@ pub(crate) struct MixtureOfExperts {
     pub(super) router: Router,
     pub(super) experts: Vec<GatedMlp>,
     /// The expert that computes every token (Qwen2-MoE).
-    pub(super) shared: Option<SharedExpert>,
+    pub(super) shared: Option<Box<SharedExpert>>,
     /// The relative noise of the input in training.
     noise: f64,
 }
@@ -43,7 +43,7 @@ impl MixtureOfExperts {
                 .collect::<Result<_>>()?,
             router: Router::take(parameters, prefix, config, experts)?,
             shared: match experts.shared_expert_intermediate_size {
-                Some(_) => Some(SharedExpert::take(parameters, prefix, config)?),
+                Some(_) => Some(Box::new(SharedExpert::take(parameters, prefix, config)?)),
                 None => None,
             },
             noise: experts.router_jitter_noise,
@@ -52,7 +52,7 @@ impl MixtureOfExperts {
 
     pub(crate) fn layers(&self) -> impl Iterator<Item = &Linear> {
         let experts = self.experts.iter().flat_map(GatedMlp::layers);
-        let shared = self.shared.iter().flat_map(SharedExpert::layers);
+        let shared = self.shared.iter().flat_map(|shared| shared.layers());
         std::iter::once(self.router.layer())
             .chain(experts)
             .chain(shared)

@@ -200,6 +200,8 @@ fn small(family: LlamaFamily) -> LlamaConfig {
         num_attention_heads: 4,
         num_key_value_heads: Some(2),
         head_dim: None,
+        // That of a family may be beyond so small a vocabulary, which transformers refuses.
+        pad_token_id: None,
         ..LlamaConfig::of(family)
     }
 }
@@ -233,7 +235,6 @@ fn fresh_configs() -> Vec<(&'static str, ModelConfig)> {
     };
     let glm4 = LlamaConfig {
         head_dim: Some(8),
-        pad_token_id: Some(0),
         ..small(LlamaFamily::Glm4)
     };
     vec![
