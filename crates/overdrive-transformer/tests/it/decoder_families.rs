@@ -1,6 +1,5 @@
-//! The special parts of Phi-2, Phi-3, Qwen2-MoE, SmolLM3, OLMo 3, Granite, Gemma 1 and the text of multimodal
-//! Gemma 3; the tests of all families
-//! have their fixtures, too.
+//! The special parts of Phi-2, Phi-3, Qwen2-MoE, SmolLM3, OLMo, Granite, GLM-4, Gemma 1 and the text of multimodal
+//! Gemma 3; the tests of all families have their fixtures, too.
 
 use std::collections::HashMap;
 use std::path::Path;
@@ -587,4 +586,39 @@ fn the_keys_of_qwen2_moe_are_those_of_transformers() {
     }));
     let model = CausalLm::new(&slides.into(), &InitOptions::default()).unwrap();
     assert_eq!(model.layer_windows(), [Some(4096), None, None, None]);
+}
+
+/// QLoRA with the default targets, queries and values.
+#[test]
+fn adapters_are_trained_over_weights_of_4_bits() {
+    for case in ["smollm3", "olmo2", "olmo3", "granite", "glm4", "qwen2_moe"] {
+        let ids = &expected(case)["input_ids"];
+        let quantize = QuantizeOptions::new("nf4".parse().unwrap());
+        let load = LoadOptions {
+            quantization: Some(quantize),
+            ..LoadOptions::default()
+        };
+        let mut model = CausalLm::from_pretrained(fixture(case), &load).unwrap();
+        assert!(model.is_quantized(), "{case}");
+        let (config, options) = (LoraConfig::default(), AddOptions::default());
+        add_adapter(&mut model, "a", &config, &options).unwrap();
+        let loss = |model: &CausalLm| {
+            let loss = model.loss(ids, ids, LabelShift::HuggingFace).unwrap();
+            loss.mean().unwrap()
+        };
+        let before = loss(&model);
+        before.backward();
+        let trainable = overdrive_lora::trainable_parameters(&mut model).unwrap();
+        // Two factors for two layers of each block.
+        assert_eq!(trainable.len(), 4 * model.num_layers(), "{case}");
+        tch::no_grad(|| {
+            for (name, mut tensor) in trainable {
+                assert!(tensor.grad().defined(), "{case}: {name}");
+                let step = tensor.grad() * -0.1;
+                let _same = tensor.f_add_(&step).unwrap();
+            }
+        });
+        let after = loss(&model).double_value(&[]);
+        assert!(after < before.double_value(&[]), "{case}: {after}");
+    }
 }
