@@ -66,10 +66,7 @@ fn groups(model_type: &str, doubled: bool) -> &'static [Group] {
             ("post_attention_layernorm", &["mlp.gate_up_proj"]),
         ],
         // As Phi-3's. The norm that follows attention has another name.
-        ("glm4", _) => &[
-            QKV,
-            ("post_attention_layernorm", &["mlp.gate_up_proj"]),
-        ],
+        ("glm4", _) => &[QKV, ("post_attention_layernorm", &["mlp.gate_up_proj"])],
         (_, true) => &[
             QKV,
             (

@@ -346,7 +346,10 @@ fn collector(moments: Moments) -> InputCollector {
                     WIDTH,
                 ),
                 (&["self_attn.o_proj"][..], WIDTH),
-                (&["mlp.gate_proj", "mlp.up_proj"][..], WIDTH),
+                (
+                    &["mlp.gate_proj", "mlp.up_proj", "mlp.gate_up_proj"][..],
+                    WIDTH,
+                ),
                 (&["mlp.down_proj"][..], 128),
             ] {
                 let x = random(&[512, 16]).matmul(&random(&[16, width])) * 50.0;
@@ -430,6 +433,53 @@ fn migration_divides_the_layer_before_and_multiplies_the_weight() {
             "{}",
             relative(&both, &expected)
         );
+    }
+}
+
+/// Its gate and up are one layer, whose rows are not divided, so the inputs of the next layer stay.
+#[test]
+fn migration_of_glm4_divides_norms_alone() {
+    let folder = tempfile::tempdir().unwrap();
+    let dir = folder.path().join("dense");
+    let mut tensors: BTreeMap<String, Tensor> = llama(false).into_iter().collect();
+    for layer in 0..LAYERS {
+        let name = |part: &str| format!("model.layers.{layer}.mlp.{part}_proj.weight");
+        let parts = ["gate", "up"].map(|part| tensors.remove(&name(part)).unwrap());
+        tensors.insert(name("gate_up"), Tensor::cat(&parts, 0));
+    }
+    let listed: Vec<_> = tensors
+        .iter()
+        .map(|(name, t)| (name.clone(), t.shallow_clone()))
+        .collect();
+    save(&dir, &listed, &json!({"model_type": "glm4"}));
+    let mut options = CheckpointOptions::default();
+    options.migration = Some(Migration::Strength(0.5));
+    options.statistics = Some(Rc::new(collector(Moments::Diagonal)));
+    let out = folder.path().join("out");
+    quantize_checkpoint(&dir, &out, Scheme::Int8Dynamic, &options).unwrap();
+    let file = MappedFile::open(out.join("model.safetensors")).unwrap();
+    let (_, layout) = read_config(&out);
+    let dense = |name: &str| {
+        let tensor = file.tensor(&format!("{name}.weight")).unwrap();
+        tensor.copy_to_tensor(None, Device::Cpu).unwrap()
+    };
+    let packed = |name: &str| {
+        let weight = layout.read_weight(&file, name).unwrap();
+        weight.dequantize(Kind::Float).unwrap()
+    };
+    for layer in 0..LAYERS {
+        let name = |part: &str| format!("model.layers.{layer}.{part}");
+        let of = |part: &str| &tensors[&format!("{}.weight", name(part))];
+        for (norm, map) in [
+            ("input_layernorm", "self_attn.v_proj"),
+            ("post_attention_layernorm", "mlp.gate_up_proj"),
+        ] {
+            assert!(relative(&dense(&name(norm)), of(norm)) > 0.1, "{norm}");
+            let (both, expected) = (packed(&name(map)) * dense(&name(norm)), of(map) * of(norm));
+            assert!(relative(&both, &expected) < 0.05, "{map}");
+        }
+        let down = packed(&name("mlp.down_proj"));
+        assert!(relative(&down, of("mlp.down_proj")) < 0.05);
     }
 }
 

@@ -74,6 +74,10 @@ fn models() -> Vec<(&'static str, ModelConfig)> {
         ("phi", small(LlamaFamily::Phi)),
         ("phi3", small(LlamaFamily::Phi3)),
         ("gemma", small(LlamaFamily::Gemma)),
+        ("smollm3", small(LlamaFamily::SmolLm3)),
+        ("olmo3", small(LlamaFamily::Olmo3)),
+        ("granite", small(LlamaFamily::Granite)),
+        ("glm4", small(LlamaFamily::Glm4)),
         ("mixtral", mixtral()),
         ("gpt2", gpt2()),
     ]
@@ -109,6 +113,8 @@ fn logits_stay_near_those_of_the_dense_model() {
             let bound = match scheme {
                 Scheme::Int8Dynamic | Scheme::Int8WeightOnly => 0.03,
                 Scheme::Fp8 => 0.08,
+                // Blocks add normalised outputs to embeddings that are not, so their errors weigh more.
+                _ if name == "olmo3" => 0.5,
                 _ => 0.35,
             };
             assert!(error > 0.0 && error < bound, "{name} {scheme}: {error}");
