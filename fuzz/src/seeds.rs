@@ -109,6 +109,20 @@ pub(crate) fn config() -> Vec<Vec<u8>> {
         json!({"model_type": "smollm3", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
             "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "no_rope_layers": [1, 0],
             "no_rope_layer_interval": 2, "use_sliding_window": true, "sliding_window": 4}),
+        json!({"model_type": "olmo3", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "sliding_window": 4,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "rope_parameters": {"full_attention": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 10000.0},
+                "sliding_attention": {"rope_type": "default", "rope_theta": 10000.0}}}),
+        json!({"model_type": "granite", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "embedding_multiplier": 12.0,
+            "attention_multiplier": 0.25, "residual_multiplier": 0.22, "logits_scaling": 8.0}),
+        json!({"model_type": "glm4", "vocab_size": 32, "hidden_size": 16, "intermediate_size": 24,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+            "partial_rotary_factor": 0.5, "attention_bias": true}),
+        json!({"model_type": "qwen2_moe", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
+            "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "qkv_bias": false}),
     ])
 }
 

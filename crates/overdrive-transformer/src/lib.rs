@@ -91,7 +91,8 @@
 //! arXiv:2104.09864); Ainslie et al. 2023 (grouped queries, arXiv:2305.13245); Shazeer 2020 (SwiGLU,
 //! arXiv:2002.05202); Radford et al. 2019 (GPT-2); Gemma Team 2024 and 2025 (arXiv:2403.08295, arXiv:2408.00118,
 //! arXiv:2503.19786); Gunasekar et al. 2023 and Abdin et al. 2024 (Phi, arXiv:2306.11644 and 2404.14219); Jiang et
-//! al. 2024 (Mixtral, arXiv:2401.04088); Devlin et al. 2018 (BERT, arXiv:1810.04805); Liu et al. 2019 (RoBERTa,
+//! al. 2024 (Mixtral, arXiv:2401.04088); Yang et al. 2024 (Qwen2, arXiv:2407.10671); OLMo Team 2024 (OLMo 2,
+//! arXiv:2501.00656); GLM Team 2024 (GLM-4, arXiv:2406.12793); Devlin et al. 2018 (BERT, arXiv:1810.04805); Liu et al. 2019 (RoBERTa,
 //! arXiv:1907.11692); Warner et al. 2024 (ModernBERT, arXiv:2412.13663); Raffel et al. 2020 (T5, arXiv:1910.10683);
 //! Lewis et al. 2020 (BART, arXiv:1910.13461); file formats and names: `transformers`.
 #![deny(missing_docs)]

@@ -10,7 +10,8 @@ use crate::Result;
 const MAX_EXPERTS: i64 = 1 << 17;
 
 /// The mixture of experts of a [`LlamaConfig`](crate::LlamaConfig), with the keys and defaults of transformers'
-/// `MixtralConfig`, `Qwen2MoeConfig` and `Qwen3MoeConfig`; [`LlamaConfig::of`](crate::LlamaConfig::of) returns those of each.
+/// `MixtralConfig`, `Qwen2MoeConfig` and `Qwen3MoeConfig`; [`LlamaConfig::of`](crate::LlamaConfig::of) returns those of
+/// each.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExpertsConfig {
     /// The number of experts of a layer (`num_local_experts` of Mixtral, `num_experts` of Qwen's mixtures; either

@@ -70,15 +70,17 @@ pub struct LlamaConfig {
     pub embd_pdrop: f64,
     /// If `true`, queries and keys are normalised head by head (Phi-2); default `false`.
     pub qk_layernorm: bool,
-    /// The number of tokens that a sliding layer attends to, its own included (all but Llama); default `None`.
+    /// The number of tokens that a sliding layer attends to, its own included (Mistral, Qwen, Phi-3, Gemma 2 and 3,
+    /// SmolLM3 and OLMo 3); default `None`.
     pub sliding_window: Option<i64>,
     /// If `true`, the windows of Qwen and SmolLM3 are in effect; default `false`.
     pub use_sliding_window: bool,
-    /// The first of Qwen's layers with a window; default 28.
+    /// The first of Qwen's layers with a window, or the first without in Qwen2-MoE; default 28.
     pub max_window_layers: i64,
     /// The attention types of the layers of Qwen, Gemma 2 and 3, SmolLM3 and OLMo 3; default `None`: Qwen's slide
-    /// from `max_window_layers` on, all of Gemma 2's except every second, all of Gemma 3's except every sixth, all
-    /// of OLMo 3's except every fourth, and SmolLM3's without rotary positions.
+    /// from `max_window_layers` on, every other one of Qwen2-MoE's before it, all of Gemma 2's except every second,
+    /// all of Gemma 3's except every sixth, all of OLMo 3's except every fourth, and SmolLM3's without rotary
+    /// positions.
     pub layer_types: Option<Vec<LayerType>>,
     /// The number that replaces the head's width in Gemma's scale of scores, one over its root; default 256.
     pub query_pre_attn_scalar: f64,
@@ -94,7 +96,8 @@ pub struct LlamaConfig {
     pub residual_multiplier: f64,
     /// The divisor of the logits (Granite); default 1.
     pub logits_scaling: f64,
-    /// The mixture of experts: required for Mixtral, Qwen2-MoE and Qwen3-MoE, `None` for all other families; default `None`.
+    /// The mixture of experts: required for Mixtral, Qwen2-MoE and Qwen3-MoE, `None` for all other families; default
+    /// `None`.
     pub experts: Option<ExpertsConfig>,
     /// The id of the beginning-of-sequence token; default 1.
     pub bos_token_id: Option<i64>,

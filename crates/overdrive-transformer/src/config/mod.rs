@@ -60,14 +60,15 @@ pub use t5::T5Config;
     reason = "there is one a model; a box would only be in its users' way"
 )]
 pub enum ModelConfig {
-    /// Llama, Mistral, Mixtral, Qwen2, Qwen3, Qwen3-MoE, Phi-2, Phi-3, Gemma 1, Gemma 2, Gemma 3, SmolLM3, OLMo 2, OLMo 3, Granite, GLM-4 or Qwen2-MoE.
+    /// A decoder of the Llama family: any [`LlamaFamily`].
     Llama(LlamaConfig),
     /// GPT-2.
     Gpt2(Gpt2Config),
 }
 
 /// The supported values of `model_type`, for messages.
-const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, smollm3, olmo2, olmo3, granite, glm4, qwen2_moe, gpt2";
+const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, \
+    gemma3_text, smollm3, olmo2, olmo3, granite, glm4, qwen2_moe, gpt2";
 
 /// Returns the supported values of `model_type`; for a model that is not a decoder, also the Rust type that reads it.
 fn supported(model_type: Option<&str>) -> String {

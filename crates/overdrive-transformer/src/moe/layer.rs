@@ -14,8 +14,8 @@ use crate::mlp::GatedMlp;
 use crate::parameters::ParameterMap;
 use crate::projections::LinearVisitor;
 
-/// A router and the feed-forward blocks that it chooses from: `Σ wₖ · expertₖ(x)` over the chosen ones of each token, and
-/// an expert that computes every token, if the model has one.
+/// A router and the feed-forward blocks that it chooses from: `Σ wₖ · expertₖ(x)` over the chosen ones of each token,
+/// and an expert that computes every token, if the model has one.
 #[derive(Debug)]
 pub(crate) struct MixtureOfExperts {
     pub(super) router: Router,

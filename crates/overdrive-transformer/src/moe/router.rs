@@ -25,7 +25,8 @@ pub(crate) struct Router {
     per_token: i64,
     /// If `true`, the weights of a token sum to one.
     normalises: bool,
-    /// If `true`, the weights are rounded to the dtype of the scores, as those of Qwen's mixtures are and Mixtral's are not.
+    /// If `true`, the weights are rounded to the dtype of the scores, as those of Qwen's mixtures are and Mixtral's are
+    /// not.
     rounds: bool,
 }
 
