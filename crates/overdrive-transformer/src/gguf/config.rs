@@ -8,7 +8,8 @@ use crate::config::{
 use crate::{Error, Result};
 
 /// The supported values of `general.architecture`, for messages.
-const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2, granite, glm4, qwen2moe";
+const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2, \
+    granite, glm4, qwen2moe";
 /// The number of layers of the Gemma 2 and Gemma 3 models whose queries are scaled by hidden_size /
 /// num_attention_heads and not by the width of a head, for which GGUF has no key.
 pub(super) const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
