@@ -113,8 +113,8 @@ fn logits_stay_near_those_of_the_dense_model() {
             let bound = match scheme {
                 Scheme::Int8Dynamic | Scheme::Int8WeightOnly => 0.03,
                 Scheme::Fp8 => 0.08,
-                // Blocks add normalised outputs to embeddings that are not, so their errors weigh more.
-                _ if name == "olmo3" => 0.5,
+                // Outputs of blocks are normalised and the embeddings are not, so that errors of blocks weigh more.
+                _ if matches!(name, "olmo3" | "glm4") => 0.5,
                 _ => 0.35,
             };
             assert!(error > 0.0 && error < bound, "{name} {scheme}: {error}");
