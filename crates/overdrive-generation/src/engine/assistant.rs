@@ -98,6 +98,13 @@ impl Assistant {
             step.push((id, new));
             ready.push((new.len() == rest.len()).then_some(number));
         }
+        // Sequences that were added above may share a block to which one before them writes.
+        let needed = step
+            .iter()
+            .map(|(id, new)| self.cache.blocks_needed(*id, new.len()));
+        if needed.sum::<usize>() > self.cache.free_blocks() {
+            return Ok(proposals);
+        }
         let mut chosen = self.read(&step)?;
         let ids: Vec<SequenceId> = step.iter().map(|(id, _)| *id).collect();
         loop {

@@ -183,16 +183,12 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
         &mut self,
         blocks: &mut impl BlockAllocator<Id = I>,
     ) -> Result<Vec<Chunk>> {
-        let mut plan = StepPlan::new(self.limits.tokens, self.running.len());
-        let preemptions = self.counts.preemptions;
-        self.decode(&mut plan, blocks)?;
-        self.prefill(&mut plan, blocks)?;
-        // A sequence admitted now would take the blocks for which another was just preempted, and be
-        // preempted next.
-        if self.counts.preemptions == preemptions {
-            self.admit(&mut plan, blocks)?;
+        let mut plan = self.plan(blocks)?;
+        // A sequence that was admitted may have begun to share a block to which another was planned to write: that one
+        // needs a copy. The next plan knows it, and only a further admission could make another necessary.
+        while self.needed(&plan, blocks)? > blocks.free() {
+            plan = self.plan(blocks)?;
         }
-        self.speculate(&mut plan, blocks)?;
         let mut chunks = Vec::with_capacity(self.running.len());
         for (sequence, (running, planned)) in self.running.iter().zip(&plan.planned).enumerate() {
             if planned.tokens > 0 {
@@ -212,6 +208,33 @@ impl<I: Copy + std::fmt::Debug, T> Scheduler<I, T> {
             ));
         }
         Ok(chunks)
+    }
+
+    /// Plans a step by the rules.
+    fn plan(&mut self, blocks: &mut impl BlockAllocator<Id = I>) -> Result<StepPlan> {
+        let mut plan = StepPlan::new(self.limits.tokens, self.running.len());
+        let preemptions = self.counts.preemptions;
+        self.decode(&mut plan, blocks)?;
+        self.prefill(&mut plan, blocks)?;
+        // A sequence admitted now would take the blocks for which another was just preempted, and be
+        // preempted next.
+        if self.counts.preemptions == preemptions {
+            self.admit(&mut plan, blocks)?;
+        }
+        self.speculate(&mut plan, blocks)?;
+        Ok(plan)
+    }
+
+    /// Returns the number of blocks that a planned step takes.
+    fn needed(&self, plan: &StepPlan, blocks: &impl BlockAllocator<Id = I>) -> Result<usize> {
+        let planned = plan.planned.iter().enumerate();
+        let needed = planned.filter(|(_, planned)| planned.tokens > 0);
+        needed
+            .map(|(index, planned)| {
+                let tokens = planned.tokens + planned.proposed;
+                Ok(blocks.needed(self.cache_id(index)?, tokens))
+            })
+            .sum()
     }
 
     /// Records that the chunks of `schedule` have been computed.
@@ -489,7 +512,8 @@ impl StepPlan {
         }
         let planned = &mut self.planned[index];
         let needed = blocks.needed(cache_id, 1 + proposed);
-        self.blocks += needed - planned.blocks;
+        // Fewer than were planned if a preempted sequence has shared the last block.
+        self.blocks = self.blocks - planned.blocks + needed;
         self.budget -= proposed;
         (planned.proposed, planned.blocks) = (proposed, needed);
     }

@@ -143,7 +143,15 @@ impl BlockTables {
         let sequence = self.sequence_mut(id)?;
         let dropped = sequence.table.split_off(keep);
         sequence.tokens.truncate(len);
+        let last = sequence.table.last().copied();
         self.release_blocks(dropped);
+        // A block that was full is open now and will be written to: no other sequence may begin to share it, for which
+        // the next step would need a copy that nobody has planned.
+        if let Some(last) = last.filter(|_| len % self.block_size != 0)
+            && self.pool.references(last) == 1
+        {
+            self.index.remove(last);
+        }
         Ok(())
     }
 

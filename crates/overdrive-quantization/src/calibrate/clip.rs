@@ -60,11 +60,11 @@ pub(super) fn clip(grid: &mut Grid, weight: &[f32], importance: &[f32], options:
         for (index, best) in best.iter().enumerate().skip(start).take(units) {
             let first = index * group;
             let numbers = &weight[first..(first + group).min(weight.len())];
-            let (step, offset) = (grid.steps[index], grid.offsets.get(index));
-            let offset = offset.copied().unwrap_or_default();
+            let offset = grid.offsets.get(index).copied().unwrap_or_default();
             let error = |ratio: f32| -> f32 {
+                let step = grid.scaled_step(index, ratio);
                 let squares = numbers.iter().enumerate().map(|(index, &x)| {
-                    let (_, number) = grid.nearest_of(step * ratio, offset * ratio, x);
+                    let (_, number) = grid.nearest_of(step, offset * ratio, x);
                     // Blocks may cross rows: the column is counted along the flattened weight.
                     importance[(first + index) % inputs] * (x - number) * (x - number)
                 });
@@ -84,7 +84,7 @@ pub(super) fn clip(grid: &mut Grid, weight: &[f32], importance: &[f32], options:
     });
     for (index, ratio) in best.into_iter().enumerate() {
         let ratio = ratio.into_inner().unwrap_or(1.0);
-        grid.steps[index] *= ratio;
+        grid.steps[index] = grid.scaled_step(index, ratio);
         if let Some(offset) = grid.offsets.get_mut(index) {
             *offset *= ratio;
         }

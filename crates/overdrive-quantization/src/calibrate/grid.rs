@@ -17,6 +17,8 @@ pub(super) struct Grid {
     pub(super) steps: Vec<f32>,
     /// The offset of each group; empty if there are none.
     pub(super) offsets: Vec<f32>,
+    /// The numbers that a step can be, in ascending order; `None` if it can be any number.
+    allowed: Option<Vec<f32>>,
     levels: Levels,
 }
 
@@ -41,6 +43,7 @@ impl Grid {
                 group: inputs,
                 steps: floats(scales)?,
                 offsets: Vec::new(),
+                allowed: None,
                 levels: Levels::Integers {
                     low: -127.0,
                     high: 127.0,
@@ -80,15 +83,26 @@ impl Grid {
                     group: inputs / groups.max(1),
                     steps: floats(scales)?,
                     offsets: offsets.as_deref().map_or(Ok(Vec::new()), floats)?,
+                    allowed: None,
                     levels: Levels::Integers { low, high, zero },
                 })
             }
             Storage::Blocks { magnitudes, .. } => {
                 let (book, options) = weight.scheme.blocks()?;
+                let allowed = match magnitudes {
+                    Magnitudes::Quantized { code_book, .. } if is_microscaled(weight.scheme) => {
+                        let mut numbers = floats(code_book)?;
+                        numbers.retain(|number| *number >= 0.0);
+                        numbers.sort_by(f32::total_cmp);
+                        Some(numbers)
+                    }
+                    _ => None,
+                };
                 Ok(Grid {
                     group: options.block_size,
                     steps: block_steps(magnitudes)?,
                     offsets: Vec::new(),
+                    allowed,
                     levels: Levels::Book(book, book.bounds()),
                 })
             }
@@ -96,9 +110,24 @@ impl Grid {
                 group: inputs,
                 steps: floats(scales)?,
                 offsets: Vec::new(),
+                allowed: None,
                 levels: Levels::Fp8,
             }),
         }
+    }
+
+    /// Returns the step of a group times `ratio`, or the number nearest to it that a step can be.
+    pub(super) fn scaled_step(&self, group: usize, ratio: f32) -> f32 {
+        let step = self.steps[group] * ratio;
+        let Some(allowed) = &self.allowed else {
+            return step;
+        };
+        let above = allowed.partition_point(|number| *number < step);
+        let near = [above.checked_sub(1), Some(above)];
+        let near = near.into_iter().flatten().filter_map(|at| allowed.get(at));
+        let distance = |number: &&f32| (**number - step).abs();
+        let nearest = near.min_by(|a, b| distance(a).total_cmp(&distance(b)));
+        nearest.copied().unwrap_or(step)
     }
 
     /// Returns the code and the value nearest to `x` among those of `group`.
@@ -163,7 +192,7 @@ impl Grid {
                     // A step is one of the numbers that the codes of 8 bits have.
                     Magnitudes::Quantized {
                         codes, code_book, ..
-                    } if matches!(weight.scheme, Scheme::Mxfp4 | Scheme::Nvfp4) => {
+                    } if is_microscaled(weight.scheme) => {
                         let numbers = floats(code_book)?;
                         let nearest = |step: &f32| {
                             let distance = |code: &u8| (numbers[usize::from(*code)] - step).abs();
@@ -263,6 +292,11 @@ fn floats(tensor: &Tensor) -> Result<Vec<f32>> {
 fn like(numbers: &[f32], old: &Tensor) -> Result<Tensor> {
     let tensor = Tensor::f_from_slice(numbers)?.f_view(&old.size()[..])?;
     Ok(tensor.f_to_kind(old.kind())?.f_to_device(old.device())?)
+}
+
+/// Returns `true` if the scales of blocks are numbers of 8 bits.
+fn is_microscaled(scheme: Scheme) -> bool {
+    matches!(scheme, Scheme::Mxfp4 | Scheme::Nvfp4)
 }
 
 fn block_steps(magnitudes: &Magnitudes) -> Result<Vec<f32>> {
