@@ -64,7 +64,7 @@ pub use checkpoint::{
 pub use constructors::GroupedParts;
 pub use error::{Error, Result};
 pub use format::{
-    AwqConfig, BitsAndBytesConfig, CompressedTensorsConfig, ConfigGroup, GptqConfig,
+    AwqConfig, BitsAndBytesConfig, CompressedTensorsConfig, ConfigGroup, GptqConfig, Mxfp4Config,
     QuantizationArgs, QuantizationConfig, TensorSource,
 };
 pub use gguf::{GgufArray, GgufFile, GgufTensor, GgufTensorInfo, GgufType, GgufValue, GgufWriter};

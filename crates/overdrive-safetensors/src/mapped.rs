@@ -172,6 +172,41 @@ impl<'a> StoredTensor<'a> {
         self.data
     }
 
+    /// Returns the slices along the first dimension, each under the name that `name` gives to its index. A tensor without
+    /// elements or dimensions has none.
+    ///
+    /// ```
+    /// use overdrive_safetensors::StoredTensor;
+    /// use tch::Kind;
+    ///
+    /// let data = [1, 2, 3, 4, 5, 6];
+    /// let stack = StoredTensor::new("experts", Kind::Uint8, &[2, 3], &data)?;
+    /// let each = stack.unstacked(|index| format!("experts.{index}"));
+    /// assert_eq!((each[1].name(), each[1].shape(), each[1].data()), ("experts.1", &[3][..], &data[3..]));
+    /// # Ok::<(), overdrive_safetensors::Error>(())
+    /// ```
+    pub fn unstacked(&self, name: impl Fn(usize) -> String) -> Vec<StoredTensor<'a>> {
+        let count = self.shape.first().map_or(0, |&count| count.unsigned_abs());
+        let count = usize::try_from(count).unwrap_or(0);
+        let Some(bytes) = self
+            .data
+            .len()
+            .checked_div(count)
+            .filter(|&bytes| bytes > 0)
+        else {
+            return Vec::new();
+        };
+        let slices = self.data.chunks_exact(bytes).take(count).enumerate();
+        slices
+            .map(|(index, data)| StoredTensor {
+                name: name(index),
+                dtype: self.dtype,
+                shape: self.shape[1..].to_vec(),
+                data,
+            })
+            .collect()
+    }
+
     /// Returns a new tensor with the elements, of `kind` (`None`: as in the file) on `device`. It takes one
     /// pass over the bytes, without an intermediate copy if `device` is the CPU.
     ///

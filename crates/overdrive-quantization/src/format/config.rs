@@ -7,6 +7,7 @@ use super::bitsandbytes::BitsAndBytesConfig;
 use super::compressed_tensors::CompressedTensorsConfig;
 use super::gptq::GptqConfig;
 use super::module_patterns::{any, skips_module};
+use super::mxfp4::Mxfp4Config;
 use super::source::{Module, TensorSource};
 use crate::{Error, GroupOptions, QuantizedWeight, Result, Scheme};
 
@@ -45,10 +46,12 @@ pub enum QuantizationConfig {
     Gptq(GptqConfig),
     /// Groups of integers, as AWQ writes them.
     Awq(AwqConfig),
+    /// Experts in MXFP4, as gpt-oss is published.
+    Mxfp4(Mxfp4Config),
 }
 
 /// The values of `quant_method`.
-const METHODS: [&str; 4] = ["bitsandbytes", "compressed-tensors", "gptq", "awq"];
+const METHODS: [&str; 5] = ["bitsandbytes", "compressed-tensors", "gptq", "awq", "mxfp4"];
 
 impl QuantizationConfig {
     /// Returns the layout in which [`write_weight`](QuantizationConfig::write_weight) writes weights of this
@@ -90,6 +93,7 @@ impl QuantizationConfig {
             "compressed-tensors" => QuantizationConfig::CompressedTensors(parsed(object)?),
             "gptq" => QuantizationConfig::Gptq(parsed(object)?),
             "awq" => QuantizationConfig::Awq(parsed(object)?),
+            "mxfp4" => QuantizationConfig::Mxfp4(parsed(object)?),
             other => {
                 let found = match other {
                     "" => "absent".to_owned(),
@@ -108,6 +112,7 @@ impl QuantizationConfig {
             QuantizationConfig::CompressedTensors(config) => config.validate()?,
             QuantizationConfig::Gptq(config) => config.validate()?,
             QuantizationConfig::Awq(config) => config.validate()?,
+            QuantizationConfig::Mxfp4(_) => {}
         }
         Ok(config)
     }
@@ -122,6 +127,7 @@ impl QuantizationConfig {
             QuantizationConfig::CompressedTensors(config) => serde_json::to_value(config),
             QuantizationConfig::Gptq(config) => serde_json::to_value(config),
             QuantizationConfig::Awq(config) => serde_json::to_value(config),
+            QuantizationConfig::Mxfp4(config) => serde_json::to_value(config),
         };
         let mut value = value.map_err(|error| not_an_object(&error))?;
         if let Some(object) = value.as_object_mut() {
@@ -137,6 +143,7 @@ impl QuantizationConfig {
             QuantizationConfig::CompressedTensors(_) => METHODS[1],
             QuantizationConfig::Gptq(_) => METHODS[2],
             QuantizationConfig::Awq(_) => METHODS[3],
+            QuantizationConfig::Mxfp4(_) => METHODS[4],
         }
     }
 
@@ -155,6 +162,7 @@ impl QuantizationConfig {
             QuantizationConfig::Awq(config) => {
                 Some(grouped(config.bits, config.group_size, !config.zero_point))
             }
+            QuantizationConfig::Mxfp4(_) => Some(Scheme::Mxfp4),
         })
     }
 
@@ -177,6 +185,10 @@ impl QuantizationConfig {
                 let skip = config.modules_to_not_convert.as_deref().unwrap_or_default();
                 is_head() || any(skip, module, |entry, module| Ok(module.contains(entry)))?
             }
+            QuantizationConfig::Mxfp4(config) => {
+                let skip = config.modules_to_not_convert.as_deref().unwrap_or_default();
+                is_head() || any(skip, module, skips_module)?
+            }
         };
         Ok(!skipped)
     }
@@ -196,6 +208,7 @@ impl QuantizationConfig {
             QuantizationConfig::CompressedTensors(_) => CompressedTensorsConfig::is_stored(module),
             QuantizationConfig::Gptq(_) => GptqConfig::is_stored(module),
             QuantizationConfig::Awq(_) => AwqConfig::is_stored(module),
+            QuantizationConfig::Mxfp4(_) => Mxfp4Config::is_stored(module),
         }
     }
 
@@ -214,6 +227,7 @@ impl QuantizationConfig {
             QuantizationConfig::CompressedTensors(config) => config.read(module),
             QuantizationConfig::Gptq(config) => config.read(module),
             QuantizationConfig::Awq(config) => config.read(module),
+            QuantizationConfig::Mxfp4(_) => Mxfp4Config::read(module),
         }
     }
 
@@ -238,8 +252,9 @@ impl QuantizationConfig {
                 config.write(weight, module, kind)
             }
             QuantizationConfig::CompressedTensors(config) => config.write(weight, module),
+            QuantizationConfig::Mxfp4(_) => Mxfp4Config::write(weight, module),
             _ => {
-                let expected = "bitsandbytes or compressed-tensors for writing";
+                let expected = "bitsandbytes, compressed-tensors or mxfp4 for writing";
                 let option = "quantization_config.quant_method";
                 Err(Error::option(option, self.method(), expected))
             }
@@ -285,6 +300,7 @@ impl QuantizationConfig {
             QuantizationConfig::CompressedTensors(_) => CompressedTensorsConfig::PARTS,
             QuantizationConfig::Gptq(_) => GptqConfig::PARTS,
             QuantizationConfig::Awq(_) => AwqConfig::PARTS,
+            QuantizationConfig::Mxfp4(_) => Mxfp4Config::PARTS,
         };
         parts
             .iter()

@@ -9,6 +9,7 @@
 //! | `compressed-tensors` | 8 bits by row, groups of 4 and 8 bits, 8-bit floats | yes | yes |
 //! | `gptq` | groups of 4 and 8 bits, also reordered (`desc_act`) | yes | no |
 //! | `awq` | groups of 4 bits (`gemm`) | yes | no |
+//! | `mxfp4` | 4-bit floats in blocks of 32, the experts of gpt-oss | yes | yes |
 
 mod awq;
 mod bitsandbytes;
@@ -16,6 +17,7 @@ mod compressed_tensors;
 mod config;
 mod gptq;
 mod module_patterns;
+mod mxfp4;
 mod packed_words;
 mod source;
 
@@ -24,4 +26,5 @@ pub use bitsandbytes::BitsAndBytesConfig;
 pub use compressed_tensors::{CompressedTensorsConfig, ConfigGroup, QuantizationArgs};
 pub use config::QuantizationConfig;
 pub use gptq::GptqConfig;
+pub use mxfp4::Mxfp4Config;
 pub use source::TensorSource;

@@ -14,3 +14,4 @@ mod write;
 
 pub use args::{ConfigGroup, QuantizationArgs};
 pub use config::CompressedTensorsConfig;
+pub(super) use write::low_half_first;

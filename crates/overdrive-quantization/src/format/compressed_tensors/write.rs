@@ -78,9 +78,7 @@ impl CompressedTensorsConfig {
                     },
             } if matches!(weight.scheme, Scheme::Mxfp4 | Scheme::Nvfp4) => {
                 let rows = |tensor: &Tensor| tensor.f_view([weight.outputs, -1]);
-                let high = codes.f_bitwise_left_shift_tensor_scalar(4)?;
-                let low = codes.f_bitwise_right_shift_tensor_scalar(4)?;
-                let packed = named("weight_packed", rows(&high.f_bitwise_or_tensor(&low)?)?);
+                let packed = named("weight_packed", rows(&low_half_first(codes)?)?);
                 if weight.scheme == Scheme::Mxfp4 {
                     return Ok(vec![packed, named("weight_scale", rows(scales)?)]);
                 }
@@ -99,6 +97,13 @@ impl CompressedTensorsConfig {
             _ => Err(unsupported(weight)),
         }
     }
+}
+
+/// Returns bytes of two codes with the first one in the low half, as files have it.
+pub(in crate::format) fn low_half_first(codes: &Tensor) -> Result<Tensor> {
+    let high = codes.f_bitwise_left_shift_tensor_scalar(4)?;
+    let low = codes.f_bitwise_right_shift_tensor_scalar(4)?;
+    Ok(high.f_bitwise_or_tensor(&low)?)
 }
 
 /// Packs rows of `width` bytes, each xor `flip`, into words; the last word of a row is padded with zeros.

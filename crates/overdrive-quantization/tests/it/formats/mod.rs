@@ -165,6 +165,50 @@ fn floats_of_four_bits_are_those_of_compressed_tensors() {
 }
 
 #[test]
+fn experts_of_gpt_oss_are_written_as_they_were_read() {
+    let config = json!({"quant_method": "mxfp4", "modules_to_not_convert": ["a.router"], "dequantize": false});
+    let layout = QuantizationConfig::from_json(&config).unwrap();
+    assert_eq!(
+        (layout.method(), layout.to_json().unwrap()),
+        ("mxfp4", config)
+    );
+    assert_eq!(layout.scheme().unwrap(), Some(Scheme::Mxfp4));
+    for (module, is_quantized) in [
+        ("a.experts.0", true),
+        ("a.router", false),
+        ("lm_head", false),
+    ] {
+        assert_eq!(
+            layout.is_quantized(module).unwrap(),
+            is_quantized,
+            "{module}"
+        );
+    }
+    let bytes: Vec<u8> = (0..4 * 2 * 16).map(|at| (at * 37 % 256) as u8).collect();
+    let blocks = Tensor::from_slice(&bytes).view([4, 2, 16]);
+    let scales = Tensor::from_slice(&[120u8, 121, 122, 123, 124, 125, 126, 127]).view([4, 2]);
+    let path = std::env::temp_dir().join(format!(
+        "overdrive-mxfp4-{}.safetensors",
+        std::process::id()
+    ));
+    let tensors = [
+        ("a.blocks".to_owned(), blocks),
+        ("a.scales".to_owned(), scales),
+    ];
+    overdrive_safetensors::write(&path, &tensors, &Default::default()).unwrap();
+    let file = MappedFile::open(&path).unwrap();
+    assert!(layout.is_stored(&file, "a").unwrap() && !layout.is_stored(&file, "b").unwrap());
+    let weight = layout.read_weight(&file, "a").unwrap();
+    assert_eq!((weight.size(), weight.scheme()), ([4, 64], Scheme::Mxfp4));
+    assert_eq!(layout.write_weight(&weight, "a").unwrap(), tensors);
+    let dense = Tensor::ones([4, 64], (Kind::Float, Device::Cpu));
+    let other = QuantizedWeight::quantize(&dense, "nf4".parse().unwrap()).unwrap();
+    let refused = layout.write_weight(&other, "a").unwrap_err();
+    assert!(refused.to_string().contains("must be mxfp4"), "{refused}");
+    std::fs::remove_file(path).unwrap();
+}
+
+#[test]
 fn scales_that_are_not_numbers_are_refused() {
     let codes = || Tensor::zeros([2, 32], (Kind::Uint8, Device::Cpu));
     let scales = |width, code: i64| Tensor::full([2, width], code, (Kind::Uint8, Device::Cpu));
@@ -416,7 +460,7 @@ fn configurations_that_cannot_be_read_are_refused_by_name() {
     for (config, expected) in [
         (
             json!({"quant_method": "aqlm"}),
-            "one of bitsandbytes, compressed-tensors, gptq, awq",
+            "one of bitsandbytes, compressed-tensors, gptq, awq, mxfp4",
         ),
         (json!({"bits": 4}), "is absent"),
         (json!({"quant_method": "gptq", "bits": 3}), "4 or 8"),
