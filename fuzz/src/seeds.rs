@@ -123,6 +123,11 @@ pub(crate) fn config() -> Vec<Vec<u8>> {
         json!({"model_type": "qwen2_moe", "vocab_size": 32, "hidden_size": 16, "num_hidden_layers": 2,
             "num_attention_heads": 4, "num_key_value_heads": 2, "num_experts": 4, "num_experts_per_tok": 2,
             "moe_intermediate_size": 8, "shared_expert_intermediate_size": 8, "qkv_bias": false}),
+        json!({"model_type": "gpt_oss", "vocab_size": 32, "hidden_size": 32, "intermediate_size": 32,
+            "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 8,
+            "num_local_experts": 4, "num_experts_per_tok": 2, "sliding_window": 8, "swiglu_limit": 7.0,
+            "layer_types": ["sliding_attention", "full_attention"],
+            "quantization_config": {"quant_method": "mxfp4", "modules_to_not_convert": ["lm_head"]}}),
     ])
 }
 

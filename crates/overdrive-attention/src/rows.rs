@@ -8,10 +8,13 @@ use std::cell::Cell;
 
 use overdrive_core::Error as Common;
 use overdrive_kernels::InstructionSet;
+use tch::{Device, Kind};
 
 use crate::Result;
 use crate::call::unresolved_limits;
-use crate::kernel::{self, AttentionInputs, ForwardOutputs, Rules, Sequence, View, ViewMut};
+use crate::kernel::{
+    self, AttentionInputs, ForwardOutputs, Rules, Sequence, Strided, View, ViewMut,
+};
 use crate::{AttentionOptions, Backend};
 
 /// Heads in memory: row `r` of head `h` of batch `b` begins at `b · batch + h · head + r · row`.
@@ -49,11 +52,11 @@ thread_local! {
 }
 
 /// Computes [`attention`](crate::attention()) on f32 slices and writes rows `(B · T, H · D)` to `output`. Returns
-/// `false` and leaves `output` unchanged for options with a tensor, dropout, or a back end other than this crate's
+/// `false` and leaves `output` unchanged for a mask, slopes of ALiBi, dropout, or a back end other than this crate's
 /// kernel.
 ///
 /// # Errors
-/// [`Error::Common`](crate::Error::Common) for slices that do not fit the shape.
+/// [`Error::Common`](crate::Error::Common) for slices or sinks that do not fit the shape.
 ///
 /// ```
 /// use overdrive_attention::AttentionOptions;
@@ -79,7 +82,6 @@ pub fn attend(
     let plain = matches!(options.backend, Backend::Auto | Backend::Blockwise)
         && options.dropout_p == 0.0
         && options.mask.is_none()
-        && options.sinks.is_none()
         && options.alibi_slopes.is_none();
     if !plain {
         return Ok(false);
@@ -88,6 +90,15 @@ pub fn attend(
     if output.is_empty() {
         return Ok(true);
     }
+    let sinks = options.sinks.map(|sinks| {
+        if sinks.size() != [i64::try_from(shape.heads).unwrap_or(i64::MAX)] {
+            let expected = format!("[{}]: one element for each query head", shape.heads);
+            return Err(Common::shape("sinks", sinks.size(), expected).into());
+        }
+        let sinks = sinks.f_detach()?.f_to_device(Device::Cpu)?;
+        Strided::rows(&sinks.f_to_kind(Kind::Float)?.f_contiguous()?)
+    });
+    let sinks = sinks.transpose()?;
     let (left, right) = unresolved_limits(options);
     let inputs = AttentionInputs {
         set: InstructionSet::best(),
@@ -122,7 +133,7 @@ pub fn attend(
                 0
             },
             slopes: None,
-            sinks: None,
+            sinks: sinks.as_ref().map(Strided::elements).transpose()?,
             bias: None,
             dropout: None,
         },

@@ -15,13 +15,16 @@ pub struct AttendOptions<'a> {
     pub scale: Option<f64>,
     /// The bound of the scores, `softcap · tanh(score / softcap)` (Gemma 2). Default `None`.
     pub softcap: Option<f64>,
+    /// A logit (H) for each query head that takes part in the softmax without a value (gpt-oss); not to be confused with
+    /// the first tokens that a sliding cache keeps. Default `None`.
+    pub sinks: Option<&'a Tensor>,
     /// The kernel. Default [`Backend::Auto`].
     pub backend: Backend,
 }
 
-impl AttendOptions<'_> {
+impl<'a> AttendOptions<'a> {
     /// Returns the options of a causal kernel over all tokens, without the mask.
-    pub(crate) fn causal(&self) -> AttentionOptions<'static> {
+    pub(crate) fn causal(&self) -> AttentionOptions<'a> {
         let window = self.window.map_or_else(Window::default, |window| {
             Window::sliding(usize::try_from(window).unwrap_or(0))
         });
@@ -29,6 +32,7 @@ impl AttendOptions<'_> {
             window,
             scale: self.scale,
             softcap: self.softcap,
+            sinks: self.sinks,
             backend: self.backend,
             ..AttentionOptions::causal()
         }
@@ -70,6 +74,7 @@ pub fn attend_to_view(
         mask: mask.as_ref(),
         scale: options.scale,
         softcap: options.softcap,
+        sinks: options.sinks,
         backend: options.backend,
         ..AttentionOptions::default()
     };

@@ -11,13 +11,15 @@ use crate::{AttentionImplementation, Result};
 
 /// The options of a layer's attention.
 #[derive(Debug, Clone, Copy)]
-pub(crate) struct AttendOptions {
+pub(crate) struct AttendOptions<'a> {
     pub(crate) implementation: AttentionImplementation,
     pub(crate) dropout: f64,
     /// The factor of the scores; `None` is 1/sqrt(D).
     pub(crate) scale: Option<f64>,
     /// The bound of the scores.
     pub(crate) softcap: Option<f64>,
+    /// A logit (H) for each head that takes part in the softmax without a value (gpt-oss).
+    pub(crate) sinks: Option<&'a Tensor>,
 }
 
 /// The cache of a forward pass and the layer that uses it.
@@ -30,7 +32,7 @@ pub(crate) fn attend_with_cache(
     key: &Tensor,
     value: &Tensor,
     mask: &Mask,
-    options: &AttendOptions,
+    options: &AttendOptions<'_>,
     cache: Option<CachedLayer<'_, '_>>,
 ) -> Result<Tensor> {
     let Some((layer, cache)) = cache else {
@@ -59,7 +61,7 @@ pub(crate) fn attend_with_cache(
 /// Returns the options of a cache's attention on rows; `None` if attention needs tensors.
 pub(crate) fn rows_options<'m>(
     mask: &'m Mask,
-    options: &AttendOptions,
+    options: &AttendOptions<'m>,
 ) -> Option<overdrive_kv_cache::AttendOptions<'m>> {
     let flash = options.implementation == AttentionImplementation::Flash && options.dropout == 0.0;
     let causal = matches!(mask, Mask::Causal { .. });
@@ -74,11 +76,11 @@ pub(crate) fn attend(
     key: &Tensor,
     value: &Tensor,
     mask: &Mask,
-    options: &AttendOptions,
+    options: &AttendOptions<'_>,
 ) -> Result<Tensor> {
     let mixed = match options.implementation {
-        // libtorch's operator has no softcap.
-        AttentionImplementation::Sdpa if options.softcap.is_none() => {
+        // libtorch's operator has neither a softcap nor sinks.
+        AttentionImplementation::Sdpa if options.softcap.is_none() && options.sinks.is_none() => {
             sdpa(query, key, value, mask, options)?
         }
         AttentionImplementation::Eager => {
@@ -94,7 +96,7 @@ pub(crate) fn attend(
 /// Converts the options to those of a cache.
 fn cached_options<'m>(
     mask: &'m Mask,
-    options: &AttendOptions,
+    options: &AttendOptions<'m>,
     backend: Backend,
 ) -> overdrive_kv_cache::AttendOptions<'m> {
     let (window, mask) = match mask {
@@ -111,6 +113,7 @@ fn cached_options<'m>(
         mask,
         scale: options.scale,
         softcap: options.softcap,
+        sinks: options.sinks,
         backend,
     }
 }
@@ -121,11 +124,12 @@ fn with_backend(
     key: &Tensor,
     value: &Tensor,
     mask: &Mask,
-    options: &AttendOptions,
+    options: &AttendOptions<'_>,
 ) -> Result<Tensor> {
     let options = AttentionOptions {
         scale: options.scale,
         softcap: options.softcap,
+        sinks: options.sinks,
         dropout_p: options.dropout,
         backend,
         ..AttentionOptions::default()
@@ -186,7 +190,7 @@ fn sdpa(
     key: &Tensor,
     value: &Tensor,
     mask: &Mask,
-    options: &AttendOptions,
+    options: &AttendOptions<'_>,
 ) -> Result<Tensor> {
     let (tokens, keys) = (query.size()[2], key.size()[2]);
     // Only with `enable_gqa` does libtorch take fewer key heads than query heads.

@@ -47,6 +47,8 @@ pub(crate) struct RotaryAttention {
     scale: Option<f64>,
     /// The bound of the scores.
     softcap: Option<f64>,
+    /// A logit of each head that takes part in the softmax without a value (gpt-oss).
+    sinks: Option<Tensor>,
 }
 
 impl RotaryAttention {
@@ -72,6 +74,9 @@ impl RotaryAttention {
             _ => "o_proj",
         };
         let o = parameters.take_linear(&format!("{prefix}.{output}"), config.output_bias())?;
+        let sinks = (config.family == LlamaFamily::GptOss)
+            .then(|| parameters.take(&format!("{prefix}.sinks")))
+            .transpose()?;
         let mut norm = |name: &str| Norm::take(parameters, &format!("{prefix}.{name}"), config);
         let [q_norm, k_norm] = norm_names(config.family == LlamaFamily::Phi);
         let norms = config
@@ -89,6 +94,7 @@ impl RotaryAttention {
             },
             scale: config.attention_scale(),
             softcap: config.attention_softcap(),
+            sinks,
         })
     }
 
@@ -101,6 +107,9 @@ impl RotaryAttention {
         prefix: &str,
         visit: ParameterVisitor<'_>,
     ) -> overdrive_nn::Result<()> {
+        if let Some(sinks) = &mut self.sinks {
+            visit(&format!("{prefix}.self_attn.sinks"), sinks)?;
+        }
         if let Some((q, k)) = &mut self.norms {
             let [q_name, k_name] = norm_names(matches!(q, Norm::Layer(_)));
             q.visit_parameters(&format!("{prefix}.self_attn.{q_name}"), visit)?;
@@ -193,12 +202,13 @@ impl RotaryAttention {
         Ok(projected && attended && on_slices)
     }
 
-    fn options(&self, step: &AttentionStep<'_, '_>) -> AttendOptions {
+    fn options(&self, step: &AttentionStep<'_, '_>) -> AttendOptions<'_> {
         AttendOptions {
             implementation: step.execution.attention,
             dropout: step.dropout,
             scale: self.scale,
             softcap: self.softcap,
+            sinks: self.sinks.as_ref(),
         }
     }
 

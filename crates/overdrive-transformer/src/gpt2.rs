@@ -10,7 +10,7 @@ use crate::layer_norm::LayerNorm;
 use crate::mask::Mask;
 use crate::parameters::{ParameterMap, ParameterRole, ParameterSpec};
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_linear, visit_shared};
-use crate::{Execution, Gpt2Config, Init, Result};
+use crate::{AttentionImplementation, Execution, Gpt2Config, Init, Result};
 
 /// GPT-2 without its head.
 #[derive(Debug)]
@@ -143,12 +143,8 @@ impl Gpt2 {
         let context = Context {
             heads: self.config.n_head,
             mask: Mask::causal(input, shape, None)?,
-            attention: AttendOptions {
-                implementation: execution.attention,
-                dropout: dropout(self.config.attn_pdrop),
-                scale: None,
-                softcap: None,
-            },
+            implementation: execution.attention,
+            attention_dropout: dropout(self.config.attn_pdrop),
             residual_dropout: dropout(self.config.resid_pdrop),
         };
         let tokens = self.embedding.forward(input.input_ids)?;
@@ -232,7 +228,8 @@ impl Gpt2 {
 struct Context {
     heads: i64,
     mask: Mask,
-    attention: AttendOptions,
+    implementation: AttentionImplementation,
+    attention_dropout: f64,
     residual_dropout: f64,
 }
 
@@ -295,8 +292,11 @@ impl Block {
         cache: Option<CachedLayer<'_, '_>>,
     ) -> Result<Tensor> {
         let options = AttendOptions {
+            implementation: context.implementation,
+            dropout: context.attention_dropout,
             scale: self.scale,
-            ..context.attention
+            softcap: None,
+            sinks: None,
         };
         let qkv = self
             .qkv

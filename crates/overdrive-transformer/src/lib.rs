@@ -13,6 +13,7 @@
 //! | `qwen3` | Qwen 3 | normalised queries and keys |
 //! | `qwen2_moe` | Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B) | Qwen2 with a mixture of experts, one of which computes every token behind a gate |
 //! | `qwen3_moe` | Qwen 3 with experts (30B-A3B, 235B-A22B) | Qwen3 with a mixture of experts in some or all layers |
+//! | `gpt_oss` | gpt-oss (20B, 120B) | a mixture of experts with bounded gates, a logit of each head that takes part in the softmax without a value, a window in every other layer; experts in MXFP4 stay packed |
 //! | `smollm3` | SmolLM3 | no rotary positions in every fourth layer, or in those that `no_rope_layers` lists |
 //! | `olmo2` | OLMo 2 | norms after attention and the feed-forward block only; queries and keys normalised as a whole |
 //! | `olmo3` | OLMo 3 | as OLMo 2, with a window in three of four layers, whose rotary positions are not scaled |
@@ -103,6 +104,7 @@ mod attend;
 mod attention;
 mod causal_lm;
 mod checkpoint;
+mod clamped_swiglu;
 mod config;
 mod decode_step;
 mod encoder;

@@ -69,7 +69,7 @@ impl Llama {
             let prefix = format!("model.layers.{layer}");
             let qkv = RotaryAttention::joint_names(&prefix, config);
             let mlp = FeedForward::adjacent(config, layer);
-            let mlp = mlp.into_iter().map(|names| (names, config.mlp_bias));
+            let mlp = mlp.into_iter().map(|names| (names, config.has_mlp_bias()));
             for (names, bias) in [(qkv, config.qkv_bias())].into_iter().chain(mlp) {
                 groups.push(names.iter().map(|name| format!("{name}.weight")).collect());
                 if bias {

@@ -3,9 +3,10 @@ use overdrive_nn::{Adapter, Linear, LinearWeight, joint_forward_into};
 use tch::Tensor;
 
 use crate::activation::{activate, activation_named};
+use crate::clamped_swiglu::ClampedSwiglu;
 use crate::moe::{
-    ExpertLoad, LoadBalance, MixtureOfExperts, expert_modules, router_module, shared_gate_module,
-    shared_modules,
+    ExpertLoad, LoadBalance, MixtureOfExperts, expert_modules, packed_expert_modules,
+    router_module, shared_gate_module, shared_modules,
 };
 use crate::parameters::{ParameterMap, ParameterRole};
 use crate::projections::{JointLinear, LinearVisitor, visit_linear};
@@ -18,7 +19,7 @@ pub(crate) enum FeedForward {
     Experts(MixtureOfExperts),
 }
 
-/// A weight of a feed-forward block: its name without `.weight`, its outputs and inputs, and its role.
+/// A weight of a feed-forward block: its name without `.weight`, its shape in a file, and its role.
 pub(crate) type WeightSpec = (String, [i64; 2], ParameterRole);
 
 impl FeedForward {
@@ -39,14 +40,21 @@ impl FeedForward {
         let router = router_module(config.family, &prefix);
         let router = (router, [experts.num_experts, hidden], ParameterRole::Router);
         let of_expert = |expert| {
+            if config.family == LlamaFamily::GptOss {
+                let [gate_up, down] = packed_expert_modules(&prefix, expert);
+                return vec![
+                    (gate_up, [hidden, 2 * inner], ParameterRole::Conv1d),
+                    (down, [inner, hidden], ParameterRole::Conv1d),
+                ];
+            }
             let [gate, up, down] = expert_modules(config.family, &prefix, expert);
             let gate = (gate, [inner, hidden], ParameterRole::Linear);
             let up = (up, [inner, hidden], ParameterRole::Linear);
             let down = (down, [hidden, inner], ParameterRole::Linear);
             match config.family {
                 // w1, w2, w3.
-                LlamaFamily::Mixtral => [gate, down, up],
-                _ => [gate, up, down],
+                LlamaFamily::Mixtral => vec![gate, down, up],
+                _ => vec![gate, up, down],
             }
         };
         let mut weights: Vec<WeightSpec> = (0..experts.num_experts).flat_map(of_expert).collect();
@@ -72,9 +80,15 @@ impl FeedForward {
         let Some(experts) = config.experts_of(layer) else {
             return vec![mlp_modules(&prefix, config).0];
         };
-        // All experts contiguously, as a grouped matmul needs them.
+        // All experts contiguously, as a grouped matmul needs them, and a file of gpt-oss.
         let (mut inner, mut outer) = (Vec::new(), Vec::new());
         for expert in 0..experts.num_experts {
+            if config.family == LlamaFamily::GptOss {
+                let [gate_up, down] = packed_expert_modules(&prefix, expert);
+                inner.push(gate_up);
+                outer.push(down);
+                continue;
+            }
             let [gate, up, down] = expert_modules(config.family, &prefix, expert);
             inner.extend([gate, up]);
             outer.push(down);
@@ -161,12 +175,21 @@ fn mlp_modules(prefix: &str, config: &LlamaConfig) -> (Vec<String>, String) {
     (joint, name("down"))
 }
 
-/// The gated feed-forward block: `down(act(gate(x)) · up(x))`.
+/// The gated feed-forward block: `down(act(gate(x)) · up(x))`, or that with gpt-oss's gate.
 #[derive(Debug)]
 pub(crate) struct GatedMlp {
     gate_up: JointLinear,
     down: Linear,
-    activation: Activation,
+    gate: Gate,
+}
+
+/// The function of gate and up.
+#[derive(Debug, Clone, Copy)]
+enum Gate {
+    /// `act(gate) · up` of gate and up, one after the other.
+    Plain(Activation),
+    /// gpt-oss's function of gate and up, which alternate.
+    Clamped(ClampedSwiglu),
 }
 
 impl GatedMlp {
@@ -181,7 +204,21 @@ impl GatedMlp {
         Ok(GatedMlp {
             gate_up: JointLinear::take(parameters, joint, bias)?,
             down: parameters.take_linear(down, bias)?,
-            activation: activation_named("hidden_act", &config.hidden_act)?,
+            gate: Gate::Plain(activation_named("hidden_act", &config.hidden_act)?),
+        })
+    }
+
+    /// Takes an expert of gpt-oss.
+    pub(crate) fn take_clamped(
+        parameters: &mut ParameterMap,
+        gate_up: &str,
+        down: &str,
+        gate: ClampedSwiglu,
+    ) -> Result<GatedMlp> {
+        Ok(GatedMlp {
+            gate_up: JointLinear::take_conv1d(parameters, gate_up)?,
+            down: parameters.take_conv1d(down)?,
+            gate: Gate::Clamped(gate),
         })
     }
 
@@ -194,8 +231,12 @@ impl GatedMlp {
         visit_linear(&mut self.down, visit)
     }
 
-    pub(crate) fn activation(&self) -> Activation {
-        self.activation
+    /// Returns the activation; `None` for the gate of gpt-oss.
+    pub(crate) fn activation(&self) -> Option<Activation> {
+        match self.gate {
+            Gate::Plain(activation) => Some(activation),
+            Gate::Clamped(_) => None,
+        }
     }
 
     /// Returns `true` if backward computes a gradient for a weight or an adapter of the block.
@@ -207,12 +248,14 @@ impl GatedMlp {
     }
 
     pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
-        let inner = if fused {
-            glu(&self.gate_up.forward_joint(x)?, self.activation)?
-        } else {
-            let inner = self.gate_up.outputs() as i64 / 2;
-            let [gate, up] = self.gate_up.forward_each(x, [inner, inner])?;
-            activate(self.activation, &gate)?.f_mul(&up)?
+        let inner = match self.gate {
+            Gate::Clamped(gate) => gate.forward(&self.gate_up.forward_single(x, fused)?)?,
+            Gate::Plain(activation) if fused => glu(&self.gate_up.forward_joint(x)?, activation)?,
+            Gate::Plain(activation) => {
+                let inner = self.gate_up.outputs() as i64 / 2;
+                let [gate, up] = self.gate_up.forward_each(x, [inner, inner])?;
+                activate(activation, &gate)?.f_mul(&up)?
+            }
         };
         Ok(self.down.forward_with(&inner, fused)?)
     }
@@ -231,7 +274,10 @@ impl GatedMlp {
         joint.resize(rows * both, 0.0);
         inner.resize(rows * both / 2, 0.0);
         let joined = self.gate_up.forward_rows(x, joint)?;
-        rows::glu(joint, both / 2, self.activation, inner)?;
+        match self.gate {
+            Gate::Plain(activation) => rows::glu(joint, both / 2, activation, inner)?,
+            Gate::Clamped(gate) => gate.forward_rows(joint, inner),
+        }
         Ok(joint_forward_into(inner, &[&self.down], y)? && joined)
     }
 }

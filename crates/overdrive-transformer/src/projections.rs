@@ -57,6 +57,11 @@ impl JointLinear {
         Ok(JointLinear(layers.collect::<Result<_>>()?))
     }
 
+    /// Takes one joint layer with a bias, whose weight a file has as `(I, O)`.
+    pub(crate) fn take_conv1d(parameters: &mut ParameterMap, name: &str) -> Result<JointLinear> {
+        Ok(JointLinear(vec![parameters.take_conv1d(name)?]))
+    }
+
     /// Computes all outputs side by side, `(…, Σ out)`, in one matmul.
     pub(crate) fn forward_joint(&self, x: &Tensor) -> Result<Tensor> {
         let layers: Vec<&Linear> = self.0.iter().collect();
@@ -68,6 +73,15 @@ impl JointLinear {
     pub(crate) fn forward_rows(&self, x: &[f32], y: &mut [f32]) -> Result<bool> {
         let layers: Vec<&Linear> = self.0.iter().collect();
         Ok(joint_forward_into(x, &layers, y)?)
+    }
+
+    /// Computes the output of the one joint layer.
+    pub(crate) fn forward_single(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
+        match self.0.as_slice() {
+            [joint] => Ok(joint.forward_with(x, fused)?),
+            // Several layers lie side by side in the same order.
+            _ => self.forward_joint(x),
+        }
     }
 
     /// Returns the number of inputs.

@@ -302,7 +302,7 @@ fn decoder(
         .and_then(|tokens| is_served(&config, &tokens));
     // A router may choose another expert, which changes a token by much.
     let bound = match model_type {
-        "mixtral" | "qwen2_moe" | "qwen3_moe" => 0.25,
+        "mixtral" | "qwen2_moe" | "qwen3_moe" | "gpt_oss" => 0.25,
         _ => 0.1,
     };
     let outcomes = [

@@ -30,7 +30,12 @@ fn rows_give_the_same_as_tensors_for_each_shape_and_option() {
         (1, 2, 1, 1, 3000, 64),
     ];
     for (batch, heads, kv_heads, queries, keys, dim) in shapes {
-        for options in [AttentionOptions::causal(), windowed, capped] {
+        let logits = Tensor::from_slice(&numbers(heads, 0.4));
+        let sinks = AttentionOptions {
+            sinks: Some(&logits),
+            ..windowed
+        };
+        for options in [AttentionOptions::causal(), windowed, capped, sinks] {
             let shape = RowsShape {
                 batch,
                 heads,
@@ -79,7 +84,7 @@ fn rows_give_the_same_as_tensors_for_each_shape_and_option() {
 }
 
 #[test]
-fn rows_that_do_not_fit_are_refused_and_options_with_tensors_are_left_to_tensors() {
+fn rows_that_do_not_fit_are_refused_and_masks_are_left_to_tensors() {
     let data = [0.0; 8];
     let rows = |len: usize| HeadRows {
         data: &data[..len],
@@ -117,6 +122,19 @@ fn rows_that_do_not_fit_are_refused_and_options_with_tensors_are_left_to_tensors
     };
     let many = RowsShape { keys: 3, ..shape };
     assert!(attend(all, endless, all, many, &causal, &mut output).is_err());
+
+    let three = Tensor::zeros([3], (Kind::Float, Device::Cpu));
+    let sinks = AttentionOptions {
+        sinks: Some(&three),
+        ..causal
+    };
+    let error = attend(all, all, all, shape, &sinks, &mut output).unwrap_err();
+    assert!(
+        error
+            .to_string()
+            .contains("one element for each query head"),
+        "{error}"
+    );
 
     let mask = Tensor::ones([1, 1, 1, 1], (Kind::Bool, Device::Cpu));
     let masked = AttentionOptions {

@@ -21,7 +21,7 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
-const CASES: [&str; 15] = [
+const CASES: [&str; 16] = [
     "llama_gqa",
     "llama3_rope",
     "mistral",
@@ -35,6 +35,7 @@ const CASES: [&str; 15] = [
     "granite",
     "glm4",
     "qwen2_moe",
+    "gpt_oss",
     "gpt2",
     "gpt2_scaled",
 ];

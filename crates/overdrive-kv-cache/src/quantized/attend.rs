@@ -107,6 +107,7 @@ pub(super) fn fits_kernel(
         && heads % spec.heads == 0
         && heads / spec.heads * queries <= FEW_ROWS
         && mask_fits
+        && options.sinks.is_none()
         && options.scale.is_none_or(f64::is_finite)
         && options
             .softcap

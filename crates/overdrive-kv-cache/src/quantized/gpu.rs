@@ -67,6 +67,9 @@ fn unfit(query: &Tensor, held: &Layer, options: &AttendOptions<'_>) -> Option<&'
     if options.mask.is_some() {
         return Some("the kernel does not support a mask");
     }
+    if options.sinks.is_some() {
+        return Some("the kernel does not support logits of attention sinks");
+    }
     if options.backend != Backend::Auto {
         return Some("another back end was requested");
     }

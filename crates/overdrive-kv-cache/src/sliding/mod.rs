@@ -283,6 +283,11 @@ impl SlidingCache {
         let (first, first_lse) =
             attention_with_lse(&query_at_sinks, &sinks, &sink_values, &at_sinks)?;
         let window = options.window.map_or(window, |model| model.min(window));
+        // The logits without a value count once: in the log-sum-exp of this part only.
+        let common = AttentionOptions {
+            sinks: options.sinks,
+            ..common
+        };
         let at_rest = match &masks.1 {
             Some(mask) => AttentionOptions {
                 mask: Some(mask),

@@ -42,6 +42,11 @@ impl Source {
         {
             return Err(bad(dir, "it is already quantized; use the original folder"));
         }
+        if config.get("model_type").and_then(Value::as_str) == Some("gpt_oss") {
+            let reason = "a gpt_oss has one tensor for all experts of a layer, which is not quantized tensor by \
+                tensor; load the model with the option `quantization`, and save it";
+            return Err(bad(dir, reason));
+        }
         let mut files = Vec::new();
         let mut names = BTreeMap::new();
         if dir.join(SINGLE).is_file() {

@@ -11,8 +11,8 @@ use crate::{Error, QuantizedWeight, Result, Scheme};
 
 /// The `quantization_config` of a checkpoint in MXFP4; keys as in transformers' `Mxfp4Config`.
 ///
-/// A weight `(O, I)` is `{module}.blocks`, u8 `(O, I/32, 16)`, and `{module}.scales`, u8 `(O, I/32)`. A file has both for all
-/// experts of a layer, with a first dimension for the experts.
+/// A weight `(O, I)` is `{module}.blocks`, u8 `(O, I/32, 16)`, and `{module}.scales`, u8 `(O, I/32)`. A file of gpt-oss
+/// has both for all experts of a layer, with a first dimension for the experts.
 #[derive(Debug, Clone, PartialEq, Default, Serialize, Deserialize)]
 #[non_exhaustive]
 pub struct Mxfp4Config {

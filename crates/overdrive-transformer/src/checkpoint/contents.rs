@@ -5,9 +5,10 @@ use serde_json::{Map, Value};
 use tch::{Kind, Tensor};
 
 use super::multimodal;
+use super::packed_experts;
 use super::quantized::Views;
 use crate::parameters::ParameterSpec;
-use crate::{CausalLm, LlamaFamily, ModelConfig};
+use crate::{CausalLm, LlamaFamily, ModelConfig, Result};
 
 /// The properties of a configuration that are needed to read and write its checkpoints.
 pub(crate) trait CheckpointConfig {
@@ -39,6 +40,14 @@ pub(crate) trait CheckpointConfig {
     /// a checkpoint may hold a larger model.
     fn own_tensors<'a>(&self, views: Views<'a>) -> Views<'a> {
         views
+    }
+
+    /// Returns the tensors of a checkpoint that is written: the inverse of [`own_tensors`](Self::own_tensors).
+    ///
+    /// # Errors
+    /// An error of libtorch when memory runs out.
+    fn stacked(&self, tensors: Vec<(String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
+        Ok(tensors)
     }
 
     /// Returns the name of the parameter that the tensor `name` holds in a file where some names begin with the
@@ -99,7 +108,19 @@ impl CheckpointConfig for ModelConfig {
             ModelConfig::Llama(config) if config.family == LlamaFamily::Gemma3 => {
                 multimodal::text(views)
             }
+            ModelConfig::Llama(config) if config.family == LlamaFamily::GptOss => {
+                packed_experts::split(views, config)
+            }
             _ => views,
+        }
+    }
+
+    fn stacked(&self, tensors: Vec<(String, Tensor)>) -> Result<Vec<(String, Tensor)>> {
+        match self {
+            ModelConfig::Llama(config) if config.family == LlamaFamily::GptOss => {
+                packed_experts::stacked(tensors, config)
+            }
+            _ => Ok(tensors),
         }
     }
 

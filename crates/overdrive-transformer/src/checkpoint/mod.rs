@@ -2,6 +2,7 @@
 
 mod contents;
 mod multimodal;
+mod packed_experts;
 mod problems;
 mod progress;
 mod quantized;

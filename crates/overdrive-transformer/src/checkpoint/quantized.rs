@@ -8,6 +8,7 @@ use serde_json::Value;
 use tch::{Device, Tensor};
 
 use super::contents::{CheckpointConfig, Contents};
+use super::packed_experts::is_packed_expert;
 use super::problems::{CheckpointProblems, Misshapen};
 use crate::parameters::{ParameterRole, ParameterSpec, handles};
 use crate::{Error, Result};
@@ -172,6 +173,10 @@ pub(super) fn written(contents: &Contents<'_>) -> Result<Written> {
             tensors.extend(layout.write_weight(&weight, &name)?);
         }
     }
+    // The other layouts describe weights of modules, of which each expert has its own.
+    if matches!(layout, None | Some(QuantizationConfig::Mxfp4(_))) {
+        tensors = contents.config.stacked(tensors)?;
+    }
     Ok(Written { tensors, layout })
 }
 
@@ -185,8 +190,16 @@ fn layout_of(
     if quantized.is_empty() {
         return Ok(None);
     }
-    // Of the layouts that can be read, these two can be written.
+    // Of the layouts that can be read, these can be written.
     let read = layout(config)?;
+    if let Some(layout @ QuantizationConfig::Mxfp4(_)) = &read {
+        let is_so = |(module, weight): (&String, &QuantizedWeight)| {
+            weight.scheme() == Scheme::Mxfp4 && is_packed_expert(module)
+        };
+        if quantized.iter().all(is_so) {
+            return Ok(Some(layout.clone()));
+        }
+    }
     if let Some(
         layout @ (QuantizationConfig::BitsAndBytes(_) | QuantizationConfig::CompressedTensors(_)),
     ) = read

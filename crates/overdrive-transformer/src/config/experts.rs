@@ -10,23 +10,23 @@ use crate::Result;
 const MAX_EXPERTS: i64 = 1 << 17;
 
 /// The mixture of experts of a [`LlamaConfig`](crate::LlamaConfig), with the keys and defaults of transformers'
-/// `MixtralConfig`, `Qwen2MoeConfig` and `Qwen3MoeConfig`; [`LlamaConfig::of`](crate::LlamaConfig::of) returns those of
-/// each.
+/// `MixtralConfig`, `Qwen2MoeConfig`, `Qwen3MoeConfig` and `GptOssConfig`;
+/// [`LlamaConfig::of`](crate::LlamaConfig::of) returns those of each.
 #[derive(Debug, Clone, PartialEq)]
 pub struct ExpertsConfig {
-    /// The number of experts of a layer (`num_local_experts` of Mixtral, `num_experts` of Qwen's mixtures; either
-    /// key is read); default 8 (Qwen2-MoE: 60, Qwen3-MoE: 128).
+    /// The number of experts of a layer (`num_local_experts` of Mixtral and gpt-oss, `num_experts` of Qwen's mixtures;
+    /// either key is read); default 8 (Qwen2-MoE: 60, Qwen3-MoE and gpt-oss: 128).
     pub num_experts: i64,
-    /// The number of experts that compute a token; default 2 (Qwen2-MoE: 4, Qwen3-MoE: 8).
+    /// The number of experts that compute a token; default 2 (Qwen2-MoE and gpt-oss: 4, Qwen3-MoE: 8).
     pub num_experts_per_tok: i64,
-    /// The inner width of an expert of Qwen's mixtures; default 768 (Qwen2-MoE: 1408). Mixtral's experts have
-    /// `intermediate_size`.
+    /// The inner width of an expert of Qwen's mixtures; default 768 (Qwen2-MoE: 1408). The experts of Mixtral
+    /// and gpt-oss have `intermediate_size`.
     pub moe_intermediate_size: i64,
     /// The inner width of the expert that computes every token (Qwen2-MoE); default `None`, no such expert (Qwen2-MoE:
     /// 5632).
     pub shared_expert_intermediate_size: Option<i64>,
     /// If `true`, the weights of a token's experts are divided by their sum; default `false` for Qwen's mixtures. Mixtral
-    /// always divides.
+    /// and gpt-oss always divide.
     pub norm_topk_prob: bool,
     /// Layers whose number, counted from 1, is a multiple of this value have experts (Qwen's mixtures); default 1.
     pub decoder_sparse_step: i64,
@@ -38,6 +38,10 @@ pub struct ExpertsConfig {
     pub router_aux_loss_coef: f64,
     /// The relative noise of the block's input in training, uniform in `1 ± noise` (Mixtral); default 0.
     pub router_jitter_noise: f64,
+    /// The factor `α` in gpt-oss's gate, `(up + 1) · gate · sigmoid(α · gate)`; default 1.702.
+    pub swiglu_alpha: f64,
+    /// The bound of gate (from above) and up (on both sides) in gpt-oss's gate; default 7.
+    pub swiglu_limit: f64,
 }
 
 impl ExpertsConfig {
@@ -54,9 +58,16 @@ impl ExpertsConfig {
             output_router_logits: false,
             router_aux_loss_coef: 0.001,
             router_jitter_noise: 0.0,
+            swiglu_alpha: 1.702,
+            swiglu_limit: 7.0,
         };
         match family {
             LlamaFamily::Mixtral => Some(mixtral),
+            LlamaFamily::GptOss => Some(ExpertsConfig {
+                num_experts: 128,
+                num_experts_per_tok: 4,
+                ..mixtral
+            }),
             LlamaFamily::Qwen2Moe => Some(ExpertsConfig {
                 num_experts: 60,
                 num_experts_per_tok: 4,
@@ -86,6 +97,10 @@ impl ExpertsConfig {
         if family == LlamaFamily::Mixtral {
             return fields.number("router_jitter_noise", &mut self.router_jitter_noise);
         }
+        if family == LlamaFamily::GptOss {
+            fields.number("swiglu_alpha", &mut self.swiglu_alpha)?;
+            return fields.number("swiglu_limit", &mut self.swiglu_limit);
+        }
         fields.positive("moe_intermediate_size", &mut self.moe_intermediate_size)?;
         if let Some(width) = &mut self.shared_expert_intermediate_size {
             fields.positive("shared_expert_intermediate_size", width)?;
@@ -112,6 +127,10 @@ impl ExpertsConfig {
         });
         let own = match family {
             LlamaFamily::Mixtral => json!({"router_jitter_noise": self.router_jitter_noise}),
+            LlamaFamily::GptOss => json!({
+                "swiglu_alpha": self.swiglu_alpha,
+                "swiglu_limit": self.swiglu_limit,
+            }),
             _ => json!({
                 "moe_intermediate_size": self.moe_intermediate_size,
                 "norm_topk_prob": self.norm_topk_prob,
@@ -132,7 +151,7 @@ impl ExpertsConfig {
     /// Returns the key of the number of experts in the files of the hub.
     pub(super) fn count_key(family: LlamaFamily) -> &'static str {
         match family {
-            LlamaFamily::Mixtral => "num_local_experts",
+            LlamaFamily::Mixtral | LlamaFamily::GptOss => "num_local_experts",
             _ => "num_experts",
         }
     }
@@ -188,6 +207,12 @@ impl ExpertsConfig {
         if !(self.router_aux_loss_coef >= 0.0 && self.router_aux_loss_coef.is_finite()) {
             let found = self.router_aux_loss_coef.into();
             return Err(bad("router_aux_loss_coef", &found, "0 or positive"));
+        }
+        if !(self.swiglu_limit > 0.0 && self.swiglu_limit.is_finite()) {
+            return Err(bad("swiglu_limit", &self.swiglu_limit.into(), "positive"));
+        }
+        if !self.swiglu_alpha.is_finite() {
+            return Err(bad("swiglu_alpha", &self.swiglu_alpha.into(), "finite"));
         }
         // Below 1, so that the factors of the noise are positive.
         if !(0.0..1.0).contains(&self.router_jitter_noise) {

@@ -49,6 +49,9 @@ pub enum LlamaFamily {
     Glm4,
     /// Qwen2-MoE: a Qwen2 with mixtures of experts, of which one computes every token.
     Qwen2Moe,
+    /// gpt-oss: mixtures of experts with bounded gates, every other layer with a sliding window, and for each head a
+    /// logit that takes part in the softmax without a value.
+    GptOss,
 }
 
 impl LlamaFamily {
@@ -72,6 +75,7 @@ impl LlamaFamily {
             LlamaFamily::Granite => "granite",
             LlamaFamily::Glm4 => "glm4",
             LlamaFamily::Qwen2Moe => "qwen2_moe",
+            LlamaFamily::GptOss => "gpt_oss",
         }
     }
 
@@ -95,6 +99,7 @@ impl LlamaFamily {
             LlamaFamily::Granite => "GraniteForCausalLM",
             LlamaFamily::Glm4 => "Glm4ForCausalLM",
             LlamaFamily::Qwen2Moe => "Qwen2MoeForCausalLM",
+            LlamaFamily::GptOss => "GptOssForCausalLM",
         }
     }
 
@@ -142,6 +147,7 @@ impl LlamaFamily {
             LlamaFamily::Granite,
             LlamaFamily::Glm4,
             LlamaFamily::Qwen2Moe,
+            LlamaFamily::GptOss,
         ]
         .into_iter()
         .find(|family| family.model_type() == model_type)

@@ -2,7 +2,7 @@ use serde_json::{Map, Value};
 
 use super::experts::ExpertsConfig;
 use super::family::{LayerType, LlamaFamily};
-use super::rope_scaling::RopeScaling;
+use super::rope_scaling::{RopeScaling, Yarn};
 
 mod json;
 mod validate;
@@ -43,7 +43,7 @@ pub struct LlamaConfig {
     /// The fraction of a head's channels that is rotated, starting with the first one (Phi-2, Phi-3 and GLM-4);
     /// default 1 (GLM-4: 0.5).
     pub partial_rotary_factor: f64,
-    /// The rope scaling; default none.
+    /// The rope scaling; default none (gpt-oss: YaRN by 32 from 4096 tokens).
     pub rope_scaling: RopeScaling,
     /// The layers with rotary positions, in the order of the layers (SmolLM3); default `None`: all but every
     /// `no_rope_layer_interval`-th.
@@ -55,11 +55,12 @@ pub struct LlamaConfig {
     pub rope_local_base_freq: f64,
     /// The rope scaling of the sliding layers of Gemma 3 and OLMo 3; default none.
     pub rope_local_scaling: RopeScaling,
-    /// If `true`, query, key, value and output projections have biases (Llama, Qwen3, Gemma, SmolLM3, OLMo
-    /// and Granite), or all but the output projection (GLM-4, and Qwen2-MoE, which calls it `qkv_bias`);
-    /// default `false` (GLM-4 and Qwen2-MoE: `true`).
+    /// If `true`, query, key, value and output projections have biases (Llama, Qwen3, Gemma, SmolLM3, OLMo,
+    /// Granite and gpt-oss), or all but the output projection (GLM-4, and Qwen2-MoE, which calls it `qkv_bias`);
+    /// default `false` (GLM-4, Qwen2-MoE and gpt-oss: `true`).
     pub attention_bias: bool,
-    /// If `true`, the feed-forward block has biases (Llama, SmolLM3 and Granite); default `false`.
+    /// If `true`, the feed-forward block has biases (Llama, SmolLM3 and Granite); default `false`. The experts and
+    /// routers of gpt-oss have biases without this key.
     pub mlp_bias: bool,
     /// The dropout of attention weights in training; default 0.
     pub attention_dropout: f64,
@@ -71,16 +72,16 @@ pub struct LlamaConfig {
     /// If `true`, queries and keys are normalised head by head (Phi-2); default `false`.
     pub qk_layernorm: bool,
     /// The number of tokens that a sliding layer attends to, its own included (Mistral, Qwen, Phi-3, Gemma 2 and 3,
-    /// SmolLM3 and OLMo 3); default `None`.
+    /// SmolLM3, OLMo 3 and gpt-oss); default `None`.
     pub sliding_window: Option<i64>,
     /// If `true`, the windows of Qwen and SmolLM3 are in effect; default `false`.
     pub use_sliding_window: bool,
     /// The first of Qwen's layers with a window, or the first without in Qwen2-MoE; default 28.
     pub max_window_layers: i64,
-    /// The attention types of the layers of Qwen, Gemma 2 and 3, SmolLM3 and OLMo 3; default `None`: Qwen's slide
-    /// from `max_window_layers` on, every other one of Qwen2-MoE's before it, all of Gemma 2's except every second,
-    /// all of Gemma 3's except every sixth, all of OLMo 3's except every fourth, and SmolLM3's without rotary
-    /// positions.
+    /// The attention types of the layers of Qwen, Gemma 2 and 3, SmolLM3, OLMo 3 and gpt-oss; default `None`: Qwen's
+    /// slide from `max_window_layers` on, every other one of Qwen2-MoE's before it, all of Gemma 2's and gpt-oss's
+    /// except every second, all of Gemma 3's except every sixth, all of OLMo 3's except every fourth, and SmolLM3's
+    /// without rotary positions.
     pub layer_types: Option<Vec<LayerType>>,
     /// The number that replaces the head's width in Gemma's scale of scores, one over its root; default 256.
     pub query_pre_attn_scalar: f64,
@@ -96,8 +97,8 @@ pub struct LlamaConfig {
     pub residual_multiplier: f64,
     /// The divisor of the logits (Granite); default 1.
     pub logits_scaling: f64,
-    /// The mixture of experts: required for Mixtral, Qwen2-MoE and Qwen3-MoE, `None` for all other families; default
-    /// `None`.
+    /// The mixture of experts: required for Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss, `None` for all other families;
+    /// default `None`.
     pub experts: Option<ExpertsConfig>,
     /// The id of the beginning-of-sequence token; default 1.
     pub bos_token_id: Option<i64>,
@@ -237,6 +238,27 @@ impl LlamaConfig {
                 max_position_embeddings: 32768,
                 attention_bias: true,
                 sliding_window: Some(4096),
+                bos_token_id: None,
+                eos_token_id: Vec::new(),
+                ..llama
+            },
+            LlamaFamily::GptOss => LlamaConfig {
+                vocab_size: 201_088,
+                hidden_size: 2880,
+                intermediate_size: 2880,
+                num_hidden_layers: 36,
+                num_attention_heads: 64,
+                num_key_value_heads: Some(8),
+                head_dim: Some(64),
+                max_position_embeddings: 131_072,
+                rms_norm_eps: 1e-5,
+                rope_theta: 150_000.0,
+                rope_scaling: RopeScaling::Yarn(Yarn {
+                    truncate: false,
+                    ..Yarn::new(32.0, 4096)
+                }),
+                attention_bias: true,
+                sliding_window: Some(128),
                 bos_token_id: None,
                 eos_token_id: Vec::new(),
                 ..llama
@@ -398,6 +420,11 @@ impl LlamaConfig {
             )
     }
 
+    /// Returns `true` if the layers of feed-forward blocks, and routers, have biases.
+    pub(crate) fn has_mlp_bias(&self) -> bool {
+        self.mlp_bias || self.family == LlamaFamily::GptOss
+    }
+
     pub(crate) fn qk_norm(&self) -> bool {
         match self.family {
             LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe | LlamaFamily::Gemma3 => true,
@@ -535,7 +562,7 @@ impl LlamaConfig {
             LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => {
                 self.use_sliding_window && listed().unwrap_or(layer >= self.max_window_layers)
             }
-            LlamaFamily::Gemma2 => listed().unwrap_or((layer + 1) % 2 != 0),
+            LlamaFamily::Gemma2 | LlamaFamily::GptOss => listed().unwrap_or((layer + 1) % 2 != 0),
             LlamaFamily::Gemma3 => listed().unwrap_or((layer + 1) % 6 != 0),
             LlamaFamily::Olmo3 => listed().unwrap_or((layer + 1) % 4 != 0),
         }
@@ -551,7 +578,9 @@ impl LlamaConfig {
     /// Returns the inner width of an expert, or of the feed-forward block of a family without experts.
     pub fn expert_intermediate_size(&self) -> i64 {
         match &self.experts {
-            Some(experts) if self.family != LlamaFamily::Mixtral => experts.moe_intermediate_size,
+            Some(experts) if !matches!(self.family, LlamaFamily::Mixtral | LlamaFamily::GptOss) => {
+                experts.moe_intermediate_size
+            }
             _ => self.intermediate_size,
         }
     }

@@ -110,6 +110,13 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         F::Granite => "granite",
         F::Glm4 => "glm4",
         F::Qwen2Moe => "qwen2moe",
+        F::GptOss => {
+            return Err(Error::Unsupported {
+                key: "model_type".to_owned(),
+                found: format!("{:?}", family.model_type()),
+                supported: "the other families in GGUF files; save gpt-oss as a folder".to_owned(),
+            });
+        }
     });
     check_llama(&own, config)?;
     let context = config.max_position_embeddings;

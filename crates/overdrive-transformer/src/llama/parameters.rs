@@ -21,7 +21,7 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
     let mut add = |name: String, shape: &[i64], init, role| {
         all.push(ParameterSpec::new(name, shape, init, role));
     };
-    use ParameterRole::{Embedding, Head, Linear, Other};
+    use ParameterRole::{Conv1d, Embedding, Head, Linear, Other, Router};
     add(
         "model.embed_tokens.weight".to_owned(),
         &[config.vocab_size, hidden],
@@ -29,6 +29,10 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         Embedding,
     );
     for layer in 0..config.num_hidden_layers {
+        if config.family == LlamaFamily::GptOss {
+            let name = format!("model.layers.{layer}.self_attn.sinks");
+            add(name, &[config.num_attention_heads], normal, Other);
+        }
         let mut linear = |name: &str, output, input, bias| {
             let name = format!("model.layers.{layer}.{name}");
             add(format!("{name}.weight"), &[output, input], normal, Linear);
@@ -56,8 +60,15 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         }
         for (name, shape, role) in FeedForward::weights(config, layer) {
             add(format!("{name}.weight"), &shape, normal, role);
-            if config.mlp_bias {
-                add(format!("{name}.bias"), &shape[..1], Init::Zeros, Other);
+            if config.has_mlp_bias() {
+                let [first, second] = shape;
+                let (outputs, init) = match role {
+                    Conv1d => (second, Init::Zeros),
+                    // As in transformers, where those of the router alone are random.
+                    Router => (first, normal),
+                    _ => (first, Init::Zeros),
+                };
+                add(format!("{name}.bias"), &[outputs], init, Other);
             }
         }
         for (_, name) in config.family.block_norms() {

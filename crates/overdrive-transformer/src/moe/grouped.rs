@@ -44,11 +44,12 @@ pub(super) fn feed_forward(
         stack(&inner, count, x.kind())?,
         stack(&outer, count, x.kind())?,
     );
-    let ((Some(inner_stack), Some(outer_stack)), Some(expert)) = (stacks, experts.first()) else {
+    let activation = experts.first().and_then(GatedMlp::activation);
+    let ((Some(inner_stack), Some(outer_stack)), Some(activation)) = (stacks, activation) else {
         return Ok(None);
     };
     let joint = linear(x, ends, &inner, inner_stack)?;
-    let gated = glu(&joint, expert.activation())?;
+    let gated = glu(&joint, activation)?;
     Ok(Some(linear(&gated, ends, &outer, outer_stack)?))
 }
 

@@ -5,11 +5,12 @@ use tch::{Device, Tensor};
 use super::balance::{ExpertLoad, LoadBalance};
 use super::dispatch::Dispatch;
 use super::grouped;
-use super::names::expert_modules;
+use super::names::{expert_modules, packed_expert_modules};
 use super::router::{Router, Routing};
 use super::shared::SharedExpert;
 use crate::Result;
-use crate::config::{ExpertsConfig, LlamaConfig};
+use crate::clamped_swiglu::ClampedSwiglu;
+use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
 use crate::mlp::GatedMlp;
 use crate::parameters::ParameterMap;
 use crate::projections::LinearVisitor;
@@ -34,6 +35,11 @@ impl MixtureOfExperts {
         experts: &ExpertsConfig,
     ) -> Result<MixtureOfExperts> {
         let expert = |index| {
+            if config.family == LlamaFamily::GptOss {
+                let [gate_up, down] = packed_expert_modules(prefix, index);
+                let gate = ClampedSwiglu::new(experts);
+                return GatedMlp::take_clamped(parameters, &gate_up, &down, gate);
+            }
             let [gate, up, down] = expert_modules(config.family, prefix, index);
             GatedMlp::take(parameters, &[gate, up], &down, config)
         };

@@ -19,6 +19,7 @@ mod tests;
 pub(crate) use balance::{ExpertLoad, LoadBalance};
 pub(crate) use layer::MixtureOfExperts;
 pub(crate) use names::{
-    expert_modules, expert_of, router_module, shared_gate_module, shared_modules,
+    expert_modules, expert_of, packed_expert_modules, router_module, shared_gate_module,
+    shared_modules,
 };
 pub(crate) use router::Routing;

@@ -19,9 +19,17 @@ pub(crate) fn expert_modules(family: LlamaFamily, prefix: &str, expert: i64) -> 
     parts.map(|part| format!("{block}.experts.{expert}.{part}"))
 }
 
+/// Returns the names of the two layers of an expert of gpt-oss, gate and up in one, without `.weight`.
+pub(crate) fn packed_expert_modules(prefix: &str, expert: i64) -> [String; 2] {
+    ["gate_up_proj", "down_proj"].map(|part| format!("{prefix}.mlp.experts.{expert}.{part}"))
+}
+
 /// Returns the name of the router, without `.weight`.
 pub(crate) fn router_module(family: LlamaFamily, prefix: &str) -> String {
-    format!("{}.gate", modules(family, prefix).0)
+    match family {
+        LlamaFamily::GptOss => format!("{prefix}.mlp.router"),
+        _ => format!("{}.gate", modules(family, prefix).0),
+    }
 }
 
 /// Returns the names of gate, up and down of the expert that computes every token, without `.weight`.

@@ -38,10 +38,13 @@ impl Router {
         experts: &ExpertsConfig,
     ) -> Result<Router> {
         let mixtral = config.family == LlamaFamily::Mixtral;
+        // The softmax over the scores of the chosen experts alone is the division by their sum.
+        let gpt_oss = config.family == LlamaFamily::GptOss;
+        let name = router_module(config.family, prefix);
         Ok(Router {
-            gate: parameters.take_linear(&router_module(config.family, prefix), false)?,
+            gate: parameters.take_linear(&name, config.has_mlp_bias())?,
             per_token: experts.num_experts_per_tok,
-            normalises: mixtral || experts.norm_topk_prob,
+            normalises: mixtral || gpt_oss || experts.norm_topk_prob,
             rounds: !mixtral,
         })
     }

@@ -108,12 +108,13 @@ impl Attention {
         })
     }
 
-    fn options(&self, context: &Context) -> AttendOptions {
+    fn options(&self, context: &Context) -> AttendOptions<'static> {
         AttendOptions {
             implementation: context.implementation,
             dropout: context.attention_dropout,
             scale: self.scale,
             softcap: None,
+            sinks: None,
         }
     }
 

@@ -13,7 +13,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 34] = [
+pub(crate) const CASES: [&str; 35] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -48,6 +48,7 @@ pub(crate) const CASES: [&str; 34] = [
     "phi4_mini",
     "mistral_small",
     "qwen2_moe",
+    "gpt_oss",
 ];
 
 /// A copy of a fixture in a temporary folder, for tests that change it.

@@ -135,6 +135,7 @@ fn decoding_on_slices_equals_decoding_on_tensors_in_every_family_and_cache() {
         // On tensors as well: neighbouring channels are rotated.
         LlamaFamily::Glm4,
         LlamaFamily::Qwen2Moe,
+        LlamaFamily::GptOss,
     ] {
         check(&mut tiny(family), &format!("{family:?}"));
     }

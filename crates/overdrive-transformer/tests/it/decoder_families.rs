@@ -591,7 +591,15 @@ fn the_keys_of_qwen2_moe_are_those_of_transformers() {
 /// QLoRA with the default targets, queries and values.
 #[test]
 fn adapters_are_trained_over_weights_of_4_bits() {
-    for case in ["smollm3", "olmo2", "olmo3", "granite", "glm4", "qwen2_moe"] {
+    for case in [
+        "smollm3",
+        "olmo2",
+        "olmo3",
+        "granite",
+        "glm4",
+        "qwen2_moe",
+        "gpt_oss",
+    ] {
         let ids = &expected(case)["input_ids"];
         let quantize = QuantizeOptions::new("nf4".parse().unwrap());
         let load = LoadOptions {

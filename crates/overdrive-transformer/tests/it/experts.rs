@@ -12,7 +12,13 @@ use tch::Tensor;
 
 use crate::common::{copy_of, edit_config, expected, fixture, load, max_difference};
 
-const CASES: [&str; 4] = ["mixtral", "qwen3_moe", "qwen3_moe_step", "qwen2_moe"];
+const CASES: [&str; 5] = [
+    "mixtral",
+    "qwen3_moe",
+    "qwen3_moe_step",
+    "qwen2_moe",
+    "gpt_oss",
+];
 
 /// As in `parity.rs`.
 const TOLERANCE: f64 = 1e-5;
@@ -76,6 +82,8 @@ fn experts_take_adapters_under_their_names_on_disk() {
             vec!["gate_proj", "up_proj", "down_proj"],
             3 * (2 * 12 + 1),
         ),
+        // 2 layers of 4 experts.
+        ("gpt_oss", vec!["gate_up_proj", "down_proj"], 2 * 4 * 2),
     ] {
         let want = expected(case);
         let ids = &want["input_ids"];
@@ -172,6 +180,18 @@ fn wrong_keys_of_experts_are_named() {
             "router_aux_loss_coef",
             (-1.0).into(),
             "`router_aux_loss_coef` is -1.0; it must be 0 or positive",
+        ),
+        (
+            "gpt_oss",
+            "swiglu_limit",
+            0.0.into(),
+            "`swiglu_limit` is 0.0; it must be positive",
+        ),
+        (
+            "gpt_oss",
+            "num_experts_per_tok",
+            5.into(),
+            "`num_experts_per_tok` is 5; it must be at most num_local_experts (4)",
         ),
         (
             "qwen3_moe",

@@ -11,6 +11,7 @@ mod encoders;
 mod experts;
 mod gguf;
 mod gguf_end_of_text;
+mod gpt_oss;
 mod long_positions;
 mod model;
 mod packed_sequences;

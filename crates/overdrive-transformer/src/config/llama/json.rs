@@ -139,6 +139,12 @@ impl LlamaConfig {
             let thetas = [theta, &mut self.rope_local_base_freq];
             [self.rope_scaling, self.rope_local_scaling] =
                 RopeScaling::read_by_layer(fields, context, thetas, part)?;
+        } else if self.family == LlamaFamily::GptOss
+            && fields.peek("rope_scaling").is_none()
+            && fields.peek("rope_parameters").is_none()
+        {
+            // The default scaling of the family.
+            fields.number("rope_theta", theta)?;
         } else {
             let of_phi3 = self.family == LlamaFamily::Phi3;
             self.rope_scaling = RopeScaling::read(fields, context, theta, part, of_phi3)?;
@@ -292,6 +298,10 @@ impl LlamaConfig {
                 "attention_bias": self.attention_bias,
                 "partial_rotary_factor": self.partial_rotary_factor,
             }),
+            LlamaFamily::GptOss => json!({
+                "attention_bias": self.attention_bias,
+                "sliding_window": self.sliding_window,
+            }),
             LlamaFamily::Olmo2 => json!({"attention_bias": self.attention_bias}),
             LlamaFamily::Olmo3 => json!({
                 "attention_bias": self.attention_bias,
@@ -364,6 +374,10 @@ impl LlamaConfig {
             map.insert("original_max_position_embeddings".to_owned(), original);
         }
         self.rope_scaling.write(self.rope_theta, map);
+        if self.family == LlamaFamily::GptOss && self.rope_scaling == RopeScaling::Default {
+            // Without a scaling, transformers takes the default one of the family.
+            map.insert("rope_scaling".to_owned(), json!({"rope_type": "default"}));
+        }
     }
 }
 
