@@ -9,7 +9,7 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 26] = [
+const CASES: [&str; 25] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -33,7 +33,6 @@ const CASES: [&str; 26] = [
     "mistral_small",
     "qwen2_moe",
     "gpt_oss",
-    "gpt_oss_mxfp4",
     "gpt2",
     "gpt2_scaled",
 ];

@@ -1,6 +1,8 @@
 //! The dynamic cache against plain concatenation.
 
-use overdrive_kv_cache::{AttendOptions, DynamicCache, Error, KvCache, QkvRows};
+use overdrive_kv_cache::{
+    AttendOptions, CacheImplementation, CacheShape, DynamicCache, Error, KvCache, QkvRows,
+};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
 
@@ -150,12 +152,50 @@ fn tensors_that_do_not_fit_are_refused_and_leave_the_cache_as_it_was() {
 }
 
 #[test]
+fn every_cache_has_the_logits_without_a_value() {
+    use crate::reference::{BATCH, Compared, DIM, HEADS, KV_HEADS};
+    let logits = crate::reference::random(&[HEADS], 5);
+    let options = AttendOptions {
+        sinks: Some(&logits),
+        ..AttendOptions::default()
+    };
+    for implementation in CacheImplementation::ALL {
+        let shape = CacheShape {
+            windows: vec![None],
+            batch: BATCH,
+            max_len: Some(200),
+            kv_heads: KV_HEADS,
+            head_dim: DIM,
+            ..CacheShape::default()
+        };
+        let cache = implementation.build(&shape).unwrap();
+        let mut compared = Compared::new(cache, &[None], 0);
+        let tolerance = match implementation {
+            CacheImplementation::Int8 => 0.05,
+            CacheImplementation::Int4 => 0.6,
+            _ => 1e-5,
+        };
+        for tokens in [150, 1, 3, 1] {
+            for [found, expected] in compared.step(tokens, &options) {
+                let off = (found - expected).abs().max().double_value(&[]);
+                assert!(
+                    off < tolerance,
+                    "{implementation}, {tokens} tokens: off by {off}"
+                );
+            }
+        }
+    }
+}
+
+#[test]
 fn attention_on_rows_leaves_cache_and_output_as_attention_on_tensors_does() {
     let (batch, heads, kv_heads, dim) = (2, 4, 2, 8);
     let width = (heads + 2 * kv_heads) * dim;
     let random = crate::reference::random;
+    let logits = random(&[heads], 3);
     let options = AttendOptions {
         window: Some(6),
+        sinks: Some(&logits),
         ..AttendOptions::default()
     };
     let [mut on_rows, mut on_tensors] = [0, 1].map(|_| DynamicCache::with_capacity(1, 2));

@@ -20,11 +20,30 @@ pub(crate) fn random(shape: &[i64], seed: u64) -> Tensor {
 
 /// Returns the softmax attention of `query (B, H, T, D)` with `mask` (bool, broadcast to `(B, 1, T, S)`).
 pub(crate) fn attention(query: &Tensor, keys: &Tensor, values: &Tensor, mask: &Tensor) -> Tensor {
+    attention_with_sinks(query, keys, values, mask, None)
+}
+
+/// Returns the same with a logit `(H)` for each head that takes part in the softmax without a value.
+pub(crate) fn attention_with_sinks(
+    query: &Tensor,
+    keys: &Tensor,
+    values: &Tensor,
+    mask: &Tensor,
+    sinks: Option<&Tensor>,
+) -> Tensor {
     let group = query.size()[1] / keys.size()[1];
     let shared = |t: &Tensor| t.repeat_interleave_self_int(group, 1, None);
     let scores = query.matmul(&shared(keys).transpose(-2, -1)) / (query.size()[3] as f64).sqrt();
     let scores = scores.masked_fill(&mask.logical_not(), f64::NEG_INFINITY);
-    scores.softmax(-1, Kind::Float).matmul(&shared(values))
+    let Some(sinks) = sinks else {
+        return scores.softmax(-1, Kind::Float).matmul(&shared(values));
+    };
+    let size = scores.size();
+    let column = sinks
+        .view([1, -1, 1, 1])
+        .expand([size[0], -1, size[2], 1], false);
+    let weights = Tensor::cat(&[&scores, &column], -1).softmax(-1, Kind::Float);
+    weights.narrow(-1, 0, size[3]).matmul(&shared(values))
 }
 
 /// Returns the mask `(T, S)` of the queries `from..to`, which see `sinks` first tokens and the last `window`.
@@ -127,7 +146,8 @@ impl Compared {
                 Some(padding) => mask.logical_and(padding),
                 None => mask,
             };
-            outputs.push([found.unwrap(), attention(&query, &held[0], &held[1], &mask)]);
+            let expected = attention_with_sinks(&query, &held[0], &held[1], &mask, options.sinks);
+            outputs.push([found.unwrap(), expected]);
         }
         outputs
     }

@@ -1,6 +1,8 @@
 //! The sliding cache against attention over everything under the mask of its window and sinks.
 
-use crate::reference::{Compared, DIM, HEADS, KV_HEADS, actions, attention, close, random, seen};
+use crate::reference::{
+    Compared, DIM, HEADS, KV_HEADS, actions, attention_with_sinks, close, random, seen,
+};
 use overdrive_kv_cache::{AttendOptions, Error, KvCache, SlidingCache, SlidingCacheConfig};
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -107,7 +109,11 @@ proptest! {
         sinks in 1i64..5,
         slack in 0i64..4,
         partial in any::<bool>(),
+        with_logits in any::<bool>(),
     ) {
+        let logits = random(&[HEADS], 7);
+        let logits = with_logits.then_some(&logits);
+        let options = AttendOptions { sinks: logits, ..Default::default() };
         let frequencies: Vec<f64> = match partial {
             true => vec![1.0, 0.1, 0.01],
             false => vec![1.0, 0.1, 0.01, 0.001],
@@ -130,7 +136,7 @@ proptest! {
             let (k, v, q) = (fresh(KV_HEADS, tokens), fresh(KV_HEADS, tokens), fresh(HEADS, tokens));
             let positions: Vec<f64> = (past..past + tokens).map(|p| p as f64).collect();
             let found = cache
-                .attend(0, &rotate(&q, &positions), &rotate(&k, &positions), &v, &AttendOptions::default())
+                .attend(0, &rotate(&q, &positions), &rotate(&k, &positions), &v, &options)
                 .unwrap();
             keys = Tensor::cat(&[&keys, &k], 2);
             values = Tensor::cat(&[&values, &v], 2);
@@ -142,11 +148,12 @@ proptest! {
                 let positions: Vec<f64> = (0..shown.len()).map(|n| n as f64).collect();
                 let shown = Tensor::from_slice(&shown);
                 let mask = Tensor::ones([1, positions.len() as i64], (Kind::Bool, Device::Cpu));
-                let expected = attention(
+                let expected = attention_with_sinks(
                     &rotate(&q.narrow(2, query, 1), &positions[positions.len() - 1..]),
                     &rotate(&keys.index_select(2, &shown), &positions),
                     &values.index_select(2, &shown),
                     &mask,
+                    logits,
                 );
                 close(&found.narrow(2, query, 1), &expected, 2e-5)?;
             }

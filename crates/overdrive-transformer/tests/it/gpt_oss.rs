@@ -67,6 +67,20 @@ fn experts_in_mxfp4_stay_packed_and_give_the_logits_of_the_dequantized_weights()
     assert!(difference < 1e-5, "{difference}");
 }
 
+/// transformers ran with its end-of-text token, 127, excluded.
+#[test]
+fn the_most_likely_tokens_are_those_of_transformers() {
+    for (case, model) in [("gpt_oss", load("gpt_oss")), ("gpt_oss_mxfp4", packed())] {
+        let want = &expected(case)["greedy"];
+        let mut ids = want.narrow(1, 0, 8);
+        for _ in 0..24 {
+            let last = logits(&model, &ids).narrow(1, -1, 1).narrow(2, 0, 127);
+            ids = Tensor::cat(&[&ids, &last.argmax(-1, false)], 1);
+        }
+        assert_eq!(&ids, want, "{case}");
+    }
+}
+
 #[test]
 fn experts_in_mxfp4_are_written_as_they_were_read() {
     let dir = tempfile::tempdir().unwrap();
