@@ -147,7 +147,7 @@ impl BlockTables {
         self.release_blocks(dropped);
         // A block that was full is open now and will be written to: no other sequence may begin to share it, for which
         // the next step would need a copy that nobody has planned.
-        if let Some(last) = last.filter(|_| len % self.block_size != 0)
+        if let Some(last) = last.filter(|_| !len.is_multiple_of(self.block_size))
             && self.pool.references(last) == 1
         {
             self.index.remove(last);

@@ -53,7 +53,7 @@ pub struct TextData {
 
 /// What `data`, or one source of a mixture, names.
 enum Input {
-    Text(TextSource),
+    Text(Box<TextSource>),
     Tokens(TokenFiles),
 }
 
@@ -76,7 +76,7 @@ impl Input {
         }
         let source = TextSource::open(arguments)?;
         source.describe(arguments, say)?;
-        Ok(Self::Text(source))
+        Ok(Self::Text(Box::new(source)))
     }
 
     fn open(
@@ -134,7 +134,7 @@ fn tokenizer(
     let mut files = Vec::new();
     for input in inputs {
         match input {
-            Input::Text(text) => texts.push(text),
+            Input::Text(text) => texts.push(text.as_ref()),
             Input::Tokens(tokens) => files.push(tokens),
         }
     }
