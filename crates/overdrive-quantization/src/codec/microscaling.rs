@@ -108,17 +108,21 @@ pub(crate) fn quantize(weight: &Tensor, scheme: Scheme) -> Result<Storage> {
             let codes = scales
                 .f_to_kind(Kind::Float8e4m3fn)?
                 .f_view_dtype(Kind::Uint8)?;
+            // A block of zeros, or of numbers too small for a scale, which become zeros, has this one, as
+            // compressed-tensors has it.
+            let codes = codes.f_masked_fill(&codes.f_eq(0)?, i64::from(fp8::encode(0.125)))?;
             (codes, e4m3_numbers(global_scale))
         }
     };
     let magnitudes = magnitudes(codes.f_contiguous()?, &numbers)?;
     let steps = magnitudes.tensor()?.f_unsqueeze(1)?;
-    // A block of zeros, or of numbers too small for a scale, has a scale of 0: 0 / 0 is no number.
+    // The least exponents of MXFP4 may be flushed to 0: 0 / 0 is no number.
     let empty = steps.f_eq(0.0)?;
     let scaled = blocks.f_div(&steps)?.f_masked_fill(&empty, 0.0)?;
     let bounds = Tensor::f_from_slice(&BOUNDS)?.f_to_device(weight.device())?;
     let ranks = scaled.f_abs()?.f_bucketize(&bounds, true, false)?;
-    let signs = scaled
+    // Also of numbers that become zero, as compressed-tensors has them.
+    let signs = blocks
         .f_signbit()?
         .f_to_kind(Kind::Uint8)?
         .f_mul_scalar(8)?;
