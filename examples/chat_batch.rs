@@ -23,6 +23,7 @@ use clap::Parser;
 use overdrive::core::check_not_read;
 use overdrive::core::text::Lines;
 use overdrive::generation::{Answer, ChatBatchOptions, chat_batch_with, conversation_from_json};
+use overdrive::kv_cache::KvCacheDtype;
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive_examples::{GenerationFlags, ModelFlags, TemplateFlags, print_error_line};
 use serde_json::{Value, json};
@@ -57,6 +58,10 @@ struct Flags {
     /// 4096]
     #[arg(long)]
     cache_mib: Option<u64>,
+    /// How keys and values are stored: auto (in the model's dtype), int8 or fp8, of which the same memory holds two to four
+    /// times as many
+    #[arg(long, default_value_t)]
+    kv_cache_dtype: KvCacheDtype,
     /// Do not capture CUDA graphs: on a GPU, launch the operations of each step one by one
     #[arg(long)]
     enforce_eager: bool,
@@ -102,6 +107,7 @@ fn run(flags: &Flags) -> Result<()> {
     options.engine.max_num_seqs = flags.max_num_seqs;
     options.engine.max_model_len = flags.max_model_len;
     options.engine.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
+    options.engine.kv_cache_dtype = flags.kv_cache_dtype;
     options.engine.enforce_eager = flags.enforce_eager;
     let mut output = open(&flags.output)?;
     let mut answers = 0;

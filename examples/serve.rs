@@ -22,6 +22,7 @@ use clap::Parser;
 use overdrive::generation::{
     Engine, EngineConfig, EngineHandle, Error, GenerationConfig, ModelFiles, Tokenizer,
 };
+use overdrive::kv_cache::KvCacheDtype;
 use overdrive::lora::{LoadAdapterOptions, load_adapter_for_rows};
 use overdrive::serve::{ApiKey, Pooling, ServedModel, Server, ServerOptions};
 use overdrive::trainer::Interrupt;
@@ -64,6 +65,10 @@ struct Flags {
     /// Size of the key/value cache in MiB [default: 1024 to 4096, depending on the model's context]
     #[arg(long)]
     cache_mib: Option<u64>,
+    /// How keys and values are stored: auto (in the model's dtype), int8 or fp8, of which the same memory holds two to four
+    /// times as many
+    #[arg(long, default_value_t)]
+    kv_cache_dtype: KvCacheDtype,
     /// Number of tokens to propose in a step of each sequence: those that followed an earlier occurrence of its last tokens.
     /// Proposals change no answer. For texts that repeat their prompt: summaries, corrections, code; on CPUs only
     #[arg(long, value_name = "N")]
@@ -194,6 +199,7 @@ fn engine(
     config.max_num_seqs = flags.max_num_seqs;
     config.max_model_len = flags.max_model_len;
     config.kv_cache_memory_bytes = flags.cache_mib.map(|mib| mib << 20);
+    config.kv_cache_dtype = flags.kv_cache_dtype;
     config.enforce_eager = flags.enforce_eager;
     let engine = Engine::new(model, config)?.with_tokenizer(tokenizer);
     let Some(path) = &flags.assistant_model else {

@@ -8,7 +8,7 @@ use tch::{Kind, Tensor};
 
 use crate::kernel::{
     self, AttentionInputs, BackwardInputs, BackwardOutputs, Bias, BiasValues, Dropout,
-    ForwardOutputs, Fresh, Rules, Sequence, Slopes, Strided,
+    ForwardOutputs, Fresh, Rules, Sequence, Slopes, Stored, Strided,
 };
 use crate::{Error, Result};
 
@@ -235,8 +235,8 @@ impl Arguments {
             key_dim: usize_of(self.key_dim),
             value_dim: usize_of(self.kv_sizes[3]),
             query: self.query.view()?,
-            key: self.key.view()?,
-            value: self.value.view()?,
+            key: Stored::Elements(self.key.view()?),
+            value: Stored::Elements(self.value.view()?),
             pages: None,
             rules: Rules {
                 scale: function.scale,

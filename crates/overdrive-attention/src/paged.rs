@@ -1,16 +1,20 @@
+use std::collections::HashMap;
+
 use overdrive_autograd::NoGradGuard;
 use overdrive_core::Error as Common;
 use overdrive_kernels::{Accumulate, InstructionSet};
+use overdrive_sys::transfer::to_device;
 use tch::{Device, Kind, Tensor};
 
 use crate::attention::attention_with_lse;
 use crate::blockwise::{accumulator, for_kind, workspace};
-use crate::call::{check_kinds, check_options, scale, shape_error, slopes_of, unresolved_limits};
+use crate::call::{check_options, scale, shape_error, slopes_of, unresolved_limits};
 use crate::error::other_device;
 use crate::gpu;
 use crate::kernel::{
     self, AttentionInputs, ForwardOutputs, Fresh, Pages, Rules, Sequence, Slopes, Strided,
 };
+use crate::paged_blocks::{PagedBlocks, check_blocks};
 use crate::paged_packed::{packed, packed_kernel, takes_packs};
 use crate::{Alignment, AttentionOptions, Backend, Error, Layout, PagedLayout, Result};
 
@@ -29,6 +33,9 @@ use crate::{Alignment, AttentionOptions, Backend, Error, Layout, PagedLayout, Re
 /// gathered into one pack, which one call of a libtorch kernel computes: flash in half precision, else the efficient
 /// kernel. With options that neither supports (ALiBi, a softcap, sink logits, sink tokens under a window), and for
 /// another requested back end, sequences are computed one after another, which is correct but slow.
+///
+/// Keys and values of 8 bits ([`PagedBlocks`]) are dequantized a block of keys at a time by the CPU kernel; on CUDA, and
+/// for another back end, the blocks of all sequences are dequantized into a copy first, which saves memory but no time.
 ///
 /// The results equal those of `flash_attn_varlen_func` with a `block_table`. Method: PagedAttention (Kwon et al. 2023,
 /// [arXiv:2309.06180](https://arxiv.org/abs/2309.06180)).
@@ -53,15 +60,26 @@ use crate::{Alignment, AttentionOptions, Backend, Error, Layout, PagedLayout, Re
 /// # Ok(())
 /// # }
 /// ```
-pub fn attention_paged(
+pub fn attention_paged<'a>(
     query: &Tensor,
-    key_blocks: &Tensor,
-    value_blocks: &Tensor,
+    key_blocks: impl Into<PagedBlocks<'a>>,
+    value_blocks: impl Into<PagedBlocks<'a>>,
     layout: &PagedLayout,
     options: &AttentionOptions<'_>,
 ) -> Result<(Tensor, Tensor)> {
-    let call = PagedCall::new(query, key_blocks, value_blocks, layout, options)?;
+    let (keys, values) = (key_blocks.into(), value_blocks.into());
+    let is_quantized = check_blocks(query, keys, values)?;
+    let call = PagedCall::new(query, keys.elements, values.elements, layout, options)?;
     let _no_grad = NoGradGuard::new();
+    let in_place_on_cpu = query.device() == Device::Cpu
+        && matches!(options.backend, Backend::Auto | Backend::Blockwise)
+        && !takes_packs(Device::Cpu);
+    if is_quantized {
+        return match in_place_on_cpu {
+            true => for_kind!(query.kind(), in_place(&call, keys, values)),
+            false => dequantized(&call, keys, values),
+        };
+    }
     if let Some(results) = gpu::paged(&call)? {
         return Ok(results);
     }
@@ -73,14 +91,13 @@ pub fn attention_paged(
                 .to_owned(),
         });
     }
-    match (call.query.device(), options.backend) {
-        (Device::Cpu, Backend::Auto | Backend::Blockwise) if !takes_packs(Device::Cpu) => {
-            for_kind!(call.query.kind(), in_place(&call))
+    if in_place_on_cpu {
+        return for_kind!(query.kind(), in_place(&call, keys, values));
+    }
+    match (packed_kernel(&call), &layout.on_device) {
+        (Some(kernel), Some(tables)) if takes_packs(query.device()) => {
+            packed(&call, tables, kernel)
         }
-        (device, _) if takes_packs(device) => match (packed_kernel(&call), &layout.on_device) {
-            (Some(kernel), Some(tables)) => packed(&call, tables, kernel),
-            _ => gathered(&call),
-        },
         _ => gathered(&call),
     }
 }
@@ -117,7 +134,6 @@ impl<'a> PagedCall<'a> {
         options: &'a AttentionOptions<'a>,
     ) -> Result<PagedCall<'a>> {
         let sizes = sizes(query, keys, values)?;
-        check_kinds(query, keys, values)?;
         layout.check(sizes.queries, sizes.blocks, sizes.block_size)?;
         if query.device() != layout.device {
             return Err(other_device("query", query.device(), layout.device));
@@ -158,10 +174,14 @@ impl<'a> PagedCall<'a> {
 }
 
 /// Runs the CPU kernel on the blocks in place.
-fn in_place<E: Accumulate>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
+fn in_place<E: Accumulate>(
+    call: &PagedCall<'_>,
+    keys: PagedBlocks<'_>,
+    values: PagedBlocks<'_>,
+) -> Result<(Tensor, Tensor)> {
     let (sizes, options) = (call.sizes, call.options);
     let query = Strided::rows(&call.query.f_detach()?.f_transpose(0, 1)?.f_unsqueeze(0)?)?;
-    let (keys, values) = (Strided::rows(call.keys)?, Strided::rows(call.values)?);
+    let (keys, values) = (keys.strided()?, values.strided()?);
     let accumulator = <E::Acc as overdrive_sys::raw::Element>::KIND;
     let numbers = |tensor: Option<&Tensor>| -> Result<Option<Strided>> {
         let flat = |tensor: &Tensor| {
@@ -179,8 +199,8 @@ fn in_place<E: Accumulate>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
         key_dim: usize_of(sizes.key_dim),
         value_dim: usize_of(sizes.value_dim),
         query: query.view()?,
-        key: keys.view()?,
-        value: values.view()?,
+        key: keys.stored()?,
+        value: values.stored()?,
         pages: Some(Pages {
             tables: &call.layout.block_tables,
             block_size: sizes.block_size,
@@ -225,6 +245,49 @@ fn in_place<E: Accumulate>(call: &PagedCall<'_>) -> Result<(Tensor, Tensor)> {
         output.into_tensor().f_squeeze_dim(0)?,
         logsumexp.into_tensor().f_squeeze_dim(0)?,
     ))
+}
+
+/// Dequantizes the blocks of all sequences into a pool of their own, and attends to it.
+fn dequantized(
+    call: &PagedCall<'_>,
+    keys: PagedBlocks<'_>,
+    values: PagedBlocks<'_>,
+) -> Result<(Tensor, Tensor)> {
+    let layout = call.layout;
+    if layout.is_of_device {
+        return Err(Error::PagedLayout {
+            argument: "layout",
+            problem: "is only on the device, where no kernel reads quantized blocks; create the layout with \
+                      `PagedLayout::new`"
+                .to_owned(),
+        });
+    }
+    // Shared blocks are copied once.
+    let mut places = HashMap::new();
+    let mut used = Vec::new();
+    let tables = layout.block_tables.iter().enumerate().map(|(text, table)| {
+        let table = table[..layout.used_blocks(text)].iter();
+        let place = table.map(|block| {
+            *places.entry(*block).or_insert_with(|| {
+                used.push(i64::from(*block));
+                // As many as a pool has blocks, whose numbers are u32.
+                (used.len() - 1) as u32
+            })
+        });
+        place.collect()
+    });
+    let tables = tables.collect();
+    let table = to_device(Tensor::f_from_slice(&used)?, layout.device)?;
+    let of_copy = PagedLayout::new(
+        tables,
+        layout.query_lengths.clone(),
+        layout.key_lengths.clone(),
+        layout.block_size,
+        layout.device,
+    )?;
+    let kind = call.query.kind();
+    let (keys, values) = (keys.dense(&table, kind)?, values.dense(&table, kind)?);
+    attention_paged(call.query, &keys, &values, &of_copy, call.options)
 }
 
 /// Runs one sequence after another over a dense copy of its blocks.

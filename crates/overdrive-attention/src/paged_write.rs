@@ -8,7 +8,8 @@ use tch::{Device, Kind, Tensor};
 use crate::blockwise::for_kind;
 use crate::call::shape_error;
 use crate::error::other_device;
-use crate::kernel::{Strided, write_rows};
+use crate::kernel::{Strided, write_quantized_rows, write_rows};
+use crate::paged_blocks::largest_code;
 use crate::{Error, Result};
 
 /// The slots in a pool of blocks for the new tokens of a step: token `t` is written to row `slots[t] % block_size` of
@@ -115,6 +116,7 @@ impl PagedSlots {
 /// ```
 pub fn paged_write(rows: &Tensor, pool: &mut Tensor, slots: &PagedSlots) -> Result<()> {
     check(rows, pool, slots)?;
+    check_kind(rows, pool)?;
     let rows = rows.f_detach()?;
     let Some((blocks, places)) = &slots.indices else {
         // The kernel reads the rows while it writes the pool.
@@ -146,8 +148,10 @@ pub fn paged_write_pair(
     if let (Some((blocks, places)), Some(kernels)) =
         (&slots.indices, overdrive_gpu::kernels(slots.device)?)
     {
-        check(keys, key_pool, slots)?;
-        check(values, value_pool, slots)?;
+        for (rows, pool) in [(keys, &*key_pool), (values, &*value_pool)] {
+            check(rows, pool, slots)?;
+            check_kind(rows, pool)?;
+        }
         let (keys, values) = (keys.f_detach()?, values.f_detach()?);
         let call = PagedWrite {
             keys: &keys,
@@ -165,10 +169,72 @@ pub fn paged_write_pair(
     paged_write(values, value_pool, slots)
 }
 
+/// Quantizes `rows` (T, H_kv, D), the keys or values of T new tokens, and writes them to their slots of a quantized pool
+/// ([`PagedBlocks`](crate::PagedBlocks)): the codes to `codes` (blocks, H_kv, block_size, D), Int8 or Float8e4m3fn, and
+/// the scale of each row to `scales` (blocks, H_kv, block_size), f32. The largest magnitude of a row gets the largest
+/// code, 127 or 448, and the others are rounded to nearest, ties to even (vLLM's `int8_per_token_head` and
+/// `fp8_per_token_head`). A row with an element that is not finite is read as NaN.
+///
+/// # Errors
+/// As for [`paged_write`]; nothing is written then.
+pub fn paged_write_quantized(
+    rows: &Tensor,
+    codes: &mut Tensor,
+    scales: &mut Tensor,
+    slots: &PagedSlots,
+) -> Result<()> {
+    check(rows, codes, slots)?;
+    let largest = largest_code(codes)?;
+    if scales.kind() != Kind::Float
+        || scales.size() != codes.size()[..3]
+        || !scales.is_contiguous()
+        || scales.device() != slots.device
+    {
+        let expected = format!(
+            "contiguous Float {:?}, a scale for each row of codes",
+            &codes.size()[..3]
+        );
+        return Err(shape_error("scales", scales, expected));
+    }
+    if !rows.is_floating_point() {
+        let expected = "Float, Half or BFloat16";
+        return Err(Error::Common(Common::dtype("rows", rows.kind(), expected)));
+    }
+    let rows = rows.f_detach()?.f_to_kind(Kind::Float)?;
+    let Some((blocks, places)) = &slots.indices else {
+        let strided = Strided::rows(&rows.f_transpose(0, 1)?.f_unsqueeze(0)?)?;
+        return write_quantized_rows(&strided.view()?, codes, scales, sizes(codes), &slots.slots);
+    };
+    let most = rows.f_abs()?.f_amax([-1].as_slice(), true)?;
+    let scale = most.f_divide_scalar(largest)?;
+    let least = f64::from(f32::MIN_POSITIVE);
+    let scale = scale.f_masked_fill(&scale.f_lt(least)?, 0.0)?;
+    // An infinite scale becomes NaN.
+    let scale = scale.f_add(&scale.f_subtract(&scale)?)?;
+    let fitted = rows
+        .f_divide(&scale.f_clamp_min(least)?)?
+        .f_nan_to_num(0.0, 0.0, 0.0)?;
+    let fitted = match codes.kind() {
+        Kind::Int8 => fitted.f_round()?,
+        _ => fitted.f_clamp(-largest, largest)?,
+    };
+    let fitted = fitted.f_to_kind(codes.kind())?.f_view_dtype(Kind::Uint8)?;
+    let place = [Some(blocks), None, Some(places)];
+    // Bytes, because not every device can index e4m3.
+    let mut bytes = codes.f_view_dtype(Kind::Uint8)?;
+    let _written = bytes.f_index_put_(&place, &fitted, false)?;
+    let _written = scales.f_index_put_(&place, &scale.f_squeeze_dim(-1)?, false)?;
+    Ok(())
+}
+
 fn copy<E: Accumulate>(rows: &Strided, pool: &Tensor, slots: &PagedSlots) -> Result<()> {
+    write_rows::<E>(&rows.view()?, pool, sizes(pool), &slots.slots)
+}
+
+/// Returns the heads, the rows of a block and the channels of a pool.
+fn sizes(pool: &Tensor) -> (usize, usize, usize) {
     let size = |at: usize| usize::try_from(pool.size()[at]).unwrap_or(0);
-    let sizes = (size(1), size(2), size(3));
-    write_rows::<E>(&rows.view()?, pool, sizes, &slots.slots)
+    (size(1), size(2), size(3))
 }
 
 /// Returns the blocks and rows of slots as tensors.
@@ -204,13 +270,6 @@ fn check(rows: &Tensor, pool: &Tensor, slots: &PagedSlots) -> Result<()> {
         );
         return Err(shape_error("rows", rows, expected));
     }
-    if rows.kind() != pool.kind() {
-        return Err(Error::Common(Common::dtype(
-            "rows",
-            rows.kind(),
-            format!("{:?}, as the pool is", pool.kind()),
-        )));
-    }
     for (name, device) in [("rows", rows.device()), ("pool", pool.device())] {
         if device != slots.device {
             return Err(other_device(name, device, slots.device));
@@ -231,13 +290,24 @@ fn check(rows: &Tensor, pool: &Tensor, slots: &PagedSlots) -> Result<()> {
     Ok(())
 }
 
+fn check_kind(rows: &Tensor, pool: &Tensor) -> Result<()> {
+    if rows.kind() == pool.kind() {
+        return Ok(());
+    }
+    Err(Error::Common(Common::dtype(
+        "rows",
+        rows.kind(),
+        format!("{:?}, as the pool is", pool.kind()),
+    )))
+}
+
 #[cfg(test)]
 mod tests {
     #![allow(clippy::unwrap_used, reason = "a test may panic")]
 
     use tch::{Device, Kind, Tensor};
 
-    use super::{PagedSlots, indices, paged_write};
+    use super::{PagedSlots, indices, paged_write, paged_write_quantized};
 
     #[test]
     fn rows_of_the_pool_itself_are_read_before_they_are_overwritten() {
@@ -265,6 +335,35 @@ mod tests {
             assert_eq!(copied, put);
             assert_eq!(copied.get(2).select(1, 1), rows.get(0));
             assert_eq!(copied.get(0).select(1, 0), rows.get(2));
+        }
+    }
+
+    #[test]
+    fn the_kernel_on_a_cpu_and_the_operators_for_other_devices_quantize_the_same() {
+        let cpu = |kind| (kind, Device::Cpu);
+        for codes in [Kind::Int8, Kind::Float8e4m3fn] {
+            let mut rows = Tensor::arange(30, cpu(Kind::Float)).view([3, 2, 5]).sin();
+            // A row of zeros, and one that is not finite.
+            let _ = rows.get(1).get(0).fill_(0.0);
+            let _ = rows.get(2).get(1).get(3).fill_(f64::INFINITY);
+            let pool = || Tensor::zeros([4, 2, 3, 5], cpu(codes));
+            let scales = || Tensor::zeros([4, 2, 3], cpu(Kind::Float));
+            let (mut ours, mut theirs) = ((pool(), scales()), (pool(), scales()));
+            let mut slots = PagedSlots::new(vec![7, 8, 0], 3, Device::Cpu).unwrap();
+            paged_write_quantized(&rows, &mut ours.0, &mut ours.1, &slots).unwrap();
+            slots.indices = Some(indices(&[7, 8, 0], 3, Device::Cpu).unwrap());
+            paged_write_quantized(&rows, &mut theirs.0, &mut theirs.1, &slots).unwrap();
+            assert!(ours.1.allclose(&theirs.1, 0.0, 0.0, true), "{codes:?}");
+            let read = |(codes, scales): (Tensor, Tensor)| {
+                codes.to_kind(Kind::Float) * scales.unsqueeze(-1)
+            };
+            let (ours, theirs) = (read(ours), read(theirs));
+            assert!(ours.allclose(&theirs, 0.0, 0.0, true), "{codes:?}");
+            assert!(ours.get(0).get(1).get(0).isnan().all().int64_value(&[]) == 1);
+            assert_eq!(ours.isnan().sum(Kind::Int64).int64_value(&[]), 5);
+            rows = rows.nan_to_num(0.0, 0.0, 0.0);
+            let off = ours.get(2).select(1, 1) - rows.get(0);
+            assert!(off.abs().max().double_value(&[]) < 0.07, "{codes:?}");
         }
     }
 }

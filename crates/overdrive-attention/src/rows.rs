@@ -13,7 +13,7 @@ use tch::{Device, Kind};
 use crate::Result;
 use crate::call::unresolved_limits;
 use crate::kernel::{
-    self, AttentionInputs, ForwardOutputs, Rules, Sequence, Strided, View, ViewMut,
+    self, AttentionInputs, ForwardOutputs, Rules, Sequence, Stored, Strided, View, ViewMut,
 };
 use crate::{AttentionOptions, Backend};
 
@@ -116,8 +116,8 @@ pub fn attend(
         key_dim: shape.head_dim,
         value_dim: shape.head_dim,
         query: query.view(),
-        key: keys.view(),
-        value: values.view(),
+        key: Stored::Elements(keys.view()),
+        value: Stored::Elements(values.view()),
         pages: None,
         rules: Rules {
             scale: options

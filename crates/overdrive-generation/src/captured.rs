@@ -4,7 +4,9 @@ use std::collections::BTreeMap;
 use std::sync::{Arc, Once};
 
 use overdrive_graphs::{BareGraph, CaptureOptions};
-use overdrive_kv_cache::{PagedCache, PagedDecodeInputs, PagedDecodeStep, SequenceId};
+use overdrive_kv_cache::{
+    KvCacheDtype, PagedCache, PagedDecodeInputs, PagedDecodeStep, SequenceId,
+};
 use overdrive_nn::AdapterRows;
 use tch::{Device, Kind, Tensor};
 use tracing::{debug, warn};
@@ -88,6 +90,10 @@ impl CapturedSteps {
     ) -> Option<CapturedSteps> {
         let device = cache.config().device;
         if !PagedCache::can_be_captured(device) && !is_forced() {
+            return None;
+        }
+        if cache.config().kv_cache_dtype != KvCacheDtype::Auto {
+            report(&"no kernel on a GPU reads a cache in int8 or fp8");
             return None;
         }
         match CapturedSteps::allocate(model, cache, sequences, longest) {
@@ -315,10 +321,10 @@ fn forward<M: EngineModel>(
 }
 
 /// Logs the reason why steps are not captured, once per process.
-fn report(error: &dyn std::error::Error) {
+fn report(reason: &dyn std::fmt::Display) {
     static REPORTED: Once = Once::new();
     REPORTED.call_once(|| {
-        warn!("cannot capture decoding steps, so their operations are launched one by one, which is slower: {error}");
+        warn!("cannot capture decoding steps, so their operations are launched one by one, which is slower: {reason}");
     });
 }
 

@@ -8,6 +8,7 @@ use overdrive_generation::{
     Engine, EngineConfig, GenerateOptions, GenerationConfig, Request, TokenLogprobs,
     generate_with_options, set_batch_invariant,
 };
+use overdrive_kv_cache::KvCacheDtype;
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig, QuantizeOptions};
 
 /// The tokens of a continuation and the bits of their log-probabilities.
@@ -77,10 +78,21 @@ fn by_engine_with(
     budget: usize,
     options: &GenerationConfig,
 ) -> Vec<Bits> {
+    by_engine_over(KvCacheDtype::Auto, model, prompts, budget, options)
+}
+
+fn by_engine_over(
+    dtype: KvCacheDtype,
+    model: &CausalLm,
+    prompts: &[Vec<i64>],
+    budget: usize,
+    options: &GenerationConfig,
+) -> Vec<Bits> {
     let mut config = EngineConfig::default();
     config.max_num_seqs = budget.min(64);
     config.max_num_batched_tokens = Some(budget);
     config.num_blocks = Some(128);
+    config.kv_cache_dtype = dtype;
     let mut engine = Engine::new(model, config).unwrap();
     for prompt in prompts {
         engine
@@ -168,6 +180,35 @@ fn assert_invariant(model: &CausalLm, prompts: &[Vec<i64>], what: &str) {
     }
 }
 
+/// As [`assert_invariant`] for the engine over a cache of codes, whose scales belong to one token each. The results are
+/// near those over a cache of elements.
+fn assert_invariant_over(dtype: KvCacheDtype, model: &CausalLm, prompts: &[Vec<i64>]) {
+    let over = |dtype, prompts: &[Vec<i64>], budget, options| {
+        by_engine_over(dtype, model, prompts, budget, options)
+    };
+    let plain = options(None);
+    let alone: Vec<Bits> = prompts
+        .iter()
+        .flat_map(|prompt| over(dtype, std::slice::from_ref(prompt), 512, &plain))
+        .collect();
+    let lookup = GenerationConfig {
+        prompt_lookup_num_tokens: Some(4),
+        ..options(None)
+    };
+    for budget in [8, 20, 512] {
+        for options in [&plain, &lookup] {
+            let together = over(dtype, prompts, budget, options);
+            assert_eq!(together, alone, "{dtype}, steps of {budget}");
+        }
+    }
+    let exact = over(KvCacheDtype::Auto, prompts, 512, &plain);
+    assert_ne!(exact, alone, "{dtype}");
+    for (exact, alone) in exact.iter().zip(&alone) {
+        let (exact, alone) = (f64::from_bits(exact[0].1), f64::from_bits(alone[0].1));
+        assert!((exact - alone).abs() < 0.05, "{dtype}: {exact} {alone}");
+    }
+}
+
 #[test]
 fn a_request_has_the_same_bits_alone_and_beside_others_in_any_chunks() {
     tch::set_num_threads(2);
@@ -175,6 +216,9 @@ fn a_request_has_the_same_bits_alone_and_beside_others_in_any_chunks() {
     for scheme in ["int8", "int4-g32", "int4-g32-asym", "nf4-b32"] {
         let model = model(Some(scheme), false, None);
         assert_invariant(&model, &prompts, scheme);
+    }
+    for dtype in [KvCacheDtype::Int8, KvCacheDtype::Fp8] {
+        assert_invariant_over(dtype, &model(Some("int8"), false, Some(20)), &prompts);
     }
     // More sequences than rows that the dense head multiplies at a time.
     let many: Vec<Vec<i64>> = (0..40).map(|first| vec![first, 7, 3 * first]).collect();

@@ -78,6 +78,7 @@
 pub mod arch;
 mod batch_invariance;
 mod dispatch;
+pub mod e4m3;
 mod element;
 mod four_bit;
 mod kept;

@@ -2,6 +2,7 @@
 
 use overdrive_kernels::{Accumulate, Real};
 
+use super::codes::{Stored, dequantize_rows};
 use super::inputs::{AttentionInputs, Sequence, View, position, visible};
 use super::matmul::Rows;
 use super::{dropout, scores};
@@ -164,18 +165,24 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
         })
     }
 
-    /// Returns the index of the first element of key `key` of the sequence in a view of keys or values.
-    fn key_at(&self, view: &View<'_, E>, key: usize) -> usize {
+    /// Returns the batch, head and row of key `key` of the sequence in a view of keys or values.
+    fn key_place(&self, key: usize) -> (usize, usize, usize) {
         match &self.problem.pages {
             None => {
                 let row = self.sequence.key_start + key;
-                view.start(self.sequence.batch, self.kv_head, row)
+                (self.sequence.batch, self.kv_head, row)
             }
             Some(pages) => {
                 let block = pages.tables[self.index][key / pages.block_size];
-                view.start(block as usize, self.kv_head, key % pages.block_size)
+                (block as usize, self.kv_head, key % pages.block_size)
             }
         }
+    }
+
+    /// Returns the index of the first element of key `key` of the sequence in a view of keys or values.
+    fn key_at(&self, view: &View<'_, E>, key: usize) -> usize {
+        let (batch, head, row) = self.key_place(key);
+        view.start(batch, head, row)
     }
 
     /// Returns the number of keys that are evenly spaced between multiples of it: those of a block of a pool, if the
@@ -232,7 +239,7 @@ impl<'p, 'a, E: Accumulate> RowBlock<'p, 'a, E> {
 /// `width`, padded with zeros.
 pub(super) fn key_rows<'s, E: Accumulate>(
     block: &RowBlock<'_, 's, E>,
-    view: &View<'s, E>,
+    stored: &Stored<'s, E>,
     (start, count): (usize, usize),
     (dim, width): (usize, usize),
     whole_vectors: bool,
@@ -248,7 +255,10 @@ pub(super) fn key_rows<'s, E: Accumulate>(
     let run = block.run_length();
     // Inside a block of a pool keys are evenly spaced; from one block to the next they are not.
     let in_one_piece = start % run + count <= run;
-    if in_one_piece && (!whole_vectors || dim == width) {
+    if let Stored::Elements(view) = stored
+        && in_one_piece
+        && (!whole_vectors || dim == width)
+    {
         let from = block.key_at(view, start);
         let reach = (count - 1) * view.row + dim;
         // f32 and f64 are summed in their own dtype; half precisions are widened into `scratch`.
@@ -263,9 +273,22 @@ pub(super) fn key_rows<'s, E: Accumulate>(
     let mut first = start;
     while first < start + count {
         let together = (run - first % run).min(start + count - first);
-        let from = block.key_at(view, first);
         let to = &mut scratch[(first - start) * width..][..together * width];
+        let place = first;
         first += together;
+        let view = match stored {
+            Stored::Elements(view) => view,
+            Stored::Quantized { codes, scales } => {
+                // `PagedCall` refuses queries of f64, the only elements that are not computed in f32.
+                if let Some(to) = E::Acc::as_f32_mut(to) {
+                    let place = block.key_place(place);
+                    let set = block.problem.set;
+                    dequantize_rows(set, (codes, scales), place, (dim, width), to);
+                }
+                continue;
+            }
+        };
+        let from = block.key_at(view, place);
         // Rows without gaps are one long row.
         if view.row == dim && dim == width {
             E::widen(block.problem.set, &view.data[from..][..to.len()], to);

@@ -3,6 +3,7 @@
 use overdrive_kernels::{Accumulate, InstructionSet, SharedSlice};
 use overdrive_sys::raw::BoolByte;
 
+use super::codes::Stored;
 use super::dropout::Dropout;
 
 /// Rows in a slice: row `r` of head `h` in batch `b` begins at
@@ -140,8 +141,8 @@ pub(crate) struct AttentionInputs<'a, E: Accumulate> {
     /// The number of elements of a value.
     pub(crate) value_dim: usize,
     pub(crate) query: View<'a, E>,
-    pub(crate) key: View<'a, E>,
-    pub(crate) value: View<'a, E>,
+    pub(crate) key: Stored<'a, E>,
+    pub(crate) value: Stored<'a, E>,
     /// The block tables, if keys and values are in a pool.
     pub(crate) pages: Option<Pages<'a>>,
     pub(crate) rules: Rules<'a, E::Acc>,

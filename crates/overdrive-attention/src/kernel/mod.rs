@@ -17,6 +17,7 @@
 mod backward;
 mod bias_gradient;
 mod block;
+mod codes;
 mod dropout;
 mod forward;
 mod inputs;
@@ -27,12 +28,13 @@ mod tensors;
 
 pub(crate) use backward::{BackwardInputs, BackwardOutputs, backward, backward_workspace};
 pub(crate) use bias_gradient::{bias_gradient, bias_gradient_workspace};
+pub(crate) use codes::{Codes, Stored};
 pub(crate) use dropout::Dropout;
 pub(crate) use forward::{ForwardOutputs, forward, forward_workspace};
 pub(crate) use inputs::{
     AttentionInputs, Bias, BiasValues, Pages, Rules, Sequence, Slopes, View, ViewMut,
 };
-pub(crate) use pool_rows::write_rows;
+pub(crate) use pool_rows::{write_quantized_rows, write_rows};
 pub(crate) use tensors::{Fresh, Strided};
 
 #[cfg(test)]

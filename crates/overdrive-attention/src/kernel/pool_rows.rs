@@ -1,8 +1,10 @@
 //! Copies of rows into the blocks of a pool.
 
+use overdrive_kernels::InstructionSet;
 use overdrive_sys::raw;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
+use super::codes::{quantize_fp8, quantize_int8};
 use super::inputs::View;
 use crate::Result;
 
@@ -28,4 +30,51 @@ pub(crate) fn write_rows<E: raw::Element>(
         }
     }
     Ok(())
+}
+
+/// Quantizes the rows and writes their codes as [`write_rows`] writes elements, and their scales to `scales (blocks,
+/// heads, block_size)`. `codes` is Int8 or Float8e4m3fn.
+pub(crate) fn write_quantized_rows(
+    rows: &View<'_, f32>,
+    codes: &Tensor,
+    scales: &Tensor,
+    sizes: (usize, usize, usize),
+    slots: &[usize],
+) -> Result<()> {
+    let set = InstructionSet::best();
+    // SAFETY: as in `write_rows`.
+    let scales = unsafe { raw::slice_mut::<f32>(scales)? };
+    if codes.kind() == Kind::Int8 {
+        // SAFETY: as in `write_rows`.
+        let codes = unsafe { raw::slice_mut::<i8>(codes)? };
+        quantize_rows(rows, codes, scales, sizes, slots, |row, codes| {
+            quantize_int8(set, row, codes)
+        });
+        return Ok(());
+    }
+    let bytes = codes.f_view_dtype(Kind::Uint8)?;
+    // SAFETY: as in `write_rows`.
+    let codes = unsafe { raw::slice_mut::<u8>(&bytes)? };
+    quantize_rows(rows, codes, scales, sizes, slots, |row, codes| {
+        quantize_fp8(set, row, codes)
+    });
+    Ok(())
+}
+
+fn quantize_rows<C>(
+    rows: &View<'_, f32>,
+    codes: &mut [C],
+    scales: &mut [f32],
+    (heads, block_size, dim): (usize, usize, usize),
+    slots: &[usize],
+    quantize: impl Fn(&[f32], &mut [C]) -> f32,
+) {
+    for (token, slot) in slots.iter().enumerate() {
+        let (block, row) = (slot / block_size, slot % block_size);
+        for head in 0..heads {
+            let at = (block * heads + head) * block_size + row;
+            let codes = &mut codes[at * dim..][..dim];
+            scales[at] = quantize(rows.row(0, head, token, dim), codes);
+        }
+    }
 }

@@ -1,8 +1,8 @@
 //! Attention over the blocks of a pool equals attention over the same keys in one piece.
 
 use overdrive_attention::{
-    Alignment, AttentionOptions, Backend, Error, PagedLayout, PagedSlots, Window, attention_paged,
-    attention_with_lse, paged_write,
+    Alignment, AttentionOptions, Backend, Error, PagedBlocks, PagedLayout, PagedSlots, Window,
+    attention_paged, attention_with_lse, paged_write, paged_write_quantized,
 };
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -174,6 +174,144 @@ proptest! {
         assert_close(&output, &expected, tolerance, "output");
         assert_close(&lse, &expected_lse, tolerance, "lse");
     }
+}
+
+/// Returns codes of a pool, their scales and the dequantized pool, by libtorch's operators.
+fn quantized_by_operators(pool: &Tensor, kind: Kind) -> (Tensor, Tensor, Tensor) {
+    let largest = if kind == Kind::Int8 { 127.0 } else { 448.0 };
+    let scales = pool.abs().amax([-1].as_slice(), true) / largest;
+    let fitted = pool / &scales;
+    let codes = match kind {
+        Kind::Int8 => fitted.round().to_kind(kind),
+        _ => fitted.to_kind(kind),
+    };
+    let back = codes.to_kind(Kind::Float) * &scales;
+    (codes, scales.squeeze_dim(-1), back)
+}
+
+proptest! {
+    #![proptest_config(ProptestConfig { cases: 48, ..ProptestConfig::default() })]
+
+    #[test]
+    fn codes_of_a_pool_are_read_as_the_elements_that_they_stand_for(
+        texts in prop::collection::vec(
+            (prop_oneof![Just(1_usize), 0..90_usize], 0..300_usize), 1..5),
+        block_size in prop_oneof![Just(1_i64), Just(16), 2..40_i64],
+        (kv_heads, group) in (1..3_i64, prop_oneof![Just(1_i64), Just(3), Just(7)]),
+        (key_dim, value_dim) in (prop_oneof![Just(64_i64), 1..40_i64], prop_oneof![Just(64_i64), 1..40_i64]),
+        left in prop_oneof![Just(None), (0..120_usize).prop_map(Some)],
+        codes in prop_oneof![Just(Kind::Int8), Just(Kind::Float8e4m3fn)],
+        kind in prop_oneof![Just(Kind::Float), Just(Kind::BFloat16)],
+        gathered in any::<bool>(),
+    ) {
+        let query_lengths: Vec<usize> = texts.iter().map(|(queries, _)| *queries).collect();
+        let key_lengths: Vec<usize> = texts.iter().map(|(queries, past)| queries + past).collect();
+        let sizes = Sizes { kv_heads, group, key_dim, value_dim };
+        let pool = Pool::new(sizes, block_size, &key_lengths, Kind::Float);
+        let (keys, values) = (pool.keys.nan_to_num(0.5, None, None), pool.values.nan_to_num(0.5, None, None));
+        let (key_codes, key_scales, keys) = quantized_by_operators(&keys, codes);
+        let (value_codes, value_scales, values) = quantized_by_operators(&values, codes);
+        let total = query_lengths.iter().sum::<usize>() as i64;
+        let query = numbers(&[total, kv_heads * group, key_dim], 1, kind);
+        let options = AttentionOptions {
+            causal: true,
+            window: Window { left, right: None },
+            backend: if gathered { Backend::Math } else { Backend::Auto },
+            ..AttentionOptions::default()
+        };
+        let layout = pool.layout(&query_lengths, &key_lengths);
+        let blocks = |elements, scales| PagedBlocks { elements, scales: Some(scales) };
+        let (output, lse) = attention_paged(
+            &query,
+            blocks(&key_codes, &key_scales),
+            blocks(&value_codes, &value_scales),
+            &layout,
+            &options,
+        ).unwrap();
+        // In f32, because half precision would round the dequantized keys, which the kernel does not.
+        let (expected, expected_lse) =
+            attention_paged(&query.to_kind(Kind::Float), &keys, &values, &layout, &options).unwrap();
+        let tolerance = match (kind, gathered) {
+            (Kind::Float, _) => 1e-6,
+            (_, false) => 0.01,
+            (_, true) => 0.1,
+        };
+        assert_close(&output, &expected, tolerance, "output");
+        assert_close(&lse, &expected_lse, tolerance, "lse");
+    }
+
+    #[test]
+    fn rows_are_quantized_as_by_libtorchs_operators(
+        (heads, dim) in (1..4_i64, prop_oneof![Just(64_i64), 1..40_i64]),
+        slots in prop::sample::subsequence((0..24_usize).collect::<Vec<_>>(), 0..24).prop_shuffle(),
+        codes in prop_oneof![Just(Kind::Int8), Just(Kind::Float8e4m3fn)],
+        kind in prop_oneof![Just(Kind::Float), Just(Kind::BFloat16), Just(Kind::Half)],
+    ) {
+        let tokens = slots.len() as i64;
+        let rows = numbers(&[tokens, heads, dim], 7, kind);
+        let mut pool = Tensor::zeros([4, heads, 6, dim], (codes, CPU));
+        let mut scales = Tensor::zeros([4, heads, 6], (Kind::Float, CPU));
+        let of_slots = PagedSlots::new(slots.clone(), 6, CPU).unwrap();
+        paged_write_quantized(&rows, &mut pool, &mut scales, &of_slots).unwrap();
+        let (expected, expected_scales, _) = quantized_by_operators(&rows.to_kind(Kind::Float), codes);
+        let pool = pool.view_dtype(Kind::Uint8);
+        let expected = expected.view_dtype(Kind::Uint8);
+        for (token, slot) in (0..).zip(&slots) {
+            let (block, row) = ((slot / 6) as i64, (slot % 6) as i64);
+            assert_eq!(pool.get(block).select(1, row), expected.get(token));
+            assert_eq!(scales.get(block).select(1, row), expected_scales.get(token));
+        }
+    }
+}
+
+#[test]
+fn quantized_blocks_that_do_not_fit_are_refused() {
+    let float = |shape: &[i64]| Tensor::zeros(shape, (Kind::Float, CPU));
+    let codes = Tensor::zeros([3, 2, 4, 8], (Kind::Int8, CPU));
+    let scales = float(&[3, 2, 4]);
+    let layout = PagedLayout::new(vec![vec![1]], vec![1], vec![3], 4, CPU).unwrap();
+    let of = |query: &Tensor, keys: PagedBlocks<'_>, values: PagedBlocks<'_>| {
+        attention_paged(query, keys, values, &layout, &AttentionOptions::causal())
+            .unwrap_err()
+            .to_string()
+    };
+    let blocks = PagedBlocks {
+        elements: &codes,
+        scales: Some(&scales),
+    };
+    let query = float(&[1, 2, 8]);
+    let found = of(&query.to_kind(Kind::Double), blocks, blocks);
+    assert!(found.contains("over quantized blocks"), "{found}");
+    let dense = float(&[3, 2, 4, 8]);
+    let found = of(&query, blocks, PagedBlocks::from(&dense));
+    assert!(found.contains("both keys and values"), "{found}");
+    let few = float(&[3, 2, 3]);
+    let scaled = PagedBlocks {
+        scales: Some(&few),
+        ..blocks
+    };
+    let found = of(&query, blocks, scaled);
+    assert!(found.contains("a scale for each row"), "{found}");
+    let words = Tensor::zeros([3, 2, 4, 8], (Kind::Int, CPU));
+    let other = PagedBlocks {
+        elements: &words,
+        ..blocks
+    };
+    let found = of(&query, other, other);
+    assert!(found.contains("Int8 or Float8e4m3fn"), "{found}");
+
+    let slots = PagedSlots::new(vec![0], 4, CPU).unwrap();
+    let rows = float(&[1, 2, 8]);
+    let mut pool = codes.copy();
+    let write = |pool: &mut Tensor, scales: &mut Tensor| {
+        paged_write_quantized(&rows, pool, scales, &slots)
+            .unwrap_err()
+            .to_string()
+    };
+    let found = write(&mut pool, &mut float(&[3, 2, 3]));
+    assert!(found.contains("a scale for each row of codes"), "{found}");
+    let found = write(&mut float(&[3, 2, 4, 8]), &mut float(&[3, 2, 4]));
+    assert!(found.contains("Int8 or Float8e4m3fn"), "{found}");
 }
 
 fn decode(key_lengths: &[usize], sizes: Sizes, options: &AttentionOptions<'_>, tolerance: f64) {

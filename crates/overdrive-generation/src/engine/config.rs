@@ -1,5 +1,5 @@
 use overdrive_core::{check_at_least, check_fraction, check_option};
-use overdrive_kv_cache::PagedCacheConfig;
+use overdrive_kv_cache::{KvCacheDtype, PagedCacheConfig};
 
 use crate::Result;
 
@@ -25,6 +25,10 @@ pub struct EngineConfig {
     /// The bytes of the cache if `num_blocks` is `None`. Default 1 GiB; more, up to 4 GiB, if one sequence of
     /// the full context needs it, and less if `max_num_seqs` of them take less.
     pub kv_cache_memory_bytes: Option<u64>,
+    /// How keys and values are stored. Default `auto`: in the model's dtype. With `int8` or `fp8` the same memory holds
+    /// more tokens, 3.8 times as many as f32 with heads of 64 channels, 1.9 times as many as bf16, at some loss of
+    /// accuracy. On a GPU they are dequantized in every layer and step, which takes longer, and steps are not captured.
+    pub kv_cache_dtype: KvCacheDtype,
     /// If `true`, sequences with a common prefix share its blocks. Default `true`.
     pub enable_prefix_caching: bool,
     /// The fraction of the blocks, in [0, 1), that stays free when a sequence is admitted beside
@@ -46,6 +50,7 @@ impl Default for EngineConfig {
             block_size: PagedCacheConfig::default().block_size.unsigned_abs() as usize,
             num_blocks: None,
             kv_cache_memory_bytes: None,
+            kv_cache_dtype: KvCacheDtype::Auto,
             enable_prefix_caching: true,
             watermark: 0.01,
             enforce_eager: false,
@@ -87,13 +92,12 @@ impl EngineConfig {
             .unwrap_or(default.max(self.max_num_seqs))
     }
 
-    /// Returns the number of blocks, if one token takes `token_bytes` and a sequence has at most
-    /// `context` tokens.
-    pub(super) fn blocks(&self, token_bytes: u64, context: usize) -> Result<usize> {
+    /// Returns the number of blocks, if one takes `block_bytes` and a sequence has at most `context` tokens.
+    pub(super) fn blocks(&self, block_bytes: u64, context: usize) -> Result<usize> {
         if let Some(blocks) = self.num_blocks {
             return Ok(blocks);
         }
-        let block_bytes = token_bytes.saturating_mul(self.block_size as u64).max(1);
+        let block_bytes = block_bytes.max(1);
         // More blocks than that could never be used at once.
         let one = context.div_ceil(self.block_size) as u64;
         let useful = one.saturating_mul(self.max_num_seqs as u64);

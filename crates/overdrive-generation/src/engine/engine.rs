@@ -105,15 +105,24 @@ impl<M: EngineModel> Engine<M> {
     pub fn new(model: M, config: EngineConfig) -> Result<Engine<M>> {
         config.validate()?;
         let (shape, context) = (model.cache_shape()?, model.context());
-        let elements = 2 * shape.layers as u64 * (shape.kv_heads * shape.head_dim).unsigned_abs();
-        let token_bytes = elements * shape.kind.elt_size_in_bytes() as u64;
+        let sizes = PagedCacheConfig {
+            block_size: config.block_size as i64,
+            kind: shape.kind,
+            kv_cache_dtype: config.kv_cache_dtype,
+            device: shape.device,
+            enable_prefix_caching: config.enable_prefix_caching,
+            layers: shape.layers,
+            kv_heads: shape.kv_heads,
+            head_dim: shape.head_dim,
+            ..PagedCacheConfig::default()
+        };
         // After the last of n positions the model still gives logits, so that n + 1 tokens are
         // possible.
         let most = config
             .max_model_len
             .unwrap_or(usize::MAX)
             .min(context.saturating_add(1));
-        let num_blocks = config.blocks(token_bytes, most)?;
+        let num_blocks = config.blocks(sizes.bytes_per_block(), most)?;
         // If the cache cannot hold the context, it bounds the sequences unless the caller has set another
         // bound: `max_length` in a model's folder usually equals the context, and without this bound every
         // request would be refused.
@@ -122,15 +131,8 @@ impl<M: EngineModel> Engine<M> {
             .saturating_add(1);
         let length = config.max_model_len.map_or(most.min(held), |_| most);
         let cache = PagedCache::new(PagedCacheConfig {
-            block_size: config.block_size as i64,
             num_blocks,
-            kind: shape.kind,
-            device: shape.device,
-            enable_prefix_caching: config.enable_prefix_caching,
-            layers: shape.layers,
-            kv_heads: shape.kv_heads,
-            head_dim: shape.head_dim,
-            ..PagedCacheConfig::default()
+            ..sizes
         })?;
         let limits = Limits {
             max_sequences: config.max_num_seqs,

@@ -1,4 +1,4 @@
-use overdrive_attention::{PagedLayout, PagedSlots, attention_paged, paged_write_pair};
+use overdrive_attention::{PagedLayout, PagedSlots, attention_paged};
 use overdrive_sys::transfer::to_device;
 use tch::Tensor;
 
@@ -125,9 +125,7 @@ impl<'a> PagedBatch<'a> {
         // `check` comes first: a step with an error writes nothing.
         let pool = &mut self.step.cache.pools()[layer];
         let rows = |new: &Tensor| new.f_squeeze_dim(0)?.f_transpose(0, 1);
-        let (keys, values) = (rows(keys)?, rows(values)?);
-        let pools = [&mut pool.keys, &mut pool.values];
-        paged_write_pair([&keys, &values], pools, &self.slots)?;
+        pool.write(&rows(keys)?, &rows(values)?, &self.slots)?;
         self.written[layer] = true;
         Ok(())
     }
@@ -141,13 +139,13 @@ impl<'a> PagedBatch<'a> {
             );
             return Err(overdrive_core::Error::shape("keys", keys.size(), expected).into());
         }
-        let pool = &self.step.cache.pools()[layer];
+        let config = self.step.cache.config();
         let held = Spec {
-            heads: pool.keys.size()[1],
-            key_dim: pool.keys.size()[3],
-            value_dim: pool.values.size()[3],
-            kind: pool.keys.kind(),
-            device: pool.keys.device(),
+            heads: config.kv_heads,
+            key_dim: config.head_dim,
+            value_dim: config.value_dim(),
+            kind: config.kind,
+            device: config.device,
             batch: 1,
         };
         held.check_fit(layer, &new.spec)
@@ -182,7 +180,8 @@ impl KvCache for PagedBatch<'_> {
         let pool = &self.step.cache.pools()[layer];
         // The paged kernel reads tokens as rows, `(N, H, D)`.
         let rows = query.f_squeeze_dim(0)?.f_transpose(0, 1)?;
-        let (output, _) = attention_paged(&rows, &pool.keys, &pool.values, &self.layout, &options)?;
+        let (keys, values) = (pool.keys.view(), pool.values.view());
+        let (output, _) = attention_paged(&rows, keys, values, &self.layout, &options)?;
         Ok(output.f_transpose(0, 1)?.f_unsqueeze(0)?)
     }
 

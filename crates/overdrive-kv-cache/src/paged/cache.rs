@@ -5,6 +5,7 @@ use super::batch::{PagedBatch, PagedStep};
 use super::block_pool::BlockId;
 use super::block_tables::{BlockTables, PagedStatistics, PreparedSequence, SequenceId};
 use super::config::PagedCacheConfig;
+use super::pool::LayerPool;
 use crate::{Error, KvView, Result};
 
 /// The keys and values of many sequences in one pool of blocks of equal size.
@@ -23,7 +24,7 @@ use crate::{Error, KvView, Result};
 ///
 /// A step of the model uses a [`PagedBatch`]. The pool is allocated once: keys and values
 /// `(num_blocks, kv_heads, block_size, head_dim)` for each layer. On a CPU its pages use memory only once
-/// they are written, lowest first.
+/// they are written, lowest first. With [`PagedCacheConfig::kv_cache_dtype`] the pool holds codes of 8 bits.
 ///
 /// The method is vLLM's (Kwon et al. 2023, [arXiv:2309.06180](https://arxiv.org/abs/2309.06180)).
 ///
@@ -64,14 +65,6 @@ pub struct PagedCache {
     layers: Vec<LayerPool>,
 }
 
-/// The keys and values of a layer, `(num_blocks, H_kv, block_size, D)`: within a block, the tokens of a
-/// head are adjacent.
-#[derive(Debug)]
-pub(super) struct LayerPool {
-    pub(super) keys: Tensor,
-    pub(super) values: Tensor,
-}
-
 impl PagedCache {
     /// Allocates an empty cache.
     ///
@@ -82,18 +75,8 @@ impl PagedCache {
         config.validate()?;
         // One block more than the tables use: it belongs to the rows of a captured step without a sequence.
         let (blocks, block_size) = (to_i64(config.num_blocks) + 1, config.block_size);
-        // Not initialized: a block is read only up to the tokens that were written to it.
-        let pool = |dim: i64| {
-            let shape = [blocks, config.kv_heads, block_size, dim];
-            Tensor::f_empty(shape, (config.kind, config.device))
-        };
         let layers = (0..config.layers)
-            .map(|_| {
-                Ok(LayerPool {
-                    keys: pool(config.head_dim)?,
-                    values: pool(config.value_dim())?,
-                })
-            })
+            .map(|_| LayerPool::empty(&config, blocks))
             .collect::<Result<_>>()?;
         // `validate` has checked that both fit.
         let blocks = BlockId::try_from(config.num_blocks).unwrap_or(BlockId::MAX);
@@ -200,10 +183,7 @@ impl PagedCache {
         // cheaper than two copies of narrowed tensors.
         for (from, to) in step.prepared().iter().filter_map(|new| new.copy) {
             for layer in &step.cache().layers {
-                for pool in [&layer.keys, &layer.values] {
-                    let from = pool.f_select(0, from.into())?;
-                    pool.f_select(0, to.into())?.f_copy_(&from)?;
-                }
+                layer.copy_block(from, to)?;
             }
         }
         Ok(step)
@@ -232,7 +212,7 @@ impl PagedCache {
     }
 
     /// Returns a dense copy of the tokens of a sequence in a layer, for another attention: keys and
-    /// values `(1, H_kv, len, D)`.
+    /// values `(1, H_kv, len, D)` in [`PagedCacheConfig::kind`].
     ///
     /// # Errors
     /// [`Error::NoSuchSequence`], [`Error::NoSuchLayer`].
@@ -245,12 +225,9 @@ impl PagedCache {
         let table: Vec<i64> = table.iter().map(|block| i64::from(*block)).collect();
         // `index_select` takes i64 indices on the device of the pool.
         let table = Tensor::f_from_slice(&table)?.f_to_device(self.config.device)?;
-        let dense = |blocks: &Tensor| -> Result<Tensor> {
-            let rows = blocks.f_index_select(0, &table)?;
-            let rows = rows.f_transpose(0, 1)?.f_flatten(1, 2)?;
-            Ok(rows.f_narrow(1, 0, to_i64(len))?.f_unsqueeze(0)?)
-        };
-        Ok(KvView::new(dense(&pool.keys)?, dense(&pool.values)?))
+        let (len, kind) = (to_i64(len), self.config.kind);
+        let keys = pool.keys.gather(&table, len, kind)?;
+        Ok(KvView::new(keys, pool.values.gather(&table, len, kind)?))
     }
 
     /// Returns the number of tokens of a sequence.

@@ -1,7 +1,63 @@
+use std::fmt;
+use std::str::FromStr;
+
 use overdrive_core::{check_at_least, check_option};
 use tch::{Device, Kind};
 
-use crate::Result;
+use crate::{Error, Result};
+
+/// How a [`PagedCache`](crate::PagedCache) stores keys and values (vLLM's `kv_cache_dtype`).
+///
+/// Codes have one scale for each token and head, so that what is stored of a token does not depend on its neighbours
+/// (vLLM's `int8_per_token_head` and `fp8_per_token_head`).
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash, Default)]
+pub enum KvCacheDtype {
+    /// `auto`: in [`PagedCacheConfig::kind`].
+    #[default]
+    Auto,
+    /// `int8`: codes in -127..=127; the error of an element is at most 1/254 of the largest of its row.
+    Int8,
+    /// `fp8`, also called `fp8_e4m3`: 8-bit floats; the error of an element is at most 1/16 of it, or 1/458,752 of the
+    /// largest of its row if that is more.
+    Fp8,
+}
+
+impl KvCacheDtype {
+    /// All of them.
+    pub const ALL: [KvCacheDtype; 3] = [KvCacheDtype::Auto, KvCacheDtype::Int8, KvCacheDtype::Fp8];
+
+    /// Returns the name.
+    pub fn name(self) -> &'static str {
+        match self {
+            KvCacheDtype::Auto => "auto",
+            KvCacheDtype::Int8 => "int8",
+            KvCacheDtype::Fp8 => "fp8",
+        }
+    }
+}
+
+impl fmt::Display for KvCacheDtype {
+    fn fmt(&self, f: &mut fmt::Formatter<'_>) -> fmt::Result {
+        f.write_str(self.name())
+    }
+}
+
+impl FromStr for KvCacheDtype {
+    type Err = Error;
+
+    fn from_str(name: &str) -> Result<KvCacheDtype> {
+        Ok(match name {
+            "auto" => KvCacheDtype::Auto,
+            "int8" | "int8_per_token_head" => KvCacheDtype::Int8,
+            "fp8" | "fp8_e4m3" | "fp8_per_token_head" => KvCacheDtype::Fp8,
+            _ => {
+                let name = format!("{name:?}");
+                let known = "one of auto, int8, fp8 (fp8_e4m3)";
+                return Err(overdrive_core::Error::option("kv_cache_dtype", name, known).into());
+            }
+        })
+    }
+}
 
 /// The sizes of a [`PagedCache`](crate::PagedCache).
 #[derive(Debug, Clone, PartialEq)]
@@ -20,8 +76,10 @@ pub struct PagedCacheConfig {
     /// The number of blocks in the pool, for all sequences together. Default 1024. A sequence of `n` tokens takes
     /// `n / block_size` blocks, rounded up.
     pub num_blocks: usize,
-    /// The dtype. Default f32.
+    /// The dtype of keys and values. Default f32.
     pub kind: Kind,
+    /// How they are stored. Default [`KvCacheDtype::Auto`]: as they are.
+    pub kv_cache_dtype: KvCacheDtype,
     /// The device of the pool. Default the CPU.
     pub device: Device,
     /// If `true`, sequences share the full blocks of equal prefixes, and the blocks of released
@@ -39,6 +97,7 @@ impl Default for PagedCacheConfig {
             block_size: 16,
             num_blocks: 1024,
             kind: Kind::Float,
+            kv_cache_dtype: KvCacheDtype::Auto,
             device: Device::Cpu,
             enable_prefix_caching: true,
         }
@@ -48,12 +107,16 @@ impl Default for PagedCacheConfig {
 impl PagedCacheConfig {
     /// Returns the number of bytes of the keys and values of one block, in all layers together.
     pub fn bytes_per_block(&self) -> u64 {
-        let row = self.head_dim.saturating_add(self.value_dim());
-        [self.kv_heads, self.block_size, row]
+        let of_row = self.head_dim.saturating_add(self.value_dim());
+        let bytes_of_row = match self.kv_cache_dtype {
+            KvCacheDtype::Auto => of_row.saturating_mul(self.kind.elt_size_in_bytes() as i64),
+            // A byte for each element, and the scales of a key and a value in f32.
+            KvCacheDtype::Int8 | KvCacheDtype::Fp8 => of_row.saturating_add(8),
+        };
+        [self.kv_heads, self.block_size, bytes_of_row]
             .into_iter()
             .map(|size| u64::try_from(size).unwrap_or(0))
             .fold(self.layers as u64, u64::saturating_mul)
-            .saturating_mul(self.kind.elt_size_in_bytes() as u64)
     }
 
     /// Returns this configuration with the number of blocks that fit into `bytes`, at least one.
@@ -96,11 +159,9 @@ impl PagedCacheConfig {
             Kind::Float | Kind::Double | Kind::Half | Kind::BFloat16
         );
         let kind = format!("{:?}", self.kind);
-        Ok(check_option(
-            valid,
-            "kind",
-            kind,
-            "Float, Double, Half or BFloat16",
-        )?)
+        check_option(valid, "kind", &kind, "Float, Double, Half or BFloat16")?;
+        let valid = self.kv_cache_dtype == KvCacheDtype::Auto || self.kind != Kind::Double;
+        let expected = "Float, Half or BFloat16 if kv_cache_dtype is int8 or fp8";
+        Ok(check_option(valid, "kind", kind, expected)?)
     }
 }

@@ -2,8 +2,8 @@
 //!
 //! [`block_pool`] counts the references to blocks, [`prefix_index`] finds the block that holds given
 //! tokens, [`block_tables`] keeps the tables of all sequences on top of both (plain Rust, without
-//! tensors), and [`cache`] and [`batch`] store keys and values in the blocks; [`decode_inputs`] holds what a captured step
-//! reads.
+//! tensors), [`cache`] and [`batch`] store keys and values in the blocks of a [`pool`], and [`decode_inputs`] holds what a
+//! captured step reads.
 
 mod batch;
 mod block_pool;
@@ -11,11 +11,12 @@ mod block_tables;
 mod cache;
 mod config;
 mod decode_inputs;
+mod pool;
 mod prefix_index;
 
 pub use batch::PagedBatch;
 use batch::PagedStep;
 pub use block_tables::{PagedStatistics, SequenceId};
 pub use cache::PagedCache;
-pub use config::PagedCacheConfig;
+pub use config::{KvCacheDtype, PagedCacheConfig};
 pub use decode_inputs::{PagedDecodeInputs, PagedDecodeStep};

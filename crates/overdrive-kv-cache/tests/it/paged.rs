@@ -4,7 +4,8 @@ mod refusals;
 
 use overdrive_attention::{AttentionOptions, Backend, attention_decode};
 use overdrive_kv_cache::{
-    AttendOptions, Error, KvCache, PagedBatch, PagedCache, PagedCacheConfig, SequenceId,
+    AttendOptions, Error, KvCache, KvCacheDtype, PagedBatch, PagedCache, PagedCacheConfig,
+    SequenceId,
 };
 use proptest::prelude::*;
 use tch::{Device, Kind, Tensor};
@@ -289,6 +290,65 @@ fn a_fork_copies_its_last_block_only_when_it_appends() {
     assert_holds(&cache, first, &[0, 1, 2, 3, 4, 5, 200]);
     assert_holds(&cache, second, &[0, 1, 2, 3, 4, 5, 100]);
     assert_eq!(cache.statistics().copies, 1);
+}
+
+#[test]
+fn a_cache_of_codes_is_shared_forked_and_read_within_their_error() {
+    for (dtype, error) in [
+        (KvCacheDtype::Int8, 0.5 / 127.0),
+        (KvCacheDtype::Fp8, 1.0 / 16.0),
+    ] {
+        let sizes = PagedCacheConfig {
+            kv_cache_dtype: dtype,
+            ..config(4, 8)
+        };
+        // A byte for each of 13 channels, and two scales.
+        let bytes = (LAYERS * 2 * 4 * (13 + 8)) as u64;
+        assert_eq!(sizes.bytes_per_block(), bytes);
+        let mut cache = PagedCache::new(sizes).unwrap();
+        let sequence: Vec<i64> = (0..6).collect();
+        let (first, _) = cache.add(&sequence).unwrap();
+        let attended = step(&mut cache, &[(first, &sequence)]);
+        let second = cache.fork(first).unwrap();
+        step(&mut cache, &[(second, &[100])]);
+        step(&mut cache, &[(first, &[200])]);
+        assert_eq!(cache.statistics().copies, 1);
+        for (id, last) in [(first, 200), (second, 100)] {
+            let tokens = [&sequence[..], &[last]].concat();
+            for layer in 0..LAYERS {
+                let held = cache.gather(id, layer).unwrap();
+                let dense = [keys(&tokens, 0, layer), values(&tokens, 0, layer)];
+                for (held, dense) in [held.keys, held.values].iter().zip(&dense) {
+                    let largest = dense.abs().amax([-1].as_slice(), true);
+                    let off = ((held - dense).abs() / largest).max().double_value(&[]);
+                    assert!(off <= error * 1.001, "{dtype}: {off}");
+                }
+            }
+        }
+        for (layer, attended) in attended.iter().enumerate() {
+            let dense = alone(&sequence, 0, layer, &AttentionOptions::causal());
+            let off = (attended - dense).abs().max().double_value(&[]);
+            assert!(off > 0.0 && off < 0.05, "{dtype}: {off}");
+        }
+        let (_, cached) = cache.add(&sequence).unwrap();
+        assert_eq!(cached, 4);
+        cache.audit().unwrap();
+    }
+    for dtype in KvCacheDtype::ALL {
+        assert_eq!(dtype.name().parse::<KvCacheDtype>().unwrap(), dtype);
+    }
+    let unknown = "int4".parse::<KvCacheDtype>().unwrap_err().to_string();
+    assert!(unknown.contains("auto, int8, fp8"), "{unknown}");
+    let double = PagedCache::new(PagedCacheConfig {
+        kind: Kind::Double,
+        kv_cache_dtype: KvCacheDtype::Int8,
+        ..config(4, 8)
+    });
+    let message = double.unwrap_err().to_string();
+    assert!(
+        message.contains("if kv_cache_dtype is int8 or fp8"),
+        "{message}"
+    );
 }
 
 #[test]
