@@ -1,10 +1,11 @@
-//! The tokens per second of the engine with and without prompt lookup, for 1, 4 and 8 requests at once, in turn in one
-//! process: the median of the ratios of neighbouring rounds, and the share of the proposed tokens that was accepted.
+//! The tokens per second of the engine with prompt lookup or a cache of 8 bits beside the same without, for 1, 4 and 8
+//! requests at once, in turn in one process: the median of the ratios of neighbouring rounds.
 //!
-//! `cargo run --release -p overdrive-benches --bin engine_speculation -- --gguf SmolLM2-135M-Instruct.Q4_1.gguf`
+//! `cargo run --release -p overdrive-benches --bin engine_options -- --gguf SmolLM2-135M-Instruct.Q4_1.gguf`
 //!
-//! Two kinds of requests: `repeat`, whose answers repeat a text of the prompt, and `open`, whose answers do not. Answers
-//! are compared: with a model that is batch-invariant they have the same tokens.
+//! Three kinds of requests: `repeat`, whose answers repeat a text of the prompt, `open`, whose answers do not, and `long`,
+//! with prompts of 1,500 tokens. With prompt lookup, answers are compared: if the model is batch-invariant, they have the
+//! same tokens as without.
 
 use std::path::PathBuf;
 use std::time::Instant;
@@ -13,10 +14,11 @@ use clap::Parser;
 use overdrive::generation::{
     Engine, EngineConfig, GenerationConfig, ModelFiles, Request, Tokenizer,
 };
+use overdrive::kv_cache::KvCacheDtype;
 use overdrive::sys::denormals::set_flush_denormals;
 use overdrive::transformer::{CausalLm, LoadOptions};
 
-/// Times prompt lookup in the engine
+/// Times prompt lookup and caches of 8 bits in the engine
 #[derive(Parser)]
 struct Flags {
     /// A GGUF file of a model that chats in the format of SmolLM2 (ChatML)
@@ -34,6 +36,13 @@ struct Flags {
     /// Number of rounds of each kind
     #[arg(long, default_value_t = 5)]
     rounds: usize,
+}
+
+/// What is compared with an engine without it.
+#[derive(Debug, Clone, Copy)]
+enum Variant {
+    Lookup(usize),
+    Cache(KvCacheDtype),
 }
 
 type Result<T> = std::result::Result<T, Box<dyn std::error::Error + Send + Sync>>;
@@ -65,20 +74,32 @@ fn main() -> Result<()> {
     set_flush_denormals(true);
     let model = CausalLm::from_gguf(&flags.gguf, &LoadOptions::default())?;
     let tokenizer = ModelFiles::open(&flags.gguf)?.tokenizer()?;
-    println!("kind    streams  proposed  accepted  tokens/s  ratio to none");
-    for (kind, questions) in [
+    println!("kind    streams          with  accepted  tokens/s  ratio to without");
+    let lookups = flags.lookup.iter().map(|tokens| Variant::Lookup(*tokens));
+    let lookups: Vec<_> = lookups.collect();
+    let caches = [KvCacheDtype::Int8, KvCacheDtype::Fp8].map(Variant::Cache);
+    // Some 1,500 tokens.
+    let long = TEXTS.join(" ").repeat(7);
+    let kinds = [
         (
             "repeat",
             TEXTS.map(|text| format!("Repeat this text word for word, and add nothing: {text}")),
+            &lookups[..],
         ),
-        ("open", QUESTIONS.map(str::to_owned)),
-    ] {
+        ("open", QUESTIONS.map(str::to_owned), &lookups[..]),
+        (
+            "long",
+            QUESTIONS.map(|text| format!("{long} {text}")),
+            &caches[..],
+        ),
+    ];
+    for (kind, questions, variants) in kinds {
         let prompts = questions.iter().map(|text| prompt(&tokenizer, text));
         let prompts = prompts.collect::<Result<Vec<_>>>()?;
         for &streams in &flags.streams {
-            for &lookup in &flags.lookup {
+            for variant in variants {
                 let prompts: Vec<_> = prompts.iter().cycle().take(streams).cloned().collect();
-                compare(&model, &prompts, (kind, lookup), &flags)?;
+                compare(&model, &prompts, (kind, *variant), &flags)?;
             }
         }
     }
@@ -95,15 +116,15 @@ fn prompt(tokenizer: &Tokenizer, text: &str) -> Result<Vec<i64>> {
 fn compare(
     model: &CausalLm,
     prompts: &[Vec<i64>],
-    (kind, lookup): (&str, usize),
+    (kind, variant): (&str, Variant),
     flags: &Flags,
 ) -> Result<()> {
     let (mut ratios, mut speeds, mut accepted) = (Vec::new(), Vec::new(), 0.0);
     // The first round of each kind makes the buffers.
     for round in 0..=flags.rounds {
         let (none, without, _) = run(model, prompts, None, flags.tokens)?;
-        let (speed, with, share) = run(model, prompts, Some(lookup), flags.tokens)?;
-        if with != without {
+        let (speed, with, share) = run(model, prompts, Some(variant), flags.tokens)?;
+        if matches!(variant, Variant::Lookup(_)) && with != without {
             return Err("the answers with and without proposals differ".into());
         }
         if round > 0 {
@@ -112,10 +133,16 @@ fn compare(
             accepted = share;
         }
     }
+    let (with, accepted) = match variant {
+        Variant::Lookup(tokens) => (
+            format!("{tokens} proposed"),
+            format!("{:.0}%", 100.0 * accepted),
+        ),
+        Variant::Cache(dtype) => (format!("{dtype} cache"), "-".to_owned()),
+    };
     println!(
-        "{kind:<8}{:>7}{lookup:>10}{:>9.0}%{:>10.1}{:>10.2}",
+        "{kind:<8}{:>7}{with:>14}{accepted:>10}{:>10.1}{:>10.2}",
         prompts.len(),
-        100.0 * accepted,
         median(speeds),
         median(ratios),
     );
@@ -126,26 +153,30 @@ fn compare(
 fn run(
     model: &CausalLm,
     prompts: &[Vec<i64>],
-    lookup: Option<usize>,
+    variant: Option<Variant>,
     tokens: usize,
 ) -> Result<(f64, Vec<Vec<i64>>, f64)> {
     let mut config = EngineConfig::default();
-    config.max_model_len = Some(1024);
+    config.max_model_len = Some(2048);
+    let mut options = GenerationConfig {
+        // No end of a text, so that all answers have the same length.
+        max_new_tokens: Some(tokens),
+        ..GenerationConfig::default()
+    };
+    match variant {
+        None => {}
+        Some(Variant::Lookup(tokens)) => options.prompt_lookup_num_tokens = Some(tokens),
+        Some(Variant::Cache(dtype)) => config.kv_cache_dtype = dtype,
+    }
     let mut engine = Engine::new(model, config)?;
     for prompt in prompts {
-        let config = GenerationConfig {
-            max_new_tokens: Some(tokens),
-            // No end of a text, so that all answers have the same length.
-            prompt_lookup_num_tokens: lookup,
-            ..GenerationConfig::default()
-        };
-        engine.submit(Request::new(prompt.clone(), config))?;
+        engine.submit(Request::new(prompt.clone(), options.clone()))?;
     }
-    // The prompts are read in a step or two.
-    let mut generated = 0;
-    while engine.statistics().generated_tokens == 0 {
-        generated += engine.step()?.len();
+    // Until all prompts have been read.
+    while engine.statistics().generated_tokens < prompts.len() as u64 {
+        engine.step()?;
     }
+    let before = engine.statistics().generated_tokens;
     let begin = Instant::now();
     let outcomes = engine.run_to_end()?;
     let seconds = begin.elapsed().as_secs_f64();
@@ -154,7 +185,7 @@ fn run(
         .map(|(_, outcome)| Ok(outcome?.remove(0).tokens));
     let answers = answers.collect::<Result<Vec<_>>>()?;
     let statistics = engine.statistics();
-    let decoded = statistics.generated_tokens as f64 - generated as f64;
+    let decoded = (statistics.generated_tokens - before) as f64;
     let share = statistics.accepted_tokens as f64 / statistics.proposed_tokens.max(1) as f64;
     Ok((decoded / seconds, answers, share))
 }
