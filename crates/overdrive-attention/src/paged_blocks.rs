@@ -154,8 +154,6 @@ pub(crate) fn check_blocks(
         )));
     }
     for (name, blocks) in blocks {
-        largest_code(blocks.elements)?;
-        let size = blocks.elements.size();
         let Some(scales) = blocks.scales else {
             return Err(Error::Common(Common::option(
                 "scales",
@@ -163,6 +161,8 @@ pub(crate) fn check_blocks(
                 "set for both keys and values, or for neither",
             )));
         };
+        largest_code(blocks.elements)?;
+        let size = blocks.elements.size();
         let fits = size.len() == 4 && scales.size() == size[..3];
         if !fits || scales.kind() != Kind::Float || !scales.is_contiguous() {
             let expected =

@@ -283,7 +283,7 @@ fn quantized_blocks_that_do_not_fit_are_refused() {
     let found = of(&query.to_kind(Kind::Double), blocks, blocks);
     assert!(found.contains("over quantized blocks"), "{found}");
     let dense = float(&[3, 2, 4, 8]);
-    let found = of(&query, blocks, PagedBlocks::from(&dense));
+    let found = of(&query, PagedBlocks::from(&dense), blocks);
     assert!(found.contains("both keys and values"), "{found}");
     let few = float(&[3, 2, 3]);
     let scaled = PagedBlocks {
