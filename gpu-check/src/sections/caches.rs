@@ -1,6 +1,7 @@
 use anyhow::Result;
 use overdrive::kv_cache::{
-    CacheImplementation, CacheShape, KvCache, PagedCache, PagedCacheConfig, SequenceId,
+    CacheImplementation, CacheShape, KvCache, KvCacheDtype, PagedCache, PagedCacheConfig,
+    SequenceId,
 };
 use overdrive::transformer::{CausalLm, ForwardInput, LlamaConfig, Logits};
 use tch::{Device, Kind, Tensor};
@@ -46,7 +47,7 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
             continue;
         }
         context.check(format!("paged in {}", name_of(kind)), || {
-            let there = paged(&config, device, kind)?;
+            let there = paged(&config, device, kind, KvCacheDtype::Auto)?;
             let here = alone(&config)?;
             let far = distance(&there, &here)?;
             let allowed = 4.0 * tolerance(kind).max(1e-4);
@@ -56,6 +57,20 @@ pub(super) fn run(context: &mut Context) -> Result<()> {
                 "the logits differ from those of each sequence alone on the CPU",
             ))
         })?;
+        for dtype in [KvCacheDtype::Int8, KvCacheDtype::Fp8] {
+            context.check(format!("paged {dtype} in {}", name_of(kind)), || {
+                let there = paged(&config, device, kind, dtype)?;
+                let here = paged(&config, Device::Cpu, Kind::Float, dtype)?;
+                let far = distance(&there, &here)?;
+                // Keys that differ in their last bits may get neighbouring codes.
+                let allowed = 4.0 * tolerance(kind).max(5e-3);
+                Ok(Finding::within(
+                    far,
+                    allowed,
+                    "the logits differ from those over the same cache on the CPU",
+                ))
+            })?;
+        }
     }
     for cache in [CacheImplementation::Dynamic, CacheImplementation::Int8] {
         context.check(format!("{cache}: reorder, truncate, fork, save"), || {
@@ -144,7 +159,12 @@ fn changed(config: &LlamaConfig, kind: CacheImplementation, device: Device) -> R
 }
 
 /// Returns the last logits of sequences that share one row over a paged cache.
-fn paged(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Tensor> {
+fn paged(
+    config: &LlamaConfig,
+    device: Device,
+    kind: Kind,
+    kv_cache_dtype: KvCacheDtype,
+) -> Result<Tensor> {
     let _no_grad = tch::no_grad_guard();
     let model = model(config, device, kind)?;
     let mut cache = PagedCache::new(PagedCacheConfig {
@@ -153,6 +173,7 @@ fn paged(config: &LlamaConfig, device: Device, kind: Kind) -> Result<Tensor> {
         head_dim: model.config().head_dim(),
         num_blocks: 32,
         kind,
+        kv_cache_dtype,
         device,
         ..PagedCacheConfig::default()
     })?;
