@@ -165,6 +165,15 @@ impl RotaryAttention {
             }
         }
         angles.rotate(joint, self.shape)?;
+        if let Some(scale) = &step.rotation.query_scale {
+            let scale = scale.f_contiguous()?;
+            let scale = rows::elements(&scale)?;
+            let queries = (self.shape.heads * self.shape.head_dim).unsigned_abs() as usize;
+            // Rows of a batch may share their positions.
+            for (row, factor) in joint.chunks_exact_mut(width).zip(scale.iter().cycle()) {
+                row[..queries].iter_mut().for_each(|x| *x *= factor);
+            }
+        }
         let [batch, tokens] = angles.tokens();
         let options = self.options(&step);
         scratch.resize(
@@ -222,7 +231,7 @@ impl RotaryAttention {
             ..RotaryOptions::default()
         };
         let (query, key, value) = split_qkv_rotary(&qkv, cos, sin, self.shape, &options)?;
-        Ok([query, key, value])
+        Ok([rotation.scale_queries(query)?, key, value])
     }
 
     /// Computes the same result step by step, with norms of queries and keys if the model has them.
@@ -261,7 +270,7 @@ impl RotaryAttention {
             (query, key) = (rotation.apply(&query)?, rotation.apply(&key)?);
         }
         Ok([
-            query.f_transpose(1, 2)?,
+            rotation.scale_queries(query.f_transpose(1, 2)?)?,
             key.f_transpose(1, 2)?,
             value.f_transpose(1, 2)?,
         ])

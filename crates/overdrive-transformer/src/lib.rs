@@ -8,6 +8,8 @@
 //! |---|---|---|
 //! | `llama` | Llama 1 to 3, and models saved in its format | RMSNorm, rotary positions, grouped queries, SwiGLU; biases if `attention_bias` or `mlp_bias` is set |
 //! | `mistral` | Mistral, Mistral Small 3 (text) | a sliding window in every layer, or in none |
+//! | `ministral3` | Ministral 3 (text) | Mistral without windows, whose queries are multiplied by a factor that grows with their position |
+//! | `mistral3` | the text model of multimodal Mistral Small 3.1 and Ministral 3 | as `mistral` or `ministral3`, and saved as that |
 //! | `mixtral` | Mixtral | Mistral with a mixture of experts in every layer |
 //! | `qwen2` | Qwen 1.5 to 2.5 | biases on query, key and value; windows from a layer on |
 //! | `qwen3` | Qwen 3 | normalised queries and keys |

@@ -128,7 +128,8 @@ impl Llama {
             plans,
             blocks: layers.map(block).collect::<Result<_>>()?,
             norm: Norm::take(parameters, final_norm(config.family), config)?,
-            rotary: rotary(config.rope_theta, &config.rope_scaling)?,
+            rotary: rotary(config.rope_theta, &config.rope_scaling)?
+                .with_query_scaling(config.query_scaling()),
             second_rotary: second.transpose()?,
             dropout: config.attention_dropout,
             residual_dropout: config.resid_pdrop,

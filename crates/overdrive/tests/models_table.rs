@@ -82,9 +82,12 @@ fn tiny(model_type: &str) -> serde_json::Value {
         "shared_expert_intermediate_size": 32,
     });
     match model_type {
-        "gemma3" => {
+        "gemma3" | "mistral3" => {
             let mut text = sizes;
-            text["model_type"] = "gemma3_text".into();
+            text["model_type"] = match model_type {
+                "gemma3" => "gemma3_text".into(),
+                _ => "ministral3".into(),
+            };
             json!({"model_type": model_type, "text_config": text, "vision_config": {}})
         }
         _ => sizes,

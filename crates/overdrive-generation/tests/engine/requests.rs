@@ -21,7 +21,7 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
-const CASES: [&str; 16] = [
+const CASES: [&str; 17] = [
     "llama_gqa",
     "llama3_rope",
     "mistral",
@@ -36,6 +36,7 @@ const CASES: [&str; 16] = [
     "glm4",
     "qwen2_moe",
     "gpt_oss",
+    "ministral3",
     "gpt2",
     "gpt2_scaled",
 ];

@@ -6,7 +6,7 @@ use crate::support::{greedy, load};
 use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate, generate_with};
 use overdrive_transformer::{AttentionImplementation, Execution};
 
-const CASES: [&str; 16] = [
+const CASES: [&str; 17] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -22,6 +22,7 @@ const CASES: [&str; 16] = [
     "glm4",
     "qwen2_moe",
     "gpt_oss",
+    "ministral3",
     "gpt2",
 ];
 

@@ -9,7 +9,7 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 25] = [
+const CASES: [&str; 26] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -33,6 +33,7 @@ const CASES: [&str; 25] = [
     "mistral_small",
     "qwen2_moe",
     "gpt_oss",
+    "ministral3",
     "gpt2",
     "gpt2_scaled",
 ];

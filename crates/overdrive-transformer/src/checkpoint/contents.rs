@@ -105,7 +105,7 @@ impl CheckpointConfig for ModelConfig {
 
     fn own_tensors<'a>(&self, views: Views<'a>) -> Views<'a> {
         match self {
-            ModelConfig::Llama(config) if config.family == LlamaFamily::Gemma3 => {
+            ModelConfig::Llama(config) if config.family.may_be_multimodal() => {
                 multimodal::text(views)
             }
             ModelConfig::Llama(config) if config.family == LlamaFamily::GptOss => {

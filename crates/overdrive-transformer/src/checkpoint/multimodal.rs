@@ -2,7 +2,7 @@
 
 use super::quantized::Views;
 
-/// The modules of a multimodal Gemma 3 that do not belong to its text model.
+/// The modules of a multimodal model that do not belong to its text model.
 const OF_IMAGES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
 
 /// Renames the tensors of the text model of a multimodal model as in a text-only model, and drops the others.

@@ -52,6 +52,8 @@ pub enum LlamaFamily {
     /// gpt-oss: mixtures of experts with bounded gates, every other layer with a sliding window, and for each head a
     /// logit that takes part in the softmax without a value.
     GptOss,
+    /// Ministral 3: a Mistral whose queries are multiplied by a factor that grows with their position.
+    Ministral3,
 }
 
 impl LlamaFamily {
@@ -76,6 +78,7 @@ impl LlamaFamily {
             LlamaFamily::Glm4 => "glm4",
             LlamaFamily::Qwen2Moe => "qwen2_moe",
             LlamaFamily::GptOss => "gpt_oss",
+            LlamaFamily::Ministral3 => "ministral3",
         }
     }
 
@@ -100,6 +103,7 @@ impl LlamaFamily {
             LlamaFamily::Glm4 => "Glm4ForCausalLM",
             LlamaFamily::Qwen2Moe => "Qwen2MoeForCausalLM",
             LlamaFamily::GptOss => "GptOssForCausalLM",
+            LlamaFamily::Ministral3 => "Ministral3ForCausalLM",
         }
     }
 
@@ -116,6 +120,14 @@ impl LlamaFamily {
     /// Returns `true` for OLMo 2 and 3.
     pub(crate) fn is_olmo(self) -> bool {
         matches!(self, LlamaFamily::Olmo2 | LlamaFamily::Olmo3)
+    }
+
+    /// Returns `true` for the families of the text in multimodal models.
+    pub(crate) fn may_be_multimodal(self) -> bool {
+        matches!(
+            self,
+            LlamaFamily::Gemma3 | LlamaFamily::Mistral | LlamaFamily::Ministral3
+        )
     }
 
     /// Returns `true` for the families that may rotate the first channels of a head only.
@@ -148,6 +160,7 @@ impl LlamaFamily {
             LlamaFamily::Glm4,
             LlamaFamily::Qwen2Moe,
             LlamaFamily::GptOss,
+            LlamaFamily::Ministral3,
         ]
         .into_iter()
         .find(|family| family.model_type() == model_type)

@@ -3,6 +3,7 @@ use serde_json::{Map, Value};
 use super::experts::ExpertsConfig;
 use super::family::{LayerType, LlamaFamily};
 use super::rope_scaling::{RopeScaling, Yarn};
+use crate::rope::QueryScaling;
 
 mod json;
 mod validate;
@@ -97,6 +98,9 @@ pub struct LlamaConfig {
     pub residual_multiplier: f64,
     /// The divisor of the logits (Granite); default 1.
     pub logits_scaling: f64,
+    /// The factor `b` in `1 + b · ln(1 + floor(p / n))`, by which the query at position `p` is multiplied (Ministral 3),
+    /// where `n` is the original context of [`rope_scaling`](LlamaConfig::rope_scaling); default 0.
+    pub llama_4_scaling_beta: f64,
     /// The mixture of experts: required for Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss, `None` for all other families;
     /// default `None`.
     pub experts: Option<ExpertsConfig>,
@@ -150,6 +154,7 @@ impl Default for LlamaConfig {
             attention_multiplier: 1.0,
             residual_multiplier: 1.0,
             logits_scaling: 1.0,
+            llama_4_scaling_beta: 0.0,
             experts: None,
             bos_token_id: Some(1),
             eos_token_id: vec![2],
@@ -174,6 +179,24 @@ impl LlamaConfig {
                 num_key_value_heads: Some(8),
                 max_position_embeddings: 4096 * 32,
                 sliding_window: Some(4096),
+                ..llama
+            },
+            LlamaFamily::Ministral3 => LlamaConfig {
+                vocab_size: 131_072,
+                intermediate_size: 14336,
+                num_hidden_layers: 34,
+                num_key_value_heads: Some(8),
+                head_dim: Some(128),
+                max_position_embeddings: 262_144,
+                rms_norm_eps: 1e-5,
+                rope_theta: 1e6,
+                rope_scaling: RopeScaling::Yarn(Yarn {
+                    mscale: Some(1.0),
+                    mscale_all_dim: Some(1.0),
+                    ..Yarn::new(16.0, 16384)
+                }),
+                llama_4_scaling_beta: 0.1,
+                pad_token_id: Some(11),
                 ..llama
             },
             LlamaFamily::Mixtral => LlamaConfig {
@@ -406,7 +429,10 @@ impl LlamaConfig {
         match self.family {
             // transformers hard-codes both; their files have no key for it.
             LlamaFamily::Qwen2 | LlamaFamily::Phi => true,
-            LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::Phi3 => false,
+            LlamaFamily::Mistral
+            | LlamaFamily::Ministral3
+            | LlamaFamily::Mixtral
+            | LlamaFamily::Phi3 => false,
             _ => self.attention_bias,
         }
     }
@@ -488,6 +514,20 @@ impl LlamaConfig {
         }
     }
 
+    /// Returns the factor of queries beyond the original context; `None` if there is none.
+    pub(crate) fn query_scaling(&self) -> Option<QueryScaling> {
+        let beta = self.llama_4_scaling_beta;
+        match &self.rope_scaling {
+            RopeScaling::Yarn(yarn) if self.family == LlamaFamily::Ministral3 && beta != 0.0 => {
+                Some(QueryScaling {
+                    beta,
+                    original: yarn.original_max_position_embeddings,
+                })
+            }
+            _ => None,
+        }
+    }
+
     /// Returns the factor of the outputs of attention and of the feed-forward block.
     pub(crate) fn residual_scale(&self) -> Option<f64> {
         let granite = self.family == LlamaFamily::Granite;
@@ -549,7 +589,10 @@ impl LlamaConfig {
             | LlamaFamily::Olmo2
             | LlamaFamily::Granite
             | LlamaFamily::Glm4 => false,
-            LlamaFamily::Mistral | LlamaFamily::Mixtral | LlamaFamily::Phi3 => true,
+            LlamaFamily::Mistral
+            | LlamaFamily::Ministral3
+            | LlamaFamily::Mixtral
+            | LlamaFamily::Phi3 => true,
             // All of its layers or none, whatever the file lists.
             LlamaFamily::Qwen3Moe => self.use_sliding_window,
             LlamaFamily::SmolLm3 => {

@@ -115,7 +115,11 @@ impl ModelConfig {
         let model_type = fields.string("model_type")?;
         let config = match model_type.as_deref() {
             Some("gpt2") => ModelConfig::Gpt2(Gpt2Config::read(fields)?),
-            Some("gemma3") => ModelConfig::Llama(multimodal::text(fields)?),
+            Some("gemma3") => ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Gemma3])?),
+            Some("mistral3") => {
+                let families = [LlamaFamily::Mistral, LlamaFamily::Ministral3];
+                ModelConfig::Llama(multimodal::text(fields, &families)?)
+            }
             Some(name) if LlamaFamily::from_name(name).is_some() => {
                 let family = LlamaFamily::from_name(name).unwrap_or_default();
                 ModelConfig::Llama(LlamaConfig::read(family, fields)?)

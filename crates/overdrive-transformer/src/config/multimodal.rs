@@ -1,4 +1,4 @@
-//! The text model in a folder of a multimodal Gemma 3, whose configuration is in `text_config`.
+//! The text model in the folder of a multimodal model, whose configuration is in `text_config`.
 
 use super::family::LlamaFamily;
 use super::fields::Fields;
@@ -7,18 +7,25 @@ use crate::{Error, Result};
 
 /// Reads the configuration of the text model. The keys outside it concern images, except the ids of special tokens,
 /// whether the head is tied, and the quantization of the weights.
-pub(super) fn text(mut fields: Fields) -> Result<LlamaConfig> {
+///
+/// `families` are those of the text model; the first is the default.
+pub(super) fn text(mut fields: Fields, families: &[LlamaFamily]) -> Result<LlamaConfig> {
     let mut text = fields.object("text_config")?.unwrap_or_default();
-    let family = LlamaFamily::Gemma3;
-    if let Some(found) = text.string("model_type")?
-        && found != family.model_type()
-    {
+    let found = text.string("model_type")?;
+    let family = families.iter().find(|family| {
+        let own = family.model_type();
+        found.as_deref().is_none_or(|found| found == own)
+    });
+    let Some(family) = family else {
+        let names: Vec<_> = families.iter().map(|family| family.model_type()).collect();
         return Err(Error::Unsupported {
             key: "text_config.model_type".to_owned(),
-            found: format!("{found:?}"),
-            supported: family.model_type().to_owned(),
+            found: format!("{:?}", found.unwrap_or_default()),
+            supported: names.join(", "),
         });
-    }
+    };
+    // transformers ties the head of a multimodal model unless the file says otherwise, whatever the text's default.
+    text.put("tie_word_embeddings", true.into());
     for key in [
         "bos_token_id",
         "eos_token_id",
@@ -30,5 +37,5 @@ pub(super) fn text(mut fields: Fields) -> Result<LlamaConfig> {
             text.put(key, value);
         }
     }
-    LlamaConfig::read(family, text)
+    LlamaConfig::read(*family, text)
 }

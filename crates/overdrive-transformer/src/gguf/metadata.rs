@@ -110,11 +110,11 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         F::Granite => "granite",
         F::Glm4 => "glm4",
         F::Qwen2Moe => "qwen2moe",
-        F::GptOss => {
+        F::GptOss | F::Ministral3 => {
             return Err(Error::Unsupported {
                 key: "model_type".to_owned(),
                 found: format!("{:?}", family.model_type()),
-                supported: "the other families in GGUF files; save gpt-oss as a folder".to_owned(),
+                supported: "the other families in GGUF files; save this one as a folder".to_owned(),
             });
         }
     });

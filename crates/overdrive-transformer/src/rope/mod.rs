@@ -26,6 +26,15 @@ pub(crate) struct Rotary {
     tables: RefCell<Vec<Tables>>,
     /// The channels that form a pair.
     convention: Convention,
+    /// The factor of queries.
+    query_scaling: Option<QueryScaling>,
+}
+
+/// The factor `1 + beta · ln(1 + floor(p / original))` of the query at position `p`.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct QueryScaling {
+    pub(crate) beta: f64,
+    pub(crate) original: i64,
 }
 
 #[derive(Debug)]
@@ -36,6 +45,8 @@ struct Tables {
     cos: Tensor,
     /// The sines `(len, D/2)`, fp32.
     sin: Tensor,
+    /// The factors of queries `(len, 1)`, fp32, if there are any.
+    query_scale: Option<Tensor>,
 }
 
 /// The rotation of one forward pass, which all its layers share: `(T, D/2)`, or `(B, T, D/2)` if rows have
@@ -46,6 +57,8 @@ pub(crate) struct Rotation {
     pub(crate) sin: Tensor,
     /// The channels that form a pair.
     pub(crate) convention: Convention,
+    /// The factors of the rotated queries, `(T, 1)` or `(B, T, 1)`.
+    pub(crate) query_scale: Option<Tensor>,
 }
 
 impl Rotary {
@@ -56,6 +69,7 @@ impl Rotary {
             frequencies: Frequencies::new(dim, theta, scaling, context)?,
             tables: RefCell::default(),
             convention: Convention::default(),
+            query_scaling: None,
         })
     }
 
@@ -66,6 +80,15 @@ impl Rotary {
             frequencies: Frequencies::zero(dim),
             tables: RefCell::default(),
             convention: Convention::default(),
+            query_scaling: None,
+        }
+    }
+
+    /// Sets the factor of queries.
+    pub(crate) fn with_query_scaling(self, query_scaling: Option<QueryScaling>) -> Rotary {
+        Rotary {
+            query_scaling,
+            ..self
         }
     }
 
@@ -115,6 +138,7 @@ impl Rotary {
                     device,
                     cos,
                     sin,
+                    query_scale: self.query_scale(&positions, len)?,
                 });
                 tables.len() - 1
             }
@@ -134,6 +158,7 @@ impl Rotary {
             cos: select(&tables.cos)?,
             sin: select(&tables.sin)?,
             convention: self.convention,
+            query_scale: tables.query_scale.as_ref().map(select).transpose()?,
         })
     }
 
@@ -155,6 +180,7 @@ impl Rotary {
         };
         let frequencies = self.frequencies.at(needed)?;
         let (cos, sin) = self.cos_sin(&positions, &frequencies)?;
+        let query_scale = self.query_scale(&positions, needed)?;
         let shaped = |rows: Tensor| -> Result<Tensor> {
             let rows = match input.position_ids {
                 None => rows,
@@ -166,7 +192,18 @@ impl Rotary {
             cos: shaped(cos)?,
             sin: shaped(sin)?,
             convention: self.convention,
+            query_scale: query_scale.map(shaped).transpose()?,
         })
+    }
+
+    /// Computes the factors of queries at `positions (N,)`, all below `end`, as `(N, 1)`; `None` if all are 1.
+    fn query_scale(&self, positions: &Tensor, end: i64) -> Result<Option<Tensor>> {
+        let Some(scaling) = self.query_scaling.filter(|scaling| end > scaling.original) else {
+            return Ok(None);
+        };
+        let passed = positions.f_div_scalar(scaling.original)?.f_floor()?;
+        let growth = passed.f_log1p()?.f_mul_scalar(scaling.beta)?;
+        Ok(Some(growth.f_add_scalar(1.0)?.f_unsqueeze(1)?))
     }
 
     /// Computes the cosines and sines of `positions (N,)`, each `(N, D/2)`.
@@ -232,11 +269,24 @@ impl Rotation {
         Ok(rotated.f_to_kind(x.kind())?)
     }
 
+    /// Multiplies the rotated queries `(B, H, T, D)` by their factors, if there are any.
+    pub(crate) fn scale_queries(&self, query: Tensor) -> Result<Tensor> {
+        let Some(scale) = &self.query_scale else {
+            return Ok(query);
+        };
+        let scale = match scale.dim() {
+            3 => scale.f_unsqueeze(1)?,
+            _ => scale.shallow_clone(),
+        };
+        Ok(query.f_mul(&scale.f_to_kind(query.kind())?)?)
+    }
+
     pub(crate) fn share(&self) -> Rotation {
         Rotation {
             cos: self.cos.shallow_clone(),
             sin: self.sin.shallow_clone(),
             convention: self.convention,
+            query_scale: self.query_scale.as_ref().map(Tensor::shallow_clone),
         }
     }
 }

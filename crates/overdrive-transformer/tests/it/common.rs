@@ -13,7 +13,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 35] = [
+pub(crate) const CASES: [&str; 36] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -49,6 +49,7 @@ pub(crate) const CASES: [&str; 35] = [
     "mistral_small",
     "qwen2_moe",
     "gpt_oss",
+    "ministral3",
 ];
 
 /// A copy of a fixture in a temporary folder, for tests that change it.

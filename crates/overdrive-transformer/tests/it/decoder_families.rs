@@ -106,6 +106,65 @@ fn the_text_of_a_multimodal_gemma3_is_read_and_saved_as_text_alone() {
 }
 
 #[test]
+fn the_text_of_a_multimodal_ministral3_is_read_and_saved_as_text_alone() {
+    let case = "mistral3";
+    let want = expected(case);
+    let model = load(case);
+    let difference = max_difference(&logits(&model, &want["input_ids"]), &want["logits"]);
+    assert!(difference < 1e-5, "{difference}");
+    let out = tempfile::tempdir().unwrap();
+    model
+        .save_pretrained(out.path(), &Default::default())
+        .unwrap();
+    let config = std::fs::read_to_string(out.path().join("config.json")).unwrap();
+    let config: Value = serde_json::from_str(&config).unwrap();
+    assert_eq!(config["model_type"], "ministral3");
+    assert_eq!(config["rope_scaling"]["llama_4_scaling_beta"], 0.3);
+    let again = CausalLm::from_pretrained(out.path(), &LoadOptions::default()).unwrap();
+    assert_eq!(
+        logits(&again, &want["input_ids"]),
+        logits(&model, &want["input_ids"])
+    );
+
+    // transformers ties the head unless the file says otherwise; this file has one of its own, which is read.
+    let dir = copy_of(case);
+    edit_config(dir.path(), |config| {
+        config.remove("tie_word_embeddings");
+    });
+    let untied = CausalLm::from_pretrained(dir.path(), &LoadOptions::default()).unwrap();
+    assert_eq!(
+        logits(&untied, &want["input_ids"]),
+        logits(&model, &want["input_ids"])
+    );
+}
+
+#[test]
+fn the_factor_of_queries_is_checked_and_has_the_default_of_transformers() {
+    let sizes = |rope: Value| {
+        let mut config = json!({"model_type": "ministral3", "hidden_size": 64});
+        config["rope_parameters"] = rope;
+        ModelConfig::from_json(&config.to_string())
+    };
+    let beta = |rope: Value| {
+        let config = sizes(rope).unwrap().to_json();
+        config["rope_scaling"]["llama_4_scaling_beta"].as_f64()
+    };
+    let yarn =
+        json!({"rope_type": "yarn", "factor": 16.0, "original_max_position_embeddings": 128});
+    let mut own = yarn.clone();
+    own["llama_4_scaling_beta"] = 0.25.into();
+    assert_eq!(beta(Value::Null), Some(0.1));
+    assert_eq!(beta(own.clone()), Some(0.25));
+    assert_eq!(beta(yarn), Some(0.0));
+    own["llama_4_scaling_beta"] = (-1).into();
+    let message = sizes(own).unwrap_err().to_string();
+    assert!(message.contains("at least 0"), "{message}");
+    let plain = json!({"rope_type": "default", "llama_4_scaling_beta": 0.1});
+    let message = sizes(plain).unwrap_err().to_string();
+    assert!(message.contains("without rope_type yarn"), "{message}");
+}
+
+#[test]
 fn a_multimodal_folder_without_its_text_is_refused_by_the_names_of_the_text() {
     let dir = copy_of("gemma3_multimodal");
     let path = dir.path().join("model.safetensors");

@@ -279,7 +279,7 @@ fn a_gguf_file_of_gpt_oss_is_refused_by_name() {
         .save_gguf(&path, &GgufOptions::new(GgufFileType::F32))
         .unwrap_err();
     let expected = "`model_type` is \"gpt_oss\", which is not supported; supported: the other families in GGUF files; \
-        save gpt-oss as a folder";
+        save this one as a folder";
     assert_eq!(refused.to_string(), expected);
     assert!(!path.exists());
 }

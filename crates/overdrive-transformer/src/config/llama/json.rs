@@ -139,13 +139,16 @@ impl LlamaConfig {
             let thetas = [theta, &mut self.rope_local_base_freq];
             [self.rope_scaling, self.rope_local_scaling] =
                 RopeScaling::read_by_layer(fields, context, thetas, part)?;
-        } else if self.family == LlamaFamily::GptOss
+        } else if matches!(self.family, LlamaFamily::GptOss | LlamaFamily::Ministral3)
             && fields.peek("rope_scaling").is_none()
             && fields.peek("rope_parameters").is_none()
         {
             // The default scaling of the family.
             fields.number("rope_theta", theta)?;
         } else {
+            if self.family == LlamaFamily::Ministral3 {
+                self.llama_4_scaling_beta = scaling_beta(fields)?;
+            }
             let of_phi3 = self.family == LlamaFamily::Phi3;
             self.rope_scaling = RopeScaling::read(fields, context, theta, part, of_phi3)?;
         }
@@ -248,7 +251,7 @@ impl LlamaConfig {
             LlamaFamily::Llama => {
                 json!({"attention_bias": self.attention_bias, "mlp_bias": self.mlp_bias})
             }
-            LlamaFamily::Mistral | LlamaFamily::Mixtral => {
+            LlamaFamily::Mistral | LlamaFamily::Ministral3 | LlamaFamily::Mixtral => {
                 json!({"sliding_window": self.sliding_window})
             }
             LlamaFamily::Qwen2 => windows,
@@ -374,11 +377,28 @@ impl LlamaConfig {
             map.insert("original_max_position_embeddings".to_owned(), original);
         }
         self.rope_scaling.write(self.rope_theta, map);
-        if self.family == LlamaFamily::GptOss && self.rope_scaling == RopeScaling::Default {
+        let has_default = matches!(self.family, LlamaFamily::GptOss | LlamaFamily::Ministral3);
+        if has_default && self.rope_scaling == RopeScaling::Default {
             // Without a scaling, transformers takes the default one of the family.
             map.insert("rope_scaling".to_owned(), json!({"rope_type": "default"}));
         }
+        if self.family == LlamaFamily::Ministral3 {
+            map["rope_scaling"]["llama_4_scaling_beta"] = self.llama_4_scaling_beta.into();
+        }
     }
+}
+
+/// Reads the factor of queries of a Ministral 3 beside its scaling of positions; 0 if it is not there.
+fn scaling_beta(fields: &Fields) -> Result<f64> {
+    for key in ["rope_scaling", "rope_parameters"] {
+        if let Some(value) = fields
+            .peek(key)
+            .and_then(|all| all.get("llama_4_scaling_beta"))
+        {
+            return fields::number(&format!("{key}.llama_4_scaling_beta"), value);
+        }
+    }
+    Ok(0.0)
 }
 
 /// Writes a whole number as an integer, which transformers requires.

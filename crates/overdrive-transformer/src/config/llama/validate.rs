@@ -44,6 +44,18 @@ impl LlamaConfig {
             return Err(bad("head_dim", &self.head_dim().into(), expected));
         }
         self.check_rotary_dim()?;
+        let beta = self.llama_4_scaling_beta;
+        if !(beta >= 0.0 && beta.is_finite()) {
+            return Err(bad(
+                "llama_4_scaling_beta",
+                &beta.into(),
+                "a number of at least 0",
+            ));
+        }
+        if beta != 0.0 && self.query_scaling().is_none() {
+            let expected = "0 without rope_type yarn, whose original context it starts from";
+            return Err(bad("llama_4_scaling_beta", &beta.into(), expected));
+        }
         for (key, dropout) in [
             ("attention_dropout", self.attention_dropout),
             ("resid_pdrop", self.resid_pdrop),
