@@ -25,9 +25,9 @@ pub(crate) use csv::CsvScan;
 pub(crate) use indexed_file::IndexedFile;
 pub(crate) use json_array::{JsonArrayScan, begins_array};
 pub(crate) use offsets::{OffsetTable, OffsetsWriter};
-pub(crate) use scan::Scan;
+pub(crate) use scan::{Scan, text_start};
 #[cfg(feature = "tokenizers")]
-pub(crate) use scan::{cores, in_order, text_start};
+pub(crate) use scan::{cores, in_order};
 pub(crate) use tar::{Members, TarScan, split_name};
 pub(crate) use text::{DocumentScan, LineScan, ParagraphScan};
 
