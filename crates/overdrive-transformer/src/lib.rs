@@ -20,6 +20,7 @@
 //! | `olmo2` | OLMo 2 | norms after attention and the feed-forward block only; queries and keys normalised as a whole |
 //! | `olmo3` | OLMo 3 | as OLMo 2, with a window in three of four layers, whose rotary positions are not scaled |
 //! | `granite` | Granite 3 | factors of the embedding, the scores, the outputs of blocks and the logits |
+//! | `granitemoehybrid` | Granite 4 without Mamba layers and experts | as Granite 3, with one layer for gate and up; with or without rotary positions |
 //! | `glm4` | GLM-4 (0414) | norms before and after attention and the feed-forward block, one layer for gate and up, neighbouring channels of half a head rotated together |
 //! | `phi` | Phi-1, 1.5 and 2 | attention and the feed-forward block in parallel, with one LayerNorm; biases, rotation of the first channels of a head |
 //! | `phi3` | Phi-3, Phi-3.5, Phi-4, Phi-4-mini | one layer for query, key and value, and one for gate and up; LongRoPE |

@@ -119,7 +119,9 @@ impl Llama {
         };
         let second = plans.iter().any(|plan| plan.second_rotary);
         let second = second.then(|| match config.family {
-            LlamaFamily::SmolLm3 => Ok(Rotary::identity(config.rotary_dim())),
+            LlamaFamily::SmolLm3 | LlamaFamily::GraniteMoeHybrid => {
+                Ok(Rotary::identity(config.rotary_dim()))
+            }
             _ => rotary(config.rope_local_base_freq, &config.rope_local_scaling),
         });
         Ok(Llama {

@@ -168,6 +168,10 @@ fn prefix_of(layer: i64) -> String {
 /// Returns the names of gate and up, in one or two layers, and of down, without `.weight`.
 fn mlp_modules(prefix: &str, config: &LlamaConfig) -> (Vec<String>, String) {
     let name = |part: &str| format!("{prefix}.mlp.{part}_proj");
+    if config.family == LlamaFamily::GraniteMoeHybrid {
+        let name = |part: &str| format!("{prefix}.shared_mlp.{part}_linear");
+        return (vec![name("input")], name("output"));
+    }
     let joint = match config.has_joint_gate_up() {
         true => vec![name("gate_up")],
         false => vec![name("gate"), name("up")],

@@ -90,6 +90,13 @@ fn tiny(model_type: &str) -> serde_json::Value {
             };
             json!({"model_type": model_type, "text_config": text, "vision_config": {}})
         }
+        "granitemoehybrid" => {
+            let mut dense = sizes;
+            dense["num_local_experts"] = 0.into();
+            dense["layer_types"] = json!(["attention", "attention"]);
+            dense["position_embedding_type"] = "rope".into();
+            dense
+        }
         _ => sizes,
     }
 }

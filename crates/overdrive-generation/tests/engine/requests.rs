@@ -21,7 +21,7 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
-const CASES: [&str; 17] = [
+const CASES: [&str; 18] = [
     "llama_gqa",
     "llama3_rope",
     "mistral",
@@ -33,6 +33,7 @@ const CASES: [&str; 17] = [
     "olmo2",
     "olmo3",
     "granite",
+    "granite4",
     "glm4",
     "qwen2_moe",
     "gpt_oss",

@@ -6,7 +6,7 @@ use crate::support::{greedy, load};
 use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate, generate_with};
 use overdrive_transformer::{AttentionImplementation, Execution};
 
-const CASES: [&str; 17] = [
+const CASES: [&str; 18] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -19,6 +19,7 @@ const CASES: [&str; 17] = [
     "olmo2",
     "olmo3",
     "granite",
+    "granite4",
     "glm4",
     "qwen2_moe",
     "gpt_oss",

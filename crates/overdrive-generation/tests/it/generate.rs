@@ -9,7 +9,7 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 26] = [
+const CASES: [&str; 27] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -28,6 +28,7 @@ const CASES: [&str; 26] = [
     "olmo2",
     "olmo3",
     "granite",
+    "granite4",
     "glm4",
     "phi4_mini",
     "mistral_small",

@@ -66,6 +66,10 @@ fn groups(model_type: &str, doubled: bool) -> &'static [Group] {
             ("post_attention_layernorm", &["mlp.gate_up_proj"]),
         ],
         // As Phi-3's. The norm that follows attention has another name.
+        ("granitemoehybrid", _) => &[
+            QKV,
+            ("post_attention_layernorm", &["shared_mlp.input_linear"]),
+        ],
         ("glm4", _) => &[QKV, ("post_attention_layernorm", &["mlp.gate_up_proj"])],
         (_, true) => &[
             QKV,

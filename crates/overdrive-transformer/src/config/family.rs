@@ -54,6 +54,9 @@ pub enum LlamaFamily {
     GptOss,
     /// Ministral 3: a Mistral whose queries are multiplied by a factor that grows with their position.
     Ministral3,
+    /// Granite 4 without Mamba layers and experts: a Granite 3 whose gate and up are one layer, with or without rotary
+    /// positions.
+    GraniteMoeHybrid,
 }
 
 impl LlamaFamily {
@@ -79,6 +82,7 @@ impl LlamaFamily {
             LlamaFamily::Qwen2Moe => "qwen2_moe",
             LlamaFamily::GptOss => "gpt_oss",
             LlamaFamily::Ministral3 => "ministral3",
+            LlamaFamily::GraniteMoeHybrid => "granitemoehybrid",
         }
     }
 
@@ -104,6 +108,7 @@ impl LlamaFamily {
             LlamaFamily::Qwen2Moe => "Qwen2MoeForCausalLM",
             LlamaFamily::GptOss => "GptOssForCausalLM",
             LlamaFamily::Ministral3 => "Ministral3ForCausalLM",
+            LlamaFamily::GraniteMoeHybrid => "GraniteMoeHybridForCausalLM",
         }
     }
 
@@ -120,6 +125,11 @@ impl LlamaFamily {
     /// Returns `true` for OLMo 2 and 3.
     pub(crate) fn is_olmo(self) -> bool {
         matches!(self, LlamaFamily::Olmo2 | LlamaFamily::Olmo3)
+    }
+
+    /// Returns `true` for Granite 3 and 4.
+    pub(crate) fn is_granite(self) -> bool {
+        matches!(self, LlamaFamily::Granite | LlamaFamily::GraniteMoeHybrid)
     }
 
     /// Returns `true` for the families of the text in multimodal models.
@@ -161,6 +171,7 @@ impl LlamaFamily {
             LlamaFamily::Qwen2Moe,
             LlamaFamily::GptOss,
             LlamaFamily::Ministral3,
+            LlamaFamily::GraniteMoeHybrid,
         ]
         .into_iter()
         .find(|family| family.model_type() == model_type)

@@ -46,8 +46,8 @@ pub struct LlamaConfig {
     pub partial_rotary_factor: f64,
     /// The rope scaling; default none (gpt-oss: YaRN by 32 from 4096 tokens).
     pub rope_scaling: RopeScaling,
-    /// The layers with rotary positions, in the order of the layers (SmolLM3); default `None`: all but every
-    /// `no_rope_layer_interval`-th.
+    /// The layers with rotary positions, in the order of the layers (SmolLM3, Granite 4); default `None`: all but every
+    /// `no_rope_layer_interval`-th of SmolLM3, and all of Granite 4.
     pub no_rope_layers: Option<Vec<bool>>,
     /// The distance of layers without rotary positions (SmolLM3); default 4.
     pub no_rope_layer_interval: i64,
@@ -60,7 +60,7 @@ pub struct LlamaConfig {
     /// Granite and gpt-oss), or all but the output projection (GLM-4, and Qwen2-MoE, which calls it `qkv_bias`);
     /// default `false` (GLM-4, Qwen2-MoE and gpt-oss: `true`).
     pub attention_bias: bool,
-    /// If `true`, the feed-forward block has biases (Llama, SmolLM3 and Granite); default `false`. The experts and
+    /// If `true`, the feed-forward block has biases (Llama, SmolLM3 and Granite 3); default `false`. The experts and
     /// routers of gpt-oss have biases without this key.
     pub mlp_bias: bool,
     /// The dropout of attention weights in training; default 0.
@@ -174,6 +174,10 @@ impl LlamaConfig {
         };
         match family {
             LlamaFamily::Llama | LlamaFamily::Granite => llama,
+            LlamaFamily::GraniteMoeHybrid => LlamaConfig {
+                intermediate_size: 1024,
+                ..llama
+            },
             LlamaFamily::Mistral => LlamaConfig {
                 intermediate_size: 14336,
                 num_key_value_heads: Some(8),
@@ -476,7 +480,10 @@ impl LlamaConfig {
 
     /// Returns `true` if gate and up are one layer.
     pub(crate) fn has_joint_gate_up(&self) -> bool {
-        matches!(self.family, LlamaFamily::Phi3 | LlamaFamily::Glm4)
+        matches!(
+            self.family,
+            LlamaFamily::Phi3 | LlamaFamily::Glm4 | LlamaFamily::GraniteMoeHybrid
+        )
     }
 
     /// Returns `true` if neighbouring channels of a head are rotated together (GLM-4), and not those that are half of
@@ -498,7 +505,7 @@ impl LlamaConfig {
     /// Returns the factor of the embedding.
     pub fn embedding_scale(&self) -> Option<f64> {
         match self.family {
-            LlamaFamily::Granite => Some(self.embedding_multiplier),
+            family if family.is_granite() => Some(self.embedding_multiplier),
             family => family.is_gemma().then(|| (self.hidden_size as f64).sqrt()),
         }
     }
@@ -506,7 +513,7 @@ impl LlamaConfig {
     /// Returns the factor of the scores; `None` is one over the root of the head's width.
     pub fn attention_scale(&self) -> Option<f64> {
         match self.family {
-            LlamaFamily::Granite => Some(self.attention_multiplier),
+            family if family.is_granite() => Some(self.attention_multiplier),
             family => {
                 let scale = 1.0 / self.query_pre_attn_scalar.sqrt();
                 family.is_later_gemma().then_some(scale)
@@ -530,13 +537,13 @@ impl LlamaConfig {
 
     /// Returns the factor of the outputs of attention and of the feed-forward block.
     pub(crate) fn residual_scale(&self) -> Option<f64> {
-        let granite = self.family == LlamaFamily::Granite;
+        let granite = self.family.is_granite();
         granite.then_some(self.residual_multiplier)
     }
 
     /// Returns the divisor of the logits.
     pub(crate) fn logit_divisor(&self) -> Option<f64> {
-        let granite = self.family == LlamaFamily::Granite;
+        let granite = self.family.is_granite();
         granite.then_some(self.logits_scaling)
     }
 
@@ -553,19 +560,20 @@ impl LlamaConfig {
     }
 
     /// Returns `true` if layer `layer` has other rotary frequencies than most layers: those of sliding layers
-    /// (Gemma 3, OLMo 3), or none (SmolLM3), for which the model has frequencies of zero.
+    /// (Gemma 3, OLMo 3), or none (SmolLM3, Granite 4), for which the model has frequencies of zero.
     pub fn has_second_rotary(&self, layer: i64) -> bool {
         match self.family {
             LlamaFamily::Gemma3 | LlamaFamily::Olmo3 => self.slides(layer),
-            LlamaFamily::SmolLm3 => !self.has_rotary(layer),
+            LlamaFamily::SmolLm3 | LlamaFamily::GraniteMoeHybrid => !self.has_rotary(layer),
             _ => false,
         }
     }
 
-    /// Returns `true` if layer `layer` of a SmolLM3 rotates queries and keys.
+    /// Returns `true` if layer `layer` of a SmolLM3 or a Granite 4 rotates queries and keys.
     fn has_rotary(&self, layer: i64) -> bool {
         match &self.no_rope_layers {
             Some(layers) => layers.get(layer.unsigned_abs() as usize) == Some(&true),
+            None if self.family == LlamaFamily::GraniteMoeHybrid => true,
             // `max(1)`: this runs before the configuration is known to be valid, too.
             None => (layer + 1) % self.no_rope_layer_interval.max(1) != 0,
         }
@@ -588,6 +596,7 @@ impl LlamaConfig {
             | LlamaFamily::Gemma
             | LlamaFamily::Olmo2
             | LlamaFamily::Granite
+            | LlamaFamily::GraniteMoeHybrid
             | LlamaFamily::Glm4 => false,
             LlamaFamily::Mistral
             | LlamaFamily::Ministral3

@@ -18,17 +18,19 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         false => Init::Ones,
     };
     let mut all = Vec::new();
-    let mut add = |name: String, shape: &[i64], init, role| {
-        all.push(ParameterSpec::new(name, shape, init, role));
-    };
+    let spec =
+        |name: String, shape: &[i64], init, role| ParameterSpec::new(name, shape, init, role);
     use ParameterRole::{Conv1d, Embedding, Head, Linear, Other, Router};
-    add(
+    all.push(spec(
         "model.embed_tokens.weight".to_owned(),
         &[config.vocab_size, hidden],
         normal,
         Embedding,
-    );
+    ));
     for layer in 0..config.num_hidden_layers {
+        let [mut attention, mut mlp, mut norms] = [Vec::new(), Vec::new(), Vec::new()];
+        let mut add =
+            |name, shape: &[i64], init, role| attention.push(spec(name, shape, init, role));
         if config.family == LlamaFamily::GptOss {
             let name = format!("model.layers.{layer}.self_attn.sinks");
             add(name, &[config.num_attention_heads], normal, Other);
@@ -59,7 +61,7 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
             }
         }
         for (name, shape, role) in FeedForward::weights(config, layer) {
-            add(format!("{name}.weight"), &shape, normal, role);
+            mlp.push(spec(format!("{name}.weight"), &shape, normal, role));
             if config.has_mlp_bias() {
                 let [first, second] = shape;
                 let (outputs, init) = match role {
@@ -68,26 +70,27 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
                     Router => (first, normal),
                     _ => (first, Init::Zeros),
                 };
-                add(format!("{name}.bias"), &[outputs], init, Other);
+                mlp.push(spec(format!("{name}.bias"), &[outputs], init, Other));
             }
         }
         for (_, name) in config.family.block_norms() {
-            add(
-                format!("model.layers.{layer}.{name}.weight"),
-                &[hidden],
-                one,
-                Other,
-            );
+            let name = format!("model.layers.{layer}.{name}.weight");
+            norms.push(spec(name, &[hidden], one, Other));
         }
+        let parts = match config.family {
+            LlamaFamily::GraniteMoeHybrid => [norms, mlp, attention],
+            _ => [attention, mlp, norms],
+        };
+        all.extend(parts.into_iter().flatten());
     }
-    add("model.norm.weight".to_owned(), &[hidden], one, Other);
+    all.push(spec("model.norm.weight".to_owned(), &[hidden], one, Other));
     if !config.tie_word_embeddings {
-        add(
+        all.push(spec(
             "lm_head.weight".to_owned(),
             &[config.vocab_size, hidden],
             normal,
             Head,
-        );
+        ));
     }
     all
 }

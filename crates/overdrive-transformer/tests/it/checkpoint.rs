@@ -251,6 +251,10 @@ fn fresh_configs() -> Vec<(&'static str, ModelConfig)> {
         ("fresh_olmo2", small(LlamaFamily::Olmo2).into()),
         ("fresh_olmo3", small(LlamaFamily::Olmo3).into()),
         ("fresh_granite", small(LlamaFamily::Granite).into()),
+        (
+            "fresh_granite4",
+            small(LlamaFamily::GraniteMoeHybrid).into(),
+        ),
         ("fresh_glm4", glm4.into()),
         ("fresh_gpt_oss", gpt_oss.into()),
         ("fresh_gpt2", gpt2.into()),
@@ -398,7 +402,7 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
         "gpt2",
         "model_type",
         json!("mamba"),
-        "supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, smollm3, olmo2, olmo3, granite, glm4, qwen2_moe, gpt_oss, gpt2",
+        "supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, qwen2_moe, gpt_oss, ministral3, mistral3, gpt2",
     );
     for (other, reader) in [
         ("t5", "Seq2SeqLm"),

@@ -13,7 +13,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 36] = [
+pub(crate) const CASES: [&str; 38] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -44,6 +44,8 @@ pub(crate) const CASES: [&str; 36] = [
     "olmo2",
     "olmo3",
     "granite",
+    "granite4",
+    "granite4_nope",
     "glm4",
     "phi4_mini",
     "mistral_small",

@@ -133,6 +133,7 @@ fn decoding_on_slices_equals_decoding_on_tensors_in_every_family_and_cache() {
         LlamaFamily::Olmo3,
         LlamaFamily::Granite,
         // On tensors as well: neighbouring channels are rotated.
+        LlamaFamily::GraniteMoeHybrid,
         LlamaFamily::Glm4,
         LlamaFamily::Qwen2Moe,
         LlamaFamily::GptOss,

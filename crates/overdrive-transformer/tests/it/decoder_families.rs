@@ -621,6 +621,41 @@ fn factors_of_granite_must_be_positive() {
 }
 
 #[test]
+fn a_granite4_with_mamba_layers_or_experts_is_refused_by_the_key_that_says_so() {
+    let granite4 = json!({
+        "model_type": "granitemoehybrid", "num_hidden_layers": 2, "num_local_experts": 0,
+        "layer_types": ["attention", "full_attention"],
+    });
+    // Without `position_embedding_type` there are no rotary positions, as in transformers.
+    let config = parsed(granite4.clone());
+    assert!((0..2).all(|layer| config.has_second_rotary(layer)));
+    let mut rotary = granite4.clone();
+    rotary["position_embedding_type"] = "rope".into();
+    let config = parsed(rotary);
+    assert!((0..2).all(|layer| !config.has_second_rotary(layer)));
+    for (key, value, part) in [
+        ("num_local_experts", json!(4), "`num_local_experts` is 4"),
+        ("num_local_experts", Value::Null, "`num_local_experts` is 8"),
+        (
+            "layer_types",
+            json!(["mamba", "attention"]),
+            "without Mamba layers",
+        ),
+        ("layer_types", Value::Null, "`layer_types` is null"),
+        (
+            "layer_types",
+            json!(["attention"]),
+            "a list of num_hidden_layers (2) names",
+        ),
+    ] {
+        let mut config = granite4.clone();
+        config[key] = value;
+        let message = refusal(config);
+        assert!(message.contains(part), "{message}");
+    }
+}
+
+#[test]
 fn the_keys_of_qwen2_moe_are_those_of_transformers() {
     let config = parsed(json!({"model_type": "qwen2_moe", "qkv_bias": false, "sliding_window": 0}));
     assert_eq!(
@@ -655,6 +690,7 @@ fn adapters_are_trained_over_weights_of_4_bits() {
         "olmo2",
         "olmo3",
         "granite",
+        "granite4",
         "glm4",
         "qwen2_moe",
         "gpt_oss",

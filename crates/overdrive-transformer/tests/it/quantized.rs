@@ -97,6 +97,7 @@ fn models() -> Vec<(&'static str, ModelConfig)> {
         ("smollm3", small(LlamaFamily::SmolLm3)),
         ("olmo3", small(LlamaFamily::Olmo3)),
         ("granite", small(LlamaFamily::Granite)),
+        ("granite4", small(LlamaFamily::GraniteMoeHybrid)),
         ("glm4", small(LlamaFamily::Glm4)),
         ("mixtral", mixtral()),
         ("gpt_oss", gpt_oss()),

@@ -13,7 +13,7 @@ impl LlamaConfig {
         let mut config = LlamaConfig::of(family);
         fields.positive("vocab_size", &mut config.vocab_size)?;
         fields.positive("hidden_size", &mut config.hidden_size)?;
-        fields.positive("intermediate_size", &mut config.intermediate_size)?;
+        fields.positive(config.inner_width_key(), &mut config.intermediate_size)?;
         fields.layers("num_hidden_layers", &mut config.num_hidden_layers)?;
         fields.positive("num_attention_heads", &mut config.num_attention_heads)?;
         // In transformers an absent key is the family's default, and null is "as many as queries".
@@ -62,11 +62,14 @@ impl LlamaConfig {
                 .filter(|&n| n >= 0)
                 .ok_or_else(|| bad("max_window_layers", &value, "an integer of at least 0"))?;
         }
+        if family == LlamaFamily::GraniteMoeHybrid {
+            config.read_granite4(&mut fields)?;
+        }
         config.layer_types = fields
             .take("layer_types")
             .map(|value| layer_types(&value))
             .transpose()?;
-        if family == LlamaFamily::Granite {
+        if family.is_granite() {
             fields.number("embedding_multiplier", &mut config.embedding_multiplier)?;
             fields.number("attention_multiplier", &mut config.attention_multiplier)?;
             fields.number("residual_multiplier", &mut config.residual_multiplier)?;
@@ -109,6 +112,47 @@ impl LlamaConfig {
             return Err(bad("no_rope_layers", &value, expected));
         }
         Ok(())
+    }
+
+    /// Checks that a Granite 4 has neither Mamba layers nor experts, and reads whether it has rotary positions.
+    fn read_granite4(&mut self, fields: &mut Fields) -> Result<()> {
+        let unsupported = |key: &str, found: &Value, supported: &str| Error::Unsupported {
+            key: key.to_owned(),
+            found: found.to_string(),
+            supported: supported.to_owned(),
+        };
+        let experts = fields.take("num_local_experts").unwrap_or(json!(8));
+        if experts.as_i64() != Some(0) {
+            let supported = "0, a Granite 4 without experts";
+            return Err(unsupported("num_local_experts", &experts, supported));
+        }
+        // transformers 4 has other names for the types, and without any, all layers are Mamba's.
+        let types = ["layer_types", "layers_block_type"].map(|key| fields.take(key));
+        let types = types.into_iter().flatten().next().unwrap_or_default();
+        let is_attention = |layer: &Value| {
+            let name = layer.as_str();
+            name == Some("attention") || name == Some(LayerType::Full.name())
+        };
+        let listed = types.as_array();
+        if !listed.is_some_and(|layers| layers.iter().all(is_attention)) {
+            let supported =
+                "a list of \"attention\" or \"full_attention\", a Granite 4 without Mamba layers";
+            return Err(unsupported("layer_types", &types, supported));
+        }
+        let count = listed.map_or(0, Vec::len);
+        fields.put("layer_types", vec![LayerType::Full.name(); count].into());
+        if fields.string("position_embedding_type")?.as_deref() != Some("rope") {
+            self.no_rope_layers = Some(vec![false; count]);
+        }
+        Ok(())
+    }
+
+    /// Returns the key of [`LlamaConfig::intermediate_size`].
+    fn inner_width_key(&self) -> &'static str {
+        match self.family {
+            LlamaFamily::GraniteMoeHybrid => "shared_intermediate_size",
+            _ => "intermediate_size",
+        }
     }
 
     fn read_activation(&self, fields: &mut Fields) -> Result<Option<String>> {
@@ -229,7 +273,7 @@ impl LlamaConfig {
             "model_type": self.family.model_type(),
             "vocab_size": self.vocab_size,
             "hidden_size": self.hidden_size,
-            "intermediate_size": self.intermediate_size,
+            self.inner_width_key(): self.intermediate_size,
             "num_hidden_layers": self.num_hidden_layers,
             "num_attention_heads": self.num_attention_heads,
             "num_key_value_heads": self.kv_heads(),
@@ -296,6 +340,18 @@ impl LlamaConfig {
                 "attention_multiplier": self.attention_multiplier,
                 "residual_multiplier": self.residual_multiplier,
                 "logits_scaling": self.logits_scaling,
+            }),
+            LlamaFamily::GraniteMoeHybrid => json!({
+                "attention_bias": self.attention_bias,
+                "embedding_multiplier": self.embedding_multiplier,
+                "attention_multiplier": self.attention_multiplier,
+                "residual_multiplier": self.residual_multiplier,
+                "logits_scaling": self.logits_scaling,
+                "num_local_experts": 0,
+                "position_embedding_type": self.has_rotary(0).then_some("rope"),
+                "layer_types": (0..self.num_hidden_layers)
+                    .map(|_| LayerType::Full.name())
+                    .collect::<Vec<_>>(),
             }),
             LlamaFamily::Glm4 => json!({
                 "attention_bias": self.attention_bias,
