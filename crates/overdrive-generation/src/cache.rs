@@ -97,8 +97,9 @@ fn frequencies(model: &CausalLm) -> Option<Vec<f64>> {
     {
         return None;
     }
-    // A sliding cache rotates keys by halves of a head.
-    if matches!(model.config(), ModelConfig::Llama(config) if config.rotates_neighbours()) {
+    // A sliding cache rotates keys by halves of a head, starting with the first channel.
+    if matches!(model.config(), ModelConfig::Llama(config) if config.rotates_neighbours() || config.mla.is_some())
+    {
         return None;
     }
     let first = model.rotary_inverse_frequencies(0)?;

@@ -156,7 +156,7 @@ impl Linear {
     }
 
     /// Returns the adapter if it is active.
-    pub(crate) fn active_adapter(&self) -> Option<&dyn Adapter> {
+    pub fn active_adapter(&self) -> Option<&dyn Adapter> {
         self.adapter().filter(|adapter| adapter.is_active())
     }
 

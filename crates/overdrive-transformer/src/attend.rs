@@ -68,6 +68,18 @@ pub(crate) fn rows_options<'m>(
     (flash && causal).then(|| cached_options(mask, options, Backend::Auto))
 }
 
+/// Returns the options of attention over what a cache holds, with libtorch's operators or the kernels as chosen.
+pub(crate) fn view_options<'m>(
+    mask: &'m Mask,
+    options: &AttendOptions<'m>,
+) -> overdrive_kv_cache::AttendOptions<'m> {
+    let backend = match options.implementation {
+        AttentionImplementation::Eager => Backend::Math,
+        _ => Backend::Auto,
+    };
+    cached_options(mask, options, backend)
+}
+
 /// Computes attention of `query (B, H, T, D)` over keys and values `(B, H_kv, S, D)`, as `(B, T, H·D)`.
 ///
 /// Kernels write their output as `(B, T, H, D)`, so joining the heads copies nothing.

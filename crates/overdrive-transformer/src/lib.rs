@@ -16,6 +16,8 @@
 //! | `qwen2_moe` | Qwen 1.5 and 2 with experts (A2.7B, 57B-A14B) | Qwen2 with a mixture of experts, one of which computes every token behind a gate |
 //! | `qwen3_moe` | Qwen 3 with experts (30B-A3B, 235B-A22B) | Qwen3 with a mixture of experts in some or all layers |
 //! | `gpt_oss` | gpt-oss (20B, 120B) | a mixture of experts with bounded gates, a logit of each head that takes part in the softmax without a value, a window in every other layer; experts in MXFP4 stay packed |
+//! | `deepseek_v2` | DeepSeek-V2, V2-Lite and V2.5 | multi-head latent attention, whose cache holds one vector a token; mixtures of experts with shared ones, chosen from groups of experts |
+//! | `deepseek_v3` | DeepSeek-V3, R1, Moonlight | as DeepSeek-V2, with sigmoid scores, and corrections of them that choose the experts |
 //! | `smollm3` | SmolLM3 | no rotary positions in every fourth layer, or in those that `no_rope_layers` lists |
 //! | `olmo2` | OLMo 2 | norms after attention and the feed-forward block only; queries and keys normalised as a whole |
 //! | `olmo3` | OLMo 3 | as OLMo 2, with a window in three of four layers, whose rotary positions are not scaled |
@@ -117,6 +119,7 @@ mod gguf;
 mod gpt2;
 mod init;
 mod input;
+mod latent_attention;
 mod layer_norm;
 mod llama;
 mod loss;
@@ -136,7 +139,7 @@ pub use causal_lm::{CausalLm, InitOptions};
 pub use checkpoint::{CheckpointProblems, LoadOptions, LoadProgress, Misshapen, SaveOptions};
 pub use config::{
     BartConfig, ExpertsConfig, Gpt2Config, LayerType, LlamaConfig, LlamaFamily, LongRope,
-    ModelConfig, RopeScaling, Seq2SeqConfig, T5Config, Yarn,
+    MlaConfig, ModelConfig, RopeScaling, Seq2SeqConfig, T5Config, Yarn,
 };
 pub use encoder::{
     BaseHead, ClassifierHead, ClassifierPooling, Encoder, EncoderConfig, EncoderFamily,

@@ -29,7 +29,7 @@ mod parameters;
 mod stream;
 
 use block_norms::BlockNorms;
-use layer::{Block, Layer};
+use layer::{Attention, Block, Layer};
 pub(crate) use parameters::parameters;
 use stream::Stream;
 
@@ -49,6 +49,8 @@ pub(crate) struct Llama {
     residual_dropout: f64,
     embedding_dropout: f64,
     head_dim: i64,
+    /// If `true`, decoding steps may be computed on slices.
+    has_rows: bool,
     /// The buffers of decoding steps. The model's tensors are not `Sync`, so only one thread at a time uses them.
     buffers: RefCell<DecodeBuffers>,
 }
@@ -67,7 +69,10 @@ impl Llama {
         let mut groups = Vec::new();
         for layer in 0..config.num_hidden_layers {
             let prefix = format!("model.layers.{layer}");
-            let qkv = RotaryAttention::joint_names(&prefix, config);
+            let qkv = match config.mla {
+                Some(_) => Vec::new(),
+                None => RotaryAttention::joint_names(&prefix, config),
+            };
             let mlp = FeedForward::adjacent(config, layer);
             let mlp = mlp.into_iter().map(|names| (names, config.has_mlp_bias()));
             for (names, bias) in [(qkv, config.qkv_bias())].into_iter().chain(mlp) {
@@ -96,7 +101,7 @@ impl Llama {
             }
             Ok(Shared::new(Layer::Serial(Block {
                 norms: BlockNorms::take(parameters, &prefix, config)?,
-                attention: RotaryAttention::take(parameters, &prefix, config)?,
+                attention: Attention::take(parameters, &prefix, config)?,
                 mlp: FeedForward::take(parameters, layer, config)?,
                 residual_scale: config.residual_scale(),
             })))
@@ -141,6 +146,7 @@ impl Llama {
                 _ => 0.0,
             },
             head_dim: config.head_dim(),
+            has_rows: config.mla.is_none(),
             buffers: RefCell::default(),
         })
     }
@@ -172,9 +178,10 @@ impl Llama {
         if training {
             x = dropped(x, self.embedding_dropout)?;
         }
-        // Neither a LayerNorm nor the rotation of neighbouring channels has a kernel on slices.
+        // Neither a LayerNorm, nor the rotation of neighbouring channels, nor latent attention has a kernel on slices.
         let halves = context.rotation.convention == Convention::HalfSplit;
-        let on_rows = matches!(self.norm, Norm::Rms(_))
+        let on_rows = self.has_rows
+            && matches!(self.norm, Norm::Rms(_))
             && halves
             && decode_step::applies(input, &x, execution, training);
         let mut stream = Stream::new(x);

@@ -58,18 +58,22 @@ impl FeedForward {
             }
         };
         let mut weights: Vec<WeightSpec> = (0..experts.num_experts).flat_map(of_expert).collect();
-        // transformers has the router last in Qwen3-MoE, and first in the others.
+        // transformers has the router last in Qwen3-MoE and DeepSeek, and first in the others.
         match config.family {
-            LlamaFamily::Qwen3Moe => weights.push(router),
+            LlamaFamily::Qwen3Moe | LlamaFamily::DeepseekV2 | LlamaFamily::DeepseekV3 => {
+                weights.push(router)
+            }
             _ => weights.insert(0, router),
         }
-        if let Some(inner) = experts.shared_expert_intermediate_size {
-            let [gate, up, down] = shared_modules(&prefix);
+        if let Some(inner) = experts.shared_width() {
+            let [gate, up, down] = shared_modules(config.family, &prefix);
             weights.push((gate, [inner, hidden], ParameterRole::Linear));
             weights.push((up, [inner, hidden], ParameterRole::Linear));
             weights.push((down, [hidden, inner], ParameterRole::Linear));
-            let gate = shared_gate_module(&prefix);
-            weights.push((gate, [1, hidden], ParameterRole::Router));
+            if !config.family.is_deepseek() {
+                let gate = shared_gate_module(&prefix);
+                weights.push((gate, [1, hidden], ParameterRole::Router));
+            }
         }
         weights
     }
@@ -94,8 +98,8 @@ impl FeedForward {
             outer.push(down);
         }
         let mut groups = vec![inner, outer];
-        if experts.shared_expert_intermediate_size.is_some() {
-            let [gate, up, _] = shared_modules(&prefix);
+        if experts.shared_width().is_some() {
+            let [gate, up, _] = shared_modules(config.family, &prefix);
             groups.push(vec![gate, up]);
         }
         groups

@@ -5,6 +5,7 @@ use overdrive_quantization::QuantizedWeight;
 use overdrive_sys::engine;
 use tch::{Device, Kind, Tensor};
 
+use crate::moe::is_correction;
 use crate::{Init, Result};
 
 /// A parameter of a configuration.
@@ -36,6 +37,10 @@ pub enum ParameterRole {
     /// The weight `(E, I)` of the router of a mixture of experts, or `(1, I)` of the gate of its shared expert. It is
     /// never quantized here, but read if a file holds it quantized.
     Router,
+    /// The weight `(H · (D + D_v), R)` that expands the latent vectors of multi-head latent attention to keys and
+    /// values. It multiplies queries as well, transposed, so it is never quantized here, but read if a file holds it
+    /// quantized.
+    Expansion,
     /// A norm, a bias, a table of positions.
     Other,
 }
@@ -63,12 +68,12 @@ pub(crate) fn replace_weight(
     })?)
 }
 
-/// Makes each parameter require a gradient, or not.
+/// Makes each parameter require a gradient, or not. Corrections of routers never do.
 pub(crate) fn set_requires_grad(
     parameters: &[(String, Tensor)],
     requires_grad: bool,
 ) -> Result<()> {
-    for (_, tensor) in parameters {
+    for (_, tensor) in parameters.iter().filter(|(name, _)| !is_correction(name)) {
         // The flag belongs to the tensor that all shallow clones share.
         let _same = tensor.f_set_requires_grad(requires_grad)?;
     }

@@ -61,7 +61,10 @@ impl QuantizeOptions {
             ParameterRole::Linear | ParameterRole::Conv1d => Some(self.scheme),
             ParameterRole::Head => self.head,
             ParameterRole::Embedding if tied => self.head,
-            ParameterRole::Embedding | ParameterRole::Router | ParameterRole::Other => None,
+            ParameterRole::Embedding
+            | ParameterRole::Router
+            | ParameterRole::Expansion
+            | ParameterRole::Other => None,
         }
     }
 }

@@ -90,6 +90,17 @@ fn tiny(model_type: &str) -> serde_json::Value {
             };
             json!({"model_type": model_type, "text_config": text, "vision_config": {}})
         }
+        "deepseek_v2" | "deepseek_v3" => {
+            let mut latent = sizes;
+            let own = json!({
+                "q_lora_rank": 24, "kv_lora_rank": 32, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+                "v_head_dim": 16, "n_routed_experts": 4, "n_group": 1, "topk_group": 1, "first_k_dense_replace": 1,
+            });
+            for (key, value) in own.as_object().into_iter().flatten() {
+                latent[key] = value.clone();
+            }
+            latent
+        }
         "granitemoehybrid" => {
             let mut dense = sizes;
             dense["num_local_experts"] = 0.into();

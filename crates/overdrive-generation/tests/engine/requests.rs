@@ -21,7 +21,7 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
-const CASES: [&str; 18] = [
+const CASES: [&str; 20] = [
     "llama_gqa",
     "llama3_rope",
     "mistral",
@@ -34,6 +34,8 @@ const CASES: [&str; 18] = [
     "olmo3",
     "granite",
     "granite4",
+    "deepseek_v2",
+    "deepseek_v3",
     "glm4",
     "qwen2_moe",
     "gpt_oss",

@@ -6,7 +6,7 @@ use crate::support::{greedy, load};
 use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate, generate_with};
 use overdrive_transformer::{AttentionImplementation, Execution};
 
-const CASES: [&str; 18] = [
+const CASES: [&str; 20] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -20,6 +20,8 @@ const CASES: [&str; 18] = [
     "olmo3",
     "granite",
     "granite4",
+    "deepseek_v2",
+    "deepseek_v3",
     "glm4",
     "qwen2_moe",
     "gpt_oss",

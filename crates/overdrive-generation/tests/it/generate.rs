@@ -9,7 +9,7 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 27] = [
+const CASES: [&str; 29] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -29,6 +29,8 @@ const CASES: [&str; 27] = [
     "olmo3",
     "granite",
     "granite4",
+    "deepseek_v2",
+    "deepseek_v3",
     "glm4",
     "phi4_mini",
     "mistral_small",

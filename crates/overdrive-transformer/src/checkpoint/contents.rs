@@ -7,6 +7,7 @@ use tch::{Kind, Tensor};
 use super::multimodal;
 use super::packed_experts;
 use super::quantized::Views;
+use crate::moe::is_correction;
 use crate::parameters::ParameterSpec;
 use crate::{CausalLm, LlamaFamily, ModelConfig, Result};
 
@@ -70,6 +71,14 @@ pub(crate) trait CheckpointConfig {
 impl CheckpointConfig for ModelConfig {
     fn parameters(&self) -> Vec<ParameterSpec> {
         ModelConfig::parameters(self)
+    }
+
+    fn kind_of(&self, parameter: &ParameterSpec, kind: Kind) -> Kind {
+        match kind {
+            // transformers' `_keep_in_fp32_modules_strict`: the differences of the corrections are small.
+            Kind::Half | Kind::BFloat16 if is_correction(&parameter.name) => Kind::Float,
+            kind => kind,
+        }
     }
 
     fn layers(&self) -> (&'static str, i64) {

@@ -227,6 +227,7 @@ fn layout_of(
                 | ParameterRole::Conv1d
                 | ParameterRole::Head
                 | ParameterRole::Router
+                | ParameterRole::Expansion
         )
     });
     let mut kept: Vec<String> = layers

@@ -57,6 +57,10 @@ pub enum LlamaFamily {
     /// Granite 4 without Mamba layers and experts: a Granite 3 whose gate and up are one layer, with or without rotary
     /// positions.
     GraniteMoeHybrid,
+    /// DeepSeek-V2: multi-head latent attention, and mixtures of experts beside an expert that computes every token.
+    DeepseekV2,
+    /// DeepSeek-V3: a DeepSeek-V2 whose routers score experts by sigmoids, and choose them by corrected scores.
+    DeepseekV3,
 }
 
 impl LlamaFamily {
@@ -83,6 +87,8 @@ impl LlamaFamily {
             LlamaFamily::GptOss => "gpt_oss",
             LlamaFamily::Ministral3 => "ministral3",
             LlamaFamily::GraniteMoeHybrid => "granitemoehybrid",
+            LlamaFamily::DeepseekV2 => "deepseek_v2",
+            LlamaFamily::DeepseekV3 => "deepseek_v3",
         }
     }
 
@@ -109,6 +115,8 @@ impl LlamaFamily {
             LlamaFamily::GptOss => "GptOssForCausalLM",
             LlamaFamily::Ministral3 => "Ministral3ForCausalLM",
             LlamaFamily::GraniteMoeHybrid => "GraniteMoeHybridForCausalLM",
+            LlamaFamily::DeepseekV2 => "DeepseekV2ForCausalLM",
+            LlamaFamily::DeepseekV3 => "DeepseekV3ForCausalLM",
         }
     }
 
@@ -125,6 +133,11 @@ impl LlamaFamily {
     /// Returns `true` for OLMo 2 and 3.
     pub(crate) fn is_olmo(self) -> bool {
         matches!(self, LlamaFamily::Olmo2 | LlamaFamily::Olmo3)
+    }
+
+    /// Returns `true` for DeepSeek-V2 and V3.
+    pub(crate) fn is_deepseek(self) -> bool {
+        matches!(self, LlamaFamily::DeepseekV2 | LlamaFamily::DeepseekV3)
     }
 
     /// Returns `true` for Granite 3 and 4.
@@ -172,6 +185,8 @@ impl LlamaFamily {
             LlamaFamily::GptOss,
             LlamaFamily::Ministral3,
             LlamaFamily::GraniteMoeHybrid,
+            LlamaFamily::DeepseekV2,
+            LlamaFamily::DeepseekV3,
         ]
         .into_iter()
         .find(|family| family.model_type() == model_type)

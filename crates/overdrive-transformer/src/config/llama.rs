@@ -2,6 +2,7 @@ use serde_json::{Map, Value};
 
 use super::experts::ExpertsConfig;
 use super::family::{LayerType, LlamaFamily};
+use super::mla::MlaConfig;
 use super::rope_scaling::{RopeScaling, Yarn};
 use crate::rope::QueryScaling;
 
@@ -101,9 +102,12 @@ pub struct LlamaConfig {
     /// The factor `b` in `1 + b · ln(1 + floor(p / n))`, by which the query at position `p` is multiplied (Ministral 3),
     /// where `n` is the original context of [`rope_scaling`](LlamaConfig::rope_scaling); default 0.
     pub llama_4_scaling_beta: f64,
-    /// The mixture of experts: required for Mixtral, Qwen2-MoE, Qwen3-MoE and gpt-oss, `None` for all other families;
-    /// default `None`.
+    /// The mixture of experts: required for Mixtral, Qwen2-MoE, Qwen3-MoE, gpt-oss and DeepSeek, `None` for all other
+    /// families; default `None`.
     pub experts: Option<ExpertsConfig>,
+    /// The sizes of multi-head latent attention: required for DeepSeek, where they replace `head_dim`, `None` for all
+    /// other families; default `None`.
+    pub mla: Option<MlaConfig>,
     /// The id of the beginning-of-sequence token; default 1.
     pub bos_token_id: Option<i64>,
     /// The ids of the end-of-sequence tokens; default 2.
@@ -156,6 +160,7 @@ impl Default for LlamaConfig {
             logits_scaling: 1.0,
             llama_4_scaling_beta: 0.0,
             experts: None,
+            mla: None,
             bos_token_id: Some(1),
             eos_token_id: vec![2],
             pad_token_id: None,
@@ -170,10 +175,27 @@ impl LlamaConfig {
         let llama = LlamaConfig {
             family,
             experts: ExpertsConfig::of(family),
+            mla: MlaConfig::of(family),
             ..LlamaConfig::default()
         };
         match family {
             LlamaFamily::Llama | LlamaFamily::Granite => llama,
+            LlamaFamily::DeepseekV2 => LlamaConfig {
+                vocab_size: 102_400,
+                ..llama
+            },
+            LlamaFamily::DeepseekV3 => LlamaConfig {
+                vocab_size: 129_280,
+                hidden_size: 7168,
+                intermediate_size: 18432,
+                num_hidden_layers: 61,
+                num_attention_heads: 128,
+                num_key_value_heads: Some(128),
+                max_position_embeddings: 4096,
+                bos_token_id: Some(0),
+                eos_token_id: vec![1],
+                ..llama
+            },
             LlamaFamily::GraniteMoeHybrid => LlamaConfig {
                 intermediate_size: 1024,
                 ..llama
@@ -375,8 +397,12 @@ impl LlamaConfig {
         }
     }
 
-    /// Returns the number of channels of a head.
+    /// Returns the number of channels of a head; with multi-head latent attention, that of the one head that a cache
+    /// holds.
     pub fn head_dim(&self) -> i64 {
+        if let Some(mla) = &self.mla {
+            return mla.cached_dim();
+        }
         // `max(1)`: this runs in `validate`, too, before the heads are known to be positive.
         self.head_dim
             .unwrap_or(self.hidden_size / self.num_attention_heads.max(1))
@@ -384,12 +410,18 @@ impl LlamaConfig {
 
     /// Returns the number of a head's channels that are rotated.
     pub(crate) fn rotary_dim(&self) -> i64 {
+        if let Some(mla) = &self.mla {
+            return mla.qk_rope_head_dim;
+        }
         // Rounded down, as in transformers.
         (self.head_dim() as f64 * self.partial_rotary_factor) as i64
     }
 
-    /// Returns the number of key/value heads.
+    /// Returns the number of key/value heads; with multi-head latent attention, of those that a cache holds: one.
     pub fn kv_heads(&self) -> i64 {
+        if self.mla.is_some() {
+            return 1;
+        }
         self.num_key_value_heads.unwrap_or(self.num_attention_heads)
     }
 
@@ -486,10 +518,22 @@ impl LlamaConfig {
         )
     }
 
-    /// Returns `true` if neighbouring channels of a head are rotated together (GLM-4), and not those that are half of
-    /// the rotated channels apart.
+    /// Returns `true` if neighbouring channels of a head are rotated together (GLM-4, DeepSeek), and not those that are
+    /// half of the rotated channels apart.
     pub fn rotates_neighbours(&self) -> bool {
-        self.family == LlamaFamily::Glm4
+        match &self.mla {
+            Some(mla) => mla.rope_interleave,
+            None => self.family == LlamaFamily::Glm4,
+        }
+    }
+
+    /// Returns the factor of the scores of multi-head latent attention.
+    pub(crate) fn mla_scale(&self, sizes: &MlaConfig) -> f64 {
+        let usual = (sizes.qk_head_dim() as f64).sqrt().recip();
+        match &self.rope_scaling {
+            RopeScaling::Yarn(yarn) => usual * yarn.all_dim_scale().powi(2),
+            _ => usual,
+        }
     }
 
     /// Returns `true` if the head has a bias.
@@ -597,6 +641,8 @@ impl LlamaConfig {
             | LlamaFamily::Olmo2
             | LlamaFamily::Granite
             | LlamaFamily::GraniteMoeHybrid
+            | LlamaFamily::DeepseekV2
+            | LlamaFamily::DeepseekV3
             | LlamaFamily::Glm4 => false,
             LlamaFamily::Mistral
             | LlamaFamily::Ministral3

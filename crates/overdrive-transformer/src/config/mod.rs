@@ -7,6 +7,7 @@ mod family;
 mod fields;
 mod gpt2;
 mod llama;
+mod mla;
 mod multimodal;
 mod rope_scaling;
 mod seq2seq;
@@ -31,6 +32,7 @@ pub use family::{LayerType, LlamaFamily};
 pub(crate) use fields::{Fields, bad};
 pub use gpt2::Gpt2Config;
 pub use llama::LlamaConfig;
+pub use mla::MlaConfig;
 pub use rope_scaling::{LongRope, RopeScaling, Yarn};
 pub use seq2seq::Seq2SeqConfig;
 pub(crate) use sizes::{check_layers, check_layers_of_files, check_parameters, check_size};
@@ -68,7 +70,8 @@ pub enum ModelConfig {
 
 /// The supported values of `model_type`, for messages.
 const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, \
-    gemma3_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, qwen2_moe, gpt_oss, ministral3, mistral3, gpt2";
+    gemma3_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, qwen2_moe, gpt_oss, ministral3, mistral3, \
+    deepseek_v2, deepseek_v3, gpt2";
 
 /// Returns the supported values of `model_type`; for a model that is not a decoder, also the Rust type that reads it.
 fn supported(model_type: Option<&str>) -> String {

@@ -83,16 +83,25 @@ impl Yarn {
 
     /// Returns the factor of cosines and sines.
     pub fn attention_scale(&self) -> f64 {
-        let scale = |weight: f64| match self.factor {
-            factor if factor <= 1.0 => 1.0,
-            factor => 0.1 * weight * factor.ln() + 1.0,
-        };
         match (self.attention_factor, self.mscale, self.mscale_all_dim) {
             (Some(given), ..) => given,
             (None, Some(over), Some(under)) if over != 0.0 && under != 0.0 => {
-                scale(over) / scale(under)
+                self.scale(over) / self.scale(under)
             }
-            _ => scale(1.0),
+            _ => self.scale(1.0),
+        }
+    }
+
+    /// Returns the factor of queries and of keys that `mscale_all_dim` stands for in DeepSeek.
+    pub(crate) fn all_dim_scale(&self) -> f64 {
+        let weight = self.mscale_all_dim.filter(|&weight| weight != 0.0);
+        weight.map_or(1.0, |weight| self.scale(weight))
+    }
+
+    fn scale(&self, weight: f64) -> f64 {
+        match self.factor {
+            factor if factor <= 1.0 => 1.0,
+            factor => 0.1 * weight * factor.ln() + 1.0,
         }
     }
 }

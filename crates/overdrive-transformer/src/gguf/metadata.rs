@@ -110,7 +110,7 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         F::Granite => "granite",
         F::Glm4 => "glm4",
         F::Qwen2Moe => "qwen2moe",
-        F::GptOss | F::Ministral3 | F::GraniteMoeHybrid => {
+        F::GptOss | F::Ministral3 | F::GraniteMoeHybrid | F::DeepseekV2 | F::DeepseekV3 => {
             return Err(Error::Unsupported {
                 key: "model_type".to_owned(),
                 found: format!("{:?}", family.model_type()),

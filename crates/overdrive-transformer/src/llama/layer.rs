@@ -1,17 +1,21 @@
 use overdrive_fused::rows::RowAngles;
+use overdrive_nn::Linear;
 use tch::Tensor;
 
 use super::block_norms::BlockNorms;
 use super::stream::Stream;
-use crate::Result;
 use crate::attention::{AttentionStep, RotaryAttention};
 use crate::config::NormPosition::{AfterAttention, AfterMlp, BeforeAttention, BeforeMlp};
 use crate::decode_step::DecodeBuffers;
 use crate::gpt2::dropped;
+use crate::latent_attention::LatentAttention;
 use crate::mlp::FeedForward;
 use crate::moe::{ExpertLoad, LoadBalance};
+use crate::parameters::ParameterMap;
 use crate::phi::ParallelBlock;
+use crate::projections::{LinearVisitor, ParameterVisitor};
 use crate::rms_norm::RmsNorm;
+use crate::{LlamaConfig, Result};
 
 /// A layer of the model. All layers of a model are of one kind.
 #[derive(Debug)]
@@ -25,10 +29,69 @@ pub(super) enum Layer {
     Parallel(ParallelBlock),
 }
 
+/// The attention of a block. All blocks of a model have one kind.
+#[derive(Debug)]
+#[allow(
+    clippy::large_enum_variant,
+    reason = "a model has few layers, and a box would only be in the way"
+)]
+pub(super) enum Attention {
+    Rotary(RotaryAttention),
+    /// DeepSeek.
+    Latent(LatentAttention),
+}
+
+impl Attention {
+    pub(super) fn take(
+        parameters: &mut ParameterMap,
+        prefix: &str,
+        config: &LlamaConfig,
+    ) -> Result<Attention> {
+        Ok(match &config.mla {
+            Some(sizes) => {
+                Attention::Latent(LatentAttention::take(parameters, prefix, config, sizes)?)
+            }
+            None => Attention::Rotary(RotaryAttention::take(parameters, prefix, config)?),
+        })
+    }
+
+    fn forward(&self, x: &Tensor, step: AttentionStep<'_, '_>) -> Result<Tensor> {
+        match self {
+            Attention::Rotary(attention) => attention.forward(x, step),
+            Attention::Latent(attention) => attention.forward(x, step),
+        }
+    }
+
+    pub(super) fn layers(&self) -> Box<dyn Iterator<Item = &Linear> + '_> {
+        match self {
+            Attention::Rotary(attention) => Box::new(attention.layers()),
+            Attention::Latent(attention) => Box::new(attention.layers()),
+        }
+    }
+
+    pub(super) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
+        match self {
+            Attention::Rotary(attention) => attention.visit(visit),
+            Attention::Latent(attention) => attention.visit(visit),
+        }
+    }
+
+    pub(super) fn visit_parameters(
+        &mut self,
+        prefix: &str,
+        visit: ParameterVisitor<'_>,
+    ) -> overdrive_nn::Result<()> {
+        match self {
+            Attention::Rotary(attention) => attention.visit_parameters(prefix, visit),
+            Attention::Latent(attention) => attention.visit_parameters(prefix, visit),
+        }
+    }
+}
+
 #[derive(Debug)]
 pub(super) struct Block {
     pub(super) norms: BlockNorms,
-    pub(super) attention: RotaryAttention,
+    pub(super) attention: Attention,
     pub(super) mlp: FeedForward,
     /// The factor of the outputs of attention and of the feed-forward block (Granite).
     pub(super) residual_scale: Option<f64>,
@@ -121,9 +184,11 @@ impl Block {
             Some(norm) => norm.forward_rows(x, normalised)?,
             None => normalised.copy_from_slice(x),
         }
-        *on_slices &= self
-            .attention
-            .forward_rows(normalised, step, angles, joint, inner, delta)?;
+        let Attention::Rotary(attention) = &self.attention else {
+            let what = "latent attention has no forward pass on slices";
+            return Err(overdrive_core::Error::internal(what).into());
+        };
+        *on_slices &= attention.forward_rows(normalised, step, angles, joint, inner, delta)?;
         if let Some(norm) = self.norms.at(AfterAttention) {
             norm.forward_rows(delta, sum)?;
             std::mem::swap(delta, sum);

@@ -1,4 +1,6 @@
+use crate::latent_attention::LatentAttention;
 use crate::mlp::FeedForward;
+use crate::moe::correction_name;
 use crate::parameters::{ParameterRole, ParameterSpec};
 use crate::{Init, LlamaConfig, LlamaFamily, phi};
 
@@ -35,6 +37,19 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
             let name = format!("model.layers.{layer}.self_attn.sinks");
             add(name, &[config.num_attention_heads], normal, Other);
         }
+        if let Some(mla) = &config.mla {
+            let prefix = format!("model.layers.{layer}");
+            for (name, shape, role, bias) in LatentAttention::layers_of(&prefix, config, mla) {
+                let [outputs, inputs] = shape;
+                match role {
+                    Other => add(format!("{name}.weight"), &[inputs], one, Other),
+                    role => add(format!("{name}.weight"), &shape, normal, role),
+                }
+                if bias {
+                    add(format!("{name}.bias"), &[outputs], Init::Zeros, Other);
+                }
+            }
+        }
         let mut linear = |name: &str, output, input, bias| {
             let name = format!("model.layers.{layer}.{name}");
             add(format!("{name}.weight"), &[output, input], normal, Linear);
@@ -42,7 +57,9 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
                 add(format!("{name}.bias"), &[output], Init::Zeros, Other);
             }
         };
-        if config.has_joint_qkv() {
+        if config.mla.is_some() {
+            // Listed above.
+        } else if config.has_joint_qkv() {
             linear("self_attn.o_proj", hidden, queries, false);
             linear("self_attn.qkv_proj", queries + 2 * keys, hidden, false);
         } else {
@@ -61,7 +78,12 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
             }
         }
         for (name, shape, role) in FeedForward::weights(config, layer) {
+            let is_router = role == Router;
             mlp.push(spec(format!("{name}.weight"), &shape, normal, role));
+            if is_router && config.family == LlamaFamily::DeepseekV3 {
+                let name = correction_name(&format!("model.layers.{layer}"));
+                mlp.push(spec(name, &shape[..1], Init::Zeros, Other));
+            }
             if config.has_mlp_bias() {
                 let [first, second] = shape;
                 let (outputs, init) = match role {

@@ -21,7 +21,7 @@ use crate::projections::LinearVisitor;
 pub(crate) struct MixtureOfExperts {
     pub(super) router: Router,
     pub(super) experts: Vec<GatedMlp>,
-    /// The expert that computes every token (Qwen2-MoE).
+    /// The expert that computes every token (Qwen2-MoE, DeepSeek).
     pub(super) shared: Option<Box<SharedExpert>>,
     /// The relative noise of the input in training.
     noise: f64,
@@ -48,7 +48,7 @@ impl MixtureOfExperts {
                 .map(expert)
                 .collect::<Result<_>>()?,
             router: Router::take(parameters, prefix, config, experts)?,
-            shared: match experts.shared_expert_intermediate_size {
+            shared: match experts.shared_width() {
                 Some(_) => Some(Box::new(SharedExpert::take(parameters, prefix, config)?)),
                 None => None,
             },

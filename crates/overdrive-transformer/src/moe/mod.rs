@@ -19,7 +19,7 @@ mod tests;
 pub(crate) use balance::{ExpertLoad, LoadBalance};
 pub(crate) use layer::MixtureOfExperts;
 pub(crate) use names::{
-    expert_modules, expert_of, packed_expert_modules, router_module, shared_gate_module,
-    shared_modules,
+    correction_name, expert_modules, expert_of, is_correction, packed_expert_modules,
+    router_module, shared_gate_module, shared_modules,
 };
 pub(crate) use router::Routing;

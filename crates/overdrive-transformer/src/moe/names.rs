@@ -32,9 +32,23 @@ pub(crate) fn router_module(family: LlamaFamily, prefix: &str) -> String {
     }
 }
 
+/// Returns the name of the corrections of a router's scores (DeepSeek-V3).
+pub(crate) fn correction_name(prefix: &str) -> String {
+    format!("{prefix}.mlp.gate.e_score_correction_bias")
+}
+
+/// Returns `true` for a parameter that training never changes: the corrections of a router's scores.
+pub(crate) fn is_correction(name: &str) -> bool {
+    name.ends_with(".e_score_correction_bias")
+}
+
 /// Returns the names of gate, up and down of the expert that computes every token, without `.weight`.
-pub(crate) fn shared_modules(prefix: &str) -> [String; 3] {
-    PARTS[1].map(|part| format!("{prefix}.mlp.shared_expert.{part}"))
+pub(crate) fn shared_modules(family: LlamaFamily, prefix: &str) -> [String; 3] {
+    let block = match family.is_deepseek() {
+        true => "shared_experts",
+        false => "shared_expert",
+    };
+    PARTS[1].map(|part| format!("{prefix}.mlp.{block}.{part}"))
 }
 
 /// Returns the name of the gate of that expert's output, without `.weight`.
@@ -74,7 +88,7 @@ mod tests {
             assert_eq!(expert_of(&router), None);
         }
         assert_eq!(expert_of("model.layers.0.mlp.gate_proj"), None);
-        for name in shared_modules("model.layers.0") {
+        for name in shared_modules(LlamaFamily::Qwen2Moe, "model.layers.0") {
             assert_eq!(expert_of(&name), None);
         }
     }

@@ -1,7 +1,7 @@
 use overdrive_nn::Linear;
 use tch::{Kind, Tensor};
 
-use super::names::router_module;
+use super::names::{correction_name, router_module};
 use crate::Result;
 use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
 use crate::parameters::ParameterMap;
@@ -25,9 +25,15 @@ pub(crate) struct Router {
     per_token: i64,
     /// If `true`, the weights of a token sum to one.
     normalises: bool,
-    /// If `true`, the weights are rounded to the dtype of the scores, as those of Qwen's mixtures are and Mixtral's are
-    /// not.
+    /// If `true`, the weights are rounded to the dtype of the scores, as those of Qwen's mixtures are, and those of
+    /// Mixtral and DeepSeek are not.
     rounds: bool,
+    /// The number of groups of experts, and of those that the experts of a token are chosen from (DeepSeek).
+    groups: Option<[i64; 2]>,
+    /// The corrections `(E,)` of the scores by which experts are chosen (DeepSeek-V3), whose scores are sigmoids.
+    correction: Option<Tensor>,
+    /// The factor of the weights (DeepSeek).
+    scale: f64,
 }
 
 impl Router {
@@ -41,11 +47,16 @@ impl Router {
         // The softmax over the scores of the chosen experts alone is the division by their sum.
         let gpt_oss = config.family == LlamaFamily::GptOss;
         let name = router_module(config.family, prefix);
+        let corrected = config.family == LlamaFamily::DeepseekV3;
+        let correction = corrected.then(|| parameters.take(&correction_name(prefix)));
         Ok(Router {
             gate: parameters.take_linear(&name, config.has_mlp_bias())?,
             per_token: experts.num_experts_per_tok,
             normalises: mixtral || gpt_oss || experts.norm_topk_prob,
-            rounds: !mixtral,
+            rounds: !mixtral && !config.family.is_deepseek(),
+            groups: experts.groups(),
+            correction: correction.transpose()?,
+            scale: experts.routed_scaling_factor,
         })
     }
 
@@ -64,11 +75,27 @@ impl Router {
             Kind::Double => Kind::Double,
             _ => Kind::Float,
         };
-        let probabilities = scores.f_softmax(-1, kind)?;
-        let (mut weights, experts) = probabilities.f_topk(self.per_token, -1, true, true)?;
+        let probabilities = match &self.correction {
+            None => scores.f_softmax(-1, kind)?,
+            Some(_) => scores.f_to_kind(kind)?.f_sigmoid()?,
+        };
+        let (mut weights, experts) = match self.preferences(&probabilities)? {
+            None => probabilities.f_topk(self.per_token, -1, true, true)?,
+            Some(preferences) => {
+                let (_, experts) = preferences.f_topk(self.per_token, -1, true, true)?;
+                (probabilities.f_gather(-1, &experts, false)?, experts)
+            }
+        };
         if self.normalises {
-            let sum = weights.f_sum_dim_intlist([-1i64].as_slice(), true, kind)?;
+            let mut sum = weights.f_sum_dim_intlist([-1i64].as_slice(), true, kind)?;
+            if self.correction.is_some() {
+                // As in transformers: all sigmoids of a token may be 0.
+                sum = sum.f_add_scalar(1e-20)?;
+            }
             weights = weights.f_div(&sum)?;
+        }
+        if self.scale != 1.0 {
+            weights = weights.f_mul_scalar(self.scale)?;
         }
         if self.rounds {
             weights = weights.f_to_kind(scores.kind())?;
@@ -78,6 +105,31 @@ impl Router {
             weights,
             probabilities,
         })
+    }
+
+    /// Returns the numbers `(N, E)` by which experts are chosen, if they are not their probabilities: corrected ones, and
+    /// minus infinity for the experts of groups that are not among the best.
+    fn preferences(&self, probabilities: &Tensor) -> Result<Option<Tensor>> {
+        let corrected = match &self.correction {
+            None => probabilities.shallow_clone(),
+            Some(correction) => probabilities.f_add(correction)?,
+        };
+        let Some([groups, chosen]) = self.groups else {
+            return Ok(self.correction.as_ref().map(|_| corrected));
+        };
+        let grouped = corrected.f_unflatten(-1, [groups, -1])?;
+        let best = match &self.correction {
+            None => grouped.f_amax([-1i64].as_slice(), false)?,
+            Some(_) => {
+                let (two, _) = grouped.f_topk(2, -1, true, false)?;
+                two.f_sum_dim_intlist([-1i64].as_slice(), false, two.kind())?
+            }
+        };
+        let (_, kept) = best.f_topk(chosen, -1, true, false)?;
+        let others = best.f_ones_like()?.f_scatter_value(-1, &kept, 0)?;
+        let others = others.f_to_kind(Kind::Bool)?.f_unsqueeze(-1)?;
+        let limited = grouped.f_masked_fill(&others, f64::NEG_INFINITY)?;
+        Ok(Some(limited.f_flatten(-2, -1)?))
     }
 
     /// Chooses the experts of rows of fp32 in slices by their `scores`, `experts` for each row. `choose` receives the

@@ -10,11 +10,12 @@ use crate::mlp::GatedMlp;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, visit_linear};
 
-/// A feed-forward block whose output is multiplied by a gate of each token (Qwen2-MoE): `sigmoid(gate(x)) · mlp(x)`.
+/// A feed-forward block whose output is multiplied by a gate of each token, `sigmoid(gate(x)) · mlp(x)` (Qwen2-MoE), or
+/// that has no gate (DeepSeek).
 #[derive(Debug)]
 pub(super) struct SharedExpert {
     mlp: GatedMlp,
-    gate: Linear,
+    gate: Option<Linear>,
 }
 
 impl SharedExpert {
@@ -23,26 +24,33 @@ impl SharedExpert {
         prefix: &str,
         config: &LlamaConfig,
     ) -> Result<SharedExpert> {
-        let [gate, up, down] = shared_modules(prefix);
+        let [gate, up, down] = shared_modules(config.family, prefix);
+        let has_gate = !config.family.is_deepseek();
+        let own_gate = has_gate.then(|| parameters.take_linear(&shared_gate_module(prefix), false));
         Ok(SharedExpert {
             mlp: GatedMlp::take(parameters, &[gate, up], &down, config)?,
-            gate: parameters.take_linear(&shared_gate_module(prefix), false)?,
+            gate: own_gate.transpose()?,
         })
     }
 
     pub(super) fn layers(&self) -> impl Iterator<Item = &Linear> {
-        self.mlp.layers().chain([&self.gate])
+        self.mlp.layers().chain(&self.gate)
     }
 
     pub(super) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
         self.mlp.visit(visit)?;
-        visit_linear(&mut self.gate, visit)
+        self.gate
+            .iter_mut()
+            .try_for_each(|gate| visit_linear(gate, visit))
     }
 
     /// Computes the block for the rows `x (N, C)`.
     pub(super) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
-        let gate = self.gate.forward_with(x, fused)?.f_sigmoid()?;
-        Ok(self.mlp.forward(x, fused)?.f_mul(&gate)?)
+        let y = self.mlp.forward(x, fused)?;
+        match &self.gate {
+            None => Ok(y),
+            Some(gate) => Ok(y.f_mul(&gate.forward_with(x, fused)?.f_sigmoid()?)?),
+        }
     }
 
     /// Adds the block for rows of `width` elements of f32 in slices to `y`; `joint` and `inner` are scratch buffers.
@@ -55,11 +63,17 @@ impl SharedExpert {
         y: &mut [f32],
     ) -> Result<bool> {
         let (mut gates, mut outputs) = (vec![0.0; x.len() / width.max(1)], vec![0.0; x.len()]);
-        let gated = joint_forward_into(x, &[&self.gate], &mut gates)?;
+        let gated = match &self.gate {
+            Some(gate) => joint_forward_into(x, &[gate], &mut gates)?,
+            None => true,
+        };
         let computed = self.mlp.forward_rows(x, joint, inner, &mut outputs)?;
         let rows = y.chunks_exact_mut(width).zip(outputs.chunks_exact(width));
         for ((y, outputs), gate) in rows.zip(gates) {
-            let factor = 1.0 / (1.0 + (-gate).exp());
+            let factor = match self.gate {
+                Some(_) => 1.0 / (1.0 + (-gate).exp()),
+                None => 1.0,
+            };
             for (y, output) in y.iter_mut().zip(outputs) {
                 *y += factor * output;
             }

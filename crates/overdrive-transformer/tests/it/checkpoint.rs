@@ -60,8 +60,10 @@ fn a_checkpoint_saved_again_has_the_same_tensors_bit_for_bit() {
 fn expected_after_a_round(case: &str) -> ModelConfig {
     let mut config = load(case).config().clone();
     if let ModelConfig::Llama(llama) = &mut config {
-        llama.head_dim = Some(llama.head_dim());
-        llama.num_key_value_heads = Some(llama.kv_heads());
+        if llama.mla.is_none() {
+            llama.head_dim = Some(llama.head_dim());
+            llama.num_key_value_heads = Some(llama.kv_heads());
+        }
     }
     config
 }
@@ -402,7 +404,7 @@ fn configurations_that_cannot_be_computed_are_refused_with_the_way_out() {
         "gpt2",
         "model_type",
         json!("mamba"),
-        "supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, qwen2_moe, gpt_oss, ministral3, mistral3, gpt2",
+        "supported: llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, gemma3_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, qwen2_moe, gpt_oss, ministral3, mistral3, deepseek_v2, deepseek_v3, gpt2",
     );
     for (other, reader) in [
         ("t5", "Seq2SeqLm"),

@@ -13,7 +13,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 38] = [
+pub(crate) const CASES: [&str; 42] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -52,6 +52,10 @@ pub(crate) const CASES: [&str; 38] = [
     "qwen2_moe",
     "gpt_oss",
     "ministral3",
+    "deepseek_v2",
+    "deepseek_v2_groups",
+    "deepseek_v3",
+    "deepseek_v3_halves",
 ];
 
 /// A copy of a fixture in a temporary folder, for tests that change it.
@@ -92,6 +96,20 @@ pub(crate) fn fixture(case: &str) -> PathBuf {
 
 pub(crate) fn load(case: &str) -> CausalLm {
     CausalLm::from_pretrained(fixture(case), &Default::default()).unwrap()
+}
+
+/// All parameters but the corrections of routers, which backward gives no gradient.
+pub(crate) fn trained_parameters(model: &CausalLm) -> Vec<(String, Tensor)> {
+    let (corrections, trained) = model
+        .named_parameters()
+        .into_iter()
+        .partition::<Vec<_>, _>(|(name, _)| name.ends_with(".e_score_correction_bias"));
+    assert!(
+        corrections
+            .iter()
+            .all(|(_, tensor)| !tensor.requires_grad())
+    );
+    trained
 }
 
 /// The tensors that transformers computed.

@@ -1,7 +1,9 @@
 //! Against transformers: logits, loss, gradients, padding and cached steps, on the random checkpoints
 //! that `fixtures/gen_checkpoints.py` makes. Tolerances and their reasons are in its docstring.
 
-use crate::common::{CASES, expected, fixture, load, max_difference, max_magnitude};
+use crate::common::{
+    CASES, expected, fixture, load, max_difference, max_magnitude, trained_parameters,
+};
 use overdrive_kv_cache::{DynamicCache, KvCache};
 use overdrive_transformer::{
     AttentionImplementation, Execution, ForwardInput, LabelShift, LoadOptions, Logits,
@@ -61,7 +63,7 @@ fn loss_and_gradients_equal_transformers_on_every_architecture() {
             assert!(difference < 1e-5, "{case}: loss {difference}");
             mean.backward();
             let mut worst = 0f64;
-            for (name, mut parameter) in model.named_parameters() {
+            for (name, mut parameter) in trained_parameters(&model) {
                 let gradient = &want[&format!("grad.{name}")];
                 // That of an expert without tokens is zero.
                 let magnitude = max_magnitude(gradient).max(f64::MIN_POSITIVE);

@@ -81,6 +81,11 @@ impl LlamaConfig {
         if let Some(experts) = &mut config.experts {
             experts.read(family, &mut fields)?;
         }
+        if let Some(mla) = &mut config.mla {
+            mla.read(family, &mut fields)?;
+            // As in transformers, it is the number of rotated channels, whatever the file says.
+            config.head_dim = None;
+        }
         if family.is_gemma() {
             config.read_gemma(&mut fields)?;
         }
@@ -341,6 +346,9 @@ impl LlamaConfig {
                 "residual_multiplier": self.residual_multiplier,
                 "logits_scaling": self.logits_scaling,
             }),
+            LlamaFamily::DeepseekV2 | LlamaFamily::DeepseekV3 => {
+                json!({"attention_bias": self.attention_bias})
+            }
             LlamaFamily::GraniteMoeHybrid => json!({
                 "attention_bias": self.attention_bias,
                 "embedding_multiplier": self.embedding_multiplier,
@@ -381,6 +389,12 @@ impl LlamaConfig {
         }
         if let Some(experts) = &self.experts {
             experts.write(self.family, &mut map);
+        }
+        if let Some(mla) = &self.mla {
+            let heads = self.num_key_value_heads.unwrap_or(self.num_attention_heads);
+            map.insert("num_key_value_heads".to_owned(), heads.into());
+            map.insert("head_dim".to_owned(), mla.qk_rope_head_dim.into());
+            mla.write(self.family, &mut map);
         }
         if let Some(types) = &self.layer_types {
             let names: Vec<_> = types.iter().map(|kind| kind.name()).collect();

@@ -26,7 +26,9 @@ impl LlamaConfig {
         self.check_experts()?;
         self.check_parameters()?;
         let heads = self.num_attention_heads;
-        if self.head_dim.is_none() && self.hidden_size % heads != 0 {
+        self.check_mla()?;
+        let of_heads = self.mla.is_none();
+        if of_heads && self.head_dim.is_none() && self.hidden_size % heads != 0 {
             let expected =
                 format!("a multiple of num_attention_heads ({heads}), unless head_dim is set");
             return Err(bad("hidden_size", &self.hidden_size.into(), &expected));
@@ -39,7 +41,7 @@ impl LlamaConfig {
                 &expected,
             ));
         }
-        if self.head_dim() % 2 != 0 {
+        if of_heads && self.head_dim() % 2 != 0 {
             let expected = "even, as rotary positions rotate pairs of channels";
             return Err(bad("head_dim", &self.head_dim().into(), expected));
         }
@@ -123,6 +125,33 @@ impl LlamaConfig {
         Err(bad("partial_rotary_factor", &part.into(), &expected))
     }
 
+    fn check_mla(&self) -> Result<()> {
+        let needed = self.family.is_deepseek();
+        match &self.mla {
+            Some(mla) if needed => {
+                let kv_heads = self.num_key_value_heads.unwrap_or(self.num_attention_heads);
+                if kv_heads != self.num_attention_heads {
+                    let expected = format!(
+                        "num_attention_heads ({}), as multi-head latent attention has no groups",
+                        self.num_attention_heads
+                    );
+                    return Err(bad("num_key_value_heads", &kv_heads.into(), &expected));
+                }
+                mla.validate(self.family)
+            }
+            None if !needed => Ok(()),
+            given => {
+                let found = if given.is_some() { "set" } else { "missing" };
+                let expected = format!(
+                    "{} for the family {}; start from `LlamaConfig::of`",
+                    if needed { "set" } else { "`None`" },
+                    self.family.model_type()
+                );
+                Err(bad("mla", &found.into(), &expected))
+            }
+        }
+    }
+
     fn check_experts(&self) -> Result<()> {
         let needed = ExpertsConfig::of(self.family).is_some();
         let Some(experts) = self.experts.as_ref().filter(|_| needed) else {
@@ -156,10 +185,20 @@ impl LlamaConfig {
         ]
         .map(i128::from);
         let heads = i128::from(self.num_attention_heads) + i128::from(self.kv_heads());
-        let attention = 2 * heads * i128::from(self.head_dim());
+        let attention = match &self.mla {
+            None => 2 * heads * i128::from(self.head_dim()),
+            // At least as many as there are, for ranks up to the hidden size.
+            Some(mla) => {
+                let (head, rank) = (
+                    mla.qk_head_dim() + mla.v_head_dim,
+                    mla.q_lora_rank.unwrap_or(0),
+                );
+                3 * heads * i128::from(head) + i128::from(rank) + i128::from(mla.cached_dim())
+            }
+        };
         // At least as many as there are: a layer has experts or one block.
         let experts = self.experts.as_ref().map_or(0, |experts| {
-            let shared = experts.shared_expert_intermediate_size.unwrap_or(0);
+            let shared = experts.shared_width().unwrap_or(0);
             let inner = i128::from(self.expert_intermediate_size());
             i128::from(experts.num_experts) * inner + i128::from(shared)
         });
