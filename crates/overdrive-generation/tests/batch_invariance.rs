@@ -9,7 +9,9 @@ use overdrive_generation::{
     generate_with_options, set_batch_invariant,
 };
 use overdrive_kv_cache::KvCacheDtype;
-use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig, QuantizeOptions};
+use overdrive_transformer::{
+    CausalLm, ExpertsConfig, InitOptions, LlamaConfig, LlamaFamily, MlaConfig, QuantizeOptions,
+};
 
 /// The tokens of a continuation and the bits of their log-probabilities.
 type Bits = Vec<(i64, u64)>;
@@ -36,6 +38,45 @@ fn model(scheme: Option<&str>, dense_head: bool, window: Option<i64>) -> CausalL
             true => options,
             false => options.with_head(scheme),
         };
+        model.quantize(&options).unwrap();
+    }
+    model
+}
+
+/// Returns a model with latent attention and a mixture of experts.
+fn deepseek(scheme: Option<&str>) -> CausalLm {
+    let defaults = LlamaConfig::of(LlamaFamily::DeepseekV3);
+    let config = LlamaConfig {
+        vocab_size: 200,
+        hidden_size: 96,
+        intermediate_size: 160,
+        num_hidden_layers: 2,
+        num_attention_heads: 6,
+        num_key_value_heads: None,
+        max_position_embeddings: 256,
+        initializer_range: 0.1,
+        mla: defaults.mla.clone().map(|mla| MlaConfig {
+            q_lora_rank: Some(48),
+            kv_lora_rank: 40,
+            qk_nope_head_dim: 12,
+            qk_rope_head_dim: 8,
+            v_head_dim: 16,
+            ..mla
+        }),
+        experts: defaults.experts.clone().map(|experts| ExpertsConfig {
+            num_experts: 8,
+            num_experts_per_tok: 2,
+            moe_intermediate_size: 64,
+            n_group: Some(4),
+            topk_group: Some(2),
+            first_k_dense_replace: 1,
+            ..experts
+        }),
+        ..defaults
+    };
+    let mut model = CausalLm::new(&config.into(), &InitOptions::default()).unwrap();
+    if let Some(scheme) = scheme {
+        let options = QuantizeOptions::new(scheme.parse().unwrap());
         model.quantize(&options).unwrap();
     }
     model
@@ -228,6 +269,10 @@ fn a_request_has_the_same_bits_alone_and_beside_others_in_any_chunks() {
         let model = model(scheme, false, None);
         assert!(!tch::no_grad(|| model.is_batch_invariant()), "{scheme:?}");
     }
+    for scheme in [None, Some("int8")] {
+        let model = deepseek(scheme);
+        assert!(!tch::no_grad(|| model.is_batch_invariant()), "{scheme:?}");
+    }
 
     set_batch_invariant(true);
     for (scheme, window) in [
@@ -239,5 +284,12 @@ fn a_request_has_the_same_bits_alone_and_beside_others_in_any_chunks() {
     ] {
         let model = model(scheme, false, window);
         assert_invariant(&model, &prompts, &format!("{scheme:?} {window:?}"));
+    }
+    for scheme in [None, Some("int8")] {
+        assert_invariant(
+            &deepseek(scheme),
+            &prompts,
+            &format!("deepseek_v3 {scheme:?}"),
+        );
     }
 }

@@ -25,7 +25,9 @@ const NORM_EPS: f64 = 1e-6;
 /// are as many queries as keys, and scores over `R` channels would cost more.
 #[derive(Debug)]
 pub(crate) struct LatentAttention {
-    query: Query,
+    /// The projection to the vector that queries are computed from, and its norm; `None`: the hidden states.
+    low_rank: Option<(Linear, RmsNorm)>,
+    query: Linear,
     kv_a: Linear,
     kv_a_norm: RmsNorm,
     kv_b: Linear,
@@ -34,13 +36,6 @@ pub(crate) struct LatentAttention {
     heads: i64,
     /// The factor of the scores.
     scale: f64,
-}
-
-/// The projection to the queries of all heads.
-#[derive(Debug)]
-enum Query {
-    Direct(Linear),
-    LowRank { a: Linear, norm: RmsNorm, b: Linear },
 }
 
 /// A weight of a layer: its name without `.weight`, its shape, its role, and whether it has a bias.
@@ -94,16 +89,17 @@ impl LatentAttention {
     ) -> Result<LatentAttention> {
         let name = |part: &str| format!("{prefix}.self_attn.{part}");
         let bias = config.attention_bias;
-        let query = match sizes.q_lora_rank {
-            None => Query::Direct(parameters.take_linear(&name("q_proj"), false)?),
-            Some(_) => Query::LowRank {
-                a: parameters.take_linear(&name("q_a_proj"), bias)?,
-                norm: RmsNorm::take_plain(parameters, &name("q_a_layernorm"), NORM_EPS)?,
-                b: parameters.take_linear(&name("q_b_proj"), false)?,
-            },
+        let (low_rank, query) = match sizes.q_lora_rank {
+            None => (None, "q_proj"),
+            Some(_) => {
+                let a = parameters.take_linear(&name("q_a_proj"), bias)?;
+                let norm = RmsNorm::take_plain(parameters, &name("q_a_layernorm"), NORM_EPS)?;
+                (Some((a, norm)), "q_b_proj")
+            }
         };
         Ok(LatentAttention {
-            query,
+            low_rank,
+            query: parameters.take_linear(&name(query), false)?,
             kv_a: parameters.take_linear(&name("kv_a_proj_with_mqa"), bias)?,
             kv_a_norm: RmsNorm::take_plain(parameters, &name("kv_a_layernorm"), NORM_EPS)?,
             kv_b: parameters.take_linear(&name("kv_b_proj"), false)?,
@@ -115,22 +111,15 @@ impl LatentAttention {
     }
 
     pub(crate) fn layers(&self) -> impl Iterator<Item = &Linear> {
-        let query = match &self.query {
-            Query::Direct(layer) => vec![layer],
-            Query::LowRank { a, b, .. } => vec![a, b],
-        };
-        query.into_iter().chain([&self.kv_a, &self.kv_b, &self.o])
+        let low_rank = self.low_rank.iter().map(|(a, _)| a);
+        low_rank.chain([&self.query, &self.kv_a, &self.kv_b, &self.o])
     }
 
     pub(crate) fn visit(&mut self, visit: LinearVisitor<'_>) -> overdrive_nn::Result<()> {
-        match &mut self.query {
-            Query::Direct(layer) => visit_linear(layer, visit)?,
-            Query::LowRank { a, b, .. } => {
-                visit_linear(a, visit)?;
-                visit_linear(b, visit)?;
-            }
+        if let Some((a, _)) = &mut self.low_rank {
+            visit_linear(a, visit)?;
         }
-        for layer in [&mut self.kv_a, &mut self.kv_b, &mut self.o] {
+        for layer in [&mut self.query, &mut self.kv_a, &mut self.kv_b, &mut self.o] {
             visit_linear(layer, visit)?;
         }
         Ok(())
@@ -141,7 +130,7 @@ impl LatentAttention {
         prefix: &str,
         visit: ParameterVisitor<'_>,
     ) -> overdrive_nn::Result<()> {
-        if let Query::LowRank { norm, .. } = &mut self.query {
+        if let Some((_, norm)) = &mut self.low_rank {
             norm.visit_parameters(&format!("{prefix}.self_attn.q_a_layernorm"), visit)?;
         }
         let name = format!("{prefix}.self_attn.kv_a_layernorm");
@@ -205,11 +194,11 @@ impl LatentAttention {
     /// `(B, 1, T, R)` and the rotated channels of keys `(B, 1, T, ·)`.
     fn project(&self, x: &Tensor, step: &AttentionStep<'_, '_>) -> Result<[Tensor; 4]> {
         let fused = step.execution.fused_kernels;
-        let query = match &self.query {
-            Query::Direct(layer) => layer.forward_with(x, fused)?,
-            Query::LowRank { a, norm, b } => {
+        let query = match &self.low_rank {
+            None => self.query.forward_with(x, fused)?,
+            Some((a, norm)) => {
                 let latent = norm.forward(&a.forward_with(x, fused)?, fused)?;
-                b.forward_with(&latent, fused)?
+                self.query.forward_with(&latent, fused)?
             }
         };
         let query = query.f_unflatten(-1, [self.heads, -1])?;
@@ -305,7 +294,11 @@ fn by_head(x: &Tensor, weight: &Tensor, transposed: bool, fused: bool) -> Result
             true => weight.f_tr()?.f_contiguous()?,
             false => weight,
         };
-        Ok(linear(&x.f_select(1, head)?, &weight, None)?)
+        Ok(linear(
+            &x.f_select(1, head)?.f_contiguous()?,
+            &weight,
+            None,
+        )?)
     });
     Ok(Tensor::f_stack(&heads.collect::<Result<Vec<_>>>()?, 1)?)
 }

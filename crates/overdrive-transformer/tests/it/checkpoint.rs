@@ -59,11 +59,11 @@ fn a_checkpoint_saved_again_has_the_same_tensors_bit_for_bit() {
 /// A configuration read, written and read again: sizes that were implied are now given.
 fn expected_after_a_round(case: &str) -> ModelConfig {
     let mut config = load(case).config().clone();
-    if let ModelConfig::Llama(llama) = &mut config {
-        if llama.mla.is_none() {
-            llama.head_dim = Some(llama.head_dim());
-            llama.num_key_value_heads = Some(llama.kv_heads());
-        }
+    if let ModelConfig::Llama(llama) = &mut config
+        && llama.mla.is_none()
+    {
+        llama.head_dim = Some(llama.head_dim());
+        llama.num_key_value_heads = Some(llama.kv_heads());
     }
     config
 }
