@@ -222,7 +222,9 @@ fn trains(model: &impl Model) -> Outcome {
     let first = model.mean_loss()?;
     first.f_backward().map_err(text)?;
     let _no_grad = tch::no_grad_guard();
-    for (name, mut parameter) in model.parameters() {
+    // Corrections of routers (DeepSeek-V3) are not trained.
+    let trained = |(_, parameter): &(String, Tensor)| parameter.requires_grad();
+    for (name, mut parameter) in model.parameters().into_iter().filter(trained) {
         let gradient = parameter.grad();
         check(gradient.defined(), &format!("{name} has no gradient"))?;
         let step = gradient * -0.01;
