@@ -103,7 +103,7 @@ fn offsets_of_lines_take_one_byte_and_of_16_kib_records_two() {
 
 fn scan(scan: &dyn Scan, data: &[u8], threads: usize) -> Result<Vec<u64>> {
     let mut found = Vec::new();
-    let end = scan.scan(Path::new("data"), data, threads, &mut |at| {
+    let end = scan.scan(Path::new("data"), Part::whole(data), threads, &mut |at| {
         found.push(at);
         Ok(())
     })?;
