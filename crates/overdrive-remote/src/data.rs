@@ -1,0 +1,171 @@
+//! The data of a run, with the files on servers opened.
+
+use std::collections::HashMap;
+use std::path::{Path, PathBuf};
+use std::sync::{Arc, Mutex, PoisonError};
+
+use overdrive_core::Error as Common;
+use overdrive_datasets::{register_source, registered_source};
+
+use crate::block_cache::BlockCache;
+use crate::location::{Location, split_weight};
+use crate::object::{Object, Server};
+use crate::remote_file::RemoteFile;
+use crate::{Error, RemoteOptions, Result, runtime};
+
+/// The extensions of files that are mapped as a whole.
+const MAPPED: [&str; 2] = ["bin", "tokens"];
+
+/// What this process has opened.
+#[derive(Default)]
+struct Opened {
+    /// The URL of each name.
+    urls: HashMap<String, String>,
+    caches: Vec<(PathBuf, u64, Arc<BlockCache>)>,
+}
+
+static OPENED: Mutex<Option<Opened>> = Mutex::new(None);
+
+/// Opens an object on a server and returns the name under which every dataset of `overdrive-datasets` reads it as a file
+/// of this machine: the URL without user, password and query.
+///
+/// The server is asked for the length and the version. A version that is open already is not opened again.
+///
+/// ```no_run
+/// use overdrive_datasets::{Dataset, JsonOptions, JsonRecords};
+/// use overdrive_remote::{RemoteOptions, open};
+///
+/// # fn main() -> Result<(), Box<dyn std::error::Error>> {
+/// let path = open("s3://bucket/train.jsonl", &RemoteOptions::from_env()?)?;
+/// let records = JsonRecords::<serde_json::Value>::open([path], &JsonOptions::default())?;
+/// println!("{} records, the last: {}", records.len(), records.get(records.len() - 1)?);
+/// # Ok(())
+/// # }
+/// ```
+///
+/// # Errors
+/// [`Error::InvalidUrl`]; [`Error::Data`] if the server does not have the object, refuses it, ignores ranges or does not
+/// answer; [`Error::SameName`] if another URL with this name is open.
+pub fn open(url: &str, options: &RemoteOptions) -> Result<PathBuf> {
+    match Location::parse(url)? {
+        Some(location) => open_location(&location, options),
+        None => Err(Error::InvalidUrl {
+            url: url.to_owned(),
+            problem: "it does not begin with https://, s3:// or gs://".to_owned(),
+        }),
+    }
+}
+
+/// Returns the data of a run with each URL opened and replaced by its name ([`open`]); all else stays as it is. A weight,
+/// as in `https://host/a.jsonl:0.7` of a mixture, is kept. A URL of a bucket that ends with `/` stands for the objects in
+/// this folder, without its subfolders.
+///
+/// ```
+/// use std::path::PathBuf;
+/// use overdrive_remote::{RemoteOptions, data_paths};
+///
+/// let data = ["data/stories.jsonl", "books/*.txt:0.3"].map(PathBuf::from);
+/// assert_eq!(data_paths(&data, &RemoteOptions::new("cache"))?, data);
+/// # Ok::<(), overdrive_remote::Error>(())
+/// ```
+///
+/// # Errors
+/// As [`open`]; [`Error::Common`] for a folder with a weight, and for a file that cannot be read by range.
+pub fn data_paths(data: &[PathBuf], options: &RemoteOptions) -> Result<Vec<PathBuf>> {
+    let mut paths = Vec::with_capacity(data.len());
+    for path in data {
+        let (text, weight) = split_weight(path);
+        let location = match path.exists() {
+            true => None,
+            false => Location::parse(&text)?,
+        };
+        let Some(location) = location else {
+            paths.push(path.clone());
+            continue;
+        };
+        if location.is_folder() {
+            if weight.is_some() {
+                let expected = "one file; a source of a mixture is one path";
+                return Err(Common::option("data", &location.name, expected).into());
+            }
+            for key in keys_in(&location, options)? {
+                paths.push(open_location(&location.with_key(&key), options)?);
+            }
+            continue;
+        }
+        let name = open_location(&location, options)?;
+        paths.push(match weight {
+            Some(weight) => format!("{}:{weight}", name.display()).into(),
+            None => name,
+        });
+    }
+    Ok(paths)
+}
+
+fn open_location(location: &Location, options: &RemoteOptions) -> Result<PathBuf> {
+    options.check()?;
+    let extension = Path::new(&location.name).extension();
+    if extension.is_some_and(|extension| MAPPED.iter().any(|mapped| extension == *mapped)) {
+        let expected =
+            "a file on this machine: files of tokens are mapped as a whole; download it and give its path";
+        return Err(Common::option("data", &location.name, expected).into());
+    }
+    let name = &location.name;
+    {
+        let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+        let urls = &mut opened.get_or_insert_default().urls;
+        if urls.get(name).is_some_and(|url| *url != location.url) {
+            return Err(Error::SameName { url: name.clone() });
+        }
+    }
+    let server = Server::new(location, options)?;
+    let opened = {
+        let location = location.clone();
+        runtime::wait(async move { Object::open(&server, &location).await })
+    };
+    let object = opened.map_err(|failure| failure.error(name))?;
+    tracing::debug!("{name}: {} bytes", object.bytes);
+    let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
+    let opened = opened.get_or_insert_default();
+    let is_open = registered_source(name).is_some_and(|source| {
+        source.version() == object.version && source.len() == object.bytes
+    });
+    if is_open {
+        return Ok(name.into());
+    }
+    let file = RemoteFile::new(object, opened.cache(options), options);
+    register_source(name, Arc::new(file));
+    opened.urls.insert(name.clone(), location.url.clone());
+    Ok(name.into())
+}
+
+fn keys_in(folder: &Location, options: &RemoteOptions) -> Result<Vec<String>> {
+    let server = Server::new(folder, options)?;
+    let prefix = folder.key.clone();
+    let keys = runtime::wait(async move { server.list(&prefix).await });
+    let keys = keys.map_err(|failure| failure.error(&folder.name))?;
+    match keys.is_empty() {
+        true => Err(Error::InvalidUrl {
+            url: folder.name.clone(),
+            problem: "the folder has no files; check its name".to_owned(),
+        }),
+        false => Ok(keys),
+    }
+}
+
+impl Opened {
+    /// Returns the cache of the options, which all files share.
+    fn cache(&mut self, options: &RemoteOptions) -> Arc<BlockCache> {
+        let RemoteOptions { cache, cache_bytes, .. } = options;
+        let known = self
+            .caches
+            .iter()
+            .find(|(folder, limit, _)| folder == cache && limit == cache_bytes);
+        if let Some((_, _, known)) = known {
+            return Arc::clone(known);
+        }
+        let new = Arc::new(BlockCache::new(cache.clone(), *cache_bytes));
+        self.caches.push((cache.clone(), *cache_bytes, Arc::clone(&new)));
+        new
+    }
+}
