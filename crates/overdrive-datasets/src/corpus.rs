@@ -328,7 +328,7 @@ pub(crate) fn find_files(
         Some(source) => Some(source.len()),
         None => {
             let metadata = std::fs::metadata(root).map_err(CommonError::io("read", root))?;
-            metadata.is_file().then(|| metadata.len())
+            metadata.is_file().then_some(metadata.len())
         }
     };
     if let Some(bytes) = named {

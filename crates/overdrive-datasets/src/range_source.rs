@@ -84,7 +84,8 @@ pub(crate) fn not_opened(path: &Path) -> Error {
     // The query of a URL can be a secret.
     let text = path.to_string_lossy();
     let path = text.split(['?', '#']).next().unwrap_or_default();
-    let problem = "a URL must be opened by `overdrive_remote::data_paths` first; or download the file and give its path";
+    let problem = "it is a URL that nothing has opened; build the program with the feature `remote`, or in your own call \
+                   `overdrive_remote::data_paths` first, or download the file and give its path";
     Error::Remote {
         path: path.into(),
         problem: problem.to_owned(),

@@ -4,7 +4,7 @@
 //! process may read, write and remove blocks at any time, without locks: a file is whole or missing. The time of a file is
 //! that of its last use.
 
-use std::collections::HashSet;
+use std::collections::{HashMap, HashSet, VecDeque};
 use std::fs::File;
 use std::io::{self, Read, Seek, SeekFrom, Write};
 use std::path::{Path, PathBuf};
@@ -20,6 +20,8 @@ const CHECKSUM_BYTES: u64 = 4;
 /// A process looks at the size of the cache after it has written this share of it, and then removes blocks until a
 /// quarter is free: eight processes that do so at any time stay within the limit.
 const SHARE: u64 = 32;
+/// The size of the blocks in memory, over all objects: those that readers are about to read.
+const MEMORY_BYTES: u64 = 256 << 20;
 
 /// The cache of the blocks of all objects.
 #[derive(Debug)]
@@ -30,7 +32,17 @@ pub(crate) struct BlockCache {
     written: AtomicU64,
     /// Blocks whose time of last use is recent, and those that this process has found intact.
     blocks: Mutex<Known>,
+    memory: Mutex<Memory>,
     has_warned: AtomicBool,
+}
+
+/// Blocks in memory, by object and number.
+#[derive(Debug, Default)]
+struct Memory {
+    blocks: HashMap<(u64, u64), Bytes>,
+    /// The newest last.
+    order: VecDeque<(u64, u64)>,
+    bytes: u64,
 }
 
 /// What a process knows of blocks, by object and number.
@@ -64,11 +76,12 @@ impl BlockCache {
             // The first block that is written makes the process look at what others have left.
             written: AtomicU64::new(u64::MAX / 2),
             blocks: Mutex::default(),
+            memory: Mutex::default(),
             has_warned: AtomicBool::new(false),
         }
     }
 
-    /// Returns the folder of an object with this key.
+    /// Returns the folder of an object with this key, which is a digest of 128 bits in hexadecimal.
     pub(crate) fn object(&self, key: &str) -> ObjectFolder {
         static NUMBER: AtomicU64 = AtomicU64::new(0);
         ObjectFolder {
@@ -102,7 +115,10 @@ impl BlockCache {
                 Some(Cached::Whole(bytes))
             }
             None => {
-                tracing::warn!("{} is damaged; it is downloaded again", object.block(block).display());
+                tracing::warn!(
+                    "{} is damaged; it is downloaded again",
+                    object.block(block).display()
+                );
                 // The new block replaces it in any case.
                 let _ = std::fs::remove_file(object.block(block));
                 None
@@ -113,6 +129,18 @@ impl BlockCache {
     /// Returns `true` if the cache has a file for the block.
     pub(crate) fn has(&self, object: &ObjectFolder, block: u64) -> bool {
         object.block(block).exists()
+    }
+
+    /// Returns a block in memory; `None` if only the disk or the server may have it.
+    pub(crate) fn in_memory(&self, object: &ObjectFolder, block: u64) -> Option<Bytes> {
+        let memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        memory.blocks.get(&(object.number, block)).cloned()
+    }
+
+    /// Keeps a block in memory, in place of the oldest ones of all objects.
+    pub(crate) fn keep(&self, object: &ObjectFolder, block: u64, bytes: Bytes) {
+        let mut memory = self.memory.lock().unwrap_or_else(PoisonError::into_inner);
+        memory.keep((object.number, block), bytes, MEMORY_BYTES);
     }
 
     /// Stores a block. A cache that cannot be written costs time only, so that an error is a warning.
@@ -165,6 +193,9 @@ impl BlockCache {
         let mut total = 0;
         for object in folders(&self.folder)? {
             for entry in std::fs::read_dir(&object).into_iter().flatten().flatten() {
+                if !is_block(&entry.path()) {
+                    continue;
+                }
                 // Another process may remove the file at any time.
                 let Ok(metadata) = entry.metadata() else {
                     continue;
@@ -201,6 +232,21 @@ impl BlockCache {
     }
 }
 
+impl Memory {
+    fn keep(&mut self, key: (u64, u64), bytes: Bytes, limit: u64) {
+        self.bytes += bytes.len() as u64;
+        match self.blocks.insert(key, bytes) {
+            Some(before) => self.bytes -= before.len() as u64,
+            None => self.order.push_back(key),
+        }
+        while self.bytes > limit && self.order.len() > 1 {
+            let oldest = self.order.pop_front();
+            let removed = oldest.and_then(|oldest| self.blocks.remove(&oldest));
+            self.bytes -= removed.map_or(0, |removed| removed.len() as u64);
+        }
+    }
+}
+
 impl ObjectFolder {
     fn block(&self, number: u64) -> PathBuf {
         self.path.join(format!("{number:08}"))
@@ -210,7 +256,9 @@ impl ObjectFolder {
 /// Returns the bytes of a block if the file has their length and checksum.
 fn intact(file: &mut File, length: u64) -> Option<Bytes> {
     let mut bytes = Vec::with_capacity((length + CHECKSUM_BYTES) as usize);
-    file.take(length + CHECKSUM_BYTES + 1).read_to_end(&mut bytes).ok()?;
+    file.take(length + CHECKSUM_BYTES + 1)
+        .read_to_end(&mut bytes)
+        .ok()?;
     if bytes.len() as u64 != length + CHECKSUM_BYTES {
         return None;
     }
@@ -218,15 +266,32 @@ fn intact(file: &mut File, length: u64) -> Option<Bytes> {
     (crc32c::crc32c(&bytes).to_le_bytes() == checksum[..]).then(|| bytes.into())
 }
 
+/// Returns the folders of objects. The user may have chosen a folder with other files, which are left alone.
 fn folders(folder: &Path) -> io::Result<Vec<PathBuf>> {
     let entries = std::fs::read_dir(folder)?;
     let folders = entries.flatten().map(|entry| entry.path());
-    Ok(folders.filter(|path| path.is_dir()).collect())
+    Ok(folders
+        .filter(|path| is_object(path) && path.is_dir())
+        .collect())
+}
+
+/// Returns `true` for the name of an object's folder: 128 bits in hexadecimal.
+fn is_object(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+    name.len() == 32 && name.iter().all(u8::is_ascii_hexdigit)
+}
+
+/// Returns `true` for the name of a block: its number.
+fn is_block(path: &Path) -> bool {
+    let name = path.file_name().unwrap_or_default().as_encoded_bytes();
+    name.len() >= 8 && name.iter().all(u8::is_ascii_digit)
 }
 
 #[cfg(test)]
 mod tests {
     use super::*;
+
+    const KEY: &str = "0123456789abcdef0123456789abcdef";
 
     fn read(cache: &BlockCache, object: &ObjectFolder, block: u64) -> Option<Vec<u8>> {
         let mut out = vec![0; 1000];
@@ -240,7 +305,7 @@ mod tests {
     fn the_least_recently_used_blocks_go_and_the_limit_holds() {
         let folder = tempfile::tempdir().unwrap();
         let cache = BlockCache::new(folder.path().to_owned(), 10_000);
-        let object = cache.object("a");
+        let object = cache.object(KEY);
         let bytes = |block: u64| Bytes::from(vec![block as u8; 1000]);
         for block in 0..7 {
             cache.write(&object, block, &bytes(block));
@@ -261,10 +326,49 @@ mod tests {
     }
 
     #[test]
+    fn only_blocks_are_removed_from_the_folder_of_the_cache() {
+        let folder = tempfile::tempdir().unwrap();
+        let cache = BlockCache::new(folder.path().to_owned(), 3000);
+        let object = cache.object(KEY);
+        let others = [folder.path().join("photos"), object.path.clone()].map(|folder| {
+            std::fs::create_dir_all(&folder).unwrap();
+            folder.join("00000000.jpg")
+        });
+        for other in &others {
+            std::fs::write(other, [0; 5000]).unwrap();
+            File::open(other)
+                .unwrap()
+                .set_modified(SystemTime::UNIX_EPOCH)
+                .unwrap();
+        }
+        for block in 0..9 {
+            cache.write(&object, block, &Bytes::from(vec![0; 1000]));
+        }
+        assert!(!cache.has(&object, 0) && cache.has(&object, 8));
+        assert!(others.iter().all(|other| other.exists()));
+    }
+
+    #[test]
+    fn the_memory_of_all_objects_has_one_limit() {
+        let mut memory = Memory::default();
+        let block = |number: u64| Bytes::from(vec![number as u8; 1000]);
+        for number in 0..9 {
+            memory.keep((number % 3, number), block(number), 4000);
+        }
+        memory.keep((2, 8), block(8), 4000);
+        let kept: Vec<u64> = memory.order.iter().map(|&(_, number)| number).collect();
+        assert_eq!((kept, memory.bytes), (vec![5, 6, 7, 8], 4000));
+        assert_eq!(memory.blocks.len(), 4);
+        // The newest stays, however large it is.
+        memory.keep((0, 9), Bytes::from(vec![0; 5000]), 4000);
+        assert_eq!((memory.order.len(), memory.bytes), (1, 5000));
+    }
+
+    #[test]
     fn a_damaged_block_is_not_returned() {
         let folder = tempfile::tempdir().unwrap();
         let cache = BlockCache::new(folder.path().to_owned(), 1 << 20);
-        let object = cache.object("a");
+        let object = cache.object(KEY);
         cache.write(&object, 3, &Bytes::from(vec![7; 1000]));
         assert!(read(&cache, &object, 3).is_some());
         let mut content = std::fs::read(object.block(3)).unwrap();
@@ -272,7 +376,7 @@ mod tests {
         std::fs::write(object.block(3), &content).unwrap();
         // A process that has not seen the block intact compares its checksum.
         let other = BlockCache::new(folder.path().to_owned(), 1 << 20);
-        let object = other.object("a");
+        let object = other.object(KEY);
         assert!(read(&other, &object, 3).is_none());
         assert!(!other.has(&object, 3));
     }

@@ -3,6 +3,7 @@
 use std::collections::HashMap;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex, PoisonError};
+use std::thread::ScopedJoinHandle;
 
 use overdrive_core::Error as Common;
 use overdrive_datasets::{register_source, registered_source};
@@ -73,6 +74,7 @@ pub fn open(url: &str, options: &RemoteOptions) -> Result<PathBuf> {
 /// As [`open`]; [`Error::Common`] for a folder with a weight, and for a file that cannot be read by range.
 pub fn data_paths(data: &[PathBuf], options: &RemoteOptions) -> Result<Vec<PathBuf>> {
     let mut paths = Vec::with_capacity(data.len());
+    let mut locations = Vec::new();
     for path in data {
         let (text, weight) = split_weight(path);
         let location = match path.exists() {
@@ -89,35 +91,51 @@ pub fn data_paths(data: &[PathBuf], options: &RemoteOptions) -> Result<Vec<PathB
                 return Err(Common::option("data", &location.name, expected).into());
             }
             for key in keys_in(&location, options)? {
-                paths.push(open_location(&location.with_key(&key), options)?);
+                locations.push(location.with_key(&key));
+                paths.push(location.with_key(&key).name.into());
             }
             continue;
         }
-        let name = open_location(&location, options)?;
         paths.push(match weight {
-            Some(weight) => format!("{}:{weight}", name.display()).into(),
-            None => name,
+            Some(weight) => format!("{}:{weight}", location.name).into(),
+            None => location.name.clone().into(),
         });
+        locations.push(location);
     }
+    open_all(&locations, options)?;
     Ok(paths)
+}
+
+/// Opens several objects at a time: each waits for an answer of its server.
+fn open_all(locations: &[Location], options: &RemoteOptions) -> Result<()> {
+    for some in locations.chunks(options.connections.max(1)) {
+        let opened: Vec<Result<PathBuf>> = std::thread::scope(|scope| {
+            let open = |location| scope.spawn(move || open_location(location, options));
+            let threads: Vec<_> = some.iter().map(open).collect();
+            let join = |thread: ScopedJoinHandle<'_, Result<PathBuf>>| {
+                let joined = thread.join();
+                joined.unwrap_or_else(|panic| std::panic::resume_unwind(panic))
+            };
+            threads.into_iter().map(join).collect()
+        });
+        opened.into_iter().try_for_each(|name| name.map(drop))?;
+    }
+    Ok(())
 }
 
 fn open_location(location: &Location, options: &RemoteOptions) -> Result<PathBuf> {
     options.check()?;
     let extension = Path::new(&location.name).extension();
     if extension.is_some_and(|extension| MAPPED.iter().any(|mapped| extension == *mapped)) {
-        let expected =
-            "a file on this machine: files of tokens are mapped as a whole; download it and give its path";
+        let expected = "a file on this machine: files of tokens are mapped as a whole; download it and give its path";
         return Err(Common::option("data", &location.name, expected).into());
     }
     let name = &location.name;
-    {
-        let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
-        let urls = &mut opened.get_or_insert_default().urls;
-        if urls.get(name).is_some_and(|url| *url != location.url) {
-            return Err(Error::SameName { url: name.clone() });
-        }
-    }
+    OPENED
+        .lock()
+        .unwrap_or_else(PoisonError::into_inner)
+        .get_or_insert_default()
+        .check_name(location)?;
     let server = Server::new(location, options)?;
     let opened = {
         let location = location.clone();
@@ -127,9 +145,10 @@ fn open_location(location: &Location, options: &RemoteOptions) -> Result<PathBuf
     tracing::debug!("{name}: {} bytes", object.bytes);
     let mut opened = OPENED.lock().unwrap_or_else(PoisonError::into_inner);
     let opened = opened.get_or_insert_default();
-    let is_open = registered_source(name).is_some_and(|source| {
-        source.version() == object.version && source.len() == object.bytes
-    });
+    // Another thread may have opened its namesake meanwhile.
+    opened.check_name(location)?;
+    let is_open = registered_source(name)
+        .is_some_and(|source| source.version() == object.version && source.len() == object.bytes);
     if is_open {
         return Ok(name.into());
     }
@@ -154,9 +173,22 @@ fn keys_in(folder: &Location, options: &RemoteOptions) -> Result<Vec<String>> {
 }
 
 impl Opened {
+    /// Checks that no other URL with the same name is open.
+    fn check_name(&self, location: &Location) -> Result<()> {
+        let known = self.urls.get(&location.name);
+        match known.is_some_and(|url| *url != location.url) {
+            true => Err(Error::SameName {
+                url: location.name.clone(),
+            }),
+            false => Ok(()),
+        }
+    }
+
     /// Returns the cache of the options, which all files share.
     fn cache(&mut self, options: &RemoteOptions) -> Arc<BlockCache> {
-        let RemoteOptions { cache, cache_bytes, .. } = options;
+        let RemoteOptions {
+            cache, cache_bytes, ..
+        } = options;
         let known = self
             .caches
             .iter()
@@ -165,7 +197,8 @@ impl Opened {
             return Arc::clone(known);
         }
         let new = Arc::new(BlockCache::new(cache.clone(), *cache_bytes));
-        self.caches.push((cache.clone(), *cache_bytes, Arc::clone(&new)));
+        self.caches
+            .push((cache.clone(), *cache_bytes, Arc::clone(&new)));
         new
     }
 }

@@ -33,8 +33,8 @@
 //! **Requests.** A file is read in blocks of 1 MiB. Neighbouring blocks are one request of up to 8 MiB, up to 16 requests of
 //! a file run at once, a reader that goes through a file has the next blocks requested ahead, and a
 //! [`DataLoader`](overdrive_datasets::DataLoader) announces the records of each batch before it reads the first. Blocks are
-//! cached on disk within [`RemoteOptions::cache_bytes`]; those used longest ago are removed. The pass that builds an index
-//! fills the cache, so that a file smaller than the cache is downloaded once. Of a larger file, a shuffled epoch requests a
+//! cached on disk within [`RemoteOptions::cache_bytes`]; those used longest ago are removed. Up to 256 MiB of blocks are in
+//! memory, over all files of a process. The pass that builds an index fills the cache, so that a file smaller than the cache is downloaded once. Of a larger file, a shuffled epoch requests a
 //! block for nearly every record: make [`RemoteOptions::block_bytes`] smaller, or the cache larger.
 //!
 //! **Failures.** Dropped connections, truncated answers and the statuses 408, 429 and 5xx are retried with growing pauses. Each

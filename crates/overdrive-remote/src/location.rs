@@ -71,8 +71,12 @@ impl Location {
         };
         let (host, key) = shown.split_once('/').unwrap_or((&shown, ""));
         if let Some((_, bucket)) = host.rsplit_once('@') {
-            let problem = "credentials belong in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)";
-            return Err(invalid(&format!("{shown_scheme}://{bucket}/{key}"), problem));
+            let problem =
+                "credentials belong in the environment (AWS_ACCESS_KEY_ID, AWS_SECRET_ACCESS_KEY)";
+            return Err(invalid(
+                &format!("{shown_scheme}://{bucket}/{key}"),
+                problem,
+            ));
         }
         if host.is_empty() || host.contains(char::is_whitespace) || key.is_empty() {
             return Err(invalid(&name, &format!("give {example}")));
@@ -101,7 +105,11 @@ impl Location {
 
     /// Returns the location of another object of the same bucket.
     pub(crate) fn with_key(&self, key: &str) -> Location {
-        let scheme = if self.scheme == Scheme::S3 { "s3" } else { "gs" };
+        let scheme = if self.scheme == Scheme::S3 {
+            "s3"
+        } else {
+            "gs"
+        };
         let name = format!("{scheme}://{}/{key}", self.host);
         Location {
             url: name.clone(),
@@ -165,10 +173,16 @@ mod tests {
         let signed = "https://u:p@Host.example:8443/a/b.jsonl?X-Amz-Signature=feed#part";
         let location = Location::parse(signed).unwrap().unwrap();
         assert_eq!(location.name, "https://host.example:8443/a/b.jsonl");
-        assert_eq!((location.host.as_str(), location.key.as_str()), ("host.example:8443", "a/b.jsonl"));
+        assert_eq!(
+            (location.host.as_str(), location.key.as_str()),
+            ("host.example:8443", "a/b.jsonl")
+        );
         assert_eq!(location.url, signed);
         assert!(!format!("{location:?}").contains("feed"));
-        assert_eq!(name("s3://bucket/a b#1.csv").as_deref(), Some("s3://bucket/a b#1.csv"));
+        assert_eq!(
+            name("s3://bucket/a b#1.csv").as_deref(),
+            Some("s3://bucket/a b#1.csv")
+        );
         assert_eq!(name("gcs://bucket/k").as_deref(), Some("gs://bucket/k"));
         for path in ["data/a.jsonl", "c:\\data", "://x", "/a://b/c"] {
             assert_eq!(name(path), None, "{path}");
@@ -177,7 +191,14 @@ mod tests {
 
     #[test]
     fn other_urls_are_errors_without_their_secrets() {
-        for text in ["ftp://u:secret@h/x", "s3://key:secret@bucket/x", "https://host", "https://", "s3://bucket/", "s3://bucket"] {
+        for text in [
+            "ftp://u:secret@h/x",
+            "s3://key:secret@bucket/x",
+            "https://host",
+            "https://",
+            "s3://bucket/",
+            "s3://bucket",
+        ] {
             let error = Location::parse(text).unwrap_err().to_string();
             assert!(!error.contains("secret"), "{error}");
         }
@@ -186,7 +207,10 @@ mod tests {
     #[test]
     fn a_weight_follows_the_path_and_is_not_a_port() {
         let split = |text: &str| split_weight(Path::new(text));
-        assert_eq!(split("https://h:80/a.jsonl:0.7"), ("https://h:80/a.jsonl".into(), Some("0.7".into())));
+        assert_eq!(
+            split("https://h:80/a.jsonl:0.7"),
+            ("https://h:80/a.jsonl".into(), Some("0.7".into()))
+        );
         assert_eq!(split("https://h:80"), ("https://h:80".into(), None));
         assert_eq!(split("s3://b/a:b"), ("s3://b/a:b".into(), None));
         assert_eq!(split("a.jsonl:2"), ("a.jsonl".into(), Some("2".into())));

@@ -1,7 +1,8 @@
 //! Requests of one object: its state, and ranges of its bytes.
 
+use std::collections::HashMap;
 use std::ops::Range;
-use std::sync::{Arc, Once};
+use std::sync::{Arc, Mutex, Once, PoisonError};
 use std::time::Duration;
 
 use bytes::Bytes;
@@ -10,9 +11,7 @@ use object_store::client::{HttpClient, HttpConnector};
 use object_store::gcp::{GoogleCloudStorageBuilder, GoogleConfigKey};
 use object_store::http::HttpBuilder;
 use object_store::path::Path;
-use object_store::{
-    ClientOptions, GetOptions, GetResult, ObjectMeta, ObjectStore, RetryConfig,
-};
+use object_store::{ClientOptions, GetOptions, GetResult, ObjectMeta, ObjectStore, RetryConfig};
 use reqwest::header::{ACCEPT_ENCODING, HeaderMap, HeaderValue};
 use reqwest::redirect;
 
@@ -98,7 +97,10 @@ impl Server {
                 let mut endpoint = "";
                 for (name, value) in settings() {
                     if let Ok(key) = name.to_ascii_lowercase().parse::<AmazonS3ConfigKey>() {
-                        if matches!(key, AmazonS3ConfigKey::Endpoint | AmazonS3ConfigKey::S3Endpoint) {
+                        if matches!(
+                            key,
+                            AmazonS3ConfigKey::Endpoint | AmazonS3ConfigKey::S3Endpoint
+                        ) {
                             endpoint = value;
                         }
                         builder = builder.with_config(key, value);
@@ -182,10 +184,12 @@ impl Server {
         range: Option<Range<u64>>,
         etag: Option<&str>,
     ) -> object_store::Result<GetResult> {
-        let mut options = GetOptions::default();
-        options.range = range.map(Into::into);
-        // A weak tag never matches (RFC 9110, section 13.1.1).
-        options.if_match = etag.filter(|tag| !tag.starts_with("W/")).map(str::to_owned);
+        let options = GetOptions {
+            range: range.map(Into::into),
+            // A weak tag never matches (RFC 9110, section 13.1.1).
+            if_match: etag.filter(|tag| !tag.starts_with("W/")).map(str::to_owned),
+            ..GetOptions::default()
+        };
         self.store.get_opts(path, options).await
     }
 
@@ -207,9 +211,9 @@ impl Server {
         let (failure, transient) = match (error, status) {
             (E::Precondition { .. }, _) => (Failure::Changed, false),
             (E::NotFound { .. }, _) => (Failure::Missing, false),
-            (E::Unauthenticated { .. }, _) => {
-                problem(&format!("the server asks for credentials (status 401); {keys}"))
-            }
+            (E::Unauthenticated { .. }, _) => problem(&format!(
+                "the server asks for credentials (status 401); {keys}"
+            )),
             (E::PermissionDenied { .. }, _) => {
                 problem(&format!("the server refuses access (status 403); {keys}"))
             }
@@ -217,10 +221,13 @@ impl Server {
                 "the server ignores the range of a request, so that single records cannot be read; download the file \
                  and give its path",
             ),
-            (_, Some(status @ (408 | 429 | 500..=599))) => {
-                (Failure::Problem(format!("the server answered with status {status}")), true)
+            (_, Some(status @ (408 | 429 | 500..=599))) => (
+                Failure::Problem(format!("the server answered with status {status}")),
+                true,
+            ),
+            (_, Some(status)) => {
+                problem(&format!("the server answered with status {status}; {keys}"))
             }
-            (_, Some(status)) => problem(&format!("the server answered with status {status}; {keys}")),
             (error, None) => {
                 let text = reason(error);
                 // A bucket of another region redirects without an address.
@@ -244,8 +251,9 @@ impl Object {
         let path = match location.scheme {
             // The server of a file has its whole URL.
             Scheme::Http => Path::default(),
-            Scheme::S3 | Scheme::Gcs => Path::parse(&location.key)
-                .map_err(|error| Failure::Problem(reason(&error)))?,
+            Scheme::S3 | Scheme::Gcs => {
+                Path::parse(&location.key).map_err(|error| Failure::Problem(reason(&error)))?
+            }
         };
         let meta = state_of(server, &path).await?;
         let version = match (&meta.e_tag, meta.last_modified.timestamp()) {
@@ -284,10 +292,15 @@ impl Object {
     async fn try_read(&self, range: Range<u64>) -> std::result::Result<Bytes, Attempt> {
         let expected = range.end - range.start;
         let server = &self.server;
-        let result = server.get(&self.path, Some(range), self.etag.as_deref()).await;
+        let result = server
+            .get(&self.path, Some(range), self.etag.as_deref())
+            .await;
         let result = result.map_err(|error| server.attempt(&error))?;
         self.check(&result.meta)?;
-        let bytes = result.bytes().await.map_err(|error| server.attempt(&error))?;
+        let bytes = result
+            .bytes()
+            .await
+            .map_err(|error| server.attempt(&error))?;
         match bytes.len() as u64 == expected {
             true => Ok(bytes),
             false => Err(Attempt {
@@ -428,8 +441,8 @@ fn reason(error: &dyn std::error::Error) -> String {
     words.collect::<Vec<_>>().join(" ")
 }
 
-/// Makes the clients of a store.
-#[derive(Debug, Clone)]
+/// Makes the clients of a store: one for all files with the same settings, so that they share their connections.
+#[derive(Debug, Clone, Copy, PartialEq, Eq, Hash)]
 struct Connector {
     timeout: Duration,
     is_loopback: bool,
@@ -437,6 +450,20 @@ struct Connector {
 
 impl HttpConnector for Connector {
     fn connect(&self, _: &ClientOptions) -> object_store::Result<HttpClient> {
+        static CLIENTS: Mutex<Option<HashMap<Connector, HttpClient>>> = Mutex::new(None);
+        let mut clients = CLIENTS.lock().unwrap_or_else(PoisonError::into_inner);
+        let clients = clients.get_or_insert_default();
+        if let Some(client) = clients.get(self) {
+            return Ok(client.clone());
+        }
+        let client = self.new_client()?;
+        clients.insert(*self, client.clone());
+        Ok(client)
+    }
+}
+
+impl Connector {
+    fn new_client(self) -> object_store::Result<HttpClient> {
         static PROVIDER: Once = Once::new();
         PROVIDER.call_once(|| {
             // An error means that the program has one.
@@ -466,10 +493,12 @@ impl HttpConnector for Connector {
         if self.is_loopback {
             client = client.no_proxy();
         }
-        let client = client.build().map_err(|error| object_store::Error::Generic {
-            store: "HTTP",
-            source: Box::new(error),
-        })?;
+        let client = client
+            .build()
+            .map_err(|error| object_store::Error::Generic {
+                store: "HTTP",
+                source: Box::new(error),
+            })?;
         Ok(HttpClient::new(client))
     }
 }

@@ -24,7 +24,7 @@ pub struct RemoteOptions {
     pub cache_bytes: u64,
     /// The size of a block in bytes: the unit of requests and of the cache. Default: 1 MiB; from 4 KiB to 64 MiB.
     pub block_bytes: u64,
-    /// The largest number of concurrent requests per file. Default: 16.
+    /// The largest number of concurrent requests per file, and of files that are opened at a time. Default: 16.
     pub connections: usize,
     /// The longest wait for a connection, and between two bytes of an answer. Default: 30 s.
     pub timeout: Duration,
@@ -82,8 +82,7 @@ impl RemoteOptions {
                 .parse()
                 .map_err(|_| Common::option(name, text, "a number of bytes, such as 68719476736")),
         };
-        let is_setting =
-            |name: &str| name.starts_with("AWS_") || name.starts_with("GOOGLE_");
+        let is_setting = |name: &str| name.starts_with("AWS_") || name.starts_with("GOOGLE_");
         let settings = variables
             .iter()
             .filter(|(name, value)| is_setting(name) && !value.trim().is_empty())
@@ -146,10 +145,16 @@ mod tests {
         let mut variables = BTreeMap::from(variables);
         let options = RemoteOptions::from_variables(&variables).unwrap();
         assert_eq!(options.cache, PathBuf::from("/data/cache"));
-        assert_eq!((options.cache_bytes, options.block_bytes), (1_000_000, 1 << 20));
+        assert_eq!(
+            (options.cache_bytes, options.block_bytes),
+            (1_000_000, 1 << 20)
+        );
         assert_eq!(options.settings.len(), 1);
         let shown = format!("{options:?}");
-        assert!(shown.contains("AWS_SECRET_ACCESS_KEY") && !shown.contains("wJalr"), "{shown}");
+        assert!(
+            shown.contains("AWS_SECRET_ACCESS_KEY") && !shown.contains("wJalr"),
+            "{shown}"
+        );
         for (name, value) in [
             ("OVERDRIVE_REMOTE_CACHE_BYTES", "64 GiB"),
             ("OVERDRIVE_REMOTE_BLOCK_BYTES", "100"),

@@ -1,6 +1,6 @@
 //! An object whose ranges are read through the cache of blocks.
 
-use std::collections::{BTreeSet, HashMap, HashSet, VecDeque};
+use std::collections::{BTreeSet, HashMap, HashSet};
 use std::ops::Range;
 use std::sync::{Arc, Condvar, Mutex, MutexGuard, PoisonError};
 
@@ -17,8 +17,6 @@ use crate::runtime;
 const MAX_REQUEST_BYTES: u64 = 8 << 20;
 /// The number of bytes that are requested ahead of a reader that goes through a file.
 const MAX_AHEAD_BYTES: u64 = 32 << 20;
-/// The size of the blocks that a file keeps in memory: those that its readers are about to read.
-const MEMORY_BYTES: u64 = 64 << 20;
 /// The largest number of blocks that are announced at once; later ones are requested when they are read.
 const MAX_ANNOUNCED: usize = 1024;
 
@@ -44,12 +42,11 @@ struct State {
     in_flight: HashSet<u64>,
     /// The blocks whose last request failed, until they are read again.
     failed: HashMap<u64, Failure>,
-    /// Blocks in memory, the newest last.
-    memory: HashMap<u64, Bytes>,
-    order: VecDeque<u64>,
     /// The last block of the last read, and the number of blocks that were read in order up to it.
     last: Option<u64>,
     in_order: u64,
+    /// The first block that was not requested ahead of the reader.
+    ahead_until: u64,
     has_changed: bool,
 }
 
@@ -82,7 +79,7 @@ impl RemoteFile {
         for block in blocks {
             let is_known = {
                 let state = inner.lock();
-                state.memory.contains_key(&block) || state.in_flight.contains(&block)
+                state.in_flight.contains(&block) || inner.in_memory(block).is_some()
             };
             if !is_known && !inner.cache.has(&inner.folder, block) {
                 missing.insert(block);
@@ -93,7 +90,8 @@ impl RemoteFile {
         {
             let mut state = inner.lock();
             for block in missing {
-                if !state.in_flight.insert(block) {
+                // Another reader may have requested it meanwhile.
+                if inner.in_memory(block).is_some() || !state.in_flight.insert(block) {
                     continue;
                 }
                 state.failed.remove(&block);
@@ -128,20 +126,19 @@ impl RemoteFile {
             if state.has_changed {
                 return Err(Failure::Changed);
             }
-            if let Some(bytes) = state.memory.get(&block).cloned() {
-                drop(state);
-                return copy(&bytes, start, out);
-            }
             if let Some(failure) = state.failed.remove(&block) {
                 return Err(failure);
             }
             drop(state);
+            if let Some(bytes) = inner.in_memory(block) {
+                return copy(&bytes, start, out);
+            }
             let length = inner.length(block);
             match inner.cache.read(&inner.folder, block, length, start, out) {
                 Some(Cached::Copied) => return Ok(()),
                 Some(Cached::Whole(bytes)) => {
                     let copied = copy(&bytes, start, out);
-                    inner.keep(&mut inner.lock(), block, bytes);
+                    inner.cache.keep(&inner.folder, block, bytes);
                     return copied;
                 }
                 // Not there yet, or removed in the meantime.
@@ -153,23 +150,28 @@ impl RemoteFile {
     /// Requests the blocks after a read that continues the one before.
     fn read_ahead(&self, first: u64, last: u64) {
         let inner = &self.0;
-        let in_order = {
+        let wanted = {
             let mut state = inner.lock();
-            let continues = state.last.is_some_and(|before| first == before || first == before + 1);
-            let progress = last - state.last.filter(|_| continues).unwrap_or(last);
-            state.in_order = match continues {
-                true => state.in_order + progress,
-                false => 0,
-            };
+            let continues = state
+                .last
+                .is_some_and(|before| first == before || first == before + 1);
+            let before = state.last.filter(|_| continues).unwrap_or(last);
             state.last = Some(last);
-            // Within a block there is nothing new to request.
-            if progress == 0 { 0 } else { state.in_order }
+            if !continues {
+                (state.in_order, state.ahead_until) = (0, 0);
+            }
+            state.in_order += last - before;
+            // A second block in order may be chance; from then on twice as much as was read is requested, up to a bound,
+            // and the next part when half of that is left, so that requests are large.
+            let ahead = (2 * state.in_order).min(MAX_AHEAD_BYTES / inner.block_bytes);
+            if last == before || last + ahead / 2 < state.ahead_until {
+                return;
+            }
+            let wanted = (last + 1).max(state.ahead_until)..(last + 1 + ahead).min(inner.blocks());
+            state.ahead_until = wanted.end.max(state.ahead_until);
+            wanted
         };
-        // A second block in order may be chance; from then on twice as much as was read is requested, up to a bound.
-        if in_order >= 1 {
-            let ahead = (2 * in_order).min(MAX_AHEAD_BYTES / inner.block_bytes);
-            self.start((last + 1..inner.blocks()).take(ahead as usize));
-        }
+        self.start(wanted);
     }
 }
 
@@ -187,7 +189,8 @@ impl Inner {
     /// Returns the length of a block; only the last one may be shorter than the others.
     fn length(&self, block: u64) -> u64 {
         let start = block * self.block_bytes;
-        self.block_bytes.min(self.object.bytes.saturating_sub(start))
+        self.block_bytes
+            .min(self.object.bytes.saturating_sub(start))
     }
 
     /// Requests neighbouring blocks and stores them.
@@ -208,30 +211,27 @@ impl Inner {
                 // Other tasks go on while this thread writes.
                 tokio::task::block_in_place(|| self.cache.write(&self.folder, block, bytes));
             }
+            let failure = match bytes {
+                Ok(bytes) => {
+                    // Before its request ends, so that nobody requests it again.
+                    self.cache.keep(&self.folder, block, bytes);
+                    None
+                }
+                Err(failure) => Some(failure.clone()),
+            };
             let mut state = self.lock();
             state.in_flight.remove(&block);
-            match bytes {
-                Ok(bytes) => self.keep(&mut state, block, bytes),
-                Err(failure) => {
-                    state.has_changed |= *failure == Failure::Changed;
-                    state.failed.insert(block, failure.clone());
-                }
+            if let Some(failure) = failure {
+                state.has_changed |= failure == Failure::Changed;
+                state.failed.insert(block, failure);
             }
             drop(state);
             self.ended.notify_all();
         }
     }
 
-    /// Keeps a block in memory, in place of the oldest ones.
-    fn keep(&self, state: &mut State, block: u64, bytes: Bytes) {
-        if state.memory.insert(block, bytes).is_none() {
-            state.order.push_back(block);
-        }
-        while state.order.len() as u64 > (MEMORY_BYTES / self.block_bytes).max(2) {
-            if let Some(oldest) = state.order.pop_front() {
-                state.memory.remove(&oldest);
-            }
-        }
+    fn in_memory(&self, block: u64) -> Option<Bytes> {
+        self.cache.in_memory(&self.folder, block)
     }
 }
 

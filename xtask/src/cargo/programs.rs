@@ -165,8 +165,7 @@ mod tests {
         let plain = "cargo run --release -p overdrive-examples --no-default-features --features hub --example train -- --steps 3";
         assert_eq!(lines(&["--steps", "3"]), [plain]);
         assert_eq!(lines(&["--", "--steps", "3"]), [plain]);
-        let build =
-            "cargo build --release -p overdrive-examples --no-default-features --features hub --example train";
+        let build = "cargo build --release -p overdrive-examples --no-default-features --features hub --example train";
         let launch = "cargo run --release -p overdrive-examples --no-default-features --features hub --example launch -- --nproc 2 train --steps 3";
         assert_eq!(lines(&["--nproc", "2", "--steps", "3"]), [build, launch]);
         let with_url = plain.replace("--features hub", "--features hub,remote");

@@ -562,8 +562,8 @@ impl Builder<'_> {
                 } else {
                     // The search needs all bytes at once: they are copied to a temporary file and mapped.
                     let folder = std::env::temp_dir();
-                    let mut file =
-                        tempfile::tempfile().map_err(CommonError::io("create a file in", folder))?;
+                    let mut file = tempfile::tempfile()
+                        .map_err(CommonError::io("create a file in", folder))?;
                     std::io::copy(&mut reader, &mut file).map_err(read_error("read", self.path))?;
                     scan(&FileMap::of(&file, self.path)?, &mut push)
                 }

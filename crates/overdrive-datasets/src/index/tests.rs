@@ -406,7 +406,11 @@ fn a_stream_of_an_archive_has_its_samples_and_its_errors() {
         let whole = scan(&TarScan, data, 1).unwrap();
         assert_eq!(whole.len(), 4);
         for part in [1, 511, 512, 700, 4096, 100_000] {
-            assert_eq!(stream(&TarScan, data, part).unwrap(), whole, "parts of {part}");
+            assert_eq!(
+                stream(&TarScan, data, part).unwrap(),
+                whole,
+                "parts of {part}"
+            );
         }
     }
     // Truncated, and with a wrong checksum in the header of the last sample.
@@ -431,7 +435,8 @@ fn an_error_in_a_stream_has_the_offset_in_the_file() {
         max_row_bytes: 100,
         ..CSV
     };
-    let Error::InvalidRecord { offset, .. } = stream(&csv, data.as_bytes(), 300).unwrap_err() else {
+    let Error::InvalidRecord { offset, .. } = stream(&csv, data.as_bytes(), 300).unwrap_err()
+    else {
         panic!("another error");
     };
     assert_eq!(offset, 4000);

@@ -12,7 +12,9 @@ use crate::server::{Reply, Request, Server, options};
 const BLOCK: usize = 4096;
 
 fn content(blocks: usize) -> Vec<u8> {
-    (0..blocks * BLOCK).map(|at| (at * 31 + at / BLOCK) as u8).collect()
+    (0..blocks * BLOCK)
+        .map(|at| (at * 31 + at / BLOCK) as u8)
+        .collect()
 }
 
 fn source(server: &Server, options: &RemoteOptions) -> Arc<dyn RangeSource> {
@@ -39,9 +41,16 @@ fn neighbouring_blocks_are_one_request_and_each_block_is_requested_once() {
     source.prefetch(&ranges);
     for number in [50, 10, 19, 15] {
         let at = number * BLOCK;
-        assert_eq!(read(source.as_ref(), at + 7, at + 90), bytes[at + 7..at + 90]);
+        assert_eq!(
+            read(source.as_ref(), at + 7, at + 90),
+            bytes[at + 7..at + 90]
+        );
     }
-    let mut asked: Vec<_> = server.reads().iter().map(|request| request.range().unwrap()).collect();
+    let mut asked: Vec<_> = server
+        .reads()
+        .iter()
+        .map(|request| request.range().unwrap())
+        .collect();
     asked.sort();
     assert_eq!(asked, [(10 * BLOCK, 20 * BLOCK), (50 * BLOCK, 51 * BLOCK)]);
 }
@@ -68,9 +77,14 @@ fn announced_ranges_are_requested_at_the_same_time() {
     };
     let server = Server::with_faults(&[("a", &bytes)], together);
     let source = source(&server, &options(folder.path()));
-    let ranges: Vec<_> = [5, 20, 40, 90].map(|block: u64| block * BLOCK as u64..block * BLOCK as u64 + 1).into();
+    let ranges: Vec<_> = [5, 20, 40, 90]
+        .map(|block: u64| block * BLOCK as u64..block * BLOCK as u64 + 1)
+        .into();
     source.prefetch(&ranges);
-    assert_eq!(read(source.as_ref(), 40 * BLOCK, 40 * BLOCK + 1), bytes[40 * BLOCK..40 * BLOCK + 1]);
+    assert_eq!(
+        read(source.as_ref(), 40 * BLOCK, 40 * BLOCK + 1),
+        bytes[40 * BLOCK..40 * BLOCK + 1]
+    );
     assert_eq!(*waiting.0.lock().unwrap(), 4);
 }
 
@@ -81,7 +95,10 @@ fn a_reader_in_order_has_the_next_blocks_requested_ahead() {
     let server = Server::new(&[("a", &bytes)]);
     let source = source(&server, &options(folder.path()));
     for (number, part) in bytes.chunks(500).enumerate() {
-        assert_eq!(read(source.as_ref(), number * 500, number * 500 + part.len()), part);
+        assert_eq!(
+            read(source.as_ref(), number * 500, number * 500 + part.len()),
+            part
+        );
     }
     let requests = server.reads().len();
     assert!(requests < 60, "{requests} requests of 200 blocks");
@@ -99,7 +116,10 @@ fn random_reads_request_only_their_blocks() {
     }
     assert_eq!(server.reads().len(), 19);
     // Across a border, both.
-    assert_eq!(read(source.as_ref(), 50 * BLOCK - 5, 50 * BLOCK + 5), bytes[50 * BLOCK - 5..50 * BLOCK + 5]);
+    assert_eq!(
+        read(source.as_ref(), 50 * BLOCK - 5, 50 * BLOCK + 5),
+        bytes[50 * BLOCK - 5..50 * BLOCK + 5]
+    );
 }
 
 #[test]
@@ -123,11 +143,17 @@ fn a_second_run_reads_from_the_cache_and_a_new_version_is_read_anew() {
         let before = server.reads().len();
         let child = std::process::Command::new(std::env::current_exe().unwrap())
             .args(["--exact", name])
-            .env(CHILD, format!("{}|{}", server.host, folder.path().display()))
+            .env(
+                CHILD,
+                format!("{}|{}", server.host, folder.path().display()),
+            )
             .output()
             .unwrap();
         let output = String::from_utf8_lossy(&child.stdout).into_owned();
-        assert!(child.status.success() && output.contains("1 passed"), "{output}");
+        assert!(
+            child.status.success() && output.contains("1 passed"),
+            "{output}"
+        );
         server.reads().len() - before
     };
     assert_eq!(second_run(), 0);
@@ -150,7 +176,11 @@ fn a_small_cache_gives_the_same_bytes() {
         let size: u64 = std::fs::read_dir(folder.path().join("blocks"))
             .into_iter()
             .flatten()
-            .flat_map(|object| std::fs::read_dir(object.unwrap().path()).into_iter().flatten())
+            .flat_map(|object| {
+                std::fs::read_dir(object.unwrap().path())
+                    .into_iter()
+                    .flatten()
+            })
             .filter_map(|block| Some(block.ok()?.metadata().ok()?.len()))
             .sum();
         assert!(size <= options.cache_bytes, "{size} bytes");

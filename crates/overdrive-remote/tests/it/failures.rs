@@ -1,13 +1,18 @@
 //! Faults of the network and of servers.
 
+use std::net::TcpListener;
 use std::path::PathBuf;
-use std::sync::atomic::{AtomicUsize, Ordering};
 use std::sync::Arc;
+use std::sync::atomic::{AtomicUsize, Ordering};
+use std::time::Duration;
 
 use overdrive_datasets::{Error, registered_source};
 use overdrive_remote::{RemoteOptions, data_paths, open};
 
 use crate::server::{Reply, Request, Server, options};
+
+/// What a fault makes of an answer.
+type Change = fn(Reply) -> Reply;
 
 /// Bytes of which every block differs.
 fn content(bytes: usize) -> Vec<u8> {
@@ -25,7 +30,10 @@ fn read(path: &PathBuf) -> Result<Vec<u8>, Error> {
 }
 
 /// Opens and reads a file of a server with a fault in the first answers to each range.
-fn read_with_fault(times: usize, fault: impl Fn(Reply) -> Reply + Send + Sync + 'static) -> (Result<Vec<u8>, Error>, usize) {
+fn read_with_fault(
+    times: usize,
+    fault: impl Fn(Reply) -> Reply + Send + Sync + 'static,
+) -> (Result<Vec<u8>, Error>, usize) {
     let folder = tempfile::tempdir().unwrap();
     let seen = std::sync::Mutex::new(std::collections::HashMap::new());
     let faulty = move |request: &Request, reply: Reply| {
@@ -49,10 +57,19 @@ fn read_with_fault(times: usize, fault: impl Fn(Reply) -> Reply + Send + Sync + 
 
 #[test]
 fn dropped_truncated_and_refused_answers_are_retried() {
-    let faults: [(&str, fn(Reply) -> Reply); 6] = [
-        ("dropped", |reply| Reply { drop: true, ..reply }),
-        ("cut", |reply| Reply { cut: Some(reply.body.len() / 2), ..reply }),
-        ("short", |reply| Reply { body: reply.body[..reply.body.len() / 2].to_vec(), ..reply }),
+    let faults: [(&str, Change); 6] = [
+        ("dropped", |reply| Reply {
+            drop: true,
+            ..reply
+        }),
+        ("cut", |reply| Reply {
+            cut: Some(reply.body.len() / 2),
+            ..reply
+        }),
+        ("short", |reply| Reply {
+            body: reply.body[..reply.body.len() / 2].to_vec(),
+            ..reply
+        }),
         ("503", |_| Reply::status(503)),
         ("429", |_| Reply::status(429)),
         ("500", |_| Reply::status(500)),
@@ -64,14 +81,22 @@ fn dropped_truncated_and_refused_answers_are_retried() {
         let error = error.unwrap_err();
         assert!(matches!(error, Error::Remote { .. }), "{name}: {error:?}");
         let text = format!("{error} {error:?}");
-        assert!(text.contains("/a cannot be read") && text.contains("after 5 retries"), "{text}");
+        assert!(
+            text.contains("/a cannot be read") && text.contains("after 5 retries"),
+            "{text}"
+        );
         assert!(!text.contains("secret"), "{text}");
     }
 }
 
 #[test]
 fn a_refusal_is_not_retried_and_names_the_remedy() {
-    for (status, remedy) in [(401, "credentials"), (403, "signature"), (404, "check the URL"), (400, "check the URL")] {
+    for (status, remedy) in [
+        (401, "credentials"),
+        (403, "signature"),
+        (404, "check the URL"),
+        (400, "check the URL"),
+    ] {
         let (error, requests) = read_with_fault(usize::MAX, move |_| {
             let mut reply = Reply::status(status);
             reply.body = b"<Error>secret</Error>".to_vec();
@@ -79,7 +104,10 @@ fn a_refusal_is_not_retried_and_names_the_remedy() {
         });
         let error = error.unwrap_err();
         let text = format!("{error} {error:?}");
-        assert!(text.contains(&status.to_string()) && text.contains(remedy), "{text}");
+        assert!(
+            text.contains(&status.to_string()) && text.contains(remedy),
+            "{text}"
+        );
         assert!(!text.contains("secret"), "{text}");
         assert_eq!(requests, 1, "{status}");
     }
@@ -103,7 +131,9 @@ fn a_changed_file_is_an_error_that_names_it() {
             _ => reply,
         },
         |_, reply| {
-            let is_new = reply.headers.contains(&("etag".to_owned(), "\"version-2\"".to_owned()));
+            let is_new = reply
+                .headers
+                .contains(&("etag".to_owned(), "\"version-2\"".to_owned()));
             let reply = reply.without("etag");
             match is_new {
                 true => reply.with("last-modified", "Sun, 29 Nov 2026 10:00:00 GMT"),
@@ -114,7 +144,11 @@ fn a_changed_file_is_an_error_that_names_it() {
     for (number, kind) in kinds.into_iter().enumerate() {
         let folder = tempfile::tempdir().unwrap();
         let server = Server::with_faults(&[("a.jsonl", &content(50_000))], kind);
-        let path = open(&server.url("a.jsonl?signature=secret"), &options(folder.path())).unwrap();
+        let path = open(
+            &server.url("a.jsonl?signature=secret"),
+            &options(folder.path()),
+        )
+        .unwrap();
         let source = registered_source(&path).unwrap();
         let mut out = [0; 100];
         source.read_at(0, &mut out).unwrap();
@@ -122,12 +156,19 @@ fn a_changed_file_is_an_error_that_names_it() {
         server.set("a.jsonl", &content(50_000), "\"version-2\"");
         for error in [source.read_at(30_000, &mut out), source.check_unchanged()] {
             let error = error.unwrap_err();
-            assert!(matches!(error, Error::FileChanged { .. }), "kind {number}: {error}");
+            assert!(
+                matches!(error, Error::FileChanged { .. }),
+                "kind {number}: {error}"
+            );
             assert!(error.to_string().contains("/a.jsonl changed"), "{error}");
             assert!(!error.to_string().contains("secret"), "{error}");
         }
         // A file that is gone has changed too; opened again, the new version is another file.
-        let again = open(&server.url("a.jsonl?signature=secret"), &options(folder.path())).unwrap();
+        let again = open(
+            &server.url("a.jsonl?signature=secret"),
+            &options(folder.path()),
+        )
+        .unwrap();
         assert_eq!(again, path);
         assert!(read(&path).unwrap() == content(50_000), "kind {number}");
     }
@@ -149,13 +190,22 @@ fn a_weak_tag_is_compared_and_not_sent() {
     let server = Server::with_faults(&[("a", &content(50_000))], weak);
     let path = open(&server.url("a"), &options(folder.path())).unwrap();
     assert!(read(&path).unwrap() == content(50_000));
-    assert!(server.requests().iter().all(|request| !request.headers.contains_key("if-match")));
+    assert!(
+        server
+            .requests()
+            .iter()
+            .all(|request| !request.headers.contains_key("if-match"))
+    );
 }
 
 #[test]
 fn servers_that_cannot_serve_single_records_are_refused_with_the_way_out() {
     let whole = |_: &Request, reply: Reply| {
-        let mut reply = Reply { status: 200, ..reply }.without("content-range");
+        let mut reply = Reply {
+            status: 200,
+            ..reply
+        }
+        .without("content-range");
         reply.body = content(50_000);
         reply
     };
@@ -164,8 +214,13 @@ fn servers_that_cannot_serve_single_records_are_refused_with_the_way_out() {
     for fault in faults {
         let folder = tempfile::tempdir().unwrap();
         let server = Server::with_faults(&[("a", &content(50_000))], fault);
-        let error = open(&server.url("a"), &options(folder.path())).unwrap_err().to_string();
-        assert!(error.contains("download the file and give its path"), "{error}");
+        let error = open(&server.url("a"), &options(folder.path()))
+            .unwrap_err()
+            .to_string();
+        assert!(
+            error.contains("download the file and give its path"),
+            "{error}"
+        );
     }
 }
 
@@ -178,11 +233,14 @@ fn a_slow_answer_is_waited_for_and_a_silent_one_is_not() {
         // The third answer comes long after the limit.
         let is_silent = count.fetch_add(1, Ordering::SeqCst) == 2;
         let delay = if is_silent { 20_000 } else { 5 };
-        Reply { delay: std::time::Duration::from_millis(delay), ..reply }
+        Reply {
+            delay: Duration::from_millis(delay),
+            ..reply
+        }
     };
     let server = Server::with_faults(&[("a", &content(50_000))], slow);
     let mut options = options(folder.path());
-    options.timeout = std::time::Duration::from_secs(2);
+    options.timeout = Duration::from_secs(2);
     let path = open(&server.url("a"), &options).unwrap();
     assert!(read(&path).unwrap() == content(50_000));
 }
@@ -194,8 +252,13 @@ fn two_urls_that_differ_in_their_queries_are_not_confused() {
     let options = options(folder.path());
     open(&server.url("a?id=1"), &options).unwrap();
     open(&server.url("a?id=1"), &options).unwrap();
-    let error = open(&server.url("a?id=2"), &options).unwrap_err().to_string();
-    assert!(error.contains("different queries") && !error.contains("id="), "{error}");
+    let error = open(&server.url("a?id=2"), &options)
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("different queries") && !error.contains("id="),
+        "{error}"
+    );
 }
 
 #[test]
@@ -203,10 +266,18 @@ fn a_server_that_does_not_answer_is_named() {
     let folder = tempfile::tempdir().unwrap();
     let mut options: RemoteOptions = options(folder.path());
     options.retries = 1;
-    // A server that has just ended.
-    let url = Server::new(&[]).url("a.jsonl?signature=secret");
+    options.timeout = Duration::from_millis(200);
+    // It takes connections and never answers.
+    let silent = TcpListener::bind("127.0.0.1:0").unwrap();
+    let url = format!(
+        "http://{}/a.jsonl?signature=secret",
+        silent.local_addr().unwrap()
+    );
     let error = open(&url, &options).unwrap_err().to_string();
-    assert!(error.contains("/a.jsonl cannot be read") && error.contains("after 1 retries"), "{error}");
+    assert!(
+        error.contains("/a.jsonl cannot be read") && error.contains("after 1 retries"),
+        "{error}"
+    );
     assert!(!error.contains("secret"), "{error}");
 }
 

@@ -3,14 +3,17 @@
 use std::path::PathBuf;
 use std::sync::{Arc, Mutex};
 
-use overdrive_datasets::{DataLoader, DataLoaderOptions, Dataset, DatasetExt, IndexLocation, IndexOptions, JsonOptions, JsonRecords};
+use overdrive_datasets::{
+    DataLoader, DataLoaderOptions, Dataset, DatasetExt, IndexLocation, IndexOptions, JsonOptions,
+    JsonRecords,
+};
 use overdrive_remote::open;
 use serde_json::Value;
 
 use crate::records::json_lines;
 use crate::server::{Server, options};
 
-fn loader(path: PathBuf, options: &DataLoaderOptions) -> DataLoader<Vec<Value>> {
+fn loader(path: PathBuf, options: DataLoaderOptions) -> DataLoader<Vec<Value>> {
     let json = JsonOptions {
         index: IndexOptions {
             location: IndexLocation::Memory,
@@ -18,7 +21,7 @@ fn loader(path: PathBuf, options: &DataLoaderOptions) -> DataLoader<Vec<Value>> 
         },
         ..JsonOptions::default()
     };
-    DataLoader::new(JsonRecords::open([path], &json).unwrap(), options.clone()).unwrap()
+    DataLoader::new(JsonRecords::open([path], &json).unwrap(), options).unwrap()
 }
 
 #[test]
@@ -40,24 +43,27 @@ fn a_shuffled_run_and_its_resume_are_those_of_a_local_copy() {
                 world_size,
                 ..DataLoaderOptions::default()
             };
-            let mut expected = loader(local.clone(), &of(0));
+            let mut expected = loader(local.clone(), of(0));
             let expected: Vec<Vec<Value>> = (0..2)
                 .flat_map(|_| expected.epoch().map(Result::unwrap).collect::<Vec<_>>())
                 .collect();
             for workers in [0, 1, 4] {
-                let mut whole = loader(remote.clone(), &of(workers));
+                let mut whole = loader(remote.clone(), of(workers));
                 let mut found: Vec<Vec<Value>> = Vec::new();
                 for _ in 0..2 {
                     found.extend(whole.epoch().map(Result::unwrap));
                 }
-                assert_eq!(found, expected, "rank {rank} of {world_size}, {workers} workers");
+                assert_eq!(
+                    found, expected,
+                    "rank {rank} of {world_size}, {workers} workers"
+                );
                 // Stopped in the middle of an epoch, and resumed with another number of workers.
-                let mut first = loader(remote.clone(), &of(workers));
+                let mut first = loader(remote.clone(), of(workers));
                 let batches = 7;
                 for batch in &expected[..batches] {
                     assert_eq!(first.next_batch().unwrap().unwrap(), *batch);
                 }
-                let mut second = loader(remote.clone(), &of(4 - workers));
+                let mut second = loader(remote.clone(), of(4 - workers));
                 second.load_state_dict(first.state_dict()).unwrap();
                 drop(first);
                 let rest: Vec<Vec<Value>> = second.epoch().map(Result::unwrap).collect();

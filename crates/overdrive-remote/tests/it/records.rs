@@ -3,8 +3,8 @@
 use std::path::{Path, PathBuf};
 
 use overdrive_datasets::{
-    Corpus, CorpusOptions, CsvOptions, CsvRecords, Dataset, Error, IndexLocation, IndexOptions, JsonOptions, JsonRecords,
-    RecordFiles, SampleBy, TextLines, TextOptions, WebDataset,
+    Corpus, CorpusOptions, CsvOptions, CsvRecords, Dataset, Error, IndexLocation, IndexOptions,
+    JsonOptions, JsonRecords, RecordFiles, SampleBy, TextLines, TextOptions, WebDataset,
 };
 use overdrive_remote::open;
 
@@ -32,9 +32,20 @@ fn assert_same(remote: &RecordFiles, local: &RecordFiles, what: &str) {
     assert!(local.len() > 2, "{what}");
     for step in 0..local.len() {
         let index = step * 7919 % local.len();
-        assert_eq!(remote.bytes(index).unwrap(), local.bytes(index).unwrap(), "{what}, record {index}");
-        let (one, other) = (remote.location(index).unwrap(), local.location(index).unwrap());
-        assert_eq!((one.record, one.offset), (other.record, other.offset), "{what}");
+        assert_eq!(
+            remote.bytes(index).unwrap(),
+            local.bytes(index).unwrap(),
+            "{what}, record {index}"
+        );
+        let (one, other) = (
+            remote.location(index).unwrap(),
+            local.location(index).unwrap(),
+        );
+        assert_eq!(
+            (one.record, one.offset),
+            (other.record, other.offset),
+            "{what}"
+        );
     }
 }
 
@@ -64,9 +75,13 @@ fn records_of_every_format_are_those_of_a_local_copy() {
     let folder = tempfile::tempdir().unwrap();
     let lines = json_lines();
     let array = format!("[{}]", lines.trim_end().replace('\n', ",\n "));
-    let csv: String = (0..700).map(|i| format!("{i},\"a \"\"{i}\"\"\nline, {}\"\r\n", "x".repeat(i % 90))).collect();
+    let csv: String = (0..700)
+        .map(|i| format!("{i},\"a \"\"{i}\"\"\nline, {}\"\r\n", "x".repeat(i % 90)))
+        .collect();
     let csv = format!("\u{feff}id,text\r\n{csv}");
-    let text: String = (0..900).map(|i| format!("line {i}\n{}", if i % 5 == 0 { " \n" } else { "" })).collect();
+    let text: String = (0..900)
+        .map(|i| format!("line {i}\n{}", if i % 5 == 0 { " \n" } else { "" }))
+        .collect();
     let tar = tar(40);
     let files: [(&str, &[u8]); 5] = [
         ("a.jsonl", lines.as_bytes()),
@@ -82,28 +97,47 @@ fn records_of_every_format_are_those_of_a_local_copy() {
     let path = |name: &str| open(&server.url(name), &options(folder.path())).unwrap();
     let local = |name: &str| folder.path().join(name);
     let indexed = index(folder.path());
-    let json = JsonOptions { index: indexed.clone(), ..JsonOptions::default() };
+    let json = JsonOptions {
+        index: indexed.clone(),
+        ..JsonOptions::default()
+    };
     // Built in the first turn, opened in the second.
     for turn in 0..2 {
         for name in ["a.jsonl", "a.json"] {
-            let open = |path: PathBuf| JsonRecords::<serde_json::Value>::open([path], &json).unwrap();
+            let open =
+                |path: PathBuf| JsonRecords::<serde_json::Value>::open([path], &json).unwrap();
             let (remote, local) = (open(path(name)), open(local(name)));
             assert_same(remote.records(), local.records(), name);
             assert_eq!(remote.get(77).unwrap(), local.get(77).unwrap());
             let built = remote.records().report().built_bytes;
             assert_eq!(built > 0, turn == 0, "{name}: the index is kept");
         }
-        let options = CsvOptions { index: indexed.clone(), ..CsvOptions::default() };
+        let options = CsvOptions {
+            index: indexed.clone(),
+            ..CsvOptions::default()
+        };
         let open = |path: PathBuf| CsvRecords::open([path], &options).unwrap();
         let (remote, copy) = (open(path("a.csv")), open(local("a.csv")));
         assert_same(remote.records(), copy.records(), "a.csv");
         assert_eq!(remote.get(600).unwrap(), copy.get(600).unwrap());
         for sample_by in [SampleBy::Line, SampleBy::Paragraph] {
-            let options = TextOptions { sample_by, index: indexed.clone(), ..TextOptions::default() };
+            let options = TextOptions {
+                sample_by,
+                index: indexed.clone(),
+                ..TextOptions::default()
+            };
             let open = |path: PathBuf| TextLines::open([path], &options).unwrap();
-            assert_same(open(path("a.txt")).records(), open(local("a.txt")).records(), "a.txt");
+            assert_same(
+                open(path("a.txt")).records(),
+                open(local("a.txt")).records(),
+                "a.txt",
+            );
         }
-        let options = TextOptions { sample_by: SampleBy::Document, index: indexed.clone(), ..TextOptions::default() };
+        let options = TextOptions {
+            sample_by: SampleBy::Document,
+            index: indexed.clone(),
+            ..TextOptions::default()
+        };
         let document = TextLines::open([path("a.txt")], &options).unwrap();
         assert_eq!(document.get(0).unwrap(), text);
         let open = |path: PathBuf| WebDataset::open([path], &indexed).unwrap();
@@ -115,7 +149,11 @@ fn records_of_every_format_are_those_of_a_local_copy() {
     let mut bytes: Vec<(String, usize)> = Vec::new();
     for request in server.reads() {
         let (start, end) = request.range().unwrap();
-        bytes.extend((start..end).step_by(4096).map(|at| (request.path.clone(), at)));
+        bytes.extend(
+            (start..end)
+                .step_by(4096)
+                .map(|at| (request.path.clone(), at)),
+        );
     }
     let requested = bytes.len();
     bytes.sort();
@@ -143,7 +181,9 @@ fn a_corpus_of_remote_files_has_the_digest_of_the_local_ones() {
     assert_eq!(local.total_bytes(), remote.total_bytes());
     remote.check_unchanged().unwrap();
     server.set("book.txt", b"another text", "\"version-2\"");
-    assert!(matches!(remote.check_unchanged(), Err(Error::FileChanged { path }) if path.ends_with("book.txt")));
+    assert!(
+        matches!(remote.check_unchanged(), Err(Error::FileChanged { path }) if path.ends_with("book.txt"))
+    );
 }
 
 #[test]
@@ -153,7 +193,10 @@ fn a_fingerprint_is_the_name_and_the_version() {
     let server = Server::new(&[("a.jsonl", lines.as_bytes())]);
     let fingerprint = || {
         let path = open(&server.url("a.jsonl"), &options(folder.path())).unwrap();
-        let json = JsonOptions { index: index(folder.path()), ..JsonOptions::default() };
+        let json = JsonOptions {
+            index: index(folder.path()),
+            ..JsonOptions::default()
+        };
         let records = JsonRecords::<serde_json::Value>::open([path], &json).unwrap();
         let reads = server.reads().len();
         let fingerprint = records.records().fingerprint().unwrap();
@@ -163,7 +206,11 @@ fn a_fingerprint_is_the_name_and_the_version() {
     let first = fingerprint();
     assert_eq!(fingerprint(), first);
     // A file of the same length.
-    server.set("a.jsonl", lines.replace("word", "WORD").as_bytes(), "\"version-2\"");
+    server.set(
+        "a.jsonl",
+        lines.replace("word", "WORD").as_bytes(),
+        "\"version-2\"",
+    );
     let second = fingerprint();
     assert_eq!(second.0, first.0);
     assert_ne!(second.1, first.1);
@@ -183,24 +230,39 @@ fn compressed_files_are_unpacked_once() {
             .output()
             .unwrap();
         let output = String::from_utf8_lossy(&child.stdout).into_owned();
-        assert!(child.status.success() && output.contains("1 passed"), "{output}");
+        assert!(
+            child.status.success() && output.contains("1 passed"),
+            "{output}"
+        );
         return;
     }
-    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR")).join("../overdrive-datasets/tests/fixtures/compressed");
-    for name in ["single_stream.txt.gz", "blocks.txt.gz", "no_size.txt.zst", "frames.txt.zst"] {
+    let fixtures = Path::new(env!("CARGO_MANIFEST_DIR"))
+        .join("../overdrive-datasets/tests/fixtures/compressed");
+    for name in [
+        "single_stream.txt.gz",
+        "blocks.txt.gz",
+        "no_size.txt.zst",
+        "frames.txt.zst",
+    ] {
         let bytes = std::fs::read(fixtures.join(name)).unwrap();
         let server = Server::new(&[(name, &bytes)]);
         let path = open(&server.url(name), &options(folder.path())).unwrap();
         for _ in 0..2 {
             let lines = TextLines::open([&path], &TextOptions::default()).unwrap();
             assert_eq!(lines.len(), 3000, "{name}");
-            assert_eq!(lines.get(2999).unwrap(), format!("line 2999 {}", "abc".repeat(2999 % 11)));
+            assert_eq!(
+                lines.get(2999).unwrap(),
+                format!("line 2999 {}", "abc".repeat(2999 % 11))
+            );
             assert_eq!(lines.records().location(0).unwrap().path, path);
         }
         // A truncated file is an error.
         let server = Server::new(&[(name, &bytes[..bytes.len() / 2])]);
         let path = open(&server.url(name), &options(folder.path())).unwrap();
-        assert!(TextLines::open([&path], &TextOptions::default()).is_err(), "{name}");
+        assert!(
+            TextLines::open([&path], &TextOptions::default()).is_err(),
+            "{name}"
+        );
     }
 }
 
@@ -209,14 +271,27 @@ fn an_empty_file_has_no_records() {
     let folder = tempfile::tempdir().unwrap();
     let server = Server::new(&[("a.jsonl", b"")]);
     let path = open(&server.url("a.jsonl"), &options(folder.path())).unwrap();
-    let json = JsonOptions { index: index(folder.path()), ..JsonOptions::default() };
-    assert_eq!(JsonRecords::<serde_json::Value>::open([path], &json).unwrap().len(), 0);
+    let json = JsonOptions {
+        index: index(folder.path()),
+        ..JsonOptions::default()
+    };
+    assert_eq!(
+        JsonRecords::<serde_json::Value>::open([path], &json)
+            .unwrap()
+            .len(),
+        0
+    );
 }
 
 #[test]
 fn a_url_that_was_not_opened_is_an_error_with_the_way_out_and_without_its_secrets() {
     let path = "https://host/a.jsonl?signature=secret";
-    let error = JsonRecords::<serde_json::Value>::open([path], &JsonOptions::default()).unwrap_err().to_string();
-    assert!(error.contains("https://host/a.jsonl") && error.contains("download"), "{error}");
+    let error = JsonRecords::<serde_json::Value>::open([path], &JsonOptions::default())
+        .unwrap_err()
+        .to_string();
+    assert!(
+        error.contains("https://host/a.jsonl") && error.contains("download"),
+        "{error}"
+    );
     assert!(!error.contains("secret"), "{error}");
 }

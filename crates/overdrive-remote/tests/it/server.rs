@@ -16,8 +16,6 @@ pub(crate) struct Request {
     /// With the query.
     pub(crate) path: String,
     pub(crate) headers: BTreeMap<String, String>,
-    /// The number of the request to this server, from 0.
-    pub(crate) number: usize,
 }
 
 impl Request {
@@ -184,17 +182,12 @@ fn serve(state: &State, stream: &TcpStream) -> std::io::Result<()> {
             };
             headers.insert(name.to_ascii_lowercase(), value.trim().to_owned());
         }
-        let request = {
-            let mut log = state.log.lock().unwrap();
-            let request = Request {
-                method,
-                path,
-                headers,
-                number: log.len(),
-            };
-            log.push(request.clone());
-            request
+        let request = Request {
+            method,
+            path,
+            headers,
         };
+        state.log.lock().unwrap().push(request.clone());
         let reply = (state.fault)(&request, answer(state, &request));
         std::thread::sleep(reply.delay);
         if reply.drop {
@@ -204,7 +197,11 @@ fn serve(state: &State, stream: &TcpStream) -> std::io::Result<()> {
         for (name, value) in &reply.headers {
             head.push_str(&format!("{name}: {value}\r\n"));
         }
-        if !reply.headers.iter().any(|(name, _)| name == "content-length") {
+        if !reply
+            .headers
+            .iter()
+            .any(|(name, _)| name == "content-length")
+        {
             head.push_str(&format!("content-length: {}\r\n", reply.body.len()));
         }
         head.push_str("\r\n");
@@ -221,7 +218,7 @@ fn serve(state: &State, stream: &TcpStream) -> std::io::Result<()> {
 fn answer(state: &State, request: &Request) -> Reply {
     let name = request.path.split('?').next().unwrap();
     let files = state.files.lock().unwrap();
-    let Some((bytes, etag)) = files.get(name.trim_start_matches('/')) else {
+    let Some((bytes, etag)) = files.get(&decoded(name.trim_start_matches('/'))) else {
         return Reply::status(404);
     };
     let reply = |status| {
@@ -230,7 +227,11 @@ fn answer(state: &State, request: &Request) -> Reply {
             .with("last-modified", "Sat, 28 Nov 2026 10:00:00 GMT")
             .with("accept-ranges", "bytes")
     };
-    if request.headers.get("if-match").is_some_and(|tag| tag != etag) {
+    if request
+        .headers
+        .get("if-match")
+        .is_some_and(|tag| tag != etag)
+    {
         return reply(412);
     }
     let Some((start, end)) = request.range() else {
@@ -246,4 +247,15 @@ fn answer(state: &State, request: &Request) -> Reply {
     let mut part = reply(206).with("content-range", range);
     part.body = bytes[start..end].to_vec();
     part
+}
+
+/// Decodes the `%XX` of a path.
+fn decoded(path: &str) -> String {
+    let mut parts = path.split('%');
+    let mut text = parts.next().unwrap().to_owned();
+    for part in parts {
+        text.push(char::from(u8::from_str_radix(&part[..2], 16).unwrap()));
+        text.push_str(&part[2..]);
+    }
+    text
 }

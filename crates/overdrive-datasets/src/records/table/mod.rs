@@ -268,7 +268,8 @@ fn open_file(path: &Path) -> Result<Box<dyn TableFile>> {
     if let Some(source) = registered_source(path) {
         let magic = read_source(source.as_ref(), 0..source.len().min(4))?;
         if magic != b"PAR1" {
-            let problem = "only Parquet can be read from a server; download Arrow files and give their paths";
+            let problem =
+                "only Parquet can be read from a server; download Arrow files and give their paths";
             return Err(malformed(problem.to_owned()));
         }
         let opened = catch_unwind(AssertUnwindSafe(|| ParquetFile::open_source(source)));

@@ -62,7 +62,8 @@ impl ChunkReader for RemoteChunks {
         let end = start.checked_add(length as u64);
         // A damaged footer may name any range.
         let end = end.filter(|&end| end <= self.0.len());
-        let end = end.ok_or_else(|| ParquetError::EOF("a column ends after the file".to_owned()))?;
+        let end =
+            end.ok_or_else(|| ParquetError::EOF("a column ends after the file".to_owned()))?;
         let read = read_source(self.0.as_ref(), start..end);
         let bytes = read.map_err(|error| ParquetError::External(Box::new(error)))?;
         Ok(bytes.into())
