@@ -47,7 +47,7 @@ pub fn local_data(data: &[PathBuf]) -> Result<Vec<PathBuf>> {
     #[cfg(feature = "remote")]
     {
         use overdrive::remote::{RemoteOptions, data_paths};
-        return Ok(data_paths(data, &RemoteOptions::from_env()?)?);
+        Ok(data_paths(data, &RemoteOptions::from_env()?)?)
     }
     #[cfg(not(feature = "remote"))]
     Ok(data.to_vec())

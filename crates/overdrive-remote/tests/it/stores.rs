@@ -142,11 +142,7 @@ fn objects_of_s3_are_read_with_signed_requests() {
     let moto = Moto::start();
     let lines = json_lines();
     assert_eq!(moto.send("PUT", "/bucket", b"").0, 200);
-    for key in [
-        "data/a%20b/train-00.jsonl",
-        "data/a%20b/train-01.jsonl",
-        "data/a%20b/.hidden",
-    ] {
+    for key in ["data/a%20b-00.jsonl", "data/a%20b-01.jsonl", "data/.hidden"] {
         assert_eq!(
             moto.send("PUT", &format!("/bucket/{key}"), lines.as_bytes())
                 .0,
@@ -163,14 +159,14 @@ fn objects_of_s3_are_read_with_signed_requests() {
     set("AWS_ACCESS_KEY_ID", &id);
     set("AWS_SECRET_ACCESS_KEY", &secret);
     set("AWS_REGION", "us-east-1");
-    let path = open("s3://bucket/data/a b/train-01.jsonl", &options).unwrap();
-    assert_eq!(path, PathBuf::from("s3://bucket/data/a b/train-01.jsonl"));
+    let path = open("s3://bucket/data/a b-01.jsonl", &options).unwrap();
+    assert_eq!(path, PathBuf::from("s3://bucket/data/a b-01.jsonl"));
     let found = records(path.clone());
     assert_eq!(found.len(), 500);
     assert_eq!(found.get(321).unwrap()["id"], 321);
-    let folder_paths = data_paths(&["s3://bucket/data/a b/".into()], &options).unwrap();
-    let expected = ["train-00.jsonl", "train-01.jsonl"]
-        .map(|name| PathBuf::from(format!("s3://bucket/data/a b/{name}")));
+    let folder_paths = data_paths(&["s3://bucket/data/".into()], &options).unwrap();
+    let expected = ["a b-00.jsonl", "a b-01.jsonl"]
+        .map(|name| PathBuf::from(format!("s3://bucket/data/{name}")));
     assert_eq!(folder_paths, expected);
     let missing = open("s3://bucket/data/none.jsonl", &options)
         .unwrap_err()
@@ -183,8 +179,7 @@ fn objects_of_s3_are_read_with_signed_requests() {
     let source = registered_source(&path).unwrap();
     moto.compare_signatures(false);
     assert_eq!(
-        moto.send("PUT", "/bucket/data/a%20b/train-01.jsonl", b"{}\n")
-            .0,
+        moto.send("PUT", "/bucket/data/a%20b-01.jsonl", b"{}\n").0,
         200
     );
     moto.compare_signatures(true);
@@ -197,7 +192,7 @@ fn objects_of_s3_are_read_with_signed_requests() {
     options
         .settings
         .insert("AWS_SECRET_ACCESS_KEY".to_owned(), wrong.to_owned());
-    let refused = open("s3://bucket/data/a b/train-00.jsonl", &options).unwrap_err();
+    let refused = open("s3://bucket/data/a b-00.jsonl", &options).unwrap_err();
     let text = format!("{refused} {refused:?}");
     assert!(
         text.contains("status 403") && text.contains("AWS_SECRET_ACCESS_KEY"),
