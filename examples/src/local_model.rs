@@ -40,11 +40,16 @@ pub fn local_tokenizer(name: &Path) -> Result<PathBuf> {
 }
 
 /// Returns the data of a run with the names of datasets on the hub replaced by the paths of their files, as
-/// [`local_model`] does.
+/// [`local_model`] does, and with URLs opened (feature `remote`).
 pub fn local_data(data: &[PathBuf]) -> Result<Vec<PathBuf>> {
     #[cfg(feature = "hub")]
-    return with_progress(|options| overdrive::hub::data_paths(data, options));
-    #[cfg(not(feature = "hub"))]
+    let data = &with_progress(|options| overdrive::hub::data_paths(data, options))?;
+    #[cfg(feature = "remote")]
+    {
+        use overdrive::remote::{RemoteOptions, data_paths};
+        Ok(data_paths(data, &RemoteOptions::from_env()?)?)
+    }
+    #[cfg(not(feature = "remote"))]
     Ok(data.to_vec())
 }
 

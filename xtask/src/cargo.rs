@@ -34,8 +34,8 @@ pub(crate) fn target_folder() -> PathBuf {
 /// The features that are off by default, because they compile long or have another licence, but are checked.
 const ALL_FEATURES: [&str; 2] = [
     "--features",
-    "overdrive/image,overdrive/parquet,overdrive/speech,overdrive-examples/image,\
-     overdrive-examples/speech",
+    "overdrive/image,overdrive/parquet,overdrive/remote,overdrive/speech,overdrive-examples/image,\
+     overdrive-examples/remote,overdrive-examples/speech",
 ];
 
 /// One cargo command.

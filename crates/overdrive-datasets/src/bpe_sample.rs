@@ -1,12 +1,10 @@
 //! The sample of a corpus that a tokenizer is trained on.
 
-use std::fs::File;
 use std::io::{Read, Seek, SeekFrom};
-
-use overdrive_core::Error as CommonError;
 
 use crate::documents::json_text;
 use crate::index::text_start;
+use crate::range_source::{DataReader, read_error};
 use crate::{Corpus, CorpusFile, Error, Result, Sha256Digest, TextFormat};
 use overdrive_core::random::random_u64;
 
@@ -102,15 +100,15 @@ pub(crate) fn read_block(corpus: &Corpus, block: Block) -> Result<String> {
 }
 
 fn read_range(file: &CorpusFile, block: Block) -> Result<Vec<u8>> {
-    let mut handle = File::open(&file.path).map_err(CommonError::io("open", &file.path))?;
+    let mut handle = DataReader::open(&file.path)?;
     handle
         .seek(SeekFrom::Start(block.start))
-        .map_err(CommonError::io("read", &file.path))?;
+        .map_err(read_error("read", &file.path))?;
     let mut bytes = Vec::new();
     handle
         .take(block.bytes())
         .read_to_end(&mut bytes)
-        .map_err(CommonError::io("read", &file.path))?;
+        .map_err(read_error("read", &file.path))?;
     if bytes.len() as u64 != block.bytes() {
         return Err(Error::FileChanged {
             path: file.path.clone(),

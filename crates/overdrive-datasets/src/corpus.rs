@@ -2,7 +2,6 @@
 
 use std::collections::HashSet;
 use std::fmt;
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read, Seek};
 use std::path::{Path, PathBuf};
 
@@ -15,6 +14,7 @@ use overdrive_core::Error as CommonError;
 use crate::digest::FieldHasher;
 use crate::file_state::FileState;
 use crate::index::text_start;
+use crate::range_source::{DataReader, is_url, not_opened, read_error, registered_source};
 use crate::{Error, Result, Sha256Digest};
 
 /// The format of a text file.
@@ -254,8 +254,10 @@ impl Corpus {
 
     /// Checks that no file has changed since it was listed. Callers that read only samples of the files need it;
     /// other callers compare the digest.
-    #[cfg(feature = "tokenizers")]
-    pub(crate) fn check_unchanged(&self) -> Result<()> {
+    ///
+    /// # Errors
+    /// [`Error::FileChanged`], or another error if a file is not there any more.
+    pub fn check_unchanged(&self) -> Result<()> {
         let mut files = self.files.iter();
         files.try_for_each(|file| file.state.check(&file.path))
     }
@@ -272,7 +274,10 @@ impl Corpus {
         for file in candidates {
             // One file has many paths: `a.txt`, `./a.txt`, a link to it.
             let path = &file.path;
-            let key = path.canonicalize().map_err(CommonError::io("read", path))?;
+            let key = match registered_source(path) {
+                Some(_) => path.clone(),
+                None => path.canonicalize().map_err(CommonError::io("read", path))?,
+            };
             if reached.insert(key) {
                 files.push(file);
             }
@@ -322,8 +327,18 @@ pub(crate) fn find_files(
     skipped: &mut Skipped,
     found: &mut Vec<Candidate>,
 ) -> Result<()> {
-    let metadata = std::fs::metadata(root).map_err(CommonError::io("read", root))?;
-    if metadata.is_file() {
+    let source = registered_source(root);
+    if source.is_none() && is_url(root) {
+        return Err(not_opened(root));
+    }
+    let named = match &source {
+        Some(source) => Some(source.len()),
+        None => {
+            let metadata = std::fs::metadata(root).map_err(CommonError::io("read", root))?;
+            metadata.is_file().then_some(metadata.len())
+        }
+    };
+    if let Some(bytes) = named {
         let format = TextFormat::of(root).map_err(|(format, hint)| {
             Error::invalid_file(root, format!("{format} is not supported here; {hint}"))
         })?;
@@ -335,7 +350,7 @@ pub(crate) fn find_files(
         found.push(Candidate {
             path: root.to_owned(),
             name,
-            bytes: metadata.len(),
+            bytes,
             format,
             is_named: true,
         });
@@ -534,14 +549,20 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
         return Ok(Content::TooLarge);
     }
     let path = &candidate.path;
-    let mut file = File::open(path).map_err(CommonError::io("open", path))?;
+    let mut file = DataReader::open(path)?;
     if !candidate.is_named
         && candidate.format == TextFormat::JsonLines
-        && !first_record_has_field(path, &file, &options.text_field)?
+        && !first_record_has_field(path, &mut file, &options.text_field)?
     {
         return Ok(Content::WithoutField);
     }
-    let metadata = file.metadata().map_err(CommonError::io("read", path))?;
+    let state = match &file {
+        // That of the open file: another may have its name by now.
+        DataReader::File(file) => {
+            FileState::of(&file.metadata().map_err(CommonError::io("read", path))?)
+        }
+        DataReader::Remote(_) => FileState::read(path)?,
+    };
     // One byte more than the listed length, so that growth of an empty file is detected too.
     let mut block = vec![0; BLOCK_BYTES.min(candidate.bytes as usize + 1)];
     let mut hasher = Sha256::new();
@@ -557,7 +578,7 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
         let read = match file.read(&mut block[incomplete..]) {
             Ok(read) => read,
             Err(error) if error.kind() == std::io::ErrorKind::Interrupted => continue,
-            Err(error) => return Err(CommonError::io("read", path)(error).into()),
+            Err(error) => return Err(read_error("read", path)(error)),
         };
         if read == 0 {
             break;
@@ -581,7 +602,7 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
         _ => Content::Text {
             bytes,
             digest: Sha256Digest::finish(hasher),
-            state: FileState::of(&metadata),
+            state,
         },
     })
 }
@@ -589,8 +610,8 @@ fn read_content(candidate: &Candidate, options: &CorpusOptions) -> Result<Conten
 /// Returns `false` if the first record of the JSON Lines `file` is valid JSON but has no field `field`, and leaves
 /// the file at its start. A folder of sources may hold records for other purposes; a file that is damaged is not
 /// one of them.
-fn first_record_has_field(path: &Path, file: &File, field: &str) -> Result<bool> {
-    let io = |error| CommonError::io("read", path)(error);
+fn first_record_has_field(path: &Path, file: &mut DataReader, field: &str) -> Result<bool> {
+    let io = |error| read_error("read", path)(error);
     let mut reader = BufReader::new(file);
     let mut line = Vec::new();
     while line.trim_ascii().is_empty() {

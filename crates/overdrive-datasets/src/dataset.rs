@@ -27,6 +27,13 @@ pub trait Dataset: Send + Sync {
     /// Returns an error if `index` is not below [`Dataset::len`], or if the record cannot be read.
     fn get(&self, index: usize) -> Result<Self::Item>;
 
+    /// Announces that the records at `indices` will be read soon, each by a [`get`](Dataset::get): those of files on a
+    /// server are then requested together. A [`DataLoader`](crate::DataLoader) announces each batch. By default it does
+    /// nothing; a dataset over another one passes the call on. It returns at once, and an error is left to `get`.
+    fn prefetch(&self, indices: &[usize]) {
+        let _ = indices;
+    }
+
     /// Checks that the files behind the records have not changed since they were opened. What stores results of the
     /// records, such as [`build_dataset_tokens`](crate::build_dataset_tokens) and [`MapCache`](crate::MapCache), calls
     /// it after the last one. By default it returns `Ok(())`, for records that come from no file; a dataset over
@@ -48,6 +55,10 @@ impl<D: Dataset + ?Sized> Dataset for &D {
 
     fn get(&self, index: usize) -> Result<Self::Item> {
         (**self).get(index)
+    }
+
+    fn prefetch(&self, indices: &[usize]) {
+        (**self).prefetch(indices);
     }
 
     fn check_unchanged(&self) -> Result<()> {
@@ -92,6 +103,10 @@ impl<D: Dataset + ?Sized> Dataset for Arc<D> {
         (**self).get(index)
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        (**self).prefetch(indices);
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         (**self).check_unchanged()
     }
@@ -106,6 +121,10 @@ impl<D: Dataset + ?Sized> Dataset for Box<D> {
 
     fn get(&self, index: usize) -> Result<Self::Item> {
         (**self).get(index)
+    }
+
+    fn prefetch(&self, indices: &[usize]) {
+        (**self).prefetch(indices);
     }
 
     fn check_unchanged(&self) -> Result<()> {

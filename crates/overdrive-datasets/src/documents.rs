@@ -1,13 +1,11 @@
 //! The documents of a corpus, streamed in chunks of bounded size.
 
-use std::fs::File;
 use std::io::{BufRead, BufReader, Read};
 
 use sha2::{Digest, Sha256};
 
-use overdrive_core::Error as CommonError;
-
 use crate::index::text_start;
+use crate::range_source::{DataReader, read_error};
 use crate::{Corpus, CorpusFile, Error, RecordNumber, Result, Sha256Digest, TextFormat};
 
 /// The length of the byte order mark of UTF-8.
@@ -32,9 +30,8 @@ pub(crate) fn for_each_chunk(
     mut sink: impl FnMut(Chunk) -> bool,
 ) -> Result<()> {
     for file in corpus.files() {
-        let handle = File::open(&file.path).map_err(CommonError::io("open", &file.path))?;
         let reader = HashingReader {
-            inner: handle,
+            inner: DataReader::open(&file.path)?,
             hasher: Sha256::new(),
         };
         let go_on = match file.format {
@@ -52,7 +49,7 @@ pub(crate) fn for_each_chunk(
 
 /// A reader that hashes the bytes it reads, to detect that a file has changed since it was listed.
 struct HashingReader {
-    inner: File,
+    inner: DataReader,
     hasher: Sha256,
 }
 
@@ -85,13 +82,13 @@ fn plain_chunks(
     // A byte order mark is not part of the text. It is removed before the first chunk is read, so that the chunks
     // equal those of the same file without the mark.
     let read = reader.by_ref().take(BOM_BYTES).read_to_end(&mut pending);
-    read.map_err(CommonError::io("read", &file.path))?;
+    read.map_err(read_error("read", &file.path))?;
     pending.drain(..text_start(&pending));
     loop {
         // One byte more than the bound, since the split depends on the byte after it.
         let missing = (max_bytes + 1).saturating_sub(pending.len()) as u64;
         let read = reader.by_ref().take(missing).read_to_end(&mut pending);
-        read.map_err(CommonError::io("read", &file.path))?;
+        read.map_err(read_error("read", &file.path))?;
         if pending.len() <= max_bytes {
             break;
         }
@@ -134,7 +131,7 @@ fn json_lines_chunks(
         line.clear();
         let read = reader
             .read_until(b'\n', &mut line)
-            .map_err(CommonError::io("read", &file.path))?;
+            .map_err(read_error("read", &file.path))?;
         if read == 0 {
             break;
         }

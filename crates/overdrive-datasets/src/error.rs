@@ -40,6 +40,15 @@ pub enum Error {
         path: PathBuf,
     },
 
+    /// A file on a server cannot be read.
+    #[error("{path} cannot be read: {problem}")]
+    Remote {
+        /// The name of the file: its URL without secrets.
+        path: PathBuf,
+        /// The answer of the server or of the network, and the remedy where there is one.
+        problem: String,
+    },
+
     /// No files, or no usable records, were found.
     #[error("no data found in {searched}: {problem}")]
     NoData {

@@ -6,6 +6,7 @@ use std::time::{SystemTime, UNIX_EPOCH};
 
 use overdrive_core::Error as CommonError;
 
+use crate::range_source::{RangeSource, registered_source};
 use crate::{Error, Result};
 
 /// The length of a file and its times. Every write changes the modification time, which a program may set back; the
@@ -34,11 +35,23 @@ impl FileState {
         }
     }
 
+    /// Returns the state of an object on a server, whose version takes the place of the times.
+    pub(crate) fn of_source(source: &dyn RangeSource) -> Self {
+        Self {
+            bytes: source.len(),
+            modified: Time::default(),
+            changed: Time::default(),
+        }
+    }
+
     /// Returns the state of the file at `path`.
     ///
     /// # Errors
     /// [`Error::Common`] if there is no such file.
     pub(crate) fn read(path: &Path) -> Result<Self> {
+        if let Some(source) = registered_source(path) {
+            return Ok(Self::of_source(source.as_ref()));
+        }
         let metadata = std::fs::metadata(path).map_err(CommonError::io("read", path))?;
         Ok(Self::of(&metadata))
     }
@@ -48,6 +61,9 @@ impl FileState {
     /// # Errors
     /// [`Error::FileChanged`], and [`Error::Common`] if there is no such file any more.
     pub(crate) fn check(&self, path: &Path) -> Result<()> {
+        if let Some(source) = registered_source(path) {
+            return source.check_unchanged();
+        }
         match Self::read(path)? == *self {
             true => Ok(()),
             false => Err(Error::FileChanged {

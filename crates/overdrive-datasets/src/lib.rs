@@ -111,6 +111,7 @@ mod packing;
 pub mod prelude;
 #[cfg(feature = "tokenizers")]
 mod progress_bar;
+mod range_source;
 mod records;
 mod sampling;
 pub mod store_format;
@@ -168,6 +169,7 @@ pub use modalities::{Resampling, Speech, SpeechDataset, SpeechOptions};
 pub use modalities::{TextDataset, TextDatasetOptions, TruncationSide};
 pub use overdrive_core::IGNORE_INDEX;
 pub use packing::{PackPlan, PackingStrategy, Segment};
+pub use range_source::{RangeSource, register_source, registered_source};
 #[cfg(feature = "parquet")]
 pub use records::TableRecords;
 pub use records::{

@@ -118,6 +118,19 @@ impl<D: Dataset> Dataset for Mixture<D> {
         }
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        let mut of_each = vec![Vec::new(); self.sources.len()];
+        for &index in indices.iter().filter(|&&index| index < self.len()) {
+            let number = self.places.partition_point(|place| place.first <= index);
+            if let Some(number) = number.checked_sub(1) {
+                of_each[number].push(index - self.places[number].first);
+            }
+        }
+        for (source, records) in self.sources.iter().zip(of_each) {
+            source.prefetch(&records);
+        }
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         self.sources.iter().try_for_each(Dataset::check_unchanged)
     }

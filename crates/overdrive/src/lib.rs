@@ -31,6 +31,7 @@
 //! | [`snapshot`] | `snapshot` | the state of a run in folders that appear whole or not at all |
 //! | [`trainer`] | `trainer` | training arguments in Hugging Face's words, presets, run folders |
 //! | `packages` | `packages` (off) | packages of AOTInductor |
+//! | `remote` | `remote` (off) | training data at https://, s3:// and gs://, read by range |
 //! | `serve` | `serve` (off) | an HTTP server with OpenAI's API over the engine |
 //! | `graphs` | `graphs` (off) | CUDA graphs of decoding and training steps |
 //! | [`datasets`] with | `image`, `parquet`, `speech` (off) | images with captions, Parquet and Arrow files, speech |
@@ -114,6 +115,8 @@ pub use overdrive_precision as precision;
 pub use overdrive_profiling as profiling;
 #[cfg(feature = "quantization")]
 pub use overdrive_quantization as quantization;
+#[cfg(feature = "remote")]
+pub use overdrive_remote as remote;
 #[cfg(feature = "safetensors")]
 pub use overdrive_safetensors as safetensors;
 #[cfg(feature = "serve")]

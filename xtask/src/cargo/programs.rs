@@ -33,15 +33,15 @@ pub(crate) fn train(further: &[OsString]) -> Vec<Cargo> {
     let (launcher, trainer) = launchers_flags(further);
     if launcher.is_empty() {
         return vec![
-            of_main_job("run", "train")
+            of_main_job("run", "train", further)
                 .and(&["--".into()])
                 .and(without_dashes(further)),
         ];
     }
-    let launch = of_main_job("run", "launch").and(&["--".into()]);
+    let launch = of_main_job("run", "launch", further).and(&["--".into()]);
     // The launcher starts the built program, so that N processes do not wait for cargo's lock.
     vec![
-        of_main_job("build", "train"),
+        of_main_job("build", "train", further),
         launch.and(&launcher).and(&["train".into()]).and(&trainer),
     ]
 }
@@ -49,21 +49,27 @@ pub(crate) fn train(further: &[OsString]) -> Vec<Cargo> {
 /// Returns the commands of the search for the fastest settings of the main program, which it starts for its trials.
 pub(crate) fn tune(further: &[OsString]) -> Vec<Cargo> {
     vec![
-        of_main_job("build", "train"),
-        of_main_job("run", "tune")
+        of_main_job("build", "train", further),
+        of_main_job("run", "tune", further)
             .and(&["--".into()])
             .and(without_dashes(further)),
     ]
 }
 
-/// Builds or runs one of the programs of the main command.
-fn of_main_job(command: &str, example: &str) -> Cargo {
+/// Builds or runs one of the programs of the main command. Data at a URL needs a client that other data does not.
+fn of_main_job(command: &str, example: &str, further: &[OsString]) -> Cargo {
+    let has_url = further
+        .iter()
+        .any(|word| word.to_string_lossy().contains("://"));
+    let features = if has_url { "hub,remote" } else { "hub" };
     Cargo::new([
         command,
         "--release",
         "-p",
         "overdrive-examples",
         "--no-default-features",
+        "--features",
+        features,
         "--example",
         example,
     ])
@@ -156,13 +162,15 @@ mod tests {
         let lines = |given: &[&str]| -> Vec<String> {
             train(&words(given)).iter().map(Cargo::line).collect()
         };
-        let plain = "cargo run --release -p overdrive-examples --no-default-features --example train -- --steps 3";
+        let plain = "cargo run --release -p overdrive-examples --no-default-features --features hub --example train -- --steps 3";
         assert_eq!(lines(&["--steps", "3"]), [plain]);
         assert_eq!(lines(&["--", "--steps", "3"]), [plain]);
-        let build =
-            "cargo build --release -p overdrive-examples --no-default-features --example train";
-        let launch = "cargo run --release -p overdrive-examples --no-default-features --example launch -- --nproc 2 train --steps 3";
+        let build = "cargo build --release -p overdrive-examples --no-default-features --features hub --example train";
+        let launch = "cargo run --release -p overdrive-examples --no-default-features --features hub --example launch -- --nproc 2 train --steps 3";
         assert_eq!(lines(&["--nproc", "2", "--steps", "3"]), [build, launch]);
+        let with_url = plain.replace("--features hub", "--features hub,remote");
+        let with_url = with_url.replace("--steps 3", "--data https://host/a.jsonl");
+        assert_eq!(lines(&["--data", "https://host/a.jsonl"]), [with_url]);
         let restarts = launch.replace("--nproc 2", "--nproc=2 --max-restarts 1");
         assert_eq!(
             lines(&["--steps", "3", "--nproc=2", "--max-restarts", "1"]),
@@ -178,7 +186,7 @@ mod tests {
             .collect();
         let of = |command: &str, example: &str| {
             format!(
-                "cargo {command} --release -p overdrive-examples --no-default-features --example {example}"
+                "cargo {command} --release -p overdrive-examples --no-default-features --features hub --example {example}"
             )
         };
         let run = format!("{} -- --effective-batch 16", of("run", "tune"));

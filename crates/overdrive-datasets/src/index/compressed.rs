@@ -2,7 +2,7 @@
 
 use std::collections::VecDeque;
 use std::fs::File;
-use std::io::{Read, Write};
+use std::io::{BufRead, Read, Write};
 use std::ops::Range;
 use std::path::Path;
 use std::sync::{Arc, Mutex, PoisonError};
@@ -13,6 +13,8 @@ use ruzstd::decoding::{FrameDecoder, StreamingDecoder};
 use overdrive_core::Error as CommonError;
 use overdrive_core::files::FileMap;
 
+use super::indexed_file::{read_source, unpacked_source};
+use crate::range_source::registered_source;
 use crate::{Error, Result};
 
 /// The largest block, in unpacked bytes, that is unpacked for a single record.
@@ -79,6 +81,18 @@ impl Compression {
         std::io::copy(&mut self.reader(data), out)
     }
 
+    /// Unpacks a stream into `out`, with constant memory.
+    pub(crate) fn unpack_stream(
+        self,
+        reader: impl BufRead,
+        out: &mut impl Write,
+    ) -> std::io::Result<u64> {
+        match self {
+            Self::Gzip => std::io::copy(&mut MultiGzDecoder::new(reader), out),
+            Self::Zstandard => unpack_frames(reader, out),
+        }
+    }
+
     fn reader(self, data: &[u8]) -> Box<dyn Read + '_> {
         match self {
             // A gzip file may consist of several members, and all of them count.
@@ -93,6 +107,12 @@ impl Compression {
 
 /// Reads the first `bytes` of a file, unpacked if it is compressed.
 pub(crate) fn read_start(path: &Path, bytes: u64) -> Result<Vec<u8>> {
+    if let Some(source) = registered_source(path) {
+        return match unpacked_source(path, &source)? {
+            Some(unpacked) => read_start(&unpacked, bytes),
+            None => read_source(source.as_ref(), 0..bytes.min(source.len())),
+        };
+    }
     let data = FileMap::open(path)?;
     let reader: Box<dyn Read> = match Compression::of(path, &data)? {
         None => Box::new(&data[..]),
@@ -120,17 +140,7 @@ impl Read for Frames<'_> {
                 if read > 0 || out.is_empty() {
                     return Ok(read);
                 }
-                // ruzstd computes the checksum, but does not compare it.
-                let decoder = &frame.decoder;
-                let sums = (
-                    decoder.get_checksum_from_data(),
-                    decoder.get_calculated_checksum(),
-                );
-                if let (Some(expected), Some(found)) = sums
-                    && expected != found
-                {
-                    return Err(std::io::Error::other("its checksum is wrong"));
-                }
+                check_sum(&frame.decoder)?;
                 self.frame = None;
             }
             if self.rest.is_empty() {
@@ -145,6 +155,41 @@ impl Read for Frames<'_> {
             }
         }
     }
+}
+
+/// Compares the checksum of a frame that has been read, which ruzstd computes but does not compare.
+fn check_sum(decoder: &FrameDecoder) -> std::io::Result<()> {
+    let sums = (
+        decoder.get_checksum_from_data(),
+        decoder.get_calculated_checksum(),
+    );
+    match sums {
+        (Some(expected), Some(found)) if expected != found => {
+            Err(std::io::Error::other("its checksum is wrong"))
+        }
+        _ => Ok(()),
+    }
+}
+
+/// Unpacks concatenated Zstandard frames of a stream, of which only the next bytes are in memory.
+fn unpack_frames(mut reader: impl BufRead, out: &mut impl Write) -> std::io::Result<u64> {
+    let mut unpacked = 0;
+    while !reader.fill_buf()?.is_empty() {
+        let mut magic = [0; 4];
+        reader.read_exact(&mut magic)?;
+        if let [0x50..=0x5f, 0x2a, 0x4d, 0x18] = magic {
+            let mut size = [0; 4];
+            reader.read_exact(&mut size)?;
+            let size = u64::from(u32::from_le_bytes(size));
+            std::io::copy(&mut reader.by_ref().take(size), &mut std::io::sink())?;
+            continue;
+        }
+        let frame = (&magic[..]).chain(reader.by_ref());
+        let mut frame = StreamingDecoder::new(frame).map_err(std::io::Error::other)?;
+        unpacked += std::io::copy(&mut frame, out)?;
+        check_sum(&frame.decoder)?;
+    }
+    Ok(unpacked)
 }
 
 /// The blocks of a compressed file, each of which can be unpacked alone.

@@ -5,7 +5,7 @@ use std::path::Path;
 
 use memchr::{memchr, memchr_iter, memchr2_iter, memchr3};
 
-use super::scan::{CHUNK_BYTES, Scan, in_order, text_start};
+use super::scan::{CHUNK_BYTES, Part, Scan, in_order};
 use crate::{Error, RecordNumber, Result};
 
 /// The scan for rows of CSV or TSV; empty lines are not rows. Rows end with `\n`, `\r\n` or `\r`, which a file may mix.
@@ -45,11 +45,11 @@ impl Scan for CsvScan {
     fn scan(
         &self,
         path: &Path,
-        data: &[u8],
+        part: Part<'_>,
         threads: usize,
         sink: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<u64> {
-        let first = text_start(data);
+        let Part { data, first, .. } = part;
         // The start of the row that has not ended yet.
         let mut row_start = first;
         let is_row = |start: usize| start < data.len() && !matches!(data[start], b'\n' | b'\r');

@@ -24,6 +24,7 @@ use std::path::Path;
 
 use crate::digest::FieldHasher;
 use crate::file_state::{FileState, Time};
+use crate::range_source::RangeSource;
 use crate::store_format::{digest_at, u32_at, u64_at};
 use crate::{Error, Result, Sha256Digest};
 
@@ -53,6 +54,15 @@ impl Identity {
                 .field(path.as_os_str().as_encoded_bytes())
                 .field(scan_key)
                 .finish(),
+        }
+    }
+
+    /// Returns the identity of an object on a server: its version takes the place of the times and of the sample.
+    pub(crate) fn of_source(path: &Path, source: &dyn RangeSource, scan_key: &[u8]) -> Self {
+        Self {
+            state: FileState::of_source(source),
+            sample: Sha256Digest::of(source.version().as_bytes()),
+            ..Self::of(path, FileState::of_source(source), &[], scan_key)
         }
     }
 

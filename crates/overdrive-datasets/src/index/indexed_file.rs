@@ -2,9 +2,10 @@
 
 use std::borrow::Cow;
 use std::fs::File;
-use std::io::{BufWriter, Seek, SeekFrom, Write};
+use std::io::{BufReader, BufWriter, Seek, SeekFrom, Write};
 use std::ops::Range;
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 use std::time::{Duration, Instant};
 
 use overdrive_core::Error as CommonError;
@@ -13,10 +14,13 @@ use overdrive_core::files::{self, FileMap};
 use super::compressed::{Blocks, Compression, unpack_to_temporary_file};
 use super::format::{HEADER_BYTES, Header, Identity, damaged_index};
 use super::scan::cores;
-use super::{OffsetTable, OffsetsWriter, Scan};
+use super::{OffsetTable, OffsetsWriter, PART_BYTES, Part, Scan, scan_stream};
 use crate::cache::{Cached, cache_folder, cached, commit_with_digest, is_intact};
 use crate::digest::FieldHasher;
 use crate::file_state::FileState;
+use crate::range_source::{
+    RangeReader, RangeSource, digest_of_source, read_error, registered_source,
+};
 use crate::{Error, RecordNumber, Result, Sha256Digest};
 
 /// The smallest file that gets an index file: smaller ones are searched faster than an index is opened.
@@ -108,12 +112,21 @@ pub(crate) struct IndexedFile {
     scan_key: Vec<u8>,
 }
 
+/// The data of a file, before its records are found.
+struct Opened {
+    data: Data,
+    data_bytes: u64,
+    identity: Identity,
+}
+
 #[derive(Debug)]
 enum Data {
     /// A mapped file.
     Mapped(FileMap),
     /// A mapped file that is compressed in blocks.
     Blocks(FileMap, Blocks),
+    /// An object on a server.
+    Remote(Arc<dyn RangeSource>),
     /// A file that is opened for each record, because a process can map only a limited number of files.
     OnDemand,
 }
@@ -141,6 +154,9 @@ impl IndexedFile {
         options: &IndexOptions,
         keep_mapped: bool,
     ) -> Result<(Self, IndexReport)> {
+        if let Some(source) = registered_source(path) {
+            return Self::open_source(path, source, scan, options);
+        }
         let file = File::open(path).map_err(CommonError::io("open", path))?;
         let metadata = file.metadata().map_err(CommonError::io("read", path))?;
         // Opening a folder succeeds on Unix; the error of reading it would be less clear.
@@ -167,10 +183,53 @@ impl IndexedFile {
                 Data::Blocks(map, blocks)
             }
         };
-        let data_bytes = match &data {
-            Data::Blocks(_, blocks) => blocks.unpacked_bytes(),
-            Data::Mapped(_) | Data::OnDemand => metadata.len(),
+        let data = Opened {
+            data_bytes: match &data {
+                Data::Blocks(_, blocks) => blocks.unpacked_bytes(),
+                _ => metadata.len(),
+            },
+            data,
+            identity,
         };
+        let (mut file, report) = Self::with_index(path, data, scan, options)?;
+        if !keep_mapped && matches!(file.data, Data::Mapped(_)) {
+            file.data = Data::OnDemand;
+        }
+        Ok((file, report))
+    }
+
+    /// Opens an object on a server. A compressed one is unpacked into the cache.
+    fn open_source(
+        path: &Path,
+        source: Arc<dyn RangeSource>,
+        scan: &dyn Scan,
+        options: &IndexOptions,
+    ) -> Result<(Self, IndexReport)> {
+        if let Some(unpacked) = unpacked_source(path, &source)? {
+            let (mut file, report) = Self::open(&unpacked, scan, options, true)?;
+            file.path = path.to_owned();
+            return Ok((file, report));
+        }
+        let data = Opened {
+            identity: Identity::of_source(path, source.as_ref(), &scan.key()),
+            data_bytes: source.len(),
+            data: Data::Remote(source),
+        };
+        Self::with_index(path, data, scan, options)
+    }
+
+    fn with_index(
+        path: &Path,
+        opened: Opened,
+        scan: &dyn Scan,
+        options: &IndexOptions,
+    ) -> Result<(Self, IndexReport)> {
+        let Opened {
+            data,
+            data_bytes,
+            identity,
+        } = opened;
+        let is_remote = matches!(data, Data::Remote(_));
         let builder = Builder {
             path,
             data: &data,
@@ -180,10 +239,14 @@ impl IndexedFile {
             threads: options.threads.map_or_else(cores, |threads| threads.max(1)),
         };
         let started = Instant::now();
-        let index_path = if data_bytes < MIN_INDEXED_BYTES {
-            None
-        } else {
-            index_path(path, identity.key(), &options.location)?
+        // Without an index file, even a small object would be read over the network again.
+        let index_path = match &options.location {
+            _ if data_bytes < MIN_INDEXED_BYTES && !is_remote => None,
+            // The folder of an object is on its server.
+            IndexLocation::Beside if is_remote => {
+                index_path(path, identity.key(), &IndexLocation::Cache)?
+            }
+            location => index_path(path, identity.key(), location)?,
         };
         let (index, was_built) = match index_path {
             None => (builder.build_in_memory()?, true),
@@ -198,11 +261,8 @@ impl IndexedFile {
             path: path.to_owned(),
             data_path: path.to_owned(),
             data_bytes,
-            scan_key,
-            data: match data {
-                Data::Mapped(_) if !keep_mapped => Data::OnDemand,
-                data => data,
-            },
+            scan_key: scan.key(),
+            data,
             header,
             index,
         };
@@ -227,6 +287,8 @@ impl IndexedFile {
     pub(crate) fn fingerprint(&self) -> Result<Sha256Digest> {
         let content = match &self.data {
             Data::Mapped(map) | Data::Blocks(map, _) => Sha256Digest::of_blocks(map),
+            // Reading all of an object over the network would take longer than training on it may.
+            Data::Remote(source) => digest_of_source(&self.path, source.as_ref()),
             Data::OnDemand => Sha256Digest::of_blocks(&FileMap::open(&self.data_path)?),
         };
         let hasher = FieldHasher::default().field(&content.0);
@@ -235,6 +297,9 @@ impl IndexedFile {
 
     /// Checks that the file has not changed since it was opened.
     pub(crate) fn check_unchanged(&self) -> Result<()> {
+        if let Data::Remote(source) = &self.data {
+            return source.check_unchanged();
+        }
         self.header.identity.state.check(&self.data_path)
     }
 
@@ -271,6 +336,14 @@ impl IndexedFile {
         Ok((range.start, self.read(&range, index)?))
     }
 
+    /// Returns the object with the data, if it is on a server.
+    pub(crate) fn source(&self) -> Option<&Arc<dyn RangeSource>> {
+        match &self.data {
+            Data::Remote(source) => Some(source),
+            _ => None,
+        }
+    }
+
     /// Reads a range of the data, for record `index`.
     fn read(&self, range: &Range<u64>, index: usize) -> Result<Cow<'_, [u8]>> {
         Ok(match &self.data {
@@ -284,8 +357,47 @@ impl IndexedFile {
                     problem,
                 },
             )?),
+            Data::Remote(source) => Cow::Owned(read_source(source.as_ref(), range.clone())?),
             Data::OnDemand => Cow::Owned(read_range(&self.data_path, range)?),
         })
+    }
+}
+
+/// Reads a range of an object on a server.
+pub(crate) fn read_source(source: &dyn RangeSource, range: Range<u64>) -> Result<Vec<u8>> {
+    let mut bytes = vec![0; range.end.saturating_sub(range.start) as usize];
+    source.read_at(range.start, &mut bytes)?;
+    Ok(bytes)
+}
+
+/// Returns the file with the unpacked content of a compressed object, unpacking it if necessary; `None` for an object
+/// that is not compressed.
+pub(crate) fn unpacked_source(
+    path: &Path,
+    source: &Arc<dyn RangeSource>,
+) -> Result<Option<PathBuf>> {
+    // The longest magic number of a compression has 8 bytes.
+    let start = read_source(source.as_ref(), 0..source.len().min(8))?;
+    let Some(compression) = Compression::of(path, &start)? else {
+        return Ok(None);
+    };
+    let name = FieldHasher::default()
+        .field(b"unpacked remote 1")
+        .field(&digest_of_source(path, source.as_ref()).0)
+        .finish();
+    let unpacked = cache_folder("unpacked")?.join(format!("{}.unpacked", name.short()));
+    let open = || Ok(is_intact(&unpacked)?.then_some(()));
+    let build = || {
+        let mut file = files::unfinished(&unpacked)?;
+        let reader = BufReader::with_capacity(1 << 20, RangeReader::new(Arc::clone(source)));
+        compression
+            .unpack_stream(reader, &mut file)
+            .map_err(read_error("unpack", path))?;
+        source.check_unchanged()?;
+        commit_with_digest(file, &unpacked)
+    };
+    match cached(&unpacked, open, build)? {
+        Cached::Hit(()) | Cached::Built(()) => Ok(Some(unpacked)),
     }
 }
 
@@ -430,7 +542,8 @@ impl Builder<'_> {
                 .map_err(CommonError::io("write", out_path))?)
         };
         let scan = |data: &[u8], push: &mut dyn FnMut(u64) -> Result<()>| {
-            self.scan.scan(self.path, data, self.threads, push)
+            let whole = Part::whole(data);
+            self.scan.scan(self.path, whole, self.threads, push)
         };
         let end = match self.data {
             Data::Mapped(map) => scan(map, &mut push),
@@ -441,6 +554,20 @@ impl Builder<'_> {
                     unpack_to_temporary_file(blocks.compression(), self.path, map, expected)?;
                 scan(&FileMap::of(&file, self.path)?, &mut push)
             }
+            Data::Remote(source) => {
+                let mut reader = RangeReader::new(Arc::clone(source));
+                if self.scan.is_streamed() {
+                    let (scan, threads) = (self.scan, self.threads);
+                    scan_stream(scan, self.path, &mut reader, PART_BYTES, threads, &mut push)
+                } else {
+                    // The search needs all bytes at once: they are copied to a temporary file and mapped.
+                    let folder = std::env::temp_dir();
+                    let mut file = tempfile::tempfile()
+                        .map_err(CommonError::io("create a file in", folder))?;
+                    std::io::copy(&mut reader, &mut file).map_err(read_error("read", self.path))?;
+                    scan(&FileMap::of(&file, self.path)?, &mut push)
+                }
+            }
             Data::OnDemand => scan(&FileMap::open(self.path)?, &mut push),
         }?;
         push(end)?;
@@ -448,7 +575,10 @@ impl Builder<'_> {
             .finish()
             .map_err(CommonError::io("write", out_path))?;
         // An index of data that changed during the search could be wrong without notice.
-        self.identity.state.check(self.path)?;
+        match self.data {
+            Data::Remote(source) => source.check_unchanged()?,
+            _ => self.identity.state.check(self.path)?,
+        }
         Ok((
             out,
             Header {

@@ -5,7 +5,7 @@ use std::path::Path;
 use memchr::memchr2;
 
 use super::compressed::read_start;
-use super::scan::{Scan, is_space, text_start};
+use super::scan::{Part, Scan, is_space, text_start};
 use crate::{Error, Result};
 
 /// The scan for the elements of a file that is an array, or an object with the array in a field.
@@ -22,14 +22,15 @@ impl Scan for JsonArrayScan {
     fn scan(
         &self,
         path: &Path,
-        data: &[u8],
+        part: Part<'_>,
         _threads: usize,
         sink: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<u64> {
+        let Part { data, first, .. } = part;
         let mut cursor = Cursor {
             path,
             data,
-            at: text_start(data),
+            at: first,
         };
         if let Some(field) = &self.field {
             cursor.enter_field(field)?;
@@ -57,6 +58,10 @@ impl Scan for JsonArrayScan {
             return Err(cursor.unexpected("nothing after the array"));
         }
         Ok(end)
+    }
+
+    fn is_streamed(&self) -> bool {
+        false
     }
 
     fn key(&self) -> Vec<u8> {

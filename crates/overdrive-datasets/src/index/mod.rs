@@ -23,9 +23,11 @@ pub use indexed_file::{IndexLocation, IndexOptions, IndexReport};
 
 pub(crate) use csv::CsvScan;
 pub(crate) use indexed_file::IndexedFile;
+#[cfg(feature = "parquet")]
+pub(crate) use indexed_file::read_source;
 pub(crate) use json_array::{JsonArrayScan, begins_array};
 pub(crate) use offsets::{OffsetTable, OffsetsWriter};
-pub(crate) use scan::{Scan, text_start};
+pub(crate) use scan::{PART_BYTES, Part, Scan, scan_stream, text_start};
 #[cfg(feature = "tokenizers")]
 pub(crate) use scan::{cores, in_order};
 pub(crate) use tar::{Members, TarScan, split_name};

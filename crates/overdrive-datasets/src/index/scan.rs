@@ -1,22 +1,53 @@
 //! The interface of the searches for records, and the threads that run them.
 
 use std::collections::VecDeque;
+use std::io::Read;
 use std::path::Path;
 use std::sync::{Condvar, Mutex, PoisonError};
 
-use crate::{Error, Result};
+use crate::range_source::read_error;
+use crate::{Error, RecordNumber, Result};
+
+/// The bytes that are searched: a whole file, or a part of one that begins with a record.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Part<'a> {
+    pub(crate) data: &'a [u8],
+    /// The offset of the first record: after a byte order mark.
+    pub(crate) first: usize,
+    /// The offset of the part in the file.
+    pub(crate) base: u64,
+    /// If `false`, the last record may go on after the part.
+    pub(crate) ends_file: bool,
+}
+
+impl<'a> Part<'a> {
+    pub(crate) fn whole(data: &'a [u8]) -> Self {
+        Self {
+            data,
+            first: text_start(data),
+            base: 0,
+            ends_file: true,
+        }
+    }
+}
 
 /// A search for the records of a file format.
 pub(crate) trait Scan: Sync {
     /// Passes the offset of each record's start to `sink`, in order. Returns the offset at which the last
-    /// record ends. `path` is used in error messages.
+    /// record ends, or the end of the part. Offsets are relative to the part. `path` is used in error messages.
     fn scan(
         &self,
         path: &Path,
-        data: &[u8],
+        part: Part<'_>,
         threads: usize,
         sink: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<u64>;
+
+    /// Returns `true` if a file can be searched in parts, each from the start of the last record of the one before. The
+    /// search of other formats needs all bytes at once.
+    fn is_streamed(&self) -> bool {
+        true
+    }
 
     /// Returns a key of everything that an index depends on besides the data: the format, its options, and a
     /// version that changes when the scan finds other records in the same data.
@@ -177,4 +208,74 @@ impl<T> Drop for StopOnDrop<'_, T> {
 /// Returns the number of cores that the process may use.
 pub(crate) fn cores() -> usize {
     std::thread::available_parallelism().map_or(1, usize::from)
+}
+
+/// The size of the parts in which a stream is searched.
+pub(crate) const PART_BYTES: usize = 8 << 20;
+
+/// Searches a stream in parts of `part_bytes`, of which one is in memory, or more while a record is longer. The results
+/// are those of [`Scan::scan`] over all bytes; the scan must be [streamed](Scan::is_streamed).
+pub(crate) fn scan_stream(
+    scan: &dyn Scan,
+    path: &Path,
+    reader: &mut dyn Read,
+    part_bytes: usize,
+    threads: usize,
+    sink: &mut dyn FnMut(u64) -> Result<()>,
+) -> Result<u64> {
+    let mut buffer: Vec<u8> = Vec::new();
+    let mut starts: Vec<u64> = Vec::new();
+    let (mut base, mut records) = (0, 0);
+    let mut size = part_bytes;
+    loop {
+        let missing = size.saturating_sub(buffer.len()) as u64;
+        let read = reader.take(missing).read_to_end(&mut buffer);
+        let read = read.map_err(read_error("read", path))? as u64;
+        let part = Part {
+            data: &buffer,
+            first: if base == 0 { text_start(&buffer) } else { 0 },
+            base,
+            ends_file: read < missing,
+        };
+        starts.clear();
+        let end = scan.scan(path, part, threads, &mut |start| {
+            starts.push(start);
+            Ok(())
+        });
+        let end = end.map_err(|error| error_of_part(error, base, records + starts.len()))?;
+        // An archive may end before its file does.
+        if part.ends_file || end < buffer.len() as u64 {
+            starts.iter().try_for_each(|start| sink(base + start))?;
+            return Ok(base + end);
+        }
+        match starts.split_last() {
+            Some((&last, complete)) if last > 0 => {
+                complete.iter().try_for_each(|start| sink(base + start))?;
+                records += complete.len();
+                buffer.drain(..last as usize);
+                base += last;
+                size = part_bytes;
+            }
+            // The only record does not end in this part, so that a larger one is needed.
+            _ => size = buffer.len().saturating_mul(2).max(1),
+        }
+    }
+}
+
+/// Returns an error with the offset in the file for one with an offset in a part, which does not know the line either.
+fn error_of_part(error: Error, base: u64, records: usize) -> Error {
+    match error {
+        Error::InvalidRecord {
+            path,
+            offset,
+            problem,
+            ..
+        } if base > 0 => Error::InvalidRecord {
+            path,
+            number: RecordNumber::Record(records.saturating_sub(1)),
+            offset: base + offset,
+            problem,
+        },
+        error => error,
+    }
 }

@@ -5,7 +5,7 @@
 use std::ops::Range;
 use std::path::Path;
 
-use super::scan::Scan;
+use super::scan::{Part, Scan};
 use crate::{Error, Result};
 
 /// The size of a header, and the alignment of all members.
@@ -32,6 +32,8 @@ pub(crate) struct Members<'a> {
 pub(crate) struct TarError {
     pub(crate) at: usize,
     pub(crate) problem: String,
+    /// `true` if the bytes end too early.
+    pub(crate) is_cut: bool,
 }
 
 impl<'a> Members<'a> {
@@ -53,17 +55,22 @@ impl<'a> Members<'a> {
             let error = |problem: &str| TarError {
                 at,
                 problem: problem.to_owned(),
+                is_cut: false,
+            };
+            let cut = |problem: &str| TarError {
+                is_cut: true,
+                ..error(problem)
             };
             if at == self.data.len() {
                 return match (&long_name, &long_size) {
                     (None, None) => Ok(None),
-                    _ => Err(error("the archive ends between a header and its file")),
+                    _ => Err(cut("the archive ends between a header and its file")),
                 };
             }
             let header = self
                 .data
                 .get(at..at + BLOCK)
-                .ok_or_else(|| error("the archive ends within a header"))?;
+                .ok_or_else(|| cut("the archive ends within a header"))?;
             if header.iter().all(|&byte| byte == 0) {
                 return Ok(None);
             }
@@ -83,7 +90,7 @@ impl<'a> Members<'a> {
                 // A damaged size may be close to 2^64, so the sum is checked.
                 .checked_add(stored)
                 .filter(|&end| end <= self.data.len())
-                .ok_or_else(|| error("the archive ends within a file: it was truncated"))?;
+                .ok_or_else(|| cut("the archive ends within a file: it was truncated"))?;
             // Some writers leave out the padding after the last file.
             self.at = end.next_multiple_of(BLOCK).min(self.data.len());
             let bytes = &self.data[content..end];
@@ -212,16 +219,20 @@ impl Scan for TarScan {
     fn scan(
         &self,
         path: &Path,
-        data: &[u8],
+        part: Part<'_>,
         _threads: usize,
         sink: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<u64> {
-        let mut members = Members::new(data);
+        let mut members = Members::new(part.data);
         let mut key: Option<String> = None;
         loop {
-            let member = members.next_file().map_err(|error| {
-                Error::invalid_file(path, format!("at byte {}, {}", error.at, error.problem))
-            })?;
+            let member = match members.next_file() {
+                Err(error) if error.is_cut && !part.ends_file => return Ok(part.data.len() as u64),
+                member => member.map_err(|error| {
+                    let at = part.base + error.at as u64;
+                    Error::invalid_file(path, format!("at byte {at}, {}", error.problem))
+                })?,
+            };
             let Some(member) = member else {
                 return Ok(members.at() as u64);
             };

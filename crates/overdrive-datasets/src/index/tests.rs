@@ -103,10 +103,28 @@ fn offsets_of_lines_take_one_byte_and_of_16_kib_records_two() {
 
 fn scan(scan: &dyn Scan, data: &[u8], threads: usize) -> Result<Vec<u64>> {
     let mut found = Vec::new();
-    let end = scan.scan(Path::new("data"), data, threads, &mut |at| {
+    let end = scan.scan(Path::new("data"), Part::whole(data), threads, &mut |at| {
         found.push(at);
         Ok(())
     })?;
+    found.push(end);
+    Ok(found)
+}
+
+/// As [`scan`], in parts of a stream.
+fn stream(scan: &dyn Scan, mut data: &[u8], part_bytes: usize) -> Result<Vec<u64>> {
+    let mut found = Vec::new();
+    let end = scan_stream(
+        scan,
+        Path::new("data"),
+        &mut data,
+        part_bytes,
+        1,
+        &mut |at| {
+            found.push(at);
+            Ok(())
+        },
+    )?;
     found.push(end);
     Ok(found)
 }
@@ -211,6 +229,20 @@ proptest! {
         let data = if mark { format!("\u{feff}{data}") } else { data };
         let found = scan(&CSV, data.as_bytes(), 2);
         prop_assert_eq!(found.unwrap(), csv_reference(data.as_bytes(), b',', b'"'));
+    }
+
+    #[test]
+    fn a_stream_has_the_records_of_the_whole_file(
+        data in "[a,\"\n\r \u{feff}]{0,80}", mark in any::<bool>(), part in 1_usize..40,
+    ) {
+        let data = if mark { format!("\u{feff}{data}") } else { data };
+        let lines = LineScan { skip_blank: false };
+        let records = LineScan { skip_blank: true };
+        let scans: [&dyn Scan; 4] = [&lines, &records, &ParagraphScan, &CSV];
+        for one in scans {
+            let whole = scan(one, data.as_bytes(), 1).unwrap();
+            prop_assert_eq!(stream(one, data.as_bytes(), part).unwrap(), whole);
+        }
     }
 
     #[test]
@@ -344,4 +376,68 @@ fn a_panic_of_a_worker_and_an_error_of_the_sink_end_the_search() {
     );
     assert!(matches!(result, Err(Error::NoSuchRecord { .. })));
     assert_eq!(taken, [0, 1, 2, 3, 4, 5]);
+}
+
+#[test]
+fn a_stream_of_an_archive_has_its_samples_and_its_errors() {
+    let mut data = Vec::new();
+    for (name, bytes) in [
+        ("README", 700),
+        ("a.txt", 10),
+        ("a.jpg", 3000),
+        ("b.txt", 0),
+        ("c.seg.png", 513),
+        ("c.txt", 5),
+    ] {
+        let mut header = vec![0_u8; 512];
+        header[..name.len()].copy_from_slice(name.as_bytes());
+        header[124..135].copy_from_slice(format!("{bytes:011o}").as_bytes());
+        header[156] = b'0';
+        header[148..156].fill(b' ');
+        let sum: u32 = header.iter().map(|&byte| u32::from(byte)).sum();
+        header[148..155].copy_from_slice(format!("{sum:06o}\0").as_bytes());
+        data.extend(header);
+        data.extend(std::iter::repeat_n(b'x', bytes));
+        data.resize(data.len().next_multiple_of(512), 0);
+    }
+    let without_end = data.clone();
+    data.resize(data.len() + 1024 + 9000, 0);
+    for data in [&without_end, &data] {
+        let whole = scan(&TarScan, data, 1).unwrap();
+        assert_eq!(whole.len(), 4);
+        for part in [1, 511, 512, 700, 4096, 100_000] {
+            assert_eq!(
+                stream(&TarScan, data, part).unwrap(),
+                whole,
+                "parts of {part}"
+            );
+        }
+    }
+    // Truncated, and with a wrong checksum in the header of the last sample.
+    let cut = &without_end[..without_end.len() - 512];
+    let mut wrong = without_end.clone();
+    let at = scan(&TarScan, &without_end, 1).unwrap()[2] as usize;
+    wrong[at] ^= 1;
+    for data in [cut, &wrong] {
+        let whole = scan(&TarScan, data, 1).unwrap_err().to_string();
+        for part in [1, 700, 4096] {
+            let error = stream(&TarScan, data, part).unwrap_err().to_string();
+            assert_eq!(error, whole, "parts of {part}");
+        }
+    }
+}
+
+#[test]
+fn an_error_in_a_stream_has_the_offset_in_the_file() {
+    let rows = "a,b\n".repeat(1000);
+    let data = format!("{rows}\"{}", "x".repeat(500));
+    let csv = CsvScan {
+        max_row_bytes: 100,
+        ..CSV
+    };
+    let Error::InvalidRecord { offset, .. } = stream(&csv, data.as_bytes(), 300).unwrap_err()
+    else {
+        panic!("another error");
+    };
+    assert_eq!(offset, 4000);
 }

@@ -4,7 +4,7 @@ use std::path::Path;
 
 use memchr::memchr_iter;
 
-use super::scan::{CHUNK_BYTES, Scan, in_order, is_space, text_start};
+use super::scan::{CHUNK_BYTES, Part, Scan, in_order, is_space};
 use crate::Result;
 
 /// The scan for lines, ended by `\n` or `\r\n`; the last one may have no end.
@@ -18,13 +18,14 @@ impl Scan for LineScan {
     fn scan(
         &self,
         _path: &Path,
-        data: &[u8],
+        part: Part<'_>,
         threads: usize,
         sink: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<u64> {
+        let Part { data, first, .. } = part;
         let is_record =
             |start: usize| start < data.len() && !(self.skip_blank && is_blank(&data[start..]));
-        scan_lines(data, threads, &is_record, sink)
+        scan_lines(data, first, threads, &is_record, sink)
     }
 
     fn key(&self) -> Vec<u8> {
@@ -40,17 +41,17 @@ impl Scan for ParagraphScan {
     fn scan(
         &self,
         _path: &Path,
-        data: &[u8],
+        part: Part<'_>,
         threads: usize,
         sink: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<u64> {
-        let first = text_start(data);
+        let Part { data, first, .. } = part;
         let is_record = |start: usize| {
             start < data.len()
                 && !is_blank(&data[start..])
                 && (start == first || is_after_blank(&data[first..start]))
         };
-        scan_lines(data, threads, &is_record, sink)
+        scan_lines(data, first, threads, &is_record, sink)
     }
 
     fn key(&self) -> Vec<u8> {
@@ -66,15 +67,19 @@ impl Scan for DocumentScan {
     fn scan(
         &self,
         _path: &Path,
-        data: &[u8],
+        part: Part<'_>,
         _threads: usize,
         sink: &mut dyn FnMut(u64) -> Result<()>,
     ) -> Result<u64> {
-        let first = text_start(data);
+        let Part { data, first, .. } = part;
         if first < data.len() {
             sink(first as u64)?;
         }
         Ok(data.len() as u64)
+    }
+
+    fn is_streamed(&self) -> bool {
+        false
     }
 
     fn key(&self) -> Vec<u8> {
@@ -85,11 +90,11 @@ impl Scan for DocumentScan {
 /// Passes the starts of the lines that are records to `sink`.
 fn scan_lines(
     data: &[u8],
+    first: usize,
     threads: usize,
     is_record: &(impl Fn(usize) -> bool + Sync),
     sink: &mut dyn FnMut(u64) -> Result<()>,
 ) -> Result<u64> {
-    let first = text_start(data);
     if is_record(first) {
         sink(first as u64)?;
     }

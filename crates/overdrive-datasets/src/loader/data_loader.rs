@@ -205,6 +205,7 @@ impl<T: Send + 'static> DataLoader<T> {
         let log = Arc::new(ErrorLog::default());
         let errors = Arc::clone(&log);
         let make = move |epoch: u64, records: &[usize]| {
+            dataset.prefetch(records);
             let mut items = Vec::with_capacity(records.len());
             for &record in records {
                 let item = options.on_error.get(&dataset, record, &errors)?;

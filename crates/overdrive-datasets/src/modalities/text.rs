@@ -194,6 +194,10 @@ impl<D: Dataset<Item = String>> Dataset for TextDataset<D> {
         self.encode(&self.texts.get(index)?)
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        self.texts.prefetch(indices);
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         self.texts.check_unchanged()
     }

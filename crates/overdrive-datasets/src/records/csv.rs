@@ -179,6 +179,10 @@ impl Dataset for CsvRecords {
         })
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        self.records.prefetch(indices);
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         self.records.check_unchanged()
     }

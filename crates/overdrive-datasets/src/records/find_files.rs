@@ -6,6 +6,7 @@ use walkdir::WalkDir;
 
 use overdrive_core::Error as CommonError;
 
+use crate::range_source::{is_url, not_opened, registered_source};
 use crate::{Error, Result};
 
 /// The extensions of compressed files, which follow the extension of the format.
@@ -16,7 +17,8 @@ const COMPRESSED_EXTENSIONS: [&str; 3] = [".gz", ".bgz", ".zst"];
 /// A path is a file, a folder or a pattern. A folder stands for all files in it and in its subfolders with one of
 /// `extensions` (all files if there are none), in the order of their names; hidden files are left out, and
 /// compressed ones count by the inner extension, `a.csv.gz` as `a.csv`. A pattern has `*`, `?`, `[…]` or `**` and
-/// stands for the matching files. A file that is named several times is listed several times.
+/// stands for the matching files. A file that is named several times is listed several times. The name of a file on a
+/// server ([`register_source`](crate::register_source)) stands for itself.
 ///
 /// ```
 /// # let dir = tempfile::tempdir().unwrap();
@@ -41,7 +43,11 @@ pub fn find_files<P: AsRef<Path>>(
     for path in paths {
         let path = path.as_ref();
         searched.push(path.display().to_string());
-        if path.is_dir() {
+        if registered_source(path).is_some() {
+            files.push(path.to_owned());
+        } else if is_url(path) {
+            return Err(not_opened(path));
+        } else if path.is_dir() {
             add_folder(path, extensions, &mut files)?;
         } else if !path.exists() && is_pattern(path) {
             add_matches(path, &mut files)?;

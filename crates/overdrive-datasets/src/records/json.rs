@@ -120,6 +120,10 @@ impl<T: DeserializeOwned> Dataset for JsonRecords<T> {
         self.records.read(index, parse)
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        self.records.prefetch(indices);
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         self.records.check_unchanged()
     }

@@ -1,6 +1,7 @@
 //! The records of one or several files as bytes.
 
 use std::borrow::Cow;
+use std::ops::Range;
 use std::path::{Path, PathBuf};
 use std::sync::OnceLock;
 
@@ -37,6 +38,8 @@ pub struct RecordFiles {
     /// The number of records up to and including each file.
     ends: Vec<usize>,
     report: IndexReport,
+    /// If `true`, a file is on a server.
+    is_remote: bool,
     fingerprint: OnceLock<Sha256Digest>,
 }
 
@@ -61,7 +64,9 @@ impl RecordFiles {
             files.push(file);
         }
         report.records = len as u64;
+        let is_remote = files.iter().any(|file| file.source().is_some());
         Ok(Self {
+            is_remote,
             files,
             skip,
             ends,
@@ -91,7 +96,8 @@ impl RecordFiles {
     }
 
     /// Returns a digest of the files' contents, their division into records and their order; names and times do not
-    /// matter. The first call reads all files, on all cores, at about the speed of the disk or of memory.
+    /// matter. The first call reads all files, on all cores, at about the speed of the disk or of memory. A file on a server
+    /// is not read: its name and its version, such as an ETag, stand for its content.
     ///
     /// # Errors
     /// Returns an error if a file cannot be read.
@@ -149,6 +155,36 @@ impl RecordFiles {
         Ok(file.bytes(record)?.1)
     }
 
+    /// Announces that records will be read soon ([`crate::Dataset::prefetch`]); those that do not exist are left out.
+    pub fn prefetch(&self, indices: &[usize]) {
+        if !self.is_remote {
+            return;
+        }
+        // A batch has few files, which a search in a list finds as fast as a map.
+        let mut of_files: Vec<(&IndexedFile, Vec<Range<u64>>)> = Vec::new();
+        for &index in indices {
+            let Ok((file, record)) = self.find(index) else {
+                continue;
+            };
+            // The error of a damaged index is that of the reading.
+            let Ok(range) = file.range(record) else {
+                continue;
+            };
+            match of_files
+                .iter_mut()
+                .find(|(other, _)| std::ptr::eq(*other, file))
+            {
+                Some((_, ranges)) => ranges.push(range),
+                None => of_files.push((file, vec![range])),
+            }
+        }
+        for (file, ranges) in of_files {
+            if let Some(source) = file.source() {
+                source.prefetch(&ranges);
+            }
+        }
+    }
+
     /// Returns the skipped record at the start of file `number`, or `None` when the file has no record.
     pub(crate) fn skipped(&self, number: usize) -> Result<Option<Cow<'_, [u8]>>> {
         let file = self.files.get(number).filter(|file| file.len() > 0);
@@ -165,7 +201,7 @@ impl RecordFiles {
         let (offset, bytes) = file.bytes(record)?;
         read(&bytes).map_err(|problem| match file.check_unchanged() {
             // A changed file may yield half of an old record and half of a new one.
-            Err(changed @ Error::FileChanged { .. }) => changed,
+            Err(error @ (Error::FileChanged { .. } | Error::Remote { .. })) => error,
             _ => Error::InvalidRecord {
                 path: file.path.clone(),
                 number: RecordNumber::Record(record - self.skip),

@@ -143,6 +143,10 @@ impl Dataset for WebDataset {
         })
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        self.records.prefetch(indices);
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         self.records.check_unchanged()
     }

@@ -101,6 +101,10 @@ impl Dataset for TextLines {
         })
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        self.records.prefetch(indices);
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         self.records.check_unchanged()
     }

@@ -110,6 +110,17 @@ impl<D: Dataset> Dataset for Interleave<D> {
         self.datasets[number].get(record)
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        let mut of_each = vec![Vec::new(); self.datasets.len()];
+        for &index in indices.iter().filter(|&&index| index < self.len) {
+            let (number, record) = self.source(index);
+            of_each[number].push(record);
+        }
+        for (dataset, records) in self.datasets.iter().zip(of_each) {
+            dataset.prefetch(&records);
+        }
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         self.datasets.iter().try_for_each(Dataset::check_unchanged)
     }

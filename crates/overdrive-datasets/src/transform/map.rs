@@ -30,6 +30,10 @@ where
         (self.function)(self.dataset.get(index)?)
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        self.dataset.prefetch(indices);
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         self.dataset.check_unchanged()
     }
@@ -65,6 +69,15 @@ impl<A: Dataset, B: Dataset<Item = A::Item>> Dataset for Concat<A, B> {
                 len: self.len(),
             }),
         }
+    }
+
+    fn prefetch(&self, indices: &[usize]) {
+        let first = self.first.len();
+        let (before, after): (Vec<usize>, Vec<usize>) =
+            indices.iter().partition(|&&index| index < first);
+        let after: Vec<usize> = after.iter().map(|index| index - first).collect();
+        self.first.prefetch(&before);
+        self.second.prefetch(&after);
     }
 
     fn check_unchanged(&self) -> Result<()> {

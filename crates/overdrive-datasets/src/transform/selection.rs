@@ -238,6 +238,11 @@ impl<D: Dataset> Dataset for Selection<D> {
         self.dataset.get(source)
     }
 
+    fn prefetch(&self, indices: &[usize]) {
+        let sources = indices.iter().filter_map(|&index| self.source_index(index));
+        self.dataset.prefetch(&sources.collect::<Vec<_>>());
+    }
+
     fn check_unchanged(&self) -> Result<()> {
         self.dataset.check_unchanged()
     }

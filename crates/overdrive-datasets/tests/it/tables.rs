@@ -2,9 +2,15 @@
 
 use crate::common::{cases, fixture};
 use overdrive_core::random::uniform_below;
-use overdrive_datasets::{DataLoader, DataLoaderOptions, Dataset, Error, TableRecords};
+use overdrive_datasets::{
+    DataLoader, DataLoaderOptions, Dataset, Error, RangeSource, Result, TableRecords,
+    register_source,
+};
 use proptest::prelude::*;
 use serde_json::Value;
+use std::ops::Range;
+use std::sync::Arc;
+use std::sync::atomic::{AtomicBool, AtomicUsize, Ordering};
 
 const FILES: [&str; 9] = [
     "none.parquet",
@@ -201,5 +207,96 @@ proptest! {
                 let _ = rows.get(index);
             }
         }
+    }
+}
+
+/// A file on a server, in memory.
+#[derive(Debug, Default)]
+struct Object {
+    bytes: Vec<u8>,
+    read: AtomicUsize,
+    has_changed: AtomicBool,
+}
+
+impl RangeSource for Object {
+    fn len(&self) -> u64 {
+        self.bytes.len() as u64
+    }
+
+    fn version(&self) -> &str {
+        "1"
+    }
+
+    fn read_at(&self, offset: u64, out: &mut [u8]) -> Result<()> {
+        self.check_unchanged()?;
+        self.read.fetch_add(out.len(), Ordering::SeqCst);
+        out.copy_from_slice(&self.bytes[offset as usize..][..out.len()]);
+        Ok(())
+    }
+
+    fn prefetch(&self, _: &[Range<u64>]) {}
+
+    fn check_unchanged(&self) -> Result<()> {
+        match self.has_changed.load(Ordering::SeqCst) {
+            true => Err(Error::FileChanged {
+                path: "https://host/a.parquet".into(),
+            }),
+            false => Ok(()),
+        }
+    }
+}
+
+fn object(url: &str, bytes: Vec<u8>) -> Arc<Object> {
+    let object = Arc::new(Object {
+        bytes,
+        ..Object::default()
+    });
+    register_source(url, Arc::clone(&object) as Arc<dyn RangeSource>);
+    object
+}
+
+#[test]
+fn parquet_on_a_server_has_the_rows_of_the_local_file() {
+    let expected = expected();
+    for name in FILES {
+        let bytes = std::fs::read(fixture(&format!("tables/{name}"))).unwrap();
+        let url = format!("https://host/{name}");
+        let object = object(&url, bytes);
+        let opened = TableRecords::<Value>::open([&url]);
+        if !name.ends_with(".parquet") {
+            let error = opened.unwrap_err().to_string();
+            assert!(
+                error.contains(&url) && error.contains("download"),
+                "{error}"
+            );
+            continue;
+        }
+        let rows = opened.unwrap();
+        let footer = object.read.load(Ordering::SeqCst);
+        assert!(footer < object.bytes.len() / 2, "{name}: {footer} bytes");
+        assert_eq!(rows.len(), 1000, "{name}");
+        for step in 0..1000 {
+            let index = step * 79 % 1000;
+            assert_eq!(rows.get(index).unwrap(), expected[index], "{name}");
+        }
+        let read = object.read.load(Ordering::SeqCst);
+        rows.fingerprint().unwrap();
+        assert_eq!(object.read.load(Ordering::SeqCst), read, "no content");
+    }
+}
+
+#[test]
+fn changed_and_damaged_parquet_on_a_server_is_an_error() {
+    let bytes = std::fs::read(fixture("tables/none.parquet")).unwrap();
+    let url = "https://host/a.parquet";
+    let source = object(url, bytes.clone());
+    let rows = TableRecords::<Value>::open([url]).unwrap();
+    source.has_changed.store(true, Ordering::SeqCst);
+    let error = rows.get(5).unwrap_err();
+    assert!(matches!(error, Error::FileChanged { .. }), "{error}");
+    for length in [0, 3, 4, 100, bytes.len() - 1] {
+        object(url, bytes[..length].to_vec());
+        let error = TableRecords::<Value>::open([url]).unwrap_err().to_string();
+        assert!(error.contains(url), "{length} bytes: {error}");
     }
 }

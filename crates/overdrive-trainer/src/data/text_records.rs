@@ -4,7 +4,7 @@ use std::path::{Path, PathBuf};
 
 use overdrive_datasets::{
     CsvOptions, CsvRecords, CsvRow, Dataset, JsonOptions, JsonRecords, RecordFiles, RecordFormat,
-    RecordLocation, RecordNumber, Sha256Digest, TextLines, TextOptions,
+    RecordLocation, RecordNumber, Sha256Digest, TextLines, TextOptions, registered_source,
 };
 use serde_json::{Map, Value};
 
@@ -108,8 +108,11 @@ impl TextRecords {
 
     /// Returns the total size of the files in bytes.
     pub(crate) fn total_bytes(&self) -> u64 {
-        let sizes = self.files.iter().filter_map(|file| file.metadata().ok());
-        sizes.map(|metadata| metadata.len()).sum()
+        let size = |file: &PathBuf| match registered_source(file) {
+            Some(source) => Some(source.len()),
+            None => Some(file.metadata().ok()?.len()),
+        };
+        self.files.iter().filter_map(size).sum()
     }
 
     /// Returns the names of the fields of the first record.
@@ -231,6 +234,12 @@ impl Dataset for TextRecords {
     fn get(&self, index: usize) -> overdrive_datasets::Result<String> {
         let text = self.record(index)?.take_text(&self.column);
         text.map_err(|problem| self.broken(index, problem))
+    }
+
+    fn prefetch(&self, indices: &[usize]) {
+        if let Some(files) = self.bytes() {
+            files.prefetch(indices);
+        }
     }
 
     fn check_unchanged(&self) -> overdrive_datasets::Result<()> {

@@ -19,6 +19,8 @@ use self::parquet_file::ParquetFile;
 use super::find_files;
 use crate::digest::FieldHasher;
 use crate::file_state::FileState;
+use crate::index::read_source;
+use crate::range_source::{digest_of_source, registered_source};
 use crate::{Dataset, Error, RecordNumber, Result, Sha256Digest};
 
 /// The number of decoded blocks that are cached, over all files.
@@ -127,7 +129,11 @@ impl<T> TableRecords<T> {
         }
         let mut hasher = FieldHasher::default().field(b"table 2");
         for file in &self.files {
-            hasher.add(&Sha256Digest::of_blocks(&FileMap::open(&file.path)?).0);
+            let content = match registered_source(&file.path) {
+                Some(source) => digest_of_source(&file.path, source.as_ref()),
+                None => Sha256Digest::of_blocks(&FileMap::open(&file.path)?),
+            };
+            hasher.add(&content.0);
         }
         Ok(*self.fingerprint.get_or_init(|| hasher.finish()))
     }
@@ -186,7 +192,7 @@ impl<T> TableRecords<T> {
             )),
         });
         batch.map_err(|problem| match state.check(path) {
-            Err(changed @ Error::FileChanged { .. }) => changed,
+            Err(error @ (Error::FileChanged { .. } | Error::Remote { .. })) => error,
             _ => Error::InvalidRecord {
                 path: path.clone(),
                 number: RecordNumber::Record(index - self.rows_before(file)),
@@ -258,8 +264,19 @@ fn row_as_json(row: &RecordBatch) -> std::result::Result<Vec<u8>, String> {
 }
 
 fn open_file(path: &Path) -> Result<Box<dyn TableFile>> {
-    let map = FileMap::open(path)?;
     let malformed = |problem: String| Error::invalid_file(path, problem);
+    if let Some(source) = registered_source(path) {
+        let magic = read_source(source.as_ref(), 0..source.len().min(4))?;
+        if magic != b"PAR1" {
+            let problem =
+                "only Parquet can be read from a server; download Arrow files and give their paths";
+            return Err(malformed(problem.to_owned()));
+        }
+        let opened = catch_unwind(AssertUnwindSafe(|| ParquetFile::open_source(source)));
+        let opened = opened.unwrap_or_else(|_| Err("its reader panicked".to_owned()));
+        return Ok(Box::new(opened.map_err(malformed)?));
+    }
+    let map = FileMap::open(path)?;
     // As with rows, a panic of the reader on a damaged file becomes an error.
     let opened = catch_unwind(AssertUnwindSafe(
         || -> std::result::Result<Box<dyn TableFile>, String> {

@@ -1,15 +1,23 @@
 //! Parquet files, whose row groups are decoded in blocks.
 
 use std::fs::File;
+use std::io::{BufReader, Seek, SeekFrom};
 use std::path::{Path, PathBuf};
+use std::sync::Arc;
 
 use arrow_array::RecordBatch;
+use bytes::Bytes;
 use parquet::arrow::arrow_reader::{
     ArrowReaderMetadata, ArrowReaderOptions, ParquetRecordBatchReaderBuilder,
 };
+use parquet::errors::ParquetError;
 use parquet::file::metadata::PageIndexPolicy;
+use parquet::file::reader::{ChunkReader, Length};
 
 use super::{Block, TableFile};
+use crate::RangeSource;
+use crate::index::read_source;
+use crate::range_source::RangeReader;
 
 /// The maximum number of rows that are decoded to read one row.
 const BLOCK_ROWS: usize = 4096;
@@ -20,18 +28,65 @@ const MAX_ROWS: usize = 1 << 36;
 
 #[derive(Debug)]
 pub(super) struct ParquetFile {
-    path: PathBuf,
+    input: Input,
     metadata: ArrowReaderMetadata,
     blocks: Vec<Block>,
+}
+
+/// The bytes of the file.
+#[derive(Debug)]
+enum Input {
+    File(PathBuf),
+    Remote(Arc<dyn RangeSource>),
+}
+
+/// An object on a server, for the reader of Parquet.
+struct RemoteChunks(Arc<dyn RangeSource>);
+
+impl Length for RemoteChunks {
+    fn len(&self) -> u64 {
+        self.0.len()
+    }
+}
+
+impl ChunkReader for RemoteChunks {
+    type T = BufReader<RangeReader>;
+
+    fn get_read(&self, start: u64) -> parquet::errors::Result<Self::T> {
+        let mut reader = RangeReader::new(Arc::clone(&self.0));
+        reader.seek(SeekFrom::Start(start))?;
+        Ok(BufReader::new(reader))
+    }
+
+    fn get_bytes(&self, start: u64, length: usize) -> parquet::errors::Result<Bytes> {
+        let end = start.checked_add(length as u64);
+        // A damaged footer may name any range.
+        let end = end.filter(|&end| end <= self.0.len());
+        let end =
+            end.ok_or_else(|| ParquetError::EOF("a column ends after the file".to_owned()))?;
+        let read = read_source(self.0.as_ref(), start..end);
+        let bytes = read.map_err(|error| ParquetError::External(Box::new(error)))?;
+        Ok(bytes.into())
+    }
 }
 
 impl ParquetFile {
     pub(super) fn open(path: &Path) -> Result<Self, String> {
         let file = File::open(path).map_err(|error| error.to_string())?;
+        Self::of(&file, Input::File(path.to_owned()))
+    }
+
+    /// Opens an object on a server; only its footer is read.
+    pub(super) fn open_source(source: Arc<dyn RangeSource>) -> Result<Self, String> {
+        let chunks = RemoteChunks(Arc::clone(&source));
+        Self::of(&chunks, Input::Remote(source))
+    }
+
+    fn of(file: &impl ChunkReader, input: Input) -> Result<Self, String> {
         // With a page index, if the file has one, a block is decoded without the rows before it.
         let options = ArrowReaderOptions::new().with_offset_index_policy(PageIndexPolicy::Optional);
         let metadata =
-            ArrowReaderMetadata::load(&file, options).map_err(|error| error.to_string())?;
+            ArrowReaderMetadata::load(file, options).map_err(|error| error.to_string())?;
         let (mut blocks, mut all_rows) = (Vec::new(), 0_usize);
         for (index, group) in metadata.metadata().row_groups().iter().enumerate() {
             let rows = usize::try_from(group.num_rows())
@@ -56,7 +111,7 @@ impl ParquetFile {
             }));
         }
         Ok(Self {
-            path: path.to_owned(),
+            input,
             metadata,
             blocks,
         })
@@ -69,7 +124,22 @@ impl TableFile for ParquetFile {
     }
 
     fn read(&self, block: &Block) -> Result<RecordBatch, String> {
-        let file = File::open(&self.path).map_err(|error| error.to_string())?;
+        match &self.input {
+            Input::File(path) => {
+                let file = File::open(path).map_err(|error| error.to_string())?;
+                self.decode(file, block)
+            }
+            Input::Remote(source) => self.decode(RemoteChunks(Arc::clone(source)), block),
+        }
+    }
+}
+
+impl ParquetFile {
+    fn decode(
+        &self,
+        file: impl ChunkReader + 'static,
+        block: &Block,
+    ) -> Result<RecordBatch, String> {
         let metadata = self.metadata.clone();
         let reader = ParquetRecordBatchReaderBuilder::new_with_metadata(file, metadata)
             .with_row_groups(vec![block.group])
