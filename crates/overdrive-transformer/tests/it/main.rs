@@ -8,6 +8,7 @@ mod common;
 mod decode_step;
 mod decoder_families;
 mod deepseek;
+mod embeddings;
 mod encoders;
 mod experts;
 mod gguf;
