@@ -11,7 +11,7 @@ use crate::{Error, Result};
 
 /// Configurations, tokenizers, chat templates, and the configuration of embedding models: files of kilobytes to a few
 /// megabytes.
-const SMALL: [&str; 21] = [
+const SMALL: [&str; 20] = [
     "config.json",
     "generation_config.json",
     "adapter_config.json",
@@ -32,7 +32,6 @@ const SMALL: [&str; 21] = [
     "modules.json",
     "config_sentence_transformers.json",
     "sentence_bert_config.json",
-    "1_Pooling/config.json",
 ];
 const TEMPLATES: &str = "additional_chat_templates/";
 
@@ -78,6 +77,7 @@ pub(crate) fn select(names: &[String], name: &HubName, wanted: Wanted) -> Result
     let is_small = |file: &&String| {
         SMALL.contains(&file.as_str())
             || (file.starts_with(TEMPLATES) && file.ends_with(".jinja") && is_relative_file(file))
+            || wanted == Wanted::Model && is_of_module(file)
     };
     let mut files: Vec<String> = names.iter().filter(is_small).cloned().collect();
     if wanted == Wanted::Tokenizer && has("tokenizer.json") {
@@ -189,6 +189,18 @@ fn gguf(names: &[String], name: &HubName) -> Result<Selection> {
     })
 }
 
+/// Returns `true` for the files of a module of sentence-transformers, such as `1_Pooling/config.json` and
+/// `2_Dense/model.safetensors`.
+fn is_of_module(name: &str) -> bool {
+    let Some((folder, file)) = name.split_once('/') else {
+        return false;
+    };
+    let is_numbered = folder.split_once('_').is_some_and(|(number, kind)| {
+        !kind.is_empty() && number.parse::<u8>().is_ok() && is_relative_file(folder)
+    });
+    is_numbered && ["config.json", "model.safetensors"].contains(&file)
+}
+
 /// Returns the stem, the number and the count of `STEM-00001-of-00003.gguf`.
 fn split_of(name: &str) -> Option<(&str, &str, &str)> {
     let stem = name.strip_suffix(".gguf")?;
@@ -276,11 +288,18 @@ mod tests {
             "tokenizer.json",
             "additional_chat_templates/rag.jinja",
             "additional_chat_templates/../../x.jinja",
+            "1_Pooling/config.json",
+            "2_Dense/model.safetensors",
+            "2_Dense/pytorch_model.bin",
+            "2_Dense/../config.json",
+            "2_Dense/more/config.json",
         ];
         let expected = [
             "config.json",
             "tokenizer.json",
             "additional_chat_templates/rag.jinja",
+            "1_Pooling/config.json",
+            "2_Dense/model.safetensors",
             "model.safetensors",
         ];
         assert_eq!(files(&names, "a/b"), expected);
