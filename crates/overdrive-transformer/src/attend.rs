@@ -102,7 +102,7 @@ fn cached_options<'m>(
     let (window, mask) = match mask {
         Mask::Causal { window } => (*window, None),
         // An encoder has no cache, and a decoder's cache is of its own tokens.
-        Mask::All => (None, None),
+        Mask::All | Mask::BothWays { .. } => (None, None),
         // The marks include the window.
         Mask::Marked(marked) => (None, Some(marked)),
         // `ForwardInput::shape` refuses sequences together with a cache.
@@ -149,6 +149,20 @@ fn with_backend(
             return packed(query, key, value, sequences, &options);
         }
         Mask::All => options,
+        Mask::BothWays { sequences, window } => {
+            let window = window.and_then(|window| usize::try_from(window).ok());
+            let options = AttentionOptions {
+                window: Window {
+                    left: window,
+                    right: window,
+                },
+                ..options
+            };
+            match sequences {
+                Some(sequences) => return packed(query, key, value, sequences, &options),
+                None => options,
+            }
+        }
         Mask::Marked(marked) => AttentionOptions {
             mask: Some(marked),
             ..options
@@ -206,8 +220,14 @@ fn sdpa(
     Ok(match mask {
         Mask::All => run(key, value, None, false)?,
         Mask::Marked(marked) => run(key, value, Some(marked), false)?,
-        // libtorch's operator has no packed sequences.
-        Mask::Packed { .. } => with_backend(Backend::Auto, query, key, value, mask, options)?,
+        Mask::BothWays {
+            sequences: None,
+            window: None,
+        } => run(key, value, None, false)?,
+        // libtorch's operator has neither packed sequences nor windows.
+        Mask::Packed { .. } | Mask::BothWays { .. } => {
+            with_backend(Backend::Auto, query, key, value, mask, options)?
+        }
         // One query sees all keys, or the last ones.
         Mask::Causal { window: None } if tokens == 1 => run(key, value, None, false)?,
         Mask::Causal { window: Some(n) } if tokens == 1 => {

@@ -97,6 +97,7 @@ impl CausalLm {
     /// As for [`CausalLm::new`].
     pub fn empty(config: &ModelConfig, device: Device, kind: Kind) -> Result<CausalLm> {
         config.validate()?;
+        config.check_causal()?;
         let specs = config.parameters();
         let kinds = vec![kind; specs.len()];
         // Projections that one matmul computes share one block of memory.
@@ -131,10 +132,23 @@ impl CausalLm {
             return CausalLm::from_gguf(dir, options);
         }
         let mut config = ModelConfig::from_dir(dir)?;
+        config.check_causal()?;
         let parts = checkpoint::read(dir, &mut config, options)?;
         let mut model = CausalLm::from_tensors(&config, parts)?;
         model.generation_config = checkpoint::read_generation_config(dir)?;
         Ok(model)
+    }
+
+    /// Reads a model whose logits are not needed: a folder may lack the head even if it is not tied, as Qwen3-Embedding's
+    /// do. The embedding is then in its place. Attention may be bidirectional (EmbeddingGemma).
+    pub(crate) fn without_head(path: &Path, options: &LoadOptions) -> Result<CausalLm> {
+        if path.is_file() {
+            return CausalLm::from_gguf(path, options);
+        }
+        let mut config = ModelConfig::from_dir(path)?;
+        config.set_tied(true);
+        let parts = checkpoint::read(path, &mut config, options)?;
+        CausalLm::from_tensors(&config, parts)
     }
 
     /// Writes a folder that transformers' `from_pretrained` loads: `config.json`, `model.safetensors` (or

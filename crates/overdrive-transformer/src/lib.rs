@@ -37,6 +37,10 @@
 //! | `roberta` | RoBERTa, and models saved in its format | positions that skip padding |
 //! | `modernbert` | ModernBERT | rotary positions, a window in two of three layers, gated blocks, no biases |
 //!
+//! [`EmbeddingModel`] and [`Reranker`] give one vector or one score for each sequence, by an encoder or a causal model
+//! (Qwen3-Embedding, Qwen3-Reranker) or a Gemma 3 with bidirectional attention (EmbeddingGemma); they read the folders of
+//! sentence-transformers.
+//!
 //! [`Seq2SeqLm`] is an encoder-decoder model, read and written in the same way: T5, T5 v1.1 and Flan-T5 (`t5`) and BART
 //! (`bart`), with cross-attention whose keys and values are computed once.
 //!
@@ -125,6 +129,7 @@ mod moe;
 mod norm;
 mod parameters;
 mod phi;
+mod pooling;
 mod projections;
 mod quantize;
 mod rms_norm;
@@ -139,8 +144,8 @@ pub use config::{
 };
 pub use encoder::{
     BaseHead, ClassifierHead, ClassifierPooling, Encoder, EncoderConfig, EncoderFamily,
-    EncoderHead, EncoderInput, EncoderModel, HeadKind, LoadReport, MaskedLm, MaskedLmHead, Pooling,
-    PoolingMode, ProblemType, SequenceClassifier,
+    EncoderHead, EncoderInput, EncoderModel, HeadKind, LoadReport, MaskedLm, MaskedLmHead,
+    ProblemType, SequenceClassifier,
 };
 pub use error::{Error, Result};
 pub use execution::{AttentionImplementation, Execution};
@@ -153,5 +158,6 @@ pub use loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss};
 pub use overdrive_checkpointing::{CheckpointOptions, SavePolicy, Schedule};
 pub use overdrive_fused::Activation;
 pub use parameters::{ParameterRole, ParameterSpec};
+pub use pooling::{EmbeddingModel, Pooling, PoolingMode, PoolingTask, Reranker, TokenSequence};
 pub use quantize::QuantizeOptions;
 pub use seq2seq::{CrossAttentionCache, DecoderInput, Encoded, Seq2SeqLm, Source};

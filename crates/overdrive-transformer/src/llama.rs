@@ -43,6 +43,8 @@ pub(crate) struct Llama {
     plans: Vec<Plan>,
     norm: Norm,
     rotary: Rotary,
+    /// If `true`, a token attends to those after it, too (EmbeddingGemma).
+    bidirectional: bool,
     /// The rotary positions of sliding blocks (Gemma 3, OLMo 3), or of blocks without rotary embedding (SmolLM3).
     second_rotary: Option<Rotary>,
     dropout: f64,
@@ -125,6 +127,7 @@ impl Llama {
         Ok(Llama {
             embedding,
             embedding_scale,
+            bidirectional: config.use_bidirectional_attention,
             plans,
             blocks: layers.map(block).collect::<Result<_>>()?,
             norm: Norm::take(parameters, final_norm(config.family), config)?,
@@ -356,11 +359,13 @@ impl Llama {
     fn masks(&self, input: &ForwardInput<'_>, shape: Shape) -> Result<Masks> {
         // All sliding layers of a model have one width, so two masks serve all layers.
         let window = self.plans.iter().find_map(|plan| plan.window);
+        let mask = |window: Option<i64>| match self.bidirectional {
+            true => Ok(Mask::bidirectional(input, shape, window.map(|w| w / 2))),
+            false => Mask::causal(input, shape, window),
+        };
         Ok(Masks {
-            full: Mask::causal(input, shape, None)?,
-            sliding: window
-                .map(|w| Mask::causal(input, shape, Some(w)))
-                .transpose()?,
+            full: mask(None)?,
+            sliding: window.map(|window| mask(Some(window))).transpose()?,
         })
     }
 }

@@ -14,8 +14,9 @@ use overdrive::nn::AdapterHost;
 use overdrive::onnx::{ExportOptions, export};
 use overdrive::quantization::GgufFile;
 use overdrive::transformer::{
-    CausalLm, EncoderConfig, EncoderInput, ForwardInput, InitOptions, LabelShift, LoadOptions,
-    MaskedLm, ModelConfig, QuantizeOptions, Seq2SeqConfig, Seq2SeqLm,
+    CausalLm, EmbeddingModel, EncoderConfig, EncoderInput, EncoderModel, ForwardInput, InitOptions,
+    LabelShift, LoadOptions, MaskedLm, ModelConfig, QuantizeOptions, Reranker, Seq2SeqConfig,
+    Seq2SeqLm, SequenceClassifier, TokenSequence,
 };
 use serde_json::json;
 use tch::Tensor;
@@ -349,7 +350,16 @@ fn encoder(model_type: &str) -> Option<(Vec<String>, Vec<String>)> {
         not_offered(),
         not_offered(),
     ];
-    Some(cells(outcomes, "no".to_owned()))
+    let dir = tempfile::tempdir().unwrap();
+    let path = dir.path().join("model.gguf");
+    std::fs::write(&path, gguf(model_type, &[])).unwrap();
+    // The file has no tensors.
+    let error = EncoderModel::from_gguf(path, &LoadOptions::default()).unwrap_err();
+    let gguf = match error.to_string().contains("general.architecture") {
+        true => "no".to_owned(),
+        false => format!("`{model_type}`"),
+    };
+    Some(cells(outcomes, gguf))
 }
 
 /// Returns the cells of an encoder-decoder model; `None` for another type.
@@ -476,6 +486,104 @@ fn the_table_of_models_says_what_the_crates_do() {
         "docs/src/models.md should say:\n{}",
         wrong.join("\n")
     );
+}
+
+fn sequence() -> [TokenSequence; 1] {
+    [TokenSequence::new(vec![3, 9, 27, 17, 51])]
+}
+
+/// Embeds with the model of a folder.
+fn embeds(dir: &Path) -> Result<Tensor, String> {
+    let model = EmbeddingModel::from_pretrained(dir, &LoadOptions::default()).map_err(text)?;
+    let vectors = model.embed(&sequence()).map_err(text)?;
+    let norm = vectors.norm().double_value(&[]);
+    check(
+        vectors.size() == [1, 32] && (norm - 1.0).abs() < 1e-5,
+        "no unit vector",
+    )?;
+    Ok(vectors)
+}
+
+fn scores(model: &Reranker) -> Outcome {
+    let score = model.scores(&sequence()).map_err(text)?.double_value(&[0]);
+    check(0.0 < score && score < 1.0, "no probability")
+}
+
+fn decoder_scores(dir: &Path) -> Outcome {
+    let model = CausalLm::from_pretrained(dir, &LoadOptions::default()).map_err(text)?;
+    scores(&Reranker::with_answers(model, [1, 2]).map_err(text)?)
+}
+
+fn encoder_scores(config: &EncoderConfig) -> Outcome {
+    let config = config.clone().with_labels(&["relevant"]);
+    let model = SequenceClassifier::new(&config, &InitOptions::default()).map_err(text)?;
+    let dir = tempfile::tempdir().unwrap();
+    model
+        .save_pretrained(dir.path(), &Default::default())
+        .map_err(text)?;
+    scores(&Reranker::from_pretrained(dir.path(), &LoadOptions::default()).map_err(text)?)
+}
+
+#[test]
+fn the_table_of_embeddings_and_scores_says_what_the_crates_do() {
+    let lines = PAGE
+        .lines()
+        .skip_while(|line| !line.starts_with("| type |"));
+    let own: Vec<String> = lines
+        .skip(2)
+        .take_while(|line| line.starts_with('|'))
+        .map(str::to_owned)
+        .collect();
+    assert_eq!(own.len(), 5);
+    let cell = |outcome: Outcome| if outcome.is_ok() { "yes" } else { "no" };
+    let shown = |name: &str, embeds: Outcome, scores: Outcome| {
+        let line = own
+            .iter()
+            .find(|line| line.starts_with(&format!("| `{name}` |")));
+        let why = format!("{name}: {embeds:?} {scores:?}");
+        let cells = format!("| {} | {} |", cell(embeds), cell(scores));
+        assert!(line.unwrap().ends_with(&cells), "{why}");
+    };
+    for name in ["bert", "roberta", "modernbert"] {
+        let config = EncoderConfig::from_json(&tiny(name).to_string()).unwrap();
+        let dir = tempfile::tempdir().unwrap();
+        let model = MaskedLm::new(&config, &InitOptions::default()).unwrap();
+        model
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        shown(name, embeds(dir.path()).map(drop), encoder_scores(&config));
+    }
+    for (name, _) in table() {
+        let Ok(config) = ModelConfig::from_json(&tiny(&name).to_string()) else {
+            continue;
+        };
+        let dir = tempfile::tempdir().unwrap();
+        let model = fresh(&config);
+        model
+            .save_pretrained(dir.path(), &Default::default())
+            .unwrap();
+        let vectors = embeds(dir.path()).unwrap_or_else(|error| panic!("{name}: {error}"));
+        let scored = decoder_scores(dir.path());
+        assert!(scored.is_ok(), "{name}: {scored:?}");
+        match name.as_str() {
+            "qwen3" => shown(&name, Ok(()), scored),
+            "gemma3_text" => {
+                let path = dir.path().join("config.json");
+                let mut config: serde_json::Value =
+                    serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
+                config["use_bidirectional_attention"] = true.into();
+                std::fs::write(&path, config.to_string()).unwrap();
+                let both_ways = embeds(dir.path());
+                assert!(
+                    both_ways
+                        .as_ref()
+                        .is_ok_and(|both_ways| *both_ways != vectors)
+                );
+                shown(&name, both_ways.map(drop), decoder_scores(dir.path()));
+            }
+            _ => {}
+        }
+    }
 }
 
 #[test]

@@ -75,6 +75,9 @@ pub struct LlamaConfig {
     /// The number of tokens that a sliding layer attends to, its own included (Mistral, Qwen, Phi-3, Gemma 2 and 3,
     /// SmolLM3, OLMo 3 and gpt-oss); default `None`.
     pub sliding_window: Option<i64>,
+    /// If `true`, a token attends to those after it, too (Gemma 3, for [`EmbeddingModel`](crate::EmbeddingModel)), and in
+    /// a sliding layer to `sliding_window / 2` tokens on each side; default `false`.
+    pub use_bidirectional_attention: bool,
     /// If `true`, the windows of Qwen and SmolLM3 are in effect; default `false`.
     pub use_sliding_window: bool,
     /// The first of Qwen's layers with a window, or the first without in Qwen2-MoE; default 28.
@@ -144,6 +147,7 @@ impl Default for LlamaConfig {
             embd_pdrop: 0.0,
             qk_layernorm: false,
             sliding_window: None,
+            use_bidirectional_attention: false,
             use_sliding_window: false,
             max_window_layers: 28,
             layer_types: None,

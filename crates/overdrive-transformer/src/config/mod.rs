@@ -253,6 +253,24 @@ impl ModelConfig {
         }
     }
 
+    /// Checks that the model predicts the next token.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] for a model with bidirectional attention.
+    pub(crate) fn check_causal(&self) -> Result<()> {
+        match self {
+            ModelConfig::Llama(config) if config.use_bidirectional_attention => {
+                Err(Error::Unsupported {
+                    key: "use_bidirectional_attention".to_owned(),
+                    found: "true".to_owned(),
+                    supported: "false, a model that predicts the next token; `EmbeddingModel` loads this one"
+                        .to_owned(),
+                })
+            }
+            _ => Ok(()),
+        }
+    }
+
     pub(crate) fn set_tied(&mut self, tied: bool) {
         match self {
             ModelConfig::Llama(config) => config.tie_word_embeddings = tied,

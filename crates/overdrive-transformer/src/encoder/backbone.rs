@@ -5,7 +5,7 @@ use overdrive_attention::PackedLengths;
 use overdrive_checkpointing::{Shared, checkpoint_with};
 use overdrive_fused::{Activation, Layout, RotaryOptions, glu, rotary};
 use overdrive_nn::{Embedding, Linear};
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use super::attend::attend;
 use super::config::EncoderConfig;
@@ -448,13 +448,5 @@ fn normalised(norm: &Option<LayerNorm>, x: &Tensor) -> Result<Tensor> {
     match norm {
         Some(norm) => norm.forward(x),
         None => Ok(x.shallow_clone()),
-    }
-}
-
-/// Returns the dtype in which sums over tokens are computed.
-pub(super) fn wide(kind: Kind) -> Kind {
-    match kind {
-        Kind::Double => Kind::Double,
-        _ => Kind::Float,
     }
 }

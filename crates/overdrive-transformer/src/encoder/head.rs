@@ -7,7 +7,6 @@ use super::config::{ClassifierPooling, EncoderConfig, EncoderFamily, ProblemType
 use super::input::{Arrangement, Rows};
 use super::model::Encoder;
 use super::parameters::head_names;
-use super::pooling::{Pooling, PoolingMode, pooled};
 use super::{BaseHead, ClassifierHead, EncoderInput, HeadKind, MaskedLmHead};
 use crate::Result;
 use crate::activation::{activate, activation_named};
@@ -15,6 +14,7 @@ use crate::gpt2::dropped;
 use crate::layer_norm::LayerNorm;
 use crate::loss::{IGNORE_INDEX, LabelShift, LossOutput, causal_lm_loss};
 use crate::parameters::ParameterMap;
+use crate::pooling::{Pooling, PoolingMode, pooled};
 
 /// An encoder that predicts masked tokens: `BertForMaskedLM`, `RobertaForMaskedLM`, `ModernBertForMaskedLM`.
 ///
@@ -221,7 +221,7 @@ impl SequenceClassifier {
             _ => PoolingMode::Cls,
         };
         let (fused, p) = (self.execution.fused_kernels, self.classifier_dropout());
-        let mut x = pooled(&rows, &hidden, mode)?;
+        let mut x = pooled(&hidden, rows.sequences(), mode)?;
         if config.family == EncoderFamily::Roberta {
             x = dropped(x, p)?;
         }
@@ -315,7 +315,7 @@ impl EncoderModel {
             return Ok(None);
         }
         let (rows, hidden) = self.computed(input)?;
-        let first = pooled(&rows, &hidden, PoolingMode::Cls)?;
+        let first = pooled(&hidden, rows.sequences(), PoolingMode::Cls)?;
         Ok(Some(
             self.head.transform(&first, self.execution.fused_kernels)?,
         ))
@@ -351,7 +351,7 @@ impl EncoderModel {
     }
 
     fn pool(&self, rows: &Rows, hidden: &Tensor, pooling: &Pooling) -> Result<Tensor> {
-        let vectors = pooled(rows, hidden, pooling.mode)?;
+        let vectors = pooled(hidden, rows.sequences(), pooling.mode)?;
         match pooling.normalize {
             true => pooling.normalized(&vectors),
             false => Ok(vectors),

@@ -53,39 +53,74 @@ pub(super) fn read(
     seed: u64,
 ) -> Result<(EncoderConfig, ModelTensors, LoadReport)> {
     let mut layout = Layout::new(config, kind);
-    let mut parts = checkpoint::read(dir, &mut layout, options)?;
+    let parts = checkpoint::read(dir, &mut layout, options)?;
     let (config, unused) = layout.into_parts();
-    let mut held: HashMap<String, Tensor> = parts.parameters.drain(..).collect();
-    let specs = parameters(&config, kind);
-    let quantized = |spec: &ParameterSpec| {
-        // The bias of a quantized layer is a dense parameter.
-        !spec.is_bias() && parts.quantized.contains_key(spec.module())
-    };
-    let missing = |spec: &&ParameterSpec| !held.contains_key(&spec.name) && !quantized(spec);
-    let missing: Vec<ParameterSpec> = specs.iter().filter(missing).cloned().collect();
-    let first = specs.iter().find_map(|spec| held.get(&spec.name));
-    let dtype = options
-        .kind
-        .or(first.map(Tensor::kind))
-        .unwrap_or(Kind::Float);
-    let made = allocate(
-        missing.clone(),
-        &vec![dtype; missing.len()],
-        options.device,
-        &[],
-    )?;
-    initialise(&made, &missing, seed)?;
-    held.extend(made);
-    let report = LoadReport {
-        initialized: missing.into_iter().map(|spec| spec.name).collect(),
-        unused,
-    };
+    let tensors = EncoderTensors::new(config, kind);
+    let (parts, mut report) = tensors.completed(parts, options, seed)?;
+    report.unused = unused;
     log(dir, &report);
-    parts.parameters = specs
-        .iter()
-        .filter_map(|spec| held.remove_entry(&spec.name))
-        .collect();
-    Ok((config, parts, report))
+    Ok((tensors.config, parts, report))
+}
+
+/// The parameters that a reader of files finds the tensors of.
+pub(crate) struct EncoderTensors {
+    pub(crate) config: EncoderConfig,
+    pub(crate) specs: Vec<ParameterSpec>,
+    kind: HeadKind,
+}
+
+impl EncoderTensors {
+    pub(crate) fn new(config: EncoderConfig, kind: HeadKind) -> EncoderTensors {
+        EncoderTensors {
+            specs: parameters(&config, kind),
+            config,
+            kind,
+        }
+    }
+
+    /// Returns the groups of parameters that lie next to one another.
+    pub(crate) fn adjacent(&self) -> Vec<Vec<String>> {
+        Layout::new(&self.config, self.kind).adjacent()
+    }
+
+    /// Puts the parameters that were read in order, and initializes the missing ones.
+    pub(crate) fn completed(
+        &self,
+        mut parts: ModelTensors,
+        options: &LoadOptions,
+        seed: u64,
+    ) -> Result<(ModelTensors, LoadReport)> {
+        let specs = &self.specs;
+        let mut held: HashMap<String, Tensor> = parts.parameters.drain(..).collect();
+        let quantized = |spec: &ParameterSpec| {
+            // The bias of a quantized layer is a dense parameter.
+            !spec.is_bias() && parts.quantized.contains_key(spec.module())
+        };
+        let missing = |spec: &&ParameterSpec| !held.contains_key(&spec.name) && !quantized(spec);
+        let missing: Vec<ParameterSpec> = specs.iter().filter(missing).cloned().collect();
+        let first = specs.iter().find_map(|spec| held.get(&spec.name));
+        let dtype = options
+            .kind
+            .or(first.map(Tensor::kind))
+            .unwrap_or(Kind::Float);
+        let made = allocate(
+            missing.clone(),
+            &vec![dtype; missing.len()],
+            options.device,
+            &[],
+        )?;
+        initialise(&made, &missing, seed)?;
+        held.extend(made);
+        parts.parameters = specs
+            .iter()
+            .filter_map(|spec| held.remove_entry(&spec.name))
+            .collect();
+        let report = LoadReport {
+            initialized: missing.into_iter().map(|spec| spec.name).collect(),
+            unused: Vec::new(),
+        };
+        Ok((parts, report))
+    }
 }
 
 fn log(dir: &Path, report: &LoadReport) {

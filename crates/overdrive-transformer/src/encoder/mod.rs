@@ -10,14 +10,13 @@ mod layout;
 mod load;
 mod model;
 mod parameters;
-mod pooling;
 mod quantize;
 
 pub use config::{ClassifierPooling, EncoderConfig, EncoderFamily, ProblemType};
 pub use head::{EncoderModel, MaskedLm, SequenceClassifier};
 pub use input::EncoderInput;
+pub(crate) use load::EncoderTensors;
 pub use model::{Encoder, LoadReport};
-pub use pooling::{Pooling, PoolingMode};
 
 /// The head of an encoder.
 #[derive(Debug, Clone, Copy, PartialEq, Eq)]

@@ -126,7 +126,7 @@ impl<H: EncoderHead> Encoder<H> {
         checkpoint::write(dir.as_ref(), &contents, options)
     }
 
-    fn from_tensors(
+    pub(crate) fn from_tensors(
         config: &EncoderConfig,
         parts: ModelTensors,
         report: LoadReport,

@@ -59,9 +59,9 @@ impl ModelConfig {
 }
 
 /// The metadata of one architecture.
-struct Keys<'a> {
-    file: &'a GgufFile,
-    architecture: &'a str,
+pub(super) struct Keys<'a> {
+    pub(super) file: &'a GgufFile,
+    pub(super) architecture: &'a str,
 }
 
 impl Keys<'_> {
@@ -341,7 +341,7 @@ impl Keys<'_> {
         Ok(Some(Vec::try_from(&numbers)?))
     }
 
-    fn vocabulary(&self) -> Result<i64> {
+    pub(super) fn vocabulary(&self) -> Result<i64> {
         // The rows of the table, which may be padded beyond the tokens of the vocabulary.
         let table = self.file.tensor("token_embd.weight");
         match table.and_then(|table| table.shape().first().copied()) {
@@ -350,7 +350,7 @@ impl Keys<'_> {
         }
     }
 
-    fn token(&self, name: &str) -> Result<Option<i64>> {
+    pub(super) fn token(&self, name: &str) -> Result<Option<i64>> {
         let key = format!("tokenizer.ggml.{name}");
         match self.file.value(&key) {
             None => Ok(None),
@@ -361,7 +361,7 @@ impl Keys<'_> {
         }
     }
 
-    fn key(&self, name: &str) -> String {
+    pub(super) fn key(&self, name: &str) -> String {
         format!("{}.{name}", self.architecture)
     }
 
@@ -370,7 +370,7 @@ impl Keys<'_> {
     }
 
     /// Returns an integer, or the common value of a list with one for each layer.
-    fn integer(&self, name: &str) -> Result<Option<i64>> {
+    pub(super) fn integer(&self, name: &str) -> Result<Option<i64>> {
         let Some(value) = self.value(name) else {
             return Ok(None);
         };
@@ -404,17 +404,17 @@ impl Keys<'_> {
         }
     }
 
-    fn required(&self, name: &str) -> Result<i64> {
+    pub(super) fn required(&self, name: &str) -> Result<i64> {
         let value = self.integer(name)?.filter(|&value| value > 0);
         value.ok_or_else(|| self.wrong(name, "a positive integer"))
     }
 
-    fn required_number(&self, name: &str) -> Result<f64> {
+    pub(super) fn required_number(&self, name: &str) -> Result<f64> {
         self.number(name)?
             .ok_or_else(|| self.wrong(name, "a number"))
     }
 
-    fn wrong(&self, name: &str, expected: &str) -> Error {
+    pub(super) fn wrong(&self, name: &str, expected: &str) -> Error {
         let found = self.value(name);
         let found = found.map_or("missing".to_owned(), |value| format!("{value:?}"));
         Common::option(self.key(name), found, expected.to_owned()).into()

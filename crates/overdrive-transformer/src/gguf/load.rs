@@ -12,10 +12,20 @@ use crate::quantize::quantize_parameter;
 use crate::{Error, LoadOptions, ModelConfig, Result, RopeScaling};
 
 /// A parameter, and the tensor of the file that holds it.
-struct Source<'a> {
-    spec: ParameterSpec,
-    tensor: GgufTensor<'a>,
-    rows: Option<Vec<i64>>,
+pub(super) struct Source<'a> {
+    pub(super) spec: ParameterSpec,
+    pub(super) tensor: GgufTensor<'a>,
+    pub(super) rows: Option<Vec<i64>>,
+}
+
+/// The properties of a model that its tensors do not show.
+pub(super) struct Arrangement {
+    /// If `true`, the head is the embedding.
+    pub(super) tied: bool,
+    /// The groups of parameters that lie next to one another.
+    pub(super) adjacent: Vec<Vec<String>>,
+    /// If `true`, norms multiply by one more than their weight.
+    pub(super) norm_adds_one: bool,
 }
 
 /// Reads the parameters of `config` from `file`.
@@ -31,7 +41,20 @@ pub(super) fn tensors(
             supported: "models of the Llama family".to_owned(),
         });
     };
-    let sources = sources(file, config, llama)?;
+    let arrangement = Arrangement {
+        tied: config.tie_word_embeddings(),
+        adjacent: config.adjacent(),
+        norm_adds_one: llama.norm_adds_one(),
+    };
+    read(sources(file, config, llama)?, &arrangement, options)
+}
+
+/// Reads the parameters of `sources`.
+pub(super) fn read(
+    sources: Vec<Source<'_>>,
+    arrangement: &Arrangement,
+    options: &LoadOptions,
+) -> Result<ModelTensors> {
     let kind = options.kind.unwrap_or_else(|| kind_of_matrices(&sources));
     let (dense, quantized): (Vec<Source<'_>>, Vec<Source<'_>>) =
         sources.into_iter().partition(|source| {
@@ -39,7 +62,7 @@ pub(super) fn tensors(
             let matrix = is_matrix(&source.spec);
             !matrix
                 || !source.tensor.tensor_type().is_quantized()
-                    && scheme(source, config, options).is_none()
+                    && scheme(source, arrangement, options).is_none()
         });
     let all = dense.iter().chain(&quantized);
     let total: u64 = all.map(|source| source.tensor.data().len() as u64).sum();
@@ -53,7 +76,7 @@ pub(super) fn tensors(
     report(0);
     let mut quantized_weights = HashMap::new();
     for source in &quantized {
-        let weight = match scheme(source, config, options) {
+        let weight = match scheme(source, arrangement, options) {
             None => {
                 let weight = source
                     .tensor
@@ -74,11 +97,11 @@ pub(super) fn tensors(
     }
     let specs: Vec<ParameterSpec> = dense.iter().map(|source| source.spec.clone()).collect();
     let kinds = vec![kind; specs.len()];
-    let mut parameters = allocate(specs, &kinds, options.device, &config.adjacent())?;
+    let mut parameters = allocate(specs, &kinds, options.device, &arrangement.adjacent)?;
     for ((_, parameter), source) in parameters.iter_mut().zip(&dense) {
         let mut numbers = numbers(source, options, Kind::Float)?;
         let norm = source.spec.name.ends_with("norm.weight");
-        if llama.norm_adds_one() && norm {
+        if arrangement.norm_adds_one && norm {
             // llama.cpp stores what these norms multiply by, transformers what they add to one.
             numbers = numbers.f_sub_scalar(1.0)?;
         }
@@ -114,11 +137,11 @@ fn kind_of_matrices(sources: &[Source<'_>]) -> Kind {
 /// Returns the scheme by which the options quantize the parameter.
 fn scheme(
     source: &Source<'_>,
-    config: &ModelConfig,
+    arrangement: &Arrangement,
     options: &LoadOptions,
 ) -> Option<overdrive_quantization::Scheme> {
     let chosen = options.quantization.as_ref()?;
-    chosen.scheme_of(&source.spec, config.tie_word_embeddings())
+    chosen.scheme_of(&source.spec, arrangement.tied)
 }
 
 fn numbers(source: &Source<'_>, options: &LoadOptions, kind: Kind) -> Result<Tensor> {

@@ -1,6 +1,7 @@
 //! Models from and to GGUF files: metadata and configuration, llama.cpp's names and those of transformers.
 
 mod adapter;
+mod bert;
 mod config;
 mod end_of_text;
 mod file_type;
@@ -11,6 +12,7 @@ mod names;
 mod save;
 
 pub use adapter::save_gguf_adapter;
+pub(crate) use bert::{is_bert, pooling_of_gguf};
 pub use end_of_text::end_of_text_tokens;
 pub use file_type::GgufFileType;
 pub use generation_config::generation_config_from_gguf;

@@ -7,6 +7,7 @@ mod checkpoint;
 mod common;
 mod decode_step;
 mod decoder_families;
+mod embeddings;
 mod encoders;
 mod experts;
 mod gguf;

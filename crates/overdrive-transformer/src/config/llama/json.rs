@@ -190,13 +190,13 @@ impl LlamaConfig {
                 *slot = value.map(|value| fields::number(key, &value)).transpose()?;
             }
         }
-        let mut both_ways = false;
-        fields.boolean("use_bidirectional_attention", &mut both_ways)?;
-        if both_ways {
+        let key = "use_bidirectional_attention";
+        fields.boolean(key, &mut self.use_bidirectional_attention)?;
+        if self.use_bidirectional_attention && self.family != LlamaFamily::Gemma3 {
             return Err(Error::Unsupported {
-                key: "use_bidirectional_attention".to_owned(),
+                key: key.to_owned(),
                 found: "true".to_owned(),
-                supported: "false, a model that predicts the next token".to_owned(),
+                supported: "false; only Gemma 3 attends in both directions".to_owned(),
             });
         }
         // Files that are older than `layer_types` have a period instead.
@@ -318,6 +318,9 @@ impl LlamaConfig {
                 "final_logit_softcapping": self.final_logit_softcapping,
             }),
         };
+        if self.use_bidirectional_attention {
+            map.insert("use_bidirectional_attention".to_owned(), true.into());
+        }
         for object in [own, member] {
             if let Value::Object(entries) = object {
                 map.extend(entries);

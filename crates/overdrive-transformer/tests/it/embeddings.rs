@@ -1,0 +1,231 @@
+//! Embedding models and rerankers against sentence-transformers and the code of Qwen3-Reranker's model card, on the
+//! random folders that `fixtures/gen_embeddings.py` makes.
+//!
+//! Tolerance: 1e-5 for embeddings and scores, which are sums of up to 64 terms in fp32 in another order.
+
+use overdrive_safetensors::MappedFile;
+use overdrive_transformer::{
+    CausalLm, EmbeddingModel, EncoderInput, EncoderModel, Error, LoadOptions, Pooling, PoolingMode,
+    PoolingTask, Reranker, TokenSequence,
+};
+use serde_json::Value;
+use tch::{Device, Kind};
+
+use crate::common::{copy_of, expected, fixture, max_difference};
+
+const TOLERANCE: f64 = 1e-5;
+const EMBEDDINGS: [&str; 4] = [
+    "embedding_bert",
+    "embedding_modernbert",
+    "embedding_qwen3",
+    "embedding_gemma",
+];
+
+/// Returns the tokens of the texts of a fixture.
+fn sequences(case: &str) -> Vec<TokenSequence> {
+    let text = std::fs::read_to_string(fixture(case).join("expected.json")).unwrap();
+    let expected: Value = serde_json::from_str(&text).unwrap();
+    let list = |value: &Value| serde_json::from_value::<Vec<i64>>(value.clone()).unwrap();
+    let tokens = expected["tokens"].as_array().unwrap().iter();
+    tokens
+        .map(|row| TokenSequence::new(list(&row["ids"])).with_types(list(&row["types"])))
+        .collect()
+}
+
+fn embedding_model(case: &str) -> EmbeddingModel {
+    EmbeddingModel::from_pretrained(fixture(case), &LoadOptions::default()).unwrap()
+}
+
+/// The reranker of Qwen3 with the answers of its fixture.
+fn qwen3_reranker() -> Reranker {
+    let answers = &expected("reranker_qwen3")["answers"];
+    let answers = Vec::<i64>::try_from(&answers.to_kind(Kind::Int64)).unwrap();
+    let folder = fixture("reranker_qwen3");
+    let model = CausalLm::from_pretrained(folder, &LoadOptions::default()).unwrap();
+    Reranker::with_answers(model, [answers[0], answers[1]]).unwrap()
+}
+
+#[test]
+fn embeddings_equal_sentence_transformers_alone_and_in_a_batch() {
+    for case in EMBEDDINGS {
+        let (model, sequences) = (embedding_model(case), sequences(case));
+        let want = &expected(case)["embeddings"];
+        let got = model.embed(&sequences).unwrap();
+        assert_eq!(got.size(), [sequences.len() as i64, model.dimension()]);
+        let together = max_difference(&got, want);
+        assert!(together < TOLERANCE, "{case}: {together}");
+        for (row, sequence) in (0..).zip(&sequences) {
+            let got = model.embed(std::slice::from_ref(sequence)).unwrap();
+            let alone = max_difference(&got.get(0), &want.get(row));
+            assert!(alone < TOLERANCE, "{case}: row {row} {alone}");
+        }
+        println!("{case:22} {together:.1e}");
+    }
+}
+
+#[test]
+fn scores_equal_cross_encoders_and_the_model_card() {
+    let load = |case: &str| Reranker::from_pretrained(fixture(case), &LoadOptions::default());
+    for (case, model) in [
+        ("reranker_bert", load("reranker_bert").unwrap()),
+        // Its scores are logits.
+        ("reranker_roberta", load("reranker_roberta").unwrap()),
+        ("reranker_qwen3", qwen3_reranker()),
+        (
+            "reranker_logit_score",
+            load("reranker_logit_score").unwrap(),
+        ),
+    ] {
+        let (sequences, want) = (sequences(case), &expected(case)["scores"]);
+        let together = max_difference(&model.scores(&sequences).unwrap(), want);
+        assert!(together < TOLERANCE, "{case}: {together}");
+        for (row, sequence) in (0..).zip(&sequences) {
+            let got = model.scores(std::slice::from_ref(sequence)).unwrap();
+            let alone = max_difference(&got.get(0), &want.get(row));
+            assert!(alone < TOLERANCE, "{case}: row {row} {alone}");
+        }
+        let is_causal = matches!(case, "reranker_qwen3" | "reranker_logit_score");
+        assert_eq!(model.takes_prompts(), is_causal);
+        println!("{case:22} {together:.1e}");
+    }
+}
+
+#[test]
+fn a_bert_in_a_gguf_file_is_the_model_of_its_folder() {
+    let path = fixture("gguf").join("bert.gguf");
+    assert_eq!(PoolingTask::of(&path).unwrap(), Some(PoolingTask::Embed));
+    let model = EmbeddingModel::from_pretrained(&path, &LoadOptions::default()).unwrap();
+    let mean = Pooling::default().with_normalize(true);
+    assert_eq!((model.pooling(), model.max_length()), (mean, 64));
+    let case = "embedding_bert";
+    let got = model.embed(&sequences(case)).unwrap();
+    let difference = max_difference(&got, &expected(case)["embeddings"]);
+    assert!(difference < TOLERANCE, "{difference}");
+
+    // Files have no pooler.
+    let encoder = EncoderModel::from_gguf(&path, &LoadOptions::default()).unwrap();
+    let initialized = &encoder.load_report().initialized;
+    assert_eq!(initialized.len(), 2, "{initialized:?}");
+    let llama = fixture("gguf").join("llama.gguf");
+    assert_eq!(PoolingTask::of(&llama).unwrap(), None);
+    let error = EncoderModel::from_gguf(llama, &LoadOptions::default()).unwrap_err();
+    assert!(
+        error.to_string().contains("general.architecture"),
+        "{error}"
+    );
+    let error = CausalLm::from_gguf(path, &LoadOptions::default()).unwrap_err();
+    assert!(
+        error.to_string().contains("general.architecture"),
+        "{error}"
+    );
+}
+
+/// Tolerance: 2 % of the largest value, because the kernels round activations to 8 bits.
+#[test]
+fn a_quantized_bert_in_a_gguf_file_stays_quantized() {
+    let folder = fixture("gguf");
+    let file = MappedFile::open(folder.join("bert_q8_0.safetensors")).unwrap();
+    let read = |name: &str| file.tensor(name).unwrap().copy_to_tensor(None, Device::Cpu);
+    let (ids, first) = (read("input_ids").unwrap(), read("first").unwrap());
+    let path = folder.join("bert_q8_0.gguf");
+    let model = EncoderModel::from_gguf(path, &LoadOptions::default()).unwrap();
+    let dense = model.named_parameters();
+    let is_quantized = |module: &str| !dense.iter().any(|(name, _)| name.contains(module));
+    assert!(is_quantized("query.weight") && is_quantized("word_embeddings.weight"));
+    let pooling = Pooling::default().with_mode(PoolingMode::Cls);
+    let got = tch::no_grad(|| model.embed(EncoderInput::new(&ids), &pooling)).unwrap();
+    let difference = max_difference(&got, &first) / first.abs().max().double_value(&[]);
+    assert!(difference < 0.02, "{difference}");
+}
+
+/// The tokens after a position change its state only if attention is bidirectional.
+#[test]
+fn a_causal_model_is_not_read_as_a_bidirectional_one() {
+    let folder = copy_of("embedding_gemma");
+    for dir in ["1_Pooling", "2_Dense", "3_Dense", "4_Normalize"] {
+        std::fs::create_dir(folder.path().join(dir)).unwrap();
+        for entry in std::fs::read_dir(fixture("embedding_gemma").join(dir)).unwrap() {
+            let entry = entry.unwrap();
+            let to = folder.path().join(dir).join(entry.file_name());
+            std::fs::copy(entry.path(), to).unwrap();
+        }
+    }
+    let path = folder.path().join("config.json");
+    let config = std::fs::read_to_string(&path).unwrap();
+    let causal = config.replace(
+        "\"use_bidirectional_attention\": true",
+        "\"use_bidirectional_attention\": false",
+    );
+    assert_ne!(config, causal);
+    std::fs::write(&path, causal).unwrap();
+    let model = EmbeddingModel::from_pretrained(folder.path(), &LoadOptions::default()).unwrap();
+    let got = model.embed(&sequences("embedding_gemma")).unwrap();
+    let difference = max_difference(&got, &expected("embedding_gemma")["embeddings"]);
+    assert!(difference > 0.01, "{difference}");
+
+    let error = CausalLm::from_pretrained(fixture("embedding_gemma"), &LoadOptions::default());
+    let message = error.unwrap_err().to_string();
+    assert!(message.contains("`EmbeddingModel` loads"), "{message}");
+}
+
+#[test]
+fn folders_and_inputs_that_do_not_fit_are_refused() {
+    let pooling = Pooling::from_dir(fixture("embedding_qwen3")).unwrap();
+    let last = Pooling::default().with_mode(PoolingMode::LastToken);
+    assert_eq!(pooling, Some(last.with_normalize(true)));
+    let message = Pooling::from_dir(fixture("embedding_gemma")).unwrap_err();
+    assert!(message.to_string().contains("EmbeddingModel"), "{message}");
+
+    let load = |case: &str| Reranker::from_pretrained(fixture(case), &LoadOptions::default());
+    for (case, text) in [
+        ("bert_classifier", "`num_labels` is 3"),
+        ("reranker_qwen3", "Reranker::with_answers"),
+        ("bert_base", "num_labels"),
+    ] {
+        let message = load(case).unwrap_err().to_string();
+        assert!(message.contains(text), "{case}: {message}");
+    }
+    let model = embedding_model("embedding_bert");
+    assert!(model.embed(&[]).is_err());
+    assert!(model.embed(&[TokenSequence::new(vec![])]).is_err());
+    let long = TokenSequence::new(vec![2; 65]);
+    let error = model.embed(&[long]).unwrap_err();
+    assert!(
+        matches!(error, Error::ContextExceeded { limit: 64, .. }),
+        "{error}"
+    );
+    let uneven = TokenSequence::new(vec![2, 3]).with_types(vec![0]);
+    assert!(model.embed(&[uneven]).is_err());
+}
+
+#[test]
+fn dense_layers_and_orders_that_are_not_implemented_are_refused() {
+    let folder = tempfile::tempdir().unwrap();
+    let steps = |kinds: &[&str]| {
+        let modules: Vec<Value> = kinds
+            .iter()
+            .map(|kind| serde_json::json!({"type": format!("st.{kind}"), "path": kind}))
+            .collect();
+        let text = Value::Array(modules).to_string();
+        std::fs::write(folder.path().join("modules.json"), text).unwrap();
+        Pooling::from_dir(folder.path()).unwrap_err().to_string()
+    };
+    std::fs::create_dir(folder.path().join("Pooling")).unwrap();
+    let mode = r#"{"pooling_mode": "mean"}"#;
+    std::fs::write(folder.path().join("Pooling/config.json"), mode).unwrap();
+    for (kinds, text) in [
+        (&["Pooling"][..], "\"Pooling\" at the beginning"),
+        (&["Transformer", "Dense"], "\"Dense\" after \"Transformer\""),
+        (&["Transformer", "Pooling", "LSTM"], "\"LSTM\" after"),
+        (
+            &["Transformer", "Pooling", "Normalize", "Dense"],
+            "\"Dense\" after \"Normalize\"",
+        ),
+    ] {
+        let message = steps(kinds);
+        assert!(message.contains(text), "{message}");
+    }
+    let mode = r#"{"pooling_mode": "mean", "include_prompt": false}"#;
+    std::fs::write(folder.path().join("Pooling/config.json"), mode).unwrap();
+    assert!(steps(&["Transformer", "Pooling"]).contains("include_prompt"));
+}
