@@ -1,6 +1,6 @@
 //! An HTTP server with OpenAI's API: `/v1/models`, `/v1/completions`, `/v1/chat/completions`, `/v1/responses`,
 //! `/v1/embeddings`, `/tokenize`, `/detokenize`, `/tokenizer_info`, `/health` and `/metrics`. All requests share one batch
-//! and one cache.
+//! and one cache. Instead of text, a model of embeddings answers `/v1/embeddings`, and a reranker `/v1/rerank`.
 //!
 //! SIGTERM and Ctrl-C let the requests in progress finish; a second signal aborts them. Clients need a key only if
 //! OVERDRIVE_API_KEY is set.
@@ -24,9 +24,9 @@ use overdrive::generation::{
 };
 use overdrive::kv_cache::KvCacheDtype;
 use overdrive::lora::{LoadAdapterOptions, load_adapter_for_rows};
-use overdrive::serve::{ApiKey, Pooling, ServedModel, Server, ServerOptions};
+use overdrive::serve::{ApiKey, PoolingModel, ServedModel, Server, ServerOptions};
 use overdrive::trainer::Interrupt;
-use overdrive::transformer::CausalLm;
+use overdrive::transformer::{CausalLm, PoolingMode, PoolingTask};
 use overdrive_examples::{
     ModelFlags, TemplateFlags, assistant_tokenizer, local_adapter, local_model, model_name,
     print_error_line, print_line,
@@ -103,9 +103,13 @@ struct Flags {
     /// Seconds that requests in progress have to finish after a signal
     #[arg(long, default_value_t = 25)]
     drain_timeout: u64,
-    /// Pooling of embeddings: last or mean
+    /// Pooling of the embeddings of a model that generates text: last, mean or cls
     #[arg(long, default_value = "last")]
-    pooling: Pooling,
+    pooling: PoolingMode,
+    /// Purpose of a model that does not generate text: embed (/v1/embeddings) or score (/v1/rerank) [default: that of an
+    /// encoder or a folder of sentence-transformers]
+    #[arg(long)]
+    task: Option<PoolingTask>,
 }
 
 fn main() -> ExitCode {
@@ -136,6 +140,17 @@ fn run(flags: &Flags) -> Result<()> {
         .with_context(|| format!("cannot listen on {}:{}", flags.host, flags.port))?;
 
     let source = flags.model.local()?;
+    let tokenizer = Arc::new(source.tokenizer()?);
+    let name = match &flags.served_model_name {
+        Some(name) => name.clone(),
+        None => model_name(&source.path),
+    };
+    if let Some(task) = task(flags, &source)? {
+        let (folder, load) = (&source.path, source.options());
+        let model = PoolingModel::from_pretrained(folder, task, &tokenizer, &load)?;
+        let served = ServedModel::pooling(name.as_str(), tokenizer, folder)?;
+        return answer(Server::pooling(model, served, options)?, &name, listener);
+    }
     let files = source.files()?;
     let mut config = generation_config(&files)?;
     if let Some(tokens) = flags.prompt_lookup_num_tokens {
@@ -151,11 +166,6 @@ fn run(flags: &Flags) -> Result<()> {
             None
         }
         Err(error) => return Err(error),
-    };
-    let tokenizer = Arc::new(source.tokenizer()?);
-    let name = match &flags.served_model_name {
-        Some(name) => name.clone(),
-        None => model_name(&source.path),
     };
     let (own, texts) = (flags.clone(), Arc::clone(&tokenizer));
     let began = Instant::now();
@@ -174,7 +184,22 @@ fn run(flags: &Flags) -> Result<()> {
     if let Some(template) = template {
         served = served.with_template(template);
     }
-    let server = Server::new(engine, served, options)?;
+    answer(Server::new(engine, served, options)?, &name, listener)
+}
+
+/// Returns the purpose of a model that does not generate text.
+fn task(flags: &Flags, source: &ModelFlags) -> Result<Option<PoolingTask>> {
+    let own = PoolingTask::of(&source.path)?;
+    let task = flags.task.or(own);
+    anyhow::ensure!(
+        task.is_none() || source.adapter.is_none() && flags.lora.is_empty(),
+        "an adapter is set, and a model of embeddings or scores takes none; merge it into the folder first"
+    );
+    Ok(task)
+}
+
+/// Answers requests until a signal ends the server.
+fn answer(server: Server, name: &str, listener: TcpListener) -> Result<()> {
     print_line(format!("{name} on http://{}/v1", listener.local_addr()?));
     // The server lets requests end, also as the first process of a container.
     Interrupt::hand_over(&[SIGTERM, SIGINT]);

@@ -124,7 +124,8 @@ impl ModelFlags {
         load_model(path, self.options())
     }
 
-    fn options(&self) -> LoadOptions {
+    /// Returns the device, the dtype and the quantization of the flags.
+    pub fn options(&self) -> LoadOptions {
         if self.batch_invariant {
             set_batch_invariant(true);
         }

@@ -27,6 +27,7 @@ pub(crate) async fn chat_completions(
     let started = Instant::now();
     let mut fields = Fields::read(request, &shared.options).await?;
     let model = shared.choose_model(fields.take("model")?)?;
+    shared.engine()?;
     let template = template(&shared, "messages")?;
     fields.refuse(&[
         "functions",

@@ -45,6 +45,16 @@ impl Prompts {
         })
     }
 
+    /// Puts `before` in front of each text; lists of token ids stay as they are.
+    pub(crate) fn after(self, before: &str) -> Prompts {
+        let join = |text: String| format!("{before}{text}");
+        match self {
+            Prompts::Text(text) => Prompts::Text(join(text)),
+            Prompts::Texts(texts) => Prompts::Texts(texts.into_iter().map(join).collect()),
+            ids => ids,
+        }
+    }
+
     pub(crate) fn len(&self) -> usize {
         match self {
             Prompts::Text(_) | Prompts::Ids(_) => 1,
@@ -77,6 +87,7 @@ pub(crate) async fn completions(
     let started = Instant::now();
     let mut fields = Fields::read(request, &shared.options).await?;
     let model = shared.choose_model(fields.take("model")?)?;
+    shared.engine()?;
     fields.refuse(&["suffix"])?;
     let mut sampling = Sampling::take(&mut fields, &shared)?;
     sampling.max_tokens = fields.take("max_tokens")?;

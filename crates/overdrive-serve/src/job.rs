@@ -88,7 +88,7 @@ impl Job {
             // Weak: dropping the job, as happens when the client disconnects, frees all of its seats.
             let seats = Arc::downgrade(&seats);
             let mut open = n;
-            let ticket = shared.engine.submit_with(request, move |event| {
+            let ticket = shared.engine()?.submit_with(request, move |event| {
                 // A seat is freed when its sequence ends, even if the client reads the answer later.
                 let ended = match &event {
                     Event::Finished { .. } => 1,

@@ -5,6 +5,9 @@
 //! `/health` and `/metrics` (Prometheus) are for the operator. All requests share the engine's batch and cache. A request
 //! is cancelled when its client disconnects; a client that only closes its sending half gets its answer.
 //!
+//! [`Server::pooling`] serves an embedding model (`/v1/embeddings`) or a reranker (`/v1/rerank` as Jina and vLLM have it,
+//! `/v1/score`) instead, a [`PoolingModel`].
+//!
 //! ```no_run
 //! use std::sync::Arc;
 //!
@@ -45,16 +48,20 @@ mod messages;
 mod metrics;
 mod options;
 mod peer;
+mod pooler;
+mod rerank;
 mod responses;
 mod routes;
 mod sampling;
 mod server;
 mod shared;
+mod text_format;
 mod tokenization;
 mod tools;
 
 pub use error::{Error, Result};
 pub use key::ApiKey;
-pub use options::{Pooling, ServerOptions};
+pub use options::ServerOptions;
+pub use pooler::PoolingModel;
 pub use server::Server;
 pub use shared::ServedModel;

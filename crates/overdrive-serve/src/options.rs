@@ -1,34 +1,9 @@
 use std::time::Duration;
 
 use overdrive_core::{check_at_least, check_option};
+use overdrive_transformer::PoolingMode;
 
 use crate::{ApiKey, Result};
-
-/// The pooling of a text's hidden states into its embedding.
-#[derive(Debug, Clone, Copy, PartialEq, Eq, Default)]
-pub enum Pooling {
-    /// The hidden state of the last token, the usual choice for decoders.
-    #[default]
-    Last,
-    /// The mean of the hidden states of all tokens.
-    Mean,
-}
-
-impl std::str::FromStr for Pooling {
-    type Err = overdrive_core::Error;
-
-    fn from_str(name: &str) -> std::result::Result<Pooling, overdrive_core::Error> {
-        match name {
-            "last" => Ok(Pooling::Last),
-            "mean" => Ok(Pooling::Mean),
-            _ => Err(overdrive_core::Error::option(
-                "pooling",
-                format!("{name:?}"),
-                "last or mean",
-            )),
-        }
-    }
-}
 
 /// The options of a [`Server`](crate::Server): its key and its limits.
 #[derive(Debug, Clone)]
@@ -63,8 +38,8 @@ pub struct ServerOptions {
     /// The time that the server waits after a signal for requests that have begun. Default 25 seconds, because Kubernetes
     /// kills a container after 30.
     pub drain_timeout: Duration,
-    /// The pooling of the hidden states into embeddings. Default [`Pooling::Last`].
-    pub pooling: Pooling,
+    /// The pooling of the hidden states into embeddings. Default [`PoolingMode::LastToken`].
+    pub pooling: PoolingMode,
 }
 
 impl Default for ServerOptions {
@@ -81,7 +56,7 @@ impl Default for ServerOptions {
             max_time: Duration::from_secs(600),
             body_timeout: Duration::from_secs(30),
             drain_timeout: Duration::from_secs(25),
-            pooling: Pooling::Last,
+            pooling: PoolingMode::LastToken,
         }
     }
 }

@@ -40,6 +40,7 @@ pub(crate) async fn responses(
     let started = Instant::now();
     let mut fields = Fields::read(request, &shared.options).await?;
     let model = shared.choose_model(fields.take("model")?)?;
+    shared.engine()?;
     let template = template(&shared, "input")?;
     fields.refuse(UNSUPPORTED)?;
     let mut text: Map<String, Value> = fields.take("text")?.unwrap_or_default();

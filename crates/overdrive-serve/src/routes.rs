@@ -14,6 +14,7 @@ use crate::api_error::{ApiError, ApiResult, json_response};
 use crate::chat::chat_completions;
 use crate::completions::completions;
 use crate::embeddings::embeddings;
+use crate::rerank::{rerank, score};
 use crate::responses::responses;
 use crate::shared::Shared;
 use crate::tokenization::{detokenize, tokenize, tokenizer_info};
@@ -23,6 +24,8 @@ const COMPLETIONS: &str = "/v1/completions";
 const CHAT: &str = "/v1/chat/completions";
 const RESPONSES: &str = "/v1/responses";
 const EMBEDDINGS: &str = "/v1/embeddings";
+const RERANK: [&str; 3] = ["/v1/rerank", "/rerank", "/v2/rerank"];
+const SCORE: [&str; 2] = ["/v1/score", "/score"];
 const TOKENIZE: &str = "/tokenize";
 const DETOKENIZE: &str = "/detokenize";
 const TOKENIZER_INFO: &str = "/tokenizer_info";
@@ -30,12 +33,17 @@ const HEALTH: &str = "/health";
 const METRICS: &str = "/metrics";
 
 /// All routes, in the order in which they are listed.
-const ROUTES: [&str; 10] = [
+const ROUTES: [&str; 15] = [
     MODELS,
     COMPLETIONS,
     CHAT,
     RESPONSES,
     EMBEDDINGS,
+    RERANK[0],
+    RERANK[1],
+    RERANK[2],
+    SCORE[0],
+    SCORE[1],
     TOKENIZE,
     DETOKENIZE,
     TOKENIZER_INFO,
@@ -44,7 +52,13 @@ const ROUTES: [&str; 10] = [
 ];
 
 pub(crate) fn router(shared: Arc<Shared>) -> Router {
-    Router::new()
+    let router = RERANK.into_iter().fold(Router::new(), |router, path| {
+        router.route(path, post(rerank))
+    });
+    let router = SCORE
+        .into_iter()
+        .fold(router, |router, path| router.route(path, post(score)));
+    router
         .route(HEALTH, get(health))
         .route(METRICS, get(metrics))
         .route(MODELS, get(models))
@@ -108,13 +122,12 @@ async fn guard(State(shared): State<Arc<Shared>>, request: Request, next: Next) 
 }
 
 async fn health(State(shared): State<Arc<Shared>>) -> ApiResult<Response> {
-    // An engine whose thread has ended does not accept the job.
-    shared.engine.run(|_| {})?;
+    shared.backend.check_running()?;
     Ok(json_response(StatusCode::OK, &json!({"status": "ok"})))
 }
 
 async fn metrics(State(shared): State<Arc<Shared>>) -> Response {
-    let (statistics, limit) = (shared.engine.statistics(), shared.options.max_queue);
+    let (statistics, limit) = (shared.backend.statistics(), shared.options.max_queue);
     let text = shared.metrics.text(&statistics, shared.in_flight(), limit);
     let kind = HeaderValue::from_static("text/plain; version=0.0.4; charset=utf-8");
     ([(header::CONTENT_TYPE, kind)], text).into_response()
@@ -129,14 +142,14 @@ fn card(shared: &Shared, name: &str) -> Value {
         "created": shared.created,
         "owned_by": "overdrive",
         "parent": (name != model).then_some(model),
-        "max_model_len": shared.engine.max_model_len(),
+        "max_model_len": shared.backend.max_model_len(),
         // `true` if an answer has the same bits whatever else is in the batch.
-        "batch_invariant": shared.engine.is_batch_invariant(),
+        "batch_invariant": shared.backend.is_batch_invariant(),
     })
 }
 
 async fn models(State(shared): State<Arc<Shared>>) -> Response {
-    let names = std::iter::once(&shared.model.name).chain(shared.engine.adapters());
+    let names = std::iter::once(&shared.model.name).chain(shared.backend.adapters());
     let cards: Vec<Value> = names.map(|name| card(&shared, name)).collect();
     json_response(StatusCode::OK, &json!({"object": "list", "data": cards}))
 }
@@ -156,6 +169,7 @@ async fn wrong_method(request: Request) -> ApiError {
     let (method, path) = (request.method(), request.uri().path());
     let right = match path {
         COMPLETIONS | CHAT | RESPONSES | EMBEDDINGS | TOKENIZE | DETOKENIZE => "POST",
+        path if RERANK.contains(&path) || SCORE.contains(&path) => "POST",
         _ => "GET",
     };
     let message = format!("{path} does not support {method}; use {right}");

@@ -101,7 +101,7 @@ impl Sampling {
             }
         }
         if let Some(biases) = fields.take::<BTreeMap<String, f64>>("logit_bias")? {
-            config.logit_bias = logit_bias(biases, shared.engine.vocab_size())?;
+            config.logit_bias = logit_bias(biases, shared.backend.vocab_size())?;
         }
         if let Some(stop) = fields.take::<OneOrMany>("stop")? {
             config.stop_strings = stop_strings(stop)?;
@@ -165,8 +165,8 @@ impl Sampling {
         shared: &Shared,
     ) -> ApiResult<GenerationConfig> {
         let (longest, context) = (
-            shared.engine.max_prompt_len(),
-            shared.engine.max_model_len(),
+            shared.backend.max_prompt_len(),
+            shared.backend.max_model_len(),
         );
         if prompt == 0 {
             let message = format!("`{param}` has no tokens; give at least one");

@@ -11,9 +11,10 @@ use tokio::signal::unix::{Signal, SignalKind, signal};
 use tokio::sync::oneshot;
 
 use crate::connections::serve;
+use crate::pooler::Pooler;
 use crate::routes::router;
-use crate::shared::Shared;
-use crate::{Error, Result, ServedModel, ServerOptions};
+use crate::shared::{Backend, Shared};
+use crate::{Error, PoolingModel, Result, ServedModel, ServerOptions};
 
 /// The number of threads that read requests and write answers. They do little; the CPU cores are for the engine.
 const IO_THREADS: usize = 2;
@@ -36,6 +37,23 @@ impl Server {
     /// # Errors
     /// An [option](overdrive_core::Error::InvalidOption) out of its range.
     pub fn new(engine: EngineHandle, model: ServedModel, options: ServerOptions) -> Result<Server> {
+        Server::over(Backend::Engine(engine), model, options)
+    }
+
+    /// Returns a server of embeddings (`/v1/embeddings`) or of scores (`/v1/rerank`, `/v1/score`); its other routes
+    /// that need an engine refuse every request. `served` is made by [`ServedModel::pooling`].
+    ///
+    /// # Errors
+    /// As for [`Server::new`]; [`Error::Listen`] if the system refuses the thread of the model.
+    pub fn pooling(
+        model: PoolingModel,
+        served: ServedModel,
+        options: ServerOptions,
+    ) -> Result<Server> {
+        Server::over(Backend::Pooler(Pooler::spawn(model)?), served, options)
+    }
+
+    fn over(backend: Backend, model: ServedModel, options: ServerOptions) -> Result<Server> {
         options.validate()?;
         let expected = "a name for clients to use, of at least one character";
         check_option(
@@ -44,7 +62,7 @@ impl Server {
             "\"\"",
             expected,
         )?;
-        let clash = engine.adapters().iter().find(|own| **own == model.name);
+        let clash = backend.adapters().iter().find(|own| **own == model.name);
         let expected = "different from the names of the adapters";
         check_option(
             clash.is_none(),
@@ -52,7 +70,7 @@ impl Server {
             format!("{:?}", model.name),
             expected,
         )?;
-        let shared = Arc::new(Shared::new(engine, model, options));
+        let shared = Arc::new(Shared::new(backend, model, options));
         shared.model.config.validate()?;
         Ok(Server { shared })
     }

@@ -1,5 +1,6 @@
 //! The state that all requests share.
 
+use std::path::Path;
 use std::sync::atomic::{AtomicU64, Ordering};
 use std::sync::{Arc, OnceLock};
 use std::time::{SystemTime, UNIX_EPOCH};
@@ -7,13 +8,17 @@ use std::time::{SystemTime, UNIX_EPOCH};
 use axum::http::StatusCode;
 use overdrive_constraints::{GrammarVocabulary, token_bytes};
 use overdrive_core::random::entropy;
-use overdrive_generation::{ChatTemplate, EngineHandle, GenerationConfig, Tokenizer};
+use overdrive_generation::{
+    ChatTemplate, EngineHandle, EngineStatistics, Error, GenerationConfig, Tokenizer,
+};
 use tokio::sync::{OwnedSemaphorePermit, Semaphore};
 
-use crate::ServerOptions;
 use crate::api_error::{ApiError, ApiResult};
 use crate::fields::shorten;
 use crate::metrics::Metrics;
+use crate::pooler::Pooler;
+use crate::text_format::TextFormat;
+use crate::{Result, ServerOptions};
 
 /// The model as clients see it.
 #[derive(Debug)]
@@ -22,6 +27,7 @@ pub struct ServedModel {
     pub(crate) tokenizer: Arc<Tokenizer>,
     pub(crate) template: Option<ChatTemplate>,
     pub(crate) config: GenerationConfig,
+    pub(crate) format: TextFormat,
 }
 
 impl ServedModel {
@@ -39,7 +45,26 @@ impl ServedModel {
             tokenizer: without_limits(tokenizer),
             template: None,
             config,
+            format: TextFormat::default(),
         }
+    }
+
+    /// Returns a model of embeddings or scores, which generates no text. `path` is its folder or GGUF file: prompts are
+    /// read from the folder's `config_sentence_transformers.json`, and the form of pairs of a causal reranker
+    /// (`LogitScore`) from its chat template. `tokenizer` is that of the model; its truncation and padding are ignored.
+    ///
+    /// # Errors
+    /// A file of the folder that cannot be read or parsed; an [option](overdrive_core::Error::InvalidOption) for a
+    /// chat template without the roles `query` and `document`, and for a model whose embeddings are of chats.
+    pub fn pooling(
+        name: impl Into<Arc<str>>,
+        tokenizer: Arc<Tokenizer>,
+        path: impl AsRef<Path>,
+    ) -> Result<ServedModel> {
+        Ok(ServedModel {
+            format: TextFormat::of(path.as_ref())?,
+            ..ServedModel::new(name, tokenizer, GenerationConfig::default())
+        })
     }
 
     /// Returns the model with a chat template, which `/v1/chat/completions` needs. If the configuration names no
@@ -74,10 +99,19 @@ pub(crate) struct ChosenModel {
     pub(crate) adapter: Option<Arc<str>>,
 }
 
+/// The thread that owns the model.
+#[derive(Debug)]
+pub(crate) enum Backend {
+    /// A causal model, which generates text.
+    Engine(EngineHandle),
+    /// A model of embeddings or scores.
+    Pooler(Pooler),
+}
+
 /// The state that all requests share.
 #[derive(Debug)]
 pub(crate) struct Shared {
-    pub(crate) engine: EngineHandle,
+    pub(crate) backend: Backend,
     pub(crate) model: ServedModel,
     pub(crate) options: ServerOptions,
     pub(crate) metrics: Metrics,
@@ -86,18 +120,69 @@ pub(crate) struct Shared {
     /// The time at which the server was made, in seconds since 1970.
     pub(crate) created: u64,
     // Made for the first request that needs it, because most servers get none.
-    grammar: OnceLock<Result<GrammarVocabulary, String>>,
+    grammar: OnceLock<std::result::Result<GrammarVocabulary, String>>,
     seats: Arc<Semaphore>,
     run: u64,
     next: AtomicU64,
 }
 
+impl Backend {
+    pub(crate) fn vocab_size(&self) -> usize {
+        match self {
+            Backend::Engine(engine) => engine.vocab_size(),
+            Backend::Pooler(pooler) => pooler.vocab_size,
+        }
+    }
+
+    /// Returns the largest number of tokens of a prompt with its answer, or of a text.
+    pub(crate) fn max_model_len(&self) -> usize {
+        match self {
+            Backend::Engine(engine) => engine.max_model_len(),
+            Backend::Pooler(pooler) => pooler.max_length,
+        }
+    }
+
+    /// Returns the largest number of tokens of a prompt or a text.
+    pub(crate) fn max_prompt_len(&self) -> usize {
+        match self {
+            Backend::Engine(engine) => engine.max_prompt_len(),
+            Backend::Pooler(pooler) => pooler.max_length,
+        }
+    }
+
+    /// Returns the adapters that requests can name.
+    pub(crate) fn adapters(&self) -> &[Arc<str>] {
+        match self {
+            Backend::Engine(engine) => engine.adapters(),
+            Backend::Pooler(_) => &[],
+        }
+    }
+
+    pub(crate) fn is_batch_invariant(&self) -> bool {
+        matches!(self, Backend::Engine(engine) if engine.is_batch_invariant())
+    }
+
+    /// Returns the state of the engine; a pooler has neither a cache nor steps.
+    pub(crate) fn statistics(&self) -> EngineStatistics {
+        match self {
+            Backend::Engine(engine) => engine.statistics(),
+            Backend::Pooler(_) => EngineStatistics::default(),
+        }
+    }
+
+    /// Checks that the thread of the model takes requests.
+    pub(crate) fn check_running(&self) -> ApiResult<()> {
+        match self {
+            // An engine whose thread has ended does not accept the job.
+            Backend::Engine(engine) => Ok(engine.run(|_| {})?),
+            Backend::Pooler(pooler) if pooler.is_running() => Ok(()),
+            Backend::Pooler(_) => Err(Error::EngineStopped.into()),
+        }
+    }
+}
+
 impl Shared {
-    pub(crate) fn new(
-        engine: EngineHandle,
-        mut model: ServedModel,
-        options: ServerOptions,
-    ) -> Shared {
+    pub(crate) fn new(backend: Backend, mut model: ServedModel, options: ServerOptions) -> Shared {
         let config = &mut model.config;
         // Options of the model's folder that the engine does not support, or that each request sets.
         config.do_sample = true;
@@ -107,12 +192,12 @@ impl Shared {
         config.cache_implementation = None;
         config.prompt_lookup_num_tokens = config
             .prompt_lookup_num_tokens
-            .filter(|_| engine.speculates());
+            .filter(|_| matches!(&backend, Backend::Engine(engine) if engine.speculates()));
         config.logprobs = None;
-        let bytes = token_bytes(&model.tokenizer, engine.vocab_size()).unwrap_or_default();
+        let bytes = token_bytes(&model.tokenizer, backend.vocab_size()).unwrap_or_default();
         Shared {
             seats: Arc::new(Semaphore::new(options.max_queue)),
-            engine,
+            backend,
             model,
             options,
             metrics: Metrics::new(),
@@ -175,7 +260,7 @@ impl Shared {
     pub(crate) fn grammar(&self) -> ApiResult<&GrammarVocabulary> {
         let made = self.grammar.get_or_init(|| {
             let (tokenizer, config) = (&self.model.tokenizer, &self.model.config);
-            let size = self.engine.vocab_size();
+            let size = self.backend.vocab_size();
             GrammarVocabulary::new(tokenizer, size, &config.eos_token_id)
                 .map_err(|error| error.to_string())
         });
@@ -183,6 +268,24 @@ impl Shared {
             let message = format!("this model cannot follow a grammar: {error}");
             ApiError::field("response_format", message)
         })
+    }
+
+    /// Returns the engine, which generates text.
+    pub(crate) fn engine(&self) -> ApiResult<&EngineHandle> {
+        match &self.backend {
+            Backend::Engine(engine) => Ok(engine),
+            Backend::Pooler(pooler) => Err(self.not_served(match pooler.reranker {
+                None => "generates no text, it computes embeddings: use /v1/embeddings",
+                Some(_) => "generates no text, it scores documents: use /v1/rerank or /v1/score",
+            })),
+        }
+    }
+
+    /// Returns the error of a route that the model does not have; `what` continues "the model NAME".
+    pub(crate) fn not_served(&self, what: &str) -> ApiError {
+        let message = format!("the model {:?} {what}", self.model.name);
+        let error = ApiError::new(StatusCode::BAD_REQUEST, "unsupported_model", message);
+        error.with_param("model")
     }
 
     /// Returns the model or adapter that a request's `model` names; without a name, the model.
@@ -193,7 +296,7 @@ impl Shared {
                 adapter: None,
             });
         };
-        let adapters = self.engine.adapters();
+        let adapters = self.backend.adapters();
         if let Some(adapter) = adapters.iter().find(|own| ***own == *name) {
             return Ok(ChosenModel {
                 name: Arc::clone(adapter),

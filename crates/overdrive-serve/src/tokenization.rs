@@ -59,7 +59,7 @@ pub(crate) async fn tokenize(
     .await?;
     let answer = json!({
         "count": ids.len(),
-        "max_model_len": shared.engine.max_model_len(),
+        "max_model_len": shared.backend.max_model_len(),
         "tokens": ids,
         "token_strs": texts,
     });
@@ -73,7 +73,7 @@ pub(crate) async fn detokenize(
     let mut fields = Fields::read(request, &shared.options).await?;
     shared.choose_model(fields.take("model")?)?;
     let tokens: Vec<i64> = fields.require("tokens")?;
-    let vocabulary = shared.engine.vocab_size();
+    let vocabulary = shared.backend.vocab_size();
     let id = |id: &i64| {
         let known = u32::try_from(*id)
             .ok()
@@ -109,7 +109,7 @@ pub(crate) async fn tokenizer_info(State(shared): State<Arc<Shared>>) -> Respons
     };
     let info = json!({
         "tokenizer_class": "PreTrainedTokenizerFast",
-        "model_max_length": shared.engine.max_model_len(),
+        "model_max_length": shared.backend.max_model_len(),
         "chat_template": template.and_then(|template| template.source("default")),
         "bos_token": special("bos_token").or_else(begin),
         "eos_token": special("eos_token").or_else(end),

@@ -1,7 +1,6 @@
 //! Tests of embeddings.
 
-use overdrive_serve::Pooling;
-use overdrive_transformer::ForwardInput;
+use overdrive_transformer::{ForwardInput, PoolingMode};
 use serde_json::{Value, json};
 use tch::{Kind, Tensor};
 
@@ -9,7 +8,7 @@ use crate::client::post;
 use crate::support::{TestServer, encode, model};
 
 /// Returns the embedding of a text, computed with tensors.
-fn wanted(text: &str, pooling: Pooling) -> Vec<f64> {
+fn wanted(text: &str, pooling: PoolingMode) -> Vec<f64> {
     let _no_grad = tch::no_grad_guard();
     let ids = Tensor::from_slice(&encode(text)).unsqueeze(0);
     let hidden = model()
@@ -17,8 +16,8 @@ fn wanted(text: &str, pooling: Pooling) -> Vec<f64> {
         .unwrap()
         .to_kind(Kind::Double);
     let state = match pooling {
-        Pooling::Last => hidden.select(1, -1),
-        Pooling::Mean => hidden.mean_dim(&[1i64][..], false, Kind::Double),
+        PoolingMode::LastToken => hidden.select(1, -1),
+        _ => hidden.mean_dim(&[1i64][..], false, Kind::Double),
     };
     let state = state.squeeze_dim(0);
     Vec::try_from(&(&state / state.norm())).unwrap()
@@ -26,7 +25,7 @@ fn wanted(text: &str, pooling: Pooling) -> Vec<f64> {
 
 #[test]
 fn an_embedding_is_the_pooled_hidden_state_with_a_norm_of_one() {
-    for pooling in [Pooling::Last, Pooling::Mean] {
+    for pooling in [PoolingMode::LastToken, PoolingMode::Mean] {
         let server = TestServer::start(|options| options.pooling = pooling);
         let texts = ["hello world", "b"];
         let mut body = json!({"input": texts});

@@ -12,6 +12,7 @@ mod evaluation;
 mod limits;
 mod lm_eval;
 mod openai_client;
+mod pooling;
 mod responses;
 mod routes;
 mod shutdown;

@@ -11,7 +11,7 @@ use overdrive_generation::{
     GenerateOptions, GenerateOutput, GenerationConfig, Message, RaggedStep, Result, Tokenizer,
     generate_with_options,
 };
-use overdrive_serve::{ServedModel, Server, ServerOptions};
+use overdrive_serve::{PoolingModel, ServedModel, Server, ServerOptions};
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use serde_json::{Value, json};
 use tch::Tensor;
@@ -223,6 +223,15 @@ impl TestServer {
         let options = ServerOptions::default();
         let server = Server::new(engine, served(tokenizer), options).unwrap();
         TestServer::of(server, gate)
+    }
+
+    /// Starts a server without an engine.
+    pub(crate) fn pooling(model: PoolingModel, served: ServedModel) -> TestServer {
+        // Tests run in parallel, and their models are too small for threads of their own.
+        tch::set_num_threads(1);
+        let options = ServerOptions::default();
+        let server = Server::pooling(model, served, options).unwrap();
+        TestServer::of(server, Gate::new(true))
     }
 
     fn of(server: Server, gate: Gate) -> TestServer {
