@@ -553,36 +553,27 @@ fn the_table_of_embeddings_and_scores_says_what_the_crates_do() {
             .unwrap();
         shown(name, embeds(dir.path()).map(drop), encoder_scores(&config));
     }
-    for (name, _) in table() {
-        let Ok(config) = ModelConfig::from_json(&tiny(&name).to_string()) else {
-            continue;
-        };
+    for name in ["qwen3", "gemma3_text"] {
+        let config = ModelConfig::from_json(&tiny(name).to_string()).unwrap();
         let dir = tempfile::tempdir().unwrap();
         let model = fresh(&config);
         model
             .save_pretrained(dir.path(), &Default::default())
             .unwrap();
-        let vectors = embeds(dir.path()).unwrap_or_else(|error| panic!("{name}: {error}"));
-        let scored = decoder_scores(dir.path());
-        assert!(scored.is_ok(), "{name}: {scored:?}");
-        match name.as_str() {
-            "qwen3" => shown(&name, Ok(()), scored),
-            "gemma3_text" => {
-                let path = dir.path().join("config.json");
-                let mut config: serde_json::Value =
-                    serde_json::from_str(&std::fs::read_to_string(&path).unwrap()).unwrap();
-                config["use_bidirectional_attention"] = true.into();
-                std::fs::write(&path, config.to_string()).unwrap();
-                let both_ways = embeds(dir.path());
-                assert!(
-                    both_ways
-                        .as_ref()
-                        .is_ok_and(|both_ways| *both_ways != vectors)
-                );
-                shown(&name, both_ways.map(drop), decoder_scores(dir.path()));
-            }
-            _ => {}
+        let causal = embeds(dir.path());
+        if name == "qwen3" {
+            shown(name, causal.map(drop), decoder_scores(dir.path()));
+            continue;
         }
+        // EmbeddingGemma.
+        let path = dir.path().join("config.json");
+        let text = std::fs::read_to_string(&path).unwrap();
+        let mut config: serde_json::Value = serde_json::from_str(&text).unwrap();
+        config["use_bidirectional_attention"] = true.into();
+        std::fs::write(&path, config.to_string()).unwrap();
+        let both_ways = embeds(dir.path());
+        assert_ne!(causal, both_ways);
+        shown(name, both_ways.map(drop), decoder_scores(dir.path()));
     }
 }
 
