@@ -25,6 +25,8 @@ enum Activation {
 #[derive(Debug)]
 pub(super) struct Dense {
     linear: Linear,
+    /// The numbers of inputs and outputs.
+    size: [i64; 2],
     activation: Option<Activation>,
 }
 
@@ -64,19 +66,18 @@ impl Dense {
             Ok(file.tensor(name)?.copy_to_tensor(Some(kind), device)?)
         };
         let bias = has_bias.then(|| read("linear.bias")).transpose()?;
+        let weight = read("linear.weight")?;
+        let (outputs, inputs) = weight.size2()?;
         Ok(Dense {
-            linear: Linear::dense(read("linear.weight")?, bias)?,
+            linear: Linear::dense(weight, bias)?,
+            size: [inputs, outputs],
             activation,
         })
     }
 
     /// Returns the numbers of inputs and outputs.
     pub(super) fn size(&self) -> [i64; 2] {
-        match self.linear.dense_weight().map(Tensor::size).as_deref() {
-            Some(&[outputs, inputs]) => [inputs, outputs],
-            // The constructor makes a dense layer.
-            _ => [0, 0],
-        }
+        self.size
     }
 
     /// Computes the layer of `x (N, C)`.
