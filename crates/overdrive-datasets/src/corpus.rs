@@ -60,7 +60,7 @@ pub struct CorpusFile {
     /// The state of the file before it was hashed.
     #[cfg_attr(
         not(feature = "tokenizers"),
-        expect(
+        allow(
             dead_code,
             reason = "the check is of a corpus that is read by a tokenizer"
         )
