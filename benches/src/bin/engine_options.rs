@@ -38,7 +38,7 @@ struct Flags {
     rounds: usize,
 }
 
-/// What is compared with an engine without it.
+/// An option that is compared with an engine without it.
 #[derive(Debug, Clone, Copy)]
 enum Variant {
     Lookup(usize),

@@ -45,7 +45,7 @@ struct Memory {
     bytes: u64,
 }
 
-/// What a process knows of blocks, by object and number.
+/// The blocks that a process knows of, by object and number.
 #[derive(Debug, Default)]
 struct Known {
     used: HashSet<(u64, u64)>,

@@ -4,7 +4,7 @@ use overdrive_kernels::{InstructionSet, LANES, e4m3, vectorized};
 
 use super::inputs::View;
 
-/// Where the kernels read keys or values.
+/// The keys or values that the kernels read.
 #[derive(Debug, Clone, Copy)]
 pub(crate) enum Stored<'a, E> {
     /// The elements.

@@ -25,7 +25,7 @@ pub struct EngineConfig {
     /// The bytes of the cache if `num_blocks` is `None`. Default 1 GiB; more, up to 4 GiB, if one sequence of
     /// the full context needs it, and less if `max_num_seqs` of them take less.
     pub kv_cache_memory_bytes: Option<u64>,
-    /// How keys and values are stored. Default `auto`: in the model's dtype. With `int8` or `fp8` the same memory holds
+    /// The storage of keys and values. Default `auto`: in the model's dtype. With `int8` or `fp8` the same memory holds
     /// more tokens, 3.8 times as many as f32 with heads of 64 channels, 1.9 times as many as bf16, at some loss of
     /// accuracy. On a GPU they are dequantized in every layer and step, which takes longer, and steps are not captured.
     pub kv_cache_dtype: KvCacheDtype,

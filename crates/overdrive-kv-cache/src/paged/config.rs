@@ -6,7 +6,7 @@ use tch::{Device, Kind};
 
 use crate::{Error, Result};
 
-/// How a [`PagedCache`](crate::PagedCache) stores keys and values (vLLM's `kv_cache_dtype`).
+/// The form in which a [`PagedCache`](crate::PagedCache) stores keys and values (vLLM's `kv_cache_dtype`).
 ///
 /// Codes have one scale for each token and head, so that what is stored of a token does not depend on its neighbours
 /// (vLLM's `int8_per_token_head` and `fp8_per_token_head`).
@@ -78,7 +78,7 @@ pub struct PagedCacheConfig {
     pub num_blocks: usize,
     /// The dtype of keys and values. Default f32.
     pub kind: Kind,
-    /// How they are stored. Default [`KvCacheDtype::Auto`]: as they are.
+    /// The form in which they are stored. Default [`KvCacheDtype::Auto`]: as they are.
     pub kv_cache_dtype: KvCacheDtype,
     /// The device of the pool. Default the CPU.
     pub device: Device,
