@@ -1,7 +1,7 @@
 //! Multi-head latent attention (DeepSeek-AI 2024, arXiv:2405.04434).
 
 use overdrive_fused::{Layout, RotaryOptions, linear, rotary};
-use overdrive_kv_cache::attend_to_view;
+use overdrive_kv_cache::{Error as CacheError, attend_to_view};
 use overdrive_nn::{Linear, LinearWeight};
 use tch::{Device, Tensor};
 
@@ -11,7 +11,7 @@ use crate::config::MlaConfig;
 use crate::parameters::{ParameterMap, ParameterRole};
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_linear};
 use crate::rms_norm::RmsNorm;
-use crate::{LlamaConfig, Result};
+use crate::{Error, LlamaConfig, Result};
 
 /// transformers makes the norms of the latent vectors with the default of its norm, whatever the configuration says.
 const NORM_EPS: f64 = 1e-6;
@@ -160,7 +160,17 @@ impl LatentAttention {
                 // As values, the channels of the latent vector count, and the rotated ones are computed for nothing.
                 if self.kv_b.active_adapter().is_some() {
                     // The adapter's product is computed for each token that the cache holds.
-                    let mut view = cache.append(step.layer, &row, &row)?;
+                    let appended = cache.append(step.layer, &row, &row);
+                    let mut view = appended.map_err(|error| match error {
+                        CacheError::NotDense { cache } => Error::Unsupported {
+                            key: "target_modules".to_owned(),
+                            found: "`kv_b_proj`".to_owned(),
+                            supported: format!(
+                                "all other layers over {cache}; merge the adapter into the weights to use it there"
+                            ),
+                        },
+                        other => other.into(),
+                    })?;
                     let [rank, rope] = [self.sizes.kv_lora_rank, self.sizes.qk_rope_head_dim];
                     let latent = view.keys.f_narrow(-1, 0, rank)?;
                     let key = view.keys.f_narrow(-1, rank, rope)?;
