@@ -2,6 +2,7 @@
 
 use crate::common::{CASES, load, max_difference};
 use overdrive_kv_cache::{Error, PagedCache, PagedCacheConfig, SequenceId};
+use overdrive_lora::{AddOptions, LoraConfig, TargetModules, add_adapter};
 use overdrive_transformer::{CausalLm, ForwardInput, Logits, ModelConfig};
 use tch::Tensor;
 
@@ -188,4 +189,27 @@ fn a_failed_step_leaves_the_cache_unchanged() {
     let logits = step(&model, &mut cache, &[(id, &[7])]);
     let sequence = [prompt, vec![7]].concat();
     assert!(max_difference(&logits.get(0), &uncached(&model, &sequence)) < 2e-4);
+}
+
+#[test]
+fn an_adapter_that_a_paged_cache_cannot_expand_is_refused_with_the_way_out() {
+    let mut model = load("deepseek_v3");
+    let lora = LoraConfig {
+        target_modules: Some(TargetModules::AllLinear),
+        ..LoraConfig::default()
+    };
+    add_adapter(&mut model, "a", &lora, &AddOptions::default()).unwrap();
+    let mut cache = cache(&model, 8);
+    let prompt = ids(5, 1);
+    let (sequence, _) = cache.add(&prompt).unwrap();
+    let mut batch = cache.batch(&[(sequence, &prompt[..])]).unwrap();
+    let (ids, positions) = (batch.input_ids().unwrap(), batch.position_ids().unwrap());
+    let input = ForwardInput::new(&ids)
+        .with_position_ids(&positions)
+        .with_cache(&mut batch);
+    let message = tch::no_grad(|| model.forward(input))
+        .unwrap_err()
+        .to_string();
+    assert!(message.contains("`kv_b_proj`"), "{message}");
+    assert!(message.contains("merge the adapter"), "{message}");
 }
