@@ -17,6 +17,7 @@
 //! | [`transformer`] | `transformer` | Llama, Gemma and GPT-2 families from and to Hugging Face folders |
 //! | [`kv_cache`] | `kv-cache` | growing, static, sliding, quantized and paged key/value caches |
 //! | [`quantization`] | `quantization` | INT8, INT4, NF4, FP4, FP8 weights and their matmuls; GGUF, GPTQ, AWQ |
+//! | [`linear_attention`] | `linear-attention` | the gated delta rule of Qwen3-Next, and its short convolution |
 //! | [`lora`] | `lora` | LoRA, DoRA and QLoRA adapters in PEFT's format |
 //! | [`generation`] | `generation` | sampling, beams, speculation, constraints; continuous batching; chat |
 //! | [`jinja`] | `jinja` | Jinja templates with Python's values: chat templates, as jinja2 renders them |
@@ -97,6 +98,8 @@ pub use overdrive_hub as hub;
 pub use overdrive_jinja as jinja;
 #[cfg(feature = "kv-cache")]
 pub use overdrive_kv_cache as kv_cache;
+#[cfg(feature = "linear-attention")]
+pub use overdrive_linear_attention as linear_attention;
 #[cfg(feature = "lora")]
 pub use overdrive_lora as lora;
 #[cfg(feature = "nn")]

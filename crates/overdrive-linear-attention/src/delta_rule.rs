@@ -1,0 +1,294 @@
+use overdrive_autograd::NoGradGuard;
+use tch::{Kind, Tensor};
+
+use crate::delta_math::Terms;
+use crate::error::{check_device, check_floating, check_kind, check_shape, wrong_shape};
+use crate::sequences::{check_slots, groups_of_equal_length, lengths};
+use crate::{DeltaRuleOptions, Result};
+
+/// The tensors of the gated delta rule, for a batch or for packed sequences.
+///
+/// B: batch, T: tokens of a sequence, N: tokens of all sequences, H_k: key heads, H: value heads, D_k, D_v: the widths of
+/// keys and values. H is a multiple of H_k: each key head serves H / H_k consecutive value heads. All are floating-point
+/// and on the same device; the rows of `query`, `key` and `value` may be views of one tensor.
+#[derive(Debug, Clone, Copy)]
+pub struct DeltaRuleInputs<'a> {
+    /// The queries (B, T, H_k, D_k), or packed (N, H_k, D_k).
+    pub query: &'a Tensor,
+    /// The keys, in the shape of the queries.
+    pub key: &'a Tensor,
+    /// The values (B, T, H, D_v), or packed (N, H, D_v).
+    pub value: &'a Tensor,
+    /// The logarithms of the factors by which the state decays at each token (`g` in the papers), at most 0: (B, T, H), or
+    /// packed (N, H).
+    pub decay: &'a Tensor,
+    /// The rates at which a token overwrites the value at its key, usually in 0..1, in the shape of `decay`.
+    pub beta: &'a Tensor,
+}
+
+/// The sizes of the inputs.
+#[derive(Debug, Clone, Copy)]
+pub(crate) struct Sizes {
+    pub(crate) heads: i64,
+    pub(crate) key_dim: i64,
+    pub(crate) value_dim: i64,
+}
+
+impl DeltaRuleInputs<'_> {
+    /// Checks the tensors, which have the dimensions `leading` before the heads.
+    fn check(&self, leading: usize) -> Result<Sizes> {
+        for (name, tensor) in self.named() {
+            check_floating(name, tensor)?;
+            check_device(name, tensor, "value", self.value.device())?;
+        }
+        let (keys, values) = (self.key.size(), self.value.size());
+        let letters = ["(N, ", "(B, T, "][leading - 1];
+        if keys.len() != leading + 2 {
+            return Err(wrong_shape("key", self.key, format!("{letters}H_k, D_k)")));
+        }
+        if values.len() != leading + 2 || values[..leading] != keys[..leading] {
+            let expected = format!("{letters}H, D_v), with the tokens of `key` ({keys:?})");
+            return Err(wrong_shape("value", self.value, expected));
+        }
+        check_shape("query", self.query, &keys, "the shape of `key`")?;
+        let (key_heads, key_dim) = (keys[leading], keys[leading + 1]);
+        let (heads, value_dim) = (values[leading], values[leading + 1]);
+        if key_heads == 0 || key_dim == 0 {
+            let expected = "with at least one head and a head dimension of at least 1";
+            return Err(wrong_shape("key", self.key, expected));
+        }
+        if heads % key_heads != 0 {
+            let expected =
+                format!("{letters}H, D_v) with H a multiple of the {key_heads} heads of `key`");
+            return Err(wrong_shape("value", self.value, expected));
+        }
+        let numbers = &values[..=leading];
+        check_shape("decay", self.decay, numbers, &format!("{letters}H)"))?;
+        check_shape("beta", self.beta, numbers, &format!("{letters}H)"))?;
+        Ok(Sizes {
+            heads,
+            key_dim,
+            value_dim,
+        })
+    }
+
+    fn named(&self) -> [(&'static str, &Tensor); 5] {
+        [
+            ("query", self.query),
+            ("key", self.key),
+            ("value", self.value),
+            ("decay", self.decay),
+            ("beta", self.beta),
+        ]
+    }
+
+    /// Returns the dtype of the arithmetic and of the states.
+    fn state_kind(&self) -> Kind {
+        let doubles = self.named().map(|(_, x)| x.kind() == Kind::Double);
+        match doubles.contains(&true) {
+            true => Kind::Double,
+            false => Kind::Float,
+        }
+    }
+
+    /// Returns other tensors with the names of these.
+    fn try_map(&self, f: impl Fn(&Tensor) -> Result<Tensor>) -> Result<[Tensor; 5]> {
+        let [query, key, value, decay, beta] = self.named().map(|(_, x)| f(x));
+        Ok([query?, key?, value?, decay?, beta?])
+    }
+}
+
+/// Borrows the tensors of `try_map`.
+fn inputs_of([query, key, value, decay, beta]: &[Tensor; 5]) -> DeltaRuleInputs<'_> {
+    DeltaRuleInputs {
+        query,
+        key,
+        value,
+        decay,
+        beta,
+    }
+}
+
+/// Returns the scale of the queries.
+fn scale_of(options: &DeltaRuleOptions, sizes: Sizes) -> f64 {
+    options
+        .scale
+        .unwrap_or_else(|| 1.0 / (sizes.key_dim as f64).sqrt())
+}
+
+/// Checks a state, or a pool of them.
+fn check_state(
+    name: &'static str,
+    state: &Tensor,
+    rows: i64,
+    sizes: Sizes,
+    inputs: &DeltaRuleInputs<'_>,
+    letters: &str,
+) -> Result<()> {
+    let expected = [rows, sizes.heads, sizes.key_dim, sizes.value_dim];
+    check_shape(name, state, &expected, letters)?;
+    let reason = ", the dtype of the arithmetic";
+    check_kind(name, state, inputs.state_kind(), reason)?;
+    check_device(name, state, "value", inputs.value.device())
+}
+
+/// Computes linear attention by the gated delta rule (Yang, Kautz & Hatamizadeh 2024,
+/// [arXiv:2412.06464](https://arxiv.org/abs/2412.06464)), as Qwen3-Next does.
+///
+/// Each value head has a state, a matrix (D_k, D_v) that maps keys to values. Token `t` lets it decay, replaces a part of
+/// the value at its key, and reads the value at its query:
+///
+/// ```text
+/// S = exp(g_t) · S
+/// S = S + k_t · (β_t · (v_t - Sᵀ k_t))ᵀ
+/// o_t = Sᵀ · (scale · q_t)
+/// ```
+///
+/// The arithmetic is in f32 (f64 if an input is f64). Returns the output (B, T, H, D_v) in the dtype of `value`, and the
+/// state (B, H, D_k, D_v) after the last token in f32 (f64). `state` is the state before the first token, in that shape and
+/// dtype; zeros if `None`. Both results can be differentiated by all inputs and by `state`.
+///
+/// # Errors
+/// [`Error::Common`](crate::Error::Common) for an option out of range and for a tensor of the wrong shape, dtype or device.
+///
+/// ```
+/// use overdrive_linear_attention::{DeltaRuleInputs, DeltaRuleOptions, gated_delta_rule};
+/// use tch::{Device, Kind, Tensor};
+///
+/// let random = |shape: &[i64]| Tensor::randn(shape, (Kind::Float, Device::Cpu));
+/// let (query, key, value) = (random(&[1, 10, 2, 16]), random(&[1, 10, 2, 16]), random(&[1, 10, 4, 8]));
+/// let (decay, beta) = (random(&[1, 10, 4]).abs().neg(), random(&[1, 10, 4]).sigmoid());
+/// let inputs = DeltaRuleInputs { query: &query, key: &key, value: &value, decay: &decay, beta: &beta };
+/// let options = DeltaRuleOptions { qk_l2norm: true, ..Default::default() };
+/// let (output, state) = gated_delta_rule(inputs, None, &options)?;
+/// assert_eq!(output.size(), [1, 10, 4, 8]);
+/// assert_eq!(state.size(), [1, 4, 16, 8]);
+/// # Ok::<(), overdrive_linear_attention::Error>(())
+/// ```
+pub fn gated_delta_rule(
+    inputs: DeltaRuleInputs<'_>,
+    state: Option<&Tensor>,
+    options: &DeltaRuleOptions,
+) -> Result<(Tensor, Tensor)> {
+    options.check()?;
+    let sizes = inputs.check(2)?;
+    if let Some(state) = state {
+        let batch = inputs.value.size()[0];
+        check_state(
+            "state",
+            state,
+            batch,
+            sizes,
+            &inputs,
+            "(B, H, D_k, D_v)",
+        )?;
+    }
+    math(&inputs, state, sizes, options)
+}
+
+/// Runs libtorch's operators on a batch.
+fn math(
+    inputs: &DeltaRuleInputs<'_>,
+    state: Option<&Tensor>,
+    sizes: Sizes,
+    options: &DeltaRuleOptions,
+) -> Result<(Tensor, Tensor)> {
+    let kind = inputs.state_kind();
+    let batch = inputs.value.size()[0];
+    let state = match state {
+        Some(state) => state.shallow_clone(),
+        None => {
+            let shape = [batch, sizes.heads, sizes.key_dim, sizes.value_dim];
+            Tensor::f_zeros(shape, (kind, inputs.value.device()))?
+        }
+    };
+    if inputs.decay.numel() == 0 || sizes.value_dim == 0 {
+        // No token changes a state that has elements. A copy, as every other result is.
+        return Ok((inputs.value.f_zeros_like()?, state.f_mul_scalar(1.0)?));
+    }
+    let terms = Terms::new(inputs, kind, scale_of(options, sizes), options.qk_l2norm)?;
+    let (output, state) = terms.run(&state, options.chunk_size)?;
+    Ok((output.f_to_kind(inputs.value.kind())?, state))
+}
+
+/// Computes [`gated_delta_rule`] for packed sequences, each from a state of zeros: training on packs.
+///
+/// The tensors have the tokens of all sequences one after another, (N, heads, …); sequence `i` has the rows
+/// `offsets[i]..offsets[i + 1]` (flash-attn's `cu_seqlens`). Returns the output (N, H, D_v) in the dtype of `value`, in which
+/// no sequence depends on another.
+///
+/// # Errors
+/// As [`gated_delta_rule`]; [`Error::Sequences`](crate::Error::Sequences) if the offsets do not divide the rows.
+pub fn gated_delta_rule_varlen(
+    inputs: DeltaRuleInputs<'_>,
+    offsets: &[i64],
+    options: &DeltaRuleOptions,
+) -> Result<Tensor> {
+    options.check()?;
+    let sizes = inputs.check(1)?;
+    let lengths = lengths(offsets, inputs.value.size()[0])?;
+    let mut outputs = vec![inputs.value.f_narrow(0, 0, 0)?];
+    for (&start, &length) in offsets.iter().zip(&lengths) {
+        let rows = inputs.try_map(|x| Ok(x.f_narrow(0, start, length)?.f_unsqueeze(0)?))?;
+        let (output, _) = math(&inputs_of(&rows), None, sizes, options)?;
+        outputs.push(output.f_squeeze_dim(0)?);
+    }
+    Ok(Tensor::f_cat(&outputs, 0)?)
+}
+
+/// Computes [`gated_delta_rule`] for packed sequences whose states are in a pool, and updates the states in place:
+/// inference, without gradients.
+///
+/// The tensors are packed as for [`gated_delta_rule_varlen`]. `states` (S, H, D_k, D_v), contiguous and in f32 (f64 if an
+/// input is f64), is the pool; sequence `i` continues from row `slots[i]`, and its new state replaces that row. Rows of
+/// sequences without tokens and of other slots stay as they are. Returns the output (N, H, D_v) in the dtype of `value`.
+///
+/// On a CPU (unless `backend` is `Math`), neither the output nor a state depends, in any bit, on how the tokens of a
+/// sequence are divided among calls, on the other sequences of a call, or on the number of threads.
+///
+/// # Errors
+/// As [`gated_delta_rule`]; [`Error::Sequences`](crate::Error::Sequences) if the offsets do not divide the rows, or the slots
+/// are not different rows of the pool. The states are unchanged then.
+pub fn gated_delta_rule_update(
+    inputs: DeltaRuleInputs<'_>,
+    states: &mut Tensor,
+    slots: &[i64],
+    offsets: &[i64],
+    options: &DeltaRuleOptions,
+) -> Result<Tensor> {
+    options.check()?;
+    let sizes = inputs.check(1)?;
+    let pool = states.size().first().copied().unwrap_or(0);
+    check_state(
+        "states",
+        states,
+        pool,
+        sizes,
+        &inputs,
+        "(S, H, D_k, D_v)",
+    )?;
+    let lengths = lengths(offsets, inputs.value.size()[0])?;
+    check_slots(slots, lengths.len(), pool)?;
+    let _no_grad = NoGradGuard::new();
+    let device = inputs.value.device();
+    let mut output = inputs.value.f_zeros_like()?;
+    for (length, group) in groups_of_equal_length(&lengths) {
+        let rows: Vec<i64> = group
+            .iter()
+            .flat_map(|&sequence| offsets[sequence]..offsets[sequence] + length)
+            .collect();
+        let rows = Tensor::f_from_slice(&rows)?.f_to_device(device)?;
+        let group: Vec<i64> = group.iter().map(|&sequence| slots[sequence]).collect();
+        let batch = group.len() as i64;
+        let group = Tensor::f_from_slice(&group)?.f_to_device(device)?;
+        let tokens = inputs.try_map(|x| {
+            let x = x.f_index_select(0, &rows)?;
+            Ok(x.f_unflatten(0, [batch, length])?)
+        })?;
+        let state = states.f_index_select(0, &group)?;
+        let (part, state) = math(&inputs_of(&tokens), Some(&state), sizes, options)?;
+        let _same = output.f_index_copy_(0, &rows, &part.f_flatten(0, 1)?)?;
+        let _same = states.f_index_copy_(0, &group, &state)?;
+    }
+    Ok(output)
+}

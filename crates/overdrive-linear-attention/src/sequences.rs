@@ -1,0 +1,78 @@
+//! The sequences of a pack: rows of tokens one sequence after another, and the state of each in a pool.
+
+use crate::{Error, Result};
+
+/// Returns the numbers of tokens of the sequences, for cumulative offsets (flash-attn's `cu_seqlens`) from 0 to `rows`.
+pub(crate) fn lengths(offsets: &[i64], rows: i64) -> Result<Vec<i64>> {
+    let error = |problem: String| {
+        Err(Error::Sequences {
+            argument: "offsets",
+            problem,
+        })
+    };
+    let (Some(first), Some(last)) = (offsets.first(), offsets.last()) else {
+        return error("it is empty; pass 0, then the end of each sequence".to_owned());
+    };
+    if *first != 0 {
+        return error(format!(
+            "it begins with {first}; it must begin with 0, the first row"
+        ));
+    }
+    if let Some(at) = offsets.windows(2).position(|pair| pair[1] < pair[0]) {
+        let (from, to) = (offsets[at], offsets[at + 1]);
+        return error(format!(
+            "it falls from {from} to {to} at index {}; offsets are cumulative",
+            at + 1
+        ));
+    }
+    if *last != rows {
+        return error(format!(
+            "it ends with {last}; it must end with {rows}, the number of rows"
+        ));
+    }
+    Ok(offsets.windows(2).map(|pair| pair[1] - pair[0]).collect())
+}
+
+/// Checks that each of `sequences` has a row of its own in a pool of `states` rows.
+pub(crate) fn check_slots(slots: &[i64], sequences: usize, states: i64) -> Result<()> {
+    let error = |problem: String| {
+        Err(Error::Sequences {
+            argument: "slots",
+            problem,
+        })
+    };
+    if slots.len() != sequences {
+        return error(format!(
+            "it has {} rows of the pool; it must have {sequences}, one for each sequence of `offsets`",
+            slots.len()
+        ));
+    }
+    if let Some(slot) = slots.iter().find(|slot| !(0..states).contains(*slot)) {
+        return error(format!(
+            "it has row {slot}; rows must be in 0..{states}, the rows of `states`"
+        ));
+    }
+    let mut sorted = slots.to_vec();
+    sorted.sort_unstable();
+    if let Some(pair) = sorted.windows(2).find(|pair| pair[0] == pair[1]) {
+        return error(format!(
+            "it has row {} twice; each sequence needs a row of its own",
+            pair[0]
+        ));
+    }
+    Ok(())
+}
+
+/// Returns the indices of the sequences by their numbers of tokens, without empty ones, so that sequences of the same
+/// length can be computed as one batch.
+pub(crate) fn groups_of_equal_length(lengths: &[i64]) -> Vec<(i64, Vec<usize>)> {
+    let mut groups: Vec<(i64, Vec<usize>)> = Vec::new();
+    for (index, &length) in lengths.iter().enumerate() {
+        match groups.iter_mut().find(|(of, _)| *of == length) {
+            _ if length == 0 => {}
+            Some((_, group)) => group.push(index),
+            None => groups.push((length, vec![index])),
+        }
+    }
+    groups
+}

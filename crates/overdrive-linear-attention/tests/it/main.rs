@@ -1,0 +1,7 @@
+//! The gated delta rule and the causal convolution on a CPU.
+#![allow(clippy::unwrap_used, reason = "a test may panic")]
+
+mod common;
+mod packed;
+mod refused;
+mod transformers;
