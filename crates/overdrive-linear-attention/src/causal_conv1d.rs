@@ -8,12 +8,7 @@ use crate::{CausalConv1dOptions, Result};
 
 /// Checks the tensors but for the state; `x` has the dimensions `leading` before the channels. Returns the numbers of
 /// channels and weights of each.
-fn check(
-    x: &Tensor,
-    weight: &Tensor,
-    bias: Option<&Tensor>,
-    leading: usize,
-) -> Result<(i64, i64)> {
+fn check(x: &Tensor, weight: &Tensor, bias: Option<&Tensor>, leading: usize) -> Result<(i64, i64)> {
     check_floating("x", x)?;
     check_floating("weight", weight)?;
     check_device("weight", weight, "x", x.device())?;
@@ -186,7 +181,9 @@ pub fn causal_conv1d_update(
         let group: Vec<i64> = group.iter().map(|&sequence| slots[sequence]).collect();
         let batch = group.len() as i64;
         let group = Tensor::f_from_slice(&group)?.f_to_device(x.device())?;
-        let tokens = x.f_index_select(0, &rows)?.f_unflatten(0, [batch, length])?;
+        let tokens = x
+            .f_index_select(0, &rows)?
+            .f_unflatten(0, [batch, length])?;
         let state = states.f_index_select(0, &group)?;
         let (y, state) = math(&tokens, weight, bias, &state, options)?;
         let _same = output.f_index_copy_(0, &rows, &y.f_flatten(0, 1)?)?;

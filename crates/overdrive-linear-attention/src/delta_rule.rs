@@ -1,10 +1,15 @@
 use overdrive_autograd::NoGradGuard;
 use tch::{Kind, Tensor};
 
+use crate::delta_fused::{self, Converted, Plan};
 use crate::delta_math::Terms;
-use crate::error::{check_device, check_floating, check_kind, check_shape, wrong_shape};
+use crate::error::{
+    check_contiguous, check_device, check_floating, check_kind, check_shape, wrong_shape,
+};
+use crate::kernel::Sequence;
+use crate::options::choose;
 use crate::sequences::{check_slots, groups_of_equal_length, lengths};
-use crate::{DeltaRuleOptions, Result};
+use crate::{Backend, DeltaRuleOptions, Result};
 
 /// The tensors of the gated delta rule, for a batch or for packed sequences.
 ///
@@ -83,7 +88,7 @@ impl DeltaRuleInputs<'_> {
     }
 
     /// Returns the dtype of the arithmetic and of the states.
-    fn state_kind(&self) -> Kind {
+    pub(crate) fn state_kind(&self) -> Kind {
         let doubles = self.named().map(|(_, x)| x.kind() == Kind::Double);
         match doubles.contains(&true) {
             true => Kind::Double,
@@ -174,16 +179,29 @@ pub fn gated_delta_rule(
     let sizes = inputs.check(2)?;
     if let Some(state) = state {
         let batch = inputs.value.size()[0];
-        check_state(
-            "state",
-            state,
-            batch,
-            sizes,
-            &inputs,
-            "(B, H, D_k, D_v)",
-        )?;
+        check_state("state", state, batch, sizes, &inputs, "(B, H, D_k, D_v)")?;
     }
-    math(&inputs, state, sizes, options)
+    let Some(kind) = kernel_kind(&inputs, options.backend)? else {
+        return math(&inputs, state, sizes, options);
+    };
+    let [batch, tokens] = [0, 1].map(|dimension| inputs.value.size()[dimension]);
+    let plan = plan(Plan::batch(batch, tokens), sizes, options);
+    let (output, state) = delta_fused::batch(&Converted::new(&inputs, kind)?, state, plan)?;
+    Ok((output.f_to_kind(inputs.value.kind())?, state))
+}
+
+/// Returns the dtype in which the kernel takes queries, keys and values; `None` if libtorch's operators run.
+fn kernel_kind(inputs: &DeltaRuleInputs<'_>, backend: Backend) -> Result<Option<Kind>> {
+    choose(backend, delta_fused::kernel_kind(inputs), "an input")
+}
+
+fn plan(sequences: Vec<Sequence>, sizes: Sizes, options: &DeltaRuleOptions) -> Plan {
+    Plan {
+        sequences,
+        sizes,
+        scale: scale_of(options, sizes),
+        qk_l2norm: options.qk_l2norm,
+    }
 }
 
 /// Runs libtorch's operators on a batch.
@@ -226,7 +244,14 @@ pub fn gated_delta_rule_varlen(
 ) -> Result<Tensor> {
     options.check()?;
     let sizes = inputs.check(1)?;
+    let value_kind = inputs.value.kind();
     let lengths = lengths(offsets, inputs.value.size()[0])?;
+    if let Some(kind) = kernel_kind(&inputs, options.backend)? {
+        let plan = plan(Plan::packed(offsets, &lengths, None), sizes, options);
+        let inputs = Converted::new(&inputs, kind)?.unsqueezed()?;
+        let output = delta_fused::varlen(&inputs, plan)?.f_squeeze_dim(0)?;
+        return Ok(output.f_to_kind(value_kind)?);
+    }
     let mut outputs = vec![inputs.value.f_narrow(0, 0, 0)?];
     for (&start, &length) in offsets.iter().zip(&lengths) {
         let rows = inputs.try_map(|x| Ok(x.f_narrow(0, start, length)?.f_unsqueeze(0)?))?;
@@ -259,17 +284,17 @@ pub fn gated_delta_rule_update(
     options.check()?;
     let sizes = inputs.check(1)?;
     let pool = states.size().first().copied().unwrap_or(0);
-    check_state(
-        "states",
-        states,
-        pool,
-        sizes,
-        &inputs,
-        "(S, H, D_k, D_v)",
-    )?;
+    check_state("states", states, pool, sizes, &inputs, "(S, H, D_k, D_v)")?;
     let lengths = lengths(offsets, inputs.value.size()[0])?;
     check_slots(slots, lengths.len(), pool)?;
     let _no_grad = NoGradGuard::new();
+    if let Some(kind) = kernel_kind(&inputs, options.backend)? {
+        check_contiguous(states)?;
+        let plan = plan(Plan::packed(offsets, &lengths, Some(slots)), sizes, options);
+        let converted = Converted::new(&inputs, kind)?.unsqueezed()?;
+        let output = delta_fused::update(&converted, &plan, states)?.f_squeeze_dim(0)?;
+        return Ok(output.f_to_kind(inputs.value.kind())?);
+    }
     let device = inputs.value.device();
     let mut output = inputs.value.f_zeros_like()?;
     for (length, group) in groups_of_equal_length(&lengths) {

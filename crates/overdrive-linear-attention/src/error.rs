@@ -13,7 +13,7 @@ pub enum Error {
     #[error(transparent)]
     Common(#[from] overdrive_core::Error),
 
-    /// The offsets or slots of packed sequences do not fit the tokens or the pool of states.
+    /// The offsets or slots of packed sequences do not fit the tokens or the pool of states, or the pool cannot be updated.
     #[error("`{argument}`: {problem}")]
     Sequences {
         /// The name of the argument.
@@ -104,5 +104,19 @@ pub(crate) fn check_device(
             let expected = format!("on {device:?}, as `{other}` is; move one of the two");
             Err(overdrive_core::Error::device(name, tensor.device(), expected).into())
         }
+    }
+}
+
+/// Checks that a pool of states is contiguous.
+pub(crate) fn check_contiguous(states: &Tensor) -> Result<()> {
+    match states.is_contiguous() {
+        true => Ok(()),
+        false => Err(Error::Sequences {
+            argument: "states",
+            problem: format!(
+                "it has strides {:?}; a pool must be contiguous to be updated in place",
+                states.stride()
+            ),
+        }),
     }
 }

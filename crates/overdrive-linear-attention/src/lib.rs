@@ -37,9 +37,11 @@
 
 mod causal_conv1d;
 mod conv_math;
+mod delta_fused;
 mod delta_math;
 mod delta_rule;
 mod error;
+mod kernel;
 mod options;
 mod sequences;
 

@@ -19,6 +19,19 @@ pub enum Backend {
     Fused,
 }
 
+/// Returns `kernel`, what the kernel needs if it can run, or `None` if libtorch's operators shall run.
+pub(crate) fn choose<T>(backend: Backend, kernel: Option<T>, what: &str) -> Result<Option<T>> {
+    match (backend, kernel) {
+        (Backend::Math, _) => Ok(None),
+        (Backend::Fused, None) => {
+            let expected =
+                format!("Auto or Math, since {what} is not on the CPU in Float, BFloat16 or Half");
+            Err(overdrive_core::Error::option("backend", "Fused", expected).into())
+        }
+        (_, kernel) => Ok(kernel),
+    }
+}
+
 /// The options of [`gated_delta_rule`](crate::gated_delta_rule) and its variants.
 #[derive(Debug, Clone, Copy, PartialEq)]
 pub struct DeltaRuleOptions {

@@ -85,13 +85,7 @@ impl Owned {
     }
 
     pub(crate) fn tensors(&self) -> [&Tensor; 5] {
-        [
-            &self.query,
-            &self.key,
-            &self.value,
-            &self.decay,
-            &self.beta,
-        ]
+        [&self.query, &self.key, &self.value, &self.decay, &self.beta]
     }
 
     pub(crate) fn map(&self, f: impl Fn(&Tensor) -> Tensor) -> Owned {

@@ -104,10 +104,7 @@ fn the_convolution_of_packed_sequences_does_not_cross_their_bounds() {
         )
         .unwrap();
         assert!(!continued.requires_grad());
-        let (weight_alone, bias_alone) = (
-            leaf(weight.detach().copy()),
-            leaf(bias.detach().copy()),
-        );
+        let (weight_alone, bias_alone) = (leaf(weight.detach().copy()), leaf(bias.detach().copy()));
         for (pair, &slot) in OFFSETS.windows(2).zip(&slots) {
             let rows = |x: &Tensor| x.narrow(0, pair[0], pair[1] - pair[0]);
             let alone = leaf(rows(&x).detach().copy().unsqueeze(0));

@@ -31,35 +31,60 @@ fn a_tensor_of_the_delta_rule_that_does_not_fit_is_an_error_with_its_name() {
     let (narrow, integers) = (zeros(&[1, 5, 2, 7]), good.query.to_kind(Kind::Int64));
     let cases = [
         (
-            with(DeltaRuleInputs { query: &narrow, ..good }),
+            with(DeltaRuleInputs {
+                query: &narrow,
+                ..good
+            }),
             "`query` has shape [1, 5, 2, 7]; it must be the shape of `key` = [1, 5, 2, 8]",
         ),
         (
-            with(DeltaRuleInputs { query: &integers, ..good }),
+            with(DeltaRuleInputs {
+                query: &integers,
+                ..good
+            }),
             "`query` is Int64; it must be Float, Double, Half or BFloat16; convert it with `to_kind`",
         ),
         (
-            with(DeltaRuleInputs { key: good.decay, ..good }),
+            with(DeltaRuleInputs {
+                key: good.decay,
+                ..good
+            }),
             "`key` has shape [1, 5, 4]; it must be (B, T, H_k, D_k)",
         ),
         (
-            with(DeltaRuleInputs { value: &zeros(&[1, 4, 4, 6]), ..good }),
+            with(DeltaRuleInputs {
+                value: &zeros(&[1, 4, 4, 6]),
+                ..good
+            }),
             "`value` has shape [1, 4, 4, 6]; it must be (B, T, H, D_v), with the tokens of `key` ([1, 5, 2, 8])",
         ),
         (
-            with(DeltaRuleInputs { value: &zeros(&[1, 5, 3, 6]), ..good }),
+            with(DeltaRuleInputs {
+                value: &zeros(&[1, 5, 3, 6]),
+                ..good
+            }),
             "`value` has shape [1, 5, 3, 6]; it must be (B, T, H, D_v) with H a multiple of the 2 heads of `key`",
         ),
         (
-            with(DeltaRuleInputs { decay: &zeros(&[1, 5, 2]), ..good }),
+            with(DeltaRuleInputs {
+                decay: &zeros(&[1, 5, 2]),
+                ..good
+            }),
             "`decay` has shape [1, 5, 2]; it must be (B, T, H) = [1, 5, 4]",
         ),
         (
-            with(DeltaRuleInputs { beta: &zeros(&[1, 5]), ..good }),
+            with(DeltaRuleInputs {
+                beta: &zeros(&[1, 5]),
+                ..good
+            }),
             "`beta` has shape [1, 5]; it must be (B, T, H) = [1, 5, 4]",
         ),
         (
-            message(gated_delta_rule(good, Some(&zeros(&[1, 4, 6, 8])), &options)),
+            message(gated_delta_rule(
+                good,
+                Some(&zeros(&[1, 4, 6, 8])),
+                &options,
+            )),
             "`state` has shape [1, 4, 6, 8]; it must be (B, H, D_k, D_v) = [1, 4, 8, 6]",
         ),
         (
@@ -79,14 +104,21 @@ fn a_tensor_of_the_delta_rule_that_does_not_fit_is_an_error_with_its_name() {
 #[test]
 fn an_option_of_the_delta_rule_out_of_its_range_is_an_error() {
     let owned = Owned::random(1, &[1, 5], SHAPE, Kind::Float);
-    let with = |options: DeltaRuleOptions| message(gated_delta_rule(owned.inputs(), None, &options));
+    let with =
+        |options: DeltaRuleOptions| message(gated_delta_rule(owned.inputs(), None, &options));
     let default = DeltaRuleOptions::default();
     assert_eq!(
-        with(DeltaRuleOptions { chunk_size: 0, ..default }),
+        with(DeltaRuleOptions {
+            chunk_size: 0,
+            ..default
+        }),
         "`chunk_size` is 0; it must be at least 1"
     );
     assert_eq!(
-        with(DeltaRuleOptions { scale: Some(f64::NAN), ..default }),
+        with(DeltaRuleOptions {
+            scale: Some(f64::NAN),
+            ..default
+        }),
         "`scale` is NaN; it must be finite, or None for 1/sqrt(D_k)"
     );
 }
@@ -98,13 +130,22 @@ fn offsets_and_slots_that_do_not_fit_are_errors_and_leave_the_states() {
     let before = Tensor::ones([3, 4, 8, 6], (Kind::Float, tch::Device::Cpu));
     let mut states = before.copy();
     for (offsets, expected) in [
-        (&[][..], "`offsets`: it is empty; pass 0, then the end of each sequence"),
-        (&[1, 5], "`offsets`: it begins with 1; it must begin with 0, the first row"),
+        (
+            &[][..],
+            "`offsets`: it is empty; pass 0, then the end of each sequence",
+        ),
+        (
+            &[1, 5],
+            "`offsets`: it begins with 1; it must begin with 0, the first row",
+        ),
         (
             &[0, 3, 2, 5],
             "`offsets`: it falls from 3 to 2 at index 2; offsets are cumulative",
         ),
-        (&[0, 4], "`offsets`: it ends with 4; it must end with 5, the number of rows"),
+        (
+            &[0, 4],
+            "`offsets`: it ends with 4; it must end with 5, the number of rows",
+        ),
     ] {
         let varlen = gated_delta_rule_varlen(owned.inputs(), offsets, &options);
         assert_eq!(message(varlen), expected);
@@ -163,7 +204,12 @@ fn a_tensor_of_the_convolution_that_does_not_fit_is_an_error_with_its_name() {
             "`state` has shape [1, 6, 4]; it must be (B, C, K - 1) = [1, 6, 3]",
         ),
         (
-            with(&x.to_kind(Kind::Half), &weight, None, Some(&zeros(&[1, 6, 3]))),
+            with(
+                &x.to_kind(Kind::Half),
+                &weight,
+                None,
+                Some(&zeros(&[1, 6, 3])),
+            ),
             "`state` is Float; it must be Half, as `x` is: it holds inputs",
         ),
         (
@@ -176,8 +222,7 @@ fn a_tensor_of_the_convolution_that_does_not_fit_is_an_error_with_its_name() {
     }
     let mut states = zeros(&[2, 6, 3]);
     let x = x.squeeze();
-    let refused =
-        causal_conv1d_update(&x, &weight, None, &mut states, &[2], &[0, 5], &options);
+    let refused = causal_conv1d_update(&x, &weight, None, &mut states, &[2], &[0, 5], &options);
     assert_eq!(
         message(refused),
         "`slots`: it has row 2; rows must be in 0..2, the rows of `states`"

@@ -19,8 +19,8 @@ struct Case {
 
 impl Case {
     fn read(name: &'static str) -> Case {
-        let path = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
-            .join("tests/fixtures/delta_rule.safetensors");
+        let path =
+            PathBuf::from(env!("CARGO_MANIFEST_DIR")).join("tests/fixtures/delta_rule.safetensors");
         assert!(
             path.exists(),
             "{} is missing: run gen_delta_rule.py there",
@@ -121,6 +121,13 @@ fn the_chunked_delta_rule_equals_transformers() {
         // The fixture is stored in f32.
         check_delta(name, of_backend(Backend::Math), Kind::Double, (1e-6, 4e-6));
         check_delta(name, of_backend(Backend::Math), Kind::Float, (1e-5, 1e-4));
+    }
+}
+
+#[test]
+fn the_kernel_of_the_delta_rule_equals_transformers() {
+    for name in DELTA {
+        check_delta(name, of_backend(Backend::Fused), Kind::Float, (1e-5, 1e-4));
     }
 }
 
