@@ -1,10 +1,16 @@
 use overdrive_autograd::NoGradGuard;
 use tch::Tensor;
 
+use crate::conv_fused::{self, Filter};
 use crate::conv_math::convolve;
-use crate::error::{check_device, check_floating, check_kind, check_shape, wrong_shape};
-use crate::sequences::{check_slots, groups_of_equal_length, lengths};
-use crate::{CausalConv1dOptions, Result};
+use crate::error::{
+    check_contiguous, check_device, check_floating, check_kind, check_shape, wrong_shape,
+};
+use crate::options::choose;
+use crate::sequences::{
+    batch_sequences, check_slots, groups_of_equal_length, lengths, packed_sequences,
+};
+use crate::{Backend, CausalConv1dOptions, Result};
 
 /// Checks the tensors but for the state; `x` has the dimensions `leading` before the channels. Returns the numbers of
 /// channels and weights of each.
@@ -46,6 +52,19 @@ fn check_state(
     check_shape(name, state, &expected, letters)?;
     check_kind(name, state, x.kind(), ", as `x` is: it holds inputs")?;
     check_device(name, state, "x", x.device())
+}
+
+/// Returns `true` if the kernel runs, `false` if libtorch's operators do.
+fn uses_kernel(
+    x: &Tensor,
+    weight: &Tensor,
+    bias: Option<&Tensor>,
+    options: &CausalConv1dOptions,
+) -> Result<bool> {
+    let kind = conv_fused::kernel_kind(x, weight, bias);
+    // Nothing to convolve, and blocks of no channels.
+    let kind = kind.filter(|_| options.backend == Backend::Fused || x.numel() > 0);
+    Ok(choose(options.backend, kind, "an input")?.is_some())
 }
 
 fn zero_state(x: &Tensor, batch: i64, channels: i64, width: i64) -> Result<Tensor> {
@@ -92,13 +111,17 @@ pub fn causal_conv1d(
     options: &CausalConv1dOptions,
 ) -> Result<(Tensor, Tensor)> {
     let (channels, width) = check(x, weight, bias, 2)?;
-    let batch = x.size()[0];
+    let (batch, tokens) = (x.size()[0], x.size()[1]);
+    if let Some(state) = state {
+        let expected = [batch, channels, width - 1];
+        check_state("state", state, expected, "(B, C, K - 1)", x)?;
+    }
+    if uses_kernel(x, weight, bias, options)? {
+        let filter = Filter::new(weight, bias, options.activation)?;
+        return conv_fused::apply_filter(x, &filter, state, batch_sequences(batch, tokens));
+    }
     let state = match state {
-        Some(state) => {
-            let expected = [batch, channels, width - 1];
-            check_state("state", state, expected, "(B, C, K - 1)", x)?;
-            state.shallow_clone()
-        }
+        Some(state) => state.shallow_clone(),
         None => zero_state(x, batch, channels, width)?,
     };
     math(x, weight, bias, &state, options)
@@ -135,6 +158,12 @@ pub fn causal_conv1d_varlen(
 ) -> Result<Tensor> {
     let (channels, width) = check(x, weight, bias, 1)?;
     let lengths = lengths(offsets, x.size()[0])?;
+    if uses_kernel(x, weight, bias, options)? {
+        let filter = Filter::new(weight, bias, options.activation)?;
+        let sequences = packed_sequences(offsets, &lengths, None);
+        let (y, _) = conv_fused::apply_filter(&x.f_unsqueeze(0)?, &filter, None, sequences)?;
+        return Ok(y.f_squeeze_dim(0)?);
+    }
     let state = zero_state(x, 1, channels, width)?;
     let mut outputs = vec![x.f_narrow(0, 0, 0)?];
     for (&start, &length) in offsets.iter().zip(&lengths) {
@@ -171,6 +200,13 @@ pub fn causal_conv1d_update(
     let lengths = lengths(offsets, x.size()[0])?;
     check_slots(slots, lengths.len(), pool)?;
     let _no_grad = NoGradGuard::new();
+    if uses_kernel(x, weight, bias, options)? {
+        check_contiguous(states)?;
+        let filter = Filter::new(weight, bias, options.activation)?;
+        let sequences = packed_sequences(offsets, &lengths, Some(slots));
+        let y = conv_fused::update(&x.f_unsqueeze(0)?, &filter, &sequences, states)?;
+        return Ok(y.f_squeeze_dim(0)?);
+    }
     let mut output = x.f_zeros_like()?;
     for (length, group) in groups_of_equal_length(&lengths) {
         let rows: Vec<i64> = group

@@ -9,6 +9,7 @@ use crate::kernel::tensors::{Fresh, Strided, elements, elements_mut, has_kernel,
 use crate::kernel::{
     InputGradients, Problem, ResultGradients, Sequence, backward, block_columns, chunks_of, forward,
 };
+use crate::sequences::size;
 use crate::{DeltaRuleInputs, Result};
 
 /// The sequences of a call, and the scale of its queries.
@@ -21,47 +22,9 @@ pub(crate) struct Plan {
 }
 
 impl Plan {
-    /// Returns the sequences of a batch, with the states of as many rows.
-    pub(crate) fn batch(batch: i64, tokens: i64) -> Vec<Sequence> {
-        let [batch, tokens] = [batch, tokens].map(size);
-        let sequence = |batch| Sequence {
-            batch,
-            start: 0,
-            output: batch * tokens,
-            tokens,
-            slot: Some(batch),
-            first_chunk: batch * chunks_of(tokens),
-        };
-        (0..batch).map(sequence).collect()
-    }
-
-    /// Returns packed sequences, of which each has a slot or none has.
-    pub(crate) fn packed(offsets: &[i64], lengths: &[i64], slots: Option<&[i64]>) -> Vec<Sequence> {
-        let mut first_chunk = 0;
-        let mut sequences = Vec::with_capacity(lengths.len());
-        for (index, &length) in lengths.iter().enumerate() {
-            let (start, tokens) = (size(offsets[index]), size(length));
-            sequences.push(Sequence {
-                batch: 0,
-                start,
-                output: start,
-                tokens,
-                slot: slots.map(|slots| size(slots[index])),
-                first_chunk,
-            });
-            first_chunk += chunks_of(tokens);
-        }
-        sequences
-    }
-
     fn chunks(&self) -> usize {
         self.sequences.iter().map(|s| chunks_of(s.tokens)).sum()
     }
-}
-
-/// Converts a size or an index, which is not negative.
-fn size(value: i64) -> usize {
-    usize::try_from(value).unwrap_or(0)
 }
 
 /// Returns the dtype in which the kernel takes queries, keys and values, if it takes them.

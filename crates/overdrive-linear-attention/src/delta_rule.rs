@@ -8,7 +8,9 @@ use crate::error::{
 };
 use crate::kernel::Sequence;
 use crate::options::choose;
-use crate::sequences::{check_slots, groups_of_equal_length, lengths};
+use crate::sequences::{
+    batch_sequences, check_slots, groups_of_equal_length, lengths, packed_sequences,
+};
 use crate::{Backend, DeltaRuleOptions, Result};
 
 /// The tensors of the gated delta rule, for a batch or for packed sequences.
@@ -185,7 +187,7 @@ pub fn gated_delta_rule(
         return math(&inputs, state, sizes, options);
     };
     let [batch, tokens] = [0, 1].map(|dimension| inputs.value.size()[dimension]);
-    let plan = plan(Plan::batch(batch, tokens), sizes, options);
+    let plan = plan(batch_sequences(batch, tokens), sizes, options);
     let (output, state) = delta_fused::batch(&Converted::new(&inputs, kind)?, state, plan)?;
     Ok((output.f_to_kind(inputs.value.kind())?, state))
 }
@@ -247,7 +249,7 @@ pub fn gated_delta_rule_varlen(
     let value_kind = inputs.value.kind();
     let lengths = lengths(offsets, inputs.value.size()[0])?;
     if let Some(kind) = kernel_kind(&inputs, options.backend)? {
-        let plan = plan(Plan::packed(offsets, &lengths, None), sizes, options);
+        let plan = plan(packed_sequences(offsets, &lengths, None), sizes, options);
         let inputs = Converted::new(&inputs, kind)?.unsqueezed()?;
         let output = delta_fused::varlen(&inputs, plan)?.f_squeeze_dim(0)?;
         return Ok(output.f_to_kind(value_kind)?);
@@ -290,7 +292,11 @@ pub fn gated_delta_rule_update(
     let _no_grad = NoGradGuard::new();
     if let Some(kind) = kernel_kind(&inputs, options.backend)? {
         check_contiguous(states)?;
-        let plan = plan(Plan::packed(offsets, &lengths, Some(slots)), sizes, options);
+        let plan = plan(
+            packed_sequences(offsets, &lengths, Some(slots)),
+            sizes,
+            options,
+        );
         let converted = Converted::new(&inputs, kind)?.unsqueezed()?;
         let output = delta_fused::update(&converted, &plan, states)?.f_squeeze_dim(0)?;
         return Ok(output.f_to_kind(inputs.value.kind())?);

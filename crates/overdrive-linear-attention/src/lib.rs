@@ -36,6 +36,7 @@
 #![deny(missing_docs)]
 
 mod causal_conv1d;
+mod conv_fused;
 mod conv_math;
 mod delta_fused;
 mod delta_math;

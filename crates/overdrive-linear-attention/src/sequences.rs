@@ -1,5 +1,6 @@
 //! The sequences of a pack: rows of tokens one sequence after another, and the state of each in a pool.
 
+use crate::kernel::{Sequence, chunks_of};
 use crate::{Error, Result};
 
 /// Returns the numbers of tokens of the sequences, for cumulative offsets (flash-attn's `cu_seqlens`) from 0 to `rows`.
@@ -75,4 +76,46 @@ pub(crate) fn groups_of_equal_length(lengths: &[i64]) -> Vec<(i64, Vec<usize>)> 
         }
     }
     groups
+}
+
+/// Converts a size or an index, which is not negative.
+pub(crate) fn size(value: i64) -> usize {
+    usize::try_from(value).unwrap_or(0)
+}
+
+/// Returns the sequences of a batch, with the states of as many rows.
+pub(crate) fn batch_sequences(batch: i64, tokens: i64) -> Vec<Sequence> {
+    let [batch, tokens] = [batch, tokens].map(size);
+    let sequence = |batch| Sequence {
+        batch,
+        start: 0,
+        output: batch * tokens,
+        tokens,
+        slot: Some(batch),
+        first_chunk: batch * chunks_of(tokens),
+    };
+    (0..batch).map(sequence).collect()
+}
+
+/// Returns packed sequences, of which each has a slot or none has.
+pub(crate) fn packed_sequences(
+    offsets: &[i64],
+    lengths: &[i64],
+    slots: Option<&[i64]>,
+) -> Vec<Sequence> {
+    let mut first_chunk = 0;
+    let mut sequences = Vec::with_capacity(lengths.len());
+    for (index, &length) in lengths.iter().enumerate() {
+        let (start, tokens) = (size(offsets[index]), size(length));
+        sequences.push(Sequence {
+            batch: 0,
+            start,
+            output: start,
+            tokens,
+            slot: slots.map(|slots| size(slots[index])),
+            first_chunk,
+        });
+        first_chunk += chunks_of(tokens);
+    }
+    sequences
 }

@@ -9,12 +9,14 @@
 //! Each element is computed by the same operations in the same order however the tokens are divided among calls or chunks,
 //! and whatever else is computed beside it: the results of a sequence depend on nothing but the sequence.
 
+mod conv;
 mod delta_backward;
 mod delta_forward;
 mod problem;
 mod slab;
 pub(crate) mod tensors;
 
+pub(crate) use conv::{Conv, ConvGradients, backward as conv_backward, forward as conv_forward};
 pub(crate) use delta_backward::{InputGradients, ResultGradients, backward};
 pub(crate) use delta_forward::forward;
 pub(crate) use problem::{Problem, Rows, Sequence, block_columns, chunks_of};

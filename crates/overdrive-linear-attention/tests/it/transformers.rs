@@ -179,3 +179,10 @@ fn the_convolution_of_libtorch_equals_transformers() {
         check_conv(name, Backend::Math, Kind::Float, (1e-5, 1e-4));
     }
 }
+
+#[test]
+fn the_kernel_of_the_convolution_equals_transformers() {
+    for name in CONV {
+        check_conv(name, Backend::Fused, Kind::Float, (1e-5, 1e-4));
+    }
+}
