@@ -1,8 +1,8 @@
 //! The foundation of Overdrive's CPU kernels: vectors, run-time dispatch, element types and threads.
 //!
-//! overdrive-fused, overdrive-attention, overdrive-quantization, overdrive-kv-cache and overdrive-optim write
-//! their loops once, against the traits of this crate, and run them with the widest instruction set of the
-//! machine.
+//! overdrive-fused, overdrive-attention, overdrive-linear-attention, overdrive-quantization, overdrive-kv-cache and
+//! overdrive-optim write their loops once, against the traits of this crate, and run them with the widest instruction set
+//! of the machine.
 //!
 //! | module or item | content |
 //! |---|---|

@@ -23,7 +23,7 @@ use overdrive_kernels::{
 };
 
 use super::delta_forward::{
-    PARALLEL_WORK, SlabChunk, Tokens, load_slab, store_slab, zero_or_convert,
+    PARALLEL_WORK, SlabChunk, Tokens, load_slabs, store_slabs, zero_or_convert,
 };
 use super::problem::{CHUNK, Problem, Sequence, Unit, block_columns, vectors};
 use super::slab::{
@@ -167,8 +167,8 @@ impl<T: Element> Kernel for Job<'_, '_, T> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         match vectors::<S>() {
-            4 => self.run_with::<S, 4>(s),
-            _ => self.run_with::<S, 2>(s),
+            2 => self.run_with::<S, 2>(s),
+            _ => self.run_with::<S, 1>(s),
         }
     }
 }
@@ -195,10 +195,15 @@ impl<T: Element> Job<'_, '_, T> {
             slab,
         } = self.workspace;
         gradients.resize(units * size, 0.0);
-        for (index, to) in gradients.chunks_exact_mut(size).enumerate() {
-            let unit = problem.unit(key_head, index, columns);
-            load_slab(problem, &outputs.states, sequence.slot, unit, columns, to);
-        }
+        let state = (sequence.slot, key_head);
+        load_slabs(
+            problem,
+            &outputs.states,
+            state,
+            0..units,
+            columns,
+            gradients,
+        );
         for start in (0..sequence.tokens).step_by(CHUNK).rev() {
             let range = start..sequence.tokens.min(start + CHUNK);
             tokens.fill(s, problem, &sequence, key_head, range.clone());
@@ -255,10 +260,14 @@ impl<T: Element> Job<'_, '_, T> {
                 normalization(s, from, problem.scale, problem.qk_l2norm, gradient, query);
             }
         }
-        for (index, from) in gradients.chunks_exact(size).enumerate() {
-            let unit = problem.unit(key_head, index, columns);
-            store_slab(problem, &outputs.states, sequence.slot, unit, columns, from);
-        }
+        store_slabs(
+            problem,
+            &outputs.states,
+            state,
+            0..units,
+            columns,
+            gradients,
+        );
     }
 }
 
@@ -321,7 +330,9 @@ impl SlabBuffers {
         self.states.resize((STEPS + 1) * size, 0.0);
         let state = &mut self.states[..size];
         state.copy_from_slice(first);
-        let (mut at_key, _) = read::<S, N, false>(s, state, tokens.key(0, dim), &[]);
+        // Of the queries nothing is needed, so the keys stand in for them.
+        let key = tokens.key(0, dim);
+        let (mut at_key, _) = read::<S, N, false>(s, state, key, key);
         for token in 0..count {
             if token % STEPS == 0 {
                 self.starts[token / STEPS * size..][..size].copy_from_slice(state);
@@ -340,7 +351,7 @@ impl SlabBuffers {
             if token + 1 < count {
                 let (key, next) = (tokens.key(token, dim), tokens.key(token + 1, dim));
                 (at_key, _) =
-                    update_and_read::<S, N, false>(s, state, decay, key, &delta, (next, &[]));
+                    update_and_read::<S, N, false>(s, state, decay, key, &delta, (next, next));
             }
         }
     }

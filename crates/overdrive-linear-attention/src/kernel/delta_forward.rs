@@ -209,8 +209,8 @@ impl<T: Element> Kernel for Job<'_, '_, T> {
     #[inline(always)]
     fn run<S: Simd>(self, s: S) {
         match vectors::<S>() {
-            4 => self.run_with::<S, 4>(s),
-            _ => self.run_with::<S, 2>(s),
+            2 => self.run_with::<S, 2>(s),
+            _ => self.run_with::<S, 1>(s),
         }
     }
 }
@@ -232,10 +232,15 @@ impl<T: Element> Job<'_, '_, T> {
             chunk,
         } = self.workspace;
         slabs.resize(self.units.len() * size, 0.0);
-        for (index, slab) in self.units.clone().zip(slabs.chunks_exact_mut(size)) {
-            let unit = problem.unit(key_head, index, columns);
-            load_slab(problem, self.states, sequence.slot, unit, columns, slab);
-        }
+        let state = (sequence.slot, key_head);
+        load_slabs(
+            problem,
+            self.states,
+            state,
+            self.units.clone(),
+            columns,
+            slabs,
+        );
         for start in (0..sequence.tokens).step_by(CHUNK) {
             let range = start..sequence.tokens.min(start + CHUNK);
             tokens.fill(s, problem, &sequence, key_head, range.clone());
@@ -261,61 +266,93 @@ impl<T: Element> Job<'_, '_, T> {
                 }
             }
         }
-        for (index, slab) in self.units.clone().zip(slabs.chunks_exact(size)) {
-            let unit = problem.unit(key_head, index, columns);
-            store_slab(problem, self.states, sequence.slot, unit, columns, slab);
-        }
+        store_slabs(problem, self.states, state, self.units, columns, slabs);
     }
 }
 
-/// Returns the columns of a row of a state in the pool.
-fn state_columns<T: Element>(
-    problem: &Problem<'_, T>,
-    slot: usize,
-    unit: Unit,
-    row: usize,
-) -> Range<usize> {
-    let row = (slot * problem.heads + unit.head) * problem.key_dim + row;
-    let at = row * problem.value_dim + unit.column;
-    at..at + unit.count
-}
-
-/// Copies the columns of a slab from the pool; zeros for a sequence without a slot.
+/// Copies slabs of a key head, which are `units`, from the pool; zeros for a sequence without a slot.
 #[inline(always)]
-pub(super) fn load_slab<T: Element>(
+pub(super) fn load_slabs<T: Element>(
     problem: &Problem<'_, T>,
     states: &SharedSlice<'_, f32>,
-    slot: Option<usize>,
-    unit: Unit,
+    (slot, key_head): (Option<usize>, usize),
+    units: Range<usize>,
     columns: usize,
-    slab: &mut [f32],
+    slabs: &mut [f32],
 ) {
     let Some(slot) = slot else {
-        return slab.fill(0.0);
+        return slabs.fill(0.0);
     };
-    for (row, to) in slab.chunks_exact_mut(columns).enumerate() {
+    each_row(problem, slot, key_head, units, columns, |at, in_slabs| {
         // SAFETY: slots differ, so each column of a state belongs to one job.
-        let from = unsafe { states.range_mut(state_columns(problem, slot, unit, row)) };
-        to[..unit.count].copy_from_slice(from);
-        to[unit.count..].fill(0.0);
-    }
+        let from = unsafe { states.range_mut(at) };
+        let to = &mut slabs[in_slabs..][..columns];
+        match (from.first_chunk::<LANES>(), columns) {
+            // Without a call of `memcpy` for a line of the cache.
+            (Some(line), LANES) => to.copy_from_slice(line),
+            _ => {
+                to[..from.len()].copy_from_slice(from);
+                to[from.len()..].fill(0.0);
+            }
+        }
+    });
 }
 
-/// Copies the columns of a slab to the pool.
+/// Copies slabs of a key head, which are `units`, to the pool.
 #[inline(always)]
-pub(super) fn store_slab<T: Element>(
+pub(super) fn store_slabs<T: Element>(
     problem: &Problem<'_, T>,
     states: &SharedSlice<'_, f32>,
-    slot: Option<usize>,
-    unit: Unit,
+    (slot, key_head): (Option<usize>, usize),
+    units: Range<usize>,
     columns: usize,
-    slab: &[f32],
+    slabs: &[f32],
 ) {
     let Some(slot) = slot else { return };
-    for (row, from) in slab.chunks_exact(columns).enumerate() {
+    each_row(problem, slot, key_head, units, columns, |at, in_slabs| {
         // SAFETY: slots differ, so each column of a state belongs to one job.
-        let to = unsafe { states.range_mut(state_columns(problem, slot, unit, row)) };
-        to.copy_from_slice(&from[..unit.count]);
+        let to = unsafe { states.range_mut(at) };
+        match to.first_chunk_mut::<LANES>() {
+            Some(line) if columns == LANES => {
+                line.copy_from_slice(&slabs[in_slabs..][..LANES]);
+            }
+            _ => {
+                let count = to.len();
+                to.copy_from_slice(&slabs[in_slabs..][..count]);
+            }
+        }
+    });
+}
+
+/// Calls `copy` with the range in the pool and the index in the slabs of each row of the slabs, in the order of the pool:
+/// neighbouring blocks of a row before the next row.
+#[inline(always)]
+fn each_row<T: Element>(
+    problem: &Problem<'_, T>,
+    slot: usize,
+    key_head: usize,
+    units: Range<usize>,
+    columns: usize,
+    mut copy: impl FnMut(Range<usize>, usize),
+) {
+    let blocks = problem.blocks(columns);
+    let mut from = units.start;
+    while from < units.end {
+        // The units of one head.
+        let to = units.end.min((from / blocks + 1) * blocks);
+        let first = problem.unit(key_head, from, columns);
+        let state = (slot * problem.heads + first.head) * problem.key_dim * problem.value_dim;
+        for row in 0..problem.key_dim {
+            let end = state + (row + 1) * problem.value_dim;
+            let mut at = end - problem.value_dim + first.column;
+            let mut in_slabs = ((from - units.start) * problem.key_dim + row) * columns;
+            for _ in from..to {
+                copy(at..end.min(at + columns), in_slabs);
+                at += columns;
+                in_slabs += problem.key_dim * columns;
+            }
+        }
+        from = to;
     }
 }
 

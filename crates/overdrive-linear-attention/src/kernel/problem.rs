@@ -12,10 +12,11 @@ pub(crate) fn chunks_of(tokens: usize) -> usize {
     tokens.div_ceil(CHUNK)
 }
 
-/// The number of vectors in a row of a slab: the sums of two products for each, with their operands, fill the registers.
+/// The number of vectors in a row of a slab, 1 with AVX2 (16 registers of 8 floats) and 2 with AVX-512 (32 of 16).
 pub(super) const fn vectors<S: Simd>() -> usize {
-    // 2 with AVX2 (16 registers of 8 floats) and 4 with AVX-512 (32 of 16).
-    S::TILE
+    // The sums of two products are four chains of multiply-adds then, which hide their latency. With twice as many, AVX2's
+    // registers hold no further operand: the compiler keeps a sum in memory, and the loop takes twice as long.
+    S::TILE / 2
 }
 
 /// Returns the number of columns of a slab.

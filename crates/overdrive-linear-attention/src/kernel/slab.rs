@@ -37,7 +37,7 @@ pub(super) fn store_columns<S: Simd, const N: usize>(
     }
 }
 
-/// Returns `(Sᵀ k, Sᵀ q)`; without `QUERY`, only the first, and no query is needed.
+/// Returns `(Sᵀ k, Sᵀ q)`; without `QUERY`, only the first, and no query is read.
 #[inline(always)]
 pub(super) fn read<S: Simd, const N: usize, const QUERY: bool>(
     s: S,
@@ -46,9 +46,8 @@ pub(super) fn read<S: Simd, const N: usize, const QUERY: bool>(
     query: &[f32],
 ) -> (Columns<S, N>, Columns<S, N>) {
     let (mut at_key, mut at_query) = (zeros::<S, N>(s), zeros::<S, N>(s));
-    for (index, (row, &key)) in slab.chunks_exact(N * LANES).zip(key).enumerate() {
-        let key = s.splat(key);
-        let query = s.splat(if QUERY { query[index] } else { 0.0 });
+    for ((row, &key), &query) in slab.chunks_exact(N * LANES).zip(key).zip(query) {
+        let (key, query) = (s.splat(key), s.splat(query));
         let (lanes, _) = row.as_chunks::<LANES>();
         for j in 0..N {
             let x = s.load_f32(&lanes[j]);
@@ -118,10 +117,9 @@ pub(super) fn update_and_read<S: Simd, const N: usize, const QUERY: bool>(
 ) -> (Columns<S, N>, Columns<S, N>) {
     let (mut at_key, mut at_query) = (zeros::<S, N>(s), zeros::<S, N>(s));
     let decay = s.splat(decay);
-    let rows = slab.chunks_exact_mut(N * LANES).zip(key).zip(next_key);
-    for (index, ((row, &key), &next_key)) in rows.enumerate() {
-        let (key, next_key) = (s.splat(key), s.splat(next_key));
-        let next_query = s.splat(if QUERY { next_query[index] } else { 0.0 });
+    let rows = slab.chunks_exact_mut(N * LANES).zip(key);
+    for ((row, &key), (&next_key, &next_query)) in rows.zip(next_key.iter().zip(next_query)) {
+        let (key, next_key, next_query) = (s.splat(key), s.splat(next_key), s.splat(next_query));
         let (lanes, _) = row.as_chunks_mut::<LANES>();
         for j in 0..N {
             let x = s.mul(decay, s.load_f32(&lanes[j]));
