@@ -389,6 +389,7 @@ impl SlabBuffers {
         query_gradient: &mut [f32],
     ) -> Found<S, N> {
         let (columns, size) = (N * LANES, gradient.len());
+        let dim = size / columns;
         let states = &self.states[step.index * size..][..2 * size];
         let (before, after) = states.split_at(size);
         let row = step.token * columns..(step.token + 1) * columns;
@@ -398,22 +399,16 @@ impl SlabBuffers {
 
         // G = D + q doᵀ, dδ = Gᵀ k, dq = S' do.
         let mut of_delta = zeros::<S, N>(s);
-        let rows = gradient
-            .chunks_exact_mut(columns)
-            .zip(after.chunks_exact(columns));
-        let mut rows = rows.zip(step.key.iter().zip(step.query));
-        sum_rows(
+        let (keys, queries) = (&step.key[..dim], &step.query[..dim]);
+        sum_rows::<S, N>(
             s,
-            query_gradient,
+            gradient,
+            after,
+            &mut query_gradient[..dim],
             #[inline(always)]
-            || {
+            |gradient, state, row| {
+                let (key, query) = (s.splat(keys[row]), s.splat(queries[row]));
                 let mut sum = s.splat(0.0);
-                let Some(((gradient, state), (&key, &query))) = rows.next() else {
-                    return sum;
-                };
-                let (key, query) = (s.splat(key), s.splat(query));
-                let (gradient, _) = gradient.as_chunks_mut::<LANES>();
-                let (state, _) = state.as_chunks::<LANES>();
                 for j in 0..N {
                     let x = s.mul_add(query, output[j], s.load_f32(&gradient[j]));
                     s.store_f32(x, &mut gradient[j]);
@@ -435,22 +430,15 @@ impl SlabBuffers {
 
         // dk = G δ - S (a·dv), D' = a·G - k (a·dv)ᵀ, dg = ⟨D', S⟩.
         let mut of_decay = zeros::<S, N>(s);
-        let rows = gradient
-            .chunks_exact_mut(columns)
-            .zip(before.chunks_exact(columns));
-        let mut rows = rows.zip(step.key);
-        sum_rows(
+        sum_rows::<S, N>(
             s,
-            key_gradient,
+            gradient,
+            before,
+            &mut key_gradient[..dim],
             #[inline(always)]
-            || {
+            |gradient, state, row| {
+                let key = s.splat(keys[row]);
                 let mut sum = s.splat(0.0);
-                let Some(((gradient, state), &key)) = rows.next() else {
-                    return sum;
-                };
-                let key = s.splat(key);
-                let (gradient, _) = gradient.as_chunks_mut::<LANES>();
-                let (state, _) = state.as_chunks::<LANES>();
                 for j in 0..N {
                     let (g, x) = (s.load_f32(&gradient[j]), s.load_f32(&state[j]));
                     sum = s.mul_add(g, delta[j], sum);

@@ -15,6 +15,8 @@ mod delta_forward;
 mod problem;
 mod slab;
 pub(crate) mod tensors;
+#[cfg(test)]
+mod tests;
 
 pub(crate) use conv::{Conv, ConvGradients, backward as conv_backward, forward as conv_forward};
 pub(crate) use delta_backward::{InputGradients, ResultGradients, backward};

@@ -166,17 +166,47 @@ pub(super) fn scaled<S: Simd, A: Element, B: Element>(s: S, x: &[A], factor: f32
     );
 }
 
-/// Adds to each of `sums` the sum of the lanes of the vector that `row` returns for it, in order.
+/// Calls `row` with each row of two slabs, its index, and adds the sum of the lanes of its result to that of `sums`.
 #[inline(always)]
-pub(super) fn sum_rows<S: Simd>(s: S, sums: &mut [f32], mut row: impl FnMut() -> S::F) {
+pub(super) fn sum_rows<S: Simd, const N: usize>(
+    s: S,
+    gradient: &mut [f32],
+    state: &[f32],
+    sums: &mut [f32],
+    mut row: impl FnMut(&mut [[f32; LANES]], &[[f32; LANES]], usize) -> S::F,
+) {
+    let columns = N * LANES;
     let (fours, rest) = sums.as_chunks_mut::<4>();
-    for four in fours {
-        let each = s.reduce_add_each([row(), row(), row(), row()]);
+    let grouped = fours.len() * 4;
+    let (of_fours, of_rest) = gradient.split_at_mut(grouped * columns);
+    let (states, rest_states) = state.split_at(grouped * columns);
+    let rows = of_fours
+        .chunks_exact_mut(4 * columns)
+        .zip(states.chunks_exact(4 * columns));
+    // Four at a time, since the sums of the lanes of four vectors take little more time than those of one.
+    for (group, (four, (gradient, state))) in fours.iter_mut().zip(rows).enumerate() {
+        let (gradient, _) = gradient.as_chunks_mut::<LANES>();
+        let (state, _) = state.as_chunks::<LANES>();
+        let mut parts = [s.splat(0.0); 4];
+        for (index, part) in parts.iter_mut().enumerate() {
+            let lanes = index * N..(index + 1) * N;
+            *part = row(
+                &mut gradient[lanes.clone()],
+                &state[lanes],
+                group * 4 + index,
+            );
+        }
+        let each = s.reduce_add_each(parts);
         for (sum, part) in four.iter_mut().zip(each) {
             *sum += part;
         }
     }
-    for sum in rest {
-        *sum += s.reduce_add(row());
+    let rows = of_rest
+        .chunks_exact_mut(columns)
+        .zip(rest_states.chunks_exact(columns));
+    for (index, (sum, (gradient, state))) in rest.iter_mut().zip(rows).enumerate() {
+        let (gradient, _) = gradient.as_chunks_mut::<LANES>();
+        let (state, _) = state.as_chunks::<LANES>();
+        *sum += s.reduce_add(row(gradient, state, grouped + index));
     }
 }
