@@ -9,6 +9,7 @@ use overdrive_kernels::{
     Buffers, Element, Kept, Kernel, LANES, SharedSlice, Simd, capacity_bytes, convert,
 };
 
+use super::one_token::{self, StateColumns, Token};
 use super::problem::{CHUNK, Problem, Sequence, Unit, block_columns, vectors};
 use super::slab::{
     dot, factor, load_columns, read, scaled, store_columns, update_and_read, update_in_place,
@@ -75,11 +76,14 @@ struct Workspace {
     slabs: Vec<f32>,
     tokens: Tokens,
     chunk: SlabChunk,
+    /// The products of a state with a key and a query.
+    sums: [Vec<f32>; 2],
 }
 
 impl Buffers for Workspace {
     fn bytes(&self) -> usize {
-        capacity_bytes(&self.slabs) + self.tokens.bytes() + self.chunk.bytes()
+        let sums: usize = self.sums.iter().map(capacity_bytes).sum();
+        capacity_bytes(&self.slabs) + self.tokens.bytes() + self.chunk.bytes() + sums
     }
 }
 
@@ -226,10 +230,14 @@ impl<T: Element> Job<'_, '_, T> {
         } = self;
         let columns = N * LANES;
         let size = problem.key_dim * columns;
+        if let (Some(slot), None, 1) = (sequence.slot, self.saved, sequence.tokens) {
+            return self.one_token(s, slot, columns);
+        }
         let Workspace {
             slabs,
             tokens,
             chunk,
+            ..
         } = self.workspace;
         slabs.resize(self.units.len() * size, 0.0);
         let state = (sequence.slot, key_head);
@@ -267,6 +275,52 @@ impl<T: Element> Job<'_, '_, T> {
             }
         }
         store_slabs(problem, self.states, state, self.units, columns, slabs);
+    }
+}
+
+impl<T: Element> Job<'_, '_, T> {
+    /// Advances the states in the pool.
+    #[inline(always)]
+    fn one_token<S: Simd>(self, s: S, slot: usize, columns: usize) {
+        let Job {
+            problem, sequence, ..
+        } = self;
+        let Workspace { tokens, sums, .. } = self.workspace;
+        tokens.fill(s, problem, &sequence, self.key_head, 0..1);
+        let blocks = problem.blocks(columns);
+        let mut from = self.units.start;
+        while from < self.units.end {
+            // The units of one head.
+            let to = self.units.end.min((from / blocks + 1) * blocks);
+            let (first, last) = (
+                problem.unit(self.key_head, from, columns),
+                problem.unit(self.key_head, to - 1, columns),
+            );
+            from = to;
+            let (head, of_head) = (first.head, first.column..last.column + last.count);
+            let stride = problem.value_dim;
+            let at = (slot * problem.heads + head) * problem.key_dim * stride;
+            let state = StateColumns {
+                states: self.states,
+                first: at + of_head.start..at + of_head.end,
+                stride,
+            };
+            let token = Token {
+                key: tokens.key(0, problem.key_dim),
+                query: tokens.query(0, problem.key_dim),
+                product: tokens.products[0],
+                decay: problem.decay.number(&sequence, 0, head).exp(),
+                beta: problem.beta.number(&sequence, 0, head),
+                value: &problem.value.row(&sequence, 0, head)[of_head.clone()],
+            };
+            let row = (sequence.output * problem.heads + head) * stride;
+            // SAFETY: each column of a head of a token belongs to one job.
+            let output = unsafe {
+                self.output
+                    .range_mut(row + of_head.start..row + of_head.end)
+            };
+            one_token::advance(s, &state, &token, sums.each_mut(), output);
+        }
     }
 }
 

@@ -12,6 +12,7 @@
 mod conv;
 mod delta_backward;
 mod delta_forward;
+mod one_token;
 mod problem;
 mod slab;
 pub(crate) mod tensors;
