@@ -1,8 +1,8 @@
 //! The kernels for CPUs.
 //!
 //! The gated delta rule runs in its recurrent form. The columns of a state (D_k, D_v) do not depend on each other, so a
-//! *slab* of a few columns is advanced through all tokens on its own, and stays in the L1 cache: 128 rows of 32 columns
-//! take 16 KB. The update of a slab by a token and its reading by the next one are one pass, so each element is loaded and
+//! *slab* of a few columns is advanced through all tokens on its own, and stays in the L1 cache: 128 rows of 16 columns
+//! take 8 KB. The update of a slab by a token and its reading by the next one are one pass, so each element is loaded and
 //! stored once for each token, and takes four multiplications or multiply-adds. The chunked form, which suits a GPU's
 //! matrix units, takes 1.4 times as many (for chunks of 64 and heads of 128).
 //!
