@@ -44,9 +44,10 @@ pub(crate) fn build(
 pub(crate) fn shape(config: &GenerationConfig, model: &CausalLm) -> CacheShape {
     let settings = &config.cache_config;
     CacheShape {
-        windows: model.layer_windows(),
+        windows: cached_windows(model),
         kv_heads: model.config().num_key_value_heads(),
         head_dim: model.config().head_dim(),
+        layer_heads: model.cache_layer_heads(),
         kind: model.kind(),
         device: model.device(),
         window: settings.window_length,
@@ -55,6 +56,13 @@ pub(crate) fn shape(config: &GenerationConfig, model: &CausalLm) -> CacheShape {
         inverse_frequencies: frequencies(model),
         ..CacheShape::default()
     }
+}
+
+/// Returns the windows of the layers that a cache has.
+fn cached_windows(model: &CausalLm) -> Vec<Option<i64>> {
+    let mut windows = model.layer_windows();
+    windows.truncate(model.cache_layers());
+    windows
 }
 
 /// Returns the largest number of positions of a sequence: the model's context, or no limit if the cache
@@ -95,6 +103,10 @@ fn frequencies(model: &CausalLm) -> Option<Vec<f64>> {
             RopeScaling::Dynamic { .. } | RopeScaling::LongRope(_)
         )
     {
+        return None;
+    }
+    // Queries of layers that share keys see the first tokens where the layer of the keys sees them.
+    if model.cache_layers() < model.num_layers() {
         return None;
     }
     // A sliding cache rotates keys by halves of a head, starting with the first channel.

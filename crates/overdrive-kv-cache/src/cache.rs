@@ -38,6 +38,15 @@ impl KvView {
         }
     }
 
+    /// Returns a view of the same tensors.
+    pub(crate) fn share(&self) -> Self {
+        KvView {
+            keys: self.keys.shallow_clone(),
+            values: self.values.shallow_clone(),
+            ..*self
+        }
+    }
+
     /// Creates the view of a cache with a window; the arguments are the fields.
     pub fn windowed(keys: Tensor, values: Tensor, sinks: i64, first: i64, window: i64) -> Self {
         KvView {
@@ -144,6 +153,29 @@ pub trait KvCache: std::fmt::Debug + Send {
         options: &AttendOptions<'_>,
     ) -> Result<Tensor> {
         attend_to_view(query, &self.append(layer, keys, values)?, options)
+    }
+
+    /// Returns the attention `(B, H, T, D_v)` of `query (B, H, T, D)`, the last `T` tokens that `layer` holds, over the
+    /// tokens that `layer` attended to in this step with [`AttendOptions::keep`]. Layers without keys and values of
+    /// their own, as some of Gemma 3n's are, call it with the layer whose keys and values they share; it is not a layer
+    /// of the cache that calls it, and appends nothing.
+    ///
+    /// # Errors
+    /// [`Error::NotKept`](crate::Error::NotKept) if the layer has not attended in this step, or does not exist;
+    /// [`Error::Unsupported`](crate::Error::Unsupported) from a cache without this method; those of the attention
+    /// kernel.
+    fn attend_shared(
+        &mut self,
+        layer: usize,
+        query: &Tensor,
+        options: &AttendOptions<'_>,
+    ) -> Result<Tensor> {
+        let _ = (layer, query, options);
+        Err(crate::Error::Unsupported {
+            cache: "this cache",
+            what: "share the keys and values of a layer with other layers",
+            hint: "its type does not implement `KvCache::attend_shared`; use a cache of overdrive-kv-cache",
+        })
     }
 
     /// Computes [`attend`](KvCache::attend) for a few tokens in slices, and writes rows `(B · T, H · D)` to

@@ -4,8 +4,8 @@ use std::str::FromStr;
 use tch::{Device, Kind};
 
 use crate::{
-    DynamicCache, Error, KvCache, QuantizedCache, QuantizedCacheConfig, Result, SlidingCache,
-    SlidingCacheConfig, StaticCache, StaticCacheConfig,
+    DynamicCache, Error, KvCache, LayerHeads, QuantizedCache, QuantizedCacheConfig, Result,
+    SlidingCache, SlidingCacheConfig, StaticCache, StaticCacheConfig,
 };
 
 /// A kind of cache by its name in a flag or a config file (transformers' `cache_implementation`).
@@ -43,6 +43,9 @@ pub struct CacheShape {
     pub kv_heads: i64,
     /// The channels of a head (for the static cache). Default 64.
     pub head_dim: i64,
+    /// The heads of each layer of a model whose layers differ (for the static cache). Default empty: all layers have
+    /// `kv_heads` heads of `head_dim` channels.
+    pub layer_heads: Vec<LayerHeads>,
     /// The dtype (for the static cache). Default f32.
     pub kind: Kind,
     /// The device (for the static cache). Default the CPU.
@@ -71,6 +74,7 @@ impl Default for CacheShape {
             max_len: None,
             kv_heads: 1,
             head_dim: 64,
+            layer_heads: Vec::new(),
             kind: Kind::Float,
             device: Device::Cpu,
             window: None,
@@ -149,6 +153,7 @@ impl CacheImplementation {
                 kv_heads: shape.kv_heads,
                 head_dim: shape.head_dim,
                 value_dim: None,
+                layer_heads: shape.layer_heads.clone(),
                 kind: shape.kind,
                 device: shape.device,
             })?),

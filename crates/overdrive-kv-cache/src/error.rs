@@ -127,6 +127,14 @@ pub enum Error {
         /// The sequence.
         id: crate::SequenceId,
     },
+    /// Layers share the keys and values of a layer that has not attended in this step.
+    #[error(
+        "layer {layer} holds no keys and values of this step for other layers; it must attend first, with `AttendOptions::keep`"
+    )]
+    NotKept {
+        /// The layer whose keys and values are shared.
+        layer: usize,
+    },
     /// A layer attends twice in one step.
     #[error("layer {layer} has already attended in this step; `truncate(0)` restarts the step")]
     LayerTwice {

@@ -57,6 +57,7 @@ mod dynamic_cache;
 mod error;
 mod file;
 mod key_values;
+mod layer_heads;
 mod paged;
 mod quantized;
 mod saved_state;
@@ -69,6 +70,7 @@ pub use cache_implementation::{CacheImplementation, CacheShape};
 pub use dynamic_cache::{DynamicCache, DynamicCacheConfig};
 pub use error::{Error, Result};
 pub use file::{load, save};
+pub use layer_heads::LayerHeads;
 pub use paged::{
     KvCacheDtype, PagedBatch, PagedCache, PagedCacheConfig, PagedDecodeInputs, PagedDecodeStep,
     PagedStatistics, SequenceId,

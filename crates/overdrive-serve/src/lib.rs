@@ -41,6 +41,7 @@ mod connections;
 mod embeddings;
 mod error;
 mod fields;
+mod gemma4_calls;
 mod job;
 mod key;
 mod logprobs;

@@ -1,3 +1,5 @@
+use std::cell::RefCell;
+
 use overdrive_core::Error;
 use overdrive_fused::rows::{self, RowAngles};
 use overdrive_fused::{Layout, QkvShape, RotaryOptions, rotary, split_qkv_rotary};
@@ -11,6 +13,7 @@ use crate::norm::Norm;
 use crate::parameters::ParameterMap;
 use crate::projections::{JointLinear, LinearVisitor, ParameterVisitor, visit_linear};
 use crate::rope::Rotation;
+use crate::shared_kv::SharedKv;
 use crate::{Execution, LlamaConfig, LlamaFamily, Result};
 
 /// Returns the names of the norms of queries and keys, which are LayerNorms in Phi-2.
@@ -31,6 +34,10 @@ pub(crate) struct AttentionStep<'a, 'c> {
     /// The dropout of a layer's addition to the residual stream (Phi).
     pub(crate) residual_dropout: f64,
     pub(crate) execution: &'a Execution,
+    /// The inputs `(B, T, L, P)` of the layers beside the residual stream (Gemma 3n and 4).
+    pub(crate) layer_inputs: Option<&'a Tensor>,
+    /// The keys and values that later layers share, without a cache (Gemma 3n and 4).
+    pub(crate) shared_kv: &'a RefCell<SharedKv>,
 }
 
 /// Grouped-query attention with rotary positions.

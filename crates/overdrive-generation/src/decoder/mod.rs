@@ -168,7 +168,12 @@ fn captures(model: &CausalLm, size: DecoderSize) -> bool {
         return is_forced();
     }
     let config = model.config();
-    let token = 2 * model.num_layers() as i64 * config.num_key_value_heads() * config.head_dim();
+    let layer = config.num_key_value_heads() * config.head_dim();
+    let own = model.cache_layer_heads();
+    let token = match own.is_empty() {
+        true => 2 * model.cache_layers() as i64 * layer,
+        false => own.iter().map(|own| 2 * own.kv_heads * own.head_dim).sum(),
+    };
     let bytes = (size.rows * size.positions) as u64
         * token.unsigned_abs()
         * model.kind().elt_size_in_bytes() as u64;

@@ -35,9 +35,10 @@ impl<'a> Ragged<'a> {
     ) -> Result<Self> {
         let shape = model.cache_shape()?;
         let mut paged = PagedCacheConfig {
-            layers: model.num_layers(),
+            layers: shape.layers,
             kv_heads: shape.kv_heads,
             head_dim: shape.head_dim,
+            layer_heads: shape.layer_heads,
             kind: model.kind(),
             device: model.device(),
             // All prompts are added before any has been read: there is no prefix to find.

@@ -58,6 +58,7 @@ impl Assistant {
             layers: shape.layers,
             kv_heads: shape.kv_heads,
             head_dim: shape.head_dim,
+            layer_heads: shape.layer_heads,
             ..PagedCacheConfig::default()
         })?;
         Ok(Assistant {

@@ -114,6 +114,7 @@ impl<M: EngineModel> Engine<M> {
             layers: shape.layers,
             kv_heads: shape.kv_heads,
             head_dim: shape.head_dim,
+            layer_heads: shape.layer_heads,
             ..PagedCacheConfig::default()
         };
         // After the last of n positions the model still gives logits, so that n + 1 tokens are

@@ -1,6 +1,6 @@
 use std::sync::Arc;
 
-use overdrive_kv_cache::KvCache;
+use overdrive_kv_cache::{KvCache, LayerHeads};
 use overdrive_nn::AdapterRows;
 use overdrive_transformer::{CausalLm, ForwardInput, Logits};
 use tch::{Device, Kind, Tensor};
@@ -82,14 +82,16 @@ pub trait EngineModel {
 }
 
 /// The shape of a model's cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
+#[derive(Debug, Clone, PartialEq, Eq)]
 pub struct CacheShape {
-    /// The number of layers.
+    /// The number of layers with keys and values of their own.
     pub layers: usize,
     /// The key/value heads of a layer.
     pub kv_heads: i64,
     /// The channels of a head.
     pub head_dim: i64,
+    /// The heads of each layer, if layers differ; else empty.
+    pub layer_heads: Vec<LayerHeads>,
     /// The dtype of keys and values.
     pub kind: Kind,
     /// The device of keys and values.
@@ -153,9 +155,10 @@ impl StepAdapters {
 impl EngineModel for CausalLm {
     fn cache_shape(&self) -> Result<CacheShape> {
         Ok(CacheShape {
-            layers: self.num_layers(),
+            layers: self.cache_layers(),
             kv_heads: self.config().num_key_value_heads(),
             head_dim: self.config().head_dim(),
+            layer_heads: self.cache_layer_heads(),
             kind: self.kind(),
             device: self.device(),
         })

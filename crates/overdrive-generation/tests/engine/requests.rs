@@ -21,7 +21,7 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
-const CASES: [&str; 20] = [
+const CASES: [&str; 23] = [
     "llama_gqa",
     "llama3_rope",
     "mistral",
@@ -42,6 +42,9 @@ const CASES: [&str; 20] = [
     "ministral3",
     "gpt2",
     "gpt2_scaled",
+    "gemma3n",
+    "gemma4",
+    "gemma4_dense",
 ];
 
 fn load(case: &str) -> CausalLm {

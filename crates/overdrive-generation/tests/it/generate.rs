@@ -9,7 +9,7 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 29] = [
+const CASES: [&str; 32] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -39,6 +39,9 @@ const CASES: [&str; 29] = [
     "ministral3",
     "gpt2",
     "gpt2_scaled",
+    "gemma3n",
+    "gemma4",
+    "gemma4_dense",
 ];
 
 fn fixture(case: &str) -> PathBuf {

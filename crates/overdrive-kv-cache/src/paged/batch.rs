@@ -130,6 +130,22 @@ impl<'a> PagedBatch<'a> {
         Ok(())
     }
 
+    /// Attends to the tokens of a layer that has received the new ones.
+    fn attend_written(
+        &mut self,
+        layer: usize,
+        query: &Tensor,
+        options: &AttendOptions<'_>,
+    ) -> Result<Tensor> {
+        let pool = &self.step.cache.pools()[layer];
+        // The paged kernel reads tokens as rows, `(N, H, D)`.
+        let rows = query.f_squeeze_dim(0)?.f_transpose(0, 1)?;
+        let (keys, values) = (pool.keys.view(), pool.values.view());
+        let options = options.causal();
+        let (output, _) = attention_paged(&rows, keys, values, &self.layout, &options)?;
+        Ok(output.f_transpose(0, 1)?.f_unsqueeze(0)?)
+    }
+
     fn check(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<()> {
         let new = KeyValues::new(layer, keys, values)?;
         let tokens = to_i64(self.tokens());
@@ -140,16 +156,28 @@ impl<'a> PagedBatch<'a> {
             return Err(overdrive_core::Error::shape("keys", keys.size(), expected).into());
         }
         let config = self.step.cache.config();
+        let heads = config.heads(layer);
         let held = Spec {
-            heads: config.kv_heads,
-            key_dim: config.head_dim,
-            value_dim: config.value_dim(),
+            heads: heads.kv_heads,
+            key_dim: heads.head_dim,
+            value_dim: config.value_dim(layer),
             kind: config.kind,
             device: config.device,
             batch: 1,
         };
         held.check_fit(layer, &new.spec)
     }
+}
+
+fn check_no_mask(options: &AttendOptions<'_>) -> Result<()> {
+    if options.mask.is_none() {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        cache: NAME,
+        what: "take a mask",
+        hint: "it separates its sequences without one; pass no attention mask to the model",
+    })
 }
 
 impl KvCache for PagedBatch<'_> {
@@ -168,21 +196,22 @@ impl KvCache for PagedBatch<'_> {
         values: &Tensor,
         options: &AttendOptions<'_>,
     ) -> Result<Tensor> {
-        if options.mask.is_some() {
-            return Err(Error::Unsupported {
-                cache: NAME,
-                what: "take a mask",
-                hint: "it separates its sequences without one; pass no attention mask to the model",
-            });
-        }
-        let options = options.causal();
+        check_no_mask(options)?;
         self.write(layer, keys, values)?;
-        let pool = &self.step.cache.pools()[layer];
-        // The paged kernel reads tokens as rows, `(N, H, D)`.
-        let rows = query.f_squeeze_dim(0)?.f_transpose(0, 1)?;
-        let (keys, values) = (pool.keys.view(), pool.values.view());
-        let (output, _) = attention_paged(&rows, keys, values, &self.layout, &options)?;
-        Ok(output.f_transpose(0, 1)?.f_unsqueeze(0)?)
+        self.attend_written(layer, query, options)
+    }
+
+    fn attend_shared(
+        &mut self,
+        layer: usize,
+        query: &Tensor,
+        options: &AttendOptions<'_>,
+    ) -> Result<Tensor> {
+        check_no_mask(options)?;
+        match self.written.get(layer) {
+            Some(true) => self.attend_written(layer, query, options),
+            _ => Err(Error::NotKept { layer }),
+        }
     }
 
     fn layers(&self) -> usize {

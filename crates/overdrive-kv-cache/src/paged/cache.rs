@@ -76,7 +76,7 @@ impl PagedCache {
         // One block more than the tables use: it belongs to the rows of a captured step without a sequence.
         let (blocks, block_size) = (to_i64(config.num_blocks) + 1, config.block_size);
         let layers = (0..config.layers)
-            .map(|_| LayerPool::empty(&config, blocks))
+            .map(|layer| LayerPool::empty(&config, layer, blocks))
             .collect::<Result<_>>()?;
         // `validate` has checked that both fit.
         let blocks = BlockId::try_from(config.num_blocks).unwrap_or(BlockId::MAX);

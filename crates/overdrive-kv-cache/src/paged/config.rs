@@ -4,7 +4,7 @@ use std::str::FromStr;
 use overdrive_core::{check_at_least, check_option};
 use tch::{Device, Kind};
 
-use crate::{Error, Result};
+use crate::{Error, LayerHeads, Result};
 
 /// The form in which a [`PagedCache`](crate::PagedCache) stores keys and values (vLLM's `kv_cache_dtype`).
 ///
@@ -70,6 +70,9 @@ pub struct PagedCacheConfig {
     pub head_dim: i64,
     /// The channels of a value. Default `None`: those of a key.
     pub value_head_dim: Option<i64>,
+    /// The heads of each layer, for a model whose layers differ. Default empty: all layers have `kv_heads` heads of
+    /// `head_dim` channels.
+    pub layer_heads: Vec<LayerHeads>,
     /// The number of tokens in a block. Default 16. A shared prefix is a whole number of blocks; the last block
     /// of a sequence is half empty on average.
     pub block_size: i64,
@@ -94,6 +97,7 @@ impl Default for PagedCacheConfig {
             kv_heads: 1,
             head_dim: 64,
             value_head_dim: None,
+            layer_heads: Vec::new(),
             block_size: 16,
             num_blocks: 1024,
             kind: Kind::Float,
@@ -107,16 +111,23 @@ impl Default for PagedCacheConfig {
 impl PagedCacheConfig {
     /// Returns the number of bytes of the keys and values of one block, in all layers together.
     pub fn bytes_per_block(&self) -> u64 {
-        let of_row = self.head_dim.saturating_add(self.value_dim());
-        let bytes_of_row = match self.kv_cache_dtype {
-            KvCacheDtype::Auto => of_row.saturating_mul(self.kind.elt_size_in_bytes() as i64),
-            // A byte for each element, and the scales of a key and a value in f32.
-            KvCacheDtype::Int8 | KvCacheDtype::Fp8 => of_row.saturating_add(8),
+        let of_layer = |layer| {
+            let heads = self.heads(layer);
+            let of_row = heads.head_dim.saturating_add(self.value_dim(layer));
+            let bytes_of_row = match self.kv_cache_dtype {
+                KvCacheDtype::Auto => of_row.saturating_mul(self.kind.elt_size_in_bytes() as i64),
+                // A byte for each element, and the scales of a key and a value in f32.
+                KvCacheDtype::Int8 | KvCacheDtype::Fp8 => of_row.saturating_add(8),
+            };
+            [heads.kv_heads, self.block_size, bytes_of_row]
+                .into_iter()
+                .map(|size| u64::try_from(size).unwrap_or(0))
+                .fold(1, u64::saturating_mul)
         };
-        [self.kv_heads, self.block_size, bytes_of_row]
-            .into_iter()
-            .map(|size| u64::try_from(size).unwrap_or(0))
-            .fold(self.layers as u64, u64::saturating_mul)
+        if self.layer_heads.is_empty() {
+            return of_layer(0).saturating_mul(self.layers as u64);
+        }
+        (0..self.layers).map(of_layer).fold(0, u64::saturating_add)
     }
 
     /// Returns this configuration with the number of blocks that fit into `bytes`, at least one.
@@ -127,8 +138,18 @@ impl PagedCacheConfig {
         self
     }
 
-    pub(super) fn value_dim(&self) -> i64 {
-        self.value_head_dim.unwrap_or(self.head_dim)
+    /// Returns the heads of a layer.
+    pub(super) fn heads(&self, layer: usize) -> LayerHeads {
+        let all = LayerHeads {
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+        };
+        LayerHeads::of(&self.layer_heads, all, layer)
+    }
+
+    /// Returns the channels of a value in a layer.
+    pub(super) fn value_dim(&self, layer: usize) -> i64 {
+        self.value_head_dim.unwrap_or(self.heads(layer).head_dim)
     }
 
     /// Checks every option against its range.
@@ -141,12 +162,13 @@ impl PagedCacheConfig {
         let positive = [
             ("kv_heads", self.kv_heads),
             ("head_dim", self.head_dim),
-            ("value_head_dim", self.value_dim()),
+            ("value_head_dim", self.value_head_dim.unwrap_or(1)),
             ("block_size", self.block_size),
         ];
         for (option, value) in positive {
             check_at_least(option, value, 1)?;
         }
+        LayerHeads::check(&self.layer_heads, self.layers)?;
         let blocks = self.num_blocks as u64;
         let bytes = blocks.checked_mul(self.bytes_per_block());
         let countable = bytes.is_some_and(|bytes| i64::try_from(bytes).is_ok());

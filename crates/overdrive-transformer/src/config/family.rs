@@ -61,6 +61,12 @@ pub enum LlamaFamily {
     DeepseekV2,
     /// DeepSeek-V3: a DeepSeek-V2 whose routers score experts by sigmoids, and choose them by corrected scores.
     DeepseekV3,
+    /// Gemma 3n (text): parallel residual streams, an input of each layer beside them, sparse gates, and last layers that
+    /// share the keys and values of earlier ones.
+    Gemma3n,
+    /// Gemma 4 (text), dense: as Gemma 3n, with one residual stream, and with heads of another size in layers without a
+    /// window.
+    Gemma4,
 }
 
 impl LlamaFamily {
@@ -89,6 +95,8 @@ impl LlamaFamily {
             LlamaFamily::GraniteMoeHybrid => "granitemoehybrid",
             LlamaFamily::DeepseekV2 => "deepseek_v2",
             LlamaFamily::DeepseekV3 => "deepseek_v3",
+            LlamaFamily::Gemma3n => "gemma3n_text",
+            LlamaFamily::Gemma4 => "gemma4_text",
         }
     }
 
@@ -117,17 +125,24 @@ impl LlamaFamily {
             LlamaFamily::GraniteMoeHybrid => "GraniteMoeHybridForCausalLM",
             LlamaFamily::DeepseekV2 => "DeepseekV2ForCausalLM",
             LlamaFamily::DeepseekV3 => "DeepseekV3ForCausalLM",
+            LlamaFamily::Gemma3n => "Gemma3nForCausalLM",
+            LlamaFamily::Gemma4 => "Gemma4ForCausalLM",
         }
     }
 
     /// Returns `true` for Gemma.
     pub fn is_gemma(self) -> bool {
-        self == LlamaFamily::Gemma || self.is_later_gemma()
+        self == LlamaFamily::Gemma || self.is_later_gemma() || self.is_newest_gemma()
     }
 
     /// Returns `true` for Gemma 2 and 3.
     pub(crate) fn is_later_gemma(self) -> bool {
         matches!(self, LlamaFamily::Gemma2 | LlamaFamily::Gemma3)
+    }
+
+    /// Returns `true` for Gemma 3n and 4.
+    pub(crate) fn is_newest_gemma(self) -> bool {
+        matches!(self, LlamaFamily::Gemma3n | LlamaFamily::Gemma4)
     }
 
     /// Returns `true` for OLMo 2 and 3.
@@ -149,7 +164,11 @@ impl LlamaFamily {
     pub(crate) fn may_be_multimodal(self) -> bool {
         matches!(
             self,
-            LlamaFamily::Gemma3 | LlamaFamily::Mistral | LlamaFamily::Ministral3
+            LlamaFamily::Gemma3
+                | LlamaFamily::Gemma3n
+                | LlamaFamily::Gemma4
+                | LlamaFamily::Mistral
+                | LlamaFamily::Ministral3
         )
     }
 
@@ -187,6 +206,8 @@ impl LlamaFamily {
             LlamaFamily::GraniteMoeHybrid,
             LlamaFamily::DeepseekV2,
             LlamaFamily::DeepseekV3,
+            LlamaFamily::Gemma3n,
+            LlamaFamily::Gemma4,
         ]
         .into_iter()
         .find(|family| family.model_type() == model_type)

@@ -9,6 +9,7 @@ mod gpt2;
 mod llama;
 mod mla;
 mod multimodal;
+mod per_layer;
 mod rope_scaling;
 mod seq2seq;
 mod sizes;
@@ -33,6 +34,7 @@ pub(crate) use fields::{Fields, bad};
 pub use gpt2::Gpt2Config;
 pub use llama::LlamaConfig;
 pub use mla::MlaConfig;
+pub use per_layer::{AltUpConfig, PerLayerConfig};
 pub use rope_scaling::{LongRope, RopeScaling, Yarn};
 pub use seq2seq::Seq2SeqConfig;
 pub(crate) use sizes::{check_layers, check_layers_of_files, check_parameters, check_size};
@@ -70,7 +72,7 @@ pub enum ModelConfig {
 
 /// The supported values of `model_type`, for messages.
 const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, \
-    gemma3_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, qwen2_moe, gpt_oss, ministral3, mistral3, \
+    gemma3_text, gemma3n, gemma3n_text, gemma4, gemma4_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, qwen2_moe, gpt_oss, ministral3, mistral3, \
     deepseek_v2, deepseek_v3, gpt2";
 
 /// Returns the supported values of `model_type`; for a model that is not a decoder, also the Rust type that reads it.
@@ -119,6 +121,10 @@ impl ModelConfig {
         let config = match model_type.as_deref() {
             Some("gpt2") => ModelConfig::Gpt2(Gpt2Config::read(fields)?),
             Some("gemma3") => ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Gemma3])?),
+            Some("gemma3n") => {
+                ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Gemma3n])?)
+            }
+            Some("gemma4") => ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Gemma4])?),
             Some("mistral3") => {
                 let families = [LlamaFamily::Mistral, LlamaFamily::Ministral3];
                 ModelConfig::Llama(multimodal::text(fields, &families)?)

@@ -12,6 +12,7 @@ use crate::latent_attention::LatentAttention;
 use crate::mlp::FeedForward;
 use crate::moe::{ExpertLoad, LoadBalance};
 use crate::parameters::ParameterMap;
+use crate::per_layer::PerLayerBlock;
 use crate::phi::ParallelBlock;
 use crate::projections::{LinearVisitor, ParameterVisitor};
 use crate::rms_norm::RmsNorm;
@@ -27,6 +28,8 @@ pub(super) enum Layer {
     Serial(Block),
     /// Phi-2.
     Parallel(ParallelBlock),
+    /// Gemma 3n and 4.
+    PerLayer(PerLayerBlock),
 }
 
 /// The attention of a block. All blocks of a model have one kind.
@@ -115,6 +118,10 @@ impl Layer {
                     load: stream.load,
                 })
             }
+            Layer::PerLayer(block) => {
+                let x = block.forward(&stream.sum()?, step, balance)?;
+                Ok(Stream::new(x))
+            }
         }
     }
 
@@ -127,8 +134,8 @@ impl Layer {
     ) -> Result<()> {
         match self {
             Layer::Serial(block) => block.forward_rows(buffers, first, step, angles),
-            Layer::Parallel(_) => {
-                let what = "a parallel layer has no forward pass on slices";
+            Layer::Parallel(_) | Layer::PerLayer(_) => {
+                let what = "this layer has no forward pass on slices";
                 Err(overdrive_core::Error::internal(what).into())
             }
         }

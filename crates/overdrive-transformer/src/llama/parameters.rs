@@ -2,7 +2,7 @@ use crate::latent_attention::LatentAttention;
 use crate::mlp::FeedForward;
 use crate::moe::correction_name;
 use crate::parameters::{ParameterRole, ParameterSpec};
-use crate::{Init, LlamaConfig, LlamaFamily, phi};
+use crate::{Init, LlamaConfig, LlamaFamily, per_layer, phi};
 
 /// Returns the parameters of a Llama in the order of transformers' `named_parameters`.
 pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
@@ -30,6 +30,10 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         Embedding,
     ));
     for layer in 0..config.num_hidden_layers {
+        if let Some(sizes) = &config.per_layer {
+            all.extend(per_layer::block_parameters(config, sizes, layer));
+            continue;
+        }
         let [mut attention, mut mlp, mut norms] = [Vec::new(), Vec::new(), Vec::new()];
         let mut add =
             |name, shape: &[i64], init, role| attention.push(spec(name, shape, init, role));
@@ -106,6 +110,9 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         all.extend(parts.into_iter().flatten());
     }
     all.push(spec("model.norm.weight".to_owned(), &[hidden], one, Other));
+    if let Some(sizes) = &config.per_layer {
+        all.extend(per_layer::model_parameters(config, sizes));
+    }
     if !config.tie_word_embeddings {
         all.push(spec(
             "lm_head.weight".to_owned(),

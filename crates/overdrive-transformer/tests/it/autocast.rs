@@ -18,7 +18,13 @@ fn autocast_computes_matmuls_in_bf16_and_the_loss_and_gradients_in_fp32() {
         let (of_logits, of_loss) = if is_routed { (0.5, 0.05) } else { (0.1, 0.01) };
         // The norms of this fixture's queries have gradients of 0.001, sums of larger numbers that cancel; those of
         // transformers differ by 0.17 as well.
-        let of_gradients = if case == "olmo2" { 0.3 } else { 0.1 };
+        let of_gradients = match case {
+            "olmo2" => 0.3,
+            // Those of transformers differ by 0.74 and 0.42: its norms of hidden states, values and inputs round in bf16,
+            // and sparse gates are differences.
+            "gemma3n" | "gemma4" => 0.75,
+            _ => 0.1,
+        };
         for fused in [true, false] {
             let mut execution = Execution::default();
             execution.fused_kernels = fused;

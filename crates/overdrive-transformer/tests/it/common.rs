@@ -13,7 +13,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 42] = [
+pub(crate) const CASES: [&str; 45] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -56,6 +56,9 @@ pub(crate) const CASES: [&str; 42] = [
     "deepseek_v2_groups",
     "deepseek_v3",
     "deepseek_v3_halves",
+    "gemma3n",
+    "gemma4",
+    "gemma4_dense",
 ];
 
 /// A copy of a fixture in a temporary folder, for tests that change it.
@@ -98,17 +101,15 @@ pub(crate) fn load(case: &str) -> CausalLm {
     CausalLm::from_pretrained(fixture(case), &Default::default()).unwrap()
 }
 
-/// All parameters but the corrections of routers, which backward gives no gradient.
+/// All parameters but the buffers, which backward gives no gradient: the corrections of routers, and the factors of
+/// layers.
 pub(crate) fn trained_parameters(model: &CausalLm) -> Vec<(String, Tensor)> {
-    let (corrections, trained) = model
+    let ends = [".e_score_correction_bias", ".layer_scalar"];
+    let (buffers, trained) = model
         .named_parameters()
         .into_iter()
-        .partition::<Vec<_>, _>(|(name, _)| name.ends_with(".e_score_correction_bias"));
-    assert!(
-        corrections
-            .iter()
-            .all(|(_, tensor)| !tensor.requires_grad())
-    );
+        .partition::<Vec<_>, _>(|(name, _)| ends.iter().any(|end| name.ends_with(end)));
+    assert!(buffers.iter().all(|(_, tensor)| !tensor.requires_grad()));
     trained
 }
 

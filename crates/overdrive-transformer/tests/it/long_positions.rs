@@ -48,7 +48,7 @@ fn greedy_tokens_over_a_cache_equal_those_of_transformers_past_the_original_cont
     for case in CASES {
         let (model, want) = (load(case), expected(case));
         let greedy = &want["greedy"];
-        let mut cache = DynamicCache::new(model.num_layers());
+        let mut cache = DynamicCache::new(model.cache_layers());
         let mut next = greedy.narrow(1, 0, 8);
         for position in 8..greedy.size()[1] {
             let input = ForwardInput::new(&next)
@@ -341,7 +341,7 @@ fn a_rotary_model_exceeds_its_context_over_a_cache_that_drops_tokens() {
     let ids = Tensor::full([1, 1], 5, (Kind::Int64, Device::Cpu));
     let step = |case: &str, past: i64, span: Option<i64>| {
         let model = load(case);
-        let inner = DynamicCache::new(model.num_layers());
+        let inner = DynamicCache::new(model.cache_layers());
         let mut cache = Bounded { inner, past, span };
         let input = ForwardInput::new(&ids).with_cache(&mut cache);
         model.forward(input).map(|logits| logits.size())

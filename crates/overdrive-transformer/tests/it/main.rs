@@ -11,6 +11,7 @@ mod deepseek;
 mod embeddings;
 mod encoders;
 mod experts;
+mod gemma;
 mod gguf;
 mod gguf_end_of_text;
 mod gpt_oss;

@@ -20,9 +20,10 @@ fn cache(model: &CausalLm, blocks: usize) -> PagedCache {
         other => panic!("{other:?}"),
     };
     PagedCache::new(PagedCacheConfig {
-        layers: model.num_layers(),
+        layers: model.cache_layers(),
         kv_heads,
         head_dim,
+        layer_heads: model.cache_layer_heads(),
         block_size: 4,
         num_blocks: blocks,
         ..PagedCacheConfig::default()

@@ -122,7 +122,7 @@ fn steps_over_a_cache_equal_one_forward_pass() {
             vec![1, 11],
             vec![7, 5],
         ] {
-            let mut cache = DynamicCache::with_capacity(model.num_layers(), 2);
+            let mut cache = DynamicCache::with_capacity(model.cache_layers(), 2);
             let mut parts = Vec::new();
             for tokens in chunks {
                 let part = ids.narrow(1, cache.len(), tokens);

@@ -151,6 +151,7 @@ impl EngineModel for Shape {
             layers: 1,
             kv_heads: 1,
             head_dim: self.0.hidden_size,
+            layer_heads: Vec::new(),
             kind: tch::Kind::Float,
             device: tch::Device::Cpu,
         })

@@ -106,8 +106,10 @@ impl LlamaConfig {
                 return Err(bad(key, &value.into(), "a positive number"));
             }
         }
+        self.check_per_layer()?;
         let rotated = self.rotary_dim();
-        self.rope_scaling.validate("rope_scaling", rotated)?;
+        self.rope_scaling
+            .validate("rope_scaling", self.global_rotary_dim())?;
         let local = "rope_parameters.sliding_attention";
         self.rope_local_scaling.validate(local, rotated)?;
         activation_named(self.activation_key(), &self.hidden_act).map(drop)
@@ -123,6 +125,23 @@ impl LlamaConfig {
             self.head_dim()
         );
         Err(bad("partial_rotary_factor", &part.into(), &expected))
+    }
+
+    fn check_per_layer(&self) -> Result<()> {
+        let needed = self.family.is_newest_gemma();
+        match &self.per_layer {
+            Some(own) if needed => own.validate(self),
+            None if !needed => Ok(()),
+            given => {
+                let found = if given.is_some() { "set" } else { "missing" };
+                let expected = format!(
+                    "{} for the family {}; start from `LlamaConfig::of`",
+                    if needed { "set" } else { "`None`" },
+                    self.family.model_type()
+                );
+                Err(bad("per_layer", &found.into(), &expected))
+            }
+        }
     }
 
     fn check_mla(&self) -> Result<()> {
@@ -203,7 +222,27 @@ impl LlamaConfig {
             i128::from(experts.num_experts) * inner + i128::from(shared)
         });
         let inner = inner.max(experts);
-        let parameters = hidden * (2 * vocabulary + layers * (attention + 3 * inner));
+        // At least as many as there are, for both kinds of layers.
+        let (attention, inner, extra) = match &self.per_layer {
+            None => (attention, inner, 0),
+            Some(own) => {
+                let head = i128::from(own.global_head_dim.unwrap_or(0));
+                let input = i128::from(own.hidden_size_per_layer_input);
+                let table = i128::from(own.vocab_size_per_layer_input) * layers * input;
+                let altup = own.altup.as_ref().map_or(0, |altup| {
+                    let (streams, rank) = (altup.altup_num_inputs, altup.laurel_rank);
+                    let streams = i128::from(streams);
+                    hidden * (2 * streams * hidden + layers * (2 * i128::from(rank) + streams))
+                });
+                let global = 2 * 2 * i128::from(self.num_attention_heads) * head;
+                (
+                    attention.max(global),
+                    2 * inner,
+                    table + 3 * layers * input * hidden + altup,
+                )
+            }
+        };
+        let parameters = hidden * (2 * vocabulary + layers * (attention + 3 * inner)) + extra;
         let keys = "vocab_size, hidden_size, intermediate_size, num_attention_heads or head_dim";
         sizes::check_parameters(parameters, keys)
     }
