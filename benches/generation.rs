@@ -120,6 +120,7 @@ impl EngineModel for Idle {
             layers: 1,
             kv_heads: 1,
             head_dim: 2,
+            layer_heads: Vec::new(),
             kind: Kind::Float,
             device: Device::Cpu,
         })

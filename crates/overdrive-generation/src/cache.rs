@@ -44,7 +44,7 @@ pub(crate) fn build(
 pub(crate) fn shape(config: &GenerationConfig, model: &CausalLm) -> CacheShape {
     let settings = &config.cache_config;
     CacheShape {
-        windows: cached_windows(model),
+        windows: model.layer_windows(),
         kv_heads: model.config().num_key_value_heads(),
         head_dim: model.config().head_dim(),
         layer_heads: model.cache_layer_heads(),
@@ -56,13 +56,6 @@ pub(crate) fn shape(config: &GenerationConfig, model: &CausalLm) -> CacheShape {
         inverse_frequencies: frequencies(model),
         ..CacheShape::default()
     }
-}
-
-/// Returns the windows of the layers that a cache has.
-fn cached_windows(model: &CausalLm) -> Vec<Option<i64>> {
-    let mut windows = model.layer_windows();
-    windows.truncate(model.cache_layers());
-    windows
 }
 
 /// Returns the largest number of positions of a sequence: the model's context, or no limit if the cache

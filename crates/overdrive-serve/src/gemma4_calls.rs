@@ -44,11 +44,7 @@ impl<'a> Reader<'a> {
 
     /// Reads the text between two quotes, if there is one.
     fn quoted(&mut self) -> Option<&'a str> {
-        let (text, rest) = self
-            .0
-            .trim_start()
-            .strip_prefix(QUOTE)?
-            .split_once(QUOTE)?;
+        let (text, rest) = self.0.trim_start().strip_prefix(QUOTE)?.split_once(QUOTE)?;
         self.0 = rest;
         Some(text)
     }

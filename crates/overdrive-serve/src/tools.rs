@@ -308,7 +308,11 @@ impl ToolReader {
     /// Returns the number of leading bytes that belong neither to a mark nor to the white space before one.
     fn certain(&self) -> usize {
         let pending = &self.pending;
-        let begun = |mark: &&str| (1..mark.len()).rev().find(|&n| pending.ends_with(&mark[..n]));
+        let begun = |mark: &&str| {
+            (1..mark.len())
+                .rev()
+                .find(|&n| pending.ends_with(&mark[..n]))
+        };
         let mark = MARKS.iter().filter_map(begun).max();
         let end = pending.len() - mark.unwrap_or(0);
         pending[..end].trim_end().len()

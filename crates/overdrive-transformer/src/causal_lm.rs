@@ -15,11 +15,11 @@ use crate::input::Shape;
 use crate::llama::Llama;
 use crate::loss::{LabelShift, LossOutput, causal_lm_loss, fused_loss, shifted};
 use crate::moe::{ExpertLoad, LoadBalance};
-use crate::per_layer::PerLayerModel;
 use crate::parameters::{
     ModelTensors, ParameterMap, ParameterRole, allocate, handles, set_requires_grad,
     set_training_of_layers,
 };
+use crate::per_layer::PerLayerModel;
 use crate::{
     Error, Execution, ForwardInput, LoadOptions, ModelConfig, ParameterSpec, Result, SaveOptions,
     checkpoint,
@@ -618,13 +618,16 @@ impl CausalLm {
         if same { Vec::new() } else { layers }
     }
 
-    /// Returns the number of tokens that each layer attends to, including the current one: its sliding window, or
-    /// `None` for all tokens. A cache need not keep more; it has the first [`cache_layers`](Self::cache_layers) layers.
+    /// Returns the number of tokens that each layer of a cache attends to, including the current one: its sliding window,
+    /// or `None` for all tokens. A cache need not keep more. Layers that share keys and values are not among them
+    /// ([`cache_layers`](Self::cache_layers)).
     pub fn layer_windows(&self) -> Vec<Option<i64>> {
-        match &self.backbone {
+        let mut windows = match &self.backbone {
             Backbone::Llama(model) => model.windows(),
             Backbone::Gpt2(model) => vec![None; model.num_layers()],
-        }
+        };
+        windows.truncate(self.cache_layers());
+        windows
     }
 
     /// Returns the inverse frequencies `(D/2,)` of the rotary positions of `layer`, or `None` if positions are

@@ -71,7 +71,10 @@ fn the_marks_of_tool_calls_leave_text() {
         let tokenizer: Tokenizer = tokenizer.to_string().parse().unwrap();
         let ids = [2, 4, 3, 6, 2, 6, 5, 7];
         let expected = "a<|tool_call>b<|\"|>a<|\"|><tool_call|>";
-        assert_eq!(TextStream::decode(&tokenizer, &ids, true).unwrap(), expected);
+        assert_eq!(
+            TextStream::decode(&tokenizer, &ids, true).unwrap(),
+            expected
+        );
         let mut stream = TextStream::new(&tokenizer, true);
         let mut text = String::new();
         for id in ids {

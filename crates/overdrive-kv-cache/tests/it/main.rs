@@ -6,5 +6,6 @@ mod paged;
 mod quantized;
 mod reference;
 mod saved_files;
+mod shared_keys;
 mod sliding;
 mod static_cache;

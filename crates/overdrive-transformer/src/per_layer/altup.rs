@@ -145,7 +145,16 @@ impl AltUp {
         }
         let coefficients = self.prediction.forward_with(&routed, fused)?;
         let coefficients = coefficients.f_unflatten(-1, [self.streams, self.streams])?;
-        Ok(coefficients.f_matmul(x)?.f_add(x)?)
+        // Stream by stream, so that the result for a token does not depend on the others, as that of a batched matmul may.
+        let mut predicted = x.shallow_clone();
+        for stream in 0..self.streams {
+            let (from, factors) = (
+                x.f_narrow(2, stream, 1)?,
+                coefficients.f_narrow(-1, stream, 1)?,
+            );
+            predicted = predicted.f_add(&from.f_mul(&factors)?)?;
+        }
+        Ok(predicted)
     }
 
     /// Returns the stream that the layer computes, `(B, T, C)`.

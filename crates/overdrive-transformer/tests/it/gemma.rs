@@ -34,10 +34,8 @@ fn over(model: &CausalLm, cache: &mut dyn KvCache, ids: &Tensor, steps: &[i64]) 
 }
 
 fn shape(model: &CausalLm) -> CacheShape {
-    let mut windows = model.layer_windows();
-    windows.truncate(model.cache_layers());
     CacheShape {
-        windows,
+        windows: model.layer_windows(),
         batch: 2,
         max_len: Some(16),
         kv_heads: model.config().num_key_value_heads(),
@@ -210,7 +208,7 @@ fn training_mode_bounds_the_coefficients_of_gemma3n_as_transformers_does() {
         let got = logits(&model, &want["input_ids"]);
         let difference = max_difference(&got, &want["trained_logits"]);
         assert!(difference < 1e-5, "{difference}");
-        assert!(max_difference(&got, &want["logits"]) > 1e-2);
+        assert!(max_difference(&got, &want["logits"]) > 1e-3);
     }
 }
 
