@@ -108,7 +108,14 @@ impl<'a> Reader<'a> {
         match bare {
             "" => None,
             "None" => Some(Value::Null),
-            other => Some(serde_json::from_str(other).unwrap_or_else(|_| other.into())),
+            word => match serde_json::from_str(word) {
+                Ok(value) => Some(value),
+                // A string without its quotes, which models write now and then.
+                Err(_) => {
+                    let is_word = !word.contains(char::is_whitespace) && !word.contains(QUOTE);
+                    is_word.then(|| word.into())
+                }
+            },
         }
     }
 }
