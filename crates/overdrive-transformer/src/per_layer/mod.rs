@@ -36,7 +36,7 @@ impl PerLayerModel {
         let layers = (0..config.num_hidden_layers).map(|layer| {
             PerLayerAttention::joint_names(&format!("model.layers.{layer}"), config, layer)
         });
-        let altup = sizes.altup.iter().map(|altup| Streams::joint_names(altup));
+        let altup = sizes.altup.iter().map(Streams::joint_names);
         layers.chain(altup).collect()
     }
 
