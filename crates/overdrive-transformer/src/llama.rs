@@ -119,7 +119,7 @@ impl Llama {
             }
             if let Some(sizes) = &config.per_layer {
                 let block = PerLayerBlock::take(parameters, config, sizes, layer)?;
-                return Ok(Shared::new(Layer::PerLayer(block)));
+                return Ok(Shared::new(Layer::WithInput(block)));
             }
             Ok(Shared::new(Layer::Serial(Block {
                 norms: BlockNorms::take(parameters, &prefix, config)?,
@@ -350,7 +350,7 @@ impl Llama {
                     layers.for_each(&mut *see)
                 }
                 Layer::Parallel(block) => block.layers().for_each(&mut *see),
-                Layer::PerLayer(block) => block.layers().for_each(&mut *see),
+                Layer::WithInput(block) => block.layers().for_each(&mut *see),
             });
         }
         if let Some(model) = &self.per_layer {
@@ -366,7 +366,7 @@ impl Llama {
                 block.mlp.visit(visit)
             }
             Layer::Parallel(block) => block.visit(visit),
-            Layer::PerLayer(block) => block.visit(visit),
+            Layer::WithInput(block) => block.visit(visit),
         })?;
         match &mut self.per_layer {
             Some(model) => model.visit(visit),
@@ -389,7 +389,7 @@ impl Llama {
             let block = match block {
                 Layer::Serial(block) => block,
                 Layer::Parallel(block) => return block.visit_parameters(&prefix, visit),
-                Layer::PerLayer(block) => return block.visit_parameters(&prefix, visit),
+                Layer::WithInput(block) => return block.visit_parameters(&prefix, visit),
             };
             block.attention.visit_parameters(&prefix, visit)?;
             block.norms.visit_parameters(&prefix, visit)

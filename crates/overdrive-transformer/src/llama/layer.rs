@@ -29,7 +29,7 @@ pub(super) enum Layer {
     /// Phi-2.
     Parallel(ParallelBlock),
     /// Gemma 3n and 4.
-    PerLayer(PerLayerBlock),
+    WithInput(PerLayerBlock),
 }
 
 /// The attention of a block. All blocks of a model have one kind.
@@ -118,7 +118,7 @@ impl Layer {
                     load: stream.load,
                 })
             }
-            Layer::PerLayer(block) => {
+            Layer::WithInput(block) => {
                 let x = block.forward(&stream.sum()?, step, balance)?;
                 Ok(Stream::new(x))
             }
@@ -134,7 +134,7 @@ impl Layer {
     ) -> Result<()> {
         match self {
             Layer::Serial(block) => block.forward_rows(buffers, first, step, angles),
-            Layer::Parallel(_) | Layer::PerLayer(_) => {
+            Layer::Parallel(_) | Layer::WithInput(_) => {
                 let what = "this layer has no forward pass on slices";
                 Err(overdrive_core::Error::internal(what).into())
             }
