@@ -240,12 +240,12 @@ fn adapters_over_all_layers_are_trained_and_count_over_a_cache() {
         let before = logits(&model, ids);
         tch::no_grad(|| {
             for (_, mut tensor) in trainable.into_iter() {
-                let step = tensor.grad() * -0.1;
+                let step = tensor.grad() * -1.0;
                 let _same = tensor.f_add_(&step).unwrap();
             }
         });
         let after = logits(&model, ids);
-        assert!(max_difference(&before, &after) > 1e-3, "{case}");
+        assert!(max_difference(&before, &after) > 1e-4, "{case}");
         let mut cache = DynamicCache::new(model.cache_layers());
         let cached = over(&model, &mut cache, ids, &[5, 1, 4, 2]);
         let difference = max_difference(&cached, &after);
