@@ -249,7 +249,9 @@ fn adapters_over_all_layers_are_trained_and_count_over_a_cache() {
         let mut cache = DynamicCache::new(model.cache_layers());
         let cached = over(&model, &mut cache, ids, &[5, 1, 4, 2]);
         let difference = max_difference(&cached, &after);
-        assert!(difference < 1e-5, "{case}: {difference}");
+        // Kernels of quantized weights round activations to 8 bits, one of which may be rounded the other way.
+        let bound = if model.is_quantized() { 1e-2 } else { 1e-5 };
+        assert!(difference < bound, "{case}: {difference}");
     }
 }
 
