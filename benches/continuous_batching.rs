@@ -146,7 +146,7 @@ struct Timed<'m> {
 
 impl EngineModel for Timed<'_> {
     fn cache_shape(&self) -> overdrive::generation::Result<CacheShape> {
-        self.model.cache_shape()
+        Ok(self.model.cache_shape())
     }
 
     fn vocab_size(&self) -> usize {

@@ -117,11 +117,10 @@ struct Idle {
 impl EngineModel for Idle {
     fn cache_shape(&self) -> overdrive::generation::Result<CacheShape> {
         Ok(CacheShape {
-            layers: 1,
+            windows: vec![None],
             kv_heads: 1,
             head_dim: 2,
-            kind: Kind::Float,
-            device: Device::Cpu,
+            ..CacheShape::default()
         })
     }
 

@@ -67,4 +67,6 @@ pub use linear::{FEW_ROWS, adjacent, joint_linear, linear};
 pub use linear_cross_entropy::{LinearCrossEntropyOptions, linear_cross_entropy};
 pub use loss_options::{CrossEntropyOptions, CrossEntropyOutput, Reduction};
 pub use rms_norm::{add_rms_norm, rms_norm};
-pub use rotary::{Convention, Layout, QkvShape, RotaryOptions, rotary, split_qkv_rotary};
+pub use rotary::{
+    Convention, Layout, QkvShape, RotaryOptions, rotary, rotary_single, split_qkv_rotary,
+};

@@ -74,18 +74,6 @@ pub fn rotary(
     sin: &Tensor,
     options: &RotaryOptions,
 ) -> Result<(Tensor, Tensor)> {
-    let rotate = |name, x: &Tensor| -> Result<Tensor> {
-        let x = by_length(x, name, options.layout)?;
-        let size = x.size();
-        let tables = Tables::new("rotary", cos, sin, &size, options.convention)?;
-        let gpu = tables.gpu(&x, size[3])?;
-        let rotated = if gpu.is_some() || (has_kernel(&x) && x.numel() > 0) {
-            apply(Rotate { tables, gpu }, &[&x])?.remove(0)
-        } else {
-            tables.rotate(&x)?
-        };
-        convert_layout(rotated, options.layout)
-    };
     if (q.size().first(), q.size().last()) != (k.size().first(), k.size().last()) {
         return Err(wrong_shape(
             "rotary",
@@ -97,7 +85,41 @@ pub fn rotary(
             ),
         ));
     }
+    let rotate = |name, x| rotated(name, x, cos, sin, options);
     Ok((rotate("q", q)?, rotate("k", k)?))
+}
+
+/// Applies rotary position embeddings to the heads of one tensor, as [`rotary`] does to two: to the queries of a layer
+/// without keys of its own.
+///
+/// # Errors
+/// As [`rotary`].
+pub fn rotary_single(
+    q: &Tensor,
+    cos: &Tensor,
+    sin: &Tensor,
+    options: &RotaryOptions,
+) -> Result<Tensor> {
+    rotated("q", q, cos, sin, options)
+}
+
+fn rotated(
+    name: &'static str,
+    x: &Tensor,
+    cos: &Tensor,
+    sin: &Tensor,
+    options: &RotaryOptions,
+) -> Result<Tensor> {
+    let x = by_length(x, name, options.layout)?;
+    let size = x.size();
+    let tables = Tables::new("rotary", cos, sin, &size, options.convention)?;
+    let gpu = tables.gpu(&x, size[3])?;
+    let rotated = if gpu.is_some() || (has_kernel(&x) && x.numel() > 0) {
+        apply(Rotate { tables, gpu }, &[&x])?.remove(0)
+    } else {
+        tables.rotate(&x)?
+    };
+    convert_layout(rotated, options.layout)
 }
 
 /// Splits a joint projection into queries, keys and values and rotates queries and keys in one pass;

@@ -34,6 +34,11 @@ pub(crate) fn build(
     Ok(kind.build(&CacheShape {
         batch: size.rows as i64,
         max_len: Some(size.positions as i64),
+        // Of a sliding cache, whose shape has it, or of recurrent layers.
+        slack: match kind {
+            Sliding => shape.slack,
+            _ => size.slack as i64,
+        },
         group_size: settings.q_group_size,
         residual_length: settings.residual_length,
         ..shape
@@ -44,16 +49,11 @@ pub(crate) fn build(
 pub(crate) fn shape(config: &GenerationConfig, model: &CausalLm) -> CacheShape {
     let settings = &config.cache_config;
     CacheShape {
-        windows: model.layer_windows(),
-        kv_heads: model.config().num_key_value_heads(),
-        head_dim: model.config().head_dim(),
-        kind: model.kind(),
-        device: model.device(),
         window: settings.window_length,
         sinks: settings.num_sink_tokens,
         slack: most_proposed(config) as i64,
         inverse_frequencies: frequencies(model),
-        ..CacheShape::default()
+        ..model.cache_shape()
     }
 }
 
@@ -95,6 +95,10 @@ fn frequencies(model: &CausalLm) -> Option<Vec<f64>> {
             RopeScaling::Dynamic { .. } | RopeScaling::LongRope(_)
         )
     {
+        return None;
+    }
+    // Queries of layers that share keys see the first tokens where the layer of the keys sees them.
+    if model.cache_layers() < model.num_layers() {
         return None;
     }
     // A sliding cache rotates keys by halves of a head, starting with the first channel.

@@ -96,6 +96,10 @@ impl CapturedSteps {
             report(&"no kernel on a GPU reads a cache in int8 or fp8");
             return None;
         }
+        if cache.config().recurrent.contains(&true) {
+            report(&"the states of its recurrent layers move between steps");
+            return None;
+        }
         match CapturedSteps::allocate(model, cache, sequences, longest) {
             Ok(steps) => Some(steps),
             Err(error) => {

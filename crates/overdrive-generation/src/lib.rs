@@ -90,9 +90,8 @@ pub use config::{
 };
 pub use constraint::{ChoiceConstraint, Constraint};
 pub use engine::{
-    CacheShape, Completion, Engine, EngineConfig, EngineHandle, EngineModel, EngineStatistics,
-    Event, Events, Latency, Outcome, PromptLogprobs, RaggedStep, Request, RequestId, StepAdapters,
-    Ticket,
+    Completion, Engine, EngineConfig, EngineHandle, EngineModel, EngineStatistics, Event, Events,
+    Latency, Outcome, PromptLogprobs, RaggedStep, Request, RequestId, StepAdapters, Ticket,
 };
 pub use error::{Error, Result};
 pub use generate::{GenerateOptions, generate, generate_with, generate_with_options};
@@ -104,6 +103,7 @@ pub use output::{
     FinishReason, GenerateOutput, GenerateTimings, GeneratedToken, SpeculationStatistics,
 };
 pub use overdrive_kernels::{is_batch_invariant, set_batch_invariant};
+pub use overdrive_kv_cache::CacheShape;
 pub use sampler::{Choice, Sampler};
 pub use stop_strings::{Filtered, StopFilter};
 pub use text_stream::{TextStream, generate_text};

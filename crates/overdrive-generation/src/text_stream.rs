@@ -106,7 +106,8 @@ impl TextStream<'static> {
 }
 
 impl<'t> TextStream<'t> {
-    /// Returns a stream of new text. With `skip_special_tokens`, tokens like `</s>` leave no text.
+    /// Returns a stream of new text. With `skip_special_tokens`, tokens like `</s>` leave no text; those of Gemma 4's tool
+    /// calls do.
     pub fn new(tokenizer: &'t Tokenizer, skip_special_tokens: bool) -> Self {
         TextStream::from_source(Source::Borrowed(tokenizer), skip_special_tokens)
     }
@@ -217,10 +218,8 @@ impl<'t> TextStream<'t> {
 
     /// Returns the text of a token after another one.
     fn text_after(&self, before: Option<u32>, id: u32) -> Result<String> {
-        let decode = |ids: &[u32]| {
-            let text = self.tokenizer.get().decode(ids, self.skip_special_tokens);
-            text.map_err(Error::Tokenizer)
-        };
+        let tokenizer = self.tokenizer.get();
+        let decode = |ids: &[u32]| decode_all(tokenizer, ids, self.skip_special_tokens);
         let Some(before) = before else {
             return decode(&[id]);
         };
@@ -323,10 +322,15 @@ impl Bytes {
     }
 }
 
+/// The special tokens that leave text nevertheless: those of Gemma 4's tool calls, which could not be read without them.
+/// llama.cpp shows the same ones.
+const TOOL_CALLS: [&str; 3] = ["<|tool_call>", "<tool_call|>", "<|\"|>"];
+
 /// Returns a token as the vocabulary has it; `None` if it leaves no text.
 fn token_of(tokenizer: &Tokenizer, id: u32, skip_special_tokens: bool) -> Option<String> {
     let token = tokenizer.id_to_token(id)?;
-    let is_special = tokenizer.get_added_vocabulary().is_special_token(&token);
+    let is_special = tokenizer.get_added_vocabulary().is_special_token(&token)
+        && !TOOL_CALLS.contains(&token.as_str());
     (!skip_special_tokens || !is_special).then_some(token)
 }
 
@@ -335,11 +339,12 @@ fn decode_all(tokenizer: &Tokenizer, ids: &[u32], skip_special_tokens: bool) -> 
     // The decoder of BPE with suffixes subtracts 1 from the number of tokens, which panics where overflow is checked
     // (tokenizers 0.23.2).
     let leaves_text = |id: &u32| token_of(tokenizer, *id, skip_special_tokens).is_some();
-    if !ids.iter().any(leaves_text) {
+    let ids: Vec<u32> = ids.iter().copied().filter(leaves_text).collect();
+    if ids.is_empty() {
         return Ok(String::new());
     }
-    let text = tokenizer.decode(ids, skip_special_tokens);
-    text.map_err(Error::Tokenizer)
+    // The others are left out above.
+    tokenizer.decode(&ids, false).map_err(Error::Tokenizer)
 }
 
 /// Returns `true` if the tokenizer has a token for each byte that no other token covers.

@@ -10,7 +10,8 @@ use overdrive_generation::{
 };
 use overdrive_kv_cache::KvCacheDtype;
 use overdrive_transformer::{
-    CausalLm, ExpertsConfig, InitOptions, LlamaConfig, LlamaFamily, MlaConfig, QuantizeOptions,
+    CausalLm, DeltaNetConfig, ExpertsConfig, InitOptions, LlamaConfig, LlamaFamily, MlaConfig,
+    QuantizeOptions,
 };
 
 /// The tokens of a continuation and the bits of their log-probabilities.
@@ -77,6 +78,38 @@ fn deepseek(scheme: Option<&str>) -> CausalLm {
     let mut model = CausalLm::new(&config.into(), &InitOptions::default()).unwrap();
     if let Some(scheme) = scheme {
         let options = QuantizeOptions::new(scheme.parse().unwrap());
+        model.quantize(&options).unwrap();
+    }
+    model
+}
+
+/// Returns a model with layers of linear attention.
+fn hybrid(scheme: Option<&str>) -> CausalLm {
+    let defaults = LlamaConfig::of(LlamaFamily::Qwen35);
+    let config = LlamaConfig {
+        vocab_size: 200,
+        hidden_size: 96,
+        intermediate_size: 160,
+        num_hidden_layers: 4,
+        num_attention_heads: 6,
+        num_key_value_heads: Some(2),
+        head_dim: Some(16),
+        partial_rotary_factor: 0.5,
+        max_position_embeddings: 256,
+        initializer_range: 0.1,
+        delta_net: defaults.delta_net.clone().map(|sizes| DeltaNetConfig {
+            linear_key_head_dim: 16,
+            linear_value_head_dim: 24,
+            linear_num_key_heads: 2,
+            linear_num_value_heads: 4,
+            ..sizes
+        }),
+        ..defaults
+    };
+    let mut model = CausalLm::new(&config.into(), &InitOptions::default()).unwrap();
+    if let Some(scheme) = scheme {
+        let scheme = scheme.parse().unwrap();
+        let options = QuantizeOptions::new(scheme).with_head(scheme);
         model.quantize(&options).unwrap();
     }
     model
@@ -261,6 +294,7 @@ fn a_request_has_the_same_bits_alone_and_beside_others_in_any_chunks() {
     for dtype in [KvCacheDtype::Int8, KvCacheDtype::Fp8] {
         assert_invariant_over(dtype, &model(Some("int8"), false, Some(20)), &prompts);
     }
+    assert_invariant(&hybrid(Some("int8")), &prompts, "linear attention");
     // More sequences than rows that the dense head multiplies at a time.
     let many: Vec<Vec<i64>> = (0..40).map(|first| vec![first, 7, 3 * first]).collect();
     let dense_head = model(Some("int8"), true, None);
@@ -284,6 +318,10 @@ fn a_request_has_the_same_bits_alone_and_beside_others_in_any_chunks() {
     ] {
         let model = model(scheme, false, window);
         assert_invariant(&model, &prompts, &format!("{scheme:?} {window:?}"));
+    }
+    for scheme in [None, Some("nf4")] {
+        let name = format!("linear attention {scheme:?}");
+        assert_invariant(&hybrid(scheme), &prompts, &name);
     }
     for scheme in [None, Some("int8")] {
         assert_invariant(

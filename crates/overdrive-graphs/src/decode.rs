@@ -15,11 +15,12 @@ use crate::{BareGraph, CaptureOptions, Result};
 pub fn static_cache_of(model: &CausalLm, batch: i64, max_len: i64) -> Result<StaticCache> {
     let config = model.config();
     Ok(StaticCache::new(StaticCacheConfig {
-        layers: model.num_layers(),
+        layers: model.cache_layers(),
         batch,
         max_len,
         kv_heads: config.num_key_value_heads(),
         head_dim: config.head_dim(),
+        layer_heads: model.cache_layer_heads(),
         value_dim: None,
         kind: model.kind(),
         device: model.device(),

@@ -18,6 +18,10 @@ pub struct AttendOptions<'a> {
     /// A logit (H) for each query head that takes part in the softmax without a value (gpt-oss); not to be confused with
     /// the first tokens that a sliding cache keeps. Default `None`.
     pub sinks: Option<&'a Tensor>,
+    /// If `true`, other layers attend to the same tokens later in the step
+    /// ([`KvCache::attend_shared`](crate::KvCache::attend_shared)). A cache that drops or quantizes the tokens of a
+    /// step keeps them until the next step of this layer. Default `false`.
+    pub keep: bool,
     /// The kernel. Default [`Backend::Auto`].
     pub backend: Backend,
 }

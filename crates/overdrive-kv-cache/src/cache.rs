@@ -1,7 +1,8 @@
 use tch::Tensor;
 
-use crate::Result;
 use crate::attend::{AttendOptions, attend_to_view};
+use crate::recurrent::DeltaRuleStep;
+use crate::{Error, Result};
 
 /// The keys and values of a layer that attention reads after [`KvCache::append`].
 ///
@@ -35,6 +36,15 @@ impl KvView {
             sinks: 0,
             first: 0,
             window: None,
+        }
+    }
+
+    /// Returns a view of the same tensors.
+    pub(crate) fn share(&self) -> Self {
+        KvView {
+            keys: self.keys.shallow_clone(),
+            values: self.values.shallow_clone(),
+            ..*self
         }
     }
 
@@ -146,6 +156,29 @@ pub trait KvCache: std::fmt::Debug + Send {
         attend_to_view(query, &self.append(layer, keys, values)?, options)
     }
 
+    /// Returns the attention `(B, H, T, D_v)` of `query (B, H, T, D)`, the last `T` tokens that `layer` holds, over the
+    /// tokens that `layer` attended to in this step with [`AttendOptions::keep`]. Layers without keys and values of
+    /// their own, as some of Gemma 3n's are, call it with the layer whose keys and values they share; it is not a layer
+    /// of the cache that calls it, and appends nothing.
+    ///
+    /// # Errors
+    /// [`Error::NotKept`](crate::Error::NotKept) if the layer has not attended in this step, or does not exist;
+    /// [`Error::Unsupported`](crate::Error::Unsupported) from a cache without this method; those of the attention
+    /// kernel.
+    fn attend_shared(
+        &mut self,
+        layer: usize,
+        query: &Tensor,
+        options: &AttendOptions<'_>,
+    ) -> Result<Tensor> {
+        let _ = (layer, query, options);
+        Err(crate::Error::Unsupported {
+            cache: "this cache",
+            what: "share the keys and values of a layer with other layers",
+            hint: "its type does not implement `KvCache::attend_shared`; use a cache of overdrive-kv-cache",
+        })
+    }
+
     /// Computes [`attend`](KvCache::attend) for a few tokens in slices, and writes rows `(B · T, H · D)` to
     /// `output`. Returns `false` without changes if the cache does not support this, which is the default.
     ///
@@ -160,6 +193,21 @@ pub trait KvCache: std::fmt::Debug + Send {
     ) -> Result<bool> {
         let _ = (layer, new, options, output);
         Ok(false)
+    }
+
+    /// Advances the state of a recurrent `layer` by the new tokens of `step`, and returns what the state gives for each,
+    /// `(B, T, H, D_v)`. Such a layer has a state of fixed size in place of keys and values.
+    ///
+    /// # Errors
+    /// [`Error::Unsupported`] by default, from a cache without states; if `layer` does not exist, shapes do not fit, or a
+    /// gradient is required.
+    fn delta_rule(&mut self, layer: usize, step: &DeltaRuleStep) -> Result<Tensor> {
+        let _ = (layer, step);
+        Err(Error::Unsupported {
+            cache: "a cache of keys and values",
+            what: "hold the state of a recurrent layer",
+            hint: "build the cache for the model's recurrent layers: `CacheShape::recurrent`, or `HybridCache`",
+        })
     }
 
     /// Returns the number of layers.

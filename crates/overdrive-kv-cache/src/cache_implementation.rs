@@ -1,11 +1,12 @@
 use std::fmt;
 use std::str::FromStr;
 
+use overdrive_core::check_option;
 use tch::{Device, Kind};
 
 use crate::{
-    DynamicCache, Error, KvCache, QuantizedCache, QuantizedCacheConfig, Result, SlidingCache,
-    SlidingCacheConfig, StaticCache, StaticCacheConfig,
+    DynamicCache, Error, HybridCache, KvCache, LayerHeads, QuantizedCache, QuantizedCacheConfig,
+    Result, SlidingCache, SlidingCacheConfig, StaticCache, StaticCacheConfig,
 };
 
 /// A kind of cache by its name in a flag or a config file (transformers' `cache_implementation`).
@@ -33,6 +34,9 @@ pub struct CacheShape {
     /// The window of each layer of the model, one entry for each layer; `None` for a layer that sees every
     /// token. Default empty.
     pub windows: Vec<Option<i64>>,
+    /// `true` for each layer that has a state of fixed size in place of keys and values: an entry for each layer, or
+    /// none. The cache is then a [`HybridCache`]. Default empty.
+    pub recurrent: Vec<bool>,
     /// The number of rows of a batch, including beams and parallel samples, that the static cache
     /// allocates. Default 1.
     pub batch: i64,
@@ -43,6 +47,9 @@ pub struct CacheShape {
     pub kv_heads: i64,
     /// The channels of a head (for the static cache). Default 64.
     pub head_dim: i64,
+    /// The heads of each layer of a model whose layers differ (for the static cache). Default empty: all layers have
+    /// `kv_heads` heads of `head_dim` channels.
+    pub layer_heads: Vec<LayerHeads>,
     /// The dtype (for the static cache). Default f32.
     pub kind: Kind,
     /// The device (for the static cache). Default the CPU.
@@ -52,7 +59,8 @@ pub struct CacheShape {
     pub window: Option<i64>,
     /// The number of first tokens that are kept as attention sinks (for the sliding cache). Default 0.
     pub sinks: i64,
-    /// [`SlidingCacheConfig::slack`] (for the sliding cache). Default 0.
+    /// The number of last tokens that a truncation reaches: [`SlidingCacheConfig::slack`] (for the sliding cache) and
+    /// [`HybridCache::with_slack`] (for recurrent layers). Default 0.
     pub slack: i64,
     /// [`SlidingCacheConfig::inverse_frequencies`] (for the sliding cache). Default `None`.
     pub inverse_frequencies: Option<Vec<f64>>,
@@ -67,10 +75,12 @@ impl Default for CacheShape {
         let quantized = QuantizedCacheConfig::default();
         CacheShape {
             windows: Vec::new(),
+            recurrent: Vec::new(),
             batch: 1,
             max_len: None,
             kv_heads: 1,
             head_dim: 64,
+            layer_heads: Vec::new(),
             kind: Kind::Float,
             device: Device::Cpu,
             window: None,
@@ -124,6 +134,9 @@ impl CacheImplementation {
     /// # }
     /// ```
     pub fn build(self, shape: &CacheShape) -> Result<Box<dyn KvCache>> {
+        if shape.recurrent.contains(&true) {
+            return self.build_hybrid(shape);
+        }
         let layers = shape.windows.len();
         let quantized = |options| -> Result<Box<dyn KvCache>> {
             Ok(Box::new(QuantizedCache::new(QuantizedCacheConfig {
@@ -149,6 +162,7 @@ impl CacheImplementation {
                 kv_heads: shape.kv_heads,
                 head_dim: shape.head_dim,
                 value_dim: None,
+                layer_heads: shape.layer_heads.clone(),
                 kind: shape.kind,
                 device: shape.device,
             })?),
@@ -156,6 +170,34 @@ impl CacheImplementation {
             CacheImplementation::Int8 => quantized(QuantizedCacheConfig::int8(layers))?,
             CacheImplementation::Int4 => quantized(QuantizedCacheConfig::int4(layers))?,
         })
+    }
+
+    /// Builds a cache with states, and one of this kind for the layers without.
+    fn build_hybrid(self, shape: &CacheShape) -> Result<Box<dyn KvCache>> {
+        check_option(
+            shape.recurrent.len() == shape.windows.len(),
+            "recurrent",
+            format!("{} entries", shape.recurrent.len()),
+            format!(
+                "{} entries, one for each layer, as `windows` has",
+                shape.windows.len()
+            ),
+        )?;
+        let windows = shape.windows.iter().zip(&shape.recurrent);
+        let heads = shape.layer_heads.iter().zip(&shape.recurrent);
+        let attending = CacheShape {
+            windows: windows
+                .filter_map(|(window, recurrent)| (!recurrent).then_some(*window))
+                .collect(),
+            layer_heads: heads
+                .filter_map(|(heads, recurrent)| (!recurrent).then_some(*heads))
+                .collect(),
+            recurrent: Vec::new(),
+            ..shape.clone()
+        };
+        let attention = self.build(&attending)?;
+        let cache = HybridCache::new(attention, &shape.recurrent)?;
+        Ok(Box::new(cache.with_slack(shape.slack)))
     }
 
     /// Returns the name in transformers or, for quantized caches, the name of the stored dtype.

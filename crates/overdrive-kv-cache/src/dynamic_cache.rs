@@ -1,5 +1,6 @@
 use tch::Tensor;
 
+use crate::attend::attend_to_view;
 use crate::buffer::Buffer;
 use crate::key_values::{KeyValues, check_truncation};
 use crate::saved_state::{SavedState, name_of};
@@ -101,6 +102,19 @@ impl KvCache for DynamicCache {
         held.len += new.tokens;
         let (keys, values) = held.buffer.view(0, held.len)?;
         Ok(KvView::new(keys, values))
+    }
+
+    fn attend_shared(
+        &mut self,
+        layer: usize,
+        query: &Tensor,
+        options: &AttendOptions<'_>,
+    ) -> Result<Tensor> {
+        let Some(Some(held)) = self.layers.get(layer) else {
+            return Err(Error::NotKept { layer });
+        };
+        let (keys, values) = held.buffer.view(0, held.len)?;
+        attend_to_view(query, &KvView::new(keys, values), options)
     }
 
     fn attend_rows(

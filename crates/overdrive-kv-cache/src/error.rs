@@ -48,6 +48,18 @@ pub enum Error {
         /// The window of the layer.
         window: i64,
     },
+    /// A truncation to a length whose recurrent states are gone.
+    #[error(
+        "cannot truncate to {len} of {held} tokens: the recurrent layers have their state after {earlier} tokens and now, and between the two only if the steps were short; fork the cache at a length to return to, raise `slack`, or reset it and run the sequence again"
+    )]
+    StateDropped {
+        /// The number of tokens to keep.
+        len: i64,
+        /// The number of tokens held.
+        held: i64,
+        /// The number of tokens of the earlier state.
+        earlier: i64,
+    },
     /// The new tokens do not fit a cache of fixed size.
     #[error(
         "the cache has room for {capacity} tokens per row: it holds {held}, and {new} more do not fit; create a larger cache, or generate fewer tokens"
@@ -127,6 +139,14 @@ pub enum Error {
         /// The sequence.
         id: crate::SequenceId,
     },
+    /// Layers share the keys and values of a layer that has not attended in this step.
+    #[error(
+        "layer {layer} holds no keys and values of this step for other layers; it must attend first, with `AttendOptions::keep`"
+    )]
+    NotKept {
+        /// The layer whose keys and values are shared.
+        layer: usize,
+    },
     /// A layer attends twice in one step.
     #[error("layer {layer} has already attended in this step; `truncate(0)` restarts the step")]
     LayerTwice {
@@ -147,6 +167,9 @@ pub enum Error {
     /// An error of the attention kernel.
     #[error(transparent)]
     Attention(#[from] overdrive_attention::Error),
+    /// An error of the delta rule or its convolution.
+    #[error(transparent)]
+    LinearAttention(#[from] overdrive_linear_attention::Error),
     /// An error of libtorch, with its message.
     #[error("libtorch: {0}")]
     Torch(#[from] tch::TchError),

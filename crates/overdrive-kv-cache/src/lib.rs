@@ -16,6 +16,9 @@
 //! | [`PagedCache`] | 512 | whole blocks of 16 tokens, shared by equal prefixes | many sequences at once, of any lengths |
 //! | [`PagedCache`], INT8 or FP8 | 136 | as above, in codes | more or longer sequences in the same memory: 1/3.8 |
 //!
+//! A model whose layers partly have a state of fixed size in place of keys and values uses any of these within a
+//! [`HybridCache`], or a [`PagedCache`] with [`PagedCacheConfig::recurrent`].
+//!
 //! ¹ Keys and values of one head of 64 channels in one layer, in f32; bf16 and f16 take half, except for
 //! quantized values. [`KvCache::bytes_per_token`] returns it for a whole model, and tests compare it with
 //! the allocated memory. Dynamic, static, sliding (within its window) and paged caches are exact; see
@@ -57,8 +60,10 @@ mod dynamic_cache;
 mod error;
 mod file;
 mod key_values;
+mod layer_heads;
 mod paged;
 mod quantized;
+mod recurrent;
 mod saved_state;
 mod sliding;
 mod static_cache;
@@ -69,10 +74,12 @@ pub use cache_implementation::{CacheImplementation, CacheShape};
 pub use dynamic_cache::{DynamicCache, DynamicCacheConfig};
 pub use error::{Error, Result};
 pub use file::{load, save};
+pub use layer_heads::LayerHeads;
 pub use paged::{
     KvCacheDtype, PagedBatch, PagedCache, PagedCacheConfig, PagedDecodeInputs, PagedDecodeStep,
     PagedStatistics, SequenceId,
 };
 pub use quantized::{QuantizationAxis, QuantizationBits, QuantizedCache, QuantizedCacheConfig};
+pub use recurrent::{DeltaRuleHeads, DeltaRuleStep, HybridCache};
 pub use sliding::{SlidingCache, SlidingCacheConfig};
 pub use static_cache::{StaticCache, StaticCacheConfig, StaticStep};

@@ -7,7 +7,7 @@ use crate::buffer::Buffer;
 use crate::copy::copy_tokens;
 use crate::key_values::{KeyValues, Spec, check_truncation};
 use crate::saved_state::{SavedState, name_of};
-use crate::{AttendOptions, Error, KvCache, KvView, Result};
+use crate::{AttendOptions, Error, KvCache, KvView, LayerHeads, Result};
 
 /// The sizes of a [`StaticCache`].
 #[derive(Debug, Clone, PartialEq, Eq)]
@@ -24,6 +24,9 @@ pub struct StaticCacheConfig {
     pub head_dim: i64,
     /// The channels of a value. Default `None`: those of a key.
     pub value_dim: Option<i64>,
+    /// The heads of each layer, for a model whose layers differ. Default empty: all layers have `kv_heads` heads of
+    /// `head_dim` channels.
+    pub layer_heads: Vec<LayerHeads>,
     /// The dtype. Default f32.
     pub kind: Kind,
     /// The device. Default the CPU.
@@ -39,6 +42,7 @@ impl Default for StaticCacheConfig {
             kv_heads: 1,
             head_dim: 64,
             value_dim: None,
+            layer_heads: Vec::new(),
             kind: Kind::Float,
             device: Device::Cpu,
         }
@@ -103,9 +107,9 @@ impl StaticCache {
     /// # Errors
     /// If a size is less than 1, or memory runs out.
     pub fn new(config: StaticCacheConfig) -> Result<StaticCache> {
-        let spec = config.spec()?;
-        let layer = |_| -> Result<Layer> {
-            let buffer = Buffer::new(spec, config.max_len)?;
+        config.validate()?;
+        let layer = |layer| -> Result<Layer> {
+            let buffer = Buffer::new(config.spec(layer), config.max_len)?;
             // Masked columns must hold finite values: the kernel multiplies them by 0, and 0 · NaN is
             // NaN.
             for tensor in [&buffer.keys, &buffer.values] {
@@ -173,7 +177,7 @@ impl StaticCache {
             };
         }
         self.batch = Some(batch);
-        Ok(KvView::new(rows(&held.keys)?, rows(&held.values)?))
+        self.view(layer, self.config.max_len)
     }
 
     /// Returns the mask of the whole length for queries at `positions`, bool: `(T, max_len)`, or `(B,
@@ -214,7 +218,7 @@ impl StaticCache {
         Ok(StaticStep {
             positions: positions.shallow_clone(),
             masks: Vec::new(),
-            lengths: None,
+            lengths: Vec::new(),
             cache: self,
         })
     }
@@ -238,6 +242,17 @@ impl StaticCache {
         self.layers
             .get(layer)
             .ok_or(Error::NoSuchLayer { layer, layers })
+    }
+
+    /// Returns a view of the first `len` tokens of a layer in the rows in use.
+    fn view(&self, layer: usize, len: i64) -> Result<KvView> {
+        let batch = self.batch.ok_or(Error::NotKept { layer })?;
+        let (keys, values) = self.layer(layer)?.buffer.view(0, len)?;
+        if batch == self.config.batch {
+            return Ok(KvView::new(keys, values));
+        }
+        let rows = |tensor: Tensor| tensor.f_narrow(0, 0, batch);
+        Ok(KvView::new(rows(keys)?, rows(values)?))
     }
 
     fn check_room(&self, held: i64, new: i64) -> Result<()> {
@@ -276,7 +291,7 @@ impl StaticCache {
 }
 
 impl StaticCacheConfig {
-    fn spec(&self) -> Result<Spec> {
+    fn validate(&self) -> Result<()> {
         let value_dim = self.value_dim.unwrap_or(self.head_dim);
         let sizes = [
             ("batch", self.batch),
@@ -288,14 +303,23 @@ impl StaticCacheConfig {
         for (option, size) in sizes {
             check_at_least(option, size, 1)?;
         }
-        Ok(Spec {
+        LayerHeads::check(&self.layer_heads, self.layers)
+    }
+
+    fn spec(&self, layer: usize) -> Spec {
+        let all = LayerHeads {
+            kv_heads: self.kv_heads,
+            head_dim: self.head_dim,
+        };
+        let heads = LayerHeads::of(&self.layer_heads, all, layer);
+        Spec {
             batch: self.batch,
-            heads: self.kv_heads,
-            key_dim: self.head_dim,
-            value_dim,
+            heads: heads.kv_heads,
+            key_dim: heads.head_dim,
+            value_dim: self.value_dim.unwrap_or(heads.head_dim),
             kind: self.kind,
             device: self.device,
-        })
+        }
     }
 }
 
@@ -310,12 +334,18 @@ impl KvCache for StaticCache {
         let held = &mut self.layers[layer];
         held.buffer.write(len, &new, 0, new.tokens)?;
         held.len += new.tokens;
-        let (keys, values) = held.buffer.view(0, held.len)?;
-        if batch == spec.batch {
-            return Ok(KvView::new(keys, values));
-        }
-        let rows = |tensor: Tensor| tensor.f_narrow(0, 0, batch);
-        Ok(KvView::new(rows(keys)?, rows(values)?))
+        let filled = held.len;
+        self.view(layer, filled)
+    }
+
+    fn attend_shared(
+        &mut self,
+        layer: usize,
+        query: &Tensor,
+        options: &AttendOptions<'_>,
+    ) -> Result<Tensor> {
+        let filled = self.layer(layer)?.len;
+        attend_to_view(query, &self.view(layer, filled)?, options)
     }
 
     fn layers(&self) -> usize {
@@ -447,8 +477,8 @@ pub struct StaticStep<'a> {
     positions: Tensor,
     /// The mask of each window; most models have one or two windows.
     masks: Vec<(Option<i64>, Tensor)>,
-    /// The number of tokens of each row, for a kernel that takes it in place of a mask.
-    lengths: Option<DeviceLengths>,
+    /// The number of tokens of each row, for a kernel that takes it in place of a mask, by the number of key/value heads.
+    lengths: Vec<(i64, DeviceLengths)>,
 }
 
 impl StaticStep<'_> {
@@ -467,39 +497,35 @@ impl StaticStep<'_> {
         if has_none || query.size().get(2) != Some(&1) {
             return Ok(None);
         }
-        let lengths = match self.lengths.take() {
-            Some(lengths) => lengths,
+        let (rows, heads) = (view.keys.size()[0], view.keys.size()[1]);
+        let known = self.lengths.iter().position(|(of, _)| *of == heads);
+        let index = match known {
+            Some(index) => index,
             None => {
-                let rows = [view.keys.size()[0]];
-                let positions = self.positions.f_reshape([-1])?.f_expand(rows, false)?;
-                DeviceLengths::new(&positions.f_add_scalar(1)?, &view.keys)?
+                let positions = self.positions.f_reshape([-1])?.f_expand([rows], false)?;
+                let lengths = DeviceLengths::new(&positions.f_add_scalar(1)?, &view.keys)?;
+                self.lengths.push((heads, lengths));
+                self.lengths.len() - 1
             }
         };
         let (keys, values) = (&view.keys, &view.values);
-        let output = attention_at_lengths(query, keys, values, &lengths, &options.causal())?;
-        self.lengths = Some(lengths);
+        let lengths = &self.lengths[index].1;
+        let output = attention_at_lengths(query, keys, values, lengths, &options.causal())?;
         Ok(output.map(|(output, _)| output))
     }
-}
 
-impl KvCache for StaticStep<'_> {
-    fn append(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<KvView> {
-        self.cache.append_at(layer, keys, values, &self.positions)
-    }
-
-    fn attend(
+    /// Returns the attention over the whole length under a mask of the positions, or over the filled tokens if a kernel
+    /// reads only those.
+    fn attend_at_positions(
         &mut self,
-        layer: usize,
         query: &Tensor,
-        keys: &Tensor,
-        values: &Tensor,
+        view: &KvView,
         options: &AttendOptions<'_>,
     ) -> Result<Tensor> {
-        let view = self.append(layer, keys, values)?;
         if options.mask.is_some() {
-            return attend_to_view(query, &view, options);
+            return attend_to_view(query, view, options);
         }
-        if let Some(output) = self.attend_at_lengths(query, &view, options)? {
+        if let Some(output) = self.attend_at_lengths(query, view, options)? {
             return Ok(output);
         }
         // Layers with the same window share its mask, which takes three kernels to compute.
@@ -519,7 +545,35 @@ impl KvCache for StaticStep<'_> {
             mask: Some(&self.masks[index].1),
             ..*options
         };
-        attend_to_view(query, &view, &options)
+        attend_to_view(query, view, &options)
+    }
+}
+
+impl KvCache for StaticStep<'_> {
+    fn append(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<KvView> {
+        self.cache.append_at(layer, keys, values, &self.positions)
+    }
+
+    fn attend(
+        &mut self,
+        layer: usize,
+        query: &Tensor,
+        keys: &Tensor,
+        values: &Tensor,
+        options: &AttendOptions<'_>,
+    ) -> Result<Tensor> {
+        let view = self.append(layer, keys, values)?;
+        self.attend_at_positions(query, &view, options)
+    }
+
+    fn attend_shared(
+        &mut self,
+        layer: usize,
+        query: &Tensor,
+        options: &AttendOptions<'_>,
+    ) -> Result<Tensor> {
+        let view = self.cache.view(layer, self.cache.config.max_len)?;
+        self.attend_at_positions(query, &view, options)
     }
 
     fn layers(&self) -> usize {

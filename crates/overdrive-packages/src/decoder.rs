@@ -174,6 +174,7 @@ fn cache_config(
         kv_heads,
         head_dim,
         value_dim: None,
+        layer_heads: Vec::new(),
         kind,
         device,
     })

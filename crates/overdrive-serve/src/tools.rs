@@ -7,10 +7,13 @@ use serde_json::{Map, Value, json};
 use crate::api_error::{ApiError, ApiResult};
 use crate::fields::{Fields, shorten};
 use crate::shared::Shared;
+use crate::{gemma4_calls, qwen_calls};
 
 /// The mark that begins a call in models of the Hermes and Qwen families.
 const BEGIN: &str = "<tool_call>";
 const END: &str = "</tool_call>";
+/// The marks of all families.
+const MARKS: [&str; 2] = [BEGIN, gemma4_calls::BEGIN];
 
 /// The JSON schema that an answer must fit.
 #[derive(Debug)]
@@ -155,6 +158,13 @@ impl Tools {
         }
     }
 
+    /// Returns the schema of the parameters of a function.
+    fn parameters(&self, name: &str) -> Option<&Value> {
+        let mut functions = self.functions.iter();
+        let (_, parameters) = functions.find(|(own, _)| own == name)?;
+        Some(parameters)
+    }
+
     /// Reads the calls in a JSON value: a single call or a list of calls.
     fn calls(&self, value: &Value) -> Option<Vec<ToolCall>> {
         match value {
@@ -246,9 +256,10 @@ pub(crate) struct ToolCall {
 
 /// Separates the text of an answer from its tool calls.
 ///
-/// It reads two forms: any number of `<tool_call>{"name": …, "arguments": …}</tool_call>` after a text (Hermes,
-/// Qwen), and an answer that is a JSON object with a `name` or a list of such objects (Llama, Mistral, and every model
-/// whose answer is constrained by a schema). Text that may begin a call is held back until that is certain; malformed
+/// It reads four forms: any number of `<tool_call>{"name": …, "arguments": …}</tool_call>` after a text (Hermes,
+/// Qwen), of `<tool_call><function=name><parameter=key>value</parameter></function></tool_call>` (Qwen3-Coder, Qwen3.5) or
+/// of `<|tool_call>call:name{…}<tool_call|>` (Gemma 4), and an answer that is a JSON object with a `name` or a list of such
+/// objects (Llama, Mistral, and every model whose answer is constrained by a schema). Text that may begin a call is held back until that is certain; malformed
 /// calls and calls of unknown tools are text.
 #[derive(Debug)]
 pub(crate) struct ToolReader {
@@ -289,7 +300,8 @@ impl ToolReader {
         if self.state == State::Held {
             return String::new();
         }
-        let end = match self.pending.find(BEGIN) {
+        let marks = MARKS.iter().filter_map(|mark| self.pending.find(mark));
+        let end = match marks.min() {
             Some(start) => {
                 self.state = State::Held;
                 // The line break before a call belongs to it.
@@ -304,9 +316,12 @@ impl ToolReader {
     /// Returns the number of leading bytes that belong neither to a mark nor to the white space before one.
     fn certain(&self) -> usize {
         let pending = &self.pending;
-        let mark = (1..BEGIN.len())
-            .rev()
-            .find(|&n| pending.ends_with(&BEGIN[..n]));
+        let begun = |mark: &&str| {
+            (1..mark.len())
+                .rev()
+                .find(|&n| pending.ends_with(&mark[..n]))
+        };
+        let mark = MARKS.iter().filter_map(begun).max();
         let end = pending.len() - mark.unwrap_or(0);
         pending[..end].trim_end().len()
     }
@@ -333,6 +348,14 @@ impl ToolReader {
             let value = serde_json::from_str(text.trim()).ok()?;
             self.tools.calls(&value)
         };
+        if self.pending.trim_start().starts_with(gemma4_calls::BEGIN) {
+            let calls = gemma4_calls::read(&self.pending)?.into_iter();
+            let calls = calls.map(|(name, arguments)| {
+                self.tools
+                    .call(&json!({"name": name, "arguments": arguments}))
+            });
+            return calls.collect();
+        }
         let Some(blocks) = self.pending.trim_start().strip_prefix(BEGIN) else {
             return parse(&self.pending);
         };
@@ -340,7 +363,13 @@ impl ToolReader {
         for block in blocks.split(BEGIN) {
             // The last closing mark may be missing if the model ended its text instead.
             let call = block.split_once(END).map_or(block, |(call, _)| call);
-            calls.extend(parse(call)?);
+            match qwen_calls::read(call, |name| self.tools.parameters(name)) {
+                Some((name, arguments)) => calls.push(
+                    self.tools
+                        .call(&json!({"name": name, "arguments": arguments}))?,
+                ),
+                None => calls.extend(parse(call)?),
+            }
         }
         Some(calls)
     }
@@ -396,7 +425,13 @@ mod tests {
         let llama = " {\"name\": \"weather\", \"parameters\": {\"city\": \"Paris\"}}";
         assert_eq!(read(llama, true), (String::new(), vec![paris.clone()]));
         let mistral = r#"[{"name": "weather", "arguments": {"city": "Paris"}}, {"name": "time", "arguments": "{}"}]"#;
-        assert_eq!(read(mistral, true), (String::new(), both));
+        assert_eq!(read(mistral, true), (String::new(), both.clone()));
+        let coder = "Let me see.\n<tool_call>\n<function=weather>\n<parameter=city>\nParis\n</parameter>\n</function>\n\
+                     </tool_call>\n<tool_call>\n<function=time>\n</function>\n</tool_call>";
+        assert_eq!(read(coder, true), ("Let me see.".to_owned(), both.clone()));
+        let gemma = "Let me see.\n<|tool_call>call:weather{city:<|\"|>Paris<|\"|>}<tool_call|>\
+                     <|tool_call>call:time{}<tool_call|>";
+        assert_eq!(read(gemma, true), ("Let me see.".to_owned(), both));
         for text in [
             "No tools < here <tool.  ",
             "{\"name\": \"unknown\", \"arguments\": {}}",
@@ -404,6 +439,9 @@ mod tests {
             "[]",
             "{\"name\": \"weather\", \"argum",
             "<tool_call>{\"name\": \"time\"}</tool_call><tool_call>oh</tool_call>",
+            "<|tool_call>call:unknown{}<tool_call|>",
+            "<|tool_call>call:time{",
+            "a <| b <|tool",
             "  ",
             "",
         ] {

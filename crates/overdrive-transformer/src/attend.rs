@@ -126,6 +126,7 @@ fn cached_options<'m>(
         scale: options.scale,
         softcap: options.softcap,
         sinks: options.sinks,
+        keep: false,
         backend,
     }
 }

@@ -1,3 +1,5 @@
+use std::cell::RefCell;
+
 use overdrive_core::Error;
 use overdrive_fused::rows::{self, RowAngles};
 use overdrive_fused::{Layout, QkvShape, RotaryOptions, rotary, split_qkv_rotary};
@@ -6,11 +8,13 @@ use overdrive_nn::{Linear, joint_forward_into};
 use tch::Tensor;
 
 use crate::attend::{AttendOptions, attend_with_cache, rows_options};
+use crate::gates;
 use crate::mask::Mask;
 use crate::norm::Norm;
 use crate::parameters::ParameterMap;
 use crate::projections::{JointLinear, LinearVisitor, ParameterVisitor, visit_linear};
 use crate::rope::Rotation;
+use crate::shared_kv::SharedKv;
 use crate::{Execution, LlamaConfig, LlamaFamily, Result};
 
 /// Returns the names of the norms of queries and keys, which are LayerNorms in Phi-2.
@@ -31,6 +35,10 @@ pub(crate) struct AttentionStep<'a, 'c> {
     /// The dropout of a layer's addition to the residual stream (Phi).
     pub(crate) residual_dropout: f64,
     pub(crate) execution: &'a Execution,
+    /// The inputs `(B, T, L, P)` of the layers beside the residual stream (Gemma 3n and 4).
+    pub(crate) layer_inputs: Option<&'a Tensor>,
+    /// The keys and values that later layers share, without a cache (Gemma 3n and 4).
+    pub(crate) shared_kv: &'a RefCell<SharedKv>,
 }
 
 /// Grouped-query attention with rotary positions.
@@ -49,6 +57,8 @@ pub(crate) struct RotaryAttention {
     softcap: Option<f64>,
     /// A logit of each head that takes part in the softmax without a value (gpt-oss).
     sinks: Option<Tensor>,
+    /// If `true`, the layer of the queries computes a gate of each head's output beside its query (Qwen3-Next).
+    gated: bool,
 }
 
 impl RotaryAttention {
@@ -95,6 +105,7 @@ impl RotaryAttention {
             scale: config.attention_scale(),
             softcap: config.attention_softcap(),
             sinks,
+            gated: config.gates_attention(),
         })
     }
 
@@ -126,14 +137,17 @@ impl RotaryAttention {
     /// Computes attention of `x (B, T, C)`, as `(B, T, C)`.
     pub(crate) fn forward(&self, x: &Tensor, step: AttentionStep<'_, '_>) -> Result<Tensor> {
         let fused = step.execution.fused_kernels;
-        let [query, key, value] = match (&self.norms, fused) {
+        let ([query, key, value], gate) = match (&self.norms, fused) {
             // Norms come between the matmul and the rotation, so they prevent the fused pass.
-            (None, true) => self.heads_in_one_pass(x, step.rotation)?,
+            (None, true) => (self.heads_in_one_pass(x, step.rotation)?, None),
             _ => self.heads(x, step.rotation, fused)?,
         };
         let options = self.options(&step);
         let cache = step.cache.map(|cache| (step.layer, cache));
-        let mixed = attend_with_cache(&query, &key, &value, step.mask, &options, cache)?;
+        let mut mixed = attend_with_cache(&query, &key, &value, step.mask, &options, cache)?;
+        if let Some(gate) = gate {
+            mixed = gates::gated(&mixed, &gate, fused)?;
+        }
         Ok(self.o.forward_with(&mixed, fused)?)
     }
 
@@ -234,10 +248,17 @@ impl RotaryAttention {
         Ok([rotation.scale_queries(query)?, key, value])
     }
 
-    /// Computes the same result step by step, with norms of queries and keys if the model has them.
-    fn heads(&self, x: &Tensor, rotation: &Rotation, fused: bool) -> Result<[Tensor; 3]> {
+    /// Computes the same result step by step, with norms of queries and keys if the model has them, and the gates
+    /// `(B, T, H·D)` of the outputs.
+    fn heads(
+        &self,
+        x: &Tensor,
+        rotation: &Rotation,
+        fused: bool,
+    ) -> Result<([Tensor; 3], Option<Tensor>)> {
         let (d, kv_heads) = (self.shape.head_dim, self.shape.kv_heads);
-        let widths = [self.shape.heads * d, kv_heads * d, kv_heads * d];
+        let queries = self.shape.heads * d * if self.gated { 2 } else { 1 };
+        let widths = [queries, kv_heads * d, kv_heads * d];
         let [query, key, value] = if fused {
             // One split instead of three slices: its backward is one concatenation.
             let parts = self.qkv.forward_joint(x)?;
@@ -246,6 +267,15 @@ impl RotaryAttention {
                 .unwrap_or_else(|_| unreachable!("three sizes give three parts"))
         } else {
             self.qkv.forward_each(x, widths)?
+        };
+        let (query, gate) = match self.gated {
+            false => (query, None),
+            true => {
+                // Head by head, a query and its gate.
+                let both = query.f_unflatten(-1, [-1, 2, d])?;
+                let part = |number| both.f_select(-2, number)?.f_flatten(-2, -1);
+                (part(0)?, Some(part(1)?))
+            }
         };
         let by_head = |part: &Tensor| part.f_unflatten(-1, [-1, self.shape.head_dim]);
         let value = by_head(&value)?;
@@ -269,10 +299,11 @@ impl RotaryAttention {
         } else {
             (query, key) = (rotation.apply(&query)?, rotation.apply(&key)?);
         }
-        Ok([
+        let heads = [
             rotation.scale_queries(query.f_transpose(1, 2)?)?,
             key.f_transpose(1, 2)?,
             value.f_transpose(1, 2)?,
-        ])
+        ];
+        Ok((heads, gate))
     }
 }

@@ -3,6 +3,7 @@ use std::path::Path;
 
 use overdrive_attention::PackedLengths;
 use overdrive_autograd::is_grad_enabled;
+use overdrive_kv_cache::{CacheShape, LayerHeads};
 use overdrive_nn::{AdapterState, Embedding, Linear, LinearWeight};
 use overdrive_quantization::QuantizedWeight;
 use serde_json::{Map, Value};
@@ -18,6 +19,7 @@ use crate::parameters::{
     ModelTensors, ParameterMap, ParameterRole, allocate, handles, set_requires_grad,
     set_training_of_layers,
 };
+use crate::per_layer::PerLayerModel;
 use crate::{
     Error, Execution, ForwardInput, LoadOptions, ModelConfig, ParameterSpec, Result, SaveOptions,
     checkpoint,
@@ -459,6 +461,12 @@ impl CausalLm {
             let embedding = specs.iter().find(|spec| self.quantizes_embedding(spec));
             see(embedding.map_or("", ParameterSpec::module), table);
         }
+        if let Backbone::Llama(model) = &self.backbone
+            && let Some((name, inputs)) = model.per_layer.as_ref().and_then(PerLayerModel::table)
+            && let Some(table) = inputs.quantized_table()
+        {
+            see(name, table);
+        }
         // A tied head shares the embedding's table, which was lent above.
         let mut see = |linear: &Linear| {
             if let LinearWeight::Quantized(weight) = linear.weight()
@@ -472,6 +480,14 @@ impl CausalLm {
             Backbone::Gpt2(model) => model.for_each_linear(&mut see),
         }
         see(&self.head);
+    }
+
+    /// Returns the table of the inputs of layers with its name, if the model has one.
+    pub(crate) fn layer_inputs_mut(&mut self) -> Option<(&'static str, &mut Embedding)> {
+        match &mut self.backbone {
+            Backbone::Llama(model) => model.per_layer.as_mut()?.table_mut(),
+            Backbone::Gpt2(_) => None,
+        }
     }
 
     /// Returns the names of the adapters of all layers, active or not, in the order of their first layer.
@@ -566,7 +582,7 @@ impl CausalLm {
         &self.config
     }
 
-    /// Returns the number of layers, which a cache for this model must have.
+    /// Returns the number of layers.
     pub fn num_layers(&self) -> usize {
         match &self.backbone {
             Backbone::Llama(model) => model.num_layers(),
@@ -574,12 +590,71 @@ impl CausalLm {
         }
     }
 
-    /// Returns the number of tokens that each layer attends to, including the current one: its sliding window, or
-    /// `None` for all tokens. A cache need not keep more.
+    /// Returns the number of layers that a cache for this model must have: the layers with keys and values of their own.
+    /// In Gemma 3n and 4 the last layers may share those of earlier ones; in all other families it is the number of
+    /// layers.
+    pub fn cache_layers(&self) -> usize {
+        match &self.config {
+            ModelConfig::Llama(config) => config.cache_layers().unsigned_abs() as usize,
+            ModelConfig::Gpt2(_) => self.num_layers(),
+        }
+    }
+
+    /// Returns the key/value heads of each layer of a cache for this model, if they differ from layer to layer; else
+    /// empty, and they are [`ModelConfig::num_key_value_heads`] heads of [`ModelConfig::head_dim`] channels.
+    pub fn cache_layer_heads(&self) -> Vec<LayerHeads> {
+        let ModelConfig::Llama(config) = &self.config else {
+            return Vec::new();
+        };
+        let layers = (0..config.cache_layers()).map(|layer| LayerHeads {
+            kv_heads: config.kv_heads_of(layer),
+            head_dim: config.head_dim_of(layer),
+        });
+        let layers: Vec<LayerHeads> = layers.collect();
+        let (kv_heads, head_dim) = (config.kv_heads(), config.head_dim());
+        let same = layers
+            .iter()
+            .all(|own| *own == LayerHeads { kv_heads, head_dim });
+        if same { Vec::new() } else { layers }
+    }
+
+    /// Returns the number of tokens that each layer of a cache attends to, including the current one: its sliding window,
+    /// or `None` for all tokens. A cache need not keep more. Layers that share keys and values are not among them
+    /// ([`cache_layers`](Self::cache_layers)).
     pub fn layer_windows(&self) -> Vec<Option<i64>> {
-        match &self.backbone {
+        let mut windows = match &self.backbone {
             Backbone::Llama(model) => model.windows(),
             Backbone::Gpt2(model) => vec![None; model.num_layers()],
+        };
+        windows.truncate(self.cache_layers());
+        windows
+    }
+
+    /// Returns the shape of a cache for one row: the windows of the layers, which of them have states in place of keys and
+    /// values (Qwen3-Next, Qwen3.5), the heads, the dtype and the device.
+    ///
+    /// ```no_run
+    /// # // A model is large; the guide has an example that runs.
+    /// use overdrive_kv_cache::{CacheImplementation, CacheShape};
+    /// # fn cache(model: &overdrive_transformer::CausalLm) -> overdrive_kv_cache::Result<()> {
+    /// let shape = CacheShape { batch: 8, ..model.cache_shape() };
+    /// let cache = CacheImplementation::Dynamic.build(&shape)?;
+    /// # Ok(())
+    /// # }
+    /// ```
+    pub fn cache_shape(&self) -> CacheShape {
+        CacheShape {
+            windows: self.layer_windows(),
+            recurrent: match &self.backbone {
+                Backbone::Llama(model) => model.recurrent(),
+                Backbone::Gpt2(_) => Vec::new(),
+            },
+            kv_heads: self.config.num_key_value_heads(),
+            head_dim: self.config.head_dim(),
+            layer_heads: self.cache_layer_heads(),
+            kind: self.kind(),
+            device: self.device(),
+            ..CacheShape::default()
         }
     }
 
@@ -617,11 +692,11 @@ impl CausalLm {
     fn check_context(&self, input: &ForwardInput<'_>, shape: Shape) -> Result<()> {
         let (limit, key) = self.config.context();
         if let Some(cache) = &input.cache
-            && cache.layers() != self.num_layers()
+            && cache.layers() != self.cache_layers()
         {
             return Err(Error::CacheLayers {
                 cache: cache.layers(),
-                model: self.num_layers(),
+                model: self.cache_layers(),
             });
         }
         let positions = shape.end;

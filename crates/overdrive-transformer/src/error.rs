@@ -96,6 +96,9 @@ pub enum Error {
     /// An error of attention.
     #[error(transparent)]
     Attention(#[from] overdrive_attention::Error),
+    /// An error of linear attention.
+    #[error(transparent)]
+    LinearAttention(#[from] overdrive_linear_attention::Error),
     /// An error of a quantized weight.
     #[error(transparent)]
     Quantization(#[from] overdrive_quantization::Error),

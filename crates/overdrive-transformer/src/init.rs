@@ -25,6 +25,13 @@ pub enum Init {
         /// The bound of the absolute values, in standard deviations; positive.
         cutoff: f64,
     },
+    /// Random values whose exponentials are uniform: the logarithms of speeds of decay.
+    LogUniform {
+        /// The smallest exponential; positive.
+        low: f64,
+        /// The largest exponential.
+        high: f64,
+    },
     /// Zeros.
     Zeros,
     /// Ones.
@@ -52,14 +59,15 @@ pub(crate) fn initialise(
             Init::Zeros | Init::Ones => {
                 let _same = flat.f_fill_(i64::from(spec.init == Init::Ones))?;
             }
-            Init::Normal { std } => random.push((flat, spec, (std, f64::INFINITY))),
-            Init::TruncatedNormal { std, cutoff } => random.push((flat, spec, (std, cutoff))),
+            Init::Normal { .. } | Init::TruncatedNormal { .. } | Init::LogUniform { .. } => {
+                random.push((flat, spec));
+            }
         }
     }
     // The largest first, so that no core is left alone with it at the end.
-    random.sort_by_key(|(_, spec, _)| Reverse(spec.numel()));
-    let jobs: Vec<_> = random.iter().map(|(_, spec, std)| (*spec, *std)).collect();
-    let values: i64 = jobs.iter().map(|(spec, _)| spec.numel()).sum();
+    random.sort_by_key(|(_, spec)| Reverse(spec.numel()));
+    let jobs: Vec<&ParameterSpec> = random.iter().map(|(_, spec)| *spec).collect();
+    let values: i64 = jobs.iter().map(|spec| spec.numel()).sum();
     let workers = match values <= CHUNK {
         // Not worth more threads.
         true => 1,
@@ -76,7 +84,7 @@ pub(crate) fn initialise(
                     let index = next.fetch_add(1, Ordering::Relaxed);
                     let send = |part: Part| sender.send((index, part)).is_ok();
                     match jobs.get(index) {
-                        Some((spec, std)) if draw(spec, *std, seed, send) => {}
+                        Some(spec) if draw(spec, seed, send) => {}
                         _ => return,
                     }
                 }
@@ -84,7 +92,7 @@ pub(crate) fn initialise(
         }
         drop(sender);
         for (index, (start, values)) in receiver {
-            let (flat, ..) = &random[index];
+            let (flat, _) = &random[index];
             let count = i64::try_from(values.len()).unwrap_or(i64::MAX);
             let mut chunk = flat.f_narrow(0, start, count)?;
             chunk.f_copy_(&Tensor::f_from_slice(&values)?)?;
@@ -96,25 +104,25 @@ pub(crate) fn initialise(
 /// A part of a parameter: the index of its first value, and the values.
 type Part = (i64, Vec<f32>);
 
-/// Sends the values of a parameter in order, with a standard deviation and a cutoff. Returns `false` once the receiver
-/// is gone.
-fn draw(
-    spec: &ParameterSpec,
-    (std, cutoff): (f64, f64),
-    seed: u64,
-    send: impl Fn(Part) -> bool,
-) -> bool {
+/// Sends the values of a parameter in order. Returns `false` once the receiver is gone.
+fn draw(spec: &ParameterSpec, seed: u64, send: impl Fn(Part) -> bool) -> bool {
     let mut generator = Generator::named(seed, &spec.name);
-    let mut normal = || loop {
-        let value = generator.normal();
-        if value.abs() <= cutoff {
-            return value;
-        }
+    let mut value = || match spec.init {
+        Init::Normal { std } => std * generator.normal(),
+        Init::TruncatedNormal { std, cutoff } => loop {
+            let value = generator.normal();
+            if value.abs() <= cutoff {
+                return std * value;
+            }
+        },
+        Init::LogUniform { low, high } => (low + (high - low) * generator.uniform()).ln(),
+        Init::Zeros => 0.0,
+        Init::Ones => 1.0,
     };
     let mut start = 0;
     while start < spec.numel() {
         let count = (spec.numel() - start).min(CHUNK);
-        let values = (0..count).map(|_| (std * normal()) as f32);
+        let values = (0..count).map(|_| value() as f32);
         if !send((start, values.collect())) {
             return false;
         }

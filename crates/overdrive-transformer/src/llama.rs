@@ -7,10 +7,11 @@ use overdrive_fused::rows::RowAngles;
 use overdrive_kv_cache::KvCache;
 use overdrive_nn::{Embedding, Linear};
 use overdrive_sys::threads::with_team;
-use tch::{Kind, Tensor};
+use tch::Tensor;
 
 use crate::attention::{AttentionStep, RotaryAttention};
 use crate::decode_step::{self, DecodeBuffers};
+use crate::gated_delta_net::GatedDeltaNet;
 use crate::gpt2::dropped;
 use crate::input::{ForwardInput, Shape};
 use crate::mask::Mask;
@@ -18,9 +19,12 @@ use crate::mlp::FeedForward;
 use crate::moe::{ExpertLoad, LoadBalance};
 use crate::norm::Norm;
 use crate::parameters::ParameterMap;
+use crate::per_layer::{PerLayerBlock, PerLayerModel};
 use crate::phi::ParallelBlock;
 use crate::projections::{LinearVisitor, ParameterVisitor, visit_shared};
 use crate::rope::{Rotary, Rotation};
+use crate::rounding::rounded;
+use crate::shared_kv::SharedKv;
 use crate::{Error, Execution, LlamaConfig, LlamaFamily, Result};
 
 mod block_norms;
@@ -40,6 +44,8 @@ pub(crate) struct Llama {
     /// The factor of the embeddings (Gemma, Granite).
     embedding_scale: Option<f64>,
     blocks: Vec<Shared<Layer>>,
+    /// The modules beside the layers (Gemma 3n and 4).
+    pub(crate) per_layer: Option<PerLayerModel>,
     plans: Vec<Plan>,
     norm: Norm,
     rotary: Rotary,
@@ -71,9 +77,10 @@ impl Llama {
         let mut groups = Vec::new();
         for layer in 0..config.num_hidden_layers {
             let prefix = format!("model.layers.{layer}");
-            let qkv = match config.mla {
-                Some(_) => Vec::new(),
-                None => RotaryAttention::joint_names(&prefix, config),
+            let qkv = match (config.delta_net_of(layer), &config.mla, &config.per_layer) {
+                (Some(sizes), ..) => GatedDeltaNet::joint_names(&prefix, config, sizes),
+                (None, None, None) => RotaryAttention::joint_names(&prefix, config),
+                _ => Vec::new(),
             };
             let mlp = FeedForward::adjacent(config, layer);
             let mlp = mlp.into_iter().map(|names| (names, config.has_mlp_bias()));
@@ -81,6 +88,13 @@ impl Llama {
                 groups.push(names.iter().map(|name| format!("{name}.weight")).collect());
                 if bias {
                     groups.push(names.iter().map(|name| format!("{name}.bias")).collect());
+                }
+            }
+        }
+        if let Some(sizes) = &config.per_layer {
+            for names in PerLayerModel::adjacent(config, sizes) {
+                for end in ["weight", "bias"] {
+                    groups.push(names.iter().map(|name| format!("{name}.{end}")).collect());
                 }
             }
         }
@@ -95,15 +109,23 @@ impl Llama {
             Some(scale) if config.family.is_gemma() => Some(rounded(scale, embedding.kind())?),
             other => other,
         };
+        let per_layer = config.per_layer.as_ref();
+        let per_layer = per_layer
+            .map(|sizes| PerLayerModel::take(parameters, config, sizes, embedding.kind()))
+            .transpose()?;
         let block = |layer| {
             let prefix = format!("model.layers.{layer}");
             if config.family == LlamaFamily::Phi {
                 let block = ParallelBlock::take(parameters, &prefix, config)?;
                 return Ok(Shared::new(Layer::Parallel(block)));
             }
+            if let Some(sizes) = &config.per_layer {
+                let block = PerLayerBlock::take(parameters, config, sizes, layer)?;
+                return Ok(Shared::new(Layer::WithInput(block)));
+            }
             Ok(Shared::new(Layer::Serial(Block {
                 norms: BlockNorms::take(parameters, &prefix, config)?,
-                attention: Attention::take(parameters, &prefix, config)?,
+                attention: Attention::take(parameters, layer, config)?,
                 mlp: FeedForward::take(parameters, layer, config)?,
                 residual_scale: config.residual_scale(),
             })))
@@ -116,9 +138,9 @@ impl Llama {
                 second_rotary: config.has_second_rotary(layer),
             })
             .collect();
-        let rotary = |theta, scaling| {
+        let rotary = |dim, theta, scaling| {
             let context = config.max_position_embeddings;
-            let rotary = Rotary::new(config.rotary_dim(), theta, scaling, context)?;
+            let rotary = Rotary::new(dim, theta, scaling, context)?;
             Ok::<_, Error>(match config.rotates_neighbours() {
                 true => rotary.with_convention(Convention::Interleaved),
                 false => rotary,
@@ -129,7 +151,11 @@ impl Llama {
             LlamaFamily::SmolLm3 | LlamaFamily::GraniteMoeHybrid => {
                 Ok(Rotary::identity(config.rotary_dim()))
             }
-            _ => rotary(config.rope_local_base_freq, &config.rope_local_scaling),
+            _ => rotary(
+                config.rotary_dim(),
+                config.rope_local_base_freq,
+                &config.rope_local_scaling,
+            ),
         });
         Ok(Llama {
             embedding,
@@ -138,8 +164,12 @@ impl Llama {
             plans,
             blocks: layers.map(block).collect::<Result<_>>()?,
             norm: Norm::take(parameters, final_norm(config.family), config)?,
-            rotary: rotary(config.rope_theta, &config.rope_scaling)?
-                .with_query_scaling(config.query_scaling()),
+            rotary: rotary(
+                config.global_rotary_dim(),
+                config.rope_theta,
+                &config.rope_scaling,
+            )?
+            .with_query_scaling(config.query_scaling()),
             second_rotary: second.transpose()?,
             dropout: config.attention_dropout,
             residual_dropout: config.resid_pdrop,
@@ -149,7 +179,10 @@ impl Llama {
                 _ => 0.0,
             },
             head_dim: config.head_dim(),
-            has_rows: config.mla.is_none(),
+            has_rows: config.mla.is_none()
+                && config.per_layer.is_none()
+                && !config.family.is_hybrid(),
+            per_layer,
             buffers: RefCell::default(),
         })
     }
@@ -164,6 +197,16 @@ impl Llama {
         balance: LoadBalance,
     ) -> Result<(Tensor, Option<ExpertLoad>)> {
         let rotation = |rotary: &Rotary| rotary.rotation(input, shape, self.embedding.kind());
+        let mut x = self.embedding.forward(input.input_ids)?;
+        if let Some(scale) = self.embedding_scale {
+            x = x.f_mul_scalar(scale)?;
+        }
+        let fused = execution.fused_kernels;
+        let mut layer_inputs = None;
+        if let Some(model) = &self.per_layer {
+            layer_inputs = model.inputs(input.input_ids, &x, fused)?;
+            x = model.streams_of(x, fused)?;
+        }
         // Rotations and masks are computed once for all layers.
         let context = Context {
             rotation: rotation(&self.rotary)?,
@@ -173,15 +216,14 @@ impl Llama {
             residual_dropout: if training { self.residual_dropout } else { 0.0 },
             execution: execution.clone(),
             balance,
+            layer_inputs,
+            shared_kv: RefCell::default(),
         };
-        let mut x = self.embedding.forward(input.input_ids)?;
-        if let Some(scale) = self.embedding_scale {
-            x = x.f_mul_scalar(scale)?;
-        }
         if training {
             x = dropped(x, self.embedding_dropout)?;
         }
-        // Neither a LayerNorm, nor the rotation of neighbouring channels, nor latent attention has a kernel on slices.
+        // Neither a LayerNorm, nor the rotation of neighbouring channels, nor latent or linear attention has a kernel on
+        // slices.
         let halves = context.rotation.convention == Convention::HalfSplit;
         let on_rows = self.has_rows
             && matches!(self.norm, Norm::Rms(_))
@@ -206,7 +248,10 @@ impl Llama {
         // Before the last norm, so that it is computed for the wanted positions only.
         stream = stream.select(input.logits)?;
         let load = stream.load.take();
-        let hidden = stream.finished(&self.norm, execution.fused_kernels)?;
+        if let Some(model) = &self.per_layer {
+            stream = Stream::new(model.joined(stream.sum()?, fused)?);
+        }
+        let hidden = stream.finished(&self.norm, fused)?;
         Ok((hidden, load))
     }
 
@@ -280,16 +325,20 @@ impl Llama {
         let members: Vec<_> = blocks
             .map(|layer| (layer, self.plans[layer], self.blocks[layer].clone()))
             .collect();
-        let (options, context) = (&context.execution.checkpoint_options, context.share());
+        let options = &context.execution.checkpoint_options;
+        let (kept, context) = (&context.shared_kv, context.share());
         // The sum is passed, not its two addends: the checkpoint then saves one tensor.
-        let (x, load) = checkpoint_with(&[&stream.sum()?], options, move |inputs| {
+        let (x, load, shared_kv) = checkpoint_with(&[&stream.sum()?], options, move |inputs| {
             let mut stream = Stream::new(inputs[0].shallow_clone());
             for (layer, plan, block) in &members {
                 let step = context.step(*layer, *plan, None);
                 stream = block.with(|block| block.forward(stream, step, &context.balance))?;
             }
-            Ok((stream.sum()?, stream.load))
+            let shared_kv = context.shared_kv.borrow().share();
+            Ok((stream.sum()?, stream.load, shared_kv))
         })?;
+        // The graph has its own copy, as it runs the blocks again.
+        kept.replace(shared_kv);
         Ok(Stream {
             x,
             delta: None,
@@ -306,7 +355,11 @@ impl Llama {
                     layers.for_each(&mut *see)
                 }
                 Layer::Parallel(block) => block.layers().for_each(&mut *see),
+                Layer::WithInput(block) => block.layers().for_each(&mut *see),
             });
+        }
+        if let Some(model) = &self.per_layer {
+            model.layers().for_each(see);
         }
     }
 
@@ -318,7 +371,12 @@ impl Llama {
                 block.mlp.visit(visit)
             }
             Layer::Parallel(block) => block.visit(visit),
-        })
+            Layer::WithInput(block) => block.visit(visit),
+        })?;
+        match &mut self.per_layer {
+            Some(model) => model.visit(visit),
+            None => Ok(()),
+        }
     }
 
     /// Lends the parameters that are not of a linear layer.
@@ -336,10 +394,14 @@ impl Llama {
             let block = match block {
                 Layer::Serial(block) => block,
                 Layer::Parallel(block) => return block.visit_parameters(&prefix, visit),
+                Layer::WithInput(block) => return block.visit_parameters(&prefix, visit),
             };
             block.attention.visit_parameters(&prefix, visit)?;
             block.norms.visit_parameters(&prefix, visit)
         })?;
+        if let Some(model) = &mut self.per_layer {
+            model.visit_parameters(visit)?;
+        }
         let name = match self.norm {
             Norm::Rms(_) => final_norm(LlamaFamily::Llama),
             Norm::Layer(_) => final_norm(LlamaFamily::Phi),
@@ -354,6 +416,15 @@ impl Llama {
     /// Returns the sliding window of each block.
     pub(crate) fn windows(&self) -> Vec<Option<i64>> {
         self.plans.iter().map(|plan| plan.window).collect()
+    }
+
+    /// Returns `true` for each block with a state of fixed size in place of keys and values.
+    pub(crate) fn recurrent(&self) -> Vec<bool> {
+        let is_recurrent = |block: &Layer| matches!(block, Layer::Serial(block) if matches!(block.attention, Attention::DeltaNet(_)));
+        self.blocks
+            .iter()
+            .map(|block| block.with(is_recurrent))
+            .collect()
     }
 
     /// Returns the inverse frequencies of the rotary positions of a block.
@@ -387,13 +458,6 @@ fn final_norm(family: LlamaFamily) -> &'static str {
     }
 }
 
-/// Rounds `number` to the precision of `kind`.
-fn rounded(number: f64, kind: Kind) -> Result<f64> {
-    // Rounded by libtorch, since Rust has no bf16 or f16 of its own.
-    let one = Tensor::f_from_slice(&[number])?.f_to_kind(kind)?;
-    Ok(f64::try_from(one.f_get(0)?)?)
-}
-
 /// The values that all blocks of a forward pass share.
 struct Context {
     rotation: Rotation,
@@ -403,6 +467,8 @@ struct Context {
     residual_dropout: f64,
     execution: Execution,
     balance: LoadBalance,
+    layer_inputs: Option<Tensor>,
+    shared_kv: RefCell<SharedKv>,
 }
 
 impl Context {
@@ -421,6 +487,8 @@ impl Context {
             dropout: self.dropout,
             residual_dropout: self.residual_dropout,
             execution: &self.execution,
+            layer_inputs: self.layer_inputs.as_ref(),
+            shared_kv: &self.shared_kv,
         }
     }
 
@@ -436,6 +504,8 @@ impl Context {
             residual_dropout: self.residual_dropout,
             execution: self.execution.clone(),
             balance: self.balance.share(),
+            layer_inputs: self.layer_inputs.as_ref().map(Tensor::shallow_clone),
+            shared_kv: RefCell::new(self.shared_kv.borrow().share()),
         }
     }
 }

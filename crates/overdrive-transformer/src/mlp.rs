@@ -9,6 +9,7 @@ use crate::moe::{
     router_module, shared_gate_module, shared_modules,
 };
 use crate::parameters::{ParameterMap, ParameterRole};
+use crate::per_layer::GaussianTopK;
 use crate::projections::{JointLinear, LinearVisitor, visit_linear};
 use crate::{LlamaConfig, LlamaFamily, Result};
 
@@ -27,7 +28,7 @@ impl FeedForward {
     pub(crate) fn weights(config: &LlamaConfig, layer: i64) -> Vec<WeightSpec> {
         let (prefix, hidden) = (prefix_of(layer), config.hidden_size);
         let Some(experts) = config.experts_of(layer) else {
-            let inner = config.intermediate_size;
+            let inner = config.intermediate_size_of(layer);
             let (joint, down) = mlp_modules(&prefix, config);
             let outputs = 2 * inner / joint.len() as i64;
             let joint = joint
@@ -117,7 +118,9 @@ impl FeedForward {
             )?),
             None => {
                 let (joint, down) = mlp_modules(&prefix, config);
-                FeedForward::Gated(GatedMlp::take(parameters, &joint, &down, config)?)
+                let mut mlp = GatedMlp::take(parameters, &joint, &down, config)?;
+                mlp.sparsity = GaussianTopK::new(config.activation_sparsity(layer))?;
+                FeedForward::Gated(mlp)
             }
         })
     }
@@ -189,6 +192,8 @@ pub(crate) struct GatedMlp {
     gate_up: JointLinear,
     down: Linear,
     gate: Gate,
+    /// The gates that are set to zero before the activation (Gemma 3n).
+    sparsity: Option<GaussianTopK>,
 }
 
 /// The function of gate and up.
@@ -213,6 +218,7 @@ impl GatedMlp {
             gate_up: JointLinear::take(parameters, joint, bias)?,
             down: parameters.take_linear(down, bias)?,
             gate: Gate::Plain(activation_named("hidden_act", &config.hidden_act)?),
+            sparsity: None,
         })
     }
 
@@ -227,6 +233,7 @@ impl GatedMlp {
             gate_up: JointLinear::take_conv1d(parameters, gate_up)?,
             down: parameters.take_conv1d(down)?,
             gate: Gate::Clamped(gate),
+            sparsity: None,
         })
     }
 
@@ -258,10 +265,18 @@ impl GatedMlp {
     pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
         let inner = match self.gate {
             Gate::Clamped(gate) => gate.forward(&self.gate_up.forward_single(x, fused)?)?,
-            Gate::Plain(activation) if fused => glu(&self.gate_up.forward_joint(x)?, activation)?,
+            Gate::Plain(activation) if fused && self.sparsity.is_none() => {
+                glu(&self.gate_up.forward_joint(x)?, activation)?
+            }
             Gate::Plain(activation) => {
                 let inner = self.gate_up.outputs() as i64 / 2;
-                let [gate, up] = self.gate_up.forward_each(x, [inner, inner])?;
+                let parts = self.gate_up.forward_split(x, &[inner, inner], fused)?;
+                let [gate, up] = <[Tensor; 2]>::try_from(parts)
+                    .map_err(|_| overdrive_core::Error::internal("a gate without its values"))?;
+                let gate = match self.sparsity {
+                    Some(sparsity) => sparsity.forward(&gate)?,
+                    None => gate,
+                };
                 activate(activation, &gate)?.f_mul(&up)?
             }
         };

@@ -41,6 +41,9 @@ pub enum ParameterRole {
     /// values. It multiplies queries as well, transposed, so it is never quantized here, but read if a file holds it
     /// quantized.
     Expansion,
+    /// The table of the inputs that layers get beside the residual stream (Gemma 3n and 4). It is never quantized here,
+    /// but stays quantized if a file holds it so.
+    LayerInputs,
     /// A norm, a bias, a table of positions.
     Other,
 }
@@ -68,12 +71,18 @@ pub(crate) fn replace_weight(
     })?)
 }
 
-/// Makes each parameter require a gradient, or not. Corrections of routers never do.
+/// Returns `true` for a tensor that training never changes: a buffer in transformers, such as the corrections of a
+/// router (DeepSeek-V3) or the factor of a layer (Gemma 4).
+fn is_buffer(name: &str) -> bool {
+    is_correction(name) || name.ends_with(".layer_scalar")
+}
+
+/// Makes each parameter require a gradient, or not. Buffers never do.
 pub(crate) fn set_requires_grad(
     parameters: &[(String, Tensor)],
     requires_grad: bool,
 ) -> Result<()> {
-    for (_, tensor) in parameters.iter().filter(|(name, _)| !is_correction(name)) {
+    for (_, tensor) in parameters.iter().filter(|(name, _)| !is_buffer(name)) {
         // The flag belongs to the tensor that all shallow clones share.
         let _same = tensor.f_set_requires_grad(requires_grad)?;
     }

@@ -114,6 +114,24 @@ impl JointLinear {
         })
     }
 
+    /// Computes the outputs of these `widths`, in one matmul if `fused`.
+    pub(crate) fn forward_split(
+        &self,
+        x: &Tensor,
+        widths: &[i64],
+        fused: bool,
+    ) -> Result<Vec<Tensor>> {
+        let joint = match self.0.as_slice() {
+            [joint] => joint.forward_with(x, fused)?,
+            _ if fused => self.forward_joint(x)?,
+            each => {
+                let each = each.iter().map(|linear| linear.forward_with(x, false));
+                return Ok(each.collect::<overdrive_nn::Result<_>>()?);
+            }
+        };
+        Ok(joint.f_split_with_sizes(widths, -1)?)
+    }
+
     pub(crate) fn layers(&self) -> impl Iterator<Item = &Linear> {
         self.0.iter()
     }

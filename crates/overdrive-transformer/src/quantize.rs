@@ -64,6 +64,7 @@ impl QuantizeOptions {
             ParameterRole::Embedding
             | ParameterRole::Router
             | ParameterRole::Expansion
+            | ParameterRole::LayerInputs
             | ParameterRole::Other => None,
         }
     }
@@ -166,6 +167,13 @@ impl CausalLm {
             };
             *self.embedding_mut() = Embedding::dense(weight.shallow_clone());
             dense.push((spec.name.clone(), weight));
+        }
+        if let Some((name, table)) = self.layer_inputs_mut()
+            && let Some(packed) = table.quantized_table()
+        {
+            let weight = packed.dequantize(kind)?;
+            *table = Embedding::dense(weight.shallow_clone());
+            dense.push((format!("{name}.weight"), weight));
         }
         if dense.iter().any(|(name, _)| name == "lm_head.weight") {
             // The head is dense now and no longer the embedding, if it ever was.

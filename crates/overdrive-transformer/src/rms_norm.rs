@@ -157,6 +157,14 @@ impl Gain {
     }
 }
 
+/// Normalises `x` without a weight.
+pub(crate) fn normalised_without_weight(x: &Tensor, eps: f64, fused: bool) -> Result<Tensor> {
+    let width = x.size().last().copied().unwrap_or(0);
+    // Made anew: a model may be moved to another device or dtype, and this is the size of a head.
+    let ones = Tensor::f_ones([width], (x.kind(), x.device()))?;
+    normalised(x, &ones, eps, fused)
+}
+
 fn normalised(x: &Tensor, weight: &Tensor, eps: f64, fused: bool) -> Result<Tensor> {
     if fused {
         return Ok(overdrive_fused::rms_norm(x, weight, eps)?);

@@ -168,7 +168,7 @@ fn paged(
     let _no_grad = tch::no_grad_guard();
     let model = model(config, device, kind)?;
     let mut cache = PagedCache::new(PagedCacheConfig {
-        layers: model.num_layers(),
+        layers: model.cache_layers(),
         kv_heads: model.config().num_key_value_heads(),
         head_dim: model.config().head_dim(),
         num_blocks: 32,

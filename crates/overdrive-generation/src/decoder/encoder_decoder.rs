@@ -52,6 +52,7 @@ impl<'a> EncoderDecoder<'a> {
                     rows,
                     positions,
                     new_tokens: most,
+                    slack: 0,
                 },
             )?)
         } else {

@@ -27,6 +27,8 @@ pub(crate) struct DecoderSize {
     pub(crate) positions: usize,
     /// The most new tokens of a row.
     pub(crate) new_tokens: usize,
+    /// The most tokens of several steps that a truncation drops.
+    pub(crate) slack: usize,
 }
 
 /// Reads the prompts of a batch, and then one token a row at a time.
@@ -52,6 +54,17 @@ impl<'a> Decoder<'a> {
         config: &GenerationConfig,
         copies: usize,
     ) -> Result<Self> {
+        Decoder::with_slack(model, prompts, config, copies, 0)
+    }
+
+    /// Returns a decoder whose [`truncate`](Decoder::truncate) may drop up to `slack` tokens of several steps.
+    pub(crate) fn with_slack(
+        model: &'a CausalLm,
+        prompts: &[Vec<i64>],
+        config: &GenerationConfig,
+        copies: usize,
+        slack: usize,
+    ) -> Result<Self> {
         let longest = prompts.iter().map(Vec::len).max().unwrap_or(0);
         let context = cache::context(model, config);
         let new = |prompt: &Vec<i64>| {
@@ -63,6 +76,7 @@ impl<'a> Decoder<'a> {
             rows: prompts.len() * copies,
             positions: longest + most,
             new_tokens: most,
+            slack,
         };
         let uneven = prompts.iter().any(|prompt| prompt.len() != longest);
         let name = config.cache_implementation.as_deref();
@@ -168,7 +182,12 @@ fn captures(model: &CausalLm, size: DecoderSize) -> bool {
         return is_forced();
     }
     let config = model.config();
-    let token = 2 * model.num_layers() as i64 * config.num_key_value_heads() * config.head_dim();
+    let layer = config.num_key_value_heads() * config.head_dim();
+    let own = model.cache_layer_heads();
+    let token = match own.is_empty() {
+        true => 2 * model.cache_layers() as i64 * layer,
+        false => own.iter().map(|own| 2 * own.kv_heads * own.head_dim).sum(),
+    };
     let bytes = (size.rows * size.positions) as u64
         * token.unsigned_abs()
         * model.kind().elt_size_in_bytes() as u64;

@@ -5,7 +5,6 @@ use tch::Tensor;
 
 use super::DecoderSize;
 use crate::captured::CapturedSteps;
-use crate::engine::EngineModel;
 use crate::{GenerationConfig, Result};
 
 /// The minimum number of new tokens for which a capture is worthwhile: it takes as long as several steps.
@@ -33,16 +32,11 @@ impl<'a> Ragged<'a> {
         config: &GenerationConfig,
         size: DecoderSize,
     ) -> Result<Self> {
-        let shape = model.cache_shape()?;
         let mut paged = PagedCacheConfig {
-            layers: model.num_layers(),
-            kv_heads: shape.kv_heads,
-            head_dim: shape.head_dim,
-            kind: model.kind(),
-            device: model.device(),
             // All prompts are added before any has been read: there is no prefix to find.
             enable_prefix_caching: false,
-            ..PagedCacheConfig::default()
+            slack: size.slack as i64,
+            ..PagedCacheConfig::of(&model.cache_shape())
         };
         // A reordering holds two generations of beams at once, whose last blocks differ.
         let blocks = size

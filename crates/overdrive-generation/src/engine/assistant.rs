@@ -9,6 +9,7 @@ use tch::{Device, Kind, Tensor};
 
 use super::model::{EngineModel, RaggedStep};
 use super::scheduler::Arrival;
+use crate::speculation::MOST_PROPOSED;
 use crate::{GenerationConfig, NumAssistantTokensSchedule, Result};
 
 /// The number of tokens that a pass of the draft model reads, over all sequences; longer prompts take several steps.
@@ -53,12 +54,8 @@ impl Assistant {
         let cache = PagedCache::new(PagedCacheConfig {
             block_size: block_size as i64,
             num_blocks,
-            kind: shape.kind,
-            device: shape.device,
-            layers: shape.layers,
-            kv_heads: shape.kv_heads,
-            head_dim: shape.head_dim,
-            ..PagedCacheConfig::default()
+            slack: MOST_PROPOSED as i64 + 1,
+            ..PagedCacheConfig::of(&shape)
         })?;
         Ok(Assistant {
             device: shape.device,

@@ -8,6 +8,7 @@ use overdrive_kv_cache::{PagedCache, PagedCacheConfig, SequenceId};
 use overdrive_sys::transfer::to_device;
 use tch::{Device, Tensor};
 use tokenizers::Tokenizer;
+use tracing::info;
 
 use super::assistant::{Assistant, Drafted};
 use super::flight::Flight;
@@ -105,16 +106,17 @@ impl<M: EngineModel> Engine<M> {
     pub fn new(model: M, config: EngineConfig) -> Result<Engine<M>> {
         config.validate()?;
         let (shape, context) = (model.cache_shape()?, model.context());
+        let sizes = PagedCacheConfig::of(&shape);
+        if config.enable_prefix_caching && !sizes.enable_prefix_caching {
+            info!(
+                "prefixes are not shared: the states of this model's recurrent layers are of whole sequences"
+            );
+        }
         let sizes = PagedCacheConfig {
             block_size: config.block_size as i64,
-            kind: shape.kind,
             kv_cache_dtype: config.kv_cache_dtype,
-            device: shape.device,
-            enable_prefix_caching: config.enable_prefix_caching,
-            layers: shape.layers,
-            kv_heads: shape.kv_heads,
-            head_dim: shape.head_dim,
-            ..PagedCacheConfig::default()
+            enable_prefix_caching: config.enable_prefix_caching && sizes.enable_prefix_caching,
+            ..sizes
         };
         // After the last of n positions the model still gives logits, so that n + 1 tokens are
         // possible.

@@ -21,7 +21,7 @@ mod step_logits;
 pub use config::EngineConfig;
 pub use engine::Engine;
 pub use handle::{EngineHandle, Events, Ticket};
-pub use model::{CacheShape, EngineModel, RaggedStep, StepAdapters};
+pub use model::{EngineModel, RaggedStep, StepAdapters};
 pub(crate) use request::Completions;
 pub use request::{Completion, Event, Outcome, PromptLogprobs, Request, RequestId};
 pub use statistics::{EngineStatistics, Latency};

@@ -1,9 +1,9 @@
 use std::sync::Arc;
 
-use overdrive_kv_cache::KvCache;
+use overdrive_kv_cache::{CacheShape, KvCache};
 use overdrive_nn::AdapterRows;
 use overdrive_transformer::{CausalLm, ForwardInput, Logits};
-use tch::{Device, Kind, Tensor};
+use tch::{Device, Tensor};
 
 use super::scheduler::Chunk;
 use crate::{Error, Result};
@@ -11,7 +11,8 @@ use crate::{Error, Result};
 /// The model of an [`Engine`](crate::Engine): [`CausalLm`], or any decoder whose attention goes through
 /// [`KvCache::attend`].
 pub trait EngineModel {
-    /// Returns the shape of the model's cache.
+    /// Returns the shape of the model's cache: `windows` (an entry for each layer), `recurrent`, `kv_heads`, `head_dim`,
+    /// `kind` and `device`.
     ///
     /// # Errors
     /// When the shape is not known.
@@ -81,21 +82,6 @@ pub trait EngineModel {
     }
 }
 
-/// The shape of a model's cache.
-#[derive(Debug, Clone, Copy, PartialEq, Eq)]
-pub struct CacheShape {
-    /// The number of layers.
-    pub layers: usize,
-    /// The key/value heads of a layer.
-    pub kv_heads: i64,
-    /// The channels of a head.
-    pub head_dim: i64,
-    /// The dtype of keys and values.
-    pub kind: Kind,
-    /// The device of keys and values.
-    pub device: Device,
-}
-
 /// The new tokens of all sequences of a step, `T` in all, concatenated in one row. The cache knows
 /// which token belongs to which sequence; the model need not.
 #[derive(Debug)]
@@ -152,13 +138,7 @@ impl StepAdapters {
 
 impl EngineModel for CausalLm {
     fn cache_shape(&self) -> Result<CacheShape> {
-        Ok(CacheShape {
-            layers: self.num_layers(),
-            kv_heads: self.config().num_key_value_heads(),
-            head_dim: self.config().head_dim(),
-            kind: self.kind(),
-            device: self.device(),
-        })
+        Ok(CausalLm::cache_shape(self))
     }
 
     fn vocab_size(&self) -> usize {

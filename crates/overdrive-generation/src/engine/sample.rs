@@ -9,7 +9,7 @@ use super::scheduler::Chunk;
 use crate::device_sampling::RowLogits;
 use crate::row_text::RowText;
 use crate::rows::{ChosenToken, RowState, is_late};
-use crate::speculation::PromptLookup;
+use crate::speculation::{MOST_PROPOSED, PromptLookup};
 use crate::{
     Completion, Constraint, FinishReason, GenerationConfig, Result, Sampler, TokenLogprobs,
     TokenMask,
@@ -86,7 +86,7 @@ impl Sample {
     pub(super) fn most_proposed(&self, have: usize, context: usize) -> usize {
         // The model yields one token more than is proposed.
         let room = self.row.limit.0.saturating_sub(have + 1);
-        room.min(context.saturating_sub(have))
+        room.min(context.saturating_sub(have)).min(MOST_PROPOSED)
     }
 
     /// Proposes tokens of the text itself to follow `tokens`, prompt included, if the request asks for it; returns `true`

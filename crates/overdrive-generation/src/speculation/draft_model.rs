@@ -1,7 +1,7 @@
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-use super::{Proposal, Proposer};
+use super::{MOST_PROPOSED, Proposal, Proposer};
 use crate::decoder::{Decoder, to_host};
 use crate::generation_model::RowDecoder;
 use crate::{GenerationConfig, NumAssistantTokensSchedule, Result, Sampler};
@@ -50,7 +50,8 @@ impl<'a> DraftModel<'a> {
         let logits = match &mut self.decoder {
             None => {
                 let prompt = [ids.to_vec()];
-                let decoder = Decoder::new(self.model, &prompt, &self.config, 1)?;
+                let decoder =
+                    Decoder::with_slack(self.model, &prompt, &self.config, 1, MOST_PROPOSED + 1)?;
                 self.decoder.insert(decoder).prefill()?
             }
             Some(decoder) => {

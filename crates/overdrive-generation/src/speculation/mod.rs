@@ -108,6 +108,9 @@ pub(crate) fn generate(
     Ok(output)
 }
 
+/// The most tokens that are proposed at once: a cache with recurrent layers undoes steps of 64 tokens at most.
+pub(crate) const MOST_PROPOSED: usize = 63;
+
 /// The largest difference of vocabulary sizes that is treated as padding without comparing the tokens, as
 /// in llama.cpp. Qwen2.5 pads to 151936 or 152064.
 const PADDING: u64 = 128;
@@ -170,7 +173,9 @@ impl SpeculativeDecoding<'_> {
     ) -> Result<()> {
         let have = row.ids.len();
         // The model yields one token more than is proposed.
-        let mut most = (row.state.limit.0 - have - 1).min(self.context.saturating_sub(have));
+        let mut most = (row.state.limit.0 - have - 1)
+            .min(self.context.saturating_sub(have))
+            .min(MOST_PROPOSED);
         if cache::slides(self.config) {
             most = most.min(cache::most_proposed(self.config));
         }

@@ -21,7 +21,7 @@ use overdrive_generation::{
 use overdrive_transformer::{CausalLm, InitOptions, LlamaConfig};
 use tch::Tensor;
 
-const CASES: [&str; 20] = [
+const CASES: [&str; 26] = [
     "llama_gqa",
     "llama3_rope",
     "mistral",
@@ -36,12 +36,18 @@ const CASES: [&str; 20] = [
     "granite4",
     "deepseek_v2",
     "deepseek_v3",
+    "qwen3_next",
+    "qwen3_5",
+    "qwen3_5_moe",
     "glm4",
     "qwen2_moe",
     "gpt_oss",
     "ministral3",
     "gpt2",
     "gpt2_scaled",
+    "gemma3n",
+    "gemma4",
+    "gemma4_dense",
 ];
 
 fn load(case: &str) -> CausalLm {
@@ -444,7 +450,7 @@ impl Faulty {
 
 impl EngineModel for Faulty {
     fn cache_shape(&self) -> Result<CacheShape> {
-        self.model.cache_shape()
+        Ok(self.model.cache_shape())
     }
 
     fn vocab_size(&self) -> usize {

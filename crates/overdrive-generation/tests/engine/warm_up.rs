@@ -35,7 +35,7 @@ impl Loading {
 
 impl EngineModel for Loading {
     fn cache_shape(&self) -> Result<CacheShape> {
-        self.model.cache_shape()
+        Ok(self.model.cache_shape())
     }
 
     fn vocab_size(&self) -> usize {

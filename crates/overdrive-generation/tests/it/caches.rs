@@ -6,7 +6,7 @@ use crate::support::{greedy, load};
 use overdrive_generation::{CacheConfig, FinishReason, GenerationConfig, generate, generate_with};
 use overdrive_transformer::{AttentionImplementation, Execution};
 
-const CASES: [&str; 20] = [
+const CASES: [&str; 25] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -22,11 +22,16 @@ const CASES: [&str; 20] = [
     "granite4",
     "deepseek_v2",
     "deepseek_v3",
+    "qwen3_next",
+    "qwen3_5",
     "glm4",
     "qwen2_moe",
     "gpt_oss",
     "ministral3",
     "gpt2",
+    "gemma3n",
+    "gemma4",
+    "gemma4_dense",
 ];
 
 fn with_cache(name: &str, config: GenerationConfig) -> GenerationConfig {
@@ -91,7 +96,7 @@ fn beams_and_several_samples_are_the_same_over_every_exact_cache() {
         eos_token_id: vec![17, 30, 50, 70, 90],
         ..crate::support::sampled(40, 3)
     };
-    for case in ["llama_gqa", "gpt2"] {
+    for case in ["llama_gqa", "gpt2", "gemma4"] {
         let model = load(case);
         for config in [&beams, &samples] {
             let want = generate(&model, &prompts, &without_cache(config.clone())).unwrap();
@@ -108,7 +113,7 @@ fn beams_and_several_samples_are_the_same_over_every_exact_cache() {
 #[test]
 fn speculation_truncates_rejected_tokens_in_every_cache() {
     let prompts = [vec![5, 9, 3, 7, 5, 9], vec![8, 8, 60, 8]];
-    for case in ["llama_gqa", "qwen2_sliding", "gpt2"] {
+    for case in ["llama_gqa", "qwen2_sliding", "gpt2", "gemma3n", "gemma4"] {
         let model = load(case);
         let want = generate(&model, &prompts, &without_cache(greedy(40))).unwrap();
         let mut names = vec!["dynamic", "static", "paged"];

@@ -22,7 +22,7 @@ fn render(template: &ChatTemplate) -> String {
 fn templates_render_byte_for_byte_what_transformers_renders() {
     let fixtures = fixtures();
     let cases = fixtures["cases"].as_array().unwrap();
-    assert_eq!(cases.len(), 82);
+    assert_eq!(cases.len(), 92);
     for (number, case) in cases.iter().enumerate() {
         let name = case["name"].as_str().unwrap();
         let mut template =

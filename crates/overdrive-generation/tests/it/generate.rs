@@ -9,7 +9,7 @@ use overdrive_generation::{
 use overdrive_transformer::CausalLm;
 use tch::Tensor;
 
-const CASES: [&str; 29] = [
+const CASES: [&str; 36] = [
     "llama_gqa",
     "llama_tied_biases",
     "llama3_rope",
@@ -31,6 +31,10 @@ const CASES: [&str; 29] = [
     "granite4",
     "deepseek_v2",
     "deepseek_v3",
+    "qwen3_next",
+    "qwen3_next_dense",
+    "qwen3_5",
+    "qwen3_5_moe",
     "glm4",
     "phi4_mini",
     "mistral_small",
@@ -39,6 +43,9 @@ const CASES: [&str; 29] = [
     "ministral3",
     "gpt2",
     "gpt2_scaled",
+    "gemma3n",
+    "gemma4",
+    "gemma4_dense",
 ];
 
 fn fixture(case: &str) -> PathBuf {

@@ -34,7 +34,7 @@ fn lookup(config: GenerationConfig) -> GenerationConfig {
 #[test]
 fn greedy_speculation_gives_the_same_tokens_whatever_is_proposed() {
     let prompts = [vec![5, 9, 3, 7, 5, 9], vec![100], vec![8, 8, 8, 8]];
-    for case in ["llama_gqa", "gpt2", "qwen3", "mixtral"] {
+    for case in ["llama_gqa", "gpt2", "qwen3", "mixtral", "qwen3_5"] {
         let model = load(case);
         let vocabulary = model.config().vocab_size();
         // One draft that is always right, and one that is hardly ever.

@@ -50,6 +50,40 @@ fn special_tokens_leave_text_only_where_wanted() {
     );
 }
 
+/// Where a tokenizer has them as special tokens, as that of Gemma 4, and decodes bytes or not.
+#[test]
+fn the_marks_of_tool_calls_leave_text() {
+    let special = ["<|tool_call>", "<tool_call|>", "<|\"|>", "<turn|>"];
+    for decoder in ["ByteFallback", "Fuse"] {
+        let added: Vec<Value> = special
+            .iter()
+            .zip(4..)
+            .map(|(content, id)| {
+                json!({"id": id, "content": content, "single_word": false, "lstrip": false, "rstrip": false,
+                    "normalized": false, "special": true})
+            })
+            .collect();
+        let tokenizer = json!({
+            "version": "1.0", "truncation": null, "padding": null, "added_tokens": added, "normalizer": null,
+            "pre_tokenizer": null, "post_processor": null, "decoder": {"type": decoder},
+            "model": {"type": "BPE", "vocab": {"<0xC3>": 0, "<0xA9>": 1, "a": 2, "b": 3}, "merges": []},
+        });
+        let tokenizer: Tokenizer = tokenizer.to_string().parse().unwrap();
+        let ids = [2, 4, 3, 6, 2, 6, 5, 7];
+        let expected = "a<|tool_call>b<|\"|>a<|\"|><tool_call|>";
+        assert_eq!(
+            TextStream::decode(&tokenizer, &ids, true).unwrap(),
+            expected
+        );
+        let mut stream = TextStream::new(&tokenizer, true);
+        let mut text = String::new();
+        for id in ids {
+            text += &stream.push(id).unwrap();
+        }
+        assert_eq!(text + &stream.finish().unwrap(), expected);
+    }
+}
+
 #[test]
 fn a_prompt_gives_no_text_but_completes_characters() {
     let tokenizer = byte_tokenizer();

@@ -5,6 +5,7 @@ use tch::Tensor;
 use super::block_tables::{PreparedSequence, SequenceId};
 use super::cache::{PagedCache, to_i64};
 use crate::key_values::{KeyValues, Spec, check_truncation};
+use crate::recurrent::{DeltaRuleStep, StateStep};
 use crate::{AttendOptions, Error, KvCache, KvView, Result};
 
 /// The name of this cache in errors.
@@ -52,8 +53,7 @@ impl<'a> PagedBatch<'a> {
             // Dropping the step on return cancels it.
             return Err(Error::StepNotRun { layer });
         }
-        self.step.commit();
-        Ok(())
+        self.step.commit()
     }
 
     /// Returns the total number of new tokens.
@@ -115,19 +115,47 @@ impl<'a> PagedBatch<'a> {
 
     /// Writes the new keys and values `(1, H_kv, N, D)` of a layer to their blocks.
     fn write(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<()> {
-        let layers = self.written.len();
-        match self.written.get(layer) {
-            None => return Err(Error::NoSuchLayer { layer, layers }),
-            Some(true) => return Err(Error::LayerTwice { layer }),
-            Some(false) => {}
-        }
+        self.check_new(layer)?;
         self.check(layer, keys, values)?;
         // `check` comes first: a step with an error writes nothing.
-        let pool = &mut self.step.cache.pools()[layer];
+        let pool = self.step.cache.pool_mut(layer)?;
         let rows = |new: &Tensor| new.f_squeeze_dim(0)?.f_transpose(0, 1);
         pool.write(&rows(keys)?, &rows(values)?, &self.slots)?;
         self.written[layer] = true;
         Ok(())
+    }
+
+    fn restart(&mut self) {
+        self.written.fill(false);
+        if let Some(states) = &mut self.step.states {
+            states.restart();
+        }
+    }
+
+    /// Checks that the layer exists and has not run in this step.
+    fn check_new(&self, layer: usize) -> Result<()> {
+        let layers = self.written.len();
+        match self.written.get(layer) {
+            None => Err(Error::NoSuchLayer { layer, layers }),
+            Some(true) => Err(Error::LayerTwice { layer }),
+            Some(false) => Ok(()),
+        }
+    }
+
+    /// Attends to the tokens of a layer that has received the new ones.
+    fn attend_written(
+        &mut self,
+        layer: usize,
+        query: &Tensor,
+        options: &AttendOptions<'_>,
+    ) -> Result<Tensor> {
+        let pool = self.step.cache.pool(layer)?;
+        // The paged kernel reads tokens as rows, `(N, H, D)`.
+        let rows = query.f_squeeze_dim(0)?.f_transpose(0, 1)?;
+        let (keys, values) = (pool.keys.view(), pool.values.view());
+        let options = options.causal();
+        let (output, _) = attention_paged(&rows, keys, values, &self.layout, &options)?;
+        Ok(output.f_transpose(0, 1)?.f_unsqueeze(0)?)
     }
 
     fn check(&mut self, layer: usize, keys: &Tensor, values: &Tensor) -> Result<()> {
@@ -140,16 +168,28 @@ impl<'a> PagedBatch<'a> {
             return Err(overdrive_core::Error::shape("keys", keys.size(), expected).into());
         }
         let config = self.step.cache.config();
+        let heads = config.heads(layer);
         let held = Spec {
-            heads: config.kv_heads,
-            key_dim: config.head_dim,
-            value_dim: config.value_dim(),
+            heads: heads.kv_heads,
+            key_dim: heads.head_dim,
+            value_dim: config.value_dim(layer),
             kind: config.kind,
             device: config.device,
             batch: 1,
         };
         held.check_fit(layer, &new.spec)
     }
+}
+
+fn check_no_mask(options: &AttendOptions<'_>) -> Result<()> {
+    if options.mask.is_none() {
+        return Ok(());
+    }
+    Err(Error::Unsupported {
+        cache: NAME,
+        what: "take a mask",
+        hint: "it separates its sequences without one; pass no attention mask to the model",
+    })
 }
 
 impl KvCache for PagedBatch<'_> {
@@ -168,21 +208,41 @@ impl KvCache for PagedBatch<'_> {
         values: &Tensor,
         options: &AttendOptions<'_>,
     ) -> Result<Tensor> {
-        if options.mask.is_some() {
+        check_no_mask(options)?;
+        self.write(layer, keys, values)?;
+        self.attend_written(layer, query, options)
+    }
+
+    fn attend_shared(
+        &mut self,
+        layer: usize,
+        query: &Tensor,
+        options: &AttendOptions<'_>,
+    ) -> Result<Tensor> {
+        check_no_mask(options)?;
+        match self.written.get(layer) {
+            Some(true) => self.attend_written(layer, query, options),
+            _ => Err(Error::NotKept { layer }),
+        }
+    }
+
+    /// Advances the states of all sequences by their new tokens `(1, N, …)`.
+    fn delta_rule(&mut self, layer: usize, step: &DeltaRuleStep) -> Result<Tensor> {
+        self.check_new(layer)?;
+        step.check_no_gradient(layer)?;
+        let PagedStep { cache, states, .. } = &mut self.step;
+        let (Some(states), true) = (states, cache.config().is_recurrent(layer)) else {
             return Err(Error::Unsupported {
                 cache: NAME,
-                what: "take a mask",
-                hint: "it separates its sequences without one; pass no attention mask to the model",
+                what: "hold the state of a recurrent layer",
+                hint: "create the PagedCache with `PagedCacheConfig::recurrent`",
             });
-        }
-        let options = options.causal();
-        self.write(layer, keys, values)?;
-        let pool = &self.step.cache.pools()[layer];
-        // The paged kernel reads tokens as rows, `(N, H, D)`.
-        let rows = query.f_squeeze_dim(0)?.f_transpose(0, 1)?;
-        let (keys, values) = (pool.keys.view(), pool.values.view());
-        let (output, _) = attention_paged(&rows, keys, values, &self.layout, &options)?;
-        Ok(output.f_transpose(0, 1)?.f_unsqueeze(0)?)
+        };
+        let before = cache.config().recurrent[..layer].iter();
+        let number = before.filter(|recurrent| **recurrent).count();
+        let output = cache.states().pool.advance(states, number, step.flat()?)?;
+        self.written[layer] = true;
+        Ok(output.f_unsqueeze(0)?)
     }
 
     fn layers(&self) -> usize {
@@ -199,7 +259,7 @@ impl KvCache for PagedBatch<'_> {
     fn truncate(&mut self, len: i64) -> Result<()> {
         match len {
             0 => {
-                self.written.fill(false);
+                self.restart();
                 Ok(())
             }
             len => check_truncation(len, 0),
@@ -208,7 +268,7 @@ impl KvCache for PagedBatch<'_> {
 
     /// Restarts the step; [`PagedCache::release`] removes a sequence.
     fn reset(&mut self) {
-        self.written.fill(false);
+        self.restart();
     }
 
     fn reorder(&mut self, _: &Tensor) -> Result<()> {
@@ -257,11 +317,21 @@ impl KvCache for PagedBatch<'_> {
 pub(super) struct PagedStep<'a> {
     cache: &'a mut PagedCache,
     prepared: Vec<PreparedSequence>,
+    /// The next states of the sequences with new tokens, if the model has recurrent layers.
+    states: Option<StateStep>,
 }
 
 impl<'a> PagedStep<'a> {
-    pub(super) fn new(cache: &'a mut PagedCache, prepared: Vec<PreparedSequence>) -> Self {
-        PagedStep { cache, prepared }
+    pub(super) fn new(
+        cache: &'a mut PagedCache,
+        prepared: Vec<PreparedSequence>,
+        states: Option<StateStep>,
+    ) -> Self {
+        PagedStep {
+            cache,
+            prepared,
+            states,
+        }
     }
 
     pub(super) fn prepared(&self) -> &[PreparedSequence] {
@@ -274,14 +344,19 @@ impl<'a> PagedStep<'a> {
 
     /// Returns a step over the same cache that adds nothing.
     pub(super) fn without_tokens(&mut self) -> PagedStep<'_> {
-        PagedStep::new(self.cache, Vec::new())
+        PagedStep::new(self.cache, Vec::new(), None)
     }
 
     /// Adds the new tokens to their sequences.
-    pub(super) fn commit(mut self) {
+    pub(super) fn commit(mut self) -> Result<()> {
+        if let Some(states) = self.states.take() {
+            let cache = &mut *self.cache;
+            cache.states().commit(states, &self.prepared)?;
+        }
         let prepared = std::mem::take(&mut self.prepared);
         // The step is emptied above, so `drop` has nothing left to cancel.
         self.cache.block_tables().commit(prepared);
+        Ok(())
     }
 
     /// Passes the new tokens to the cache without adding them to their sequences.
@@ -295,5 +370,8 @@ impl Drop for PagedStep<'_> {
     fn drop(&mut self) {
         let prepared = std::mem::take(&mut self.prepared);
         self.cache.block_tables().cancel(prepared);
+        if let Some(states) = self.states.take() {
+            self.cache.states().pool.cancel(states);
+        }
     }
 }

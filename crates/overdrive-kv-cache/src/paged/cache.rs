@@ -1,3 +1,5 @@
+use std::collections::HashMap;
+
 use overdrive_attention::{PagedLayout, PagedSlots};
 use tch::{Device, Tensor};
 
@@ -6,6 +8,7 @@ use super::block_pool::BlockId;
 use super::block_tables::{BlockTables, PagedStatistics, PreparedSequence, SequenceId};
 use super::config::PagedCacheConfig;
 use super::pool::LayerPool;
+use crate::recurrent::{SequenceState, StatePool, StateStep};
 use crate::{Error, KvView, Result};
 
 /// The keys and values of many sequences in one pool of blocks of equal size.
@@ -62,7 +65,53 @@ pub struct PagedCache {
     config: PagedCacheConfig,
     block_size: usize,
     tables: BlockTables,
-    layers: Vec<LayerPool>,
+    /// The blocks of each layer; `None` for a recurrent layer.
+    layers: Vec<Option<LayerPool>>,
+    states: PagedStates,
+}
+
+/// The states of the sequences that have any, in recurrent layers.
+#[derive(Debug)]
+pub(super) struct PagedStates {
+    pub(super) pool: StatePool,
+    sequences: HashMap<SequenceId, SequenceState>,
+}
+
+impl PagedStates {
+    /// Begins a step; `None` without recurrent layers.
+    fn begin(&mut self, prepared: &[PreparedSequence]) -> Result<Option<StateStep>> {
+        if self.pool.layers() == 0 {
+            return Ok(None);
+        }
+        let with_tokens = || prepared.iter().filter(|new| !new.tokens.is_empty());
+        for new in with_tokens() {
+            self.sequences.entry(new.id).or_default();
+        }
+        let sequences = with_tokens().filter_map(|new| {
+            let state = self.sequences.get(&new.id)?;
+            Some((state, to_i64(new.tokens.len())))
+        });
+        self.pool.begin(sequences).map(Some)
+    }
+
+    /// Commits a step of `begin`.
+    pub(super) fn commit(&mut self, step: StateStep, prepared: &[PreparedSequence]) -> Result<()> {
+        let with_tokens = prepared.iter().filter(|new| !new.tokens.is_empty());
+        let mut states: Vec<_> = with_tokens
+            .filter_map(|new| Some((new.id, self.sequences.remove(&new.id)?)))
+            .collect();
+        let committed = self
+            .pool
+            .commit(step, states.iter_mut().map(|(_, state)| state));
+        self.sequences.extend(states);
+        committed
+    }
+
+    fn release(&mut self, id: SequenceId) {
+        if let Some(state) = self.sequences.remove(&id) {
+            self.pool.release(state);
+        }
+    }
 }
 
 impl PagedCache {
@@ -76,7 +125,10 @@ impl PagedCache {
         // One block more than the tables use: it belongs to the rows of a captured step without a sequence.
         let (blocks, block_size) = (to_i64(config.num_blocks) + 1, config.block_size);
         let layers = (0..config.layers)
-            .map(|_| LayerPool::empty(&config, blocks))
+            .map(|layer| match config.is_recurrent(layer) {
+                true => Ok(None),
+                false => LayerPool::empty(&config, layer, blocks).map(Some),
+            })
             .collect::<Result<_>>()?;
         // `validate` has checked that both fit.
         let blocks = BlockId::try_from(config.num_blocks).unwrap_or(BlockId::MAX);
@@ -84,6 +136,10 @@ impl PagedCache {
         Ok(PagedCache {
             tables: BlockTables::new(blocks, block_size, config.enable_prefix_caching),
             block_size,
+            states: PagedStates {
+                pool: StatePool::new(config.recurrent_layers(), config.slack),
+                sequences: HashMap::new(),
+            },
             config,
             layers,
         })
@@ -120,14 +176,27 @@ impl PagedCache {
     /// # Errors
     /// [`Error::NoSuchSequence`].
     pub fn fork(&mut self, id: SequenceId) -> Result<SequenceId> {
-        self.tables.fork(id)
+        let state = self.states.sequences.get(&id);
+        let state = state
+            .map(|state| self.states.pool.fork(state))
+            .transpose()?;
+        let fork = self.tables.fork(id)?;
+        if let Some(state) = state {
+            self.states.sequences.insert(fork, state);
+        }
+        Ok(fork)
     }
 
-    /// Drops all but the first `len` tokens of a sequence and frees the blocks of the others.
+    /// Drops all but the first `len` tokens of a sequence and frees the blocks of the others. States of recurrent layers
+    /// reach any length within the last step of the sequence if that had at most 64 tokens, the length before it, 0, and the
+    /// last [`slack`](PagedCacheConfig::slack) tokens.
     ///
     /// # Errors
-    /// [`Error::NoSuchSequence`], [`Error::TruncateBeyondEnd`].
+    /// [`Error::NoSuchSequence`], [`Error::TruncateBeyondEnd`], [`Error::StateDropped`].
     pub fn truncate(&mut self, id: SequenceId, len: usize) -> Result<()> {
+        if let Some(state) = self.states.sequences.get_mut(&id) {
+            self.states.pool.truncate(state, to_i64(len))?;
+        }
         self.tables.truncate(id, len)
     }
 
@@ -136,11 +205,15 @@ impl PagedCache {
     /// # Errors
     /// [`Error::NoSuchSequence`].
     pub fn release(&mut self, id: SequenceId) -> Result<()> {
+        self.states.release(id);
         self.tables.release(id)
     }
 
     /// Removes every sequence; prefixes can still be reused.
     pub fn release_all(&mut self) {
+        for (_, state) in self.states.sequences.drain() {
+            self.states.pool.release(state);
+        }
         self.tables.release_all();
     }
 
@@ -178,11 +251,18 @@ impl PagedCache {
         new_tokens: &[(SequenceId, &[i64])],
     ) -> Result<PagedStep<'a>> {
         let prepared = self.tables.prepare(new_tokens)?;
-        let step = PagedStep::new(self, prepared);
+        let states = match self.states.begin(&prepared) {
+            Ok(states) => states,
+            Err(error) => {
+                self.tables.cancel(prepared);
+                return Err(error);
+            }
+        };
+        let step = PagedStep::new(self, prepared, states);
         // Copies whole blocks although only their first tokens are filled: one copy per layer is
         // cheaper than two copies of narrowed tensors.
         for (from, to) in step.prepared().iter().filter_map(|new| new.copy) {
-            for layer in &step.cache().layers {
+            for layer in step.cache().layers.iter().flatten() {
                 layer.copy_block(from, to)?;
             }
         }
@@ -218,10 +298,7 @@ impl PagedCache {
     /// [`Error::NoSuchSequence`], [`Error::NoSuchLayer`].
     pub fn gather(&self, id: SequenceId, layer: usize) -> Result<KvView> {
         let (table, len) = (self.tables.table(id)?, self.tables.len(id)?);
-        let pool = self.layers.get(layer).ok_or(Error::NoSuchLayer {
-            layer,
-            layers: self.layers.len(),
-        })?;
+        let pool = self.pool(layer)?;
         let table: Vec<i64> = table.iter().map(|block| i64::from(*block)).collect();
         // `index_select` takes i64 indices on the device of the pool.
         let table = Tensor::f_from_slice(&table)?.f_to_device(self.config.device)?;
@@ -303,9 +380,9 @@ impl PagedCache {
         &self.config
     }
 
-    /// Returns the size of the pool in bytes.
+    /// Returns the size in bytes of the pool of blocks, and of the states that are allocated.
     pub fn bytes(&self) -> u64 {
-        self.num_blocks() as u64 * self.bytes_per_block()
+        self.num_blocks() as u64 * self.bytes_per_block() + self.states.pool.bytes()
     }
 
     /// Returns the size of one block in bytes, in all layers together.
@@ -333,8 +410,34 @@ impl PagedCache {
         self.tables.audit()
     }
 
-    pub(super) fn pools(&mut self) -> &mut [LayerPool] {
-        &mut self.layers
+    /// Returns the blocks of a layer.
+    pub(super) fn pool(&self, layer: usize) -> Result<&LayerPool> {
+        match self.layers.get(layer) {
+            Some(Some(pool)) => Ok(pool),
+            Some(None) => Err(Error::Unsupported {
+                cache: "a paged cache",
+                what: "hold keys and values of a recurrent layer",
+                hint: "create it with the layers of this model",
+            }),
+            None => Err(Error::NoSuchLayer {
+                layer,
+                layers: self.layers.len(),
+            }),
+        }
+    }
+
+    /// Returns the blocks of a layer.
+    pub(super) fn pool_mut(&mut self, layer: usize) -> Result<&mut LayerPool> {
+        // Asked first, because the error borrows the cache as well.
+        self.pool(layer)?;
+        let pool = self.layers.get_mut(layer).and_then(Option::as_mut);
+        pool.ok_or_else(|| {
+            overdrive_core::Error::internal("a layer of a paged cache is gone").into()
+        })
+    }
+
+    pub(super) fn states(&mut self) -> &mut PagedStates {
+        &mut self.states
     }
 
     pub(super) fn block_tables(&mut self) -> &mut BlockTables {

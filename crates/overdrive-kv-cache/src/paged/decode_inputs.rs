@@ -213,8 +213,15 @@ impl PagedCache {
     /// Allocates the inputs of decoding steps of up to `rows` sequences with up to `longest` tokens each.
     ///
     /// # Errors
-    /// [`Error::Torch`] if memory runs out.
+    /// [`Error::Unsupported`] with recurrent layers, whose states move between steps; [`Error::Torch`] if memory runs out.
     pub fn decode_inputs(&self, rows: usize, longest: usize) -> Result<PagedDecodeInputs> {
+        if self.config().recurrent_layers() > 0 {
+            return Err(Error::Unsupported {
+                cache: "a paged cache with recurrent layers",
+                what: "run steps at fixed addresses",
+                hint: "its states move between steps; run each step with `batch`",
+            });
+        }
         let rows = rows.next_multiple_of(ALIGNMENT).max(ALIGNMENT);
         let blocks = self.num_blocks();
         // Shared blocks occur once for each sequence; steps with more entries than fit are not captured.
@@ -311,7 +318,8 @@ impl PagedDecodeStep<'_> {
 
     /// Adds the new tokens to their sequences. Call it after running the model or replaying its captured step.
     pub fn commit(self) {
-        self.step.commit();
+        // Without states, of which `decode_inputs` has refused any, nothing can fail.
+        let _ = self.step.commit();
     }
 
     /// Ends the borrow of the cache, which keeps the new tokens separate until [`PagedCache::land`].

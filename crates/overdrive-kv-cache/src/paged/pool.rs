@@ -24,11 +24,13 @@ pub(super) struct Blocks {
 }
 
 impl LayerPool {
-    /// Allocates `blocks` blocks.
-    pub(super) fn empty(config: &PagedCacheConfig, blocks: i64) -> Result<LayerPool> {
+    /// Allocates `blocks` blocks of the layer `layer`.
+    pub(super) fn empty(config: &PagedCacheConfig, layer: usize, blocks: i64) -> Result<LayerPool> {
+        let heads = config.heads(layer);
+        let values = config.value_dim(layer);
         Ok(LayerPool {
-            keys: Blocks::empty(config, blocks, config.head_dim)?,
-            values: Blocks::empty(config, blocks, config.value_dim())?,
+            keys: Blocks::empty(config, [blocks, heads.kv_heads], heads.head_dim)?,
+            values: Blocks::empty(config, [blocks, heads.kv_heads], values)?,
         })
     }
 
@@ -74,8 +76,8 @@ impl LayerPool {
 }
 
 impl Blocks {
-    fn empty(config: &PagedCacheConfig, blocks: i64, dim: i64) -> Result<Blocks> {
-        let rows = [blocks, config.kv_heads, config.block_size];
+    fn empty(config: &PagedCacheConfig, [blocks, heads]: [i64; 2], dim: i64) -> Result<Blocks> {
+        let rows = [blocks, heads, config.block_size];
         let shape = [rows[0], rows[1], rows[2], dim];
         // Not initialized: a block is read only up to the tokens that were written to it.
         let empty = |shape: &[i64], kind| Tensor::f_empty(shape, (kind, config.device));

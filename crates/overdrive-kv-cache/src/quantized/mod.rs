@@ -81,6 +81,8 @@ pub struct QuantizedCache {
     layers: Vec<Option<Layer>>,
     /// The dequantized keys and values of one layer.
     dense: Option<[Tensor; 2]>,
+    /// What a layer attended to in its last step, if other layers share it.
+    kept: Vec<Option<KvView>>,
 }
 
 impl QuantizedCache {
@@ -93,6 +95,7 @@ impl QuantizedCache {
         Ok(QuantizedCache {
             layers: (0..config.layers).map(|_| None).collect(),
             dense: None,
+            kept: (0..config.layers).map(|_| None).collect(),
             config,
         })
     }
@@ -123,6 +126,10 @@ impl QuantizedCache {
             empty => empty.insert(self.config.layer(&new.spec, 0)?),
         };
         held.push(new)
+    }
+
+    fn forget_kept(&mut self) {
+        self.kept.iter_mut().for_each(|view| *view = None);
     }
 
     /// Returns all tokens of a layer in full precision, in order.
@@ -208,6 +215,16 @@ impl KvCache for QuantizedCache {
     ) -> Result<Tensor> {
         let new = KeyValues::new(layer, keys, values)?;
         let recent = self.push(layer, &new)?;
+        if options.keep {
+            let view = match recent.quantized {
+                0 => KvView::new(recent.keys, recent.values),
+                _ => self.dense(layer, &recent)?,
+            };
+            // The next layer must not write to its memory.
+            self.dense = None;
+            self.kept[layer] = Some(view.share());
+            return attend_to_view(query, &view, options);
+        }
         // Nothing is quantized yet: attention reads the tail, in full precision.
         if recent.quantized == 0 {
             return attend_to_view(query, &KvView::new(recent.keys, recent.values), options);
@@ -230,6 +247,18 @@ impl KvCache for QuantizedCache {
         attend_to_view(query, &self.dense(layer, &recent)?, options)
     }
 
+    fn attend_shared(
+        &mut self,
+        layer: usize,
+        query: &Tensor,
+        options: &AttendOptions<'_>,
+    ) -> Result<Tensor> {
+        match self.kept.get(layer) {
+            Some(Some(view)) => attend_to_view(query, view, options),
+            _ => Err(Error::NotKept { layer }),
+        }
+    }
+
     fn layers(&self) -> usize {
         self.layers.len()
     }
@@ -247,12 +276,14 @@ impl KvCache for QuantizedCache {
         for held in self.layers.iter_mut().flatten() {
             held.truncate(len)?;
         }
+        self.forget_kept();
         Ok(())
     }
 
     fn reset(&mut self) {
         self.layers.iter_mut().for_each(|layer| *layer = None);
         self.dense = None;
+        self.forget_kept();
     }
 
     fn reorder(&mut self, rows: &Tensor) -> Result<()> {
@@ -261,6 +292,7 @@ impl KvCache for QuantizedCache {
         self.layers = layers
             .map(|held| held.as_ref().map(layer).transpose())
             .collect::<Result<_>>()?;
+        self.forget_kept();
         Ok(())
     }
 
@@ -270,6 +302,7 @@ impl KvCache for QuantizedCache {
         Ok(Box::new(QuantizedCache {
             layers: layers.collect::<Result<_>>()?,
             dense: None,
+            kept: self.kept.iter().map(|_| None).collect(),
             config: self.config.clone(),
         }))
     }
@@ -279,7 +312,9 @@ impl KvCache for QuantizedCache {
     fn bytes(&self) -> u64 {
         let layers = self.layers.iter().flatten();
         let held = layers.map(|held| held.keys.bytes() + held.values.bytes() + held.tail.bytes());
-        let dense = self.dense.iter().flatten();
+        let kept = self.kept.iter().flatten();
+        let kept = kept.flat_map(|view| [&view.keys, &view.values]);
+        let dense = self.dense.iter().flatten().chain(kept);
         let dense = dense.map(|t| (t.numel() * t.kind().elt_size_in_bytes()) as u64);
         held.sum::<u64>() + dense.sum::<u64>()
     }
@@ -336,6 +371,7 @@ impl KvCache for QuantizedCache {
         }
         saved.finish()?;
         (self.layers, self.dense) = (layers, None);
+        self.forget_kept();
         Ok(())
     }
 }

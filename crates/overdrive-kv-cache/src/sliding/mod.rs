@@ -70,6 +70,8 @@ use rotation::{Rotation, rotate};
 pub struct SlidingCache {
     config: SlidingCacheConfig,
     layers: Vec<Option<Ring>>,
+    /// What a layer attended to in its last step, if other layers share it.
+    kept: Vec<Option<KvView>>,
     /// The last rotation of sink keys; layers with the same window share it.
     key_rotation: Option<Rotation>,
     /// The last rotations of queries, with the past length, number of tokens and window that they are for.
@@ -85,6 +87,7 @@ impl SlidingCache {
         config.validate()?;
         Ok(SlidingCache {
             layers: config.windows.iter().map(|_| None).collect(),
+            kept: config.windows.iter().map(|_| None).collect(),
             key_rotation: None,
             query_rotation: None,
             config,
@@ -369,6 +372,12 @@ impl KvCache for SlidingCache {
         options: &AttendOptions<'_>,
     ) -> Result<Tensor> {
         self.check_layer(layer)?;
+        if options.keep {
+            // In token order, and before later tokens overwrite some that the first of several queries sees.
+            let view = self.append(layer, keys, values)?;
+            self.kept[layer] = Some(view.share());
+            return attend_to_view(query, &view, options);
+        }
         let new = KeyValues::new(layer, keys, values)?;
         let ring = self.ring(layer, &new)?;
         let (past, in_place) = (ring.total, !ring.stays_linear(new.tokens));
@@ -384,6 +393,18 @@ impl KvCache for SlidingCache {
             return self.attend_with_rotated_queries(layer, query, &new, options, &rotations);
         }
         attend_to_view(query, &self.append(layer, keys, values)?, options)
+    }
+
+    fn attend_shared(
+        &mut self,
+        layer: usize,
+        query: &Tensor,
+        options: &AttendOptions<'_>,
+    ) -> Result<Tensor> {
+        match self.kept.get(layer) {
+            Some(Some(view)) => attend_to_view(query, view, options),
+            _ => Err(Error::NotKept { layer }),
+        }
     }
 
     fn layers(&self) -> usize {
@@ -425,11 +446,13 @@ impl KvCache for SlidingCache {
         for ring in self.layers.iter_mut().flatten() {
             ring.truncate(len)?;
         }
+        self.forget_kept();
         Ok(())
     }
 
     fn reset(&mut self) {
         self.layers.iter_mut().for_each(|ring| *ring = None);
+        self.forget_kept();
         (self.key_rotation, self.query_rotation) = (None, None);
     }
 
@@ -440,6 +463,7 @@ impl KvCache for SlidingCache {
                 |sinks| sinks.f_index_select(0, rows),
             )
         })?;
+        self.forget_kept();
         Ok(())
     }
 
@@ -517,11 +541,16 @@ impl KvCache for SlidingCache {
         }
         saved.finish()?;
         self.layers = layers;
+        self.forget_kept();
         Ok(())
     }
 }
 
 impl SlidingCache {
+    fn forget_kept(&mut self) {
+        self.kept.iter_mut().for_each(|view| *view = None);
+    }
+
     fn map(&self, to: impl Fn(&Ring) -> Result<Ring>) -> Result<Vec<Option<Ring>>> {
         let rings = self.layers.iter();
         rings

@@ -4,7 +4,9 @@
 mod dynamic_cache;
 mod paged;
 mod quantized;
+mod recurrent;
 mod reference;
 mod saved_files;
+mod shared_keys;
 mod sliding;
 mod static_cache;

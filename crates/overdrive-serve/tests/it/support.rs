@@ -157,7 +157,7 @@ struct Gated(CausalLm, Gate);
 
 impl EngineModel for Gated {
     fn cache_shape(&self) -> Result<CacheShape> {
-        self.0.cache_shape()
+        Ok(self.0.cache_shape())
     }
 
     fn vocab_size(&self) -> usize {

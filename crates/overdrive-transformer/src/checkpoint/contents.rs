@@ -9,7 +9,7 @@ use super::packed_experts;
 use super::quantized::Views;
 use crate::moe::is_correction;
 use crate::parameters::ParameterSpec;
-use crate::{CausalLm, LlamaFamily, ModelConfig, Result};
+use crate::{CausalLm, LlamaConfig, LlamaFamily, ModelConfig, Result};
 
 /// The properties of a configuration that are needed to read and write its checkpoints.
 pub(crate) trait CheckpointConfig {
@@ -112,10 +112,17 @@ impl CheckpointConfig for ModelConfig {
         }
     }
 
-    fn own_tensors<'a>(&self, views: Views<'a>) -> Views<'a> {
+    fn own_tensors<'a>(&self, mut views: Views<'a>) -> Views<'a> {
+        if matches!(self, ModelConfig::Llama(config) if config.family.is_hybrid()) {
+            // The layers that predict several tokens at once; transformers does not read them either.
+            views.retain(|name, _| !name.starts_with("mtp."));
+        }
         match self {
+            ModelConfig::Llama(config) if config.family == LlamaFamily::Qwen35Moe => {
+                packed_experts::split(multimodal::text(views, config.family), config)
+            }
             ModelConfig::Llama(config) if config.family.may_be_multimodal() => {
-                multimodal::text(views)
+                multimodal::text(views, config.family)
             }
             ModelConfig::Llama(config) if config.family == LlamaFamily::GptOss => {
                 packed_experts::split(views, config)
@@ -136,11 +143,28 @@ impl CheckpointConfig for ModelConfig {
     /// Adds the decoder's prefix to the names of a checkpoint of the bare decoder; transformers reads both.
     fn parameter_name(&self, name: &str, prefixed: bool) -> Option<String> {
         // The head lies beside the decoder, not in it.
-        Some(match prefixed || name.starts_with("lm_head.") {
+        let name = match prefixed || name.starts_with("lm_head.") {
             true => name.to_owned(),
             false => format!("{}{name}", self.prefix()),
-        })
+        };
+        match self {
+            ModelConfig::Llama(config) if is_of_shared_keys(&name, config) => None,
+            _ => Some(name),
+        }
     }
+}
+
+/// Returns `true` for the keys and values, and their norms, of a layer that attends to those of an earlier one: files of
+/// Gemma 3n and 4 may hold them, and nothing reads them.
+fn is_of_shared_keys(name: &str, config: &LlamaConfig) -> bool {
+    let layer = name.strip_prefix("model.layers.");
+    let layer = layer.and_then(|rest| rest.split_once(".self_attn."));
+    let Some((layer, part)) = layer else {
+        return false;
+    };
+    let shares = layer.parse().is_ok_and(|layer| config.shares_kv(layer));
+    let parts = ["k_proj.", "v_proj.", "k_norm.", "v_norm."];
+    shares && parts.iter().any(|own| part.starts_with(own))
 }
 
 /// The contents of a checkpoint to write.

@@ -1,24 +1,35 @@
 //! The tensors of the text model in the folder of a multimodal model.
 
 use super::quantized::Views;
+use crate::LlamaFamily;
 
 /// The modules of a multimodal model that do not belong to its text model.
-const OF_IMAGES: [&str; 2] = ["vision_tower.", "multi_modal_projector."];
+const OF_IMAGES: [&str; 3] = ["vision_tower.", "multi_modal_projector.", "visual."];
+/// Those of Gemma 3n and 4.
+const OF_IMAGES_AND_AUDIO: [&str; 4] = [
+    "vision_tower.",
+    "embed_vision.",
+    "audio_tower.",
+    "embed_audio.",
+];
 
 /// Renames the tensors of the text model of a multimodal model as in a text-only model, and drops the others.
-pub(super) fn text<'a>(views: Views<'a>) -> Views<'a> {
+pub(super) fn text<'a>(views: Views<'a>, family: LlamaFamily) -> Views<'a> {
+    let others: &[&str] = match family.is_newest_gemma() {
+        true => &OF_IMAGES_AND_AUDIO,
+        false => &OF_IMAGES,
+    };
     let mut dropped = Vec::new();
     let mut kept = Views::new();
     for (name, view) in views {
-        match text_name(&name) {
+        match text_name(&name, others) {
             Some(own) => drop(kept.insert(own, view)),
             None => dropped.push(name),
         }
     }
     if let Some(first) = dropped.iter().min() {
         tracing::warn!(
-            "{} tensors of the vision tower and its projector ({first}, ...) are not read: this model supports only \
-             text",
+            "{} tensors of images or audio ({first}, ...) are not read: this model supports only text",
             dropped.len()
         );
     }
@@ -26,11 +37,11 @@ pub(super) fn text<'a>(views: Views<'a>) -> Views<'a> {
 }
 
 /// Returns the name in a text-only model, or `None` for a tensor outside the text model.
-fn text_name(name: &str) -> Option<String> {
+fn text_name(name: &str, others: &[&str]) -> Option<String> {
     // transformers 5 stores the parts of the model under `model.`, and the head beside it; older files store the
     // whole text model under `language_model.`.
     let part = name.strip_prefix("model.").unwrap_or(name);
-    if OF_IMAGES.iter().any(|prefix| part.starts_with(prefix)) {
+    if others.iter().any(|prefix| part.starts_with(prefix)) {
         return None;
     }
     let Some(text) = part.strip_prefix("language_model.") else {
@@ -66,7 +77,14 @@ mod tests {
             ("model.multi_modal_projector.mm_soft_emb_norm.weight", None),
             ("audio_tower.weight", Some("audio_tower.weight")),
         ] {
-            assert_eq!(text_name(name).as_deref(), expected, "{name}");
+            let found = text_name(name, &OF_IMAGES);
+            assert_eq!(found.as_deref(), expected, "{name}");
+        }
+        for name in [
+            "model.audio_tower.weight",
+            "model.embed_vision.embedding.weight",
+        ] {
+            assert_eq!(text_name(name, &OF_IMAGES_AND_AUDIO), None, "{name}");
         }
     }
 }

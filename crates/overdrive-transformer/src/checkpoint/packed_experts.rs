@@ -1,12 +1,14 @@
-//! The experts of gpt-oss: a file has one tensor for all experts of a layer, this crate one for each.
+//! The experts of gpt-oss and of some files of Qwen3.5: a file has one tensor for all experts of a layer, this crate one
+//! for each.
 
 use std::collections::HashMap;
 
+use overdrive_safetensors::StoredTensor;
 use tch::Tensor;
 
 use super::quantized::Views;
 use crate::config::LlamaConfig;
-use crate::{Error, Result};
+use crate::{Error, LlamaFamily, Result};
 
 /// The separator of the module that holds the experts and the rest of a name.
 const EXPERTS: &str = ".experts.";
@@ -22,8 +24,8 @@ const ENDS: [(&str, &str); 4] = [
     ("_scales", ".scales"),
 ];
 
-/// Replaces each tensor of all experts by one for each expert. Tensors with another number of experts than the
-/// configuration remain, and are reported as unexpected.
+/// Replaces each tensor of all experts by one for each expert, or by two where a model has gate and up apart. Tensors with
+/// another number of experts than the configuration remain, and are reported as unexpected.
 pub(super) fn split<'a>(views: Views<'a>, config: &LlamaConfig) -> Views<'a> {
     let count = config
         .experts
@@ -36,10 +38,29 @@ pub(super) fn split<'a>(views: Views<'a>, config: &LlamaConfig) -> Views<'a> {
             all.insert(name, view);
             continue;
         };
-        let each = view.unstacked(|expert| format!("{block}{EXPERTS}{expert}.{layer}{end}"));
+        let each = match halves(&view, config).filter(|_| layer == LAYERS[0]) {
+            None => view.unstacked(|expert| format!("{block}{EXPERTS}{expert}.{layer}{end}")),
+            Some(halves) => halves.unstacked(|half| {
+                let part = ["gate_proj", "up_proj"][half % 2];
+                format!("{block}{EXPERTS}{}.{part}{end}", half / 2)
+            }),
+        };
         all.extend(each.into_iter().map(|view| (view.name().to_owned(), view)));
     }
     all
+}
+
+/// Returns `(E, 2 · I, C)`, the gates and ups of all experts, as `(2 · E, I, C)` for a model that has them apart.
+fn halves<'a>(view: &StoredTensor<'a>, config: &LlamaConfig) -> Option<StoredTensor<'a>> {
+    let &[experts, rows, channels] = view.shape() else {
+        return None;
+    };
+    if config.family == LlamaFamily::GptOss || rows % 2 != 0 {
+        return None;
+    }
+    let shape = [2 * experts, rows / 2, channels];
+    let kind = view.kind()?;
+    StoredTensor::new(view.name(), kind, &shape, view.data()).ok()
 }
 
 /// Replaces the tensors of all experts of a layer by one. Layers of which an expert has no such tensor keep those of

@@ -20,7 +20,10 @@ impl LlamaFamily {
     pub(crate) fn block_norms(self) -> &'static [(NormPosition, &'static str)] {
         use NormPosition::{AfterAttention, AfterMlp, BeforeAttention, BeforeMlp};
         match self {
-            LlamaFamily::Gemma2 | LlamaFamily::Gemma3 => &[
+            LlamaFamily::Gemma2
+            | LlamaFamily::Gemma3
+            | LlamaFamily::Gemma3n
+            | LlamaFamily::Gemma4 => &[
                 (BeforeAttention, "input_layernorm"),
                 (AfterAttention, "post_attention_layernorm"),
                 (BeforeMlp, "pre_feedforward_layernorm"),

@@ -105,6 +105,16 @@ impl ExpertsConfig {
                 norm_topk_prob: false,
                 ..mixtral
             }),
+            LlamaFamily::Qwen3Next | LlamaFamily::Qwen35Moe => {
+                let next = family == LlamaFamily::Qwen3Next;
+                Some(ExpertsConfig {
+                    num_experts: if next { 512 } else { 256 },
+                    num_experts_per_tok: if next { 10 } else { 8 },
+                    moe_intermediate_size: 512,
+                    shared_expert_intermediate_size: Some(512),
+                    ..mixtral
+                })
+            }
             LlamaFamily::DeepseekV2 => Some(ExpertsConfig {
                 num_experts: 64,
                 num_experts_per_tok: 8,
@@ -150,6 +160,9 @@ impl ExpertsConfig {
         }
         if let Some(width) = &mut self.shared_expert_intermediate_size {
             fields.positive("shared_expert_intermediate_size", width)?;
+        }
+        if family == LlamaFamily::Qwen35Moe {
+            return Ok(());
         }
         fields.boolean("norm_topk_prob", &mut self.norm_topk_prob)?;
         fields.positive("decoder_sparse_step", &mut self.decoder_sparse_step)?;
@@ -265,6 +278,7 @@ impl ExpertsConfig {
                 "swiglu_alpha": self.swiglu_alpha,
                 "swiglu_limit": self.swiglu_limit,
             }),
+            LlamaFamily::Qwen35Moe => json!({"moe_intermediate_size": self.moe_intermediate_size}),
             _ => json!({
                 "moe_intermediate_size": self.moe_intermediate_size,
                 "norm_topk_prob": self.norm_topk_prob,
@@ -363,14 +377,17 @@ impl ExpertsConfig {
         ] {
             check_size(key, value)?;
         }
-        let needs_shared = family == LlamaFamily::Qwen2Moe;
+        let defaults = ExpertsConfig::of(family);
+        let needs_shared =
+            defaults.is_some_and(|own| own.shared_expert_intermediate_size.is_some());
         if needs_shared != self.shared_expert_intermediate_size.is_some() {
-            let (found, expected) = match needs_shared {
-                true => ("missing", "set for the family qwen2_moe"),
-                false => ("set", "`None` for all families but qwen2_moe"),
+            let (found, needed) = match needs_shared {
+                true => ("missing", "set"),
+                false => ("set", "`None`"),
             };
             let key = "shared_expert_intermediate_size";
-            return Err(bad(key, &found.into(), expected));
+            let expected = format!("{needed} for the family {}", family.model_type());
+            return Err(bad(key, &found.into(), &expected));
         }
         // The sizes are below 2^31 and the layers below 2^17.
         if self.num_experts * layers > MAX_EXPERTS {

@@ -61,6 +61,19 @@ pub enum LlamaFamily {
     DeepseekV2,
     /// DeepSeek-V3: a DeepSeek-V2 whose routers score experts by sigmoids, and choose them by corrected scores.
     DeepseekV3,
+    /// Qwen3-Next: layers of linear attention by the gated delta rule, every fourth of full attention with a gate, and
+    /// mixtures of experts.
+    Qwen3Next,
+    /// Qwen3.5 (text): a Qwen3-Next without experts, whose layers of linear attention have other projections.
+    Qwen35,
+    /// Qwen3.5 with experts (text).
+    Qwen35Moe,
+    /// Gemma 3n (text): parallel residual streams, an input of each layer beside them, sparse gates, and last layers that
+    /// share the keys and values of earlier ones.
+    Gemma3n,
+    /// Gemma 4 (text), dense: as Gemma 3n, with one residual stream, and with heads of another size in layers without a
+    /// window.
+    Gemma4,
 }
 
 impl LlamaFamily {
@@ -89,6 +102,11 @@ impl LlamaFamily {
             LlamaFamily::GraniteMoeHybrid => "granitemoehybrid",
             LlamaFamily::DeepseekV2 => "deepseek_v2",
             LlamaFamily::DeepseekV3 => "deepseek_v3",
+            LlamaFamily::Qwen3Next => "qwen3_next",
+            LlamaFamily::Qwen35 => "qwen3_5_text",
+            LlamaFamily::Qwen35Moe => "qwen3_5_moe_text",
+            LlamaFamily::Gemma3n => "gemma3n_text",
+            LlamaFamily::Gemma4 => "gemma4_text",
         }
     }
 
@@ -117,17 +135,27 @@ impl LlamaFamily {
             LlamaFamily::GraniteMoeHybrid => "GraniteMoeHybridForCausalLM",
             LlamaFamily::DeepseekV2 => "DeepseekV2ForCausalLM",
             LlamaFamily::DeepseekV3 => "DeepseekV3ForCausalLM",
+            LlamaFamily::Qwen3Next => "Qwen3NextForCausalLM",
+            LlamaFamily::Qwen35 => "Qwen3_5ForCausalLM",
+            LlamaFamily::Qwen35Moe => "Qwen3_5MoeForCausalLM",
+            LlamaFamily::Gemma3n => "Gemma3nForCausalLM",
+            LlamaFamily::Gemma4 => "Gemma4ForCausalLM",
         }
     }
 
     /// Returns `true` for Gemma.
     pub fn is_gemma(self) -> bool {
-        self == LlamaFamily::Gemma || self.is_later_gemma()
+        self == LlamaFamily::Gemma || self.is_later_gemma() || self.is_newest_gemma()
     }
 
     /// Returns `true` for Gemma 2 and 3.
     pub(crate) fn is_later_gemma(self) -> bool {
         matches!(self, LlamaFamily::Gemma2 | LlamaFamily::Gemma3)
+    }
+
+    /// Returns `true` for Gemma 3n and 4.
+    pub(crate) fn is_newest_gemma(self) -> bool {
+        matches!(self, LlamaFamily::Gemma3n | LlamaFamily::Gemma4)
     }
 
     /// Returns `true` for OLMo 2 and 3.
@@ -140,6 +168,24 @@ impl LlamaFamily {
         matches!(self, LlamaFamily::DeepseekV2 | LlamaFamily::DeepseekV3)
     }
 
+    /// Returns `true` for the families with layers of linear attention.
+    pub fn is_hybrid(self) -> bool {
+        self == LlamaFamily::Qwen3Next || self.is_qwen35()
+    }
+
+    /// Returns the types that a layer may have.
+    pub(super) fn layer_types(self) -> &'static [LayerType] {
+        match self.is_hybrid() {
+            true => &[LayerType::Full, LayerType::Linear],
+            false => &[LayerType::Full, LayerType::Sliding],
+        }
+    }
+
+    /// Returns `true` for Qwen3.5.
+    pub(crate) fn is_qwen35(self) -> bool {
+        matches!(self, LlamaFamily::Qwen35 | LlamaFamily::Qwen35Moe)
+    }
+
     /// Returns `true` for Granite 3 and 4.
     pub(crate) fn is_granite(self) -> bool {
         matches!(self, LlamaFamily::Granite | LlamaFamily::GraniteMoeHybrid)
@@ -149,13 +195,17 @@ impl LlamaFamily {
     pub(crate) fn may_be_multimodal(self) -> bool {
         matches!(
             self,
-            LlamaFamily::Gemma3 | LlamaFamily::Mistral | LlamaFamily::Ministral3
-        )
+            LlamaFamily::Gemma3
+                | LlamaFamily::Gemma3n
+                | LlamaFamily::Gemma4
+                | LlamaFamily::Mistral
+                | LlamaFamily::Ministral3
+        ) || self.is_qwen35()
     }
 
     /// Returns `true` for the families that may rotate the first channels of a head only.
     pub(crate) fn rotates_partially(self) -> bool {
-        self.is_phi() || self == LlamaFamily::Glm4
+        self.is_phi() || self == LlamaFamily::Glm4 || self.is_hybrid()
     }
 
     /// Returns `true` for the families that have dropouts of the residual stream.
@@ -187,6 +237,11 @@ impl LlamaFamily {
             LlamaFamily::GraniteMoeHybrid,
             LlamaFamily::DeepseekV2,
             LlamaFamily::DeepseekV3,
+            LlamaFamily::Qwen3Next,
+            LlamaFamily::Qwen35,
+            LlamaFamily::Qwen35Moe,
+            LlamaFamily::Gemma3n,
+            LlamaFamily::Gemma4,
         ]
         .into_iter()
         .find(|family| family.model_type() == model_type)
@@ -200,6 +255,8 @@ pub enum LayerType {
     Full,
     /// `sliding_attention`: the last [`LlamaConfig::sliding_window`](crate::LlamaConfig::sliding_window) tokens.
     Sliding,
+    /// `linear_attention`: a state of fixed size (Qwen3-Next, Qwen3.5).
+    Linear,
 }
 
 impl LayerType {
@@ -207,25 +264,31 @@ impl LayerType {
         match self {
             LayerType::Full => "full_attention",
             LayerType::Sliding => "sliding_attention",
+            LayerType::Linear => "linear_attention",
         }
     }
 }
 
-/// Reads `layer_types`.
-pub(crate) fn layer_types(value: &Value) -> Result<Vec<LayerType>> {
+/// Reads `layer_types`, whose values are those of `known`.
+pub(crate) fn layer_types(value: &Value, known: &[LayerType]) -> Result<Vec<LayerType>> {
     let names = value
         .as_array()
         .ok_or_else(|| bad("layer_types", value, "a list of names"))?;
     names
         .iter()
         .map(|name| {
-            [LayerType::Full, LayerType::Sliding]
-                .into_iter()
+            known
+                .iter()
+                .copied()
                 .find(|kind| name.as_str() == Some(kind.name()))
                 .ok_or_else(|| Error::Unsupported {
                     key: "layer_types".to_owned(),
                     found: name.to_string(),
-                    supported: "full_attention, sliding_attention".to_owned(),
+                    supported: known
+                        .iter()
+                        .map(|kind| kind.name())
+                        .collect::<Vec<_>>()
+                        .join(", "),
                 })
         })
         .collect()

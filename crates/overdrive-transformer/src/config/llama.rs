@@ -1,8 +1,10 @@
 use serde_json::{Map, Value};
 
+use super::delta_net::DeltaNetConfig;
 use super::experts::ExpertsConfig;
 use super::family::{LayerType, LlamaFamily};
 use super::mla::MlaConfig;
+use super::per_layer::PerLayerConfig;
 use super::rope_scaling::{RopeScaling, Yarn};
 use crate::rope::QueryScaling;
 
@@ -52,10 +54,10 @@ pub struct LlamaConfig {
     pub no_rope_layers: Option<Vec<bool>>,
     /// The distance of layers without rotary positions (SmolLM3); default 4.
     pub no_rope_layer_interval: i64,
-    /// The base of the rotary frequencies of the sliding layers of Gemma 3 and OLMo 3; default 10000 (OLMo 3:
-    /// 500000).
+    /// The base of the rotary frequencies of the sliding layers of Gemma 3, 3n and 4 and of OLMo 3; default 10000
+    /// (OLMo 3: 500000).
     pub rope_local_base_freq: f64,
-    /// The rope scaling of the sliding layers of Gemma 3 and OLMo 3; default none.
+    /// The rope scaling of the sliding layers of Gemma 3, 3n and 4 and of OLMo 3; default none.
     pub rope_local_scaling: RopeScaling,
     /// If `true`, query, key, value and output projections have biases (Llama, Qwen3, Gemma, SmolLM3, OLMo,
     /// Granite and gpt-oss), or all but the output projection (GLM-4, and Qwen2-MoE, which calls it `qkv_bias`);
@@ -111,6 +113,10 @@ pub struct LlamaConfig {
     /// The sizes of multi-head latent attention: required for DeepSeek, where they replace `head_dim`, `None` for all
     /// other families; default `None`.
     pub mla: Option<MlaConfig>,
+    /// The sizes of layers of linear attention (Qwen3-Next, Qwen3.5); default `None`, no such layers.
+    pub delta_net: Option<DeltaNetConfig>,
+    /// What differs from layer to layer: required for Gemma 3n and 4, `None` for all other families; default `None`.
+    pub per_layer: Option<PerLayerConfig>,
     /// The id of the beginning-of-sequence token; default 1.
     pub bos_token_id: Option<i64>,
     /// The ids of the end-of-sequence tokens; default 2.
@@ -165,6 +171,8 @@ impl Default for LlamaConfig {
             llama_4_scaling_beta: 0.0,
             experts: None,
             mla: None,
+            delta_net: None,
+            per_layer: None,
             bos_token_id: Some(1),
             eos_token_id: vec![2],
             pad_token_id: None,
@@ -180,6 +188,8 @@ impl LlamaConfig {
             family,
             experts: ExpertsConfig::of(family),
             mla: MlaConfig::of(family),
+            delta_net: DeltaNetConfig::of(family),
+            per_layer: PerLayerConfig::of(family),
             ..LlamaConfig::default()
         };
         match family {
@@ -249,6 +259,30 @@ impl LlamaConfig {
                 eos_token_id: Vec::new(),
                 ..llama
             },
+            LlamaFamily::Qwen3Next | LlamaFamily::Qwen35 | LlamaFamily::Qwen35Moe => {
+                let (next, dense) = (
+                    family == LlamaFamily::Qwen3Next,
+                    family == LlamaFamily::Qwen35,
+                );
+                LlamaConfig {
+                    vocab_size: if next { 151_936 } else { 248_320 },
+                    hidden_size: if dense { 4096 } else { 2048 },
+                    intermediate_size: if dense { 12288 } else { 5632 },
+                    num_hidden_layers: match family {
+                        LlamaFamily::Qwen3Next => 48,
+                        LlamaFamily::Qwen35 => 32,
+                        _ => 40,
+                    },
+                    num_attention_heads: 16,
+                    num_key_value_heads: Some(if dense { 4 } else { 2 }),
+                    head_dim: Some(256),
+                    max_position_embeddings: 32768,
+                    partial_rotary_factor: 0.25,
+                    bos_token_id: None,
+                    eos_token_id: Vec::new(),
+                    ..llama
+                }
+            }
             LlamaFamily::Qwen2 | LlamaFamily::Qwen3 => LlamaConfig {
                 vocab_size: 151_936,
                 intermediate_size: 22016,
@@ -398,6 +432,35 @@ impl LlamaConfig {
                     ..llama
                 }
             }
+            LlamaFamily::Gemma3n | LlamaFamily::Gemma4 => {
+                let third = family == LlamaFamily::Gemma3n;
+                LlamaConfig {
+                    vocab_size: if third { 262_400 } else { 262_144 },
+                    hidden_size: if third { 2048 } else { 2304 },
+                    intermediate_size: if third { 16384 } else { 9216 },
+                    num_hidden_layers: if third { 35 } else { 30 },
+                    num_attention_heads: 8,
+                    num_key_value_heads: Some(if third { 2 } else { 4 }),
+                    head_dim: Some(256),
+                    hidden_act: "gelu_pytorch_tanh".to_owned(),
+                    max_position_embeddings: if third { 32768 } else { 131_072 },
+                    rope_theta: 1e6,
+                    rope_scaling: match third {
+                        true => RopeScaling::Default,
+                        false => RopeScaling::Proportional {
+                            partial_rotary_factor: 0.25,
+                            factor: 1.0,
+                        },
+                    },
+                    tie_word_embeddings: true,
+                    sliding_window: Some(512),
+                    final_logit_softcapping: third.then_some(30.0),
+                    bos_token_id: Some(2),
+                    eos_token_id: vec![1],
+                    pad_token_id: Some(0),
+                    ..llama
+                }
+            }
         }
     }
 
@@ -419,6 +482,13 @@ impl LlamaConfig {
         }
         // Rounded down, as in transformers.
         (self.head_dim() as f64 * self.partial_rotary_factor) as i64
+    }
+
+    /// Returns the number of a head's channels that are rotated in layers without a window.
+    pub(crate) fn global_rotary_dim(&self) -> i64 {
+        let own = self.per_layer.as_ref();
+        let global = own.and_then(|own| own.global_head_dim);
+        global.unwrap_or(self.rotary_dim())
     }
 
     /// Returns the number of key/value heads; with multi-head latent attention, of those that a cache holds: one.
@@ -494,6 +564,8 @@ impl LlamaConfig {
     pub(crate) fn qk_norm(&self) -> bool {
         match self.family {
             LlamaFamily::Qwen3 | LlamaFamily::Qwen3Moe | LlamaFamily::Gemma3 => true,
+            family if family.is_hybrid() => true,
+            LlamaFamily::Gemma3n | LlamaFamily::Gemma4 => true,
             LlamaFamily::Olmo2 | LlamaFamily::Olmo3 => true,
             LlamaFamily::Phi => self.qk_layernorm,
             _ => false,
@@ -547,7 +619,28 @@ impl LlamaConfig {
 
     /// Returns `true` if norms multiply by `1 + weight`.
     pub fn norm_adds_one(&self) -> bool {
-        self.family.is_gemma()
+        self.family.is_gemma() && self.per_layer.is_none() || self.family.is_hybrid()
+    }
+
+    /// Returns `true` if layer `layer` has a state of fixed size in place of keys and values.
+    pub fn is_linear(&self, layer: i64) -> bool {
+        if self.delta_net.is_none() {
+            return false;
+        }
+        match &self.layer_types {
+            Some(types) => types.get(layer.unsigned_abs() as usize) == Some(&LayerType::Linear),
+            None => (layer + 1) % 4 != 0,
+        }
+    }
+
+    /// Returns the sizes of layer `layer` if it is one of linear attention.
+    pub(crate) fn delta_net_of(&self, layer: i64) -> Option<&DeltaNetConfig> {
+        self.delta_net.as_ref().filter(|_| self.is_linear(layer))
+    }
+
+    /// Returns `true` if the outputs of attention are multiplied by a gate, which `q_proj` computes beside the queries.
+    pub(crate) fn gates_attention(&self) -> bool {
+        self.family.is_hybrid()
     }
 
     /// Returns the factor of the embedding.
@@ -562,6 +655,7 @@ impl LlamaConfig {
     pub fn attention_scale(&self) -> Option<f64> {
         match self.family {
             family if family.is_granite() => Some(self.attention_multiplier),
+            family if family.is_newest_gemma() => Some(1.0),
             family => {
                 let scale = 1.0 / self.query_pre_attn_scalar.sqrt();
                 family.is_later_gemma().then_some(scale)
@@ -603,7 +697,7 @@ impl LlamaConfig {
 
     /// Returns the bound of logits.
     pub fn logit_softcap(&self) -> Option<f64> {
-        let gemma = self.family.is_later_gemma();
+        let gemma = self.family.is_later_gemma() || self.per_layer.is_some();
         self.final_logit_softcapping.filter(|_| gemma)
     }
 
@@ -612,6 +706,7 @@ impl LlamaConfig {
     pub fn has_second_rotary(&self, layer: i64) -> bool {
         match self.family {
             LlamaFamily::Gemma3 | LlamaFamily::Olmo3 => self.slides(layer),
+            LlamaFamily::Gemma3n | LlamaFamily::Gemma4 => self.slides(layer),
             LlamaFamily::SmolLm3 | LlamaFamily::GraniteMoeHybrid => !self.has_rotary(layer),
             _ => false,
         }
@@ -633,7 +728,7 @@ impl LlamaConfig {
     }
 
     /// Returns `true` if layer `layer` is of the sliding type.
-    fn slides(&self, layer: i64) -> bool {
+    pub(super) fn slides(&self, layer: i64) -> bool {
         let listed = || {
             let types = self.layer_types.as_ref()?;
             Some(types.get(layer.unsigned_abs() as usize) == Some(&LayerType::Sliding))
@@ -647,6 +742,9 @@ impl LlamaConfig {
             | LlamaFamily::GraniteMoeHybrid
             | LlamaFamily::DeepseekV2
             | LlamaFamily::DeepseekV3
+            | LlamaFamily::Qwen3Next
+            | LlamaFamily::Qwen35
+            | LlamaFamily::Qwen35Moe
             | LlamaFamily::Glm4 => false,
             LlamaFamily::Mistral
             | LlamaFamily::Ministral3
@@ -667,6 +765,11 @@ impl LlamaConfig {
             LlamaFamily::Gemma2 | LlamaFamily::GptOss => listed().unwrap_or((layer + 1) % 2 != 0),
             LlamaFamily::Gemma3 => listed().unwrap_or((layer + 1) % 6 != 0),
             LlamaFamily::Olmo3 => listed().unwrap_or((layer + 1) % 4 != 0),
+            LlamaFamily::Gemma3n => listed().unwrap_or((layer + 1) % 5 != 0),
+            // The last layer has no window, whatever the file lists.
+            LlamaFamily::Gemma4 => {
+                listed().unwrap_or((layer + 1) % 6 != 0) && layer + 1 != self.num_hidden_layers
+            }
         }
     }
 

@@ -2,6 +2,7 @@
 
 mod bart;
 mod block_norms;
+mod delta_net;
 mod experts;
 mod family;
 mod fields;
@@ -9,6 +10,7 @@ mod gpt2;
 mod llama;
 mod mla;
 mod multimodal;
+mod per_layer;
 mod rope_scaling;
 mod seq2seq;
 mod sizes;
@@ -26,6 +28,7 @@ use crate::{Error, Result};
 
 pub use bart::BartConfig;
 pub(crate) use block_norms::NormPosition;
+pub use delta_net::DeltaNetConfig;
 pub use experts::ExpertsConfig;
 pub(crate) use family::layer_types;
 pub use family::{LayerType, LlamaFamily};
@@ -33,6 +36,7 @@ pub(crate) use fields::{Fields, bad};
 pub use gpt2::Gpt2Config;
 pub use llama::LlamaConfig;
 pub use mla::MlaConfig;
+pub use per_layer::{AltUpConfig, PerLayerConfig};
 pub use rope_scaling::{LongRope, RopeScaling, Yarn};
 pub use seq2seq::Seq2SeqConfig;
 pub(crate) use sizes::{check_layers, check_layers_of_files, check_parameters, check_size};
@@ -70,8 +74,9 @@ pub enum ModelConfig {
 
 /// The supported values of `model_type`, for messages.
 const SUPPORTED: &str = "llama, mistral, mixtral, qwen2, qwen3, qwen3_moe, phi, phi3, gemma, gemma2, gemma3, \
-    gemma3_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, qwen2_moe, gpt_oss, ministral3, mistral3, \
-    deepseek_v2, deepseek_v3, gpt2";
+    gemma3_text, gemma3n, gemma3n_text, gemma4, gemma4_text, smollm3, olmo2, olmo3, granite, granitemoehybrid, glm4, \
+    qwen2_moe, gpt_oss, ministral3, mistral3, deepseek_v2, deepseek_v3, qwen3_next, qwen3_5, qwen3_5_text, qwen3_5_moe, \
+    qwen3_5_moe_text, gpt2";
 
 /// Returns the supported values of `model_type`; for a model that is not a decoder, also the Rust type that reads it.
 fn supported(model_type: Option<&str>) -> String {
@@ -119,9 +124,19 @@ impl ModelConfig {
         let config = match model_type.as_deref() {
             Some("gpt2") => ModelConfig::Gpt2(Gpt2Config::read(fields)?),
             Some("gemma3") => ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Gemma3])?),
+            Some("gemma3n") => {
+                ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Gemma3n])?)
+            }
+            Some("gemma4") => ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Gemma4])?),
             Some("mistral3") => {
                 let families = [LlamaFamily::Mistral, LlamaFamily::Ministral3];
                 ModelConfig::Llama(multimodal::text(fields, &families)?)
+            }
+            Some("qwen3_5") => {
+                ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Qwen35])?)
+            }
+            Some("qwen3_5_moe") => {
+                ModelConfig::Llama(multimodal::text(fields, &[LlamaFamily::Qwen35Moe])?)
             }
             Some(name) if LlamaFamily::from_name(name).is_some() => {
                 let family = LlamaFamily::from_name(name).unwrap_or_default();

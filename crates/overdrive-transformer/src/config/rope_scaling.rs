@@ -41,6 +41,13 @@ pub enum RopeScaling {
         /// The context before scaling, in tokens.
         original_max_position_embeddings: i64,
     },
+    /// Gemma 4: the frequencies of whole heads, of which the fastest are kept and the others are 0.
+    Proportional {
+        /// The share of the frequencies that are kept.
+        partial_rotary_factor: f64,
+        /// The divisor of the frequencies.
+        factor: f64,
+    },
 }
 
 /// The settings of [`RopeScaling::Yarn`].
@@ -266,10 +273,16 @@ impl RopeScaling {
                 high_freq_factor: reader.required("high_freq_factor")?,
                 original_max_position_embeddings: reader.original_context()?,
             }),
+            "proportional" => Ok(RopeScaling::Proportional {
+                // It is not the share of rotated channels, which are all.
+                partial_rotary_factor: std::mem::replace(part, 1.0),
+                factor: reader.optional("factor")?.unwrap_or(1.0),
+            }),
             other => Err(Error::Unsupported {
                 key: format!("{key}.rope_type"),
                 found: format!("{other:?}"),
-                supported: "default, linear, dynamic, yarn, longrope, llama3".to_owned(),
+                supported: "default, linear, dynamic, yarn, longrope, llama3, proportional"
+                    .to_owned(),
             }),
         }
     }
@@ -317,6 +330,14 @@ impl RopeScaling {
                 "high_freq_factor": high_freq_factor,
                 "original_max_position_embeddings": original_max_position_embeddings,
             }),
+            RopeScaling::Proportional {
+                partial_rotary_factor,
+                factor,
+            } => json!({
+                "rope_type": "proportional",
+                "partial_rotary_factor": partial_rotary_factor,
+                "factor": (*factor != 1.0).then_some(factor),
+            }),
         };
         if let Value::Object(map) = &mut value {
             // transformers reads null as a value, not as absence.
@@ -338,6 +359,13 @@ impl RopeScaling {
                     "another type, because the base of a single pair of channels cannot grow";
                 return wrong("rope_type", "dynamic".into(), expected);
             }
+            RopeScaling::Proportional {
+                partial_rotary_factor: share,
+                ..
+            } if !(0.0..=1.0).contains(share) => {
+                return wrong("partial_rotary_factor", (*share).into(), "from 0 to 1");
+            }
+            RopeScaling::Proportional { factor, .. } => factor,
             RopeScaling::Linear { factor } | RopeScaling::Dynamic { factor } => factor,
             RopeScaling::Llama3 { factor, .. } => factor,
             RopeScaling::Yarn(yarn) if yarn.beta_fast < yarn.beta_slow => {

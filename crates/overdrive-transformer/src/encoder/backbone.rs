@@ -372,7 +372,8 @@ impl Block {
             activation: activation_named("hidden_act", &config.hidden_act)?,
             gated: modern,
             window: match layer_type {
-                LayerType::Full => None,
+                // The configuration's check refuses linear ones.
+                LayerType::Full | LayerType::Linear => None,
                 // `local_attention` counts both sides.
                 LayerType::Sliding => Some((config.local_attention / 2).unsigned_abs() as usize),
             },
@@ -401,7 +402,7 @@ impl Block {
         let (mut query, mut key, value) = (part(0)?, part(1)?, part(2)?);
         if let Some(rotations) = &context.rotations {
             let rotation = match self.layer_type {
-                LayerType::Full => &rotations[0],
+                LayerType::Full | LayerType::Linear => &rotations[0],
                 LayerType::Sliding => &rotations[1],
             };
             (query, key) = match context.execution.fused_kernels {

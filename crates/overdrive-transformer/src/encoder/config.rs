@@ -349,6 +349,14 @@ impl EncoderConfig {
         self.check_padding()?;
         self.check_numbers()?;
         let layers = self.num_hidden_layers;
+        if self.layer_types.contains(&LayerType::Linear) {
+            let found = LayerType::Linear.name().into();
+            return Err(bad(
+                "layer_types",
+                &found,
+                "a list of full_attention, sliding_attention",
+            ));
+        }
         if !self.layer_types.is_empty() && self.layer_types.len() as i64 != layers {
             let expected = format!("one type for each of {layers} layers");
             return Err(bad(

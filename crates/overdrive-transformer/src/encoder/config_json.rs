@@ -109,7 +109,7 @@ fn read_layer_types(config: &mut EncoderConfig, fields: &mut Fields) -> Result<(
         .optional_positive("global_attn_every_n_layers")?
         .unwrap_or(3);
     config.layer_types = match fields.take("layer_types") {
-        Some(value) => layer_types(&value)?,
+        Some(value) => layer_types(&value, &[LayerType::Full, LayerType::Sliding])?,
         // `layers` has bounded their number.
         None => (0..config.num_hidden_layers)
             .map(|layer| match layer % every {

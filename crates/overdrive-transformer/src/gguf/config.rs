@@ -8,8 +8,8 @@ use crate::config::{
 use crate::{Error, Result};
 
 /// The supported values of `general.architecture`, for messages.
-const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, smollm3, olmo2, \
-    granite, glm4, qwen2moe";
+const SUPPORTED: &str = "llama, qwen2, qwen3, qwen3moe, phi2, phi3, gemma, gemma2, gemma3, gemma3n, gemma4, smollm3, \
+    olmo2, granite, glm4, qwen2moe";
 /// The number of layers of the Gemma 2 and Gemma 3 models whose queries are scaled by hidden_size /
 /// num_attention_heads and not by the width of a head, for which GGUF has no key.
 pub(super) const LARGEST_GEMMAS: [(LlamaFamily, i64); 2] =
@@ -34,6 +34,8 @@ impl ModelConfig {
             Some("gemma") => LlamaFamily::Gemma,
             Some("gemma2") => LlamaFamily::Gemma2,
             Some("gemma3") => LlamaFamily::Gemma3,
+            Some("gemma3n") => LlamaFamily::Gemma3n,
+            Some("gemma4") => LlamaFamily::Gemma4,
             Some("qwen3moe") => LlamaFamily::Qwen3Moe,
             Some("smollm3") => LlamaFamily::SmolLm3,
             Some("olmo2") => LlamaFamily::Olmo2,
@@ -70,7 +72,12 @@ impl Keys<'_> {
         let defaults = LlamaConfig::of(family);
         let heads = self.required("attention.head_count")?;
         let hidden_size = self.required("embedding_length")?;
-        let head_dim = match self.integer("attention.key_length")? {
+        // In Gemma 4, the other key is that of layers without a window.
+        let local = match family {
+            LlamaFamily::Gemma4 => self.integer("attention.key_length_swa")?,
+            _ => None,
+        };
+        let head_dim = match local.or(self.integer("attention.key_length")?) {
             Some(given) => given,
             None => hidden_size / heads,
         };
@@ -85,12 +92,14 @@ impl Keys<'_> {
             }
         };
         // Attention has one width for keys and values, and rotates whole heads, except in Phi and GLM-4.
-        same("attention.value_length")?;
+        if family != LlamaFamily::Gemma4 {
+            same("attention.value_length")?;
+        }
         let mut partial_rotary_factor = 1.0;
         if family.rotates_partially() {
             let rotated = self.integer("rope.dimension_count")?.unwrap_or(head_dim);
             partial_rotary_factor = rotated as f64 / head_dim as f64;
-        } else {
+        } else if family != LlamaFamily::Gemma4 {
             same("rope.dimension_count")?;
         }
         let (norm_eps, own_biases) = match family {
@@ -103,10 +112,17 @@ impl Keys<'_> {
         let mut config = LlamaConfig {
             vocab_size: self.vocabulary()?,
             hidden_size,
-            intermediate_size: self.required("feed_forward_length")?,
+            intermediate_size: match family.is_newest_gemma() {
+                true => self.largest("feed_forward_length")?,
+                false => self.required("feed_forward_length")?,
+            },
             num_hidden_layers: layers,
             num_attention_heads: heads,
-            num_key_value_heads: self.integer("attention.head_count_kv")?.or(Some(heads)),
+            num_key_value_heads: match family {
+                // Read below, as it may differ from layer to layer.
+                LlamaFamily::Gemma4 => Some(heads),
+                _ => self.integer("attention.head_count_kv")?.or(Some(heads)),
+            },
             head_dim: Some(head_dim),
             max_position_embeddings: self.required("context_length")?,
             rms_norm_eps: self.required_number(norm_eps)?,
@@ -143,11 +159,14 @@ impl Keys<'_> {
         if config.family == LlamaFamily::Olmo3 {
             config.rope_local_base_freq = config.rope_theta;
         }
-        config.rope_scaling = self.rope_scaling(&config)?;
+        if config.family != LlamaFamily::Gemma4 {
+            config.rope_scaling = self.rope_scaling(&config)?;
+        }
         self.experts(&mut config)?;
         if config.family.is_later_gemma() {
             self.gemma(&mut config)?;
         }
+        self.newest_gemma(&mut config)?;
         if config.family == LlamaFamily::Granite {
             self.granite(&mut config)?;
         }
@@ -228,7 +247,7 @@ impl Keys<'_> {
     }
 
     /// Reads which layers slide, and the base of their rotary frequencies.
-    fn sliding_layers(&self, config: &mut LlamaConfig) -> Result<()> {
+    pub(super) fn sliding_layers(&self, config: &mut LlamaConfig) -> Result<()> {
         if let Some(local) = self.number("rope.freq_base_swa")? {
             config.rope_local_base_freq = local;
         }
@@ -331,7 +350,7 @@ impl Keys<'_> {
     }
 
     /// Reads the elements of a small tensor.
-    fn factors(&self, name: &str) -> Result<Option<Vec<f64>>> {
+    pub(super) fn factors(&self, name: &str) -> Result<Option<Vec<f64>>> {
         let Some(tensor) = self.file.tensor(name) else {
             return Ok(None);
         };
@@ -365,7 +384,7 @@ impl Keys<'_> {
         format!("{}.{name}", self.architecture)
     }
 
-    fn value(&self, name: &str) -> Option<&GgufValue> {
+    pub(super) fn value(&self, name: &str) -> Option<&GgufValue> {
         self.file.value(&self.key(name))
     }
 
@@ -384,7 +403,7 @@ impl Keys<'_> {
             .ok_or_else(|| self.wrong(name, "an integer, the same for every layer"))
     }
 
-    fn number(&self, name: &str) -> Result<Option<f64>> {
+    pub(super) fn number(&self, name: &str) -> Result<Option<f64>> {
         let Some(value) = self.value(name) else {
             return Ok(None);
         };

@@ -3,7 +3,7 @@ use std::collections::{BTreeSet, HashMap};
 use overdrive_quantization::{GgufFile, GgufTensor};
 use tch::{Kind, Tensor};
 
-use super::names::{fused_rows, gguf_shape, llama_name, row_order};
+use super::names::{fused_rows, gguf_shape, is_of_shared_keys, llama_name, row_order, stream_of};
 use crate::checkpoint::{CheckpointProblems, Misshapen};
 use crate::config::{LlamaConfig, check_layers_of_files};
 use crate::moe;
@@ -186,19 +186,29 @@ fn sources<'a>(
             continue;
         };
         used.insert(tensor.name().to_owned());
-        // The matrix of an expert is a slice of a stack, read in place.
-        let expert = moe::expert_of(spec.module());
-        let count = llama.experts.as_ref().map(|experts| experts.num_experts);
-        let matrix = match expert {
+        // The matrix of an expert is a slice of a stack, read in place, and so is the projection of a residual stream.
+        let streams = llama.per_layer.as_ref().and_then(|own| own.altup.as_ref());
+        let experts = llama.experts.as_ref().map(|experts| experts.num_experts);
+        let (slice, count) = match stream_of(spec.module()) {
+            Some((_, stream)) => (
+                Some(stream),
+                streams.map(|altup| altup.altup_num_inputs - 1),
+            ),
+            None => (
+                moe::expert_of(spec.module()).map(|(_, expert, _)| expert),
+                experts,
+            ),
+        };
+        let matrix = match slice {
             None => Some(tensor),
-            Some((_, expert, _)) => {
+            Some(slice) => {
                 let whole = tensor.shape().first().copied() == count;
-                tensor.slice(expert).filter(|_| whole)
+                tensor.slice(slice).filter(|_| whole)
             }
         };
         let Some(tensor) = matrix else {
             // Once for the stack, which is one tensor.
-            if expert.is_some_and(|(_, expert, _)| expert == 0) {
+            if slice == Some(0) {
                 problems.misshapen.push(Misshapen {
                     name: tensor.name().to_owned(),
                     found: tensor.shape().to_vec(),
@@ -218,7 +228,8 @@ fn sources<'a>(
         sources.push(Source { rows, spec, tensor });
     }
     let names = file.tensors().map(|tensor| tensor.name().to_owned());
-    problems.unexpected = names.filter(|name| !used.contains(name)).collect();
+    let unread = |name: &String| !used.contains(name) && !is_of_shared_keys(name, llama);
+    problems.unexpected = names.filter(unread).collect();
     if problems.is_empty() {
         return Ok(sources);
     }

@@ -110,7 +110,16 @@ fn of_llama(config: &LlamaConfig) -> Result<Metadata> {
         F::Granite => "granite",
         F::Glm4 => "glm4",
         F::Qwen2Moe => "qwen2moe",
-        F::GptOss | F::Ministral3 | F::GraniteMoeHybrid | F::DeepseekV2 | F::DeepseekV3 => {
+        F::GptOss
+        | F::Ministral3
+        | F::GraniteMoeHybrid
+        | F::DeepseekV2
+        | F::DeepseekV3
+        | F::Qwen3Next
+        | F::Qwen35
+        | F::Qwen35Moe
+        | F::Gemma3n
+        | F::Gemma4 => {
             return Err(Error::Unsupported {
                 key: "model_type".to_owned(),
                 found: format!("{:?}", family.model_type()),
@@ -383,12 +392,13 @@ fn rope(own: &mut Metadata, config: &LlamaConfig) -> Result<()> {
                 .push(("rope_freqs.weight", (0..pairs).map(divisor).collect()));
             return Ok(());
         }
-        RopeScaling::Dynamic { .. } => {
-            return Err(own.without(
-                "rope_type",
-                "dynamic",
-                "default, linear, yarn, longrope, llama3",
-            ));
+        RopeScaling::Dynamic { .. } | RopeScaling::Proportional { .. } => {
+            let found = match &config.rope_scaling {
+                RopeScaling::Dynamic { .. } => "dynamic",
+                _ => "proportional",
+            };
+            let supported = "default, linear, yarn, longrope, llama3";
+            return Err(own.without("rope_type", found, supported));
         }
     };
     own.put("rope.scaling.type", GgufValue::String(kind.to_owned()));

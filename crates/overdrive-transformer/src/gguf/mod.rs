@@ -5,6 +5,7 @@ mod bert;
 mod config;
 mod end_of_text;
 mod file_type;
+mod gemma;
 mod generation_config;
 mod load;
 mod metadata;

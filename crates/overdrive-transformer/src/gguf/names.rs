@@ -7,7 +7,7 @@ use crate::parameters::{ParameterRole, ParameterSpec};
 const SHARED_GATE: &str = "mlp.shared_expert_gate";
 
 /// The names of the modules of a block in transformers and in llama.cpp.
-const MODULES: [(&str, &str); 18] = [
+const MODULES: [(&str, &str); 28] = [
     ("self_attn.q_proj", "attn_q"),
     ("self_attn.k_proj", "attn_k"),
     ("self_attn.v_proj", "attn_v"),
@@ -26,6 +26,16 @@ const MODULES: [(&str, &str); 18] = [
     ("mlp.shared_expert.up_proj", "ffn_up_shexp"),
     ("mlp.shared_expert.down_proj", "ffn_down_shexp"),
     (SHARED_GATE, "ffn_gate_inp_shexp"),
+    ("per_layer_input_gate", "inp_gate"),
+    ("per_layer_projection", "proj"),
+    ("post_per_layer_input_norm", "post_norm"),
+    ("altup.correction_coefs", "altup_correct_coef"),
+    ("altup.prediction_coefs", "altup_predict_coef"),
+    ("altup.modality_router", "altup_router"),
+    ("altup.router_norm", "altup_router_norm"),
+    ("laurel.linear_left", "laurel_l"),
+    ("laurel.linear_right", "laurel_r"),
+    ("laurel.post_laurel_norm", "laurel_post_norm"),
 ];
 
 /// The stacks of the matrices of all experts, in the order gate, up, down.
@@ -70,10 +80,29 @@ pub(super) fn llama_name(name: &str, family: LlamaFamily) -> Option<String> {
     if let Some((layer, _, part)) = moe::expert_of(module) {
         return Some(format!("blk.{layer}.{}.{end}", STACKS[part]));
     }
+    if let Some((stack, _)) = stream_of(module) {
+        return Some(format!("{stack}.{end}"));
+    }
+    if family.is_newest_gemma() {
+        let layer = module.strip_prefix("model.layers.");
+        match (layer, end) {
+            (Some(layer), "layer_scalar") => {
+                return Some(format!("blk.{layer}.layer_output_scale.weight"));
+            }
+            (Some(layer), "correct_output_scale") => {
+                let layer = layer.strip_suffix(".altup")?;
+                return Some(format!("blk.{layer}.altup_correct_scale.weight"));
+            }
+            _ => {}
+        }
+    }
     let own = match module {
         "model.embed_tokens" => "token_embd".to_owned(),
         "model.norm" | "model.final_layernorm" => "output_norm".to_owned(),
         "lm_head" => "output".to_owned(),
+        "model.embed_tokens_per_layer" => "per_layer_token_embd".to_owned(),
+        "model.per_layer_model_projection" => "per_layer_model_proj".to_owned(),
+        "model.per_layer_projection_norm" => "per_layer_proj_norm".to_owned(),
         _ => {
             let (layer, part) = module.strip_prefix("model.layers.")?.split_once('.')?;
             let norm = family.block_norms().iter().find(|(_, name)| *name == part);
@@ -86,6 +115,31 @@ pub(super) fn llama_name(name: &str, family: LlamaFamily) -> Option<String> {
         }
     };
     Some(format!("{own}.{end}"))
+}
+
+/// Returns `true` for the keys and values, and their norms, of a layer that attends to those of an earlier one: files of
+/// Gemma 3n hold them, and nothing reads them.
+pub(super) fn is_of_shared_keys(name: &str, config: &LlamaConfig) -> bool {
+    let layer = name
+        .strip_prefix("blk.")
+        .and_then(|rest| rest.split_once('.'));
+    let Some((layer, part)) = layer else {
+        return false;
+    };
+    let shares = layer.parse().is_ok_and(|layer| config.shares_kv(layer));
+    let parts = ["attn_k.", "attn_v.", "attn_k_norm."];
+    shares && parts.iter().any(|own| part.starts_with(own))
+}
+
+/// Returns the stack of the projections of Gemma 3n's residual streams that `module` is in, and its index.
+pub(super) fn stream_of(module: &str) -> Option<(&'static str, usize)> {
+    let (list, index) = module.strip_prefix("model.altup_")?.split_once('.')?;
+    let stack = match list {
+        "projections" => "altup_proj",
+        "unembed_projections" => "altup_unembd_proj",
+        _ => return None,
+    };
+    Some((stack, index.parse().ok()?))
 }
 
 /// Returns the shape of a parameter in GGUF files, where the gate of the shared expert is a vector.
@@ -191,21 +245,33 @@ mod tests {
             F::Granite,
             F::Glm4,
             F::Qwen2Moe,
+            F::Gemma3n,
+            F::Gemma4,
         ] {
-            let config = LlamaConfig {
+            let mut config = LlamaConfig {
                 num_hidden_layers: 2,
                 tie_word_embeddings: false,
                 ..LlamaConfig::of(family)
             };
+            if let Some(own) = &mut config.per_layer {
+                own.num_kv_shared_layers = 0;
+            }
             let parameters = crate::ModelConfig::Llama(config).parameters();
             let names = parameters
                 .iter()
                 .map(|spec| llama_name(&spec.name, family).unwrap());
             let names: std::collections::BTreeSet<String> = names.collect();
-            // The matrices of all experts lie in one tensor for each of the three parts.
-            let of_experts = |spec: &&crate::ParameterSpec| moe::expert_of(spec.module()).is_some();
+            // The matrices of all experts lie in one tensor for each of the three parts, and so do projections.
+            let of_experts = |spec: &&crate::ParameterSpec| {
+                moe::expert_of(spec.module()).is_some() || stream_of(spec.module()).is_some()
+            };
             let in_experts = parameters.iter().filter(of_experts).count();
-            let stacks = if in_experts > 0 { 2 * STACKS.len() } else { 0 };
+            let stacks = match in_experts {
+                0 => 0,
+                // The projections of residual streams lie in two.
+                _ if family == F::Gemma3n => 2,
+                _ => 2 * STACKS.len(),
+            };
             assert_eq!(
                 names.len(),
                 parameters.len() - in_experts + stacks,

@@ -7,11 +7,13 @@ use super::stream::Stream;
 use crate::attention::{AttentionStep, RotaryAttention};
 use crate::config::NormPosition::{AfterAttention, AfterMlp, BeforeAttention, BeforeMlp};
 use crate::decode_step::DecodeBuffers;
+use crate::gated_delta_net::GatedDeltaNet;
 use crate::gpt2::dropped;
 use crate::latent_attention::LatentAttention;
 use crate::mlp::FeedForward;
 use crate::moe::{ExpertLoad, LoadBalance};
 use crate::parameters::ParameterMap;
+use crate::per_layer::PerLayerBlock;
 use crate::phi::ParallelBlock;
 use crate::projections::{LinearVisitor, ParameterVisitor};
 use crate::rms_norm::RmsNorm;
@@ -27,9 +29,11 @@ pub(super) enum Layer {
     Serial(Block),
     /// Phi-2.
     Parallel(ParallelBlock),
+    /// Gemma 3n and 4.
+    WithInput(PerLayerBlock),
 }
 
-/// The attention of a block. All blocks of a model have one kind.
+/// The attention of a block.
 #[derive(Debug)]
 #[allow(
     clippy::large_enum_variant,
@@ -39,14 +43,21 @@ pub(super) enum Attention {
     Rotary(RotaryAttention),
     /// DeepSeek.
     Latent(LatentAttention),
+    /// Most blocks of Qwen3-Next and Qwen3.5.
+    DeltaNet(GatedDeltaNet),
 }
 
 impl Attention {
     pub(super) fn take(
         parameters: &mut ParameterMap,
-        prefix: &str,
+        layer: i64,
         config: &LlamaConfig,
     ) -> Result<Attention> {
+        let prefix = &format!("model.layers.{layer}");
+        if let Some(sizes) = config.delta_net_of(layer) {
+            let delta_net = GatedDeltaNet::take(parameters, prefix, config, sizes)?;
+            return Ok(Attention::DeltaNet(delta_net));
+        }
         Ok(match &config.mla {
             Some(sizes) => {
                 Attention::Latent(LatentAttention::take(parameters, prefix, config, sizes)?)
@@ -59,6 +70,7 @@ impl Attention {
         match self {
             Attention::Rotary(attention) => attention.forward(x, step),
             Attention::Latent(attention) => attention.forward(x, step),
+            Attention::DeltaNet(delta_net) => delta_net.forward(x, step),
         }
     }
 
@@ -66,6 +78,7 @@ impl Attention {
         match self {
             Attention::Rotary(attention) => Box::new(attention.layers()),
             Attention::Latent(attention) => Box::new(attention.layers()),
+            Attention::DeltaNet(delta_net) => Box::new(delta_net.layers()),
         }
     }
 
@@ -73,6 +86,7 @@ impl Attention {
         match self {
             Attention::Rotary(attention) => attention.visit(visit),
             Attention::Latent(attention) => attention.visit(visit),
+            Attention::DeltaNet(delta_net) => delta_net.visit(visit),
         }
     }
 
@@ -84,6 +98,7 @@ impl Attention {
         match self {
             Attention::Rotary(attention) => attention.visit_parameters(prefix, visit),
             Attention::Latent(attention) => attention.visit_parameters(prefix, visit),
+            Attention::DeltaNet(delta_net) => delta_net.visit_parameters(prefix, visit),
         }
     }
 }
@@ -115,6 +130,10 @@ impl Layer {
                     load: stream.load,
                 })
             }
+            Layer::WithInput(block) => {
+                let x = block.forward(&stream.sum()?, step, balance)?;
+                Ok(Stream::new(x))
+            }
         }
     }
 
@@ -127,8 +146,8 @@ impl Layer {
     ) -> Result<()> {
         match self {
             Layer::Serial(block) => block.forward_rows(buffers, first, step, angles),
-            Layer::Parallel(_) => {
-                let what = "a parallel layer has no forward pass on slices";
+            Layer::Parallel(_) | Layer::WithInput(_) => {
+                let what = "this layer has no forward pass on slices";
                 Err(overdrive_core::Error::internal(what).into())
             }
         }
@@ -185,7 +204,7 @@ impl Block {
             None => normalised.copy_from_slice(x),
         }
         let Attention::Rotary(attention) = &self.attention else {
-            let what = "latent attention has no forward pass on slices";
+            let what = "this attention has no forward pass on slices";
             return Err(overdrive_core::Error::internal(what).into());
         };
         *on_slices &= attention.forward_rows(normalised, step, angles, joint, inner, delta)?;

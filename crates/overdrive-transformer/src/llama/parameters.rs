@@ -1,8 +1,9 @@
+use crate::gated_delta_net::GatedDeltaNet;
 use crate::latent_attention::LatentAttention;
 use crate::mlp::FeedForward;
 use crate::moe::correction_name;
 use crate::parameters::{ParameterRole, ParameterSpec};
-use crate::{Init, LlamaConfig, LlamaFamily, phi};
+use crate::{Init, LlamaConfig, LlamaFamily, per_layer, phi};
 
 /// Returns the parameters of a Llama in the order of transformers' `named_parameters`.
 pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
@@ -30,6 +31,10 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         Embedding,
     ));
     for layer in 0..config.num_hidden_layers {
+        if let Some(sizes) = &config.per_layer {
+            all.extend(per_layer::block_parameters(config, sizes, layer));
+            continue;
+        }
         let [mut attention, mut mlp, mut norms] = [Vec::new(), Vec::new(), Vec::new()];
         let mut add =
             |name, shape: &[i64], init, role| attention.push(spec(name, shape, init, role));
@@ -50,6 +55,7 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
                 }
             }
         }
+        let delta_net = config.delta_net_of(layer);
         let mut linear = |name: &str, output, input, bias| {
             let name = format!("model.layers.{layer}.{name}");
             add(format!("{name}.weight"), &[output, input], normal, Linear);
@@ -57,18 +63,24 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
                 add(format!("{name}.bias"), &[output], Init::Zeros, Other);
             }
         };
-        if config.mla.is_some() {
-            // Listed above.
+        if config.mla.is_some() || delta_net.is_some() {
+            // Listed elsewhere.
         } else if config.has_joint_qkv() {
             linear("self_attn.o_proj", hidden, queries, false);
             linear("self_attn.qkv_proj", queries + 2 * keys, hidden, false);
         } else {
-            linear("self_attn.q_proj", queries, hidden, config.qkv_bias());
+            let gates = if config.gates_attention() { queries } else { 0 };
+            linear(
+                "self_attn.q_proj",
+                queries + gates,
+                hidden,
+                config.qkv_bias(),
+            );
             linear("self_attn.k_proj", keys, hidden, config.qkv_bias());
             linear("self_attn.v_proj", keys, hidden, config.qkv_bias());
             linear("self_attn.o_proj", hidden, queries, config.output_bias());
         }
-        if config.qk_norm() {
+        if config.qk_norm() && delta_net.is_none() {
             for (name, width) in ["q_norm", "k_norm"]
                 .into_iter()
                 .zip(config.qk_norm_widths())
@@ -76,6 +88,10 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
                 let name = format!("model.layers.{layer}.self_attn.{name}.weight");
                 add(name, &[width], one, Other);
             }
+        }
+        if let Some(sizes) = delta_net {
+            let prefix = format!("model.layers.{layer}");
+            attention = GatedDeltaNet::parameters(&prefix, config, sizes);
         }
         for (name, shape, role) in FeedForward::weights(config, layer) {
             let is_router = role == Router;
@@ -106,6 +122,9 @@ pub(crate) fn parameters(config: &LlamaConfig) -> Vec<ParameterSpec> {
         all.extend(parts.into_iter().flatten());
     }
     all.push(spec("model.norm.weight".to_owned(), &[hidden], one, Other));
+    if let Some(sizes) = &config.per_layer {
+        all.extend(per_layer::model_parameters(config, sizes));
+    }
     if !config.tie_word_embeddings {
         all.push(spec(
             "lm_head.weight".to_owned(),

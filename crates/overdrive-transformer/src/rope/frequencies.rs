@@ -50,6 +50,16 @@ impl Frequencies {
         let (short, beyond, scale) = match scaling {
             RopeScaling::Default => (plain()?, Beyond::Same, 1.0),
             RopeScaling::Linear { factor } => (plain()?.f_div_scalar(*factor)?, Beyond::Same, 1.0),
+            RopeScaling::Proportional {
+                partial_rotary_factor,
+                factor,
+            } => {
+                let kept = (partial_rotary_factor * dim as f64 / 2.0).floor() as i64;
+                let frequencies = plain()?.f_div_scalar(*factor)?;
+                // A handle, through which the others are set to zero.
+                let _same = frequencies.f_narrow(0, kept, dim / 2 - kept)?.f_zero_()?;
+                (frequencies, Beyond::Same, 1.0)
+            }
             RopeScaling::Dynamic { factor } => {
                 let beyond = Beyond::Dynamic {
                     context,

@@ -12,13 +12,27 @@ fn autocast_computes_matmuls_in_bf16_and_the_loss_and_gradients_in_fp32() {
         model.set_requires_grad(true).unwrap();
         // The scores of the last chosen expert and of the next one differ by 0.003 in these fixtures, less than a
         // rounding of bf16, so a token may go to another expert.
-        let is_routed = ["moe", "mixtral", "gpt_oss", "deepseek"]
-            .iter()
-            .any(|name| case.contains(name));
-        let (of_logits, of_loss) = if is_routed { (0.5, 0.05) } else { (0.1, 0.01) };
+        let is_routed = case == "qwen3_next"
+            || ["moe", "mixtral", "gpt_oss", "deepseek"]
+                .iter()
+                .any(|name| case.contains(name));
+        // States gather the roundings of all tokens before; those of transformers differ by 0.08, its gradients by 0.22.
+        let is_hybrid = case.contains("qwen3_next") || case.contains("qwen3_5");
+        let (of_logits, of_loss) = match (is_routed, is_hybrid) {
+            (true, _) => (0.5, 0.05),
+            (false, true) => (0.2, 0.01),
+            (false, false) => (0.1, 0.01),
+        };
         // The norms of this fixture's queries have gradients of 0.001, sums of larger numbers that cancel; those of
         // transformers differ by 0.17 as well.
-        let of_gradients = if case == "olmo2" { 0.3 } else { 0.1 };
+        let of_gradients = match case {
+            "olmo2" => 0.3,
+            // Those of transformers differ by 0.74 and 0.42: its norms of hidden states, values and inputs round in bf16,
+            // and sparse gates are differences.
+            "gemma3n" | "gemma4" => 0.75,
+            _ if is_hybrid => 0.3,
+            _ => 0.1,
+        };
         for fused in [true, false] {
             let mut execution = Execution::default();
             execution.fused_kernels = fused;

@@ -6,6 +6,7 @@ use std::fmt::Debug;
 use std::path::{Path, PathBuf};
 use std::sync::{Arc, Mutex};
 
+use overdrive_kv_cache::{CacheImplementation, KvCache};
 use overdrive_transformer::CausalLm;
 use tch::{Kind, Tensor};
 use tracing::field::{Field, Visit};
@@ -13,7 +14,7 @@ use tracing::span::{Attributes, Id, Record};
 use tracing::{Event, Level, Metadata, Subscriber, subscriber};
 
 /// Every fixture checkpoint.
-pub(crate) const CASES: [&str; 42] = [
+pub(crate) const CASES: [&str; 49] = [
     "llama_gqa",
     "llama_sharded",
     "llama_tied_biases",
@@ -56,6 +57,13 @@ pub(crate) const CASES: [&str; 42] = [
     "deepseek_v2_groups",
     "deepseek_v3",
     "deepseek_v3_halves",
+    "qwen3_next",
+    "qwen3_next_dense",
+    "qwen3_5",
+    "qwen3_5_moe",
+    "gemma3n",
+    "gemma4",
+    "gemma4_dense",
 ];
 
 /// A copy of a fixture in a temporary folder, for tests that change it.
@@ -82,6 +90,13 @@ pub(crate) fn edit_config(
     std::fs::write(path, config.to_string()).unwrap();
 }
 
+/// An empty dynamic cache for a model.
+pub(crate) fn dynamic_cache(model: &CausalLm) -> Box<dyn KvCache> {
+    CacheImplementation::Dynamic
+        .build(&model.cache_shape())
+        .unwrap()
+}
+
 /// The folder of a fixture.
 pub(crate) fn fixture(case: &str) -> PathBuf {
     let folder = PathBuf::from(env!("CARGO_MANIFEST_DIR"))
@@ -98,17 +113,15 @@ pub(crate) fn load(case: &str) -> CausalLm {
     CausalLm::from_pretrained(fixture(case), &Default::default()).unwrap()
 }
 
-/// All parameters but the corrections of routers, which backward gives no gradient.
+/// All parameters but the buffers, which backward gives no gradient: the corrections of routers, and the factors of
+/// layers.
 pub(crate) fn trained_parameters(model: &CausalLm) -> Vec<(String, Tensor)> {
-    let (corrections, trained) = model
+    let ends = [".e_score_correction_bias", ".layer_scalar"];
+    let (buffers, trained) = model
         .named_parameters()
         .into_iter()
-        .partition::<Vec<_>, _>(|(name, _)| name.ends_with(".e_score_correction_bias"));
-    assert!(
-        corrections
-            .iter()
-            .all(|(_, tensor)| !tensor.requires_grad())
-    );
+        .partition::<Vec<_>, _>(|(name, _)| ends.iter().any(|end| name.ends_with(end)));
+    assert!(buffers.iter().all(|(_, tensor)| !tensor.requires_grad()));
     trained
 }
 

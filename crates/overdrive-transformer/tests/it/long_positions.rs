@@ -1,7 +1,9 @@
 //! Positions far beyond the trained context, scalings and windows, against transformers, on the fixtures of
 //! `fixtures/gen_checkpoints.py`.
 
-use crate::common::{CASES, copy_of, edit_config, expected, load, max_difference, max_magnitude};
+use crate::common::{
+    CASES, copy_of, dynamic_cache, edit_config, expected, load, max_difference, max_magnitude,
+};
 use overdrive_kv_cache::{DynamicCache, KvCache, KvView};
 use overdrive_transformer::{
     AttentionImplementation, CausalLm, Execution, ForwardInput, InitOptions, LlamaConfig,
@@ -48,11 +50,11 @@ fn greedy_tokens_over_a_cache_equal_those_of_transformers_past_the_original_cont
     for case in CASES {
         let (model, want) = (load(case), expected(case));
         let greedy = &want["greedy"];
-        let mut cache = DynamicCache::new(model.num_layers());
+        let mut cache = dynamic_cache(&model);
         let mut next = greedy.narrow(1, 0, 8);
         for position in 8..greedy.size()[1] {
             let input = ForwardInput::new(&next)
-                .with_cache(&mut cache)
+                .with_cache(cache.as_mut())
                 .with_logits(Logits::Last);
             let logits = model.forward(input).unwrap();
             // The fixture was asked for at least so many tokens: the end-of-sequence token is excluded.
@@ -341,7 +343,7 @@ fn a_rotary_model_exceeds_its_context_over_a_cache_that_drops_tokens() {
     let ids = Tensor::full([1, 1], 5, (Kind::Int64, Device::Cpu));
     let step = |case: &str, past: i64, span: Option<i64>| {
         let model = load(case);
-        let inner = DynamicCache::new(model.num_layers());
+        let inner = DynamicCache::new(model.cache_layers());
         let mut cache = Bounded { inner, past, span };
         let input = ForwardInput::new(&ids).with_cache(&mut cache);
         model.forward(input).map(|logits| logits.size())

@@ -4,7 +4,7 @@
 use crate::common::{
     CASES, expected, fixture, load, max_difference, max_magnitude, trained_parameters,
 };
-use overdrive_kv_cache::{DynamicCache, KvCache};
+use overdrive_kv_cache::CacheImplementation;
 use overdrive_transformer::{
     AttentionImplementation, Execution, ForwardInput, LabelShift, LoadOptions, Logits,
 };
@@ -122,11 +122,13 @@ fn steps_over_a_cache_equal_one_forward_pass() {
             vec![1, 11],
             vec![7, 5],
         ] {
-            let mut cache = DynamicCache::with_capacity(model.num_layers(), 2);
+            let mut shape = model.cache_shape();
+            shape.max_len = Some(2);
+            let mut cache = CacheImplementation::Dynamic.build(&shape).unwrap();
             let mut parts = Vec::new();
             for tokens in chunks {
                 let part = ids.narrow(1, cache.len(), tokens);
-                let input = ForwardInput::new(&part).with_cache(&mut cache);
+                let input = ForwardInput::new(&part).with_cache(cache.as_mut());
                 parts.push(model.forward(input).unwrap());
             }
             let difference = max_difference(&Tensor::cat(&parts, 1), &want["logits"]);

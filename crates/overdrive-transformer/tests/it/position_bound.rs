@@ -54,7 +54,7 @@ fn ids(tokens: i64) -> Tensor {
 
 /// Returns the logits of the last of 8 tokens, which a cache gets after the others, and the reads of that step.
 fn last_of_eight(model: &CausalLm, bound: Option<i64>) -> (Tensor, Vec<String>) {
-    let mut cache = DynamicCache::new(model.num_layers());
+    let mut cache = DynamicCache::new(model.cache_layers());
     let text = ids(8);
     let prompt = text.narrow(1, 0, 7);
     let input = ForwardInput::new(&prompt).with_cache(&mut cache);

@@ -148,11 +148,10 @@ struct Shape(LlamaConfig);
 impl EngineModel for Shape {
     fn cache_shape(&self) -> Result<CacheShape> {
         Ok(CacheShape {
-            layers: 1,
+            windows: vec![None],
             kv_heads: 1,
             head_dim: self.0.hidden_size,
-            kind: tch::Kind::Float,
-            device: tch::Device::Cpu,
+            ..CacheShape::default()
         })
     }
 

@@ -238,7 +238,7 @@ struct FailsOnce<'a>(&'a CausalLm, RefCell<Vec<Vec<usize>>>);
 
 impl EngineModel for FailsOnce<'_> {
     fn cache_shape(&self) -> Result<CacheShape> {
-        self.0.cache_shape()
+        Ok(self.0.cache_shape())
     }
 
     fn vocab_size(&self) -> usize {

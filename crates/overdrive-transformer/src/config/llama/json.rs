@@ -1,6 +1,7 @@
 //! Reading a Llama's configuration from config.json, and writing it.
 
 use super::LlamaConfig;
+use crate::config::delta_net::DeltaNetConfig;
 use crate::config::family::{LayerType, LlamaFamily, layer_types};
 use crate::config::fields::{self, Fields, bad, ids_to_json};
 use crate::config::rope_scaling::RopeScaling;
@@ -13,6 +14,9 @@ impl LlamaConfig {
         let mut config = LlamaConfig::of(family);
         fields.positive("vocab_size", &mut config.vocab_size)?;
         fields.positive("hidden_size", &mut config.hidden_size)?;
+        if let Some(own) = &mut config.per_layer {
+            own.read_inner_widths(&mut fields)?;
+        }
         fields.positive(config.inner_width_key(), &mut config.intermediate_size)?;
         fields.layers("num_hidden_layers", &mut config.num_hidden_layers)?;
         fields.positive("num_attention_heads", &mut config.num_attention_heads)?;
@@ -67,8 +71,15 @@ impl LlamaConfig {
         }
         config.layer_types = fields
             .take("layer_types")
-            .map(|value| layer_types(&value))
+            .map(|value| layer_types(&value, family.layer_types()))
             .transpose()?;
+        if let Some(delta_net) = &mut config.delta_net {
+            delta_net.read(&mut fields)?;
+            if config.layer_types.is_none() {
+                let types = DeltaNetConfig::layer_types(&mut fields, config.num_hidden_layers)?;
+                config.layer_types = Some(types);
+            }
+        }
         if family.is_granite() {
             fields.number("embedding_multiplier", &mut config.embedding_multiplier)?;
             fields.number("attention_multiplier", &mut config.attention_multiplier)?;
@@ -88,6 +99,12 @@ impl LlamaConfig {
         }
         if family.is_gemma() {
             config.read_gemma(&mut fields)?;
+        }
+        if let Some(mut own) = config.per_layer.take() {
+            let layers = 0..config.num_hidden_layers;
+            let without_window: Vec<i64> = layers.filter(|&layer| !config.slides(layer)).collect();
+            own.read(&mut fields, &without_window)?;
+            config.per_layer = Some(own);
         }
         fields.token_id("bos_token_id", &mut config.bos_token_id)?;
         fields.token_ids("eos_token_id", &mut config.eos_token_id)?;
@@ -181,10 +198,21 @@ impl LlamaConfig {
     fn read_rope(&mut self, fields: &mut Fields) -> Result<()> {
         let (context, theta) = (self.max_position_embeddings, &mut self.rope_theta);
         let part = &mut self.partial_rotary_factor;
-        if self.family == LlamaFamily::Gemma3 {
+        if matches!(self.family, LlamaFamily::Gemma3 | LlamaFamily::Gemma3n) {
             fields.number("rope_local_base_freq", &mut self.rope_local_base_freq)?;
         }
-        if matches!(self.family, LlamaFamily::Gemma3 | LlamaFamily::Olmo3) {
+        if self.family == LlamaFamily::Gemma4 {
+            if let Some(parameters) = fields.take("rope_parameters") {
+                // The keys beside it, which are those of older models, change nothing in transformers.
+                let alone = Map::from_iter([("rope_parameters".to_owned(), parameters)]);
+                let thetas = [theta, &mut self.rope_local_base_freq];
+                [self.rope_scaling, self.rope_local_scaling] =
+                    RopeScaling::read_by_layer(&mut Fields::new(alone), context, thetas, part)?;
+            }
+        } else if matches!(
+            self.family,
+            LlamaFamily::Gemma3 | LlamaFamily::Gemma3n | LlamaFamily::Olmo3
+        ) {
             let thetas = [theta, &mut self.rope_local_base_freq];
             [self.rope_scaling, self.rope_local_scaling] =
                 RopeScaling::read_by_layer(fields, context, thetas, part)?;
@@ -229,7 +257,9 @@ impl LlamaConfig {
     }
 
     fn read_gemma(&mut self, fields: &mut Fields) -> Result<()> {
-        fields.number("query_pre_attn_scalar", &mut self.query_pre_attn_scalar)?;
+        if self.per_layer.is_none() {
+            fields.number("query_pre_attn_scalar", &mut self.query_pre_attn_scalar)?;
+        }
         // An absent key is the family's default, and null is no bound.
         for (key, slot) in [
             ("attn_logit_softcapping", &mut self.attn_logit_softcapping),
@@ -238,6 +268,10 @@ impl LlamaConfig {
             if let Some(value) = fields.take_nullable(key) {
                 *slot = value.map(|value| fields::number(key, &value)).transpose()?;
             }
+        }
+        if self.family == LlamaFamily::Gemma4 {
+            // Its key is a name.
+            return Ok(());
         }
         let key = "use_bidirectional_attention";
         fields.boolean(key, &mut self.use_bidirectional_attention)?;
@@ -349,6 +383,17 @@ impl LlamaConfig {
             LlamaFamily::DeepseekV2 | LlamaFamily::DeepseekV3 => {
                 json!({"attention_bias": self.attention_bias})
             }
+            LlamaFamily::Qwen3Next | LlamaFamily::Qwen35 | LlamaFamily::Qwen35Moe => {
+                let kind = |layer| match self.is_linear(layer) {
+                    true => LayerType::Linear.name(),
+                    false => LayerType::Full.name(),
+                };
+                json!({
+                    "attention_bias": self.attention_bias,
+                    "partial_rotary_factor": self.partial_rotary_factor,
+                    "layer_types": (0..self.num_hidden_layers).map(kind).collect::<Vec<_>>(),
+                })
+            }
             LlamaFamily::GraniteMoeHybrid => json!({
                 "attention_bias": self.attention_bias,
                 "embedding_multiplier": self.embedding_multiplier,
@@ -381,6 +426,8 @@ impl LlamaConfig {
                 "attn_logit_softcapping": self.attn_logit_softcapping,
                 "final_logit_softcapping": self.final_logit_softcapping,
             }),
+            // Written below.
+            LlamaFamily::Gemma3n | LlamaFamily::Gemma4 => Value::Null,
         };
         if self.use_bidirectional_attention {
             map.insert("use_bidirectional_attention".to_owned(), true.into());
@@ -390,8 +437,18 @@ impl LlamaConfig {
                 map.extend(entries);
             }
         }
+        if let Some(own) = &self.per_layer {
+            own.write(self, &mut map);
+        }
         if let Some(experts) = &self.experts {
             experts.write(self.family, &mut map);
+        }
+        if let Some(delta_net) = &self.delta_net {
+            delta_net.write(&mut map);
+        }
+        if self.family == LlamaFamily::Qwen35Moe {
+            // All layers have experts, and transformers has no such key.
+            map.remove(self.inner_width_key());
         }
         if let Some(mla) = &self.mla {
             let heads = self.num_key_value_heads.unwrap_or(self.num_attention_heads);
@@ -414,7 +471,8 @@ impl LlamaConfig {
         let scales_locally = self.rope_local_scaling != RopeScaling::Default;
         let by_layer = match self.family {
             // transformers 4 has no key for the scaling of sliding layers.
-            LlamaFamily::Gemma3 => scales_locally,
+            LlamaFamily::Gemma3 | LlamaFamily::Gemma3n => scales_locally,
+            LlamaFamily::Gemma4 => true,
             // `rope_theta` is the base of all layers in transformers 4, and of full layers in 5, where that of
             // sliding ones is then the default.
             LlamaFamily::Olmo3 => {
@@ -439,7 +497,7 @@ impl LlamaConfig {
             map.insert("rope_parameters".to_owned(), both);
             return;
         }
-        if self.family == LlamaFamily::Gemma3 {
+        if matches!(self.family, LlamaFamily::Gemma3 | LlamaFamily::Gemma3n) {
             let theta = self.rope_local_base_freq.into();
             map.insert("rope_local_base_freq".to_owned(), theta);
         }

@@ -27,6 +27,7 @@ impl LlamaConfig {
         self.check_parameters()?;
         let heads = self.num_attention_heads;
         self.check_mla()?;
+        self.check_delta_net()?;
         let of_heads = self.mla.is_none();
         if of_heads && self.head_dim.is_none() && self.hidden_size % heads != 0 {
             let expected =
@@ -106,8 +107,10 @@ impl LlamaConfig {
                 return Err(bad(key, &value.into(), "a positive number"));
             }
         }
+        self.check_per_layer()?;
         let rotated = self.rotary_dim();
-        self.rope_scaling.validate("rope_scaling", rotated)?;
+        self.rope_scaling
+            .validate("rope_scaling", self.global_rotary_dim())?;
         let local = "rope_parameters.sliding_attention";
         self.rope_local_scaling.validate(local, rotated)?;
         activation_named(self.activation_key(), &self.hidden_act).map(drop)
@@ -123,6 +126,23 @@ impl LlamaConfig {
             self.head_dim()
         );
         Err(bad("partial_rotary_factor", &part.into(), &expected))
+    }
+
+    fn check_per_layer(&self) -> Result<()> {
+        let needed = self.family.is_newest_gemma();
+        match &self.per_layer {
+            Some(own) if needed => own.validate(self),
+            None if !needed => Ok(()),
+            given => {
+                let found = if given.is_some() { "set" } else { "missing" };
+                let expected = format!(
+                    "{} for the family {}; start from `LlamaConfig::of`",
+                    if needed { "set" } else { "`None`" },
+                    self.family.model_type()
+                );
+                Err(bad("per_layer", &found.into(), &expected))
+            }
+        }
     }
 
     fn check_mla(&self) -> Result<()> {
@@ -148,6 +168,35 @@ impl LlamaConfig {
                     self.family.model_type()
                 );
                 Err(bad("mla", &found.into(), &expected))
+            }
+        }
+    }
+
+    fn check_delta_net(&self) -> Result<()> {
+        let needed = self.family.is_hybrid();
+        match &self.delta_net {
+            Some(delta_net) if needed => {
+                let mut layers = 0..self.num_hidden_layers;
+                // A cache takes the number of its tokens from the layers with keys and values.
+                if layers.all(|layer| self.is_linear(layer)) {
+                    let found = "linear_attention alone".into();
+                    return Err(bad(
+                        "layer_types",
+                        &found,
+                        "full_attention for one layer at least",
+                    ));
+                }
+                delta_net.validate()
+            }
+            None if !needed => Ok(()),
+            given => {
+                let found = if given.is_some() { "set" } else { "missing" };
+                let expected = format!(
+                    "{} for the family {}; start from `LlamaConfig::of`",
+                    if needed { "set" } else { "`None`" },
+                    self.family.model_type()
+                );
+                Err(bad("delta_net", &found.into(), &expected))
             }
         }
     }
@@ -185,7 +234,14 @@ impl LlamaConfig {
         ]
         .map(i128::from);
         let heads = i128::from(self.num_attention_heads) + i128::from(self.kv_heads());
+        let delta_net = self.delta_net.as_ref().map_or(0, |sizes| {
+            i128::from(sizes.mixed_width()) + 2 * i128::from(sizes.value_width())
+        });
         let attention = match &self.mla {
+            None if self.gates_attention() => {
+                let queries = i128::from(self.num_attention_heads) * i128::from(self.head_dim());
+                (2 * heads * i128::from(self.head_dim()) + queries).max(2 * delta_net)
+            }
             None => 2 * heads * i128::from(self.head_dim()),
             // At least as many as there are, for ranks up to the hidden size.
             Some(mla) => {
@@ -203,7 +259,27 @@ impl LlamaConfig {
             i128::from(experts.num_experts) * inner + i128::from(shared)
         });
         let inner = inner.max(experts);
-        let parameters = hidden * (2 * vocabulary + layers * (attention + 3 * inner));
+        // At least as many as there are, for both kinds of layers.
+        let (attention, inner, extra) = match &self.per_layer {
+            None => (attention, inner, 0),
+            Some(own) => {
+                let head = i128::from(own.global_head_dim.unwrap_or(0));
+                let input = i128::from(own.hidden_size_per_layer_input);
+                let table = i128::from(own.vocab_size_per_layer_input) * layers * input;
+                let altup = own.altup.as_ref().map_or(0, |altup| {
+                    let (streams, rank) = (altup.altup_num_inputs, altup.laurel_rank);
+                    let streams = i128::from(streams);
+                    hidden * (2 * streams * hidden + layers * (2 * i128::from(rank) + streams))
+                });
+                let global = 2 * 2 * i128::from(self.num_attention_heads) * head;
+                (
+                    attention.max(global),
+                    2 * inner,
+                    table + 3 * layers * input * hidden + altup,
+                )
+            }
+        };
+        let parameters = hidden * (2 * vocabulary + layers * (attention + 3 * inner)) + extra;
         let keys = "vocab_size, hidden_size, intermediate_size, num_attention_heads or head_dim";
         sizes::check_parameters(parameters, keys)
     }

@@ -1,0 +1,487 @@
+use overdrive_linear_attention::{
+    CausalConv1dOptions, DeltaRuleInputs, causal_conv1d_update, gated_delta_rule_update,
+};
+use tch::{Kind, Tensor};
+
+use super::DeltaRuleStep;
+use crate::key_values::check_truncation;
+use crate::{Error, Result};
+
+/// The largest step whose inputs are kept, so that its first tokens can be computed again after a truncation: enough for
+/// what speculation proposes, and too few to count beside a state.
+const MOST_KEPT: i64 = 64;
+
+/// The states of sequences in all recurrent layers, in slots of one tensor a layer.
+///
+/// A step reads the state of a sequence from one slot and writes the next one to another, so that a step that fails
+/// changes nothing. An earlier state is kept, with the inputs of few tokens since, from which a truncation computes the
+/// state after some of them again.
+#[derive(Debug)]
+pub(crate) struct StatePool {
+    /// `None` until the layer has run.
+    layers: Vec<Option<LayerStates>>,
+    free: Vec<i64>,
+    slots: i64,
+    /// The number of last tokens that a truncation reaches, besides those of the last step.
+    slack: i64,
+}
+
+#[derive(Debug)]
+struct LayerStates {
+    /// The last inputs of the convolution, `(S, C, K - 1)`.
+    inputs: Tensor,
+    /// The state of the recurrence, f32 `(S, H, D_k, D_v)`.
+    recurrent: Tensor,
+}
+
+/// The state of a sequence.
+#[derive(Debug, Default)]
+pub(crate) struct SequenceState {
+    len: i64,
+    /// The slot of the state after `len` tokens; `None` for no tokens.
+    slot: Option<i64>,
+    earlier: Option<Earlier>,
+}
+
+/// An earlier state of a sequence.
+#[derive(Debug, Default)]
+struct Earlier {
+    len: i64,
+    slot: Option<i64>,
+    /// The inputs of each recurrent layer since then, step by step; empty if they were not kept.
+    steps: Vec<Vec<DeltaRuleStep>>,
+}
+
+/// A step of some sequences that takes effect when it is committed.
+#[derive(Debug)]
+pub(crate) struct StateStep {
+    sequences: Vec<Advance>,
+    /// The first token of each sequence among those of all, and their number.
+    offsets: Vec<i64>,
+    /// The inputs of each recurrent layer that has run.
+    inputs: Vec<Option<DeltaRuleStep>>,
+}
+
+#[derive(Debug, Clone, Copy)]
+struct Advance {
+    from: Option<i64>,
+    to: i64,
+}
+
+impl StateStep {
+    /// Returns `true` if all recurrent layers have run.
+    pub(crate) fn is_complete(&self) -> bool {
+        self.inputs.iter().all(Option::is_some)
+    }
+
+    /// Returns `true` if the recurrent layer has run.
+    pub(crate) fn has_run(&self, layer: usize) -> bool {
+        self.inputs.get(layer).is_some_and(Option::is_some)
+    }
+
+    /// Forgets what the recurrent layers have computed.
+    pub(crate) fn restart(&mut self) {
+        self.inputs.iter_mut().for_each(|inputs| *inputs = None);
+    }
+
+    /// Returns the number of tokens of all sequences.
+    fn tokens(&self) -> i64 {
+        self.offsets.last().copied().unwrap_or(0)
+    }
+}
+
+impl SequenceState {
+    /// Returns the number of tokens.
+    pub(crate) fn len(&self) -> i64 {
+        self.len
+    }
+}
+
+impl StatePool {
+    /// Creates an empty pool for a model with this many recurrent layers.
+    pub(crate) fn new(layers: usize, slack: i64) -> StatePool {
+        StatePool {
+            layers: (0..layers).map(|_| None).collect(),
+            free: Vec::new(),
+            slots: 0,
+            slack,
+        }
+    }
+
+    /// Returns the number of recurrent layers.
+    pub(crate) fn layers(&self) -> usize {
+        self.layers.len()
+    }
+
+    /// Begins a step of sequences and their numbers of new tokens.
+    pub(crate) fn begin<'a>(
+        &mut self,
+        sequences: impl IntoIterator<Item = (&'a SequenceState, i64)>,
+    ) -> Result<StateStep> {
+        let mut step = StateStep {
+            sequences: Vec::new(),
+            offsets: vec![0],
+            inputs: (0..self.layers.len()).map(|_| None).collect(),
+        };
+        for (state, tokens) in sequences {
+            match self.take() {
+                Ok(to) => step.sequences.push(Advance {
+                    from: state.slot,
+                    to,
+                }),
+                Err(error) => {
+                    self.cancel(step);
+                    return Err(error);
+                }
+            }
+            step.offsets.push(step.tokens() + tokens);
+        }
+        Ok(step)
+    }
+
+    /// Advances the states of a recurrent layer by the inputs `(N, …)` of all sequences; returns `(N, H, D_v)`.
+    pub(crate) fn advance(
+        &mut self,
+        step: &mut StateStep,
+        layer: usize,
+        inputs: DeltaRuleStep,
+    ) -> Result<Tensor> {
+        let found = inputs.mixed.size();
+        if found.first() != Some(&step.tokens()) {
+            let expected = format!("{} rows, one for each new token of the step", step.tokens());
+            return Err(overdrive_core::Error::shape("mixed", found, expected).into());
+        }
+        let output = self.run(layer, &step.sequences, &step.offsets, &inputs)?;
+        step.inputs[layer] = Some(inputs);
+        Ok(output)
+    }
+
+    fn run(
+        &mut self,
+        layer: usize,
+        sequences: &[Advance],
+        offsets: &[i64],
+        inputs: &DeltaRuleStep,
+    ) -> Result<Tensor> {
+        let slots = self.slots;
+        let layers = self.layers.len();
+        let states = match self.layers.get_mut(layer) {
+            Some(Some(states)) => states,
+            Some(empty) => empty.insert(LayerStates::new(slots, inputs)?),
+            None => return Err(Error::NoSuchLayer { layer, layers }),
+        };
+        states.copy_rows(sequences)?;
+        let slots: Vec<i64> = sequences.iter().map(|advance| advance.to).collect();
+        let convolution = CausalConv1dOptions {
+            backend: inputs.options.backend,
+            ..CausalConv1dOptions::default()
+        };
+        let convolved = causal_conv1d_update(
+            &inputs.mixed,
+            &inputs.convolution,
+            None,
+            &mut states.inputs,
+            &slots,
+            offsets,
+            &convolution,
+        )?;
+        let [query, key, value] = inputs.heads.split(&convolved)?;
+        let tensors = DeltaRuleInputs {
+            query: &query,
+            key: &key,
+            value: &value,
+            decay: &inputs.decay,
+            beta: &inputs.beta,
+        };
+        Ok(gated_delta_rule_update(
+            tensors,
+            &mut states.recurrent,
+            &slots,
+            offsets,
+            &inputs.options,
+        )?)
+    }
+
+    /// Makes the states after the step those of its sequences, given in the order of `begin`.
+    pub(crate) fn commit<'a>(
+        &mut self,
+        step: StateStep,
+        sequences: impl IntoIterator<Item = &'a mut SequenceState>,
+    ) -> Result<()> {
+        let ends = step
+            .offsets
+            .windows(2)
+            .map(|ends| (ends[0], ends[1] - ends[0]));
+        // The inputs are cut before anything changes. A step of one token can only be undone as a whole.
+        let most = MOST_KEPT.max(self.slack + 1);
+        let cut = ends.map(|(start, tokens)| {
+            let is_kept = tokens <= most && (tokens > 1 || self.slack > 0);
+            let inputs = step.inputs.iter().flatten().filter(|_| is_kept);
+            let inputs = inputs.map(|inputs| inputs.narrow(start, tokens));
+            Ok((tokens, inputs.collect::<Result<Vec<_>>>()?))
+        });
+        let cut = cut.collect::<Result<Vec<_>>>()?;
+        for (state, (advance, (tokens, inputs))) in
+            sequences.into_iter().zip(step.sequences.iter().zip(cut))
+        {
+            let is_whole = |earlier: &Earlier| {
+                self.slack > 0 && !inputs.is_empty() && !earlier.steps.is_empty()
+            };
+            match &mut state.earlier {
+                // The earlier state stays, and the one before this step is not needed.
+                Some(earlier) if is_whole(earlier) => {
+                    for (steps, inputs) in earlier.steps.iter_mut().zip(inputs) {
+                        steps.push(inputs);
+                    }
+                    self.free
+                        .extend(state.slot.filter(|_| state.slot != earlier.slot));
+                }
+                _ => {
+                    let earlier = state.earlier.replace(Earlier {
+                        len: state.len,
+                        slot: state.slot,
+                        steps: inputs.into_iter().map(|inputs| vec![inputs]).collect(),
+                    });
+                    let slot = earlier.and_then(|earlier| earlier.slot);
+                    self.free.extend(slot.filter(|_| slot != state.slot));
+                }
+            }
+            state.slot = Some(advance.to);
+            state.len += tokens;
+            self.bring_forward(state)?;
+        }
+        Ok(())
+    }
+
+    /// Computes a later earlier state if many tokens were kept since, so that their number stays bounded.
+    fn bring_forward(&mut self, state: &mut SequenceState) -> Result<()> {
+        let (len, slack) = (state.len, self.slack);
+        let Some(earlier) = &mut state.earlier else {
+            return Ok(());
+        };
+        let tokens = len - slack - earlier.len;
+        if earlier.steps.is_empty() || slack == 0 || tokens < slack.max(MOST_KEPT) {
+            return Ok(());
+        }
+        let to = match earlier.slot {
+            Some(slot) => slot,
+            None => self.take()?,
+        };
+        let advance = Advance {
+            from: earlier.slot,
+            to,
+        };
+        for (layer, steps) in earlier.steps.iter_mut().enumerate() {
+            let all = joined(steps)?;
+            let _outputs = self.run(layer, &[advance], &[0, tokens], &all.narrow(0, tokens)?)?;
+            *steps = vec![all.narrow(tokens, slack)?];
+        }
+        (earlier.len, earlier.slot) = (earlier.len + tokens, Some(to));
+        Ok(())
+    }
+
+    /// Discards a step.
+    pub(crate) fn cancel(&mut self, step: StateStep) {
+        self.free
+            .extend(step.sequences.iter().map(|advance| advance.to));
+    }
+
+    /// Returns a sequence to its first `len` tokens: all, none, the last `slack` fewer, or those at or after the beginning
+    /// of its last step.
+    pub(crate) fn truncate(&mut self, state: &mut SequenceState, len: i64) -> Result<()> {
+        check_truncation(len, state.len)?;
+        if len == state.len {
+            return Ok(());
+        }
+        if len == 0 {
+            self.release(std::mem::take(state));
+            return Ok(());
+        }
+        let dropped = |state: &SequenceState| Error::StateDropped {
+            len,
+            held: state.len,
+            earlier: state.earlier.as_ref().map_or(0, |earlier| earlier.len),
+        };
+        let Some(earlier) = state.earlier.as_mut().filter(|earlier| earlier.len <= len) else {
+            return Err(dropped(state));
+        };
+        let tokens = len - earlier.len;
+        if tokens == 0 {
+            let slot = earlier.slot;
+            self.free.extend(state.slot.filter(|_| state.slot != slot));
+            (state.len, state.slot, state.earlier) = (len, slot, None);
+            return Ok(());
+        }
+        let Some(to) = state.slot.filter(|_| !earlier.steps.is_empty()) else {
+            return Err(dropped(state));
+        };
+        let advance = Advance {
+            from: earlier.slot,
+            to,
+        };
+        for (layer, steps) in earlier.steps.iter_mut().enumerate() {
+            let inputs = joined(steps)?.narrow(0, tokens)?;
+            let _outputs = self.run(layer, &[advance], &[0, tokens], &inputs)?;
+            *steps = vec![inputs];
+        }
+        state.len = len;
+        Ok(())
+    }
+
+    /// Returns a copy of a sequence, without its earlier state.
+    pub(crate) fn fork(&mut self, state: &SequenceState) -> Result<SequenceState> {
+        let slot = match state.slot {
+            None => None,
+            Some(from) => {
+                let to = self.take()?;
+                for states in self.layers.iter().flatten() {
+                    for pool in [&states.inputs, &states.recurrent] {
+                        pool.f_narrow(0, to, 1)?
+                            .f_copy_(&pool.f_narrow(0, from, 1)?)?;
+                    }
+                }
+                Some(to)
+            }
+        };
+        Ok(SequenceState {
+            len: state.len,
+            slot,
+            earlier: None,
+        })
+    }
+
+    /// Frees the slots of a sequence.
+    pub(crate) fn release(&mut self, state: SequenceState) {
+        let earlier = state.earlier.and_then(|earlier| earlier.slot);
+        self.free.extend(earlier.filter(|_| earlier != state.slot));
+        self.free.extend(state.slot);
+    }
+
+    /// Returns the number of bytes that are allocated.
+    pub(crate) fn bytes(&self) -> u64 {
+        let layers = self.layers.iter().flatten();
+        layers
+            .flat_map(|states| [&states.inputs, &states.recurrent])
+            .map(|pool| pool.numel() as u64 * pool.kind().elt_size_in_bytes() as u64)
+            .sum()
+    }
+
+    /// Returns the states of sequences in a recurrent layer, `(S, C, K - 1)` and `(S, H, D_k, D_v)`; `None` if the layer
+    /// has not run, or a sequence has no tokens.
+    pub(crate) fn states(
+        &self,
+        layer: usize,
+        sequences: &[SequenceState],
+    ) -> Result<Option<[Tensor; 2]>> {
+        let slots: Option<Vec<i64>> = sequences.iter().map(|state| state.slot).collect();
+        let (Some(Some(states)), Some(slots)) = (self.layers.get(layer), slots) else {
+            return Ok(None);
+        };
+        let slots = Tensor::f_from_slice(&slots)?.f_to_device(states.inputs.device())?;
+        Ok(Some([
+            states.inputs.f_index_select(0, &slots)?,
+            states.recurrent.f_index_select(0, &slots)?,
+        ]))
+    }
+
+    /// Returns a pool and its sequences of `len` tokens with these states of each recurrent layer.
+    pub(crate) fn from_states(
+        layers: Vec<[Tensor; 2]>,
+        len: i64,
+        slack: i64,
+    ) -> Result<(StatePool, Vec<SequenceState>)> {
+        let rows = layers.first().map_or(0, |[inputs, _]| inputs.size()[0]);
+        let layers = layers
+            .into_iter()
+            .map(|[inputs, recurrent]| Some(LayerStates { inputs, recurrent }));
+        let sequence = |slot| SequenceState {
+            len,
+            slot: Some(slot),
+            earlier: None,
+        };
+        let pool = StatePool {
+            layers: layers.collect(),
+            free: Vec::new(),
+            slots: rows,
+            slack,
+        };
+        Ok((pool, (0..rows).map(sequence).collect()))
+    }
+
+    fn take(&mut self) -> Result<i64> {
+        if self.free.is_empty() {
+            // Doubled: the copies are a geometric series.
+            let slots = (2 * self.slots).max(2);
+            for states in self.layers.iter_mut().flatten() {
+                *states = states.resized(slots)?;
+            }
+            self.free.extend((self.slots..slots).rev());
+            self.slots = slots;
+        }
+        let Some(slot) = self.free.pop() else {
+            return Err(overdrive_core::Error::internal("a pool of states has no slot").into());
+        };
+        Ok(slot)
+    }
+}
+
+impl LayerStates {
+    /// Allocates the states of `slots` sequences for a layer with these inputs.
+    fn new(slots: i64, inputs: &DeltaRuleStep) -> Result<LayerStates> {
+        let (mixed, heads) = (&inputs.mixed, inputs.heads);
+        let device = mixed.device();
+        let past = inputs.convolution.size().last().copied().unwrap_or(1) - 1;
+        let sizes = [slots, heads.values, heads.key_dim, heads.value_dim];
+        Ok(LayerStates {
+            inputs: Tensor::f_zeros([slots, heads.width(), past], (mixed.f_kind()?, device))?,
+            recurrent: Tensor::f_zeros(sizes, (Kind::Float, device))?,
+        })
+    }
+
+    /// Copies the state of each sequence to the slot of its next state.
+    fn copy_rows(&mut self, sequences: &[Advance]) -> Result<()> {
+        for pool in [&self.inputs, &self.recurrent] {
+            for advance in sequences {
+                let mut to = pool.f_narrow(0, advance.to, 1)?;
+                match advance.from {
+                    Some(from) if from == advance.to => {}
+                    Some(from) => to.f_copy_(&pool.f_narrow(0, from, 1)?)?,
+                    None => drop(to.f_zero_()?),
+                }
+            }
+        }
+        Ok(())
+    }
+
+    fn resized(&self, slots: i64) -> Result<LayerStates> {
+        let resized = |pool: &Tensor| -> Result<Tensor> {
+            let mut size = pool.size();
+            let held = std::mem::replace(&mut size[0], slots);
+            let new = Tensor::f_zeros(&size, (pool.f_kind()?, pool.device()))?;
+            new.f_narrow(0, 0, held)?.f_copy_(pool)?;
+            Ok(new)
+        };
+        Ok(LayerStates {
+            inputs: resized(&self.inputs)?,
+            recurrent: resized(&self.recurrent)?,
+        })
+    }
+}
+
+/// Joins the inputs of a layer in several steps.
+fn joined(steps: &[DeltaRuleStep]) -> Result<DeltaRuleStep> {
+    let [first, ..] = steps else {
+        return Err(overdrive_core::Error::internal("a step of no inputs was kept").into());
+    };
+    let all = |of: fn(&DeltaRuleStep) -> &Tensor| {
+        Tensor::f_cat(&steps.iter().map(of).collect::<Vec<_>>(), 0)
+    };
+    Ok(DeltaRuleStep {
+        mixed: all(|step| &step.mixed)?,
+        convolution: first.convolution.shallow_clone(),
+        decay: all(|step| &step.decay)?,
+        beta: all(|step| &step.beta)?,
+        heads: first.heads,
+        options: first.options,
+    })
+}
