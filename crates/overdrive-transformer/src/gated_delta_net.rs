@@ -44,7 +44,7 @@ enum Projections {
     ByKind(JointLinear),
 }
 
-/// What a layer computes from its input: queries, keys and values side by side, gates, rates and step sizes.
+/// The projections of a layer's input: queries, keys and values side by side, gates, rates and step sizes.
 type Projected = [Tensor; 4];
 
 impl GatedDeltaNet {

@@ -50,7 +50,7 @@ fn special_tokens_leave_text_only_where_wanted() {
     );
 }
 
-/// Where a tokenizer has them as special tokens, as that of Gemma 4, and decodes bytes or not.
+/// The tokenizer has the marks as special tokens, as that of Gemma 4 has; one decodes bytes, and one does not.
 #[test]
 fn the_marks_of_tool_calls_leave_text() {
     let special = ["<|tool_call>", "<tool_call|>", "<|\"|>", "<turn|>"];

@@ -81,7 +81,7 @@ pub struct QuantizedCache {
     layers: Vec<Option<Layer>>,
     /// The dequantized keys and values of one layer.
     dense: Option<[Tensor; 2]>,
-    /// What a layer attended to in its last step, if other layers share it.
+    /// The keys and values that each layer attended to in its last step, if other layers share them.
     kept: Vec<Option<KvView>>,
 }
 

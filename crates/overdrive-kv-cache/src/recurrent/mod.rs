@@ -11,7 +11,7 @@ use crate::{Error, Result};
 pub use hybrid_cache::HybridCache;
 pub(crate) use state_pool::{SequenceState, StatePool, StateStep};
 
-/// What a layer of the gated delta rule computes with in a step: `T` new tokens of each of `B` rows.
+/// The inputs of a layer of the gated delta rule in a step: `T` new tokens of each of `B` rows.
 ///
 /// The layer convolves the projections, and splits the result into queries, keys and values; queries and keys are
 /// normalised (Yang et al. 2024, [arXiv:2412.06464](https://arxiv.org/abs/2412.06464)).

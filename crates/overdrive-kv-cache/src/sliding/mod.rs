@@ -70,7 +70,7 @@ use rotation::{Rotation, rotate};
 pub struct SlidingCache {
     config: SlidingCacheConfig,
     layers: Vec<Option<Ring>>,
-    /// What a layer attended to in its last step, if other layers share it.
+    /// The keys and values that each layer attended to in its last step, if other layers share them.
     kept: Vec<Option<KvView>>,
     /// The last rotation of sink keys; layers with the same window share it.
     key_rotation: Option<Rotation>,

@@ -141,7 +141,7 @@ impl Tokens {
     }
 }
 
-/// What a slab's columns have in a chunk besides keys and queries.
+/// The numbers of a slab's columns in a chunk besides keys and queries.
 #[derive(Debug, Default)]
 pub(super) struct SlabChunk {
     /// exp(g), (tokens).

@@ -2,7 +2,7 @@
 
 use overdrive_kernels::{Element, LANES, Simd, each_vector, load, store};
 
-/// What is added to the square of a row's length, as in transformers and flash-linear-attention.
+/// The number that is added to the square of a row's length, as in transformers and flash-linear-attention.
 pub(super) const EPS: f32 = 1e-6;
 
 /// One vector for each 16 columns of a slab.
