@@ -7,6 +7,7 @@ use serde_json::{Value, json};
 use tch::{Device, Kind, Tensor};
 
 use super::decode::decode;
+use super::delta_rule::delta_rule;
 use super::source;
 use super::stand_in::StandIn;
 use crate::embedded::{PTX, Variant, images, table};
@@ -413,6 +414,7 @@ fn every_variant_is_launched_as_the_interpreter_proves_it() {
         four_bit(&stand_in, kind);
         eight_bit(&stand_in, kind);
         decode(&stand_in, kind);
+        delta_rule(&stand_in, kind);
     }
     let variants = by_hash();
     let log = stand_in.take();
