@@ -264,7 +264,9 @@ impl GatedMlp {
 
     pub(crate) fn forward(&self, x: &Tensor, fused: bool) -> Result<Tensor> {
         let inner = match self.gate {
-            Gate::Clamped(gate) => gate.forward(&self.gate_up.forward_single(x, fused)?)?,
+            Gate::Clamped(gate) => {
+                gate.forward(&self.gate_up.forward_single(x, fused)?, fused)?
+            }
             Gate::Plain(activation) if fused && self.sparsity.is_none() => {
                 glu(&self.gate_up.forward_joint(x)?, activation)?
             }

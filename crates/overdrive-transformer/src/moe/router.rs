@@ -4,6 +4,7 @@ use tch::{Kind, Tensor};
 use super::names::{correction_name, router_module};
 use crate::Result;
 use crate::config::{ExpertsConfig, LlamaConfig, LlamaFamily};
+use crate::gates::sigmoid;
 use crate::parameters::ParameterMap;
 use crate::projections::{LinearVisitor, visit_linear};
 
@@ -77,7 +78,7 @@ impl Router {
         };
         let probabilities = match &self.correction {
             None => scores.f_softmax(-1, kind)?,
-            Some(_) => scores.f_to_kind(kind)?.f_sigmoid()?,
+            Some(_) => sigmoid(&scores.f_to_kind(kind)?, fused)?,
         };
         let (mut weights, experts) = match self.preferences(&probabilities)? {
             None => probabilities.f_topk(self.per_token, -1, true, true)?,
