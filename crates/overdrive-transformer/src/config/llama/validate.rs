@@ -1,11 +1,11 @@
 //! The checks of a Llama's configuration.
 
 use super::LlamaConfig;
-use crate::Result;
 use crate::activation::activation_named;
 use crate::config::experts::ExpertsConfig;
 use crate::config::fields::bad;
 use crate::config::sizes::{self, check_layers, check_size};
+use crate::{LlamaFamily, Result};
 
 impl LlamaConfig {
     pub(in crate::config) fn validate(&self) -> Result<()> {
@@ -203,7 +203,8 @@ impl LlamaConfig {
 
     fn check_experts(&self) -> Result<()> {
         let needed = ExpertsConfig::of(self.family).is_some();
-        let Some(experts) = self.experts.as_ref().filter(|_| needed) else {
+        let may_have = needed || self.family == LlamaFamily::Gemma4;
+        let Some(experts) = self.experts.as_ref().filter(|_| may_have) else {
             if needed == self.experts.is_some() {
                 return Ok(());
             }
