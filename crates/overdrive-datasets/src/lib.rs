@@ -159,8 +159,10 @@ pub use loader::{ImageBatch, collate_captions, collate_images};
 pub use mixture::{Mixture, MixtureSampler};
 #[cfg(feature = "image")]
 pub use modalities::{
-    ImageAugmentation, ImageCaption, ImageCaptionDataset, ImageOptions, ImageResize,
+    CaptionedPatches, ImageAugmentation, ImageCaption, ImageCaptionDataset, ImageOptions,
+    ImageResize, PatchCaptionDataset,
 };
+pub use modalities::{ImagePatches, ImageProcessor};
 #[cfg(feature = "tch")]
 pub use modalities::{LogMel, LogMelOptions};
 #[cfg(feature = "speech")]
