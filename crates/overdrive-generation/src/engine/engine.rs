@@ -513,6 +513,12 @@ impl<M: EngineModel> Engine<M> {
         if chunks.is_empty() {
             return Ok(0);
         }
+        for chunk in &chunks {
+            if let Some(images) = &running[chunk.sequence].data.images {
+                let id = self.scheduler.cache_id(chunk.sequence)?;
+                self.cache.set_position_offset(id, images.delta())?;
+            }
+        }
         if let Some(flight) = self.launch(&chunks)? {
             return self.land(flight);
         }

@@ -68,11 +68,8 @@ impl<M: EngineModel> Engine<M> {
         let adapter = |chunk: &Chunk| running[chunk.sequence].data.adapter;
         let shared = chunks.first().and_then(adapter);
         let decodes = |chunk: &Chunk| {
-            let sequence = &running[chunk.sequence];
-            let is_last = chunk.end == sequence.tokens.len();
-            // A replayed step takes positions from the cache, where image tokens count one each.
-            let is_text = sequence.data.images.is_none();
-            is_last && is_text && chunk.len() == 1 && adapter(chunk) == shared
+            let is_last = chunk.end == running[chunk.sequence].tokens.len();
+            is_last && chunk.len() == 1 && adapter(chunk) == shared
         };
         if !chunks.iter().all(decodes) {
             return Ok(None);

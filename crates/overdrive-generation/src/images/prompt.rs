@@ -50,6 +50,11 @@ impl PromptImages {
         })
     }
 
+    /// Returns what the position of a token after the prompt is more than its index.
+    pub(crate) fn delta(&self) -> i64 {
+        self.positions.delta
+    }
+
     /// Returns the three positions of the token at `index` of the sequence.
     pub(crate) fn position(&self, index: usize) -> [i64; 3] {
         let given = self.positions.positions.get(index).copied();

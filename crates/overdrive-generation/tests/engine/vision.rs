@@ -123,7 +123,10 @@ fn blocks_are_shared_by_equal_pixels_and_not_by_equal_tokens() {
 fn samples_and_proposals_continue_after_the_positions_of_images() {
     let (model, case) = (model(), with_images());
     let mut engine = Engine::new(&model, config(|_| {})).unwrap();
+    // Sampling among one token is greedy.
     let options = GenerationConfig {
+        do_sample: true,
+        top_k: 1,
         num_return_sequences: 2,
         prompt_lookup_num_tokens: Some(3),
         ..greedy(12)
