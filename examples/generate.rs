@@ -9,7 +9,7 @@
 //! cargo xtask example generate --model PATH --prompt-ids 1,2,3 --print-ids --temperature 0
 //! cargo xtask example generate --model PATH --prompt "Once" --quantize nf4 --quantize-head int8
 //! cargo xtask example generate --model PATH --batch-file prompts.txt --cache paged
-//! cargo xtask example generate --features image --model QWEN3-VL --image photo.png \
+//! cargo run --release -p overdrive-examples --features image --example generate -- --model QWEN3-VL --image photo.png \
 //!     --prompt "<|vision_start|><|image_pad|><|vision_end|>A photo of"
 //! ```
 

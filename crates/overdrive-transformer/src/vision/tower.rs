@@ -1,7 +1,7 @@
 use overdrive_attention::PackedLengths;
 use overdrive_core::Error as Common;
 use overdrive_fused::Convention;
-use tch::Tensor;
+use tch::{Kind, Tensor};
 
 use super::block::Block;
 use super::features::ImageFeatures;
@@ -100,9 +100,14 @@ impl VisionTower {
         let frequencies = self.rotary.inverse_frequencies();
         let merge = self.config.spatial_merge_size;
         let [cos, sin] = grid::rotary(frequencies, grids, merge, x.device())?;
+        // As in the text model: fp32 also for 16 bits, and fp64 for a model in fp64.
+        let kind = match x.kind() {
+            Kind::Double => Kind::Double,
+            _ => Kind::Float,
+        };
         Ok(Rotation {
-            cos,
-            sin,
+            cos: cos.f_to_kind(kind)?,
+            sin: sin.f_to_kind(kind)?,
             convention: Convention::HalfSplit,
             query_scale: None,
         })

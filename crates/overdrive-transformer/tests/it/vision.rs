@@ -260,6 +260,15 @@ fn quantization_leaves_the_tower_as_it_is() {
     assert!(model.is_quantized());
     let found = model.encode_images(&want["pixels"], &GRIDS).unwrap();
     assert!(max_difference(&found.embeddings, &want["embeddings"]) < 1e-5);
+    // The folder has the quantized layers beside the dense tower.
+    let folder = tempfile::tempdir().unwrap();
+    model
+        .save_pretrained(folder.path(), &Default::default())
+        .unwrap();
+    let again = CausalLm::from_pretrained(folder.path(), &Default::default()).unwrap();
+    assert!(again.is_quantized());
+    let logits = |model: &CausalLm| model.forward(ForwardInput::new(&want["text_ids"])).unwrap();
+    assert_eq!(logits(&again), logits(&model));
 }
 
 #[test]
@@ -308,6 +317,14 @@ fn unknown_options_of_the_tower_are_refused_by_key() {
         (
             json!({"vision_config": {"num_position_embeddings": 24}}),
             "num_position_embeddings",
+        ),
+        (
+            json!({"vision_config": {"patch_size": 2_147_483_647, "in_channels": 2_147_483_647}}),
+            "the sizes of vision_config",
+        ),
+        (
+            json!({"vision_config": {"rope_parameters": {"rope_theta": -1.0}}}),
+            "rope_theta",
         ),
         (
             json!({"vision_config": {"deepstack_visual_indexes": [2, 1]}}),

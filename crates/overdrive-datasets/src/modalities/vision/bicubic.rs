@@ -19,7 +19,8 @@ const MOST_BITS: u32 = 22;
 
 /// Resizes an image with antialiasing: `torchvision.transforms.v2.functional.resize` with `BICUBIC` on a tensor of
 /// dtype uint8. libtorch computes it in integers, with weights of 16 bits, first along the rows and then along the
-/// columns, and rounds to 8 bits after each. Pillow has weights of 32 bits, and differs by one in some values.
+/// columns, and rounds to 8 bits after each. Pillow has weights of 32 bits and another order for some sizes,
+/// so its values differ.
 pub(super) fn resize(image: &Rgb, width: usize, height: usize) -> Rgb {
     let wide = match width == image.width {
         true => image.clone(),

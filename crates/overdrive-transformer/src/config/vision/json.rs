@@ -1,85 +1,13 @@
-//! The configuration of a model that sees images: `vision_config`, and the keys beside it.
+//! Reading the configuration of a model that sees images from config.json, and writing it.
 
 use serde_json::{Map, Value, json};
 
-use super::family::LlamaFamily;
-use super::fields::{Fields, bad};
-use super::llama::LlamaConfig;
-use super::sizes::{check_layers, check_size};
-use crate::activation::activation_named;
+use super::VisionConfig;
+use crate::config::family::LlamaFamily;
+use crate::config::fields::{Fields, bad};
+use crate::config::llama::LlamaConfig;
+use crate::config::multimodal;
 use crate::{Error, Result};
-
-/// The vision tower of a model, and the tokens that stand for images (Qwen3-VL).
-#[derive(Debug, Clone, PartialEq)]
-#[non_exhaustive]
-pub struct VisionConfig {
-    /// The number of layers. Default: 27.
-    pub depth: i64,
-    /// The width of the hidden states. Default: 1152.
-    pub hidden_size: i64,
-    /// The activation of the feed-forward blocks. Default: `gelu_pytorch_tanh`.
-    pub hidden_act: String,
-    /// The inner width of the feed-forward blocks. Default: 4304.
-    pub intermediate_size: i64,
-    /// The number of heads. Default: 16.
-    pub num_heads: i64,
-    /// The number of colour channels. Default: 3.
-    pub in_channels: i64,
-    /// The height and width of a patch in pixels. Default: 16.
-    pub patch_size: i64,
-    /// The number of patches along each side of those that become one token. Default: 2.
-    pub spatial_merge_size: i64,
-    /// The number of frames of a patch. Default: 2.
-    pub temporal_patch_size: i64,
-    /// The width of the image tokens: that of the text model. Default: 3584.
-    pub out_hidden_size: i64,
-    /// The number of learned positions, those of a square. Default: 2304.
-    pub num_position_embeddings: i64,
-    /// The layers whose outputs are added to the hidden states after the first layers of the text model (DeepStack,
-    /// arXiv:2406.04334). Default: 8, 16, 24.
-    pub deepstack_visual_indexes: Vec<i64>,
-    /// The standard deviation of the initial weights. Default: 0.02.
-    pub initializer_range: f64,
-    /// The base of the rotary positions. Default: 10000.
-    pub rope_theta: f64,
-    /// The token that stands for a part of an image. Default: 151655.
-    pub image_token_id: i64,
-    /// The token that stands for a part of a video. Default: 151656.
-    pub video_token_id: i64,
-    /// The token before an image. Default: 151652.
-    pub vision_start_token_id: i64,
-    /// The token after an image. Default: 151653.
-    pub vision_end_token_id: i64,
-    /// The number of rotary frequencies of the text model for the time, the row and the column of a token
-    /// (`rope_scaling.mrope_section`). Default: 24, 20, 20.
-    pub mrope_section: [i64; 3],
-}
-
-impl Default for VisionConfig {
-    fn default() -> Self {
-        VisionConfig {
-            depth: 27,
-            hidden_size: 1152,
-            hidden_act: "gelu_pytorch_tanh".to_owned(),
-            intermediate_size: 4304,
-            num_heads: 16,
-            in_channels: 3,
-            patch_size: 16,
-            spatial_merge_size: 2,
-            temporal_patch_size: 2,
-            out_hidden_size: 3584,
-            num_position_embeddings: 2304,
-            deepstack_visual_indexes: vec![8, 16, 24],
-            initializer_range: 0.02,
-            rope_theta: 10_000.0,
-            image_token_id: 151_655,
-            video_token_id: 151_656,
-            vision_start_token_id: 151_652,
-            vision_end_token_id: 151_653,
-            mrope_section: [24, 20, 20],
-        }
-    }
-}
 
 /// The keys of `vision_config` that do not change what is computed.
 const WITHOUT_EFFECT: [&str; 7] = [
@@ -93,7 +21,7 @@ const WITHOUT_EFFECT: [&str; 7] = [
 ];
 
 /// Reads a model with images, whose text model is in `text_config`.
-pub(super) fn read(mut fields: Fields) -> Result<LlamaConfig> {
+pub(in crate::config) fn read(mut fields: Fields) -> Result<LlamaConfig> {
     let mut vision = VisionConfig::default();
     if let Some(own) = fields.object("vision_config")? {
         vision.read_tower(own)?;
@@ -106,13 +34,13 @@ pub(super) fn read(mut fields: Fields) -> Result<LlamaConfig> {
     if let Some(text) = fields.peek("text_config").and_then(Value::as_object) {
         vision.read_sections(text)?;
     }
-    let mut config = super::multimodal::text(fields, &[LlamaFamily::Qwen3Vl])?;
+    let mut config = multimodal::text(fields, &[LlamaFamily::Qwen3Vl])?;
     config.vision = Some(vision);
     Ok(config)
 }
 
 /// Writes a model with images; `text` is the object of its text model.
-pub(super) fn write(
+pub(in crate::config) fn write(
     vision: &VisionConfig,
     mut text: Map<String, Value>,
     architecture: &str,
@@ -241,80 +169,6 @@ impl VisionConfig {
             "initializer_range": self.initializer_range,
             "rope_parameters": {"rope_type": "axial", "rope_theta": self.rope_theta},
         })
-    }
-
-    /// Checks the sizes, for a text model with hidden states of width `hidden_size`, heads of `head_dim` channels, and
-    /// `layers` layers.
-    pub(super) fn validate(&self, hidden_size: i64, head_dim: i64, layers: i64) -> Result<()> {
-        check_layers("vision_config.depth", self.depth)?;
-        for (key, value) in [
-            ("vision_config.hidden_size", self.hidden_size),
-            ("vision_config.intermediate_size", self.intermediate_size),
-            ("vision_config.num_heads", self.num_heads),
-            ("vision_config.in_channels", self.in_channels),
-            ("vision_config.patch_size", self.patch_size),
-            ("vision_config.spatial_merge_size", self.spatial_merge_size),
-            (
-                "vision_config.temporal_patch_size",
-                self.temporal_patch_size,
-            ),
-            (
-                "vision_config.num_position_embeddings",
-                self.num_position_embeddings,
-            ),
-        ] {
-            check_size(key, value)?;
-        }
-        activation_named("vision_config.hidden_act", &self.hidden_act)?;
-        let refuse = |key: &str, value: Value, expected: String| Err(bad(key, &value, &expected));
-        if self.hidden_size % (4 * self.num_heads) != 0 {
-            let expected = format!("a multiple of 4 x num_heads ({})", self.num_heads);
-            return refuse(
-                "vision_config.hidden_size",
-                self.hidden_size.into(),
-                expected,
-            );
-        }
-        if self.out_hidden_size != hidden_size {
-            let expected = format!("the hidden_size of the text model, {hidden_size}");
-            let value = self.out_hidden_size.into();
-            return refuse("vision_config.out_hidden_size", value, expected);
-        }
-        if self.position_side().pow(2) != self.num_position_embeddings {
-            let value = self.num_position_embeddings.into();
-            let expected = "a square number".to_owned();
-            return refuse("vision_config.num_position_embeddings", value, expected);
-        }
-        let deep = &self.deepstack_visual_indexes;
-        let rising = deep.windows(2).all(|pair| pair[0] < pair[1]);
-        let known = deep.iter().all(|layer| (0..self.depth).contains(layer));
-        if !rising || !known || deep.len() as i64 > layers {
-            let expected = format!(
-                "rising layers below depth ({}), at most as many as the text model has layers ({layers})",
-                self.depth
-            );
-            let value = deep.clone().into();
-            return refuse("vision_config.deepstack_visual_indexes", value, expected);
-        }
-        let sections = &self.mrope_section;
-        if sections.iter().any(|n| *n < 0) || sections.iter().sum::<i64>() != head_dim / 2 {
-            let expected = format!(
-                "three numbers whose sum is {}, half of head_dim",
-                head_dim / 2
-            );
-            return refuse("mrope_section", sections.to_vec().into(), expected);
-        }
-        Ok(())
-    }
-
-    /// Returns the number of learned positions along each side of their square.
-    pub(crate) fn position_side(&self) -> i64 {
-        self.num_position_embeddings.isqrt()
-    }
-
-    /// Returns the number of values of a patch.
-    pub fn patch_width(&self) -> i64 {
-        self.in_channels * self.temporal_patch_size * self.patch_size.pow(2)
     }
 }
 
